@@ -1,0 +1,25 @@
+# Two commands, each does all its own set-up in .venv:
+#   make bench   a table of Tilewise beside torch on this machine
+#   make test    linters, types, the whole test-suite with coverage
+PYTHON ?= python3
+BIN := .venv/bin
+
+.PHONY: bench test setup clean
+setup: .venv/.installed
+
+.venv/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	touch $@
+
+bench: setup
+	$(BIN)/tilewise bench
+
+test: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/pytest --cov --cov-report=term
+
+clean:
+	rm -rf .venv build dist src/*.egg-info

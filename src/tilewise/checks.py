@@ -1,0 +1,87 @@
+"""Argument checks with one voice: every message names the argument, what was given and what is taken.
+
+`TypeError` for the wrong kind of thing, `ValueError` for the wrong shape, dtype, device, layout or value. Nothing
+here changes anything, so a public call that checks first leaves the world as it was when it raises.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import torch
+
+FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+INTEGERS = (torch.int32, torch.int64)
+
+
+def _names(dtypes: Collection[torch.dtype]) -> str:
+    return ", ".join(str(d).removeprefix("torch.") for d in dtypes)
+
+
+def tensor(
+    name: str,
+    x: Any,
+    *,
+    shape: Sequence[int | str | None] | None = None,
+    dtypes: Collection[torch.dtype] | None = None,
+    device: torch.device | None = None,
+    unit_last_stride: bool = False,
+) -> torch.Tensor:
+    """`x` as a tensor of the given `shape`: an int is a fixed size, a string names a free one, None is free."""
+    if not isinstance(x, torch.Tensor):
+        raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
+    if shape is not None:
+        want = "(" + ", ".join("*" if s is None else str(s) for s in shape) + ("," if len(shape) == 1 else "") + ")"
+        if x.dim() != len(shape):
+            raise ValueError(f"{name} must have {len(shape)} dimensions {want}, got shape {tuple(x.shape)}")
+        if any(isinstance(s, int) and s != n for s, n in zip(shape, x.shape, strict=True)):
+            raise ValueError(f"{name} must have shape {want}, got {tuple(x.shape)}")
+    if dtypes is not None and x.dtype not in dtypes:
+        raise ValueError(f"{name} must be one of {_names(dtypes)}, got {_names([x.dtype])}")
+    if device is not None and x.device != device:
+        raise ValueError(f"{name} must be on {device} like the other tensors, got {x.device}")
+    if unit_last_stride and x.dim() and x.shape[-1] > 1 and x.stride(-1) != 1:
+        raise ValueError(
+            f"{name} must have stride 1 in its last dimension, got strides {x.stride()}; use {name}.contiguous()"
+        )
+    return x
+
+
+def integer(name: str, x: Any, low: int | None = None, high: int | None = None) -> int:
+    """`x` as an int in [low, high]."""
+    if isinstance(x, bool) or not hasattr(x, "__index__"):
+        raise TypeError(f"{name} must be an int, got {type(x).__name__}")
+    value = int(x.__index__())
+    if (low is not None and value < low) or (high is not None and value > high):
+        if low is None:
+            taken = f"at most {high}"
+        else:
+            taken = f"at least {low}" if high is None else f"between {low} and {high}"
+        raise ValueError(f"{name} must be {taken}, got {value}")
+    return value
+
+
+def number(name: str, x: Any, low: float | None = None) -> float:
+    """`x` as a finite float, at least `low`."""
+    if isinstance(x, bool) or not isinstance(x, (int, float)):
+        raise TypeError(f"{name} must be a float, got {type(x).__name__}")
+    value = float(x)
+    if not math.isfinite(value) or (low is not None and value < low):
+        raise ValueError(f"{name} must be finite" + (f" and at least {low}" if low is not None else "") + f", got {x}")
+    return value
+
+
+def choice(name: str, x: Any, options: Collection[Any]) -> Any:
+    """`x`, which must be one of `options`."""
+    if x not in options:
+        raise ValueError(f"{name} must be one of {', '.join(repr(o) for o in options)}, got {x!r}")
+    return x
+
+
+def flag(name: str, x: Any) -> bool:
+    """`x` as a bool; 0 and 1 are refused because they are usually a misplaced argument."""
+    if not isinstance(x, bool):
+        raise TypeError(f"{name} must be True or False, got {type(x).__name__}")
+    return x
