@@ -55,11 +55,8 @@ def integer(name: str, x: Any, low: int | None = None, high: int | None = None) 
         raise TypeError(f"{name} must be an int, got {type(x).__name__}")
     value = int(x.__index__())
     if (low is not None and value < low) or (high is not None and value > high):
-        if low is None:
-            taken = f"at most {high}"
-        else:
-            taken = f"at least {low}" if high is None else f"between {low} and {high}"
-        raise ValueError(f"{name} must be {taken}, got {value}")
+        bounds = [f"at least {low}"] * (low is not None) + [f"at most {high}"] * (high is not None)
+        raise ValueError(f"{name} must be {' and '.join(bounds)}, got {value}")
     return value
 
 
