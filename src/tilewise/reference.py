@@ -10,13 +10,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 
-if TYPE_CHECKING:
-    from .kvcache import PagedKVCache, PrefixCache
-    from .sparse import BlockSchedule
+from .kvcache import PagedKVCache, PrefixCache
+from .sparse import BlockSchedule
 
 Window = tuple[int | None, int | None]
 State = tuple[torch.Tensor, torch.Tensor]
@@ -86,9 +85,9 @@ def attention(
     return torch.einsum("bhij,bjhd->bihd", weights, v), lse
 
 
-def baseline(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: object) -> State:
+def baseline(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> State:
     """PyTorch's own mathematics in the inputs' own precision: the honest measure of how large an error may be."""
-    return attention(q, k, v, dtype=q.dtype, **options)  # type: ignore[arg-type]
+    return attention(q, k, v, dtype=q.dtype, **options)
 
 
 def attention_varlen(
@@ -101,7 +100,7 @@ def attention_varlen(
     alibi_slopes: torch.Tensor | None = None,
     schedule: BlockSchedule | Sequence[BlockSchedule | None] | None = None,
     dtype: torch.dtype = torch.float64,
-    **options: object,
+    **options: Any,
 ) -> State:
     """Each packed sequence alone: q (total_q, Hq, D), k, v (total_k, Hkv, D) -> o like q, lse (Hq, total_q)."""
     o = torch.zeros(q.shape, dtype=dtype)
@@ -113,7 +112,7 @@ def attention_varlen(
         one = schedule[b] if isinstance(schedule, Sequence) else schedule
         state = attention(
             q[None, rows], k[None, keys], v[None, keys], alibi_slopes=slopes, schedule=one, dtype=dtype, **options
-        )  # type: ignore[arg-type]
+        )
         o[rows], lse[:, rows] = state[0][0], state[1][0]
     return o, lse
 
@@ -142,7 +141,7 @@ def decode(
     dtype: torch.dtype = torch.float64,
 ) -> State:
     """Each sequence alone over its own gathered keys. q (n, T, Hq, D) -> o (n, T, Hq, D), lse (n, Hq, T)."""
-    pages = getattr(cache, "cache", cache)
+    pages = cache.cache if isinstance(cache, PrefixCache) else cache
     states = []
     for row, seq in enumerate(seqs):
         k, v = pages.gather(layer, seq)

@@ -1,0 +1,58 @@
+"""Rotary position embedding, applied to the keys as they are written into the cache."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from tilewise import checks
+
+
+@dataclass(frozen=True, eq=False)
+class Rotary:
+    """Tables of cosines and sines, each (max_positions, rot_dim / 2), any float dtype.
+
+    Channel pairs turn by the angle of the token's position. Half-split (Llama, NeoX) pairs channel i with
+    i + rot_dim / 2; `interleaved` (GPT-J) pairs 2i with 2i + 1. Channels from rot_dim on are left as they are.
+    """
+
+    cos: torch.Tensor
+    sin: torch.Tensor
+    interleaved: bool = False
+
+    def __post_init__(self) -> None:
+        checks.tensor("cos", self.cos, shape=("max_positions", "rot_dim / 2"), dtypes=checks.FLOATS)
+        checks.tensor("sin", self.sin, shape=tuple(self.cos.shape), dtypes=checks.FLOATS, device=self.cos.device)
+        checks.flag("interleaved", self.interleaved)
+
+    @property
+    def rot_dim(self) -> int:
+        """How many channels turn."""
+        return 2 * self.cos.shape[1]
+
+    def check(self, head_dim: int, positions: torch.Tensor) -> None:
+        """Raise ValueError unless the tables cover `positions` and no more channels than `head_dim`."""
+        if self.rot_dim > head_dim:
+            raise ValueError(f"rotary turns {self.rot_dim} channels but head_dim is {head_dim}; cos must be narrower")
+        if positions.numel() and (int(positions.min()) < 0 or int(positions.max()) >= len(self.cos)):
+            raise ValueError(
+                f"rotary covers positions 0 to {len(self.cos) - 1}, got {int(positions.min())} to "
+                f"{int(positions.max())}; give longer cos and sin tables"
+            )
+
+    def apply(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Turn x (tokens, heads, head_dim) by positions (tokens,): float32 inside, x's own dtype out."""
+        checks.tensor("x", x, shape=("tokens", "heads", "head_dim"), dtypes=checks.FLOATS, device=self.cos.device)
+        checks.tensor("positions", positions, shape=(len(x),), dtypes=checks.INTEGERS, device=x.device)
+        self.check(x.shape[-1], positions)
+        if self.interleaved:
+            first, second = slice(0, self.rot_dim, 2), slice(1, self.rot_dim, 2)
+        else:
+            first, second = slice(0, self.rot_dim // 2), slice(self.rot_dim // 2, self.rot_dim)
+        cos, sin = (table[positions].float().unsqueeze(1) for table in (self.cos, self.sin))
+        a, b = x[..., first].float(), x[..., second].float()
+        out = x.clone()
+        out[..., first] = (a * cos - b * sin).to(x.dtype)
+        out[..., second] = (a * sin + b * cos).to(x.dtype)
+        return out

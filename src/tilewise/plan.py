@@ -1,0 +1,478 @@
+"""Plans: an attention problem as a list of tiles. Pure: no GPU, no tensors read, no I/O.
+
+A plan is a list of work items. Each says which query rows meet which key rows; running it leaves a state `(o, lse)`
+on those rows, and states over disjoint keys merge (state.py). Query rows are counted through the whole batch: row
+`b * seqlen_q + i` of a dense call, row i of a packed one. So are keys, within a *source*: a pair of K and V
+tensors, or the list of a paged cache's pages.
+
+What a row may see of its keys is a *band*: key j is visible to row i when `low <= j - i <= high` (None: no bound).
+Causal and sliding windows, aligned bottom-right, are bands, and a band's tiles are a formula: a `Tiles` item with
+`count` > 1 is that formula for a batch of equal sequences or for the equal tiles of a window. Only sparse patterns
+and trees need arrays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import pairwise
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from .show import Card, PlanSummary, draw_plan, find_card
+
+if TYPE_CHECKING:
+    from .sparse import BlockSchedule
+
+Ints = npt.NDArray[np.int32]
+Window = tuple[int | None, int | None]
+
+
+class Band(NamedTuple):
+    """Key j is visible to row i when low <= j - i <= high; None is no bound. Both count from the item's first."""
+
+    low: int | None
+    high: int | None
+
+    def shifted(self, by: int) -> Band:
+        """The same band when j - i of the old count is j - i + by of the new one."""
+        return Band(None if self.low is None else self.low + by, None if self.high is None else self.high + by)
+
+    def opened(self, rows: int, keys: int) -> Band:
+        """Without the bounds that hide nothing of a rows × keys tile: "is there a mask" has one answer."""
+        low = None if self.low is None or self.low <= -(rows - 1) else self.low
+        high = None if self.high is None or self.high >= keys - 1 else self.high
+        return Band(low, high)
+
+
+OPEN = Band(None, None)
+
+
+def band_of(seqlen_q: int, seqlen_k: int, causal: bool, window: Window | None) -> Band:
+    """The band of one sequence: bottom-right, so row i stands at key i + seqlen_k - seqlen_q."""
+    left, right = window if window is not None else (None, None)
+    if causal:
+        right = 0
+    diagonal = seqlen_k - seqlen_q
+    band = Band(None if left is None else diagonal - left, None if right is None else diagonal + right)
+    return band.opened(seqlen_q, seqlen_k)
+
+
+def visible_pairs(rows: int, keys: int, band: Band) -> int:
+    """How many (row, key) pairs of a rows × keys tile the band leaves visible."""
+    if band == OPEN:
+        return rows * keys
+    i = np.arange(rows, dtype=np.int64)
+    first = np.zeros_like(i) if band.low is None else np.clip(i + band.low, 0, keys)
+    end = np.full_like(i, keys) if band.high is None else np.clip(i + band.high + 1, 0, keys)
+    return int(np.maximum(end - first, 0).sum())
+
+
+class Rectangle(NamedTuple):
+    """Rows [row, row + rows) meet keys [key, key + keys) of a source: what pictures and sums are made of."""
+
+    row: int
+    rows: int
+    source: int
+    key: int
+    keys: int
+    pairs: int  # visible ones
+    heads: int  # query heads that do this; kv heads in proportion
+
+
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    """Regular work: `count` tiles of rows × keys, each `row_step`, `key_step` after the last, all under one band."""
+
+    row: int
+    rows: int
+    key: int
+    keys: int
+    band: Band = OPEN
+    source: int = 0
+    count: int = 1
+    row_step: int = 0
+    key_step: int = 0
+
+    def rectangles(self, heads: int) -> Iterator[Rectangle]:
+        pairs = visible_pairs(self.rows, self.keys, self.band)
+        for n in range(self.count):
+            row, key = self.row + n * self.row_step, self.key + n * self.key_step
+            yield Rectangle(row, self.rows, self.source, key, self.keys, pairs, heads)
+
+
+@dataclass(frozen=True, slots=True)
+class BlockTiles:
+    """Block-sparse work: `rows`-row query tiles that all have equally many key blocks, so that they run as one batch.
+
+    A tile is the page-table idea turned on dense keys: tile n starts at row `rows_at[n]` and meets the `block`-key
+    blocks `blocks[n]`, then `tail` keys of the ragged last block if it is among them. `masked`: the problem's band
+    still cuts through some of these blocks (position of a key = its place in the sequence).
+    """
+
+    rows_at: Ints  # (n,), within the sequence
+    rows: int
+    blocks: Ints  # (n, c), full blocks only, ascending
+    block: int
+    tail: int
+    seqlen_k: int
+    masked: bool
+    band: Band
+    head: int | None = None  # None: all query heads
+    row: int = 0  # where the sequence starts, in rows and in keys; `count` sequences share the pattern
+    key: int = 0
+    count: int = 1
+    row_step: int = 0
+    key_step: int = 0
+
+    def rectangles(self, heads: int) -> Iterator[Rectangle]:
+        for n in range(self.count):
+            row, key = self.row + n * self.row_step, self.key + n * self.key_step
+            for at, blocks in zip(self.rows_at.tolist(), self.blocks.tolist(), strict=True):
+                for start, keys in self._pieces(blocks):
+                    pairs = visible_pairs(self.rows, keys, self.band.shifted(at - start))
+                    yield Rectangle(row + at, self.rows, 0, key + start, keys, pairs, heads if self.head is None else 1)
+
+    def _pieces(self, blocks: list[int]) -> Iterator[tuple[int, int]]:
+        for b in blocks:
+            yield b * self.block, self.block
+        if self.tail:
+            yield self.seqlen_k - self.tail, self.tail
+
+
+@dataclass(frozen=True, slots=True)
+class PagedTiles:
+    """Paged work: rows [row, row + rows) meet the tokens [start, stop) that `pages` spells, under `band`.
+
+    Rows of several sequences stand together when they share the pages (then the band is open).
+    """
+
+    row: int
+    rows: int
+    pages: Ints
+    start: int
+    stop: int
+    key: int  # where these tokens stand when each stored token is counted once: for pictures
+    band: Band = OPEN
+
+    def rectangles(self, heads: int) -> Iterator[Rectangle]:
+        keys = self.stop - self.start
+        yield Rectangle(self.row, self.rows, 0, self.key, keys, visible_pairs(self.rows, keys, self.band), heads)
+
+
+Work = Tiles | BlockTiles | PagedTiles
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The work list of one problem, for all layers and all calls of the same shape.
+
+    rows: query rows in all; keys: key rows of each source. `exclusive`: no row is in two work items, so no states
+    need merging. kv_row_bytes: bytes of one token's K and V in one KV head; io_bytes: bytes of a query or output value.
+    """
+
+    kind: str
+    work: tuple[Work, ...]
+    rows: int
+    keys: tuple[int, ...]
+    heads_q: int
+    heads_kv: int
+    head_dim: int
+    exclusive: bool
+    kv_row_bytes: float
+    io_bytes: int
+
+    def rectangles(self) -> Iterator[Rectangle]:
+        """Every tile of the list, one by one."""
+        for item in self.work:
+            yield from item.rectangles(self.heads_q)
+
+    @cached_property
+    def summary(self) -> PlanSummary:
+        """Work items, rows, key rows, bytes and FLOPs, counted from the list itself."""
+        tiles = pairs = keys_read = states = 0
+        for r in self.rectangles():
+            tiles += 1
+            pairs += r.pairs * r.heads
+            keys_read += r.keys * max(1, r.heads * self.heads_kv // self.heads_q)
+            states += r.rows * r.heads
+        q_and_o = 2 * self.rows * self.heads_q * self.head_dim * self.io_bytes
+        partial = 0 if self.exclusive else 2 * states * (self.head_dim + 1) * 4
+        return PlanSummary(
+            kind=self.kind,
+            items=len(self.work),
+            tiles=tiles,
+            rows=self.rows,
+            heads_q=self.heads_q,
+            heads_kv=self.heads_kv,
+            keys_stored=sum(self.keys),
+            keys_read=keys_read // self.heads_kv,
+            bytes=int(keys_read * self.kv_row_bytes) + q_and_o + partial,
+            flops=4 * pairs * self.head_dim,
+            states_merged=0 if self.exclusive else states // self.heads_q,
+        )
+
+    @property
+    def flops(self) -> int:
+        """Floating-point operations of the two matrix products over visible pairs only."""
+        return self.summary.flops
+
+    @property
+    def bytes(self) -> int:
+        """Bytes to move: K and V once for each tile that reads them, Q and O once, partial states out and back."""
+        return self.summary.bytes
+
+    def floor_us(self, card: str | Card = "H200") -> float:
+        """The time under which no kernel can be on `card`: the larger of bytes over bandwidth and FLOPs over rate."""
+        return self.summary.floor_us(find_card(card))
+
+    def show(self, card: str | Card = "H200") -> str:
+        """The work list in a few lines, with the floor in microseconds for a named card. Returns the text."""
+        return self.summary.text(find_card(card))
+
+    def draw(self, path: str) -> None:
+        """Write a picture (PNG, SVG, PDF by the path's ending) of which rows meet which keys."""
+        draw_plan(self, path)
+
+
+@dataclass(frozen=True)
+class DecodePlan(Plan):
+    """A plan over a cache's pages. Rows stand in tree order: row (n, t) is token t of sequence `order[n]` of `seqs`."""
+
+    seqs: tuple[int, ...] = ()
+    lengths: tuple[int, ...] = ()
+    order: Ints = field(default_factory=lambda: np.zeros(0, np.int32))
+    tokens_per_seq: int = 1
+    shared_nodes: int = 0
+
+
+# Rows of a window's tile: as many as the window is wide wastes at most half of the scores, fewer than 64 starve the
+# matrix units, more than 256 gain nothing.
+WINDOW_TILE_MIN, WINDOW_TILE_MAX = 64, 256
+
+
+def cut(seqlen_q: int, seqlen_k: int, band: Band) -> list[Tiles]:
+    """One sequence as regular tiles, none of which is fully hidden.
+
+    No band: one rectangle. Only `high` (causal): the rectangle left of the diagonal and the triangle on it, which the
+    executor masks; rows that see everything or nothing are cut off first. `low` too (a window): row tiles over just
+    the keys they can see, the equal ones in the middle as one item.
+    """
+    if seqlen_q == 0 or seqlen_k == 0:
+        return []
+    if band == OPEN:
+        return [Tiles(0, seqlen_q, 0, seqlen_k)]
+    if band.low is None:
+        assert band.high is not None
+        first = max(0, -band.high)  # rows before it see nothing
+        if first >= seqlen_q:
+            return []
+        last = max(first, min(seqlen_q, seqlen_k - band.high))  # rows from it on see everything
+        tiles = []
+        if last > first:
+            left, size = first + band.high, last - first
+            if left:
+                tiles.append(Tiles(first, size, 0, left))
+            tiles.append(Tiles(first, size, left, size, Band(None, 0)))
+        if seqlen_q > last:
+            tiles.append(Tiles(last, seqlen_q - last, 0, seqlen_k))
+        return tiles
+    return _cut_window(seqlen_q, seqlen_k, band)
+
+
+def _cut_window(seqlen_q: int, seqlen_k: int, band: Band) -> list[Tiles]:
+    assert band.low is not None
+    high = seqlen_k if band.high is None else band.high
+    tile = WINDOW_TILE_MIN
+    while tile < WINDOW_TILE_MAX and tile < high - band.low + 1:
+        tile *= 2
+    tiles: list[Tiles] = []
+    for row in range(0, seqlen_q, tile):
+        rows = min(tile, seqlen_q - row)
+        first, end = max(0, row + band.low), min(seqlen_k, row + rows + high)
+        if first >= end:
+            continue
+        local = Band(band.low + row - first, None if band.high is None else band.high + row - first)
+        this = Tiles(row, rows, first, end - first, local)
+        previous = tiles[-1] if tiles else None
+        if previous and (previous.rows, previous.keys, previous.band) == (this.rows, this.keys, this.band):
+            key_step = this.key - previous.key - (previous.count - 1) * tile
+            if key_step == tile:  # the same tile one step down the diagonal
+                tiles[-1] = replace(previous, count=previous.count + 1, row_step=tile, key_step=tile)
+                continue
+        tiles.append(this)
+    return tiles
+
+
+def _exclusive(tiles: Sequence[Tiles]) -> bool:
+    """Is no row of one sequence's tiles in two of them? (`count` copies never overlap.)"""
+    spans = sorted((t.row, t.row + (t.count - 1) * t.row_step + t.rows) for t in tiles)
+    return all(a[1] <= b[0] for a, b in pairwise(spans))
+
+
+def plan_dense(
+    batch: int,
+    seqlen_q: int,
+    seqlen_k: int,
+    heads_q: int,
+    heads_kv: int,
+    head_dim: int,
+    *,
+    causal: bool = False,
+    window: Window | None = None,
+    schedule: BlockSchedule | None = None,
+    io_bytes: int = 2,
+) -> Plan:
+    """`batch` equal sequences: one sequence's tiles, repeated by formula."""
+    band = band_of(seqlen_q, seqlen_k, causal, window)
+    work: list[Work] = []
+    if schedule is not None:
+        work += _cut_schedule(schedule, band, heads_q, 0, 0, batch, seqlen_q, seqlen_k)
+        exclusive = True
+    else:
+        tiles = cut(seqlen_q, seqlen_k, band)
+        exclusive = _exclusive(tiles)
+        for t in tiles:
+            work += repeat(t, batch, seqlen_q, seqlen_k)
+    return Plan(
+        "sparse" if schedule is not None else "dense",
+        tuple(work),
+        batch * seqlen_q,
+        (batch * seqlen_k,),
+        heads_q,
+        heads_kv,
+        head_dim,
+        exclusive,
+        2 * head_dim * io_bytes,
+        io_bytes,
+    )
+
+
+def repeat(tile: Tiles, batch: int, row_step: int, key_step: int) -> list[Tiles]:
+    """The same work for each of `batch` sequences; one item unless the tile is itself a repeated one."""
+    if tile.count == 1:
+        return [replace(tile, count=batch, row_step=row_step, key_step=key_step)] if batch else []
+    return [replace(tile, row=tile.row + b * row_step, key=tile.key + b * key_step) for b in range(batch)]
+
+
+def plan_varlen(
+    starts_q: Sequence[int],
+    starts_k: Sequence[int],
+    heads_q: int,
+    heads_kv: int,
+    head_dim: int,
+    *,
+    causal: bool = False,
+    window: Window | None = None,
+    schedules: Sequence[BlockSchedule | None] | None = None,
+    io_bytes: int = 2,
+) -> Plan:
+    """Packed sequences: sequence b has rows starts_q[b]:starts_q[b+1] and keys starts_k[b]:starts_k[b+1]."""
+    work: list[Work] = []
+    exclusive = True
+    for b in range(len(starts_q) - 1):
+        row, key = starts_q[b], starts_k[b]
+        nq, nk = starts_q[b + 1] - row, starts_k[b + 1] - key
+        band = band_of(nq, nk, causal, window)
+        schedule = schedules[b] if schedules is not None else None
+        if schedule is not None:
+            work += _cut_schedule(schedule, band, heads_q, row, key, 1, nq, nk)
+            continue
+        tiles = cut(nq, nk, band)
+        exclusive = exclusive and _exclusive(tiles)
+        work += [replace(t, row=t.row + row, key=t.key + key) for t in tiles]
+    sizes = (heads_q, heads_kv, head_dim, exclusive, 2 * head_dim * io_bytes, io_bytes)
+    return Plan("varlen", tuple(work), starts_q[-1], (starts_k[-1],), *sizes)
+
+
+def _cut_schedule(
+    schedule: BlockSchedule, band: Band, heads_q: int, row: int, key: int, count: int, seqlen_q: int, seqlen_k: int
+) -> list[BlockTiles]:
+    """A schedule's rows as batches of equal tiles: same number of rows, of full blocks, of tail keys, masked or not.
+
+    Blocks that the band hides wholly are dropped here; blocks that it cuts make their tile a masked one.
+    """
+    block_q, block_k = schedule.block_q, schedule.block_k
+    full_blocks, tail = divmod(seqlen_k, block_k)
+    batches: dict[tuple[int | None, int, int, bool, bool], list[tuple[int, Ints]]] = {}
+    for head in range(schedule.heads or 1):
+        for tile in range(schedule.num_q_blocks):
+            at = tile * block_q
+            rows = min(block_q, seqlen_q - at)
+            blocks = schedule.row(tile, head)
+            start = blocks.astype(np.int64) * block_k
+            end = np.minimum(start + block_k, seqlen_k)
+            # j - i over the block runs from start - (at + rows - 1) to end - 1 - at.
+            least, most = start - (at + rows - 1), end - 1 - at
+            seen = np.ones(len(blocks), bool)
+            whole = np.ones(len(blocks), bool)
+            if band.low is not None:
+                seen &= most >= band.low
+                whole &= least >= band.low
+            if band.high is not None:
+                seen &= least <= band.high
+                whole &= most <= band.high
+            blocks, masked = blocks[seen], not whole[seen].all()
+            has_tail = bool(tail) and len(blocks) > 0 and int(blocks[-1]) == full_blocks
+            if has_tail:
+                blocks = blocks[:-1]
+            if len(blocks) or has_tail:
+                shape = (None if schedule.heads is None else head, rows, len(blocks), has_tail, masked)
+                batches.setdefault(shape, []).append((at, blocks))
+    return [
+        BlockTiles(
+            rows_at=np.array([at for at, _ in members], np.int32),
+            rows=rows,
+            blocks=np.array([blocks for _, blocks in members], np.int32).reshape(len(members), width),
+            block=block_k,
+            tail=tail if has_tail else 0,
+            seqlen_k=seqlen_k,
+            masked=masked,
+            band=band,
+            head=head_or_all,
+            row=row,
+            key=key,
+            count=count,
+            row_step=seqlen_q,
+            key_step=seqlen_k,
+        )
+        for (head_or_all, rows, width, has_tail, masked), members in batches.items()
+    ]
+
+
+def plan_shared_prefix(
+    batch: int,
+    seqlen_q: int,
+    levels: Sequence[tuple[int, int, Sequence[int] | None]],
+    heads_q: int,
+    heads_kv: int,
+    head_dim: int,
+    *,
+    causal: bool,
+    io_bytes: int = 2,
+) -> Plan:
+    """Levels of (batch, padded length, valid lengths or None), the last of them the sequences' own keys.
+
+    The rows of all sequences under a level's member stand together, so each member's keys are read once. Prefixes are
+    in full view; the causal band lies over the last level only.
+    """
+    work: list[Work] = []
+    for source, (members, padded, lengths) in enumerate(levels):
+        rows = batch // members * seqlen_q
+        own = source == len(levels) - 1
+        if lengths is None:
+            band = band_of(seqlen_q, padded, causal, None) if own else OPEN
+            for t in cut(rows, padded, band):
+                work += repeat(replace(t, source=source), members, rows, padded)
+            continue
+        for m, length in enumerate(lengths):
+            band = band_of(seqlen_q, length, causal, None) if own else OPEN
+            work += [
+                replace(t, row=t.row + m * rows, key=t.key + m * padded, source=source) for t in cut(rows, length, band)
+            ]
+    keys = tuple(members * padded for members, padded, _ in levels)
+    sizes = (heads_q, heads_kv, head_dim, False, 2 * head_dim * io_bytes, io_bytes)
+    return Plan("shared prefix", tuple(work), batch * seqlen_q, keys, *sizes)

@@ -1,0 +1,176 @@
+"""Decode plans: find the tree of shared pages under a batch of sequences and decide which of its nodes to share.
+
+Sequences that share a prefix hold the same pages at the same places of their page lists, however they came to it
+(PrefixCache, fork, somebody else's page table). So the tree is read off the lists: a *node* is a run of pages that
+a group of sequences has in common. Sharing a node puts the rows of the whole group over its tokens once, in place
+of once a sequence; each row's states are merged afterwards. Chunk-first kernels, prefix/suffix phases and
+multi-level prefixes are this tree with one, two or more levels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from .plan import Band, DecodePlan, Ints, PagedTiles, Window
+
+
+@dataclass(frozen=True)
+class CostModel:
+    """What a device pays for work items, in microseconds: the documented basis of `share_prefix="auto"`.
+
+    An item of t tokens and r rows (query tokens × query heads) costs
+
+        item_us + max(t · kv_bytes / kv_bytes_per_us,  4 · t · r · head_dim / flops_per_us)
+
+    and each row of an extra state `row_state_us` to merge. Sharing a node of n sequences saves the time of n small
+    reads and pays for one large item and n sequences' extra states; it is done when the estimate says that it is at
+    least `margin` times cheaper. Leaving a node unshared is always possible, so "auto" is never planned slower than
+    unshared.
+    """
+
+    item_us: float
+    kv_bytes_per_us: float
+    flops_per_us: float
+    row_state_us: float
+    margin: float = 1.1
+
+    def shares(self, sequences: int, tokens: int, rows_each: int, head_dim: int, kv_bytes: float) -> bool:
+        """Is a node of `tokens` tokens worth sharing among `sequences`, each with `rows_each` rows?
+
+        kv_bytes: bytes of one token's K and V over all KV heads.
+        """
+        alone = sequences * self._stream_us(tokens, rows_each, head_dim, kv_bytes)
+        together = self.item_us + self._stream_us(tokens, sequences * rows_each, head_dim, kv_bytes)
+        together += sequences * rows_each * self.row_state_us
+        return together * self.margin < alone
+
+    def _stream_us(self, tokens: int, rows: int, head_dim: int, kv_bytes: float) -> float:
+        return max(tokens * kv_bytes / self.kv_bytes_per_us, 4 * tokens * rows * head_dim / self.flops_per_us)
+
+
+# Two cores of a 2023 server, float32, measured with `tilewise bench prefix`: torch's flash kernel streams K and V at
+# about 12 GB/s over few rows and does 120 GFLOP/s over many; an item costs some 60 µs of Python and dispatch.
+CPU_COST = CostModel(item_us=60.0, kv_bytes_per_us=12e3, flops_per_us=120e3, row_state_us=0.3)
+
+
+def plan_tree(
+    seqs: Sequence[int],
+    page_lists: Sequence[Ints],
+    lengths: Sequence[int],
+    page_size: int,
+    *,
+    heads_q: int,
+    heads_kv: int,
+    head_dim: int,
+    kv_row_bytes: float,
+    io_bytes: int,
+    stream_row_bytes: float | None = None,
+    tokens_per_seq: int = 1,
+    window: Window | None = None,
+    share: bool | None = None,
+    cost: CostModel = CPU_COST,
+) -> DecodePlan:
+    """The work list of a decode step. `share` None is "auto": the cost model decides node by node, taking one token's K
+    and V in one KV head as `stream_row_bytes` (what the inner loop reads, if that is not what is stored).
+
+    Sequence n's last `tokens_per_seq` tokens are the queries. A node is shared only as far as every row of the group
+    sees all of it, so shared items need no mask; what is left of each sequence, with its causal tail, is its own item.
+    """
+    left = window[0] if window is not None else None
+    rows_each = tokens_per_seq * heads_q
+    kv_bytes = heads_kv * (stream_row_bytes or kv_row_bytes)
+    ends = [length - tokens_per_seq + 1 for length in lengths]  # tokens before it are seen by all the rows
+    starts = [0 if left is None else max(0, length - 1 - left) for length in lengths]
+
+    work: list[PagedTiles] = []
+    order: list[int] = []
+    shared_nodes = tokens_read = 0
+    # A pre-order walk. An entry: the group, the pages it is known to have in common, the token ranges already shared.
+    stack: list[tuple[list[int], int, tuple[tuple[int, int], ...]]] = [(list(range(len(seqs))), 0, ())] if seqs else []
+    while stack:
+        group, depth, shared = stack.pop()
+        if len(group) == 1:
+            member = group[0]
+            for start, stop in _left_over(lengths[member], tokens_per_seq, left, shared):
+                diagonal = lengths[member] - tokens_per_seq - start
+                band = Band(None if left is None else diagonal - left, diagonal)
+                item = PagedTiles(
+                    row=len(order) * tokens_per_seq,
+                    rows=tokens_per_seq,
+                    pages=page_lists[member],
+                    start=start,
+                    stop=stop,
+                    key=tokens_read,
+                    band=band.opened(tokens_per_seq, stop - start),
+                )
+                work.append(item)
+                tokens_read += stop - start
+            order.append(member)
+            continue
+        depth += _common_pages([page_lists[m][depth:] for m in group])
+        start = max(shared[-1][1] if shared else 0, max(starts[m] for m in group))
+        stop = min(depth * page_size, min(ends[m] for m in group))
+        if (
+            stop > start
+            and share is not False
+            and (share or cost.shares(len(group), stop - start, rows_each, head_dim, kv_bytes))
+        ):
+            row, rows = len(order) * tokens_per_seq, len(group) * tokens_per_seq
+            work.append(PagedTiles(row, rows, page_lists[group[0]], start, stop, tokens_read))
+            tokens_read += stop - start
+            shared_nodes += 1
+            shared = (*shared, (start, stop))
+        children: dict[int, list[int]] = {}
+        for m in group:
+            pages = page_lists[m]
+            # A sequence that ends here is a child of its own, keyed apart from every page.
+            children.setdefault(int(pages[depth]) if len(pages) > depth else -1 - m, []).append(m)
+        stack.extend((child, depth, shared) for child in reversed(children.values()))
+
+    return DecodePlan(
+        kind="decode",
+        work=tuple(work),
+        rows=len(seqs) * tokens_per_seq,
+        keys=(tokens_read,),
+        heads_q=heads_q,
+        heads_kv=heads_kv,
+        head_dim=head_dim,
+        exclusive=len({w.row for w in work}) == len(work) and shared_nodes == 0,
+        kv_row_bytes=kv_row_bytes,
+        io_bytes=io_bytes,
+        seqs=tuple(seqs),
+        lengths=tuple(lengths),
+        order=np.array(order, np.int32),
+        tokens_per_seq=tokens_per_seq,
+        shared_nodes=shared_nodes,
+    )
+
+
+def _common_pages(lists: Sequence[Ints]) -> int:
+    """How many first pages all the lists have in common."""
+    first = lists[0]
+    common = len(first)
+    for other in lists[1:]:
+        common = min(common, len(other))
+        differs = first[:common] != other[:common]
+        if differs.any():
+            common = int(differs.argmax())
+    return common
+
+
+def _left_over(
+    length: int, tokens_per_seq: int, left: int | None, shared: Sequence[tuple[int, int]]
+) -> list[tuple[int, int]]:
+    """The token ranges some row of the sequence sees that no shared node has covered. Ranges in `shared` ascend."""
+    at = 0 if left is None else max(0, length - tokens_per_seq - left)
+    ranges = []
+    for start, stop in shared:
+        if start > at:
+            ranges.append((at, start))
+        at = max(at, stop)
+    if length > at:
+        ranges.append((at, length))
+    return ranges
