@@ -281,8 +281,8 @@ def test_split_the_keys_anywhere_and_merge(seqlen_q, seqlen_k, at, causal, windo
 
 @given(
     st.integers(1, 3), st.sampled_from([1, 5, 64, 90]), st.sampled_from([1, 31, 200]),
-    st.sampled_from([(2, 1), (4, 4)]), st.sampled_from([8, 40]), st.sampled_from(DTYPES), st.booleans(), st.sampled_from([None, *WINDOWS]),
-    st.sampled_from([0.0, 3.0]), st.booleans(), st.booleans(), st.integers(0, 10**6),
+    st.sampled_from([(2, 1), (4, 4)]), st.sampled_from([8, 40]), st.sampled_from(DTYPES), st.booleans(),
+    st.sampled_from([None, *WINDOWS]), st.sampled_from([0.0, 3.0]), st.booleans(), st.booleans(), st.integers(0, 10**6),
 )  # fmt: skip
 def test_any_mix_of_options(batch, nq, nk, heads, head_dim, dtype, causal, window, softcap, sinks, alibi, seed):
     q, k, v = qkv(batch, nq, nk, *heads, head_dim, dtype=dtype, seed=seed)

@@ -1,4 +1,4 @@
-"""The oracle is right for reasons of its own: torch's float64 SDPA, hand-made cases, and the tiled loop's four mistakes."""
+"""The oracle is right for reasons of its own: torch's float64 SDPA, hand-made cases, the tiled loop's four mistakes."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_sinks_and_softcap_by_hand():
 @pytest.mark.parametrize(("nq", "nk"), [(64, 64), (37, 70), (70, 37), (1, 5), (16, 16)])
 @pytest.mark.parametrize("causal", [False, True])
 def test_tiled_loop(nq, nk, causal):
-    """Ragged tiles; P kept apart from the running sum; the old maximum inside the loop; divided once; LSE = m + log l."""
+    """Ragged tiles; P is not the running sum; the old maximum inside the loop; divided once; LSE = m + log l."""
     q, k, v = qkv(2, nq, nk, 3, 3, 24, size=4.0)
     o, lse = reference.tiled_attention(q, k, v, causal=causal)
     exact = reference.attention(q, k, v, causal=causal)

@@ -254,6 +254,7 @@ def plan_decode(
         kv_row_bytes=2 * pages.format.bytes_per_token_head,
         io_bytes=2,
         stream_row_bytes=2 * 4 * pages.head_dim,  # on the CPU every format runs at float32's pace
+        shortest_run=64,  # below it copying pages together costs less than another item
         tokens_per_seq=tokens_per_seq,
         window=_check_window(window),
         share=None if share_prefix == "auto" else bool(share_prefix),
@@ -302,13 +303,11 @@ def decode(
     _check_out(out, q)
     _check_backend(backend, q, (sinks,))
 
-    order = torch.from_numpy(plan.order).long()
-    o, lse = cpu.run_paged(plan, q[order].flatten(0, 1), pages, layer, scoring)
-    result = torch.empty(q.shape, dtype=q.dtype) if out is None else out
-    result[order] = o.unflatten(0, (count, tokens))
-    ordered = torch.empty(count, plan.heads_q, tokens)
-    ordered[order] = lse.view(count, tokens, plan.heads_q).transpose(1, 2)
-    return _result(result, ordered, sinks, result, return_lse)
+    order = torch.from_numpy(plan.order).long()  # plan's rows -> the caller's
+    o, lse = cpu.run_paged(plan, q.index_select(0, order).flatten(0, 1), pages, layer, scoring)
+    o = torch.empty(q.shape, dtype=q.dtype).index_copy_(0, order, o.view(q.shape))
+    lse = torch.empty(count, tokens, plan.heads_q).index_copy_(0, order, lse.view(count, tokens, plan.heads_q))
+    return _result(o, lse.transpose(1, 2), sinks, out, return_lse)
 
 
 def _check_qkv(

@@ -20,6 +20,10 @@ def _names(dtypes: Collection[torch.dtype]) -> str:
     return ", ".join(str(d).removeprefix("torch.") for d in dtypes)
 
 
+def _spelt(shape: Sequence[int | str | None]) -> str:
+    return "(" + ", ".join("*" if s is None else str(s) for s in shape) + ("," if len(shape) == 1 else "") + ")"
+
+
 def tensor(
     name: str,
     x: Any,
@@ -32,12 +36,10 @@ def tensor(
     """`x` as a tensor of the given `shape`: an int is a fixed size, a string names a free one, None is free."""
     if not isinstance(x, torch.Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
-    if shape is not None:
-        want = "(" + ", ".join("*" if s is None else str(s) for s in shape) + ("," if len(shape) == 1 else "") + ")"
-        if x.dim() != len(shape):
-            raise ValueError(f"{name} must have {len(shape)} dimensions {want}, got shape {tuple(x.shape)}")
-        if any(isinstance(s, int) and s != n for s, n in zip(shape, x.shape, strict=True)):
-            raise ValueError(f"{name} must have shape {want}, got {tuple(x.shape)}")
+    if shape is not None and x.dim() != len(shape):
+        raise ValueError(f"{name} must have {len(shape)} dimensions {_spelt(shape)}, got shape {tuple(x.shape)}")
+    if shape is not None and any(isinstance(s, int) and s != n for s, n in zip(shape, x.shape, strict=True)):
+        raise ValueError(f"{name} must have shape {_spelt(shape)}, got {tuple(x.shape)}")
     if dtypes is not None and x.dtype not in dtypes:
         raise ValueError(f"{name} must be one of {_names(dtypes)}, got {_names([x.dtype])}")
     if device is not None and x.device != device:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from .kvcache.pool import page_step
 from .plan import OPEN, Band, BlockTiles, DecodePlan, PagedTiles, Plan, Tiles
 from .state import Accumulator
 
@@ -132,18 +133,32 @@ def run_paged(
     stored = cache.format.dtype  # None for a quantised format
     compute = q.dtype if stored == q.dtype else torch.float32
     queries = q.to(compute)
-    at_once = max(1, LOAD_BYTES // (4 * cache.num_kv_heads * cache.head_dim)) if stored != compute else None
-    states = _accumulator(plan, q, None, exclusive=plan.exclusive and at_once is None)
-    for item in plan.work:
-        assert isinstance(item, PagedTiles)
-        rows = slice(item.row, item.row + item.rows)
-        for start in range(item.start, item.stop, at_once or item.stop):
-            stop = min(item.stop, start + at_once) if at_once else item.stop
-            k, v = cache.load(layer, item.pages, start, stop, compute)
-            band = item.band.shifted(item.start - start).opened(item.rows, stop - start)
-            o, lse = tile_state(queries[None, rows], k[None], v[None], scoring, band)
-            states.put(states.o[None, rows], states.lse[None, rows], o, lse)
+    # Tokens that may be copied at once; consecutive pages of the right dtype are read where they lie, however many.
+    at_once = max(1, LOAD_BYTES // (compute.itemsize * cache.num_kv_heads * cache.head_dim))
+    pieces = [(item, at_once if stored != compute or page_step(item.pages) is None else None) for item in _paged(plan)]
+    split = any(limit is not None and item.stop - item.start > limit for item, limit in pieces)
+    states = _accumulator(plan, q, None, exclusive=plan.exclusive and not split)
+    for item, limit in pieces:
+        keys = item.stop - item.start
+        tokens = keys if limit is None else min(keys, limit)
+        tiles = len(item.pages) if limit is None else max(1, limit // keys)
+        for n in range(0, len(item.pages), tiles):
+            table = item.pages[n : n + tiles]
+            first = item.row + n * item.rows
+            rows = slice(first, first + len(table) * item.rows)
+            tile_q = queries[rows].unflatten(0, (len(table), item.rows))
+            into = [x[rows].unflatten(0, (len(table), item.rows)) for x in (states.o, states.lse)]
+            offset = item.start % cache.page_size
+            for start in range(0, keys, tokens):
+                stop = min(keys, start + tokens)
+                k, v = cache.load(layer, table, offset + start, offset + stop, compute)
+                band = item.band.shifted(-start).opened(item.rows, stop - start)
+                states.put(into[0], into[1], *tile_state(tile_q, k, v, scoring, band))
     return _finish(states, q, None)
+
+
+def _paged(plan: DecodePlan) -> list[PagedTiles]:
+    return [item for item in plan.work if isinstance(item, PagedTiles)]
 
 
 def _accumulator(plan: Plan, q: torch.Tensor, out: torch.Tensor | None, exclusive: bool | None = None) -> Accumulator:

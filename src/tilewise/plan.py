@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -145,9 +145,11 @@ class BlockTiles:
 
 @dataclass(frozen=True, slots=True)
 class PagedTiles:
-    """Paged work: rows [row, row + rows) meet the tokens [start, stop) that `pages` spells, under `band`.
+    """Paged work: `rows` rows from `row` on meet the tokens [start, stop) of the sequence whose pages these are.
 
-    Rows of several sequences stand together when they share the pages (then the band is open).
+    pages (n, c): the pages that hold those tokens, beginning with the one `start` lies in. Row n of the table is tile
+    n, `rows` after the last: equal tiles of neighbouring sequences run as one batch. Rows of several sequences stand in
+    one tile when they share the pages (then the band is open).
     """
 
     row: int
@@ -155,12 +157,14 @@ class PagedTiles:
     pages: Ints
     start: int
     stop: int
-    key: int  # where these tokens stand when each stored token is counted once: for pictures
+    key: int  # where these tokens stand when each token read is counted once: for pictures
     band: Band = OPEN
 
     def rectangles(self, heads: int) -> Iterator[Rectangle]:
         keys = self.stop - self.start
-        yield Rectangle(self.row, self.rows, 0, self.key, keys, visible_pairs(self.rows, keys, self.band), heads)
+        pairs = visible_pairs(self.rows, keys, self.band)
+        for n in range(len(self.pages)):
+            yield Rectangle(self.row + n * self.rows, self.rows, 0, self.key + n * keys, keys, pairs, heads)
 
 
 Work = Tiles | BlockTiles | PagedTiles
@@ -327,28 +331,30 @@ def plan_dense(
     io_bytes: int = 2,
 ) -> Plan:
     """`batch` equal sequences: one sequence's tiles, repeated by formula."""
+    if schedule is None:
+        return _plan_regular(batch, seqlen_q, seqlen_k, heads_q, heads_kv, head_dim, causal, window, io_bytes)
     band = band_of(seqlen_q, seqlen_k, causal, window)
-    work: list[Work] = []
-    if schedule is not None:
-        work += _cut_schedule(schedule, band, heads_q, 0, 0, batch, seqlen_q, seqlen_k)
-        exclusive = True
-    else:
-        tiles = cut(seqlen_q, seqlen_k, band)
-        exclusive = _exclusive(tiles)
-        for t in tiles:
-            work += repeat(t, batch, seqlen_q, seqlen_k)
-    return Plan(
-        "sparse" if schedule is not None else "dense",
-        tuple(work),
-        batch * seqlen_q,
-        (batch * seqlen_k,),
-        heads_q,
-        heads_kv,
-        head_dim,
-        exclusive,
-        2 * head_dim * io_bytes,
-        io_bytes,
-    )
+    work = _cut_schedule(schedule, band, 0, 0, batch, seqlen_q, seqlen_k)
+    sizes = (heads_q, heads_kv, head_dim, True, 2 * head_dim * io_bytes, io_bytes)
+    return Plan("sparse", tuple(work), batch * seqlen_q, (batch * seqlen_k,), *sizes)
+
+
+@lru_cache(maxsize=256)  # every layer of a model asks for the same plan
+def _plan_regular(
+    batch: int,
+    seqlen_q: int,
+    seqlen_k: int,
+    heads_q: int,
+    heads_kv: int,
+    head_dim: int,
+    causal: bool,
+    window: Window | None,
+    io_bytes: int,
+) -> Plan:
+    tiles = cut(seqlen_q, seqlen_k, band_of(seqlen_q, seqlen_k, causal, window))
+    work = [same for t in tiles for same in repeat(t, batch, seqlen_q, seqlen_k)]
+    sizes = (heads_q, heads_kv, head_dim, _exclusive(tiles), 2 * head_dim * io_bytes, io_bytes)
+    return Plan("dense", tuple(work), batch * seqlen_q, (batch * seqlen_k,), *sizes)
 
 
 def repeat(tile: Tiles, batch: int, row_step: int, key_step: int) -> list[Tiles]:
@@ -379,7 +385,7 @@ def plan_varlen(
         band = band_of(nq, nk, causal, window)
         schedule = schedules[b] if schedules is not None else None
         if schedule is not None:
-            work += _cut_schedule(schedule, band, heads_q, row, key, 1, nq, nk)
+            work += _cut_schedule(schedule, band, row, key, 1, nq, nk)
             continue
         tiles = cut(nq, nk, band)
         exclusive = exclusive and _exclusive(tiles)
@@ -389,7 +395,7 @@ def plan_varlen(
 
 
 def _cut_schedule(
-    schedule: BlockSchedule, band: Band, heads_q: int, row: int, key: int, count: int, seqlen_q: int, seqlen_k: int
+    schedule: BlockSchedule, band: Band, row: int, key: int, count: int, seqlen_q: int, seqlen_k: int
 ) -> list[BlockTiles]:
     """A schedule's rows as batches of equal tiles: same number of rows, of full blocks, of tail keys, masked or not.
 

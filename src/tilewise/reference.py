@@ -81,7 +81,7 @@ def attention(
         scores = torch.cat((scores, column), dim=-1)
         v = torch.cat((v, torch.zeros_like(v[:, :1])), dim=1) if nk else v.new_zeros(v.shape[0], 1, hq, head_dim)
     lse = torch.logsumexp(scores, dim=-1) if scores.shape[-1] else scores.new_full(scores.shape[:3], -math.inf)
-    weights = torch.exp(scores - torch.where(lse == -math.inf, 0.0, lse)[..., None])
+    weights = torch.softmax(scores, dim=-1).masked_fill((lse == -math.inf)[..., None], 0.0)
     return torch.einsum("bhij,bjhd->bihd", weights, v), lse
 
 

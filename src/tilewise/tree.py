@@ -10,11 +10,12 @@ multi-level prefixes are this tree with one, two or more levels.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import numpy as np
 
-from .plan import Band, DecodePlan, Ints, PagedTiles, Window
+from .plan import OPEN, Band, DecodePlan, Ints, PagedTiles, Window
 
 
 @dataclass(frozen=True)
@@ -68,6 +69,7 @@ def plan_tree(
     kv_row_bytes: float,
     io_bytes: int,
     stream_row_bytes: float | None = None,
+    shortest_run: int = 0,
     tokens_per_seq: int = 1,
     window: Window | None = None,
     share: bool | None = None,
@@ -75,6 +77,9 @@ def plan_tree(
 ) -> DecodePlan:
     """The work list of a decode step. `share` None is "auto": the cost model decides node by node, taking one token's K
     and V in one KV head as `stream_row_bytes` (what the inner loop reads, if that is not what is stored).
+
+    shortest_run: cut ranges where their pages are not consecutive, if the pieces have so many tokens on average (a
+    backend that reads consecutive pages in place wants that; 0: never cut).
 
     Sequence n's last `tokens_per_seq` tokens are the queries. A node is shared only as far as every row of the group
     sees all of it, so shared items need no mask; what is left of each sequence, with its causal tail, is its own item.
@@ -85,7 +90,27 @@ def plan_tree(
     ends = [length - tokens_per_seq + 1 for length in lengths]  # tokens before it are seen by all the rows
     starts = [0 if left is None else max(0, length - 1 - left) for length in lengths]
 
-    work: list[PagedTiles] = []
+    def items(member: int, row: int, rows: int, start: int, stop: int, key: int, band: Band) -> list[PagedTiles]:
+        """Rows over tokens [start, stop) of a member's pages; `band` counts from token 0."""
+        pages = page_lists[member]
+        cuts = [start, *_breaks(pages, page_size, start, stop), stop]
+        if stop - start < shortest_run * (len(cuts) - 1) or not shortest_run:
+            cuts = [start, stop]
+        return [
+            PagedTiles(
+                row=row,
+                rows=rows,
+                pages=pages[None, a // page_size : -(-b // page_size)],
+                start=a,
+                stop=b,
+                key=key + a - start,
+                band=band.shifted(-a).opened(rows, b - a),
+            )
+            for a, b in pairwise(cuts)
+        ]
+
+    work: list[PagedTiles] = []  # shared nodes
+    tails: list[PagedTiles] = []  # what is left of each sequence
     order: list[int] = []
     shared_nodes = tokens_read = 0
     # A pre-order walk. An entry: the group, the pages it is known to have in common, the token ranges already shared.
@@ -95,18 +120,10 @@ def plan_tree(
         if len(group) == 1:
             member = group[0]
             for start, stop in _left_over(lengths[member], tokens_per_seq, left, shared):
-                diagonal = lengths[member] - tokens_per_seq - start
+                diagonal = lengths[member] - tokens_per_seq
                 band = Band(None if left is None else diagonal - left, diagonal)
-                item = PagedTiles(
-                    row=len(order) * tokens_per_seq,
-                    rows=tokens_per_seq,
-                    pages=page_lists[member],
-                    start=start,
-                    stop=stop,
-                    key=tokens_read,
-                    band=band.opened(tokens_per_seq, stop - start),
-                )
-                work.append(item)
+                row = len(order) * tokens_per_seq
+                tails += items(member, row, tokens_per_seq, start, stop, tokens_read, band)
                 tokens_read += stop - start
             order.append(member)
             continue
@@ -119,7 +136,7 @@ def plan_tree(
             and (share or cost.shares(len(group), stop - start, rows_each, head_dim, kv_bytes))
         ):
             row, rows = len(order) * tokens_per_seq, len(group) * tokens_per_seq
-            work.append(PagedTiles(row, rows, page_lists[group[0]], start, stop, tokens_read))
+            work += items(group[0], row, rows, start, stop, tokens_read, OPEN)
             tokens_read += stop - start
             shared_nodes += 1
             shared = (*shared, (start, stop))
@@ -130,15 +147,16 @@ def plan_tree(
             children.setdefault(int(pages[depth]) if len(pages) > depth else -1 - m, []).append(m)
         stack.extend((child, depth, shared) for child in reversed(children.values()))
 
+    batched = _batched(tails)
     return DecodePlan(
         kind="decode",
-        work=tuple(work),
+        work=(*work, *batched),
         rows=len(seqs) * tokens_per_seq,
         keys=(tokens_read,),
         heads_q=heads_q,
         heads_kv=heads_kv,
         head_dim=head_dim,
-        exclusive=len({w.row for w in work}) == len(work) and shared_nodes == 0,
+        exclusive=shared_nodes == 0 and len({tail.row for tail in tails}) == len(tails),
         kv_row_bytes=kv_row_bytes,
         io_bytes=io_bytes,
         seqs=tuple(seqs),
@@ -147,6 +165,28 @@ def plan_tree(
         tokens_per_seq=tokens_per_seq,
         shared_nodes=shared_nodes,
     )
+
+
+def _batched(tails: Sequence[PagedTiles]) -> list[PagedTiles]:
+    """Tails with the same tokens and the same band, one row range after another, as one item each."""
+    batches: dict[tuple[int, int, Band], list[list[PagedTiles]]] = {}
+    for tail in tails:
+        runs = batches.setdefault((tail.start, tail.stop, tail.band), [])
+        if runs and tail.row == runs[-1][-1].row + tail.rows:
+            runs[-1].append(tail)
+        else:
+            runs.append([tail])
+    return [
+        replace(run[0], pages=np.concatenate([tail.pages for tail in run])) for runs in batches.values() for run in runs
+    ]
+
+
+def _breaks(pages: Ints, page_size: int, start: int, stop: int) -> list[int]:
+    """The tokens in (start, stop) at which a page follows that is not the next one in memory."""
+    first = start // page_size
+    part = pages[first : -(-stop // page_size)]
+    after: list[int] = (np.flatnonzero(part[1:] != part[:-1] + 1) + 1).tolist()
+    return [(first + n) * page_size for n in after]
 
 
 def _common_pages(lists: Sequence[Ints]) -> int:

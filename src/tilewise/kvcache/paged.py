@@ -17,7 +17,7 @@ import torch
 
 from tilewise import checks
 from tilewise.kvcache.formats import PLAIN, KVFormat
-from tilewise.kvcache.pool import GrowingArray, PagePool, Pages
+from tilewise.kvcache.pool import GrowingArray, PagePool, Pages, page_step
 from tilewise.kvcache.rotary import Rotary
 
 Ints = npt.NDArray[np.int64]
@@ -150,7 +150,7 @@ class PagedKVCache:
         self._next_seq = 0
         self.pool = PagePool(self.num_pages)
         # (slots, layers): what each layer was given. Means something only for tokens that a sequence has.
-        self._written = np.zeros((self.num_pages * self.page_size, self.num_layers), np.bool_)
+        self._written = np.zeros((self.num_layers, self.num_pages, self.page_size), np.bool_)
 
     @classmethod
     def from_pages(
@@ -213,8 +213,7 @@ class PagedKVCache:
             fill = np.full(len(pages), cache.page_size, np.int32)
             fill[-1:] -= len(pages) * cache.page_size - length
             cache.pool.fill[pages] = np.maximum(cache.pool.fill[pages], fill)
-        offsets = np.arange(cache.page_size) < cache.pool.fill[:, None]
-        cache._written[:, 0] = offsets.reshape(-1)
+        cache._written[0] = np.arange(cache.page_size) < cache.pool.fill[:, None]
         return cache
 
     # What a sequence is.
@@ -235,7 +234,10 @@ class PagedKVCache:
         return self.adopt(pages, source.length)
 
     def free(self, seq: int) -> None:
-        """Forget the sequence; its pages are free again unless others share them, slots not yet written are void."""
+        """Forget the sequence; its pages are free again unless others share them.
+
+        Slots that hold tokens of it cannot be written any more: free between the steps, not within one.
+        """
         self.pool.release(self._sequence(seq).pages.view())
         del self._sequences[int(seq)]
 
@@ -295,7 +297,7 @@ class PagedKVCache:
                 copy = self.pool.refs[page] - leaving.get(page, 0) > 1
             if copy:
                 leaving[page] = leaving.get(page, 0) + 1
-                if not self._written[page * size : page * size + sequence.length % size].all():
+                if not self._written[:, page, : sequence.length % size].all():
                     raise ValueError(
                         f"sequence {seqs[len(copies)]} shares its last page, which must be copied before it grows, but "
                         "tokens in it are reserved and not yet written; write them for every layer first"
@@ -331,7 +333,7 @@ class PagedKVCache:
         before = np.cumsum(pages_each) - pages_each - first_pages
         index = pages[positions // size + np.repeat(before, counts)].astype(np.int64) * size + positions % size
 
-        self._written[index] = False
+        self._written.reshape(self.num_layers, -1)[:, index] = False
         self.pool.fill[pages] = size
         for sequence, count in zip(sequences, plan.counts, strict=True):
             sequence.length += count
@@ -382,7 +384,7 @@ class PagedKVCache:
         for storage, x in ((self._k, k), (self._v, v)):
             for stored, part in zip(storage, self.format.encode(x.detach()), strict=True):
                 _as_bytes(stored[layer]).flatten(0, 1).index_copy_(0, slots.index, _as_bytes(part))
-        self._written[slots.index.numpy(), layer] = True
+        self._written[layer].reshape(-1)[slots.index.numpy()] = True
         if not slots.complete:
             slots._layers.add(layer)
             if slots.complete:
@@ -403,43 +405,45 @@ class PagedKVCache:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """k, v (stop - start, kv heads, D) in `dtype`: tokens [start, stop) of the list that `pages` (int32) spells.
 
-        A view of the storage, not to be changed, where the pages touched are consecutive and hold just this dtype;
+        pages (n, c) are n lists, and k, v (n, stop - start, kv heads, D). A view of the storage, not to be changed,
+        where the pages touched are consecutive, the lists regularly spaced and the storage of just this dtype;
         otherwise a copy of the pages touched.
         """
         self._check_layer(layer)
         size = self.page_size
-        if not 0 <= start <= stop <= len(pages) * size:
-            raise ValueError(
-                f"start and stop must satisfy 0 <= start <= stop <= {len(pages) * size}, got {start}, {stop}"
-            )
-        touched = pages[start // size : -(-stop // size)]
-        count = len(touched)
-        if count and (int(touched.min()) < 0 or int(touched.max()) >= self.num_pages):
+        room = pages.shape[-1] * size
+        if not 0 <= start <= stop <= room:
+            raise ValueError(f"start and stop must satisfy 0 <= start <= stop <= {room}, got {start}, {stop}")
+        table = pages if pages.ndim == 2 else pages[None]
+        touched = table[:, start // size : -(-stop // size)]
+        if touched.size and (int(touched.min()) < 0 or int(touched.max()) >= self.num_pages):
             raise ValueError(
                 f"pages must be between 0 and {self.num_pages - 1}, got {touched.min()} to {touched.max()}"
             )
-        first = int(touched[0]) if count else 0
         rows = slice(start % size, start % size + stop - start)
-        consecutive = count < 2 or bool((touched[1:] - touched[:-1] == 1).all())
-
-        written = self._written.reshape(self.num_pages, size, self.num_layers)
-        written = written[first : first + count] if consecutive else written[touched]
-        if not written.reshape(-1, self.num_layers)[rows, layer].all():
+        step = page_step(touched)
+        first, count = int(touched[0, 0]) if touched.size else 0, touched.shape[1]
+        lists = touched[:1] if step == 0 else touched  # the same pages over and over need one look
+        written = self._written[layer, first : first + count][None] if len(lists) == 1 and step is not None else None
+        if written is None:
+            written = self._written[layer, lists]
+        if not written.reshape(len(lists), count * size)[:, rows].all():
             raise ValueError(
                 f"tokens {start} to {stop} are not all written in layer {layer}: write() them before reading"
             )
-        index = None if consecutive else torch.from_numpy(touched.astype(np.int64))
+        shape = (*pages.shape[:-1], stop - start)
+        index = torch.from_numpy(touched.astype(np.int64).reshape(-1)) if step is None else None
+
+        def part(stored: torch.Tensor) -> torch.Tensor:
+            if index is not None:
+                gathered = stored.index_select(0, index).view(len(touched), count * size, *stored.shape[2:])
+                return gathered[:, rows] if pages.ndim == 2 else gathered[0, rows]
+            tokens = stored.flatten(0, 1)[first * size + rows.start :]
+            strides = (*[(step or 0) * size * tokens.stride(0)] * (pages.ndim - 1), *tokens.stride())
+            return tokens.as_strided((*shape, *tokens.shape[1:]), strides)
+
         k, v = (
-            self.format.decode(
-                [
-                    (s[layer, first : first + count] if index is None else s[layer].index_select(0, index)).flatten(
-                        0, 1
-                    )[rows]
-                    for s in storage
-                ],
-                dtype,
-            )
-            for storage in (self._k, self._v)
+            self.format.decode([part(stored[layer]) for stored in storage], dtype) for storage in (self._k, self._v)
         )
         return k, v
 
@@ -527,8 +531,7 @@ class PagedKVCache:
         for stored in (*self._k, *self._v):
             stored = _as_bytes(stored)
             stored.index_copy_(1, torch.from_numpy(new), stored.index_select(1, torch.from_numpy(old)))
-        written = self._written.reshape(self.num_pages, self.page_size, self.num_layers)
-        written[new] = written[old]
+        self._written[:, new] = self._written[:, old]
         self.pool.fill[new] = [s.length % self.page_size for s, _ in copying]
         for (sequence, _), page in zip(copying, new, strict=True):
             self.pool.refs[sequence.last_page] -= 1  # others hold it still

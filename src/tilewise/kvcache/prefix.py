@@ -395,7 +395,7 @@ class PrefixCache:
         if at and key.startswith(node.keys[at - 1]):
             # A partly filled page whose tokens the new child holds too, and more.
             self._drop_last_pages(node.children[node.keys[at - 1]], 1)
-        child = _Node(tokens, pages, node, node.end, self._clock)
+        child = _Node(tokens, pages, node, node.end, node.last_used)
         node.children[key] = child
         insort(node.keys, key)
         return child
@@ -502,11 +502,13 @@ def _token_array(name: str, tokens: Any) -> Tokens:
     if isinstance(tokens, (str, bytes)) or not isinstance(tokens, (Sequence, np.ndarray)):
         raise TypeError(f"{name} must be ints, a 1-D int tensor or array, got {type(tokens).__name__}")
     try:
-        ids = np.asarray(tokens) if len(tokens) else np.empty(0, np.int64)
+        ids = np.asarray(tokens)
     except (ValueError, OverflowError):
         raise ValueError(f"{name} must be one-dimensional, got lists of different lengths") from None
     if ids.ndim != 1:
         raise ValueError(f"{name} must be one-dimensional, got shape {ids.shape}")
+    if not len(ids):
+        return np.empty(0, np.int64)
     if ids.dtype.kind not in "iu" or (ids.dtype == np.uint64 and ids.max() >= 2**63):
         raise TypeError(f"{name} must be integers of at most 64 bits, got {ids.dtype}")
     return ids.astype(np.int64)

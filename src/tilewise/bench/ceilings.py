@@ -1,0 +1,41 @@
+"""What this device can do at best, measured once per process: matrix-product FLOP/s and memory bytes/s.
+
+The fastest of the calls counts, not the median as for kernels: a ceiling is what the machine can do when nothing else
+runs on it."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+
+from .measure import Ceiling, time_calls
+
+
+@cache
+def of(device: torch.device, dtype: torch.dtype) -> Ceiling:
+    """The ceiling of `device` for inputs of `dtype`."""
+    if device.type == "cuda":
+        return Ceiling(_matmul(device, dtype, 8192), _bandwidth(device, 1 << 30))
+    flops = _matmul(device, torch.float32, 1536)
+    if dtype != torch.float32:
+        # Without bf16/fp16 instructions torch multiplies these far slower than float32, and whoever computes in float32
+        # instead is right to: the better of the two is the ceiling. Small, because the slow case takes a second.
+        flops = max(flops, _matmul(device, dtype, 512))
+    return Ceiling(flops, _bandwidth(device, 1 << 27))
+
+
+@cache
+def _matmul(device: torch.device, dtype: torch.dtype, n: int) -> float:
+    a, b = (torch.randn(n, n, device=device).to(dtype) for _ in range(2))
+    return 2 * n**3 / time_calls({"matmul": lambda: a @ b}, device=device, budget=0.4)["matmul"].fastest
+
+
+@cache
+def _bandwidth(device: torch.device, nbytes: int) -> float:
+    """The better of reading a large buffer and copying it (which moves every byte twice)."""
+    source = torch.rand(nbytes // 4, device=device)
+    target = torch.empty_like(source)
+    calls = {"read": lambda: source.sum(), "copy": lambda: target.copy_(source)}
+    timings = time_calls(calls, device=device, budget=0.4)
+    return max(nbytes / timings["read"].fastest, 2 * nbytes / timings["copy"].fastest)

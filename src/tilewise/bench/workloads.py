@@ -1,0 +1,337 @@
+"""The problems that are measured: random data, the kernels and peers that serve them, and the oracle that checks them.
+
+A `Point` is one problem's dimensions, plain values that a CSV row can hold. `build` makes a `Problem` with data of it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
+from typing import Literal
+
+import torch
+
+from .. import api, checks, reference
+from ..kvcache import PagedKVCache
+from ..plan import band_of, plan_dense, visible_pairs
+from ..sparse import BlockSchedule
+from . import ceilings, peers
+from .measure import Check, Kernel, Problem
+
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+KV_FORMATS = ("fp32", "fp16", "bf16", "fp8", "int8", "int4")
+FORMAT_OF = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
+WORKLOADS = ("dense", "sparse", "decode", "prefix")
+LOSSLESS = {"fp32": ("float32", "float16", "bfloat16"), "fp16": ("float16",), "bf16": ("bfloat16",)}
+
+# The oracle's work is bounded, since a check that takes a minute does not get made: of larger problems it sees row
+# blocks spread evenly over all rows, the first and the last among them.
+ORACLE_PAIRS = 1 << 28
+PAIRS_AT_ONCE = 1 << 23
+
+
+@dataclass(frozen=True)
+class Point:
+    """One problem. `seq` is the tokens of each sequence: all of them, or those after the `prefix` that all share.
+
+    dense: q, k and v of `seq` tokens; sparse: the same under a block schedule, `sched` or random `sparsity`;
+    decode: `tokens` queries over a paged cache; prefix: the same where the first `prefix` tokens are shared.
+    """
+
+    workload: str = "dense"
+    batch: int = 1
+    seq: int = 1024
+    heads: int = 8
+    kv_heads: int = 8
+    hdim: int = 128
+    dtype: str = "float32"
+    causal: bool = False
+    sparsity: float = 0.0
+    block: int = 64
+    sched: str = ""
+    prefix: int = 0
+    kv_format: str = ""
+    page_size: int = 16
+    tokens: int = 1
+    backend: str = "auto"
+    device: str = "cpu"
+
+    def validate(self) -> Point:
+        """The point itself, or ValueError on the first dimension that no problem can have."""
+        checks.choice("workload", self.workload, WORKLOADS)
+        for name in ("batch", "seq", "heads", "kv_heads", "hdim", "tokens"):
+            checks.integer(name, getattr(self, name), 1)
+        checks.integer("hdim", self.hdim, 1, 512)
+        checks.integer("page_size", self.page_size, 1, 256)
+        checks.integer("prefix", self.prefix, 0)
+        checks.choice("dtype", self.dtype, tuple(DTYPES))
+        if self.heads % self.kv_heads:
+            raise ValueError(f"kv_heads must divide heads={self.heads}, got {self.kv_heads}")
+        if not 0 <= self.sparsity < 1:
+            raise ValueError(f"sparsity must be at least 0 and below 1, got {self.sparsity}")
+        if self.kv_format:
+            checks.choice("kv_format", self.kv_format, KV_FORMATS)
+        if self.tokens > self.seq:
+            raise ValueError(
+                f"tokens must be at most seq={self.seq} (the queries' own are in the cache), got {self.tokens}"
+            )
+        if self.workload == "prefix" and not self.prefix:
+            raise ValueError("prefix must be at least 1 token for the prefix workload, got 0")
+        if self.workload in ("decode", "prefix") and (self.sparsity or self.sched):
+            raise ValueError("sparsity and sched are for attention without a cache: leave out kv_format and prefix")
+        if not torch.device(self.device).type == "cpu" and not torch.cuda.is_available():
+            raise ValueError(f"device must be cpu, torch sees no GPU here, got {self.device}")
+        return self
+
+    @property
+    def title(self) -> str:
+        """The dimensions in one line, those that say nothing left out."""
+        heads = f"{self.heads}" if self.heads == self.kv_heads else f"{self.heads}/{self.kv_heads}"
+        parts = [f"{self.batch} × " if self.batch > 1 else ""]
+        parts[0] += f"{self.prefix} shared + {self.seq} own tokens" if self.prefix else f"{self.seq} tokens"
+        parts += [f"{heads} heads", f"D {self.hdim}", self.dtype]
+        parts += ["causal"] if self.causal and self.workload in ("dense", "sparse") else []
+        parts += [f"schedule {self.sched}"] if self.sched else []
+        if self.workload == "sparse" and not self.sched:
+            parts += [f"{self.sparsity:.0%} sparse", f"blocks {self.block}"]
+        if self.workload in ("decode", "prefix"):
+            parts += [f"{self.kv_format} KV", f"pages of {self.page_size}"]
+            parts += [f"{self.tokens} tokens a step"] if self.tokens > 1 else []
+        return f"{self.workload}: " + ", ".join(parts)
+
+
+def infer(**options: object) -> Point:
+    """The Point that these dimensions speak of: a prefix, a KV format, a sparsity or schedule say which workload."""
+    point = Point(**options)  # type: ignore[arg-type]
+    if point.prefix:
+        workload = "prefix"
+    elif point.kv_format:
+        workload = "decode"
+    else:
+        workload = "sparse" if point.sparsity or point.sched else "dense"
+    return complete(replace(point, workload=workload))
+
+
+def complete(point: Point) -> Point:
+    """The validated point with what its workload leaves open filled in, so that equal problems are equal points."""
+    if point.workload in ("decode", "prefix"):
+        point = replace(point, kv_format=point.kv_format or FORMAT_OF.get(point.dtype, ""), causal=True)
+    else:
+        point = replace(point, page_size=Point.page_size, tokens=1)
+    return point.validate()
+
+
+def build(point: Point, *, seed: int = 0) -> Problem:
+    """The problem at `point`, with random data: nothing here is ever zeros, which run faster than what people have."""
+    generator = torch.Generator().manual_seed(seed)
+    makers = {"dense": _dense, "sparse": _dense, "decode": _decode, "prefix": _decode}
+    return makers[point.workload](point, generator)
+
+
+def _random(point: Point, generator: torch.Generator, *shape: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=generator).to(point.device, DTYPES[point.dtype])
+
+
+def backends(point: Point) -> list[str]:
+    """The backends that serve the point, the one asked for or all on its device."""
+    return ["cpu" if point.device == "cpu" else "auto"] if point.backend == "auto" else [point.backend]
+
+
+def _dense(point: Point, generator: torch.Generator) -> Problem:
+    batch, n, heads, kv_heads, hdim = point.batch, point.seq, point.heads, point.kv_heads, point.hdim
+    q = _random(point, generator, batch, n, heads, hdim)
+    k, v = (_random(point, generator, batch, n, kv_heads, hdim) for _ in range(2))
+    schedule = _schedule(point)
+    size = q.element_size()
+    nbytes = size * hdim * batch * n * 2 * (heads + kv_heads)
+    sizes = (batch, n, n, heads, kv_heads, hdim)
+    flops = plan_dense(*sizes, causal=point.causal, schedule=schedule, io_bytes=size).flops
+    dense_flops = plan_dense(*sizes, causal=point.causal, io_bytes=size).flops
+
+    def ours(backend: str) -> peers.Run:
+        return lambda out: _tensor(
+            api.attention(q, k, v, causal=point.causal, schedule=schedule, out=out, backend=backend)
+        )
+
+    kernels = [Kernel(f"tilewise {name}", ours(name), True, flops, nbytes) for name in backends(point)]
+    # Dense SDPA stands beside a sparse problem too: what a user without sparse kernels pays.
+    dense = peers.torch_sdpa(q, k, v, mask=None, causal=point.causal)
+    kernels.append(Kernel(peers.SDPA, dense, False, dense_flops, nbytes, same_answer=schedule is None))
+    mask: torch.Tensor | None = None
+    if schedule is None:
+        runs, absent = peers.cuda_peers(q, k, v, causal=point.causal)
+        kernels += [Kernel(name, run, False, flops, nbytes) for name, run in runs.items()]
+    else:
+        mask = schedule.to_mask()
+        seen = mask.tril() if point.causal else mask
+        run = peers.torch_sdpa(q, k, v, mask=seen.to(point.device), causal=False)
+        kernels.append(Kernel(peers.SDPA_MASK, run, False, flops, nbytes + seen.numel()))
+        absent = f"not measured: {', '.join(peers.CUDA_PEERS)} (no block-sparse form of theirs is called here)"
+    shape = (batch, n, heads, hdim)
+    check = _row_check(q, k, v, causal=point.causal, mask=mask)
+    return _problem(point, kernels, check, shape, absent)
+
+
+def _schedule(point: Point) -> BlockSchedule | None:
+    if point.workload != "sparse":
+        return None
+    n = point.seq
+    if not point.sched:
+        return BlockSchedule.random(n, n, block_q=point.block, block_k=point.block, sparsity=point.sparsity, seed=0)
+    schedule = BlockSchedule.load(
+        point.sched, **({"seqlen_q": n, "seqlen_k": n} if point.sched.endswith(".npy") else {})
+    )
+    schedule.check(n, n, point.heads)
+    return schedule
+
+
+def _decode(point: Point, generator: torch.Generator) -> Problem:
+    """A paged cache of `batch` sequences, forked from one that holds the prefix when there is one."""
+    batch, tokens, heads, kv_heads, hdim = point.batch, point.tokens, point.heads, point.kv_heads, point.hdim
+    own, prefix = point.seq, point.prefix
+    q = _random(point, generator, batch, tokens, heads, hdim)
+    shared_k, shared_v = (_random(point, generator, 1, prefix, kv_heads, hdim) for _ in range(2))
+    own_k, own_v = (_random(point, generator, batch, own, kv_heads, hdim) for _ in range(2))
+    cache, seqs = _filled_cache(point, (shared_k, shared_v), (own_k, own_v))
+    # What the peers and the oracle see is what the cache holds: its own values where the format rounds them.
+    if point.dtype in LOSSLESS.get(point.kv_format, ()):
+        k, v = (torch.cat((s.expand(batch, -1, -1, -1), o), dim=1) for s, o in ((shared_k, own_k), (shared_v, own_v)))
+    else:
+        pairs = [cache.gather(0, seq) for seq in seqs]
+        k, v = torch.stack([k for k, _ in pairs]), torch.stack([v for _, v in pairs])
+        shared_k, shared_v = (x[:1, :prefix].to(q.dtype).contiguous() for x in (k, v))
+        own_k, own_v = (x[:, prefix:].to(q.dtype).contiguous() for x in (k, v))
+
+    stored = prefix + batch * own
+    pairs_seen = batch * visible_pairs(tokens, prefix + own, band_of(tokens, prefix + own, True, None))
+    flops = 4 * hdim * heads * pairs_seen
+    q_and_o = 2 * q.numel() * q.element_size()
+    # A token's bytes in the cache's own format, scales included, and in the peers' plain tensors.
+    token_bytes = cache.nbytes // (cache.num_pages * cache.page_size)
+    plain_bytes = 2 * kv_heads * hdim * q.element_size()
+
+    def decode(backend: str, share: Literal["auto"] | bool) -> peers.Run:
+        plan = api.plan_decode(cache, seqs, num_heads=heads, tokens_per_seq=tokens, share_prefix=share)
+        return lambda out: _tensor(api.decode(q, cache, 0, plan, out=out, backend=backend))
+
+    def levels(backend: str) -> peers.Run:
+        prefixes = [(shared_k, shared_v)]
+        return lambda out: _tensor(api.shared_prefix_attention(q, prefixes, own_k, own_v, out=out, backend=backend))
+
+    kernels = []
+    for name in backends(point):
+        kernels.append(Kernel(f"tilewise {name}", decode(name, "auto"), True, flops, stored * token_bytes + q_and_o))
+        if prefix:
+            unshared = batch * (prefix + own) * token_bytes + q_and_o
+            kernels.append(Kernel(f"tilewise {name}, unshared", decode(name, False), True, flops, unshared))
+            nbytes = stored * plain_bytes + q_and_o
+            kernels.append(Kernel(f"tilewise {name}, no cache", levels(name), True, flops, nbytes))
+    plain_k, plain_v = k.to(q.dtype), v.to(q.dtype)
+    nbytes = batch * (prefix + own) * plain_bytes + q_and_o
+    mask = reference.visible(tokens, prefix + own, causal=True).to(q.device) if tokens > 1 else None
+    sdpa = peers.torch_sdpa(q, plain_k, plain_v, mask=mask, causal=False)
+    kernels.append(Kernel(peers.SDPA, sdpa, False, flops, nbytes))
+    if tokens == 1 and heads != kv_heads:
+        kernels.append(Kernel(peers.SDPA_ROWS, peers.torch_sdpa_rows(q, plain_k, plain_v), False, flops, nbytes))
+    runs, absent = peers.cuda_peers(q, plain_k, plain_v, causal=True)
+    kernels += [Kernel(name, run, False, flops, nbytes) for name, run in runs.items()]
+    check = _row_check(q, k, v, causal=True, mask=None)
+    return _problem(point, kernels, check, (batch, tokens, heads, hdim), absent)
+
+
+def _filled_cache(
+    point: Point, shared: tuple[torch.Tensor, torch.Tensor], own: tuple[torch.Tensor, torch.Tensor]
+) -> tuple[PagedKVCache, list[int]]:
+    pages = math.ceil(point.prefix / point.page_size) + point.batch * (math.ceil(point.seq / point.page_size) + 1)
+    cache = PagedKVCache(
+        pages, point.page_size, point.kv_heads, point.hdim, kv_format=point.kv_format, device=point.device
+    )
+    if point.prefix:
+        first = cache.allocate()
+        slots = cache.extend([first], [point.prefix])
+        cache.write(0, slots, *(x.flatten(0, 1) for x in shared))
+        seqs = [first, *(cache.fork(first) for _ in range(point.batch - 1))]
+    else:
+        seqs = [cache.allocate() for _ in range(point.batch)]
+    slots = cache.extend(seqs, [point.seq] * point.batch)
+    cache.write(0, slots, *(x.flatten(0, 1) for x in own))
+    return cache, seqs
+
+
+def _tensor(o: torch.Tensor | tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    """The output alone: without `return_lse` a call returns nothing else."""
+    assert isinstance(o, torch.Tensor)
+    return o
+
+
+def _problem(
+    point: Point,
+    kernels: list[Kernel],
+    check: Callable[[torch.Tensor], Check],
+    shape: tuple[int, int, int, int],
+    absent: str,
+) -> Problem:
+    device, dtype = torch.device(point.device), DTYPES[point.dtype]
+    token_heads = shape[0] * shape[1] * shape[2]
+    ceiling = ceilings.of(device, dtype)
+    return Problem(point.title, device, dtype, kernels, check, shape, token_heads, ceiling, absent)
+
+
+def _row_check(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool, mask: torch.Tensor | None
+) -> Callable[[torch.Tensor], Check]:
+    """Judge an answer o (B, Nq, H, D) by the tolerance rule, against float64 and PyTorch's own math in q's dtype.
+
+    The oracle forms whole score matrices, so it sees one sequence and some rows at a time: rows [a, b) with the keys
+    they can see are a bottom-right aligned problem of their own.
+    """
+    batch, nq, heads, _ = q.shape
+    nk = k.shape[1]
+    q, k, v = q.cpu(), k.cpu(), v.cpu()
+    expected: dict[tuple[int, int, int], tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
+
+    def expect(b: int, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        end = nk - nq + stop if causal else nk
+        rows, keys = q[b : b + 1, start:stop], slice(None, max(0, end))
+        seen = None if mask is None else mask[..., start:stop, keys]
+        one_k, one_v = (x[b : b + 1, keys] for x in (k, v))
+        exact, lse = reference.attention(rows, one_k, one_v, causal=causal, mask=seen)
+        honest, _ = reference.baseline(rows, one_k.to(q.dtype), one_v.to(q.dtype), causal=causal, mask=seen)
+        return exact, honest, lse
+
+    def check(answer: torch.Tensor) -> Check:
+        answer = answer.detach().cpu()
+        if answer.shape != q.shape:
+            return Check(False, math.inf, 0.0, f"shape {tuple(answer.shape)} instead of {tuple(q.shape)}")
+        if not torch.isfinite(answer).all():
+            return Check(False, math.inf, 0.0, "NaN or infinity in the output")
+        parts = []
+        for place in _row_blocks(batch, nq, nk, heads):
+            if place not in expected:  # each kernel of the problem is judged by the same answers
+                expected[place] = expect(*place)
+            b, start, stop = place
+            parts.append((answer[b : b + 1, start:stop], *expected[place]))
+        got, exact, honest, lse = (torch.cat([x.flatten() for x in column]) for column in zip(*parts, strict=True))
+        verdict = reference.judge(got, exact, honest, lse=lse)
+        baseline = (honest.double() - exact).abs().max().item()
+        return Check(verdict.ok, verdict.error, baseline, verdict.reason)
+
+    return check
+
+
+def _row_blocks(batch: int, nq: int, nk: int, heads: int) -> Iterator[tuple[int, int, int]]:
+    """(sequence, first row, end row) of the rows that are checked: all, or an even spread of ORACLE_PAIRS' worth."""
+    size = max(1, min(nq, PAIRS_AT_ONCE // max(1, heads * nk)))
+    places = [(b, start, min(nq, start + size)) for b in range(batch) for start in range(0, nq, size)]
+    keep = max(2, ORACLE_PAIRS // max(1, size * heads * nk))
+    if len(places) <= keep:
+        yield from places
+        return
+    for i in range(keep):
+        yield places[round(i * (len(places) - 1) / (keep - 1))]
+
+
+def dimensions(point: Point) -> dict[str, str | int | float | bool]:
+    """The point as plain values by name, in the order of its fields: what a CSV row or a JSON object holds."""
+    return asdict(point)
