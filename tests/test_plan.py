@@ -150,6 +150,19 @@ def test_decode_plans_show_and_draw(tmp_path):
     assert (tmp_path / "tree.png").stat().st_size > 1000
 
 
+def test_decode_tiles_do_not_overlap_in_the_picture():
+    from test_decode import make_cache, tree
+
+    cache = make_cache(pages=600)
+    plan = plan_decode(cache, tree(cache, [1, 3, 4], [40, 16, 8]), num_heads=4, share_prefix=True)
+    seen = np.zeros((plan.rows, plan.keys[0]), int)
+    for r in plan.rectangles():
+        seen[r.row : r.row + r.rows, r.key : r.key + r.keys] += 1
+    assert seen.max() == 1
+    assert (seen.sum(1) == 64).all()  # each sequence's 40 + 16 + 8 tokens
+    assert (seen.sum(0) > 0).all()  # every token read has its place
+
+
 def test_plan_attention_takes_the_tensors():
     q, k, _ = qkv(2, 10, 20, 4, 2, 8, dtype=torch.float16)
     plan = plan_attention(q, k, causal=True)

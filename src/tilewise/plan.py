@@ -157,14 +157,14 @@ class PagedTiles:
     pages: Ints
     start: int
     stop: int
-    key: int  # where these tokens stand when each token read is counted once: for pictures
+    keys_at: Ints  # (n,), where each tile's tokens stand when every token read is counted once: for pictures
     band: Band = OPEN
 
     def rectangles(self, heads: int) -> Iterator[Rectangle]:
         keys = self.stop - self.start
         pairs = visible_pairs(self.rows, keys, self.band)
-        for n in range(len(self.pages)):
-            yield Rectangle(self.row + n * self.rows, self.rows, 0, self.key + n * keys, keys, pairs, heads)
+        for n, key in enumerate(self.keys_at.tolist()):
+            yield Rectangle(self.row + n * self.rows, self.rows, 0, key, keys, pairs, heads)
 
 
 Work = Tiles | BlockTiles | PagedTiles

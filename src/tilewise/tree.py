@@ -53,8 +53,8 @@ class CostModel:
 
 
 # Two cores of a 2023 server, float32, measured with `tilewise bench prefix`: torch's flash kernel streams K and V at
-# about 12 GB/s over few rows and does 120 GFLOP/s over many; an item costs some 60 µs of Python and dispatch.
-CPU_COST = CostModel(item_us=60.0, kv_bytes_per_us=12e3, flops_per_us=120e3, row_state_us=0.3)
+# about 12 GB/s over few rows and does 120 GFLOP/s over many; an item costs some 100 µs of Python and dispatch.
+CPU_COST = CostModel(item_us=100.0, kv_bytes_per_us=12e3, flops_per_us=120e3, row_state_us=0.3)
 
 
 def plan_tree(
@@ -103,7 +103,7 @@ def plan_tree(
                 pages=pages[None, a // page_size : -(-b // page_size)],
                 start=a,
                 stop=b,
-                key=key + a - start,
+                keys_at=np.array([key + a - start], np.int32),
                 band=band.shifted(-a).opened(rows, b - a),
             )
             for a, b in pairwise(cuts)
@@ -177,7 +177,13 @@ def _batched(tails: Sequence[PagedTiles]) -> list[PagedTiles]:
         else:
             runs.append([tail])
     return [
-        replace(run[0], pages=np.concatenate([tail.pages for tail in run])) for runs in batches.values() for run in runs
+        replace(
+            run[0],
+            pages=np.concatenate([tail.pages for tail in run]),
+            keys_at=np.concatenate([tail.keys_at for tail in run]),
+        )
+        for runs in batches.values()
+        for run in runs
     ]
 
 
