@@ -1,0 +1,195 @@
+// The only file with inline PTX. Each wrapper is one instruction, or the loop that waiting on one takes; emulator/ptx.h says
+// the same in plain C++, name for name.
+#pragma once
+#include "tile/types.cuh"
+#ifdef TILEWISE_EMULATOR
+#include "emulator/ptx.h"
+#else
+
+namespace ptx {
+
+// ---- arithmetic -------------------------------------------------------------------------------------------------------
+TILE_DEVICE float exp2(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+TILE_DEVICE float log2(float x) { return __log2f(x); }
+TILE_DEVICE float mad(float a, float b, float c) { return fmaf(a, b, c); }
+// c + the four signed bytes of a times those of b
+TILE_DEVICE int dp4a(int a, int b, int c) { return __dp4a(a, b, c); }
+// x rounded to tf32, as the mma wants it
+TILE_DEVICE uint32_t to_tf32(float x) {
+    uint32_t r;
+    asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(r) : "f"(x));
+    return r;
+}
+
+// ---- shared memory and threads ----------------------------------------------------------------------------------------
+TILE_DEVICE uint8_t* shared_base() {
+    extern __shared__ __align__(1024) uint8_t tilewise_shared[];
+    return tilewise_shared;
+}
+TILE_DEVICE uint32_t shared_address(const void* p) { return static_cast<uint32_t>(__cvta_generic_to_shared(p)); }
+TILE_DEVICE uint32_t shared_address(uint32_t offset) { return shared_address(shared_base()) + offset; }
+TILE_DEVICE void sync_threads() { __syncthreads(); }
+TILE_DEVICE void sync_warp() { __syncwarp(); }
+TILE_DEVICE void barrier_sync(int id, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
+TILE_DEVICE void barrier_arrive(int id, int threads) { asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
+TILE_DEVICE bool elect_one() { return threadIdx.x % 32 == 0; }
+template <int kRegisters> TILE_DEVICE void give_registers() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
+#endif
+}
+template <int kRegisters> TILE_DEVICE void take_registers() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
+#endif
+}
+
+// ---- lanes of a warp --------------------------------------------------------------------------------------------------
+template <class T> TILE_DEVICE T shuffle(T x, int lane) { return __shfl_sync(~0u, x, lane); }
+template <class T> TILE_DEVICE T shuffle_xor(T x, int mask) { return __shfl_xor_sync(~0u, x, mask); }
+// x, which is the same in all lanes, where the compiler can see that it is: descriptors made of it stay in uniform registers.
+TILE_DEVICE uint32_t uniform(uint32_t x) { return __reduce_max_sync(~0u, x); }
+TILE_DEVICE bool any(bool x) { return __any_sync(~0u, x); }
+TILE_DEVICE bool all(bool x) { return __all_sync(~0u, x); }
+TILE_DEVICE uint32_t ballot(bool x) { return __ballot_sync(~0u, x); }
+
+// ---- atomics ----------------------------------------------------------------------------------------------------------
+TILE_DEVICE int atomic_add(int* p, int x) { return atomicAdd(p, x); }
+TILE_DEVICE int load_acquire(const int* p) {
+    int x;
+    asm volatile("ld.acquire.gpu.global.b32 %0, [%1];" : "=r"(x) : "l"(p) : "memory");
+    return x;
+}
+TILE_DEVICE void store_release(int* p, int x) { asm volatile("st.release.gpu.global.b32 [%0], %1;" ::"l"(p), "r"(x) : "memory"); }
+TILE_DEVICE void spin() { __nanosleep(64); }
+
+// ---- ldmatrix, stmatrix: four 8 × 8 matrices of 16-bit values; lane l gives the address of row l % 8 of matrix l / 8 -----
+TILE_DEVICE void ldmatrix(uint32_t (&r)[4], uint32_t address) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"(address)
+                 : "memory");
+}
+TILE_DEVICE void ldmatrix_transposed(uint32_t (&r)[4], uint32_t address) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"(address)
+                 : "memory");
+}
+TILE_DEVICE void stmatrix(uint32_t address, const uint32_t (&r)[4]) {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(address), "r"(r[0]), "r"(r[1]), "r"(r[2]),
+                 "r"(r[3])
+                 : "memory");
+#endif
+}
+
+// ---- mma.sync: d (16 × 8, float) += a (16 × k) b (k × 8) -------------------------------------------------------------------
+template <class T> TILE_DEVICE void mma_16x8x16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1);
+template <> TILE_DEVICE void mma_16x8x16<bf16>(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+    asm volatile(
+        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+template <> TILE_DEVICE void mma_16x8x16<half>(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+    asm volatile(
+        "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+TILE_DEVICE void mma_16x8x8_tf32(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+    asm volatile(
+        "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+TILE_DEVICE void mma_16x8x32_s8(int (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+    asm volatile(
+        "mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// ---- cp.async: 16 bytes from global to shared memory; the rest after `bytes` becomes zero ------------------------------------
+TILE_DEVICE void copy_async_16(uint32_t to, const void* from, int bytes) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
+}
+TILE_DEVICE void copy_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int kGroupsLeft> TILE_DEVICE void copy_async_wait() {
+    asm volatile("cp.async.wait_group %0;" ::"n"(kGroupsLeft) : "memory");
+}
+
+// ---- mbarriers ----------------------------------------------------------------------------------------------------------
+TILE_DEVICE void mbarrier_init(uint32_t address, int arrivals) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(address), "r"(arrivals) : "memory");
+}
+TILE_DEVICE void mbarrier_arrive(uint32_t address) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(address) : "memory");
+}
+#if __CUDA_ARCH__ >= 900
+TILE_DEVICE void mbarrier_arrive_expect(uint32_t address, int bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(address), "r"(bytes) : "memory");
+}
+// Until the phase of this parity has completed.
+TILE_DEVICE void mbarrier_wait(uint32_t address, int parity) {
+    for (int done = 0; !done;)
+        asm volatile("{.reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.b32 %0, 1, 0, p;}"
+                     : "=r"(done)
+                     : "r"(address), "r"(parity)
+                     : "memory");
+}
+TILE_DEVICE void fence_mbarrier_init() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+TILE_DEVICE void fence_async_proxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+// ---- TMA: boxes of a tensor between global and shared memory -----------------------------------------------------------------
+TILE_DEVICE void prefetch_tensor_map(const TensorMap* map) { asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory"); }
+TILE_DEVICE void tma_load(uint32_t to, const TensorMap* map, uint32_t barrier, int c0, int c1) {
+    asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];" ::"r"(to),
+                 "l"(map), "r"(barrier), "r"(c0), "r"(c1)
+                 : "memory");
+}
+TILE_DEVICE void tma_load(uint32_t to, const TensorMap* map, uint32_t barrier, int c0, int c1, int c2) {
+    asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5}], [%2];" ::"r"(to),
+                 "l"(map), "r"(barrier), "r"(c0), "r"(c1), "r"(c2)
+                 : "memory");
+}
+TILE_DEVICE void tma_load(uint32_t to, const TensorMap* map, uint32_t barrier, int c0, int c1, int c2, int c3) {
+    asm volatile(
+        "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6}], [%2];" ::"r"(to),
+        "l"(map), "r"(barrier), "r"(c0), "r"(c1), "r"(c2), "r"(c3)
+        : "memory");
+}
+TILE_DEVICE void tma_store(const TensorMap* map, uint32_t from, int c0, int c1, int c2, int c3) {
+    asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(map), "r"(from), "r"(c0),
+                 "r"(c1), "r"(c2), "r"(c3)
+                 : "memory");
+}
+TILE_DEVICE void bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+template <int kGroupsLeft> TILE_DEVICE void bulk_wait() { asm volatile("cp.async.bulk.wait_group %0;" ::"n"(kGroupsLeft) : "memory"); }
+template <int kGroupsLeft> TILE_DEVICE void bulk_wait_read() {
+    asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kGroupsLeft) : "memory");
+}
+
+// ---- programmatic dependent launch --------------------------------------------------------------------------------------------
+TILE_DEVICE void let_dependents_start() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+TILE_DEVICE void wait_for_prerequisites() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+
+// ---- wgmma ------------------------------------------------------------------------------------------------------------------
+TILE_DEVICE void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+TILE_DEVICE void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+template <int kGroupsLeft> TILE_DEVICE void wgmma_wait() {
+    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kGroupsLeft) : "memory");
+}
+#endif
+
+}  // namespace ptx
+
+#if __CUDA_ARCH__ >= 900
+#include "tile/ptx_wgmma.cuh"
+#endif
+#endif

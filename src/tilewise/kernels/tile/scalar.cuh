@@ -1,0 +1,31 @@
+// What the scalar kernels share: reductions over lanes, and tiles of rows converted to float on their way into shared memory.
+#pragma once
+#include "tile/args.cuh"
+
+namespace warp {
+
+// Over groups of kLanes neighbouring lanes; every lane of the warp takes part and has its group's result.
+template <int kLanes> TILE_DEVICE float max(float x) {
+#pragma unroll
+    for (int mask = kLanes / 2; mask > 0; mask /= 2) x = fmaxf(x, ptx::shuffle_xor(x, mask));
+    return x;
+}
+template <int kLanes, class T> TILE_DEVICE T sum(T x) {
+#pragma unroll
+    for (int mask = kLanes / 2; mask > 0; mask /= 2) x += ptx::shuffle_xor(x, mask);
+    return x;
+}
+
+}  // namespace warp
+
+// The maximum to subtract: a row that has seen no key yet has −inf, and −inf − −inf would be NaN where 0 is meant.
+TILE_DEVICE float finite_max(float row_max) { return row_max == -INFINITY ? 0.0f : row_max; }
+
+// Rows first … first + kRows − 1 of a matrix, zero from row `end` on; consecutive threads read consecutive elements.
+template <int kRows, int kPitch, int kThreads, class T>
+TILE_DEVICE void load_tile(Shared<float> sTile, Global<const T> gRows, int64_t stride, int first, int end) {
+    for (int i = threadIdx.x; i < kRows * kHeadDim; i += kThreads) {
+        const int row = i / kHeadDim, d = i % kHeadDim;
+        sTile[row * kPitch + d] = first + row < end ? to_float(gRows[(first + row) * stride + d]) : 0.0f;
+    }
+}

@@ -1,0 +1,68 @@
+// The online softmax over accumulators in fragment layout (mma.cuh): float[N / 2], two rows a lane, four lanes a row.
+#pragma once
+#include "tile/args.cuh"
+#include "tile/mma.cuh"
+
+namespace warp {
+
+// Over the four lanes that share a row
+TILE_DEVICE float row_max(float x) {
+    x = fmaxf(x, ptx::shuffle_xor(x, 1));
+    return fmaxf(x, ptx::shuffle_xor(x, 2));
+}
+TILE_DEVICE float row_sum(float x) {
+    x += ptx::shuffle_xor(x, 1);
+    return x + ptx::shuffle_xor(x, 2);
+}
+
+// What is known of a lane's two rows so far.
+struct RowState {
+    float max[2] = {-INFINITY, -INFINITY};  // m: the largest score times scale_log2, as rounded
+    float sum[2] = {0.0f, 0.0f};            // l: this lane's share of Σ P; the lanes are added up once, at the end
+};
+
+// m' = max(m, S · scale), P = 2^(S · scale − m') in place of S, l = l · c + Σ P with c = 2^(m − m'), which O is still to be
+// multiplied with. The scale (positive) goes into the exponential's multiply-add. c is made from the same rounded m that P
+// was: from unrounded products, a large m that stands still would give c = 1 ± ε and each tile would drift from the last.
+template <int kSize> TILE_DEVICE void online_softmax(float (&acc_s)[kSize], float (&correction)[2], RowState& state, float scale_log2) {
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+        float tile_max = -INFINITY;
+#pragma unroll
+        for (int n = 0; n < kSize / 4; n++) tile_max = fmaxf(tile_max, fmaxf(acc_s[4 * n + 2 * h], acc_s[4 * n + 2 * h + 1]));
+        const float max = fmaxf(state.max[h], row_max(tile_max) * scale_log2);
+        // No key seen yet: −inf − (−inf) would be NaN, any finite reference gives 2^−inf = 0.
+        const float reference = max == -INFINITY ? 0.0f : max;
+        correction[h] = ptx::exp2(state.max[h] - reference);
+        state.max[h] = max;
+        float sum = 0.0f;
+#pragma unroll
+        for (int n = 0; n < kSize / 4; n++)
+#pragma unroll
+            for (int i = 4 * n + 2 * h; i < 4 * n + 2 * h + 2; i++) {
+                acc_s[i] = ptx::exp2(ptx::mad(acc_s[i], scale_log2, -reference));
+                sum += acc_s[i];
+            }
+        state.sum[h] = state.sum[h] * correction[h] + sum;
+    }
+}
+
+// O / l and LSE = m + log l, natural; a row that saw no key gives 0 and −inf.
+template <int kSize> TILE_DEVICE void normalise(float (&acc_o)[kSize], float (&lse)[2], const RowState& state) {
+    float inverse[2];
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+        const float sum = row_sum(state.sum[h]);
+        inverse[h] = sum == 0.0f ? 0.0f : 1.0f / sum;
+        lse[h] = sum == 0.0f ? -INFINITY : (state.max[h] + ptx::log2(sum)) * kLn2;
+    }
+    scale_rows(acc_o, inverse);
+}
+// g is the warp's first row; rows from `rows` on do not exist.
+TILE_DEVICE void store_lse(Global<float> g, int rows, const float (&lse)[2]) {
+#pragma unroll
+    for (int h = 0; h < 2; h++)
+        if (lane() % 4 == 0 && fragment_row(h) < rows) g[fragment_row(h)] = lse[h];
+}
+
+}  // namespace warp

@@ -1,0 +1,88 @@
+// Tiles of 16-bit elements in shared memory: where their chunks lie, and how a block fills them from global memory.
+#pragma once
+#include "tile/memory.cuh"
+
+enum class Layout { plain, swizzled };
+
+// kRows × kColumns, row-major, seen as 16-byte chunks of eight elements.
+//
+// ldmatrix reads one chunk of eight rows at once. In a plain tile those eight chunks lie a row apart, and rows are a multiple of
+// 64 bytes: they share banks. Swizzled, the chunk's number is XORed with the row's, so eight rows touch all 32 banks once.
+// Rows of an odd multiple of 64 bytes (head_dim 32, 96) alternate between the halves of the banks already; pairs are enough.
+template <class T, int kRows_, int kColumns_, Layout kLayout> struct SharedTile {
+    static constexpr int kRows = kRows_, kColumns = kColumns_, kChunks = kColumns / 8;
+    static constexpr int kRowBytes = kColumns * 2, kBytes = kRows * kRowBytes;
+    static_assert(sizeof(T) == 2 && kColumns % 32 == 0, "tiles hold 16-bit elements in rows of 64 bytes or a multiple");
+    using Element = T;
+    uint32_t offset;  // in the block's shared memory
+
+    TILE_DEVICE explicit SharedTile(uint32_t bytes) : offset(bytes) {}
+    static constexpr int kTurns = kLayout == Layout::plain ? 1 : kChunks % 8 ? 4 : 8;
+    static TILE_DEVICE int place(int row, int chunk) { return row * kChunks + (chunk ^ ((kTurns == 4 ? row >> 1 : row) & (kTurns - 1))); }
+    TILE_DEVICE uint32_t address(int row, int chunk) const { return ptx::shared_address(offset) + place(row, chunk) * 16; }
+    // From the address of chunk 0 or 1 of a row to that `chunks` further on, an even number: turning commutes with turning, so a
+    // lane computes one address a tile and pays at most one XOR for another column, nothing for what is beyond the turns.
+    static TILE_DEVICE uint32_t along(uint32_t address, int chunks) {
+        return (address ^ (chunks & (kTurns - 1)) * 16) + (chunks & ~(kTurns - 1)) * 16;
+    }
+    // The value at (row, column), the two from an even column on, the eight from chunk · 8 on.
+    TILE_DEVICE decltype(auto) element(int row, int column) const { return Shared<T>(offset)[place(row, column / 8) * 8 + column % 8]; }
+    TILE_DEVICE decltype(auto) pair(int row, int column) const {
+        return Shared<uint32_t>(offset)[place(row, column / 8) * 4 + column % 8 / 2];
+    }
+    TILE_DEVICE decltype(auto) chunk(int row, int chunk) const { return Shared<Vector16>(offset)[place(row, chunk)]; }
+};
+
+namespace block {
+
+// A tensor's rows, `stride` elements apart, one tile after another. Rows from `rows` on do not exist and become zero: a masked
+// key has weight 0, and 0 · NaN would still be NaN. Three ways to bring a tile: element by element, 16 bytes a thread, and 16
+// bytes in the background. The last two need rows that begin at a multiple of 16 bytes.
+template <int kThreads, class Tile> TILE_DEVICE void load(const Tile& tile, Global<const typename Tile::Element> g, int64_t stride, int rows) {
+    using T = typename Tile::Element;
+    for (int i = threadIdx.x; i < Tile::kRows * Tile::kColumns; i += kThreads) {
+        const int row = i / Tile::kColumns, column = i % Tile::kColumns;
+        tile.element(row, column) = row < rows ? T(g[row * stride + column]) : from_float<T>(0.0f);
+    }
+}
+
+// Each thread has its own row and chunk of the first kStep rows, and walks from there: a pointer that moves on costs two
+// additions a copy, where (first + row) · stride costs a 64-bit product.
+template <int kThreads, class Tile> struct Stream {
+    using T = typename Tile::Element;
+    static constexpr int kAcross = Tile::kChunks % 8 ? 4 : Tile::kChunks, kStep = kThreads / kAcross;
+    static_assert(kThreads % kAcross == 0 && Tile::kRows % kStep == 0, "every thread copies the same number of chunks");
+    Global<const T> g;
+    int64_t stride;
+    int rows;  // that are left
+
+    TILE_DEVICE Stream(Global<const T> first, int64_t stride_, int rows_)
+        : g(first + (row() * stride_ + chunk() * 8)), stride(stride_), rows(rows_) {}
+    static TILE_DEVICE int row() { return threadIdx.x / kAcross; }
+    static TILE_DEVICE int chunk() { return threadIdx.x % kAcross; }
+
+    TILE_DEVICE void next(const Tile& tile) {
+#pragma unroll
+        for (int r = 0; r < Tile::kRows; r += kStep)
+#pragma unroll
+            for (int c = 0; c < Tile::kChunks; c += kAcross) {
+                const Global<const Vector16> from = (g + (r * stride + c * 8)).template as<const Vector16>();
+                tile.chunk(row() + r, chunk() + c) = row() + r < rows ? Vector16(from[0]) : Vector16{};
+            }
+        skip();
+    }
+    TILE_DEVICE void next_async(const Tile& tile) {
+#pragma unroll
+        for (int r = 0; r < Tile::kRows; r += kStep)
+#pragma unroll
+            for (int c = 0; c < Tile::kChunks; c += kAcross)
+                ptx::copy_async_16(tile.address(row() + r, chunk() + c), g.address(r * stride + c * 8), row() + r < rows ? 16 : 0);
+        skip();
+    }
+    TILE_DEVICE void skip() {
+        g = g + Tile::kRows * stride;
+        rows -= Tile::kRows;
+    }
+};
+
+}  // namespace block

@@ -1,0 +1,206 @@
+"""The teaching ladder: attention kernels that differ by one idea each, from a scalar loop to a warp-specialised ring.
+
+All rungs take the same arguments and leave the same result; `run` runs one on a card or, over CPU tensors, in the
+emulator. The sources are kernels/ladder/NN_name.cu; the story is told in kernels/ladder/README.md.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import PurePosixPath
+from typing import Any
+
+import torch
+
+from . import emulate, jit
+from .kernels import Constant, KernelSpec
+
+LOG2E = math.log2(math.e)
+ELEMENTS = {torch.float32: "float", torch.float16: "half", torch.bfloat16: "bf16"}
+MAP_TYPES = {torch.float16: "fp16", torch.bfloat16: "bf16"}
+PANEL = 64  # columns of a Hopper tile's panel: tile/hopper.cuh
+
+Constants = tuple[tuple[str, Constant], ...]
+
+
+class Strides(ctypes.Structure):
+    """tile/args.cuh: Strides."""
+
+    _fields_ = [("batch", ctypes.c_int64), ("row", ctypes.c_int64), ("head", ctypes.c_int64)]
+
+    @classmethod
+    def of(cls, x: torch.Tensor) -> Strides:
+        return cls(x.stride(0), x.stride(1), x.stride(2))
+
+
+class AttentionArgs(ctypes.Structure):
+    """tile/args.cuh: AttentionArgs."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("q", "k", "v", "o", "lse")),
+        *((f"{name}_strides", Strides) for name in ("q", "k", "v", "o")),
+        *((name, ctypes.c_int) for name in ("batch", "seqlen_q", "seqlen_k", "heads_q", "heads_kv", "causal")),
+        ("scale_log2", ctypes.c_float),
+        ("reserved", ctypes.c_int),
+    ]
+
+
+@dataclass(frozen=True)
+class Rung:
+    """One kernel of the ladder.
+
+    idea: what changed from the rung before, in one line. tile_q: query rows of a block. constants(head_dim) and
+    shared_bytes(head_dim, element bytes) complete the spec. tile_kv: given for rungs that load by TMA, which take
+    tensor maps of q, k and v before the arguments and need sm_90a. blocks: the grid of a persistent rung, whose blocks
+    share all tiles; else one block a tile.
+    """
+
+    name: str
+    source: str
+    idea: str
+    threads: int
+    tile_q: int
+    constants: Callable[[int], Constants]
+    shared_bytes: Callable[[int, int], int]
+    dtypes: tuple[torch.dtype, ...]
+    head_dims: tuple[int, ...]
+    tile_kv: int | None = None
+    blocks: int | None = None
+
+    @property
+    def hopper(self) -> bool:
+        return self.tile_kv is not None
+
+    def spec(self, dtype: torch.dtype, head_dim: int) -> KernelSpec:
+        """The kernel for one dtype and head dimension; NotImplementedError if the rung's idea does not serve them."""
+        if dtype not in self.dtypes or head_dim not in self.head_dims:
+            taken = ", ".join(str(d).removeprefix("torch.") for d in self.dtypes)
+            raise NotImplementedError(
+                f"{self.name} is written for {taken} and head_dim {', '.join(map(str, self.head_dims))}, "
+                f"got {str(dtype).removeprefix('torch.')} and {head_dim}"
+            )
+        constants: Constants = (("Element", ELEMENTS[dtype]), ("kHeadDim", head_dim), *self.constants(head_dim))
+        shared = self.shared_bytes(head_dim, dtype.itemsize)
+        source = str(PurePosixPath("ladder") / self.source)
+        return KernelSpec(self.name, source, self.name, constants, self.threads, shared)
+
+
+def run(
+    rung: Rung,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    causal: bool = False,
+    scale: float | None = None,
+    late: bool = True,
+    seed: int = 0,
+    count: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor, emulate.Counters | None]:
+    """One rung: o (B, Nq, Hq, D), lse (B, Hq, Nq), and the counters if `count`.
+
+    q (B, Nq, Hq, D), k and v (B, Nk, Hkv, D): CUDA tensors run on their card, CPU tensors in the emulator, for which
+    late, seed and count are (see emulate.launch).
+    """
+    batch, seqlen_q, heads_q, head_dim = q.shape
+    spec = rung.spec(q.dtype, head_dim)
+    o = torch.full_like(q, math.nan, memory_format=torch.contiguous_format)
+    lse = torch.full((batch, heads_q, seqlen_q), math.nan, device=q.device)
+    if not o.numel():
+        return o, lse, None
+    launch = prepare(rung, q, k, v, o, lse, causal=causal, scale=scale)
+    grid = launch.grid
+    if q.is_cuda:
+        jit.load(spec, q.device).launch(grid, jit.Args(*launch.args))
+        return o, lse, None
+    tensors = {"q": q, "k": k, "v": v, "o": o, "lse": lse}
+    return o, lse, emulate.launch(spec, grid, launch.args, tensors, late=late, seed=seed, count=count)
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A grid and the arguments of a launch."""
+
+    grid: tuple[int, int, int]
+    args: list[Any]
+
+
+def prepare(
+    rung: Rung,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    o: torch.Tensor,
+    lse: torch.Tensor,
+    *,
+    causal: bool = False,
+    scale: float | None = None,
+) -> Launch:
+    """What a launch of the rung over these tensors takes; o (B, Nq, Hq, D) and lse (B, Hq, Nq) are written."""
+    batch, seqlen_q, heads_q, head_dim = q.shape
+    args = AttentionArgs(
+        *(x.data_ptr() for x in (q, k, v, o, lse)),
+        *(Strides.of(x) for x in (q, k, v, o)),
+        *(batch, seqlen_q, k.shape[1], heads_q, k.shape[2], int(causal)),
+        (head_dim**-0.5 if scale is None else scale) * LOG2E,
+        0,
+    )
+    tiles = -(-seqlen_q // rung.tile_q)
+    grid = (tiles, heads_q, batch) if rung.blocks is None else (min(rung.blocks, tiles * heads_q * batch), 1, 1)
+    maps = []
+    if rung.tile_kv is not None:
+        maps = [_panel_map(x, rows) for x, rows in ((q, rung.tile_q), (k, rung.tile_kv), (v, rung.tile_kv))]
+    return Launch(grid, [*maps, args])
+
+
+def _panel_map(x: torch.Tensor, rows: int) -> Any:
+    """The map of x (B, N, H, D) by boxes of `rows` rows and one panel of columns, for tile/hopper.cuh's load_tile."""
+    size = x.element_size()
+    sizes = (x.shape[3], x.shape[1], x.shape[2], x.shape[0])
+    strides = tuple(size * s for s in (x.stride(1), x.stride(2), x.stride(0)))
+    spec = jit.TensorMapSpec(MAP_TYPES[x.dtype], sizes, strides, (PANEL, rows, 1, 1), 128)
+    return jit.encode(spec, x.data_ptr()) if x.is_cuda else emulate.tensor_map(spec, x.data_ptr())
+
+
+F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
+
+RUNGS: tuple[Rung, ...] = (
+    Rung(
+        "flash_naive",
+        "04_flash_naive.cu",
+        "the algorithm alone: one thread a row, O in global memory",
+        threads=32,
+        tile_q=32,
+        constants=lambda d: (("kTile", 32),),
+        shared_bytes=lambda d, size: (3 * 32 * d + 32 * 32) * 4,
+        dtypes=(F32,),
+        head_dims=(32, 64, 96, 128),
+    ),
+    Rung(
+        "hopper",
+        "20_hopper.cu",
+        "TMA brings tiles, wgmma multiplies them from shared memory",
+        threads=128,
+        tile_q=64,
+        tile_kv=128,
+        constants=lambda d: (("kTileQ", 64), ("kTileKv", 128)),
+        shared_bytes=lambda d, size: (64 + 2 * 128) * d * size + 24,
+        dtypes=(F16, BF16),
+        head_dims=(64, 128),
+    ),
+    Rung(
+        "hopper_ring",
+        "21_hopper_ring.cu",
+        "a producer warp keeps a ring of tiles full for two consumer warpgroups",
+        threads=384,
+        tile_q=128,
+        tile_kv=128,
+        constants=lambda d: (("kTileQ", 128), ("kTileKv", 128), ("kStages", 2)),
+        shared_bytes=lambda d, size: (128 + 2 * 2 * 128) * d * size + 8 + 4 * 2 * 8,
+        dtypes=(F16, BF16),
+        head_dims=(64, 128),
+    ),
+)
