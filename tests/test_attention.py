@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -141,8 +142,10 @@ def test_sinks_equal_one_more_key_with_zero_value():
 
 def test_scale():
     q, k, v = qkv(1, 30, 30, 1, 1, 16)
-    for scale in (0.0, -0.5, 1.0):
-        assert_attention(attention(q, k, v, scale=scale, return_lse=True), q, k, v, scale=scale)
+    for scale in (0.0, -0.5, 1.0, np.float32(0.5)):
+        for options in ({}, {"causal": True}, {"window": (3, 2)}):
+            got = attention(q, k, v, scale=scale, return_lse=True, **options)
+            assert_attention(got, q, k, v, scale=float(scale), **options)
 
 
 def test_strided_inputs_and_output():
@@ -294,6 +297,56 @@ def test_any_mix_of_options(batch, nq, nk, heads, head_dim, dtype, causal, windo
         "alibi_slopes": randn(heads[0], seed=seed + 1).abs() if alibi else None,
     }
     assert_attention(attention(q, k, v, return_lse=True, out=poison(q), **options), q, k, v, **options)
+
+
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"window": (5, 0)}, {"softcap": 2.0}])
+def test_scores_of_minus_infinity_are_no_key(options):
+    """Keys whose scores overflow to −inf weigh nothing, alone in a tile or not (torch's kernel says LSE 0)."""
+    q, k, v = torch.ones(1, 4, 2, 4), randn(1, 8, 2, 4, seed=1), randn(1, 8, 2, 4)
+    k[:, :6] = -math.inf
+    got = attention(q, k, v, return_lse=True, **options)
+    assert_attention(got, q, k, v, **options)
+
+
+@pytest.mark.parametrize("heads", [(2, 2), (4, 1)])
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_broken_key_reaches_only_the_rows_that_see_it(heads, bad):
+    q, k, v = qkv(1, 9, 9, *heads, 8)
+    k[:, -1] = bad
+    o = attention(q, k, v, causal=True)
+    assert torch.isfinite(o[:, :-1]).all()
+    assert torch.isnan(o[:, -1]).all()
+
+
+@pytest.mark.parametrize("options", [{}, {"softcap": 2.0}, {"window": (9, 0)}])
+def test_autocast_does_not_lower_the_precision(options):
+    q, k, v = qkv(1, 40, 40, 2, 1, 16)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        got = attention(q, k, v, return_lse=True, **options)
+    assert_attention(got, q, k, v, **options)
+
+
+def test_defaults_of_torch_do_not_matter():
+    q, k, v = qkv(1, 40, 60, 4, 2, 16)
+    expected = attention(q, k, v, window=(9, 0), softcap=2.0)
+    try:
+        torch.set_default_dtype(torch.float64)
+        torch.set_default_device("meta")
+        got = attention(q, k, v, window=(9, 0), softcap=2.0)
+    finally:
+        torch.set_default_dtype(torch.float32)
+        torch.set_default_device(None)
+    assert torch.equal(got, expected)
+
+
+def test_a_schedule_needs_no_memory_beyond_its_tiles():
+    seqlen = 8192
+    q, k, v = qkv(1, seqlen, seqlen, 1, 1, 16)
+    schedule = BlockSchedule.full(seqlen, seqlen, block_q=64, block_k=64)
+    with torch.profiler.profile(profile_memory=True) as profile:
+        attention(q, k, v, schedule=schedule)
+    largest = max(e.self_cpu_memory_usage for e in profile.events())
+    assert largest < seqlen * seqlen * 4 / 8
 
 
 def test_a_backend_can_be_named():

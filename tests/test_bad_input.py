@@ -88,6 +88,10 @@ ATTENTION = [
     ("out", ValueError, {"out": torch.empty(2, 6, 4, 7)}),
     ("out", ValueError, {"out": torch.empty(2, 6, 4, 8, dtype=torch.float16)}),
     ("out", ValueError, {"out": torch.empty(2, 6, 4, 8, device=META)}),
+    ("out", ValueError, {"out": torch.empty(2, 6, 1, 8).expand(2, 6, 4, 8)}),
+    ("out", ValueError, {"out": torch.empty(2, 6, 4, 8, requires_grad=True)}),
+    ("window", TypeError, {"window": (torch.tensor(True), 0)}),
+    ("softcap", ValueError, {"softcap": 10**400}),
     ("backend", ValueError, {"backend": "tpu"}),
 ]
 
@@ -116,7 +120,8 @@ VARLEN = [
     ("cu_seqlens_k", ValueError, {"cu_seqlens_k": torch.tensor([0, 2, 10])}),
     ("cu_seqlens_k", ValueError, {"cu_seqlens_k": torch.tensor([0, 9])}),
     ("alibi_slopes", ValueError, {"alibi_slopes": torch.zeros(3, 4)}),
-    ("schedule", ValueError, {"schedule": schedule(6, 9)}),
+    ("sequence 0", ValueError, {"schedule": schedule(6, 9)}),
+    ("sequence 1", ValueError, {"schedule": [None, schedule(6, 9)]}),
     ("schedule", ValueError, {"schedule": [None]}),
     ("schedule", TypeError, {"schedule": [None, "x"]}),
     ("schedule", TypeError, {"schedule": 3}),
@@ -184,6 +189,7 @@ PLAN_DECODE = [
     ("tokens_per_seq", ValueError, {"tokens_per_seq": 0}),
     ("share_prefix", ValueError, {"share_prefix": "always"}),
     ("share_prefix", ValueError, {"share_prefix": 1}),
+    ("share_prefix", ValueError, {"share_prefix": torch.tensor([True, False])}),
     ("window", ValueError, {"window": (-1, 0)}),
     ("cost", TypeError, {"cost": 5}),
     ("seqs", TypeError, {"seqs": [0.5]}),

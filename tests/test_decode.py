@@ -305,6 +305,44 @@ def test_one_plan_serves_all_layers_and_goes_out_of_date():
         decode(q, cache, 0, plan)
 
 
+def test_a_plan_belongs_to_its_cache():
+    first, second = make_cache(), make_cache()
+    plans = [plan_decode(cache, tree(cache, [1, 3], [9, 2]), num_heads=4) for cache in (first, second)]
+    with pytest.raises(ValueError, match="plan was made for another cache"):
+        decode(randn(3, 1, 4, 16), second, 0, plans[0])
+
+
+def test_another_default_dtype():
+    cache = make_cache()
+    seqs = tree(cache, [1, 3], [9, 2])
+    plan, q = plan_decode(cache, np.array(seqs), num_heads=4), randn(3, 1, 4, 16)
+    expected = decode(q, cache, 0, plan)
+    try:
+        torch.set_default_dtype(torch.bfloat16)
+        assert torch.equal(decode(q, cache, 0, plan), expected)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def test_a_comb_is_planned_as_quickly_as_a_star():
+    """Every sequence leaves the others one page later: 256 levels of the tree."""
+    count, step = 256, 16
+    table = torch.full((count, count * step), -1, dtype=torch.int32)
+    pages = torch.arange(count * step, dtype=torch.int32)
+    for n in range(count):
+        shared = (n + 1) * step
+        table[n, :shared] = pages[:shared]
+        table[n, shared - 1] = count * step + n  # its own last page
+    lengths = torch.tensor([(n + 1) * step for n in range(count)])
+    storage = torch.zeros(count * step + count, 1, 1, 8)
+    cache = PagedKVCache.from_pages(storage, storage.clone(), table, lengths)
+    start = time.perf_counter()
+    plan = plan_decode(cache, range(count), num_heads=1, share_prefix=True)
+    assert time.perf_counter() - start < 0.02 * 5  # the bar is 20 ms on a quiet machine
+    assert plan.shared_nodes >= count - 2
+    assert plan.stored == count * step - 1 + count
+
+
 def test_a_large_plan_is_quick():
     cache = PagedKVCache(4200, 16, 8, 128, kv_format="int4")
     root = cache.allocate()

@@ -213,6 +213,17 @@ def test_no_tokens_are_fine(name: str) -> None:
     assert form.decode(form.encode(torch.empty(0, 2, 40))).shape == (0, 2, 40)
 
 
+@pytest.mark.parametrize("strides", [(1, 1, 3), (7, 5, 3), (0, 0, 0)])
+@pytest.mark.parametrize("tokens", [0, 1, 4])
+def test_int4_of_one_byte_a_head_takes_any_strides(tokens: int, strides: tuple[int, int, int]) -> None:
+    """Where a row is one byte, torch lets its stride be anything, also for a tensor that says it is contiguous."""
+    form = KVFormat("int4", 2)
+    codes = torch.arange(64, dtype=torch.uint8).as_strided((tokens, 1, 1), strides)
+    ones = torch.ones(tokens, 1, 1, dtype=torch.bfloat16)
+    back = form.decode((codes, ones, ones * 0))
+    assert torch.equal(back, torch.cat((codes & 15, codes >> 4), -1).float())
+
+
 @pytest.mark.parametrize(
     ("arguments", "error", "says"),
     [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 import time
 from collections import Counter
@@ -14,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from tilewise.kvcache import FORMATS, KVFormat, OutOfPages, PagedKVCache, Rotary, Slots
+from tilewise.kvcache import FORMATS, KVFormat, OutOfPages, PagedKVCache, PrefixCache, Rotary, Slots
 
 
 def noise(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -63,6 +64,14 @@ def check_pages(cache: PagedKVCache, held: Counter[int] | None = None) -> None:
 
 
 # Contents.
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize(("heads", "head_dim"), [(1, 1), (1, 2), (1, 3), (2, 1)])
+def test_an_empty_sequence_gives_empty_tensors(name: str, heads: int, head_dim: int) -> None:
+    cache = PagedKVCache(2, 4, heads, head_dim, kv_format=name)
+    k, v = cache.gather(0, cache.allocate())
+    assert k.shape == v.shape == (0, heads, head_dim)
 
 
 @settings(max_examples=120, deadline=None)
@@ -325,6 +334,27 @@ def test_pages_are_consecutive_where_possible() -> None:
     assert cache.pool.free_pages == 0
 
 
+def test_the_next_page_comes_before_a_lower_hole() -> None:
+    cache = PagedKVCache(8, 2, 1, 8)
+    a, b = cache.allocate(), cache.allocate()
+    cache.extend([a, b], [4, 2])
+    cache.free(a)
+    cache.extend([b], 2)
+    assert cache.page_list(b).tolist() == [2, 3]
+
+
+def test_pieces_are_few() -> None:
+    cache = PagedKVCache(12, 1, 1, 8)
+    seqs = [cache.allocate() for _ in range(5)]
+    for s, count in zip(seqs, (1, 1, 3, 1, 6), strict=True):
+        cache.extend([s], count)
+    for s in (seqs[0], seqs[2], seqs[4]):
+        cache.free(s)  # holes of 1, 3 and 6 pages
+    s = cache.allocate()
+    cache.extend([s], 9)
+    assert cache.page_list(s).tolist() == [6, 7, 8, 9, 10, 11, 2, 3, 4], "the longest runs, in two pieces"
+
+
 def test_load_is_a_view_of_consecutive_pages_and_a_gather_of_others() -> None:
     cache = PagedKVCache(16, 4, 2, 8, num_layers=2, kv_format="bf16")
     a, b = cache.allocate(), cache.allocate()
@@ -532,6 +562,27 @@ def test_from_pages_with_a_shared_half_full_page() -> None:
         cache.gather(0, 0)
 
 
+def test_pages_of_inference_mode_are_written_in_inference_mode_alone() -> None:
+    """Torch refuses in-place changes of them elsewhere, and would say so only at the first write or page copy."""
+    with torch.inference_mode():
+        k = noise(3, 4, 1, 8)
+        cache = PagedKVCache.from_pages(k, k.clone(), torch.tensor([[0]]), torch.tensor([2]))
+        fill(cache, cache.extend([0], 1))
+        slots = cache.extend([0], 1)
+    rows = noise(1, 1, 8)
+    before = snapshot(cache)
+    for pages in ((k, k.clone()), (k.clone(), k)):
+        with pytest.raises(ValueError, match=r"^[kv]_pages .*inference_mode"):
+            PagedKVCache.from_pages(*pages, torch.tensor([[0]]), torch.tensor([2]))
+    for call in (lambda: cache.write(0, slots, rows, rows), lambda: cache.extend([0], 1)):
+        with pytest.raises(ValueError, match="inference_mode"):
+            call()
+    with pytest.raises(ValueError, match="inference_mode"):
+        PrefixCache(cache).insert(range(9))
+    assert snapshot(cache) == before
+    assert cache.load(0, cache.page_list(0), 0, 3, torch.float32)[0].shape == (3, 1, 8), "reading is fine"
+
+
 def test_from_pages_refuses_nonsense() -> None:
     k = noise(4, 4, 1, 8)
     table, lengths = torch.tensor([[0, 1], [2, 3]]), torch.tensor([5, 8])
@@ -640,6 +691,41 @@ def test_bad_calls_change_nothing() -> None:
             call()
         assert snapshot(cache) == before, f"case {number} changed the cache"
     assert not slots.complete
+
+
+def test_errors_name_the_argument() -> None:
+    cache = PagedKVCache(8, 4, 2, 8)
+    a = cache.allocate()
+    for call in (lambda: cache.extend([a, 7], 1), lambda: cache.page_table([a, 7])):
+        with pytest.raises(ValueError, match=r"^seqs must .* sequence 7 was freed or never allocated"):
+            call()
+    for one in (cache.free, cache.fork, cache.length, cache.page_list, lambda seq: cache.gather(0, seq)):
+        with pytest.raises(ValueError, match=r"^seq must .* sequence 7 was freed or never allocated"):
+            one(7)
+
+
+@pytest.mark.parametrize("kind", [torch.tensor, np.int64, np.array])
+def test_a_layer_may_be_any_integer(kind: Any) -> None:
+    cache = PagedKVCache(4, 4, 1, 8, num_layers=2, kv_format="fp32")
+    a = cache.allocate()
+    slots = cache.extend([a], 3)
+    k = noise(3, 1, 8)
+    cache.write(kind(0), slots, k, k)
+    cache.write(kind(0), slots, k, k)
+    assert not slots.complete, "one layer written twice is not two layers"
+    cache.write(kind(1), slots, k, k + 1)
+    assert slots.complete
+    assert torch.equal(cache.gather(kind(1), a)[1], k + 1)
+    assert torch.equal(cache.load(kind(1), cache.page_list(a), 1, 3, torch.float32)[1], k[1:] + 1)
+
+
+def test_every_cache_has_a_serial_of_its_own() -> None:
+    k = noise(2, 4, 1, 8)
+    caches = [PagedKVCache(2, 4, 1, 8) for _ in range(2)]
+    caches.append(PagedKVCache.from_pages(k, k.clone(), torch.tensor([[0]]), torch.tensor([4])))
+    caches.append(copy.deepcopy(caches[0]))
+    assert all(type(cache.serial) is int for cache in caches)
+    assert len({cache.serial for cache in caches}) == 4
 
 
 # Speed: generous bounds on a busy machine; a loop over tokens would miss them by far.

@@ -85,12 +85,14 @@ def test_bytes_and_floor():
     assert plan.floor_us("h200") == plan.floor_us("H200") < plan.floor_us("RTX 4090")
 
 
-def test_show_names_the_numbers():
-    text = plan_dense(1, 4096, 4096, 16, 4, 128, causal=True).show("H100")
+def test_show_prints_the_numbers(capsys):
+    plan_dense(1, 4096, 4096, 16, 4, 128, causal=True).show("H100")
+    text = capsys.readouterr().out
     for word in ("work items", "query rows", "4,096 × 16 heads", "key rows", "bytes to move", "FLOP", "µs on H100"):
         assert word in text
     assert "data sheet" in text
-    assert "measured" in plan_dense(1, 64, 64, 1, 1, 64).show()
+    plan_dense(1, 64, 64, 1, 1, 64).show()
+    assert "measured" in capsys.readouterr().out
 
 
 def test_show_refuses_an_unknown_card():
@@ -137,14 +139,18 @@ def test_band_shift_and_open():
     assert band.opened(rows=5, keys=7) == (-3, 5)
 
 
-def test_decode_plans_show_and_draw(tmp_path):
+def test_decode_plans_show_and_draw(tmp_path, capsys):
     from test_decode import make_cache, tree
 
     cache = make_cache()
     plan = plan_decode(cache, tree(cache, [1, 4], [40, 8]), num_heads=4, share_prefix=True)
-    text = plan.show()
+    plan.show()
+    text = capsys.readouterr().out
     assert "decode plan" in text
-    assert f"{40 + 4 * 8:,} read" in text
+    assert f"{40 + 4 * 8:,} read, {40 + 4 * 8:,} stored" in text
+    unshared = plan_decode(cache, plan.seqs, num_heads=4, share_prefix=False)
+    unshared.show()
+    assert f"{4 * 48:,} read, {40 + 4 * 8:,} stored" in capsys.readouterr().out
     assert "states merged" in text
     plan.draw(str(tmp_path / "tree.png"))
     assert (tmp_path / "tree.png").stat().st_size > 1000

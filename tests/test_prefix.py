@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -369,6 +370,42 @@ def test_the_least_recently_used_goes_first() -> None:
     check_tree(prefix)
 
 
+def test_a_sequence_is_in_use_until_its_release() -> None:
+    prefix = make(4, 4)
+    a, _ = add(prefix, [1] * 8)
+    b, _ = add(prefix, [2] * 8)
+    prefix.release(b)
+    prefix.release(a)  # inserted first, but used last
+    add(prefix, [3] * 8)
+    assert prefix._match(np.array([1] * 8)).pages.size == 2
+    assert prefix._match(np.array([2] * 8)).pages.size == 0
+
+
+@pytest.mark.parametrize("child", [False, True])
+def test_a_node_stays_while_a_sequence_with_its_own_copy_stands_on_it(child: bool) -> None:
+    """The node's pages are those of a sequence that is gone; the one that computed the same beside it lives."""
+    prefix = make(8, 4)
+    a, _, slots_a = prefix.insert(range(8))
+    b, _, slots_b = prefix.insert(range(8))
+    write(prefix, slots_a)
+    write(prefix, slots_b)
+    prefix.release(a)
+    if child:
+        prefix.release(add(prefix, [*range(8), 5, 5, 5, 5])[0])
+        with pytest.raises(OutOfPages, match="3 of 8 are free and 1 can be evicted"):
+            prefix.insert([9] * 20)
+    seq, _ = add(prefix, [9] * 16)  # all that is left: the child goes, the node does not
+    with pytest.raises(OutOfPages, match="0 can be evicted"):
+        prefix.extend([seq], [9])
+    write(prefix, slots_b)
+    check_contents(prefix, b)
+    check_tree(prefix)
+    prefix.release(seq)
+    write(prefix, prefix.extend([b], [[7, 7, 7, 7]]))
+    check_tree(prefix)
+    empty_out(prefix)
+
+
 def test_only_as_much_as_needed_is_evicted_and_from_the_end() -> None:
     prefix = make(8, 4)
     prefix.release(add(prefix, range(32))[0])
@@ -585,14 +622,19 @@ def test_bad_calls_change_nothing() -> None:
         (lambda: prefix.insert(torch.zeros(2, 2).long()), ValueError, "tokens"),
         (lambda: prefix.insert(torch.zeros(2)), TypeError, "tokens"),
         (lambda: prefix.insert(torch.tensor(3)), ValueError, "tokens"),
+        (lambda: prefix.insert(torch.ones(2).bfloat16()), TypeError, "^tokens must be integers .* got torch.bfloat16"),
+        (lambda: prefix.insert([torch.ones(()).bfloat16()]), TypeError, "^tokens must be integers"),
+        (lambda: prefix.extend([a], [torch.tensor(1.0)]), TypeError, "^tokens must be integers"),
+        (lambda: prefix.extend(torch.tensor([a]), [5, 6]), ValueError, "^tokens must"),
+        (lambda: prefix.extend(np.array([a]), [5, 6]), ValueError, "^tokens must"),
         (lambda: prefix.extend([a], 5), TypeError, "tokens"),
         (lambda: prefix.extend([a], [5, 6]), ValueError, "tokens"),
         (lambda: prefix.extend([a], [1.5]), TypeError, "tokens"),
         (lambda: prefix.extend([a, a], [5, 6]), ValueError, "once"),
         (lambda: prefix.extend(a, [5]), TypeError, "seqs"),
-        (lambda: prefix.extend([gone], [5]), ValueError, f"sequence {gone} was freed"),
-        (lambda: prefix.extend([a, foreign], [5, 5]), ValueError, f"sequence {foreign}"),
-        (lambda: prefix.fork(gone, 1), ValueError, f"sequence {gone} was released"),
+        (lambda: prefix.extend([gone], [5]), ValueError, f"^seqs must .* sequence {gone} was freed"),
+        (lambda: prefix.extend([a, foreign], [5, 5]), ValueError, f"^seqs must .* sequence {foreign}"),
+        (lambda: prefix.fork(gone, 1), ValueError, f"^seq must .* sequence {gone} was released"),
         (lambda: prefix.fork(a, 0), ValueError, "n must"),
         (lambda: prefix.fork(a, 1.0), TypeError, "n must"),
         (lambda: prefix.release(gone), ValueError, f"sequence {gone} was released"),
@@ -607,6 +649,45 @@ def test_bad_calls_change_nothing() -> None:
         assert snapshot(prefix) == before, f"case {number} changed something"
     with pytest.raises(TypeError, match="cache"):
         PrefixCache(prefix)  # type: ignore[arg-type]
+
+
+def test_the_cache_refuses_sequences_of_the_tree() -> None:
+    """Grown, ended or forked behind the tree's back, they would leave it with pages and tokens that do not match."""
+    prefix = make(16, 4)
+    cache = prefix.cache
+    a, _ = add(prefix, range(6))
+    (b,) = prefix.fork(a, 1)
+    own = cache.allocate()
+    before = snapshot(prefix)
+    for seq in (a, b):
+        says = f"sequence {seq} belongs to a PrefixCache: use its "
+        for call, use in (
+            (lambda seq=seq: cache.extend([own, seq], 1), "extend"),
+            (lambda seq=seq: cache.free(seq), "release"),
+            (lambda seq=seq: cache.free(torch.tensor(seq)), "release"),
+            (lambda seq=seq: cache.fork(seq), "fork"),
+        ):
+            with pytest.raises(ValueError, match=re.escape(f"{says}{use}()")):
+                call()
+    assert snapshot(prefix) == before
+    cache.extend([own], 3)
+    cache.free(cache.fork(own))
+    cache.free(own)
+    write(prefix, prefix.extend([a, b], [6, 7]))
+    check_contents(prefix, b)
+    check_tree(prefix)
+    empty_out(prefix)
+    assert not cache._managed
+
+
+def test_sampled_tokens_may_be_single_tensors() -> None:
+    prefix = make(16, 4)
+    a, _ = add(prefix, [torch.tensor(1), torch.tensor(2)])
+    b, _ = add(prefix, [1, 3])
+    write(prefix, prefix.extend([a, b], [torch.tensor(3), np.array(4)]))
+    write(prefix, prefix.extend(torch.tensor([a, b]), [torch.tensor([5, 6]), torch.tensor([])]))
+    assert prefix.tokens(a) == [1, 2, 3, 5, 6]
+    assert prefix.tokens(b) == [1, 3, 4]
 
 
 # Everything together.

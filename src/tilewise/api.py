@@ -9,9 +9,11 @@ last key. Query head h reads KV head `h // (heads_q // heads_kv)`. Softmax and a
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from itertools import pairwise
 from typing import Any, Literal
 
+import numpy as np
 import torch
 
 from . import checks, cpu
@@ -24,6 +26,7 @@ from .tree import CPU_COST, CostModel, plan_tree
 MAX_HEAD_DIM = 512
 BACKENDS = ("auto", "cpu")
 LATER_BACKENDS = ("cuda", "emulator")
+DEQUANTISE = 4  # reading a quantised token on the CPU, in readings of a float32 one
 
 Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 LevelShape = tuple[int, int, Sequence[int] | None]
@@ -55,7 +58,8 @@ def attention(
     alibi_slopes: (Hq,) or (B, Hq), adds −slope · |i + Nk − Nq − j| after soft-capping.
     schedule: a BlockSchedule; keys outside its blocks are not seen. out: (B, Nq, Hq, D), written and returned.
 
-    Returns o (B, Nq, Hq, D), with return_lse also the LSE (B, Hq, Nq) float32.
+    Returns o (B, Nq, Hq, D), with return_lse also the LSE (B, Hq, Nq) float32. A NaN or infinity in a key that a window
+    hides may still reach the rows of its tile, as in other fused kernels; what `causal` alone hides does not.
     """
     batch, seqlen_q, seqlen_k, heads_q, heads_kv, head_dim = _check_qkv(q, k, v)
     window = _check_window(window)
@@ -84,7 +88,8 @@ def attention(
     if slopes is not None:
         starts = [b * seqlen_q for b in range(batch)], [b * seqlen_k for b in range(batch)]
         scoring = cpu.Scoring(scoring.scale, softcap, cpu.Alibi(slopes, *starts, [seqlen_k - seqlen_q] * batch))
-    o, lse = cpu.run(plan, q, [(k, v)], scoring, _place(out, q, k, v))
+    with _full_precision():
+        o, lse = cpu.run(plan, q, [(k, v)], scoring, _place(out, q, k, v))
     return _result(o, lse.view(batch, seqlen_q, heads_q).transpose(1, 2), sinks, out, return_lse)
 
 
@@ -150,7 +155,8 @@ def attention_varlen(
     if slopes is not None:
         alibi = cpu.Alibi(slopes, starts_q[:-1], starts_k[:-1], [nk - nq for nq, nk in lengths])
         scoring = cpu.Scoring(scoring.scale, softcap, alibi)
-    o, lse = cpu.run(plan, q, [(k, v)], scoring, _place(out, q, k, v))
+    with _full_precision():
+        o, lse = cpu.run(plan, q, [(k, v)], scoring, _place(out, q, k, v))
     return _result(o, lse.transpose(0, 1), sinks, out, return_lse)
 
 
@@ -192,7 +198,8 @@ def shared_prefix_attention(
     plan = plan_shared_prefix(
         batch, seqlen_q, shapes, heads_q, heads_kv, head_dim, causal=causal, io_bytes=q.element_size()
     )
-    o, lse = cpu.run(plan, q, sources, scoring, _place(out, q, *(x for source in sources for x in source)))
+    with _full_precision():
+        o, lse = cpu.run(plan, q, sources, scoring, _place(out, q, *(x for source in sources for x in source)))
     return _result(o, lse.view(batch, seqlen_q, heads_q).transpose(1, 2), sinks, out, return_lse)
 
 
@@ -227,22 +234,23 @@ def plan_decode(
     """Plan one decode step of `seqs` for all layers.
 
     num_heads: query heads. tokens_per_seq: query tokens a sequence has, which are its last cached ones; each sees the
-    tokens up to itself. window: (left, right) as in `attention`. share_prefix: True puts the rows of all sequences
-    under a node of the page tree over its tokens once, False never, "auto" where `cost` (a CostModel, the device's by
-    default) says that it pays. The plan holds until one of its sequences changes.
+    tokens up to itself (of a sequence with fewer tokens the first rows see nothing). window: (left, right) as in
+    `attention`. share_prefix: True puts the rows of all sequences under a node of the page tree over its tokens once,
+    False never, "auto" where `cost` (a CostModel, the device's by default) says that it pays. The plan holds until one
+    of its sequences changes.
     """
     pages = _check_cache(cache)
     checks.integer("num_heads", num_heads, 1)
     checks.integer("tokens_per_seq", tokens_per_seq, 1)
     if num_heads % pages.num_kv_heads:
         raise ValueError(f"num_heads must be a multiple of the cache's {pages.num_kv_heads} KV heads, got {num_heads}")
-    if share_prefix not in ("auto", True, False) or not isinstance(share_prefix, (str, bool)):
+    if not isinstance(share_prefix, bool) and not (isinstance(share_prefix, str) and share_prefix == "auto"):
         raise ValueError(f'share_prefix must be "auto", True or False, got {share_prefix!r}')
     if cost is not None and not isinstance(cost, CostModel):
         raise TypeError(f"cost must be a tilewise.CostModel, got {type(cost).__name__}")
-    if not isinstance(seqs, (list, tuple, torch.Tensor)):
+    if not isinstance(seqs, (Sequence, torch.Tensor, np.ndarray)):
         raise TypeError(f"seqs must be a list of sequences, got {type(seqs).__name__}")
-    members = [checks.integer("seqs", s) for s in (seqs.tolist() if isinstance(seqs, torch.Tensor) else seqs)]
+    members = [checks.integer("seqs", s) for s in seqs]
     return plan_tree(
         members,
         [pages.page_list(s) for s in members],
@@ -252,9 +260,11 @@ def plan_decode(
         heads_kv=pages.num_kv_heads,
         head_dim=pages.head_dim,
         kv_row_bytes=2 * pages.format.bytes_per_token_head,
-        io_bytes=2,
-        stream_row_bytes=2 * 4 * pages.head_dim,  # on the CPU every format runs at float32's pace
+        io_bytes=pages.format.dtype.itemsize if pages.format.dtype is not None else 2,
+        # On the CPU every format runs at float32's pace, and a quantised one is turned into it first.
+        stream_row_bytes=2 * 4 * pages.head_dim * (1 if pages.format.dtype is not None else DEQUANTISE),
         shortest_run=64,  # below it copying pages together costs less than another item
+        cache_serial=pages.serial,
         tokens_per_seq=tokens_per_seq,
         window=_check_window(window),
         share=None if share_prefix == "auto" else bool(share_prefix),
@@ -289,8 +299,8 @@ def decode(
     count, tokens = len(plan.seqs), plan.tokens_per_seq
     shape = (count, tokens, plan.heads_q, pages.head_dim)
     checks.tensor("q", q, shape=shape, dtypes=checks.FLOATS, unit_last_stride=True)
-    if (plan.heads_kv, plan.head_dim) != (pages.num_kv_heads, pages.head_dim):
-        raise ValueError("plan was made for a cache with other heads; plan again with this cache")
+    if plan.cache_serial != pages.serial:
+        raise ValueError("plan was made for another cache; call plan_decode with this one")
     for seq, length in zip(plan.seqs, plan.lengths, strict=True):
         if pages.length(seq) != length:
             raise ValueError(
@@ -304,9 +314,11 @@ def decode(
     _check_backend(backend, q, (sinks,))
 
     order = torch.from_numpy(plan.order).long()  # plan's rows -> the caller's
-    o, lse = cpu.run_paged(plan, q.index_select(0, order).flatten(0, 1), pages, layer, scoring)
-    o = torch.empty(q.shape, dtype=q.dtype).index_copy_(0, order, o.view(q.shape))
-    lse = torch.empty(count, tokens, plan.heads_q).index_copy_(0, order, lse.view(count, tokens, plan.heads_q))
+    with _full_precision():
+        o, lse = cpu.run_paged(plan, q.index_select(0, order).flatten(0, 1), pages, layer, scoring)
+    o, lse = o.view(q.shape), lse.view(count, tokens, plan.heads_q)
+    o = torch.empty_like(o).index_copy_(0, order, o)
+    lse = torch.empty_like(lse).index_copy_(0, order, lse)
     return _result(o, lse.transpose(1, 2), sinks, out, return_lse)
 
 
@@ -361,7 +373,10 @@ def _check_slopes(slopes: torch.Tensor | None, batch: int, heads_q: int, device:
 def _check_schedule(name: str, schedule: Any, seqlen_q: int, seqlen_k: int, heads_q: int) -> None:
     if not isinstance(schedule, BlockSchedule):
         raise TypeError(f"{name} must be a tilewise.BlockSchedule, got {type(schedule).__name__}")
-    schedule.check(seqlen_q, seqlen_k, heads_q)
+    try:
+        schedule.check(seqlen_q, seqlen_k, heads_q)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from None
 
 
 def _check_schedule_list(schedules: Any, batch: int) -> Sequence[BlockSchedule | None]:
@@ -388,7 +403,7 @@ def _check_lengths(name: str, lengths: Any, count: int, padded: int) -> list[int
     if isinstance(lengths, torch.Tensor):
         checks.tensor(name, lengths, shape=(count,), dtypes=checks.INTEGERS)
         lengths = lengths.tolist()
-    elif not isinstance(lengths, (list, tuple)):
+    elif not isinstance(lengths, (Sequence, np.ndarray)):
         raise TypeError(f"{name} must be a list of ints or an int tensor, got {type(lengths).__name__}")
     if len(lengths) != count:
         raise ValueError(f"{name} must have {count} entries, got {len(lengths)}")
@@ -428,8 +443,13 @@ def _check_cache(cache: Any) -> PagedKVCache:
 
 
 def _check_out(out: torch.Tensor | None, q: torch.Tensor) -> None:
-    if out is not None:
-        checks.tensor("out", out, shape=tuple(q.shape), dtypes=(q.dtype,), device=q.device, unit_last_stride=True)
+    if out is None:
+        return
+    checks.tensor("out", out, shape=tuple(q.shape), dtypes=(q.dtype,), device=q.device, unit_last_stride=True)
+    if any(stride == 0 and size > 1 for stride, size in zip(out.stride(), out.shape, strict=True)):
+        raise ValueError(f"out must have a place for every element, got strides {out.stride()}; use torch.empty")
+    if out.requires_grad or (out.is_inference() and not torch.is_inference_mode_enabled()):
+        raise ValueError("out must be writable here, got one that requires gradients or was made in inference mode")
 
 
 def _check_backend(backend: str, q: torch.Tensor, others: Sequence[torch.Tensor | None]) -> None:
@@ -447,6 +467,11 @@ def _check_backend(backend: str, q: torch.Tensor, others: Sequence[torch.Tensor 
             "an input requires gradients, and Tilewise has no backward pass yet; call it under torch.no_grad(), or use "
             "torch.nn.functional.scaled_dot_product_attention for training"
         )
+
+
+def _full_precision() -> AbstractContextManager[Any]:
+    """Autocast switched off: it would turn our float32 products into bfloat16 ones."""
+    return torch.autocast("cpu", enabled=False) if torch.is_autocast_enabled("cpu") else nullcontext()
 
 
 def _place(out: torch.Tensor | None, *inputs: torch.Tensor) -> torch.Tensor | None:

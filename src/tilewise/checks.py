@@ -7,9 +7,12 @@ here changes anything, so a public call that checks first leaves the world as it
 from __future__ import annotations
 
 import math
+import numbers
+import operator
 from collections.abc import Collection, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
@@ -53,9 +56,12 @@ def tensor(
 
 def integer(name: str, x: Any, low: int | None = None, high: int | None = None) -> int:
     """`x` as an int in [low, high]."""
-    if isinstance(x, bool) or not hasattr(x, "__index__"):
+    try:
+        value = operator.index(x)
+    except (TypeError, RuntimeError):
+        value = None
+    if value is None or isinstance(x, (bool, np.bool_)) or (isinstance(x, torch.Tensor) and x.dtype == torch.bool):
         raise TypeError(f"{name} must be an int, got {type(x).__name__}")
-    value = int(x.__index__())
     if (low is not None and value < low) or (high is not None and value > high):
         bounds = [f"at least {low}"] * (low is not None) + [f"at most {high}"] * (high is not None)
         raise ValueError(f"{name} must be {' and '.join(bounds)}, got {value}")
@@ -64,9 +70,12 @@ def integer(name: str, x: Any, low: int | None = None, high: int | None = None) 
 
 def number(name: str, x: Any, low: float | None = None) -> float:
     """`x` as a finite float, at least `low`."""
-    if isinstance(x, bool) or not isinstance(x, (int, float)):
+    if isinstance(x, (bool, np.bool_)) or not isinstance(x, numbers.Real):
         raise TypeError(f"{name} must be a float, got {type(x).__name__}")
-    value = float(x)
+    try:
+        value = float(x)
+    except OverflowError:  # an int too long for a float
+        value = math.inf
     if not math.isfinite(value) or (low is not None and value < low):
         raise ValueError(f"{name} must be finite" + (f" and at least {low}" if low is not None else "") + f", got {x}")
     return value
@@ -81,6 +90,6 @@ def choice(name: str, x: Any, options: Collection[Any]) -> Any:
 
 def flag(name: str, x: Any) -> bool:
     """`x` as a bool; 0 and 1 are refused because they are usually a misplaced argument."""
-    if not isinstance(x, bool):
-        raise TypeError(f"{name} must be True or False, got {type(x).__name__}")
-    return x
+    if not isinstance(x, (bool, np.bool_)):
+        raise TypeError(f"{name} must be True or False, got {x!r} ({type(x).__name__})")
+    return bool(x)

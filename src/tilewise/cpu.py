@@ -84,6 +84,18 @@ class Places:
             seen &= offset <= band.high
         return seen
 
+    def cut(self, band: Band) -> Band | None:
+        """What of the band is left to mask here: OPEN if every pair is visible, None if none is."""
+        if band == OPEN:
+            return OPEN
+        least = int(self.keys.min() - self.rows.max())
+        most = int(self.keys.max() - self.rows.min())
+        if (band.low is not None and most < band.low) or (band.high is not None and least > band.high):
+            return None
+        low = None if band.low is None or least >= band.low else band.low
+        high = None if band.high is None or most <= band.high else band.high
+        return Band(low, high)
+
     def tile(self, n: int, rows: slice, keys: slice) -> Places:
         """The places of one tile of entry n of the batch."""
 
@@ -96,7 +108,7 @@ class Places:
 
 def counted(rows: int, keys: int, diagonal: int = 0, slopes: torch.Tensor | None = None) -> Places:
     """Places 0, 1, 2, … in both directions."""
-    return Places(torch.arange(rows)[None], torch.arange(keys)[None], diagonal, slopes)
+    return Places(torch.arange(rows, device="cpu")[None], torch.arange(keys, device="cpu")[None], diagonal, slopes)
 
 
 def run(plan: Plan, q: torch.Tensor, sources: Sequence[KV], scoring: Scoring, out: torch.Tensor | None = None) -> KV:
@@ -222,15 +234,10 @@ def _run_blocks(
     tiles, width = item.blocks.shape
     keys = width * item.block + item.tail
     at_once = max(1, min(tiles, GATHER_BYTES // max(1, keys * head_dim * k.element_size())))
-    work_k, work_v = (torch.empty(at_once, keys, head_dim, dtype=k.dtype) for _ in range(2))
+    work_k, work_v = (torch.empty(at_once, keys, head_dim, dtype=k.dtype, device="cpu") for _ in range(2))
     blocks, rows_at = torch.from_numpy(item.blocks).long(), torch.from_numpy(item.rows_at).long()
-    inside = torch.arange(item.block)
-    key_places = (blocks[:, :, None] * item.block + inside).flatten(1)
-    if item.tail:
-        tail_places = torch.arange(item.seqlen_k - item.tail, item.seqlen_k).expand(tiles, item.tail)
-        key_places = torch.cat((key_places, tail_places), dim=1)
-    row_places = rows_at[:, None] + torch.arange(item.rows)
     band = item.band if item.masked else OPEN
+    placed = item.masked or scoring.alibi is not None  # otherwise nobody asks where the keys stand
 
     kv_heads = range(heads_kv) if item.head is None else [item.head // group]
     for n in range(item.count):
@@ -253,10 +260,21 @@ def _run_blocks(
                 _gather(one_k[:, kv_head], blocks[chunk], item, into=tile_k)
                 _gather(one_v[:, kv_head], blocks[chunk], item, into=tile_v)
                 tile_q = _tiles(one_q[:, heads], item, chunk)
-                places = Places(row_places[chunk], key_places[chunk], diagonal, slopes)
+                places = _block_places(item, blocks[chunk], rows_at[chunk], diagonal, slopes) if placed else None
                 o, lse = tile_state(tile_q, tile_k[:, :, None], tile_v[:, :, None], scoring, band, places)
                 _put_tiles(states.o[row : row + seqlen_q, heads], o, item, chunk)
                 _put_tiles(states.lse[row : row + seqlen_q, heads], lse, item, chunk)
+
+
+def _block_places(
+    item: BlockTiles, blocks: torch.Tensor, rows_at: torch.Tensor, diagonal: int, slopes: torch.Tensor | None
+) -> Places:
+    """Where the rows and the gathered keys of some tiles stand in their sequence."""
+    keys = (blocks[:, :, None] * item.block + torch.arange(item.block, device="cpu")).flatten(1)
+    if item.tail:
+        tail = torch.arange(item.seqlen_k - item.tail, item.seqlen_k, device="cpu").expand(len(keys), item.tail)
+        keys = torch.cat((keys, tail), dim=1)
+    return Places(rows_at[:, None] + torch.arange(item.rows, device="cpu"), keys, diagonal, slopes)
 
 
 def _tiles(x: torch.Tensor, item: BlockTiles, chunk: slice) -> torch.Tensor:
@@ -302,7 +320,9 @@ def tile_state(
         return _matmul_state(q, k, v, scoring, band, places or counted(rows, keys))
     group = heads_q // heads_kv
     fold = group > 1 and rows <= FOLDED_ROWS
-    triangle = band == (None, 0) and places is None and not fold
+    # The kernel hides before it scales, so only a positive scale leaves its triangle hidden.
+    triangle = band == (None, 0) and places is None and scoring.scale > 0
+    fold = fold and not triangle  # a triangle lets no NaN of a hidden key through; a mask would
     if band != OPEN and not triangle:
         places = places or counted(rows, keys)
         at_once = max(1, SCORES_PER_TILE // (places.rows.shape[0] * keys * (group if fold else 1)))
@@ -325,7 +345,7 @@ def tile_state(
     if group == 1:
         o, lse = _flash(q.transpose(1, 2), k, v, scoring, triangle, seen)
         return o.transpose(1, 2), lse.transpose(1, 2)
-    o_all, lse_all = torch.empty(q.shape, dtype=q.dtype), torch.empty(q.shape[:3], dtype=torch.float32)
+    o_all, lse_all = torch.empty_like(q), torch.empty(q.shape[:3], dtype=torch.float32, device="cpu")
     for g in range(group):
         o, lse = _flash(q[:, :, g::group].transpose(1, 2), k, v, scoring, triangle, seen)
         o_all[:, :, g::group], lse_all[:, :, g::group] = o.transpose(1, 2), lse.transpose(1, 2)
@@ -338,13 +358,34 @@ def _flash(
     """torch's CPU flash kernel: q (n, heads, rows, D), k and v (n, keys, heads, D) -> o (n, heads, rows, D), lse."""
     mask = None
     if seen is not None:
-        mask = torch.zeros(seen.shape, dtype=torch.float32).masked_fill_(~seen, -math.inf)[:, None]
+        mask = torch.zeros_like(seen, dtype=torch.float32).masked_fill_(~seen, -math.inf)[:, None]
     o, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         q, k.transpose(1, 2), v.transpose(1, 2), 0.0, triangle, attn_mask=mask, scale=scoring.scale
     )
     if seen is not None:  # the kernel leaves 0 as the LSE of a row with no visible key
         lse = lse.masked_fill(~seen.any(-1)[:, None], -math.inf)
+    if (lse == 0).any():  # rare: the same where every score has overflowed to −inf
+        lse = _empty_rows(q, k, o, lse, scoring, triangle, seen)
     return o, lse
+
+
+def _empty_rows(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    o: torch.Tensor,
+    lse: torch.Tensor,
+    scoring: Scoring,
+    triangle: bool,
+    seen: torch.Tensor | None,
+) -> torch.Tensor:
+    """lse with −inf where a row's visible scores are all −inf, which the kernel reports as o = 0, LSE = 0."""
+    lse = lse.clone()
+    for n, head, row in ((lse == 0) & (o == 0).all(-1)).nonzero().tolist():
+        scores = k[n, :, head].float() @ q[n, head, row].float() * scoring.scale
+        visible = scores[: row + 1] if triangle else scores if seen is None else scores[seen[n % len(seen), row]]
+        if (visible == -math.inf).all():
+            lse[n, head, row] = -math.inf
+    return lse
 
 
 def _matmul_state(
@@ -355,8 +396,8 @@ def _matmul_state(
     keys, heads_kv = k.shape[1:3]
     tile_rows = min(rows, 128)
     tile_keys = max(1, min(keys, SCORES_PER_TILE // (heads_q * tile_rows)))
-    o = torch.empty(q.shape, dtype=torch.float32)
-    lse = torch.empty(q.shape[:3], dtype=torch.float32)
+    o = torch.empty_like(q, dtype=torch.float32)
+    lse = torch.empty(q.shape[:3], dtype=torch.float32, device="cpu")
     for b in range(n):
         for i in range(0, rows, tile_rows):
             these = slice(i, min(i + tile_rows, rows))
@@ -365,9 +406,13 @@ def _matmul_state(
             states = Accumulator((these.stop - i, heads_q, head_dim), torch.float32, exclusive=False)
             for j in range(0, keys, tile_keys):
                 those = slice(j, min(j + tile_keys, keys))
+                where = places.tile(b, these, those)
+                cut = where.cut(band)
+                if cut is None:  # the band hides all of it
+                    continue
                 k_j, v_j = (x[b, those].float().transpose(0, 1) for x in (k, v))
                 s = (q_i @ k_j.mT).mul_(scoring.scale).view(heads_q, these.stop - i, -1)
-                _bias_and_mask(s, scoring, band, places.tile(b, these, those))
+                _bias_and_mask(s, scoring, cut, where)
                 top = s.amax(-1, keepdim=True)
                 s.sub_(torch.where(top == -math.inf, 0.0, top)).exp_()
                 total = s.sum(-1, keepdim=True)

@@ -194,6 +194,11 @@ class Plan:
         for item in self.work:
             yield from item.rectangles(self.heads_q)
 
+    @property
+    def stored(self) -> int:
+        """Key rows that lie in memory, each counted once."""
+        return sum(self.keys)
+
     @cached_property
     def summary(self) -> PlanSummary:
         """Work items, rows, key rows, bytes and FLOPs, counted from the list itself."""
@@ -212,7 +217,7 @@ class Plan:
             rows=self.rows,
             heads_q=self.heads_q,
             heads_kv=self.heads_kv,
-            keys_stored=sum(self.keys),
+            keys_stored=self.stored,
             keys_read=keys_read // self.heads_kv,
             bytes=int(keys_read * self.kv_row_bytes) + q_and_o + partial,
             flops=4 * pairs * self.head_dim,
@@ -233,9 +238,9 @@ class Plan:
         """The time under which no kernel can be on `card`: the larger of bytes over bandwidth and FLOPs over rate."""
         return self.summary.floor_us(find_card(card))
 
-    def show(self, card: str | Card = "H200") -> str:
-        """The work list in a few lines, with the floor in microseconds for a named card. Returns the text."""
-        return self.summary.text(find_card(card))
+    def show(self, card: str | Card = "H200") -> None:
+        """Print the work list in a few lines, with the floor in microseconds for a named card."""
+        print(self.summary.text(find_card(card)))
 
     def draw(self, path: str) -> None:
         """Write a picture (PNG, SVG, PDF by the path's ending) of which rows meet which keys."""
@@ -244,13 +249,22 @@ class Plan:
 
 @dataclass(frozen=True)
 class DecodePlan(Plan):
-    """A plan over a cache's pages. Rows stand in tree order: row (n, t) is token t of sequence `order[n]` of `seqs`."""
+    """A plan over a cache's pages. Rows stand in tree order: row (n, t) is token t of sequence `order[n]` of `seqs`.
+
+    cache_serial: which cache it was made for. stored_tokens: tokens that lie in the pages, each counted once.
+    """
 
     seqs: tuple[int, ...] = ()
     lengths: tuple[int, ...] = ()
     order: Ints = field(default_factory=lambda: np.zeros(0, np.int32))
     tokens_per_seq: int = 1
     shared_nodes: int = 0
+    cache_serial: int = -1
+    stored_tokens: int = 0
+
+    @property
+    def stored(self) -> int:
+        return self.stored_tokens
 
 
 # Rows of a window's tile: as many as the window is wide wastes at most half of the scores, fewer than 64 starve the
@@ -331,16 +345,11 @@ def plan_dense(
     io_bytes: int = 2,
 ) -> Plan:
     """`batch` equal sequences: one sequence's tiles, repeated by formula."""
-    if schedule is None:
-        return _plan_regular(batch, seqlen_q, seqlen_k, heads_q, heads_kv, head_dim, causal, window, io_bytes)
-    band = band_of(seqlen_q, seqlen_k, causal, window)
-    work = _cut_schedule(schedule, band, 0, 0, batch, seqlen_q, seqlen_k)
-    sizes = (heads_q, heads_kv, head_dim, True, 2 * head_dim * io_bytes, io_bytes)
-    return Plan("sparse", tuple(work), batch * seqlen_q, (batch * seqlen_k,), *sizes)
+    return _plan_dense(batch, seqlen_q, seqlen_k, heads_q, heads_kv, head_dim, causal, window, schedule, io_bytes)
 
 
 @lru_cache(maxsize=256)  # every layer of a model asks for the same plan
-def _plan_regular(
+def _plan_dense(
     batch: int,
     seqlen_q: int,
     seqlen_k: int,
@@ -349,8 +358,14 @@ def _plan_regular(
     head_dim: int,
     causal: bool,
     window: Window | None,
+    schedule: BlockSchedule | None,
     io_bytes: int,
 ) -> Plan:
+    if schedule is not None:
+        band = band_of(seqlen_q, seqlen_k, causal, window)
+        blocks = _cut_schedule(schedule, band, 0, 0, batch, seqlen_q, seqlen_k)
+        sizes = (heads_q, heads_kv, head_dim, True, 2 * head_dim * io_bytes, io_bytes)
+        return Plan("sparse", tuple(blocks), batch * seqlen_q, (batch * seqlen_k,), *sizes)
     tiles = cut(seqlen_q, seqlen_k, band_of(seqlen_q, seqlen_k, causal, window))
     work = [same for t in tiles for same in repeat(t, batch, seqlen_q, seqlen_k)]
     sizes = (heads_q, heads_kv, head_dim, _exclusive(tiles), 2 * head_dim * io_bytes, io_bytes)

@@ -89,8 +89,8 @@ class Accumulator:
         self.exclusive = exclusive
         # A row's o counts only once its lse does, so with one state a row nothing needs clearing beforehand.
         fresh = torch.empty if exclusive else torch.zeros
-        self.o = fresh(shape, dtype=dtype) if o is None else o
-        self.lse = torch.full(shape[:2], -math.inf, dtype=torch.float32)
+        self.o = fresh(shape, dtype=dtype, device="cpu") if o is None else o
+        self.lse = torch.full(shape[:2], -math.inf, dtype=torch.float32, device="cpu")
 
     def finish(self) -> torch.Tensor:
         """o, with 0 in every row that no state with a visible key came to."""

@@ -70,6 +70,7 @@ def plan_tree(
     io_bytes: int,
     stream_row_bytes: float | None = None,
     shortest_run: int = 0,
+    cache_serial: int = -1,
     tokens_per_seq: int = 1,
     window: Window | None = None,
     share: bool | None = None,
@@ -111,23 +112,27 @@ def plan_tree(
 
     work: list[PagedTiles] = []  # shared nodes
     tails: list[PagedTiles] = []  # what is left of each sequence
-    order: list[int] = []
-    shared_nodes = tokens_read = 0
-    # A pre-order walk. An entry: the group, the pages it is known to have in common, the token ranges already shared.
-    stack: list[tuple[list[int], int, tuple[tuple[int, int], ...]]] = [(list(range(len(seqs))), 0, ())] if seqs else []
+    shared_nodes = tokens_read = stored = 0
+    # Sorted by pages, sequences that share a prefix stand together, and a node is a run of them.
+    order = sorted(range(len(seqs)), key=lambda m: page_lists[m].tobytes())
+    common = np.array([_common_pages(page_lists[a], page_lists[b]) for a, b in pairwise(order)], np.int64)
+    # A pre-order walk. An entry: the run [first, end) of `order`, the pages above it, the token ranges already shared.
+    stack: list[tuple[int, int, int, tuple[tuple[int, int], ...]]] = [(0, len(seqs), 0, ())] if seqs else []
     while stack:
-        group, depth, shared = stack.pop()
+        first, end, above, shared = stack.pop()
+        row, group = first * tokens_per_seq, order[first:end]
         if len(group) == 1:
             member = group[0]
+            stored += max(0, lengths[member] - above * page_size)
+            diagonal = lengths[member] - tokens_per_seq
+            band = Band(None if left is None else diagonal - left, diagonal)
             for start, stop in _left_over(lengths[member], tokens_per_seq, left, shared):
-                diagonal = lengths[member] - tokens_per_seq
-                band = Band(None if left is None else diagonal - left, diagonal)
-                row = len(order) * tokens_per_seq
                 tails += items(member, row, tokens_per_seq, start, stop, tokens_read, band)
                 tokens_read += stop - start
-            order.append(member)
             continue
-        depth += _common_pages([page_lists[m][depth:] for m in group])
+        depth = int(common[first : end - 1].min())
+        shortest = min(lengths[m] for m in group)
+        stored += max(0, min(depth * page_size, shortest) - above * page_size)
         start = max(shared[-1][1] if shared else 0, max(starts[m] for m in group))
         stop = min(depth * page_size, min(ends[m] for m in group))
         if (
@@ -135,22 +140,17 @@ def plan_tree(
             and share is not False
             and (share or cost.shares(len(group), stop - start, rows_each, head_dim, kv_bytes))
         ):
-            row, rows = len(order) * tokens_per_seq, len(group) * tokens_per_seq
-            work += items(group[0], row, rows, start, stop, tokens_read, OPEN)
+            work += items(group[0], row, len(group) * tokens_per_seq, start, stop, tokens_read, OPEN)
             tokens_read += stop - start
             shared_nodes += 1
             shared = (*shared, (start, stop))
-        children: dict[int, list[int]] = {}
-        for m in group:
-            pages = page_lists[m]
-            # A sequence that ends here is a child of its own, keyed apart from every page.
-            children.setdefault(int(pages[depth]) if len(pages) > depth else -1 - m, []).append(m)
-        stack.extend((child, depth, shared) for child in reversed(children.values()))
+        splits = first + 1 + np.flatnonzero(common[first : end - 1] == depth)
+        bounds = [first, *splits.tolist(), end]
+        stack += [(a, b, depth, shared) for a, b in reversed(list(pairwise(bounds)))]
 
-    batched = _batched(tails)
     return DecodePlan(
         kind="decode",
-        work=(*work, *batched),
+        work=(*work, *_batched(tails)),
         rows=len(seqs) * tokens_per_seq,
         keys=(tokens_read,),
         heads_q=heads_q,
@@ -164,6 +164,8 @@ def plan_tree(
         order=np.array(order, np.int32),
         tokens_per_seq=tokens_per_seq,
         shared_nodes=shared_nodes,
+        cache_serial=cache_serial,
+        stored_tokens=stored,
     )
 
 
@@ -195,16 +197,11 @@ def _breaks(pages: Ints, page_size: int, start: int, stop: int) -> list[int]:
     return [(first + n) * page_size for n in after]
 
 
-def _common_pages(lists: Sequence[Ints]) -> int:
-    """How many first pages all the lists have in common."""
-    first = lists[0]
-    common = len(first)
-    for other in lists[1:]:
-        common = min(common, len(other))
-        differs = first[:common] != other[:common]
-        if differs.any():
-            common = int(differs.argmax())
-    return common
+def _common_pages(a: Ints, b: Ints) -> int:
+    """How many first pages two lists have in common."""
+    shorter = min(len(a), len(b))
+    differs = a[:shorter] != b[:shorter]
+    return int(differs.argmax()) if differs.any() else shorter
 
 
 def _left_over(

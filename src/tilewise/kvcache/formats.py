@@ -218,8 +218,12 @@ def _round_to_bfloat16(x: torch.Tensor, *, up: bool) -> torch.Tensor:
 def _unpack_nibbles(packed: torch.Tensor, head_dim: int) -> torch.Tensor:
     """(..., ceil(head_dim / 2)) uint8 -> (..., head_dim) uint8 codes."""
     # One 16-bit word per byte: the low nibble into the first byte of the word, the high nibble into the second.
-    words = packed.to(torch.int16)
-    return ((words | (words << 4)) & 0x0F0F).view(torch.uint8)[..., :head_dim]
+    # In place, because the view as bytes needs a last stride of 1, which torch gives the result of an operation on an
+    # empty tensor only sometimes.
+    words = packed.to(torch.int16, memory_format=torch.contiguous_format)
+    words |= words << 4
+    words &= 0x0F0F
+    return words.view(torch.uint8)[..., :head_dim]
 
 
 def _fp8_times(codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:

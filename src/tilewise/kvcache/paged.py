@@ -7,6 +7,7 @@ each layer was given and refuses to read others.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,6 +22,8 @@ from tilewise.kvcache.pool import GrowingArray, PagePool, Pages, page_step
 from tilewise.kvcache.rotary import Rotary
 
 Ints = npt.NDArray[np.int64]
+
+_serials = itertools.count()
 
 
 class OutOfPages(RuntimeError):
@@ -114,7 +117,11 @@ class PagedKVCache:
 
     kv_format: "fp32", "fp16", "bf16", "fp8", "int8" or "int4" (see tilewise.kvcache.formats); group_size: 32, 64 or 128
     channels that share an int4 scale. head_dim: 1 to 512.
+
+    `serial` is a number that no other cache of this process has or had, so that a plan can tell which it was made for.
     """
+
+    serial: int
 
     def __init__(
         self,
@@ -146,11 +153,17 @@ class PagedKVCache:
         self._start_empty()
 
     def _start_empty(self) -> None:
+        self.serial = next(_serials)
         self._sequences: dict[int, _Sequence] = {}
+        self._managed: set[int] = set()  # those that a PrefixCache made: it alone may grow, fork and end them
         self._next_seq = 0
         self.pool = PagePool(self.num_pages)
-        # (slots, layers): what each layer was given. Means something only for tokens that a sequence has.
+        # Which tokens of the pages each layer was given. Means something only for tokens that a sequence has.
         self._written = np.zeros((self.num_layers, self.num_pages, self.page_size), np.bool_)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.serial = next(_serials)  # a copy goes its own way
 
     @classmethod
     def from_pages(
@@ -159,7 +172,8 @@ class PagedKVCache:
         """A one-layer cache over somebody else's pages, without a copy: sequences 0 to n - 1 as the table says.
 
         k_pages, v_pages: (num_pages, page_size, kv heads, D), float32, float16 or bfloat16. page_table: (n, max_pages)
-        int32 or int64; lengths: (n,) in tokens. Table entries beyond a length are ignored, whatever they hold.
+        int32 or int64; lengths: (n,) in tokens. Table entries beyond a length are ignored, whatever they hold. Pages
+        made under torch.inference_mode() are taken, and can be written, only under it.
         """
         shape = ("num_pages", "page_size", "kv_heads", "head_dim")
         checks.tensor("k_pages", k_pages, shape=shape, dtypes=checks.FLOATS, unit_last_stride=True)
@@ -173,6 +187,7 @@ class PagedKVCache:
             unit_last_stride=True,
         )
         for name, pages in (("k_pages", k_pages), ("v_pages", v_pages)):
+            _check_writable(name, pages)
             try:
                 pages.view(-1, *pages.shape[2:])
             except RuntimeError:
@@ -229,6 +244,7 @@ class PagedKVCache:
         written are shared too: write them before either grows.
         """
         source = self._sequence(seq)
+        self._check_unmanaged(seq, "fork")
         pages = source.pages.view()
         self.pool.retain(pages)
         return self.adopt(pages, source.length)
@@ -238,8 +254,9 @@ class PagedKVCache:
 
         Slots that hold tokens of it cannot be written any more: free between the steps, not within one.
         """
-        self.pool.release(self._sequence(seq).pages.view())
-        del self._sequences[int(seq)]
+        self._sequence(seq)
+        self._check_unmanaged(seq, "release")
+        self.drop(int(seq))
 
     @property
     def lengths(self) -> dict[int, int]:
@@ -256,7 +273,7 @@ class PagedKVCache:
 
     def page_table(self, seqs: Sequence[int]) -> torch.Tensor:
         """(len(seqs), most pages of any of them) int32, filled up with -1."""
-        lists = [self._sequence(seq).pages.view() for seq in _check_seqs(seqs)]
+        lists = [self._sequence(seq, "seqs").pages.view() for seq in check_seqs(seqs)]
         table = np.full((len(lists), max(map(len, lists), default=0)), -1, np.int32)
         for row, pages in zip(table, lists, strict=True):
             row[: len(pages)] = pages
@@ -270,6 +287,8 @@ class PagedKVCache:
         All sequences or none: raises OutOfPages with nothing changed if the free pages do not suffice.
         """
         plan = self.plan_extend(seqs, counts)
+        for seq in plan.seqs:
+            self._check_unmanaged(seq, "extend")
         if plan.pages > self.pool.free_pages:
             raise OutOfPages(
                 f"extending {len(plan.seqs)} sequences by {sum(plan.counts)} tokens takes {plan.pages} pages, "
@@ -279,11 +298,12 @@ class PagedKVCache:
 
     def plan_extend(self, seqs: Sequence[int], counts: int | Sequence[int]) -> ExtendPlan:
         """Check an extend() and count its pages without changing anything; holds until the cache changes."""
-        seqs = _check_seqs(seqs)
+        seqs = check_seqs(seqs)
         counts = _check_counts(counts, len(seqs))
-        sequences = [self._sequence(seq) for seq in seqs]
+        sequences = [self._sequence(seq, "seqs") for seq in seqs]
         if len(set(seqs)) != len(seqs):
             raise ValueError("seqs must name each sequence once, got one twice; add up its counts")
+        self.check_writable()
         size = self.page_size
         growth: list[int] = []
         copies: list[bool] = []
@@ -363,10 +383,11 @@ class PagedKVCache:
         rotary: turn k by its tokens' positions first; a plain (cos, sin) is taken as half-split. Writing the same slots
         again overwrites, also for the sequences that share them.
         """
-        self._check_layer(layer)
+        layer = self._check_layer(layer)
         if not isinstance(slots, Slots):
             raise TypeError(f"slots must be a Slots from extend(), got {type(slots).__name__}")
         self._check_not_stale(slots, layer)
+        self.check_writable()
         shape = (len(slots), self.num_kv_heads, self.head_dim)
         for name, x in (("k", k), ("v", v)):
             if isinstance(x, torch.Tensor) and x.is_cuda:
@@ -409,7 +430,7 @@ class PagedKVCache:
         where the pages touched are consecutive, the lists regularly spaced and the storage of just this dtype;
         otherwise a copy of the pages touched.
         """
-        self._check_layer(layer)
+        layer = self._check_layer(layer)
         size = self.page_size
         room = pages.shape[-1] * size
         if not 0 <= start <= stop <= room:
@@ -475,23 +496,42 @@ class PagedKVCache:
 
     # For whoever holds pages beside the sequences, as the prefix tree does; also plan_extend, commit_extend and `pool`.
 
-    def adopt(self, pages: Pages, length: int) -> int:
-        """A new sequence of `length` tokens in these pages, which takes over a hold on them that the caller has."""
+    def adopt(self, pages: Pages, length: int, *, managed: bool = False) -> int:
+        """A new sequence of `length` tokens in these pages, which takes over a hold on them that the caller has.
+
+        The cache's own extend(), fork() and free() refuse a `managed` one: nobody works behind its owner's back.
+        """
         seq = self._next_seq
         self._next_seq += 1
         self._sequences[seq] = _Sequence(pages, length)
+        if managed:
+            self._managed.add(seq)
         return seq
+
+    def drop(self, seq: int) -> None:
+        """free(), also for a managed sequence."""
+        self.pool.release(self._sequences.pop(seq).pages.view())
+        self._managed.discard(seq)
+
+    def check_writable(self) -> None:
+        """Raise ValueError where torch would not let pages be written, see from_pages()."""
+        for stored in (*self._k, *self._v):
+            _check_writable("the pages", stored)
 
     # Inside.
 
-    def _sequence(self, seq: int) -> _Sequence:
-        sequence = self._sequences.get(seq if type(seq) is int else checks.integer("seq", seq))
+    def _sequence(self, seq: int, name: str = "seq") -> _Sequence:
+        sequence = self._sequences.get(seq if type(seq) is int else checks.integer(name, seq))
         if sequence is None:
-            raise ValueError(f"sequence {seq} was freed or never allocated")
+            raise ValueError(f"{name} must be alive, but sequence {seq} was freed or never allocated")
         return sequence
 
-    def _check_layer(self, layer: int) -> None:
-        checks.integer("layer", layer, 0, self.num_layers - 1)
+    def _check_unmanaged(self, seq: int, use: str) -> None:
+        if int(seq) in self._managed:
+            raise ValueError(f"sequence {seq} belongs to a PrefixCache: use its {use}()")
+
+    def _check_layer(self, layer: int) -> int:
+        return checks.integer("layer", layer, 0, self.num_layers - 1)
 
     def _check_not_stale(self, slots: Slots, layer: int) -> None:
         if slots._cache is not self:
@@ -556,7 +596,16 @@ def _check_device(device: Any) -> torch.device:
     return found
 
 
-def _check_seqs(seqs: Any) -> list[int]:
+def _check_writable(name: str, pages: torch.Tensor) -> None:
+    if pages.is_inference() and not torch.is_inference_mode_enabled():
+        raise ValueError(
+            f"{name} must be tensors that can be written here, got some made under torch.inference_mode(), which can "
+            "be written only under it; make them outside of it, or clone() them here"
+        )
+
+
+def check_seqs(seqs: Any) -> list[int]:
+    """`seqs`, a list, tensor or array of sequence numbers, as a list of ints."""
     if isinstance(seqs, (torch.Tensor, np.ndarray)):
         seqs = seqs.tolist()
     if isinstance(seqs, str) or not isinstance(seqs, Sequence):

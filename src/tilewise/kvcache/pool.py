@@ -39,6 +39,7 @@ class PagePool:
         Consecutive pages are read without a copy. So a sequence gets the pages right after its last one if they are
         free, else the first free run that is long enough, else the longest runs, so that the pieces are few.
         """
+        assert sum(wanted) <= self.free_pages
         taken: list[list[tuple[int, int]]] = [[] for _ in wanted]  # runs [start, stop)
         missing = [0] * len(wanted)
         for i, (last, count) in enumerate(zip(last_pages, wanted, strict=True)):

@@ -23,7 +23,7 @@ import numpy.typing as npt
 import torch
 
 from tilewise import checks
-from tilewise.kvcache.paged import OutOfPages, PagedKVCache, Slots
+from tilewise.kvcache.paged import OutOfPages, PagedKVCache, Slots, check_seqs
 from tilewise.kvcache.pool import GrowingArray, Pages
 
 Tokens = npt.NDArray[np.int64]
@@ -103,7 +103,7 @@ class _Match:
 
 
 class PrefixCache:
-    """Prefix sharing over `cache`, whose sequences are then made, grown and ended here.
+    """Prefix sharing over `cache`: the sequences made here are also grown, forked and ended here, not by `cache`.
 
     A step: `insert` each new prompt and `extend` each running sequence, write the slots for every layer through
     `.cache.write`, run attention over `.cache`.
@@ -128,6 +128,7 @@ class PrefixCache:
         prompt = _token_array("tokens", tokens)
         if not len(prompt):
             raise ValueError("tokens must hold at least one token, got none")
+        self.cache.check_writable()
         match = self._match(prompt[:-1])
         size, pool = self.cache.page_size, self.cache.pool
         needed = -(-len(prompt) // size) - len(match.pages)
@@ -151,7 +152,7 @@ class PrefixCache:
         if extra and match.extra_node:
             match.extra_node.last_used = self._clock
         self._touch(anchor)
-        seq = self.cache.adopt(pages, reused)
+        seq = self.cache.adopt(pages, reused, managed=True)
         # Copies the extra page, because others hold it too.
         slots = self.cache.commit_extend(self.cache.plan_extend([seq], [len(prompt) - reused]))
         live = self._live[seq] = _Live(seq, prompt, reused, anchor)
@@ -171,12 +172,12 @@ class PrefixCache:
             tokens = tokens.tolist()
         if isinstance(tokens, str) or not isinstance(tokens, Sequence):
             raise TypeError(f"tokens must be a list of ints or of lists of ints, got {type(tokens).__name__}")
-        lists = [t if isinstance(t, (Sequence, np.ndarray, torch.Tensor)) else [t] for t in tokens]
-        new = [_token_array("tokens", t) for t in lists]
-        if isinstance(seqs, Sequence) and len(seqs) != len(new):
+        new = [_token_array("tokens", [t] if _is_single(t) else t) for t in tokens]
+        seqs = check_seqs(seqs)
+        if len(seqs) != len(new):
             raise ValueError(f"tokens must hold one entry for each of the {len(seqs)} seqs, got {len(new)}")
         plan = self.cache.plan_extend(seqs, [len(t) for t in new])
-        living = [self._living(seq) for seq in plan.seqs]
+        living = [self._living(seq, "seqs") for seq in plan.seqs]
         evictions = self._find_room(plan.pages)
         if evictions is None:
             what = f"extending {len(plan.seqs)} sequences by {sum(plan.counts)} tokens"
@@ -193,8 +194,11 @@ class PrefixCache:
         """`n` new sequences with the tokens of `seq`, sharing all its pages, as PagedKVCache.fork does."""
         live = self._living(seq)
         children = []
+        pages = self.cache.page_list(live.seq)
         for _ in range(checks.integer("n", n, 1)):
-            child = _Live(self.cache.fork(live.seq), live.tokens.view(), live.complete, live.anchor)
+            self.cache.pool.retain(pages)
+            child_seq = self.cache.adopt(pages, live.tokens.size, managed=True)
+            child = _Live(child_seq, live.tokens.view(), live.complete, live.anchor)
             for slots, end in live.waiting:
                 self._wait(child, slots, end)
             self._live[child.seq] = child
@@ -221,7 +225,7 @@ class PrefixCache:
         anchor.live.remove(live)
         live.released = True
         del self._live[live.seq]
-        self.cache.free(live.seq)
+        self.cache.drop(live.seq)
 
     def clear(self) -> None:
         """Forget all cached tokens that no living sequence stands on. Living sequences stay as they are."""
@@ -303,10 +307,10 @@ class PrefixCache:
 
     # Finding.
 
-    def _living(self, seq: int) -> _Live:
-        live = self._live.get(checks.integer("seq", seq))
+    def _living(self, seq: int, name: str = "seq") -> _Live:
+        live = self._live.get(checks.integer(name, seq))
         if live is None:
-            raise ValueError(f"sequence {seq} was released or never inserted")
+            raise ValueError(f"{name} must be alive, but sequence {seq} was released or never inserted")
         return live
 
     def _nodes(self) -> Iterator[_Node]:
@@ -495,20 +499,32 @@ def _count(n: int, thing: str) -> str:
     return f"{n} {thing}" + ("" if n == 1 else "s")
 
 
+def _is_single(token: Any) -> bool:
+    """Whether it is one token, as an int or a 0-d tensor or array (what sampling gives), not a list of them."""
+    if isinstance(token, (np.ndarray, torch.Tensor)):
+        return token.ndim == 0
+    return not isinstance(token, Sequence)
+
+
 def _token_array(name: str, tokens: Any) -> Tokens:
-    """A one-dimensional sequence of integers as int64, a copy."""
+    """A one-dimensional sequence of integers as int64, not always a copy."""
     if isinstance(tokens, torch.Tensor):
-        tokens = tokens.detach().cpu().numpy()
+        # Torch makes an empty tensor float32 unless told, so no tokens are of any dtype.
+        if tokens.numel() and (tokens.is_floating_point() or tokens.is_complex()):
+            raise TypeError(f"{name} must be integers of at most 64 bits, got {tokens.dtype}")
+        tokens = tokens.detach().cpu().numpy() if tokens.numel() else np.empty(tokens.shape)
     if isinstance(tokens, (str, bytes)) or not isinstance(tokens, (Sequence, np.ndarray)):
         raise TypeError(f"{name} must be ints, a 1-D int tensor or array, got {type(tokens).__name__}")
     try:
         ids = np.asarray(tokens)
     except (ValueError, OverflowError):
         raise ValueError(f"{name} must be one-dimensional, got lists of different lengths") from None
+    except TypeError:  # dtypes of torch that numpy does not have
+        raise TypeError(f"{name} must be integers of at most 64 bits, got tensors of another dtype") from None
     if ids.ndim != 1:
         raise ValueError(f"{name} must be one-dimensional, got shape {ids.shape}")
     if not len(ids):
         return np.empty(0, np.int64)
     if ids.dtype.kind not in "iu" or (ids.dtype == np.uint64 and ids.max() >= 2**63):
         raise TypeError(f"{name} must be integers of at most 64 bits, got {ids.dtype}")
-    return ids.astype(np.int64)
+    return ids.astype(np.int64, copy=False)

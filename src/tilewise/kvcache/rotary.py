@@ -11,7 +11,7 @@ from tilewise import checks
 
 @dataclass(frozen=True, eq=False)
 class Rotary:
-    """Tables of cosines and sines, each (max_positions, rot_dim / 2), any float dtype.
+    """Tables of cosines and sines, each (max_positions, rot_dim / 2), float32, float16 or bfloat16.
 
     Channel pairs turn by the angle of the token's position. Half-split (Llama, NeoX) pairs channel i with
     i + rot_dim / 2; `interleaved` (GPT-J) pairs 2i with 2i + 1. Channels from rot_dim on are left as they are.
