@@ -10,10 +10,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tilewise import api
+from tilewise import BlockSchedule, api
 from tilewise.bench import bars, ceilings, measure, peers, plots, sweep, workloads
 from tilewise.bench.measure import FAILED, OK, WRONG, Ceiling, Check, Kernel, Problem, time_calls
-from tilewise.bench.records import COLUMNS, DIMENSIONS, records
+from tilewise.bench.records import COLUMNS, DIMENSIONS, machine, records
 from tilewise.bench.workloads import Point, build, complete, infer
 
 CPU = torch.device("cpu")
@@ -240,6 +240,15 @@ def test_large_problem_is_checked_in_an_even_spread_of_rows(monkeypatch):
     assert blocks[-1] == (1, 96, 100)
     monkeypatch.setattr(workloads, "ORACLE_PAIRS", 1 << 40)
     assert len(list(workloads._row_blocks(2, 100, 100, 2))) == 50
+
+
+def test_npy_schedule_is_read_at_the_points_block_size(tmp_path):
+    path = tmp_path / "c.npy"
+    expected = BlockSchedule.causal(128, 128, block_q=32, block_k=32)
+    expected.save(path)
+    point = complete(Point("sparse", seq=128, heads=2, kv_heads=2, hdim=16, sched=str(path), block=32))
+    assert workloads._schedule(point) == expected
+    assert all(r.status == OK for r in measure.measure(build(point), loops=1))
 
 
 def test_options_say_which_workload():
@@ -477,9 +486,27 @@ def test_resume_on_an_empty_file_starts_over(tmp_path):
 def test_point_of_another_machine_is_not_this_ones(tmp_path, monkeypatch):
     path = tmp_path / "a.csv"
     run_sweep(path, points_of(seq=[32]))
-    path.write_text(path.read_text().replace(sweep.machine("cpu"), "another machine"))
+    path.write_text(path.read_text().replace(machine("cpu"), "another machine"))
     with sweep.Sheet(path, resume=True) as sheet:
         assert not sheet.has(points_of(seq=[32])[0])
+
+
+@pytest.mark.parametrize("column", ["tilewise", "torch", "threads"])
+def test_point_of_another_version_is_measured_again_and_both_are_kept(tmp_path, column):
+    path = tmp_path / "a.csv"
+    (point,) = points_of(seq=[32])
+    run_sweep(path, [point])
+    rows = [{**row, column: "77"} for row in rows_of(path)]
+    sweep._write_whole(path, rows)
+    with sweep.Sheet(path, resume=True) as sheet:
+        assert not sheet.has(point)
+        assert sheet.foreign_rows == 2
+    run_sweep(path, [point], resume=True)
+    with sweep.Sheet(path, resume=True) as sheet:
+        assert sheet.has(point)
+        assert sheet.foreign_rows == 2
+    assert rows_of(path)[:2] == rows
+    assert len(rows_of(path)) == 4
 
 
 def test_existing_csv_is_never_overwritten_unasked(tmp_path):
@@ -542,6 +569,25 @@ def test_a_panel_has_one_line_per_kernel_with_units(tmp_path):
         assert axes.get_ylabel() == "median time (ms)"
         assert "sparsity" in axes.get_xlabel()
         assert axes.get_legend() is not None
+
+
+def test_axis_that_no_panel_has_two_values_of_is_skipped_and_told(tmp_path):
+    path = tmp_path / "s.csv"
+    run_sweep(path, [*points_of(seq=[32], heads=[1]), *points_of(seq=[48], heads=[2], sparsity=[0, 0.5], block=[16])])
+    skipped = []
+    drawn = plots.draw(path, skipped.append)
+    assert [p.name for p in drawn] == [f"s_{m}_over_sparsity.png" for m in ("latency", "throughput", "speedup")]
+    assert len(skipped) == 1
+    assert "seq" in skipped[0]
+
+
+def test_versions_and_machines_have_panels_of_their_own(tmp_path):
+    path = tmp_path / "s.csv"
+    run_sweep(path, points_of(seq=[32, 64]))
+    rows = rows_of(path)
+    figure = plots._figure([*rows, *({**row, "torch": "2.0.0"} for row in rows)], "seq", "latency")
+    assert [axes.get_title() for axes in figure.axes] == [f"torch {torch.__version__}", "torch 2.0.0"]
+    assert all(len(line.get_xdata()) == 2 for axes in figure.axes for line in axes.lines)
 
 
 def test_wrong_kernels_are_not_drawn(tmp_path):

@@ -259,6 +259,16 @@ def test_bench_with_a_schedule_file(run, name):
     assert_one_line_and_hint(err)
 
 
+@pytest.mark.parametrize("words", [[], ["--seq", "512"], ["--seq", "500"]])
+def test_bench_with_a_npy_of_other_blocks(run, words):
+    BlockSchedule.causal(512, 512, block_q=64, block_k=64).save("c.npy")
+    code, out, err = run("bench", "--sched", "c.npy", "--block", "64", *words, *POINT, "--json")
+    assert code == 0, err
+    row = json.loads(out)[0]
+    assert (row["seq"], row["block"], row["status"]) == (int(words[1]) if words else 512, 64, "ok")
+    assert row["us_per_token_head"] > 0
+
+
 def test_wrong_kernel_is_shown_wrong_and_fails(run, monkeypatch):
     real = api.attention
 
@@ -364,6 +374,7 @@ def rows_of(path):
         ["--seq", "32,48", "--sparsity=0,0.5"],
         ["--seq", "32", "--seq", "48", "--sparsity", "0", "--sparsity", "0.5"],
         ["--sparsity", "0", "0.5", "--seq", "32,48"],
+        ["--seq=32", "48", "--sparsity=0", "0.5"],
     ],
 )
 def test_sweep_takes_lists_in_every_form(run, words):
@@ -391,6 +402,28 @@ def test_sweep_draws_plots_beside_the_csv(run, tmp_path):
     names = sorted(path.name for path in (tmp_path / "new").iterdir())
     assert names == ["s.csv", *(f"s_{m}_over_seq.png" for m in ("latency", "speedup", "throughput"))]
     assert "nothing to draw" in run(*SWEEP, "--seq", "32", "--csv", "one.csv", "--plot")[1]
+
+
+def test_sweep_says_when_no_two_points_can_be_joined(run, tmp_path):
+    """The lengths differ, but with the heads: no line would have two points."""
+    one = ["sweep", "--hdim", "16", "--loops", "1", "--csv", "p.csv"]
+    assert run(*one, "--seq", "64", "--heads", "1")[0] == 0
+    code, out, err = run(*one, "--seq", "128", "--heads", "2", "--resume", "--plot")
+    assert code == 0, err
+    assert "nothing to draw over seq" in out
+    assert [path.name for path in tmp_path.iterdir()] == ["p.csv"]
+
+
+def test_sweep_measures_anew_what_another_version_measured(run):
+    assert run(*SWEEP, "--seq", "32", "--csv", "s.csv")[0] == 0
+    assert "of another" not in "".join(run(*SWEEP, "--seq", "32", "--csv", "s.csv", "--resume")[1:])
+    Path("s.csv").write_text(Path("s.csv").read_text().replace(f",{torch.__version__},", ",2.0.0,"))
+    code, out, err = run(*SWEEP, "--seq", "32", "--csv", "s.csv", "--resume")
+    assert code == 0
+    assert "1 points measured, 0 were there already" in out
+    assert "2 rows in s.csv are of another version of tilewise or torch or another number of threads" in err
+    assert [row["torch"] for row in rows_of("s.csv")] == ["2.0.0"] * 2 + [torch.__version__] * 2
+    assert "0 points measured, 1 were there already" in run(*SWEEP, "--seq", "32", "--csv", "s.csv", "--resume")[1]
 
 
 def test_sweep_never_overwrites_unasked(run):
@@ -530,6 +563,17 @@ def test_testdata_make_and_check(run, words, name):
     assert all(line.startswith("ok ") for line in out.splitlines())
     assert re.search(r"max error \S+, relative \S+, allowed \S+ in \w+", out)
     assert len(out.splitlines()) == (5 if "chunks" in words else 1)  # the whole, and each of the four chunks
+
+
+def test_testdata_make_takes_only_a_flat_name_that_is_true(run, tmp_path):
+    words = ["testdata", "make", "randn", "--form", "flat", "--seq", "16", "--hdim", "4"]
+    code, _, err = run(*words, "-o", "randn_16_4_causal_True.txt")
+    assert code == 2
+    assert_one_line_and_hint(err)
+    assert "randn_16_4_causal_False.txt" in err
+    assert list(tmp_path.iterdir()) == []
+    assert run(*words, "--causal", "-o", "randn_16_4_causal_True.txt")[0] == 0
+    assert run("testdata", "check", "randn_16_4_causal_True.txt")[0] == 0
 
 
 def test_testdata_check_fails_on_one_wrong_number(run):

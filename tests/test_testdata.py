@@ -196,6 +196,32 @@ def test_form_that_cannot_hold_the_case_says_so(tmp_path, form, options, match):
     assert not path.exists()
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        "randn_16_4_causal_True.txt",
+        "randn_8_4_causal_False.txt",
+        "randn_16_8_causal_False.txt",
+        "ones_16_4_causal_False.txt",
+    ],
+)
+def test_flat_file_must_have_the_name_of_its_case(tmp_path, name):
+    with pytest.raises(ValueError, match=r"use randn_16_4_causal_False\.txt, got"):
+        save(make("randn", seq=16, hdim=4), tmp_path / name, "flat")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_flat_name_of_other_generators_is_taken(tmp_path):
+    path = tmp_path / "randn_16_4_causal_False_partial_False.txt"
+    save(make("randn", seq=16, hdim=4), path, "flat")
+    assert check(load(path)[0]).ok
+
+
+def test_chunks_file_must_not_have_a_flat_name(tmp_path):
+    with pytest.raises(ValueError, match=r"use randn_s1_h1_c1\.txt, got"):
+        save(make("randn", seq=64, hdim=4, queries=1), tmp_path / "randn_16_4_causal_True.txt", "chunks")
+
+
 def test_flat_file_needs_the_name_that_carries_its_sizes(tmp_path):
     with pytest.raises(ValueError, match="randn_256_64_causal_False"):
         save(make("randn"), tmp_path / "my.txt", "flat")

@@ -14,7 +14,7 @@ from typing import Annotated, Any
 
 import typer
 
-from .bench import commands
+from .bench import commands, ladder_commands
 
 OVERVIEW = """\
 Tilewise: attention kernels for LLM inference, planned once as a list of tiles.
@@ -29,6 +29,9 @@ Tilewise: attention kernels for LLM inference, planned once as a list of tiles.
                       block-sparse patterns as files
   tilewise testdata make | check
                       cases with the float64 oracle's output as files, for kernels written anywhere
+  tilewise ladder     the teaching ladder: kernels one idea apart, timed on a GPU; --emulate counts
+                      what they cost on any machine; --rung NAME --plot PATH --profile --json
+  tilewise kernels    registers, spills, shared memory and occupancy of every kernel; needs no GPU
   tilewise doctor     what is installed, what will run, what is missing and how to get it
 
 Try:
@@ -50,6 +53,8 @@ schedule_app = typer.Typer(help="Block-sparse patterns as files.", no_args_is_he
 testdata_app = typer.Typer(help="Cases with the oracle's output as files.", no_args_is_help=False)
 app.add_typer(commands.bench, name="bench")
 app.command("sweep")(commands.sweep)
+app.command("ladder")(ladder_commands.ladder)
+app.command("kernels")(ladder_commands.kernels)
 app.add_typer(schedule_app, name="schedule")
 app.add_typer(testdata_app, name="testdata")
 
@@ -271,7 +276,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _explain(error, words)
 
 
-COMMANDS = ("bench", "sweep", "schedule", "testdata", "doctor", "prefix", "decode", "sparse", "make", "show", "check")
+COMMANDS = (
+    *("bench", "sweep", "ladder", "kernels", "schedule", "testdata", "doctor"),
+    *("prefix", "decode", "sparse", "make", "show", "check"),
+)
 
 
 def _explain(error: Exception, words: list[str]) -> int:

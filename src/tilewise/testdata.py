@@ -218,7 +218,10 @@ def save(case: Case, path: Path, form: str, *, chunk: int = 64) -> None:
     if form == "flat":
         path.write_text(_flat_text(case, path), encoding="ascii")
     elif form == "chunks":
-        path.write_text(_chunks_text(case, chunk), encoding="ascii")
+        text = _chunks_text(case, chunk)
+        if _FLAT_NAME.fullmatch(path.name):
+            raise ValueError(f"that is a flat file's name: use {file_name(case, 'chunks', chunk)}, got {path.name}")
+        path.write_text(text, encoding="ascii")
     else:
         _save_npz(case, path)
 
@@ -264,8 +267,9 @@ def _numbers(path: Path, text: str, count: int, what: str) -> torch.Tensor:
 def _flat_text(case: Case, path: Path) -> str:
     if case.q.shape != case.k.shape or case.q.shape[0] != 1 or case.q.shape[2] != 1 or case.prefix:
         raise ValueError("the flat form holds one sequence and one head without a prefix: use batch 1 and heads 1")
-    if not _FLAT_NAME.fullmatch(path.name):
-        raise ValueError(f"a flat file's name carries its sizes: use {file_name(case, 'flat')}, got {path.name}")
+    name = file_name(case, "flat")
+    if path.name not in (name, name.replace(".txt", "_partial_False.txt")):
+        raise ValueError(f"a flat file's name tells what it holds: use {name}, got {path.name}")
     return " ".join(_text(x) for x in (case.q, case.k, case.v, case.o)) + "\n"
 
 

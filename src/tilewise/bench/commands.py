@@ -176,16 +176,16 @@ def usage() -> Iterator[None]:
 
 def _point(given: dict[str, Any], workload: str | None = None) -> Point:
     """The point asked for; `workload` None says that the options tell which one it is."""
-    from ..sparse import BlockSchedule
-    from .workloads import Point, complete, infer
+    from .workloads import Point, complete, infer, load_schedule
 
     sched = given.get("sched")
     with usage():
         if sched:
             if "sparsity" in given:
                 raise ValueError("--sparsity and --sched both say which blocks are left out: give one of them")
-            blocks = {"block_q": given["block"], "block_k": given["block"]} if "block" in given else {}
-            schedule = BlockSchedule.load(sched, **blocks)
+            schedule = load_schedule(sched, given.get("seq"), given.get("block"))
+            if given.get("block", schedule.block_q) != schedule.block_q:
+                raise ValueError(f"{sched} has blocks of {schedule.block_q}: leave out --block {given['block']}")
             given = {"seq": schedule.seqlen_q, **given, "block": schedule.block_q}
             schedule.check(given["seq"], given["seq"], given.get("heads", Point.heads))
         if "heads" in given or "kv_heads" not in given:
@@ -266,7 +266,7 @@ def _fail_if_wrong(results: Sequence[Result]) -> None:
 
 # ---- sweep ----------------------------------------------------------------------------------------------------
 
-# Options that take a list: `--seq 1024 2048`, `--seq 1024,2048` or `--seq 1024 --seq 2048`.
+# Options that take a list: `--seq 1024 2048`, `--seq=1024 2048`, `--seq 1024,2048` or `--seq 1024 --seq 2048`.
 LISTS: dict[str, tuple[str, Any]] = {
     "--seq": ("seq", int),
     "--heads": ("heads", int),
@@ -296,8 +296,10 @@ def spread_lists(argv: Sequence[str]) -> list[str]:
                 spread += [option, "yes"]
             elif waiting:
                 spread.append(option)  # the parser says that it needs a value
-            option, waiting = (word, True) if word in LISTS else ("", False)
-            if not option:
+            name, equals, _ = word.partition("=")
+            option = name if name in LISTS else ""
+            waiting = bool(option) and not equals
+            if not waiting:
                 spread.append(word)
         elif option:
             spread += [option, word]
@@ -378,6 +380,14 @@ def sweep(
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Sheet(csv, resume=resume, force=force) as sheet, Progress(*columns, console=errors) as progress:
         todo = [point for point in points if not sheet.has(point)]
+        if sheet.foreign_rows:
+            errors.print(
+                f"{sheet.foreign_rows} rows in {csv} are of another version of tilewise or torch or another number of "
+                "threads: they stay, and their points are measured again",
+                style="dim",
+                soft_wrap=True,
+                markup=False,
+            )
         task = progress.add_task("starting", total=len(points), completed=len(points) - len(todo))
         try:
             results = run(
@@ -397,10 +407,13 @@ def sweep(
     bad = [result for result in results if result.ours and result.status != OK]
     typer.echo(f"{len(todo)} points measured, {len(points) - len(todo)} were there already: {csv}")
     if plot:
-        drawn = plots.draw(csv)
+        skipped: list[str] = []
+        drawn = plots.draw(csv, skipped.append)
         for path in drawn:
             typer.echo(f"drew {path}")
-        if not drawn:
+        for line in skipped:
+            typer.echo(line)
+        if not drawn and not skipped:
             typer.echo("nothing to draw: a plot needs two values or more of --seq or of --sparsity")
     for line in tables.notes(bad):
         errors.print(line, style="bold red", soft_wrap=True, markup=False)

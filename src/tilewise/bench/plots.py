@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from .records import DIMENSIONS
-from .sweep import read
+from .sweep import PLACE, read
 
 Row = Mapping[str, str]
 
@@ -31,12 +31,15 @@ STYLES = (
 MAX_PANELS = 12
 
 
-def draw(csv_path: Path) -> list[Path]:
-    """Draw what the CSV has more than one x value of, as PNGs beside it; their paths."""
+def draw(csv_path: Path, skipped: Callable[[str], None] = lambda reason: None) -> list[Path]:
+    """Draw what the CSV has more than one x value of, as PNGs beside it; their paths. `skipped` is told what cannot."""
     rows = [row for row in read(csv_path)[0] if row["status"] == "ok" and row["median_ms"]]
     written = []
     for axis in AXES:
         if len({row[axis] for row in rows}) < 2:
+            continue
+        if not _panels(rows, axis)[1]:
+            skipped(f"nothing to draw over {axis}: no two points differ in it and are the same in all else")
             continue
         for measure in MEASURES:
             path = csv_path.with_name(f"{csv_path.stem}_{measure}_over_{axis}.png")
@@ -45,17 +48,25 @@ def draw(csv_path: Path) -> list[Path]:
     return written
 
 
+def _panels(rows: Sequence[Row], axis: str) -> tuple[list[str], list[tuple[tuple[str, ...], list[Row]]]]:
+    """The other columns that vary, and for each combination of their values that has two x values or more its rows.
+
+    So a panel has one line per kernel, of one machine and version. The workload follows from the dimensions: a sparsity
+    of 0 is the dense problem, on the same line as the sparse ones.
+    """
+    columns = [c for c in (*PLACE, *DIMENSIONS) if c not in (axis, "workload", "sched")]
+    others = [c for c in columns if len({row[c] for row in rows}) > 1]
+    groups: dict[tuple[str, ...], list[Row]] = {}
+    for row in rows:
+        groups.setdefault(tuple(row[c] for c in others), []).append(row)
+    return others, [(key, group) for key, group in groups.items() if len({row[axis] for row in group}) > 1]
+
+
 def _figure(rows: Sequence[Row], axis: str, measure: str) -> Any:
     from matplotlib.figure import Figure  # slow to import, and only drawing needs it
 
     column, label, title = MEASURES[measure]
-    # A panel for each combination of the other dimensions that vary, so that a panel has one line per kernel. The
-    # workload follows from them: a sparsity of 0 is the dense problem, on the same line as the sparse ones.
-    others = [d for d in DIMENSIONS if d not in (axis, "workload", "sched") and len({row[d] for row in rows}) > 1]
-    groups: dict[tuple[str, ...], list[Row]] = {}
-    for row in rows:
-        groups.setdefault(tuple(row[d] for d in others), []).append(row)
-    panels = [(key, group) for key, group in groups.items() if len({row[axis] for row in group}) > 1]
+    others, panels = _panels(rows, axis)
     left_out = len(panels) - MAX_PANELS
     panels = panels[:MAX_PANELS]
     columns = min(3, len(panels))

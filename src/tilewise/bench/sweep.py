@@ -13,11 +13,14 @@ from pathlib import Path
 from types import TracebackType
 
 from .measure import FAILED, Result, measure
-from .records import COLUMNS, DIMENSIONS, Record, machine, records
+from .records import COLUMNS, DIMENSIONS, Record, here, records
 from .workloads import Point, build, infer
 
 Key = tuple[str, ...]
-_KEY_COLUMNS = ("machine", *DIMENSIONS)
+# What a time depends on beside the problem: a point measured with another of these is another measurement.
+VERSIONS = ("tilewise", "torch", "threads")
+PLACE = ("machine", *VERSIONS)
+_KEY_COLUMNS = (*PLACE, *DIMENSIONS)
 
 
 def combinations(lists: Mapping[str, Sequence[object]], base: Point) -> tuple[list[Point], list[str]]:
@@ -43,8 +46,9 @@ def _as_options(point: Point) -> dict[str, object]:
 
 
 class Sheet:
-    """The CSV of a sweep. Rows of a point are appended together and flushed at once; `done` says which points it has.
+    """The CSV of a sweep. Rows of a point are appended together and flushed at once; `has` says which points it has.
 
+    `foreign_rows` of a resumed sheet were measured with another version or number of threads than this process has.
     What an interruption can leave behind is a torn last line or a point with some of its rows missing. Both are taken
     out when the sheet is resumed, so those points are measured again.
     """
@@ -56,6 +60,7 @@ class Sheet:
             raise FileExistsError(f"{path} exists: --resume goes on with it, --force overwrites it")
         path.parent.mkdir(parents=True, exist_ok=True)
         self.path = path
+        self.foreign_rows = 0
         self._done: set[Key] = set()
         if resume and path.exists():
             self._restore()
@@ -72,8 +77,10 @@ class Sheet:
         self._file.close()
 
     def has(self, point: Point) -> bool:
-        """Are all rows of this point, measured on this machine, in the sheet?"""
-        return (machine(point.device), *(str(getattr(point, name)) for name in DIMENSIONS)) in self._done
+        """Are all rows of this point, measured on this machine with these versions and threads, in the sheet?"""
+        place = here(point.device)
+        key = (*(str(place[name]) for name in PLACE), *(str(getattr(point, name)) for name in DIMENSIONS))
+        return key in self._done
 
     def append(self, rows: list[Record]) -> None:
         """Write a point's rows in one piece and flush them."""
@@ -85,6 +92,8 @@ class Sheet:
         counts = Counter(_key(row) for row in rows)
         self._done = {_key(row) for row in rows if row["kernel_count"] == str(counts[_key(row)])}
         kept = [row for row in rows if _key(row) in self._done]
+        now = here("cpu")  # versions and threads are the same for every device
+        self.foreign_rows = sum(any(row[name] != str(now[name]) for name in VERSIONS) for row in kept)
         if torn or len(kept) < len(rows) or not rows:
             _write_whole(self.path, kept)
 

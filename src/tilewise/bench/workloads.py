@@ -179,11 +179,16 @@ def _schedule(point: Point) -> BlockSchedule | None:
     n = point.seq
     if not point.sched:
         return BlockSchedule.random(n, n, block_q=point.block, block_k=point.block, sparsity=point.sparsity, seed=0)
-    schedule = BlockSchedule.load(
-        point.sched, **({"seqlen_q": n, "seqlen_k": n} if point.sched.endswith(".npy") else {})
-    )
+    schedule = load_schedule(point.sched, n, point.block)
     schedule.check(n, n, point.heads)
     return schedule
+
+
+def load_schedule(path: str, seq: int | None, block: int | None) -> BlockSchedule:
+    """The schedule in a file; `seq` and `block` are for a .npy, which does not say them. A .npz speaks for itself."""
+    if not path.endswith(".npy"):
+        return BlockSchedule.load(path)
+    return BlockSchedule.load(path, seqlen_q=seq, seqlen_k=seq, block_q=block, block_k=block)
 
 
 def _decode(point: Point, generator: torch.Generator) -> Problem:

@@ -77,7 +77,7 @@ template <class T> void zero(Accumulator<T>& acc) {
 }
 template <class T, class Fragment> void mma(Accumulator<T>& d, const A<T>& a, const Fragment& b) {
     struct Slot { float* d; const T* a; const T* b; } s{d.x, a.x, b.x};
-    emu::meet(emu::Scope::warp, s, "wmma", [](Slot* const* lanes) {
+    emu::meet(s, "wmma", [](Slot* const* lanes) {
         constexpr int K = kDepth<T>;
         float left[16][K], right[K][16];
         for (int i = 0; i < 16 * K; i++) {

@@ -21,11 +21,22 @@ template <int kLanes, class T> TILE_DEVICE T sum(T x) {
 // The maximum to subtract: a row that has seen no key yet has −inf, and −inf − −inf would be NaN where 0 is meant.
 TILE_DEVICE float finite_max(float row_max) { return row_max == -INFINITY ? 0.0f : row_max; }
 
-// Rows first … first + kRows − 1 of a matrix, zero from row `end` on; consecutive threads read consecutive elements.
+// Rows first … first + kRows − 1 of a matrix, zero from row `end` on. Consecutive threads read consecutive elements, and a
+// thread has four loads under way at a time: one that is stored before the next begins would wait out the latency each time.
 template <int kRows, int kPitch, int kThreads, class T>
 TILE_DEVICE void load_tile(Shared<float> sTile, Global<const T> gRows, int64_t stride, int first, int end) {
-    for (int i = threadIdx.x; i < kRows * kHeadDim; i += kThreads) {
-        const int row = i / kHeadDim, d = i % kHeadDim;
-        sTile[row * kPitch + d] = first + row < end ? to_float(gRows[(first + row) * stride + d]) : 0.0f;
+    static_assert(kRows * kHeadDim % (4 * kThreads) == 0, "every thread has the same number of elements");
+    for (int begin = threadIdx.x; begin < kRows * kHeadDim; begin += 4 * kThreads) {
+        float x[4];
+#pragma unroll
+        for (int b = 0; b < 4; b++) {
+            const int i = begin + b * kThreads, row = i / kHeadDim, d = i % kHeadDim;
+            x[b] = first + row < end ? to_float(gRows[(first + row) * stride + d]) : 0.0f;
+        }
+#pragma unroll
+        for (int b = 0; b < 4; b++) {
+            const int i = begin + b * kThreads;
+            sTile[i / kHeadDim * kPitch + i % kHeadDim] = x[b];
+        }
     }
 }

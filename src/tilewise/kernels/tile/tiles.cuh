@@ -38,11 +38,29 @@ namespace block {
 // A tensor's rows, `stride` elements apart, one tile after another. Rows from `rows` on do not exist and become zero: a masked
 // key has weight 0, and 0 · NaN would still be NaN. Three ways to bring a tile: element by element, 16 bytes a thread, and 16
 // bytes in the background. The last two need rows that begin at a multiple of 16 bytes.
-template <int kThreads, class Tile> TILE_DEVICE void load(const Tile& tile, Global<const typename Tile::Element> g, int64_t stride, int rows) {
+
+// Element by element: a warp takes a row, and asks for several before it stores the first, as far as registers go.
+constexpr int rows_together(int columns) { return columns <= 64 ? 4 : 512 / columns; }
+template <class Tile> TILE_DEVICE void load_row(const Tile& tile, Global<const typename Tile::Element> g, int64_t stride, int rows, int row) {
     using T = typename Tile::Element;
-    for (int i = threadIdx.x; i < Tile::kRows * Tile::kColumns; i += kThreads) {
-        const int row = i / Tile::kColumns, column = i % Tile::kColumns;
+#pragma unroll
+    for (int column = threadIdx.x % 32; column < Tile::kColumns; column += 32)
         tile.element(row, column) = row < rows ? T(g[row * stride + column]) : from_float<T>(0.0f);
+}
+template <int kThreads, class Tile> TILE_DEVICE void load(const Tile& tile, Global<const typename Tile::Element> g, int64_t stride, int rows) {
+    static_assert(Tile::kRows % (kThreads / 32) == 0, "the same number of rows for every warp");
+#pragma unroll (rows_together(Tile::kColumns))
+    for (int r = 0; r < Tile::kRows; r += kThreads / 32) load_row(tile, g, stride, rows, r + threadIdx.x / 32);
+}
+// Two tiles together: twice the loads are on their way before the first is waited for.
+template <int kThreads, class Tile>
+TILE_DEVICE void load(const Tile& tile, Global<const typename Tile::Element> g, int64_t stride, const Tile& other,
+                      Global<const typename Tile::Element> other_g, int64_t other_stride, int rows) {
+    static_assert(Tile::kRows % (kThreads / 32) == 0, "the same number of rows for every warp");
+#pragma unroll (rows_together(Tile::kColumns))
+    for (int r = 0; r < Tile::kRows; r += kThreads / 32) {
+        load_row(tile, g, stride, rows, r + threadIdx.x / 32);
+        load_row(other, other_g, other_stride, rows, r + threadIdx.x / 32);
     }
 }
 
@@ -51,7 +69,7 @@ template <int kThreads, class Tile> TILE_DEVICE void load(const Tile& tile, Glob
 template <int kThreads, class Tile> struct Stream {
     using T = typename Tile::Element;
     static constexpr int kAcross = Tile::kChunks % 8 ? 4 : Tile::kChunks, kStep = kThreads / kAcross;
-    static_assert(kThreads % kAcross == 0 && Tile::kRows % kStep == 0, "every thread copies the same number of chunks");
+    static_assert(kThreads % kAcross == 0, "a step is whole rows");
     Global<const T> g;
     int64_t stride;
     int rows;  // that are left
@@ -62,22 +80,24 @@ template <int kThreads, class Tile> struct Stream {
     static TILE_DEVICE int chunk() { return threadIdx.x % kAcross; }
 
     TILE_DEVICE void next(const Tile& tile) {
-#pragma unroll
-        for (int r = 0; r < Tile::kRows; r += kStep)
-#pragma unroll
-            for (int c = 0; c < Tile::kChunks; c += kAcross) {
-                const Global<const Vector16> from = (g + (r * stride + c * 8)).template as<const Vector16>();
-                tile.chunk(row() + r, chunk() + c) = row() + r < rows ? Vector16(from[0]) : Vector16{};
-            }
+        each([&](int r, int c) {
+            const Global<const Vector16> from = (g + (r * stride + c * 8)).template as<const Vector16>();
+            tile.chunk(row() + r, chunk() + c) = row() + r < rows ? Vector16(from[0]) : Vector16{};
+        });
         skip();
     }
     TILE_DEVICE void next_async(const Tile& tile) {
+        each([&](int r, int c) {
+            ptx::copy_async_16(tile.address(row() + r, chunk() + c), g.address(r * stride + c * 8), row() + r < rows ? 16 : 0);
+        });
+        skip();
+    }
+    template <class F> static TILE_DEVICE void each(F copy) {
 #pragma unroll
         for (int r = 0; r < Tile::kRows; r += kStep)
 #pragma unroll
             for (int c = 0; c < Tile::kChunks; c += kAcross)
-                ptx::copy_async_16(tile.address(row() + r, chunk() + c), g.address(r * stride + c * 8), row() + r < rows ? 16 : 0);
-        skip();
+                if (Tile::kRows % kStep == 0 || row() + r < Tile::kRows) copy(r, c);
     }
     TILE_DEVICE void skip() {
         g = g + Tile::kRows * stride;

@@ -17,18 +17,29 @@ struct WmmaTiles {
     Shared<float> sS{kS}, sO{kO};
 };
 
-// Rows first … first + kRows − 1 of a matrix, zero from row `end` on, 16 bytes an access.
+// Rows first … first + kRows − 1 of a matrix, zero from row `end` on, 16 bytes an access; up to eight are under way together,
+// for a load that is stored before the next one begins would wait out the whole latency each time.
 template <int kRows, int kThreads>
 TILE_DEVICE void copy_rows(uint32_t tile, Global<const Element> gRows, int64_t stride, int first, int end) {
+    constexpr int kRowVectors = kHeadDim / 8, kVectors = kRows * kRowVectors, kEach = kVectors / kThreads;
+    constexpr int kBatch = kEach <= 8 ? kEach : kEach % 8 == 0 ? 8 : 4;
+    static_assert(kVectors % (kBatch * kThreads) == 0, "every thread has the same number of vectors");
     const Shared<Vector16> sTile(tile);
-    for (int i = threadIdx.x; i < kRows * (kHeadDim / 8); i += kThreads) {
-        const int row = i / (kHeadDim / 8), part = i % (kHeadDim / 8);
-        Vector16 v = {};
-        if (first + row < end) v = (gRows + ((first + row) * stride + part * 8)).template as<const Vector16>()[0];
-        sTile[row * (kPitch / 8) + part] = v;
+    for (int begin = threadIdx.x; begin < kVectors; begin += kBatch * kThreads) {
+        Vector16 v[kBatch];
+#pragma unroll
+        for (int b = 0; b < kBatch; b++) {
+            const int i = begin + b * kThreads, row = i / kRowVectors, part = i % kRowVectors;
+            v[b] = {};
+            if (first + row < end) v[b] = (gRows + ((first + row) * stride + part * 8)).template as<const Vector16>()[0];
+        }
+#pragma unroll
+        for (int b = 0; b < kBatch; b++) {
+            const int i = begin + b * kThreads;
+            sTile[i / kRowVectors * (kPitch / 8) + i % kRowVectors] = v[b];
+        }
     }
 }
-
 // The same by cp.async, into the open group.
 template <int kRows, int kThreads>
 TILE_DEVICE void copy_rows_async(uint32_t tile, Global<const Element> gRows, int64_t stride, int first, int end) {
@@ -63,7 +74,8 @@ TILE_DEVICE void softmax_row(const WmmaTiles& t, RowState& state, int row, int p
     }
     state.max = new_max;
     state.sum = state.sum * correction + warp::sum<kParts>(sum);
-    for (int d = part; d < kHeadDim; d += kParts) t.sO[row * kPitchO + d] *= correction;
+    if (correction != 1.0f)  // the maximum has grown: rare after the first tiles
+        for (int d = part; d < kHeadDim; d += kParts) t.sO[row * kPitchO + d] *= correction;
 }
 
 // O / l and the LSE of one row to global memory.

@@ -1,0 +1,492 @@
+"""The commands `tilewise ladder` and `tilewise kernels`. What is slow to import is imported when a command runs."""
+
+from __future__ import annotations
+
+import json as jsonlib
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from .commands import usage
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from ..emulate import Counters
+    from ..jit import ResourceRow
+    from ..kernels import KernelSpec
+    from .rungs import Row, Shape, Step
+
+# What is run if nothing else is asked for: what shows a card at work, and what the emulator does in seconds a rung.
+ON_CARD = {"batch": 4, "seq": 4096, "heads": 16, "hdim": 128}
+EMULATED = {"batch": 1, "seq": 128, "heads": 2, "hdim": 64}
+
+Rungs = Annotated[list[str] | None, typer.Option("--rung", help="Only this rung; may be given again.")]
+
+
+def _size(text: str, name: str) -> Any:
+    default = f"{ON_CARD[name]}, emulated {EMULATED[name]}"
+    return typer.Option(help=text, min=1, show_default=default)
+
+
+def ladder(
+    rung: Rungs = None,
+    emulate: Annotated[
+        bool, typer.Option("--emulate", help="Count in the emulator instead of timing; so without a GPU.")
+    ] = False,
+    seq: Annotated[int | None, _size("Tokens.", "seq")] = None,
+    heads: Annotated[int | None, _size("Heads.", "heads")] = None,
+    batch: Annotated[int | None, _size("Sequences.", "batch")] = None,
+    hdim: Annotated[int | None, _size("Head dimension.", "hdim")] = None,
+    dtype: Annotated[str, typer.Option(help="float32, float16 or bfloat16.")] = "bfloat16",
+    causal: Annotated[bool, typer.Option(help="Query i sees keys up to i.")] = False,
+    loops: Annotated[int | None, typer.Option(help="Times to run each.", show_default="as time allows", min=1)] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw it there as well, a PNG.")] = None,
+    profile: Annotated[bool, typer.Option("--profile", help="Run the rung under ncu instead.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print the rows as JSON instead of a table.")] = False,
+) -> None:
+    """The teaching ladder: kernels that differ by one idea each, side by side and beside torch.
+
+    On a GPU the times; with --emulate, or without a GPU, what each rung costs: memory sectors, bank conflicts, tensor
+    and scalar operations. A rung that is not written for the dtype or head dimension runs in the nearest it is.
+    """
+    import torch
+
+    from . import rungs, tables
+    from .measure import FAILED, WRONG
+
+    counted = emulate or not torch.cuda.is_available()
+    given = {"batch": batch, "seq": seq, "heads": heads, "hdim": hdim}
+    sizes = {**(EMULATED if counted else ON_CARD), **{name: n for name, n in given.items() if n is not None}}
+    with usage():
+        shape = rungs.Shape(**sizes, dtype=dtype, causal=causal)
+        chosen = rungs.choose(rung or [])
+    if profile:
+        _profile(chosen, shape)
+        return
+    notes = []
+    if counted:
+        left_out = [step.name for step in chosen if step.rung is None]
+        chosen = [step for step in chosen if step.rung is not None]
+        if not chosen:
+            raise typer.BadParameter(
+                f"{', '.join(left_out)}: no CUDA C++, so there is nothing to count; a GPU times it",
+                param_hint="--rung",
+            )
+        if left_out:
+            notes.append(f"{', '.join(left_out)}: no CUDA C++, so there is nothing to count; a GPU times them")
+        if not emulate:
+            notes.append("no GPU here: counted in the emulator, as --emulate does; a GPU gives times")
+    with tables.console(stderr=True).status("starting") as status:
+
+        def before(name: str) -> None:
+            status.update(f"{name}, {shape.title}")
+
+        if counted:
+            rows = _count(chosen, shape, before)
+        else:
+            rows = rungs.measure(chosen, shape, torch.device("cuda", torch.cuda.current_device()), loops, before)
+    if plot is not None:
+        _draw(rows, shape, plot)
+        notes.append(f"drew {plot}")
+    if json:
+        typer.echo(jsonlib.dumps([_record(row, shape) for row in rows], indent=1))
+    else:
+        out = tables.console()
+        out.print(_counters_table(rows, shape) if counted else _times_table(rows, shape, torch.cuda.get_device_name()))
+        for line in [*_notes(rows, rungs.INT8_ROWS), *(_ideas(rows) if rung else []), *notes]:
+            out.print(line, style="dim", soft_wrap=True, markup=False)
+    if any(row.status in (WRONG, FAILED) for row in rows):
+        raise typer.Exit(1)
+
+
+def _count(chosen: Sequence[Step], shape: Shape, before: Any) -> list[Row]:
+    from . import rungs
+
+    try:
+        return rungs.count(chosen, shape, before)
+    except RuntimeError as error:  # no C++ compiler
+        raise NotImplementedError(str(error)) from error
+
+
+def _record(row: Row, shape: Shape) -> dict[str, Any]:
+    """A row as plain values: the problem, the verdict, and the times or the counters."""
+    made: dict[str, Any] = {
+        "rung": row.name, "idea": row.idea, "batch": shape.batch, "seq": shape.seq, "heads": shape.heads,
+        "hdim": row.hdim, "dtype": row.dtype, "causal": shape.causal, "status": row.status, "reason": row.reason,
+        "error": row.error, "allowed": row.allowed,
+    }  # fmt: skip
+    if row.timing is not None:
+        made |= {
+            "median_ms": row.timing.median * 1e3, "p20_ms": row.timing.p20 * 1e3, "p80_ms": row.timing.p80 * 1e3,
+            "loops": row.timing.loops, "tflops": row.tflops, "over_previous": row.over_previous,
+            "over_sdpa": row.over_sdpa, "over_fa2": row.over_fa2,
+        }  # fmt: skip
+    if (counted := row.counters) is not None:
+        made |= {
+            **asdict(counted),
+            "sectors_per_request": counted.sectors_per_request,
+            "sectors_used": _used(counted),
+            "bank_conflicts": counted.bank_conflicts,
+            "matrix_conflicts": counted.matrix_conflicts,
+        }
+    return made
+
+
+def _notes(rows: Sequence[Row], int8_rows: Sequence[str]) -> list[str]:
+    lines = [f"{row.name}: {row.status}, {row.reason}" for row in rows if row.status != "ok"]
+    rounded = [row.name for row in rows if row.name in int8_rows]
+    if rounded:
+        lines.append(f"{', '.join(rounded)}: judged as exact attention over rows rounded to int8")
+    return lines
+
+
+def _ideas(rows: Sequence[Row]) -> list[str]:
+    return [f"{row.name}: {row.idea}" for row in rows if row.idea]
+
+
+def _table(title: str, left: Sequence[str], right: Sequence[str]) -> Table:
+    from rich import box
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for name in left:
+        table.add_column(name, no_wrap=True)
+    for name in right:
+        table.add_column(name, justify="right", overflow="fold")
+    return table
+
+
+def _what(row: Row, shape: Shape) -> list[Any]:
+    """Name, dtype, head dimension and verdict; what is not as asked for stands out."""
+    from rich.text import Text
+
+    styles = {"ok": "", "skipped": "dim", "failed": "yellow", "WRONG": "bold red"}
+    return [
+        Text(row.name, style="dim" if row.peer else ""),
+        Text(row.dtype, style="" if row.dtype == shape.dtype else "yellow"),
+        Text(str(row.hdim), style="" if row.hdim == shape.hdim else "yellow"),
+        Text("–" if row.peer else row.status, style=styles[row.status]),
+    ]
+
+
+def _times_table(rows: Sequence[Row], shape: Shape, where: str) -> Table:
+    columns = ("median ms", "p20–p80", "TFLOP/s", "× before", "× SDPA", "× FA2")
+    title = f"The ladder on {where}: {shape.title}"
+    table = _table(title, ("rung", "dtype", "D", "check"), columns)
+    for i, row in enumerate(rows):
+        if row.peer and not rows[i - 1].peer:
+            table.add_section()
+        cells = [""] * 6
+        if row.timing is not None:
+            t = row.timing
+            ratios = (row.over_previous, row.over_sdpa, row.over_fa2)
+            cells = [_digits(t.median * 1e3), f"{_digits(t.p20 * 1e3)}–{_digits(t.p80 * 1e3)}", _digits(row.tflops),
+                     *("" if x is None else f"{_digits(x)}×" for x in ratios)]  # fmt: skip
+        table.add_row(*_what(row, shape), *cells)
+    return table
+
+
+def _counters_table(rows: Sequence[Row], shape: Shape) -> Table:
+    columns = ("sectors\n/request", "sectors\nused", "bank\nconflicts", "ldmatrix\nconflicts", "tensor\nMFLOP",
+               "scalar\nMFLOP", "exps", "global\nKB", "async\nKB", "barriers")  # fmt: skip
+    table = _table(f"The ladder in the emulator: {shape.title}", ("rung", "dtype", "D", "check"), columns)
+    for row in rows:
+        cells = [""] * len(columns)
+        if (c := row.counters) is not None:
+            cells = [
+                f"{c.sectors_per_request:.1f}", f"{_used(c):.0%}", _short(c.bank_conflicts), _short(c.matrix_conflicts),
+                _digits(c.tensor_flops / 1e6), _digits(c.scalar_flops / 1e6), _short(c.exponentials),
+                _digits(c.global_bytes / 1024), _digits(c.async_bytes / 1024), _short(c.barriers),
+            ]  # fmt: skip
+        table.add_row(*_what(row, shape), *cells)
+    return table
+
+
+def _used(c: Counters) -> float:
+    """The share of the bytes moved from and to global memory that was asked for.
+
+    Sectors of a request alone do not tell: 16 bytes a thread are 16 sectors a warp, and all of them are needed.
+    """
+    # Threads that read the same address are counted one by one, hence the limit.
+    return min(1.0, c.global_bytes / (32 * c.global_sectors)) if c.global_sectors else 0.0
+
+
+def _short(number: int) -> str:
+    """A count: exact while it is short."""
+    return (
+        f"{number:,}"
+        if number < 100_000
+        else f"{number / 1e3:,.0f}k"
+        if number < 10_000_000
+        else f"{number / 1e6:,.0f}M"
+    )
+
+
+def _digits(value: float | None) -> str:
+    """Three digits, without scientific notation."""
+    if value is None:
+        return ""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}" if value >= 0.001 or not value else f"{value:.4f}"
+
+
+# ---- pictures ---------------------------------------------------------------------------------------------------
+
+BLUE, RED, GREY = "#0b5394", "#cc4125", "#666666"
+
+
+def _draw(rows: Sequence[Row], shape: Shape, path: Path) -> None:
+    from matplotlib.figure import Figure  # slow to import, and only drawing needs it
+
+    shown = [row for row in rows if row.timing is not None or row.counters is not None]
+    ours = [row for row in shown if not row.peer]
+    height = 1.6 + 0.3 * max(1, len(ours))
+    if any(row.counters for row in ours):
+        figure = Figure(figsize=(15, 2 * height), layout="constrained")
+        for axes, (title, parts) in zip(figure.subplots(2, 3).flat, _panels(ours).items(), strict=True):
+            _bars(axes, ours, title, parts)
+    else:
+        figure = Figure(figsize=(9, height + 0.6), layout="constrained")
+        axes = figure.subplots()
+        _bars(axes, ours, "TFLOP/s", {"": [row.tflops or 0.0 for row in ours]})
+        for row, place in zip(ours, range(len(ours)), strict=True):
+            assert row.timing is not None
+            axes.annotate(
+                f" {_digits(row.timing.median * 1e3)} ms", (row.tflops or 0.0, place), va="center", fontsize=8
+            )
+        dashes = {"torch SDPA": "--", "torch FA2": ":"}
+        for row in shown:
+            if row.peer and row.dtype == shape.dtype:
+                axes.axvline(
+                    row.tflops or 0.0, color=GREY, linestyle=dashes[row.name], label=f"{row.name}, {row.dtype}"
+                )
+        if axes.get_legend_handles_labels()[0]:
+            axes.legend(fontsize=8)
+    figure.suptitle(f"The ladder: {shape.title}", fontsize=11)
+    figure.savefig(path, dpi=120)
+
+
+def _panels(rows: Sequence[Row]) -> dict[str, dict[str, list[float]]]:
+    """Title -> what is stacked in it, a value a rung."""
+    counted = [row.counters for row in rows if row.counters is not None]
+    return {
+        "32-byte sectors moved, % used": {"": [100 * _used(c) for c in counted]},
+        "bank conflicts": {
+            "shared memory": [c.bank_conflicts for c in counted],
+            "ldmatrix": [c.matrix_conflicts for c in counted],
+        },
+        "MFLOP": {
+            "tensor": [c.tensor_flops / 1e6 for c in counted],
+            "scalar": [c.scalar_flops / 1e6 for c in counted],
+        },
+        "exponentials": {"": [c.exponentials for c in counted]},
+        "global memory, KB": {
+            "loads and stores": [c.global_bytes / 1024 for c in counted],
+            "asynchronous": [c.async_bytes / 1024 for c in counted],
+        },
+        "barriers": {"": [c.barriers for c in counted]},
+    }
+
+
+def _bars(axes: Any, rows: Sequence[Row], title: str, parts: dict[str, list[float]]) -> None:
+    left = [0.0] * len(rows)
+    for (name, values), color in zip(parts.items(), (BLUE, RED), strict=False):
+        axes.barh(range(len(rows)), values, left=left, color=color, label=name)
+        left = [a + b for a, b in zip(left, values, strict=True)]
+    axes.set_yticks(range(len(rows)), [row.name for row in rows], fontsize=8)
+    axes.invert_yaxis()
+    axes.set_title(title, fontsize=10)
+    if title == "bank conflicts":  # from none to millions, and none is the point
+        axes.set_xscale("symlog", linthresh=100)
+    axes.grid(True, axis="x", alpha=0.3)
+    if len(parts) > 1:
+        axes.legend(fontsize=8)
+
+
+# ---- ncu --------------------------------------------------------------------------------------------------------
+
+SECTIONS = ("SpeedOfLight", "MemoryWorkloadAnalysis", "ComputeWorkloadAnalysis", "Occupancy", "LaunchStats",
+            "WarpStateStats")  # fmt: skip
+
+
+def _profile(chosen: Sequence[Step], shape: Shape) -> None:
+    """Run each rung alone under Nsight Compute, whose report goes to the terminal."""
+    import torch
+
+    ncu = shutil.which("ncu")
+    if ncu is None:
+        raise NotImplementedError(
+            "--profile needs Nsight Compute, and there is no ncu here; --emulate counts without it"
+        )
+    if not torch.cuda.is_available():
+        raise NotImplementedError("--profile needs a GPU, and there is none here; --emulate counts without one")
+    options = [f"--{name}={getattr(shape, name)}" for name in ("batch", "seq", "heads", "hdim", "dtype")]
+    options += ["--causal"] if shape.causal else []
+    for step in chosen:
+        if step.rung is None and len(chosen) > 1:
+            continue
+        if step.name == "torch_tiled":
+            raise typer.BadParameter("torch_tiled is many kernels of torch's, none of them ours", param_hint="--rung")
+        # numba's kernels have a mangled name; a rung's is its own.
+        kernel = f"regex:^{step.name}$" if step.rung is not None else "regex:attention"
+        command = [ncu, "--kernel-name", kernel, "--launch-count", "1"]
+        command += [word for section in SECTIONS for word in ("--section", section)]
+        command += [sys.executable, "-m", "tilewise.cli", "ladder", "--rung", step.name, "--loops", "1", *options]
+        done = subprocess.run(command)
+        if done.returncode:
+            raise typer.Exit(done.returncode)
+
+
+# ---- kernels ----------------------------------------------------------------------------------------------------
+
+
+def kernels(
+    kernel: Annotated[list[str] | None, typer.Option("--kernel", help="Only this one; may be given again.")] = None,
+    arch: Annotated[
+        list[str] | None,
+        typer.Option("--arch", help="Only this one; may be given again.", show_default="sm_80, sm_86, sm_89, sm_90a"),
+    ] = None,
+    every: Annotated[
+        bool, typer.Option("--all", help="In every dtype and head dimension, not only bfloat16 and 128 or the nearest.")
+    ] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print the rows as JSON instead of a table.")] = False,
+) -> None:
+    """Compile every kernel for every architecture and say what it costs. Needs no GPU.
+
+    Registers, spills, stack and shared memory are what ptxas says; occupancy is the share of a multiprocessor's warps
+    that can be there at once.
+    """
+    from .. import jit
+    from . import tables
+
+    for name in arch or []:
+        if name not in jit.ARCHS:
+            raise typer.BadParameter(f"{name!r} is not one of {', '.join(jit.ARCHS)}", param_hint="--arch")
+    archs = [name for name in jit.ARCHS if not arch or name in arch]
+    with usage():
+        wanted = specs(kernel or [], every=every)
+    pairs = [(spec, name) for spec, hopper in wanted for name in archs if not hopper or name == "sm_90a"]
+    if not pairs:
+        raise typer.BadParameter(
+            f"{', '.join(kernel or [])}: TMA and wgmma, so there is nothing to compile but for sm_90a",
+            param_hint="--arch",
+        )
+    with tables.console(stderr=True).status(f"compiling {len(pairs)} kernels; what was compiled before is kept"):
+        rows = _resources(pairs)
+    if json:
+        typer.echo(jsonlib.dumps([_resource_record(spec, row) for (spec, _), row in zip(pairs, rows, strict=True)],
+                                 indent=1))  # fmt: skip
+    else:
+        out = tables.console()
+        out.print(_resource_table([spec for spec, _ in pairs], rows))
+        lines = [f"{row.kernel}, {row.arch}: {_first_line(row.error)}" for row in rows if row.error]
+        lines += [f"{row.kernel}, {row.arch}: {warning}" for row in rows for warning in row.serialised]
+        if not every:
+            lines.append("one dtype and head dimension of each; --all compiles every one that there is")
+        for line in lines:
+            out.print(line, style="dim", soft_wrap=True, markup=False)
+    if any(row.error or (row.product and _faults(row)) for row in rows):
+        raise typer.Exit(1)
+
+
+def specs(names: Sequence[str] = (), *, every: bool = False) -> list[tuple[KernelSpec, bool]]:
+    """The kernels of these names, all if none is named, and whether each is for sm_90a alone.
+
+    In bfloat16 and head dimension 128 or the nearest, or in `every` dtype and head dimension it is written for.
+    """
+    from .rungs import Shape, steps
+    from .workloads import DTYPES
+
+    rungs = [step for step in steps() if step.rung is not None]
+    known = [step.name for step in rungs]
+    for name in names:
+        if name not in known:
+            raise ValueError(f"there is no kernel {name!r}; the kernels are {', '.join(known)}")
+    usual = Shape(1, 1, 1, 128, "bfloat16", False)
+    found = []
+    for step in rungs:
+        if step.rung is None or (names and step.name not in names):
+            continue
+        served = [(dtype, hdim) for dtype in step.dtypes for hdim in step.head_dims]
+        for dtype, hdim in served if every else [step.nearest(usual)]:
+            found.append((step.rung.spec(DTYPES[dtype], hdim), step.rung.hopper))
+    return found
+
+
+def _resources(pairs: Sequence[tuple[KernelSpec, str]]) -> list[ResourceRow]:
+    """A row for each pair, in their order."""
+    from .. import jit
+
+    # Together those that want the same architectures, so that they compile side by side.
+    wanted: dict[KernelSpec, tuple[str, ...]] = {}
+    for spec, arch in pairs:
+        wanted[spec] = (*wanted.get(spec, ()), arch)
+    rows: dict[tuple[KernelSpec, str], ResourceRow] = {}
+    try:
+        for archs in dict.fromkeys(wanted.values()):
+            group = [spec for spec, its in wanted.items() if its == archs]
+            table = jit.resource_table(group, archs)
+            rows |= {(spec, arch): row for row, (spec, arch) in zip(table, ((s, a) for s in group for a in archs),
+                                                                     strict=True)}  # fmt: skip
+    except RuntimeError as error:  # no NVRTC, no headers of CUDA's
+        raise NotImplementedError(str(error)) from error
+    return [rows[pair] for pair in pairs]
+
+
+def _resource_record(spec: KernelSpec, row: ResourceRow) -> dict[str, Any]:
+    constants = dict(spec.constants)
+    return {"name": spec.name, "element": constants.get("Element"), "hdim": constants.get("kHeadDim"), **asdict(row)}
+
+
+def _faults(row: ResourceRow) -> list[str]:
+    """What is wrong with a kernel, a word each."""
+    if row.error:
+        return ["does not compile"]
+    faults = []
+    if row.spill_stores or row.spill_loads:
+        faults.append("spills")
+    if row.shared_bytes > row.shared_limit:
+        faults.append(f"over the {row.shared_limit >> 10} KB of shared memory")
+    elif not row.blocks_per_sm:
+        faults.append("does not fit")
+    if row.serialised:
+        faults.append(f"wgmma serialised ({len(row.serialised)})")
+    return faults
+
+
+def _resource_table(wanted: Sequence[KernelSpec], rows: Sequence[ResourceRow]) -> Table:
+    from rich.text import Text
+
+    columns = ("threads", "registers", "spill B", "stack B", "shared KB", "blocks/SM", "occupancy", "compile s")
+    table = _table("Kernels, as ptxas sees them", ("kernel", "element", "D", "arch"), columns)
+    table.add_column("", no_wrap=True)
+    before = None
+    for spec, row in zip(wanted, rows, strict=True):
+        constants = dict(spec.constants)
+        first = spec != before
+        if first and before is not None and len({r.arch for r in rows}) > 1:
+            table.add_section()
+        before = spec
+        name = [spec.name, str(constants.get("Element", "")), str(constants.get("kHeadDim", ""))] if first else [""] * 3
+        faults = Text(", ".join(_faults(row)), style="bold red" if row.error or row.product else "yellow")
+        cells = [""] * len(columns)
+        if not row.error:
+            seconds = f"{row.compile_seconds:.1f}" + (" (kept)" if row.from_cache else "")
+            cells = [
+                str(row.threads), str(row.registers), f"{row.spill_stores}/{row.spill_loads}", str(row.stack_bytes),
+                f"{row.shared_bytes / 1024:.1f}", str(row.blocks_per_sm), f"{row.occupancy:.0%}", seconds,
+            ]  # fmt: skip
+        table.add_row(*name, row.arch, *cells, faults)
+    return table
+
+
+def _first_line(text: str | None) -> str:
+    """What did not compile and the first reason: the whole story is long."""
+    lines = [line.strip() for line in (text or "").splitlines()]
+    return " ".join(lines[1:2] or lines[:1])

@@ -1,0 +1,135 @@
+"""Every rung of the ladder passes one and the same suite: in the emulator without a GPU, and on a card."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from oracle import qkv
+
+from tilewise import jit, ladder, reference
+from tilewise.ladder import RUNGS, Rung
+
+BY_NAME = {rung.name: rung for rung in RUNGS}
+QUANTISED = {"pika_dp4a"}  # rounds its inputs to int8 on the way in, so it has a bound of its own
+ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90a")
+NAMES = [rung.name for rung in RUNGS]
+# (seqlen_q, seqlen_k, causal): lengths around every tile size, rows that see nothing, ragged ends
+SHAPES = [(1, 1, False), (63, 65, True), (65, 63, True), (129, 127, True), (33, 200, False), (70, 10, True)]
+
+
+def assert_right(rung: Rung, q, k, v, *, device="cpu", **options) -> None:
+    causal = options.get("causal", False)
+    o, lse, _ = ladder.run(rung, q.to(device), k.to(device), v.to(device), **options)
+    exact, honest = reference.attention(q, k, v, causal=causal), reference.baseline(q, k, v, causal=causal)
+    o, lse = o.cpu(), lse.cpu()
+    if rung.name in QUANTISED:
+        assert_within_int8(q, k, v, o, lse, exact)
+        return
+    for name, got, want, base in (("o", o, exact[0], honest[0]), ("lse", lse, exact[1], honest[1])):
+        verdict = reference.judge(got, want, base, lse=exact[1] if name == "o" else None)
+        assert verdict.ok, f"{name}: {verdict.reason}"
+
+
+def assert_within_int8(q, k, v, o, lse, exact) -> None:
+    """A score is off by at most half a step of q and of k on each channel; the softmax by at most that, twice over."""
+    step_q, step_k, step_v = (x.float().abs().amax(-1).max().item() / 127 / 2 for x in (q, k, v))
+    dim = q.shape[-1]
+    reach_q, reach_k = q.float().abs().sum(-1).max().item(), k.float().abs().sum(-1).max().item()
+    score = (step_k * reach_q + step_q * reach_k + dim * step_q * step_k) * dim**-0.5
+    empty = exact[1] == -math.inf
+    assert torch.equal(lse == -math.inf, empty)
+    assert ((lse - exact[1])[~empty].abs() <= score + 1e-3).all()
+    largest = v.float().abs().max().item()
+    assert (o.double() - exact[0]).abs().max() <= largest * (math.exp(2 * score) - 1) + step_v + 0.02 * largest
+
+
+def dtype_of(rung: Rung) -> torch.dtype:
+    return torch.bfloat16 if torch.bfloat16 in rung.dtypes else rung.dtypes[0]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("name", NAMES)
+def test_lengths(name, shape):
+    rung, (nq, nk, causal) = BY_NAME[name], shape
+    q, k, v = qkv(1, nq, nk, 2, 1, 64, dtype=dtype_of(rung), seed=nq)
+    assert_right(rung, q, k, v, causal=causal, late=nq % 4 == 1, seed=nq)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_head_dims_and_dtypes(name):
+    rung = BY_NAME[name]
+    for number, head_dim in enumerate(d for d in rung.head_dims if d <= 128):
+        dtype = rung.dtypes[number % len(rung.dtypes)]
+        q, k, v = qkv(1, 40, 50, 1, 1, head_dim, dtype=dtype)
+        assert_right(rung, q, k, v, causal=True, late=False)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_batch_heads_strides_and_order_of_threads(name):
+    rung = BY_NAME[name]
+    packed = torch.randn(2, 40, 3, 4, 64, generator=torch.Generator().manual_seed(3)).to(dtype_of(rung))
+    q, k, v = packed[:, :, 0], packed[:, :, 1, :2], packed[:, :, 2, :2]
+    for late, seed in ((True, 0), (False, 5)):
+        assert_right(rung, q, k, v, late=late, seed=seed)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_large_logits(name):
+    rung = BY_NAME[name]
+    q, k, v = qkv(1, 33, 140, 1, 1, 64, dtype=dtype_of(rung), size=60.0 if name not in QUANTISED else 1.0)
+    assert_right(rung, q, k, v, causal=True)
+
+
+@pytest.mark.parametrize("rung", RUNGS, ids=NAMES)
+def test_what_a_rung_does_not_serve_is_said(rung):
+    with pytest.raises(NotImplementedError, match=rung.name):
+        rung.spec(torch.float64, 64)
+    with pytest.raises(NotImplementedError, match="head_dim"):
+        rung.spec(rung.dtypes[0], 65)
+
+
+def counters(name: str, head_dim: int = 64):
+    rung = BY_NAME[name]
+    q, k, v = qkv(1, 64, 128, 1, 1, head_dim, dtype=dtype_of(rung))
+    return ladder.run(rung, q, k, v, count=True)[2]
+
+
+def test_the_counters_tell_the_story():
+    """Coalescing from flash_naive to flash_2d; O in registers; tensor cores; ldmatrix without conflicts; TMA."""
+    naive, two_d, rows = (counters(n) for n in ("flash_naive", "flash_2d", "scalar2d_row_tile"))
+    assert naive.sectors_per_request > 16
+    assert two_d.sectors_per_request < 6
+    assert rows.global_bytes < two_d.global_bytes  # O is written once
+    assert rows.tensor_flops == 0 < counters("warp_wmma").tensor_flops
+    plain, swizzled = counters("mma"), counters("mma_swizzle")
+    assert plain.matrix_conflicts > 0
+    for name in ("mma_swizzle", "mma_qreg", "mma_qreg_vld", "mma_qreg_async"):
+        assert counters(name).matrix_conflicts == 0
+    assert swizzled.matrix_requests > counters("mma_qreg").matrix_requests  # Q is read once, not for every key tile
+    assert counters("mma_qreg").global_requests > 4 * counters("mma_qreg_vld").global_requests  # 16 bytes a lane
+    assert counters("mma_qreg_async").async_bytes > 0 == counters("mma_qreg_vld").async_bytes
+    assert counters("hopper").matrix_requests == 0
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_every_rung_compiles_without_spills(arch):
+    rungs = [rung for rung in RUNGS if arch == "sm_90a" or not rung.hopper]
+    specs = [rung.spec(dtype_of(rung), d) for rung in rungs for d in rung.head_dims]
+    for row in jit.resource_table(specs, [arch]):
+        assert row.error is None, row.error
+        assert row.spill_stores == row.spill_loads == 0, row
+        assert not row.serialised, row
+        assert row.shared_bytes <= row.shared_limit, row
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [*SHAPES, (300, 1000, True), (1000, 300, True)], ids=str)
+@pytest.mark.parametrize("name", NAMES)
+def test_on_a_card(name, shape):
+    rung, (nq, nk, causal) = BY_NAME[name], shape
+    for dtype in rung.dtypes:
+        for head_dim in rung.head_dims:
+            q, k, v = qkv(2, nq, nk, 4, 2, head_dim, dtype=dtype, seed=nk)
+            assert_right(rung, q, k, v, device="cuda", causal=causal)
