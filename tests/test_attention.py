@@ -352,6 +352,5 @@ def test_a_schedule_needs_no_memory_beyond_its_tiles():
 def test_a_backend_can_be_named():
     q, k, v = qkv(1, 4, 4, 1, 1, 8)
     assert torch.equal(attention(q, k, v, backend="cpu"), attention(q, k, v))
-    for later in ("cuda", "emulator"):
-        with pytest.raises(NotImplementedError, match=later):
-            attention(q, k, v, backend=later)
+    with pytest.raises(NotImplementedError, match="cuda"):
+        attention(q, k, v, backend="cuda")

@@ -306,7 +306,7 @@ def test_wgmma_by_hand():
             assert got[thread, i] == pytest.approx(product[row, column], rel=1e-4, abs=1e-4)
 
 
-# ---- the card -----------------------------------------------------------------------------------------------------------
+# ---- the card --------------------------------------------------------------------------------------------------------
 
 
 def on_card(kernel: KernelSpec, *values) -> None:

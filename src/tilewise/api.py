@@ -24,8 +24,8 @@ from .state import add_sinks
 from .tree import CPU_COST, CostModel, plan_tree
 
 MAX_HEAD_DIM = 512
-BACKENDS = ("auto", "cpu")
-LATER_BACKENDS = ("cuda", "emulator")
+BACKENDS = ("auto", "cpu", "emulator")
+EMULATOR = "emulator"  # also "emulator:NAME" for one kernel
 DEQUANTISE = 4  # reading a quantised token on the CPU, in readings of a float32 one
 
 Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
@@ -57,6 +57,8 @@ def attention(
     sinks: (Hq,), a logit that joins the softmax denominator only; it counts in the LSE.
     alibi_slopes: (Hq,) or (B, Hq), adds −slope · |i + Nk − Nq − j| after soft-capping.
     schedule: a BlockSchedule; keys outside its blocks are not seen. out: (B, Nq, Hq, D), written and returned.
+    backend: "auto", "cpu", or "emulator": a CUDA kernel's source run on CPU tensors, "emulator:NAME" for a rung of the
+    ladder by name; slow, and for the plain and causal problems that those kernels serve.
 
     Returns o (B, Nq, Hq, D), with return_lse also the LSE (B, Hq, Nq) float32. A NaN or infinity in a key that a window
     hides may still reach the rows of its tile, as in other fused kernels; what `causal` alone hides does not.
@@ -71,7 +73,11 @@ def attention(
     checks.flag("causal", causal)
     checks.flag("return_lse", return_lse)
     _check_out(out, q)
-    _check_backend(backend, q, (k, v, sinks, alibi_slopes))
+    _check_backend(backend, q, (k, v, sinks, alibi_slopes), emulated=True)
+    if backend.startswith(EMULATOR):
+        extras = {"window": window, "softcap": softcap or None, "alibi_slopes": slopes, "schedule": schedule}
+        o, lse = _emulate(backend, q, k, v, causal, scoring.scale, extras)
+        return _result(o, lse, sinks, out, return_lse)
 
     plan = plan_dense(
         batch,
@@ -452,11 +458,17 @@ def _check_out(out: torch.Tensor | None, q: torch.Tensor) -> None:
         raise ValueError("out must be writable here, got one that requires gradients or was made in inference mode")
 
 
-def _check_backend(backend: str, q: torch.Tensor, others: Sequence[torch.Tensor | None]) -> None:
+def _check_backend(
+    backend: str, q: torch.Tensor, others: Sequence[torch.Tensor | None], emulated: bool = False
+) -> None:
     """Refuse what no kernel serves, before anything runs."""
-    if backend in LATER_BACKENDS:
-        raise NotImplementedError(f'backend "{backend}" is not built yet; use backend="auto" with CPU tensors')
-    checks.choice("backend", backend, BACKENDS)
+    if backend == "cuda":
+        raise NotImplementedError('backend "cuda" is not built yet; use backend="auto" with CPU tensors')
+    if isinstance(backend, str) and backend.partition(":")[0] == EMULATOR:
+        if not emulated:
+            raise NotImplementedError(f'backend "{backend}" runs attention() only; use backend="auto" here')
+    else:
+        checks.choice("backend", backend, BACKENDS)
     if q.device.type != "cpu":
         raise NotImplementedError(
             f"q is on {q.device}: Tilewise has no kernels for {q.device.type} tensors yet; "
@@ -467,6 +479,30 @@ def _check_backend(backend: str, q: torch.Tensor, others: Sequence[torch.Tensor 
             "an input requires gradients, and Tilewise has no backward pass yet; call it under torch.no_grad(), or use "
             "torch.nn.functional.scaled_dot_product_attention for training"
         )
+
+
+def _emulate(
+    backend: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float, extras: dict[str, Any]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A kernel of the ladder in the emulator: the one named, or the highest rung that serves the problem."""
+    from . import ladder  # brings the emulator and the compiler along, which nobody else here needs
+
+    asked = [name for name, value in extras.items() if value is not None]
+    if asked or scale <= 0:
+        what = ", ".join(asked) or "a scale that is not positive"
+        raise NotImplementedError(f'backend "{backend}" has no kernel with {what} yet; use backend="cpu"')
+    _, _, name = backend.partition(":")
+    names = [rung.name for rung in ladder.RUNGS]
+    if name and name not in names:
+        raise ValueError(f"backend must name a rung after the colon, one of {', '.join(names)}, got {name!r}")
+    rungs = [rung for rung in reversed(ladder.RUNGS) if rung.name == name or (not name and rung.exact)]
+    for rung in sorted(rungs, key=lambda rung: not rung.hopper):  # Hopper's first
+        if (q.dtype in rung.dtypes and q.shape[-1] in rung.head_dims) or name:
+            o, lse, _ = ladder.run(rung, q, k, v, causal=causal, scale=scale)
+            return o, lse
+    raise NotImplementedError(
+        f'no kernel in the emulator serves {q.dtype} with head_dim {q.shape[-1]}; use backend="cpu"'
+    )
 
 
 def _full_precision() -> AbstractContextManager[Any]:

@@ -159,6 +159,7 @@ def _flags(arch: str) -> tuple[str, ...]:
         "-std=c++17",
         "-default-device",
         "-lineinfo",
+        "--no-cache",  # NVRTC's own cache returns no log, and so no report; ours keeps both
         "--ptxas-options=-v",
         "--ptxas-options=--warn-on-spills",
     )
@@ -561,7 +562,7 @@ class Kernel:
             raise ValueError(f"{name} needs {shared} bytes of shared memory per block, the device has {limit}")
         self._context = _check(driver.cuDevicePrimaryCtxRetain(device), name)
         self._context_value = int(self._context)
-        with self._current(), _relaxed_capture(driver):
+        with self._current():
             self._module = _check(driver.cuModuleLoadData(binary.cubin), name)
             self._function = _check(driver.cuModuleGetFunction(self._module, binary.spec.entry.encode()), name)
             names = driver.CUfunction_attribute
@@ -664,23 +665,17 @@ def _attribute(driver: Any, name: str, value: Any) -> Any:
 
 def _arg_sizes(driver: Any, function: Any) -> tuple[int, ...]:
     """The sizes of a kernel's parameters: a wrong count would make the driver read past the arguments."""
-    sizes: list[int] = []
-    while True:
-        error, _, size = driver.cuFuncGetParamInfo(function, len(sizes))
-        if error:
-            return tuple(sizes)
-        sizes.append(int(size))
-
-
-@contextlib.contextmanager
-def _relaxed_capture(driver: Any) -> Iterator[None]:
-    """Lets this thread load a module while a graph is being captured: loading puts nothing on any stream."""
-    mode = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
-    before = _check(driver.cuThreadExchangeStreamCaptureMode(mode), "stream capture mode")
     try:
-        yield
-    finally:
-        driver.cuThreadExchangeStreamCaptureMode(before)
+        error, count = driver.cuFuncGetParamCount(function)
+    except RuntimeError:  # a driver from before it
+        error, count = 1, None
+    sizes: list[int] = []
+    while error or len(sizes) < count:
+        failed, _, size = driver.cuFuncGetParamInfo(function, len(sizes))
+        if failed:
+            break
+        sizes.append(int(size))
+    return tuple(sizes)
 
 
 # torch.cuda.current_stream builds a Python object each time, which costs as much as the launch itself.

@@ -52,7 +52,8 @@ class AttentionArgs(ctypes.Structure):
 class Rung:
     """One kernel of the ladder.
 
-    idea: what changed from the rung before, in one line. tile_q: query rows of a block. constants(head_dim) and
+    idea: what changed from the rung before, in one line. line: which story it belongs to; rungs are compared with the
+    one before them on the same line. tile_q: query rows of a block. constants(head_dim) and
     shared_bytes(head_dim, element bytes) complete the spec. tile_kv: given for rungs that load by TMA, which take
     tensor maps of q, k and v before the arguments and need sm_90a. blocks: the grid of a persistent rung, whose blocks
     share all tiles; else one block a tile.
@@ -61,6 +62,7 @@ class Rung:
     name: str
     source: str
     idea: str
+    line: str
     threads: int
     tile_q: int
     constants: Callable[[int], Constants]
@@ -69,6 +71,7 @@ class Rung:
     head_dims: tuple[int, ...]
     tile_kv: int | None = None
     blocks: int | None = None
+    exact: bool = True  # False: rounds its inputs by design
 
     @property
     def hopper(self) -> bool:
@@ -111,6 +114,8 @@ def run(
     lse = torch.full((batch, heads_q, seqlen_q), math.nan, device=q.device)
     if not o.numel():
         return o, lse, None
+    if not k.shape[1]:  # no keys: nothing to launch over
+        return o.zero_(), lse.fill_(-math.inf), None
     launch = prepare(rung, q, k, v, o, lse, causal=causal, scale=scale)
     grid = launch.grid
     if q.is_cuda:
@@ -168,10 +173,12 @@ def _panel_map(x: torch.Tensor, rows: int) -> Any:
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 
 RUNGS: tuple[Rung, ...] = (
+    # ---- lecture ----
     Rung(
         "registers",
         "03_registers.cu",
         "a square of threads for a tile of rows; O, m and l in registers",
+        line="lecture",
         threads=256,
         tile_q=32,
         constants=lambda d: (("kTile", 32), ("kSide", 16)),
@@ -179,10 +186,12 @@ RUNGS: tuple[Rung, ...] = (
         dtypes=(F32,),
         head_dims=(32, 64, 96, 128),
     ),
+    # ---- raw CUDA ----
     Rung(
         "flash_naive",
         "04_flash_naive.cu",
         "the algorithm alone: one thread a row, O in global memory",
+        line="raw CUDA",
         threads=32,
         tile_q=32,
         constants=lambda d: (("kTile", 32),),
@@ -194,6 +203,7 @@ RUNGS: tuple[Rung, ...] = (
         "flash_2d",
         "05_flash_2d.cu",
         "lanes run along rows: coalesced loads, maxima and sums by shuffle; O still in global memory",
+        line="raw CUDA",
         threads=256,
         tile_q=32,
         constants=lambda d: (("kTile", 32), ("kWarps", 8)),
@@ -205,6 +215,7 @@ RUNGS: tuple[Rung, ...] = (
         "scalar2d_row_tile",
         "06_scalar2d_row_tile.cu",
         "O and the row statistics stay in registers; 4 rows a thread share each value fetched",
+        line="raw CUDA",
         threads=256,
         tile_q=64,
         constants=lambda d: (("kTileQ", 64), ("kTileKv", 32), ("kThreads", 256)),
@@ -216,10 +227,11 @@ RUNGS: tuple[Rung, ...] = (
         "warp_wmma",
         "07_warp_wmma.cu",
         "the products go to the tensor cores by wmma, one warp a block",
+        line="raw CUDA",
         threads=32,
-        tile_q=16,
-        constants=lambda d: (("kTileQ", 16), ("kTileKv", 32)),
-        shared_bytes=lambda d, size: (16 + 2 * 32) * (d + 8) * 2 + 16 * (40 * 2 + 36 * 4 + (d + 4) * 4),
+        tile_q=32,
+        constants=lambda d: (("kTileQ", 32), ("kTileKv", 32)),
+        shared_bytes=lambda d, size: (32 + 2 * 32) * (d + 8) * 2 + 32 * (40 * 2 + 36 * 4 + (d + 4) * 4),
         dtypes=(F16, BF16),
         head_dims=(32, 64, 96, 128),
     ),
@@ -227,6 +239,7 @@ RUNGS: tuple[Rung, ...] = (
         "block_wmma",
         "08_block_wmma.cu",
         "four warps share a K/V tile; tiles of S and O dealt to the warps in turn",
+        line="raw CUDA",
         threads=128,
         tile_q=64,
         constants=lambda d: (("kTileQ", 64), ("kTileKv", 32), ("kWarps", 4)),
@@ -238,6 +251,7 @@ RUNGS: tuple[Rung, ...] = (
         "wmma_row_block",
         "09_wmma_row_block.cu",
         "each warp owns 16 rows end to end: block barriers only around K/V",
+        line="raw CUDA",
         threads=128,
         tile_q=64,
         constants=lambda d: (("kTileQ", 64), ("kTileKv", 32), ("kWarps", 4)),
@@ -249,6 +263,7 @@ RUNGS: tuple[Rung, ...] = (
         "mma",
         "10_mma.cu",
         "mma.sync fed by ldmatrix: softmax on the accumulators, S, P and O never leave the registers",
+        line="raw CUDA",
         threads=128,
         tile_q=64,
         constants=lambda d: (("kTileQ", 64), ("kTileKv", 64), ("kThreads", 128)),
@@ -260,6 +275,7 @@ RUNGS: tuple[Rung, ...] = (
         "mma_swizzle",
         "11_mma_swizzle.cu",
         "shared tiles XOR-swizzled: ldmatrix without bank conflicts",
+        line="raw CUDA",
         threads=128,
         tile_q=64,
         constants=lambda d: (("kTileQ", 64), ("kTileKv", 64), ("kThreads", 128)),
@@ -270,11 +286,12 @@ RUNGS: tuple[Rung, ...] = (
     Rung(
         "mma_qreg",
         "12_mma_qreg.cu",
-        "Q's fragments stay in registers, so V gets Q's shared memory and a tile takes two barriers instead of four",
-        threads=128,
-        tile_q=64,
-        constants=lambda d: (("kTileQ", 64), ("kTileKv", 64 if d <= 128 else 32), ("kThreads", 128)),
-        shared_bytes=lambda d, size: (128 if d <= 128 else 64) * d * size,
+        "Q's fragments stay in registers, so K and V get its shared memory: twice the rows a block, half the barriers",
+        line="raw CUDA",
+        threads=256,
+        tile_q=128,
+        constants=lambda d: (("kTileQ", 128), ("kTileKv", 64 if d <= 128 else 32), ("kThreads", 256)),
+        shared_bytes=lambda d, size: 128 * d * size,
         dtypes=(F16, BF16),
         head_dims=(32, 64, 96, 128, 256),
     ),
@@ -282,10 +299,11 @@ RUNGS: tuple[Rung, ...] = (
         "mma_qreg_vld",
         "13_mma_qreg_vld.cu",
         "16 bytes a thread to and from global memory",
-        threads=128,
-        tile_q=64,
-        constants=lambda d: (("kTileQ", 64), ("kTileKv", 64 if d <= 128 else 32), ("kThreads", 128)),
-        shared_bytes=lambda d, size: (128 if d <= 128 else 64) * d * size,
+        line="raw CUDA",
+        threads=256,
+        tile_q=128,
+        constants=lambda d: (("kTileQ", 128), ("kTileKv", 64 if d <= 128 else 32), ("kThreads", 256)),
+        shared_bytes=lambda d, size: 128 * d * size,
         dtypes=(F16, BF16),
         head_dims=(32, 64, 96, 128, 256),
     ),
@@ -293,6 +311,7 @@ RUNGS: tuple[Rung, ...] = (
         "mma_qreg_async",
         "14_mma_qreg_async.cu",
         "cp.async into a second stage: the next K and V tiles travel while this one is computed; one barrier a tile",
+        line="raw CUDA",
         threads=256,
         tile_q=128,
         constants=lambda d: (("kTileQ", 128), ("kTileKv", 64 if d <= 128 else 32), ("kThreads", 256)),
@@ -302,65 +321,10 @@ RUNGS: tuple[Rung, ...] = (
         head_dims=(32, 64, 96, 128, 256),
     ),
     Rung(
-        "pika_scalar",
-        "15_pika_scalar.cu",
-        "a warp a row, lanes along the head dimension, no shared memory",
-        threads=128,
-        tile_q=4,
-        constants=lambda d: (("kWarps", 4),),
-        shared_bytes=lambda d, size: 0,
-        dtypes=(F16, BF16),
-        head_dims=(32, 64, 96, 128, 256),
-    ),
-    Rung(
-        "pika_opt",
-        "16_pika_opt.cu",
-        "16-byte loads, several keys of a warp at once, states merged at the end",
-        threads=128,
-        tile_q=4,
-        constants=lambda d: (("kWarps", 4), ("kUnroll", 4)),
-        shared_bytes=lambda d, size: 0,
-        dtypes=(F16, BF16),
-        head_dims=(32, 64, 96, 128, 256),
-    ),
-    Rung(
-        "pika_mma",
-        "17_pika_mma.cu",
-        "tensor cores: a query tile of 16 rows a warp, key tiles of 16 tokens shared by the block's warps",
-        threads=128,
-        tile_q=64,
-        constants=lambda d: (("kTileQ", 64), ("kTileKv", 16), ("kThreads", 128)),
-        shared_bytes=lambda d, size: (64 + 2 * 16) * d * size,
-        dtypes=(F16, BF16),
-        head_dims=(32, 64, 96, 128),
-    ),
-    Rung(
-        "pika_dp4a",
-        "18_pika_dp4a.cu",
-        "rows become int8 with a scale each on the way into shared memory; four products an instruction",
-        threads=256,
-        tile_q=32,
-        constants=lambda d: (("kTile", 32), ("kWarps", 8)),
-        shared_bytes=lambda d, size: (3 * 32 * (d // 4 + 1) + 3 * 32 + 32 * 32) * 4,
-        dtypes=(F16, BF16),
-        head_dims=(32, 64, 96, 128),
-    ),
-    Rung(
-        "pika_persistent",
-        "19_pika_persistent.cu",
-        "a fixed grid takes 16-row items from a formula; K and V stream by cp.async past the resident queries",
-        threads=128,
-        tile_q=16,
-        constants=lambda d: (("kTileQ", 16), ("kTileKv", 64), ("kWarps", 4)),
-        shared_bytes=lambda d, size: (16 + 2 * 64) * (d + 8) * 2 + 16 * (72 * 2 + 68 * 4 + (d + 4) * 4),
-        dtypes=(F16, BF16),
-        head_dims=(32, 64, 96, 128),
-        blocks=132 * 4,  # 4 blocks of D 128 fit a multiprocessor of an H200 at once; any number is right
-    ),
-    Rung(
         "hopper",
         "20_hopper.cu",
         "TMA brings tiles, wgmma multiplies them from shared memory",
+        line="raw CUDA",
         threads=128,
         tile_q=64,
         tile_kv=128,
@@ -373,6 +337,7 @@ RUNGS: tuple[Rung, ...] = (
         "hopper_ring",
         "21_hopper_ring.cu",
         "a producer warp keeps a ring of tiles full for two consumer warpgroups",
+        line="raw CUDA",
         threads=384,
         tile_q=128,
         tile_kv=128,
@@ -381,4 +346,81 @@ RUNGS: tuple[Rung, ...] = (
         dtypes=(F16, BF16),
         head_dims=(64, 128),
     ),
+    # ---- persistent ----
+    Rung(
+        "pika_scalar",
+        "15_pika_scalar.cu",
+        "a warp a row, lanes along the head dimension, no shared memory",
+        line="persistent",
+        threads=128,
+        tile_q=4,
+        constants=lambda d: (("kWarps", 4),),
+        shared_bytes=lambda d, size: 0,
+        dtypes=(F16, BF16),
+        head_dims=(32, 64, 96, 128, 256),
+    ),
+    Rung(
+        "pika_opt",
+        "16_pika_opt.cu",
+        "16-byte loads, several keys of a warp at once, states merged at the end",
+        line="persistent",
+        threads=128,
+        tile_q=4,
+        constants=lambda d: (("kWarps", 4), ("kUnroll", 4)),
+        shared_bytes=lambda d, size: 0,
+        dtypes=(F16, BF16),
+        head_dims=(32, 64, 96, 128, 256),
+    ),
+    Rung(
+        "pika_dp4a",
+        "18_pika_dp4a.cu",
+        "rows become int8 with a scale each on the way into shared memory; four products an instruction",
+        line="persistent",
+        threads=256,
+        tile_q=32,
+        constants=lambda d: (("kTile", 32), ("kWarps", 8)),
+        shared_bytes=lambda d, size: (3 * 32 * (d // 4 + 1) + 3 * 32 + 32 * 32) * 4,
+        dtypes=(F16, BF16),
+        head_dims=(32, 64, 96, 128),
+        exact=False,
+    ),
+    Rung(
+        "pika_persistent",
+        "19_pika_persistent.cu",
+        "a fixed grid takes 16-row items from a formula; K and V stream by cp.async past the resident queries",
+        line="persistent",
+        threads=128,
+        tile_q=16,
+        constants=lambda d: (("kTileQ", 16), ("kTileKv", 64), ("kWarps", 4)),
+        shared_bytes=lambda d, size: (16 + 2 * 64) * (d + 8) * 2 + 16 * (72 * 2 + 68 * 4 + (d + 4) * 4),
+        dtypes=(F16, BF16),
+        head_dims=(32, 64, 96, 128),
+        blocks=132 * 4,  # 4 blocks of D 128 fit a multiprocessor of an H200 at once; any number is right
+    ),
+    Rung(
+        "pika_mma",
+        "17_pika_mma.cu",
+        "tensor cores: a query tile of 16 rows a warp, key tiles of 16 tokens shared by the block's warps",
+        line="persistent",
+        threads=128,
+        tile_q=64,
+        constants=lambda d: (("kTileQ", 64), ("kTileKv", 16), ("kThreads", 128)),
+        shared_bytes=lambda d, size: (64 + 2 * 16) * d * size,
+        dtypes=(F16, BF16),
+        head_dims=(32, 64, 96, 128),
+    ),
+)
+
+# Not a step of the ladder: what the resource report shows when a thread wants more registers than it can have.
+SPILLING = Rung(
+    "spilling",
+    "90_spilling.cu",
+    "a thread holds a row of Q and of O: at D 128 more than 255 registers, so some live in memory",
+    line="apart",
+    threads=64,
+    tile_q=64,
+    constants=lambda d: (("kTileQ", 64), ("kTileKv", 16)),
+    shared_bytes=lambda d, size: 2 * 16 * d * 4,
+    dtypes=(F32,),
+    head_dims=(32, 64, 128),
 )

@@ -91,7 +91,9 @@ def ladder(
         if counted:
             rows = _count(chosen, shape, before)
         else:
-            rows = rungs.measure(chosen, shape, torch.device("cuda", torch.cuda.current_device()), loops, before)
+            device = torch.device("cuda", torch.cuda.current_device())
+            rows = rungs.measure(chosen, shape, device, loops, before)
+            notes.append(f"host cost of a planned launch: {rungs.launch_cost(device):.1f} µs")
     if plot is not None:
         _draw(rows, shape, plot)
         notes.append(f"drew {plot}")
@@ -181,8 +183,8 @@ def _times_table(rows: Sequence[Row], shape: Shape, where: str) -> Table:
     title = f"The ladder on {where}: {shape.title}"
     table = _table(title, ("rung", "dtype", "D", "check"), columns)
     for i, row in enumerate(rows):
-        if row.peer and not rows[i - 1].peer:
-            table.add_section()
+        if i and (row.peer, row.line) != (rows[i - 1].peer, rows[i - 1].line):
+            table.add_section()  # another story: nothing here is compared with the rung above
         cells = [""] * 6
         if row.timing is not None:
             t = row.timing
@@ -400,10 +402,10 @@ def specs(names: Sequence[str] = (), *, every: bool = False) -> list[tuple[Kerne
 
     In bfloat16 and head dimension 128 or the nearest, or in `every` dtype and head dimension it is written for.
     """
-    from .rungs import Shape, steps
+    from .rungs import Shape, apart, steps
     from .workloads import DTYPES
 
-    rungs = [step for step in steps() if step.rung is not None]
+    rungs = [*(step for step in steps() if step.rung is not None), apart()]
     known = [step.name for step in rungs]
     for name in names:
         if name not in known:

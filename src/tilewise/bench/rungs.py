@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import importlib.util
 import math
+import statistics
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -30,7 +31,7 @@ TILED, NUMBA = "torch_tiled", "numba"
 FA2 = "torch FA2"
 SKIPPED = "skipped"
 # Rungs that round rows to int8 by design: they are judged as exact attention over the rounded rows.
-INT8_ROWS = ("pika_dp4a",)
+INT8_ROWS = tuple(rung.name for rung in ladder.RUNGS if not rung.exact)
 PAIRS_AT_ONCE = 1 << 26  # of the oracle's scores
 SLOW = 0.05  # seconds; slower rungs take turns among themselves, so that the fast ones get more turns
 
@@ -70,6 +71,7 @@ class Step:
     idea: str
     dtypes: tuple[str, ...]
     head_dims: tuple[int, ...]  # empty: any
+    line: str = "lecture"
     rung: ladder.Rung | None = None
 
     def nearest(self, shape: Shape) -> tuple[str, int]:
@@ -85,8 +87,17 @@ def steps() -> list[Step]:
         Step(TILED, "the tiled loop in PyTorch: many small kernels, all tiles through global memory", ("float32",), ()),
         Step(NUMBA, "one kernel, written in Python: tiles in shared memory, a group of threads a row", ("float32",),
              (32, 64, 96, 128)),
-        *(Step(r.name, r.idea, tuple(names[d] for d in r.dtypes), r.head_dims, r) for r in ladder.RUNGS),
+        *(_step(r, names) for r in ladder.RUNGS),
     ]  # fmt: skip
+
+
+def _step(rung: ladder.Rung, names: Mapping[torch.dtype, str]) -> Step:
+    return Step(rung.name, rung.idea, tuple(names[d] for d in rung.dtypes), rung.head_dims, rung.line, rung)
+
+
+def apart() -> Step:
+    """The kernel that spills on purpose: no step of the ladder, but one to look at in `tilewise kernels`."""
+    return _step(ladder.SPILLING, {dtype: name for name, dtype in DTYPES.items()})
 
 
 def choose(names: Sequence[str]) -> list[Step]:
@@ -118,6 +129,7 @@ class Row:
     over_fa2: float | None = None
     counters: emulate.Counters | None = None
     peer: bool = False
+    line: str = ""
 
 
 class Data:
@@ -184,7 +196,8 @@ def int8_rows(x: torch.Tensor) -> torch.Tensor:
     """The rows as int8 with a scale each says them, in float32: rounded to multiples of max|row| / 127."""
     x = x.float()
     largest = x.abs().amax(-1, keepdim=True)
-    inverse = torch.where(largest > 0, 127.0 / largest, 0.0)
+    # A true division, as the kernel's: torch turns 127.0 / x into 127 · (1 / x), which breaks ties another way.
+    inverse = torch.where(largest > 0, torch.full_like(largest, 127.0) / largest, 0.0)
     return torch.round(x * inverse) * (largest / 127.0)
 
 
@@ -256,7 +269,7 @@ def measure(
     for step in chosen:
         before(step.name)
         dtype, hdim = step.nearest(shape)
-        row = Row(step.name, step.idea, dtype, hdim)
+        row = Row(step.name, step.idea, dtype, hdim, line=step.line)
         if missing := _missing(step, device):
             rows[step.name] = replace(row, status=SKIPPED, reason=missing)
             continue
@@ -265,18 +278,36 @@ def measure(
     before("the clock")
     timings, torch_rows = _time(passed, calls, store, device, loops)
     found = list(rows.values())
-    previous: float | None = None
+    lines = {step.name: step.line for step in chosen}
+    previous: dict[str, float] = {}  # the rate of the last rung on each line of the ladder
     for i, row in enumerate(found):
         if row.name not in timings:
             continue
         timing, ratios = timings[row.name]
         rate = shape.flops(row.hdim) / timing.median / 1e12
         # Rates, not times: the rung before may have had another head dimension.
-        over = rate / previous if previous else None
+        line = lines[row.name]
+        over = rate / previous[line] if line in previous else None
         sdpa, fa2 = ratios.get(peers.SDPA), ratios.get(FA2)
         found[i] = replace(row, timing=timing, tflops=rate, over_previous=over, over_sdpa=sdpa, over_fa2=fa2)
-        previous = rate
+        previous[line] = rate
     return found + torch_rows
+
+
+def launch_cost(device: torch.device, batches: int = 20, launches: int = 200) -> float:
+    """Microseconds of host time that one planned launch takes: the median over batches that the card's queue can hold."""
+    rung = next(rung for rung in ladder.RUNGS if torch.bfloat16 in rung.dtypes and 64 in rung.head_dims)
+    q, k, v, o = (torch.randn(1, 16, 1, 64, device=device).bfloat16() for _ in range(4))
+    prepared = ladder.prepare(rung, q, k, v, o, torch.empty(1, 1, 16, device=device))
+    kernel, args = jit.load(rung.spec(q.dtype, 64), device), jit.Args(*prepared.args)
+    costs = []
+    for _ in range(batches):
+        _synchronize(device)
+        start = time.perf_counter()
+        for _ in range(launches):
+            kernel.launch(prepared.grid, args)
+        costs.append((time.perf_counter() - start) / launches * 1e6)
+    return statistics.median(costs)
 
 
 def _missing(step: Step, device: torch.device) -> str:

@@ -18,6 +18,10 @@ from typing import Any
 
 import numpy as np
 import torch
+
+if not hasattr(np, "row_stack"):  # numba 0.68 asks for the name, which later versions of NumPy have dropped
+    np.row_stack = np.vstack
+
 from numba import config, cuda, float32
 
 NAME = "numba"

@@ -1,15 +1,15 @@
 // warp_wmma: the products go to the tensor cores, by wmma, with one warp a block.
 //
-// A warp takes 16 rows, the size of a wmma product; Q Kᵀ and P V are now tensor work and hardly any of the arithmetic is
-// scalar. The softmax between them works on rows, but a fragment does not say where its rows are: S, P and O go through
-// shared memory. A lone warp has no one to share K and V with, and nothing to do while it waits.
-// half, bf16. Constants: Element, kHeadDim, kTileQ (16), kTileKv.
+// A warp takes 32 rows, two wmma products of 16; Q Kᵀ and P V are now tensor work and hardly any of the arithmetic is
+// scalar. The softmax between them works on rows, a thread each, but a fragment does not say where its rows are: S, P and O go
+// through shared memory. A lone warp has no one to share K and V with, and nothing to do while it waits.
+// half, bf16. Constants: Element, kHeadDim, kTileQ (32), kTileKv.
 #include "tile/wmma_rows.cuh"
 
 extern "C" __global__ void __launch_bounds__(32) warp_wmma(const AttentionArgs args) {
-    static_assert(kTileQ == 16, "a warp is 16 rows");
+    static_assert(kTileQ == 32, "a thread a row");
     const WmmaTiles t;
-    const int i = threadIdx.x / 2, part = threadIdx.x % 2, row0 = blockIdx.x * kTileQ;
+    const int i = threadIdx.x, row0 = blockIdx.x * kTileQ;
     const Head<Element> head(args, blockIdx.z, blockIdx.y);
 
     copy_rows<kTileQ, 32>(0, head.gQ, args.q_strides.row, row0, args.seqlen_q);
@@ -23,15 +23,17 @@ extern "C" __global__ void __launch_bounds__(32) warp_wmma(const AttentionArgs a
         copy_rows<kTileKv, 32>(t.kV, head.gV, args.v_strides.row, key0, args.seqlen_k);
         ptx::sync_warp();
         // S = Q Kᵀ
-        for (int n = 0; n < kTileKv; n += 16) warp::score_tile(t, 0, n);
+        for (int m = 0; m < kTileQ; m += 16)
+            for (int n = 0; n < kTileKv; n += 16) warp::score_tile(t, m, n);
         ptx::sync_warp();
         // P = exp(S − m), O and l corrected
-        softmax_row<2>(t, state, i, part, seen - key0, args.scale_log2);
+        softmax_row<1>(t, state, i, 0, seen - key0, args.scale_log2);
         ptx::sync_warp();
         // O += P V
-        for (int n = 0; n < kHeadDim; n += 16) warp::output_tile(t, 0, n);
+        for (int m = 0; m < kTileQ; m += 16)
+            for (int n = 0; n < kHeadDim; n += 16) warp::output_tile(t, m, n);
         ptx::sync_warp();
     }
     ptx::sync_warp();
-    write_row<2>(t, state, i, part, args, head, row0 + i);
+    write_row<1>(t, state, i, 0, args, head, row0 + i);
 }

@@ -3,7 +3,7 @@
 // Two bytes a load makes 64 bytes a warp's request, and eight times the instructions of 16-byte ones: address, bound, load, store,
 // all for one element. O leaves the same way: its fragments go through shared memory, where a row lies together, instead of
 // 2-byte stores that touch eight rows at once. Rows must begin at multiples of 16 bytes.
-// Constants: Element, kHeadDim, kTileQ (at most 2 kTileKv), kTileKv, kThreads (kTileQ / 16 warps).
+// Constants: Element, kHeadDim, kTileQ, kTileKv, kThreads (kTileQ / 16 warps).
 #include "tile/mask.cuh"
 #include "tile/softmax.cuh"
 
@@ -17,7 +17,8 @@ extern "C" __global__ void __launch_bounds__(kThreads) mma_qreg_vld(const Attent
     const KeyTiles tiles = key_tiles<kTileKv>(args, row0, kTileQ);
 
     block::Stream<kThreads, Tile<kTileQ>> q(head.gQ + row0 * args.q_strides.row, args.q_strides.row, args.seqlen_q - row0);
-    block::Stream<kThreads, Tile<kTileKv>> k(head.gK, args.k_strides.row, args.seqlen_k), v(head.gV, args.v_strides.row, args.seqlen_k);
+    block::Stream<kThreads, Tile<kTileKv>> k(head.gK, args.k_strides.row, args.seqlen_k);
+    block::Stream<kThreads, Tile<kTileKv>> v(head.gV, args.v_strides.row, args.seqlen_k);
     q.next(sQ);
     ptx::sync_threads();
     uint32_t rQ[kHeadDim / 16][4];

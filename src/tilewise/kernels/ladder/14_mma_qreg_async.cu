@@ -19,7 +19,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, kHeadDim <= 64 ? 2 : 1) m
     const KeyTiles tiles = key_tiles<kTileKv>(args, row0, kTileQ);
     const auto stage = [](int tile) { return uint32_t(tile % 2 * 2 * kTileBytes); };
     block::Stream<kThreads, Tile<kTileQ>> q(head.gQ + row0 * args.q_strides.row, args.q_strides.row, args.seqlen_q - row0);
-    block::Stream<kThreads, Tile<kTileKv>> k(head.gK, args.k_strides.row, args.seqlen_k), v(head.gV, args.v_strides.row, args.seqlen_k);
+    block::Stream<kThreads, Tile<kTileKv>> k(head.gK, args.k_strides.row, args.seqlen_k);
+    block::Stream<kThreads, Tile<kTileKv>> v(head.gV, args.v_strides.row, args.seqlen_k);
     const auto load = [&](int tile) {
         if (tile < tiles.end) {
             k.next_async(Tile<kTileKv>(stage(tile)));

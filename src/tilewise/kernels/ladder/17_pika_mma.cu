@@ -16,7 +16,8 @@ extern "C" __global__ void __launch_bounds__(kThreads) pika_mma(const AttentionA
     const Head<Element> head(args, blockIdx.z, blockIdx.y);
     const KeyTiles tiles = key_tiles<kTileKv>(args, row0, kTileQ);
     block::Stream<kThreads, Tile<kTileQ>> q(head.gQ + row0 * args.q_strides.row, args.q_strides.row, args.seqlen_q - row0);
-    block::Stream<kThreads, Tile<kTileKv>> k(head.gK, args.k_strides.row, args.seqlen_k), v(head.gV, args.v_strides.row, args.seqlen_k);
+    block::Stream<kThreads, Tile<kTileKv>> k(head.gK, args.k_strides.row, args.seqlen_k);
+    block::Stream<kThreads, Tile<kTileKv>> v(head.gV, args.v_strides.row, args.seqlen_k);
 
     q.next(sQ);
     float acc_o[kHeadDim / 2];

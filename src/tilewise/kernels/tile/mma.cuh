@@ -40,12 +40,14 @@ template <class Tile> TILE_DEVICE void load_b(uint32_t (&b)[4], const Tile& tile
 
 // ---- products ---------------------------------------------------------------------------------------------------------
 // acc, columns 16n … 16n + 15, += A b
-template <class T, int kSize> TILE_DEVICE void mma_pair(float (&acc)[kSize], int n, const uint32_t (&a)[4], const uint32_t (&b)[4]) {
+template <class T, int kSize>
+TILE_DEVICE void mma_pair(float (&acc)[kSize], int n, const uint32_t (&a)[4], const uint32_t (&b)[4]) {
     ptx::mma_16x8x16<T>(reinterpret_cast<float (&)[4]>(acc[8 * n]), a, b[0], b[1]);
     ptx::mma_16x8x16<T>(reinterpret_cast<float (&)[4]>(acc[8 * n + 4]), a, b[2], b[3]);
 }
 // acc += A Bᵀ, one step of depth 16
-template <int kSize, class Tile> TILE_DEVICE void mma_abt_step(float (&acc)[kSize], const uint32_t (&a)[4], const Tile& tile, int k) {
+template <int kSize, class Tile>
+TILE_DEVICE void mma_abt_step(float (&acc)[kSize], const uint32_t (&a)[4], const Tile& tile, int k) {
     static_assert(kSize * 2 == Tile::kRows, "the product has a column for each of B's rows");
 #pragma unroll
     for (int n = 0; n < kSize / 8; n++) {

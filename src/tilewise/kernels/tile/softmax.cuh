@@ -24,7 +24,8 @@ struct RowState {
 // m' = max(m, S · scale), P = 2^(S · scale − m') in place of S, l = l · c + Σ P with c = 2^(m − m'), which O is still to be
 // multiplied with. The scale (positive) goes into the exponential's multiply-add. c is made from the same rounded m that P
 // was: from unrounded products, a large m that stands still would give c = 1 ± ε and each tile would drift from the last.
-template <int kSize> TILE_DEVICE void online_softmax(float (&acc_s)[kSize], float (&correction)[2], RowState& state, float scale_log2) {
+template <int kSize>
+TILE_DEVICE void online_softmax(float (&acc_s)[kSize], float (&correction)[2], RowState& state, float scale_log2) {
 #pragma unroll
     for (int h = 0; h < 2; h++) {
         float tile_max = -INFINITY;

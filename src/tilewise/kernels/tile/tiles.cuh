@@ -18,7 +18,9 @@ template <class T, int kRows_, int kColumns_, Layout kLayout> struct SharedTile 
 
     TILE_DEVICE explicit SharedTile(uint32_t bytes) : offset(bytes) {}
     static constexpr int kTurns = kLayout == Layout::plain ? 1 : kChunks % 8 ? 4 : 8;
-    static TILE_DEVICE int place(int row, int chunk) { return row * kChunks + (chunk ^ ((kTurns == 4 ? row >> 1 : row) & (kTurns - 1))); }
+    static TILE_DEVICE int place(int row, int chunk) {
+        return row * kChunks + (chunk ^ ((kTurns == 4 ? row >> 1 : row) & (kTurns - 1)));
+    }
     TILE_DEVICE uint32_t address(int row, int chunk) const { return ptx::shared_address(offset) + place(row, chunk) * 16; }
     // From the address of chunk 0 or 1 of a row to that `chunks` further on, an even number: turning commutes with turning, so a
     // lane computes one address a tile and pays at most one XOR for another column, nothing for what is beyond the turns.
@@ -26,7 +28,9 @@ template <class T, int kRows_, int kColumns_, Layout kLayout> struct SharedTile 
         return (address ^ (chunks & (kTurns - 1)) * 16) + (chunks & ~(kTurns - 1)) * 16;
     }
     // The value at (row, column), the two from an even column on, the eight from chunk · 8 on.
-    TILE_DEVICE decltype(auto) element(int row, int column) const { return Shared<T>(offset)[place(row, column / 8) * 8 + column % 8]; }
+    TILE_DEVICE decltype(auto) element(int row, int column) const {
+        return Shared<T>(offset)[place(row, column / 8) * 8 + column % 8];
+    }
     TILE_DEVICE decltype(auto) pair(int row, int column) const {
         return Shared<uint32_t>(offset)[place(row, column / 8) * 4 + column % 8 / 2];
     }
@@ -41,13 +45,15 @@ namespace block {
 
 // Element by element: a warp takes a row, and asks for several before it stores the first, as far as registers go.
 constexpr int rows_together(int columns) { return columns <= 64 ? 4 : 512 / columns; }
-template <class Tile> TILE_DEVICE void load_row(const Tile& tile, Global<const typename Tile::Element> g, int64_t stride, int rows, int row) {
+template <class Tile>
+TILE_DEVICE void load_row(const Tile& tile, Global<const typename Tile::Element> g, int64_t stride, int rows, int row) {
     using T = typename Tile::Element;
 #pragma unroll
     for (int column = threadIdx.x % 32; column < Tile::kColumns; column += 32)
         tile.element(row, column) = row < rows ? T(g[row * stride + column]) : from_float<T>(0.0f);
 }
-template <int kThreads, class Tile> TILE_DEVICE void load(const Tile& tile, Global<const typename Tile::Element> g, int64_t stride, int rows) {
+template <int kThreads, class Tile>
+TILE_DEVICE void load(const Tile& tile, Global<const typename Tile::Element> g, int64_t stride, int rows) {
     static_assert(Tile::kRows % (kThreads / 32) == 0, "the same number of rows for every warp");
 #pragma unroll (rows_together(Tile::kColumns))
     for (int r = 0; r < Tile::kRows; r += kThreads / 32) load_row(tile, g, stride, rows, r + threadIdx.x / 32);

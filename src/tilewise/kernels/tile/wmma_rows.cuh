@@ -17,30 +17,31 @@ struct WmmaTiles {
     Shared<float> sS{kS}, sO{kO};
 };
 
-// Rows first … first + kRows − 1 of a matrix, zero from row `end` on, 16 bytes an access; up to eight are under way together,
-// for a load that is stored before the next one begins would wait out the whole latency each time.
+// Rows first … first + kRows − 1 of a matrix, zero from row `end` on, an element an access (wider ones are a later rung's idea);
+// several are under way together, for a load that is stored before the next one begins would wait out the whole latency each time.
 template <int kRows, int kThreads>
 TILE_DEVICE void copy_rows(uint32_t tile, Global<const Element> gRows, int64_t stride, int first, int end) {
-    constexpr int kRowVectors = kHeadDim / 8, kVectors = kRows * kRowVectors, kEach = kVectors / kThreads;
-    constexpr int kBatch = kEach <= 8 ? kEach : kEach % 8 == 0 ? 8 : 4;
-    static_assert(kVectors % (kBatch * kThreads) == 0, "every thread has the same number of vectors");
-    const Shared<Vector16> sTile(tile);
-    for (int begin = threadIdx.x; begin < kVectors; begin += kBatch * kThreads) {
-        Vector16 v[kBatch];
+    constexpr int kElements = kRows * kHeadDim, kEach = kElements / kThreads;
+    // a warp alone has nobody else to hide its latency
+    constexpr int kBatch = kThreads > 32 ? 8 : kEach % 64 == 0 ? 64 : kEach % 32 == 0 ? 32 : 8;
+    static_assert(kEach * kThreads == kElements && kEach % kBatch == 0, "every thread has the same number of elements");
+    const Shared<Element> sTile(tile);
+    for (int begin = threadIdx.x; begin < kElements; begin += kBatch * kThreads) {
+        Element x[kBatch];
 #pragma unroll
         for (int b = 0; b < kBatch; b++) {
-            const int i = begin + b * kThreads, row = i / kRowVectors, part = i % kRowVectors;
-            v[b] = {};
-            if (first + row < end) v[b] = (gRows + ((first + row) * stride + part * 8)).template as<const Vector16>()[0];
+            const int i = begin + b * kThreads, row = i / kHeadDim, column = i % kHeadDim;
+            x[b] = from_float<Element>(0.0f);
+            if (first + row < end) x[b] = gRows[(first + row) * stride + column];
         }
 #pragma unroll
         for (int b = 0; b < kBatch; b++) {
             const int i = begin + b * kThreads;
-            sTile[i / kRowVectors * (kPitch / 8) + i % kRowVectors] = v[b];
+            sTile[i / kHeadDim * kPitch + i % kHeadDim] = x[b];
         }
     }
 }
-// The same by cp.async, into the open group.
+// By cp.async, 16 bytes an access, into the open group.
 template <int kRows, int kThreads>
 TILE_DEVICE void copy_rows_async(uint32_t tile, Global<const Element> gRows, int64_t stride, int first, int end) {
     const Shared<Vector16> sTile(tile);
