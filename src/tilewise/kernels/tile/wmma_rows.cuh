@@ -17,29 +17,34 @@ struct WmmaTiles {
     Shared<float> sS{kS}, sO{kO};
 };
 
-// Rows first … first + kRows − 1 of a matrix, zero from row `end` on, an element an access (wider ones are a later rung's idea);
-// several are under way together, for a load that is stored before the next one begins would wait out the whole latency each time.
-template <int kRows, int kThreads>
-TILE_DEVICE void copy_rows(uint32_t tile, Global<const Element> gRows, int64_t stride, int first, int end) {
-    constexpr int kElements = kRows * kHeadDim, kEach = kElements / kThreads;
-    // a warp alone has nobody else to hide its latency
-    constexpr int kBatch = kThreads > 32 ? 8 : kEach % 64 == 0 ? 64 : kEach % 32 == 0 ? 32 : 8;
-    static_assert(kEach * kThreads == kElements && kEach % kBatch == 0, "every thread has the same number of elements");
-    const Shared<Element> sTile(tile);
-    for (int begin = threadIdx.x; begin < kElements; begin += kBatch * kThreads) {
-        Element x[kBatch];
+// Rows first … first + kRows − 1 of a matrix, zero from row `end` on, an element an access (16 bytes at a time is a later rung's
+// idea; a lone warp, with nobody to hide its latency, takes two). Several are under way together, for a load that is stored
+// before the next one begins would wait out the whole latency each time.
+template <class Word, int kRows, int kThreads>
+TILE_DEVICE void copy_rows_as(uint32_t tile, Global<const Element> gRows, int64_t stride, int first, int end) {
+    constexpr int kSize = sizeof(Word) / sizeof(Element), kRowWords = kHeadDim / kSize, kWords = kRows * kRowWords;
+    constexpr int kEach = kWords / kThreads, kBatch = kThreads == 32 ? 16 : 8;
+    static_assert(kEach * kThreads == kWords && kEach % kBatch == 0, "every thread has the same number of words");
+    const Shared<Word> sTile(tile);
+    for (int begin = threadIdx.x; begin < kWords; begin += kBatch * kThreads) {
+        Word x[kBatch];
 #pragma unroll
         for (int b = 0; b < kBatch; b++) {
-            const int i = begin + b * kThreads, row = i / kHeadDim, column = i % kHeadDim;
-            x[b] = from_float<Element>(0.0f);
-            if (first + row < end) x[b] = gRows[(first + row) * stride + column];
+            const int i = begin + b * kThreads, row = i / kRowWords, word = i % kRowWords;
+            x[b] = 0;
+            if (first + row < end) x[b] = (gRows + (first + row) * stride).template as<const Word>()[word];
         }
 #pragma unroll
         for (int b = 0; b < kBatch; b++) {
             const int i = begin + b * kThreads;
-            sTile[i / kHeadDim * kPitch + i % kHeadDim] = x[b];
+            sTile[i / kRowWords * (kPitch / kSize) + i % kRowWords] = x[b];
         }
     }
+}
+template <int kRows, int kThreads>
+TILE_DEVICE void copy_rows(uint32_t tile, Global<const Element> gRows, int64_t stride, int first, int end) {
+    if constexpr (kThreads == 32) copy_rows_as<uint32_t, kRows, kThreads>(tile, gRows, stride, first, end);
+    else copy_rows_as<uint16_t, kRows, kThreads>(tile, gRows, stride, first, end);
 }
 // By cp.async, 16 bytes an access, into the open group.
 template <int kRows, int kThreads>
