@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from tilewise import emulate, jit
-from tilewise.jit import TensorMapSpec
 from tilewise.kernels import KernelSpec
+from tilewise.kernels.hardware import TensorMapSpec
 
 KERNELS = Path(__file__).parent / "kernels"
 PRIMITIVES = (

@@ -21,8 +21,8 @@ from typing import Any
 
 import torch
 
-from .jit import TensorMapSpec
 from .kernels import KERNELS_ROOT, KernelSpec, headers
+from .kernels.hardware import TensorMapSpec
 
 # Cold paths are kept apart, so that a report names the line it happened on and not one that shares its code.
 FLAGS = (

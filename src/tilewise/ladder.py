@@ -17,6 +17,7 @@ import torch
 
 from . import emulate, jit
 from .kernels import Constant, KernelSpec
+from .kernels.hardware import TensorMapSpec
 
 LOG2E = math.log2(math.e)
 ELEMENTS = {torch.float32: "float", torch.float16: "half", torch.bfloat16: "bf16"}
@@ -166,7 +167,7 @@ def _panel_map(x: torch.Tensor, rows: int) -> Any:
     size = x.element_size()
     sizes = (x.shape[3], x.shape[1], x.shape[2], x.shape[0])
     strides = tuple(size * s for s in (x.stride(1), x.stride(2), x.stride(0)))
-    spec = jit.TensorMapSpec(MAP_TYPES[x.dtype], sizes, strides, (PANEL, rows, 1, 1), 128)
+    spec = TensorMapSpec(MAP_TYPES[x.dtype], sizes, strides, (PANEL, rows, 1, 1), 128)
     return jit.encode(spec, x.data_ptr()) if x.is_cuda else emulate.tensor_map(spec, x.data_ptr())
 
 

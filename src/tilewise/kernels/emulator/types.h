@@ -48,7 +48,7 @@ template <class T> inline float unpack(uint32_t pair, int index) {
     return to_float(x);
 }
 
-// The description the driver would encode, as jit.py's TensorMapSpec lays it out.
+// The description the driver would encode, as hardware.py's TensorMapSpec lays it out.
 struct alignas(64) TensorMap {
     uint8_t* base;
     uint32_t element_bytes, rank, swizzle, pad;
