@@ -57,21 +57,22 @@ def mutant(rung, file: str, old: str, new: str, tmp_path):
 
 RING, PLAIN, NAIVE = "ladder/21_hopper_ring.cu", "ladder/20_hopper.cu", "ladder/04_flash_naive.cu"
 HEADER = "tile/hopper.cuh"
-ARRIVE = "if (ptx::elect_one()) ptx::mbarrier_arrive(k_empty + 8 * stage);"
+ARRIVE = "        k_ring.release(j);\n"
 # name: (rung, file, old, new, words of which the report has one)
 MUTATIONS = {
     "missing wait for a full stage": (
-        "hopper_ring", RING, "ptx::mbarrier_wait(k_full + 8 * stage, parity);", "", ("wrong", "more arrivals"),
+        "hopper_ring", RING, "k_ring.wait(j);", "", ("wrong", "more arrivals"),
     ),
     "missing wait for wgmma": (
         "hopper", PLAIN, "ptx::wgmma_wait<0>();\n        if (j", "if (j", ("wrong",),
     ),
     "missing arrive": ("hopper_ring", RING, ARRIVE, "", ("deadlock",)),
     "missing wait for an empty stage": (
-        "hopper_ring", RING, "ptx::mbarrier_wait(v_empty + 8 * stage, lap % 2 ^ 1);", "", ("wrong", "more arrivals"),
+        "hopper_ring", HEADER, "ptx::mbarrier_wait(empty + 8 * stage(turn), lap(turn) ^ 1);", "",
+        ("wrong", "more arrivals"),
     ),
     "wrong parity": (
-        "hopper_ring", RING, "parity = j / kStages % 2;", "parity = j / kStages % 2 ^ 1;",
+        "hopper_ring", HEADER, "full + 8 * stage(turn), lap(turn));", "full + 8 * stage(turn), lap(turn) ^ 1);",
         ("wrong", "deadlock", "more arrivals"),
     ),
     "wrong swizzle": ("hopper", HEADER, "<< 32 | 1ull << 62", "<< 32 | 2ull << 62", ("wrong", "shared memory access")),

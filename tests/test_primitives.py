@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from tilewise import emulate, jit
+from tilewise import Rotary, emulate, jit
 from tilewise.kernels import KernelSpec
 from tilewise.kernels.hardware import TensorMapSpec
 
@@ -306,6 +306,54 @@ def test_wgmma_by_hand():
             assert got[thread, i] == pytest.approx(product[row, column], rel=1e-4, abs=1e-4)
 
 
+ROTARIES = [(dtype, pairs, paired) for dtype in ("float", "half") for pairs in (16, 40) for paired in (True, False)]
+
+
+def rotary_case(dtype: str, pairs: int, interleaved: bool):
+    """The kernel, 5 rows of 96 channels, cosines, sines, positions, and what the cache's own Rotary makes of them."""
+    constants = (("Element", dtype), ("kHeadDim", 96), ("kPairs", pairs), ("kInterleaved", interleaved))
+    kernel = KernelSpec("rotary", str(KERNELS / "rotary.cu"), "rotary", constants, 32, 0)
+    rows = torch.randn(5, 96, generator=torch.Generator().manual_seed(pairs))
+    rows = rows.to({"float": torch.float32, "half": torch.float16}[dtype])
+    angles = torch.arange(20)[:, None] * 10.0 ** -(torch.arange(pairs) / pairs)
+    positions = torch.tensor([0, 7, 3, 19, 1], dtype=torch.int32)
+    cosines, sines = angles.cos(), angles.sin()
+    expected = Rotary(cosines, sines, interleaved=interleaved).apply(rows[:, None], positions.long())[:, 0]
+    return kernel, [rows.clone(), cosines, sines, positions], expected
+
+
+@pytest.mark.parametrize("case", ROTARIES, ids=str)
+def test_rotary(case):
+    kernel, tensors, expected = rotary_case(*case)
+    args = [ctypes.c_void_p(x.data_ptr()) for x in tensors]
+    emulate.launch(kernel, (5, 1, 1), args, dict(zip(("rows", "cos", "sin", "positions"), tensors, strict=True)))
+    assert torch.allclose(tensors[0].float(), expected.float(), atol=1e-3 if case[0] == "half" else 1e-6)
+
+
+ROUNDTRIP = TensorMapSpec("bf16", (64, 20, 3, 2), (384, 128, 8192), (64, 8, 1, 1), 128)
+
+
+def roundtrip_case():
+    constants = (("kBoxBytes", ROUNDTRIP.box_bytes), ("kRank", 4), *WGMMA_DUMMY)
+    source = str(KERNELS / "hopper_primitives.cu")
+    kernel = KernelSpec("tma_roundtrip", source, "tma_roundtrip", constants, 32, ROUNDTRIP.box_bytes + 64)
+    return kernel, torch.randn(16384 // 2 * 2, generator=torch.Generator().manual_seed(2)).bfloat16()
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("place", [(0, 0, 0, 0), (0, 16, 2, 1), (0, -3, 1, 0)])
+def test_tma_store(place, late):
+    kernel, source = roundtrip_case()
+    target = torch.zeros_like(source)
+    args = [*(emulate.tensor_map(ROUNDTRIP, x.data_ptr()) for x in (source, target)), *map(ctypes.c_int, place)]
+    emulate.launch(kernel, (1, 1, 1), args, {"source": source, "target": target}, late=late)
+    shape, strides = (2, 3, 20, 64), (4096, 64, 192, 1)
+    there, here = (x.as_strided(shape, strides)[place[3], place[2]] for x in (source, target))
+    rows = slice(max(0, place[1]), place[1] + 8)
+    assert torch.equal(here[rows], there[rows])
+    assert target.count_nonzero() == there[rows].count_nonzero()
+
+
 # ---- the card --------------------------------------------------------------------------------------------------------
 
 
@@ -348,3 +396,23 @@ def test_wgmma_agrees_with_the_card(case):
     device_memory, out = memory.cuda(), torch.full((128, case[0] // 2), float("nan"), device="cuda")
     on_card(kernel, device_memory, out, ctypes.c_uint64(a_desc), ctypes.c_uint64(b_desc))
     assert np.allclose(out.cpu().numpy(), emulated_wgmma(case, late=True), rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", ROTARIES, ids=str)
+def test_rotary_agrees_with_the_card(case):
+    kernel, tensors, expected = rotary_case(*case)
+    on_device = [x.cuda() for x in tensors]
+    jit.load(kernel).launch((5, 1, 1), jit.Args(*on_device))
+    assert torch.allclose(on_device[0].cpu().float(), expected.float(), atol=1e-3 if case[0] == "half" else 1e-6)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("place", [(0, 0, 0, 0), (0, 16, 2, 1), (0, -3, 1, 0)])
+def test_tma_store_agrees_with_the_card(place):
+    kernel, source = roundtrip_case()
+    here, there, target = torch.zeros_like(source), source.cuda(), torch.zeros_like(source).cuda()
+    on_card(kernel, *(jit.encode(ROUNDTRIP, x.data_ptr()) for x in (there, target)), *place)
+    args = [*(emulate.tensor_map(ROUNDTRIP, x.data_ptr()) for x in (source, here)), *map(ctypes.c_int, place)]
+    emulate.launch(kernel, (1, 1, 1), args, {"source": source, "target": here})
+    assert torch.equal(target.cpu(), here)

@@ -11,23 +11,18 @@
 extern "C" __global__ void __launch_bounds__(384, 1)
     hopper_ring(const __grid_constant__ TensorMap mQ, const __grid_constant__ TensorMap mK, const __grid_constant__ TensorMap mV,
                 const AttentionArgs args) {
-    constexpr int kQBytes = tile_bytes<kTileQ, kHeadDim>(), kKvBytes = tile_bytes<kTileKv, kHeadDim>();
+    constexpr int kQBytes = tile_bytes<kTileQ, kHeadDim>(), kKvBytes = tile_bytes<kTileKv, kHeadDim>(), kConsumerWarps = 8;
     const uint32_t sQ = ptx::shared_address(0u), sK = sQ + kQBytes, sV = sK + kStages * kKvBytes;
     const uint32_t q_full = sV + kStages * kKvBytes;
-    const uint32_t k_full = q_full + 8, k_empty = k_full + 8 * kStages, v_full = k_empty + 8 * kStages, v_empty = v_full + 8 * kStages;
-    constexpr int kConsumerWarps = 8;
+    const Ring<kStages> k_ring(q_full + 8), v_ring(q_full + 8 + k_ring.kBytes);
 
     // The heaviest tiles of a causal problem first: the last rows see most keys.
     const int row0 = (gridDim.x - 1 - blockIdx.x) * kTileQ, head = blockIdx.y, batch = blockIdx.z;
     const KeyTiles tiles = key_tiles<kTileKv>(args, row0, kTileQ);
     if (threadIdx.x == 0) {
         ptx::mbarrier_init(q_full, 1);
-        for (int s = 0; s < kStages; s++) {
-            ptx::mbarrier_init(k_full + 8 * s, 1);
-            ptx::mbarrier_init(v_full + 8 * s, 1);
-            ptx::mbarrier_init(k_empty + 8 * s, kConsumerWarps);
-            ptx::mbarrier_init(v_empty + 8 * s, kConsumerWarps);
-        }
+        k_ring.init(kConsumerWarps);
+        v_ring.init(kConsumerWarps);
         ptx::fence_mbarrier_init();
     }
     ptx::sync_threads();
@@ -40,14 +35,11 @@ extern "C" __global__ void __launch_bounds__(384, 1)
             ptx::mbarrier_arrive_expect(q_full, kQBytes);
             load_tile<kTileQ, kHeadDim>(sQ, &mQ, q_full, row0, head, batch);
             for (int j = 0; j < tiles.end; j++) {
-                const int stage = j % kStages, lap = j / kStages;
-                // A fresh barrier's previous phase counts as completed, so the first lap does not wait.
-                ptx::mbarrier_wait(k_empty + 8 * stage, lap % 2 ^ 1);
-                ptx::mbarrier_arrive_expect(k_full + 8 * stage, kKvBytes);
-                load_tile<kTileKv, kHeadDim>(sK + stage * kKvBytes, &mK, k_full + 8 * stage, j * kTileKv, kv_head, batch);
-                ptx::mbarrier_wait(v_empty + 8 * stage, lap % 2 ^ 1);
-                ptx::mbarrier_arrive_expect(v_full + 8 * stage, kKvBytes);
-                load_tile<kTileKv, kHeadDim>(sV + stage * kKvBytes, &mV, v_full + 8 * stage, j * kTileKv, kv_head, batch);
+                const uint32_t at = k_ring.stage(j) * kKvBytes;
+                const uint32_t k_full = k_ring.acquire(j, kKvBytes);
+                load_tile<kTileKv, kHeadDim>(sK + at, &mK, k_full, j * kTileKv, kv_head, batch);
+                const uint32_t v_full = v_ring.acquire(j, kKvBytes);
+                load_tile<kTileKv, kHeadDim>(sV + at, &mV, v_full, j * kTileKv, kv_head, batch);
             }
         }
         return;
@@ -60,15 +52,15 @@ extern "C" __global__ void __launch_bounds__(384, 1)
     warp::RowState state;
     ptx::mbarrier_wait(q_full, 0);
     for (int j = 0; j < tiles.end; j++) {
-        const uint32_t stage = j % kStages, parity = j / kStages % 2;
+        const uint32_t at = k_ring.stage(j) * kKvBytes;
         // S = Q Kᵀ
         float acc_s[kTileKv / 2];
-        ptx::mbarrier_wait(k_full + 8 * stage, parity);
+        k_ring.wait(j);
         ptx::wgmma_fence();
-        warpgroup::mma_qk<Element, kTileKv, kHeadDim, kTileQ>(acc_s, sQ + rows_at * kPanelRowBytes, sK + stage * kKvBytes);
+        warpgroup::mma_qk<Element, kTileKv, kHeadDim, kTileQ>(acc_s, sQ + rows_at * kPanelRowBytes, sK + at);
         ptx::wgmma_commit();
         ptx::wgmma_wait<0>();
-        if (ptx::elect_one()) ptx::mbarrier_arrive(k_empty + 8 * stage);
+        k_ring.release(j);
         if (j >= tiles.full) warp::mask(acc_s, args, warp_row, j * kTileKv);
         // P = softmax so far; O = O · c + P V
         float correction[2];
@@ -76,12 +68,12 @@ extern "C" __global__ void __launch_bounds__(384, 1)
         warp::scale_rows(acc_o, correction);
         uint32_t rP[kTileKv / 16][4];
         warp::to_operand<Element>(rP, acc_s);
-        ptx::mbarrier_wait(v_full + 8 * stage, parity);
+        v_ring.wait(j);
         ptx::wgmma_fence();
-        warpgroup::mma_pv<Element, kTileKv, kHeadDim>(acc_o, rP, sV + stage * kKvBytes);
+        warpgroup::mma_pv<Element, kTileKv, kHeadDim>(acc_o, rP, sV + at);
         ptx::wgmma_commit();
         ptx::wgmma_wait<0>();
-        if (ptx::elect_one()) ptx::mbarrier_arrive(v_empty + 8 * stage);
+        v_ring.release(j);
     }
     const Head<Element> out(args, batch, head);
     float lse[2];

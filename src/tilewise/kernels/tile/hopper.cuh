@@ -39,6 +39,35 @@ TILE_DEVICE void mma_pv(float (&acc_o)[kDim / 2], const uint32_t (&rP)[kKeys / 1
 
 }  // namespace warpgroup
 
+// A ring of kStages tiles between a producer and consumers: turn j uses stage j % kStages. A full barrier a stage tells that the
+// bytes are there, an empty one that all consumers are done with them; their parity is the lap's.
+template <int kStages> struct Ring {
+    static constexpr int kBytes = 2 * kStages * 8;
+    uint32_t full, empty;
+    TILE_DEVICE explicit Ring(uint32_t barriers) : full(barriers), empty(barriers + kStages * 8) {}
+    // By one thread, before anybody else touches the ring; `releases` is how often a stage is released a lap.
+    TILE_DEVICE void init(int releases) const {
+        for (int s = 0; s < kStages; s++) {
+            ptx::mbarrier_init(full + 8 * s, 1);
+            ptx::mbarrier_init(empty + 8 * s, releases);
+        }
+    }
+    static TILE_DEVICE uint32_t stage(int turn) { return uint32_t(turn) % kStages; }
+    static TILE_DEVICE uint32_t lap(int turn) { return uint32_t(turn) / kStages % 2; }
+    // Producer: wait until the stage is free, announce `bytes`, and get the barrier that the copies complete on. A fresh barrier's
+    // previous phase counts as completed, so the first lap does not wait.
+    TILE_DEVICE uint32_t acquire(int turn, int bytes) const {
+        ptx::mbarrier_wait(empty + 8 * stage(turn), lap(turn) ^ 1);
+        ptx::mbarrier_arrive_expect(full + 8 * stage(turn), bytes);
+        return full + 8 * stage(turn);
+    }
+    // Consumers: wait for the tile; let it go, one lane for its warp.
+    TILE_DEVICE void wait(int turn) const { ptx::mbarrier_wait(full + 8 * stage(turn), lap(turn)); }
+    TILE_DEVICE void release(int turn) const {
+        if (ptx::elect_one()) ptx::mbarrier_arrive(empty + 8 * stage(turn));
+    }
+};
+
 // A tile of rows [row, row + kRows) of one head, panel by panel; rows outside the tensor arrive as zeros.
 template <int kRows, int kDim>
 TILE_DEVICE void load_tile(uint32_t to, const TensorMap* map, uint32_t barrier, int row, int head, int batch) {
