@@ -7,7 +7,6 @@ import gc
 import json
 import os
 import shutil
-import statistics
 import subprocess
 import sys
 import textwrap
@@ -792,18 +791,12 @@ def test_gpu_occupancy_is_the_drivers(shared: int) -> None:
 
 @pytest.mark.gpu
 def test_gpu_host_cost_of_a_planned_launch(capsys: pytest.CaptureFixture[str]) -> None:
-    kernel = jit.load(AXPY)
-    args, _, _ = axpy_args(128, torch.randn(128, device="cuda"))
-    costs = []
-    for _ in range(30):
-        torch.cuda.synchronize()
-        start = time.perf_counter_ns()
-        for _ in range(200):  # fewer than the driver's queue holds, so that none of them waits for the card
-            kernel.launch((1, 1, 1), args)
-        costs.append((time.perf_counter_ns() - start) / 200e3)
+    """In a process of its own: once one has captured a graph, every launch in it costs some 2 µs more."""
+    code = "import torch; from tilewise.bench.rungs import launch_cost; print(launch_cost(torch.device('cuda', 0)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     with capsys.disabled():
-        print(f"\nhost cost of a planned launch: median {statistics.median(costs):.2f} µs, best {min(costs):.2f} µs")
-    assert statistics.median(costs) <= 6
+        print(f"\nhost cost of a planned launch: {float(done.stdout):.2f} µs")
+    assert float(done.stdout) <= 6
 
 
 def hopper() -> bool:

@@ -333,6 +333,9 @@ def test_rotary(case):
 ROUNDTRIP = TensorMapSpec("bf16", (64, 20, 3, 2), (384, 128, 8192), (64, 8, 1, 1), 128)
 
 
+STORE_PLACES = [(0, 0, 0, 0), (0, 16, 2, 1), (0, 5, 1, 0)]
+
+
 def roundtrip_case():
     constants = (("kBoxBytes", ROUNDTRIP.box_bytes), ("kRank", 4), *WGMMA_DUMMY)
     source = str(KERNELS / "hopper_primitives.cu")
@@ -341,7 +344,7 @@ def roundtrip_case():
 
 
 @pytest.mark.parametrize("late", [False, True])
-@pytest.mark.parametrize("place", [(0, 0, 0, 0), (0, 16, 2, 1), (0, -3, 1, 0)])
+@pytest.mark.parametrize("place", STORE_PLACES)
 def test_tma_store(place, late):
     kernel, source = roundtrip_case()
     target = torch.zeros_like(source)
@@ -352,6 +355,14 @@ def test_tma_store(place, late):
     rows = slice(max(0, place[1]), place[1] + 8)
     assert torch.equal(here[rows], there[rows])
     assert target.count_nonzero() == there[rows].count_nonzero()
+
+
+def test_tma_store_refuses_negative_coordinates_as_a_card_does():
+    """A load before the tensor's beginning gives zeros; a store there stops an H200 with an illegal instruction."""
+    kernel, source = roundtrip_case()
+    args = [*[emulate.tensor_map(ROUNDTRIP, source.data_ptr())] * 2, *map(ctypes.c_int, (0, -3, 1, 0))]
+    with pytest.raises(emulate.EmulatorError, match="negative coordinate"):
+        emulate.launch(kernel, (1, 1, 1), args, {"source": source})
 
 
 # ---- the card --------------------------------------------------------------------------------------------------------
@@ -408,7 +419,7 @@ def test_rotary_agrees_with_the_card(case):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("place", [(0, 0, 0, 0), (0, 16, 2, 1), (0, -3, 1, 0)])
+@pytest.mark.parametrize("place", STORE_PLACES)
 def test_tma_store_agrees_with_the_card(place):
     kernel, source = roundtrip_case()
     here, there, target = torch.zeros_like(source), source.cuda(), torch.zeros_like(source).cuda()

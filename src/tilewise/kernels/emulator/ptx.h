@@ -218,6 +218,8 @@ template <class... At> void tma_load(uint32_t to, const TensorMap* map, uint32_t
     }, &box, sizeof box);
 }
 template <class... At> void tma_store(const TensorMap* map, uint32_t from, At... at) {
+    if (sizeof...(at) != map->rank) emu::fail("tma_store with %zu coordinates of a tensor map of rank %u", sizeof...(at), map->rank);
+    if (((at < 0) || ...)) emu::fail("tma_store at a negative coordinate, which a card refuses as an illegal instruction");
     Box box{from, map, 0, {at...}};
     emu::bulk_store([](void* p) {
         walk_box(*static_cast<Box*>(p), [](uint8_t* shared, uint8_t* global, uint32_t size) {
