@@ -290,8 +290,12 @@ def _tiles(x: torch.Tensor, item: BlockTiles, chunk: slice) -> torch.Tensor:
 
 def _put_tiles(x: torch.Tensor, tiles: torch.Tensor, item: BlockTiles, chunk: slice) -> None:
     """The reverse of `_tiles`: write (n, rows, heads, …) to where the item's rows stand in x (seqlen_q, heads, …)."""
-    for at, tile in zip(item.rows_at[chunk].tolist(), tiles, strict=True):
-        x[at : at + item.rows] = tile
+    at = item.rows_at[chunk]
+    if at[-1] - at[0] == (len(at) - 1) * item.rows:
+        x[at[0] : at[-1] + item.rows].unflatten(0, (len(at), item.rows)).copy_(tiles)
+        return
+    for start, tile in zip(at.tolist(), tiles, strict=True):
+        x[start : start + item.rows] = tile
 
 
 def _gather(x: torch.Tensor, blocks: torch.Tensor, item: BlockTiles, into: torch.Tensor) -> None:
