@@ -173,7 +173,7 @@ def build(spec: KernelSpec) -> ctypes.CDLL:
 
 @functools.lru_cache(maxsize=512)
 def _load(unit: str, name: str) -> ctypes.CDLL:
-    command, _, runtime = _runtime()
+    command, runtime = _runtime()
     key = hashlib.sha256()
     for part in (*command, runtime.name, unit, *(x for pair in sorted(headers(unit).items()) for x in pair)):
         key.update(part.encode() + b"\0")
@@ -192,8 +192,8 @@ def _load(unit: str, name: str) -> ctypes.CDLL:
 
 
 @functools.cache
-def _runtime() -> tuple[tuple[str, ...], str, Path]:
-    """The compile command, the compiler's version, and the engine as an object file."""
+def _runtime() -> tuple[tuple[str, ...], Path]:
+    """The compile command, and the engine as an object file whose name tells the compiler's version too."""
     base = compiler().split()
     version = subprocess.run([*base, "--version"], capture_output=True, text=True, check=True).stdout.splitlines()[0]
     command = (*base, *FLAGS, "-I", str(KERNELS_ROOT))
@@ -202,7 +202,7 @@ def _runtime() -> tuple[tuple[str, ...], str, Path]:
     target = _cache() / f"runtime-{hashlib.sha256(chr(0).join(texts).encode()).hexdigest()[:32]}.o"
     if not target.exists():
         _compile([*command, "-c", str(KERNELS_ROOT / RUNTIME)], target, "", "the emulator's runtime")
-    return command, version, target
+    return command, target
 
 
 def _cache() -> Path:

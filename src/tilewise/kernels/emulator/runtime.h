@@ -1,4 +1,4 @@
-// What a kernel sees of the emulator: the thread it runs as, rendezvous with its warp, warpgroup or block, checked memory.
+// What a kernel sees of the emulator: the thread it runs as, rendezvous with its warp, barriers, checked memory.
 //
 // Each CUDA thread is a fiber. A collective (shuffle, ldmatrix, mma, barrier) is a rendezvous: every participant leaves a
 // slot, the last to arrive computes for all. Asynchronous work (cp.async, TMA, wgmma) lands as late as the program allows
