@@ -57,27 +57,27 @@ def mutant(rung, file: str, old: str, new: str, tmp_path):
 
 RING, PLAIN, NAIVE = "ladder/21_hopper_ring.cu", "ladder/20_hopper.cu", "ladder/04_flash_naive.cu"
 HEADER = "tile/hopper.cuh"
-ARRIVE = "        k_ring.release(j);\n"
+ARRIVE = "        k_ring.release(turn);\n"
 # name: (rung, file, old, new, words of which the report has one)
 MUTATIONS = {
     "missing wait for a full stage": (
-        "hopper_ring", RING, "k_ring.wait(j);", "", ("wrong", "more arrivals"),
+        "hopper_ring", RING, "k_ring.wait(turn);", "", ("wrong", "more arrivals"),
     ),
     "missing wait for wgmma": (
         "hopper", PLAIN, "ptx::wgmma_wait<0>();\n        if (j", "if (j", ("wrong",),
     ),
     "missing arrive": ("hopper_ring", RING, ARRIVE, "", ("deadlock",)),
     "missing wait for an empty stage": (
-        "hopper_ring", HEADER, "ptx::mbarrier_wait(empty + 8 * stage(turn), lap(turn) ^ 1);", "",
+        "hopper_ring", HEADER, "ptx::mbarrier_wait(empty + 8 * turn.stage, turn.lap ^ 1);", "",
         ("wrong", "more arrivals"),
     ),
     "wrong parity": (
-        "hopper_ring", HEADER, "full + 8 * stage(turn), lap(turn));", "full + 8 * stage(turn), lap(turn) ^ 1);",
+        "hopper_ring", HEADER, "mbarrier_wait(full_at(turn), turn.lap);", "mbarrier_wait(full_at(turn), turn.lap ^ 1);",
         ("wrong", "deadlock", "more arrivals"),
     ),
     "wrong swizzle": ("hopper", HEADER, "<< 32 | 1ull << 62", "<< 32 | 2ull << 62", ("wrong", "shared memory access")),
     "wrong descriptor stride": (
-        "hopper", HEADER, "kKeys * kPanelRowBytes, 8 * kPanelRowBytes", "kKeys * kPanelRowBytes, 4 * kPanelRowBytes",
+        "hopper", HEADER, "kRows * kPanelRowBytes, 8 * kPanelRowBytes", "kRows * kPanelRowBytes, 4 * kPanelRowBytes",
         ("wrong",),
     ),
     "off-by-one tile": ("hopper", PLAIN, "j < tiles.end", "j < tiles.end - 1", ("wrong",)),

@@ -618,7 +618,7 @@ STUBBED = """
     from test_jit import AXPY, MAP, AxpyArgs, jit
     from tilewise.kernels import KernelSpec
     torch.cuda.is_available, torch.cuda.init, torch.cuda.current_device = lambda: True, lambda: None, lambda: 0
-    jit._raw_stream = lambda ordinal: 77
+    jit.raw_stream = lambda ordinal: 77
     kernel = jit.load(AXPY)
     assert jit.load(AXPY, "cuda:0") is kernel is jit.load(AXPY, 0) is not jit.load(AXPY, 1)
     assert kernel.arg_sizes == (32, 4, 4, 8) and kernel.occupancy() == 3

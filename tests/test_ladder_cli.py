@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tilewise import cli, jit, ladder
+from tilewise import cli, forward, jit, ladder
 from tilewise.bench import ladder_commands, peers, rungs, tables
 from tilewise.kernels import KERNELS_ROOT
 
@@ -240,6 +240,14 @@ def test_kernels_as_a_table(run):
     assert "--all" in out
 
 
+def test_product_kernels_are_among_them_and_spill_nothing(run):
+    code, out, _ = run("kernels", "--kernel", "forward", "--kernel", "ragged", "--json")
+    assert code == 0
+    rows = json.loads(out)
+    assert {row["name"] for row in rows} == {"forward", "ragged"}
+    assert all(row["spill_stores"] == row["spill_loads"] == 0 and not row["serialised"] for row in rows)
+
+
 def test_hopper_rungs_are_compiled_for_hopper_alone(run, monkeypatch):
     asked = []
     monkeypatch.setattr(
@@ -251,6 +259,7 @@ def test_hopper_rungs_are_compiled_for_hopper_alone(run, monkeypatch):
         ),
     )
     monkeypatch.setattr(ladder, "RUNGS", (NAIVE, replace(NAIVE, name="by_tma", tile_kv=64)))
+    monkeypatch.setattr(forward, "specs", lambda every: [])
     code, out, _ = run("kernels", "--all", "--json")
     assert code == 0
     heads, apart = len(NAIVE.head_dims), len(ladder.SPILLING.head_dims)

@@ -11,12 +11,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import pairwise
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 import numpy as np
 import torch
 
-from . import checks, cpu
+from . import checks, cpu, gpu
 from .kvcache import PagedKVCache, PrefixCache
 from .plan import DecodePlan, Plan, Window, plan_dense, plan_shared_prefix, plan_varlen
 from .sparse import BlockSchedule
@@ -24,8 +24,8 @@ from .state import add_sinks
 from .tree import CPU_COST, CostModel, plan_tree
 
 MAX_HEAD_DIM = 512
-BACKENDS = ("auto", "cpu", "emulator")
-EMULATOR = "emulator"  # also "emulator:NAME" for one kernel
+BACKENDS = ("auto", "cpu", "cuda", "emulator")
+EMULATOR: Final = "emulator"  # also "emulator:NAME" for one kernel
 DEQUANTISE = 4  # reading a quantised token on the CPU, in readings of a float32 one
 
 Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
@@ -45,6 +45,7 @@ def attention(
     sinks: torch.Tensor | None = None,
     alibi_slopes: torch.Tensor | None = None,
     schedule: BlockSchedule | None = None,
+    exact: bool = False,
     return_lse: bool = False,
     out: torch.Tensor | None = None,
     backend: str = "auto",
@@ -57,12 +58,23 @@ def attention(
     sinks: (Hq,), a logit that joins the softmax denominator only; it counts in the LSE.
     alibi_slopes: (Hq,) or (B, Hq), adds −slope · |i + Nk − Nq − j| after soft-capping.
     schedule: a BlockSchedule; keys outside its blocks are not seen. out: (B, Nq, Hq, D), written and returned.
-    backend: "auto", "cpu", or "emulator": a CUDA kernel's source run on CPU tensors, "emulator:NAME" for a rung of the
-    ladder by name; slow, and for the plain and causal problems that those kernels serve.
+    exact: the standard softmax where a GPU kernel would use the lazy one, whose weights may be 2^8 times larger before
+    they are divided by their sum; both hold to the same tolerance.
+    backend: "auto" (a GPU kernel for CUDA tensors, the CPU backend for CPU tensors), "cuda", "cpu", or "emulator": the
+    GPU kernel's source run on CPU tensors, slow; "emulator:NAME" for a rung of the ladder by name.
+
+    CUDA tensors: bfloat16 or float16, head_dim up to 256, compute capability 9.0, no schedule. The call goes on the
+    current stream and does not wait; once made, it can be captured in a CUDA graph.
 
     Returns o (B, Nq, Hq, D), with return_lse also the LSE (B, Hq, Nq) float32. A NaN or infinity in a key that a window
-    hides may still reach the rows of its tile, as in other fused kernels; what `causal` alone hides does not.
+    (on a GPU also `causal`) hides may still reach the rows of its tile, as in other fused kernels.
     """
+    key = None
+    if schedule is None and isinstance(q, torch.Tensor) and q.is_cuda:
+        flags = (causal, exact, return_lse, window, scale, softcap, backend)
+        key, known = gpu.known_call(q, k, v, sinks, alibi_slopes, out, flags)
+        if known is not None:
+            return known.again(q, k, v) if known.plain else known(q, k, v, sinks, alibi_slopes, out)
     batch, seqlen_q, seqlen_k, heads_q, heads_kv, head_dim = _check_qkv(q, k, v)
     window = _check_window(window)
     scoring = _scoring(q, scale, softcap)
@@ -71,13 +83,21 @@ def attention(
     if schedule is not None:
         _check_schedule("schedule", schedule, seqlen_q, seqlen_k, heads_q)
     checks.flag("causal", causal)
+    checks.flag("exact", exact)
     checks.flag("return_lse", return_lse)
     _check_out(out, q)
-    _check_backend(backend, q, (k, v, sinks, alibi_slopes), emulated=True)
-    if backend.startswith(EMULATOR):
-        extras = {"window": window, "softcap": softcap or None, "alibi_slopes": slopes, "schedule": schedule}
-        o, lse = _emulate(backend, q, k, v, causal, scoring.scale, extras)
-        return _result(o, lse, sinks, out, return_lse)
+    where = _check_backend(backend, q, (k, v, sinks, alibi_slopes), kernels=True)
+    if where != "cpu":
+        options = gpu.kernel_options(causal, window, scoring, slopes, exact)
+        if where == EMULATOR and (name := gpu.rung(backend, q.dtype)):
+            asked = {"window": window, "softcap": softcap or None, "alibi_slopes": slopes, "schedule": schedule}
+            o, lse = gpu.run_rung(name, q, k, v, causal, scoring.scale, asked)
+            return _result(o, lse, sinks, out, return_lse)
+        gpu.check_served(q, schedule, where)
+        call = gpu.GpuCall(options, return_lse)
+        if key is not None:
+            gpu.calls()[key] = call
+        return call(q, k, v, sinks, alibi_slopes, out)
 
     plan = plan_dense(
         batch,
@@ -95,7 +115,7 @@ def attention(
         starts = [b * seqlen_q for b in range(batch)], [b * seqlen_k for b in range(batch)]
         scoring = cpu.Scoring(scoring.scale, softcap, cpu.Alibi(slopes, *starts, [seqlen_k - seqlen_q] * batch))
     with _full_precision():
-        o, lse = cpu.run(plan, q, [(k, v)], scoring, _place(out, q, k, v))
+        o, lse = cpu.run(plan, q, [(k, v)], scoring, checks.place(out, q, k, v))
     return _result(o, lse.view(batch, seqlen_q, heads_q).transpose(1, 2), sinks, out, return_lse)
 
 
@@ -113,6 +133,8 @@ def attention_varlen(
     sinks: torch.Tensor | None = None,
     alibi_slopes: torch.Tensor | None = None,
     schedule: BlockSchedule | Sequence[BlockSchedule | None] | None = None,
+    page_table: torch.Tensor | None = None,
+    exact: bool = False,
     return_lse: bool = False,
     out: torch.Tensor | None = None,
     backend: str = "auto",
@@ -123,29 +145,55 @@ def attention_varlen(
     sequence starts, beginning with 0 and ending with the total. schedule: one BlockSchedule that fits every sequence,
     or one (or None) for each. Everything else as in `attention`; alibi_slopes (Hq,) or (B, Hq).
 
+    page_table: (B, pages a sequence) int32; then k, v are (pages, page_size, Hkv, D), and token t of sequence b is row
+    t % page_size of page `page_table[b, t // page_size]`; cu_seqlens_k tells the lengths alone, and entries beyond them
+    may be anything. With queries that are a sequence's last tokens and causal=True this is chunked prefill.
+
+    On a GPU cu_seqlens may be there or on the CPU. There, their values are not looked at, which would make the CPU
+    wait; whatever they say, nothing outside of the tensors is touched.
+
     Returns o (total_q, Hq, D), with return_lse also the LSE (Hq, total_q) float32.
     """
-    _, total_q, total_k, heads_q, heads_kv, head_dim = _check_qkv(q, k, v, packed=True)
-    starts_q = _check_starts("cu_seqlens_q", cu_seqlens_q, total_q, "q")
-    starts_k = _check_starts("cu_seqlens_k", cu_seqlens_k, total_k, "k")
-    batch = len(starts_q) - 1
-    if len(starts_k) - 1 != batch:
-        raise ValueError(f"cu_seqlens_k must have {batch + 1} entries like cu_seqlens_q, got {len(starts_k)}")
-    lengths = [(q1 - q0, k1 - k0) for (q0, q1), (k0, k1) in zip(pairwise(starts_q), pairwise(starts_k), strict=True)]
+    _, total_q, total_k, heads_q, heads_kv, head_dim = _check_qkv(q, k, v, packed=True, paged=page_table is not None)
+    paged = page_table is not None
+    checks.tensor("cu_seqlens_q", cu_seqlens_q, shape=("batch + 1",), dtypes=checks.INTEGERS)
+    batch = cu_seqlens_q.shape[0] - 1
+    if batch < 0:
+        raise ValueError("cu_seqlens_q must start with 0, got no entries")
+    checks.tensor("cu_seqlens_k", cu_seqlens_k, shape=(cu_seqlens_q.shape[0],), dtypes=checks.INTEGERS)
     window = _check_window(window)
     scoring = _scoring(q, scale, softcap)
     slopes = _check_slopes(alibi_slopes, batch, heads_q, q.device)
     _check_sinks(sinks, heads_q, q.device)
+    checks.flag("causal", causal)
+    checks.flag("exact", exact)
+    checks.flag("return_lse", return_lse)
+    _check_out(out, q)
+    if page_table is not None:
+        _check_page_table(page_table, k, batch)
+    where = _check_backend(backend, q, (k, v, sinks, alibi_slopes), kernels=True)
+    if where == EMULATOR and ":" in backend:
+        raise NotImplementedError(f'backend "{backend}" runs attention() only; use backend="emulator" here')
+    # Values on a GPU stay unread: looking at them would make the CPU wait.
+    starts_q = _check_starts("cu_seqlens_q", cu_seqlens_q, total_q, "q") if cu_seqlens_q.device.type == "cpu" else []
+    ends_with = None if paged else total_k
+    starts_k = _check_starts("cu_seqlens_k", cu_seqlens_k, ends_with, "k") if cu_seqlens_k.device.type == "cpu" else []
+    if page_table is not None and starts_k:
+        _check_pages(page_table, k, starts_k)
+    if where != "cpu":
+        gpu.check_served(q, schedule, where)
+        options = gpu.kernel_options(causal, window, scoring, slopes, exact)
+        starts = tuple(x.to(q.device, cu_seqlens_q.dtype).contiguous() for x in (cu_seqlens_q, cu_seqlens_k))
+        return gpu.GpuCall(options, return_lse)(q, k, v, sinks, alibi_slopes, out, (starts[0], starts[1]), page_table)
+    if page_table is not None:
+        k, v = (_gather(x, page_table, starts_k) for x in (k, v))
+    lengths = [(q1 - q0, k1 - k0) for (q0, q1), (k0, k1) in zip(pairwise(starts_q), pairwise(starts_k), strict=True)]
     schedules: Sequence[BlockSchedule | None] | None = None
     if schedule is not None:
         schedules = [schedule] * batch if isinstance(schedule, BlockSchedule) else _check_schedule_list(schedule, batch)
         for b, ((nq, nk), one) in enumerate(zip(lengths, schedules, strict=True)):
             if one is not None:
                 _check_schedule(f"schedule (sequence {b})", one, nq, nk, heads_q)
-    checks.flag("causal", causal)
-    checks.flag("return_lse", return_lse)
-    _check_out(out, q)
-    _check_backend(backend, q, (k, v, sinks, alibi_slopes))
 
     plan = plan_varlen(
         starts_q,
@@ -162,7 +210,7 @@ def attention_varlen(
         alibi = cpu.Alibi(slopes, starts_q[:-1], starts_k[:-1], [nk - nq for nq, nk in lengths])
         scoring = cpu.Scoring(scoring.scale, softcap, alibi)
     with _full_precision():
-        o, lse = cpu.run(plan, q, [(k, v)], scoring, _place(out, q, k, v))
+        o, lse = cpu.run(plan, q, [(k, v)], scoring, checks.place(out, q, k, v))
     return _result(o, lse.transpose(0, 1), sinks, out, return_lse)
 
 
@@ -205,7 +253,7 @@ def shared_prefix_attention(
         batch, seqlen_q, shapes, heads_q, heads_kv, head_dim, causal=causal, io_bytes=q.element_size()
     )
     with _full_precision():
-        o, lse = cpu.run(plan, q, sources, scoring, _place(out, q, *(x for source in sources for x in source)))
+        o, lse = cpu.run(plan, q, sources, scoring, checks.place(out, q, *(x for source in sources for x in source)))
     return _result(o, lse.view(batch, seqlen_q, heads_q).transpose(1, 2), sinks, out, return_lse)
 
 
@@ -329,14 +377,14 @@ def decode(
 
 
 def _check_qkv(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, packed: bool = False
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, packed: bool = False, paged: bool = False
 ) -> tuple[int, int, int, int, int, int]:
-    """(batch, seqlen_q, seqlen_k, heads_q, heads_kv, head_dim) of checked tensors."""
+    """(batch, seqlen_q, seqlen_k, heads_q, heads_kv, head_dim) of checked tensors; paged: of k and v in pages."""
     lead: tuple[str, ...] = ("total",) if packed else ("batch", "seqlen")
     checks.tensor("q", q, shape=(*lead, "heads", "head_dim"), dtypes=checks.FLOATS, unit_last_stride=True)
     batch = () if packed else (q.shape[0],)
     seqlen_q, heads_q, head_dim = q.shape[-3:]
-    shape = (*batch, lead[-1], "heads", head_dim)
+    shape = ("pages", "page_size", "heads", head_dim) if paged else (*batch, lead[-1], "heads", head_dim)
     checks.tensor("k", k, shape=shape, dtypes=(q.dtype,), device=q.device, unit_last_stride=True)
     checks.tensor("v", v, shape=tuple(k.shape), dtypes=(q.dtype,), device=q.device, unit_last_stride=True)
     seqlen_k, heads_kv = k.shape[-3:-1]
@@ -393,14 +441,13 @@ def _check_schedule_list(schedules: Any, batch: int) -> Sequence[BlockSchedule |
     return schedules
 
 
-def _check_starts(name: str, starts: torch.Tensor, total: int, packed: str) -> list[int]:
-    checks.tensor(name, starts, shape=("batch + 1",), dtypes=checks.INTEGERS)
+def _check_starts(name: str, starts: torch.Tensor, total: int | None, packed: str) -> list[int]:
     values: list[int] = starts.tolist()
     if not values or values[0] != 0:
         raise ValueError(f"{name} must start with 0, got {values[:1]}")
     if any(b < a for a, b in pairwise(values)):
         raise ValueError(f"{name} must not decrease, got {values if len(values) < 20 else [*values[:20], '…']}")
-    if values[-1] != total:
+    if total is not None and values[-1] != total:
         raise ValueError(f"{name} must end with {packed}'s total of {total} rows, got {values[-1]}")
     return values
 
@@ -458,64 +505,66 @@ def _check_out(out: torch.Tensor | None, q: torch.Tensor) -> None:
         raise ValueError("out must be writable here, got one that requires gradients or was made in inference mode")
 
 
+def _check_page_table(page_table: torch.Tensor, k: torch.Tensor, batch: int) -> None:
+    shape = (batch, "pages a sequence")
+    checks.tensor("page_table", page_table, shape=shape, dtypes=(torch.int32,), device=k.device, unit_last_stride=True)
+    checks.integer("page_size of k", k.shape[1], 1)
+
+
+def _check_pages(page_table: torch.Tensor, k: torch.Tensor, starts: Sequence[int]) -> None:
+    """The lengths fit the table; on the CPU also: the pages that they reach are there."""
+    pages, page_size = k.shape[:2]
+    for b, (start, end) in enumerate(pairwise(starts)):
+        used = -(-(end - start) // page_size)
+        if used > page_table.shape[1]:
+            raise ValueError(
+                f"page_table must have {used} pages for the {end - start} tokens of sequence {b}, "
+                f"got {page_table.shape[1]}"
+            )
+        if page_table.device.type == "cpu" and used:
+            row = page_table[b, :used]
+            if int(row.min()) < 0 or int(row.max()) >= pages:
+                raise ValueError(f"page_table must name pages from 0 to {pages - 1}, got {row.tolist()} (sequence {b})")
+
+
+def _gather(x: torch.Tensor, page_table: torch.Tensor, starts: Sequence[int]) -> torch.Tensor:
+    """The sequences' tokens packed end to end, out of pages (pages, page_size, Hkv, D)."""
+    parts = [x.new_empty((0, *x.shape[2:]))]
+    for b, (start, end) in enumerate(pairwise(starts)):
+        used = page_table[b, : -(-(end - start) // x.shape[1])].long()
+        parts.append(x[used].flatten(0, 1)[: end - start])
+    return torch.cat(parts)
+
+
 def _check_backend(
-    backend: str, q: torch.Tensor, others: Sequence[torch.Tensor | None], emulated: bool = False
-) -> None:
-    """Refuse what no kernel serves, before anything runs."""
-    if backend == "cuda":
-        raise NotImplementedError('backend "cuda" is not built yet; use backend="auto" with CPU tensors')
-    if isinstance(backend, str) and backend.partition(":")[0] == EMULATOR:
-        if not emulated:
-            raise NotImplementedError(f'backend "{backend}" runs attention() only; use backend="auto" here')
-    else:
+    backend: str, q: torch.Tensor, others: Sequence[torch.Tensor | None], kernels: bool = False
+) -> Literal["cpu", "cuda", "emulator"]:
+    """Where the call runs, refusing what nothing there serves; kernels: this call has GPU kernels."""
+    emulated = isinstance(backend, str) and backend.partition(":")[0] == EMULATOR
+    if not emulated:
         checks.choice("backend", backend, BACKENDS)
-    if q.device.type != "cpu":
+    if not kernels and (emulated or backend == "cuda"):
+        raise NotImplementedError(f'backend "{backend}" runs attention() and attention_varlen() only; use "auto" here')
+    cuda = q.device.type == "cuda"
+    if q.device.type not in ("cpu", "cuda") or (cuda and not kernels):
         raise NotImplementedError(
-            f"q is on {q.device}: Tilewise has no kernels for {q.device.type} tensors yet; "
-            "use .cpu() tensors, or torch.nn.functional.scaled_dot_product_attention on this device"
+            f"q is on {q.device}: Tilewise has no kernels for this call on {q.device.type} tensors yet; "
+            "use .cpu() tensors"
         )
+    if cuda != (backend == "cuda") and backend != "auto":
+        taken = "CUDA tensors" if backend == "cuda" else "CPU tensors"
+        raise ValueError(f'backend "{backend}" takes {taken}, got q on {q.device}; backend="auto" takes both')
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, *others)):
         raise NotImplementedError(
             "an input requires gradients, and Tilewise has no backward pass yet; call it under torch.no_grad(), or use "
             "torch.nn.functional.scaled_dot_product_attention for training"
         )
-
-
-def _emulate(
-    backend: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float, extras: dict[str, Any]
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """A kernel of the ladder in the emulator: the one named, or the highest rung that serves the problem."""
-    from . import ladder  # brings the emulator and the compiler along, which nobody else here needs
-
-    asked = [name for name, value in extras.items() if value is not None]
-    if asked or scale <= 0:
-        what = ", ".join(asked) or "a scale that is not positive"
-        raise NotImplementedError(f'backend "{backend}" has no kernel with {what} yet; use backend="cpu"')
-    _, _, name = backend.partition(":")
-    names = [rung.name for rung in ladder.RUNGS]
-    if name and name not in names:
-        raise ValueError(f"backend must name a rung after the colon, one of {', '.join(names)}, got {name!r}")
-    rungs = [rung for rung in reversed(ladder.RUNGS) if rung.name == name or (not name and rung.exact)]
-    for rung in sorted(rungs, key=lambda rung: not rung.hopper):  # Hopper's first
-        if (q.dtype in rung.dtypes and q.shape[-1] in rung.head_dims) or name:
-            o, lse, _ = ladder.run(rung, q, k, v, causal=causal, scale=scale)
-            return o, lse
-    raise NotImplementedError(
-        f'no kernel in the emulator serves {q.dtype} with head_dim {q.shape[-1]}; use backend="cpu"'
-    )
+    return EMULATOR if emulated else "cuda" if cuda else "cpu"
 
 
 def _full_precision() -> AbstractContextManager[Any]:
     """Autocast switched off: it would turn our float32 products into bfloat16 ones."""
     return torch.autocast("cpu", enabled=False) if torch.is_autocast_enabled("cpu") else nullcontext()
-
-
-def _place(out: torch.Tensor | None, *inputs: torch.Tensor) -> torch.Tensor | None:
-    """Where states may be built: `out`, unless it may overlap an input that is still to be read."""
-    if out is None:
-        return None
-    shared = any(x.untyped_storage().data_ptr() == out.untyped_storage().data_ptr() for x in inputs)
-    return None if shared else out
 
 
 def _result(

@@ -93,3 +93,11 @@ def flag(name: str, x: Any) -> bool:
     if not isinstance(x, (bool, np.bool_)):
         raise TypeError(f"{name} must be True or False, got {x!r} ({type(x).__name__})")
     return bool(x)
+
+
+def place(out: torch.Tensor | None, *inputs: torch.Tensor) -> torch.Tensor | None:
+    """Where states may be built: `out`, unless it may overlap an input that is still to be read."""
+    if out is None:
+        return None
+    shared = any(x.untyped_storage().data_ptr() == out.untyped_storage().data_ptr() for x in inputs)
+    return None if shared else out

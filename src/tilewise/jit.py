@@ -469,6 +469,10 @@ class Args:
         self.address = ctypes.addressof(self._pointers)
         self._kept = (values, tuple(keep))
 
+    def point(self, index: int, tensor_map: TensorMap) -> None:
+        """Take another tensor map as argument `index`, where there was one; the caller keeps it alive."""
+        self._pointers[index] = tensor_map.address
+
 
 def _pack(index: int, value: Any) -> Any:
     if isinstance(value, (TensorMap, ctypes.Structure, ctypes.Union, ctypes._SimpleCData)):
@@ -540,7 +544,7 @@ class Kernel:
         """
         if args.sizes != self.arg_sizes:
             raise TypeError(f"{self.spec} takes arguments of {self.arg_sizes} bytes, got {args.sizes}")
-        handle = _raw_stream(self.ordinal) if stream is None else getattr(stream, "cuda_stream", stream)
+        handle = raw_stream(self.ordinal) if stream is None else getattr(stream, "cuda_stream", stream)
         key = (grid, handle, cluster, pdl)
         config = self._configs.get(key) or self._configure(key)
         if int(self._get_context()[1]) == self._context_value:
@@ -626,7 +630,7 @@ def _arg_sizes(driver: Any, function: Any) -> tuple[int, ...]:
 
 
 # torch.cuda.current_stream builds a Python object each time, which costs as much as the launch itself.
-_raw_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", None) or (
+raw_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", None) or (
     lambda ordinal: torch.cuda.current_stream(ordinal).cuda_stream
 )
 
@@ -679,6 +683,11 @@ class TensorMap:
 
     def __bytes__(self) -> bytes:
         return ctypes.string_at(self.address, 128)
+
+    @classmethod
+    def blank(cls) -> TensorMap:
+        """Zeros: for a kernel that takes a map and does not use it, or before `Args.point` puts in another."""
+        return cls(TensorMapSpec("uint8", (16,), (), (16,), 0), 0)
 
 
 @lru_cache(maxsize=4096)

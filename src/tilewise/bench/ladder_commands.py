@@ -400,13 +400,16 @@ def kernels(
 def specs(names: Sequence[str] = (), *, every: bool = False) -> list[tuple[KernelSpec, bool]]:
     """The kernels of these names, all if none is named, and whether each is for sm_90a alone.
 
-    In bfloat16 and head dimension 128 or the nearest, or in `every` dtype and head dimension it is written for.
+    In bfloat16 and head dimension 128 or the nearest, or in `every` dtype and head dimension it is written for. The
+    product's come last.
     """
+    from .. import forward
     from .rungs import Shape, apart, steps
     from .workloads import DTYPES
 
     rungs = [*(step for step in steps() if step.rung is not None), apart()]
-    known = [step.name for step in rungs]
+    product = forward.specs(every=every)
+    known = [*(step.name for step in rungs), *dict.fromkeys(spec.name for spec in product)]
     for name in names:
         if name not in known:
             raise ValueError(f"there is no kernel {name!r}; the kernels are {', '.join(known)}")
@@ -418,7 +421,7 @@ def specs(names: Sequence[str] = (), *, every: bool = False) -> list[tuple[Kerne
         served = [(dtype, hdim) for dtype in step.dtypes for hdim in step.head_dims]
         for dtype, hdim in served if every else [step.nearest(usual)]:
             found.append((step.rung.spec(DTYPES[dtype], hdim), step.rung.hopper))
-    return found
+    return found + [(spec, True) for spec in product if not names or spec.name in names]
 
 
 def _resources(pairs: Sequence[tuple[KernelSpec, str]]) -> list[ResourceRow]:

@@ -15,10 +15,12 @@ inline float exp2(float x) {
     return y < 1.17549435e-38f ? 0.0f : y;  // the card's instruction gives no subnormals
 }
 inline float log2(float x) { return ::log2f(x); }
+inline float reciprocal(float x) { return 1.0f / x; }
 inline float mad(float a, float b, float c) {
     emu::count_scalar_flops(2);
     return ::fmaf(a, b, c);
 }
+inline uint32_t multiply_high(uint32_t a, uint32_t b) { return uint32_t(uint64_t(a) * b >> 32); }
 inline int dp4a(int a, int b, int c) {
     emu::count_scalar_flops(8);
     for (int i = 0; i < 4; i++) c += int(int8_t(a >> (8 * i))) * int(int8_t(b >> (8 * i)));
@@ -51,6 +53,7 @@ template <class T> T shuffle(T x, int lane) {
 }
 template <class T> T shuffle_xor(T x, int mask) { return shuffle(x, emu::self().lane ^ mask); }
 inline uint32_t uniform(uint32_t x) { return x; }
+inline int just_in_time(int x) { return x; }
 inline uint32_t ballot(bool x) {
     struct Slot { bool in; uint32_t out; } s{x, 0};
     emu::meet(s, "vote", [](Slot* const* lanes) {

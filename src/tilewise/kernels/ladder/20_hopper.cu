@@ -44,7 +44,7 @@ extern "C" __global__ void __launch_bounds__(128)
         // S = Q Kᵀ
         float acc_s[kTileKv / 2];
         ptx::wgmma_fence();
-        warpgroup::mma_qk<Element, kTileKv, kHeadDim, kTileQ>(acc_s, sQ, sK);
+        warpgroup::mma_qk<Element, kTileKv, kHeadDim, kTileQ>(acc_s, k_major(sQ), k_major(sK));
         ptx::wgmma_commit();
         ptx::wgmma_wait<0>();
         if (j >= tiles.full) warp::mask(acc_s, args, warp_row, j * kTileKv);
@@ -56,7 +56,7 @@ extern "C" __global__ void __launch_bounds__(128)
         warp::to_operand<Element>(rP, acc_s);
         ptx::mbarrier_wait(v_full, j % 2);
         ptx::wgmma_fence();
-        warpgroup::mma_pv<Element, kTileKv, kHeadDim>(acc_o, rP, sV);
+        warpgroup::mma_pv<Element, kTileKv, kHeadDim>(acc_o, rP, mn_major<kTileKv>(sV));
         ptx::wgmma_commit();
         ptx::wgmma_wait<0>();
         ptx::sync_threads();  // all warps are done with K and V: the next tiles may come

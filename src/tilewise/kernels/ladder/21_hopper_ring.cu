@@ -34,11 +34,12 @@ extern "C" __global__ void __launch_bounds__(384, 1)
             const int kv_head = head / (args.heads_q / args.heads_kv);
             ptx::mbarrier_arrive_expect(q_full, kQBytes);
             load_tile<kTileQ, kHeadDim>(sQ, &mQ, q_full, row0, head, batch);
-            for (int j = 0; j < tiles.end; j++) {
-                const uint32_t at = k_ring.stage(j) * kKvBytes;
-                const uint32_t k_full = k_ring.acquire(j, kKvBytes);
+            Turn<kStages> turn;
+            for (int j = 0; j < tiles.end; j++, turn.next()) {
+                const uint32_t at = turn.stage * kKvBytes;
+                const uint32_t k_full = k_ring.acquire(turn, kKvBytes);
                 load_tile<kTileKv, kHeadDim>(sK + at, &mK, k_full, j * kTileKv, kv_head, batch);
-                const uint32_t v_full = v_ring.acquire(j, kKvBytes);
+                const uint32_t v_full = v_ring.acquire(turn, kKvBytes);
                 load_tile<kTileKv, kHeadDim>(sV + at, &mV, v_full, j * kTileKv, kv_head, batch);
             }
         }
@@ -51,16 +52,17 @@ extern "C" __global__ void __launch_bounds__(384, 1)
     warp::zero(acc_o);
     warp::RowState state;
     ptx::mbarrier_wait(q_full, 0);
-    for (int j = 0; j < tiles.end; j++) {
-        const uint32_t at = k_ring.stage(j) * kKvBytes;
+    Turn<kStages> turn;
+    for (int j = 0; j < tiles.end; j++, turn.next()) {
+        const uint32_t at = turn.stage * kKvBytes;
         // S = Q Kᵀ
         float acc_s[kTileKv / 2];
-        k_ring.wait(j);
+        k_ring.wait(turn);
         ptx::wgmma_fence();
-        warpgroup::mma_qk<Element, kTileKv, kHeadDim, kTileQ>(acc_s, sQ + rows_at * kPanelRowBytes, sK + at);
+        warpgroup::mma_qk<Element, kTileKv, kHeadDim, kTileQ>(acc_s, k_major(sQ + rows_at * kPanelRowBytes), k_major(sK + at));
         ptx::wgmma_commit();
         ptx::wgmma_wait<0>();
-        k_ring.release(j);
+        k_ring.release(turn);
         if (j >= tiles.full) warp::mask(acc_s, args, warp_row, j * kTileKv);
         // P = softmax so far; O = O · c + P V
         float correction[2];
@@ -68,12 +70,12 @@ extern "C" __global__ void __launch_bounds__(384, 1)
         warp::scale_rows(acc_o, correction);
         uint32_t rP[kTileKv / 16][4];
         warp::to_operand<Element>(rP, acc_s);
-        v_ring.wait(j);
+        v_ring.wait(turn);
         ptx::wgmma_fence();
-        warpgroup::mma_pv<Element, kTileKv, kHeadDim>(acc_o, rP, sV + at);
+        warpgroup::mma_pv<Element, kTileKv, kHeadDim>(acc_o, rP, mn_major<kTileKv>(sV + at));
         ptx::wgmma_commit();
         ptx::wgmma_wait<0>();
-        v_ring.release(j);
+        v_ring.release(turn);
     }
     const Head<Element> out(args, batch, head);
     float lse[2];

@@ -8,39 +8,61 @@ constexpr int kPanelRowBytes = 128;
 
 template <int kRows, int kColumns> constexpr int tile_bytes() { return kRows * kColumns * 2; }
 
-// The descriptor of a 128-byte-swizzled operand; offsets in bytes.
+// The descriptor of a 128-byte-swizzled operand, by its first byte; offsets in bytes.
 TILE_DEVICE uint64_t descriptor(uint32_t address, uint32_t leading, uint32_t stride) {
     return uint64_t((address & 0x3ffff) >> 4) | uint64_t(leading >> 4) << 16 | uint64_t(stride >> 4) << 32 | 1ull << 62;
 }
+TILE_DEVICE uint64_t k_major(uint32_t address) { return descriptor(address, 16, 8 * kPanelRowBytes); }
+template <int kRows> TILE_DEVICE uint64_t mn_major(uint32_t address) {  // of panels of kRows rows
+    return descriptor(address, kRows * kPanelRowBytes, 8 * kPanelRowBytes);
+}
+// What lies further on is reached by adding to the address field, in units of 16 bytes. As one 64-bit addition: taken apart into
+// words, ptxas builds every descriptor in the same registers, and each product waits until the one before has read its own.
+TILE_DEVICE uint64_t further(uint64_t operand, uint32_t bytes) { return operand + (bytes >> 4); }
 
 namespace warpgroup {
 
 // S (64 × kKeys) = Q (64 × kDim) Kᵀ: Q and K K-major, 16 columns of the head dimension a step. Issues; the caller commits and waits.
 template <class T, int kKeys, int kDim, int kRowsOfQ>
-TILE_DEVICE void mma_qk(float (&acc_s)[kKeys / 2], uint32_t sQ, uint32_t sK) {
+TILE_DEVICE void mma_qk(float (&acc_s)[kKeys / 2], uint64_t q, uint64_t k) {
 #pragma unroll
     for (int step = 0; step < kDim / 16; step++) {
         const uint32_t panel = step / 4, inside = step % 4 * 32;
-        const uint64_t q = descriptor(sQ + panel * kRowsOfQ * kPanelRowBytes + inside, 16, 8 * kPanelRowBytes);
-        const uint64_t k = descriptor(sK + panel * kKeys * kPanelRowBytes + inside, 16, 8 * kPanelRowBytes);
-        ptx::Wgmma<T, kKeys>::template ss<false, false>(acc_s, q, k, step > 0);
+        ptx::Wgmma<T, kKeys>::template ss<false, false>(acc_s, further(q, panel * kRowsOfQ * kPanelRowBytes + inside),
+                                                        further(k, panel * kKeys * kPanelRowBytes + inside), step > 0);
     }
+}
+
+// The same with Q in registers, as A operands of the warps' sixteen rows each
+template <class T, int kKeys, int kDim> TILE_DEVICE void mma_qk(float (&acc_s)[kKeys / 2], const uint32_t (&rQ)[kDim / 16][4], uint64_t k) {
+#pragma unroll
+    for (int step = 0; step < kDim / 16; step++)
+        ptx::Wgmma<T, kKeys>::template rs<false>(acc_s, rQ[step], further(k, step / 4 * kKeys * kPanelRowBytes + step % 4 * 32), step > 0);
 }
 
 // O (64 × kDim) += P (64 × kKeys) V: P from registers, V MN-major (its columns are contiguous), 16 keys a step.
 template <class T, int kKeys, int kDim>
-TILE_DEVICE void mma_pv(float (&acc_o)[kDim / 2], const uint32_t (&rP)[kKeys / 16][4], uint32_t sV) {
+TILE_DEVICE void mma_pv(float (&acc_o)[kDim / 2], const uint32_t (&rP)[kKeys / 16][4], uint64_t v) {
 #pragma unroll
-    for (int step = 0; step < kKeys / 16; step++) {
-        const uint64_t v = descriptor(sV + step * 16 * kPanelRowBytes, kKeys * kPanelRowBytes, 8 * kPanelRowBytes);
-        ptx::Wgmma<T, kDim>::template rs<true>(acc_o, rP[step], v, true);
-    }
+    for (int step = 0; step < kKeys / 16; step++)
+        ptx::Wgmma<T, kDim>::template rs<true>(acc_o, rP[step], further(v, step * 16 * kPanelRowBytes), true);
 }
 
 }  // namespace warpgroup
 
-// A ring of kStages tiles between a producer and consumers: turn j uses stage j % kStages. A full barrier a stage tells that the
-// bytes are there, an empty one that all consumers are done with them; their parity is the lap's.
+// Which stage of a ring comes next, and the parity of the lap it is in.
+template <int kStages> struct Turn {
+    uint32_t stage = 0, lap = 0;
+    TILE_DEVICE void next() {
+        if (++stage == kStages) {
+            stage = 0;
+            lap ^= 1;
+        }
+    }
+};
+
+// A ring of kStages tiles between a producer and consumers. A full barrier a stage tells that the bytes are there, an empty one
+// that all consumers are done with them; their parity is the lap's.
 template <int kStages> struct Ring {
     static constexpr int kBytes = 2 * kStages * 8;
     uint32_t full, empty;
@@ -52,19 +74,19 @@ template <int kStages> struct Ring {
             ptx::mbarrier_init(empty + 8 * s, releases);
         }
     }
-    static TILE_DEVICE uint32_t stage(int turn) { return uint32_t(turn) % kStages; }
-    static TILE_DEVICE uint32_t lap(int turn) { return uint32_t(turn) / kStages % 2; }
-    // Producer: wait until the stage is free, announce `bytes`, and get the barrier that the copies complete on. A fresh barrier's
-    // previous phase counts as completed, so the first lap does not wait.
-    TILE_DEVICE uint32_t acquire(int turn, int bytes) const {
-        ptx::mbarrier_wait(empty + 8 * stage(turn), lap(turn) ^ 1);
-        ptx::mbarrier_arrive_expect(full + 8 * stage(turn), bytes);
-        return full + 8 * stage(turn);
+    TILE_DEVICE uint32_t full_at(Turn<kStages> turn) const { return full + 8 * turn.stage; }
+    // Producer: wait until the stage is free. A fresh barrier's previous phase counts as completed, so the first lap does not wait.
+    TILE_DEVICE void wait_free(Turn<kStages> turn) const { ptx::mbarrier_wait(empty + 8 * turn.stage, turn.lap ^ 1); }
+    // The same, announce `bytes`, and get the barrier that the copies complete on.
+    TILE_DEVICE uint32_t acquire(Turn<kStages> turn, int bytes) const {
+        wait_free(turn);
+        ptx::mbarrier_arrive_expect(full_at(turn), bytes);
+        return full_at(turn);
     }
     // Consumers: wait for the tile; let it go, one lane for its warp.
-    TILE_DEVICE void wait(int turn) const { ptx::mbarrier_wait(full + 8 * stage(turn), lap(turn)); }
-    TILE_DEVICE void release(int turn) const {
-        if (ptx::elect_one()) ptx::mbarrier_arrive(empty + 8 * stage(turn));
+    TILE_DEVICE void wait(Turn<kStages> turn) const { ptx::mbarrier_wait(full_at(turn), turn.lap); }
+    TILE_DEVICE void release(Turn<kStages> turn) const {
+        if (ptx::elect_one()) ptx::mbarrier_arrive(empty + 8 * turn.stage);
     }
 };
 

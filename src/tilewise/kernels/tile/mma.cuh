@@ -21,17 +21,21 @@ template <int kSize> TILE_DEVICE void zero(float (&acc)[kSize]) {
 // ---- fragments from shared memory -------------------------------------------------------------------------------------
 // Sixteen rows further the swizzle is the same: they are added to the address, which ldmatrix takes as a constant.
 // A: rows row0 … row0 + 15, columns 16k … 16k + 15.
-template <class Tile> TILE_DEVICE void load_a(uint32_t (&a)[4], const Tile& tile, int row0, int k) {
-    ptx::ldmatrix(a, Tile::along(tile.address(row0 + lane() % 16, lane() / 16), 2 * k));
+template <class Tile> TILE_DEVICE void load_a(uint32_t (&a)[4], const Tile& tile, int row0, int k, int l = lane()) {
+    ptx::ldmatrix(a, Tile::along(tile.address(row0 + l % 16, l / 16), 2 * k));
 }
 template <int kSteps, class Tile> TILE_DEVICE void load_a(uint32_t (&a)[kSteps][4], const Tile& tile, int row0) {
 #pragma unroll
     for (int k = 0; k < kSteps; k++) load_a(a[k], tile, row0, k);
 }
+// And back: such a fragment into the tile
+template <class Tile> TILE_DEVICE void store_a(const Tile& tile, int row0, int k, const uint32_t (&a)[4], int l = lane()) {
+    ptx::stmatrix(Tile::along(tile.address(row0 + l % 16, l / 16), 2 * k), a);
+}
 // B of A Bᵀ (K in Q Kᵀ): the tile's rows are the product's columns, here two eights of them from 16n; b[0], b[1] serve the first
 // eight and b[2], b[3] the second. mma wants B's columns dense, which is how a row of K lies: ldmatrix as it is.
-template <class Tile> TILE_DEVICE void load_bt(uint32_t (&b)[4], const Tile& tile, int n, int k) {
-    ptx::ldmatrix(b, Tile::along(tile.address(lane() % 8 + lane() / 16 * 8, lane() / 8 % 2), 2 * k) + 16 * n * Tile::kRowBytes);
+template <class Tile> TILE_DEVICE void load_bt(uint32_t (&b)[4], const Tile& tile, int n, int k, int l = lane()) {
+    ptx::ldmatrix(b, Tile::along(tile.address(l % 8 + l / 16 * 8, l / 8 % 2), 2 * k) + 16 * n * Tile::kRowBytes);
 }
 // B of A B (V in P V): the tile's rows are the depth, its columns the product's, so each 8 × 8 is transposed on the way.
 template <class Tile> TILE_DEVICE void load_b(uint32_t (&b)[4], const Tile& tile, int n, int k) {
@@ -47,12 +51,12 @@ TILE_DEVICE void mma_pair(float (&acc)[kSize], int n, const uint32_t (&a)[4], co
 }
 // acc += A Bᵀ, one step of depth 16
 template <int kSize, class Tile>
-TILE_DEVICE void mma_abt_step(float (&acc)[kSize], const uint32_t (&a)[4], const Tile& tile, int k) {
+TILE_DEVICE void mma_abt_step(float (&acc)[kSize], const uint32_t (&a)[4], const Tile& tile, int k, int l = lane()) {
     static_assert(kSize * 2 == Tile::kRows, "the product has a column for each of B's rows");
 #pragma unroll
     for (int n = 0; n < kSize / 8; n++) {
         uint32_t b[4];
-        load_bt(b, tile, n, k);
+        load_bt(b, tile, n, k, l);
         mma_pair<typename Tile::Element>(acc, n, a, b);
     }
 }
@@ -109,6 +113,29 @@ template <class T, int kSize> TILE_DEVICE void store(Global<T> g, int64_t stride
 #pragma unroll
             for (int j = 0; j < kSize / 2; j++)  // j = 2n + i
                 g[fragment_row(h) * stride + j / 2 * 8 + fragment_column() + j % 2] = from_float<T>(acc[j / 2 * 4 + 2 * h + j % 2]);
+}
+// The same 16 bytes a lane, without shared memory: the four lanes of a row trade words until each has eight neighbouring columns.
+// Row h of a lane goes to g[h] if exists[h]; columns from kColumns on are padding.
+template <int kColumns, class T, int kSize>
+TILE_DEVICE void store_rows(const Global<T> (&g)[2], const bool (&exists)[2], const float (&acc)[kSize]) {
+    static_assert(kSize % 16 == 0 && kColumns % 8 == 0, "quads of lanes store 32 columns, a lane eight");
+    const int place = lane() % 4;
+    const bool odd = place & 1, high = place & 2;
+#pragma unroll
+    for (int h = 0; h < 2; h++)
+#pragma unroll
+        for (int n = 0; n < kSize / 16; n++) {  // word c: columns 32n + 8c + 2 place, and one more
+            Vector16 w;
+#pragma unroll
+            for (int c = 0; c < 4; c++) w.word[c] = pack<T>(acc[16 * n + 4 * c + 2 * h], acc[16 * n + 4 * c + 2 * h + 1]);
+            uint32_t x = ptx::shuffle_xor(odd ? w.word[0] : w.word[1], 1), y = ptx::shuffle_xor(odd ? w.word[2] : w.word[3], 1);
+            (odd ? w.word[0] : w.word[1]) = x;
+            (odd ? w.word[2] : w.word[3]) = y;
+            x = ptx::shuffle_xor(high ? w.word[0] : w.word[2], 2), y = ptx::shuffle_xor(high ? w.word[1] : w.word[3], 2);
+            (high ? w.word[0] : w.word[2]) = x;
+            (high ? w.word[1] : w.word[3]) = y;
+            if (exists[h] && 32 * n + 8 * place < kColumns) (g[h] + (32 * n + 8 * place)).template as<Vector16>()[0] = w;
+        }
 }
 // The same through the warp's sixteen rows of a shared tile, from row0 on, so that each lane writes 16 bytes.
 template <class T, int kSize, class Tile>

@@ -15,7 +15,15 @@ TILE_DEVICE float exp2(float x) {
     return y;
 }
 TILE_DEVICE float log2(float x) { return __log2f(x); }
+// 1 / x, to the last bit or two; 0 for what is beyond 2^126
+TILE_DEVICE float reciprocal(float x) {
+    float y;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
 TILE_DEVICE float mad(float a, float b, float c) { return fmaf(a, b, c); }
+// The upper half of a 64-bit product
+TILE_DEVICE uint32_t multiply_high(uint32_t a, uint32_t b) { return __umulhi(a, b); }
 // c + the four signed bytes of a times those of b
 TILE_DEVICE int dp4a(int a, int b, int c) { return __dp4a(a, b, c); }
 // x rounded to tf32, as the mma wants it
@@ -53,6 +61,11 @@ template <class T> TILE_DEVICE T shuffle(T x, int lane) { return __shfl_sync(~0u
 template <class T> TILE_DEVICE T shuffle_xor(T x, int mask) { return __shfl_xor_sync(~0u, x, mask); }
 // x, which is the same in all lanes, where the compiler can see that it is: descriptors made of it stay in uniform registers.
 TILE_DEVICE uint32_t uniform(uint32_t x) { return __reduce_max_sync(~0u, x); }
+// x, but what follows from it is computed here and not ahead of a loop, where it would hold registers all the while.
+TILE_DEVICE int just_in_time(int x) {
+    asm volatile("" : "+r"(x));
+    return x;
+}
 TILE_DEVICE bool any(bool x) { return __any_sync(~0u, x); }
 TILE_DEVICE bool all(bool x) { return __all_sync(~0u, x); }
 TILE_DEVICE uint32_t ballot(bool x) { return __ballot_sync(~0u, x); }
@@ -164,9 +177,20 @@ TILE_DEVICE void tma_load(uint32_t to, const TensorMap* map, uint32_t barrier, i
         "l"(map), "r"(barrier), "r"(c0), "r"(c1), "r"(c2), "r"(c3)
         : "memory");
 }
+TILE_DEVICE void tma_load(uint32_t to, const TensorMap* map, uint32_t barrier, int c0, int c1, int c2, int c3, int c4) {
+    asm volatile(
+        "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6, %7}], [%2];" ::"r"(to),
+        "l"(map), "r"(barrier), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4)
+        : "memory");
+}
 TILE_DEVICE void tma_store(const TensorMap* map, uint32_t from, int c0, int c1, int c2, int c3) {
     asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(map), "r"(from), "r"(c0),
                  "r"(c1), "r"(c2), "r"(c3)
+                 : "memory");
+}
+TILE_DEVICE void tma_store(const TensorMap* map, uint32_t from, int c0, int c1, int c2, int c3, int c4) {
+    asm volatile("cp.async.bulk.tensor.5d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5, %6}], [%1];" ::"l"(map), "r"(from),
+                 "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4)
                  : "memory");
 }
 TILE_DEVICE void bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }

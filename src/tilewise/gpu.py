@@ -1,0 +1,188 @@
+"""Calls of GPU kernels, on a card or in the emulator: what they serve, and how one like an earlier one is made again.
+
+api.py has checked the arguments. A call on CUDA tensors is kept under a key that holds everything that was checked, so
+that the next one like it costs the CPU a look into a dictionary, the output's allocation and the launch.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import torch
+
+from . import checks, cpu, forward, ladder
+from .plan import Window
+
+Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+
+
+def check_served(q: torch.Tensor, schedule: Any, where: str) -> None:
+    """NotImplementedError for what the Hopper forward does not serve."""
+    instead = 'backend="cpu"' if where == "emulator" else ".cpu() tensors"
+    if schedule is not None:
+        raise NotImplementedError(f"no GPU kernel takes a schedule yet; use {instead}")
+    if q.dtype not in forward.DTYPES:
+        raise NotImplementedError(
+            f"GPU kernels take bfloat16 and float16, got {q.dtype}; convert q, k and v, or use {instead}"
+        )
+    if q.shape[-1] > forward.MAX_HEAD_DIM:
+        raise NotImplementedError(
+            f"GPU kernels take head_dim up to {forward.MAX_HEAD_DIM}, got {q.shape[-1]}; use {instead}"
+        )
+    if where == "cuda" and torch.cuda.get_device_capability(q.device) != (9, 0):
+        capability = ".".join(map(str, torch.cuda.get_device_capability(q.device)))
+        raise NotImplementedError(
+            f"the GPU kernel is for compute capability 9.0 (Hopper), {q.device} has {capability}; use {instead}, or "
+            "torch.nn.functional.scaled_dot_product_attention"
+        )
+
+
+def kernel_options(
+    causal: bool, window: Window | None, scoring: cpu.Scoring, slopes: torch.Tensor | None, exact: bool
+) -> forward.Options:
+    left, right = window or (None, None)
+    return forward.Options((left, 0 if causal else right), scoring.scale, scoring.softcap, slopes is not None, exact)
+
+
+class GpuCall:
+    """A checked call of the Hopper forward, bound to its kernel when it is first made.
+
+    Kept by `known_call` for calls like it, which then cost the CPU no checks and no planning.
+    """
+
+    __slots__ = ("bound", "contiguous", "options", "plain", "return_lse")
+
+    def __init__(self, options: forward.Options, return_lse: bool) -> None:
+        self.options, self.return_lse = options, return_lse
+        self.bound: forward.Forward | None = None
+        self.contiguous = False  # q is, so that an output like it is too
+        self.plain = False  # nothing but q, k and v goes in, and o comes out: `again` serves
+
+    def __call__(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        sinks: torch.Tensor | None,
+        slopes: torch.Tensor | None,
+        out: torch.Tensor | None,
+        starts: tuple[torch.Tensor, torch.Tensor] | None = None,
+        page_table: torch.Tensor | None = None,
+    ) -> Result:
+        if out is not None and checks.place(out, q, k, v) is None:  # it is read from as well: by way of another
+            result = GpuCall(self.options, self.return_lse)(q, k, v, sinks, slopes, None, starts, page_table)
+            if isinstance(result, torch.Tensor):
+                return out.copy_(result)
+            return out.copy_(result[0]), result[1]
+        o = out
+        if o is None:
+            o = torch.empty_like(q) if self.contiguous else q.new_empty(q.shape)
+        lse = None
+        if self.return_lse:
+            shape = (q.shape[1], q.shape[0]) if starts is not None else (q.shape[0], q.shape[2], q.shape[1])
+            lse = q.new_empty(shape, dtype=torch.float32)
+        if self.bound is None:
+            self.contiguous = q.is_contiguous()
+            self.plain = self.contiguous and all(x is None for x in (sinks, slopes, out, starts, lse))
+            if not q.numel() or not k.numel():
+                self.plain = False
+                return _nothing_to_see(o, lse, sinks)
+            self.bound = forward.Forward(
+                q,
+                k,
+                v,
+                o,
+                self.options,
+                tma=forward.tma_can(q, k, v, o),
+                sequences=None if starts is None else starts[0].shape[0] - 1,
+                index=torch.int32 if starts is None else starts[0].dtype,
+                paged=page_table is not None,
+            )
+        if sinks is not None:
+            sinks = sinks.float().contiguous()
+        if slopes is not None:
+            slopes = slopes.float().contiguous().expand(q.shape[0] if starts is None else starts[0].shape[0] - 1, -1)
+        self.bound(q, k, v, o, lse, sinks, slopes, starts, page_table)
+        return o if lse is None else (o, lse)
+
+    def again(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        """The same as calling it, of a plain call that was made before, by the shortest way."""
+        o = torch.empty_like(q)
+        self.bound.launch((q.data_ptr(), k.data_ptr(), v.data_ptr(), o.data_ptr()))  # type: ignore[union-attr]
+        return o
+
+
+def _nothing_to_see(o: torch.Tensor, lse: torch.Tensor | None, sinks: torch.Tensor | None) -> Result:
+    """No rows, or no keys: zeros, and what the sinks alone make of the LSE."""
+    o.zero_()
+    if lse is not None:
+        lse.fill_(float("-inf"))
+        if sinks is not None:
+            lse.copy_(sinks.float()[:, None].expand_as(lse))
+    return o if lse is None else (o, lse)
+
+
+_local = threading.local()  # a bound call has arguments of its own, which two threads cannot fill at once
+
+
+def calls() -> dict[Any, GpuCall]:
+    """This thread's calls by their keys."""
+    found: dict[Any, GpuCall] | None = getattr(_local, "calls", None)
+    if found is None or len(found) > 1024:
+        found = _local.calls = {}
+    return found
+
+
+def known_call(
+    q: torch.Tensor, k: Any, v: Any, sinks: Any, slopes: Any, out: Any, flags: tuple[Any, ...]
+) -> tuple[tuple[Any, ...] | None, GpuCall | None]:
+    """The key of a call on CUDA tensors: all that was checked about it; and the call, if one like it was made.
+
+    flags: three bools first, then whatever else the call depends on. 1 is not True here: the checks refuse it.
+    """
+    if not (
+        type(q) is type(k) is type(v) is torch.Tensor and type(flags[0]) is type(flags[1]) is type(flags[2]) is bool
+    ):
+        return None, None
+    grad = torch.is_grad_enabled()
+    key: tuple[Any, ...] = (
+        flags, grad and (q.requires_grad or k.requires_grad or v.requires_grad),
+        q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, k.dtype, v.dtype,
+        q.get_device(), k.get_device(), v.get_device(), (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16,
+    )  # fmt: skip
+    if not sinks is slopes is out is None:
+        for x in (sinks, slopes, out):
+            if x is None:
+                key += (None,)
+            elif type(x) is torch.Tensor:
+                key += (x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % 16, grad and x.requires_grad)
+            else:
+                return None, None
+    try:
+        return key, calls().get(key)
+    except TypeError:  # a flag of a wrong type: the checks will say so
+        return None, None
+
+
+def rung(backend: str, dtype: torch.dtype) -> str:
+    """The rung that "emulator:NAME" names, or that serves float32, which the Hopper forward does not; else ""."""
+    _, _, name = backend.partition(":")
+    names = [rung.name for rung in ladder.RUNGS]
+    if name and name not in names:
+        raise ValueError(f"backend must name a rung after the colon, one of {', '.join(names)}, got {name!r}")
+    if not name and dtype == torch.float32:
+        return next(rung.name for rung in reversed(ladder.RUNGS) if dtype in rung.dtypes and rung.exact)
+    return name
+
+
+def run_rung(
+    name: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float, asked: dict[str, Any]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A kernel of the ladder in the emulator; the ladder knows plain and causal problems only."""
+    more = [argument for argument, value in asked.items() if value is not None]
+    if more or scale <= 0:
+        what = ", ".join(more) or "a scale that is not positive"
+        raise NotImplementedError(f'rung {name} of the ladder has no {what}; use backend="cpu"')
+    o, lse, _ = ladder.run(next(r for r in ladder.RUNGS if r.name == name), q, k, v, causal=causal, scale=scale)
+    return o, lse
