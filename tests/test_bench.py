@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import csv
+import json
 import sys
 import types
+from contextlib import nullcontext
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
 
-from tilewise import BlockSchedule, api
-from tilewise.bench import bars, ceilings, measure, peers, plots, sweep, workloads
-from tilewise.bench.measure import FAILED, OK, WRONG, Ceiling, Check, Kernel, Problem, time_calls
+from tilewise import BlockSchedule, api, cli
+from tilewise.bench import bars, ceilings, measure, peers, plots, prefill, sweep, workloads
+from tilewise.bench.measure import FAILED, OK, WRONG, Ceiling, Check, Kernel, Problem, Result, time_calls
 from tilewise.bench.records import COLUMNS, DIMENSIONS, machine, records
 from tilewise.bench.workloads import Point, build, complete, infer
 
@@ -20,10 +23,15 @@ CPU = torch.device("cpu")
 TINY = {
     "dense": Point(seq=48, heads=4, kv_heads=2, hdim=16),
     "causal": Point(batch=2, seq=40, heads=2, kv_heads=2, hdim=16, causal=True, dtype="bfloat16"),
+    "window": complete(Point(batch=2, seq=70, heads=4, kv_heads=2, hdim=16, window=9)),
+    "varlen": complete(Point("varlen", batch=4, lengths="3-60", heads=4, kv_heads=2, hdim=16)),
+    "varlen causal": complete(Point("varlen", batch=3, lengths="5-40", heads=2, kv_heads=2, hdim=16, causal=True)),
+    "varlen window": complete(Point("varlen", batch=3, lengths="5-40", heads=2, kv_heads=2, hdim=16, window=4)),
     "sparse": complete(Point("sparse", seq=96, heads=2, kv_heads=2, hdim=16, sparsity=0.5, block=16)),
     "sparse causal": complete(
         Point("sparse", seq=96, heads=2, kv_heads=1, hdim=16, sparsity=0.3, block=16, causal=True)
     ),
+    "sparse window": complete(Point("sparse", seq=96, heads=2, kv_heads=2, hdim=16, sparsity=0.3, block=16, window=30)),
     "decode": complete(Point("decode", batch=3, seq=37, heads=4, kv_heads=2, hdim=16)),
     "decode int8": complete(Point("decode", batch=2, seq=33, heads=4, kv_heads=2, hdim=32, kv_format="int8", tokens=3)),
     "prefix": complete(Point("prefix", batch=4, seq=9, prefix=50, heads=4, kv_heads=2, hdim=16)),
@@ -149,6 +157,105 @@ def test_derived_numbers(clock):
     assert other.error is None  # it answers something else, so there is nothing to check
 
 
+class Event:
+    """A CUDA event on the fake clock; `log` has what happened in order."""
+
+    log: list = []  # noqa: RUF012 - emptied by the fixture
+
+    def record(self):
+        self.at = measure.time.perf_counter()
+        self.log.append("event")
+
+    def synchronize(self):
+        self.log.append(("waits for", self.at))
+
+    def elapsed_time(self, end):
+        return (end.at - self.at) * 1e3
+
+
+@pytest.fixture
+def card(monkeypatch, clock):
+    """A GPU as far as the loop knows one: what runs there takes the time that it passes on the clock."""
+    Event.log.clear()
+    monkeypatch.setattr(measure, "_event", Event)
+    monkeypatch.setattr(measure, "_synchronize", lambda device: Event.log.append("synchronized"))
+    monkeypatch.setattr(measure, "_flusher", lambda calls, device: lambda: (clock(0.25), Event.log.append("flush")))
+
+    def call(name, seconds):
+        return lambda: (clock(seconds), Event.log.append(name))
+
+    return call
+
+
+def test_flush_lasts_longer_than_the_slowest_call_takes_the_host(card, monkeypatch):
+    monkeypatch.undo()  # the real flusher, on a card of our own making
+    reads: list[int] = []
+
+    class Buffer:
+        def sum(self) -> None:
+            reads.append(1)
+
+    class Event:
+        def record(self) -> None: ...
+        def elapsed_time(self, other: object) -> float:
+            return 4 * 0.05  # ms for four reads
+
+    now = [0.0]
+    monkeypatch.setattr(measure.torch, "zeros", lambda *a, **k: Buffer())
+    monkeypatch.setattr(measure, "_event", Event)
+    monkeypatch.setattr(measure, "_synchronize", lambda device: None)
+    monkeypatch.setattr(measure.time, "perf_counter", lambda: now[0])
+
+    def call(seconds: float):
+        return lambda: now.__setitem__(0, now[0] + seconds)
+
+    flush = measure._flusher([call(20e-6), call(300e-6)], torch.device("cpu"))
+    reads.clear()
+    flush()
+    assert len(reads) * 50e-6 >= 2 * 300e-6
+
+
+def test_card_is_hot_before_it_is_timed(card):
+    calls = {"a": card("a", 0.1), "b": card("b", 0.2)}
+    timings = time_calls(calls, device=torch.device("cuda"), loops=2, heat=3.0)
+    before = Event.log[: Event.log.index("flush")]
+    assert before.count("a") == before.count("b") == 1 + 10  # a warm-up, then 3 s of rounds
+    assert timings["a"].median == pytest.approx(0.1)  # the flush is not in it
+    assert timings["b"].median == pytest.approx(0.2)
+    Event.log.clear()
+    time_calls(calls, device=torch.device("cuda"), loops=2, heat=0.0)
+    assert Event.log.index("flush") == 3  # the two warm-ups and their end
+
+
+def test_every_timed_call_follows_a_flush_and_nobody_has_a_fixed_neighbour(card):
+    calls = {name: card(name, 0.1) for name in "abc"}
+    timings = time_calls(calls, device=torch.device("cuda"), loops=60, heat=0.0)
+    assert {timing.loops for timing in timings.values()} == {60}
+    timed = Event.log[Event.log.index("flush") :]
+    order = [entry for entry in timed if entry in calls]
+    assert all(sorted(order[i : i + 3]) == ["a", "b", "c"] for i in range(0, 180, 3))
+    assert {a + b for a, b in pairwise(order)} >= {"ab", "ac", "ba", "bc", "ca", "cb"}
+    for i, entry in enumerate(timed):
+        if entry in calls:
+            assert timed[i - 2 : i + 2] == ["flush", "event", entry, "event"]
+
+
+def test_host_stays_a_round_ahead_so_that_the_card_does_not_rest(card):
+    time_calls({"a": card("a", 0.75)}, device=torch.device("cuda"), loops=3, heat=0.0)
+    timed = Event.log[Event.log.index("flush") :]
+    one = ["flush", "event", "a", "event"]
+    start = 0.75  # after the warm-up
+    assert timed == [*one, *one, ("waits for", start + 1.0), *one, ("waits for", start + 2.0), "synchronized"]
+
+
+def test_host_cost_is_of_one_call_and_without_the_first_batch(clock):
+    waits = iter([1.0] * 10 + [0.01] * 10 + [0.03] * 10 + [0.02] * 10)
+    cost = measure.host_cost(lambda: clock(next(waits)), CPU, batches=3, calls=10)
+    assert cost.median == pytest.approx(0.02)
+    assert cost.fastest == pytest.approx(0.01)
+    assert cost.loops == 3
+
+
 def test_ceiling_is_measured_once(monkeypatch):
     monkeypatch.undo()
     ceilings.of.cache_clear()
@@ -177,11 +284,33 @@ def test_every_kernel_and_peer_of_a_workload_passes_the_oracle(name):
     results = measure.measure(build(TINY[name]), loops=1)
     assert all(r.status == OK for r in results), [r for r in results if r.status != OK]
     assert any(r.ours for r in results)
-    assert any(r.kernel == peers.SDPA for r in results)
+    assert any(r.kernel.startswith(peers.SDPA) for r in results)
     for r in results:
-        assert r.error is not None or r.kernel == peers.SDPA  # dense SDPA beside a sparse problem answers another one
+        # dense SDPA beside a sparse problem answers another one, and a padded one without a mask sees the padding
+        assert r.error is not None or r.kernel in (peers.SDPA, peers.SDPA_PADDED)
         assert r.timing is not None
         assert r.ratio_to_best_peer > 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["causal", "window", "varlen", "varlen causal", "varlen window"])
+def test_kernels_on_a_card_are_judged_there(name):
+    results = measure.measure(build(replace(TINY[name], device="cuda", dtype="bfloat16", hdim=64)), loops=1)
+    ours = [r for r in results if r.ours]
+    assert [r.kernel for r in ours] == ["tilewise cuda", "tilewise cuda, exact"]
+    assert all(r.status == OK and r.error is not None for r in ours), results
+
+
+def test_window_and_lengths_are_options_of_bench_and_lists_of_sweep(capsys, tmp_path):
+    small = ["--heads", "2", "--hdim", "16", "--loops", "1"]
+    assert cli.main(["bench", "--seq", "40", "--window", "8", *small, "--json"]) == 0
+    row = json.loads(capsys.readouterr().out)[0]
+    assert (row["workload"], row["window"], row["causal"], row["status"]) == ("dense", 8, True, "ok")
+    path = tmp_path / "a.csv"
+    lists = ["--window", "0", "8", "--lengths", "4-20", "10-30", "--batch", "3"]
+    assert cli.main(["sweep", *lists, *small, "--csv", str(path)]) == 0
+    found = {(row["workload"], row["window"], row["lengths"], row["seq"]) for row in rows_of(path)}
+    assert found == {("varlen", w, n, n.split("-")[1]) for w in ("0", "8") for n in ("4-20", "10-30")}
 
 
 def test_data_is_random_and_never_zero():
@@ -192,15 +321,15 @@ def test_data_is_random_and_never_zero():
     assert abs(q.mean()) < 0.1
 
 
-@pytest.mark.parametrize("name", ["dense", "causal", "sparse", "prefix", "decode int8"])
+@pytest.mark.parametrize("name", ["dense", "causal", "window", "varlen", "sparse", "prefix", "decode int8"])
 def test_wrong_answer_of_the_library_is_found(name, monkeypatch):
     """One element of one row is off, in the call that the workload makes."""
-    for call in ("attention", "decode", "shared_prefix_attention"):
+    for call in ("attention", "attention_varlen", "decode", "shared_prefix_attention"):
         real = getattr(api, call)
 
         def slightly_wrong(*args, _real=real, **options):
             o = _real(*args, **options)
-            o[-1, -1, -1, -1] += 0.25 if o.dtype == torch.bfloat16 else 0.001
+            o[-1, ..., -1, -1] += 0.25 if o.dtype == torch.bfloat16 else 0.001
             return o
 
         monkeypatch.setattr(workloads.api, call, slightly_wrong)
@@ -215,6 +344,11 @@ def test_flops_count_visible_pairs_only():
     dense = Point(seq=48, heads=4, kv_heads=2, hdim=16)
     assert flops(dense) == 4 * 16 * 4 * 48 * 48
     assert flops(replace(dense, causal=True)) == 4 * 16 * 4 * (48 * 49 // 2)
+    # Of 48 rows all but the first 9 see 10 keys.
+    assert flops(complete(replace(dense, window=9))) == 4 * 16 * 4 * (sum(range(1, 10)) + 39 * 10)
+    ragged = complete(Point("varlen", batch=2, lengths="10-20", heads=2, kv_heads=2, hdim=16))
+    assert flops(ragged) == 4 * 16 * 2 * (10 * 10 + 20 * 20)
+    assert flops(replace(ragged, causal=True)) == 4 * 16 * 2 * (10 * 11 // 2 + 20 * 21 // 2)
     sparse = complete(Point("sparse", seq=64, heads=2, kv_heads=2, hdim=16, sparsity=0.75, block=16))
     assert flops(sparse) == 4 * 16 * 2 * 64 * 16
     decode = complete(Point("decode", batch=3, seq=10, tokens=2, heads=2, kv_heads=2, hdim=16))
@@ -227,19 +361,57 @@ def test_bytes_are_what_each_layout_must_move():
     token, q_and_o = 2 * 2 * 16 * 4, 2 * 4 * 4 * 16 * 4
     assert kernels[peers.SDPA] == 4 * 59 * token + q_and_o
     assert kernels["tilewise cpu"] == (50 + 4 * 9) * token + q_and_o
+    ragged = build(TINY["varlen"])
+    lengths = workloads.lengths_of(TINY["varlen"])
+    packed, padded = (k.bytes for k in ragged.kernels)
+    assert packed == 2 * sum(lengths) * (4 + 2) * 16 * 4
+    assert padded == 2 * 4 * 60 * (4 + 2) * 16 * 4
+    assert ragged.token_heads == sum(lengths) * 4
     quantised = {k.name: k.bytes for k in build(TINY["prefix int4"]).kernels}
     assert quantised["tilewise cpu"] < 0.5 * quantised["tilewise cpu, no cache"]
 
 
 def test_large_problem_is_checked_in_an_even_spread_of_rows(monkeypatch):
-    monkeypatch.setattr(workloads, "PAIRS_AT_ONCE", 4 * 100 * 2)
-    monkeypatch.setattr(workloads, "ORACLE_PAIRS", 4 * 100 * 2 * 5)
-    blocks = list(workloads._row_blocks(2, 100, 100, 2))
+    sizes = [(100, 100)] * 2
+    monkeypatch.setitem(workloads.PAIRS_AT_ONCE, "cpu", 4 * 100 * 2)
+    monkeypatch.setitem(workloads.ORACLE_PAIRS, "cpu", 4 * 100 * 2 * 5)
+    blocks = list(workloads._row_blocks(sizes, 2, "cpu"))
     assert len(blocks) == 5
     assert blocks[0] == (0, 0, 4)
     assert blocks[-1] == (1, 96, 100)
-    monkeypatch.setattr(workloads, "ORACLE_PAIRS", 1 << 40)
-    assert len(list(workloads._row_blocks(2, 100, 100, 2))) == 50
+    assert len(list(workloads._row_blocks(sizes, 2, "cuda"))) == 2  # a card has time and room for all of it
+    monkeypatch.setitem(workloads.ORACLE_PAIRS, "cpu", 1 << 40)
+    assert len(list(workloads._row_blocks(sizes, 2, "cpu"))) == 50
+    ragged = list(workloads._row_blocks([(10, 10), (100, 100)], 2, "cpu"))
+    assert [sum(stop - start for b, start, stop in ragged if b == n) for n in (0, 1)] == [10, 100]
+
+
+@pytest.mark.parametrize("name", ["window", "varlen window", "causal", "decode int8"])
+def test_blocks_of_rows_see_the_keys_that_the_whole_sees(name, monkeypatch):
+    monkeypatch.setitem(workloads.PAIRS_AT_ONCE, "cpu", 500)
+    results = measure.measure(build(TINY[name]), loops=1)
+    assert all(r.status == OK for r in results), results
+
+
+def test_lengths_are_spaced_geometrically_in_no_order():
+    point = complete(Point("varlen", batch=16, lengths="100-16384"))
+    lengths = workloads.lengths_of(point)
+    assert point.seq == 16384
+    ordered = sorted(lengths)
+    assert (ordered[0], ordered[-1], len(set(ordered))) == (100, 16384, 16)
+    assert all(b / a == pytest.approx(163.84 ** (1 / 15), rel=0.01) for a, b in pairwise(ordered))
+    assert lengths != ordered
+    assert lengths == workloads.lengths_of(point)
+    assert workloads.lengths_of(replace(point, batch=1)) == [16384]
+    assert "16 × 100-16384 tokens" in point.title
+
+
+def test_standard_softmax_is_measured_beside_the_lazy_one_on_a_card():
+    assert workloads.variants(Point()) == {"tilewise cpu": {"backend": "auto"}}
+    assert workloads.variants(Point(device="cuda")) == {
+        "tilewise cuda": {"backend": "auto"},
+        "tilewise cuda, exact": {"backend": "auto", "exact": True},
+    }
 
 
 def test_npy_schedule_is_read_at_the_points_block_size(tmp_path):
@@ -254,6 +426,9 @@ def test_npy_schedule_is_read_at_the_points_block_size(tmp_path):
 def test_options_say_which_workload():
     assert infer(seq=64).workload == "dense"
     assert infer(sparsity=0.5).workload == "sparse"
+    assert infer(window=64).workload == "dense"
+    assert infer(window=64).causal
+    assert infer(lengths="100-200", batch=4).workload == "varlen"
     assert infer(kv_format="int8").workload == "decode"
     assert infer(prefix=10).workload == "prefix"
     assert infer(prefix=10, dtype="bfloat16").kv_format == "bf16"
@@ -271,6 +446,14 @@ def test_options_say_which_workload():
         ({"prefix": 4, "sparsity": 0.5}, "sparsity"),
         ({"kv_format": "fp32", "tokens": 2000}, "tokens"),
         ({"kv_format": "fp32", "page_size": 300}, "page_size"),
+        ({"kv_format": "fp32", "window": 8}, "window"),
+        ({"window": -1}, "window"),
+        ({"lengths": "many"}, "lengths"),
+        ({"lengths": "200-100"}, "lengths"),
+        ({"lengths": "0-100"}, "lengths"),
+        ({"lengths": "1-2-3"}, "lengths"),
+        ({"lengths": "100-200", "sparsity": 0.5}, "lengths"),
+        ({"lengths": "100-200", "kv_format": "fp32"}, "lengths"),
     ],
 )
 def test_impossible_point_is_refused_by_name(options, named):
@@ -326,6 +509,53 @@ def test_importable_peers_are_called_and_others_named(monkeypatch):
     assert "FlashInfer (not installed)" in absent
 
 
+def test_window_and_lengths_are_asked_for_as_the_peers_have_them(monkeypatch):
+    calls = []
+    module = types.ModuleType("fa3_fwd_interface")
+    module.flash_attn_func = lambda *args, **options: calls.append((args[3:], options)) or args[0]
+    module.flash_attn_varlen_func = module.flash_attn_func
+    monkeypatch.setitem(sys.modules, "fa3_fwd_interface", module)
+    monkeypatch.setattr(peers, "starts_of", lambda lengths, device: list(lengths))
+    q = torch.randn(1, 8, 2, 16).as_subclass(OnCuda)
+    packed = torch.randn(7, 2, 16).as_subclass(OnCuda)
+    peers.cuda_peers(q, q, q, causal=True, window=5)[0][peers.FA3](None)
+    peers.cuda_peers(packed, packed, packed, causal=False, lengths=[3, 4])[0][peers.FA3](None)
+    peers.cuda_peers(packed, packed, packed, causal=True, window=2, lengths=[3, 4])[0][peers.FA3](None)
+    assert calls == [
+        ((), {"causal": True, "window_size": (5, 0)}),
+        (([3, 4], [3, 4], 4, 4), {"causal": False}),
+        (([3, 4], [3, 4], 4, 4), {"causal": True, "window_size": (2, 0)}),
+    ]
+
+
+def test_starts_are_where_each_sequence_begins():
+    starts = peers.starts_of([3, 1, 2], CPU)
+    assert starts.tolist() == [0, 3, 4, 6]
+    assert starts.dtype == torch.int32
+
+
+def test_torch_carries_two_peers_on_a_card_and_chooses_itself_elsewhere(monkeypatch):
+    chosen = []
+    monkeypatch.setattr(peers, "sdpa_kernel", lambda backend: chosen.append(backend.name) or nullcontext())
+    q = torch.randn(1, 8, 4, 16)
+    assert peers.torch_backends(q, q, q, causal=True) == {}
+    on_card, k = q.as_subclass(OnCuda), q[:, :, :2].as_subclass(OnCuda)
+    runs = peers.torch_backends(on_card, k, k, causal=True)
+    expected = peers.torch_sdpa(q, q[:, :, :2], q[:, :, :2], mask=None, causal=True)(None)
+    assert list(runs) == [peers.CUDNN, peers.FA2]
+    for run in runs.values():
+        torch.testing.assert_close(run(None).as_subclass(torch.Tensor), expected)
+    assert chosen == ["CUDNN_ATTENTION", "FLASH_ATTENTION"]
+
+
+def test_padded_batch_has_zeros_behind_the_shorter_sequences():
+    x = torch.arange(1.0, 7.0).view(6, 1, 1)
+    assert peers.pad(x, [2, 1, 3]).flatten(1).tolist() == [[1, 2, 0], [3, 0, 0], [4, 5, 6]]
+    assert peers.padded_sdpa(x, x, x, causal=True, lengths=[2, 1, 3])[0] == peers.SDPA_PADDED
+    on_card = x.as_subclass(OnCuda)
+    assert peers.padded_sdpa(on_card, on_card, on_card, causal=True, lengths=[2, 1, 3])[0] == peers.CUDNN_PADDED
+
+
 def test_flashinfer_is_planned_once_and_run_packed(monkeypatch):
     """Its own layout is packed sequences with their starts; planning is not part of what is timed."""
     planned = []
@@ -334,21 +564,25 @@ def test_flashinfer_is_planned_once_and_run_packed(monkeypatch):
         def __init__(self, workspace, layout):
             assert layout == "NHD"
 
-        def plan(self, starts_q, starts_k, heads, kv_heads, head_dim, *, causal, q_data_type):
-            planned.append((starts_q.tolist(), starts_k.tolist(), heads, kv_heads, head_dim, causal, q_data_type))
+        def plan(self, starts_q, starts_k, *sizes, **options):
+            planned.append((starts_q.tolist(), starts_k.tolist(), sizes, options))
 
         def run(self, q, k, v):
             assert (q.shape, k.shape) == ((2 * 3, 4, 16), (2 * 5, 2, 16))
             return q * 2
 
     monkeypatch.setattr(peers.torch, "empty", lambda *a, device, **o: torch.zeros(1))
-    monkeypatch.setattr(peers.torch, "arange", lambda n, device, **o: torch.tensor(range(n), **o))
     module = types.SimpleNamespace(BatchPrefillWithRaggedKVCacheWrapper=Wrapper)
     q, k = torch.randn(2, 3, 4, 16), torch.randn(2, 5, 2, 16)
-    run = peers._flashinfer(module, q, k, k, True)
+    run = peers._flashinfer(module, q, k, k, True, 0, None)
     for _ in range(3):
         assert torch.equal(run(None), q * 2)
-    assert planned == [([0, 3, 6], [0, 5, 10], 4, 2, 16, True, torch.float32)]
+    options = {"causal": True, "q_data_type": torch.float32}
+    assert planned == [([0, 3, 6], [0, 5, 10], (4, 2, 16), options)]
+    monkeypatch.setattr(Wrapper, "run", lambda self, q, k, v: q)
+    packed = torch.randn(6, 4, 16)
+    assert peers._flashinfer(module, packed, packed, packed, True, 7, [2, 4])(None).shape == packed.shape
+    assert planned[1] == ([0, 2, 6], [0, 2, 6], (4, 4, 16), {**options, "window_left": 7})
 
 
 def test_bars_are_the_ones_promised():
@@ -543,6 +777,222 @@ def test_records_of_a_wrong_kernel_hold_no_infinity():
     assert row["status"] == "WRONG: NaN in it"
 
 
+# ---- the prefill table ------------------------------------------------------------------------------------------
+
+
+def test_prefill_rows_are_the_ones_promised(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    rows = {row.name: row for row in prefill.rows("cuda")}
+    assert len(rows) == 1 + 24 + 3 + 2 + 1
+    assert len({row.point for row in rows.values()}) == len(rows)  # a resumed CSV tells them apart
+    assert all((row.point.dtype, row.point.device) == ("bfloat16", "cuda") for row in rows.values())
+    for hdim in (64, 128, 256):
+        for n in (512, 2048, 8192, 16384):
+            for causal in (False, True):
+                row = rows[f"D {hdim}, N {n}, {'causal' if causal else 'full'}"]
+                p = row.point
+                assert (p.batch * p.seq, p.heads * p.hdim, p.kv_heads, p.causal) == (16384, 2048, p.heads, causal)
+                assert row.goals[1].text == "≥ 0.97×"
+    bars = {name: [goal.text for goal in row.goals] for name, row in rows.items()}
+    assert {bars[f"D {d}, N 512, {m}"][0] for d in (64, 128, 256) for m in ("full", "causal")} == {"≥ 1.1×"}
+    assert {bars[f"D 256, N {n}, {m}"][0] for n in (2048, 8192, 16384) for m in ("full", "causal")} == {"≥ 1×"}
+    assert [bars[f"D 128, N {n}, full"][0] for n in (2048, 8192, 16384)] == ["≥ 1.03×", "≥ 1.1×", "≥ 1.1×"]
+    assert [bars[f"D 128, N {n}, causal"][0] for n in (2048, 8192, 16384)] == ["≥ 1.03×", "≥ 1.05×", "≥ 1.05×"]
+    assert [bars[f"D 64, N {n}, causal"][0] for n in (2048, 8192, 16384)] == ["≥ 1.03×", "≥ 1.07×", "≥ 1.07×"]
+    grouped = [row for name, row in rows.items() if name.startswith("64/8")]
+    assert [(row.point.seq, row.point.kv_heads, row.goals[0].text) for row in grouped] == [
+        (n, 8, "≥ 1.04×") for n in (4096, 16384, 32768)
+    ]
+    assert bars["varlen 100-16384, causal"] == ["≥ 1.15×", "≥ 0.9×"]
+    assert rows["varlen 100-16384, causal"].beside[1] == rows["D 128, N 16384, causal"].point
+    assert rows["varlen 100-16384, full"].beside[1] == rows["D 128, N 16384, full"].point
+    window = rows["window 1024, N 16384, causal"]
+    assert (window.point.window, window.beside[1]) == (1024, rows["D 128, N 16384, causal"].point)
+    assert window.goals[0].text == "≤ 1.3×"
+    assert next(iter(bars.values())) == ["≤ 15 µs", "≥ 1"]  # the host's, before anything captures a graph
+
+
+def test_share_of_tiles_is_counted_by_formula():
+    assert prefill.tile_share(16384, 1024) == (36 + 120 * 9) / (128 * 129 // 2)
+    assert prefill.tile_share(1024, 1024) == 1
+    n, window = 1000, 200
+    seen = torch.ones(n, n).tril().triu(-window).bool()
+    tiles = torch.nn.functional.max_pool2d(seen[None].float(), 128, ceil_mode=True).sum()
+    assert prefill.tile_share(n, window) == tiles / (8 * 9 // 2)
+
+
+def outcome_of(*results, goals=(), **options):
+    return prefill.Outcome(prefill.Row("row", Point(device="cuda"), goals, **options), list(results))
+
+
+def timed(kernel, seconds=1.0, *, tflops=None, ours=True, **ratios):
+    return Result(kernel, ours, OK, timing=measure.Timing(seconds, 0, 0, 0, 1), tflops=tflops, ratio_to=ratios)
+
+
+def test_bar_is_set_against_the_better_of_both_peers():
+    goal, exact = prefill.Goal(prefill.over_best, 1.1), prefill.Goal(prefill.exact_over_best, 0.97, what="exact")
+    ratios = {peers.CUDNN: 1.3, peers.FA3: 1.0996}
+    both = [timed(name, ours=False) for name in prefill.PEERS]
+    slow = timed("tilewise cuda, exact", **{peers.CUDNN: 1.2, peers.FA3: 0.98})
+    outcome = outcome_of(timed("tilewise cuda", **ratios), slow, *both)
+    assert (goal.value_text(outcome), goal.met_by(outcome)) == ("1.0996×", False)
+    assert (exact.value_text(outcome), exact.met_by(outcome)) == ("0.98× exact", True)
+    # One that is not here might have been the better one; one that fails was not.
+    del ratios[peers.FA3]
+    alone = outcome_of(timed("tilewise cuda", **ratios), both[0])
+    assert (goal.value_text(alone), goal.met_by(alone)) == ("", None)
+    failing = outcome_of(timed("tilewise cuda", **ratios), both[0], Result(peers.FA3, False, FAILED, "no"))
+    assert goal.met_by(failing) is True
+
+
+def test_bar_is_missed_by_a_kernel_that_is_wrong():
+    both = [timed(name, ours=False) for name in prefill.PEERS]
+    assert prefill.Goal(prefill.over_best, 1.1).met_by(outcome_of(Result("tilewise cuda", True, WRONG), *both)) is False
+
+
+def test_bars_on_our_own_rates_and_times():
+    ours = timed("tilewise cuda", 0.18, tflops=600.0, **{peers.CUDNN_PADDED: 5.0})
+    dense, causal = timed("tilewise cuda, dense", 1.0, tflops=700.0), timed("tilewise cuda, causal", 1.0)
+    ragged = outcome_of(ours, dense, beside=("dense", Point()))
+    assert prefill.over_beside(ragged) == pytest.approx(6 / 7)
+    assert prefill.over_padded(ragged) == 5.0
+    goal = prefill.Goal(prefill.over_tiles, 1.3, what="of tiles", at_most=True)
+    row = prefill.Row("row", Point(device="cuda", seq=16384, window=1024), (goal,), beside=("causal", Point()))
+    windowed = prefill.Outcome(row, [ours, causal])
+    assert prefill.over_tiles(windowed) == pytest.approx(0.18 / (1116 / 8256))
+    assert goal.value_text(windowed) == "1.33× of tiles"
+    assert goal.met_by(windowed) is False
+    assert prefill.over_tiles(prefill.Outcome(row, [ours])) is None
+
+
+@pytest.mark.parametrize(("replays", "status"), [(True, OK), (False, WRONG)])
+def test_captured_call_must_compute_on_the_data_of_the_replay(monkeypatch, replays, status):
+    calls = []
+
+    class Graph:
+        def replay(self):
+            if replays:
+                calls[0]()
+
+    def attention(q, k, v, out):
+        calls.append(lambda: out.copy_(q + k))
+        calls[-1]()
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "graph", lambda graph: nullcontext())
+    monkeypatch.setattr(prefill.api, "attention", attention)
+    (result,) = prefill._replay("tilewise cuda, graph", *(torch.randn(1, 4, 1, 4) for _ in range(3)))
+    assert result.status == status
+    assert prefill.graph_replays(outcome_of(result)) == float(status == OK)
+
+
+@pytest.fixture
+def tiny_prefill(monkeypatch):
+    """The table in small on the CPU: torch's SDPA plays the peers, and attention knows `exact`."""
+    real, real_rows = api.attention, prefill.rows
+
+    def rows(device):
+        chosen = []
+        for row in real_rows("cpu"):
+            sizes = {"seq": row.point.seq // 64 or 8, "heads": 2, "kv_heads": 1 if row.point.kv_heads == 8 else 2}
+            sizes |= {"hdim": row.point.hdim // 8, "batch": min(row.point.batch, 3), "dtype": "float32"}
+            sizes |= {"window": 16 if row.point.window else 0, "lengths": "2-20" if row.point.lengths else ""}
+            small = complete(replace(row.point, **{**sizes, **({"seq": 20} if row.point.lengths else {})}))
+            beside = row.beside and (row.beside[0], replace(small, workload="dense", lengths="", window=0, batch=1))
+            chosen.append(replace(row, point=small, beside=beside))
+        return [*chosen[:3], *(row for row in chosen[1:] if "D" not in row.name)]
+
+    def variants(point):
+        return {"tilewise cpu": {}, "tilewise cpu, exact": {"exact": True}}
+
+    def attention(q, k, v, *, exact=False, **options):
+        return real(q, k, v, **options)
+
+    def sdpa(name):
+        def runs(q, k, v, *, causal, **options):
+            return {name: peers.torch_sdpa(q, k, v, mask=None, causal=causal)} if q.dim() == 4 else {}
+
+        return runs
+
+    monkeypatch.setattr(prefill, "rows", rows)
+    monkeypatch.setattr(workloads, "variants", variants)
+    monkeypatch.setattr(api, "attention", attention)
+    ragged = api.attention_varlen
+    monkeypatch.setattr(api, "attention_varlen", lambda *a, exact=False, **o: ragged(*a, **o))
+    monkeypatch.setattr(peers, "SDPA_PADDED", peers.CUDNN_PADDED)
+    monkeypatch.setattr(peers, "torch_backends", sdpa(peers.CUDNN))
+    monkeypatch.setattr(peers, "cuda_peers", lambda *a, **o: (sdpa(peers.FA3)(*a, **o), ""))
+
+
+def test_prefill_shows_every_row_with_its_bars(tiny_prefill, capsys):
+    assert cli.main(["bench", "prefill", "--device", "cpu", "--loops", "1"]) == 0
+    out, err = capsys.readouterr()
+    table = out.partition("FlashAttention-3:")[0]
+    lines = [line for line in table.splitlines() if "≥" in line or "≤" in line]
+    assert len(lines) == 3 + 3 + 2 + 1
+    host, dense, *_, window = lines
+    assert "µs" in host
+    assert "≤ 15 µs" in host
+    for column in ("ours", "exact", "cuDNN", "FA3", "reached", "bar", "met"):
+        assert column in table
+    assert dense.count("×") == 4  # two ratios, two bars
+    assert "of tiles" in window
+    assert max(map(len, table.splitlines())) <= 132
+    assert all(line.partition("  ")[0].strip() in err for line in lines)  # and each as it came
+    assert "FlashAttention-3: not installed; bars" in out
+
+
+def test_prefill_as_json_with_only_some_rows(tiny_prefill, capsys):
+    assert cli.main(["bench", "prefill", "--device", "cpu", "--loops", "1", "--only", "VARLEN", "--json"]) == 0
+    full, causal = json.loads(capsys.readouterr().out)
+    assert (full["row"], causal["row"]) == ("varlen 100-16384, full", "varlen 100-16384, causal")
+    assert [bar["bar"] for bar in full["bars"]] == ["≥ 1.15×", "≥ 0.9×"]
+    assert all(bar["met"] is (bar["reached"] >= float(bar["bar"][2:-1])) for bar in causal["bars"])
+    kernels = [result["kernel"] for result in causal["results"]]
+    assert kernels == ["tilewise cpu", "tilewise cpu, exact", peers.CUDNN_PADDED, "tilewise cpu, dense"]
+    assert all(result["status"] == "ok" and result["tflops"] > 0 for result in causal["results"])
+
+
+def test_prefill_writes_a_csv_and_goes_on_with_it(tiny_prefill, capsys, monkeypatch, tmp_path):
+    path = tmp_path / "p.csv"
+    words = ["bench", "prefill", "--device", "cpu", "--loops", "1", "--csv", str(path)]
+    measured = []
+    real = prefill.build
+
+    def build(point):
+        measured.append(point)
+        if len(measured) == 2:
+            raise KeyboardInterrupt
+        return real(point)
+
+    monkeypatch.setattr(prefill, "build", build)
+    assert cli.main([*words, "--only", "full"]) == 130
+    out, err = capsys.readouterr()
+    assert "1 of 3 rows are measured" in err
+    assert "--resume" in err
+    assert "D 64, N 512, full" in out
+    first = path.read_text()
+    assert len(rows_of(path)) == 4
+    assert cli.main([*words, "--resume"]) == 0
+    assert path.read_text().startswith(first)
+    assert len({tuple(row[name] for name in DIMENSIONS) for row in rows_of(path)}) == 9
+    (host,) = [row for row in rows_of(path) if row["kernel"] == "tilewise cpu, host"]
+    assert float(host["median_ms"]) > 0
+    assert cli.main(words) == 1  # it exists
+
+
+@pytest.mark.parametrize(
+    "words",
+    [["--only", "D 7"], ["--plot"], ["--resume"], ["--csv", "a.csv", "--resume", "--force"], ["--device", "cuda"]],
+)
+def test_prefill_that_makes_no_sense_is_refused(words, capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert cli.main(["bench", "prefill", *(words if "--device" in words else ["--device", "cpu", *words])]) == 2
+    assert "tilewise bench prefill --help" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
 # ---- plots ------------------------------------------------------------------------------------------------------
 
 
@@ -569,6 +1019,24 @@ def test_a_panel_has_one_line_per_kernel_with_units(tmp_path):
         assert axes.get_ylabel() == "median time (ms)"
         assert "sparsity" in axes.get_xlabel()
         assert axes.get_legend() is not None
+
+
+def test_longer_sequences_in_smaller_batches_are_one_line(tmp_path):
+    path = tmp_path / "s.csv"
+    points = [replace(p, batch=128 // p.seq) for p in points_of(seq=[32, 64, 128], causal=[False, True])]
+    run_sweep(path, [*points, *points_of(seq=[16, 48], heads=[4])])
+    figure = plots._figure(sweep.read(path)[0], "seq", "throughput")
+    titles = [axes.get_title() for axes in figure.axes]
+    assert [title for title in titles if "batch 128/N" in title and "heads 2" in title] == titles[1:]
+    assert [len(axes.lines[0].get_xdata()) for axes in figure.axes] == [2, 3, 3]
+
+
+def test_what_has_no_rate_is_not_drawn(tmp_path):
+    path = tmp_path / "s.csv"
+    with sweep.Sheet(path) as sheet:
+        for point in points_of(seq=[32, 64]):
+            sheet.append(records(point, [timed("host")]))
+    assert plots.draw(path) == []
 
 
 def test_axis_that_no_panel_has_two_values_of_is_skipped_and_told(tmp_path):

@@ -20,10 +20,12 @@ OVERVIEW = """\
 Tilewise: attention kernels for LLM inference, planned once as a list of tiles.
 
   tilewise bench      the bars: Tilewise beside torch in one table, under two minutes
-                      with options one point: --seq --heads --kv-heads --hdim --batch --dtype
-                      --causal --sparsity --sched --kv-format --prefix --loops --backend --json
+                      with options one point: --seq --heads --kv-heads --hdim --batch --dtype --causal
+                      --window --lengths --sparsity --sched --kv-format --prefix --loops --backend --json
   tilewise bench prefix | decode | sparse
                       sequences that share a prefix; a paged cache; block-sparse attention
+  tilewise bench prefill
+                      on a GPU: beside cuDNN and FlashAttention-3, hot and in turns; --only --csv --plot
   tilewise sweep      lists for every dimension into a CSV, with plots; Ctrl-C and --resume
   tilewise schedule make | show | check
                       block-sparse patterns as files
@@ -278,7 +280,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 COMMANDS = (
     *("bench", "sweep", "ladder", "kernels", "schedule", "testdata", "doctor"),
-    *("prefix", "decode", "sparse", "make", "show", "check"),
+    *("prefix", "decode", "sparse", "prefill", "make", "show", "check"),
 )
 
 

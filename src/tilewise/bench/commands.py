@@ -6,7 +6,7 @@ import json as jsonlib
 import shlex
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from .measure import Result
+    from .prefill import Outcome
     from .workloads import Point
 
 bench = typer.Typer(
@@ -33,6 +34,10 @@ KvHeads = Annotated[int | None, typer.Option(help="KV heads.", show_default="as 
 Hdim = Annotated[int | None, typer.Option(help="Head dimension, 1 to 512.", show_default="128")]
 Dtype = Annotated[str | None, typer.Option(help="float32, float16 or bfloat16.", show_default="float32")]
 Causal = Annotated[bool | None, typer.Option(help="Query i sees keys up to i.", show_default="no-causal")]
+Window = Annotated[int | None, typer.Option(help="Keys seen before a query's own; implies --causal.")]
+Lengths = Annotated[
+    str | None, typer.Option(help="A ragged batch: 100-4096 spaces --batch lengths geometrically between the two.")
+]
 Sparsity = Annotated[float | None, typer.Option(help="Share of blocks left out at random, 0 to below 1.")]
 Block = Annotated[int | None, typer.Option(help="Block size of a sparse pattern.", show_default="64; 16 for a .npy")]
 Sched = Annotated[str | None, typer.Option(help="A schedule file, .npz or .npy (see `tilewise schedule`).")]
@@ -45,6 +50,7 @@ Backend = Annotated[str | None, typer.Option(help="One backend instead of all th
 Device = Annotated[str | None, typer.Option(help="cpu or cuda.", show_default="cpu")]
 Json = Annotated[bool, typer.Option("--json", help="Print the records as JSON instead of a table.")]
 
+BOTH = "--resume keeps the CSV and --force overwrites it: give one of them"
 AFTER_SUBCOMMAND = "the other options belong after the subcommand: tilewise bench prefix --heads 32"
 
 
@@ -58,6 +64,8 @@ def bench_point(
     batch: Batch = None,
     dtype: Dtype = None,
     causal: Causal = None,
+    window: Window = None,
+    lengths: Lengths = None,
     sparsity: Sparsity = None,
     block: Block = None,
     sched: Sched = None,
@@ -72,8 +80,8 @@ def bench_point(
     """Measure one problem. Without options: the bars, Tilewise beside torch in one table."""
     given = _given(
         seq=seq, heads=heads, kv_heads=kv_heads, hdim=hdim, batch=batch, dtype=dtype, causal=causal,
-        sparsity=sparsity, block=block, sched=sched, kv_format=kv_format, prefix=prefix, page_size=page_size,
-        backend=backend, device=device,
+        window=window, lengths=lengths, sparsity=sparsity, block=block, sched=sched, kv_format=kv_format,
+        prefix=prefix, page_size=page_size, backend=backend, device=device,
     )  # fmt: skip
     if ctx.invoked_subcommand:
         if given or loops or json:
@@ -159,6 +167,86 @@ def bench_sparse(
         dtype=dtype, causal=causal, backend=backend, device=device,
     )  # fmt: skip
     _show_point(_point(given, "sparse"), loops, json)
+
+
+@bench.command("prefill")
+def bench_prefill(
+    only: Annotated[str, typer.Option(help="Rows whose name has this in it: 'D 128', varlen.", metavar="TEXT")] = "",
+    csv: Annotated[Path | None, typer.Option(help="Where the measurements go as well.", show_default=False)] = None,
+    plot: Annotated[bool, typer.Option("--plot", help="Draw PNGs beside the CSV at the end.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with the CSV: skip the rows it has.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Overwrite the CSV.")] = False,
+    device: Annotated[str, typer.Option(help="Where the rows are measured.")] = "cuda",
+    loops: Loops = None,
+    json: Json = False,
+) -> None:
+    """Prefill on a GPU: Tilewise, cuDNN and FlashAttention-3 hot and in turns, row by row with the bars.
+
+    Under four minutes on an H200. Ctrl-C keeps what is done in the CSV.
+    """
+    from . import peers, prefill, tables
+    from .records import machine
+    from .sweep import Sheet
+
+    if csv is None and (plot or resume or force):
+        raise typer.BadParameter("--plot, --resume and --force are about the CSV: say where it is with --csv")
+    if resume and force:
+        raise typer.BadParameter(BOTH)
+    with usage():
+        rows = prefill.rows(device)
+    chosen = [row for row in rows if only.lower() in row.name.lower()]
+    if not chosen:
+        raise typer.BadParameter(f"{only!r} is in none of: {'; '.join(row.name for row in rows)}", param_hint="--only")
+    errors = tables.console(stderr=True)
+    outcomes: list[Outcome] = []
+    stopped = False
+    with Sheet(csv, resume=resume, force=force) if csv else nullcontext() as sheet:
+        try:
+            for outcome in prefill.run(chosen, sheet, loops):
+                outcomes.append(outcome)
+                errors.print(tables.prefill_line(outcome), style="dim", soft_wrap=True, markup=False)
+        except KeyboardInterrupt:
+            stopped = True
+    results = [result for outcome in outcomes for result in outcome.results]
+    if json:
+        typer.echo(jsonlib.dumps([_outcome(outcome) for outcome in outcomes], indent=1))
+    else:
+        title = f"Prefill on {machine(device)}: TFLOP/s, hot and in turns, bfloat16"
+        lines = [f"{outcome.row.name}: {note}" for outcome in outcomes for note in tables.notes(outcome.results)]
+        if isinstance(missing := peers.find(peers.FA3), str):
+            lines.append(f"{peers.FA3}: {missing}; bars against the better of cuDNN and it are not judged")
+        _print(tables.prefill_table(title, outcomes), lines)
+    if stopped:
+        kept = f" and in {csv}: go on with --resume" if csv else ""
+        errors.print(f"stopped: {len(outcomes)} of {len(chosen)} rows are measured{kept}", soft_wrap=True, markup=False)
+        raise typer.Exit(130)
+    if plot and csv:
+        _draw(csv)
+    _fail_if_wrong(results)
+
+
+def _outcome(outcome: Outcome) -> dict[str, Any]:
+    from .records import records
+
+    bars = [
+        {"bar": goal.text, "reached": goal.measure(outcome), "of": goal.what, "met": goal.met_by(outcome)}
+        for goal in outcome.row.goals
+    ]
+    return {"row": outcome.row.name, "bars": bars, "results": records(outcome.row.point, outcome.results)}
+
+
+def _draw(csv: Path) -> None:
+    """Draw the CSV and say what was drawn."""
+    from . import plots
+
+    skipped: list[str] = []
+    drawn = plots.draw(csv, skipped.append)
+    for path in drawn:
+        typer.echo(f"drew {path}")
+    for line in skipped:
+        typer.echo(line)
+    if not drawn and not skipped:
+        typer.echo("nothing to draw: a plot needs two values or more of --seq or of --sparsity")
 
 
 def _given(**options: Any) -> dict[str, Any]:
@@ -275,6 +363,8 @@ LISTS: dict[str, tuple[str, Any]] = {
     "--batch": ("batch", int),
     "--dtype": ("dtype", str),
     "--causal": ("causal", "flag"),
+    "--window": ("window", int),
+    "--lengths": ("lengths", str),
     "--sparsity": ("sparsity", float),
     "--block": ("block", int),
     "--prefix": ("prefix", int),
@@ -336,6 +426,8 @@ def sweep(
     batch: Annotated[Words, _list("Sequences (1).")] = None,
     dtype: Annotated[Words, _list("float32, float16, bfloat16 (float32).")] = None,
     causal: Annotated[Words, _list("yes, no (no); --causal alone is yes.")] = None,
+    window: Annotated[Words, _list("Keys seen before a query's own, 0 for no window (0).")] = None,
+    lengths: Annotated[Words, _list("Ragged batches: 100-4096 spaces --batch lengths between the two.")] = None,
     sparsity: Annotated[Words, _list("Share of blocks left out, 0 is dense attention (0).")] = None,
     block: Annotated[Words, _list("Block size of sparse patterns (64).")] = None,
     prefix: Annotated[Words, _list("Tokens that all sequences share, 0 for none (0).")] = None,
@@ -355,17 +447,17 @@ def sweep(
     """
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-    from . import plots, tables
+    from . import tables
     from .measure import OK
     from .sweep import Sheet, combinations, run
     from .workloads import Point
 
     if resume and force:
-        raise typer.BadParameter("--resume keeps the CSV and --force overwrites it: give one of them")
+        raise typer.BadParameter(BOTH)
     words = {
         "--seq": seq, "--heads": heads, "--kv-heads": kv_heads, "--hdim": hdim, "--batch": batch, "--dtype": dtype,
-        "--causal": causal, "--sparsity": sparsity, "--block": block, "--prefix": prefix, "--kv-format": kv_format,
-        "--page-size": page_size, "--backend": backend,
+        "--causal": causal, "--window": window, "--lengths": lengths, "--sparsity": sparsity, "--block": block,
+        "--prefix": prefix, "--kv-format": kv_format, "--page-size": page_size, "--backend": backend,
     }  # fmt: skip
     lists = {LISTS[option][0]: _values(option, given) for option, given in words.items() if given}
     points, left_out = combinations(lists, Point(device=device or "cpu"))
@@ -407,14 +499,7 @@ def sweep(
     bad = [result for result in results if result.ours and result.status != OK]
     typer.echo(f"{len(todo)} points measured, {len(points) - len(todo)} were there already: {csv}")
     if plot:
-        skipped: list[str] = []
-        drawn = plots.draw(csv, skipped.append)
-        for path in drawn:
-            typer.echo(f"drew {path}")
-        for line in skipped:
-            typer.echo(line)
-        if not drawn and not skipped:
-            typer.echo("nothing to draw: a plot needs two values or more of --seq or of --sparsity")
+        _draw(csv)
     for line in tables.notes(bad):
         errors.print(line, style="bold red", soft_wrap=True, markup=False)
     if bad:

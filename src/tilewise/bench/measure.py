@@ -1,19 +1,23 @@
 """The one measuring loop: every number Tilewise prints about speed comes from here.
 
 `measure` takes a `Problem` (see `workloads`), checks each kernel's answer first, and only then times the kernels that
-passed. Kernels take turns, A B A B, so a machine that slows down or speeds up meanwhile favours none of them.
+passed. Kernels take turns, A B A B, so a machine that slows down or speeds up meanwhile favours none of them. A GPU
+is heated first: cold, it runs at clocks that its power limit does not allow for long, and who goes first is flattered.
 """
 
 from __future__ import annotations
 
+import random
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
 
 OK, WRONG, FAILED = "ok", "WRONG", "failed"
+HEAT = 1.0  # seconds of work after which a GPU's clocks have settled at its power limit
+FLUSH_BYTES = 256 << 20  # twice the largest L2 there is
 
 
 @dataclass(frozen=True)
@@ -41,7 +45,7 @@ class Ceiling:
 
 @dataclass(frozen=True)
 class Kernel:
-    """Something that can be timed on a problem. `run(out)` returns o (B, N, H, D); `out` is None or where to write it.
+    """Something that can be timed on a problem. `run(out)` returns o, (B, N, H, D) or packed, in `out` unless None.
 
     `flops` and `bytes` are what this kernel cannot avoid, given the layout it is handed. `same_answer` is False for a
     peer that computes something else for comparison, such as dense attention beside a block-sparse problem.
@@ -106,28 +110,51 @@ def time_calls(
     device: torch.device,
     loops: int | None = None,
     budget: float = 4.0,
+    heat: float = HEAT,
 ) -> dict[str, Timing]:
     """Time each call `loops` times in turns, or as often as `budget` seconds allow (5 to 200 times).
 
-    On a GPU: CUDA events, and the L2 cache is overwritten before every call, since a kernel that finds its input
-    there looks faster than it will be in a model. On a CPU the other calls' turns do that as well as they can.
+    On a GPU: CUDA events, after `heat` seconds of the calls in turns, and the L2 cache is emptied before every call,
+    since a kernel that finds its input there looks faster than it will be in a model. On a CPU the other calls' turns
+    do that as well as they can.
     """
     cuda = device.type == "cuda"
     for call in calls.values():  # page in, compile, fill the allocator's pools
         call()
+    _synchronize(device)
+    end = time.perf_counter() + heat
+    while cuda and time.perf_counter() < end:
+        _round(calls, device)
     if loops is None:
+        loops = max(5, min(200, int(budget / max(_round(calls, device), 1e-9))))
+    seconds = _loop_cuda(calls, loops, device) if cuda else _loop_cpu(calls, loops)
+    return {name: _timing(values) for name, values in seconds.items()}
+
+
+def host_cost(call: Callable[[], object], device: torch.device, *, batches: int = 20, calls: int = 100) -> Timing:
+    """Seconds of host time that one call takes: means over batches short enough for a GPU's queue to hold them."""
+    seconds = []
+    for _ in range(batches + 1):
         _synchronize(device)
         start = time.perf_counter()
-        for call in calls.values():
+        for _ in range(calls):
             call()
-        _synchronize(device)
-        loops = max(5, min(200, int(budget / max(time.perf_counter() - start, 1e-9))))
-    seconds = _loop_cuda(calls, loops, device) if cuda else _loop_cpu(calls, loops)
-    timings = {}
-    for name, values in seconds.items():
-        p20, median, p80 = np.percentile(values, (20, 50, 80))
-        timings[name] = Timing(float(median), float(p20), float(p80), min(values), loops)
-    return timings
+        seconds.append((time.perf_counter() - start) / calls)
+    return _timing(seconds[1:])  # the first batch is the warm-up
+
+
+def _timing(seconds: Sequence[float]) -> Timing:
+    p20, median, p80 = np.percentile(seconds, (20, 50, 80))
+    return Timing(float(median), float(p20), float(p80), min(seconds), len(seconds))
+
+
+def _round(calls: Mapping[str, Callable[[], object]], device: torch.device) -> float:
+    """Run each call once; the seconds until all of them are done."""
+    start = time.perf_counter()
+    for call in calls.values():
+        call()
+    _synchronize(device)
+    return time.perf_counter() - start
 
 
 def _loop_cpu(calls: Mapping[str, Callable[[], object]], loops: int) -> dict[str, list[float]]:
@@ -141,19 +168,57 @@ def _loop_cpu(calls: Mapping[str, Callable[[], object]], loops: int) -> dict[str
 
 
 def _loop_cuda(calls: Mapping[str, Callable[[], object]], loops: int, device: torch.device) -> dict[str, list[float]]:
-    l2_bytes = torch.cuda.get_device_properties(device).L2_cache_size
-    flush = torch.empty(max(2 * l2_bytes, 64 << 20), dtype=torch.uint8, device=device)
+    """Seconds by CUDA events. The card must not rest, or it cools: the host stays a round ahead of it all the time.
+
+    Who follows whom changes from round to round, since a kernel leaves its successor a warmer or a cooler card.
+    """
+    flush = _flusher(calls.values(), device)
+    order, shuffle = list(calls), random.Random(0).shuffle
     events: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {name: [] for name in calls}
+    last: torch.cuda.Event | None = None
     for _ in range(loops):
-        for name, call in calls.items():
+        shuffle(order)
+        for name in order:
             start, end = _event(), _event()
-            flush.zero_()  # also keeps the GPU busy while Python launches, so launch overhead is not timed
+            flush()  # also keeps the GPU busy while Python launches, so launch overhead is not timed
             start.record()
-            call()
+            calls[name]()
             end.record()
             events[name].append((start, end))
-        _synchronize(device)
+        if last is not None:
+            last.synchronize()
+        last = events[order[-1]][-1][1]
+    _synchronize(device)
     return {name: [start.elapsed_time(end) / 1e3 for start, end in pairs] for name, pairs in events.items()}
+
+
+def _flusher(calls: Iterable[Callable[[], object]], device: torch.device) -> Callable[[], object]:
+    """Evicts what the L2 cache holds. By reading: what a write leaves there is written back at the next one's cost.
+
+    As often as it takes the host to make the slowest of the calls, twice over: a peer whose call costs more on the host
+    than its kernel on the card must not be timed by its host.
+    """
+    buffer = torch.zeros(FLUSH_BYTES // 4, device=device)
+    start, end = _event(), _event()
+    start.record()
+    for _ in range(4):
+        buffer.sum()
+    end.record()
+    _synchronize(device)
+    each = max(start.elapsed_time(end) / 4e3, 1e-6)
+    host = 0.0
+    for call in calls:
+        began = time.perf_counter()
+        call()
+        host = max(host, time.perf_counter() - began)
+        _synchronize(device)
+    times = min(100, 1 + int(2 * host / each))
+
+    def flush() -> None:
+        for _ in range(times):
+            buffer.sum()
+
+    return flush
 
 
 def _event() -> torch.cuda.Event:
@@ -172,6 +237,8 @@ def measure(problem: Problem, *, loops: int | None = None, budget: float = 4.0) 
     """
     results = {kernel.name: _check(problem, kernel) for kernel in problem.kernels}
     passed = [kernel for kernel in problem.kernels if results[kernel.name].status == OK]
+    if problem.device.type == "cuda":
+        torch.cuda.empty_cache()  # the oracle's float64 buffers in the allocator's pools once slowed what came after
     calls = {kernel.name: _call(kernel) for kernel in passed}
     timings = time_calls(calls, device=problem.device, loops=loops, budget=budget) if calls else {}
     peers = {kernel.name: timings[kernel.name].median for kernel in passed if not kernel.ours}

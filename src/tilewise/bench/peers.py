@@ -1,29 +1,38 @@
 """The peers Tilewise is timed against: found by import, never required. Torch's SDPA is always there.
 
-Each maker returns runnable peers by name. Layouts are the public ones: q (B, Nq, H, D), k and v (B, Nk, Hkv, D), and
-`causal` aligns bottom-right.
+Each maker returns runnable peers by name. Layouts are the public ones: q (B, Nq, H, D), k and v (B, Nk, Hkv, D), or
+packed (total, H, D) with the sequences' `lengths`. `causal` and `window`, the keys seen to the left, align
+bottom-right.
 """
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from itertools import accumulate
 from types import ModuleType
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 Run = Callable[[torch.Tensor | None], torch.Tensor]
 
 SDPA = "torch SDPA"
 SDPA_MASK = "torch SDPA + mask"
 SDPA_ROWS = "torch SDPA by rows"
+SDPA_PADDED = "torch SDPA, padded"
+CUDNN = "cuDNN"
+CUDNN_PADDED = "cuDNN, padded"
+FA2 = "torch FA2"
+FA3 = "FlashAttention-3"
 
 # Name and the modules that may carry it, the first importable one wins.
 CUDA_PEERS: dict[str, tuple[str, ...]] = {
     "FlashAttention-2": ("flash_attn",),
-    "FlashAttention-3": ("flash_attn_interface", "fa3_fwd_interface"),
+    FA3: ("flash_attn_interface", "fa3_fwd_interface"),
     "FlashInfer": ("flashinfer",),
 }
 
@@ -42,16 +51,56 @@ def find(name: str) -> ModuleType | str:
     return "; ".join(reasons) or "not installed"
 
 
-def torch_sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mask: torch.Tensor | None, causal: bool) -> Run:
-    """`F.scaled_dot_product_attention` as its user would call it; `causal` only where its top-left rule is ours."""
+def torch_sdpa(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    mask: torch.Tensor | None,
+    causal: bool,
+    backend: SDPBackend | None = None,
+) -> Run:
+    """`F.scaled_dot_product_attention` as its user would call it; `causal` only where its top-left rule is ours.
+
+    torch chooses the backend itself unless one is named.
+    """
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     grouped = q.shape[1] != k.shape[1]
 
     def run(_: torch.Tensor | None) -> torch.Tensor:
-        o = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=grouped)
+        with nullcontext() if backend is None else sdpa_kernel(backend):
+            o = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=grouped)
         return o.transpose(1, 2)
 
     return run
+
+
+def torch_backends(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool) -> dict[str, Run]:
+    """The kernels that a CUDA build of torch carries, each by its name; on CPU tensors there is nothing to choose."""
+    if q.device.type != "cuda":
+        return {}
+    backends = {CUDNN: SDPBackend.CUDNN_ATTENTION, FA2: SDPBackend.FLASH_ATTENTION}
+    return {name: torch_sdpa(q, k, v, mask=None, causal=causal, backend=b) for name, b in backends.items()}
+
+
+def padded_sdpa(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool, lengths: Sequence[int]
+) -> tuple[str, Run]:
+    """What a user without ragged kernels does: packed sequences padded to the longest, for cuDNN where it is there.
+
+    It answers (B, longest, H, D). Without `causal` the padding joins the softmax: the mask that keeps it out would only
+    make this slower.
+    """
+    q, k, v = (pad(x, lengths) for x in (q, k, v))
+    cuda = q.device.type == "cuda"
+    run = torch_sdpa(q, k, v, mask=None, causal=causal, backend=SDPBackend.CUDNN_ATTENTION if cuda else None)
+    return CUDNN_PADDED if cuda else SDPA_PADDED, run
+
+
+def pad(x: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
+    """Packed sequences (total, H, D) as (B, longest, H, D), zeros behind the shorter ones."""
+    padded: torch.Tensor = torch.nn.utils.rnn.pad_sequence(list(x.split(list(lengths))), batch_first=True)
+    return padded
 
 
 def torch_sdpa_rows(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Run:
@@ -69,14 +118,23 @@ def torch_sdpa_rows(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Run:
     return run
 
 
-def cuda_peers(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool) -> tuple[dict[str, Run], str]:
-    """The importable CUDA peers on dense q, k, v, and one line on those that are absent ("" when none is).
+def cuda_peers(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    causal: bool,
+    window: int = 0,
+    lengths: Sequence[int] | None = None,
+) -> tuple[dict[str, Run], str]:
+    """The importable CUDA peers on q, k, v, and one line on those that are absent ("" when none is).
 
-    On CPU tensors all of them are absent; a peer that is here and fails when called is the measuring loop's to report.
+    Packed where `lengths` are given; a `window` of 0 is none. On CPU tensors all of them are absent; a peer that is
+    here and fails when called is the measuring loop's to report.
     """
     if q.device.type != "cuda":
         return {}, f"not measured: {', '.join(CUDA_PEERS)} (they take CUDA tensors, these are on the {q.device.type})"
-    makers = {"FlashAttention-2": _flash_attention, "FlashAttention-3": _flash_attention, "FlashInfer": _flashinfer}
+    makers = {"FlashAttention-2": _flash_attention, FA3: _flash_attention, "FlashInfer": _flashinfer}
     runs: dict[str, Run] = {}
     absent = []
     for name, make in makers.items():
@@ -84,36 +142,66 @@ def cuda_peers(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: boo
         if isinstance(module, str):
             absent.append(f"{name} ({module})")
         else:
-            runs[name] = make(module, q, k, v, causal)
+            runs[name] = make(module, q, k, v, causal, window, lengths)
     return runs, f"not measured: {', '.join(absent)}" if absent else ""
 
 
-def _flash_attention(module: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> Run:
+def starts_of(lengths: Sequence[int], device: torch.device) -> torch.Tensor:
+    """Where each packed sequence starts, int32, the total at the end."""
+    return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
+
+
+def _flash_attention(
+    module: Any,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    causal: bool,
+    window: int,
+    lengths: Sequence[int] | None,
+) -> Run:
+    options: dict[str, Any] = {"causal": causal, **({"window_size": (window, 0)} if window else {})}
+    name, ragged = "flash_attn_func", tuple[Any, ...]()
+    if lengths is not None:
+        starts, longest = starts_of(lengths, q.device), max(lengths)
+        name, ragged = "flash_attn_varlen_func", (starts, starts, longest, longest)
+
     def run(_: torch.Tensor | None) -> torch.Tensor:
-        o = module.flash_attn_func(q, k, v, causal=causal)
+        o = getattr(module, name)(q, k, v, *ragged, **options)
         answer: torch.Tensor = o[0] if isinstance(o, tuple) else o  # version 3 has returned (o, lse) at times
         return answer
 
     return run
 
 
-def _flashinfer(module: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> Run:
+def _flashinfer(
+    module: Any,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    causal: bool,
+    window: int,
+    lengths: Sequence[int] | None,
+) -> Run:
     """Planned at the first call, outside the timed ones, as its users do once per step."""
-    batch, nq, heads, head_dim = q.shape
-    nk, kv_heads = k.shape[1], k.shape[2]
+    heads, head_dim = q.shape[-2:]
+    kv_heads = k.shape[-2]
+    options: dict[str, Any] = {"causal": causal, "q_data_type": q.dtype, **({"window_left": window} if window else {})}
+    lengths_q, lengths_k = (lengths or [x.shape[1]] * x.shape[0] for x in (q, k))
+    rows, keys, values = (x if lengths else x.flatten(0, 1) for x in (q, k, v))
     planned: list[Any] = []
 
     def plan() -> Any:
         workspace = torch.empty(128 << 20, dtype=torch.uint8, device=q.device)
         wrapper = module.BatchPrefillWithRaggedKVCacheWrapper(workspace, "NHD")
-        starts = torch.arange(batch + 1, dtype=torch.int32, device=q.device)
-        wrapper.plan(starts * nq, starts * nk, heads, kv_heads, head_dim, causal=causal, q_data_type=q.dtype)
+        starts = (starts_of(x, q.device) for x in (lengths_q, lengths_k))
+        wrapper.plan(*starts, heads, kv_heads, head_dim, **options)
         return wrapper
 
     def run(_: torch.Tensor | None) -> torch.Tensor:
         if not planned:
             planned.append(plan())
-        o: torch.Tensor = planned[0].run(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1))
-        return o.view(batch, nq, heads, head_dim)
+        o: torch.Tensor = planned[0].run(rows, keys, values)
+        return o.view(q.shape)
 
     return run

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,7 @@ MAX_PANELS = 12
 
 def draw(csv_path: Path, skipped: Callable[[str], None] = lambda reason: None) -> list[Path]:
     """Draw what the CSV has more than one x value of, as PNGs beside it; their paths. `skipped` is told what cannot."""
-    rows = [row for row in read(csv_path)[0] if row["status"] == "ok" and row["median_ms"]]
+    rows = [row for row in read(csv_path)[0] if row["status"] == "ok" and row["tflops"]]
     written = []
     for axis in AXES:
         if len({row[axis] for row in rows}) < 2:
@@ -52,14 +52,26 @@ def _panels(rows: Sequence[Row], axis: str) -> tuple[list[str], list[tuple[tuple
     """The other columns that vary, and for each combination of their values that has two x values or more its rows.
 
     So a panel has one line per kernel, of one machine and version. The workload follows from the dimensions: a sparsity
-    of 0 is the dense problem, on the same line as the sparse ones.
+    of 0 is the dense problem, on the same line as the sparse ones. Points that no panel has and that are as many tokens
+    in all, longer sequences in smaller batches, are joined too.
     """
     columns = [c for c in (*PLACE, *DIMENSIONS) if c not in (axis, "workload", "sched")]
-    others = [c for c in columns if len({row[c] for row in rows}) > 1]
+    panels, alone = _joined(rows, columns, axis)
+    if axis == "seq":
+        tokens = ({**row, "batch": f"{int(row['batch']) * int(row['seq'])}/N"} for row in alone)
+        panels += _joined(tokens, columns, axis)[0]
+    drawn = [row for panel in panels for row in panel]
+    others = [c for c in columns if len({row[c] for row in drawn}) > 1]
+    return others, [(tuple(panel[0][c] for c in others), panel) for panel in panels]
+
+
+def _joined(rows: Iterable[Row], columns: Sequence[str], axis: str) -> tuple[list[list[Row]], list[Row]]:
+    """The rows that are the same in all `columns`, group by group where they have two x values; the rest."""
     groups: dict[tuple[str, ...], list[Row]] = {}
     for row in rows:
-        groups.setdefault(tuple(row[c] for c in others), []).append(row)
-    return others, [(key, group) for key, group in groups.items() if len({row[axis] for row in group}) > 1]
+        groups.setdefault(tuple(row[c] for c in columns), []).append(row)
+    lines = {key: group for key, group in groups.items() if len({row[axis] for row in group}) > 1}
+    return list(lines.values()), [row for key, group in groups.items() if key not in lines for row in group]
 
 
 def _figure(rows: Sequence[Row], axis: str, measure: str) -> Any:
@@ -67,6 +79,7 @@ def _figure(rows: Sequence[Row], axis: str, measure: str) -> Any:
 
     column, label, title = MEASURES[measure]
     others, panels = _panels(rows, axis)
+    rows = [row for _, panel in panels for row in panel]
     left_out = len(panels) - MAX_PANELS
     panels = panels[:MAX_PANELS]
     columns = min(3, len(panels))
@@ -132,6 +145,7 @@ def _fixed(rows: Sequence[Row], axis: str, others: Sequence[str]) -> str:
         "hdim": f"D {first['hdim']}",
         "dtype": first["dtype"],
         "causal": "causal" if first["causal"] == "True" else "",
+        "window": f"window {first['window']}" if first["window"] != "0" else "",
         "prefix": f"{first['prefix']} shared tokens" if first["prefix"] != "0" else "",
         "kv_format": f"{first['kv_format']} KV" if first["kv_format"] else "",
     }

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib.util
 import math
-import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -19,7 +18,7 @@ import torch
 from .. import emulate, jit, ladder, reference
 from ..plan import band_of, visible_pairs
 from . import peers
-from .measure import FAILED, OK, WRONG, Timing, _synchronize, time_calls
+from .measure import FAILED, OK, WRONG, Timing, _synchronize, host_cost, time_calls
 from .workloads import DTYPES
 
 NEAREST = {
@@ -28,7 +27,6 @@ NEAREST = {
     "bfloat16": ("bfloat16", "float16", "float32"),
 }
 TILED, NUMBA = "torch_tiled", "numba"
-FA2 = "torch FA2"
 SKIPPED = "skipped"
 # Rungs that round rows to int8 by design: they are judged as exact attention over the rounded rows.
 INT8_ROWS = tuple(rung.name for rung in ladder.RUNGS if not rung.exact)
@@ -288,26 +286,19 @@ def measure(
         # Rates, not times: the rung before may have had another head dimension.
         line = lines[row.name]
         over = rate / previous[line] if line in previous else None
-        sdpa, fa2 = ratios.get(peers.SDPA), ratios.get(FA2)
+        sdpa, fa2 = ratios.get(peers.SDPA), ratios.get(peers.FA2)
         found[i] = replace(row, timing=timing, tflops=rate, over_previous=over, over_sdpa=sdpa, over_fa2=fa2)
         previous[line] = rate
     return found + torch_rows
 
 
-def launch_cost(device: torch.device, batches: int = 20, launches: int = 200) -> float:
-    """Microseconds of host time of one planned launch: the median over batches that the card's queue can hold."""
+def launch_cost(device: torch.device) -> float:
+    """Microseconds of host time of one planned launch."""
     rung = next(rung for rung in ladder.RUNGS if torch.bfloat16 in rung.dtypes and 64 in rung.head_dims)
     q, k, v, o = (torch.randn(1, 16, 1, 64, device=device).bfloat16() for _ in range(4))
     prepared = ladder.prepare(rung, q, k, v, o, torch.empty(1, 1, 16, device=device))
     kernel, args = jit.load(rung.spec(q.dtype, 64), device), jit.Args(*prepared.args)
-    costs = []
-    for _ in range(batches):
-        _synchronize(device)
-        start = time.perf_counter()
-        for _ in range(launches):
-            kernel.launch(prepared.grid, args)
-        costs.append((time.perf_counter() - start) / launches * 1e6)
-    return statistics.median(costs)
+    return host_cost(lambda: kernel.launch(prepared.grid, args), device, calls=200).median * 1e6
 
 
 def _missing(step: Step, device: torch.device) -> str:
@@ -363,7 +354,7 @@ def _torch_calls(data: Data) -> dict[str, Callable[[], object]]:
         # The operator itself: choosing the backend by torch's context manager would be timed as well.
         flash = torch.ops.aten._scaled_dot_product_flash_attention
         q, k, v = (x.transpose(1, 2) for x in (data.q, data.k, data.v))
-        calls[FA2] = lambda: flash(q, k, v, 0.0, data.shape.causal)
+        calls[peers.FA2] = lambda: flash(q, k, v, 0.0, data.shape.causal)
     return calls
 
 

@@ -136,6 +136,19 @@ def _write_whole(path: Path, rows: Sequence[Mapping[str, object]]) -> None:
         temporary.unlink(missing_ok=True)
 
 
+def attempt(measuring: Callable[..., list[Result]], *arguments: object) -> list[Result]:
+    """What `measuring` finds. A problem that cannot be built (a schedule of another length, out of memory) is one
+    result with its reason, not the end."""
+    try:
+        return measuring(*arguments)
+    except (ValueError, TypeError, NotImplementedError, OSError, RuntimeError, MemoryError) as error:
+        return [Result("tilewise", True, FAILED, " ".join(f"{type(error).__name__}: {error}".split()))]
+
+
+def _measure(point: Point, loops: int | None, budget: float) -> list[Result]:
+    return measure(build(point), loops=loops, budget=budget)
+
+
 def run(
     points: Sequence[Point],
     sheet: Sheet,
@@ -145,20 +158,13 @@ def run(
     before: Callable[[Point], None] = lambda point: None,
     after: Callable[[Point, list[Result]], None] = lambda point, results: None,
 ) -> list[Result]:
-    """Measure the points that the sheet does not have yet; `before` and `after` each are for showing progress.
-
-    A point that cannot be built (a schedule of another length, out of memory) is a row with its reason, not the end.
-    """
+    """Measure the points that the sheet does not have yet; `before` and `after` each are for showing progress."""
     measured = []
     for point in points:
         if sheet.has(point):
             continue
         before(point)
-        try:
-            results = measure(build(point), loops=loops, budget=budget)
-        except (ValueError, TypeError, NotImplementedError, OSError, RuntimeError, MemoryError) as error:
-            reason = " ".join(f"{type(error).__name__}: {error}".split())
-            results = [Result("tilewise", True, FAILED, reason)]
+        results = attempt(_measure, point, loops, budget)
         sheet.append(records(point, results))
         after(point, results)
         measured += results

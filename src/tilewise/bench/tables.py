@@ -14,6 +14,7 @@ from rich.text import Text
 from . import peers
 from .bars import Bar, PlanBar
 from .measure import FAILED, OK, WRONG, Result, Timing
+from .prefill import COLUMNS, Outcome
 
 # A pipe has no width; these tables need this much to stay in one piece. On a narrower terminal they leave columns out.
 FULL_WIDTH = 132
@@ -91,6 +92,26 @@ class BarsTable:
         rates = [_number(result.tflops), _number(result.gbps), _percent(result.pct_of_ceiling)]
         numbers = [*times, *rates] if self._wide else times[:1]
         return [_name(result), _check(result, wide=False), *numbers]
+
+
+def prefill_table(title: str, outcomes: Iterable[Outcome]) -> Table:
+    """The rows of the prefill table with up to two bars each; rates are TFLOP/s."""
+    table = _table(title, ("problem",), (*COLUMNS, *("reached", "bar", "met") * 2))
+    for outcome in outcomes:
+        rates = [_number(rate) for rate in outcome.rates]
+        table.add_row(outcome.row.name, *rates, *(cell for bar in _reached(outcome) for cell in bar))
+    return table
+
+
+def prefill_line(outcome: Outcome) -> str:
+    """The same in one line, to be shown as soon as the row is measured."""
+    rates = [f"{name} {_number(rate)}" for name, rate in zip(COLUMNS, outcome.rates, strict=True) if rate is not None]
+    bars = [" ".join(str(cell) for cell in bar) for bar in _reached(outcome)]
+    return f"{outcome.row.name}: " + "; ".join([*([", ".join(rates)] if rates else []), *bars])
+
+
+def _reached(outcome: Outcome) -> list[tuple[Cell, ...]]:
+    return [(goal.value_text(outcome), goal.text, _met(goal.met_by(outcome))) for goal in outcome.row.goals]
 
 
 def notes(results: Iterable[Result]) -> list[str]:

@@ -6,15 +6,17 @@ A `Point` is one problem's dimensions, plain values that a CSV row can hold. `bu
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+import random
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Literal
+from itertools import accumulate
+from typing import Any, Literal
 
 import torch
 
 from .. import api, checks, reference
 from ..kvcache import PagedKVCache
-from ..plan import band_of, plan_dense, visible_pairs
+from ..plan import Window, band_of, plan_dense, plan_varlen, visible_pairs
 from ..sparse import BlockSchedule
 from . import ceilings, peers
 from .measure import Check, Kernel, Problem
@@ -22,21 +24,23 @@ from .measure import Check, Kernel, Problem
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 KV_FORMATS = ("fp32", "fp16", "bf16", "fp8", "int8", "int4")
 FORMAT_OF = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
-WORKLOADS = ("dense", "sparse", "decode", "prefix")
+WORKLOADS = ("dense", "sparse", "varlen", "decode", "prefix")
 LOSSLESS = {"fp32": ("float32", "float16", "bfloat16"), "fp16": ("float16",), "bf16": ("bfloat16",)}
 
 # The oracle's work is bounded, since a check that takes a minute does not get made: of larger problems it sees row
-# blocks spread evenly over all rows, the first and the last among them.
-ORACLE_PAIRS = 1 << 28
-PAIRS_AT_ONCE = 1 << 23
+# blocks spread evenly over all rows, the first and the last among them. It works where the data is: by device type.
+ORACLE_PAIRS = {"cpu": 1 << 28, "cuda": 1 << 31}
+PAIRS_AT_ONCE = {"cpu": 1 << 23, "cuda": 1 << 26}
 
 
 @dataclass(frozen=True)
 class Point:
     """One problem. `seq` is the tokens of each sequence: all of them, or those after the `prefix` that all share.
 
-    dense: q, k and v of `seq` tokens; sparse: the same under a block schedule, `sched` or random `sparsity`;
-    decode: `tokens` queries over a paged cache; prefix: the same where the first `prefix` tokens are shared.
+    dense: q, k and v of `seq` tokens; sparse: the same under a block schedule, `sched` or random `sparsity`; varlen:
+    `batch` packed sequences, `lengths` "100-4096" spaced geometrically between the two, in no order; decode: `tokens`
+    queries over a paged cache; prefix: the same where the first `prefix` tokens are shared. With a `window` a query
+    sees so many keys before its own and none after it.
     """
 
     workload: str = "dense"
@@ -47,6 +51,8 @@ class Point:
     hdim: int = 128
     dtype: str = "float32"
     causal: bool = False
+    window: int = 0
+    lengths: str = ""
     sparsity: float = 0.0
     block: int = 64
     sched: str = ""
@@ -65,6 +71,7 @@ class Point:
         checks.integer("hdim", self.hdim, 1, 512)
         checks.integer("page_size", self.page_size, 1, 256)
         checks.integer("prefix", self.prefix, 0)
+        checks.integer("window", self.window, 0)
         checks.choice("dtype", self.dtype, tuple(DTYPES))
         if self.heads % self.kv_heads:
             raise ValueError(f"kv_heads must divide heads={self.heads}, got {self.kv_heads}")
@@ -80,18 +87,32 @@ class Point:
             raise ValueError("prefix must be at least 1 token for the prefix workload, got 0")
         if self.workload in ("decode", "prefix") and (self.sparsity or self.sched):
             raise ValueError("sparsity and sched are for attention without a cache: leave out kv_format and prefix")
+        if self.workload in ("decode", "prefix") and self.window:
+            raise ValueError("window is measured without a cache: leave out kv_format and prefix")
+        if (self.workload == "varlen") != bool(self.lengths):
+            raise ValueError(
+                "lengths are for the varlen workload alone: leave out sparsity, sched, kv_format and prefix"
+            )
         if not torch.device(self.device).type == "cpu" and not torch.cuda.is_available():
             raise ValueError(f"device must be cpu, torch sees no GPU here, got {self.device}")
         return self
+
+    @property
+    def band(self) -> Window | None:
+        """The window as the library takes it."""
+        return (self.window, 0) if self.window else None
 
     @property
     def title(self) -> str:
         """The dimensions in one line, those that say nothing left out."""
         heads = f"{self.heads}" if self.heads == self.kv_heads else f"{self.heads}/{self.kv_heads}"
         parts = [f"{self.batch} × " if self.batch > 1 else ""]
-        parts[0] += f"{self.prefix} shared + {self.seq} own tokens" if self.prefix else f"{self.seq} tokens"
+        parts[0] += (
+            f"{self.prefix} shared + {self.seq} own tokens" if self.prefix else f"{self.lengths or self.seq} tokens"
+        )
         parts += [f"{heads} heads", f"D {self.hdim}", self.dtype]
-        parts += ["causal"] if self.causal and self.workload in ("dense", "sparse") else []
+        parts += ["causal"] if self.causal and self.workload not in ("decode", "prefix") else []
+        parts += [f"window {self.window}"] if self.window else []
         parts += [f"schedule {self.sched}"] if self.sched else []
         if self.workload == "sparse" and not self.sched:
             parts += [f"{self.sparsity:.0%} sparse", f"blocks {self.block}"]
@@ -102,12 +123,14 @@ class Point:
 
 
 def infer(**options: object) -> Point:
-    """The Point that these dimensions speak of: a prefix, a KV format, a sparsity or schedule say which workload."""
+    """The Point that these dimensions speak of: a prefix, a KV format, lengths, a sparsity or schedule say which."""
     point = Point(**options)  # type: ignore[arg-type]
     if point.prefix:
         workload = "prefix"
     elif point.kv_format:
         workload = "decode"
+    elif point.lengths and not (point.sparsity or point.sched):
+        workload = "varlen"
     else:
         workload = "sparse" if point.sparsity or point.sched else "dense"
     return complete(replace(point, workload=workload))
@@ -118,59 +141,125 @@ def complete(point: Point) -> Point:
     if point.workload in ("decode", "prefix"):
         point = replace(point, kv_format=point.kv_format or FORMAT_OF.get(point.dtype, ""), causal=True)
     else:
-        point = replace(point, page_size=Point.page_size, tokens=1)
-    return point.validate()
+        point = replace(point, page_size=Point.page_size, tokens=1, causal=point.causal or point.window > 0)
+    point.validate()
+    return replace(point, seq=max(lengths_of(point))) if point.lengths else point
+
+
+def lengths_of(point: Point) -> list[int]:
+    """The tokens of each packed sequence. A batch arrives in no order, and the longest last would be a special case."""
+    try:
+        shortest, longest = (int(word) for word in point.lengths.split("-"))
+    except ValueError:
+        raise ValueError(
+            f"lengths must be like 100-4096, the shortest and the longest, got {point.lengths!r}"
+        ) from None
+    if not 1 <= shortest <= longest:
+        raise ValueError(f"lengths must rise from at least 1, got {point.lengths!r}")
+    steps = max(1, point.batch - 1)
+    lengths = [round(longest * (shortest / longest) ** (i / steps)) for i in range(point.batch)]
+    random.Random(0).shuffle(lengths)
+    return lengths
 
 
 def build(point: Point, *, seed: int = 0) -> Problem:
     """The problem at `point`, with random data: nothing here is ever zeros, which run faster than what people have."""
-    generator = torch.Generator().manual_seed(seed)
-    makers = {"dense": _dense, "sparse": _dense, "decode": _decode, "prefix": _decode}
+    generator = torch.Generator(point.device).manual_seed(seed)
+    makers = {"dense": _dense, "sparse": _dense, "varlen": _varlen, "decode": _decode, "prefix": _decode}
     return makers[point.workload](point, generator)
 
 
 def _random(point: Point, generator: torch.Generator, *shape: int) -> torch.Tensor:
-    return torch.randn(*shape, generator=generator).to(point.device, DTYPES[point.dtype])
+    return torch.randn(*shape, generator=generator, device=point.device).to(DTYPES[point.dtype])
 
 
-def backends(point: Point) -> list[str]:
-    """The backends that serve the point, the one asked for or all on its device."""
-    return ["cpu" if point.device == "cpu" else "auto"] if point.backend == "auto" else [point.backend]
+def backends(point: Point) -> dict[str, str]:
+    """The backends that serve the point, the one asked for or all on its device, by the name they are shown under."""
+    name = torch.device(point.device).type if point.backend == "auto" else point.backend
+    return {f"tilewise {name}": point.backend}
+
+
+def variants(point: Point) -> dict[str, dict[str, Any]]:
+    """The ways to call attention that are measured, by name: on a GPU the standard softmax beside the lazy one."""
+    calls: dict[str, dict[str, Any]] = {name: {"backend": backend} for name, backend in backends(point).items()}
+    if torch.device(point.device).type == "cuda":
+        calls |= {f"{name}, exact": {**options, "exact": True} for name, options in calls.items()}
+    return calls
 
 
 def _dense(point: Point, generator: torch.Generator) -> Problem:
     batch, n, heads, kv_heads, hdim = point.batch, point.seq, point.heads, point.kv_heads, point.hdim
+    causal, window = point.causal, point.band
     q = _random(point, generator, batch, n, heads, hdim)
     k, v = (_random(point, generator, batch, n, kv_heads, hdim) for _ in range(2))
     schedule = _schedule(point)
     size = q.element_size()
     nbytes = size * hdim * batch * n * 2 * (heads + kv_heads)
     sizes = (batch, n, n, heads, kv_heads, hdim)
-    flops = plan_dense(*sizes, causal=point.causal, schedule=schedule, io_bytes=size).flops
-    dense_flops = plan_dense(*sizes, causal=point.causal, io_bytes=size).flops
+    flops = plan_dense(*sizes, causal=causal, window=window, schedule=schedule, io_bytes=size).flops
+    dense_flops = plan_dense(*sizes, causal=causal, io_bytes=size).flops
 
-    def ours(backend: str) -> peers.Run:
+    def ours(options: dict[str, Any]) -> peers.Run:
         return lambda out: _tensor(
-            api.attention(q, k, v, causal=point.causal, schedule=schedule, out=out, backend=backend)
+            api.attention(q, k, v, causal=causal, window=window, schedule=schedule, out=out, **options)
         )
 
-    kernels = [Kernel(f"tilewise {name}", ours(name), True, flops, nbytes) for name in backends(point)]
-    # Dense SDPA stands beside a sparse problem too: what a user without sparse kernels pays.
-    dense = peers.torch_sdpa(q, k, v, mask=None, causal=point.causal)
-    kernels.append(Kernel(peers.SDPA, dense, False, dense_flops, nbytes, same_answer=schedule is None))
-    mask: torch.Tensor | None = None
+    kernels = [Kernel(name, ours(options), True, flops, nbytes) for name, options in variants(point).items()]
+    # Dense SDPA stands beside a sparse or windowed problem too: what a user without such kernels pays.
+    hidden = schedule is not None or window is not None
+    dense = peers.torch_sdpa(q, k, v, mask=None, causal=causal)
+    kernels.append(Kernel(peers.SDPA, dense, False, dense_flops, nbytes, same_answer=not hidden))
+    blocks = None if schedule is None else schedule.to_mask().to(point.device)
+    if hidden:
+        with torch.device(point.device):
+            seen = reference.visible(n, n, causal=causal, window=window)
+        seen = seen if blocks is None else seen & blocks
+        run = peers.torch_sdpa(q, k, v, mask=seen, causal=False)
+        kernels.append(Kernel(peers.SDPA_MASK, run, False, flops, nbytes + seen.numel()))
+    else:
+        runs = peers.torch_backends(q, k, v, causal=causal)
+        kernels += [Kernel(name, run, False, flops, nbytes) for name, run in runs.items()]
     if schedule is None:
-        runs, absent = peers.cuda_peers(q, k, v, causal=point.causal)
+        runs, absent = peers.cuda_peers(q, k, v, causal=causal, window=point.window)
         kernels += [Kernel(name, run, False, flops, nbytes) for name, run in runs.items()]
     else:
-        mask = schedule.to_mask()
-        seen = mask.tril() if point.causal else mask
-        run = peers.torch_sdpa(q, k, v, mask=seen.to(point.device), causal=False)
-        kernels.append(Kernel(peers.SDPA_MASK, run, False, flops, nbytes + seen.numel()))
         absent = f"not measured: {', '.join(peers.CUDA_PEERS)} (no block-sparse form of theirs is called here)"
-    shape = (batch, n, heads, hdim)
-    check = _row_check(q, k, v, causal=point.causal, mask=mask)
-    return _problem(point, kernels, check, shape, absent)
+    check = _row_check(q, k, v, [(n, n)] * batch, causal=causal, window=window, mask=blocks)
+    return _problem(point, kernels, check, (batch, n, heads, hdim), absent)
+
+
+def _varlen(point: Point, generator: torch.Generator) -> Problem:
+    """Packed sequences. Everybody's FLOPs are the useful ones, so rates compare with each other and with dense ones."""
+    lengths, heads, kv_heads, hdim, causal = lengths_of(point), point.heads, point.kv_heads, point.hdim, point.causal
+    total, longest, window = sum(lengths), max(lengths), point.band
+    q = _random(point, generator, total, heads, hdim)
+    k, v = (_random(point, generator, total, kv_heads, hdim) for _ in range(2))
+    starts = [0, *accumulate(lengths)]
+    cu_seqlens = peers.starts_of(lengths, q.device)
+    size = q.element_size()
+    nbytes = 2 * size * hdim * total * (heads + kv_heads)
+    flops = plan_varlen(starts, starts, heads, kv_heads, hdim, causal=causal, window=window, io_bytes=size).flops
+
+    def ours(options: dict[str, Any]) -> peers.Run:
+        return lambda out: _tensor(
+            api.attention_varlen(q, k, v, cu_seqlens, cu_seqlens, causal=causal, window=window, out=out, **options)
+        )
+
+    kernels = [Kernel(name, ours(options), True, flops, nbytes) for name, options in variants(point).items()]
+    name, run = peers.padded_sdpa(q, k, v, causal=causal, lengths=lengths)
+    padded_bytes = nbytes * len(lengths) * longest // total
+    same = (causal and not window) or min(lengths) == longest
+    kernels.append(Kernel(name, run, False, flops, padded_bytes, same_answer=same))
+    runs, absent = peers.cuda_peers(q, k, v, causal=causal, window=point.window, lengths=lengths)
+    kernels += [Kernel(name, run, False, flops, nbytes) for name, run in runs.items()]
+    judge = _row_check(q, k, v, [(n, n) for n in lengths], causal=causal, window=window, mask=None)
+
+    def check(answer: torch.Tensor) -> Check:
+        if answer.dim() == 4:  # padded: its rows are picked out here, where it is not timed
+            answer = torch.cat([rows[:n] for rows, n in zip(answer, lengths, strict=True)])
+        return judge(answer)
+
+    return _problem(point, kernels, check, (total, heads, hdim), absent)
 
 
 def _schedule(point: Point) -> BlockSchedule | None:
@@ -225,13 +314,13 @@ def _decode(point: Point, generator: torch.Generator) -> Problem:
         return lambda out: _tensor(api.shared_prefix_attention(q, prefixes, own_k, own_v, out=out, backend=backend))
 
     kernels = []
-    for name in backends(point):
-        kernels.append(Kernel(f"tilewise {name}", decode(name, "auto"), True, flops, stored * token_bytes + q_and_o))
+    for name, backend in backends(point).items():
+        kernels.append(Kernel(name, decode(backend, "auto"), True, flops, stored * token_bytes + q_and_o))
         if prefix:
             unshared = batch * (prefix + own) * token_bytes + q_and_o
-            kernels.append(Kernel(f"tilewise {name}, unshared", decode(name, False), True, flops, unshared))
+            kernels.append(Kernel(f"{name}, unshared", decode(backend, False), True, flops, unshared))
             nbytes = stored * plain_bytes + q_and_o
-            kernels.append(Kernel(f"tilewise {name}, no cache", levels(name), True, flops, nbytes))
+            kernels.append(Kernel(f"{name}, no cache", levels(backend), True, flops, nbytes))
     plain_k, plain_v = k.to(q.dtype), v.to(q.dtype)
     nbytes = batch * (prefix + own) * plain_bytes + q_and_o
     mask = reference.visible(tokens, prefix + own, causal=True).to(q.device) if tokens > 1 else None
@@ -241,7 +330,7 @@ def _decode(point: Point, generator: torch.Generator) -> Problem:
         kernels.append(Kernel(peers.SDPA_ROWS, peers.torch_sdpa_rows(q, plain_k, plain_v), False, flops, nbytes))
     runs, absent = peers.cuda_peers(q, plain_k, plain_v, causal=True)
     kernels += [Kernel(name, run, False, flops, nbytes) for name, run in runs.items()]
-    check = _row_check(q, k, v, causal=True, mask=None)
+    check = _row_check(q, k, v, [(tokens, prefix + own)] * batch, causal=True, window=None, mask=None)
     return _problem(point, kernels, check, (batch, tokens, heads, hdim), absent)
 
 
@@ -274,49 +363,59 @@ def _problem(
     point: Point,
     kernels: list[Kernel],
     check: Callable[[torch.Tensor], Check],
-    shape: tuple[int, int, int, int],
+    shape: tuple[int, ...],
     absent: str,
 ) -> Problem:
     device, dtype = torch.device(point.device), DTYPES[point.dtype]
-    token_heads = shape[0] * shape[1] * shape[2]
     ceiling = ceilings.of(device, dtype)
-    return Problem(point.title, device, dtype, kernels, check, shape, token_heads, ceiling, absent)
+    return Problem(point.title, device, dtype, kernels, check, shape, math.prod(shape[:-1]), ceiling, absent)
 
 
 def _row_check(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool, mask: torch.Tensor | None
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    sizes: Sequence[tuple[int, int]],
+    *,
+    causal: bool,
+    window: Window | None,
+    mask: torch.Tensor | None,
 ) -> Callable[[torch.Tensor], Check]:
-    """Judge an answer o (B, Nq, H, D) by the tolerance rule, against float64 and PyTorch's own math in q's dtype.
+    """Judge an answer by the tolerance rule, against float64 and PyTorch's own math in q's dtype.
 
+    q, k and v and the answer are (B, N, H, D) or packed (total, H, D), `sizes` the queries and keys of each sequence.
     The oracle forms whole score matrices, so it sees one sequence and some rows at a time: rows [a, b) with the keys
     they can see are a bottom-right aligned problem of their own.
     """
-    batch, nq, heads, _ = q.shape
-    nk = k.shape[1]
-    q, k, v = q.cpu(), k.cpu(), v.cpu()
+    q, k, v = (x.flatten(0, -3) for x in (q, k, v))
+    starts_q, starts_k = ([0, *accumulate(column)] for column in zip(*sizes, strict=True))
     expected: dict[tuple[int, int, int], tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
 
     def expect(b: int, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        end = nk - nq + stop if causal else nk
-        rows, keys = q[b : b + 1, start:stop], slice(None, max(0, end))
+        nq, nk = sizes[b]
+        first = 0 if window is None or window[0] is None else max(0, nk - nq + start - window[0])
+        keys = slice(first, max(first, nk - nq + stop) if causal else nk)
         seen = None if mask is None else mask[..., start:stop, keys]
-        one_k, one_v = (x[b : b + 1, keys] for x in (k, v))
-        exact, lse = reference.attention(rows, one_k, one_v, causal=causal, mask=seen)
-        honest, _ = reference.baseline(rows, one_k.to(q.dtype), one_v.to(q.dtype), causal=causal, mask=seen)
+        rows = q[None, starts_q[b] + start : starts_q[b] + stop]
+        one_k, one_v = (x[None, starts_k[b] : starts_k[b + 1]][:, keys] for x in (k, v))
+        with torch.device(q.device):  # for the masks that the oracle makes
+            exact, lse = reference.attention(rows, one_k, one_v, causal=causal, window=window, mask=seen)
+            plain_k, plain_v = one_k.to(q.dtype), one_v.to(q.dtype)
+            honest, _ = reference.baseline(rows, plain_k, plain_v, causal=causal, window=window, mask=seen)
         return exact, honest, lse
 
     def check(answer: torch.Tensor) -> Check:
-        answer = answer.detach().cpu()
+        answer = answer.detach().flatten(0, -3)
         if answer.shape != q.shape:
-            return Check(False, math.inf, 0.0, f"shape {tuple(answer.shape)} instead of {tuple(q.shape)}")
+            return Check(False, math.inf, 0.0, f"shape {tuple(answer.shape)} instead of {tuple(q.shape)}, packed")
         if not torch.isfinite(answer).all():
             return Check(False, math.inf, 0.0, "NaN or infinity in the output")
         parts = []
-        for place in _row_blocks(batch, nq, nk, heads):
+        for place in _row_blocks(sizes, q.shape[1], q.device.type):
             if place not in expected:  # each kernel of the problem is judged by the same answers
                 expected[place] = expect(*place)
             b, start, stop = place
-            parts.append((answer[b : b + 1, start:stop], *expected[place]))
+            parts.append((answer[starts_q[b] + start : starts_q[b] + stop], *expected[place]))
         got, exact, honest, lse = (torch.cat([x.flatten() for x in column]) for column in zip(*parts, strict=True))
         verdict = reference.judge(got, exact, honest, lse=lse)
         baseline = (honest.double() - exact).abs().max().item()
@@ -325,11 +424,14 @@ def _row_check(
     return check
 
 
-def _row_blocks(batch: int, nq: int, nk: int, heads: int) -> Iterator[tuple[int, int, int]]:
+def _row_blocks(sizes: Sequence[tuple[int, int]], heads: int, device: str) -> Iterator[tuple[int, int, int]]:
     """(sequence, first row, end row) of the rows that are checked: all, or an even spread of ORACLE_PAIRS' worth."""
-    size = max(1, min(nq, PAIRS_AT_ONCE // max(1, heads * nk)))
-    places = [(b, start, min(nq, start + size)) for b in range(batch) for start in range(0, nq, size)]
-    keep = max(2, ORACLE_PAIRS // max(1, size * heads * nk))
+    places = []
+    for b, (nq, nk) in enumerate(sizes):
+        step = max(1, min(nq, PAIRS_AT_ONCE[device] // max(1, heads * nk)))
+        places += [(b, start, min(nq, start + step)) for start in range(0, nq, step)]
+    pairs = heads * sum(nq * nk for nq, nk in sizes)
+    keep = max(2, len(places) * ORACLE_PAIRS[device] // max(1, pairs))
     if len(places) <= keep:
         yield from places
         return
