@@ -1,8 +1,8 @@
 // forward: attention on Hopper. One block a multiprocessor stays and takes tile after tile of query rows from a counter.
 //
-// A producer warp brings Q, K and V by TMA. Each consumer warpgroup owns 64 query rows: while its softmax works on key block n, the
-// tensor cores run its O += P V of the block before, and when a tile ends they run the next tile's first Q Kᵀ under the stores of O.
-// Key blocks come from the last visible one down; only those at the edges of what a row sees are masked.
+// Of the first four warps one loads Q, K and V by TMA, one plans tiles and one stores O. Each consumer warpgroup owns 64 query rows:
+// while its softmax works on key block n, the tensor cores run its O += P V of the block before, and a tile's last P V runs with the
+// next tile's first Q Kᵀ. Key blocks come from the last visible one down; only those at the edges of what a row sees are masked.
 //
 // Constants: Element; kColumns: the head dimension, kHeadDim: the same padded; kTileQ, kTileKv; kStagesQ, kStagesK, kStagesV;
 // kPack query heads of a KV head stand in a tile as neighbouring rows; kPageSize: of paged K and V, 0 if they are not;
