@@ -783,9 +783,11 @@ def test_records_of_a_wrong_kernel_hold_no_infinity():
 def test_prefill_rows_are_the_ones_promised(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     rows = {row.name: row for row in prefill.rows("cuda")}
-    assert len(rows) == 1 + 24 + 3 + 2 + 1
+    assert len(rows) == 1 + 24 + 3 + 2 + 1 + 2
     assert len({row.point for row in rows.values()}) == len(rows)  # a resumed CSV tells them apart
-    assert all((row.point.dtype, row.point.device) == ("bfloat16", "cuda") for row in rows.values())
+    dtypes = {name: row.point.dtype for name, row in rows.items()}
+    assert all(dtype == ("float8" if name.startswith("FP8") else "bfloat16") for name, dtype in dtypes.items())
+    assert all(row.point.device == "cuda" for row in rows.values())
     for hdim in (64, 128, 256):
         for n in (512, 2048, 8192, 16384):
             for causal in (False, True):
@@ -809,6 +811,7 @@ def test_prefill_rows_are_the_ones_promised(monkeypatch):
     window = rows["window 1024, N 16384, causal"]
     assert (window.point.window, window.beside[1]) == (1024, rows["D 128, N 16384, causal"].point)
     assert window.goals[0].text == "≤ 1.3×"
+    assert bars["FP8, D 128, N 16384, full"] == ["≥ 900 TFLOP/s"]
     assert next(iter(bars.values())) == ["≤ 15 µs", "≥ 1"]  # the host's, before anything captures a graph
 
 

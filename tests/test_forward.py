@@ -402,7 +402,7 @@ def test_float32_has_rungs_for_dense_problems_alone():
     assert_attention(attention(q, k, v, return_lse=True, backend="emulator"), q, k, v)
     with pytest.raises(NotImplementedError, match="window"):
         attention(q, k, v, window=(1, 1), backend="emulator")
-    with pytest.raises(NotImplementedError, match=r"bfloat16 and float16, got torch\.float32"):
+    with pytest.raises(NotImplementedError, match=r"float16 and float8_e4m3fn, got torch\.float32"):
         attention_varlen(q[0], k[0], v[0], STARTS, STARTS, backend="emulator")
 
 
@@ -424,12 +424,13 @@ RAGGED = (("Index", "int"), ("kTileQ", 128), ("kTileKv", 128), ("kPack", 1))
 
 
 def test_arguments_lie_as_the_kernels_have_them():
-    names = [(s, name) for s in (forward.ForwardArgs, forward.RaggedArgs, forward.Divisor) for name, _ in s._fields_]
+    structures = (forward.ForwardArgs, forward.RaggedArgs, forward.Divisor, forward.Descale)
+    names = [(s, name) for s in structures for name, _ in s._fields_]
     out = torch.full((7 + 2 * len(names),), -1, dtype=torch.int32)
     spec = KernelSpec("layout", str(KERNELS / "forward_args.cu"), "layout", RAGGED, 1, 0)
     emulate.launch(spec, (1, 1, 1), [ctypes.c_void_p(out.data_ptr())], {"out": out})
     sizes, places = out[:7].tolist(), out[7:].view(-1, 2).tolist()
-    assert sizes[:3] == [ctypes.sizeof(s) for s in (forward.ForwardArgs, forward.RaggedArgs, forward.Divisor)]
+    assert sizes[:3] == [ctypes.sizeof(s) for s in structures[:3]]
     assert sizes[3:] == [forward.TILE_WORDS, forward.LIST_HEADER, forward.BUCKETS, forward.FAR]
     for (structure, name), (offset, size) in zip(names, places, strict=True):
         field = getattr(structure, name)

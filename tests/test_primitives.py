@@ -20,9 +20,10 @@ from tilewise.kernels.hardware import TensorMapSpec
 KERNELS = Path(__file__).parent / "kernels"
 PRIMITIVES = (
     *("ldmatrix", "ldmatrix_transposed", "mma_bf16", "mma_f16", "mma_tf32", "mma_s8", "shuffle", "vote"),
-    *("copy_async", "exp2", "stmatrix", "dp4a", "convert"),
+    *("copy_async", "exp2", "stmatrix", "dp4a", "convert", "mma_e4m3", "fp8"),
 )
-INEXACT = {"mma_bf16": 1e-5, "mma_f16": 1e-5, "mma_tf32": 1e-5, "exp2": 3e-7}
+# A card adds FP8 products up with some 14 bits.
+INEXACT = {"mma_bf16": 1e-5, "mma_f16": 1e-5, "mma_tf32": 1e-5, "exp2": 3e-7, "mma_e4m3": 5e-3}
 
 
 def inputs(name: str, seed: int = 0) -> torch.Tensor:
@@ -35,6 +36,9 @@ def inputs(name: str, seed: int = 0) -> torch.Tensor:
         words[:, :8] = values.view(torch.int16).numpy().view(np.uint32)
     elif name == "mma_tf32":
         words[:, :8] = rng.standard_normal((32, 8)).astype(np.float32).view(np.uint32)
+    elif name == "mma_e4m3":
+        values = torch.from_numpy(rng.standard_normal((32, 32))).to(torch.float8_e4m3fn)
+        words[:, :8] = values.view(torch.uint8).numpy().view(np.uint32)
     words[:, 8:12] = rng.standard_normal((32, 4)).astype(np.float32).view(np.uint32)
     return torch.from_numpy(words.view(np.int32))
 
@@ -120,6 +124,33 @@ def test_mma_s8_is_exact():
         for i in range(4):
             expected = int(words[lane, 8 + i] % 1000) + (a @ b)[lane // 4 + 8 * (i // 2), lane % 4 * 2 + i % 2]
             assert got[lane, i] == expected
+
+
+def test_mma_e4m3():
+    words = inputs("mma_e4m3").numpy().view(np.uint32)
+    codes = torch.from_numpy(np.ascontiguousarray(words[:, :8]).view(np.uint8)).view(torch.float8_e4m3fn)
+    values = codes.float().numpy().reshape(32, 8, 4)
+    a, b = np.zeros((16, 32), np.float32), np.zeros((32, 8), np.float32)
+    for lane in range(32):
+        for r in range(4):
+            a[lane // 4 + 8 * (r % 2), lane % 4 * 4 + 16 * (r // 2) :][:4] = values[lane, r]
+            if r < 2:
+                b[lane % 4 * 4 + 16 * r :, lane // 4][:4] = values[lane, 4 + r]
+    _check_d("mma_e4m3", words, a @ b)
+
+
+def test_fp8_rounds_as_torch_does_and_saturates():
+    words = inputs("fp8").numpy().view(np.uint32)
+    floats = torch.from_numpy(np.ascontiguousarray(words[:, 8:12]).view(np.float32))
+    got = emulated("fp8", inputs("fp8"))
+    for column, factor in enumerate((1.0, 400.0, 0.01)):
+        expected = (floats * factor).clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8).numpy()
+        assert np.array_equal(np.ascontiguousarray(got[:, column]).view(np.uint8).reshape(32, 4), expected)
+    pair = np.ascontiguousarray(words[:, :2]).view(np.uint8).reshape(32, 8)
+    which = np.stack([words[:, 2] >> (4 * i) & 7 for i in range(4)], 1)
+    assert np.array_equal(
+        np.ascontiguousarray(got[:, 3]).view(np.uint8).reshape(32, 4), np.take_along_axis(pair, which, 1)
+    )
 
 
 def test_lanes_and_votes():

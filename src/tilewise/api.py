@@ -46,13 +46,17 @@ def attention(
     alibi_slopes: torch.Tensor | None = None,
     schedule: BlockSchedule | None = None,
     exact: bool = False,
+    q_descale: torch.Tensor | None = None,
+    k_descale: torch.Tensor | None = None,
+    v_descale: torch.Tensor | None = None,
     return_lse: bool = False,
     out: torch.Tensor | None = None,
     backend: str = "auto",
 ) -> Result:
     """Attention over a batch of equally long sequences: softmax(q kᵀ · scale) v.
 
-    q: (B, Nq, Hq, D) float32, float16 or bfloat16; k, v: (B, Nk, Hkv, D) of the same dtype; Hq a multiple of Hkv.
+    q: (B, Nq, Hq, D) float32, float16, bfloat16 or float8_e4m3fn; k, v: (B, Nk, Hkv, D) of the same dtype; Hq a
+    multiple of Hkv.
     causal: query i sees keys up to i + Nk − Nq. window: (left, right) keys seen to either side, None for no limit.
     scale: of the scores, `D ** -0.5` if None. softcap c > 0: scores become c · tanh(scores / c).
     sinks: (Hq,), a logit that joins the softmax denominator only; it counts in the LSE.
@@ -60,11 +64,14 @@ def attention(
     schedule: a BlockSchedule; keys outside its blocks are not seen. out: (B, Nq, Hq, D), written and returned.
     exact: the standard softmax where a GPU kernel would use the lazy one, whose weights may be 2^8 times larger before
     they are divided by their sum; both hold to the same tolerance.
+    q_descale, k_descale, v_descale: of FP8 inputs, (Hkv,) or (B, Hkv) float32: what the stored values stand for is
+    values · descale, for q by the KV head that it reads. None is 1. The output is bfloat16, and on a GPU the weights of
+    the softmax are rounded to FP8.
     backend: "auto" (a GPU kernel for CUDA tensors, the CPU backend for CPU tensors), "cuda", "cpu", or "emulator": the
     GPU kernel's source run on CPU tensors, slow; "emulator:NAME" for a rung of the ladder by name.
 
-    CUDA tensors: bfloat16 or float16, head_dim up to 256, compute capability 9.0, no schedule. The call goes on the
-    current stream and does not wait; once made, it can be captured in a CUDA graph.
+    CUDA tensors: bfloat16, float16 or FP8, head_dim up to 256, compute capability 9.0, no schedule. The call goes on
+    the current stream and does not wait; once made, it can be captured in a CUDA graph.
 
     Returns o (B, Nq, Hq, D), with return_lse also the LSE (B, Hq, Nq) float32. A NaN or infinity in a key that a window
     (on a GPU also `causal`) hides may still reach the rows of its tile, as in other fused kernels.
@@ -72,10 +79,12 @@ def attention(
     key = None
     if schedule is None and isinstance(q, torch.Tensor) and q.is_cuda:
         flags = (causal, exact, return_lse, window, scale, softcap, backend)
-        key, known = gpu.known_call(q, k, v, sinks, alibi_slopes, out, flags)
+        given = (q_descale, k_descale, v_descale)
+        key, known = gpu.known_call(q, k, v, (sinks, alibi_slopes, out, *given), flags)
         if known is not None:
-            return known.again(q, k, v) if known.plain else known(q, k, v, sinks, alibi_slopes, out)
+            return known.again(q, k, v) if known.plain else known(q, k, v, sinks, alibi_slopes, out, given)
     batch, seqlen_q, seqlen_k, heads_q, heads_kv, head_dim = _check_qkv(q, k, v)
+    descales = _check_descales(q, (q_descale, k_descale, v_descale), batch, heads_kv)
     window = _check_window(window)
     scoring = _scoring(q, scale, softcap)
     slopes = _check_slopes(alibi_slopes, batch, heads_q, q.device)
@@ -97,7 +106,10 @@ def attention(
         call = gpu.GpuCall(options, return_lse)
         if key is not None:
             gpu.calls()[key] = call
-        return call(q, k, v, sinks, alibi_slopes, out)
+        return call(q, k, v, sinks, alibi_slopes, out, descales)
+    fp8 = q.dtype == gpu.FP8
+    if fp8:
+        q, k, v = (_widened(x, descale, heads_kv) for x, descale in zip((q, k, v), descales, strict=True))
 
     plan = plan_dense(
         batch,
@@ -115,8 +127,10 @@ def attention(
         starts = [b * seqlen_q for b in range(batch)], [b * seqlen_k for b in range(batch)]
         scoring = cpu.Scoring(scoring.scale, softcap, cpu.Alibi(slopes, *starts, [seqlen_k - seqlen_q] * batch))
     with _full_precision():
-        o, lse = cpu.run(plan, q, [(k, v)], scoring, checks.place(out, q, k, v))
-    return _result(o, lse.view(batch, seqlen_q, heads_q).transpose(1, 2), sinks, out, return_lse)
+        o, lse = cpu.run(plan, q, [(k, v)], scoring, None if fp8 else checks.place(out, q, k, v))
+    return _result(
+        o.bfloat16() if fp8 else o, lse.view(batch, seqlen_q, heads_q).transpose(1, 2), sinks, out, return_lse
+    )
 
 
 def attention_varlen(
@@ -135,6 +149,9 @@ def attention_varlen(
     schedule: BlockSchedule | Sequence[BlockSchedule | None] | None = None,
     page_table: torch.Tensor | None = None,
     exact: bool = False,
+    q_descale: torch.Tensor | None = None,
+    k_descale: torch.Tensor | None = None,
+    v_descale: torch.Tensor | None = None,
     return_lse: bool = False,
     out: torch.Tensor | None = None,
     backend: str = "auto",
@@ -165,6 +182,7 @@ def attention_varlen(
     scoring = _scoring(q, scale, softcap)
     slopes = _check_slopes(alibi_slopes, batch, heads_q, q.device)
     _check_sinks(sinks, heads_q, q.device)
+    descales = _check_descales(q, (q_descale, k_descale, v_descale), batch, heads_kv)
     checks.flag("causal", causal)
     checks.flag("exact", exact)
     checks.flag("return_lse", return_lse)
@@ -184,9 +202,17 @@ def attention_varlen(
         gpu.check_served(q, schedule, where)
         options = gpu.kernel_options(causal, window, scoring, slopes, exact)
         starts = tuple(x.to(q.device, cu_seqlens_q.dtype).contiguous() for x in (cu_seqlens_q, cu_seqlens_k))
-        return gpu.GpuCall(options, return_lse)(q, k, v, sinks, alibi_slopes, out, (starts[0], starts[1]), page_table)
+        call = gpu.GpuCall(options, return_lse)
+        return call(q, k, v, sinks, alibi_slopes, out, descales, (starts[0], starts[1]), page_table)
     if page_table is not None:
         k, v = (_gather(x, page_table, starts_k) for x in (k, v))
+    fp8 = q.dtype == gpu.FP8
+    if fp8:
+        counts = [torch.tensor(starts).diff() for starts in (starts_q, starts_k, starts_k)]
+        q, k, v = (
+            _widened(x, None if descale is None else descale.repeat_interleave(count, 0), heads_kv)
+            for x, descale, count in zip((q, k, v), descales, counts, strict=True)
+        )
     lengths = [(q1 - q0, k1 - k0) for (q0, q1), (k0, k1) in zip(pairwise(starts_q), pairwise(starts_k), strict=True)]
     schedules: Sequence[BlockSchedule | None] | None = None
     if schedule is not None:
@@ -210,8 +236,8 @@ def attention_varlen(
         alibi = cpu.Alibi(slopes, starts_q[:-1], starts_k[:-1], [nk - nq for nq, nk in lengths])
         scoring = cpu.Scoring(scoring.scale, softcap, alibi)
     with _full_precision():
-        o, lse = cpu.run(plan, q, [(k, v)], scoring, checks.place(out, q, k, v))
-    return _result(o, lse.transpose(0, 1), sinks, out, return_lse)
+        o, lse = cpu.run(plan, q, [(k, v)], scoring, None if fp8 else checks.place(out, q, k, v))
+    return _result(o.bfloat16() if fp8 else o, lse.transpose(0, 1), sinks, out, return_lse)
 
 
 def shared_prefix_attention(
@@ -381,7 +407,8 @@ def _check_qkv(
 ) -> tuple[int, int, int, int, int, int]:
     """(batch, seqlen_q, seqlen_k, heads_q, heads_kv, head_dim) of checked tensors; paged: of k and v in pages."""
     lead: tuple[str, ...] = ("total",) if packed else ("batch", "seqlen")
-    checks.tensor("q", q, shape=(*lead, "heads", "head_dim"), dtypes=checks.FLOATS, unit_last_stride=True)
+    dtypes = (*checks.FLOATS, gpu.FP8)
+    checks.tensor("q", q, shape=(*lead, "heads", "head_dim"), dtypes=dtypes, unit_last_stride=True)
     batch = () if packed else (q.shape[0],)
     seqlen_q, heads_q, head_dim = q.shape[-3:]
     shape = ("pages", "page_size", "heads", head_dim) if paged else (*batch, lead[-1], "heads", head_dim)
@@ -393,6 +420,33 @@ def _check_qkv(
     if heads_q == 0 or heads_q % heads_kv:
         raise ValueError(f"q must have a multiple of k's {heads_kv} heads, got {heads_q}")
     return 1 if packed else q.shape[0], seqlen_q, seqlen_k, heads_q, heads_kv, head_dim
+
+
+def _check_descales(
+    q: torch.Tensor, descales: Sequence[torch.Tensor | None], batch: int, heads_kv: int
+) -> tuple[torch.Tensor | None, ...]:
+    """What FP8 inputs are to be multiplied with, as float32 (batch, heads_kv) with the last stride 1."""
+    checked: list[torch.Tensor | None] = []
+    for name, descale in zip("qkv", descales, strict=True):
+        if descale is not None:
+            name = f"{name}_descale"
+            if q.dtype != gpu.FP8:
+                raise ValueError(f"{name} goes with float8_e4m3fn inputs, got {q.dtype}; multiply those yourself")
+            checks.tensor(name, descale, dtypes=(torch.float32,), device=q.device)
+            if tuple(descale.shape) not in ((heads_kv,), (batch, heads_kv)):
+                raise ValueError(f"{name} must be ({heads_kv},) or ({batch}, {heads_kv}), got {tuple(descale.shape)}")
+            descale = descale.contiguous().expand(batch, heads_kv)
+        checked.append(descale)
+    return tuple(checked)
+
+
+def _widened(x: torch.Tensor, descale: torch.Tensor | None, heads_kv: int) -> torch.Tensor:
+    """FP8 (B, N, H, D) or (total, H, D) as float32, times descale (B or total, heads_kv) by KV head."""
+    wide = x.float()
+    if descale is not None:
+        by_head = descale.repeat_interleave(x.shape[-2] // heads_kv, -1)
+        wide *= by_head[:, None, :, None] if x.dim() == 4 else by_head[..., None]
+    return wide
 
 
 def _check_window(window: Any) -> Window | None:
@@ -498,7 +552,8 @@ def _check_cache(cache: Any) -> PagedKVCache:
 def _check_out(out: torch.Tensor | None, q: torch.Tensor) -> None:
     if out is None:
         return
-    checks.tensor("out", out, shape=tuple(q.shape), dtypes=(q.dtype,), device=q.device, unit_last_stride=True)
+    dtype = gpu.out_dtype(q.dtype)
+    checks.tensor("out", out, shape=tuple(q.shape), dtypes=(dtype,), device=q.device, unit_last_stride=True)
     if any(stride == 0 and size > 1 for stride, size in zip(out.stride(), out.shape, strict=True)):
         raise ValueError(f"out must have a place for every element, got strides {out.stride()}; use torch.empty")
     if out.requires_grad or (out.is_inference() and not torch.is_inference_mode_enabled()):

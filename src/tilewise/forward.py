@@ -18,16 +18,20 @@ import torch
 from . import emulate, jit
 from .kernels import KernelSpec
 from .kernels.hardware import TensorMapSpec
-from .ladder import ELEMENTS, LOG2E, MAP_TYPES, PANEL, Strides
+from .ladder import LOG2E, Strides
 from .plan import Window
 
-DTYPES = (torch.bfloat16, torch.float16)
+FP8 = torch.float8_e4m3fn
+DTYPES = (torch.bfloat16, torch.float16, FP8)
 MAX_HEAD_DIM = 256
 FAR = 0x3FFFFFFF  # sm90/work.cuh: kFar, a window without a limit; also the longest sequence
 TILE_WORDS, LIST_HEADER = 16, 16  # sm90/work.cuh: of a WorkTile, and before a list of them
 BUCKETS = 128
 HEADS_TOGETHER = 2048  # columns of the heads whose tiles run side by side, heaviest first
-SCALE_BYTES = 128  # sm90/forward.cu: the scale, once a lane
+SCALE_BYTES = 128 + 16  # sm90/layout.cuh: the scale, once a lane; rows of V that are there, stage by stage
+PANEL_BYTES = 128  # tile/hopper.cuh: a row of a panel
+ELEMENTS = {torch.bfloat16: "bf16", torch.float16: "half", FP8: "e4m3"}
+MAP_TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", FP8: "fp8"}
 EMULATED_BLOCKS = 3
 MAPS_KEPT = 1024
 
@@ -37,7 +41,8 @@ class Tiling:
     """Rows of a query tile, keys of a block, stages of Q, K and V in shared memory, and how the warpgroups work.
 
     ping_pong: they take turns at the tensor cores. q_registers: they keep Q in registers. lazy: the lazy softmax, which
-    keeps K until it is done, in case S has to be made again, and so wants a stage more of K.
+    keeps K until it is done, in case S has to be made again, and so wants a stage more of K. stages_raw: of FP8, V
+    before it is transposed, stages_v being those after it.
     """
 
     tile_q: int
@@ -48,6 +53,7 @@ class Tiling:
     ping_pong: bool
     q_registers: bool
     lazy: bool
+    stages_raw: int = 0
 
 
 # By padded head dimension. A warpgroup holds S (64 × tile_kv), P of the block before it and O at once; a block holds Q
@@ -65,7 +71,21 @@ SMALL_64 = Tiling(128, 128, 2, 3, 2, ping_pong=False, q_registers=True, lazy=Tru
 SHORT_64 = Tiling(128, 64, 2, 5, 4, ping_pong=False, q_registers=True, lazy=True)
 # The standard softmax pays for each block; the lazy one would not fit beside one this long.
 EXACT_256 = Tiling(128, 80, 1, 2, 2, ping_pong=True, q_registers=False, lazy=False)
+# FP8: the products take half the time, and turns at the tensor cores only lose some of it. Room goes to Vᵀ beside V
+# and to O, twice as wide as Q.
+TILINGS_FP8 = {
+    64: Tiling(128, 128, 2, 3, 2, ping_pong=False, q_registers=True, lazy=True, stages_raw=2),
+    96: Tiling(128, 128, 2, 3, 2, ping_pong=False, q_registers=True, lazy=True, stages_raw=2),
+    128: Tiling(128, 128, 2, 3, 2, ping_pong=False, q_registers=True, lazy=True, stages_raw=2),
+    192: Tiling(128, 96, 1, 2, 2, ping_pong=False, q_registers=False, lazy=False, stages_raw=2),
+    256: Tiling(128, 64, 1, 3, 2, ping_pong=False, q_registers=False, lazy=False, stages_raw=2),
+}
 SHORT = 1024  # query rows
+
+
+def out_dtype(dtype: torch.dtype) -> torch.dtype:
+    """What comes out where `dtype` goes in: the same, or bfloat16 for FP8."""
+    return torch.bfloat16 if dtype == FP8 else dtype
 
 
 def padded(head_dim: int) -> int:
@@ -89,9 +109,14 @@ class Options:
         return self.softcap > 0 or self.alibi or self.scale <= 0
 
 
-def choose_tiling(head_dim: int, seqlen_q: float, options: Options, *, plain: bool) -> Tiling:
+def choose_tiling(dtype: torch.dtype, head_dim: int, seqlen_q: float, options: Options, *, plain: bool) -> Tiling:
     """The tiling for sequences of about `seqlen_q` rows; plain: K and V come by TMA and are not paged."""
     width = padded(head_dim)
+    if dtype == FP8:
+        tiling = TILINGS_FP8[width]
+        if options.scored or not plain:
+            tiling = replace(tiling, q_registers=False, tile_kv=min(96, tiling.tile_kv))
+        return tiling
     tiling, short = TILINGS[width], seqlen_q <= SHORT
     if width == 64 and (options.scored or not plain):
         tiling = SMALL_64
@@ -118,12 +143,21 @@ def forward_spec(
     tma: bool = True,
 ) -> KernelSpec:
     """The kernel for one dtype, head dimension, tiling and choice of features."""
-    width = padded(head_dim)
-    columns = -(-width // PANEL) * PANEL
-    tiles = 2 * columns * (tiling.stages_q * tiling.tile_q + (tiling.stages_k + tiling.stages_v) * tiling.tile_kv)
-    barriers = 16 * (tiling.stages_q + tiling.stages_k + tiling.stages_v + 1) + 8 * tiling.stages_q
+    width, fp8 = padded(head_dim), dtype == FP8
+    row = -(-width * dtype.itemsize // PANEL_BYTES) * PANEL_BYTES
+    kv, raw = row * tiling.tile_kv, tiling.stages_raw
+    tiles = tiling.stages_q * row * tiling.tile_q + tiling.stages_k * kv
+    if fp8:  # Vᵀ, V, and O if it goes by way of shared memory
+        tiles += tiling.stages_v * -(-tiling.tile_kv // PANEL_BYTES) * width * PANEL_BYTES + raw * kv
+        tiles += (tiling.stages_q > 1) * -(-width * 2 // PANEL_BYTES) * PANEL_BYTES * tiling.tile_q
+    else:
+        tiles += tiling.stages_v * kv
+    stages_o = 1 if fp8 else tiling.stages_q
+    barriers = 16 * (tiling.stages_q + tiling.stages_k + tiling.stages_v + max(1, raw) + stages_o + 1)
+    threads = 2 * tiling.tile_q + (256 if fp8 else 128)
     constants = (
         ("Element", ELEMENTS[dtype]),
+        ("Out", ELEMENTS[out_dtype(dtype)]),
         ("kHeadDim", width),
         ("kColumns", head_dim),
         ("kTileQ", tiling.tile_q),
@@ -131,6 +165,7 @@ def forward_spec(
         ("kStagesQ", tiling.stages_q),
         ("kStagesK", tiling.stages_k),
         ("kStagesV", tiling.stages_v),
+        ("kStagesRaw", raw),
         ("kPingPong", tiling.ping_pong),
         ("kQInRegisters", tiling.q_registers),
         ("kPack", pack),
@@ -142,7 +177,7 @@ def forward_spec(
         ("kScaled", options.scale <= 0),
     )
     shared = tiles + -(-(barriers + SCALE_BYTES) // 64) * 64 + 4 * TILE_WORDS * (tiling.stages_q + 1)
-    return KernelSpec("forward", "sm90/forward.cu", "forward", constants, 2 * tiling.tile_q + 128, shared, product=True)
+    return KernelSpec("forward", "sm90/forward.cu", "forward", constants, threads, shared, product=True)
 
 
 @lru_cache(maxsize=64)
@@ -165,12 +200,12 @@ def specs(*, every: bool = False) -> list[KernelSpec]:
         asked += [Options(), Options(causal, softcap=30.0, alibi=True), Options(causal, scale=-1.0)]
     loads: list[dict[str, Any]] = [{}, {"page_size": 16}, {"tma": False}] if every else [{}]
     found = []
-    for dtype in DTYPES if every else DTYPES[:1]:
+    for dtype in DTYPES if every else (torch.bfloat16, FP8):
         for head_dim in TILINGS if every else (128,):
             for options in asked:
                 for seqlen_q in (SHORT, 1 << 20):
                     for load in loads:
-                        tiling = choose_tiling(head_dim, seqlen_q, options, plain=not load)
+                        tiling = choose_tiling(dtype, head_dim, seqlen_q, options, plain=not load)
                         found.append(forward_spec(dtype, head_dim, tiling, options, **load))
     found.append(ragged_spec(torch.int32, TILINGS[128], 1))
     return list(dict.fromkeys(found))
@@ -188,6 +223,12 @@ class Divisor(ctypes.Structure):
         return cls(divisor, -(-(1 << (31 + log)) // divisor) if divisor > 1 else 0, max(0, log - 1))
 
 
+class Descale(ctypes.Structure):
+    """sm90/work.cuh: Descale."""
+
+    _fields_ = [("values", ctypes.c_void_p), ("batch", ctypes.c_int64)]
+
+
 class ForwardArgs(ctypes.Structure):
     """sm90/work.cuh: ForwardArgs."""
 
@@ -198,6 +239,7 @@ class ForwardArgs(ctypes.Structure):
         ),
         *((f"{name}_strides", Strides) for name in ("q", "k", "v", "o")),
         *((n, ctypes.c_int64) for n in ("lse_batch", "lse_head", "slopes_batch", "page_table_stride")),
+        *((f"descale_{name}", Descale) for name in "qkv"),
         *((n, ctypes.c_int) for n in ("seqlen_q", "seqlen_k", "left", "right", "tiles", "q_tiles")),
         *((n, ctypes.c_float) for n in ("scale_log2", "softcap_in", "softcap_out")),
         *((n, Divisor) for n in ("tile_heads", "tile_heads_per_kv", "together", "tiles_together")),
@@ -257,12 +299,12 @@ class Forward:
         seqlen_k, heads_kv = k.shape[-3:-1]
         group = heads // heads_kv
         rows = seqlen_q if sequences is None else seqlen_q / max(1, sequences)  # of a sequence, about
-        tiling = choose_tiling(head_dim, rows, options, plain=tma and not paged)
+        tiling = choose_tiling(q.dtype, head_dim, rows, options, plain=tma and not paged)
         pack = pack_of(tiling.tile_q, rows, group)
         page_size = k.shape[1] if paged else 0
         self.spec = forward_spec(q.dtype, head_dim, tiling, options, pack=pack, page_size=page_size, tma=tma)
         # Rows of (D, heads of a tile, N, the other heads, B), a box being the rows of a tile; of K and V (D, N, H, B).
-        box = (PANEL, pack, tiling.tile_q // pack, 1, 1)
+        box = (pack, tiling.tile_q // pack, 1, 1)
         sizes = (head_dim, pack, seqlen_q, heads // pack, batch)
         self._maps: list[tuple[TensorMapSpec, dict[int, Any]]] = []
         if tma:
@@ -278,7 +320,7 @@ class Forward:
                 outer = 0 if packed and not paged else x.stride(0)
                 kv_sizes = (head_dim, seqlen_k, heads_kv, x.shape[0] if paged else batch)
                 strides = (x.stride(-3), x.stride(-2), outer)
-                self._maps.append((_map_spec(x, kv_sizes, strides, (PANEL, box_rows, 1, 1)), {}))
+                self._maps.append((_map_spec(x, kv_sizes, strides, (box_rows, 1, 1)), {}))
             self._maps.append((o_map, {}))
         total_heads = heads // pack
         tiles = math.ceil(seqlen_q * pack / tiling.tile_q)
@@ -298,6 +340,7 @@ class Forward:
             *((0, q.shape[0]) if packed else (heads * seqlen_q, seqlen_q)),
             heads,
             0,
+            *(Descale() for _ in range(3)),
             *(seqlen_q, seqlen_k),
             *(FAR if side is None else min(side, FAR) for side in (left, right)),
             *(tiles * all_heads, tiles),
@@ -335,9 +378,13 @@ class Forward:
         slopes: torch.Tensor | None,
         starts: tuple[torch.Tensor, torch.Tensor] | None = None,
         page_table: torch.Tensor | None = None,
+        descales: tuple[torch.Tensor | None, ...] = (None, None, None),
         **emulator: Any,
     ) -> None:
-        """Fills o, and lse if there is one. sinks, slopes: float32. emulator: options of emulate.launch."""
+        """Fills o, and lse if there is one. sinks, slopes: float32. emulator: options of emulate.launch.
+
+        descales: of q, k and v in FP8, (sequences, KV heads) float32 with the last stride 1.
+        """
         a = self.args
         pointers = (q.data_ptr(), k.data_ptr(), v.data_ptr(), o.data_ptr())
         if lse is not None:
@@ -348,6 +395,9 @@ class Forward:
             a.slopes, a.slopes_batch = slopes.data_ptr(), slopes.stride(0)
         if page_table is not None:
             a.page_table, a.page_table_stride = page_table.data_ptr(), page_table.stride(0)
+        for field, descale in zip((a.descale_q, a.descale_k, a.descale_v), descales, strict=True):
+            if descale is not None:
+                field.values, field.batch = descale.data_ptr(), descale.stride(0)
         work = None
         if starts is not None:
             words = LIST_HEADER + TILE_WORDS * self.list_tiles + BUCKETS
@@ -366,6 +416,7 @@ class Forward:
         a.counter = counter.data_ptr()
         tensors = {"q": q, "k": k, "v": v, "o": o, "lse": lse, "sinks": sinks, "slopes": slopes, "work": work}
         tensors |= {"page_table": page_table, "counter": counter}
+        tensors |= {f"descale_{name}": x for name, x in zip("qkv", descales, strict=True)}
         if starts is not None:
             tensors |= {"starts_q": starts[0], "starts_k": starts[1]}
         known = {name: x for name, x in tensors.items() if x is not None}
@@ -398,10 +449,13 @@ class Forward:
 
 
 def _map_spec(x: torch.Tensor, sizes: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...]) -> TensorMapSpec:
-    """The map of x by dimensions, innermost first. The stride of a dimension of size 1 is not used, and may be odd."""
+    """The map of x by dimensions, innermost first; a box is a panel of these rows.
+
+    The stride of a dimension of size 1 is not used, and may be odd.
+    """
     size = x.element_size()
     used = tuple(s * size if n > 1 else 16 for n, s in zip(sizes[1:], strides, strict=True))
-    return TensorMapSpec(MAP_TYPES[x.dtype], sizes, used, box, 128)
+    return TensorMapSpec(MAP_TYPES[x.dtype], sizes, used, (PANEL_BYTES // size, *box), PANEL_BYTES)
 
 
 def _strides(x: torch.Tensor, packed: bool) -> Strides:

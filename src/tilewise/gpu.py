@@ -14,6 +14,7 @@ import torch
 from . import checks, cpu, forward, ladder
 from .plan import Window
 
+FP8, out_dtype = forward.FP8, forward.out_dtype
 Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
 
@@ -24,7 +25,7 @@ def check_served(q: torch.Tensor, schedule: Any, where: str) -> None:
         raise NotImplementedError(f"no GPU kernel takes a schedule yet; use {instead}")
     if q.dtype not in forward.DTYPES:
         raise NotImplementedError(
-            f"GPU kernels take bfloat16 and float16, got {q.dtype}; convert q, k and v, or use {instead}"
+            f"GPU kernels take bfloat16, float16 and float8_e4m3fn, got {q.dtype}; convert q, k and v, or use {instead}"
         )
     if q.shape[-1] > forward.MAX_HEAD_DIM:
         raise NotImplementedError(
@@ -51,12 +52,11 @@ class GpuCall:
     Kept by `known_call` for calls like it, which then cost the CPU no checks and no planning.
     """
 
-    __slots__ = ("bound", "contiguous", "options", "plain", "return_lse")
+    __slots__ = ("bound", "options", "plain", "return_lse")
 
     def __init__(self, options: forward.Options, return_lse: bool) -> None:
         self.options, self.return_lse = options, return_lse
         self.bound: forward.Forward | None = None
-        self.contiguous = False  # q is, so that an output like it is too
         self.plain = False  # nothing but q, k and v goes in, and o comes out: `again` serves
 
     def __call__(
@@ -67,24 +67,25 @@ class GpuCall:
         sinks: torch.Tensor | None,
         slopes: torch.Tensor | None,
         out: torch.Tensor | None,
+        descales: tuple[torch.Tensor | None, ...] = (None, None, None),
         starts: tuple[torch.Tensor, torch.Tensor] | None = None,
         page_table: torch.Tensor | None = None,
     ) -> Result:
         if out is not None and checks.place(out, q, k, v) is None:  # it is read from as well: by way of another
-            result = GpuCall(self.options, self.return_lse)(q, k, v, sinks, slopes, None, starts, page_table)
+            result = GpuCall(self.options, self.return_lse)(q, k, v, sinks, slopes, None, descales, starts, page_table)
             if isinstance(result, torch.Tensor):
                 return out.copy_(result)
             return out.copy_(result[0]), result[1]
         o = out
         if o is None:
-            o = torch.empty_like(q) if self.contiguous else q.new_empty(q.shape)
+            o = q.new_empty(q.shape, dtype=out_dtype(q.dtype))
         lse = None
         if self.return_lse:
             shape = (q.shape[1], q.shape[0]) if starts is not None else (q.shape[0], q.shape[2], q.shape[1])
             lse = q.new_empty(shape, dtype=torch.float32)
         if self.bound is None:
-            self.contiguous = q.is_contiguous()
-            self.plain = self.contiguous and all(x is None for x in (sinks, slopes, out, starts, lse))
+            like_q = q.is_contiguous() and q.dtype == o.dtype
+            self.plain = like_q and all(x is None for x in (sinks, slopes, out, starts, lse))
             if not q.numel() or not k.numel():
                 self.plain = False
                 return _nothing_to_see(o, lse, sinks)
@@ -103,7 +104,9 @@ class GpuCall:
             sinks = sinks.float().contiguous()
         if slopes is not None:
             slopes = slopes.float().contiguous().expand(q.shape[0] if starts is None else starts[0].shape[0] - 1, -1)
-        self.bound(q, k, v, o, lse, sinks, slopes, starts, page_table)
+        batch = q.shape[0] if starts is None else starts[0].shape[0] - 1
+        descales = tuple(x if x is None or x.dim() == 2 else x.contiguous().expand(batch, -1) for x in descales)
+        self.bound(q, k, v, o, lse, sinks, slopes, starts, page_table, descales)
         return o if lse is None else (o, lse)
 
     def again(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -135,11 +138,12 @@ def calls() -> dict[Any, GpuCall]:
 
 
 def known_call(
-    q: torch.Tensor, k: Any, v: Any, sinks: Any, slopes: Any, out: Any, flags: tuple[Any, ...]
+    q: torch.Tensor, k: Any, v: Any, others: tuple[Any, ...], flags: tuple[Any, ...]
 ) -> tuple[tuple[Any, ...] | None, GpuCall | None]:
     """The key of a call on CUDA tensors: all that was checked about it; and the call, if one like it was made.
 
-    flags: three bools first, then whatever else the call depends on. 1 is not True here: the checks refuse it.
+    others: sinks, slopes, out and three descales. flags: three bools first, then whatever else the call depends on. 1
+    is not True here: the checks refuse it.
     """
     if not (
         type(q) is type(k) is type(v) is torch.Tensor and type(flags[0]) is type(flags[1]) is type(flags[2]) is bool
@@ -151,8 +155,9 @@ def known_call(
         q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, k.dtype, v.dtype,
         q.get_device(), k.get_device(), v.get_device(), (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16,
     )  # fmt: skip
-    if not sinks is slopes is out is None:
-        for x in (sinks, slopes, out):
+    sinks, slopes, out, descale_q, descale_k, descale_v = others
+    if not sinks is slopes is out is descale_q is descale_k is descale_v is None:
+        for x in others:
             if x is None:
                 key += (None,)
             elif type(x) is torch.Tensor:

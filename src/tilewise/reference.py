@@ -50,11 +50,13 @@ def attention(
     schedule: BlockSchedule | None = None,
     mask: torch.Tensor | None = None,
     dtype: torch.dtype = torch.float64,
+    fp8_weights: bool = False,
 ) -> State:
     """softmax(q kᵀ · scale) v. q (B, Nq, Hq, D), k and v (B, Nk, Hkv, D) -> o (B, Nq, Hq, D), lse (B, Hq, Nq).
 
     `mask`: bool, broadcastable to (B, Hq, Nq, Nk), True = visible, on top of the other rules. `dtype` is what the
-    arithmetic runs in: float64 for the oracle, the inputs' own for `baseline`.
+    arithmetic runs in: float64 for the oracle, the inputs' own for `baseline`. `fp8_weights`: the softmax's weights are
+    rounded to e4m3, 256 standing for 1.
     """
     _, nq, hq, head_dim = q.shape
     nk, hkv = k.shape[1], k.shape[2]
@@ -82,11 +84,19 @@ def attention(
         v = torch.cat((v, torch.zeros_like(v[:, :1])), dim=1) if nk else v.new_zeros(v.shape[0], 1, hq, head_dim)
     lse = torch.logsumexp(scores, dim=-1) if scores.shape[-1] else scores.new_full(scores.shape[:3], -math.inf)
     weights = torch.softmax(scores, dim=-1).masked_fill((lse == -math.inf)[..., None], 0.0)
+    if fp8_weights:
+        weights = (weights * 256).float().to(torch.float8_e4m3fn).to(dtype) / 256
     return torch.einsum("bhij,bjhd->bihd", weights, v), lse
 
 
 def baseline(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> State:
-    """PyTorch's own mathematics in the inputs' own precision: the honest measure of how large an error may be."""
+    """PyTorch's own mathematics in the inputs' own precision: the honest measure of how large an error may be.
+
+    torch multiplies no FP8 in einsum: there the weights are rounded to it, and the output to bfloat16.
+    """
+    if q.dtype == torch.float8_e4m3fn:
+        o, lse = attention(q, k, v, dtype=torch.float32, fp8_weights=True, **options)
+        return o.bfloat16(), lse
     return attention(q, k, v, dtype=q.dtype, **options)
 
 

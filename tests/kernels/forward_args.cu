@@ -11,14 +11,15 @@ extern "C" __global__ void layout(int* out) {
         PLACE(ForwardArgs, sinks), PLACE(ForwardArgs, slopes), PLACE(ForwardArgs, page_table), PLACE(ForwardArgs, list),
         PLACE(ForwardArgs, counter), PLACE(ForwardArgs, q_strides), PLACE(ForwardArgs, k_strides), PLACE(ForwardArgs, v_strides),
         PLACE(ForwardArgs, o_strides), PLACE(ForwardArgs, lse_batch), PLACE(ForwardArgs, lse_head), PLACE(ForwardArgs, slopes_batch),
-        PLACE(ForwardArgs, page_table_stride), PLACE(ForwardArgs, seqlen_q), PLACE(ForwardArgs, seqlen_k), PLACE(ForwardArgs, left),
+        PLACE(ForwardArgs, page_table_stride), PLACE(ForwardArgs, descale_q), PLACE(ForwardArgs, descale_k), PLACE(ForwardArgs, descale_v),
+        PLACE(ForwardArgs, seqlen_q), PLACE(ForwardArgs, seqlen_k), PLACE(ForwardArgs, left),
         PLACE(ForwardArgs, right), PLACE(ForwardArgs, tiles), PLACE(ForwardArgs, q_tiles), PLACE(ForwardArgs, scale_log2),
         PLACE(ForwardArgs, softcap_in), PLACE(ForwardArgs, softcap_out), PLACE(ForwardArgs, tile_heads),
         PLACE(ForwardArgs, tile_heads_per_kv), PLACE(ForwardArgs, together), PLACE(ForwardArgs, tiles_together),
         PLACE(RaggedArgs, starts_q), PLACE(RaggedArgs, starts_k), PLACE(RaggedArgs, list), PLACE(RaggedArgs, buckets),
         PLACE(RaggedArgs, sequences), PLACE(RaggedArgs, total_q), PLACE(RaggedArgs, total_k), PLACE(RaggedArgs, longest_k),
         PLACE(RaggedArgs, capacity), PLACE(RaggedArgs, reserved),
-        PLACE(Divisor, divisor), PLACE(Divisor, multiplier), PLACE(Divisor, shift),
+        PLACE(Divisor, divisor), PLACE(Divisor, multiplier), PLACE(Divisor, shift), PLACE(Descale, values), PLACE(Descale, batch),
     };
     for (int i = 0; i < int(sizeof facts / 4); i++) Global<int>{out}[i] = facts[i];
 }

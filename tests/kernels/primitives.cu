@@ -2,7 +2,7 @@
 #include "tile/memory.cuh"
 
 constexpr int kLdmatrix = 0, kLdmatrixTransposed = 1, kMmaBf16 = 2, kMmaF16 = 3, kMmaTf32 = 4, kMmaS8 = 5, kShuffle = 6, kVote = 7,
-              kCopyAsync = 8, kExp2 = 9, kStmatrix = 10, kDp4a = 11, kConvert = 12;
+              kCopyAsync = 8, kExp2 = 9, kStmatrix = 10, kDp4a = 11, kConvert = 12, kMmaE4m3 = 13, kFp8 = 14;
 
 // One warp. in: 32 lanes × 16 words; out: 32 lanes × 4 words.
 extern "C" __global__ void __launch_bounds__(32) primitive(const uint32_t* in, uint32_t* out) {
@@ -25,12 +25,13 @@ extern "C" __global__ void __launch_bounds__(32) primitive(const uint32_t* in, u
         ptx::stmatrix(sWords.address((lane * 5 % 32) * 4), a);
         ptx::sync_warp();
         for (int i = 0; i < 4; i++) r[i] = sWords[lane * 4 + i];
-    } else if (kPrimitive == kMmaBf16 || kPrimitive == kMmaF16 || kPrimitive == kMmaTf32) {
+    } else if (kPrimitive == kMmaBf16 || kPrimitive == kMmaF16 || kPrimitive == kMmaTf32 || kPrimitive == kMmaE4m3) {
         float d[4];
         for (int i = 0; i < 4; i++) d[i] = to_float(as_float(gIn[lane * 16 + 8 + i]));
         if (kPrimitive == kMmaBf16) ptx::mma_16x8x16<bf16>(d, a, b[0], b[1]);
         else if (kPrimitive == kMmaF16) ptx::mma_16x8x16<half>(d, a, b[0], b[1]);
-        else ptx::mma_16x8x8_tf32(d, a, b[0], b[1]);
+        else if (kPrimitive == kMmaTf32) ptx::mma_16x8x8_tf32(d, a, b[0], b[1]);
+        else ptx::mma_16x8x32_e4m3(d, a, b[0], b[1]);
         for (int i = 0; i < 4; i++) r[i] = as_bits(d[i]);
     } else if (kPrimitive == kMmaS8) {
         int d[4];
@@ -61,6 +62,12 @@ extern "C" __global__ void __launch_bounds__(32) primitive(const uint32_t* in, u
         r[0] = pack<bf16>(x, y);
         r[1] = pack<half>(x, y);
         r[2] = ptx::to_tf32(x);
+    } else if (kPrimitive == kFp8) {
+        float x[4];
+        for (int i = 0; i < 4; i++) x[i] = as_float(gIn[lane * 16 + 8 + i]);
+        const float factor[3] = {1.0f, 400.0f, 0.01f};  // normal values, those beyond 448, subnormal ones
+        for (int i = 0; i < 3; i++) r[i] = ptx::pack_e4m3(x[0] * factor[i], x[1] * factor[i], x[2] * factor[i], x[3] * factor[i]);
+        r[3] = ptx::permute_bytes(a[0], a[1], a[2] & 0x7777u);
     }
     for (int i = 0; i < 4; i++) gOut[lane * 4 + i] = r[i];
 }

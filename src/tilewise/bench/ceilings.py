@@ -5,6 +5,7 @@ can do when nothing else runs on it."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 
 import torch
@@ -18,7 +19,7 @@ def of(device: torch.device, dtype: torch.dtype) -> Ceiling:
     if device.type == "cuda":
         return Ceiling(_matmul(device, dtype, 8192), _bandwidth(device, 1 << 30))
     flops = _matmul(device, torch.float32, 1536)
-    if dtype != torch.float32:
+    if dtype not in (torch.float32, torch.float8_e4m3fn):
         # Without bf16/fp16 instructions torch multiplies these far slower than float32, and whoever computes in float32
         # instead is right to: the better of the two is the ceiling. Small, because the slow case takes a second.
         flops = max(flops, _matmul(device, dtype, 512))
@@ -28,7 +29,11 @@ def of(device: torch.device, dtype: torch.dtype) -> Ceiling:
 @cache
 def _matmul(device: torch.device, dtype: torch.dtype, n: int) -> float:
     a, b = (torch.randn(n, n, device=device).to(dtype) for _ in range(2))
-    return 2 * n**3 / time_calls({"matmul": lambda: a @ b}, device=device, budget=0.4, heat=0.0)["matmul"].fastest
+    product: Callable[[], torch.Tensor] = lambda: a @ b  # noqa: E731
+    if dtype == torch.float8_e4m3fn:
+        one = torch.ones((), device=device)
+        product = lambda: torch._scaled_mm(a, b.t(), one, one, out_dtype=torch.bfloat16)  # noqa: E731
+    return 2 * n**3 / time_calls({"matmul": product}, device=device, budget=0.4, heat=0.0)["matmul"].fastest
 
 
 @cache

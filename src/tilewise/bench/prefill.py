@@ -16,7 +16,7 @@ from . import peers
 from .measure import OK, WRONG, Kernel, Result, host_cost, measure
 from .records import records
 from .sweep import Sheet, attempt
-from .workloads import DTYPES, Point, backends, build, complete
+from .workloads import DTYPES, FLOAT8, Point, backends, build, complete
 
 PEERS = (peers.CUDNN, peers.FA3)
 COLUMNS = ("ours", "exact", "cuDNN", "FA3")
@@ -143,8 +143,9 @@ def rows(device: str) -> list[Row]:
     whole = replace(long, causal=True)
     goal = Goal(over_tiles, 1.3, what="of tiles", at_most=True)
     chosen.append(Row("window 1024, N 16384, causal", replace(whole, window=1024), (goal,), ("causal", whole)))
-    # FP8 comes here once there is a kernel: D 128, N 16384, full, its rate at least 900 TFLOP/s. It needs a dtype in
-    # workloads.DTYPES, the scales in workloads.variants, and an honest baseline for inputs that no torch product takes.
+    fp8 = replace(long, dtype=FLOAT8)
+    chosen.append(Row("FP8, D 128, N 16384, full", fp8, (Goal(rate, 900, unit=" TFLOP/s"),)))
+    chosen.append(Row("FP8, D 128, N 16384, causal", replace(fp8, causal=True), ()))
     return [replace(row, point=complete(row.point)) for row in chosen]
 
 
@@ -201,6 +202,12 @@ def _over_best(outcome: Outcome, kernel: str) -> float | None:
     if ours is None or any(outcome.of(name) is None for name in PEERS):
         return None  # against one of them alone the bar would be another, lower one
     return min((ours.ratio_to[name] for name in PEERS if name in ours.ratio_to), default=None)
+
+
+def rate(outcome: Outcome) -> float | None:
+    """Tilewise's TFLOP/s."""
+    ours = outcome.of(outcome.ours)
+    return None if ours is None else ours.tflops
 
 
 def over_padded(outcome: Outcome) -> float | None:

@@ -19,7 +19,10 @@ from .. import emulate, jit, ladder, reference
 from ..plan import band_of, visible_pairs
 from . import peers
 from .measure import FAILED, OK, WRONG, Timing, _synchronize, host_cost, time_calls
-from .workloads import DTYPES
+from .workloads import DTYPES as ALL_DTYPES
+from .workloads import FLOAT8
+
+DTYPES = {name: dtype for name, dtype in ALL_DTYPES.items() if name != FLOAT8}  # no rung takes FP8
 
 NEAREST = {
     "float32": ("float32", "bfloat16", "float16"),

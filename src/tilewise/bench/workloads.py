@@ -15,13 +15,20 @@ from typing import Any, Literal
 import torch
 
 from .. import api, checks, reference
+from ..forward import out_dtype
 from ..kvcache import PagedKVCache
 from ..plan import Window, band_of, plan_dense, plan_varlen, visible_pairs
 from ..sparse import BlockSchedule
 from . import ceilings, peers
 from .measure import Check, Kernel, Problem
 
-DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+FLOAT8 = "float8"  # e4m3; what comes out is bfloat16
+DTYPES = {
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    FLOAT8: torch.float8_e4m3fn,
+}
 KV_FORMATS = ("fp32", "fp16", "bf16", "fp8", "int8", "int4")
 FORMAT_OF = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
 WORKLOADS = ("dense", "sparse", "varlen", "decode", "prefix")
@@ -73,6 +80,8 @@ class Point:
         checks.integer("prefix", self.prefix, 0)
         checks.integer("window", self.window, 0)
         checks.choice("dtype", self.dtype, tuple(DTYPES))
+        if self.dtype == FLOAT8 and self.workload != "dense":
+            raise ValueError(f"dtype {FLOAT8} is measured in the dense workload, got {self.workload}")
         if self.heads % self.kv_heads:
             raise ValueError(f"kv_heads must divide heads={self.heads}, got {self.kv_heads}")
         if not 0 <= self.sparsity < 1:
@@ -194,22 +203,27 @@ def _dense(point: Point, generator: torch.Generator) -> Problem:
     k, v = (_random(point, generator, batch, n, kv_heads, hdim) for _ in range(2))
     schedule = _schedule(point)
     size = q.element_size()
-    nbytes = size * hdim * batch * n * 2 * (heads + kv_heads)
+    nbytes = hdim * batch * n * (size * (heads + 2 * kv_heads) + out_dtype(q.dtype).itemsize * heads)
     sizes = (batch, n, n, heads, kv_heads, hdim)
     flops = plan_dense(*sizes, causal=causal, window=window, schedule=schedule, io_bytes=size).flops
     dense_flops = plan_dense(*sizes, causal=causal, io_bytes=size).flops
 
+    given = (q, k, v)
+
     def ours(options: dict[str, Any]) -> peers.Run:
         return lambda out: _tensor(
-            api.attention(q, k, v, causal=causal, window=window, schedule=schedule, out=out, **options)
+            api.attention(*given, causal=causal, window=window, schedule=schedule, out=out, **options)
         )
 
     kernels = [Kernel(name, ours(options), True, flops, nbytes) for name, options in variants(point).items()]
+    blocks = None if schedule is None else schedule.to_mask().to(point.device)
+    check = _row_check(q, k, v, [(n, n)] * batch, causal=causal, window=window, mask=blocks)
+    if point.dtype == FLOAT8:  # torch's kernels take none: they get the same values
+        q, k, v = (x.bfloat16() for x in (q, k, v))
     # Dense SDPA stands beside a sparse or windowed problem too: what a user without such kernels pays.
     hidden = schedule is not None or window is not None
     dense = peers.torch_sdpa(q, k, v, mask=None, causal=causal)
     kernels.append(Kernel(peers.SDPA, dense, False, dense_flops, nbytes, same_answer=not hidden))
-    blocks = None if schedule is None else schedule.to_mask().to(point.device)
     if hidden:
         with torch.device(point.device):
             seen = reference.visible(n, n, causal=causal, window=window)
@@ -224,7 +238,6 @@ def _dense(point: Point, generator: torch.Generator) -> Problem:
         kernels += [Kernel(name, run, False, flops, nbytes) for name, run in runs.items()]
     else:
         absent = f"not measured: {', '.join(peers.CUDA_PEERS)} (no block-sparse form of theirs is called here)"
-    check = _row_check(q, k, v, [(n, n)] * batch, causal=causal, window=window, mask=blocks)
     return _problem(point, kernels, check, (batch, n, heads, hdim), absent)
 
 
@@ -368,7 +381,7 @@ def _problem(
 ) -> Problem:
     device, dtype = torch.device(point.device), DTYPES[point.dtype]
     ceiling = ceilings.of(device, dtype)
-    return Problem(point.title, device, dtype, kernels, check, shape, math.prod(shape[:-1]), ceiling, absent)
+    return Problem(point.title, device, out_dtype(dtype), kernels, check, shape, math.prod(shape[:-1]), ceiling, absent)
 
 
 def _row_check(

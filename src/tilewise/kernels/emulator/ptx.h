@@ -4,6 +4,9 @@
 
 namespace emu {
 uint32_t swizzled(uint32_t address, uint32_t span);
+template <class T> constexpr WgmmaType element_type() {
+    return std::is_same_v<T, e4m3> ? WgmmaType::e4m3 : std::is_same_v<T, bf16> ? WgmmaType::bf16 : WgmmaType::half;
+}
 }
 
 namespace ptx {
@@ -25,6 +28,25 @@ inline int dp4a(int a, int b, int c) {
     emu::count_scalar_flops(8);
     for (int i = 0; i < 4; i++) c += int(int8_t(a >> (8 * i))) * int(int8_t(b >> (8 * i)));
     return c;
+}
+// To nearest, ties to even, in units of the last of three bits of mantissa, 2^-9 for what is below 2^-6.
+inline uint32_t pack_e4m3(float a, float b, float c, float d) {
+    uint32_t word = 0;
+    const float values[4] = {a, b, c, d};
+    for (int i = 0; i < 4; i++) {
+        const float x = values[i], size = std::fmin(std::fabs(x), 448.0f);
+        int exponent = size > 0.0f ? std::max(std::ilogb(size), -6) : -6;
+        int steps = int(std::nearbyint(std::ldexp(size, 3 - exponent)));
+        if (steps == 16) steps = 8, exponent++;
+        const int code = x != x ? 0x7f : steps < 8 ? steps : (exponent + 7) << 3 | (steps - 8);
+        word |= uint32_t(code | (std::signbit(x) ? 0x80 : 0)) << (8 * i);
+    }
+    return word;
+}
+inline uint32_t permute_bytes(uint32_t a, uint32_t b, uint32_t which) {
+    uint32_t word = 0;
+    for (int i = 0; i < 4; i++) word |= uint32_t(uint8_t((uint64_t(b) << 32 | a) >> (which >> (4 * i) & 7) * 8)) << (8 * i);
+    return word;
 }
 inline uint32_t to_tf32(float x) { return (as_bits(x) + 0x1000) & ~0x1fffu; }  // to nearest, ties away
 
@@ -152,6 +174,9 @@ template <class T> void mma_16x8x16(float (&d)[4], const uint32_t (&a)[4], uint3
 inline void mma_16x8x8_tf32(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
     mma<8, 1>(d, a, b0, b1, "mma.m16n8k8.tf32", [](uint32_t r, int) { return as_float(r & ~0x1fffu); });
 }
+inline void mma_16x8x32_e4m3(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+    mma<32, 4>(d, a, b0, b1, "mma.m16n8k32.e4m3", [](uint32_t r, int i) { return to_float(e4m3{uint8_t(r >> (8 * i))}); });
+}
 inline void mma_16x8x32_s8(int (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
     mma<32, 4>(d, a, b0, b1, "mma.m16n8k32.s8", [](uint32_t r, int i) { return int(int8_t(r >> (8 * i))); });
 }
@@ -243,11 +268,59 @@ inline void wgmma_commit() { emu::wgmma_commit(); }
 template <int kGroupsLeft> void wgmma_wait() { emu::wgmma_wait(kGroupsLeft); }
 template <class T, int N> struct Wgmma {
     template <bool kAMnMajor, bool kBMnMajor> static void ss(float (&d)[N / 2], uint64_t a, uint64_t b, bool accumulate) {
-        emu::wgmma_issue({d, {}, a, b, N, false, kAMnMajor, kBMnMajor, accumulate, is_bf16<T>::value});
+        emu::wgmma_issue({d, {}, a, b, N, false, kAMnMajor, kBMnMajor, accumulate, emu::element_type<T>()});
     }
     template <bool kBMnMajor> static void rs(float (&d)[N / 2], const uint32_t (&a)[4], uint64_t b, bool accumulate) {
-        emu::wgmma_issue({d, {a[0], a[1], a[2], a[3]}, 0, b, N, true, false, kBMnMajor, accumulate, is_bf16<T>::value});
+        emu::wgmma_issue({d, {a[0], a[1], a[2], a[3]}, 0, b, N, true, false, kBMnMajor, accumulate, emu::element_type<T>()});
     }
 };
+
+// ---- arithmetic that must round as it stands ----------------------------------------------------------------------------------
+inline float multiply(float a, float b) {
+    volatile float product = a * b;  // or g++ would fuse it
+    return product;
+}
+
+// ---- for decode: lanes trade an 8 × 8 matrix, halves are subtracted, bytes copied in bulk, blocks read what others wrote ------------
+inline uint32_t transpose_matrix(uint32_t x) {
+    struct Slot { uint32_t in, out; } s{x, 0};
+    emu::meet(s, "movmatrix", [](Slot* const* lanes) {
+        for (int l = 0; l < 32; l++)
+            for (int h = 0; h < 2; h++) {
+                const int row = l % 4 * 2 + h, column = l / 4;
+                lanes[l]->out |= (lanes[row * 4 + column / 2]->in >> (16 * (column % 2)) & 0xffffu) << (16 * h);
+            }
+    });
+    return s.out;
+}
+inline uint32_t subtract_halves(uint32_t a, uint32_t b) {
+    return pack<half>(unpack<half>(a, 0) - unpack<half>(b, 0), unpack<half>(a, 1) - unpack<half>(b, 1));
+}
+inline uint32_t e4m3_to_halves(uint32_t pair) { return pack<half>(to_float(e4m3{uint8_t(pair)}), to_float(e4m3{uint8_t(pair >> 8)})); }
+inline void fence_device() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
+inline float load_fresh(const float* p) {
+    emu::check_global(p, 4, emu::Access::load);
+    if (emu::counters) emu::count_global(p, 4);
+    return *p;
+}
+inline void load_fresh(float (&x)[4], const float* p) {
+    emu::check_global(p, 16, emu::Access::load);
+    if (emu::counters) emu::count_global(p, 16);
+    std::memcpy(x, p, 16);
+}
+inline void bulk_load(uint32_t to, const void* from, int bytes, uint32_t barrier) {
+    struct Copy { uint8_t* to; const void* from; uint32_t barrier; int bytes; };
+    if (bytes % 16 || to % 16 || uintptr_t(from) % 16) emu::fail("bulk_load of %d bytes to shared offset %u: multiples of 16 only", bytes, to);
+    for (int i = 0; i < bytes; i += 16) emu::check_global(static_cast<const uint8_t*>(from) + i, 16, emu::Access::load);
+    emu::check_shared(to + uint32_t(bytes) - 16, 16);
+    if (emu::counters) emu::counters->async_bytes += uint64_t(bytes);
+    Copy c{emu::shared_at(to, 16), from, barrier, bytes};
+    emu::bulk_copy([](void* p) {
+        Copy* copy = static_cast<Copy*>(p);
+        std::memcpy(copy->to, copy->from, size_t(copy->bytes));
+        emu::mbarrier_complete_tx(copy->barrier, copy->bytes);
+    }, &c, sizeof c);
+}
+template <class... At> void tma_load_once(uint32_t to, const TensorMap* map, uint32_t barrier, At... at) { tma_load(to, map, barrier, at...); }
 
 }  // namespace ptx

@@ -420,45 +420,52 @@ uint32_t swizzled(uint32_t address, uint32_t span) {
            : span == 32 ? address ^ ((address >> 3) & 0x10) : address;
 }
 
-// Element (mn, k) of an operand in shared memory, through a descriptor: start address, leading and stride byte offsets in units
-// of 16 bytes, the swizzle in the top two bits. Units of 8 elements are T; the layouts are the hardware's canonical ones.
-static uint32_t operand_address(uint64_t descriptor, bool mn_major, uint32_t mn, uint32_t k) {
+// Element (mn, k) of an operand of `size`-byte elements in shared memory, through a descriptor: start address, leading and stride
+// byte offsets in units of 16 bytes, the swizzle in the top two bits. Units of 16 bytes are T; the layouts are the hardware's
+// canonical ones.
+static uint32_t operand_address(uint64_t descriptor, bool mn_major, uint32_t mn, uint32_t k, uint32_t size) {
     uint32_t start = uint32_t(descriptor & 0x3fff) << 4, leading = uint32_t(descriptor >> 16 & 0x3fff) << 4;
     uint32_t stride = uint32_t(descriptor >> 32 & 0x3fff) << 4;
     static constexpr uint32_t kSpan[4] = {16, 128, 64, 32};  // bytes a swizzle repeats after; 16: none
-    uint32_t span = kSpan[descriptor >> 62];
+    const uint32_t span = kSpan[descriptor >> 62], unit = 16 / size;
+    if (mn_major && size != 2) fail("wgmma of an operand that is MN-major, which only 16-bit ones may be");
     uint32_t offset;
     if (span == 16)
         offset = mn_major ? mn / 8 * stride + mn % 8 * 2 + k % 8 * 16 + k / 8 * leading
-                          : mn / 8 * stride + mn % 8 * 16 + k / 8 * leading + k % 8 * 2;
+                          : mn / 8 * stride + mn % 8 * 16 + k / unit * leading + k % unit * size;
     else if (mn_major)
         offset = mn / (span / 2) * leading + mn % (span / 2) * 2 + k % 8 * span + k / 8 * stride;
     else
-        offset = mn / 8 * stride + mn % 8 * span + k * 2;
+        offset = mn / 8 * stride + mn % 8 * span + k * size;
     return swizzled(start + offset, span);
 }
 
-// A warp's rows: d (16 × n) = a (16 × 16) b (16 × n) [+ d]. Lane l holds of d: rows l / 4 and l / 4 + 8, columns in pairs.
+// A warp's rows: d (16 × n) = a (16 × K) b (K × n) [+ d], K being 32 bytes. Lane l holds of d: rows l / 4 and l / 4 + 8, columns in
+// pairs; of a: the same rows, four bytes of each half of K.
 template <class T> static void wgmma_run_as(const WgmmaOp* const* ops) {
     const WgmmaOp& op = *ops[0];
-    static thread_local float a[16][16], b[16][256];
-    auto element = [](uint32_t address) {
+    constexpr int kSize = sizeof(T), kDepth = 32 / kSize, kInWord = 4 / kSize;
+    static thread_local float a[16][kDepth], b[kDepth][256];
+    auto value = [](const void* from) {
         T x;
-        std::memcpy(&x, shared_at(address, 2), 2);
+        std::memcpy(&x, from, kSize);
         return to_float(x);
     };
+    auto element = [&](uint32_t address) { return value(shared_at(address, kSize)); };
     const uint32_t first = uint32_t(self().warp % 4) * 16;
     for (uint32_t m = 0; m < 16; m++)
-        for (uint32_t k = 0; k < 16 && !op.a_in_registers; k++)
-            a[m][k] = element(operand_address(op.a_desc, op.a_mn_major, first + m, k));
+        for (uint32_t k = 0; k < kDepth && !op.a_in_registers; k++)
+            a[m][k] = element(operand_address(op.a_desc, op.a_mn_major, first + m, k, kSize));
     for (int l = 0; l < 32 && op.a_in_registers; l++)
         for (int i = 0; i < 4; i++)
-            for (int h = 0; h < 2; h++) a[l / 4 + 8 * (i % 2)][l % 4 * 2 + h + 8 * (i / 2)] = unpack<T>(ops[l]->a[i], h);
+            for (int h = 0; h < kInWord; h++)
+                a[l / 4 + 8 * (i % 2)][l % 4 * kInWord + h + kDepth / 2 * (i / 2)] =
+                    value(reinterpret_cast<const uint8_t*>(&ops[l]->a[i]) + h * kSize);
     for (int n = 0; n < op.n; n++)
-        for (uint32_t k = 0; k < 16; k++) b[k][n] = element(operand_address(op.b_desc, op.b_mn_major, uint32_t(n), k));
+        for (uint32_t k = 0; k < kDepth; k++) b[k][n] = element(operand_address(op.b_desc, op.b_mn_major, uint32_t(n), k, kSize));
     for (int m = 0; m < 16; m++) {
         float row[256] = {};
-        for (int k = 0; k < 16; k++)
+        for (int k = 0; k < kDepth; k++)
             for (int n = 0; n < op.n; n++) row[n] += a[m][k] * b[k][n];
         for (int c = 0; c < 4; c++) {
             float* d = ops[m % 8 * 4 + c]->d;
@@ -469,7 +476,7 @@ template <class T> static void wgmma_run_as(const WgmmaOp* const* ops) {
                 }
         }
     }
-    if (counters) counters->tensor_flops += 2ull * 16 * 16 * uint64_t(op.n);
+    if (counters) counters->tensor_flops += 2ull * 16 * kDepth * uint64_t(op.n);
 }
 static void wgmma_run(const WgmmaOp* const* ops) {
     Warpgroup& group = self().block->warpgroups[self().warp / 4];
@@ -484,7 +491,9 @@ static void wgmma_run(const WgmmaOp* const* ops) {
         group.issued.pop_front();
         group.first++;
     }
-    op.is_bf16 ? wgmma_run_as<bf16>(ops) : wgmma_run_as<half>(ops);
+    if (op.type == WgmmaType::e4m3) wgmma_run_as<e4m3>(ops);
+    else if (op.type == WgmmaType::bf16) wgmma_run_as<bf16>(ops);
+    else wgmma_run_as<half>(ops);
 }
 
 void wgmma_issue(const WgmmaOp& op) { self().fiber->wgmma.back().ops.push_back(op); }

@@ -73,12 +73,14 @@ void bulk_wait(int groups_left);
 
 // wgmma: each thread issues; a warp's sixteen rows are computed at the commit (early) or at the wait (late). The four warps of a
 // warpgroup go at their own pace, as on a card, but must issue the same.
+enum class WgmmaType { half, bf16, e4m3 };
 struct WgmmaOp {
     float* d;                 // this thread's accumulators
     uint32_t a[4];            // this thread's A fragment, if it comes from registers
     uint64_t a_desc, b_desc;
     int n;                    // columns
-    bool a_in_registers, a_mn_major, b_mn_major, accumulate, is_bf16;
+    bool a_in_registers, a_mn_major, b_mn_major, accumulate;
+    WgmmaType type;
 };
 void wgmma_issue(const WgmmaOp& op);
 void wgmma_commit();

@@ -21,6 +21,14 @@ struct half {
 struct bf16 {
     uint16_t bits;
 };
+struct e4m3 {
+    uint8_t bits;
+};
+inline float to_float(e4m3 x) {
+    const int exponent = x.bits >> 3 & 15, mantissa = x.bits & 7;
+    const float size = (x.bits & 127) == 127 ? NAN : exponent ? std::ldexp(float(8 + mantissa), exponent - 10) : std::ldexp(float(mantissa), -9);
+    return x.bits & 128 ? -size : size;
+}
 inline float to_float(float x) { return x; }
 inline float to_float(half x) { return float(x.value); }
 inline float to_float(bf16 x) { return as_float(uint32_t(x.bits) << 16); }

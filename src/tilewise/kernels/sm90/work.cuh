@@ -13,6 +13,12 @@ TILE_DEVICE Divisor divisor_of(uint32_t divisor) {
     return {divisor, divisor == 1 ? 0u : uint32_t(((1ull << (31 + log)) + divisor - 1) / divisor), log - 1};
 }
 
+// Of FP8 inputs: (sequences, KV heads) float32, what the stored values are to be multiplied with; null for 1
+struct Descale {
+    const float* values;
+    int64_t batch;  // from one sequence's to the next
+};
+
 struct ForwardArgs {
     const void *q, *k, *v;  // for loads without TMA
     void* o;
@@ -24,6 +30,7 @@ struct ForwardArgs {
     int* counter;            // {tiles handed out, blocks that are done}, both 0 between launches
     Strides q_strides, k_strides, v_strides, o_strides;  // o: batch stride 0 where rows are packed
     int64_t lse_batch, lse_head, slopes_batch, page_table_stride;
+    Descale descale_q, descale_k, descale_v;
     int seqlen_q, seqlen_k;
     int left, right;         // window: keys seen to either side of a row's own position, kFar for no limit
     int tiles, q_tiles;      // in all (not known if ragged); of a sequence and head
@@ -38,7 +45,9 @@ constexpr int kFar = 0x3fffffff;
 // A tile of query rows of one sequence, and the key blocks [begin, end) that it visits: at least one, which is all hidden if no row
 // sees a key. Rows are counted in the sequence; with grouped heads packed, row = token · kPack + head.
 struct alignas(64) WorkTile {
-    int row, head, sequence, q_start, k_start, seqlen_q, seqlen_k, begin, end, kv_head, unused[6];
+    int row, head, sequence, q_start, k_start, seqlen_q, seqlen_k, begin, end, kv_head;
+    float descale_qk, descale_v;
+    int unused[4];
 };
 constexpr int kTileWords = sizeof(WorkTile) / 4;
 constexpr int kListHeader = 16;  // ints before a list's tiles: how many there are, and the rest of the Divisor by it

@@ -3,8 +3,8 @@
 #pragma once
 #include "tile/memory.cuh"
 
-constexpr int kPanel = 64;           // columns of a panel: 128 bytes of 16-bit values, one swizzle span
-constexpr int kPanelRowBytes = 128;
+constexpr int kPanel = 64;           // columns of a panel of 16-bit values
+constexpr int kPanelRowBytes = 128;  // one swizzle span
 
 template <int kRows, int kColumns> constexpr int tile_bytes() { return kRows * kColumns * 2; }
 
@@ -22,11 +22,14 @@ TILE_DEVICE uint64_t further(uint64_t operand, uint32_t bytes) { return operand 
 
 namespace warpgroup {
 
-// S (64 × kKeys) = Q (64 × kDim) Kᵀ: Q and K K-major, 16 columns of the head dimension a step. Issues; the caller commits and waits.
+// A step of depth is 32 bytes: 16 values, or 32 of FP8.
+template <class T> constexpr int kDepth = 32 / sizeof(T);
+
+// S (64 × kKeys) = Q (64 × kDim) Kᵀ: Q and K K-major. Issues; the caller commits and waits.
 template <class T, int kKeys, int kDim, int kRowsOfQ>
 TILE_DEVICE void mma_qk(float (&acc_s)[kKeys / 2], uint64_t q, uint64_t k) {
 #pragma unroll
-    for (int step = 0; step < kDim / 16; step++) {
+    for (int step = 0; step < kDim / kDepth<T>; step++) {
         const uint32_t panel = step / 4, inside = step % 4 * 32;
         ptx::Wgmma<T, kKeys>::template ss<false, false>(acc_s, further(q, panel * kRowsOfQ * kPanelRowBytes + inside),
                                                         further(k, panel * kKeys * kPanelRowBytes + inside), step > 0);
@@ -34,18 +37,31 @@ TILE_DEVICE void mma_qk(float (&acc_s)[kKeys / 2], uint64_t q, uint64_t k) {
 }
 
 // The same with Q in registers, as A operands of the warps' sixteen rows each
-template <class T, int kKeys, int kDim> TILE_DEVICE void mma_qk(float (&acc_s)[kKeys / 2], const uint32_t (&rQ)[kDim / 16][4], uint64_t k) {
+template <class T, int kKeys, int kDim> TILE_DEVICE void mma_qk(float (&acc_s)[kKeys / 2], const uint32_t (&rQ)[kDim / kDepth<T>][4], uint64_t k) {
 #pragma unroll
-    for (int step = 0; step < kDim / 16; step++)
+    for (int step = 0; step < kDim / kDepth<T>; step++)
         ptx::Wgmma<T, kKeys>::template rs<false>(acc_s, rQ[step], further(k, step / 4 * kKeys * kPanelRowBytes + step % 4 * 32), step > 0);
 }
 
-// O (64 × kDim) += P (64 × kKeys) V: P from registers, V MN-major (its columns are contiguous), 16 keys a step.
+// O (64 × kDim) += P (64 × kKeys) V: P from registers, V MN-major (its columns are contiguous). In FP8, which cannot be, v is Vᵀ:
+// kDim rows, in panels of 128 keys.
 template <class T, int kKeys, int kDim>
-TILE_DEVICE void mma_pv(float (&acc_o)[kDim / 2], const uint32_t (&rP)[kKeys / 16][4], uint64_t v) {
+TILE_DEVICE void mma_pv(float (&acc_o)[kDim / 2], const uint32_t (&rP)[kKeys / kDepth<T>][4], uint64_t v) {
+    if constexpr (sizeof(T) == 1) {
+        // Its blocks are 512 threads, for which ptxas starts out from 128 registers: too few for 256 columns in one instruction.
+        constexpr int kColumns = kDim > 192 ? kDim / 2 : kDim;
 #pragma unroll
-    for (int step = 0; step < kKeys / 16; step++)
-        ptx::Wgmma<T, kDim>::template rs<true>(acc_o, rP[step], further(v, step * 16 * kPanelRowBytes), true);
+        for (int step = 0; step < kKeys / kDepth<T>; step++)
+#pragma unroll
+            for (int column = 0; column < kDim; column += kColumns)
+                ptx::Wgmma<T, kColumns>::template rs<false>(
+                    reinterpret_cast<float (&)[kColumns / 2]>(acc_o[column / 2]), rP[step],
+                    further(v, (step / 4 * kDim + column) * kPanelRowBytes + step % 4 * 32), true);
+    } else {
+#pragma unroll
+        for (int step = 0; step < kKeys / kDepth<T>; step++)
+            ptx::Wgmma<T, kDim>::template rs<true>(acc_o, rP[step], further(v, step * 16 * kPanelRowBytes), true);
+    }
 }
 
 }  // namespace warpgroup
@@ -67,10 +83,10 @@ template <int kStages> struct Ring {
     static constexpr int kBytes = 2 * kStages * 8;
     uint32_t full, empty;
     TILE_DEVICE explicit Ring(uint32_t barriers) : full(barriers), empty(barriers + kStages * 8) {}
-    // By one thread, before anybody else touches the ring; `releases` is how often a stage is released a lap.
-    TILE_DEVICE void init(int releases) const {
+    // By one thread, before anybody else touches the ring; how often a stage is released, and told to be there, a lap.
+    TILE_DEVICE void init(int releases, int arrivals = 1) const {
         for (int s = 0; s < kStages; s++) {
-            ptx::mbarrier_init(full + 8 * s, 1);
+            ptx::mbarrier_init(full + 8 * s, arrivals);
             ptx::mbarrier_init(empty + 8 * s, releases);
         }
     }

@@ -21,7 +21,7 @@ template <int kSize> TILE_DEVICE void exponentiate(float (&acc_s)[kSize], float 
 
 // The standard softmax, to the bit: but where no lane of the warp meets a larger value than its row had, no lane has to ask the
 // others, and c = 1. True if O is to be multiplied with the correction.
-template <int kSize>
+template <int kLift, int kSize>
 TILE_DEVICE bool standing_softmax(float (&acc_s)[kSize], float (&correction)[2], RowState& state, float scale_log2) {
     float top[2], sum[2];
 #pragma unroll
@@ -34,11 +34,11 @@ TILE_DEVICE bool standing_softmax(float (&acc_s)[kSize], float (&correction)[2],
         }
         top[h] = fmaxf(even, odd);
     }
-    const bool grew = ptx::any(top[0] * scale_log2 > state.max[0] || top[1] * scale_log2 > state.max[1]);
+    const bool grew = ptx::any(top[0] * scale_log2 - kLift > state.max[0] || top[1] * scale_log2 - kLift > state.max[1]);
     if (grew) {
 #pragma unroll
         for (int h = 0; h < 2; h++) {
-            const float max = fmaxf(state.max[h], row_max(top[h]) * scale_log2);
+            const float max = fmaxf(state.max[h], row_max(top[h]) * scale_log2 - kLift);
             correction[h] = ptx::exp2(state.max[h] - max);
             state.max[h] = max;
             state.sum[h] *= correction[h];
@@ -54,7 +54,7 @@ TILE_DEVICE bool standing_softmax(float (&acc_s)[kSize], float (&correction)[2],
 // reference still serves; it takes the 64 comparisons and the shuffles off the path between the two products.
 //
 // Why it is right for every finite score:
-// - Every p is 2^x ≥ 0, so no p exceeds its lane's sum. If no sum of the warp exceeds kWitness, each p ≤ 2^8: P fits fp16, l
+// - Every p is 2^x ≥ 0, so no p exceeds its lane's sum. If no sum of the warp exceeds kWitness = 2^8, each p ≤ 2^8: P fits fp16, l
 //   grows by at most 2^8 a tile (2^32 after 2^24 tiles), and nothing is missing from O or l.
 // - If one does, the row's largest p tells how far the score rose. Below kRecoverable all p of the row are finite and exact to
 //   float32; the reference moves up by log2 p, and P, l and O are multiplied with 1 / p ≥ 2^−100, a normal number. It is computed
@@ -66,21 +66,24 @@ TILE_DEVICE bool standing_softmax(float (&acc_s)[kSize], float (&correction)[2],
 // What it costs: the largest p of a row is up to 2^8 instead of 1. Rounded to 16 bits it is then off by up to half a last place,
 // where 1 is exact; that shows only in rows that one key dominates, and the lower the witness the less such a row can be: what a
 // p of 2^8 leaves to the other keys is already as much as that rounding. And |V| must leave room for 2^8 below float32's largest.
-constexpr float kWitness = 256.0f;                // 2^8
+//
+// P in FP8 (kLift = 3): the reference stands 2^3 below the first maximum, since e4m3 has few values below 1 (the smallest is 2^−9),
+// and the witness is 448, its largest: then no p saturates. A row of equal scores has lane sums of at most 2^3 · keys of a tile / 4,
+// which for up to 224 keys stays below. l > 2^2 there, and all else is as above.
 constexpr float kRecoverable = 1.2676506002e30f;  // 2^100
 
 // P and its sums, and whether the reference no longer serves some row of the warp: then `raise` has to follow.
-template <int kSize>
+template <int kWitness, int kSize>
 TILE_DEVICE bool lazy_softmax(float (&acc_s)[kSize], float (&sum)[2], const RowState& state, float scale_log2) {
     exponentiate(acc_s, sum, state, scale_log2);
-    return ptx::any(!(fmaxf(sum[0], sum[1]) <= kWitness));
+    return ptx::any(!(fmaxf(sum[0], sum[1]) <= float(kWitness)));
 }
 TILE_DEVICE void add_sums(RowState& state, const float (&sum)[2]) {
     state.sum[0] += sum[0];
     state.sum[1] += sum[1];
 }
 // The reference moves up: P in place, l, and the correction that O is to be multiplied with. again(acc_s) makes S once more.
-template <int kSize, class Again>
+template <int kLift, int kSize, class Again>
 TILE_DEVICE void raise(float (&acc_s)[kSize], float (&sum)[2], float (&correction)[2], RowState& state, float scale_log2, Again again) {
     float top[2] = {0.0f, 0.0f};
 #pragma unroll
@@ -89,11 +92,11 @@ TILE_DEVICE void raise(float (&acc_s)[kSize], float (&sum)[2], float (&correctio
     top[1] = row_max(top[1]);
     if (ptx::any(!(fmaxf(top[0], top[1]) < kRecoverable))) {
         again(acc_s);
-        return online_softmax(acc_s, correction, state, scale_log2);
+        return online_softmax<kLift>(acc_s, correction, state, scale_log2);
     }
 #pragma unroll
     for (int h = 0; h < 2; h++) {
-        const float max = top[h] > 1.0f ? state.max[h] + ptx::log2(top[h]) : state.max[h];
+        const float max = top[h] > float(1 << kLift) ? state.max[h] + (ptx::log2(top[h]) - kLift) : state.max[h];
         correction[h] = ptx::exp2(state.max[h] - max);
         state.max[h] = max;
         state.sum[h] = (state.sum[h] + sum[h]) * correction[h];

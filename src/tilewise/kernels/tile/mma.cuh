@@ -46,10 +46,16 @@ template <class Tile> TILE_DEVICE void load_b(uint32_t (&b)[4], const Tile& tile
 // acc, columns 16n … 16n + 15, += A b
 template <class T, int kSize>
 TILE_DEVICE void mma_pair(float (&acc)[kSize], int n, const uint32_t (&a)[4], const uint32_t (&b)[4]) {
-    ptx::mma_16x8x16<T>(reinterpret_cast<float (&)[4]>(acc[8 * n]), a, b[0], b[1]);
-    ptx::mma_16x8x16<T>(reinterpret_cast<float (&)[4]>(acc[8 * n + 4]), a, b[2], b[3]);
+    float (&first)[4] = reinterpret_cast<float (&)[4]>(acc[8 * n]), (&second)[4] = reinterpret_cast<float (&)[4]>(acc[8 * n + 4]);
+    if constexpr (sizeof(T) == 1) {
+        ptx::mma_16x8x32_e4m3(first, a, b[0], b[1]);
+        ptx::mma_16x8x32_e4m3(second, a, b[2], b[3]);
+    } else {
+        ptx::mma_16x8x16<T>(first, a, b[0], b[1]);
+        ptx::mma_16x8x16<T>(second, a, b[2], b[3]);
+    }
 }
-// acc += A Bᵀ, one step of depth 16
+// acc += A Bᵀ, one step of depth: 32 bytes, 16 values or 32 of FP8
 template <int kSize, class Tile>
 TILE_DEVICE void mma_abt_step(float (&acc)[kSize], const uint32_t (&a)[4], const Tile& tile, int k, int l = lane()) {
     static_assert(kSize * 2 == Tile::kRows, "the product has a column for each of B's rows");
@@ -94,11 +100,21 @@ TILE_DEVICE void mma_ab(float (&acc)[kSize], const uint32_t (&a)[kSteps][4], con
 
 // ---- conversions and stores -------------------------------------------------------------------------------------------
 // An accumulator as the next product's A operand: two eights of columns make a step of depth 16, no value changes lanes.
-template <class T, int kSize> TILE_DEVICE void to_operand(uint32_t (&a)[kSize / 8][4], const float (&acc)[kSize]) {
+// In FP8 a step is 32 deep, and a lane holds four neighbours of it in a register, where the accumulator has two and two. So the
+// step's columns change places: 2t, 2t + 1, 8 + 2t, 8 + 2t + 1 become 4t … 4t + 3, and 16 further the same. B's rows have to stand in
+// the same order; the sum does not care.
+template <class T, int kSize> TILE_DEVICE void to_operand(uint32_t (&a)[kSize * sizeof(T) / 16][4], const float (&acc)[kSize]) {
 #pragma unroll
-    for (int k = 0; k < kSize / 8; k++)
+    for (int k = 0; k < int(kSize * sizeof(T) / 16); k++)
 #pragma unroll
-        for (int r = 0; r < 4; r++) a[k][r] = pack<T>(acc[8 * k + 2 * r], acc[8 * k + 2 * r + 1]);
+        for (int r = 0; r < 4; r++) {
+            if constexpr (sizeof(T) == 1) {
+                const int first = 16 * k + 8 * (r / 2) + 2 * (r % 2);  // of row r % 2
+                a[k][r] = ptx::pack_e4m3(acc[first], acc[first + 1], acc[first + 4], acc[first + 5]);
+            } else {
+                a[k][r] = pack<T>(acc[8 * k + 2 * r], acc[8 * k + 2 * r + 1]);
+            }
+        }
 }
 // Row h of every lane times factor[h]
 template <int kSize> TILE_DEVICE void scale_rows(float (&acc)[kSize], const float (&factor)[2]) {

@@ -33,6 +33,19 @@ TILE_DEVICE uint32_t to_tf32(float x) {
     return r;
 }
 
+// Four floats as e4m3, the first in the low byte; what is beyond ±448 becomes ±448.
+TILE_DEVICE uint32_t pack_e4m3(float a, float b, float c, float d) {
+    uint32_t r = 0;
+#if __CUDA_ARCH__ >= 890
+    asm("{.reg .b16 low, high; cvt.rn.satfinite.e4m3x2.f32 low, %2, %1; cvt.rn.satfinite.e4m3x2.f32 high, %4, %3; mov.b32 %0, {low, high};}"
+        : "=r"(r)
+        : "f"(a), "f"(b), "f"(c), "f"(d));
+#endif
+    return r;
+}
+// Bytes of {a, b}, numbered 0 … 7 from a's lowest on, by the four lowest nibbles of `which`
+TILE_DEVICE uint32_t permute_bytes(uint32_t a, uint32_t b, uint32_t which) { return __byte_perm(a, b, which); }
+
 // ---- shared memory and threads ----------------------------------------------------------------------------------------
 TILE_DEVICE uint8_t* shared_base() {
     extern __shared__ __align__(1024) uint8_t tilewise_shared[];
@@ -121,6 +134,14 @@ TILE_DEVICE void mma_16x8x8_tf32(float (&d)[4], const uint32_t (&a)[4], uint32_t
         : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
+TILE_DEVICE void mma_16x8x32_e4m3(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+#if __CUDA_ARCH__ >= 890
+    asm volatile(
+        "mma.sync.aligned.m16n8k32.row.col.f32.e4m3.e4m3.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+#endif
+}
 TILE_DEVICE void mma_16x8x32_s8(int (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
     asm volatile(
         "mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
@@ -208,6 +229,55 @@ TILE_DEVICE void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "m
 TILE_DEVICE void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 template <int kGroupsLeft> TILE_DEVICE void wgmma_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kGroupsLeft) : "memory");
+}
+#endif
+
+// ---- arithmetic that must round as it stands ----------------------------------------------------------------------------------
+// a · b, rounded by itself: the compiler may not fuse it with a sum
+TILE_DEVICE float multiply(float a, float b) { return __fmul_rn(a, b); }
+
+// ---- for decode: lanes trade an 8 × 8 matrix, halves are subtracted, bytes copied in bulk, blocks read what others wrote ------------
+// Of a matrix of 16-bit values, two of row lane / 4 a lane, the transposed
+TILE_DEVICE uint32_t transpose_matrix(uint32_t x) {
+    uint32_t y;
+    asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(y) : "r"(x));
+    return y;
+}
+// a − b of two halves each
+TILE_DEVICE uint32_t subtract_halves(uint32_t a, uint32_t b) {
+    uint32_t r;
+    asm("sub.rn.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
+    return r;
+}
+#if __CUDA_ARCH__ >= 890
+// The two e4m3 codes in the low half of `pair`, as halves
+TILE_DEVICE uint32_t e4m3_to_halves(uint32_t pair) {
+    uint32_t r;
+    asm("{.reg .b16 low, high; mov.b32 {low, high}, %1; cvt.rn.f16x2.e4m3x2 %0, low;}" : "=r"(r) : "r"(pair));
+    return r;
+}
+#endif
+// What this thread has written is seen by every block that sees what it writes next.
+TILE_DEVICE void fence_device() { __threadfence(); }
+// What another block has written during this launch: not from this multiprocessor's own cache
+TILE_DEVICE float load_fresh(const float* p) { return __ldcg(p); }
+TILE_DEVICE void load_fresh(float (&x)[4], const float* p) {
+    const float4 y = __ldcg(reinterpret_cast<const float4*>(p));
+    x[0] = y.x, x[1] = y.y, x[2] = y.z, x[3] = y.w;
+}
+#if __CUDA_ARCH__ >= 900
+// Plain bytes, a multiple of 16 from and to multiples of 16
+TILE_DEVICE void bulk_load(uint32_t to, const void* from, int bytes, uint32_t barrier) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to), "l"(from), "r"(bytes),
+                 "r"(barrier)
+                 : "memory");
+}
+// As tma_load, of what will not be read again soon: the first that L2 lets go
+TILE_DEVICE void tma_load_once(uint32_t to, const TensorMap* map, uint32_t barrier, int c0, int c1, int c2, int c3, int c4) {
+    asm volatile(
+        "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, {%3, %4, %5, %6, %7}], [%2], %8;" ::"r"(to),
+        "l"(map), "r"(barrier), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4), "l"(0x12f0000000000000ull)  // evict_first, as createpolicy makes it
+        : "memory");
 }
 #endif
 

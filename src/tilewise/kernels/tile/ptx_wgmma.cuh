@@ -90,9 +90,30 @@ template <class T, int N> struct Wgmma;  // the instruction of one element type 
                          : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(int(accumulate)), "n"(int(kBMnMajor)));       \
         }                                                                                                                        \
     };
+// FP8: 32 values deep, and both operands K-major, which there is nothing to say about.
+#define TILE_WGMMA_E4M3(N, R, R1, R2, R3, R4, R5)                                                                                \
+    template <> struct Wgmma<e4m3, N> {                                                                                          \
+        template <bool kAMnMajor, bool kBMnMajor>                                                                                \
+        static TILE_DEVICE void ss(float (&d)[R], uint64_t a, uint64_t b, bool accumulate) {                                     \
+            static_assert(!kAMnMajor && !kBMnMajor, "FP8 operands are K-major");                                                 \
+            asm volatile("{.reg .pred p; setp.ne.b32 p, %" #R2 ", 0; wgmma.mma_async.sync.aligned.m64n" #N "k32.f32.e4m3.e4m3"   \
+                         " {" TILE_NAMES_##R "}, %" #R ", %" #R1 ", p, 1, 1;}"                                                   \
+                         : TILE_REGS_##R                                                                                         \
+                         : "l"(a), "l"(b), "r"(int(accumulate)));                                                                \
+        }                                                                                                                        \
+        template <bool kBMnMajor>                                                                                                \
+        static TILE_DEVICE void rs(float (&d)[R], const uint32_t (&a)[4], uint64_t b, bool accumulate) {                         \
+            static_assert(!kBMnMajor, "FP8 operands are K-major");                                                               \
+            asm volatile("{.reg .pred p; setp.ne.b32 p, %" #R5 ", 0; wgmma.mma_async.sync.aligned.m64n" #N "k32.f32.e4m3.e4m3"   \
+                         " {" TILE_NAMES_##R "}, {%" #R ",%" #R1 ",%" #R2 ",%" #R3 "}, %" #R4 ", p, 1, 1;}"                       \
+                         : TILE_REGS_##R                                                                                         \
+                         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(int(accumulate)));                            \
+        }                                                                                                                        \
+    };
 #define TILE_WGMMA_WIDTH(N, R, R1, R2, R3, R4, R5, R6)        \
     TILE_WGMMA(bf16, "bf16", N, R, R1, R2, R3, R4, R5, R6)    \
-    TILE_WGMMA(half, "f16", N, R, R1, R2, R3, R4, R5, R6)
+    TILE_WGMMA(half, "f16", N, R, R1, R2, R3, R4, R5, R6)     \
+    TILE_WGMMA_E4M3(N, R, R1, R2, R3, R4, R5)
 
 TILE_WGMMA_WIDTH(8, 4, 5, 6, 7, 8, 9, 10)
 TILE_WGMMA_WIDTH(16, 8, 9, 10, 11, 12, 13, 14)

@@ -1,18 +1,18 @@
-// Tiles of 16-bit elements in shared memory: where their chunks lie, and how a block fills them from global memory.
+// Tiles of 16-bit elements (and of FP8) in shared memory: where their chunks lie, and how a block fills them from global memory.
 #pragma once
 #include "tile/memory.cuh"
 
 enum class Layout { plain, swizzled };
 
-// kRows × kColumns, row-major, seen as 16-byte chunks of eight elements.
+// kRows × kColumns, row-major, seen as 16-byte chunks: eight elements, or 16 of FP8.
 //
 // ldmatrix reads one chunk of eight rows at once. In a plain tile those eight chunks lie a row apart, and rows are a multiple of
 // 64 bytes: they share banks. Swizzled, the chunk's number is XORed with the row's, so eight rows touch all 32 banks once.
 // Rows of an odd multiple of 64 bytes (head_dim 32, 96) alternate between the halves of the banks already; pairs are enough.
 template <class T, int kRows_, int kColumns_, Layout kLayout> struct SharedTile {
-    static constexpr int kRows = kRows_, kColumns = kColumns_, kChunks = kColumns / 8;
-    static constexpr int kRowBytes = kColumns * 2, kBytes = kRows * kRowBytes;
-    static_assert(sizeof(T) == 2 && kColumns % 32 == 0, "tiles hold 16-bit elements in rows of 64 bytes or a multiple");
+    static constexpr int kRows = kRows_, kColumns = kColumns_, kInChunk = 16 / sizeof(T), kChunks = kColumns / kInChunk;
+    static constexpr int kRowBytes = kColumns * sizeof(T), kBytes = kRows * kRowBytes;
+    static_assert(sizeof(T) <= 2 && kRowBytes % 64 == 0, "rows are 64 bytes or a multiple");
     using Element = T;
     uint32_t offset;  // in the block's shared memory
 
@@ -29,7 +29,7 @@ template <class T, int kRows_, int kColumns_, Layout kLayout> struct SharedTile 
     }
     // The value at (row, column), the two from an even column on, the eight from chunk · 8 on.
     TILE_DEVICE decltype(auto) element(int row, int column) const {
-        return Shared<T>(offset)[place(row, column / 8) * 8 + column % 8];
+        return Shared<T>(offset)[place(row, column / kInChunk) * kInChunk + column % kInChunk];
     }
     TILE_DEVICE decltype(auto) pair(int row, int column) const {
         return Shared<uint32_t>(offset)[place(row, column / 8) * 4 + column % 8 / 2];

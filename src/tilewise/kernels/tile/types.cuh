@@ -12,6 +12,10 @@ using uint32_t = unsigned int;
 using int64_t = long long;
 using uint64_t = unsigned long long;
 using bf16 = __nv_bfloat16;
+// FP8 with four bits of exponent: up to ±448, three bits of mantissa, no infinities. Made four at a time by ptx::pack_e4m3.
+struct e4m3 {
+    uint8_t bits;
+};
 #ifndef INFINITY
 #define INFINITY __int_as_float(0x7f800000)
 #endif
@@ -47,6 +51,3 @@ struct alignas(64) TensorMap {
     char opaque[128];
 };
 #endif
-
-template <class T> struct is_bf16 { static constexpr bool value = false; };
-template <> struct is_bf16<bf16> { static constexpr bool value = true; };
