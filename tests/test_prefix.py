@@ -708,7 +708,8 @@ class PrefixCacheMachine(RuleBasedStateMachine):
     def done(self, seq: int) -> None:
         """Recompute what is complete from the slots, as the tree must have noticed by itself."""
         tokens = self.prefix.tokens(seq)
-        written = self.prefix.cache._written.all(0)  # (pages, page_size), over the layers
+        cache = self.prefix.cache
+        written = (cache._written == cache._all_layers).all(-1)  # (pages, page_size), over the layers
         pages, size = self.prefix.cache.page_list(seq), self.prefix.cache.page_size
         n = 0
         while n < len(tokens) and written[pages[n // size], n % size]:

@@ -1,9 +1,11 @@
 """The KV cache: pages shared by sequences and layers, storage formats, and the prefix tree over the pages."""
 
 from tilewise.kvcache.formats import FORMATS, KVFormat
-from tilewise.kvcache.paged import CacheStats, OutOfPages, PagedKVCache, Slots
+from tilewise.kvcache.paged import OutOfPages, PagedKVCache
+from tilewise.kvcache.pool import CacheStats
 from tilewise.kvcache.prefix import PrefixCache, PrefixStats
 from tilewise.kvcache.rotary import Rotary
+from tilewise.kvcache.slots import Slots
 
 __all__ = [
     "FORMATS",

@@ -173,7 +173,7 @@ class KVFormat:
         top = FP8_MAX if self.name == "fp8" else INT8_MAX
         amax = x.abs().amax(-1, keepdim=True)
         # Near the largest float32 the scale could round up so far that top · scale is inf: stay one part in 2^22 below.
-        scale = (amax / top).clamp_(_MIN_SCALE, _FLOAT32_MAX / top * (1 - 2.0**-22))
+        scale = _divided(amax, top).clamp_(_MIN_SCALE, _FLOAT32_MAX / top * (1 - 2.0**-22))
         return scale.masked_fill_(~amax.isfinite(), torch.nan)
 
     def _int4_scale_zero(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -185,9 +185,10 @@ class KVFormat:
         low = torch.stack([x[..., g].amin(-1) for g in self._groups], -1)
         high = torch.stack([x[..., g].amax(-1) for g in self._groups], -1)
         finite = (low.isfinite() & high.isfinite()).all(-1, keepdim=True)
-        zero = _round_to_bfloat16(low.clamp_(-_INT4_LIMIT, _INT4_LIMIT), up=False)
+        # + 0.0: of zeros with both signs the minimum is either, so a zero is stored as +0.
+        zero = _round_to_bfloat16(low.clamp_(-_INT4_LIMIT, _INT4_LIMIT).add_(0.0), up=False)
         span = high.clamp_(-_INT4_LIMIT, _INT4_LIMIT) - zero
-        scale = _round_to_bfloat16((span / INT4_MAX).clamp_(min=_MIN_SCALE), up=True)
+        scale = _round_to_bfloat16(_divided(span, INT4_MAX).clamp_(min=_MIN_SCALE), up=True)
         scale, zero = (t.masked_fill(~finite, torch.nan).bfloat16() for t in (scale, zero))
         return scale, zero
 
@@ -201,6 +202,11 @@ class KVFormat:
 
     def _per_channel(self, per_group: torch.Tensor) -> torch.Tensor:
         return per_group.repeat_interleave(self.group_size, -1)[..., : self.head_dim]
+
+
+def _divided(x: torch.Tensor, by: float) -> torch.Tensor:
+    """x / by, rounded once. By a Python number torch on a card multiplies with the reciprocal, which rounds twice."""
+    return x / x.new_full((), by) if x.is_cuda else x / by
 
 
 def _round_to_bfloat16(x: torch.Tensor, *, up: bool) -> torch.Tensor:

@@ -2,14 +2,14 @@
 
 One page holds `page_size` tokens of every layer, so that one page list per sequence serves the whole model. A step is
 `extend` (reserve room, once), then `write` for each layer. Storage starts uninitialised; the cache knows which tokens
-each layer was given and refuses to read others.
+each layer was given and refuses to read others. Pages may lie on a card; the bookkeeping is the host's.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -17,11 +17,12 @@ import numpy.typing as npt
 import torch
 
 from tilewise import checks
+from tilewise.kvcache import storage
 from tilewise.kvcache.formats import PLAIN, KVFormat
-from tilewise.kvcache.pool import GrowingArray, PagePool, Pages, page_step
+from tilewise.kvcache.pool import CacheStats, Ints, PagePool, Pages
 from tilewise.kvcache.rotary import Rotary
-
-Ints = npt.NDArray[np.int64]
+from tilewise.kvcache.sequences import Sequences, check_counts, check_seqs
+from tilewise.kvcache.slots import Places, Slots, upload
 
 _serials = itertools.count()
 
@@ -31,94 +32,42 @@ class OutOfPages(RuntimeError):
 
 
 @dataclass(frozen=True, eq=False)
-class Slots:
-    """Room reserved by extend() for new tokens, packed in the order of `seqs`; len() is their number.
-
-    `counts` new tokens for each of `seqs`; positions (total,) int64, each token's place in its sequence; index (total,)
-    int64, where it is stored: page · page_size + offset.
-    """
-
-    seqs: tuple[int, ...]
-    counts: tuple[int, ...]
-    positions: torch.Tensor
-    index: torch.Tensor
-    _cache: PagedKVCache = field(repr=False)
-    _pages: Pages = field(repr=False)
-    _generations: Ints = field(repr=False)  # of _pages when they were reserved: other numbers mean stale slots
-    _layers: set[int] = field(repr=False, default_factory=set)  # the layers written
-    _when_complete: list[Callable[[], None]] = field(repr=False, default_factory=list)
-
-    def __len__(self) -> int:
-        return len(self.index)
-
-    @property
-    def complete(self) -> bool:
-        """Whether every layer has been written."""
-        return len(self) == 0 or len(self._layers) == self._cache.num_layers
-
-
-@dataclass(frozen=True)
-class CacheStats:
-    """What PagedKVCache.stats() counts. `tokens_logical` counts a token once a sequence, `tokens_stored` once."""
-
-    pages_total: int
-    pages_used: int
-    pages_shared: int
-    tokens_stored: int
-    tokens_logical: int
-    bytes_total: int
-    bytes_used: int
-    page_size: int
-
-    @property
-    def pages_free(self) -> int:
-        return self.pages_total - self.pages_used
-
-    @property
-    def utilisation(self) -> float:
-        """Stored tokens over the room in the used pages; 1.0 for an empty cache, which wastes nothing."""
-        return self.tokens_stored / (self.pages_used * self.page_size) if self.pages_used else 1.0
-
-    def __str__(self) -> str:
-        return (
-            f"{self.pages_used} of {self.pages_total} pages of {self.page_size} tokens used, "
-            f"{self.pages_shared} shared; "
-            f"{self.tokens_stored} tokens stored serve {self.tokens_logical} tokens of sequences; "
-            f"{self.bytes_used / 2**20:.1f} of {self.bytes_total / 2**20:.1f} MiB, utilisation {self.utilisation:.0%}"
-        )
-
-
-class _Sequence:
-    __slots__ = ("last_page", "length", "pages")
-
-    def __init__(self, pages: Pages, length: int) -> None:
-        self.pages = GrowingArray(pages)
-        self.length = length
-        self.last_page = int(pages[-1]) if len(pages) else -1
-
-
-@dataclass(frozen=True)
 class ExtendPlan:
     """A checked extend() that has not happened yet."""
 
     seqs: tuple[int, ...]
     counts: tuple[int, ...]
-    growth: list[int]  # new pages at the end of each sequence
-    copies: list[bool]  # whether its last page has to be copied first
-
-    @property
-    def pages(self) -> int:
-        """Free pages it takes."""
-        return sum(self.growth) + sum(self.copies)
+    rows: Ints  # of the sequences
+    more: Ints  # counts, as far as they can be served
+    growth: Ints  # new pages at the end of each sequence
+    copies: npt.NDArray[np.bool_] | None  # whether its last page has to be copied first; None: no page has
+    pages: int  # free pages it takes
 
 
 class PagedKVCache:
     """Keys and values of many sequences in `num_pages` pages of `page_size` tokens (1 to 256), for `num_layers` layers.
 
     kv_format: "fp32", "fp16", "bf16", "fp8", "int8" or "int4" (see tilewise.kvcache.formats); group_size: 32, 64 or 128
-    channels that share an int4 scale. head_dim: 1 to 512.
+    channels that share an int4 scale. head_dim: 1 to 512. device: "cpu", or "cuda" for pages on a card.
 
     `serial` is a number that no other cache of this process has or had, so that a plan can tell which it was made for.
+
+    On a card, extend(), write() and page copies go on the current stream and wait for nothing. Pages that free() gives
+    back may be handed out again at once, and their next owner's write() goes on the stream that is current then. So
+    whatever reads or writes pages belongs on one stream; work on another one must have been waited for, by
+    `stream.wait_stream(other)`, before a sequence that it reads is freed or grown.
+
+    A step can be captured in a CUDA graph and replayed for the next ones: extend(into=) puts each new step's places
+    where the graph looks for them, and mark_written() says what the replay did. Write one step uncaptured first.
+
+        slots = cache.extend(seqs, 1)
+        with torch.cuda.graph(graph):  # k, v: tensors that every replay finds filled anew
+            cache.write(0, slots, k, v)
+        graph.replay()
+        while not done:
+            slots = cache.extend(seqs, 1, into=slots)  # also of fewer sequences: the places left over are skipped
+            graph.replay()
+            cache.mark_written(slots)
     """
 
     serial: int
@@ -135,31 +84,31 @@ class PagedKVCache:
         group_size: int = 64,
         device: str | torch.device = "cpu",
     ) -> None:
-        self.device = _check_device(device)
+        self.device = storage.check_device(device)
         self.num_pages = checks.integer("num_pages", num_pages, 1, 2**31 - 1)
         self.page_size = checks.integer("page_size", page_size, 1, 256)
         self.num_kv_heads = checks.integer("num_kv_heads", num_kv_heads, 1)
         self.num_layers = checks.integer("num_layers", num_layers, 1)
         self.head_dim = checks.integer("head_dim", head_dim, 1, 512)
         self.format = KVFormat(kv_format, self.head_dim, group_size)
-        # Per component (num_layers, num_pages, page_size, num_kv_heads, *trailing): a run of consecutive pages of one
-        # layer is a plain view (tokens, heads, D), which attention reads without a copy.
+        self._by_kernel = storage.uses_kernels(self.device)
         lead = (self.num_layers, self.num_pages, self.page_size, self.num_kv_heads)
-        with torch.inference_mode(False):  # or only code under inference_mode could write to it
-            self._k, self._v = (
-                [torch.empty((*lead, *c.shape), dtype=c.dtype, device=self.device) for c in self.format.components]
-                for _ in range(2)
-            )
+        self._k, self._v = (
+            storage.allocate(self.format, lead, self.device, for_kernels=self._by_kernel) for _ in range(2)
+        )
         self._start_empty()
 
     def _start_empty(self) -> None:
         self.serial = next(_serials)
-        self._sequences: dict[int, _Sequence] = {}
+        self._sequences = Sequences()
         self._managed: set[int] = set()  # those that a PrefixCache made: it alone may grow, fork and end them
         self._next_seq = 0
         self.pool = PagePool(self.num_pages)
-        # Which tokens of the pages each layer was given. Means something only for tokens that a sequence has.
-        self._written = np.zeros((self.num_layers, self.num_pages, self.page_size), np.bool_)
+        # Which layers each token of the pages was given, a bit a layer. Means something only for tokens that a
+        # sequence has.
+        layers, words = self.num_layers, -(-self.num_layers // 64)
+        self._all_layers = np.array([2 ** min(64, layers - 64 * w) - 1 for w in range(words)], np.uint64)
+        self._written = np.zeros((self.num_pages, self.page_size, words), np.uint64)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -173,33 +122,12 @@ class PagedKVCache:
 
         k_pages, v_pages: (num_pages, page_size, kv heads, D), float32, float16 or bfloat16. page_table: (n, max_pages)
         int32 or int64; lengths: (n,) in tokens. Table entries beyond a length are ignored, whatever they hold. Pages
-        made under torch.inference_mode() are taken, and can be written, only under it.
+        made under torch.inference_mode() are taken, and can be written, only under it. On a card the table and the
+        lengths are read here, which waits for them.
         """
-        shape = ("num_pages", "page_size", "kv_heads", "head_dim")
-        checks.tensor("k_pages", k_pages, shape=shape, dtypes=checks.FLOATS, unit_last_stride=True)
-        _check_device(k_pages.device)
-        checks.tensor(
-            "v_pages",
-            v_pages,
-            shape=tuple(k_pages.shape),
-            dtypes=(k_pages.dtype,),
-            device=k_pages.device,
-            unit_last_stride=True,
-        )
-        for name, pages in (("k_pages", k_pages), ("v_pages", v_pages)):
-            _check_writable(name, pages)
-            try:
-                pages.view(-1, *pages.shape[2:])
-            except RuntimeError:
-                raise ValueError(
-                    f"{name} must have its tokens one after another in memory, got strides {pages.stride()} for shape "
-                    f"{tuple(pages.shape)}; use {name}.contiguous()"
-                ) from None
-        checks.tensor("page_table", page_table, shape=("n", "max_pages"), dtypes=checks.INTEGERS, device=k_pages.device)
-        checks.tensor("lengths", lengths, shape=(len(page_table),), dtypes=checks.INTEGERS, device=k_pages.device)
-
+        device = storage.check_foreign(k_pages, v_pages, page_table, lengths)
         cache = cls.__new__(cls)
-        cache.device = k_pages.device
+        cache.device, cache._by_kernel = device, storage.uses_kernels(device)
         cache.num_pages = checks.integer("num_pages of k_pages", k_pages.shape[0], 1)
         cache.page_size = checks.integer("page_size of k_pages", k_pages.shape[1], 1, 256)
         cache.num_kv_heads = checks.integer("kv heads of k_pages", k_pages.shape[2], 1)
@@ -208,7 +136,7 @@ class PagedKVCache:
         cache.format = KVFormat({dtype: name for name, dtype in PLAIN.items()}[k_pages.dtype], cache.head_dim)
         cache._k, cache._v = [k_pages.detach().unsqueeze(0)], [v_pages.detach().unsqueeze(0)]
         cache._start_empty()
-        for seq, (row, length) in enumerate(zip(page_table.numpy(), lengths.tolist(), strict=True)):
+        for seq, (row, length) in enumerate(zip(page_table.cpu().numpy(), lengths.tolist(), strict=True)):
             room = len(row) * cache.page_size
             if not 0 <= length <= room:
                 raise ValueError(
@@ -228,7 +156,7 @@ class PagedKVCache:
             fill = np.full(len(pages), cache.page_size, np.int32)
             fill[-1:] -= len(pages) * cache.page_size - length
             cache.pool.fill[pages] = np.maximum(cache.pool.fill[pages], fill)
-        cache._written[0] = np.arange(cache.page_size) < cache.pool.fill[:, None]
+        cache._written[..., 0] = np.arange(cache.page_size) < cache.pool.fill[:, None]
         return cache
 
     # What a sequence is.
@@ -243,130 +171,144 @@ class PagedKVCache:
         Whichever grows first gets its own copy of a last page that is not full. Tokens of `seq` that are still to be
         written are shared too: write them before either grows.
         """
-        source = self._sequence(seq)
-        self._check_unmanaged(seq, "fork")
-        pages = source.pages.view()
+        pages = self.page_list(seq)
+        self._check_unmanaged([seq], "fork")
         self.pool.retain(pages)
-        return self.adopt(pages, source.length)
+        return self.adopt(pages, self.length(seq))
 
     def free(self, seq: int) -> None:
         """Forget the sequence; its pages are free again unless others share them.
 
-        Slots that hold tokens of it cannot be written any more: free between the steps, not within one.
+        Slots that hold tokens of it cannot be written any more: free between the steps, not within one. On a card the
+        pages may be handed out again at once: see the class about other streams that read them.
         """
-        self._sequence(seq)
-        self._check_unmanaged(seq, "release")
+        self._sequences.row(seq)
+        self._check_unmanaged([seq], "release")
         self.drop(int(seq))
 
     @property
     def lengths(self) -> dict[int, int]:
         """Tokens of every living sequence, reserved ones included (a copy)."""
-        return {seq: sequence.length for seq, sequence in self._sequences.items()}
+        rows = self._sequences.rows
+        found = self._sequences.lengths[np.fromiter(rows.values(), np.int64, len(rows))]
+        return dict(zip(rows, found.tolist(), strict=True))
 
     def length(self, seq: int) -> int:
         """Tokens of one sequence, reserved ones included."""
-        return self._sequence(seq).length
+        return int(self._sequences.lengths[self._sequences.row(seq)])
+
+    def lengths_of(self, seqs: Sequence[int]) -> Ints:
+        """The lengths of many sequences, int64, in their order (a copy)."""
+        lengths: Ints = self._sequences.lengths[self._sequences.batch(seqs)[1]]
+        return lengths
 
     def page_list(self, seq: int) -> Pages:
-        """The pages of one sequence in order, int32, read-only and without a copy; good until the sequence grows."""
-        return self._sequence(seq).pages.view()
+        """The pages of one sequence in order, int32, as they are now: a copy, read-only."""
+        return self._sequences.pages(seq)
 
     def page_table(self, seqs: Sequence[int]) -> torch.Tensor:
-        """(len(seqs), most pages of any of them) int32, filled up with -1."""
-        lists = [self._sequence(seq, "seqs").pages.view() for seq in check_seqs(seqs)]
+        """(len(seqs), most pages of any of them) int32 on the cache's device, filled up with -1."""
+        lists = [self._sequences.pages(seq, "seqs") for seq in check_seqs(seqs)]
         table = np.full((len(lists), max(map(len, lists), default=0)), -1, np.int32)
         for row, pages in zip(table, lists, strict=True):
             row[: len(pages)] = pages
-        return torch.from_numpy(table)
+        return upload(table, self.device)
 
     # A step: reserve, then write each layer.
 
-    def extend(self, seqs: Sequence[int], counts: int | Sequence[int]) -> Slots:
+    def extend(self, seqs: Sequence[int], counts: int | Sequence[int], *, into: Slots | None = None) -> Slots:
         """Reserve room for `counts` new tokens (one number, or one for each) at the end of `seqs`.
 
-        All sequences or none: raises OutOfPages with nothing changed if the free pages do not suffice.
+        All sequences or none: raises OutOfPages with nothing changed if the free pages do not suffice. into: slots of
+        an earlier step, every layer of them written, whose arrays on the card take up this step, which has at most as
+        many tokens; for graphs, see the class.
         """
-        plan = self.plan_extend(seqs, counts)
-        for seq in plan.seqs:
-            self._check_unmanaged(seq, "extend")
+        plan = self.plan_extend(seqs, counts, into=into)
+        if self._managed:
+            self._check_unmanaged(plan.seqs, "extend")
         if plan.pages > self.pool.free_pages:
             raise OutOfPages(
                 f"extending {len(plan.seqs)} sequences by {sum(plan.counts)} tokens takes {plan.pages} pages, "
                 f"{self.pool.free_pages} of {self.num_pages} are free; free sequences or make the cache larger"
             )
-        return self.commit_extend(plan)
+        return self.commit_extend(plan, into=into)
 
-    def plan_extend(self, seqs: Sequence[int], counts: int | Sequence[int]) -> ExtendPlan:
+    def plan_extend(self, seqs: Sequence[int], counts: int | Sequence[int], *, into: Slots | None = None) -> ExtendPlan:
         """Check an extend() and count its pages without changing anything; holds until the cache changes."""
-        seqs = check_seqs(seqs)
-        counts = _check_counts(counts, len(seqs))
-        sequences = [self._sequence(seq, "seqs") for seq in seqs]
-        if len(set(seqs)) != len(seqs):
-            raise ValueError("seqs must name each sequence once, got one twice; add up its counts")
+        seqs, rows = self._sequences.batch(seqs)
+        counts, more = check_counts(counts, len(seqs))
         self.check_writable()
-        size = self.page_size
-        growth: list[int] = []
-        copies: list[bool] = []
-        leaving: dict[int, int] = {}  # sequences of this very call that copy the page: the last holder needs no copy
-        shared = self.pool.refs[np.array([sequence.last_page for sequence in sequences], np.int64)] > 1
-        for sequence, count, is_shared in zip(sequences, counts, shared, strict=True):
-            growth.append(-(-(sequence.length + count) // size) - sequence.pages.size)
-            page = sequence.last_page
-            copy = bool(is_shared) and count > 0 and sequence.length % size > 0
-            if copy:
-                copy = self.pool.refs[page] - leaving.get(page, 0) > 1
-            if copy:
-                leaving[page] = leaving.get(page, 0) + 1
-                if not self._written[:, page, : sequence.length % size].all():
-                    raise ValueError(
-                        f"sequence {seqs[len(copies)]} shares its last page, which must be copied before it grows, but "
-                        "tokens in it are reserved and not yet written; write them for every layer first"
-                    )
-            copies.append(copy)
-        return ExtendPlan(tuple(seqs), tuple(counts), growth, copies)
+        if into is not None:
+            self._check_into(into, sum(counts))
+        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError("extend() within a graph capture: its places would be the same in every replay")
+        size, starts, last = self.page_size, self._sequences.lengths[rows], self._sequences.last[rows]
+        room = self._sequences.counts[rows] * size - starts  # in the last page: 0 to size - 1
+        growth = (more - room + (size - 1)) // size
+        pages = int(growth.sum())
+        copies = None
+        shared = (self.pool.refs[last] > 1) & (room > 0)
+        if shared.any():
+            copies = shared & (more > 0)
+            # Sequences of this very call that copy a page: its last holder needs no copy.
+            leaving: dict[int, int] = {}
+            for i in np.flatnonzero(copies).tolist():
+                page = int(last[i])
+                copies[i] = self.pool.refs[page] - leaving.get(page, 0) > 1
+                if copies[i]:
+                    leaving[page] = leaving.get(page, 0) + 1
+                    if (self._written[page, : size - room[i]] != self._all_layers).any():
+                        raise ValueError(
+                            f"sequence {seqs[i]} shares its last page, which must be copied before it grows, but "
+                            "tokens in it are reserved and not yet written; write them for every layer first"
+                        )
+            pages += int(copies.sum())
+        return ExtendPlan(seqs, counts, rows, more, growth, copies, pages)
 
-    def commit_extend(self, plan: ExtendPlan) -> Slots:
+    def commit_extend(self, plan: ExtendPlan, *, into: Slots | None = None) -> Slots:
         """Do what plan_extend() counted; the caller has made sure that `plan.pages` are free."""
-        sequences = [self._sequences[seq] for seq in plan.seqs]
+        sequences, rows, size, counts = self._sequences, plan.rows, self.page_size, plan.more
+        places = into._places if into is not None else None
+        if self._by_kernel and places is None:
+            places = Places(sum(plan.counts), self.device)  # first: it may run out of memory
         if plan.pages:
-            wanted = [n + copy for n, copy in zip(plan.growth, plan.copies, strict=True)]
-            taken = self.pool.take([sequence.last_page for sequence in sequences], wanted)
-            self._copy_last_pages(sequences, plan.copies, taken)
-            for sequence, copy, pages in zip(sequences, plan.copies, taken, strict=True):
-                if len(pages) > copy:
-                    sequence.pages.append(pages[int(copy) :])
-                    sequence.last_page = int(pages[-1])
+            self._take_pages(plan)
+        starts, last = sequences.lengths[rows], sequences.last[rows]
+        if (counts == 1).all():  # a token each, in its last page
+            positions, pages = starts, last
+            offsets = starts - (sequences.counts[rows] - 1) * size
+            index = last * size + offsets
+            self.pool.fill[last] = offsets + 1
+        else:
+            # Token t of the packed list is the i-th new one of its sequence s; positions = starts[s] + i.
+            positions = np.arange(int(counts.sum())) + np.repeat(starts - (np.cumsum(counts) - counts), counts)
+            first, stop = starts // size, -(-(starts + counts) // size)
+            touched = [
+                sequences.pages(seq)[a:b] for seq, a, b, n in zip(plan.seqs, first, stop, counts, strict=True) if n
+            ]
+            pages = np.concatenate(touched).astype(np.int64) if touched else np.empty(0, np.int64)
+            pages_each = np.where(counts > 0, stop - first, 0)
+            before = np.cumsum(pages_each) - pages_each - first
+            index = pages[positions // size + np.repeat(before, counts)] * size + positions % size
+            self.pool.fill[pages] = size
+            grown = counts > 0
+            self.pool.fill[last[grown]] = (starts[grown] + counts[grown] - 1) % size + 1
 
-        size, counts = self.page_size, np.array(plan.counts, np.int64)
-        starts = np.array([sequence.length for sequence in sequences], np.int64)
-        first_pages, stop_pages = starts // size, -(-(starts + counts) // size)
-        # Token t of the packed list is the i-th new one of its sequence s; positions = starts[s] + i.
-        ends = np.cumsum(counts)
-        positions = np.arange(int(counts.sum())) + np.repeat(starts - (ends - counts), counts)
-        touched = [
-            sequence.pages.view()[a:b]
-            for sequence, a, b, n in zip(sequences, first_pages, stop_pages, plan.counts, strict=True)
-            if n
-        ]
-        pages = np.concatenate(touched) if touched else np.empty(0, np.int32)
-        pages_each = np.where(counts > 0, stop_pages - first_pages, 0)
-        before = np.cumsum(pages_each) - pages_each - first_pages
-        index = pages[positions // size + np.repeat(before, counts)].astype(np.int64) * size + positions % size
-
-        self._written.reshape(self.num_layers, -1)[:, index] = False
-        self.pool.fill[pages] = size
-        for sequence, count in zip(sequences, plan.counts, strict=True):
-            sequence.length += count
-            if count:
-                self.pool.fill[sequence.last_page] = (sequence.length - 1) % size + 1
+        self._written.reshape(-1, self._written.shape[2])[index] = 0
+        sequences.lengths[rows] = starts + counts
+        if places is not None:
+            places.fill(positions, index)
         return Slots(
             plan.seqs,
             plan.counts,
-            torch.from_numpy(positions),
-            torch.from_numpy(index),
+            positions,
+            index,
             self,
             pages,
             self.pool.generation[pages],
+            places,
+            places.step if places else 0,
+            [self.pool.losses],
         )
 
     def write(
@@ -377,11 +319,13 @@ class PagedKVCache:
         v: torch.Tensor,
         *,
         rotary: Rotary | tuple[torch.Tensor, torch.Tensor] | None = None,
+        q: torch.Tensor | None = None,
     ) -> None:
         """Fill the slots in one layer: k, v (total new tokens, kv heads, D), float32, float16 or bfloat16.
 
-        rotary: turn k by its tokens' positions first; a plain (cos, sin) is taken as half-split. Writing the same slots
-        again overwrites, also for the sequences that share them.
+        rotary: turn k by its tokens' positions first; a plain (cos, sin) is taken as half-split. q (total new tokens,
+        query heads, D), of the dtype of k, is turned by it too, in place. Writing the same slots again overwrites, also
+        for the sequences that share them. On a card all this is one launch, and the last strides must be 1.
         """
         layer = self._check_layer(layer)
         if not isinstance(slots, Slots):
@@ -389,36 +333,59 @@ class PagedKVCache:
         self._check_not_stale(slots, layer)
         self.check_writable()
         shape = (len(slots), self.num_kv_heads, self.head_dim)
+        dense = self._by_kernel
         for name, x in (("k", k), ("v", v)):
-            if isinstance(x, torch.Tensor) and x.is_cuda:
-                raise NotImplementedError(f"{name} is on {x.device}: the cache runs on the CPU, use {name}.cpu()")
-            checks.tensor(name, x, shape=shape, dtypes=checks.FLOATS, device=self.device)
+            checks.tensor(name, x, shape=shape, dtypes=checks.FLOATS, device=self.device, unit_last_stride=dense)
         if k.dtype != v.dtype:
             raise ValueError(f"k and v must have the same dtype, got {k.dtype} and {v.dtype}")
-        if rotary is not None:
-            if isinstance(rotary, tuple) and len(rotary) == 2:
-                rotary = Rotary(*rotary)
-            if not isinstance(rotary, Rotary):
-                raise TypeError(f"rotary must be a Rotary, a (cos, sin) tuple or None, got {type(rotary).__name__}")
-            k = rotary.apply(k.detach(), slots.positions)
+        turn = self._check_rotary(rotary, slots)
+        if q is not None:
+            if turn is None:
+                raise ValueError("q is turned in place by rotary, which is None; give both or leave q out")
+            shape = (len(slots), "query_heads", self.head_dim)  # type: ignore[assignment]
+            checks.tensor("q", q, shape=shape, dtypes=(k.dtype,), device=self.device, unit_last_stride=dense)
+            storage.check_writable("q", q)
 
-        for storage, x in ((self._k, k), (self._v, v)):
-            for stored, part in zip(storage, self.format.encode(x.detach()), strict=True):
-                _as_bytes(stored[layer]).flatten(0, 1).index_copy_(0, slots.index, _as_bytes(part))
-        self._written[layer].reshape(-1)[slots.index.numpy()] = True
-        if not slots.complete:
+        if self._by_kernel:
+            from tilewise import append  # it needs the compiler and the driver, which a cache on the CPU does not
+
+            append.append(self.format, k, v, *self.parts(layer), slots.positions, slots.index, turn, q)
+        else:
+            if turn is not None:
+                k = turn.apply(k.detach(), slots.positions)
+                if q is not None:
+                    q.detach().copy_(turn.apply(q.detach(), slots.positions))
+            for parts, x in zip(self.parts(layer), (k, v), strict=True):
+                for stored, part in zip(parts, self.format.encode(x.detach()), strict=True):
+                    storage.as_bytes(stored).flatten(0, 1).index_copy_(0, slots.index, storage.as_bytes(part))
+        self._written.reshape(-1, self._written.shape[2])[slots.host_index, layer // 64] |= _bit(layer)
+        if layer not in slots._layers:
             slots._layers.add(layer)
-            if slots.complete:
-                for tell in slots._when_complete:
-                    tell()
-                slots._when_complete.clear()
+            self._tell_if_complete(slots)
+
+    def mark_written(self, slots: Slots) -> None:
+        """Take note that every layer of the slots was written, by the replay of a graph that captured write()."""
+        if not isinstance(slots, Slots):
+            raise TypeError(f"slots must be a Slots from extend(), got {type(slots).__name__}")
+        self._check_not_stale(slots, 0)
+        self._written.reshape(-1, self._written.shape[2])[slots.host_index] = self._all_layers
+        slots._layers.update(range(self.num_layers))
+        self._tell_if_complete(slots)
 
     # Reading.
 
+    def parts(self, layer: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """The components of K and of V in one layer, as kernels read them: each (num_pages, page_size, heads, …).
+
+        What each holds per token and head, format.components tells. The first, values or codes, has its tokens one
+        after another. On a card the scales and zeros of one head of a page are contiguous: strides, not shapes, tell.
+        """
+        layer = self._check_layer(layer)
+        return [x[layer] for x in self._k], [x[layer] for x in self._v]
+
     def gather(self, layer: int, seq: int) -> tuple[torch.Tensor, torch.Tensor]:
         """k, v (length, kv heads, D) of one sequence as copies: the dtype of a plain format, else float32."""
-        sequence = self._sequence(seq)
-        k, v = self.load(layer, sequence.pages.view(), 0, sequence.length, self.format.decoded_dtype)
+        k, v = self.load(layer, self.page_list(seq), 0, self.length(seq), self.format.decoded_dtype)
         return (k.clone(), v.clone()) if self.format.plain else (k, v)
 
     def load(
@@ -442,31 +409,18 @@ class PagedKVCache:
                 f"pages must be between 0 and {self.num_pages - 1}, got {touched.min()} to {touched.max()}"
             )
         rows = slice(start % size, start % size + stop - start)
-        step = page_step(touched)
-        first, count = int(touched[0, 0]) if touched.size else 0, touched.shape[1]
-        lists = touched[:1] if step == 0 else touched  # the same pages over and over need one look
-        written = self._written[layer, first : first + count][None] if len(lists) == 1 and step is not None else None
-        if written is None:
-            written = self._written[layer, lists]
+        # The same pages over and over need one look, and that of consecutive ones is without a copy.
+        lists = touched[:1] if len(touched) > 1 and (touched == touched[0]).all() else touched
+        one, count = len(lists) == 1 and touched.size, touched.shape[1]
+        consecutive = one and int(lists[0, -1]) - int(lists[0, 0]) == count - 1 and (np.diff(lists[0]) == 1).all()
+        looked_at = slice(int(lists[0, 0]), int(lists[0, 0]) + count) if consecutive else lists
+        written = self._written[looked_at, :, layer // 64] & _bit(layer)
         if not written.reshape(len(lists), count * size)[:, rows].all():
             raise ValueError(
                 f"tokens {start} to {stop} are not all written in layer {layer}: write() them before reading"
             )
-        shape = (*pages.shape[:-1], stop - start)
-        index = torch.from_numpy(touched.astype(np.int64).reshape(-1)) if step is None else None
-
-        def part(stored: torch.Tensor) -> torch.Tensor:
-            if index is not None:
-                gathered = stored.index_select(0, index).view(len(touched), count * size, *stored.shape[2:])
-                return gathered[:, rows] if pages.ndim == 2 else gathered[0, rows]
-            tokens = stored.flatten(0, 1)[first * size + rows.start :]
-            strides = (*[(step or 0) * size * tokens.stride(0)] * (pages.ndim - 1), *tokens.stride())
-            return tokens.as_strided((*shape, *tokens.shape[1:]), strides)
-
-        k, v = (
-            self.format.decode([part(stored[layer]) for stored in storage], dtype) for storage in (self._k, self._v)
-        )
-        return k, v
+        k, v = storage.read(self.format, (self._k, self._v), layer, touched, rows, dtype)
+        return (k, v) if pages.ndim == 2 else (k[0], v[0])
 
     # Memory.
 
@@ -488,7 +442,7 @@ class PagedKVCache:
             pages_used=used,
             pages_shared=int((self.pool.refs > 1).sum()),
             tokens_stored=int(self.pool.fill.sum()),
-            tokens_logical=sum(sequence.length for sequence in self._sequences.values()),
+            tokens_logical=sum(self.lengths.values()),
             bytes_total=self.nbytes,
             bytes_used=used * self.page_size * self.bytes_per_token,
             page_size=self.page_size,
@@ -503,121 +457,121 @@ class PagedKVCache:
         """
         seq = self._next_seq
         self._next_seq += 1
-        self._sequences[seq] = _Sequence(pages, length)
+        self._sequences.add(seq, pages, length)
         if managed:
             self._managed.add(seq)
         return seq
 
     def drop(self, seq: int) -> None:
         """free(), also for a managed sequence."""
-        self.pool.release(self._sequences.pop(seq).pages.view())
+        self.pool.release(self._sequences.remove(seq))
         self._managed.discard(seq)
 
     def check_writable(self) -> None:
         """Raise ValueError where torch would not let pages be written, see from_pages()."""
-        for stored in (*self._k, *self._v):
-            _check_writable("the pages", stored)
+        storage.check_writable("the pages", self._k[0])
+        storage.check_writable("the pages", self._v[0])
 
     # Inside.
 
-    def _sequence(self, seq: int, name: str = "seq") -> _Sequence:
-        sequence = self._sequences.get(seq if type(seq) is int else checks.integer(name, seq))
-        if sequence is None:
-            raise ValueError(f"{name} must be alive, but sequence {seq} was freed or never allocated")
-        return sequence
-
-    def _check_unmanaged(self, seq: int, use: str) -> None:
-        if int(seq) in self._managed:
-            raise ValueError(f"sequence {seq} belongs to a PrefixCache: use its {use}()")
+    def _check_unmanaged(self, seqs: Sequence[int], use: str) -> None:
+        for seq in seqs:
+            if int(seq) in self._managed:
+                raise ValueError(f"sequence {seq} belongs to a PrefixCache: use its {use}()")
 
     def _check_layer(self, layer: int) -> int:
         return checks.integer("layer", layer, 0, self.num_layers - 1)
 
+    def _check_rotary(self, rotary: Any, slots: Slots) -> Rotary | None:
+        if isinstance(rotary, tuple) and len(rotary) == 2:
+            rotary = Rotary(*rotary)
+        if rotary is None:
+            return None
+        if not isinstance(rotary, Rotary):
+            raise TypeError(f"rotary must be a Rotary, a (cos, sin) tuple or None, got {type(rotary).__name__}")
+        checks.tensor("cos", rotary.cos, device=self.device)
+        if rotary.rot_dim > self.head_dim or slots.reach >= len(rotary.cos):
+            rotary.check(self.head_dim, slots.host_positions)
+        if self._by_kernel and rotary.cos.dtype != rotary.sin.dtype:  # the kernel knows one dtype of tables
+            return Rotary(rotary.cos.float(), rotary.sin.float(), rotary.interleaved)
+        return rotary
+
+    def _check_into(self, into: Any, tokens: int) -> None:
+        if not isinstance(into, Slots):
+            raise TypeError(f"into must be a Slots from extend(), got {type(into).__name__}")
+        if into._cache is not self:
+            raise ValueError("into belongs to another cache")
+        if not into.complete:
+            raise ValueError("into must be written in every layer first; mark_written() says that a graph has done so")
+        into._check_own_places()
+        if into._places is not None and tokens > into._places.tensor.shape[1]:
+            room = into._places.tensor.shape[1]
+            raise ValueError(f"into has room for {room} tokens, got {tokens}; extend() without it, and capture again")
+
     def _check_not_stale(self, slots: Slots, layer: int) -> None:
         if slots._cache is not self:
             raise ValueError("slots belong to another cache; write them to the cache whose extend() made them")
-        void = [seq for seq in slots.seqs if seq not in self._sequences]
+        slots._check_own_places()
+        if slots._losses[0] == self.pool.losses:
+            return
+        void = [seq for seq in slots.seqs if seq not in self._sequences.rows]
+        again = layer in slots._layers
         # Forks may live on and wait for what a freed sequence reserved, so slots die with their pages, not with their
         # sequence. To write again is another thing: the tokens must still belong to their sequences, in the same place.
-        if (self.pool.generation[slots._pages] != slots._generations).any() or (
-            layer in slots._layers and (void or self._moved(slots))
-        ):
+        moved = not void and self._moved(slots)
+        if (self.pool.generation[slots._pages] != slots._generations).any() or (again and (void or moved)):
             why = (
                 f"sequence {void[0]} was freed"
                 if void
                 else "their sequence has copied its page since they were written"
             )
             raise ValueError(f"slots are stale: {why}; extend() again")
+        if not void and not moved:
+            slots._losses[0] = self.pool.losses
 
     def _moved(self, slots: Slots) -> bool:
         """Whether a page of the slots, whose sequences are alive, was replaced by copy-on-write."""
         token = page = 0
         for seq, count in zip(slots.seqs, slots.counts, strict=True):
-            start = int(slots.positions[token]) if count else 0
+            start = int(slots.host_positions[token]) if count else 0
             first, stop = start // self.page_size, -(-(start + count) // self.page_size)
-            now = self._sequences[seq].pages.view()[first:stop]
+            now = self.page_list(seq)[first:stop]
             if not np.array_equal(now, slots._pages[page : page + len(now)]):
                 return True
             token, page = token + count, page + len(now)
         return False
 
-    def _copy_last_pages(self, sequences: list[_Sequence], copies: list[bool], taken: list[Pages]) -> None:
-        """Copy on write, for all layers at once: the first page taken becomes the last page of the sequence."""
-        if not any(copies):
-            return
-        copying = [(s, pages) for s, copy, pages in zip(sequences, copies, taken, strict=True) if copy]
-        old = np.array([s.last_page for s, _ in copying], np.int64)
-        new = np.array([pages[0] for _, pages in copying], np.int64)
-        for stored in (*self._k, *self._v):
-            stored = _as_bytes(stored)
-            stored.index_copy_(1, torch.from_numpy(new), stored.index_select(1, torch.from_numpy(old)))
-        self._written[:, new] = self._written[:, old]
-        self.pool.fill[new] = [s.length % self.page_size for s, _ in copying]
-        for (sequence, _), page in zip(copying, new, strict=True):
-            self.pool.refs[sequence.last_page] -= 1  # others hold it still
-            sequence.pages.replace_last(int(page))
-            sequence.last_page = int(page)
+    def _tell_if_complete(self, slots: Slots) -> None:
+        if slots.complete:
+            for tell in slots._when_complete:
+                tell()
+            slots._when_complete.clear()
+
+    def _take_pages(self, plan: ExtendPlan) -> None:
+        """The new pages of an extend(), copies of shared last pages among them."""
+        sequences, rows, growth = self._sequences, plan.rows, plan.growth
+        wanted = growth if plan.copies is None else growth + plan.copies
+        (asking,) = wanted.nonzero()
+        rows, wanted = rows[asking], wanted[asking]
+        taken = self.pool.take(sequences.last[rows], wanted)
+        if plan.copies is not None:
+            copying, growth = plan.copies[asking], growth[asking]
+            firsts = (np.cumsum(wanted) - wanted)[copying]
+            self._copy_last_pages(rows[copying], taken[firsts].astype(np.int64))
+            rows, wanted, taken = rows[growth > 0], growth[growth > 0], np.delete(taken, firsts)
+        if len(taken):
+            sequences.grow(rows, wanted, taken)
+
+    def _copy_last_pages(self, rows: Ints, new: Ints) -> None:
+        """Copy on write, for all layers at once: `new` become the last pages of the sequences."""
+        old = self._sequences.last[rows]
+        storage.copy_pages((*self._k, *self._v), old, new, by_kernel=self._by_kernel)
+        self._written[new] = self._written[old]
+        self.pool.fill[new] = self._sequences.lengths[rows] % self.page_size
+        np.subtract.at(self.pool.refs, old, 1)  # others hold them still
+        self.pool.losses += 1
+        self._sequences.replace_last(rows, new)
 
 
-def _as_bytes(x: torch.Tensor) -> torch.Tensor:
-    """One-byte dtypes as uint8: torch copies float8 by index only so."""
-    return x.view(torch.uint8) if x.element_size() == 1 else x
-
-
-def _check_device(device: Any) -> torch.device:
-    if not isinstance(device, (str, torch.device)):
-        raise TypeError(f"device must be a str or torch.device, got {type(device).__name__}")
-    try:
-        found = torch.device(device)
-    except RuntimeError:
-        raise ValueError(f"device must be 'cpu', got {device!r}, which is no device") from None
-    if found.type != "cpu":
-        raise NotImplementedError(f"device {found} is not served yet: the paged cache runs on device='cpu'")
-    return found
-
-
-def _check_writable(name: str, pages: torch.Tensor) -> None:
-    if pages.is_inference() and not torch.is_inference_mode_enabled():
-        raise ValueError(
-            f"{name} must be tensors that can be written here, got some made under torch.inference_mode(), which can "
-            "be written only under it; make them outside of it, or clone() them here"
-        )
-
-
-def check_seqs(seqs: Any) -> list[int]:
-    """`seqs`, a list, tensor or array of sequence numbers, as a list of ints."""
-    if isinstance(seqs, (torch.Tensor, np.ndarray)):
-        seqs = seqs.tolist()
-    if isinstance(seqs, str) or not isinstance(seqs, Sequence):
-        raise TypeError(f"seqs must be a list of sequence numbers, got {type(seqs).__name__}")
-    return [seq if type(seq) is int else checks.integer("seqs", seq) for seq in seqs]
-
-
-def _check_counts(counts: Any, expected: int) -> list[int]:
-    if isinstance(counts, (torch.Tensor, np.ndarray)):
-        counts = counts.tolist()
-    if isinstance(counts, str) or not isinstance(counts, Sequence):
-        return [checks.integer("counts", counts, 0)] * expected
-    if len(counts) != expected:
-        raise ValueError(f"counts must be one int or one for each of the {expected} seqs, got {len(counts)}")
-    return [checks.integer("counts", count, 0) for count in counts]
+def _bit(layer: int) -> np.uint64:
+    return np.uint64(1 << layer % 64)

@@ -23,11 +23,14 @@ import numpy.typing as npt
 import torch
 
 from tilewise import checks
-from tilewise.kvcache.paged import OutOfPages, PagedKVCache, Slots, check_seqs
+from tilewise.kvcache.paged import OutOfPages, PagedKVCache
 from tilewise.kvcache.pool import GrowingArray, Pages
+from tilewise.kvcache.sequences import check_seqs
+from tilewise.kvcache.slots import Slots
 
 Tokens = npt.NDArray[np.int64]
 
+GROWING_PAGES = 64  # a node longer than this is followed by another: growing means copying its tokens
 SHOWN_SEQUENCES = 8  # show() names so many sequences under one node and counts the others
 
 
@@ -78,12 +81,15 @@ class _Node:
 
 
 class _Live:
-    """A living sequence. `complete` tokens are written in every layer, `anchor.end` of them are in the tree."""
+    """A living sequence. `complete` tokens are written in every layer, `anchor.end` of them are in the tree.
 
-    __slots__ = ("anchor", "complete", "released", "seq", "tokens", "waiting")
+    limit: how many must be complete before the next page can enter the tree.
+    """
 
-    def __init__(self, seq: int, tokens: Tokens, complete: int, anchor: _Node) -> None:
-        self.seq, self.complete, self.anchor = seq, complete, anchor
+    __slots__ = ("anchor", "complete", "limit", "released", "seq", "tokens", "waiting")
+
+    def __init__(self, seq: int, tokens: Tokens, complete: int, anchor: _Node, page_size: int) -> None:
+        self.seq, self.complete, self.anchor, self.limit = seq, complete, anchor, anchor.end + page_size
         self.tokens = GrowingArray(tokens)
         self.waiting: deque[tuple[Slots, int]] = deque()  # slots not known to be complete, and where they end
         self.released = False
@@ -155,39 +161,57 @@ class PrefixCache:
         seq = self.cache.adopt(pages, reused, managed=True)
         # Copies the extra page, because others hold it too.
         slots = self.cache.commit_extend(self.cache.plan_extend([seq], [len(prompt) - reused]))
-        live = self._live[seq] = _Live(seq, prompt, reused, anchor)
-        self._wait(live, slots, len(prompt))
+        live = self._live[seq] = _Live(seq, prompt, reused, anchor, size)
+        live.waiting.append((slots, len(prompt)))
+        slots._when_complete.append(partial(self._advance, [live]))
         self._inserts += 1
         self._hits += reused > 0
         self._tokens_inserted += len(prompt)
         self._tokens_reused += reused
         return seq, reused, slots
 
-    def extend(self, seqs: Sequence[int], tokens: Sequence[int] | Sequence[Sequence[int]] | torch.Tensor) -> Slots:
+    def extend(
+        self,
+        seqs: Sequence[int],
+        tokens: Sequence[int] | Sequence[Sequence[int]] | torch.Tensor,
+        *,
+        into: Slots | None = None,
+    ) -> Slots:
         """Append generated tokens: one for each of `seqs`, or a list for each. They can be shared once written.
 
-        All sequences or none; evicts and raises OutOfPages as insert() does.
+        All sequences or none; evicts and raises OutOfPages as insert() does. into: as PagedKVCache.extend() takes it.
+        The tree needs the tokens on the host: a tensor on a card is read, which waits for it.
         """
         if isinstance(tokens, (torch.Tensor, np.ndarray)):
             tokens = tokens.tolist()
         if isinstance(tokens, str) or not isinstance(tokens, Sequence):
             raise TypeError(f"tokens must be a list of ints or of lists of ints, got {type(tokens).__name__}")
-        new = [_token_array("tokens", [t] if _is_single(t) else t) for t in tokens]
+        singles = _token_array("tokens", tokens).tolist() if set(map(type, tokens)) == {int} else None
+        new = [] if singles else [_token_array("tokens", [t] if _is_single(t) else t) for t in tokens]
         seqs = check_seqs(seqs)
-        if len(seqs) != len(new):
-            raise ValueError(f"tokens must hold one entry for each of the {len(seqs)} seqs, got {len(new)}")
-        plan = self.cache.plan_extend(seqs, [len(t) for t in new])
-        living = [self._living(seq, "seqs") for seq in plan.seqs]
+        if len(seqs) != len(tokens):
+            raise ValueError(f"tokens must hold one entry for each of the {len(seqs)} seqs, got {len(tokens)}")
+        plan = self.cache.plan_extend(seqs, 1 if singles else [len(t) for t in new], into=into)
+        living = [live for seq in seqs if (live := self._live.get(seq))]
+        if len(living) < len(seqs):
+            living = [self._living(seq, "seqs") for seq in plan.seqs]
         evictions = self._find_room(plan.pages)
         if evictions is None:
             what = f"extending {len(plan.seqs)} sequences by {sum(plan.counts)} tokens"
             raise OutOfPages(self._out_of_pages(what, plan.pages))
         self._evict(evictions)
-        slots = self.cache.commit_extend(plan)
-        for live, more in zip(living, new, strict=True):
-            live.tokens.append(more)
-            if len(more):
-                self._wait(live, slots, live.tokens.size)
+        slots = self.cache.commit_extend(plan, into=into)
+        if singles:
+            for live, token in zip(living, singles, strict=True):
+                live.tokens.push(token)
+                live.waiting.append((slots, live.tokens.size))
+        else:
+            for live, more in zip(living, new, strict=True):
+                live.tokens.append(more)
+                if len(more):
+                    live.waiting.append((slots, live.tokens.size))
+            living = [live for live, more in zip(living, new, strict=True) if len(more)]
+        slots._when_complete.append(partial(self._advance, living))
         return slots
 
     def fork(self, seq: int, n: int) -> list[int]:
@@ -198,9 +222,10 @@ class PrefixCache:
         for _ in range(checks.integer("n", n, 1)):
             self.cache.pool.retain(pages)
             child_seq = self.cache.adopt(pages, live.tokens.size, managed=True)
-            child = _Live(child_seq, live.tokens.view(), live.complete, live.anchor)
+            child = _Live(child_seq, live.tokens.view(), live.complete, live.anchor, self.cache.page_size)
             for slots, end in live.waiting:
-                self._wait(child, slots, end)
+                child.waiting.append((slots, end))
+                slots._when_complete.append(partial(self._advance, [child]))
             self._live[child.seq] = child
             children.append(child.seq)
         return children
@@ -357,28 +382,28 @@ class PrefixCache:
 
     # Growing.
 
-    def _wait(self, live: _Live, slots: Slots, end: int) -> None:
-        live.waiting.append((slots, end))
-        slots._when_complete.append(partial(self._advance, live))
+    def _advance(self, living: list[_Live]) -> None:
+        """Slots of these are complete now: note which tokens are written, and take full pages into the tree."""
+        for live in living:
+            waiting = live.waiting
+            while waiting and waiting[0][0].complete:
+                live.complete = waiting.popleft()[1]
+            if live.complete >= live.limit and not live.released:
+                self._take_in(live)
 
-    def _advance(self, live: _Live) -> None:
-        """Take the tokens of `live` that are now written in every layer into the tree, as far as they fill pages."""
-        if live.released:
-            return
-        while live.waiting and live.waiting[0][0].complete:
-            live.complete = live.waiting.popleft()[1]
+    def _take_in(self, live: _Live) -> None:
+        """Take the tokens of `live` that are written in every layer into the tree, as far as they fill pages."""
         size = self.cache.page_size
         full = live.complete // size * size
         node = live.anchor
-        if full == node.end:
-            return
         tokens, pages = live.tokens.view(), self.cache.page_list(live.seq)
         while node.end < full:
             start = node.end
             child = node.children.get(_key(tokens[start:], size))
             if child is None:
                 new_tokens, new_pages = tokens[start:full].copy(), pages[start // size : full // size].copy()
-                if node is not self._root and not node.children and node.live == {live}:
+                alone = node is not self._root and not node.children and node.live == {live}
+                if alone and len(node.pages) < GROWING_PAGES:
                     # Nobody else stands here: one growing node is easier to read than a chain of single pages.
                     self.cache.pool.retain(new_pages)
                     node.tokens = np.concatenate([node.tokens, new_tokens])
@@ -389,7 +414,7 @@ class PrefixCache:
                 taken = _common(child.tokens, tokens[start:full]) // size
                 node = child if taken == len(child.pages) else self._split(child, taken)
         live.anchor.live.remove(live)
-        live.anchor = node
+        live.anchor, live.limit = node, node.end + size
         node.live.add(live)
 
     def _add_child(self, node: _Node, tokens: Tokens, pages: Pages) -> _Node:
@@ -519,8 +544,10 @@ def _token_array(name: str, tokens: Any) -> Tokens:
         ids = np.asarray(tokens)
     except (ValueError, OverflowError):
         raise ValueError(f"{name} must be one-dimensional, got lists of different lengths") from None
-    except TypeError:  # dtypes of torch that numpy does not have
-        raise TypeError(f"{name} must be integers of at most 64 bits, got tensors of another dtype") from None
+    except TypeError:  # tensors on a card, or of dtypes that numpy does not have
+        if not all(isinstance(t, (int, torch.Tensor)) and getattr(t, "ndim", 0) == 0 for t in tokens):
+            raise TypeError(f"{name} must be integers of at most 64 bits, got tensors of another dtype") from None
+        ids = np.asarray([int(t) if isinstance(t, int) else t.item() for t in tokens])
     if ids.ndim != 1:
         raise ValueError(f"{name} must be one-dimensional, got shape {ids.shape}")
     if not len(ids):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from tilewise import checks
@@ -31,18 +33,21 @@ class Rotary:
         """How many channels turn."""
         return 2 * self.cos.shape[1]
 
-    def check(self, head_dim: int, positions: torch.Tensor) -> None:
+    def check(self, head_dim: int, positions: torch.Tensor | npt.NDArray[np.int64]) -> None:
         """Raise ValueError unless the tables cover `positions` and no more channels than `head_dim`."""
         if self.rot_dim > head_dim:
             raise ValueError(f"rotary turns {self.rot_dim} channels but head_dim is {head_dim}; cos must be narrower")
-        if positions.numel() and (int(positions.min()) < 0 or int(positions.max()) >= len(self.cos)):
+        if len(positions) and (int(positions.min()) < 0 or int(positions.max()) >= len(self.cos)):
             raise ValueError(
                 f"rotary covers positions 0 to {len(self.cos) - 1}, got {int(positions.min())} to "
                 f"{int(positions.max())}; give longer cos and sin tables"
             )
 
     def apply(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Turn x (tokens, heads, head_dim) by positions (tokens,): float32 inside, x's own dtype out."""
+        """Turn x (tokens, heads, head_dim) by positions (tokens,): float32 inside, x's own dtype out.
+
+        Positions on a card are read to be checked, which waits for them; PagedKVCache.write() turns q without that.
+        """
         checks.tensor("x", x, shape=("tokens", "heads", "head_dim"), dtypes=checks.FLOATS, device=self.cos.device)
         checks.tensor("positions", positions, shape=(len(x),), dtypes=checks.INTEGERS, device=x.device)
         self.check(x.shape[-1], positions)

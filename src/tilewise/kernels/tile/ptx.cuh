@@ -279,6 +279,16 @@ TILE_DEVICE void tma_load_once(uint32_t to, const TensorMap* map, uint32_t barri
         "l"(map), "r"(barrier), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4), "l"(0x12f0000000000000ull)  // evict_first, as createpolicy makes it
         : "memory");
 }
+#else
+// Names only: what a constant leaves out of a kernel for older cards has to be known to the compiler all the same.
+TILE_DEVICE void mbarrier_arrive_expect(uint32_t, int) {}
+TILE_DEVICE void mbarrier_wait(uint32_t, int) {}
+TILE_DEVICE void fence_mbarrier_init() {}
+TILE_DEVICE void fence_async_proxy() {}
+TILE_DEVICE void bulk_load(uint32_t, const void*, int, uint32_t) {}
+template <class... At> TILE_DEVICE void tma_load(uint32_t, const TensorMap*, uint32_t, At...) {}
+template <class... At> TILE_DEVICE void tma_load_once(uint32_t, const TensorMap*, uint32_t, At...) {}
+template <class T, int N> struct Wgmma;
 #endif
 
 }  // namespace ptx

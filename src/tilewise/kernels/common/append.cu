@@ -1,0 +1,342 @@
+// Writes new tokens' keys and values into pages, one launch for both: rotary embedding of K (and of Q, in place), then the storage
+// format. Every byte is what KVFormat.encode makes on a CPU: products and quotients are rounded alone, as torch's are.
+//
+// A row is one head of one token: kLanes lanes have kChunks chunks of 8 channels each, so that a 16-bit row of 128 channels is
+// one 16-byte load of 16 lanes. Rows of a token are neighbours (heads of K, of V, of Q), and share its cosines in the L1 cache.
+#include "tile/memory.cuh"
+
+constexpr int kThreads = 256;
+constexpr int kChannels = 8;  // of a chunk
+constexpr int kPlain = 0, kFp8 = 1, kInt8 = 2, kInt4 = 3;  // kFormat
+constexpr int kUnturned = 0, kInterleaved = 2;             // kRotary; 1: halves
+constexpr uint32_t kInfinity = 0x7f800000u, kNan = 0x7fc00000u;
+constexpr float kInt4Limit = 0x1p126f, kMinScale = 0x1p-126f;  // kvcache/formats.py says why
+constexpr uint32_t kVectorTable = 8, kVectorStore = 16;  // flags: 16-byte accesses; 1, 2, 4: loads of K, V, Q; 16, 32: stores of K, V
+
+struct alignas(8) Vector8 {
+    uint32_t word[2];
+};
+
+struct AppendSource {  // (tokens, heads, D): strides in elements, the channels are dense
+    void* base;
+    int64_t token, head;
+};
+struct AppendStore {  // (pages, page size, heads, …): strides in elements. Tokens of codes lie one after another.
+    void* codes;
+    void* scale;
+    void* zero;
+    int64_t codes_token, codes_head, scale_page, scale_token, scale_head;
+};
+struct AppendArgs {
+    AppendSource source[3];  // K, V, Q
+    AppendStore store[2];    // K, V
+    const int64_t* positions;
+    const int64_t* index;  // page · page size + offset; negative: a token that is not there, as in a padded batch
+    const void* cos;       // (positions, pairs)
+    const void* sin;
+    int64_t cos_row, cos_column, sin_row, sin_column;
+    int tokens, heads, heads_q, head_dim, pairs, page_size, page_shift, group_lanes;
+    uint32_t vectors;
+};
+
+// Eight channels of a row, as they lie in memory
+template <class T> struct Chunk {
+    static constexpr int kWords = kChannels * sizeof(T) / 4;
+    uint32_t word[kWords];
+
+    TILE_DEVICE float get(int i) const {
+        if constexpr (sizeof(T) == 4) return as_float(word[i]);
+        else return unpack<T>(word[i / 2], i % 2);
+    }
+    TILE_DEVICE void set(const float (&x)[kChannels]) {
+#pragma unroll
+        for (int w = 0; w < kWords; w++) {
+            if constexpr (sizeof(T) == 4) word[w] = as_bits(x[w]);
+            else word[w] = pack<T>(x[2 * w], x[2 * w + 1]);
+        }
+    }
+    // The first `count` channels, and zeros
+    TILE_DEVICE void load(Global<const T> g, int count, bool vectors) {
+        if (vectors && count >= kChannels) {
+#pragma unroll
+            for (int i = 0; i < kWords / 4; i++) {
+                const Vector16 x = g.template as<const Vector16>()[i];
+#pragma unroll
+                for (int w = 0; w < 4; w++) word[4 * i + w] = x.word[w];
+            }
+            return;
+        }
+        float x[kChannels];
+#pragma unroll
+        for (int i = 0; i < kChannels; i++) x[i] = i < count ? to_float(T(g[i])) : 0.0f;
+        set(x);
+    }
+    TILE_DEVICE void store(Global<T> g, int count, bool vectors) const {
+        if (vectors && count >= kChannels) {
+#pragma unroll
+            for (int i = 0; i < kWords / 4; i++) {
+                g.template as<Vector16>()[i] = Vector16{{word[4 * i], word[4 * i + 1], word[4 * i + 2], word[4 * i + 3]}};
+            }
+            return;
+        }
+#pragma unroll
+        for (int i = 0; i < kChannels; i++)
+            if (i < count) g[i] = from_float<T>(get(i));
+    }
+};
+
+// x / by, by > 0, as division rounds it, for many x: two Newton steps on a quotient are exact where nothing under- or overflows. They
+// would make +0 of −0 / by.
+struct Division {
+    float by, reciprocal;
+    bool usual;
+    TILE_DEVICE explicit Division(float s) : by(s), reciprocal(1.0f / s), usual(s >= 0x1p-60f && s <= 0x1p60f) {}
+    TILE_DEVICE float operator()(float x) const {
+        if (!usual) return x / by;
+        float q = ptx::multiply(x, reciprocal);
+        q = ptx::mad(ptx::mad(-by, q, x), reciprocal, q);
+        q = ptx::mad(ptx::mad(-by, q, x), reciprocal, q);
+        return as_float((as_bits(q) & 0x7fffffffu) | (as_bits(x) & 0x80000000u));
+    }
+};
+
+// e4m3 of |x| <= 448, to nearest, ties to even
+TILE_DEVICE uint32_t to_e4m3(float x) {
+    const uint32_t sign = as_bits(x) >> 24 & 0x80u, bits = as_bits(x) & 0x7fffffffu;
+    // Below 2^-6 the steps are 2^-9, those of float32 at 2^14: the sum rounds as it must.
+    if (bits < 121u << 23) return sign | (as_bits(as_float(bits) + 16384.0f) - as_bits(16384.0f));
+    return sign | (bits - (120u << 23) + 0x7ffffu + (bits >> 20 & 1)) >> 20;
+}
+
+// bfloat16 is the upper half of a float32: rounded towards +inf (up) or −inf. x is finite.
+template <bool kUp> TILE_DEVICE float round_to_bf16(float x) {
+    const uint32_t bits = as_bits(x), cut = bits & 0xffff0000u;
+    return as_float(cut != bits && (kUp ? x > 0.0f : x < 0.0f) ? cut + 0x10000u : cut);
+}
+
+TILE_DEVICE float clamp(float x, float low, float high) { return fminf(fmaxf(x, low), high); }
+
+// What a row of this position turns by
+struct Angles {
+    Global<const Table> gCos, gSin;
+    int64_t cos_column, sin_column;
+    int pairs;
+    bool vectors;
+};
+
+// Pairs of channels from `channel` on: each value needs its partner, which this lane reads again (it is in the L1 cache).
+TILE_DEVICE void rotate_chunk(Chunk<Element>& x, Global<const Element> gRow, int channel, const Angles& t, bool vectors) {
+    float own[kChannels], other[kChannels], cosine[kChannels], sine[kChannels];
+#pragma unroll
+    for (int i = 0; i < kChannels; i++) own[i] = x.get(i);
+    const bool aligned = kRotary != kInterleaved && t.pairs % kChannels == 0;  // the chunk is in one half, and its partners are a chunk
+    if (aligned) {
+        Chunk<Element> partner;
+        partner.load(gRow + (channel < t.pairs ? channel + t.pairs : channel - t.pairs), kChannels, vectors);
+#pragma unroll
+        for (int i = 0; i < kChannels; i++) other[i] = partner.get(i);
+    }
+    if (aligned && t.vectors) {
+        Chunk<Table> c, s;
+        const int first = channel < t.pairs ? channel : channel - t.pairs;
+        c.load(t.gCos + first, kChannels, true);
+        s.load(t.gSin + first, kChannels, true);
+#pragma unroll
+        for (int i = 0; i < kChannels; i++) cosine[i] = c.get(i), sine[i] = s.get(i);
+    }
+#pragma unroll
+    for (int i = 0; i < kChannels; i++) {
+        const int ch = channel + i;
+        if (ch >= 2 * t.pairs) continue;
+        const bool first = kRotary == kInterleaved ? i % 2 == 0 : ch < t.pairs;  // of its pair
+        const int pair = kRotary == kInterleaved ? ch / 2 : first ? ch : ch - t.pairs;
+        if (!aligned) other[i] = kRotary == kInterleaved ? x.get(i ^ 1) : to_float(Element(gRow[first ? ch + t.pairs : pair]));
+        if (!(aligned && t.vectors)) {
+            cosine[i] = to_float(Table(t.gCos[pair * t.cos_column]));
+            sine[i] = to_float(Table(t.gSin[pair * t.sin_column]));
+        }
+        // (a, b) -> (a cos − b sin, a sin + b cos)
+        const float straight = ptx::multiply(own[i], cosine[i]), across = ptx::multiply(other[i], sine[i]);
+        own[i] = first ? straight - across : across + straight;
+    }
+    x.set(own);
+}
+
+// Codes of one byte and a scale for the row: e4m3 or int8
+TILE_DEVICE void store_codes(const Chunk<Element> (&x)[kChunks], int lane, int head_dim, Global<uint8_t> gCodes, Global<float> gScale,
+                             bool there, bool vectors) {
+    uint32_t amax = 0;  // |x| as bits, which order as the numbers do, infinity and NaN above all
+#pragma unroll
+    for (int c = 0; c < kChunks; c++)
+#pragma unroll
+        for (int i = 0; i < kChannels; i++) {
+            const uint32_t bits = as_bits(x[c].get(i)) & 0x7fffffffu;
+            amax = bits > amax ? bits : amax;
+        }
+#pragma unroll
+    for (int mask = 1; mask < kLanes; mask *= 2) {
+        const uint32_t bits = ptx::shuffle_xor(amax, mask);
+        amax = bits > amax ? bits : amax;
+    }
+    const bool finite = amax < kInfinity;
+    const float scale = clamp(as_float(amax) / kTop, kMinScale, kMaxScale);
+    const Division steps(scale);
+    if (!there) return;
+    if (lane == 0) gScale[0] = finite ? scale : as_float(kNan);
+#pragma unroll
+    for (int c = 0; c < kChunks; c++) {
+        const int channel = (c * kLanes + lane) * kChannels, count = head_dim - channel;
+        uint32_t word[2] = {0, 0};
+#pragma unroll
+        for (int i = 0; i < kChannels; i++) {
+            const float step = clamp(steps(x[c].get(i)), -kTop, kTop);
+            uint32_t code;
+            if constexpr (kFormat == kFp8) code = finite ? to_e4m3(step) : 0x7fu;
+            else code = finite ? uint32_t(int(rintf(step))) & 0xffu : 0u;
+            word[i / 4] |= code << (i % 4 * 8);
+        }
+        if (vectors && count >= kChannels) {
+            (gCodes + channel).template as<Vector8>()[0] = Vector8{{word[0], word[1]}};
+            continue;
+        }
+#pragma unroll
+        for (int i = 0; i < kChannels; i++)
+            if (i < count) gCodes[channel + i] = uint8_t(word[i / 4] >> (i % 4 * 8));
+    }
+}
+
+// Codes of four bits, a scale and a zero for each group of channels. A chunk is in one group.
+TILE_DEVICE void store_nibbles(const Chunk<Element> (&x)[kChunks], int lane, int head_dim, int group_lanes, Global<uint8_t> gCodes,
+                               Global<bf16> gScale, Global<bf16> gZero, bool there, bool vectors) {
+    float low[kChunks], high[kChunks];
+    int finite = 1;
+#pragma unroll
+    for (int c = 0; c < kChunks; c++) {
+        const int count = head_dim - (c * kLanes + lane) * kChannels;
+        low[c] = INFINITY, high[c] = -INFINITY;
+#pragma unroll
+        for (int i = 0; i < kChannels; i++)
+            if (i < count) {
+                const float value = x[c].get(i);
+                low[c] = fminf(low[c], value), high[c] = fmaxf(high[c], value);
+                if ((as_bits(value) & 0x7fffffffu) >= kInfinity) finite = 0;
+            }
+        for (int mask = 1; mask < group_lanes && mask < kLanes; mask *= 2) {
+            low[c] = fminf(low[c], ptx::shuffle_xor(low[c], mask));
+            high[c] = fmaxf(high[c], ptx::shuffle_xor(high[c], mask));
+        }
+    }
+#pragma unroll
+    for (int mask = 1; mask < kLanes; mask *= 2) finite &= ptx::shuffle_xor(finite, mask);
+    if (!there) return;
+#pragma unroll
+    for (int c = 0; c < kChunks; c++) {
+        const int chunk = c * kLanes + lane, channel = chunk * kChannels, count = head_dim - channel;
+        if (count <= 0) continue;
+        // The minimum rounded down (a zero of either sign is +0) and the scale rounded up: the codes cover the group.
+        const float zero = round_to_bf16<false>(clamp(low[c], -kInt4Limit, kInt4Limit) + 0.0f);
+        const float span = clamp(high[c], -kInt4Limit, kInt4Limit) - zero;
+        const float scale = round_to_bf16<true>(fmaxf(span / 15.0f, kMinScale));
+        if (chunk % group_lanes == 0) {
+            gScale[chunk / group_lanes] = from_float<bf16>(finite ? scale : as_float(kNan));
+            gZero[chunk / group_lanes] = from_float<bf16>(finite ? zero : as_float(kNan));
+        }
+        const Division steps(scale);
+        uint32_t word = 0;
+#pragma unroll
+        for (int i = 0; i < kChannels; i++)
+            if (i < count && finite) word |= uint32_t(clamp(rintf(steps(x[c].get(i) - zero)), 0.0f, 15.0f)) << (4 * i);
+        if (vectors && count >= kChannels) {
+            (gCodes + channel / 2).template as<uint32_t>()[0] = word;
+            continue;
+        }
+#pragma unroll
+        for (int i = 0; i < kChannels; i += 2)
+            if (i < count) gCodes[(channel + i) / 2] = uint8_t(word >> (4 * i));
+    }
+}
+
+// The row as the plain dtype Stored; bits stay as they are where it is the dtype given.
+template <class T> struct Plain {
+    TILE_DEVICE static void store(const Chunk<Element>& x, Global<T> g, int count, bool vectors) {
+        Chunk<T> y;
+        float values[kChannels];
+#pragma unroll
+        for (int i = 0; i < kChannels; i++) values[i] = x.get(i);
+        y.set(values);
+        y.store(g, count, vectors);
+    }
+};
+template <> struct Plain<Element> {
+    TILE_DEVICE static void store(const Chunk<Element>& x, Global<Element> g, int count, bool vectors) { x.store(g, count, vectors); }
+};
+
+extern "C" __global__ void __launch_bounds__(kThreads) append(const __grid_constant__ AppendArgs a) {
+    const int lane = threadIdx.x % kLanes;
+    const uint32_t row = blockIdx.x * (kThreads / kLanes) + threadIdx.x / kLanes;
+    const uint32_t rows = 2 * a.heads + a.heads_q, token = row / rows, place = row % rows;
+    const int kind = place < uint32_t(a.heads) ? 0 : place < 2u * a.heads ? 1 : 2;
+    const int head = int(place) - kind * a.heads;
+    const bool inside = token < uint32_t(a.tokens);
+
+    // The values do not wait for the index: a row that is not there is read too.
+    const AppendSource& source = a.source[kind];
+    const Global<Element> gRow{static_cast<Element*>(source.base) + token * source.token + head * source.head};
+    const Global<const Element> gIn{gRow.base};
+    const bool vectors = a.vectors >> kind & 1;
+    Chunk<Element> x[kChunks];
+#pragma unroll
+    for (int c = 0; c < kChunks; c++) {
+        const int channel = (c * kLanes + lane) * kChannels;
+        x[c].load(gIn + channel, inside ? a.head_dim - channel : 0, vectors);
+    }
+    const int64_t index = inside ? int64_t(Global<const int64_t>{a.index}[token]) : -1;
+    const bool there = index >= 0;
+
+    if (kRotary != kUnturned && kind != 1 && there) {
+        const int64_t position = Global<const int64_t>{a.positions}[token];
+        const Angles angles{{static_cast<const Table*>(a.cos) + position * a.cos_row},
+                            {static_cast<const Table*>(a.sin) + position * a.sin_row},
+                            a.cos_column,
+                            a.sin_column,
+                            a.pairs,
+                            (a.vectors & kVectorTable) != 0};
+#pragma unroll
+        for (int c = 0; c < kChunks; c++) {
+            const int channel = (c * kLanes + lane) * kChannels;
+            if (channel < 2 * a.pairs) rotate_chunk(x[c], gIn, channel, angles, vectors);
+        }
+    }
+    if (a.heads_q) {
+        ptx::sync_warp();  // Q turns in place: all lanes of a row have read their partners
+        if (kind == 2 && there) {
+#pragma unroll
+            for (int c = 0; c < kChunks; c++) {
+                const int channel = (c * kLanes + lane) * kChannels;
+                if (channel < 2 * a.pairs) x[c].store(gRow + channel, a.head_dim - channel, vectors);
+            }
+        }
+    }
+
+    const AppendStore& store = a.store[kind == 1];
+    const bool stored = there && kind < 2, vector_store = a.vectors >> (4 + kind) & 1;
+    const int64_t codes = index * store.codes_token + head * store.codes_head;
+    if constexpr (kFormat == kPlain) {
+        if (!stored) return;
+#pragma unroll
+        for (int c = 0; c < kChunks; c++) {
+            const int channel = (c * kLanes + lane) * kChannels;
+            const Global<Stored> gOut{static_cast<Stored*>(store.codes) + codes + channel};
+            if (channel < a.head_dim) Plain<Stored>::store(x[c], gOut, a.head_dim - channel, vector_store);
+        }
+    } else {
+        const int64_t page = a.page_shift >= 0 ? index >> a.page_shift : index / a.page_size;
+        const int64_t at = page * store.scale_page + (index - page * a.page_size) * store.scale_token + head * store.scale_head;
+        const Global<uint8_t> gCodes{static_cast<uint8_t*>(store.codes) + codes};
+        if constexpr (kFormat == kInt4)
+            store_nibbles(x, lane, a.head_dim, a.group_lanes, gCodes, {static_cast<bf16*>(store.scale) + at},
+                          {static_cast<bf16*>(store.zero) + at}, stored, vector_store);
+        else
+            store_codes(x, lane, a.head_dim, gCodes, {static_cast<float*>(store.scale) + at}, stored, vector_store);
+    }
+}

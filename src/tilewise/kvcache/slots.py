@@ -1,0 +1,113 @@
+"""Slots: where the new tokens of a step go, on the host and, for a cache on a card, in two arrays there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from tilewise.kvcache.pool import Ints
+
+if TYPE_CHECKING:
+    from tilewise.kvcache.paged import PagedKVCache
+
+
+class Places:
+    """(2, capacity) int64 on a card: the positions and the index of a step's tokens; index -1 where there is none."""
+
+    __slots__ = ("rows", "step", "tensor")
+
+    def __init__(self, capacity: int, device: torch.device) -> None:
+        with torch.inference_mode(False):  # or a later step outside of it could not refresh them
+            self.tensor = torch.empty((2, capacity), dtype=torch.int64, device=device)
+        self.rows: tuple[torch.Tensor, ...] = ()  # views, kept because making one costs as much as a launch
+        self.step = 0  # counts the steps that were in them
+
+    def fill(self, positions: Ints, index: Ints) -> None:
+        self.step += 1
+        if not self.tensor.numel():
+            return
+        values = np.zeros(tuple(self.tensor.shape), np.int64)
+        values[0, : len(positions)], values[1, : len(index)] = positions, index
+        values[1, len(index) :] = -1
+        upload(values, self.tensor.device, into=self.tensor)
+
+
+def upload(values: npt.NDArray[Any], device: torch.device, into: torch.Tensor | None = None) -> torch.Tensor:
+    """An array as a tensor of `device`: one copy on the current stream that nobody waits for, from pinned memory.
+
+    Torch's host allocator gives the pinned block out again only when the copies from it are over, so there is no
+    staging buffer to guard here.
+    """
+    if device.type == "cuda":
+        host = torch.empty(values.shape, dtype=_DTYPES[values.dtype.name], device="cpu", pin_memory=True)
+        host.numpy()[...] = values
+    else:
+        host = torch.from_numpy(values)
+    if into is None:
+        return host.to(device, non_blocking=True)
+    return into.copy_(host, non_blocking=True)
+
+
+_DTYPES = {"int64": torch.int64, "int32": torch.int32}
+
+
+@dataclass(frozen=True, eq=False)
+class Slots:
+    """Room reserved by extend() for new tokens, packed in the order of `seqs`; len() is their number.
+
+    `counts` new tokens for each of `seqs`; host_positions (total,) int64, each token's place in its sequence;
+    host_index (total,) int64, where it is stored: page · page_size + offset.
+    """
+
+    seqs: tuple[int, ...]
+    counts: tuple[int, ...]
+    host_positions: Ints
+    host_index: Ints
+    _cache: PagedKVCache = field(repr=False)
+    _pages: Ints = field(repr=False)
+    _generations: Ints = field(repr=False)  # of _pages when they were reserved: other numbers mean stale slots
+    _places: Places | None = field(repr=False, default=None)  # None: the host reads the cache
+    _step: int = field(repr=False, default=0)  # of _places
+    _losses: list[int] = field(repr=False, default_factory=list)  # pool.losses when last known good
+    _layers: set[int] = field(repr=False, default_factory=set)  # the layers written
+    _when_complete: list[Callable[[], None]] = field(repr=False, default_factory=list)
+
+    def __len__(self) -> int:
+        return len(self.host_index)
+
+    @property
+    def positions(self) -> torch.Tensor:
+        """host_positions as a tensor on the cache's device."""
+        return torch.from_numpy(self.host_positions) if self._places is None else self._on_card(0)
+
+    @property
+    def index(self) -> torch.Tensor:
+        """host_index as a tensor on the cache's device."""
+        return torch.from_numpy(self.host_index) if self._places is None else self._on_card(1)
+
+    @property
+    def complete(self) -> bool:
+        """Whether every layer has been written."""
+        return len(self._layers) == self._cache.num_layers or len(self.host_index) == 0
+
+    @cached_property
+    def reach(self) -> int:
+        """The largest position, -1 if there is none."""
+        return int(self.host_positions.max(initial=-1))
+
+    def _on_card(self, which: int) -> torch.Tensor:
+        self._check_own_places()
+        assert self._places is not None
+        self._places.rows = self._places.rows or self._places.tensor.unbind()
+        row = self._places.rows[which]
+        return row if len(row) == len(self) else row[: len(self)]
+
+    def _check_own_places(self) -> None:
+        if self._places is not None and self._places.step != self._step:
+            raise ValueError("slots are stale: extend(..., into=slots) gave their arrays to a later step")

@@ -1,0 +1,130 @@
+"""The tensors that pages lie in: how they are laid out, checked, filled, copied and read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from tilewise import checks
+from tilewise.kvcache.formats import KVFormat
+from tilewise.kvcache.pool import Ints, Pages, page_step
+from tilewise.kvcache.slots import upload
+
+Parts = list[torch.Tensor]
+
+
+def uses_kernels(device: torch.device) -> bool:
+    """Whether pages there are written and read by kernels, and laid out for them."""
+    return device.type == "cuda"
+
+
+def allocate(form: KVFormat, lead: tuple[int, int, int, int], device: torch.device, *, for_kernels: bool) -> Parts:
+    """Uninitialised components, each (layers, pages, page_size, heads, *trailing); `lead` is the first four.
+
+    A run of consecutive pages of one layer is a plain view (tokens, heads, D), which attention reads without a copy.
+    For kernels, scales and zeros lie as (layers, pages, heads, page_size, *trailing): those of one head are then
+    contiguous within a page, as a warp that reads one head wants them.
+    """
+    layers, pages, size, heads = lead
+    made = []
+    with torch.inference_mode(False):  # or only code under inference_mode could write to it
+        for number, c in enumerate(form.components):
+            if for_kernels and number:
+                shape = (layers, pages, heads, size, *c.shape)
+                made.append(torch.empty(shape, dtype=c.dtype, device=device).transpose(2, 3))
+            else:
+                made.append(torch.empty((*lead, *c.shape), dtype=c.dtype, device=device))
+    return made
+
+
+def copy_pages(storage: Sequence[torch.Tensor], old: Ints, new: Ints, *, by_kernel: bool) -> None:
+    """Pages `old` to `new` in every layer and component; no page is in both."""
+    if by_kernel:
+        from tilewise import append  # it needs the compiler and the driver, which a cache on the CPU does not
+
+        append.copy_pages(storage, upload(np.stack([old, new]), storage[0].device))
+        return
+    for stored in storage:
+        stored = as_bytes(stored)
+        stored.index_copy_(1, torch.from_numpy(new), stored.index_select(1, torch.from_numpy(old)))
+
+
+def read(
+    form: KVFormat, storages: Sequence[Parts], layer: int, touched: Pages, rows: slice, dtype: torch.dtype
+) -> list[torch.Tensor]:
+    """(n, rows, heads, D) of each storage: rows of the tokens in n lists of pages `touched` (n, c), as load() says."""
+    step = page_step(touched)
+    first = int(touched[0, 0]) if touched.size else 0
+    index = None
+
+    def part(stored: torch.Tensor) -> torch.Tensor:
+        nonlocal index
+        size = stored.shape[1]
+        if step is not None and (size == 1 or stored.stride(0) == size * stored.stride(1)):
+            tokens = stored.flatten(0, 1)[first * size + rows.start :]
+            shape = (len(touched), rows.stop - rows.start, *tokens.shape[1:])
+            return tokens.as_strided(shape, (step * size * tokens.stride(0), *tokens.stride()))
+        if index is None:
+            index = upload(touched.astype(np.int64).reshape(-1), stored.device)
+        gathered = as_bytes(stored).index_select(0, index).view(stored.dtype)
+        return gathered.reshape(len(touched), touched.shape[1] * size, *stored.shape[2:])[:, rows]
+
+    return [form.decode([part(stored[layer]) for stored in storage], dtype) for storage in storages]
+
+
+def as_bytes(x: torch.Tensor) -> torch.Tensor:
+    """One-byte dtypes as uint8: torch copies float8 by index only so."""
+    return x.view(torch.uint8) if x.element_size() == 1 else x
+
+
+def check_device(device: Any) -> torch.device:
+    """The device with its number, of a kind that serves."""
+    if not isinstance(device, (str, torch.device)):
+        raise TypeError(f"device must be a str or torch.device, got {type(device).__name__}")
+    try:
+        found = torch.device(device)
+    except RuntimeError:
+        raise ValueError(f"device must be 'cpu' or 'cuda', got {device!r}, which is no device") from None
+    if found.type == "cpu":
+        return torch.device("cpu")
+    if found.type != "cuda":
+        raise NotImplementedError(f"device {found} is not served: the paged cache runs on device='cpu' or 'cuda'")
+    if not torch.cuda.is_available() or (found.index or 0) >= torch.cuda.device_count():
+        raise NotImplementedError(f"device {found} is not here: torch {torch.__version__} cannot use it; device='cpu'")
+    return torch.device("cuda", torch.cuda.current_device() if found.index is None else found.index)
+
+
+def check_writable(name: str, pages: torch.Tensor) -> None:
+    """Raise ValueError where torch would not let them be written."""
+    if pages.is_inference() and not torch.is_inference_mode_enabled():
+        raise ValueError(
+            f"{name} must be tensors that can be written here, got some made under torch.inference_mode(), which can "
+            "be written only under it; make them outside of it, or clone() them here"
+        )
+
+
+def check_foreign(
+    k_pages: torch.Tensor, v_pages: torch.Tensor, page_table: torch.Tensor, lengths: torch.Tensor
+) -> torch.device:
+    """Raise unless the arguments of from_pages() are of the right kind and shape; their device."""
+    shape = ("num_pages", "page_size", "kv_heads", "head_dim")
+    checks.tensor("k_pages", k_pages, shape=shape, dtypes=checks.FLOATS, unit_last_stride=True)
+    device = check_device(k_pages.device)
+    checks.tensor(
+        "v_pages", v_pages, shape=tuple(k_pages.shape), dtypes=(k_pages.dtype,), device=device, unit_last_stride=True
+    )
+    for name, pages in (("k_pages", k_pages), ("v_pages", v_pages)):
+        check_writable(name, pages)
+        try:
+            pages.view(-1, *pages.shape[2:])
+        except RuntimeError:
+            raise ValueError(
+                f"{name} must have its tokens one after another in memory, got strides {pages.stride()} for shape "
+                f"{tuple(pages.shape)}; use {name}.contiguous()"
+            ) from None
+    checks.tensor("page_table", page_table, shape=("n", "max_pages"), dtypes=checks.INTEGERS, device=device)
+    checks.tensor("lengths", lengths, shape=(len(page_table),), dtypes=checks.INTEGERS, device=device)
+    return device
