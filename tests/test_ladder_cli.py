@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tilewise import cli, forward, jit, ladder
+from tilewise import append, cli, decoding, forward, jit, ladder
 from tilewise.bench import ladder_commands, peers, rungs, tables
 from tilewise.kernels import KERNELS_ROOT
 
@@ -259,7 +259,8 @@ def test_hopper_rungs_are_compiled_for_hopper_alone(run, monkeypatch):
         ),
     )
     monkeypatch.setattr(ladder, "RUNGS", (NAIVE, replace(NAIVE, name="by_tma", tile_kv=64)))
-    monkeypatch.setattr(forward, "specs", lambda every: [])
+    for product in (append, decoding, forward):
+        monkeypatch.setattr(product, "specs", lambda every=False: [])
     code, out, _ = run("kernels", "--all", "--json")
     assert code == 0
     heads, apart = len(NAIVE.head_dims), len(ladder.SPILLING.head_dims)

@@ -16,9 +16,9 @@ from typing import Any, Final, Literal
 import numpy as np
 import torch
 
-from . import checks, cpu, gpu
+from . import checks, cpu, decoding, gpu
 from .kvcache import PagedKVCache, PrefixCache
-from .plan import DecodePlan, Plan, Window, plan_dense, plan_shared_prefix, plan_varlen
+from .plan import DecodePlan, Ints, Plan, Window, plan_dense, plan_shared_prefix, plan_varlen
 from .sparse import BlockSchedule
 from .state import add_sinks
 from .tree import CPU_COST, CostModel, plan_tree
@@ -310,6 +310,7 @@ def plan_decode(
     share_prefix: Literal["auto"] | bool = "auto",
     window: Window | None = None,
     cost: CostModel | None = None,
+    room: int = 0,
 ) -> DecodePlan:
     """Plan one decode step of `seqs` for all layers.
 
@@ -317,11 +318,12 @@ def plan_decode(
     tokens up to itself (of a sequence with fewer tokens the first rows see nothing). window: (left, right) as in
     `attention`. share_prefix: True puts the rows of all sequences under a node of the page tree over its tokens once,
     False never, "auto" where `cost` (a CostModel, the device's by default) says that it pays. The plan holds until one
-    of its sequences changes.
+    of its sequences changes. room: on a GPU, tokens that each sequence may grow by under `grow_plan`.
     """
     pages = _check_cache(cache)
     checks.integer("num_heads", num_heads, 1)
     checks.integer("tokens_per_seq", tokens_per_seq, 1)
+    checks.integer("room", room, 0)
     if num_heads % pages.num_kv_heads:
         raise ValueError(f"num_heads must be a multiple of the cache's {pages.num_kv_heads} KV heads, got {num_heads}")
     if not isinstance(share_prefix, bool) and not (isinstance(share_prefix, str) and share_prefix == "auto"):
@@ -331,6 +333,10 @@ def plan_decode(
     if not isinstance(seqs, (Sequence, torch.Tensor, np.ndarray)):
         raise TypeError(f"seqs must be a list of sequences, got {type(seqs).__name__}")
     members = [checks.integer("seqs", s) for s in seqs]
+    on_card = pages.device.type == "cuda"
+    row_bytes = 2 * pages.format.bytes_per_token_head
+    if not on_card:  # there every format runs at float32's pace, and a quantised one is turned into it first
+        row_bytes = 2 * 4 * pages.head_dim * (1 if pages.format.dtype is not None else DEQUANTISE)
     return plan_tree(
         members,
         [pages.page_list(s) for s in members],
@@ -341,15 +347,48 @@ def plan_decode(
         head_dim=pages.head_dim,
         kv_row_bytes=2 * pages.format.bytes_per_token_head,
         io_bytes=pages.format.dtype.itemsize if pages.format.dtype is not None else 2,
-        # On the CPU every format runs at float32's pace, and a quantised one is turned into it first.
-        stream_row_bytes=2 * 4 * pages.head_dim * (1 if pages.format.dtype is not None else DEQUANTISE),
-        shortest_run=64,  # below it copying pages together costs less than another item
+        stream_row_bytes=row_bytes,
+        shortest_run=0 if on_card else 64,  # on a CPU, below it copying pages together costs less than another item
         cache_serial=pages.serial,
         tokens_per_seq=tokens_per_seq,
         window=_check_window(window),
         share=None if share_prefix == "auto" else bool(share_prefix),
-        cost=cost or CPU_COST,
+        cost=cost or (decoding.GPU_COST if on_card else CPU_COST),
+        room=room,
     )
+
+
+def grow_plan(plan: DecodePlan, cache: PagedKVCache | PrefixCache) -> DecodePlan:
+    """The plan for the same sequences after they were extended, all else being as it was.
+
+    On a GPU it is the same plan: the list of work stays, and the lengths and new pages go to the card in one copy on
+    the current stream, without a wait. So a captured `decode` replays over sequences that grow:
+
+        plan = plan_decode(cache, seqs, num_heads=32, room=512)
+        decode(q, cache, 0, plan, out=out)            # once, before the capture: it compiles
+        with torch.cuda.graph(graph):
+            decode(q, cache, 0, plan, out=out)
+        ...                                           # each step: extend, write, then
+        plan = grow_plan(plan, cache); graph.replay()
+
+    What sequences had of their own when the plan was made stays theirs alone. Beyond `room` it raises ValueError, and a
+    new plan is due. On a CPU, where a plan costs little, it is a new one.
+    """
+    pages = _check_cache(cache)
+    _check_plan(plan, pages)
+    lengths = pages.lengths_of(list(plan.seqs))
+    if pages.device.type != "cuda":
+        return plan_decode(
+            cache,
+            plan.seqs,
+            num_heads=plan.heads_q,
+            tokens_per_seq=plan.tokens_per_seq,
+            share_prefix=plan.shared_nodes > 0,
+            window=plan.window,
+            room=plan.room,
+        )
+    decoding.grow(plan, lengths, _PageLists(pages, plan.seqs))
+    return plan
 
 
 def decode(
@@ -373,25 +412,48 @@ def decode(
     Returns o (num_seqs, tokens_per_seq, Hq, D), with return_lse also the LSE (num_seqs, Hq, tokens_per_seq) float32.
     """
     pages = _check_cache(cache)
-    if not isinstance(plan, DecodePlan):
-        raise TypeError(f"plan must come from tilewise.plan_decode, got {type(plan).__name__}")
+    _check_plan(plan, pages)
     checks.integer("layer", layer, 0, pages.num_layers - 1)
     count, tokens = len(plan.seqs), plan.tokens_per_seq
     shape = (count, tokens, plan.heads_q, pages.head_dim)
     checks.tensor("q", q, shape=shape, dtypes=checks.FLOATS, unit_last_stride=True)
-    if plan.cache_serial != pages.serial:
-        raise ValueError("plan was made for another cache; call plan_decode with this one")
-    for seq, length in zip(plan.seqs, plan.lengths, strict=True):
-        if pages.length(seq) != length:
-            raise ValueError(
-                f"plan is out of date: sequence {seq} had {length} tokens and now has {pages.length(seq)}; "
-                "call plan_decode again after extending"
-            )
+    if q.device != pages.device:
+        raise ValueError(f"q must be on {pages.device} like the cache, got {q.device}")
+    changed = np.flatnonzero(pages.lengths_of(list(plan.seqs)) != plan.lengths)
+    if len(changed):
+        seq, length = plan.seqs[changed[0]], plan.lengths[changed[0]]
+        raise ValueError(
+            f"plan is out of date: sequence {seq} had {length} tokens and now has {pages.length(seq)}; "
+            "call plan_decode again after extending, or grow_plan"
+        )
     scoring = _scoring(q, scale, softcap)
     _check_sinks(sinks, plan.heads_q, q.device)
     checks.flag("return_lse", return_lse)
     _check_out(out, q)
-    _check_backend(backend, q, (sinks,))
+    where = _check_backend(backend, q, (sinks,), kernels=True)
+    if where != "cpu":
+        if ":" in backend:
+            raise NotImplementedError(f'backend "{backend}" runs attention() only; use backend="emulator" here')
+        o = out if out is not None and checks.place(out, q) is not None else q.new_empty(q.shape)
+        states = q.new_empty((count, plan.heads_q, tokens), dtype=torch.float32) if return_lse else None
+        decoding.run(
+            plan,
+            q,
+            pages.format,
+            *pages.parts(layer),
+            _PageLists(pages, plan.seqs),
+            plan.lengths,
+            o,
+            states,
+            scale=scoring.scale,
+            softcap=softcap,
+            sinks=sinks,
+            window=plan.window,
+            room=plan.room,
+        )
+        if out is not None and out is not o:
+            o = out.copy_(o)
+        return o if states is None else (o, states)
 
     order = torch.from_numpy(plan.order).long()  # plan's rows -> the caller's
     with _full_precision():
@@ -547,6 +609,23 @@ def _check_cache(cache: Any) -> PagedKVCache:
     if not isinstance(cache, PagedKVCache):
         raise TypeError(f"cache must be a PagedKVCache or a PrefixCache, got {type(cache).__name__}")
     return cache
+
+
+def _check_plan(plan: Any, pages: PagedKVCache) -> None:
+    if not isinstance(plan, DecodePlan):
+        raise TypeError(f"plan must come from tilewise.plan_decode, got {type(plan).__name__}")
+    if plan.cache_serial != pages.serial:
+        raise ValueError("plan was made for another cache; call plan_decode with this one")
+
+
+class _PageLists:
+    """The page lists of sequences, looked up one by one where one is wanted: most steps want none."""
+
+    def __init__(self, pages: PagedKVCache, seqs: Sequence[int]) -> None:
+        self._pages, self._seqs = pages, seqs
+
+    def __getitem__(self, n: int) -> Ints:
+        return self._pages.page_list(self._seqs[n])
 
 
 def _check_out(out: torch.Tensor | None, q: torch.Tensor) -> None:

@@ -26,6 +26,8 @@ Tilewise: attention kernels for LLM inference, planned once as a list of tiles.
                       sequences that share a prefix; a paged cache; block-sparse attention
   tilewise bench prefill
                       on a GPU: beside cuDNN and FlashAttention-3, hot and in turns; --only --csv --plot
+  tilewise bench serve
+                      on a GPU: decode and shared prefixes beside cuDNN and FlashInfer; --only --csv --plot
   tilewise sweep      lists for every dimension into a CSV, with plots; Ctrl-C and --resume
   tilewise schedule make | show | check
                       block-sparse patterns as files
@@ -280,7 +282,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 COMMANDS = (
     *("bench", "sweep", "ladder", "kernels", "schedule", "testdata", "doctor"),
-    *("prefix", "decode", "sparse", "prefill", "make", "show", "check"),
+    *("prefix", "decode", "sparse", "prefill", "serve", "make", "show", "check"),
 )
 
 

@@ -251,7 +251,8 @@ class Plan:
 class DecodePlan(Plan):
     """A plan over a cache's pages. Rows stand in tree order: row (n, t) is token t of sequence `order[n]` of `seqs`.
 
-    cache_serial: which cache it was made for. stored_tokens: tokens that lie in the pages, each counted once.
+    cache_serial: which cache it was made for. stored_tokens: tokens that lie in the pages, each counted once. room: how
+    many tokens each sequence may grow by under `grow_plan` before a kernel's list of work has to be made anew.
     """
 
     seqs: tuple[int, ...] = ()
@@ -259,6 +260,8 @@ class DecodePlan(Plan):
     order: Ints = field(default_factory=lambda: np.zeros(0, np.int32))
     tokens_per_seq: int = 1
     shared_nodes: int = 0
+    window: Window | None = None
+    room: int = 0
     cache_serial: int = -1
     stored_tokens: int = 0
 

@@ -75,6 +75,7 @@ def plan_tree(
     window: Window | None = None,
     share: bool | None = None,
     cost: CostModel = CPU_COST,
+    room: int = 0,
 ) -> DecodePlan:
     """The work list of a decode step. `share` None is "auto": the cost model decides node by node, taking one token's K
     and V in one KV head as `stream_row_bytes` (what the inner loop reads, if that is not what is stored).
@@ -164,6 +165,8 @@ def plan_tree(
         order=np.array(order, np.int32),
         tokens_per_seq=tokens_per_seq,
         shared_nodes=shared_nodes,
+        window=window,
+        room=room,
         cache_serial=cache_serial,
         stored_tokens=stored,
     )

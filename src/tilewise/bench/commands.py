@@ -5,10 +5,11 @@ from __future__ import annotations
 import json as jsonlib
 import shlex
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from types import ModuleType
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
@@ -169,14 +170,22 @@ def bench_sparse(
     _show_point(_point(given, "sparse"), loops, json)
 
 
+Only = Annotated[str, typer.Option(help="Rows whose name has this in it.", metavar="TEXT")]
+TableCsv = Annotated[Path | None, typer.Option("--csv", help="Where the measurements go as well.", show_default=False)]
+Plot = Annotated[bool, typer.Option("--plot", help="Draw PNGs beside the CSV at the end.")]
+Resume = Annotated[bool, typer.Option("--resume", help="Go on with the CSV: skip the rows it has.")]
+Force = Annotated[bool, typer.Option("--force", help="Overwrite the CSV.")]
+TableDevice = Annotated[str, typer.Option(help="Where the rows are measured.")]
+
+
 @bench.command("prefill")
 def bench_prefill(
-    only: Annotated[str, typer.Option(help="Rows whose name has this in it: 'D 128', varlen.", metavar="TEXT")] = "",
-    csv: Annotated[Path | None, typer.Option(help="Where the measurements go as well.", show_default=False)] = None,
-    plot: Annotated[bool, typer.Option("--plot", help="Draw PNGs beside the CSV at the end.")] = False,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on with the CSV: skip the rows it has.")] = False,
-    force: Annotated[bool, typer.Option("--force", help="Overwrite the CSV.")] = False,
-    device: Annotated[str, typer.Option(help="Where the rows are measured.")] = "cuda",
+    only: Only = "",
+    csv: TableCsv = None,
+    plot: Plot = False,
+    resume: Resume = False,
+    force: Force = False,
+    device: TableDevice = "cuda",
     loops: Loops = None,
     json: Json = False,
 ) -> None:
@@ -184,16 +193,75 @@ def bench_prefill(
 
     Under four minutes on an H200. Ctrl-C keeps what is done in the CSV.
     """
-    from . import peers, prefill, tables
+    from . import peers, plots, prefill
+
+    def notes(outcomes: Sequence[Outcome]) -> list[str]:
+        missing = peers.find(peers.FA3)
+        against = "bars against the better of cuDNN and it are not judged"
+        return [f"{peers.FA3}: {missing}; {against}"] if isinstance(missing, str) else []
+
+    title = "Prefill on {machine}: TFLOP/s, hot and in turns, bfloat16"
+    sheet = SheetOptions(csv, plot, resume, force)
+    _show_rows(prefill, title, notes, plots.draw, only, sheet, device, loops, json)
+
+
+@bench.command("serve")
+def bench_serve(
+    only: Only = "",
+    csv: TableCsv = None,
+    plot: Plot = False,
+    resume: Resume = False,
+    force: Force = False,
+    device: TableDevice = "cuda",
+    loops: Loops = None,
+    json: Json = False,
+) -> None:
+    """Decode and shared prefixes on a GPU: Tilewise, cuDNN and FlashInfer from graphs, row by row with the bars.
+
+    Under two minutes on an H200, of which it takes 20 GB of memory. Ctrl-C keeps what is done in the CSV.
+    """
+    from . import serve, serve_plots
+
+    title = "Decode on {machine}: µs, graph replay, L2 flushed, in turns, bfloat16"
+    sheet = SheetOptions(csv, plot, resume, force)
+    _show_rows(serve, title, serve.notes, serve_plots.draw, only, sheet, device, loops, json)
+
+
+Draw = Callable[[Path, Callable[[str], None]], list[Path]]  # of a CSV; the second is told what cannot be drawn
+
+
+class SheetOptions(NamedTuple):
+    """What to do with a CSV."""
+
+    csv: Path | None
+    plot: bool
+    resume: bool
+    force: bool
+
+
+def _show_rows(
+    table: ModuleType,
+    title: str,
+    notes: Callable[[Sequence[Any]], list[str]],
+    draw: Draw,
+    only: str,
+    options: SheetOptions,
+    device: str,
+    loops: int | None,
+    json: bool,
+) -> None:
+    """Measure and show the rows of a table, `prefill` or `serve`; notes: lines below it; draw: its CSV."""
+    from . import tables
     from .records import machine
     from .sweep import Sheet
 
+    csv, plot, resume, force = options
     if csv is None and (plot or resume or force):
         raise typer.BadParameter("--plot, --resume and --force are about the CSV: say where it is with --csv")
     if resume and force:
         raise typer.BadParameter(BOTH)
     with usage():
-        rows = prefill.rows(device)
+        rows = table.rows(device)
     chosen = [row for row in rows if only.lower() in row.name.lower()]
     if not chosen:
         raise typer.BadParameter(f"{only!r} is in none of: {'; '.join(row.name for row in rows)}", param_hint="--only")
@@ -202,45 +270,44 @@ def bench_prefill(
     stopped = False
     with Sheet(csv, resume=resume, force=force) if csv else nullcontext() as sheet:
         try:
-            for outcome in prefill.run(chosen, sheet, loops):
+            for outcome in table.run(chosen, sheet, loops):
                 outcomes.append(outcome)
-                errors.print(tables.prefill_line(outcome), style="dim", soft_wrap=True, markup=False)
+                errors.print(tables.row_line(outcome, table.COLUMNS), style="dim", soft_wrap=True, markup=False)
         except KeyboardInterrupt:
             stopped = True
     results = [result for outcome in outcomes for result in outcome.results]
     if json:
         typer.echo(jsonlib.dumps([_outcome(outcome) for outcome in outcomes], indent=1))
     else:
-        title = f"Prefill on {machine(device)}: TFLOP/s, hot and in turns, bfloat16"
         lines = [f"{outcome.row.name}: {note}" for outcome in outcomes for note in tables.notes(outcome.results)]
-        if isinstance(missing := peers.find(peers.FA3), str):
-            lines.append(f"{peers.FA3}: {missing}; bars against the better of cuDNN and it are not judged")
-        _print(tables.prefill_table(title, outcomes), lines)
+        shown = tables.rows_table(title.format(machine=machine(device)), outcomes, table.COLUMNS)
+        _print(shown, [*lines, *notes(outcomes)])
     if stopped:
         kept = f" and in {csv}: go on with --resume" if csv else ""
         errors.print(f"stopped: {len(outcomes)} of {len(chosen)} rows are measured{kept}", soft_wrap=True, markup=False)
         raise typer.Exit(130)
     if plot and csv:
-        _draw(csv)
+        _draw(csv, draw)
     _fail_if_wrong(results)
 
 
 def _outcome(outcome: Outcome) -> dict[str, Any]:
     from .records import records
+    from .serve import Outcome as Served
 
     bars = [
         {"bar": goal.text, "reached": goal.measure(outcome), "of": goal.what, "met": goal.met_by(outcome)}
         for goal in outcome.row.goals
     ]
-    return {"row": outcome.row.name, "bars": bars, "results": records(outcome.row.point, outcome.results)}
+    by_point = outcome.by_point if isinstance(outcome, Served) else {}
+    found = [records(*one) for one in (by_point or {outcome.row.point: outcome.results}).items()]
+    return {"row": outcome.row.name, "bars": bars, "results": [record for one in found for record in one]}
 
 
-def _draw(csv: Path) -> None:
+def _draw(csv: Path, draw: Draw) -> None:
     """Draw the CSV and say what was drawn."""
-    from . import plots
-
     skipped: list[str] = []
-    drawn = plots.draw(csv, skipped.append)
+    drawn = draw(csv, skipped.append)
     for path in drawn:
         typer.echo(f"drew {path}")
     for line in skipped:
@@ -447,7 +514,7 @@ def sweep(
     """
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-    from . import tables
+    from . import plots, tables
     from .measure import OK
     from .sweep import Sheet, combinations, run
     from .workloads import Point
@@ -499,7 +566,7 @@ def sweep(
     bad = [result for result in results if result.ours and result.status != OK]
     typer.echo(f"{len(todo)} points measured, {len(points) - len(todo)} were there already: {csv}")
     if plot:
-        _draw(csv)
+        _draw(csv, plots.draw)
     for line in tables.notes(bad):
         errors.print(line, style="bold red", soft_wrap=True, markup=False)
     if bad:

@@ -403,12 +403,12 @@ def specs(names: Sequence[str] = (), *, every: bool = False) -> list[tuple[Kerne
     In bfloat16 and head dimension 128 or the nearest, or in `every` dtype and head dimension it is written for. The
     product's come last.
     """
-    from .. import forward
+    from .. import append, decoding, forward
     from .rungs import Shape, apart, steps
     from .workloads import DTYPES
 
     rungs = [*(step for step in steps() if step.rung is not None), apart()]
-    product = forward.specs(every=every)
+    product = [*forward.specs(every=every), *decoding.specs(every=every), *append.specs(every=every)]
     known = [*(step.name for step in rungs), *dict.fromkeys(spec.name for spec in product)]
     for name in names:
         if name not in known:
@@ -421,7 +421,8 @@ def specs(names: Sequence[str] = (), *, every: bool = False) -> list[tuple[Kerne
         served = [(dtype, hdim) for dtype in step.dtypes for hdim in step.head_dims]
         for dtype, hdim in served if every else [step.nearest(usual)]:
             found.append((step.rung.spec(DTYPES[dtype], hdim), step.rung.hopper))
-    return found + [(spec, True) for spec in product if not names or spec.name in names]
+    anywhere = {spec.name for spec in append.specs()}
+    return found + [(spec, spec.name not in anywhere) for spec in product if not names or spec.name in names]
 
 
 def _resources(pairs: Sequence[tuple[KernelSpec, str]]) -> list[ResourceRow]:

@@ -14,11 +14,14 @@ from itertools import accumulate
 from types import ModuleType
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 Run = Callable[[torch.Tensor | None], torch.Tensor]
+Ints = npt.NDArray[np.int32]
 
 SDPA = "torch SDPA"
 SDPA_MASK = "torch SDPA + mask"
@@ -28,12 +31,14 @@ CUDNN = "cuDNN"
 CUDNN_PADDED = "cuDNN, padded"
 FA2 = "torch FA2"
 FA3 = "FlashAttention-3"
+FLASHINFER = "FlashInfer"
+FLASHINFER_CASCADE = "FlashInfer cascade"
 
 # Name and the modules that may carry it, the first importable one wins.
 CUDA_PEERS: dict[str, tuple[str, ...]] = {
     "FlashAttention-2": ("flash_attn",),
     FA3: ("flash_attn_interface", "fa3_fwd_interface"),
-    "FlashInfer": ("flashinfer",),
+    FLASHINFER: ("flashinfer",),
 }
 
 
@@ -134,7 +139,7 @@ def cuda_peers(
     """
     if q.device.type != "cuda":
         return {}, f"not measured: {', '.join(CUDA_PEERS)} (they take CUDA tensors, these are on the {q.device.type})"
-    makers = {"FlashAttention-2": _flash_attention, FA3: _flash_attention, "FlashInfer": _flashinfer}
+    makers = {"FlashAttention-2": _flash_attention, FA3: _flash_attention, FLASHINFER: _flashinfer}
     runs: dict[str, Run] = {}
     absent = []
     for name, make in makers.items():
@@ -205,3 +210,73 @@ def _flashinfer(
         return o.view(q.shape)
 
     return run
+
+
+# ---- FlashInfer over pages, from its documentation --------------------------------------------------------------
+
+
+def flashinfer_decode(
+    module: Any, q: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor, table: Ints, last: int
+) -> Run:
+    """Batch decode, each sequence over all its pages.
+
+    q: (B, 1, H, D); k_pages, v_pages: (pages, page size, Hkv, D); table: (B, pages of each); last: tokens in the last
+    page of each.
+    """
+
+    def plan(workspace: torch.Tensor) -> Any:
+        # With groups of query heads its users turn the tensor cores on.
+        wrapper = module.BatchDecodeWithPagedKVCacheWrapper(workspace, "NHD", use_tensor_cores=True)
+        wrapper.plan(*_paged_arrays(table, last, q.device), *_paged_sizes(q, k_pages), **_paged_types(q, k_pages))
+        return wrapper
+
+    return _planned_run(plan, q, (k_pages, v_pages))
+
+
+def flashinfer_cascade(
+    module: Any,
+    q: torch.Tensor,
+    k_pages: torch.Tensor,
+    v_pages: torch.Tensor,
+    levels: Sequence[Ints],
+    last: Sequence[int],
+) -> Run:
+    """Its cascade: level by level (nodes, pages of each), the rows of a node's sequences together; states merged."""
+
+    def plan(workspace: torch.Tensor) -> Any:
+        wrapper = module.MultiLevelCascadeAttentionWrapper(len(levels), workspace, "NHD")
+        rows_at = [starts_of([len(q) // len(nodes)] * len(nodes), q.device) for nodes in levels]
+        arrays = zip(*(_paged_arrays(*level, q.device) for level in zip(levels, last, strict=True)), strict=True)
+        wrapper.plan(rows_at, *map(list, arrays), *_paged_sizes(q, k_pages), **_paged_types(q, k_pages))
+        return wrapper
+
+    return _planned_run(plan, q, (k_pages, v_pages))
+
+
+def _planned_run(plan: Callable[[torch.Tensor], Any], q: torch.Tensor, pages: tuple[torch.Tensor, torch.Tensor]) -> Run:
+    """Planned at the first call, outside the timed ones; 128 MB, its usual workspace, is little for many sequences."""
+    planned: list[Any] = []
+
+    def run(_: torch.Tensor | None) -> torch.Tensor:
+        if not planned:
+            planned.append(plan(torch.empty(512 << 20, dtype=torch.uint8, device=q.device)))
+        o: torch.Tensor = planned[0].run(q.flatten(0, 1), pages)
+        return o.view(q.shape)
+
+    return run
+
+
+def _paged_arrays(table: Ints, last: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Where each row's pages start, the pages, and the tokens in the last page of each, all int32."""
+    lengths = torch.full((len(table),), last, dtype=torch.int32, device=device)
+    pages = torch.from_numpy(table.reshape(-1)).to(device)
+    return starts_of([table.shape[1]] * len(table), device), pages, lengths
+
+
+def _paged_sizes(q: torch.Tensor, k_pages: torch.Tensor) -> tuple[int, int, int, int]:
+    """Query heads, KV heads, head dimension, page size."""
+    return q.shape[2], k_pages.shape[2], q.shape[3], k_pages.shape[1]
+
+
+def _paged_types(q: torch.Tensor, k_pages: torch.Tensor) -> dict[str, torch.dtype]:
+    return {"q_data_type": q.dtype, "kv_data_type": k_pages.dtype}

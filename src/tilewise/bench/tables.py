@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from rich import box
 from rich.console import Console
@@ -14,7 +14,7 @@ from rich.text import Text
 from . import peers
 from .bars import Bar, PlanBar
 from .measure import FAILED, OK, WRONG, Result, Timing
-from .prefill import COLUMNS, Outcome
+from .prefill import Outcome
 
 # A pipe has no width; these tables need this much to stay in one piece. On a narrower terminal they leave columns out.
 FULL_WIDTH = 132
@@ -94,18 +94,19 @@ class BarsTable:
         return [_name(result), _check(result, wide=False), *numbers]
 
 
-def prefill_table(title: str, outcomes: Iterable[Outcome]) -> Table:
-    """The rows of the prefill table with up to two bars each; rates are TFLOP/s."""
-    table = _table(title, ("problem",), (*COLUMNS, *("reached", "bar", "met") * 2))
+def rows_table(title: str, outcomes: Sequence[Outcome], columns: Sequence[str]) -> Table:
+    """The rows of the prefill or serving table with their bars; `columns` are what the outcomes' rates are of."""
+    bars = max((len(outcome.row.goals) for outcome in outcomes), default=1)
+    table = _table(title, ("problem",), (*columns, *("reached", "bar", "met") * bars))
     for outcome in outcomes:
         rates = [_number(rate) for rate in outcome.rates]
         table.add_row(outcome.row.name, *rates, *(cell for bar in _reached(outcome) for cell in bar))
     return table
 
 
-def prefill_line(outcome: Outcome) -> str:
+def row_line(outcome: Outcome, columns: Sequence[str]) -> str:
     """The same in one line, to be shown as soon as the row is measured."""
-    rates = [f"{name} {_number(rate)}" for name, rate in zip(COLUMNS, outcome.rates, strict=True) if rate is not None]
+    rates = [f"{name} {_number(rate)}" for name, rate in zip(columns, outcome.rates, strict=True) if rate is not None]
     bars = [" ".join(str(cell) for cell in bar) for bar in _reached(outcome)]
     return f"{outcome.row.name}: " + "; ".join([*([", ".join(rates)] if rates else []), *bars])
 

@@ -1,0 +1,483 @@
+"""Decode on a GPU, kernels/sm90/decode.cu and decode_tree.cu: which kernel serves a plan, its arguments, its launch.
+
+`run` attends a plan's queries over one layer's pages, on a card or, over CPU tensors, in the emulator. The list of
+work (worklist.py) is made once a plan and kept on it, so that all layers of a step share it. What changes when
+sequences only grow lies apart in a few bytes, which WorkList.grow renews: a captured graph replays over them.
+
+Unshared, a sequence's result is the same to the bit whatever else is decoded with it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from . import emulate, jit
+from .forward import EMULATED_BLOCKS, FAR, Divisor
+from .kernels import KernelSpec
+from .kernels.hardware import LIMITS, TensorMapSpec
+from .kvcache.formats import KVFormat
+from .ladder import ELEMENTS, LOG2E, MAP_TYPES, PANEL, Strides
+from .plan import DecodePlan, Window
+from .tree import CostModel
+from .worklist import CHUNK, TILE_TOKENS, PageLists, Shape, Splitting, WorkList, uses_tiles, work_list
+
+Parts = Sequence[torch.Tensor]
+
+DTYPES = (torch.bfloat16, torch.float16)
+HEAD_DIMS = (64, 96, 128, 192, 256)
+TILE_HEAD_DIMS = (64, 96, 128)  # what two warpgroups have registers for beside the streaming warps
+MAX_TOKENS, MAX_GROUP = 16, 64
+FORMATS = {"bf16": 0, "fp16": 0, "fp8": 1, "int8": 2, "int4": 3}  # tile/quant.cuh: Format
+BITS = {"bf16": 16, "fp16": 16, "fp8": 8, "int8": 8, "int4": 4}
+RING_BYTES = 65536  # of a block's streaming warps: what they have on its way at a time
+TILE_THREADS = 384  # sm90/decode_tree.cu: beside the streaming warps
+BLOCK_OVERHEAD = 1024  # bytes of shared memory that the system takes of each block's
+
+# An H200: 4.4 TB/s of KV, about 500 TFLOP/s over shared nodes; an item costs its first loads and its state; a row's
+# state goes out and comes back through L2.
+GPU_COST = CostModel(item_us=2.0, kv_bytes_per_us=4.4e6, flops_per_us=500e6, row_state_us=0.0004)
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """Query rows of a stream item at most, streaming warps of a block, chunks in a warp's ring, blocks of a
+    multiprocessor; tile_stages: tiles of 64 tokens in the ring of the tiles' body, 0 for a kernel without it."""
+
+    rows: int
+    warps: int
+    stages: int
+    blocks: int
+    tile_stages: int = 0
+
+
+def stage_bytes(fmt: KVFormat) -> int:
+    """K and V of a chunk."""
+    return 2 * CHUNK * fmt.head_dim * BITS[fmt.name] // 8
+
+
+def scale_groups(fmt: KVFormat) -> int:
+    return -(-fmt.head_dim // fmt.group_size) if fmt.name == "int4" else 1
+
+
+def shared_bytes(fmt: KVFormat, tiling: Tiling) -> int:
+    """Of a block: sm90/decode_load.cuh and decode_merge.cuh lay it out."""
+    tiles = tiling.tile_stages * 2 * TILE_TOKENS * -(-fmt.head_dim // PANEL) * 2 * PANEL
+    rings = tiling.warps * tiling.stages
+    scales = {"fp8": 2 * CHUNK * 4, "int8": 2 * CHUNK * 4, "int4": 4 * CHUNK * 2 * scale_groups(fmt)}.get(fmt.name, 0)
+    at_meeting = -(-(tiles + rings * stage_bytes(fmt)) // 1024) * 1024 + rings * (scales + 8)
+    if tiling.tile_stages:
+        at_meeting += 16 * tiling.tile_stages + 2 * 64 * 4 + 256 * 16
+    meeting = tiling.warps * tiling.rows * ((fmt.head_dim + 4) * 4 + 8) + 4 * tiling.rows
+    return -(-at_meeting // 16) * 16 + meeting
+
+
+@lru_cache(maxsize=256)
+def choose_tiling(fmt: KVFormat, rows_each: int, tiles: bool = False, tma: bool = True) -> Tiling:
+    """The kernel's shape for `rows_each` query rows a sequence and KV head.
+
+    How warps share a range must be the same with and without tiles, so that what a sequence has of its own comes out
+    the same; rows and stages change no bit. Two blocks where they fit; int4 takes more warps to decode.
+    """
+    warps = 8 if fmt.name == "int4" and fmt.head_dim <= 128 else 4
+    stages = max(2, min(8, RING_BYTES // warps // stage_bytes(fmt)))
+    limits = LIMITS["sm_90a"]
+    if tiles:
+        sizes = (Tiling(8, warps, stages, 1, n) for n in range(8, 1, -1))
+        return next(t for t in sizes if shared_bytes(fmt, t) <= limits.shared_block)
+    wide = rows_each > 8 and fmt.head_dim <= 128  # sixteen rows of more do not fit a warp's registers: two passes
+    two, one = (Tiling(16 if wide else 8, warps, stages, blocks) for blocks in (2, 1))
+    fits = 2 * (shared_bytes(fmt, two) + BLOCK_OVERHEAD) <= limits.shared_sm
+    if warps == 8 and (wide or not tma):  # two blocks would have 128 registers a thread
+        fits = False
+    return two if fits else one
+
+
+@lru_cache(maxsize=1024)
+def decode_spec(
+    dtype: torch.dtype,
+    fmt: KVFormat,
+    page_size: int,
+    tiling: Tiling,
+    *,
+    tma: bool = True,
+    scale_runs: bool = True,
+    softcap: bool = False,
+) -> KernelSpec:
+    """The kernel for queries of `dtype` over pages of `fmt`."""
+    constants = (
+        ("Element", ELEMENTS[dtype]),
+        ("Operand", "bf16" if fmt.name == "bf16" else "half"),
+        ("kStoredAs", FORMATS[fmt.name]),
+        ("kHeadDim", fmt.head_dim),
+        ("kGroupSize", fmt.group_size),
+        ("kPageSize", page_size),
+        ("kRows", tiling.rows),
+        ("kWarps", tiling.warps),
+        ("kStages", tiling.stages),
+        ("kBlocksPerSm", tiling.blocks),
+        ("kTma", tma),
+        ("kScaleRuns", scale_runs),
+        ("kSoftcap", softcap),
+        ("kTileStages", tiling.tile_stages),
+    )
+    entry = "decode_tree" if tiling.tile_stages else "decode"
+    threads = 32 * tiling.warps + (TILE_THREADS if tiling.tile_stages else 0)
+    return KernelSpec(entry, f"sm90/{entry}.cu", entry, constants, threads, shared_bytes(fmt, tiling), product=True)
+
+
+def specs(*, every: bool = False) -> list[KernelSpec]:
+    """The kernels as users get them: bfloat16, D 128, four rows, pages of 16; or `every` format and head dimension."""
+    found = []
+    for name in FORMATS if every else ("bf16", "fp8", "int8", "int4"):
+        dtype = torch.float16 if name == "fp16" else torch.bfloat16
+        for head_dim in HEAD_DIMS if every else (128,):
+            fmt = KVFormat(name, head_dim)
+            asked = [choose_tiling(fmt, rows) for rows in ((4, 16) if every else (4,))]
+            if tiles_can(dtype, fmt, True):
+                asked.append(choose_tiling(fmt, 4, tiles=True))
+            for tiling in asked:
+                found.append(decode_spec(dtype, fmt, 16, tiling))
+                if every:
+                    found.append(decode_spec(dtype, fmt, 64, tiling, softcap=True))
+                if every and not tiling.tile_stages:
+                    copied = replace(tiling, blocks=choose_tiling(fmt, tiling.rows, tma=False).blocks)
+                    found.append(decode_spec(dtype, fmt, 24, copied, tma=False, scale_runs=False))
+    return list(dict.fromkeys(found))
+
+
+def tiles_can(dtype: torch.dtype, fmt: KVFormat, tma: bool) -> bool:
+    """Does the tiles' body serve these queries and pages? Else shared nodes go through streaming warps."""
+    return tma and fmt.dtype == dtype and fmt.head_dim in TILE_HEAD_DIMS
+
+
+# ---- arguments -------------------------------------------------------------------------------------------------------
+class Paged(ctypes.Structure):
+    """sm90/decode_work.cuh: Paged."""
+
+    _fields_ = [("base", ctypes.c_void_p), *((n, ctypes.c_int64) for n in ("page", "token", "head", "group"))]
+
+    @classmethod
+    def of(cls, x: torch.Tensor, unit: int = 1) -> Paged:
+        """Strides in elements times `unit`."""
+        return cls(x.data_ptr(), *(s * unit for s in x.stride()[:3]), x.stride(3))
+
+
+class DecodeArgs(ctypes.Structure):
+    """sm90/decode_work.cuh: DecodeArgs."""
+
+    _fields_ = [
+        *((n, ctypes.c_void_p) for n in ("q", "o", "lse", "sinks", "items", "tile_items", "order", "lengths", "tails")),
+        *((n, ctypes.c_void_p) for n in ("pages", "states", "state_o", "state_ml", "tickets")),
+        *((n, Paged) for n in ("k", "v", "k_scale", "v_scale", "k_zero", "v_zero")),
+        *((n, Strides) for n in ("q_strides", "o_strides")),
+        *((n, ctypes.c_int) for n in ("rounds", "tile_rounds", "kv_heads", "tokens", "left")),
+        *((n, ctypes.c_int) for n in ("table_pages", "tail_pages")),
+        *((n, ctypes.c_float) for n in ("scale_log2", "softcap_in", "softcap_out")),
+        *((n, Divisor) for n in ("group", "rows_each")),
+    ]
+
+
+def check_served(q: torch.Tensor, fmt: KVFormat, plan: DecodePlan, codes: Parts) -> None:
+    """NotImplementedError for what the kernel does not serve."""
+    instead = 'backend="cpu"' if q.device.type == "cpu" else ".cpu() tensors"
+    group = plan.heads_q // plan.heads_kv
+    if fmt.head_dim not in HEAD_DIMS:
+        raise NotImplementedError(f"GPU decode takes head_dim {HEAD_DIMS}, got {fmt.head_dim}; use {instead}")
+    if q.dtype not in DTYPES or fmt.name not in FORMATS:
+        raise NotImplementedError(
+            f"GPU decode takes bfloat16 and float16 queries over bf16, fp16, fp8, int8 and int4 caches, got {q.dtype} "
+            f"over {fmt.name}; use {instead}"
+        )
+    if fmt.name == "bf16" and q.dtype != torch.bfloat16:
+        raise NotImplementedError(f"GPU decode over a bf16 cache takes bfloat16 queries, got {q.dtype}; convert q")
+    if plan.tokens_per_seq > MAX_TOKENS or group > MAX_GROUP:
+        raise NotImplementedError(
+            f"GPU decode takes up to {MAX_TOKENS} tokens a sequence and {MAX_GROUP} query heads a KV head, got "
+            f"{plan.tokens_per_seq} and {group}; use {instead}"
+        )
+    for x in codes:
+        if x.data_ptr() % 16 or any(s * x.element_size() % 16 for s in x.stride()[:3]):
+            raise NotImplementedError(
+                f"GPU decode takes pages whose rows begin at multiples of 16 bytes, got strides {x.stride()} of "
+                f"{x.dtype} at {x.data_ptr():#x}; use {instead}"
+            )
+
+
+def scales_in_runs(fmt: KVFormat, page_size: int, scales: Parts) -> bool:
+    """Do the scales of sixteen tokens lie one after another, on multiples of 16 bytes? Then they are copied whole."""
+    groups = scale_groups(fmt)
+    return page_size % CHUNK == 0 and all(
+        x.stride(1) == groups
+        and (groups == 1 or x.stride(3) == 1)
+        and x.data_ptr() % 16 == 0
+        and all(x.stride(d) * x.element_size() % 16 == 0 for d in (0, 2) if x.shape[d] > 1)
+        for x in scales
+    )
+
+
+def _byte_strides(x: torch.Tensor) -> tuple[int, int, int]:
+    """From page to page, token to token, head to head; of a dimension of size 1 any that a tensor map takes."""
+    page, token, head = (
+        s * x.element_size() if n > 1 else 16 for s, n in zip(x.stride()[:3], x.shape[:3], strict=True)
+    )
+    return page, token, head
+
+
+def chunk_map(codes: torch.Tensor, row_bytes: int) -> TensorMapSpec:
+    """Chunks of one head: (panel, token, panels, head, page), in words, panels as sm90/decode_load.cuh has them."""
+    panel = next(p for p in (128, 64, 32, 16) if row_bytes % p == 0)
+    pages, page_size, heads = codes.shape[:3]
+    page, token, head = _byte_strides(codes)
+    panels = row_bytes // panel
+    return TensorMapSpec(
+        "uint32",
+        (panel // 4, page_size, panels, heads, pages),
+        (token, panel, head, page),
+        (panel // 4, CHUNK, panels, 1, 1),
+        panel if panel >= 32 else 0,
+        l2_promotion=0,  # 256 bytes cost 5% of the bandwidth
+    )
+
+
+def tile_map(codes: torch.Tensor) -> TensorMapSpec:
+    """Boxes of a panel of 64 columns: (column, token, head, page); tokens that a page and a tile share."""
+    pages, page_size, heads, head_dim = codes.shape
+    page, token, head = _byte_strides(codes)
+    box = next(n for n in (64, 32, 16) if page_size % n == 0)
+    sizes = (head_dim, page_size, heads, pages)
+    return TensorMapSpec(MAP_TYPES[codes.dtype], sizes, (token, head, page), (PANEL, box, 1, 1), 128)
+
+
+# ---- the launch ------------------------------------------------------------------------------------------------------
+@dataclass
+class Workspace:
+    """Where states meet, for launches that follow each other: tickets are 0 between them."""
+
+    o: torch.Tensor
+    ml: torch.Tensor
+    tickets: torch.Tensor
+
+
+class Decode:
+    """The kernel, list and buffers for one plan and kind of tensors; called once a layer."""
+
+    def __init__(
+        self,
+        plan: DecodePlan,
+        q: torch.Tensor,
+        fmt: KVFormat,
+        codes: tuple[torch.Tensor, torch.Tensor],
+        listed: WorkList,
+        tiling: Tiling,
+        *,
+        softcap: bool,
+        tma: bool,
+        runs: bool,
+    ) -> None:
+        self.plan, self.fmt, self.listed, self.device = plan, fmt, listed, q.device
+        self.spec = decode_spec(q.dtype, fmt, codes[0].shape[1], tiling, tma=tma, scale_runs=runs, softcap=softcap)
+        self.map_specs: list[TensorMapSpec | None] = [None, None]
+        if tma:
+            self.map_specs = [chunk_map(x, fmt.head_dim * BITS[fmt.name] // 8) for x in codes]
+        if tiling.tile_stages:
+            self.map_specs += [tile_map(x) for x in codes]
+        group = plan.heads_q // plan.heads_kv
+        self.rows_each = plan.tokens_per_seq * group
+        self.fixed = listed.tensors(self.device)
+        a = self.args = DecodeArgs()
+        for name in ("items", "tile_items", "order", "states", "pages"):
+            setattr(a, name, self.fixed[name].data_ptr())
+        a.lengths = self.fixed["live"].data_ptr()
+        a.tails = a.lengths + 4 * listed.sequences
+        a.rounds, a.tile_rounds = len(listed.items), len(listed.tile_items)
+        a.kv_heads, a.tokens = plan.heads_kv, plan.tokens_per_seq
+        a.table_pages, a.tail_pages = listed.pages.shape[1], listed.tail_pages
+        a.group, a.rows_each = Divisor.by(group), Divisor.by(self.rows_each)
+        self.grid = (listed.blocks, 1, 1)
+        self.workspaces: dict[int | None, Workspace] = {}
+        self.graph_tickets = self._tickets()
+        if self.device.type == "cuda":
+            self.kernel = jit.load(self.spec, self.device)
+            self.launch_args = jit.Args(*[jit.TensorMap.blank()] * len(self.map_specs), a)
+
+    def _tickets(self) -> torch.Tensor:
+        return torch.zeros(self.listed.sequences * self.plan.heads_kv, dtype=torch.int32, device=self.device)
+
+    def _workspace(self, stream: int | None) -> Workspace:
+        """Of a stream, whose launches follow each other; None: of graphs, which hold what is allocated in them.
+
+        A plan's graphs share the tickets, which are made before them: they must not be replayed at the same time.
+        """
+        found = self.workspaces.get(stream)
+        if found is None or stream is None:
+            rows = max(1, self.listed.total_states * self.plan.heads_kv * self.rows_each)
+            found = self.workspaces[stream] = Workspace(
+                torch.empty(rows * self.fmt.head_dim, dtype=torch.float32, device=self.device),
+                torch.empty(rows * 2, dtype=torch.float32, device=self.device),
+                self.graph_tickets if stream is None else self._tickets(),
+            )
+        return found
+
+    def __call__(
+        self,
+        q: torch.Tensor,
+        k_parts: Parts,
+        v_parts: Parts,
+        o: torch.Tensor,
+        lse: torch.Tensor | None,
+        sinks: torch.Tensor | None,
+        *,
+        scale: float,
+        softcap: float,
+        left: int | None,
+        **emulator: Any,
+    ) -> None:
+        """Fills o, and lse if there is one, both like q; sinks: float32. emulator: options of emulate.launch."""
+        a = self.args
+        a.q, a.o, a.lse = q.data_ptr(), o.data_ptr(), None if lse is None else lse.data_ptr()
+        a.sinks = None if sinks is None else sinks.data_ptr()
+        a.q_strides, a.o_strides = Strides.of(q), Strides.of(o)
+        size = k_parts[0].element_size()
+        a.k, a.v = Paged.of(k_parts[0], size), Paged.of(v_parts[0], size)
+        if len(k_parts) > 1:
+            a.k_scale, a.v_scale = Paged.of(k_parts[1]), Paged.of(v_parts[1])
+        if len(k_parts) > 2:
+            a.k_zero, a.v_zero = Paged.of(k_parts[2]), Paged.of(v_parts[2])
+        a.left = FAR if left is None else min(left, FAR)
+        a.scale_log2 = scale * LOG2E
+        a.softcap_in, a.softcap_out = (2 * LOG2E * scale / softcap, softcap * LOG2E) if softcap else (0.0, 0.0)
+        cuda = self.device.type == "cuda"
+        stream = jit.raw_stream(self.kernel.ordinal) if cuda else 0
+        space = self._workspace(None if cuda and torch.cuda.is_current_stream_capturing() else stream)
+        a.state_o, a.state_ml, a.tickets = (x.data_ptr() for x in (space.o, space.ml, space.tickets))
+        pointers = (k_parts[0].data_ptr(), v_parts[0].data_ptr())
+        if cuda:
+            for n, spec in enumerate(self.map_specs):
+                if spec is not None:
+                    self.launch_args.point(n, jit.encode(spec, pointers[n % 2]))
+            self.kernel.launch(self.grid, self.launch_args, stream=stream)
+            return
+        tensors = {"q": q, "o": o, "lse": lse, "sinks": sinks, **self.fixed}
+        tensors |= {"state_o": space.o, "state_ml": space.ml, "tickets": space.tickets}
+        for name, parts in (("k", k_parts), ("v", v_parts)):
+            tensors |= {f"{name}{n}": x for n, x in enumerate(parts)}
+        known = {name: x for name, x in tensors.items() if x is not None}
+        maps = [
+            emulate.TensorMap() if spec is None else emulate.tensor_map(spec, pointers[n % 2])
+            for n, spec in enumerate(self.map_specs)
+        ]
+        emulate.launch(self.spec, self.grid, [*maps, a], known, **emulator)
+
+
+def run(
+    plan: DecodePlan,
+    q: torch.Tensor,
+    fmt: KVFormat,
+    k_parts: Parts,
+    v_parts: Parts,
+    page_lists: PageLists,
+    lengths: Sequence[int],
+    o: torch.Tensor,
+    lse: torch.Tensor | None,
+    *,
+    scale: float,
+    softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
+    window: Window | None = None,
+    splitting: Splitting | None = None,
+    room: int = 0,
+    tma: bool | None = None,
+    tiles: bool | None = None,
+    **emulator: Any,
+) -> WorkList:
+    """Attention of a plan's queries over one layer's pages; returns the plan's list, for its `grow`.
+
+    q, o: (num_seqs, tokens_per_seq, Hq, D) in the order of plan.seqs; lse: (num_seqs, Hq, tokens_per_seq) float32,
+    contiguous, or None. k_parts, v_parts: the format's components of the layer, (num_pages, page_size, Hkv, *trailing).
+    page_lists, lengths: of the plan's sequences, in the order of plan.seqs; looked at when the list is made. window: as
+    the plan was made with. room: tokens that each sequence may grow by under WorkList.grow before a new plan is needed.
+    tma, tiles: whether to load by TMA, and to put shared nodes through tiles; None for whatever the pages and the plan
+    allow. emulator: options of emulate.launch.
+    """
+    page_size = k_parts[0].shape[1]
+    if tma is None:
+        tma = page_size % CHUNK == 0
+    check_served(q, fmt, plan, (k_parts[0], v_parts[0]))
+    if tiles is None or tiles:
+        tiles = tiles_can(q.dtype, fmt, tma) and uses_tiles(plan, splitting)
+    tiling = choose_tiling(fmt, plan.tokens_per_seq * (plan.heads_q // plan.heads_kv), tiles, tma)
+    listed = work_list_of(plan, page_lists, lengths, page_size, tiling, q.device, splitting=splitting, room=room)
+    if not q.numel():
+        return listed
+    runs = len(k_parts) > 1 and scales_in_runs(fmt, page_size, (*k_parts[1:], *v_parts[1:]))
+    cache: dict[Any, Any] = plan.__dict__.setdefault("_gpu", {})
+    strides = (k_parts[0].stride(), v_parts[0].stride())
+    key = (id(listed), q.device, q.dtype, fmt, tiling, page_size, tma, runs, softcap > 0, len(k_parts[0]), strides)
+    bound: Decode | None = cache.get(key)
+    if bound is None:
+        codes = (k_parts[0], v_parts[0])
+        bound = cache[key] = Decode(plan, q, fmt, codes, listed, tiling, softcap=softcap > 0, tma=tma, runs=runs)
+    left = None if window is None else window[0]
+    if sinks is not None:
+        sinks = sinks.float().contiguous()
+    if not _aligned(q):
+        q = q.clone(memory_format=torch.contiguous_format)
+    to = o if _aligned(o) else torch.empty_like(o, memory_format=torch.contiguous_format)
+    bound(q, k_parts, v_parts, to, lse, sinks, scale=scale, softcap=softcap, left=left, **emulator)
+    if to is not o:
+        o.copy_(to)
+    return listed
+
+
+def grow(plan: DecodePlan, lengths: npt.NDArray[np.int64], page_lists: PageLists) -> None:
+    """Take the sequences' new lengths, in the order of plan.seqs, into the plan and its lists, which stay as they are.
+
+    Raises ValueError, with nothing changed, where a list has no room for them.
+    """
+    lists = [x for x in plan.__dict__.get("_gpu", {}).values() if isinstance(x, WorkList)]
+    for listed in lists:
+        listed.check_growth(lengths)
+    for listed in lists:
+        listed.grow(lengths, page_lists)
+    object.__setattr__(plan, "lengths", tuple(lengths.tolist()))
+
+
+def work_list_of(
+    plan: DecodePlan,
+    page_lists: PageLists,
+    lengths: Sequence[int],
+    page_size: int,
+    tiling: Tiling,
+    device: torch.device,
+    *,
+    splitting: Splitting | None = None,
+    room: int = 0,
+) -> WorkList:
+    """The plan's list for `device`, made once and kept on the plan."""
+    cache: dict[Any, Any] = plan.__dict__.setdefault("_gpu", {})
+    blocks = EMULATED_BLOCKS if device.type == "cpu" else tiling.blocks * _multiprocessors(device)
+    shape = Shape(tiling.rows, tiling.warps, blocks, tiling.tile_stages > 0)
+    key = ("list", device, page_size, shape, splitting, room)
+    found: WorkList | None = cache.get(key)
+    if found is None:
+        found = cache[key] = work_list(plan, page_lists, lengths, page_size, shape, splitting=splitting, room=room)
+    return found
+
+
+def _aligned(x: torch.Tensor) -> bool:
+    """Do rows begin at multiples of 8 bytes? The kernel reads and writes up to four values at a time."""
+    strides = [s for s, n in zip(x.stride()[:-1], x.shape[:-1], strict=True) if n > 1]
+    return x.stride(-1) == 1 and x.data_ptr() % 8 == 0 and all(s % 4 == 0 for s in strides)
+
+
+@lru_cache
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count

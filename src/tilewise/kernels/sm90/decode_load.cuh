@@ -1,0 +1,199 @@
+// How keys and values come to a warp of the decode kernel: a ring of its own, kStages chunks of sixteen tokens, K then V, and their
+// scales. The warp asks for a chunk as soon as it is done with the one whose place it takes, across the ends of items, so what it
+// waits for is always kStages chunks old and nobody else has a say in it.
+//
+// A chunk lies in panels: kPanelBytes of each of its sixteen rows, the largest power of two that divides a row and has a swizzle.
+// kTma: it comes as boxes of a tensor map; else, and for pages that no box of sixteen tokens fits in, by cp.async of 16 bytes.
+#pragma once
+#include "sm90/decode_work.cuh"
+#include "tile/hopper.cuh"
+#include "tile/mma.cuh"
+#include "tile/quant.cuh"
+
+constexpr int kChunk = 16;  // tokens
+constexpr int kRowBytes = kHeadDim * bits_of_format(kFormat) / 8;
+constexpr int panel_bytes() { return kRowBytes % 128 == 0 ? 128 : kRowBytes % 64 == 0 ? 64 : kRowBytes % 32 == 0 ? 32 : 16; }
+constexpr int kPanelBytes = panel_bytes(), kPanelChunks = kPanelBytes / 16, kRowChunks = kRowBytes / 16;
+constexpr int kChunkBytes = kChunk * kRowBytes, kStageBytes = 2 * kChunkBytes;
+static_assert(!kTma || kPageSize % kChunk == 0, "a box of sixteen tokens lies in one page");
+
+// Scales: K's, V's, then the zeros of both, sixteen tokens each
+constexpr bool kScaled = kFormat != Format::bits16, kZeros = kFormat == Format::int4;
+constexpr int kGroups = kZeros ? (kHeadDim + kGroupSize - 1) / kGroupSize : 1;
+constexpr int kScaleSize = kZeros ? 2 : 4, kScalePart = kChunk * kGroups * kScaleSize;  // bytes: of one; of sixteen tokens'
+template <bool kHalf> struct BitsOf { using Type = uint32_t; };
+template <> struct BitsOf<true> { using Type = uint16_t; };
+using ScaleBits = BitsOf<kZeros>::Type;
+constexpr int kScaleParts = !kScaled ? 0 : kZeros ? 4 : 2;
+constexpr int kScaleBytes = kScaleParts * kScalePart;
+
+// Shared memory: the tiles' ring if there is one (decode_tile.cuh) and the warps' rings on 1024 bytes, as the swizzle wants, their
+// scales, barriers, then where states meet.
+constexpr int kAtRings = kTileStages * 2 * 64 * ((kHeadDim + 63) / 64 * 128);
+constexpr int kAtScales = (kAtRings + kWarps * kStages * kStageBytes + 1023) / 1024 * 1024;
+constexpr int kAtStreamBarriers = kAtScales + kWarps * kStages * kScaleBytes;
+constexpr int kAtTileBarriers = kAtStreamBarriers + kWarps * kStages * 8;
+constexpr int kAtTileLast = kAtTileBarriers + kTileStages * 16;  // per warpgroup: which sequences are complete
+constexpr int kAtTileSeen = (kAtTileLast + (kTileStages ? 2 * 64 * 4 : 0) + 15) / 16 * 16;  // per thread: what its rows see
+constexpr int kAtMeeting = kAtTileSeen + (kTileStages ? 256 * 16 : 0);
+
+// Chunk c of row r in a chunk of tokens at `at`, by its offset in shared memory
+TILE_DEVICE uint32_t place_of(uint32_t at, int row, int c) {
+    const int turn = kPanelBytes == 128 ? row & 7 : kPanelBytes == 64 ? row >> 1 & 3 : kPanelBytes == 32 ? row >> 2 & 1 : 0;
+    return at + c / kPanelChunks * (kChunk * kPanelBytes) + row * kPanelBytes + ((c % kPanelChunks) ^ turn) * 16;
+}
+
+struct Loader {
+    const DecodeArgs& args;
+    const TensorMap &mK, &mV;
+    const int rank, lane;  // rank: of this warp in its block
+    // What is asked for next: chunk `chunk` of the item in round `round`
+    int round, chunk, end, step, kv_head;
+    Span span;
+    PageTable table;
+    int page;  // of that chunk, or of this lane's token of it; looked up a chunk ahead
+
+    TILE_DEVICE Loader(const DecodeArgs& a, const TensorMap& k, const TensorMap& v, int w)
+        : args(a), mK(k), mV(v), rank(w), lane(warp::lane()), round(-1), chunk(0), end(0), step(1), kv_head(0), span{0, 0}, page(0) {}
+
+    TILE_DEVICE uint32_t ring(int stage) const { return kAtRings + (rank * kStages + stage) * kStageBytes; }
+    TILE_DEVICE uint32_t keys(int stage) const { return ring(stage); }
+    TILE_DEVICE uint32_t values(int stage) const { return ring(stage) + kChunkBytes; }
+    // Part 0: K's scales, 1: V's, 2 and 3: their zeros
+    TILE_DEVICE uint32_t scales(int stage, int part) const { return kAtScales + (rank * kStages + stage) * kScaleBytes + part * kScalePart; }
+    TILE_DEVICE uint32_t barrier(int stage) const { return ptx::shared_address(uint32_t(kAtStreamBarriers + (rank * kStages + stage) * 8)); }
+    static TILE_DEVICE void init_barriers() {
+        if constexpr (kTma) {
+            for (int i = 0; i < kWarps * kStages; i++) ptx::mbarrier_init(ptx::shared_address(uint32_t(kAtStreamBarriers + 8 * i)), 1);
+            ptx::fence_mbarrier_init();
+        }
+    }
+
+    static TILE_DEVICE DecodeItem item(const DecodeArgs& args, int round, int rank) {
+        return load_item(args.items, (int64_t(round) * gridDim.x + blockIdx.x) * kWarps + rank);
+    }
+
+    TILE_DEVICE void start() {
+        settle();
+        for (int stage = 0; stage < kStages; stage++) ask(stage);
+    }
+    // On to the next item that has a chunk, if this one has no more; then the page
+    TILE_DEVICE void settle() {
+        while (chunk >= end && round < args.rounds) {
+            if (++round == args.rounds) return;
+            const DecodeItem next = item(args, round, rank);
+            if (next.rows == 0) continue;
+            span = span_of(args, next);  // empty if the item is of a piece that the sequence does not reach
+            step = next.step();
+            chunk = span.begin / kChunk + next.phase();
+            end = span.end > span.begin ? (span.end + kChunk - 1) / kChunk : 0;
+            kv_head = next.kv_head;
+            if (chunk < end) table = PageTable(args, next.table);
+        }
+        if (chunk >= end) return;
+        if constexpr (kTma) {
+            page = table[chunk * kChunk / kPageSize];
+        } else {
+            const int token = chunk * kChunk + lane % kChunk;
+            page = token >= span.begin && token < span.end ? table[token / kPageSize] : 0;
+        }
+    }
+
+    // The chunk at hand into `stage`, which all lanes are done with; then on to the next
+    TILE_DEVICE void ask(int stage) {
+        if (chunk < end) {
+            if constexpr (kTma) ask_by_tma(stage);
+            else ask_by_copies(stage);
+            if constexpr (kScaled && !kScaleRuns) fetch_scales(stage);
+            chunk += step;
+            settle();
+        }
+        if constexpr (!kTma) ptx::copy_async_commit();  // also of nothing: groups are counted
+    }
+    // Until `stage`, whose turn it is, is there
+    TILE_DEVICE void wait(Turn<kStages> turn) const {
+        if constexpr (kTma) ptx::mbarrier_wait(barrier(turn.stage), turn.lap);
+        else ptx::copy_async_wait<kStages - 1>();
+        if constexpr (!kTma || (kScaled && !kScaleRuns)) ptx::sync_warp();  // other lanes' copies
+    }
+
+    TILE_DEVICE const uint8_t* scale_of(const Paged& part, int page, int token, int group = 0) const {
+        return static_cast<const uint8_t*>(part.base) +
+               kScaleSize * (page * part.page + token * part.token + kv_head * part.head + group * part.group);
+    }
+    TILE_DEVICE const Paged& scale_part(int part) const {
+        return part == 0 ? args.k_scale : part == 1 ? args.v_scale : part == 2 ? args.k_zero : args.v_zero;
+    }
+
+    TILE_DEVICE void ask_by_tma(int stage) const {
+        if (lane != 0) return;
+        const uint32_t full = barrier(stage);
+        const int token = chunk * kChunk % kPageSize;
+        ptx::mbarrier_arrive_expect(full, kStageBytes + (kScaleRuns ? kScaleBytes : 0));
+        ptx::tma_load_once(ptx::shared_address(keys(stage)), &mK, full, 0, token, 0, kv_head, page);
+        ptx::tma_load_once(ptx::shared_address(values(stage)), &mV, full, 0, token, 0, kv_head, page);
+        if constexpr (kScaled && kScaleRuns)
+#pragma unroll
+            for (int part = 0; part < kScaleParts; part++)
+                ptx::bulk_load(ptx::shared_address(scales(stage, part)), scale_of(scale_part(part), page, token), kScalePart, full);
+    }
+    // Tokens outside the span become zeros, and their pages are not looked at.
+    TILE_DEVICE void ask_by_copies(int stage) const {
+        constexpr int kCopies = kChunk * kRowChunks / 32;
+        static_assert(kChunk * kRowChunks % 32 == 0 || kRowChunks == 3, "whole copies for all lanes");
+#pragma unroll
+        for (int i = 0; i < (kChunk * kRowChunks + 31) / 32; i++) {
+            const int n = i * 32 + lane, row = n / kRowChunks % kChunk, c = n % kRowChunks, token = chunk * kChunk + row;
+            const int64_t at = ptx::shuffle(page, row);
+            const bool there = token >= span.begin && token < span.end;
+            if (i >= kCopies && n >= kChunk * kRowChunks) continue;
+            const Paged* parts[2] = {&args.k, &args.v};
+#pragma unroll
+            for (int p = 0; p < 2; p++) {
+                const uint8_t* from = static_cast<const uint8_t*>(parts[p]->base);
+                if (there) from += at * parts[p]->page + token % kPageSize * parts[p]->token + kv_head * parts[p]->head + 16 * c;
+                ptx::copy_async_16(ptx::shared_address(place_of(p ? values(stage) : keys(stage), row, c)), from, there ? 16 : 0);
+            }
+        }
+        if constexpr (kScaled && kScaleRuns) {  // 16 bytes a lane; a run of sixteen tokens lies in one page
+            const int at = ptx::shuffle(page, lane_of_first()), token = chunk * kChunk % kPageSize;
+            for (int n = lane; n < kScaleBytes / 16; n += 32) {
+                const int part = n / (kScalePart / 16), piece = n % (kScalePart / 16);
+                ptx::copy_async_16(ptx::shared_address(scales(stage, part) + 16 * piece), scale_of(scale_part(part), at, token) + 16 * piece, 16);
+            }
+        }
+    }
+    TILE_DEVICE int lane_of_first() const { return span.begin > chunk * kChunk ? span.begin - chunk * kChunk : 0; }
+    // Scales that do not lie in runs: number by number
+    TILE_DEVICE void fetch_scales(int stage) const {
+        constexpr int kAll = kChunk * kGroups;
+        for (int i = 0; i < (kAll + 31) / 32; i++) {
+            const int n = i * 32 + lane, row = n / kGroups % kChunk, group = n % kGroups, token = chunk * kChunk + row;
+            const int at = kTma ? page : ptx::shuffle(page, row);
+            const bool there = n < kAll && token >= span.begin && token < span.end;
+#pragma unroll
+            for (int part = 0; part < kScaleParts; part++) {
+                ScaleBits x = 0;
+                if (there) x = Global<const ScaleBits>{reinterpret_cast<const ScaleBits*>(scale_of(scale_part(part), at, token % kPageSize, group))}[0];
+                if (n < kAll) Shared<ScaleBits>(scales(stage, part))[n] = x;
+            }
+        }
+    }
+
+    // V's rows and scales outside the span become zeros: they may hold anything, and 0 · NaN is NaN. By copies they are already.
+    TILE_DEVICE void clear_outside(int stage, int first_token, Span of) const {
+        if constexpr (kTma) {
+            const auto outside = [&](int row) { return first_token + row < of.begin || first_token + row >= of.end; };
+            for (int n = lane; n < kChunk * kRowChunks; n += 32)
+                if (outside(n / kRowChunks)) Shared<Vector16>(place_of(values(stage), n / kRowChunks, n % kRowChunks))[0] = Vector16{};
+        }
+        if constexpr (kScaled && kScaleRuns)
+            for (int n = lane; n < kChunk * kGroups; n += 32)
+                if (first_token + n / kGroups < of.begin || first_token + n / kGroups >= of.end) {
+                    Shared<ScaleBits>(scales(stage, 1))[n] = 0;
+                    if constexpr (kZeros) Shared<ScaleBits>(scales(stage, 3))[n] = 0;
+                }
+        if constexpr (kTma) ptx::fence_async_proxy();  // before TMA writes there again
+        ptx::sync_warp();
+    }
+};

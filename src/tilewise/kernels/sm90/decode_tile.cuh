@@ -1,0 +1,307 @@
+// The body for nodes that many rows share: two warpgroups of 64 rows each, over tiles of 64 tokens that a warp of producers brings by
+// TMA. It runs beside the streaming warps in the same blocks: they wait for memory most of the time, these for the tensor cores.
+//
+// A warpgroup holds Q in registers as A operands. S = Q Kᵀ of a tile runs with O += P V of the one before, and the softmax under the
+// latter. Rows may be any sequences' under the node; what a row sees of the last tiles is masked row by row.
+#pragma once
+#include "sm90/decode_merge.cuh"
+
+constexpr int kTile = 64, kTileGroups = 2, kTileThreads = 128 * kTileGroups;
+constexpr int kTilePanels = (kHeadDim + kPanel - 1) / kPanel, kTilePanelBytes = kTile * kPanelRowBytes;
+constexpr int kTileBox = kPageSize % 64 == 0 ? 64 : kPageSize % 32 == 0 ? 32 : 16, kTileBoxes = kTile / kTileBox;  // tokens of a copy
+constexpr int kTileBoxBytes = kTileBox * kPanelRowBytes;
+static_assert(2 * kTileBoxes * kTilePanels <= 32, "a lane makes one copy a tile");
+// Registers a thread. More than the launch came with, and taking them never returns: 64 K for all threads, in eights for each.
+constexpr int kTileRegisters = 176, kLoadRegisters = 32, kStreamRegisters = 120;
+static_assert(2 * kTileRegisters + kLoadRegisters + kStreamRegisters <= 4 * (65536 / 512), "a deadlock");
+constexpr int kGroupBarriers = 2;  // named barriers of the warpgroups, from this one on
+
+using TileRing = Ring<kTileStages>;
+TILE_DEVICE TileRing tile_ring() { return TileRing(ptx::shared_address(uint32_t(kAtTileBarriers))); }
+TILE_DEVICE uint32_t tile_keys(uint32_t stage) { return stage * 2 * kTilePanels * kTilePanelBytes; }
+TILE_DEVICE uint32_t tile_values(uint32_t stage) { return tile_keys(stage) + kTilePanels * kTilePanelBytes; }
+TILE_DEVICE DecodeItem tile_item(const DecodeArgs& args, int round) {
+    return load_item(args.tile_items, int64_t(round) * gridDim.x + blockIdx.x);
+}
+
+// ---- the producer: one warp ------------------------------------------------------------------------------------------------------------
+TILE_DEVICE void load_tiles(const DecodeArgs& args, const TensorMap& mK, const TensorMap& mV) {
+    const TileRing ring = tile_ring();
+    Turn<kTileStages> turn;
+    // A lane's copy: box by box, K's panels before V's
+    const int lane = warp::lane(), box = lane / (2 * kTilePanels), panel = lane % kTilePanels, is_v = lane / kTilePanels % 2;
+    for (int round = 0; round < args.tile_rounds; round++) {
+        const DecodeItem item = tile_item(args, round);
+        if (item.rows == 0) continue;
+        const Span span = span_of(args, item);
+        const PageTable table(args, item.table);
+        // A box that no token of the span lies in is not asked for: its page may be any number.
+        const auto wanted = [&](int tile, int b) {
+            const int token = tile * kTile + b * kTileBox;
+            return b < kTileBoxes && token < span.end && token + kTileBox > span.begin;
+        };
+        int tile = span.begin / kTile;
+        int page = span.end > span.begin && wanted(tile, box) ? table[(tile * kTile + box * kTileBox) / kPageSize] : 0;
+        for (; tile * kTile < span.end && span.end > span.begin; tile++, turn.next()) {
+            int boxes = 0;
+#pragma unroll
+            for (int b = 0; b < kTileBoxes; b++) boxes += wanted(tile, b);
+            ring.wait_free(turn);
+            ptx::sync_warp();  // else a lane that still looks at the barrier may find it two phases on
+            const uint32_t full = ring.full_at(turn);
+            if (lane == 0) ptx::mbarrier_arrive_expect(full, boxes * 2 * kTilePanels * kTileBoxBytes);
+            ptx::sync_warp();
+            if (wanted(tile, box)) {
+                const uint32_t to = (is_v ? tile_values(turn.stage) : tile_keys(turn.stage)) + panel * kTilePanelBytes + box * kTileBoxBytes;
+                ptx::tma_load(ptx::shared_address(to), is_v ? &mV : &mK, full, panel * kPanel, (tile * kTile + box * kTileBox) % kPageSize,
+                              item.kv_head, page);
+            }
+            if (wanted(tile + 1, box)) page = table[((tile + 1) * kTile + box * kTileBox) / kPageSize];
+        }
+    }
+}
+
+// ---- consumers --------------------------------------------------------------------------------------------------------------------------
+struct TileBody {
+    const DecodeArgs& args;
+    const uint32_t group;  // of the two
+    const TileRing ring;
+    Turn<kTileStages> turn;
+    float scale_log2;
+    float acc_o[kHeadDim / 2], acc_s[kTile / 2];
+    uint32_t rQ[kHeadDim / 16][4], rP[kTile / 16][4];
+    float max[2], sum[2];
+    int whole_from, whole_to;  // tokens that every row of the warp sees
+
+    TILE_DEVICE TileBody(const DecodeArgs& a, uint32_t g)
+        : args(a), group(g), ring(tile_ring()) {
+        // A product with a positive scale is monotonous, and goes into the exponential's multiply-add; Q takes the sign, or is 0.
+        scale_log2 = kSoftcap ? 1.0f : args.scale_log2 == 0.0f ? 1.0f : fabsf(args.scale_log2);
+    }
+    // What this thread's two rows see, first and count, is needed rarely, and where registers are scarce.
+    static TILE_DEVICE Shared<Vector16> sSeen() { return Shared<Vector16>(kAtTileSeen + 16 * ptx::just_in_time(threadIdx.x)); }
+    static TILE_DEVICE int lane() { return ptx::just_in_time(threadIdx.x) % 32; }
+    static TILE_DEVICE int warp_rank() { return ptx::just_in_time(threadIdx.x) / 32 % 4; }  // in the group
+    static TILE_DEVICE int row(int h) { return warp_rank() * 16 + lane() / 4 + 8 * h; }
+
+    // This warpgroup's rows of an item, as an item: no rows if it has none
+    TILE_DEVICE DecodeItem share_of(DecodeItem item) const {
+        const int rows = item.rows - 64 * int(group);
+        item.rows = rows < 0 ? 0 : rows < 64 ? rows : 64;
+        item.row += 64 * int(group);
+        const int ahead = args.rows_each.quotient(item.row);
+        item.sequence += ahead;
+        item.row -= ahead * int(args.rows_each.divisor);
+        return item;
+    }
+
+    TILE_DEVICE void begin(const DecodeItem& item, Span span) {
+        int from = span.begin, to = span.end;
+        Vector16 of;
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+            max[h] = kLowest;
+            sum[h] = 0.0f;
+            const bool exists = row(h) < item.rows;
+            const DecodeRow at = row_of(args, item, exists ? row(h) : 0);
+            of.word[2 * h] = span.begin;
+            of.word[2 * h + 1] = span.end - span.begin;
+            if (exists) {
+                const Seen seen = seen_by(args, at, span);
+                of.word[2 * h] = seen.first;
+                of.word[2 * h + 1] = seen.count;
+                from = seen.first > from ? seen.first : from;
+                to = seen.first + seen.count < to ? seen.first + seen.count : to;
+            }
+            const int64_t sequence = Global<const int>{args.order}[at.sequence];
+            const Global<const uint32_t> gQ = Global<const Element>{static_cast<const Element*>(args.q) + sequence * args.q_strides.batch +
+                                                                    at.token * args.q_strides.row + at.head * args.q_strides.head}
+                                                  .template as<const uint32_t>();
+            const int column = lane() % 4;
+            const uint32_t sign = !kSoftcap && args.scale_log2 < 0.0f ? 0x80008000u : 0u;
+            const bool zero = !exists || (!kSoftcap && args.scale_log2 == 0.0f);
+#pragma unroll
+            for (int i = 0; i < kHeadDim / 8; i++) rQ[i / 2][i % 2 * 2 + h] = zero ? 0u : uint32_t(gQ[4 * i + column]) ^ sign;
+        }
+        sSeen()[0] = of;
+        // Of the warp's rows: lanes of a row agree, so over the eight rows, twice
+#pragma unroll
+        for (int mask = 4; mask < 32; mask *= 2) {
+            const int other_from = ptx::shuffle_xor(from, mask), other_to = ptx::shuffle_xor(to, mask);
+            from = other_from > from ? other_from : from;
+            to = other_to < to ? other_to : to;
+        }
+        whole_from = from;
+        whole_to = to;
+        warp::zero(acc_o);
+    }
+
+    TILE_DEVICE void issue_qk() {
+        ring.wait(turn);
+        ptx::wgmma_fence();
+        warpgroup::mma_qk<Element, kTile, kHeadDim>(acc_s, rQ, further(k_major(ptx::shared_address(0u)), tile_keys(turn.stage)));
+        ptx::wgmma_commit();
+    }
+    TILE_DEVICE void issue_pv(uint32_t stage) {
+        ptx::wgmma_fence();
+        warpgroup::mma_pv<Element, kTile, kHeadDim>(acc_o, rP, further(mn_major<kTile>(ptx::shared_address(0u)), tile_values(stage)));
+        ptx::wgmma_commit();
+    }
+    // V's rows outside the span may hold anything, and 0 · NaN is NaN. Both warpgroups write the same zeros; each waits for its own.
+    TILE_DEVICE void clear_outside(uint32_t stage, int first_token, Span span) const {
+        if (first_token >= span.begin && first_token + kTile <= span.end) return;
+        for (int n = threadIdx.x % 128; n < kTile * 8 * kTilePanels; n += 128) {
+            const int token = first_token + n / 8 % kTile;
+            if (token < span.begin || token >= span.end) Shared<Vector16>(tile_values(stage))[n] = Vector16{};
+        }
+        ptx::fence_async_proxy();
+        ptx::barrier_sync(kGroupBarriers + group, 128);
+    }
+
+    // What the item is is read again where it is needed: it must not take registers from the products.
+    TILE_DEVICE DecodeItem whole_item(int round) const { return tile_item(args, ptx::just_in_time(round)); }
+
+    // S = −inf where a row does not see the token
+    TILE_DEVICE void mask(int first_token) {
+        const Vector16 seen = sSeen()[0];
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+            const int before = first_token + lane() % 4 * 2 - int(seen.word[2 * h]);
+#pragma unroll
+            for (int j = 0; j < kTile / 4; j++)
+                if (uint32_t(before + j / 2 * 8 + j % 2) >= seen.word[2 * h + 1]) acc_s[j / 2 * 4 + 2 * h + j % 2] = -INFINITY;
+        }
+    }
+
+    // P = 2^(S · scale − m) in place of S; true if a row's reference moved, and O is to be multiplied with the correction
+    TILE_DEVICE bool softmax(int first_token, float (&correction)[2]) {
+        if constexpr (kSoftcap)
+#pragma unroll
+            for (int i = 0; i < kTile / 2; i++) acc_s[i] = args.softcap_out * Stream::tanh_from_log2(acc_s[i] * args.softcap_in);
+        if (first_token < whole_from || first_token + kTile > whole_to) mask(first_token);
+        float top[2];
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+            float even = acc_s[2 * h], odd = acc_s[2 * h + 1];
+#pragma unroll
+            for (int n = 1; n < kTile / 8; n++) {
+                even = fmaxf(even, acc_s[4 * n + 2 * h]);
+                odd = fmaxf(odd, acc_s[4 * n + 2 * h + 1]);
+            }
+            top[h] = fmaxf(even, odd) * scale_log2;
+        }
+        const bool moves = ptx::any(top[0] > max[0] + kSlack || top[1] > max[1] + kSlack);
+        if (moves) {
+#pragma unroll
+            for (int h = 0; h < 2; h++) {
+                const float here = warp::row_max(top[h]), to = here > max[h] + kSlack ? here : max[h];
+                correction[h] = ptx::exp2(max[h] - to);
+                max[h] = to;
+                sum[h] *= correction[h];
+            }
+        }
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+            float even = 0.0f, odd = 0.0f;
+#pragma unroll
+            for (int n = 0; n < kTile / 8; n++) {
+                float &x = acc_s[4 * n + 2 * h], &y = acc_s[4 * n + 2 * h + 1];
+                x = ptx::exp2(ptx::mad(x, scale_log2, -max[h]));
+                y = ptx::exp2(ptx::mad(y, scale_log2, -max[h]));
+                even += x;
+                odd += y;
+            }
+            sum[h] += even + odd;
+        }
+        return moves;
+    }
+
+    TILE_DEVICE void run_item(int round, const DecodeItem& item, Span span) {
+        const int begin_tile = span.begin / kTile, end_tile = span.end > span.begin ? (span.end + kTile - 1) / kTile : begin_tile;
+        if (item.rows == 0) {  // only the other warpgroup has rows of it
+            for (int tile = begin_tile; tile < end_tile; tile++, turn.next()) {
+                ring.wait(turn);
+                ptx::sync_warp();
+                ring.release(turn);
+            }
+            return;
+        }
+        begin(item, span);
+        if (begin_tile < end_tile) {
+            float correction[2];
+            issue_qk();
+            ptx::wgmma_wait<0>();
+            softmax(begin_tile * kTile, correction);
+            warp::to_operand<Element>(rP, acc_s);
+            clear_outside(turn.stage, begin_tile * kTile, span);
+#pragma unroll 1
+            for (int tile = begin_tile + 1; tile < end_tile; tile++) {
+                const Turn<kTileStages> before = turn;
+                turn.next();
+                issue_qk();
+                issue_pv(before.stage);
+                ptx::wgmma_wait<1>();
+                const bool moved = softmax(tile * kTile, correction);
+                // Never taken: without it ptxas puts the wait ahead of the softmax, and nothing runs under it.
+                if (sum[0] == -1.0f) ptx::spin();
+                ptx::wgmma_wait<0>();
+                ring.release(before);
+                if (moved) warp::scale_rows(acc_o, correction);
+                warp::to_operand<Element>(rP, acc_s);
+                if (tile == end_tile - 1) clear_outside(turn.stage, tile * kTile, span_of(args, whole_item(round)));
+            }
+            issue_pv(turn.stage);
+            ptx::wgmma_wait<0>();
+            ring.release(turn);
+            turn.next();
+        }
+        const DecodeItem done = share_of(whole_item(round));
+        store(done);
+        hand_in(done);
+    }
+
+    TILE_DEVICE void store(const DecodeItem& item) {
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+            sum[h] = warp::row_sum(sum[h]);
+            if (row(h) >= item.rows) continue;
+            const DecodeRow at = row_of(args, item, row(h));
+            const States states = states_of(args, at.sequence);
+            const int column = lane() % 4;
+            if (states.count == 1) {
+                const RowEnd end = end_row(args, at.head, max[h], sum[h]);
+                const Global<uint32_t> gO = output_row(args, at).template as<uint32_t>();
+#pragma unroll
+                for (int n = 0; n < kHeadDim / 8; n++)
+                    gO[4 * n + column] = pack<Element>(acc_o[4 * n + 2 * h] * end.factor, acc_o[4 * n + 2 * h + 1] * end.factor);
+                if (column == 0) store_lse(args, at, end.lse);
+            } else {
+                const int64_t to = state_row(args, states, item.kv_head, item.state(), at.row);
+                const Global<Vector8> gO = Global<float>{args.state_o + to * kHeadDim}.template as<Vector8>();
+#pragma unroll
+                for (int n = 0; n < kHeadDim / 8; n++)
+                    gO[4 * n + column] = Vector8{{as_bits(acc_o[4 * n + 2 * h]), as_bits(acc_o[4 * n + 2 * h + 1])}};
+                if (column == 0) Global<Vector8>{reinterpret_cast<Vector8*>(args.state_ml)}[to] = Vector8{{as_bits(max[h]), as_bits(sum[h])}};
+            }
+        }
+    }
+    // As hand_in_together, of a warpgroup
+    TILE_DEVICE void hand_in(const DecodeItem& item) const {
+        const int sequences = sequences_of(args, item), thread = threadIdx.x % 128;
+        const Shared<int> complete(kAtTileLast + 64 * 4 * group);
+        ptx::fence_device();
+        ptx::barrier_sync(kGroupBarriers + group, 128);
+        if (thread < sequences) complete[thread] = arrive(args, item, thread);
+        ptx::barrier_sync(kGroupBarriers + group, 128);
+        ptx::fence_device();
+        for (int n = warp_rank(); n < sequences; n += 4)  // a sequence a warp
+            if (int(complete[n])) merge_sequence(args, item.sequence + n, item.kv_head, 0, 1);
+    }
+
+    TILE_DEVICE void run() {
+        for (int round = 0; round < args.tile_rounds; round++) {
+            const DecodeItem item = tile_item(args, round);
+            if (item.rows > 0) run_item(round, share_of(item), span_of(args, item));
+        }
+    }
+};

@@ -1,0 +1,31 @@
+// decode_tree: decode.cu with a second body beside the streaming warps, for nodes of the tree that many rows share.
+//
+// Of sixteen warps the first eight are two warpgroups that take tiles of 128 rows (decode_tile.cuh), one brings their keys and values,
+// and the last four stream what sequences have of their own, from a list of theirs, at the same time. What a sequence has of its own
+// is cut and computed as in decode.cu, to the bit. Constants: as there; kTileStages: of the ring of tiles.
+#include "tile/quant.cuh"
+constexpr Format kFormat = static_cast<Format>(kStoredAs);
+#include "sm90/decode_tile.cuh"
+#include "sm90/decode_warps.cuh"
+static_assert(kBlocksPerSm == 1 && kWarps == 4 && kTma && kFormat == Format::bits16, "registers are dealt to four warpgroups, tiles come by TMA");
+
+extern "C" __global__ void __launch_bounds__(512, kBlocksPerSm)
+    decode_tree(const __grid_constant__ TensorMap mK, const __grid_constant__ TensorMap mV, const __grid_constant__ TensorMap mTileK,
+                const __grid_constant__ TensorMap mTileV, const __grid_constant__ DecodeArgs args) {
+    if (threadIdx.x == 0) {
+        tile_ring().init(4 * kTileGroups);
+        Loader::init_barriers();
+    }
+    ptx::sync_threads();
+    const uint32_t role = ptx::uniform(threadIdx.x / 128);
+    if (role < kTileGroups) {
+        ptx::take_registers<kTileRegisters>();
+        TileBody(args, role).run();
+    } else if (role == kTileGroups) {
+        ptx::give_registers<kLoadRegisters>();
+        if (ptx::uniform(threadIdx.x / 32) == 4 * kTileGroups) load_tiles(args, mTileK, mTileV);
+    } else {
+        ptx::give_registers<kStreamRegisters>();
+        stream(args, mK, mV, ptx::uniform(threadIdx.x / 32) - 4 * (kTileGroups + 1));
+    }
+}

@@ -1,0 +1,112 @@
+// Stored keys and values on their way into mma.sync, as its A operands: sixteen tokens, or sixteen channels, a step.
+//
+// They lie in shared memory as they are stored, and ldmatrix does not know: to it 16 bytes are eight 16-bit values. A lane that
+// asks for a chunk of 16 bytes gets four of them, which are 2, 4 or 8 channels; they are turned into 16-bit numbers here. Which
+// channels these are does not matter to S = K Qᵀ as long as Q is read in the same order (`query_channel`), nor to Oᵀ = Vᵀ Pᵀ as long
+// as O is written in that order (`output_channel`).
+//
+// Codes become halves, in which all of them are exact: e4m3, int8, and the nibbles of int4 as the subnormal halves u · 2^−24 (a nibble
+// in bits 0 … 3) or u · 2^−20 (bits 4 … 7), which the tensor cores multiply exactly. What they have to be multiplied with is left to
+// whoever scales S or O anyway: kKeyUnit, output_unit.
+#pragma once
+#include "tile/memory.cuh"
+
+enum class Format { bits16, fp8, int8, int4 };
+constexpr int bits_of_format(Format f) { return f == Format::bits16 ? 16 : f == Format::int4 ? 4 : 8; }
+// Steps that the two chunks of one ldmatrix make
+constexpr int steps_of_pair(Format f) { return 16 / bits_of_format(f); }
+
+namespace quant {
+
+constexpr float kKeyUnit4 = 16777216.0f;  // 2^24
+template <Format kFormat> constexpr float key_unit() { return kFormat == Format::int4 ? kKeyUnit4 : 1.0f; }
+// Of the channels in the upper eight rows of an output tile, and in the lower
+template <Format kFormat> constexpr float output_unit(bool upper) { return kFormat != Format::int4 ? 1.0f : upper ? 1048576.0f : kKeyUnit4; }
+
+// Two e4m3 codes in the low half
+TILE_DEVICE uint32_t from_fp8(uint32_t pair) {
+#if defined(TILEWISE_EMULATOR) || __CUDA_ARCH__ >= 890
+    return ptx::e4m3_to_halves(pair);
+#else
+    // The exponent and mantissa of e4m3 moved into a half's fields are the number times 2^−8, subnormal ones too. NaN becomes 480.
+    const uint32_t wide = ptx::permute_bytes(pair, 0, 0x1404), bits = (wide & 0x7f007f00u) >> 1 | (wide & 0x80008000u);
+    const half2 h = __hmul2(*reinterpret_cast<const half2*>(&bits), __float2half2_rn(256.0f));
+    return *reinterpret_cast<const uint32_t*>(&h);
+#endif
+}
+// Bytes `which` of x, to which 128 was added, in the halves 1024 + byte, of which the rest is taken away
+template <uint32_t kWhich> TILE_DEVICE uint32_t from_int8(uint32_t x) {
+    return ptx::subtract_halves(ptx::permute_bytes(x, 0x64646464u, kWhich), 0x64806480u);
+}
+// Nibbles i and i + 4
+template <int i> TILE_DEVICE uint32_t from_int4(uint32_t x) { return (i < 2 ? x : x >> 8) & (i % 2 ? 0x00f000f0u : 0x000f000fu); }
+
+// ---- keys: chunks 2p and 2p + 1 of tokens 0 … 7 and 8 … 15 are f[0], f[1] and f[2], f[3]; step s of kPairSteps ---------------------------
+template <Format kFormat> TILE_DEVICE void key_step(uint32_t (&a)[4], const uint32_t (&f)[4], int s) {
+    if constexpr (kFormat == Format::bits16) {
+#pragma unroll
+        for (int i = 0; i < 4; i++) a[i] = f[i];
+    } else {
+#pragma unroll
+        for (int h = 0; h < 2; h++) {  // tokens 8h + lane / 4
+            if constexpr (kFormat == Format::fp8) {
+                a[h] = from_fp8(f[2 * s + h]);
+                a[2 + h] = from_fp8(f[2 * s + h] >> 16);
+            } else if constexpr (kFormat == Format::int8) {
+                const uint32_t x = f[2 * s + h] ^ 0x80808080u;
+                a[h] = from_int8<0x4140>(x);
+                a[2 + h] = from_int8<0x4342>(x);
+            } else {
+                const uint32_t x = f[s / 2 * 2 + h];
+                a[h] = s % 2 ? from_int4<2>(x) : from_int4<0>(x);
+                a[2 + h] = s % 2 ? from_int4<3>(x) : from_int4<1>(x);
+            }
+        }
+    }
+}
+// The channels that a lane's register r = 0 or 1 of Q holds in step s: this one and the one `next` after it; and what they are
+// multiplied with, so that all of S comes out in units of 1 / kKeyUnit.
+template <Format kFormat> TILE_DEVICE int query_channel(int s, int r, int lane) {
+    const int t = lane % 4;
+    if constexpr (kFormat == Format::bits16) return 16 * s + 8 * r + 2 * t;
+    else if constexpr (kFormat == Format::int4) return s / 2 * 32 + 8 * t + s % 2 * 2 + r;
+    else return 16 * s + 4 * t + 2 * r;
+}
+template <Format kFormat> constexpr int query_next() { return kFormat == Format::int4 ? 4 : 1; }
+template <Format kFormat> constexpr float query_factor(int r) { return kFormat == Format::int4 && r == 1 ? 0.0625f : 1.0f; }
+
+// ---- values: an output tile of sixteen channels is step s; f[0], f[1] as `value_row` and `value_chunk` ask for them ---------------------
+template <Format kFormat> TILE_DEVICE int value_row(int lane) { return lane % 8 + (kFormat == Format::bits16 ? lane / 16 : lane / 8 % 2) * 8; }
+template <Format kFormat> TILE_DEVICE int value_chunk(int lane) { return kFormat == Format::bits16 ? lane / 8 % 2 : lane / 16; }
+template <Format kFormat> TILE_DEVICE void value_step(uint32_t (&a)[4], const uint32_t (&f)[4], int s) {
+    if constexpr (kFormat == Format::bits16) {
+#pragma unroll
+        for (int i = 0; i < 4; i++) a[i] = f[i];
+    } else {
+#pragma unroll
+        for (int h = 0; h < 2; h++) {  // tokens 8h …
+            if constexpr (kFormat == Format::fp8) {
+                const uint32_t x = ptx::permute_bytes(f[2 * s + h], 0, 0x3120);
+                a[2 * h] = from_fp8(x);
+                a[2 * h + 1] = from_fp8(x >> 16);
+            } else if constexpr (kFormat == Format::int8) {
+                const uint32_t x = f[2 * s + h] ^ 0x80808080u;
+                a[2 * h] = from_int8<0x4240>(x);
+                a[2 * h + 1] = from_int8<0x4341>(x);
+            } else {
+                const uint32_t x = f[s / 2 * 2 + h];
+                a[2 * h] = s % 2 ? from_int4<2>(x) : from_int4<0>(x);
+                a[2 * h + 1] = s % 2 ? from_int4<3>(x) : from_int4<1>(x);
+            }
+        }
+    }
+}
+// The channel of row lane / 4 of output tile n, or of row lane / 4 + 8
+template <Format kFormat> TILE_DEVICE int output_channel(int n, bool upper, int lane) {
+    const int g = lane / 4;
+    if constexpr (kFormat == Format::bits16) return 16 * n + g + 8 * upper;
+    else if constexpr (kFormat == Format::int4) return n / 2 * 32 + 4 * g + n % 2 * 2 + upper;
+    else return 16 * n + 2 * g + upper;
+}
+
+}  // namespace quant

@@ -1,0 +1,371 @@
+"""A DecodePlan as the arrays that kernels/sm90/decode.cu walks: items that are cut, numbered and dealt out to blocks.
+
+Sequences stand in the plan's order. Their query rows under one KV head are counted on through neighbours, so the rows
+of a shared node are a range, which is taken in passes of as many rows as a body holds. How a sequence's own range is
+cut depends on its own length alone, never on the batch.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from .plan import DecodePlan, PagedTiles
+
+Ints = npt.NDArray[np.int32]
+Longs = npt.NDArray[np.int64]
+
+
+class PageLists(Protocol):
+    """The pages of each sequence, in the caller's order."""
+
+    def __getitem__(self, n: int, /) -> Ints: ...
+
+
+CHUNK = 16  # sm90/decode_load.cuh: tokens that come together
+ITEM_WORDS = 8  # sm90/decode_work.cuh: of a DecodeItem
+TILE_ROWS, TILE_TOKENS = 128, 64  # sm90/decode_tile.cuh: of an item, of a step
+ITEM_CHUNKS = 4  # what an item costs beside its chunks, in chunks
+FAR = 1 << 30
+
+
+@dataclass(frozen=True)
+class Splitting:
+    """How token ranges are cut.
+
+    A sequence's own range, by its length alone: up to `warp` tokens it is one warp's; pieces: (up to this length,
+    tokens a piece), the first that fits, each piece being a block's. Shared nodes: equal pieces of at least `shared`
+    tokens, so many that the blocks have even work. tile_rows: from so many rows on a node goes through tiles.
+    """
+
+    warp: int = 256
+    pieces: tuple[tuple[int, int], ...] = ((2048, 512), (16384, 2048), (FAR, 4096))
+    shared: int = 512
+    tile_rows: int = 16
+
+    def of(self, tokens: Longs) -> Longs:
+        """Tokens of a piece for ranges of so many."""
+        limits, sizes = (np.array(x, np.int64) for x in zip(*self.pieces, strict=True))
+        found: Longs = sizes[np.searchsorted(limits, np.minimum(tokens, limits[-1]))]
+        return found
+
+
+class Shape(NamedTuple):
+    """Of the kernel: rows of a stream item, streaming warps of a block, blocks, whether it has tiles."""
+
+    rows: int
+    warps: int
+    blocks: int
+    tiles: bool
+
+
+class Node(NamedTuple):
+    """Tokens [start, stop) that `sequences` from `first` on share."""
+
+    first: int
+    sequences: int
+    start: int
+    stop: int
+
+
+class Own(NamedTuple):
+    """Sequences' own ranges, (n,) each: [start, stop) with room to grow, `planned` being the stop without it."""
+
+    sequence: Longs
+    start: Longs
+    stop: Longs
+    planned: Longs
+
+
+@dataclass
+class WorkList:
+    """A plan as arrays; sm90/decode_work.cuh says what they hold.
+
+    items (rounds, blocks, warps, 8), tile_items (rounds, blocks, 8); live: lengths (n,) and tails (n, 1 + tail_pages),
+    which grow() renews; capacity (n,): the lengths up to which the list serves; total_states: of all sequences that
+    have more than one.
+    """
+
+    items: Ints
+    tile_items: Ints
+    order: Ints
+    states: Ints  # (n, 4)
+    pages: Ints  # (n, table_pages)
+    live: Ints
+    tail_pages: int
+    page_size: int
+    capacity: Longs
+    total_states: int
+    _on_device: dict[torch.device, dict[str, torch.Tensor]] = field(default_factory=dict, repr=False)
+
+    @property
+    def sequences(self) -> int:
+        return len(self.order)
+
+    @property
+    def blocks(self) -> int:
+        return int(self.items.shape[1])
+
+    @property
+    def lengths(self) -> Ints:
+        return self.live[: self.sequences]
+
+    @property
+    def tails(self) -> Ints:
+        """(n, 1 + tail_pages): the number of the first page that stands here, then the pages."""
+        return self.live[self.sequences :].reshape(self.sequences, 1 + self.tail_pages)
+
+    def grow(self, lengths: npt.ArrayLike, page_lists: PageLists | None = None) -> None:
+        """Take the sequences' new lengths and last pages, in the caller's order; the list itself stays as it is.
+
+        page_lists: needed where a sequence got pages since the last time; others' lists are not looked at. Then one
+        copy to the device, on the current stream, without a wait. Raises ValueError for a length that the list has no
+        room for or that is smaller than it was; then nothing has changed.
+        """
+        now = self.check_growth(lengths)
+        if page_lists is not None:
+            tails, size = self.tails, self.page_size
+            counts = -(-now // size)
+            for n in np.flatnonzero(counts > -(-self.lengths // size)).tolist():
+                tail = page_lists[int(self.order[n])][int(tails[n, 0]) : int(counts[n])]
+                tails[n, 1 : 1 + len(tail)] = tail
+        self.lengths[:] = now
+        for device, tensors in self._on_device.items():
+            if device.type == "cuda":
+                # Fresh pinned memory each time: torch hands it out again only when the copy is done.
+                staged = torch.empty(len(self.live), dtype=torch.int32, pin_memory=True)
+                staged.numpy()[:] = self.live
+                tensors["live"].copy_(staged, non_blocking=True)
+
+    def check_growth(self, lengths: npt.ArrayLike) -> Longs:
+        """The lengths in the plan's order. Raises ValueError for one that the list does not serve."""
+        now = np.asarray(lengths, np.int64)[self.order]
+        if (now > self.capacity).any() or (now < self.lengths).any():
+            raise ValueError(
+                f"lengths must be from {self.lengths.tolist()[:8]} to {self.capacity.tolist()[:8]} (in the plan's "
+                f"order), got {now.tolist()[:8]}; make a new plan"
+            )
+        return now
+
+    def tensors(self, device: torch.device) -> dict[str, torch.Tensor]:
+        """The arrays on a device; on a CPU they are these arrays themselves."""
+        found = self._on_device.get(device)
+        if found is None:
+            names = ("items", "tile_items", "order", "states", "pages", "live")
+            found = {name: torch.from_numpy(getattr(self, name)) for name in names}
+            if device.type == "cuda":
+                found = {name: x.pin_memory().to(device, non_blocking=True) for name, x in found.items()}
+            self._on_device[device] = found
+        return found
+
+
+def work_list(
+    plan: DecodePlan,
+    page_lists: PageLists,
+    lengths: Sequence[int],
+    page_size: int,
+    shape: Shape,
+    *,
+    splitting: Splitting | None = None,
+    room: int = 0,
+) -> WorkList:
+    """The list of a plan; page_lists and lengths in the order of plan.seqs. room: tokens each may yet grow by."""
+    splitting = splitting or Splitting()
+    count, heads = len(plan.order), plan.heads_kv
+    rows_each = plan.tokens_per_seq * (plan.heads_q // heads)
+    order = np.ascontiguousarray(plan.order, np.int32)
+    length = np.array([lengths[n] for n in order], np.int64)
+    states = np.zeros(count, np.int64)  # of each sequence, so far
+    nodes, own = _ranges(plan, length, room)
+
+    tiled: list[Longs] = []  # pieces of nodes that go through tiles
+    passed: list[Longs] = []  # and those that streaming warps take pass by pass
+    for node, size in zip(nodes, _node_pieces(nodes, rows_each, heads, shape, splitting), strict=True):
+        by_tiles = _by_tiles(node, rows_each, shape, splitting)
+        step = TILE_TOKENS if by_tiles else CHUNK
+        begins = np.arange(node.start // step * step, node.stop, size)
+        state = int(states[node.first])  # the same of all of them: what lies above the node is shared by all
+        (tiled if by_tiles else passed).append(
+            _node_items(node, begins, size, state, rows_each, TILE_ROWS if by_tiles else shape.rows)
+        )
+        states[node.first : node.first + node.sequences] += len(begins)
+    sizes = splitting.of(own.planned - own.start)
+    parts = np.maximum(1, -(-(own.stop - own.start // CHUNK * CHUNK) // sizes))
+    passed.append(_own_items(own, sizes, parts, states, rows_each, shape.rows, splitting.warp))
+
+    # The range that grows is a sequence's last; what its states are before that does not change.
+    ends = own.planned == length[own.sequence]
+    fixed, begins, piece = states.copy(), np.full(count, FAR), np.full(count, FAR)
+    np.add.at(states, own.sequence, parts)
+    np.add.at(fixed, own.sequence[~ends], parts[~ends])
+    begins[own.sequence[ends]] = own.start[ends] // CHUNK * CHUNK
+    piece[own.sequence[ends]] = sizes[ends]
+    bases = np.concatenate([[0], np.cumsum(np.where(states > 1, states, 0))])
+
+    units, cost = _stream_units(np.concatenate(passed, axis=1), heads, length, rows_each, shape.warps)
+    tiles = _headed(np.concatenate([*tiled, np.zeros((8, 0), np.int64)], axis=1), heads, rows_each)
+    blocks = max(1, min(shape.blocks, max(len(units), len(tiles))))
+    pages, live, tail_pages = _tables(page_lists, order, length, page_size, room)
+    return WorkList(
+        items=_deal(units, cost, blocks),
+        tile_items=_deal(tiles, -(-(tiles[:, 6] - tiles[:, 5]) // TILE_TOKENS), blocks),
+        order=order,
+        states=np.stack([bases[:-1], fixed, begins, piece], 1).astype(np.int32),
+        pages=pages,
+        live=live,
+        tail_pages=tail_pages,
+        page_size=page_size,
+        capacity=length + room,
+        total_states=int(bases[-1]),
+    )
+
+
+def uses_tiles(plan: DecodePlan, splitting: Splitting | None = None) -> bool:
+    """Has the plan a node that is worth tiles?"""
+    least = (splitting or Splitting()).tile_rows
+    group = plan.heads_q // plan.heads_kv
+    return any(tile.rows > plan.tokens_per_seq and tile.rows * group >= least for tile in plan.work)
+
+
+def _by_tiles(node: Node, rows_each: int, shape: Shape, splitting: Splitting) -> bool:
+    return shape.tiles and node.sequences * rows_each >= splitting.tile_rows
+
+
+def _ranges(plan: DecodePlan, length: Longs, room: int) -> tuple[list[Node], Own]:
+    """Shared nodes and own ranges. A sequence that has no work at all, or with `room` no range at its end, gets one."""
+    tokens = plan.tokens_per_seq
+    nodes, own = [], []
+    ended, covered = np.zeros(len(length), np.bool_), np.zeros(len(length), np.bool_)
+    for tile in plan.work:
+        assert isinstance(tile, PagedTiles)
+        first = tile.row // tokens
+        if tile.rows > tokens:
+            node = Node(first, tile.rows // tokens, tile.start, tile.stop)
+            covered[node.first : node.first + node.sequences] = True
+            nodes.append(node)
+            continue
+        members = np.arange(first, first + len(tile.pages))
+        last = tile.stop == length[members]
+        ended[members] |= last
+        covered[members] = True
+        own.append(np.stack(np.broadcast_arrays(members, tile.start, tile.stop + room * last, tile.stop)))
+    missing = np.flatnonzero(~(ended if room else covered))
+    own.append(np.stack([missing, length[missing], length[missing] + room, length[missing]]))
+    return nodes, Own(*np.concatenate(own, axis=1).astype(np.int64))
+
+
+def _node_pieces(nodes: list[Node], rows_each: int, heads: int, shape: Shape, splitting: Splitting) -> list[int]:
+    """Tokens of a piece of each node: equal ones, about as many in all as there are blocks, for each of the bodies."""
+    passes = [
+        -(-n.sequences * rows_each // (TILE_ROWS if _by_tiles(n, rows_each, shape, splitting) else shape.rows))
+        for n in nodes
+    ]
+    tiled = [_by_tiles(n, rows_each, shape, splitting) for n in nodes]
+    found = []
+    for node, by_tiles in zip(nodes, tiled, strict=True):
+        work = sum((n.stop - n.start) * p for n, p, t in zip(nodes, passes, tiled, strict=True) if t == by_tiles)
+        share = max(splitting.shared, work * heads / shape.blocks)
+        tokens = node.stop - node.start
+        pieces = max(1, int(tokens / share + 1e-9))
+        found.append(-(-tokens // (pieces * TILE_TOKENS)) * TILE_TOKENS)
+    return found
+
+
+def _node_items(node: Node, begins: Longs, size: int, state: int, rows_each: int, most: int) -> Longs:
+    """(8, n): sequence, row, rows, table, start, stop, state, alone; passes of `most` rows over each piece."""
+    rows = node.sequences * rows_each
+    row = np.arange(0, rows, most)
+    made = np.zeros((8, len(begins), len(row)), np.int64)
+    made[0] = made[3] = node.first
+    made[1], made[2] = row, np.minimum(most, rows - row)
+    made[4], made[5] = np.maximum(begins, node.start)[:, None], np.minimum(begins + size, node.stop)[:, None]
+    made[6] = (state + np.arange(len(begins)))[:, None]
+    return made.reshape(8, -1)
+
+
+def _own_items(own: Own, size: Longs, parts: Longs, states: Longs, rows_each: int, most: int, warp: int) -> Longs:
+    """The same of own ranges, each in `parts` pieces; a sequence's ranges stand in order."""
+    before = np.zeros(len(own.sequence), np.int64)  # states of its earlier ranges: few have more than one
+    if len(np.unique(own.sequence)) != len(own.sequence):
+        taken: dict[int, int] = {}
+        for n, s in enumerate(own.sequence.tolist()):
+            before[n] = taken.get(s, 0)
+            taken[s] = int(before[n]) + int(parts[n])
+    alone = (own.planned - own.start <= warp) & (parts == 1)
+    index = np.repeat(np.arange(len(own.sequence)), parts)
+    number = np.arange(len(index)) - np.repeat(np.cumsum(parts) - parts, parts)  # of a piece in its range
+    begin = own.start[index] // CHUNK * CHUNK + number * size[index]
+    row = np.arange(0, rows_each, most)
+    made = np.zeros((8, len(index), len(row)), np.int64)
+    made[0] = made[3] = own.sequence[index][:, None]
+    made[1], made[2] = row, np.minimum(most, rows_each - row)
+    made[4] = np.maximum(begin, own.start[index])[:, None]
+    made[5] = np.minimum(begin + size[index], own.stop[index])[:, None]
+    made[6] = (states[own.sequence[index]] + before[index] + number)[:, None]
+    made[7] = alone[index][:, None]
+    return made.reshape(8, -1)
+
+
+def _headed(parts: Longs, heads: int, rows_each: int) -> Longs:
+    """(n · heads, 8): DecodeItems, one for each KV head, but for how warps share them."""
+    sequence, row, rows, table, start, stop, state, _ = np.repeat(parts, heads, axis=1)
+    head = np.tile(np.arange(heads), parts.shape[1])
+    sequence, row = sequence + row // rows_each, row % rows_each
+    return np.stack([sequence, row, rows, head, table, start, stop, state << 16], -1)
+
+
+def _stream_units(parts: Longs, heads: int, length: Longs, rows_each: int, warps: int) -> tuple[Longs, Longs]:
+    """(n, warps, 8): what the streaming warps of a block do together, and what each costs, in chunks of a warp."""
+    items = _headed(parts, heads, rows_each)
+    stop = np.minimum(items[:, 6], length[items[:, 4]])  # without the room to grow
+    chunks = np.maximum(0, -(-(stop - items[:, 5] // CHUNK * CHUNK) // CHUNK))
+    alone = np.repeat(parts[7], heads) != 0
+    together, single = np.flatnonzero(~alone), np.flatnonzero(alone)
+    blocks = np.repeat(items[together, None], warps, axis=1)
+    blocks[:, :, 7] |= warps << 8 | np.arange(warps)
+    single = single[np.argsort(-chunks[single], kind="stable")]
+    filled = np.zeros((-(-len(single) // warps) * warps, ITEM_WORDS), np.int64)
+    filled[: len(single)] = items[single]
+    filled[: len(single), 7] |= 1 << 8
+    units = np.concatenate([blocks, filled.reshape(-1, warps, ITEM_WORDS)])
+    return units, np.concatenate([-(-chunks[together] // warps), chunks[single[::warps]]])
+
+
+def _deal(units: Longs, cost: Longs, blocks: int) -> Ints:
+    """(rounds, blocks, …): the longest first, each to the block that has least to do; empty items at the end."""
+    ranked = np.argsort(-cost, kind="stable")
+    block, turn = np.arange(len(units)) % blocks, np.arange(len(units)) // blocks
+    if len(units) and cost.min() != cost.max():
+        loads, counts = [(0, b) for b in range(blocks)], [0] * blocks
+        for n, c in enumerate(cost[ranked].tolist()):
+            load, b = loads[0]
+            block[n], turn[n] = b, counts[b]
+            counts[b] += 1
+            heapq.heapreplace(loads, (load + c + ITEM_CHUNKS, b))
+    dealt = np.zeros((int(turn.max(initial=-1)) + 1, blocks, *units.shape[1:]), np.int32)
+    dealt[turn, block] = units[ranked]
+    return dealt
+
+
+def _tables(page_lists: PageLists, order: Ints, length: Longs, page_size: int, room: int) -> tuple[Ints, Ints, int]:
+    """pages (n, table_pages), live and tail_pages: a sequence's last page, and those to come, stand in its tail."""
+    count = len(order)
+    tail_from = np.maximum(0, -(-length // page_size) - 1)
+    tail_pages = 2 + -(-room // page_size)
+    live = np.zeros(count * (2 + tail_pages), np.int32)
+    live[:count] = length
+    tails = live[count:].reshape(count, 1 + tail_pages)
+    tails[:, 0] = tail_from
+    pages = np.zeros((count, max(1, int(tail_from.max(initial=0)))), np.int32)
+    for n, (caller, at) in enumerate(zip(order.tolist(), tail_from.tolist(), strict=True)):
+        of = page_lists[caller]
+        pages[n, :at] = of[:at]
+        tail = of[at : at + tail_pages]
+        tails[n, 1 : 1 + len(tail)] = tail
+    return pages, live, tail_pages
