@@ -23,7 +23,9 @@ FORMATS = ("bf16", "fp16", "fp8", "int8", "int4")
 # (late, seed) of the emulator: asynchronous work lands late or at once, threads run in this order or that
 MODES = ((True, 0), (False, 0), (True, 1), (False, 7))
 # Every way of cutting within few tokens: a warp's own, a block's whole, a block's pieces
-SMALL = Splitting(warp=48, pieces=((150, 1024), (FAR, 64)), shared=64)
+UNCUT = Splitting(pieces=((FAR, 1 << 19),))
+FOLDED = Splitting(pieces=((FAR, 32),), whole=True)
+SMALL = Splitting(pieces=((150, 1024), (FAR, 64)), shared=64, whole=False)
 
 
 def grow(cache: PagedKVCache, seqs: Sequence[int], counts: Any, seed: int = 0, size: float = 1.0) -> None:
@@ -223,5 +225,5 @@ def chance(seed: int, kinds: Sequence[tuple[str, int, int]] = KINDS) -> None:
         runs=kv_format.startswith("int") and rng.random() < 0.5,
         tiles=rng.choice((None, None, False)),
         room=rng.choice((0, 0, 0, 33)),
-        splitting=rng.choice((SMALL, None, Splitting(FAR, ((FAR, FAR),)), Splitting(0, ((FAR, 32),), 64, 1))),
+        splitting=rng.choice((SMALL, None, UNCUT, Splitting(((FAR, 32),), 64, 1), FOLDED)),
     )

@@ -10,10 +10,12 @@ import pytest
 import torch
 from decode_cases import (
     BF16,
+    FOLDED,
     FORMATS,
     FP16,
     MODES,
     SMALL,
+    UNCUT,
     chance,
     check,
     decode,
@@ -30,8 +32,6 @@ from tilewise.kvcache.formats import KVFormat
 from tilewise.worklist import FAR, Shape, Splitting, WorkList, work_list
 
 LENGTHS = (1, 63, 65, 127, 0, 129, 300)
-WHOLE = Splitting(warp=0, pieces=((FAR, 1 << 20),))
-WARPS = Splitting(warp=1 << 20, pieces=((FAR, 1 << 20),))
 
 
 def dtype_of(kv_format: str) -> torch.dtype:
@@ -143,7 +143,7 @@ def test_tiles_of_many_rows(head_dim, page_size, dtype):
     cache, seqs = make_tree([1, 35], [707, 3], head_dim=head_dim, page_size=page_size, kv_heads=1, kv_format=kv_format)
     for count, tokens in ((35, 1), (17, 1), (4, 3)):
         plan = plan_decode(cache, seqs[:count], num_heads=4, tokens_per_seq=tokens, share_prefix=True)
-        whole = Splitting(256, ((FAR, 64),), shared=4096)
+        whole = Splitting(((FAR, 64),), shared=4096)
         got = check(cache, seqs[:count], tokens=tokens, plan=plan, splitting=whole, dtype=dtype, mode=MODES[tokens])
         (bound,) = (x for x in plan.__dict__["_gpu"].values() if isinstance(x, decoding.Decode))
         assert bound.spec.entry == "decode_tree"
@@ -177,7 +177,20 @@ def test_many_sequences(count):
 
 
 # ---- cutting and merging ---------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("splitting", [WARPS, WHOLE, SMALL, Splitting(0, ((FAR, 16),)), None])
+@pytest.mark.parametrize("kv_format", ["bf16", "int8", "int4"])
+@pytest.mark.parametrize("window", [None, (70, 0)])
+def test_a_warp_that_folds_pieces_and_many_that_have_one_give_the_same_bits(kv_format, window):
+    cache, seqs = make_cache((333, 64, 65, 1, 0, 128), kv_format=kv_format)
+    q = queries(cache, seqs, tokens=3)
+    cut, whole = (
+        decode(cache, seqs, q, window=window, splitting=Splitting(pieces=((FAR, 32),), whole=one))
+        for one in (False, True)
+    )
+    assert torch.equal(cut[0], whole[0])
+    assert torch.equal(cut[1], whole[1])
+
+
+@pytest.mark.parametrize("splitting", [UNCUT, FOLDED, SMALL, Splitting(((FAR, 16),)), None])
 def test_every_way_to_cut(splitting):
     cache, seqs = make_cache((1, 300, 64, 0, 65))
     for sinks in (None, torch.linspace(-2, 3, 8)):
@@ -237,7 +250,9 @@ def test_a_plan_serves_every_layer_and_leaves_its_counters_at_zero():
     bound = [x for x in plan.__dict__["_gpu"].values() if isinstance(x, decoding.Decode)]
     assert len(bound) == 1
     assert bound[0].listed.total_states > 0
-    assert not any(space.tickets.any() for space in bound[0].workspaces.values())
+    assert [space.meeting.tolist() for space in bound[0].workspaces.values()] == [
+        [0, len(MODES)]
+    ]  # blocks come, meetings
 
 
 # ---- masks and scores ------------------------------------------------------------------------------------------------
@@ -286,7 +301,7 @@ def test_large_logits(kv_format):
     """Logits of ±1e4; queries that a half cannot hold, and such that it would lose."""
     cache, seqs = make_cache((200, 33), kv_format=kv_format)
     for size in (300.0, 1e4) if kv_format == "fp16" else (300.0, 3e5, 1e-7):
-        for splitting in (SMALL, WARPS):
+        for splitting in (SMALL, UNCUT):
             check(cache, seqs, size=size, scale=300.0 / size, dtype=dtype_of(kv_format), splitting=splitting)
 
 
@@ -301,7 +316,7 @@ def test_values_of_any_size(kv_format, factor):
     k, v = (torch.randn(200, 2, 64, generator=generator) for _ in range(2))
     grades = 2.0 ** torch.randint(-15, 16, (200, 1, 1), generator=generator)
     cache.write(0, slots, k, v * grades * factor)
-    for size, splitting in product((1.0, 20.0), (SMALL, WARPS)):
+    for size, splitting in product((1.0, 20.0), (SMALL, UNCUT)):
         check(cache, [seq], size=size, splitting=splitting)
 
 
@@ -318,7 +333,7 @@ def test_values_that_rise_and_fall(kv_format):
             0, slots, k, torch.randn(208, 1, 64, generator=torch.Generator().manual_seed(0)) * 2.0 ** (rise * place)
         )
         q = torch.full((1, 1, 4, 64), size, dtype=BF16)
-        got = decode(cache, [seq], q, splitting=WARPS)
+        got = decode(cache, [seq], q, splitting=UNCUT)
         assert_state(got, *(reference.decode(q, cache, 0, [seq], dtype=d) for d in (torch.float64, BF16)))
 
 

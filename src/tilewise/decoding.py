@@ -27,7 +27,7 @@ from .kvcache.formats import KVFormat
 from .ladder import ELEMENTS, LOG2E, MAP_TYPES, PANEL, Strides
 from .plan import DecodePlan, Window
 from .tree import CostModel
-from .worklist import CHUNK, TILE_TOKENS, PageLists, Shape, Splitting, WorkList, uses_tiles, work_list
+from .worklist import CHUNK, TILE_ROWS, TILE_TOKENS, PageLists, Shape, Splitting, WorkList, uses_tiles, work_list
 
 Parts = Sequence[torch.Tensor]
 
@@ -72,11 +72,11 @@ def shared_bytes(fmt: KVFormat, tiling: Tiling) -> int:
     tiles = tiling.tile_stages * 2 * TILE_TOKENS * -(-fmt.head_dim // PANEL) * 2 * PANEL
     rings = tiling.warps * tiling.stages
     scales = {"fp8": 2 * CHUNK * 4, "int8": 2 * CHUNK * 4, "int4": 4 * CHUNK * 2 * scale_groups(fmt)}.get(fmt.name, 0)
-    at_meeting = -(-(tiles + rings * stage_bytes(fmt)) // 1024) * 1024 + rings * (scales + 8)
+    at_fold = -(-(tiles + rings * stage_bytes(fmt)) // 1024) * 1024 + rings * (scales + 8)
     if tiling.tile_stages:
-        at_meeting += 16 * tiling.tile_stages + 2 * 64 * 4 + 256 * 16
-    meeting = tiling.warps * tiling.rows * ((fmt.head_dim + 4) * 4 + 8) + 4 * tiling.rows
-    return -(-at_meeting // 16) * 16 + meeting
+        at_fold = -(-(at_fold + 16 * tiling.tile_stages) // 16) * 16 + 16 * TILE_ROWS * 2
+    at_fold = -(-at_fold // 16) * 16
+    return at_fold + tiling.warps * tiling.rows * (fmt.head_dim * 4 + 64)
 
 
 @lru_cache(maxsize=256)
@@ -175,10 +175,10 @@ class DecodeArgs(ctypes.Structure):
 
     _fields_ = [
         *((n, ctypes.c_void_p) for n in ("q", "o", "lse", "sinks", "items", "tile_items", "order", "lengths", "tails")),
-        *((n, ctypes.c_void_p) for n in ("pages", "states", "state_o", "state_ml", "tickets")),
+        *((n, ctypes.c_void_p) for n in ("pages", "states", "state_o", "state_ml", "meeting")),
         *((n, Paged) for n in ("k", "v", "k_scale", "v_scale", "k_zero", "v_zero")),
         *((n, Strides) for n in ("q_strides", "o_strides")),
-        *((n, ctypes.c_int) for n in ("rounds", "tile_rounds", "kv_heads", "tokens", "left")),
+        *((n, ctypes.c_int) for n in ("rounds", "tile_rounds", "sequences", "merges", "kv_heads", "tokens", "left")),
         *((n, ctypes.c_int) for n in ("table_pages", "tail_pages")),
         *((n, ctypes.c_float) for n in ("scale_log2", "softcap_in", "softcap_out")),
         *((n, Divisor) for n in ("group", "rows_each")),
@@ -259,11 +259,11 @@ def tile_map(codes: torch.Tensor) -> TensorMapSpec:
 # ---- the launch ------------------------------------------------------------------------------------------------------
 @dataclass
 class Workspace:
-    """Where states meet, for launches that follow each other: tickets are 0 between them."""
+    """Where states and blocks meet, for launches that follow each other."""
 
     o: torch.Tensor
     ml: torch.Tensor
-    tickets: torch.Tensor
+    meeting: torch.Tensor
 
 
 class Decode:
@@ -298,23 +298,24 @@ class Decode:
         a.lengths = self.fixed["live"].data_ptr()
         a.tails = a.lengths + 4 * listed.sequences
         a.rounds, a.tile_rounds = len(listed.items), len(listed.tile_items)
+        a.sequences, a.merges = listed.sequences, listed.total_states > 0
         a.kv_heads, a.tokens = plan.heads_kv, plan.tokens_per_seq
         a.table_pages, a.tail_pages = listed.pages.shape[1], listed.tail_pages
         a.group, a.rows_each = Divisor.by(group), Divisor.by(self.rows_each)
         self.grid = (listed.blocks, 1, 1)
         self.workspaces: dict[int | None, Workspace] = {}
-        self.graph_tickets = self._tickets()
+        self.graph_meeting = self._meeting()
         if self.device.type == "cuda":
             self.kernel = jit.load(self.spec, self.device)
             self.launch_args = jit.Args(*[jit.TensorMap.blank()] * len(self.map_specs), a)
 
-    def _tickets(self) -> torch.Tensor:
-        return torch.zeros(self.listed.sequences * self.plan.heads_kv, dtype=torch.int32, device=self.device)
+    def _meeting(self) -> torch.Tensor:
+        return torch.zeros(2, dtype=torch.int32, device=self.device)
 
     def _workspace(self, stream: int | None) -> Workspace:
         """Of a stream, whose launches follow each other; None: of graphs, which hold what is allocated in them.
 
-        A plan's graphs share the tickets, which are made before them: they must not be replayed at the same time.
+        A plan's graphs share the meeting, which is made before them: they must not be replayed at the same time.
         """
         found = self.workspaces.get(stream)
         if found is None or stream is None:
@@ -322,7 +323,7 @@ class Decode:
             found = self.workspaces[stream] = Workspace(
                 torch.empty(rows * self.fmt.head_dim, dtype=torch.float32, device=self.device),
                 torch.empty(rows * 2, dtype=torch.float32, device=self.device),
-                self.graph_tickets if stream is None else self._tickets(),
+                self.graph_meeting if stream is None else self._meeting(),
             )
         return found
 
@@ -357,16 +358,16 @@ class Decode:
         cuda = self.device.type == "cuda"
         stream = jit.raw_stream(self.kernel.ordinal) if cuda else 0
         space = self._workspace(None if cuda and torch.cuda.is_current_stream_capturing() else stream)
-        a.state_o, a.state_ml, a.tickets = (x.data_ptr() for x in (space.o, space.ml, space.tickets))
+        a.state_o, a.state_ml, a.meeting = (x.data_ptr() for x in (space.o, space.ml, space.meeting))
         pointers = (k_parts[0].data_ptr(), v_parts[0].data_ptr())
         if cuda:
             for n, spec in enumerate(self.map_specs):
                 if spec is not None:
                     self.launch_args.point(n, jit.encode(spec, pointers[n % 2]))
-            self.kernel.launch(self.grid, self.launch_args, stream=stream)
+            self.kernel.launch(self.grid, self.launch_args, stream=stream, cooperative=bool(a.merges))
             return
         tensors = {"q": q, "o": o, "lse": lse, "sinks": sinks, **self.fixed}
-        tensors |= {"state_o": space.o, "state_ml": space.ml, "tickets": space.tickets}
+        tensors |= {"state_o": space.o, "state_ml": space.ml, "meeting": space.meeting}
         for name, parts in (("k", k_parts), ("v", v_parts)):
             tensors |= {f"{name}{n}": x for n, x in enumerate(parts)}
         known = {name: x for name, x in tensors.items() if x is not None}
@@ -374,7 +375,7 @@ class Decode:
             emulate.TensorMap() if spec is None else emulate.tensor_map(spec, pointers[n % 2])
             for n, spec in enumerate(self.map_specs)
         ]
-        emulate.launch(self.spec, self.grid, [*maps, a], known, **emulator)
+        emulate.launch(self.spec, self.grid, [*maps, a], known, resident=self.grid[0], **emulator)
 
 
 def run(

@@ -536,16 +536,18 @@ class Kernel:
         stream: Any = None,
         cluster: tuple[int, int, int] | None = None,
         pdl: bool = False,
+        cooperative: bool = False,
     ) -> None:
         """Puts one launch on torch's current stream of this device, or on `stream` (torch's or a raw handle).
 
         Never waits. cluster: blocks per cluster. pdl: may start before the kernel ahead of it on the stream is done
-        (griddepcontrol in the source waits for that one).
+        (griddepcontrol in the source waits for that one). cooperative: all blocks are on the card together, or the
+        launch fails, so that they may wait for each other.
         """
         if args.sizes != self.arg_sizes:
             raise TypeError(f"{self.spec} takes arguments of {self.arg_sizes} bytes, got {args.sizes}")
         handle = raw_stream(self.ordinal) if stream is None else getattr(stream, "cuda_stream", stream)
-        key = (grid, handle, cluster, pdl)
+        key = (grid, handle, cluster, pdl, cooperative)
         config = self._configs.get(key) or self._configure(key)
         if int(self._get_context()[1]) == self._context_value:
             (error,) = self._launch(config, self._function, args.address, 0)
@@ -568,7 +570,7 @@ class Kernel:
 
     def _configure(self, key: tuple[Any, ...]) -> Any:
         """The launch configuration, kept because making one costs more than the launch. Never changed once made."""
-        grid, stream, cluster, pdl = key
+        grid, stream, cluster, pdl, cooperative = key
         driver = self._driver
         if len(grid) != 3 or not all(1 <= n <= most for n, most in zip(grid, (2**31 - 1, 65535, 65535), strict=True)):
             raise ValueError(f"grid must be three sizes from 1 to (2^31 − 1, 65535, 65535), got {grid}")
@@ -592,6 +594,10 @@ class Kernel:
             value = driver.CUlaunchAttributeValue()
             value.programmaticStreamSerializationAllowed = 1
             attributes.append(_attribute(driver, "PROGRAMMATIC_STREAM_SERIALIZATION", value))
+        if cooperative:
+            value = driver.CUlaunchAttributeValue()
+            value.cooperative = 1
+            attributes.append(_attribute(driver, "COOPERATIVE", value))
         config.attrs, config.numAttrs = attributes, len(attributes)
         if len(self._configs) >= 512:
             self._configs.clear()

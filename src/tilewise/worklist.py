@@ -31,7 +31,8 @@ class PageLists(Protocol):
 CHUNK = 16  # sm90/decode_load.cuh: tokens that come together
 ITEM_WORDS = 8  # sm90/decode_work.cuh: of a DecodeItem
 TILE_ROWS, TILE_TOKENS = 128, 64  # sm90/decode_tile.cuh: of an item, of a step
-ITEM_CHUNKS = 4  # what an item costs beside its chunks, in chunks
+ITEM_CHUNKS = 2  # what an item costs beside its chunks, in chunks
+STATE_CHUNKS = 1  # what a state costs on its way out and back
 FAR = 1 << 30
 
 
@@ -39,15 +40,16 @@ FAR = 1 << 30
 class Splitting:
     """How token ranges are cut.
 
-    A sequence's own range, by its length alone: up to `warp` tokens it is one warp's; pieces: (up to this length,
-    tokens a piece), the first that fits, each piece being a block's. Shared nodes: equal pieces of at least `shared`
-    tokens, so many that the blocks have even work. tile_rows: from so many rows on a node goes through tiles.
+    A sequence's own range is computed in pieces of a size that depends on its own length alone: (up to this length,
+    tokens a piece), the first that fits. A warp takes a piece, or the whole range piece by piece, which gives the same
+    bits; whole: which of the two, None for whatever fills the warps best. Shared nodes: equal pieces of at least
+    `shared` tokens, so many that the blocks have even work. tile_rows: from so many rows on a node goes through tiles.
     """
 
-    warp: int = 256
-    pieces: tuple[tuple[int, int], ...] = ((2048, 512), (16384, 2048), (FAR, 4096))
+    pieces: tuple[tuple[int, int], ...] = ((2048, 64), (8192, 256), (32768, 512), (FAR, 1024))
     shared: int = 512
     tile_rows: int = 16
+    whole: bool | None = None
 
     def of(self, tokens: Longs) -> Longs:
         """Tokens of a piece for ranges of so many."""
@@ -196,11 +198,12 @@ def work_list(
         )
         states[node.first : node.first + node.sequences] += len(begins)
     sizes = splitting.of(own.planned - own.start)
-    parts = np.maximum(1, -(-(own.stop - own.start // CHUNK * CHUNK) // sizes))
-    passed.append(_own_items(own, sizes, parts, states, rows_each, shape.rows, splitting.warp))
+    whole = _whole(own, sizes, heads * -(-rows_each // shape.rows), shape.blocks * shape.warps, splitting.whole)
+    parts = np.where(whole, 1, np.maximum(1, -(-(own.stop - own.start // CHUNK * CHUNK) // sizes)))
+    passed.append(_own_items(own, sizes, parts, whole, states, rows_each, shape.rows))
 
-    # The range that grows is a sequence's last; what its states are before that does not change.
-    ends = own.planned == length[own.sequence]
+    # The range that grows is a sequence's last; what its states are before that does not change, nor is a whole one's.
+    ends = (own.planned == length[own.sequence]) & ~whole
     fixed, begins, piece = states.copy(), np.full(count, FAR), np.full(count, FAR)
     np.add.at(states, own.sequence, parts)
     np.add.at(fixed, own.sequence[~ends], parts[~ends])
@@ -208,12 +211,16 @@ def work_list(
     piece[own.sequence[ends]] = sizes[ends]
     bases = np.concatenate([[0], np.cumsum(np.where(states > 1, states, 0))])
 
-    units, cost = _stream_units(np.concatenate(passed, axis=1), heads, length, rows_each, shape.warps)
+    items = _headed(np.concatenate(passed, axis=1), heads, rows_each)
+    stop = np.minimum(items[:, 6], length[items[:, 4]])  # without the room to grow
+    chunks = np.maximum(0, -(-(stop - items[:, 5] // CHUNK * CHUNK) // CHUNK))
     tiles = _headed(np.concatenate([*tiled, np.zeros((8, 0), np.int64)], axis=1), heads, rows_each)
-    blocks = max(1, min(shape.blocks, max(len(units), len(tiles))))
+    blocks = max(1, min(shape.blocks, max(len(items), len(tiles))))
+    dealt = _deal(items, chunks, blocks * shape.warps)
     pages, live, tail_pages = _tables(page_lists, order, length, page_size, room)
     return WorkList(
-        items=_deal(units, cost, blocks),
+        # A block's neighbours come first, so that few items are on different multiprocessors.
+        items=np.ascontiguousarray(dealt.reshape(-1, shape.warps, blocks, ITEM_WORDS).transpose(0, 2, 1, 3)),
         tile_items=_deal(tiles, -(-(tiles[:, 6] - tiles[:, 5]) // TILE_TOKENS), blocks),
         order=order,
         states=np.stack([bases[:-1], fixed, begins, piece], 1).astype(np.int32),
@@ -278,7 +285,7 @@ def _node_pieces(nodes: list[Node], rows_each: int, heads: int, shape: Shape, sp
 
 
 def _node_items(node: Node, begins: Longs, size: int, state: int, rows_each: int, most: int) -> Longs:
-    """(8, n): sequence, row, rows, table, start, stop, state, alone; passes of `most` rows over each piece."""
+    """(8, n): sequence, row, rows, table, start, stop, state, fold; passes of `most` rows over each piece."""
     rows = node.sequences * rows_each
     row = np.arange(0, rows, most)
     made = np.zeros((8, len(begins), len(row)), np.int64)
@@ -289,15 +296,38 @@ def _node_items(node: Node, begins: Longs, size: int, state: int, rows_each: int
     return made.reshape(8, -1)
 
 
-def _own_items(own: Own, size: Longs, parts: Longs, states: Longs, rows_each: int, most: int, warp: int) -> Longs:
-    """The same of own ranges, each in `parts` pieces; a sequence's ranges stand in order."""
+def _whole(own: Own, sizes: Longs, times: int, warps: int, asked: bool | None) -> npt.NDArray[np.bool_]:
+    """Which ranges a warp takes whole; each is there `times` times, for heads and passes.
+
+    Ranges up to some length, the rest in pieces: the length that leaves the busiest of `warps` least to do, when what
+    there is goes round, the longest first.
+    """
+    chunks = -(-(own.planned - own.start // CHUNK * CHUNK) // CHUNK)
+    pieces = np.maximum(1, -(-chunks // (sizes // CHUNK)))
+    if asked is not None:
+        return np.full(len(chunks), asked)
+    even = chunks.sum() * times / warps
+    best, found = np.inf, chunks < 0
+    for limit in (0.0, even / 4, even / 2, even):
+        taken = (chunks <= limit) | (pieces == 1)
+        cut = ~taken
+        cost = np.concatenate([chunks[taken], np.repeat(sizes[cut] // CHUNK + STATE_CHUNKS, pieces[cut])]) + ITEM_CHUNKS
+        busiest = float(np.sort(np.repeat(cost, times))[::-1][::warps].sum())
+        if busiest < best:
+            best, found = busiest, taken
+    return found
+
+
+def _own_items(
+    own: Own, size: Longs, parts: Longs, whole: npt.NDArray[np.bool_], states: Longs, rows_each: int, most: int
+) -> Longs:
+    """The same of own ranges, each in `parts` pieces or whole; a sequence's ranges stand in order."""
     before = np.zeros(len(own.sequence), np.int64)  # states of its earlier ranges: few have more than one
     if len(np.unique(own.sequence)) != len(own.sequence):
         taken: dict[int, int] = {}
         for n, s in enumerate(own.sequence.tolist()):
             before[n] = taken.get(s, 0)
             taken[s] = int(before[n]) + int(parts[n])
-    alone = (own.planned - own.start <= warp) & (parts == 1)
     index = np.repeat(np.arange(len(own.sequence)), parts)
     number = np.arange(len(index)) - np.repeat(np.cumsum(parts) - parts, parts)  # of a piece in its range
     begin = own.start[index] // CHUNK * CHUNK + number * size[index]
@@ -306,39 +336,23 @@ def _own_items(own: Own, size: Longs, parts: Longs, states: Longs, rows_each: in
     made[0] = made[3] = own.sequence[index][:, None]
     made[1], made[2] = row, np.minimum(most, rows_each - row)
     made[4] = np.maximum(begin, own.start[index])[:, None]
-    made[5] = np.minimum(begin + size[index], own.stop[index])[:, None]
+    stop = np.where(whole[index], own.stop[index], np.minimum(begin + size[index], own.stop[index]))
+    made[5] = stop[:, None]
     made[6] = (states[own.sequence[index]] + before[index] + number)[:, None]
-    made[7] = alone[index][:, None]
+    made[7] = np.where(whole[index], size[index] // CHUNK, 0)[:, None]
     return made.reshape(8, -1)
 
 
 def _headed(parts: Longs, heads: int, rows_each: int) -> Longs:
-    """(n · heads, 8): DecodeItems, one for each KV head, but for how warps share them."""
-    sequence, row, rows, table, start, stop, state, _ = np.repeat(parts, heads, axis=1)
+    """(n · heads, 8): DecodeItems, one for each KV head."""
+    sequence, row, rows, table, start, stop, state, fold = np.repeat(parts, heads, axis=1)
     head = np.tile(np.arange(heads), parts.shape[1])
     sequence, row = sequence + row // rows_each, row % rows_each
-    return np.stack([sequence, row, rows, head, table, start, stop, state << 16], -1)
-
-
-def _stream_units(parts: Longs, heads: int, length: Longs, rows_each: int, warps: int) -> tuple[Longs, Longs]:
-    """(n, warps, 8): what the streaming warps of a block do together, and what each costs, in chunks of a warp."""
-    items = _headed(parts, heads, rows_each)
-    stop = np.minimum(items[:, 6], length[items[:, 4]])  # without the room to grow
-    chunks = np.maximum(0, -(-(stop - items[:, 5] // CHUNK * CHUNK) // CHUNK))
-    alone = np.repeat(parts[7], heads) != 0
-    together, single = np.flatnonzero(~alone), np.flatnonzero(alone)
-    blocks = np.repeat(items[together, None], warps, axis=1)
-    blocks[:, :, 7] |= warps << 8 | np.arange(warps)
-    single = single[np.argsort(-chunks[single], kind="stable")]
-    filled = np.zeros((-(-len(single) // warps) * warps, ITEM_WORDS), np.int64)
-    filled[: len(single)] = items[single]
-    filled[: len(single), 7] |= 1 << 8
-    units = np.concatenate([blocks, filled.reshape(-1, warps, ITEM_WORDS)])
-    return units, np.concatenate([-(-chunks[together] // warps), chunks[single[::warps]]])
+    return np.stack([sequence, row, rows, head, table, start, stop, state << 16 | fold], -1)
 
 
 def _deal(units: Longs, cost: Longs, blocks: int) -> Ints:
-    """(rounds, blocks, …): the longest first, each to the block that has least to do; empty items at the end."""
+    """(rounds, blocks, 8): the longest first, each to the block (or warp) that has least to do; empty ones last."""
     ranked = np.argsort(-cost, kind="stable")
     block, turn = np.arange(len(units)) % blocks, np.arange(len(units)) // blocks
     if len(units) and cost.min() != cost.max():

@@ -174,6 +174,8 @@ struct Scheduler {
     size_t head = 0;                 // ready[head..] is the queue when the order is round robin
     std::deque<Closure> in_flight;   // bulk copies that have not landed
     Fiber* running = nullptr;
+    bool yielded = false;            // the fiber that ran last gave up its turn: it waits for another in a loop
+    uint64_t idle = 0;               // turns in a row that ended so
     void* sp = nullptr;
     uint64_t random;
     Counters counted{};
@@ -205,6 +207,12 @@ struct Scheduler {
         f->queued = false;
         return f;
     }
+    void land() {  // one of the copies in flight
+        size_t at = launch->options.seed ? next_random() % in_flight.size() : 0;
+        Closure c = std::move(in_flight[at]);
+        in_flight.erase(in_flight.begin() + long(at));
+        c();
+    }
     void switch_to(Fiber* f) {
         running = f;
         current = &f->thread;
@@ -227,6 +235,7 @@ static void suspend(std::string why) {
 void yield() {
     Fiber* f = scheduler->running;
     scheduler->wake(f);
+    scheduler->yielded = true;
     suspend("its turn");
 }
 
@@ -682,12 +691,27 @@ static void work(Launch* launch, uint64_t seed) {
             s.blocks.push_back(make_block(s, n));
         }
         if (s.blocks.empty()) break;
+        bool stuck = false;
         while (Fiber* f = s.pick()) {
             if (f->done) continue;
+            s.yielded = false;
             s.switch_to(f);
             if (launch->failed) break;
+            s.idle = s.yielded ? s.idle + 1 : 0;
+            // Whoever can move only looks round in a loop: it is time for a copy to land; if none is left to, nothing will change.
+            const uint64_t movable = s.ready.size() - s.head;
+            if (s.idle > movable && !s.in_flight.empty()) {
+                s.land();
+                s.idle = 0;
+            }
+            stuck = s.idle > 1000 * movable + 1000;
+            if (stuck) break;
         }
         if (launch->failed) break;
+        if (stuck) {
+            deadlock(s);
+            break;
+        }
         size_t before = s.blocks.size();
         for (size_t i = 0; i < s.blocks.size();)
             if (s.blocks[i]->live) i++;
@@ -697,10 +721,7 @@ static void work(Launch* launch, uint64_t seed) {
             }
         if (s.blocks.size() < before) continue;
         if (!s.in_flight.empty()) {  // nobody can move: time for copies to land
-            size_t at = launch->options.seed ? s.next_random() % s.in_flight.size() : 0;
-            Closure c = std::move(s.in_flight[at]);
-            s.in_flight.erase(s.in_flight.begin() + long(at));
-            c();
+            s.land();
             continue;
         }
         deadlock(s);

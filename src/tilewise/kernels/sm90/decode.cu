@@ -2,8 +2,7 @@
 //
 // The list says which rows meet which tokens (decode_work.cuh); plain decode, a sequence cut into pieces, a shared prompt and a whole
 // tree of them are lists. Item (round, block, warp) is a warp's: it streams its tokens through a ring of its own (decode_load.cuh,
-// decode_stream.cuh). A long range is dealt out chunk by chunk to all streaming warps of the block, which meet at its end; short ones
-// are a warp's own, and nobody waits for anybody. States that are not the whole merge in global memory (decode_merge.cuh).
+// decode_stream.cuh), and nobody waits for anybody until all is read; then states that are not the whole are merged (decode_merge.cuh).
 //
 // Constants: Element: of q and o; Operand: of the products, bf16 or half; kStoredAs: the cache's Format; kHeadDim; kGroupSize: channels that share an int4
 // scale; kPageSize; kRows: query rows of an item, at most; kWarps, kStages; kBlocksPerSm; kTma; kScaleRuns: the scales of a page's
@@ -16,5 +15,10 @@ extern "C" __global__ void __launch_bounds__(32 * kWarps, kBlocksPerSm)
     decode(const __grid_constant__ TensorMap mK, const __grid_constant__ TensorMap mV, const __grid_constant__ DecodeArgs args) {
     if (threadIdx.x == 0) Loader::init_barriers();
     ptx::sync_threads();
-    stream(args, mK, mV, ptx::uniform(threadIdx.x / 32));
+    const int rank = ptx::uniform(threadIdx.x / 32);
+    stream(args, mK, mV, rank);
+    if (args.merges) {
+        meet_all(args, threadIdx.x == 0, 32 * kWarps);
+        merge_all(args, rank, kWarps);
+    }
 }

@@ -28,14 +28,13 @@ constexpr int kScaleParts = !kScaled ? 0 : kZeros ? 4 : 2;
 constexpr int kScaleBytes = kScaleParts * kScalePart;
 
 // Shared memory: the tiles' ring if there is one (decode_tile.cuh) and the warps' rings on 1024 bytes, as the swizzle wants, their
-// scales, barriers, then where states meet.
+// scales, barriers, then what warps have of a range whose pieces they fold.
 constexpr int kAtRings = kTileStages * 2 * 64 * ((kHeadDim + 63) / 64 * 128);
 constexpr int kAtScales = (kAtRings + kWarps * kStages * kStageBytes + 1023) / 1024 * 1024;
 constexpr int kAtStreamBarriers = kAtScales + kWarps * kStages * kScaleBytes;
 constexpr int kAtTileBarriers = kAtStreamBarriers + kWarps * kStages * 8;
-constexpr int kAtTileLast = kAtTileBarriers + kTileStages * 16;  // per warpgroup: which sequences are complete
-constexpr int kAtTileSeen = (kAtTileLast + (kTileStages ? 2 * 64 * 4 : 0) + 15) / 16 * 16;  // per thread: what its rows see
-constexpr int kAtMeeting = kAtTileSeen + (kTileStages ? 256 * 16 : 0);
+constexpr int kAtTileSeen = (kAtTileBarriers + kTileStages * 16 + 15) / 16 * 16;  // per thread: what its rows see
+constexpr int kAtFold = kAtTileSeen + (kTileStages ? 256 * 16 : 0);
 
 // Chunk c of row r in a chunk of tokens at `at`, by its offset in shared memory
 TILE_DEVICE uint32_t place_of(uint32_t at, int row, int c) {
@@ -48,13 +47,13 @@ struct Loader {
     const TensorMap &mK, &mV;
     const int rank, lane;  // rank: of this warp in its block
     // What is asked for next: chunk `chunk` of the item in round `round`
-    int round, chunk, end, step, kv_head;
+    int round, chunk, end, kv_head;
     Span span;
     PageTable table;
     int page;  // of that chunk, or of this lane's token of it; looked up a chunk ahead
 
     TILE_DEVICE Loader(const DecodeArgs& a, const TensorMap& k, const TensorMap& v, int w)
-        : args(a), mK(k), mV(v), rank(w), lane(warp::lane()), round(-1), chunk(0), end(0), step(1), kv_head(0), span{0, 0}, page(0) {}
+        : args(a), mK(k), mV(v), rank(w), lane(warp::lane()), round(-1), chunk(0), end(0), kv_head(0), span{0, 0}, page(0) {}
 
     TILE_DEVICE uint32_t ring(int stage) const { return kAtRings + (rank * kStages + stage) * kStageBytes; }
     TILE_DEVICE uint32_t keys(int stage) const { return ring(stage); }
@@ -84,8 +83,7 @@ struct Loader {
             const DecodeItem next = item(args, round, rank);
             if (next.rows == 0) continue;
             span = span_of(args, next);  // empty if the item is of a piece that the sequence does not reach
-            step = next.step();
-            chunk = span.begin / kChunk + next.phase();
+            chunk = span.begin / kChunk;
             end = span.end > span.begin ? (span.end + kChunk - 1) / kChunk : 0;
             kv_head = next.kv_head;
             if (chunk < end) table = PageTable(args, next.table);
@@ -105,7 +103,7 @@ struct Loader {
             if constexpr (kTma) ask_by_tma(stage);
             else ask_by_copies(stage);
             if constexpr (kScaled && !kScaleRuns) fetch_scales(stage);
-            chunk += step;
+            chunk++;
             settle();
         }
         if constexpr (!kTma) ptx::copy_async_commit();  // also of nothing: groups are counted

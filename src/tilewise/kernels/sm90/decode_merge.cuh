@@ -1,17 +1,14 @@
-// From a warp's O, m and l to the result: warps of a block that shared a range meet in shared memory; rows whose keys were all in it
-// are written out; of others the state is left in global memory, and who brings the last state of a sequence and KV head merges all.
+// From a warp's O, m and l to the result: rows whose keys were all in its range are written out; of others the state is left in global
+// memory, and when all blocks have left theirs, all warps merge.
 //
 // A state is (O, m, l) with O = Σ 2^(s − m) v and l = Σ 2^(s − m), not divided: merging scales to a common m and adds, in the order of
-// the states, so that the result does not depend on who came last. An empty one has m = kLowest, l = 0 and O = 0.
+// the states. An empty one has m = kLowest, l = 0 and O = 0.
 #pragma once
 #include "sm90/decode_stream.cuh"
 
 struct alignas(8) Vector8 {
     uint32_t word[2];
 };
-constexpr int kMeetingPitch = kHeadDim + 4;  // floats: eights of rows of a fragment then touch different banks
-// Where warps meet: O of each, then m and l of each row, then which sequences are complete
-constexpr int kAtMeetingMl = kAtMeeting + kWarps * kRows * kMeetingPitch * 4, kAtLast = kAtMeetingMl + kWarps * kRows * 8;
 constexpr int kMeetingBarrier = 1;
 
 // What a row's O is to be multiplied with, and its LSE in base 2, when all of its keys are in. A sink joins the denominator only.
@@ -41,7 +38,7 @@ TILE_DEVICE void store_4(Global<Element> g, const float (&x)[4], float factor) {
     g.template as<Vector8>()[0] = Vector8{{pack<Element>(x[0] * factor, x[1] * factor), pack<Element>(x[2] * factor, x[3] * factor)}};
 }
 
-// ---- a warp alone: straight from its registers -------------------------------------------------------------------------------------
+// ---- a warp's state, straight from its registers -----------------------------------------------------------------------------------
 TILE_DEVICE void store_fragments(const DecodeArgs& args, const DecodeItem& item, const Stream& body) {
     const int lane = warp::lane();
 #pragma unroll
@@ -73,188 +70,90 @@ TILE_DEVICE void store_fragments(const DecodeArgs& args, const DecodeItem& item,
         }
 }
 
-// ---- the block's warps together ----------------------------------------------------------------------------------------------------
-TILE_DEVICE void meet(const DecodeArgs& args, const DecodeItem& item, const Stream& body, int rank) {
-    const int lane = warp::lane();
-    const Shared<float> sO(kAtMeeting), sMl(kAtMeetingMl);
-    ptx::barrier_sync(kMeetingBarrier, 32 * kWarps);  // everybody is done with the last meeting
-#pragma unroll
-    for (int b = 0; b < kBlocks; b++)
-#pragma unroll
-        for (int i = 0; i < 2; i++) {
-            const int at = rank * kRows + body.row(b, i);
-#pragma unroll
-            for (int n = 0; n < 2 * kSteps; n++)
-                sO[at * kMeetingPitch + quant::output_channel<kFormat>(n / 2, n % 2, lane)] = body.acc_o[b][n / 2][n % 2 * 2 + i];
-            if (lane / 4 == 0) {
-                sMl[2 * at] = body.max[b][i];
-                sMl[2 * at + 1] = body.sum[b][i];
-            }
-        }
-    ptx::barrier_sync(kMeetingBarrier, 32 * kWarps);
-    for (int n = rank * 32 + lane; n < item.rows * (kHeadDim / 4); n += 32 * kWarps) {
-        const int r = n / (kHeadDim / 4), column = n % (kHeadDim / 4) * 4;
-        float max = kLowest, sum = 0.0f, x[4] = {};
-#pragma unroll
-        for (int w = 0; w < kWarps; w++) max = fmaxf(max, sMl[2 * (w * kRows + r)]);
-#pragma unroll
-        for (int w = 0; w < kWarps; w++) {
-            const int at = w * kRows + r;
-            const float weight = ptx::exp2(sMl[2 * at] - max);
-            sum += weight * sMl[2 * at + 1];
-            const Vector16 y = Shared<Vector16>(kAtMeeting)[(at * kMeetingPitch + column) / 4];
-#pragma unroll
-            for (int c = 0; c < 4; c++) x[c] += weight * as_float(y.word[c]);
-        }
-        const DecodeRow row = row_of(args, item, r);
-        const States states = states_of(args, row.sequence);
-        if (states.count == 1) {
-            const RowEnd end = end_row(args, row.head, max, sum);
-            store_4(output_row(args, row) + column, x, end.factor);
-            if (column == 0) store_lse(args, row, end.lse);
-        } else {
-            const int64_t at = state_row(args, states, item.kv_head, item.state(), row.row);
-            Global<Vector16>{reinterpret_cast<Vector16*>(args.state_o)}[(at * kHeadDim + column) / 4] =
-                Vector16{{as_bits(x[0]), as_bits(x[1]), as_bits(x[2]), as_bits(x[3])}};
-            if (column == 0) {
-                const Global<float> gMl{args.state_ml + 2 * at};
-                gMl[0] = max;
-                gMl[1] = sum;
-            }
-        }
-    }
-}
-
-// ---- merging states in global memory --------------------------------------------------------------------------------------------------
-// Rows first … first + kMany − 1 of a sequence by one warp, over all of its states. Lane l weighs row l % kMany of state l / kMany;
-// columns are dealt out four a lane. What is asked for at once, kAtOnce states of all rows, does not wait for the weights.
+// ---- merging states ---------------------------------------------------------------------------------------------------------------------
+// Rows first … first + kMany − 1 of a sequence by one warp: its states one after another, as a warp folds pieces. Columns are dealt out
+// four a lane; kAtOnce states of all rows are asked for before the first is needed.
 template <int kMany, int kAtOnce> TILE_DEVICE void merge_rows(const DecodeArgs& args, const States& states, int sequence, int kv_head, int first) {
-    constexpr int kFours = (kHeadDim + 127) / 128, kWeighed = 32 / kMany;
-    static_assert(kWeighed % kAtOnce == 0, "weights are there for all that is asked for");
+    constexpr int kFours = (kHeadDim + 127) / 128;
     const int lane = warp::lane(), each = args.rows_each.divisor, many = each - first < kMany ? each - first : kMany;
     const int64_t base = state_row(args, states, kv_head, 0, first), stride = int64_t(args.kv_heads) * each;
-    float max = kLowest, sum = 0.0f;  // of row lane % kMany
-    float x[kMany][kFours][4] = {};
-    for (int begin = 0; begin < states.count; begin += kWeighed) {
-        float m = kLowest, l = 0.0f;
-        if (begin + lane / kMany < states.count && lane % kMany < many) {
-            const float* ml = args.state_ml + 2 * (base + (begin + lane / kMany) * stride + lane % kMany);
-            m = ptx::load_fresh(ml);
-            l = ptx::load_fresh(ml + 1);
-        }
-        float weight = 0.0f, less = 0.0f;
+    float max[kMany], sum[kMany], x[kMany][kFours][4];
 #pragma unroll 1
-        for (int k = begin; k < begin + kWeighed && k < states.count; k += kAtOnce) {
-            float y[kAtOnce][kMany][kFours][4];
+    for (int begin = 0; begin < states.count; begin += kAtOnce) {
+        float y[kAtOnce][kMany][kFours][4], m[kAtOnce][kMany], l[kAtOnce][kMany];
 #pragma unroll
-            for (int n = 0; n < kAtOnce * kMany * kFours; n++) {
-                const int state = k + n / (kMany * kFours), r = n / kFours % kMany, column = n % kFours * 128 + 4 * lane;
-                float (&to)[4] = y[n / (kMany * kFours)][r][n % kFours];
-                if (state < states.count && r < many && column < kHeadDim) ptx::load_fresh(to, args.state_o + (base + state * stride + r) * kHeadDim + column);
+        for (int n = 0; n < kAtOnce * kMany; n++) {
+            const int k = n / kMany, r = n % kMany;
+            const int64_t at = base + (begin + k) * stride + r;
+            const bool there = begin + k < states.count && r < many;
+            m[k][r] = kLowest;
+            l[k][r] = 0.0f;
+            if (there) {
+                m[k][r] = ptx::load_fresh(args.state_ml + 2 * at);
+                l[k][r] = ptx::load_fresh(args.state_ml + 2 * at + 1);
+            }
+#pragma unroll
+            for (int f = 0; f < kFours; f++) {
+                float (&to)[4] = y[k][r][f];
+                if (there && 128 * f + 4 * lane < kHeadDim) ptx::load_fresh(to, args.state_o + at * kHeadDim + 128 * f + 4 * lane);
                 else to[0] = to[1] = to[2] = to[3] = 0.0f;
             }
-            if (k == begin) {  // the weights of all kWeighed, against their maximum and what came before
-                float top = m;
+        }
 #pragma unroll
-                for (int lanes = kMany; lanes < 32; lanes *= 2) top = fmaxf(top, ptx::shuffle_xor(top, lanes));
-                top = fmaxf(top, max);
-                less = ptx::exp2(max - top);
-                weight = ptx::exp2(m - top);
-                max = top;
-                float share = weight * l;
+        for (int n = 0; n < kAtOnce * kMany; n++) {
+            const int k = n / kMany, r = n % kMany;
+            Fold of{m[k][r], 0.0f, 1.0f};
+            if (begin + k > 0) of = fold_of(max[r], m[k][r]);
+            max[r] = of.max;
+            sum[r] = begin + k > 0 ? of.join(sum[r], l[k][r]) : l[k][r];
 #pragma unroll
-                for (int lanes = kMany; lanes < 32; lanes *= 2) share += ptx::shuffle_xor(share, lanes);
-                sum = sum * less + share;
-#pragma unroll
-                for (int r = 0; r < kMany; r++) {
-                    const float by = ptx::shuffle(less, r);
-#pragma unroll
-                    for (int f = 0; f < kFours; f++)
-#pragma unroll
-                        for (int c = 0; c < 4; c++) x[r][f][c] *= by;
-                }
-            }
-#pragma unroll
-            for (int n = 0; n < kAtOnce * kMany; n++) {
-                const float by = ptx::shuffle(weight, (k - begin) * kMany + n);
-#pragma unroll
-                for (int f = 0; f < kFours; f++)
-#pragma unroll
-                    for (int c = 0; c < 4; c++) x[n % kMany][f][c] += by * y[n / kMany][n % kMany][f][c];
+            for (int c = 0; c < 4 * kFours; c++) {
+                float& to = x[r][c / 4][c % 4];
+                to = begin + k > 0 ? of.join(to, y[k][r][c / 4][c % 4]) : y[k][r][c / 4][c % 4];
             }
         }
     }
-    // Lane r of the first kMany knows the end of row r.
-    const int token = args.group.quotient(first + lane % kMany), row = first + lane % kMany;
-    const DecodeRow own{sequence, row, token, kv_head * int(args.group.divisor) + row - token * int(args.group.divisor)};
-    RowEnd end{0.0f, 0.0f};
-    if (lane % kMany < many) end = end_row(args, own.head, max, sum);
-    if (lane < many) store_lse(args, own, end.lse);
 #pragma unroll
     for (int r = 0; r < kMany; r++) {
-        const float factor = ptx::shuffle(end.factor, r);
         if (r >= many) continue;
-        const int t = args.group.quotient(first + r);
-        const Global<Element> gO =
-            output_row(args, DecodeRow{sequence, first + r, t, kv_head * int(args.group.divisor) + first + r - t * int(args.group.divisor)});
+        const int token = args.group.quotient(first + r);
+        const DecodeRow row{sequence, first + r, token, kv_head * int(args.group.divisor) + first + r - token * int(args.group.divisor)};
+        const RowEnd end = end_row(args, row.head, max[r], sum[r]);
+        if (lane == 0) store_lse(args, row, end.lse);
+        const Global<Element> gO = output_row(args, row);
 #pragma unroll
         for (int f = 0; f < kFours; f++)
-            if (128 * f + 4 * lane < kHeadDim) store_4(gO + (128 * f + 4 * lane), x[r][f], factor);
-    }
-}
-// All rows of a sequence by `warps` warps, of which this is number `rank`: where there are enough, each takes one row and many states
-// at a time, else four rows.
-TILE_DEVICE void merge_sequence(const DecodeArgs& args, int sequence, int kv_head, int rank, int warps) {
-    const States states = states_of(args, sequence);
-    const int each = args.rows_each.divisor;
-    if (each <= warps || states.count > 8) {
-        for (int r = rank; r < each; r += warps) merge_rows<1, 8>(args, states, sequence, kv_head, r);
-    } else {
-        for (int r = 4 * rank; r < each; r += 4 * warps) merge_rows<4, 2>(args, states, sequence, kv_head, r);
+            if (128 * f + 4 * lane < kHeadDim) store_4(gO + (128 * f + 4 * lane), x[r][f], end.factor);
     }
 }
 
-// How many sequences an item has rows of, and how many rows of the n-th
-TILE_DEVICE int sequences_of(const DecodeArgs& args, const DecodeItem& item) { return args.rows_each.quotient(item.row + item.rows - 1) + 1; }
-TILE_DEVICE int rows_in(const DecodeArgs& args, const DecodeItem& item, int n) {
-    const int each = args.rows_each.divisor, begin = n * each > item.row ? n * each : item.row;
-    const int last = item.row + item.rows, end = (n + 1) * each < last ? (n + 1) * each : last;
-    return end - begin;
+// All blocks of the launch have come here: whoever comes last lets the others go. The launch is cooperative, so all are on the card.
+TILE_DEVICE void meet_all(const DecodeArgs& args, bool first, int threads) {
+    ptx::fence_device();
+    ptx::barrier_sync(kMeetingBarrier, threads);
+    if (first) {
+        const int meeting = ptx::load_acquire(args.meeting + 1);
+        if (ptx::atomic_add(args.meeting, 1) == int(gridDim.x) - 1) {
+            Global<int>{args.meeting}[0] = 0;  // for the next launch
+            ptx::fence_device();
+            ptx::store_release(args.meeting + 1, meeting + 1);
+        } else {
+            while (ptx::load_acquire(args.meeting + 1) == meeting) ptx::spin();
+        }
+    }
+    ptx::barrier_sync(kMeetingBarrier, threads);
+    ptx::fence_device();
 }
-// The rows of the item's n-th sequence have arrived; true for whoever completes it. The counter is then as it was before the launch.
-TILE_DEVICE bool arrive(const DecodeArgs& args, const DecodeItem& item, int n) {
-    const int sequence = item.sequence + n, rows = rows_in(args, item, n), count = states_of(args, sequence).count;
-    int* ticket = args.tickets + int64_t(sequence) * args.kv_heads + item.kv_head;
-    if (rows <= 0 || count == 1) return false;
-    if (ptx::atomic_add(ticket, rows) + rows != count * int(args.rows_each.divisor)) return false;
-    Global<int>{ticket}[0] = 0;
-    return true;
-}
-// Is the item one of a piece that its sequence does not reach yet? Its row counts then, too, are left out. (Nodes do not grow.)
-TILE_DEVICE bool beyond(const DecodeArgs& args, const DecodeItem& item) { return item.state() >= states_of(args, item.sequence).count; }
-
-// A warp has left its item's states: it merges what is complete.
-TILE_DEVICE void hand_in_alone(const DecodeArgs& args, const DecodeItem& item) {
-    const int lane = warp::lane(), sequences = sequences_of(args, item);
-    ptx::fence_device();
-    ptx::sync_warp();  // all lanes' states are out
-    const bool last = lane < sequences && arrive(args, item, lane);
-    const uint32_t complete = ptx::ballot(last);
-    if (complete == 0) return;
-    ptx::fence_device();
-    for (int n = 0; n < sequences; n++)
-        if (complete >> n & 1) merge_sequence(args, item.sequence + n, item.kv_head, 0, 1);
-}
-// The same of a block that met: its warps share the rows.
-TILE_DEVICE void hand_in_together(const DecodeArgs& args, const DecodeItem& item, int rank) {
-    const int sequences = sequences_of(args, item), thread = rank * 32 + warp::lane();
-    if (sequences == 1 && states_of(args, item.sequence).count == 1) return;
-    const Shared<int> complete(kAtLast);
-    ptx::fence_device();
-    ptx::barrier_sync(kMeetingBarrier, 32 * kWarps);
-    if (thread < sequences) complete[thread] = arrive(args, item, thread);
-    ptx::barrier_sync(kMeetingBarrier, 32 * kWarps);
-    ptx::fence_device();
-    for (int n = 0; n < sequences; n++)
-        if (int(complete[n])) merge_sequence(args, item.sequence + n, item.kv_head, rank, kWarps);
+// Sequences that have several states, by all warps of the launch: `rank` of `warps` of this block
+TILE_DEVICE void merge_all(const DecodeArgs& args, int rank, int warps) {
+    const int each = args.rows_each.divisor, jobs = args.sequences * args.kv_heads, all = gridDim.x * warps, number = rank * gridDim.x + blockIdx.x;
+    const bool by_row = jobs * each <= 2 * all;  // few: a warp takes a row, so that all have something to do
+    const int rows = by_row ? 1 : 4, passes = (each + rows - 1) / rows;
+    for (int n = number; n < jobs * passes; n += all) {
+        const int job = n / passes, sequence = job / args.kv_heads;
+        const States states = states_of(args, sequence);
+        if (states.count == 1) continue;
+        if (by_row) merge_rows<1, 8>(args, states, sequence, job % args.kv_heads, n % passes);
+        else merge_rows<4, 2>(args, states, sequence, job % args.kv_heads, n % passes * 4);
+    }
 }

@@ -24,6 +24,18 @@ constexpr float kLowest = -3.402823466e38f;  // the reference of a row that has 
 constexpr float kSlack = 8.0f;               // how far, in base 2, scores may rise above the reference before it moves
 constexpr float kLargest = 256.0f;           // the same for P · scale · c
 
+constexpr int kFoldBytes = kRows * kHeadDim * 4 + kBlocks * 2 * 32 * 8;  // of a warp: its lanes' O, then m and l
+
+// Two states over different keys as one, the same bits wherever it is done. An empty one leaves the other as it is.
+struct Fold {
+    float max, before, after;  // what the two are multiplied with
+    TILE_DEVICE float join(float x, float y) const { return ptx::mad(y, after, ptx::multiply(x, before)); }
+};
+TILE_DEVICE Fold fold_of(float max_before, float max_after) {
+    const float max = fmaxf(max_before, max_after);
+    return {max, ptx::exp2(max_before - max), ptx::exp2(max_after - max)};
+}
+
 struct Stream {
     const DecodeArgs& args;
     const int lane;
@@ -48,8 +60,6 @@ struct Stream {
         for (int b = 0; b < kBlocks; b++)
 #pragma unroll
             for (int i = 0; i < 2; i++) {
-                max[b][i] = kLowest;
-                sum[b][i] = 0.0f;
                 factor[b][i] = scale();
                 seen[b][i] = {span.begin, span.end - span.begin};
                 if (row(b, i) < item.rows) {
@@ -58,13 +68,6 @@ struct Stream {
                     from = seen[b][i].first > from ? seen[b][i].first : from;
                     to = last < to ? last : to;
                 }
-                if constexpr (kScaled) {
-                    largest[b][i] = 0.0f;
-                    up[b][i] = 1.0f;
-                }
-                if constexpr (kZeros)
-#pragma unroll
-                    for (int g = 0; g < kGroups; g++) zero_sum[b][i][g] = 0.0f;
             }
 #pragma unroll
         for (int mask = 1; mask < 4; mask *= 2) {
@@ -75,8 +78,25 @@ struct Stream {
         whole_from = from;
         whole_to = to;
 #pragma unroll
+        for (int b = 0; b < kBlocks; b++) load_q(item, b);
+        begin_piece();
+    }
+    // The state of no key
+    TILE_DEVICE void begin_piece() {
+#pragma unroll
         for (int b = 0; b < kBlocks; b++) {
-            load_q(item, b);
+#pragma unroll
+            for (int i = 0; i < 2; i++) {
+                max[b][i] = kLowest;
+                sum[b][i] = 0.0f;
+                if constexpr (kScaled) {
+                    largest[b][i] = 0.0f;
+                    up[b][i] = 1.0f;
+                }
+                if constexpr (kZeros)
+#pragma unroll
+                    for (int g = 0; g < kGroups; g++) zero_sum[b][i][g] = 0.0f;
+            }
 #pragma unroll
             for (int n = 0; n < kSteps; n++) warp::zero(acc_o[b][n]);
         }
@@ -389,8 +409,8 @@ struct Stream {
             }
     }
 
-    // ---- the end: sums over the lanes, O in its own units, not yet divided -----------------------------------------------------------
-    TILE_DEVICE void finish() {
+    // ---- the end of a piece: sums over the lanes, O in its own units, not yet divided ------------------------------------------------
+    TILE_DEVICE void finish_piece() {
 #pragma unroll
         for (int b = 0; b < kBlocks; b++)
 #pragma unroll
@@ -411,6 +431,39 @@ struct Stream {
                             if constexpr (kZeros) x += zero[n / 2 * 32 / kGroupSize];
                         }
                 }
+            }
+    }
+
+    // ---- pieces of one range -----------------------------------------------------------------------------------------------------------
+    // A finished piece after those before it, which are kept in shared memory: this becomes the state of all of them.
+    TILE_DEVICE void fold(int rank) {
+        const Shared<float> before(kAtFold + rank * kFoldBytes), ml(kAtFold + rank * kFoldBytes + kRows * kHeadDim * 4);
+#pragma unroll
+        for (int b = 0; b < kBlocks; b++)
+#pragma unroll
+            for (int i = 0; i < 2; i++) {
+                const int at = (2 * b + i) * 32 + lane;
+                const Fold of = fold_of(float(ml[2 * at]), max[b][i]);
+                max[b][i] = of.max;
+                sum[b][i] = of.join(ml[2 * at + 1], sum[b][i]);
+#pragma unroll
+                for (int n = 0; n < 2 * kSteps; n++) {
+                    float& x = acc_o[b][n / 2][n % 2 * 2 + i];
+                    x = of.join(before[(2 * kSteps * (2 * b + i) + n) * 32 + lane], x);
+                }
+            }
+    }
+    TILE_DEVICE void keep(int rank) const {
+        const Shared<float> to(kAtFold + rank * kFoldBytes), ml(kAtFold + rank * kFoldBytes + kRows * kHeadDim * 4);
+#pragma unroll
+        for (int b = 0; b < kBlocks; b++)
+#pragma unroll
+            for (int i = 0; i < 2; i++) {
+                const int at = (2 * b + i) * 32 + lane;
+                ml[2 * at] = max[b][i];
+                ml[2 * at + 1] = sum[b][i];
+#pragma unroll
+                for (int n = 0; n < 2 * kSteps; n++) to[(2 * kSteps * (2 * b + i) + n) * 32 + lane] = acc_o[b][n / 2][n % 2 * 2 + i];
             }
     }
 };

@@ -255,9 +255,7 @@ struct TileBody {
             ring.release(turn);
             turn.next();
         }
-        const DecodeItem done = share_of(whole_item(round));
-        store(done);
-        hand_in(done);
+        store(share_of(whole_item(round)));
     }
 
     TILE_DEVICE void store(const DecodeItem& item) {
@@ -285,19 +283,6 @@ struct TileBody {
             }
         }
     }
-    // As hand_in_together, of a warpgroup
-    TILE_DEVICE void hand_in(const DecodeItem& item) const {
-        const int sequences = sequences_of(args, item), thread = threadIdx.x % 128;
-        const Shared<int> complete(kAtTileLast + 64 * 4 * group);
-        ptx::fence_device();
-        ptx::barrier_sync(kGroupBarriers + group, 128);
-        if (thread < sequences) complete[thread] = arrive(args, item, thread);
-        ptx::barrier_sync(kGroupBarriers + group, 128);
-        ptx::fence_device();
-        for (int n = warp_rank(); n < sequences; n += 4)  // a sequence a warp
-            if (int(complete[n])) merge_sequence(args, item.sequence + n, item.kv_head, 0, 1);
-    }
-
     TILE_DEVICE void run() {
         for (int round = 0; round < args.tile_rounds; round++) {
             const DecodeItem item = tile_item(args, round);

@@ -21,11 +21,20 @@ extern "C" __global__ void __launch_bounds__(512, kBlocksPerSm)
     if (role < kTileGroups) {
         ptx::take_registers<kTileRegisters>();
         TileBody(args, role).run();
+        if (args.merges) {
+            meet_all(args, threadIdx.x == 0, kTileThreads + 32 * kWarps);
+            merge_all(args, threadIdx.x / 32, 4 * kTileGroups + kWarps);
+        }
     } else if (role == kTileGroups) {
         ptx::give_registers<kLoadRegisters>();
         if (ptx::uniform(threadIdx.x / 32) == 4 * kTileGroups) load_tiles(args, mTileK, mTileV);
     } else {
         ptx::give_registers<kStreamRegisters>();
-        stream(args, mK, mV, ptx::uniform(threadIdx.x / 32) - 4 * (kTileGroups + 1));
+        const int rank = ptx::uniform(threadIdx.x / 32) - 4 * (kTileGroups + 1);
+        stream(args, mK, mV, rank);
+        if (args.merges) {
+            meet_all(args, false, kTileThreads + 32 * kWarps);
+            merge_all(args, 4 * kTileGroups + rank, 4 * kTileGroups + kWarps);
+        }
     }
 }

@@ -7,15 +7,15 @@
 #pragma once
 #include "sm90/work.cuh"
 
-// One warp's work: rows [row, row + rows) from the first row of `sequence` on, over chunks phase, phase + step, … of the tokens
-// [start, stop) of sequence `table`. step > 1: the block's warps share the range, and their states meet in shared memory.
+// One warp's work: rows [row, row + rows) from the first row of `sequence` on, over the tokens [start, stop) of sequence `table`.
+// fold: the range is computed piece by piece of so many chunks, from its first chunk on, and what comes of a piece is folded into what
+// came before it, as merging folds states: so a sequence's result has the same bits whether a warp had it whole or many had a piece.
 struct alignas(16) DecodeItem {
     int sequence, row, rows, kv_head;  // rows = 0: nothing to do
     int table, start, stop;            // stop is cut to the sequence's length as it is now
-    int state_share;                   // state · 2^16 + step · 2^8 + phase; state: which of its sequences' states it leaves
-    TILE_DEVICE int state() const { return state_share >> 16; }
-    TILE_DEVICE int step() const { return state_share >> 8 & 255; }
-    TILE_DEVICE int phase() const { return state_share & 255; }
+    int state_fold;                    // state · 2^16 + fold; fold 0: in one piece
+    TILE_DEVICE int state() const { return state_fold >> 16; }
+    TILE_DEVICE int fold() const { return state_fold & 0xffff; }
 };
 
 // A component of the cache: (pages, page_size, KV heads, …) in elements of its own
@@ -38,10 +38,11 @@ struct DecodeArgs {
                              // where that begins, and the tokens of a piece of it
     float* state_o;          // (states, KV heads, rows_each, D): not normalised
     float* state_ml;         // (… , 2): the reference, base 2, and the sum
-    int* tickets;            // (sequences, KV heads): rows that have arrived, 0 between launches
+    int* meeting;            // {blocks that have come, meetings so far}: where all blocks of the launch wait for each other
     Paged k, v, k_scale, v_scale, k_zero, v_zero;
     Strides q_strides, o_strides;
-    int rounds, tile_rounds, kv_heads, tokens, left;  // left: keys seen before a row's own position, kFar for no limit
+    int rounds, tile_rounds, sequences, merges;  // merges: whether a sequence may have more than one state
+    int kv_heads, tokens, left;                  // left: keys seen before a row's own position, kFar for no limit
     int table_pages, tail_pages;
     float scale_log2, softcap_in, softcap_out;  // softcap: out · tanh(S · in), in base 2
     Divisor group, rows_each;
