@@ -82,6 +82,11 @@ struct Loader {
             if (++round == args.rounds) return;
             const DecodeItem next = item(args, round, rank);
             if (next.rows == 0) continue;
+            // What the item's turn will need, and its page if that is the first: asked for together, not one after another.
+            ptx::prefetch(args.states + 4 * int64_t(next.sequence));
+            ptx::prefetch(args.order + next.sequence);
+            ptx::prefetch(args.pages + int64_t(next.table) * args.table_pages + next.start / kPageSize);
+            ptx::prefetch(args.tails + int64_t(next.table) * (1 + args.tail_pages));
             span = span_of(args, next);  // empty if the item is of a piece that the sequence does not reach
             chunk = span.begin / kChunk;
             end = span.end > span.begin ? (span.end + kChunk - 1) / kChunk : 0;
@@ -128,8 +133,13 @@ struct Loader {
         const uint32_t full = barrier(stage);
         const int token = chunk * kChunk % kPageSize;
         ptx::mbarrier_arrive_expect(full, kStageBytes + (kScaleRuns ? kScaleBytes : 0));
-        ptx::tma_load_once(ptx::shared_address(keys(stage)), &mK, full, 0, token, 0, kv_head, page);
-        ptx::tma_load_once(ptx::shared_address(values(stage)), &mV, full, 0, token, 0, kv_head, page);
+        if constexpr (kTileStages > 0) {  // what is read once must not push shared nodes out of the L2 cache
+            ptx::tma_load_once(ptx::shared_address(keys(stage)), &mK, full, 0, token, 0, kv_head, page);
+            ptx::tma_load_once(ptx::shared_address(values(stage)), &mV, full, 0, token, 0, kv_head, page);
+        } else {
+            ptx::tma_load(ptx::shared_address(keys(stage)), &mK, full, 0, token, 0, kv_head, page);
+            ptx::tma_load(ptx::shared_address(values(stage)), &mV, full, 0, token, 0, kv_head, page);
+        }
         if constexpr (kScaled && kScaleRuns)
 #pragma unroll
             for (int part = 0; part < kScaleParts; part++)

@@ -144,6 +144,7 @@ TILE_DEVICE void meet_all(const DecodeArgs& args, bool first, int threads) {
     ptx::barrier_sync(kMeetingBarrier, threads);
     ptx::fence_device();
 }
+constexpr int kStatesAtOnce = kTileStages > 0 || kHeadDim > 128 ? 8 : 16;  // as registers allow
 // Sequences that have several states, by all warps of the launch: `rank` of `warps` of this block
 TILE_DEVICE void merge_all(const DecodeArgs& args, int rank, int warps) {
     const int each = args.rows_each.divisor, jobs = args.sequences * args.kv_heads, all = gridDim.x * warps, number = rank * gridDim.x + blockIdx.x;
@@ -153,7 +154,7 @@ TILE_DEVICE void merge_all(const DecodeArgs& args, int rank, int warps) {
         const int job = n / passes, sequence = job / args.kv_heads;
         const States states = states_of(args, sequence);
         if (states.count == 1) continue;
-        if (by_row) merge_rows<1, 8>(args, states, sequence, job % args.kv_heads, n % passes);
+        if (by_row) merge_rows<1, kStatesAtOnce>(args, states, sequence, job % args.kv_heads, n % passes);
         else merge_rows<4, 2>(args, states, sequence, job % args.kv_heads, n % passes * 4);
     }
 }
