@@ -116,16 +116,25 @@ def decode(
     runs: bool = False,
     parts: Any = None,
     plan: Any = None,
+    device: str = "cpu",
     **options: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(o, lse) by the kernel, into memory that was NaN, out of pages with poison between the tokens."""
+    """(o, lse) by the kernel, into memory that was NaN, out of pages with poison between the tokens.
+
+    device: where it runs; what goes in and comes out is on the CPU.
+    """
     if plan is None:
         plan = plan_decode(
             cache, seqs, num_heads=q.shape[2], tokens_per_seq=q.shape[1], window=window, share_prefix=share
         )
     k_parts, v_parts = parts or stored(cache, runs=runs)
-    o = poison(q)
-    lse = torch.full((q.shape[0], q.shape[2], q.shape[1]), math.nan)
+    k_parts, v_parts = ([_moved(x, device) for x in of] for of in (k_parts, v_parts))
+    q, o = q.to(device), poison(q).to(device)
+    lse = torch.full((q.shape[0], q.shape[2], q.shape[1]), math.nan, device=device)
+    if options.get("sinks") is not None:
+        options["sinks"] = options["sinks"].to(device)
+    if device == "cpu":
+        options |= {"late": mode[0], "seed": mode[1]}
     decoding.run(
         plan,
         q,
@@ -139,11 +148,18 @@ def decode(
         scale=q.shape[-1] ** -0.5 if scale is None else scale,
         window=window,
         splitting=splitting,
-        late=mode[0],
-        seed=mode[1],
         **options,
     )
-    return o, lse
+    return o.cpu(), lse.cpu()
+
+
+def _moved(x: torch.Tensor, device: str) -> torch.Tensor:
+    """x on the device, in the same strides."""
+    if device == "cpu":
+        return x
+    order = sorted(range(x.dim()), key=lambda d: -x.stride(d))
+    back = [order.index(d) for d in range(x.dim())]
+    return x.permute(order).contiguous().to(device).permute(back)
 
 
 def queries(cache: PagedKVCache, seqs: Sequence[int], *, group: int = 4, tokens: int = 1, dtype=BF16, seed=7, size=1.0):
@@ -184,7 +200,7 @@ def check(
 KINDS = (("bf16", 64, 16), ("bf16", 128, 64), ("int8", 64, 16), ("int4", 64, 16), ("bf16", 64, 3))
 
 
-def chance(seed: int, kinds: Sequence[tuple[str, int, int]] = KINDS) -> None:
+def chance(seed: int, kinds: Sequence[tuple[str, int, int]] = KINDS, device: str = "cpu") -> None:
     """One random forest of sequences, decoded with random options and judged. The same for the same seed."""
     rng = random.Random(seed)
     kv_format, head_dim, page_size = rng.choice(kinds)
@@ -226,4 +242,5 @@ def chance(seed: int, kinds: Sequence[tuple[str, int, int]] = KINDS) -> None:
         tiles=rng.choice((None, None, False)),
         room=rng.choice((0, 0, 0, 33)),
         splitting=rng.choice((SMALL, None, UNCUT, Splitting(((FAR, 32),), 64, 1), FOLDED)),
+        device=device,
     )

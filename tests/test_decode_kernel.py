@@ -398,10 +398,11 @@ def test_the_list_covers_every_row_and_token_once(tiles):
         each = 4 * tokens
         met, arrived = np.zeros((6, 2, each, 253), np.int64), np.zeros((6, 2), np.int64)
         items = np.concatenate([listed.items.reshape(-1, 8), listed.tile_items.reshape(-1, 8)])
-        for sequence, row, rows, head, _, start, stop, sharing in items.tolist():
-            if rows == 0 or sharing & 255:
+        for sequence, row, rows, caller_head, _, start, stop, _ in items.tolist():
+            if rows == 0:
                 continue
-            assert sharing >> 8 & 255 in (0, 1, 4)
+            head = caller_head & 0xFFF
+            assert caller_head >> 12 == plan.order[sequence]
             for flat in range(row, row + rows):
                 met[sequence + flat // each, head, flat % each, start:stop] += 1
                 arrived[sequence + flat // each, head] += 1
@@ -415,7 +416,7 @@ def test_units_are_dealt_longest_first_and_evenly():
     plan = plan_decode(cache, seqs, num_heads=8, share_prefix=False)
     lists = [cache.page_list(s) for s in seqs]
     listed = work_list(plan, lists, [cache.length(s) for s in seqs], 16, Shape(8, 4, 4, False), splitting=SMALL)
-    spent = ((listed.items[..., 6] - listed.items[..., 5]) / np.maximum(1, listed.items[..., 7] >> 8 & 255)).max(-1)
+    spent = listed.items[..., 6] - listed.items[..., 5]
     assert (np.diff(spent, axis=0) <= 16).all()
     assert spent.sum(0).max() < 1.4 * spent.sum(0).mean()
 

@@ -41,9 +41,10 @@ RING_BYTES = 65536  # of a block's streaming warps: what they have on its way at
 TILE_THREADS = 384  # sm90/decode_tree.cu: beside the streaming warps
 BLOCK_OVERHEAD = 1024  # bytes of shared memory that the system takes of each block's
 
-# An H200: 4.4 TB/s of KV, about 500 TFLOP/s over shared nodes; an item costs its first loads and its state; a row's
-# state goes out and comes back through L2.
-GPU_COST = CostModel(item_us=2.0, kv_bytes_per_us=4.4e6, flops_per_us=500e6, row_state_us=0.0004)
+# An H200, measured: sequences that read the same pages one by one get about 8 TB/s of them, most from L2; shared nodes
+# run at about 400 TFLOP/s; a row's state goes out and comes back through L2. Tiles beside the streams and the meeting
+# of all blocks take some 10 µs, whatever is shared.
+GPU_COST = CostModel(item_us=0.5, kv_bytes_per_us=8e6, flops_per_us=400e6, row_state_us=0.0004, plan_us=10.0)
 
 
 @dataclass(frozen=True)

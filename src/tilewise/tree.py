@@ -28,8 +28,9 @@ class CostModel:
 
     and each row of an extra state `row_state_us` to merge. Sharing a node of n sequences saves the time of n small
     reads and pays for one large item and n sequences' extra states; it is done when the estimate says that it is at
-    least `margin` times cheaper. Leaving a node unshared is always possible, so "auto" is never planned slower than
-    unshared.
+    least `margin` times cheaper. A plan that shares anything costs `plan_us` more than one that does not (another
+    kernel, states to merge): what its nodes save together must be more. Leaving all unshared is always possible, so
+    "auto" is never planned slower than unshared.
     """
 
     item_us: float
@@ -37,16 +38,21 @@ class CostModel:
     flops_per_us: float
     row_state_us: float
     margin: float = 1.1
+    plan_us: float = 0.0
 
     def shares(self, sequences: int, tokens: int, rows_each: int, head_dim: int, kv_bytes: float) -> bool:
         """Is a node of `tokens` tokens worth sharing among `sequences`, each with `rows_each` rows?
 
         kv_bytes: bytes of one token's K and V over all KV heads.
         """
+        return self.saving_us(sequences, tokens, rows_each, head_dim, kv_bytes) > 0
+
+    def saving_us(self, sequences: int, tokens: int, rows_each: int, head_dim: int, kv_bytes: float) -> float:
+        """What sharing it saves, less the margin."""
         alone = sequences * self._stream_us(tokens, rows_each, head_dim, kv_bytes)
         together = self.item_us + self._stream_us(tokens, sequences * rows_each, head_dim, kv_bytes)
         together += sequences * rows_each * self.row_state_us
-        return together * self.margin < alone
+        return alone - together * self.margin
 
     def _stream_us(self, tokens: int, rows: int, head_dim: int, kv_bytes: float) -> float:
         return max(tokens * kv_bytes / self.kv_bytes_per_us, 4 * tokens * rows * head_dim / self.flops_per_us)
@@ -86,6 +92,7 @@ def plan_tree(
     Sequence n's last `tokens_per_seq` tokens are the queries. A node is shared only as far as every row of the group
     sees all of it, so shared items need no mask; what is left of each sequence, with its causal tail, is its own item.
     """
+    asked = dict(locals())
     left = window[0] if window is not None else None
     rows_each = tokens_per_seq * heads_q
     kv_bytes = heads_kv * (stream_row_bytes or kv_row_bytes)
@@ -114,6 +121,7 @@ def plan_tree(
     work: list[PagedTiles] = []  # shared nodes
     tails: list[PagedTiles] = []  # what is left of each sequence
     shared_nodes = tokens_read = stored = 0
+    saved_us = 0.0
     # Sorted by pages, sequences that share a prefix stand together, and a node is a run of them.
     order = sorted(range(len(seqs)), key=lambda m: page_lists[m].tobytes())
     common = np.array([_common_pages(page_lists[a], page_lists[b]) for a, b in pairwise(order)], np.int64)
@@ -144,11 +152,14 @@ def plan_tree(
             work += items(group[0], row, len(group) * tokens_per_seq, start, stop, tokens_read, OPEN)
             tokens_read += stop - start
             shared_nodes += 1
+            saved_us += cost.saving_us(len(group), stop - start, rows_each, head_dim, kv_bytes)
             shared = (*shared, (start, stop))
         splits = first + 1 + np.flatnonzero(common[first : end - 1] == depth)
         bounds = [first, *splits.tolist(), end]
         stack += [(a, b, depth, shared) for a, b in reversed(list(pairwise(bounds)))]
 
+    if share is None and shared_nodes and saved_us < cost.plan_us:
+        return plan_tree(**{**asked, "share": False})
     return DecodePlan(
         kind="decode",
         work=(*work, *_batched(tails)),

@@ -214,10 +214,10 @@ def work_list(
     piece[own.sequence[ends]] = sizes[ends]
     bases = np.concatenate([[0], np.cumsum(np.where(states > 1, states, 0))])
 
-    items = _headed(np.concatenate(passed, axis=1), heads, rows_each)
+    items = _headed(np.concatenate(passed, axis=1), heads, rows_each, order)
     stop = np.minimum(items[:, 6], length[items[:, 4]])  # without the room to grow
     chunks = np.maximum(0, -(-(stop - items[:, 5] // CHUNK * CHUNK) // CHUNK))
-    tiles = _headed(np.concatenate([*tiled, np.zeros((8, 0), np.int64)], axis=1), heads, rows_each)
+    tiles = _headed(np.concatenate([*tiled, np.zeros((8, 0), np.int64)], axis=1), heads, rows_each, order)
     blocks = max(1, min(shape.blocks, max(len(items), len(tiles))))
     dealt = _deal_warps(items, chunks, heads, blocks, shape.warps)
     pages, live, tail_pages = _tables(page_lists, order, length, page_size, room)
@@ -345,12 +345,13 @@ def _own_items(
     return made.reshape(8, -1)
 
 
-def _headed(parts: Longs, heads: int, rows_each: int) -> Longs:
+def _headed(parts: Longs, heads: int, rows_each: int, order: Ints) -> Longs:
     """(n · heads, 8): DecodeItems, one for each KV head."""
     sequence, row, rows, table, start, stop, state, fold = np.repeat(parts, heads, axis=1)
     head = np.tile(np.arange(heads), parts.shape[1])
     sequence, row = sequence + row // rows_each, row % rows_each
-    return np.stack([sequence, row, rows, head, table, start, stop, state << 16 | fold], -1)
+    caller = order[sequence].astype(np.int64)
+    return np.stack([sequence, row, rows, caller << 12 | head, table, start, stop, state << 16 | fold], -1)
 
 
 def _deal_warps(items: Longs, chunks: Longs, heads: int, blocks: int, warps: int) -> Ints:

@@ -162,9 +162,9 @@ class OneLevel(CostModel):
 
     sequences: int = 0
 
-    def shares(self, sequences: int, *args: Any, **options: Any) -> bool:
-        """Is it a node of that level?"""
-        return sequences == self.sequences
+    def saving_us(self, sequences: int, *args: Any, **options: Any) -> float:
+        """Something for a node of that level, nothing for others."""
+        return float(sequences == self.sequences)
 
 
 def _plans(tree: Tree, cache: PagedKVCache, seqs: list[int]) -> dict[str, DecodePlan]:

@@ -57,7 +57,7 @@ TILE_DEVICE void store_fragments(const DecodeArgs& args, const DecodeItem& item,
                     gO[quant::output_channel<kFormat>(n / 2, n % 2, lane)] = from_float<Element>(body.acc_o[b][n / 2][n % 2 * 2 + i] * end.factor);
                 if (lane / 4 == 0) store_lse(args, row, end.lse);
             } else {
-                const int64_t at = state_row(args, states, item.kv_head, item.state(), row.row);
+                const int64_t at = state_row(args, states, item.kv_head(), item.state(), row.row);
                 const Global<float> gO{args.state_o + at * kHeadDim}, gMl{args.state_ml + 2 * at};
 #pragma unroll
                 for (int n = 0; n < 2 * kSteps; n++)

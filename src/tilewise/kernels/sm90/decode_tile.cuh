@@ -54,7 +54,7 @@ TILE_DEVICE void load_tiles(const DecodeArgs& args, const TensorMap& mK, const T
             if (wanted(tile, box)) {
                 const uint32_t to = (is_v ? tile_values(turn.stage) : tile_keys(turn.stage)) + panel * kTilePanelBytes + box * kTileBoxBytes;
                 ptx::tma_load(ptx::shared_address(to), is_v ? &mV : &mK, full, panel * kPanel, (tile * kTile + box * kTileBox) % kPageSize,
-                              item.kv_head, page);
+                              item.kv_head(), page);
             }
             if (wanted(tile + 1, box)) page = table[((tile + 1) * kTile + box * kTileBox) / kPageSize];
         }
@@ -274,7 +274,7 @@ struct TileBody {
                     gO[4 * n + column] = pack<Element>(acc_o[4 * n + 2 * h] * end.factor, acc_o[4 * n + 2 * h + 1] * end.factor);
                 if (column == 0) store_lse(args, at, end.lse);
             } else {
-                const int64_t to = state_row(args, states, item.kv_head, item.state(), at.row);
+                const int64_t to = state_row(args, states, item.kv_head(), item.state(), at.row);
                 const Global<Vector8> gO = Global<float>{args.state_o + to * kHeadDim}.template as<Vector8>();
 #pragma unroll
                 for (int n = 0; n < kHeadDim / 8; n++)

@@ -11,9 +11,12 @@
 // fold: the range is computed piece by piece of so many chunks, from its first chunk on, and what comes of a piece is folded into what
 // came before it, as merging folds states: so a sequence's result has the same bits whether a warp had it whole or many had a piece.
 struct alignas(16) DecodeItem {
-    int sequence, row, rows, kv_head;  // rows = 0: nothing to do
+    int sequence, row, rows;           // rows = 0: nothing to do
+    int caller_head;                   // the caller's number of `sequence` · 2^12 + KV head
     int table, start, stop;            // stop is cut to the sequence's length as it is now
     int state_fold;                    // state · 2^16 + fold; fold 0: in one piece
+    TILE_DEVICE int kv_head() const { return caller_head & 0xfff; }
+    TILE_DEVICE int caller() const { return caller_head >> 12; }
     TILE_DEVICE int state() const { return state_fold >> 16; }
     TILE_DEVICE int fold() const { return state_fold & 0xffff; }
 };
@@ -76,7 +79,7 @@ struct DecodeRow {
 TILE_DEVICE DecodeRow row_of(const DecodeArgs& args, const DecodeItem& item, int n) {
     const int flat = item.row + n, ahead = args.rows_each.quotient(flat), row = flat - ahead * int(args.rows_each.divisor);
     const int token = args.group.quotient(row);
-    return {item.sequence + ahead, row, token, item.kv_head * int(args.group.divisor) + row - token * int(args.group.divisor)};
+    return {item.sequence + ahead, row, token, item.kv_head() * int(args.group.divisor) + row - token * int(args.group.divisor)};
 }
 // Keys of the span that a row sees: `count` from `first` on. Causal and window count from its position, the last token's being the last.
 struct Seen {
