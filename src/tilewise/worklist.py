@@ -49,7 +49,7 @@ class Splitting:
     `shared` tokens, so many that the blocks have even work. tile_rows: from so many rows on a node goes through tiles.
     """
 
-    pieces: tuple[tuple[int, int], ...] = ((256, 256), (2048, 128), (8192, 512), (FAR, 1024))
+    pieces: tuple[tuple[int, int], ...] = ((256, 256), (1024, 64), (2048, 128), (8192, 512), (FAR, 1024))
     shared: int = 512
     tile_rows: int = 16
     whole: bool | None = None
