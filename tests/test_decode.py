@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -243,6 +244,18 @@ def test_auto_follows_the_cost_model():
     assert plan_decode(cache, seqs, num_heads=4, cost=FREE).shared_nodes == 1
     assert plan_decode(cache, seqs, num_heads=4, cost=DEAR).shared_nodes == 0
     assert plan_decode(cache, seqs, num_heads=4, cost=DEAR, share_prefix=True).shared_nodes == 1
+
+
+def test_sharing_must_save_more_than_the_plan_itself_costs():
+    cache = make_cache()
+    seqs = tree(cache, [1, 8], [40, 4])
+    saves = replace(FREE, margin=1.0)
+    plan = plan_decode(cache, seqs, num_heads=4, cost=saves)
+    assert plan.shared_nodes > 0
+    assert plan_decode(cache, seqs, num_heads=4, cost=replace(saves, plan_us=1e12)).shared_nodes == 0
+    assert plan_decode(cache, seqs, num_heads=4, cost=replace(saves, own_share=1e12)).shared_nodes == 0
+    asked = plan_decode(cache, seqs, num_heads=4, cost=replace(saves, plan_us=1e12), share_prefix=True)
+    assert asked.shared_nodes == plan.shared_nodes
 
 
 def test_auto_shares_long_prefixes_and_leaves_short_ones():

@@ -43,8 +43,10 @@ BLOCK_OVERHEAD = 1024  # bytes of shared memory that the system takes of each bl
 
 # An H200, measured: sequences that read the same pages one by one get about 8 TB/s of them, most from L2; shared nodes
 # run at about 400 TFLOP/s; a row's state goes out and comes back through L2. Tiles beside the streams and the meeting
-# of all blocks take some 10 µs, whatever is shared.
-GPU_COST = CostModel(item_us=0.5, kv_bytes_per_us=8e6, flops_per_us=400e6, row_state_us=0.0004, plan_us=10.0)
+# of all blocks take some 10 µs, whatever is shared, and streams lose up to 8% beside tiles.
+GPU_COST = CostModel(
+    item_us=0.5, kv_bytes_per_us=8e6, flops_per_us=400e6, row_state_us=0.0004, plan_us=10.0, own_share=0.15
+)
 
 
 @dataclass(frozen=True)

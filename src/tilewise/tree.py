@@ -29,8 +29,9 @@ class CostModel:
     and each row of an extra state `row_state_us` to merge. Sharing a node of n sequences saves the time of n small
     reads and pays for one large item and n sequences' extra states; it is done when the estimate says that it is at
     least `margin` times cheaper. A plan that shares anything costs `plan_us` more than one that does not (another
-    kernel, states to merge): what its nodes save together must be more. Leaving all unshared is always possible, so
-    "auto" is never planned slower than unshared.
+    kernel, states to merge), and `own_share` of the time that sequences' own tokens take, which stream slower beside
+    shared nodes: what its nodes save together must be more. Leaving all unshared is always possible, so "auto" is never
+    planned slower than unshared.
     """
 
     item_us: float
@@ -39,6 +40,7 @@ class CostModel:
     row_state_us: float
     margin: float = 1.1
     plan_us: float = 0.0
+    own_share: float = 0.0
 
     def shares(self, sequences: int, tokens: int, rows_each: int, head_dim: int, kv_bytes: float) -> bool:
         """Is a node of `tokens` tokens worth sharing among `sequences`, each with `rows_each` rows?
@@ -158,8 +160,10 @@ def plan_tree(
         bounds = [first, *splits.tolist(), end]
         stack += [(a, b, depth, shared) for a, b in reversed(list(pairwise(bounds)))]
 
-    if share is None and shared_nodes and saved_us < cost.plan_us:
-        return plan_tree(**{**asked, "share": False})
+    if share is None and shared_nodes:
+        own = sum((tail.stop - tail.start) * len(tail.pages) for tail in tails)
+        if saved_us < cost.plan_us + cost.own_share * own * kv_bytes / cost.kv_bytes_per_us:
+            return plan_tree(**{**asked, "share": False})
     return DecodePlan(
         kind="decode",
         work=(*work, *_batched(tails)),

@@ -186,7 +186,7 @@ def _plans(tree: Tree, cache: PagedKVCache, seqs: list[int]) -> dict[str, Decode
             plans[name] = made
     if len(tree.levels) > 2:
         for nodes, _ in tree.levels[:-1]:
-            cost = OneLevel(0.0, 0.0, 0.0, 0.0, sequences=tree.point.batch // nodes)
+            cost = OneLevel(0.0, 1.0, 1.0, 0.0, sequences=tree.point.batch // nodes)
             plans[f"{TWO_LEVELS}, {nodes} nodes"] = plan(cost=cost)
     return plans
 
