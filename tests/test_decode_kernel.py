@@ -27,7 +27,8 @@ from decode_cases import (
 )
 from oracle import assert_state
 
-from tilewise import PagedKVCache, decoding, plan_decode, reference
+from tilewise import PagedKVCache, decoding, jit, plan_decode, reference
+from tilewise.kernels.hardware import LIMITS, occupancy
 from tilewise.kvcache.formats import KVFormat
 from tilewise.worklist import FAR, Shape, Splitting, WorkList, work_list
 
@@ -426,6 +427,21 @@ def test_units_are_dealt_longest_first_and_evenly():
 def test_chance(first):
     for seed in range(first, first + 10):
         chance(seed)
+
+
+# ---- other cards -----------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_89"])
+@pytest.mark.parametrize(("kv_format", "head_dim"), [("bf16", 128), ("bf16", 256), ("int8", 128), ("int4", 128)])
+def test_ampere_and_ada_have_kernels_that_fit(kv_format, head_dim, arch):
+    """Copies in place of TMA, streams in place of tiles: what the emulator runs with pages that TMA cannot take."""
+    fmt = KVFormat(kv_format, head_dim)
+    for rows in (4, 16):
+        tiling = decoding.choose_tiling(fmt, rows, tma=False, arch=arch)
+        spec = decoding.decode_spec(torch.bfloat16, fmt, 16, tiling, tma=False)
+        assert spec.shared_bytes <= LIMITS[arch].shared_block
+        report = jit.compile(spec, arch).report
+        assert report.spill_stores == report.spill_loads == 0
+        assert occupancy(arch, report.registers, spec.threads, spec.shared_bytes) >= tiling.blocks
 
 
 # ---- what is refused -------------------------------------------------------------------------------------------------

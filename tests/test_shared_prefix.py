@@ -58,6 +58,30 @@ def test_different_lengths_within_a_level(seqlen_q):
     assert all(torch.equal(a, b) for a, b in zip(got, again, strict=True))
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_by_kernels(head_dim, device):
+    """A launch of the forward a level, rows of several sequences over one prefix; in the emulator, or on a card."""
+    options = {"dtype": torch.bfloat16, "head_dim": head_dim}
+    where = "cuda" if device == "cuda" else "emulator"
+
+    def run(q, levels, k, v, **more):
+        on = lambda xs: tuple(x.to(device) if isinstance(x, torch.Tensor) else x for x in xs)  # noqa: E731
+        moved = [on(level) for level in levels]
+        got = shared_prefix_attention(*on((q,)), moved, *on((k, v)), return_lse=True, backend=where, **more)
+        exact = reference.shared_prefix_attention(q, levels, k, v, **more)
+        honest = reference.shared_prefix_attention(q, levels, k, v, dtype=q.dtype, **more)
+        assert_state(tuple(x.cpu() for x in got), exact, honest)
+
+    run(*problem(6, 3, 40, [(1, 65), (3, 20)], **options))
+    run(*problem(6, 1, 9, [(2, 130)], **options), causal=False, softcap=5.0)
+    run(*problem(4, 2, 0, [(1, 20)], **options))
+    q, levels, k, v = problem(6, 4, 12, [(1, 40), (3, 30)], **options)
+    for x in levels[1]:
+        x[1], x[2, 17:] = float("nan"), float("nan")
+    run(q, [levels[0], (*levels[1], [30, 0, 17])], k, v, lengths=[12, 4, 5, 11, 9, 4])
+
+
 def test_options():
     q, levels, k, v = problem(4, 6, 9, [(2, 33)])
     assert_prefix(q, levels, k, v, causal=False, scale=0.2)

@@ -83,7 +83,7 @@ def attention(
         key, known = gpu.known_call(q, k, v, (sinks, alibi_slopes, out, *given), flags)
         if known is not None:
             return known.again(q, k, v) if known.plain else known(q, k, v, sinks, alibi_slopes, out, given)
-    batch, seqlen_q, seqlen_k, heads_q, heads_kv, head_dim = _check_qkv(q, k, v)
+    batch, seqlen_q, seqlen_k, heads_q, heads_kv, head_dim = _check_qkv(q, k, v, fp8=True)
     descales = _check_descales(q, (q_descale, k_descale, v_descale), batch, heads_kv)
     window = _check_window(window)
     scoring = _scoring(q, scale, softcap)
@@ -171,8 +171,9 @@ def attention_varlen(
 
     Returns o (total_q, Hq, D), with return_lse also the LSE (Hq, total_q) float32.
     """
-    _, total_q, total_k, heads_q, heads_kv, head_dim = _check_qkv(q, k, v, packed=True, paged=page_table is not None)
     paged = page_table is not None
+    sizes = _check_qkv(q, k, v, packed=True, paged=paged, fp8=True)
+    _, total_q, total_k, heads_q, heads_kv, head_dim = sizes
     checks.tensor("cu_seqlens_q", cu_seqlens_q, shape=("batch + 1",), dtypes=checks.INTEGERS)
     batch = cu_seqlens_q.shape[0] - 1
     if batch < 0:
@@ -273,7 +274,13 @@ def shared_prefix_attention(
     sources, shapes = _check_levels(levels, q, heads_kv)
     sources.append((k, v))
     shapes.append((batch, k.shape[1], None if lengths is None else _check_lengths("lengths", lengths, *k.shape[:2])))
-    _check_backend(backend, q, [x for source in sources for x in source] + [sinks])
+    where = _check_backend(backend, q, [x for source in sources for x in source] + [sinks], kernels=True)
+    if where != "cpu":
+        if ":" in backend:
+            raise NotImplementedError(f'backend "{backend}" runs attention() only; use backend="emulator" here')
+        gpu.check_served(q, None, where)
+        o, lse = gpu.shared_prefix(q, sources, [shape[2] for shape in shapes], causal, scoring)
+        return _result(o, lse, sinks, out, return_lse)
 
     plan = plan_shared_prefix(
         batch, seqlen_q, shapes, heads_q, heads_kv, head_dim, causal=causal, io_bytes=q.element_size()
@@ -465,11 +472,11 @@ def decode(
 
 
 def _check_qkv(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, packed: bool = False, paged: bool = False
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, packed: bool = False, paged: bool = False, fp8: bool = False
 ) -> tuple[int, int, int, int, int, int]:
     """(batch, seqlen_q, seqlen_k, heads_q, heads_kv, head_dim) of checked tensors; paged: of k and v in pages."""
     lead: tuple[str, ...] = ("total",) if packed else ("batch", "seqlen")
-    dtypes = (*checks.FLOATS, gpu.FP8)
+    dtypes = (*checks.FLOATS, gpu.FP8) if fp8 else checks.FLOATS
     checks.tensor("q", q, shape=(*lead, "heads", "head_dim"), dtypes=dtypes, unit_last_stride=True)
     batch = () if packed else (q.shape[0],)
     seqlen_q, heads_q, head_dim = q.shape[-3:]

@@ -22,7 +22,7 @@ import torch
 from . import emulate, jit
 from .forward import EMULATED_BLOCKS, FAR, Divisor
 from .kernels import KernelSpec
-from .kernels.hardware import LIMITS, TensorMapSpec
+from .kernels.hardware import LIMITS, TensorMapSpec, arch_of
 from .kvcache.formats import KVFormat
 from .ladder import ELEMENTS, LOG2E, MAP_TYPES, PANEL, Strides
 from .plan import DecodePlan, Window
@@ -83,24 +83,30 @@ def shared_bytes(fmt: KVFormat, tiling: Tiling) -> int:
 
 
 @lru_cache(maxsize=256)
-def choose_tiling(fmt: KVFormat, rows_each: int, tiles: bool = False, tma: bool = True) -> Tiling:
-    """The kernel's shape for `rows_each` query rows a sequence and KV head.
+def choose_tiling(fmt: KVFormat, rows_each: int, tiles: bool = False, tma: bool = True, arch: str = "sm_90a") -> Tiling:
+    """The kernel's shape for `rows_each` query rows a sequence and KV head; no choice changes a bit of the result.
 
-    How warps share a range must be the same with and without tiles, so that what a sequence has of its own comes out
-    the same; rows and stages change no bit. Two blocks where they fit; int4 takes more warps to decode.
+    Two blocks where they fit; int4 takes more warps to decode; fewer warps where a card has little shared memory.
     """
-    warps = 8 if fmt.name == "int4" and fmt.head_dim <= 128 else 4
-    stages = max(2, min(8, RING_BYTES // warps // stage_bytes(fmt)))
-    limits = LIMITS["sm_90a"]
+    most = 8 if fmt.name == "int4" and fmt.head_dim <= 128 else 4
+    limits = LIMITS[arch]
+
+    def stages(warps: int) -> int:
+        return max(2, min(8, RING_BYTES // warps // stage_bytes(fmt)))
+
     if tiles:
-        sizes = (Tiling(8, warps, stages, 1, n) for n in range(8, 1, -1))
+        sizes = (Tiling(8, most, stages(most), 1, n) for n in range(8, 1, -1))
         return next(t for t in sizes if shared_bytes(fmt, t) <= limits.shared_block)
     wide = rows_each > 8 and fmt.head_dim <= 128  # sixteen rows of more do not fit a warp's registers: two passes
-    two, one = (Tiling(16 if wide else 8, warps, stages, blocks) for blocks in (2, 1))
-    fits = 2 * (shared_bytes(fmt, two) + BLOCK_OVERHEAD) <= limits.shared_sm
-    if warps == 8 and (wide or not tma):  # two blocks would have 128 registers a thread
-        fits = False
-    return two if fits else one
+    for warps in (most, most // 2, most // 4):
+        for blocks in (2, 1):
+            if blocks == 2 and warps == 8 and (wide or not tma):
+                continue  # two blocks would have 128 registers a thread
+            tiling = Tiling(16 if wide else 8, warps, stages(warps), blocks)
+            shared = shared_bytes(fmt, tiling)
+            if shared <= limits.shared_block and blocks * (shared + BLOCK_OVERHEAD) <= limits.shared_sm:
+                return tiling
+    raise AssertionError(f"{fmt} fits no block of {arch}")
 
 
 @lru_cache(maxsize=1024)
@@ -412,12 +418,13 @@ def run(
     allow. emulator: options of emulate.launch.
     """
     page_size = k_parts[0].shape[1]
+    arch = _arch(q.device)
     if tma is None:
-        tma = page_size % CHUNK == 0
+        tma = page_size % CHUNK == 0 and arch == "sm_90a"
     check_served(q, fmt, plan, (k_parts[0], v_parts[0]))
     if tiles is None or tiles:
         tiles = tiles_can(q.dtype, fmt, tma) and uses_tiles(plan, splitting)
-    tiling = choose_tiling(fmt, plan.tokens_per_seq * (plan.heads_q // plan.heads_kv), tiles, tma)
+    tiling = choose_tiling(fmt, plan.tokens_per_seq * (plan.heads_q // plan.heads_kv), tiles, tma, arch)
     listed = work_list_of(plan, page_lists, lengths, page_size, tiling, q.device, splitting=splitting, room=room)
     if not q.numel():
         return listed
@@ -480,6 +487,12 @@ def _aligned(x: torch.Tensor) -> bool:
     """Do rows begin at multiples of 8 bytes? The kernel reads and writes up to four values at a time."""
     strides = [s for s, n in zip(x.stride()[:-1], x.shape[:-1], strict=True) if n > 1]
     return x.stride(-1) == 1 and x.data_ptr() % 8 == 0 and all(s % 4 == 0 for s in strides)
+
+
+@lru_cache
+def _arch(device: torch.device) -> str:
+    """The architecture that kernels for a device are made for; in the emulator they are Hopper's."""
+    return arch_of(*torch.cuda.get_device_capability(device)) if device.type == "cuda" else "sm_90a"
 
 
 @lru_cache

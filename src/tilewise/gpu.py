@@ -7,12 +7,15 @@ that the next one like it costs the CPU a look into a dictionary, the output's a
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
 
 from . import checks, cpu, forward, ladder
 from .plan import Window
+from .state import merge_states
 
 FP8, out_dtype = forward.FP8, forward.out_dtype
 Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
@@ -114,6 +117,43 @@ class GpuCall:
         o = torch.empty_like(q)
         self.bound.launch((q.data_ptr(), k.data_ptr(), v.data_ptr(), o.data_ptr()))  # type: ignore[union-attr]
         return o
+
+
+def shared_prefix(
+    q: torch.Tensor,
+    sources: Sequence[cpu.KV],
+    lengths: Sequence[Sequence[int] | None],
+    causal: bool,
+    scoring: cpu.Scoring,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Levels of prefixes, then each sequence's own keys: (k, v) (members, N, Hkv, D), and the lengths of each or None.
+
+    A launch of the forward for each level, in which the rows of all sequences under a member stand over its keys; the
+    states are merged. q: (B, Nq, Hq, D) -> o like it, lse (B, Hq, Nq).
+    """
+    batch, seqlen_q, heads, _ = q.shape
+    states = []
+    for level, ((k, v), valid) in enumerate(zip(sources, lengths, strict=True)):
+        own = level == len(sources) - 1
+        call = GpuCall(kernel_options(causal and own, None, scoring, None, False), True)
+        members, rows = k.shape[0], batch // max(1, k.shape[0]) * seqlen_q
+        if valid is None:
+            result = call(q.reshape(members, rows, *q.shape[2:]), k, v, None, None, None)
+        else:  # what lies beyond a length is not looked at: the rest, packed
+            there = torch.cat([torch.arange(n) + m * k.shape[1] for m, n in enumerate(valid)]).to(q.device)
+            k, v = (x.flatten(0, 1).index_select(0, there) for x in (k, v))
+            counts = [rows] * members, list(valid)
+            starts = [torch.tensor([0, *accumulate(n)], dtype=torch.int32).to(q.device) for n in counts]
+            result = call(q.reshape(-1, *q.shape[2:]), k, v, None, None, None, starts=(starts[0], starts[1]))
+        o, lse = result
+        if valid is not None:
+            lse = lse.view(heads, members, rows).transpose(0, 1)
+        # (members, heads, sequences of a member, rows of a sequence) -> (sequences, heads, rows)
+        lse = lse.reshape(members, heads, -1, seqlen_q).transpose(1, 2).reshape(batch, heads, seqlen_q)
+        states.append((o.view(q.shape), lse))
+    if len(states) == 1:
+        return states[0]
+    return merge_states(*(torch.stack(x) for x in zip(*states, strict=True)))
 
 
 def _nothing_to_see(o: torch.Tensor, lse: torch.Tensor | None, sinks: torch.Tensor | None) -> Result:
