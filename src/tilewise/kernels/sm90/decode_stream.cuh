@@ -173,7 +173,7 @@ struct Stream {
         scores(s, loader, stage);
         if constexpr (kSoftcap)
 #pragma unroll
-            for (int j = 0; j < 4 * kBlocks; j++) s[j / 4][j % 4] = args.softcap_out * tanh_from_log2(s[j / 4][j % 4]);
+            for (int j = 0; j < 4 * kBlocks; j++) s[j / 4][j % 4] = args.softcap_out * warp::tanh_from_log2(s[j / 4][j % 4]);
         if (!whole) {
             mask(s, first_token);
             if (first_token < span.begin || first_token + kChunk > span.end) loader.clear_outside(stage, first_token, span);
@@ -246,12 +246,6 @@ struct Stream {
         const int n = (lane / 4 + further) * kGroups + group;
         const ScaleBits x = Shared<ScaleBits>(loader.scales(stage, part))[n];
         return as_float(kZeros ? uint32_t(x) << 16 : uint32_t(x));
-    }
-    // tanh y of z = 2 y log2 e: 1 − 2 / (1 + e^2y), which near 0 is a difference of ones and loses y; there its series. (As in forward.cu.)
-    static TILE_DEVICE float tanh_from_log2(float z) {
-        const float y = z * (0.5f * kLn2), square = y * y;
-        const float series = y * ptx::mad(square, ptx::mad(square, 2.0f / 15.0f, -1.0f / 3.0f), 1.0f);
-        return fabsf(y) < 0.1f ? series : 1.0f - 2.0f * ptx::reciprocal(1.0f + ptx::exp2(z));
     }
     TILE_DEVICE void mask(float (&s)[kBlocks][4], int first_token) const {
 #pragma unroll

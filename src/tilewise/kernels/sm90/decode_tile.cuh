@@ -177,7 +177,7 @@ struct TileBody {
     TILE_DEVICE bool softmax(int first_token, float (&correction)[2]) {
         if constexpr (kSoftcap)
 #pragma unroll
-            for (int i = 0; i < kTile / 2; i++) acc_s[i] = args.softcap_out * Stream::tanh_from_log2(acc_s[i] * args.softcap_in);
+            for (int i = 0; i < kTile / 2; i++) acc_s[i] = args.softcap_out * warp::tanh_from_log2(acc_s[i] * args.softcap_in);
         if (first_token < whole_from || first_token + kTile > whole_to) mask(first_token);
         float top[2];
 #pragma unroll

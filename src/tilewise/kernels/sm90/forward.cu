@@ -99,12 +99,6 @@ struct Consumer {
         v_turn.next();
     }
 
-    // tanh y of z = 2 y log2 e: 1 − 2 / (1 + e^2y), which near 0 is a difference of ones and loses y; there its series.
-    static TILE_DEVICE float tanh_from_log2(float z) {
-        const float y = z * (0.5f * kLn2), square = y * y;
-        const float series = y * ptx::mad(square, ptx::mad(square, 2.0f / 15.0f, -1.0f / 3.0f), 1.0f);
-        return fabsf(y) < 0.1f ? series : 1.0f - 2.0f * ptx::reciprocal(1.0f + ptx::exp2(z));
-    }
     // S into logits of base 2: soft-capped, with ALiBi's bias
     TILE_DEVICE void score(float (&s)[kTileKv / 2]) const {
         if constexpr (kScored) {
@@ -112,7 +106,7 @@ struct Consumer {
             const float in = (kSoftcap ? args.softcap_in : args.scale_log2) * descale;
 #pragma unroll
             for (int i = 0; i < kTileKv / 2; i++) {
-                if constexpr (kSoftcap) s[i] = args.softcap_out * tanh_from_log2(s[i] * in);
+                if constexpr (kSoftcap) s[i] = args.softcap_out * warp::tanh_from_log2(s[i] * in);
                 else s[i] *= in;
             }
         }

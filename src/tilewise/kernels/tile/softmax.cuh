@@ -15,6 +15,13 @@ TILE_DEVICE float row_sum(float x) {
     return x + ptx::shuffle_xor(x, 2);
 }
 
+// tanh y of z = 2 y log2 e: 1 − 2 / (1 + e^2y), which near 0 is a difference of ones and loses y; there its series.
+TILE_DEVICE float tanh_from_log2(float z) {
+    const float y = z * (0.5f * kLn2), square = y * y;
+    const float series = y * ptx::mad(square, ptx::mad(square, 2.0f / 15.0f, -1.0f / 3.0f), 1.0f);
+    return fabsf(y) < 0.1f ? series : 1.0f - 2.0f * ptx::reciprocal(1.0f + ptx::exp2(z));
+}
+
 // What is known of a lane's two rows so far.
 struct RowState {
     float max[2] = {-INFINITY, -INFINITY};  // m: the largest score times scale_log2, as rounded, less the lift
