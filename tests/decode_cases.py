@@ -131,8 +131,9 @@ def decode(
     k_parts, v_parts = ([_moved(x, device) for x in of] for of in (k_parts, v_parts))
     q, o = q.to(device), poison(q).to(device)
     lse = torch.full((q.shape[0], q.shape[2], q.shape[1]), math.nan, device=device)
-    if options.get("sinks") is not None:
-        options["sinks"] = options["sinks"].to(device)
+    for name in ("sinks", "tree"):
+        if options.get(name) is not None:
+            options[name] = options[name].to(device)
     if device == "cpu":
         options |= {"late": mode[0], "seed": mode[1]}
     decoding.run(
@@ -179,14 +180,15 @@ def check(
     scale: float | None = None,
     softcap: float = 0.0,
     sinks: torch.Tensor | None = None,
+    tree: torch.Tensor | None = None,
     **options: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(o, lse) by the kernel, judged by the oracle over what the pages decode to."""
     q = queries(cache, seqs, group=group, tokens=tokens, dtype=dtype, seed=seed, size=size)
     scoring: dict[str, Any] = {"window": window, "scale": scale, "softcap": softcap, "sinks": sinks}
-    got = decode(cache, seqs, q, **scoring, **options)
-    exact = reference.decode(q, cache, 0, seqs, **scoring)
-    honest = reference.decode(q, cache, 0, seqs, dtype=dtype, **scoring)
+    got = decode(cache, seqs, q, tree=tree, **scoring, **options)
+    exact = reference.decode(q, cache, 0, seqs, tree_mask=tree, **scoring)
+    honest = reference.decode(q, cache, 0, seqs, tree_mask=tree, dtype=dtype, **scoring)
     try:
         assert_state(got, exact, honest)
     except AssertionError as error:

@@ -115,6 +115,14 @@ def test_a_stream_of_its_own_and_wrong_devices():
         tilewise.decode(q, on_card, 0, plan)
 
 
+@pytest.mark.parametrize("share", [False, True])
+def test_a_tree_of_speculated_tokens(share):
+    cache, seqs = make_tree([1, 5, 3], [300, 64, 33], kv_heads=2, head_dim=128)
+    mask = torch.eye(9, dtype=torch.bool).repeat(len(seqs), 1, 1) | (torch.rand(len(seqs), 9, 9) < 0.5).tril()
+    for splitting in (SMALL, None):
+        check(cache, seqs, tokens=9, share=share, tree=mask, splitting=splitting, device="cuda")
+
+
 def test_pieces_are_of_every_size():
     cache, seqs = make_cache((5000,), head_dim=64)
     for tokens in (16, 64, 1024):

@@ -27,6 +27,7 @@ from decode_cases import (
 )
 from oracle import assert_state
 
+import tilewise
 from tilewise import PagedKVCache, decoding, jit, plan_decode, reference
 from tilewise.kernels.hardware import LIMITS, occupancy
 from tilewise.kvcache.formats import KVFormat
@@ -348,6 +349,52 @@ def test_a_broken_token_shows_where_it_is_seen_and_nowhere_else():
         o, _ = check(cache, seqs)
         assert o[0, :, :4].isnan().all()
         assert o[0, :, 4:].isfinite().all()
+
+
+def trees(count: int, tokens: int, seed: int = 0) -> torch.Tensor:
+    """(count, tokens, tokens) bool: token t > 0 hangs below one before it, and sees its ancestors and itself."""
+    rng = np.random.default_rng(seed)
+    mask = torch.eye(tokens, dtype=torch.bool).repeat(count, 1, 1)
+    for one in mask:
+        for t in range(1, tokens):
+            one[t] |= one[int(rng.integers(0, t))]
+    return mask
+
+
+@pytest.mark.parametrize(
+    ("kv_format", "group", "tokens"), [("bf16", 4, 7), ("bf16", 1, 16), ("int4", 2, 5), ("bf16", 2, 1)]
+)
+def test_a_tree_of_speculated_tokens(kv_format, group, tokens):
+    """Shared prefixes above, tails that are cut anywhere, sequences shorter than the tree; the CPU says the same."""
+    cache, seqs = make_tree([1, 3, 2], [100, 20, 40], kv_format=kv_format)
+    short, more = make_cache((tokens, max(1, tokens - 2), 70, 0), kv_format=kv_format)
+    for one, of, share in ((cache, seqs, True), (cache, seqs, False), (short, more, False)):
+        mask = trees(len(of), tokens, seed=len(of))
+        for splitting in (SMALL, UNCUT, Splitting(((FAR, 16),))):
+            check(one, of, group=group, tokens=tokens, share=share, tree=mask, splitting=splitting)
+        q = queries(one, of, group=group, tokens=tokens)
+        plan = plan_decode(one, of, num_heads=q.shape[2], tokens_per_seq=tokens, share_prefix=share)
+        exact = reference.decode(q, one, 0, of, tree_mask=mask)
+        honest = reference.decode(q, one, 0, of, tree_mask=mask, dtype=BF16)
+        for backend in ("cpu", "emulator"):
+            assert_state(
+                tilewise.decode(q, one, 0, plan, tree_mask=mask, return_lse=True, backend=backend), exact, honest
+            )
+
+
+def test_a_lower_triangle_is_causal():
+    cache, seqs = make_cache((70, 33))
+    q = queries(cache, seqs, tokens=6)
+    mask = torch.ones(6, 6, dtype=torch.bool).tril()
+    plan = plan_decode(cache, seqs, num_heads=q.shape[2], tokens_per_seq=6)
+    for backend in ("cpu", "emulator"):
+        got = tilewise.decode(q, cache, 0, plan, tree_mask=mask, backend=backend)
+        assert (got.float() - tilewise.decode(q, cache, 0, plan, backend=backend).float()).abs().max() <= 0.01
+    with pytest.raises(ValueError, match=r"tree_mask must be \(6, 6\) or \(2, 6, 6\), got \(5, 6\)"):
+        tilewise.decode(q, cache, 0, plan, tree_mask=mask[1:])
+    windowed = plan_decode(cache, seqs, num_heads=q.shape[2], tokens_per_seq=6, window=(9, 0))
+    with pytest.raises(ValueError, match="without a window"):
+        tilewise.decode(q, cache, 0, windowed, tree_mask=mask)
 
 
 # ---- growing ---------------------------------------------------------------------------------------------------------

@@ -407,6 +407,7 @@ def decode(
     scale: float | None = None,
     softcap: float = 0.0,
     sinks: torch.Tensor | None = None,
+    tree_mask: torch.Tensor | None = None,
     return_lse: bool = False,
     out: torch.Tensor | None = None,
     backend: str = "auto",
@@ -415,6 +416,8 @@ def decode(
 
     q: (num_seqs, tokens_per_seq, Hq, D) in the order of the plan's `seqs`, float32, float16 or bfloat16, whatever the
     cache's format; the queries' own tokens are already written. Other arguments as in `attention`.
+    tree_mask: bool (T, T) or (num_seqs, T, T), T = tokens_per_seq: query t sees the sequence's query token j where it
+    is True, in place of causality, for trees of speculated tokens. All see the first one, the tree's root.
 
     Returns o (num_seqs, tokens_per_seq, Hq, D), with return_lse also the LSE (num_seqs, Hq, tokens_per_seq) float32.
     """
@@ -437,6 +440,7 @@ def decode(
     _check_sinks(sinks, plan.heads_q, q.device)
     checks.flag("return_lse", return_lse)
     _check_out(out, q)
+    tree = _check_tree_mask(tree_mask, plan, q.device)
     where = _check_backend(backend, q, (sinks,), kernels=True)
     if where != "cpu":
         if ":" in backend:
@@ -455,6 +459,7 @@ def decode(
             scale=scoring.scale,
             softcap=softcap,
             sinks=sinks,
+            tree=tree,
             window=plan.window,
             room=plan.room,
         )
@@ -462,6 +467,10 @@ def decode(
             o = out.copy_(o)
         return o if states is None else (o, states)
 
+    if tree is not None:
+        with _full_precision():
+            o, lse = cpu.run_tree(q, pages, layer, plan.seqs, scoring, tree)
+        return _result(o, lse, sinks, out, return_lse)
     order = torch.from_numpy(plan.order).long()  # plan's rows -> the caller's
     with _full_precision():
         o, lse = cpu.run_paged(plan, q.index_select(0, order).flatten(0, 1), pages, layer, scoring)
@@ -623,6 +632,22 @@ def _check_plan(plan: Any, pages: PagedKVCache) -> None:
         raise TypeError(f"plan must come from tilewise.plan_decode, got {type(plan).__name__}")
     if plan.cache_serial != pages.serial:
         raise ValueError("plan was made for another cache; call plan_decode with this one")
+
+
+def _check_tree_mask(mask: Any, plan: DecodePlan, device: torch.device) -> torch.Tensor | None:
+    """As (num_seqs, T, T)."""
+    if mask is None:
+        return None
+    tokens, count = plan.tokens_per_seq, len(plan.seqs)
+    given = checks.tensor("tree_mask", mask, dtypes=(torch.bool,), device=device)
+    if tuple(given.shape) not in ((tokens, tokens), (count, tokens, tokens)):
+        shapes = f"({tokens}, {tokens}) or ({count}, {tokens}, {tokens})"
+        raise ValueError(f"tree_mask must be {shapes}, got {tuple(given.shape)}")
+    if plan.window is not None:
+        raise ValueError(
+            "tree_mask goes with a plan without a window: which token is how far away, a tree does not say"
+        )
+    return given.expand(count, tokens, tokens)
 
 
 class _PageLists:

@@ -169,6 +169,31 @@ def run_paged(
     return _finish(states, q, None)
 
 
+def run_tree(
+    q: torch.Tensor, cache: PagedKVCache, layer: int, seqs: Sequence[int], scoring: Scoring, tree: torch.Tensor
+) -> KV:
+    """Decode with a mask over the query tokens: q (n, T, Hq, D), tree (n, T, T) bool -> o like q, lse (n, Hq, T).
+
+    Sequence by sequence in float32: trees of speculated tokens are small, and a CPU is not where they pay.
+    """
+    tokens, heads = q.shape[1:3]
+    states = []
+    for n, seq in enumerate(seqs):
+        k, v = (x.float().repeat_interleave(heads // x.shape[1], 1) for x in cache.gather(layer, seq))
+        s = torch.einsum("thd,khd->htk", q[n].float(), k) * scoring.scale
+        if scoring.softcap:
+            s = scoring.softcap * torch.tanh(s / scoring.softcap)
+        hidden = torch.zeros(tokens, max(len(k), tokens), dtype=torch.bool)
+        hidden[:, hidden.shape[1] - tokens + 1 :] = ~tree[n, :, 1:]
+        s.masked_fill_(hidden[:, hidden.shape[1] - len(k) :], -torch.inf)
+        lse = torch.logsumexp(s, -1) if len(k) else s.new_full(s.shape[:2], -torch.inf)
+        weights = torch.exp(s - torch.where(lse == -torch.inf, 0.0, lse)[..., None])
+        states.append((torch.einsum("htk,khd->thd", weights, v).to(q.dtype), lse))
+    if not states:
+        return torch.empty_like(q), q.new_empty((0, heads, tokens), dtype=torch.float32)
+    return torch.stack([o for o, _ in states]), torch.stack([lse for _, lse in states])
+
+
 def _paged(plan: DecodePlan) -> list[PagedTiles]:
     return [item for item in plan.work if isinstance(item, PagedTiles)]
 

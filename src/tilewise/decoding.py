@@ -119,8 +119,9 @@ def decode_spec(
     tma: bool = True,
     scale_runs: bool = True,
     softcap: bool = False,
+    tree: bool = False,
 ) -> KernelSpec:
-    """The kernel for queries of `dtype` over pages of `fmt`."""
+    """The kernel for queries of `dtype` over pages of `fmt`. tree: query tokens see each other by a mask."""
     constants = (
         ("Element", ELEMENTS[dtype]),
         ("Operand", "bf16" if fmt.name == "bf16" else "half"),
@@ -135,6 +136,7 @@ def decode_spec(
         ("kTma", tma),
         ("kScaleRuns", scale_runs),
         ("kSoftcap", softcap),
+        ("kTree", tree),
         ("kTileStages", tiling.tile_stages),
     )
     entry = "decode_tree" if tiling.tile_stages else "decode"
@@ -183,7 +185,10 @@ class DecodeArgs(ctypes.Structure):
     """sm90/decode_work.cuh: DecodeArgs."""
 
     _fields_ = [
-        *((n, ctypes.c_void_p) for n in ("q", "o", "lse", "sinks", "items", "tile_items", "order", "lengths", "tails")),
+        *(
+            (n, ctypes.c_void_p)
+            for n in ("q", "o", "lse", "sinks", "tree", "items", "tile_items", "order", "lengths", "tails")
+        ),
         *((n, ctypes.c_void_p) for n in ("pages", "states", "state_o", "state_ml", "meeting")),
         *((n, Paged) for n in ("k", "v", "k_scale", "v_scale", "k_zero", "v_zero")),
         *((n, Strides) for n in ("q_strides", "o_strides")),
@@ -288,11 +293,14 @@ class Decode:
         tiling: Tiling,
         *,
         softcap: bool,
+        tree: bool,
         tma: bool,
         runs: bool,
     ) -> None:
         self.plan, self.fmt, self.listed, self.device = plan, fmt, listed, q.device
-        self.spec = decode_spec(q.dtype, fmt, codes[0].shape[1], tiling, tma=tma, scale_runs=runs, softcap=softcap)
+        self.spec = decode_spec(
+            q.dtype, fmt, codes[0].shape[1], tiling, tma=tma, scale_runs=runs, softcap=softcap, tree=tree
+        )
         self.map_specs: list[TensorMapSpec | None] = [None, None]
         if tma:
             self.map_specs = [chunk_map(x, fmt.head_dim * BITS[fmt.name] // 8) for x in codes]
@@ -344,16 +352,20 @@ class Decode:
         o: torch.Tensor,
         lse: torch.Tensor | None,
         sinks: torch.Tensor | None,
+        tree: torch.Tensor | None,
         *,
         scale: float,
         softcap: float,
         left: int | None,
         **emulator: Any,
     ) -> None:
-        """Fills o, and lse if there is one, both like q; sinks: float32. emulator: options of emulate.launch."""
+        """Fills o, and lse if there is one, both like q; sinks: float32. emulator: options of emulate.launch.
+
+        tree: (num_seqs, tokens_per_seq) int32, bit j of a row's word telling whether it sees query token j.
+        """
         a = self.args
         a.q, a.o, a.lse = q.data_ptr(), o.data_ptr(), None if lse is None else lse.data_ptr()
-        a.sinks = None if sinks is None else sinks.data_ptr()
+        a.sinks, a.tree = (None if x is None else x.data_ptr() for x in (sinks, tree))
         a.q_strides, a.o_strides = Strides.of(q), Strides.of(o)
         size = k_parts[0].element_size()
         a.k, a.v = Paged.of(k_parts[0], size), Paged.of(v_parts[0], size)
@@ -375,7 +387,7 @@ class Decode:
                     self.launch_args.point(n, jit.encode(spec, pointers[n % 2]))
             self.kernel.launch(self.grid, self.launch_args, stream=stream, cooperative=bool(a.merges))
             return
-        tensors = {"q": q, "o": o, "lse": lse, "sinks": sinks, **self.fixed}
+        tensors = {"q": q, "o": o, "lse": lse, "sinks": sinks, "tree": tree, **self.fixed}
         tensors |= {"state_o": space.o, "state_ml": space.ml, "meeting": space.meeting}
         for name, parts in (("k", k_parts), ("v", v_parts)):
             tensors |= {f"{name}{n}": x for n, x in enumerate(parts)}
@@ -401,6 +413,7 @@ def run(
     scale: float,
     softcap: float = 0.0,
     sinks: torch.Tensor | None = None,
+    tree: torch.Tensor | None = None,
     window: Window | None = None,
     splitting: Splitting | None = None,
     room: int = 0,
@@ -412,8 +425,9 @@ def run(
 
     q, o: (num_seqs, tokens_per_seq, Hq, D) in the order of plan.seqs; lse: (num_seqs, Hq, tokens_per_seq) float32,
     contiguous, or None. k_parts, v_parts: the format's components of the layer, (num_pages, page_size, Hkv, *trailing).
-    page_lists, lengths: of the plan's sequences, in the order of plan.seqs; looked at when the list is made. window: as
-    the plan was made with. room: tokens that each sequence may grow by under WorkList.grow before a new plan is needed.
+    page_lists, lengths: of the plan's sequences, in the order of plan.seqs; looked at when the list is made. tree:
+    (num_seqs, T, T) bool, which query tokens each row sees, the first being seen by all; causal if None. window: as the
+    plan was made with. room: tokens that each sequence may grow by under WorkList.grow before a new plan is needed.
     tma, tiles: whether to load by TMA, and to put shared nodes through tiles; None for whatever the pages and the plan
     allow. emulator: options of emulate.launch.
     """
@@ -431,18 +445,37 @@ def run(
     runs = len(k_parts) > 1 and scales_in_runs(fmt, page_size, (*k_parts[1:], *v_parts[1:]))
     cache: dict[Any, Any] = plan.__dict__.setdefault("_gpu", {})
     strides = (k_parts[0].stride(), v_parts[0].stride())
-    key = (id(listed), q.device, q.dtype, fmt, tiling, page_size, tma, runs, softcap > 0, len(k_parts[0]), strides)
+    key = (
+        id(listed),
+        q.device,
+        q.dtype,
+        fmt,
+        tiling,
+        page_size,
+        tma,
+        runs,
+        softcap > 0,
+        tree is None,
+        len(k_parts[0]),
+        strides,
+    )
     bound: Decode | None = cache.get(key)
     if bound is None:
         codes = (k_parts[0], v_parts[0])
-        bound = cache[key] = Decode(plan, q, fmt, codes, listed, tiling, softcap=softcap > 0, tma=tma, runs=runs)
+        bound = cache[key] = Decode(
+            plan, q, fmt, codes, listed, tiling, softcap=softcap > 0, tree=tree is not None, tma=tma, runs=runs
+        )
     left = None if window is None else window[0]
     if sinks is not None:
         sinks = sinks.float().contiguous()
     if not _aligned(q):
         q = q.clone(memory_format=torch.contiguous_format)
     to = o if _aligned(o) else torch.empty_like(o, memory_format=torch.contiguous_format)
-    bound(q, k_parts, v_parts, to, lse, sinks, scale=scale, softcap=softcap, left=left, **emulator)
+    words = None
+    if tree is not None:
+        places = torch.arange(tree.shape[-1], dtype=torch.int32, device=tree.device)
+        words = ((tree.to(torch.int32) << places).sum(-1, dtype=torch.int32) | 1).contiguous()
+    bound(q, k_parts, v_parts, to, lse, sinks, words, scale=scale, softcap=softcap, left=left, **emulator)
     if to is not o:
         o.copy_(to)
     return listed

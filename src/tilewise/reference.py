@@ -148,23 +148,34 @@ def decode(
     scale: float | None = None,
     softcap: float = 0.0,
     sinks: torch.Tensor | None = None,
+    tree_mask: torch.Tensor | None = None,
     dtype: torch.dtype = torch.float64,
 ) -> State:
-    """Each sequence alone over its own gathered keys. q (n, T, Hq, D) -> o (n, T, Hq, D), lse (n, Hq, T)."""
+    """Each sequence alone over its own gathered keys. q (n, T, Hq, D) -> o (n, T, Hq, D), lse (n, Hq, T).
+
+    tree_mask: (n, T, T) bool, which of the last T tokens each query sees, the first of them being seen by all.
+    """
     pages = cache.cache if isinstance(cache, PrefixCache) else cache
     states = []
     for row, seq in enumerate(seqs):
         k, v = pages.gather(layer, seq)
+        seen = None
+        if tree_mask is not None:
+            tokens = q.shape[1]
+            padded = torch.ones(tokens, max(len(k), tokens), dtype=torch.bool)
+            padded[:, padded.shape[1] - tokens + 1 :] = tree_mask[row, :, 1:]
+            seen = padded[:, padded.shape[1] - len(k) :]  # a sequence may have fewer than T
         states.append(
             attention(
                 q[row : row + 1],
                 k[None],
                 v[None],
-                causal=True,
+                causal=tree_mask is None,
                 window=window,
                 scale=scale,
                 softcap=softcap,
                 sinks=sinks,
+                mask=seen,
                 dtype=dtype,
             )
         )

@@ -45,6 +45,8 @@ struct Stream {
     float factor[kBlocks][2];                 // of S: the softmax scale and what Q was multiplied with, base 2
     Seen seen[kBlocks][2];
     int whole_from, whole_to;                 // tokens that every row sees
+    int tail_from[kBlocks][2];                // a tree's mask: the first query token of the row's sequence,
+    uint32_t tree[kBlocks][2];                // and which of them the row sees
     float q_sum[kBlocks][2][kGroups];         // int4: Σ q over a group of channels
     float zero_sum[kBlocks][2][kGroups];      // int4: this lane's share of Σ P · zero
     float largest[kBlocks][2], up[kBlocks][2];  // quantised: the largest P · scale so far, and c
@@ -67,6 +69,16 @@ struct Stream {
                     const int last = seen[b][i].first + seen[b][i].count;
                     from = seen[b][i].first > from ? seen[b][i].first : from;
                     to = last < to ? last : to;
+                    if constexpr (kTree) {
+                        const DecodeRow at = row_of(args, item, row(b, i));
+                        const int64_t caller = Global<const int>{args.order}[at.sequence];
+                        tree[b][i] = Global<const uint32_t>{args.tree}[caller * args.tokens + at.token];
+                        tail_from[b][i] = Global<const int>{args.lengths}[at.sequence] - args.tokens;
+                        to = tail_from[b][i] < to ? tail_from[b][i] : to;
+                    }
+                } else if constexpr (kTree) {
+                    tree[b][i] = ~0u;
+                    tail_from[b][i] = span.end;
                 }
             }
 #pragma unroll
@@ -254,6 +266,10 @@ struct Stream {
             for (int j = 0; j < 4; j++) {
                 const int token = first_token + lane / 4 + 8 * (j / 2);
                 if (uint32_t(token - seen[b][j % 2].first) >= uint32_t(seen[b][j % 2].count)) s[b][j] = -INFINITY;
+                if constexpr (kTree) {
+                    const int place = token - tail_from[b][j % 2];
+                    if (place >= 0 && !(tree[b][j % 2] >> (place & 31) & 1)) s[b][j] = -INFINITY;
+                }
             }
     }
 

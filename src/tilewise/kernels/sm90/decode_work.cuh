@@ -31,6 +31,7 @@ struct DecodeArgs {
     void* o;                 // the same
     float* lse;              // (sequences, query heads, tokens), natural log; null if not wanted
     const float* sinks;      // (query heads,), null if none
+    const uint32_t* tree;    // (sequences, tokens) in the caller's order: bit j, whether the row sees query token j; null: causal
     const DecodeItem* items;       // (rounds, blocks, warps of a block)
     const DecodeItem* tile_items;  // (tile_rounds, blocks): of many rows
     const int* order;        // (sequences,): the caller's number of each
@@ -86,7 +87,8 @@ struct Seen {
     int first, count;
 };
 TILE_DEVICE Seen seen_by(const DecodeArgs& args, const DecodeRow& row, Span span) {
-    const int position = Global<const int>{args.lengths}[row.sequence] - args.tokens + row.token;
+    const int length = Global<const int>{args.lengths}[row.sequence];
+    const int position = args.tree ? length - 1 : length - args.tokens + row.token;  // a tree's mask is looked at token by token
     const int first = position - args.left > span.begin ? position - args.left : span.begin;
     const int last = position < span.end - 1 ? position : span.end - 1;
     return {first, last >= first ? last - first + 1 : 0};
