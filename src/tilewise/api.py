@@ -11,25 +11,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import pairwise
-from typing import Any, Final, Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
 
-from . import checks, cpu, decoding, gpu
+from . import arguments, checks, cpu, decoding, gpu
 from .kvcache import PagedKVCache, PrefixCache
-from .plan import DecodePlan, Ints, Plan, Window, plan_dense, plan_shared_prefix, plan_varlen
+from .plan import DecodePlan, Plan, Window, plan_dense, plan_shared_prefix, plan_varlen
 from .sparse import BlockSchedule
 from .state import add_sinks
 from .tree import CPU_COST, CostModel, plan_tree
 
-MAX_HEAD_DIM = 512
-BACKENDS = ("auto", "cpu", "cuda", "emulator")
-EMULATOR: Final = "emulator"  # also "emulator:NAME" for one kernel
 DEQUANTISE = 4  # reading a quantised token on the CPU, in readings of a float32 one
 
 Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
-LevelShape = tuple[int, int, Sequence[int] | None]
 Level = tuple[torch.Tensor, torch.Tensor] | tuple[torch.Tensor, torch.Tensor, Sequence[int] | torch.Tensor]
 
 
@@ -83,22 +79,22 @@ def attention(
         key, known = gpu.known_call(q, k, v, (sinks, alibi_slopes, out, *given), flags)
         if known is not None:
             return known.again(q, k, v) if known.plain else known(q, k, v, sinks, alibi_slopes, out, given)
-    batch, seqlen_q, seqlen_k, heads_q, heads_kv, head_dim = _check_qkv(q, k, v, fp8=True)
-    descales = _check_descales(q, (q_descale, k_descale, v_descale), batch, heads_kv)
-    window = _check_window(window)
-    scoring = _scoring(q, scale, softcap)
-    slopes = _check_slopes(alibi_slopes, batch, heads_q, q.device)
-    _check_sinks(sinks, heads_q, q.device)
+    batch, seqlen_q, seqlen_k, heads_q, heads_kv, head_dim = arguments.check_qkv(q, k, v, fp8=True)
+    descales = arguments.check_descales(q, (q_descale, k_descale, v_descale), batch, heads_kv)
+    window = arguments.check_window(window)
+    scoring = arguments.scoring(q, scale, softcap)
+    slopes = arguments.check_slopes(alibi_slopes, batch, heads_q, q.device)
+    arguments.check_sinks(sinks, heads_q, q.device)
     if schedule is not None:
-        _check_schedule("schedule", schedule, seqlen_q, seqlen_k, heads_q)
+        arguments.check_schedule("schedule", schedule, seqlen_q, seqlen_k, heads_q)
     checks.flag("causal", causal)
     checks.flag("exact", exact)
     checks.flag("return_lse", return_lse)
-    _check_out(out, q)
-    where = _check_backend(backend, q, (k, v, sinks, alibi_slopes), kernels=True)
+    arguments.check_out(out, q)
+    where = arguments.check_backend(backend, q, (k, v, sinks, alibi_slopes), rungs=True)
     if where != "cpu":
         options = gpu.kernel_options(causal, window, scoring, slopes, exact)
-        if where == EMULATOR and (name := gpu.rung(backend, q.dtype)):
+        if where == arguments.EMULATOR and (name := gpu.rung(backend, q.dtype)):
             asked = {"window": window, "softcap": softcap or None, "alibi_slopes": slopes, "schedule": schedule}
             o, lse = gpu.run_rung(name, q, k, v, causal, scoring.scale, asked)
             return _result(o, lse, sinks, out, return_lse)
@@ -109,7 +105,7 @@ def attention(
         return call(q, k, v, sinks, alibi_slopes, out, descales)
     fp8 = q.dtype == gpu.FP8
     if fp8:
-        q, k, v = (_widened(x, descale, heads_kv) for x, descale in zip((q, k, v), descales, strict=True))
+        q, k, v = (arguments.widened(x, descale, heads_kv) for x, descale in zip((q, k, v), descales, strict=True))
 
     plan = plan_dense(
         batch,
@@ -172,33 +168,37 @@ def attention_varlen(
     Returns o (total_q, Hq, D), with return_lse also the LSE (Hq, total_q) float32.
     """
     paged = page_table is not None
-    sizes = _check_qkv(q, k, v, packed=True, paged=paged, fp8=True)
+    sizes = arguments.check_qkv(q, k, v, packed=True, paged=paged, fp8=True)
     _, total_q, total_k, heads_q, heads_kv, head_dim = sizes
     checks.tensor("cu_seqlens_q", cu_seqlens_q, shape=("batch + 1",), dtypes=checks.INTEGERS)
     batch = cu_seqlens_q.shape[0] - 1
     if batch < 0:
         raise ValueError("cu_seqlens_q must start with 0, got no entries")
     checks.tensor("cu_seqlens_k", cu_seqlens_k, shape=(cu_seqlens_q.shape[0],), dtypes=checks.INTEGERS)
-    window = _check_window(window)
-    scoring = _scoring(q, scale, softcap)
-    slopes = _check_slopes(alibi_slopes, batch, heads_q, q.device)
-    _check_sinks(sinks, heads_q, q.device)
-    descales = _check_descales(q, (q_descale, k_descale, v_descale), batch, heads_kv)
+    window = arguments.check_window(window)
+    scoring = arguments.scoring(q, scale, softcap)
+    slopes = arguments.check_slopes(alibi_slopes, batch, heads_q, q.device)
+    arguments.check_sinks(sinks, heads_q, q.device)
+    descales = arguments.check_descales(q, (q_descale, k_descale, v_descale), batch, heads_kv)
     checks.flag("causal", causal)
     checks.flag("exact", exact)
     checks.flag("return_lse", return_lse)
-    _check_out(out, q)
+    arguments.check_out(out, q)
     if page_table is not None:
-        _check_page_table(page_table, k, batch)
-    where = _check_backend(backend, q, (k, v, sinks, alibi_slopes), kernels=True)
-    if where == EMULATOR and ":" in backend:
-        raise NotImplementedError(f'backend "{backend}" runs attention() only; use backend="emulator" here')
+        arguments.check_page_table(page_table, k, batch)
+    where = arguments.check_backend(backend, q, (k, v, sinks, alibi_slopes))
     # Values on a GPU stay unread: looking at them would make the CPU wait.
-    starts_q = _check_starts("cu_seqlens_q", cu_seqlens_q, total_q, "q") if cu_seqlens_q.device.type == "cpu" else []
+    starts_q = (
+        arguments.check_starts("cu_seqlens_q", cu_seqlens_q, total_q, "q") if cu_seqlens_q.device.type == "cpu" else []
+    )
     ends_with = None if paged else total_k
-    starts_k = _check_starts("cu_seqlens_k", cu_seqlens_k, ends_with, "k") if cu_seqlens_k.device.type == "cpu" else []
+    starts_k = (
+        arguments.check_starts("cu_seqlens_k", cu_seqlens_k, ends_with, "k")
+        if cu_seqlens_k.device.type == "cpu"
+        else []
+    )
     if page_table is not None and starts_k:
-        _check_pages(page_table, k, starts_k)
+        arguments.check_pages(page_table, k, starts_k)
     if where != "cpu":
         gpu.check_served(q, schedule, where)
         options = gpu.kernel_options(causal, window, scoring, slopes, exact)
@@ -206,21 +206,25 @@ def attention_varlen(
         call = gpu.GpuCall(options, return_lse)
         return call(q, k, v, sinks, alibi_slopes, out, descales, (starts[0], starts[1]), page_table)
     if page_table is not None:
-        k, v = (_gather(x, page_table, starts_k) for x in (k, v))
+        k, v = (arguments.gather(x, page_table, starts_k) for x in (k, v))
     fp8 = q.dtype == gpu.FP8
     if fp8:
         counts = [torch.tensor(starts).diff() for starts in (starts_q, starts_k, starts_k)]
         q, k, v = (
-            _widened(x, None if descale is None else descale.repeat_interleave(count, 0), heads_kv)
+            arguments.widened(x, None if descale is None else descale.repeat_interleave(count, 0), heads_kv)
             for x, descale, count in zip((q, k, v), descales, counts, strict=True)
         )
     lengths = [(q1 - q0, k1 - k0) for (q0, q1), (k0, k1) in zip(pairwise(starts_q), pairwise(starts_k), strict=True)]
     schedules: Sequence[BlockSchedule | None] | None = None
     if schedule is not None:
-        schedules = [schedule] * batch if isinstance(schedule, BlockSchedule) else _check_schedule_list(schedule, batch)
+        schedules = (
+            [schedule] * batch
+            if isinstance(schedule, BlockSchedule)
+            else arguments.check_schedule_list(schedule, batch)
+        )
         for b, ((nq, nk), one) in enumerate(zip(lengths, schedules, strict=True)):
             if one is not None:
-                _check_schedule(f"schedule (sequence {b})", one, nq, nk, heads_q)
+                arguments.check_schedule(f"schedule (sequence {b})", one, nq, nk, heads_q)
 
     plan = plan_varlen(
         starts_q,
@@ -265,19 +269,19 @@ def shared_prefix_attention(
 
     Returns o (B, Nq, Hq, D), with return_lse also the LSE (B, Hq, Nq) float32.
     """
-    batch, seqlen_q, _, heads_q, heads_kv, head_dim = _check_qkv(q, k, v)
-    scoring = _scoring(q, scale, softcap)
-    _check_sinks(sinks, heads_q, q.device)
+    batch, seqlen_q, _, heads_q, heads_kv, head_dim = arguments.check_qkv(q, k, v)
+    scoring = arguments.scoring(q, scale, softcap)
+    arguments.check_sinks(sinks, heads_q, q.device)
     checks.flag("causal", causal)
     checks.flag("return_lse", return_lse)
-    _check_out(out, q)
-    sources, shapes = _check_levels(levels, q, heads_kv)
+    arguments.check_out(out, q)
+    sources, shapes = arguments.check_levels(levels, q, heads_kv)
     sources.append((k, v))
-    shapes.append((batch, k.shape[1], None if lengths is None else _check_lengths("lengths", lengths, *k.shape[:2])))
-    where = _check_backend(backend, q, [x for source in sources for x in source] + [sinks], kernels=True)
+    shapes.append(
+        (batch, k.shape[1], None if lengths is None else arguments.check_lengths("lengths", lengths, *k.shape[:2]))
+    )
+    where = arguments.check_backend(backend, q, [x for source in sources for x in source] + [sinks])
     if where != "cpu":
-        if ":" in backend:
-            raise NotImplementedError(f'backend "{backend}" runs attention() only; use backend="emulator" here')
         gpu.check_served(q, None, where)
         o, lse = gpu.shared_prefix(q, sources, [shape[2] for shape in shapes], causal, scoring)
         return _result(o, lse, sinks, out, return_lse)
@@ -299,11 +303,11 @@ def plan_attention(
     schedule: BlockSchedule | None = None,
 ) -> Plan:
     """The plan that `attention` makes for q (B, Nq, Hq, D), k (B, Nk, Hkv, D), to look at: `.show()`, `.draw(path)`."""
-    batch, seqlen_q, seqlen_k, heads_q, heads_kv, head_dim = _check_qkv(q, k, k)
-    window = _check_window(window)
+    batch, seqlen_q, seqlen_k, heads_q, heads_kv, head_dim = arguments.check_qkv(q, k, k)
+    window = arguments.check_window(window)
     checks.flag("causal", causal)
     if schedule is not None:
-        _check_schedule("schedule", schedule, seqlen_q, seqlen_k, heads_q)
+        arguments.check_schedule("schedule", schedule, seqlen_q, seqlen_k, heads_q)
     sizes = (batch, seqlen_q, seqlen_k, heads_q, heads_kv, head_dim)
     return plan_dense(*sizes, causal=causal, window=window, schedule=schedule, io_bytes=q.element_size())
 
@@ -327,7 +331,7 @@ def plan_decode(
     False never, "auto" where `cost` (a CostModel, the device's by default) says that it pays. The plan holds until one
     of its sequences changes. room: on a GPU, tokens that each sequence may grow by under `grow_plan`.
     """
-    pages = _check_cache(cache)
+    pages = arguments.check_cache(cache)
     checks.integer("num_heads", num_heads, 1)
     checks.integer("tokens_per_seq", tokens_per_seq, 1)
     checks.integer("room", room, 0)
@@ -358,7 +362,7 @@ def plan_decode(
         shortest_run=0 if on_card else 64,  # on a CPU, below it copying pages together costs less than another item
         cache_serial=pages.serial,
         tokens_per_seq=tokens_per_seq,
-        window=_check_window(window),
+        window=arguments.check_window(window),
         share=None if share_prefix == "auto" else bool(share_prefix),
         cost=cost or (decoding.GPU_COST if on_card else CPU_COST),
         room=room,
@@ -381,8 +385,8 @@ def grow_plan(plan: DecodePlan, cache: PagedKVCache | PrefixCache) -> DecodePlan
     What sequences had of their own when the plan was made stays theirs alone. Beyond `room` it raises ValueError, and a
     new plan is due. On a CPU, where a plan costs little, it is a new one.
     """
-    pages = _check_cache(cache)
-    _check_plan(plan, pages)
+    pages = arguments.check_cache(cache)
+    arguments.check_plan(plan, pages)
     lengths = pages.lengths_of(list(plan.seqs))
     if pages.device.type != "cuda":
         return plan_decode(
@@ -394,7 +398,7 @@ def grow_plan(plan: DecodePlan, cache: PagedKVCache | PrefixCache) -> DecodePlan
             window=plan.window,
             room=plan.room,
         )
-    decoding.grow(plan, lengths, _PageLists(pages, plan.seqs))
+    decoding.grow(plan, lengths, arguments.PageListsOf(pages, plan.seqs))
     return plan
 
 
@@ -421,8 +425,8 @@ def decode(
 
     Returns o (num_seqs, tokens_per_seq, Hq, D), with return_lse also the LSE (num_seqs, Hq, tokens_per_seq) float32.
     """
-    pages = _check_cache(cache)
-    _check_plan(plan, pages)
+    pages = arguments.check_cache(cache)
+    arguments.check_plan(plan, pages)
     checks.integer("layer", layer, 0, pages.num_layers - 1)
     count, tokens = len(plan.seqs), plan.tokens_per_seq
     shape = (count, tokens, plan.heads_q, pages.head_dim)
@@ -436,15 +440,13 @@ def decode(
             f"plan is out of date: sequence {seq} had {length} tokens and now has {pages.length(seq)}; "
             "call plan_decode again after extending, or grow_plan"
         )
-    scoring = _scoring(q, scale, softcap)
-    _check_sinks(sinks, plan.heads_q, q.device)
+    scoring = arguments.scoring(q, scale, softcap)
+    arguments.check_sinks(sinks, plan.heads_q, q.device)
     checks.flag("return_lse", return_lse)
-    _check_out(out, q)
-    tree = _check_tree_mask(tree_mask, plan, q.device)
-    where = _check_backend(backend, q, (sinks,), kernels=True)
+    arguments.check_out(out, q)
+    tree = arguments.check_tree_mask(tree_mask, plan, q.device)
+    where = arguments.check_backend(backend, q, (sinks,))
     if where != "cpu":
-        if ":" in backend:
-            raise NotImplementedError(f'backend "{backend}" runs attention() only; use backend="emulator" here')
         o = out if out is not None and checks.place(out, q) is not None else q.new_empty(q.shape)
         states = q.new_empty((count, plan.heads_q, tokens), dtype=torch.float32) if return_lse else None
         decoding.run(
@@ -452,7 +454,7 @@ def decode(
             q,
             pages.format,
             *pages.parts(layer),
-            _PageLists(pages, plan.seqs),
+            arguments.PageListsOf(pages, plan.seqs),
             plan.lengths,
             o,
             states,
@@ -478,254 +480,6 @@ def decode(
     o = torch.empty_like(o).index_copy_(0, order, o)
     lse = torch.empty_like(lse).index_copy_(0, order, lse)
     return _result(o, lse.transpose(1, 2), sinks, out, return_lse)
-
-
-def _check_qkv(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, packed: bool = False, paged: bool = False, fp8: bool = False
-) -> tuple[int, int, int, int, int, int]:
-    """(batch, seqlen_q, seqlen_k, heads_q, heads_kv, head_dim) of checked tensors; paged: of k and v in pages."""
-    lead: tuple[str, ...] = ("total",) if packed else ("batch", "seqlen")
-    dtypes = (*checks.FLOATS, gpu.FP8) if fp8 else checks.FLOATS
-    checks.tensor("q", q, shape=(*lead, "heads", "head_dim"), dtypes=dtypes, unit_last_stride=True)
-    batch = () if packed else (q.shape[0],)
-    seqlen_q, heads_q, head_dim = q.shape[-3:]
-    shape = ("pages", "page_size", "heads", head_dim) if paged else (*batch, lead[-1], "heads", head_dim)
-    checks.tensor("k", k, shape=shape, dtypes=(q.dtype,), device=q.device, unit_last_stride=True)
-    checks.tensor("v", v, shape=tuple(k.shape), dtypes=(q.dtype,), device=q.device, unit_last_stride=True)
-    seqlen_k, heads_kv = k.shape[-3:-1]
-    checks.integer("head_dim of q", head_dim, 1, MAX_HEAD_DIM)
-    checks.integer("heads of k", heads_kv, 1)
-    if heads_q == 0 or heads_q % heads_kv:
-        raise ValueError(f"q must have a multiple of k's {heads_kv} heads, got {heads_q}")
-    return 1 if packed else q.shape[0], seqlen_q, seqlen_k, heads_q, heads_kv, head_dim
-
-
-def _check_descales(
-    q: torch.Tensor, descales: Sequence[torch.Tensor | None], batch: int, heads_kv: int
-) -> tuple[torch.Tensor | None, ...]:
-    """What FP8 inputs are to be multiplied with, as float32 (batch, heads_kv) with the last stride 1."""
-    checked: list[torch.Tensor | None] = []
-    for name, descale in zip("qkv", descales, strict=True):
-        if descale is not None:
-            name = f"{name}_descale"
-            if q.dtype != gpu.FP8:
-                raise ValueError(f"{name} goes with float8_e4m3fn inputs, got {q.dtype}; multiply those yourself")
-            checks.tensor(name, descale, dtypes=(torch.float32,), device=q.device)
-            if tuple(descale.shape) not in ((heads_kv,), (batch, heads_kv)):
-                raise ValueError(f"{name} must be ({heads_kv},) or ({batch}, {heads_kv}), got {tuple(descale.shape)}")
-            descale = descale.contiguous().expand(batch, heads_kv)
-        checked.append(descale)
-    return tuple(checked)
-
-
-def _widened(x: torch.Tensor, descale: torch.Tensor | None, heads_kv: int) -> torch.Tensor:
-    """FP8 (B, N, H, D) or (total, H, D) as float32, times descale (B or total, heads_kv) by KV head."""
-    wide = x.float()
-    if descale is not None:
-        by_head = descale.repeat_interleave(x.shape[-2] // heads_kv, -1)
-        wide *= by_head[:, None, :, None] if x.dim() == 4 else by_head[..., None]
-    return wide
-
-
-def _check_window(window: Any) -> Window | None:
-    if window is None:
-        return None
-    if not isinstance(window, (tuple, list)) or len(window) != 2:
-        raise TypeError(f"window must be (left, right) or None, got {window!r}")
-    left, right = (None if w is None else checks.integer("window", w, 0) for w in window)
-    return left, right
-
-
-def _scoring(q: torch.Tensor, scale: float | None, softcap: float) -> cpu.Scoring:
-    scale = q.shape[-1] ** -0.5 if scale is None else checks.number("scale", scale)
-    return cpu.Scoring(scale, checks.number("softcap", softcap, 0.0))
-
-
-def _check_sinks(sinks: torch.Tensor | None, heads_q: int, device: torch.device) -> None:
-    if sinks is not None:
-        checks.tensor("sinks", sinks, shape=(heads_q,), dtypes=checks.FLOATS, device=device)
-
-
-def _check_slopes(slopes: torch.Tensor | None, batch: int, heads_q: int, device: torch.device) -> torch.Tensor | None:
-    """ALiBi slopes as float32 (batch, heads)."""
-    if slopes is None:
-        return None
-    checks.tensor("alibi_slopes", slopes, dtypes=checks.FLOATS, device=device)
-    if tuple(slopes.shape) not in ((heads_q,), (batch, heads_q)):
-        raise ValueError(f"alibi_slopes must be ({heads_q},) or ({batch}, {heads_q}), got {tuple(slopes.shape)}")
-    return slopes.float().expand(batch, heads_q)
-
-
-def _check_schedule(name: str, schedule: Any, seqlen_q: int, seqlen_k: int, heads_q: int) -> None:
-    if not isinstance(schedule, BlockSchedule):
-        raise TypeError(f"{name} must be a tilewise.BlockSchedule, got {type(schedule).__name__}")
-    try:
-        schedule.check(seqlen_q, seqlen_k, heads_q)
-    except ValueError as error:
-        raise ValueError(f"{name}: {error}") from None
-
-
-def _check_schedule_list(schedules: Any, batch: int) -> Sequence[BlockSchedule | None]:
-    if not isinstance(schedules, (list, tuple)):
-        raise TypeError(f"schedule must be a BlockSchedule or a list of them, got {type(schedules).__name__}")
-    if len(schedules) != batch:
-        raise ValueError(f"schedule must have one entry for each of the {batch} sequences, got {len(schedules)}")
-    return schedules
-
-
-def _check_starts(name: str, starts: torch.Tensor, total: int | None, packed: str) -> list[int]:
-    values: list[int] = starts.tolist()
-    if not values or values[0] != 0:
-        raise ValueError(f"{name} must start with 0, got {values[:1]}")
-    if any(b < a for a, b in pairwise(values)):
-        raise ValueError(f"{name} must not decrease, got {values if len(values) < 20 else [*values[:20], '…']}")
-    if total is not None and values[-1] != total:
-        raise ValueError(f"{name} must end with {packed}'s total of {total} rows, got {values[-1]}")
-    return values
-
-
-def _check_lengths(name: str, lengths: Any, count: int, padded: int) -> list[int]:
-    if isinstance(lengths, torch.Tensor):
-        checks.tensor(name, lengths, shape=(count,), dtypes=checks.INTEGERS)
-        lengths = lengths.tolist()
-    elif not isinstance(lengths, (Sequence, np.ndarray)):
-        raise TypeError(f"{name} must be a list of ints or an int tensor, got {type(lengths).__name__}")
-    if len(lengths) != count:
-        raise ValueError(f"{name} must have {count} entries, got {len(lengths)}")
-    return [checks.integer(name, n, 0, padded) for n in lengths]
-
-
-def _check_levels(levels: Any, q: torch.Tensor, heads_kv: int) -> tuple[list[cpu.KV], list[LevelShape]]:
-    """The (k, v) of each level and its (batch, padded length, valid lengths or None)."""
-    if not isinstance(levels, (list, tuple)):
-        raise TypeError(f"levels must be a list of (k, v) or (k, v, lengths), got {type(levels).__name__}")
-    sources: list[cpu.KV] = []
-    shapes: list[LevelShape] = []
-    for n, level in enumerate(levels):
-        if not isinstance(level, (list, tuple)) or len(level) not in (2, 3):
-            raise TypeError(f"levels[{n}] must be (k, v) or (k, v, lengths), got {type(level).__name__}")
-        k, v = level[:2]
-        shape = ("batch", "seqlen", heads_kv, q.shape[-1])
-        checks.tensor(f"levels[{n}][0]", k, shape=shape, dtypes=(q.dtype,), device=q.device, unit_last_stride=True)
-        same = tuple(k.shape)
-        checks.tensor(f"levels[{n}][1]", v, shape=same, dtypes=(q.dtype,), device=q.device, unit_last_stride=True)
-        valid = _check_lengths(f"levels[{n}][2]", level[2], *same[:2]) if len(level) == 3 else None
-        sources.append((k, v))
-        shapes.append((same[0], same[1], valid))
-    sizes = [shape[0] for shape in shapes] + [q.shape[0]]
-    for n, (members, below) in enumerate(pairwise(sizes)):
-        if members == 0 or below % members:
-            raise ValueError(f"levels[{n}][0] must have a batch size that divides the next one, {below}, got {members}")
-    return sources, shapes
-
-
-def _check_cache(cache: Any) -> PagedKVCache:
-    if isinstance(cache, PrefixCache):
-        return cache.cache
-    if not isinstance(cache, PagedKVCache):
-        raise TypeError(f"cache must be a PagedKVCache or a PrefixCache, got {type(cache).__name__}")
-    return cache
-
-
-def _check_plan(plan: Any, pages: PagedKVCache) -> None:
-    if not isinstance(plan, DecodePlan):
-        raise TypeError(f"plan must come from tilewise.plan_decode, got {type(plan).__name__}")
-    if plan.cache_serial != pages.serial:
-        raise ValueError("plan was made for another cache; call plan_decode with this one")
-
-
-def _check_tree_mask(mask: Any, plan: DecodePlan, device: torch.device) -> torch.Tensor | None:
-    """As (num_seqs, T, T)."""
-    if mask is None:
-        return None
-    tokens, count = plan.tokens_per_seq, len(plan.seqs)
-    given = checks.tensor("tree_mask", mask, dtypes=(torch.bool,), device=device)
-    if tuple(given.shape) not in ((tokens, tokens), (count, tokens, tokens)):
-        shapes = f"({tokens}, {tokens}) or ({count}, {tokens}, {tokens})"
-        raise ValueError(f"tree_mask must be {shapes}, got {tuple(given.shape)}")
-    if plan.window is not None:
-        raise ValueError(
-            "tree_mask goes with a plan without a window: which token is how far away, a tree does not say"
-        )
-    return given.expand(count, tokens, tokens)
-
-
-class _PageLists:
-    """The page lists of sequences, looked up one by one where one is wanted: most steps want none."""
-
-    def __init__(self, pages: PagedKVCache, seqs: Sequence[int]) -> None:
-        self._pages, self._seqs = pages, seqs
-
-    def __getitem__(self, n: int) -> Ints:
-        return self._pages.page_list(self._seqs[n])
-
-
-def _check_out(out: torch.Tensor | None, q: torch.Tensor) -> None:
-    if out is None:
-        return
-    dtype = gpu.out_dtype(q.dtype)
-    checks.tensor("out", out, shape=tuple(q.shape), dtypes=(dtype,), device=q.device, unit_last_stride=True)
-    if any(stride == 0 and size > 1 for stride, size in zip(out.stride(), out.shape, strict=True)):
-        raise ValueError(f"out must have a place for every element, got strides {out.stride()}; use torch.empty")
-    if out.requires_grad or (out.is_inference() and not torch.is_inference_mode_enabled()):
-        raise ValueError("out must be writable here, got one that requires gradients or was made in inference mode")
-
-
-def _check_page_table(page_table: torch.Tensor, k: torch.Tensor, batch: int) -> None:
-    shape = (batch, "pages a sequence")
-    checks.tensor("page_table", page_table, shape=shape, dtypes=(torch.int32,), device=k.device, unit_last_stride=True)
-    checks.integer("page_size of k", k.shape[1], 1)
-
-
-def _check_pages(page_table: torch.Tensor, k: torch.Tensor, starts: Sequence[int]) -> None:
-    """The lengths fit the table; on the CPU also: the pages that they reach are there."""
-    pages, page_size = k.shape[:2]
-    for b, (start, end) in enumerate(pairwise(starts)):
-        used = -(-(end - start) // page_size)
-        if used > page_table.shape[1]:
-            raise ValueError(
-                f"page_table must have {used} pages for the {end - start} tokens of sequence {b}, "
-                f"got {page_table.shape[1]}"
-            )
-        if page_table.device.type == "cpu" and used:
-            row = page_table[b, :used]
-            if int(row.min()) < 0 or int(row.max()) >= pages:
-                raise ValueError(f"page_table must name pages from 0 to {pages - 1}, got {row.tolist()} (sequence {b})")
-
-
-def _gather(x: torch.Tensor, page_table: torch.Tensor, starts: Sequence[int]) -> torch.Tensor:
-    """The sequences' tokens packed end to end, out of pages (pages, page_size, Hkv, D)."""
-    parts = [x.new_empty((0, *x.shape[2:]))]
-    for b, (start, end) in enumerate(pairwise(starts)):
-        used = page_table[b, : -(-(end - start) // x.shape[1])].long()
-        parts.append(x[used].flatten(0, 1)[: end - start])
-    return torch.cat(parts)
-
-
-def _check_backend(
-    backend: str, q: torch.Tensor, others: Sequence[torch.Tensor | None], kernels: bool = False
-) -> Literal["cpu", "cuda", "emulator"]:
-    """Where the call runs, refusing what nothing there serves; kernels: this call has GPU kernels."""
-    emulated = isinstance(backend, str) and backend.partition(":")[0] == EMULATOR
-    if not emulated:
-        checks.choice("backend", backend, BACKENDS)
-    if not kernels and (emulated or backend == "cuda"):
-        raise NotImplementedError(f'backend "{backend}" runs attention() and attention_varlen() only; use "auto" here')
-    cuda = q.device.type == "cuda"
-    if q.device.type not in ("cpu", "cuda") or (cuda and not kernels):
-        raise NotImplementedError(
-            f"q is on {q.device}: Tilewise has no kernels for this call on {q.device.type} tensors yet; "
-            "use .cpu() tensors"
-        )
-    if cuda != (backend == "cuda") and backend != "auto":
-        taken = "CUDA tensors" if backend == "cuda" else "CPU tensors"
-        raise ValueError(f'backend "{backend}" takes {taken}, got q on {q.device}; backend="auto" takes both')
-    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, *others)):
-        raise NotImplementedError(
-            "an input requires gradients, and Tilewise has no backward pass yet; call it under torch.no_grad(), or use "
-            "torch.nn.functional.scaled_dot_product_attention for training"
-        )
-    return EMULATOR if emulated else "cuda" if cuda else "cpu"
 
 
 def _full_precision() -> AbstractContextManager[Any]:

@@ -71,7 +71,7 @@ def scale_groups(fmt: KVFormat) -> int:
 
 
 def shared_bytes(fmt: KVFormat, tiling: Tiling) -> int:
-    """Of a block: sm90/decode_load.cuh and decode_merge.cuh lay it out."""
+    """Of a block: sm90/decode_load.cuh and decode_stream.cuh lay it out."""
     tiles = tiling.tile_stages * 2 * TILE_TOKENS * -(-fmt.head_dim // PANEL) * 2 * PANEL
     rings = tiling.warps * tiling.stages
     scales = {"fp8": 2 * CHUNK * 4, "int8": 2 * CHUNK * 4, "int4": 4 * CHUNK * 2 * scale_groups(fmt)}.get(fmt.name, 0)
@@ -396,7 +396,8 @@ class Decode:
             emulate.TensorMap() if spec is None else emulate.tensor_map(spec, pointers[n % 2])
             for n, spec in enumerate(self.map_specs)
         ]
-        emulate.launch(self.spec, self.grid, [*maps, a], known, resident=self.grid[0], **emulator)
+        resident = self.grid[0] if a.merges else 1
+        emulate.launch(self.spec, self.grid, [*maps, a], known, resident=resident, **emulator)
 
 
 def run(

@@ -1,5 +1,5 @@
 // What the decode kernel is asked to do: a list of items, each some query rows over some tokens of one sequence's pages;
-// tilewise.decode.DecodeArgs is its mirror in Python.
+// tilewise.decoding.DecodeArgs is its mirror in Python.
 //
 // Sequences are counted in the plan's order, in which those under a node of the tree of shared pages are neighbours. The query rows
 // of a sequence under one KV head are `rows_each` = tokens · group: row = token · group + head in the group. Rows of neighbouring

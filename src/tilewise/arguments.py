@@ -1,0 +1,272 @@
+"""Arguments of the public calls: checked, and brought into the form that plans and kernels take.
+
+Nothing here changes anything: a call that raises leaves the world as it was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any, Final, Literal
+
+import numpy as np
+import torch
+
+from . import checks, cpu, gpu
+from .kvcache import PagedKVCache, PrefixCache
+from .plan import DecodePlan, Ints, Window
+from .sparse import BlockSchedule
+
+MAX_HEAD_DIM = 512
+BACKENDS = ("auto", "cpu", "cuda", "emulator")
+EMULATOR: Final = "emulator"  # also "emulator:NAME" for one kernel
+
+LevelShape = tuple[int, int, Sequence[int] | None]
+
+
+def check_qkv(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, packed: bool = False, paged: bool = False, fp8: bool = False
+) -> tuple[int, int, int, int, int, int]:
+    """(batch, seqlen_q, seqlen_k, heads_q, heads_kv, head_dim) of checked tensors; paged: of k and v in pages."""
+    lead: tuple[str, ...] = ("total",) if packed else ("batch", "seqlen")
+    dtypes = (*checks.FLOATS, gpu.FP8) if fp8 else checks.FLOATS
+    checks.tensor("q", q, shape=(*lead, "heads", "head_dim"), dtypes=dtypes, unit_last_stride=True)
+    batch = () if packed else (q.shape[0],)
+    seqlen_q, heads_q, head_dim = q.shape[-3:]
+    shape = ("pages", "page_size", "heads", head_dim) if paged else (*batch, lead[-1], "heads", head_dim)
+    checks.tensor("k", k, shape=shape, dtypes=(q.dtype,), device=q.device, unit_last_stride=True)
+    checks.tensor("v", v, shape=tuple(k.shape), dtypes=(q.dtype,), device=q.device, unit_last_stride=True)
+    seqlen_k, heads_kv = k.shape[-3:-1]
+    checks.integer("head_dim of q", head_dim, 1, MAX_HEAD_DIM)
+    checks.integer("heads of k", heads_kv, 1)
+    if heads_q == 0 or heads_q % heads_kv:
+        raise ValueError(f"q must have a multiple of k's {heads_kv} heads, got {heads_q}")
+    return 1 if packed else q.shape[0], seqlen_q, seqlen_k, heads_q, heads_kv, head_dim
+
+
+def check_descales(
+    q: torch.Tensor, descales: Sequence[torch.Tensor | None], batch: int, heads_kv: int
+) -> tuple[torch.Tensor | None, ...]:
+    """What FP8 inputs are to be multiplied with, as float32 (batch, heads_kv) with the last stride 1."""
+    checked: list[torch.Tensor | None] = []
+    for name, descale in zip("qkv", descales, strict=True):
+        if descale is not None:
+            name = f"{name}_descale"
+            if q.dtype != gpu.FP8:
+                raise ValueError(f"{name} goes with float8_e4m3fn inputs, got {q.dtype}; multiply those yourself")
+            checks.tensor(name, descale, dtypes=(torch.float32,), device=q.device)
+            if tuple(descale.shape) not in ((heads_kv,), (batch, heads_kv)):
+                raise ValueError(f"{name} must be ({heads_kv},) or ({batch}, {heads_kv}), got {tuple(descale.shape)}")
+            descale = descale.contiguous().expand(batch, heads_kv)
+        checked.append(descale)
+    return tuple(checked)
+
+
+def widened(x: torch.Tensor, descale: torch.Tensor | None, heads_kv: int) -> torch.Tensor:
+    """FP8 (B, N, H, D) or (total, H, D) as float32, times descale (B or total, heads_kv) by KV head."""
+    wide = x.float()
+    if descale is not None:
+        by_head = descale.repeat_interleave(x.shape[-2] // heads_kv, -1)
+        wide *= by_head[:, None, :, None] if x.dim() == 4 else by_head[..., None]
+    return wide
+
+
+def check_window(window: Any) -> Window | None:
+    if window is None:
+        return None
+    if not isinstance(window, (tuple, list)) or len(window) != 2:
+        raise TypeError(f"window must be (left, right) or None, got {window!r}")
+    left, right = (None if w is None else checks.integer("window", w, 0) for w in window)
+    return left, right
+
+
+def scoring(q: torch.Tensor, scale: float | None, softcap: float) -> cpu.Scoring:
+    scale = q.shape[-1] ** -0.5 if scale is None else checks.number("scale", scale)
+    return cpu.Scoring(scale, checks.number("softcap", softcap, 0.0))
+
+
+def check_sinks(sinks: torch.Tensor | None, heads_q: int, device: torch.device) -> None:
+    if sinks is not None:
+        checks.tensor("sinks", sinks, shape=(heads_q,), dtypes=checks.FLOATS, device=device)
+
+
+def check_slopes(slopes: torch.Tensor | None, batch: int, heads_q: int, device: torch.device) -> torch.Tensor | None:
+    """ALiBi slopes as float32 (batch, heads)."""
+    if slopes is None:
+        return None
+    checks.tensor("alibi_slopes", slopes, dtypes=checks.FLOATS, device=device)
+    if tuple(slopes.shape) not in ((heads_q,), (batch, heads_q)):
+        raise ValueError(f"alibi_slopes must be ({heads_q},) or ({batch}, {heads_q}), got {tuple(slopes.shape)}")
+    return slopes.float().expand(batch, heads_q)
+
+
+def check_schedule(name: str, schedule: Any, seqlen_q: int, seqlen_k: int, heads_q: int) -> None:
+    if not isinstance(schedule, BlockSchedule):
+        raise TypeError(f"{name} must be a tilewise.BlockSchedule, got {type(schedule).__name__}")
+    try:
+        schedule.check(seqlen_q, seqlen_k, heads_q)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from None
+
+
+def check_schedule_list(schedules: Any, batch: int) -> Sequence[BlockSchedule | None]:
+    if not isinstance(schedules, (list, tuple)):
+        raise TypeError(f"schedule must be a BlockSchedule or a list of them, got {type(schedules).__name__}")
+    if len(schedules) != batch:
+        raise ValueError(f"schedule must have one entry for each of the {batch} sequences, got {len(schedules)}")
+    return schedules
+
+
+def check_starts(name: str, starts: torch.Tensor, total: int | None, packed: str) -> list[int]:
+    values: list[int] = starts.tolist()
+    if not values or values[0] != 0:
+        raise ValueError(f"{name} must start with 0, got {values[:1]}")
+    if any(b < a for a, b in pairwise(values)):
+        raise ValueError(f"{name} must not decrease, got {values if len(values) < 20 else [*values[:20], '…']}")
+    if total is not None and values[-1] != total:
+        raise ValueError(f"{name} must end with {packed}'s total of {total} rows, got {values[-1]}")
+    return values
+
+
+def check_lengths(name: str, lengths: Any, count: int, padded: int) -> list[int]:
+    if isinstance(lengths, torch.Tensor):
+        checks.tensor(name, lengths, shape=(count,), dtypes=checks.INTEGERS)
+        lengths = lengths.tolist()
+    elif not isinstance(lengths, (Sequence, np.ndarray)):
+        raise TypeError(f"{name} must be a list of ints or an int tensor, got {type(lengths).__name__}")
+    if len(lengths) != count:
+        raise ValueError(f"{name} must have {count} entries, got {len(lengths)}")
+    return [checks.integer(name, n, 0, padded) for n in lengths]
+
+
+def check_levels(levels: Any, q: torch.Tensor, heads_kv: int) -> tuple[list[cpu.KV], list[LevelShape]]:
+    """The (k, v) of each level and its (batch, padded length, valid lengths or None)."""
+    if not isinstance(levels, (list, tuple)):
+        raise TypeError(f"levels must be a list of (k, v) or (k, v, lengths), got {type(levels).__name__}")
+    sources: list[cpu.KV] = []
+    shapes: list[LevelShape] = []
+    for n, level in enumerate(levels):
+        if not isinstance(level, (list, tuple)) or len(level) not in (2, 3):
+            raise TypeError(f"levels[{n}] must be (k, v) or (k, v, lengths), got {type(level).__name__}")
+        k, v = level[:2]
+        shape = ("batch", "seqlen", heads_kv, q.shape[-1])
+        checks.tensor(f"levels[{n}][0]", k, shape=shape, dtypes=(q.dtype,), device=q.device, unit_last_stride=True)
+        same = tuple(k.shape)
+        checks.tensor(f"levels[{n}][1]", v, shape=same, dtypes=(q.dtype,), device=q.device, unit_last_stride=True)
+        valid = check_lengths(f"levels[{n}][2]", level[2], *same[:2]) if len(level) == 3 else None
+        sources.append((k, v))
+        shapes.append((same[0], same[1], valid))
+    sizes = [shape[0] for shape in shapes] + [q.shape[0]]
+    for n, (members, below) in enumerate(pairwise(sizes)):
+        if members == 0 or below % members:
+            raise ValueError(f"levels[{n}][0] must have a batch size that divides the next one, {below}, got {members}")
+    return sources, shapes
+
+
+def check_cache(cache: Any) -> PagedKVCache:
+    if isinstance(cache, PrefixCache):
+        return cache.cache
+    if not isinstance(cache, PagedKVCache):
+        raise TypeError(f"cache must be a PagedKVCache or a PrefixCache, got {type(cache).__name__}")
+    return cache
+
+
+def check_plan(plan: Any, pages: PagedKVCache) -> None:
+    if not isinstance(plan, DecodePlan):
+        raise TypeError(f"plan must come from tilewise.plan_decode, got {type(plan).__name__}")
+    if plan.cache_serial != pages.serial:
+        raise ValueError("plan was made for another cache; call plan_decode with this one")
+
+
+def check_tree_mask(mask: Any, plan: DecodePlan, device: torch.device) -> torch.Tensor | None:
+    """As (num_seqs, T, T)."""
+    if mask is None:
+        return None
+    tokens, count = plan.tokens_per_seq, len(plan.seqs)
+    given = checks.tensor("tree_mask", mask, dtypes=(torch.bool,), device=device)
+    if tuple(given.shape) not in ((tokens, tokens), (count, tokens, tokens)):
+        shapes = f"({tokens}, {tokens}) or ({count}, {tokens}, {tokens})"
+        raise ValueError(f"tree_mask must be {shapes}, got {tuple(given.shape)}")
+    if plan.window is not None:
+        raise ValueError(
+            "tree_mask goes with a plan without a window: which token is how far away, a tree does not say"
+        )
+    return given.expand(count, tokens, tokens)
+
+
+class PageListsOf:
+    """The page lists of sequences, looked up one by one where one is wanted: most steps want none."""
+
+    def __init__(self, pages: PagedKVCache, seqs: Sequence[int]) -> None:
+        self._pages, self._seqs = pages, seqs
+
+    def __getitem__(self, n: int) -> Ints:
+        return self._pages.page_list(self._seqs[n])
+
+
+def check_out(out: torch.Tensor | None, q: torch.Tensor) -> None:
+    if out is None:
+        return
+    dtype = gpu.out_dtype(q.dtype)
+    checks.tensor("out", out, shape=tuple(q.shape), dtypes=(dtype,), device=q.device, unit_last_stride=True)
+    if any(stride == 0 and size > 1 for stride, size in zip(out.stride(), out.shape, strict=True)):
+        raise ValueError(f"out must have a place for every element, got strides {out.stride()}; use torch.empty")
+    if out.requires_grad or (out.is_inference() and not torch.is_inference_mode_enabled()):
+        raise ValueError("out must be writable here, got one that requires gradients or was made in inference mode")
+
+
+def check_page_table(page_table: torch.Tensor, k: torch.Tensor, batch: int) -> None:
+    shape = (batch, "pages a sequence")
+    checks.tensor("page_table", page_table, shape=shape, dtypes=(torch.int32,), device=k.device, unit_last_stride=True)
+    checks.integer("page_size of k", k.shape[1], 1)
+
+
+def check_pages(page_table: torch.Tensor, k: torch.Tensor, starts: Sequence[int]) -> None:
+    """The lengths fit the table; on the CPU also: the pages that they reach are there."""
+    pages, page_size = k.shape[:2]
+    for b, (start, end) in enumerate(pairwise(starts)):
+        used = -(-(end - start) // page_size)
+        if used > page_table.shape[1]:
+            raise ValueError(
+                f"page_table must have {used} pages for the {end - start} tokens of sequence {b}, "
+                f"got {page_table.shape[1]}"
+            )
+        if page_table.device.type == "cpu" and used:
+            row = page_table[b, :used]
+            if int(row.min()) < 0 or int(row.max()) >= pages:
+                raise ValueError(f"page_table must name pages from 0 to {pages - 1}, got {row.tolist()} (sequence {b})")
+
+
+def gather(x: torch.Tensor, page_table: torch.Tensor, starts: Sequence[int]) -> torch.Tensor:
+    """The sequences' tokens packed end to end, out of pages (pages, page_size, Hkv, D)."""
+    parts = [x.new_empty((0, *x.shape[2:]))]
+    for b, (start, end) in enumerate(pairwise(starts)):
+        used = page_table[b, : -(-(end - start) // x.shape[1])].long()
+        parts.append(x[used].flatten(0, 1)[: end - start])
+    return torch.cat(parts)
+
+
+def check_backend(
+    backend: str, q: torch.Tensor, others: Sequence[torch.Tensor | None], rungs: bool = False
+) -> Literal["cpu", "cuda", "emulator"]:
+    """Where the call runs, refusing what nothing there serves; rungs: the ladder's serve this call too, by name."""
+    emulated = isinstance(backend, str) and backend.partition(":")[0] == EMULATOR
+    if not emulated:
+        checks.choice("backend", backend, BACKENDS)
+    elif backend != EMULATOR and not rungs:
+        raise NotImplementedError(f'backend "{backend}" runs attention() only; use backend="emulator" here')
+    cuda = q.device.type == "cuda"
+    if q.device.type not in ("cpu", "cuda"):
+        raise NotImplementedError(
+            f"q is on {q.device}: Tilewise has no kernels for this call on {q.device.type} tensors yet; "
+            "use .cpu() tensors"
+        )
+    if cuda != (backend == "cuda") and backend != "auto":
+        taken = "CUDA tensors" if backend == "cuda" else "CPU tensors"
+        raise ValueError(f'backend "{backend}" takes {taken}, got q on {q.device}; backend="auto" takes both')
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, *others)):
+        raise NotImplementedError(
+            "an input requires gradients, and Tilewise has no backward pass yet; call it under torch.no_grad(), or use "
+            "torch.nn.functional.scaled_dot_product_attention for training"
+        )
+    return EMULATOR if emulated else "cuda" if cuda else "cpu"
