@@ -297,7 +297,7 @@ inline uint32_t subtract_halves(uint32_t a, uint32_t b) {
     return pack<half>(unpack<half>(a, 0) - unpack<half>(b, 0), unpack<half>(a, 1) - unpack<half>(b, 1));
 }
 inline uint32_t e4m3_to_halves(uint32_t pair) { return pack<half>(to_float(e4m3{uint8_t(pair)}), to_float(e4m3{uint8_t(pair >> 8)})); }
-inline void prefetch(const void*) {}
+inline void prefetch(const void* p) { emu::check_global(p, 1, emu::Access::load); }
 inline void fence_device() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
 inline float load_fresh(const float* p) {
     emu::check_global(p, 4, emu::Access::load);

@@ -85,11 +85,12 @@ struct Loader {
             // What the item's turn will need, and its page if that is the first: asked for together, not one after another.
             ptx::prefetch(args.states + 4 * int64_t(next.sequence));
             ptx::prefetch(args.order + next.sequence);
-            // Q of a token under one KV head is neighbours, if its heads are: a line a lane.
-            if (lane < next.rows * kHeadDim / 64)
+            const int group = args.group.divisor, head = lane * 64 / kHeadDim;  // of the first token's Q, a line a lane
+            if (head < next.rows && head < group)
                 ptx::prefetch(static_cast<const Element*>(args.q) + next.caller() * args.q_strides.batch +
-                              next.kv_head() * int64_t(args.group.divisor) * args.q_strides.head + lane * 64);
-            ptx::prefetch(args.pages + int64_t(next.table) * args.table_pages + next.start / kPageSize);
+                              (next.kv_head() * group + head) * args.q_strides.head + lane * 64 % kHeadDim);
+            if (next.start / kPageSize < args.table_pages)
+                ptx::prefetch(args.pages + int64_t(next.table) * args.table_pages + next.start / kPageSize);
             ptx::prefetch(args.tails + int64_t(next.table) * (1 + args.tail_pages));
             span = span_of(args, next);  // empty if the item is of a piece that the sequence does not reach
             chunk = span.begin / kChunk;

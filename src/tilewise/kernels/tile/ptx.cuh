@@ -257,9 +257,9 @@ TILE_DEVICE uint32_t e4m3_to_halves(uint32_t pair) {
     return r;
 }
 #endif
-// What this thread has written is seen by every block that sees what it writes next.
-// A hint that the line there will be wanted; the address may be any
+// A hint that the line there, which exists, will be wanted
 TILE_DEVICE void prefetch(const void* p) { asm volatile("prefetch.global.L1 [%0];" ::"l"(p)); }
+// What this thread has written is seen by every block that sees what it writes next.
 TILE_DEVICE void fence_device() { __threadfence(); }
 // What another block has written during this launch: not from this multiprocessor's own cache
 TILE_DEVICE float load_fresh(const float* p) { return __ldcg(p); }
