@@ -19,7 +19,7 @@ test: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/pytest --cov --cov-report=term
+	$(BIN)/pytest -n 2 --cov --cov-report=term
 
 clean:
 	rm -rf .venv build dist src/*.egg-info
