@@ -241,7 +241,7 @@ def test_alone_and_beside_a_tree_are_the_same_bits():
                 assert torch.equal(x[0], y[n])
 
 
-def test_a_plan_serves_every_layer_and_leaves_its_counters_at_zero():
+def test_a_plan_serves_every_layer_and_counts_on():
     cache, seqs = make_tree([1, 4], [100, 20])
     plan = plan_decode(cache, seqs, num_heads=8, share_prefix=True)
     q = queries(cache, seqs)
@@ -252,9 +252,8 @@ def test_a_plan_serves_every_layer_and_leaves_its_counters_at_zero():
     bound = [x for x in plan.__dict__["_gpu"].values() if isinstance(x, decoding.Decode)]
     assert len(bound) == 1
     assert bound[0].listed.total_states > 0
-    assert [space.meeting.tolist() for space in bound[0].workspaces.values()] == [
-        [0, len(MODES)]
-    ]  # blocks come, meetings
+    (space,) = bound[0].workspaces.values()
+    assert space.meeting.tolist() == [bound[0].grid[0] * len(MODES)]  # every block comes once a launch
 
 
 # ---- masks and scores ------------------------------------------------------------------------------------------------
@@ -445,8 +444,8 @@ def test_the_list_covers_every_row_and_token_once(tiles):
         assert (len(listed.tile_items) > 0) == (tiles and share)
         each = 4 * tokens
         met, arrived = np.zeros((6, 2, each, 253), np.int64), np.zeros((6, 2), np.int64)
-        items = np.concatenate([listed.items.reshape(-1, 8), listed.tile_items.reshape(-1, 8)])
-        for sequence, row, rows, caller_head, _, start, stop, _ in items.tolist():
+        items = np.concatenate([listed.items.reshape(-1, 16), listed.tile_items.reshape(-1, 16)])
+        for sequence, row, rows, caller_head, _, start, stop, *_ in items.tolist():
             if rows == 0:
                 continue
             head = caller_head & 0xFFF

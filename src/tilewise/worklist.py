@@ -20,6 +20,7 @@ from .plan import DecodePlan, PagedTiles
 
 Ints = npt.NDArray[np.int32]
 Longs = npt.NDArray[np.int64]
+Flags = npt.NDArray[np.bool_]
 
 
 class PageLists(Protocol):
@@ -29,7 +30,8 @@ class PageLists(Protocol):
 
 
 CHUNK = 16  # sm90/decode_load.cuh: tokens that come together
-ITEM_WORDS = 8  # sm90/decode_work.cuh: of a DecodeItem
+ITEM_WORDS = 16  # sm90/decode_work.cuh: of a DecodeItem, and its ItemKind
+OWN, ALL_SEE = 1, 2
 TILE_ROWS, TILE_TOKENS = 128, 64  # sm90/decode_tile.cuh: of an item, of a step
 # What an item costs a warp beside its chunks, and a state on its way out and back, in chunks: measured on an H200.
 ITEM_CHUNKS, STATE_CHUNKS = 1.0, 0.5
@@ -51,7 +53,7 @@ class Splitting:
 
     pieces: tuple[tuple[int, int], ...] = ((256, 256), (1024, 64), (2048, 128), (8192, 512), (FAR, 1024))
     shared: int = 512
-    tile_rows: int = 16
+    tile_rows: int = 32
     whole: bool | None = None
 
     def of(self, tokens: Longs) -> Longs:
@@ -92,9 +94,9 @@ class Own(NamedTuple):
 class WorkList:
     """A plan as arrays; sm90/decode_work.cuh says what they hold.
 
-    items (rounds, blocks, warps, 8), tile_items (rounds, blocks, 8); live: lengths (n,) and tails (n, 1 + tail_pages),
-    which grow() renews; capacity (n,): the lengths up to which the list serves; total_states: of all sequences that
-    have more than one.
+    items (rounds, blocks, warps, 16), tile_items (rounds, blocks, 16); live: lengths (n,) and tails (n, tail_pages),
+    which grow() renews; tail_from (n,): the number of the first page in a tail; capacity (n,): the lengths up to which
+    the list serves; total_states: of all sequences that have more than one; most_states: of one.
     """
 
     items: Ints
@@ -103,10 +105,12 @@ class WorkList:
     states: Ints  # (n, 4)
     pages: Ints  # (n, table_pages)
     live: Ints
+    tail_from: Ints  # (n,)
     tail_pages: int
     page_size: int
     capacity: Longs
     total_states: int
+    most_states: int
     _on_device: dict[torch.device, dict[str, torch.Tensor]] = field(default_factory=dict, repr=False)
 
     @property
@@ -123,8 +127,8 @@ class WorkList:
 
     @property
     def tails(self) -> Ints:
-        """(n, 1 + tail_pages): the number of the first page that stands here, then the pages."""
-        return self.live[self.sequences :].reshape(self.sequences, 1 + self.tail_pages)
+        """(n, tail_pages): a sequence's pages from tail_from on."""
+        return self.live[self.sequences :].reshape(self.sequences, self.tail_pages)
 
     def grow(self, lengths: npt.ArrayLike, page_lists: PageLists | None = None) -> None:
         """Take the sequences' new lengths and last pages, in the caller's order; the list itself stays as it is.
@@ -138,8 +142,8 @@ class WorkList:
             tails, size = self.tails, self.page_size
             counts = -(-now // size)
             for n in np.flatnonzero(counts > -(-self.lengths // size)).tolist():
-                tail = page_lists[int(self.order[n])][int(tails[n, 0]) : int(counts[n])]
-                tails[n, 1 : 1 + len(tail)] = tail
+                tail = page_lists[int(self.order[n])][int(self.tail_from[n]) : int(counts[n])]
+                tails[n, : len(tail)] = tail
         self.lengths[:] = now
         for device, tensors in self._on_device.items():
             if device.type == "cuda":
@@ -195,11 +199,13 @@ def work_list(
         by_tiles = _by_tiles(node, rows_each, shape, splitting)
         step = TILE_TOKENS if by_tiles else CHUNK
         begins = np.arange(node.start // step * step, node.stop, size)
+        members = slice(node.first, node.first + node.sequences)
         state = int(states[node.first])  # the same of all of them: what lies above the node is shared by all
+        kind = ALL_SEE if node.stop <= length[members].min() - plan.tokens_per_seq + 1 else 0
         (tiled if by_tiles else passed).append(
-            _node_items(node, begins, size, state, rows_each, TILE_ROWS if by_tiles else shape.rows)
+            _node_items(node, begins, size, state, kind, rows_each, TILE_ROWS if by_tiles else shape.rows)
         )
-        states[node.first : node.first + node.sequences] += len(begins)
+        states[members] += len(begins)
     sizes = splitting.of(own.planned - own.start)
     whole = _whole(own, sizes, heads * -(-rows_each // shape.rows), shape.blocks * shape.warps, splitting.whole)
     parts = np.where(whole, 1, np.maximum(1, -(-(own.stop - own.start // CHUNK * CHUNK) // sizes)))
@@ -214,24 +220,28 @@ def work_list(
     piece[own.sequence[ends]] = sizes[ends]
     bases = np.concatenate([[0], np.cumsum(np.where(states > 1, states, 0))])
 
-    items = _headed(np.concatenate(passed, axis=1), heads, rows_each, order)
+    states_of = np.stack([bases[:-1], fixed, begins, piece], 1).astype(np.int32)
+    pages, live, tail_from, tail_pages = _tables(page_lists, order, length, page_size, room)
+    of_sequence = Sequences(order, states_of, pages, tail_from, page_size)
+    items = _headed(np.concatenate(passed, axis=1), heads, rows_each, of_sequence)
     stop = np.minimum(items[:, 6], length[items[:, 4]])  # without the room to grow
     chunks = np.maximum(0, -(-(stop - items[:, 5] // CHUNK * CHUNK) // CHUNK))
-    tiles = _headed(np.concatenate([*tiled, np.zeros((8, 0), np.int64)], axis=1), heads, rows_each, order)
+    tiles = _headed(np.concatenate([*tiled, np.zeros((9, 0), np.int64)], axis=1), heads, rows_each, of_sequence)
     blocks = max(1, min(shape.blocks, max(len(items), len(tiles))))
     dealt = _deal_warps(items, chunks, heads, blocks, shape.warps)
-    pages, live, tail_pages = _tables(page_lists, order, length, page_size, room)
     return WorkList(
         items=dealt,
         tile_items=_deal(tiles, -(-(tiles[:, 6] - tiles[:, 5]) // TILE_TOKENS), blocks),
         order=order,
-        states=np.stack([bases[:-1], fixed, begins, piece], 1).astype(np.int32),
+        states=states_of,
         pages=pages,
         live=live,
+        tail_from=tail_from,
         tail_pages=tail_pages,
         page_size=page_size,
         capacity=length + room,
         total_states=int(bases[-1]),
+        most_states=int(states.max(initial=0)),
     )
 
 
@@ -286,19 +296,20 @@ def _node_pieces(nodes: list[Node], rows_each: int, heads: int, shape: Shape, sp
     return found
 
 
-def _node_items(node: Node, begins: Longs, size: int, state: int, rows_each: int, most: int) -> Longs:
-    """(8, n): sequence, row, rows, table, start, stop, state, fold; passes of `most` rows over each piece."""
+def _node_items(node: Node, begins: Longs, size: int, state: int, kind: int, rows_each: int, most: int) -> Longs:
+    """(9, n): sequence, row, rows, table, start, stop, state, fold, kind; passes of `most` rows over each piece."""
     rows = node.sequences * rows_each
     row = np.arange(0, rows, most)
-    made = np.zeros((8, len(begins), len(row)), np.int64)
+    made = np.zeros((9, len(begins), len(row)), np.int64)
     made[0] = made[3] = node.first
     made[1], made[2] = row, np.minimum(most, rows - row)
     made[4], made[5] = np.maximum(begins, node.start)[:, None], np.minimum(begins + size, node.stop)[:, None]
     made[6] = (state + np.arange(len(begins)))[:, None]
-    return made.reshape(8, -1)
+    made[8] = kind
+    return made.reshape(9, -1)
 
 
-def _whole(own: Own, sizes: Longs, times: int, warps: int, asked: bool | None) -> npt.NDArray[np.bool_]:
+def _whole(own: Own, sizes: Longs, times: int, warps: int, asked: bool | None) -> Flags:
     """Which ranges a warp takes whole; each is there `times` times, for heads and passes.
 
     Ranges up to some length, the rest in pieces: the length by which memory, or the busiest warp, is done first.
@@ -308,7 +319,7 @@ def _whole(own: Own, sizes: Longs, times: int, warps: int, asked: bool | None) -
     if asked is not None:
         return np.full(len(chunks), asked)
     best = np.inf
-    found: npt.NDArray[np.bool_] = pieces == 1
+    found: Flags = pieces == 1
     for limit in (0, 64, 128, 256, WHOLE_CHUNKS):
         taken = (chunks <= limit) | (pieces == 1)
         items = np.where(taken, 1, pieces)
@@ -320,9 +331,7 @@ def _whole(own: Own, sizes: Longs, times: int, warps: int, asked: bool | None) -
     return found
 
 
-def _own_items(
-    own: Own, size: Longs, parts: Longs, whole: npt.NDArray[np.bool_], states: Longs, rows_each: int, most: int
-) -> Longs:
+def _own_items(own: Own, size: Longs, parts: Longs, whole: Flags, states: Longs, rows_each: int, most: int) -> Longs:
     """The same of own ranges, each in `parts` pieces or whole; a sequence's ranges stand in order."""
     before = np.zeros(len(own.sequence), np.int64)  # states of its earlier ranges: few have more than one
     if len(np.unique(own.sequence)) != len(own.sequence):
@@ -334,7 +343,7 @@ def _own_items(
     number = np.arange(len(index)) - np.repeat(np.cumsum(parts) - parts, parts)  # of a piece in its range
     begin = own.start[index] // CHUNK * CHUNK + number * size[index]
     row = np.arange(0, rows_each, most)
-    made = np.zeros((8, len(index), len(row)), np.int64)
+    made = np.zeros((9, len(index), len(row)), np.int64)
     made[0] = made[3] = own.sequence[index][:, None]
     made[1], made[2] = row, np.minimum(most, rows_each - row)
     made[4] = np.maximum(begin, own.start[index])[:, None]
@@ -342,16 +351,34 @@ def _own_items(
     made[5] = stop[:, None]
     made[6] = (states[own.sequence[index]] + before[index] + number)[:, None]
     made[7] = np.where(whole[index], size[index] // CHUNK, 0)[:, None]
-    return made.reshape(8, -1)
+    made[8] = OWN
+    return made.reshape(9, -1)
 
 
-def _headed(parts: Longs, heads: int, rows_each: int, order: Ints) -> Longs:
-    """(n · heads, 8): DecodeItems, one for each KV head."""
-    sequence, row, rows, table, start, stop, state, fold = np.repeat(parts, heads, axis=1)
-    head = np.tile(np.arange(heads), parts.shape[1])
+class Sequences(NamedTuple):
+    """What an item is told of its sequence."""
+
+    order: Ints
+    states: Ints  # (n, 4)
+    pages: Ints
+    tail_from: Ints
+    page_size: int
+
+
+def _headed(parts: Longs, heads: int, rows_each: int, of: Sequences) -> Longs:
+    """(n · heads, 16): DecodeItems, one for each KV head."""
+    sequence, row, rows, table, start, stop, state, fold, kind = parts
     sequence, row = sequence + row // rows_each, row % rows_each
-    caller = order[sequence].astype(np.int64)
-    return np.stack([sequence, row, rows, caller << 12 | head, table, start, stop, state << 16 | fold], -1)
+    # The page of the first token, unless it stands in the tail, which a step may replace.
+    number, tail_from = start // CHUNK * CHUNK // of.page_size, of.tail_from[table].astype(np.int64)
+    known = np.minimum(number, of.pages.shape[1] - 1)
+    page = np.where(number < tail_from, of.pages[table, known], -1)
+    caller_head = of.order[sequence].astype(np.int64) << 12
+    words = [sequence, row, rows, caller_head, table, start, stop, state << 16 | fold, page, tail_from]
+    made = np.stack([*words, *of.states[sequence].T.astype(np.int64), kind, np.zeros_like(kind)], -1)
+    made = np.repeat(made, heads, axis=0)
+    made[:, 3] += np.tile(np.arange(heads), parts.shape[1])
+    return made
 
 
 def _deal_warps(items: Longs, chunks: Longs, heads: int, blocks: int, warps: int) -> Ints:
@@ -383,19 +410,20 @@ def _deal(units: Longs, cost: Longs, blocks: int) -> Ints:
     return dealt
 
 
-def _tables(page_lists: PageLists, order: Ints, length: Longs, page_size: int, room: int) -> tuple[Ints, Ints, int]:
-    """pages (n, table_pages), live and tail_pages: a sequence's last page, and those to come, stand in its tail."""
+def _tables(
+    page_lists: PageLists, order: Ints, length: Longs, page_size: int, room: int
+) -> tuple[Ints, Ints, Ints, int]:
+    """pages (n, table_pages), live, tail_from, tail_pages: a sequence's last page, and those to come, are its tail."""
     count = len(order)
-    tail_from = np.maximum(0, -(-length // page_size) - 1)
+    tail_from = np.maximum(0, -(-length // page_size) - 1).astype(np.int32)
     tail_pages = 2 + -(-room // page_size)
-    live = np.zeros(count * (2 + tail_pages), np.int32)
+    live = np.zeros(count * (1 + tail_pages), np.int32)
     live[:count] = length
-    tails = live[count:].reshape(count, 1 + tail_pages)
-    tails[:, 0] = tail_from
+    tails = live[count:].reshape(count, tail_pages)
     pages = np.zeros((count, max(1, int(tail_from.max(initial=0)))), np.int32)
     for n, (caller, at) in enumerate(zip(order.tolist(), tail_from.tolist(), strict=True)):
         of = page_lists[caller]
         pages[n, :at] = of[:at]
         tail = of[at : at + tail_pages]
-        tails[n, 1 : 1 + len(tail)] = tail
-    return pages, live, tail_pages
+        tails[n, : len(tail)] = tail
+    return pages, live, tail_from, tail_pages

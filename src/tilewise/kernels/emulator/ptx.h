@@ -93,14 +93,17 @@ inline int atomic_add(int* p, int x) {
     emu::check_global(p, 4, emu::Access::atomic);
     return __atomic_fetch_add(p, x, __ATOMIC_SEQ_CST);
 }
-inline int load_acquire(const int* p) {
+inline uint32_t count_up(uint32_t* p, uint32_t last) {
+    emu::check_global(p, 4, emu::Access::atomic);
+    uint32_t before = __atomic_load_n(p, __ATOMIC_RELAXED);
+    while (!__atomic_compare_exchange_n(p, &before, before >= last ? 0 : before + 1, false, __ATOMIC_ACQ_REL, __ATOMIC_RELAXED)) {}
+    return before;
+}
+template <class T> T load_acquire(const T* p) {
     emu::check_global(p, 4, emu::Access::load);
     return __atomic_load_n(p, __ATOMIC_ACQUIRE);
 }
-inline void store_release(int* p, int x) {
-    emu::check_global(p, 4, emu::Access::store);
-    __atomic_store_n(p, x, __ATOMIC_RELEASE);
-}
+inline uint32_t load_relaxed(const uint32_t* p) { return load_acquire(p); }
 inline void spin() { emu::yield(); }
 
 // ---- ldmatrix, stmatrix -----------------------------------------------------------------------------------------------
@@ -297,12 +300,12 @@ inline uint32_t subtract_halves(uint32_t a, uint32_t b) {
     return pack<half>(unpack<half>(a, 0) - unpack<half>(b, 0), unpack<half>(a, 1) - unpack<half>(b, 1));
 }
 inline uint32_t e4m3_to_halves(uint32_t pair) { return pack<half>(to_float(e4m3{uint8_t(pair)}), to_float(e4m3{uint8_t(pair >> 8)})); }
-inline void prefetch(const void* p) { emu::check_global(p, 1, emu::Access::load); }
+inline void touch(const void* p) { emu::check_global(p, 1, emu::Access::load); }
 inline void fence_device() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
-inline float load_fresh(const float* p) {
-    emu::check_global(p, 4, emu::Access::load);
-    if (emu::counters) emu::count_global(p, 4);
-    return *p;
+inline void load_fresh(float& x, float& y, const float* p) {
+    emu::check_global(p, 8, emu::Access::load);
+    if (emu::counters) emu::count_global(p, 8);
+    x = p[0], y = p[1];
 }
 inline void load_fresh(float (&x)[4], const float* p) {
     emu::check_global(p, 16, emu::Access::load);

@@ -11,6 +11,7 @@
 #include "tile/quant.cuh"
 
 constexpr int kChunk = 16;  // tokens
+constexpr int kItemWords = sizeof(DecodeItem) / 4;
 constexpr int kRowBytes = kHeadDim * bits_of_format(kFormat) / 8;
 constexpr int panel_bytes() { return kRowBytes % 128 == 0 ? 128 : kRowBytes % 64 == 0 ? 64 : kRowBytes % 32 == 0 ? 32 : 16; }
 constexpr int kPanelBytes = panel_bytes(), kPanelChunks = kPanelBytes / 16, kRowChunks = kRowBytes / 16;
@@ -50,10 +51,14 @@ struct Loader {
     int round, chunk, end, kv_head;
     Span span;
     PageTable table;
-    int page;  // of that chunk, or of this lane's token of it; looked up a chunk ahead
+    int page;    // of that chunk, or of this lane's token of it; looked up a chunk ahead
+    bool fresh;  // the item's first chunk, which is asked for before its end is known
+    int word, next;  // a lane's of that item, and of the next, which nobody waits for
 
     TILE_DEVICE Loader(const DecodeArgs& a, const TensorMap& k, const TensorMap& v, int w)
-        : args(a), mK(k), mV(v), rank(w), lane(warp::lane()), round(-1), chunk(0), end(0), kv_head(0), span{0, 0}, page(0) {}
+        : args(a), mK(k), mV(v), rank(w), lane(warp::lane()), round(-1), chunk(0), end(0), kv_head(0), span{0, 0}, table{0, 0}, page(0), fresh(false), word(0) {
+        next = word_of(0);
+    }
 
     TILE_DEVICE uint32_t ring(int stage) const { return kAtRings + (rank * kStages + stage) * kStageBytes; }
     TILE_DEVICE uint32_t keys(int stage) const { return ring(stage); }
@@ -72,39 +77,58 @@ struct Loader {
         return load_item(args.items, (int64_t(round) * gridDim.x + blockIdx.x) * kWarps + rank);
     }
 
+    TILE_DEVICE int word_of(int of_round) const {
+        if (of_round >= args.rounds) return 0;
+        const int64_t at = (int64_t(of_round) * gridDim.x + blockIdx.x) * kWarps + rank;
+        return Global<const int>{reinterpret_cast<const int*>(args.items)}[at * kItemWords + lane % kItemWords];
+    }
+    static TILE_DEVICE int field(int words, int n) { return ptx::shuffle(words, n); }  // in the order of DecodeItem
+
     TILE_DEVICE void start() {
         settle();
         for (int stage = 0; stage < kStages; stage++) ask(stage);
     }
     // On to the next item that has a chunk, if this one has no more; then the page
     TILE_DEVICE void settle() {
-        while (chunk >= end && round < args.rounds) {
-            if (++round == args.rounds) return;
-            const DecodeItem next = item(args, round, rank);
-            if (next.rows == 0) continue;
-            // What the item's turn will need, and its page if that is the first: asked for together, not one after another.
-            ptx::prefetch(args.states + 4 * int64_t(next.sequence));
-            ptx::prefetch(args.order + next.sequence);
+        while (chunk >= end) {
+            if (round + 1 >= args.rounds) return;
+            round++;
+            word = next;
+            next = word_of(round + 1);
+            const int rows = field(word, 2), caller_head = field(word, 3);
+            if (rows == 0) continue;
+            kv_head = caller_head & 0xfff;
             const int group = args.group.divisor, head = lane * 64 / kHeadDim;  // of the first token's Q, a line a lane
-            if (head < next.rows && head < group)
-                ptx::prefetch(static_cast<const Element*>(args.q) + next.caller() * args.q_strides.batch +
-                              (next.kv_head() * group + head) * args.q_strides.head + lane * 64 % kHeadDim);
-            if (next.start / kPageSize < args.table_pages)
-                ptx::prefetch(args.pages + int64_t(next.table) * args.table_pages + next.start / kPageSize);
-            ptx::prefetch(args.tails + int64_t(next.table) * (1 + args.tail_pages));
-            span = span_of(args, next);  // empty if the item is of a piece that the sequence does not reach
-            chunk = span.begin / kChunk;
-            end = span.end > span.begin ? (span.end + kChunk - 1) / kChunk : 0;
-            kv_head = next.kv_head();
-            if (chunk < end) table = PageTable(args, next.table);
+            if (head < rows && head < group)
+                ptx::touch(static_cast<const Element*>(args.q) + (caller_head >> 12) * args.q_strides.batch +
+                           (kv_head * group + head) * args.q_strides.head + lane * 64 % kHeadDim);
+            table = {field(word, 4), field(word, 9)};
+            page = field(word, 8);
+            fresh = kTma && (!kScaled || kScaleRuns) && page >= 0 && args.left >= kFar;
+            if (!fresh) {
+                measure();
+                continue;
+            }
+            chunk = field(word, 5) / kChunk;
+            end = chunk + 1;
+            // What the second chunk waits for is looked up together, and while the first is on its way.
+            ptx::touch(args.lengths + table.sequence);
+            if ((chunk + 1) * kChunk / kPageSize < table.tail_from)
+                ptx::touch(args.pages + int64_t(table.sequence) * args.table_pages + (chunk + 1) * kChunk / kPageSize);
+            return;
         }
-        if (chunk >= end) return;
         if constexpr (kTma) {
-            page = table[chunk * kChunk / kPageSize];
+            page = table.page(args, chunk * kChunk / kPageSize);
         } else {
             const int token = chunk * kChunk + lane % kChunk;
-            page = token >= span.begin && token < span.end ? table[token / kPageSize] : 0;
+            page = token >= span.begin && token < span.end ? table.page(args, token / kPageSize) : 0;
         }
+    }
+    // Where the item begins and ends; nowhere if it is of a piece that the sequence does not reach
+    TILE_DEVICE void measure() {
+        span = span_of(args, field(word, 14) & kOwn, field(word, 5), field(word, 6), Global<const int>{args.lengths}[table.sequence]);
+        chunk = span.begin / kChunk;
+        end = span.end > span.begin ? (span.end + kChunk - 1) / kChunk : 0;
     }
 
     // The chunk at hand into `stage`, which all lanes are done with; then on to the next
@@ -113,6 +137,8 @@ struct Loader {
             if constexpr (kTma) ask_by_tma(stage);
             else ask_by_copies(stage);
             if constexpr (kScaled && !kScaleRuns) fetch_scales(stage);
+            if (fresh) measure();
+            fresh = false;
             chunk++;
             settle();
         }

@@ -1,4 +1,4 @@
-// From a warp's O, m and l to the result: rows whose keys were all in its range are written out; of others the state is left in global
+// From a warp's O, m and l to the result: rows whose keys were all in its range are written out. Of others the state is left in global
 // memory, and when all blocks have left theirs, all warps merge.
 //
 // A state is (O, m, l) with O = Σ 2^(s − m) v and l = Σ 2^(s − m), not divided: merging scales to a common m and adds, in the order of
@@ -25,136 +25,254 @@ TILE_DEVICE RowEnd end_row(const DecodeArgs& args, int head, float max, float su
     }
     return {sum == 0.0f ? 0.0f : weight * ptx::reciprocal(sum), sum == 0.0f ? -INFINITY : max + ptx::log2(sum)};
 }
-TILE_DEVICE Global<Element> output_row(const DecodeArgs& args, const DecodeRow& row) {
-    const int64_t sequence = Global<const int>{args.order}[row.sequence];
+TILE_DEVICE Global<Element> output_row(const DecodeArgs& args, const DecodeRow& row, int64_t sequence) {
     return {static_cast<Element*>(args.o) + sequence * args.o_strides.batch + row.token * args.o_strides.row + row.head * args.o_strides.head};
 }
-TILE_DEVICE void store_lse(const DecodeArgs& args, const DecodeRow& row, float lse) {
+TILE_DEVICE void store_lse(const DecodeArgs& args, const DecodeRow& row, int64_t sequence, float lse) {
     if (!args.lse) return;
-    const int64_t sequence = Global<const int>{args.order}[row.sequence], heads = int64_t(args.kv_heads) * args.group.divisor;
+    const int64_t heads = int64_t(args.kv_heads) * args.group.divisor;
     Global<float>{args.lse}[(sequence * heads + row.head) * args.tokens + row.token] = lse * kLn2;
 }
 TILE_DEVICE void store_4(Global<Element> g, const float (&x)[4], float factor) {
     g.template as<Vector8>()[0] = Vector8{{pack<Element>(x[0] * factor, x[1] * factor), pack<Element>(x[2] * factor, x[3] * factor)}};
 }
 
-// ---- a warp's state, straight from its registers -----------------------------------------------------------------------------------
-TILE_DEVICE void store_fragments(const DecodeArgs& args, const DecodeItem& item, const Stream& body) {
-    const int lane = warp::lane();
+// ---- rows, four columns a lane ------------------------------------------------------------------------------------------------------
+constexpr int kFours = (kHeadDim + 127) / 128;
+// Made where it is wanted: what is hoisted out of the loop over chunks takes registers from it.
+TILE_DEVICE int lane_here() { return ptx::just_in_time(warp::lane()); }
+TILE_DEVICE bool has_columns(int f, int lane) { return 128 * f + 4 * lane < kHeadDim; }
+
+template <int kMany> struct Rows {
+    float max[kMany], sum[kMany], x[kMany][kFours][4];
+
+    TILE_DEVICE void clear(int r) {  // the empty state
+        max[r] = kLowest;
+        sum[r] = 0.0f;
 #pragma unroll
-    for (int b = 0; b < kBlocks; b++)
+        for (int c = 0; c < 4 * kFours; c++) x[r][c / 4][c % 4] = 0.0f;
+    }
+    // What comes after this: one state of both
+    TILE_DEVICE void fold(int r, float after_max, float after_sum, const float (&after)[kFours][4]) {
+        const Fold of = fold_of(max[r], after_max);
+        max[r] = of.max;
+        sum[r] = of.join(sum[r], after_sum);
 #pragma unroll
-        for (int i = 0; i < 2; i++) {
-            if (body.row(b, i) >= item.rows) continue;
-            const DecodeRow row = row_of(args, item, body.row(b, i));
-            const float max = body.max[b][i], sum = body.sum[b][i];
-            const States states = states_of(args, row.sequence);
-            if (states.count == 1) {
-                const RowEnd end = end_row(args, row.head, max, sum);
-                const Global<Element> gO = output_row(args, row);
+        for (int c = 0; c < 4 * kFours; c++) x[r][c / 4][c % 4] = of.join(x[r][c / 4][c % 4], after[c / 4][c % 4]);
+    }
+};
+
+// A row that has all its keys, into the output; or the state that it is
+TILE_DEVICE void put_output(const DecodeArgs& args, const DecodeRow& row, int64_t sequence, float max, float sum, const float (&x)[kFours][4]) {
+    const int lane = lane_here();
+    const RowEnd end = end_row(args, row.head, max, sum);
+    if (lane == 0) store_lse(args, row, sequence, end.lse);
+    const Global<Element> gO = output_row(args, row, sequence);
 #pragma unroll
-                for (int n = 0; n < 2 * kSteps; n++)
-                    gO[quant::output_channel<kFormat>(n / 2, n % 2, lane)] = from_float<Element>(body.acc_o[b][n / 2][n % 2 * 2 + i] * end.factor);
-                if (lane / 4 == 0) store_lse(args, row, end.lse);
-            } else {
-                const int64_t at = state_row(args, states, item.kv_head(), item.state(), row.row);
-                const Global<float> gO{args.state_o + at * kHeadDim}, gMl{args.state_ml + 2 * at};
+    for (int f = 0; f < kFours; f++)
+        if (has_columns(f, lane)) store_4(gO + (128 * f + 4 * lane), x[f], end.factor);
+}
+TILE_DEVICE void put_ml(const DecodeArgs& args, int64_t at, float max, float sum) {
+    Global<Vector8>{reinterpret_cast<Vector8*>(args.state_ml)}[at] = Vector8{{as_bits(max), as_bits(sum)}};
+}
+TILE_DEVICE void put_state(const DecodeArgs& args, int64_t at, float max, float sum, const float (&x)[kFours][4]) {
+    const int lane = lane_here();
+    if (lane == 0) put_ml(args, at, max, sum);
 #pragma unroll
-                for (int n = 0; n < 2 * kSteps; n++)
-                    gO[quant::output_channel<kFormat>(n / 2, n % 2, lane)] = body.acc_o[b][n / 2][n % 2 * 2 + i];
-                if (lane / 4 == 0) {
-                    gMl[0] = max;
-                    gMl[1] = sum;
-                }
-            }
-        }
+    for (int f = 0; f < kFours; f++)
+        if (has_columns(f, lane))
+            Global<float>{args.state_o + at * kHeadDim + 128 * f + 4 * lane}.template as<Vector16>()[0] =
+                Vector16{{as_bits(x[f][0]), as_bits(x[f][1]), as_bits(x[f][2]), as_bits(x[f][3])}};
 }
 
-// ---- merging states ---------------------------------------------------------------------------------------------------------------------
-// Rows first … first + kMany − 1 of a sequence by one warp: its states one after another, as a warp folds pieces. Columns are dealt out
-// four a lane; kAtOnce states of all rows are asked for before the first is needed.
-template <int kMany, int kAtOnce> TILE_DEVICE void merge_rows(const DecodeArgs& args, const States& states, int sequence, int kv_head, int first) {
-    constexpr int kFours = (kHeadDim + 127) / 128;
-    const int lane = warp::lane(), each = args.rows_each.divisor, many = each - first < kMany ? each - first : kMany;
-    const int64_t base = state_row(args, states, kv_head, 0, first), stride = int64_t(args.kv_heads) * each;
-    float max[kMany], sum[kMany], x[kMany][kFours][4];
-#pragma unroll 1
-    for (int begin = 0; begin < states.count; begin += kAtOnce) {
-        float y[kAtOnce][kMany][kFours][4], m[kAtOnce][kMany], l[kAtOnce][kMany];
+// A warp's state as its rows, by way of shared memory, where it kept its pieces
+constexpr int kStagedRow = kHeadDim + 4;  // floats: rows do not begin in the same bank
+struct Staged {
+    uint32_t at;
+    TILE_DEVICE explicit Staged(int rank) : at(kAtFold + rank * kFoldBytes) {}
+    TILE_DEVICE void take(const Stream& body) const {
+        const Shared<float> to(at), ml(at + kRows * kStagedRow * 4);
+        const int lane = lane_here();
+        ptx::sync_warp();  // all lanes have what they kept there
 #pragma unroll
-        for (int n = 0; n < kAtOnce * kMany; n++) {
-            const int k = n / kMany, r = n % kMany;
-            const int64_t at = base + (begin + k) * stride + r;
-            const bool there = begin + k < states.count && r < many;
-            m[k][r] = kLowest;
-            l[k][r] = 0.0f;
-            if (there) {
-                m[k][r] = ptx::load_fresh(args.state_ml + 2 * at);
-                l[k][r] = ptx::load_fresh(args.state_ml + 2 * at + 1);
+        for (int b = 0; b < kBlocks; b++)
+#pragma unroll
+            for (int i = 0; i < 2; i++) {
+                const int row = 8 * b + lane % 4 * 2 + i;
+#pragma unroll
+                for (int n = 0; n < 2 * kSteps; n++)
+                    to[row * kStagedRow + quant::output_channel<kFormat>(n / 2, n % 2, lane)] = body.acc_o[b][n / 2][n % 2 * 2 + i];
+                if (lane / 4 == 0) {
+                    ml[2 * row] = body.max[b][i];
+                    ml[2 * row + 1] = body.sum[b][i];
+                }
             }
+        ptx::sync_warp();
+    }
+    TILE_DEVICE void give(int row, float& max, float& sum, float (&x)[kFours][4]) const {
+        const Shared<float> ml(at + kRows * kStagedRow * 4);
+        const int lane = lane_here();
+        max = ml[2 * row];
+        sum = ml[2 * row + 1];
 #pragma unroll
-            for (int f = 0; f < kFours; f++) {
-                float (&to)[4] = y[k][r][f];
-                if (there && 128 * f + 4 * lane < kHeadDim) ptx::load_fresh(to, args.state_o + at * kHeadDim + 128 * f + 4 * lane);
-                else to[0] = to[1] = to[2] = to[3] = 0.0f;
-            }
-        }
+        for (int f = 0; f < kFours; f++) {
+            if (!has_columns(f, lane)) continue;
+            const Vector16 four = Shared<Vector16>(at + (row * kStagedRow + 128 * f + 4 * lane) * 4)[0];
 #pragma unroll
-        for (int n = 0; n < kAtOnce * kMany; n++) {
-            const int k = n / kMany, r = n % kMany;
-            Fold of{m[k][r], 0.0f, 1.0f};
-            if (begin + k > 0) of = fold_of(max[r], m[k][r]);
-            max[r] = of.max;
-            sum[r] = begin + k > 0 ? of.join(sum[r], l[k][r]) : l[k][r];
-#pragma unroll
-            for (int c = 0; c < 4 * kFours; c++) {
-                float& to = x[r][c / 4][c % 4];
-                to = begin + k > 0 ? of.join(to, y[k][r][c / 4][c % 4]) : y[k][r][c / 4][c % 4];
-            }
+            for (int c = 0; c < 4; c++) x[f][c] = as_float(four.word[c]);
         }
     }
+};
+static_assert(kRows * (kStagedRow + 2) * 4 <= kFoldBytes, "staged where pieces are kept");
+
+// ---- merging states ---------------------------------------------------------------------------------------------------------------------
+// Rows first … first + kMany − 1 of a sequence over its states [begin, end), one after another; kAtOnce of them are asked for before the
+// first is needed. Few instructions: a warp that merges has its multiprocessor nearly for itself, and waits for each of them.
+template <int kMany, int kAtOnce>
+TILE_DEVICE void fold_run(Rows<kMany>& rows, const DecodeArgs& args, const States& states, int kv_head, int first, int many, int begin, int end) {
+    const int lane = lane_here();
+    const int64_t row = state_row(args, states, kv_head, begin, first), stride = int64_t(args.kv_heads) * args.rows_each.divisor;
+    const float *o = args.state_o + row * kHeadDim + 4 * lane, *ml = args.state_ml + 2 * row;
+#pragma unroll
+    for (int r = 0; r < kMany; r++) rows.clear(r);
+#pragma unroll 1
+    for (int from = begin; from < end; from += kAtOnce) {
+        Rows<kMany> y[kAtOnce];
+#pragma unroll
+        for (int k = 0; k < kAtOnce; k++) {
+            const bool there = from + k < end;
+#pragma unroll
+            for (int r = 0; r < kMany; r++) {
+                y[k].clear(r);
+                if (there && r < many) ptx::load_fresh(y[k].max[r], y[k].sum[r], ml + 2 * r);
+#pragma unroll
+                for (int f = 0; f < kFours; f++)
+                    if (there && r < many && has_columns(f, lane)) ptx::load_fresh(y[k].x[r][f], o + r * kHeadDim + 128 * f);
+            }
+            o += stride * kHeadDim;
+            ml += 2 * stride;
+        }
+#pragma unroll
+        for (int n = 0; n < kAtOnce * kMany; n++) rows.fold(n % kMany, y[n / kMany].max[n % kMany], y[n / kMany].sum[n % kMany], y[n / kMany].x[n % kMany]);
+    }
+}
+template <int kMany> TILE_DEVICE void put_rows(const DecodeArgs& args, const Rows<kMany>& rows, int sequence, int64_t caller, int kv_head, int first, int many) {
 #pragma unroll
     for (int r = 0; r < kMany; r++) {
         if (r >= many) continue;
-        const int token = args.group.quotient(first + r);
-        const DecodeRow row{sequence, first + r, token, kv_head * int(args.group.divisor) + first + r - token * int(args.group.divisor)};
-        const RowEnd end = end_row(args, row.head, max[r], sum[r]);
-        if (lane == 0) store_lse(args, row, end.lse);
-        const Global<Element> gO = output_row(args, row);
-#pragma unroll
-        for (int f = 0; f < kFours; f++)
-            if (128 * f + 4 * lane < kHeadDim) store_4(gO + (128 * f + 4 * lane), x[r][f], end.factor);
+        const int token = args.group.quotient(first + r), group = args.group.divisor;
+        const DecodeRow row{sequence, first + r, token, kv_head * group + first + r - token * group};
+        put_output(args, row, caller, rows.max[r], rows.sum[r], rows.x[r]);
+    }
+}
+// As registers allow
+constexpr int kStatesAtOnce = kTileStages > 0 || kHeadDim > 128 || kWarps * kBlocksPerSm > 8 ? 8 : 16, kStatesOfFour = kHeadDim > 128 ? 1 : 2;
+
+// Up to kRun states are folded from the first to the last: what a warp folds of a range on its own is never more, and has the same bits.
+// More are dealt out in runs to four folds, and these are folded then, so that four warps can have a part each.
+constexpr int kRun = 16, kFolds = 4;
+TILE_DEVICE void fold_runs(Rows<1>& all, const DecodeArgs& args, const States& states, int kv_head, int first, int which) {
+#pragma unroll 1
+    for (int begin = which * kRun; begin < states.count; begin += kFolds * kRun) {
+        Rows<1> run;
+        fold_run<1, kStatesAtOnce>(run, args, states, kv_head, first, 1, begin, begin + kRun < states.count ? begin + kRun : states.count);
+        if (begin == which * kRun) all = run;
+        else all.fold(0, run.max[0], run.sum[0], run.x[0]);
     }
 }
 
-// All blocks of the launch have come here: whoever comes last lets the others go. The launch is cooperative, so all are on the card.
+// ---- the end of an item -----------------------------------------------------------------------------------------------------------------
+TILE_DEVICE void put_item(const DecodeArgs& args, const DecodeItem& item, const Staged& staged) {
+    const States own = states_of(item, Global<const int>{args.lengths}[item.table]);
+#pragma unroll 1
+    for (int n = 0; n < item.rows; n++) {
+        float max, sum, x[kFours][4];
+        staged.give(n, max, sum, x);
+        const DecodeRow row = row_of(args, item, n);
+        const States states = item.is(kOwn) ? own : states_of(args, row.sequence);
+        if (states.count == 1) put_output(args, row, caller_of(args, item, row), max, sum, x);
+        else put_state(args, state_row(args, states, item.kv_head(), item.state(), row.row), max, sum, x);
+    }
+}
+
+// ---- waiting for others. The launch is cooperative, so all blocks are on the card -------------------------------------------------------
+// All blocks come to a counter in every launch, and it is never reset: it goes round, at a multiple of their number.
 TILE_DEVICE void meet_all(const DecodeArgs& args, bool first, int threads) {
-    ptx::fence_device();
     ptx::barrier_sync(kMeetingBarrier, threads);
     if (first) {
-        const int meeting = ptx::load_acquire(args.meeting + 1);
-        if (ptx::atomic_add(args.meeting, 1) == int(gridDim.x) - 1) {
-            Global<int>{args.meeting}[0] = 0;  // for the next launch
-            ptx::fence_device();
-            ptx::store_release(args.meeting + 1, meeting + 1);
-        } else {
-            while (ptx::load_acquire(args.meeting + 1) == meeting) ptx::spin();
-        }
+        const uint32_t all = gridDim.x, before = ptx::count_up(args.meeting, (1u << 30) / all * all - 1), began = before - before % all;
+        while (ptx::load_relaxed(args.meeting) - began < all) ptx::spin();
+        ptx::fence_device();
     }
     ptx::barrier_sync(kMeetingBarrier, threads);
-    ptx::fence_device();
 }
-constexpr int kStatesAtOnce = kTileStages > 0 || kHeadDim > 128 ? 8 : 16;  // as registers allow
-// Sequences that have several states, by all warps of the launch: `rank` of `warps` of this block
-TILE_DEVICE void merge_all(const DecodeArgs& args, int rank, int warps) {
-    const int each = args.rows_each.divisor, jobs = args.sequences * args.kv_heads, all = gridDim.x * warps, number = rank * gridDim.x + blockIdx.x;
-    const bool by_row = jobs * each <= 2 * all;  // few: a warp takes a row, so that all have something to do
-    const int rows = by_row ? 1 : 4, passes = (each + rows - 1) / rows;
-    for (int n = number; n < jobs * passes; n += all) {
-        const int job = n / passes, sequence = job / args.kv_heads;
-        const States states = states_of(args, sequence);
-        if (states.count == 1) continue;
-        if (by_row) merge_rows<1, kStatesAtOnce>(args, states, sequence, job % args.kv_heads, n % passes);
-        else merge_rows<4, 2>(args, states, sequence, job % args.kv_heads, n % passes * 4);
+
+// The parts that the first warps of a block have of a row, into that of the first, by way of the rings, which are free by now
+TILE_DEVICE void join_folds(Rows<1>& all, const States& states, int rank) {
+    const int lane = lane_here();
+    const auto sPart = [](int of) { return Shared<float>(kAtRings + of * kStagedRow * 4); };
+    if (rank * kRun < states.count) {
+        const Shared<float> to = sPart(rank);
+#pragma unroll
+        for (int c = 0; c < 4 * kFours; c++)
+            if (has_columns(c / 4, lane)) to[c / 4 * 128 + 4 * lane + c % 4] = all.x[0][c / 4][c % 4];
+        if (lane == 0) to[kHeadDim] = all.max[0], to[kHeadDim + 1] = all.sum[0];
     }
+    ptx::barrier_sync(kMeetingBarrier, 32 * kFolds);
+#pragma unroll 1
+    for (int of = 1; of < kFolds && of * kRun < states.count; of++) {
+        const Shared<float> from = sPart(of);
+        float x[kFours][4] = {};
+#pragma unroll
+        for (int c = 0; c < 4 * kFours; c++)
+            if (has_columns(c / 4, lane)) x[c / 4][c % 4] = from[c / 4 * 128 + 4 * lane + c % 4];
+        all.fold(0, from[kHeadDim], from[kHeadDim + 1], x);
+    }
+    ptx::barrier_sync(kMeetingBarrier, 32 * kFolds);
+}
+
+// Row by row, of sequences that have more than `above` states. Where there are very few, four warps of a block share one.
+TILE_DEVICE void merge_by_rows(const DecodeArgs& args, int rank, int warps, int number, int above = 1) {
+    const int each = args.rows_each.divisor, rows = args.sequences * args.kv_heads * each, blocks = gridDim.x;
+    const bool shared = rows <= blocks && warps >= kFolds;
+    if (shared && rank >= kFolds) return;
+#pragma unroll 1
+    for (int n = shared ? blockIdx.x : number; n < rows; n += shared ? blocks : blocks * warps) {
+        const int job = n / each, first = n % each, sequence = job / args.kv_heads, kv_head = job % args.kv_heads;
+        const States states = states_of(args, sequence);
+        if (states.count <= above) continue;
+        Rows<1> all;
+#pragma unroll 1
+        for (int which = shared ? rank : 0; which < kFolds && which * kRun < states.count; which++) {
+            Rows<1> part;
+            fold_runs(part, args, states, kv_head, first, which);
+            if (shared || which == 0) all = part;
+            else all.fold(0, part.max[0], part.sum[0], part.x[0]);
+            if (shared) break;
+        }
+        if (shared && states.count > kRun) join_folds(all, states, rank);
+        if (!shared || rank == 0) put_rows<1>(args, all, sequence, Global<const int>{args.order}[sequence], kv_head, first, 1);
+    }
+}
+
+// Sequences that have several states, by all warps of the launch: `rank` of `warps` of this block. A warp takes four rows of a sequence
+// at a time; where there are few, or they have many states, one.
+TILE_DEVICE void merge_all(const DecodeArgs& args, int rank, int warps) {
+    const int each = args.rows_each.divisor, jobs = args.sequences * args.kv_heads, blocks = gridDim.x, number = rank * blocks + blockIdx.x;
+    const int passes = (each + 3) / 4;
+    int above = 1;
+    if (jobs * each > blocks * warps) {
+        above = kRun;
+#pragma unroll 1
+        for (int n = number; n < jobs * passes; n += blocks * warps) {
+            const int job = n / passes, sequence = job / args.kv_heads, kv_head = job % args.kv_heads, first = n % passes * 4;
+            const States states = states_of(args, sequence);
+            if (states.count == 1 || states.count > kRun) continue;
+            Rows<4> all;
+            const int many = each - first < 4 ? each - first : 4;
+            fold_run<4, kStatesOfFour>(all, args, states, kv_head, first, many, 0, states.count);
+            put_rows<4>(args, all, sequence, Global<const int>{args.order}[sequence], kv_head, first, many);
+        }
+    }
+    if (args.merges > above) merge_by_rows(args, rank, warps, number, above);
 }

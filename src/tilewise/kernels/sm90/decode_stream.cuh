@@ -56,7 +56,7 @@ struct Stream {
     TILE_DEVICE int row(int block, int i) const { return 8 * block + lane % 4 * 2 + i; }  // of accumulators
 
     // ---- the beginning ------------------------------------------------------------------------------------------------------
-    TILE_DEVICE void begin(const DecodeItem& item, Span span) {
+    TILE_DEVICE void begin(const DecodeItem& item, int length, Span span) {
         int from = span.begin, to = span.end;
 #pragma unroll
         for (int b = 0; b < kBlocks; b++)
@@ -65,15 +65,15 @@ struct Stream {
                 factor[b][i] = scale();
                 seen[b][i] = {span.begin, span.end - span.begin};
                 if (row(b, i) < item.rows) {
-                    seen[b][i] = seen_by(args, row_of(args, item, row(b, i)), span);
+                    const DecodeRow at = row_of(args, item, row(b, i));
+                    const int its = item.is(kOwn) ? length : int(Global<const int>{args.lengths}[at.sequence]);
+                    seen[b][i] = seen_by(args, at, its, span);
                     const int last = seen[b][i].first + seen[b][i].count;
                     from = seen[b][i].first > from ? seen[b][i].first : from;
                     to = last < to ? last : to;
                     if constexpr (kTree) {
-                        const DecodeRow at = row_of(args, item, row(b, i));
-                        const int64_t caller = Global<const int>{args.order}[at.sequence];
-                        tree[b][i] = Global<const uint32_t>{args.tree}[caller * args.tokens + at.token];
-                        tail_from[b][i] = Global<const int>{args.lengths}[at.sequence] - args.tokens;
+                        tree[b][i] = Global<const uint32_t>{args.tree}[caller_of(args, item, at) * args.tokens + at.token];
+                        tail_from[b][i] = its - args.tokens;
                         to = tail_from[b][i] < to ? tail_from[b][i] : to;
                     }
                 } else if constexpr (kTree) {
@@ -119,8 +119,7 @@ struct Stream {
         const int n = 8 * b + lane / 4;
         const bool exists = n < item.rows;
         const DecodeRow row = row_of(args, item, exists ? n : 0);
-        const int64_t sequence = Global<const int>{args.order}[row.sequence];
-        const Global<const Element> gQ{static_cast<const Element*>(args.q) + sequence * args.q_strides.batch +
+        const Global<const Element> gQ{static_cast<const Element*>(args.q) + caller_of(args, item, row) * args.q_strides.batch +
                                        row.token * args.q_strides.row + row.head * args.q_strides.head};
         uint32_t raw[kSteps][2];
 #pragma unroll

@@ -4,7 +4,7 @@
 // A warpgroup holds Q in registers as A operands. S = Q Kᵀ of a tile runs with O += P V of the one before, and the softmax under the
 // latter. Rows may be any sequences' under the node; what a row sees of the last tiles is masked row by row.
 #pragma once
-#include "sm90/decode_merge.cuh"
+#include "sm90/decode_warps.cuh"
 
 constexpr int kTile = 64, kTileGroups = 2, kTileThreads = 128 * kTileGroups;
 constexpr int kTilePanels = (kHeadDim + kPanel - 1) / kPanel, kTilePanelBytes = kTile * kPanelRowBytes;
@@ -12,7 +12,7 @@ constexpr int kTileBox = kPageSize % 64 == 0 ? 64 : kPageSize % 32 == 0 ? 32 : 1
 constexpr int kTileBoxBytes = kTileBox * kPanelRowBytes;
 static_assert(2 * kTileBoxes * kTilePanels <= 32, "a lane makes one copy a tile");
 // Registers a thread. More than the launch came with, and taking them never returns: 64 K for all threads, in eights for each.
-constexpr int kTileRegisters = 176, kLoadRegisters = 32, kStreamRegisters = 120;
+constexpr int kTileRegisters = 176, kLoadRegisters = 32, kStreamRegisters = 128;
 static_assert(2 * kTileRegisters + kLoadRegisters + kStreamRegisters <= 4 * (65536 / 512), "a deadlock");
 constexpr int kGroupBarriers = 2;  // named barriers of the warpgroups, from this one on
 
@@ -33,15 +33,15 @@ TILE_DEVICE void load_tiles(const DecodeArgs& args, const TensorMap& mK, const T
     for (int round = 0; round < args.tile_rounds; round++) {
         const DecodeItem item = tile_item(args, round);
         if (item.rows == 0) continue;
-        const Span span = span_of(args, item);
-        const PageTable table(args, item.table);
+        const Span span{item.start, item.stop};
+        const PageTable table{item.table, item.tail_from};
         // A box that no token of the span lies in is not asked for: its page may be any number.
         const auto wanted = [&](int tile, int b) {
             const int token = tile * kTile + b * kTileBox;
             return b < kTileBoxes && token < span.end && token + kTileBox > span.begin;
         };
         int tile = span.begin / kTile;
-        int page = span.end > span.begin && wanted(tile, box) ? table[(tile * kTile + box * kTileBox) / kPageSize] : 0;
+        int page = span.end > span.begin && wanted(tile, box) ? table.page(args, (tile * kTile + box * kTileBox) / kPageSize) : 0;
         for (; tile * kTile < span.end && span.end > span.begin; tile++, turn.next()) {
             int boxes = 0;
 #pragma unroll
@@ -56,7 +56,7 @@ TILE_DEVICE void load_tiles(const DecodeArgs& args, const TensorMap& mK, const T
                 ptx::tma_load(ptx::shared_address(to), is_v ? &mV : &mK, full, panel * kPanel, (tile * kTile + box * kTileBox) % kPageSize,
                               item.kv_head(), page);
             }
-            if (wanted(tile + 1, box)) page = table[((tile + 1) * kTile + box * kTileBox) / kPageSize];
+            if (wanted(tile + 1, box)) page = table.page(args, ((tile + 1) * kTile + box * kTileBox) / kPageSize);
         }
     }
 }
@@ -106,15 +106,15 @@ struct TileBody {
             const DecodeRow at = row_of(args, item, exists ? row(h) : 0);
             of.word[2 * h] = span.begin;
             of.word[2 * h + 1] = span.end - span.begin;
-            if (exists) {
-                const Seen seen = seen_by(args, at, span);
+            if (exists && !(item.is(kAllSee) && args.left >= kFar)) {
+                const Seen seen = seen_by(args, at, Global<const int>{args.lengths}[at.sequence], span);
                 of.word[2 * h] = seen.first;
                 of.word[2 * h + 1] = seen.count;
                 from = seen.first > from ? seen.first : from;
                 to = seen.first + seen.count < to ? seen.first + seen.count : to;
             }
-            const int64_t sequence = Global<const int>{args.order}[at.sequence];
-            const Global<const uint32_t> gQ = Global<const Element>{static_cast<const Element*>(args.q) + sequence * args.q_strides.batch +
+            const int64_t caller = Global<const int>{args.order}[at.sequence];
+            const Global<const uint32_t> gQ = Global<const Element>{static_cast<const Element*>(args.q) + caller * args.q_strides.batch +
                                                                     at.token * args.q_strides.row + at.head * args.q_strides.head}
                                                   .template as<const uint32_t>();
             const int column = lane() % 4;
@@ -131,8 +131,8 @@ struct TileBody {
             from = other_from > from ? other_from : from;
             to = other_to < to ? other_to : to;
         }
-        whole_from = from;
-        whole_to = to;
+        whole_from = ptx::uniform(from);
+        whole_to = ptx::uniform(to);
         warp::zero(acc_o);
     }
 
@@ -216,9 +216,12 @@ struct TileBody {
         return moves;
     }
 
-    TILE_DEVICE void run_item(int round, const DecodeItem& item, Span span) {
-        const int begin_tile = span.begin / kTile, end_tile = span.end > span.begin ? (span.end + kTile - 1) / kTile : begin_tile;
-        if (item.rows == 0) {  // only the other warpgroup has rows of it
+    TILE_DEVICE void run_item(int round, const DecodeItem& item) {
+        const Span span{item.start, item.stop};
+        // Uniform, or descriptors in the loop would be made in ordinary registers, and each product wait for its own.
+        const int begin_tile = ptx::uniform(span.begin / kTile);
+        const int end_tile = ptx::uniform(span.end > span.begin ? (span.end + kTile - 1) / kTile : begin_tile);
+        if (ptx::uniform(item.rows) == 0) {  // only the other warpgroup has rows of it
             for (int tile = begin_tile; tile < end_tile; tile++, turn.next()) {
                 ring.wait(turn);
                 ptx::sync_warp();
@@ -243,13 +246,14 @@ struct TileBody {
                 ptx::wgmma_wait<1>();
                 const bool moved = softmax(tile * kTile, correction);
                 // Never taken: without it ptxas puts the wait ahead of the softmax, and nothing runs under it.
-                if (sum[0] == -1.0f) ptx::spin();
+                if (ptx::any(sum[0] == -1.0f)) ptx::spin();
                 ptx::wgmma_wait<0>();
                 ring.release(before);
                 if (moved) warp::scale_rows(acc_o, correction);
                 warp::to_operand<Element>(rP, acc_s);
-                if (tile == end_tile - 1) clear_outside(turn.stage, tile * kTile, span_of(args, whole_item(round)));
             }
+            const DecodeItem same = whole_item(round);
+            clear_outside(turn.stage, (end_tile - 1) * kTile, {same.start, same.stop});
             issue_pv(turn.stage);
             ptx::wgmma_wait<0>();
             ring.release(turn);
@@ -268,25 +272,26 @@ struct TileBody {
             const int column = lane() % 4;
             if (states.count == 1) {
                 const RowEnd end = end_row(args, at.head, max[h], sum[h]);
-                const Global<uint32_t> gO = output_row(args, at).template as<uint32_t>();
+                const int64_t caller = Global<const int>{args.order}[at.sequence];
+                const Global<uint32_t> gO = output_row(args, at, caller).template as<uint32_t>();
 #pragma unroll
                 for (int n = 0; n < kHeadDim / 8; n++)
                     gO[4 * n + column] = pack<Element>(acc_o[4 * n + 2 * h] * end.factor, acc_o[4 * n + 2 * h + 1] * end.factor);
-                if (column == 0) store_lse(args, at, end.lse);
+                if (column == 0) store_lse(args, at, caller, end.lse);
             } else {
                 const int64_t to = state_row(args, states, item.kv_head(), item.state(), at.row);
                 const Global<Vector8> gO = Global<float>{args.state_o + to * kHeadDim}.template as<Vector8>();
 #pragma unroll
                 for (int n = 0; n < kHeadDim / 8; n++)
                     gO[4 * n + column] = Vector8{{as_bits(acc_o[4 * n + 2 * h]), as_bits(acc_o[4 * n + 2 * h + 1])}};
-                if (column == 0) Global<Vector8>{reinterpret_cast<Vector8*>(args.state_ml)}[to] = Vector8{{as_bits(max[h]), as_bits(sum[h])}};
+                if (column == 0) put_ml(args, to, max[h], sum[h]);
             }
         }
     }
     TILE_DEVICE void run() {
         for (int round = 0; round < args.tile_rounds; round++) {
             const DecodeItem item = tile_item(args, round);
-            if (item.rows > 0) run_item(round, share_of(item), span_of(args, item));
+            if (ptx::uniform(item.rows) > 0) run_item(round, share_of(item));
         }
     }
 };

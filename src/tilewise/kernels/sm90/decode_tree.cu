@@ -6,7 +6,6 @@
 #include "tile/quant.cuh"
 constexpr Format kFormat = static_cast<Format>(kStoredAs);
 #include "sm90/decode_tile.cuh"
-#include "sm90/decode_warps.cuh"
 static_assert(kBlocksPerSm == 1 && kWarps == 4 && kTma && kFormat == Format::bits16, "registers are dealt to four warpgroups, tiles come by TMA");
 
 extern "C" __global__ void __launch_bounds__(512, kBlocksPerSm)

@@ -85,12 +85,23 @@ TILE_DEVICE uint32_t ballot(bool x) { return __ballot_sync(~0u, x); }
 
 // ---- atomics ----------------------------------------------------------------------------------------------------------
 TILE_DEVICE int atomic_add(int* p, int x) { return atomicAdd(p, x); }
-TILE_DEVICE int load_acquire(const int* p) {
-    int x;
+// One more, and 0 after `last`; what it was. What this thread has seen is seen by whoever reads the counter after that, and it sees theirs.
+TILE_DEVICE uint32_t count_up(uint32_t* p, uint32_t last) {
+    uint32_t before;
+    asm volatile("atom.acq_rel.gpu.global.inc.u32 %0, [%1], %2;" : "=r"(before) : "l"(p), "r"(last) : "memory");
+    return before;
+}
+template <class T> TILE_DEVICE T load_acquire(const T* p) {
+    T x;
     asm volatile("ld.acquire.gpu.global.b32 %0, [%1];" : "=r"(x) : "l"(p) : "memory");
     return x;
 }
-TILE_DEVICE void store_release(int* p, int x) { asm volatile("st.release.gpu.global.b32 [%0], %1;" ::"l"(p), "r"(x) : "memory"); }
+// The same without the ordering: for looking again and again, or early. A fence has to follow what it tells.
+TILE_DEVICE uint32_t load_relaxed(const uint32_t* p) {
+    uint32_t x;
+    asm volatile("ld.relaxed.gpu.global.b32 %0, [%1];" : "=r"(x) : "l"(p) : "memory");
+    return x;
+}
 TILE_DEVICE void spin() { __nanosleep(64); }
 
 // ---- ldmatrix, stmatrix: four 8 × 8 matrices of 16-bit values; lane l gives the address of row l % 8 of matrix l / 8 -----
@@ -257,12 +268,18 @@ TILE_DEVICE uint32_t e4m3_to_halves(uint32_t pair) {
     return r;
 }
 #endif
-// A hint that the line there, which exists, will be wanted
-TILE_DEVICE void prefetch(const void* p) { asm volatile("prefetch.global.L1 [%0];" ::"l"(p)); }
+// Brings the line there into this multiprocessor's cache. A load whose result nobody waits for: a prefetch may stop at L2.
+TILE_DEVICE void touch(const void* p) {
+    uint32_t unused;
+    asm volatile("ld.global.ca.b8 %0, [%1];" : "=r"(unused) : "l"(p));
+}
 // What this thread has written is seen by every block that sees what it writes next.
 TILE_DEVICE void fence_device() { __threadfence(); }
 // What another block has written during this launch: not from this multiprocessor's own cache
-TILE_DEVICE float load_fresh(const float* p) { return __ldcg(p); }
+TILE_DEVICE void load_fresh(float& x, float& y, const float* p) {
+    const float2 pair = __ldcg(reinterpret_cast<const float2*>(p));
+    x = pair.x, y = pair.y;
+}
 TILE_DEVICE void load_fresh(float (&x)[4], const float* p) {
     const float4 y = __ldcg(reinterpret_cast<const float4*>(p));
     x[0] = y.x, x[1] = y.y, x[2] = y.z, x[3] = y.w;
