@@ -25,7 +25,7 @@ MODES = ((True, 0), (False, 0), (True, 1), (False, 7))
 # Every way of cutting within few tokens: a warp's own, a block's whole, a block's pieces
 UNCUT = Splitting(pieces=((FAR, 1 << 19),))
 FOLDED = Splitting(pieces=((FAR, 32),), whole=True)
-SMALL = Splitting(pieces=((150, 1024), (FAR, 64)), shared=64, whole=False)
+SMALL = Splitting(pieces=((150, 1024), (FAR, 64)), shared=64, tile_rows=16, whole=False)
 
 
 def grow(cache: PagedKVCache, seqs: Sequence[int], counts: Any, seed: int = 0, size: float = 1.0) -> None:

@@ -129,6 +129,15 @@ def test_two_levels(tokens, group):
         check(cache, seqs, share=share, tokens=tokens, group=group, mode=MODES[tokens])
 
 
+@pytest.mark.parametrize("tiles", [False, True])
+def test_rows_of_a_node_have_windows_of_their_own(tiles):
+    """Eight rows a sequence, so that a pass has one sequence's; the one whose pages are read is the longest."""
+    cache, seqs = make_tree([1, 3], [120, 9])
+    grow(cache, seqs[:1], 60)
+    for window in ((70, 0), (100, 0), (150, 0)):
+        check(cache, seqs, share=True, group=8, window=window, tiles=tiles)
+
+
 @pytest.mark.parametrize("kv_format", ["bf16", "int4"])
 def test_three_levels(kv_format):
     cache, seqs = make_tree([1, 3, 4], [150, 33, 9], kv_format=kv_format)

@@ -241,7 +241,7 @@ def _turns(
     device: torch.device,
     burst: int = 1,
 ) -> dict[str, list[float]]:
-    """Seconds of `loops` turns of each call. A turn is `burst` calls, of which the first does not count if it has more."""
+    """Seconds of `loops` turns of each call. A turn is `burst` calls; of several, the first does not count."""
     order, shuffle = list(calls), random.Random(0).shuffle
     events: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {name: [] for name in calls}
     last: torch.cuda.Event | None = None
