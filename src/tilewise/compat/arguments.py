@@ -1,0 +1,65 @@
+"""Arguments of flash_attn's calls, checked and in the form of Tilewise's; results in the form of flash_attn's."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from tilewise import checks
+from tilewise.plan import Window
+
+NO_WINDOW = (-1, -1)
+
+
+class Asked(NamedTuple):
+    """What a call asks for besides its tensors, under the names of `tilewise.attention`."""
+
+    causal: bool
+    window: Window | None
+    scale: float | None
+    softcap: float
+
+
+def asked_of(softmax_scale: Any, causal: Any, window_size: Any, softcap: Any) -> Asked:
+    """window_size: (left, right), −1 for no limit, a tensor too. softcap: 0 or less for none."""
+    scale = None if softmax_scale is None else checks.number("softmax_scale", softmax_scale)
+    capped = max(0.0, checks.number("softcap", softcap))
+    return Asked(checks.flag("causal", causal), _window(window_size), scale, capped)
+
+
+def _window(window_size: Any) -> Window | None:
+    try:
+        left, right = window_size
+    except (TypeError, ValueError):
+        raise TypeError(f"window_size must be (left, right), −1 for no limit, got {window_size!r}") from None
+    sides = [checks.integer("window_size", side) for side in (left, right)]
+    left, right = (None if side < 0 else side for side in sides)
+    return None if left is None and right is None else (left, right)
+
+
+def check_dropout(dropout_p: Any) -> None:
+    if checks.number("dropout_p", dropout_p, 0.0) > 0:
+        raise NotImplementedError(
+            f"dropout_p must be 0.0, got {dropout_p}: Tilewise has no dropout. Pass 0.0, as in evaluation, or train "
+            "with torch.nn.functional.scaled_dot_product_attention(dropout_p=...)"
+        )
+
+
+def check_sink(learnable_sink: Any, q: torch.Tensor) -> None:
+    if learnable_sink is not None:
+        shape = (q.shape[-2],)
+        checks.tensor("learnable_sink", learnable_sink, shape=shape, dtypes=checks.FLOATS, device=q.device)
+
+
+def rows(name: str, x: Any, shape: Sequence[int | str]) -> torch.Tensor:
+    """x of this shape with its last stride 1, copied if it has another: flash_attn takes any."""
+    given = checks.tensor(name, x, shape=shape)
+    return given if given.stride(-1) == 1 else given.contiguous()
+
+
+def as_flash_attn(lse: torch.Tensor) -> torch.Tensor:
+    """A contiguous copy of the LSE with +inf, flash_attn's value, where a row has no visible key."""
+    return lse.masked_fill(lse == -math.inf, math.inf)
