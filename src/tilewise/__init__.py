@@ -10,8 +10,11 @@ from .api import (
     plan_decode,
     shared_prefix_attention,
 )
+from .integrations.replace import install, replace_sdpa, uninstall
+from .integrations.sdpa import explain, sdpa
 from .kvcache import OutOfPages, PagedKVCache, PrefixCache, Rotary, Slots
 from .plan import DecodePlan, Plan
+from .serving import Completion, Engine, EngineStats, Generation, Sampling, generate, stream
 from .sparse import BlockSchedule
 from .state import merge, merge_states
 from .tree import CostModel
@@ -20,22 +23,34 @@ __version__ = "0.1.0"
 
 __all__ = [
     "BlockSchedule",
+    "Completion",
     "CostModel",
     "DecodePlan",
+    "Engine",
+    "EngineStats",
+    "Generation",
     "OutOfPages",
     "PagedKVCache",
     "Plan",
     "PrefixCache",
     "Rotary",
+    "Sampling",
     "Slots",
     "attention",
     "attention_varlen",
     "decode",
+    "explain",
+    "generate",
     "grow_plan",
+    "install",
     "merge",
     "merge_states",
     "plan_attention",
     "plan_decode",
     "reference",
+    "replace_sdpa",
+    "sdpa",
     "shared_prefix_attention",
+    "stream",
+    "uninstall",
 ]

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from . import arguments, checks, cpu, decoding, gpu
+from .integrations import torch_ops
 from .kvcache import PagedKVCache, PrefixCache
 from .plan import DecodePlan, Plan, Window, plan_dense, plan_shared_prefix, plan_varlen
 from .sparse import BlockSchedule
@@ -72,6 +73,12 @@ def attention(
     Returns o (B, Nq, Hq, D), with return_lse also the LSE (B, Hq, Nq) float32. A NaN or infinity in a key that a window
     (on a GPU also `causal`) hides may still reach the rows of its tile, as in other fused kernels.
     """
+    if torch.compiler.is_compiling():
+        return torch_ops.traced_attention(
+            q, k, v, causal=causal, window=window, scale=scale, softcap=softcap, sinks=sinks, alibi_slopes=alibi_slopes,
+            schedule=schedule, exact=exact, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale,
+            return_lse=return_lse, out=out, backend=backend,
+        )  # fmt: skip
     key = None
     if schedule is None and isinstance(q, torch.Tensor) and q.is_cuda:
         flags = (causal, exact, return_lse, window, scale, softcap, backend)
@@ -167,6 +174,13 @@ def attention_varlen(
 
     Returns o (total_q, Hq, D), with return_lse also the LSE (Hq, total_q) float32.
     """
+    if torch.compiler.is_compiling():
+        return torch_ops.traced_attention_varlen(
+            q, k, v, cu_seqlens_q, cu_seqlens_k, page_table=page_table, causal=causal, window=window, scale=scale,
+            softcap=softcap, sinks=sinks, alibi_slopes=alibi_slopes, schedule=schedule, exact=exact,
+            q_descale=q_descale, k_descale=k_descale, v_descale=v_descale, return_lse=return_lse, out=out,
+            backend=backend,
+        )  # fmt: skip
     paged = page_table is not None
     sizes = arguments.check_qkv(q, k, v, packed=True, paged=paged, fp8=True)
     _, total_q, total_k, heads_q, heads_kv, head_dim = sizes
@@ -348,7 +362,7 @@ def plan_decode(
     row_bytes = 2 * pages.format.bytes_per_token_head
     if not on_card:  # there every format runs at float32's pace, and a quantised one is turned into it first
         row_bytes = 2 * 4 * pages.head_dim * (1 if pages.format.dtype is not None else DEQUANTISE)
-    return plan_tree(
+    plan = plan_tree(
         members,
         [pages.page_list(s) for s in members],
         [pages.length(s) for s in members],
@@ -367,6 +381,7 @@ def plan_decode(
         cost=cost or (decoding.GPU_COST if on_card else CPU_COST),
         room=room,
     )
+    return torch_ops.remember(plan, pages)
 
 
 def grow_plan(plan: DecodePlan, cache: PagedKVCache | PrefixCache) -> DecodePlan:
@@ -425,6 +440,9 @@ def decode(
 
     Returns o (num_seqs, tokens_per_seq, Hq, D), with return_lse also the LSE (num_seqs, Hq, tokens_per_seq) float32.
     """
+    if torch.compiler.is_compiling():
+        options = {"scale": scale, "softcap": softcap, "sinks": sinks, "tree_mask": tree_mask, "backend": backend}
+        return torch_ops.traced_decode(q, cache, layer, plan, return_lse=return_lse, out=out, **options)
     pages = arguments.check_cache(cache)
     arguments.check_plan(plan, pages)
     checks.integer("layer", layer, 0, pages.num_layers - 1)

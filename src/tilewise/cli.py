@@ -282,7 +282,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 COMMANDS = (
     *("bench", "sweep", "ladder", "kernels", "schedule", "testdata", "doctor"),
-    *("prefix", "decode", "sparse", "prefill", "serve", "make", "show", "check"),
+    *("prefix", "decode", "sparse", "prefill", "serve", "generate", "make", "show", "check"),
 )
 
 

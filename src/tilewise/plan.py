@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
-from itertools import pairwise
+from itertools import count, pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -252,7 +252,8 @@ class DecodePlan(Plan):
     """A plan over a cache's pages. Rows stand in tree order: row (n, t) is token t of sequence `order[n]` of `seqs`.
 
     cache_serial: which cache it was made for. stored_tokens: tokens that lie in the pages, each counted once. room: how
-    many tokens each sequence may grow by under `grow_plan` before a kernel's list of work has to be made anew.
+    many tokens each sequence may grow by under `grow_plan` before a kernel's list of work has to be made anew. serial:
+    a number that no other plan of this process has or had, by which compiled code finds it.
     """
 
     seqs: tuple[int, ...] = ()
@@ -264,6 +265,7 @@ class DecodePlan(Plan):
     room: int = 0
     cache_serial: int = -1
     stored_tokens: int = 0
+    serial: int = field(default_factory=count(2).__next__, init=False, compare=False)  # compilers specialise 0 and 1
 
     @property
     def stored(self) -> int:

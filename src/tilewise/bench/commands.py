@@ -227,6 +227,43 @@ def bench_serve(
     _show_rows(serve, title, serve.notes, serve_plots.draw, only, sheet, device, loops, json)
 
 
+@bench.command("generate")
+def bench_generate(
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    config: Annotated[str | None, typer.Option(help="small or 8b.", show_default="small; on cuda 8b")] = None,
+    sequences: Annotated[int | None, typer.Option(help="Questions.", show_default="32; on cuda 64", min=1)] = None,
+    prefix: Annotated[
+        int | None, typer.Option(help="Tokens of the system prompt.", show_default="2048; on cuda 8192", min=1)
+    ] = None,
+    new_tokens: Annotated[
+        int | None, typer.Option(help="Tokens to generate for each.", show_default="32; on cuda 256", min=2)
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Write a CSV and the table into this folder.")] = None,
+    json: Json = False,
+) -> None:
+    """Generate text end to end: tilewise.generate beside transformers, many questions behind one system prompt.
+
+    Under a minute on one core. On a card transformers' side takes some 110 GB of memory, with fewer --sequences less.
+    """
+    from . import generate, tables
+
+    with usage():
+        problem = generate.case(device, config, sequences, prefix, new_tokens)
+    busy = tables.busy_note()
+    with tables.console(stderr=True).status(problem.title) as status:
+        outcome = generate.run(problem, status.update)
+    if json:
+        typer.echo(jsonlib.dumps(generate.records(outcome), indent=1))
+    else:
+        typer.echo(generate.text(outcome))
+        if busy:
+            typer.echo(busy)
+    for path in generate.save(outcome, out) if out else ():
+        typer.echo(f"wrote {path}", err=True)
+    if not outcome.ok:
+        raise typer.Exit(1)
+
+
 Draw = Callable[[Path, Callable[[str], None]], list[Path]]  # of a CSV; the second is told what cannot be drawn
 
 

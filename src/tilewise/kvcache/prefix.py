@@ -124,6 +124,12 @@ class PrefixCache:
         self._clock = 0  # counts inserts and releases: the time of least-recently-used
         self._inserts = self._hits = self._tokens_inserted = self._tokens_reused = self._evictions = 0
 
+    def match(self, tokens: Sequence[int] | Tokens | torch.Tensor) -> int:
+        """How many of the first `tokens` an insert() of them would reuse now; nothing changes."""
+        prompt = _token_array("tokens", tokens)
+        found = self._match(prompt[:-1])
+        return len(found.pages) * self.cache.page_size + found.extra
+
     def insert(self, tokens: Sequence[int] | Tokens | torch.Tensor) -> tuple[int, int, Slots]:
         """A new sequence of `tokens` (at least one) -> (seq, reused, slots).
 

@@ -1,0 +1,136 @@
+"""Tilewise as an executor of lightning-thunder, for its scaled_dot_product_attention.
+
+    import thunder
+    from tilewise.integrations.thunder import executor, register
+
+    jitted = thunder.jit(model, executors=[executor, *thunder.get_default_executors()])
+    register()  # or once for all: every later thunder.jit(model) asks Tilewise first
+
+Thunder asks the executor about each call by its meta data, and the executor answers as `tilewise.explain` does; what it
+refuses, the next executor serves. In a trace its operator is called `tilewise_sdpa`. Where gradients are recorded,
+Thunder splits the call for its backward pass before it asks, so training does not come here.
+
+This module alone imports thunder. Import it before thunder itself on a torch that thunder does not know yet, see
+`_torch_as_thunder_knows_it`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NoReturn
+
+import torch
+
+from tilewise import __version__
+from tilewise.integrations.sdpa import Facts, decide, sdpa, torch_sdpa
+
+# Methods of named tensors that lightning-thunder 0.2.6 looks up as it is imported, and that torch has dropped.
+NAMED_TENSOR_METHODS = ("align_as", "align_to", "has_names", "refine_names", "rename")
+
+
+def _stub(name: str) -> Any:
+    def missing(self: torch.Tensor, *args: Any, **options: Any) -> NoReturn:
+        raise NotImplementedError(f"torch {torch.__version__} has no Tensor.{name}: named tensors are gone from it")
+
+    missing.__name__, missing.__qualname__ = name, f"Tensor.{name}"
+    return missing
+
+
+@contextmanager
+def _torch_as_thunder_knows_it() -> Iterator[None]:
+    """torch with what thunder looks up as it is imported: its own attention function, and stubs that raise.
+
+    The stubs are gone again afterwards, and a `tilewise.install` is back.
+    """
+    missing = [name for name in NAMED_TENSOR_METHODS if not hasattr(torch.Tensor, name)]
+    functional: Any = torch.nn.functional
+    present = functional.scaled_dot_product_attention
+    functional.scaled_dot_product_attention = torch_sdpa
+    for name in missing:
+        setattr(torch.Tensor, name, _stub(name))
+    try:
+        yield
+    finally:
+        functional.scaled_dot_product_attention = present
+        for name in missing:
+            delattr(torch.Tensor, name)
+
+
+with _torch_as_thunder_knows_it():
+    import thunder
+    import thunder.torch
+    from thunder.core.dtypes import to_torch_dtype
+    from thunder.core.proxies import TensorProxy, pyval
+    from thunder.extend import OperatorExecutor, add_default_executor, register_executor, remove_default_executor
+
+executor = OperatorExecutor("tilewise", version=__version__)
+register_executor(executor)
+
+
+def register() -> OperatorExecutor:
+    """Let every later `thunder.jit` ask Tilewise first; returns the executor. `unregister` undoes it."""
+    unregister()  # twice is once
+    add_default_executor(executor)
+    return executor
+
+
+def unregister() -> None:
+    """Take Tilewise from thunder's default executors; without `register`, nothing happens."""
+    remove_default_executor(executor)
+
+
+def _shape_of_result(
+    query: TensorProxy,
+    key: TensorProxy,
+    value: TensorProxy,
+    attn_mask: TensorProxy | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+) -> TensorProxy:
+    """(..., L, E), (..., S, E), (..., S, Ev) -> (..., L, Ev), leading dimensions broadcast."""
+    lead = torch.broadcast_shapes(query.shape[:-2], key.shape[:-2], value.shape[:-2])
+    return TensorProxy(like=query, shape=(*lead, query.shape[-2], value.shape[-1]))
+
+
+tilewise_sdpa = executor.register_operator("tilewise_sdpa", meta=_shape_of_result, fn=sdpa)
+
+
+def _served(
+    query: Any,
+    key: Any,
+    value: Any,
+    attn_mask: Any = None,
+    dropout_p: Any = 0.0,
+    is_causal: Any = False,
+    *,
+    scale: Any = None,
+) -> bool:
+    """Does Tilewise serve the call?"""
+    tensors = [x for x in (query, key, value, attn_mask) if x is not None]
+    if not all(isinstance(x, TensorProxy) for x in tensors):
+        return False
+    device, *others = {torch.device(x.device.device_str()) for x in tensors}
+    dtypes = {to_torch_dtype(x.dtype) for x in (query, key, value)}
+    facts = Facts(
+        query=tuple(query.shape),
+        key=tuple(key.shape),
+        value=tuple(value.shape),
+        dtype=None if len(dtypes) > 1 else dtypes.pop(),
+        device="" if others else device.type,
+        hopper=device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0),
+        mask=None if attn_mask is None else tuple(attn_mask.shape),
+        mask_is_bool=attn_mask is not None and to_torch_dtype(attn_mask.dtype) == torch.bool,
+        dropout=bool(pyval(dropout_p)),
+        causal=bool(pyval(is_causal)),
+        grad=any(x.requires_grad for x in tensors),
+        fused=torch.backends.cuda.flash_sdp_enabled(),
+    )
+    return decide(facts).path != "torch"
+
+
+executor.register_implementation(
+    thunder.torch.scaled_dot_product_attention, checker=_served, execution_transform=tilewise_sdpa
+)

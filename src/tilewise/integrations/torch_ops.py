@@ -1,0 +1,284 @@
+"""The public calls as PyTorch operators, `torch.ops.tilewise.*`: what compiled and exported graphs hold.
+
+Nobody has to call these by name: while code is traced, `tilewise.attention()`, `attention_varlen()` and `decode()` go
+to the functions at the end of this file, which put the operator in the graph. When the graph runs, the operator makes
+the eager call, so arguments are checked, and errors raised, by that call alone. The fake kernels tell shapes only.
+
+Every operator returns (o, lse), both contiguous; without return_lse, lse is empty. `out=` and `schedule=` are not
+offered: nothing in a graph may hold a BlockSchedule, and a graph's compiler places outputs itself.
+
+A decode plan and its cache are Python objects, which graphs cannot hold either. `remember` puts both in a table that
+keeps neither alive; the operator takes the plan's serial number, which changes from step to step without a new
+compilation, and the cache's tensors, so that the compiler sees what is read and in which order it was written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NoReturn
+from weakref import WeakValueDictionary
+
+import torch
+
+from tilewise import api, arguments, gpu
+from tilewise.kvcache import PagedKVCache
+from tilewise.plan import DecodePlan
+
+if TYPE_CHECKING:
+    from tilewise.api import Result
+    from tilewise.kvcache import PrefixCache
+
+State = tuple[torch.Tensor, torch.Tensor]
+
+# Operators want their tensors before the star.
+TENSORS = (
+    "Tensor? sinks=None, Tensor? alibi_slopes=None, Tensor? q_descale=None, Tensor? k_descale=None, "
+    "Tensor? v_descale=None"
+)
+OPTIONS = (
+    "bool causal=False, SymInt? window_left=None, SymInt? window_right=None, float? scale=None, float softcap=0.0, "
+    'bool exact=False, bool return_lse=False, str backend="auto"'
+)
+
+_plans: WeakValueDictionary[int, DecodePlan] = WeakValueDictionary()
+_caches: WeakValueDictionary[int, PagedKVCache] = WeakValueDictionary()
+
+
+def remember(plan: DecodePlan, cache: PagedKVCache) -> DecodePlan:
+    """The plan itself, which `tilewise::decode` now finds by its serial number, as long as the caller keeps both."""
+    _plans[plan.serial] = plan
+    _caches[cache.serial] = cache
+    return plan
+
+
+# The operators: schema, what runs, and the shapes of what comes back.
+
+
+@torch.library.custom_op(
+    "tilewise::attention",
+    mutates_args=(),
+    schema=f"(Tensor q, Tensor k, Tensor v, {TENSORS}, *, {OPTIONS}) -> (Tensor, Tensor)",
+)
+def _attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    sinks: torch.Tensor | None = None,
+    alibi_slopes: torch.Tensor | None = None,
+    q_descale: torch.Tensor | None = None,
+    k_descale: torch.Tensor | None = None,
+    v_descale: torch.Tensor | None = None,
+    *,
+    window_left: int | None = None,
+    window_right: int | None = None,
+    **options: Any,
+) -> State:
+    """attention(): q (B, Nq, Hq, D), k, v (B, Nk, Hkv, D) -> o (B, Nq, Hq, D), lse (B, Hq, Nq) float32 or (0,)."""
+    result = api.attention(
+        q,
+        k,
+        v,
+        sinks=sinks,
+        alibi_slopes=alibi_slopes,
+        q_descale=q_descale,
+        k_descale=k_descale,
+        v_descale=v_descale,
+        window=(window_left, window_right),
+        **options,
+    )
+    return _both(result)
+
+
+@_attention.register_fake
+def _(q: torch.Tensor, *others: torch.Tensor | None, return_lse: bool = False, **options: Any) -> State:
+    return _shapes(q, (q.shape[0], q.shape[2], q.shape[1]) if return_lse else None)
+
+
+@torch.library.custom_op(
+    "tilewise::attention_varlen",
+    mutates_args=(),
+    schema=(
+        "(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor cu_seqlens_k, Tensor? page_table=None, "
+        f"{TENSORS}, *, {OPTIONS}) -> (Tensor, Tensor)"
+    ),
+)
+def _attention_varlen(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    page_table: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
+    alibi_slopes: torch.Tensor | None = None,
+    q_descale: torch.Tensor | None = None,
+    k_descale: torch.Tensor | None = None,
+    v_descale: torch.Tensor | None = None,
+    *,
+    window_left: int | None = None,
+    window_right: int | None = None,
+    **options: Any,
+) -> State:
+    """attention_varlen(): q (total_q, Hq, D), k, v packed or paged -> o (total_q, Hq, D), lse (Hq, total_q) or (0,)."""
+    result = api.attention_varlen(
+        q,
+        k,
+        v,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        page_table=page_table,
+        sinks=sinks,
+        alibi_slopes=alibi_slopes,
+        q_descale=q_descale,
+        k_descale=k_descale,
+        v_descale=v_descale,
+        window=(window_left, window_right),
+        **options,
+    )
+    return _both(result)
+
+
+@_attention_varlen.register_fake
+def _(q: torch.Tensor, *others: torch.Tensor | None, return_lse: bool = False, **options: Any) -> State:
+    return _shapes(q, (q.shape[1], q.shape[0]) if return_lse else None)
+
+
+@torch.library.custom_op(
+    "tilewise::decode",
+    mutates_args=(),
+    schema=(
+        "(Tensor q, Tensor[] k_pages, Tensor[] v_pages, SymInt layer, SymInt plan, Tensor? sinks=None, "
+        "Tensor? tree_mask=None, *, float? scale=None, float softcap=0.0, bool return_lse=False, "
+        'str backend="auto") -> (Tensor, Tensor)'
+    ),
+)
+def _decode(
+    q: torch.Tensor,
+    k_pages: Sequence[torch.Tensor],
+    v_pages: Sequence[torch.Tensor],
+    layer: int,
+    plan: int,
+    sinks: torch.Tensor | None = None,
+    tree_mask: torch.Tensor | None = None,
+    **options: Any,
+) -> State:
+    """decode(): q (num_seqs, tokens, Hq, D) -> o like it, lse (num_seqs, Hq, tokens) float32 or (0,).
+
+    k_pages, v_pages: the components of the cache's storage, all layers. plan: the serial number of a living plan.
+    """
+    found = _plans.get(plan)
+    cache = None if found is None else _caches.get(found.cache_serial)
+    if found is None or cache is None:
+        lost = "plan" if found is None else "the cache of plan"
+        raise ValueError(f"{lost} {plan} is not there any more; keep plans and caches while compiled code uses them")
+    pages = _over(cache, k_pages, v_pages)
+    return _both(api.decode(q, pages, layer, found, sinks=sinks, tree_mask=tree_mask, **options))
+
+
+@_decode.register_fake
+def _(q: torch.Tensor, *others: Any, return_lse: bool = False, **options: Any) -> State:
+    return _shapes(q, (q.shape[0], q.shape[2], q.shape[1]) if return_lse else None)
+
+
+@torch.library.custom_op(
+    "tilewise::attention_seen_keys",
+    mutates_args=(),
+    schema="(Tensor q, Tensor k, Tensor v, Tensor seen, *, float? scale=None) -> Tensor",
+)
+def _attention_seen_keys(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: torch.Tensor, *, scale: float | None = None
+) -> torch.Tensor:
+    """attention() over the keys that are seen, the others not being touched: what a padding mask means.
+
+    q (B, Nq, Hq, D), k, v (B, Nk, Hkv, D) on the CPU, seen bool (B, Nk), or (1, Nk) for every sequence the same.
+    Padding is at the ends: then no key is copied.
+    """
+    o = q.new_empty(q.shape)
+    step = 1 if len(seen) > 1 else q.shape[0]
+    for at, row in zip(range(0, q.shape[0], max(1, step)), seen, strict=False):
+        these = slice(at, at + step)
+        (keys,) = row.nonzero(as_tuple=True)
+        if len(keys) and int(keys[-1]) - int(keys[0]) == len(keys) - 1:
+            k_seen, v_seen = (x[these, int(keys[0]) : int(keys[-1]) + 1] for x in (k, v))
+        else:
+            k_seen, v_seen = (x[these].index_select(1, keys) for x in (k, v))
+        api.attention(q[these], k_seen, v_seen, scale=scale, out=o[these])
+    return o
+
+
+@_attention_seen_keys.register_fake
+def _(q: torch.Tensor, *others: Any, **options: Any) -> torch.Tensor:
+    return q.new_empty(q.shape)
+
+
+def _both(result: Result) -> State:
+    if isinstance(result, torch.Tensor):
+        return result.contiguous(), result.new_empty((0,), dtype=torch.float32)
+    return result[0].contiguous(), result[1]
+
+
+def _shapes(q: torch.Tensor, lse: tuple[int, ...] | None) -> State:
+    return q.new_empty(q.shape, dtype=gpu.out_dtype(q.dtype)), q.new_empty(lse or (0,), dtype=torch.float32)
+
+
+def _over(cache: PagedKVCache, k: Sequence[torch.Tensor], v: Sequence[torch.Tensor]) -> PagedKVCache:
+    """The same cache, reading from these tensors: a compiler may have written the pages into others."""
+    same = PagedKVCache.__new__(PagedKVCache)
+    same.__dict__.update(cache.__dict__, _k=list(k), _v=list(v))
+    return same
+
+
+def _no_backward(ctx: Any, *grads: Any) -> NoReturn:
+    raise NotImplementedError(
+        "Tilewise has no backward pass yet; call it under torch.no_grad(), or use "
+        "torch.nn.functional.scaled_dot_product_attention for training"
+    )
+
+
+for _op in (_attention, _attention_varlen, _decode, _attention_seen_keys):
+    _op.register_autograd(_no_backward)
+
+
+# What the public calls become while they are traced.
+
+
+def traced_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, window: Any, schedule: Any, out: Any, **options: Any
+) -> Result:
+    """attention() in a graph."""
+    _refuse(schedule=schedule, out=out)
+    left, right = window or (None, None)
+    result = torch.ops.tilewise.attention(q, k, v, window_left=left, window_right=right, **options)
+    return _asked(result, options["return_lse"])
+
+
+def traced_attention_varlen(*tensors: torch.Tensor, window: Any, schedule: Any, out: Any, **options: Any) -> Result:
+    """attention_varlen() in a graph; tensors: q, k, v, cu_seqlens_q, cu_seqlens_k."""
+    _refuse(schedule=schedule, out=out)
+    left, right = window or (None, None)
+    result = torch.ops.tilewise.attention_varlen(*tensors, window_left=left, window_right=right, **options)
+    return _asked(result, options["return_lse"])
+
+
+def traced_decode(
+    q: torch.Tensor, cache: PagedKVCache | PrefixCache, layer: int, plan: DecodePlan, *, out: Any, **options: Any
+) -> Result:
+    """decode() in a graph, which holds neither cache nor plan: each call brings its own."""
+    _refuse(out=out)
+    pages = arguments.check_cache(cache)
+    arguments.check_plan(plan, pages)
+    result = torch.ops.tilewise.decode(q, pages._k, pages._v, layer, plan.serial, **options)
+    return _asked(result, options["return_lse"])
+
+
+def _refuse(**given: Any) -> None:
+    for name, value in given.items():
+        if value is not None:
+            raise NotImplementedError(
+                f"{name} cannot be part of a compiled graph; leave it out, or call from a function under "
+                "torch.compiler.disable"
+            )
+
+
+def _asked(result: State, return_lse: bool) -> Result:
+    return result if return_lse else result[0]

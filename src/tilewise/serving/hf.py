@@ -1,0 +1,159 @@
+"""Transformers models as the engine runs them: what their configuration says, their forward pass, their attention.
+
+Alone in importing transformers. A model's attention goes through a function registered there under a name of its own,
+which hands queries, keys and values of each layer to the step (steps.py) that came along with the forward pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import AttentionInterface, PreTrainedModel
+
+from ..plan import Window
+from .steps import Step
+
+# Registered for attention alone: for a name that has no mask function, transformers makes no mask, and so does not look
+# at position ids on the host to make one, which a graph capture would not survive.
+NAME = "tilewise_serving"
+LAYER_TYPES = ("full_attention", "sliding_attention")
+LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
+
+
+def attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    tilewise_step: Step | None = None,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attention of one layer over packed tokens: query (1, Hq, T, D), key and value (1, Hkv, T, D) -> (1, T, Hq, D)."""
+    if tilewise_step is None:
+        raise RuntimeError(f'attention implementation "{NAME}" serves tilewise.Engine alone; set another for this call')
+    if attention_mask is not None:
+        raise NotImplementedError(
+            f"{type(module).__name__} brings an attention mask of its own; tilewise.generate serves causal attention "
+            "with or without a sliding window; use model.generate"
+        )
+    window: Window | None = None if sliding_window is None else (sliding_window - 1, 0)
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    layer: int = module.layer_idx  # type: ignore[assignment]
+    o = tilewise_step.attend(layer, q, k, v, window=window, scale=scaling, softcap=softcap or 0.0, sinks=s_aux)
+    return o[None], None
+
+
+AttentionInterface.register(NAME, attention)
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """What the engine has to know of a model; `end_tokens` are those that end a sequence, by its own settings."""
+
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab: int
+    positions: int
+    end_tokens: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+
+class ServedModel:
+    """A causal language model of transformers, which stays as it is: only during forward() does its attention differ.
+
+    Raises TypeError for anything else, NotImplementedError for one whose attention is not of the kinds that decode()
+    serves.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        if not isinstance(model, PreTrainedModel):
+            raise TypeError(f"model must be a causal language model of transformers, got {type(model).__name__}")
+        self.model: Any = model
+        self._configs = {id(c): c for c in (model.config, model.config.get_text_config())}.values()
+        self._check_served()
+        self.shape = self._read_shape()
+
+    def forward(
+        self, tokens: torch.Tensor, positions: torch.Tensor, step: Step, keep: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Logits (T, vocab) after each of the packed `tokens` (T,) at `positions` (T,), or (len(keep), vocab)."""
+        with self._own_attention(), torch.no_grad():
+            logits: torch.Tensor = self.model(
+                input_ids=tokens[None],
+                position_ids=positions[None],
+                use_cache=False,
+                logits_to_keep=0 if keep is None else keep,
+                tilewise_step=step,
+            ).logits
+        return logits[0]
+
+    @contextmanager
+    def _own_attention(self) -> Iterator[None]:
+        """Tilewise's attention for the time of a forward pass, set behind the property, which walks all sub-configs."""
+        before = [config._attn_implementation_internal for config in self._configs]
+        try:
+            for config in self._configs:
+                config._attn_implementation_internal = NAME
+            yield
+        finally:
+            for config, name in zip(self._configs, before, strict=True):
+                config._attn_implementation_internal = name
+
+    def _check_served(self) -> None:
+        model, config = self.model, self.model.config.get_text_config()
+        name = type(model).__name__
+        instead = "use model.generate"
+        if model.config.is_encoder_decoder or not model.can_generate():
+            raise NotImplementedError(f"{name} is no decoder-only language model, which is what is served; {instead}")
+        if not model._can_set_attn_implementation():
+            raise NotImplementedError(f"{name} has attention that cannot be replaced by transformers' means; {instead}")
+        if not getattr(config, "is_causal", True) or getattr(config, "use_bidirectional_attention", None):
+            raise NotImplementedError(f"{name} attends in both directions; causal attention is served; {instead}")
+        kinds = set(getattr(config, "layer_types", None) or ()) - set(LAYER_TYPES)
+        if kinds:
+            raise NotImplementedError(
+                f"{name} has layers of {', '.join(sorted(kinds))}; {' and '.join(LAYER_TYPES)} are served; {instead}"
+            )
+        rope = getattr(config, "rope_parameters", None) or {}
+        nested = [rope, *(one for one in rope.values() if isinstance(one, dict))]
+        changing = {one.get("rope_type") for one in nested} & set(LENGTH_DEPENDENT_ROPE)
+        if changing:
+            raise NotImplementedError(
+                f"{name} has rotary embeddings of type {changing.pop()}, which change with the longest sequence of a "
+                f"batch, so that cached keys could not be shared; {instead}"
+            )
+        if model.training:
+            raise ValueError("model is in training mode, with dropout; call model.eval() first")
+        places = set((getattr(model, "hf_device_map", None) or {}).values())
+        if len(places) > 1:
+            raise NotImplementedError(f"model lies on {len(places)} devices; one is served; {instead}")
+
+    def _read_shape(self) -> ModelShape:
+        model, config = self.model, self.model.config.get_text_config()
+        heads = config.num_attention_heads
+        settings = model.generation_config.eos_token_id if model.generation_config is not None else config.eos_token_id
+        ends = settings if isinstance(settings, (list, tuple)) else [settings]
+        return ModelShape(
+            layers=config.num_hidden_layers,
+            heads=heads,
+            kv_heads=getattr(config, "num_key_value_heads", None) or heads,
+            head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
+            vocab=config.vocab_size,
+            positions=getattr(config, "max_position_embeddings", None) or 2**31,
+            end_tokens=tuple(int(end) for end in ends if end is not None),
+            dtype=model.dtype,
+            device=model.device,
+        )

@@ -1,0 +1,283 @@
+"""The serving engine on the CPU: who joins, leaves, waits and is sent out; graphs, as far as the host's side goes."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from tiny_models import NEW, PROMPTS, WARM, expected, run, tiny_model, tokens
+
+from tilewise.serving import Engine, Sampling, engine, generate, steps, stream
+from tilewise.serving.batch import DecodeBatch
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def llama():
+    return tiny_model()
+
+
+@pytest.fixture(scope="module")
+def answers(llama):
+    """What model.generate makes of PROMPTS."""
+    return [expected(llama, prompt, NEW) for prompt in PROMPTS]
+
+
+# ---- the engine -----------------------------------------------------------------------------------------------------
+
+
+def test_sequences_join_and_leave(llama, answers):
+    served = Engine(llama, num_pages=200, max_sequences=3)
+    lengths = [3, 12, 1, 7, 5, 12, 2, 9]
+    found, most, submitted = {}, 0, 0
+    while submitted < len(PROMPTS) or served.busy:
+        if submitted < len(PROMPTS):  # one every step, while others are decoded
+            served.submit(PROMPTS[submitted], max_new_tokens=lengths[submitted])
+            submitted += 1
+        for token in served.step():
+            found.setdefault(token.request, []).append(token.token)
+            assert (token.finish_reason == "length") == (len(found[token.request]) == lengths[token.request])
+        most = max(most, len(served._running))
+    assert most == 3
+    assert found == {n: right[:count] for n, (right, count) in enumerate(zip(answers, lengths, strict=True))}
+    assert served.prefix.stats().sequences == 0
+
+
+def test_more_samples_than_sequences(llama, answers):
+    served = Engine(llama, num_pages=200, max_sequences=2)
+    served.submit(PROMPTS[0], max_new_tokens=4, num_samples=5)
+    assert run(served) == {(0, n): answers[0][:4] for n in range(5)}
+    assert [sample.finish_reason for sample in served.result(0).samples] == ["length"] * 5
+
+
+@pytest.mark.parametrize("pages", [9, 12, 20])
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(**WARM)], ids=["greedy", "drawn"])
+def test_too_few_pages_cost_time_but_no_token(llama, pages, sampling):
+    """Room for one prompt and a bit: sequences are sent out and come back, also in the midst of their prefill."""
+
+    def tokens_with(num_pages):
+        served = Engine(llama, num_pages=num_pages, prefill_chunk=40)
+        for n, prompt in enumerate(PROMPTS):
+            served.submit(prompt, max_new_tokens=20 + n, num_samples=1 + n % 2, sampling=sampling)
+        return served, run(served)
+
+    tight, found = tokens_with(pages)
+    assert found == tokens_with(400)[1]
+    assert tight.stats().preemptions > 0
+    assert tight.stats().peak_pages <= pages
+    assert tight.prefix.stats().evictions > 0
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_chance(llama, replays, seed):
+    """Trees of prompts that come at any time, few pages, samples, cancellations, with and without graphs."""
+    rng = random.Random(seed)
+    page_size = rng.choice([1, 4, 16])
+    served = Engine(
+        llama,
+        page_size=page_size,
+        num_pages=-(-90 // page_size) + rng.randint(1, 60 // page_size + 1),
+        max_sequences=rng.randint(1, 6),
+        prefill_chunk=rng.choice([1, 7, 30, 500]),
+    )
+    served._graphs = rng.random() < 0.7
+    texts, asked, found = [[]], {}, {}
+    for n in range(10):
+        prompt = rng.choice(texts)[: rng.randint(0, 60)] + tokens(rng.randint(1, 12), seed=100 * seed + n)
+        texts.append(prompt)
+        samples, length = rng.choice([1, 1, 3]), rng.randint(1, 16)
+        sampling = Sampling(**WARM) if rng.random() < 0.3 else Sampling()
+        number = served.submit(prompt, max_new_tokens=length, num_samples=samples, sampling=sampling)
+        asked[number] = prompt, length, samples, sampling
+        for _ in range(rng.randint(0, 6)):
+            for token in served.step():
+                found.setdefault((token.request, token.sample), []).append(token.token)
+        if rng.random() < 0.15:
+            served.cancel(rng.choice(list(asked)))
+    for key, more in run(served).items():
+        found.setdefault(key, []).extend(more)
+    assert served.prefix.stats().sequences == 0
+    for number, (prompt, length, samples, sampling) in asked.items():
+        result = served.result(number)
+        alone = Engine(llama, num_pages=60)
+        alone._next_request = number  # what is drawn depends on it
+        alone.submit(prompt, max_new_tokens=length, num_samples=samples, sampling=sampling)
+        right = run(alone)
+        for n, sample in enumerate(result.samples):
+            count = len(sample.tokens)
+            assert sample.tokens == right[number, n][:count] == found.get((number, n), [])
+            assert count == length or sample.finish_reason == "cancelled"
+
+
+def test_the_oldest_is_never_sent_out(llama):
+    served = Engine(llama, num_pages=12)
+    for n in range(4):
+        served.submit(tokens(60, seed=20 + n), max_new_tokens=60)
+    order = []
+    while served.busy:
+        order += [token.request for token in served.step() if token.finish_reason]
+    assert order[0] == 0
+    assert served.stats().preemptions > 0
+
+
+def test_cancel(llama, answers):
+    served = Engine(llama, num_pages=200, max_sequences=2, prefill_chunk=20)
+    numbers = [served.submit(prompt, max_new_tokens=NEW) for prompt in PROMPTS]
+    served.step()  # of the first, in the midst of its prefill
+    served.cancel(numbers[0])
+    while not any(s.request.number == 1 for s in served._running):
+        served.step()
+    served.step()
+    served.cancel(numbers[1])  # running
+    served.cancel(numbers[4])  # waiting
+    run(served)
+    results = [served.result(number) for number in numbers]
+    assert [r.samples[0].finish_reason == "cancelled" for r in results] == [n in (0, 1, 4) for n in range(len(PROMPTS))]
+    assert results[0].tokens == results[4].tokens == []
+    assert 1 <= len(results[1].tokens) < NEW
+    assert results[1].tokens == answers[1][: len(results[1].tokens)]
+    assert [r.tokens for n, r in enumerate(results) if n not in (0, 1, 4)] == [
+        right for n, right in enumerate(answers) if n not in (0, 1, 4)
+    ]
+    assert served.prefix.stats().sequences == 0
+    with pytest.raises(ValueError, match="number must be that of a request, but 0 was never submitted or is forgotten"):
+        served.cancel(numbers[0])
+
+
+def test_a_cache_is_kept_between_requests(llama, answers):
+    served = Engine(llama, num_pages=200)
+    for _ in range(2):
+        served.submit(PROMPTS[2], max_new_tokens=NEW)
+        assert list(run(served).values()) == [answers[2]]
+    assert served.result(1).reused == len(PROMPTS[2]) - 1
+    with pytest.raises(ValueError, match="request 2 has 1 unfinished samples"):
+        served.result(served.submit(PROMPTS[0], max_new_tokens=1))
+
+
+def test_stream_and_on_token(llama, answers):
+    seen = []
+    generate(llama, PROMPTS, max_new_tokens=NEW, num_samples=2, on_token=lambda *token: seen.append(token))
+    for found in (seen, list(stream(llama, PROMPTS, max_new_tokens=NEW, num_samples=2))):
+        for n, right in enumerate(answers):
+            assert [t for prompt, sample, t in found if (prompt, sample) == (n, 1)] == right
+    first = next(stream(llama, PROMPTS, max_new_tokens=NEW))
+    assert first == (0, 0, answers[0][0])
+
+
+def test_progress(llama, capsys):
+    generate(llama, PROMPTS[:2], max_new_tokens=2, num_samples=2, progress=True)
+    assert "4/4" in capsys.readouterr().err
+
+
+# ---- graphs, without a card -----------------------------------------------------------------------------------------
+
+
+class Recorded:
+    """In a graph's place: a replay runs the captured pass again, over the buffers that it was captured with."""
+
+    def __init__(self, batch, replays):
+        self.batch, self.replays = batch, replays
+        self.buffers = self.addresses()
+
+    def addresses(self):
+        return self.batch._tokens.data_ptr(), self.batch._next.data_ptr()
+
+    def replay(self):
+        assert self.buffers == self.addresses()
+        self.replays.append(len(self.batch.step.seqs))
+        self.batch._forward()
+
+
+@pytest.fixture
+def replays(monkeypatch):
+    """Engines capture and replay as on a card; the rows of each replay."""
+    found = []
+
+    class Growing(steps.DecodeStep):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            self.grows = True
+
+    monkeypatch.setattr(DecodeBatch, "capture", lambda batch: Recorded(batch, found))
+    monkeypatch.setattr(engine, "DecodeStep", Growing)
+    return found
+
+
+def test_steps_are_captured_and_replayed_while_the_batch_is_the_same(llama, answers, replays, monkeypatch):
+    monkeypatch.setattr(engine, "ROOM", 4)
+    monkeypatch.setattr(engine, "IDLE_SHARE", 0)
+    served = Engine(llama, num_pages=200)
+    served._graphs = True
+    for n, prompt in enumerate(PROMPTS):
+        served.submit(prompt, max_new_tokens=NEW if n else 3)
+    assert run(served) == {(n, 0): right if n else right[:3] for n, right in enumerate(answers)}
+    # 11 decode steps: two with everybody, nine without the first. Plans are made in the first of each and grow four
+    # times: then a step runs call by call again.
+    assert replays == [8] + [7] * 4 + [7] * 3
+    assert served.stats().graph_captures == 3
+
+
+def test_those_who_are_done_stay_in_the_graph_for_a_while(llama, answers, replays):
+    served = Engine(llama, num_pages=200)
+    served._graphs = True
+    lengths = [3, 5, 5, NEW, NEW, 4, NEW, 4]
+    for prompt, length in zip(PROMPTS, lengths, strict=True):
+        served.submit(prompt, max_new_tokens=length)
+    found = run(served)
+    assert found == {(n, 0): right[:length] for n, (right, length) in enumerate(zip(answers, lengths, strict=True))}
+    # One is done after 2 decode steps and stays; with three done after 3 steps it is too many; then five run, of which
+    # two are done after 4; three run on.
+    assert replays == [8, 8] + [3] * 6
+    assert served.prefix.stats().sequences == 0  # nobody was forgotten in the cache
+
+
+def test_idle_rows_make_way_for_one_who_joins_and_at_the_end(llama, replays):
+    served = Engine(llama, num_pages=200)
+    served._graphs = True
+    numbers = [served.submit(PROMPTS[n], max_new_tokens=3 if n == 0 else NEW) for n in range(5)]
+    while not served._idle:
+        served.step()
+    assert served.prefix.stats().sequences == 5
+    numbers.append(served.submit(PROMPTS[5], max_new_tokens=NEW))
+    served.step()
+    assert not served._idle
+    assert served.prefix.stats().sequences == 5
+    served.step()
+    for number in numbers[1:]:
+        served.cancel(number)
+    assert not served.busy
+    assert served.prefix.stats().sequences == 0
+
+
+def test_idle_rows_make_way_for_want_of_pages(llama, replays):
+    def tokens_with(num_pages, graphs):
+        served = Engine(llama, num_pages=num_pages)
+        served._graphs = graphs
+        for n in range(5):
+            served.submit(tokens(30, seed=40 + n), max_new_tokens=4 if n == 0 else 40)
+        return served, run(served)
+
+    tight, found = tokens_with(14, True)
+    assert found == tokens_with(200, False)[1]
+    assert tight.stats().preemptions > 0
+    assert tight.prefix.stats().sequences == 0
+
+
+def test_idle_rows_do_not_outrun_the_positions(replays):
+    model = tiny_model(max_position_embeddings=64)
+    served = Engine(model, num_pages=100)
+    served._graphs = True
+    served.submit(tokens(60, seed=1), max_new_tokens=4)
+    for n in range(4):
+        served.submit(tokens(5, seed=2 + n), max_new_tokens=20)
+    while served.busy:
+        served.step()
+        assert max(served.prefix.lengths.values(), default=0) <= 64
