@@ -1,0 +1,195 @@
+"""Tilewise as an attention implementation of transformers, in two lines:
+
+    import tilewise.integrations.transformers as t; t.register()
+    model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="tilewise", dtype=torch.bfloat16)
+
+A model makes its masks once a forward pass and calls attention once a layer, so a function for each is registered.
+`make_mask` reads what the model asked for (causal, window, padding, packed sequences, how much of a static cache is
+filled) and finds the rows of each sequence; `attention_forward` runs `tilewise.attention`, or, where rows are missing
+or packed, `tilewise.attention_varlen` over the rows that are there. No mask is ever formed. As in eager attention, the
+mask is what counts: a model's `is_causal` and `sliding_window` are looked at only where it made no mask.
+
+Padded queries of a causal or windowed mask give 0. Of a mask without either, every query is computed: nothing tells a
+padded query from one of a cross-attention. What a mask says beyond this (image tokens that see each other, chunks,
+masks of one's own) raises NotImplementedError.
+
+Gradients: the kernels have no backward, so with gradients wanted torch's own SDPA computes the same, over a mask
+that is formed for it; see `wants_gradient`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from .. import api, checks
+from .transformers_mask import INSTEAD, Mask, make_mask, mask_of_flags, visible, with_given_sequences
+
+NAME = "tilewise"
+
+# What models hand to attention besides the mask, and what it would change; never to be ignored.
+UNSERVED = {
+    "position_bias": "a bias on the scores",
+    "indices": "keys that are chosen for each query",
+    "block_indices": "blocks of keys that are chosen for each query",
+    "head_mask": "a factor for each head",
+    "cache": "the paged cache of continuous batching",
+}
+
+
+def register() -> None:
+    """Make `attn_implementation="tilewise"` known to every model of transformers. Calling it again changes nothing.
+
+    transformers offers no way to take an implementation out again. torch.compile breaks its graph at both functions:
+    masks are read from tensors' values.
+    """
+    AttentionInterface.register(NAME, torch.compiler.disable(attention_forward))
+    AttentionMaskInterface.register(NAME, torch.compiler.disable(make_mask))
+
+
+def attention_forward(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: Mask | torch.Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attention of one layer, for transformers' AttentionInterface.
+
+    query: (B, Hq, Nq, D); key: (B, Hkv, Nk, D); value: (B, Hkv, Nk, Dv). attention_mask: what `make_mask` made, a
+    (B, Nk) bool or int with 0 for padding, or None. is_causal (of the module if None) and sliding_window: looked at
+    where no Mask is given. softcap, s_aux or sinks (Hq,): as in `tilewise.attention`. cu_seq_lens_q, cu_seq_lens_k:
+    sequences packed in one batch row.
+
+    Returns (B, Nq, Hq, Dv) and None: attention weights are never formed. On CUDA it takes bfloat16 and float16.
+    """
+    _refuse_unserved(dropout, kwargs)
+    if s_aux is not None and sinks is not None:
+        raise ValueError("s_aux and sinks are two names of one argument, got both")
+    checks.tensor("query", query, shape=("batch", "heads", "queries", "head_dim"))
+    mask = attention_mask
+    if not isinstance(mask, Mask):
+        causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+        mask = mask_of_flags(query, key, bool(causal), sliding_window, attention_mask)
+    if (query.shape[0], query.shape[2], key.shape[2]) != (mask.batch, mask.queries, mask.kv_length):
+        raise ValueError(
+            f"attention_mask was made for {mask.batch} batch rows, {mask.queries} queries and {mask.kv_length} keys, "
+            f"got query {tuple(query.shape)} and key {tuple(key.shape)}"
+        )
+    mask = with_given_sequences(mask, kwargs.get("cu_seq_lens_q"), kwargs.get("cu_seq_lens_k"))
+
+    head_dim, value_dim = query.shape[-1], value.shape[-1]
+    q, k, v = (_widened(x, max(head_dim, value_dim)).transpose(1, 2) for x in _as_autocast((query, key, value)))
+    k, v = k[:, : mask.keys], v[:, : mask.keys]
+    sinks = s_aux if sinks is None else sinks
+    scale = head_dim**-0.5 if scaling is None else scaling
+    if wants_gradient(q, k, v, sinks):
+        o = _with_gradient(q, k, v, mask, scale, softcap, sinks)
+    else:
+        o = _without_gradient(q, k, v, mask, scale, softcap or 0.0, None if sinks is None else sinks.detach())
+    return o[..., :value_dim], None
+
+
+def wants_gradient(*tensors: torch.Tensor | None) -> bool:
+    """Does torch's SDPA serve this call? Yes, if one of these is to get a gradient, which our kernels have none of.
+
+    Inference belongs under `torch.inference_mode()` or `torch.no_grad()`, as `generate` does it.
+    """
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+
+
+def _without_gradient(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: Mask,
+    scale: float,
+    softcap: float,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """The kernels: q (B, Nq, Hq, D), k, v (B, keys, Hkv, D) -> (B, Nq, Hq, D); rows of no sequence give 0."""
+    options: dict[str, Any] = {
+        "causal": mask.causal, "window": mask.window, "scale": scale, "softcap": softcap, "sinks": sinks
+    }  # fmt: skip
+    ragged = mask.ragged
+    if ragged is None:
+        o = api.attention(q, k, v, **options)
+    else:
+        rows = ragged.rows_q, ragged.rows_k, ragged.rows_k
+        q1, k1, v1 = (x.flatten(0, 1) if r is None else x[r] for x, r in zip((q, k, v), rows, strict=True))
+        o = api.attention_varlen(q1, k1, v1, ragged.starts_q, ragged.starts_k, **options)
+    assert isinstance(o, torch.Tensor)
+    if ragged is None or ragged.rows_q is None:
+        return o.view(q.shape)
+    padded = o.new_zeros(q.shape)
+    padded[ragged.rows_q] = o
+    return padded
+
+
+def _with_gradient(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: Mask,
+    scale: float,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """The same by torch's SDPA, which knows its backward."""
+    if softcap:
+        raise NotImplementedError(
+            'softcap with gradients is not served, torch\'s SDPA having none; use attn_implementation="eager", or '
+            "torch.no_grad() for inference"
+        )
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    seen = visible(mask, q.device)
+    if sinks is None:
+        blind = ~seen.any(-1, keepdim=True)  # such a row sees all and gives 0, so that no NaN enters the gradients
+        o = F.scaled_dot_product_attention(q, k, v, attn_mask=seen | blind, scale=scale, enable_gqa=True)
+        return o.masked_fill(blind, 0).transpose(1, 2)
+    # A sink is the score of one more key, whose value is 0.
+    bias = q.new_zeros(seen.shape).masked_fill(~seen, -torch.inf).expand(q.shape[0], q.shape[1], -1, -1)
+    sink = sinks.to(q.dtype)[None, :, None, None].expand(*bias.shape[:3], 1)
+    k, v = (F.pad(x, (0, 0, 0, 1)) for x in (k, v))
+    o = F.scaled_dot_product_attention(q, k, v, attn_mask=torch.cat((bias, sink), -1), scale=scale, enable_gqa=True)
+    return o.transpose(1, 2)
+
+
+def _as_autocast(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """The tensors in autocast's dtype, where it is on: rotary embeddings leave q and k in float32, but not v."""
+    kind = tensors[0].device.type
+    if not torch.is_autocast_enabled(kind):
+        return tensors
+    return [x.to(torch.get_autocast_dtype(kind)) for x in tensors]
+
+
+def _widened(x: torch.Tensor, head_dim: int) -> torch.Tensor:
+    """x (..., D) with zeros up to `head_dim`, which change no score and no value."""
+    return x if x.shape[-1] == head_dim else F.pad(x, (0, head_dim - x.shape[-1]))
+
+
+def _refuse_unserved(dropout: float, kwargs: dict[str, Any]) -> None:
+    if dropout:
+        raise NotImplementedError(
+            f"dropout is not served, got {dropout}; call model.eval(), set the config's attention dropout to 0, or "
+            f"{INSTEAD}"
+        )
+    if kwargs.get("output_attentions"):
+        raise NotImplementedError(
+            'output_attentions is not served: attention weights are never formed; use attn_implementation="eager"'
+        )
+    for name, meaning in UNSERVED.items():
+        if kwargs.get(name) is not None:
+            raise NotImplementedError(f"{name} ({meaning}) is not served; {INSTEAD}")

@@ -1,0 +1,359 @@
+"""The masks of transformers, read instead of formed.
+
+transformers describes a mask by functions of (batch, head, query, key) indices and asks the attention implementation to
+make of them what it likes. Here that is a `Mask`: causal, window, and the rows of each sequence, found once a forward
+pass for all layers that share it. What cannot be told in these words is refused.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NoReturn
+
+import torch
+import torch.nn.functional as F
+from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
+
+from .. import checks
+from ..plan import Window
+
+INSTEAD = 'use attn_implementation="sdpa" or "eager"'
+
+Rows = tuple[torch.Tensor, torch.Tensor]
+
+
+@dataclass(frozen=True, eq=False)
+class Ragged:
+    """Sequences among the rows of a batch.
+
+    rows_q, rows_k: (batch index, position) of every row that belongs to a sequence, in order; None where all do.
+    starts_q, starts_k: (sequences + 1,), where each sequence starts when those rows are packed.
+    """
+
+    rows_q: Rows | None
+    rows_k: Rows | None
+    starts_q: torch.Tensor
+    starts_k: torch.Tensor
+
+    def to(self, *args: Any, **kwargs: Any) -> Ragged:
+        def moved(rows: Rows | None) -> Rows | None:
+            return None if rows is None else (rows[0].to(*args, **kwargs), rows[1].to(*args, **kwargs))
+
+        starts = self.starts_q.to(*args, **kwargs), self.starts_k.to(*args, **kwargs)
+        return Ragged(moved(self.rows_q), moved(self.rows_k), *starts)
+
+
+@dataclass(frozen=True, eq=False)
+class Mask:
+    """What the queries of a forward pass see, as models carry it from `make_mask` to `attention_forward`.
+
+    batch, queries, kv_length: the sizes of q, and of k as the cache hands it over; keys: how many of these are filled.
+    causal, window: as in `tilewise.attention`, bottom-right over the keys of each sequence. ragged: the sequences, None
+    for one in each batch row, without padding.
+
+    It passes for a tensor as far as moving it goes. A model that computes with its mask is told that it cannot.
+    """
+
+    batch: int
+    queries: int
+    keys: int
+    kv_length: int
+    causal: bool
+    window: Window | None
+    ragged: Ragged | None = None
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        return self.batch, 1, self.queries, self.kv_length
+
+    @property
+    def ndim(self) -> int:
+        return 4
+
+    def to(self, *args: Any, **kwargs: Any) -> Mask:
+        return self if self.ragged is None else replace(self, ragged=self.ragged.to(*args, **kwargs))
+
+    def contiguous(self) -> Mask:
+        return self
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise AttributeError(f"the attention mask of Tilewise is no tensor and has no {name!r}; {INSTEAD}")
+
+    def __getitem__(self, _: Any) -> NoReturn:
+        raise _cannot_compute("indexes")
+
+    @classmethod
+    def __torch_function__(cls, function: Any, *_: Any, **__: Any) -> NoReturn:
+        raise _cannot_compute(f"computes ({getattr(function, '__name__', function)}) with")
+
+
+def _cannot_compute(what: str) -> NotImplementedError:
+    return NotImplementedError(f"this model {what} its attention mask, which Tilewise never forms; {INSTEAD}")
+
+
+@dataclass(frozen=True, eq=False)
+class Pattern:
+    """A mask function as it was read: causal, window as in `tilewise.attention`, and for packed sequences the number
+    of the sequence that each token belongs to, (B, N)."""
+
+    causal: bool = False
+    window: Window | None = None
+    documents: torch.Tensor | None = None
+
+    def narrowed(self, other: Pattern) -> Pattern:
+        """What is seen by both."""
+        if self.documents is not None and other.documents is not None:
+            raise NotImplementedError(f"mask_function packs sequences twice; {INSTEAD}")
+        windows = [p.window for p in (self, other) if p.window is not None]
+        sides = [[side for side in sides if side is not None] for sides in zip(*windows, strict=True)]
+        return Pattern(
+            self.causal or other.causal,
+            (min(sides[0], default=None), min(sides[1], default=None)) if windows else None,
+            other.documents if self.documents is None else self.documents,
+        )
+
+
+def read_pattern(mask_function: Callable[..., Any], end: int) -> Pattern:
+    """What transformers' `mask_function` means, `end` being the position after the last key.
+
+    transformers hands over a composition of functions; each is known by its name and tells its sizes by its closure.
+    Whatever is not known is refused: nothing may be lost between the model and the kernel.
+    """
+    if mask_function is causal_mask_function:
+        return Pattern(causal=True)
+    if mask_function is bidirectional_mask_function:
+        return Pattern()
+    match _maker(mask_function):
+        case "and_masks", {"mask_functions": parts}:
+            pattern = Pattern()
+            for part in parts:
+                pattern = pattern.narrowed(read_pattern(part, end))
+            return pattern
+        case "or_masks", {"mask_functions": parts}:
+            return _read_union(parts, end)
+        case "sliding_window_overlay", {"sliding_window": int(size)}:
+            return Pattern(window=(size - 1, None))
+        case "sliding_window_bidirectional_overlay", {"sliding_window": int(size)}:
+            return Pattern(window=(size, size))
+        case "packed_sequence_mask_function", {"packed_sequence_mask": torch.Tensor() as documents}:
+            return Pattern(documents=documents)
+        case "chunked_overlay", {"chunk_size": int(size)}:
+            if end <= size:  # all in the first chunk
+                return Pattern()
+            raise NotImplementedError(
+                f"chunked attention is served up to the length of a chunk, {size} tokens, got {end}; {INSTEAD}"
+            )
+    raise NotImplementedError(
+        f"mask_function {_name(mask_function)} (an or_mask_function or and_mask_function of the model) is not served: "
+        f"masks are causal, windowed, padded or packed; {INSTEAD}"
+    )
+
+
+def _read_union(parts: Sequence[Callable[..., Any]], end: int) -> Pattern:
+    """A mask widened by blocks of tokens that see each other, as those of an image, where there is no such block."""
+    base, *overlays = parts
+    for overlay in overlays:
+        match _maker(overlay):
+            case "blockwise_overlay", {"block_sequence_ids": torch.Tensor() as blocks}:
+                if bool((blocks >= 0).any()):
+                    raise NotImplementedError(
+                        "block_sequence_ids, or token types, name blocks of tokens that see each other (images, a "
+                        f"prefix), which is not served; {INSTEAD}"
+                    )
+            case _:
+                raise NotImplementedError(
+                    f"or_mask_function {_name(overlay)}, which widens the mask, is not served; {INSTEAD}"
+                )
+    return read_pattern(base, end)
+
+
+def _maker(mask_function: Any) -> tuple[str, dict[str, Any]]:
+    """Which function of transformers' masking_utils made this one, and of what; ("", {}) if none did."""
+    if not inspect.isfunction(mask_function) or mask_function.__module__ != causal_mask_function.__module__:
+        return "", {}
+    return mask_function.__qualname__.partition(".")[0], dict(inspect.getclosurevars(mask_function).nonlocals)
+
+
+def _name(mask_function: Any) -> str:
+    if not inspect.isfunction(mask_function):
+        return repr(mask_function)
+    return f"{mask_function.__module__}.{mask_function.__qualname__}"
+
+
+def make_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | torch.Tensor = 0,
+    kv_offset: int = 0,
+    mask_function: Callable[..., Any] = causal_mask_function,
+    attention_mask: torch.Tensor | Mask | None = None,
+    device: torch.device | str = "cpu",
+    **_: Any,
+) -> Mask:
+    """The mask of a forward pass, for transformers' AttentionMaskInterface; its arguments are those of `sdpa_mask`.
+
+    Query i stands at position q_offset + i, key j at kv_offset + j. attention_mask: (batch_size, positions) bool, False
+    for padding; positions that it does not reach are padding. Reads values of tensors, so on a GPU the CPU waits, once
+    for all layers that share the mask.
+    """
+    if isinstance(attention_mask, Mask):  # made ahead: `generate` does that for static caches
+        return attention_mask
+    end = int(q_offset) + q_length
+    pattern = read_pattern(mask_function, end)
+    # A static cache hands over all of its room; causal queries see nothing beyond the last of them.
+    keys = end - kv_offset if pattern.causal else kv_length
+    if not 0 <= keys <= kv_length:
+        raise ValueError(
+            f"the keys must reach to position {end} like the queries, got {kv_length} of them from {kv_offset}"
+        )
+    if pattern.window is not None and kv_offset + keys != end:
+        raise NotImplementedError(
+            f"a window needs the last query at the last key's position, got queries to {end} and keys to "
+            f"{kv_offset + keys}; {INSTEAD}"
+        )
+    there = None
+    if attention_mask is not None:
+        if attention_mask.dim() != 2 or attention_mask.shape[0] != batch_size:
+            raise ValueError(
+                f"attention_mask must be ({batch_size}, positions) for padding, got shape {tuple(attention_mask.shape)}"
+            )
+        there = attention_mask[:, kv_offset : kv_offset + keys].to(device=device, dtype=torch.bool)
+        there = F.pad(there, (0, keys - there.shape[1]))
+    mask = Mask(batch_size, q_length, keys, kv_length, pattern.causal, pattern.window)
+    return with_sequences(mask, there, pattern.documents)
+
+
+def with_sequences(mask: Mask, there: torch.Tensor | None, documents: torch.Tensor | None) -> Mask:
+    """`mask` with its sequences found. there: bool (batch, keys), False for padding. documents: (batch, keys), the
+    number of the sequence that each token belongs to; sequences of a batch row lie one after the other."""
+    if there is not None and bool(there.all()):
+        there = None
+    if there is None and documents is None:
+        return mask
+    batch, keys, queries = mask.batch, mask.keys, mask.queries
+    if documents is None:
+        assert there is not None
+        owner = torch.arange(batch, device=there.device)[:, None].expand(batch, keys)
+        sequences = batch
+    else:
+        if tuple(documents.shape) != (batch, keys) or queries != keys:
+            raise ValueError(
+                f"packed sequences need a number for each of the {keys} keys and as many queries, got "
+                f"{tuple(documents.shape)} for {queries} queries of {batch} batch rows"
+            )
+        step = documents.diff(dim=-1)
+        if bool((step < 0).any()):
+            raise NotImplementedError(f"packed sequences must lie one after the other in a batch row; {INSTEAD}")
+        first = torch.ones_like(documents, dtype=torch.bool)
+        first[:, 1:] = step > 0
+        owner = first.flatten().cumsum(0).view(batch, keys) - 1
+        sequences = int(first.sum())
+    rows_k = _rows(there)
+    if rows_k is not None and mask.window is not None:
+        same = owner[rows_k].diff() == 0
+        if bool((same & (rows_k[1].diff() != 1)).any()):
+            raise NotImplementedError(
+                f"attention_mask has padding between the tokens of a sequence, where a window cannot be told; {INSTEAD}"
+            )
+    starts_k = _starts(owner, rows_k, sequences)
+    if documents is None and not mask.causal and mask.window is None:  # it may be a cross-attention: all queries count
+        starts_q = torch.arange(batch + 1, device=owner.device, dtype=torch.int32) * queries
+        return replace(mask, ragged=Ragged(None, rows_k, starts_q, starts_k))
+    if queries > keys:
+        raise ValueError(f"padded queries must be among the keys, got {queries} queries for {keys} keys")
+    owner = owner[:, keys - queries :]
+    rows_q = _rows(None if there is None else there[:, keys - queries :])
+    return replace(mask, ragged=Ragged(rows_q, rows_k, _starts(owner, rows_q, sequences), starts_k))
+
+
+def _rows(there: torch.Tensor | None) -> Rows | None:
+    """(batch index, position) of what is there, in order; None if all is."""
+    if there is None:
+        return None
+    batch, position = there.nonzero(as_tuple=True)
+    return batch, position
+
+
+def _starts(owner: torch.Tensor, rows: Rows | None, sequences: int) -> torch.Tensor:
+    """Where each sequence starts among the packed rows, (sequences + 1,) int32. owner: (batch, N), not decreasing."""
+    packed = (owner.flatten() if rows is None else owner[rows]).contiguous()
+    return torch.searchsorted(packed, torch.arange(sequences + 1, device=owner.device), out_int32=True)
+
+
+def mask_of_flags(
+    query: torch.Tensor, key: torch.Tensor, causal: bool, sliding_window: int | None, padding: Any
+) -> Mask:
+    """The Mask of a call that has none: by the layer's own flags, and a (B, Nk) padding mask if there is one."""
+    batch, queries, keys = query.shape[0], query.shape[2], key.shape[2]
+    window = None
+    if sliding_window is not None:
+        reach = checks.integer("sliding_window", sliding_window, 1) - 1
+        window = (reach, None if causal else reach)
+    mask = Mask(batch, queries, keys, keys, causal, window)
+    if padding is None:
+        return mask
+    if not isinstance(padding, torch.Tensor):
+        raise TypeError(f"attention_mask must be a padding mask or None, got {type(padding).__name__}")
+    if padding.dim() != 2:
+        raise NotImplementedError(
+            f"attention_mask must be a padding mask ({batch}, {keys}) or None, got shape {tuple(padding.shape)}: a "
+            f"mask of one's own is not served; {INSTEAD}"
+        )
+    checks.tensor("attention_mask", padding, shape=(batch, keys))
+    return with_sequences(mask, padding.to(device=query.device, dtype=torch.bool), None)
+
+
+def with_given_sequences(mask: Mask, starts_q: torch.Tensor | None, starts_k: torch.Tensor | None) -> Mask:
+    """`mask` over the sequences that cu_seq_lens_q and cu_seq_lens_k tell, where they are given."""
+    if starts_q is None and starts_k is None:
+        return mask
+    if starts_q is None or starts_k is None:
+        raise ValueError("cu_seq_lens_q and cu_seq_lens_k go together, got one of them")
+    if mask.batch != 1 or (mask.ragged is not None and mask.ragged.rows_k is not None):
+        raise ValueError(
+            f"cu_seq_lens_q and cu_seq_lens_k go with one batch row without padding, got {mask.batch} rows"
+            + (" and padding" if mask.ragged is not None else "")
+        )
+    return replace(mask, ragged=Ragged(None, None, starts_q, starts_k))
+
+
+def visible(mask: Mask, device: torch.device) -> torch.Tensor:
+    """Which key each query sees: bool (B or 1, 1, queries, keys)."""
+    if mask.ragged is None:
+        position_q = torch.arange(mask.keys - mask.queries, mask.keys, device=device)[None]
+        position_k = torch.arange(mask.keys, device=device)[None]
+        seen = torch.ones((1, mask.queries, mask.keys), dtype=torch.bool, device=device)
+    else:
+        ragged = mask.ragged
+        owner_q, position_q = _places(ragged.rows_q, ragged.starts_q, mask.batch, mask.queries, device)
+        owner_k, position_k = _places(ragged.rows_k, ragged.starts_k, mask.batch, mask.keys, device)
+        seen = (owner_q[:, :, None] == owner_k[:, None, :]) & (owner_q >= 0)[:, :, None]
+        ahead = F.pad(ragged.starts_k.diff() - ragged.starts_q.diff(), (0, 1)).to(device)  # the last for rows of none
+        position_q = position_q + ahead[owner_q]
+    distance = position_q[:, :, None] - position_k[:, None, :]
+    left, right = mask.window or (None, None)
+    if mask.causal:
+        seen = seen & (distance >= 0)
+    if left is not None:
+        seen = seen & (distance <= left)
+    if right is not None:
+        seen = seen & (distance >= -right)
+    return seen[:, None]
+
+
+def _places(
+    rows: Rows | None, starts: torch.Tensor, batch: int, length: int, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of each row of (batch, length) its sequence, −1 for none, and its place in it."""
+    packed = torch.arange(batch * length if rows is None else rows[0].shape[0], device=device)
+    starts = starts.to(device)
+    owner = torch.bucketize(packed, starts[1:], right=True)
+    place = packed - starts[owner]
+    if rows is None:
+        return owner.view(batch, length), place.view(batch, length)
+    full = packed.new_full((2, batch, length), -1)
+    full[0][rows], full[1][rows] = owner, place
+    return full[0], full[1]
