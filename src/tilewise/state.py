@@ -90,7 +90,7 @@ class Accumulator:
         # A row's o counts only once its lse does, so with one state a row nothing needs clearing beforehand.
         fresh = torch.empty if exclusive else torch.zeros
         self.o = fresh(shape, dtype=dtype, device="cpu") if o is None else o
-        self.lse = torch.full(shape[:2], -math.inf, dtype=torch.float32, device="cpu")
+        self.lse = torch.full(shape[:2], -math.inf, dtype=torch.float32, device=self.o.device)
 
     def finish(self) -> torch.Tensor:
         """o, with 0 in every row that no state with a visible key came to."""
