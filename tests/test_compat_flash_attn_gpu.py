@@ -228,8 +228,9 @@ def test_rotary():
     offsets = torch.tensor([3, 20])
     for interleaved in (False, True):
         expected = apply_rotary_emb(x, cos, sin, interleaved, seqlen_offsets=offsets)
+        tables = [on_card(table) for table in (x, cos, sin, offsets)]
         with without_waiting():
-            got = apply_rotary_emb(*map(on_card, (x, cos, sin)), interleaved, seqlen_offsets=on_card(offsets))
+            got = apply_rotary_emb(*tables[:3], interleaved, seqlen_offsets=tables[3])
         verdict = reference.judge(got.cpu(), expected.double(), expected)
         assert verdict.ok, verdict.reason
 

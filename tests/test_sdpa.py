@@ -43,11 +43,12 @@ def check(query, key, value, attn_mask=None, *, is_causal=False, scale=None, ena
     told = explain(query, key, value, attn_mask, **options)
     assert told.backend == by, str(told)
     got = sdpa(query, key, value, attn_mask, **options)
+    if not got.numel():  # torch 2.11 gives None for some of these on a GPU
+        assert got.shape == (*query.shape[:-1], value.shape[-1])
+        return got
     like = torch_sdpa(query, key, value, attn_mask, **options)
     assert got.shape == like.shape
     assert (got.dtype, got.device) == (like.dtype, like.device)
-    if not got.numel():
-        return got
 
     lead = torch.broadcast_shapes(*(x.shape[:-3] for x in (query, key, value)))
     heads = [x.shape[-3] if x.dim() > 2 else 1 for x in (query, key, value)]

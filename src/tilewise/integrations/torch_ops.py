@@ -51,12 +51,15 @@ def remember(plan: DecodePlan, cache: PagedKVCache) -> DecodePlan:
     return plan
 
 
-# The operators: schema, what runs, and the shapes of what comes back.
+# The operators: schema, what runs, and the shapes of what comes back. The compiler's own CUDA graphs go round them: a
+# launch keeps counters and buffers from call to call, which a graph's pool would have to own.
+TAGS = tuple(getattr(torch.Tag, name) for name in ("cudagraph_unsafe",) if hasattr(torch.Tag, name))
 
 
 @torch.library.custom_op(
     "tilewise::attention",
     mutates_args=(),
+    tags=TAGS,
     schema=f"(Tensor q, Tensor k, Tensor v, {TENSORS}, *, {OPTIONS}) -> (Tensor, Tensor)",
 )
 def _attention(
@@ -97,6 +100,7 @@ def _(q: torch.Tensor, *others: torch.Tensor | None, return_lse: bool = False, *
 @torch.library.custom_op(
     "tilewise::attention_varlen",
     mutates_args=(),
+    tags=TAGS,
     schema=(
         "(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor cu_seqlens_k, Tensor? page_table=None, "
         f"{TENSORS}, *, {OPTIONS}) -> (Tensor, Tensor)"
@@ -146,6 +150,7 @@ def _(q: torch.Tensor, *others: torch.Tensor | None, return_lse: bool = False, *
 @torch.library.custom_op(
     "tilewise::decode",
     mutates_args=(),
+    tags=TAGS,
     schema=(
         "(Tensor q, Tensor[] k_pages, Tensor[] v_pages, SymInt layer, SymInt plan, Tensor? sinks=None, "
         "Tensor? tree_mask=None, *, float? scale=None, float softcap=0.0, bool return_lse=False, "
@@ -183,6 +188,7 @@ def _(q: torch.Tensor, *others: Any, return_lse: bool = False, **options: Any) -
 @torch.library.custom_op(
     "tilewise::attention_seen_keys",
     mutates_args=(),
+    tags=TAGS,
     schema="(Tensor q, Tensor k, Tensor v, Tensor seen, *, float? scale=None) -> Tensor",
 )
 def _attention_seen_keys(
