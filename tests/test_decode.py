@@ -252,9 +252,12 @@ def test_sharing_must_save_more_than_the_plan_itself_costs():
     saves = replace(FREE, margin=1.0)
     plan = plan_decode(cache, seqs, num_heads=4, cost=saves)
     assert plan.shared_nodes > 0
-    assert plan_decode(cache, seqs, num_heads=4, cost=replace(saves, plan_us=1e12)).shared_nodes == 0
-    assert plan_decode(cache, seqs, num_heads=4, cost=replace(saves, own_share=1e12)).shared_nodes == 0
-    asked = plan_decode(cache, seqs, num_heads=4, cost=replace(saves, plan_us=1e12), share_prefix=True)
+    assert plan_decode(cache, seqs, num_heads=4, cost=replace(saves, floor_us=1e12)).shared_nodes == 0
+    assert (
+        plan_decode(cache, seqs, num_heads=4, cost=replace(saves, own_bytes_per_us=1e3, own_share=1e12)).shared_nodes
+        == 0
+    )
+    asked = plan_decode(cache, seqs, num_heads=4, cost=replace(saves, floor_us=1e12), share_prefix=True)
     assert asked.shared_nodes == plan.shared_nodes
 
 

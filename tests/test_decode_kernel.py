@@ -250,6 +250,21 @@ def test_alone_and_beside_a_tree_are_the_same_bits():
                 assert torch.equal(x[0], y[n])
 
 
+def test_ranges_that_fill_one_block_get_deeper_rings_and_the_same_bits():
+    """Six sequences of two KV heads on the emulator's three multiprocessors: a warp each of one block of four."""
+    cache, seqs = make_cache((300, 257, 90, 16, 65, 1), kv_heads=2)
+    plan = plan_decode(cache, seqs, num_heads=8, share_prefix=False)
+    q = queries(cache, seqs)
+    together = decode(cache, seqs, q, plan=plan)
+    (bound,) = (x for x in plan.__dict__["_gpu"].values() if isinstance(x, decoding.Decode))
+    usual = decoding.choose_tiling(cache.format, 4)
+    constants = dict(bound.spec.constants)
+    assert (constants["kBlocksPerSm"], constants["kStages"]) == (1, 2 * usual.stages)
+    for n, seq in enumerate(seqs):
+        for x, y in zip(decode(cache, [seq], q[n : n + 1]), together, strict=True):
+            assert torch.equal(x[0], y[n])
+
+
 def test_a_plan_serves_every_layer_and_counts_on():
     cache, seqs = make_tree([1, 4], [100, 20])
     plan = plan_decode(cache, seqs, num_heads=8, share_prefix=True)

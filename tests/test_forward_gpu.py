@@ -422,7 +422,7 @@ def test_what_is_not_served_is_said():
         (ValueError, "sinks must be on cuda", lambda: attention(q, k, v, sinks=torch.zeros(2))),
         (ValueError, "alibi_slopes must be on cuda", lambda: attention(q, k, v, alibi_slopes=torch.zeros(2))),
         (ValueError, "out must be on cuda", lambda: attention(q, k, v, out=torch.zeros_like(q, device="cpu"))),
-        (NotImplementedError, "bfloat16 and float16", lambda: attention(q.float(), k.float(), v.float())),
+        (NotImplementedError, "take bfloat16, float16 and float8", lambda: attention(q.float(), k.float(), v.float())),
         (NotImplementedError, "head_dim up to 256", lambda: attention(*problem(1, 9, 9, 1, 1, 257, device=CUDA))),
         (NotImplementedError, "schedule", lambda: attention(q, k, v, schedule=schedule)),
         (NotImplementedError, "no backward", lambda: attention(q.clone().requires_grad_(), k, v)),

@@ -27,7 +27,19 @@ from .kvcache.formats import KVFormat
 from .ladder import ELEMENTS, LOG2E, MAP_TYPES, PANEL, Strides
 from .plan import DecodePlan, Window
 from .tree import CostModel
-from .worklist import CHUNK, TILE_ROWS, TILE_TOKENS, PageLists, Shape, Splitting, WorkList, uses_tiles, work_list
+from .worklist import (
+    CHUNK,
+    DEEP_CHUNKS,
+    TILE_ROWS,
+    TILE_TOKENS,
+    WHOLE_CHUNKS,
+    PageLists,
+    Shape,
+    Splitting,
+    WorkList,
+    uses_tiles,
+    work_list,
+)
 
 Parts = Sequence[torch.Tensor]
 
@@ -41,12 +53,19 @@ RING_BYTES = 65536  # of a block's streaming warps: what they have on its way at
 TILE_THREADS = 384  # sm90/decode_tree.cu: beside the streaming warps
 BLOCK_OVERHEAD = 1024  # bytes of shared memory that the system takes of each block's
 
-# An H200, measured: sequences that read the same pages one by one get about 8 TB/s of them, most from L2; shared nodes
-# run at about 400 TFLOP/s; a row's state goes out and comes back through L2. Tiles beside the streams and the meeting
-# of all blocks take some 10 µs, whatever is shared, and streams lose up to 8% beside tiles. An item costs a warp some
-# 3000 cycles, of which 528 run at a time.
+# An H200, measured: sequences that read the same pages one by one get about 7 TB/s of them, most from L2; shared nodes
+# run at about 400 TFLOP/s; a row's state goes out and comes back through L2. Sequences' own tokens stream at 3.6 TB/s
+# where a step is short, 15% slower beside tiles, and with tiles nothing is done before 24 µs. An item costs a warp some
+# 3000 cycles, of which 528 run at a time. Kept with the grid of `tilewise bench serve` in view.
 GPU_COST = CostModel(
-    item_us=0.15, kv_bytes_per_us=8e6, flops_per_us=400e6, row_state_us=0.0004, plan_us=10.0, own_share=0.15
+    item_us=0.15,
+    kv_bytes_per_us=7e6,
+    flops_per_us=400e6,
+    row_state_us=0.0004,
+    launch_us=8.0,
+    floor_us=24.0,
+    own_bytes_per_us=3.6e6,
+    own_share=0.15,
 )
 
 
@@ -84,12 +103,16 @@ def shared_bytes(fmt: KVFormat, tiling: Tiling) -> int:
 
 
 @lru_cache(maxsize=256)
-def choose_tiling(fmt: KVFormat, rows_each: int, tiles: bool = False, tma: bool = True, arch: str = "sm_90a") -> Tiling:
+def choose_tiling(
+    fmt: KVFormat, rows_each: int, tiles: bool = False, tma: bool = True, arch: str = "sm_90a", deep: bool = False
+) -> Tiling:
     """The kernel's shape for `rows_each` query rows a sequence and KV head; no choice changes a bit of the result.
 
-    Two blocks where they fit; int4 takes more warps to decode; fewer warps where a card has little shared memory.
+    deep: one block with rings twice as deep, for ranges that just fill its warps (`fills_one_block`).
+    Two blocks where they fit; quantised tokens take more warps to decode, and eight ask for all heads of a token at
+    about the same time; fewer warps where a card has little shared memory.
     """
-    most = 8 if fmt.name == "int4" and fmt.head_dim <= 128 else 4
+    most = 8 if fmt.name in ("fp8", "int8", "int4") and fmt.head_dim <= 128 else 4
     limits = LIMITS[arch]
 
     def stages(warps: int) -> int:
@@ -98,6 +121,8 @@ def choose_tiling(fmt: KVFormat, rows_each: int, tiles: bool = False, tma: bool 
     if tiles:
         sizes = (Tiling(8, most, stages(most), 1, n) for n in range(8, 1, -1))
         return next(t for t in sizes if shared_bytes(fmt, t) <= limits.shared_block)
+    if deep:
+        return Tiling(8, most, min(8, 2 * stages(most)), 1)
     wide = rows_each > 8 and fmt.head_dim <= 128  # sixteen rows of more do not fit a warp's registers: two passes
     for warps in (most, most // 2, most // 4):
         for blocks in (2, 1):
@@ -168,6 +193,17 @@ def specs(*, every: bool = False) -> list[KernelSpec]:
 def tiles_can(dtype: torch.dtype, fmt: KVFormat, tma: bool) -> bool:
     """Does the tiles' body serve these queries and pages? Else shared nodes go through streaming warps."""
     return tma and fmt.dtype == dtype and fmt.head_dim in TILE_HEAD_DIMS
+
+
+def fills_one_block(plan: DecodePlan, fmt: KVFormat, multiprocessors: int) -> bool:
+    """Nothing is shared, and each sequence and KV head gets a warp where a multiprocessor has one block of four.
+
+    Then a warp's ring alone hides the memory's latency: with rings of two chunks 64 × 4096 tokens took 252 µs or 271,
+    whichever way it fell out; with four, 258, and 64 × 16384 take 981 instead of 997.
+    """
+    warps, ranges = 4 * multiprocessors, len(plan.seqs) * plan.heads_kv
+    rows = plan.tokens_per_seq * (plan.heads_q // plan.heads_kv)
+    return plan.shared_nodes == 0 and BITS[fmt.name] == 16 and rows <= 8 and 0.9 * warps <= ranges <= warps
 
 
 # ---- arguments -------------------------------------------------------------------------------------------------------
@@ -440,7 +476,8 @@ def run(
     check_served(q, fmt, plan, (k_parts[0], v_parts[0]))
     if tiles is None or tiles:
         tiles = tiles_can(q.dtype, fmt, tma) and uses_tiles(plan, splitting)
-    tiling = choose_tiling(fmt, plan.tokens_per_seq * (plan.heads_q // plan.heads_kv), tiles, tma, arch)
+    deep = tma and not tiles and fmt.head_dim <= 128 and fills_one_block(plan, fmt, _multiprocessors(q.device))
+    tiling = choose_tiling(fmt, plan.tokens_per_seq * (plan.heads_q // plan.heads_kv), tiles, tma, arch, deep)
     listed = work_list_of(plan, page_lists, lengths, page_size, tiling, q.device, splitting=splitting, room=room)
     if not q.numel():
         return listed
@@ -509,8 +546,9 @@ def work_list_of(
 ) -> WorkList:
     """The plan's list for `device`, made once and kept on the plan."""
     cache: dict[Any, Any] = plan.__dict__.setdefault("_gpu", {})
-    blocks = EMULATED_BLOCKS if device.type == "cpu" else tiling.blocks * _multiprocessors(device)
-    shape = Shape(tiling.rows, tiling.warps, blocks, tiling.tile_stages > 0)
+    blocks = (1 if device.type == "cpu" else tiling.blocks) * _multiprocessors(device)
+    deep = tiling.blocks == 1 and tiling.stages >= 4
+    shape = Shape(tiling.rows, tiling.warps, blocks, tiling.tile_stages > 0, DEEP_CHUNKS if deep else WHOLE_CHUNKS)
     key = ("list", device, page_size, shape, splitting, room)
     found: WorkList | None = cache.get(key)
     if found is None:
@@ -532,4 +570,6 @@ def _arch(device: torch.device) -> str:
 
 @lru_cache
 def _multiprocessors(device: torch.device) -> int:
+    if device.type == "cpu":
+        return EMULATED_BLOCKS
     return torch.cuda.get_device_properties(device).multi_processor_count

@@ -711,7 +711,7 @@ def encode(spec: TensorMapSpec, pointer: int) -> TensorMap:
     fill = "NAN_REQUEST_ZERO_FMA" if spec.oob_nan else "NONE"
     wide, narrow = ctypes.c_uint64 * spec.rank, ctypes.c_uint32 * spec.rank
     # By ctypes: the binding's own CUtensorMap was seen at an address that is no multiple of 64, as the driver asks for.
-    code = ctypes.CDLL("libcuda.so.1").cuTensorMapEncodeTiled(
+    asked = (
         ctypes.c_void_p(made.address),
         int(getattr(driver.CUtensorMapDataType, f"CU_TENSOR_MAP_DATA_TYPE_{MAP_TYPES[spec.dtype][1]}")),
         spec.rank,
@@ -725,7 +725,13 @@ def encode(spec: TensorMapSpec, pointer: int) -> TensorMap:
         int(getattr(driver.CUtensorMapL2promotion, f"CU_TENSOR_MAP_L2_PROMOTION_{promotion}")),
         int(getattr(driver.CUtensorMapFloatOOBfill, f"CU_TENSOR_MAP_FLOAT_OOB_FILL_{fill}")),
     )
-    _check((driver.CUresult(code),), f"tensor map of {spec}")
+    encode_tiled = ctypes.CDLL("libcuda.so.1").cuTensorMapEncodeTiled
+    code = driver.CUresult(encode_tiled(*asked))
+    if code == driver.CUresult.CUDA_ERROR_INVALID_CONTEXT:  # this thread has not used CUDA yet
+        device = _check(driver.cuDeviceGet(torch.cuda.current_device()), str(spec))
+        _check(driver.cuCtxSetCurrent(_check(driver.cuDevicePrimaryCtxRetain(device), str(spec))), str(spec))
+        code = driver.CUresult(encode_tiled(*asked))
+    _check((code,), f"tensor map of {spec}")
     return made
 
 

@@ -17,6 +17,8 @@ import numpy as np
 
 from .plan import OPEN, Band, DecodePlan, Ints, PagedTiles, Window
 
+PLAN_MARGIN = 1.05  # by so much must a plan that shares be faster
+
 
 @dataclass(frozen=True)
 class CostModel:
@@ -28,10 +30,10 @@ class CostModel:
 
     and each row of an extra state `row_state_us` to merge. Sharing a node of n sequences saves the time of n small
     reads and pays for one large item and n sequences' extra states; it is done when the estimate says that it is at
-    least `margin` times cheaper. A plan that shares anything costs `plan_us` more than one that does not (another
-    kernel, states to merge), and `own_share` of the time that sequences' own tokens take, which stream slower beside
-    shared nodes: what its nodes save together must be more. Leaving all unshared is always possible, so "auto" is never
-    planned slower than unshared.
+    least `margin` times cheaper. Then the plans are compared as wholes: `launch_us`, the sequences' own tokens at
+    `own_bytes_per_us` and what the nodes take, against the same with the nodes shared, in which own tokens take
+    `own_share` longer and which takes at least `floor_us`; it has to be PLAN_MARGIN times cheaper. Leaving all unshared
+    is always possible, so "auto" is never planned slower than unshared.
     """
 
     item_us: float
@@ -39,7 +41,9 @@ class CostModel:
     flops_per_us: float
     row_state_us: float
     margin: float = 1.1
-    plan_us: float = 0.0
+    launch_us: float = 0.0
+    floor_us: float = 0.0
+    own_bytes_per_us: float = np.inf
     own_share: float = 0.0
 
     def shares(self, sequences: int, tokens: int, rows_each: int, head_dim: int, kv_bytes: float) -> bool:
@@ -51,10 +55,20 @@ class CostModel:
 
     def saving_us(self, sequences: int, tokens: int, rows_each: int, head_dim: int, kv_bytes: float) -> float:
         """What sharing it saves, less the margin."""
-        alone = sequences * self._stream_us(tokens, rows_each, head_dim, kv_bytes)
+        alone = self.alone_us(sequences, tokens, rows_each, head_dim, kv_bytes)
         together = self.item_us + self._stream_us(tokens, sequences * rows_each, head_dim, kv_bytes)
         together += sequences * rows_each * self.row_state_us
         return alone - together * self.margin
+
+    def alone_us(self, sequences: int, tokens: int, rows_each: int, head_dim: int, kv_bytes: float) -> float:
+        """What it takes when each sequence reads it for itself."""
+        return sequences * self._stream_us(tokens, rows_each, head_dim, kv_bytes)
+
+    def pays(self, alone_us: float, saved_us: float, own_bytes: float) -> bool:
+        """Is a plan faster whose nodes take `alone_us` unshared, of which sharing saves `saved_us`?"""
+        own = own_bytes / self.own_bytes_per_us
+        together = self.launch_us + own * (1 + self.own_share) + alone_us - saved_us
+        return max(self.floor_us, together * PLAN_MARGIN) < self.launch_us + own + alone_us
 
     def _stream_us(self, tokens: int, rows: int, head_dim: int, kv_bytes: float) -> float:
         return max(tokens * kv_bytes / self.kv_bytes_per_us, 4 * tokens * rows * head_dim / self.flops_per_us)
@@ -123,7 +137,7 @@ def plan_tree(
     work: list[PagedTiles] = []  # shared nodes
     tails: list[PagedTiles] = []  # what is left of each sequence
     shared_nodes = tokens_read = stored = 0
-    saved_us = 0.0
+    saved_us = alone_us = 0.0
     # Sorted by pages, sequences that share a prefix stand together, and a node is a run of them.
     order = sorted(range(len(seqs)), key=lambda m: page_lists[m].tobytes())
     common = np.array([_common_pages(page_lists[a], page_lists[b]) for a, b in pairwise(order)], np.int64)
@@ -155,6 +169,7 @@ def plan_tree(
             tokens_read += stop - start
             shared_nodes += 1
             saved_us += cost.saving_us(len(group), stop - start, rows_each, head_dim, kv_bytes)
+            alone_us += cost.alone_us(len(group), stop - start, rows_each, head_dim, kv_bytes)
             shared = (*shared, (start, stop))
         splits = first + 1 + np.flatnonzero(common[first : end - 1] == depth)
         bounds = [first, *splits.tolist(), end]
@@ -162,7 +177,7 @@ def plan_tree(
 
     if share is None and shared_nodes:
         own = sum((tail.stop - tail.start) * len(tail.pages) for tail in tails)
-        if saved_us < cost.plan_us + cost.own_share * own * kv_bytes / cost.kv_bytes_per_us:
+        if not cost.pays(alone_us, saved_us, own * kv_bytes):
             return plan_tree(**{**asked, "share": False})
     return DecodePlan(
         kind="decode",

@@ -37,7 +37,9 @@ TILE_ROWS, TILE_TOKENS = 128, 64  # sm90/decode_tile.cuh: of an item, of a step
 ITEM_CHUNKS, STATE_CHUNKS = 1.0, 0.5
 # How much faster than its even share of the bandwidth a warp can be, when others have nothing to do.
 SPRINT = 3.5
-WHOLE_CHUNKS = 512  # longer ranges lose 5% where one warp has them
+# Longer ranges are cut: with rings of two chunks a warp of 16384 tokens loses 5%, and of longer ones still it would
+# fold more pieces than merging folds in one run, so that bits would depend on who did it.
+WHOLE_CHUNKS, DEEP_CHUNKS = 512, 1024
 FAR = 1 << 30
 
 
@@ -64,12 +66,14 @@ class Splitting:
 
 
 class Shape(NamedTuple):
-    """Of the kernel: rows of a stream item, streaming warps of a block, blocks, whether it has tiles."""
+    """Of the kernel: rows of a stream item, streaming warps of a block, blocks, whether it has tiles; and chunks of a
+    range that a warp takes whole, at most."""
 
     rows: int
     warps: int
     blocks: int
     tiles: bool
+    longest: int = WHOLE_CHUNKS
 
 
 class Node(NamedTuple):
@@ -207,7 +211,7 @@ def work_list(
         )
         states[members] += len(begins)
     sizes = splitting.of(own.planned - own.start)
-    whole = _whole(own, sizes, heads * -(-rows_each // shape.rows), shape.blocks * shape.warps, splitting.whole)
+    whole = _whole(own, sizes, heads * -(-rows_each // shape.rows), shape, splitting.whole)
     parts = np.where(whole, 1, np.maximum(1, -(-(own.stop - own.start // CHUNK * CHUNK) // sizes)))
     passed.append(_own_items(own, sizes, parts, whole, states, rows_each, shape.rows))
 
@@ -309,7 +313,7 @@ def _node_items(node: Node, begins: Longs, size: int, state: int, kind: int, row
     return made.reshape(9, -1)
 
 
-def _whole(own: Own, sizes: Longs, times: int, warps: int, asked: bool | None) -> Flags:
+def _whole(own: Own, sizes: Longs, times: int, shape: Shape, asked: bool | None) -> Flags:
     """Which ranges a warp takes whole; each is there `times` times, for heads and passes.
 
     Ranges up to some length, the rest in pieces: the length by which memory, or the busiest warp, is done first.
@@ -318,9 +322,9 @@ def _whole(own: Own, sizes: Longs, times: int, warps: int, asked: bool | None) -
     pieces = np.maximum(1, -(-chunks // (sizes // CHUNK)))
     if asked is not None:
         return np.full(len(chunks), asked)
-    best = np.inf
+    best, warps = np.inf, shape.blocks * shape.warps
     found: Flags = pieces == 1
-    for limit in (0, 64, 128, 256, WHOLE_CHUNKS):
+    for limit in (0, 64, 128, 256, 512, shape.longest):
         taken = (chunks <= limit) | (pieces == 1)
         items = np.where(taken, 1, pieces)
         memory = (chunks + items * ITEM_CHUNKS + np.where(taken, 0, pieces) * STATE_CHUNKS).sum() * times / warps

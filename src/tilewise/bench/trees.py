@@ -166,6 +166,10 @@ class OneLevel(CostModel):
         """Something for a node of that level, nothing for others."""
         return float(sequences == self.sequences)
 
+    def pays(self, *args: Any, **options: Any) -> bool:
+        """It is asked for, whatever it costs."""
+        return True
+
 
 def _plans(tree: Tree, cache: PagedKVCache, seqs: list[int]) -> dict[str, DecodePlan]:
     """The plans that are measured by name, "" being the one people get; a way to share that is the same is left out.

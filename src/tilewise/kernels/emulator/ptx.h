@@ -312,19 +312,6 @@ inline void load_fresh(float (&x)[4], const float* p) {
     if (emu::counters) emu::count_global(p, 16);
     std::memcpy(x, p, 16);
 }
-inline void bulk_load(uint32_t to, const void* from, int bytes, uint32_t barrier) {
-    struct Copy { uint8_t* to; const void* from; uint32_t barrier; int bytes; };
-    if (bytes % 16 || to % 16 || uintptr_t(from) % 16) emu::fail("bulk_load of %d bytes to shared offset %u: multiples of 16 only", bytes, to);
-    for (int i = 0; i < bytes; i += 16) emu::check_global(static_cast<const uint8_t*>(from) + i, 16, emu::Access::load);
-    emu::check_shared(to + uint32_t(bytes) - 16, 16);
-    if (emu::counters) emu::counters->async_bytes += uint64_t(bytes);
-    Copy c{emu::shared_at(to, 16), from, barrier, bytes};
-    emu::bulk_copy([](void* p) {
-        Copy* copy = static_cast<Copy*>(p);
-        std::memcpy(copy->to, copy->from, size_t(copy->bytes));
-        emu::mbarrier_complete_tx(copy->barrier, copy->bytes);
-    }, &c, sizeof c);
-}
 template <class... At> void tma_load_once(uint32_t to, const TensorMap* map, uint32_t barrier, At... at) { tma_load(to, map, barrier, at...); }
 
 }  // namespace ptx

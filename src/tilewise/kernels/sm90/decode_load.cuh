@@ -27,6 +27,7 @@ template <> struct BitsOf<true> { using Type = uint16_t; };
 using ScaleBits = BitsOf<kZeros>::Type;
 constexpr int kScaleParts = !kScaled ? 0 : kZeros ? 4 : 2;
 constexpr int kScaleBytes = kScaleParts * kScalePart;
+constexpr bool kCopies = !kTma || (kScaled && kScaleRuns);  // something comes by cp.async
 
 // Shared memory: the tiles' ring if there is one (decode_tile.cuh) and the warps' rings on 1024 bytes, as the swizzle wants, their
 // scales, barriers, then what warps have of a range whose pieces they fold.
@@ -142,13 +143,13 @@ struct Loader {
             chunk++;
             settle();
         }
-        if constexpr (!kTma) ptx::copy_async_commit();  // also of nothing: groups are counted
+        if constexpr (kCopies) ptx::copy_async_commit();  // also of nothing: groups are counted
     }
     // Until `stage`, whose turn it is, is there
     TILE_DEVICE void wait(Turn<kStages> turn) const {
         if constexpr (kTma) ptx::mbarrier_wait(barrier(turn.stage), turn.lap);
-        else ptx::copy_async_wait<kStages - 1>();
-        if constexpr (!kTma || (kScaled && !kScaleRuns)) ptx::sync_warp();  // other lanes' copies
+        if constexpr (kCopies) ptx::copy_async_wait<kStages - 1>();
+        if constexpr (kCopies || kScaled) ptx::sync_warp();  // other lanes' copies
     }
 
     TILE_DEVICE const uint8_t* scale_of(const Paged& part, int page, int token, int group = 0) const {
@@ -160,10 +161,11 @@ struct Loader {
     }
 
     TILE_DEVICE void ask_by_tma(int stage) const {
+        if constexpr (kScaled && kScaleRuns) copy_scales(stage, page);
         if (lane != 0) return;
         const uint32_t full = barrier(stage);
         const int token = chunk * kChunk % kPageSize;
-        ptx::mbarrier_arrive_expect(full, kStageBytes + (kScaleRuns ? kScaleBytes : 0));
+        ptx::mbarrier_arrive_expect(full, kStageBytes);
         if constexpr (kTileStages > 0) {  // what is read once must not push shared nodes out of the L2 cache
             ptx::tma_load_once(ptx::shared_address(keys(stage)), &mK, full, 0, token, 0, kv_head, page);
             ptx::tma_load_once(ptx::shared_address(values(stage)), &mV, full, 0, token, 0, kv_head, page);
@@ -171,21 +173,25 @@ struct Loader {
             ptx::tma_load(ptx::shared_address(keys(stage)), &mK, full, 0, token, 0, kv_head, page);
             ptx::tma_load(ptx::shared_address(values(stage)), &mV, full, 0, token, 0, kv_head, page);
         }
-        if constexpr (kScaled && kScaleRuns)
-#pragma unroll
-            for (int part = 0; part < kScaleParts; part++)
-                ptx::bulk_load(ptx::shared_address(scales(stage, part)), scale_of(scale_part(part), page, token), kScalePart, full);
+    }
+    // Scales that lie in runs, 16 bytes a lane: one instruction for all, where each copy by TMA keeps a warp waiting for its unit.
+    TILE_DEVICE void copy_scales(int stage, int at) const {
+        const int token = chunk * kChunk % kPageSize;
+        for (int n = lane; n < kScaleBytes / 16; n += 32) {
+            const int part = n / (kScalePart / 16), piece = n % (kScalePart / 16);
+            ptx::copy_async_16(ptx::shared_address(scales(stage, part) + 16 * piece), scale_of(scale_part(part), at, token) + 16 * piece, 16);
+        }
     }
     // Tokens outside the span become zeros, and their pages are not looked at.
     TILE_DEVICE void ask_by_copies(int stage) const {
-        constexpr int kCopies = kChunk * kRowChunks / 32;
+        constexpr int kWhole = kChunk * kRowChunks / 32;
         static_assert(kChunk * kRowChunks % 32 == 0 || kRowChunks == 3, "whole copies for all lanes");
 #pragma unroll
         for (int i = 0; i < (kChunk * kRowChunks + 31) / 32; i++) {
             const int n = i * 32 + lane, row = n / kRowChunks % kChunk, c = n % kRowChunks, token = chunk * kChunk + row;
             const int64_t at = ptx::shuffle(page, row);
             const bool there = token >= span.begin && token < span.end;
-            if (i >= kCopies && n >= kChunk * kRowChunks) continue;
+            if (i >= kWhole && n >= kChunk * kRowChunks) continue;
             const Paged* parts[2] = {&args.k, &args.v};
 #pragma unroll
             for (int p = 0; p < 2; p++) {
@@ -194,13 +200,7 @@ struct Loader {
                 ptx::copy_async_16(ptx::shared_address(place_of(p ? values(stage) : keys(stage), row, c)), from, there ? 16 : 0);
             }
         }
-        if constexpr (kScaled && kScaleRuns) {  // 16 bytes a lane; a run of sixteen tokens lies in one page
-            const int at = ptx::shuffle(page, lane_of_first()), token = chunk * kChunk % kPageSize;
-            for (int n = lane; n < kScaleBytes / 16; n += 32) {
-                const int part = n / (kScalePart / 16), piece = n % (kScalePart / 16);
-                ptx::copy_async_16(ptx::shared_address(scales(stage, part) + 16 * piece), scale_of(scale_part(part), at, token) + 16 * piece, 16);
-            }
-        }
+        if constexpr (kScaled && kScaleRuns) copy_scales(stage, ptx::shuffle(page, lane_of_first()));  // a run lies in one page
     }
     TILE_DEVICE int lane_of_first() const { return span.begin > chunk * kChunk ? span.begin - chunk * kChunk : 0; }
     // Scales that do not lie in runs: number by number

@@ -285,12 +285,6 @@ TILE_DEVICE void load_fresh(float (&x)[4], const float* p) {
     x[0] = y.x, x[1] = y.y, x[2] = y.z, x[3] = y.w;
 }
 #if __CUDA_ARCH__ >= 900
-// Plain bytes, a multiple of 16 from and to multiples of 16
-TILE_DEVICE void bulk_load(uint32_t to, const void* from, int bytes, uint32_t barrier) {
-    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to), "l"(from), "r"(bytes),
-                 "r"(barrier)
-                 : "memory");
-}
 // As tma_load, of what will not be read again soon: the first that L2 lets go
 TILE_DEVICE void tma_load_once(uint32_t to, const TensorMap* map, uint32_t barrier, int c0, int c1, int c2, int c3, int c4) {
     asm volatile(
@@ -304,7 +298,6 @@ TILE_DEVICE void mbarrier_arrive_expect(uint32_t, int) {}
 TILE_DEVICE void mbarrier_wait(uint32_t, int) {}
 TILE_DEVICE void fence_mbarrier_init() {}
 TILE_DEVICE void fence_async_proxy() {}
-TILE_DEVICE void bulk_load(uint32_t, const void*, int, uint32_t) {}
 template <class... At> TILE_DEVICE void tma_load(uint32_t, const TensorMap*, uint32_t, At...) {}
 template <class... At> TILE_DEVICE void tma_load_once(uint32_t, const TensorMap*, uint32_t, At...) {}
 template <class T, int N> struct Wgmma;
