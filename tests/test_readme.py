@@ -19,8 +19,8 @@ def run(example: str, folder: Path) -> str:
     return done.stdout
 
 
-def test_there_are_three():
-    assert len(EXAMPLES) == 3
+def test_there_are_five():
+    assert len(EXAMPLES) == 5
 
 
 @pytest.mark.parametrize("number", range(len(EXAMPLES)))
@@ -36,6 +36,8 @@ def test_examples_run(number, tmp_path):
 
 def test_the_map_names_every_room():
     sources = Path(__file__).parent.parent / "src" / "tilewise"
-    rooms = {p.name for p in sources.iterdir() if p.suffix == ".py"} | {"kvcache/", "bench/"}
+    rooms = {p.name for p in sources.iterdir() if p.suffix == ".py"} | {
+        f"{p.name}/" for p in sources.iterdir() if (p / "__init__.py").exists()
+    }
     rooms |= {p.name for p in (sources / "kvcache").glob("*.py") if p.name != "__init__.py"}
     assert not [room for room in rooms if room not in README]
