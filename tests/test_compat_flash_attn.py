@@ -135,6 +135,8 @@ def test_any_strides():
     q, k, v = (x.transpose(1, 3).contiguous().transpose(1, 3) for x in qkv(2, 33, 33, 4, 2, 40))
     assert q.stride(-1) != 1
     assert_flash(fa.flash_attn_func(q, k, v, causal=True, return_attn_probs=True), q, k, v, causal=True)
+    q, k, v = (x[..., ::2] for x in qkv(2, 5, 0, 4, 2, 80))  # an empty tensor is contiguous, whatever its strides are
+    assert not fa.flash_attn_func(q, k, v).any()
 
 
 # ---- packed sequences ------------------------------------------------------------------------------------------------
@@ -426,6 +428,17 @@ def test_no_lengths_is_the_whole_cache():
     case.given = {}
     case.check()
     assert fa.flash_attn_with_kvcache(case.q, *case.caches).shape == case.q.shape
+
+
+def test_sequences_of_the_cache_at_any_distance():
+    """One that is no multiple of a row's length, so that no page table can tell it."""
+    rows, lengths = randn(2, 2, 32 * 2 * 16 + 8), torch.tensor([5, 32], dtype=torch.int32)
+    k_cache, v_cache = rows[..., :-8].unflatten(-1, (32, 2, 16)).unbind()
+    assert k_cache.stride(0) % k_cache.stride(1)
+    q = randn(2, 1, 4, 16, seed=1)
+    apart = fa.flash_attn_with_kvcache(q, k_cache, v_cache, cache_seqlens=lengths)
+    dense = fa.flash_attn_with_kvcache(q, k_cache.contiguous(), v_cache.contiguous(), cache_seqlens=lengths)
+    assert torch.equal(apart, dense)
 
 
 def test_more_sequences_in_the_cache_than_in_the_batch():

@@ -7,6 +7,7 @@ import json
 import runpy
 import subprocess
 import sys
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -32,7 +33,7 @@ from transformers.generation.logits_process import TopKLogitsWarper, TopPLogitsW
 from tilewise import OutOfPages, PagedKVCache, PrefixCache, api, cli
 from tilewise.bench import generate as bench
 from tilewise.bench.generate import share_of_equal
-from tilewise.serving import Engine, Sampling, generate, steps, stream
+from tilewise.serving import Engine, Sampling, generate, hf, steps, stream
 from tilewise.serving.requests import check_tokens
 from tilewise.serving.sampling import Chooser, uniforms
 from tilewise.serving.sizing import pages_needed
@@ -313,6 +314,30 @@ def test_the_model_stays_as_it_was_when_something_fails(llama):
     assert llama(torch.tensor([[1, 2, 3]])).logits.shape == (1, 3, VOCAB)
 
 
+def test_passes_on_several_threads_leave_the_model_as_it_was(llama):
+    """One begins before the other ends, and ends before it."""
+    first, second = (hf.ServedModel(llama)._own_attention() for _ in range(2))
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert llama.config._attn_implementation == hf.NAME  # the second one's layers are still to come
+    second.__exit__(None, None, None)
+    assert llama.config._attn_implementation == "sdpa"
+
+
+def test_engines_on_several_threads_share_a_model(llama, answers):
+    found = []
+    threads = [
+        threading.Thread(target=lambda: found.append(generate(llama, PROMPTS, max_new_tokens=NEW))) for _ in range(3)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [[one.tokens for one in results] for results in found] == [answers] * 3
+    assert llama.config._attn_implementation == "sdpa"
+
+
 def test_bad_input(llama):
     def refused(error, match, prompts=([1, 2],), model=llama, **options):
         with pytest.raises(error, match=match):
@@ -325,6 +350,9 @@ def test_bad_input(llama):
     refused(TypeError, r"prompts\[0\] must be integers, got bool", [[True]])
     refused(ValueError, r"prompts\[0\] must have one dimension, got shape \(1, 2\)", [torch.tensor([[1, 2]])])
     refused(TypeError, r"prompts\[0\] must be a list of token ids or a 1-D tensor of them, got int", [3])
+    refused(TypeError, r"prompts\[0\] must be a list of token ids .* got int", [torch.tensor(3)])
+    refused(TypeError, r"prompts\[0\] must be a list of token ids .* got int", [torch.tensor(3).numpy()])
+    refused(TypeError, r"prompts\[0\] must be integers, got float64", [torch.ones(2, dtype=torch.bfloat16)])
     refused(ValueError, rf"prompts\[1\]: tokens must be from 0 to {VOCAB - 1}, .* got 97 to 97", [[1], [VOCAB]])
     refused(ValueError, "must be from 0 to", [[-1]])
     refused(ValueError, "max_new_tokens must be at least 1, got 0", max_new_tokens=0)
@@ -339,6 +367,7 @@ def test_bad_input(llama):
     refused(ValueError, "stop holds strings, for which a tokenizer is needed", stop=["x"])
     refused(ValueError, "stop must hold strings and lists that are not empty", stop=[[]])
     refused(TypeError, "stop must be a list", stop="x")
+    refused(TypeError, "stop must be a list of strings or of lists of token ids, got 5 in it", stop=[5])
     refused(TypeError, "eos_token_id must be an int, got str", eos_token_id="x")
     refused(TypeError, "progress must be True or False", progress=1)
     refused(TypeError, "unexpected keyword argument 'pages'", pages=3)
@@ -432,6 +461,9 @@ def test_bench_generate_fails_on_wrong_tokens(monkeypatch, capsys):
 def test_bench_generate_refuses(capsys):
     assert cli.main(["bench", "generate", "--config", "9b"]) == 2
     assert "config must be one of small, 8b, got '9b'" in capsys.readouterr().err
+    for device in ("tpu", "meta"):
+        assert cli.main(["bench", "generate", "--device", device]) == 2
+        assert f"device must be cpu or cuda, got '{device}'" in capsys.readouterr().err
     if not torch.cuda.is_available():
         assert cli.main(["bench", "generate", "--device", "cuda"]) == 2
 

@@ -172,6 +172,20 @@ def test_stream_and_on_token(llama, answers):
     assert first == (0, 0, answers[0][0])
 
 
+def test_autocast(llama):
+    """Rotary embeddings leave q and k in float32, but not v."""
+    with torch.autocast("cpu", torch.bfloat16):
+        right = expected(llama, PROMPTS[0], 4)
+        assert generate(llama, PROMPTS[:1], max_new_tokens=4, kv_format="bf16")[0].tokens == right
+
+
+def test_a_compiled_model():
+    model = tiny_model(num_hidden_layers=1)
+    right = expected(model, [1, 2, 3], 3)
+    model.compile(backend="eager")
+    assert generate(model, [[1, 2, 3]], max_new_tokens=3)[0].tokens == right
+
+
 def test_progress(llama, capsys):
     generate(llama, PROMPTS[:2], max_new_tokens=2, num_samples=2, progress=True)
     assert "4/4" in capsys.readouterr().err

@@ -140,6 +140,16 @@ def test_strides():
     check(*(x.transpose(1, 2) for x in (query, key, value)))
     check(*(x.transpose(1, 2).mT.contiguous().mT for x in (query, key, value)))  # last stride is not 1
     check(*(x.transpose(1, 2)[:, ::2] for x in (query, key, value)))
+    query, key, value = make((1, 2, 3, 16), (1, 2, 0, 16))
+    check(*(x[..., ::2] for x in (query, key, value)))  # an empty tensor is contiguous, whatever its strides are
+
+
+@pytest.mark.parametrize(
+    "shapes", [((1, 2, 3, 8), (3, 2, 0, 8)), ((2, 0, 8), (3, 2, 5, 8)), ((3, 1, 4, 8), (3, 2, 0, 8)), ((0, 8), (5, 8))]
+)
+def test_an_empty_call_that_broadcasts_has_torchs_shape(shapes):
+    query, key, value = make(*shapes)
+    assert sdpa(query, key, value).shape == torch_sdpa(query, key, value).shape
 
 
 def padding(*lengths, left=False):
@@ -190,7 +200,7 @@ def test_chance(data):
     """Any shapes, options and masks: torch's answer, or torch's error."""
     size = st.sampled_from([1, 2, 3, 4])
     draw = data.draw
-    rank, rows, keys = draw(st.integers(2, 5)), draw(st.integers(1, 9)), draw(st.integers(1, 9))
+    rank, rows, keys = draw(st.integers(2, 5)), draw(st.integers(0, 9)), draw(st.integers(0, 9))
     dims, value_dim = draw(st.sampled_from([1, 8])), draw(st.sampled_from([1, 8]))
     full = [draw(size) for _ in range(rank - 2)]
 
@@ -451,6 +461,20 @@ def test_somebody_elses_function_is_left_alone(monkeypatch):
     assert F.scaled_dot_product_attention is theirs
     monkeypatch.undo()
     F.scaled_dot_product_attention = torch_sdpa
+
+
+def test_somebody_elses_function_is_put_back(monkeypatch):
+    theirs = lambda *a, **k: None  # noqa: E731
+    monkeypatch.setattr(F, "scaled_dot_product_attention", theirs)
+    with replace_sdpa():
+        install()
+        assert F.scaled_dot_product_attention is sdpa
+    uninstall()
+    assert F.scaled_dot_product_attention is theirs
+    monkeypatch.undo()
+    with replace_sdpa():
+        pass
+    assert F.scaled_dot_product_attention is torch_sdpa
 
 
 def test_a_model_that_calls_torchs_function(monkeypatch):

@@ -14,7 +14,7 @@ from .integrations.replace import install, replace_sdpa, uninstall
 from .integrations.sdpa import explain, sdpa
 from .kvcache import OutOfPages, PagedKVCache, PrefixCache, Rotary, Slots
 from .plan import DecodePlan, Plan
-from .serving import Completion, Engine, EngineStats, Generation, Sampling, generate, stream
+from .serving import Completion, Engine, EngineStats, Generation, Sampling, Token, generate, stream
 from .sparse import BlockSchedule
 from .state import merge, merge_states
 from .tree import CostModel
@@ -36,6 +36,7 @@ __all__ = [
     "Rotary",
     "Sampling",
     "Slots",
+    "Token",
     "attention",
     "attention_varlen",
     "decode",

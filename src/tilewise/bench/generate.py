@@ -139,7 +139,13 @@ def case(
     new_tokens: int | None = None,
 ) -> Case:
     """The problem with what was not given filled in for the device: what a bar is set on."""
-    card = torch.device(device).type == "cuda"
+    try:
+        kind = torch.device(device).type
+    except RuntimeError:  # a name that torch does not know
+        kind = ""
+    if kind not in ("cpu", "cuda"):
+        raise ValueError(f"device must be cpu or cuda, got {device!r}")
+    card = kind == "cuda"
     config = config or ("8b" if card else "small")
     if config not in CONFIGS:
         raise ValueError(f"config must be one of {', '.join(CONFIGS)}, got {config!r}")

@@ -57,7 +57,8 @@ def check_sink(learnable_sink: Any, q: torch.Tensor) -> None:
 def rows(name: str, x: Any, shape: Sequence[int | str]) -> torch.Tensor:
     """x of this shape with its last stride 1, copied if it has another: flash_attn takes any."""
     given = checks.tensor(name, x, shape=shape)
-    return given if given.stride(-1) == 1 else given.contiguous()
+    # Not contiguous(): that leaves an empty tensor its strides, whatever they are.
+    return given if given.stride(-1) == 1 else given.clone(memory_format=torch.contiguous_format)
 
 
 def as_flash_attn(lse: torch.Tensor) -> torch.Tensor:

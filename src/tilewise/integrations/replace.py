@@ -26,6 +26,7 @@ OPERATOR = "_scaled_dot_product_flash_attention"
 _lock = threading.Lock()
 _installed = False
 _inside = 0  # replace_sdpa() blocks that are entered and not left
+_before: Any = torch_sdpa  # what was there when `sdpa` took its place
 
 
 def install(*, flash: bool = False) -> None:
@@ -65,7 +66,7 @@ def replace_sdpa() -> Iterator[None]:
     """`with tilewise.replace_sdpa():` is `install` for a block; an exception leaves it like any other end.
 
     Blocks nest, and may overlap in time on several threads: the function is the process's, so while any block is open
-    every thread gets `tilewise.sdpa`, and torch's own is back when the last one is left.
+    every thread gets `tilewise.sdpa`, and what was there before is back when the last one is left.
     """
     global _inside
     with _lock:
@@ -80,12 +81,15 @@ def replace_sdpa() -> Iterator[None]:
 
 
 def _place() -> None:
-    """Put the function there that is wanted; a third one, of somebody else, is not touched on the way back."""
+    """Put the function there that is wanted; a third one, of somebody else, is put back, and not touched if it came
+    later."""
+    global _before
     functional: Any = torch.nn.functional
-    if _installed or _inside:
-        functional.scaled_dot_product_attention = sdpa
-    elif functional.scaled_dot_product_attention is sdpa:
-        functional.scaled_dot_product_attention = torch_sdpa
+    present = functional.scaled_dot_product_attention
+    if (_installed or _inside) and present is not sdpa:
+        functional.scaled_dot_product_attention, _before = sdpa, present
+    elif not (_installed or _inside) and present is sdpa:
+        functional.scaled_dot_product_attention, _before = _before, torch_sdpa
 
 
 # The kernel behind torch's flash attention.

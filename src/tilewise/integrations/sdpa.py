@@ -180,6 +180,8 @@ def _shape_refusals(facts: Facts) -> list[str]:
     heads = _heads(query, key, value, facts.gqa)
     if lead is None or heads is None or heads == 0:
         return ["the leading dimensions or heads do not go together, or key and value differ in heads"]
+    if query[:-2] != (*lead, heads) and 0 in (query[-2], key[-2], *lead):
+        return ["of an empty call that broadcasts, torch's result has a shape of its own"]
     if facts.mask is not None:
         scores = (*lead, heads, query[-2], key[-2])
         if len(facts.mask) < 2 or _broadcast(facts.mask, scores) != scores:
@@ -318,7 +320,9 @@ def _laid_out(x: torch.Tensor, lead: Shape, heads: int) -> torch.Tensor:
     if x.dim() != 4 or tuple(x.shape[:2]) != (*lead, heads):
         x = x.expand(*lead, heads, *x.shape[-2:]).reshape(math.prod(lead), heads, *x.shape[-2:])
     x = x.transpose(1, 2)
-    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+    if x.stride(-1) == 1 or x.shape[-1] == 1:
+        return x
+    return x.clone(memory_format=torch.contiguous_format)  # contiguous() leaves an empty tensor its strides
 
 
 def _filled(x: torch.Tensor, width: int) -> torch.Tensor:

@@ -91,7 +91,7 @@ def attention_forward(
     mask = with_given_sequences(mask, kwargs.get("cu_seq_lens_q"), kwargs.get("cu_seq_lens_k"))
 
     head_dim, value_dim = query.shape[-1], value.shape[-1]
-    q, k, v = (_widened(x, max(head_dim, value_dim)).transpose(1, 2) for x in _as_autocast((query, key, value)))
+    q, k, v = (_widened(x, max(head_dim, value_dim)).transpose(1, 2) for x in as_autocast((query, key, value)))
     k, v = k[:, : mask.keys], v[:, : mask.keys]
     sinks = s_aux if sinks is None else sinks
     scale = head_dim**-0.5 if scaling is None else scaling
@@ -167,7 +167,7 @@ def _with_gradient(
     return o.transpose(1, 2)
 
 
-def _as_autocast(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+def as_autocast(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
     """The tensors in autocast's dtype, where it is on: rotary embeddings leave q and k in float32, but not v."""
     kind = tensors[0].device.type
     if not torch.is_autocast_enabled(kind):

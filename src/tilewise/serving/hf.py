@@ -6,6 +6,7 @@ which hands queries, keys and values of each layer to the step (steps.py) that c
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 from transformers import AttentionInterface, PreTrainedModel
 
+from ..integrations.transformers import as_autocast
 from ..plan import Window
 from .steps import Step
 
@@ -22,6 +24,10 @@ from .steps import Step
 NAME = "tilewise_serving"
 LAYER_TYPES = ("full_attention", "sliding_attention")
 LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
+
+# Forward passes under way, by the id of a model's configuration: how many, and the attention that it had before them.
+_lock = threading.Lock()
+_under_way: dict[int, tuple[int, str | None]] = {}
 
 
 def attention(
@@ -47,13 +53,13 @@ def attention(
             "with or without a sliding window; use model.generate"
         )
     window: Window | None = None if sliding_window is None else (sliding_window - 1, 0)
-    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    q, k, v = (x[0].transpose(0, 1) for x in as_autocast((query, key, value)))
     layer: int = module.layer_idx  # type: ignore[assignment]
     o = tilewise_step.attend(layer, q, k, v, window=window, scale=scaling, softcap=softcap or 0.0, sinks=s_aux)
     return o[None], None
 
 
-AttentionInterface.register(NAME, attention)
+AttentionInterface.register(NAME, torch.compiler.disable(attention))  # a step is no part of a compiled graph
 
 
 @dataclass(frozen=True)
@@ -73,6 +79,9 @@ class ModelShape:
 
 class ServedModel:
     """A causal language model of transformers, which stays as it is: only during forward() does its attention differ.
+
+    Engines on several threads may share it: its own attention is back when the last of their passes is over. Other
+    calls of the model meanwhile raise.
 
     Raises TypeError for anything else, NotImplementedError for one whose attention is not of the kinds that decode()
     serves.
@@ -103,14 +112,21 @@ class ServedModel:
     @contextmanager
     def _own_attention(self) -> Iterator[None]:
         """Tilewise's attention for the time of a forward pass, set behind the property, which walks all sub-configs."""
-        before = [config._attn_implementation_internal for config in self._configs]
-        try:
+        with _lock:
             for config in self._configs:
+                passes, before = _under_way.get(id(config), (0, config._attn_implementation_internal))
+                _under_way[id(config)] = passes + 1, before
                 config._attn_implementation_internal = NAME
+        try:
             yield
         finally:
-            for config, name in zip(self._configs, before, strict=True):
-                config._attn_implementation_internal = name
+            with _lock:
+                for config in self._configs:
+                    passes, before = _under_way.pop(id(config))
+                    if passes > 1:
+                        _under_way[id(config)] = passes - 1, before
+                    else:
+                        config._attn_implementation_internal = before
 
     def _check_served(self) -> None:
         model, config = self.model, self.model.config.get_text_config()

@@ -157,7 +157,10 @@ class Job:
 def check_tokens(name: str, tokens: Any) -> Tokens:
     """A prompt as an array of its own: a list of ints or a 1-D tensor of ints, not empty."""
     if isinstance(tokens, torch.Tensor):
-        tokens = tokens.detach().cpu().numpy()
+        # Of another dtype, which NumPy may not know, as a list: below it is told what it is.
+        tokens = tokens.cpu().numpy() if tokens.dtype in checks.INTEGERS else tokens.tolist()
+    if isinstance(tokens, np.ndarray) and tokens.ndim == 0:
+        tokens = tokens.item()
     if isinstance(tokens, (str, bytes)) or not isinstance(tokens, (Sequence, np.ndarray)):
         raise TypeError(f"{name} must be a list of token ids or a 1-D tensor of them, got {type(tokens).__name__}")
     if not len(tokens):
@@ -183,6 +186,9 @@ def check_ends(
     """The arguments of submit() that say when a sample ends, checked."""
     if isinstance(stop, str) or not isinstance(stop, Sequence):
         raise TypeError(f"stop must be a list of strings or of lists of token ids, got {type(stop).__name__}")
+    for one in stop:
+        if not isinstance(one, (Sequence, np.ndarray, torch.Tensor)):
+            raise TypeError(f"stop must be a list of strings or of lists of token ids, got {one!r} in it")
     texts = tuple(one for one in stop if isinstance(one, str))
     if texts and decode is None:
         raise ValueError("stop holds strings, for which a tokenizer is needed; give tokenizer=, or lists of token ids")
