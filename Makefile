@@ -1,10 +1,10 @@
 # Two commands, each does all its own set-up in .venv:
 #   make bench   a table of Tilewise beside torch on this machine
-#   make test    linters, types, the whole test-suite with coverage
+#   make test    linters, types, the whole test-suite on both cores; make coverage: what of the source it runs
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: bench test setup clean
+.PHONY: bench test coverage setup clean
 setup: .venv/.installed
 
 .venv/.installed: pyproject.toml constraints.txt
@@ -19,7 +19,10 @@ test: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/pytest -n 2 --cov --cov-report=term
+	$(BIN)/pytest -n 2 --dist worksteal
+
+coverage: setup
+	$(BIN)/pytest -n 2 --dist worksteal --cov --cov-report=term
 
 clean:
 	rm -rf .venv build dist src/*.egg-info

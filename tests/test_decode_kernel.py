@@ -265,6 +265,14 @@ def test_ranges_that_fill_one_block_get_deeper_rings_and_the_same_bits():
             assert torch.equal(x[0], y[n])
 
 
+@pytest.mark.parametrize(("lengths", "kv_heads", "group"), [((700,), 1, 2), ((700, 300), 1, 4), ((700, 30, 300), 2, 4)])
+def test_more_states_than_one_warp_folds_in_a_run(lengths, kv_heads, group):
+    """44 of a row: by four warps of a block together, by a warp each, and beside rows of few states, by fours."""
+    cache, seqs = make_cache(lengths, kv_heads=kv_heads)
+    for mode in MODES:
+        check(cache, seqs, group=group, mode=mode, splitting=Splitting(pieces=((FAR, 16),), whole=False))
+
+
 def test_a_plan_serves_every_layer_and_counts_on():
     cache, seqs = make_tree([1, 4], [100, 20])
     plan = plan_decode(cache, seqs, num_heads=8, share_prefix=True)

@@ -227,7 +227,7 @@ def run_theirs(model: Any, prompts: Sequence[Sequence[int]], new_tokens: int, pr
 
     stamps: list[float] = []
 
-    class Clock(StoppingCriteria):
+    class Clock(StoppingCriteria):  # type: ignore[misc]
         """Asked after every token whether to stop: never, but it looks at the clock."""
 
         def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **_: Any) -> torch.Tensor:
