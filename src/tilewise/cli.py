@@ -28,6 +28,8 @@ Tilewise: attention kernels for LLM inference, planned once as a list of tiles.
                       on a GPU: beside cuDNN and FlashAttention-3, hot and in turns; --only --csv --plot
   tilewise bench serve
                       on a GPU: decode and shared prefixes beside cuDNN and FlashInfer; --only --csv --plot
+  tilewise bench generate
+                      text end to end: tilewise.generate beside transformers, on a CPU or a GPU; --out
   tilewise sweep      lists for every dimension into a CSV, with plots; Ctrl-C and --resume
   tilewise schedule make | show | check
                       block-sparse patterns as files
