@@ -13,6 +13,11 @@ import pytest
 ROOT = Path(__file__).parent.parent
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 SECONDS = 100  # of a machine that does other things as well
+TOLD = {  # what some of them have to have found
+    "shared_prefix": "computed 894 tokens of prompts, reused 6600",
+    "best_of_n": "the prompt's 300 tokens were computed once: 300 in all",
+    "quantised_cache": "int4              320",
+}
 PROGRAMS = {"python": [sys.executable], "torchrun": [sys.executable, "-m", "torch.distributed.run"]}
 
 
@@ -37,6 +42,7 @@ def test_example(example):
     done = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=SECONDS)
     assert done.returncode == 0, done.stderr
     assert bool(done.stdout) == bool(given), "an example prints what it found"
+    assert TOLD.get(example.stem, "") in done.stdout
 
 
 @pytest.mark.parametrize(

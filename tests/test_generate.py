@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import csv
 import json
-import runpy
 import subprocess
 import sys
 import threading
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -426,7 +424,7 @@ def test_out_of_pages_is_not_swallowed(llama, monkeypatch):
         run(served)
 
 
-# ---- the benchmark and the examples ---------------------------------------------------------------------------------
+# ---- the benchmark --------------------------------------------------------------------------------------------------
 
 
 def test_bench_generate(tmp_path, capsys):
@@ -466,19 +464,3 @@ def test_bench_generate_refuses(capsys):
         assert f"device must be cpu or cuda, got '{device}'" in capsys.readouterr().err
     if not torch.cuda.is_available():
         assert cli.main(["bench", "generate", "--device", "cuda"]) == 2
-
-
-@pytest.mark.parametrize(
-    ("name", "told"),
-    [
-        ("shared_prefix", "computed 894 tokens of prompts, reused 6600"),
-        ("best_of_n", "the prompt's 300 tokens were computed once: 300 in all"),
-        ("quantised_cache", "int4              320"),
-    ],
-    ids=["shared_prefix", "best_of_n", "quantised_cache"],
-)
-def test_examples(name, told, monkeypatch, capsys):
-    folder = Path(__file__).parent.parent / "examples"
-    monkeypatch.syspath_prepend(str(folder))
-    runpy.run_path(str(folder / f"{name}.py"), run_name="__main__")
-    assert told in capsys.readouterr().out
