@@ -72,18 +72,30 @@ GPU_COST = CostModel(
 @dataclass(frozen=True)
 class Tiling:
     """Query rows of a stream item at most, streaming warps of a block, chunks in a warp's ring, blocks of a
-    multiprocessor; tile_stages: tiles of 64 tokens in the ring of the tiles' body, 0 for a kernel without it."""
+    multiprocessor; tile_stages: tiles of 64 tokens in the ring of the tiles' body, 0 for a kernel without it; joiners:
+    of its warps, those that stream when their tiles are done."""
 
     rows: int
     warps: int
     stages: int
     blocks: int
     tile_stages: int = 0
+    joiners: int = 0
 
 
 def stage_bytes(fmt: KVFormat) -> int:
     """K and V of a chunk."""
     return 2 * CHUNK * fmt.head_dim * BITS[fmt.name] // 8
+
+
+def fold_bytes(fmt: KVFormat, rows: int) -> int:
+    """What a warp has of a range whose pieces it folds."""
+    return rows * (fmt.head_dim * 4 + 64)
+
+
+def tile_bytes(fmt: KVFormat) -> int:
+    """K and V of a tile."""
+    return 2 * TILE_TOKENS * -(-fmt.head_dim // PANEL) * 2 * PANEL
 
 
 def scale_groups(fmt: KVFormat) -> int:
@@ -92,14 +104,15 @@ def scale_groups(fmt: KVFormat) -> int:
 
 def shared_bytes(fmt: KVFormat, tiling: Tiling) -> int:
     """Of a block: sm90/decode_load.cuh and decode_stream.cuh lay it out."""
-    tiles = tiling.tile_stages * 2 * TILE_TOKENS * -(-fmt.head_dim // PANEL) * 2 * PANEL
+    tiles = tiling.tile_stages * tile_bytes(fmt)
     rings = tiling.warps * tiling.stages
     scales = {"fp8": 2 * CHUNK * 4, "int8": 2 * CHUNK * 4, "int4": 4 * CHUNK * 2 * scale_groups(fmt)}.get(fmt.name, 0)
     at_fold = -(-(tiles + rings * stage_bytes(fmt)) // 1024) * 1024 + rings * (scales + 8)
+    at_fold += 8 * tiling.joiners * tiling.stages
     if tiling.tile_stages:
         at_fold = -(-(at_fold + 16 * tiling.tile_stages) // 16) * 16 + 16 * TILE_ROWS * 2
     at_fold = -(-at_fold // 16) * 16
-    return at_fold + tiling.warps * tiling.rows * (fmt.head_dim * 4 + 64)
+    return at_fold + tiling.warps * fold_bytes(fmt, tiling.rows)
 
 
 @lru_cache(maxsize=256)
@@ -119,7 +132,8 @@ def choose_tiling(
         return max(2, min(8, RING_BYTES // warps // stage_bytes(fmt)))
 
     if tiles:
-        sizes = (Tiling(8, most, stages(most), 1, n) for n in range(8, 1, -1))
+        each = -(-(stages(most) * stage_bytes(fmt) + fold_bytes(fmt, 8)) // 1024) * 1024  # where the tiles were
+        sizes = (Tiling(8, most, stages(most), 1, n, min(8, n * tile_bytes(fmt) // each)) for n in range(8, 1, -1))
         return next(t for t in sizes if shared_bytes(fmt, t) <= limits.shared_block)
     if deep:
         return Tiling(8, most, min(8, 2 * stages(most)), 1)
@@ -146,8 +160,10 @@ def decode_spec(
     scale_runs: bool = True,
     softcap: bool = False,
     tree: bool = False,
+    tiles_whole: bool = True,
 ) -> KernelSpec:
-    """The kernel for queries of `dtype` over pages of `fmt`. tree: query tokens see each other by a mask."""
+    """The kernel for queries of `dtype` over pages of `fmt`. tree: query tokens see each other by a mask. tiles_whole:
+    copies for tiles are of whole rows."""
     constants = (
         ("Element", ELEMENTS[dtype]),
         ("Operand", "bf16" if fmt.name == "bf16" else "half"),
@@ -164,6 +180,8 @@ def decode_spec(
         ("kSoftcap", softcap),
         ("kTree", tree),
         ("kTileStages", tiling.tile_stages),
+        ("kJoiners", tiling.joiners),
+        ("kTileWhole", tiling.tile_stages > 0 and tiles_whole and fmt.head_dim % PANEL == 0),
     )
     entry = "decode_tree" if tiling.tile_stages else "decode"
     threads = 32 * tiling.warps + (TILE_THREADS if tiling.tile_stages else 0)
@@ -298,13 +316,23 @@ def chunk_map(codes: torch.Tensor, row_bytes: int) -> TensorMapSpec:
     )
 
 
-def tile_map(codes: torch.Tensor) -> TensorMapSpec:
-    """Boxes of a panel of 64 columns: (column, token, head, page); tokens that a page and a tile share."""
+def tiles_whole(codes: Parts) -> bool:
+    """Can a copy bring all panels of 64 columns of its tokens? It can where heads follow each other, panel by panel."""
+    return all(x.shape[3] % PANEL == 0 and (x.shape[2] == 1 or x.stride(2) == x.shape[3]) for x in codes)
+
+
+def tile_map(codes: torch.Tensor, whole: bool) -> TensorMapSpec:
+    """Boxes of the tokens that a page and a tile share; of a panel of 64 columns: (column, token, head, page); `whole`,
+    of all panels of a head: (column, token of eight, panel, eight, page)."""
     pages, page_size, heads, head_dim = codes.shape
     page, token, head = _byte_strides(codes)
     box = next(n for n in (64, 32, 16) if page_size % n == 0)
-    sizes = (head_dim, page_size, heads, pages)
-    return TensorMapSpec(MAP_TYPES[codes.dtype], sizes, (token, head, page), (PANEL, box, 1, 1), 128)
+    element = MAP_TYPES[codes.dtype]
+    if not whole:
+        return TensorMapSpec(element, (head_dim, page_size, heads, pages), (token, head, page), (PANEL, box, 1, 1), 128)
+    panels = head_dim // PANEL
+    sizes = (PANEL, 8, panels * heads, page_size // 8, pages)
+    return TensorMapSpec(element, sizes, (token, 2 * PANEL, 8 * token, page), (PANEL, 8, panels, box // 8, 1), 128)
 
 
 # ---- the launch ------------------------------------------------------------------------------------------------------
@@ -336,13 +364,21 @@ class Decode:
     ) -> None:
         self.plan, self.fmt, self.listed, self.device = plan, fmt, listed, q.device
         self.spec = decode_spec(
-            q.dtype, fmt, codes[0].shape[1], tiling, tma=tma, scale_runs=runs, softcap=softcap, tree=tree
+            q.dtype,
+            fmt,
+            codes[0].shape[1],
+            tiling,
+            tma=tma,
+            scale_runs=runs,
+            softcap=softcap,
+            tree=tree,
+            tiles_whole=tiles_whole(codes),
         )
         self.map_specs: list[TensorMapSpec | None] = [None, None]
         if tma:
             self.map_specs = [chunk_map(x, fmt.head_dim * BITS[fmt.name] // 8) for x in codes]
         if tiling.tile_stages:
-            self.map_specs += [tile_map(x) for x in codes]
+            self.map_specs += [tile_map(x, tiles_whole(codes)) for x in codes]
         group = plan.heads_q // plan.heads_kv
         self.rows_each = plan.tokens_per_seq * group
         self.fixed = listed.tensors(self.device)
@@ -548,7 +584,8 @@ def work_list_of(
     cache: dict[Any, Any] = plan.__dict__.setdefault("_gpu", {})
     blocks = (1 if device.type == "cpu" else tiling.blocks) * _multiprocessors(device)
     deep = tiling.blocks == 1 and tiling.stages >= 4
-    shape = Shape(tiling.rows, tiling.warps, blocks, tiling.tile_stages > 0, DEEP_CHUNKS if deep else WHOLE_CHUNKS)
+    longest = DEEP_CHUNKS if deep else WHOLE_CHUNKS
+    shape = Shape(tiling.rows, tiling.warps, blocks, tiling.tile_stages > 0, longest, tiling.joiners)
     key = ("list", device, page_size, shape, splitting, room)
     found: WorkList | None = cache.get(key)
     if found is None:

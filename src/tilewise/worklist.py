@@ -35,6 +35,8 @@ OWN, ALL_SEE = 1, 2
 TILE_ROWS, TILE_TOKENS = 128, 64  # sm90/decode_tile.cuh: of an item, of a step
 # What an item costs a warp beside its chunks, and a state on its way out and back, in chunks: measured on an H200.
 ITEM_CHUNKS, STATE_CHUNKS = 1.0, 0.5
+# What a step of a tile's takes, in chunks of a streaming warp.
+STEP_CHUNKS = 1.0
 # How much faster than its even share of the bandwidth a warp can be, when others have nothing to do.
 SPRINT = 3.5
 # Longer ranges are cut: with rings of two chunks a warp of 16384 tokens loses 5%, and of longer ones still it would
@@ -66,14 +68,15 @@ class Splitting:
 
 
 class Shape(NamedTuple):
-    """Of the kernel: rows of a stream item, streaming warps of a block, blocks, whether it has tiles; and chunks of a
-    range that a warp takes whole, at most."""
+    """Of the kernel: rows of a stream item, streaming warps of a block, blocks, whether it has tiles; chunks of a range
+    that a warp takes whole, at most; and warps of a block that stream when their tiles are done."""
 
     rows: int
     warps: int
     blocks: int
     tiles: bool
     longest: int = WHOLE_CHUNKS
+    joiners: int = 0
 
 
 class Node(NamedTuple):
@@ -98,9 +101,9 @@ class Own(NamedTuple):
 class WorkList:
     """A plan as arrays; sm90/decode_work.cuh says what they hold.
 
-    items (rounds, blocks, warps, 16), tile_items (rounds, blocks, 16); live: lengths (n,) and tails (n, tail_pages),
-    which grow() renews; tail_from (n,): the number of the first page in a tail; capacity (n,): the lengths up to which
-    the list serves; total_states: of all sequences that have more than one; most_states: of one.
+    items (rounds, blocks, warps and joiners, 16), tile_items (rounds, blocks, 16); live: lengths (n,) and tails
+    (n, tail_pages), which grow() renews; tail_from (n,): the number of the first page in a tail; capacity (n,): the
+    lengths up to which the list serves; total_states: of all sequences that have more than one; most_states: of one.
     """
 
     items: Ints
@@ -232,10 +235,16 @@ def work_list(
     chunks = np.maximum(0, -(-(stop - items[:, 5] // CHUNK * CHUNK) // CHUNK))
     tiles = _headed(np.concatenate([*tiled, np.zeros((9, 0), np.int64)], axis=1), heads, rows_each, of_sequence)
     blocks = max(1, min(shape.blocks, max(len(items), len(tiles))))
-    dealt = _deal_warps(items, chunks, heads, blocks, shape.warps)
+    steps = -(-(tiles[:, 6] - tiles[:, 5]) // TILE_TOKENS)
+    tile_items = _deal(tiles, steps, blocks)
+    if shape.joiners:
+        busy = (-(-(tile_items[..., 6] - tile_items[..., 5]) // TILE_TOKENS) * STEP_CHUNKS).sum(0)
+        dealt = _deal_beside(items, chunks, heads, shape, busy)
+    else:
+        dealt = _deal_warps(items, chunks, heads, blocks, shape.warps)
     return WorkList(
         items=dealt,
-        tile_items=_deal(tiles, -(-(tiles[:, 6] - tiles[:, 5]) // TILE_TOKENS), blocks),
+        tile_items=tile_items,
         order=order,
         states=states_of,
         pages=pages,
@@ -396,6 +405,45 @@ def _deal_warps(items: Longs, chunks: Longs, heads: int, blocks: int, warps: int
         return np.ascontiguousarray(dealt.transpose(0, 2, 1, 3))
     together = _deal(items.reshape(-1, warps * ITEM_WORDS), chunks[::warps], blocks)
     return together.reshape(-1, blocks, warps, ITEM_WORDS)
+
+
+def _deal_beside(items: Longs, chunks: Longs, heads: int, shape: Shape, busy: npt.NDArray[np.float64]) -> Ints:
+    """(rounds, blocks, warps and joiners, 16): beside tiles, which keep a block's joiners for `busy` chunks' time.
+
+    Neighbouring heads of a piece go to one block, the longest first to the block that would be done first, and there
+    to the warps that are.
+    """
+    blocks, warps, joiners = len(busy), shape.warps, shape.joiners
+    together = warps if heads % warps == 0 and len(items) > blocks else 1
+    cost = chunks + ITEM_CHUNKS
+
+    def done(work: float, after: float) -> float:
+        """When a block is done with so much streaming, whose tiles are after that time."""
+        return work / warps if work <= warps * after else after + (work - warps * after) / (warps + joiners)
+
+    of_blocks: list[list[int]] = [[] for _ in range(blocks)]
+    loads = [(0.0, 0.0, b) for b in range(blocks)]  # when it would be done, its work
+    ranked = np.argsort(-cost[::together], kind="stable") * together
+    units = cost.reshape(-1, together).sum(1)
+    for n in ranked.tolist():
+        _, work, b = loads[0]
+        of_blocks[b] += range(n, n + together)
+        work += float(units[n // together])
+        heapq.heapreplace(loads, (done(work, busy[b]), work, b))
+    lists: list[list[int]] = []
+    for b, own in enumerate(of_blocks):
+        queues = [(0.0, w) for w in range(warps)] + [(float(busy[b]), w) for w in range(warps, warps + joiners)]
+        heapq.heapify(queues)
+        taken: list[list[int]] = [[] for _ in queues]
+        for n in own:
+            at, w = queues[0]
+            taken[w].append(n)
+            heapq.heapreplace(queues, (at + float(cost[n]), w))
+        lists += taken
+    dealt = np.zeros((max(map(len, lists), default=0), len(lists), ITEM_WORDS), np.int32)
+    for column, own in enumerate(lists):
+        dealt[: len(own), column] = items[own]
+    return dealt.reshape(-1, blocks, warps + joiners, ITEM_WORDS)
 
 
 def _deal(units: Longs, cost: Longs, blocks: int) -> Ints:

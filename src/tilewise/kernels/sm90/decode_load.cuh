@@ -30,13 +30,22 @@ constexpr int kScaleBytes = kScaleParts * kScalePart;
 constexpr bool kCopies = !kTma || (kScaled && kScaleRuns);  // something comes by cp.async
 
 // Shared memory: the tiles' ring if there is one (decode_tile.cuh) and the warps' rings on 1024 bytes, as the swizzle wants, their
-// scales, barriers, then what warps have of a range whose pieces they fold.
+// scales, barriers, then what warps have of a range whose pieces they fold: its lanes' O, then m and l.
 constexpr int kAtRings = kTileStages * 2 * 64 * ((kHeadDim + 63) / 64 * 128);
 constexpr int kAtScales = (kAtRings + kWarps * kStages * kStageBytes + 1023) / 1024 * 1024;
+constexpr int kStreamers = kWarps + kJoiners;  // the last of them stream when their tiles are done
 constexpr int kAtStreamBarriers = kAtScales + kWarps * kStages * kScaleBytes;
-constexpr int kAtTileBarriers = kAtStreamBarriers + kWarps * kStages * 8;
+constexpr int kAtTileBarriers = kAtStreamBarriers + kStreamers * kStages * 8;
 constexpr int kAtTileSeen = (kAtTileBarriers + kTileStages * 16 + 15) / 16 * 16;  // per thread: what its rows see
 constexpr int kAtFold = kAtTileSeen + (kTileStages ? 256 * 16 : 0);
+constexpr int kFoldBytes = kRows * kHeadDim * 4 + kRows / 8 * 2 * 32 * 8;
+// Warps that join have both where the tiles were.
+constexpr int kJoinerBytes = (kStages * kStageBytes + kFoldBytes + 1023) / 1024 * 1024;
+static_assert(kJoiners * kJoinerBytes <= kAtRings, "no room where the tiles were");
+TILE_DEVICE uint32_t ring_of(int rank) { return rank < kWarps ? kAtRings + rank * kStages * kStageBytes : (rank - kWarps) * kJoinerBytes; }
+TILE_DEVICE uint32_t fold_of_warp(int rank) {
+    return rank < kWarps ? kAtFold + rank * kFoldBytes : (rank - kWarps) * kJoinerBytes + kStages * kStageBytes;
+}
 
 // Chunk c of row r in a chunk of tokens at `at`, by its offset in shared memory
 TILE_DEVICE uint32_t place_of(uint32_t at, int row, int c) {
@@ -61,26 +70,25 @@ struct Loader {
         next = word_of(0);
     }
 
-    TILE_DEVICE uint32_t ring(int stage) const { return kAtRings + (rank * kStages + stage) * kStageBytes; }
-    TILE_DEVICE uint32_t keys(int stage) const { return ring(stage); }
-    TILE_DEVICE uint32_t values(int stage) const { return ring(stage) + kChunkBytes; }
+    TILE_DEVICE uint32_t keys(int stage) const { return ring_of(rank) + stage * kStageBytes; }
+    TILE_DEVICE uint32_t values(int stage) const { return keys(stage) + kChunkBytes; }
     // Part 0: K's scales, 1: V's, 2 and 3: their zeros
     TILE_DEVICE uint32_t scales(int stage, int part) const { return kAtScales + (rank * kStages + stage) * kScaleBytes + part * kScalePart; }
     TILE_DEVICE uint32_t barrier(int stage) const { return ptx::shared_address(uint32_t(kAtStreamBarriers + (rank * kStages + stage) * 8)); }
     static TILE_DEVICE void init_barriers() {
         if constexpr (kTma) {
-            for (int i = 0; i < kWarps * kStages; i++) ptx::mbarrier_init(ptx::shared_address(uint32_t(kAtStreamBarriers + 8 * i)), 1);
+            for (int i = 0; i < kStreamers * kStages; i++) ptx::mbarrier_init(ptx::shared_address(uint32_t(kAtStreamBarriers + 8 * i)), 1);
             ptx::fence_mbarrier_init();
         }
     }
 
     static TILE_DEVICE DecodeItem item(const DecodeArgs& args, int round, int rank) {
-        return load_item(args.items, (int64_t(round) * gridDim.x + blockIdx.x) * kWarps + rank);
+        return load_item(args.items, (int64_t(round) * gridDim.x + blockIdx.x) * kStreamers + rank);
     }
 
     TILE_DEVICE int word_of(int of_round) const {
         if (of_round >= args.rounds) return 0;
-        const int64_t at = (int64_t(of_round) * gridDim.x + blockIdx.x) * kWarps + rank;
+        const int64_t at = (int64_t(of_round) * gridDim.x + blockIdx.x) * kStreamers + rank;
         return Global<const int>{reinterpret_cast<const int*>(args.items)}[at * kItemWords + lane % kItemWords];
     }
     static TILE_DEVICE int field(int words, int n) { return ptx::shuffle(words, n); }  // in the order of DecodeItem
@@ -97,7 +105,10 @@ struct Loader {
             word = next;
             next = word_of(round + 1);
             const int rows = field(word, 2), caller_head = field(word, 3);
-            if (rows == 0) continue;
+            if (rows == 0) {  // nor has a later round anything for this warp
+                round = args.rounds;
+                return;
+            }
             kv_head = caller_head & 0xfff;
             const int group = args.group.divisor, head = lane * 64 / kHeadDim;  // of the first token's Q, a line a lane
             if (head < rows && head < group)

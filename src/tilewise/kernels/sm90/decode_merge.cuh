@@ -89,7 +89,7 @@ TILE_DEVICE void put_state(const DecodeArgs& args, int64_t at, float max, float 
 constexpr int kStagedRow = kHeadDim + 4;  // floats: rows do not begin in the same bank
 struct Staged {
     uint32_t at;
-    TILE_DEVICE explicit Staged(int rank) : at(kAtFold + rank * kFoldBytes) {}
+    TILE_DEVICE explicit Staged(int rank) : at(fold_of_warp(rank)) {}
     TILE_DEVICE void take(const Stream& body) const {
         const Shared<float> to(at), ml(at + kRows * kStagedRow * 4);
         const int lane = lane_here();

@@ -24,8 +24,6 @@ constexpr float kLowest = -3.402823466e38f;  // the reference of a row that has 
 constexpr float kSlack = 8.0f;               // how far, in base 2, scores may rise above the reference before it moves
 constexpr float kLargest = 256.0f;           // the same for P · scale · c
 
-constexpr int kFoldBytes = kRows * kHeadDim * 4 + kBlocks * 2 * 32 * 8;  // of a warp: its lanes' O, then m and l
-
 // Two states over different keys as one, the same bits wherever it is done. An empty one leaves the other as it is.
 struct Fold {
     float max, before, after;  // what the two are multiplied with
@@ -446,7 +444,7 @@ struct Stream {
     // ---- pieces of one range -----------------------------------------------------------------------------------------------------------
     // A finished piece after those before it, which are kept in shared memory: this becomes the state of all of them.
     TILE_DEVICE void fold(int rank) {
-        const Shared<float> before(kAtFold + rank * kFoldBytes), ml(kAtFold + rank * kFoldBytes + kRows * kHeadDim * 4);
+        const Shared<float> before(fold_of_warp(rank)), ml(fold_of_warp(rank) + kRows * kHeadDim * 4);
 #pragma unroll
         for (int b = 0; b < kBlocks; b++)
 #pragma unroll
@@ -463,7 +461,7 @@ struct Stream {
             }
     }
     TILE_DEVICE void keep(int rank) const {
-        const Shared<float> to(kAtFold + rank * kFoldBytes), ml(kAtFold + rank * kFoldBytes + kRows * kHeadDim * 4);
+        const Shared<float> to(fold_of_warp(rank)), ml(fold_of_warp(rank) + kRows * kHeadDim * 4);
 #pragma unroll
         for (int b = 0; b < kBlocks; b++)
 #pragma unroll

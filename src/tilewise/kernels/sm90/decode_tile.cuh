@@ -5,21 +5,32 @@
 // latter. Rows may be any sequences' under the node; what a row sees of the last tiles is masked row by row.
 #pragma once
 #include "sm90/decode_warps.cuh"
+#include "tile/lazy.cuh"
 
 constexpr int kTile = 64, kTileGroups = 2, kTileThreads = 128 * kTileGroups;
-constexpr int kTilePanels = (kHeadDim + kPanel - 1) / kPanel, kTilePanelBytes = kTile * kPanelRowBytes;
+constexpr int kTilePanels = (kHeadDim + kPanel - 1) / kPanel, kTileBytes = kTile * kTilePanels * kPanelRowBytes;  // of K, and of V
 constexpr int kTileBox = kPageSize % 64 == 0 ? 64 : kPageSize % 32 == 0 ? 32 : 16, kTileBoxes = kTile / kTileBox;  // tokens of a copy
-constexpr int kTileBoxBytes = kTileBox * kPanelRowBytes;
-static_assert(2 * kTileBoxes * kTilePanels <= 32, "a lane makes one copy a tile");
+// kTileWhole: a copy brings all panels of its tokens, eight tokens by eight: half as many copies, which are what small pages wait for.
+// Else it brings one panel, and panels lie one after another.
+constexpr int kTileCopies = kTileWhole ? 1 : kTilePanels, kTileCopyBytes = kTileBox * kPanelRowBytes * (kTileWhole ? kTilePanels : 1);
+constexpr int kTileEight = kTileWhole ? kTilePanels * kEightBytes : kEightBytes;             // bytes from eight tokens to the next eight,
+constexpr int kTilePanelStep = kTileWhole ? kEightBytes : kTile * kPanelRowBytes;            // and from panel to panel
+static_assert(2 * kTileBoxes * kTileCopies <= 32, "a lane makes one copy a tile");
 // Registers a thread. More than the launch came with, and taking them never returns: 64 K for all threads, in eights for each.
 constexpr int kTileRegisters = 176, kLoadRegisters = 32, kStreamRegisters = 128;
 static_assert(2 * kTileRegisters + kLoadRegisters + kStreamRegisters <= 4 * (65536 / 512), "a deadlock");
+constexpr int kWitness = 256;      // a lane's sum up to which a reference serves
 constexpr int kGroupBarriers = 2;  // named barriers of the warpgroups, from this one on
+constexpr int kJoinBarrier = kGroupBarriers + kTileGroups;
 
 using TileRing = Ring<kTileStages>;
 TILE_DEVICE TileRing tile_ring() { return TileRing(ptx::shared_address(uint32_t(kAtTileBarriers))); }
-TILE_DEVICE uint32_t tile_keys(uint32_t stage) { return stage * 2 * kTilePanels * kTilePanelBytes; }
-TILE_DEVICE uint32_t tile_values(uint32_t stage) { return tile_keys(stage) + kTilePanels * kTilePanelBytes; }
+TILE_DEVICE uint32_t tile_keys(uint32_t stage) { return stage * 2 * kTileBytes; }
+TILE_DEVICE uint32_t tile_values(uint32_t stage) { return tile_keys(stage) + kTileBytes; }
+// Chunk c of sixteen bytes of a token's row in a tile at `at`
+TILE_DEVICE uint32_t tile_place(uint32_t at, int token, int c) {
+    return at + token / 8 * kTileEight + c / 8 * kTilePanelStep + token % 8 * kPanelRowBytes + (c % 8 ^ token % 8) * 16;
+}
 TILE_DEVICE DecodeItem tile_item(const DecodeArgs& args, int round) {
     return load_item(args.tile_items, int64_t(round) * gridDim.x + blockIdx.x);
 }
@@ -29,7 +40,7 @@ TILE_DEVICE void load_tiles(const DecodeArgs& args, const TensorMap& mK, const T
     const TileRing ring = tile_ring();
     Turn<kTileStages> turn;
     // A lane's copy: box by box, K's panels before V's
-    const int lane = warp::lane(), box = lane / (2 * kTilePanels), panel = lane % kTilePanels, is_v = lane / kTilePanels % 2;
+    const int lane = warp::lane(), box = lane / (2 * kTileCopies), panel = lane % kTileCopies, is_v = lane / kTileCopies % 2;
     for (int round = 0; round < args.tile_rounds; round++) {
         const DecodeItem item = tile_item(args, round);
         if (item.rows == 0) continue;
@@ -49,12 +60,15 @@ TILE_DEVICE void load_tiles(const DecodeArgs& args, const TensorMap& mK, const T
             ring.wait_free(turn);
             ptx::sync_warp();  // else a lane that still looks at the barrier may find it two phases on
             const uint32_t full = ring.full_at(turn);
-            if (lane == 0) ptx::mbarrier_arrive_expect(full, boxes * 2 * kTilePanels * kTileBoxBytes);
+            if (lane == 0) ptx::mbarrier_arrive_expect(full, boxes * 2 * kTileCopies * kTileCopyBytes);
             ptx::sync_warp();
             if (wanted(tile, box)) {
-                const uint32_t to = (is_v ? tile_values(turn.stage) : tile_keys(turn.stage)) + panel * kTilePanelBytes + box * kTileBoxBytes;
-                ptx::tma_load(ptx::shared_address(to), is_v ? &mV : &mK, full, panel * kPanel, (tile * kTile + box * kTileBox) % kPageSize,
-                              item.kv_head(), page);
+                const uint32_t to = (is_v ? tile_values(turn.stage) : tile_keys(turn.stage)) + box * kTileCopyBytes;
+                const int token = (tile * kTile + box * kTileBox) % kPageSize;
+                if constexpr (kTileWhole)
+                    ptx::tma_load(ptx::shared_address(to), is_v ? &mV : &mK, full, 0, 0, kTilePanels * item.kv_head(), token / 8, page);
+                else
+                    ptx::tma_load(ptx::shared_address(to + panel * kTilePanelStep), is_v ? &mV : &mK, full, panel * kPanel, token, item.kv_head(), page);
             }
             if (wanted(tile + 1, box)) page = table.page(args, ((tile + 1) * kTile + box * kTileBox) / kPageSize);
         }
@@ -70,7 +84,7 @@ struct TileBody {
     float scale_log2;
     float acc_o[kHeadDim / 2], acc_s[kTile / 2];
     uint32_t rQ[kHeadDim / 16][4], rP[kTile / 16][4];
-    float max[2], sum[2];
+    warp::RowState state;
     int whole_from, whole_to;  // tokens that every row of the warp sees
 
     TILE_DEVICE TileBody(const DecodeArgs& a, uint32_t g)
@@ -100,8 +114,6 @@ struct TileBody {
         Vector16 of;
 #pragma unroll
         for (int h = 0; h < 2; h++) {
-            max[h] = kLowest;
-            sum[h] = 0.0f;
             const bool exists = row(h) < item.rows;
             const DecodeRow at = row_of(args, item, exists ? row(h) : 0);
             of.word[2 * h] = span.begin;
@@ -134,25 +146,27 @@ struct TileBody {
         whole_from = ptx::uniform(from);
         whole_to = ptx::uniform(to);
         warp::zero(acc_o);
+        state = warp::RowState();
     }
 
     TILE_DEVICE void issue_qk() {
         ring.wait(turn);
         ptx::wgmma_fence();
-        warpgroup::mma_qk<Element, kTile, kHeadDim>(acc_s, rQ, further(k_major(ptx::shared_address(0u)), tile_keys(turn.stage)));
+        warpgroup::mma_qk<Element, kTile, kHeadDim, kTilePanelStep>(acc_s, rQ, further(k_major(ptx::shared_address(0u), kTileEight), tile_keys(turn.stage)));
         ptx::wgmma_commit();
     }
     TILE_DEVICE void issue_pv(uint32_t stage) {
         ptx::wgmma_fence();
-        warpgroup::mma_pv<Element, kTile, kHeadDim>(acc_o, rP, further(mn_major<kTile>(ptx::shared_address(0u)), tile_values(stage)));
+        warpgroup::mma_pv<Element, kTile, kHeadDim, kTileEight>(
+            acc_o, rP, further(descriptor(ptx::shared_address(0u), kTilePanelStep, kTileEight), tile_values(stage)));
         ptx::wgmma_commit();
     }
     // V's rows outside the span may hold anything, and 0 · NaN is NaN. Both warpgroups write the same zeros; each waits for its own.
     TILE_DEVICE void clear_outside(uint32_t stage, int first_token, Span span) const {
         if (first_token >= span.begin && first_token + kTile <= span.end) return;
         for (int n = threadIdx.x % 128; n < kTile * 8 * kTilePanels; n += 128) {
-            const int token = first_token + n / 8 % kTile;
-            if (token < span.begin || token >= span.end) Shared<Vector16>(tile_values(stage))[n] = Vector16{};
+            const int row = n % kTile, token = first_token + row;
+            if (token < span.begin || token >= span.end) Shared<Vector16>(tile_place(tile_values(stage), row, n / kTile))[0] = Vector16{};
         }
         ptx::fence_async_proxy();
         ptx::barrier_sync(kGroupBarriers + group, 128);
@@ -173,46 +187,45 @@ struct TileBody {
         }
     }
 
-    // P = 2^(S · scale − m) in place of S; true if a row's reference moved, and O is to be multiplied with the correction
-    TILE_DEVICE bool softmax(int first_token, float (&correction)[2]) {
+    TILE_DEVICE void score() {
         if constexpr (kSoftcap)
 #pragma unroll
             for (int i = 0; i < kTile / 2; i++) acc_s[i] = args.softcap_out * warp::tanh_from_log2(acc_s[i] * args.softcap_in);
-        if (first_token < whole_from || first_token + kTile > whole_to) mask(first_token);
-        float top[2];
+    }
+    // S by mma.sync, for this warp alone, from the keys that are still there
+    TILE_DEVICE void again() {
+        warp::zero(acc_s);
 #pragma unroll
-        for (int h = 0; h < 2; h++) {
-            float even = acc_s[2 * h], odd = acc_s[2 * h + 1];
-#pragma unroll
-            for (int n = 1; n < kTile / 8; n++) {
-                even = fmaxf(even, acc_s[4 * n + 2 * h]);
-                odd = fmaxf(odd, acc_s[4 * n + 2 * h + 1]);
-            }
-            top[h] = fmaxf(even, odd) * scale_log2;
+        for (int n = 0; n < kTile / 8 * (kHeadDim / 32); n++) {
+            const int eight = n / (kHeadDim / 32), pair = n % (kHeadDim / 32);  // of tokens; of steps of depth
+            uint32_t f[4];
+            ptx::ldmatrix(f, ptx::shared_address(tile_place(tile_keys(turn.stage), 8 * eight + lane() % 8, 4 * pair + lane() / 8)));
+            float(&s)[4] = reinterpret_cast<float(&)[4]>(acc_s[4 * eight]);
+            ptx::mma_16x8x16<Element>(s, rQ[2 * pair], f[0], f[1]);
+            ptx::mma_16x8x16<Element>(s, rQ[2 * pair + 1], f[2], f[3]);
         }
-        const bool moves = ptx::any(top[0] > max[0] + kSlack || top[1] > max[1] + kSlack);
-        if (moves) {
-#pragma unroll
-            for (int h = 0; h < 2; h++) {
-                const float here = warp::row_max(top[h]), to = here > max[h] + kSlack ? here : max[h];
-                correction[h] = ptx::exp2(max[h] - to);
-                max[h] = to;
-                sum[h] *= correction[h];
-            }
+        score();
+    }
+    // By a vote: a branch that lanes might take differently would put descriptors into ordinary registers.
+    TILE_DEVICE bool seen_whole(int first_token) const { return !ptx::any(first_token < whole_from || first_token + kTile > whole_to); }
+    // P in place of S, and what O is to be multiplied with
+    TILE_DEVICE void softmax(int first_token, float (&correction)[2]) {
+        score();
+        if (!seen_whole(first_token)) mask(first_token);
+        warp::online_softmax(acc_s, correction, state, scale_log2);
+    }
+    // The same; true if O is to be multiplied. Where every row of the warp sees the whole tile no maximum is looked for: tile/lazy.cuh
+    // says why that is right.
+    TILE_DEVICE bool next_softmax(int first_token, float (&correction)[2]) {
+        if (!seen_whole(first_token)) {
+            softmax(first_token, correction);
+            return true;
         }
-#pragma unroll
-        for (int h = 0; h < 2; h++) {
-            float even = 0.0f, odd = 0.0f;
-#pragma unroll
-            for (int n = 0; n < kTile / 8; n++) {
-                float &x = acc_s[4 * n + 2 * h], &y = acc_s[4 * n + 2 * h + 1];
-                x = ptx::exp2(ptx::mad(x, scale_log2, -max[h]));
-                y = ptx::exp2(ptx::mad(y, scale_log2, -max[h]));
-                even += x;
-                odd += y;
-            }
-            sum[h] += even + odd;
-        }
+        score();
+        float sum[2];
+        const bool moves = warp::lazy_softmax<kWitness>(acc_s, sum, state, scale_log2);
+        if (moves) warp::raise<0>(acc_s, sum, correction, state, scale_log2, [&](float(&)[kTile / 2]) { again(); });
+        else warp::add_sums(state, sum);
         return moves;
     }
 
@@ -241,12 +254,11 @@ struct TileBody {
             for (int tile = begin_tile + 1; tile < end_tile; tile++) {
                 const Turn<kTileStages> before = turn;
                 turn.next();
+                turn.stage = ptx::uniform(turn.stage);  // what comes of raised references is not seen to be
                 issue_qk();
                 issue_pv(before.stage);
                 ptx::wgmma_wait<1>();
-                const bool moved = softmax(tile * kTile, correction);
-                // Never taken: without it ptxas puts the wait ahead of the softmax, and nothing runs under it.
-                if (ptx::any(sum[0] == -1.0f)) ptx::spin();
+                const bool moved = next_softmax(tile * kTile, correction);
                 ptx::wgmma_wait<0>();
                 ring.release(before);
                 if (moved) warp::scale_rows(acc_o, correction);
@@ -265,13 +277,13 @@ struct TileBody {
     TILE_DEVICE void store(const DecodeItem& item) {
 #pragma unroll
         for (int h = 0; h < 2; h++) {
-            sum[h] = warp::row_sum(sum[h]);
+            const float sum = warp::row_sum(state.sum[h]), max = sum == 0.0f ? kLowest : state.max[h];
             if (row(h) >= item.rows) continue;
             const DecodeRow at = row_of(args, item, row(h));
             const States states = states_of(args, at.sequence);
             const int column = lane() % 4;
             if (states.count == 1) {
-                const RowEnd end = end_row(args, at.head, max[h], sum[h]);
+                const RowEnd end = end_row(args, at.head, max, sum);
                 const int64_t caller = Global<const int>{args.order}[at.sequence];
                 const Global<uint32_t> gO = output_row(args, at, caller).template as<uint32_t>();
 #pragma unroll
@@ -284,7 +296,7 @@ struct TileBody {
 #pragma unroll
                 for (int n = 0; n < kHeadDim / 8; n++)
                     gO[4 * n + column] = Vector8{{as_bits(acc_o[4 * n + 2 * h]), as_bits(acc_o[4 * n + 2 * h + 1])}};
-                if (column == 0) put_ml(args, to, max[h], sum[h]);
+                if (column == 0) put_ml(args, to, max, sum);
             }
         }
     }

@@ -1,8 +1,9 @@
 // decode_tree: decode.cu with a second body beside the streaming warps, for nodes of the tree that many rows share.
 //
 // Of sixteen warps the first eight are two warpgroups that take tiles of 128 rows (decode_tile.cuh), one brings their keys and values,
-// and the last four stream what sequences have of their own, from a list of theirs, at the same time. What a sequence has of its own
-// is cut and computed as in decode.cu, to the bit. Constants: as there; kTileStages: of the ring of tiles.
+// and the last four stream what sequences have of their own, from a list of theirs, at the same time; kJoiners of the eight join them
+// when their tiles are done. What a sequence has of its own is cut and computed as in decode.cu, to the bit. Constants: as there;
+// kTileStages: of the ring of tiles; kTileWhole: a copy brings whole rows of a head, since heads follow each other.
 #include "tile/quant.cuh"
 constexpr Format kFormat = static_cast<Format>(kStoredAs);
 #include "sm90/decode_tile.cuh"
@@ -20,6 +21,9 @@ extern "C" __global__ void __launch_bounds__(512, kBlocksPerSm)
     if (role < kTileGroups) {
         ptx::take_registers<kTileRegisters>();
         TileBody(args, role).run();
+        ptx::barrier_sync(kJoinBarrier, kTileThreads);  // nobody looks at the tiles any more
+        const int rank = ptx::uniform(threadIdx.x / 32);
+        if (rank < kJoiners) stream(args, mK, mV, kWarps + rank);
         if (args.merges) {
             meet_all(args, threadIdx.x == 0, kTileThreads + 32 * kWarps);
             merge_all(args, threadIdx.x / 32, 4 * kTileGroups + kWarps);

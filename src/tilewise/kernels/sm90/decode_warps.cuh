@@ -36,7 +36,7 @@ TILE_DEVICE void stream(const DecodeArgs& args, const TensorMap& mK, const Tenso
     Turn<kStages> turn;
     for (int round = 0; round < args.rounds; round++) {
         const DecodeItem item = Loader::item(args, round, rank);
-        if (item.rows == 0) continue;
+        if (item.rows == 0) break;  // nor has a later round anything for this warp
         const int length = Global<const int>{args.lengths}[item.table];
         // A piece that its sequence does not reach yet leaves nothing.
         if (item.is(kOwn) && item.state() >= states_of(item, length).count) continue;

@@ -12,9 +12,11 @@ template <int kRows, int kColumns> constexpr int tile_bytes() { return kRows * k
 TILE_DEVICE uint64_t descriptor(uint32_t address, uint32_t leading, uint32_t stride) {
     return uint64_t((address & 0x3ffff) >> 4) | uint64_t(leading >> 4) << 16 | uint64_t(stride >> 4) << 32 | 1ull << 62;
 }
-TILE_DEVICE uint64_t k_major(uint32_t address) { return descriptor(address, 16, 8 * kPanelRowBytes); }
+constexpr int kEightBytes = 8 * kPanelRowBytes;  // eight rows of a panel, in which the swizzle repeats
+// From eight rows to the next eight are `eight` bytes: kEightBytes where panels lie one after another.
+TILE_DEVICE uint64_t k_major(uint32_t address, int eight = kEightBytes) { return descriptor(address, 16, eight); }
 template <int kRows> TILE_DEVICE uint64_t mn_major(uint32_t address) {  // of panels of kRows rows
-    return descriptor(address, kRows * kPanelRowBytes, 8 * kPanelRowBytes);
+    return descriptor(address, kRows * kPanelRowBytes, kEightBytes);
 }
 // What lies further on is reached by adding to the address field, in units of 16 bytes. As one 64-bit addition: taken apart into
 // words, ptxas builds every descriptor in the same registers, and each product waits until the one before has read its own.
@@ -36,16 +38,17 @@ TILE_DEVICE void mma_qk(float (&acc_s)[kKeys / 2], uint64_t q, uint64_t k) {
     }
 }
 
-// The same with Q in registers, as A operands of the warps' sixteen rows each
-template <class T, int kKeys, int kDim> TILE_DEVICE void mma_qk(float (&acc_s)[kKeys / 2], const uint32_t (&rQ)[kDim / kDepth<T>][4], uint64_t k) {
+// The same with Q in registers, as A operands of the warps' sixteen rows each; K's panels are kPanelStep bytes apart.
+template <class T, int kKeys, int kDim, int kPanelStep = kKeys * kPanelRowBytes>
+TILE_DEVICE void mma_qk(float (&acc_s)[kKeys / 2], const uint32_t (&rQ)[kDim / kDepth<T>][4], uint64_t k) {
 #pragma unroll
     for (int step = 0; step < kDim / kDepth<T>; step++)
-        ptx::Wgmma<T, kKeys>::template rs<false>(acc_s, rQ[step], further(k, step / 4 * kKeys * kPanelRowBytes + step % 4 * 32), step > 0);
+        ptx::Wgmma<T, kKeys>::template rs<false>(acc_s, rQ[step], further(k, step / 4 * kPanelStep + step % 4 * 32), step > 0);
 }
 
-// O (64 × kDim) += P (64 × kKeys) V: P from registers, V MN-major (its columns are contiguous). In FP8, which cannot be, v is Vᵀ:
-// kDim rows, in panels of 128 keys.
-template <class T, int kKeys, int kDim>
+// O (64 × kDim) += P (64 × kKeys) V: P from registers, V MN-major (its columns are contiguous), its eights of rows kEightStep bytes
+// apart. In FP8, which cannot be, v is Vᵀ: kDim rows, in panels of 128 keys.
+template <class T, int kKeys, int kDim, int kEightStep = kEightBytes>
 TILE_DEVICE void mma_pv(float (&acc_o)[kDim / 2], const uint32_t (&rP)[kKeys / kDepth<T>][4], uint64_t v) {
     if constexpr (sizeof(T) == 1) {
         // Its blocks are 512 threads, for which ptxas starts out from 128 registers: too few for 256 columns in one instruction.
@@ -60,7 +63,7 @@ TILE_DEVICE void mma_pv(float (&acc_o)[kDim / 2], const uint32_t (&rP)[kKeys / k
     } else {
 #pragma unroll
         for (int step = 0; step < kKeys / kDepth<T>; step++)
-            ptx::Wgmma<T, kDim>::template rs<true>(acc_o, rP[step], further(v, step * 16 * kPanelRowBytes), true);
+            ptx::Wgmma<T, kDim>::template rs<true>(acc_o, rP[step], further(v, step * 2 * kEightStep), true);
     }
 }
 
