@@ -31,12 +31,14 @@ class PageLists(Protocol):
 
 CHUNK = 16  # sm90/decode_load.cuh: tokens that come together
 ITEM_WORDS = 16  # sm90/decode_work.cuh: of a DecodeItem, and its ItemKind
-OWN, ALL_SEE = 1, 2
+OWN, ALL_SEE, GOES_ON = 1, 2, 4
 TILE_ROWS, TILE_TOKENS = 128, 64  # sm90/decode_tile.cuh: of an item, of a step
 # What an item costs a warp beside its chunks, and a state on its way out and back, in chunks: measured on an H200.
 ITEM_CHUNKS, STATE_CHUNKS = 1.0, 0.5
 # What a step of a tile's takes, in chunks of a streaming warp.
 STEP_CHUNKS = 1.0
+# A node that continues another's rows saves a state, but both are then one block's: up to so many times its even share.
+CHAIN_SHARE = 1.25
 # How much faster than its even share of the bandwidth a warp can be, when others have nothing to do.
 SPRINT = 3.5
 # Longer ranges are cut: with rings of two chunks a warp of 16384 tokens loses 5%, and of longer ones still it would
@@ -103,7 +105,7 @@ class WorkList:
 
     items (rounds, blocks, warps and joiners, 16), tile_items (rounds, blocks, 16); live: lengths (n,) and tails
     (n, tail_pages), which grow() renews; tail_from (n,): the number of the first page in a tail; capacity (n,): the
-    lengths up to which the list serves; total_states: of all sequences that have more than one; most_states: of one.
+    lengths up to which the list serves; total_states: of all sequences that have more than one.
     """
 
     items: Ints
@@ -117,7 +119,6 @@ class WorkList:
     page_size: int
     capacity: Longs
     total_states: int
-    most_states: int
     _on_device: dict[torch.device, dict[str, torch.Tensor]] = field(default_factory=dict, repr=False)
 
     @property
@@ -200,8 +201,8 @@ def work_list(
     states = np.zeros(count, np.int64)  # of each sequence, so far
     nodes, own = _ranges(plan, length, room)
 
-    tiled: list[Longs] = []  # pieces of nodes that go through tiles
-    passed: list[Longs] = []  # and those that streaming warps take pass by pass
+    tiled = Tiled(rows_each, _even_share(nodes, rows_each, heads, shape, splitting), plan.window is None)
+    passed: list[Longs] = []  # pieces that streaming warps take pass by pass
     for node, size in zip(nodes, _node_pieces(nodes, rows_each, heads, shape, splitting), strict=True):
         by_tiles = _by_tiles(node, rows_each, shape, splitting)
         step = TILE_TOKENS if by_tiles else CHUNK
@@ -209,10 +210,11 @@ def work_list(
         members = slice(node.first, node.first + node.sequences)
         state = int(states[node.first])  # the same of all of them: what lies above the node is shared by all
         kind = ALL_SEE if node.stop <= length[members].min() - plan.tokens_per_seq + 1 else 0
-        (tiled if by_tiles else passed).append(
-            _node_items(node, begins, size, state, kind, rows_each, TILE_ROWS if by_tiles else shape.rows)
-        )
-        states[members] += len(begins)
+        if by_tiles:
+            state -= tiled.add(node, begins, size, state, kind)
+        else:
+            passed.append(_node_items(node, begins, size, state, kind, rows_each, shape.rows))
+        states[members] = state + len(begins)
     sizes = splitting.of(own.planned - own.start)
     whole = _whole(own, sizes, heads * -(-rows_each // shape.rows), shape, splitting.whole)
     parts = np.where(whole, 1, np.maximum(1, -(-(own.stop - own.start // CHUNK * CHUNK) // sizes)))
@@ -233,10 +235,9 @@ def work_list(
     items = _headed(np.concatenate(passed, axis=1), heads, rows_each, of_sequence)
     stop = np.minimum(items[:, 6], length[items[:, 4]])  # without the room to grow
     chunks = np.maximum(0, -(-(stop - items[:, 5] // CHUNK * CHUNK) // CHUNK))
-    tiles = _headed(np.concatenate([*tiled, np.zeros((9, 0), np.int64)], axis=1), heads, rows_each, of_sequence)
+    tiles = _headed(np.concatenate([*tiled.parts, np.zeros((9, 0), np.int64)], axis=1), heads, rows_each, of_sequence)
     blocks = max(1, min(shape.blocks, max(len(items), len(tiles))))
-    steps = -(-(tiles[:, 6] - tiles[:, 5]) // TILE_TOKENS)
-    tile_items = _deal(tiles, steps, blocks)
+    tile_items = _deal_chains(tiles, tiled.chains(heads), blocks)
     if shape.joiners:
         busy = (-(-(tile_items[..., 6] - tile_items[..., 5]) // TILE_TOKENS) * STEP_CHUNKS).sum(0)
         dealt = _deal_beside(items, chunks, heads, shape, busy)
@@ -254,7 +255,6 @@ def work_list(
         page_size=page_size,
         capacity=length + room,
         total_states=int(bases[-1]),
-        most_states=int(states.max(initial=0)),
     )
 
 
@@ -292,21 +292,84 @@ def _ranges(plan: DecodePlan, length: Longs, room: int) -> tuple[list[Node], Own
     return nodes, Own(*np.concatenate(own, axis=1).astype(np.int64))
 
 
+def _even_share(
+    nodes: list[Node], rows_each: int, heads: int, shape: Shape, splitting: Splitting, by_tiles: bool = True
+) -> float:
+    """Tokens of a pass that each block would have of the nodes that one of the bodies takes."""
+    most = TILE_ROWS if by_tiles else shape.rows
+    work = sum(
+        (n.stop - n.start) * -(-n.sequences * rows_each // most)
+        for n in nodes
+        if _by_tiles(n, rows_each, shape, splitting) == by_tiles
+    )
+    return max(splitting.shared, work * heads / shape.blocks)
+
+
 def _node_pieces(nodes: list[Node], rows_each: int, heads: int, shape: Shape, splitting: Splitting) -> list[int]:
     """Tokens of a piece of each node: equal ones, about as many in all as there are blocks, for each of the bodies."""
-    passes = [
-        -(-n.sequences * rows_each // (TILE_ROWS if _by_tiles(n, rows_each, shape, splitting) else shape.rows))
-        for n in nodes
-    ]
-    tiled = [_by_tiles(n, rows_each, shape, splitting) for n in nodes]
+    shares = [_even_share(nodes, rows_each, heads, shape, splitting, tiled) for tiled in (False, True)]
     found = []
-    for node, by_tiles in zip(nodes, tiled, strict=True):
-        work = sum((n.stop - n.start) * p for n, p, t in zip(nodes, passes, tiled, strict=True) if t == by_tiles)
-        share = max(splitting.shared, work * heads / shape.blocks)
+    for node in nodes:
+        share = shares[_by_tiles(node, rows_each, shape, splitting)]
         tokens = node.stop - node.start
         pieces = max(1, int(tokens / share + 1e-9))
         found.append(-(-tokens // (pieces * TILE_TOKENS)) * TILE_TOKENS)
     return found
+
+
+class Tiled:
+    """Pieces of nodes that go through tiles. A node whose passes are those of the node above it continues them: its
+    first piece begins with the rows as the last one above left them, and they are one state; if all rows see all of it,
+    and both together are not much more than a block's share."""
+
+    def __init__(self, rows_each: int, share: float, chaining: bool) -> None:
+        self.rows_each, self.share, self.chaining = rows_each, share, chaining
+        self.parts: list[Longs] = []  # as _node_items makes them
+        self._count = 0
+        self._open: list[tuple[Node, int, int]] = []  # nodes so far, where their last pieces stand, of how many tokens
+        self._before: dict[int, int] = {}  # the piece that a piece continues
+
+    def add(self, node: Node, begins: Longs, size: int, state: int, kind: int) -> int:
+        """A node, whose parents were added before; 1 if it continues one, and so has a state less, else 0."""
+        tokens = min(size, node.stop - int(begins[0]))
+        above = None
+        if kind & ALL_SEE and self.chaining:
+            above = next((a for a in reversed(self._open) if self._continues(node, a[0])), None)
+        if above is not None and above[2] + tokens > CHAIN_SHARE * self.share:
+            above = None
+        made = _node_items(node, begins, size, state - (above is not None), kind, self.rows_each, TILE_ROWS)
+        passes = made.shape[1] // len(begins)
+        if above is not None:
+            first = above[1] + (node.first - above[0].first) * self.rows_each // TILE_ROWS
+            self._before |= {self._count + n: first + n for n in range(passes)}
+        last = node.stop - int(begins[-1]) + (above[2] if above is not None and len(begins) == 1 else 0)
+        self._open.append((node, self._count + made.shape[1] - passes, last))
+        self._count += made.shape[1]
+        self.parts.append(made)
+        return int(above is not None)
+
+    def _continues(self, node: Node, above: Node) -> bool:
+        ahead = (node.first - above.first) * self.rows_each
+        end, end_above = node.first + node.sequences, above.first + above.sequences
+        return (
+            node.start == above.stop
+            and node.first >= above.first
+            and end <= end_above
+            and ahead % TILE_ROWS == 0
+            and (node.sequences * self.rows_each % TILE_ROWS == 0 or end == end_above)
+        )
+
+    def chains(self, heads: int) -> list[list[int]]:
+        """Of all heads' items, those that follow each other in one block."""
+        after = {b: a for a, b in self._before.items()}
+        found = []
+        for n in range(self._count):
+            if n not in self._before:
+                chain = [n]
+                while chain[-1] in after:
+                    chain.append(after[chain[-1]])
+                found += [[m * heads + h for m in chain] for h in range(heads)]
+        return found
 
 
 def _node_items(node: Node, begins: Longs, size: int, state: int, kind: int, rows_each: int, most: int) -> Longs:
@@ -444,6 +507,23 @@ def _deal_beside(items: Longs, chunks: Longs, heads: int, shape: Shape, busy: np
     for column, own in enumerate(lists):
         dealt[: len(own), column] = items[own]
     return dealt.reshape(-1, blocks, warps + joiners, ITEM_WORDS)
+
+
+def _deal_chains(tiles: Longs, chains: list[list[int]], blocks: int) -> Ints:
+    """(rounds, blocks, 16): chains of items, the longest first, each to the block that has least to do."""
+    steps = -(-(tiles[:, 6] - tiles[:, 5]) // TILE_TOKENS)
+    cost = [int(steps[chain].sum()) for chain in chains]
+    loads = [(0, b) for b in range(blocks)]
+    lists: list[list[int]] = [[] for _ in range(blocks)]
+    for n in sorted(range(len(chains)), key=lambda n: -cost[n]):
+        load, b = loads[0]
+        lists[b] += chains[n]
+        tiles[chains[n][:-1], 14] |= GOES_ON
+        heapq.heapreplace(loads, (load + cost[n], b))
+    dealt = np.zeros((max(map(len, lists)), blocks, ITEM_WORDS), np.int32)
+    for b, own in enumerate(lists):
+        dealt[: len(own), b] = tiles[own]
+    return dealt
 
 
 def _deal(units: Longs, cost: Longs, blocks: int) -> Ints:

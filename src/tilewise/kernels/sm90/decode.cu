@@ -17,8 +17,5 @@ extern "C" __global__ void __launch_bounds__(32 * kWarps, kBlocksPerSm)
     ptx::sync_threads();
     const int rank = ptx::uniform(threadIdx.x / 32);
     stream(args, mK, mV, rank);
-    if (args.merges) {
-        meet_all(args, threadIdx.x == 0, 32 * kWarps);
-        merge_all(args, rank, kWarps);
-    }
+    if (args.merge_rows >= 0) merge_all(args, {rank, kWarps});
 }

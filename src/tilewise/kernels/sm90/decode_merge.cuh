@@ -126,12 +126,45 @@ struct Staged {
 static_assert(kRows * (kStagedRow + 2) * 4 <= kFoldBytes, "staged where pieces are kept");
 
 // ---- merging states ---------------------------------------------------------------------------------------------------------------------
-// Rows first … first + kMany − 1 of a sequence over its states [begin, end), one after another; kAtOnce of them are asked for before the
-// first is needed. Few instructions: a warp that merges has its multiprocessor nearly for itself, and waits for each of them.
-template <int kMany, int kAtOnce>
-TILE_DEVICE void fold_run(Rows<kMany>& rows, const DecodeArgs& args, const States& states, int kv_head, int first, int many, int begin, int end) {
-    const int lane = lane_here();
-    const int64_t row = state_row(args, states, kv_head, begin, first), stride = int64_t(args.kv_heads) * args.rows_each.divisor;
+// Rows of a sequence that a warp merges: kMany from `first` on, counted through its KV heads, as states hold them. What has to be
+// looked up for that is asked for here, and nobody waits for it before it is needed.
+template <int kMany> struct Merge {
+    int sequence, first, length;
+    Vector16 states;
+    int caller;
+    TILE_DEVICE Merge(const DecodeArgs& args, int n) {
+        const int passes = (args.kv_heads * int(args.rows_each.divisor) + kMany - 1) / kMany;
+        sequence = n / passes;
+        first = n % passes * kMany;
+        if (!there(args)) return;
+        states = Global<const Vector16>{reinterpret_cast<const Vector16*>(args.states)}[sequence];
+        length = Global<const int>{args.lengths}[sequence];
+        caller = Global<const int>{args.order}[sequence];
+    }
+    TILE_DEVICE bool there(const DecodeArgs& args) const { return sequence < args.sequences; }
+    TILE_DEVICE States of() const { return {int(states.word[0]), int(states.word[1]), int(states.word[2]), int(states.word[3]), length}; }
+    TILE_DEVICE int many(const DecodeArgs& args) const {
+        const int left = args.kv_heads * int(args.rows_each.divisor) - first;
+        return left < kMany ? left : kMany;
+    }
+    // Rows from the r-th on, as many as there are
+    template <int kThese> TILE_DEVICE void put(const DecodeArgs& args, const Rows<kThese>& rows, int r0 = 0) const {
+        const int each = args.rows_each.divisor, group = args.group.divisor;
+#pragma unroll
+        for (int r = 0; r < kThese; r++) {
+            if (r0 + r >= many(args)) continue;
+            const int at = first + r0 + r, kv_head = args.rows_each.quotient(at), row = at - kv_head * each, token = args.group.quotient(row);
+            put_output(args, {sequence, row, token, kv_head * group + row - token * group}, caller, rows.max[r], rows.sum[r], rows.x[r]);
+        }
+    }
+};
+
+// Its rows from the r-th on over the states [begin, end), one after another; kAtOnce of them are asked for before the first is
+// needed. Few instructions: a warp that merges has its multiprocessor nearly for itself, and waits for each of them.
+template <int kAtOnce, int kMany, int kOf>
+TILE_DEVICE void fold_run(Rows<kMany>& rows, const DecodeArgs& args, const Merge<kOf>& merge, int begin, int end, int r0 = 0) {
+    const int lane = lane_here(), many = merge.many(args) - r0;
+    const int64_t stride = int64_t(args.kv_heads) * args.rows_each.divisor, row = (merge.of().first + begin) * stride + merge.first + r0;
     const float *o = args.state_o + row * kHeadDim + 4 * lane, *ml = args.state_ml + 2 * row;
 #pragma unroll
     for (int r = 0; r < kMany; r++) rows.clear(r);
@@ -156,26 +189,17 @@ TILE_DEVICE void fold_run(Rows<kMany>& rows, const DecodeArgs& args, const State
         for (int n = 0; n < kAtOnce * kMany; n++) rows.fold(n % kMany, y[n / kMany].max[n % kMany], y[n / kMany].sum[n % kMany], y[n / kMany].x[n % kMany]);
     }
 }
-template <int kMany> TILE_DEVICE void put_rows(const DecodeArgs& args, const Rows<kMany>& rows, int sequence, int64_t caller, int kv_head, int first, int many) {
-#pragma unroll
-    for (int r = 0; r < kMany; r++) {
-        if (r >= many) continue;
-        const int token = args.group.quotient(first + r), group = args.group.divisor;
-        const DecodeRow row{sequence, first + r, token, kv_head * group + first + r - token * group};
-        put_output(args, row, caller, rows.max[r], rows.sum[r], rows.x[r]);
-    }
-}
-// As registers allow
-constexpr int kStatesAtOnce = kTileStages > 0 || kHeadDim > 128 || kWarps * kBlocksPerSm > 8 ? 8 : 16, kStatesOfFour = kHeadDim > 128 ? 1 : 2;
 
 // Up to kRun states are folded from the first to the last: what a warp folds of a range on its own is never more, and has the same bits.
 // More are dealt out in runs to four folds, and these are folded then, so that four warps can have a part each.
 constexpr int kRun = 16, kFolds = 4;
-TILE_DEVICE void fold_runs(Rows<1>& all, const DecodeArgs& args, const States& states, int kv_head, int first, int which) {
+constexpr int kStatesAtOnce = kTileStages > 0 || kHeadDim > 128 || kWarps * kBlocksPerSm > 8 ? 8 : 16;  // of a row, as registers allow
+template <int kOf> TILE_DEVICE void fold_runs(Rows<1>& all, const DecodeArgs& args, const Merge<kOf>& merge, int r, int which) {
+    const int count = merge.of().count;
 #pragma unroll 1
-    for (int begin = which * kRun; begin < states.count; begin += kFolds * kRun) {
+    for (int begin = which * kRun; begin < count; begin += kFolds * kRun) {
         Rows<1> run;
-        fold_run<1, kStatesAtOnce>(run, args, states, kv_head, first, 1, begin, begin + kRun < states.count ? begin + kRun : states.count);
+        fold_run<kStatesAtOnce>(run, args, merge, begin, begin + kRun < count ? begin + kRun : count, r);
         if (begin == which * kRun) all = run;
         else all.fold(0, run.max[0], run.sum[0], run.x[0]);
     }
@@ -208,10 +232,10 @@ TILE_DEVICE void meet_all(const DecodeArgs& args, bool first, int threads) {
 }
 
 // The parts that the first warps of a block have of a row, into that of the first, by way of the rings, which are free by now
-TILE_DEVICE void join_folds(Rows<1>& all, const States& states, int rank) {
+TILE_DEVICE void join_folds(Rows<1>& all, int count, int rank) {
     const int lane = lane_here();
     const auto sPart = [](int of) { return Shared<float>(kAtRings + of * kStagedRow * 4); };
-    if (rank * kRun < states.count) {
+    if (rank * kRun < count) {
         const Shared<float> to = sPart(rank);
 #pragma unroll
         for (int c = 0; c < 4 * kFours; c++)
@@ -220,7 +244,7 @@ TILE_DEVICE void join_folds(Rows<1>& all, const States& states, int rank) {
     }
     ptx::barrier_sync(kMeetingBarrier, 32 * kFolds);
 #pragma unroll 1
-    for (int of = 1; of < kFolds && of * kRun < states.count; of++) {
+    for (int of = 1; of < kFolds && of * kRun < count; of++) {
         const Shared<float> from = sPart(of);
         float x[kFours][4] = {};
 #pragma unroll
@@ -231,48 +255,61 @@ TILE_DEVICE void join_folds(Rows<1>& all, const States& states, int rank) {
     ptx::barrier_sync(kMeetingBarrier, 32 * kFolds);
 }
 
-// Row by row, of sequences that have more than `above` states. Where there are very few, four warps of a block share one.
-TILE_DEVICE void merge_by_rows(const DecodeArgs& args, int rank, int warps, int number, int above = 1) {
-    const int each = args.rows_each.divisor, rows = args.sequences * args.kv_heads * each, blocks = gridDim.x;
-    const bool shared = rows <= blocks && warps >= kFolds;
-    if (shared && rank >= kFolds) return;
+// Who meets at the end of a launch: `warps` of each block, of which this is `rank`
+struct Meeting {
+    int rank, warps;
+};
+
+// Rows of which there are no more than blocks: four warps of a block share one.
+TILE_DEVICE void merge_together(const DecodeArgs& args, Meeting of) {
+    const Merge<1> merge(args, blockIdx.x);
+    meet_all(args, of.rank == 0 && warp::lane() == 0, 32 * of.warps);
+    if (of.rank >= kFolds || !merge.there(args)) return;
+    const int count = merge.of().count;
+    if (count == 1) return;
+    Rows<1> all;
+    fold_runs(all, args, merge, 0, of.rank);
+    if (count > kRun) join_folds(all, count, of.rank);
+    if (of.rank == 0) merge.put(args, all);
+}
+// By all warps of the launch, kMany rows at a time
+template <int kMany, int kAtOnce> TILE_DEVICE void merge_rows(const DecodeArgs& args, Meeting of) {
+    const int blocks = gridDim.x;
+    int n = of.rank * blocks + blockIdx.x;
+    Merge<kMany> next(args, n);
+    meet_all(args, of.rank == 0 && warp::lane() == 0, 32 * of.warps);
 #pragma unroll 1
-    for (int n = shared ? blockIdx.x : number; n < rows; n += shared ? blocks : blocks * warps) {
-        const int job = n / each, first = n % each, sequence = job / args.kv_heads, kv_head = job % args.kv_heads;
-        const States states = states_of(args, sequence);
-        if (states.count <= above) continue;
-        Rows<1> all;
-#pragma unroll 1
-        for (int which = shared ? rank : 0; which < kFolds && which * kRun < states.count; which++) {
-            Rows<1> part;
-            fold_runs(part, args, states, kv_head, first, which);
-            if (shared || which == 0) all = part;
-            else all.fold(0, part.max[0], part.sum[0], part.x[0]);
-            if (shared) break;
+    while (next.there(args)) {
+        const Merge<kMany> now = next;
+        n += blocks * of.warps;
+        next = Merge<kMany>(args, n);
+        const int count = now.of().count;
+        if (count == 1) continue;
+        if (count <= kRun) {
+            Rows<kMany> all;
+            fold_run<kAtOnce>(all, args, now, 0, count);
+            now.put(args, all);
+            continue;
         }
-        if (shared && states.count > kRun) join_folds(all, states, rank);
-        if (!shared || rank == 0) put_rows<1>(args, all, sequence, Global<const int>{args.order}[sequence], kv_head, first, 1);
+#pragma unroll 1
+        for (int r = 0; r < now.many(args); r++) {
+            Rows<1> all;
+#pragma unroll 1
+            for (int which = 0; which < kFolds && which * kRun < count; which++) {
+                Rows<1> part;
+                fold_runs(part, args, now, r, which);
+                if (which == 0) all = part;
+                else all.fold(0, part.max[0], part.sum[0], part.x[0]);
+            }
+            now.put(args, all, r);
+        }
     }
 }
-
-// Sequences that have several states, by all warps of the launch: `rank` of `warps` of this block. A warp takes four rows of a sequence
-// at a time; where there are few, or they have many states, one.
-TILE_DEVICE void merge_all(const DecodeArgs& args, int rank, int warps) {
-    const int each = args.rows_each.divisor, jobs = args.sequences * args.kv_heads, blocks = gridDim.x, number = rank * blocks + blockIdx.x;
-    const int passes = (each + 3) / 4;
-    int above = 1;
-    if (jobs * each > blocks * warps) {
-        above = kRun;
-#pragma unroll 1
-        for (int n = number; n < jobs * passes; n += blocks * warps) {
-            const int job = n / passes, sequence = job / args.kv_heads, kv_head = job % args.kv_heads, first = n % passes * 4;
-            const States states = states_of(args, sequence);
-            if (states.count == 1 || states.count > kRun) continue;
-            Rows<4> all;
-            const int many = each - first < 4 ? each - first : 4;
-            fold_run<4, kStatesOfFour>(all, args, states, kv_head, first, many, 0, states.count);
-            put_rows<4>(args, all, sequence, Global<const int>{args.order}[sequence], kv_head, first, many);
-        }
-    }
-    if (args.merges > above) merge_by_rows(args, rank, warps, number, above);
+// When all have put their states, sequences that have several get their results. merge_rows: of a warp at a time, 0 for a row of
+// which four warps have a part each.
+TILE_DEVICE void merge_all(const DecodeArgs& args, Meeting of) {
+    if (args.merge_rows == 0) merge_together(args, of);
+    else if (args.merge_rows == 1) merge_rows<1, kStatesAtOnce>(args, of);
+    else if (args.merge_rows == 2) merge_rows<2, (kHeadDim > 128 ? 2 : 4)>(args, of);
+    else merge_rows<4, (kHeadDim > 128 ? 1 : 3)>(args, of);
 }

@@ -109,6 +109,7 @@ struct TileBody {
         return item;
     }
 
+    // The rows' Q, what they see of the span, and the state of no key
     TILE_DEVICE void begin(const DecodeItem& item, Span span) {
         int from = span.begin, to = span.end;
         Vector16 of;
@@ -147,6 +148,13 @@ struct TileBody {
         whole_to = ptx::uniform(to);
         warp::zero(acc_o);
         state = warp::RowState();
+    }
+    // The same rows over a span of the next node, all of which they see
+    TILE_DEVICE void go_on(Span span) {
+        const uint32_t count = span.end - span.begin;
+        sSeen()[0] = {uint32_t(span.begin), count, uint32_t(span.begin), count};
+        whole_from = ptx::uniform(span.begin);
+        whole_to = ptx::uniform(span.end);
     }
 
     TILE_DEVICE void issue_qk() {
@@ -229,49 +237,67 @@ struct TileBody {
         return moves;
     }
 
-    TILE_DEVICE void run_item(int round, const DecodeItem& item) {
-        const Span span{item.start, item.stop};
+    // O, m and l with the tokens of a span
+    TILE_DEVICE void add_span(Span span, int round) {
         // Uniform, or descriptors in the loop would be made in ordinary registers, and each product wait for its own.
         const int begin_tile = ptx::uniform(span.begin / kTile);
         const int end_tile = ptx::uniform(span.end > span.begin ? (span.end + kTile - 1) / kTile : begin_tile);
-        if (ptx::uniform(item.rows) == 0) {  // only the other warpgroup has rows of it
-            for (int tile = begin_tile; tile < end_tile; tile++, turn.next()) {
-                ring.wait(turn);
-                ptx::sync_warp();
-                ring.release(turn);
-            }
-            return;
-        }
-        begin(item, span);
-        if (begin_tile < end_tile) {
-            float correction[2];
-            issue_qk();
-            ptx::wgmma_wait<0>();
-            softmax(begin_tile * kTile, correction);
-            warp::to_operand<Element>(rP, acc_s);
-            clear_outside(turn.stage, begin_tile * kTile, span);
+        if (begin_tile == end_tile) return;
+        float correction[2];
+        issue_qk();
+        ptx::wgmma_wait<0>();
+        softmax(begin_tile * kTile, correction);
+        warp::scale_rows(acc_o, correction);  // of a node above
+        warp::to_operand<Element>(rP, acc_s);
+        clear_outside(turn.stage, begin_tile * kTile, span);
 #pragma unroll 1
-            for (int tile = begin_tile + 1; tile < end_tile; tile++) {
-                const Turn<kTileStages> before = turn;
-                turn.next();
-                turn.stage = ptx::uniform(turn.stage);  // what comes of raised references is not seen to be
-                issue_qk();
-                issue_pv(before.stage);
-                ptx::wgmma_wait<1>();
-                const bool moved = next_softmax(tile * kTile, correction);
-                ptx::wgmma_wait<0>();
-                ring.release(before);
-                if (moved) warp::scale_rows(acc_o, correction);
-                warp::to_operand<Element>(rP, acc_s);
-            }
-            const DecodeItem same = whole_item(round);
-            clear_outside(turn.stage, (end_tile - 1) * kTile, {same.start, same.stop});
-            issue_pv(turn.stage);
-            ptx::wgmma_wait<0>();
-            ring.release(turn);
+        for (int tile = begin_tile + 1; tile < end_tile; tile++) {
+            const Turn<kTileStages> before = turn;
             turn.next();
+            turn.stage = ptx::uniform(turn.stage);  // what comes of raised references is not seen to be
+            issue_qk();
+            issue_pv(before.stage);
+            ptx::wgmma_wait<1>();
+            const bool moved = next_softmax(tile * kTile, correction);
+            ptx::wgmma_wait<0>();
+            ring.release(before);
+            if (moved) warp::scale_rows(acc_o, correction);
+            warp::to_operand<Element>(rP, acc_s);
         }
-        store(share_of(whole_item(round)));
+        const DecodeItem same = whole_item(round);
+        clear_outside(turn.stage, (end_tile - 1) * kTile, {same.start, same.stop});
+        issue_pv(turn.stage);
+        ptx::wgmma_wait<0>();
+        ring.release(turn);
+        turn.next();
+    }
+    // Tiles of which only the other warpgroup has rows
+    TILE_DEVICE void pass_by(Span span) {
+        for (int at = span.begin / kTile * kTile; at < span.end && span.end > span.begin; at += kTile, turn.next()) {
+            ring.wait(turn);
+            ptx::sync_warp();
+            ring.release(turn);
+        }
+    }
+    TILE_DEVICE void run() {
+        for (int round = 0; round < args.tile_rounds; round++) {
+            const DecodeItem item = share_of(tile_item(args, round));
+            Span span{item.start, item.stop};
+            if (ptx::uniform(item.rows) == 0) {
+                pass_by(span);
+                continue;
+            }
+            begin(item, span);
+#pragma unroll 1
+            while (true) {
+                add_span(span, round);
+                if (!whole_item(round).is(kGoesOn)) break;
+                const DecodeItem next = whole_item(++round);
+                span = {next.start, next.stop};
+                go_on(span);
+            }
+            store(share_of(whole_item(round)));
+        }
     }
 
     TILE_DEVICE void store(const DecodeItem& item) {
@@ -298,12 +324,6 @@ struct TileBody {
                     gO[4 * n + column] = Vector8{{as_bits(acc_o[4 * n + 2 * h]), as_bits(acc_o[4 * n + 2 * h + 1])}};
                 if (column == 0) put_ml(args, to, max, sum);
             }
-        }
-    }
-    TILE_DEVICE void run() {
-        for (int round = 0; round < args.tile_rounds; round++) {
-            const DecodeItem item = tile_item(args, round);
-            if (ptx::uniform(item.rows) > 0) run_item(round, share_of(item));
         }
     }
 };

@@ -24,10 +24,7 @@ extern "C" __global__ void __launch_bounds__(512, kBlocksPerSm)
         ptx::barrier_sync(kJoinBarrier, kTileThreads);  // nobody looks at the tiles any more
         const int rank = ptx::uniform(threadIdx.x / 32);
         if (rank < kJoiners) stream(args, mK, mV, kWarps + rank);
-        if (args.merges) {
-            meet_all(args, threadIdx.x == 0, kTileThreads + 32 * kWarps);
-            merge_all(args, threadIdx.x / 32, 4 * kTileGroups + kWarps);
-        }
+        if (args.merge_rows >= 0) merge_all(args, {rank, 4 * kTileGroups + kWarps});
     } else if (role == kTileGroups) {
         ptx::give_registers<kLoadRegisters>();
         if (ptx::uniform(threadIdx.x / 32) == 4 * kTileGroups) load_tiles(args, mTileK, mTileV);
@@ -35,9 +32,6 @@ extern "C" __global__ void __launch_bounds__(512, kBlocksPerSm)
         ptx::give_registers<kStreamRegisters>();
         const int rank = ptx::uniform(threadIdx.x / 32) - 4 * (kTileGroups + 1);
         stream(args, mK, mV, rank);
-        if (args.merges) {
-            meet_all(args, false, kTileThreads + 32 * kWarps);
-            merge_all(args, 4 * kTileGroups + rank, 4 * kTileGroups + kWarps);
-        }
+        if (args.merge_rows >= 0) merge_all(args, {4 * kTileGroups + rank, 4 * kTileGroups + kWarps});
     }
 }

@@ -10,6 +10,7 @@
 enum ItemKind {
     kOwn = 1,     // rows of one sequence over tokens of its own; else a node of the tree
     kAllSee = 2,  // but for a window, every row sees all tokens of the node
+    kGoesOn = 4,  // of tiles: the block's next item goes on with the same rows, which see all of it
 };
 // One warp's work: rows [row, row + rows) from the first row of `sequence` on, over the tokens [start, stop) of sequence `table`.
 // fold: the range is computed piece by piece of so many chunks, from its first chunk on, and what comes of a piece is folded into what
@@ -56,7 +57,8 @@ struct DecodeArgs {
     uint32_t* meeting;       // a counter: where all blocks of the launch wait for each other
     Paged k, v, k_scale, v_scale, k_zero, v_zero;
     Strides q_strides, o_strides;
-    int rounds, tile_rounds, sequences, merges;  // merges: how many states a sequence may have, 0 if one
+    int rounds, tile_rounds, sequences;
+    int merge_rows;                              // that a warp merges at a time: decode_merge.cuh; −1: no sequence has several states
     int kv_heads, tokens, left;                  // left: keys seen before a row's own position, kFar for no limit
     int table_pages, tail_pages;
     float scale_log2, softcap_in, softcap_out;  // softcap: out · tanh(S · in), in base 2

@@ -85,10 +85,10 @@ TILE_DEVICE uint32_t ballot(bool x) { return __ballot_sync(~0u, x); }
 
 // ---- atomics ----------------------------------------------------------------------------------------------------------
 TILE_DEVICE int atomic_add(int* p, int x) { return atomicAdd(p, x); }
-// One more, and 0 after `last`; what it was. What this thread has seen is seen by whoever reads the counter after that, and it sees theirs.
+// One more, and 0 after `last`; what it was. What this thread has seen is seen by whoever reads that it counted, and then fences.
 TILE_DEVICE uint32_t count_up(uint32_t* p, uint32_t last) {
     uint32_t before;
-    asm volatile("atom.acq_rel.gpu.global.inc.u32 %0, [%1], %2;" : "=r"(before) : "l"(p), "r"(last) : "memory");
+    asm volatile("atom.release.gpu.global.inc.u32 %0, [%1], %2;" : "=r"(before) : "l"(p), "r"(last) : "memory");
     return before;
 }
 template <class T> TILE_DEVICE T load_acquire(const T* p) {
