@@ -50,7 +50,7 @@ MAX_TOKENS, MAX_GROUP = 16, 64
 FORMATS = {"bf16": 0, "fp16": 0, "fp8": 1, "int8": 2, "int4": 3}  # tile/quant.cuh: Format
 BITS = {"bf16": 16, "fp16": 16, "fp8": 8, "int8": 8, "int4": 4}
 RING_BYTES = 65536  # of a block's streaming warps: what they have on its way at a time
-TILE_WARPS, TILE_THREADS = 8, 384  # sm90/decode_tree.cu: beside the streaming warps
+TILE_THREADS = 384  # sm90/decode_tree.cu: beside the streaming warps
 BLOCK_OVERHEAD = 1024  # bytes of shared memory that the system takes of each block's
 
 # An H200, measured: sequences that read the same pages one by one get about 7 TB/s of them, most from L2; shared nodes
@@ -110,7 +110,9 @@ def shared_bytes(fmt: KVFormat, tiling: Tiling) -> int:
     at_fold = -(-(tiles + rings * stage_bytes(fmt)) // 1024) * 1024 + rings * (scales + 8)
     at_fold += 8 * tiling.joiners * tiling.stages
     if tiling.tile_stages:
-        at_fold = -(-(at_fold + 16 * tiling.tile_stages) // 16) * 16 + 16 * TILE_ROWS * 2
+        at_fold = -(-(at_fold + 16 * tiling.tile_stages + 8) // 16) * 16 + 16 * TILE_ROWS * 2
+    else:
+        at_fold += 8
     at_fold = -(-at_fold // 16) * 16
     return at_fold + tiling.warps * fold_bytes(fmt, tiling.rows)
 
@@ -247,13 +249,10 @@ class DecodeArgs(ctypes.Structure):
         *((n, ctypes.c_void_p) for n in ("pages", "states", "state_o", "state_ml", "meeting")),
         *((n, Paged) for n in ("k", "v", "k_scale", "v_scale", "k_zero", "v_zero")),
         *((n, Strides) for n in ("q_strides", "o_strides")),
-        *(
-            (n, ctypes.c_int)
-            for n in ("rounds", "tile_rounds", "sequences", "merge_rows", "kv_heads", "tokens", "left")
-        ),
+        *((n, ctypes.c_int) for n in ("slots", "tile_rounds", "sequences", "merge_rows", "kv_heads", "tokens", "left")),
         *((n, ctypes.c_int) for n in ("table_pages", "tail_pages")),
         *((n, ctypes.c_float) for n in ("scale_log2", "softcap_in", "softcap_out")),
-        *((n, Divisor) for n in ("group", "rows_each")),
+        *((n, Divisor) for n in ("group", "rows_each", "merge_jobs")),
     ]
 
 
@@ -390,11 +389,12 @@ class Decode:
             setattr(a, name, self.fixed[name].data_ptr())
         a.lengths = self.fixed["live"].data_ptr()
         a.tails = a.lengths + 4 * listed.sequences
-        a.rounds, a.tile_rounds = len(listed.items), len(listed.tile_items)
+        a.slots, a.tile_rounds = listed.items.shape[1], len(listed.tile_items)
         a.sequences, a.merge_rows = listed.sequences, self._merge_rows(tiling)
         a.kv_heads, a.tokens = plan.heads_kv, plan.tokens_per_seq
         a.table_pages, a.tail_pages = listed.pages.shape[1], listed.tail_pages
         a.group, a.rows_each = Divisor.by(group), Divisor.by(self.rows_each)
+        a.merge_jobs = Divisor.by(-(-plan.heads_kv * self.rows_each // max(1, a.merge_rows)))
         self.grid = (listed.blocks, 1, 1)
         self.workspaces: dict[int | None, Workspace] = {}
         self.graph_meeting = self._meeting()
@@ -403,14 +403,11 @@ class Decode:
             self.launch_args = jit.Args(*[jit.TensorMap.blank()] * len(self.map_specs), a)
 
     def _merge_rows(self, tiling: Tiling) -> int:
-        """Rows that a warp merges at a time, when all warps have their share; sm90/decode_merge.cuh says what 0 is."""
-        rows, blocks = self.listed.sequences * self.plan.heads_kv * self.rows_each, self.listed.blocks
-        warps = tiling.warps + (TILE_WARPS if tiling.tile_stages else 0)
+        """Rows of a job of merging: one where there are few, of which several warps then have a part each, or four."""
         if not self.listed.total_states:
-            return -1
-        if rows <= blocks and warps >= 4:
             return 0
-        return next((n for n in (1, 2) if rows <= n * blocks * warps), 4)
+        rows = self.listed.sequences * self.plan.heads_kv * self.rows_each
+        return 1 if rows <= self.listed.blocks and tiling.warps >= 4 else 4
 
     def _meeting(self) -> torch.Tensor:
         return torch.zeros(1, dtype=torch.int32, device=self.device)
@@ -471,7 +468,7 @@ class Decode:
             for n, spec in enumerate(self.map_specs):
                 if spec is not None:
                     self.launch_args.point(n, jit.encode(spec, pointers[n % 2]))
-            self.kernel.launch(self.grid, self.launch_args, stream=stream, cooperative=a.merge_rows >= 0)
+            self.kernel.launch(self.grid, self.launch_args, stream=stream, cooperative=bool(a.merge_rows))
             return
         tensors = {"q": q, "o": o, "lse": lse, "sinks": sinks, "tree": tree, **self.fixed}
         tensors |= {"state_o": space.o, "state_ml": space.ml, "meeting": space.meeting}
@@ -482,7 +479,7 @@ class Decode:
             emulate.TensorMap() if spec is None else emulate.tensor_map(spec, pointers[n % 2])
             for n, spec in enumerate(self.map_specs)
         ]
-        resident = self.grid[0] if a.merge_rows >= 0 else 1
+        resident = self.grid[0] if a.merge_rows else 1
         emulate.launch(self.spec, self.grid, [*maps, a], known, resident=resident, **emulator)
 
 

@@ -103,7 +103,7 @@ class Own(NamedTuple):
 class WorkList:
     """A plan as arrays; sm90/decode_work.cuh says what they hold.
 
-    items (rounds, blocks, warps and joiners, 16), tile_items (rounds, blocks, 16); live: lengths (n,) and tails
+    items (blocks, slots, 16), tile_items (rounds, blocks, 16); live: lengths (n,) and tails
     (n, tail_pages), which grow() renews; tail_from (n,): the number of the first page in a tail; capacity (n,): the
     lengths up to which the list serves; total_states: of all sequences that have more than one.
     """
@@ -127,7 +127,7 @@ class WorkList:
 
     @property
     def blocks(self) -> int:
-        return int(self.items.shape[1])
+        return int(self.items.shape[0])
 
     @property
     def lengths(self) -> Ints:
@@ -238,7 +238,7 @@ def work_list(
     tiles = _headed(np.concatenate([*tiled.parts, np.zeros((9, 0), np.int64)], axis=1), heads, rows_each, of_sequence)
     blocks = max(1, min(shape.blocks, max(len(items), len(tiles))))
     tile_items = _deal_chains(tiles, tiled.chains(heads), blocks)
-    if shape.joiners:
+    if shape.tiles:
         busy = (-(-(tile_items[..., 6] - tile_items[..., 5]) // TILE_TOKENS) * STEP_CHUNKS).sum(0)
         dealt = _deal_beside(items, chunks, heads, shape, busy)
     else:
@@ -458,55 +458,44 @@ def _headed(parts: Longs, heads: int, rows_each: int, of: Sequences) -> Longs:
 
 
 def _deal_warps(items: Longs, chunks: Longs, heads: int, blocks: int, warps: int) -> Ints:
-    """(rounds, blocks, warps, 8). Few items go to different blocks.
+    """(blocks, slots, 16), in which a warp has every `warps`-th slot. Few items go to different blocks.
 
     Of many, neighbouring heads of a piece go to one block, whose warps then ask for neighbouring bytes at about the
     same time: that is worth 2 to 3% of the bandwidth.
     """
     if heads % warps or len(items) <= blocks:
-        dealt = _deal(items, chunks, blocks * warps).reshape(-1, warps, blocks, ITEM_WORDS)
-        return np.ascontiguousarray(dealt.transpose(0, 2, 1, 3))
-    together = _deal(items.reshape(-1, warps * ITEM_WORDS), chunks[::warps], blocks)
-    return together.reshape(-1, blocks, warps, ITEM_WORDS)
+        dealt = _deal(items, chunks, blocks * warps).reshape(-1, warps, blocks, ITEM_WORDS).transpose(2, 0, 1, 3)
+    else:
+        together = _deal(items.reshape(-1, warps * ITEM_WORDS), chunks[::warps], blocks)
+        dealt = together.reshape(-1, blocks, warps, ITEM_WORDS).transpose(1, 0, 2, 3)
+    return np.ascontiguousarray(dealt).reshape(blocks, -1, ITEM_WORDS)
 
 
 def _deal_beside(items: Longs, chunks: Longs, heads: int, shape: Shape, busy: npt.NDArray[np.float64]) -> Ints:
-    """(rounds, blocks, warps and joiners, 16): beside tiles, which keep a block's joiners for `busy` chunks' time.
+    """(blocks, slots, 16): beside tiles, which keep a block's joiners for `busy` chunks' time. A block's warps take its
+    items one after another.
 
-    Neighbouring heads of a piece go to one block, the longest first to the block that would be done first, and there
-    to the warps that are.
+    Neighbouring heads of a piece go to one block, the longest first to the block that would be done first.
     """
     blocks, warps, joiners = len(busy), shape.warps, shape.joiners
     together = warps if heads % warps == 0 and len(items) > blocks else 1
-    cost = chunks + ITEM_CHUNKS
+    cost = (chunks + ITEM_CHUNKS).reshape(-1, together).sum(1)
 
     def done(work: float, after: float) -> float:
         """When a block is done with so much streaming, whose tiles are after that time."""
         return work / warps if work <= warps * after else after + (work - warps * after) / (warps + joiners)
 
-    of_blocks: list[list[int]] = [[] for _ in range(blocks)]
+    lists: list[list[int]] = [[] for _ in range(blocks)]
     loads = [(0.0, 0.0, b) for b in range(blocks)]  # when it would be done, its work
-    ranked = np.argsort(-cost[::together], kind="stable") * together
-    units = cost.reshape(-1, together).sum(1)
-    for n in ranked.tolist():
+    for n in np.argsort(-cost, kind="stable").tolist():
         _, work, b = loads[0]
-        of_blocks[b] += range(n, n + together)
-        work += float(units[n // together])
+        lists[b] += range(n * together, (n + 1) * together)
+        work += float(cost[n])
         heapq.heapreplace(loads, (done(work, busy[b]), work, b))
-    lists: list[list[int]] = []
-    for b, own in enumerate(of_blocks):
-        queues = [(0.0, w) for w in range(warps)] + [(float(busy[b]), w) for w in range(warps, warps + joiners)]
-        heapq.heapify(queues)
-        taken: list[list[int]] = [[] for _ in queues]
-        for n in own:
-            at, w = queues[0]
-            taken[w].append(n)
-            heapq.heapreplace(queues, (at + float(cost[n]), w))
-        lists += taken
-    dealt = np.zeros((max(map(len, lists), default=0), len(lists), ITEM_WORDS), np.int32)
-    for column, own in enumerate(lists):
-        dealt[: len(own), column] = items[own]
-    return dealt.reshape(-1, blocks, warps + joiners, ITEM_WORDS)
+    dealt = np.zeros((blocks, max(map(len, lists)), ITEM_WORDS), np.int32)
+    for b, own in enumerate(lists):
+        dealt[b, : len(own)] = items[own]
+    return dealt
 
 
 def _deal_chains(tiles: Longs, chains: list[list[int]], blocks: int) -> Ints:

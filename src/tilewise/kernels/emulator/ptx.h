@@ -93,6 +93,11 @@ inline int atomic_add(int* p, int x) {
     emu::check_global(p, 4, emu::Access::atomic);
     return __atomic_fetch_add(p, x, __ATOMIC_SEQ_CST);
 }
+inline int atomic_add_shared(uint32_t address, int x) {  // a block's threads take turns
+    int& at = *static_cast<int*>(static_cast<void*>(emu::shared_at(address, 4)));
+    at += x;
+    return at - x;
+}
 inline uint32_t count_up(uint32_t* p, uint32_t last) {
     emu::check_global(p, 4, emu::Access::atomic);
     uint32_t before = __atomic_load_n(p, __ATOMIC_RELAXED);

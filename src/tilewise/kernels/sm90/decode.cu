@@ -1,7 +1,7 @@
 // decode: query rows of many sequences over their pages of keys and values, in one launch that stays on the card until the list is done.
 //
 // The list says which rows meet which tokens (decode_work.cuh); plain decode, a sequence cut into pieces, a shared prompt and a whole
-// tree of them are lists. Item (round, block, warp) is a warp's: it streams its tokens through a ring of its own (decode_load.cuh,
+// tree of them are lists. An item is a warp's: it streams its tokens through a ring of its own (decode_load.cuh,
 // decode_stream.cuh), and nobody waits for anybody until all is read; then states that are not the whole are merged (decode_merge.cuh).
 //
 // Constants: Element: of q and o; Operand: of the products, bf16 or half; kStoredAs: the cache's Format; kHeadDim; kGroupSize: channels that share an int4
@@ -17,5 +17,5 @@ extern "C" __global__ void __launch_bounds__(32 * kWarps, kBlocksPerSm)
     ptx::sync_threads();
     const int rank = ptx::uniform(threadIdx.x / 32);
     stream(args, mK, mV, rank);
-    if (args.merge_rows >= 0) merge_all(args, {rank, kWarps});
+    if (args.merge_rows) merge_all(args, {rank, kWarps});
 }

@@ -36,7 +36,8 @@ constexpr int kAtScales = (kAtRings + kWarps * kStages * kStageBytes + 1023) / 1
 constexpr int kStreamers = kWarps + kJoiners;  // the last of them stream when their tiles are done
 constexpr int kAtStreamBarriers = kAtScales + kWarps * kStages * kScaleBytes;
 constexpr int kAtTileBarriers = kAtStreamBarriers + kStreamers * kStages * 8;
-constexpr int kAtTileSeen = (kAtTileBarriers + kTileStages * 16 + 15) / 16 * 16;  // per thread: what its rows see
+constexpr int kAtTaken = kAtTileBarriers + kTileStages * 16;                      // beside tiles: how many items have been taken
+constexpr int kAtTileSeen = (kAtTaken + 8 + 15) / 16 * 16;                        // per thread: what its rows see
 constexpr int kAtFold = kAtTileSeen + (kTileStages ? 256 * 16 : 0);
 constexpr int kFoldBytes = kRows * kHeadDim * 4 + kRows / 8 * 2 * 32 * 8;
 // Warps that join have both where the tiles were.
@@ -53,22 +54,28 @@ TILE_DEVICE uint32_t place_of(uint32_t at, int row, int c) {
     return at + c / kPanelChunks * (kChunk * kPanelBytes) + row * kPanelBytes + ((c % kPanelChunks) ^ turn) * 16;
 }
 
+// What comes of an item without tokens: decode_merge.cuh
+TILE_DEVICE void put_empty(const DecodeArgs& args, const DecodeItem& item);
+
 struct Loader {
     const DecodeArgs& args;
     const TensorMap &mK, &mV;
-    const int rank, lane;  // rank: of this warp in its block
-    // What is asked for next: chunk `chunk` of the item in round `round`
-    int round, chunk, end, kv_head;
+    const int rank, lane;  // rank: of this warp among those of its block that stream
+    int next;              // where there are no tiles: the item that is this warp's next
+    int taken, begun;      // how many items with tokens were taken, and how many of them the warp has begun with;
+    int slots;             // lane n's: which the n-th was, counted round and round
+    bool more;
+    // What is asked for next: chunk `chunk` of the item at hand
+    int chunk, end, kv_head;
     Span span;
     PageTable table;
     int page;    // of that chunk, or of this lane's token of it; looked up a chunk ahead
     bool fresh;  // the item's first chunk, which is asked for before its end is known
-    int word, next;  // a lane's of that item, and of the next, which nobody waits for
+    int word;    // a lane's of that item
 
     TILE_DEVICE Loader(const DecodeArgs& a, const TensorMap& k, const TensorMap& v, int w)
-        : args(a), mK(k), mV(v), rank(w), lane(warp::lane()), round(-1), chunk(0), end(0), kv_head(0), span{0, 0}, table{0, 0}, page(0), fresh(false), word(0) {
-        next = word_of(0);
-    }
+        : args(a), mK(k), mV(v), rank(w), lane(warp::lane()), next(w), taken(0), begun(0), slots(0), more(true), chunk(0), end(0), kv_head(0),
+          span{0, 0}, table{0, 0}, page(0), fresh(false), word(0) {}
 
     TILE_DEVICE uint32_t keys(int stage) const { return ring_of(rank) + stage * kStageBytes; }
     TILE_DEVICE uint32_t values(int stage) const { return keys(stage) + kChunkBytes; }
@@ -82,16 +89,20 @@ struct Loader {
         }
     }
 
-    static TILE_DEVICE DecodeItem item(const DecodeArgs& args, int round, int rank) {
-        return load_item(args.items, (int64_t(round) * gridDim.x + blockIdx.x) * kStreamers + rank);
-    }
-
-    TILE_DEVICE int word_of(int of_round) const {
-        if (of_round >= args.rounds) return 0;
-        const int64_t at = (int64_t(of_round) * gridDim.x + blockIdx.x) * kStreamers + rank;
-        return Global<const int>{reinterpret_cast<const int*>(args.items)}[at * kItemWords + lane % kItemWords];
+    // A block's items stand together. Where there are no tiles a warp has every kWarps-th; beside tiles whoever is free takes the next.
+    static TILE_DEVICE void init_queue() { Shared<int>(uint32_t(kAtTaken))[0] = 0; }
+    static TILE_DEVICE DecodeItem item(const DecodeArgs& args, int slot) { return load_item(args.items, int64_t(blockIdx.x) * args.slots + slot); }
+    TILE_DEVICE int take() {
+        int slot = next;
+        if constexpr (kTileStages > 0) slot = ptx::shuffle(lane == 0 ? ptx::atomic_add_shared(ptx::shared_address(uint32_t(kAtTaken)), 1) : 0, 0);
+        else next += kWarps;
+        return slot;
     }
     static TILE_DEVICE int field(int words, int n) { return ptx::shuffle(words, n); }  // in the order of DecodeItem
+
+    // Does the warp have an item to begin with? Which?
+    TILE_DEVICE bool has_item() const { return begun < taken; }
+    TILE_DEVICE int begin_item() { return ptx::shuffle(slots, begun++ % 32); }
 
     TILE_DEVICE void start() {
         settle();
@@ -100,13 +111,14 @@ struct Loader {
     // On to the next item that has a chunk, if this one has no more; then the page
     TILE_DEVICE void settle() {
         while (chunk >= end) {
-            if (round + 1 >= args.rounds) return;
-            round++;
-            word = next;
-            next = word_of(round + 1);
+            if (!more) return;
+            const int slot = take(), ahead = slot + (kTileStages > 0 ? kStreamers : kWarps);
+            const Global<const int> gItems{reinterpret_cast<const int*>(args.items + int64_t(blockIdx.x) * args.slots)};
+            word = slot < args.slots ? int(gItems[slot * kItemWords + lane % kItemWords]) : 0;
+            if (lane == 0 && ahead < args.slots) ptx::touch(args.items + int64_t(blockIdx.x) * args.slots + ahead);
             const int rows = field(word, 2), caller_head = field(word, 3);
-            if (rows == 0) {  // nor has a later round anything for this warp
-                round = args.rounds;
+            if (rows == 0) {  // nor is there anything after it
+                more = false;
                 return;
             }
             kv_head = caller_head & 0xfff;
@@ -119,8 +131,14 @@ struct Loader {
             fresh = kTma && (!kScaled || kScaleRuns) && page >= 0 && args.left >= kFar;
             if (!fresh) {
                 measure();
-                continue;
+                if (chunk >= end) {
+                    put_empty(args, item(args, slot));
+                    continue;
+                }
             }
+            if (lane == taken % 32) slots = slot;  // of those not begun with there are never more than chunks in the ring
+            taken++;
+            if (!fresh) continue;
             chunk = field(word, 5) / kChunk;
             end = chunk + 1;
             // What the second chunk waits for is looked up together, and while the first is on its way.

@@ -43,22 +43,23 @@ constexpr int kFours = (kHeadDim + 127) / 128;
 TILE_DEVICE int lane_here() { return ptx::just_in_time(warp::lane()); }
 TILE_DEVICE bool has_columns(int f, int lane) { return 128 * f + 4 * lane < kHeadDim; }
 
-template <int kMany> struct Rows {
-    float max[kMany], sum[kMany], x[kMany][kFours][4];
+// A row's state, or kColumns · 4 columns of it
+template <int kColumns> struct RowState4 {
+    float max, sum, x[kColumns][4];
 
-    TILE_DEVICE void clear(int r) {  // the empty state
-        max[r] = kLowest;
-        sum[r] = 0.0f;
+    TILE_DEVICE void clear() {  // the empty state
+        max = kLowest;
+        sum = 0.0f;
 #pragma unroll
-        for (int c = 0; c < 4 * kFours; c++) x[r][c / 4][c % 4] = 0.0f;
+        for (int c = 0; c < 4 * kColumns; c++) x[c / 4][c % 4] = 0.0f;
     }
     // What comes after this: one state of both
-    TILE_DEVICE void fold(int r, float after_max, float after_sum, const float (&after)[kFours][4]) {
-        const Fold of = fold_of(max[r], after_max);
-        max[r] = of.max;
-        sum[r] = of.join(sum[r], after_sum);
+    TILE_DEVICE void fold(const RowState4& after) {
+        const Fold of = fold_of(max, after.max);
+        max = of.max;
+        sum = of.join(sum, after.sum);
 #pragma unroll
-        for (int c = 0; c < 4 * kFours; c++) x[r][c / 4][c % 4] = of.join(x[r][c / 4][c % 4], after[c / 4][c % 4]);
+        for (int c = 0; c < 4 * kColumns; c++) x[c / 4][c % 4] = of.join(x[c / 4][c % 4], after.x[c / 4][c % 4]);
     }
 };
 
@@ -126,16 +127,15 @@ struct Staged {
 static_assert(kRows * (kStagedRow + 2) * 4 <= kFoldBytes, "staged where pieces are kept");
 
 // ---- merging states ---------------------------------------------------------------------------------------------------------------------
-// Rows of a sequence that a warp merges: kMany from `first` on, counted through its KV heads, as states hold them. What has to be
-// looked up for that is asked for here, and nobody waits for it before it is needed.
-template <int kMany> struct Merge {
-    int sequence, first, length;
+// A row whose states are to be merged, counted through its sequence's KV heads as states hold them. What has to be looked up for that is
+// asked for here, and nobody waits for it before it is needed.
+struct Merge {
+    int sequence, row;
     Vector16 states;
-    int caller;
-    TILE_DEVICE Merge(const DecodeArgs& args, int n) {
-        const int passes = (args.kv_heads * int(args.rows_each.divisor) + kMany - 1) / kMany;
-        sequence = n / passes;
-        first = n % passes * kMany;
+    int length, caller;
+    // The `ahead`-th row of the n-th job
+    TILE_DEVICE Merge(const DecodeArgs& args, int n, int ahead = 0) : sequence(args.merge_jobs.quotient(n)), row(0), length(0), caller(0) {
+        row = (n - sequence * int(args.merge_jobs.divisor)) * args.merge_rows + ahead;
         if (!there(args)) return;
         states = Global<const Vector16>{reinterpret_cast<const Vector16*>(args.states)}[sequence];
         length = Global<const int>{args.lengths}[sequence];
@@ -143,65 +143,71 @@ template <int kMany> struct Merge {
     }
     TILE_DEVICE bool there(const DecodeArgs& args) const { return sequence < args.sequences; }
     TILE_DEVICE States of() const { return {int(states.word[0]), int(states.word[1]), int(states.word[2]), int(states.word[3]), length}; }
-    TILE_DEVICE int many(const DecodeArgs& args) const {
-        const int left = args.kv_heads * int(args.rows_each.divisor) - first;
-        return left < kMany ? left : kMany;
-    }
-    // Rows from the r-th on, as many as there are
-    template <int kThese> TILE_DEVICE void put(const DecodeArgs& args, const Rows<kThese>& rows, int r0 = 0) const {
-        const int each = args.rows_each.divisor, group = args.group.divisor;
-#pragma unroll
-        for (int r = 0; r < kThese; r++) {
-            if (r0 + r >= many(args)) continue;
-            const int at = first + r0 + r, kv_head = args.rows_each.quotient(at), row = at - kv_head * each, token = args.group.quotient(row);
-            put_output(args, {sequence, row, token, kv_head * group + row - token * group}, caller, rows.max[r], rows.sum[r], rows.x[r]);
-        }
+    TILE_DEVICE DecodeRow as_row(const DecodeArgs& args) const {
+        const int kv_head = args.rows_each.quotient(row), its = row - kv_head * int(args.rows_each.divisor), token = args.group.quotient(its);
+        return {sequence, its, token, kv_head * int(args.group.divisor) + its - token * int(args.group.divisor)};
     }
 };
 
-// Its rows from the r-th on over the states [begin, end), one after another; kAtOnce of them are asked for before the first is
-// needed. Few instructions: a warp that merges has its multiprocessor nearly for itself, and waits for each of them.
-template <int kAtOnce, int kMany, int kOf>
-TILE_DEVICE void fold_run(Rows<kMany>& rows, const DecodeArgs& args, const Merge<kOf>& merge, int begin, int end, int r0 = 0) {
-    const int lane = lane_here(), many = merge.many(args) - r0;
-    const int64_t stride = int64_t(args.kv_heads) * args.rows_each.divisor, row = (merge.of().first + begin) * stride + merge.first + r0;
-    const float *o = args.state_o + row * kHeadDim + 4 * lane, *ml = args.state_ml + 2 * row;
-#pragma unroll
-    for (int r = 0; r < kMany; r++) rows.clear(r);
+// How a warp has rows: kLanes of its lanes each, four columns of a lane and the next four kLanes lanes further
+template <int kLanes> struct RowLanes {
+    static constexpr int kColumns = (kHeadDim + 4 * kLanes - 1) / (4 * kLanes);
+    using State = RowState4<kColumns>;
+
+    static TILE_DEVICE int column(int f) { return 4 * (f * kLanes + lane_here() % kLanes); }
+    static TILE_DEVICE bool has(int f) { return kHeadDim % (4 * kLanes) == 0 || column(f) < kHeadDim; }
+
+    // States [begin, end) of a row, one after another; kAtOnce of them are asked for before the first is needed. Few instructions: a
+    // warp that merges has its multiprocessor nearly for itself, and waits for each of them.
+    template <int kAtOnce> static TILE_DEVICE void fold_run(State& all, const DecodeArgs& args, const Merge& merge, int begin, int end) {
+        const int64_t stride = int64_t(args.kv_heads) * args.rows_each.divisor, row = (merge.of().first + begin) * stride + merge.row;
+        const float *o = args.state_o + row * kHeadDim + column(0), *ml = args.state_ml + 2 * row;
+        all.clear();
 #pragma unroll 1
-    for (int from = begin; from < end; from += kAtOnce) {
-        Rows<kMany> y[kAtOnce];
+        for (int from = begin; from < end; from += kAtOnce) {
+            State y[kAtOnce];
 #pragma unroll
-        for (int k = 0; k < kAtOnce; k++) {
-            const bool there = from + k < end;
+            for (int k = 0; k < kAtOnce; k++) {
+                if (from + k >= end) break;
+                ptx::load_fresh(y[k].max, y[k].sum, ml);
 #pragma unroll
-            for (int r = 0; r < kMany; r++) {
-                y[k].clear(r);
-                if (there && r < many) ptx::load_fresh(y[k].max[r], y[k].sum[r], ml + 2 * r);
+                for (int f = 0; f < kColumns; f++) {
 #pragma unroll
-                for (int f = 0; f < kFours; f++)
-                    if (there && r < many && has_columns(f, lane)) ptx::load_fresh(y[k].x[r][f], o + r * kHeadDim + 128 * f);
+                    for (int c = 0; c < 4; c++) y[k].x[f][c] = 0.0f;
+                    if (has(f)) ptx::load_fresh(y[k].x[f], o + 4 * kLanes * f);
+                }
+                o += stride * kHeadDim;
+                ml += 2 * stride;
             }
-            o += stride * kHeadDim;
-            ml += 2 * stride;
-        }
 #pragma unroll
-        for (int n = 0; n < kAtOnce * kMany; n++) rows.fold(n % kMany, y[n / kMany].max[n % kMany], y[n / kMany].sum[n % kMany], y[n / kMany].x[n % kMany]);
+            for (int k = 0; k < kAtOnce; k++) {
+                if (from + k >= end) break;
+                all.fold(y[k]);
+            }
+        }
     }
-}
+    static TILE_DEVICE void put(const DecodeArgs& args, const Merge& merge, const State& of) {
+        const DecodeRow row = merge.as_row(args);
+        const RowEnd end = end_row(args, row.head, of.max, of.sum);
+        if (lane_here() % kLanes == 0) store_lse(args, row, merge.caller, end.lse);
+        const Global<Element> gO = output_row(args, row, merge.caller) + column(0);
+#pragma unroll
+        for (int f = 0; f < kColumns; f++)
+            if (has(f)) store_4(gO + 4 * kLanes * f, of.x[f], end.factor);
+    }
+};
 
 // Up to kRun states are folded from the first to the last: what a warp folds of a range on its own is never more, and has the same bits.
 // More are dealt out in runs to four folds, and these are folded then, so that four warps can have a part each.
 constexpr int kRun = 16, kFolds = 4;
-constexpr int kStatesAtOnce = kTileStages > 0 || kHeadDim > 128 || kWarps * kBlocksPerSm > 8 ? 8 : 16;  // of a row, as registers allow
-template <int kOf> TILE_DEVICE void fold_runs(Rows<1>& all, const DecodeArgs& args, const Merge<kOf>& merge, int r, int which) {
-    const int count = merge.of().count;
+template <class Lanes, int kAtOnce>
+TILE_DEVICE void fold_runs(typename Lanes::State& all, const DecodeArgs& args, const Merge& merge, int count, int which) {
 #pragma unroll 1
     for (int begin = which * kRun; begin < count; begin += kFolds * kRun) {
-        Rows<1> run;
-        fold_run<kStatesAtOnce>(run, args, merge, begin, begin + kRun < count ? begin + kRun : count, r);
+        typename Lanes::State run;
+        Lanes::template fold_run<kAtOnce>(run, args, merge, begin, begin + kRun < count ? begin + kRun : count);
         if (begin == which * kRun) all = run;
-        else all.fold(0, run.max[0], run.sum[0], run.x[0]);
+        else all.fold(run);
     }
 }
 
@@ -219,6 +225,19 @@ TILE_DEVICE void put_item(const DecodeArgs& args, const DecodeItem& item, const 
     }
 }
 
+// A piece that its sequence does not reach yet leaves nothing.
+TILE_DEVICE void put_empty(const DecodeArgs& args, const DecodeItem& item) {
+    const States own = states_of(item, Global<const int>{args.lengths}[item.table]);
+    if (item.state() >= own.count) return;
+    const float x[kFours][4] = {};
+#pragma unroll 1
+    for (int n = 0; n < item.rows; n++) {
+        const DecodeRow row = row_of(args, item, n);
+        if (own.count == 1) put_output(args, row, caller_of(args, item, row), kLowest, 0.0f, x);
+        else put_state(args, state_row(args, own, item.kv_head(), item.state(), row.row), kLowest, 0.0f, x);
+    }
+}
+
 // ---- waiting for others. The launch is cooperative, so all blocks are on the card -------------------------------------------------------
 // All blocks come to a counter in every launch, and it is never reset: it goes round, at a multiple of their number.
 TILE_DEVICE void meet_all(const DecodeArgs& args, bool first, int threads) {
@@ -231,85 +250,84 @@ TILE_DEVICE void meet_all(const DecodeArgs& args, bool first, int threads) {
     ptx::barrier_sync(kMeetingBarrier, threads);
 }
 
+// Who meets at the end of a launch: `warps` of each block, of which this is `rank`
+struct Meeting {
+    int rank, warps;
+};
+TILE_DEVICE void meet_all(const DecodeArgs& args, Meeting of) { meet_all(args, of.rank == 0 && warp::lane() == 0, 32 * of.warps); }
+
 // The parts that the first warps of a block have of a row, into that of the first, by way of the rings, which are free by now
-TILE_DEVICE void join_folds(Rows<1>& all, int count, int rank) {
-    const int lane = lane_here();
+using WholeRow = RowLanes<32>;
+TILE_DEVICE void join_folds(WholeRow::State& all, int count, int rank) {
     const auto sPart = [](int of) { return Shared<float>(kAtRings + of * kStagedRow * 4); };
+    const auto each = [](auto what) {
+#pragma unroll
+        for (int c = 0; c < 4 * WholeRow::kColumns; c++)
+            if (WholeRow::has(c / 4)) what(WholeRow::column(c / 4) + c % 4, c / 4, c % 4);
+    };
     if (rank * kRun < count) {
         const Shared<float> to = sPart(rank);
-#pragma unroll
-        for (int c = 0; c < 4 * kFours; c++)
-            if (has_columns(c / 4, lane)) to[c / 4 * 128 + 4 * lane + c % 4] = all.x[0][c / 4][c % 4];
-        if (lane == 0) to[kHeadDim] = all.max[0], to[kHeadDim + 1] = all.sum[0];
+        each([&](int column, int f, int c) { to[column] = all.x[f][c]; });
+        if (lane_here() == 0) to[kHeadDim] = all.max, to[kHeadDim + 1] = all.sum;
     }
     ptx::barrier_sync(kMeetingBarrier, 32 * kFolds);
 #pragma unroll 1
     for (int of = 1; of < kFolds && of * kRun < count; of++) {
         const Shared<float> from = sPart(of);
-        float x[kFours][4] = {};
-#pragma unroll
-        for (int c = 0; c < 4 * kFours; c++)
-            if (has_columns(c / 4, lane)) x[c / 4][c % 4] = from[c / 4 * 128 + 4 * lane + c % 4];
-        all.fold(0, from[kHeadDim], from[kHeadDim + 1], x);
+        WholeRow::State part;
+        part.clear();
+        each([&](int column, int f, int c) { part.x[f][c] = from[column]; });
+        part.max = from[kHeadDim], part.sum = from[kHeadDim + 1];
+        all.fold(part);
     }
     ptx::barrier_sync(kMeetingBarrier, 32 * kFolds);
 }
-
-// Who meets at the end of a launch: `warps` of each block, of which this is `rank`
-struct Meeting {
-    int rank, warps;
-};
-
 // Rows of which there are no more than blocks: four warps of a block share one.
 TILE_DEVICE void merge_together(const DecodeArgs& args, Meeting of) {
-    const Merge<1> merge(args, blockIdx.x);
-    meet_all(args, of.rank == 0 && warp::lane() == 0, 32 * of.warps);
+    const Merge merge(args, blockIdx.x);
+    meet_all(args, of);
     if (of.rank >= kFolds || !merge.there(args)) return;
     const int count = merge.of().count;
     if (count == 1) return;
-    Rows<1> all;
-    fold_runs(all, args, merge, 0, of.rank);
+    constexpr int kAtOnce = kTileStages > 0 || kHeadDim > 128 || kWarps * kBlocksPerSm > 8 ? 8 : 16;  // as registers allow
+    WholeRow::State all;
+    fold_runs<WholeRow, kAtOnce>(all, args, merge, count, of.rank);
     if (count > kRun) join_folds(all, count, of.rank);
-    if (of.rank == 0) merge.put(args, all);
+    if (of.rank == 0) WholeRow::put(args, merge, all);
 }
-// By all warps of the launch, kMany rows at a time
-template <int kMany, int kAtOnce> TILE_DEVICE void merge_rows(const DecodeArgs& args, Meeting of) {
-    const int blocks = gridDim.x;
-    int n = of.rank * blocks + blockIdx.x;
-    Merge<kMany> next(args, n);
-    meet_all(args, of.rank == 0 && warp::lane() == 0, 32 * of.warps);
+// By all warps of the launch, four rows of a sequence at a time: eight lanes each, so that what a row needs beside its columns is done
+// for four at once
+TILE_DEVICE void merge_by_fours(const DecodeArgs& args, Meeting of) {
+    using Four = RowLanes<8>;
+    constexpr int kAtOnce = kHeadDim > 192 ? 1 : kHeadDim > 96 ? 2 : kHeadDim > 64 ? 3 : 6;
+    const int step = gridDim.x * of.warps, group = warp::lane() / 8;
+    int n = of.rank * gridDim.x + blockIdx.x;
+    Merge next(args, n, group);
+    meet_all(args, of);
 #pragma unroll 1
     while (next.there(args)) {
-        const Merge<kMany> now = next;
-        n += blocks * of.warps;
-        next = Merge<kMany>(args, n);
+        const Merge now = next;
+        n += step;
+        next = Merge(args, n, group);
         const int count = now.of().count;
-        if (count == 1) continue;
+        if (count == 1 || now.row >= args.kv_heads * int(args.rows_each.divisor)) continue;
+        Four::State all;
         if (count <= kRun) {
-            Rows<kMany> all;
-            fold_run<kAtOnce>(all, args, now, 0, count);
-            now.put(args, all);
-            continue;
-        }
+            Four::fold_run<kAtOnce>(all, args, now, 0, count);
+        } else {
+            fold_runs<Four, 1>(all, args, now, count, 0);
 #pragma unroll 1
-        for (int r = 0; r < now.many(args); r++) {
-            Rows<1> all;
-#pragma unroll 1
-            for (int which = 0; which < kFolds && which * kRun < count; which++) {
-                Rows<1> part;
-                fold_runs(part, args, now, r, which);
-                if (which == 0) all = part;
-                else all.fold(0, part.max[0], part.sum[0], part.x[0]);
+            for (int which = 1; which < kFolds && which * kRun < count; which++) {
+                Four::State part;
+                fold_runs<Four, 1>(part, args, now, count, which);
+                all.fold(part);
             }
-            now.put(args, all, r);
         }
+        Four::put(args, now, all);
     }
 }
-// When all have put their states, sequences that have several get their results. merge_rows: of a warp at a time, 0 for a row of
-// which four warps have a part each.
+// When all have put their states, sequences that have several get their results.
 TILE_DEVICE void merge_all(const DecodeArgs& args, Meeting of) {
-    if (args.merge_rows == 0) merge_together(args, of);
-    else if (args.merge_rows == 1) merge_rows<1, kStatesAtOnce>(args, of);
-    else if (args.merge_rows == 2) merge_rows<2, (kHeadDim > 128 ? 2 : 4)>(args, of);
-    else merge_rows<4, (kHeadDim > 128 ? 1 : 3)>(args, of);
+    if (args.merge_rows == 1) merge_together(args, of);
+    else merge_by_fours(args, of);
 }

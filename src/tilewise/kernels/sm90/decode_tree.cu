@@ -15,6 +15,7 @@ extern "C" __global__ void __launch_bounds__(512, kBlocksPerSm)
     if (threadIdx.x == 0) {
         tile_ring().init(4 * kTileGroups);
         Loader::init_barriers();
+        Loader::init_queue();
     }
     ptx::sync_threads();
     const uint32_t role = ptx::uniform(threadIdx.x / 128);
@@ -24,7 +25,7 @@ extern "C" __global__ void __launch_bounds__(512, kBlocksPerSm)
         ptx::barrier_sync(kJoinBarrier, kTileThreads);  // nobody looks at the tiles any more
         const int rank = ptx::uniform(threadIdx.x / 32);
         if (rank < kJoiners) stream(args, mK, mV, kWarps + rank);
-        if (args.merge_rows >= 0) merge_all(args, {rank, 4 * kTileGroups + kWarps});
+        if (args.merge_rows) merge_all(args, {rank, 4 * kTileGroups + kWarps});
     } else if (role == kTileGroups) {
         ptx::give_registers<kLoadRegisters>();
         if (ptx::uniform(threadIdx.x / 32) == 4 * kTileGroups) load_tiles(args, mTileK, mTileV);
@@ -32,6 +33,6 @@ extern "C" __global__ void __launch_bounds__(512, kBlocksPerSm)
         ptx::give_registers<kStreamRegisters>();
         const int rank = ptx::uniform(threadIdx.x / 32) - 4 * (kTileGroups + 1);
         stream(args, mK, mV, rank);
-        if (args.merge_rows >= 0) merge_all(args, {4 * kTileGroups + rank, 4 * kTileGroups + kWarps});
+        if (args.merge_rows) merge_all(args, {4 * kTileGroups + rank, 4 * kTileGroups + kWarps});
     }
 }

@@ -34,14 +34,11 @@ TILE_DEVICE void stream(const DecodeArgs& args, const TensorMap& mK, const Tenso
     Loader loader(args, mK, mV, rank);
     loader.start();
     Turn<kStages> turn;
-    for (int round = 0; round < args.rounds; round++) {
-        const DecodeItem item = Loader::item(args, round, rank);
-        if (item.rows == 0) break;  // nor has a later round anything for this warp
-        const int length = Global<const int>{args.lengths}[item.table];
-        // A piece that its sequence does not reach yet leaves nothing.
-        if (item.is(kOwn) && item.state() >= states_of(item, length).count) continue;
-        stream_item(args, item, length, loader, turn, rank);
+    while (loader.has_item()) {
+        const int slot = loader.begin_item();
+        const DecodeItem item = Loader::item(args, slot);
+        stream_item(args, item, Global<const int>{args.lengths}[item.table], loader, turn, rank);
         // What the item is is read again, from the nearest cache: it must not take registers from the products.
-        put_item(args, Loader::item(args, ptx::just_in_time(round), rank), Staged(rank));
+        put_item(args, Loader::item(args, ptx::just_in_time(slot)), Staged(rank));
     }
 }

@@ -44,7 +44,7 @@ struct DecodeArgs {
     float* lse;              // (sequences, query heads, tokens), natural log; null if not wanted
     const float* sinks;      // (query heads,), null if none
     const uint32_t* tree;    // (sequences, tokens) in the caller's order: bit j, whether the row sees query token j; null: causal
-    const DecodeItem* items;       // (rounds, blocks, warps of a block)
+    const DecodeItem* items;       // (blocks, slots)
     const DecodeItem* tile_items;  // (tile_rounds, blocks): of many rows
     const int* order;        // (sequences,): the caller's number of each
     const int* lengths;      // (sequences,)
@@ -57,12 +57,12 @@ struct DecodeArgs {
     uint32_t* meeting;       // a counter: where all blocks of the launch wait for each other
     Paged k, v, k_scale, v_scale, k_zero, v_zero;
     Strides q_strides, o_strides;
-    int rounds, tile_rounds, sequences;
-    int merge_rows;                              // that a warp merges at a time: decode_merge.cuh; −1: no sequence has several states
+    int slots, tile_rounds, sequences;
+    int merge_rows;                              // of a job of merging: 0: no sequence has several states; decode_merge.cuh
     int kv_heads, tokens, left;                  // left: keys seen before a row's own position, kFar for no limit
     int table_pages, tail_pages;
     float scale_log2, softcap_in, softcap_out;  // softcap: out · tanh(S · in), in base 2
-    Divisor group, rows_each;
+    Divisor group, rows_each, merge_jobs;        // merge_jobs: of a sequence
 };
 
 TILE_DEVICE DecodeItem load_item(const DecodeItem* items, int64_t n) {

@@ -85,6 +85,11 @@ TILE_DEVICE uint32_t ballot(bool x) { return __ballot_sync(~0u, x); }
 
 // ---- atomics ----------------------------------------------------------------------------------------------------------
 TILE_DEVICE int atomic_add(int* p, int x) { return atomicAdd(p, x); }
+TILE_DEVICE int atomic_add_shared(uint32_t address, int x) {
+    int before;
+    asm volatile("atom.shared.add.s32 %0, [%1], %2;" : "=r"(before) : "r"(address), "r"(x) : "memory");
+    return before;
+}
 // One more, and 0 after `last`; what it was. What this thread has seen is seen by whoever reads that it counted, and then fences.
 TILE_DEVICE uint32_t count_up(uint32_t* p, uint32_t last) {
     uint32_t before;
