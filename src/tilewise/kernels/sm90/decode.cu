@@ -13,7 +13,7 @@ constexpr Format kFormat = static_cast<Format>(kStoredAs);
 
 extern "C" __global__ void __launch_bounds__(32 * kWarps, kBlocksPerSm)
     decode(const __grid_constant__ TensorMap mK, const __grid_constant__ TensorMap mV, const __grid_constant__ DecodeArgs args) {
-    if (threadIdx.x == 0) Loader::init_barriers();
+    Loader::init(args, mK, mV);
     ptx::sync_threads();
     const int rank = ptx::uniform(threadIdx.x / 32);
     stream(args, mK, mV, rank);

@@ -82,15 +82,24 @@ struct Loader {
     // Part 0: K's scales, 1: V's, 2 and 3: their zeros
     TILE_DEVICE uint32_t scales(int stage, int part) const { return kAtScales + (rank * kStages + stage) * kScaleBytes + part * kScalePart; }
     TILE_DEVICE uint32_t barrier(int stage) const { return ptx::shared_address(uint32_t(kAtStreamBarriers + (rank * kStages + stage) * 8)); }
-    static TILE_DEVICE void init_barriers() {
+    // By all threads of a block, a barrier each; and what the first copy would wait for is asked for: the maps, and the items that the
+    // last kWarps warps begin with.
+    static TILE_DEVICE void init(const DecodeArgs& args, const TensorMap& mK, const TensorMap& mV) {
+        const int slot = int(threadIdx.x / 32) - int(blockDim.x / 32 - kWarps);
+        if (threadIdx.x % 32 == 0 && slot >= 0 && slot < args.slots) ptx::touch(args.items + int64_t(blockIdx.x) * args.slots + slot);
         if constexpr (kTma) {
-            for (int i = 0; i < kStreamers * kStages; i++) ptx::mbarrier_init(ptx::shared_address(uint32_t(kAtStreamBarriers + 8 * i)), 1);
-            ptx::fence_mbarrier_init();
+            if (threadIdx.x < kStreamers * kStages) {
+                ptx::mbarrier_init(ptx::shared_address(uint32_t(kAtStreamBarriers + 8 * threadIdx.x)), 1);
+                ptx::fence_mbarrier_init();
+            }
+            if (threadIdx.x == blockDim.x - 32) {
+                ptx::prefetch_tensor_map(&mK);
+                ptx::prefetch_tensor_map(&mV);
+            }
         }
     }
 
     // A block's items stand together. Where there are no tiles a warp has every kWarps-th; beside tiles whoever is free takes the next.
-    static TILE_DEVICE void init_queue() { Shared<int>(uint32_t(kAtTaken))[0] = 0; }
     static TILE_DEVICE DecodeItem item(const DecodeArgs& args, int slot) { return load_item(args.items, int64_t(blockIdx.x) * args.slots + slot); }
     TILE_DEVICE int take() {
         int slot = next;

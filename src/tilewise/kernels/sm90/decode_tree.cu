@@ -12,10 +12,15 @@ static_assert(kBlocksPerSm == 1 && kWarps == 4 && kTma && kFormat == Format::bit
 extern "C" __global__ void __launch_bounds__(512, kBlocksPerSm)
     decode_tree(const __grid_constant__ TensorMap mK, const __grid_constant__ TensorMap mV, const __grid_constant__ TensorMap mTileK,
                 const __grid_constant__ TensorMap mTileV, const __grid_constant__ DecodeArgs args) {
-    if (threadIdx.x == 0) {
+    Loader::init(args, mK, mV);
+    if (threadIdx.x == 128) {
         tile_ring().init(4 * kTileGroups);
-        Loader::init_barriers();
-        Loader::init_queue();
+        ptx::fence_mbarrier_init();
+    } else if (threadIdx.x == 256) {
+        if (args.tile_rounds) ptx::touch(args.tile_items + blockIdx.x);
+        ptx::prefetch_tensor_map(&mTileK);
+        ptx::prefetch_tensor_map(&mTileV);
+        Shared<int>(uint32_t(kAtTaken))[0] = 0;
     }
     ptx::sync_threads();
     const uint32_t role = ptx::uniform(threadIdx.x / 128);
@@ -24,7 +29,7 @@ extern "C" __global__ void __launch_bounds__(512, kBlocksPerSm)
         TileBody(args, role).run();
         ptx::barrier_sync(kJoinBarrier, kTileThreads);  // nobody looks at the tiles any more
         const int rank = ptx::uniform(threadIdx.x / 32);
-        if (rank < kJoiners) stream(args, mK, mV, kWarps + rank);
+        if (rank < kJoiners && args.slots > kWarps) stream(args, mK, mV, kWarps + rank);
         if (args.merge_rows) merge_all(args, {rank, 4 * kTileGroups + kWarps});
     } else if (role == kTileGroups) {
         ptx::give_registers<kLoadRegisters>();

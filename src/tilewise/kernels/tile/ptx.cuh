@@ -303,6 +303,7 @@ TILE_DEVICE void mbarrier_arrive_expect(uint32_t, int) {}
 TILE_DEVICE void mbarrier_wait(uint32_t, int) {}
 TILE_DEVICE void fence_mbarrier_init() {}
 TILE_DEVICE void fence_async_proxy() {}
+TILE_DEVICE void prefetch_tensor_map(const TensorMap*) {}
 template <class... At> TILE_DEVICE void tma_load(uint32_t, const TensorMap*, uint32_t, At...) {}
 template <class... At> TILE_DEVICE void tma_load_once(uint32_t, const TensorMap*, uint32_t, At...) {}
 template <class T, int N> struct Wgmma;
