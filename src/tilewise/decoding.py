@@ -50,7 +50,7 @@ MAX_TOKENS, MAX_GROUP = 16, 64
 FORMATS = {"bf16": 0, "fp16": 0, "fp8": 1, "int8": 2, "int4": 3}  # tile/quant.cuh: Format
 BITS = {"bf16": 16, "fp16": 16, "fp8": 8, "int8": 8, "int4": 4}
 RING_BYTES = 65536  # of a block's streaming warps: what they have on its way at a time
-TILE_THREADS = 384  # sm90/decode_tree.cu: beside the streaming warps
+TILE_WARPS, TILE_THREADS = 8, 384  # sm90/decode_tree.cu: beside the streaming warps
 BLOCK_OVERHEAD = 1024  # bytes of shared memory that the system takes of each block's
 
 # An H200, measured: sequences that read the same pages one by one get about 7 TB/s of them, most from L2; shared nodes
@@ -110,7 +110,7 @@ def shared_bytes(fmt: KVFormat, tiling: Tiling) -> int:
     at_fold = -(-(tiles + rings * stage_bytes(fmt)) // 1024) * 1024 + rings * (scales + 8)
     at_fold += 8 * tiling.joiners * tiling.stages
     if tiling.tile_stages:
-        at_fold = -(-(at_fold + 16 * tiling.tile_stages + 8) // 16) * 16 + 16 * TILE_ROWS * 2
+        at_fold = -(-(at_fold + 16 * tiling.tile_stages + 8) // 16) * 16 + (16 + 8) * 2 * TILE_ROWS
     else:
         at_fold += 8
     at_fold = -(-at_fold // 16) * 16
@@ -403,11 +403,15 @@ class Decode:
             self.launch_args = jit.Args(*[jit.TensorMap.blank()] * len(self.map_specs), a)
 
     def _merge_rows(self, tiling: Tiling) -> int:
-        """Rows of a job of merging: one where there are few, of which several warps then have a part each, or four."""
+        """Rows of a job of merging: one where there are few, of which several warps then have a part each; two, or four
+        where there would be more jobs than warps."""
         if not self.listed.total_states:
             return 0
         rows = self.listed.sequences * self.plan.heads_kv * self.rows_each
-        return 1 if rows <= self.listed.blocks and tiling.warps >= 4 else 4
+        if rows <= self.listed.blocks and tiling.warps >= 4:
+            return 1
+        warps = tiling.warps + (TILE_WARPS if tiling.tile_stages else 0)
+        return 2 if rows <= 2 * self.listed.blocks * warps else 4
 
     def _meeting(self) -> torch.Tensor:
         return torch.zeros(1, dtype=torch.int32, device=self.device)

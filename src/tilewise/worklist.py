@@ -35,7 +35,7 @@ OWN, ALL_SEE, GOES_ON = 1, 2, 4
 TILE_ROWS, TILE_TOKENS = 128, 64  # sm90/decode_tile.cuh: of an item, of a step
 # What an item costs a warp beside its chunks, and a state on its way out and back, in chunks: measured on an H200.
 ITEM_CHUNKS, STATE_CHUNKS = 1.0, 0.5
-# What a step of a tile's takes, in chunks of a streaming warp.
+# What a step of tiles takes, in chunks of a streaming warp.
 STEP_CHUNKS = 1.0
 # A node that continues another's rows saves a state, but both are then one block's: up to so many times its even share.
 CHAIN_SHARE = 1.25

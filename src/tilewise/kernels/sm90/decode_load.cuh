@@ -38,7 +38,8 @@ constexpr int kAtStreamBarriers = kAtScales + kWarps * kStages * kScaleBytes;
 constexpr int kAtTileBarriers = kAtStreamBarriers + kStreamers * kStages * 8;
 constexpr int kAtTaken = kAtTileBarriers + kTileStages * 16;                      // beside tiles: how many items have been taken
 constexpr int kAtTileSeen = (kAtTaken + 8 + 15) / 16 * 16;                        // per thread: what its rows see
-constexpr int kAtFold = kAtTileSeen + (kTileStages ? 256 * 16 : 0);
+constexpr int kAtTilePlace = kAtTileSeen + (kTileStages ? 256 * 16 : 0);          // and where they go
+constexpr int kAtFold = kAtTilePlace + (kTileStages ? 256 * 8 : 0);
 constexpr int kFoldBytes = kRows * kHeadDim * 4 + kRows / 8 * 2 * 32 * 8;
 // Warps that join have both where the tiles were.
 constexpr int kJoinerBytes = (kStages * kStageBytes + kFoldBytes + 1023) / 1024 * 1024;

@@ -151,7 +151,7 @@ struct Merge {
 
 // How a warp has rows: kLanes of its lanes each, four columns of a lane and the next four kLanes lanes further
 template <int kLanes> struct RowLanes {
-    static constexpr int kColumns = (kHeadDim + 4 * kLanes - 1) / (4 * kLanes);
+    static constexpr int kOf = kLanes, kColumns = (kHeadDim + 4 * kLanes - 1) / (4 * kLanes);
     using State = RowState4<kColumns>;
 
     static TILE_DEVICE int column(int f) { return 4 * (f * kLanes + lane_here() % kLanes); }
@@ -295,39 +295,39 @@ TILE_DEVICE void merge_together(const DecodeArgs& args, Meeting of) {
     if (count > kRun) join_folds(all, count, of.rank);
     if (of.rank == 0) WholeRow::put(args, merge, all);
 }
-// By all warps of the launch, four rows of a sequence at a time: eight lanes each, so that what a row needs beside its columns is done
-// for four at once
-TILE_DEVICE void merge_by_fours(const DecodeArgs& args, Meeting of) {
-    using Four = RowLanes<8>;
-    constexpr int kAtOnce = kHeadDim > 192 ? 1 : kHeadDim > 96 ? 2 : kHeadDim > 64 ? 3 : 6;
-    const int step = gridDim.x * of.warps, group = warp::lane() / 8;
+// By all warps of the launch, some rows of a sequence at a time: each has some of a warp's lanes, so that what a row needs beside its
+// columns is done for all of them at once.
+template <class Lanes, int kAtOnce> TILE_DEVICE void merge_apart(const DecodeArgs& args, Meeting of) {
+    const int step = gridDim.x * of.warps, ahead = warp::lane() / Lanes::kOf;
     int n = of.rank * gridDim.x + blockIdx.x;
-    Merge next(args, n, group);
+    Merge next(args, n, ahead);
     meet_all(args, of);
 #pragma unroll 1
     while (next.there(args)) {
         const Merge now = next;
         n += step;
-        next = Merge(args, n, group);
+        next = Merge(args, n, ahead);
         const int count = now.of().count;
         if (count == 1 || now.row >= args.kv_heads * int(args.rows_each.divisor)) continue;
-        Four::State all;
+        typename Lanes::State all;
         if (count <= kRun) {
-            Four::fold_run<kAtOnce>(all, args, now, 0, count);
+            Lanes::template fold_run<kAtOnce>(all, args, now, 0, count);
         } else {
-            fold_runs<Four, 1>(all, args, now, count, 0);
+            fold_runs<Lanes, 1>(all, args, now, count, 0);
 #pragma unroll 1
             for (int which = 1; which < kFolds && which * kRun < count; which++) {
-                Four::State part;
-                fold_runs<Four, 1>(part, args, now, count, which);
+                typename Lanes::State part;
+                fold_runs<Lanes, 1>(part, args, now, count, which);
                 all.fold(part);
             }
         }
-        Four::put(args, now, all);
+        Lanes::put(args, now, all);
     }
 }
 // When all have put their states, sequences that have several get their results.
 TILE_DEVICE void merge_all(const DecodeArgs& args, Meeting of) {
+    constexpr int kAtOnce = kHeadDim > 192 ? 1 : kHeadDim > 96 ? 2 : kHeadDim > 64 ? 3 : 6;  // as registers allow
     if (args.merge_rows == 1) merge_together(args, of);
-    else merge_by_fours(args, of);
+    else if (args.merge_rows == 2) merge_apart<RowLanes<16>, 2 * kAtOnce>(args, of);
+    else merge_apart<RowLanes<8>, kAtOnce>(args, of);
 }

@@ -94,6 +94,8 @@ struct TileBody {
     }
     // What this thread's two rows see, first and count, is needed rarely, and where registers are scarce.
     static TILE_DEVICE Shared<Vector16> sSeen() { return Shared<Vector16>(kAtTileSeen + 16 * ptx::just_in_time(threadIdx.x)); }
+    // Where they go when they are done: a row of the states, or −1 if it is the result
+    static TILE_DEVICE Shared<int> sPlace() { return Shared<int>(kAtTilePlace + 8 * ptx::just_in_time(threadIdx.x)); }
     static TILE_DEVICE int lane() { return ptx::just_in_time(threadIdx.x) % 32; }
     static TILE_DEVICE int warp_rank() { return ptx::just_in_time(threadIdx.x) / 32 % 4; }  // in the group
     static TILE_DEVICE int row(int h) { return warp_rank() * 16 + lane() / 4 + 8 * h; }
@@ -117,6 +119,9 @@ struct TileBody {
         for (int h = 0; h < 2; h++) {
             const bool exists = row(h) < item.rows;
             const DecodeRow at = row_of(args, item, exists ? row(h) : 0);
+            // Now, while others are waited for: beside streams each lookup takes microseconds.
+            const States states = states_of(args, at.sequence);
+            sPlace()[h] = states.count == 1 ? -1 : int(state_row(args, states, item.kv_head(), item.state(), at.row));
             of.word[2 * h] = span.begin;
             of.word[2 * h + 1] = span.end - span.begin;
             if (exists && !(item.is(kAllSee) && args.left >= kFar)) {
@@ -306,9 +311,9 @@ struct TileBody {
             const float sum = warp::row_sum(state.sum[h]), max = sum == 0.0f ? kLowest : state.max[h];
             if (row(h) >= item.rows) continue;
             const DecodeRow at = row_of(args, item, row(h));
-            const States states = states_of(args, at.sequence);
             const int column = lane() % 4;
-            if (states.count == 1) {
+            const int64_t to = sPlace()[h];
+            if (to < 0) {
                 const RowEnd end = end_row(args, at.head, max, sum);
                 const int64_t caller = Global<const int>{args.order}[at.sequence];
                 const Global<uint32_t> gO = output_row(args, at, caller).template as<uint32_t>();
@@ -317,7 +322,6 @@ struct TileBody {
                     gO[4 * n + column] = pack<Element>(acc_o[4 * n + 2 * h] * end.factor, acc_o[4 * n + 2 * h + 1] * end.factor);
                 if (column == 0) store_lse(args, at, caller, end.lse);
             } else {
-                const int64_t to = state_row(args, states, item.kv_head(), item.state(), at.row);
                 const Global<Vector8> gO = Global<float>{args.state_o + to * kHeadDim}.template as<Vector8>();
 #pragma unroll
                 for (int n = 0; n < kHeadDim / 8; n++)

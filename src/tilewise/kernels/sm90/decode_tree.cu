@@ -29,7 +29,8 @@ extern "C" __global__ void __launch_bounds__(512, kBlocksPerSm)
         TileBody(args, role).run();
         ptx::barrier_sync(kJoinBarrier, kTileThreads);  // nobody looks at the tiles any more
         const int rank = ptx::uniform(threadIdx.x / 32);
-        if (rank < kJoiners && args.slots > kWarps) stream(args, mK, mV, kWarps + rank);
+        const bool joins = rank < kJoiners && args.slots > kWarps && Loader::item(args, kWarps).rows > 0;  // more than the others begin with
+        if (ptx::any(joins)) stream(args, mK, mV, kWarps + rank);
         if (args.merge_rows) merge_all(args, {rank, 4 * kTileGroups + kWarps});
     } else if (role == kTileGroups) {
         ptx::give_registers<kLoadRegisters>();
