@@ -5,7 +5,7 @@
 // The state of an item's rows over its tokens, staged
 TILE_DEVICE void stream_item(const DecodeArgs& args, const DecodeItem& item, int length, Loader& loader, Turn<kStages>& turn, int rank) {
     const Span span = span_of(args, item, length);
-    Stream body(args);
+    Stream body(args, loader);
     body.begin(item, length, span);
     // Pieces are counted from the range's first chunk, which a window may hide.
     const int end = span.end > span.begin ? (span.end + kChunk - 1) / kChunk : 0;
