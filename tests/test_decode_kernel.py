@@ -201,6 +201,24 @@ def test_a_warp_that_folds_pieces_and_many_that_have_one_give_the_same_bits(kv_f
     assert torch.equal(cut[1], whole[1])
 
 
+@pytest.mark.parametrize(
+    ("kv_format", "page_size"), [("bf16", 16), ("fp8", 64), ("int4", 16), ("int4", 48), ("int4", 64)]
+)
+def test_ranges_that_begin_and_end_between_chunks(kv_format, page_size):
+    """Own tokens after a shared prefix of an odd number of sixteens; what stands after the last page is not read."""
+    tree, seqs = make_tree([1, 3], [5 * page_size + 3, 70], page_size=page_size, kv_format=kv_format)
+    for whole, runs in product((False, True), (False, True)):
+        splitting = Splitting(pieces=((FAR, 64),), shared=64, whole=whole)
+        check(tree, seqs, tokens=2, share=True, runs=runs, splitting=splitting)
+    cache, seqs = make_cache((333,), page_size=page_size, kv_format=kv_format)
+    q = queries(cache, seqs, tokens=2)
+    cut, uncut = (
+        decode(cache, seqs, q, runs=True, splitting=Splitting(pieces=((FAR, 64),), whole=one)) for one in (False, True)
+    )
+    assert torch.equal(cut[0], uncut[0])
+    assert torch.equal(cut[1], uncut[1])
+
+
 @pytest.mark.parametrize("splitting", [UNCUT, FOLDED, SMALL, Splitting(((FAR, 16),)), None])
 def test_every_way_to_cut(splitting):
     cache, seqs = make_cache((1, 300, 64, 0, 65))
@@ -208,7 +226,7 @@ def test_every_way_to_cut(splitting):
         check(cache, seqs, splitting=splitting, sinks=sinks, mode=MODES[2])
 
 
-@pytest.mark.parametrize("kv_format", ["bf16", "int8"])
+@pytest.mark.parametrize("kv_format", ["bf16", "int8", "int4"])
 def test_alone_and_in_a_batch_are_the_same_bits(kv_format):
     cache, seqs = make_cache((300, 17, 129, 1, 600, 64), kv_format=kv_format)
     q = queries(cache, seqs)
@@ -300,7 +318,7 @@ def test_windows(window, tokens):
 
 def test_what_a_window_hides_may_be_anything():
     """Pages that no row looks at any more may be gone: others' numbers, NaN in their keys and values."""
-    for kv_format in ("bf16", "int8"):
+    for kv_format in ("bf16", "int8", "int4"):
         cache, (seq,) = make_cache((200,), kv_format=kv_format)
         q = queries(cache, [seq])
         k_parts, v_parts = stored(cache)
@@ -368,6 +386,23 @@ def test_values_that_rise_and_fall(kv_format):
         q = torch.full((1, 1, 4, 64), size, dtype=BF16)
         got = decode(cache, [seq], q, splitting=UNCUT)
         assert_state(got, *(reference.decode(q, cache, 0, [seq], dtype=d) for d in (torch.float64, BF16)))
+
+
+@pytest.mark.parametrize("kv_format", ["bf16", "fp8", "int8", "int4"])
+def test_weights_that_outgrow_what_they_weigh(kv_format):
+    """Zeros, whose scales are the smallest there are, under logits that rise by 300; then values, at any height."""
+    for after in (300.0, 280.0, 200.0, 0.0):
+        cache = PagedKVCache(30, 16, 1, 64, kv_format=kv_format)
+        seq = cache.allocate()
+        slots = cache.extend([seq], [208])
+        logits = torch.cat([torch.linspace(0, 300, 150), torch.full((58,), after)])
+        v = torch.randn(208, 1, 64, generator=torch.Generator().manual_seed(0))
+        v[:150] = 0
+        cache.write(0, slots, torch.ones(208, 1, 64) * logits[:, None, None] / 8, v)
+        q = torch.ones(1, 1, 4, 64, dtype=BF16)
+        cut, whole = (decode(cache, [seq], q, splitting=Splitting(((FAR, 64),), whole=one)) for one in (False, True))
+        assert torch.equal(cut[0], whole[0])
+        assert_state(cut, *(reference.decode(q, cache, 0, [seq], dtype=d) for d in (torch.float64, BF16)))
 
 
 def test_a_broken_token_shows_where_it_is_seen_and_nowhere_else():

@@ -83,9 +83,14 @@ class Tiling:
     joiners: int = 0
 
 
+def chunk_tokens(fmt: KVFormat) -> int:
+    """Tokens that a warp takes at a time: sm90/decode_load.cuh."""
+    return 2 * CHUNK if fmt.name == "int4" and fmt.head_dim <= 128 and scale_groups(fmt) <= 2 else CHUNK
+
+
 def stage_bytes(fmt: KVFormat) -> int:
     """K and V of a chunk."""
-    return 2 * CHUNK * fmt.head_dim * BITS[fmt.name] // 8
+    return 2 * chunk_tokens(fmt) * fmt.head_dim * BITS[fmt.name] // 8
 
 
 def fold_bytes(fmt: KVFormat, rows: int) -> int:
@@ -106,7 +111,7 @@ def shared_bytes(fmt: KVFormat, tiling: Tiling) -> int:
     """Of a block: sm90/decode_load.cuh and decode_stream.cuh lay it out."""
     tiles = tiling.tile_stages * tile_bytes(fmt)
     rings = tiling.warps * tiling.stages
-    scales = {"fp8": 2 * CHUNK * 4, "int8": 2 * CHUNK * 4, "int4": 4 * CHUNK * 2 * scale_groups(fmt)}.get(fmt.name, 0)
+    scales = chunk_tokens(fmt) * {"fp8": 2 * 4, "int8": 2 * 4, "int4": 4 * 2 * scale_groups(fmt)}.get(fmt.name, 0)
     at_fold = -(-(tiles + rings * stage_bytes(fmt)) // 1024) * 1024 + rings * (scales + 8)
     at_fold += 8 * tiling.joiners * tiling.stages
     if tiling.tile_stages:
@@ -283,12 +288,16 @@ def check_served(q: torch.Tensor, fmt: KVFormat, plan: DecodePlan, codes: Parts)
 
 
 def scales_in_runs(fmt: KVFormat, page_size: int, scales: Parts) -> bool:
-    """Do the scales of sixteen tokens lie one after another, on multiples of 16 bytes? Then they are copied whole."""
+    """Do the scales of sixteen tokens lie one after another, on multiples of 16 bytes? Then they are copied whole.
+
+    From page to page in 32 bits.
+    """
     groups = scale_groups(fmt)
     return page_size % CHUNK == 0 and all(
         x.stride(1) == groups
         and (groups == 1 or x.stride(3) == 1)
         and x.data_ptr() % 16 == 0
+        and x.stride(0) * x.element_size() < 1 << 32
         and all(x.stride(d) * x.element_size() % 16 == 0 for d in (0, 2) if x.shape[d] > 1)
         for x in scales
     )
@@ -302,8 +311,8 @@ def _byte_strides(x: torch.Tensor) -> tuple[int, int, int]:
     return page, token, head
 
 
-def chunk_map(codes: torch.Tensor, row_bytes: int) -> TensorMapSpec:
-    """Chunks of one head: (panel, token, panels, head, page), in words, panels as sm90/decode_load.cuh has them."""
+def chunk_map(codes: torch.Tensor, row_bytes: int, chunk: int) -> TensorMapSpec:
+    """Boxes of one head, in words: (panel, token, panels, head, page); panels and boxes as sm90/decode_load.cuh has."""
     panel = next(p for p in (128, 64, 32, 16) if row_bytes % p == 0)
     pages, page_size, heads = codes.shape[:3]
     page, token, head = _byte_strides(codes)
@@ -312,7 +321,7 @@ def chunk_map(codes: torch.Tensor, row_bytes: int) -> TensorMapSpec:
         "uint32",
         (panel // 4, page_size, panels, heads, pages),
         (token, panel, head, page),
-        (panel // 4, CHUNK, panels, 1, 1),
+        (panel // 4, CHUNK if page_size % chunk else chunk, panels, 1, 1),
         panel if panel >= 32 else 0,
         l2_promotion=0,  # 256 bytes cost 5% of the bandwidth
     )
@@ -378,7 +387,7 @@ class Decode:
         )
         self.map_specs: list[TensorMapSpec | None] = [None, None]
         if tma:
-            self.map_specs = [chunk_map(x, fmt.head_dim * BITS[fmt.name] // 8) for x in codes]
+            self.map_specs = [chunk_map(x, fmt.head_dim * BITS[fmt.name] // 8, chunk_tokens(fmt)) for x in codes]
         if tiling.tile_stages:
             self.map_specs += [tile_map(x, tiles_whole(codes)) for x in codes]
         group = plan.heads_q // plan.heads_kv
@@ -528,7 +537,9 @@ def run(
         tiles = tiles_can(q.dtype, fmt, tma) and uses_tiles(plan, splitting)
     deep = tma and not tiles and fmt.head_dim <= 128 and fills_one_block(plan, fmt, _multiprocessors(q.device))
     tiling = choose_tiling(fmt, plan.tokens_per_seq * (plan.heads_q // plan.heads_kv), tiles, tma, arch, deep)
-    listed = work_list_of(plan, page_lists, lengths, page_size, tiling, q.device, splitting=splitting, room=room)
+    listed = work_list_of(
+        plan, page_lists, lengths, page_size, tiling, chunk_tokens(fmt), q.device, splitting=splitting, room=room
+    )
     if not q.numel():
         return listed
     runs = len(k_parts) > 1 and scales_in_runs(fmt, page_size, (*k_parts[1:], *v_parts[1:]))
@@ -589,17 +600,18 @@ def work_list_of(
     lengths: Sequence[int],
     page_size: int,
     tiling: Tiling,
+    chunk: int,
     device: torch.device,
     *,
     splitting: Splitting | None = None,
     room: int = 0,
 ) -> WorkList:
-    """The plan's list for `device`, made once and kept on the plan."""
+    """The plan's list for `device`, made once and kept on the plan. chunk: tokens that a warp takes at a time."""
     cache: dict[Any, Any] = plan.__dict__.setdefault("_gpu", {})
     blocks = (1 if device.type == "cpu" else tiling.blocks) * _multiprocessors(device)
     deep = tiling.blocks == 1 and tiling.stages >= 4
     longest = DEEP_CHUNKS if deep else WHOLE_CHUNKS
-    shape = Shape(tiling.rows, tiling.warps, blocks, tiling.tile_stages > 0, longest, tiling.joiners)
+    shape = Shape(tiling.rows, tiling.warps, blocks, tiling.tile_stages > 0, longest, tiling.joiners, chunk)
     key = ("list", device, page_size, shape, splitting, room)
     found: WorkList | None = cache.get(key)
     if found is None:

@@ -29,7 +29,7 @@ class PageLists(Protocol):
     def __getitem__(self, n: int, /) -> Ints: ...
 
 
-CHUNK = 16  # sm90/decode_load.cuh: tokens that come together
+CHUNK = 16  # sm90/decode_load.cuh: tokens that come together, if no more do; the unit of what follows
 ITEM_WORDS = 16  # sm90/decode_work.cuh: of a DecodeItem, and its ItemKind
 OWN, ALL_SEE, GOES_ON = 1, 2, 4
 TILE_ROWS, TILE_TOKENS = 128, 64  # sm90/decode_tile.cuh: of an item, of a step
@@ -70,8 +70,9 @@ class Splitting:
 
 
 class Shape(NamedTuple):
-    """Of the kernel: rows of a stream item, streaming warps of a block, blocks, whether it has tiles; chunks of a range
-    that a warp takes whole, at most; and warps of a block that stream when their tiles are done."""
+    """Of the kernel: rows of a stream item, streaming warps of a block, blocks, whether it has tiles; sixteens of
+    tokens of a range that a warp takes whole, at most; warps of a block that stream when their tiles are done; and
+    tokens that come together."""
 
     rows: int
     warps: int
@@ -79,6 +80,7 @@ class Shape(NamedTuple):
     tiles: bool
     longest: int = WHOLE_CHUNKS
     joiners: int = 0
+    chunk: int = CHUNK
 
 
 class Node(NamedTuple):
@@ -205,7 +207,7 @@ def work_list(
     passed: list[Longs] = []  # pieces that streaming warps take pass by pass
     for node, size in zip(nodes, _node_pieces(nodes, rows_each, heads, shape, splitting), strict=True):
         by_tiles = _by_tiles(node, rows_each, shape, splitting)
-        step = TILE_TOKENS if by_tiles else CHUNK
+        step = TILE_TOKENS if by_tiles else shape.chunk
         begins = np.arange(node.start // step * step, node.stop, size)
         members = slice(node.first, node.first + node.sequences)
         state = int(states[node.first])  # the same of all of them: what lies above the node is shared by all
@@ -215,23 +217,24 @@ def work_list(
         else:
             passed.append(_node_items(node, begins, size, state, kind, rows_each, shape.rows))
         states[members] = state + len(begins)
-    sizes = splitting.of(own.planned - own.start)
+    sizes = np.maximum(splitting.of(own.planned - own.start), shape.chunk)
     whole = _whole(own, sizes, heads * -(-rows_each // shape.rows), shape, splitting.whole)
-    parts = np.where(whole, 1, np.maximum(1, -(-(own.stop - own.start // CHUNK * CHUNK) // sizes)))
-    passed.append(_own_items(own, sizes, parts, whole, states, rows_each, shape.rows))
+    begun = own.start // shape.chunk * shape.chunk
+    parts = np.where(whole, 1, np.maximum(1, -(-(own.stop - begun) // sizes)))
+    passed.append(_own_items(own, sizes, parts, whole, states, rows_each, shape))
 
     # The range that grows is a sequence's last; what its states are before that does not change, nor is a whole one's.
     ends = (own.planned == length[own.sequence]) & ~whole
     fixed, begins, piece = states.copy(), np.full(count, FAR), np.full(count, FAR)
     np.add.at(states, own.sequence, parts)
     np.add.at(fixed, own.sequence[~ends], parts[~ends])
-    begins[own.sequence[ends]] = own.start[ends] // CHUNK * CHUNK
+    begins[own.sequence[ends]] = begun[ends]
     piece[own.sequence[ends]] = sizes[ends]
     bases = np.concatenate([[0], np.cumsum(np.where(states > 1, states, 0))])
 
     states_of = np.stack([bases[:-1], fixed, begins, piece], 1).astype(np.int32)
     pages, live, tail_from, tail_pages = _tables(page_lists, order, length, page_size, room)
-    of_sequence = Sequences(order, states_of, pages, tail_from, page_size)
+    of_sequence = Sequences(order, states_of, pages, tail_from, page_size, shape.chunk)
     items = _headed(np.concatenate(passed, axis=1), heads, rows_each, of_sequence)
     stop = np.minimum(items[:, 6], length[items[:, 4]])  # without the room to grow
     chunks = np.maximum(0, -(-(stop - items[:, 5] // CHUNK * CHUNK) // CHUNK))
@@ -407,7 +410,7 @@ def _whole(own: Own, sizes: Longs, times: int, shape: Shape, asked: bool | None)
     return found
 
 
-def _own_items(own: Own, size: Longs, parts: Longs, whole: Flags, states: Longs, rows_each: int, most: int) -> Longs:
+def _own_items(own: Own, size: Longs, parts: Longs, whole: Flags, states: Longs, rows_each: int, shape: Shape) -> Longs:
     """The same of own ranges, each in `parts` pieces or whole; a sequence's ranges stand in order."""
     before = np.zeros(len(own.sequence), np.int64)  # states of its earlier ranges: few have more than one
     if len(np.unique(own.sequence)) != len(own.sequence):
@@ -417,16 +420,16 @@ def _own_items(own: Own, size: Longs, parts: Longs, whole: Flags, states: Longs,
             taken[s] = int(before[n]) + int(parts[n])
     index = np.repeat(np.arange(len(own.sequence)), parts)
     number = np.arange(len(index)) - np.repeat(np.cumsum(parts) - parts, parts)  # of a piece in its range
-    begin = own.start[index] // CHUNK * CHUNK + number * size[index]
-    row = np.arange(0, rows_each, most)
+    begin = own.start[index] // shape.chunk * shape.chunk + number * size[index]
+    row = np.arange(0, rows_each, shape.rows)
     made = np.zeros((9, len(index), len(row)), np.int64)
     made[0] = made[3] = own.sequence[index][:, None]
-    made[1], made[2] = row, np.minimum(most, rows_each - row)
+    made[1], made[2] = row, np.minimum(shape.rows, rows_each - row)
     made[4] = np.maximum(begin, own.start[index])[:, None]
     stop = np.where(whole[index], own.stop[index], np.minimum(begin + size[index], own.stop[index]))
     made[5] = stop[:, None]
     made[6] = (states[own.sequence[index]] + before[index] + number)[:, None]
-    made[7] = np.where(whole[index], size[index] // CHUNK, 0)[:, None]
+    made[7] = np.where(whole[index], size[index] // shape.chunk, 0)[:, None]
     made[8] = OWN
     return made.reshape(9, -1)
 
@@ -439,19 +442,22 @@ class Sequences(NamedTuple):
     pages: Ints
     tail_from: Ints
     page_size: int
+    chunk: int
 
 
 def _headed(parts: Longs, heads: int, rows_each: int, of: Sequences) -> Longs:
     """(n · heads, 16): DecodeItems, one for each KV head."""
     sequence, row, rows, table, start, stop, state, fold, kind = parts
     sequence, row = sequence + row // rows_each, row % rows_each
-    # The page of the first token, unless it stands in the tail, which a step may replace.
-    number, tail_from = start // CHUNK * CHUNK // of.page_size, of.tail_from[table].astype(np.int64)
-    known = np.minimum(number, of.pages.shape[1] - 1)
-    page = np.where(number < tail_from, of.pages[table, known], -1)
+    # The pages of the first chunk's sixteens of tokens, unless one stands in the tail, which a step may replace.
+    begin, tail_from = start // of.chunk * of.chunk, of.tail_from[table].astype(np.int64)
+    number, second = begin // of.page_size, (begin + of.chunk - CHUNK) // of.page_size
+    last = of.pages.shape[1] - 1
+    page = np.where(second < tail_from, of.pages[table, np.minimum(number, last)], -1)
+    second_page = np.where(second < tail_from, of.pages[table, np.minimum(second, last)], -1)
     caller_head = of.order[sequence].astype(np.int64) << 12
     words = [sequence, row, rows, caller_head, table, start, stop, state << 16 | fold, page, tail_from]
-    made = np.stack([*words, *of.states[sequence].T.astype(np.int64), kind, np.zeros_like(kind)], -1)
+    made = np.stack([*words, *of.states[sequence].T.astype(np.int64), kind, second_page], -1)
     made = np.repeat(made, heads, axis=0)
     made[:, 3] += np.tile(np.arange(heads), parts.shape[1])
     return made

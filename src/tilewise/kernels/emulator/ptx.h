@@ -304,7 +304,23 @@ inline uint32_t transpose_matrix(uint32_t x) {
 inline uint32_t subtract_halves(uint32_t a, uint32_t b) {
     return pack<half>(unpack<half>(a, 0) - unpack<half>(b, 0), unpack<half>(a, 1) - unpack<half>(b, 1));
 }
-inline uint32_t e4m3_to_halves(uint32_t pair) { return pack<half>(to_float(e4m3{uint8_t(pair)}), to_float(e4m3{uint8_t(pair >> 8)})); }
+template <bool kHigh> uint32_t e4m3_to_halves(uint32_t x) {
+    const uint32_t pair = kHigh ? x >> 16 : x;
+    return pack<half>(to_float(e4m3{uint8_t(pair)}), to_float(e4m3{uint8_t(pair >> 8)}));
+}
+inline uint32_t max_pairs(uint32_t a, uint32_t b) {
+    const auto larger = [&](int by) { return uint32_t(uint16_t(int16_t(a >> by) > int16_t(b >> by) ? a >> by : b >> by)) << by; };
+    return larger(0) | larger(16);
+}
+template <class T> uint32_t load_shared_as(uint32_t address) {
+    T x;
+    std::memcpy(&x, emu::shared_at(address, sizeof(T)), sizeof(T));
+    if (emu::counters) emu::count_shared(address, sizeof(T));
+    return x;
+}
+inline uint32_t load_shared(uint32_t address) { return load_shared_as<uint32_t>(address); }
+inline uint32_t load_shared_16(uint32_t address) { return load_shared_as<uint16_t>(address); }
+inline bool elect_leader() { return elect_one(); }
 inline void touch(const void* p) { emu::check_global(p, 1, emu::Access::load); }
 inline void fence_device() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
 inline void load_fresh(float& x, float& y, const float* p) {

@@ -1,32 +1,42 @@
-// How keys and values come to a warp of the decode kernel: a ring of its own, kStages chunks of sixteen tokens, K then V, and their
-// scales. The warp asks for a chunk as soon as it is done with the one whose place it takes, across the ends of items, so what it
-// waits for is always kStages chunks old and nobody else has a say in it.
+// How keys and values come to a warp of the decode kernel: a ring of its own, kStages chunks of tokens, K then V, and their scales.
+// The warp asks for a chunk as soon as it is done with the one whose place it takes, across the ends of items, so what it waits for is
+// always kStages chunks old and nobody else has a say in it.
 //
-// A chunk lies in panels: kPanelBytes of each of its sixteen rows, the largest power of two that divides a row and has a swizzle.
-// kTma: it comes as boxes of a tensor map; else, and for pages that no box of sixteen tokens fits in, by cp.async of 16 bytes.
+// A chunk is one box of tokens, or two of sixteen where a page may end between them. A box lies in panels: kPanelBytes of each of its
+// rows, the largest power of two that divides a row and has a swizzle. kTma: it comes by a tensor map; else, and for pages that no
+// box of sixteen tokens fits in, by cp.async of 16 bytes.
 #pragma once
 #include "sm90/decode_work.cuh"
 #include "tile/hopper.cuh"
 #include "tile/mma.cuh"
 #include "tile/quant.cuh"
 
-constexpr int kChunk = 16;  // tokens
+constexpr bool kScaled = kFormat != Format::bits16, kZeros = kFormat == Format::int4;
+constexpr int kGroups = kZeros ? (kHeadDim + kGroupSize - 1) / kGroupSize : 1;
+// Tokens that are taken at a time. Sixteen of int4 are so few bytes that waiting, asking and bookkeeping would be half of the work; more
+// groups of channels leave no registers for more.
+constexpr int kChunk = kZeros && kHeadDim <= 128 && kGroups <= 2 ? 32 : 16, kTiles = kChunk / 16;
+constexpr int kBox = kPageSize % kChunk == 0 ? kChunk : 16, kBoxes = kChunk / kBox;
 constexpr int kItemWords = sizeof(DecodeItem) / 4;
 constexpr int kRowBytes = kHeadDim * bits_of_format(kFormat) / 8;
 constexpr int panel_bytes() { return kRowBytes % 128 == 0 ? 128 : kRowBytes % 64 == 0 ? 64 : kRowBytes % 32 == 0 ? 32 : 16; }
 constexpr int kPanelBytes = panel_bytes(), kPanelChunks = kPanelBytes / 16, kRowChunks = kRowBytes / 16;
-constexpr int kChunkBytes = kChunk * kRowBytes, kStageBytes = 2 * kChunkBytes;
-static_assert(!kTma || kPageSize % kChunk == 0, "a box of sixteen tokens lies in one page");
+constexpr int kChunkBytes = kChunk * kRowBytes, kStageBytes = 2 * kChunkBytes, kBoxBytes = kBox * kRowBytes;
+static_assert(!kTma || kPageSize % kBox == 0, "a box lies in one page");
 
-// Scales: K's, V's, then the zeros of both, sixteen tokens each
-constexpr bool kScaled = kFormat != Format::bits16, kZeros = kFormat == Format::int4;
-constexpr int kGroups = kZeros ? (kHeadDim + kGroupSize - 1) / kGroupSize : 1;
-constexpr int kScaleSize = kZeros ? 2 : 4, kScalePart = kChunk * kGroups * kScaleSize;  // bytes: of one; of sixteen tokens'
+// Scales: K's, V's, then the zeros of both, a chunk each
+constexpr int kScaleSize = kZeros ? 2 : 4, kTokenScales = kGroups * kScaleSize, kScalePart = kChunk * kTokenScales;  // bytes
 template <bool kHalf> struct BitsOf { using Type = uint32_t; };
 template <> struct BitsOf<true> { using Type = uint16_t; };
 using ScaleBits = BitsOf<kZeros>::Type;
 constexpr int kScaleParts = !kScaled ? 0 : kZeros ? 4 : 2;
 constexpr int kScaleBytes = kScaleParts * kScalePart;
+// Runs of sixteen tokens' scales are copied by 16 bytes: so many of each part are kTokenScales
+constexpr int kRunLanes = 32 / kTiles, kScaleRounds = kScaleRuns ? (kScaleParts * kTokenScales + kRunLanes - 1) / kRunLanes : 0;
+struct ScaleRun {
+    const uint8_t* from;  // a lane's 16 bytes in page 0
+    uint32_t page_bytes;
+};
 constexpr bool kCopies = !kTma || (kScaled && kScaleRuns);  // something comes by cp.async
 
 // Shared memory: the tiles' ring if there is one (decode_tile.cuh) and the warps' rings on 1024 bytes, as the swizzle wants, their
@@ -49,10 +59,15 @@ TILE_DEVICE uint32_t fold_of_warp(int rank) {
     return rank < kWarps ? kAtFold + rank * kFoldBytes : (rank - kWarps) * kJoinerBytes + kStages * kStageBytes;
 }
 
-// Chunk c of row r in a chunk of tokens at `at`, by its offset in shared memory
-TILE_DEVICE uint32_t place_of(uint32_t at, int row, int c) {
+// Sixteen bytes c of row r in a chunk of tokens, as an offset
+TILE_DEVICE uint32_t place_of(int row, int c) {
     const int turn = kPanelBytes == 128 ? row & 7 : kPanelBytes == 64 ? row >> 1 & 3 : kPanelBytes == 32 ? row >> 2 & 1 : 0;
-    return at + c / kPanelChunks * (kChunk * kPanelBytes) + row * kPanelBytes + ((c % kPanelChunks) ^ turn) * 16;
+    return row / kBox * kBoxBytes + c / kPanelChunks * (kBox * kPanelBytes) + row % kBox * kPanelBytes + ((c % kPanelChunks) ^ turn) * 16;
+}
+// The same 2p further, from c = 0 or 1; and in row 16t + r, from row r
+TILE_DEVICE uint32_t place_further(uint32_t first, int p, int t) {
+    const int panel = 2 * p / kPanelChunks, in_panel = 2 * p % kPanelChunks;
+    return (first ^ (in_panel * 16)) + panel * (kBox * kPanelBytes) + 16 * t / kBox * kBoxBytes + 16 * t % kBox * kPanelBytes;
 }
 
 // What comes of an item without tokens: decode_merge.cuh
@@ -62,27 +77,29 @@ struct Loader {
     const DecodeArgs& args;
     const TensorMap &mK, &mV;
     const int rank, lane;  // rank: of this warp among those of its block that stream
-    int next;              // where there are no tiles: the item that is this warp's next
-    int taken, begun;      // how many items with tokens were taken, and how many of them the warp has begun with;
+    const uint32_t window;  // where shared memory begins; Hopper would work it out again for every chunk
+    // Beside tiles:
+    uint32_t counts;       // how many items with tokens were taken, · 2^16, and how many of them the warp has begun with, modulo 2^16
     int slots;             // lane n's: which the n-th was, counted round and round
-    bool more;
-    // What is asked for next: chunk `chunk` of the item at hand
-    int chunk, end, kv_head;
+    // What is asked for next: chunk `chunk` of item `slot`
+    int slot, chunk, end, kv_head;
     Span span;
     PageTable table;
-    int page;    // of that chunk, or of this lane's token of it; looked up a chunk ahead
+    int page;    // of that chunk's box lane / 16, or of this lane's token of it; looked up a chunk ahead
     bool fresh;  // the item's first chunk, which is asked for before its end is known
-    int word;    // a lane's of that item
+    ScaleRun runs[kScaleRounds > 0 ? kScaleRounds : 1];
 
     TILE_DEVICE Loader(const DecodeArgs& a, const TensorMap& k, const TensorMap& v, int w)
-        : args(a), mK(k), mV(v), rank(w), lane(warp::lane()), next(w), taken(0), begun(0), slots(0), more(true), chunk(0), end(0), kv_head(0),
-          span{0, 0}, table{0, 0}, page(0), fresh(false), word(0) {}
+        : args(a), mK(k), mV(v), rank(w), lane(warp::lane()), window(kTma ? ptx::uniform(ptx::shared_address(0u)) : ptx::shared_address(0u)),
+          counts(0), slots(0), slot(w - kWarps), chunk(0), end(0), kv_head(0), span{0, 0}, table{nullptr, nullptr, 0}, page(0),
+          fresh(false) {}
 
+    // Offsets in shared memory
     TILE_DEVICE uint32_t keys(int stage) const { return ring_of(rank) + stage * kStageBytes; }
     TILE_DEVICE uint32_t values(int stage) const { return keys(stage) + kChunkBytes; }
     // Part 0: K's scales, 1: V's, 2 and 3: their zeros
-    TILE_DEVICE uint32_t scales(int stage, int part) const { return kAtScales + (rank * kStages + stage) * kScaleBytes + part * kScalePart; }
-    TILE_DEVICE uint32_t barrier(int stage) const { return ptx::shared_address(uint32_t(kAtStreamBarriers + (rank * kStages + stage) * 8)); }
+    TILE_DEVICE uint32_t scales(int stage, int part = 0) const { return kAtScales + (rank * kStages + stage) * kScaleBytes + part * kScalePart; }
+    TILE_DEVICE uint32_t barrier(int stage) const { return window + uint32_t(kAtStreamBarriers + (rank * kStages + stage) * 8); }
     // By all threads of a block, a barrier each; and what the first copy would wait for is asked for: the maps, and the items that the
     // last kWarps warps begin with.
     static TILE_DEVICE void init(const DecodeArgs& args, const TensorMap& mK, const TensorMap& mV) {
@@ -102,33 +119,49 @@ struct Loader {
 
     // A block's items stand together. Where there are no tiles a warp has every kWarps-th; beside tiles whoever is free takes the next.
     static TILE_DEVICE DecodeItem item(const DecodeArgs& args, int slot) { return load_item(args.items, int64_t(blockIdx.x) * args.slots + slot); }
-    TILE_DEVICE int take() {
-        int slot = next;
-        if constexpr (kTileStages > 0) slot = ptx::shuffle(lane == 0 ? ptx::atomic_add_shared(ptx::shared_address(uint32_t(kAtTaken)), 1) : 0, 0);
-        else next += kWarps;
-        return slot;
+    TILE_DEVICE void take() {
+        if constexpr (kTileStages > 0) slot = ptx::shuffle(lane == 0 ? ptx::atomic_add_shared(window + kAtTaken, 1) : 0, 0);
+        else slot += kWarps;
     }
+    // An item's words, one a lane; they must not hold a register while chunks are streamed.
+    TILE_DEVICE const int* word_of(int of) const {
+        return reinterpret_cast<const int*>(args.items + int64_t(blockIdx.x) * args.slots + of) + lane % kItemWords;
+    }
+    TILE_DEVICE int words() const { return Global<const int>{word_of(slot)}[0]; }
     static TILE_DEVICE int field(int words, int n) { return ptx::shuffle(words, n); }  // in the order of DecodeItem
 
-    // Does the warp have an item to begin with? Which?
-    TILE_DEVICE bool has_item() const { return begun < taken; }
-    TILE_DEVICE int begin_item() { return ptx::shuffle(slots, begun++ % 32); }
+    // The item that the warp begins with after `of`, at first rank − kWarps; false if there is none
+    TILE_DEVICE bool next_item(int& of) {
+        if constexpr (kTileStages == 0) {
+            of += kWarps;
+            return of < args.slots;
+        }
+        if (counts >> 16 == (counts & 0xffff)) return false;
+        of = ptx::shuffle(slots, counts % 32);
+        counts = (counts & 0xffff0000u) | (counts + 1 & 0xffff);
+        return true;
+    }
 
     TILE_DEVICE void start() {
-        settle();
+        go_on();
         for (int stage = 0; stage < kStages; stage++) ask(stage);
     }
-    // On to the next item that has a chunk, if this one has no more; then the page
-    TILE_DEVICE void settle() {
+    // This item has no more chunks, as far as is known: what is asked for next, if anything
+    TILE_DEVICE void go_on() {
+        if (fresh) {
+            const int next_chunk = chunk;
+            measure(words());
+            chunk = next_chunk;
+            fresh = false;
+        }
         while (chunk >= end) {
-            if (!more) return;
-            const int slot = take(), ahead = slot + (kTileStages > 0 ? kStreamers : kWarps);
-            const Global<const int> gItems{reinterpret_cast<const int*>(args.items + int64_t(blockIdx.x) * args.slots)};
-            word = slot < args.slots ? int(gItems[slot * kItemWords + lane % kItemWords]) : 0;
-            if (lane == 0 && ahead < args.slots) ptx::touch(args.items + int64_t(blockIdx.x) * args.slots + ahead);
-            const int rows = field(word, 2), caller_head = field(word, 3);
+            if (slot >= args.slots) return;
+            take();
+            const int word = slot < args.slots ? words() : 0, ahead = slot + (kTileStages > 0 ? kStreamers : kWarps);
+            if (ahead < args.slots) ptx::touch(word_of(ahead));
+            const int rows = field(word, 2), caller_head = field(word, 3), sequence = field(word, 4);
             if (rows == 0) {  // nor is there anything after it
-                more = false;
+                slot = args.slots;
                 return;
             }
             kv_head = caller_head & 0xfff;
@@ -136,39 +169,49 @@ struct Loader {
             if (head < rows && head < group)
                 ptx::touch(static_cast<const Element*>(args.q) + (caller_head >> 12) * args.q_strides.batch +
                            (kv_head * group + head) * args.q_strides.head + lane * 64 % kHeadDim);
-            table = {field(word, 4), field(word, 9)};
-            page = field(word, 8);
-            fresh = kTma && (!kScaled || kScaleRuns) && page >= 0 && args.left >= kFar;
+            table = page_table(args, sequence, field(word, 9));
+            if constexpr (kScaled && kScaleRuns) point_at_scales();
+            page = ptx::shuffle(word, kBoxes == 2 && lane >= 16 ? 15 : 8);
+            fresh = kTma && (!kScaled || kScaleRuns) && field(word, 8) >= 0 && args.left >= kFar;
             if (!fresh) {
-                measure();
+                measure(word);
                 if (chunk >= end) {
-                    put_empty(args, item(args, slot));
+                    if constexpr (kTileStages > 0) put_empty(args, item(args, slot));
                     continue;
                 }
             }
-            if (lane == taken % 32) slots = slot;  // of those not begun with there are never more than chunks in the ring
-            taken++;
+            if constexpr (kTileStages > 0) {
+                if (lane == (counts >> 16) % 32) slots = slot;  // of those not begun with there are never more than chunks in the ring
+                counts += 1u << 16;
+            }
             if (!fresh) continue;
             chunk = field(word, 5) / kChunk;
             end = chunk + 1;
             // What the second chunk waits for is looked up together, and while the first is on its way.
-            ptx::touch(args.lengths + table.sequence);
-            if ((chunk + 1) * kChunk / kPageSize < table.tail_from)
-                ptx::touch(args.pages + int64_t(table.sequence) * args.table_pages + (chunk + 1) * kChunk / kPageSize);
+            ptx::touch(args.lengths + sequence);
+            const int further = (chunk + 1) * kChunk / kPageSize;
+            if (further < table.tail_from) ptx::touch(table.pages + further);
             return;
         }
-        if constexpr (kTma) {
-            page = table.page(args, chunk * kChunk / kPageSize);
-        } else {
-            const int token = chunk * kChunk + lane % kChunk;
-            page = token >= span.begin && token < span.end ? table.page(args, token / kPageSize) : 0;
-        }
+        look_up();
     }
     // Where the item begins and ends; nowhere if it is of a piece that the sequence does not reach
-    TILE_DEVICE void measure() {
-        span = span_of(args, field(word, 14) & kOwn, field(word, 5), field(word, 6), Global<const int>{args.lengths}[table.sequence]);
+    TILE_DEVICE void measure(int word) {
+        const int length = Global<const int>{args.lengths}[field(word, 4)];
+        span = span_of(args, field(word, 14) & kOwn, field(word, 5), field(word, 6), length);
         chunk = span.begin / kChunk;
         end = span.end > span.begin ? (span.end + kChunk - 1) / kChunk : 0;
+    }
+    // Pages of tokens outside the span are not looked at. By TMA half of the lanes look sixteen tokens further even where there is one
+    // box: were it the same for all, the compiler would bring it into a uniform register, and so wait for it, at once.
+    TILE_DEVICE void look_up() {
+        if constexpr (kTma) {
+            const int token = chunk * kChunk + (lane & 16), last = span.end - 1, seen = token < last ? token : last;
+            page = table.page((seen > span.begin ? seen : span.begin) / kPageSize);
+        } else {
+            const int token = chunk * kChunk + lane % kChunk;
+            page = token >= span.begin && token < span.end ? table.page(token / kPageSize) : 0;
+        }
     }
 
     // The chunk at hand into `stage`, which all lanes are done with; then on to the next
@@ -177,10 +220,8 @@ struct Loader {
             if constexpr (kTma) ask_by_tma(stage);
             else ask_by_copies(stage);
             if constexpr (kScaled && !kScaleRuns) fetch_scales(stage);
-            if (fresh) measure();
-            fresh = false;
-            chunk++;
-            settle();
+            if (++chunk >= end) go_on();
+            else if (!kTma || kBoxes == 2 || chunk * kChunk % kPageSize == 0) look_up();
         }
         if constexpr (kCopies) ptx::copy_async_commit();  // also of nothing: groups are counted
     }
@@ -200,25 +241,45 @@ struct Loader {
     }
 
     TILE_DEVICE void ask_by_tma(int stage) const {
-        if constexpr (kScaled && kScaleRuns) copy_scales(stage, page);
-        if (lane != 0) return;
+        if constexpr (kScaled && kScaleRuns) copy_scales(stage, kBoxes == 2 ? page : ptx::shuffle(page, 0));
+        const int first = ptx::shuffle(page, 0), second = kBoxes == 2 ? ptx::shuffle(page, 16) : 0;
+        if (!ptx::elect_leader()) return;
         const uint32_t full = barrier(stage);
-        const int token = chunk * kChunk % kPageSize;
         ptx::mbarrier_arrive_expect(full, kStageBytes);
+        ask_for_box(window + keys(stage), full, chunk * kChunk, first);
+        if constexpr (kBoxes == 2) ask_for_box(window + keys(stage) + kBoxBytes, full, chunk * kChunk + 16, second);
+    }
+    TILE_DEVICE void ask_for_box(uint32_t to, uint32_t full, int token, int of) const {
+        token %= kPageSize;
         if constexpr (kTileStages > 0) {  // what is read once must not push shared nodes out of the L2 cache
-            ptx::tma_load_once(ptx::shared_address(keys(stage)), &mK, full, 0, token, 0, kv_head, page);
-            ptx::tma_load_once(ptx::shared_address(values(stage)), &mV, full, 0, token, 0, kv_head, page);
+            ptx::tma_load_once(to, &mK, full, 0, token, 0, kv_head, of);
+            ptx::tma_load_once(to + kChunkBytes, &mV, full, 0, token, 0, kv_head, of);
         } else {
-            ptx::tma_load(ptx::shared_address(keys(stage)), &mK, full, 0, token, 0, kv_head, page);
-            ptx::tma_load(ptx::shared_address(values(stage)), &mV, full, 0, token, 0, kv_head, page);
+            ptx::tma_load(to, &mK, full, 0, token, 0, kv_head, of);
+            ptx::tma_load(to + kChunkBytes, &mV, full, 0, token, 0, kv_head, of);
         }
     }
-    // Scales that lie in runs, 16 bytes a lane: one instruction for all, where each copy by TMA keeps a warp waiting for its unit.
+
+    // Scales that lie in runs of sixteen tokens, 16 bytes a lane: one instruction for all, where each copy by TMA keeps a warp waiting
+    // for its unit. Lanes share sixteen tokens, or each half of them has sixteen.
+    TILE_DEVICE int sixteen() const { return kTiles == 2 ? lane / 16 : 0; }
+    TILE_DEVICE int piece_of_run(int round) const { return lane % kRunLanes + kRunLanes * round; }
+    TILE_DEVICE void point_at_scales() {
+#pragma unroll
+        for (int i = 0; i < kScaleRounds; i++) {
+            const int n = piece_of_run(i), part = n / kTokenScales < kScaleParts ? n / kTokenScales : 0;
+            const Paged& of = scale_part(part);
+            runs[i] = {scale_of(of, 0, 0) + n % kTokenScales * 16, uint32_t(of.page) * kScaleSize};
+        }
+    }
     TILE_DEVICE void copy_scales(int stage, int at) const {
-        const int token = chunk * kChunk % kPageSize;
-        for (int n = lane; n < kScaleBytes / 16; n += 32) {
-            const int part = n / (kScalePart / 16), piece = n % (kScalePart / 16);
-            ptx::copy_async_16(ptx::shared_address(scales(stage, part) + 16 * piece), scale_of(scale_part(part), at, token) + 16 * piece, 16);
+        const int token = (chunk * kChunk + 16 * sixteen()) % kPageSize;
+#pragma unroll
+        for (int i = 0; i < kScaleRounds; i++) {
+            const int n = piece_of_run(i);
+            if (n >= kScaleParts * kTokenScales) break;
+            const uint32_t to = n / kTokenScales * kScalePart + (sixteen() * kTokenScales + n % kTokenScales) * 16;
+            ptx::copy_async_16(window + scales(stage) + to, runs[i].from + uint64_t(uint32_t(at)) * runs[i].page_bytes + token * kTokenScales, 16);
         }
     }
     // Tokens outside the span become zeros, and their pages are not looked at.
@@ -236,18 +297,20 @@ struct Loader {
             for (int p = 0; p < 2; p++) {
                 const uint8_t* from = static_cast<const uint8_t*>(parts[p]->base);
                 if (there) from += at * parts[p]->page + token % kPageSize * parts[p]->token + kv_head * parts[p]->head + 16 * c;
-                ptx::copy_async_16(ptx::shared_address(place_of(p ? values(stage) : keys(stage), row, c)), from, there ? 16 : 0);
+                ptx::copy_async_16(window + (p ? values(stage) : keys(stage)) + place_of(row, c), from, there ? 16 : 0);
             }
         }
-        if constexpr (kScaled && kScaleRuns) copy_scales(stage, ptx::shuffle(page, lane_of_first()));  // a run lies in one page
+        if constexpr (kScaled && kScaleRuns) {  // a run lies in one page: that of its first token in the span
+            const int first = span.begin - chunk * kChunk, from = 16 * sixteen();
+            copy_scales(stage, ptx::shuffle(page, first < from ? from : first < from + 16 ? first : from + 15));
+        }
     }
-    TILE_DEVICE int lane_of_first() const { return span.begin > chunk * kChunk ? span.begin - chunk * kChunk : 0; }
     // Scales that do not lie in runs: number by number
     TILE_DEVICE void fetch_scales(int stage) const {
         constexpr int kAll = kChunk * kGroups;
         for (int i = 0; i < (kAll + 31) / 32; i++) {
             const int n = i * 32 + lane, row = n / kGroups % kChunk, group = n % kGroups, token = chunk * kChunk + row;
-            const int at = kTma ? page : ptx::shuffle(page, row);
+            const int at = ptx::shuffle(page, !kTma ? row : kBoxes == 2 ? row & 16 : 0);
             const bool there = n < kAll && token >= span.begin && token < span.end;
 #pragma unroll
             for (int part = 0; part < kScaleParts; part++) {
@@ -263,7 +326,7 @@ struct Loader {
         if constexpr (kTma) {
             const auto outside = [&](int row) { return first_token + row < of.begin || first_token + row >= of.end; };
             for (int n = lane; n < kChunk * kRowChunks; n += 32)
-                if (outside(n / kRowChunks)) Shared<Vector16>(place_of(values(stage), n / kRowChunks, n % kRowChunks))[0] = Vector16{};
+                if (outside(n / kRowChunks)) Shared<Vector16>(values(stage) + place_of(n / kRowChunks, n % kRowChunks))[0] = Vector16{};
         }
         if constexpr (kScaled && kScaleRuns)
             for (int n = lane; n < kChunk * kGroups; n += 32)

@@ -1,16 +1,18 @@
-// The body for few rows: one warp, up to kRows query rows, sixteen tokens at a time as they come.
+// The body for few rows: one warp, up to kRows query rows, a chunk of tokens at a time as they come, in tiles of sixteen.
 //
 // K is the mma's A operand, so that the tokens fill its sixteen rows and the query rows its eight columns, or eights of them:
 //     Sᵀ (16 × rows) = K Qᵀ,   P = 2^(S − m),   Oᵀ (D × rows) += Vᵀ Pᵀ
 // A lane holds of S and P tokens g and g + 8, g = lane / 4, of rows 2t and 2t + 1, t = lane % 4; of O the same rows of channels
 // `output_channel`. P is B of the second product, for which it is turned, 8 × 8 at a time.
 //
+// P is 2^(S − reference), and what goes into the second product, P times the scale of the token's V, must not outgrow a half: where it
+// comes to 2^8 in some lane, the row's reference moves, so that the largest is about 1 again. The others are then as exact, against
+// the sum, as they have to be. Rows move one by one, so that a row's result does not depend on which others stand beside it.
+//
 // Quantised: codes are exact as halves, so the products run in halves. Scores are multiplied with the scale of their token's K, P with
-// that of V; int4's zero points come in by sums: S += zero · Σ q, O += Σ P · zero. Two things need care, since halves have little range:
-// - Q of bfloat16 is multiplied row by row with the power of two that brings its largest value to 2^14, and S with its inverse. What is
-//   then below a half's smallest number is 2^−38 of the largest.
-// - P · scale is multiplied with a power of two c, row by row, so that the largest so far of a row is about 1; the others are then as
-//   exact, against the sum, as they have to be. c follows where the largest outgrows 2^8, and where the row's reference moves.
+// that of V; int4's zero points come in by sums: S += zero · Σ q, O += Σ P · zero. Q of bfloat16 is multiplied row by row with the
+// power of two that brings its largest value to 2^14, and S with its inverse: what is then below a half's smallest number is 2^−38 of
+// the largest.
 #pragma once
 #include "sm90/decode_load.cuh"
 #include "tile/softmax.cuh"
@@ -22,7 +24,8 @@ template <class A> struct Same<A, A> { static constexpr bool value = true; };
 constexpr bool kNormalised = kScaled || !Same<Element, Operand>::value;
 constexpr float kLowest = -3.402823466e38f;  // the reference of a row that has seen no key: any finite score is above it
 constexpr float kSlack = 8.0f;               // how far, in base 2, scores may rise above the reference before it moves
-constexpr float kLargest = 256.0f;           // the same for P · scale · c
+constexpr uint32_t kTooLarge = Same<Operand, bf16>::value ? 0x4380 : 0x5c00;  // 2^kSlack, as an Operand
+constexpr float kMostSum = 1.329228e36f;  // 2^120: where P grows without its products, because scales are tiny, the reference moves too
 
 // Two states over different keys as one, the same bits wherever it is done. An empty one leaves the other as it is.
 struct Fold {
@@ -40,16 +43,22 @@ struct Stream {
     uint32_t rQ[kBlocks][kSteps][2];
     float acc_o[kBlocks][kSteps][4];
     float max[kBlocks][2], sum[kBlocks][2];   // the softmax's reference, and this lane's share of Σ P
-    float factor[kBlocks][2];                 // of S: the softmax scale and what Q was multiplied with, base 2
+    float factor[kBlocks][2];                 // of S: the softmax scale and what Q was multiplied with, base 2; never 0
     Seen seen[kBlocks][2];
     int whole_from, whole_to;                 // tokens that every row sees
     int tail_from[kBlocks][2];                // a tree's mask: the first query token of the row's sequence,
     uint32_t tree[kBlocks][2];                // and which of them the row sees
     float q_sum[kBlocks][2][kGroups];         // int4: Σ q over a group of channels
     float zero_sum[kBlocks][2][kGroups];      // int4: this lane's share of Σ P · zero
-    float largest[kBlocks][2], up[kBlocks][2];  // quantised: the largest P · scale so far, and c
+    // Where this lane reads, but for the stage. By way of a shuffle: else they would be worked out again for every chunk.
+    const uint32_t keys_at, values_at, scales_at;
 
-    TILE_DEVICE explicit Stream(const DecodeArgs& a) : args(a), lane(warp::lane()) {}
+    TILE_DEVICE Stream(const DecodeArgs& a, const Loader& loader)
+        : args(a), lane(warp::lane()), keys_at(ptx::shuffle(loader.window + place_of(lane % 16, lane / 16), lane)),
+          values_at(kFormat == Format::bits16 ? ptx::shuffle(loader.window + place_of(value_row(), value_chunk()), lane) : keys_at),
+          scales_at(kScaled ? ptx::shuffle(loader.window + lane / 4 * kTokenScales, lane) : 0) {}
+    TILE_DEVICE int value_row() const { return quant::value_row<kFormat>(lane); }
+    TILE_DEVICE int value_chunk() const { return quant::value_chunk<kFormat>(lane); }
 
     TILE_DEVICE int row(int block, int i) const { return 8 * block + lane % 4 * 2 + i; }  // of accumulators
 
@@ -88,7 +97,12 @@ struct Stream {
         whole_from = from;
         whole_to = to;
 #pragma unroll
-        for (int b = 0; b < kBlocks; b++) load_q(item, b);
+        for (int b = 0; b < kBlocks; b++) {
+            load_q(item, b);
+#pragma unroll
+            for (int i = 0; i < 2; i++)
+                if (factor[b][i] == 0.0f) factor[b][i] = 1e-37f;  // 0 · −∞ would not be hidden
+        }
         begin_piece();
     }
     // The state of no key
@@ -99,10 +113,6 @@ struct Stream {
             for (int i = 0; i < 2; i++) {
                 max[b][i] = kLowest;
                 sum[b][i] = 0.0f;
-                if constexpr (kScaled) {
-                    largest[b][i] = 0.0f;
-                    up[b][i] = 1.0f;
-                }
                 if constexpr (kZeros)
 #pragma unroll
                     for (int g = 0; g < kGroups; g++) zero_sum[b][i][g] = 0.0f;
@@ -167,106 +177,140 @@ struct Stream {
     }
     TILE_DEVICE float scale() const { return kSoftcap ? args.softcap_in : args.scale_log2; }
     static TILE_DEVICE float inverse_power(float x) { return as_float(0x7f000000u - as_bits(x)); }  // of a power of two, exactly
-    // The power of two that brings x > 0 to between 2^(place − 1) and 2^place; 1 for 0, infinity and NaN
-    static TILE_DEVICE float power_above(float x, int place) {
+    // The power of two, 2^±most at most, that brings x > 0 to between 2^(place − 1) and 2^place; 1 for 0, infinity and NaN
+    static TILE_DEVICE float power_above(float x, int place, int most = 120) {
         const int exponent = int(as_bits(x) >> 23 & 255) - 126;  // x < 2^exponent
         const int power = place - exponent;
         if (!(x > 0.0f) || exponent > 128) return 1.0f;
-        return as_float(uint32_t((power > 120 ? 120 : power < -120 ? -120 : power) + 127) << 23);
+        return as_float(uint32_t((power > most ? most : power < -most ? -most : power) + 127) << 23);
     }
+    static TILE_DEVICE float log2_of_power(float x) { return float(int(as_bits(x) >> 23) - 127); }
 
     // ---- a chunk of tokens ------------------------------------------------------------------------------------------------------
+    using Scores = float[kTiles][kBlocks][4];
+    struct Weights {
+        Scores p;
+        uint32_t packed[kTiles][kGroups][kBlocks][2];  // P times the scale of V, rows 2t and 2t + 1 of token g, then of g + 8
+        float sum[kBlocks][2];                         // Σ P with these
+    };
+
     TILE_DEVICE void step(const Loader& loader, int stage, int first_token, Span span) {
         const bool whole = first_token >= whole_from && first_token + kChunk <= whole_to;
-        float s[kBlocks][4];
-        scores(s, loader, stage);
+        const uint32_t scales = scales_at + loader.scales(stage);
+        Scores s;
+        scores(s, keys_at + loader.keys(stage), scales);
         if constexpr (kSoftcap)
 #pragma unroll
-            for (int j = 0; j < 4 * kBlocks; j++) s[j / 4][j % 4] = args.softcap_out * warp::tanh_from_log2(s[j / 4][j % 4]);
+            for (int j = 0; j < 4 * kBlocks * kTiles; j++) {
+                float& x = s[j / 4 / kBlocks][j / 4 % kBlocks][j % 4];
+                x = warp::tanh_from_log2(ptx::multiply(x, factor[j / 4 % kBlocks][j % 2]));
+            }
         if (!whole) {
-            mask(s, first_token);
+            mask(s, first_token, span);
             if (first_token < span.begin || first_token + kChunk > span.end) loader.clear_outside(stage, first_token, span);
         }
-        follow_maximum(s, loader, stage);
+        Weights w = weigh(s, scales);
+        if (ptx::any(too_large(w))) {
+            follow(w, s, scales);
+            w = weigh(s, scales);
+        }
 #pragma unroll
-        for (int b = 0; b < kBlocks; b++)
-#pragma unroll
-            for (int j = 0; j < 4; j++) {
-                s[b][j] = ptx::exp2(s[b][j] - max[b][j % 2]);
-                sum[b][j % 2] += s[b][j];
-            }
-        add_values(s, loader, stage);
+        for (int b = 0; b < kBlocks; b++) sum[b][0] = w.sum[b][0], sum[b][1] = w.sum[b][1];
+        add_values(w, values_at + loader.values(stage), scales);
     }
 
-    // S = K Qᵀ in base 2
-    TILE_DEVICE void scores(float (&s)[kBlocks][4], const Loader& loader, int stage) {
+    // S = K Qᵀ, to be multiplied with `last_factor` after the softcap, if there is one
+    TILE_DEVICE void scores(Scores& s, uint32_t keys, uint32_t scales) const {
         constexpr int kChains = kZeros ? 1 : 2;  // of dependent products: sums are the same however many rows there are
-        float acc[kChains][kBlocks][4] = {};
-        float scale[kScaled ? kGroups : 1][2], zero[kZeros ? kGroups : 1][2];
+        float acc[kTiles][kChains][kBlocks][4] = {};
+        float scale[kTiles][2][kGroups], zero[kTiles][2][kGroups];
         if constexpr (kScaled)
 #pragma unroll
-            for (int g = 0; g < kGroups; g++)
+            for (int h = 0; h < 2 * kTiles; h++) {
+                load_scales(scale[h / 2][h % 2], scales, 0, 8 * h);
+                if constexpr (kZeros) load_scales(zero[h / 2][h % 2], scales, 2, 8 * h);
+            }
 #pragma unroll
-                for (int h = 0; h < 2; h++) {
-                    scale[g][h] = scale_at(loader, stage, 0, 8 * h, g);
-                    if constexpr (kZeros) zero[g][h] = scale_at(loader, stage, 2, 8 * h, g);
-                }
-        if constexpr (kZeros)
+        for (int p = 0; p < kPairs; p++)
 #pragma unroll
-            for (int j = 0; j < 4 * kBlocks; j++) s[j / 4][j % 4] = 0.0f;
+            for (int t = 0; t < kTiles; t++) {
+                uint32_t f[4];
+                ptx::ldmatrix(f, pair_at(keys, p, t));
 #pragma unroll
-        for (int p = 0; p < kPairs; p++) {
-            const int chunk = 2 * p + lane / 16;
-            uint32_t f[4];
-            ptx::ldmatrix(f, ptx::shared_address(place_of(loader.keys(stage), lane % 16, chunk < kRowChunks ? chunk : kRowChunks - 1)));
+                for (int i = 0; i < kPairSteps; i++) {
+                    const int n = p * kPairSteps + i;
+                    if (n >= kSteps) break;
+                    uint32_t a[4];
+                    quant::key_step<kFormat>(a, f, i);
 #pragma unroll
-            for (int i = 0; i < kPairSteps; i++) {
-                const int n = p * kPairSteps + i;
-                if (n >= kSteps) break;
-                uint32_t a[4];
-                quant::key_step<kFormat>(a, f, i);
+                    for (int b = 0; b < kBlocks; b++) ptx::mma_16x8x16<Operand>(acc[t][n % kChains][b], a, rQ[b][n][0], rQ[b][n][1]);
+                    if constexpr (kZeros) {
+                        const int g = n / 2 * 32 / kGroupSize;
+                        if (n % 2 == 1 && (n + 1 == kSteps || (n + 1) / 2 * 32 / kGroupSize != g)) {  // the group's last: its scale and zero
 #pragma unroll
-                for (int b = 0; b < kBlocks; b++) ptx::mma_16x8x16<Operand>(acc[n % kChains][b], a, rQ[b][n][0], rQ[b][n][1]);
-                if constexpr (kZeros) {
-                    const int g = n / 2 * 32 / kGroupSize;
-                    if (n % 2 == 1 && (n + 1 == kSteps || (n + 1) / 2 * 32 / kGroupSize != g)) {  // the group's last: its scale and zero
-#pragma unroll
-                        for (int j = 0; j < 4 * kBlocks; j++) {
-                            const int b = j / 4, c = j % 4;
-                            s[b][c] += acc[0][b][c] * scale[g][c / 2] + zero[g][c / 2] * q_sum[b][c % 2][g];
-                            acc[0][b][c] = 0.0f;
+                            for (int j = 0; j < 4 * kBlocks; j++) {
+                                float &sum = s[t][j / 4][j % 4], &part = acc[t][0][j / 4][j % 4];
+                                const float shift = zero[t][j % 4 / 2][g], sum_q = q_sum[j / 4][j % 2][g];
+                                sum = g == 0 ? ptx::multiply(shift, sum_q) : ptx::mad(shift, sum_q, sum);
+                                sum = ptx::mad(part, scale[t][j % 4 / 2][g], sum);
+                                part = 0.0f;
+                            }
                         }
                     }
                 }
             }
-        }
+        if constexpr (!kZeros)
 #pragma unroll
-        for (int b = 0; b < kBlocks; b++)
+            for (int t = 0; t < kTiles; t++)
 #pragma unroll
-            for (int j = 0; j < 4; j++) {
-                if constexpr (!kZeros) s[b][j] = acc[0][b][j];
-                if constexpr (kChains == 2) s[b][j] += acc[1][b][j];
-                if constexpr (kScaled && !kZeros) s[b][j] *= scale[0][j / 2];
-                s[b][j] = ptx::multiply(s[b][j], factor[b][j % 2]);  // rounded here, whatever the compiler makes of what follows
-            }
-    }
-    // Of token lane / 4 + `further` of the chunk
-    TILE_DEVICE float scale_at(const Loader& loader, int stage, int part, int further, int group) const {
-        const int n = (lane / 4 + further) * kGroups + group;
-        const ScaleBits x = Shared<ScaleBits>(loader.scales(stage, part))[n];
-        return as_float(kZeros ? uint32_t(x) << 16 : uint32_t(x));
-    }
-    TILE_DEVICE void mask(float (&s)[kBlocks][4], int first_token) const {
-#pragma unroll
-        for (int b = 0; b < kBlocks; b++)
-#pragma unroll
-            for (int j = 0; j < 4; j++) {
-                const int token = first_token + lane / 4 + 8 * (j / 2);
-                if (uint32_t(token - seen[b][j % 2].first) >= uint32_t(seen[b][j % 2].count)) s[b][j] = -INFINITY;
-                if constexpr (kTree) {
-                    const int place = token - tail_from[b][j % 2];
-                    if (place >= 0 && !(tree[b][j % 2] >> (place & 31) & 1)) s[b][j] = -INFINITY;
+                for (int j = 0; j < 4 * kBlocks; j++) {
+                    const int b = j / 4, c = j % 4;
+                    s[t][b][c] = acc[t][0][b][c] + acc[t][kChains - 1][b][c];
+                    if constexpr (kScaled) s[t][b][c] = ptx::multiply(s[t][b][c], scale[t][c / 2][0]);
                 }
+    }
+    // The pair p of 16 bytes of a row of tile t; where rows have an odd number of them the last stands twice.
+    TILE_DEVICE uint32_t pair_at(uint32_t first, int p, int t) const {
+        const uint32_t at = place_further(first, p, t);
+        return 2 * p + 1 < kRowChunks ? at : at - lane / 16 * (kBox * kPanelBytes);
+    }
+    // Of token lane / 4 + `row` of the chunk, for all groups of channels; at: those of token lane / 4
+    static TILE_DEVICE void load_scales(float (&x)[kGroups], uint32_t at, int part, int row) {
+        at += part * kScalePart + row * kTokenScales;
+        if constexpr (!kZeros) {
+            x[0] = as_float(ptx::load_shared(at));
+        } else if constexpr (kGroups % 2 == 0) {
+#pragma unroll
+            for (int g = 0; g < kGroups; g += 2) {
+                const uint32_t two = ptx::load_shared(at + 2 * g);
+                x[g] = as_float(two << 16);
+                x[g + 1] = as_float(two & 0xffff0000u);
+            }
+        } else {
+#pragma unroll
+            for (int g = 0; g < kGroups; g++) x[g] = as_float(ptx::load_shared_16(at + 2 * g) << 16);
+        }
+    }
+    // A tree's mask is looked at token by token, so that all its rows see as much as the last; rows that do not exist may see anything.
+    TILE_DEVICE Seen seen_in(int b, int i, Span span) const {
+        if constexpr (kTree) return seen_to(args, tail_from[b][i] + args.tokens - 1, span);
+        else return seen[b][i];
+    }
+    TILE_DEVICE float last_factor(int b, int i) const { return kSoftcap ? args.softcap_out : factor[b][i]; }
+    // What a row does not see becomes −∞ when it is multiplied.
+    TILE_DEVICE void mask(Scores& s, int first_token, Span span) const {
+#pragma unroll
+        for (int t = 0; t < kTiles; t++)
+#pragma unroll
+            for (int j = 0; j < 4 * kBlocks; j++) {
+                const int b = j / 4, i = j % 2, token = first_token + 16 * t + lane / 4 + 8 * (j % 4 / 2);
+                const Seen of = seen_in(b, i, span);
+                bool hidden = uint32_t(token - of.first) >= uint32_t(of.count);
+                if constexpr (kTree) {
+                    const int place = token - tail_from[b][i];
+                    hidden |= place >= 0 && !(tree[b][i] >> (place & 31) & 1);
+                }
+                if (hidden) s[t][b][j % 4] = last_factor(b, i) < 0.0f ? INFINITY : -INFINITY;
             }
     }
 
@@ -282,137 +326,137 @@ struct Stream {
         return x;
     }
 
-    // A row's reference moves to its maximum where a score is more than kSlack above it: then P ≤ 2^kSlack. Rows move one by one, so
-    // that a row's result does not depend on which others stand beside it.
-    TILE_DEVICE void follow_maximum(const float (&s)[kBlocks][4], const Loader& loader, int stage) {
-        bool above = false;
+    // P by the references as they are, and what follows from it. Before a row has seen a key, and after a jump, that may be infinite.
+    TILE_DEVICE Weights weigh(const Scores& s, uint32_t scales) const {
+        Weights w;
 #pragma unroll
-        for (int b = 0; b < kBlocks; b++)
+        for (int b = 0; b < kBlocks; b++) w.sum[b][0] = sum[b][0], w.sum[b][1] = sum[b][1];
 #pragma unroll
-            for (int i = 0; i < 2; i++) above |= fmaxf(s[b][i], s[b][2 + i]) > max[b][i] + kSlack;
-        if (!ptx::any(above)) return;
-        float most[2];
-        if constexpr (kScaled) largest_scales(most, loader, stage);
+        for (int t = 0; t < kTiles; t++) {
+            float scale[2][kGroups];
+            if constexpr (kScaled)
+#pragma unroll
+                for (int h = 0; h < 2; h++) load_scales(scale[h], scales, 1, 16 * t + 8 * h);
+#pragma unroll
+            for (int b = 0; b < kBlocks; b++)
+#pragma unroll
+                for (int h = 0; h < 2; h++) {
+#pragma unroll
+                    for (int i = 0; i < 2; i++) {
+                        float& p = w.p[t][b][2 * h + i];
+                        p = ptx::exp2(ptx::mad(s[t][b][2 * h + i], last_factor(b, i), -max[b][i]));
+                        w.sum[b][i] += p;
+                    }
+                    const float x = w.p[t][b][2 * h], y = w.p[t][b][2 * h + 1];
+#pragma unroll
+                    for (int g = 0; g < kGroups; g++)
+                        w.packed[t][g][b][h] = kScaled ? pack<Operand>(x * scale[h][g], y * scale[h][g]) : pack<Operand>(x, y);
+                }
+        }
+        return w;
+    }
+    // Numbers that are not negative are in the order of their bits; not a number is larger than all.
+    static TILE_DEVICE bool too_large(const Weights& w) {
+        constexpr int kEach = kGroups * kBlocks * 2;
+        uint32_t top = w.packed[0][0][0][0];
+        bool found = false;
+#pragma unroll
+        for (int j = 1; j < kTiles * kEach; j++) top = ptx::max_pairs(top, w.packed[j / kEach][j / 2 / kBlocks % kGroups][j / 2 % kBlocks][j % 2]);
+        if constexpr (kScaled)
+#pragma unroll
+            for (int j = 0; j < 2 * kBlocks; j++) found |= w.sum[j / 2][j % 2] > kMostSum;
+        return found || (top + 0x10001u * (0x8000u - kTooLarge)) & 0x80008000u;
+    }
+    // A row's reference moves where it is too small: to the row's maximum, so that P = 1 there; quantised, so that the largest P · scale
+    // is about 1.
+    TILE_DEVICE void follow(const Weights& w, const Scores& s, uint32_t scales) {
+        bool moves[kBlocks][2];
+#pragma unroll
+        for (int j = 0; j < 2 * kBlocks; j++) {
+            const int b = j / 2, i = j % 2;
+            bool found = kScaled && w.sum[b][i] > kMostSum;
+#pragma unroll
+            for (int n = 0; n < kTiles * kGroups * 2; n++)
+                found |= (w.packed[n / 2 / kGroups][n / 2 % kGroups][b][n % 2] >> 16 * i & 0xffff) >= kTooLarge;
+            moves[b][i] = ptx::ballot(found) & 0x11111111u << lane % 4;
+        }
+        float most[kTiles][2];  // the scale of V, over the groups of channels
+        if constexpr (kScaled)
+#pragma unroll
+            for (int h = 0; h < 2 * kTiles; h++) {
+                float scale[kGroups];
+                load_scales(scale, scales, 1, 8 * h);
+                most[h / 2][h % 2] = scale[0];
+#pragma unroll
+                for (int g = 1; g < kGroups; g++) most[h / 2][h % 2] = fmaxf(most[h / 2][h % 2], scale[g]);
+            }
 #pragma unroll
         for (int b = 0; b < kBlocks; b++)
 #pragma unroll
             for (int i = 0; i < 2; i++) {
-                const float here = row_max(fmaxf(s[b][i], s[b][2 + i]));
-                const bool moves = here > max[b][i] + kSlack;
-                const float top = moves ? here : max[b][i], less = ptx::exp2(max[b][i] - top);
-                max[b][i] = top;
-                sum[b][i] *= less;
-                float by = less;
+                float top = -INFINITY, product = 0.0f;
+#pragma unroll
+                for (int h = 0; h < 2 * kTiles; h++) top = fmaxf(top, ptx::multiply(s[h / 2][b][h % 2 * 2 + i], last_factor(b, i)));
+                top = row_max(top);
+                float to = top;
                 if constexpr (kScaled) {
-                    largest[b][i] *= less;
-                    const float product = row_max(fmaxf(ptx::exp2(s[b][i] - top) * most[0], ptx::exp2(s[b][2 + i] - top) * most[1]));
-                    if (moves) by *= follow_product(b, i, product);
+#pragma unroll
+                    for (int h = 0; h < 2 * kTiles; h++) {
+                        const float p = ptx::exp2(ptx::mad(s[h / 2][b][h % 2 * 2 + i], last_factor(b, i), -top));
+                        product = fmaxf(product, p * most[h / 2][h % 2]);
+                    }
+                    to -= log2_of_power(power_above(row_max(product), 0, 96));
                 }
-                scale_row(b, i, by);
+                to = moves[b][i] && to > max[b][i] ? to : max[b][i];
+                const float by = ptx::exp2(max[b][i] - to);
+                max[b][i] = to;
+                sum[b][i] *= by;
+#pragma unroll
+                for (int n = 0; n < kSteps; n++) {
+                    acc_o[b][n][i] *= by;
+                    acc_o[b][n][2 + i] *= by;
+                }
                 if constexpr (kZeros)
 #pragma unroll
-                    for (int g = 0; g < kGroups; g++) zero_sum[b][i][g] *= less;
-            }
-    }
-    // c follows the largest P · scale of a row; what O is to be multiplied with
-    TILE_DEVICE float follow_product(int b, int i, float product) {
-        largest[b][i] = fmaxf(largest[b][i], product);
-        const float c = power_above(largest[b][i], 0), by = c * inverse_power(up[b][i]);
-        up[b][i] = c;
-        return by;
-    }
-    // Of each of a lane's two tokens, over the groups of channels
-    TILE_DEVICE void largest_scales(float (&most)[2], const Loader& loader, int stage) const {
-#pragma unroll
-        for (int h = 0; h < 2; h++) {
-            most[h] = 0.0f;
-#pragma unroll
-            for (int g = 0; g < kGroups; g++) most[h] = fmaxf(most[h], scale_at(loader, stage, 1, 8 * h, g));
-        }
-    }
-    TILE_DEVICE void scale_row(int b, int i, float by) {
-#pragma unroll
-        for (int n = 0; n < kSteps; n++) {
-            acc_o[b][n][i] *= by;
-            acc_o[b][n][2 + i] *= by;
-        }
-    }
-    // The same where a product outgrows its c between two moves of the reference
-    TILE_DEVICE void watch_products(const float (&p)[kBlocks][4], const float (&most)[2]) {
-        bool above = false;
-#pragma unroll
-        for (int b = 0; b < kBlocks; b++)
-#pragma unroll
-            for (int i = 0; i < 2; i++) above |= fmaxf(p[b][i] * most[0], p[b][2 + i] * most[1]) * up[b][i] > kLargest;
-        if (!ptx::any(above)) return;
-#pragma unroll
-        for (int b = 0; b < kBlocks; b++)
-#pragma unroll
-            for (int i = 0; i < 2; i++) {
-                const float product = row_max(fmaxf(p[b][i] * most[0], p[b][2 + i] * most[1]));
-                if (product * up[b][i] > kLargest) scale_row(b, i, follow_product(b, i, product));
+                    for (int g = 0; g < kGroups; g++) zero_sum[b][i][g] *= by;
             }
     }
 
     // Oᵀ += Vᵀ Pᵀ
-    TILE_DEVICE void add_values(const float (&p)[kBlocks][4], const Loader& loader, int stage) {
-        uint32_t turned[kBlocks][2];
-        float scale[kScaled ? kGroups : 1][2];
-        if constexpr (kScaled) {
-            float most[2] = {0.0f, 0.0f};
+    TILE_DEVICE void add_values(Weights& w, uint32_t values, uint32_t scales) {
 #pragma unroll
-            for (int g = 0; g < kGroups; g++)
+        for (int t = 0; t < kTiles; t++)
 #pragma unroll
-                for (int h = 0; h < 2; h++) {
-                    scale[g][h] = scale_at(loader, stage, 1, 8 * h, g);
-                    most[h] = fmaxf(most[h], scale[g][h]);
-                }
-            watch_products(p, most);
-        }
+            for (int j = 0; j < kGroups * kBlocks * 2; j++) {
+                uint32_t& x = w.packed[t][j / 2 / kBlocks][j / 2 % kBlocks][j % 2];
+                x = ptx::transpose_matrix(x);  // a B operand
+            }
         if constexpr (kZeros)
 #pragma unroll
-            for (int g = 0; g < kGroups; g++) {
-                const float low = scale_at(loader, stage, 3, 0, g), high = scale_at(loader, stage, 3, 8, g);
+            for (int h = 0; h < 2 * kTiles; h++) {
+                float zero[kGroups];
+                load_scales(zero, scales, 3, 8 * h);
 #pragma unroll
-                for (int b = 0; b < kBlocks; b++)
+                for (int j = 0; j < 2 * kBlocks; j++)
 #pragma unroll
-                    for (int i = 0; i < 2; i++) zero_sum[b][i][g] += p[b][i] * low + p[b][2 + i] * high;
+                    for (int g = 0; g < kGroups; g++)
+                        zero_sum[j / 2][j % 2][g] = ptx::mad(w.p[h / 2][j / 2][h % 2 * 2 + j % 2], zero[g], zero_sum[j / 2][j % 2][g]);
             }
-        int group = -1;
 #pragma unroll
-        for (int n = 0; n < kPairs; n++) {
-            const int chunk = 2 * n + quant::value_chunk<kFormat>(lane);
-            uint32_t f[4];
-            ptx::ldmatrix_transposed(f, ptx::shared_address(place_of(loader.values(stage), quant::value_row<kFormat>(lane),
-                                                                    chunk < kRowChunks ? chunk : kRowChunks - 1)));
+        for (int n = 0; n < kPairs; n++)
 #pragma unroll
-            for (int i = 0; i < kPairSteps; i++) {
-                const int tile = n * kPairSteps + i;
-                if (tile >= kSteps) break;
-                const int g = kZeros ? tile / 2 * 32 / kGroupSize : 0;
-                if (g != group) {
-                    group = g;
-                    turn(turned, p, scale[kScaled ? g : 0]);
+            for (int t = 0; t < kTiles; t++) {
+                uint32_t f[4];
+                ptx::ldmatrix_transposed(f, pair_at(values, n, t));
+#pragma unroll
+                for (int i = 0; i < kPairSteps; i++) {
+                    const int tile = n * kPairSteps + i, g = kZeros ? tile / 2 * 32 / kGroupSize : 0;
+                    if (tile >= kSteps) break;
+                    uint32_t a[4];
+                    quant::value_step<kFormat>(a, f, i);
+#pragma unroll
+                    for (int b = 0; b < kBlocks; b++) ptx::mma_16x8x16<Operand>(acc_o[b][tile], a, w.packed[t][g][b][0], w.packed[t][g][b][1]);
                 }
-                uint32_t a[4];
-                quant::value_step<kFormat>(a, f, i);
-#pragma unroll
-                for (int b = 0; b < kBlocks; b++) ptx::mma_16x8x16<Operand>(acc_o[b][tile], a, turned[b][0], turned[b][1]);
-            }
-        }
-    }
-    // Pᵀ as a B operand, times the scale of each token's V
-    TILE_DEVICE void turn(uint32_t (&turned)[kBlocks][2], const float (&p)[kBlocks][4], const float (&scale)[2]) const {
-#pragma unroll
-        for (int b = 0; b < kBlocks; b++)
-#pragma unroll
-            for (int h = 0; h < 2; h++) {
-                float x = p[b][2 * h], y = p[b][2 * h + 1];
-                if constexpr (kScaled) {
-                    x *= scale[h] * up[b][0];
-                    y *= scale[h] * up[b][1];
-                }
-                turned[b][h] = ptx::transpose_matrix(pack<Operand>(x, y));
             }
     }
 
@@ -424,11 +468,14 @@ struct Stream {
             for (int i = 0; i < 2; i++) {
                 sum[b][i] = row_sum(sum[b][i]);
                 if constexpr (kScaled) {
-                    const float down = inverse_power(up[b][i]);
+                    // The reference stood where products were about 1, not P: as others expect it, the sum is between 1 and 2.
+                    const float down = power_above(sum[b][i], 1);
+                    sum[b][i] *= down;
+                    max[b][i] -= log2_of_power(down);
                     float zero[kGroups];
                     if constexpr (kZeros)
 #pragma unroll
-                        for (int g = 0; g < kGroups; g++) zero[g] = row_sum(zero_sum[b][i][g]);
+                        for (int g = 0; g < kGroups; g++) zero[g] = row_sum(zero_sum[b][i][g]) * down;
 #pragma unroll
                     for (int n = 0; n < kSteps; n++)
 #pragma unroll

@@ -45,14 +45,14 @@ TILE_DEVICE void load_tiles(const DecodeArgs& args, const TensorMap& mK, const T
         const DecodeItem item = tile_item(args, round);
         if (item.rows == 0) continue;
         const Span span{item.start, item.stop};
-        const PageTable table{item.table, item.tail_from};
+        const PageTable table = page_table(args, item.table, item.tail_from);
         // A box that no token of the span lies in is not asked for: its page may be any number.
         const auto wanted = [&](int tile, int b) {
             const int token = tile * kTile + b * kTileBox;
             return b < kTileBoxes && token < span.end && token + kTileBox > span.begin;
         };
         int tile = span.begin / kTile;
-        int page = span.end > span.begin && wanted(tile, box) ? table.page(args, (tile * kTile + box * kTileBox) / kPageSize) : 0;
+        int page = span.end > span.begin && wanted(tile, box) ? table.page((tile * kTile + box * kTileBox) / kPageSize) : 0;
         for (; tile * kTile < span.end && span.end > span.begin; tile++, turn.next()) {
             int boxes = 0;
 #pragma unroll
@@ -70,7 +70,7 @@ TILE_DEVICE void load_tiles(const DecodeArgs& args, const TensorMap& mK, const T
                 else
                     ptx::tma_load(ptx::shared_address(to + panel * kTilePanelStep), is_v ? &mV : &mK, full, panel * kPanel, token, item.kv_head(), page);
             }
-            if (wanted(tile + 1, box)) page = table.page(args, ((tile + 1) * kTile + box * kTileBox) / kPageSize);
+            if (wanted(tile + 1, box)) page = table.page(((tile + 1) * kTile + box * kTileBox) / kPageSize);
         }
     }
 }

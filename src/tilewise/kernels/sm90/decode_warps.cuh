@@ -3,9 +3,8 @@
 #include "sm90/decode_merge.cuh"
 
 // The state of an item's rows over its tokens, staged
-TILE_DEVICE void stream_item(const DecodeArgs& args, const DecodeItem& item, int length, Loader& loader, Turn<kStages>& turn, int rank) {
-    const Span span = span_of(args, item, length);
-    Stream body(args);
+TILE_DEVICE void stream_item(const DecodeArgs& args, const DecodeItem& item, int length, Span span, Loader& loader, Turn<kStages>& turn, int rank) {
+    Stream body(args, loader);
     body.begin(item, length, span);
     // Pieces are counted from the range's first chunk, which a window may hide.
     const int end = span.end > span.begin ? (span.end + kChunk - 1) / kChunk : 0;
@@ -34,10 +33,16 @@ TILE_DEVICE void stream(const DecodeArgs& args, const TensorMap& mK, const Tenso
     Loader loader(args, mK, mV, rank);
     loader.start();
     Turn<kStages> turn;
-    while (loader.has_item()) {
-        const int slot = loader.begin_item();
+    for (int slot = rank - kWarps; loader.next_item(slot);) {
         const DecodeItem item = Loader::item(args, slot);
-        stream_item(args, item, Global<const int>{args.lengths}[item.table], loader, turn, rank);
+        if (item.rows == 0) break;  // nor is there anything after it
+        const int length = Global<const int>{args.lengths}[item.table];
+        const Span span = span_of(args, item, length);
+        if (span.begin == span.end) {
+            put_empty(args, item);
+            continue;
+        }
+        stream_item(args, item, length, span, loader, turn, rank);
         // What the item is is read again, from the nearest cache: it must not take registers from the products.
         put_item(args, Loader::item(args, ptx::just_in_time(slot)), Staged(rank));
     }

@@ -21,11 +21,11 @@ struct alignas(16) DecodeItem {
     int caller_head;                   // the caller's number of `sequence` · 2^12 + KV head
     int table, start, stop;            // stop of an own range is cut to the sequence's length as it is now
     int state_fold;                    // state · 2^16 + fold; fold 0: in one piece
-    int page;                          // of the first token, if that page does not change any more, else −1
+    int page;                          // of the first chunk's first token, if no page of that chunk changes any more, else −1
     int tail_from;                     // of `table`: see PageTable
     int first_state, states_before, grows_from, piece;  // of `sequence`: args.states
     int kind;                          // bits of ItemKind
-    int none;
+    int second_page;                   // of the sixteen tokens after the first: chunks of 32
     TILE_DEVICE bool is(int of) const { return kind & of; }
     TILE_DEVICE int kv_head() const { return caller_head & 0xfff; }
     TILE_DEVICE int caller() const { return caller_head >> 12; }
@@ -69,7 +69,7 @@ TILE_DEVICE DecodeItem load_item(const DecodeItem* items, int64_t n) {
     const Global<const Vector16> words{reinterpret_cast<const Vector16*>(items)};
     const Vector16 a = words[4 * n], b = words[4 * n + 1], c = words[4 * n + 2], d = words[4 * n + 3];
     return {int(a.word[0]), int(a.word[1]), int(a.word[2]), int(a.word[3]), int(b.word[0]), int(b.word[1]), int(b.word[2]), int(b.word[3]),
-            int(c.word[0]), int(c.word[1]), int(c.word[2]), int(c.word[3]), int(d.word[0]), int(d.word[1]), int(d.word[2]), 0};
+            int(c.word[0]), int(c.word[1]), int(c.word[2]), int(c.word[3]), int(d.word[0]), int(d.word[1]), int(d.word[2]), int(d.word[3])};
 }
 
 // The tokens [begin, end) of an item's range that exist and that a row may see. An own range is as long as its sequence is now, and
@@ -103,22 +103,24 @@ TILE_DEVICE int64_t caller_of(const DecodeArgs& args, const DecodeItem& item, co
 struct Seen {
     int first, count;
 };
-TILE_DEVICE Seen seen_by(const DecodeArgs& args, const DecodeRow& row, int length, Span span) {
-    const int position = args.tree ? length - 1 : length - args.tokens + row.token;  // a tree's mask is looked at token by token
+TILE_DEVICE Seen seen_to(const DecodeArgs& args, int position, Span span) {
     const int first = position - args.left > span.begin ? position - args.left : span.begin;
     const int last = position < span.end - 1 ? position : span.end - 1;
     return {first, last >= first ? last - first + 1 : 0};
 }
+TILE_DEVICE Seen seen_by(const DecodeArgs& args, const DecodeRow& row, int length, Span span) {
+    return seen_to(args, args.tree ? length - 1 : length - args.tokens + row.token, span);  // a tree's mask is looked at token by token
+}
 
 // A sequence's pages. Those that came since the list was made stand apart, so that a step has few bytes to copy.
 struct PageTable {
-    int sequence, tail_from;
-    TILE_DEVICE int page(const DecodeArgs& args, int n) const {
-        const int* from = n < tail_from ? args.pages + int64_t(sequence) * args.table_pages + n
-                                        : args.tails + int64_t(sequence) * args.tail_pages + (n - tail_from);
-        return Global<const int>{from}[0];
-    }
+    const int *pages, *tail;  // both as if they began with the first page
+    int tail_from;
+    TILE_DEVICE int page(int n) const { return Global<const int>{n < tail_from ? pages : tail}[n]; }
 };
+TILE_DEVICE PageTable page_table(const DecodeArgs& args, int sequence, int tail_from) {
+    return {args.pages + int64_t(sequence) * args.table_pages, args.tails + int64_t(sequence) * args.tail_pages - tail_from, tail_from};
+}
 
 // A sequence's states: its pieces beyond the length it has now are not counted, and not computed. One at least, which is then the
 // result; and it is empty if there is no key.

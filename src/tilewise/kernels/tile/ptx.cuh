@@ -266,13 +266,27 @@ TILE_DEVICE uint32_t subtract_halves(uint32_t a, uint32_t b) {
     return r;
 }
 #if __CUDA_ARCH__ >= 890
-// The two e4m3 codes in the low half of `pair`, as halves
-TILE_DEVICE uint32_t e4m3_to_halves(uint32_t pair) {
+// The two e4m3 codes in the low or the high half of x, as halves
+template <bool kHigh> TILE_DEVICE uint32_t e4m3_to_halves(uint32_t x) {
     uint32_t r;
-    asm("{.reg .b16 low, high; mov.b32 {low, high}, %1; cvt.rn.f16x2.e4m3x2 %0, low;}" : "=r"(r) : "r"(pair));
+    if constexpr (kHigh) asm("{.reg .b16 low, high; mov.b32 {low, high}, %1; cvt.rn.f16x2.e4m3x2 %0, high;}" : "=r"(r) : "r"(x));
+    else asm("{.reg .b16 low, high; mov.b32 {low, high}, %1; cvt.rn.f16x2.e4m3x2 %0, low;}" : "=r"(r) : "r"(x));
     return r;
 }
 #endif
+// The larger of two pairs of signed 16-bit numbers each
+TILE_DEVICE uint32_t max_pairs(uint32_t a, uint32_t b) { return __vmaxs2(a, b); }
+// By address: 32 bits, or 16
+TILE_DEVICE uint32_t load_shared(uint32_t address) {
+    uint32_t x;
+    asm volatile("ld.shared.b32 %0, [%1];" : "=r"(x) : "r"(address) : "memory");
+    return x;
+}
+TILE_DEVICE uint32_t load_shared_16(uint32_t address) {
+    uint16_t x;
+    asm volatile("ld.shared.u16 %0, [%1];" : "=h"(x) : "r"(address) : "memory");
+    return x;
+}
 // Brings the line there into this multiprocessor's cache. A load whose result nobody waits for: a prefetch may stop at L2.
 TILE_DEVICE void touch(const void* p) {
     uint32_t unused;
@@ -290,6 +304,12 @@ TILE_DEVICE void load_fresh(float (&x)[4], const float* p) {
     x[0] = y.x, x[1] = y.y, x[2] = y.z, x[3] = y.w;
 }
 #if __CUDA_ARCH__ >= 900
+// One lane of a warp that is all here. By it the compiler knows that it is one, and asks the TMA unit once instead of lane by lane.
+TILE_DEVICE bool elect_leader() {
+    uint32_t leads;
+    asm volatile("{.reg .pred p; elect.sync _|p, 0xffffffff; selp.b32 %0, 1, 0, p;}" : "=r"(leads));
+    return leads;
+}
 // As tma_load, of what will not be read again soon: the first that L2 lets go
 TILE_DEVICE void tma_load_once(uint32_t to, const TensorMap* map, uint32_t barrier, int c0, int c1, int c2, int c3, int c4) {
     asm volatile(
@@ -304,6 +324,7 @@ TILE_DEVICE void mbarrier_wait(uint32_t, int) {}
 TILE_DEVICE void fence_mbarrier_init() {}
 TILE_DEVICE void fence_async_proxy() {}
 TILE_DEVICE void prefetch_tensor_map(const TensorMap*) {}
+TILE_DEVICE bool elect_leader() { return false; }
 template <class... At> TILE_DEVICE void tma_load(uint32_t, const TensorMap*, uint32_t, At...) {}
 template <class... At> TILE_DEVICE void tma_load_once(uint32_t, const TensorMap*, uint32_t, At...) {}
 template <class T, int N> struct Wgmma;

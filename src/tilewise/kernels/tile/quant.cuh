@@ -23,13 +23,13 @@ template <Format kFormat> constexpr float key_unit() { return kFormat == Format:
 // Of the channels in the upper eight rows of an output tile, and in the lower
 template <Format kFormat> constexpr float output_unit(bool upper) { return kFormat != Format::int4 ? 1.0f : upper ? 1048576.0f : kKeyUnit4; }
 
-// Two e4m3 codes in the low half
-TILE_DEVICE uint32_t from_fp8(uint32_t pair) {
+// Two e4m3 codes, in the low half of x or in the high one
+template <bool kHigh> TILE_DEVICE uint32_t from_fp8(uint32_t x) {
 #if defined(TILEWISE_EMULATOR) || __CUDA_ARCH__ >= 890
-    return ptx::e4m3_to_halves(pair);
+    return ptx::e4m3_to_halves<kHigh>(x);
 #else
     // The exponent and mantissa of e4m3 moved into a half's fields are the number times 2^−8, subnormal ones too. NaN becomes 480.
-    const uint32_t wide = ptx::permute_bytes(pair, 0, 0x1404), bits = (wide & 0x7f007f00u) >> 1 | (wide & 0x80008000u);
+    const uint32_t wide = ptx::permute_bytes(x, 0, kHigh ? 0x3424 : 0x1404), bits = (wide & 0x7f007f00u) >> 1 | (wide & 0x80008000u);
     const half2 h = __hmul2(*reinterpret_cast<const half2*>(&bits), __float2half2_rn(256.0f));
     return *reinterpret_cast<const uint32_t*>(&h);
 #endif
@@ -50,8 +50,8 @@ template <Format kFormat> TILE_DEVICE void key_step(uint32_t (&a)[4], const uint
 #pragma unroll
         for (int h = 0; h < 2; h++) {  // tokens 8h + lane / 4
             if constexpr (kFormat == Format::fp8) {
-                a[h] = from_fp8(f[2 * s + h]);
-                a[2 + h] = from_fp8(f[2 * s + h] >> 16);
+                a[h] = from_fp8<false>(f[2 * s + h]);
+                a[2 + h] = from_fp8<true>(f[2 * s + h]);
             } else if constexpr (kFormat == Format::int8) {
                 const uint32_t x = f[2 * s + h] ^ 0x80808080u;
                 a[h] = from_int8<0x4140>(x);
@@ -87,8 +87,8 @@ template <Format kFormat> TILE_DEVICE void value_step(uint32_t (&a)[4], const ui
         for (int h = 0; h < 2; h++) {  // tokens 8h …
             if constexpr (kFormat == Format::fp8) {
                 const uint32_t x = ptx::permute_bytes(f[2 * s + h], 0, 0x3120);
-                a[2 * h] = from_fp8(x);
-                a[2 * h + 1] = from_fp8(x >> 16);
+                a[2 * h] = from_fp8<false>(x);
+                a[2 * h + 1] = from_fp8<true>(x);
             } else if constexpr (kFormat == Format::int8) {
                 const uint32_t x = f[2 * s + h] ^ 0x80808080u;
                 a[2 * h] = from_int8<0x4240>(x);
