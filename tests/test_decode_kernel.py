@@ -283,6 +283,68 @@ def test_ranges_that_fill_one_block_get_deeper_rings_and_the_same_bits():
             assert torch.equal(x[0], y[n])
 
 
+@pytest.mark.parametrize(
+    ("kv_format", "kv_heads", "page_size", "head_dim"),
+    [
+        ("bf16", 4, 16, 64),
+        ("bf16", 8, 64, 96),
+        ("fp8", 8, 16, 64),
+        ("int8", 8, 16, 64),
+        ("int4", 8, 16, 128),
+        ("int4", 8, 64, 64),
+        ("int4", 16, 48, 96),
+    ],
+)
+def test_warps_in_step_have_one_copy_for_all_and_the_same_bits(kv_format, kv_heads, page_size, head_dim):
+    """Neighbouring heads of many pieces in one block: boxes of several heads; alone a sequence's heads stand apart."""
+    options = {"kv_format": kv_format, "kv_heads": kv_heads, "page_size": page_size, "head_dim": head_dim}
+    cache, seqs = make_cache((300, 0, 64, 17, 129), **options)
+    for window, tokens in ((None, 1), ((40, 0), 3)):
+        q = queries(cache, seqs, group=2, tokens=tokens)
+        plan = plan_decode(cache, seqs, num_heads=q.shape[2], tokens_per_seq=tokens, share_prefix=False, window=window)
+        together = decode(cache, seqs, q, plan=plan, splitting=SMALL, window=window)
+        (bound,) = (x for x in plan.__dict__["_gpu"].values() if isinstance(x, decoding.Decode))
+        assert dict(bound.spec.constants)["kInStep"]
+        for n, seq in enumerate(seqs[:3]):
+            for x, y in zip(
+                decode(cache, [seq], q[n : n + 1], splitting=SMALL, window=window, room=1), together, strict=True
+            ):
+                assert torch.equal(x[0], y[n])
+    for mode in MODES:
+        check(cache, seqs, group=2, mode=mode, splitting=SMALL)
+
+
+def test_warps_that_join_take_what_is_left():
+    """More items than warps beside one short tile, some of them without a token, in every order of threads."""
+    cache, seqs = make_tree([1, 9], [80, 33], kv_heads=4)
+    empty, alone = [cache.allocate() for _ in range(3)], [cache.allocate() for _ in range(8)]
+    grow(cache, alone, [20 * n + 1 for n in range(8)], seed=3)
+    mixed = [*empty[:2], *alone, *seqs, empty[2]]
+    for mode in MODES:
+        check(cache, mixed, share=True, mode=mode, splitting=SMALL)
+    q = queries(cache, mixed)
+    plan = plan_decode(cache, mixed, num_heads=q.shape[2], share_prefix=True)
+    decode(cache, mixed, q, plan=plan, splitting=SMALL)
+    (listed,) = (x for x in plan.__dict__["_gpu"].values() if isinstance(x, WorkList))
+    (bound,) = (x for x in plan.__dict__["_gpu"].values() if isinstance(x, decoding.Decode))
+    constants = dict(bound.spec.constants)
+    assert (listed.items[..., 2] > 0).sum(1).min() > constants["kWarps"] + constants["kJoiners"]
+
+
+@pytest.mark.parametrize(("levels", "tokens", "states"), [([1, 2, 32], [192, 64, 9], 2), ([1, 4, 8], [192, 64, 9], 3)])
+def test_a_node_that_continues_the_rows_above_is_no_state_more(levels, tokens, states):
+    """128 rows under the root and under its child are the same tiles: 64 rows are not."""
+    cache, seqs = make_tree(levels, tokens)
+    for window in (None, (10_000, 0)):
+        q = queries(cache, seqs)
+        plan = plan_decode(cache, seqs, num_heads=q.shape[2], share_prefix=True, window=window)
+        splitting = Splitting(shared=512, tile_rows=16)
+        got = decode(cache, seqs, q, plan=plan, splitting=splitting, window=window)
+        assert_state(got, *(reference.decode(q, cache, 0, seqs, dtype=d) for d in (torch.float64, BF16)))
+        (listed,) = (x for x in plan.__dict__["_gpu"].values() if isinstance(x, WorkList))
+        assert listed.total_states == len(seqs) * (states if window is None else 3)
+
+
 @pytest.mark.parametrize(("lengths", "kv_heads", "group"), [((700,), 1, 2), ((700, 300), 1, 4), ((700, 30, 300), 2, 4)])
 def test_more_states_than_one_warp_folds_in_a_run(lengths, kv_heads, group):
     """44 of a row: by four warps of a block together, by a warp each, and beside rows of few states, by fours."""

@@ -168,9 +168,10 @@ def decode_spec(
     softcap: bool = False,
     tree: bool = False,
     tiles_whole: bool = True,
+    in_step: bool = False,
 ) -> KernelSpec:
     """The kernel for queries of `dtype` over pages of `fmt`. tree: query tokens see each other by a mask. tiles_whole:
-    copies for tiles are of whole rows."""
+    copies for tiles are of whole rows. in_step: a block's warps have neighbouring heads, a copy is for all of them."""
     constants = (
         ("Element", ELEMENTS[dtype]),
         ("Operand", "bf16" if fmt.name == "bf16" else "half"),
@@ -186,6 +187,7 @@ def decode_spec(
         ("kScaleRuns", scale_runs),
         ("kSoftcap", softcap),
         ("kTree", tree),
+        ("kInStep", in_step),
         ("kTileStages", tiling.tile_stages),
         ("kJoiners", tiling.joiners),
         ("kTileWhole", tiling.tile_stages > 0 and tiles_whole and fmt.head_dim % PANEL == 0),
@@ -311,8 +313,8 @@ def _byte_strides(x: torch.Tensor) -> tuple[int, int, int]:
     return page, token, head
 
 
-def chunk_map(codes: torch.Tensor, row_bytes: int, chunk: int) -> TensorMapSpec:
-    """Boxes of one head, in words: (panel, token, panels, head, page); panels and boxes as sm90/decode_load.cuh has."""
+def chunk_map(codes: torch.Tensor, row_bytes: int, chunk: int, heads_of_box: int) -> TensorMapSpec:
+    """Boxes, in words: (panel, token, panels, head, page); panels and boxes as sm90/decode_load.cuh has them."""
     panel = next(p for p in (128, 64, 32, 16) if row_bytes % p == 0)
     pages, page_size, heads = codes.shape[:3]
     page, token, head = _byte_strides(codes)
@@ -321,7 +323,7 @@ def chunk_map(codes: torch.Tensor, row_bytes: int, chunk: int) -> TensorMapSpec:
         "uint32",
         (panel // 4, page_size, panels, heads, pages),
         (token, panel, head, page),
-        (panel // 4, CHUNK if page_size % chunk else chunk, panels, 1, 1),
+        (panel // 4, CHUNK if page_size % chunk else chunk, panels, heads_of_box, 1),
         panel if panel >= 32 else 0,
         l2_promotion=0,  # 256 bytes cost 5% of the bandwidth
     )
@@ -374,6 +376,7 @@ class Decode:
         runs: bool,
     ) -> None:
         self.plan, self.fmt, self.listed, self.device = plan, fmt, listed, q.device
+        in_step = tma and listed.in_step
         self.spec = decode_spec(
             q.dtype,
             fmt,
@@ -384,10 +387,12 @@ class Decode:
             softcap=softcap,
             tree=tree,
             tiles_whole=tiles_whole(codes),
+            in_step=in_step,
         )
         self.map_specs: list[TensorMapSpec | None] = [None, None]
         if tma:
-            self.map_specs = [chunk_map(x, fmt.head_dim * BITS[fmt.name] // 8, chunk_tokens(fmt)) for x in codes]
+            row_bytes, heads = fmt.head_dim * BITS[fmt.name] // 8, tiling.warps if in_step else 1
+            self.map_specs = [chunk_map(x, row_bytes, chunk_tokens(fmt), heads) for x in codes]
         if tiling.tile_stages:
             self.map_specs += [tile_map(x, tiles_whole(codes)) for x in codes]
         group = plan.heads_q // plan.heads_kv

@@ -107,7 +107,8 @@ class WorkList:
 
     items (blocks, slots, 16), tile_items (rounds, blocks, 16); live: lengths (n,) and tails
     (n, tail_pages), which grow() renews; tail_from (n,): the number of the first page in a tail; capacity (n,): the
-    lengths up to which the list serves; total_states: of all sequences that have more than one.
+    lengths up to which the list serves; total_states: of all sequences that have more than one; in_step: a block's
+    warps have the same tokens of neighbouring heads, round by round.
     """
 
     items: Ints
@@ -121,6 +122,7 @@ class WorkList:
     page_size: int
     capacity: Longs
     total_states: int
+    in_step: bool
     _on_device: dict[torch.device, dict[str, torch.Tensor]] = field(default_factory=dict, repr=False)
 
     @property
@@ -258,6 +260,7 @@ def work_list(
         page_size=page_size,
         capacity=length + room,
         total_states=int(bases[-1]),
+        in_step=not shape.tiles and _in_step(len(items), heads, blocks, shape.warps),
     )
 
 
@@ -463,13 +466,18 @@ def _headed(parts: Longs, heads: int, rows_each: int, of: Sequences) -> Longs:
     return made
 
 
+def _in_step(items: int, heads: int, blocks: int, warps: int) -> bool:
+    """Do neighbouring heads of a piece go to one block?"""
+    return heads % warps == 0 and items > blocks
+
+
 def _deal_warps(items: Longs, chunks: Longs, heads: int, blocks: int, warps: int) -> Ints:
     """(blocks, slots, 16), in which a warp has every `warps`-th slot. Few items go to different blocks.
 
     Of many, neighbouring heads of a piece go to one block, whose warps then ask for neighbouring bytes at about the
     same time: that is worth 2 to 3% of the bandwidth.
     """
-    if heads % warps or len(items) <= blocks:
+    if not _in_step(len(items), heads, blocks, warps):
         dealt = _deal(items, chunks, blocks * warps).reshape(-1, warps, blocks, ITEM_WORDS).transpose(2, 0, 1, 3)
     else:
         together = _deal(items.reshape(-1, warps * ITEM_WORDS), chunks[::warps], blocks)
@@ -484,7 +492,7 @@ def _deal_beside(items: Longs, chunks: Longs, heads: int, shape: Shape, busy: np
     Neighbouring heads of a piece go to one block, the longest first to the block that would be done first.
     """
     blocks, warps, joiners = len(busy), shape.warps, shape.joiners
-    together = warps if heads % warps == 0 and len(items) > blocks else 1
+    together = warps if _in_step(len(items), heads, blocks, warps) else 1
     cost = (chunks + ITEM_CHUNKS).reshape(-1, together).sum(1)
 
     def done(work: float, after: float) -> float:

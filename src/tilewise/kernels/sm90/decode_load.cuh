@@ -23,6 +23,10 @@ constexpr int panel_bytes() { return kRowBytes % 128 == 0 ? 128 : kRowBytes % 64
 constexpr int kPanelBytes = panel_bytes(), kPanelChunks = kPanelBytes / 16, kRowChunks = kRowBytes / 16;
 constexpr int kChunkBytes = kChunk * kRowBytes, kStageBytes = 2 * kChunkBytes, kBoxBytes = kBox * kRowBytes;
 static_assert(!kTma || kPageSize % kBox == 0, "a box lies in one page");
+// kInStep: a block's warps have the same tokens of neighbouring heads, and wait for each other after each chunk; then one copy brings it
+// for all of them. Rows of int4 are 64 bytes: warps that drift apart would ask the memory for such crumbs, here and there.
+static_assert(!kInStep || (kTma && kTileStages == 0), "boxes of several heads");
+constexpr int kHeads = kInStep ? kWarps : 1, kBoxStep = kHeads * kBoxBytes;  // heads of a box; bytes from box to box
 
 // Scales: K's, V's, then the zeros of both, a chunk each
 constexpr int kScaleSize = kZeros ? 2 : 4, kTokenScales = kGroups * kScaleSize, kScalePart = kChunk * kTokenScales;  // bytes
@@ -62,12 +66,12 @@ TILE_DEVICE uint32_t fold_of_warp(int rank) {
 // Sixteen bytes c of row r in a chunk of tokens, as an offset
 TILE_DEVICE uint32_t place_of(int row, int c) {
     const int turn = kPanelBytes == 128 ? row & 7 : kPanelBytes == 64 ? row >> 1 & 3 : kPanelBytes == 32 ? row >> 2 & 1 : 0;
-    return row / kBox * kBoxBytes + c / kPanelChunks * (kBox * kPanelBytes) + row % kBox * kPanelBytes + ((c % kPanelChunks) ^ turn) * 16;
+    return row / kBox * kBoxStep + c / kPanelChunks * (kBox * kPanelBytes) + row % kBox * kPanelBytes + ((c % kPanelChunks) ^ turn) * 16;
 }
 // The same 2p further, from c = 0 or 1; and in row 16t + r, from row r
 TILE_DEVICE uint32_t place_further(uint32_t first, int p, int t) {
     const int panel = 2 * p / kPanelChunks, in_panel = 2 * p % kPanelChunks;
-    return (first ^ (in_panel * 16)) + panel * (kBox * kPanelBytes) + 16 * t / kBox * kBoxBytes + 16 * t % kBox * kPanelBytes;
+    return (first ^ (in_panel * 16)) + panel * (kBox * kPanelBytes) + 16 * t / kBox * kBoxStep + 16 * t % kBox * kPanelBytes;
 }
 
 // What comes of an item without tokens: decode_merge.cuh
@@ -95,11 +99,12 @@ struct Loader {
           fresh(false) {}
 
     // Offsets in shared memory
-    TILE_DEVICE uint32_t keys(int stage) const { return ring_of(rank) + stage * kStageBytes; }
-    TILE_DEVICE uint32_t values(int stage) const { return keys(stage) + kChunkBytes; }
+    TILE_DEVICE uint32_t boxes(int stage) const { return ring_of(kInStep ? 0 : rank) + stage * kHeads * kStageBytes; }
+    TILE_DEVICE uint32_t keys(int stage) const { return boxes(stage) + (kInStep ? rank * kBoxBytes : 0); }
+    TILE_DEVICE uint32_t values(int stage) const { return keys(stage) + kHeads * kChunkBytes; }
     // Part 0: K's scales, 1: V's, 2 and 3: their zeros
     TILE_DEVICE uint32_t scales(int stage, int part = 0) const { return kAtScales + (rank * kStages + stage) * kScaleBytes + part * kScalePart; }
-    TILE_DEVICE uint32_t barrier(int stage) const { return window + uint32_t(kAtStreamBarriers + (rank * kStages + stage) * 8); }
+    TILE_DEVICE uint32_t barrier(int stage) const { return window + uint32_t(kAtStreamBarriers + ((kInStep ? 0 : rank) * kStages + stage) * 8); }
     // By all threads of a block, a barrier each; and what the first copy would wait for is asked for: the maps, and the items that the
     // last kWarps warps begin with.
     static TILE_DEVICE void init(const DecodeArgs& args, const TensorMap& mK, const TensorMap& mV) {
@@ -243,20 +248,21 @@ struct Loader {
     TILE_DEVICE void ask_by_tma(int stage) const {
         if constexpr (kScaled && kScaleRuns) copy_scales(stage, kBoxes == 2 ? page : ptx::shuffle(page, 0));
         const int first = ptx::shuffle(page, 0), second = kBoxes == 2 ? ptx::shuffle(page, 16) : 0;
-        if (!ptx::elect_leader()) return;
+        if ((kInStep && rank != stage % kWarps) || !ptx::elect_leader()) return;
         const uint32_t full = barrier(stage);
-        ptx::mbarrier_arrive_expect(full, kStageBytes);
-        ask_for_box(window + keys(stage), full, chunk * kChunk, first);
-        if constexpr (kBoxes == 2) ask_for_box(window + keys(stage) + kBoxBytes, full, chunk * kChunk + 16, second);
+        ptx::mbarrier_arrive_expect(full, kHeads * kStageBytes);
+        ask_for_box(window + boxes(stage), full, chunk * kChunk, first);
+        if constexpr (kBoxes == 2) ask_for_box(window + boxes(stage) + kBoxStep, full, chunk * kChunk + 16, second);
     }
     TILE_DEVICE void ask_for_box(uint32_t to, uint32_t full, int token, int of) const {
         token %= kPageSize;
+        const int head = kInStep ? kv_head - rank : kv_head;
         if constexpr (kTileStages > 0) {  // what is read once must not push shared nodes out of the L2 cache
-            ptx::tma_load_once(to, &mK, full, 0, token, 0, kv_head, of);
-            ptx::tma_load_once(to + kChunkBytes, &mV, full, 0, token, 0, kv_head, of);
+            ptx::tma_load_once(to, &mK, full, 0, token, 0, head, of);
+            ptx::tma_load_once(to + kHeads * kChunkBytes, &mV, full, 0, token, 0, head, of);
         } else {
-            ptx::tma_load(to, &mK, full, 0, token, 0, kv_head, of);
-            ptx::tma_load(to + kChunkBytes, &mV, full, 0, token, 0, kv_head, of);
+            ptx::tma_load(to, &mK, full, 0, token, 0, head, of);
+            ptx::tma_load(to + kHeads * kChunkBytes, &mV, full, 0, token, 0, head, of);
         }
     }
 
