@@ -304,7 +304,11 @@ def test_warps_in_step_have_one_copy_for_all_and_the_same_bits(kv_format, kv_hea
         plan = plan_decode(cache, seqs, num_heads=q.shape[2], tokens_per_seq=tokens, share_prefix=False, window=window)
         together = decode(cache, seqs, q, plan=plan, splitting=SMALL, window=window)
         (bound,) = (x for x in plan.__dict__["_gpu"].values() if isinstance(x, decoding.Decode))
-        assert dict(bound.spec.constants)["kInStep"]
+        constants = dict(bound.spec.constants)
+        assert constants["kInStep"]
+        assert constants["kLineHeads"] == {("fp8", 64): 2, ("int8", 64): 2, ("int4", 128): 2, ("int4", 64): 4}.get(
+            (kv_format, head_dim), 1
+        )
         for n, seq in enumerate(seqs[:3]):
             for x, y in zip(
                 decode(cache, [seq], q[n : n + 1], splitting=SMALL, window=window, room=1), together, strict=True

@@ -169,9 +169,11 @@ def decode_spec(
     tree: bool = False,
     tiles_whole: bool = True,
     in_step: bool = False,
+    line_heads: int = 1,
 ) -> KernelSpec:
     """The kernel for queries of `dtype` over pages of `fmt`. tree: query tokens see each other by a mask. tiles_whole:
-    copies for tiles are of whole rows. in_step: a block's warps have neighbouring heads, a copy is for all of them."""
+    copies for tiles are of whole rows. in_step: a block's warps have neighbouring heads, a copy is for all of them;
+    line_heads: so many rows of them make up 128 bytes and are copied as one."""
     constants = (
         ("Element", ELEMENTS[dtype]),
         ("Operand", "bf16" if fmt.name == "bf16" else "half"),
@@ -188,6 +190,7 @@ def decode_spec(
         ("kSoftcap", softcap),
         ("kTree", tree),
         ("kInStep", in_step),
+        ("kLineHeads", line_heads),
         ("kTileStages", tiling.tile_stages),
         ("kJoiners", tiling.joiners),
         ("kTileWhole", tiling.tile_stages > 0 and tiles_whole and fmt.head_dim % PANEL == 0),
@@ -313,11 +316,22 @@ def _byte_strides(x: torch.Tensor) -> tuple[int, int, int]:
     return page, token, head
 
 
-def chunk_map(codes: torch.Tensor, row_bytes: int, chunk: int, heads_of_box: int) -> TensorMapSpec:
+def heads_of_line(codes: Parts, warps: int) -> int:
+    """Of how many heads, for a box of `warps`, rows make up 128 bytes: 1 where they do not follow each other."""
+    row = codes[0].shape[3] * codes[0].element_size()
+    follow = row < 128 and 128 % row == 0 and all(x.stride(2) == x.shape[3] for x in codes)
+    return 128 // row if follow and warps % (128 // row) == 0 else 1
+
+
+def chunk_map(
+    codes: torch.Tensor, row_bytes: int, chunk: int, heads_of_box: int = 1, line_heads: int = 1
+) -> TensorMapSpec:
     """Boxes, in words: (panel, token, panels, head, page); panels and boxes as sm90/decode_load.cuh has them."""
-    panel = next(p for p in (128, 64, 32, 16) if row_bytes % p == 0)
     pages, page_size, heads = codes.shape[:3]
     page, token, head = _byte_strides(codes)
+    row_bytes, head = row_bytes * line_heads, head * line_heads
+    heads, heads_of_box = heads // line_heads, heads_of_box // line_heads
+    panel = next(p for p in (128, 64, 32, 16) if row_bytes % p == 0)
     panels = row_bytes // panel
     return TensorMapSpec(
         "uint32",
@@ -377,6 +391,7 @@ class Decode:
     ) -> None:
         self.plan, self.fmt, self.listed, self.device = plan, fmt, listed, q.device
         in_step = tma and listed.in_step
+        line_heads = heads_of_line(codes, tiling.warps) if in_step else 1
         self.spec = decode_spec(
             q.dtype,
             fmt,
@@ -388,11 +403,12 @@ class Decode:
             tree=tree,
             tiles_whole=tiles_whole(codes),
             in_step=in_step,
+            line_heads=line_heads,
         )
         self.map_specs: list[TensorMapSpec | None] = [None, None]
         if tma:
             row_bytes, heads = fmt.head_dim * BITS[fmt.name] // 8, tiling.warps if in_step else 1
-            self.map_specs = [chunk_map(x, row_bytes, chunk_tokens(fmt), heads) for x in codes]
+            self.map_specs = [chunk_map(x, row_bytes, chunk_tokens(fmt), heads, line_heads) for x in codes]
         if tiling.tile_stages:
             self.map_specs += [tile_map(x, tiles_whole(codes)) for x in codes]
         group = plan.heads_q // plan.heads_kv

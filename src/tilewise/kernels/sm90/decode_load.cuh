@@ -20,13 +20,15 @@ constexpr int kBox = kPageSize % kChunk == 0 ? kChunk : 16, kBoxes = kChunk / kB
 constexpr int kItemWords = sizeof(DecodeItem) / 4;
 constexpr int kRowBytes = kHeadDim * bits_of_format(kFormat) / 8;
 constexpr int panel_bytes() { return kRowBytes % 128 == 0 ? 128 : kRowBytes % 64 == 0 ? 64 : kRowBytes % 32 == 0 ? 32 : 16; }
-constexpr int kPanelBytes = panel_bytes(), kPanelChunks = kPanelBytes / 16, kRowChunks = kRowBytes / 16;
+constexpr int kPanelBytes = kLineHeads > 1 ? 128 : panel_bytes(), kPanelChunks = kPanelBytes / 16, kRowChunks = kRowBytes / 16;
 constexpr int kChunkBytes = kChunk * kRowBytes, kStageBytes = 2 * kChunkBytes, kBoxBytes = kBox * kRowBytes;
 static_assert(!kTma || kPageSize % kBox == 0, "a box lies in one page");
 // kInStep: a block's warps have the same tokens of neighbouring heads, and wait for each other after each chunk; then one copy brings it
 // for all of them. Rows of int4 are 64 bytes: warps that drift apart would ask the memory for such crumbs, here and there.
 static_assert(!kInStep || (kTma && kTileStages == 0), "boxes of several heads");
 constexpr int kHeads = kInStep ? kWarps : 1, kBoxStep = kHeads * kBoxBytes;  // heads of a box; bytes from box to box
+// kLineHeads: so many heads' rows are a line of 128 bytes, and come as one: L2 counts requests, however short they are.
+static_assert(kLineHeads == 1 || (kInStep && kLineHeads * kRowBytes == 128 && kWarps % kLineHeads == 0), "whole lines");
 
 // Scales: K's, V's, then the zeros of both, a chunk each
 constexpr int kScaleSize = kZeros ? 2 : 4, kTokenScales = kGroups * kScaleSize, kScalePart = kChunk * kTokenScales;  // bytes
@@ -63,8 +65,9 @@ TILE_DEVICE uint32_t fold_of_warp(int rank) {
     return rank < kWarps ? kAtFold + rank * kFoldBytes : (rank - kWarps) * kJoinerBytes + kStages * kStageBytes;
 }
 
-// Sixteen bytes c of row r in a chunk of tokens, as an offset
-TILE_DEVICE uint32_t place_of(int row, int c) {
+// Sixteen bytes c of row r in a chunk of tokens, as an offset; rank: of the warp
+TILE_DEVICE uint32_t place_of(int row, int c, int rank) {
+    c += rank % kLineHeads * kRowChunks;
     const int turn = kPanelBytes == 128 ? row & 7 : kPanelBytes == 64 ? row >> 1 & 3 : kPanelBytes == 32 ? row >> 2 & 1 : 0;
     return row / kBox * kBoxStep + c / kPanelChunks * (kBox * kPanelBytes) + row % kBox * kPanelBytes + ((c % kPanelChunks) ^ turn) * 16;
 }
@@ -100,7 +103,7 @@ struct Loader {
 
     // Offsets in shared memory
     TILE_DEVICE uint32_t boxes(int stage) const { return ring_of(kInStep ? 0 : rank) + stage * kHeads * kStageBytes; }
-    TILE_DEVICE uint32_t keys(int stage) const { return boxes(stage) + (kInStep ? rank * kBoxBytes : 0); }
+    TILE_DEVICE uint32_t keys(int stage) const { return boxes(stage) + (kInStep ? rank / kLineHeads * kLineHeads * kBoxBytes : 0); }
     TILE_DEVICE uint32_t values(int stage) const { return keys(stage) + kHeads * kChunkBytes; }
     // Part 0: K's scales, 1: V's, 2 and 3: their zeros
     TILE_DEVICE uint32_t scales(int stage, int part = 0) const { return kAtScales + (rank * kStages + stage) * kScaleBytes + part * kScalePart; }
@@ -256,7 +259,7 @@ struct Loader {
     }
     TILE_DEVICE void ask_for_box(uint32_t to, uint32_t full, int token, int of) const {
         token %= kPageSize;
-        const int head = kInStep ? kv_head - rank : kv_head;
+        const int head = kInStep ? (kv_head - rank) / kLineHeads : kv_head;
         if constexpr (kTileStages > 0) {  // what is read once must not push shared nodes out of the L2 cache
             ptx::tma_load_once(to, &mK, full, 0, token, 0, head, of);
             ptx::tma_load_once(to + kHeads * kChunkBytes, &mV, full, 0, token, 0, head, of);
@@ -303,7 +306,7 @@ struct Loader {
             for (int p = 0; p < 2; p++) {
                 const uint8_t* from = static_cast<const uint8_t*>(parts[p]->base);
                 if (there) from += at * parts[p]->page + token % kPageSize * parts[p]->token + kv_head * parts[p]->head + 16 * c;
-                ptx::copy_async_16(window + (p ? values(stage) : keys(stage)) + place_of(row, c), from, there ? 16 : 0);
+                ptx::copy_async_16(window + (p ? values(stage) : keys(stage)) + place_of(row, c, rank), from, there ? 16 : 0);
             }
         }
         if constexpr (kScaled && kScaleRuns) {  // a run lies in one page: that of its first token in the span
@@ -332,7 +335,7 @@ struct Loader {
         if constexpr (kTma) {
             const auto outside = [&](int row) { return first_token + row < of.begin || first_token + row >= of.end; };
             for (int n = lane; n < kChunk * kRowChunks; n += 32)
-                if (outside(n / kRowChunks)) Shared<Vector16>(values(stage) + place_of(n / kRowChunks, n % kRowChunks))[0] = Vector16{};
+                if (outside(n / kRowChunks)) Shared<Vector16>(values(stage) + place_of(n / kRowChunks, n % kRowChunks, rank))[0] = Vector16{};
         }
         if constexpr (kScaled && kScaleRuns)
             for (int n = lane; n < kChunk * kGroups; n += 32)

@@ -54,8 +54,8 @@ struct Stream {
     const uint32_t keys_at, values_at, scales_at;
 
     TILE_DEVICE Stream(const DecodeArgs& a, const Loader& loader)
-        : args(a), lane(warp::lane()), keys_at(ptx::shuffle(loader.window + place_of(lane % 16, lane / 16), lane)),
-          values_at(kFormat == Format::bits16 ? ptx::shuffle(loader.window + place_of(value_row(), value_chunk()), lane) : keys_at),
+        : args(a), lane(warp::lane()), keys_at(ptx::shuffle(loader.window + place_of(lane % 16, lane / 16, loader.rank), lane)),
+          values_at(kFormat == Format::bits16 ? ptx::shuffle(loader.window + place_of(value_row(), value_chunk(), loader.rank), lane) : keys_at),
           scales_at(kScaled ? ptx::shuffle(loader.window + lane / 4 * kTokenScales, lane) : 0) {}
     TILE_DEVICE int value_row() const { return quant::value_row<kFormat>(lane); }
     TILE_DEVICE int value_chunk() const { return quant::value_chunk<kFormat>(lane); }
