@@ -42,6 +42,30 @@ def test_a_sequence_has_the_same_bits_whatever_stands_beside_it():
         assert torch.equal(alone[1][0], lse[n])
 
 
+@pytest.mark.parametrize("page_size", [16, 64])
+@pytest.mark.parametrize("kv_format", ["bf16", "fp8", "int8", "int4"])
+def test_many_heads_in_step(kv_format, page_size):
+    """More pieces than blocks: neighbouring heads come as one; the same bits as alone, where they stand apart."""
+    lengths = [1, 15, 16, 17, 31, 33, 64, 129, 200, 257, 300, 0] * 5
+    cache, seqs = make_cache(lengths, page_size=page_size, kv_heads=8, head_dim=128, kv_format=kv_format)
+    for window, tokens in ((None, 1), ((70, 0), 2)):
+        options = {"tokens": tokens, "window": window, "splitting": SMALL, "device": "cuda", "runs": True}
+        together, lse = check(cache, seqs, **options)
+        q = queries(cache, seqs, tokens=tokens)
+        del options["tokens"]
+        for n in range(0, 12, 3):
+            alone = decode(cache, [seqs[n]], q[n : n + 1], **options)
+            assert torch.equal(alone[0][0], together[n])
+            assert torch.equal(alone[1][0], lse[n])
+
+
+def test_a_tree_of_three_levels_in_all_its_bodies():
+    """A root that goes on into its children, nodes of few rows, many ends: chains, joining warps, merging by fours."""
+    cache, seqs = make_tree([1, 4, 8, 4], [320, 192, 64, 33], kv_heads=8, head_dim=128)
+    for splitting in (None, SMALL, Splitting(shared=64)):
+        check(cache, seqs, share=True, splitting=splitting, device="cuda")
+
+
 @pytest.mark.parametrize(
     ("sequences", "prefix", "own"), [(1, 0, 40_000), (1000, 64, 5), (65, 2048, 100), (256, 512, 64)]
 )
