@@ -66,6 +66,7 @@ GPU_COST = CostModel(
     floor_us=24.0,
     own_bytes_per_us=3.6e6,
     own_share=0.15,
+    wide_rows=Splitting().tile_rows,
 )
 
 

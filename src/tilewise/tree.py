@@ -31,9 +31,10 @@ class CostModel:
     and each row of an extra state `row_state_us` to merge. Sharing a node of n sequences saves the time of n small
     reads and pays for one large item and n sequences' extra states; it is done when the estimate says that it is at
     least `margin` times cheaper. Then the plans are compared as wholes: `launch_us`, the sequences' own tokens at
-    `own_bytes_per_us` and what the nodes take, against the same with the nodes shared, in which own tokens take
-    `own_share` longer and which takes at least `floor_us`; it has to be PLAN_MARGIN times cheaper. Leaving all unshared
-    is always possible, so "auto" is never planned slower than unshared.
+    `own_bytes_per_us` and what the nodes take, against the same with the nodes shared; it has to be PLAN_MARGIN times
+    cheaper. Where a node has `wide_rows` rows a KV head or more, which a GPU puts through tiles, own tokens take
+    `own_share` longer beside it, and all takes at least `floor_us`. Leaving all unshared is always possible, so "auto"
+    is never planned slower than unshared.
     """
 
     item_us: float
@@ -45,6 +46,7 @@ class CostModel:
     floor_us: float = 0.0
     own_bytes_per_us: float = np.inf
     own_share: float = 0.0
+    wide_rows: int = 0
 
     def shares(self, sequences: int, tokens: int, rows_each: int, head_dim: int, kv_bytes: float) -> bool:
         """Is a node of `tokens` tokens worth sharing among `sequences`, each with `rows_each` rows?
@@ -64,11 +66,14 @@ class CostModel:
         """What it takes when each sequence reads it for itself."""
         return sequences * self._stream_us(tokens, rows_each, head_dim, kv_bytes)
 
-    def pays(self, alone_us: float, saved_us: float, own_bytes: float) -> bool:
-        """Is a plan faster whose nodes take `alone_us` unshared, of which sharing saves `saved_us`?"""
-        own = own_bytes / self.own_bytes_per_us
-        together = self.launch_us + own * (1 + self.own_share) + alone_us - saved_us
-        return max(self.floor_us, together * PLAN_MARGIN) < self.launch_us + own + alone_us
+    def pays(self, alone_us: float, saved_us: float, own_bytes: float, rows: int) -> bool:
+        """Is a plan faster whose nodes take `alone_us` unshared, of which sharing saves `saved_us`?
+
+        rows: that the widest node has a KV head.
+        """
+        own, wide = own_bytes / self.own_bytes_per_us, rows >= self.wide_rows
+        together = self.launch_us + own * (1 + wide * self.own_share) + alone_us - saved_us
+        return max(wide * self.floor_us, together * PLAN_MARGIN) < self.launch_us + own + alone_us
 
     def _stream_us(self, tokens: int, rows: int, head_dim: int, kv_bytes: float) -> float:
         return max(tokens * kv_bytes / self.kv_bytes_per_us, 4 * tokens * rows * head_dim / self.flops_per_us)
@@ -136,7 +141,7 @@ def plan_tree(
 
     work: list[PagedTiles] = []  # shared nodes
     tails: list[PagedTiles] = []  # what is left of each sequence
-    shared_nodes = tokens_read = stored = 0
+    shared_nodes = tokens_read = stored = widest = 0
     saved_us = alone_us = 0.0
     # Sorted by pages, sequences that share a prefix stand together, and a node is a run of them.
     order = sorted(range(len(seqs)), key=lambda m: page_lists[m].tobytes())
@@ -168,6 +173,7 @@ def plan_tree(
             work += items(group[0], row, len(group) * tokens_per_seq, start, stop, tokens_read, OPEN)
             tokens_read += stop - start
             shared_nodes += 1
+            widest = max(widest, len(group) * rows_each // heads_kv)
             saved_us += cost.saving_us(len(group), stop - start, rows_each, head_dim, kv_bytes)
             alone_us += cost.alone_us(len(group), stop - start, rows_each, head_dim, kv_bytes)
             shared = (*shared, (start, stop))
@@ -177,7 +183,7 @@ def plan_tree(
 
     if share is None and shared_nodes:
         own = sum((tail.stop - tail.start) * len(tail.pages) for tail in tails)
-        if not cost.pays(alone_us, saved_us, own * kv_bytes):
+        if not cost.pays(alone_us, saved_us, own * kv_bytes, widest):
             return plan_tree(**{**asked, "share": False})
     return DecodePlan(
         kind="decode",

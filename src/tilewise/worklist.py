@@ -241,6 +241,7 @@ def work_list(
     stop = np.minimum(items[:, 6], length[items[:, 4]])  # without the room to grow
     chunks = np.maximum(0, -(-(stop - items[:, 5] // CHUNK * CHUNK) // CHUNK))
     tiles = _headed(np.concatenate([*tiled.parts, np.zeros((9, 0), np.int64)], axis=1), heads, rows_each, of_sequence)
+    tiles[:, 10:14] = _first_pages(tiles, of_sequence)
     blocks = max(1, min(shape.blocks, max(len(items), len(tiles))))
     tile_items = _deal_chains(tiles, tiled.chains(heads), blocks)
     if shape.tiles:
@@ -464,6 +465,15 @@ def _headed(parts: Longs, heads: int, rows_each: int, of: Sequences) -> Longs:
     made = np.repeat(made, heads, axis=0)
     made[:, 3] += np.tile(np.arange(heads), parts.shape[1])
     return made
+
+
+def _first_pages(tiles: Longs, of: Sequences) -> Longs:
+    """(n, 4): the pages that the copies for an item's first tile take, −1 for one that stands in the tail."""
+    box = next((n for n in (64, 32, 16) if of.page_size % n == 0), CHUNK)
+    token = tiles[:, 5, None] // TILE_TOKENS * TILE_TOKENS + box * np.arange(4)
+    number = token // of.page_size
+    page = of.pages[tiles[:, 4, None], np.minimum(number, of.pages.shape[1] - 1)]
+    return np.where(number < tiles[:, 9, None], page, -1).astype(np.int64)
 
 
 def _in_step(items: int, heads: int, blocks: int, warps: int) -> bool:

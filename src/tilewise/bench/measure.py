@@ -20,7 +20,7 @@ import torch
 OK, WRONG, FAILED = "ok", "WRONG", "failed"
 HEAT = 1.0  # seconds of work after which a GPU's clocks have settled at its power limit
 FLUSH_BYTES = 256 << 20  # twice the largest L2 there is
-BURST = 4  # replays of a graph in a turn
+BURST, COLD = 8, 2  # replays of a graph in a turn, and the first of them, which do not count
 
 
 @dataclass(frozen=True)
@@ -143,8 +143,8 @@ def time_replays(
 
     For kernels of microseconds, which are served from graphs: neither the host nor torch's dispatch is in the time. The
     L2 cache is emptied before every replay by reading and writing a buffer, as the layers between two attentions do.
-    A turn is a few replays, the first of which does not count: after another kernel has been through gigabytes it
-    finds the translations of its addresses gone, which cost kernels of 30 µs up to 6.
+    A turn is some replays, the first of which do not count: after another kernel has been through gigabytes it finds
+    the translations of its addresses gone, which cost kernels of 30 µs up to 6.
     A call that cannot be captured is left out, with a warning. Without a GPU there are no graphs, and the calls are
     timed as they are.
     """
@@ -166,8 +166,8 @@ def time_replays(
         start = time.perf_counter()
         _turns(replays, 2, flush, device)
         loops = max(15, min(60, int(2 * budget / (time.perf_counter() - start))))
-    turns = -(-loops // (BURST - 1))
-    return {name: _timing(values) for name, values in _turns(replays, turns, flush, device, BURST).items()}
+    turns = -(-loops // (BURST - COLD))
+    return {name: _timing(values) for name, values in _turns(replays, turns, flush, device, BURST, COLD).items()}
 
 
 def _captured(call: Callable[[], object], device: torch.device) -> Callable[[], object]:
@@ -240,8 +240,9 @@ def _turns(
     flush: Callable[[], object],
     device: torch.device,
     burst: int = 1,
+    cold: int = 0,
 ) -> dict[str, list[float]]:
-    """Seconds of `loops` turns of each call. A turn is `burst` calls; of several, the first does not count."""
+    """Seconds of `loops` turns of each call. A turn is `burst` calls, of which the first `cold` do not count."""
     order, shuffle = list(calls), random.Random(0).shuffle
     events: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {name: [] for name in calls}
     last: torch.cuda.Event | None = None
@@ -253,7 +254,7 @@ def _turns(
             start.record()
             calls[name]()
             end.record()
-            if number > 0 or burst == 1:
+            if number >= cold:
                 events[name].append((start, end))
         if last is not None:
             last.synchronize()

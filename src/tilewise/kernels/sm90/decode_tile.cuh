@@ -51,8 +51,8 @@ TILE_DEVICE void load_tiles(const DecodeArgs& args, const TensorMap& mK, const T
             const int token = tile * kTile + b * kTileBox;
             return b < kTileBoxes && token < span.end && token + kTileBox > span.begin;
         };
-        int tile = span.begin / kTile;
-        int page = span.end > span.begin && wanted(tile, box) ? table.page((tile * kTile + box * kTileBox) / kPageSize) : 0;
+        int tile = span.begin / kTile, page = item.first_page(box);
+        if (page < 0 && span.end > span.begin && wanted(tile, box)) page = table.page((tile * kTile + box * kTileBox) / kPageSize);
         for (; tile * kTile < span.end && span.end > span.begin; tile++, turn.next()) {
             int boxes = 0;
 #pragma unroll

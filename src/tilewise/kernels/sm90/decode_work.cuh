@@ -23,7 +23,7 @@ struct alignas(16) DecodeItem {
     int state_fold;                    // state · 2^16 + fold; fold 0: in one piece
     int page;                          // of the first chunk's first token, if no page of that chunk changes any more, else −1
     int tail_from;                     // of `table`: see PageTable
-    int first_state, states_before, grows_from, piece;  // of `sequence`: args.states
+    int first_state, states_before, grows_from, piece;  // of `sequence`: args.states; of an item of tiles: first_page
     int kind;                          // bits of ItemKind
     int second_page;                   // of the sixteen tokens after the first: chunks of 32
     TILE_DEVICE bool is(int of) const { return kind & of; }
@@ -31,6 +31,8 @@ struct alignas(16) DecodeItem {
     TILE_DEVICE int caller() const { return caller_head >> 12; }
     TILE_DEVICE int state() const { return state_fold >> 16; }
     TILE_DEVICE int fold() const { return state_fold & 0xffff; }
+    // Of a copy for the first tile, if it does not change any more, else −1
+    TILE_DEVICE int first_page(int box) const { return box == 0 ? first_state : box == 1 ? states_before : box == 2 ? grows_from : piece; }
 };
 
 // A component of the cache: (pages, page_size, KV heads, …) in elements of its own
