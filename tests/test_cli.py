@@ -463,7 +463,7 @@ def test_ctrl_c_keeps_what_is_done_and_resume_goes_on(tmp_path):
     lengths = [str(n) for n in range(200, 260)]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     tilewise_command = [sys.executable, "-m", "tilewise.cli"]
-    words = ["sweep", "--heads", "2", "--hdim", "32", "--loops", "150", "--csv", "s.csv", "--seq", *lengths]
+    words = ["sweep", "--heads", "2", "--hdim", "32", "--loops", "2000", "--csv", "s.csv", "--seq", *lengths]
     process = subprocess.Popen(
         [*tilewise_command, *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env
     )
@@ -482,7 +482,7 @@ def test_ctrl_c_keeps_what_is_done_and_resume_goes_on(tmp_path):
     (line,) = [line for line in err.splitlines() if "stopped" in line]
     assert f"{done} of {len(lengths)} points are in s.csv" in line
 
-    again = line.partition("go on with: tilewise ")[2].replace("150", "1").split()
+    again = line.partition("go on with: tilewise ")[2].replace("2000", "1").split()
     assert again[-1] == "--resume"
     resumed = subprocess.run([*tilewise_command, *again], capture_output=True, text=True, env=env)
     assert resumed.returncode == 0, resumed.stderr

@@ -77,7 +77,7 @@ MUTATIONS = {
     ),
     "wrong swizzle": ("hopper", HEADER, "<< 32 | 1ull << 62", "<< 32 | 2ull << 62", ("wrong", "shared memory access")),
     "wrong descriptor stride": (
-        "hopper", HEADER, "kRows * kPanelRowBytes, 8 * kPanelRowBytes", "kRows * kPanelRowBytes, 4 * kPanelRowBytes",
+        "hopper", HEADER, "kRows * kPanelRowBytes, kEightBytes", "kRows * kPanelRowBytes, kEightBytes / 2",
         ("wrong",),
     ),
     "off-by-one tile": ("hopper", PLAIN, "j < tiles.end", "j < tiles.end - 1", ("wrong",)),

@@ -115,11 +115,9 @@ def shared_bytes(fmt: KVFormat, tiling: Tiling) -> int:
     scales = chunk_tokens(fmt) * {"fp8": 2 * 4, "int8": 2 * 4, "int4": 4 * 2 * scale_groups(fmt)}.get(fmt.name, 0)
     at_fold = -(-(tiles + rings * stage_bytes(fmt)) // 1024) * 1024 + rings * (scales + 8)
     at_fold += 8 * tiling.joiners * tiling.stages
+    at_fold = -(-(at_fold + 16 * tiling.tile_stages + 4 * tiling.stages) // 16) * 16
     if tiling.tile_stages:
-        at_fold = -(-(at_fold + 16 * tiling.tile_stages + 8) // 16) * 16 + (16 + 8) * 2 * TILE_ROWS
-    else:
-        at_fold += 8
-    at_fold = -(-at_fold // 16) * 16
+        at_fold += (16 + 8) * 2 * TILE_ROWS
     return at_fold + tiling.warps * fold_bytes(fmt, tiling.rows)
 
 

@@ -510,12 +510,14 @@ def _deal_beside(items: Longs, chunks: Longs, heads: int, shape: Shape, busy: np
         return work / warps if work <= warps * after else after + (work - warps * after) / (warps + joiners)
 
     lists: list[list[int]] = [[] for _ in range(blocks)]
-    loads = [(0.0, 0.0, b) for b in range(blocks)]  # when it would be done, its work
+    # When it would be done; of equals the one with the fewest tiles first; its work
+    loads = [(0.0, after, 0.0, b) for b, after in enumerate(busy.tolist())]
+    heapq.heapify(loads)
     for n in np.argsort(-cost, kind="stable").tolist():
-        _, work, b = loads[0]
+        _, after, work, b = loads[0]
         lists[b] += range(n * together, (n + 1) * together)
         work += float(cost[n])
-        heapq.heapreplace(loads, (done(work, busy[b]), work, b))
+        heapq.heapreplace(loads, (done(work, after), after, work, b))
     dealt = np.zeros((blocks, max(map(len, lists)), ITEM_WORDS), np.int32)
     for b, own in enumerate(lists):
         dealt[b, : len(own)] = items[own]

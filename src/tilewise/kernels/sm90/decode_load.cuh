@@ -23,8 +23,8 @@ constexpr int panel_bytes() { return kRowBytes % 128 == 0 ? 128 : kRowBytes % 64
 constexpr int kPanelBytes = kLineHeads > 1 ? 128 : panel_bytes(), kPanelChunks = kPanelBytes / 16, kRowChunks = kRowBytes / 16;
 constexpr int kChunkBytes = kChunk * kRowBytes, kStageBytes = 2 * kChunkBytes, kBoxBytes = kBox * kRowBytes;
 static_assert(!kTma || kPageSize % kBox == 0, "a box lies in one page");
-// kInStep: a block's warps have the same tokens of neighbouring heads, and wait for each other after each chunk; then one copy brings it
-// for all of them. Rows of int4 are 64 bytes: warps that drift apart would ask the memory for such crumbs, here and there.
+// kInStep: a block's warps have the same tokens of neighbouring heads, and one copy brings a chunk for all of them: the last that is done
+// with what stood there asks for it. Rows of int4 are 64 bytes: warps that drift apart would ask the memory for such crumbs, here and there.
 static_assert(!kInStep || (kTma && kTileStages == 0), "boxes of several heads");
 constexpr int kHeads = kInStep ? kWarps : 1, kBoxStep = kHeads * kBoxBytes;  // heads of a box; bytes from box to box
 // kLineHeads: so many heads' rows are a line of 128 bytes, and come as one: L2 counts requests, however short they are.
@@ -52,8 +52,8 @@ constexpr int kAtScales = (kAtRings + kWarps * kStages * kStageBytes + 1023) / 1
 constexpr int kStreamers = kWarps + kJoiners;  // the last of them stream when their tiles are done
 constexpr int kAtStreamBarriers = kAtScales + kWarps * kStages * kScaleBytes;
 constexpr int kAtTileBarriers = kAtStreamBarriers + kStreamers * kStages * 8;
-constexpr int kAtTaken = kAtTileBarriers + kTileStages * 16;                      // beside tiles: how many items have been taken
-constexpr int kAtTileSeen = (kAtTaken + 8 + 15) / 16 * 16;                        // per thread: what its rows see
+constexpr int kAtCounters = kAtTileBarriers + kTileStages * 16;                   // beside tiles: how many items have been taken; in step, by
+constexpr int kAtTileSeen = (kAtCounters + 4 * kStages + 15) / 16 * 16;           // stage: how often a warp was done. Per thread: what its rows see
 constexpr int kAtTilePlace = kAtTileSeen + (kTileStages ? 256 * 16 : 0);          // and where they go
 constexpr int kAtFold = kAtTilePlace + (kTileStages ? 256 * 8 : 0);
 constexpr int kFoldBytes = kRows * kHeadDim * 4 + kRows / 8 * 2 * 32 * 8;
@@ -118,6 +118,7 @@ struct Loader {
                 ptx::mbarrier_init(ptx::shared_address(uint32_t(kAtStreamBarriers + 8 * threadIdx.x)), 1);
                 ptx::fence_mbarrier_init();
             }
+            if (threadIdx.x < kStages) Shared<int>(uint32_t(kAtCounters))[threadIdx.x] = 0;
             if (threadIdx.x == blockDim.x - 32) {
                 ptx::prefetch_tensor_map(&mK);
                 ptx::prefetch_tensor_map(&mV);
@@ -128,7 +129,7 @@ struct Loader {
     // A block's items stand together. Where there are no tiles a warp has every kWarps-th; beside tiles whoever is free takes the next.
     static TILE_DEVICE DecodeItem item(const DecodeArgs& args, int slot) { return load_item(args.items, int64_t(blockIdx.x) * args.slots + slot); }
     TILE_DEVICE void take() {
-        if constexpr (kTileStages > 0) slot = ptx::shuffle(lane == 0 ? ptx::atomic_add_shared(window + kAtTaken, 1) : 0, 0);
+        if constexpr (kTileStages > 0) slot = ptx::shuffle(lane == 0 ? ptx::atomic_add_shared(window + kAtCounters, 1) : 0, 0);
         else slot += kWarps;
     }
     // An item's words, one a lane; they must not hold a register while chunks are streamed.
@@ -251,7 +252,11 @@ struct Loader {
     TILE_DEVICE void ask_by_tma(int stage) const {
         if constexpr (kScaled && kScaleRuns) copy_scales(stage, kBoxes == 2 ? page : ptx::shuffle(page, 0));
         const int first = ptx::shuffle(page, 0), second = kBoxes == 2 ? ptx::shuffle(page, 16) : 0;
-        if ((kInStep && rank != stage % kWarps) || !ptx::elect_leader()) return;
+        if constexpr (kInStep) {
+            const int before = ptx::shuffle(lane == 0 ? ptx::atomic_add_shared(window + kAtCounters + 4 * stage, 1) : 0, 0);
+            if (before % kWarps != kWarps - 1) return;
+        }
+        if (!ptx::elect_leader()) return;
         const uint32_t full = barrier(stage);
         ptx::mbarrier_arrive_expect(full, kHeads * kStageBytes);
         ask_for_box(window + boxes(stage), full, chunk * kChunk, first);

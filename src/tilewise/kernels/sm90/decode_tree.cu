@@ -20,7 +20,6 @@ extern "C" __global__ void __launch_bounds__(512, kBlocksPerSm)
         if (args.tile_rounds) ptx::touch(args.tile_items + blockIdx.x);
         ptx::prefetch_tensor_map(&mTileK);
         ptx::prefetch_tensor_map(&mTileV);
-        Shared<int>(uint32_t(kAtTaken))[0] = 0;
     }
     ptx::sync_threads();
     const uint32_t role = ptx::uniform(threadIdx.x / 128);

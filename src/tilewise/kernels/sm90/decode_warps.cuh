@@ -13,9 +13,7 @@ TILE_DEVICE void stream_item(const DecodeArgs& args, const DecodeItem& item, int
     for (; chunk < end; turn.next()) {
         loader.wait(turn);
         body.step(loader, turn.stage, chunk * kChunk, span);
-        // All lanes are done with it, or all warps.
-        if constexpr (kInStep) ptx::barrier_sync(kMeetingBarrier, 32 * kWarps);
-        else ptx::sync_warp();
+        ptx::sync_warp();  // all lanes are done with it
         loader.ask(turn.stage);
         if (++chunk == piece_end && chunk < end) {
             body.finish_piece();

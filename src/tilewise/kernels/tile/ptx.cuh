@@ -85,9 +85,10 @@ TILE_DEVICE uint32_t ballot(bool x) { return __ballot_sync(~0u, x); }
 
 // ---- atomics ----------------------------------------------------------------------------------------------------------
 TILE_DEVICE int atomic_add(int* p, int x) { return atomicAdd(p, x); }
+// In shared memory; what this thread has seen before is seen by whoever adds after it, and it sees theirs.
 TILE_DEVICE int atomic_add_shared(uint32_t address, int x) {
     int before;
-    asm volatile("atom.shared.add.s32 %0, [%1], %2;" : "=r"(before) : "r"(address), "r"(x) : "memory");
+    asm volatile("atom.acq_rel.cta.shared.add.s32 %0, [%1], %2;" : "=r"(before) : "r"(address), "r"(x) : "memory");
     return before;
 }
 // One more, and 0 after `last`; what it was. What this thread has seen is seen by whoever reads that it counted, and then fences.
