@@ -338,10 +338,10 @@ def test_replays_take_turns_and_a_call_that_no_graph_captures_is_left_out(monkey
     calls = {"a": lambda: None, "b": lambda: None, "c": fails}
     with pytest.warns(UserWarning, match="c is not captured in a graph: it waits"):
         timings = time_replays(calls, device=torch.device("cuda"), loops=20)
-    # Three rounds of warming up, then seven turns of four replays, the first of which does not count.
-    assert {name: (t.median, t.loops) for name, t in timings.items()} == {"a": (1.0, 21), "b": (1.0, 21)}
-    assert len(replayed) == 2 * (3 + 7 * 4)
-    turns = [replayed[n : n + 4] for n in range(6, len(replayed), 4)]
+    # Three rounds of warming up, then four turns of eight replays, the first two of which do not count.
+    assert {name: (t.median, t.loops) for name, t in timings.items()} == {"a": (1.0, 24), "b": (1.0, 24)}
+    assert len(replayed) == 2 * (3 + 4 * 8)
+    turns = [replayed[n : n + 8] for n in range(6, len(replayed), 8)]
     assert all(len(set(turn)) == 1 for turn in turns)
     pairs = [(a[0], b[0]) for a, b in zip(turns[::2], turns[1::2], strict=True)]
     assert all(a is not b for a, b in pairs)

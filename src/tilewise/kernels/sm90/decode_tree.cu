@@ -30,7 +30,7 @@ extern "C" __global__ void __launch_bounds__(512, kBlocksPerSm)
         const int rank = ptx::uniform(threadIdx.x / 32);
         const bool joins = rank < kJoiners && args.slots > kWarps && Loader::item(args, kWarps).rows > 0;  // more than the others begin with
         if (ptx::any(joins)) stream(args, mK, mV, kWarps + rank);
-        if (args.merge_rows) merge_all(args, {rank, 4 * kTileGroups + kWarps});
+        if (args.merge_rows) merge_all<true>(args, {rank, 4 * kTileGroups + kWarps});
     } else if (role == kTileGroups) {
         ptx::give_registers<kLoadRegisters>();
         if (ptx::uniform(threadIdx.x / 32) == 4 * kTileGroups) load_tiles(args, mTileK, mTileV);

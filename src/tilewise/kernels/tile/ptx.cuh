@@ -108,7 +108,7 @@ TILE_DEVICE uint32_t load_relaxed(const uint32_t* p) {
     asm volatile("ld.relaxed.gpu.global.b32 %0, [%1];" : "=r"(x) : "l"(p) : "memory");
     return x;
 }
-TILE_DEVICE void spin() { __nanosleep(64); }
+TILE_DEVICE void spin() { __nanosleep(20); }
 
 // ---- ldmatrix, stmatrix: four 8 × 8 matrices of 16-bit values; lane l gives the address of row l % 8 of matrix l / 8 -----
 TILE_DEVICE void ldmatrix(uint32_t (&r)[4], uint32_t address) {
