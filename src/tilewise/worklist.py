@@ -333,16 +333,17 @@ class Tiled:
         self.rows_each, self.share, self.chaining = rows_each, share, chaining
         self.parts: list[Longs] = []  # as _node_items makes them
         self._count = 0
-        self._open: list[tuple[Node, int, int]] = []  # nodes so far, where their last pieces stand, of how many tokens
+        # The last node and those above it, where their last pieces stand, and of how many tokens these are
+        self._above: list[tuple[Node, int, int]] = []
         self._before: dict[int, int] = {}  # the piece that a piece continues
 
     def add(self, node: Node, begins: Longs, size: int, state: int, kind: int) -> int:
-        """A node, whose parents were added before; 1 if it continues one, and so has a state less, else 0."""
+        """The next node, parents before children; 1 if it continues the one above, and so has a state less, else 0."""
+        while self._above and node.first >= self._above[-1][0].first + self._above[-1][0].sequences:
+            self._above.pop()
+        above = self._above[-1] if self._above and kind & ALL_SEE and self.chaining else None
         tokens = min(size, node.stop - int(begins[0]))
-        above = None
-        if kind & ALL_SEE and self.chaining:
-            above = next((a for a in reversed(self._open) if self._continues(node, a[0])), None)
-        if above is not None and above[2] + tokens > CHAIN_SHARE * self.share:
+        if above and not (self._continues(node, above[0]) and above[2] + tokens <= CHAIN_SHARE * self.share):
             above = None
         made = _node_items(node, begins, size, state - (above is not None), kind, self.rows_each, TILE_ROWS)
         passes = made.shape[1] // len(begins)
@@ -350,7 +351,7 @@ class Tiled:
             first = above[1] + (node.first - above[0].first) * self.rows_each // TILE_ROWS
             self._before |= {self._count + n: first + n for n in range(passes)}
         last = node.stop - int(begins[-1]) + (above[2] if above is not None and len(begins) == 1 else 0)
-        self._open.append((node, self._count + made.shape[1] - passes, last))
+        self._above.append((node, self._count + made.shape[1] - passes, last))
         self._count += made.shape[1]
         self.parts.append(made)
         return int(above is not None)
@@ -360,8 +361,6 @@ class Tiled:
         end, end_above = node.first + node.sequences, above.first + above.sequences
         return (
             node.start == above.stop
-            and node.first >= above.first
-            and end <= end_above
             and ahead % TILE_ROWS == 0
             and (node.sequences * self.rows_each % TILE_ROWS == 0 or end == end_above)
         )
