@@ -108,6 +108,12 @@ def scale_groups(fmt: KVFormat) -> int:
     return -(-fmt.head_dim // fmt.group_size) if fmt.name == "int4" else 1
 
 
+def line_heads(row_bytes: int, warps: int) -> int:
+    """Of how many heads, for a box of `warps`, rows that follow each other make up 128 bytes, if they are shorter."""
+    heads = 128 // row_bytes if row_bytes <= 128 else 1
+    return heads if heads * row_bytes == 128 and warps % heads == 0 else 1
+
+
 def shared_bytes(fmt: KVFormat, tiling: Tiling) -> int:
     """Of a block: sm90/decode_load.cuh and decode_stream.cuh lay it out."""
     tiles = tiling.tile_stages * tile_bytes(fmt)
@@ -200,7 +206,8 @@ def decode_spec(
 
 
 def specs(*, every: bool = False) -> list[KernelSpec]:
-    """The kernels as users get them: bfloat16, D 128, four rows, pages of 16; or `every` format and head dimension."""
+    """The kernels as users get them: bfloat16, D 128, four rows, pages of 16, eight heads of many sequences; or `every`
+    format and head dimension, and heads that stand apart."""
     found = []
     for name in FORMATS if every else ("bf16", "fp8", "int8", "int4"):
         dtype = torch.float16 if name == "fp16" else torch.bfloat16
@@ -210,7 +217,11 @@ def specs(*, every: bool = False) -> list[KernelSpec]:
             if tiles_can(dtype, fmt, True):
                 asked.append(choose_tiling(fmt, 4, tiles=True))
             for tiling in asked:
-                found.append(decode_spec(dtype, fmt, 16, tiling))
+                if not tiling.tile_stages:
+                    heads = line_heads(head_dim * BITS[name] // 8, tiling.warps)
+                    found.append(decode_spec(dtype, fmt, 16, tiling, in_step=True, line_heads=heads))
+                if every or tiling.tile_stages:
+                    found.append(decode_spec(dtype, fmt, 16, tiling))
                 if every:
                     found.append(decode_spec(dtype, fmt, 64, tiling, softcap=True))
                 if every and not tiling.tile_stages:
@@ -315,13 +326,6 @@ def _byte_strides(x: torch.Tensor) -> tuple[int, int, int]:
     return page, token, head
 
 
-def heads_of_line(codes: Parts, warps: int) -> int:
-    """Of how many heads, for a box of `warps`, rows make up 128 bytes: 1 where they do not follow each other."""
-    row = codes[0].shape[3] * codes[0].element_size()
-    follow = row < 128 and 128 % row == 0 and all(x.stride(2) == x.shape[3] for x in codes)
-    return 128 // row if follow and warps % (128 // row) == 0 else 1
-
-
 def chunk_map(
     codes: torch.Tensor, row_bytes: int, chunk: int, heads_of_box: int = 1, line_heads: int = 1
 ) -> TensorMapSpec:
@@ -393,7 +397,9 @@ class Decode:
         # their warps in step (64 × (8192 + 256), not shared: 288 µs against 242).
         apart = BITS[fmt.name] == 16 and plan.stored_tokens < sum(plan.lengths)
         in_step = tma and listed.in_step and not apart
-        line_heads = heads_of_line(codes, tiling.warps) if in_step else 1
+        row_bytes, lines = fmt.head_dim * BITS[fmt.name] // 8, 1
+        if in_step and all(x.stride(2) * x.element_size() == row_bytes for x in codes):
+            lines = line_heads(row_bytes, tiling.warps)
         self.spec = decode_spec(
             q.dtype,
             fmt,
@@ -405,12 +411,12 @@ class Decode:
             tree=tree,
             tiles_whole=tiles_whole(codes),
             in_step=in_step,
-            line_heads=line_heads,
+            line_heads=lines,
         )
         self.map_specs: list[TensorMapSpec | None] = [None, None]
         if tma:
-            row_bytes, heads = fmt.head_dim * BITS[fmt.name] // 8, tiling.warps if in_step else 1
-            self.map_specs = [chunk_map(x, row_bytes, chunk_tokens(fmt), heads, line_heads) for x in codes]
+            heads = tiling.warps if in_step else 1
+            self.map_specs = [chunk_map(x, row_bytes, chunk_tokens(fmt), heads, lines) for x in codes]
         if tiling.tile_stages:
             self.map_specs += [tile_map(x, tiles_whole(codes)) for x in codes]
         group = plan.heads_q // plan.heads_kv
