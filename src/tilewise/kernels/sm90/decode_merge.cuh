@@ -326,8 +326,8 @@ template <class Lanes, int kAtOnce> TILE_DEVICE void merge_apart(const DecodeArg
 }
 // When all have put their states, sequences that have several get their results. kRoomy: with more registers than 128
 template <bool kRoomy = false> TILE_DEVICE void merge_all(const DecodeArgs& args, Meeting of) {
-    constexpr int kAtOnce = kHeadDim > 192 ? 1 : kHeadDim > 96 ? 2 + kRoomy : kHeadDim > 64 ? 3 : 6;
+    constexpr int kAtOnce = kHeadDim > 192 ? 1 : kHeadDim > 96 ? 2 + kRoomy : kHeadDim > 64 ? (kScaled ? 2 : 3) : 6;
     if (args.merge_rows == 1) merge_together(args, of);
     else if (args.merge_rows == 2) merge_apart<RowLanes<16>, 2 * kAtOnce>(args, of);
-    else merge_apart<RowLanes<8>, kAtOnce>(args, of);
+    else merge_apart<RowLanes<8>, (kZeros ? 1 : kAtOnce)>(args, of);
 }

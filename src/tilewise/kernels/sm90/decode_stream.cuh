@@ -50,13 +50,13 @@ struct Stream {
     uint32_t tree[kBlocks][2];                // and which of them the row sees
     float q_sum[kBlocks][2][kGroups];         // int4: Σ q over a group of channels
     float zero_sum[kBlocks][2][kGroups];      // int4: this lane's share of Σ P · zero
-    // Where this lane reads, but for the stage. By way of a shuffle: else they would be worked out again for every chunk.
+    // Where this lane reads, but for the stage. The first two by way of a shuffle: else they would be worked out for every chunk.
     const uint32_t keys_at, values_at, scales_at;
 
     TILE_DEVICE Stream(const DecodeArgs& a, const Loader& loader)
         : args(a), lane(warp::lane()), keys_at(ptx::shuffle(loader.window + place_of(lane % 16, lane / 16, loader.rank), lane)),
           values_at(kFormat == Format::bits16 ? ptx::shuffle(loader.window + place_of(value_row(), value_chunk(), loader.rank), lane) : keys_at),
-          scales_at(kScaled ? ptx::shuffle(loader.window + lane / 4 * kTokenScales, lane) : 0) {}
+          scales_at(kScaled ? loader.window + lane / 4 * kTokenScales : 0) {}
     TILE_DEVICE int value_row() const { return quant::value_row<kFormat>(lane); }
     TILE_DEVICE int value_chunk() const { return quant::value_chunk<kFormat>(lane); }
 
