@@ -253,10 +253,13 @@ def test_sharing_must_save_more_than_the_plan_itself_costs():
     plan = plan_decode(cache, seqs, num_heads=4, cost=saves)
     assert plan.shared_nodes > 0
     assert plan_decode(cache, seqs, num_heads=4, cost=replace(saves, floor_us=1e12)).shared_nodes == 0
-    assert (
-        plan_decode(cache, seqs, num_heads=4, cost=replace(saves, own_bytes_per_us=1e3, own_share=1e12)).shared_nodes
-        == 0
-    )
+    slow = replace(saves, own_bytes_per_us=1e3, own_share=1e12)
+    assert plan_decode(cache, seqs, num_heads=4, cost=slow).shared_nodes == 0
+    # Both are paid only from so many rows a KV head on.
+    rows = 8 * 4 // cache.num_kv_heads
+    for cost in (replace(saves, floor_us=1e12), slow):
+        assert plan_decode(cache, seqs, num_heads=4, cost=replace(cost, wide_rows=rows)).shared_nodes == 0
+        assert plan_decode(cache, seqs, num_heads=4, cost=replace(cost, wide_rows=rows + 1)).shared_nodes > 0
     asked = plan_decode(cache, seqs, num_heads=4, cost=replace(saves, floor_us=1e12), share_prefix=True)
     assert asked.shared_nodes == plan.shared_nodes
 

@@ -347,12 +347,21 @@ def test_a_node_that_continues_the_rows_above_is_no_state_more(levels, tokens, s
         assert listed.total_states == len(seqs) * (states if window is None else 3)
 
 
-@pytest.mark.parametrize(("lengths", "kv_heads", "group"), [((700,), 1, 2), ((700, 300), 1, 4), ((700, 30, 300), 2, 4)])
-def test_more_states_than_one_warp_folds_in_a_run(lengths, kv_heads, group):
-    """44 of a row: by four warps of a block together, by a warp each, and beside rows of few states, by fours."""
+@pytest.mark.parametrize(
+    ("lengths", "kv_heads", "group", "rows"),
+    [((700,), 1, 2, 1), ((700, 300), 1, 4, 2), ((700, 30, 300, 20), 2, 4, 4)],
+)
+def test_more_states_than_one_warp_folds_in_a_run(lengths, kv_heads, group, rows):
+    """44 of a row: by four warps of a block together, by a warp that has two rows, or four, some of few states."""
     cache, seqs = make_cache(lengths, kv_heads=kv_heads)
+    splitting = Splitting(pieces=((FAR, 16),), whole=False)
     for mode in MODES:
-        check(cache, seqs, group=group, mode=mode, splitting=Splitting(pieces=((FAR, 16),), whole=False))
+        check(cache, seqs, group=group, mode=mode, splitting=splitting)
+    q = queries(cache, seqs, group=group)
+    plan = plan_decode(cache, seqs, num_heads=q.shape[2], share_prefix=False)
+    decode(cache, seqs, q, plan=plan, splitting=splitting)
+    (bound,) = (x for x in plan.__dict__["_gpu"].values() if isinstance(x, decoding.Decode))
+    assert bound.args.merge_rows == rows
 
 
 def test_a_plan_serves_every_layer_and_counts_on():
