@@ -1,5 +1,8 @@
 """Tilewise: attention kernels for LLM inference. An attention problem is a list of tiles."""
 
+from tilewise.plan.cost import CostModel
+from tilewise.plan.schedule import BlockSchedule
+
 from . import reference
 from .api import (
     attention,
@@ -10,14 +13,14 @@ from .api import (
     plan_decode,
     shared_prefix_attention,
 )
+from .integrations import torch_ops as _torch_ops  # noqa: F401, registers torch.ops.tilewise
 from .integrations.replace import install, replace_sdpa, uninstall
 from .integrations.sdpa import explain, sdpa
 from .kvcache import OutOfPages, PagedKVCache, PrefixCache, Rotary, Slots
+from .learn import ladder as _ladder  # noqa: F401, registers the kernels of backend="emulator:NAME"
 from .plan import DecodePlan, Plan
 from .serving import Completion, Engine, EngineStats, Generation, Sampling, Token, generate, stream
-from .sparse import BlockSchedule
 from .state import merge, merge_states
-from .tree import CostModel
 
 __version__ = "0.1.0"
 

@@ -16,13 +16,16 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from . import arguments, checks, cpu, decoding, gpu
-from .integrations import torch_ops
+from tilewise import arguments, checks, cpu, traced
+from tilewise.gpu import calls, named
+from tilewise.gpu import decode as decoding
+from tilewise.plan.cost import CPU_COST, GPU_COST, CostModel
+from tilewise.plan.schedule import BlockSchedule
+from tilewise.plan.tree import plan_tree
+
 from .kvcache import PagedKVCache, PrefixCache
 from .plan import DecodePlan, Plan, Window, plan_dense, plan_shared_prefix, plan_varlen
-from .sparse import BlockSchedule
 from .state import add_sinks
-from .tree import CPU_COST, CostModel, plan_tree
 
 DEQUANTISE = 4  # reading a quantised token on the CPU, in readings of a float32 one
 
@@ -74,7 +77,7 @@ def attention(
     (on a GPU also `causal`) hides may still reach the rows of its tile, as in other fused kernels.
     """
     if torch.compiler.is_compiling():
-        return torch_ops.traced_attention(
+        return traced.attention(
             q, k, v, causal=causal, window=window, scale=scale, softcap=softcap, sinks=sinks, alibi_slopes=alibi_slopes,
             schedule=schedule, exact=exact, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale,
             return_lse=return_lse, out=out, backend=backend,
@@ -83,7 +86,7 @@ def attention(
     if schedule is None and isinstance(q, torch.Tensor) and q.is_cuda:
         flags = (causal, exact, return_lse, window, scale, softcap, backend)
         given = (q_descale, k_descale, v_descale)
-        key, known = gpu.known_call(q, k, v, (sinks, alibi_slopes, out, *given), flags)
+        key, known = calls.known_call(q, k, v, (sinks, alibi_slopes, out, *given), flags)
         if known is not None:
             return known.again(q, k, v) if known.plain else known(q, k, v, sinks, alibi_slopes, out, given)
     batch, seqlen_q, seqlen_k, heads_q, heads_kv, head_dim = arguments.check_qkv(q, k, v, fp8=True)
@@ -100,17 +103,17 @@ def attention(
     arguments.check_out(out, q)
     where = arguments.check_backend(backend, q, (k, v, sinks, alibi_slopes), rungs=True)
     if where != "cpu":
-        options = gpu.kernel_options(causal, window, scoring, slopes, exact)
-        if where == arguments.EMULATOR and (name := gpu.rung(backend, q.dtype)):
+        options = calls.kernel_options(causal, window, scoring, slopes, exact)
+        if where == arguments.EMULATOR and (kernel := named.find(backend, q.dtype)):
             asked = {"window": window, "softcap": softcap or None, "alibi_slopes": slopes, "schedule": schedule}
-            o, lse = gpu.run_rung(name, q, k, v, causal, scoring.scale, asked)
+            o, lse = named.run(kernel, q, k, v, causal, scoring.scale, **asked)
             return _result(o, lse, sinks, out, return_lse)
-        gpu.check_served(q, schedule, where)
-        call = gpu.GpuCall(options, return_lse)
+        calls.check_served(q, schedule, where)
+        call = calls.GpuCall(options, return_lse)
         if key is not None:
-            gpu.calls()[key] = call
+            calls.calls()[key] = call
         return call(q, k, v, sinks, alibi_slopes, out, descales)
-    fp8 = q.dtype == gpu.FP8
+    fp8 = q.dtype == calls.FP8
     if fp8:
         q, k, v = (arguments.widened(x, descale, heads_kv) for x, descale in zip((q, k, v), descales, strict=True))
 
@@ -175,7 +178,7 @@ def attention_varlen(
     Returns o (total_q, Hq, D), with return_lse also the LSE (Hq, total_q) float32.
     """
     if torch.compiler.is_compiling():
-        return torch_ops.traced_attention_varlen(
+        return traced.attention_varlen(
             q, k, v, cu_seqlens_q, cu_seqlens_k, page_table=page_table, causal=causal, window=window, scale=scale,
             softcap=softcap, sinks=sinks, alibi_slopes=alibi_slopes, schedule=schedule, exact=exact,
             q_descale=q_descale, k_descale=k_descale, v_descale=v_descale, return_lse=return_lse, out=out,
@@ -214,14 +217,14 @@ def attention_varlen(
     if page_table is not None and starts_k:
         arguments.check_pages(page_table, k, starts_k)
     if where != "cpu":
-        gpu.check_served(q, schedule, where)
-        options = gpu.kernel_options(causal, window, scoring, slopes, exact)
+        calls.check_served(q, schedule, where)
+        options = calls.kernel_options(causal, window, scoring, slopes, exact)
         starts = tuple(x.to(q.device, cu_seqlens_q.dtype).contiguous() for x in (cu_seqlens_q, cu_seqlens_k))
-        call = gpu.GpuCall(options, return_lse)
+        call = calls.GpuCall(options, return_lse)
         return call(q, k, v, sinks, alibi_slopes, out, descales, (starts[0], starts[1]), page_table)
     if page_table is not None:
         k, v = (arguments.gather(x, page_table, starts_k) for x in (k, v))
-    fp8 = q.dtype == gpu.FP8
+    fp8 = q.dtype == calls.FP8
     if fp8:
         counts = [torch.tensor(starts).diff() for starts in (starts_q, starts_k, starts_k)]
         q, k, v = (
@@ -296,8 +299,8 @@ def shared_prefix_attention(
     )
     where = arguments.check_backend(backend, q, [x for source in sources for x in source] + [sinks])
     if where != "cpu":
-        gpu.check_served(q, None, where)
-        o, lse = gpu.shared_prefix(q, sources, [shape[2] for shape in shapes], causal, scoring)
+        calls.check_served(q, None, where)
+        o, lse = calls.shared_prefix(q, sources, [shape[2] for shape in shapes], causal, scoring)
         return _result(o, lse, sinks, out, return_lse)
 
     plan = plan_shared_prefix(
@@ -378,10 +381,10 @@ def plan_decode(
         tokens_per_seq=tokens_per_seq,
         window=arguments.check_window(window),
         share=None if share_prefix == "auto" else bool(share_prefix),
-        cost=cost or (decoding.GPU_COST if on_card else CPU_COST),
+        cost=cost or (GPU_COST if on_card else CPU_COST),
         room=room,
     )
-    return torch_ops.remember(plan, pages)
+    return traced.remember(plan, pages)
 
 
 def grow_plan(plan: DecodePlan, cache: PagedKVCache | PrefixCache) -> DecodePlan:
@@ -442,7 +445,7 @@ def decode(
     """
     if torch.compiler.is_compiling():
         options = {"scale": scale, "softcap": softcap, "sinks": sinks, "tree_mask": tree_mask, "backend": backend}
-        return torch_ops.traced_decode(q, cache, layer, plan, return_lse=return_lse, out=out, **options)
+        return traced.decode(q, cache, layer, plan, return_lse=return_lse, out=out, **options)
     pages = arguments.check_cache(cache)
     arguments.check_plan(plan, pages)
     checks.integer("layer", layer, 0, pages.num_layers - 1)

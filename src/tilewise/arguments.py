@@ -12,10 +12,12 @@ from typing import Any, Final, Literal
 import numpy as np
 import torch
 
-from . import checks, cpu, gpu
+from tilewise import checks, cpu
+from tilewise.gpu import calls
+from tilewise.plan.schedule import BlockSchedule
+
 from .kvcache import PagedKVCache, PrefixCache
 from .plan import DecodePlan, Ints, Window
-from .sparse import BlockSchedule
 
 MAX_HEAD_DIM = 512
 BACKENDS = ("auto", "cpu", "cuda", "emulator")
@@ -29,7 +31,7 @@ def check_qkv(
 ) -> tuple[int, int, int, int, int, int]:
     """(batch, seqlen_q, seqlen_k, heads_q, heads_kv, head_dim) of checked tensors; paged: of k and v in pages."""
     lead: tuple[str, ...] = ("total",) if packed else ("batch", "seqlen")
-    dtypes = (*checks.FLOATS, gpu.FP8) if fp8 else checks.FLOATS
+    dtypes = (*checks.FLOATS, calls.FP8) if fp8 else checks.FLOATS
     checks.tensor("q", q, shape=(*lead, "heads", "head_dim"), dtypes=dtypes, unit_last_stride=True)
     batch = () if packed else (q.shape[0],)
     seqlen_q, heads_q, head_dim = q.shape[-3:]
@@ -52,7 +54,7 @@ def check_descales(
     for name, descale in zip("qkv", descales, strict=True):
         if descale is not None:
             name = f"{name}_descale"
-            if q.dtype != gpu.FP8:
+            if q.dtype != calls.FP8:
                 raise ValueError(f"{name} goes with float8_e4m3fn inputs, got {q.dtype}; multiply those yourself")
             checks.tensor(name, descale, dtypes=(torch.float32,), device=q.device)
             if tuple(descale.shape) not in ((heads_kv,), (batch, heads_kv)):
@@ -207,7 +209,7 @@ class PageListsOf:
 def check_out(out: torch.Tensor | None, q: torch.Tensor) -> None:
     if out is None:
         return
-    dtype = gpu.out_dtype(q.dtype)
+    dtype = calls.out_dtype(q.dtype)
     checks.tensor("out", out, shape=tuple(q.shape), dtypes=(dtype,), device=q.device, unit_last_stride=True)
     if any(stride == 0 and size > 1 for stride, size in zip(out.stride(), out.shape, strict=True)):
         raise ValueError(f"out must have a place for every element, got strides {out.stride()}; use torch.empty")

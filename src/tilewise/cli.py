@@ -120,7 +120,7 @@ def make_schedule(
     local: Annotated[int, typer.Option(help="strided: blocks to each side of the diagonal.")] = 1,
 ) -> None:
     """Make a schedule file: tilewise schedule make random --seq 4096 --sparsity 0.9 -o my.npz"""
-    from .sparse import BlockSchedule
+    from tilewise.plan.schedule import BlockSchedule
 
     options: dict[str, dict[str, Any]] = {
         "random": {"sparsity": sparsity, "seed": seed, "heads": heads},
@@ -180,7 +180,7 @@ def check_schedule(
 
 
 def _load_schedule(file: Path, seq: int | None, block: int | None) -> Any:
-    from .sparse import BlockSchedule
+    from tilewise.plan.schedule import BlockSchedule
 
     return BlockSchedule.load(file, seqlen_q=seq, seqlen_k=seq, block_q=block, block_k=block)
 
@@ -211,7 +211,8 @@ def make_testdata(
 
     In the chunks form every one of the --batch sequences has one query, and all see all --seq keys.
     """
-    from . import checks, testdata
+    from tilewise import checks
+    from tilewise.learn import testdata
 
     with commands.usage():
         if form == "chunks":  # its sequences are rows over the same keys
@@ -234,7 +235,8 @@ def check_testdata(
     dtype: Annotated[str | None, typer.Option(help="Compute in this dtype.", show_default="the file's")] = None,
 ) -> None:
     """Compute the cases in files with Tilewise on the CPU and compare every element with the files' o."""
-    from . import testdata
+    from tilewise.learn import testdata
+
     from .bench.tables import console
 
     out = console()

@@ -14,8 +14,9 @@ from typing import Any
 
 import torch
 
+from tilewise.plan.schedule import BlockSchedule
+
 from .kvcache import PagedKVCache, PrefixCache
-from .sparse import BlockSchedule
 
 Window = tuple[int | None, int | None]
 State = tuple[torch.Tensor, torch.Tensor]

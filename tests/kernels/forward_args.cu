@@ -1,6 +1,6 @@
 // What the compiler makes of the Hopper forward's arguments, for their mirrors in Python; and its divisions by multiplication.
 #include <cstddef>
-#include "sm90/ragged.cu"
+#include "prefill/ragged.cu"
 
 #define PLACE(Type, name) int(offsetof(Type, name)), int(sizeof(Type::name))
 

@@ -18,9 +18,10 @@ from .commands import usage
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from ..emulate import Counters
-    from ..jit import ResourceRow
-    from ..kernels import KernelSpec
+    from tilewise.compiler import ResourceRow
+    from tilewise.compiler.spec import KernelSpec
+    from tilewise.emulator import Counters
+
     from .rungs import Row, Shape, Step
 
 # What is run if nothing else is asked for: what shows a card at work, and what the emulator does in seconds a rung.
@@ -364,13 +365,14 @@ def kernels(
     Registers, spills, stack and shared memory are what ptxas says; occupancy is the share of a multiprocessor's warps
     that can be there at once.
     """
-    from .. import jit
+    from tilewise import compiler
+
     from . import tables
 
     for name in arch or []:
-        if name not in jit.ARCHS:
-            raise typer.BadParameter(f"{name!r} is not one of {', '.join(jit.ARCHS)}", param_hint="--arch")
-    archs = [name for name in jit.ARCHS if not arch or name in arch]
+        if name not in compiler.ARCHS:
+            raise typer.BadParameter(f"{name!r} is not one of {', '.join(compiler.ARCHS)}", param_hint="--arch")
+    archs = [name for name in compiler.ARCHS if not arch or name in arch]
     with usage():
         wanted = specs(kernel or [], every=every)
     pairs = [(spec, name) for spec, hopper in wanted for name in archs if not hopper or name == "sm_90a"]
@@ -403,12 +405,14 @@ def specs(names: Sequence[str] = (), *, every: bool = False) -> list[tuple[Kerne
     In bfloat16 and head dimension 128 or the nearest, or in `every` dtype and head dimension it is written for. The
     product's come last.
     """
-    from .. import append, decoding, forward
+    from tilewise.gpu import append, prefill
+    from tilewise.gpu import decode as decoding
+
     from .rungs import Shape, apart, steps
     from .workloads import DTYPES
 
     rungs = [*(step for step in steps() if step.rung is not None), apart()]
-    product = [*forward.specs(every=every), *decoding.specs(every=every), *append.specs(every=every)]
+    product = [*prefill.specs(every=every), *decoding.specs(every=every), *append.specs(every=every)]
     known = [*(step.name for step in rungs), *dict.fromkeys(spec.name for spec in product)]
     for name in names:
         if name not in known:
@@ -427,7 +431,7 @@ def specs(names: Sequence[str] = (), *, every: bool = False) -> list[tuple[Kerne
 
 def _resources(pairs: Sequence[tuple[KernelSpec, str]]) -> list[ResourceRow]:
     """A row for each pair, in their order."""
-    from .. import jit
+    from tilewise import compiler
 
     # Together those that want the same architectures, so that they compile side by side.
     wanted: dict[KernelSpec, tuple[str, ...]] = {}
@@ -437,7 +441,7 @@ def _resources(pairs: Sequence[tuple[KernelSpec, str]]) -> list[ResourceRow]:
     try:
         for archs in dict.fromkeys(wanted.values()):
             group = [spec for spec, its in wanted.items() if its == archs]
-            table = jit.resource_table(group, archs)
+            table = compiler.resource_table(group, archs)
             rows |= {(spec, arch): row for row, (spec, arch) in zip(table, ((s, a) for s in group for a in archs),
                                                                      strict=True)}  # fmt: skip
     except RuntimeError as error:  # no NVRTC, no headers of CUDA's

@@ -15,7 +15,9 @@ from functools import cached_property
 
 import torch
 
-from .. import emulate, jit, ladder, reference
+from tilewise import arch, compiler, emulator, reference
+from tilewise.learn import ladder
+
 from ..plan import band_of, visible_pairs
 from . import peers
 from .measure import FAILED, OK, WRONG, Timing, _synchronize, host_cost, time_calls
@@ -128,7 +130,7 @@ class Row:
     over_previous: float | None = None
     over_sdpa: float | None = None
     over_fa2: float | None = None
-    counters: emulate.Counters | None = None
+    counters: emulator.Counters | None = None
     peer: bool = False
     line: str = ""
 
@@ -215,7 +217,7 @@ class _Store:
         return self._made[dtype, hdim]
 
 
-def _attempt(row: Row, run: Callable[[], tuple[reference.Verdict, emulate.Counters | None]]) -> Row:
+def _attempt(row: Row, run: Callable[[], tuple[reference.Verdict, emulator.Counters | None]]) -> Row:
     try:
         verdict, counters = run()
     except Exception as error:  # the rung's result, whatever it is; the others still get their turn
@@ -236,7 +238,7 @@ def _attempt(row: Row, run: Callable[[], tuple[reference.Verdict, emulate.Counte
 
 def count(chosen: Sequence[Step], shape: Shape, before: Callable[[str], None] = lambda name: None) -> list[Row]:
     """Each rung's counters in the emulator."""
-    emulate.compiler()  # one message for all, if there is none
+    emulator.compiler()  # one message for all, if there is none
     store = _Store(shape, torch.device("cpu"))
     rows = []
     for step in chosen:
@@ -246,7 +248,7 @@ def count(chosen: Sequence[Step], shape: Shape, before: Callable[[str], None] = 
     return rows
 
 
-def _count(step: Step, store: _Store) -> tuple[reference.Verdict, emulate.Counters | None]:
+def _count(step: Step, store: _Store) -> tuple[reference.Verdict, emulator.Counters | None]:
     assert step.rung is not None
     data = store.of(*step.nearest(store.shape))
     o, lse, counters = ladder.run(step.rung, data.q, data.k, data.v, causal=data.shape.causal, count=True)
@@ -300,7 +302,7 @@ def launch_cost(device: torch.device) -> float:
     rung = next(rung for rung in ladder.RUNGS if torch.bfloat16 in rung.dtypes and 64 in rung.head_dims)
     q, k, v, o = (torch.randn(1, 16, 1, 64, device=device).bfloat16() for _ in range(4))
     prepared = ladder.prepare(rung, q, k, v, o, torch.empty(1, 1, 16, device=device))
-    kernel, args = jit.load(rung.spec(q.dtype, 64), device), jit.Args(*prepared.args)
+    kernel, args = compiler.load(rung.spec(q.dtype, 64), device), compiler.Args(*prepared.args)
     return host_cost(lambda: kernel.launch(prepared.grid, args), device, calls=200).median * 1e6
 
 
@@ -308,15 +310,14 @@ def _missing(step: Step, device: torch.device) -> str:
     """What this rung lacks here."""
     if step.name == NUMBA and not (importlib.util.find_spec("numba") and importlib.util.find_spec("numba_cuda")):
         return "numba-cuda is not installed: pip install 'tilewise[numba]'"
-    major, minor = torch.cuda.get_device_capability(device)
-    if step.rung is not None and step.rung.hopper and (major, minor) != (9, 0):
-        return f"needs compute capability 9.0, this card has {major}.{minor}"
+    if step.rung is not None and step.rung.hopper and not arch.serves_prefill(device):
+        return f"needs compute capability 9.0, this card has {'.'.join(map(str, arch.capability(device)))}"
     return ""
 
 
 def _check(
     step: Step, store: _Store, calls: dict[str, Callable[[], object]]
-) -> tuple[reference.Verdict, emulate.Counters | None]:
+) -> tuple[reference.Verdict, emulator.Counters | None]:
     data = store.of(*step.nearest(store.shape))
     call = _call(step, data)
     for written in (data.o, data.lse):
@@ -340,12 +341,12 @@ def _call(step: Step, data: Data) -> Callable[[], object]:
 
         return tiled
     if step.rung is None:
-        from ..kernels import ladder_numba
+        from tilewise.learn import ladder_numba
 
         return ladder_numba.prepare(q, k, v, o, lse, causal=causal)
     launch = ladder.prepare(step.rung, q, k, v, o, lse, causal=causal)
-    kernel = jit.load(step.rung.spec(q.dtype, data.hdim), q.device)
-    args = jit.Args(*launch.args)
+    kernel = compiler.load(step.rung.spec(q.dtype, data.hdim), q.device)
+    args = compiler.Args(*launch.args)
     return lambda: kernel.launch(launch.grid, args)
 
 

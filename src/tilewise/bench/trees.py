@@ -17,10 +17,11 @@ import numpy.typing as npt
 import torch
 from torch.nn.attention import SDPBackend
 
+from tilewise.plan.cost import CostModel
+
 from .. import api, reference
 from ..kvcache import PagedKVCache
 from ..plan import DecodePlan, PagedTiles
-from ..tree import CostModel
 from . import ceilings, peers
 from .measure import Check, Kernel, Problem
 from .workloads import DTYPES, Point, backends

@@ -14,11 +14,12 @@ from typing import Any, Literal
 
 import torch
 
+from tilewise.gpu.prefill import out_dtype
+from tilewise.plan.schedule import BlockSchedule
+
 from .. import api, checks, reference
-from ..forward import out_dtype
 from ..kvcache import PagedKVCache
 from ..plan import Window, band_of, plan_dense, plan_varlen, visible_pairs
-from ..sparse import BlockSchedule
 from . import ceilings, peers
 from .measure import Check, Kernel, Problem
 

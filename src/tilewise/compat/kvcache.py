@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
-from tilewise import arguments, checks, gpu
+from tilewise import arguments, checks
+from tilewise.gpu import calls
 
 from .arguments import NO_WINDOW, as_flash_attn, asked_of, check_sink, rows
 from .gradients import Inputs, forward
@@ -226,7 +227,7 @@ def _check_served(q: torch.Tensor, others: Sequence[Any]) -> None:
     where = arguments.check_backend("auto", q, tensors)
     checks.integer("head_dim of q", q.shape[-1], 1, arguments.MAX_HEAD_DIM)
     if where != "cpu":
-        gpu.check_served(q, None, where)
+        calls.check_served(q, None, where)
 
 
 def _check_lengths(given: Any, cache: Cache, batch: int, k: torch.Tensor | None) -> Lengths:

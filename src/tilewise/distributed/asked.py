@@ -6,7 +6,8 @@ from typing import NamedTuple
 
 import torch
 
-from tilewise import arguments, checks, gpu
+from tilewise import arguments, checks
+from tilewise.gpu import calls
 from tilewise.plan import Window
 
 from .peers import Peers
@@ -48,7 +49,7 @@ def check_asked(
     causal, return_lse = checks.flag("causal", causal), checks.flag("return_lse", return_lse)
     where = arguments.check_backend(backend, q, (k, v, sinks))
     if where == "cuda":
-        gpu.check_served(q, None, where)
+        calls.check_served(q, None, where)
     return Asked(layout, causal, window, scoring.scale, scoring.softcap, sinks is not None, return_lse)
 
 

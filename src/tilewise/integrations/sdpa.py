@@ -19,7 +19,9 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from tilewise import api, arguments, checks, forward
+from tilewise import api, arch, arguments, checks
+from tilewise.gpu import prefill
+from tilewise.gpu.abi import FP8
 
 torch_sdpa = torch._C._nn.scaled_dot_product_attention  # F.scaled_dot_product_attention, whoever replaces that
 
@@ -151,8 +153,8 @@ def _refusals(facts: Facts) -> list[str]:
         refused.append("sdpa_kernel() or torch.backends.cuda.enable_flash_sdp() has switched flash kernels off")
     if facts.device not in KERNELS:
         refused.append(f"no kernels for {facts.device} tensors" if facts.device else "the tensors' devices differ")
-    taken = forward.DTYPES if facts.device == "cuda" else checks.FLOATS
-    if facts.dtype not in taken or facts.dtype == forward.FP8:
+    taken = prefill.DTYPES if facts.device == "cuda" else checks.FLOATS
+    if facts.dtype not in taken or facts.dtype == FP8:
         refused.append(
             "query, key and value differ in dtype" if facts.dtype is None else f"no kernels take {facts.dtype} here"
         )
@@ -173,7 +175,7 @@ def _shape_refusals(facts: Facts) -> list[str]:
     query, key, value = facts.query, facts.key, facts.value
     if min(len(query), len(key), len(value)) < 2 or key[-1] != query[-1] or value[-2] != key[-2]:
         return ["the shapes of query, key and value do not go together"]
-    most = forward.MAX_HEAD_DIM if facts.device == "cuda" else arguments.MAX_HEAD_DIM
+    most = prefill.MAX_HEAD_DIM if facts.device == "cuda" else arguments.MAX_HEAD_DIM
     if not (1 <= query[-1] <= most and 1 <= value[-1] <= most):
         return [f"head dimensions are served from 1 to {most}"]
     lead = _broadcast(query[:-3], key[:-3], value[:-3])
@@ -230,7 +232,7 @@ def facts_of(
         value=tuple(value.shape),
         dtype=dtypes[0] if dtypes[0] == dtypes[1] == dtypes[2] else None,
         device=device.type if same_device else "",
-        hopper=device.type == "cuda" and (_hopper(device) if torch.compiler.is_compiling() else _known_hopper(device)),
+        hopper=device.type == "cuda" and arch.serves_prefill(device),
         mask=None if mask is None else tuple(mask.shape),
         mask_is_bool=mask is not None and mask.dtype == torch.bool,
         dropout=dropout_p != 0,
@@ -261,13 +263,7 @@ def _dtype(x: torch.Tensor) -> torch.dtype:
     return x.dtype
 
 
-def _hopper(device: torch.device) -> bool:
-    properties = torch.cuda.get_device_properties(device)
-    return (properties.major, properties.minor) == (9, 0)
-
-
 # Every layer of a model asks the same. While code is traced, sizes are symbols, which are not to be remembered.
-_known_hopper = lru_cache(_hopper)
 _decided = lru_cache(maxsize=4096)(decide)
 
 

@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from tilewise import __version__
+from tilewise import __version__, arch
 from tilewise.integrations.sdpa import Facts, decide, sdpa, torch_sdpa
 
 # Methods of named tensors that lightning-thunder 0.2.6 looks up as it is imported, and that torch has dropped.
@@ -120,7 +120,7 @@ def _served(
         value=tuple(value.shape),
         dtype=None if len(dtypes) > 1 else dtypes.pop(),
         device="" if others else device.type,
-        hopper=device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0),
+        hopper=device.type == "cuda" and arch.serves_prefill(device),
         mask=None if attn_mask is None else tuple(attn_mask.shape),
         mask_is_bool=attn_mask is not None and to_torch_dtype(attn_mask.dtype) == torch.bool,
         dropout=bool(pyval(dropout_p)),

@@ -1,14 +1,14 @@
 """The public calls as PyTorch operators, `torch.ops.tilewise.*`: what compiled and exported graphs hold.
 
 Nobody has to call these by name: while code is traced, `tilewise.attention()`, `attention_varlen()` and `decode()` go
-to the functions at the end of this file, which put the operator in the graph. When the graph runs, the operator makes
+to `traced`, which puts the operator in the graph. When the graph runs, the operator makes
 the eager call, so arguments are checked, and errors raised, by that call alone. The fake kernels tell shapes only.
 
 Every operator returns (o, lse), both contiguous; without return_lse, lse is empty. `out=` and `schedule=` are not
 offered: nothing in a graph may hold a BlockSchedule, and a graph's compiler places outputs itself.
 
-A decode plan and its cache are Python objects, which graphs cannot hold either. `remember` puts both in a table that
-keeps neither alive; the operator takes the plan's serial number, which changes from step to step without a new
+A decode plan and its cache are Python objects, which graphs cannot hold either. `traced.remember` puts both in a table
+that keeps neither alive; the operator takes the plan's serial number, which changes from step to step without a new
 compilation, and the cache's tensors, so that the compiler sees what is read and in which order it was written.
 """
 
@@ -16,17 +16,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
-from weakref import WeakValueDictionary
 
 import torch
 
-from tilewise import api, arguments, gpu
+from tilewise import api, traced
+from tilewise.gpu import calls
 from tilewise.kvcache import PagedKVCache
-from tilewise.plan import DecodePlan
 
 if TYPE_CHECKING:
     from tilewise.api import Result
-    from tilewise.kvcache import PrefixCache
 
 State = tuple[torch.Tensor, torch.Tensor]
 
@@ -39,17 +37,6 @@ OPTIONS = (
     "bool causal=False, SymInt? window_left=None, SymInt? window_right=None, float? scale=None, float softcap=0.0, "
     'bool exact=False, bool return_lse=False, str backend="auto"'
 )
-
-_plans: WeakValueDictionary[int, DecodePlan] = WeakValueDictionary()
-_caches: WeakValueDictionary[int, PagedKVCache] = WeakValueDictionary()
-
-
-def remember(plan: DecodePlan, cache: PagedKVCache) -> DecodePlan:
-    """The plan itself, which `tilewise::decode` now finds by its serial number, as long as the caller keeps both."""
-    _plans[plan.serial] = plan
-    _caches[cache.serial] = cache
-    return plan
-
 
 # The operators: schema, what runs, and the shapes of what comes back. The compiler's own CUDA graphs go round them: a
 # launch keeps counters and buffers from call to call, which a graph's pool would have to own.
@@ -171,11 +158,7 @@ def _decode(
 
     k_pages, v_pages: the components of the cache's storage, all layers. plan: the serial number of a living plan.
     """
-    found = _plans.get(plan)
-    cache = None if found is None else _caches.get(found.cache_serial)
-    if found is None or cache is None:
-        lost = "plan" if found is None else "the cache of plan"
-        raise ValueError(f"{lost} {plan} is not there any more; keep plans and caches while compiled code uses them")
+    found, cache = traced.recall(plan)
     pages = _over(cache, k_pages, v_pages)
     return _both(api.decode(q, pages, layer, found, sinks=sinks, tree_mask=tree_mask, **options))
 
@@ -224,7 +207,7 @@ def _both(result: Result) -> State:
 
 
 def _shapes(q: torch.Tensor, lse: tuple[int, ...] | None) -> State:
-    return q.new_empty(q.shape, dtype=gpu.out_dtype(q.dtype)), q.new_empty(lse or (0,), dtype=torch.float32)
+    return q.new_empty(q.shape, dtype=calls.out_dtype(q.dtype)), q.new_empty(lse or (0,), dtype=torch.float32)
 
 
 def _over(cache: PagedKVCache, k: Sequence[torch.Tensor], v: Sequence[torch.Tensor]) -> PagedKVCache:
@@ -243,48 +226,3 @@ def _no_backward(ctx: Any, *grads: Any) -> NoReturn:
 
 for _op in (_attention, _attention_varlen, _decode, _attention_seen_keys):
     _op.register_autograd(_no_backward)
-
-
-# What the public calls become while they are traced.
-
-
-def traced_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, window: Any, schedule: Any, out: Any, **options: Any
-) -> Result:
-    """attention() in a graph."""
-    _refuse(schedule=schedule, out=out)
-    left, right = window or (None, None)
-    result = torch.ops.tilewise.attention(q, k, v, window_left=left, window_right=right, **options)
-    return _asked(result, options["return_lse"])
-
-
-def traced_attention_varlen(*tensors: torch.Tensor, window: Any, schedule: Any, out: Any, **options: Any) -> Result:
-    """attention_varlen() in a graph; tensors: q, k, v, cu_seqlens_q, cu_seqlens_k."""
-    _refuse(schedule=schedule, out=out)
-    left, right = window or (None, None)
-    result = torch.ops.tilewise.attention_varlen(*tensors, window_left=left, window_right=right, **options)
-    return _asked(result, options["return_lse"])
-
-
-def traced_decode(
-    q: torch.Tensor, cache: PagedKVCache | PrefixCache, layer: int, plan: DecodePlan, *, out: Any, **options: Any
-) -> Result:
-    """decode() in a graph, which holds neither cache nor plan: each call brings its own."""
-    _refuse(out=out)
-    pages = arguments.check_cache(cache)
-    arguments.check_plan(plan, pages)
-    result = torch.ops.tilewise.decode(q, pages._k, pages._v, layer, plan.serial, **options)
-    return _asked(result, options["return_lse"])
-
-
-def _refuse(**given: Any) -> None:
-    for name, value in given.items():
-        if value is not None:
-            raise NotImplementedError(
-                f"{name} cannot be part of a compiled graph; leave it out, or call from a function under "
-                "torch.compiler.disable"
-            )
-
-
-def _asked(result: State, return_lse: bool) -> Result:
-    return result if return_lse else result[0]

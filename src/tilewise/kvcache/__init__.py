@@ -1,6 +1,6 @@
 """The KV cache: pages shared by sequences and layers, storage formats, and the prefix tree over the pages."""
 
-from tilewise.kvcache.formats import FORMATS, KVFormat
+from tilewise.formats import FORMATS, KVFormat
 from tilewise.kvcache.paged import OutOfPages, PagedKVCache
 from tilewise.kvcache.pool import CacheStats
 from tilewise.kvcache.prefix import PrefixCache, PrefixStats

@@ -17,8 +17,8 @@ import numpy.typing as npt
 import torch
 
 from tilewise import checks
+from tilewise.formats import PLAIN, KVFormat
 from tilewise.kvcache import storage
-from tilewise.kvcache.formats import PLAIN, KVFormat
 from tilewise.kvcache.pool import CacheStats, Ints, PagePool, Pages
 from tilewise.kvcache.rotary import Rotary
 from tilewise.kvcache.sequences import Sequences, check_counts, check_seqs
@@ -347,7 +347,7 @@ class PagedKVCache:
             storage.check_writable("q", q)
 
         if self._by_kernel:
-            from tilewise import append  # it needs the compiler and the driver, which a cache on the CPU does not
+            from tilewise.gpu import append  # it needs the compiler and the driver, which a cache on the CPU does not
 
             append.append(self.format, k, v, *self.parts(layer), slots.positions, slots.index, turn, q)
         else:

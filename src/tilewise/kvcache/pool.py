@@ -174,16 +174,3 @@ class GrowingArray:
         values = self._data[: self.size]
         values.flags.writeable = False
         return values
-
-
-def page_step(table: Pages) -> int | None:
-    """Pages from one list's first to the next one's, if each list's pages are consecutive and all the steps are equal.
-
-    table (n, c), one list a row. Such a table is one strided view of the storage; None means it must be gathered.
-    """
-    if not table.size:
-        return 0
-    first = table[:, 0].astype(np.int64)
-    step = int(first[1] - first[0]) if len(first) > 1 else 0
-    regular = int(first[0]) + step * np.arange(table.shape[0])[:, None] + np.arange(table.shape[1])
-    return step if step >= 0 and np.array_equal(table, regular) else None

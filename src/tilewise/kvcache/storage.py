@@ -9,9 +9,10 @@ import numpy as np
 import torch
 
 from tilewise import checks
-from tilewise.kvcache.formats import KVFormat
-from tilewise.kvcache.pool import Ints, Pages, page_step
+from tilewise.formats import KVFormat
+from tilewise.kvcache.pool import Ints, Pages
 from tilewise.kvcache.slots import upload
+from tilewise.plan.tiles import page_step
 
 Parts = list[torch.Tensor]
 
@@ -43,7 +44,7 @@ def allocate(form: KVFormat, lead: tuple[int, int, int, int], device: torch.devi
 def copy_pages(storage: Sequence[torch.Tensor], old: Ints, new: Ints, *, by_kernel: bool) -> None:
     """Pages `old` to `new` in every layer and component; no page is in both."""
     if by_kernel:
-        from tilewise import append  # it needs the compiler and the driver, which a cache on the CPU does not
+        from tilewise.gpu import append  # it needs the compiler and the driver, which a cache on the CPU does not
 
         append.copy_pages(storage, upload(np.stack([old, new]), storage[0].device))
         return

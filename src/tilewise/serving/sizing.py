@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from .. import checks, decoding
+from tilewise import checks
+from tilewise.formats import PLAIN
+from tilewise.gpu import decode as decoding
+
 from ..kvcache import FORMATS, KVFormat
-from ..kvcache.formats import PLAIN
 from .requests import Tokens
 
 if TYPE_CHECKING:

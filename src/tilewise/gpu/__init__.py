@@ -1,0 +1,1 @@
+"""GPU kernels' Python side: which kernel serves a problem, its arguments, its launch."""

@@ -1,0 +1,154 @@
+"""What CUDA C++ and Python share: the product kernels' arguments as ctypes structures, and constants.
+
+Each class names the C++ structure that it mirrors. A test compiles those and compares sizes and offsets.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+
+import torch
+
+FP8 = torch.float8_e4m3fn
+LOG2E = math.log2(math.e)
+FAR = 0x3FFFFFFF  # prefill/work.cuh: kFar, a window without a limit; also the longest sequence
+PANEL = 64  # tile/hopper.cuh: 16-bit columns of a panel
+PANEL_BYTES = 128  # tile/hopper.cuh: a row of a panel
+TILE_WORDS, LIST_HEADER = 16, 16  # prefill/work.cuh: of a WorkTile, and before a list of them
+MAX_PARTS = 6  # copy_pages.cu
+# The C++ type of a torch dtype (tile/types.cuh), and its name in a tensor map.
+ELEMENTS = {torch.float32: "float", torch.bfloat16: "bf16", torch.float16: "half", FP8: "e4m3"}
+MAP_TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", FP8: "fp8"}
+
+
+class Strides(ctypes.Structure):
+    """tile/args.cuh: Strides."""
+
+    _fields_ = [("batch", ctypes.c_int64), ("row", ctypes.c_int64), ("head", ctypes.c_int64)]
+
+    @classmethod
+    def of(cls, x: torch.Tensor) -> Strides:
+        return cls(x.stride(0), x.stride(1), x.stride(2))
+
+
+class Divisor(ctypes.Structure):
+    """prefill/work.cuh: Divisor."""
+
+    _fields_ = [("divisor", ctypes.c_uint32), ("multiplier", ctypes.c_uint32), ("shift", ctypes.c_uint32)]
+
+    @classmethod
+    def by(cls, divisor: int) -> Divisor:
+        """What n // divisor takes for 0 <= n < 2^31: n · multiplier >> 32 + shift."""
+        log = (divisor - 1).bit_length()
+        return cls(divisor, -(-(1 << (31 + log)) // divisor) if divisor > 1 else 0, max(0, log - 1))
+
+
+class Descale(ctypes.Structure):
+    """prefill/work.cuh: Descale."""
+
+    _fields_ = [("values", ctypes.c_void_p), ("batch", ctypes.c_int64)]
+
+
+class ForwardArgs(ctypes.Structure):
+    """prefill/work.cuh: ForwardArgs."""
+
+    _fields_ = [
+        *(
+            (n, ctypes.c_void_p)
+            for n in ("q", "k", "v", "o", "lse", "sinks", "slopes", "page_table", "list", "counter")
+        ),
+        *((f"{name}_strides", Strides) for name in ("q", "k", "v", "o")),
+        *((n, ctypes.c_int64) for n in ("lse_batch", "lse_head", "slopes_batch", "page_table_stride")),
+        *((f"descale_{name}", Descale) for name in "qkv"),
+        *((n, ctypes.c_int) for n in ("seqlen_q", "seqlen_k", "left", "right", "tiles", "q_tiles")),
+        *((n, ctypes.c_float) for n in ("scale_log2", "softcap_in", "softcap_out")),
+        *((n, Divisor) for n in ("tile_heads", "tile_heads_per_kv", "together", "tiles_together")),
+    ]
+
+
+class RaggedArgs(ctypes.Structure):
+    """prefill/ragged.cu: RaggedArgs."""
+
+    _fields_ = [
+        *((n, ctypes.c_void_p) for n in ("starts_q", "starts_k", "list", "buckets")),
+        *((n, ctypes.c_int) for n in ("sequences", "total_q", "total_k", "longest_k", "capacity", "reserved")),
+    ]
+
+
+class Paged(ctypes.Structure):
+    """decode/work.cuh: Paged."""
+
+    _fields_ = [("base", ctypes.c_void_p), *((n, ctypes.c_int64) for n in ("page", "token", "head", "group"))]
+
+    @classmethod
+    def of(cls, x: torch.Tensor, unit: int = 1) -> Paged:
+        """Strides in elements times `unit`."""
+        return cls(x.data_ptr(), *(s * unit for s in x.stride()[:3]), x.stride(3))
+
+
+class DecodeArgs(ctypes.Structure):
+    """decode/work.cuh: DecodeArgs."""
+
+    _fields_ = [
+        *(
+            (n, ctypes.c_void_p)
+            for n in ("q", "o", "lse", "sinks", "tree", "items", "tile_items", "order", "lengths", "tails")
+        ),
+        *((n, ctypes.c_void_p) for n in ("pages", "states", "state_o", "state_ml", "meeting")),
+        *((n, Paged) for n in ("k", "v", "k_scale", "v_scale", "k_zero", "v_zero")),
+        *((n, Strides) for n in ("q_strides", "o_strides")),
+        *((n, ctypes.c_int) for n in ("slots", "tile_rounds", "sequences", "merge_rows", "kv_heads", "tokens", "left")),
+        *((n, ctypes.c_int) for n in ("table_pages", "tail_pages")),
+        *((n, ctypes.c_float) for n in ("scale_log2", "softcap_in", "softcap_out")),
+        *((n, Divisor) for n in ("group", "rows_each", "merge_jobs")),
+    ]
+
+
+class Source(ctypes.Structure):
+    """append.cu: AppendSource."""
+
+    _fields_ = [("base", ctypes.c_void_p), ("token", ctypes.c_int64), ("head", ctypes.c_int64)]
+
+
+class Store(ctypes.Structure):
+    """append.cu: AppendStore."""
+
+    _fields_ = [
+        *((n, ctypes.c_void_p) for n in ("codes", "scale", "zero")),
+        *((n, ctypes.c_int64) for n in ("codes_token", "codes_head", "scale_page", "scale_token", "scale_head")),
+    ]
+
+
+class AppendArgs(ctypes.Structure):
+    """append.cu: AppendArgs."""
+
+    _fields_ = [
+        ("source", Source * 3),
+        ("store", Store * 2),
+        *((n, ctypes.c_void_p) for n in ("positions", "index", "cos", "sin")),
+        *((n, ctypes.c_int64) for n in ("cos_row", "cos_column", "sin_row", "sin_column")),
+        *((n, ctypes.c_int) for n in ("tokens", "heads", "heads_q", "head_dim", "pairs")),
+        *((n, ctypes.c_int) for n in ("page_size", "page_shift", "group_lanes")),
+        ("vectors", ctypes.c_uint32),
+    ]
+
+
+class CopyPart(ctypes.Structure):
+    """copy_pages.cu: CopyPart."""
+
+    _fields_ = [
+        ("base", ctypes.c_void_p),
+        *((n, ctypes.c_int64) for n in ("layer", "page", "token", "head")),
+        *((n, ctypes.c_int) for n in ("unit", "row")),
+    ]
+
+
+class CopyArgs(ctypes.Structure):
+    """copy_pages.cu: CopyArgs."""
+
+    _fields_ = [
+        ("pages", ctypes.c_void_p),
+        ("part", CopyPart * MAX_PARTS),
+        *((n, ctypes.c_int) for n in ("count", "layers", "page_size", "heads")),
+    ]

@@ -1,0 +1,212 @@
+"""Calls of GPU kernels, on a card or in the emulator: what they serve, and how one like an earlier one is made again.
+
+api.py has checked the arguments. A call on CUDA tensors is kept under a key that holds everything that was checked, so
+that the next one like it costs the CPU a look into a dictionary, the output's allocation and the launch.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any
+
+import torch
+
+from tilewise import arch, checks, cpu
+from tilewise.gpu import prefill
+from tilewise.gpu.abi import FP8 as FP8
+from tilewise.plan import Window
+from tilewise.state import merge_states
+
+out_dtype = prefill.out_dtype
+Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+
+
+def check_served(q: torch.Tensor, schedule: Any, where: str) -> None:
+    """NotImplementedError for what the Hopper forward does not serve."""
+    instead = 'backend="cpu"' if where == "emulator" else ".cpu() tensors"
+    if schedule is not None:
+        raise NotImplementedError(f"no GPU kernel takes a schedule yet; use {instead}")
+    if q.dtype not in prefill.DTYPES:
+        raise NotImplementedError(
+            f"GPU kernels take bfloat16, float16 and float8_e4m3fn, got {q.dtype}; convert q, k and v, or use {instead}"
+        )
+    if q.shape[-1] > prefill.MAX_HEAD_DIM:
+        raise NotImplementedError(
+            f"GPU kernels take head_dim up to {prefill.MAX_HEAD_DIM}, got {q.shape[-1]}; use {instead}"
+        )
+    if not arch.serves_prefill(q.device):
+        raise NotImplementedError(
+            f"the GPU kernel is for compute capability 9.0 (Hopper), {q.device} has "
+            f"{'.'.join(map(str, arch.capability(q.device)))}; use {instead}, or "
+            "torch.nn.functional.scaled_dot_product_attention"
+        )
+
+
+def kernel_options(
+    causal: bool, window: Window | None, scoring: cpu.Scoring, slopes: torch.Tensor | None, exact: bool
+) -> prefill.Options:
+    left, right = window or (None, None)
+    return prefill.Options((left, 0 if causal else right), scoring.scale, scoring.softcap, slopes is not None, exact)
+
+
+class GpuCall:
+    """A checked call of the Hopper forward, bound to its kernel when it is first made.
+
+    Kept by `known_call` for calls like it, which then cost the CPU no checks and no planning.
+    """
+
+    __slots__ = ("bound", "options", "plain", "return_lse")
+
+    def __init__(self, options: prefill.Options, return_lse: bool) -> None:
+        self.options, self.return_lse = options, return_lse
+        self.bound: prefill.Forward | None = None
+        self.plain = False  # nothing but q, k and v goes in, and o comes out: `again` serves
+
+    def __call__(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        sinks: torch.Tensor | None,
+        slopes: torch.Tensor | None,
+        out: torch.Tensor | None,
+        descales: tuple[torch.Tensor | None, ...] = (None, None, None),
+        starts: tuple[torch.Tensor, torch.Tensor] | None = None,
+        page_table: torch.Tensor | None = None,
+    ) -> Result:
+        if out is not None and checks.place(out, q, k, v) is None:  # it is read from as well: by way of another
+            result = GpuCall(self.options, self.return_lse)(q, k, v, sinks, slopes, None, descales, starts, page_table)
+            if isinstance(result, torch.Tensor):
+                return out.copy_(result)
+            return out.copy_(result[0]), result[1]
+        o = out
+        if o is None:
+            o = q.new_empty(q.shape, dtype=out_dtype(q.dtype))
+        lse = None
+        if self.return_lse:
+            shape = (q.shape[1], q.shape[0]) if starts is not None else (q.shape[0], q.shape[2], q.shape[1])
+            lse = q.new_empty(shape, dtype=torch.float32)
+        if self.bound is None:
+            like_q = q.is_contiguous() and q.dtype == o.dtype
+            self.plain = like_q and all(x is None for x in (sinks, slopes, out, starts, lse))
+            if not q.numel() or not k.numel():
+                self.plain = False
+                return _nothing_to_see(o, lse, sinks)
+            self.bound = prefill.Forward(
+                q,
+                k,
+                v,
+                o,
+                self.options,
+                tma=prefill.tma_can(q, k, v, o),
+                sequences=None if starts is None else starts[0].shape[0] - 1,
+                index=torch.int32 if starts is None else starts[0].dtype,
+                paged=page_table is not None,
+            )
+        if sinks is not None:
+            sinks = sinks.float().contiguous()
+        if slopes is not None:
+            slopes = slopes.float().contiguous().expand(q.shape[0] if starts is None else starts[0].shape[0] - 1, -1)
+        batch = q.shape[0] if starts is None else starts[0].shape[0] - 1
+        descales = tuple(x if x is None or x.dim() == 2 else x.contiguous().expand(batch, -1) for x in descales)
+        self.bound(q, k, v, o, lse, sinks, slopes, starts, page_table, descales)
+        return o if lse is None else (o, lse)
+
+    def again(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        """The same as calling it, of a plain call that was made before, by the shortest way."""
+        o = torch.empty_like(q)
+        self.bound.launch((q.data_ptr(), k.data_ptr(), v.data_ptr(), o.data_ptr()))  # type: ignore[union-attr]
+        return o
+
+
+def shared_prefix(
+    q: torch.Tensor,
+    sources: Sequence[cpu.KV],
+    lengths: Sequence[Sequence[int] | None],
+    causal: bool,
+    scoring: cpu.Scoring,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Levels of prefixes, then each sequence's own keys: (k, v) (members, N, Hkv, D), and the lengths of each or None.
+
+    A launch of the forward for each level, in which the rows of all sequences under a member stand over its keys; the
+    states are merged. q: (B, Nq, Hq, D) -> o like it, lse (B, Hq, Nq).
+    """
+    batch, seqlen_q, heads, _ = q.shape
+    states = []
+    for level, ((k, v), valid) in enumerate(zip(sources, lengths, strict=True)):
+        own = level == len(sources) - 1
+        call = GpuCall(kernel_options(causal and own, None, scoring, None, False), True)
+        members, rows = k.shape[0], batch // max(1, k.shape[0]) * seqlen_q
+        if valid is None:
+            result = call(q.reshape(members, rows, *q.shape[2:]), k, v, None, None, None)
+        else:  # what lies beyond a length is not looked at: the rest, packed
+            there = torch.cat([torch.arange(n) + m * k.shape[1] for m, n in enumerate(valid)]).to(q.device)
+            k, v = (x.flatten(0, 1).index_select(0, there) for x in (k, v))
+            counts = [rows] * members, list(valid)
+            starts = [torch.tensor([0, *accumulate(n)], dtype=torch.int32).to(q.device) for n in counts]
+            result = call(q.reshape(-1, *q.shape[2:]), k, v, None, None, None, starts=(starts[0], starts[1]))
+        o, lse = result
+        if valid is not None:
+            lse = lse.view(heads, members, rows).transpose(0, 1)
+        # (members, heads, sequences of a member, rows of a sequence) -> (sequences, heads, rows)
+        lse = lse.reshape(members, heads, -1, seqlen_q).transpose(1, 2).reshape(batch, heads, seqlen_q)
+        states.append((o.view(q.shape), lse))
+    if len(states) == 1:
+        return states[0]
+    return merge_states(*(torch.stack(x) for x in zip(*states, strict=True)))
+
+
+def _nothing_to_see(o: torch.Tensor, lse: torch.Tensor | None, sinks: torch.Tensor | None) -> Result:
+    """No rows, or no keys: zeros, and what the sinks alone make of the LSE."""
+    o.zero_()
+    if lse is not None:
+        lse.fill_(float("-inf"))
+        if sinks is not None:
+            lse.copy_(sinks.float()[:, None].expand_as(lse))
+    return o if lse is None else (o, lse)
+
+
+_local = threading.local()  # a bound call has arguments of its own, which two threads cannot fill at once
+
+
+def calls() -> dict[Any, GpuCall]:
+    """This thread's calls by their keys."""
+    found: dict[Any, GpuCall] | None = getattr(_local, "calls", None)
+    if found is None or len(found) > 1024:
+        found = _local.calls = {}
+    return found
+
+
+def known_call(
+    q: torch.Tensor, k: Any, v: Any, others: tuple[Any, ...], flags: tuple[Any, ...]
+) -> tuple[tuple[Any, ...] | None, GpuCall | None]:
+    """The key of a call on CUDA tensors: all that was checked about it; and the call, if one like it was made.
+
+    others: sinks, slopes, out and three descales. flags: three bools first, then whatever else the call depends on. 1
+    is not True here: the checks refuse it.
+    """
+    if not (
+        type(q) is type(k) is type(v) is torch.Tensor and type(flags[0]) is type(flags[1]) is type(flags[2]) is bool
+    ):
+        return None, None
+    grad = torch.is_grad_enabled()
+    key: tuple[Any, ...] = (
+        flags, grad and (q.requires_grad or k.requires_grad or v.requires_grad),
+        q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, k.dtype, v.dtype,
+        q.get_device(), k.get_device(), v.get_device(), (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16,
+    )  # fmt: skip
+    sinks, slopes, out, descale_q, descale_k, descale_v = others
+    if not sinks is slopes is out is descale_q is descale_k is descale_v is None:
+        for x in others:
+            if x is None:
+                key += (None,)
+            elif type(x) is torch.Tensor:
+                key += (x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % 16, grad and x.requires_grad)
+            else:
+                return None, None
+    try:
+        return key, calls().get(key)
+    except TypeError:  # a flag of a wrong type: the checks will say so
+        return None, None

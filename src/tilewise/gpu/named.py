@@ -1,0 +1,50 @@
+"""Kernels that `attention(..., backend="emulator:NAME")` runs by name. Who has some (learn/) registers them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+State = tuple[torch.Tensor, torch.Tensor]
+
+
+class NamedKernel(NamedTuple):
+    """A kernel that knows plain and causal problems only: run(q, k, v, causal, scale) -> o (B, Nq, Hq, D), lse.
+
+    exact: it rounds its inputs no more than their dtype does.
+    """
+
+    name: str
+    dtypes: tuple[torch.dtype, ...]
+    exact: bool
+    run: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, bool, float], State]
+
+
+_kernels: dict[str, NamedKernel] = {}
+
+
+def register(kernel: NamedKernel) -> None:
+    _kernels[kernel.name] = kernel
+
+
+def find(backend: str, dtype: torch.dtype) -> NamedKernel | None:
+    """The kernel that "emulator:NAME" names, or the last one for float32, which the product's kernels do not take."""
+    _, _, name = backend.partition(":")
+    if name and name not in _kernels:
+        raise ValueError(f"backend must name a rung after the colon, one of {', '.join(_kernels)}, got {name!r}")
+    if not name and dtype == torch.float32:
+        return next(kernel for kernel in reversed(_kernels.values()) if dtype in kernel.dtypes and kernel.exact)
+    return _kernels.get(name)
+
+
+def run(
+    kernel: NamedKernel, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float, **asked: Any
+) -> State:
+    """asked: what else the call was given; NotImplementedError for anything of it that is not None."""
+    more = [argument for argument, value in asked.items() if value is not None]
+    if more or scale <= 0:
+        what = ", ".join(more) or "a scale that is not positive"
+        raise NotImplementedError(f'rung {kernel.name} of the ladder has no {what}; use backend="cpu"')
+    return kernel.run(q, k, v, causal, scale)

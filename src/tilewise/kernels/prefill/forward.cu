@@ -1,0 +1,355 @@
+// forward: attention on Hopper. One block a multiprocessor stays and takes tile after tile of query rows from a counter.
+//
+// Of the first four warps one loads Q, K and V by TMA, one plans tiles and one stores O; of FP8 inputs the last four transpose V
+// (producers.cuh). Each consumer warpgroup owns 64 query rows:
+// while its softmax works on key block n, the tensor cores run its O += P V of the block before, and a tile's last P V runs with the
+// next tile's first Q Kᵀ. Key blocks come from the last visible one down; only those at the edges of what a row sees are masked.
+//
+// Constants: Element, Out: of the inputs and of O; kColumns: the head dimension, kHeadDim: the same padded; kTileQ, kTileKv; kStagesQ, kStagesK, kStagesV,
+// kStagesRaw: of V before it is transposed;
+// kPack query heads of a KV head stand in a tile as neighbouring rows; kPageSize: of paged K and V, 0 if they are not;
+// kTma: rows lie on 16 bytes, so that TMA can bring them; kQInRegisters; kExact: the standard softmax; kPingPong: the warpgroups take
+// turns at the tensor cores; kSoftcap, kAlibi, kScaled: what is done to scores first.
+#include "prefill/producers.cuh"
+#include "tile/lazy.cuh"
+
+constexpr int kStepDepth = warpgroup::kDepth<Element>;  // of a step of either product
+// How far the largest P stands above 1, and the lane sum up to which the lazy softmax lets it grow: tile/lazy.cuh
+constexpr int kLift = !kFp8 ? 0 : kExact ? 8 : 3, kWitness = kFp8 ? 448 : 256;
+
+// ---- consumers ----------------------------------------------------------------------------------------------------------
+struct Consumer {
+    const ForwardArgs& args;
+    const Pipes pipes;
+    const uint32_t group;  // of the consumers
+    float scale_log2;
+    Turn<kStagesQ> q_turn;
+    Turn<kStagesO> o_turn;  // where O has a place of its own
+    Turn<kStagesK> k_turn;
+    Turn<kStagesV> v_turn;
+    int n, begin;          // the key block at hand, and the tile's last
+    int full_begin, full_end;  // blocks that every row of this warpgroup sees whole
+    float acc_o[kHeadDim / 2], acc_s[kTileKv / 2];
+    uint32_t rP[kTileKv / kStepDepth][4];
+    uint32_t rQ[kHeadDim / kStepDepth][4];  // if it stays in registers
+    warp::RowState state;
+    float correction[2];
+
+    TILE_DEVICE Consumer(const ForwardArgs& a, uint32_t g)
+        // By way of shared memory the scale comes into an ordinary register: from a uniform one every multiply-add pays for fetching it.
+        : args(a), group(g), scale_log2(kScored ? 1.0f : float(shared_scale()[warp::lane()])) {}
+
+    TILE_DEVICE int warp_row() const { return group * 64 + ptx::just_in_time(threadIdx.x) / 32 % 4 * 16; }
+    TILE_DEVICE int row_of(const WorkTile& tile, int h) const { return tile.row + warp_row() + warp::fragment_row(h); }
+    static TILE_DEVICE int head_of(const WorkTile& tile, int row) { return tile.head * kPack + row % kPack; }
+
+    // The next tile, or false. Its Q is there; what it is stays in shared memory, so as not to take registers from the products.
+    TILE_DEVICE bool next_tile() {
+        pipes.q.wait(q_turn);
+        const WorkTile tile = tile_of_stage()[q_turn.stage];
+        if (tile.row < 0) return false;
+        begin = tile.begin;
+        n = tile.end - 1;
+        const FullBlocks full = full_blocks<kTileKv, kPack>(args, tile, tile.row + group * 64);
+        full_begin = full.begin;
+        full_end = full.end;
+        if constexpr (kFp8 && !kScored) scale_log2 = args.scale_log2 * tile.descale_qk;
+        if constexpr (kQInRegisters)
+#pragma unroll
+            for (int step = 0; step < kHeadDim / kStepDepth; step++) warp::load_a(rQ[step], q_panel(q_turn.stage, step / 4), warp_row(), step % 4);
+        return true;
+    }
+
+    TILE_DEVICE void my_turn() const {
+        if constexpr (kPingPong) ptx::barrier_sync(kTurnBarrier + group, 256);
+    }
+    TILE_DEVICE void your_turn() const {
+        if constexpr (kPingPong) ptx::barrier_arrive(kTurnBarrier + (group + 1 == kConsumers ? 0 : group + 1), 256);
+    }
+
+    // S = Q Kᵀ, issued when K is there and it is this warpgroup's turn
+    TILE_DEVICE void issue_qk() {
+        pipes.k.wait(k_turn);
+        my_turn();
+        ptx::wgmma_fence();
+        const uint64_t k = further(k_major(ptx::shared_address(uint32_t(kAtK))), k_turn.stage * kKvBytes);
+        if constexpr (kQInRegisters) {
+            warpgroup::mma_qk<Element, kTileKv, kHeadDim>(acc_s, rQ, k);
+        } else {
+            const uint64_t q = k_major(ptx::shared_address(group * 64 * kPanelRowBytes));
+            warpgroup::mma_qk<Element, kTileKv, kHeadDim, kTileQ>(acc_s, further(q, q_turn.stage * kQBytes), k);
+        }
+        ptx::wgmma_commit();
+    }
+    // O += P V, issued. The fence is after the wait: without it ptxas cannot tell that nobody touches the registers meanwhile.
+    TILE_DEVICE void issue_pv() {
+        pipes.v.wait(v_turn);
+        ptx::wgmma_fence();
+        const uint32_t at = ptx::shared_address(uint32_t(kAtV));
+        const uint64_t v = kFp8 ? k_major(at) : mn_major<kTileKv>(at);
+        warpgroup::mma_pv<Element, kTileKv, kHeadDim>(acc_o, rP, further(v, v_turn.stage * kVBytes));
+        ptx::wgmma_commit();
+    }
+    TILE_DEVICE void release_k() {
+        pipes.k.release(k_turn);
+        k_turn.next();
+    }
+    TILE_DEVICE void release_v() {
+        pipes.v.release(v_turn);
+        v_turn.next();
+    }
+
+    // S into logits of base 2: soft-capped, with ALiBi's bias
+    TILE_DEVICE void score(float (&s)[kTileKv / 2]) const {
+        if constexpr (kScored) {
+            const float descale = kFp8 ? WorkTile(tile_of_stage()[q_turn.stage]).descale_qk : 1.0f;
+            const float in = (kSoftcap ? args.softcap_in : args.scale_log2) * descale;
+#pragma unroll
+            for (int i = 0; i < kTileKv / 2; i++) {
+                if constexpr (kSoftcap) s[i] = args.softcap_out * warp::tanh_from_log2(s[i] * in);
+                else s[i] *= in;
+            }
+        }
+        if constexpr (kAlibi) {
+            const WorkTile tile = tile_of_stage()[q_turn.stage];
+#pragma unroll
+            for (int h = 0; h < 2; h++) {
+                const int row = row_of(tile, h), position = row / kPack + tile.seqlen_k - tile.seqlen_q;
+                const float slope = kLog2e * Global<const float>{args.slopes}[tile.sequence * args.slopes_batch + head_of(tile, row)];
+                const float distance = float(position - n * kTileKv - warp::fragment_column());
+#pragma unroll
+                for (int j = 0; j < kTileKv / 4; j++) {  // j = 2 · eight + i
+                    float& x = s[j / 2 * 4 + 2 * h + j % 2];
+                    x = ptx::mad(-slope, fabsf(distance - float(j / 2 * 8 + j % 2)), x);
+                }
+            }
+        }
+    }
+    // S = −inf where a row does not see the key
+    TILE_DEVICE void mask() {
+        const WorkTile tile = tile_of_stage()[q_turn.stage];
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+            const Keys seen = keys_of(args, tile, row_of(tile, h) / kPack);
+            const int count = seen.last - seen.first + 1, before = n * kTileKv + warp::fragment_column() - seen.first;
+            const uint32_t visible = count > 0 ? count : 0;
+#pragma unroll
+            for (int j = 0; j < kTileKv / 4; j++)
+                if (uint32_t(before + j / 2 * 8 + j % 2) >= visible) acc_s[j / 2 * 4 + 2 * h + j % 2] = -INFINITY;
+        }
+    }
+    TILE_DEVICE bool cut() const { return n >= full_end || n < full_begin; }
+
+    // S by mma.sync, for this warp alone, from the same Q and K that are still in shared memory
+    TILE_DEVICE void again(float (&s)[kTileKv / 2]) {
+        warp::zero(s);
+        const int lane = ptx::just_in_time(warp::lane());
+#pragma unroll 1  // it runs rarely, and must not take registers from what runs always
+        for (int step = 0; step < kHeadDim / kStepDepth; step++) {
+            uint32_t a[4];
+            warp::load_a(a, q_panel(q_turn.stage, step / 4), warp_row(), step % 4, lane);
+            warp::mma_abt_step(s, a, k_panel(k_turn.stage, step / 4), step % 4, lane);
+        }
+        score(s);
+    }
+
+    // A step is block n while the block before it goes into O: S = Q Kᵀ and O += P V run together, then P = softmax(S) under P V.
+    TILE_DEVICE void begin_step() {
+        issue_qk();
+        issue_pv();
+        your_turn();
+        ptx::wgmma_wait<1>();
+        if constexpr (kExact) release_k();
+        score(acc_s);
+    }
+    TILE_DEVICE void end_step(bool moved) {
+        if constexpr (!kExact) release_k();
+        ptx::wgmma_wait<0>();
+        release_v();
+        warp::to_operand<Element>(rP, acc_s);
+        if (moved) warp::scale_rows(acc_o, correction);
+        n--;
+    }
+    TILE_DEVICE void masked_steps(int until) {
+        while (n >= until) {
+            begin_step();
+            mask();
+            warp::online_softmax<kLift>(acc_s, correction, state, scale_log2);
+            end_step(true);
+        }
+    }
+    // Over blocks that every row sees whole. What is rarely needed stands outside of the loop, so that the loop is short.
+    TILE_DEVICE void full_steps(int until) {
+        while (n >= until) {
+            float sum[2];
+            bool moved = false;
+#pragma unroll 1
+            for (; n >= until;) {
+                begin_step();
+                if constexpr (kExact) {
+                    end_step(warp::standing_softmax<kLift>(acc_s, correction, state, scale_log2));
+                } else {
+                    moved = warp::lazy_softmax<kWitness>(acc_s, sum, state, scale_log2);
+                    if (moved) break;
+                    warp::add_sums(state, sum);
+                    end_step(false);
+                }
+            }
+            if (!moved) break;
+            warp::raise<kLift>(acc_s, sum, correction, state, scale_log2, [&](float (&s)[kTileKv / 2]) { again(s); });
+            end_step(true);
+        }
+    }
+
+    // A tile's first block, whose S is there: the state begins.
+    TILE_DEVICE void first_softmax() {
+        release_k();
+        state = warp::RowState();
+        score(acc_s);
+        if (cut()) mask();
+        warp::online_softmax<kLift>(acc_s, correction, state, scale_log2);
+    }
+    TILE_DEVICE void first_operand() {
+        warp::to_operand<Element>(rP, acc_s);
+        warp::zero(acc_o);
+        if constexpr (!kFp8) {
+            const int valid = WorkTile(tile_of_stage()[q_turn.stage]).seqlen_k - n * kTileKv;
+            if (valid < kTileKv) clear_tail(valid);
+        }
+        n--;
+    }
+    // A tile from nothing: the first, or every one where there is no room for the next Q beside this one's.
+    TILE_DEVICE bool start() {
+        if (!next_tile()) return false;
+        issue_qk();
+        your_turn();
+        ptx::wgmma_wait<0>();
+        first_softmax();
+        first_operand();
+        return true;
+    }
+    // The last P V of a tile alone
+    TILE_DEVICE void end(uint32_t stage, const WorkTile& tile) {
+        issue_pv();
+        ptx::wgmma_wait<0>();
+        release_v();
+        finish(stage, tile, state);
+    }
+    // V's rows past the sequence's end may hold anything, and 0 · NaN is NaN. All warpgroups write the same zeros; each waits for
+    // its own only.
+    TILE_DEVICE void clear_tail(int valid) const {
+        pipes.v.wait(v_turn);
+        for (int panel = 0; panel < kPanels; panel++) {
+            const Shared<Vector16> rows(kAtV + v_turn.stage * kVBytes + panel * kTileKv * kPanelRowBytes);
+            for (int i = valid * 8 + threadIdx.x % 128; i < kTileKv * 8; i += 128) rows[i] = Vector16{};
+        }
+        ptx::fence_async_proxy();
+        ptx::barrier_sync(kGroupBarrier + group, 128);
+    }
+
+    // O / l and the LSE of a tile whose last P V is done; `stage` is where its Q was
+    TILE_DEVICE void finish(uint32_t stage, const WorkTile& done, const warp::RowState& of) {
+        float inverse[2];
+        Global<Out> rows[2];
+        bool exists[2];
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+            const int row = row_of(done, h), token = row / kPack, head = head_of(done, row);
+            exists[h] = token < done.seqlen_q;
+            float sum = warp::row_sum(of.sum[h]), max = of.max[h], weight = 1.0f;
+            if (args.sinks && exists[h]) {
+                const float sink = Global<const float>{args.sinks}[head] * kLog2e, top = fmaxf(max, sink);
+                if (top != -INFINITY) {
+                    weight = ptx::exp2(max - top);
+                    sum = sum * weight + ptx::exp2(sink - top);
+                    max = top;
+                }
+            }
+            inverse[h] = sum == 0.0f ? 0.0f : weight * ptx::reciprocal(sum) * (kFp8 ? done.descale_v : 1.0f);
+            if (args.lse && exists[h] && warp::lane() % 4 == 0)
+                Global<float>{args.lse}[done.sequence * args.lse_batch + head * args.lse_head + done.q_start + token] =
+                    sum == 0.0f ? -INFINITY : (max + ptx::log2(sum)) * kLn2;
+            if constexpr (!kStaged)
+                rows[h] = Global<Out>{static_cast<Out*>(args.o)} + (done.sequence * args.o_strides.batch +
+                          (done.q_start + token) * args.o_strides.row + head * args.o_strides.head);
+        }
+        warp::scale_rows(acc_o, inverse);
+        if constexpr (kStaged) {
+            const int row0 = warp_row(), lane = ptx::just_in_time(warp::lane());
+            if constexpr (kFp8) pipes.o.wait_free(o_turn);
+#pragma unroll
+            for (int step = 0; step < kHeadDim / 16; step++) {
+                const float (&eight)[8] = reinterpret_cast<const float (&)[8]>(acc_o[8 * step]);
+                uint32_t a[1][4];
+                warp::to_operand<Out>(a, eight);
+                warp::store_a(o_panel(stage, step / 4), row0, step % 4, a[0], lane);
+            }
+            ptx::fence_async_proxy();
+            ptx::sync_warp();
+            if (ptx::elect_one()) ptx::mbarrier_arrive(pipes.o.full + (kFp8 ? 0 : 8 * stage));
+            if constexpr (kFp8) o_turn.next();
+        } else if constexpr (kTma) {
+            warp::store_rows<kColumns>(rows, exists, acc_o);
+        } else {
+#pragma unroll
+            for (int i = 0; i < kHeadDim / 2; i++) {
+                const int column = i / 4 * 8 + warp::fragment_column() + i % 2;
+                if (exists[i / 2 % 2] && column < kColumns) rows[i / 2 % 2][column] = from_float<Out>(acc_o[i]);
+            }
+        }
+    }
+
+    TILE_DEVICE void run() {
+        if (kPingPong && group == kConsumers - 1) ptx::barrier_arrive(kTurnBarrier, 256);
+        if (!start()) return;
+        for (;;) {
+            masked_steps(full_end > begin ? full_end : begin);
+            full_steps(full_begin > begin ? full_begin : begin);
+            masked_steps(begin);
+            const Turn<kStagesQ> done = q_turn;
+            q_turn.next();
+            if constexpr (kStagesQ == 1) {
+                const WorkTile tile = tile_of_stage()[done.stage];
+                ptx::sync_warp();  // all lanes have read it
+                pipes.q.release(done);
+                end(done.stage, tile);
+                if (!start()) return;
+            } else {
+                // As a step, but that block n is the next tile's first; then this tile's O is written.
+                const warp::RowState done_state = state;
+                if (!next_tile()) return end(done.stage, tile_of_stage()[done.stage]);
+                issue_qk();
+                issue_pv();
+                your_turn();
+                ptx::wgmma_wait<1>();
+                first_softmax();
+                ptx::wgmma_wait<0>();
+                release_v();
+                finish(done.stage, tile_of_stage()[done.stage], done_state);
+                first_operand();
+            }
+        }
+    }
+};
+
+extern "C" __global__ void __launch_bounds__(kThreads, 1)
+    forward(const __grid_constant__ TensorMap mQ, const __grid_constant__ TensorMap mK, const __grid_constant__ TensorMap mV,
+            const __grid_constant__ TensorMap mO, const __grid_constant__ ForwardArgs args) {
+    if (threadIdx.x == 0) Pipes().init();
+    if (threadIdx.x < 32) shared_scale()[threadIdx.x] = args.scale_log2;
+    ptx::sync_threads();
+    const uint32_t role = ptx::uniform(threadIdx.x / 128);
+    if (role == 0) {
+        ptx::give_registers<kProducerRegisters>();
+        const int warp = threadIdx.x / 32;
+        if (warp < kLoaders / 32) Loader{args}.run(mQ, mK, mV);
+        else if (warp == 2 && kStaged) store_tiles(args, mO);
+        else if (threadIdx.x == 96) plan(args);
+    } else if (kFp8 && role == kGroups - 1) {
+        ptx::give_registers<kTransposerRegisters>();
+        transpose_tiles();
+    } else {
+        ptx::take_registers<kConsumerRegisters>();
+        Consumer(args, role - 1).run();
+    }
+}

@@ -1,0 +1,249 @@
+// The roles of the Hopper forward that move data: who plans tiles, loads Q, K and V, transposes V, stores O.
+#pragma once
+#include "prefill/layout.cuh"
+#include "tile/mma.cuh"
+
+TILE_DEVICE float descale_of(const Descale& of, const WorkTile& tile) {
+    return of.values ? float(Global<const float>{of.values}[tile.sequence * of.batch + tile.kv_head]) : 1.0f;
+}
+
+// ---- planner: one thread works out tile after tile, none before it is wanted: who is late must not sit on work -----------------------
+TILE_DEVICE void plan(const ForwardArgs& args) {
+    const Pipes pipes;
+    Turn<1> turn;
+    for (int number = blockIdx.x;; number = gridDim.x + ptx::atomic_add(args.counter, 1), turn.next()) {
+        WorkTile tile = work_tile<kTileQ, kTileKv, kPack>(args, number);
+        if (kFp8 && tile.row >= 0) {
+            tile.descale_qk = descale_of(args.descale_q, tile) * descale_of(args.descale_k, tile);
+            tile.descale_v = descale_of(args.descale_v, tile);
+        }
+        planned()[0] = tile;
+        ptx::mbarrier_arrive(pipes.plans.full_at(turn));
+        if (tile.row < 0) break;
+        ptx::mbarrier_wait(pipes.plans.empty, turn.lap);  // until the loader wants the next
+    }
+    // The last block to finish leaves the counter as it found it, for the next launch.
+    if (ptx::atomic_add(args.counter + 1, 1) == int(gridDim.x) - 1) {
+        const Global<int> counter{args.counter};
+        counter[0] = 0;
+        counter[1] = 0;
+    }
+}
+
+// ---- loader: brings Q, K and V, by TMA if it can ----------------------------------------------------------------------------------
+struct Loader {
+    const ForwardArgs& args;
+    const Pipes pipes;
+    Turn<kStagesQ> q_turn;
+    Turn<kStagesK> k_turn;
+    Turn<kStagesLoaded> v_turn;
+
+    static TILE_DEVICE void meet() {
+        if constexpr (kTma) ptx::sync_warp();
+        else ptx::barrier_sync(kLoaderBarrier, kLoaders);
+    }
+    struct Block {  // key block n of a tile
+        int n, kv_head, sequence, k_start, seqlen_k;
+    };
+    TILE_DEVICE int batch_of(int sequence) const { return args.list ? 0 : sequence; }
+
+    // Without TMA: element by element into the places where TMA would have put them. at(row) is the row, null for zeros.
+    template <int kRows, class At> TILE_DEVICE void copy(uint32_t to, At at) {
+        for (int row = threadIdx.x / 32; row < kRows; row += kLoaders / 32) {
+            const Global<const Element> g{at(row)};
+#pragma unroll 2
+            for (int column = threadIdx.x % 32; column < kPanels * kPanelColumns; column += 32) {
+                const Panel<kRows> panel(to + column / kPanelColumns * kRows * kPanelRowBytes);
+                panel.element(row, column % kPanelColumns) = g.base && column < kColumns ? Element(g[column]) : Element{};
+            }
+        }
+        ptx::fence_async_proxy();
+        meet();
+    }
+
+    TILE_DEVICE void load_q(const TensorMap& map, const WorkTile& tile) {
+        const uint32_t barrier = pipes.q.full_at(q_turn), to = q_turn.stage * kQBytes;
+        if constexpr (kTma) {
+            if (threadIdx.x == 0) {
+                ptx::mbarrier_arrive_expect(barrier, kQBytes);
+                for (int panel = 0; panel < kPanels; panel++)
+                    ptx::tma_load(ptx::shared_address(to + panel * kTileQ * kPanelRowBytes), &map, barrier, panel * kPanelColumns, 0,
+                                  tile.q_start + tile.row / kPack, tile.head, batch_of(tile.sequence));
+            }
+        } else {
+            const Element* q = static_cast<const Element*>(args.q) + batch_of(tile.sequence) * args.q_strides.batch;
+            copy<kTileQ>(to, [&](int row) {
+                const int token = (tile.row + row) / kPack, head = tile.head * kPack + (tile.row + row) % kPack;
+                return token < tile.seqlen_q ? q + (tile.q_start + token) * args.q_strides.row + head * args.q_strides.head : nullptr;
+            });
+            if (threadIdx.x == 0) ptx::mbarrier_arrive(barrier);
+        }
+    }
+
+    // A block of K or V into the ring's next stage
+    template <int kStages>
+    TILE_DEVICE void load_kv(const TensorMap& map, const void* base, const Strides& strides, const Ring<kStages>& ring,
+                             Turn<kStages>& turn, uint32_t at, const Block& block) {
+        ring.wait_free(turn);
+        meet();  // else a lane that still looks at the barrier may find it two phases on
+        const uint32_t barrier = ring.full_at(turn), to = at + turn.stage * kKvBytes;
+        if (kFp8 && at == kAtRaw && threadIdx.x == 0) valid_rows()[turn.stage] = block.seqlen_k - block.n * kTileKv;
+        if constexpr (kTma && kPageSize > 0) {
+            // Boxes that lie wholly past the end are not asked for: their pages may be any number.
+            const int left = block.seqlen_k - block.n * kTileKv, needed = (left + kBoxRows - 1) / kBoxRows;
+            const int boxes = needed < kBoxes ? needed : kBoxes;
+            if (threadIdx.x == 0) ptx::mbarrier_arrive_expect(barrier, boxes * kPanels * kBoxRows * kPanelRowBytes);
+            ptx::sync_warp();
+            const Global<const int> pages{args.page_table + block.sequence * args.page_table_stride};
+#pragma unroll 1
+            for (int box = threadIdx.x; box < boxes; box += 32) {
+                const int token = block.n * kTileKv + box * kBoxRows, page = pages[token / kPage];
+#pragma unroll 1
+                for (int panel = 0; panel < kPanels; panel++)
+                    ptx::tma_load(ptx::shared_address(to + (panel * kTileKv + box * kBoxRows) * kPanelRowBytes), &map, barrier,
+                                  panel * kPanelColumns, token % kPage, block.kv_head, page);
+            }
+        } else if constexpr (kTma) {
+            if (threadIdx.x == 0) {
+                ptx::mbarrier_arrive_expect(barrier, kKvBytes);
+                for (int panel = 0; panel < kPanels; panel++)
+                    ptx::tma_load(ptx::shared_address(to + panel * kTileKv * kPanelRowBytes), &map, barrier, panel * kPanelColumns,
+                                  block.k_start + block.n * kTileKv, block.kv_head, batch_of(block.sequence));
+            }
+        } else {
+            const Element* first = static_cast<const Element*>(base) + block.kv_head * strides.head;
+            const Global<const int> pages{args.page_table + block.sequence * args.page_table_stride};
+            copy<kTileKv>(to, [&](int row) -> const Element* {
+                const int key = block.n * kTileKv + row;
+                if (key >= block.seqlen_k) return nullptr;
+                if (kPageSize > 0) return first + pages[key / kPage] * strides.batch + key % kPage * strides.row;
+                return first + batch_of(block.sequence) * strides.batch + (block.k_start + key) * strides.row;
+            });
+            if (threadIdx.x == 0) ptx::mbarrier_arrive(barrier);
+        }
+        turn.next();
+    }
+
+    TILE_DEVICE void run(const TensorMap& mQ, const TensorMap& mK, const TensorMap& mV) {
+        Block before{-1};  // whose V is still to be brought: K(n) goes ahead of V(n − 1), as they are needed
+        auto load_v = [&] {
+            if (before.n >= 0) load_kv(mV, args.v, args.v_strides, pipes.loaded, v_turn, kFp8 ? kAtRaw : kAtV, before);
+            before.n = -1;
+        };
+        for (Turn<1> turn;; turn.next()) {
+            if (kStagesQ == 1) load_v();  // Q's only stage is not free before it came
+            pipes.plans.wait(turn);
+            const WorkTile tile = planned()[0];
+            pipes.q.wait_free(q_turn);
+            meet();
+            // The tile's description goes to the stage of its Q, where its consumers look: a lane copies 16 bytes.
+            const Shared<Vector16> words(kAtTiles);
+            constexpr int kVectors = sizeof(WorkTile) / 16;
+            if (threadIdx.x < kVectors) words[q_turn.stage * kVectors + threadIdx.x] = Vector16(words[kStagesQ * kVectors + threadIdx.x]);
+            meet();
+            if (tile.row < 0) break;
+            load_q(mQ, tile);
+            q_turn.next();
+            for (int n = tile.end - 1; n >= tile.begin; n--) {
+                const Block block{n, tile.kv_head, tile.sequence, tile.k_start, tile.seqlen_k};
+                load_kv(mK, args.k, args.k_strides, pipes.k, k_turn, kAtK, block);
+                load_v();
+                before = block;
+                // The last two blocks of a tile take about as long as planning the next.
+                if (n == (tile.end - tile.begin > 1 ? tile.begin + 1 : tile.begin)) pipes.plans.release(turn);
+            }
+        }
+        load_v();
+        if (threadIdx.x == 0) ptx::mbarrier_arrive(pipes.q.full_at(q_turn));  // the tile that says: no more
+        if constexpr (kFp8) {
+            pipes.loaded.wait_free(v_turn);
+            if (threadIdx.x == 0) {
+                valid_rows()[v_turn.stage] = -1;
+                ptx::mbarrier_arrive(pipes.loaded.full_at(v_turn));
+            }
+        }
+    }
+};
+
+// ---- transposers: of FP8, wgmma takes V with the keys running fastest only. A warpgroup turns 32 keys × 16 columns a warp and step ------
+// An ldmatrix moves pairs of bytes: transposed, a lane has of keys 2c, 2c + 1 the columns 2u, 2u + 1, for c = lane % 4 and u = lane / 4.
+// With the same of eight keys further, four bytes of a column are together: keys 2c, 2c + 1, 8 + 2c, 8 + 2c + 1, which is the order
+// that P has its keys in (to_operand). Half of the lanes take the even column first, half the odd one, so that the eight rows
+// that a matrix is stored to lie in different banks.
+TILE_DEVICE void transpose_tiles() {
+    const Pipes pipes;
+    Turn<kStagesV> to_turn;
+    for (Turn<kStagesBefore> turn;; turn.next(), to_turn.next()) {
+        pipes.raw.wait(turn);
+        const int valid = valid_rows()[turn.stage];
+        if (valid < 0) return;
+        pipes.v.wait_free(to_turn);
+        ptx::sync_warp();  // else a lane that still looks at the barrier may find it two phases on
+        const int lane = warp::lane(), which = lane / 8, row = lane % 8;
+        const uint32_t even = lane < 16 ? 0x6420 : 0x7531, odd = even ^ 0x1111;
+        const int column = 2 * row + ((row < 4) == (which % 2 == 0) ? 0 : 1);  // where the row goes that this lane gives the address of
+        constexpr int kAcross = kHeadDim / 16;
+#pragma unroll 2
+        for (int step = threadIdx.x / 32 % kTransposers; step < kTileKv / 32 * kAcross; step += kTransposers) {
+            const int keys = step / kAcross, across = step % kAcross;
+            const Panel<kTileKv> from(kAtRaw + turn.stage * kKvBytes + across / 8 * kTileKv * kPanelRowBytes);
+            uint32_t r[4];
+            ptx::ldmatrix_transposed(r, from.address(32 * keys + lane, across % 8));
+            if (valid < kTileKv) {  // rows past the sequence's end may hold anything, and 0 · NaN is NaN
+#pragma unroll
+                for (int m = 0; m < 4; m++) {
+                    const int left = valid - (32 * keys + 8 * m + lane % 4 * 2);
+                    r[m] = left <= 0 ? 0u : left == 1 ? r[m] & 0xffffu : r[m];
+                }
+            }
+            const uint32_t turned[4] = {ptx::permute_bytes(r[0], r[1], even), ptx::permute_bytes(r[0], r[1], odd),
+                                        ptx::permute_bytes(r[2], r[3], even), ptx::permute_bytes(r[2], r[3], odd)};
+            const TransposedPanel to(kAtV + to_turn.stage * kVBytes + keys / 4 * kHeadDim * kPanelRowBytes);
+            ptx::stmatrix(to.address(16 * across + column, keys % 4 * 2 + which / 2), turned);
+        }
+        ptx::fence_async_proxy();
+        ptx::sync_warp();
+        if (ptx::elect_one()) ptx::mbarrier_arrive(pipes.v.full_at(to_turn));
+        pipes.raw.release(turn);
+    }
+}
+
+// ---- storer: a warp writes out the O that consumers left in shared memory ----------------------------------------------------------
+TILE_DEVICE void store_tiles(const ForwardArgs& args, const TensorMap& mO) {
+    const Pipes pipes;
+    Turn<kStagesO> o_turn;
+    for (Turn<kStagesQ> turn;; turn.next(), o_turn.next()) {
+        pipes.q.wait(turn);
+        const WorkTile tile = tile_of_stage()[turn.stage];
+        if (tile.row < 0) return;
+        pipes.o.wait(o_turn);
+        if (kTma && (!args.list || tile.row + kTileQ <= tile.seqlen_q * kPack)) {
+            if (warp::lane() == 0) {
+                for (int panel = 0; panel < kOPanels; panel++)
+                    ptx::tma_store(&mO, ptx::shared_address(o_panel(turn.stage, panel).offset), panel * kPanel, 0,
+                                   tile.q_start + tile.row / kPack, tile.head, args.list ? 0 : tile.sequence);
+                ptx::bulk_commit();
+                ptx::bulk_wait_read<0>();
+            }
+        } else {  // rows past the end of a packed sequence are another's
+            const Global<Out> o{static_cast<Out*>(args.o) + tile.sequence * args.o_strides.batch};
+#pragma unroll 1
+            for (int row = 0; row < kTileQ && tile.row + row < tile.seqlen_q * kPack; row++) {
+                const int token = (tile.row + row) / kPack, head = tile.head * kPack + (tile.row + row) % kPack;
+                const Global<Out> to = o + ((tile.q_start + token) * args.o_strides.row + head * args.o_strides.head);
+                if constexpr (kTma) {
+#pragma unroll 1
+                    for (int chunk = warp::lane(); chunk * 8 < kColumns; chunk += 32)
+                        (to + chunk * 8).template as<Vector16>()[0] = Vector16(o_panel(turn.stage, chunk / 8).chunk(row, chunk % 8));
+                } else {
+#pragma unroll 1
+                    for (int column = warp::lane(); column < kColumns; column += 32)
+                        to[column] = Out(o_panel(turn.stage, column / kPanel).element(row, column % kPanel));
+                }
+            }
+        }
+        ptx::sync_warp();
+        if constexpr (kFp8) pipes.o.release(o_turn);
+        pipes.q.release(turn);
+    }
+}

@@ -1,0 +1,49 @@
+"""What meets what: an attention problem as a list of tiles. No GPU, no tensors read, no I/O.
+
+tiles.py has the vocabulary (bands, tiles, Plan), dense.py and tree.py make plans, cost.py says what sharing costs,
+schedule.py holds block-sparse patterns, worklist.py lays a decode plan out for a kernel, show.py is for people.
+"""
+
+from tilewise.plan.cost import CPU_COST, CostModel
+from tilewise.plan.dense import cut, plan_dense, plan_shared_prefix, plan_varlen
+from tilewise.plan.schedule import BlockSchedule
+from tilewise.plan.tiles import (
+    OPEN,
+    Band,
+    BlockTiles,
+    DecodePlan,
+    Ints,
+    PagedTiles,
+    Plan,
+    Rectangle,
+    Tiles,
+    Window,
+    Work,
+    band_of,
+    visible_pairs,
+)
+from tilewise.plan.tree import plan_tree
+
+__all__ = [
+    "CPU_COST",
+    "OPEN",
+    "Band",
+    "BlockSchedule",
+    "BlockTiles",
+    "CostModel",
+    "DecodePlan",
+    "Ints",
+    "PagedTiles",
+    "Plan",
+    "Rectangle",
+    "Tiles",
+    "Window",
+    "Work",
+    "band_of",
+    "cut",
+    "plan_dense",
+    "plan_shared_prefix",
+    "plan_tree",
+    "plan_varlen",
+    "visible_pairs",
+]

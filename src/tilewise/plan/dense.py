@@ -1,0 +1,251 @@
+"""Dense, packed and shared-prefix problems, and block schedules, as lists of tiles.
+
+A regular problem is a formula, not an array: `cut` gives one sequence's tiles, and a batch of equal sequences repeats
+them with a step. Only a schedule's blocks are listed one by one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import lru_cache
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from tilewise.plan.tiles import OPEN, Band, BlockTiles, Ints, Plan, Tiles, Window, Work, band_of
+
+if TYPE_CHECKING:
+    from tilewise.plan.schedule import BlockSchedule
+
+# Rows of a window's tile: as many as the window is wide wastes at most half of the scores, fewer than 64 starve the
+# matrix units, more than 256 gain nothing.
+WINDOW_TILE_MIN, WINDOW_TILE_MAX = 64, 256
+
+
+def cut(seqlen_q: int, seqlen_k: int, band: Band) -> list[Tiles]:
+    """One sequence as regular tiles, none of which is fully hidden.
+
+    No band: one rectangle. Only `high` (causal): the rectangle left of the diagonal and the triangle on it, which the
+    executor masks; rows that see everything or nothing are cut off first. `low` too (a window): row tiles over just
+    the keys they can see, the equal ones in the middle as one item.
+    """
+    if seqlen_q == 0 or seqlen_k == 0:
+        return []
+    if band == OPEN:
+        return [Tiles(0, seqlen_q, 0, seqlen_k)]
+    if band.low is None:
+        assert band.high is not None
+        first = max(0, -band.high)  # rows before it see nothing
+        if first >= seqlen_q:
+            return []
+        last = max(first, min(seqlen_q, seqlen_k - band.high))  # rows from it on see everything
+        tiles = []
+        if last > first:
+            left, size = first + band.high, last - first
+            if left:
+                tiles.append(Tiles(first, size, 0, left))
+            tiles.append(Tiles(first, size, left, size, Band(None, 0)))
+        if seqlen_q > last:
+            tiles.append(Tiles(last, seqlen_q - last, 0, seqlen_k))
+        return tiles
+    return _cut_window(seqlen_q, seqlen_k, band)
+
+
+def _cut_window(seqlen_q: int, seqlen_k: int, band: Band) -> list[Tiles]:
+    assert band.low is not None
+    high = seqlen_k if band.high is None else band.high
+    tile = WINDOW_TILE_MIN
+    while tile < WINDOW_TILE_MAX and tile < high - band.low + 1:
+        tile *= 2
+    tiles: list[Tiles] = []
+    for row in range(0, seqlen_q, tile):
+        rows = min(tile, seqlen_q - row)
+        first, end = max(0, row + band.low), min(seqlen_k, row + rows + high)
+        if first >= end:
+            continue
+        local = Band(band.low + row - first, None if band.high is None else band.high + row - first)
+        this = Tiles(row, rows, first, end - first, local)
+        previous = tiles[-1] if tiles else None
+        if previous and (previous.rows, previous.keys, previous.band) == (this.rows, this.keys, this.band):
+            key_step = this.key - previous.key - (previous.count - 1) * tile
+            if key_step == tile:  # the same tile one step down the diagonal
+                tiles[-1] = replace(previous, count=previous.count + 1, row_step=tile, key_step=tile)
+                continue
+        tiles.append(this)
+    return tiles
+
+
+def _exclusive(tiles: Sequence[Tiles]) -> bool:
+    """Is no row of one sequence's tiles in two of them? (`count` copies never overlap.)"""
+    spans = sorted((t.row, t.row + (t.count - 1) * t.row_step + t.rows) for t in tiles)
+    return all(a[1] <= b[0] for a, b in pairwise(spans))
+
+
+def plan_dense(
+    batch: int,
+    seqlen_q: int,
+    seqlen_k: int,
+    heads_q: int,
+    heads_kv: int,
+    head_dim: int,
+    *,
+    causal: bool = False,
+    window: Window | None = None,
+    schedule: BlockSchedule | None = None,
+    io_bytes: int = 2,
+) -> Plan:
+    """`batch` equal sequences: one sequence's tiles, repeated by formula."""
+    return _plan_dense(batch, seqlen_q, seqlen_k, heads_q, heads_kv, head_dim, causal, window, schedule, io_bytes)
+
+
+@lru_cache(maxsize=256)  # every layer of a model asks for the same plan
+def _plan_dense(
+    batch: int,
+    seqlen_q: int,
+    seqlen_k: int,
+    heads_q: int,
+    heads_kv: int,
+    head_dim: int,
+    causal: bool,
+    window: Window | None,
+    schedule: BlockSchedule | None,
+    io_bytes: int,
+) -> Plan:
+    if schedule is not None:
+        band = band_of(seqlen_q, seqlen_k, causal, window)
+        blocks = _cut_schedule(schedule, band, 0, 0, batch, seqlen_q, seqlen_k)
+        sizes = (heads_q, heads_kv, head_dim, True, 2 * head_dim * io_bytes, io_bytes)
+        return Plan("sparse", tuple(blocks), batch * seqlen_q, (batch * seqlen_k,), *sizes)
+    tiles = cut(seqlen_q, seqlen_k, band_of(seqlen_q, seqlen_k, causal, window))
+    work = [same for t in tiles for same in repeat(t, batch, seqlen_q, seqlen_k)]
+    sizes = (heads_q, heads_kv, head_dim, _exclusive(tiles), 2 * head_dim * io_bytes, io_bytes)
+    return Plan("dense", tuple(work), batch * seqlen_q, (batch * seqlen_k,), *sizes)
+
+
+def repeat(tile: Tiles, batch: int, row_step: int, key_step: int) -> list[Tiles]:
+    """The same work for each of `batch` sequences; one item unless the tile is itself a repeated one."""
+    if tile.count == 1:
+        return [replace(tile, count=batch, row_step=row_step, key_step=key_step)] if batch else []
+    return [replace(tile, row=tile.row + b * row_step, key=tile.key + b * key_step) for b in range(batch)]
+
+
+def plan_varlen(
+    starts_q: Sequence[int],
+    starts_k: Sequence[int],
+    heads_q: int,
+    heads_kv: int,
+    head_dim: int,
+    *,
+    causal: bool = False,
+    window: Window | None = None,
+    schedules: Sequence[BlockSchedule | None] | None = None,
+    io_bytes: int = 2,
+) -> Plan:
+    """Packed sequences: sequence b has rows starts_q[b]:starts_q[b+1] and keys starts_k[b]:starts_k[b+1]."""
+    work: list[Work] = []
+    exclusive = True
+    for b in range(len(starts_q) - 1):
+        row, key = starts_q[b], starts_k[b]
+        nq, nk = starts_q[b + 1] - row, starts_k[b + 1] - key
+        band = band_of(nq, nk, causal, window)
+        schedule = schedules[b] if schedules is not None else None
+        if schedule is not None:
+            work += _cut_schedule(schedule, band, row, key, 1, nq, nk)
+            continue
+        tiles = cut(nq, nk, band)
+        exclusive = exclusive and _exclusive(tiles)
+        work += [replace(t, row=t.row + row, key=t.key + key) for t in tiles]
+    sizes = (heads_q, heads_kv, head_dim, exclusive, 2 * head_dim * io_bytes, io_bytes)
+    return Plan("varlen", tuple(work), starts_q[-1], (starts_k[-1],), *sizes)
+
+
+def _cut_schedule(
+    schedule: BlockSchedule, band: Band, row: int, key: int, count: int, seqlen_q: int, seqlen_k: int
+) -> list[BlockTiles]:
+    """A schedule's rows as batches of equal tiles: same number of rows, of full blocks, of tail keys, masked or not.
+
+    Blocks that the band hides wholly are dropped here; blocks that it cuts make their tile a masked one.
+    """
+    block_q, block_k = schedule.block_q, schedule.block_k
+    full_blocks, tail = divmod(seqlen_k, block_k)
+    batches: dict[tuple[int | None, int, int, bool, bool], list[tuple[int, Ints]]] = {}
+    for head in range(schedule.heads or 1):
+        for tile in range(schedule.num_q_blocks):
+            at = tile * block_q
+            rows = min(block_q, seqlen_q - at)
+            blocks = schedule.row(tile, head)
+            start = blocks.astype(np.int64) * block_k
+            end = np.minimum(start + block_k, seqlen_k)
+            # j - i over the block runs from start - (at + rows - 1) to end - 1 - at.
+            least, most = start - (at + rows - 1), end - 1 - at
+            seen = np.ones(len(blocks), bool)
+            whole = np.ones(len(blocks), bool)
+            if band.low is not None:
+                seen &= most >= band.low
+                whole &= least >= band.low
+            if band.high is not None:
+                seen &= least <= band.high
+                whole &= most <= band.high
+            blocks, masked = blocks[seen], not whole[seen].all()
+            has_tail = bool(tail) and len(blocks) > 0 and int(blocks[-1]) == full_blocks
+            if has_tail:
+                blocks = blocks[:-1]
+            if len(blocks) or has_tail:
+                shape = (None if schedule.heads is None else head, rows, len(blocks), has_tail, masked)
+                batches.setdefault(shape, []).append((at, blocks))
+    return [
+        BlockTiles(
+            rows_at=np.array([at for at, _ in members], np.int32),
+            rows=rows,
+            blocks=np.array([blocks for _, blocks in members], np.int32).reshape(len(members), width),
+            block=block_k,
+            tail=tail if has_tail else 0,
+            seqlen_k=seqlen_k,
+            masked=masked,
+            band=band,
+            head=head_or_all,
+            row=row,
+            key=key,
+            count=count,
+            row_step=seqlen_q,
+            key_step=seqlen_k,
+        )
+        for (head_or_all, rows, width, has_tail, masked), members in batches.items()
+    ]
+
+
+def plan_shared_prefix(
+    batch: int,
+    seqlen_q: int,
+    levels: Sequence[tuple[int, int, Sequence[int] | None]],
+    heads_q: int,
+    heads_kv: int,
+    head_dim: int,
+    *,
+    causal: bool,
+    io_bytes: int = 2,
+) -> Plan:
+    """Levels of (batch, padded length, valid lengths or None), the last of them the sequences' own keys.
+
+    The rows of all sequences under a level's member stand together, so each member's keys are read once. Prefixes are
+    in full view; the causal band lies over the last level only.
+    """
+    work: list[Work] = []
+    for source, (members, padded, lengths) in enumerate(levels):
+        rows = batch // members * seqlen_q
+        own = source == len(levels) - 1
+        if lengths is None:
+            band = band_of(seqlen_q, padded, causal, None) if own else OPEN
+            for t in cut(rows, padded, band):
+                work += repeat(replace(t, source=source), members, rows, padded)
+            continue
+        for m, length in enumerate(lengths):
+            band = band_of(seqlen_q, length, causal, None) if own else OPEN
+            work += [
+                replace(t, row=t.row + m * rows, key=t.key + m * padded, source=source) for t in cut(rows, length, band)
+            ]
+    keys = tuple(members * padded for members, padded, _ in levels)
+    sizes = (heads_q, heads_kv, head_dim, False, 2 * head_dim * io_bytes, io_bytes)
+    return Plan("shared prefix", tuple(work), batch * seqlen_q, keys, *sizes)

@@ -1,0 +1,282 @@
+"""Plans: an attention problem as a list of tiles. Pure: no GPU, no tensors read, no I/O.
+
+A plan is a list of work items. Each says which query rows meet which key rows; running it leaves a state `(o, lse)`
+on those rows, and states over disjoint keys merge (state.py). Query rows are counted through the whole batch: row
+`b * seqlen_q + i` of a dense call, row i of a packed one. So are keys, within a *source*: a pair of K and V
+tensors, or the list of a paged cache's pages.
+
+What a row may see of its keys is a *band*: key j is visible to row i when `low <= j - i <= high` (None: no bound).
+Causal and sliding windows, aligned bottom-right, are bands, and a band's tiles are a formula: a `Tiles` item with
+`count` > 1 is that formula for a batch of equal sequences or for the equal tiles of a window. Only sparse patterns
+and trees need arrays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import count
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from tilewise.plan.show import Card, PlanSummary, draw_plan, find_card
+
+Ints = npt.NDArray[np.int32]
+Window = tuple[int | None, int | None]
+
+
+class Band(NamedTuple):
+    """Key j is visible to row i when low <= j - i <= high; None is no bound. Both count from the item's first."""
+
+    low: int | None
+    high: int | None
+
+    def shifted(self, by: int) -> Band:
+        """The same band when j - i of the old count is j - i + by of the new one."""
+        return Band(None if self.low is None else self.low + by, None if self.high is None else self.high + by)
+
+    def opened(self, rows: int, keys: int) -> Band:
+        """Without the bounds that hide nothing of a rows × keys tile: "is there a mask" has one answer."""
+        low = None if self.low is None or self.low <= -(rows - 1) else self.low
+        high = None if self.high is None or self.high >= keys - 1 else self.high
+        return Band(low, high)
+
+
+OPEN = Band(None, None)
+
+
+def band_of(seqlen_q: int, seqlen_k: int, causal: bool, window: Window | None) -> Band:
+    """The band of one sequence: bottom-right, so row i stands at key i + seqlen_k - seqlen_q."""
+    left, right = window if window is not None else (None, None)
+    if causal:
+        right = 0
+    diagonal = seqlen_k - seqlen_q
+    band = Band(None if left is None else diagonal - left, None if right is None else diagonal + right)
+    return band.opened(seqlen_q, seqlen_k)
+
+
+def visible_pairs(rows: int, keys: int, band: Band) -> int:
+    """How many (row, key) pairs of a rows × keys tile the band leaves visible."""
+    if band == OPEN:
+        return rows * keys
+    i = np.arange(rows, dtype=np.int64)
+    first = np.zeros_like(i) if band.low is None else np.clip(i + band.low, 0, keys)
+    end = np.full_like(i, keys) if band.high is None else np.clip(i + band.high + 1, 0, keys)
+    return int(np.maximum(end - first, 0).sum())
+
+
+class Rectangle(NamedTuple):
+    """Rows [row, row + rows) meet keys [key, key + keys) of a source: what pictures and sums are made of."""
+
+    row: int
+    rows: int
+    source: int
+    key: int
+    keys: int
+    pairs: int  # visible ones
+    heads: int  # query heads that do this; kv heads in proportion
+
+
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    """Regular work: `count` tiles of rows × keys, each `row_step`, `key_step` after the last, all under one band."""
+
+    row: int
+    rows: int
+    key: int
+    keys: int
+    band: Band = OPEN
+    source: int = 0
+    count: int = 1
+    row_step: int = 0
+    key_step: int = 0
+
+    def rectangles(self, heads: int) -> Iterator[Rectangle]:
+        pairs = visible_pairs(self.rows, self.keys, self.band)
+        for n in range(self.count):
+            row, key = self.row + n * self.row_step, self.key + n * self.key_step
+            yield Rectangle(row, self.rows, self.source, key, self.keys, pairs, heads)
+
+
+@dataclass(frozen=True, slots=True)
+class BlockTiles:
+    """Block-sparse work: `rows`-row query tiles that all have equally many key blocks, so that they run as one batch.
+
+    A tile is the page-table idea turned on dense keys: tile n starts at row `rows_at[n]` and meets the `block`-key
+    blocks `blocks[n]`, then `tail` keys of the ragged last block if it is among them. `masked`: the problem's band
+    still cuts through some of these blocks (position of a key = its place in the sequence).
+    """
+
+    rows_at: Ints  # (n,), within the sequence
+    rows: int
+    blocks: Ints  # (n, c), full blocks only, ascending
+    block: int
+    tail: int
+    seqlen_k: int
+    masked: bool
+    band: Band
+    head: int | None = None  # None: all query heads
+    row: int = 0  # where the sequence starts, in rows and in keys; `count` sequences share the pattern
+    key: int = 0
+    count: int = 1
+    row_step: int = 0
+    key_step: int = 0
+
+    def rectangles(self, heads: int) -> Iterator[Rectangle]:
+        for n in range(self.count):
+            row, key = self.row + n * self.row_step, self.key + n * self.key_step
+            for at, blocks in zip(self.rows_at.tolist(), self.blocks.tolist(), strict=True):
+                for start, keys in self._pieces(blocks):
+                    pairs = visible_pairs(self.rows, keys, self.band.shifted(at - start))
+                    yield Rectangle(row + at, self.rows, 0, key + start, keys, pairs, heads if self.head is None else 1)
+
+    def _pieces(self, blocks: list[int]) -> Iterator[tuple[int, int]]:
+        for b in blocks:
+            yield b * self.block, self.block
+        if self.tail:
+            yield self.seqlen_k - self.tail, self.tail
+
+
+@dataclass(frozen=True, slots=True)
+class PagedTiles:
+    """Paged work: `rows` rows from `row` on meet the tokens [start, stop) of the sequence whose pages these are.
+
+    pages (n, c): the pages that hold those tokens, beginning with the one `start` lies in. Row n of the table is tile
+    n, `rows` after the last: equal tiles of neighbouring sequences run as one batch. Rows of several sequences stand in
+    one tile when they share the pages (then the band is open).
+    """
+
+    row: int
+    rows: int
+    pages: Ints
+    start: int
+    stop: int
+    keys_at: Ints  # (n,), where each tile's tokens stand when every token read is counted once: for pictures
+    band: Band = OPEN
+
+    def rectangles(self, heads: int) -> Iterator[Rectangle]:
+        keys = self.stop - self.start
+        pairs = visible_pairs(self.rows, keys, self.band)
+        for n, key in enumerate(self.keys_at.tolist()):
+            yield Rectangle(self.row + n * self.rows, self.rows, 0, key, keys, pairs, heads)
+
+
+def page_step(table: Ints) -> int | None:
+    """Pages from one list's first to the next one's, if each list's pages are consecutive and all the steps are equal.
+
+    table (n, c), one list a row. Such a table is one strided view of the storage; None means it must be gathered.
+    """
+    if not table.size:
+        return 0
+    first = table[:, 0].astype(np.int64)
+    step = int(first[1] - first[0]) if len(first) > 1 else 0
+    regular = int(first[0]) + step * np.arange(table.shape[0])[:, None] + np.arange(table.shape[1])
+    return step if step >= 0 and np.array_equal(table, regular) else None
+
+
+Work = Tiles | BlockTiles | PagedTiles
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The work list of one problem, for all layers and all calls of the same shape.
+
+    rows: query rows in all; keys: key rows of each source. `exclusive`: no row is in two work items, so no states
+    need merging. kv_row_bytes: bytes of one token's K and V in one KV head; io_bytes: bytes of a query or output value.
+    """
+
+    kind: str
+    work: tuple[Work, ...]
+    rows: int
+    keys: tuple[int, ...]
+    heads_q: int
+    heads_kv: int
+    head_dim: int
+    exclusive: bool
+    kv_row_bytes: float
+    io_bytes: int
+
+    def rectangles(self) -> Iterator[Rectangle]:
+        """Every tile of the list, one by one."""
+        for item in self.work:
+            yield from item.rectangles(self.heads_q)
+
+    @property
+    def stored(self) -> int:
+        """Key rows that lie in memory, each counted once."""
+        return sum(self.keys)
+
+    @cached_property
+    def summary(self) -> PlanSummary:
+        """Work items, rows, key rows, bytes and FLOPs, counted from the list itself."""
+        tiles = pairs = keys_read = states = 0
+        for r in self.rectangles():
+            tiles += 1
+            pairs += r.pairs * r.heads
+            keys_read += r.keys * max(1, r.heads * self.heads_kv // self.heads_q)
+            states += r.rows * r.heads
+        q_and_o = 2 * self.rows * self.heads_q * self.head_dim * self.io_bytes
+        partial = 0 if self.exclusive else 2 * states * (self.head_dim + 1) * 4
+        return PlanSummary(
+            kind=self.kind,
+            items=len(self.work),
+            tiles=tiles,
+            rows=self.rows,
+            heads_q=self.heads_q,
+            heads_kv=self.heads_kv,
+            keys_stored=self.stored,
+            keys_read=keys_read // self.heads_kv,
+            bytes=int(keys_read * self.kv_row_bytes) + q_and_o + partial,
+            flops=4 * pairs * self.head_dim,
+            states_merged=0 if self.exclusive else states // self.heads_q,
+        )
+
+    @property
+    def flops(self) -> int:
+        """Floating-point operations of the two matrix products over visible pairs only."""
+        return self.summary.flops
+
+    @property
+    def bytes(self) -> int:
+        """Bytes to move: K and V once for each tile that reads them, Q and O once, partial states out and back."""
+        return self.summary.bytes
+
+    def floor_us(self, card: str | Card = "H200") -> float:
+        """The time under which no kernel can be on `card`: the larger of bytes over bandwidth and FLOPs over rate."""
+        return self.summary.floor_us(find_card(card))
+
+    def show(self, card: str | Card = "H200") -> None:
+        """Print the work list in a few lines, with the floor in microseconds for a named card."""
+        print(self.summary.text(find_card(card)))
+
+    def draw(self, path: str) -> None:
+        """Write a picture (PNG, SVG, PDF by the path's ending) of which rows meet which keys."""
+        draw_plan(self, path)
+
+
+@dataclass(frozen=True)
+class DecodePlan(Plan):
+    """A plan over a cache's pages. Rows stand in tree order: row (n, t) is token t of sequence `order[n]` of `seqs`.
+
+    cache_serial: which cache it was made for. stored_tokens: tokens that lie in the pages, each counted once. room: how
+    many tokens each sequence may grow by under `grow_plan` before a kernel's list of work has to be made anew. serial:
+    a number that no other plan of this process has or had, by which compiled code finds it.
+    """
+
+    seqs: tuple[int, ...] = ()
+    lengths: tuple[int, ...] = ()
+    order: Ints = field(default_factory=lambda: np.zeros(0, np.int32))
+    tokens_per_seq: int = 1
+    shared_nodes: int = 0
+    window: Window | None = None
+    room: int = 0
+    cache_serial: int = -1
+    stored_tokens: int = 0
+    serial: int = field(default_factory=count(2).__next__, init=False, compare=False)  # compilers specialise 0 and 1
+
+    @property
+    def stored(self) -> int:
+        return self.stored_tokens

@@ -1,0 +1,249 @@
+"""What the suites of the GPU decode kernel share: caches with poison in them, trees, calls that are judged.
+
+A call on CPU tensors runs in the emulator, one on CUDA tensors on the card: the same cases serve both.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+import torch
+from oracle import assert_state, poison, randn
+
+from tilewise import PagedKVCache, plan_decode, reference
+from tilewise.gpu import decode as decoding
+from tilewise.plan.worklist import FAR, Splitting
+
+BF16, FP16 = torch.bfloat16, torch.float16
+FORMATS = ("bf16", "fp16", "fp8", "int8", "int4")
+# (late, seed) of the emulator: asynchronous work lands late or at once, threads run in this order or that
+MODES = ((True, 0), (False, 0), (True, 1), (False, 7))
+# Every way of cutting within few tokens: a warp's own, a block's whole, a block's pieces
+UNCUT = Splitting(pieces=((FAR, 1 << 19),))
+FOLDED = Splitting(pieces=((FAR, 32),), whole=True)
+SMALL = Splitting(pieces=((150, 1024), (FAR, 64)), shared=64, tile_rows=16, whole=False)
+
+
+def grow(cache: PagedKVCache, seqs: Sequence[int], counts: Any, seed: int = 0, size: float = 1.0) -> None:
+    """Extend and write normal values; `size` scales the keys, and so the logits."""
+    slots = cache.extend(seqs, counts)
+    for layer in range(cache.num_layers):
+        k, v = (randn(len(slots), cache.num_kv_heads, cache.head_dim, seed=1000 * seed + 2 * layer + i) for i in (0, 1))
+        cache.write(layer, slots, k * size, v)
+
+
+def empty_cache(
+    pages: int, *, page_size: int = 16, kv_heads: int = 2, head_dim: int = 64, **options: Any
+) -> PagedKVCache:
+    return PagedKVCache(pages, page_size, kv_heads, head_dim, **options)
+
+
+def make_cache(
+    lengths: Sequence[int], *, page_size: int = 16, seed: int = 0, size: float = 1.0, **options: Any
+) -> tuple[PagedKVCache, list[int]]:
+    """Unshared sequences of these lengths, in pages that stand in no order."""
+    pages = sum(-(-n // page_size) + 1 for n in lengths) + 5
+    cache = empty_cache(pages, page_size=page_size, **options)
+    seqs = [cache.allocate() for _ in lengths]
+    done = [0] * len(lengths)
+    while any(d < n for d, n in zip(done, lengths, strict=True)):  # page by page in turns: neighbours are apart
+        counts = [min(page_size, n - d) for d, n in zip(done, lengths, strict=True)]
+        grow(cache, seqs, counts, seed=seed + sum(done), size=size)
+        done = [d + c for d, c in zip(done, counts, strict=True)]
+    return cache, seqs
+
+
+def make_tree(
+    fanouts: Sequence[int], tokens: Sequence[int], *, page_size: int = 16, seed: int = 0, **options: Any
+) -> tuple[PagedKVCache, list[int]]:
+    """Sequences of a tree: `tokens[level]` tokens a node, `fanouts[level]` children a node, by fork."""
+    nodes = accumulate(fanouts, lambda a, b: a * b)
+    pages = sum(n * (t // page_size + 2) for n, t in zip(nodes, tokens, strict=True)) + 40
+    cache = empty_cache(pages, page_size=page_size, **options)
+    level = [cache.allocate()]
+    for depth, (fanout, count) in enumerate(zip(fanouts, tokens, strict=True)):
+        level = [s if n == 0 else cache.fork(s) for s in level for n in range(fanout)]
+        grow(cache, level, [count] * len(level), seed=seed + depth)
+    return cache, level
+
+
+def stored(cache: PagedKVCache, layer: int = 0, *, runs: bool = False) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Copies of a layer's components with poison wherever no sequence has a token: NaN, or codes for it.
+
+    runs: scales lie as on a card, those of a page and head one after another.
+    """
+    held = np.zeros((cache.num_pages, cache.page_size), np.bool_)
+    for seq, length in cache.lengths.items():
+        for n, page in enumerate(cache.page_list(seq).tolist()):
+            held[page, : max(0, length - n * cache.page_size)] = True
+    free = torch.from_numpy(~held)
+    found = []
+    for components in (cache._k, cache._v):
+        parts = []
+        for n, component in enumerate(components):
+            x = component[layer].clone()
+            if x.dtype.is_floating_point and x.element_size() > 1:
+                x[free] = math.nan
+            else:
+                x.view(torch.uint8)[free] = 0x7F
+            if runs and n > 0:
+                x = x.transpose(1, 2).contiguous().transpose(1, 2)
+            parts.append(x)
+        found.append(parts)
+    return found[0], found[1]
+
+
+def garbage_pages(pages: np.ndarray, seed: int = 0) -> np.ndarray:
+    """A page list with any numbers after its end."""
+    beyond = np.random.default_rng(seed).integers(-(2**31), 2**31, 3)
+    return np.concatenate([pages, beyond]).astype(np.int32)
+
+
+def decode(
+    cache: PagedKVCache,
+    seqs: Sequence[int],
+    q: torch.Tensor,
+    *,
+    share: bool = False,
+    mode: tuple[bool, int] = MODES[0],
+    window: tuple[int | None, int | None] | None = None,
+    splitting: Splitting | None = SMALL,
+    scale: float | None = None,
+    runs: bool = False,
+    parts: Any = None,
+    plan: Any = None,
+    device: str = "cpu",
+    **options: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(o, lse) by the kernel, into memory that was NaN, out of pages with poison between the tokens.
+
+    device: where it runs; what goes in and comes out is on the CPU.
+    """
+    if plan is None:
+        plan = plan_decode(
+            cache, seqs, num_heads=q.shape[2], tokens_per_seq=q.shape[1], window=window, share_prefix=share
+        )
+    k_parts, v_parts = parts or stored(cache, runs=runs)
+    k_parts, v_parts = ([_moved(x, device) for x in of] for of in (k_parts, v_parts))
+    q, o = q.to(device), poison(q).to(device)
+    lse = torch.full((q.shape[0], q.shape[2], q.shape[1]), math.nan, device=device)
+    for name in ("sinks", "tree"):
+        if options.get(name) is not None:
+            options[name] = options[name].to(device)
+    if device == "cpu":
+        options |= {"late": mode[0], "seed": mode[1]}
+    decoding.run(
+        plan,
+        q,
+        cache.format,
+        k_parts,
+        v_parts,
+        [garbage_pages(cache.page_list(s)) for s in seqs],
+        [cache.length(s) for s in seqs],
+        o,
+        lse,
+        scale=q.shape[-1] ** -0.5 if scale is None else scale,
+        window=window,
+        splitting=splitting,
+        **options,
+    )
+    return o.cpu(), lse.cpu()
+
+
+def _moved(x: torch.Tensor, device: str) -> torch.Tensor:
+    """x on the device, in the same strides."""
+    if device == "cpu":
+        return x
+    order = sorted(range(x.dim()), key=lambda d: -x.stride(d))
+    back = [order.index(d) for d in range(x.dim())]
+    return x.permute(order).contiguous().to(device).permute(back)
+
+
+def queries(cache: PagedKVCache, seqs: Sequence[int], *, group: int = 4, tokens: int = 1, dtype=BF16, seed=7, size=1.0):
+    return randn(len(seqs), tokens, group * cache.num_kv_heads, cache.head_dim, dtype=dtype, seed=seed, size=size)
+
+
+def check(
+    cache: PagedKVCache,
+    seqs: Sequence[int],
+    *,
+    group: int = 4,
+    tokens: int = 1,
+    dtype: torch.dtype = BF16,
+    seed: int = 7,
+    size: float = 1.0,
+    window: tuple[int | None, int | None] | None = None,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
+    tree: torch.Tensor | None = None,
+    **options: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(o, lse) by the kernel, judged by the oracle over what the pages decode to."""
+    q = queries(cache, seqs, group=group, tokens=tokens, dtype=dtype, seed=seed, size=size)
+    scoring: dict[str, Any] = {"window": window, "scale": scale, "softcap": softcap, "sinks": sinks}
+    got = decode(cache, seqs, q, tree=tree, **scoring, **options)
+    exact = reference.decode(q, cache, 0, seqs, tree_mask=tree, **scoring)
+    honest = reference.decode(q, cache, 0, seqs, tree_mask=tree, dtype=dtype, **scoring)
+    try:
+        assert_state(got, exact, honest)
+    except AssertionError as error:
+        told = {"format": cache.format, "page_size": cache.page_size, "lengths": [cache.length(s) for s in seqs][:9]}
+        raise AssertionError(f"{told}, {group=}, {tokens=}, {dtype}, {scoring}, {options}: {error}") from None
+    return got
+
+
+# ---- random problems -------------------------------------------------------------------------------------------------
+# What costs a compilation: (format, head_dim, page_size), as few as will do, each with many problems.
+KINDS = (("bf16", 64, 16), ("bf16", 128, 64), ("int8", 64, 16), ("int4", 64, 16), ("bf16", 64, 3))
+
+
+def chance(seed: int, kinds: Sequence[tuple[str, int, int]] = KINDS, device: str = "cpu") -> None:
+    """One random forest of sequences, decoded with random options and judged. The same for the same seed."""
+    rng = random.Random(seed)
+    kv_format, head_dim, page_size = rng.choice(kinds)
+    cache = empty_cache(
+        4000 // page_size + 60,
+        page_size=page_size,
+        kv_heads=rng.choice((1, 2, 3)),
+        head_dim=head_dim,
+        kv_format=kv_format,
+    )
+    seqs: list[int] = []
+    for tree in range(rng.randint(1, 3)):
+        level = [cache.allocate()]
+        for depth in range(rng.randint(1, 3)):
+            level = [s if n == 0 else cache.fork(s) for s in level for n in range(rng.randint(1, 3))]
+            grow(
+                cache,
+                level,
+                [rng.choice((0, 1, rng.randint(1, 40), rng.randint(1, 120)))] * len(level),
+                seed=seed + 7 * depth,
+            )
+            uneven = [rng.randint(0, 9) for _ in level]
+            grow(cache, level, uneven, seed=seed + 100 + tree)
+        seqs += level
+    rng.shuffle(seqs)
+    group = rng.choice((1, 2, 3, 4, 8))
+    check(
+        cache,
+        seqs,
+        group=group,
+        tokens=rng.choice((1, 1, 2, 5)),
+        size=rng.choice((1.0, 1.0, 10.0)),
+        seed=seed,
+        window=rng.choice((None, None, (rng.randint(0, 150), 0))),
+        sinks=rng.choice((None, torch.linspace(-2, 3, group * cache.num_kv_heads))),
+        share=rng.random() < 0.7,
+        mode=(rng.random() < 0.5, rng.randint(0, 9)),
+        runs=kv_format.startswith("int") and rng.random() < 0.5,
+        tiles=rng.choice((None, None, False)),
+        room=rng.choice((0, 0, 0, 33)),
+        splitting=rng.choice((SMALL, None, UNCUT, Splitting(((FAR, 32),), 64, 1), FOLDED)),
+        device=device,
+    )

@@ -1,0 +1,66 @@
+"""Every file in examples/ runs on a CPU, by the command that its docstring gives, in seconds."""
+
+from __future__ import annotations
+
+import ast
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+SECONDS = 100  # of a machine that does other things as well
+TOLD = {  # what some of them have to have found
+    "shared_prefix": "computed 894 tokens of prompts, reused 6600",
+    "best_of_n": "the prompt's 300 tokens were computed once: 300 in all",
+    "quantised_cache": "int4              320",
+}
+PROGRAMS = {"python": [sys.executable], "torchrun": [sys.executable, "-m", "torch.distributed.run"]}
+
+
+def command(example: Path) -> list[str] | None:
+    """The first line of an example's docstring that runs it by python or torchrun, in the tests' own environment."""
+    for line in (ast.get_docstring(ast.parse(example.read_text())) or "").splitlines():
+        words = line.partition("#")[0].split()
+        if words and words[0] in PROGRAMS and f"examples/{example.name}" in words:
+            return [*PROGRAMS[words[0]], *words[1:]]
+    return None
+
+
+def test_there_are_examples():
+    assert EXAMPLES
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
+def test_example(example):
+    given = command(example)  # none: what several examples share
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    words = given or [sys.executable, str(example)]
+    done = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=SECONDS)
+    assert done.returncode == 0, done.stderr
+    assert bool(done.stdout) == bool(given), "an example prints what it found"
+    assert TOLD.get(example.stem, "") in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("docstring", "words"),
+    [
+        ("Shows.\n\n    torchrun --nproc-per-node 2 examples/x.py  # two", ["--nproc-per-node", "2", "examples/x.py"]),
+        ("Shows.\n\npython examples/x.py --small\n", ["examples/x.py", "--small"]),
+        ("python examples/x.py", ["examples/x.py"]),
+        ("Shared by others.\n\n    python examples/y.py", None),
+        ("python's own attention like this.", None),
+        ("", None),
+    ],
+)
+def test_command(docstring, words, tmp_path):
+    example = tmp_path / "x.py"
+    example.write_text(f'"""{docstring}"""')
+    found = command(example)
+    if words is None:
+        assert found is None
+    else:
+        assert found == [*PROGRAMS["torchrun" if "torchrun" in docstring else "python"], *words]

@@ -1,0 +1,176 @@
+"""Plans: every visible pair is in exactly one tile, none else; the numbers they show are the problem's."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from oracle import qkv
+
+from tilewise import BlockSchedule, Plan, plan_attention, plan_decode, reference
+from tilewise.plan import Band, Tiles, band_of, cut, plan_dense, plan_varlen, visible_pairs
+from tilewise.plan.show import CARDS, Card
+
+windows = st.one_of(st.none(), st.tuples(*[st.one_of(st.none(), st.integers(0, 80))] * 2))
+
+
+def covered(tiles, seqlen_q, seqlen_k):
+    """How many tiles show key j to row i."""
+    count = np.zeros((seqlen_q, seqlen_k), int)
+    for t in tiles:
+        for n in range(t.count):
+            row, key = t.row + n * t.row_step, t.key + n * t.key_step
+            offset = np.arange(t.keys)[None, :] - np.arange(t.rows)[:, None]
+            low = -(10**9) if t.band.low is None else t.band.low
+            high = 10**9 if t.band.high is None else t.band.high
+            assert row + t.rows <= seqlen_q
+            assert key + t.keys <= seqlen_k
+            count[row : row + t.rows, key : key + t.keys] += (offset >= low) & (offset <= high)
+    return count
+
+
+@given(st.integers(0, 300), st.integers(0, 300), st.booleans(), windows)
+def test_tiles_cover_the_visible_pairs_once(seqlen_q, seqlen_k, causal, window):
+    tiles = cut(seqlen_q, seqlen_k, band_of(seqlen_q, seqlen_k, causal, window))
+    expected = reference.visible(seqlen_q, seqlen_k, causal=causal, window=window).numpy().astype(int)
+    assert np.array_equal(covered(tiles, seqlen_q, seqlen_k), expected)
+
+
+@given(st.integers(1, 60), st.integers(1, 60), st.booleans(), windows)
+def test_visible_pairs_are_counted(seqlen_q, seqlen_k, causal, window):
+    band = band_of(seqlen_q, seqlen_k, causal, window)
+    expected = int(reference.visible(seqlen_q, seqlen_k, causal=causal, window=window).sum())
+    assert visible_pairs(seqlen_q, seqlen_k, band) == expected
+    plan = plan_dense(3, seqlen_q, seqlen_k, 4, 2, 8, causal=causal, window=window)
+    assert plan.flops == 4 * 8 * 4 * 3 * expected
+
+
+def test_causal_counts_only_what_it_computes():
+    """Not the full square: half of it, and the diagonal."""
+    assert plan_dense(1, 1024, 1024, 1, 1, 64, causal=True).flops == 4 * 64 * 1024 * 1025 // 2
+
+
+def test_a_regular_list_is_a_formula():
+    assert len(plan_dense(64, 4096, 4096, 8, 8, 128).work) == 1
+    assert len(plan_dense(64, 4096, 4096, 8, 8, 128, causal=True).work) == 1
+    window = plan_dense(1, 65536, 65536, 8, 8, 128, causal=True, window=(1023, 0))
+    assert len(window.work) < 10
+    assert sum(isinstance(t, Tiles) and t.count > 200 for t in window.work) == 1
+
+
+def test_window_work_grows_with_the_window_not_with_the_square():
+    short, long = (plan_dense(1, n, n, 1, 1, 64, window=(255, 0)).summary for n in (8192, 16384))
+    assert long.keys_read == pytest.approx(2 * short.keys_read, rel=0.05)
+
+
+def test_schedule_work_is_what_the_schedule_keeps():
+    schedule = BlockSchedule.random(200, 330, block_q=32, block_k=64, sparsity=0.5, seed=0, heads=4)
+    q, k, _ = qkv(2, 200, 330, 4, 2, 16)
+    plan = plan_attention(q, k, schedule=schedule)
+    assert plan.flops == 4 * 16 * 2 * int(schedule.to_mask().sum())
+    causal = plan_attention(q, k, schedule=schedule, causal=True)
+    seen = schedule.to_mask() & reference.visible(200, 330, causal=True)
+    assert causal.flops == 4 * 16 * 2 * int(seen.sum())
+    assert causal.summary.tiles < plan.summary.tiles  # blocks above the diagonal are not in the list
+
+
+def test_bytes_and_floor():
+    plan = plan_dense(2, 100, 300, 8, 2, 64, io_bytes=2)
+    kv, q_and_o = 2 * 300 * 2 * 2 * 64 * 2, 2 * 2 * 100 * 8 * 64 * 2
+    assert plan.bytes == kv + q_and_o
+    card = Card("mine", bytes_per_s=1e9, flops_per_s=1e12, measured=True)
+    assert plan.floor_us(card) == pytest.approx(max(plan.bytes / 1e9, plan.flops / 1e12) * 1e6)
+    assert plan.floor_us("h200") == plan.floor_us("H200") < plan.floor_us("RTX 4090")
+
+
+def test_show_prints_the_numbers(capsys):
+    plan_dense(1, 4096, 4096, 16, 4, 128, causal=True).show("H100")
+    text = capsys.readouterr().out
+    for word in ("work items", "query rows", "4,096 × 16 heads", "key rows", "bytes to move", "FLOP", "µs on H100"):
+        assert word in text
+    assert "data sheet" in text
+    plan_dense(1, 64, 64, 1, 1, 64).show()
+    assert "measured" in capsys.readouterr().out
+
+
+def test_show_refuses_an_unknown_card():
+    with pytest.raises(ValueError, match="card must be one of H200"):
+        plan_dense(1, 4, 4, 1, 1, 8).show("Voodoo 2")
+    assert {c.name for c in CARDS} >= {"H200", "H100", "A100"}
+
+
+def picture(plan: Plan, path) -> np.ndarray:
+    from matplotlib.image import imread
+
+    plan.draw(str(path))
+    return imread(path)[..., :3]
+
+
+def test_draw_shows_the_triangle(tmp_path):
+    image = picture(plan_dense(1, 64, 256, 1, 1, 64, causal=True), tmp_path / "plan.png")
+    blue = (image[..., 2] > image[..., 0] + 0.1).mean()
+    full = (lambda x: (x[..., 2] > x[..., 0] + 0.1).mean())(
+        picture(plan_dense(1, 64, 256, 1, 1, 64), tmp_path / "full.png")
+    )
+    assert 0 < blue <= full
+    assert image.std() > 0.05
+
+
+@pytest.mark.parametrize("kind", ["varlen", "sparse", "window", "empty"])
+def test_every_kind_draws(kind, tmp_path):
+    schedule = BlockSchedule.random(128, 128, block_q=16, block_k=16, sparsity=0.5, seed=0, heads=2)
+    plans = {
+        "varlen": plan_varlen([0, 5, 5, 90], [0, 7, 9, 200], 2, 2, 8, causal=True),
+        "sparse": plan_dense(1, 128, 128, 2, 2, 8, schedule=schedule),
+        "window": plan_dense(2, 500, 500, 2, 2, 8, window=(30, 0)),
+        "empty": plan_dense(0, 5, 0, 1, 1, 8),
+    }
+    plans[kind].draw(str(tmp_path / "plan.png"))
+    assert (tmp_path / "plan.png").stat().st_size > 1000
+
+
+def test_band_shift_and_open():
+    band = Band(-3, 5)
+    assert band.shifted(2) == (-1, 7)
+    assert Band(None, 5).shifted(-5) == (None, 0)
+    assert band.opened(rows=4, keys=6) == (None, None)
+    assert band.opened(rows=5, keys=7) == (-3, 5)
+
+
+def test_decode_plans_show_and_draw(tmp_path, capsys):
+    from test_decode import make_cache, tree
+
+    cache = make_cache()
+    plan = plan_decode(cache, tree(cache, [1, 4], [40, 8]), num_heads=4, share_prefix=True)
+    plan.show()
+    text = capsys.readouterr().out
+    assert "decode plan" in text
+    assert f"{40 + 4 * 8:,} read, {40 + 4 * 8:,} stored" in text
+    unshared = plan_decode(cache, plan.seqs, num_heads=4, share_prefix=False)
+    unshared.show()
+    assert f"{4 * 48:,} read, {40 + 4 * 8:,} stored" in capsys.readouterr().out
+    assert "states merged" in text
+    plan.draw(str(tmp_path / "tree.png"))
+    assert (tmp_path / "tree.png").stat().st_size > 1000
+
+
+def test_decode_tiles_do_not_overlap_in_the_picture():
+    from test_decode import make_cache, tree
+
+    cache = make_cache(pages=600)
+    plan = plan_decode(cache, tree(cache, [1, 3, 4], [40, 16, 8]), num_heads=4, share_prefix=True)
+    seen = np.zeros((plan.rows, plan.keys[0]), int)
+    for r in plan.rectangles():
+        seen[r.row : r.row + r.rows, r.key : r.key + r.keys] += 1
+    assert seen.max() == 1
+    assert (seen.sum(1) == 64).all()  # each sequence's 40 + 16 + 8 tokens
+    assert (seen.sum(0) > 0).all()  # every token read has its place
+
+
+def test_plan_attention_takes_the_tensors():
+    q, k, _ = qkv(2, 10, 20, 4, 2, 8, dtype=torch.float16)
+    plan = plan_attention(q, k, causal=True)
+    assert (plan.rows, plan.keys, plan.heads_q, plan.heads_kv, plan.head_dim) == (20, (40,), 4, 2, 8)
+    assert plan.io_bytes == 2
