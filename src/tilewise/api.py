@@ -10,18 +10,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from itertools import pairwise
 from typing import Any, Literal
 
 import numpy as np
 import torch
 
 from tilewise import arguments, checks, cpu, traced
+from tilewise.cpu.scoring import Scoring
 from tilewise.gpu import calls, named
 from tilewise.gpu import decode as decoding
+from tilewise.gpu.abi import FP8
 from tilewise.plan.cost import CPU_COST, GPU_COST, CostModel
 from tilewise.plan.schedule import BlockSchedule
 from tilewise.plan.tree import plan_tree
+from tilewise.scores import ScoreOptions
 
 from .kvcache import PagedKVCache, PrefixCache
 from .plan import DecodePlan, Plan, Window, plan_dense, plan_shared_prefix, plan_varlen
@@ -76,67 +78,56 @@ def attention(
     Returns o (B, Nq, Hq, D), with return_lse also the LSE (B, Hq, Nq) float32. A NaN or infinity in a key that a window
     (on a GPU also `causal`) hides may still reach the rows of its tile, as in other fused kernels.
     """
-    if torch.compiler.is_compiling():
-        return traced.attention(
-            q, k, v, causal=causal, window=window, scale=scale, softcap=softcap, sinks=sinks, alibi_slopes=alibi_slopes,
-            schedule=schedule, exact=exact, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale,
-            return_lse=return_lse, out=out, backend=backend,
-        )  # fmt: skip
-    key = None
-    if schedule is None and isinstance(q, torch.Tensor) and q.is_cuda:
+    descales = (q_descale, k_descale, v_descale)
+    if schedule is None and isinstance(q, torch.Tensor) and q.is_cuda and not torch.compiler.is_compiling():
         flags = (causal, exact, return_lse, window, scale, softcap, backend)
-        given = (q_descale, k_descale, v_descale)
-        key, known = calls.known_call(q, k, v, (sinks, alibi_slopes, out, *given), flags)
+        key, known = calls.known_call(q, k, v, (sinks, alibi_slopes, out, *descales), flags)
         if known is not None:
-            return known.again(q, k, v) if known.plain else known(q, k, v, sinks, alibi_slopes, out, given)
-    batch, seqlen_q, seqlen_k, heads_q, heads_kv, head_dim = arguments.check_qkv(q, k, v, fp8=True)
-    descales = arguments.check_descales(q, (q_descale, k_descale, v_descale), batch, heads_kv)
-    window = arguments.check_window(window)
-    scoring = arguments.scoring(q, scale, softcap)
-    slopes = arguments.check_slopes(alibi_slopes, batch, heads_q, q.device)
-    arguments.check_sinks(sinks, heads_q, q.device)
+            return known.again(q, k, v) if known.plain else known(q, k, v, sinks, alibi_slopes, out, descales)
+    else:
+        key = None
+    options: ScoreOptions = {
+        "causal": causal, "window": window, "scale": scale, "softcap": softcap, "sinks": sinks,
+        "alibi_slopes": alibi_slopes,
+    }  # fmt: skip
+    rest: dict[str, Any] = {"exact": exact, "return_lse": return_lse, "out": out, "backend": backend}
+    if torch.compiler.is_compiling():
+        return traced.attention(q, k, v, descales, schedule=schedule, **options, **rest)
+    call = arguments.check_call(q, k, v, options, descales=descales, **rest)
     if schedule is not None:
-        arguments.check_schedule("schedule", schedule, seqlen_q, seqlen_k, heads_q)
-    checks.flag("causal", causal)
-    checks.flag("exact", exact)
-    checks.flag("return_lse", return_lse)
-    arguments.check_out(out, q)
-    where = arguments.check_backend(backend, q, (k, v, sinks, alibi_slopes), rungs=True)
-    if where != "cpu":
-        options = calls.kernel_options(causal, window, scoring, slopes, exact)
-        if where == arguments.EMULATOR and (kernel := named.find(backend, q.dtype)):
-            asked = {"window": window, "softcap": softcap or None, "alibi_slopes": slopes, "schedule": schedule}
-            o, lse = named.run(kernel, q, k, v, causal, scoring.scale, **asked)
-            return _result(o, lse, sinks, out, return_lse)
-        calls.check_served(q, schedule, where)
-        call = calls.GpuCall(options, return_lse)
+        arguments.check_schedule("schedule", schedule, *call.sizes[1:4])
+    if call.where == arguments.EMULATOR and (kernel := named.find(backend, q.dtype)):
+        o, lse = named.run(kernel, q, k, v, options, call.scores.scale, schedule)
+        return _result(o, lse, sinks, out, return_lse)
+    if call.where != "cpu":
+        calls.check_served(q, schedule, call.where)
+        bound = calls.GpuCall(call.scores.rule, return_lse)
         if key is not None:
-            calls.calls()[key] = call
-        return call(q, k, v, sinks, alibi_slopes, out, descales)
-    fp8 = q.dtype == calls.FP8
-    if fp8:
-        q, k, v = (arguments.widened(x, descale, heads_kv) for x, descale in zip((q, k, v), descales, strict=True))
+            calls.calls()[key] = bound
+        return bound(q, k, v, sinks, alibi_slopes, out, call.descales)
+    o, lse = _dense_on_cpu(q, k, v, call, schedule, out)
+    return _result(o, lse, sinks, out, return_lse)
 
-    plan = plan_dense(
-        batch,
-        seqlen_q,
-        seqlen_k,
-        heads_q,
-        heads_kv,
-        head_dim,
-        causal=causal,
-        window=window,
-        schedule=schedule,
-        io_bytes=q.element_size(),
-    )
-    if slopes is not None:
-        starts = [b * seqlen_q for b in range(batch)], [b * seqlen_k for b in range(batch)]
-        scoring = cpu.Scoring(scoring.scale, softcap, cpu.Alibi(slopes, *starts, [seqlen_k - seqlen_q] * batch))
+
+def _dense_on_cpu(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    call: arguments.Call,
+    schedule: BlockSchedule | None,
+    out: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`attention` on the CPU: o like q (bfloat16 for FP8), lse (B, Hq, Nq)."""
+    batch, seqlen_q, seqlen_k, heads_q, heads_kv, _ = call.sizes
+    fp8 = q.dtype == FP8
+    if fp8:
+        q, k, v = (arguments.widened(x, by, heads_kv) for x, by in zip((q, k, v), call.descales, strict=True))
+    plan = plan_dense(*call.sizes, window=call.scores.window, schedule=schedule, io_bytes=q.element_size())
+    starts = ([b * n for b in range(batch + 1)] for n in (seqlen_q, seqlen_k))
     with _full_precision():
-        o, lse = cpu.run(plan, q, [(k, v)], scoring, None if fp8 else checks.place(out, q, k, v))
-    return _result(
-        o.bfloat16() if fp8 else o, lse.view(batch, seqlen_q, heads_q).transpose(1, 2), sinks, out, return_lse
-    )
+        place = None if fp8 else checks.place(out, q, k, v)
+        o, lse = cpu.run(plan, q, [(k, v)], Scoring.of(call.scores, *starts), place)
+    return o.bfloat16() if fp8 else o, lse.view(batch, seqlen_q, heads_q).transpose(1, 2)
 
 
 def attention_varlen(
@@ -177,89 +168,72 @@ def attention_varlen(
 
     Returns o (total_q, Hq, D), with return_lse also the LSE (Hq, total_q) float32.
     """
+    options: ScoreOptions = {
+        "causal": causal, "window": window, "scale": scale, "softcap": softcap, "sinks": sinks,
+        "alibi_slopes": alibi_slopes,
+    }  # fmt: skip
+    descales = (q_descale, k_descale, v_descale)
+    rest: dict[str, Any] = {"exact": exact, "return_lse": return_lse, "out": out, "backend": backend}
     if torch.compiler.is_compiling():
-        return traced.attention_varlen(
-            q, k, v, cu_seqlens_q, cu_seqlens_k, page_table=page_table, causal=causal, window=window, scale=scale,
-            softcap=softcap, sinks=sinks, alibi_slopes=alibi_slopes, schedule=schedule, exact=exact,
-            q_descale=q_descale, k_descale=k_descale, v_descale=v_descale, return_lse=return_lse, out=out,
-            backend=backend,
-        )  # fmt: skip
+        packed = (q, k, v, cu_seqlens_q, cu_seqlens_k)
+        return traced.attention_varlen(*packed, page_table, descales, schedule=schedule, **options, **rest)
+    batch = arguments.check_sequences(cu_seqlens_q, cu_seqlens_k)
     paged = page_table is not None
-    sizes = arguments.check_qkv(q, k, v, packed=True, paged=paged, fp8=True)
-    _, total_q, total_k, heads_q, heads_kv, head_dim = sizes
-    checks.tensor("cu_seqlens_q", cu_seqlens_q, shape=("batch + 1",), dtypes=checks.INTEGERS)
-    batch = cu_seqlens_q.shape[0] - 1
-    if batch < 0:
-        raise ValueError("cu_seqlens_q must start with 0, got no entries")
-    checks.tensor("cu_seqlens_k", cu_seqlens_k, shape=(cu_seqlens_q.shape[0],), dtypes=checks.INTEGERS)
-    window = arguments.check_window(window)
-    scoring = arguments.scoring(q, scale, softcap)
-    slopes = arguments.check_slopes(alibi_slopes, batch, heads_q, q.device)
-    arguments.check_sinks(sinks, heads_q, q.device)
-    descales = arguments.check_descales(q, (q_descale, k_descale, v_descale), batch, heads_kv)
-    checks.flag("causal", causal)
-    checks.flag("exact", exact)
-    checks.flag("return_lse", return_lse)
-    arguments.check_out(out, q)
+    call = arguments.check_call(q, k, v, options, descales=descales, batch=batch, paged=paged, **rest)
     if page_table is not None:
         arguments.check_page_table(page_table, k, batch)
-    where = arguments.check_backend(backend, q, (k, v, sinks, alibi_slopes))
     # Values on a GPU stay unread: looking at them would make the CPU wait.
-    starts_q = (
-        arguments.check_starts("cu_seqlens_q", cu_seqlens_q, total_q, "q") if cu_seqlens_q.device.type == "cpu" else []
-    )
-    ends_with = None if paged else total_k
-    starts_k = (
-        arguments.check_starts("cu_seqlens_k", cu_seqlens_k, ends_with, "k")
-        if cu_seqlens_k.device.type == "cpu"
-        else []
-    )
-    if page_table is not None and starts_k:
+    starts_q = arguments.check_starts("cu_seqlens_q", cu_seqlens_q, call.sizes.seqlen_q, "q")
+    starts_k = arguments.check_starts("cu_seqlens_k", cu_seqlens_k, None if paged else call.sizes.seqlen_k, "k")
+    if page_table is not None and starts_k is not None:
         arguments.check_pages(page_table, k, starts_k)
-    if where != "cpu":
-        calls.check_served(q, schedule, where)
-        options = calls.kernel_options(causal, window, scoring, slopes, exact)
+    if call.where != "cpu":
+        calls.check_served(q, schedule, call.where)
         starts = tuple(x.to(q.device, cu_seqlens_q.dtype).contiguous() for x in (cu_seqlens_q, cu_seqlens_k))
-        call = calls.GpuCall(options, return_lse)
-        return call(q, k, v, sinks, alibi_slopes, out, descales, (starts[0], starts[1]), page_table)
+        bound = calls.GpuCall(call.scores.rule, return_lse)
+        return bound(q, k, v, sinks, alibi_slopes, out, call.descales, (starts[0], starts[1]), page_table)
+    assert starts_q is not None  # on the CPU, as everything is here
+    assert starts_k is not None
     if page_table is not None:
         k, v = (arguments.gather(x, page_table, starts_k) for x in (k, v))
-    fp8 = q.dtype == calls.FP8
+    o, lse = _packed_on_cpu(q, k, v, call, schedule, starts_q, starts_k, out)
+    return _result(o, lse, sinks, out, return_lse)
+
+
+def _packed_on_cpu(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    call: arguments.Call,
+    schedule: BlockSchedule | Sequence[BlockSchedule | None] | None,
+    starts_q: list[int],
+    starts_k: list[int],
+    out: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`attention_varlen` on the CPU over packed k and v: o like q (bfloat16 for FP8), lse (Hq, total_q)."""
+    heads_q, heads_kv, head_dim = call.sizes[3:]
+    fp8 = q.dtype == FP8
     if fp8:
         counts = [torch.tensor(starts).diff() for starts in (starts_q, starts_k, starts_k)]
         q, k, v = (
             arguments.widened(x, None if descale is None else descale.repeat_interleave(count, 0), heads_kv)
-            for x, descale, count in zip((q, k, v), descales, counts, strict=True)
+            for x, descale, count in zip((q, k, v), call.descales, counts, strict=True)
         )
-    lengths = [(q1 - q0, k1 - k0) for (q0, q1), (k0, k1) in zip(pairwise(starts_q), pairwise(starts_k), strict=True)]
-    schedules: Sequence[BlockSchedule | None] | None = None
-    if schedule is not None:
-        schedules = (
-            [schedule] * batch
-            if isinstance(schedule, BlockSchedule)
-            else arguments.check_schedule_list(schedule, batch)
-        )
-        for b, ((nq, nk), one) in enumerate(zip(lengths, schedules, strict=True)):
-            if one is not None:
-                arguments.check_schedule(f"schedule (sequence {b})", one, nq, nk, heads_q)
-
+    schedules = arguments.check_schedules(schedule, starts_q, starts_k, heads_q)
     plan = plan_varlen(
         starts_q,
         starts_k,
         heads_q,
         heads_kv,
         head_dim,
-        causal=causal,
-        window=window,
+        window=call.scores.window,
         schedules=schedules,
         io_bytes=q.element_size(),
     )
-    if slopes is not None:
-        alibi = cpu.Alibi(slopes, starts_q[:-1], starts_k[:-1], [nk - nq for nq, nk in lengths])
-        scoring = cpu.Scoring(scoring.scale, softcap, alibi)
     with _full_precision():
-        o, lse = cpu.run(plan, q, [(k, v)], scoring, None if fp8 else checks.place(out, q, k, v))
-    return _result(o.bfloat16() if fp8 else o, lse.transpose(0, 1), sinks, out, return_lse)
+        place = None if fp8 else checks.place(out, q, k, v)
+        o, lse = cpu.run(plan, q, [(k, v)], Scoring.of(call.scores, starts_q, starts_k), place)
+    return o.bfloat16() if fp8 else o, lse.transpose(0, 1)
 
 
 def shared_prefix_attention(
@@ -287,9 +261,7 @@ def shared_prefix_attention(
     Returns o (B, Nq, Hq, D), with return_lse also the LSE (B, Hq, Nq) float32.
     """
     batch, seqlen_q, _, heads_q, heads_kv, head_dim = arguments.check_qkv(q, k, v)
-    scoring = arguments.scoring(q, scale, softcap)
-    arguments.check_sinks(sinks, heads_q, q.device)
-    checks.flag("causal", causal)
+    scores = arguments.check_scores(q, batch, causal=causal, scale=scale, softcap=softcap, sinks=sinks)
     checks.flag("return_lse", return_lse)
     arguments.check_out(out, q)
     sources, shapes = arguments.check_levels(levels, q, heads_kv)
@@ -300,14 +272,15 @@ def shared_prefix_attention(
     where = arguments.check_backend(backend, q, [x for source in sources for x in source] + [sinks])
     if where != "cpu":
         calls.check_served(q, None, where)
-        o, lse = calls.shared_prefix(q, sources, [shape[2] for shape in shapes], causal, scoring)
+        o, lse = calls.shared_prefix(q, sources, [shape[2] for shape in shapes], scores)
         return _result(o, lse, sinks, out, return_lse)
 
     plan = plan_shared_prefix(
         batch, seqlen_q, shapes, heads_q, heads_kv, head_dim, causal=causal, io_bytes=q.element_size()
     )
     with _full_precision():
-        o, lse = cpu.run(plan, q, sources, scoring, checks.place(out, q, *(x for source in sources for x in source)))
+        place = checks.place(out, q, *(x for source in sources for x in source))
+        o, lse = cpu.run(plan, q, sources, Scoring.of(scores), place)
     return _result(o, lse.view(batch, seqlen_q, heads_q).transpose(1, 2), sinks, out, return_lse)
 
 
@@ -444,8 +417,10 @@ def decode(
     Returns o (num_seqs, tokens_per_seq, Hq, D), with return_lse also the LSE (num_seqs, Hq, tokens_per_seq) float32.
     """
     if torch.compiler.is_compiling():
-        options = {"scale": scale, "softcap": softcap, "sinks": sinks, "tree_mask": tree_mask, "backend": backend}
-        return traced.decode(q, cache, layer, plan, return_lse=return_lse, out=out, **options)
+        return traced.decode(
+            q, cache, layer, plan, scale=scale, softcap=softcap, sinks=sinks, tree_mask=tree_mask,
+            return_lse=return_lse, out=out, backend=backend,
+        )  # fmt: skip
     pages = arguments.check_cache(cache)
     arguments.check_plan(plan, pages)
     checks.integer("layer", layer, 0, pages.num_layers - 1)
@@ -461,8 +436,8 @@ def decode(
             f"plan is out of date: sequence {seq} had {length} tokens and now has {pages.length(seq)}; "
             "call plan_decode again after extending, or grow_plan"
         )
-    scoring = arguments.scoring(q, scale, softcap)
-    arguments.check_sinks(sinks, plan.heads_q, q.device)
+    options: ScoreOptions = {"window": plan.window, "scale": scale, "softcap": softcap, "sinks": sinks}
+    scores = arguments.check_scores(q, count, **options)
     checks.flag("return_lse", return_lse)
     arguments.check_out(out, q)
     tree = arguments.check_tree_mask(tree_mask, plan, q.device)
@@ -479,11 +454,8 @@ def decode(
             plan.lengths,
             o,
             states,
-            scale=scoring.scale,
-            softcap=softcap,
-            sinks=sinks,
+            scores,
             tree=tree,
-            window=plan.window,
             room=plan.room,
         )
         if out is not None and out is not o:
@@ -492,11 +464,11 @@ def decode(
 
     if tree is not None:
         with _full_precision():
-            o, lse = cpu.run_tree(q, pages, layer, plan.seqs, scoring, tree)
+            o, lse = cpu.run_tree(q, pages, layer, plan.seqs, Scoring.of(scores), tree)
         return _result(o, lse, sinks, out, return_lse)
     order = torch.from_numpy(plan.order).long()  # plan's rows -> the caller's
     with _full_precision():
-        o, lse = cpu.run_paged(plan, q.index_select(0, order).flatten(0, 1), pages, layer, scoring)
+        o, lse = cpu.run_paged(plan, q.index_select(0, order).flatten(0, 1), pages, layer, Scoring.of(scores))
     o, lse = o.view(q.shape), lse.view(count, tokens, plan.heads_q)
     o = torch.empty_like(o).index_copy_(0, order, o)
     lse = torch.empty_like(lse).index_copy_(0, order, lse)

@@ -7,17 +7,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, NamedTuple
 
 import numpy as np
 import torch
 
 from tilewise import checks, cpu
-from tilewise.gpu import calls
+from tilewise.gpu.abi import FP8
+from tilewise.gpu.prefill import out_dtype
 from tilewise.plan.schedule import BlockSchedule
+from tilewise.scores import ScoreOptions, Scores, Window
 
 from .kvcache import PagedKVCache, PrefixCache
-from .plan import DecodePlan, Ints, Window
+from .plan import DecodePlan, Ints
 
 MAX_HEAD_DIM = 512
 BACKENDS = ("auto", "cpu", "cuda", "emulator")
@@ -26,12 +28,27 @@ EMULATOR: Final = "emulator"  # also "emulator:NAME" for one kernel
 LevelShape = tuple[int, int, Sequence[int] | None]
 
 
+class Sizes(NamedTuple):
+    """Of q, k and v; of packed tensors batch is 1 and the lengths are totals, of paged ones seqlen_k is a page's."""
+
+    batch: int
+    seqlen_q: int
+    seqlen_k: int
+    heads_q: int
+    heads_kv: int
+    head_dim: int
+
+
+Descales = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
+Where = Literal["cpu", "cuda", "emulator"]
+
+
 def check_qkv(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, packed: bool = False, paged: bool = False, fp8: bool = False
-) -> tuple[int, int, int, int, int, int]:
-    """(batch, seqlen_q, seqlen_k, heads_q, heads_kv, head_dim) of checked tensors; paged: of k and v in pages."""
+) -> Sizes:
+    """The sizes of checked tensors; paged: k and v are in pages."""
     lead: tuple[str, ...] = ("total",) if packed else ("batch", "seqlen")
-    dtypes = (*checks.FLOATS, calls.FP8) if fp8 else checks.FLOATS
+    dtypes = (*checks.FLOATS, FP8) if fp8 else checks.FLOATS
     checks.tensor("q", q, shape=(*lead, "heads", "head_dim"), dtypes=dtypes, unit_last_stride=True)
     batch = () if packed else (q.shape[0],)
     seqlen_q, heads_q, head_dim = q.shape[-3:]
@@ -43,25 +60,23 @@ def check_qkv(
     checks.integer("heads of k", heads_kv, 1)
     if heads_q == 0 or heads_q % heads_kv:
         raise ValueError(f"q must have a multiple of k's {heads_kv} heads, got {heads_q}")
-    return 1 if packed else q.shape[0], seqlen_q, seqlen_k, heads_q, heads_kv, head_dim
+    return Sizes(1 if packed else q.shape[0], seqlen_q, seqlen_k, heads_q, heads_kv, head_dim)
 
 
-def check_descales(
-    q: torch.Tensor, descales: Sequence[torch.Tensor | None], batch: int, heads_kv: int
-) -> tuple[torch.Tensor | None, ...]:
+def check_descales(q: torch.Tensor, descales: Descales, batch: int, heads_kv: int) -> Descales:
     """What FP8 inputs are to be multiplied with, as float32 (batch, heads_kv) with the last stride 1."""
     checked: list[torch.Tensor | None] = []
     for name, descale in zip("qkv", descales, strict=True):
         if descale is not None:
             name = f"{name}_descale"
-            if q.dtype != calls.FP8:
+            if q.dtype != FP8:
                 raise ValueError(f"{name} goes with float8_e4m3fn inputs, got {q.dtype}; multiply those yourself")
             checks.tensor(name, descale, dtypes=(torch.float32,), device=q.device)
             if tuple(descale.shape) not in ((heads_kv,), (batch, heads_kv)):
                 raise ValueError(f"{name} must be ({heads_kv},) or ({batch}, {heads_kv}), got {tuple(descale.shape)}")
             descale = descale.contiguous().expand(batch, heads_kv)
         checked.append(descale)
-    return tuple(checked)
+    return checked[0], checked[1], checked[2]
 
 
 def widened(x: torch.Tensor, descale: torch.Tensor | None, heads_kv: int) -> torch.Tensor:
@@ -82,14 +97,29 @@ def check_window(window: Any) -> Window | None:
     return left, right
 
 
-def scoring(q: torch.Tensor, scale: float | None, softcap: float) -> cpu.Scoring:
-    scale = q.shape[-1] ** -0.5 if scale is None else checks.number("scale", scale)
-    return cpu.Scoring(scale, checks.number("softcap", softcap, 0.0))
-
-
-def check_sinks(sinks: torch.Tensor | None, heads_q: int, device: torch.device) -> None:
+def check_scores(
+    q: torch.Tensor,
+    batch: int,
+    *,
+    causal: bool = False,
+    window: Any = None,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
+    alibi_slopes: torch.Tensor | None = None,
+    exact: bool = False,
+) -> Scores:
+    """The options of a call on q (…, heads, head_dim), checked, as the one value that plans and kernels take."""
+    heads_q, head_dim = q.shape[-2:]
+    left, right = check_window(window) or (None, None)
+    right = 0 if checks.flag("causal", causal) else right
+    scale = head_dim**-0.5 if scale is None else checks.number("scale", scale)
+    softcap = checks.number("softcap", softcap, 0.0)
+    slopes = check_slopes(alibi_slopes, batch, heads_q, q.device)
     if sinks is not None:
-        checks.tensor("sinks", sinks, shape=(heads_q,), dtypes=checks.FLOATS, device=device)
+        checks.tensor("sinks", sinks, shape=(heads_q,), dtypes=checks.FLOATS, device=q.device)
+    exact = checks.flag("exact", exact)
+    return Scores((left, right), scale, softcap, slopes is not None, exact, sinks, slopes)
 
 
 def check_slopes(slopes: torch.Tensor | None, batch: int, heads_q: int, device: torch.device) -> torch.Tensor | None:
@@ -102,6 +132,41 @@ def check_slopes(slopes: torch.Tensor | None, batch: int, heads_q: int, device: 
     return slopes.float().expand(batch, heads_q)
 
 
+class Call(NamedTuple):
+    """What `attention` and `attention_varlen` were asked for, checked. descales: of q, k and v, (batch, heads_kv)."""
+
+    sizes: Sizes
+    scores: Scores
+    descales: Descales
+    where: Where
+
+
+def check_call(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    options: ScoreOptions,
+    *,
+    exact: bool,
+    descales: Descales,
+    return_lse: bool,
+    out: torch.Tensor | None,
+    backend: str,
+    batch: int | None = None,
+    paged: bool = False,
+) -> Call:
+    """The checks that both calls share; batch: the number of packed sequences, None for dense tensors."""
+    sizes = check_qkv(q, k, v, packed=batch is not None, paged=paged, fp8=True)
+    if batch is not None:
+        sizes = sizes._replace(batch=batch)
+    scores = check_scores(q, sizes.batch, exact=exact, **options)
+    checked = check_descales(q, descales, sizes.batch, sizes.heads_kv)
+    checks.flag("return_lse", return_lse)
+    check_out(out, q)
+    given = (k, v, options.get("sinks"), options.get("alibi_slopes"))
+    return Call(sizes, scores, checked, check_backend(backend, q, given, rungs=batch is None))
+
+
 def check_schedule(name: str, schedule: Any, seqlen_q: int, seqlen_k: int, heads_q: int) -> None:
     if not isinstance(schedule, BlockSchedule):
         raise TypeError(f"{name} must be a tilewise.BlockSchedule, got {type(schedule).__name__}")
@@ -111,15 +176,38 @@ def check_schedule(name: str, schedule: Any, seqlen_q: int, seqlen_k: int, heads
         raise ValueError(f"{name}: {error}") from None
 
 
-def check_schedule_list(schedules: Any, batch: int) -> Sequence[BlockSchedule | None]:
+def check_schedules(
+    schedules: Any, starts_q: Sequence[int], starts_k: Sequence[int], heads_q: int
+) -> Sequence[BlockSchedule | None] | None:
+    """One schedule, or None, for each of the packed sequences; None if there are none."""
+    if schedules is None:
+        return None
+    batch = len(starts_q) - 1
+    if isinstance(schedules, BlockSchedule):
+        schedules = [schedules] * batch
     if not isinstance(schedules, (list, tuple)):
         raise TypeError(f"schedule must be a BlockSchedule or a list of them, got {type(schedules).__name__}")
     if len(schedules) != batch:
         raise ValueError(f"schedule must have one entry for each of the {batch} sequences, got {len(schedules)}")
+    for b, ((q0, q1), (k0, k1)) in enumerate(zip(pairwise(starts_q), pairwise(starts_k), strict=True)):
+        if schedules[b] is not None:
+            check_schedule(f"schedule (sequence {b})", schedules[b], q1 - q0, k1 - k0, heads_q)
     return schedules
 
 
-def check_starts(name: str, starts: torch.Tensor, total: int | None, packed: str) -> list[int]:
+def check_sequences(cu_seqlens_q: Any, cu_seqlens_k: Any) -> int:
+    """How many packed sequences there are."""
+    checks.tensor("cu_seqlens_q", cu_seqlens_q, shape=("batch + 1",), dtypes=checks.INTEGERS)
+    if not len(cu_seqlens_q):
+        raise ValueError("cu_seqlens_q must start with 0, got no entries")
+    checks.tensor("cu_seqlens_k", cu_seqlens_k, shape=(cu_seqlens_q.shape[0],), dtypes=checks.INTEGERS)
+    return int(cu_seqlens_q.shape[0]) - 1
+
+
+def check_starts(name: str, starts: torch.Tensor, total: int | None, packed: str) -> list[int] | None:
+    """The values; None, and nothing checked, where they are on a GPU: looking at them would make the CPU wait."""
+    if starts.device.type != "cpu":
+        return None
     values: list[int] = starts.tolist()
     if not values or values[0] != 0:
         raise ValueError(f"{name} must start with 0, got {values[:1]}")
@@ -209,7 +297,7 @@ class PageListsOf:
 def check_out(out: torch.Tensor | None, q: torch.Tensor) -> None:
     if out is None:
         return
-    dtype = calls.out_dtype(q.dtype)
+    dtype = out_dtype(q.dtype)
     checks.tensor("out", out, shape=tuple(q.shape), dtypes=(dtype,), device=q.device, unit_last_stride=True)
     if any(stride == 0 and size > 1 for stride, size in zip(out.stride(), out.shape, strict=True)):
         raise ValueError(f"out must have a place for every element, got strides {out.stride()}; use torch.empty")
@@ -248,9 +336,7 @@ def gather(x: torch.Tensor, page_table: torch.Tensor, starts: Sequence[int]) -> 
     return torch.cat(parts)
 
 
-def check_backend(
-    backend: str, q: torch.Tensor, others: Sequence[torch.Tensor | None], rungs: bool = False
-) -> Literal["cpu", "cuda", "emulator"]:
+def check_backend(backend: str, q: torch.Tensor, others: Sequence[torch.Tensor | None], rungs: bool = False) -> Where:
     """Where the call runs, refusing what nothing there serves; rungs: the ladder's serve this call too, by name."""
     emulated = isinstance(backend, str) and backend.partition(":")[0] == EMULATOR
     if not emulated:

@@ -17,7 +17,11 @@ from tilewise.kvcache import PagedKVCache
 from tilewise.plan import DecodePlan
 
 if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from tilewise.arguments import Descales
     from tilewise.kvcache import PrefixCache
+    from tilewise.scores import ScoreOptions
 
 State = tuple[torch.Tensor, torch.Tensor]
 Result = torch.Tensor | State
@@ -44,21 +48,58 @@ def recall(serial: int) -> tuple[DecodePlan, PagedKVCache]:
 
 
 def attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, window: Any, schedule: Any, out: Any, **options: Any
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    descales: Descales,
+    *,
+    schedule: Any,
+    out: Any,
+    exact: bool,
+    return_lse: bool,
+    backend: str,
+    **options: Unpack[ScoreOptions],
 ) -> Result:
     """attention() in a graph."""
     _refuse(schedule=schedule, out=out)
-    left, right = window or (None, None)
-    result = torch.ops.tilewise.attention(q, k, v, window_left=left, window_right=right, **options)
-    return _asked(result, options["return_lse"])
+    rest = {"exact": exact, "return_lse": return_lse, "backend": backend}
+    result = torch.ops.tilewise.attention(q, k, v, **_named(descales), **_by_sides(options), **rest)
+    return _asked(result, return_lse)
 
 
-def attention_varlen(*tensors: torch.Tensor, window: Any, schedule: Any, out: Any, **options: Any) -> Result:
-    """attention_varlen() in a graph; tensors: q, k, v, cu_seqlens_q, cu_seqlens_k."""
+def attention_varlen(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    page_table: torch.Tensor | None,
+    descales: Descales,
+    *,
+    schedule: Any,
+    out: Any,
+    exact: bool,
+    return_lse: bool,
+    backend: str,
+    **options: Unpack[ScoreOptions],
+) -> Result:
+    """attention_varlen() in a graph."""
     _refuse(schedule=schedule, out=out)
-    left, right = window or (None, None)
-    result = torch.ops.tilewise.attention_varlen(*tensors, window_left=left, window_right=right, **options)
-    return _asked(result, options["return_lse"])
+    rest = {"exact": exact, "return_lse": return_lse, "backend": backend}
+    result = torch.ops.tilewise.attention_varlen(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, page_table, **_named(descales), **_by_sides(options), **rest
+    )
+    return _asked(result, return_lse)
+
+
+def _named(descales: Descales) -> dict[str, torch.Tensor | None]:
+    return {f"{name}_descale": x for name, x in zip("qkv", descales, strict=True)}
+
+
+def _by_sides(options: ScoreOptions) -> dict[str, Any]:
+    """The options as an operator takes them: a window is two numbers."""
+    left, right = options.get("window") or (None, None)
+    return {**{n: x for n, x in options.items() if n != "window"}, "window_left": left, "window_right": right}
 
 
 def decode(

@@ -29,6 +29,7 @@ from tilewise import BlockSchedule, attention, attention_varlen, compiler, emula
 from tilewise.arch import EMULATED_BLOCKS
 from tilewise.compiler.spec import KernelSpec
 from tilewise.gpu import calls, prefill
+from tilewise.scores import Scores
 
 LENGTHS = (1, 63, 65, 127, 129, 193)
 WINDOWS = ((0, 0), (None, 3), (5, None), (70, 10), (3, 130), (1000, 1000))
@@ -203,7 +204,7 @@ def test_a_bound_call_takes_an_out_that_is_an_input_and_then_one_that_is_not():
     """A GpuCall is kept for calls whose tensors look the same, and an `out` that is an input looks like another."""
     qkv = normal(1, 40, 3 * 2, 64).view(1, 40, 3, 2, 64)
     q, k, v = qkv.clone().unbind(2)
-    call = calls.GpuCall(prefill.Options(scale=0.125), True)
+    call = calls.GpuCall(Scores(scale=0.125), True)
     assert_attention(call(q, k, v, None, None, q), *qkv.unbind(2))
     q, k, v = qkv.unbind(2)
     out = torch.full_like(qkv, NAN)[:, :, 0]
@@ -461,7 +462,7 @@ def specialisations(head_dim: int) -> set[KernelSpec]:
             q = torch.empty(1, dtype=BF16).expand(1, nq, 2, head_dim)
             kv = torch.empty(1, dtype=BF16).expand(4, 16, 2, head_dim) if paged else q
             window = (None, 0 if causal else None)
-            options = prefill.Options(window, 1.0, 9.0 if scored else 0.0, bool(scored), exact)
+            options = Scores(window, 1.0, 9.0 if scored else 0.0, bool(scored), exact)
             packed_q = q[0] if paged else q
             sequences = 1 if paged else None
             bound = prefill.Forward(

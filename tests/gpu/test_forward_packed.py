@@ -12,6 +12,7 @@ from oracle import randn
 
 from tilewise import attention, attention_varlen, emulator, reference
 from tilewise.gpu import prefill
+from tilewise.scores import Scores
 
 # Queries and keys of each sequence: empty ones at both ends and inside, ends in mid-tile, more queries than keys
 RAGGED = {
@@ -243,7 +244,7 @@ def test_the_list_has_every_tile_once_heaviest_first(window, heads):
     lengths = [0, 700, 1, 128, 129, 64, 0, 40, 333, 20] * 2, [50, 900, 700, 1, 0, 64, 9, 400, 333, 5000] * 2
     q, k, v, *starts = packed(*lengths, *heads, 64)
     with emulated(seed=3) as launches:
-        bound = prefill.Forward(q, k, v, q, prefill.Options(window), tma=True, sequences=len(lengths[0]))
+        bound = prefill.Forward(q, k, v, q, Scores(window), tma=True, sequences=len(lengths[0]))
         work = torch.full((prefill.LIST_HEADER + prefill.TILE_WORDS * bound.list_tiles + prefill.BUCKETS,), -1).int()
         run_list(bound, work, *starts)
     assert launches[-1].spec.entry == "ragged"
@@ -293,7 +294,7 @@ def test_wrong_starts_touch_nothing_outside(name):
     q, k, v = (randn(1000, 1, 64, dtype=BF16, seed=i) for i in range(3))
     o, lse = torch.empty_like(q), torch.empty(1, 1000)
     for starts_q, starts_k in ((starts, right), (right, starts), (starts, starts)):
-        bound = prefill.Forward(q, k, v, o, prefill.Options(), tma=True, sequences=len(starts) - 1)
+        bound = prefill.Forward(q, k, v, o, Scores(), tma=True, sequences=len(starts) - 1)
         bound(q, k, v, o, lse, None, None, (starts_q, starts_k))
 
 
@@ -304,5 +305,5 @@ def test_wrong_lengths_touch_nothing_outside_of_a_page_table(name, head_dim):
     q = randn(30, 1, head_dim, dtype=BF16)
     k, v = (randn(12, 16, 1, head_dim, dtype=BF16, seed=i) for i in (1, 2))
     table, o = torch.arange(12, dtype=torch.int32).view(3, 4), torch.empty_like(q)
-    bound = prefill.Forward(q, k, v, o, prefill.Options(), tma=head_dim == 64, sequences=3, paged=True)
+    bound = prefill.Forward(q, k, v, o, Scores(), tma=head_dim == 64, sequences=3, paged=True)
     bound(q, k, v, o, None, None, None, (starts_of([10, 10, 10]), starts), table)

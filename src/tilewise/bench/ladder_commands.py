@@ -405,14 +405,13 @@ def specs(names: Sequence[str] = (), *, every: bool = False) -> list[tuple[Kerne
     In bfloat16 and head dimension 128 or the nearest, or in `every` dtype and head dimension it is written for. The
     product's come last.
     """
-    from tilewise.gpu import append, prefill
-    from tilewise.gpu import decode as decoding
+    from tilewise.gpu import append, decode_kernels, prefill
 
     from .rungs import Shape, apart, steps
     from .workloads import DTYPES
 
     rungs = [*(step for step in steps() if step.rung is not None), apart()]
-    product = [*prefill.specs(every=every), *decoding.specs(every=every), *append.specs(every=every)]
+    product = [*prefill.specs(every=every), *decode_kernels.specs(every=every), *append.specs(every=every)]
     known = [*(step.name for step in rungs), *dict.fromkeys(spec.name for spec in product)]
     for name in names:
         if name not in known:

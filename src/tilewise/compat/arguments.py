@@ -4,30 +4,24 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from tilewise import checks
-from tilewise.plan import Window
+from tilewise.scores import ScoreOptions, Window
 
 NO_WINDOW = (-1, -1)
 
 
-class Asked(NamedTuple):
-    """What a call asks for besides its tensors, under the names of `tilewise.attention`."""
-
-    causal: bool
-    window: Window | None
-    scale: float | None
-    softcap: float
-
-
-def asked_of(softmax_scale: Any, causal: Any, window_size: Any, softcap: Any) -> Asked:
-    """window_size: (left, right), −1 for no limit, a tensor too. softcap: 0 or less for none."""
+def asked_of(softmax_scale: Any, causal: Any, window_size: Any, softcap: Any) -> ScoreOptions:
+    """Under the names of `tilewise.attention`. window_size: (left, right), −1 for no limit, a tensor too. softcap: 0 or
+    less for none."""
     scale = None if softmax_scale is None else checks.number("softmax_scale", softmax_scale)
     capped = max(0.0, checks.number("softcap", softcap))
-    return Asked(checks.flag("causal", causal), _window(window_size), scale, capped)
+    return {
+        "causal": checks.flag("causal", causal), "window": _window(window_size), "scale": scale, "softcap": capped,
+    }  # fmt: skip
 
 
 def _window(window_size: Any) -> Window | None:

@@ -23,8 +23,9 @@ import torch
 import torch.nn.functional as F
 
 from tilewise import checks
+from tilewise.scores import ScoreOptions
 
-from .arguments import NO_WINDOW, Asked, as_flash_attn, asked_of, check_dropout, check_sink, rows
+from .arguments import NO_WINDOW, as_flash_attn, asked_of, check_dropout, check_sink, rows
 from .gradients import Inputs, attend
 from .kvcache import flash_attn_with_kvcache
 
@@ -221,7 +222,7 @@ def flash_attn_varlen_qkvpacked_func(
 
 def _asked(
     dropout_p: Any, softmax_scale: Any, causal: Any, window_size: Any, softcap: Any, deterministic: Any
-) -> Asked:
+) -> ScoreOptions:
     check_dropout(dropout_p)
     checks.flag("deterministic", deterministic)
     return asked_of(softmax_scale, causal, window_size, softcap)
@@ -238,7 +239,7 @@ def _end(starts: torch.Tensor, x: torch.Tensor) -> int:
     return min(max(0, int(starts[-1])), x.shape[0]) if known else x.shape[0]
 
 
-def _attend(inputs: Inputs, asked: Asked, return_attn_probs: bool, nobodys: int = 0) -> Result:
+def _attend(inputs: Inputs, asked: ScoreOptions, return_attn_probs: bool, nobodys: int = 0) -> Result:
     """The result in flash_attn's form; nobodys: rows to add behind the last sequence."""
     checks.flag("return_attn_probs", return_attn_probs)
     o, lse = attend(inputs, asked, return_attn_probs)

@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tilewise import api, reference
-
-from .arguments import Asked
+from tilewise import api
+from tilewise.plan.tiles import window_band
+from tilewise.scores import ScoreOptions
 
 
 class Inputs(NamedTuple):
@@ -40,7 +40,7 @@ class Inputs(NamedTuple):
         return self[:5]
 
 
-def attend(inputs: Inputs, asked: Asked, return_lse: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
+def attend(inputs: Inputs, asked: ScoreOptions, return_lse: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
     """o, and the LSE if asked for, with gradients wherever torch would give them."""
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs.differentiable):
         o, lse = _Attention.apply(asked, return_lse, *inputs)  # type: ignore[no-untyped-call]
@@ -48,10 +48,10 @@ def attend(inputs: Inputs, asked: Asked, return_lse: bool) -> tuple[torch.Tensor
     return forward(inputs, asked, return_lse)
 
 
-def forward(inputs: Inputs, asked: Asked, return_lse: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
+def forward(inputs: Inputs, asked: ScoreOptions, return_lse: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The same without gradients: one public call."""
     q, k, v, slopes, sinks, starts_q, starts_k, page_table = inputs
-    options: dict[str, Any] = {**asked._asdict(), "alibi_slopes": slopes, "sinks": sinks, "return_lse": return_lse}
+    options: dict[str, Any] = {**asked, "alibi_slopes": slopes, "sinks": sinks, "return_lse": return_lse}
     if starts_q is None or starts_k is None:
         result = api.attention(q, k, v, **options)
     else:
@@ -62,7 +62,7 @@ def forward(inputs: Inputs, asked: Asked, return_lse: bool) -> tuple[torch.Tenso
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, asked: Asked, return_lse: bool, *tensors: torch.Tensor
+        ctx: Any, asked: ScoreOptions, return_lse: bool, *tensors: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         ctx.asked = asked
         ctx.save_for_backward(*tensors)
@@ -137,7 +137,7 @@ def attend_by_torch(
     slopes: torch.Tensor | None,
     sinks: torch.Tensor | None,
     *,
-    asked: Asked,
+    asked: ScoreOptions,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """One sequence by differentiable torch operations, all in float32, with the meaning of `tilewise.attention`.
 
@@ -147,15 +147,16 @@ def attend_by_torch(
     (seqlen_q, heads, head_dim), (seqlen_k, heads_kv) = q.shape, k.shape[:2]
     wide = q.float().reshape(seqlen_q, heads_kv, heads // heads_kv, head_dim)
     scores = torch.einsum("ihgd,jhd->hgij", wide, k.float()).flatten(0, 1)
-    scores = scores * (head_dim**-0.5 if asked.scale is None else asked.scale)
-    if asked.softcap > 0:
-        scores = asked.softcap * torch.tanh(scores / asked.softcap)
+    scale, softcap = asked.get("scale"), asked.get("softcap", 0.0)
+    scores = scores * (head_dim**-0.5 if scale is None else scale)
+    if softcap > 0:
+        scores = softcap * torch.tanh(scores / softcap)
     with torch.device(q.device):
-        seen = reference.visible(seqlen_q, seqlen_k, causal=asked.causal, window=asked.window)
-        distance = (torch.arange(seqlen_q)[:, None] + seqlen_k - seqlen_q - torch.arange(seqlen_k)).abs()
+        offset = torch.arange(seqlen_k) - torch.arange(seqlen_q)[:, None] - (seqlen_k - seqlen_q)
     if slopes is not None:
-        scores = scores - slopes.float()[:, None, None] * distance
-    scores = scores.masked_fill(~seen, -math.inf)
+        scores = scores - slopes.float()[:, None, None] * offset.abs()
+    band = window_band(asked.get("window"), asked.get("causal", False))
+    scores = scores.masked_fill(~band.allows(offset), -math.inf)
     if sinks is not None:  # one more key, whose value is 0
         scores = torch.cat((scores, sinks.float()[:, None, None].expand(-1, seqlen_q, 1)), -1)
     if scores.shape[-1] == 0:

@@ -125,7 +125,7 @@ def flash_attn_with_kvcache(
         if rotary_cos is not None and rotary_sin is not None:
             check_tables("rotary_cos", rotary_cos, "rotary_sin", rotary_sin, q)
             checks.integer("rows of rotary_cos", len(rotary_cos), cache.capacity)
-            positions = _positions(lengths, q, q.shape[1] if asked.causal or asked.window is not None else 1)
+            positions = _positions(lengths, q, q.shape[1] if asked["causal"] or asked["window"] is not None else 1)
             check_positions("rotary_cos", rotary_cos, positions)
             q = turn(q, rotary_cos[positions], rotary_sin[positions], rotary_interleaved)
             k = turn(k, rotary_cos[new], rotary_sin[new], rotary_interleaved)

@@ -11,13 +11,12 @@ strided views; with few rows the query heads of a KV head are folded into rows, 
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
+from tilewise.cpu.scoring import Places, Scoring, bias_and_mask, counted
 from tilewise.plan.tiles import OPEN, Band, BlockTiles, DecodePlan, PagedTiles, Plan, Tiles, page_step
 from tilewise.state import Accumulator
 
@@ -30,84 +29,6 @@ GATHER_BYTES = 3 << 20  # K (and as much V) gathered at once for sparse tiles: s
 LOAD_BYTES = 32 << 20  # K (and as much V) turned to float32 at once from a paged cache of another format
 
 KV = tuple[torch.Tensor, torch.Tensor]
-
-
-@dataclass(frozen=True)
-class Alibi:
-    """slopes (batch, heads) float32, and where each sequence's rows and keys start in the packed count."""
-
-    slopes: torch.Tensor
-    row_starts: Sequence[int]
-    key_starts: Sequence[int]
-    diagonals: Sequence[int]  # seqlen_k - seqlen_q: the key under row 0
-
-    def sequence(self, row: int) -> int:
-        """The sequence that owns a packed row."""
-        return bisect_right(self.row_starts, row) - 1
-
-
-@dataclass(frozen=True)
-class Scoring:
-    """What happens to the scores besides the band: the same for every tile of a call."""
-
-    scale: float
-    softcap: float = 0.0
-    alibi: Alibi | None = None
-
-    @property
-    def needs_matmul(self) -> bool:
-        """Does it ask for something that torch's flash kernel does not do?"""
-        return self.softcap != 0.0 or self.alibi is not None
-
-
-@dataclass(frozen=True)
-class Places:
-    """Where a tile's rows and keys stand in their sequence, when they are not simply 0, 1, 2, …
-
-    rows (n, rows) and keys (n, keys), int64; n may be 1. `diagonal` and `slopes` (n or 1, heads) are ALiBi's: the bias
-    is −slope · |row + diagonal − key|.
-    """
-
-    rows: torch.Tensor
-    keys: torch.Tensor
-    diagonal: int = 0
-    slopes: torch.Tensor | None = None
-
-    def seen(self, band: Band) -> torch.Tensor:
-        """Visible pairs, bool (n, rows, keys)."""
-        offset = self.keys[:, None, :] - self.rows[:, :, None]
-        seen = torch.ones_like(offset, dtype=torch.bool)
-        if band.low is not None:
-            seen &= offset >= band.low
-        if band.high is not None:
-            seen &= offset <= band.high
-        return seen
-
-    def cut(self, band: Band) -> Band | None:
-        """What of the band is left to mask here: OPEN if every pair is visible, None if none is."""
-        if band == OPEN:
-            return OPEN
-        least = int(self.keys.min() - self.rows.max())
-        most = int(self.keys.max() - self.rows.min())
-        if (band.low is not None and most < band.low) or (band.high is not None and least > band.high):
-            return None
-        low = None if band.low is None or least >= band.low else band.low
-        high = None if band.high is None or most <= band.high else band.high
-        return Band(low, high)
-
-    def tile(self, n: int, rows: slice, keys: slice) -> Places:
-        """The places of one tile of entry n of the batch."""
-
-        def entry(x: torch.Tensor) -> torch.Tensor:
-            return x if x.shape[0] == 1 else x[n : n + 1]
-
-        slopes = None if self.slopes is None else entry(self.slopes)
-        return Places(entry(self.rows)[:, rows], entry(self.keys)[:, keys], self.diagonal, slopes)
-
-
-def counted(rows: int, keys: int, diagonal: int = 0, slopes: torch.Tensor | None = None) -> Places:
-    """Places 0, 1, 2, … in both directions."""
-    return Places(torch.arange(rows, device="cpu")[None], torch.arange(keys, device="cpu")[None], diagonal, slopes)
 
 
 def run(plan: Plan, q: torch.Tensor, sources: Sequence[KV], scoring: Scoring, out: torch.Tensor | None = None) -> KV:
@@ -179,9 +100,7 @@ def run_tree(
     states = []
     for n, seq in enumerate(seqs):
         k, v = (x.float().repeat_interleave(heads // x.shape[1], 1) for x in cache.gather(layer, seq))
-        s = torch.einsum("thd,khd->htk", q[n].float(), k) * scoring.scale
-        if scoring.softcap:
-            s = scoring.softcap * torch.tanh(s / scoring.softcap)
+        s = scoring.cap(torch.einsum("thd,khd->htk", q[n].float(), k) * scoring.scale)
         hidden = torch.zeros(tokens, max(len(k), tokens), dtype=torch.bool)
         hidden[:, hidden.shape[1] - tokens + 1 :] = ~tree[n, :, 1:]
         s.masked_fill_(hidden[:, hidden.shape[1] - len(k) :], -torch.inf)
@@ -440,7 +359,7 @@ def _matmul_state(
                     continue
                 k_j, v_j = (x[b, those].float().transpose(0, 1) for x in (k, v))
                 s = (q_i @ k_j.mT).mul_(scoring.scale).view(heads_q, these.stop - i, -1)
-                _bias_and_mask(s, scoring, cut, where)
+                bias_and_mask(s, scoring, cut, where)
                 top = s.amax(-1, keepdim=True)
                 s.sub_(torch.where(top == -math.inf, 0.0, top)).exp_()
                 total = s.sum(-1, keepdim=True)
@@ -450,14 +369,3 @@ def _matmul_state(
                 states.put(states.o, states.lse, o_ij.transpose(0, 1), lse_ij.transpose(0, 1))
             o[b, these], lse[b, these] = states.o, states.lse
     return o.to(q.dtype), lse
-
-
-def _bias_and_mask(s: torch.Tensor, scoring: Scoring, band: Band, places: Places) -> None:
-    """Soft-cap, add ALiBi's bias and hide what the band hides, in place: s (heads, rows, keys)."""
-    if scoring.softcap:
-        s.div_(scoring.softcap).tanh_().mul_(scoring.softcap)
-    if places.slopes is not None:
-        distance = (places.rows[0, :, None] + places.diagonal - places.keys[0, None, :]).abs()
-        s.sub_(places.slopes[0, :, None, None] * distance)
-    if band != OPEN:
-        s.masked_fill_(~places.seen(band), -math.inf)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from dataclasses import fields
+from typing import Any, NamedTuple
 
 import torch
 
 from tilewise import arguments, checks
 from tilewise.gpu import calls
-from tilewise.plan import Window
+from tilewise.scores import ScoreOptions, Scores
 
 from .peers import Peers
 from .pieces import check_seqlen
@@ -20,11 +21,15 @@ class Asked(NamedTuple):
 
     layout: str
     causal: bool
-    window: Window | None
-    scale: float
-    softcap: float
-    sinks: bool  # whether there are any
+    scores: Scores
     return_lse: bool
+
+    @property
+    def told(self) -> dict[str, Any]:
+        """What ranks tell each other of it; of a tensor, whether there is one."""
+        scores = {f.name: getattr(self.scores, f.name) for f in fields(Scores)}
+        scores = {n: True if isinstance(x, torch.Tensor) else x for n, x in scores.items()}
+        return {"layout": self.layout, "causal": self.causal, **scores, "return_lse": self.return_lse}
 
 
 def check_asked(
@@ -32,25 +37,30 @@ def check_asked(
     k: torch.Tensor,
     v: torch.Tensor,
     layout: str,
-    causal: bool,
-    window: Window | None,
-    scale: float | None,
-    softcap: float,
-    sinks: torch.Tensor | None,
     return_lse: bool,
     backend: str,
+    options: ScoreOptions,
 ) -> Asked:
     """The checks of `attention`, made before anything travels: a rank that raises later leaves others waiting."""
-    heads_q = arguments.check_qkv(q, k, v)[3]
+    sizes = arguments.check_qkv(q, k, v)
     checks.choice("layout", layout, LAYOUTS)
-    window = arguments.check_window(window)
-    scoring = arguments.scoring(q, scale, softcap)
-    arguments.check_sinks(sinks, heads_q, q.device)
-    causal, return_lse = checks.flag("causal", causal), checks.flag("return_lse", return_lse)
-    where = arguments.check_backend(backend, q, (k, v, sinks))
+    refuse_slopes(options)
+    scores = arguments.check_scores(q, sizes.batch, **options)
+    where = arguments.check_backend(backend, q, (k, v, scores.sinks))
     if where == "cuda":
         calls.check_served(q, None, where)
-    return Asked(layout, causal, window, scoring.scale, scoring.softcap, sinks is not None, return_lse)
+    return Asked(layout, options.get("causal", False), scores, checks.flag("return_lse", return_lse))
+
+
+def without_mask(options: ScoreOptions) -> dict[str, Any]:
+    """What is left to do over a piece of keys: the plan says which of them a row sees, and sinks join at the end."""
+    return {name: value for name, value in options.items() if name not in ("causal", "window", "sinks")}
+
+
+def refuse_slopes(options: ScoreOptions) -> None:
+    """ALiBi counts distances in the whole sequence, which a piece of it does not know."""
+    if options.get("alibi_slopes") is not None:
+        raise NotImplementedError("alibi_slopes over a sequence that is split across ranks are not served")
 
 
 def sequence_lengths(
@@ -69,7 +79,7 @@ def sequence_lengths(
             check_sizes(name, asked.layout, total, [size if r == peers.rank else None for r in range(peers.world)])
         return both
     shapes = {"batch": q.shape[0], "heads of q": q.shape[2], "heads of k": k.shape[2], "head_dim": q.shape[3]}
-    told = peers.agree({**shapes, "dtype": str(q.dtype), "method": method, **asked._asdict()}, mine)
+    told = peers.agree({**shapes, "dtype": str(q.dtype), "method": method, **asked.told}, mine)
     totals = {name: sum(one[name] for one in told) for name in mine}
     for name, total in totals.items():
         check_sizes(name, asked.layout, total, [one[name] for one in told])

@@ -7,19 +7,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
 from tilewise import checks
 from tilewise.api import Result, attention
-from tilewise.plan import Window
+from tilewise.scores import ScoreOptions
 from tilewise.state import Accumulator, add_sinks
 
-from .asked import check_asked, sequence_lengths
+from .asked import check_asked, sequence_lengths, without_mask
 from .peers import Message, Peers
 from .pieces import METHODS, ContextPlan, Method, Piece, planned
 from .shards import Layout, gather_parts, merge_shards, shard_size
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 def context_attention(
@@ -31,21 +35,18 @@ def context_attention(
     method: Method = "ring",
     layout: Layout = "zigzag",
     seqlen: int | tuple[int, int] | None = None,
-    causal: bool = False,
-    window: Window | None = None,
-    scale: float | None = None,
-    softcap: float = 0.0,
-    sinks: torch.Tensor | None = None,
     return_lse: bool = False,
     timeout: float | None = None,
     backend: str = "auto",
+    **options: Unpack[ScoreOptions],
 ) -> Result:
     """`attention` over a sequence that is split over the ranks of a process group; every rank makes the same call.
 
     q: (B, nq, Hq, D), k, v: (B, nk, Hkv, D), this rank's part of the sequence as `layout` splits it: "zigzag" by
     `zigzag_split`, which balances causal work; "contiguous" by `x.tensor_split(world, 1)[rank]`, for windows and for no
-    mask. Any lengths: the parts may differ by rank, and may be empty. causal, window, scale, softcap, sinks (the same
-    on every rank, counted once), return_lse, backend: as in `attention` over the whole sequence, bottom-right.
+    mask. Any lengths: the parts may differ by rank, and may be empty. options (causal, window, scale, sinks and so on;
+    the same on every rank, sinks counted once), return_lse, backend: as in `attention` over the whole sequence,
+    bottom-right; alibi_slopes are not served.
 
     method: "ring", in which a rank computes on one part of the keys while it passes that on and receives the next, and
     holds two parts at a time; no part goes further than to the last rank that sees it. "all_gather", in which every
@@ -62,18 +63,18 @@ def context_attention(
     Returns o (B, nq, Hq, D), with return_lse also the LSE (B, Hq, nq) float32, both of this rank's rows. Raises
     TilewiseDistributedError when another rank dies or does not come in time.
     """
-    asked = check_asked(q, k, v, layout, causal, window, scale, softcap, sinks, return_lse, backend)
+    asked = check_asked(q, k, v, layout, return_lse, backend, options)
     checks.choice("method", method, METHODS)
     peers = Peers("context_attention", group, timeout, q.device)
     lengths = sequence_lengths(peers, q, k, seqlen, asked, method)
-    plan = planned(*lengths, peers.rank, peers.world, method, layout, asked.causal, asked.window)
+    plan = planned(*lengths, peers.rank, peers.world, method, layout, False, asked.scores.window)
 
-    pieces = Pieces(q, asked.scale, asked.softcap, backend, exclusive=plan.exclusive)
+    pieces = Pieces(q, without_mask(options), backend, exclusive=plan.exclusive)
     if method == "ring":
         _ring(peers, plan, pieces, k, v)
     else:
         _gathered(peers, plan, pieces, k, v)
-    o, lse = pieces.result(sinks)
+    o, lse = pieces.result(asked.scores.sinks)
     return (o, lse) if return_lse else o
 
 
@@ -85,8 +86,7 @@ class Pieces:
     """
 
     q: torch.Tensor
-    scale: float
-    softcap: float
+    options: dict[str, Any]  # of the scores, but for the mask and the sinks
     backend: str
     exclusive: bool
 
@@ -108,10 +108,9 @@ class Pieces:
                 k[:, those],
                 v[:, those],
                 window=None if window == (None, None) else window,
-                scale=self.scale,
-                softcap=self.softcap,
                 return_lse=True,
                 backend=self.backend,
+                **self.options,
             )
             self._states.put(self.o[:, these], self.lse[:, these], o, lse.transpose(1, 2))
 

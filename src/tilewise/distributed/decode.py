@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -12,9 +13,14 @@ from tilewise import arguments, checks
 from tilewise.api import Result, decode
 from tilewise.kvcache import PagedKVCache, PrefixCache
 from tilewise.plan import DecodePlan
+from tilewise.scores import DecodeOptions
 from tilewise.state import add_sinks, merge_states
 
+from .asked import Asked
 from .peers import Message, Peers
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 def decode_split(
@@ -25,13 +31,11 @@ def decode_split(
     *,
     group: dist.ProcessGroup | None = None,
     tails: Sequence[bool] | None = None,
-    scale: float | None = None,
-    softcap: float = 0.0,
-    sinks: torch.Tensor | None = None,
     return_lse: bool = False,
     timeout: float | None = None,
     check: bool = False,
     backend: str = "auto",
+    **options: Unpack[DecodeOptions],
 ) -> Result:
     """`decode` over sequences of which every rank's own cache holds a part; every rank makes the same call.
 
@@ -41,7 +45,7 @@ def decode_split(
     in its cache with no tokens.
     tails: with more than one query token a sequence, whether this rank holds the last tokens of each sequence, which
     are the queries' own: one rank holds all of them, and there they see each other causally.
-    sinks: (Hq,), the same on every rank, counted once. scale, softcap, backend: as in `decode`.
+    options: scale, softcap and sinks (Hq,) as in `decode`, the same on every rank, sinks counted once.
     timeout: as in `context_attention`. check: compare the ranks' arguments first, for a collective more.
 
     Returns o (num_seqs, tokens_per_seq, Hq, D), with return_lse also the LSE (num_seqs, Hq, tokens_per_seq) float32:
@@ -60,18 +64,16 @@ def decode_split(
         )
     mask = _mask(tails, count, tokens, q.device)
     checks.integer("layer", layer, 0, pages.num_layers - 1)
-    scoring = arguments.scoring(q, scale, softcap)
-    arguments.check_sinks(sinks, plan.heads_q, q.device)
+    scores = arguments.check_scores(q, count, **options)
     checks.flag("return_lse", return_lse)
     peers = Peers("decode_split", group, timeout, q.device)
     if checks.flag("check", check):
-        same = {"shape of q": list(q.shape), "dtype": str(q.dtype), "layer": int(layer), "sinks": sinks is not None}
-        same |= {"scale": scoring.scale, "softcap": scoring.softcap, "return_lse": bool(return_lse)}
+        same = {"shape of q": list(q.shape), "dtype": str(q.dtype), "layer": int(layer)}
+        same |= Asked("", False, scores, bool(return_lse)).told
         _check_tails(peers.agree(same, {"tails": None if tails is None else _bits(tails)}), count, tokens)
 
-    o, lse = decode(
-        q, cache, layer, plan, scale=scale, softcap=softcap, tree_mask=mask, return_lse=True, backend=backend
-    )
+    sinks = options.pop("sinks", None)
+    o, lse = decode(q, cache, layer, plan, tree_mask=mask, return_lse=True, backend=backend, **options)
     message = Message([(o.shape, o.dtype), (lse.shape, lse.dtype)])
     found = peers.gather("gathering the states of all ranks", message.pack((o, lse), peers.buffer(message.nbytes)))
     states = [message.views(buffer) for buffer in found]

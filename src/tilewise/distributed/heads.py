@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
 from tilewise.api import Result, attention
-from tilewise.plan import Window
+from tilewise.scores import ScoreOptions
 
 from .asked import check_asked, sequence_lengths
 from .peers import Message, Peers
 from .shards import Layout, chunks_of, merge_shards, shard_size
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 def head_attention(
@@ -23,14 +27,10 @@ def head_attention(
     group: dist.ProcessGroup | None = None,
     layout: Layout = "contiguous",
     seqlen: int | tuple[int, int] | None = None,
-    causal: bool = False,
-    window: Window | None = None,
-    scale: float | None = None,
-    softcap: float = 0.0,
-    sinks: torch.Tensor | None = None,
     return_lse: bool = False,
     timeout: float | None = None,
     backend: str = "auto",
+    **options: Unpack[ScoreOptions],
 ) -> Result:
     """`attention` over a sequence that is split over ranks, computed by heads; every rank makes the same call.
 
@@ -44,7 +44,7 @@ def head_attention(
 
     Returns o (B, nq, Hq, D), with return_lse also the LSE (B, Hq, nq) float32, both of this rank's rows.
     """
-    asked = check_asked(q, k, v, layout, causal, window, scale, softcap, sinks, return_lse, backend)
+    asked = check_asked(q, k, v, layout, return_lse, backend, options)
     heads_q, heads_kv = q.shape[2], k.shape[2]
     peers = Peers("head_attention", group, timeout, q.device)
     rank, world = peers.rank, peers.world
@@ -55,19 +55,10 @@ def head_attention(
         )
     lengths = sequence_lengths(peers, q, k, seqlen, asked)
     whole_q, whole_k, whole_v = _to_heads(peers, q, k, v, layout, lengths)
-    heads = heads_q // world
-    result = attention(
-        whole_q,
-        whole_k,
-        whole_v,
-        causal=asked.causal,
-        window=asked.window,
-        scale=asked.scale,
-        softcap=asked.softcap,
-        sinks=None if sinks is None else sinks[rank * heads : (rank + 1) * heads],
-        return_lse=asked.return_lse,
-        backend=backend,
-    )
+    heads, sinks = heads_q // world, asked.scores.sinks
+    if sinks is not None:
+        options["sinks"] = sinks[rank * heads : (rank + 1) * heads]
+    result = attention(whole_q, whole_k, whole_v, return_lse=asked.return_lse, backend=backend, **options)
     if isinstance(result, torch.Tensor):
         return _to_rows(peers, [result], layout)[0]
     o, lse = _to_rows(peers, result, layout)

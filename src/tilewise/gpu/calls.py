@@ -15,8 +15,7 @@ import torch
 
 from tilewise import arch, checks, cpu
 from tilewise.gpu import prefill
-from tilewise.gpu.abi import FP8 as FP8
-from tilewise.plan import Window
+from tilewise.scores import Scores
 from tilewise.state import merge_states
 
 out_dtype = prefill.out_dtype
@@ -44,23 +43,16 @@ def check_served(q: torch.Tensor, schedule: Any, where: str) -> None:
         )
 
 
-def kernel_options(
-    causal: bool, window: Window | None, scoring: cpu.Scoring, slopes: torch.Tensor | None, exact: bool
-) -> prefill.Options:
-    left, right = window or (None, None)
-    return prefill.Options((left, 0 if causal else right), scoring.scale, scoring.softcap, slopes is not None, exact)
-
-
 class GpuCall:
     """A checked call of the Hopper forward, bound to its kernel when it is first made.
 
     Kept by `known_call` for calls like it, which then cost the CPU no checks and no planning.
     """
 
-    __slots__ = ("bound", "options", "plain", "return_lse")
+    __slots__ = ("bound", "plain", "return_lse", "scores")
 
-    def __init__(self, options: prefill.Options, return_lse: bool) -> None:
-        self.options, self.return_lse = options, return_lse
+    def __init__(self, scores: Scores, return_lse: bool) -> None:
+        self.scores, self.return_lse = scores, return_lse  # the rule alone: a kept call keeps no tensors alive
         self.bound: prefill.Forward | None = None
         self.plain = False  # nothing but q, k and v goes in, and o comes out: `again` serves
 
@@ -77,7 +69,7 @@ class GpuCall:
         page_table: torch.Tensor | None = None,
     ) -> Result:
         if out is not None and checks.place(out, q, k, v) is None:  # it is read from as well: by way of another
-            result = GpuCall(self.options, self.return_lse)(q, k, v, sinks, slopes, None, descales, starts, page_table)
+            result = GpuCall(self.scores, self.return_lse)(q, k, v, sinks, slopes, None, descales, starts, page_table)
             if isinstance(result, torch.Tensor):
                 return out.copy_(result)
             return out.copy_(result[0]), result[1]
@@ -99,7 +91,7 @@ class GpuCall:
                 k,
                 v,
                 o,
-                self.options,
+                self.scores,
                 tma=prefill.tma_can(q, k, v, o),
                 sequences=None if starts is None else starts[0].shape[0] - 1,
                 index=torch.int32 if starts is None else starts[0].dtype,
@@ -125,19 +117,18 @@ def shared_prefix(
     q: torch.Tensor,
     sources: Sequence[cpu.KV],
     lengths: Sequence[Sequence[int] | None],
-    causal: bool,
-    scoring: cpu.Scoring,
+    scores: Scores,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Levels of prefixes, then each sequence's own keys: (k, v) (members, N, Hkv, D), and the lengths of each or None.
 
-    A launch of the forward for each level, in which the rows of all sequences under a member stand over its keys; the
+    One launch of the forward per level, in which the rows of all sequences under a member stand over its keys; the
     states are merged. q: (B, Nq, Hq, D) -> o like it, lse (B, Hq, Nq).
     """
     batch, seqlen_q, heads, _ = q.shape
     states = []
     for level, ((k, v), valid) in enumerate(zip(sources, lengths, strict=True)):
         own = level == len(sources) - 1
-        call = GpuCall(kernel_options(causal and own, None, scoring, None, False), True)
+        call = GpuCall(scores.rule if own else scores.rule.unmasked, True)
         members, rows = k.shape[0], batch // max(1, k.shape[0]) * seqlen_q
         if valid is None:
             result = call(q.reshape(members, rows, *q.shape[2:]), k, v, None, None, None)

@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from tilewise.scores import ScoreOptions
+
 State = tuple[torch.Tensor, torch.Tensor]
 
 
@@ -40,11 +42,23 @@ def find(backend: str, dtype: torch.dtype) -> NamedKernel | None:
 
 
 def run(
-    kernel: NamedKernel, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float, **asked: Any
+    kernel: NamedKernel,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    options: ScoreOptions,
+    scale: float,
+    schedule: Any,
 ) -> State:
-    """asked: what else the call was given; NotImplementedError for anything of it that is not None."""
-    more = [argument for argument, value in asked.items() if value is not None]
+    """The state before sinks join. NotImplementedError for an option that such a kernel does not know."""
+    asked: dict[str, Any] = {**options, "schedule": schedule}
+    known = ("causal", "scale", "sinks")
+    more = [name for name, value in asked.items() if name not in known and not _unset(value)]
     if more or scale <= 0:
         what = ", ".join(more) or "a scale that is not positive"
         raise NotImplementedError(f'rung {kernel.name} of the ladder has no {what}; use backend="cpu"')
-    return kernel.run(q, k, v, causal, scale)
+    return kernel.run(q, k, v, options.get("causal", False), scale)
+
+
+def _unset(value: Any) -> bool:
+    return value is None or (isinstance(value, (int, float)) and value == 0)

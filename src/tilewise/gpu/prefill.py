@@ -33,7 +33,7 @@ from tilewise.gpu.abi import (
     RaggedArgs,
     Strides,
 )
-from tilewise.plan import Window
+from tilewise.scores import Scores
 
 DTYPES = (torch.bfloat16, torch.float16, FP8)
 MAX_HEAD_DIM = 256
@@ -100,40 +100,24 @@ def padded(head_dim: int) -> int:
     return next(d for d in TILINGS if d >= head_dim)
 
 
-@dataclass(frozen=True)
-class Options:
-    """What is asked for besides the tensors. window: (left, right), None for no limit; causal is right = 0."""
-
-    window: Window = (None, None)
-    scale: float = 1.0
-    softcap: float = 0.0
-    alibi: bool = False
-    exact: bool = False
-
-    @property
-    def scored(self) -> bool:
-        """Is something done to the scores before the softmax?"""
-        return self.softcap > 0 or self.alibi or self.scale <= 0
-
-
-def choose_tiling(dtype: torch.dtype, head_dim: int, seqlen_q: float, options: Options, *, plain: bool) -> Tiling:
+def choose_tiling(dtype: torch.dtype, head_dim: int, seqlen_q: float, scores: Scores, *, plain: bool) -> Tiling:
     """The tiling for sequences of about `seqlen_q` rows; plain: K and V come by TMA and are not paged."""
     width = padded(head_dim)
     if dtype == FP8:
         tiling = TILINGS_FP8[width]
-        if options.scored or not plain:
+        if scores.changed or not plain:
             tiling = replace(tiling, q_registers=False, tile_kv=min(96, tiling.tile_kv))
         return tiling
     tiling, short = TILINGS[width], seqlen_q <= SHORT
-    if width == 64 and (options.scored or not plain):
+    if width == 64 and (scores.changed or not plain):
         tiling = SMALL_64
-    elif width == 64 and short and options.window[1] is not None:
+    elif width == 64 and short and scores.window[1] is not None:
         tiling = SHORT_64
-    elif width == 256 and options.exact and not short and plain and not options.scored:
+    elif width == 256 and scores.exact and not short and plain and not scores.changed:
         tiling = EXACT_256
-    if options.scored or not plain:  # the registers go elsewhere
+    if scores.changed or not plain:  # the registers go elsewhere
         tiling = replace(tiling, q_registers=False, lazy=tiling.lazy and width < 256)
-    if options.scored and not plain and width > 128:  # and the last of them
+    if scores.changed and not plain and width > 128:  # and the last of them
         tiling = replace(tiling, tile_kv=tiling.tile_kv - 16)
     return tiling
 
@@ -143,7 +127,7 @@ def forward_spec(
     dtype: torch.dtype,
     head_dim: int,
     tiling: Tiling,
-    options: Options,
+    scores: Scores,
     *,
     pack: int = 1,
     page_size: int = 0,
@@ -178,10 +162,10 @@ def forward_spec(
         ("kPack", pack),
         ("kPageSize", page_size),
         ("kTma", tma),
-        ("kExact", options.exact or not tiling.lazy),
-        ("kSoftcap", options.softcap > 0),
-        ("kAlibi", options.alibi),
-        ("kScaled", options.scale <= 0),
+        ("kExact", scores.exact or not tiling.lazy),
+        ("kSoftcap", scores.softcap > 0),
+        ("kAlibi", scores.alibi),
+        ("kScaled", scores.scale <= 0),
     )
     shared = tiles + -(-(barriers + SCALE_BYTES) // 64) * 64 + 4 * TILE_WORDS * (tiling.stages_q + 1)
     return KernelSpec("forward", "prefill/forward.cu", "forward", constants, threads, shared, product=True)
@@ -202,18 +186,18 @@ def ragged_spec(index: torch.dtype, tiling: Tiling, pack: int) -> KernelSpec:
 def specs(*, every: bool = False) -> list[KernelSpec]:
     """The kernels as users get them: bfloat16 and head dimension 128, or `every` dtype, head dimension and feature."""
     causal = (None, 0)
-    asked = [Options(causal), Options(causal, exact=True)]
+    asked = [Scores(causal), Scores(causal, exact=True)]
     if every:
-        asked += [Options(), Options(causal, softcap=30.0, alibi=True), Options(causal, scale=-1.0)]
+        asked += [Scores(), Scores(causal, softcap=30.0, alibi=True), Scores(causal, scale=-1.0)]
     loads: list[dict[str, Any]] = [{}, {"page_size": 16}, {"tma": False}] if every else [{}]
     found = []
     for dtype in DTYPES if every else (torch.bfloat16, FP8):
         for head_dim in TILINGS if every else (128,):
-            for options in asked:
+            for scores in asked:
                 for seqlen_q in (SHORT, 1 << 20):
                     for load in loads:
-                        tiling = choose_tiling(dtype, head_dim, seqlen_q, options, plain=not load)
-                        found.append(forward_spec(dtype, head_dim, tiling, options, **load))
+                        tiling = choose_tiling(dtype, head_dim, seqlen_q, scores, plain=not load)
+                        found.append(forward_spec(dtype, head_dim, tiling, scores, **load))
     found.append(ragged_spec(torch.int32, TILINGS[128], 1))
     return list(dict.fromkeys(found))
 
@@ -249,7 +233,7 @@ class Forward:
         k: torch.Tensor,
         v: torch.Tensor,
         o: torch.Tensor,
-        options: Options,
+        scores: Scores,
         *,
         tma: bool,
         sequences: int | None = None,
@@ -262,10 +246,10 @@ class Forward:
         seqlen_k, heads_kv = k.shape[-3:-1]
         group = heads // heads_kv
         rows = seqlen_q if sequences is None else seqlen_q / max(1, sequences)  # of a sequence, about
-        tiling = choose_tiling(q.dtype, head_dim, rows, options, plain=tma and not paged)
+        tiling = choose_tiling(q.dtype, head_dim, rows, scores, plain=tma and not paged)
         pack = pack_of(tiling.tile_q, rows, group)
         page_size = k.shape[1] if paged else 0
-        self.spec = forward_spec(q.dtype, head_dim, tiling, options, pack=pack, page_size=page_size, tma=tma)
+        self.spec = forward_spec(q.dtype, head_dim, tiling, scores, pack=pack, page_size=page_size, tma=tma)
         # Rows of (D, heads of a tile, N, the other heads, B), a box being the rows of a tile; of K and V (D, N, H, B).
         box = (pack, tiling.tile_q // pack, 1, 1)
         sizes = (head_dim, pack, seqlen_q, heads // pack, batch)
@@ -289,13 +273,13 @@ class Forward:
         tiles = math.ceil(seqlen_q * pack / tiling.tile_q)
         self.list_tiles = tiles + (sequences or 0)  # at most
         self.blocks = total_heads * (self.list_tiles if packed else tiles * batch)
-        left, right = options.window
+        left, right = scores.window
         all_heads = batch * total_heads
         together = 1
         if right is not None:  # tiles differ in weight
             wanted = min(max(1, HEADS_TOGETHER // padded(head_dim)), all_heads)
             together = next(d for d in range(wanted, 0, -1) if all_heads % d == 0)
-        softcap = options.softcap
+        softcap = scores.softcap
         self.args = ForwardArgs(
             *(None,) * 10,
             *(_strides(x, packed and not (paged and x is not q)) for x in (q, k, v)),
@@ -307,8 +291,8 @@ class Forward:
             *(seqlen_q, seqlen_k),
             *(FAR if side is None else min(side, FAR) for side in (left, right)),
             *(tiles * all_heads, tiles),
-            options.scale * LOG2E,
-            2 * LOG2E * options.scale / softcap if softcap else 0.0,
+            scores.scale * LOG2E,
+            2 * LOG2E * scores.scale / softcap if softcap else 0.0,
             softcap * LOG2E,
             *(Divisor.by(n) for n in (total_heads, group // pack, together, max(1, together * tiles))),
         )

@@ -22,6 +22,7 @@ import torch
 from tilewise import api, traced
 from tilewise.gpu import calls
 from tilewise.kvcache import PagedKVCache
+from tilewise.scores import SCHEMA_OPTIONS, SCHEMA_SCALING, SCHEMA_TENSORS
 
 if TYPE_CHECKING:
     from tilewise.api import Result
@@ -29,14 +30,9 @@ if TYPE_CHECKING:
 State = tuple[torch.Tensor, torch.Tensor]
 
 # Operators want their tensors before the star.
-TENSORS = (
-    "Tensor? sinks=None, Tensor? alibi_slopes=None, Tensor? q_descale=None, Tensor? k_descale=None, "
-    "Tensor? v_descale=None"
-)
-OPTIONS = (
-    "bool causal=False, SymInt? window_left=None, SymInt? window_right=None, float? scale=None, float softcap=0.0, "
-    'bool exact=False, bool return_lse=False, str backend="auto"'
-)
+TENSORS = f"{SCHEMA_TENSORS}, Tensor? q_descale=None, Tensor? k_descale=None, Tensor? v_descale=None"
+TENSOR_NAMES = tuple(declared.split()[1].removesuffix("=None") for declared in TENSORS.split(", "))
+OPTIONS = f'{SCHEMA_OPTIONS}, bool exact=False, bool return_lse=False, str backend="auto"'
 
 # The operators: schema, what runs, and the shapes of what comes back. The compiler's own CUDA graphs go round them: a
 # launch keeps counters and buffers from call to call, which a graph's pool would have to own.
@@ -53,30 +49,14 @@ def _attention(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    sinks: torch.Tensor | None = None,
-    alibi_slopes: torch.Tensor | None = None,
-    q_descale: torch.Tensor | None = None,
-    k_descale: torch.Tensor | None = None,
-    v_descale: torch.Tensor | None = None,
-    *,
+    *tensors: torch.Tensor | None,
     window_left: int | None = None,
     window_right: int | None = None,
     **options: Any,
 ) -> State:
     """attention(): q (B, Nq, Hq, D), k, v (B, Nk, Hkv, D) -> o (B, Nq, Hq, D), lse (B, Hq, Nq) float32 or (0,)."""
-    result = api.attention(
-        q,
-        k,
-        v,
-        sinks=sinks,
-        alibi_slopes=alibi_slopes,
-        q_descale=q_descale,
-        k_descale=k_descale,
-        v_descale=v_descale,
-        window=(window_left, window_right),
-        **options,
-    )
-    return _both(result)
+    options |= zip(TENSOR_NAMES, tensors, strict=False)
+    return _both(api.attention(q, k, v, window=(window_left, window_right), **options))
 
 
 @_attention.register_fake
@@ -100,33 +80,15 @@ def _attention_varlen(
     cu_seqlens_q: torch.Tensor,
     cu_seqlens_k: torch.Tensor,
     page_table: torch.Tensor | None = None,
-    sinks: torch.Tensor | None = None,
-    alibi_slopes: torch.Tensor | None = None,
-    q_descale: torch.Tensor | None = None,
-    k_descale: torch.Tensor | None = None,
-    v_descale: torch.Tensor | None = None,
-    *,
+    *tensors: torch.Tensor | None,
     window_left: int | None = None,
     window_right: int | None = None,
     **options: Any,
 ) -> State:
     """attention_varlen(): q (total_q, Hq, D), k, v packed or paged -> o (total_q, Hq, D), lse (Hq, total_q) or (0,)."""
-    result = api.attention_varlen(
-        q,
-        k,
-        v,
-        cu_seqlens_q,
-        cu_seqlens_k,
-        page_table=page_table,
-        sinks=sinks,
-        alibi_slopes=alibi_slopes,
-        q_descale=q_descale,
-        k_descale=k_descale,
-        v_descale=v_descale,
-        window=(window_left, window_right),
-        **options,
-    )
-    return _both(result)
+    options |= zip(TENSOR_NAMES, tensors, strict=False)
+    given = {"page_table": page_table, "window": (window_left, window_right), **options}
+    return _both(api.attention_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, **given))
 
 
 @_attention_varlen.register_fake
@@ -140,8 +102,7 @@ def _(q: torch.Tensor, *others: torch.Tensor | None, return_lse: bool = False, *
     tags=TAGS,
     schema=(
         "(Tensor q, Tensor[] k_pages, Tensor[] v_pages, SymInt layer, SymInt plan, Tensor? sinks=None, "
-        "Tensor? tree_mask=None, *, float? scale=None, float softcap=0.0, bool return_lse=False, "
-        'str backend="auto") -> (Tensor, Tensor)'
+        f'Tensor? tree_mask=None, *, {SCHEMA_SCALING}, bool return_lse=False, str backend="auto") -> (Tensor, Tensor)'
     ),
 )
 def _decode(

@@ -16,8 +16,10 @@ import torch
 import torch.nn.functional as F
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 
+from tilewise.plan.tiles import window_band
+from tilewise.scores import Window
+
 from .. import checks
-from ..plan import Window
 
 INSTEAD = 'use attn_implementation="sdpa" or "eager"'
 
@@ -333,14 +335,8 @@ def visible(mask: Mask, device: torch.device) -> torch.Tensor:
         seen = (owner_q[:, :, None] == owner_k[:, None, :]) & (owner_q >= 0)[:, :, None]
         ahead = F.pad(ragged.starts_k.diff() - ragged.starts_q.diff(), (0, 1)).to(device)  # the last for rows of none
         position_q = position_q + ahead[owner_q]
-    distance = position_q[:, :, None] - position_k[:, None, :]
-    left, right = mask.window or (None, None)
-    if mask.causal:
-        seen = seen & (distance >= 0)
-    if left is not None:
-        seen = seen & (distance <= left)
-    if right is not None:
-        seen = seen & (distance >= -right)
+    offset = position_k[:, None, :] - position_q[:, :, None]
+    seen &= window_band(mask.window, mask.causal).allows(offset)
     return seen[:, None]
 
 

@@ -17,15 +17,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import count
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from tilewise.plan.show import Card, PlanSummary, draw_plan, find_card
+from tilewise.scores import Window as Window
 
 Ints = npt.NDArray[np.int32]
-Window = tuple[int | None, int | None]
 
 
 class Band(NamedTuple):
@@ -44,18 +44,28 @@ class Band(NamedTuple):
         high = None if self.high is None or self.high >= keys - 1 else self.high
         return Band(low, high)
 
+    def allows(self, offset: Any) -> Any:
+        """Which of these offsets, key − row, are visible: a tensor or an array of integers -> bools."""
+        seen = offset == offset
+        if self.low is not None:
+            seen &= offset >= self.low
+        if self.high is not None:
+            seen &= offset <= self.high
+        return seen
+
 
 OPEN = Band(None, None)
 
 
+def window_band(window: Window | None, causal: bool = False) -> Band:
+    """The band of a window whose row i stands at key i."""
+    left, right = window if window is not None else (None, None)
+    return Band(None if left is None else -left, 0 if causal else right)
+
+
 def band_of(seqlen_q: int, seqlen_k: int, causal: bool, window: Window | None) -> Band:
     """The band of one sequence: bottom-right, so row i stands at key i + seqlen_k - seqlen_q."""
-    left, right = window if window is not None else (None, None)
-    if causal:
-        right = 0
-    diagonal = seqlen_k - seqlen_q
-    band = Band(None if left is None else diagonal - left, None if right is None else diagonal + right)
-    return band.opened(seqlen_q, seqlen_k)
+    return window_band(window, causal).shifted(seqlen_k - seqlen_q).opened(seqlen_q, seqlen_k)
 
 
 def visible_pairs(rows: int, keys: int, band: Band) -> int:

@@ -11,7 +11,7 @@ import torch
 
 from tilewise import checks
 from tilewise.formats import PLAIN
-from tilewise.gpu import decode as decoding
+from tilewise.gpu import decode_kernels as decoding
 
 from ..kvcache import FORMATS, KVFormat
 from .requests import Tokens

@@ -6,7 +6,7 @@ A step is made once for all layers. Within a layer all tokens are written before
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
@@ -14,7 +14,11 @@ import torch
 from .. import api
 from ..kvcache import PagedKVCache, PrefixCache, Slots
 from ..kvcache.slots import upload
-from ..plan import DecodePlan, Window
+from ..plan import DecodePlan
+from ..scores import DecodeOptions, Window
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 class Step(Protocol):
@@ -28,9 +32,7 @@ class Step(Protocol):
         v: torch.Tensor,
         *,
         window: Window | None,
-        scale: float | None,
-        softcap: float,
-        sinks: torch.Tensor | None,
+        **options: Unpack[DecodeOptions],
     ) -> torch.Tensor:
         """q (T, Hq, D), k and v (T, Hkv, D) of the step's tokens -> (T, Hq, D)."""
 
@@ -74,9 +76,7 @@ class PrefillStep:
         v: torch.Tensor,
         *,
         window: Window | None,
-        scale: float | None,
-        softcap: float,
-        sinks: torch.Tensor | None,
+        **options: Unpack[DecodeOptions],
     ) -> torch.Tensor:
         check_layer(self.cache, layer, k, v)
         self.layers.add(layer)
@@ -100,11 +100,9 @@ class PrefillStep:
             self.starts_k,
             causal=True,
             window=window,
-            scale=scale,
-            softcap=softcap,
-            sinks=sinks,
             page_table=table,
             backend=self.backend,
+            **options,
         )
         assert isinstance(o, torch.Tensor)
         return o
@@ -155,9 +153,7 @@ class DecodeStep:
         v: torch.Tensor,
         *,
         window: Window | None,
-        scale: float | None,
-        softcap: float,
-        sinks: torch.Tensor | None,
+        **options: Unpack[DecodeOptions],
     ) -> torch.Tensor:
         check_layer(self.cache, layer, k, v)
         self.cache.write(layer, self.slots, k, v)
@@ -166,8 +162,6 @@ class DecodeStep:
             plan = self.plans[window] = api.plan_decode(
                 self.prefix, self.seqs, num_heads=self.num_heads, window=window, room=self.room
             )
-        o = api.decode(
-            q[:, None], self.cache, layer, plan, scale=scale, softcap=softcap, sinks=sinks, backend=self.backend
-        )
+        o = api.decode(q[:, None], self.cache, layer, plan, backend=self.backend, **options)
         assert isinstance(o, torch.Tensor)
         return o[:, 0]

@@ -1,0 +1,259 @@
+"""The decode kernels, kernels/decode/decode.cu and decode_tree.cu: their shapes, their constants, their tensor maps.
+
+Everything here is a pure function of the cache's format, the pages' layout and the card; decode.py launches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+import torch
+
+from tilewise.arch import LIMITS
+from tilewise.compiler.spec import KernelSpec
+from tilewise.compiler.tensor_maps import TensorMapSpec
+from tilewise.formats import KVFormat
+from tilewise.gpu.abi import ELEMENTS, MAP_TYPES, PANEL
+from tilewise.plan.worklist import CHUNK, TILE_ROWS, TILE_TOKENS
+
+Parts = Sequence[torch.Tensor]
+
+DTYPES = (torch.bfloat16, torch.float16)
+HEAD_DIMS = (64, 96, 128, 192, 256)
+TILE_HEAD_DIMS = (64, 96, 128)  # what two warpgroups have registers for beside the streaming warps
+MAX_TOKENS, MAX_GROUP = 16, 64
+FORMATS = {"bf16": 0, "fp16": 0, "fp8": 1, "int8": 2, "int4": 3}  # tile/quant.cuh: Format
+BITS = {"bf16": 16, "fp16": 16, "fp8": 8, "int8": 8, "int4": 4}
+RING_BYTES = 65536  # of a block's streaming warps: what they have on its way at a time
+TILE_WARPS, TILE_THREADS = 8, 384  # decode/decode_tree.cu: beside the streaming warps
+BLOCK_OVERHEAD = 1024  # bytes of shared memory that the system takes of each block's
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """Query rows of a stream item at most, streaming warps of a block, chunks in a warp's ring, blocks of a
+    multiprocessor; tile_stages: tiles of 64 tokens in the ring of the tiles' body, 0 for a kernel without it; joiners:
+    of its warps, those that stream when their tiles are done."""
+
+    rows: int
+    warps: int
+    stages: int
+    blocks: int
+    tile_stages: int = 0
+    joiners: int = 0
+
+
+def chunk_tokens(fmt: KVFormat) -> int:
+    """Tokens that a warp takes at a time: decode/load.cuh."""
+    return 2 * CHUNK if fmt.name == "int4" and fmt.head_dim <= 128 and scale_groups(fmt) <= 2 else CHUNK
+
+
+def stage_bytes(fmt: KVFormat) -> int:
+    """K and V of a chunk."""
+    return 2 * chunk_tokens(fmt) * fmt.head_dim * BITS[fmt.name] // 8
+
+
+def fold_bytes(fmt: KVFormat, rows: int) -> int:
+    """What a warp has of a range whose pieces it folds."""
+    return rows * (fmt.head_dim * 4 + 64)
+
+
+def tile_bytes(fmt: KVFormat) -> int:
+    """K and V of a tile."""
+    return 2 * TILE_TOKENS * -(-fmt.head_dim // PANEL) * 2 * PANEL
+
+
+def scale_groups(fmt: KVFormat) -> int:
+    return -(-fmt.head_dim // fmt.group_size) if fmt.name == "int4" else 1
+
+
+def line_heads(row_bytes: int, warps: int) -> int:
+    """Of how many heads, for a box of `warps`, rows that follow each other make up 128 bytes, if they are shorter."""
+    heads = 128 // row_bytes if row_bytes <= 128 else 1
+    return heads if heads * row_bytes == 128 and warps % heads == 0 else 1
+
+
+def shared_bytes(fmt: KVFormat, tiling: Tiling) -> int:
+    """Of a block: decode/load.cuh and decode_stream.cuh lay it out."""
+    tiles = tiling.tile_stages * tile_bytes(fmt)
+    rings = tiling.warps * tiling.stages
+    scales = chunk_tokens(fmt) * {"fp8": 2 * 4, "int8": 2 * 4, "int4": 4 * 2 * scale_groups(fmt)}.get(fmt.name, 0)
+    at_fold = -(-(tiles + rings * stage_bytes(fmt)) // 1024) * 1024 + rings * (scales + 8)
+    at_fold += 8 * tiling.joiners * tiling.stages
+    at_fold = -(-(at_fold + 16 * tiling.tile_stages + 4 * tiling.stages) // 16) * 16
+    if tiling.tile_stages:
+        at_fold += (16 + 8) * 2 * TILE_ROWS
+    return at_fold + tiling.warps * fold_bytes(fmt, tiling.rows)
+
+
+@lru_cache(maxsize=256)
+def choose_tiling(
+    fmt: KVFormat, rows_each: int, tiles: bool = False, tma: bool = True, arch: str = "sm_90a", deep: bool = False
+) -> Tiling:
+    """The kernel's shape for `rows_each` query rows a sequence and KV head; no choice changes a bit of the result.
+
+    deep: one block with rings twice as deep, for ranges that just fill its warps (`fills_one_block`).
+    Two blocks where they fit; quantised tokens take more warps to decode, and eight ask for all heads of a token at
+    about the same time; fewer warps where a card has little shared memory.
+    """
+    most = 8 if fmt.name in ("fp8", "int8", "int4") and fmt.head_dim <= 128 else 4
+    limits = LIMITS[arch]
+
+    def stages(warps: int) -> int:
+        return max(2, min(8, RING_BYTES // warps // stage_bytes(fmt)))
+
+    if tiles:
+        each = -(-(stages(most) * stage_bytes(fmt) + fold_bytes(fmt, 8)) // 1024) * 1024  # where the tiles were
+        sizes = (Tiling(8, most, stages(most), 1, n, min(8, n * tile_bytes(fmt) // each)) for n in range(8, 1, -1))
+        return next(t for t in sizes if shared_bytes(fmt, t) <= limits.shared_block)
+    if deep:
+        return Tiling(8, most, min(8, 2 * stages(most)), 1)
+    wide = rows_each > 8 and fmt.head_dim <= 128  # sixteen rows of more do not fit a warp's registers: two passes
+    for warps in (most, most // 2, most // 4):
+        for blocks in (2, 1):
+            if blocks == 2 and warps == 8 and (wide or not tma):
+                continue  # two blocks would have 128 registers a thread
+            tiling = Tiling(16 if wide else 8, warps, stages(warps), blocks)
+            shared = shared_bytes(fmt, tiling)
+            if shared <= limits.shared_block and blocks * (shared + BLOCK_OVERHEAD) <= limits.shared_sm:
+                return tiling
+    raise AssertionError(f"{fmt} fits no block of {arch}")
+
+
+@lru_cache(maxsize=1024)
+def decode_spec(
+    dtype: torch.dtype,
+    fmt: KVFormat,
+    page_size: int,
+    tiling: Tiling,
+    *,
+    tma: bool = True,
+    scale_runs: bool = True,
+    softcap: bool = False,
+    tree: bool = False,
+    tiles_whole: bool = True,
+    in_step: bool = False,
+    line_heads: int = 1,
+) -> KernelSpec:
+    """The kernel for queries of `dtype` over pages of `fmt`. tree: query tokens see each other by a mask. tiles_whole:
+    copies for tiles are of whole rows. in_step: a block's warps have neighbouring heads, a copy is for all of them;
+    line_heads: so many rows of them make up 128 bytes and are copied as one."""
+    constants = (
+        ("Element", ELEMENTS[dtype]),
+        ("Operand", "bf16" if fmt.name == "bf16" else "half"),
+        ("kStoredAs", FORMATS[fmt.name]),
+        ("kHeadDim", fmt.head_dim),
+        ("kGroupSize", fmt.group_size),
+        ("kPageSize", page_size),
+        ("kRows", tiling.rows),
+        ("kWarps", tiling.warps),
+        ("kStages", tiling.stages),
+        ("kBlocksPerSm", tiling.blocks),
+        ("kTma", tma),
+        ("kScaleRuns", scale_runs),
+        ("kSoftcap", softcap),
+        ("kTree", tree),
+        ("kInStep", in_step),
+        ("kLineHeads", line_heads),
+        ("kTileStages", tiling.tile_stages),
+        ("kJoiners", tiling.joiners),
+        ("kTileWhole", tiling.tile_stages > 0 and tiles_whole and fmt.head_dim % PANEL == 0),
+    )
+    entry = "decode_tree" if tiling.tile_stages else "decode"
+    threads = 32 * tiling.warps + (TILE_THREADS if tiling.tile_stages else 0)
+    return KernelSpec(entry, f"decode/{entry}.cu", entry, constants, threads, shared_bytes(fmt, tiling), product=True)
+
+
+def specs(*, every: bool = False) -> list[KernelSpec]:
+    """The kernels as users get them: bfloat16, D 128, four rows, pages of 16, eight heads of many sequences; or `every`
+    format and head dimension, and heads that stand apart."""
+    found = []
+    for name in FORMATS if every else ("bf16", "fp8", "int8", "int4"):
+        dtype = torch.float16 if name == "fp16" else torch.bfloat16
+        for head_dim in HEAD_DIMS if every else (128,):
+            fmt = KVFormat(name, head_dim)
+            asked = [choose_tiling(fmt, rows) for rows in ((4, 16) if every else (4,))]
+            if tiles_can(dtype, fmt, True):
+                asked.append(choose_tiling(fmt, 4, tiles=True))
+            for tiling in asked:
+                if not tiling.tile_stages:
+                    heads = line_heads(head_dim * BITS[name] // 8, tiling.warps)
+                    found.append(decode_spec(dtype, fmt, 16, tiling, in_step=True, line_heads=heads))
+                if every or tiling.tile_stages:
+                    found.append(decode_spec(dtype, fmt, 16, tiling))
+                if every:
+                    found.append(decode_spec(dtype, fmt, 64, tiling, softcap=True))
+                if every and not tiling.tile_stages:
+                    copied = replace(tiling, blocks=choose_tiling(fmt, tiling.rows, tma=False).blocks)
+                    found.append(decode_spec(dtype, fmt, 24, copied, tma=False, scale_runs=False))
+    return list(dict.fromkeys(found))
+
+
+def tiles_can(dtype: torch.dtype, fmt: KVFormat, tma: bool) -> bool:
+    """Does the tiles' body serve these queries and pages? Else shared nodes go through streaming warps."""
+    return tma and fmt.dtype == dtype and fmt.head_dim in TILE_HEAD_DIMS
+
+
+def scales_in_runs(fmt: KVFormat, page_size: int, scales: Parts) -> bool:
+    """Do the scales of sixteen tokens lie one after another, on multiples of 16 bytes? Then they are copied whole.
+
+    From page to page in 32 bits.
+    """
+    groups = scale_groups(fmt)
+    return page_size % CHUNK == 0 and all(
+        x.stride(1) == groups
+        and (groups == 1 or x.stride(3) == 1)
+        and x.data_ptr() % 16 == 0
+        and x.stride(0) * x.element_size() < 1 << 32
+        and all(x.stride(d) * x.element_size() % 16 == 0 for d in (0, 2) if x.shape[d] > 1)
+        for x in scales
+    )
+
+
+def _byte_strides(x: torch.Tensor) -> tuple[int, int, int]:
+    """From page to page, token to token, head to head; of a dimension of size 1 any that a tensor map takes."""
+    page, token, head = (
+        s * x.element_size() if n > 1 else 16 for s, n in zip(x.stride()[:3], x.shape[:3], strict=True)
+    )
+    return page, token, head
+
+
+def chunk_map(
+    codes: torch.Tensor, row_bytes: int, chunk: int, heads_of_box: int = 1, line_heads: int = 1
+) -> TensorMapSpec:
+    """Boxes, in words: (panel, token, panels, head, page); panels and boxes as decode/load.cuh has them."""
+    pages, page_size, heads = codes.shape[:3]
+    page, token, head = _byte_strides(codes)
+    row_bytes, head = row_bytes * line_heads, head * line_heads
+    heads, heads_of_box = heads // line_heads, heads_of_box // line_heads
+    panel = next(p for p in (128, 64, 32, 16) if row_bytes % p == 0)
+    panels = row_bytes // panel
+    return TensorMapSpec(
+        "uint32",
+        (panel // 4, page_size, panels, heads, pages),
+        (token, panel, head, page),
+        (panel // 4, CHUNK if page_size % chunk else chunk, panels, heads_of_box, 1),
+        panel if panel >= 32 else 0,
+        l2_promotion=0,  # 256 bytes cost 5% of the bandwidth
+    )
+
+
+def tiles_whole(codes: Parts) -> bool:
+    """Can a copy bring all panels of 64 columns of its tokens? It can where heads follow each other, panel by panel."""
+    return all(x.shape[3] % PANEL == 0 and (x.shape[2] == 1 or x.stride(2) == x.shape[3]) for x in codes)
+
+
+def tile_map(codes: torch.Tensor, whole: bool) -> TensorMapSpec:
+    """Boxes of the tokens that a page and a tile share; of a panel of 64 columns: (column, token, head, page); `whole`,
+    of all panels of a head: (column, token of eight, panel, eight, page)."""
+    pages, page_size, heads, head_dim = codes.shape
+    page, token, head = _byte_strides(codes)
+    box = next(n for n in (64, 32, 16) if page_size % n == 0)
+    element = MAP_TYPES[codes.dtype]
+    if not whole:
+        return TensorMapSpec(element, (head_dim, page_size, heads, pages), (token, head, page), (PANEL, box, 1, 1), 128)
+    panels = head_dim // PANEL
+    sizes = (PANEL, 8, panels * heads, page_size // 8, pages)
+    return TensorMapSpec(element, sizes, (token, 2 * PANEL, 8 * token, page), (PANEL, 8, panels, box // 8, 1), 128)

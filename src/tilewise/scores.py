@@ -1,0 +1,72 @@
+"""What is done to the scores, as one value that travels from the call to the kernel.
+
+    s = q · k · scale        softcap: s = c · tanh(s / c)        ALiBi: s −= slope · |row + Nk − Nq − key|
+    window: −inf outside of it        sinks: a logit per head that joins the softmax's denominator only
+
+A new option is declared here (its field, its public name, its place in an operator's schema), checked in arguments.py,
+documented in api.py, told in reference.py, and done in cpu/scoring.py, gpu/abi.py and kernels/common/scores.cuh.
+Everything between passes a `Scores`, or the public names as `ScoreOptions`, along as it came.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import TypedDict
+
+import torch
+
+Window = tuple[int | None, int | None]
+
+
+class DecodeOptions(TypedDict, total=False):
+    """decode()'s keyword arguments that concern the scores; api.py says what they mean. The window is the plan's."""
+
+    scale: float | None
+    softcap: float
+    sinks: torch.Tensor | None
+
+
+class ScoreOptions(DecodeOptions, total=False):
+    """The same of attention()."""
+
+    causal: bool
+    window: Window | None
+    alibi_slopes: torch.Tensor | None
+
+
+# The same names in a PyTorch operator's schema, where tensors stand before the star; decode's window is its plan's.
+SCHEMA_TENSORS = "Tensor? sinks=None, Tensor? alibi_slopes=None"
+SCHEMA_SCALING = "float? scale=None, float softcap=0.0"
+SCHEMA_OPTIONS = f"bool causal=False, SymInt? window_left=None, SymInt? window_right=None, {SCHEMA_SCALING}"
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Checked options. Equality and hash are those of the rule; the tensors only come along.
+
+    window: (left, right) keys seen to either side, None for no limit; causal is right = 0. exact: the standard softmax
+    where a kernel would use the lazy one. sinks: (Hq,). slopes: (B, Hq) float32; alibi: whether there are any.
+    """
+
+    window: Window = (None, None)
+    scale: float = 1.0
+    softcap: float = 0.0
+    alibi: bool = False
+    exact: bool = False
+    sinks: torch.Tensor | None = field(default=None, compare=False, repr=False)
+    slopes: torch.Tensor | None = field(default=None, compare=False, repr=False)
+
+    @property
+    def rule(self) -> Scores:
+        """Without the tensors, to be kept."""
+        return replace(self, sinks=None, slopes=None)
+
+    @property
+    def changed(self) -> bool:
+        """Is more done to a score than a multiplication with a positive scale?"""
+        return self.softcap > 0 or self.alibi or self.scale <= 0
+
+    @property
+    def unmasked(self) -> Scores:
+        """The same with every key in view."""
+        return replace(self, window=(None, None))
