@@ -40,8 +40,9 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty cache folder, and a process that remembers nothing."""
     monkeypatch.setenv("TILEWISE_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(compiler, "_memory", {})
-    monkeypatch.setattr(compiler, "_warned", threading.Lock())
-    return tmp_path / "cache"
+    monkeypatch.setattr(compiler.cache, "_warned", threading.Lock())
+    monkeypatch.setattr(compiler.cache, "_unchecked", None)
+    return tmp_path / "cache" / "cubin"
 
 
 def forget() -> None:
@@ -287,7 +288,7 @@ def flip(entry: Path) -> None:
 def lie(entry: Path) -> None:
     path = entry / "report.json"
     record = json.loads(path.read_text())
-    record["report"]["registers"] += 1
+    record["registers"] += 1
     path.write_text(json.dumps(record))
 
 
@@ -435,8 +436,8 @@ def test_losing_the_race_keeps_what_is_there(cache: Path, monkeypatch: pytest.Mo
     (name,) = entries(cache)
     stamp = (cache / name).stat().st_ino
     forget()
-    early, read = [None], compiler._read
-    monkeypatch.setattr(compiler, "_read", lambda *args: early.pop() if early else read(*args))
+    early, read = [None], compiler.cache.read
+    monkeypatch.setattr(compiler.cache, "read", lambda *args: early.pop() if early else read(*args))
     assert not compiler.compile(AXPY, "sm_80").from_cache  # it looked before the other was done
     assert (cache / name).stat().st_ino == stamp
     assert leftovers(cache) == []
@@ -444,14 +445,14 @@ def test_losing_the_race_keeps_what_is_there(cache: Path, monkeypatch: pytest.Mo
 
 def test_cache_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TILEWISE_CACHE", "~/kernels")
-    assert compiler.cache_folder() == Path.home() / "kernels"
+    assert compiler.cache.root() == Path.home() / "kernels"
     monkeypatch.delenv("TILEWISE_CACHE")
     monkeypatch.setenv("XDG_CACHE_HOME", "/var/cache/me")
-    assert compiler.cache_folder() == Path("/var/cache/me/tilewise")
+    assert compiler.cache.root() == Path("/var/cache/me/tilewise")
     monkeypatch.setenv("XDG_CACHE_HOME", "relative")  # which the standard says to ignore
-    assert compiler.cache_folder() == Path.home() / ".cache" / "tilewise"
+    assert compiler.cache.root() == Path.home() / ".cache" / "tilewise"
     monkeypatch.setattr(Path, "home", lambda: (_ for _ in ()).throw(RuntimeError("no home")))
-    assert compiler.cache_folder() is None
+    assert compiler.cache.root() is None
     with pytest.warns(RuntimeWarning, match="no home folder"):
         compiler.compile(AXPY, "sm_80")
 

@@ -8,17 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import errno
-import hashlib
 import importlib.util
 import json
 import os
 import re
-import secrets
-import shutil
 import threading
 import time
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
@@ -33,6 +28,7 @@ from tilewise.arch import LIMITS as LIMITS
 from tilewise.arch import arch_of as arch_of
 from tilewise.arch import limits_of
 from tilewise.arch import occupancy as occupancy
+from tilewise.compiler import cache
 from tilewise.compiler.spec import KernelSpec, headers
 from tilewise.compiler.tensor_maps import MAP_TYPES, TensorMapSpec
 
@@ -85,18 +81,18 @@ def compile(spec: KernelSpec, arch: str) -> Binary:
     unit = spec.translation_unit()
     sources = headers(unit)
     flags = _flags(arch)
-    key = _digest(
+    key = cache.digest(
         _FORMAT, spec.entry, unit, *(part for item in sorted(sources.items()) for part in item), *flags, *_compiler()
     )
-    folder = cache_folder()
+    folder = cache.root()
     binary = _memory.get((folder, key))
     if binary is None:
-        kept = _read(folder, key) if folder else None
+        kept = _read(key)
         cubin, report = kept or _build(spec, arch, unit, sources, flags)
         binary = Binary(spec, arch, cubin, report, from_cache=kept is not None)
         _memory[folder, key] = binary
         if kept is None:
-            _write(folder, key, cubin, report)
+            cache.keep("cubin", key, {"kernel.cubin": cubin, "report.json": json.dumps(asdict(report)).encode()})
     return binary if binary.spec == spec else Binary(spec, arch, binary.cubin, binary.report, binary.from_cache)
 
 
@@ -181,7 +177,7 @@ def _compiler() -> tuple[str, ...]:
     for stem in ("cuda_fp16", "cuda_bf16", "cuda_fp8", "crt/mma"):
         found = [f / (stem + end) for f in include_folders() for end in (".h", ".hpp")]
         texts += [path.read_text(errors="replace") for path in found if path.is_file()]
-    return f"nvrtc {major}.{minor}, {size} bytes", _digest(*texts)
+    return f"nvrtc {major}.{minor}, {size} bytes", cache.digest(*texts)
 
 
 @lru_cache(maxsize=1)
@@ -304,102 +300,23 @@ def _quote_ptx(ptx: str, line: int, what: str, sources: dict[str, str]) -> tuple
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# The disk cache: a folder per entry, built aside and renamed into place, so that no reader sees half of one
+# The cache's entries
 # --------------------------------------------------------------------------------------------------------------------
 
-_FORMAT = "tilewise cubin 1"
+_FORMAT = "tilewise cubin 2"
 _memory: dict[tuple[Path | None, str], Binary] = {}
-_warned = threading.Lock()  # taken by the one warning of this process, and never given back
 
 
-def cache_folder() -> Path | None:
-    """TILEWISE_CACHE, or `tilewise` in the user's cache folder; None where the user has no home."""
-    if chosen := os.environ.get("TILEWISE_CACHE"):
-        return Path(chosen).expanduser()
-    cache = os.environ.get("XDG_CACHE_HOME", "")
+def _read(key: str) -> tuple[bytes, ResourceReport] | None:
+    """The entry, or None if there is none that is whole."""
+    files = cache.read("cubin", key)
     try:
-        return (Path(cache) if os.path.isabs(cache) else Path.home() / ".cache") / "tilewise"
-    except RuntimeError:
-        return None
-
-
-def _digest(*parts: str | bytes) -> str:
-    state = hashlib.sha256()
-    for part in parts:
-        data = part if isinstance(part, bytes) else part.encode()
-        state.update(len(data).to_bytes(8, "little") + data)  # the length keeps "ab", "c" apart from "a", "bc"
-    return state.hexdigest()
-
-
-def _read(folder: Path, key: str) -> tuple[bytes, ResourceReport] | None:
-    """The entry, or None if there is none that can be read and is whole."""
-    try:
-        cubin = (folder / key / "kernel.cubin").read_bytes()
-        record = json.loads((folder / key / "report.json").read_bytes())
-        if record["checksum"] != _digest(key, cubin, json.dumps(record["report"], sort_keys=True)):
+        if files is None:
             return None
-        return cubin, ResourceReport(**{**record["report"], "warnings": tuple(record["report"]["warnings"])})
-    except (OSError, ValueError, KeyError, TypeError):
+        report = json.loads(files["report.json"])
+        return files["kernel.cubin"], ResourceReport(**{**report, "warnings": tuple(report["warnings"])})
+    except (ValueError, KeyError, TypeError):
         return None
-
-
-def _write(folder: Path | None, key: str, cubin: bytes, report: ResourceReport) -> None:
-    try:
-        if folder is None:
-            raise OSError(errno.ENOENT, "no home folder")
-        folder.mkdir(parents=True, exist_ok=True)
-        _sweep(folder)
-        aside = folder / f".{key[:16]}-{os.getpid()}-{secrets.token_hex(4)}"
-        try:
-            aside.mkdir()
-            (aside / "kernel.cubin").write_bytes(cubin)
-            text = json.dumps(asdict(report), sort_keys=True)
-            record = {"checksum": _digest(key, cubin, text), "report": json.loads(text)}
-            (aside / "report.json").write_text(json.dumps(record, indent=1))
-            _put(folder, key, aside)
-        finally:
-            shutil.rmtree(aside, ignore_errors=True)
-    except OSError as error:
-        if _warned.acquire(blocking=False):
-            warnings.warn(
-                "compiled kernels are kept in memory only, and compiled again by the next process: "
-                f"{folder or '~/.cache'} cannot be written ({error}); set TILEWISE_CACHE to a folder that can",
-                RuntimeWarning,
-                stacklevel=3,
-            )
-
-
-def _put(folder: Path, key: str, aside: Path) -> None:
-    entry = folder / key
-    for _ in range(3):
-        try:
-            os.rename(aside, entry)
-            return
-        except OSError as error:
-            if error.errno not in (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR):
-                raise
-        if _read(folder, key) is not None:
-            return  # another process was first, and made the same
-        # Damaged or foreign. It is moved first, so that no reader finds it half removed.
-        rubbish = folder / f".{key[:16]}-{os.getpid()}-{secrets.token_hex(4)}"
-        with contextlib.suppress(FileNotFoundError):
-            os.rename(entry, rubbish)
-            _remove(rubbish)
-
-
-def _remove(path: Path) -> None:
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path, ignore_errors=True)
-    else:
-        path.unlink(missing_ok=True)
-
-
-def _sweep(folder: Path) -> None:
-    """Removes what processes killed in mid-write left behind an hour or more ago."""
-    for path in folder.glob(".*-*-*"):
-        with contextlib.suppress(OSError):
-            if path.lstat().st_mtime < time.time() - 3600:
-                _remove(path)
 
 
 # --------------------------------------------------------------------------------------------------------------------
