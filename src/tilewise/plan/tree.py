@@ -61,7 +61,7 @@ def plan_tree(
     shared: list[Range | None] = [None] * len(tree)
     if share is not False:
         chosen = _choose_nodes(batch, tree, judge)
-        if judge is None or judge.plan_pays(batch, tree, chosen):
+        if any(chosen) and (judge is None or judge.plan_pays(batch, tree, chosen)):
             shared = chosen
     work, tails, tokens_read = _lay_out(batch, order, tree, shared)
     shared_nodes = len(tree) - shared.count(None)
@@ -105,9 +105,11 @@ class _Batch:
         key: where the first token stands when every token read is counted once. band: counted from token 0.
         """
         pages, size, (start, stop) = self.page_lists[member], self.page_size, tokens
-        cuts = [start, *_breaks(pages, size, start, stop), stop]
-        if stop - start < self.shortest_run * (len(cuts) - 1) or not self.shortest_run:
-            cuts = [start, stop]
+        cuts = [start, stop]
+        if self.shortest_run and stop - start >= 2 * self.shortest_run:  # two parts or more
+            parts = [start, *_breaks(pages, size, start, stop), stop]
+            if stop - start >= self.shortest_run * (len(parts) - 1):
+                cuts = parts
         return [
             PagedTiles(
                 row=row,
@@ -282,8 +284,8 @@ def _breaks(pages: Ints, page_size: int, start: int, stop: int) -> list[int]:
     """The tokens in (start, stop) that begin a page which does not follow its predecessor in memory."""
     first = start // page_size
     part = pages[first : -(-stop // page_size)]
-    after: list[int] = (np.flatnonzero(part[1:] != part[:-1] + 1) + 1).tolist()
-    return [(first + n) * page_size for n in after]
+    before: list[int] = (part[1:] != part[:-1] + 1).nonzero()[0].tolist()
+    return [(first + n + 1) * page_size for n in before]
 
 
 def _common_pages(a: Ints, b: Ints) -> int:
