@@ -1,4 +1,10 @@
-"""What work costs on a device: every constant that a plan weighs, in one place."""
+"""Every constant that a plan or a work list weighs: its unit, and how it was measured.
+
+`CostModel` decides which nodes of a tree of shared pages are worth sharing (tree.py); its unit is the microsecond. The
+work list (worklist.py and the files beside it) balances warps; its unit is the *chunk*, the time in which a streaming
+warp reads and computes 16 tokens of one KV head while all other warps of the grid stream too. On an H200 with bfloat16
+and head_dim 128 that is about 2500 cycles.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +12,35 @@ from dataclasses import dataclass
 
 import numpy as np
 
-PLAN_MARGIN = 1.05  # by so much must a plan that shares be faster
+# ---- the work list, measured on an H200 with bfloat16, head_dim 128 and pages of 16 tokens --------------------------
+
+# In chunks: what a warp spends on an item besides its tokens. Clocks inside the kernel: 1280 cycles before the first
+# chunk of an item and 1410 after its last.
+ITEM_CHUNKS = 1.0
+# In chunks: what it costs to write a partial state to scratch and to read it again for merging.
+STATE_CHUNKS = 0.5
+# In chunks of a streaming warp: what one step of a tile item (64 tokens) takes.
+STEP_CHUNKS = 1.0
+# Ratio: how much faster than with an even share of the bandwidth one warp streams while the other warps are idle. 512
+# warps with one sequence of 4096 tokens each are as fast as 1056 warps with pieces of such sequences.
+SPRINT = 3.5
+# Ratio: tile items of a parent node and of its child that have the same rows may form a chain, which saves one state
+# but keeps both items in the same block. The longest chain, in tokens, as a multiple of an even share per block.
+CHAIN_SHARE = 1.25
+# In chunks: the candidates for the longest own range that one warp takes whole; Shape.longest is the last candidate.
+WHOLE_LIMITS = (0, 64, 128, 256, 512)
+# In chunks: Shape.longest. With rings of two chunks, a warp that takes 16384 tokens whole loses 5% against pieces; with
+# deep rings it loses nothing. Longer ranges are always cut: they have more pieces than merging folds in one run, and
+# the bits of the result would depend on whether a warp or the merge folded them.
+WHOLE_CHUNKS = 512
+DEEP_CHUNKS = 1024
+
+# ---- plans ----------------------------------------------------------------------------------------------------------
+
+# Query rows per KV head from which a shared node goes through tiles instead of streaming warps.
+WIDE_ROWS = 32
+# Ratio: a plan that shares nodes must be estimated to be faster than the plan without sharing by this factor.
+PLAN_MARGIN = 1.05
 
 
 @dataclass(frozen=True)
@@ -17,13 +51,15 @@ class CostModel:
 
         item_us + max(t · kv_bytes / kv_bytes_per_us,  4 · t · r · head_dim / flops_per_us)
 
-    and each row of an extra state `row_state_us` to merge. Sharing a node of n sequences saves the time of n small
-    reads and pays for one large item and n sequences' extra states; it is done when the estimate says that it is at
-    least `margin` times cheaper. Then the plans are compared as wholes: `launch_us`, the sequences' own tokens at
-    `own_bytes_per_us` and what the nodes take, against the same with the nodes shared; it has to be PLAN_MARGIN times
-    cheaper. Where a node has `wide_rows` rows a KV head or more, which a GPU puts through tiles, own tokens take
-    `own_share` longer beside it, and all takes at least `floor_us`. Leaving all unshared is always possible, so "auto"
-    is never planned slower than unshared.
+    and each row of an extra state costs `row_state_us` to merge.
+
+    The decision has two steps. First, each node by itself: sharing a node of n sequences replaces n small reads by one
+    large item and n sequences' extra states; the node is a candidate if that is estimated to be more than `margin`
+    times cheaper. Second, the whole plan: `launch_us`, the sequences' own tokens at `own_bytes_per_us` and the time of
+    the nodes, shared against unshared; sharing must be more than PLAN_MARGIN times cheaper. If the widest node has at
+    least `wide_rows` rows per KV head (on a GPU such nodes go through tiles), the own tokens take `own_share` longer
+    and the whole takes at least `floor_us`. The plan without sharing is always possible, so "auto" is never estimated
+    to be slower than that.
     """
 
     item_us: float
@@ -38,27 +74,28 @@ class CostModel:
     wide_rows: int = 0
 
     def shares(self, sequences: int, tokens: int, rows_each: int, head_dim: int, kv_bytes: float) -> bool:
-        """Is a node of `tokens` tokens worth sharing among `sequences`, each with `rows_each` rows?
+        """Is a node of `tokens` tokens worth sharing among `sequences` sequences of `rows_each` rows each?
 
         kv_bytes: bytes of one token's K and V over all KV heads.
         """
         return self.saving_us(sequences, tokens, rows_each, head_dim, kv_bytes) > 0
 
     def saving_us(self, sequences: int, tokens: int, rows_each: int, head_dim: int, kv_bytes: float) -> float:
-        """What sharing it saves, less the margin."""
+        """The time that sharing the node saves, with the time of the shared node multiplied by `margin`."""
         alone = self.alone_us(sequences, tokens, rows_each, head_dim, kv_bytes)
         together = self.item_us + self._stream_us(tokens, sequences * rows_each, head_dim, kv_bytes)
         together += sequences * rows_each * self.row_state_us
         return alone - together * self.margin
 
     def alone_us(self, sequences: int, tokens: int, rows_each: int, head_dim: int, kv_bytes: float) -> float:
-        """What it takes when each sequence reads it for itself."""
+        """The time that the node's tokens take if each sequence reads them for itself."""
         return sequences * self._stream_us(tokens, rows_each, head_dim, kv_bytes)
 
     def pays(self, alone_us: float, saved_us: float, own_bytes: float, rows: int) -> bool:
-        """Is a plan faster whose nodes take `alone_us` unshared, of which sharing saves `saved_us`?
+        """Is the plan that shares its candidate nodes faster than the plan without sharing?
 
-        rows: that the widest node has a KV head.
+        alone_us: the time of these nodes unshared; saved_us: what sharing saves of it; own_bytes: bytes of the tokens
+        that each sequence reads for itself in either plan; rows: rows per KV head of the widest node.
         """
         own, wide = own_bytes / self.own_bytes_per_us, rows >= self.wide_rows
         together = self.launch_us + own * (1 + wide * self.own_share) + alone_us - saved_us
@@ -69,13 +106,13 @@ class CostModel:
 
 
 # Two cores of a 2023 server, float32, measured with `tilewise bench prefix`: torch's flash kernel streams K and V at
-# about 12 GB/s over few rows and does 120 GFLOP/s over many; an item costs some 100 µs of Python and dispatch.
+# about 12 GB/s over few rows and does 120 GFLOP/s over many; an item costs about 100 µs of Python and dispatch.
 CPU_COST = CostModel(item_us=100.0, kv_bytes_per_us=12e3, flops_per_us=120e3, row_state_us=0.3)
 
-# An H200, measured: sequences that read the same pages one by one get about 7 TB/s of them, most from L2; shared nodes
-# run at about 400 TFLOP/s; a row's state goes out and comes back through L2. Sequences' own tokens stream at 3.6 TB/s
-# where a step is short, 15% slower beside tiles, and with tiles nothing is done before 24 µs. An item costs a warp some
-# 3000 cycles, of which 528 run at a time. Kept with the grid of `tilewise bench serve` in view.
+# An H200, checked against the grid of `tilewise bench serve`. Sequences that read the same pages one by one read them
+# at about 7 TB/s, most of it from L2. Shared nodes run at about 400 TFLOP/s. A row's state is written and read through
+# L2. The sequences' own tokens stream at 3.6 TB/s in short steps and 15% slower beside tiles; with tiles no step ends
+# before 24 µs. An item costs a warp about 3000 cycles, and 528 warps run at a time.
 GPU_COST = CostModel(
     item_us=0.15,
     kv_bytes_per_us=7e6,
@@ -85,5 +122,5 @@ GPU_COST = CostModel(
     floor_us=24.0,
     own_bytes_per_us=3.6e6,
     own_share=0.15,
-    wide_rows=32,  # worklist.py: Splitting.tile_rows, from which a node goes through tiles
+    wide_rows=WIDE_ROWS,
 )

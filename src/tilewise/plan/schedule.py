@@ -1,44 +1,38 @@
 """Block-sparse patterns: which blocks of queries meet which blocks of keys.
 
-A `BlockSchedule` is the tile list of a block-sparse problem with the dropped tiles left out. It is made here, checked
-here, saved and loaded here, and shown as text or as a picture; running it is the planner's and the kernels' work.
+A `BlockSchedule` is the tile list of a block-sparse problem with the dropped tiles left out. It is made and checked
+here (with schedule_grid.py), saved and loaded (schedule_files.py), and shown as text or as a picture; dense.py and the
+kernels run it.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-import os
-import secrets
-import stat
-import zipfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
-from typing import IO, Any, TypeAlias
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from tilewise import checks
+from tilewise.plan import schedule_files as files
+from tilewise.plan.schedule_files import AnyPath
+from tilewise.plan.schedule_grid import (
+    INT32_MAX,
+    SCALARS,
+    Grid,
+    Int32s,
+    Pattern,
+    as_array,
+    as_int32,
+    check_csr,
+    check_geometry,
+    indptr_of,
+)
 
-Int32s: TypeAlias = npt.NDArray[np.int32]
-Int64s: TypeAlias = npt.NDArray[np.int64]
-AnyPath: TypeAlias = "str | os.PathLike[str]"
-
-INT32_MAX = 2**31 - 1
 SHADES = " ░▒▓█"
-
-# What a file may make us allocate. Files written here are not compressed, so their arrays are never larger than the
-# file itself; a compressed one may inflate to this much, a thousandfold bomb may not.
-_INFLATED_MAX = 64 * 2**20
-# A run is eight bytes however many blocks it stands for, so a small file could ask for any number of indices.
-_RUN_BLOCKS_MAX = 2**28
-
-_SCALARS = ("seqlen_q", "seqlen_k", "block_q", "block_k", "heads")
-_KEYS = (*_SCALARS, "indptr", "indices")
 
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
@@ -65,12 +59,12 @@ class BlockSchedule:
     indices: Int32s
 
     def __post_init__(self) -> None:
-        values = _geometry(self.seqlen_q, self.seqlen_k, self.block_q, self.block_k, self.heads)
-        for name, value in zip(_SCALARS, values, strict=True):
+        values = check_geometry(self.seqlen_q, self.seqlen_k, self.block_q, self.block_k, self.heads)
+        for name, value in zip(SCALARS, values, strict=True):
             object.__setattr__(self, name, value)
         rows = (self.heads or 1) * self.num_q_blocks
-        indptr, indices = _int32("indptr", self.indptr), _int32("indices", self.indices)
-        _check_csr(indptr, indices, rows, self.num_k_blocks, self.num_q_blocks)
+        indptr, indices = as_int32("indptr", self.indptr), as_int32("indices", self.indices)
+        check_csr(indptr, indices, rows, self.num_k_blocks, self.num_q_blocks)
         for name, array in (("indptr", indptr), ("indices", indices)):
             array.setflags(write=False)
             object.__setattr__(self, name, array)
@@ -82,9 +76,9 @@ class BlockSchedule:
         cls, seqlen_q: int, seqlen_k: int, *, block_q: int = 64, block_k: int = 64, heads: int | None = None
     ) -> BlockSchedule:
         """Every block: dense attention as a schedule."""
-        grid = _Grid(seqlen_q, seqlen_k, block_q, block_k, heads)
+        grid = Grid(seqlen_q, seqlen_k, block_q, block_k, heads)
         first = np.zeros(grid.rows, np.int64)
-        return grid.from_ranges(first, first + grid.cols)
+        return _schedule(grid, grid.from_ranges(first, first + grid.cols))
 
     @classmethod
     def random(
@@ -100,12 +94,12 @@ class BlockSchedule:
     ) -> BlockSchedule:
         """Each row of blocks keeps the same number of blocks, chosen at random: `(1 - sparsity) * num_k_blocks`,
         rounded to the nearest, at least one. `sparsity` is in [0, 1). The same `seed` gives the same schedule."""
-        grid = _Grid(seqlen_q, seqlen_k, block_q, block_k, heads)
+        grid = Grid(seqlen_q, seqlen_k, block_q, block_k, heads)
         if checks.number("sparsity", sparsity, 0.0) >= 1.0:
             raise ValueError(f"sparsity must be at least 0 and below 1 (a row keeps a block), got {sparsity}")
         generator = np.random.default_rng(checks.integer("seed", seed, 0))
         keep = min(grid.cols, max(1, math.floor((1.0 - sparsity) * grid.cols + 0.5)))
-        indptr = _indptr(np.full(grid.rows, keep, np.int64))
+        indptr = indptr_of(np.full(grid.rows, keep, np.int64))
         indices = np.empty((grid.rows, keep), np.int32)
         # Some rows at a time, so that the random keys stay small however many heads there are.
         step = max(1, 2**20 // max(1, grid.cols))
@@ -114,7 +108,7 @@ class BlockSchedule:
             order = generator.random((len(part), grid.cols))
             part[:] = np.argpartition(order, keep - 1, axis=1)[:, :keep]
             part.sort(axis=1)
-        return grid.schedule(indptr, indices.reshape(-1))
+        return _schedule(grid, Pattern(indptr, indices.reshape(-1)))
 
     @classmethod
     def banded(
@@ -131,14 +125,14 @@ class BlockSchedule:
         query i sees keys `i + seqlen_k - seqlen_q - left` to `i + seqlen_k - seqlen_q + right`. None is no limit.
 
         Whole blocks are kept; for the exact band give `window=(left, right)` to the call as well."""
-        grid = _Grid(seqlen_q, seqlen_k, block_q, block_k)
+        grid = Grid(seqlen_q, seqlen_k, block_q, block_k)
         # More than both lengths together hides nothing, and keeps the sums below inside int64.
         limits = []
         for name, limit in (("left", left), ("right", right)):
             tokens = 2 * INT32_MAX if limit is None else checks.integer(name, limit, 0)
             limits.append(min(tokens, 2 * INT32_MAX))
         first, last = grid.diagonal()
-        return grid.from_ranges(*grid.covering(first - limits[0], last + limits[1]))
+        return _schedule(grid, grid.from_ranges(*grid.covering(first - limits[0], last + limits[1])))
 
     @classmethod
     def causal(cls, seqlen_q: int, seqlen_k: int, *, block_q: int = 64, block_k: int = 64) -> BlockSchedule:
@@ -152,7 +146,7 @@ class BlockSchedule:
     ) -> BlockSchedule:
         """The Sparse Transformer's pattern in blocks: the blocks on the (bottom-right) diagonal with `local` blocks on
         each side, and every `stride`-th block column (columns stride - 1, 2 * stride - 1, …), which all rows see."""
-        grid = _Grid(seqlen_q, seqlen_k, block_q, block_k)
+        grid = Grid(seqlen_q, seqlen_k, block_q, block_k)
         stride, local = checks.integer("stride", stride, 1), checks.integer("local", local, 0)
         reach = min(local, INT32_MAX) * grid.block_k
         first, last = grid.diagonal()
@@ -163,7 +157,7 @@ class BlockSchedule:
         near_keys = np.repeat(rows, np.diff(near.indptr)) * grid.cols + near.indices
         keys = np.union1d(near_keys, (rows[:, None] * grid.cols + columns).reshape(-1))
         width = max(1, grid.cols)
-        return grid.schedule(_indptr(np.bincount(keys // width, minlength=grid.rows)), keys % width)
+        return _schedule(grid, Pattern(indptr_of(np.bincount(keys // width, minlength=grid.rows)), keys % width))
 
     @classmethod
     def from_mask(cls, mask: torch.Tensor | npt.NDArray[Any], *, block_q: int = 64, block_k: int = 64) -> BlockSchedule:
@@ -171,7 +165,7 @@ class BlockSchedule:
 
         A block is kept **whole** if any of its elements is True, so `to_mask()` shows at least what `mask` shows, and
         exactly that when the mask is made of whole blocks."""
-        given = _array("mask", mask)
+        given = as_array("mask", mask)
         if given.dtype != np.bool_:
             raise ValueError(f"mask must be bool (True is visible), got {given.dtype}")
         if given.ndim not in (2, 3):
@@ -179,14 +173,14 @@ class BlockSchedule:
         heads = given.shape[0] if given.ndim == 3 else None
         if heads == 0:
             raise ValueError(f"mask must have at least one head, got shape {given.shape}")
-        grid = _Grid(given.shape[-2], given.shape[-1], block_q, block_k, heads)
+        grid = Grid(given.shape[-2], given.shape[-1], block_q, block_k, heads)
         if grid.rows == 0 or grid.cols == 0:
-            return grid.schedule(_indptr(np.zeros(grid.rows, np.int64)), np.empty(0, np.int32))
+            return _schedule(grid, Pattern(indptr_of(np.zeros(grid.rows, np.int64)), np.empty(0, np.int32)))
         # Rows first: that pass is over contiguous memory and leaves 1/block_q of the work to the other.
         kept = np.logical_or.reduceat(given, np.arange(0, grid.seqlen_q, grid.block_q), axis=-2)
         kept = np.logical_or.reduceat(kept, np.arange(0, grid.seqlen_k, grid.block_k), axis=-1)
         kept = kept.reshape(grid.rows, grid.cols)
-        return grid.schedule(_indptr(kept.sum(axis=1, dtype=np.int64)), np.nonzero(kept)[1])
+        return _schedule(grid, Pattern(indptr_of(kept.sum(axis=1, dtype=np.int64)), np.nonzero(kept)[1]))
 
     @classmethod
     def from_runs(
@@ -194,14 +188,14 @@ class BlockSchedule:
     ) -> BlockSchedule:
         """One run of key blocks for each block of queries: `runs` is integer (num_q_blocks, 2) of first key block and
         number of key blocks (0: the row is empty). Shared by all heads."""
-        grid = _Grid(seqlen_q, seqlen_k, block_q, block_k)
-        pairs = _array("runs", runs)
+        grid = Grid(seqlen_q, seqlen_k, block_q, block_k)
+        pairs = as_array("runs", runs)
         if pairs.shape != (grid.rows, 2):
             raise ValueError(
                 f"runs must have shape ({grid.rows}, 2), a start and a count for each of the {grid.rows} blocks of "
                 f"{grid.block_q} queries in seqlen_q={grid.seqlen_q}, got {pairs.shape}"
             )
-        pairs = _int32("runs", pairs, rank=2).astype(np.int64)
+        pairs = as_int32("runs", pairs, rank=2).astype(np.int64)
         past = pairs.sum(axis=1) > grid.cols
         if past.any():
             row = int(past.argmax())
@@ -209,7 +203,7 @@ class BlockSchedule:
             raise ValueError(
                 f"runs[{row}] must stay within the {grid.cols} key blocks, got start {start} and count {count}"
             )
-        return grid.from_ranges(pairs[:, 0], pairs[:, 0] + pairs[:, 1])
+        return _schedule(grid, grid.from_ranges(pairs[:, 0], pairs[:, 0] + pairs[:, 1]))
 
     # ---- facts --------------------------------------------------------------------------------------------------
 
@@ -319,17 +313,14 @@ class BlockSchedule:
 
         `.npz` holds everything. `.npy` is the runs form, int32 (num_q_blocks, 2): only for schedules that `to_runs()`
         takes, and without lengths and block sizes, which `load` has to be told."""
-        target = _path(path, ".npz", ".npy")
+        target = files.check_path(path, ".npz", ".npy")
         if target.suffix == ".npy":
             runs = self.to_runs()
-            with _replacing(target) as file:
+            with files.replacing(target) as file:
                 np.save(file, runs, allow_pickle=False)
             return
-        arrays: dict[str, Any] = {"indptr": self.indptr, "indices": self.indices}
-        # heads=None is written as 0, which no schedule per head has.
-        arrays |= {name: np.int64(value or 0) for name, value in zip(_SCALARS, self._scalars, strict=True)}
-        with _replacing(target) as file:
-            np.savez(file, **arrays)
+        with files.replacing(target) as file:
+            files.write_npz(file, self._scalars, self.indptr, self.indices)
 
     @classmethod
     def load(
@@ -346,23 +337,13 @@ class BlockSchedule:
         A `.npy` does not say its geometry: blocks are 16 × 16 and both lengths are `n_tiles * block_q` unless given
         here. A `.npz` does, and then what is given here must agree. A file that is damaged, hostile or something else
         raises ValueError naming it and what is wrong; a missing one FileNotFoundError."""
-        source = _path(path, ".npz", ".npy")
+        source = files.check_path(path, ".npz", ".npy")
         given = {"seqlen_q": seqlen_q, "seqlen_k": seqlen_k, "block_q": block_q, "block_k": block_k}
-        _geometry(*(16 if value is None else value for value in given.values()))
-        status = os.stat(source)
-        if not stat.S_ISREG(status.st_mode):
-            raise ValueError(f"path must be a file, {source} is not one")
-        with open(source, "rb") as file:
-            # numpy and zipfile meet damaged bytes with a dozen kinds of exceptions: all mean the same to the caller.
-            try:
-                if status.st_size == 0:
-                    raise ValueError("the file is empty")
-                if source.suffix == ".npz":
-                    return _read_npz(file, status.st_size, given)
-                return _read_runs(file, status.st_size, given)
-            except Exception as error:
-                why = " ".join(str(error).split())[:300] or type(error).__name__
-                raise ValueError(f"{source} is not a schedule that can be loaded: {why}") from error
+        check_geometry(*(16 if value is None else value for value in given.values()))
+        with files.reading(source) as (file, size):
+            if source.suffix == ".npz":
+                return BlockSchedule(**files.read_npz(file, size, given))
+            return cls.from_runs(**files.read_runs(file, size, given))
 
     # ---- pictures -----------------------------------------------------------------------------------------------
 
@@ -395,7 +376,7 @@ class BlockSchedule:
         """Writes a PNG of one head's pattern to `path`, axes in tokens."""
         from matplotlib.figure import Figure  # slow to import, and only this call needs it
 
-        head, target = self._head(head), _path(path, ".png")
+        head, target = self._head(head), files.check_path(path, ".png")
         figure = Figure(figsize=(7.5, 7.0), dpi=120, layout="constrained")
         axes = figure.add_subplot()
         axes.set_title(self._facts(head).replace("; ", "\n"), fontsize=10)
@@ -422,7 +403,7 @@ class BlockSchedule:
                 axes.hlines(np.arange(1, lines) * self.block_q, 0, self.seqlen_k, colors="0.8", linewidth=0.5)
         else:
             axes.text(0.5, 0.5, "no blocks", ha="center", va="center", transform=axes.transAxes)
-        with _replacing(target) as file:
+        with files.replacing(target) as file:
             figure.savefig(file, format="png")
 
     def _facts(self, head: int) -> str:
@@ -446,207 +427,6 @@ class BlockSchedule:
         return share
 
 
-class _Grid:
-    """A checked geometry without a pattern yet: what the makers share."""
-
-    def __init__(self, seqlen_q: Any, seqlen_k: Any, block_q: Any, block_k: Any, heads: Any = None) -> None:
-        geometry = _geometry(seqlen_q, seqlen_k, block_q, block_k, heads)
-        self.seqlen_q, self.seqlen_k, self.block_q, self.block_k, self.heads = geometry
-        self.rows = (self.heads or 1) * -(-self.seqlen_q // self.block_q)
-        self.cols = -(-self.seqlen_k // self.block_k)
-
-    def schedule(self, indptr: npt.NDArray[Any], indices: npt.NDArray[Any]) -> BlockSchedule:
-        geometry: dict[str, Any] = {name: getattr(self, name) for name in _SCALARS}
-        return BlockSchedule(**geometry, indptr=indptr, indices=indices)
-
-    def diagonal(self) -> tuple[Int64s, Int64s]:
-        """(rows,) each: the key on the bottom-right diagonal of each block's first and last query. Not clipped, so
-        those of a ragged last block's missing queries are past the last key, where they add nothing."""
-        first = np.arange(self.rows, dtype=np.int64) * self.block_q + self.seqlen_k - self.seqlen_q
-        return first, first + self.block_q - 1
-
-    def covering(self, first_key: Int64s, last_key: Int64s) -> tuple[Int64s, Int64s]:
-        """(rows,) each: the range [first, end) of key blocks that the keys first_key to last_key lie in, clipped.
-        No first_key is past the last key: the diagonal never is."""
-        first = np.maximum(first_key, 0) // self.block_k
-        end = np.minimum(last_key, self.seqlen_k - 1) // self.block_k + 1
-        return first, np.maximum(end, first)
-
-    def from_ranges(self, first: Int64s, end: Int64s) -> BlockSchedule:
-        """Row r keeps key blocks [first[r], end[r])."""
-        indptr = _indptr(end - first)
-        return self.schedule(indptr, np.arange(indptr[-1]) + np.repeat(first - indptr[:-1], end - first))
-
-
-# ---- checks -------------------------------------------------------------------------------------------------------
-
-
-def _geometry(
-    seqlen_q: Any, seqlen_k: Any, block_q: Any, block_k: Any, heads: Any = None
-) -> tuple[int, int, int, int, int | None]:
-    lengths, blocks = [], []
-    for name, value in (("seqlen_q", seqlen_q), ("seqlen_k", seqlen_k)):
-        lengths.append(checks.integer(name, value, 0, INT32_MAX))
-    for name, value in (("block_q", block_q), ("block_k", block_k)):
-        blocks.append(checks.integer(name, value))
-        if blocks[-1] % 16 or not 16 <= blocks[-1] <= 128:
-            raise ValueError(f"{name} must be a multiple of 16 from 16 to 128, got {blocks[-1]}")
-    if heads is not None:
-        heads = checks.integer("heads", heads, 1)
-        if heads * -(-lengths[0] // blocks[0]) >= INT32_MAX:
-            raise ValueError(f"heads={heads} × seqlen_q={lengths[0]} is more rows of blocks than int32 can count")
-    return lengths[0], lengths[1], blocks[0], blocks[1], heads
-
-
-def _array(name: str, x: Any) -> npt.NDArray[Any]:
-    if isinstance(x, torch.Tensor):
-        # numpy has no bfloat16 and the like, and none of them is what is wanted here.
-        if x.is_floating_point() or x.is_complex():
-            raise ValueError(f"{name} must not be {x.dtype}; it takes " + ("bool" if name == "mask" else "integers"))
-        return x.detach().cpu().numpy()
-    if not isinstance(x, np.ndarray):
-        raise TypeError(f"{name} must be a numpy array or a torch.Tensor, got {type(x).__name__}")
-    return x
-
-
-def _int32(name: str, x: Any, rank: int = 1) -> Int32s:
-    """A copy of `x` as int32; every value must be in [0, 2**31)."""
-    array = _array(name, x)
-    if array.dtype.kind not in "iu":
-        raise ValueError(f"{name} must be int32 (or another integer dtype), got {array.dtype}")
-    if array.ndim != rank:
-        raise ValueError(f"{name} must have {rank} dimension{'s' * (rank > 1)}, got shape {array.shape}")
-    if array.size and (int(array.min()) < 0 or int(array.max()) > INT32_MAX):
-        raise ValueError(f"{name} must be between 0 and {INT32_MAX}, got {array.min()} to {array.max()}")
-    return np.array(array, dtype=np.int32, order="C")
-
-
-def _indptr(counts: npt.NDArray[np.integer[Any]]) -> Int64s:
-    """(rows + 1,) from the number of blocks in each row; refused before anything of that size is made."""
-    indptr = np.zeros(len(counts) + 1, np.int64)
-    np.cumsum(counts, out=indptr[1:])
-    if indptr[-1] > INT32_MAX:
-        raise ValueError(
-            f"block_q and block_k are too small: {indptr[-1]} blocks would be kept, int32 counts {INT32_MAX}"
-        )
-    return indptr
-
-
-def _check_csr(indptr: Int32s, indices: Int32s, rows: int, cols: int, rows_per_head: int) -> None:
-    if len(indptr) != rows + 1:
-        raise ValueError(f"indptr must have {rows + 1} entries, (heads or 1) * num_q_blocks + 1, got {len(indptr)}")
-    if indptr[0] != 0:
-        raise ValueError(f"indptr must start at 0, got {indptr[0]}")
-    falls = np.diff(indptr) < 0
-    if falls.any():
-        row = int(falls.argmax())
-        raise ValueError(f"indptr must never fall, got {indptr[row + 1]} after {indptr[row]} at row {row}")
-    if indptr[-1] != len(indices):
-        raise ValueError(f"indptr must end at the number of indices, {len(indices)}, got {indptr[-1]}")
-    if len(indices) and indices.max() >= cols:
-        raise ValueError(f"indices must be below num_k_blocks={cols}, got {indices.max()}")
-    unsorted = np.diff(indices) <= 0
-    starts = indptr[1:-1]
-    # The step from one row's last index to the next row's first may fall.
-    unsorted[starts[(starts > 0) & (starts < len(indices))] - 1] = False
-    if unsorted.any():
-        at = int(unsorted.argmax())
-        head, q_block = divmod(int(np.searchsorted(indptr, at, side="right")) - 1, rows_per_head)
-        kind = "duplicate" if indices[at] == indices[at + 1] else "unsorted"
-        raise ValueError(
-            f"indices must be strictly ascending in each row, got {kind} {indices[at]}, {indices[at + 1]} "
-            f"in query block {q_block} of head {head}"
-        )
-
-
-# ---- files --------------------------------------------------------------------------------------------------------
-
-
-def _path(path: Any, *suffixes: str) -> Path:
-    if not isinstance(path, (str, os.PathLike)) or not isinstance(os.fspath(path), str):
-        raise TypeError(f"path must be a str or a pathlib.Path, got {type(path).__name__}")
-    result = Path(path)
-    if result.suffix not in suffixes:
-        raise ValueError(f"path must end in {' or '.join(suffixes)}, got {str(path)!r}")
-    return result
-
-
-@contextmanager
-def _replacing(path: Path) -> Iterator[IO[bytes]]:
-    """A new file that takes `path`'s place when it is whole: no reader sees half of it, no failure costs the old."""
-    if not path.parent.is_dir():
-        raise FileNotFoundError(f"path must be in an existing folder, {path.parent} is not one")
-    temporary = path.with_name(f".tilewise-{secrets.token_hex(8)}.tmp")
-    try:
-        with open(temporary, "xb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-
-
-def _read_npy(
-    file: IO[bytes], size: int, name: str, dtype: type[np.integer[Any]], shape: Sequence[int | None]
-) -> npt.NDArray[Any]:
-    """The array in an `.npy` stream of `size` bytes. Its header must declare `dtype`, `shape` (None is free) and
-    exactly the bytes that are there, before any of them is read."""
-    version = np.lib.format.read_magic(file)
-    readers = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
-    if version not in readers:
-        raise ValueError(f"{name} has .npy version {version}, versions 1.0 and 2.0 are read")
-    declared, fortran, stored = readers[version](file)
-    if stored.hasobject:
-        raise ValueError(f"{name} holds Python objects, which would have to be unpickled")
-    if stored.newbyteorder("=") != dtype:
-        raise ValueError(f"{name} must be {np.dtype(dtype)}, the file has {stored}")
-    fits = len(declared) == len(shape) and all(
-        n >= 0 and want in (None, n) for n, want in zip(declared, shape, strict=True)
-    )
-    if not fits:
-        wanted = ", ".join("n" if want is None else str(want) for want in shape)
-        raise ValueError(f"{name} must have shape ({wanted}), the file declares {declared}")
-    expected, left = math.prod(declared) * stored.itemsize, size - file.tell()
-    if expected != left:
-        raise ValueError(f"{name} declares {expected} bytes of data, the file has {left}")
-    data = file.read(expected)
-    if len(data) != expected:
-        raise ValueError(f"{name} does not have the {expected} bytes of data it declares")
-    return np.frombuffer(data, stored).reshape(declared, order="F" if fortran else "C")
-
-
-def _read_npz(file: IO[bytes], size: int, given: dict[str, int | None]) -> BlockSchedule:
-    with zipfile.ZipFile(file) as archive:
-        members = {member.filename: member for member in archive.infolist()}
-        if set(members) != {f"{key}.npy" for key in _KEYS} or len(archive.infolist()) != len(_KEYS):
-            held = ", ".join(sorted(members)[:8]) or "nothing"
-            raise ValueError(f"it must hold {', '.join(_KEYS)}, it holds {held}")
-
-        def read(name: str, dtype: type[np.integer[Any]], *shape: int) -> npt.NDArray[Any]:
-            member = members[f"{name}.npy"]
-            if member.file_size > max(size, _INFLATED_MAX):
-                raise ValueError(f"{name} would inflate to {member.file_size} bytes")
-            with archive.open(member) as stream:
-                return _read_npy(stream, member.file_size, name, dtype, shape)
-
-        scalars = {name: int(read(name, np.int64)) for name in _SCALARS}
-        for name, value in given.items():
-            if value is not None and value != scalars[name]:
-                raise ValueError(f"it is for {name}={scalars[name]}, asked for {name}={value}")
-        grid = _Grid(**(scalars | {"heads": scalars["heads"] or None}))
-        indptr = read("indptr", np.int32, grid.rows + 1)
-        return grid.schedule(indptr, read("indices", np.int32, int(indptr[-1])))
-
-
-def _read_runs(file: IO[bytes], size: int, given: dict[str, int | None]) -> BlockSchedule:
-    runs = _read_npy(file, size, "runs", np.int32, (None, 2))
-    blocks = int(runs[:, 1].sum(dtype=np.int64))
-    if blocks > _RUN_BLOCKS_MAX:
-        raise ValueError(f"its runs add up to {blocks} blocks, at most {_RUN_BLOCKS_MAX} are loaded from a file")
-    block_q = 16 if given["block_q"] is None else given["block_q"]
-    block_k = 16 if given["block_k"] is None else given["block_k"]
-    seqlen_q = len(runs) * block_q if given["seqlen_q"] is None else given["seqlen_q"]
-    seqlen_k = len(runs) * block_q if given["seqlen_k"] is None else given["seqlen_k"]
-    return BlockSchedule.from_runs(runs, seqlen_q, seqlen_k, block_q=block_q, block_k=block_k)
+def _schedule(grid: Grid, pattern: Pattern) -> BlockSchedule:
+    geometry: dict[str, Any] = dict(zip(SCALARS, grid.scalars, strict=True))
+    return BlockSchedule(**geometry, indptr=pattern.indptr, indices=pattern.indices)

@@ -1,0 +1,203 @@
+"""Which token ranges a decode plan has, and how each of them is cut into pieces.
+
+A plan's work is of two kinds. A *node* is a token range that several neighbouring sequences share; tiles or streaming
+warps compute it, and it is cut so that all blocks get an even share. An *own range* belongs to one sequence. The size
+of its pieces depends on its own length alone, never on the batch, so that a sequence decoded without sharing has the
+same bits whatever else is in the batch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from tilewise.plan.cost import (
+    ITEM_CHUNKS,
+    SPRINT,
+    STATE_CHUNKS,
+    WHOLE_CHUNKS,
+    WHOLE_LIMITS,
+    WIDE_ROWS,
+)
+from tilewise.plan.tiles import DecodePlan, PagedTiles
+
+Longs = npt.NDArray[np.int64]
+Flags = npt.NDArray[np.bool_]
+
+CHUNK = 16  # tokens of the smallest chunk, decode/load.cuh: kChunk; costs are counted in chunks of this size
+TILE_ROWS, TILE_TOKENS = 128, 64  # decode/tile.cuh: rows of a tile item, tokens of one of its steps
+FAR = 1 << 30  # no limit; more tokens than any sequence has
+
+
+@dataclass(frozen=True)
+class Splitting:
+    """How token ranges are cut.
+
+    pieces: pairs (limit, tokens): own ranges of up to `limit` tokens are cut into pieces of `tokens` tokens; the first
+    limit that is large enough counts. Either several warps take one piece each and leave one state each, or one warp
+    takes the range whole and folds piece after piece into one state. Both give the same bits. whole: True for always
+    whole, False for always cut, None for whatever is estimated to keep the warps busiest.
+    shared: nodes are cut into equal pieces of at least this many tokens, as many as give all blocks even work.
+    tile_rows: a node with at least this many rows per KV head goes through tiles.
+    """
+
+    pieces: tuple[tuple[int, int], ...] = ((256, 256), (1024, 64), (2048, 128), (8192, 512), (FAR, 1024))
+    shared: int = 512
+    tile_rows: int = WIDE_ROWS
+    whole: bool | None = None
+
+    def of(self, tokens: Longs) -> Longs:
+        """(n,) → (n,): tokens per piece for own ranges of so many tokens."""
+        limits, sizes = (np.array(x, np.int64) for x in zip(*self.pieces, strict=True))
+        found: Longs = sizes[np.searchsorted(limits, np.minimum(tokens, limits[-1]))]
+        return found
+
+
+class Shape(NamedTuple):
+    """The sizes of a decode kernel and its grid.
+
+    rows: query rows of a stream item at most. warps: streaming warps per block. blocks: blocks of the grid. tiles:
+    whether the kernel has a part for tiles. longest: own ranges of up to this many chunks of 16 tokens may be taken
+    whole by one warp. joiners: warps per block that stream after their tile items are done. chunk: tokens that a
+    streaming warp loads and computes at a time, 16 or 32.
+    """
+
+    rows: int
+    warps: int
+    blocks: int
+    tiles: bool
+    longest: int = WHOLE_CHUNKS
+    joiners: int = 0
+    chunk: int = CHUNK
+
+
+class Node(NamedTuple):
+    """Tokens [start, stop), which `sequences` sequences from number `first` of the plan's order on share."""
+
+    first: int
+    sequences: int
+    start: int
+    stop: int
+
+
+class Own(NamedTuple):
+    """The sequences' own ranges, (n,) each: tokens [start, stop) of `sequence`, a number of the plan's order. stop
+    includes the room to grow; planned is the stop without it."""
+
+    sequence: Longs
+    start: Longs
+    stop: Longs
+    planned: Longs
+
+
+class OwnCut(NamedTuple):
+    """How each own range is cut, (n,) each: the tokens of a piece, whether one warp takes the range whole, the first
+    token of the range's first chunk, and the number of items, which is 1 for a whole range."""
+
+    size: Longs
+    whole: Flags
+    begin: Longs
+    parts: Longs
+
+
+def find_ranges(plan: DecodePlan, length: Longs, room: int) -> tuple[list[Node], Own]:
+    """The plan's nodes, parents before children, and its own ranges. length: (n,), in the plan's order.
+
+    Every sequence needs an item that writes its result, and with `room` also a range at its end that can grow; a
+    sequence that has none gets an empty own range at its end.
+    """
+    tokens = plan.tokens_per_seq
+    nodes, own = [], []
+    ended, covered = np.zeros(len(length), np.bool_), np.zeros(len(length), np.bool_)
+    for tile in plan.work:
+        assert isinstance(tile, PagedTiles)
+        first = tile.row // tokens
+        if tile.rows > tokens:
+            node = Node(first, tile.rows // tokens, tile.start, tile.stop)
+            covered[node.first : node.first + node.sequences] = True
+            nodes.append(node)
+            continue
+        members = np.arange(first, first + len(tile.pages))
+        last = tile.stop == length[members]
+        ended[members] |= last
+        covered[members] = True
+        own.append(np.stack(np.broadcast_arrays(members, tile.start, tile.stop + room * last, tile.stop)))
+    missing = np.flatnonzero(~(ended if room else covered))
+    own.append(np.stack([missing, length[missing], length[missing] + room, length[missing]]))
+    return nodes, Own(*np.concatenate(own, axis=1).astype(np.int64))
+
+
+class Cutter(NamedTuple):
+    """Cuts the ranges of one problem: `rows_each` query rows per sequence and KV head, `heads` KV heads."""
+
+    rows_each: int
+    heads: int
+    shape: Shape
+    splitting: Splitting
+
+    def by_tiles(self, node: Node) -> bool:
+        """Does the node go through tiles? Otherwise streaming warps compute it."""
+        return self.shape.tiles and node.sequences * self.rows_each >= self.splitting.tile_rows
+
+    def even_share(self, nodes: list[Node], by_tiles: bool) -> float:
+        """Tokens per block if the nodes that go through tiles (or those that do not) were dealt out evenly. The tokens
+        of a node count once for each KV head and each pass over its rows."""
+        most = TILE_ROWS if by_tiles else self.shape.rows
+        work = sum(
+            (n.stop - n.start) * -(-n.sequences * self.rows_each // most) for n in nodes if self.by_tiles(n) == by_tiles
+        )
+        return max(self.splitting.shared, work * self.heads / self.shape.blocks)
+
+    def node_sizes(self, nodes: list[Node]) -> list[int]:
+        """Tokens of a piece, for each node: equal pieces, multiples of 64 tokens, of about an even share per block."""
+        shares = [self.even_share(nodes, by_tiles) for by_tiles in (False, True)]
+        found = []
+        for node in nodes:
+            share = shares[self.by_tiles(node)]
+            tokens = node.stop - node.start
+            pieces = max(1, int(tokens / share + 1e-9))
+            found.append(-(-tokens // (pieces * TILE_TOKENS)) * TILE_TOKENS)
+        return found
+
+    def cut_own(self, own: Own) -> OwnCut:
+        """How each own range is cut. The room to grow does not change the size of its pieces."""
+        chunk = self.shape.chunk
+        size = np.maximum(self.splitting.of(own.planned - own.start), chunk)
+        whole = self._whole(own, size)
+        begin = own.start // chunk * chunk
+        return OwnCut(size, whole, begin, np.where(whole, 1, np.maximum(1, -(-(own.stop - begin) // size))))
+
+    def _whole(self, own: Own, size: Longs) -> Flags:
+        """(n,): which ranges one warp takes whole.
+
+        Ranges up to some limit are taken whole, longer ones are cut. Each candidate for the limit gets an estimate: the
+        larger of what all warps do on average and what the longest item takes a warp that runs SPRINT times as fast
+        because the others are done. The smallest estimate wins, and of equal ones the smallest limit.
+        """
+        chunks = -(-(own.planned - own.start // CHUNK * CHUNK) // CHUNK)
+        pieces = np.maximum(1, -(-chunks // (size // CHUNK)))
+        if self.splitting.whole is not None:
+            return np.full(len(chunks), self.splitting.whole)
+        times = self.heads * -(-self.rows_each // self.shape.rows)  # each range has one item per head and pass
+        best, warps = np.inf, self.shape.blocks * self.shape.warps
+        found: Flags = pieces == 1
+        for limit in (*WHOLE_LIMITS, self.shape.longest):
+            taken = (chunks <= limit) | (pieces == 1)
+            items = np.where(taken, 1, pieces)
+            states = np.where(taken, 0, pieces)
+            average = (chunks + items * ITEM_CHUNKS + states * STATE_CHUNKS).sum() * times / warps
+            longest = np.where(taken, chunks, size // CHUNK).max(initial=0) + ITEM_CHUNKS
+            cost = max(average, longest / SPRINT)
+            if cost < best:
+                best, found = cost, taken
+        return found
+
+
+def uses_tiles(plan: DecodePlan, splitting: Splitting | None = None) -> bool:
+    """Has the plan a shared node with enough rows for tiles?"""
+    least = (splitting or Splitting()).tile_rows
+    group = plan.heads_q // plan.heads_kv
+    return any(tile.rows > plan.tokens_per_seq and tile.rows * group >= least for tile in plan.work)
