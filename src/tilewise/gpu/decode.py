@@ -23,7 +23,7 @@ from tilewise.arch import LIMITS, arch_of_device, multiprocessors
 from tilewise.compiler.spec import KernelSpec
 from tilewise.compiler.tensor_maps import TensorMapSpec
 from tilewise.formats import KVFormat
-from tilewise.gpu.abi import ELEMENTS, FAR, LOG2E, MAP_TYPES, PANEL, DecodeArgs, Divisor, Paged, Strides
+from tilewise.gpu.abi import ELEMENTS, MAP_TYPES, PANEL, DecodeArgs, Divisor, Paged, ScoreArgs, Strides
 from tilewise.plan import DecodePlan, Window
 from tilewise.plan.worklist import (
     CHUNK,
@@ -442,7 +442,9 @@ class Decode:
         """
         a = self.args
         a.q, a.o, a.lse = q.data_ptr(), o.data_ptr(), None if lse is None else lse.data_ptr()
-        a.sinks, a.tree = (None if x is None else x.data_ptr() for x in (sinks, tree))
+        a.tree = None if tree is None else tree.data_ptr()
+        a.scores = ScoreArgs.of(scale=scale, softcap=softcap, left=left, right=0)
+        a.scores.sinks = None if sinks is None else sinks.data_ptr()
         a.q_strides, a.o_strides = Strides.of(q), Strides.of(o)
         size = k_parts[0].element_size()
         a.k, a.v = Paged.of(k_parts[0], size), Paged.of(v_parts[0], size)
@@ -450,9 +452,6 @@ class Decode:
             a.k_scale, a.v_scale = Paged.of(k_parts[1]), Paged.of(v_parts[1])
         if len(k_parts) > 2:
             a.k_zero, a.v_zero = Paged.of(k_parts[2]), Paged.of(v_parts[2])
-        a.left = FAR if left is None else min(left, FAR)
-        a.scale_log2 = scale * LOG2E
-        a.softcap_in, a.softcap_out = (2 * LOG2E * scale / softcap, softcap * LOG2E) if softcap else (0.0, 0.0)
         cuda = self.device.type == "cuda"
         stream = compiler.raw_stream(self.kernel.ordinal) if cuda else 0
         space = self._workspace(None if cuda and torch.cuda.is_current_stream_capturing() else stream)

@@ -23,7 +23,6 @@ from tilewise.gpu.abi import (
     FAR,
     FP8,
     LIST_HEADER,
-    LOG2E,
     MAP_TYPES,
     PANEL_BYTES,
     TILE_WORDS,
@@ -31,6 +30,7 @@ from tilewise.gpu.abi import (
     Divisor,
     ForwardArgs,
     RaggedArgs,
+    ScoreArgs,
     Strides,
 )
 from tilewise.plan import Window
@@ -295,21 +295,16 @@ class Forward:
         if right is not None:  # tiles differ in weight
             wanted = min(max(1, HEADS_TOGETHER // padded(head_dim)), all_heads)
             together = next(d for d in range(wanted, 0, -1) if all_heads % d == 0)
-        softcap = options.softcap
         self.args = ForwardArgs(
-            *(None,) * 10,
+            *(None,) * 8,
             *(_strides(x, packed and not (paged and x is not q)) for x in (q, k, v)),
             _strides(o, packed),
             *((0, q.shape[0]) if packed else (heads * seqlen_q, seqlen_q)),
-            heads,
             0,
+            ScoreArgs.of(scale=options.scale, softcap=options.softcap, left=left, right=right),
             *(Descale() for _ in range(3)),
             *(seqlen_q, seqlen_k),
-            *(FAR if side is None else min(side, FAR) for side in (left, right)),
             *(tiles * all_heads, tiles),
-            options.scale * LOG2E,
-            2 * LOG2E * options.scale / softcap if softcap else 0.0,
-            softcap * LOG2E,
             *(Divisor.by(n) for n in (total_heads, group // pack, together, max(1, together * tiles))),
         )
         if packed:
@@ -353,9 +348,9 @@ class Forward:
         if lse is not None:
             a.lse = lse.data_ptr()
         if sinks is not None:
-            a.sinks = sinks.data_ptr()
+            a.scores.sinks = sinks.data_ptr()
         if slopes is not None:
-            a.slopes, a.slopes_batch = slopes.data_ptr(), slopes.stride(0)
+            a.scores.slopes, a.scores.slopes_batch = slopes.data_ptr(), slopes.stride(0)
         if page_table is not None:
             a.page_table, a.page_table_stride = page_table.data_ptr(), page_table.stride(0)
         for field, descale in zip((a.descale_q, a.descale_k, a.descale_v), descales, strict=True):
