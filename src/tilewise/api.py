@@ -23,7 +23,7 @@ from tilewise.gpu.abi import FP8
 from tilewise.plan.cost import CPU_COST, GPU_COST, CostModel
 from tilewise.plan.schedule import BlockSchedule
 from tilewise.plan.tree import plan_tree
-from tilewise.scores import ScoreOptions
+from tilewise.scores import DecodeOptions, ScoreOptions
 
 from .kvcache import PagedKVCache, PrefixCache
 from .plan import DecodePlan, Plan, Window, plan_dense, plan_shared_prefix, plan_varlen
@@ -436,8 +436,8 @@ def decode(
             f"plan is out of date: sequence {seq} had {length} tokens and now has {pages.length(seq)}; "
             "call plan_decode again after extending, or grow_plan"
         )
-    options: ScoreOptions = {"window": plan.window, "scale": scale, "softcap": softcap, "sinks": sinks}
-    scores = arguments.check_scores(q, count, **options)
+    options: DecodeOptions = {"scale": scale, "softcap": softcap, "sinks": sinks}
+    scores = arguments.check_scores(q, count, causal=True, window=plan.window, **options)
     checks.flag("return_lse", return_lse)
     arguments.check_out(out, q)
     tree = arguments.check_tree_mask(tree_mask, plan, q.device)

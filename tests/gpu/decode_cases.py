@@ -18,6 +18,7 @@ from oracle import assert_state, poison, randn
 from tilewise import PagedKVCache, plan_decode, reference
 from tilewise.gpu import decode as decoding
 from tilewise.plan.worklist import FAR, Splitting
+from tilewise.scores import Scores
 
 BF16, FP16 = torch.bfloat16, torch.float16
 FORMATS = ("bf16", "fp16", "fp8", "int8", "int4")
@@ -147,8 +148,12 @@ def decode(
         [cache.length(s) for s in seqs],
         o,
         lse,
-        scale=q.shape[-1] ** -0.5 if scale is None else scale,
-        window=window,
+        Scores(
+            (None if window is None else window[0], 0),
+            q.shape[-1] ** -0.5 if scale is None else scale,
+            options.pop("softcap", 0.0),
+            sinks=options.pop("sinks", None),
+        ),
         splitting=splitting,
         **options,
     )

@@ -32,7 +32,8 @@ from tilewise import PagedKVCache, compiler, plan_decode, reference
 from tilewise.arch import LIMITS, occupancy
 from tilewise.formats import KVFormat
 from tilewise.gpu import decode as decoding
-from tilewise.plan.worklist import FAR, Shape, Splitting, WorkList, work_list
+from tilewise.gpu import decode_kernels
+from tilewise.plan.worklist import FAR, Shape, Splitting, work_list
 
 LENGTHS = (1, 63, 65, 127, 0, 129, 300)
 
@@ -157,7 +158,7 @@ def test_tiles_of_many_rows(head_dim, page_size, dtype):
         plan = plan_decode(cache, seqs[:count], num_heads=4, tokens_per_seq=tokens, share_prefix=True)
         whole = Splitting(((FAR, 64),), shared=4096)
         got = check(cache, seqs[:count], tokens=tokens, plan=plan, splitting=whole, dtype=dtype, mode=MODES[tokens])
-        (bound,) = (x for x in plan.__dict__["_gpu"].values() if isinstance(x, decoding.Decode))
+        (bound,) = decoding.kept(plan).bound.values()
         assert bound.spec.entry == "decode_tree"
         assert (bound.listed.tile_items[..., 6] - bound.listed.tile_items[..., 5]).max() > 512
         streamed = decode(
@@ -277,8 +278,8 @@ def test_ranges_that_fill_one_block_get_deeper_rings_and_the_same_bits():
     plan = plan_decode(cache, seqs, num_heads=8, share_prefix=False)
     q = queries(cache, seqs)
     together = decode(cache, seqs, q, plan=plan)
-    (bound,) = (x for x in plan.__dict__["_gpu"].values() if isinstance(x, decoding.Decode))
-    usual = decoding.choose_tiling(cache.format, 4)
+    (bound,) = decoding.kept(plan).bound.values()
+    usual = decode_kernels.choose_tiling(cache.format, 4)
     constants = dict(bound.spec.constants)
     assert (constants["kBlocksPerSm"], constants["kStages"]) == (1, 2 * usual.stages)
     for n, seq in enumerate(seqs):
@@ -304,7 +305,7 @@ def test_warps_in_step_have_one_copy_for_all_and_the_same_bits(kv_format, kv_hea
         q = queries(cache, seqs, group=2, tokens=tokens)
         plan = plan_decode(cache, seqs, num_heads=q.shape[2], tokens_per_seq=tokens, share_prefix=False, window=window)
         together = decode(cache, seqs, q, plan=plan, splitting=SMALL, window=window)
-        (bound,) = (x for x in plan.__dict__["_gpu"].values() if isinstance(x, decoding.Decode))
+        (bound,) = decoding.kept(plan).bound.values()
         constants = dict(bound.spec.constants)
         assert constants["kInStep"]
         assert constants["kLineHeads"] == {("fp8", 64): 2, ("int4", 128): 2, ("int4", 64): 4}.get(
@@ -330,8 +331,8 @@ def test_warps_that_join_take_what_is_left():
     q = queries(cache, mixed)
     plan = plan_decode(cache, mixed, num_heads=q.shape[2], share_prefix=True)
     decode(cache, mixed, q, plan=plan, splitting=SMALL)
-    (listed,) = (x for x in plan.__dict__["_gpu"].values() if isinstance(x, WorkList))
-    (bound,) = (x for x in plan.__dict__["_gpu"].values() if isinstance(x, decoding.Decode))
+    (listed,) = decoding.kept(plan).lists.values()
+    (bound,) = decoding.kept(plan).bound.values()
     constants = dict(bound.spec.constants)
     assert (listed.items[..., 2] > 0).sum(1).min() > constants["kWarps"] + constants["kJoiners"]
 
@@ -346,7 +347,7 @@ def test_a_node_that_continues_the_rows_above_is_no_state_more(levels, tokens, s
         splitting = Splitting(shared=512, tile_rows=16)
         got = decode(cache, seqs, q, plan=plan, splitting=splitting, window=window)
         assert_state(got, *(reference.decode(q, cache, 0, seqs, dtype=d) for d in (torch.float64, BF16)))
-        (listed,) = (x for x in plan.__dict__["_gpu"].values() if isinstance(x, WorkList))
+        (listed,) = decoding.kept(plan).lists.values()
         assert listed.total_states == len(seqs) * (states if window is None else 3)
 
 
@@ -363,7 +364,7 @@ def test_more_states_than_one_warp_folds_in_a_run(lengths, kv_heads, group, rows
     q = queries(cache, seqs, group=group)
     plan = plan_decode(cache, seqs, num_heads=q.shape[2], share_prefix=False)
     decode(cache, seqs, q, plan=plan, splitting=splitting)
-    (bound,) = (x for x in plan.__dict__["_gpu"].values() if isinstance(x, decoding.Decode))
+    (bound,) = decoding.kept(plan).bound.values()
     assert bound.args.merge_rows == rows
 
 
@@ -375,7 +376,7 @@ def test_a_plan_serves_every_layer_and_counts_on():
     for o, lse in states[1:]:
         assert torch.equal(o, states[0][0])
         assert torch.equal(lse, states[0][1])
-    bound = [x for x in plan.__dict__["_gpu"].values() if isinstance(x, decoding.Decode)]
+    bound = list(decoding.kept(plan).bound.values())
     assert len(bound) == 1
     assert bound[0].listed.total_states > 0
     (space,) = bound[0].workspaces.values()
@@ -550,7 +551,7 @@ def test_sequences_grow_under_the_same_list(page_size):
     q = queries(cache, seqs)
     plan = plan_decode(cache, seqs, num_heads=8, share_prefix=True)
     decode(cache, seqs, q, plan=plan, room=20)
-    (listed,) = (x for x in plan.__dict__["_gpu"].values() if isinstance(x, WorkList))
+    (listed,) = decoding.kept(plan).lists.values()
     items = listed.items.copy()
     for step in (1, 3, 16):
         grow(cache, seqs, step, seed=90 + step)
@@ -625,8 +626,8 @@ def test_ampere_and_ada_have_kernels_that_fit(kv_format, head_dim, arch):
     """Copies in place of TMA, streams in place of tiles: what the emulator runs with pages that TMA cannot take."""
     fmt = KVFormat(kv_format, head_dim)
     for rows in (4, 16):
-        tiling = decoding.choose_tiling(fmt, rows, tma=False, arch=arch)
-        spec = decoding.decode_spec(torch.bfloat16, fmt, 16, tiling, tma=False)
+        tiling = decode_kernels.choose_tiling(fmt, rows, tma=False, arch=arch)
+        spec = decode_kernels.decode_spec(torch.bfloat16, fmt, 16, tiling, tma=False)
         assert spec.shared_bytes <= LIMITS[arch].shared_block
         report = compiler.compile(spec, arch).report
         assert report.spill_stores == report.spill_loads == 0
@@ -662,7 +663,7 @@ def test_no_sequences():
 @pytest.mark.parametrize("kv_format", ["bf16", "fp8", "int8", "int4"])
 def test_shared_memory_is_what_the_kernel_lays_out(kv_format):
     """The emulator refuses what lies beyond: every tiling has just enough, and two blocks fit where it says so."""
-    for head_dim, rows in product(decoding.HEAD_DIMS, (4, 16)):
+    for head_dim, rows in product(decode_kernels.HEAD_DIMS, (4, 16)):
         fmt = KVFormat(kv_format, head_dim)
-        tiling = decoding.choose_tiling(fmt, rows)
-        assert tiling.blocks * (decoding.shared_bytes(fmt, tiling) + 1024) <= 228 << 10
+        tiling = decode_kernels.choose_tiling(fmt, rows)
+        assert tiling.blocks * (decode_kernels.shared_bytes(fmt, tiling) + 1024) <= 228 << 10

@@ -10,8 +10,7 @@ import torch
 
 from tilewise import cli, compiler
 from tilewise.bench import ladder_commands, peers, rungs, tables
-from tilewise.gpu import append, prefill
-from tilewise.gpu import decode as decoding
+from tilewise.gpu import append, decode_kernels, prefill
 from tilewise.learn import ladder
 
 NAIVE = next(rung for rung in ladder.RUNGS if rung.name == "flash_naive")
@@ -261,7 +260,7 @@ def test_hopper_rungs_are_compiled_for_hopper_alone(run, monkeypatch):
         ),
     )
     monkeypatch.setattr(ladder, "RUNGS", (NAIVE, replace(NAIVE, name="by_tma", tile_kv=64)))
-    for product in (append, decoding, prefill):
+    for product in (append, decode_kernels, prefill):
         monkeypatch.setattr(product, "specs", lambda every=False: [])
     code, out, _ = run("kernels", "--all", "--json")
     assert code == 0

@@ -10,9 +10,11 @@ import math
 
 import torch
 
+from tilewise.scores import Scores
+
 FP8 = torch.float8_e4m3fn
 LOG2E = math.log2(math.e)
-FAR = 0x3FFFFFFF  # prefill/work.cuh: kFar, a window without a limit; also the longest sequence
+FAR = 0x3FFFFFFF  # tile/keys.cuh: kFar, a window without a limit; also the longest sequence
 PANEL = 64  # tile/hopper.cuh: 16-bit columns of a panel
 PANEL_BYTES = 128  # tile/hopper.cuh: a row of a panel
 TILE_WORDS, LIST_HEADER = 16, 16  # prefill/work.cuh: of a WorkTile, and before a list of them
@@ -23,7 +25,7 @@ MAP_TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", FP8: "fp8"}
 
 
 class Strides(ctypes.Structure):
-    """tile/args.cuh: Strides."""
+    """common/args.cuh: Strides."""
 
     _fields_ = [("batch", ctypes.c_int64), ("row", ctypes.c_int64), ("head", ctypes.c_int64)]
 
@@ -33,7 +35,7 @@ class Strides(ctypes.Structure):
 
 
 class Divisor(ctypes.Structure):
-    """prefill/work.cuh: Divisor."""
+    """common/args.cuh: Divisor."""
 
     _fields_ = [("divisor", ctypes.c_uint32), ("multiplier", ctypes.c_uint32), ("shift", ctypes.c_uint32)]
 
@@ -50,19 +52,56 @@ class Descale(ctypes.Structure):
     _fields_ = [("values", ctypes.c_void_p), ("batch", ctypes.c_int64)]
 
 
+class ScoreArgs(ctypes.Structure):
+    """common/scores.cuh: Scores. The pointers and slopes_batch, a stride in elements, are set per call."""
+
+    _fields_ = [
+        *((n, ctypes.c_void_p) for n in ("sinks", "slopes")),
+        ("slopes_batch", ctypes.c_int64),
+        *((n, ctypes.c_int) for n in ("left", "right")),
+        *((n, ctypes.c_float) for n in ("scale_log2", "softcap_in", "softcap_out")),
+    ]
+
+    @classmethod
+    def of(cls, scores: Scores) -> ScoreArgs:
+        """The softmax scale, the softcap and the window in the kernels' terms.
+
+        Scores are in base 2: the scale becomes scale · log2 e, and softcap · tanh(S · scale / softcap) becomes
+        softcap_out · tanh(S · softcap_in), whose argument the kernels take as 2 log2 e times itself.
+        """
+        (left, right), scale, softcap = scores.window, scores.scale, scores.softcap
+        return cls(
+            left=FAR if left is None else min(left, FAR),
+            right=FAR if right is None else min(right, FAR),
+            scale_log2=scale * LOG2E,
+            softcap_in=2 * LOG2E * scale / softcap if softcap else 0.0,
+            softcap_out=softcap * LOG2E,
+        )
+
+
+ScoreConstants = tuple[tuple[str, bool], ...]
+
+
+def score_constants(scores: Scores) -> ScoreConstants:
+    """The constants of the prefill kernel that say what is done to scores."""
+    return (*decode_score_constants(scores), ("kAlibi", scores.alibi), ("kScaled", scores.scale <= 0))
+
+
+def decode_score_constants(scores: Scores) -> ScoreConstants:
+    """The same of the decode kernels, which have no ALiBi and multiply with any scale."""
+    return (("kSoftcap", scores.softcap > 0),)
+
+
 class ForwardArgs(ctypes.Structure):
     """prefill/work.cuh: ForwardArgs."""
 
     _fields_ = [
-        *(
-            (n, ctypes.c_void_p)
-            for n in ("q", "k", "v", "o", "lse", "sinks", "slopes", "page_table", "list", "counter")
-        ),
+        *((n, ctypes.c_void_p) for n in ("q", "k", "v", "o", "lse", "page_table", "list", "counter")),
         *((f"{name}_strides", Strides) for name in ("q", "k", "v", "o")),
-        *((n, ctypes.c_int64) for n in ("lse_batch", "lse_head", "slopes_batch", "page_table_stride")),
+        *((n, ctypes.c_int64) for n in ("lse_batch", "lse_head", "page_table_stride")),
+        ("scores", ScoreArgs),
         *((f"descale_{name}", Descale) for name in "qkv"),
-        *((n, ctypes.c_int) for n in ("seqlen_q", "seqlen_k", "left", "right", "tiles", "q_tiles")),
-        *((n, ctypes.c_float) for n in ("scale_log2", "softcap_in", "softcap_out")),
+        *((n, ctypes.c_int) for n in ("seqlen_q", "seqlen_k", "tiles", "q_tiles")),
         *((n, Divisor) for n in ("tile_heads", "tile_heads_per_kv", "together", "tiles_together")),
     ]
 
@@ -91,16 +130,13 @@ class DecodeArgs(ctypes.Structure):
     """decode/work.cuh: DecodeArgs."""
 
     _fields_ = [
-        *(
-            (n, ctypes.c_void_p)
-            for n in ("q", "o", "lse", "sinks", "tree", "items", "tile_items", "order", "lengths", "tails")
-        ),
+        *((n, ctypes.c_void_p) for n in ("q", "o", "lse", "tree", "items", "tile_items", "order", "lengths", "tails")),
         *((n, ctypes.c_void_p) for n in ("pages", "states", "state_o", "state_ml", "meeting")),
         *((n, Paged) for n in ("k", "v", "k_scale", "v_scale", "k_zero", "v_zero")),
         *((n, Strides) for n in ("q_strides", "o_strides")),
-        *((n, ctypes.c_int) for n in ("slots", "tile_rounds", "sequences", "merge_rows", "kv_heads", "tokens", "left")),
+        ("scores", ScoreArgs),
+        *((n, ctypes.c_int) for n in ("slots", "tile_rounds", "sequences", "merge_rows", "kv_heads", "tokens")),
         *((n, ctypes.c_int) for n in ("table_pages", "tail_pages")),
-        *((n, ctypes.c_float) for n in ("scale_log2", "softcap_in", "softcap_out")),
         *((n, Divisor) for n in ("group", "rows_each", "merge_jobs")),
     ]
 

@@ -22,7 +22,7 @@ from tilewise import compiler, emulator
 from tilewise.arch import arch_of_device, multiprocessors
 from tilewise.compiler.tensor_maps import TensorMapSpec
 from tilewise.formats import KVFormat
-from tilewise.gpu.abi import FAR, LOG2E, DecodeArgs, Divisor, Paged, Strides
+from tilewise.gpu.abi import DecodeArgs, Divisor, Paged, ScoreArgs, ScoreConstants, Strides, decode_score_constants
 from tilewise.gpu.decode_kernels import (
     BITS,
     DTYPES,
@@ -132,7 +132,7 @@ class Decode:
             tiling,
             tma=tma,
             scale_runs=asked.scale_runs,
-            softcap=asked.softcap,
+            scored=asked.scored,
             tree=asked.tree,
             tiles_whole=tiles_whole(codes),
             in_step=in_step,
@@ -209,10 +209,12 @@ class Decode:
 
         tree: (num_seqs, tokens_per_seq) int32, bit j of a row's word telling whether it sees query token j.
         """
-        a, (left, _), scale, softcap = self.args, scores.window, scores.scale, scores.softcap
+        a = self.args
         sinks = None if scores.sinks is None else scores.sinks.float().contiguous()
         a.q, a.o, a.lse = q.data_ptr(), o.data_ptr(), None if lse is None else lse.data_ptr()
-        a.sinks, a.tree = (None if x is None else x.data_ptr() for x in (sinks, tree))
+        a.tree = None if tree is None else tree.data_ptr()
+        a.scores = ScoreArgs.of(scores)
+        a.scores.sinks = None if sinks is None else sinks.data_ptr()
         a.q_strides, a.o_strides = Strides.of(q), Strides.of(o)
         size = k_parts[0].element_size()
         a.k, a.v = Paged.of(k_parts[0], size), Paged.of(v_parts[0], size)
@@ -220,9 +222,6 @@ class Decode:
             a.k_scale, a.v_scale = Paged.of(k_parts[1]), Paged.of(v_parts[1])
         if len(k_parts) > 2:
             a.k_zero, a.v_zero = Paged.of(k_parts[2]), Paged.of(v_parts[2])
-        a.left = FAR if left is None else min(left, FAR)
-        a.scale_log2 = scale * LOG2E
-        a.softcap_in, a.softcap_out = (2 * LOG2E * scale / softcap, softcap * LOG2E) if softcap else (0.0, 0.0)
         cuda = self.device.type == "cuda"
         stream = compiler.raw_stream(self.kernel.ordinal) if cuda else 0
         space = self._workspace(None if cuda and torch.cuda.is_current_stream_capturing() else stream)
@@ -258,7 +257,7 @@ class Asked(NamedTuple):
     page_size: int
     tma: bool
     scale_runs: bool
-    softcap: bool
+    scored: ScoreConstants
     tree: bool
     pages: int
     strides: tuple[tuple[int, ...], tuple[int, ...]]
@@ -330,8 +329,8 @@ def run(
     codes = (k_parts[0], v_parts[0])
     strides = (codes[0].stride(), codes[1].stride())
     asked = Asked(
-        id(listed), q.device, q.dtype, fmt, tiling, page_size, tma, runs, scores.softcap > 0, tree is not None,
-        len(codes[0]), strides,
+        id(listed), q.device, q.dtype, fmt, tiling, page_size, tma, runs, decode_score_constants(scores),
+        tree is not None, len(codes[0]), strides,
     )  # fmt: skip
     bound = kept(plan).bound.get(asked)
     if bound is None:

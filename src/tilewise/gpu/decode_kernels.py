@@ -15,10 +15,12 @@ from tilewise.arch import LIMITS
 from tilewise.compiler.spec import KernelSpec
 from tilewise.compiler.tensor_maps import TensorMapSpec
 from tilewise.formats import KVFormat
-from tilewise.gpu.abi import ELEMENTS, MAP_TYPES, PANEL
+from tilewise.gpu.abi import ELEMENTS, MAP_TYPES, PANEL, ScoreConstants, decode_score_constants
 from tilewise.plan.worklist import CHUNK, TILE_ROWS, TILE_TOKENS
+from tilewise.scores import Scores
 
 Parts = Sequence[torch.Tensor]
+PLAIN, CAPPED = (decode_score_constants(Scores(softcap=c)) for c in (0.0, 1.0))
 
 DTYPES = (torch.bfloat16, torch.float16)
 HEAD_DIMS = (64, 96, 128, 192, 256)
@@ -131,7 +133,7 @@ def decode_spec(
     *,
     tma: bool = True,
     scale_runs: bool = True,
-    softcap: bool = False,
+    scored: ScoreConstants = PLAIN,
     tree: bool = False,
     tiles_whole: bool = True,
     in_step: bool = False,
@@ -153,7 +155,7 @@ def decode_spec(
         ("kBlocksPerSm", tiling.blocks),
         ("kTma", tma),
         ("kScaleRuns", scale_runs),
-        ("kSoftcap", softcap),
+        *scored,
         ("kTree", tree),
         ("kInStep", in_step),
         ("kLineHeads", line_heads),
@@ -184,7 +186,7 @@ def specs(*, every: bool = False) -> list[KernelSpec]:
                 if every or tiling.tile_stages:
                     found.append(decode_spec(dtype, fmt, 16, tiling))
                 if every:
-                    found.append(decode_spec(dtype, fmt, 64, tiling, softcap=True))
+                    found.append(decode_spec(dtype, fmt, 64, tiling, scored=CAPPED))
                 if every and not tiling.tile_stages:
                     copied = replace(tiling, blocks=choose_tiling(fmt, tiling.rows, tma=False).blocks)
                     found.append(decode_spec(dtype, fmt, 24, copied, tma=False, scale_runs=False))

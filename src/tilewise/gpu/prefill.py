@@ -16,14 +16,13 @@ import torch
 
 from tilewise import compiler, emulator
 from tilewise.arch import multiprocessors
-from tilewise.compiler.spec import KernelSpec
+from tilewise.compiler.spec import Constant, KernelSpec
 from tilewise.compiler.tensor_maps import TensorMapSpec
 from tilewise.gpu.abi import (
     ELEMENTS,
     FAR,
     FP8,
     LIST_HEADER,
-    LOG2E,
     MAP_TYPES,
     PANEL_BYTES,
     TILE_WORDS,
@@ -31,7 +30,9 @@ from tilewise.gpu.abi import (
     Divisor,
     ForwardArgs,
     RaggedArgs,
+    ScoreArgs,
     Strides,
+    score_constants,
 )
 from tilewise.scores import Scores
 
@@ -146,7 +147,7 @@ def forward_spec(
     stages_o = 1 if fp8 else tiling.stages_q
     barriers = 16 * (tiling.stages_q + tiling.stages_k + tiling.stages_v + max(1, raw) + stages_o + 1)
     threads = 2 * tiling.tile_q + (256 if fp8 else 128)
-    constants = (
+    constants: tuple[tuple[str, Constant], ...] = (
         ("Element", ELEMENTS[dtype]),
         ("Out", ELEMENTS[out_dtype(dtype)]),
         ("kHeadDim", width),
@@ -163,9 +164,7 @@ def forward_spec(
         ("kPageSize", page_size),
         ("kTma", tma),
         ("kExact", scores.exact or not tiling.lazy),
-        ("kSoftcap", scores.softcap > 0),
-        ("kAlibi", scores.alibi),
-        ("kScaled", scores.scale <= 0),
+        *score_constants(scores),
     )
     shared = tiles + -(-(barriers + SCALE_BYTES) // 64) * 64 + 4 * TILE_WORDS * (tiling.stages_q + 1)
     return KernelSpec("forward", "prefill/forward.cu", "forward", constants, threads, shared, product=True)
@@ -273,27 +272,22 @@ class Forward:
         tiles = math.ceil(seqlen_q * pack / tiling.tile_q)
         self.list_tiles = tiles + (sequences or 0)  # at most
         self.blocks = total_heads * (self.list_tiles if packed else tiles * batch)
-        left, right = scores.window
+        right = scores.window[1]
         all_heads = batch * total_heads
         together = 1
         if right is not None:  # tiles differ in weight
             wanted = min(max(1, HEADS_TOGETHER // padded(head_dim)), all_heads)
             together = next(d for d in range(wanted, 0, -1) if all_heads % d == 0)
-        softcap = scores.softcap
         self.args = ForwardArgs(
-            *(None,) * 10,
+            *(None,) * 8,
             *(_strides(x, packed and not (paged and x is not q)) for x in (q, k, v)),
             _strides(o, packed),
             *((0, q.shape[0]) if packed else (heads * seqlen_q, seqlen_q)),
-            heads,
             0,
+            ScoreArgs.of(scores),
             *(Descale() for _ in range(3)),
             *(seqlen_q, seqlen_k),
-            *(FAR if side is None else min(side, FAR) for side in (left, right)),
             *(tiles * all_heads, tiles),
-            scores.scale * LOG2E,
-            2 * LOG2E * scores.scale / softcap if softcap else 0.0,
-            softcap * LOG2E,
             *(Divisor.by(n) for n in (total_heads, group // pack, together, max(1, together * tiles))),
         )
         if packed:
@@ -337,9 +331,9 @@ class Forward:
         if lse is not None:
             a.lse = lse.data_ptr()
         if sinks is not None:
-            a.sinks = sinks.data_ptr()
+            a.scores.sinks = sinks.data_ptr()
         if slopes is not None:
-            a.slopes, a.slopes_batch = slopes.data_ptr(), slopes.stride(0)
+            a.scores.slopes, a.scores.slopes_batch = slopes.data_ptr(), slopes.stride(0)
         if page_table is not None:
             a.page_table, a.page_table_stride = page_table.data_ptr(), page_table.stride(0)
         for field, descale in zip((a.descale_q, a.descale_k, a.descale_v), descales, strict=True):

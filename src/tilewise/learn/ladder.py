@@ -19,18 +19,18 @@ from tilewise import compiler, emulator
 from tilewise.compiler.spec import Constant, KernelSpec
 from tilewise.compiler.tensor_maps import TensorMapSpec
 from tilewise.gpu import named
-from tilewise.gpu.abi import ELEMENTS, LOG2E, MAP_TYPES, PANEL, Strides
+from tilewise.gpu.abi import ELEMENTS, FAR, LOG2E, MAP_TYPES, PANEL, Strides
 
 Constants = tuple[tuple[str, Constant], ...]
 
 
 class AttentionArgs(ctypes.Structure):
-    """tile/args.cuh: AttentionArgs."""
+    """learn/kernels/args.cuh: AttentionArgs."""
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("q", "k", "v", "o", "lse")),
         *((f"{name}_strides", Strides) for name in ("q", "k", "v", "o")),
-        *((name, ctypes.c_int) for name in ("batch", "seqlen_q", "seqlen_k", "heads_q", "heads_kv", "causal")),
+        *((name, ctypes.c_int) for name in ("batch", "seqlen_q", "seqlen_k", "heads_q", "heads_kv", "right")),
         ("scale_log2", ctypes.c_float),
         ("reserved", ctypes.c_int),
     ]
@@ -137,7 +137,7 @@ def prepare(
     args = AttentionArgs(
         *(x.data_ptr() for x in (q, k, v, o, lse)),
         *(Strides.of(x) for x in (q, k, v, o)),
-        *(batch, seqlen_q, k.shape[1], heads_q, k.shape[2], int(causal)),
+        *(batch, seqlen_q, k.shape[1], heads_q, k.shape[2], 0 if causal else FAR),
         (head_dim**-0.5 if scale is None else scale) * LOG2E,
         0,
     )

@@ -181,7 +181,7 @@ struct Loader {
             table = page_table(args, sequence, field(word, 9));
             if constexpr (kScaled && kScaleRuns) point_at_scales();
             page = ptx::shuffle(word, kBoxes == 2 && lane >= 16 ? 15 : 8);
-            fresh = kTma && (!kScaled || kScaleRuns) && field(word, 8) >= 0 && args.left >= kFar;
+            fresh = kTma && (!kScaled || kScaleRuns) && field(word, 8) >= 0 && args.scores.sees_back_to_first();
             if (!fresh) {
                 measure(word);
                 if (chunk >= end) {

@@ -16,13 +16,7 @@ struct RowEnd {
     float factor, lse;
 };
 TILE_DEVICE RowEnd end_row(const DecodeArgs& args, int head, float max, float sum) {
-    float weight = 1.0f;
-    if (args.sinks) {
-        const float sink = Global<const float>{args.sinks}[head] * kLog2e, top = fmaxf(max, sink);
-        weight = ptx::exp2(max - top);
-        sum = sum * weight + ptx::exp2(sink - top);
-        max = top;
-    }
+    const float weight = args.scores.sinks ? args.scores.join_sink(head, max, sum) : 1.0f;
     return {sum == 0.0f ? 0.0f : weight * ptx::reciprocal(sum), sum == 0.0f ? -INFINITY : max + ptx::log2(sum)};
 }
 TILE_DEVICE Global<Element> output_row(const DecodeArgs& args, const DecodeRow& row, int64_t sequence) {

@@ -22,7 +22,6 @@ constexpr int kPairSteps = steps_of_pair(kFormat), kPairs = (kRowChunks + 1) / 2
 template <class A, class B> struct Same { static constexpr bool value = false; };
 template <class A> struct Same<A, A> { static constexpr bool value = true; };
 constexpr bool kNormalised = kScaled || !Same<Element, Operand>::value;
-constexpr float kLowest = -3.402823466e38f;  // the reference of a row that has seen no key: any finite score is above it
 constexpr float kSlack = 8.0f;               // how far, in base 2, scores may rise above the reference before it moves
 constexpr uint32_t kTooLarge = Same<Operand, bf16>::value ? 0x4380 : 0x5c00;  // 2^kSlack, as an Operand
 constexpr float kMostSum = 1.329228e36f;  // 2^120: where P grows without its products, because scales are tiny, the reference moves too
@@ -44,7 +43,7 @@ struct Stream {
     float acc_o[kBlocks][kSteps][4];
     float max[kBlocks][2], sum[kBlocks][2];   // the softmax's reference, and this lane's share of Σ P
     float factor[kBlocks][2];                 // of S: the softmax scale and what Q was multiplied with, base 2; never 0
-    Seen seen[kBlocks][2];
+    Visible seen[kBlocks][2];
     int whole_from, whole_to;                 // tokens that every row sees
     int tail_from[kBlocks][2];                // a tree's mask: the first query token of the row's sequence,
     uint32_t tree[kBlocks][2];                // and which of them the row sees
@@ -175,7 +174,7 @@ struct Stream {
     static TILE_DEVICE uint32_t bits(Global<const Element> g, int channel) {
         return g.template as<const uint16_t>()[channel];
     }
-    TILE_DEVICE float scale() const { return kSoftcap ? args.softcap_in : args.scale_log2; }
+    TILE_DEVICE float scale() const { return args.scores.first_factor<kSoftcap>(); }
     static TILE_DEVICE float inverse_power(float x) { return as_float(0x7f000000u - as_bits(x)); }  // of a power of two, exactly
     // The power of two, 2^±most at most, that brings x > 0 to between 2^(place − 1) and 2^place; 1 for 0, infinity and NaN
     static TILE_DEVICE float power_above(float x, int place, int most = 120) {
@@ -187,9 +186,9 @@ struct Stream {
     static TILE_DEVICE float log2_of_power(float x) { return float(int(as_bits(x) >> 23) - 127); }
 
     // ---- a chunk of tokens ------------------------------------------------------------------------------------------------------
-    using Scores = float[kTiles][kBlocks][4];
+    using ScoreTiles = float[kTiles][kBlocks][4];
     struct Weights {
-        Scores p;
+        ScoreTiles p;
         uint32_t packed[kTiles][kGroups][kBlocks][2];  // P times the scale of V, rows 2t and 2t + 1 of token g, then of g + 8
         float sum[kBlocks][2];                         // Σ P with these
     };
@@ -197,13 +196,13 @@ struct Stream {
     TILE_DEVICE void step(const Loader& loader, int stage, int first_token, Span span) {
         const bool whole = first_token >= whole_from && first_token + kChunk <= whole_to;
         const uint32_t scales = scales_at + loader.scales(stage);
-        Scores s;
+        ScoreTiles s;
         scores(s, keys_at + loader.keys(stage), scales);
         if constexpr (kSoftcap)
 #pragma unroll
             for (int j = 0; j < 4 * kBlocks * kTiles; j++) {
                 float& x = s[j / 4 / kBlocks][j / 4 % kBlocks][j % 4];
-                x = warp::tanh_from_log2(ptx::multiply(x, factor[j / 4 % kBlocks][j % 2]));
+                x = soft_capped(x, factor[j / 4 % kBlocks][j % 2]);
             }
         if (!whole) {
             mask(s, first_token, span);
@@ -220,7 +219,7 @@ struct Stream {
     }
 
     // S = K Qᵀ, to be multiplied with `last_factor` after the softcap, if there is one
-    TILE_DEVICE void scores(Scores& s, uint32_t keys, uint32_t scales) const {
+    TILE_DEVICE void scores(ScoreTiles& s, uint32_t keys, uint32_t scales) const {
         constexpr int kChains = kZeros ? 1 : 2;  // of dependent products: sums are the same however many rows there are
         float acc[kTiles][kChains][kBlocks][4] = {};
         float scale[kTiles][2][kGroups], zero[kTiles][2][kGroups];
@@ -292,20 +291,19 @@ struct Stream {
         }
     }
     // A tree's mask is looked at token by token, so that all its rows see as much as the last; rows that do not exist may see anything.
-    TILE_DEVICE Seen seen_in(int b, int i, Span span) const {
+    TILE_DEVICE Visible seen_in(int b, int i, Span span) const {
         if constexpr (kTree) return seen_to(args, tail_from[b][i] + args.tokens - 1, span);
         else return seen[b][i];
     }
-    TILE_DEVICE float last_factor(int b, int i) const { return kSoftcap ? args.softcap_out : factor[b][i]; }
+    TILE_DEVICE float last_factor(int b, int i) const { return kSoftcap ? args.scores.softcap_out : factor[b][i]; }
     // What a row does not see becomes −∞ when it is multiplied.
-    TILE_DEVICE void mask(Scores& s, int first_token, Span span) const {
+    TILE_DEVICE void mask(ScoreTiles& s, int first_token, Span span) const {
 #pragma unroll
         for (int t = 0; t < kTiles; t++)
 #pragma unroll
             for (int j = 0; j < 4 * kBlocks; j++) {
                 const int b = j / 4, i = j % 2, token = first_token + 16 * t + lane / 4 + 8 * (j % 4 / 2);
-                const Seen of = seen_in(b, i, span);
-                bool hidden = uint32_t(token - of.first) >= uint32_t(of.count);
+                bool hidden = !seen_in(b, i, span).has(token);
                 if constexpr (kTree) {
                     const int place = token - tail_from[b][i];
                     hidden |= place >= 0 && !(tree[b][i] >> (place & 31) & 1);
@@ -327,7 +325,7 @@ struct Stream {
     }
 
     // P by the references as they are, and what follows from it. Before a row has seen a key, and after a jump, that may be infinite.
-    TILE_DEVICE Weights weigh(const Scores& s, uint32_t scales) const {
+    TILE_DEVICE Weights weigh(const ScoreTiles& s, uint32_t scales) const {
         Weights w;
 #pragma unroll
         for (int b = 0; b < kBlocks; b++) w.sum[b][0] = sum[b][0], w.sum[b][1] = sum[b][1];
@@ -369,7 +367,7 @@ struct Stream {
     }
     // A row's reference moves where it is too small: to the row's maximum, so that P = 1 there; quantised, so that the largest P · scale
     // is about 1.
-    TILE_DEVICE void follow(const Weights& w, const Scores& s, uint32_t scales) {
+    TILE_DEVICE void follow(const Weights& w, const ScoreTiles& s, uint32_t scales) {
         bool moves[kBlocks][2];
 #pragma unroll
         for (int j = 0; j < 2 * kBlocks; j++) {

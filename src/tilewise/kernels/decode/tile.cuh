@@ -90,7 +90,7 @@ struct TileBody {
     TILE_DEVICE TileBody(const DecodeArgs& a, uint32_t g)
         : args(a), group(g), ring(tile_ring()) {
         // A product with a positive scale is monotonous, and goes into the exponential's multiply-add; Q takes the sign, or is 0.
-        scale_log2 = kSoftcap ? 1.0f : args.scale_log2 == 0.0f ? 1.0f : fabsf(args.scale_log2);
+        scale_log2 = kSoftcap ? 1.0f : args.scores.scale_log2 == 0.0f ? 1.0f : fabsf(args.scores.scale_log2);
     }
     // What this thread's two rows see, first and count, is needed rarely, and where registers are scarce.
     static TILE_DEVICE Shared<Vector16> sSeen() { return Shared<Vector16>(kAtTileSeen + 16 * ptx::just_in_time(threadIdx.x)); }
@@ -124,8 +124,8 @@ struct TileBody {
             sPlace()[h] = states.count == 1 ? -1 : int(state_row(args, states, item.kv_head(), item.state(), at.row));
             of.word[2 * h] = span.begin;
             of.word[2 * h + 1] = span.end - span.begin;
-            if (exists && !(item.is(kAllSee) && args.left >= kFar)) {
-                const Seen seen = seen_by(args, at, Global<const int>{args.lengths}[at.sequence], span);
+            if (exists && !(item.is(kAllSee) && args.scores.sees_back_to_first())) {
+                const Visible seen = seen_by(args, at, Global<const int>{args.lengths}[at.sequence], span);
                 of.word[2 * h] = seen.first;
                 of.word[2 * h + 1] = seen.count;
                 from = seen.first > from ? seen.first : from;
@@ -136,8 +136,8 @@ struct TileBody {
                                                                     at.token * args.q_strides.row + at.head * args.q_strides.head}
                                                   .template as<const uint32_t>();
             const int column = lane() % 4;
-            const uint32_t sign = !kSoftcap && args.scale_log2 < 0.0f ? 0x80008000u : 0u;
-            const bool zero = !exists || (!kSoftcap && args.scale_log2 == 0.0f);
+            const uint32_t sign = !kSoftcap && args.scores.scale_log2 < 0.0f ? 0x80008000u : 0u;
+            const bool zero = !exists || (!kSoftcap && args.scores.scale_log2 == 0.0f);
 #pragma unroll
             for (int i = 0; i < kHeadDim / 8; i++) rQ[i / 2][i % 2 * 2 + h] = zero ? 0u : uint32_t(gQ[4 * i + column]) ^ sign;
         }
@@ -193,17 +193,13 @@ struct TileBody {
         const Vector16 seen = sSeen()[0];
 #pragma unroll
         for (int h = 0; h < 2; h++) {
-            const int before = first_token + lane() % 4 * 2 - int(seen.word[2 * h]);
-#pragma unroll
-            for (int j = 0; j < kTile / 4; j++)
-                if (uint32_t(before + j / 2 * 8 + j % 2) >= seen.word[2 * h + 1]) acc_s[j / 2 * 4 + 2 * h + j % 2] = -INFINITY;
+            const Visible row{int(seen.word[2 * h]), int(seen.word[2 * h + 1])};
+            warp::mask_row(acc_s, h, first_token, row, lane() % 4 * 2);
         }
     }
 
     TILE_DEVICE void score() {
-        if constexpr (kSoftcap)
-#pragma unroll
-            for (int i = 0; i < kTile / 2; i++) acc_s[i] = args.softcap_out * warp::tanh_from_log2(acc_s[i] * args.softcap_in);
+        if constexpr (kSoftcap) warp::softcap(acc_s, args.scores, args.scores.softcap_in);
     }
     // S by mma.sync, for this warp alone, from the keys that are still there
     TILE_DEVICE void again() {

@@ -5,7 +5,8 @@
 // of a sequence under one KV head are `rows_each` = tokens · group: row = token · group + head in the group. Rows of neighbouring
 // sequences count on, so the rows of a node are a range.
 #pragma once
-#include "prefill/work.cuh"
+#include "common/args.cuh"
+#include "common/scores.cuh"
 
 enum ItemKind {
     kOwn = 1,     // rows of one sequence over tokens of its own; else a node of the tree
@@ -44,7 +45,6 @@ struct DecodeArgs {
     const void* q;           // (sequences, tokens, query heads, D), in the caller's order
     void* o;                 // the same
     float* lse;              // (sequences, query heads, tokens), natural log; null if not wanted
-    const float* sinks;      // (query heads,), null if none
     const uint32_t* tree;    // (sequences, tokens) in the caller's order: bit j, whether the row sees query token j; null: causal
     const DecodeItem* items;       // (blocks, slots)
     const DecodeItem* tile_items;  // (tile_rounds, blocks): of many rows
@@ -59,11 +59,11 @@ struct DecodeArgs {
     uint32_t* meeting;       // a counter: where all blocks of the launch wait for each other
     Paged k, v, k_scale, v_scale, k_zero, v_zero;
     Strides q_strides, o_strides;
+    Scores scores;           // scores.right is 0: decode is causal; no slopes
     int slots, tile_rounds, sequences;
     int merge_rows;                              // of a job of merging: 0: no sequence has several states; decode_merge.cuh
-    int kv_heads, tokens, left;                  // left: keys seen before a row's own position, kFar for no limit
+    int kv_heads, tokens;
     int table_pages, tail_pages;
-    float scale_log2, softcap_in, softcap_out;  // softcap: out · tanh(S · in), in base 2
     Divisor group, rows_each, merge_jobs;        // merge_jobs: of a sequence
 };
 
@@ -76,12 +76,11 @@ TILE_DEVICE DecodeItem load_item(const DecodeItem* items, int64_t n) {
 
 // The tokens [begin, end) of an item's range that exist and that a row may see. An own range is as long as its sequence is now, and
 // the sequence's window is all of it that is looked at; nodes do not grow, and their rows have windows of their own.
-struct Span {
-    int begin, end;
-};
 TILE_DEVICE Span span_of(const DecodeArgs& args, bool own, int start, int stop, int length) {
     if (!own) return {start, stop};
-    const int first = length - args.tokens - args.left, begin = first > start ? first : start, end = stop < length ? stop : length;
+    // What the first of its tokens sees begins first.
+    const int begin = args.scores.keys_at(position_of(0, args.tokens, length), {start, stop}).first;
+    const int end = stop < length ? stop : length;
     return {begin, end > begin ? end : begin};
 }
 TILE_DEVICE Span span_of(const DecodeArgs& args, const DecodeItem& item, int length) {
@@ -101,17 +100,13 @@ TILE_DEVICE DecodeRow row_of(const DecodeArgs& args, const DecodeItem& item, int
 TILE_DEVICE int64_t caller_of(const DecodeArgs& args, const DecodeItem& item, const DecodeRow& row) {
     return row.sequence == item.sequence ? item.caller() : int(Global<const int>{args.order}[row.sequence]);
 }
-// Keys of the span that a row sees: `count` from `first` on. Causal and window count from its position, the last token's being the last.
-struct Seen {
-    int first, count;
-};
-TILE_DEVICE Seen seen_to(const DecodeArgs& args, int position, Span span) {
-    const int first = position - args.left > span.begin ? position - args.left : span.begin;
-    const int last = position < span.end - 1 ? position : span.end - 1;
-    return {first, last >= first ? last - first + 1 : 0};
+// The keys of the span that a row at `position` sees. Decode is causal; said here, it saves an addition per row.
+TILE_DEVICE Visible seen_to(const DecodeArgs& args, int position, Span span) {
+    return keys_at(position, args.scores.left, 0, span).visible();
 }
-TILE_DEVICE Seen seen_by(const DecodeArgs& args, const DecodeRow& row, int length, Span span) {
-    return seen_to(args, args.tree ? length - 1 : length - args.tokens + row.token, span);  // a tree's mask is looked at token by token
+TILE_DEVICE Visible seen_by(const DecodeArgs& args, const DecodeRow& row, int length, Span span) {
+    // Under a mask of query tokens every row stands at the last one, and the mask hides keys token by token.
+    return seen_to(args, args.tree ? length - 1 : position_of(row.token, args.tokens, length), span);
 }
 
 // A sequence's pages. Those that came since the list was made stand apart, so that a step has few bytes to copy.

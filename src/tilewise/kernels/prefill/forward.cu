@@ -50,10 +50,10 @@ struct Consumer {
         if (tile.row < 0) return false;
         begin = tile.begin;
         n = tile.end - 1;
-        const FullBlocks full = full_blocks<kTileKv, kPack>(args, tile, tile.row + group * 64);
+        const Span full = full_blocks<kTileKv, kPack>(args, tile, tile.row + group * 64);
         full_begin = full.begin;
         full_end = full.end;
-        if constexpr (kFp8 && !kScored) scale_log2 = args.scale_log2 * tile.descale_qk;
+        if constexpr (kFp8 && !kScored) scale_log2 = args.scores.scale_log2 * tile.descale_qk;
         if constexpr (kQInRegisters)
 #pragma unroll
             for (int step = 0; step < kHeadDim / kStepDepth; step++) warp::load_a(rQ[step], q_panel(q_turn.stage, step / 4), warp_row(), step % 4);
@@ -103,25 +103,21 @@ struct Consumer {
     TILE_DEVICE void score(float (&s)[kTileKv / 2]) const {
         if constexpr (kScored) {
             const float descale = kFp8 ? WorkTile(tile_of_stage()[q_turn.stage]).descale_qk : 1.0f;
-            const float in = (kSoftcap ? args.softcap_in : args.scale_log2) * descale;
-#pragma unroll
-            for (int i = 0; i < kTileKv / 2; i++) {
-                if constexpr (kSoftcap) s[i] = args.softcap_out * warp::tanh_from_log2(s[i] * in);
-                else s[i] *= in;
+            const float in = args.scores.first_factor<kSoftcap>() * descale;
+            if constexpr (kSoftcap) {
+                warp::softcap(s, args.scores, in);
+            } else {
+                const float both[2] = {in, in};
+                warp::scale_rows(s, both);
             }
         }
         if constexpr (kAlibi) {
             const WorkTile tile = tile_of_stage()[q_turn.stage];
 #pragma unroll
             for (int h = 0; h < 2; h++) {
-                const int row = row_of(tile, h), position = row / kPack + tile.seqlen_k - tile.seqlen_q;
-                const float slope = kLog2e * Global<const float>{args.slopes}[tile.sequence * args.slopes_batch + head_of(tile, row)];
-                const float distance = float(position - n * kTileKv - warp::fragment_column());
-#pragma unroll
-                for (int j = 0; j < kTileKv / 4; j++) {  // j = 2 · eight + i
-                    float& x = s[j / 2 * 4 + 2 * h + j % 2];
-                    x = ptx::mad(-slope, fabsf(distance - float(j / 2 * 8 + j % 2)), x);
-                }
+                const int row = row_of(tile, h), position = position_of(row / kPack, tile.seqlen_q, tile.seqlen_k);
+                const float slope = args.scores.slope(tile.sequence, head_of(tile, row));
+                warp::add_alibi(s, h, n * kTileKv, position, slope);
             }
         }
     }
@@ -131,11 +127,7 @@ struct Consumer {
 #pragma unroll
         for (int h = 0; h < 2; h++) {
             const Keys seen = keys_of(args, tile, row_of(tile, h) / kPack);
-            const int count = seen.last - seen.first + 1, before = n * kTileKv + warp::fragment_column() - seen.first;
-            const uint32_t visible = count > 0 ? count : 0;
-#pragma unroll
-            for (int j = 0; j < kTileKv / 4; j++)
-                if (uint32_t(before + j / 2 * 8 + j % 2) >= visible) acc_s[j / 2 * 4 + 2 * h + j % 2] = -INFINITY;
+            warp::mask_row(acc_s, h, n * kTileKv, seen.visible());
         }
     }
     TILE_DEVICE bool cut() const { return n >= full_end || n < full_begin; }
@@ -256,15 +248,8 @@ struct Consumer {
         for (int h = 0; h < 2; h++) {
             const int row = row_of(done, h), token = row / kPack, head = head_of(done, row);
             exists[h] = token < done.seqlen_q;
-            float sum = warp::row_sum(of.sum[h]), max = of.max[h], weight = 1.0f;
-            if (args.sinks && exists[h]) {
-                const float sink = Global<const float>{args.sinks}[head] * kLog2e, top = fmaxf(max, sink);
-                if (top != -INFINITY) {
-                    weight = ptx::exp2(max - top);
-                    sum = sum * weight + ptx::exp2(sink - top);
-                    max = top;
-                }
-            }
+            float sum = warp::row_sum(of.sum[h]), max = fmaxf(of.max[h], kLowest), weight = 1.0f;
+            if (args.scores.sinks && exists[h]) weight = args.scores.join_sink(head, max, sum);
             inverse[h] = sum == 0.0f ? 0.0f : weight * ptx::reciprocal(sum) * (kFp8 ? done.descale_v : 1.0f);
             if (args.lse && exists[h] && warp::lane() % 4 == 0)
                 Global<float>{args.lse}[done.sequence * args.lse_batch + head * args.lse_head + done.q_start + token] =
@@ -336,7 +321,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     forward(const __grid_constant__ TensorMap mQ, const __grid_constant__ TensorMap mK, const __grid_constant__ TensorMap mV,
             const __grid_constant__ TensorMap mO, const __grid_constant__ ForwardArgs args) {
     if (threadIdx.x == 0) Pipes().init();
-    if (threadIdx.x < 32) shared_scale()[threadIdx.x] = args.scale_log2;
+    if (threadIdx.x < 32) shared_scale()[threadIdx.x] = args.scores.scale_log2;
     ptx::sync_threads();
     const uint32_t role = ptx::uniform(threadIdx.x / 128);
     if (role == 0) {

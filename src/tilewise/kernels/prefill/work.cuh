@@ -1,17 +1,7 @@
 // What the Hopper forward is asked to do, and how its tiles are numbered; tilewise.forward.ForwardArgs is its mirror in Python.
 #pragma once
-#include "tile/args.cuh"
-
-// n / divisor for 0 ≤ n < 2^31 by a multiplication: a division takes the producer as long as a tile takes to arrive.
-struct Divisor {
-    uint32_t divisor, multiplier, shift;  // made by divisor_of in Python, or here
-    TILE_DEVICE int quotient(int n) const { return divisor == 1 ? n : int(ptx::multiply_high(n, multiplier) >> shift); }
-};
-TILE_DEVICE Divisor divisor_of(uint32_t divisor) {
-    uint32_t log = 0;
-    while (1ull << log < divisor) log++;
-    return {divisor, divisor == 1 ? 0u : uint32_t(((1ull << (31 + log)) + divisor - 1) / divisor), log - 1};
-}
+#include "common/args.cuh"
+#include "common/scores.cuh"
 
 // Of FP8 inputs: (sequences, KV heads) float32, what the stored values are to be multiplied with; null for 1
 struct Descale {
@@ -23,24 +13,20 @@ struct ForwardArgs {
     const void *q, *k, *v;  // for loads without TMA
     void* o;
     float* lse;              // natural log; null if not wanted
-    const float* sinks;      // (heads_q,), null if none
-    const float* slopes;     // ALiBi, (…, heads_q), null if none
     const int* page_table;   // (sequences, …), null if K and V are not paged
     const int* list;         // ragged: the tiles that ragged.cu wrote; null: they are a formula
     int* counter;            // {tiles handed out, blocks that are done}, both 0 between launches
     Strides q_strides, k_strides, v_strides, o_strides;  // o: batch stride 0 where rows are packed
-    int64_t lse_batch, lse_head, slopes_batch, page_table_stride;
+    int64_t lse_batch, lse_head, page_table_stride;
+    Scores scores;
     Descale descale_q, descale_k, descale_v;
     int seqlen_q, seqlen_k;
-    int left, right;         // window: keys seen to either side of a row's own position, kFar for no limit
     int tiles, q_tiles;      // in all (not known if ragged); of a sequence and head
-    float scale_log2, softcap_in, softcap_out;  // softcap: out · tanh(S · in), in base 2
     Divisor tile_heads;      // of a sequence: query heads, or KV heads where a tile holds a group
     Divisor tile_heads_per_kv;
     Divisor together;        // heads of all sequences whose tiles run side by side, the heaviest of all of them first
     Divisor tiles_together;
 };
-constexpr int kFar = 0x3fffffff;
 
 // A tile of query rows of one sequence, and the key blocks [begin, end) that it visits: at least one, which is all hidden if no row
 // sees a key. Rows are counted in the sequence; with grouped heads packed, row = token · kPack + head.
@@ -52,30 +38,22 @@ struct alignas(64) WorkTile {
 constexpr int kTileWords = sizeof(WorkTile) / 4;
 constexpr int kListHeader = 16;  // ints before a list's tiles: how many there are, and the rest of the Divisor by it
 
-// The keys [first, last] that a token sees; none if last < first. Bottom-right aligned.
-struct Keys {
-    int first, last;
-};
+// The keys that a query token of the tile's sequence sees
 TILE_DEVICE Keys keys_of(const ForwardArgs& args, const WorkTile& tile, int token) {
-    const int position = token + tile.seqlen_k - tile.seqlen_q;
-    const int first = position - args.left, last = position + args.right;
-    return {first > 0 ? first : 0, last < tile.seqlen_k ? last : tile.seqlen_k - 1};
+    return args.scores.keys_at(position_of(token, tile.seqlen_q, tile.seqlen_k), {0, tile.seqlen_k});
 }
 
 template <int kTileQ, int kTileKv, int kPack> TILE_DEVICE void find_blocks(const ForwardArgs& args, WorkTile& tile) {
     const int beyond = (tile.row + kTileQ - 1) / kPack, last_token = beyond < tile.seqlen_q ? beyond : tile.seqlen_q - 1;
-    const int first = keys_of(args, tile, tile.row / kPack).first, last = keys_of(args, tile, last_token).last;
-    tile.begin = last < first ? 0 : first / kTileKv;
-    tile.end = last < first ? 1 : last / kTileKv + 1;
+    const Span met = blocks_met<kTileKv>(keys_of(args, tile, tile.row / kPack), keys_of(args, tile, last_token));
+    tile.begin = met.begin;
+    tile.end = met.end > 0 ? met.end : 1;
 }
 
-// Of 64 rows of a tile from first_row on, the blocks [begin, end) that all of them see whole
-struct FullBlocks {
-    int begin, end;
-};
-template <int kTileKv, int kPack> TILE_DEVICE FullBlocks full_blocks(const ForwardArgs& args, const WorkTile& tile, int first_row) {
-    const int least = keys_of(args, tile, first_row / kPack).last + 1, first = keys_of(args, tile, (first_row + 63) / kPack).first;
-    return {(first + kTileKv - 1) / kTileKv, least > 0 ? least / kTileKv : 0};
+// The blocks [begin, end) that 64 rows of a tile, from first_row on, all see whole
+template <int kTileKv, int kPack>
+TILE_DEVICE Span full_blocks(const ForwardArgs& args, const WorkTile& tile, int first_row) {
+    return blocks_whole<kTileKv>(keys_of(args, tile, first_row / kPack), keys_of(args, tile, (first_row + 63) / kPack));
 }
 
 // Tile `number`; row −1 says that there is none.

@@ -1,6 +1,5 @@
 // The online softmax over accumulators in fragment layout (mma.cuh): float[N / 2], two rows a lane, four lanes a row.
 #pragma once
-#include "tile/args.cuh"
 #include "tile/mma.cuh"
 
 namespace warp {

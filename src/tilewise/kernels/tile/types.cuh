@@ -51,3 +51,7 @@ struct alignas(64) TensorMap {
     char opaque[128];
 };
 #endif
+
+// Scores are exponentiated in base 2.
+constexpr float kLog2e = 1.4426950408889634f;
+constexpr float kLn2 = 0.6931471805599453f;

@@ -7,7 +7,7 @@
 // Consecutive threads are in different rows, so global accesses are not coalesced; that is a later rung's idea. The rows of
 // the tiles lie kHeadDim + 1 apart, so that the threads x read different banks.
 // float. Constants: kHeadDim, kTile (rows and keys of a tile), kSide.
-#include "tile/scalar.cuh"
+#include "learn/kernels/scalar.cuh"
 
 extern "C" __global__ void __launch_bounds__(kSide * kSide) registers(const AttentionArgs args) {
     constexpr int kRows = kTile / kSide, kColumns = kHeadDim / kSide, kPitch = kHeadDim + 1, kPitchS = kTile + 1;

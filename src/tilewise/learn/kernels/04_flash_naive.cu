@@ -3,7 +3,7 @@
 // The algorithm and nothing else: it reads K and V row by row with one thread a row, so a warp's 32 loads lie a whole row
 // apart (32 sectors a request), and it reads and writes O in global memory for every key tile.
 // Constants: Element, kHeadDim, kTile (rows and keys of a tile, threads of a block).
-#include "tile/args.cuh"
+#include "learn/kernels/args.cuh"
 
 extern "C" __global__ void __launch_bounds__(kTile) flash_naive(const AttentionArgs args) {
     Shared<float> sQ(0), sK(kTile * kHeadDim * 4), sV(2 * kTile * kHeadDim * 4), sS(3 * kTile * kHeadDim * 4);

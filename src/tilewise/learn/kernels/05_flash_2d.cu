@@ -6,7 +6,7 @@
 // O is still read, corrected and written in global memory for every key tile; the next rung stops that.
 // K's rows lie kHeadDim + 1 apart, so that lanes that read the same column of 32 keys read 32 banks.
 // float. Constants: Element, kHeadDim, kTile (rows and keys of a tile: 32, the lanes), kWarps.
-#include "tile/scalar.cuh"
+#include "learn/kernels/scalar.cuh"
 
 extern "C" __global__ void __launch_bounds__(32 * kWarps) flash_2d(const AttentionArgs args) {
     static_assert(kTile == 32, "a lane is a key");

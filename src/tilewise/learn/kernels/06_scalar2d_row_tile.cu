@@ -5,7 +5,7 @@
 // so each value it fetches is used kRows or kKeys times over, and O goes to global memory once, at the end.
 // P passes through shared memory from the lanes that made it to those that need it, all of the same warp: no block barrier.
 // float, half, bf16, all computed in float. Constants: Element, kHeadDim, kTileQ, kTileKv, kThreads (16 × row groups).
-#include "tile/scalar.cuh"
+#include "learn/kernels/scalar.cuh"
 
 extern "C" __global__ void __launch_bounds__(kThreads, 2) scalar2d_row_tile(const AttentionArgs args) {
     constexpr int kRows = kTileQ / (kThreads / 16), kKeys = kTileKv / 16, kColumns = kHeadDim / 16;

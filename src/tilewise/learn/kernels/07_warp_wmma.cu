@@ -4,7 +4,7 @@
 // scalar. The softmax between them works on rows, a thread each, but a fragment does not say where its rows are: S, P and O go
 // through shared memory. A lone warp has no one to share K and V with, and nothing to do while it waits.
 // half, bf16. Constants: Element, kHeadDim, kTileQ (32), kTileKv.
-#include "tile/wmma_rows.cuh"
+#include "learn/kernels/wmma_rows.cuh"
 
 extern "C" __global__ void __launch_bounds__(32) warp_wmma(const AttentionArgs args) {
     static_assert(kTileQ == 32, "a thread a row");

@@ -4,7 +4,7 @@
 // warp_wmma. The 16 × 16 tiles of S, and then those of O, are dealt to the warps in turn whichever rows they lie in, so every
 // step waits for all warps: four block barriers a key tile.
 // half, bf16. Constants: Element, kHeadDim, kTileQ, kTileKv, kWarps.
-#include "tile/wmma_rows.cuh"
+#include "learn/kernels/wmma_rows.cuh"
 
 extern "C" __global__ void __launch_bounds__(32 * kWarps, 2) block_wmma(const AttentionArgs args) {
     static_assert(kTileQ == 16 * kWarps, "two threads a row");

@@ -5,7 +5,7 @@
 // a key tile instead of four, and a warp may be at its softmax while another keeps the tensor cores busy. A warp whose
 // rows see none of a tile's keys skips it.
 // half, bf16. Constants: Element, kHeadDim, kTileQ, kTileKv, kWarps.
-#include "tile/wmma_rows.cuh"
+#include "learn/kernels/wmma_rows.cuh"
 
 extern "C" __global__ void __launch_bounds__(32 * kWarps, 2) wmma_row_block(const AttentionArgs args) {
     static_assert(kTileQ == 16 * kWarps, "a warp is 16 rows");

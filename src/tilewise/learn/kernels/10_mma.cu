@@ -5,7 +5,7 @@
 // registers. Tiles lie plainly row after row, so the eight rows that one ldmatrix matrix reads begin in the same banks.
 // K and V take turns in one tile beside Q: four barriers a tile.
 // Constants: Element, kHeadDim, kTileQ, kTileKv, kThreads (kTileQ / 16 warps).
-#include "tile/mask.cuh"
+#include "learn/kernels/mask.cuh"
 #include "tile/softmax.cuh"
 
 template <int kRows> using Tile = SharedTile<Element, kRows, kHeadDim, Layout::plain>;

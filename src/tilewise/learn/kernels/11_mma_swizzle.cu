@@ -4,7 +4,7 @@
 // take eight passes (head_dim 64, 128), or four (32, 96); with the chunk's number XORed with the row's they take one.
 // No memory is spent on padding, and only the layout's name changes: a tile knows where its chunks are.
 // Constants: Element, kHeadDim, kTileQ, kTileKv, kThreads (kTileQ / 16 warps).
-#include "tile/mask.cuh"
+#include "learn/kernels/mask.cuh"
 #include "tile/softmax.cuh"
 
 template <int kRows> using Tile = SharedTile<Element, kRows, kHeadDim, Layout::swizzled>;

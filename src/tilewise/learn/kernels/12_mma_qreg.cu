@@ -4,7 +4,7 @@
 // nobody needs the shared copy: that memory becomes K's and V's, which no longer take turns but are loaded together, so a tile takes
 // two barriers instead of four. The memory saved pays for 128 rows a block: each key tile serves twice as many.
 // Constants: Element, kHeadDim, kTileQ, kTileKv, kThreads (kTileQ / 16 warps).
-#include "tile/mask.cuh"
+#include "learn/kernels/mask.cuh"
 #include "tile/softmax.cuh"
 
 template <int kRows> using Tile = SharedTile<Element, kRows, kHeadDim, Layout::swizzled>;

@@ -4,7 +4,7 @@
 // all for one element. O leaves the same way: its fragments go through shared memory, where a row lies together, instead of
 // 2-byte stores that touch eight rows at once. Rows must begin at multiples of 16 bytes.
 // Constants: Element, kHeadDim, kTileQ, kTileKv, kThreads (kTileQ / 16 warps).
-#include "tile/mask.cuh"
+#include "learn/kernels/mask.cuh"
 #include "tile/softmax.cuh"
 
 template <int kRows> using Tile = SharedTile<Element, kRows, kHeadDim, Layout::swizzled>;

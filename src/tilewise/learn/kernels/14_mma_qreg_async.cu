@@ -6,7 +6,7 @@
 // both jobs: what this thread waited for is now everyone's, and everyone is done with the stage that is filled next.
 // 128 query rows (eight warps) meet each tile, which halves the traffic from L2. Rows must begin at multiples of 16 bytes.
 // Constants: Element, kHeadDim, kTileQ, kTileKv, kThreads (kTileQ / 16 warps).
-#include "tile/mask.cuh"
+#include "learn/kernels/mask.cuh"
 #include "tile/softmax.cuh"
 
 template <int kRows> using Tile = SharedTile<Element, kRows, kHeadDim, Layout::swizzled>;

@@ -4,7 +4,7 @@
 // softmax is online over single keys. Every warp reads every key by itself, two bytes a lane, and each step waits for
 // the last through the shuffles and the running maximum: latency is what it measures.
 // half, bf16. Constants: Element, kHeadDim (a multiple of 32), kWarps (rows of a block).
-#include "tile/scalar.cuh"
+#include "learn/kernels/scalar.cuh"
 
 extern "C" __global__ void __launch_bounds__(32 * kWarps, 8) pika_scalar(const AttentionArgs args) {
     constexpr int kColumns = kHeadDim / 32;

@@ -6,7 +6,7 @@
 // brought to the common maximum and added.
 // half, bf16; 16-byte accesses want rows that begin at multiples of 16 bytes.
 // Constants: Element, kHeadDim, kWarps (rows of a block), kUnroll.
-#include "tile/scalar.cuh"
+#include "learn/kernels/scalar.cuh"
 
 namespace {
 struct Eight {

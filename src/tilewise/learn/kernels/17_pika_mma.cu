@@ -4,7 +4,7 @@
 // the instruction's depth in P V, two of its widths in Q Kᵀ. The tile is brought once, 16 bytes a thread, for all the block's
 // warps. So small a tile keeps S in eight registers, but there are two barriers for every sixteen keys.
 // Constants: Element, kHeadDim, kTileQ (16 rows a warp), kTileKv (16 tokens), kThreads.
-#include "tile/mask.cuh"
+#include "learn/kernels/mask.cuh"
 #include "tile/softmax.cuh"
 
 template <int kRows> using Tile = SharedTile<Element, kRows, kHeadDim, Layout::swizzled>;

@@ -8,7 +8,7 @@
 //     |Δs_ij| ≤ ε = scale / 254 · (‖q_i‖₁ max|k_j| + ‖k_j‖₁ max|q_i| + D max|q_i| max|k_j| / 254)
 //     |Δo_i| ≤ (exp(2 max_j ε) − 1 + 1 / 254) · max|v|,   |Δlse_i| ≤ max_j ε.
 // half, bf16. Constants: Element, kHeadDim (at most 128), kTile (rows and keys of a tile: 32, the lanes), kWarps.
-#include "tile/scalar.cuh"
+#include "learn/kernels/scalar.cuh"
 
 namespace {
 constexpr int power_of_two_from(int n) { return n <= 1 ? 1 : 2 * power_of_two_from((n + 1) / 2); }

@@ -6,7 +6,7 @@
 // once, not once a tile; a head's tiles follow each other, the longest (causal) first, so that blocks that run together
 // read the same keys from L2.
 // Any grid works, one block included. half, bf16. Constants: Element, kHeadDim, kTileQ (16), kTileKv, kWarps.
-#include "tile/wmma_rows.cuh"
+#include "learn/kernels/wmma_rows.cuh"
 
 extern "C" __global__ void __launch_bounds__(32 * kWarps, 4) pika_persistent(const AttentionArgs args) {
     static_assert(kTileQ == 16, "a tile is 16 rows");

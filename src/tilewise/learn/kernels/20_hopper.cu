@@ -5,7 +5,7 @@
 // warps at a time, and P from registers, where the softmax left it: ldmatrix is gone. Nothing overlaps yet.
 // Constants: Element, kHeadDim, kTileQ = 64, kTileKv.
 #include "tile/hopper.cuh"
-#include "tile/mask.cuh"
+#include "learn/kernels/mask.cuh"
 #include "tile/softmax.cuh"
 
 extern "C" __global__ void __launch_bounds__(128)

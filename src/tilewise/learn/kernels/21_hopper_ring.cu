@@ -5,7 +5,7 @@
 // warpgroup is in its softmax, the other has the tensor cores.
 // Constants: Element, kHeadDim, kTileQ = 128, kTileKv, kStages.
 #include "tile/hopper.cuh"
-#include "tile/mask.cuh"
+#include "learn/kernels/mask.cuh"
 #include "tile/softmax.cuh"
 
 extern "C" __global__ void __launch_bounds__(384, 1)

@@ -4,7 +4,7 @@
 // rest into local memory, which is global memory by another name. `tilewise kernels --kernel spilling --all` shows it: spill stores
 // and loads, and a stack. The cure is to share a row among threads (scalar2d_row_tile) or a warp (mma).
 // Constants: Element (float), kHeadDim, kTileQ (threads), kTileKv.
-#include "tile/args.cuh"
+#include "learn/kernels/args.cuh"
 
 extern "C" __global__ void __launch_bounds__(kTileQ) spilling(const AttentionArgs args) {
     Shared<float> sK(0), sV(kTileKv * kHeadDim * 4);

@@ -1,6 +1,6 @@
 // What the scalar kernels share: reductions over lanes, and tiles of rows converted to float on their way into shared memory.
 #pragma once
-#include "tile/args.cuh"
+#include "learn/kernels/args.cuh"
 
 namespace warp {
 

@@ -1,10 +1,8 @@
 // What every attention kernel of the ladder is given, by value; tilewise.kernels.ladder.AttentionArgs is its mirror in Python.
 #pragma once
-#include "tile/memory.cuh"
+#include "common/args.cuh"
+#include "tile/keys.cuh"
 
-struct Strides {  // in elements; the head dimension is dense
-    int64_t batch, row, head;
-};
 struct AttentionArgs {
     const void* q;
     const void* k;
@@ -12,13 +10,11 @@ struct AttentionArgs {
     void* o;
     float* lse;  // (batch, heads_q, seqlen_q), natural log
     Strides q_strides, k_strides, v_strides, o_strides;
-    int batch, seqlen_q, seqlen_k, heads_q, heads_kv, causal;
+    int batch, seqlen_q, seqlen_k, heads_q, heads_kv;
+    int right;  // keys seen after a row's own position: 0 for causal attention, kFar for no limit
     float scale_log2;  // the softmax scale times log2 e: scores are exponentiated in base 2
     int reserved;
 };
-
-constexpr float kLog2e = 1.4426950408889634f;
-constexpr float kLn2 = 0.6931471805599453f;
 
 // One head of one sequence.
 template <class T> struct Head {
@@ -33,8 +29,8 @@ template <class T> struct Head {
           gLse{a.lse + (int64_t(batch) * a.heads_q + head) * a.seqlen_q} {}
 };
 
-// Keys that row i sees: those before this one. Bottom-right aligned; may be 0 or less.
-TILE_DEVICE int keys_seen(const AttentionArgs& a, int row) {
-    int diagonal = row + a.seqlen_k - a.seqlen_q + 1;
-    return a.causal && diagonal < a.seqlen_k ? diagonal : a.seqlen_k;
+// The keys that a row sees begin with the first, and the ladder's rungs count them. The number may be 0 or less.
+TILE_DEVICE Keys keys_of(const AttentionArgs& a, int row) {
+    return keys_at(position_of(row, a.seqlen_q, a.seqlen_k), kFar, a.right, {0, a.seqlen_k});
 }
+TILE_DEVICE int keys_seen(const AttentionArgs& a, int row) { return keys_of(a, row).last + 1; }

@@ -4,8 +4,8 @@
 // Rows are padded by 16 bytes: eight rows of a fragment then lie in different banks.
 // Constants: Element (half, bf16), kHeadDim, kTileQ, kTileKv (multiples of 16). Rows must begin at multiples of 16 bytes.
 #pragma once
-#include "tile/scalar.cuh"
-#include "tile/wmma.cuh"
+#include "learn/kernels/scalar.cuh"
+#include "learn/kernels/wmma.cuh"
 
 constexpr int kPitch = kHeadDim + 8, kPitchS = kTileKv + 4, kPitchP = kTileKv + 8, kPitchO = kHeadDim + 4;
 

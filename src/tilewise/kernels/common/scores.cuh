@@ -1,0 +1,67 @@
+// What is done to scores on their way from S = Q Kᵀ to the softmax's state: scale, softcap, ALiBi, window and sink.
+//
+// Prefill and decode carry these options as one value, and only the functions here apply them: an option that is added
+// here reaches every kernel. Scores are in base 2, so that the softmax exponentiates by exp2. tilewise.gpu.abi.ScoreArgs
+// is the mirror of Scores in Python; it makes the base-2 factors.
+#pragma once
+#include "tile/keys.cuh"
+#include "tile/softmax.cuh"
+
+// The largest score of a row that has seen no key, where it must be finite: any finite score is above it.
+constexpr float kLowest = -3.402823466e38f;
+
+struct Scores {
+    const float* sinks;    // (query heads,) natural; null for none
+    const float* slopes;   // ALiBi: (sequences or 1, query heads) natural; null for none
+    int64_t slopes_batch;  // elements from one sequence's slopes to the next
+    int left, right;       // the window: keys seen before and after a row's own position, kFar for no limit
+    float scale_log2;
+    float softcap_in, softcap_out;  // the softcap: softcap_out · tanh(S · softcap_in), softcap_in for tanh_from_log2
+
+    // What S is multiplied with first: the scale, or the softcap's inner factor, which contains it
+    template <bool kSoftcap> TILE_DEVICE float first_factor() const { return kSoftcap ? softcap_in : scale_log2; }
+
+    // Of the keys of a span, those that a row at `position` sees
+    TILE_DEVICE Keys keys_at(int position, Span span) const { return ::keys_at(position, left, right, span); }
+    // Does every row see all keys before its own?
+    TILE_DEVICE bool sees_back_to_first() const { return left >= kFar; }
+
+    // What ALiBi subtracts per key of distance
+    TILE_DEVICE float slope(int64_t sequence, int head) const {
+        return kLog2e * Global<const float>{slopes}[sequence * slopes_batch + head];
+    }
+
+    // A head's sink joins a row's softmax as the score of a key without a value: max and sum change, and what the row's O
+    // is to be multiplied with is returned. max must be finite, kLowest for a row without keys.
+    TILE_DEVICE float join_sink(int head, float& max, float& sum) const {
+        const float sink = Global<const float>{sinks}[head] * kLog2e, top = fmaxf(max, sink);
+        const float weight = ptx::exp2(max - top);
+        sum = sum * weight + ptx::exp2(sink - top);
+        max = top;
+        return weight;
+    }
+};
+
+// tanh of a score times the softcap's inner factor; the outer factor is left to the caller.
+TILE_DEVICE float soft_capped(float s, float in) { return warp::tanh_from_log2(ptx::multiply(s, in)); }
+
+namespace warp {
+
+// A fragment of scores, soft-capped. in: softcap_in and whatever else S has to be multiplied with first
+template <int kSize> TILE_DEVICE void softcap(float (&acc_s)[kSize], const Scores& scores, float in) {
+#pragma unroll
+    for (int i = 0; i < kSize; i++) acc_s[i] = scores.softcap_out * soft_capped(acc_s[i], in);
+}
+
+// Row h of a lane's fragment, less ALiBi's slope per key between the row's position and the key. key0: the key of the
+// tile's first column
+template <int kSize> TILE_DEVICE void add_alibi(float (&acc_s)[kSize], int h, int key0, int position, float slope) {
+    const float distance = float(position - key0 - fragment_column());
+#pragma unroll
+    for (int j = 0; j < kSize / 2; j++) {  // j = 2n + i
+        float& x = acc_s[j / 2 * 4 + 2 * h + j % 2];
+        x = ptx::mad(-slope, fabsf(distance - float(j / 2 * 8 + j % 2)), x);
+    }
+}
+
+}  // namespace warp
