@@ -1,6 +1,9 @@
 # Two commands, each does all its own set-up in .venv:
 #   make bench   a table of Tilewise beside torch on this machine
-#   make test    linters, types, the whole test-suite on both cores; make coverage: what of the source it runs
+#   make test    linters, types, the direction of imports, the whole test-suite on both cores
+# For the inner loop:
+#   make check   the same linters, and the tests of what this checkout changed since main's last commit, within 90 s
+#   make coverage   what of the source the test-suite runs
 PYTHON ?= python3
 BIN := .venv/bin
 

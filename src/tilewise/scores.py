@@ -4,7 +4,7 @@
     window: −inf outside of it        sinks: a logit per head that joins the softmax's denominator only
 
 A new option is declared here (its field, its public name, its place in an operator's schema), checked in arguments.py,
-documented in api.py, told in reference.py, and done in cpu/scoring.py, gpu/abi.py and kernels/common/scores.cuh.
+documented in api/, told in reference.py, and done in cpu/scoring.py, gpu/abi.py and kernels/common/scores.cuh.
 Everything between passes a `Scores`, or the public names as `ScoreOptions`, along as it came.
 """
 
@@ -19,7 +19,7 @@ Window = tuple[int | None, int | None]
 
 
 class DecodeOptions(TypedDict, total=False):
-    """decode()'s keyword arguments that concern the scores; api.py says what they mean. The window is the plan's."""
+    """decode()'s keyword arguments that concern the scores; api/ says what they mean. The window is the plan's."""
 
     scale: float | None
     softcap: float

@@ -1,6 +1,6 @@
 """What the public calls become while code is traced: operators of `torch.ops.tilewise`, which a graph can hold.
 
-integrations/torch_ops.py registers those operators over the public calls; this file only names them, so that api.py
+integrations/torch_ops.py registers those operators over the public calls; this file only names them, so that api/
 needs to know nothing that is built on top of it. Graphs hold neither plans nor caches: `remember` lets the operator
 find both by the plan's number, and keeps neither alive.
 """

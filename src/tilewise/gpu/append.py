@@ -16,10 +16,11 @@ import torch
 
 from tilewise import compiler, emulator
 from tilewise.compiler.spec import KernelSpec
+from tilewise.formats import FORMATS, KVFormat
 from tilewise.gpu.abi import ELEMENTS, AppendArgs, CopyArgs, Source, Store
 
 if TYPE_CHECKING:
-    from tilewise.kvcache import KVFormat, Rotary
+    from tilewise.kvcache import Rotary
 
 THREADS = 256  # append.cu, copy_pages.cu: kThreads
 CHANNELS = 8  # append.cu: of a chunk
@@ -57,8 +58,6 @@ COPY_SPEC = KernelSpec("copy_pages", "common/copy_pages.cu", "copy_pages", (), T
 
 def specs(*, every: bool = False) -> list[KernelSpec]:
     """The kernels as users get them: bfloat16 and head dimension 128, or `every` dtype, format and width."""
-    from tilewise.kvcache import FORMATS, KVFormat
-
     dtypes, widths = (FLOATS, (32, 64, 128, 256, 512)) if every else ((torch.bfloat16,), (128,))
     turns = (0, 1, 2) if every else (0, 1)
     found = [append_spec(t, KVFormat(name, d), r) for name in FORMATS for d in widths for t in dtypes for r in turns]

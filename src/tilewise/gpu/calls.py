@@ -1,6 +1,6 @@
 """Calls of GPU kernels, on a card or in the emulator: what they serve, and how one like an earlier one is made again.
 
-api.py has checked the arguments. A call on CUDA tensors is kept under a key that holds everything that was checked, so
+api/ has checked the arguments. A call on CUDA tensors is kept under a key that holds everything that was checked, so
 that the next one like it costs the CPU a look into a dictionary, the output's allocation and the launch.
 """
 
@@ -13,12 +13,13 @@ from typing import Any
 
 import torch
 
-from tilewise import arch, checks, cpu
+from tilewise import arch, checks
 from tilewise.gpu import prefill
 from tilewise.scores import Scores
 from tilewise.state import merge_states
 
 out_dtype = prefill.out_dtype
+KV = tuple[torch.Tensor, torch.Tensor]
 Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
 
@@ -115,7 +116,7 @@ class GpuCall:
 
 def shared_prefix(
     q: torch.Tensor,
-    sources: Sequence[cpu.KV],
+    sources: Sequence[KV],
     lengths: Sequence[Sequence[int] | None],
     scores: Scores,
 ) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,7 +1,7 @@
 """The Hopper forward, kernels/prefill/forward.cu: which kernel serves a problem, its arguments, its launch.
 
 `Forward` is bound to a problem's shapes, strides and options; calling it on tensors of that kind launches the kernel on
-their card, or runs it in the emulator over CPU tensors. Binding validates nothing: api.py has done that.
+their card, or runs it in the emulator over CPU tensors. Binding validates nothing: api/ has done that.
 """
 
 from __future__ import annotations
@@ -34,6 +34,8 @@ from tilewise.gpu.abi import (
     Strides,
     score_constants,
 )
+from tilewise.plan.dense import plan_tiled
+from tilewise.plan.tiles import Launch, Plan
 from tilewise.scores import Scores
 
 DTYPES = (torch.bfloat16, torch.float16, FP8)
@@ -209,6 +211,56 @@ def pack_of(tile_q: int, seqlen_q: float, group: int) -> int:
     return group if together < 0.9 * apart else 1
 
 
+@dataclass(frozen=True)
+class Geometry:
+    """How the tiles of a problem lie, and in which order thread blocks take them.
+
+    pack: query heads of a KV head that stand in a tile as neighbouring rows. heads: that a sequence has tiles of, in
+    units of `pack` query heads. q_tiles: per sequence and such head. together: such heads of all sequences whose tiles
+    are taken side by side, the heaviest first.
+    """
+
+    tiling: Tiling
+    pack: int
+    heads: int
+    q_tiles: int
+    together: int
+
+
+def geometry(
+    dtype: torch.dtype,
+    batch: int,
+    seqlen_q: int,
+    heads_q: int,
+    heads_kv: int,
+    head_dim: int,
+    scores: Scores,
+    *,
+    plain: bool,
+    sequences: int | None = None,
+) -> Geometry:
+    """The geometry of dense rows, or of `sequences` packed ones; plain: as choose_tiling has it."""
+    rows = seqlen_q if sequences is None else seqlen_q / max(1, sequences)  # of a sequence, about
+    tiling = choose_tiling(dtype, head_dim, rows, scores, plain=plain)
+    pack = pack_of(tiling.tile_q, rows, heads_q // heads_kv)
+    heads, together = heads_q // pack, 1
+    if scores.window[1] is not None:  # tiles differ in weight
+        wanted = min(max(1, HEADS_TOGETHER // padded(head_dim)), batch * heads)
+        together = next(d for d in range(wanted, 0, -1) if batch * heads % d == 0)
+    return Geometry(tiling, pack, heads, math.ceil(seqlen_q * pack / tiling.tile_q), together)
+
+
+def plan_of(q: torch.Tensor, k: torch.Tensor, scores: Scores) -> Plan:
+    """The tiles of a dense call on q (B, Nq, Hq, D) and k (B, Nk, Hkv, D), V being laid out as K, in their order."""
+    (batch, seqlen_q, heads_q, head_dim), (seqlen_k, heads_kv) = q.shape, k.shape[1:3]
+    g = geometry(q.dtype, batch, seqlen_q, heads_q, heads_kv, head_dim, scores, plain=tma_can(q, k))
+    blocks = min(g.q_tiles * batch * g.heads, multiprocessors(q.device))
+    launch = Launch(f"forward, {ELEMENTS[q.dtype]}, D {head_dim}", g.tiling.tile_q, g.tiling.tile_kv, g.pack, blocks)
+    sizes = (batch, seqlen_q, seqlen_k, heads_q, heads_kv, head_dim)
+    size, out_size = q.element_size(), out_dtype(q.dtype).itemsize
+    return plan_tiled(*sizes, launch, g.together, window=scores.window, io_bytes=size, out_bytes=out_size)
+
+
 def tma_can(*tensors: torch.Tensor) -> bool:
     """Do the rows of these lie on 16 bytes, as TMA and 16-byte stores want them?"""
     return all(
@@ -243,15 +295,14 @@ class Forward:
         self.packed, self.device = packed, q.device
         batch, seqlen_q, heads, head_dim = (1, *q.shape) if packed else q.shape
         seqlen_k, heads_kv = k.shape[-3:-1]
-        group = heads // heads_kv
-        rows = seqlen_q if sequences is None else seqlen_q / max(1, sequences)  # of a sequence, about
-        tiling = choose_tiling(q.dtype, head_dim, rows, scores, plain=tma and not paged)
-        pack = pack_of(tiling.tile_q, rows, group)
+        sized = (q.dtype, batch, seqlen_q, heads, heads_kv, head_dim, scores)
+        g = geometry(*sized, plain=tma and not paged, sequences=sequences)
+        tiling, pack = g.tiling, g.pack
         page_size = k.shape[1] if paged else 0
         self.spec = forward_spec(q.dtype, head_dim, tiling, scores, pack=pack, page_size=page_size, tma=tma)
         # Rows of (D, heads of a tile, N, the other heads, B), a box being the rows of a tile; of K and V (D, N, H, B).
         box = (pack, tiling.tile_q // pack, 1, 1)
-        sizes = (head_dim, pack, seqlen_q, heads // pack, batch)
+        sizes = (head_dim, pack, seqlen_q, g.heads, batch)
         self._maps: list[tuple[TensorMapSpec, dict[int, Any]]] = []
         if tma:
             q_map, o_map = (
@@ -268,16 +319,9 @@ class Forward:
                 strides = (x.stride(-3), x.stride(-2), outer)
                 self._maps.append((_map_spec(x, kv_sizes, strides, (box_rows, 1, 1)), {}))
             self._maps.append((o_map, {}))
-        total_heads = heads // pack
-        tiles = math.ceil(seqlen_q * pack / tiling.tile_q)
-        self.list_tiles = tiles + (sequences or 0)  # at most
-        self.blocks = total_heads * (self.list_tiles if packed else tiles * batch)
-        right = scores.window[1]
-        all_heads = batch * total_heads
-        together = 1
-        if right is not None:  # tiles differ in weight
-            wanted = min(max(1, HEADS_TOGETHER // padded(head_dim)), all_heads)
-            together = next(d for d in range(wanted, 0, -1) if all_heads % d == 0)
+        self.list_tiles = g.q_tiles + (sequences or 0)  # at most
+        self.blocks = g.heads * (self.list_tiles if packed else g.q_tiles * batch)
+        per_kv, beside = heads // heads_kv // pack, max(1, g.together * g.q_tiles)
         self.args = ForwardArgs(
             *(None,) * 8,
             *(_strides(x, packed and not (paged and x is not q)) for x in (q, k, v)),
@@ -287,8 +331,8 @@ class Forward:
             ScoreArgs.of(scores),
             *(Descale() for _ in range(3)),
             *(seqlen_q, seqlen_k),
-            *(tiles * all_heads, tiles),
-            *(Divisor.by(n) for n in (total_heads, group // pack, together, max(1, together * tiles))),
+            *(g.q_tiles * batch * g.heads, g.q_tiles),
+            *(Divisor.by(n) for n in (g.heads, per_kv, g.together, beside)),
         )
         if packed:
             self.ragged_spec = ragged_spec(index, tiling, pack)

@@ -18,11 +18,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.metadata import version
 from typing import Any, NoReturn
 
 import torch
 
-from tilewise import __version__, arch
+from tilewise import arch
 from tilewise.integrations.sdpa import Facts, decide, sdpa, torch_sdpa
 
 # Methods of named tensors that lightning-thunder 0.2.6 looks up as it is imported, and that torch has dropped.
@@ -64,7 +65,7 @@ with _torch_as_thunder_knows_it():
     from thunder.core.proxies import TensorProxy, pyval
     from thunder.extend import OperatorExecutor, add_default_executor, register_executor, remove_default_executor
 
-executor = OperatorExecutor("tilewise", version=__version__)
+executor = OperatorExecutor("tilewise", version=version("tilewise"))
 register_executor(executor)
 
 

@@ -6,6 +6,7 @@ them with a step. Only a schedule's blocks are listed one by one.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
@@ -14,7 +15,19 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tilewise.plan.tiles import OPEN, Band, BlockTiles, Ints, Plan, Tiles, Window, Work, band_of
+from tilewise.plan.tiles import (
+    OPEN,
+    Band,
+    BlockTiles,
+    Ints,
+    Launch,
+    Plan,
+    Tiles,
+    Window,
+    Work,
+    band_of,
+    window_band,
+)
 
 if TYPE_CHECKING:
     from tilewise.plan.schedule import BlockSchedule
@@ -122,6 +135,47 @@ def _plan_dense(
     work = [same for t in tiles for same in repeat(t, batch, seqlen_q, seqlen_k)]
     sizes = (heads_q, heads_kv, head_dim, _exclusive(tiles), 2 * head_dim * io_bytes, io_bytes)
     return Plan("dense", tuple(work), batch * seqlen_q, (batch * seqlen_k,), *sizes)
+
+
+def plan_tiled(
+    batch: int,
+    seqlen_q: int,
+    seqlen_k: int,
+    heads_q: int,
+    heads_kv: int,
+    head_dim: int,
+    launch: Launch,
+    together: int,
+    *,
+    window: Window,
+    io_bytes: int,
+    out_bytes: int,
+) -> Plan:
+    """A dense problem as a GPU kernel takes it: query tiles in the order in which thread blocks take them.
+
+    together: heads of all sequences (in units of launch.packed query heads) whose tiles are taken side by side, those
+    of the last rows first, which see most keys of a causal problem. A tile visits whole blocks of launch.tile_keys
+    keys, at least one.
+    """
+    tokens, block = launch.tile_rows // launch.packed, launch.tile_keys
+    band = window_band(window).shifted(seqlen_k - seqlen_q)
+    heads = heads_q // launch.packed  # that a sequence has tiles of
+    work: list[Tiles] = []
+    for first_head in range(0, batch * heads if seqlen_k else 0, together):
+        owners = Counter(head // heads for head in range(first_head, first_head + together))  # heads by sequence
+        for row in reversed(range(0, seqlen_q, tokens)):
+            rows = min(tokens, seqlen_q - row)
+            low = 0 if band.low is None else max(0, row + band.low)
+            high = seqlen_k if band.high is None else min(seqlen_k, row + rows + band.high)
+            key = low // block * block if low < high else 0
+            keys = min(-(-high // block) * block if low < high else block, seqlen_k) - key
+            local = band.shifted(row - key).opened(rows, keys)
+            work += [
+                Tiles(b * seqlen_q + row, rows, b * seqlen_k + key, keys, local, heads=count * launch.packed)
+                for b, count in owners.items()
+            ]
+    sizes = (heads_q, heads_kv, head_dim, True, 2 * head_dim * io_bytes, io_bytes)
+    return Plan("dense", tuple(work), batch * seqlen_q, (batch * seqlen_k,), *sizes, out_bytes, launch)
 
 
 def repeat(tile: Tiles, batch: int, row_step: int, key_step: int) -> list[Tiles]:

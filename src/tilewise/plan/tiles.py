@@ -13,8 +13,8 @@ and trees need arrays.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 from itertools import count
 from typing import Any, NamedTuple
@@ -78,6 +78,13 @@ def visible_pairs(rows: int, keys: int, band: Band) -> int:
     return int(np.maximum(end - first, 0).sum())
 
 
+def seen_keys(rows: int, keys: int, band: Band) -> tuple[int, int]:
+    """The keys [start, stop) of a rows × keys tile that one of its rows sees, or more."""
+    start = 0 if band.low is None else max(0, band.low)
+    stop = keys if band.high is None else min(keys, rows + band.high)
+    return start, max(start, stop)
+
+
 class Rectangle(NamedTuple):
     """Rows [row, row + rows) meet keys [key, key + keys) of a source: what pictures and sums are made of."""
 
@@ -88,11 +95,35 @@ class Rectangle(NamedTuple):
     keys: int
     pairs: int  # visible ones
     heads: int  # query heads that do this; kv heads in proportion
+    seen: tuple[int, int]  # of the keys, those [start, stop) that a row sees
+    head: int | None = None  # the query head, where the pattern is that of one
+
+
+class Value:
+    """A dataclass whose fields may be arrays, compared and hashed by what they hold."""
+
+    __slots__ = ()
+
+    def _values(self) -> tuple[Any, ...]:
+        of: Any = self
+        compared = (getattr(of, f.name) for f in fields(of) if f.compare)
+        return tuple((x.shape, x.tobytes()) if isinstance(x, np.ndarray) else x for x in compared)
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (
+            isinstance(other, Value) and type(self) is type(other) and self._values() == other._values()
+        )
+
+    def __hash__(self) -> int:
+        return hash(self._values())
 
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """Regular work: `count` tiles of rows × keys, each `row_step`, `key_step` after the last, all under one band."""
+    """Regular work: `count` tiles of rows × keys, each `row_step`, `key_step` after the last, all under one band.
+
+    heads: of the query heads, how many have this tile; None for all.
+    """
 
     row: int
     rows: int
@@ -103,16 +134,18 @@ class Tiles:
     count: int = 1
     row_step: int = 0
     key_step: int = 0
+    heads: int | None = None
 
     def rectangles(self, heads: int) -> Iterator[Rectangle]:
-        pairs = visible_pairs(self.rows, self.keys, self.band)
+        pairs, heads = visible_pairs(self.rows, self.keys, self.band), self.heads or heads
+        start, stop = seen_keys(self.rows, self.keys, self.band)
         for n in range(self.count):
             row, key = self.row + n * self.row_step, self.key + n * self.key_step
-            yield Rectangle(row, self.rows, self.source, key, self.keys, pairs, heads)
+            yield Rectangle(row, self.rows, self.source, key, self.keys, pairs, heads, (key + start, key + stop))
 
 
-@dataclass(frozen=True, slots=True)
-class BlockTiles:
+@dataclass(frozen=True, slots=True, eq=False)
+class BlockTiles(Value):
     """Block-sparse work: `rows`-row query tiles that all have equally many key blocks, so that they run as one batch.
 
     A tile is the page-table idea turned on dense keys: tile n starts at row `rows_at[n]` and meets the `block`-key
@@ -140,8 +173,11 @@ class BlockTiles:
             row, key = self.row + n * self.row_step, self.key + n * self.key_step
             for at, blocks in zip(self.rows_at.tolist(), self.blocks.tolist(), strict=True):
                 for start, keys in self._pieces(blocks):
-                    pairs = visible_pairs(self.rows, keys, self.band.shifted(at - start))
-                    yield Rectangle(row + at, self.rows, 0, key + start, keys, pairs, heads if self.head is None else 1)
+                    band, first = self.band.shifted(at - start), key + start
+                    pairs, seen = visible_pairs(self.rows, keys, band), seen_keys(self.rows, keys, band)
+                    count = heads if self.head is None else 1
+                    seen = (first + seen[0], first + seen[1])
+                    yield Rectangle(row + at, self.rows, 0, first, keys, pairs, count, seen, self.head)
 
     def _pieces(self, blocks: list[int]) -> Iterator[tuple[int, int]]:
         for b in blocks:
@@ -150,8 +186,8 @@ class BlockTiles:
             yield self.seqlen_k - self.tail, self.tail
 
 
-@dataclass(frozen=True, slots=True)
-class PagedTiles:
+@dataclass(frozen=True, slots=True, eq=False)
+class PagedTiles(Value):
     """Paged work: `rows` rows from `row` on meet the tokens [start, stop) of the sequence whose pages these are.
 
     pages (n, c): the pages that hold those tokens, beginning with the one `start` lies in. Row n of the table is tile
@@ -169,9 +205,9 @@ class PagedTiles:
 
     def rectangles(self, heads: int) -> Iterator[Rectangle]:
         keys = self.stop - self.start
-        pairs = visible_pairs(self.rows, keys, self.band)
+        pairs, (start, stop) = visible_pairs(self.rows, keys, self.band), seen_keys(self.rows, keys, self.band)
         for n, key in enumerate(self.keys_at.tolist()):
-            yield Rectangle(self.row + n * self.rows, self.rows, 0, key, keys, pairs, heads)
+            yield Rectangle(self.row + n * self.rows, self.rows, 0, key, keys, pairs, heads, (key + start, key + stop))
 
 
 def page_step(table: Ints) -> int | None:
@@ -187,15 +223,40 @@ def page_step(table: Ints) -> int | None:
     return step if step >= 0 and np.array_equal(table, regular) else None
 
 
+def _covered(ranges: Iterable[tuple[int, int]]) -> int:
+    """How many keys lie in one of the ranges [start, stop) or more."""
+    total, end = 0, 0
+    for start, stop in sorted(ranges):
+        total += max(0, stop - max(start, end))
+        end = max(end, stop)
+    return total
+
+
 Work = Tiles | BlockTiles | PagedTiles
 
 
-@dataclass(frozen=True)
-class Plan:
-    """The work list of one problem, for all layers and all calls of the same shape.
+class Launch(NamedTuple):
+    """How a GPU kernel takes a plan's tiles: `blocks` thread blocks take them in the order of the list.
+
+    A tile is tile_rows query rows by blocks of tile_keys keys; `packed` query heads of a KV head stand in it as
+    neighbouring rows, so that it has tile_rows / packed tokens.
+    """
+
+    kernel: str
+    tile_rows: int
+    tile_keys: int
+    packed: int
+    blocks: int
+
+
+@dataclass(frozen=True, eq=False)
+class Plan(Value):
+    """The work list of one problem, for all layers and all calls of the same shape. A value: it can be compared, kept
+    in a dict, copied and pickled, before and after it was run.
 
     rows: query rows in all; keys: key rows of each source. `exclusive`: no row is in two work items, so no states
-    need merging. kv_row_bytes: bytes of one token's K and V in one KV head; io_bytes: bytes of a query or output value.
+    need merging. kv_row_bytes: bytes of one token's K and V in one KV head; io_bytes, out_bytes: bytes of a query and
+    of an output value. launch: how a GPU kernel takes the list, None on a CPU.
     """
 
     kind: str
@@ -208,6 +269,11 @@ class Plan:
     exclusive: bool
     kv_row_bytes: float
     io_bytes: int
+    out_bytes: int = 0  # as io_bytes
+    launch: Launch | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {f.name: getattr(self, f.name) for f in fields(self) if f.init}
 
     def rectangles(self) -> Iterator[Rectangle]:
         """Every tile of the list, one by one."""
@@ -223,12 +289,18 @@ class Plan:
     def summary(self) -> PlanSummary:
         """Work items, rows, key rows, bytes and FLOPs, counted from the list itself."""
         tiles = pairs = keys_read = states = 0
+        ranges: dict[tuple[int, int | None], set[tuple[int, int]]] = {}  # by source and KV head, None for all of them
+        group = max(1, self.heads_q // self.heads_kv)
         for r in self.rectangles():
             tiles += 1
             pairs += r.pairs * r.heads
             keys_read += r.keys * max(1, r.heads * self.heads_kv // self.heads_q)
             states += r.rows * r.heads
-        q_and_o = 2 * self.rows * self.heads_q * self.head_dim * self.io_bytes
+            head = None if r.head is None else r.head // group
+            ranges.setdefault((r.source, head), set()).add(r.seen)
+        met = sum(_covered(of) * (1 if head is not None else self.heads_kv) for (_, head), of in ranges.items())
+        least_keys = min(met, self.stored * self.heads_kv)
+        q_and_o = self.rows * self.heads_q * self.head_dim * (self.io_bytes + (self.out_bytes or self.io_bytes))
         partial = 0 if self.exclusive else 2 * states * (self.head_dim + 1) * 4
         return PlanSummary(
             kind=self.kind,
@@ -240,8 +312,10 @@ class Plan:
             keys_stored=self.stored,
             keys_read=keys_read // self.heads_kv,
             bytes=int(keys_read * self.kv_row_bytes) + q_and_o + partial,
+            least_bytes=int(least_keys * self.kv_row_bytes) + q_and_o,
             flops=4 * pairs * self.head_dim,
             states_merged=0 if self.exclusive else states // self.heads_q,
+            fp8=self.io_bytes == 1,
         )
 
     @property
@@ -255,19 +329,26 @@ class Plan:
         return self.summary.bytes
 
     def floor_us(self, card: str | Card = "H200") -> float:
-        """The time under which no kernel can be on `card`: the larger of bytes over bandwidth and FLOPs over rate."""
+        """The time under which no kernel can be on `card`, whatever its caches do.
+
+        The larger of two: every byte that is needed moved once at the memory's peak, and the FLOPs at the matrix units'
+        peak at the card's top clock.
+        """
         return self.summary.floor_us(find_card(card))
 
     def show(self, card: str | Card = "H200") -> None:
         """Print the work list in a few lines, with the floor in microseconds for a named card."""
-        print(self.summary.text(find_card(card)))
+        print(self.summary.text(find_card(card), self.launch))
 
     def draw(self, path: str) -> None:
         """Write a picture (PNG, SVG, PDF by the path's ending) of which rows meet which keys."""
         draw_plan(self, path)
 
 
-@dataclass(frozen=True)
+_serials = count(2)  # compilers specialise 0 and 1
+
+
+@dataclass(frozen=True, eq=False)
 class DecodePlan(Plan):
     """A plan over a cache's pages. Rows stand in tree order: row (n, t) is token t of sequence `order[n]` of `seqs`.
 
@@ -285,7 +366,16 @@ class DecodePlan(Plan):
     room: int = 0
     cache_serial: int = -1
     stored_tokens: int = 0
-    serial: int = field(default_factory=count(2).__next__, init=False, compare=False)  # compilers specialise 0 and 1
+    serial: int = field(default_factory=_serials.__next__, init=False, compare=False)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """A copy gets a number of its own."""
+        for name, value in state.items():
+            object.__setattr__(self, name, value)
+        object.__setattr__(self, "serial", next(_serials))
+
+    def __hash__(self) -> int:  # growing changes its lengths, and nothing else
+        return hash((self.seqs, self.order.tobytes(), self.tokens_per_seq, self.cache_serial, self.heads_q, self.room))
 
     @property
     def stored(self) -> int:

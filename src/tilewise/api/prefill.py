@@ -1,35 +1,24 @@
-"""The public calls: validate -> plan -> run. Read this first.
-
-Layout is `(batch, seqlen, heads, head_dim)` with any strides whose last is 1, or `(total, heads, head_dim)` packed. The
-LSE is the natural log of the softmax denominator, float32, `(batch, heads, seqlen_q)` or `(heads, total_q)`. A row
-with no visible key gives output 0 and LSE −inf. `causal` and `window` align bottom-right: the last query sees the
-last key. Query head h reads KV head `h // (heads_q // heads_kv)`. Softmax and accumulation are float32.
-"""
+"""Attention over tensors: dense, packed, over shared prefixes; and the plan of a dense call."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 
 from tilewise import arguments, checks, cpu, traced
 from tilewise.cpu.scoring import Scoring
-from tilewise.gpu import calls, named
-from tilewise.gpu import decode as decoding
+from tilewise.gpu import calls, named, prefill
 from tilewise.gpu.abi import FP8
-from tilewise.plan.cost import CPU_COST, GPU_COST, CostModel
+from tilewise.plan import Plan, Window, plan_dense, plan_shared_prefix, plan_varlen
 from tilewise.plan.schedule import BlockSchedule
-from tilewise.plan.tree import plan_tree
-from tilewise.scores import DecodeOptions, ScoreOptions
+from tilewise.scores import ScoreOptions
+from tilewise.state import add_sinks
 
-from .kvcache import PagedKVCache, PrefixCache
-from .plan import DecodePlan, Plan, Window, plan_dense, plan_shared_prefix, plan_varlen
-from .state import add_sinks
-
-DEQUANTISE = 4  # reading a quantised token on the CPU, in readings of a float32 one
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 Level = tuple[torch.Tensor, torch.Tensor] | tuple[torch.Tensor, torch.Tensor, Sequence[int] | torch.Tensor]
@@ -98,7 +87,7 @@ def attention(
         arguments.check_schedule("schedule", schedule, *call.sizes[1:4])
     if call.where == arguments.EMULATOR and (kernel := named.find(backend, q.dtype)):
         o, lse = named.run(kernel, q, k, v, options, call.scores.scale, schedule)
-        return _result(o, lse, sinks, out, return_lse)
+        return result(o, lse, sinks, out, return_lse)
     if call.where != "cpu":
         calls.check_served(q, schedule, call.where)
         bound = calls.GpuCall(call.scores.rule, return_lse)
@@ -106,7 +95,7 @@ def attention(
             calls.calls()[key] = bound
         return bound(q, k, v, sinks, alibi_slopes, out, call.descales)
     o, lse = _dense_on_cpu(q, k, v, call, schedule, out)
-    return _result(o, lse, sinks, out, return_lse)
+    return result(o, lse, sinks, out, return_lse)
 
 
 def _dense_on_cpu(
@@ -124,7 +113,7 @@ def _dense_on_cpu(
         q, k, v = (arguments.widened(x, by, heads_kv) for x, by in zip((q, k, v), call.descales, strict=True))
     plan = plan_dense(*call.sizes, window=call.scores.window, schedule=schedule, io_bytes=q.element_size())
     starts = ([b * n for b in range(batch + 1)] for n in (seqlen_q, seqlen_k))
-    with _full_precision():
+    with full_precision():
         place = None if fp8 else checks.place(out, q, k, v)
         o, lse = cpu.run(plan, q, [(k, v)], Scoring.of(call.scores, *starts), place)
     return o.bfloat16() if fp8 else o, lse.view(batch, seqlen_q, heads_q).transpose(1, 2)
@@ -197,7 +186,7 @@ def attention_varlen(
     if page_table is not None:
         k, v = (arguments.gather(x, page_table, starts_k) for x in (k, v))
     o, lse = _packed_on_cpu(q, k, v, call, schedule, starts_q, starts_k, out)
-    return _result(o, lse, sinks, out, return_lse)
+    return result(o, lse, sinks, out, return_lse)
 
 
 def _packed_on_cpu(
@@ -230,7 +219,7 @@ def _packed_on_cpu(
         schedules=schedules,
         io_bytes=q.element_size(),
     )
-    with _full_precision():
+    with full_precision():
         place = None if fp8 else checks.place(out, q, k, v)
         o, lse = cpu.run(plan, q, [(k, v)], Scoring.of(call.scores, starts_q, starts_k), place)
     return o.bfloat16() if fp8 else o, lse.transpose(0, 1)
@@ -273,214 +262,49 @@ def shared_prefix_attention(
     if where != "cpu":
         calls.check_served(q, None, where)
         o, lse = calls.shared_prefix(q, sources, [shape[2] for shape in shapes], scores)
-        return _result(o, lse, sinks, out, return_lse)
+        return result(o, lse, sinks, out, return_lse)
 
     plan = plan_shared_prefix(
         batch, seqlen_q, shapes, heads_q, heads_kv, head_dim, causal=causal, io_bytes=q.element_size()
     )
-    with _full_precision():
+    with full_precision():
         place = checks.place(out, q, *(x for source in sources for x in source))
         o, lse = cpu.run(plan, q, sources, Scoring.of(scores), place)
-    return _result(o, lse.view(batch, seqlen_q, heads_q).transpose(1, 2), sinks, out, return_lse)
+    return result(o, lse.view(batch, seqlen_q, heads_q).transpose(1, 2), sinks, out, return_lse)
 
 
 def plan_attention(
     q: torch.Tensor,
     k: torch.Tensor,
     *,
-    causal: bool = False,
-    window: Window | None = None,
     schedule: BlockSchedule | None = None,
-) -> Plan:
-    """The plan that `attention` makes for q (B, Nq, Hq, D), k (B, Nk, Hkv, D), to look at: `.show()`, `.draw(path)`."""
-    batch, seqlen_q, seqlen_k, heads_q, heads_kv, head_dim = arguments.check_qkv(q, k, k)
-    window = arguments.check_window(window)
-    checks.flag("causal", causal)
-    if schedule is not None:
-        arguments.check_schedule("schedule", schedule, seqlen_q, seqlen_k, heads_q)
-    sizes = (batch, seqlen_q, seqlen_k, heads_q, heads_kv, head_dim)
-    return plan_dense(*sizes, causal=causal, window=window, schedule=schedule, io_bytes=q.element_size())
-
-
-def plan_decode(
-    cache: PagedKVCache | PrefixCache,
-    seqs: Sequence[int],
-    *,
-    num_heads: int,
-    tokens_per_seq: int = 1,
-    share_prefix: Literal["auto"] | bool = "auto",
-    window: Window | None = None,
-    cost: CostModel | None = None,
-    room: int = 0,
-) -> DecodePlan:
-    """Plan one decode step of `seqs` for all layers.
-
-    num_heads: query heads. tokens_per_seq: query tokens a sequence has, which are its last cached ones; each sees the
-    tokens up to itself (of a sequence with fewer tokens the first rows see nothing). window: (left, right) as in
-    `attention`. share_prefix: True puts the rows of all sequences under a node of the page tree over its tokens once,
-    False never, "auto" where `cost` (a CostModel, the device's by default) says that it pays. The plan holds until one
-    of its sequences changes. room: on a GPU, tokens that each sequence may grow by under `grow_plan`.
-    """
-    pages = arguments.check_cache(cache)
-    checks.integer("num_heads", num_heads, 1)
-    checks.integer("tokens_per_seq", tokens_per_seq, 1)
-    checks.integer("room", room, 0)
-    if num_heads % pages.num_kv_heads:
-        raise ValueError(f"num_heads must be a multiple of the cache's {pages.num_kv_heads} KV heads, got {num_heads}")
-    if not isinstance(share_prefix, bool) and not (isinstance(share_prefix, str) and share_prefix == "auto"):
-        raise ValueError(f'share_prefix must be "auto", True or False, got {share_prefix!r}')
-    if cost is not None and not isinstance(cost, CostModel):
-        raise TypeError(f"cost must be a tilewise.CostModel, got {type(cost).__name__}")
-    if not isinstance(seqs, (Sequence, torch.Tensor, np.ndarray)):
-        raise TypeError(f"seqs must be a list of sequences, got {type(seqs).__name__}")
-    members = [checks.integer("seqs", s) for s in seqs]
-    on_card = pages.device.type == "cuda"
-    row_bytes = 2 * pages.format.bytes_per_token_head
-    if not on_card:  # there every format runs at float32's pace, and a quantised one is turned into it first
-        row_bytes = 2 * 4 * pages.head_dim * (1 if pages.format.dtype is not None else DEQUANTISE)
-    plan = plan_tree(
-        members,
-        [pages.page_list(s) for s in members],
-        [pages.length(s) for s in members],
-        pages.page_size,
-        heads_q=num_heads,
-        heads_kv=pages.num_kv_heads,
-        head_dim=pages.head_dim,
-        kv_row_bytes=2 * pages.format.bytes_per_token_head,
-        io_bytes=pages.format.dtype.itemsize if pages.format.dtype is not None else 2,
-        stream_row_bytes=row_bytes,
-        shortest_run=0 if on_card else 64,  # on a CPU, below it copying pages together costs less than another item
-        cache_serial=pages.serial,
-        tokens_per_seq=tokens_per_seq,
-        window=arguments.check_window(window),
-        share=None if share_prefix == "auto" else bool(share_prefix),
-        cost=cost or (GPU_COST if on_card else CPU_COST),
-        room=room,
-    )
-    return traced.remember(plan, pages)
-
-
-def grow_plan(plan: DecodePlan, cache: PagedKVCache | PrefixCache) -> DecodePlan:
-    """The plan for the same sequences after they were extended, all else being as it was.
-
-    On a GPU it is the same plan: the list of work stays, and the lengths and new pages go to the card in one copy on
-    the current stream, without a wait. So a captured `decode` replays over sequences that grow:
-
-        plan = plan_decode(cache, seqs, num_heads=32, room=512)
-        decode(q, cache, 0, plan, out=out)            # once, before the capture: it compiles
-        with torch.cuda.graph(graph):
-            decode(q, cache, 0, plan, out=out)
-        ...                                           # each step: extend, write, then
-        plan = grow_plan(plan, cache); graph.replay()
-
-    What sequences had of their own when the plan was made stays theirs alone. Beyond `room` it raises ValueError, and a
-    new plan is due. On a CPU, where a plan costs little, it is a new one.
-    """
-    pages = arguments.check_cache(cache)
-    arguments.check_plan(plan, pages)
-    lengths = pages.lengths_of(list(plan.seqs))
-    if pages.device.type != "cuda":
-        return plan_decode(
-            cache,
-            plan.seqs,
-            num_heads=plan.heads_q,
-            tokens_per_seq=plan.tokens_per_seq,
-            share_prefix=plan.shared_nodes > 0,
-            window=plan.window,
-            room=plan.room,
-        )
-    decoding.grow(plan, lengths, arguments.PageListsOf(pages, plan.seqs))
-    return plan
-
-
-def decode(
-    q: torch.Tensor,
-    cache: PagedKVCache | PrefixCache,
-    layer: int,
-    plan: DecodePlan,
-    *,
-    scale: float | None = None,
-    softcap: float = 0.0,
-    sinks: torch.Tensor | None = None,
-    tree_mask: torch.Tensor | None = None,
-    return_lse: bool = False,
-    out: torch.Tensor | None = None,
+    exact: bool = False,
     backend: str = "auto",
-) -> Result:
-    """Attention of the plan's sequences over their cached keys in one layer.
+    **options: Unpack[ScoreOptions],
+) -> Plan:
+    """The plan that `attention` makes for q (B, Nq, Hq, D), k (B, Nk, Hkv, D), to look at: `.show()`, `.draw(path)`.
 
-    q: (num_seqs, tokens_per_seq, Hq, D) in the order of the plan's `seqs`, float32, float16 or bfloat16, whatever the
-    cache's format; the queries' own tokens are already written. Other arguments as in `attention`.
-    tree_mask: bool (T, T) or (num_seqs, T, T), T = tokens_per_seq: query t sees the sequence's query token j where it
-    is True, in place of causality, for trees of speculated tokens. All see the first one, the tree's root.
-
-    Returns o (num_seqs, tokens_per_seq, Hq, D), with return_lse also the LSE (num_seqs, Hq, tokens_per_seq) float32.
+    The other arguments as in `attention`. For CUDA tensors, and with backend="emulator" for CPU tensors, these are the
+    tiles of the GPU kernel: their sizes, the heads packed into one, the order in which thread blocks take them.
     """
-    if torch.compiler.is_compiling():
-        return traced.decode(
-            q, cache, layer, plan, scale=scale, softcap=softcap, sinks=sinks, tree_mask=tree_mask,
-            return_lse=return_lse, out=out, backend=backend,
-        )  # fmt: skip
-    pages = arguments.check_cache(cache)
-    arguments.check_plan(plan, pages)
-    checks.integer("layer", layer, 0, pages.num_layers - 1)
-    count, tokens = len(plan.seqs), plan.tokens_per_seq
-    shape = (count, tokens, plan.heads_q, pages.head_dim)
-    checks.tensor("q", q, shape=shape, dtypes=checks.FLOATS, unit_last_stride=True)
-    if q.device != pages.device:
-        raise ValueError(f"q must be on {pages.device} like the cache, got {q.device}")
-    changed = np.flatnonzero(pages.lengths_of(list(plan.seqs)) != plan.lengths)
-    if len(changed):
-        seq, length = plan.seqs[changed[0]], plan.lengths[changed[0]]
-        raise ValueError(
-            f"plan is out of date: sequence {seq} had {length} tokens and now has {pages.length(seq)}; "
-            "call plan_decode again after extending, or grow_plan"
-        )
-    options: DecodeOptions = {"scale": scale, "softcap": softcap, "sinks": sinks}
-    scores = arguments.check_scores(q, count, causal=True, window=plan.window, **options)
-    checks.flag("return_lse", return_lse)
-    arguments.check_out(out, q)
-    tree = arguments.check_tree_mask(tree_mask, plan, q.device)
-    where = arguments.check_backend(backend, q, (sinks,))
+    sizes = arguments.check_qkv(q, k, k, fp8=True)
+    scores = arguments.check_scores(q, sizes.batch, exact=exact, **options)
+    if schedule is not None:
+        arguments.check_schedule("schedule", schedule, *sizes[1:4])
+    where = arguments.check_backend(backend, q, (k,))
     if where != "cpu":
-        o = out if out is not None and checks.place(out, q) is not None else q.new_empty(q.shape)
-        states = q.new_empty((count, plan.heads_q, tokens), dtype=torch.float32) if return_lse else None
-        decoding.run(
-            plan,
-            q,
-            pages.format,
-            *pages.parts(layer),
-            arguments.PageListsOf(pages, plan.seqs),
-            plan.lengths,
-            o,
-            states,
-            scores,
-            tree=tree,
-            room=plan.room,
-        )
-        if out is not None and out is not o:
-            o = out.copy_(o)
-        return o if states is None else (o, states)
-
-    if tree is not None:
-        with _full_precision():
-            o, lse = cpu.run_tree(q, pages, layer, plan.seqs, Scoring.of(scores), tree)
-        return _result(o, lse, sinks, out, return_lse)
-    order = torch.from_numpy(plan.order).long()  # plan's rows -> the caller's
-    with _full_precision():
-        o, lse = cpu.run_paged(plan, q.index_select(0, order).flatten(0, 1), pages, layer, Scoring.of(scores))
-    o, lse = o.view(q.shape), lse.view(count, tokens, plan.heads_q)
-    o = torch.empty_like(o).index_copy_(0, order, o)
-    lse = torch.empty_like(lse).index_copy_(0, order, lse)
-    return _result(o, lse.transpose(1, 2), sinks, out, return_lse)
+        calls.check_served(q, schedule, where)
+        return prefill.plan_of(q, k, scores)
+    io_bytes = 4 if q.dtype == FP8 else q.element_size()  # FP8 is widened first
+    return plan_dense(*sizes, window=scores.window, schedule=schedule, io_bytes=io_bytes)
 
 
-def _full_precision() -> AbstractContextManager[Any]:
+def full_precision() -> AbstractContextManager[Any]:
     """Autocast switched off: it would turn our float32 products into bfloat16 ones."""
     return torch.autocast("cpu", enabled=False) if torch.is_autocast_enabled("cpu") else nullcontext()
 
 
-def _result(
+def result(
     o: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor | None, out: torch.Tensor | None, return_lse: bool
 ) -> Result:
     """What the caller gets: sinks joined, `out` filled, the LSE contiguous."""

@@ -1,0 +1,29 @@
+"""The public calls: validate -> plan -> run. Read prefill.py first, then decoding.py.
+
+Layout is `(batch, seqlen, heads, head_dim)` with any strides whose last is 1, or `(total, heads, head_dim)` packed. The
+LSE is the natural log of the softmax denominator, float32, `(batch, heads, seqlen_q)` or `(heads, total_q)`. A row
+with no visible key gives output 0 and LSE −inf. `causal` and `window` align bottom-right: the last query sees the
+last key. Query head h reads KV head `h // (heads_q // heads_kv)`. Softmax and accumulation are float32.
+"""
+
+from tilewise.api.decoding import decode, grow_plan, plan_decode
+from tilewise.api.prefill import (
+    Level,
+    Result,
+    attention,
+    attention_varlen,
+    plan_attention,
+    shared_prefix_attention,
+)
+
+__all__ = [
+    "Level",
+    "Result",
+    "attention",
+    "attention_varlen",
+    "decode",
+    "grow_plan",
+    "plan_attention",
+    "plan_decode",
+    "shared_prefix_attention",
+]

@@ -1,0 +1,194 @@
+"""Decode over a paged cache: plan a step, grow the plan, run it layer by layer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import numpy as np
+import torch
+
+from tilewise import arguments, checks, cpu, traced
+from tilewise.api.prefill import Result, full_precision, result
+from tilewise.cpu.scoring import Scoring
+from tilewise.gpu import decode as kernel
+from tilewise.kvcache import PagedKVCache, PrefixCache
+from tilewise.plan import DecodePlan
+from tilewise.plan.cost import CPU_COST, GPU_COST, CostModel
+from tilewise.plan.tree import plan_tree
+from tilewise.scores import DecodeOptions, Window
+
+DEQUANTISE = 4  # reading a quantised token on the CPU, in readings of a float32 one
+
+
+def plan_decode(
+    cache: PagedKVCache | PrefixCache,
+    seqs: Sequence[int],
+    *,
+    num_heads: int,
+    tokens_per_seq: int = 1,
+    share_prefix: Literal["auto"] | bool = "auto",
+    window: Window | None = None,
+    cost: CostModel | None = None,
+    room: int = 0,
+) -> DecodePlan:
+    """Plan one decode step of `seqs` for all layers.
+
+    num_heads: query heads. tokens_per_seq: query tokens a sequence has, which are its last cached ones; each sees the
+    tokens up to itself (of a sequence with fewer tokens the first rows see nothing). window: (left, right) as in
+    `attention`. share_prefix: True puts the rows of all sequences under a node of the page tree over its tokens once,
+    False never, "auto" where `cost` (a CostModel, the device's by default) says that it pays. The plan holds until one
+    of its sequences changes. room: on a GPU, tokens that each sequence may grow by under `grow_plan`.
+    """
+    pages = arguments.check_cache(cache)
+    checks.integer("num_heads", num_heads, 1)
+    checks.integer("tokens_per_seq", tokens_per_seq, 1)
+    checks.integer("room", room, 0)
+    if num_heads % pages.num_kv_heads:
+        raise ValueError(f"num_heads must be a multiple of the cache's {pages.num_kv_heads} KV heads, got {num_heads}")
+    if not isinstance(share_prefix, bool) and not (isinstance(share_prefix, str) and share_prefix == "auto"):
+        raise ValueError(f'share_prefix must be "auto", True or False, got {share_prefix!r}')
+    if cost is not None and not isinstance(cost, CostModel):
+        raise TypeError(f"cost must be a tilewise.CostModel, got {type(cost).__name__}")
+    if not isinstance(seqs, (Sequence, torch.Tensor, np.ndarray)):
+        raise TypeError(f"seqs must be a list of sequences, got {type(seqs).__name__}")
+    members = [checks.integer("seqs", s) for s in seqs]
+    on_card = pages.device.type == "cuda"
+    row_bytes = 2 * pages.format.bytes_per_token_head
+    if not on_card:  # there every format runs at float32's pace, and a quantised one is turned into it first
+        row_bytes = 2 * 4 * pages.head_dim * (1 if pages.format.dtype is not None else DEQUANTISE)
+    plan = plan_tree(
+        members,
+        [pages.page_list(s) for s in members],
+        [pages.length(s) for s in members],
+        pages.page_size,
+        heads_q=num_heads,
+        heads_kv=pages.num_kv_heads,
+        head_dim=pages.head_dim,
+        kv_row_bytes=2 * pages.format.bytes_per_token_head,
+        io_bytes=pages.format.dtype.itemsize if pages.format.dtype is not None else 2,
+        stream_row_bytes=row_bytes,
+        shortest_run=0 if on_card else 64,  # on a CPU, below it copying pages together costs less than another item
+        cache_serial=pages.serial,
+        tokens_per_seq=tokens_per_seq,
+        window=arguments.check_window(window),
+        share=None if share_prefix == "auto" else bool(share_prefix),
+        cost=cost or (GPU_COST if on_card else CPU_COST),
+        room=room,
+    )
+    return traced.remember(plan, pages)
+
+
+def grow_plan(plan: DecodePlan, cache: PagedKVCache | PrefixCache) -> DecodePlan:
+    """The plan for the same sequences after they were extended, all else being as it was.
+
+    On a GPU it is the same plan: the list of work stays, and the lengths and new pages go to the card in one copy on
+    the current stream, without a wait. So a captured `decode` replays over sequences that grow:
+
+        plan = plan_decode(cache, seqs, num_heads=32, room=512)
+        decode(q, cache, 0, plan, out=out)            # once, before the capture: it compiles
+        with torch.cuda.graph(graph):
+            decode(q, cache, 0, plan, out=out)
+        ...                                           # each step: extend, write, then
+        plan = grow_plan(plan, cache); graph.replay()
+
+    What sequences had of their own when the plan was made stays theirs alone. Beyond `room` it raises ValueError, and a
+    new plan is due. On a CPU, where a plan costs little, it is a new one.
+    """
+    pages = arguments.check_cache(cache)
+    arguments.check_plan(plan, pages)
+    lengths = pages.lengths_of(list(plan.seqs))
+    if pages.device.type != "cuda":
+        return plan_decode(
+            cache,
+            plan.seqs,
+            num_heads=plan.heads_q,
+            tokens_per_seq=plan.tokens_per_seq,
+            share_prefix=plan.shared_nodes > 0,
+            window=plan.window,
+            room=plan.room,
+        )
+    kernel.grow(plan, lengths, arguments.PageListsOf(pages, plan.seqs))
+    return plan
+
+
+def decode(
+    q: torch.Tensor,
+    cache: PagedKVCache | PrefixCache,
+    layer: int,
+    plan: DecodePlan,
+    *,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
+    tree_mask: torch.Tensor | None = None,
+    return_lse: bool = False,
+    out: torch.Tensor | None = None,
+    backend: str = "auto",
+) -> Result:
+    """Attention of the plan's sequences over their cached keys in one layer.
+
+    q: (num_seqs, tokens_per_seq, Hq, D) in the order of the plan's `seqs`, float32, float16 or bfloat16, whatever the
+    cache's format; the queries' own tokens are already written. Other arguments as in `attention`.
+    tree_mask: bool (T, T) or (num_seqs, T, T), T = tokens_per_seq: query t sees the sequence's query token j where it
+    is True, in place of causality, for trees of speculated tokens. All see the first one, the tree's root.
+
+    Returns o (num_seqs, tokens_per_seq, Hq, D), with return_lse also the LSE (num_seqs, Hq, tokens_per_seq) float32.
+    """
+    if torch.compiler.is_compiling():
+        return traced.decode(
+            q, cache, layer, plan, scale=scale, softcap=softcap, sinks=sinks, tree_mask=tree_mask,
+            return_lse=return_lse, out=out, backend=backend,
+        )  # fmt: skip
+    pages = arguments.check_cache(cache)
+    arguments.check_plan(plan, pages)
+    checks.integer("layer", layer, 0, pages.num_layers - 1)
+    count, tokens = len(plan.seqs), plan.tokens_per_seq
+    shape = (count, tokens, plan.heads_q, pages.head_dim)
+    checks.tensor("q", q, shape=shape, dtypes=checks.FLOATS, unit_last_stride=True)
+    if q.device != pages.device:
+        raise ValueError(f"q must be on {pages.device} like the cache, got {q.device}")
+    changed = np.flatnonzero(pages.lengths_of(list(plan.seqs)) != plan.lengths)
+    if len(changed):
+        seq, length = plan.seqs[changed[0]], plan.lengths[changed[0]]
+        raise ValueError(
+            f"plan is out of date: sequence {seq} had {length} tokens and now has {pages.length(seq)}; "
+            "call plan_decode again after extending, or grow_plan"
+        )
+    options: DecodeOptions = {"scale": scale, "softcap": softcap, "sinks": sinks}
+    scores = arguments.check_scores(q, count, causal=True, window=plan.window, **options)
+    checks.flag("return_lse", return_lse)
+    arguments.check_out(out, q)
+    tree = arguments.check_tree_mask(tree_mask, plan, q.device)
+    where = arguments.check_backend(backend, q, (sinks,))
+    if where != "cpu":
+        o = out if out is not None and checks.place(out, q) is not None else q.new_empty(q.shape)
+        states = q.new_empty((count, plan.heads_q, tokens), dtype=torch.float32) if return_lse else None
+        kernel.run(
+            plan,
+            q,
+            pages.format,
+            *pages.parts(layer),
+            arguments.PageListsOf(pages, plan.seqs),
+            plan.lengths,
+            o,
+            states,
+            scores,
+            tree=tree,
+            room=plan.room,
+        )
+        if out is not None and out is not o:
+            o = out.copy_(o)
+        return o if states is None else (o, states)
+
+    if tree is not None:
+        with full_precision():
+            o, lse = cpu.run_tree(q, pages, layer, plan.seqs, Scoring.of(scores), tree)
+        return result(o, lse, sinks, out, return_lse)
+    order = torch.from_numpy(plan.order).long()  # plan's rows -> the caller's
+    with full_precision():
+        o, lse = cpu.run_paged(plan, q.index_select(0, order).flatten(0, 1), pages, layer, Scoring.of(scores))
+    o, lse = o.view(q.shape), lse.view(count, tokens, plan.heads_q)
+    o = torch.empty_like(o).index_copy_(0, order, o)
+    lse = torch.empty_like(lse).index_copy_(0, order, lse)
+    return result(o, lse.transpose(1, 2), sinks, out, return_lse)
