@@ -197,7 +197,7 @@ def test_runs_by_hand() -> None:
 def test_runs_exist_exactly_when_no_row_has_gaps(schedule: BlockSchedule) -> None:
     gaps = [row for row in map(schedule.row, range(schedule.num_q_blocks)) if (np.diff(row) > 1).any()]
     if gaps:
-        with pytest.raises(ValueError, match=r"one run of key blocks a row, row \d+ has gaps"):
+        with pytest.raises(ValueError, match=r"one run of key blocks per row, row \d+ has gaps"):
             schedule.to_runs()
         return
     again = BlockSchedule.from_runs(

@@ -101,7 +101,7 @@ class BlockSchedule:
         keep = min(grid.cols, max(1, math.floor((1.0 - sparsity) * grid.cols + 0.5)))
         indptr = indptr_of(np.full(grid.rows, keep, np.int64))
         indices = np.empty((grid.rows, keep), np.int32)
-        # Some rows at a time, so that the random keys stay small however many heads there are.
+        # A few rows at a time: the random numbers then need little memory, however many heads there are.
         step = max(1, 2**20 // max(1, grid.cols))
         for start in range(0, grid.rows if keep else 0, step):
             part = indices[start : start + step]
@@ -126,7 +126,7 @@ class BlockSchedule:
 
         Whole blocks are kept; for the exact band give `window=(left, right)` to the call as well."""
         grid = Grid(seqlen_q, seqlen_k, block_q, block_k)
-        # More than both lengths together hides nothing, and keeps the sums below inside int64.
+        # A limit above both lengths together hides nothing. Clipped to that, the sums below stay within int64.
         limits = []
         for name, limit in (("left", left), ("right", right)):
             tokens = 2 * INT32_MAX if limit is None else checks.integer(name, limit, 0)
@@ -153,7 +153,7 @@ class BlockSchedule:
         near = grid.from_ranges(*grid.covering(first - reach, last + reach))
         columns = np.arange(grid.cols, dtype=np.int64)[stride - 1 :: stride]
         rows = np.arange(grid.rows, dtype=np.int64)
-        # A block's place in the whole grid is one number: the union of two patterns is a sorted set of them.
+        # Each block gets one number, row · cols + column: the union of two patterns is a sorted set of these numbers.
         near_keys = np.repeat(rows, np.diff(near.indptr)) * grid.cols + near.indices
         keys = np.union1d(near_keys, (rows[:, None] * grid.cols + columns).reshape(-1))
         width = max(1, grid.cols)
@@ -176,7 +176,7 @@ class BlockSchedule:
         grid = Grid(given.shape[-2], given.shape[-1], block_q, block_k, heads)
         if grid.rows == 0 or grid.cols == 0:
             return _schedule(grid, Pattern(indptr_of(np.zeros(grid.rows, np.int64)), np.empty(0, np.int32)))
-        # Rows first: that pass is over contiguous memory and leaves 1/block_q of the work to the other.
+        # Rows first: this pass reads contiguous memory, and the second pass has only 1/block_q of the work.
         kept = np.logical_or.reduceat(given, np.arange(0, grid.seqlen_q, grid.block_q), axis=-2)
         kept = np.logical_or.reduceat(kept, np.arange(0, grid.seqlen_k, grid.block_k), axis=-1)
         kept = kept.reshape(grid.rows, grid.cols)
@@ -261,7 +261,7 @@ class BlockSchedule:
         return hash((self._scalars, self.indptr.tobytes(), self.indices.tobytes()))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Through the constructor, so that a copy is checked and read-only too.
+        # Copies are made by the constructor, so that they are checked and read-only too.
         return functools.partial(BlockSchedule, **vars(self)), ()
 
     def __repr__(self) -> str:
@@ -301,18 +301,18 @@ class BlockSchedule:
         filled = counts > 0
         first, last = self.indices[self.indptr[:-1][filled]], self.indices[self.indptr[1:][filled] - 1]
         runs[filled, 0], runs[:, 1] = first, counts
-        # Strictly ascending, so a row is one run exactly when it spans as many blocks as it keeps.
+        # Indices are strictly ascending, so a row is one run exactly if it spans as many blocks as it keeps.
         broken = last - first + 1 != counts[filled]
         if broken.any():
             row = int(np.flatnonzero(filled)[broken.argmax()])
-            raise ValueError(f"the runs form needs one run of key blocks a row, row {row} has gaps: {self.row(row)}")
+            raise ValueError(f"the runs form needs one run of key blocks per row, row {row} has gaps: {self.row(row)}")
         return runs
 
     def save(self, path: AnyPath) -> None:
         """Writes the schedule to `path`, which is replaced only when the whole file is written.
 
         `.npz` holds everything. `.npy` is the runs form, int32 (num_q_blocks, 2): only for schedules that `to_runs()`
-        takes, and without lengths and block sizes, which `load` has to be told."""
+        takes. It does not hold lengths and block sizes: they have to be given to `load`."""
         target = files.check_path(path, ".npz", ".npy")
         if target.suffix == ".npy":
             runs = self.to_runs()
@@ -359,7 +359,7 @@ class BlockSchedule:
         if not lines or not columns:
             return "\n".join([*text, "(no blocks)"])
         share = self._cells(head, lines, columns)
-        # Only nothing is ' ' and only everything is '█'; between them thirds.
+        # ' ' means that nothing is kept and '█' that everything is; the three shades between them are thirds.
         shades = np.where(share >= 1, 4, np.ceil(share * 3)).astype(int)
         first_query = -(-np.arange(lines) * self.num_q_blocks // lines) * self.block_q
         margin = max(len("queries"), len(str(self.seqlen_q)))

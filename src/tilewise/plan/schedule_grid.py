@@ -34,14 +34,14 @@ class Grid:
         self.cols = -(-self.seqlen_k // self.block_k)
 
     def diagonal(self) -> tuple[Int64s, Int64s]:
-        """(rows,) each: the key on the bottom-right diagonal of each block's first and last query. Not clipped, so
-        those of a ragged last block's missing queries are past the last key, where they add nothing."""
+        """(rows,) each: the key on the bottom-right diagonal of each block's first and last query. They are not
+        clipped: in a ragged last block, the key of the last query is past the last key and adds nothing."""
         first = np.arange(self.rows, dtype=np.int64) * self.block_q + self.seqlen_k - self.seqlen_q
         return first, first + self.block_q - 1
 
     def covering(self, first_key: Int64s, last_key: Int64s) -> tuple[Int64s, Int64s]:
-        """(rows,) each: the range [first, end) of key blocks that the keys first_key to last_key lie in, clipped.
-        No first_key is past the last key: the diagonal never is."""
+        """(rows,) each: the range [first, end) of key blocks that hold the keys first_key to last_key, clipped. No
+        first_key may be past the last key; those on the diagonal are not."""
         first = np.maximum(first_key, 0) // self.block_k
         end = np.minimum(last_key, self.seqlen_k - 1) // self.block_k + 1
         return first, np.maximum(end, first)
@@ -55,6 +55,7 @@ class Grid:
 def check_geometry(
     seqlen_q: Any, seqlen_k: Any, block_q: Any, block_k: Any, heads: Any = None
 ) -> tuple[int, int, int, int, int | None]:
+    """The same five as ints. Raises TypeError or ValueError for one that no schedule takes."""
     lengths, blocks = [], []
     for name, value in (("seqlen_q", seqlen_q), ("seqlen_k", seqlen_k)):
         lengths.append(checks.integer(name, value, 0, INT32_MAX))
@@ -70,8 +71,9 @@ def check_geometry(
 
 
 def as_array(name: str, x: Any) -> npt.NDArray[Any]:
+    """An array or a tensor as an array, without a copy where that is possible."""
     if isinstance(x, torch.Tensor):
-        # numpy has no bfloat16 and the like, and none of them is what is wanted here.
+        # numpy has no bfloat16, and no caller takes a floating-point dtype.
         if x.is_floating_point() or x.is_complex():
             raise ValueError(f"{name} must not be {x.dtype}; it takes " + ("bool" if name == "mask" else "integers"))
         return x.detach().cpu().numpy()
@@ -93,7 +95,8 @@ def as_int32(name: str, x: Any, rank: int = 1) -> Int32s:
 
 
 def indptr_of(counts: npt.NDArray[np.integer[Any]]) -> Int64s:
-    """(rows + 1,) from the number of blocks in each row; refused before anything of that size is made."""
+    """(rows + 1,) from the number of blocks in each row. Raises ValueError for more blocks than int32 can count, before
+    an array of that size is made."""
     indptr = np.zeros(len(counts) + 1, np.int64)
     np.cumsum(counts, out=indptr[1:])
     if indptr[-1] > INT32_MAX:
@@ -104,6 +107,7 @@ def indptr_of(counts: npt.NDArray[np.integer[Any]]) -> Int64s:
 
 
 def check_csr(indptr: Int32s, indices: Int32s, rows: int, cols: int, rows_per_head: int) -> None:
+    """Raises ValueError unless the arrays are a pattern of `rows` rows and `cols` key blocks."""
     if len(indptr) != rows + 1:
         raise ValueError(f"indptr must have {rows + 1} entries, (heads or 1) * num_q_blocks + 1, got {len(indptr)}")
     if indptr[0] != 0:
@@ -118,7 +122,7 @@ def check_csr(indptr: Int32s, indices: Int32s, rows: int, cols: int, rows_per_he
         raise ValueError(f"indices must be below num_k_blocks={cols}, got {indices.max()}")
     unsorted = np.diff(indices) <= 0
     starts = indptr[1:-1]
-    # The step from one row's last index to the next row's first may fall.
+    # Indices may fall from the last of one row to the first of the next.
     unsorted[starts[(starts > 0) & (starts < len(indices))] - 1] = False
     if unsorted.any():
         at = int(unsorted.argmax())
