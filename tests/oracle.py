@@ -63,9 +63,9 @@ def assert_state(got, exact, honest) -> None:
 def assert_elements(got, exact, honest, magnitude: torch.Tensor, keys: int, operand: torch.dtype) -> None:
     """(o, lse) of one sequence: every element by its own measure, which no large value elsewhere excuses.
 
-    o: (..., D). magnitude: Σ w |v| of each output element, of which `keys` have a share. What is done to an element: its
-    weights are rounded to `operand`, their sum of products is float32, the result is rounded to its dtype. The root of
-    the mean square is judged too, against that of `honest`: rounding errors of many keys cancel, wrong weights do not.
+    o: (..., D). magnitude: Σ w |v| of each output element, to which `keys` contribute. A kernel rounds weights to
+    `operand`, adds products in float32 and rounds the sum to its dtype. The root of the mean square is judged too,
+    against that of `honest`: the rounding errors of many keys cancel, wrong weights do not.
     """
     (o, lse), (exact_o, exact_lse) = got, exact
     in_logits = logit_error(exact_lse)

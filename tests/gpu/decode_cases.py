@@ -45,10 +45,10 @@ def empty_cache(
 
 
 def make_cache(
-    lengths: Sequence[int], *, page_size: int = 16, seed: int = 0, size: float = 1.0, **options: Any
+    lengths: Sequence[int], *, page_size: int = 16, seed: int = 0, size: float = 1.0, spare: int = 5, **options: Any
 ) -> tuple[PagedKVCache, list[int]]:
-    """Unshared sequences of these lengths, in pages that stand in no order."""
-    pages = sum(-(-n // page_size) + 1 for n in lengths) + 5
+    """Unshared sequences of these lengths, in pages that stand in no order; `spare` pages are left for them to grow."""
+    pages = sum(-(-n // page_size) + 1 for n in lengths) + spare
     cache = empty_cache(pages, page_size=page_size, **options)
     seqs = [cache.allocate() for _ in lengths]
     done = [0] * len(lengths)
