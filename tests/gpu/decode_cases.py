@@ -191,7 +191,7 @@ def weighed(cache: PagedKVCache, seq: int, v: torch.Tensor) -> torch.Tensor:
 
 
 def assert_decoded(
-    got: tuple[torch.Tensor, torch.Tensor],
+    got: tuple[torch.Tensor, torch.Tensor | None],
     q: torch.Tensor,
     cache: PagedKVCache,
     seqs: Sequence[int],
@@ -200,18 +200,19 @@ def assert_decoded(
     only: Sequence[int] | None = None,
     **scoring: Any,
 ) -> None:
-    """(o, lse) of a decode over these sequences, each judged alone, over what its pages decode to.
+    """(o, lse), or (o, None), of a decode over these sequences, each judged alone, over what its pages decode to.
 
     only: the places of those that are looked at. What is on a card is judged on the CPU.
     """
     for n in range(len(seqs)) if only is None else only:
         k, v = (x.cpu() for x in cache.gather(0, seqs[n]))
-        o, lse, one = (x[n : n + 1].cpu() for x in (*got, q))
+        o, one = (x[n : n + 1].cpu() for x in (got[0], q))
         mask = None if tree_mask is None else tree_mask[n : n + 1]
         of = lambda values, one=one, k=k, mask=mask, **more: reference.decode(  # noqa: E731
             one, Gathered(k, values), 0, [0], tree_mask=mask, **scoring, **more
         )
         exact, honest, magnitude = of(v), of(v, dtype=q.dtype), of(weighed(cache, seqs[n], v))[0]
+        lse = exact[1].float() if got[1] is None else got[1][n : n + 1].cpu()
         try:
             assert_state((o, lse), exact, honest)
             operand = BF16 if cache.format.name == "bf16" else FP16
