@@ -8,12 +8,13 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
 import numpy as np
 import torch
-from oracle import assert_state, poison, randn
+from oracle import assert_elements, assert_state, poison, randn
 
 from tilewise import PagedKVCache, plan_decode, reference
 from tilewise.gpu import decode as decoding
@@ -45,10 +46,10 @@ def empty_cache(
 
 
 def make_cache(
-    lengths: Sequence[int], *, page_size: int = 16, seed: int = 0, size: float = 1.0, **options: Any
+    lengths: Sequence[int], *, page_size: int = 16, seed: int = 0, size: float = 1.0, spare: int = 5, **options: Any
 ) -> tuple[PagedKVCache, list[int]]:
-    """Unshared sequences of these lengths, in pages that stand in no order."""
-    pages = sum(-(-n // page_size) + 1 for n in lengths) + 5
+    """Unshared sequences of these lengths, in pages that stand in no order; `spare` pages are left for them to grow."""
+    pages = sum(-(-n // page_size) + 1 for n in lengths) + spare
     cache = empty_cache(pages, page_size=page_size, **options)
     seqs = [cache.allocate() for _ in lengths]
     done = [0] * len(lengths)
@@ -173,6 +174,58 @@ def queries(cache: PagedKVCache, seqs: Sequence[int], *, group: int = 4, tokens:
     return randn(len(seqs), tokens, group * cache.num_kv_heads, cache.head_dim, dtype=dtype, seed=seed, size=size)
 
 
+@dataclass(frozen=True)
+class Gathered:
+    """One sequence's keys and values in place of a cache, for the oracle."""
+
+    k: torch.Tensor
+    v: torch.Tensor
+
+    def gather(self, layer: int, seq: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.k, self.v
+
+
+def weighed(cache: PagedKVCache, seq: int, v: torch.Tensor) -> torch.Tensor:
+    """(length, KV heads, D): the size of what rounded weights multiply: |v|; of int4 what stands above the zero point,
+    which is added in float32."""
+    if cache.format.name != "int4":
+        return v.abs()
+    pages = torch.from_numpy(cache.page_list(seq).astype(np.int64))
+    zero = cache._v[2][0].cpu()[pages].flatten(0, 1)[: len(v)].float()
+    return (v - zero.repeat_interleave(cache.format.group_size, dim=-1)[..., : v.shape[-1]]).abs()
+
+
+def assert_decoded(
+    got: tuple[torch.Tensor, torch.Tensor | None],
+    q: torch.Tensor,
+    cache: PagedKVCache,
+    seqs: Sequence[int],
+    *,
+    tree_mask: torch.Tensor | None = None,
+    only: Sequence[int] | None = None,
+    **scoring: Any,
+) -> None:
+    """(o, lse), or (o, None), of a decode over these sequences, each judged alone, over what its pages decode to.
+
+    only: the places of those that are looked at. What is on a card is judged on the CPU.
+    """
+    for n in range(len(seqs)) if only is None else only:
+        k, v = (x.cpu() for x in cache.gather(0, seqs[n]))
+        o, one = (x[n : n + 1].cpu() for x in (got[0], q))
+        mask = None if tree_mask is None else tree_mask[n : n + 1]
+        of = lambda values, one=one, k=k, mask=mask, **more: reference.decode(  # noqa: E731
+            one, Gathered(k, values), 0, [0], tree_mask=mask, **scoring, **more
+        )
+        exact, honest, magnitude = of(v), of(v, dtype=q.dtype), of(weighed(cache, seqs[n], v))[0]
+        lse = exact[1].float() if got[1] is None else got[1][n : n + 1].cpu()
+        try:
+            assert_state((o, lse), exact, honest)
+            operand = BF16 if cache.format.name == "bf16" else FP16
+            assert_elements((o, lse), exact, honest[0], magnitude, len(k), operand)
+        except AssertionError as error:
+            raise AssertionError(f"sequence {n} of {len(k)} tokens: {error}") from None
+
+
 def check(
     cache: PagedKVCache,
     seqs: Sequence[int],
@@ -193,10 +246,8 @@ def check(
     q = queries(cache, seqs, group=group, tokens=tokens, dtype=dtype, seed=seed, size=size)
     scoring: dict[str, Any] = {"window": window, "scale": scale, "softcap": softcap, "sinks": sinks}
     got = decode(cache, seqs, q, tree=tree, **scoring, **options)
-    exact = reference.decode(q, cache, 0, seqs, tree_mask=tree, **scoring)
-    honest = reference.decode(q, cache, 0, seqs, tree_mask=tree, dtype=dtype, **scoring)
     try:
-        assert_state(got, exact, honest)
+        assert_decoded(got, q, cache, seqs, tree_mask=tree, **scoring)
     except AssertionError as error:
         told = {"format": cache.format, "page_size": cache.page_size, "lengths": [cache.length(s) for s in seqs][:9]}
         raise AssertionError(f"{told}, {group=}, {tokens=}, {dtype}, {scoring}, {options}: {error}") from None

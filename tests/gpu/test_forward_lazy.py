@@ -237,7 +237,9 @@ def test_scores_are_made_again_when_they_must_be_and_only_then(head_dim):
     quiet = of(0.0, 0)
     assert quiet.tensor_flops == products
     for jump, position, moved, made_again in (
-        (3.0, 0, False, False),  # below the witness
+        (3.0, 0, False, False),
+        (5.25, 0, False, False),  # the lane's sum is just below the witness, 2^8
+        (5.75, 0, True, False),
         (9.0, 0, True, False),
         (60.0, 2 * block, True, False),
         (71.0, 0, True, True),
