@@ -1,5 +1,12 @@
-"""Settings for the whole suite: the same examples on every machine, no time limit a slow one would trip over."""
+"""Settings and fixtures of the whole suite: the same examples everywhere, no time limit a slow machine trips over."""
 
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
@@ -8,3 +15,40 @@ settings.register_profile(
 )
 settings.load_profile("tilewise")
 torch.manual_seed(0)
+
+# What tests share stands in modules that are no tests; their assertions tell as much when they fail.
+SHARED = (path for path in Path(__file__).parent.rglob("*.py") if not path.name.startswith(("test_", "conftest")))
+pytest.register_assert_rewrite(*(path.stem for path in SHARED))
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Torch on one thread: on a busy machine two wait for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def fixed_ceiling(one_thread: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A ceiling for benchmarks, made up: the real one takes seconds, and one test measures it."""
+    from tilewise.bench import ceilings
+    from tilewise.bench.measure import Ceiling
+
+    monkeypatch.setattr(ceilings, "of", lambda device, dtype: Ceiling(flops=1e11, bandwidth=1e10))
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+    """Run a command line in this process and a folder of its own: (exit code, stdout, stderr)."""
+    from tilewise import cli
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("TILEWISE_DEBUG", raising=False)
+
+    def run(*words: Any) -> tuple[int, str, str]:
+        code = cli.main([str(word) for word in words])
+        return code, *capsys.readouterr()
+
+    return run

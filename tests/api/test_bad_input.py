@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from oracle import poison, qkv, randn
-from test_decode import make_cache, tree
+from tree_cases import make_cache, tree
 
 import tilewise
 from tilewise import (

@@ -7,8 +7,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from oracle import assert_state, qkv, randn
-from test_compat_flash_attn import (
+from flash_attn_cases import (
     HEADS,
     LAYOUTS,
     LENGTHS_K,
@@ -21,6 +20,7 @@ from test_compat_flash_attn import (
     paged,
     ragged,
 )
+from oracle import assert_state, qkv, randn
 
 from tilewise import reference
 from tilewise.compat import flash_attn as fa

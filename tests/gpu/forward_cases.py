@@ -361,3 +361,14 @@ class Chance:
         if kind.page_size:
             k, v, options["page_table"] = paged(k, v, starts[1], kind.page_size, seed=self.seed)
         check_varlen(q, k, v, *starts, **options)
+
+
+# Whatever the starts say when they are on a GPU, where nobody looks at them, nothing outside of the tensors is touched:
+# the emulator would say so.
+GARBAGE = {
+    "falling": [1000, 700, 300, 0],
+    "negative": [-5, 100, -(2**31), 1000],
+    "huge": [0, 2**31 - 1, 2**31 - 1, 2**31 - 1],
+    "to and fro": [0, 1000] * 30,
+    "past the end": [500, 2000, 10**6, 10**9],
+}

@@ -7,15 +7,14 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
+import prefix_cases
 import pytest
-import test_paged
-import test_prefix
 import torch
-from test_paged import check_pages, fill, noise, snapshot
+from paged_cases import check_pages, fill, noise, snapshot
 
 from tilewise import compiler
 from tilewise.gpu import append as kernels
-from tilewise.kvcache import FORMATS, KVFormat, OutOfPages, PagedKVCache, PrefixCache, Rotary, storage
+from tilewise.kvcache import FORMATS, KVFormat, OutOfPages, PagedKVCache, Rotary, storage
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 DTYPES = (BF16, FP16, FP32)
@@ -294,36 +293,6 @@ def by_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(storage, "uses_kernels", lambda device: True)
 
 
-PROPERTIES = [
-    test_paged.test_any_page_size_gives_back_what_was_written,
-    test_paged.test_slots_say_where_the_tokens_go,
-    test_paged.test_empty_steps_and_sequences,
-    test_paged.test_fork_shares_and_the_first_to_grow_copies,
-    test_paged.test_of_all_forks_growing_at_once_one_keeps_the_page,
-    test_paged.test_slots_of_a_page_that_was_copied_cannot_change_the_fork,
-    test_paged.test_out_of_pages_changes_nothing,
-    test_paged.test_load_is_a_view_of_consecutive_pages_and_a_gather_of_others,
-    test_paged.test_from_pages_with_a_shared_half_full_page,
-    test_paged.test_rotary_refuses_what_its_tables_do_not_cover,
-    test_paged.test_bad_calls_change_nothing,
-    test_prefix.test_full_pages_are_shared_and_the_rest_is_copied,
-    test_prefix.test_forks_share_all_and_part_on_growing,
-    test_prefix.test_out_of_pages_leaves_cache_and_tree_as_they_were,
-]
-
-
-@pytest.mark.usefixtures("by_kernel")
-@pytest.mark.parametrize("property_test", PROPERTIES, ids=lambda test: test.__name__.removeprefix("test_"))
-def test_properties_of_the_cache(property_test: Any) -> None:
-    property_test()
-
-
-@pytest.mark.usefixtures("by_kernel")
-@pytest.mark.parametrize("name", FORMATS)
-def test_ranges_of_any_format(name: str) -> None:
-    test_paged.test_load_decodes_any_range_of_any_format(name)
-
-
 @pytest.mark.usefixtures("by_kernel")
 def test_scales_of_a_head_are_contiguous_in_a_page() -> None:
     for name, trailing in (("int8", [(40,), (1,)]), ("int4", [(20,), (2,), (2,)])):
@@ -446,19 +415,19 @@ def test_into_on_the_host_is_taken_too() -> None:
 @pytest.mark.parametrize("kernel", [False, True])
 def test_the_tree_hears_of_replayed_steps(kernel: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(storage, "uses_kernels", lambda device: kernel)
-    prefix = test_prefix.make(32, 4)
-    a, _ = test_prefix.add(prefix, range(7))
+    prefix = prefix_cases.make(32, 4)
+    a, _ = prefix_cases.add(prefix, range(7))
     slots = prefix.extend([a], [7])
-    test_prefix.write(prefix, slots)
+    prefix_cases.write(prefix, slots)
     for token in range(8, 12):
         slots = prefix.extend([a], [token], into=slots)
-        test_prefix.write(prefix, slots, [0])  # stands for the replay; layer 1 is left out and said to be written
+        prefix_cases.write(prefix, slots, [0])  # stands for the replay; layer 1 is left out and said to be written
         probe, reused, _ = prefix.insert(list(range(30)))
         assert reused == token
         prefix.release(probe)
         prefix.cache.mark_written(slots)
     assert prefix.stats().cached_tokens == 12
-    test_prefix.check_tree(prefix)
+    prefix_cases.check_tree(prefix)
 
 
 def test_more_layers_than_a_word_has_bits() -> None:
@@ -476,18 +445,3 @@ def test_more_layers_than_a_word_has_bits() -> None:
     b = cache.fork(a)
     cache.extend([b], 1)  # a copy of the page: every layer of it is written
     assert torch.equal(cache.load(129, cache.page_list(b), 0, 3, torch.float32)[0], k + 129)
-
-
-def test_a_decode_step_costs_the_host_little() -> None:
-    """About 30 µs, 50 where sixteen sequences begin a page; the bound is for a busy machine."""
-    cache = PagedKVCache(8192, 16, 1, 1, num_layers=80)
-    seqs = [cache.allocate() for _ in range(256)]
-    cache.extend(seqs, [100 + i % 16 for i in range(256)])
-    assert test_paged.best_of(50, lambda: cache.extend(seqs, 1)) < 250e-6
-    prefix = PrefixCache(PagedKVCache(8192, 16, 1, 1))
-    living = []
-    for i in range(256):
-        seq, _, slots = prefix.insert([i] * 20)
-        fill(prefix.cache, slots)
-        living.append(seq)
-    assert test_paged.best_of(50, lambda: prefix.extend(living, [1] * 256)) < 1e-3

@@ -14,6 +14,7 @@ import torch
 from forward_cases import (
     BF16,
     FP16,
+    GARBAGE,
     MORE_KINDS,
     NAN,
     Chance,
@@ -25,8 +26,7 @@ from forward_cases import (
     problem,
     starts_of,
 )
-from test_forward_lazy import KINDS, in_heads, jumps_at, known_scores, shapes
-from test_forward_packed import GARBAGE
+from lazy_cases import KINDS, in_heads, jumps_at, known_scores, shapes
 
 from tilewise import BlockSchedule, attention, attention_varlen
 

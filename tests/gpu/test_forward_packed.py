@@ -7,7 +7,19 @@ from itertools import pairwise
 
 import pytest
 import torch
-from forward_cases import BF16, FP16, MODES, NAN, check_varlen, emulated, nan_in_new_memory, packed, paged, starts_of
+from forward_cases import (
+    BF16,
+    FP16,
+    GARBAGE,
+    MODES,
+    NAN,
+    check_varlen,
+    emulated,
+    nan_in_new_memory,
+    packed,
+    paged,
+    starts_of,
+)
 from oracle import randn
 
 from tilewise import attention, attention_varlen, emulator, reference
@@ -274,17 +286,6 @@ def run_list(bound: prefill.Forward, work: torch.Tensor, starts_q: torch.Tensor,
     args.buckets = work.data_ptr() + 4 * (work.numel() - prefill.BUCKETS)
     tensors = {"work": work, "starts_q": starts_q, "starts_k": starts_k}
     emulator.launch(bound.ragged_spec, (1, 1, 1), [bound.args, args], tensors)
-
-
-# Whatever the starts say when they are on a GPU, where nobody looks at them, nothing outside of the tensors is touched:
-# the emulator would say so.
-GARBAGE = {
-    "falling": [1000, 700, 300, 0],
-    "negative": [-5, 100, -(2**31), 1000],
-    "huge": [0, 2**31 - 1, 2**31 - 1, 2**31 - 1],
-    "to and fro": [0, 1000] * 30,
-    "past the end": [500, 2000, 10**6, 10**9],
-}
 
 
 @pytest.mark.parametrize("name", GARBAGE)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from compiled_cases import Graphs, compiled
 from oracle import randn
-from test_sdpa import SHAPES, check, make
-from test_torch_ops import Graphs, compiled
+from sdpa_cases import SHAPES, check, make
 from torch.library import opcheck
 from torch.nn.attention import SDPBackend, sdpa_kernel
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from oracle import DTYPES, randn
-from test_sdpa import make, padding
+from sdpa_cases import make, padding
 
 from tilewise import arch
 from tilewise.integrations.replace import replace_sdpa

@@ -8,6 +8,7 @@ import sys
 
 import pytest
 import torch
+from compiled_cases import Graphs, compiled
 from oracle import qkv, randn
 from torch.library import opcheck
 
@@ -16,6 +17,8 @@ from tilewise import BlockSchedule, PagedKVCache, PrefixCache, traced
 
 OPS = torch.ops.tilewise
 FP8 = torch.float8_e4m3fn
+
+
 # torch's check of the schema compares inputs before and after, and cannot compare FP8.
 FOR_FP8 = ("test_faketensor", "test_autograd_registration", "test_aot_dispatch_dynamic")
 
@@ -23,26 +26,6 @@ FOR_FP8 = ("test_faketensor", "test_autograd_registration", "test_aot_dispatch_d
 @pytest.fixture(autouse=True)
 def _fresh():
     torch._dynamo.reset()
-
-
-class Graphs:
-    """A backend that keeps its graphs, which run as `backend` makes them."""
-
-    def __init__(self, backend: str = "aot_eager") -> None:
-        self._graphs, self._compile = [], torch._dynamo.lookup_backend(backend)
-
-    def __call__(self, graph, inputs):
-        self._graphs.append(graph.graph)
-        return self._compile(graph, inputs)
-
-    def operators(self) -> list[list[str]]:
-        """Of each graph, the names of Tilewise's operators in it. Graphs that torch gave up again are empty."""
-        found = [[n.target.__name__ for n in g.nodes if "tilewise" in str(n.target)] for g in self._graphs]
-        return [names for names in found if names]
-
-
-def compiled(function, graphs: Graphs, **options):
-    return torch.compile(function, fullgraph=True, backend=graphs, **options)
 
 
 def assert_same(got, expected) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from tilewise import reference
 
 VOCABULARY, WINDOW, LAYERS = 97, 8, 2
 ORACLE = "oracle"
+LAYER = SimpleNamespace(is_causal=True)  # stands for an attention layer of a decoder
 
 # Weights ten times the usual size: scores far from 0, so that a wrong mask, cap or sink shows in the logits.
 COMMON: dict[str, Any] = {

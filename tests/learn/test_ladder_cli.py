@@ -7,33 +7,15 @@ from dataclasses import replace
 
 import pytest
 import torch
+from cli_cases import assert_one_line_and_hint
 
-from tilewise import cli, compiler
+from tilewise import compiler
 from tilewise.bench import ladder_commands, peers, rungs, tables
 from tilewise.gpu import append, decode_kernels, prefill
 from tilewise.learn import ladder
 
 NAIVE = next(rung for rung in ladder.RUNGS if rung.name == "flash_naive")
 TINY = ["--emulate", "--seq", "17", "--heads", "1", "--hdim", "32"]
-
-
-@pytest.fixture
-def run(capsys, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv("TILEWISE_DEBUG", raising=False)
-
-    def run(*words):
-        code = cli.main([str(word) for word in words])
-        return code, *capsys.readouterr()
-
-    return run
-
-
-def assert_one_line_and_hint(err):
-    lines = err.strip().splitlines()
-    assert len(lines) == 2, err
-    assert lines[0].startswith("error: ")
-    assert lines[1].startswith("hint: ")
 
 
 # ---- ladder, emulated -------------------------------------------------------------------------------------------

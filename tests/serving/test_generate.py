@@ -36,24 +36,7 @@ from tilewise.serving.requests import check_tokens
 from tilewise.serving.sampling import Chooser, uniforms
 from tilewise.serving.sizing import pages_needed
 
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-@pytest.fixture(scope="module")
-def llama():
-    return tiny_model()
-
-
-@pytest.fixture(scope="module")
-def answers(llama):
-    """What model.generate makes of PROMPTS."""
-    return [expected(llama, prompt, NEW) for prompt in PROMPTS]
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 # ---- the same tokens as transformers --------------------------------------------------------------------------------

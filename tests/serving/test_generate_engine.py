@@ -11,24 +11,7 @@ from tiny_models import NEW, PROMPTS, WARM, expected, run, tiny_model, tokens
 from tilewise.serving import Engine, Sampling, engine, generate, steps, stream
 from tilewise.serving.batch import DecodeBatch
 
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-@pytest.fixture(scope="module")
-def llama():
-    return tiny_model()
-
-
-@pytest.fixture(scope="module")
-def answers(llama):
-    """What model.generate makes of PROMPTS."""
-    return [expected(llama, prompt, NEW) for prompt in PROMPTS]
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 # ---- the engine -----------------------------------------------------------------------------------------------------

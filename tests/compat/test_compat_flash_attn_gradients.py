@@ -1,0 +1,164 @@
+"""Gradients of tilewise.compat.flash_attn against the oracle's in float64."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from flash_attn_cases import OPTIONS, SLOPES, leaves, starts_of
+from oracle import qkv, randn
+
+from tilewise import reference
+from tilewise.compat import flash_attn as fa
+
+
+def assert_grads(call, tensors, oracle):
+    """Gradients of call(*tensors) -> (out, lse) against those of the oracle in float64, by the tolerance rule."""
+
+    def grads(run, dtype):
+        inputs = leaves(*tensors, dtype=dtype)
+        out, lse = run(*inputs)
+        weights = [randn(*x.shape, seed=50 + n).to(x.dtype) for n, x in enumerate((out, lse))]
+        finite = torch.where(lse.isfinite(), lse, 0.0)
+        return torch.autograd.grad((out * weights[0]).sum() + (finite * weights[1]).sum(), inputs)
+
+    got = grads(call, None)
+    exact, honest = (
+        grads(partial(oracle, dtype=torch.float64), torch.float64),
+        grads(partial(oracle, dtype=tensors[0].dtype), None),
+    )
+    for n, (mine, right, base) in enumerate(zip(got, exact, honest, strict=True)):
+        assert mine.dtype == tensors[n].dtype
+        verdict = reference.judge(mine, right, base)
+        assert verdict.ok, f"gradient {n}: {verdict.reason}"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("given", "meant"), OPTIONS)
+def test_gradients(given, meant, dtype):
+    q, k, v = qkv(2, 9, 12, 4, 2, 16, dtype=dtype)
+    assert_grads(
+        lambda *x: fa.flash_attn_func(*x, return_attn_probs=True, **given)[:2],
+        (q, k, v),
+        lambda *x, dtype: reference.attention(*x, dtype=dtype, **meant),
+    )
+
+
+def test_gradients_are_those_of_sdpa():
+    tensors = qkv(2, 33, 33, 4, 2, 40)
+    mine, torchs = leaves(*tensors), leaves(*tensors)
+    weight = randn(2, 33, 4, 40, seed=9)
+    fa.flash_attn_func(*mine, causal=True).backward(weight)
+    q, k, v = (x.transpose(1, 2) for x in torchs)
+    F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2).backward(weight)
+    for a, b in zip(mine, torchs, strict=True):
+        torch.testing.assert_close(a.grad, b.grad)
+
+
+def test_gradients_of_packed_tensors():
+    q, k, v = qkv(2, 12, 12, 4, 4, 16)
+    plain, (packed,), (queries, pair) = (
+        leaves(q, k, v),
+        leaves(torch.stack((q, k, v), 2)),
+        leaves(q, torch.stack((k, v), 2)),
+    )
+    fa.flash_attn_func(*plain, causal=True).sum().backward()
+    fa.flash_attn_qkvpacked_func(packed, causal=True).sum().backward()
+    fa.flash_attn_kvpacked_func(queries, pair, causal=True).sum().backward()
+    expected = [x.grad for x in plain]
+    torch.testing.assert_close(packed.grad, torch.stack(expected, 2))
+    torch.testing.assert_close(queries.grad, expected[0])
+    torch.testing.assert_close(pair.grad, torch.stack(expected[1:], 2))
+
+
+def test_gradients_of_slopes_and_sink():
+    q, k, v = qkv(2, 9, 12, 4, 2, 16)
+    assert_grads(
+        lambda q, k, v, slopes, sink: fa.flash_attn_func(
+            q, k, v, causal=True, alibi_slopes=slopes, learnable_sink=sink, return_attn_probs=True
+        )[:2],
+        (q, k, v, SLOPES, randn(4, seed=5)),
+        lambda q, k, v, slopes, sink, dtype: reference.attention(
+            q, k, v, causal=True, alibi_slopes=slopes, sinks=sink, dtype=dtype
+        ),
+    )
+
+
+def test_gradients_of_rows_without_keys_are_zero():
+    q, k, v = leaves(*qkv(1, 6, 2, 2, 1, 16))
+    out, lse, _ = fa.flash_attn_func(q, k, v, causal=True, return_attn_probs=True)
+    (out.sum() + lse[:, :, 4:].sum()).backward()
+    assert (q.grad[:, :4] == 0).all()
+    assert all(x.grad.isfinite().all() for x in (q, k, v))
+    assert q.grad[:, 5].abs().sum() > 0
+    q, k, v = leaves(*qkv(1, 6, 0, 2, 1, 16))
+    fa.flash_attn_func(q, k, v).sum().backward()
+    assert (q.grad == 0).all()
+
+
+def test_gradients_of_varlen():
+    """Sequences with keys for every row, an empty one among them, rows of nobody at the end."""
+    lengths_q, lengths_k = [1, 9, 0, 5], [3, 12, 4, 5]
+    cu_q, cu_k = starts_of(lengths_q), starts_of(lengths_k)
+    q, k, v = (randn(n + 2, h, 16, seed=s) for n, h, s in ((15, 4, 0), (24, 2, 1), (24, 2, 2)))
+
+    def oracle(q, k, v, dtype):
+        o = []
+        for b, n in enumerate(lengths_q):
+            rows, keys = slice(int(cu_q[b]), int(cu_q[b]) + n), slice(int(cu_k[b]), int(cu_k[b + 1]))
+            o.append(reference.attention(q[None, rows], k[None, keys], v[None, keys], causal=True, dtype=dtype)[0][0])
+        o = torch.cat((*o, o[0].new_zeros(2, 4, 16)))
+        return o, o.new_zeros(1)
+
+    def call(q, k, v):
+        return fa.flash_attn_varlen_func(q, k, v, cu_q, cu_k, 9, 12, causal=True), q.new_zeros(1)
+
+    assert_grads(call, (q, k, v), oracle)
+
+
+def test_gradients_of_pages():
+    """A page that two sequences share has the sum of both, and one twice in a sequence of all its uses."""
+    q, k, v = randn(4, 4, 16), randn(5, 4, 2, 16, seed=1), randn(5, 4, 2, 16, seed=2)
+    table = torch.tensor([[3, 1, 1], [3, 4, 99]], dtype=torch.int32)
+    cu_q, cu_k = starts_of([3, 1]), starts_of([11, 6])
+
+    def oracle(q, k, v, dtype):
+        parts = []
+        for b, (rows, n) in enumerate(((slice(0, 3), 11), (slice(3, 4), 6))):
+            pages = table[b, : -(-n // 4)].long()
+            keys, values = (x[pages].flatten(0, 1)[None, :n] for x in (k, v))
+            parts.append(reference.attention(q[None, rows], keys, values, causal=True, dtype=dtype))
+        return torch.cat([o[0] for o, _ in parts]), torch.cat([lse[0] for _, lse in parts], 1)
+
+    def call(q, k, v):
+        return fa.flash_attn_varlen_func(
+            q, k, v, cu_q, cu_k, 3, 11, causal=True, block_table=table, return_attn_probs=True
+        )[:2]
+
+    assert_grads(call, (q, k, v), oracle)
+
+
+def test_gradients_change_no_value_and_come_only_where_asked():
+    q, k, v = qkv(2, 33, 40, 4, 2, 16, dtype=torch.bfloat16)
+    plain = fa.flash_attn_func(q, k, v, causal=True)
+    (wanted,) = leaves(q)
+    out = fa.flash_attn_func(wanted, k, v, causal=True)
+    assert torch.equal(out, plain)
+    with pytest.raises(NotImplementedError, match="no second derivatives"):
+        torch.autograd.grad(out.sum(), wanted, create_graph=True)
+    out.sum().backward()
+    assert wanted.grad is not None
+    assert k.grad is None
+    with torch.no_grad():
+        assert not fa.flash_attn_func(wanted, k, v).requires_grad
+
+
+def test_gradients_under_autocast_are_float32():
+    tensors = qkv(1, 9, 9, 2, 2, 16)
+    mine, plain = leaves(*tensors), leaves(*tensors)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        fa.flash_attn_func(*mine).sum().backward()
+    fa.flash_attn_func(*plain).sum().backward()
+    assert all(torch.equal(a.grad, b.grad) for a, b in zip(mine, plain, strict=True))

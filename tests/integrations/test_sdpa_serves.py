@@ -1,0 +1,185 @@
+"""Who serves a call of tilewise.sdpa, torch or Tilewise, and why; what torch alone does, eagerly and compiled."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from compiled_cases import Graphs, compiled
+from oracle import randn
+from sdpa_cases import check, make, padding, serves
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from tilewise.integrations.replace import replace_sdpa
+from tilewise.integrations.sdpa import Explanation, Facts, decide, explain, sdpa, torch_sdpa
+
+pytestmark = pytest.mark.usefixtures("torch_as_it_was")
+
+HOPPER = Facts((2, 4, 8, 64), (2, 4, 8, 64), (2, 4, 8, 64), torch.bfloat16, "cuda", hopper=True)
+
+
+# Who serves, and why.
+
+
+REFUSED = {
+    "an input requires gradients": lambda q, k, v: ((q.requires_grad_(), k, v), {}),
+    "dropout_p is not 0": lambda q, k, v: ((q, k, v), {"dropout_p": 0.5}),
+    "no kernels take torch.float64": lambda q, k, v: ((q.double(), k.double(), v.double()), {}),
+    "attn_mask differs from query to query": lambda q, k, v: ((q, k, v, torch.ones(5, 5, dtype=torch.bool)), {}),
+    "attn_mask is added to the scores": lambda q, k, v: ((q, k, v, torch.zeros(1, 5)), {}),
+    "attn_mask and is_causal": lambda q, k, v: ((q, k, v, torch.ones(1, 5, dtype=torch.bool)), {"is_causal": True}),
+    "only torch judges": lambda q, k, v: ((q, k, v), {"scale": float("inf")}),
+    "head dimensions are served from 1 to 512": lambda q, k, v: (make((1, 1, 2, 513)), {}),
+    "key and value differ in heads": lambda q, k, v: ((q, k[:, :2], v), {"enable_gqa": True}),
+    "plain tensors": lambda q, k, v: ((q.as_subclass(Sub), k, v), {}),
+}
+
+
+class Sub(torch.Tensor):
+    pass
+
+
+@pytest.mark.parametrize("reason", REFUSED)
+def test_explain_says_why_torch_serves(reason, monkeypatch):
+    args, options = REFUSED[reason](*make((2, 4, 5, 8)))
+    told = explain(*args, **options)
+    assert told.backend == "torch"
+    assert reason in "; ".join(told.reasons)
+    assert str(told).startswith("torch, by torch's own scaled_dot_product_attention: ")
+    served = serves(monkeypatch)
+    sdpa(*args, **options)
+    assert served == ["torch"]
+
+
+@pytest.mark.parametrize(
+    ("shapes", "options", "reason"),
+    [
+        (((2, 4, 5, 8),), {}, "float32 on cpu is served"),
+        (((2, 4, 5, 8), (2, 4, 9, 8)), {"is_causal": True}, "keys after the last query's are left out"),
+        (((2, 4, 9, 8), (2, 4, 5, 8)), {"is_causal": True}, "a window that ends L − S after"),
+        (((2, 4, 9, 8), (2, 4, 5, 8), (2, 4, 5, 16)), {}, "filled up with zeros"),
+        (((2, 4, 9, 8),), {"attn_mask": torch.ones(2, 1, 1, 9, dtype=torch.bool)}, "hides keys from all queries"),
+    ],
+)
+def test_explain_says_why_tilewise_serves(shapes, options, reason, monkeypatch):
+    tensors = make(*shapes)
+    told = explain(*tensors, **options)
+    assert told == Explanation("tilewise", "the CPU backend", told.reasons)
+    assert reason in str(told)
+    served = serves(monkeypatch)
+    sdpa(*tensors, **options)
+    assert set(served) == {"tilewise"}
+
+
+@pytest.mark.parametrize(
+    ("change", "served"),
+    [
+        ({}, True),
+        ({"causal": True, "key": (2, 4, 100, 64), "value": (2, 4, 100, 64)}, True),
+        ({"gqa": True, "key": (2, 2, 8, 64), "value": (2, 2, 8, 64)}, True),
+        ({"value": (2, 4, 8, 128)}, True),
+        ({"dtype": torch.float16}, True),
+        ({"dtype": torch.float32}, False),
+        ({"dtype": torch.float8_e4m3fn}, False),
+        ({"hopper": False}, False),
+        ({"mask": (2, 1, 1, 8), "mask_is_bool": True}, False),
+        ({"value": (2, 4, 8, 257)}, False),
+        ({"dropout": True}, False),
+        ({"grad": True}, False),
+        ({"fused": False}, False),
+        ({"device": "xpu"}, False),
+        ({"device": ""}, False),
+        ({"dtype": None}, False),
+    ],
+)
+def test_decisions_for_a_card(change, served):
+    path, reasons = decide(HOPPER._replace(**change))
+    assert (path != "torch") == served
+    assert reasons
+
+
+def test_gradients_are_torchs():
+    tensors = [x.requires_grad_() for x in make((2, 3, 5, 8))]
+    ours = torch.autograd.grad(sdpa(*tensors, is_causal=True).sum(), tensors)
+    assert all(map(torch.equal, ours, torch.autograd.grad(torch_sdpa(*tensors, is_causal=True).sum(), tensors)))
+    with torch.no_grad():
+        check(*tensors)
+    with torch.inference_mode():
+        check(*tensors)
+
+
+def test_autocast():
+    tensors = make((2, 3, 5, 8))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert "bfloat16 on cpu" in str(explain(*tensors))
+        got = sdpa(*tensors)
+        assert got.dtype == torch.bfloat16
+        assert sdpa(tensors[0], tensors[1].half(), tensors[2]).dtype == torch.bfloat16
+        assert sdpa(*(x.double() for x in tensors)).dtype == torch.float64
+    assert torch.equal(got, sdpa(*(x.bfloat16() for x in tensors)))
+
+
+def test_switches_of_torch_are_obeyed():
+    tensors = make((2, 3, 5, 8))
+    with sdpa_kernel(SDPBackend.MATH):
+        assert "switched flash kernels off" in str(explain(*tensors))
+    assert explain(*tensors).backend == "tilewise"
+
+
+def test_transforms_and_traces():
+    tensors = make((2, 3, 5, 8))
+    torch.testing.assert_close(torch.func.vmap(sdpa)(*tensors), torch_sdpa(*tensors))
+    torch.testing.assert_close(torch.jit.trace(sdpa, tensors)(*tensors), torch_sdpa(*tensors))
+
+
+def test_what_torch_refuses_it_refuses_here():
+    query, key, value = make((2, 3, 5, 8))
+    for args, options in (
+        ((query, key[..., :4], value), {}),
+        ((query, key[:, :2], value[:, :2]), {}),
+        ((query, key, value), {"dropout_p": 2.0}),
+        ((query, key.double(), value), {}),
+        ((query[0, 0, 0], key, value), {}),
+        ((query, key, value, torch.ones(4, 4, dtype=torch.bool)), {}),
+    ):
+        assert explain(*args, **options).backend == "torch"
+        with pytest.raises(RuntimeError):
+            sdpa(*args, **options)
+    for options in ({"is_causal": 1}, {"scale": "1"}, {"dropout_p": None}):
+        with pytest.raises(TypeError):
+            sdpa(query, key, value, **options)
+    with pytest.raises(TypeError):
+        sdpa(query, key, [1.0])
+    with pytest.raises(TypeError):
+        sdpa(query, key, value, None, 0.0, False, 1.0)  # scale goes by name alone, as in torch
+
+
+# Compiled.
+
+
+@pytest.mark.parametrize(
+    ("shapes", "options"),
+    [
+        (((2, 3, 5, 8), (2, 3, 9, 8)), {"is_causal": True}),
+        (((2, 3, 9, 8), (2, 3, 5, 8)), {"is_causal": True}),
+        (((2, 4, 5, 8), (2, 2, 6, 8), (2, 2, 6, 4)), {"enable_gqa": True, "scale": 0.3}),
+        (((7, 2, 3, 5, 8), (2, 1, 6, 8)), {}),
+        (((2, 3, 5, 8),), {"attn_mask": padding(5, 2)}),
+    ],
+)
+def test_compiles_to_an_operator(shapes, options):
+    torch._dynamo.reset()
+    tensors, graphs = make(*shapes), Graphs()
+    fast = compiled(lambda *x: F.scaled_dot_product_attention(*x, **options), graphs)
+    with replace_sdpa():
+        got = fast(*tensors)
+    torch.testing.assert_close(got, torch_sdpa(*tensors, **options))
+    assert graphs.operators() == [["attention_seen_keys" if "attn_mask" in options else "attention"]]
+
+
+def test_compiles_what_torch_serves():
+    torch._dynamo.reset()
+    tensors = [x.requires_grad_() for x in make((2, 3, 5, 8))]
+    fast = torch.compile(sdpa, fullgraph=True, backend="aot_eager")
+    torch.autograd.grad(fast(*tensors).sum(), tensors)
+    torch.testing.assert_close(fast(*tensors, randn(5, 5)), torch_sdpa(*tensors, randn(5, 5)))
