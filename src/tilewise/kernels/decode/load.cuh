@@ -17,7 +17,6 @@ constexpr int kGroups = kZeros ? (kHeadDim + kGroupSize - 1) / kGroupSize : 1;
 // groups of channels leave no registers for more.
 constexpr int kChunk = kZeros && kHeadDim <= 128 && kGroups <= 2 ? 32 : 16, kTiles = kChunk / 16;
 constexpr int kBox = kPageSize % kChunk == 0 ? kChunk : 16, kBoxes = kChunk / kBox;
-constexpr int kItemWords = sizeof(DecodeItem) / 4;
 constexpr int kRowBytes = kHeadDim * bits_of_format(kFormat) / 8;
 constexpr int panel_bytes() { return kRowBytes % 128 == 0 ? 128 : kRowBytes % 64 == 0 ? 64 : kRowBytes % 32 == 0 ? 32 : 16; }
 constexpr int kPanelBytes = kLineHeads > 1 ? 128 : panel_bytes(), kPanelChunks = kPanelBytes / 16, kRowChunks = kRowBytes / 16;
@@ -168,7 +167,7 @@ struct Loader {
             take();
             const int word = slot < args.slots ? words() : 0, ahead = slot + (kTileStages > 0 ? kStreamers : kWarps);
             if (ahead < args.slots) ptx::touch(word_of(ahead));
-            const int rows = field(word, 2), caller_head = field(word, 3), sequence = field(word, 4);
+            const int rows = field(word, kRowsWord), caller_head = field(word, kCallerHeadWord), sequence = field(word, kTableWord);
             if (rows == 0) {  // nor is there anything after it
                 slot = args.slots;
                 return;
@@ -178,10 +177,10 @@ struct Loader {
             if (head < rows && head < group)
                 ptx::touch(static_cast<const Element*>(args.q) + (caller_head >> 12) * args.q_strides.batch +
                            (kv_head * group + head) * args.q_strides.head + lane * 64 % kHeadDim);
-            table = page_table(args, sequence, field(word, 9));
+            table = page_table(args, sequence, field(word, kTailFromWord));
             if constexpr (kScaled && kScaleRuns) point_at_scales();
-            page = ptx::shuffle(word, kBoxes == 2 && lane >= 16 ? 15 : 8);
-            fresh = kTma && (!kScaled || kScaleRuns) && field(word, 8) >= 0 && args.scores.sees_back_to_first();
+            page = ptx::shuffle(word, kBoxes == 2 && lane >= 16 ? kSecondPageWord : kPageWord);
+            fresh = kTma && (!kScaled || kScaleRuns) && field(word, kPageWord) >= 0 && args.scores.sees_back_to_first();
             if (!fresh) {
                 measure(word);
                 if (chunk >= end) {
@@ -194,7 +193,7 @@ struct Loader {
                 counts += 1u << 16;
             }
             if (!fresh) continue;
-            chunk = field(word, 5) / kChunk;
+            chunk = field(word, kStartWord) / kChunk;
             end = chunk + 1;
             // What the second chunk waits for is looked up together, and while the first is on its way.
             ptx::touch(args.lengths + sequence);
@@ -206,8 +205,8 @@ struct Loader {
     }
     // Where the item begins and ends; nowhere if it is of a piece that the sequence does not reach
     TILE_DEVICE void measure(int word) {
-        const int length = Global<const int>{args.lengths}[field(word, 4)];
-        span = span_of(args, field(word, 14) & kOwn, field(word, 5), field(word, 6), length);
+        const int length = Global<const int>{args.lengths}[field(word, kTableWord)];
+        span = span_of(args, field(word, kKindWord) & kOwn, field(word, kStartWord), field(word, kStopWord), length);
         chunk = span.begin / kChunk;
         end = span.end > span.begin ? (span.end + kChunk - 1) / kChunk : 0;
     }

@@ -68,7 +68,7 @@ TILE_DEVICE void put_output(const DecodeArgs& args, const DecodeRow& row, int64_
         if (has_columns(f, lane)) store_4(gO + (128 * f + 4 * lane), x[f], end.factor);
 }
 TILE_DEVICE void put_ml(const DecodeArgs& args, int64_t at, float max, float sum) {
-    Global<Vector8>{reinterpret_cast<Vector8*>(args.state_ml)}[at] = Vector8{{as_bits(max), as_bits(sum)}};
+    Global<MaxSum>{reinterpret_cast<MaxSum*>(args.state_ml)}[at] = MaxSum{max, sum};
 }
 TILE_DEVICE void put_state(const DecodeArgs& args, int64_t at, float max, float sum, const float (&x)[kFours][4]) {
     const int lane = lane_here();
@@ -125,18 +125,18 @@ static_assert(kRows * (kStagedRow + 2) * 4 <= kFoldBytes, "staged where pieces a
 // asked for here, and nobody waits for it before it is needed.
 struct Merge {
     int sequence, row;
-    Vector16 states;
+    StateSplit states;
     int length, caller;
     // The `ahead`-th row of the n-th job
     TILE_DEVICE Merge(const DecodeArgs& args, int n, int ahead = 0) : sequence(args.merge_jobs.quotient(n)), row(0), length(0), caller(0) {
         row = (n - sequence * int(args.merge_jobs.divisor)) * args.merge_rows + ahead;
         if (!there(args)) return;
-        states = Global<const Vector16>{reinterpret_cast<const Vector16*>(args.states)}[sequence];
+        states = Global<const StateSplit>{args.states}[sequence];
         length = Global<const int>{args.lengths}[sequence];
         caller = Global<const int>{args.order}[sequence];
     }
     TILE_DEVICE bool there(const DecodeArgs& args) const { return sequence < args.sequences; }
-    TILE_DEVICE States of() const { return {int(states.word[0]), int(states.word[1]), int(states.word[2]), int(states.word[3]), length}; }
+    TILE_DEVICE States of() const { return {states, length}; }
     TILE_DEVICE DecodeRow as_row(const DecodeArgs& args) const {
         const int kv_head = args.rows_each.quotient(row), its = row - kv_head * int(args.rows_each.divisor), token = args.group.quotient(its);
         return {sequence, its, token, kv_head * int(args.group.divisor) + its - token * int(args.group.divisor)};

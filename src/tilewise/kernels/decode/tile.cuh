@@ -93,7 +93,10 @@ struct TileBody {
         scale_log2 = kSoftcap ? 1.0f : args.scores.scale_log2 == 0.0f ? 1.0f : fabsf(args.scores.scale_log2);
     }
     // What this thread's two rows see, first and count, is needed rarely, and where registers are scarce.
-    static TILE_DEVICE Shared<Vector16> sSeen() { return Shared<Vector16>(kAtTileSeen + 16 * ptx::just_in_time(threadIdx.x)); }
+    struct alignas(16) RowsSeen {
+        Visible row[2];
+    };
+    static TILE_DEVICE Shared<RowsSeen> sSeen() { return Shared<RowsSeen>(kAtTileSeen + 16 * ptx::just_in_time(threadIdx.x)); }
     // Where they go when they are done: a row of the states, or −1 if it is the result
     static TILE_DEVICE Shared<int> sPlace() { return Shared<int>(kAtTilePlace + 8 * ptx::just_in_time(threadIdx.x)); }
     static TILE_DEVICE int lane() { return ptx::just_in_time(threadIdx.x) % 32; }
@@ -114,7 +117,7 @@ struct TileBody {
     // The rows' Q, what they see of the span, and the state of no key
     TILE_DEVICE void begin(const DecodeItem& item, Span span) {
         int from = span.begin, to = span.end;
-        Vector16 of;
+        RowsSeen seen;
 #pragma unroll
         for (int h = 0; h < 2; h++) {
             const bool exists = row(h) < item.rows;
@@ -122,14 +125,12 @@ struct TileBody {
             // Now, while others are waited for: beside streams each lookup takes microseconds.
             const States states = states_of(args, at.sequence);
             sPlace()[h] = states.count == 1 ? -1 : int(state_row(args, states, item.kv_head(), item.state(), at.row));
-            of.word[2 * h] = span.begin;
-            of.word[2 * h + 1] = span.end - span.begin;
+            seen.row[h] = {span.begin, span.end - span.begin};
             if (exists && !(item.is(kAllSee) && args.scores.sees_back_to_first())) {
-                const Visible seen = seen_by(args, at, Global<const int>{args.lengths}[at.sequence], span);
-                of.word[2 * h] = seen.first;
-                of.word[2 * h + 1] = seen.count;
-                from = seen.first > from ? seen.first : from;
-                to = seen.first + seen.count < to ? seen.first + seen.count : to;
+                const Visible keys = seen_by(args, at, Global<const int>{args.lengths}[at.sequence], span);
+                seen.row[h] = keys;
+                from = keys.first > from ? keys.first : from;
+                to = keys.first + keys.count < to ? keys.first + keys.count : to;
             }
             const int64_t caller = Global<const int>{args.order}[at.sequence];
             const Global<const uint32_t> gQ = Global<const Element>{static_cast<const Element*>(args.q) + caller * args.q_strides.batch +
@@ -141,7 +142,7 @@ struct TileBody {
 #pragma unroll
             for (int i = 0; i < kHeadDim / 8; i++) rQ[i / 2][i % 2 * 2 + h] = zero ? 0u : uint32_t(gQ[4 * i + column]) ^ sign;
         }
-        sSeen()[0] = of;
+        sSeen()[0] = seen;
         // Of the warp's rows: lanes of a row agree, so over the eight rows, twice
 #pragma unroll
         for (int mask = 4; mask < 32; mask *= 2) {
@@ -156,8 +157,8 @@ struct TileBody {
     }
     // The same rows over a span of the next node, all of which they see
     TILE_DEVICE void go_on(Span span) {
-        const uint32_t count = span.end - span.begin;
-        sSeen()[0] = {uint32_t(span.begin), count, uint32_t(span.begin), count};
+        const Visible all{span.begin, span.end - span.begin};
+        sSeen()[0] = RowsSeen{{all, all}};
         whole_from = ptx::uniform(span.begin);
         whole_to = ptx::uniform(span.end);
     }
@@ -190,12 +191,9 @@ struct TileBody {
 
     // S = −inf where a row does not see the token
     TILE_DEVICE void mask(int first_token) {
-        const Vector16 seen = sSeen()[0];
+        const RowsSeen seen = sSeen()[0];
 #pragma unroll
-        for (int h = 0; h < 2; h++) {
-            const Visible row{int(seen.word[2 * h]), int(seen.word[2 * h + 1])};
-            warp::mask_row(acc_s, h, first_token, row, lane() % 4 * 2);
-        }
+        for (int h = 0; h < 2; h++) warp::mask_row(acc_s, h, first_token, seen.row[h], lane() % 4 * 2);
     }
 
     TILE_DEVICE void score() {

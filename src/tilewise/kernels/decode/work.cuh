@@ -36,6 +36,25 @@ struct alignas(16) DecodeItem {
     TILE_DEVICE int first_page(int box) const { return box == 0 ? first_state : box == 1 ? states_before : box == 2 ? grows_from : piece; }
 };
 
+// An item's words in the order of its fields, for a warp that holds one word per lane
+enum ItemWord {
+    kSequenceWord, kRowWord, kRowsWord, kCallerHeadWord, kTableWord, kStartWord, kStopWord, kStateFoldWord, kPageWord, kTailFromWord,
+    kFirstStateWord, kStatesBeforeWord, kGrowsFromWord, kPieceWord, kKindWord, kSecondPageWord, kItemWords,
+};
+static_assert(sizeof(DecodeItem) == 4 * kItemWords, "a word per field");
+
+// Where the states of a sequence stand and how they split its tokens
+struct alignas(16) StateSplit {
+    int first;       // the first of its states
+    int before;      // how many states come before those of the range that grows
+    int grows_from;  // the token at which that range begins
+    int piece;       // tokens of each of its pieces
+};
+// A row's state but for O: the largest score so far, base 2, and the sum of the weights against it
+struct alignas(8) MaxSum {
+    float max, sum;
+};
+
 // A component of the cache: (pages, page_size, KV heads, …) in elements of its own
 struct Paged {
     const void* base;
@@ -52,10 +71,9 @@ struct DecodeArgs {
     const int* lengths;      // (sequences,)
     const int* tails;        // (sequences, tail_pages): the pages from an item's tail_from on
     const int* pages;        // (sequences, table_pages): the pages before that
-    const int* states;       // (sequences, 4): the first of its states, how many there are before those of the range that grows,
-                             // where that begins, and the tokens of a piece of it
+    const StateSplit* states;  // (sequences,)
     float* state_o;          // (states, KV heads, rows_each, D): not normalised
-    float* state_ml;         // (… , 2): the reference, base 2, and the sum
+    float* state_ml;         // (states, KV heads, rows_each, 2): MaxSum
     uint32_t* meeting;       // a counter: where all blocks of the launch wait for each other
     Paged k, v, k_scale, v_scale, k_zero, v_zero;
     Strides q_strides, o_strides;
@@ -67,11 +85,14 @@ struct DecodeArgs {
     Divisor group, rows_each, merge_jobs;        // merge_jobs: of a sequence
 };
 
+// Field by field: copied as a whole, an item takes more instructions.
 TILE_DEVICE DecodeItem load_item(const DecodeItem* items, int64_t n) {
-    const Global<const Vector16> words{reinterpret_cast<const Vector16*>(items)};
-    const Vector16 a = words[4 * n], b = words[4 * n + 1], c = words[4 * n + 2], d = words[4 * n + 3];
-    return {int(a.word[0]), int(a.word[1]), int(a.word[2]), int(a.word[3]), int(b.word[0]), int(b.word[1]), int(b.word[2]), int(b.word[3]),
-            int(c.word[0]), int(c.word[1]), int(c.word[2]), int(c.word[3]), int(d.word[0]), int(d.word[1]), int(d.word[2]), int(d.word[3])};
+    const Global<const Vector16> vectors{reinterpret_cast<const Vector16*>(items)};
+    const Vector16 a = vectors[4 * n], b = vectors[4 * n + 1], c = vectors[4 * n + 2], d = vectors[4 * n + 3];
+    return {int(a.word[0]), int(a.word[1]), int(a.word[2]), int(a.word[3]),   // sequence … caller_head
+            int(b.word[0]), int(b.word[1]), int(b.word[2]), int(b.word[3]),   // table … state_fold
+            int(c.word[0]), int(c.word[1]), int(c.word[2]), int(c.word[3]),   // page … states_before
+            int(d.word[0]), int(d.word[1]), int(d.word[2]), int(d.word[3])};  // grows_from … second_page
 }
 
 // The tokens [begin, end) of an item's range that exist and that a row may see. An own range is as long as its sequence is now, and
@@ -123,18 +144,18 @@ TILE_DEVICE PageTable page_table(const DecodeArgs& args, int sequence, int tail_
 // result; and it is empty if there is no key.
 struct States {
     int first, count;
-    TILE_DEVICE States(int first_state, int before, int grows_from, int piece, int length) : first(first_state) {
-        const int ahead = length - grows_from;
-        count = before + (ahead > 0 ? (ahead + piece - 1) / piece : 0);
+    TILE_DEVICE States(const StateSplit& split, int length) : first(split.first) {
+        const int ahead = length - split.grows_from;
+        count = split.before + (ahead > 0 ? (ahead + split.piece - 1) / split.piece : 0);
         count = count > 0 ? count : 1;
     }
 };
 TILE_DEVICE States states_of(const DecodeItem& item, int length) {
-    return {item.first_state, item.states_before, item.grows_from, item.piece, length};
+    return {{item.first_state, item.states_before, item.grows_from, item.piece}, length};
 }
 TILE_DEVICE States states_of(const DecodeArgs& args, int sequence) {
-    const Vector16 of = Global<const Vector16>{reinterpret_cast<const Vector16*>(args.states)}[sequence];
-    return {int(of.word[0]), int(of.word[1]), int(of.word[2]), int(of.word[3]), Global<const int>{args.lengths}[sequence]};
+    const StateSplit split = Global<const StateSplit>{args.states}[sequence];  // as one load
+    return {split, Global<const int>{args.lengths}[sequence]};
 }
 // Where a row of one of them stands
 TILE_DEVICE int64_t state_row(const DecodeArgs& args, const States& states, int kv_head, int state, int row) {

@@ -11,7 +11,7 @@ TILE_DEVICE float descale_of(const Descale& of, const WorkTile& tile) {
 TILE_DEVICE void plan(const ForwardArgs& args) {
     const Pipes pipes;
     Turn<1> turn;
-    for (int number = blockIdx.x;; number = gridDim.x + ptx::atomic_add(args.counter, 1), turn.next()) {
+    for (int number = blockIdx.x;; number = gridDim.x + ptx::atomic_add(&args.counter->handed_out, 1), turn.next()) {
         WorkTile tile = work_tile<kTileQ, kTileKv, kPack>(args, number);
         if (kFp8 && tile.row >= 0) {
             tile.descale_qk = descale_of(args.descale_q, tile) * descale_of(args.descale_k, tile);
@@ -23,11 +23,8 @@ TILE_DEVICE void plan(const ForwardArgs& args) {
         ptx::mbarrier_wait(pipes.plans.empty, turn.lap);  // until the loader wants the next
     }
     // The last block to finish leaves the counter as it found it, for the next launch.
-    if (ptx::atomic_add(args.counter + 1, 1) == int(gridDim.x) - 1) {
-        const Global<int> counter{args.counter};
-        counter[0] = 0;
-        counter[1] = 0;
-    }
+    if (ptx::atomic_add(&args.counter->blocks_done, 1) == int(gridDim.x) - 1)
+        Global<TileCounter>{args.counter}[0] = TileCounter{0, 0};
 }
 
 // ---- loader: brings Q, K and V, by TMA if it can ----------------------------------------------------------------------------------

@@ -27,7 +27,7 @@ TILE_DEVICE int within(int64_t x, int low, int high) { return x < low ? low : x 
 
 extern "C" __global__ void __launch_bounds__(kThreads) ragged(const ForwardArgs args, const RaggedArgs problem) {
     const Global<const Index> starts_q{static_cast<const Index*>(problem.starts_q)}, starts_k{static_cast<const Index*>(problem.starts_k)};
-    const Global<int> list{problem.list}, buckets{problem.buckets};
+    const Global<int> buckets{problem.buckets};
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     auto each_tile = [&](auto act) {
         for (int s = warp; s < problem.sequences; s += kThreads / 32) {
@@ -54,10 +54,9 @@ extern "C" __global__ void __launch_bounds__(kThreads) ragged(const ForwardArgs 
             total += count;
         }
         if (total > problem.capacity) total = problem.capacity;
-        const Divisor tiles = divisor_of(total ? total : 1);
-        list[0] = total;
-        list[1] = int(tiles.multiplier);
-        list[2] = int(tiles.shift);
+        Divisor tiles = divisor_of(total ? total : 1);
+        tiles.divisor = total;
+        Global<Divisor>{reinterpret_cast<Divisor*>(problem.list)}[0] = tiles;
     }
     ptx::sync_threads();
     each_tile([&](const WorkTile& tile, int bucket) {

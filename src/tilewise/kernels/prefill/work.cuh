@@ -9,13 +9,18 @@ struct Descale {
     int64_t batch;  // from one sequence's to the next
 };
 
+struct TileCounter {
+    int handed_out;   // tiles beyond each block's first
+    int blocks_done;  // blocks that found no more tiles
+};
+
 struct ForwardArgs {
     const void *q, *k, *v;  // for loads without TMA
     void* o;
     float* lse;              // natural log; null if not wanted
     const int* page_table;   // (sequences, …), null if K and V are not paged
     const int* list;         // ragged: the tiles that ragged.cu wrote; null: they are a formula
-    int* counter;            // {tiles handed out, blocks that are done}, both 0 between launches
+    TileCounter* counter;    // zero between launches
     Strides q_strides, k_strides, v_strides, o_strides;  // o: batch stride 0 where rows are packed
     int64_t lse_batch, lse_head, page_table_stride;
     Scores scores;
@@ -60,8 +65,7 @@ TILE_DEVICE Span full_blocks(const ForwardArgs& args, const WorkTile& tile, int 
 template <int kTileQ, int kTileKv, int kPack> TILE_DEVICE WorkTile work_tile(const ForwardArgs& args, int number) {
     WorkTile tile{-1};
     if (args.list) {
-        const Global<const int> list{args.list};
-        const Divisor tiles{uint32_t(list[0]), uint32_t(list[1]), uint32_t(list[2])};
+        const Divisor tiles = Global<const Divisor>{reinterpret_cast<const Divisor*>(args.list)}[0];
         if (tiles.divisor == 0) return tile;
         const int head = tiles.quotient(number), entry = number - head * int(tiles.divisor);
         if (head >= int(args.tile_heads.divisor)) return tile;
