@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from decode_tree_cases import make_cache, tree
 from oracle import poison, qkv, randn
-from tree_cases import make_cache, tree
 
 import tilewise
 from tilewise import (

@@ -8,10 +8,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from decode_tree_cases import grow, make_cache, tree
 from hypothesis import given
 from hypothesis import strategies as st
 from oracle import DTYPES, assert_state, poison, randn
-from tree_cases import grow, make_cache, tree
 
 from tilewise import CostModel, PagedKVCache, PrefixCache, decode, plan_decode, reference
 

@@ -32,7 +32,8 @@ from tilewise.plan.worklist import FAR, Splitting, WorkList
 
 def kept(plan, kind):
     """What of this kind is kept on a plan."""
-    return [x for x in plan.__dict__["_gpu"].values() if isinstance(x, kind)]
+    kept = decoding.kept(plan)
+    return [x for x in (*kept.bound.values(), *kept.lists.values()) if isinstance(x, kind)]
 
 
 # ---- lists that grow -------------------------------------------------------------------------------------------------
