@@ -77,6 +77,7 @@ def _flags(arch: str) -> tuple[str, ...]:
         "-std=c++17",
         "-default-device",
         "-lineinfo",
+        "--minimal",  # without textures, device launches and the runtime's types, none of which a kernel here uses
         "--no-cache",  # NVRTC's own cache returns no log, and so no report; ours keeps both
         "--ptxas-options=-v",
         "--ptxas-options=--warn-on-spills",
