@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,11 @@ settings.register_profile(
 )
 settings.load_profile("tilewise")
 torch.manual_seed(0)
+
+# Workers share the cores, one each. With more threads they wait for each other, spinning: six times the CPU time.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    torch.set_num_threads(1)
+    os.environ["OMP_NUM_THREADS"] = "1"  # of the processes that tests start
 
 # What tests share stands in modules that are no tests; their assertions tell as much when they fail.
 SHARED = (path for path in Path(__file__).parent.rglob("*.py") if not path.name.startswith(("test_", "conftest")))

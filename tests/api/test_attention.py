@@ -40,6 +40,18 @@ def test_grouped_heads(heads, seqlen_q):
     assert_attention(attention(q, k, v, causal=True, return_lse=True), q, k, v, causal=True)
 
 
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"softcap": 5.0}, {"window": (40, 3)}], ids=str)
+def test_more_threads_than_one(options):
+    """The suite runs on one; users do not."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        q, k, v = qkv(2, 300, 310, 8, 2, 64)
+        assert_attention(attention(q, k, v, return_lse=True, **options), q, k, v, **options)
+    finally:
+        torch.set_num_threads(threads)
+
+
 WINDOWS = [(0, 0), (5, 0), (0, 5), (10, None), (None, 5), (100, 3), (64, 64), (1000, 1000)]
 
 

@@ -45,7 +45,7 @@ def decode_split(
     in its cache with no tokens.
     tails: with more than one query token a sequence, whether this rank holds the last tokens of each sequence, which
     are the queries' own: one rank holds all of them, and there they see each other causally.
-    options: scale, softcap and sinks (Hq,) as in `decode`, the same on every rank, sinks counted once.
+    options: what is done to scores, as in `decode`; the same on every rank, sinks (Hq,) counted once.
     timeout: as in `context_attention`. check: compare the ranks' arguments first, for a collective more.
 
     Returns o (num_seqs, tokens_per_seq, Hq, D), with return_lse also the LSE (num_seqs, Hq, tokens_per_seq) float32:

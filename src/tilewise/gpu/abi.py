@@ -79,17 +79,20 @@ class ScoreArgs(ctypes.Structure):
         )
 
 
-ScoreConstants = tuple[tuple[str, bool], ...]
+def score_rule(scores: Scores) -> tuple[str, str]:
+    """The constant that says what a kernel does to scores, a type: common/scores.cuh."""
+    flags = (scores.softcap > 0, scores.alibi, scores.scale <= 0)
+    return "Rule", f"ScoreRule<{', '.join(str(flag).lower() for flag in flags)}>"
 
 
-def score_constants(scores: Scores) -> ScoreConstants:
-    """The constants of the prefill kernel that say what is done to scores."""
-    return (*decode_score_constants(scores), ("kAlibi", scores.alibi), ("kScaled", scores.scale <= 0))
+def decode_score_rule(scores: Scores) -> tuple[str, str]:
+    """The same of decode's kernels, which have no ALiBi and multiply with any scale."""
+    return score_rule(Scores(softcap=scores.softcap))
 
 
-def decode_score_constants(scores: Scores) -> ScoreConstants:
-    """The same of the decode kernels, which have no ALiBi and multiply with any scale."""
-    return (("kSoftcap", scores.softcap > 0),)
+# One of each kind that a kernel is made for.
+EVERY_RULE = (Scores(), Scores(softcap=30.0, alibi=True), Scores(scale=-1.0))
+DECODE_RULES = (decode_score_rule(Scores()), decode_score_rule(Scores(softcap=30.0)))
 
 
 class ForwardArgs(ctypes.Structure):

@@ -22,7 +22,7 @@ from tilewise import compiler, emulator
 from tilewise.arch import arch_of_device, multiprocessors
 from tilewise.compiler.tensor_maps import TensorMapSpec
 from tilewise.formats import KVFormat
-from tilewise.gpu.abi import DecodeArgs, Divisor, Paged, ScoreArgs, ScoreConstants, Strides, decode_score_constants
+from tilewise.gpu.abi import DecodeArgs, Divisor, Paged, ScoreArgs, Strides, decode_score_rule
 from tilewise.gpu.decode_kernels import (
     BITS,
     DTYPES,
@@ -132,7 +132,7 @@ class Decode:
             tiling,
             tma=tma,
             scale_runs=asked.scale_runs,
-            scored=asked.scored,
+            rule=asked.rule,
             tree=asked.tree,
             tiles_whole=tiles_whole(codes),
             in_step=in_step,
@@ -257,7 +257,7 @@ class Asked(NamedTuple):
     page_size: int
     tma: bool
     scale_runs: bool
-    scored: ScoreConstants
+    rule: tuple[str, str]
     tree: bool
     pages: int
     strides: tuple[tuple[int, ...], tuple[int, ...]]
@@ -329,7 +329,7 @@ def run(
     codes = (k_parts[0], v_parts[0])
     strides = (codes[0].stride(), codes[1].stride())
     asked = Asked(
-        id(listed), q.device, q.dtype, fmt, tiling, page_size, tma, runs, decode_score_constants(scores),
+        id(listed), q.device, q.dtype, fmt, tiling, page_size, tma, runs, decode_score_rule(scores),
         tree is not None, len(codes[0]), strides,
     )  # fmt: skip
     bound = kept(plan).bound.get(asked)

@@ -15,12 +15,10 @@ from tilewise.arch import LIMITS
 from tilewise.compiler.spec import KernelSpec
 from tilewise.compiler.tensor_maps import TensorMapSpec
 from tilewise.formats import KVFormat
-from tilewise.gpu.abi import ELEMENTS, MAP_TYPES, PANEL, ScoreConstants, decode_score_constants
+from tilewise.gpu.abi import DECODE_RULES, ELEMENTS, MAP_TYPES, PANEL
 from tilewise.plan.worklist import CHUNK, TILE_ROWS, TILE_TOKENS
-from tilewise.scores import Scores
 
 Parts = Sequence[torch.Tensor]
-PLAIN, CAPPED = (decode_score_constants(Scores(softcap=c)) for c in (0.0, 1.0))
 
 DTYPES = (torch.bfloat16, torch.float16)
 HEAD_DIMS = (64, 96, 128, 192, 256)
@@ -133,7 +131,7 @@ def decode_spec(
     *,
     tma: bool = True,
     scale_runs: bool = True,
-    scored: ScoreConstants = PLAIN,
+    rule: tuple[str, str] = DECODE_RULES[0],
     tree: bool = False,
     tiles_whole: bool = True,
     in_step: bool = False,
@@ -155,7 +153,7 @@ def decode_spec(
         ("kBlocksPerSm", tiling.blocks),
         ("kTma", tma),
         ("kScaleRuns", scale_runs),
-        *scored,
+        rule,
         ("kTree", tree),
         ("kInStep", in_step),
         ("kLineHeads", line_heads),
@@ -186,7 +184,7 @@ def specs(*, every: bool = False) -> list[KernelSpec]:
                 if every or tiling.tile_stages:
                     found.append(decode_spec(dtype, fmt, 16, tiling))
                 if every:
-                    found.append(decode_spec(dtype, fmt, 64, tiling, scored=CAPPED))
+                    found.append(decode_spec(dtype, fmt, 64, tiling, rule=DECODE_RULES[1]))
                 if every and not tiling.tile_stages:
                     copied = replace(tiling, blocks=choose_tiling(fmt, tiling.rows, tma=False).blocks)
                     found.append(decode_spec(dtype, fmt, 24, copied, tma=False, scale_runs=False))

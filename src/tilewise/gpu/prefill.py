@@ -20,6 +20,7 @@ from tilewise.compiler.spec import Constant, KernelSpec
 from tilewise.compiler.tensor_maps import TensorMapSpec
 from tilewise.gpu.abi import (
     ELEMENTS,
+    EVERY_RULE,
     FAR,
     FP8,
     LIST_HEADER,
@@ -32,7 +33,7 @@ from tilewise.gpu.abi import (
     RaggedArgs,
     ScoreArgs,
     Strides,
-    score_constants,
+    score_rule,
 )
 from tilewise.plan.dense import plan_tiled
 from tilewise.plan.tiles import Launch, Plan
@@ -166,7 +167,7 @@ def forward_spec(
         ("kPageSize", page_size),
         ("kTma", tma),
         ("kExact", scores.exact or not tiling.lazy),
-        *score_constants(scores),
+        score_rule(scores),
     )
     shared = tiles + -(-(barriers + SCALE_BYTES) // 64) * 64 + 4 * TILE_WORDS * (tiling.stages_q + 1)
     return KernelSpec("forward", "prefill/forward.cu", "forward", constants, threads, shared, product=True)
@@ -189,7 +190,7 @@ def specs(*, every: bool = False) -> list[KernelSpec]:
     causal = (None, 0)
     asked = [Scores(causal), Scores(causal, exact=True)]
     if every:
-        asked += [Scores(), Scores(causal, softcap=30.0, alibi=True), Scores(causal, scale=-1.0)]
+        asked += [Scores(), *(replace(rule, window=causal) for rule in EVERY_RULE[1:])]
     loads: list[dict[str, Any]] = [{}, {"page_size": 16}, {"tma": False}] if every else [{}]
     found = []
     for dtype in DTYPES if every else (torch.bfloat16, FP8):

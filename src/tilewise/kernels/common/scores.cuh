@@ -18,9 +18,6 @@ struct Scores {
     float scale_log2;
     float softcap_in, softcap_out;  // the softcap: softcap_out · tanh(S · softcap_in), softcap_in for tanh_from_log2
 
-    // What S is multiplied with first: the scale, or the softcap's inner factor, which contains it
-    template <bool kSoftcap> TILE_DEVICE float first_factor() const { return kSoftcap ? softcap_in : scale_log2; }
-
     // Of the keys of a span, those that a row at `position` sees
     TILE_DEVICE Keys keys_at(int position, Span span) const { return ::keys_at(position, left, right, span); }
     // Does every row see all keys before its own?
@@ -45,13 +42,28 @@ struct Scores {
 // tanh of a score times the softcap's inner factor; the outer factor is left to the caller.
 TILE_DEVICE float soft_capped(float s, float in) { return warp::tanh_from_log2(ptx::multiply(s, in)); }
 
-namespace warp {
+// What is done to scores, known at compile time. kAnyScale: the scale may be 0 or negative, so that S has to be multiplied
+// with it before a maximum is taken.
+template <bool kSoftcap, bool kAlibiBias, bool kAnyScale> struct ScoreRule<kSoftcap, kAlibiBias, kAnyScale> {
+    static constexpr bool kAlibi = kAlibiBias;
+    static constexpr bool kLinear = !kSoftcap;  // S is multiplied, and nothing else happens before the bias
+    // Is S made a base-2 logit before the softmax? Else the scale goes into the exponential's multiply-add.
+    static constexpr bool kChanges = kSoftcap || kAlibiBias || kAnyScale;
 
-// A fragment of scores, soft-capped. in: softcap_in and whatever else S has to be multiplied with first
-template <int kSize> TILE_DEVICE void softcap(float (&acc_s)[kSize], const Scores& scores, float in) {
+    // What S is multiplied with first: the scale, or the softcap's inner factor, which contains it; and after the softcap
+    static TILE_DEVICE float first_factor(const Scores& scores) { return kSoftcap ? scores.softcap_in : scores.scale_log2; }
+    static TILE_DEVICE float last_factor(const Scores& scores, float factor) {
+        return kSoftcap ? scores.softcap_out : factor;
+    }
+    // A fragment of S into base-2 logits. in: first_factor and whatever else S has to be multiplied with
+    template <int kSize> static TILE_DEVICE void apply(float (&acc_s)[kSize], const Scores& scores, float in) {
 #pragma unroll
-    for (int i = 0; i < kSize; i++) acc_s[i] = scores.softcap_out * soft_capped(acc_s[i], in);
-}
+        for (int i = 0; i < kSize; i++)
+            acc_s[i] = kSoftcap ? scores.softcap_out * soft_capped(acc_s[i], in) : acc_s[i] * in;
+    }
+};
+
+namespace warp {
 
 // Row h of a lane's fragment, less ALiBi's slope per key between the row's position and the key. key0: the key of the
 // tile's first column

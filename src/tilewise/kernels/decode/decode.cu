@@ -6,7 +6,7 @@
 //
 // Constants: Element: of q and o; Operand: of the products, bf16 or half; kStoredAs: the cache's Format; kHeadDim; kGroupSize: channels that share an int4
 // scale; kPageSize; kRows: query rows of an item, at most; kWarps, kStages; kBlocksPerSm; kTma; kScaleRuns: the scales of a page's
-// tokens lie one after another; kSoftcap; kTree: query tokens see each other by a mask; kInStep: warps
+// tokens lie one after another; Rule: what is done to scores; kTree: query tokens see each other by a mask; kInStep: warps
 // of a block have neighbouring heads, and one copy is for all of them; kLineHeads: heads
 // whose rows make up 128 bytes; kTileStages, kJoiners: 0 here.
 #include "tile/quant.cuh"

@@ -174,7 +174,7 @@ struct Stream {
     static TILE_DEVICE uint32_t bits(Global<const Element> g, int channel) {
         return g.template as<const uint16_t>()[channel];
     }
-    TILE_DEVICE float scale() const { return args.scores.first_factor<kSoftcap>(); }
+    TILE_DEVICE float scale() const { return Rule::first_factor(args.scores); }
     static TILE_DEVICE float inverse_power(float x) { return as_float(0x7f000000u - as_bits(x)); }  // of a power of two, exactly
     // The power of two, 2^±most at most, that brings x > 0 to between 2^(place − 1) and 2^place; 1 for 0, infinity and NaN
     static TILE_DEVICE float power_above(float x, int place, int most = 120) {
@@ -198,7 +198,7 @@ struct Stream {
         const uint32_t scales = scales_at + loader.scales(stage);
         ScoreTiles s;
         scores(s, keys_at + loader.keys(stage), scales);
-        if constexpr (kSoftcap)
+        if constexpr (!Rule::kLinear)
 #pragma unroll
             for (int j = 0; j < 4 * kBlocks * kTiles; j++) {
                 float& x = s[j / 4 / kBlocks][j / 4 % kBlocks][j % 4];
@@ -218,7 +218,7 @@ struct Stream {
         add_values(w, values_at + loader.values(stage), scales);
     }
 
-    // S = K Qᵀ, to be multiplied with `last_factor` after the softcap, if there is one
+    // S = K Qᵀ, to be multiplied with `last_factor` after the rule's first step, if it has two
     TILE_DEVICE void scores(ScoreTiles& s, uint32_t keys, uint32_t scales) const {
         constexpr int kChains = kZeros ? 1 : 2;  // of dependent products: sums are the same however many rows there are
         float acc[kTiles][kChains][kBlocks][4] = {};
@@ -295,7 +295,7 @@ struct Stream {
         if constexpr (kTree) return seen_to(args, tail_from[b][i] + args.tokens - 1, span);
         else return seen[b][i];
     }
-    TILE_DEVICE float last_factor(int b, int i) const { return kSoftcap ? args.scores.softcap_out : factor[b][i]; }
+    TILE_DEVICE float last_factor(int b, int i) const { return Rule::last_factor(args.scores, factor[b][i]); }
     // What a row does not see becomes −∞ when it is multiplied.
     TILE_DEVICE void mask(ScoreTiles& s, int first_token, Span span) const {
 #pragma unroll

@@ -90,7 +90,7 @@ struct TileBody {
     TILE_DEVICE TileBody(const DecodeArgs& a, uint32_t g)
         : args(a), group(g), ring(tile_ring()) {
         // A product with a positive scale is monotonous, and goes into the exponential's multiply-add; Q takes the sign, or is 0.
-        scale_log2 = kSoftcap ? 1.0f : args.scores.scale_log2 == 0.0f ? 1.0f : fabsf(args.scores.scale_log2);
+        scale_log2 = !Rule::kLinear ? 1.0f : args.scores.scale_log2 == 0.0f ? 1.0f : fabsf(args.scores.scale_log2);
     }
     // What this thread's two rows see, first and count, is needed rarely, and where registers are scarce.
     struct alignas(16) RowsSeen {
@@ -137,8 +137,8 @@ struct TileBody {
                                                                     at.token * args.q_strides.row + at.head * args.q_strides.head}
                                                   .template as<const uint32_t>();
             const int column = lane() % 4;
-            const uint32_t sign = !kSoftcap && args.scores.scale_log2 < 0.0f ? 0x80008000u : 0u;
-            const bool zero = !exists || (!kSoftcap && args.scores.scale_log2 == 0.0f);
+            const uint32_t sign = Rule::kLinear && args.scores.scale_log2 < 0.0f ? 0x80008000u : 0u;
+            const bool zero = !exists || (Rule::kLinear && args.scores.scale_log2 == 0.0f);
 #pragma unroll
             for (int i = 0; i < kHeadDim / 8; i++) rQ[i / 2][i % 2 * 2 + h] = zero ? 0u : uint32_t(gQ[4 * i + column]) ^ sign;
         }
@@ -197,7 +197,7 @@ struct TileBody {
     }
 
     TILE_DEVICE void score() {
-        if constexpr (kSoftcap) warp::softcap(acc_s, args.scores, args.scores.softcap_in);
+        if constexpr (!Rule::kLinear) Rule::apply(acc_s, args.scores, Rule::first_factor(args.scores));
     }
     // S by mma.sync, for this warp alone, from the keys that are still there
     TILE_DEVICE void again() {

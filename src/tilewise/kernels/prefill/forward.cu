@@ -9,7 +9,7 @@
 // kStagesRaw: of V before it is transposed;
 // kPack query heads of a KV head stand in a tile as neighbouring rows; kPageSize: of paged K and V, 0 if they are not;
 // kTma: rows lie on 16 bytes, so that TMA can bring them; kQInRegisters; kExact: the standard softmax; kPingPong: the warpgroups take
-// turns at the tensor cores; kSoftcap, kAlibi, kScaled: what is done to scores first.
+// turns at the tensor cores; Rule: what is done to scores first.
 #include "prefill/producers.cuh"
 #include "tile/lazy.cuh"
 
@@ -37,7 +37,7 @@ struct Consumer {
 
     TILE_DEVICE Consumer(const ForwardArgs& a, uint32_t g)
         // By way of shared memory the scale comes into an ordinary register: from a uniform one every multiply-add pays for fetching it.
-        : args(a), group(g), scale_log2(kScored ? 1.0f : float(shared_scale()[warp::lane()])) {}
+        : args(a), group(g), scale_log2(Rule::kChanges ? 1.0f : float(shared_scale()[warp::lane()])) {}
 
     TILE_DEVICE int warp_row() const { return group * 64 + ptx::just_in_time(threadIdx.x) / 32 % 4 * 16; }
     TILE_DEVICE int row_of(const WorkTile& tile, int h) const { return tile.row + warp_row() + warp::fragment_row(h); }
@@ -53,7 +53,7 @@ struct Consumer {
         const Span full = full_blocks<kTileKv, kPack>(args, tile, tile.row + group * 64);
         full_begin = full.begin;
         full_end = full.end;
-        if constexpr (kFp8 && !kScored) scale_log2 = args.scores.scale_log2 * tile.descale_qk;
+        if constexpr (kFp8 && !Rule::kChanges) scale_log2 = args.scores.scale_log2 * tile.descale_qk;
         if constexpr (kQInRegisters)
 #pragma unroll
             for (int step = 0; step < kHeadDim / kStepDepth; step++) warp::load_a(rQ[step], q_panel(q_turn.stage, step / 4), warp_row(), step % 4);
@@ -101,17 +101,11 @@ struct Consumer {
 
     // S into logits of base 2: soft-capped, with ALiBi's bias
     TILE_DEVICE void score(float (&s)[kTileKv / 2]) const {
-        if constexpr (kScored) {
+        if constexpr (Rule::kChanges) {
             const float descale = kFp8 ? WorkTile(tile_of_stage()[q_turn.stage]).descale_qk : 1.0f;
-            const float in = args.scores.first_factor<kSoftcap>() * descale;
-            if constexpr (kSoftcap) {
-                warp::softcap(s, args.scores, in);
-            } else {
-                const float both[2] = {in, in};
-                warp::scale_rows(s, both);
-            }
+            Rule::apply(s, args.scores, Rule::first_factor(args.scores) * descale);
         }
-        if constexpr (kAlibi) {
+        if constexpr (Rule::kAlibi) {
             const WorkTile tile = tile_of_stage()[q_turn.stage];
 #pragma unroll
             for (int h = 0; h < 2; h++) {

@@ -21,7 +21,6 @@ constexpr int kOPanels = (kHeadDim + kPanel - 1) / kPanel;
 constexpr int common_divisor(int a, int b) { return b == 0 ? a : common_divisor(b, a % b); }
 constexpr int kPage = kPageSize ? kPageSize : 1;
 constexpr int kBoxRows = kPageSize ? common_divisor(kPageSize, kTileKv) : kTileKv, kBoxes = kTileKv / kBoxRows;
-constexpr bool kScored = kSoftcap || kAlibi || kScaled;  // scores are turned into base-2 logits before the softmax
 constexpr int kTurnBarrier = 1, kGroupBarrier = 5, kLoaderBarrier = 9;  // named barriers: of each consumer; of the loaders
 
 // Where the next Q has a stage of its own, O goes out through shared memory: the stage of the Q it came from, or, twice as large as

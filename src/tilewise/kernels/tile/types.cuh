@@ -55,3 +55,6 @@ struct alignas(64) TensorMap {
 // Scores are exponentiated in base 2.
 constexpr float kLog2e = 1.4426950408889634f;
 constexpr float kLn2 = 0.6931471805599453f;
+
+// What a kernel does to scores, as a constant of its specialisation: common/scores.cuh.
+template <bool... kFlags> struct ScoreRule;
