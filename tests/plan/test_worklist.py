@@ -162,6 +162,20 @@ def test_chains_of_tile_items_are_one_state(fanouts: list[int], pages: list[int]
     check_items(listed, plan, lists, lengths, 16)
 
 
+@pytest.mark.parametrize("tiles", [False, True])
+def test_pieces_of_a_node_that_begins_between_two_tiles(tiles: bool) -> None:
+    """The nodes of the second level begin at token 48. Their first piece ends at a multiple of 64."""
+    lists = tree_lists([1, 2, 8], [3, 20, 1])
+    lengths = [len(x) * 16 for x in lists]
+    plan = make_plan(lists, lengths)
+    splitting = Splitting(shared=64)
+    listed = work_list(plan, lists, lengths, 16, Shape(8, 2, 99, tiles, chunk=32), splitting=splitting)
+    found = words(listed.tile_items if tiles else listed.items)
+    begins = {item[Word.START] for item in found if not item[Word.KIND] & OWN}
+    assert begins == {0, 48, *range(64 if tiles else 96, 368, 64)}
+    check_items(listed, plan, lists, lengths, 32)
+
+
 def in_callers_order(listed: WorkList) -> list[int]:
     capacity = np.zeros_like(listed.capacity)
     capacity[listed.order] = listed.capacity
