@@ -161,9 +161,10 @@ def test_the_planner_compares_whole_plans() -> None:
     assert not shared(replace(FREE, floor_us=2561.0))
 
 
-def test_the_widest_node_counts_and_all_savings_add_up() -> None:
+@pytest.mark.parametrize("groups", [(2, 6), (6, 2)])
+def test_the_widest_node_counts_and_all_savings_add_up(groups: tuple[int, int]) -> None:
     """Groups of 2 and of 6 sequences, 4 pages of 4 tokens each: 160 µs per reading of a node."""
-    lists = [*tree_lists([1, 2], [4, 1]), *(x + 1000 for x in tree_lists([1, 6], [4, 1]))]
+    lists = [*tree_lists([1, groups[0]], [4, 1]), *(x + 200 for x in tree_lists([1, groups[1]], [4, 1]))]
     lengths = [20] * 8
 
     def nodes(cost: CostModel) -> int:

@@ -94,6 +94,12 @@ def test_a_node_below_the_root_begins_where_the_root_ends() -> None:
     assert plan.keys == (12 + 2 * 8 + 4 * 4,)
 
 
+def test_forks_store_their_common_tokens_once() -> None:
+    lists = [np.array([7, 8, 9], np.int32)] * 3
+    assert make_plan(lists, [9, 9, 9], 4).stored_tokens == 9
+    assert make_plan(lists, [12, 12, 12], 4, share=False).stored_tokens == 12
+
+
 def test_a_root_without_pages_shares_nothing() -> None:
     lists = [*tree_lists([1, 2], [3, 1]), *(x + 50 for x in tree_lists([1, 2], [2, 1]))]
     plan = make_plan(lists, [16, 16, 12, 12], 4)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from tree_cases import make_plan, random_lists, tree_lists
 
-from tilewise.plan import DecodePlan
+from tilewise.plan import DecodePlan, PagedTiles
 from tilewise.plan.items import ALL_SEE, GOES_ON, OWN, Word
 from tilewise.plan.tiles import Ints
 from tilewise.plan.worklist import FAR, Shape, Splitting, WorkList, uses_tiles, work_list
@@ -43,10 +43,13 @@ def check_items(listed: WorkList, plan: DecodePlan, lists: list[Ints], lengths: 
     size, most = listed.page_size, max(length, default=0) + 1
     met = np.zeros((len(length), heads, each, most), np.int64)
     written: dict[tuple[int, ...], int] = {}
-    for item in words(listed.items) + words(listed.tile_items):
+    starts = {tile.start for tile in plan.work if isinstance(tile, PagedTiles)} | {*plan.lengths}
+    streamed = [(item, False) for item in words(listed.items)]
+    for item, tile in streamed + [(item, True) for item in words(listed.tile_items)]:
         table, own, kind = item[Word.TABLE], item[Word.KIND] & OWN, item[Word.KIND]
         head, caller = item[Word.CALLER_HEAD] & 0xFFF, item[Word.CALLER_HEAD] >> 12
         assert caller == plan.order[item[Word.SEQUENCE]]
+        assert item[Word.START] in starts or item[Word.START] % (64 if tile else chunk) == 0
         start, stop = item[Word.START], item[Word.STOP]
         if own:
             start = max(start, length[table] - tokens - left)
@@ -125,6 +128,7 @@ def test_any_list_before_and_after_growing(seed: int) -> None:
     lists, lengths = random_lists(rng, page_size)
     window = None if rng.random() < 0.6 else (int(rng.choice([0, 20, 70])), 0)
     options: dict[str, Any] = {"tokens_per_seq": int(rng.choice([1, 1, 3])), "window": window, "room": room}
+    options["shortest_run"] = int(rng.choice([0, 0, page_size]))  # plans for a CPU have several ranges per sequence
     plan = make_plan(lists, lengths, page_size, heads=(int(rng.choice([4, 8])), 2), **options)
     shape = Shape(8, 2, int(rng.choice([3, 9])), bool(rng.random() < 0.6), joiners=2, chunk=int(rng.choice([16, 32])))
     splitting = [SMALL, None, Splitting(pieces=((40, 16), (FAR, 64)), whole=False, tile_rows=24)][seed % 3]
@@ -142,6 +146,34 @@ def test_any_list_before_and_after_growing(seed: int) -> None:
         ]
         listed.grow(lengths, lists)
         check_items(listed, plan, lists, lengths, shape.chunk)
+
+
+@pytest.mark.parametrize(
+    ("fanouts", "pages", "heads"),
+    [([1, 2, 32], [8, 4, 1], (8, 2)), ([1, 3, 16], [8, 4, 1], (8, 1)), ([1, 2, 2, 20], [6, 4, 4, 2], (16, 1))],
+)
+def test_chains_of_tile_items_are_one_state(fanouts: list[int], pages: list[int], heads: tuple[int, int]) -> None:
+    lists = tree_lists(fanouts, pages)
+    lengths = [len(x) * 16 for x in lists]
+    plan = make_plan(lists, lengths, heads=heads, room=20)
+    listed = work_list(plan, lists, lengths, 16, Shape(8, 4, 9, True, joiners=2), room=20)
+    assert (listed.tile_items[..., Word.KIND] & GOES_ON).any()
+    check_scratch(listed)
+    check_items(listed, plan, lists, lengths, 16)
+
+
+@pytest.mark.parametrize("tiles", [False, True])
+def test_pieces_of_a_node_that_begins_between_two_tiles(tiles: bool) -> None:
+    """The nodes of the second level begin at token 48. Their first piece ends at a multiple of 64."""
+    lists = tree_lists([1, 2, 8], [3, 20, 1])
+    lengths = [len(x) * 16 for x in lists]
+    plan = make_plan(lists, lengths)
+    splitting = Splitting(shared=64)
+    listed = work_list(plan, lists, lengths, 16, Shape(8, 2, 99, tiles, chunk=32), splitting=splitting)
+    found = words(listed.tile_items if tiles else listed.items)
+    begins = {item[Word.START] for item in found if not item[Word.KIND] & OWN}
+    assert begins == {0, 48, *range(64 if tiles else 96, 368, 64)}
+    check_items(listed, plan, lists, lengths, 32)
 
 
 def in_callers_order(listed: WorkList) -> list[int]:
@@ -193,21 +225,45 @@ def test_only_the_lists_of_sequences_with_new_pages_are_read() -> None:
         listed.grow([33, 33], {0: lists[0]})  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("chunk", [16, 32])
 @pytest.mark.parametrize("whole", [False, True])
-def test_room_changes_neither_pieces_nor_what_is_computed_now(whole: bool) -> None:
+def test_room_changes_neither_pieces_nor_what_is_computed_now(whole: bool, chunk: int) -> None:
     lists = [np.arange(16, dtype=np.int32), np.arange(20, 37, dtype=np.int32)]
     lengths = [256, 257]  # one piece of 256; five pieces of 64
     plan = make_plan(lists, lengths)
     splitting = Splitting(whole=whole)
     tight, roomy = (
-        work_list(plan, lists, lengths, 16, Shape(8, 4, 4, False), splitting=splitting, room=room) for room in (0, 700)
+        work_list(plan, lists, lengths, 16, Shape(8, 4, 4, False, chunk=chunk), splitting=splitting, room=room)
+        for room in (0, 700)
     )
     assert tight.states[:, 1:].tolist() == roomy.states[:, 1:].tolist()
     assert tight.states[:, 3].tolist() == ([FAR, FAR] if whole else [256, 64])
     folds = {item[Word.STATE_FOLD] & 0xFFFF for item in words(roomy.items)}
-    assert folds == ({16, 4} if whole else {0})
+    assert folds == ({256 // chunk, 64 // chunk} if whole else {0})
     for listed in (tight, roomy):
-        check_items(listed, plan, lists, lengths, 16)
+        check_items(listed, plan, lists, lengths, chunk)
+
+
+@pytest.mark.parametrize("options", [{"window": (300, 0)}, {"shortest_run": 16}])
+def test_only_the_last_of_a_sequence_s_ranges_grows(options: dict[str, Any]) -> None:
+    """With a window, the shorter sequence has tokens of its own before and after the node; with pages in three runs, it
+    has three ranges after it."""
+    lists = tree_lists([1, 2], [20, 10])
+    lists = [np.append(x[:23], x[23:] + 7 * (np.arange(7) // 3 + 1)).astype(np.int32) for x in lists]
+    lengths = [420, 480]
+    plan = make_plan(lists, lengths, **options, room=40)
+    splitting = Splitting(pieces=((FAR, 16),), whole=False)
+    listed = work_list(plan, lists, lengths, 16, Shape(8, 2, 5, False), splitting=splitting, room=40)
+    own = {item[Word.START] for item in words(listed.items) if item[Word.KIND] & OWN and item[Word.TABLE] == 0}
+    assert len(own) > 2
+    check_scratch(listed)
+    for grown in (0, 1, 40):
+        now = [n + grown for n in lengths]
+        more = [
+            np.append(x, np.arange(900, 905, dtype=np.int32))[: -(-n // 16)] for x, n in zip(lists, now, strict=True)
+        ]
+        listed.grow(now, more)
+        check_items(listed, plan, more, now, 16)
 
 
 def test_a_sequence_that_ends_with_a_node_gets_an_item_that_grows() -> None:

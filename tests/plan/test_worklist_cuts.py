@@ -44,23 +44,24 @@ def test_pieces_begin_with_a_chunk_and_are_at_least_one() -> None:
     assert (cut.size.tolist(), cut.begin.tolist(), cut.parts.tolist()) == ([32], [32], [4])
     cut = cutter(pieces=((60, 64), (FAR, 16)), whole=False).cut_own(own)
     assert (cut.size.tolist(), cut.begin.tolist(), cut.parts.tolist()) == ([64], [32], [2])
-    empty = Own(*(np.array([x]) for x in (0, 40, 40, 40)))
+    empty = Own(*(np.array([x]) for x in (0, 48, 48, 48)))
     assert cutter(whole=False).cut_own(empty).parts.tolist() == [1]
 
 
 @pytest.mark.parametrize("heads", [1, 2])
 @pytest.mark.parametrize("rows_each", [8, 9])
-def test_long_ranges_are_whole_only_if_there_are_enough_of_them(heads: int, rows_each: int) -> None:
+@pytest.mark.parametrize(("chunks", "size"), [(1024, 1024), (64, 64)])
+def test_ranges_are_whole_only_if_there_are_enough_of_them(heads: int, rows_each: int, chunks: int, size: int) -> None:
     """One range of 16384 tokens over 528 warps is cut, as many as there are warps are whole; the constants say where it
     changes. Every KV head, and every eight rows, take a range once more."""
-    chunks, pieces, warps = 1024, 16, 528
+    pieces, warps = 16, 528
     cut_cost = chunks + pieces * (ITEM_CHUNKS + STATE_CHUNKS)  # per range
     fewest = (chunks + ITEM_CHUNKS) / SPRINT / (cut_cost / warps)  # items with which cutting is no faster any more
     times = heads * -(-rows_each // 8)
     cuts = cutter(heads=heads, rows_each=rows_each, longest=DEEP_CHUNKS)
     for ranges in (1, int(fewest / times), int(fewest / times) + 1, warps):
-        cut = cuts.cut_own(own_ranges([16384] * ranges))
-        assert cut.size.tolist() == [1024] * ranges
+        cut = cuts.cut_own(own_ranges([16 * chunks] * ranges))
+        assert cut.size.tolist() == [size] * ranges
         assert cut.whole.tolist() == [ranges * times >= fewest] * ranges
         assert cut.parts.tolist() == [1 if ranges * times >= fewest else pieces] * ranges
     assert 1 < fewest / times < warps - 1, "the case is between the two"

@@ -12,20 +12,22 @@ from dataclasses import dataclass
 
 import numpy as np
 
-# ---- the work list, measured on an H200 with bfloat16, head_dim 128 and pages of 16 tokens --------------------------
+# ---- the work list, on an H200 with bfloat16, head_dim 128 and pages of 16 tokens -----------------------------------
 
 # In chunks: what a warp spends on an item besides its tokens. Clocks inside the kernel: 1280 cycles before the first
 # chunk of an item and 1410 after its last.
 ITEM_CHUNKS = 1.0
-# In chunks: what it costs to write a partial state to scratch and to read it again for merging.
+# In chunks: what it costs to write a partial state to scratch and to read it again for merging. Measured; the lab
+# notes do not say how.
 STATE_CHUNKS = 0.5
-# In chunks of a streaming warp: what one step of a tile item (64 tokens) takes.
+# In chunks of a streaming warp: what one step of a tile item (64 tokens) takes. An estimate, not measured by itself.
 STEP_CHUNKS = 1.0
 # Ratio: how much faster than with an even share of the bandwidth one warp streams while the other warps are idle. 512
 # warps with one sequence of 4096 tokens each are as fast as 1056 warps with pieces of such sequences.
 SPRINT = 3.5
 # Ratio: tile items of a parent node and of its child that have the same rows may form a chain, which saves one state
-# but keeps both items in the same block. The longest chain, in tokens, as a multiple of an even share per block.
+# but keeps both items in the same block. The longest chain, in tokens, as a multiple of an even share per block: an
+# estimate, not measured by itself.
 CHAIN_SHARE = 1.25
 # In chunks: the candidates for the longest own range that one warp takes whole; Shape.longest is the last candidate.
 WHOLE_LIMITS = (0, 64, 128, 256, 512)

@@ -125,13 +125,13 @@ class _Batch:
 
     def left_over(self, length: int, shared: Sequence[Range]) -> list[Range]:
         """The token ranges of a sequence of `length` tokens that some row of it sees and that are in none of the shared
-        ranges, which ascend."""
+        ranges. Those ascend, and all rows see all of them."""
         at = 0 if self.left is None else max(0, length - self.tokens_per_seq - self.left)
         ranges = []
         for start, stop in shared:
             if start > at:
                 ranges.append((at, start))
-            at = max(at, stop)
+            at = stop
         if length > at:
             ranges.append((at, length))
         return ranges
