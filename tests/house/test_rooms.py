@@ -1,4 +1,4 @@
-"""What the architecture promises beside the direction of imports (pyproject.toml, import-linter): one place per concern."""
+"""What the architecture promises beside the direction of imports, which import-linter holds: one place per concern."""
 
 from __future__ import annotations
 

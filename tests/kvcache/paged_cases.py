@@ -41,7 +41,7 @@ def snapshot(cache: PagedKVCache) -> dict[str, Any]:
         "refs": pool.refs.tolist(),
         "fill": pool.fill.tolist(),
         "generation": pool.generation.tolist(),
-        "written": cache._written.tobytes(),
+        "written": cache._written.bits.tobytes(),
         "bytes": [t.cpu()[:, used].reshape(-1).view(torch.uint8).numpy().tobytes() for t in (*cache._k, *cache._v)],
     }
 

@@ -11,7 +11,7 @@ from paged_cases import check_pages
 from paged_cases import snapshot as cache_snapshot
 
 from tilewise.kvcache import PagedKVCache, PrefixCache, Slots
-from tilewise.kvcache.prefix import _Node
+from tilewise.kvcache.tree import Node
 
 LAYERS = 2
 
@@ -56,7 +56,7 @@ def check_contents(prefix: PrefixCache, seq: int) -> None:
         assert torch.equal(v, want + 1)
 
 
-def tree_of(node: _Node) -> list[Any]:
+def tree_of(node: Node) -> list[Any]:
     below = [tree_of(node.children[key]) for key in node.keys]
     return [
         node.start,
@@ -105,7 +105,7 @@ def check_tree(prefix: PrefixCache) -> None:
             assert live.anchor is node
             assert node.end == live.complete // size * size
             path: list[int] = []
-            above: _Node | None = node
+            above: Node | None = node
             while above is not None:
                 path = above.tokens.tolist() + path
                 above = above.parent

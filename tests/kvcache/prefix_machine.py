@@ -9,7 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from prefix_cases import LAYERS, check_tree, empty_out, longest_common, make, rows, snapshot, write
 
 from tilewise.kvcache import OutOfPages, Slots
-from tilewise.kvcache.prefix import _Node
+from tilewise.kvcache.tree import Node
 
 
 class PrefixCacheMachine(RuleBasedStateMachine):
@@ -28,7 +28,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         """Recompute what is complete from the slots, as the tree must have noticed by itself."""
         tokens = self.prefix.tokens(seq)
         cache = self.prefix.cache
-        written = (cache._written == cache._all_layers).all(-1)  # (pages, page_size), over the layers
+        written = (cache._written.bits == cache._written.every_layer).all(-1)  # (pages, page_size), over the layers
         pages, size = self.prefix.cache.page_list(seq), self.prefix.cache.page_size
         n = 0
         while n < len(tokens) and written[pages[n // size], n % size]:
@@ -66,7 +66,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         """Pages of nodes with nothing alive at or below them."""
         pages: set[int] = set()
 
-        def visit(node: _Node) -> bool:
+        def visit(node: Node) -> bool:
             below = [visit(child) for child in node.children.values()]
             idle = not node.live and all(below)
             if idle:

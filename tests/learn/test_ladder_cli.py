@@ -10,7 +10,7 @@ import torch
 from cli_cases import assert_one_line_and_hint
 
 from tilewise import compiler
-from tilewise.bench import ladder_commands, peers, rungs, tables
+from tilewise.bench import ladder_commands, ladder_tables, peers, rungs, tables
 from tilewise.gpu import append, decode_kernels, prefill
 from tilewise.learn import ladder
 
@@ -181,10 +181,10 @@ def test_times_and_ratios(monkeypatch, tmp_path):
     assert sdpa.peer
     console = tables.console()
     with console.capture() as text:
-        console.print(ladder_commands._times_table(rows, shape, "a card"))
+        console.print(ladder_tables.times_table(rows, shape, "a card"))
     assert "The ladder on a card: 20 tokens, 2 heads, D 32, float32, causal" in text.get()
     assert "× before" in text.get()
-    ladder_commands._draw(rows, shape, tmp_path / "ladder.png")
+    ladder_tables.draw(rows, shape, tmp_path / "ladder.png")
     assert (tmp_path / "ladder.png").stat().st_size > 1000
     assert ladder_commands._record(first, shape)["median_ms"] == first.timing.median * 1e3
 

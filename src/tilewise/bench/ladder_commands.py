@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .commands import usage
+from .ladder_tables import counters_table, draw, plain_table, times_table, used_share
+from .options import usage
 
 if TYPE_CHECKING:
     from rich.table import Table
 
     from tilewise.compiler import ResourceRow
     from tilewise.compiler.spec import KernelSpec
-    from tilewise.emulator import Counters
 
     from .rungs import Row, Shape, Step
 
@@ -96,13 +96,13 @@ def ladder(
             rows = rungs.measure(chosen, shape, device, loops, before)
             notes.append(f"host cost of a planned launch: {rungs.launch_cost(device):.1f} µs")
     if plot is not None:
-        _draw(rows, shape, plot)
+        draw(rows, shape, plot)
         notes.append(f"drew {plot}")
     if json:
         typer.echo(jsonlib.dumps([_record(row, shape) for row in rows], indent=1))
     else:
         out = tables.console()
-        out.print(_counters_table(rows, shape) if counted else _times_table(rows, shape, torch.cuda.get_device_name()))
+        out.print(counters_table(rows, shape) if counted else times_table(rows, shape, torch.cuda.get_device_name()))
         for line in [*_notes(rows, rungs.INT8_ROWS), *(_ideas(rows) if rung else []), *notes]:
             out.print(line, style="dim", soft_wrap=True, markup=False)
     if any(row.status in (WRONG, FAILED) for row in rows):
@@ -135,7 +135,7 @@ def _record(row: Row, shape: Shape) -> dict[str, Any]:
         made |= {
             **asdict(counted),
             "sectors_per_request": counted.sectors_per_request,
-            "sectors_used": _used(counted),
+            "sectors_used": used_share(counted),
             "bank_conflicts": counted.bank_conflicts,
             "matrix_conflicts": counted.matrix_conflicts,
         }
@@ -152,164 +152,6 @@ def _notes(rows: Sequence[Row], int8_rows: Sequence[str]) -> list[str]:
 
 def _ideas(rows: Sequence[Row]) -> list[str]:
     return [f"{row.name}: {row.idea}" for row in rows if row.idea]
-
-
-def _table(title: str, left: Sequence[str], right: Sequence[str]) -> Table:
-    from rich import box
-    from rich.table import Table
-
-    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for name in left:
-        table.add_column(name, no_wrap=True)
-    for name in right:
-        table.add_column(name, justify="right", overflow="fold")
-    return table
-
-
-def _what(row: Row, shape: Shape) -> list[Any]:
-    """Name, dtype, head dimension and verdict; what is not as asked for stands out."""
-    from rich.text import Text
-
-    styles = {"ok": "", "skipped": "dim", "failed": "yellow", "WRONG": "bold red"}
-    return [
-        Text(row.name, style="dim" if row.peer else ""),
-        Text(row.dtype, style="" if row.dtype == shape.dtype else "yellow"),
-        Text(str(row.hdim), style="" if row.hdim == shape.hdim else "yellow"),
-        Text("–" if row.peer else row.status, style=styles[row.status]),
-    ]
-
-
-def _times_table(rows: Sequence[Row], shape: Shape, where: str) -> Table:
-    columns = ("median ms", "p20–p80", "TFLOP/s", "× before", "× SDPA", "× FA2")
-    title = f"The ladder on {where}: {shape.title}"
-    table = _table(title, ("rung", "dtype", "D", "check"), columns)
-    for i, row in enumerate(rows):
-        if i and (row.peer, row.line) != (rows[i - 1].peer, rows[i - 1].line):
-            table.add_section()  # another story: nothing here is compared with the rung above
-        cells = [""] * 6
-        if row.timing is not None:
-            t = row.timing
-            ratios = (row.over_previous, row.over_sdpa, row.over_fa2)
-            cells = [_digits(t.median * 1e3), f"{_digits(t.p20 * 1e3)}–{_digits(t.p80 * 1e3)}", _digits(row.tflops),
-                     *("" if x is None else f"{_digits(x)}×" for x in ratios)]  # fmt: skip
-        table.add_row(*_what(row, shape), *cells)
-    return table
-
-
-def _counters_table(rows: Sequence[Row], shape: Shape) -> Table:
-    columns = ("sectors\n/request", "sectors\nused", "bank\nconflicts", "ldmatrix\nconflicts", "tensor\nMFLOP",
-               "scalar\nMFLOP", "exps", "global\nKB", "async\nKB", "barriers")  # fmt: skip
-    table = _table(f"The ladder in the emulator: {shape.title}", ("rung", "dtype", "D", "check"), columns)
-    for row in rows:
-        cells = [""] * len(columns)
-        if (c := row.counters) is not None:
-            cells = [
-                f"{c.sectors_per_request:.1f}", f"{_used(c):.0%}", _short(c.bank_conflicts), _short(c.matrix_conflicts),
-                _digits(c.tensor_flops / 1e6), _digits(c.scalar_flops / 1e6), _short(c.exponentials),
-                _digits(c.global_bytes / 1024), _digits(c.async_bytes / 1024), _short(c.barriers),
-            ]  # fmt: skip
-        table.add_row(*_what(row, shape), *cells)
-    return table
-
-
-def _used(c: Counters) -> float:
-    """The share of the bytes moved from and to global memory that was asked for.
-
-    Sectors of a request alone do not tell: 16 bytes a thread are 16 sectors a warp, and all of them are needed.
-    """
-    # Threads that read the same address are counted one by one, hence the limit.
-    return min(1.0, c.global_bytes / (32 * c.global_sectors)) if c.global_sectors else 0.0
-
-
-def _short(number: int) -> str:
-    """A count: exact while it is short."""
-    return (
-        f"{number:,}"
-        if number < 100_000
-        else f"{number / 1e3:,.0f}k"
-        if number < 10_000_000
-        else f"{number / 1e6:,.0f}M"
-    )
-
-
-def _digits(value: float | None) -> str:
-    """Three digits, without scientific notation."""
-    if value is None:
-        return ""
-    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}" if value >= 0.001 or not value else f"{value:.4f}"
-
-
-# ---- pictures ---------------------------------------------------------------------------------------------------
-
-BLUE, RED, GREY = "#0b5394", "#cc4125", "#666666"
-
-
-def _draw(rows: Sequence[Row], shape: Shape, path: Path) -> None:
-    from matplotlib.figure import Figure  # slow to import, and only drawing needs it
-
-    shown = [row for row in rows if row.timing is not None or row.counters is not None]
-    ours = [row for row in shown if not row.peer]
-    height = 1.6 + 0.3 * max(1, len(ours))
-    if any(row.counters for row in ours):
-        figure = Figure(figsize=(15, 2 * height), layout="constrained")
-        for axes, (title, parts) in zip(figure.subplots(2, 3).flat, _panels(ours).items(), strict=True):
-            _bars(axes, ours, title, parts)
-    else:
-        figure = Figure(figsize=(9, height + 0.6), layout="constrained")
-        axes = figure.subplots()
-        _bars(axes, ours, "TFLOP/s", {"": [row.tflops or 0.0 for row in ours]})
-        for row, place in zip(ours, range(len(ours)), strict=True):
-            assert row.timing is not None
-            axes.annotate(
-                f" {_digits(row.timing.median * 1e3)} ms", (row.tflops or 0.0, place), va="center", fontsize=8
-            )
-        dashes = {"torch SDPA": "--", "torch FA2": ":"}
-        for row in shown:
-            if row.peer and row.dtype == shape.dtype:
-                axes.axvline(
-                    row.tflops or 0.0, color=GREY, linestyle=dashes[row.name], label=f"{row.name}, {row.dtype}"
-                )
-        if axes.get_legend_handles_labels()[0]:
-            axes.legend(fontsize=8)
-    figure.suptitle(f"The ladder: {shape.title}", fontsize=11)
-    figure.savefig(path, dpi=120)
-
-
-def _panels(rows: Sequence[Row]) -> dict[str, dict[str, list[float]]]:
-    """Title -> what is stacked in it, a value a rung."""
-    counted = [row.counters for row in rows if row.counters is not None]
-    return {
-        "32-byte sectors moved, % used": {"": [100 * _used(c) for c in counted]},
-        "bank conflicts": {
-            "shared memory": [c.bank_conflicts for c in counted],
-            "ldmatrix": [c.matrix_conflicts for c in counted],
-        },
-        "MFLOP": {
-            "tensor": [c.tensor_flops / 1e6 for c in counted],
-            "scalar": [c.scalar_flops / 1e6 for c in counted],
-        },
-        "exponentials": {"": [c.exponentials for c in counted]},
-        "global memory, KB": {
-            "loads and stores": [c.global_bytes / 1024 for c in counted],
-            "asynchronous": [c.async_bytes / 1024 for c in counted],
-        },
-        "barriers": {"": [c.barriers for c in counted]},
-    }
-
-
-def _bars(axes: Any, rows: Sequence[Row], title: str, parts: dict[str, list[float]]) -> None:
-    left = [0.0] * len(rows)
-    for (name, values), color in zip(parts.items(), (BLUE, RED), strict=False):
-        axes.barh(range(len(rows)), values, left=left, color=color, label=name)
-        left = [a + b for a, b in zip(left, values, strict=True)]
-    axes.set_yticks(range(len(rows)), [row.name for row in rows], fontsize=8)
-    axes.invert_yaxis()
-    axes.set_title(title, fontsize=10)
-    if title == "bank conflicts":  # from none to millions, and none is the point
-        axes.set_xscale("symlog", linthresh=100)
-    axes.grid(True, axis="x", alpha=0.3)
-    if len(parts) > 1:
-        axes.legend(fontsize=8)
 
 
 # ---- ncu --------------------------------------------------------------------------------------------------------
@@ -473,7 +315,7 @@ def _resource_table(wanted: Sequence[KernelSpec], rows: Sequence[ResourceRow]) -
     from rich.text import Text
 
     columns = ("threads", "registers", "spill B", "stack B", "shared KB", "blocks/SM", "occupancy", "compile s")
-    table = _table("Kernels, as ptxas sees them", ("kernel", "element", "D", "arch"), columns)
+    table = plain_table("Kernels, as ptxas sees them", ("kernel", "element", "D", "arch"), columns)
     table.add_column("", no_wrap=True)
     before = None
     for spec, row in zip(wanted, rows, strict=True):

@@ -22,7 +22,7 @@ from tilewise.kvcache import storage
 from tilewise.kvcache.pool import CacheStats, Ints, PagePool, Pages
 from tilewise.kvcache.rotary import Rotary
 from tilewise.kvcache.sequences import Sequences, check_counts, check_seqs
-from tilewise.kvcache.slots import Places, Slots, upload
+from tilewise.kvcache.slots import Places, Slots, check_into, check_slots, upload
 
 _serials = itertools.count()
 
@@ -104,11 +104,7 @@ class PagedKVCache:
         self._managed: set[int] = set()  # those that a PrefixCache made: it alone may grow, fork and end them
         self._next_seq = 0
         self.pool = PagePool(self.num_pages)
-        # Which layers each token of the pages was given, a bit a layer. Means something only for tokens that a
-        # sequence has.
-        layers, words = self.num_layers, -(-self.num_layers // 64)
-        self._all_layers = np.array([2 ** min(64, layers - 64 * w) - 1 for w in range(words)], np.uint64)
-        self._written = np.zeros((self.num_pages, self.page_size, words), np.uint64)
+        self._written = storage.Written(self.num_pages, self.page_size, self.num_layers)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -136,27 +132,13 @@ class PagedKVCache:
         cache.format = KVFormat({dtype: name for name, dtype in PLAIN.items()}[k_pages.dtype], cache.head_dim)
         cache._k, cache._v = [k_pages.detach().unsqueeze(0)], [v_pages.detach().unsqueeze(0)]
         cache._start_empty()
-        for seq, (row, length) in enumerate(zip(page_table.cpu().numpy(), lengths.tolist(), strict=True)):
-            room = len(row) * cache.page_size
-            if not 0 <= length <= room:
-                raise ValueError(
-                    f"lengths[{seq}] must be between 0 and {room}, what page_table has room for, got {length}"
-                )
-            used = row[: -(-length // cache.page_size)]
-            if len(used) and (used.min() < 0 or used.max() >= cache.num_pages):
-                raise ValueError(
-                    f"page_table[{seq}] must name pages 0 to {cache.num_pages - 1} in its first {len(used)} entries, "
-                    f"got {used.min()} to {used.max()}"
-                )
-            if len(np.unique(used)) != len(used):
-                raise ValueError(f"page_table[{seq}] names a page twice; one page cannot hold two places of a sequence")
-            pages = used.astype(np.int32)
+        for pages, length in storage.foreign_lists(page_table, lengths, cache.num_pages, cache.page_size):
             cache.pool.retain(pages)
             cache.adopt(pages, length)
             fill = np.full(len(pages), cache.page_size, np.int32)
             fill[-1:] -= len(pages) * cache.page_size - length
             cache.pool.fill[pages] = np.maximum(cache.pool.fill[pages], fill)
-        cache._written[..., 0] = np.arange(cache.page_size) < cache.pool.fill[:, None]
+        cache._written.bits[..., 0] = np.arange(cache.page_size) < cache.pool.fill[:, None]
         return cache
 
     # What a sequence is.
@@ -239,7 +221,7 @@ class PagedKVCache:
         counts, more = check_counts(counts, len(seqs))
         self.check_writable()
         if into is not None:
-            self._check_into(into, sum(counts))
+            check_into(into, self, sum(counts))
         if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise RuntimeError("extend() within a graph capture: its places would be the same in every replay")
         size, starts, last = self.page_size, self._sequences.lengths[rows], self._sequences.last[rows]
@@ -257,7 +239,7 @@ class PagedKVCache:
                 copies[i] = self.pool.refs[page] - leaving.get(page, 0) > 1
                 if copies[i]:
                     leaving[page] = leaving.get(page, 0) + 1
-                    if (self._written[page, : size - room[i]] != self._all_layers).any():
+                    if not self._written.in_every_layer(page, size - int(room[i])):
                         raise ValueError(
                             f"sequence {seqs[i]} shares its last page, which must be copied before it grows, but "
                             "tokens in it are reserved and not yet written; write them for every layer first"
@@ -294,7 +276,7 @@ class PagedKVCache:
             grown = counts > 0
             self.pool.fill[last[grown]] = (starts[grown] + counts[grown] - 1) % size + 1
 
-        self._written.reshape(-1, self._written.shape[2])[index] = 0
+        self._written.forget(index)
         sequences.lengths[rows] = starts + counts
         if places is not None:
             places.fill(positions, index)
@@ -328,9 +310,7 @@ class PagedKVCache:
         for the sequences that share them. On a card all this is one launch, and the last strides must be 1.
         """
         layer = self._check_layer(layer)
-        if not isinstance(slots, Slots):
-            raise TypeError(f"slots must be a Slots from extend(), got {type(slots).__name__}")
-        self._check_not_stale(slots, layer)
+        check_slots(slots, self, layer)
         self.check_writable()
         shape = (len(slots), self.num_kv_heads, self.head_dim)
         dense = self._by_kernel
@@ -358,19 +338,15 @@ class PagedKVCache:
             for parts, x in zip(self.parts(layer), (k, v), strict=True):
                 for stored, part in zip(parts, self.format.encode(x.detach()), strict=True):
                     storage.as_bytes(stored).flatten(0, 1).index_copy_(0, slots.index, storage.as_bytes(part))
-        self._written.reshape(-1, self._written.shape[2])[slots.host_index, layer // 64] |= _bit(layer)
+        self._written.mark(slots.host_index, layer)
         if layer not in slots._layers:
-            slots._layers.add(layer)
-            self._tell_if_complete(slots)
+            slots.note_written([layer])
 
     def mark_written(self, slots: Slots) -> None:
         """Take note that every layer of the slots was written, by the replay of a graph that captured write()."""
-        if not isinstance(slots, Slots):
-            raise TypeError(f"slots must be a Slots from extend(), got {type(slots).__name__}")
-        self._check_not_stale(slots, 0)
-        self._written.reshape(-1, self._written.shape[2])[slots.host_index] = self._all_layers
-        slots._layers.update(range(self.num_layers))
-        self._tell_if_complete(slots)
+        check_slots(slots, self, 0)
+        self._written.mark_all(slots.host_index)
+        slots.note_written(range(self.num_layers))
 
     # Reading.
 
@@ -409,13 +385,7 @@ class PagedKVCache:
                 f"pages must be between 0 and {self.num_pages - 1}, got {touched.min()} to {touched.max()}"
             )
         rows = slice(start % size, start % size + stop - start)
-        # The same pages over and over need one look, and that of consecutive ones is without a copy.
-        lists = touched[:1] if len(touched) > 1 and (touched == touched[0]).all() else touched
-        one, count = len(lists) == 1 and touched.size, touched.shape[1]
-        consecutive = one and int(lists[0, -1]) - int(lists[0, 0]) == count - 1 and (np.diff(lists[0]) == 1).all()
-        looked_at = slice(int(lists[0, 0]), int(lists[0, 0]) + count) if consecutive else lists
-        written = self._written[looked_at, :, layer // 64] & _bit(layer)
-        if not written.reshape(len(lists), count * size)[:, rows].all():
+        if not self._written.has(layer, touched, rows):
             raise ValueError(
                 f"tokens {start} to {stop} are not all written in layer {layer}: write() them before reading"
             )
@@ -483,69 +453,15 @@ class PagedKVCache:
         return checks.integer("layer", layer, 0, self.num_layers - 1)
 
     def _check_rotary(self, rotary: Any, slots: Slots) -> Rotary | None:
-        if isinstance(rotary, tuple) and len(rotary) == 2:
-            rotary = Rotary(*rotary)
-        if rotary is None:
+        turn = Rotary.of(rotary)
+        if turn is None:
             return None
-        if not isinstance(rotary, Rotary):
-            raise TypeError(f"rotary must be a Rotary, a (cos, sin) tuple or None, got {type(rotary).__name__}")
-        checks.tensor("cos", rotary.cos, device=self.device)
-        if rotary.rot_dim > self.head_dim or slots.reach >= len(rotary.cos):
-            rotary.check(self.head_dim, slots.host_positions)
-        if self._by_kernel and rotary.cos.dtype != rotary.sin.dtype:  # the kernel knows one dtype of tables
-            return Rotary(rotary.cos.float(), rotary.sin.float(), rotary.interleaved)
-        return rotary
-
-    def _check_into(self, into: Any, tokens: int) -> None:
-        if not isinstance(into, Slots):
-            raise TypeError(f"into must be a Slots from extend(), got {type(into).__name__}")
-        if into._cache is not self:
-            raise ValueError("into belongs to another cache")
-        if not into.complete:
-            raise ValueError("into must be written in every layer first; mark_written() says that a graph has done so")
-        into._check_own_places()
-        if into._places is not None and tokens > into._places.tensor.shape[1]:
-            room = into._places.tensor.shape[1]
-            raise ValueError(f"into has room for {room} tokens, got {tokens}; extend() without it, and capture again")
-
-    def _check_not_stale(self, slots: Slots, layer: int) -> None:
-        if slots._cache is not self:
-            raise ValueError("slots belong to another cache; write them to the cache whose extend() made them")
-        slots._check_own_places()
-        if slots._losses[0] == self.pool.losses:
-            return
-        void = [seq for seq in slots.seqs if seq not in self._sequences.rows]
-        again = layer in slots._layers
-        # Forks may live on and wait for what a freed sequence reserved, so slots die with their pages, not with their
-        # sequence. To write again is another thing: the tokens must still belong to their sequences, in the same place.
-        moved = not void and self._moved(slots)
-        if (self.pool.generation[slots._pages] != slots._generations).any() or (again and (void or moved)):
-            why = (
-                f"sequence {void[0]} was freed"
-                if void
-                else "their sequence has copied its page since they were written"
-            )
-            raise ValueError(f"slots are stale: {why}; extend() again")
-        if not void and not moved:
-            slots._losses[0] = self.pool.losses
-
-    def _moved(self, slots: Slots) -> bool:
-        """Whether a page of the slots, whose sequences are alive, was replaced by copy-on-write."""
-        token = page = 0
-        for seq, count in zip(slots.seqs, slots.counts, strict=True):
-            start = int(slots.host_positions[token]) if count else 0
-            first, stop = start // self.page_size, -(-(start + count) // self.page_size)
-            now = self.page_list(seq)[first:stop]
-            if not np.array_equal(now, slots._pages[page : page + len(now)]):
-                return True
-            token, page = token + count, page + len(now)
-        return False
-
-    def _tell_if_complete(self, slots: Slots) -> None:
-        if slots.complete:
-            for tell in slots._when_complete:
-                tell()
-            slots._when_complete.clear()
+        checks.tensor("cos", turn.cos, device=self.device)
+        if turn.rot_dim > self.head_dim or slots.reach >= len(turn.cos):
+            turn.check(self.head_dim, slots.host_positions)
+        if self._by_kernel and turn.cos.dtype != turn.sin.dtype:  # the kernel knows one dtype of tables
+            return Rotary(turn.cos.float(), turn.sin.float(), turn.interleaved)
+        return turn
 
     def _take_pages(self, plan: ExtendPlan) -> None:
         """The new pages of an extend(), copies of shared last pages among them."""
@@ -566,12 +482,8 @@ class PagedKVCache:
         """Copy on write, for all layers at once: `new` become the last pages of the sequences."""
         old = self._sequences.last[rows]
         storage.copy_pages((*self._k, *self._v), old, new, by_kernel=self._by_kernel)
-        self._written[new] = self._written[old]
+        self._written.copy_pages(old, new)
         self.pool.fill[new] = self._sequences.lengths[rows] % self.page_size
         np.subtract.at(self.pool.refs, old, 1)  # others hold them still
         self.pool.losses += 1
         self._sequences.replace_last(rows, new)
-
-
-def _bit(layer: int) -> np.uint64:
-    return np.uint64(1 << layer % 64)

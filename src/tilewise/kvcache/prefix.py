@@ -12,23 +12,19 @@ from __future__ import annotations
 
 import heapq
 from bisect import bisect_left, insort
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from tilewise import checks
 from tilewise.kvcache.paged import OutOfPages, PagedKVCache
-from tilewise.kvcache.pool import GrowingArray, Pages
+from tilewise.kvcache.pool import Pages
 from tilewise.kvcache.sequences import check_seqs
 from tilewise.kvcache.slots import Slots
-
-Tokens = npt.NDArray[np.int64]
+from tilewise.kvcache.tree import Live, Match, Node, Tokens, common_prefix, is_single, key_of, path_of, token_array
 
 GROWING_PAGES = 64  # a node longer than this is followed by another: growing means copying its tokens
 SHOWN_SEQUENCES = 8  # show() names so many sequences under one node and counts the others
@@ -60,54 +56,6 @@ class PrefixStats:
         )
 
 
-class _Node:
-    """A run of pages whose tokens stand at [start, end) of every sequence through it.
-
-    All pages are full, except that a node without children may be one page that a released sequence left partly filled.
-    """
-
-    __slots__ = ("children", "keys", "last_used", "live", "pages", "parent", "start", "tokens")
-
-    def __init__(self, tokens: Tokens, pages: Pages, parent: _Node | None, start: int, last_used: int) -> None:
-        self.tokens, self.pages = tokens, pages
-        self.parent, self.start, self.last_used = parent, start, last_used
-        self.children: dict[bytes, _Node] = {}  # by the tokens of their first page
-        self.keys: list[bytes] = []  # of the children, sorted: neighbours have the longest prefix in common
-        self.live: set[_Live] = set()  # sequences whose last full, written page this node's end stands for
-
-    @property
-    def end(self) -> int:
-        return self.start + len(self.tokens)
-
-
-class _Live:
-    """A living sequence. `complete` tokens are written in every layer, `anchor.end` of them are in the tree.
-
-    limit: how many must be complete before the next page can enter the tree.
-    """
-
-    __slots__ = ("anchor", "complete", "limit", "released", "seq", "tokens", "waiting")
-
-    def __init__(self, seq: int, tokens: Tokens, complete: int, anchor: _Node, page_size: int) -> None:
-        self.seq, self.complete, self.anchor, self.limit = seq, complete, anchor, anchor.end + page_size
-        self.tokens = GrowingArray(tokens)
-        self.waiting: deque[tuple[Slots, int]] = deque()  # slots not known to be complete, and where they end
-        self.released = False
-        anchor.live.add(self)
-
-
-@dataclass(frozen=True)
-class _Match:
-    """The longest known prefix of a prompt: `pages` full ones, then `extra` tokens at the beginning of `extra_page`."""
-
-    node: _Node  # the deepest node reached
-    taken: int  # how many of its pages match
-    pages: Pages
-    extra: int = 0
-    extra_page: int = -1
-    extra_node: _Node | None = None  # the node that holds extra_page; None if only a living sequence does
-
-
 class PrefixCache:
     """Prefix sharing over `cache`: the sequences made here are also grown, forked and ended here, not by `cache`.
 
@@ -119,14 +67,14 @@ class PrefixCache:
         if not isinstance(cache, PagedKVCache):
             raise TypeError(f"cache must be a PagedKVCache, got {type(cache).__name__}")
         self.cache = cache
-        self._root = _Node(np.empty(0, np.int64), np.empty(0, np.int32), None, 0, 0)
-        self._live: dict[int, _Live] = {}
+        self._root = Node(np.empty(0, np.int64), np.empty(0, np.int32), None, 0, 0)
+        self._live: dict[int, Live] = {}
         self._clock = 0  # counts inserts and releases: the time of least-recently-used
         self._inserts = self._hits = self._tokens_inserted = self._tokens_reused = self._evictions = 0
 
     def match(self, tokens: Sequence[int] | Tokens | torch.Tensor) -> int:
         """How many of the first `tokens` an insert() of them would reuse now; nothing changes."""
-        prompt = _token_array("tokens", tokens)
+        prompt = token_array("tokens", tokens)
         found = self._match(prompt[:-1])
         return len(found.pages) * self.cache.page_size + found.extra
 
@@ -137,7 +85,7 @@ class PrefixCache:
         writes. The last token is never reused, since its output is what the caller wants. Evicts what was used least
         recently if pages run out; raises OutOfPages, with nothing changed, if that does not suffice.
         """
-        prompt = _token_array("tokens", tokens)
+        prompt = token_array("tokens", tokens)
         if not len(prompt):
             raise ValueError("tokens must hold at least one token, got none")
         self.cache.check_writable()
@@ -167,7 +115,7 @@ class PrefixCache:
         seq = self.cache.adopt(pages, reused, managed=True)
         # Copies the extra page, because others hold it too.
         slots = self.cache.commit_extend(self.cache.plan_extend([seq], [len(prompt) - reused]))
-        live = self._live[seq] = _Live(seq, prompt, reused, anchor, size)
+        live = self._live[seq] = Live(seq, prompt, reused, anchor, size)
         live.waiting.append((slots, len(prompt)))
         slots._when_complete.append(partial(self._advance, [live]))
         self._inserts += 1
@@ -192,8 +140,8 @@ class PrefixCache:
             tokens = tokens.tolist()
         if isinstance(tokens, str) or not isinstance(tokens, Sequence):
             raise TypeError(f"tokens must be a list of ints or of lists of ints, got {type(tokens).__name__}")
-        singles = _token_array("tokens", tokens).tolist() if set(map(type, tokens)) == {int} else None
-        new = [] if singles else [_token_array("tokens", [t] if _is_single(t) else t) for t in tokens]
+        singles = token_array("tokens", tokens).tolist() if set(map(type, tokens)) == {int} else None
+        new = [] if singles else [token_array("tokens", [t] if is_single(t) else t) for t in tokens]
         seqs = check_seqs(seqs)
         if len(seqs) != len(tokens):
             raise ValueError(f"tokens must hold one entry for each of the {len(seqs)} seqs, got {len(tokens)}")
@@ -228,7 +176,7 @@ class PrefixCache:
         for _ in range(checks.integer("n", n, 1)):
             self.cache.pool.retain(pages)
             child_seq = self.cache.adopt(pages, live.tokens.size, managed=True)
-            child = _Live(child_seq, live.tokens.view(), live.complete, live.anchor, self.cache.page_size)
+            child = Live(child_seq, live.tokens.view(), live.complete, live.anchor, self.cache.page_size)
             for slots, end in live.waiting:
                 child.waiting.append((slots, end))
                 slots._when_complete.append(partial(self._advance, [child]))
@@ -300,13 +248,13 @@ class PrefixCache:
                 return repr(decode(ids) + more)
             return "[" + " ".join([*map(str, ids), *([more] if more else [])]) + "]"
 
-        under: dict[_Node, int] = {}
+        under: dict[Node, int] = {}
         for live in self._live.values():
-            for node in _path(live.anchor):
+            for node in path_of(live.anchor):
                 under[node] = under.get(node, 0) + 1
         lines = [str(self.stats())]
         # Depth first with a stack: a tree may be deeper than Python's recursion goes.
-        stack: list[tuple[_Node | str, str, bool]] = [(self._root, "", True)]
+        stack: list[tuple[Node | str, str, bool]] = [(self._root, "", True)]
         while stack:
             item, indent, is_last = stack.pop()
             is_root = item is self._root
@@ -321,7 +269,7 @@ class PrefixCache:
                     f"{_count(len(item.pages), 'page')} · {_count(alive, 'sequence')} · refs {refs}"
                 )
                 indent += "   " if is_last else "│  "
-            below: list[_Node | str] = [item.children[key] for key in item.keys]
+            below: list[Node | str] = [item.children[key] for key in item.keys]
             here = sorted(item.live, key=lambda live: live.seq)
             for live in here[:SHOWN_SEQUENCES]:
                 own = live.tokens.view()[item.end :]
@@ -338,57 +286,57 @@ class PrefixCache:
 
     # Finding.
 
-    def _living(self, seq: int, name: str = "seq") -> _Live:
+    def _living(self, seq: int, name: str = "seq") -> Live:
         live = self._live.get(checks.integer(name, seq))
         if live is None:
             raise ValueError(f"{name} must be alive, but sequence {seq} was released or never inserted")
         return live
 
-    def _nodes(self) -> Iterator[_Node]:
+    def _nodes(self) -> Iterator[Node]:
         stack = list(self._root.children.values())
         while stack:
             node = stack.pop()
             yield node
             stack += node.children.values()
 
-    def _match(self, tokens: Tokens) -> _Match:
+    def _match(self, tokens: Tokens) -> Match:
         """The longest prefix of `tokens` that the tree or the written tail of a living sequence holds."""
         size = self.cache.page_size
         node = self._root
         pages = [node.pages]
-        while (child := node.children.get(_key(tokens[node.end :], size))) and len(child.tokens) >= size:
-            common = _common(child.tokens, tokens[child.start :])
+        while (child := node.children.get(key_of(tokens[node.end :], size))) and len(child.tokens) >= size:
+            common = common_prefix(child.tokens, tokens[child.start :])
             taken = common // size
             pages.append(child.pages[:taken])
             if taken < len(child.pages):
                 extra = common % size
-                return _Match(child, taken, np.concatenate(pages), extra, int(child.pages[taken]), child)
+                return Match(child, taken, np.concatenate(pages), extra, int(child.pages[taken]), child)
             node = child
         rest = tokens[node.end :]
         child, extra = self._nearest(node, rest)
         page = int(child.pages[0]) if child else -1
         for live in node.live:
-            common = _common(live.tokens.view()[node.end : live.complete], rest)
+            common = common_prefix(live.tokens.view()[node.end : live.complete], rest)
             if common > extra:
                 child, extra = None, common
                 page = int(self.cache.page_list(live.seq)[node.end // size])
-        return _Match(node, len(node.pages), np.concatenate(pages), extra, page, child)
+        return Match(node, len(node.pages), np.concatenate(pages), extra, page, child)
 
-    def _nearest(self, node: _Node, tokens: Tokens) -> tuple[_Node | None, int]:
+    def _nearest(self, node: Node, tokens: Tokens) -> tuple[Node | None, int]:
         """The child whose first page has the longest prefix in common with `tokens`, and its length."""
         size = self.cache.page_size
-        at = bisect_left(node.keys, _key(tokens, size))
-        best: tuple[_Node | None, int] = (None, 0)
+        at = bisect_left(node.keys, key_of(tokens, size))
+        best: tuple[Node | None, int] = (None, 0)
         for key in node.keys[max(at - 1, 0) : at + 1]:
             child = node.children[key]
-            common = _common(child.tokens[:size], tokens)
+            common = common_prefix(child.tokens[:size], tokens)
             if common > best[1]:
                 best = child, common
         return best
 
     # Growing.
 
-    def _advance(self, living: list[_Live]) -> None:
+    def _advance(self, living: list[Live]) -> None:
         """Slots of these are complete now: note which tokens are written, and take full pages into the tree."""
         for live in living:
             waiting = live.waiting
@@ -397,7 +345,7 @@ class PrefixCache:
             if live.complete >= live.limit and not live.released:
                 self._take_in(live)
 
-    def _take_in(self, live: _Live) -> None:
+    def _take_in(self, live: Live) -> None:
         """Take the tokens of `live` that are written in every layer into the tree, as far as they fill pages."""
         size = self.cache.page_size
         full = live.complete // size * size
@@ -405,7 +353,7 @@ class PrefixCache:
         tokens, pages = live.tokens.view(), self.cache.page_list(live.seq)
         while node.end < full:
             start = node.end
-            child = node.children.get(_key(tokens[start:], size))
+            child = node.children.get(key_of(tokens[start:], size))
             if child is None:
                 new_tokens, new_pages = tokens[start:full].copy(), pages[start // size : full // size].copy()
                 alone = node is not self._root and not node.children and node.live == {live}
@@ -417,43 +365,43 @@ class PrefixCache:
                 else:
                     node = self._add_child(node, new_tokens, new_pages)
             else:
-                taken = _common(child.tokens, tokens[start:full]) // size
+                taken = common_prefix(child.tokens, tokens[start:full]) // size
                 node = child if taken == len(child.pages) else self._split(child, taken)
         live.anchor.live.remove(live)
         live.anchor, live.limit = node, node.end + size
         node.live.add(live)
 
-    def _add_child(self, node: _Node, tokens: Tokens, pages: Pages) -> _Node:
+    def _add_child(self, node: Node, tokens: Tokens, pages: Pages) -> Node:
         self.cache.pool.retain(pages)
-        key = _key(tokens, self.cache.page_size)
+        key = key_of(tokens, self.cache.page_size)
         at = bisect_left(node.keys, key)
         if at and key.startswith(node.keys[at - 1]):
             # A partly filled page whose tokens the new child holds too, and more.
             self._drop_last_pages(node.children[node.keys[at - 1]], 1)
-        child = _Node(tokens, pages, node, node.end, node.last_used)
+        child = Node(tokens, pages, node, node.end, node.last_used)
         node.children[key] = child
         insort(node.keys, key)
         return child
 
-    def _split(self, node: _Node, count: int) -> _Node:
+    def _split(self, node: Node, count: int) -> Node:
         """Cut the first `count` pages off into a new parent of `node`. What stands on the end of `node` stays there."""
         size = self.cache.page_size
         assert node.parent is not None
         cut = count * size
-        upper = _Node(node.tokens[:cut], node.pages[:count], node.parent, node.start, node.last_used)
-        node.parent.children[_key(upper.tokens, size)] = upper
+        upper = Node(node.tokens[:cut], node.pages[:count], node.parent, node.start, node.last_used)
+        node.parent.children[key_of(upper.tokens, size)] = upper
         node.tokens, node.pages, node.start, node.parent = node.tokens[cut:], node.pages[count:], upper.end, upper
-        key = _key(node.tokens, size)
+        key = key_of(node.tokens, size)
         upper.children, upper.keys = {key: node}, [key]
         return upper
 
     # Shrinking.
 
-    def _touch(self, node: _Node) -> None:
-        for used in _path(node):
+    def _touch(self, node: Node) -> None:
+        for used in path_of(node):
             used.last_used = self._clock
 
-    def _find_room(self, pages: int) -> list[tuple[_Node, int]] | None:
+    def _find_room(self, pages: int) -> list[tuple[Node, int]] | None:
         """What to evict so that `pages` are free: nodes, and how many of their last pages. None: not possible."""
         short = pages - self.cache.pool.free_pages
         if short <= 0:
@@ -461,14 +409,14 @@ class PrefixCache:
         evictions, found = self._plan_evictions(short)
         return evictions if found == short else None
 
-    def _plan_evictions(self, wanted: int) -> tuple[list[tuple[_Node, int]], int]:
+    def _plan_evictions(self, wanted: int) -> tuple[list[tuple[Node, int]], int]:
         """Up to `wanted` pages at the ends of nodes that no living sequence stands on, least recently used first."""
-        plan: list[tuple[_Node, int]] = []
+        plan: list[tuple[Node, int]] = []
         found = 0
         heap = [(n.last_used, i, n) for i, n in enumerate(self._nodes()) if not n.children and not n.live]
         heapq.heapify(heap)
         serial = len(heap) + self.cache.num_pages  # never that of a leaf: every node has a page
-        left: dict[_Node, int] = {}
+        left: dict[Node, int] = {}
         while heap and found < wanted:
             _, _, node = heapq.heappop(heap)
             held = np.flatnonzero(self.cache.pool.refs[node.pages] > 1)  # by more than the tree
@@ -484,19 +432,19 @@ class PrefixCache:
                     serial += 1
         return plan, found
 
-    def _evict(self, evictions: list[tuple[_Node, int]]) -> None:
+    def _evict(self, evictions: list[tuple[Node, int]]) -> None:
         for node, count in evictions:
             self._drop_last_pages(node, count)
             self._evictions += count
 
-    def _drop_last_pages(self, node: _Node, count: int) -> None:
+    def _drop_last_pages(self, node: Node, count: int) -> None:
         keep = len(node.pages) - count
         self.cache.pool.release(node.pages[keep:])
         if keep:
             node.tokens, node.pages = node.tokens[: keep * self.cache.page_size], node.pages[:keep]
         else:
             assert node.parent is not None
-            key = _key(node.tokens, self.cache.page_size)
+            key = key_of(node.tokens, self.cache.page_size)
             del node.parent.children[key]
             del node.parent.keys[bisect_left(node.parent.keys, key)]
 
@@ -508,56 +456,5 @@ class PrefixCache:
         )
 
 
-def _path(node: _Node | None) -> Iterator[_Node]:
-    """The node and its ancestors."""
-    while node is not None:
-        yield node
-        node = node.parent
-
-
-def _key(tokens: Tokens, page_size: int) -> bytes:
-    return tokens[:page_size].tobytes()
-
-
-def _common(a: Tokens, b: Tokens) -> int:
-    """How many first tokens are the same."""
-    n = min(len(a), len(b))
-    differ = a[:n] != b[:n]
-    return int(differ.argmax()) if differ.any() else n
-
-
 def _count(n: int, thing: str) -> str:
     return f"{n} {thing}" + ("" if n == 1 else "s")
-
-
-def _is_single(token: Any) -> bool:
-    """Whether it is one token, as an int or a 0-d tensor or array (what sampling gives), not a list of them."""
-    if isinstance(token, (np.ndarray, torch.Tensor)):
-        return token.ndim == 0
-    return not isinstance(token, Sequence)
-
-
-def _token_array(name: str, tokens: Any) -> Tokens:
-    """A one-dimensional sequence of integers as int64, not always a copy."""
-    if isinstance(tokens, torch.Tensor):
-        # Torch makes an empty tensor float32 unless told, so no tokens are of any dtype.
-        if tokens.numel() and (tokens.is_floating_point() or tokens.is_complex()):
-            raise TypeError(f"{name} must be integers of at most 64 bits, got {tokens.dtype}")
-        tokens = tokens.detach().cpu().numpy() if tokens.numel() else np.empty(tokens.shape)
-    if isinstance(tokens, (str, bytes)) or not isinstance(tokens, (Sequence, np.ndarray)):
-        raise TypeError(f"{name} must be ints, a 1-D int tensor or array, got {type(tokens).__name__}")
-    try:
-        ids = np.asarray(tokens)
-    except (ValueError, OverflowError):
-        raise ValueError(f"{name} must be one-dimensional, got lists of different lengths") from None
-    except TypeError:  # tensors on a card, or of dtypes that numpy does not have
-        if not all(isinstance(t, (int, torch.Tensor)) and getattr(t, "ndim", 0) == 0 for t in tokens):
-            raise TypeError(f"{name} must be integers of at most 64 bits, got tensors of another dtype") from None
-        ids = np.asarray([int(t) if isinstance(t, int) else t.item() for t in tokens])
-    if ids.ndim != 1:
-        raise ValueError(f"{name} must be one-dimensional, got shape {ids.shape}")
-    if not len(ids):
-        return np.empty(0, np.int64)
-    if ids.dtype.kind not in "iu" or (ids.dtype == np.uint64 and ids.max() >= 2**63):
-        raise TypeError(f"{name} must be integers of at most 64 bits, got {ids.dtype}")
-    return ids.astype(np.int64, copy=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -27,6 +28,15 @@ class Rotary:
         checks.tensor("cos", self.cos, shape=("max_positions", "rot_dim / 2"), dtypes=checks.FLOATS)
         checks.tensor("sin", self.sin, shape=tuple(self.cos.shape), dtypes=checks.FLOATS, device=self.cos.device)
         checks.flag("interleaved", self.interleaved)
+
+    @classmethod
+    def of(cls, rotary: Any) -> Rotary | None:
+        """A Rotary or None as it is, and a (cos, sin) tuple as a half-split Rotary."""
+        if rotary is None or isinstance(rotary, Rotary):
+            return rotary
+        if isinstance(rotary, tuple) and len(rotary) == 2:
+            return cls(*rotary)
+        raise TypeError(f"rotary must be a Rotary, a (cos, sin) tuple or None, got {type(rotary).__name__}")
 
     @property
     def rot_dim(self) -> int:

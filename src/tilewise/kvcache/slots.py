@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -111,3 +111,60 @@ class Slots:
     def _check_own_places(self) -> None:
         if self._places is not None and self._places.step != self._step:
             raise ValueError("slots are stale: extend(..., into=slots) gave their arrays to a later step")
+
+    def note_written(self, layers: Iterable[int]) -> None:
+        """Take note of layers that were written; whoever waits for the last of them is told."""
+        self._layers.update(layers)
+        if self.complete:
+            for tell in self._when_complete:
+                tell()
+            self._when_complete.clear()
+
+    def _moved(self) -> bool:
+        """Whether a page of the slots, whose sequences are alive, was replaced by copy-on-write."""
+        size = self._cache.page_size
+        token = page = 0
+        for seq, count in zip(self.seqs, self.counts, strict=True):
+            start = int(self.host_positions[token]) if count else 0
+            first, stop = start // size, -(-(start + count) // size)
+            now = self._cache.page_list(seq)[first:stop]
+            if not np.array_equal(now, self._pages[page : page + len(now)]):
+                return True
+            token, page = token + count, page + len(now)
+        return False
+
+
+def check_slots(slots: Any, cache: PagedKVCache, layer: int) -> None:
+    """Raise unless these are slots of the cache that may still be written in the layer."""
+    if not isinstance(slots, Slots):
+        raise TypeError(f"slots must be a Slots from extend(), got {type(slots).__name__}")
+    if slots._cache is not cache:
+        raise ValueError("slots belong to another cache; write them to the cache whose extend() made them")
+    slots._check_own_places()
+    pool = cache.pool
+    if slots._losses[0] == pool.losses:
+        return
+    void = [seq for seq in slots.seqs if seq not in cache._sequences.rows]
+    again = layer in slots._layers
+    # Forks may live on and wait for what a freed sequence reserved, so slots die with their pages, not with their
+    # sequence. To write again is another thing: the tokens must still belong to their sequences, in the same place.
+    moved = not void and slots._moved()
+    if (pool.generation[slots._pages] != slots._generations).any() or (again and (void or moved)):
+        why = f"sequence {void[0]} was freed" if void else "their sequence has copied its page since they were written"
+        raise ValueError(f"slots are stale: {why}; extend() again")
+    if not void and not moved:
+        slots._losses[0] = pool.losses
+
+
+def check_into(into: Any, cache: PagedKVCache, tokens: int) -> None:
+    """Raise unless the arrays of these slots of the cache can take up a step of so many tokens."""
+    if not isinstance(into, Slots):
+        raise TypeError(f"into must be a Slots from extend(), got {type(into).__name__}")
+    if into._cache is not cache:
+        raise ValueError("into belongs to another cache")
+    if not into.complete:
+        raise ValueError("into must be written in every layer first; mark_written() says that a graph has done so")
+    into._check_own_places()
+    if into._places is not None and tokens > into._places.tensor.shape[1]:
+        room = into._places.tensor.shape[1]
+        raise ValueError(f"into has room for {room} tokens, got {tokens}; extend() without it, and capture again")

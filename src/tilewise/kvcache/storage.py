@@ -1,11 +1,12 @@
-"""The tensors that pages lie in: how they are laid out, checked, filled, copied and read."""
+"""The tensors that pages lie in: how they are laid out, checked, copied and read, and which tokens were written."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from tilewise import checks
@@ -129,3 +130,68 @@ def check_foreign(
     checks.tensor("page_table", page_table, shape=("n", "max_pages"), dtypes=checks.INTEGERS, device=device)
     checks.tensor("lengths", lengths, shape=(len(page_table),), dtypes=checks.INTEGERS, device=device)
     return device
+
+
+def foreign_lists(
+    page_table: torch.Tensor, lengths: torch.Tensor, num_pages: int, page_size: int
+) -> Iterator[tuple[Pages, int]]:
+    """The page list (int32) and the length in tokens of each sequence of from_pages(), which the table must name."""
+    for seq, (row, length) in enumerate(zip(page_table.cpu().numpy(), lengths.tolist(), strict=True)):
+        room = len(row) * page_size
+        if not 0 <= length <= room:
+            raise ValueError(f"lengths[{seq}] must be between 0 and {room}, what page_table has room for, got {length}")
+        used = row[: -(-length // page_size)]
+        if len(used) and (used.min() < 0 or used.max() >= num_pages):
+            raise ValueError(
+                f"page_table[{seq}] must name pages 0 to {num_pages - 1} in its first {len(used)} entries, "
+                f"got {used.min()} to {used.max()}"
+            )
+        if len(np.unique(used)) != len(used):
+            raise ValueError(f"page_table[{seq}] names a page twice; one page cannot hold two places of a sequence")
+        yield used.astype(np.int32), length
+
+
+class Written:
+    """Which layers each token of the pages was given. It means something only for tokens that a sequence has.
+
+    bits: (pages, page_size, words) uint64, one bit per layer; `every_layer` (words,) is a token that has them all.
+    """
+
+    def __init__(self, num_pages: int, page_size: int, num_layers: int) -> None:
+        words = -(-num_layers // 64)
+        self.every_layer = np.array([2 ** min(64, num_layers - 64 * w) - 1 for w in range(words)], np.uint64)
+        self.bits = np.zeros((num_pages, page_size, words), np.uint64)
+
+    def forget(self, index: Ints) -> None:
+        """Tokens at `index`, page · page_size + offset, are to be written."""
+        self._by_token()[index] = 0
+
+    def mark(self, index: Ints, layer: int) -> None:
+        self._by_token()[index, layer // 64] |= _bit(layer)
+
+    def mark_all(self, index: Ints) -> None:
+        self._by_token()[index] = self.every_layer
+
+    def copy_pages(self, old: Ints, new: Ints) -> None:
+        self.bits[new] = self.bits[old]
+
+    def in_every_layer(self, page: int, tokens: int) -> bool:
+        """Whether the first `tokens` of a page were written in every layer."""
+        return bool((self.bits[page, :tokens] == self.every_layer).all())
+
+    def has(self, layer: int, lists: Pages, rows: slice) -> bool:
+        """Whether these rows of the tokens in n lists of pages (n, c) were all written in the layer."""
+        # The same pages over and over need one look, and that of consecutive ones is without a copy.
+        lists = lists[:1] if len(lists) > 1 and (lists == lists[0]).all() else lists
+        one, count = len(lists) == 1 and lists.size, lists.shape[1]
+        consecutive = one and int(lists[0, -1]) - int(lists[0, 0]) == count - 1 and (np.diff(lists[0]) == 1).all()
+        looked_at = slice(int(lists[0, 0]), int(lists[0, 0]) + count) if consecutive else lists
+        written = self.bits[looked_at, :, layer // 64] & _bit(layer)
+        return bool(written.reshape(len(lists), count * self.bits.shape[1])[:, rows].all())
+
+    def _by_token(self) -> npt.NDArray[np.uint64]:
+        return self.bits.reshape(-1, self.bits.shape[2])
+
+
+def _bit(layer: int) -> np.uint64:
+    return np.uint64(1 << layer % 64)
