@@ -25,6 +25,7 @@ from decode_cases import (
     stored,
 )
 
+import tilewise
 from tilewise import PagedKVCache, plan_decode
 from tilewise.gpu import decode as decoding
 from tilewise.plan.worklist import FAR, Splitting, WorkList
@@ -79,9 +80,11 @@ def test_one_of_the_sequences_under_a_node_grows_alone():
         check_growth(cache, seqs, (1, 16), window=window, share=True, group=8, grown=seqs[1:2], splitting=SMALL)
 
 
-def test_pieces_that_are_not_reached_yet_leave_nothing():
-    """One state of a row that is its result, beside pieces of the room; then two, then three."""
-    cache, seqs = make_cache((40, 0, 64), spare=40)
+def test_pieces_that_are_not_reached_yet_leave_nothing(monkeypatch):
+    """One state of a row that is its result, beside pieces of the room; then two, then three. Four warps take items
+    with tokens first and come to the empty ones when the results stand."""
+    monkeypatch.setattr(decoding, "multiprocessors", lambda device: 1)
+    cache, seqs = make_cache((40, 0, 64, 3, 17, 30), spare=60)
     check_growth(cache, seqs, (1, 30, 64), room=100, splitting=Splitting(((FAR, 64),), whole=False))
 
 
@@ -169,6 +172,41 @@ def test_the_meeting_s_counter_goes_round():
         again = decode(cache, seqs, q, plan=plan, mode=MODES[2])
         assert space.meeting.tolist() == [expected]
         assert torch.equal(again[0], first[0])
+
+
+# ---- layouts ---------------------------------------------------------------------------------------------------------
+def test_queries_and_outputs_whose_rows_are_off_eight_bytes():
+    """They go by way of others: a stride of 66 values, and a start that is off by one, each alone."""
+    cache, seqs = make_cache((100, 31))
+    q = queries(cache, seqs)
+    plan = plan_decode(cache, seqs, num_heads=8)
+    want = tilewise.decode(q, cache, 0, plan, backend="emulator")
+    for room in (torch.zeros(2, 1, 8, 66, dtype=BF16)[..., :64], torch.zeros(1025, dtype=BF16)[1:].view(2, 1, 8, 64)):
+        assert torch.equal(tilewise.decode(room.copy_(q), cache, 0, plan, backend="emulator"), want)
+        out = room.fill_(math.nan)
+        assert tilewise.decode(q, cache, 0, plan, out=out, backend="emulator") is out
+        assert torch.equal(out, want)
+
+
+def test_scales_off_sixteen_bytes_are_fetched_one_by_one():
+    """Runs that begin between multiples of 16 bytes, pages whose runs do, tokens that do not follow each other."""
+    cache, seqs = make_cache((100, 31), kv_format="int8")
+    q = queries(cache, seqs)
+    want = decode(cache, seqs, q)
+
+    def moved(x, after, extra):
+        pages, tokens, heads, one = x.shape
+        room = torch.full((after + pages * (heads * tokens + extra),), math.nan)
+        of = room[after:].view(pages, -1)[:, : heads * tokens].view(pages, heads, tokens, one).transpose(1, 2)
+        return of.copy_(x)
+
+    for after, extra in ((0, 0), (1, 0), (0, 1), (2, 2)):
+        parts = [[codes, moved(scale, after, extra)] for codes, scale in stored(cache)]
+        runs = decoding.scales_in_runs(cache.format, 16, [scale for _, scale in parts])
+        assert runs == ((after, extra) == (0, 0))
+        got = decode(cache, seqs, q, parts=parts)
+        assert torch.equal(got[0], want[0])
+        assert torch.equal(got[1], want[1])
 
 
 # ---- weights ---------------------------------------------------------------------------------------------------------
