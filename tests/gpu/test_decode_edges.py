@@ -221,6 +221,9 @@ def test_a_row_that_one_key_rules_is_its_value_to_the_bit(kv_format):
     top = {"int8": 127, "int4": 15, "fp8": 7}.get(kv_format, 127)  # fp8: 448 = 7 · 64, so that scales are powers of two
     v = torch.randint(0, top + 1, (tokens, 2, 64), generator=torch.Generator().manual_seed(1)).float()
     v[..., 0::32], v[..., 1::32] = top, 0
+    v *= (
+        2.0 ** (torch.arange(tokens) % 5)[:, None, None]
+    )  # neighbours, and the same place of two pages, have other scales
     cache.write(0, cache.extend([first], tokens), k, v)
     seqs = [first, *(cache.fork(first) for _ in range(tokens // 8 - 1))]
     q = torch.zeros(tokens // 8, 1, 2, 8, 64, dtype=dtype)  # head h of sequence n asks for token 8n + h

@@ -160,9 +160,10 @@ def test_a_sink_far_above_and_far_below_every_score():
 
 
 def test_the_first_and_the_last_row_of_a_packed_sequence_s_last_tile():
-    """One row more or less than a tile, whose O goes row by row: its neighbours' rows stay theirs."""
+    """One row more or less than a tile, whose O goes row by row: the next one's rows, which came first, stay theirs."""
     tile_q, _ = tile_of(1, 60, 60, 2, 2, 64)
     for extra in (-1, 0, 1):
-        q, k, v, *starts = packed([tile_q + extra, 1, 2 * tile_q + extra], [50, 33, 70], 2, 2, 64)
-        out = torch.full_like(q, NAN)
-        check_varlen(q, k, v, *starts, out=out, causal=True, mode=MODES[extra % 4])
+        q, k, v, *starts = packed([tile_q + extra, 1, 2 * tile_q + extra, 3], [50, 300, 70, 300], 2, 2, 64)
+        for causal in (False, True):
+            out = torch.full_like(q, NAN)
+            check_varlen(q, k, v, *starts, out=out, causal=causal, mode=MODES[extra % 4])
