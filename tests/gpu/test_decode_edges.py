@@ -38,7 +38,7 @@ def kept(plan, kind):
 
 # ---- lists that grow -------------------------------------------------------------------------------------------------
 def check_growth(cache, seqs, steps, *, window=None, share=False, group=4, tokens=1, room=60, grown=None, **options):
-    """Decode, grow by the steps under the same list, and judge every time. grown: who grows, all if None."""
+    """Decode, grow by the steps under the same list, judge every time; the last (o, lse). grown: who, all if None."""
     q = queries(cache, seqs, group=group, tokens=tokens)
     plan = plan_decode(cache, seqs, num_heads=q.shape[2], tokens_per_seq=tokens, window=window, share_prefix=share)
     for number, step in enumerate((0, *steps)):
@@ -48,6 +48,7 @@ def check_growth(cache, seqs, steps, *, window=None, share=False, group=4, token
             listed.grow([cache.length(s) for s in seqs], [cache.page_list(s) for s in seqs])
         got = decode(cache, seqs, q, plan=plan, window=window, room=room, mode=MODES[number % 4], **options)
         assert_decoded(got, q, cache, seqs, window=window)
+    return got
 
 
 @pytest.mark.parametrize("splitting", [SMALL, UNCUT, FOLDED], ids=["cut", "uncut", "folded"])
@@ -56,6 +57,17 @@ def test_the_window_moves_when_a_sequence_grows(splitting):
     for window, tokens in (((40, 0), 1), ((15, 0), 3), ((100, 0), 1)):
         cache, seqs = make_cache((1, 16, 90, 0, 200), spare=40)
         check_growth(cache, seqs, (1, 20, 15), window=window, tokens=tokens, splitting=splitting)
+
+
+def test_a_list_that_has_grown_under_a_window_has_the_same_bits_folded_and_cut():
+    """Pieces are counted from where the range began, not from where the window has come to."""
+    states = []
+    for whole in (False, True):
+        cache, seqs = make_cache((90, 64, 200), spare=40)
+        splitting = Splitting(((FAR, 64),), whole=whole)
+        states.append(check_growth(cache, seqs, (17, 20), window=(100, 0), tokens=2, splitting=splitting))
+    assert torch.equal(states[0][0], states[1][0])
+    assert torch.equal(states[0][1], states[1][1])
 
 
 def test_the_window_of_quantised_pages_moves_when_a_sequence_grows():
