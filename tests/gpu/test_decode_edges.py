@@ -221,6 +221,14 @@ def test_scales_off_sixteen_bytes_are_fetched_one_by_one():
         assert torch.equal(got[1], want[1])
 
 
+@pytest.mark.parametrize("kv_format", ["fp8", "int4"])
+def test_a_run_of_scales_by_copies_is_that_of_the_first_token_in_view(kv_format):
+    """Windows that begin at every third token of a chunk: the tokens before have no page that is looked at."""
+    for length in (200, 203, 206, 209, 212):
+        cache, seqs = make_cache((length, 50), kv_format=kv_format, head_dim=128)
+        check(cache, seqs, window=(40, 0), runs=True, tma=False)
+
+
 # ---- weights ---------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("kv_format", FORMATS)
 def test_a_row_that_one_key_rules_is_its_value_to_the_bit(kv_format):
