@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from oracle import assert_elements, assert_state, poison, randn
+from oracle import assert_elements, assert_state, logit_error, poison, randn
 
 from tilewise import PagedKVCache, plan_decode, reference
 from tilewise.gpu import decode as decoding
@@ -195,6 +195,13 @@ def weighed(cache: PagedKVCache, seq: int, v: torch.Tensor) -> torch.Tensor:
     return (v - zero.repeat_interleave(cache.format.group_size, dim=-1)[..., : v.shape[-1]]).abs()
 
 
+def largest_product(q: torch.Tensor, k: torch.Tensor) -> float:
+    """The largest Σ |q k| over channels of any query (1, T, Hq, D) and key (N, Hkv, D) of its KV head."""
+    grouped = q[0].double().abs().unflatten(1, (k.shape[1], -1))
+    products = torch.einsum("thgd,nhd->thgn", grouped, k.double().abs().nan_to_num(nan=0.0))
+    return products.max().item() if products.numel() else 0.0
+
+
 def assert_decoded(
     got: tuple[torch.Tensor, torch.Tensor | None],
     q: torch.Tensor,
@@ -219,9 +226,13 @@ def assert_decoded(
         exact, honest, magnitude = of(v), of(v, dtype=q.dtype), of(weighed(cache, seqs[n], v))[0]
         lse = exact[1].float() if got[1] is None else got[1][n : n + 1].cpu()
         try:
-            assert_state((o, lse), exact, honest)
+            scale = scoring.get("scale")
+            in_logits = logit_error(
+                exact[1], largest_product(one, k) * abs(k.shape[-1] ** -0.5 if scale is None else scale)
+            )
+            assert_state((o, lse), exact, honest, in_logits)
             operand = BF16 if cache.format.name == "bf16" else FP16
-            assert_elements((o, lse), exact, honest[0], magnitude, len(k), operand)
+            assert_elements((o, lse), exact, honest[0], magnitude, len(k), operand, in_logits)
         except AssertionError as error:
             raise AssertionError(f"sequence {n} of {len(k)} tokens: {error}") from None
 

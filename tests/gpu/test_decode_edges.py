@@ -25,6 +25,7 @@ from decode_cases import (
     stored,
 )
 
+import tilewise
 from tilewise import PagedKVCache, plan_decode
 from tilewise.gpu import decode as decoding
 from tilewise.plan.worklist import FAR, Splitting, WorkList
@@ -38,7 +39,7 @@ def kept(plan, kind):
 
 # ---- lists that grow -------------------------------------------------------------------------------------------------
 def check_growth(cache, seqs, steps, *, window=None, share=False, group=4, tokens=1, room=60, grown=None, **options):
-    """Decode, grow by the steps under the same list, and judge every time. grown: who grows, all if None."""
+    """Decode, grow by the steps under the same list, judge every time; the last (o, lse). grown: who, all if None."""
     q = queries(cache, seqs, group=group, tokens=tokens)
     plan = plan_decode(cache, seqs, num_heads=q.shape[2], tokens_per_seq=tokens, window=window, share_prefix=share)
     for number, step in enumerate((0, *steps)):
@@ -48,6 +49,7 @@ def check_growth(cache, seqs, steps, *, window=None, share=False, group=4, token
             listed.grow([cache.length(s) for s in seqs], [cache.page_list(s) for s in seqs])
         got = decode(cache, seqs, q, plan=plan, window=window, room=room, mode=MODES[number % 4], **options)
         assert_decoded(got, q, cache, seqs, window=window)
+    return got
 
 
 @pytest.mark.parametrize("splitting", [SMALL, UNCUT, FOLDED], ids=["cut", "uncut", "folded"])
@@ -56,6 +58,17 @@ def test_the_window_moves_when_a_sequence_grows(splitting):
     for window, tokens in (((40, 0), 1), ((15, 0), 3), ((100, 0), 1)):
         cache, seqs = make_cache((1, 16, 90, 0, 200), spare=40)
         check_growth(cache, seqs, (1, 20, 15), window=window, tokens=tokens, splitting=splitting)
+
+
+def test_a_list_that_has_grown_under_a_window_has_the_same_bits_folded_and_cut():
+    """Pieces are counted from where the range began, not from where the window has come to."""
+    states = []
+    for whole in (False, True):
+        cache, seqs = make_cache((90, 64, 200), spare=40)
+        splitting = Splitting(((FAR, 64),), whole=whole)
+        states.append(check_growth(cache, seqs, (17, 20), window=(100, 0), tokens=2, splitting=splitting))
+    assert torch.equal(states[0][0], states[1][0])
+    assert torch.equal(states[0][1], states[1][1])
 
 
 def test_the_window_of_quantised_pages_moves_when_a_sequence_grows():
@@ -80,9 +93,11 @@ def test_one_of_the_sequences_under_a_node_grows_alone():
         check_growth(cache, seqs, (1, 16), window=window, share=True, group=8, grown=seqs[1:2], splitting=SMALL)
 
 
-def test_pieces_that_are_not_reached_yet_leave_nothing():
-    """One state of a row that is its result, beside pieces of the room; then two, then three."""
-    cache, seqs = make_cache((40, 0, 64), spare=40)
+def test_pieces_that_are_not_reached_yet_leave_nothing(monkeypatch):
+    """One state of a row that is its result, beside pieces of the room; then two, then three. Four warps take items
+    with tokens first and come to the empty ones when the results stand."""
+    monkeypatch.setattr(decoding, "multiprocessors", lambda device: 1)
+    cache, seqs = make_cache((40, 0, 64, 3, 17, 30), spare=60)
     check_growth(cache, seqs, (1, 30, 64), room=100, splitting=Splitting(((FAR, 64),), whole=False))
 
 
@@ -172,6 +187,49 @@ def test_the_meeting_s_counter_goes_round():
         assert torch.equal(again[0], first[0])
 
 
+# ---- layouts ---------------------------------------------------------------------------------------------------------
+def test_queries_and_outputs_whose_rows_are_off_eight_bytes():
+    """They go by way of others: a stride of 66 values, and a start that is off by one, each alone."""
+    cache, seqs = make_cache((100, 31))
+    q = queries(cache, seqs)
+    plan = plan_decode(cache, seqs, num_heads=8)
+    want = tilewise.decode(q, cache, 0, plan, backend="emulator")
+    for room in (torch.zeros(2, 1, 8, 66, dtype=BF16)[..., :64], torch.zeros(1025, dtype=BF16)[1:].view(2, 1, 8, 64)):
+        assert torch.equal(tilewise.decode(room.copy_(q), cache, 0, plan, backend="emulator"), want)
+        out = room.fill_(math.nan)
+        assert tilewise.decode(q, cache, 0, plan, out=out, backend="emulator") is out
+        assert torch.equal(out, want)
+
+
+def test_scales_off_sixteen_bytes_are_fetched_one_by_one():
+    """Runs that begin between multiples of 16 bytes, pages whose runs do, tokens that do not follow each other."""
+    cache, seqs = make_cache((100, 31), kv_format="int8")
+    q = queries(cache, seqs)
+    want = decode(cache, seqs, q)
+
+    def moved(x, after, extra):
+        pages, tokens, heads, one = x.shape
+        room = torch.full((after + pages * (heads * tokens + extra),), math.nan)
+        of = room[after:].view(pages, -1)[:, : heads * tokens].view(pages, heads, tokens, one).transpose(1, 2)
+        return of.copy_(x)
+
+    for after, extra in ((0, 0), (1, 0), (0, 1), (2, 2)):
+        parts = [[codes, moved(scale, after, extra)] for codes, scale in stored(cache)]
+        runs = decoding.scales_in_runs(cache.format, 16, [scale for _, scale in parts])
+        assert runs == ((after, extra) == (0, 0))
+        got = decode(cache, seqs, q, parts=parts)
+        assert torch.equal(got[0], want[0])
+        assert torch.equal(got[1], want[1])
+
+
+@pytest.mark.parametrize("kv_format", ["fp8", "int4"])
+def test_a_run_of_scales_by_copies_is_that_of_the_first_token_in_view(kv_format):
+    """Windows that begin at every third token of a chunk: the tokens before have no page that is looked at."""
+    for length in (200, 203, 206, 209, 212):
+        cache, seqs = make_cache((length, 50), kv_format=kv_format, head_dim=128)
+        check(cache, seqs, window=(40, 0), runs=True, tma=False)
+
+
 # ---- weights ---------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("kv_format", FORMATS)
 def test_a_row_that_one_key_rules_is_its_value_to_the_bit(kv_format):
@@ -184,6 +242,9 @@ def test_a_row_that_one_key_rules_is_its_value_to_the_bit(kv_format):
     top = {"int8": 127, "int4": 15, "fp8": 7}.get(kv_format, 127)  # fp8: 448 = 7 · 64, so that scales are powers of two
     v = torch.randint(0, top + 1, (tokens, 2, 64), generator=torch.Generator().manual_seed(1)).float()
     v[..., 0::32], v[..., 1::32] = top, 0
+    v *= (
+        2.0 ** (torch.arange(tokens) % 5)[:, None, None]
+    )  # neighbours, and the same place of two pages, have other scales
     cache.write(0, cache.extend([first], tokens), k, v)
     seqs = [first, *(cache.fork(first) for _ in range(tokens // 8 - 1))]
     q = torch.zeros(tokens // 8, 1, 2, 8, 64, dtype=dtype)  # head h of sequence n asks for token 8n + h

@@ -79,8 +79,8 @@ def test_alibi_counts_from_the_row_s_own_position():
 # ---- pages -----------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("page_size", [16, 64])
 def test_a_page_table_has_just_the_columns_that_are_needed(page_size):
-    """Lengths that are multiples of a page, of a block, and one token less or more."""
-    for lengths in ([32, 128, 64], [64, 256, 192], [127, 129, 128], [16, 17, 15], [0, 64, 128]):
+    """Lengths that are multiples of a page, of a block, and one token more; the table ends with the last page."""
+    for lengths in ([16, 32, 80], [64, 0, 192], [0, 64, 128], [15, 17, 129]):
         q, k, v, *starts = packed([5, 40, 9], lengths, 2, 2, 64)
         *pages, table = paged(k, v, starts[1], page_size)
         exact = table[:, : -(-max(lengths) // page_size)].contiguous()
@@ -161,9 +161,10 @@ def test_a_sink_far_above_and_far_below_every_score():
 
 
 def test_the_first_and_the_last_row_of_a_packed_sequence_s_last_tile():
-    """One row more or less than a tile, whose O goes row by row: its neighbours' rows stay theirs."""
+    """One row more or less than a tile, whose O goes row by row: the next one's rows, which came first, stay theirs."""
     tile_q, _ = tile_of(1, 60, 60, 2, 2, 64)
     for extra in (-1, 0, 1):
-        q, k, v, *starts = packed([tile_q + extra, 1, 2 * tile_q + extra], [50, 33, 70], 2, 2, 64)
-        out = torch.full_like(q, NAN)
-        check_varlen(q, k, v, *starts, out=out, causal=True, mode=MODES[extra % 4])
+        q, k, v, *starts = packed([tile_q + extra, 1, 2 * tile_q + extra, 3], [50, 300, 70, 300], 2, 2, 64)
+        for causal in (False, True):
+            out = torch.full_like(q, NAN)
+            check_varlen(q, k, v, *starts, out=out, causal=causal, mode=MODES[extra % 4])

@@ -1,0 +1,109 @@
+"""Steps of a forward pass without a model: plans that grow while their room lasts, packed prompts, enough pages."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from oracle import assert_state, randn
+
+from tilewise import PagedKVCache, PrefixCache, reference
+from tilewise.serving.sizing import pages_needed
+from tilewise.serving.steps import DecodeStep, PrefillStep
+
+OPTIONS = {"scale": None, "softcap": 0.0, "sinks": None}
+
+
+def tokens(count: int, seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """q (T, 4, 8), k and v (T, 2, 8) of new tokens, float32."""
+    return tuple(randn(count, heads, 8, seed=3 * seed + i) for i, heads in enumerate((4, 2, 2)))
+
+
+def prompts(*lengths: int) -> tuple[PrefixCache, list[int]]:
+    """Sequences of their own in a cache of float32."""
+    prefix = PrefixCache(PagedKVCache(100, 4, 2, 8, kv_format="fp32"))
+    seqs = []
+    for n, length in enumerate(lengths):
+        seq, _, slots = prefix.insert([10 * n + i for i in range(length)])
+        prefix.cache.write(0, slots, *tokens(len(slots), seed=n)[1:])
+        seqs.append(seq)
+    return prefix, seqs
+
+
+def judge(o: torch.Tensor, q: torch.Tensor, prefix: PrefixCache, seqs: list[int], window) -> None:
+    states = [
+        reference.decode(q[:, None], prefix, 0, seqs, window=window, dtype=d) for d in (torch.float64, torch.float32)
+    ]
+    assert_state((o[:, None], states[1][1]), *states)
+
+
+def test_plans_grow_while_their_room_lasts_and_are_made_anew_then():
+    """Room for three tokens: the plan that was made serves its own step and three more, with windows each their own."""
+    prefix, seqs = prompts(5, 9, 2)
+    step = DecodeStep(prefix, seqs, num_heads=4, room=3)
+    step.grows = True
+    found = []
+    for number in range(9):
+        found.append(step.renew([number] * 3))
+        for window in (None, (3, 0)):
+            q, k, v = tokens(3, seed=50 + number)
+            judge(step.attend(0, q, k, v, window=window, **OPTIONS), q, prefix, seqs, window)
+        assert set(step.plans) == {None, (3, 0)}
+        assert all(plan.window == window for window, plan in step.plans.items())
+        assert all(tuple(plan.lengths) == tuple(prefix.cache.lengths_of(seqs)) for plan in step.plans.values())
+    assert found == [False, True, True, True, False, True, True, True, False]
+
+
+def test_plans_are_made_anew_each_step_where_they_do_not_grow():
+    prefix, seqs = prompts(5, 9)
+    step = DecodeStep(prefix, seqs, num_heads=4, room=3)
+    for number in range(3):
+        assert not step.renew([number] * 2)
+        assert not step.plans
+        q, k, v = tokens(2, seed=number)
+        step.attend(0, q, k, v, window=None, **OPTIONS)
+
+
+@pytest.mark.parametrize("window", [None, (3, 0)])
+def test_a_prompt_in_parts_is_the_prompt_at_once(window):
+    """Parts of several sequences side by side, each after what was there before; the last row of each is told."""
+    prefix, seqs = prompts(6, 3)
+    q, k, v = tokens(9, seed=9)
+    slots = [prefix.extend([seqs[0]], [list(range(5))]), prefix.extend([seqs[1]], [list(range(4))])]
+    step = PrefillStep(prefix.cache, slots)
+    assert step.counts == [5, 4]
+    assert step.last_rows.tolist() == [4, 8]
+    assert step.host_positions.tolist() == [6, 7, 8, 9, 10, 3, 4, 5, 6]
+    o = step.attend(0, q, k, v, window=window, **OPTIONS)
+    for rows, seq in ((slice(0, 5), seqs[0]), (slice(5, 9), seqs[1])):
+        exact, honest = (
+            reference.decode(q[None, rows], prefix, 0, [seq], window=window, dtype=d)
+            for d in (torch.float64, torch.float32)
+        )
+        assert_state((o[None, rows], honest[1]), exact, honest)
+
+
+def test_layers_that_are_not_as_the_cache_says_are_refused():
+    prefix, seqs = prompts(5)
+    step = DecodeStep(prefix, seqs, num_heads=4, room=1)
+    step.renew([1])
+    q, k, v = tokens(1, seed=0)
+    for layer, keys, values in ((1, k, v), (0, k[:, :1], v), (0, k, v[..., :4])):
+        with pytest.raises(NotImplementedError, match="keys of"):
+            step.attend(layer, q, keys, values, window=None, **OPTIONS)
+
+
+@pytest.mark.parametrize(("length", "new", "samples"), [(7, 5, 1), (8, 4, 1), (8, 4, 3), (9, 7, 2), (1, 1, 1)])
+def test_as_many_pages_as_are_needed_are_counted(length, new, samples):
+    """Prompt and new tokens of every sample at once fit; common pages are counted once."""
+    prompt = np.arange(length)
+    count = pages_needed([prompt, prompt], 4, new, samples)
+    prefix = PrefixCache(PagedKVCache(count, 4, 1, 8))
+    for _ in range(2):
+        seq, _, slots = prefix.insert(prompt.tolist())
+        prefix.cache.write(0, slots, *(torch.zeros(len(slots), 1, 8) for _ in range(2)))
+        for one in (seq, *(prefix.fork(seq, samples - 1) if samples > 1 else ())):
+            for token in range(new):
+                slots = prefix.extend([one], [100 + token])
+                prefix.cache.write(0, slots, *(torch.zeros(1, 1, 8) for _ in range(2)))
+    assert count <= 2 * (samples * (-(-new // 4) + 2) + -(-length // 4)) + 1
