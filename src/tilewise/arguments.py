@@ -290,6 +290,11 @@ class PageListsOf:
     def __init__(self, pages: PagedKVCache, seqs: Sequence[int]) -> None:
         self._pages, self._seqs = pages, seqs
 
+    @property
+    def copies(self) -> int:
+        """Changes whenever a page was taken from one of the cache's sequences."""
+        return self._pages.pool.losses
+
     def __getitem__(self, n: int) -> Ints:
         return self._pages.page_list(self._seqs[n])
 

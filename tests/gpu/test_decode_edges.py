@@ -28,6 +28,7 @@ from decode_cases import (
 import tilewise
 from tilewise import PagedKVCache, plan_decode
 from tilewise.gpu import decode as decoding
+from tilewise.gpu import decode_kernels
 from tilewise.plan.worklist import FAR, Splitting, WorkList
 
 
@@ -215,7 +216,7 @@ def test_scales_off_sixteen_bytes_are_fetched_one_by_one():
 
     for after, extra in ((0, 0), (1, 0), (0, 1), (2, 2)):
         parts = [[codes, moved(scale, after, extra)] for codes, scale in stored(cache)]
-        runs = decoding.scales_in_runs(cache.format, 16, [scale for _, scale in parts])
+        runs = decode_kernels.scales_in_runs(cache.format, 16, [scale for _, scale in parts])
         assert runs == ((after, extra) == (0, 0))
         got = decode(cache, seqs, q, parts=parts)
         assert torch.equal(got[0], want[0])

@@ -215,14 +215,32 @@ def test_a_sequence_may_grow_token_by_token_up_to_its_room(length: int, room: in
     assert listed.lengths.tolist() == [length + room], "a refused length changes nothing"
 
 
+class Counted(dict[int, Ints]):
+    """Page lists of some sequences, in which so many pages were copied."""
+
+    copies = 0
+
+
 def test_only_the_lists_of_sequences_with_new_pages_are_read() -> None:
-    lists = [np.array([1, 2], np.int32), np.array([3, 4], np.int32)]
-    listed = work_list(make_plan(lists, [32, 20]), lists, [32, 20], 16, Shape(8, 4, 4, False), room=20)
-    listed.grow([33, 32], {0: np.array([1, 2, 6], np.int32)})  # type: ignore[arg-type]
+    lists = Counted(enumerate((np.array([1, 2], np.int32), np.array([3, 4], np.int32))))
+    plan = make_plan([*lists.values()], [32, 20])
+    listed = work_list(plan, lists, [32, 20], 16, Shape(8, 4, 4, False), room=20)
+    listed.grow([33, 32], Counted({0: np.array([1, 2, 6], np.int32)}))
     assert listed.tails[listed.order.tolist().index(0), :2].tolist() == [2, 6]
     listed.grow([33, 32])
     with pytest.raises(KeyError):
-        listed.grow([33, 33], {0: lists[0]})  # type: ignore[arg-type]
+        listed.grow([33, 33], Counted({0: lists[0]}))
+
+
+def test_a_copied_page_is_read_though_no_page_is_new() -> None:
+    lists = Counted(enumerate((np.array([1, 2], np.int32), np.array([3, 2], np.int32))))
+    plan = make_plan([*lists.values()], [20, 20])
+    listed = work_list(plan, lists, [20, 20], 16, Shape(8, 4, 4, False), room=20)
+    copied = Counted({0: np.array([1, 7], np.int32), 1: lists[1]})
+    copied.copies = 1
+    listed.grow([21, 20], copied)
+    assert listed.tails[listed.order.tolist().index(0), 0] == 7
+    assert listed.tails[listed.order.tolist().index(1), 0] == 2
 
 
 @pytest.mark.parametrize("chunk", [16, 32])

@@ -49,7 +49,8 @@ __all__ = [
 
 
 class PageLists(Protocol):
-    """The pages of each sequence, in the caller's order."""
+    """The pages of each sequence, in the caller's order. If there is an attribute `copies`, a number that changes
+    whenever a sequence may have got another page in place of one that it had, lists are read less often."""
 
     def __getitem__(self, n: int, /) -> Ints: ...
 
@@ -61,8 +62,8 @@ class WorkList:
     items (blocks, slots, 16), tile_items (rounds, blocks, 16); order (n,): the caller's number of each sequence; states
     (n, 4); pages (n, table_pages); live: the lengths (n,), then the tails (n, tail_pages), all that grow() changes;
     tail_from (n,): the number of the first page in each tail; capacity (n,): the lengths up to which the list serves;
-    total_states: states in scratch; in_step: the warps of a block have the same tokens of neighbouring heads in every
-    round.
+    total_states: states in scratch; copies: PageLists.copies when the tails were last read; in_step: the warps of a
+    block have the same tokens of neighbouring heads in every round.
     """
 
     items: Ints
@@ -77,6 +78,7 @@ class WorkList:
     capacity: Longs
     total_states: int
     in_step: bool
+    copies: int | None = None
     _on_device: dict[torch.device, dict[str, torch.Tensor]] = field(default_factory=dict, repr=False)
 
     @property
@@ -100,7 +102,8 @@ class WorkList:
     def grow(self, lengths: npt.ArrayLike, page_lists: PageLists | None = None) -> None:
         """Takes the sequences' new lengths and last pages, in the caller's order; the items stay as they are.
 
-        page_lists: needed if a sequence got pages since the last call; only the lists of such sequences are read. A
+        page_lists: needed if a sequence got or copied pages since the last call; only lists that may have changed are
+        read. A
         list on a CUDA device is updated by one copy on the current stream, which the host does not wait for. Raises
         ValueError, with nothing changed, for a length that the list has no room for or that is smaller than before.
         """
@@ -108,7 +111,12 @@ class WorkList:
         if page_lists is not None:
             tails, size = self.tails, self.page_size
             counts = -(-now // size)
-            for n in np.flatnonzero(counts > -(-self.lengths // size)).tolist():
+            copies = getattr(page_lists, "copies", None)
+            # A sequence that shared its last page got a copy of it when it grew: its tail begins with another page.
+            same = copies is not None and copies == self.copies
+            changed = counts > -(-self.lengths // size) if same else now > self.lengths
+            self.copies = copies
+            for n in np.flatnonzero(changed).tolist():
                 tail = page_lists[int(self.order[n])][int(self.tail_from[n]) : int(counts[n])]
                 tails[n, : len(tail)] = tail
         self.lengths[:] = now
@@ -191,6 +199,7 @@ def work_list(
         capacity=length + room,
         total_states=cut.total_states,
         in_step=not shape.tiles and are_in_step(len(items), heads, blocks, shape.warps),
+        copies=getattr(page_lists, "copies", None),
     )
 
 
