@@ -115,6 +115,13 @@ def test_growth_ends_where_the_room_does():
     assert listed.lengths.tolist() == [lengths[n] for n in listed.order], "nothing has changed"
 
 
+def test_sequences_of_whole_pieces_have_no_state_more():
+    """Exactly one, two and three pieces, a token less and a token more; states of neighbours lie one after another."""
+    cache, seqs = make_cache((64, 128, 192, 63, 65, 127, 129))
+    for mode in MODES[:2]:
+        check(cache, seqs, mode=mode, splitting=Splitting(((FAR, 64),), whole=False))
+
+
 # ---- kernels that are kept on a plan ---------------------------------------------------------------------------------
 def called_twice(cache, seqs, first, second):
     """A plan's result under `second` after `first`, and a new plan's."""

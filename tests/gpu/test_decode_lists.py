@@ -260,7 +260,7 @@ def test_a_node_that_continues_the_rows_above_is_no_state_more(levels, tokens, s
 
 @pytest.mark.parametrize(
     ("lengths", "kv_heads", "group", "rows"),
-    [((700,), 1, 2, 1), ((700, 300), 1, 4, 2), ((700, 30, 300, 20), 2, 4, 4)],
+    [((700,), 1, 2, 1), ((700,), 1, 4, 2), ((700, 300), 1, 4, 2), ((700, 30, 300, 20), 2, 4, 4)],
 )
 def test_more_states_than_one_warp_folds_in_a_run(lengths, kv_heads, group, rows):
     """44 of a row: by four warps of a block together, by a warp that has two rows, or four, some of few states."""
