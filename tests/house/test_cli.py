@@ -32,7 +32,7 @@ def test_no_arguments_says_what_it_can_do_in_one_screen(run):
 
 def test_examples_on_the_front_door_parse(run, monkeypatch):
     """They are what people copy first."""
-    monkeypatch.setattr(commands, "_show_point", lambda *a: None)
+    monkeypatch.setattr(commands, "show_point", lambda *a: None)
     (bench, sweep, schedule) = [
         line.strip() for line in cli.OVERVIEW.partition("Try:")[2].splitlines() if "--" in line
     ][:3]
