@@ -455,7 +455,7 @@ class Decode:
         cuda = self.device.type == "cuda"
         stream = compiler.raw_stream(self.kernel.ordinal) if cuda else 0
         space = self._workspace(None if cuda and torch.cuda.is_current_stream_capturing() else stream)
-        a.state_o, a.state_ml, a.meeting = (x.data_ptr() for x in (space.o, space.ml, space.meeting))
+        a.state_o, a.state_ml, a.barrier_counter = (x.data_ptr() for x in (space.o, space.ml, space.meeting))
         pointers = (k_parts[0].data_ptr(), v_parts[0].data_ptr())
         if cuda:
             for n, spec in enumerate(self.map_specs):
