@@ -1,7 +1,8 @@
-// Which keys a query row sees. Prefill, decode and the ladder all ask here, row by row, block by block and mask by mask.
+// Which keys a query row sees. Prefill, decode and the ladder all ask here, row by row, block by block and mask by
+// mask.
 //
-// Rows and keys are aligned at the bottom right: the last query token of a sequence stands at its last key. A window lets
-// a row see `left` keys before its own position and `right` keys after it; causal attention is right = 0.
+// Rows and keys are aligned at the bottom right: the last query token of a sequence stands at its last key. A window
+// lets a row see `left` keys before its own position and `right` keys after it; causal attention is right = 0.
 #pragma once
 #include "tile/mma.cuh"
 
@@ -37,8 +38,8 @@ TILE_DEVICE Keys keys_at(int position, int left, int right, Span span) {
     return {first > span.begin ? first : span.begin, last < span.end - 1 ? last : span.end - 1};
 }
 
-// The same without a window, as the number of keys from the first on; may be 0 or less. As a choice rather than a minimum
-// it needs fewer registers where `causal` is not a constant.
+// The same without a window, as the number of keys from the first on; may be 0 or less. As a choice rather than a
+// minimum it needs fewer registers where `causal` is not a constant.
 TILE_DEVICE int keys_up_to(int position, bool causal, int seqlen_k) {
     return causal && position + 1 < seqlen_k ? position + 1 : seqlen_k;
 }
@@ -58,8 +59,8 @@ template <int kBlock> TILE_DEVICE Span blocks_whole(Keys first_row, Keys last_ro
 
 namespace warp {
 
-// S = −inf in row h of a lane's fragment (mma.cuh) where the row does not see the key. key0: the key of the tile's first
-// column; column: the lane's first.
+// S = −inf in row h of a lane's fragment (mma.cuh) where the row does not see the key. key0: the key of the tile's
+// first column; column: the lane's first.
 template <int kSize>
 TILE_DEVICE void mask_row(float (&acc_s)[kSize], int h, int key0, Visible seen, int column = fragment_column()) {
     const int before = key0 + column - seen.first;
