@@ -23,8 +23,10 @@ template <class T> struct Head {
     Global<float> gLse;
     TILE_DEVICE Head(const AttentionArgs& a, int batch, int head)
         : gQ{static_cast<const T*>(a.q) + batch * a.q_strides.batch + head * a.q_strides.head},
-          gK{static_cast<const T*>(a.k) + batch * a.k_strides.batch + head / (a.heads_q / a.heads_kv) * a.k_strides.head},
-          gV{static_cast<const T*>(a.v) + batch * a.v_strides.batch + head / (a.heads_q / a.heads_kv) * a.v_strides.head},
+          gK{static_cast<const T*>(a.k) + batch * a.k_strides.batch +
+             head / (a.heads_q / a.heads_kv) * a.k_strides.head},
+          gV{static_cast<const T*>(a.v) + batch * a.v_strides.batch +
+             head / (a.heads_q / a.heads_kv) * a.v_strides.head},
           gO{static_cast<T*>(a.o) + batch * a.o_strides.batch + head * a.o_strides.head},
           gLse{a.lse + (int64_t(batch) * a.heads_q + head) * a.seqlen_q} {}
 };

@@ -2,8 +2,8 @@
 #pragma once
 #include "learn/kernels/args.cuh"
 
-// Every row sees the tiles [0, full) whole; the tiles [full, end) need a mask; no row sees what follows. Rows see from the
-// first key on, which makes this shorter than keys.cuh's blocks_whole and blocks_met.
+// Every row sees the tiles [0, full) whole; the tiles [full, end) need a mask; no row sees what follows. Rows see from
+// the first key on, which makes this shorter than keys.cuh's blocks_whole and blocks_met.
 struct KeyTiles {
     int full, end;
 };
