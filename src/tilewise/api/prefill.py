@@ -54,7 +54,7 @@ def attention(
     alibi_slopes: (Hq,) or (B, Hq), adds −slope · |i + Nk − Nq − j| after soft-capping.
     schedule: a BlockSchedule; keys outside its blocks are not seen. out: (B, Nq, Hq, D), written and returned.
     exact: the standard softmax where a GPU kernel would use the lazy one, whose weights may be 2^8 times larger before
-    they are divided by their sum; both hold to the same tolerance.
+    they are divided by their sum; both hold to the same tolerance, for scores up to 2^24 (natural, times log2 e).
     q_descale, k_descale, v_descale: of FP8 inputs, (Hkv,) or (B, Hkv) float32: what the stored values stand for is
     values · descale, for q by the KV head that it reads. None is 1. The output is bfloat16, and on a GPU the weights of
     the softmax are rounded to FP8.

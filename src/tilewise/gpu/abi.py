@@ -134,7 +134,7 @@ class DecodeArgs(ctypes.Structure):
 
     _fields_ = [
         *((n, ctypes.c_void_p) for n in ("q", "o", "lse", "tree", "items", "tile_items", "order", "lengths", "tails")),
-        *((n, ctypes.c_void_p) for n in ("pages", "states", "state_o", "state_ml", "meeting")),
+        *((n, ctypes.c_void_p) for n in ("pages", "states", "state_o", "state_ml", "barrier_counter")),
         *((n, Paged) for n in ("k", "v", "k_scale", "v_scale", "k_zero", "v_zero")),
         *((n, Strides) for n in ("q_strides", "o_strides")),
         ("scores", ScoreArgs),

@@ -97,11 +97,11 @@ def fills_one_block(plan: DecodePlan, fmt: KVFormat, multiprocessors: int) -> bo
 
 @dataclass
 class Workspace:
-    """Where states and blocks meet, for launches that follow each other."""
+    """Scratch of launches that follow each other: partial states, and the counter of the grid barrier."""
 
     o: torch.Tensor
     ml: torch.Tensor
-    meeting: torch.Tensor
+    barrier: torch.Tensor
 
 
 class Decode:
@@ -160,7 +160,7 @@ class Decode:
         a.merge_jobs = Divisor.by(-(-plan.heads_kv * self.rows_each // max(1, a.merge_rows)))
         self.grid = (listed.blocks, 1, 1)
         self.workspaces: dict[int | None, Workspace] = {}
-        self.graph_meeting = self._meeting()
+        self.graph_barrier = self._barrier()
         if self.device.type == "cuda":
             self.kernel = compiler.load(self.spec, self.device)
             self.launch_args = compiler.Args(*[compiler.TensorMap.blank()] * len(self.map_specs), a)
@@ -176,13 +176,13 @@ class Decode:
         warps = tiling.warps + (TILE_WARPS if tiling.tile_stages else 0)
         return 2 if rows <= 2 * self.listed.blocks * warps else 4
 
-    def _meeting(self) -> torch.Tensor:
+    def _barrier(self) -> torch.Tensor:
         return torch.zeros(1, dtype=torch.int32, device=self.device)
 
     def _workspace(self, stream: int | None) -> Workspace:
-        """Of a stream, whose launches follow each other; None: of graphs, which hold what is allocated in them.
+        """The scratch of a stream, whose launches follow each other; None: of graphs, which own what they allocate.
 
-        A plan's graphs share the meeting, which is made before them: they must not be replayed at the same time.
+        A plan's graphs share one barrier counter, made before them: they must not be replayed at the same time.
         """
         found = self.workspaces.get(stream)
         if found is None or stream is None:
@@ -190,7 +190,7 @@ class Decode:
             found = self.workspaces[stream] = Workspace(
                 torch.empty(rows * self.fmt.head_dim, dtype=torch.float32, device=self.device),
                 torch.empty(rows * 2, dtype=torch.float32, device=self.device),
-                self.graph_meeting if stream is None else self._meeting(),
+                self.graph_barrier if stream is None else self._barrier(),
             )
         return found
 
@@ -225,7 +225,7 @@ class Decode:
         cuda = self.device.type == "cuda"
         stream = compiler.raw_stream(self.kernel.ordinal) if cuda else 0
         space = self._workspace(None if cuda and torch.cuda.is_current_stream_capturing() else stream)
-        a.state_o, a.state_ml, a.meeting = (x.data_ptr() for x in (space.o, space.ml, space.meeting))
+        a.state_o, a.state_ml, a.barrier_counter = (x.data_ptr() for x in (space.o, space.ml, space.barrier))
         pointers = (k_parts[0].data_ptr(), v_parts[0].data_ptr())
         if cuda:
             for n, spec in enumerate(self.map_specs):
@@ -234,7 +234,7 @@ class Decode:
             self.kernel.launch(self.grid, self.launch_args, stream=stream, cooperative=bool(a.merge_rows))
             return
         tensors = {"q": q, "o": o, "lse": lse, "sinks": sinks, "tree": tree, **self.fixed}
-        tensors |= {"state_o": space.o, "state_ml": space.ml, "meeting": space.meeting}
+        tensors |= {"state_o": space.o, "state_ml": space.ml, "barrier": space.barrier}
         for name, parts in (("k", k_parts), ("v", v_parts)):
             tensors |= {f"{name}{n}": x for n, x in enumerate(parts)}
         known = {name: x for name, x in tensors.items() if x is not None}

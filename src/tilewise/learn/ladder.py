@@ -19,7 +19,7 @@ from tilewise import compiler, emulator
 from tilewise.compiler.spec import Constant, KernelSpec
 from tilewise.compiler.tensor_maps import TensorMapSpec
 from tilewise.gpu import named
-from tilewise.gpu.abi import ELEMENTS, FAR, LOG2E, MAP_TYPES, PANEL, Strides
+from tilewise.gpu.abi import ELEMENTS, LOG2E, MAP_TYPES, PANEL, Strides
 
 Constants = tuple[tuple[str, Constant], ...]
 
@@ -30,7 +30,7 @@ class AttentionArgs(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("q", "k", "v", "o", "lse")),
         *((f"{name}_strides", Strides) for name in ("q", "k", "v", "o")),
-        *((name, ctypes.c_int) for name in ("batch", "seqlen_q", "seqlen_k", "heads_q", "heads_kv", "right")),
+        *((name, ctypes.c_int) for name in ("batch", "seqlen_q", "seqlen_k", "heads_q", "heads_kv", "causal")),
         ("scale_log2", ctypes.c_float),
         ("reserved", ctypes.c_int),
     ]
@@ -137,7 +137,7 @@ def prepare(
     args = AttentionArgs(
         *(x.data_ptr() for x in (q, k, v, o, lse)),
         *(Strides.of(x) for x in (q, k, v, o)),
-        *(batch, seqlen_q, k.shape[1], heads_q, k.shape[2], 0 if causal else FAR),
+        *(batch, seqlen_q, k.shape[1], heads_q, k.shape[2], int(causal)),
         (head_dim**-0.5 if scale is None else scale) * LOG2E,
         0,
     )

@@ -1,17 +1,21 @@
-// Writes new tokens' keys and values into pages, one launch for both: rotary embedding of K (and of Q, in place), then the storage
-// format. Every byte is what KVFormat.encode makes on a CPU: products and quotients are rounded alone, as torch's are.
+// append: writes the keys and values of new tokens into pages, one launch for both. It applies the rotary embedding to
+// K (and to Q, in place) and converts to the storage format. Every byte is what KVFormat.encode makes on a CPU: each
+// product and each quotient is rounded by itself, as torch rounds it.
 //
-// A row is one head of one token: kLanes lanes have kChunks chunks of 8 channels each, so that a 16-bit row of 128 channels is
-// one 16-byte load of 16 lanes. Rows of a token are neighbours (heads of K, of V, of Q), and share its cosines in the L1 cache.
+// A row is one head of one token. kLanes lanes have kChunks chunks of 8 channels each, so that a 16-bit row of 128
+// channels is one 16-byte load by 16 lanes. The rows of a token are neighbours (heads of K, of V, of Q) and share its
+// cosines in the L1 cache.
 #include "tile/memory.cuh"
 
 constexpr int kThreads = 256;
-constexpr int kChannels = 8;  // of a chunk
+constexpr int kChannels = 8;  // per chunk
 constexpr int kPlain = 0, kFp8 = 1, kInt8 = 2, kInt4 = 3;  // kFormat
 constexpr int kUnturned = 0, kInterleaved = 2;             // kRotary; 1: halves
 constexpr uint32_t kInfinity = 0x7f800000u, kNan = 0x7fc00000u;
 constexpr float kInt4Limit = 0x1p126f, kMinScale = 0x1p-126f;  // kvcache/formats.py says why
-constexpr uint32_t kVectorTable = 8, kVectorStore = 16;  // flags: 16-byte accesses; 1, 2, 4: loads of K, V, Q; 16, 32: stores of K, V
+// Bits of AppendArgs::vectors, which tell where 16-byte accesses are possible: 1, 2, 4: loads of K, V, Q; 8: loads of
+// the cosine and sine tables; 16, 32: stores of K, V
+constexpr uint32_t kVectorTable = 8;
 
 struct alignas(8) Vector8 {
     uint32_t word[2];
@@ -21,7 +25,7 @@ struct AppendSource {  // (tokens, heads, D): strides in elements, the channels 
     void* base;
     int64_t token, head;
 };
-struct AppendStore {  // (pages, page size, heads, …): strides in elements. Tokens of codes lie one after another.
+struct AppendStore {  // (pages, page size, heads, …): strides in elements; codes have one token stride across all pages
     void* codes;
     void* scale;
     void* zero;
@@ -31,7 +35,7 @@ struct AppendArgs {
     AppendSource source[3];  // K, V, Q
     AppendStore store[2];    // K, V
     const int64_t* positions;
-    const int64_t* index;  // page · page size + offset; negative: a token that is not there, as in a padded batch
+    const int64_t* index;  // page · page size + offset; negative: padding of a batch, which is not stored
     const void* cos;       // (positions, pairs)
     const void* sin;
     int64_t cos_row, cos_column, sin_row, sin_column;
@@ -55,7 +59,7 @@ template <class T> struct Chunk {
             else word[w] = pack<T>(x[2 * w], x[2 * w + 1]);
         }
     }
-    // The first `count` channels, and zeros
+    // Loads the first `count` channels; the others become zero
     TILE_DEVICE void load(Global<const T> g, int count, bool vectors) {
         if (vectors && count >= kChannels) {
 #pragma unroll
@@ -75,7 +79,8 @@ template <class T> struct Chunk {
         if (vectors && count >= kChannels) {
 #pragma unroll
             for (int i = 0; i < kWords / 4; i++) {
-                g.template as<Vector16>()[i] = Vector16{{word[4 * i], word[4 * i + 1], word[4 * i + 2], word[4 * i + 3]}};
+                g.template as<Vector16>()[i] =
+                    Vector16{{word[4 * i], word[4 * i + 1], word[4 * i + 2], word[4 * i + 3]}};
             }
             return;
         }
@@ -85,8 +90,8 @@ template <class T> struct Chunk {
     }
 };
 
-// x / by, by > 0, as division rounds it, for many x: two Newton steps on a quotient are exact where nothing under- or overflows. They
-// would make +0 of −0 / by.
+// x / by for by > 0 and many x, rounded as a division: two Newton steps on the quotient are exact where nothing under-
+// or overflows. They would turn −0 / by into +0, so the sign is copied from x.
 struct Division {
     float by, reciprocal;
     bool usual;
@@ -116,7 +121,7 @@ template <bool kUp> TILE_DEVICE float round_to_bf16(float x) {
 
 TILE_DEVICE float clamp(float x, float low, float high) { return fminf(fmaxf(x, low), high); }
 
-// What a row of this position turns by
+// The cosines and sines of a token's position
 struct Angles {
     Global<const Table> gCos, gSin;
     int64_t cos_column, sin_column;
@@ -124,12 +129,15 @@ struct Angles {
     bool vectors;
 };
 
-// Pairs of channels from `channel` on: each value needs its partner, which this lane reads again (it is in the L1 cache).
-TILE_DEVICE void rotate_chunk(Chunk<Element>& x, Global<const Element> gRow, int channel, const Angles& t, bool vectors) {
+// Rotates the pairs of the chunk that begins at `channel`. Each value needs its partner, which this lane reads again
+// from the L1 cache.
+TILE_DEVICE void rotate_chunk(Chunk<Element>& x, Global<const Element> gRow, int channel, const Angles& t,
+                              bool vectors) {
     float own[kChannels], other[kChannels], cosine[kChannels], sine[kChannels];
 #pragma unroll
     for (int i = 0; i < kChannels; i++) own[i] = x.get(i);
-    const bool aligned = kRotary != kInterleaved && t.pairs % kChannels == 0;  // the chunk is in one half, and its partners are a chunk
+    // The chunk lies in one half of the channels, and its partners are a chunk of the other half.
+    const bool aligned = kRotary != kInterleaved && t.pairs % kChannels == 0;
     if (aligned) {
         Chunk<Element> partner;
         partner.load(gRow + (channel < t.pairs ? channel + t.pairs : channel - t.pairs), kChannels, vectors);
@@ -150,7 +158,8 @@ TILE_DEVICE void rotate_chunk(Chunk<Element>& x, Global<const Element> gRow, int
         if (ch >= 2 * t.pairs) continue;
         const bool first = kRotary == kInterleaved ? i % 2 == 0 : ch < t.pairs;  // of its pair
         const int pair = kRotary == kInterleaved ? ch / 2 : first ? ch : ch - t.pairs;
-        if (!aligned) other[i] = kRotary == kInterleaved ? x.get(i ^ 1) : to_float(Element(gRow[first ? ch + t.pairs : pair]));
+        if (!aligned)
+            other[i] = kRotary == kInterleaved ? x.get(i ^ 1) : to_float(Element(gRow[first ? ch + t.pairs : pair]));
         if (!(aligned && t.vectors)) {
             cosine[i] = to_float(Table(t.gCos[pair * t.cos_column]));
             sine[i] = to_float(Table(t.gSin[pair * t.sin_column]));
@@ -162,9 +171,9 @@ TILE_DEVICE void rotate_chunk(Chunk<Element>& x, Global<const Element> gRow, int
     x.set(own);
 }
 
-// Codes of one byte and a scale for the row: e4m3 or int8
-TILE_DEVICE void store_codes(const Chunk<Element> (&x)[kChunks], int lane, int head_dim, Global<uint8_t> gCodes, Global<float> gScale,
-                             bool there, bool vectors) {
+// Stores codes of one byte, e4m3 or int8, and one scale per row
+TILE_DEVICE void store_codes(const Chunk<Element> (&x)[kChunks], int lane, int head_dim, Global<uint8_t> gCodes,
+                             Global<float> gScale, bool there, bool vectors) {
     uint32_t amax = 0;  // |x| as bits, which order as the numbers do, infinity and NaN above all
 #pragma unroll
     for (int c = 0; c < kChunks; c++)
@@ -205,9 +214,10 @@ TILE_DEVICE void store_codes(const Chunk<Element> (&x)[kChunks], int lane, int h
     }
 }
 
-// Codes of four bits, a scale and a zero for each group of channels. A chunk is in one group.
-TILE_DEVICE void store_nibbles(const Chunk<Element> (&x)[kChunks], int lane, int head_dim, int group_lanes, Global<uint8_t> gCodes,
-                               Global<bf16> gScale, Global<bf16> gZero, bool there, bool vectors) {
+// Stores codes of four bits, and a scale and a zero point per group of channels. A chunk lies in one group.
+TILE_DEVICE void store_nibbles(const Chunk<Element> (&x)[kChunks], int lane, int head_dim, int group_lanes,
+                               Global<uint8_t> gCodes, Global<bf16> gScale, Global<bf16> gZero, bool there,
+                               bool vectors) {
     float low[kChunks], high[kChunks];
     int finite = 1;
 #pragma unroll
@@ -256,7 +266,7 @@ TILE_DEVICE void store_nibbles(const Chunk<Element> (&x)[kChunks], int lane, int
     }
 }
 
-// The row as the plain dtype Stored; bits stay as they are where it is the dtype given.
+// Stores a row as the plain dtype Stored; where that is the dtype given, the bits stay as they are.
 template <class T> struct Plain {
     TILE_DEVICE static void store(const Chunk<Element>& x, Global<T> g, int count, bool vectors) {
         Chunk<T> y;
@@ -268,7 +278,9 @@ template <class T> struct Plain {
     }
 };
 template <> struct Plain<Element> {
-    TILE_DEVICE static void store(const Chunk<Element>& x, Global<Element> g, int count, bool vectors) { x.store(g, count, vectors); }
+    TILE_DEVICE static void store(const Chunk<Element>& x, Global<Element> g, int count, bool vectors) {
+        x.store(g, count, vectors);
+    }
 };
 
 extern "C" __global__ void __launch_bounds__(kThreads) append(const __grid_constant__ AppendArgs a) {
@@ -279,7 +291,7 @@ extern "C" __global__ void __launch_bounds__(kThreads) append(const __grid_const
     const int head = int(place) - kind * a.heads;
     const bool inside = token < uint32_t(a.tokens);
 
-    // The values do not wait for the index: a row that is not there is read too.
+    // The values are loaded without waiting for the index, so padding is read too.
     const AppendSource& source = a.source[kind];
     const Global<Element> gRow{static_cast<Element*>(source.base) + token * source.token + head * source.head};
     const Global<const Element> gIn{gRow.base};
@@ -308,7 +320,7 @@ extern "C" __global__ void __launch_bounds__(kThreads) append(const __grid_const
         }
     }
     if (a.heads_q) {
-        ptx::sync_warp();  // Q turns in place: all lanes of a row have read their partners
+        ptx::sync_warp();  // Q is rotated in place: all lanes of a row have read their partners
         if (kind == 2 && there) {
 #pragma unroll
             for (int c = 0; c < kChunks; c++) {
@@ -331,7 +343,8 @@ extern "C" __global__ void __launch_bounds__(kThreads) append(const __grid_const
         }
     } else {
         const int64_t page = a.page_shift >= 0 ? index >> a.page_shift : index / a.page_size;
-        const int64_t at = page * store.scale_page + (index - page * a.page_size) * store.scale_token + head * store.scale_head;
+        const int64_t at =
+            page * store.scale_page + (index - page * a.page_size) * store.scale_token + head * store.scale_head;
         const Global<uint8_t> gCodes{static_cast<uint8_t*>(store.codes) + codes};
         if constexpr (kFormat == kInt4)
             store_nibbles(x, lane, a.head_dim, a.group_lanes, gCodes, {static_cast<bf16*>(store.scale) + at},

@@ -7,7 +7,8 @@ struct Strides {
     int64_t batch, row, head;
 };
 
-// n / divisor for 0 ≤ n < 2^31 by a multiplication: a division would take the producer as long as a tile takes to arrive.
+// n / divisor for 0 ≤ n < 2^31 by a multiplication: a division would take the producer as long as a tile takes to
+// arrive.
 struct Divisor {
     uint32_t divisor, multiplier, shift;  // made by Divisor.by in Python, or by divisor_of
     TILE_DEVICE int quotient(int n) const {

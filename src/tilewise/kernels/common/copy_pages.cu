@@ -1,10 +1,10 @@
-// Copies whole pages, for all layers and components of K and V at once: copy on write, in one launch.
+// copy_pages: copies whole pages of all layers and components of K and V in one launch, for copy on write.
 #include "tile/memory.cuh"
 
 constexpr int kThreads = 256;
 constexpr int kMaxParts = 6;  // codes, scale and zero of K and V
 
-struct CopyPart {  // (layers, pages, page size, heads, row): strides in units of `unit` bytes, a row being dense
+struct CopyPart {  // (layers, pages, page size, heads, row): strides in units of `unit` bytes; rows are dense
     void* base;
     int64_t layer, page, token, head;
     int unit, row;
@@ -15,19 +15,20 @@ struct CopyArgs {
     int count, layers, page_size, heads;
 };
 
-template <class Unit> TILE_DEVICE void copy_page(const CopyPart& p, int layer, int64_t from, int64_t to, int tokens, int heads) {
+template <class Unit>
+TILE_DEVICE void copy_page(const CopyPart& p, int layer, int64_t from, int64_t to, int tokens, int heads) {
     const Global<Unit> gLayer{static_cast<Unit*>(p.base) + layer * p.layer};
     const int units = tokens * heads * p.row;
     for (int i = blockIdx.x * kThreads + threadIdx.x; i < units; i += gridDim.x * kThreads) {
-        // In the order of memory, whichever of tokens and heads is the outer one there.
-        const int outer = i / p.row / (p.token > p.head ? heads : tokens), inner = i / p.row % (p.token > p.head ? heads : tokens);
+        // In the order of memory, in which tokens or heads may be the outer dimension
+        const int inners = p.token > p.head ? heads : tokens, outer = i / p.row / inners, inner = i / p.row % inners;
         const int token = p.token > p.head ? outer : inner, head = p.token > p.head ? inner : outer;
         const int64_t at = token * p.token + head * p.head + i % p.row;
         gLayer[to * p.page + at] = Unit(gLayer[from * p.page + at]);
     }
 }
 
-// Blocks: some for a page, parts · layers, pages
+// The grid: (blocks per page, parts · layers, pages)
 extern "C" __global__ void __launch_bounds__(kThreads) copy_pages(const __grid_constant__ CopyArgs a) {
     const CopyPart& p = a.part[blockIdx.y / a.layers];
     const int layer = blockIdx.y % a.layers;

@@ -1,8 +1,8 @@
 // What is done to scores on their way from S = Q Kᵀ to the softmax's state: scale, softcap, ALiBi, window and sink.
 //
 // Prefill and decode carry these options as one value, and only the functions here apply them: an option that is added
-// here reaches every kernel. Scores are in base 2, so that the softmax exponentiates by exp2. tilewise.gpu.abi.ScoreArgs
-// is the mirror of Scores in Python; it makes the base-2 factors.
+// here reaches every kernel. Scores are in base 2, so that the softmax exponentiates by exp2.
+// tilewise.gpu.abi.ScoreArgs is the mirror of Scores in Python; it makes the base-2 factors.
 #pragma once
 #include "tile/keys.cuh"
 #include "tile/softmax.cuh"
@@ -28,8 +28,8 @@ struct Scores {
         return kLog2e * Global<const float>{slopes}[sequence * slopes_batch + head];
     }
 
-    // A head's sink joins a row's softmax as the score of a key without a value: max and sum change, and what the row's O
-    // is to be multiplied with is returned. max must be finite, kLowest for a row without keys.
+    // A head's sink joins a row's softmax as the score of a key without a value: max and sum change, and what the row's
+    // O is to be multiplied with is returned. max must be finite, kLowest for a row without keys.
     TILE_DEVICE float join_sink(int head, float& max, float& sum) const {
         const float sink = Global<const float>{sinks}[head] * kLog2e, top = fmaxf(max, sink);
         const float weight = ptx::exp2(max - top);

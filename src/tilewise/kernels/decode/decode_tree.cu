@@ -1,17 +1,23 @@
-// decode_tree: decode.cu with a second body beside the streaming warps, for nodes of the tree that many rows share.
+// decode_tree: decode.cu with a second body beside the streaming warps, for nodes of the prefix tree that many rows
+// share.
 //
-// Of sixteen warps the first eight are two warpgroups that take tiles of 128 rows (decode_tile.cuh), one brings their keys and values,
-// and the last four stream what sequences have of their own, from a list of theirs, at the same time; kJoiners of the eight join them
-// when their tiles are done. What a sequence has of its own is cut and computed as in decode.cu, to the bit. Constants: as there;
-// kTileStages: of the ring of tiles; kTileWhole: a copy brings whole rows of a head, since heads follow each other.
+// A block has sixteen warps. The first eight are two warpgroups that compute tiles of 128 rows (tile.cuh); one warp
+// loads their keys and values; the last four stream what sequences have of their own at the same time, from a list of
+// their own. When the tiles are done, kJoiners of the first eight warps help the streaming warps. A sequence's own
+// tokens are split and computed as in decode.cu, to the bit.
+//
+// Constants: as in decode.cu, and kTileStages: tiles in the ring; kTileWhole: one copy brings all panels of a head's
+// rows, which needs heads that are contiguous; kJoiners.
 #include "tile/quant.cuh"
 constexpr Format kFormat = static_cast<Format>(kStoredAs);
 #include "decode/tile.cuh"
-static_assert(kBlocksPerSm == 1 && kWarps == 4 && kTma && kFormat == Format::bits16, "registers are dealt to four warpgroups, tiles come by TMA");
+static_assert(kBlocksPerSm == 1 && kWarps == 4, "registers are dealt to four warpgroups");
+static_assert(kTma && kFormat == Format::bits16, "tiles come by TMA and are multiplied as they are");
 
 extern "C" __global__ void __launch_bounds__(512, kBlocksPerSm)
-    decode_tree(const __grid_constant__ TensorMap mK, const __grid_constant__ TensorMap mV, const __grid_constant__ TensorMap mTileK,
-                const __grid_constant__ TensorMap mTileV, const __grid_constant__ DecodeArgs args) {
+    decode_tree(const __grid_constant__ TensorMap mK, const __grid_constant__ TensorMap mV,
+                const __grid_constant__ TensorMap mTileK, const __grid_constant__ TensorMap mTileV,
+                const __grid_constant__ DecodeArgs args) {
     Loader::init(args, mK, mV);
     if (threadIdx.x == 128) {
         tile_ring().init(4 * kTileGroups);
@@ -26,9 +32,10 @@ extern "C" __global__ void __launch_bounds__(512, kBlocksPerSm)
     if (role < kTileGroups) {
         ptx::take_registers<kTileRegisters>();
         TileBody(args, role).run();
-        ptx::barrier_sync(kJoinBarrier, kTileThreads);  // nobody looks at the tiles any more
+        ptx::barrier_sync(kJoinBarrier, kTileThreads);  // no warp reads the tiles any more: joiners use their memory
         const int rank = ptx::uniform(threadIdx.x / 32);
-        const bool joins = rank < kJoiners && args.slots > kWarps && Loader::item(args, kWarps).rows > 0;  // more than the others begin with
+        // Only if there are more items than the streaming warps begin with
+        const bool joins = rank < kJoiners && args.slots > kWarps && Loader::item(args, kWarps).rows > 0;
         if (ptx::any(joins)) stream(args, mK, mV, kWarps + rank);
         if (args.merge_rows) merge_all<true>(args, {rank, 4 * kTileGroups + kWarps});
     } else if (role == kTileGroups) {

@@ -1,10 +1,11 @@
-// How keys and values come to a warp of the decode kernel: a ring of its own, kStages chunks of tokens, K then V, and their scales.
-// The warp asks for a chunk as soon as it is done with the one whose place it takes, across the ends of items, so what it waits for is
-// always kStages chunks old and nobody else has a say in it.
+// How keys and values come to a streaming warp of the decode kernels: through a ring of its own with kStages chunks of
+// tokens, each K then V, and their scales. As soon as a warp is done with a chunk it requests the one that takes its
+// place, across the ends of items. So a chunk was requested kStages chunks before the warp waits for it, and no warp
+// depends on another.
 //
-// A chunk is one box of tokens, or two of sixteen where a page may end between them. A box lies in panels: kPanelBytes of each of its
-// rows, the largest power of two that divides a row and has a swizzle. kTma: it comes by a tensor map; else, and for pages that no
-// box of sixteen tokens fits in, by cp.async of 16 bytes.
+// A chunk is one box of tokens, or two boxes of sixteen where a page may end between them. A box lies in panels of
+// kPanelBytes of each of its rows: the largest power of two that divides a row and has a swizzle. With kTma a box comes
+// by a tensor map; without it, or if pages have no room for a box of sixteen tokens, by cp.async in units of 16 bytes.
 #pragma once
 #include "decode/work.cuh"
 #include "tile/hopper.cuh"
@@ -13,105 +14,128 @@
 
 constexpr bool kScaled = kFormat != Format::bits16, kZeros = kFormat == Format::int4;
 constexpr int kGroups = kZeros ? (kHeadDim + kGroupSize - 1) / kGroupSize : 1;
-// Tokens that are taken at a time. Sixteen of int4 are so few bytes that waiting, asking and bookkeeping would be half of the work; more
-// groups of channels leave no registers for more.
+// Tokens per chunk. Sixteen tokens of int4 are so few bytes that waiting, requesting and bookkeeping would be half of
+// the work; with more than two groups of channels there are no registers for 32.
 constexpr int kChunk = kZeros && kHeadDim <= 128 && kGroups <= 2 ? 32 : 16, kTiles = kChunk / 16;
 constexpr int kBox = kPageSize % kChunk == 0 ? kChunk : 16, kBoxes = kChunk / kBox;
 constexpr int kRowBytes = kHeadDim * bits_of_format(kFormat) / 8;
-constexpr int panel_bytes() { return kRowBytes % 128 == 0 ? 128 : kRowBytes % 64 == 0 ? 64 : kRowBytes % 32 == 0 ? 32 : 16; }
-constexpr int kPanelBytes = kLineHeads > 1 ? 128 : panel_bytes(), kPanelChunks = kPanelBytes / 16, kRowChunks = kRowBytes / 16;
+constexpr int panel_bytes() {
+    return kRowBytes % 128 == 0 ? 128 : kRowBytes % 64 == 0 ? 64 : kRowBytes % 32 == 0 ? 32 : 16;
+}
+constexpr int kPanelBytes = kLineHeads > 1 ? 128 : panel_bytes(), kPanelChunks = kPanelBytes / 16;
+constexpr int kRowChunks = kRowBytes / 16;
 constexpr int kChunkBytes = kChunk * kRowBytes, kStageBytes = 2 * kChunkBytes, kBoxBytes = kBox * kRowBytes;
 static_assert(!kTma || kPageSize % kBox == 0, "a box lies in one page");
-// kInStep: a block's warps have the same tokens of neighbouring heads, and one copy brings a chunk for all of them: the last that is done
-// with what stood there asks for it. Rows of int4 are 64 bytes: warps that drift apart would ask the memory for such crumbs, here and there.
+// kInStep: the warps of a block stream the same tokens of neighbouring heads, and one copy brings a chunk for all of
+// them. The last warp to be done with a stage requests its next chunk. A row of int4 is only 64 bytes: warps that drift
+// apart would request such short pieces from places all over the memory.
 static_assert(!kInStep || (kTma && kTileStages == 0), "boxes of several heads");
-constexpr int kHeads = kInStep ? kWarps : 1, kBoxStep = kHeads * kBoxBytes;  // heads of a box; bytes from box to box
-// kLineHeads: so many heads' rows are a line of 128 bytes, and come as one: L2 counts requests, however short they are.
+constexpr int kHeads = kInStep ? kWarps : 1, kBoxStep = kHeads * kBoxBytes;  // heads per box; bytes from box to box
+// kLineHeads: the rows of this many heads are one line of 128 bytes and are copied as one, because L2 serves a limited
+// number of requests however short they are.
 static_assert(kLineHeads == 1 || (kInStep && kLineHeads * kRowBytes == 128 && kWarps % kLineHeads == 0), "whole lines");
 
-// Scales: K's, V's, then the zeros of both, a chunk each
-constexpr int kScaleSize = kZeros ? 2 : 4, kTokenScales = kGroups * kScaleSize, kScalePart = kChunk * kTokenScales;  // bytes
+// Scales of a chunk, in parts: those of K, those of V, then the zero points of both
+constexpr int kScaleSize = kZeros ? 2 : 4, kTokenScales = kGroups * kScaleSize;  // bytes of one scale, and of a token's
+constexpr int kScalePart = kChunk * kTokenScales;
 template <bool kHalf> struct BitsOf { using Type = uint32_t; };
 template <> struct BitsOf<true> { using Type = uint16_t; };
 using ScaleBits = BitsOf<kZeros>::Type;
 constexpr int kScaleParts = !kScaled ? 0 : kZeros ? 4 : 2;
 constexpr int kScaleBytes = kScaleParts * kScalePart;
-// Runs of sixteen tokens' scales are copied by 16 bytes: so many of each part are kTokenScales
-constexpr int kRunLanes = 32 / kTiles, kScaleRounds = kScaleRuns ? (kScaleParts * kTokenScales + kRunLanes - 1) / kRunLanes : 0;
+// A run is the scales of sixteen tokens of one part. It is copied 16 bytes per lane, which takes kTokenScales lanes.
+constexpr int kRunLanes = 32 / kTiles;  // lanes that share a run's sixteen tokens
+constexpr int kScaleRounds = kScaleRuns ? (kScaleParts * kTokenScales + kRunLanes - 1) / kRunLanes : 0;
 struct ScaleRun {
     const uint8_t* from;  // a lane's 16 bytes in page 0
     uint32_t page_bytes;
 };
 constexpr bool kCopies = !kTma || (kScaled && kScaleRuns);  // something comes by cp.async
 
-// Shared memory: the tiles' ring if there is one (decode_tile.cuh) and the warps' rings on 1024 bytes, as the swizzle wants, their
-// scales, barriers, then what warps have of a range whose pieces they fold: its lanes' O, then m and l.
+// Shared memory, in this order: the ring of tiles if there is one (tile.cuh); the rings of the warps, on 1024 bytes as
+// the swizzle wants; their scales; barriers and counters; what the threads of tiles look up rarely; and per warp the
+// saved state of a range that it folds piece by piece: O, then the MaxSum, lane by lane.
 constexpr int kAtRings = kTileStages * 2 * 64 * ((kHeadDim + 63) / 64 * 128);
 constexpr int kAtScales = (kAtRings + kWarps * kStages * kStageBytes + 1023) / 1024 * 1024;
-constexpr int kStreamers = kWarps + kJoiners;  // the last of them stream when their tiles are done
+constexpr int kStreamers = kWarps + kJoiners;  // joiners are the last of them
 constexpr int kAtStreamBarriers = kAtScales + kWarps * kStages * kScaleBytes;
 constexpr int kAtTileBarriers = kAtStreamBarriers + kStreamers * kStages * 8;
-constexpr int kAtCounters = kAtTileBarriers + kTileStages * 16;                   // beside tiles: how many items have been taken; in step, by
-constexpr int kAtTileSeen = (kAtCounters + 4 * kStages + 15) / 16 * 16;           // stage: how often a warp was done. Per thread: what its rows see
-constexpr int kAtTilePlace = kAtTileSeen + (kTileStages ? 256 * 16 : 0);          // and where they go
+// Counters. Beside tiles: one, of the items that have been taken. In step: one per stage, of the warps that are done.
+constexpr int kAtCounters = kAtTileBarriers + kTileStages * 16;
+constexpr int kAtTileSeen = (kAtCounters + 4 * kStages + 15) / 16 * 16;   // per thread of tiles: what its rows see,
+constexpr int kAtTilePlace = kAtTileSeen + (kTileStages ? 256 * 16 : 0);  // and where their results go
 constexpr int kAtFold = kAtTilePlace + (kTileStages ? 256 * 8 : 0);
 constexpr int kFoldBytes = kRows * kHeadDim * 4 + kRows / 8 * 2 * 32 * 8;
-// Warps that join have both where the tiles were.
+// A joiner has its ring and its saved state where the tiles were.
 constexpr int kJoinerBytes = (kStages * kStageBytes + kFoldBytes + 1023) / 1024 * 1024;
 static_assert(kJoiners * kJoinerBytes <= kAtRings, "no room where the tiles were");
-TILE_DEVICE uint32_t ring_of(int rank) { return rank < kWarps ? kAtRings + rank * kStages * kStageBytes : (rank - kWarps) * kJoinerBytes; }
+TILE_DEVICE uint32_t ring_of(int rank) {
+    return rank < kWarps ? kAtRings + rank * kStages * kStageBytes : (rank - kWarps) * kJoinerBytes;
+}
 TILE_DEVICE uint32_t fold_of_warp(int rank) {
     return rank < kWarps ? kAtFold + rank * kFoldBytes : (rank - kWarps) * kJoinerBytes + kStages * kStageBytes;
 }
 
-// Sixteen bytes c of row r in a chunk of tokens, as an offset; rank: of the warp
+// The offset within a chunk of the c-th 16 bytes of row `row`; rank: of the warp, whose head stands in the line
 TILE_DEVICE uint32_t place_of(int row, int c, int rank) {
     c += rank % kLineHeads * kRowChunks;
-    const int turn = kPanelBytes == 128 ? row & 7 : kPanelBytes == 64 ? row >> 1 & 3 : kPanelBytes == 32 ? row >> 2 & 1 : 0;
-    return row / kBox * kBoxStep + c / kPanelChunks * (kBox * kPanelBytes) + row % kBox * kPanelBytes + ((c % kPanelChunks) ^ turn) * 16;
+    const int turn = kPanelBytes == 128  ? row & 7
+                     : kPanelBytes == 64 ? row >> 1 & 3
+                     : kPanelBytes == 32 ? row >> 2 & 1
+                                         : 0;
+    const int panel = c / kPanelChunks * (kBox * kPanelBytes);
+    return row / kBox * kBoxStep + panel + row % kBox * kPanelBytes + ((c % kPanelChunks) ^ turn) * 16;
 }
-// The same 2p further, from c = 0 or 1; and in row 16t + r, from row r
+// From the place of (row r, c) with c = 0 or 1 to that of (row 16t + r, c + 2p)
 TILE_DEVICE uint32_t place_further(uint32_t first, int p, int t) {
     const int panel = 2 * p / kPanelChunks, in_panel = 2 * p % kPanelChunks;
-    return (first ^ (in_panel * 16)) + panel * (kBox * kPanelBytes) + 16 * t / kBox * kBoxStep + 16 * t % kBox * kPanelBytes;
+    const int row = 16 * t / kBox * kBoxStep + 16 * t % kBox * kPanelBytes;
+    return (first ^ (in_panel * 16)) + panel * (kBox * kPanelBytes) + row;
 }
 
-// What comes of an item without tokens: decode_merge.cuh
+// Leaves the result of an item that has no tokens: merge.cuh
 TILE_DEVICE void put_empty(const DecodeArgs& args, const DecodeItem& item);
 
 struct Loader {
     const DecodeArgs& args;
     const TensorMap &mK, &mV;
-    const int rank, lane;  // rank: of this warp among those of its block that stream
-    const uint32_t window;  // where shared memory begins; Hopper would work it out again for every chunk
-    // Beside tiles:
-    uint32_t counts;       // how many items with tokens were taken, · 2^16, and how many of them the warp has begun with, modulo 2^16
-    int slots;             // lane n's: which the n-th was, counted round and round
-    // What is asked for next: chunk `chunk` of item `slot`
+    const int rank, lane;   // rank: of this warp among the block's streaming warps
+    const uint32_t window;  // the address of shared memory; the compiler would compute it again for every chunk
+    // Beside tiles, items are taken from a common counter, ahead of the warp that computes them:
+    uint32_t counts;  // items with tokens taken · 2^16 + those of them that the warp has begun to compute, modulo 2^16
+    int slots;        // lane n % 32 holds the slot of the n-th item taken
+    // What is requested next: chunk `chunk` of item `slot`
     int slot, chunk, end, kv_head;
     Span span;
     PageTable table;
-    int page;    // of that chunk's box lane / 16, or of this lane's token of it; looked up a chunk ahead
-    bool fresh;  // the item's first chunk, which is asked for before its end is known
+    int page;    // the page of that chunk's box lane / 16, or of this lane's token in it; looked up one chunk ahead
+    bool fresh;  // the chunk is its item's first, and is requested before the item's end is known
     ScaleRun runs[kScaleRounds > 0 ? kScaleRounds : 1];
 
     TILE_DEVICE Loader(const DecodeArgs& a, const TensorMap& k, const TensorMap& v, int w)
-        : args(a), mK(k), mV(v), rank(w), lane(warp::lane()), window(kTma ? ptx::uniform(ptx::shared_address(0u)) : ptx::shared_address(0u)),
-          counts(0), slots(0), slot(w - kWarps), chunk(0), end(0), kv_head(0), span{0, 0}, table{nullptr, nullptr, 0}, page(0),
+        : args(a), mK(k), mV(v), rank(w), lane(warp::lane()),
+          window(kTma ? ptx::uniform(ptx::shared_address(0u)) : ptx::shared_address(0u)), counts(0), slots(0),
+          slot(w - kWarps), chunk(0), end(0), kv_head(0), span{0, 0}, table{nullptr, nullptr, 0}, page(0),
           fresh(false) {}
 
-    // Offsets in shared memory
+    // Offsets in shared memory. scales: part 0 has the scales of K, 1 those of V, 2 and 3 their zero points
     TILE_DEVICE uint32_t boxes(int stage) const { return ring_of(kInStep ? 0 : rank) + stage * kHeads * kStageBytes; }
-    TILE_DEVICE uint32_t keys(int stage) const { return boxes(stage) + (kInStep ? rank / kLineHeads * kLineHeads * kBoxBytes : 0); }
+    TILE_DEVICE uint32_t keys(int stage) const {
+        return boxes(stage) + (kInStep ? rank / kLineHeads * kLineHeads * kBoxBytes : 0);
+    }
     TILE_DEVICE uint32_t values(int stage) const { return keys(stage) + kHeads * kChunkBytes; }
-    // Part 0: K's scales, 1: V's, 2 and 3: their zeros
-    TILE_DEVICE uint32_t scales(int stage, int part = 0) const { return kAtScales + (rank * kStages + stage) * kScaleBytes + part * kScalePart; }
-    TILE_DEVICE uint32_t barrier(int stage) const { return window + uint32_t(kAtStreamBarriers + ((kInStep ? 0 : rank) * kStages + stage) * 8); }
-    // By all threads of a block, a barrier each; and what the first copy would wait for is asked for: the maps, and the items that the
-    // last kWarps warps begin with.
+    TILE_DEVICE uint32_t scales(int stage, int part = 0) const {
+        return kAtScales + (rank * kStages + stage) * kScaleBytes + part * kScalePart;
+    }
+    TILE_DEVICE uint32_t barrier(int stage) const {
+        return window + uint32_t(kAtStreamBarriers + ((kInStep ? 0 : rank) * kStages + stage) * 8);
+    }
+    // Called by all threads of a block. Initialises the barriers, one per thread, and prefetches what the first copy
+    // would wait for: the tensor maps, and the items that the last kWarps warps begin with.
     static TILE_DEVICE void init(const DecodeArgs& args, const TensorMap& mK, const TensorMap& mV) {
         const int slot = int(threadIdx.x / 32) - int(blockDim.x / 32 - kWarps);
-        if (threadIdx.x % 32 == 0 && slot >= 0 && slot < args.slots) ptx::touch(args.items + int64_t(blockIdx.x) * args.slots + slot);
+        if (threadIdx.x % 32 == 0 && slot >= 0 && slot < args.slots)
+            ptx::touch(args.items + int64_t(blockIdx.x) * args.slots + slot);
         if constexpr (kTma) {
             if (threadIdx.x < kStreamers * kStages) {
                 ptx::mbarrier_init(ptx::shared_address(uint32_t(kAtStreamBarriers + 8 * threadIdx.x)), 1);
@@ -125,20 +149,25 @@ struct Loader {
         }
     }
 
-    // A block's items stand together. Where there are no tiles a warp has every kWarps-th; beside tiles whoever is free takes the next.
-    static TILE_DEVICE DecodeItem item(const DecodeArgs& args, int slot) { return load_item(args.items, int64_t(blockIdx.x) * args.slots + slot); }
-    TILE_DEVICE void take() {
-        if constexpr (kTileStages > 0) slot = ptx::shuffle(lane == 0 ? ptx::atomic_add_shared(window + kAtCounters, 1) : 0, 0);
-        else slot += kWarps;
+    // A block's items are contiguous. Without tiles, a warp has every kWarps-th; beside tiles, the next free warp takes
+    // the next item.
+    static TILE_DEVICE DecodeItem item(const DecodeArgs& args, int slot) {
+        return load_item(args.items, int64_t(blockIdx.x) * args.slots + slot);
     }
-    // An item's words, one a lane; they must not hold a register while chunks are streamed.
+    TILE_DEVICE void take() {
+        if constexpr (kTileStages > 0)
+            slot = ptx::shuffle(lane == 0 ? ptx::atomic_add_shared(window + kAtCounters, 1) : 0, 0);
+        else
+            slot += kWarps;
+    }
+    // An item's words, one per lane, so that they hold one register while chunks are streamed
     TILE_DEVICE const int* word_of(int of) const {
         return reinterpret_cast<const int*>(args.items + int64_t(blockIdx.x) * args.slots + of) + lane % kItemWords;
     }
     TILE_DEVICE int words() const { return Global<const int>{word_of(slot)}[0]; }
-    static TILE_DEVICE int field(int words, int n) { return ptx::shuffle(words, n); }  // in the order of DecodeItem
+    static TILE_DEVICE int field(int words, ItemWord n) { return ptx::shuffle(words, n); }
 
-    // The item that the warp begins with after `of`, at first rank − kWarps; false if there is none
+    // Moves `of` on to the item that the warp computes next; it starts out as rank − kWarps. False if there is none
     TILE_DEVICE bool next_item(int& of) {
         if constexpr (kTileStages == 0) {
             of += kWarps;
@@ -151,11 +180,11 @@ struct Loader {
     }
 
     TILE_DEVICE void start() {
-        go_on();
-        for (int stage = 0; stage < kStages; stage++) ask(stage);
+        advance();
+        for (int stage = 0; stage < kStages; stage++) request(stage);
     }
-    // This item has no more chunks, as far as is known: what is asked for next, if anything
-    TILE_DEVICE void go_on() {
+    // The item at hand has no more chunks, as far as is known: finds what to request next, if there is anything
+    TILE_DEVICE void advance() {
         if (fresh) {
             const int next_chunk = chunk;
             measure(words());
@@ -167,13 +196,15 @@ struct Loader {
             take();
             const int word = slot < args.slots ? words() : 0, ahead = slot + (kTileStages > 0 ? kStreamers : kWarps);
             if (ahead < args.slots) ptx::touch(word_of(ahead));
-            const int rows = field(word, kRowsWord), caller_head = field(word, kCallerHeadWord), sequence = field(word, kTableWord);
-            if (rows == 0) {  // nor is there anything after it
+            const int rows = field(word, kRowsWord), caller_head = field(word, kCallerHeadWord);
+            const int sequence = field(word, kTableWord);
+            if (rows == 0) {  // no item follows an empty one
                 slot = args.slots;
                 return;
             }
             kv_head = caller_head & 0xfff;
-            const int group = args.group.divisor, head = lane * 64 / kHeadDim;  // of the first token's Q, a line a lane
+            // Q of the first token is prefetched, one line of 64 elements per lane.
+            const int group = args.group.divisor, head = lane * 64 / kHeadDim;
             if (head < rows && head < group)
                 ptx::touch(static_cast<const Element*>(args.q) + (caller_head >> 12) * args.q_strides.batch +
                            (kv_head * group + head) * args.q_strides.head + lane * 64 % kHeadDim);
@@ -189,13 +220,14 @@ struct Loader {
                 }
             }
             if constexpr (kTileStages > 0) {
-                if (lane == (counts >> 16) % 32) slots = slot;  // of those not begun with there are never more than chunks in the ring
+                // 32 lanes are enough: no more items can be waiting than there are chunks in the ring.
+                if (lane == (counts >> 16) % 32) slots = slot;
                 counts += 1u << 16;
             }
             if (!fresh) continue;
             chunk = field(word, kStartWord) / kChunk;
             end = chunk + 1;
-            // What the second chunk waits for is looked up together, and while the first is on its way.
+            // What the second chunk needs is fetched at once, while the first is on its way.
             ptx::touch(args.lengths + sequence);
             const int further = (chunk + 1) * kChunk / kPageSize;
             if (further < table.tail_from) ptx::touch(table.pages + further);
@@ -203,15 +235,16 @@ struct Loader {
         }
         look_up();
     }
-    // Where the item begins and ends; nowhere if it is of a piece that the sequence does not reach
+    // Finds where the item begins and ends; the span is empty if the sequence does not reach the item's piece
     TILE_DEVICE void measure(int word) {
         const int length = Global<const int>{args.lengths}[field(word, kTableWord)];
         span = span_of(args, field(word, kKindWord) & kOwn, field(word, kStartWord), field(word, kStopWord), length);
         chunk = span.begin / kChunk;
         end = span.end > span.begin ? (span.end + kChunk - 1) / kChunk : 0;
     }
-    // Pages of tokens outside the span are not looked at. By TMA half of the lanes look sixteen tokens further even where there is one
-    // box: were it the same for all, the compiler would bring it into a uniform register, and so wait for it, at once.
+    // Looks up the page of the chunk at hand; never one of tokens outside the span. With TMA, half of the lanes look
+    // sixteen tokens further even where there is only one box: if all lanes read the same page, the compiler would move
+    // it into a uniform register and so wait for it at once.
     TILE_DEVICE void look_up() {
         if constexpr (kTma) {
             const int token = chunk * kChunk + (lane & 16), last = span.end - 1, seen = token < last ? token : last;
@@ -222,22 +255,22 @@ struct Loader {
         }
     }
 
-    // The chunk at hand into `stage`, which all lanes are done with; then on to the next
-    TILE_DEVICE void ask(int stage) {
+    // Requests the chunk at hand into `stage`, which all lanes are done with, and moves on to the next chunk
+    TILE_DEVICE void request(int stage) {
         if (chunk < end) {
-            if constexpr (kTma) ask_by_tma(stage);
-            else ask_by_copies(stage);
+            if constexpr (kTma) request_by_tma(stage);
+            else request_by_copies(stage);
             if constexpr (kScaled && !kScaleRuns) fetch_scales(stage);
-            if (++chunk >= end) go_on();
+            if (++chunk >= end) advance();
             else if (!kTma || kBoxes == 2 || chunk * kChunk % kPageSize == 0) look_up();
         }
-        if constexpr (kCopies) ptx::copy_async_commit();  // also of nothing: groups are counted
+        if constexpr (kCopies) ptx::copy_async_commit();  // an empty group too: wait() counts groups
     }
-    // Until `stage`, whose turn it is, is there
+    // Waits until the stage whose turn it is has arrived
     TILE_DEVICE void wait(Turn<kStages> turn) const {
         if constexpr (kTma) ptx::mbarrier_wait(barrier(turn.stage), turn.lap);
         if constexpr (kCopies) ptx::copy_async_wait<kStages - 1>();
-        if constexpr (kCopies || kScaled) ptx::sync_warp();  // other lanes' copies
+        if constexpr (kCopies || kScaled) ptx::sync_warp();  // the copies of the other lanes too
     }
 
     TILE_DEVICE const uint8_t* scale_of(const Paged& part, int page, int token, int group = 0) const {
@@ -248,20 +281,21 @@ struct Loader {
         return part == 0 ? args.k_scale : part == 1 ? args.v_scale : part == 2 ? args.k_zero : args.v_zero;
     }
 
-    TILE_DEVICE void ask_by_tma(int stage) const {
+    TILE_DEVICE void request_by_tma(int stage) const {
         if constexpr (kScaled && kScaleRuns) copy_scales(stage, kBoxes == 2 ? page : ptx::shuffle(page, 0));
         const int first = ptx::shuffle(page, 0), second = kBoxes == 2 ? ptx::shuffle(page, 16) : 0;
         if constexpr (kInStep) {
-            const int before = ptx::shuffle(lane == 0 ? ptx::atomic_add_shared(window + kAtCounters + 4 * stage, 1) : 0, 0);
-            if (before % kWarps != kWarps - 1) return;
+            const uint32_t counter = window + kAtCounters + 4 * stage;
+            const int before = ptx::shuffle(lane == 0 ? ptx::atomic_add_shared(counter, 1) : 0, 0);
+            if (before % kWarps != kWarps - 1) return;  // another warp is still to come, and will request the chunk
         }
         if (!ptx::elect_leader()) return;
         const uint32_t full = barrier(stage);
         ptx::mbarrier_arrive_expect(full, kHeads * kStageBytes);
-        ask_for_box(window + boxes(stage), full, chunk * kChunk, first);
-        if constexpr (kBoxes == 2) ask_for_box(window + boxes(stage) + kBoxStep, full, chunk * kChunk + 16, second);
+        request_box(window + boxes(stage), full, chunk * kChunk, first);
+        if constexpr (kBoxes == 2) request_box(window + boxes(stage) + kBoxStep, full, chunk * kChunk + 16, second);
     }
-    TILE_DEVICE void ask_for_box(uint32_t to, uint32_t full, int token, int of) const {
+    TILE_DEVICE void request_box(uint32_t to, uint32_t full, int token, int of) const {
         token %= kPageSize;
         const int head = kInStep ? (kv_head - rank) / kLineHeads : kv_head;
         if constexpr (kTileStages > 0) {  // what is read once must not push shared nodes out of the L2 cache
@@ -273,8 +307,8 @@ struct Loader {
         }
     }
 
-    // Scales that lie in runs of sixteen tokens, 16 bytes a lane: one instruction for all, where each copy by TMA keeps a warp waiting
-    // for its unit. Lanes share sixteen tokens, or each half of them has sixteen.
+    // Runs of scales come by cp.async, one instruction for all lanes: a warp would wait for the TMA unit once per copy.
+    // All lanes share one run of sixteen tokens; in chunks of 32 tokens each half of the lanes has a run.
     TILE_DEVICE int sixteen() const { return kTiles == 2 ? lane / 16 : 0; }
     TILE_DEVICE int piece_of_run(int round) const { return lane % kRunLanes + kRunLanes * round; }
     TILE_DEVICE void point_at_scales() {
@@ -292,16 +326,18 @@ struct Loader {
             const int n = piece_of_run(i);
             if (n >= kScaleParts * kTokenScales) break;
             const uint32_t to = n / kTokenScales * kScalePart + (sixteen() * kTokenScales + n % kTokenScales) * 16;
-            ptx::copy_async_16(window + scales(stage) + to, runs[i].from + uint64_t(uint32_t(at)) * runs[i].page_bytes + token * kTokenScales, 16);
+            const uint8_t* page = runs[i].from + uint64_t(uint32_t(at)) * runs[i].page_bytes;
+            ptx::copy_async_16(window + scales(stage) + to, page + token * kTokenScales, 16);
         }
     }
-    // Tokens outside the span become zeros, and their pages are not looked at.
-    TILE_DEVICE void ask_by_copies(int stage) const {
+    // Tokens outside the span become zeros, and their pages are not read.
+    TILE_DEVICE void request_by_copies(int stage) const {
         constexpr int kWhole = kChunk * kRowChunks / 32;
         static_assert(kChunk * kRowChunks % 32 == 0 || kRowChunks == 3, "whole copies for all lanes");
 #pragma unroll
         for (int i = 0; i < (kChunk * kRowChunks + 31) / 32; i++) {
-            const int n = i * 32 + lane, row = n / kRowChunks % kChunk, c = n % kRowChunks, token = chunk * kChunk + row;
+            const int n = i * 32 + lane, row = n / kRowChunks % kChunk, c = n % kRowChunks,
+                      token = chunk * kChunk + row;
             const int64_t at = ptx::shuffle(page, row);
             const bool there = token >= span.begin && token < span.end;
             if (i >= kWhole && n >= kChunk * kRowChunks) continue;
@@ -309,16 +345,19 @@ struct Loader {
 #pragma unroll
             for (int p = 0; p < 2; p++) {
                 const uint8_t* from = static_cast<const uint8_t*>(parts[p]->base);
-                if (there) from += at * parts[p]->page + token % kPageSize * parts[p]->token + kv_head * parts[p]->head + 16 * c;
-                ptx::copy_async_16(window + (p ? values(stage) : keys(stage)) + place_of(row, c, rank), from, there ? 16 : 0);
+                if (there)
+                    from +=
+                        at * parts[p]->page + token % kPageSize * parts[p]->token + kv_head * parts[p]->head + 16 * c;
+                const uint32_t to = window + (p ? values(stage) : keys(stage)) + place_of(row, c, rank);
+                ptx::copy_async_16(to, from, there ? 16 : 0);
             }
         }
-        if constexpr (kScaled && kScaleRuns) {  // a run lies in one page: that of its first token in the span
+        if constexpr (kScaled && kScaleRuns) {  // a run lies in one page: the page of its first token in the span
             const int first = span.begin - chunk * kChunk, from = 16 * sixteen();
             copy_scales(stage, ptx::shuffle(page, first < from ? from : first < from + 16 ? first : from + 15));
         }
     }
-    // Scales that do not lie in runs: number by number
+    // Scales that are not in runs, one by one
     TILE_DEVICE void fetch_scales(int stage) const {
         constexpr int kAll = kChunk * kGroups;
         for (int i = 0; i < (kAll + 31) / 32; i++) {
@@ -328,18 +367,25 @@ struct Loader {
 #pragma unroll
             for (int part = 0; part < kScaleParts; part++) {
                 ScaleBits x = 0;
-                if (there) x = Global<const ScaleBits>{reinterpret_cast<const ScaleBits*>(scale_of(scale_part(part), at, token % kPageSize, group))}[0];
+                if (there) {
+                    const uint8_t* from = scale_of(scale_part(part), at, token % kPageSize, group);
+                    x = Global<const ScaleBits>{reinterpret_cast<const ScaleBits*>(from)}[0];
+                }
                 if (n < kAll) Shared<ScaleBits>(scales(stage, part))[n] = x;
             }
         }
     }
 
-    // V's rows and scales outside the span become zeros: they may hold anything, and 0 · NaN is NaN. By copies they are already.
+    // Zeroes the rows and scales of V outside the span: memory there may hold anything, and 0 · NaN is NaN. Where rows
+    // come by cp.async they are zero already.
     TILE_DEVICE void clear_outside(int stage, int first_token, Span of) const {
         if constexpr (kTma) {
             const auto outside = [&](int row) { return first_token + row < of.begin || first_token + row >= of.end; };
             for (int n = lane; n < kChunk * kRowChunks; n += 32)
-                if (outside(n / kRowChunks)) Shared<Vector16>(values(stage) + place_of(n / kRowChunks, n % kRowChunks, rank))[0] = Vector16{};
+                if (outside(n / kRowChunks)) {
+                    const uint32_t place = place_of(n / kRowChunks, n % kRowChunks, rank);
+                    Shared<Vector16>(values(stage) + place)[0] = Vector16{};
+                }
         }
         if constexpr (kScaled && kScaleRuns)
             for (int n = lane; n < kChunk * kGroups; n += 32)

@@ -1,17 +1,17 @@
-// From a warp's O, m and l to the result: rows whose keys were all in its range are written out. Of others the state is left in global
-// memory, and when all blocks have left theirs, all warps merge.
+// From a warp's O, m and l to the result. Rows whose keys were all in the warp's range are written out. Of other rows
+// the warp leaves a state in scratch memory, and after a grid barrier all warps merge those states.
 //
-// A state is (O, m, l) with O = Σ 2^(s − m) v and l = Σ 2^(s − m), not divided: merging scales to a common m and adds, in the order of
-// the states. An empty one has m = kLowest, l = 0 and O = 0.
+// States are as in piece.cuh: merging scales them to a common m and adds them up, in the order of the states.
 #pragma once
 #include "decode/stream.cuh"
 
 struct alignas(8) Vector8 {
     uint32_t word[2];
 };
-constexpr int kMeetingBarrier = 1;
+constexpr int kMergeBarrier = 1;  // named barrier of the warps that merge
 
-// What a row's O is to be multiplied with, and its LSE in base 2, when all of its keys are in. A sink joins the denominator only.
+// The end of a row whose keys are all in: what its O is multiplied with, and its LSE in base 2. A sink adds to the
+// denominator only.
 struct RowEnd {
     float factor, lse;
 };
@@ -20,7 +20,8 @@ TILE_DEVICE RowEnd end_row(const DecodeArgs& args, int head, float max, float su
     return {sum == 0.0f ? 0.0f : weight * ptx::reciprocal(sum), sum == 0.0f ? -INFINITY : max + ptx::log2(sum)};
 }
 TILE_DEVICE Global<Element> output_row(const DecodeArgs& args, const DecodeRow& row, int64_t sequence) {
-    return {static_cast<Element*>(args.o) + sequence * args.o_strides.batch + row.token * args.o_strides.row + row.head * args.o_strides.head};
+    const int64_t batch = sequence * args.o_strides.batch;
+    return {static_cast<Element*>(args.o) + batch + row.token * args.o_strides.row + row.head * args.o_strides.head};
 }
 TILE_DEVICE void store_lse(const DecodeArgs& args, const DecodeRow& row, int64_t sequence, float lse) {
     if (!args.lse) return;
@@ -28,26 +29,28 @@ TILE_DEVICE void store_lse(const DecodeArgs& args, const DecodeRow& row, int64_t
     Global<float>{args.lse}[(sequence * heads + row.head) * args.tokens + row.token] = lse * kLn2;
 }
 TILE_DEVICE void store_4(Global<Element> g, const float (&x)[4], float factor) {
-    g.template as<Vector8>()[0] = Vector8{{pack<Element>(x[0] * factor, x[1] * factor), pack<Element>(x[2] * factor, x[3] * factor)}};
+    const uint32_t low = pack<Element>(x[0] * factor, x[1] * factor),
+                   high = pack<Element>(x[2] * factor, x[3] * factor);
+    g.template as<Vector8>()[0] = Vector8{{low, high}};
 }
 
-// ---- rows, four columns a lane ------------------------------------------------------------------------------------------------------
+// ---- rows, four columns per lane ------------------------------------------------------------------------------------
 constexpr int kFours = (kHeadDim + 127) / 128;
-// Made where it is wanted: what is hoisted out of the loop over chunks takes registers from it.
+// Computed where it is used: hoisted out of the loop over chunks, it would take a register from the loop.
 TILE_DEVICE int lane_here() { return ptx::just_in_time(warp::lane()); }
 TILE_DEVICE bool has_columns(int f, int lane) { return 128 * f + 4 * lane < kHeadDim; }
 
-// A row's state, or kColumns · 4 columns of it
+// A row's state, with as many of its columns as a lane holds: kColumns times four
 template <int kColumns> struct RowState4 {
     float max, sum, x[kColumns][4];
 
-    TILE_DEVICE void clear() {  // the empty state
+    TILE_DEVICE void clear() {  // to the empty state
         max = kLowest;
         sum = 0.0f;
 #pragma unroll
         for (int c = 0; c < 4 * kColumns; c++) x[c / 4][c % 4] = 0.0f;
     }
-    // What comes after this: one state of both
+    // Takes in the state over the keys that follow
     TILE_DEVICE void fold(const RowState4& after) {
         const Fold of = fold_of(max, after.max);
         max = of.max;
@@ -57,8 +60,9 @@ template <int kColumns> struct RowState4 {
     }
 };
 
-// A row that has all its keys, into the output; or the state that it is
-TILE_DEVICE void put_output(const DecodeArgs& args, const DecodeRow& row, int64_t sequence, float max, float sum, const float (&x)[kFours][4]) {
+// Writes a row whose keys are all in to the output
+TILE_DEVICE void put_output(const DecodeArgs& args, const DecodeRow& row, int64_t sequence, float max, float sum,
+                            const float (&x)[kFours][4]) {
     const int lane = lane_here();
     const RowEnd end = end_row(args, row.head, max, sum);
     if (lane == 0) store_lse(args, row, sequence, end.lse);
@@ -67,6 +71,7 @@ TILE_DEVICE void put_output(const DecodeArgs& args, const DecodeRow& row, int64_
     for (int f = 0; f < kFours; f++)
         if (has_columns(f, lane)) store_4(gO + (128 * f + 4 * lane), x[f], end.factor);
 }
+// Writes a row's state to scratch memory
 TILE_DEVICE void put_ml(const DecodeArgs& args, int64_t at, float max, float sum) {
     Global<MaxSum>{reinterpret_cast<MaxSum*>(args.state_ml)}[at] = MaxSum{max, sum};
 }
@@ -80,23 +85,25 @@ TILE_DEVICE void put_state(const DecodeArgs& args, int64_t at, float max, float 
                 Vector16{{as_bits(x[f][0]), as_bits(x[f][1]), as_bits(x[f][2]), as_bits(x[f][3])}};
 }
 
-// A warp's state as its rows, by way of shared memory, where it kept its pieces
-constexpr int kStagedRow = kHeadDim + 4;  // floats: rows do not begin in the same bank
+// A warp's state, turned from fragments into rows by way of shared memory, where the warp saved its pieces
+constexpr int kStagedRow = kHeadDim + 4;  // floats from row to row: neighbouring rows begin in different banks
 struct Staged {
     uint32_t at;
     TILE_DEVICE explicit Staged(int rank) : at(fold_of_warp(rank)) {}
     TILE_DEVICE void take(const Stream& body) const {
         const Shared<float> to(at), ml(at + kRows * kStagedRow * 4);
         const int lane = lane_here();
-        ptx::sync_warp();  // all lanes have what they kept there
+        ptx::sync_warp();  // all lanes have read what they saved there
 #pragma unroll
         for (int b = 0; b < kBlocks; b++)
 #pragma unroll
             for (int i = 0; i < 2; i++) {
                 const int row = 8 * b + lane % 4 * 2 + i;
 #pragma unroll
-                for (int n = 0; n < 2 * kSteps; n++)
-                    to[row * kStagedRow + quant::output_channel<kFormat>(n / 2, n % 2, lane)] = body.acc_o[b][n / 2][n % 2 * 2 + i];
+                for (int n = 0; n < 2 * kSteps; n++) {
+                    const int channel = quant::output_channel<kFormat>(n / 2, n % 2, lane);
+                    to[row * kStagedRow + channel] = body.acc_o[b][n / 2][n % 2 * 2 + i];
+                }
                 if (lane / 4 == 0) {
                     ml[2 * row] = body.max[b][i];
                     ml[2 * row + 1] = body.sum[b][i];
@@ -118,17 +125,18 @@ struct Staged {
         }
     }
 };
-static_assert(kRows * (kStagedRow + 2) * 4 <= kFoldBytes, "staged where pieces are kept");
+static_assert(kRows * (kStagedRow + 2) * 4 <= kFoldBytes, "staged where pieces are saved");
 
-// ---- merging states ---------------------------------------------------------------------------------------------------------------------
-// A row whose states are to be merged, counted through its sequence's KV heads as states hold them. What has to be looked up for that is
-// asked for here, and nobody waits for it before it is needed.
+// ---- merging states -------------------------------------------------------------------------------------------------
+// A row whose states are to be merged; row: its number over all KV heads of its sequence, as the states hold them. The
+// loads of what a merge needs are issued here, and the warp does not wait for them before it uses them.
 struct Merge {
     int sequence, row;
     StateSplit states;
     int length, caller;
-    // The `ahead`-th row of the n-th job
-    TILE_DEVICE Merge(const DecodeArgs& args, int n, int ahead = 0) : sequence(args.merge_jobs.quotient(n)), row(0), length(0), caller(0) {
+    // Row `ahead` of job n
+    TILE_DEVICE Merge(const DecodeArgs& args, int n, int ahead = 0)
+        : sequence(args.merge_jobs.quotient(n)), row(0), length(0), caller(0) {
         row = (n - sequence * int(args.merge_jobs.divisor)) * args.merge_rows + ahead;
         if (!there(args)) return;
         states = Global<const StateSplit>{args.states}[sequence];
@@ -138,12 +146,13 @@ struct Merge {
     TILE_DEVICE bool there(const DecodeArgs& args) const { return sequence < args.sequences; }
     TILE_DEVICE States of() const { return {states, length}; }
     TILE_DEVICE DecodeRow as_row(const DecodeArgs& args) const {
-        const int kv_head = args.rows_each.quotient(row), its = row - kv_head * int(args.rows_each.divisor), token = args.group.quotient(its);
-        return {sequence, its, token, kv_head * int(args.group.divisor) + its - token * int(args.group.divisor)};
+        const int kv_head = args.rows_each.quotient(row), its = row - kv_head * int(args.rows_each.divisor);
+        const int token = args.group.quotient(its), group = int(args.group.divisor);
+        return {sequence, its, token, kv_head * group + its - token * group};
     }
 };
 
-// How a warp has rows: kLanes of its lanes each, four columns of a lane and the next four kLanes lanes further
+// A row in kLanes lanes of a warp: a lane has four columns, and the four that are 4 · kLanes further, and so on.
 template <int kLanes> struct RowLanes {
     static constexpr int kOf = kLanes, kColumns = (kHeadDim + 4 * kLanes - 1) / (4 * kLanes);
     using State = RowState4<kColumns>;
@@ -151,10 +160,12 @@ template <int kLanes> struct RowLanes {
     static TILE_DEVICE int column(int f) { return 4 * (f * kLanes + lane_here() % kLanes); }
     static TILE_DEVICE bool has(int f) { return kHeadDim % (4 * kLanes) == 0 || column(f) < kHeadDim; }
 
-    // States [begin, end) of a row, one after another; kAtOnce of them are asked for before the first is needed. Few instructions: a
-    // warp that merges has its multiprocessor nearly for itself, and waits for each of them.
-    template <int kAtOnce> static TILE_DEVICE void fold_run(State& all, const DecodeArgs& args, const Merge& merge, int begin, int end) {
-        const int64_t stride = int64_t(args.kv_heads) * args.rows_each.divisor, row = (merge.of().first + begin) * stride + merge.row;
+    // Folds states [begin, end) of a row in order; the loads of kAtOnce states are issued before the first is used. A
+    // warp that merges has its multiprocessor nearly to itself and waits for every instruction: there must be few.
+    template <int kAtOnce>
+    static TILE_DEVICE void fold_run(State& all, const DecodeArgs& args, const Merge& merge, int begin, int end) {
+        const int64_t stride = int64_t(args.kv_heads) * args.rows_each.divisor;
+        const int64_t row = (merge.of().first + begin) * stride + merge.row;
         const float *o = args.state_o + row * kHeadDim + column(0), *ml = args.state_ml + 2 * row;
         all.clear();
 #pragma unroll 1
@@ -191,11 +202,15 @@ template <int kLanes> struct RowLanes {
     }
 };
 
-// Up to kRun states are folded from the first to the last: what a warp folds of a range on its own is never more, and has the same bits.
-// More are dealt out in runs to four folds, and these are folded then, so that four warps can have a part each.
+// The order in which states are folded, which decides the bits of the result. Up to kRun states are folded from first
+// to last, like the pieces that one warp folds of a whole range, of which there are never more. More states are dealt
+// in runs of kRun to kFolds accumulators in turn, and the accumulators are folded at the end, so that as many warps can
+// share the work.
 constexpr int kRun = 16, kFolds = 4;
+// Accumulator `which` of a row's `count` states
 template <class Lanes, int kAtOnce>
-TILE_DEVICE void fold_runs(typename Lanes::State& all, const DecodeArgs& args, const Merge& merge, int count, int which) {
+TILE_DEVICE void fold_runs(typename Lanes::State& all, const DecodeArgs& args, const Merge& merge, int count,
+                           int which) {
 #pragma unroll 1
     for (int begin = which * kRun; begin < count; begin += kFolds * kRun) {
         typename Lanes::State run;
@@ -205,7 +220,7 @@ TILE_DEVICE void fold_runs(typename Lanes::State& all, const DecodeArgs& args, c
     }
 }
 
-// ---- the end of an item -----------------------------------------------------------------------------------------------------------------
+// ---- the end of an item ---------------------------------------------------------------------------------------------
 TILE_DEVICE void put_item(const DecodeArgs& args, const DecodeItem& item, const Staged& staged) {
     const States own = states_of(item, Global<const int>{args.lengths}[item.table]);
 #pragma unroll 1
@@ -219,7 +234,7 @@ TILE_DEVICE void put_item(const DecodeArgs& args, const DecodeItem& item, const 
     }
 }
 
-// A piece that its sequence does not reach yet leaves nothing.
+// Empty states for an own range without tokens. A piece that its sequence does not reach yet has no state at all.
 TILE_DEVICE void put_empty(const DecodeArgs& args, const DecodeItem& item) {
     const States own = states_of(item, Global<const int>{args.lengths}[item.table]);
     if (item.state() >= own.count) return;
@@ -232,25 +247,27 @@ TILE_DEVICE void put_empty(const DecodeArgs& args, const DecodeItem& item) {
     }
 }
 
-// ---- waiting for others. The launch is cooperative, so all blocks are on the card -------------------------------------------------------
-// All blocks come to a counter in every launch, and it is never reset: it goes round, at a multiple of their number.
-TILE_DEVICE void meet_all(const DecodeArgs& args, bool first, int threads) {
-    ptx::barrier_sync(kMeetingBarrier, threads);
-    if (first) {
-        const uint32_t all = gridDim.x, before = ptx::count_up(args.meeting, (1u << 30) / all * all - 1), began = before - before % all;
-        while (ptx::load_relaxed(args.meeting) - began < all) ptx::spin();
-        ptx::fence_device();
-    }
-    ptx::barrier_sync(kMeetingBarrier, threads);
-}
-
-// Who meets at the end of a launch: `warps` of each block, of which this is `rank`
-struct Meeting {
+// ---- the grid barrier -----------------------------------------------------------------------------------------------
+// The warps that take part in the barrier and merge afterwards: `warps` of each block, of which this warp is `rank`
+struct Mergers {
     int rank, warps;
 };
-TILE_DEVICE void meet_all(const DecodeArgs& args, Meeting of) { meet_all(args, of.rank == 0 && warp::lane() == 0, 32 * of.warps); }
+// All blocks of the launch wait for each other. The launch is cooperative, so all of them are resident. Each block
+// counts up once per launch, and the counter is never reset: it wraps around at a multiple of their number.
+TILE_DEVICE void grid_barrier(const DecodeArgs& args, Mergers of) {
+    const int threads = 32 * of.warps;
+    ptx::barrier_sync(kMergeBarrier, threads);
+    if (of.rank == 0 && warp::lane() == 0) {
+        const uint32_t all = gridDim.x, before = ptx::count_up(args.barrier_counter, (1u << 30) / all * all - 1);
+        const uint32_t began = before - before % all;
+        while (ptx::load_relaxed(args.barrier_counter) - began < all) ptx::spin();
+        ptx::fence_device();
+    }
+    ptx::barrier_sync(kMergeBarrier, threads);
+}
 
-// The parts that the first warps of a block have of a row, into that of the first, by way of the rings, which are free by now
+// Folds the accumulators of a row that the first kFolds warps of a block hold into that of the first warp, by way of
+// the rings, which are free by now.
 using WholeRow = RowLanes<32>;
 TILE_DEVICE void join_folds(WholeRow::State& all, int count, int rank) {
     const auto sPart = [](int of) { return Shared<float>(kAtRings + of * kStagedRow * 4); };
@@ -264,7 +281,7 @@ TILE_DEVICE void join_folds(WholeRow::State& all, int count, int rank) {
         each([&](int column, int f, int c) { to[column] = all.x[f][c]; });
         if (lane_here() == 0) to[kHeadDim] = all.max, to[kHeadDim + 1] = all.sum;
     }
-    ptx::barrier_sync(kMeetingBarrier, 32 * kFolds);
+    ptx::barrier_sync(kMergeBarrier, 32 * kFolds);
 #pragma unroll 1
     for (int of = 1; of < kFolds && of * kRun < count; of++) {
         const Shared<float> from = sPart(of);
@@ -274,28 +291,29 @@ TILE_DEVICE void join_folds(WholeRow::State& all, int count, int rank) {
         part.max = from[kHeadDim], part.sum = from[kHeadDim + 1];
         all.fold(part);
     }
-    ptx::barrier_sync(kMeetingBarrier, 32 * kFolds);
+    ptx::barrier_sync(kMergeBarrier, 32 * kFolds);
 }
-// Rows of which there are no more than blocks: four warps of a block share one.
-TILE_DEVICE void merge_together(const DecodeArgs& args, Meeting of) {
+// No more rows than blocks: kFolds warps of a block share a row, one accumulator each.
+TILE_DEVICE void merge_together(const DecodeArgs& args, Mergers of) {
     const Merge merge(args, blockIdx.x);
-    meet_all(args, of);
+    grid_barrier(args, of);
     if (of.rank >= kFolds || !merge.there(args)) return;
     const int count = merge.of().count;
     if (count == 1) return;
-    constexpr int kAtOnce = kTileStages > 0 || kHeadDim > 128 || kWarps * kBlocksPerSm > 8 ? 8 : 16;  // as registers allow
+    constexpr int kAtOnce =
+        kTileStages > 0 || kHeadDim > 128 || kWarps * kBlocksPerSm > 8 ? 8 : 16;  // as registers allow
     WholeRow::State all;
     fold_runs<WholeRow, kAtOnce>(all, args, merge, count, of.rank);
     if (count > kRun) join_folds(all, count, of.rank);
     if (of.rank == 0) WholeRow::put(args, merge, all);
 }
-// By all warps of the launch, some rows of a sequence at a time: each has some of a warp's lanes, so that what a row needs beside its
-// columns is done for all of them at once.
-template <class Lanes, int kAtOnce> TILE_DEVICE void merge_apart(const DecodeArgs& args, Meeting of) {
+// Many rows: every warp of the launch merges a few rows of a sequence at a time, each in some of its lanes, so that the
+// arithmetic that a row needs besides its columns is done for all of them at once.
+template <class Lanes, int kAtOnce> TILE_DEVICE void merge_apart(const DecodeArgs& args, Mergers of) {
     const int step = gridDim.x * of.warps, ahead = warp::lane() / Lanes::kOf;
     int n = of.rank * gridDim.x + blockIdx.x;
     Merge next(args, n, ahead);
-    meet_all(args, of);
+    grid_barrier(args, of);
 #pragma unroll 1
     while (next.there(args)) {
         const Merge now = next;
@@ -318,8 +336,9 @@ template <class Lanes, int kAtOnce> TILE_DEVICE void merge_apart(const DecodeArg
         Lanes::put(args, now, all);
     }
 }
-// When all have put their states, sequences that have several get their results. kRoomy: with more registers than 128
-template <bool kRoomy = false> TILE_DEVICE void merge_all(const DecodeArgs& args, Meeting of) {
+// After all warps have left their states: the results of sequences that have several. kRoomy: warps with more than 128
+// registers per thread
+template <bool kRoomy = false> TILE_DEVICE void merge_all(const DecodeArgs& args, Mergers of) {
     constexpr int kAtOnce = kHeadDim > 192 ? 1 : kHeadDim > 96 ? 2 + kRoomy : kHeadDim > 64 ? (kScaled ? 2 : 3) : 6;
     if (args.merge_rows == 1) merge_together(args, of);
     else if (args.merge_rows == 2) merge_apart<RowLanes<16>, 2 * kAtOnce>(args, of);

@@ -1,33 +1,39 @@
-// The body for nodes that many rows share: two warpgroups of 64 rows each, over tiles of 64 tokens that a warp of producers brings by
-// TMA. It runs beside the streaming warps in the same blocks: they wait for memory most of the time, these for the tensor cores.
+// The tile body, for nodes of the prefix tree that many rows share: two warpgroups with 64 rows each, over tiles of 64
+// tokens that a producer warp brings by TMA. It runs beside the streaming warps of the same blocks: those wait for
+// memory most of the time, this body for the tensor cores.
 //
-// A warpgroup holds Q in registers as A operands. S = Q Kᵀ of a tile runs with O += P V of the one before, and the softmax under the
-// latter. Rows may be any sequences' under the node; what a row sees of the last tiles is masked row by row.
+// A warpgroup holds Q in registers, as A operands. S = Q Kᵀ of a tile runs together with O += P V of the tile before,
+// and the softmax runs under the latter. The rows may belong to any sequences below the node; at the end of the node,
+// and under a window, tiles are masked row by row.
 #pragma once
 #include "decode/warps.cuh"
 #include "tile/lazy.cuh"
 
 constexpr int kTile = 64, kTileGroups = 2, kTileThreads = 128 * kTileGroups;
-constexpr int kTilePanels = (kHeadDim + kPanel - 1) / kPanel, kTileBytes = kTile * kTilePanels * kPanelRowBytes;  // of K, and of V
-constexpr int kTileBox = kPageSize % 64 == 0 ? 64 : kPageSize % 32 == 0 ? 32 : 16, kTileBoxes = kTile / kTileBox;  // tokens of a copy
-// kTileWhole: a copy brings all panels of its tokens, eight tokens by eight: half as many copies, which are what small pages wait for.
-// Else it brings one panel, and panels lie one after another.
-constexpr int kTileCopies = kTileWhole ? 1 : kTilePanels, kTileCopyBytes = kTileBox * kPanelRowBytes * (kTileWhole ? kTilePanels : 1);
-constexpr int kTileEight = kTileWhole ? kTilePanels * kEightBytes : kEightBytes;             // bytes from eight tokens to the next eight,
-constexpr int kTilePanelStep = kTileWhole ? kEightBytes : kTile * kPanelRowBytes;            // and from panel to panel
-static_assert(2 * kTileBoxes * kTileCopies <= 32, "a lane makes one copy a tile");
-// Registers a thread. More than the launch came with, and taking them never returns: 64 K for all threads, in eights for each.
+constexpr int kTilePanels = (kHeadDim + kPanel - 1) / kPanel;
+constexpr int kTileBytes = kTile * kTilePanels * kPanelRowBytes;  // of K, and as many of V
+constexpr int kTileBox = kPageSize % 64 == 0 ? 64 : kPageSize % 32 == 0 ? 32 : 16;  // tokens per copy
+constexpr int kTileBoxes = kTile / kTileBox;
+// kTileWhole: a copy brings all panels of its tokens, eight tokens after eight. That takes half as many copies, whose
+// number is what small pages wait for. Otherwise a copy brings one panel, and panels lie one after another.
+constexpr int kTileCopies = kTileWhole ? 1 : kTilePanels;
+constexpr int kTileCopyBytes = kTileBox * kPanelRowBytes * (kTileWhole ? kTilePanels : 1);
+constexpr int kTileEight =
+    kTileWhole ? kTilePanels * kEightBytes : kEightBytes;  // bytes from eight tokens to the next,
+constexpr int kTilePanelStep = kTileWhole ? kEightBytes : kTile * kPanelRowBytes;  // and from panel to panel
+static_assert(2 * kTileBoxes * kTileCopies <= 32, "a lane makes one copy per tile");
+// Registers per thread, in steps of eight. A block has 64 K; taking more than others gave back would wait for ever.
 constexpr int kTileRegisters = 176, kLoadRegisters = 32, kStreamRegisters = 128;
 static_assert(2 * kTileRegisters + kLoadRegisters + kStreamRegisters <= 4 * (65536 / 512), "a deadlock");
-constexpr int kWitness = 256;      // a lane's sum up to which a reference serves
-constexpr int kGroupBarriers = 2;  // named barriers of the warpgroups, from this one on
+constexpr int kWitness = 256;      // a lane's sum up to which the lazy softmax keeps its reference: tile/lazy.cuh
+constexpr int kGroupBarriers = 2;  // the first of the warpgroups' named barriers
 constexpr int kJoinBarrier = kGroupBarriers + kTileGroups;
 
 using TileRing = Ring<kTileStages>;
 TILE_DEVICE TileRing tile_ring() { return TileRing(ptx::shared_address(uint32_t(kAtTileBarriers))); }
 TILE_DEVICE uint32_t tile_keys(uint32_t stage) { return stage * 2 * kTileBytes; }
 TILE_DEVICE uint32_t tile_values(uint32_t stage) { return tile_keys(stage) + kTileBytes; }
-// Chunk c of sixteen bytes of a token's row in a tile at `at`
+// Where the c-th 16 bytes of a token's row stand, for a tile at `at`
 TILE_DEVICE uint32_t tile_place(uint32_t at, int token, int c) {
     return at + token / 8 * kTileEight + c / 8 * kTilePanelStep + token % 8 * kPanelRowBytes + (c % 8 ^ token % 8) * 16;
 }
@@ -35,30 +41,32 @@ TILE_DEVICE DecodeItem tile_item(const DecodeArgs& args, int round) {
     return load_item(args.tile_items, int64_t(round) * gridDim.x + blockIdx.x);
 }
 
-// ---- the producer: one warp ------------------------------------------------------------------------------------------------------------
+// ---- the producer: one warp -----------------------------------------------------------------------------------------
 TILE_DEVICE void load_tiles(const DecodeArgs& args, const TensorMap& mK, const TensorMap& mV) {
     const TileRing ring = tile_ring();
     Turn<kTileStages> turn;
-    // A lane's copy: box by box, K's panels before V's
-    const int lane = warp::lane(), box = lane / (2 * kTileCopies), panel = lane % kTileCopies, is_v = lane / kTileCopies % 2;
+    // The copy that this lane makes of each tile: boxes in order, and of a box K's panels before V's
+    const int lane = warp::lane(), box = lane / (2 * kTileCopies), panel = lane % kTileCopies;
+    const int is_v = lane / kTileCopies % 2;
     for (int round = 0; round < args.tile_rounds; round++) {
         const DecodeItem item = tile_item(args, round);
         if (item.rows == 0) continue;
         const Span span{item.start, item.stop};
         const PageTable table = page_table(args, item.table, item.tail_from);
-        // A box that no token of the span lies in is not asked for: its page may be any number.
+        // A box without a token of the span is not requested: its page number may be anything.
         const auto wanted = [&](int tile, int b) {
             const int token = tile * kTile + b * kTileBox;
             return b < kTileBoxes && token < span.end && token + kTileBox > span.begin;
         };
         int tile = span.begin / kTile, page = item.first_page(box);
-        if (page < 0 && span.end > span.begin && wanted(tile, box)) page = table.page((tile * kTile + box * kTileBox) / kPageSize);
+        if (page < 0 && span.end > span.begin && wanted(tile, box))
+            page = table.page((tile * kTile + box * kTileBox) / kPageSize);
         for (; tile * kTile < span.end && span.end > span.begin; tile++, turn.next()) {
             int boxes = 0;
 #pragma unroll
             for (int b = 0; b < kTileBoxes; b++) boxes += wanted(tile, b);
             ring.wait_free(turn);
-            ptx::sync_warp();  // else a lane that still looks at the barrier may find it two phases on
+            ptx::sync_warp();  // or a lane still waiting on the barrier could find it two phases on
             const uint32_t full = ring.full_at(turn);
             if (lane == 0) ptx::mbarrier_arrive_expect(full, boxes * 2 * kTileCopies * kTileCopyBytes);
             ptx::sync_warp();
@@ -66,44 +74,49 @@ TILE_DEVICE void load_tiles(const DecodeArgs& args, const TensorMap& mK, const T
                 const uint32_t to = (is_v ? tile_values(turn.stage) : tile_keys(turn.stage)) + box * kTileCopyBytes;
                 const int token = (tile * kTile + box * kTileBox) % kPageSize;
                 if constexpr (kTileWhole)
-                    ptx::tma_load(ptx::shared_address(to), is_v ? &mV : &mK, full, 0, 0, kTilePanels * item.kv_head(), token / 8, page);
+                    ptx::tma_load(ptx::shared_address(to), is_v ? &mV : &mK, full, 0, 0, kTilePanels * item.kv_head(),
+                                  token / 8, page);
                 else
-                    ptx::tma_load(ptx::shared_address(to + panel * kTilePanelStep), is_v ? &mV : &mK, full, panel * kPanel, token, item.kv_head(), page);
+                    ptx::tma_load(ptx::shared_address(to + panel * kTilePanelStep), is_v ? &mV : &mK, full,
+                                  panel * kPanel, token, item.kv_head(), page);
             }
             if (wanted(tile + 1, box)) page = table.page(((tile + 1) * kTile + box * kTileBox) / kPageSize);
         }
     }
 }
 
-// ---- consumers --------------------------------------------------------------------------------------------------------------------------
+// ---- the consumers: two warpgroups ----------------------------------------------------------------------------------
 struct TileBody {
     const DecodeArgs& args;
-    const uint32_t group;  // of the two
+    const uint32_t group;  // of the two warpgroups
     const TileRing ring;
     Turn<kTileStages> turn;
     float scale_log2;
     float acc_o[kHeadDim / 2], acc_s[kTile / 2];
     uint32_t rQ[kHeadDim / 16][4], rP[kTile / 16][4];
     warp::RowState state;
-    int whole_from, whole_to;  // tokens that every row of the warp sees
+    int whole_from, whole_to;  // every row of the warp sees the tokens between these
 
     TILE_DEVICE TileBody(const DecodeArgs& a, uint32_t g)
         : args(a), group(g), ring(tile_ring()) {
-        // A product with a positive scale is monotonous, and goes into the exponential's multiply-add; Q takes the sign, or is 0.
+        // A positive scale keeps the order of scores and goes into the exponential's multiply-add. Q takes a negative
+        // scale's sign, and is 0 for a scale of 0.
         scale_log2 = !Rule::kLinear ? 1.0f : args.scores.scale_log2 == 0.0f ? 1.0f : fabsf(args.scores.scale_log2);
     }
-    // What this thread's two rows see, first and count, is needed rarely, and where registers are scarce.
+    // What this thread's two rows see. It is needed rarely, where registers are scarce, and so stays in shared memory.
     struct alignas(16) RowsSeen {
         Visible row[2];
     };
-    static TILE_DEVICE Shared<RowsSeen> sSeen() { return Shared<RowsSeen>(kAtTileSeen + 16 * ptx::just_in_time(threadIdx.x)); }
-    // Where they go when they are done: a row of the states, or −1 if it is the result
+    static TILE_DEVICE Shared<RowsSeen> sSeen() {
+        return Shared<RowsSeen>(kAtTileSeen + 16 * ptx::just_in_time(threadIdx.x));
+    }
+    // Where the two rows go when they are done: the number of a row in state_o, or −1 for the output
     static TILE_DEVICE Shared<int> sPlace() { return Shared<int>(kAtTilePlace + 8 * ptx::just_in_time(threadIdx.x)); }
     static TILE_DEVICE int lane() { return ptx::just_in_time(threadIdx.x) % 32; }
-    static TILE_DEVICE int warp_rank() { return ptx::just_in_time(threadIdx.x) / 32 % 4; }  // in the group
+    static TILE_DEVICE int warp_rank() { return ptx::just_in_time(threadIdx.x) / 32 % 4; }  // in the warpgroup
     static TILE_DEVICE int row(int h) { return warp_rank() * 16 + lane() / 4 + 8 * h; }
 
-    // This warpgroup's rows of an item, as an item: no rows if it has none
+    // This warpgroup's rows of an item, as an item of its own; rows = 0 if it has none
     TILE_DEVICE DecodeItem share_of(DecodeItem item) const {
         const int rows = item.rows - 64 * int(group);
         item.rows = rows < 0 ? 0 : rows < 64 ? rows : 64;
@@ -114,7 +127,7 @@ struct TileBody {
         return item;
     }
 
-    // The rows' Q, what they see of the span, and the state of no key
+    // Loads Q, finds what the rows see of the span, and clears the state
     TILE_DEVICE void begin(const DecodeItem& item, Span span) {
         int from = span.begin, to = span.end;
         RowsSeen seen;
@@ -122,7 +135,7 @@ struct TileBody {
         for (int h = 0; h < 2; h++) {
             const bool exists = row(h) < item.rows;
             const DecodeRow at = row_of(args, item, exists ? row(h) : 0);
-            // Now, while others are waited for: beside streams each lookup takes microseconds.
+            // Looked up now, together with the rest: beside streaming warps each lookup takes microseconds.
             const States states = states_of(args, at.sequence);
             sPlace()[h] = states.count == 1 ? -1 : int(state_row(args, states, item.kv_head(), item.state(), at.row));
             seen.row[h] = {span.begin, span.end - span.begin};
@@ -133,17 +146,18 @@ struct TileBody {
                 to = keys.first + keys.count < to ? keys.first + keys.count : to;
             }
             const int64_t caller = Global<const int>{args.order}[at.sequence];
-            const Global<const uint32_t> gQ = Global<const Element>{static_cast<const Element*>(args.q) + caller * args.q_strides.batch +
-                                                                    at.token * args.q_strides.row + at.head * args.q_strides.head}
-                                                  .template as<const uint32_t>();
+            const Element* q = static_cast<const Element*>(args.q) + caller * args.q_strides.batch +
+                               at.token * args.q_strides.row + at.head * args.q_strides.head;
+            const Global<const uint32_t> gQ = Global<const Element>{q}.template as<const uint32_t>();
             const int column = lane() % 4;
             const uint32_t sign = Rule::kLinear && args.scores.scale_log2 < 0.0f ? 0x80008000u : 0u;
             const bool zero = !exists || (Rule::kLinear && args.scores.scale_log2 == 0.0f);
 #pragma unroll
-            for (int i = 0; i < kHeadDim / 8; i++) rQ[i / 2][i % 2 * 2 + h] = zero ? 0u : uint32_t(gQ[4 * i + column]) ^ sign;
+            for (int i = 0; i < kHeadDim / 8; i++)
+                rQ[i / 2][i % 2 * 2 + h] = zero ? 0u : uint32_t(gQ[4 * i + column]) ^ sign;
         }
         sSeen()[0] = seen;
-        // Of the warp's rows: lanes of a row agree, so over the eight rows, twice
+        // Over all rows of the warp. The four lanes of a row agree, and each lane has two rows already.
 #pragma unroll
         for (int mask = 4; mask < 32; mask *= 2) {
             const int other_from = ptx::shuffle_xor(from, mask), other_to = ptx::shuffle_xor(to, mask);
@@ -155,7 +169,7 @@ struct TileBody {
         warp::zero(acc_o);
         state = warp::RowState();
     }
-    // The same rows over a span of the next node, all of which they see
+    // The same rows go on over a span of the next node, all of which they see
     TILE_DEVICE void go_on(Span span) {
         const Visible all{span.begin, span.end - span.begin};
         sSeen()[0] = RowsSeen{{all, all}};
@@ -166,27 +180,30 @@ struct TileBody {
     TILE_DEVICE void issue_qk() {
         ring.wait(turn);
         ptx::wgmma_fence();
-        warpgroup::mma_qk<Element, kTile, kHeadDim, kTilePanelStep>(acc_s, rQ, further(k_major(ptx::shared_address(0u), kTileEight), tile_keys(turn.stage)));
+        const uint64_t k = further(k_major(ptx::shared_address(0u), kTileEight), tile_keys(turn.stage));
+        warpgroup::mma_qk<Element, kTile, kHeadDim, kTilePanelStep>(acc_s, rQ, k);
         ptx::wgmma_commit();
     }
     TILE_DEVICE void issue_pv(uint32_t stage) {
         ptx::wgmma_fence();
-        warpgroup::mma_pv<Element, kTile, kHeadDim, kTileEight>(
-            acc_o, rP, further(descriptor(ptx::shared_address(0u), kTilePanelStep, kTileEight), tile_values(stage)));
+        const uint64_t v = descriptor(ptx::shared_address(0u), kTilePanelStep, kTileEight);
+        warpgroup::mma_pv<Element, kTile, kHeadDim, kTileEight>(acc_o, rP, further(v, tile_values(stage)));
         ptx::wgmma_commit();
     }
-    // V's rows outside the span may hold anything, and 0 · NaN is NaN. Both warpgroups write the same zeros; each waits for its own.
+    // Zeroes the rows of V outside the span: memory there may hold anything, and 0 · NaN is NaN. Both warpgroups write
+    // the same zeros, and each waits for its own only.
     TILE_DEVICE void clear_outside(uint32_t stage, int first_token, Span span) const {
         if (first_token >= span.begin && first_token + kTile <= span.end) return;
         for (int n = threadIdx.x % 128; n < kTile * 8 * kTilePanels; n += 128) {
             const int row = n % kTile, token = first_token + row;
-            if (token < span.begin || token >= span.end) Shared<Vector16>(tile_place(tile_values(stage), row, n / kTile))[0] = Vector16{};
+            if (token < span.begin || token >= span.end)
+                Shared<Vector16>(tile_place(tile_values(stage), row, n / kTile))[0] = Vector16{};
         }
         ptx::fence_async_proxy();
         ptx::barrier_sync(kGroupBarriers + group, 128);
     }
 
-    // What the item is is read again where it is needed: it must not take registers from the products.
+    // The item is read again where it is needed: kept, it would take registers from the products.
     TILE_DEVICE DecodeItem whole_item(int round) const { return tile_item(args, ptx::just_in_time(round)); }
 
     // S = −inf where a row does not see the token
@@ -199,30 +216,33 @@ struct TileBody {
     TILE_DEVICE void score() {
         if constexpr (!Rule::kLinear) Rule::apply(acc_s, args.scores, Rule::first_factor(args.scores));
     }
-    // S by mma.sync, for this warp alone, from the keys that are still there
+    // S once more, by mma.sync and for this warp alone, from the keys that are still in shared memory
     TILE_DEVICE void again() {
         warp::zero(acc_s);
 #pragma unroll
         for (int n = 0; n < kTile / 8 * (kHeadDim / 32); n++) {
-            const int eight = n / (kHeadDim / 32), pair = n % (kHeadDim / 32);  // of tokens; of steps of depth
+            const int eight = n / (kHeadDim / 32), pair = n % (kHeadDim / 32);  // eight tokens; two steps of depth
             uint32_t f[4];
-            ptx::ldmatrix(f, ptx::shared_address(tile_place(tile_keys(turn.stage), 8 * eight + lane() % 8, 4 * pair + lane() / 8)));
+            const int token = 8 * eight + lane() % 8, c = 4 * pair + lane() / 8;
+            ptx::ldmatrix(f, ptx::shared_address(tile_place(tile_keys(turn.stage), token, c)));
             float(&s)[4] = reinterpret_cast<float(&)[4]>(acc_s[4 * eight]);
             ptx::mma_16x8x16<Element>(s, rQ[2 * pair], f[0], f[1]);
             ptx::mma_16x8x16<Element>(s, rQ[2 * pair + 1], f[2], f[3]);
         }
         score();
     }
-    // By a vote: a branch that lanes might take differently would put descriptors into ordinary registers.
-    TILE_DEVICE bool seen_whole(int first_token) const { return !ptx::any(first_token < whole_from || first_token + kTile > whole_to); }
-    // P in place of S, and what O is to be multiplied with
+    // Decided by a vote: after a branch that lanes might take differently, descriptors would be in ordinary registers.
+    TILE_DEVICE bool seen_whole(int first_token) const {
+        return !ptx::any(first_token < whole_from || first_token + kTile > whole_to);
+    }
+    // P in place of S; correction: what O is to be multiplied with
     TILE_DEVICE void softmax(int first_token, float (&correction)[2]) {
         score();
         if (!seen_whole(first_token)) mask(first_token);
         warp::online_softmax(acc_s, correction, state, scale_log2);
     }
-    // The same; true if O is to be multiplied. Where every row of the warp sees the whole tile no maximum is looked for: tile/lazy.cuh
-    // says why that is right.
+    // The same, and true if O is to be multiplied. Where every row of the warp sees the whole tile, the softmax is lazy
+    // and looks for no maximum: tile/lazy.cuh.
     TILE_DEVICE bool next_softmax(int first_token, float (&correction)[2]) {
         if (!seen_whole(first_token)) {
             softmax(first_token, correction);
@@ -236,9 +256,10 @@ struct TileBody {
         return moves;
     }
 
-    // O, m and l with the tokens of a span
+    // Adds the tokens of a span to O, m and l
     TILE_DEVICE void add_span(Span span, int round) {
-        // Uniform, or descriptors in the loop would be made in ordinary registers, and each product wait for its own.
+        // Uniform: otherwise descriptors in the loop would be made in ordinary registers, and each product would wait
+        // for its own.
         const int begin_tile = ptx::uniform(span.begin / kTile);
         const int end_tile = ptx::uniform(span.end > span.begin ? (span.end + kTile - 1) / kTile : begin_tile);
         if (begin_tile == end_tile) return;
@@ -246,14 +267,14 @@ struct TileBody {
         issue_qk();
         ptx::wgmma_wait<0>();
         softmax(begin_tile * kTile, correction);
-        warp::scale_rows(acc_o, correction);  // of a node above
+        warp::scale_rows(acc_o, correction);  // O of the nodes above, if any
         warp::to_operand<Element>(rP, acc_s);
         clear_outside(turn.stage, begin_tile * kTile, span);
 #pragma unroll 1
         for (int tile = begin_tile + 1; tile < end_tile; tile++) {
             const Turn<kTileStages> before = turn;
             turn.next();
-            turn.stage = ptx::uniform(turn.stage);  // what comes of raised references is not seen to be
+            turn.stage = ptx::uniform(turn.stage);  // after raise() the compiler cannot tell that it is
             issue_qk();
             issue_pv(before.stage);
             ptx::wgmma_wait<1>();
@@ -270,7 +291,7 @@ struct TileBody {
         ring.release(turn);
         turn.next();
     }
-    // Tiles of which only the other warpgroup has rows
+    // Passes tiles of which only the other warpgroup has rows
     TILE_DEVICE void pass_by(Span span) {
         for (int at = span.begin / kTile * kTile; at < span.end && span.end > span.begin; at += kTile, turn.next()) {
             ring.wait(turn);
@@ -313,7 +334,8 @@ struct TileBody {
                 const Global<uint32_t> gO = output_row(args, at, caller).template as<uint32_t>();
 #pragma unroll
                 for (int n = 0; n < kHeadDim / 8; n++)
-                    gO[4 * n + column] = pack<Element>(acc_o[4 * n + 2 * h] * end.factor, acc_o[4 * n + 2 * h + 1] * end.factor);
+                    gO[4 * n + column] =
+                        pack<Element>(acc_o[4 * n + 2 * h] * end.factor, acc_o[4 * n + 2 * h + 1] * end.factor);
                 if (column == 0) store_lse(args, at, caller, end.lse);
             } else {
                 const Global<Vector8> gO = Global<float>{args.state_o + to * kHeadDim}.template as<Vector8>();

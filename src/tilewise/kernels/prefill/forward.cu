@@ -1,49 +1,55 @@
-// forward: attention on Hopper. One block a multiprocessor stays and takes tile after tile of query rows from a counter.
+// forward: attention on Hopper, in a persistent launch: one block per multiprocessor, which takes one tile of query
+// rows after another from a counter.
 //
-// Of the first four warps one loads Q, K and V by TMA, one plans tiles and one stores O; of FP8 inputs the last four transpose V
-// (producers.cuh). Each consumer warpgroup owns 64 query rows:
-// while its softmax works on key block n, the tensor cores run its O += P V of the block before, and a tile's last P V runs with the
-// next tile's first Q Kᵀ. Key blocks come from the last visible one down; only those at the edges of what a row sees are masked.
+// Of the first four warps one loads Q, K and V by TMA, one plans tiles and one stores O; of FP8 inputs, the last four
+// warps transpose V (producers.cuh). Each consumer warpgroup owns 64 query rows. While its softmax works on key block
+// n, the tensor cores run its O += P V of the block before; the last P V of a tile runs together with the next tile's
+// first Q Kᵀ. Key blocks come from the last visible one down, and only blocks that some row does not see whole are
+// masked.
 //
-// Constants: Element, Out: of the inputs and of O; kColumns: the head dimension, kHeadDim: the same padded; kTileQ, kTileKv; kStagesQ, kStagesK, kStagesV,
-// kStagesRaw: of V before it is transposed;
-// kPack query heads of a KV head stand in a tile as neighbouring rows; kPageSize: of paged K and V, 0 if they are not;
-// kTma: rows lie on 16 bytes, so that TMA can bring them; kQInRegisters; kExact: the standard softmax; kPingPong: the warpgroups take
-// turns at the tensor cores; Rule: what is done to scores first.
+// Constants:
+// Element, Out: of the inputs and of O. kColumns: the head dimension; kHeadDim: the same, padded.
+// kTileQ, kTileKv: query rows of a tile, keys of a block. kStagesQ, kStagesK, kStagesV: stages in shared memory;
+// kStagesRaw: of V before it is transposed. kPack: query heads of a KV head that stand in a tile as neighbouring rows.
+// kPageSize: tokens per page of K and V, 0 if they are not paged. kTma: rows begin at multiples of 16 bytes, as TMA
+// wants. kQInRegisters: consumers keep Q in registers. kExact: the standard softmax instead of the lazy one. kPingPong:
+// the warpgroups take turns at the tensor cores. Rule: what is done to scores before the softmax (common/scores.cuh).
 #include "prefill/producers.cuh"
 #include "tile/lazy.cuh"
 
-constexpr int kStepDepth = warpgroup::kDepth<Element>;  // of a step of either product
-// How far the largest P stands above 1, and the lane sum up to which the lazy softmax lets it grow: tile/lazy.cuh
+constexpr int kStepDepth = warpgroup::kDepth<Element>;  // depth of one step of a product
+// log2 of the largest P, and the lane sum up to which the lazy softmax keeps its reference: tile/lazy.cuh
 constexpr int kLift = !kFp8 ? 0 : kExact ? 8 : 3, kWitness = kFp8 ? 448 : 256;
 
-// ---- consumers ----------------------------------------------------------------------------------------------------------
+// ---- consumers ------------------------------------------------------------------------------------------------------
 struct Consumer {
     const ForwardArgs& args;
     const Pipes pipes;
-    const uint32_t group;  // of the consumers
+    const uint32_t group;  // number of this consumer warpgroup
     float scale_log2;
     Turn<kStagesQ> q_turn;
-    Turn<kStagesO> o_turn;  // where O has a place of its own
+    Turn<kStagesO> o_turn;  // FP8, where O has a place of its own
     Turn<kStagesK> k_turn;
     Turn<kStagesV> v_turn;
-    int n, begin;          // the key block at hand, and the tile's last
-    int full_begin, full_end;  // blocks that every row of this warpgroup sees whole
+    int n, begin;              // the key block at hand, and the last of the tile: blocks come in descending order
+    int full_begin, full_end;  // every row of this warpgroup sees the blocks [full_begin, full_end) whole
     float acc_o[kHeadDim / 2], acc_s[kTileKv / 2];
     uint32_t rP[kTileKv / kStepDepth][4];
-    uint32_t rQ[kHeadDim / kStepDepth][4];  // if it stays in registers
+    uint32_t rQ[kHeadDim / kStepDepth][4];  // kQInRegisters
     warp::RowState state;
     float correction[2];
 
     TILE_DEVICE Consumer(const ForwardArgs& a, uint32_t g)
-        // By way of shared memory the scale comes into an ordinary register: from a uniform one every multiply-add pays for fetching it.
+        // Through shared memory the scale comes into an ordinary register; from a uniform register every multiply-add
+        // would have to fetch it.
         : args(a), group(g), scale_log2(Rule::kChanges ? 1.0f : float(shared_scale()[warp::lane()])) {}
 
     TILE_DEVICE int warp_row() const { return group * 64 + ptx::just_in_time(threadIdx.x) / 32 % 4 * 16; }
     TILE_DEVICE int row_of(const WorkTile& tile, int h) const { return tile.row + warp_row() + warp::fragment_row(h); }
     static TILE_DEVICE int head_of(const WorkTile& tile, int row) { return tile.head * kPack + row % kPack; }
 
-    // The next tile, or false. Its Q is there; what it is stays in shared memory, so as not to take registers from the products.
+    // Waits for the next tile and its Q; false if there is none. The WorkTile stays in shared memory: in registers it
+    // would take room from the products.
     TILE_DEVICE bool next_tile() {
         pipes.q.wait(q_turn);
         const WorkTile tile = tile_of_stage()[q_turn.stage];
@@ -56,7 +62,8 @@ struct Consumer {
         if constexpr (kFp8 && !Rule::kChanges) scale_log2 = args.scores.scale_log2 * tile.descale_qk;
         if constexpr (kQInRegisters)
 #pragma unroll
-            for (int step = 0; step < kHeadDim / kStepDepth; step++) warp::load_a(rQ[step], q_panel(q_turn.stage, step / 4), warp_row(), step % 4);
+            for (int step = 0; step < kHeadDim / kStepDepth; step++)
+                warp::load_a(rQ[step], q_panel(q_turn.stage, step / 4), warp_row(), step % 4);
         return true;
     }
 
@@ -67,7 +74,7 @@ struct Consumer {
         if constexpr (kPingPong) ptx::barrier_arrive(kTurnBarrier + (group + 1 == kConsumers ? 0 : group + 1), 256);
     }
 
-    // S = Q Kᵀ, issued when K is there and it is this warpgroup's turn
+    // Issues S = Q Kᵀ when K is there and it is this warpgroup's turn
     TILE_DEVICE void issue_qk() {
         pipes.k.wait(k_turn);
         my_turn();
@@ -81,7 +88,8 @@ struct Consumer {
         }
         ptx::wgmma_commit();
     }
-    // O += P V, issued. The fence is after the wait: without it ptxas cannot tell that nobody touches the registers meanwhile.
+    // Issues O += P V. The fence comes after the wait: otherwise ptxas cannot tell that the registers are not touched
+    // in between.
     TILE_DEVICE void issue_pv() {
         pipes.v.wait(v_turn);
         ptx::wgmma_fence();
@@ -99,7 +107,7 @@ struct Consumer {
         v_turn.next();
     }
 
-    // S into logits of base 2: soft-capped, with ALiBi's bias
+    // Turns S into base-2 logits: soft-capped, with ALiBi's bias
     TILE_DEVICE void score(float (&s)[kTileKv / 2]) const {
         if constexpr (Rule::kChanges) {
             const float descale = kFp8 ? WorkTile(tile_of_stage()[q_turn.stage]).descale_qk : 1.0f;
@@ -126,11 +134,11 @@ struct Consumer {
     }
     TILE_DEVICE bool cut() const { return n >= full_end || n < full_begin; }
 
-    // S by mma.sync, for this warp alone, from the same Q and K that are still in shared memory
+    // S once more, by mma.sync and for this warp alone, from Q and K that are still in shared memory
     TILE_DEVICE void again(float (&s)[kTileKv / 2]) {
         warp::zero(s);
         const int lane = ptx::just_in_time(warp::lane());
-#pragma unroll 1  // it runs rarely, and must not take registers from what runs always
+#pragma unroll 1  // it runs rarely, and must not take registers from the steps that always run
         for (int step = 0; step < kHeadDim / kStepDepth; step++) {
             uint32_t a[4];
             warp::load_a(a, q_panel(q_turn.stage, step / 4), warp_row(), step % 4, lane);
@@ -139,7 +147,8 @@ struct Consumer {
         score(s);
     }
 
-    // A step is block n while the block before it goes into O: S = Q Kᵀ and O += P V run together, then P = softmax(S) under P V.
+    // A step computes S of block n and adds the block before it to O: S = Q Kᵀ and O += P V are issued together, and
+    // the softmax of S runs while P V does.
     TILE_DEVICE void begin_step() {
         issue_qk();
         issue_pv();
@@ -164,7 +173,8 @@ struct Consumer {
             end_step(true);
         }
     }
-    // Over blocks that every row sees whole. What is rarely needed stands outside of the loop, so that the loop is short.
+    // Blocks that every row sees whole. What is rarely needed stands outside of the inner loop, which keeps that loop
+    // short.
     TILE_DEVICE void full_steps(int until) {
         while (n >= until) {
             float sum[2];
@@ -187,7 +197,7 @@ struct Consumer {
         }
     }
 
-    // A tile's first block, whose S is there: the state begins.
+    // The softmax of a tile's first block, whose S is there
     TILE_DEVICE void first_softmax() {
         release_k();
         state = warp::RowState();
@@ -204,7 +214,7 @@ struct Consumer {
         }
         n--;
     }
-    // A tile from nothing: the first, or every one where there is no room for the next Q beside this one's.
+    // Starts a tile with nothing else running: the first tile, or every tile if shared memory has room for one Q only
     TILE_DEVICE bool start() {
         if (!next_tile()) return false;
         issue_qk();
@@ -214,15 +224,15 @@ struct Consumer {
         first_operand();
         return true;
     }
-    // The last P V of a tile alone
+    // The last P V of a tile, with nothing else running
     TILE_DEVICE void end(uint32_t stage, const WorkTile& tile) {
         issue_pv();
         ptx::wgmma_wait<0>();
         release_v();
         finish(stage, tile, state);
     }
-    // V's rows past the sequence's end may hold anything, and 0 · NaN is NaN. All warpgroups write the same zeros; each waits for
-    // its own only.
+    // Zeroes the rows of V past the sequence's end: memory there may hold anything, and 0 · NaN is NaN. All warpgroups
+    // write the same zeros, and each waits for its own only.
     TILE_DEVICE void clear_tail(int valid) const {
         pipes.v.wait(v_turn);
         for (int panel = 0; panel < kPanels; panel++) {
@@ -233,7 +243,7 @@ struct Consumer {
         ptx::barrier_sync(kGroupBarrier + group, 128);
     }
 
-    // O / l and the LSE of a tile whose last P V is done; `stage` is where its Q was
+    // Writes O / l and the LSE of a tile whose last P V is done. stage: where its Q was; of: its softmax state
     TILE_DEVICE void finish(uint32_t stage, const WorkTile& done, const warp::RowState& of) {
         float inverse[2];
         Global<Out> rows[2];
@@ -242,7 +252,8 @@ struct Consumer {
         for (int h = 0; h < 2; h++) {
             const int row = row_of(done, h), token = row / kPack, head = head_of(done, row);
             exists[h] = token < done.seqlen_q;
-            float sum = warp::row_sum(of.sum[h]), max = fmaxf(of.max[h], kLowest), weight = 1.0f;
+            float sum = warp::row_sum(of.sum[h]), weight = 1.0f;
+            float max = fmaxf(of.max[h], kLowest);  // finite, even if the row saw no key: join_sink wants that
             if (args.scores.sinks && exists[h]) weight = args.scores.join_sink(head, max, sum);
             inverse[h] = sum == 0.0f ? 0.0f : weight * ptx::reciprocal(sum) * (kFp8 ? done.descale_v : 1.0f);
             if (args.lse && exists[h] && warp::lane() % 4 == 0)
@@ -294,7 +305,7 @@ struct Consumer {
                 end(done.stage, tile);
                 if (!start()) return;
             } else {
-                // As a step, but that block n is the next tile's first; then this tile's O is written.
+                // Like a step, with the first block of the next tile as block n; then this tile's O is written.
                 const warp::RowState done_state = state;
                 if (!next_tile()) return end(done.stage, tile_of_stage()[done.stage]);
                 issue_qk();
@@ -312,8 +323,9 @@ struct Consumer {
 };
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
-    forward(const __grid_constant__ TensorMap mQ, const __grid_constant__ TensorMap mK, const __grid_constant__ TensorMap mV,
-            const __grid_constant__ TensorMap mO, const __grid_constant__ ForwardArgs args) {
+    forward(const __grid_constant__ TensorMap mQ, const __grid_constant__ TensorMap mK,
+            const __grid_constant__ TensorMap mV, const __grid_constant__ TensorMap mO,
+            const __grid_constant__ ForwardArgs args) {
     if (threadIdx.x == 0) Pipes().init();
     if (threadIdx.x < 32) shared_scale()[threadIdx.x] = args.scores.scale_log2;
     ptx::sync_threads();

@@ -1,4 +1,5 @@
-// The roles of the Hopper forward that move data: who plans tiles, loads Q, K and V, transposes V, stores O.
+// The roles of the Hopper forward that move data: the planner, the loader of Q, K and V, the transposers of V and the
+// storer of O.
 #pragma once
 #include "prefill/layout.cuh"
 #include "tile/mma.cuh"
@@ -7,7 +8,9 @@ TILE_DEVICE float descale_of(const Descale& of, const WorkTile& tile) {
     return of.values ? float(Global<const float>{of.values}[tile.sequence * of.batch + tile.kv_head]) : 1.0f;
 }
 
-// ---- planner: one thread works out tile after tile, none before it is wanted: who is late must not sit on work -----------------------
+// ---- planner --------------------------------------------------------------------------------------------------------
+// One thread finds tile after tile. It takes none before the loader wants it: a block that is late must not hold tiles
+// that another could compute.
 TILE_DEVICE void plan(const ForwardArgs& args) {
     const Pipes pipes;
     Turn<1> turn;
@@ -20,14 +23,14 @@ TILE_DEVICE void plan(const ForwardArgs& args) {
         planned()[0] = tile;
         ptx::mbarrier_arrive(pipes.plans.full_at(turn));
         if (tile.row < 0) break;
-        ptx::mbarrier_wait(pipes.plans.empty, turn.lap);  // until the loader wants the next
+        ptx::mbarrier_wait(pipes.plans.empty, turn.lap);  // until the loader wants the next tile
     }
-    // The last block to finish leaves the counter as it found it, for the next launch.
+    // The last block to finish sets the counter back to zero for the next launch.
     if (ptx::atomic_add(&args.counter->blocks_done, 1) == int(gridDim.x) - 1)
         Global<TileCounter>{args.counter}[0] = TileCounter{0, 0};
 }
 
-// ---- loader: brings Q, K and V, by TMA if it can ----------------------------------------------------------------------------------
+// ---- loader of Q, K and V, by TMA if kTma ---------------------------------------------------------------------------
 struct Loader {
     const ForwardArgs& args;
     const Pipes pipes;
@@ -35,27 +38,29 @@ struct Loader {
     Turn<kStagesK> k_turn;
     Turn<kStagesLoaded> v_turn;
 
-    static TILE_DEVICE void meet() {
+    static TILE_DEVICE void sync() {
         if constexpr (kTma) ptx::sync_warp();
         else ptx::barrier_sync(kLoaderBarrier, kLoaders);
     }
-    struct Block {  // key block n of a tile
+    struct Block {  // block n of the keys that a tile visits
         int n, kv_head, sequence, k_start, seqlen_k;
     };
     TILE_DEVICE int batch_of(int sequence) const { return args.list ? 0 : sequence; }
 
-    // Without TMA: element by element into the places where TMA would have put them. at(row) is the row, null for zeros.
+    // Without TMA: copies element by element to the places where TMA would write. at(row): the row's address, null for
+    // a row of zeros
     template <int kRows, class At> TILE_DEVICE void copy(uint32_t to, At at) {
         for (int row = threadIdx.x / 32; row < kRows; row += kLoaders / 32) {
             const Global<const Element> g{at(row)};
 #pragma unroll 2
             for (int column = threadIdx.x % 32; column < kPanels * kPanelColumns; column += 32) {
                 const Panel<kRows> panel(to + column / kPanelColumns * kRows * kPanelRowBytes);
-                panel.element(row, column % kPanelColumns) = g.base && column < kColumns ? Element(g[column]) : Element{};
+                const bool there = g.base && column < kColumns;
+                panel.element(row, column % kPanelColumns) = there ? Element(g[column]) : Element{};
             }
         }
         ptx::fence_async_proxy();
-        meet();
+        sync();
     }
 
     TILE_DEVICE void load_q(const TensorMap& map, const WorkTile& tile) {
@@ -64,29 +69,31 @@ struct Loader {
             if (threadIdx.x == 0) {
                 ptx::mbarrier_arrive_expect(barrier, kQBytes);
                 for (int panel = 0; panel < kPanels; panel++)
-                    ptx::tma_load(ptx::shared_address(to + panel * kTileQ * kPanelRowBytes), &map, barrier, panel * kPanelColumns, 0,
-                                  tile.q_start + tile.row / kPack, tile.head, batch_of(tile.sequence));
+                    ptx::tma_load(ptx::shared_address(to + panel * kTileQ * kPanelRowBytes), &map, barrier,
+                                  panel * kPanelColumns, 0, tile.q_start + tile.row / kPack, tile.head,
+                                  batch_of(tile.sequence));
             }
         } else {
             const Element* q = static_cast<const Element*>(args.q) + batch_of(tile.sequence) * args.q_strides.batch;
             copy<kTileQ>(to, [&](int row) {
                 const int token = (tile.row + row) / kPack, head = tile.head * kPack + (tile.row + row) % kPack;
-                return token < tile.seqlen_q ? q + (tile.q_start + token) * args.q_strides.row + head * args.q_strides.head : nullptr;
+                const int64_t at = (tile.q_start + token) * args.q_strides.row + head * args.q_strides.head;
+                return token < tile.seqlen_q ? q + at : nullptr;
             });
             if (threadIdx.x == 0) ptx::mbarrier_arrive(barrier);
         }
     }
 
-    // A block of K or V into the ring's next stage
+    // Loads a block of K or V into the ring's next stage
     template <int kStages>
     TILE_DEVICE void load_kv(const TensorMap& map, const void* base, const Strides& strides, const Ring<kStages>& ring,
                              Turn<kStages>& turn, uint32_t at, const Block& block) {
         ring.wait_free(turn);
-        meet();  // else a lane that still looks at the barrier may find it two phases on
+        sync();  // or a lane still waiting on the barrier could find it two phases on
         const uint32_t barrier = ring.full_at(turn), to = at + turn.stage * kKvBytes;
         if (kFp8 && at == kAtRaw && threadIdx.x == 0) valid_rows()[turn.stage] = block.seqlen_k - block.n * kTileKv;
         if constexpr (kTma && kPageSize > 0) {
-            // Boxes that lie wholly past the end are not asked for: their pages may be any number.
+            // Boxes wholly past the end are not requested: their page numbers may be anything.
             const int left = block.seqlen_k - block.n * kTileKv, needed = (left + kBoxRows - 1) / kBoxRows;
             const int boxes = needed < kBoxes ? needed : kBoxes;
             if (threadIdx.x == 0) ptx::mbarrier_arrive_expect(barrier, boxes * kPanels * kBoxRows * kPanelRowBytes);
@@ -97,15 +104,16 @@ struct Loader {
                 const int token = block.n * kTileKv + box * kBoxRows, page = pages[token / kPage];
 #pragma unroll 1
                 for (int panel = 0; panel < kPanels; panel++)
-                    ptx::tma_load(ptx::shared_address(to + (panel * kTileKv + box * kBoxRows) * kPanelRowBytes), &map, barrier,
-                                  panel * kPanelColumns, token % kPage, block.kv_head, page);
+                    ptx::tma_load(ptx::shared_address(to + (panel * kTileKv + box * kBoxRows) * kPanelRowBytes), &map,
+                                  barrier, panel * kPanelColumns, token % kPage, block.kv_head, page);
             }
         } else if constexpr (kTma) {
             if (threadIdx.x == 0) {
                 ptx::mbarrier_arrive_expect(barrier, kKvBytes);
                 for (int panel = 0; panel < kPanels; panel++)
-                    ptx::tma_load(ptx::shared_address(to + panel * kTileKv * kPanelRowBytes), &map, barrier, panel * kPanelColumns,
-                                  block.k_start + block.n * kTileKv, block.kv_head, batch_of(block.sequence));
+                    ptx::tma_load(ptx::shared_address(to + panel * kTileKv * kPanelRowBytes), &map, barrier,
+                                  panel * kPanelColumns, block.k_start + block.n * kTileKv, block.kv_head,
+                                  batch_of(block.sequence));
             }
         } else {
             const Element* first = static_cast<const Element*>(base) + block.kv_head * strides.head;
@@ -122,22 +130,25 @@ struct Loader {
     }
 
     TILE_DEVICE void run(const TensorMap& mQ, const TensorMap& mK, const TensorMap& mV) {
-        Block before{-1};  // whose V is still to be brought: K(n) goes ahead of V(n − 1), as they are needed
+        Block before{
+            -1};  // the block whose V is still to be loaded: K of a block is needed before V of the one before it
         auto load_v = [&] {
-            if (before.n >= 0) load_kv(mV, args.v, args.v_strides, pipes.loaded, v_turn, kFp8 ? kAtRaw : kAtV, before);
+            if (before.n >= 0)
+                load_kv(mV, args.v, args.v_strides, pipes.loaded, v_turn, kFp8 ? kAtRaw : kAtV, before);
             before.n = -1;
         };
         for (Turn<1> turn;; turn.next()) {
-            if (kStagesQ == 1) load_v();  // Q's only stage is not free before it came
+            if (kStagesQ == 1) load_v();  // consumers free Q's only stage after this last V of the tile
             pipes.plans.wait(turn);
             const WorkTile tile = planned()[0];
             pipes.q.wait_free(q_turn);
-            meet();
-            // The tile's description goes to the stage of its Q, where its consumers look: a lane copies 16 bytes.
+            sync();
+            // The WorkTile goes beside the stage of its Q, where consumers read it; each lane copies 16 bytes.
             const Shared<Vector16> words(kAtTiles);
             constexpr int kVectors = sizeof(WorkTile) / 16;
-            if (threadIdx.x < kVectors) words[q_turn.stage * kVectors + threadIdx.x] = Vector16(words[kStagesQ * kVectors + threadIdx.x]);
-            meet();
+            if (threadIdx.x < kVectors)
+                words[q_turn.stage * kVectors + threadIdx.x] = Vector16(words[kStagesQ * kVectors + threadIdx.x]);
+            sync();
             if (tile.row < 0) break;
             load_q(mQ, tile);
             q_turn.next();
@@ -146,12 +157,12 @@ struct Loader {
                 load_kv(mK, args.k, args.k_strides, pipes.k, k_turn, kAtK, block);
                 load_v();
                 before = block;
-                // The last two blocks of a tile take about as long as planning the next.
+                // Loading the last two blocks of a tile takes about as long as planning the next tile.
                 if (n == (tile.end - tile.begin > 1 ? tile.begin + 1 : tile.begin)) pipes.plans.release(turn);
             }
         }
         load_v();
-        if (threadIdx.x == 0) ptx::mbarrier_arrive(pipes.q.full_at(q_turn));  // the tile that says: no more
+        if (threadIdx.x == 0) ptx::mbarrier_arrive(pipes.q.full_at(q_turn));  // the tile with row −1: no more tiles
         if constexpr (kFp8) {
             pipes.loaded.wait_free(v_turn);
             if (threadIdx.x == 0) {
@@ -162,11 +173,13 @@ struct Loader {
     }
 };
 
-// ---- transposers: of FP8, wgmma takes V with the keys running fastest only. A warpgroup turns 32 keys × 16 columns a warp and step ------
-// An ldmatrix moves pairs of bytes: transposed, a lane has of keys 2c, 2c + 1 the columns 2u, 2u + 1, for c = lane % 4 and u = lane / 4.
-// With the same of eight keys further, four bytes of a column are together: keys 2c, 2c + 1, 8 + 2c, 8 + 2c + 1, which is the order
-// that P has its keys in (to_operand). Half of the lanes take the even column first, half the odd one, so that the eight rows
-// that a matrix is stored to lie in different banks.
+// ---- transposers of V -----------------------------------------------------------------------------------------------
+// wgmma takes FP8 operands only with the depth running fastest, which for V is the keys. A warpgroup transposes V, 32
+// keys × 16 columns per warp and step. ldmatrix moves pairs of bytes: transposed, it gives a lane the columns 2u and 2u
+// + 1 of keys 2c and 2c + 1, for c = lane % 4 and u = lane / 4. Together with the same of the keys eight further on, a
+// lane has four bytes of a column: keys 2c, 2c + 1, 8 + 2c, 8 + 2c + 1, which is the order of keys in P (to_operand).
+// Half of the lanes take the even column first and half the odd one, so that the eight rows that a matrix is stored to
+// lie in different banks.
 TILE_DEVICE void transpose_tiles() {
     const Pipes pipes;
     Turn<kStagesV> to_turn;
@@ -175,10 +188,11 @@ TILE_DEVICE void transpose_tiles() {
         const int valid = valid_rows()[turn.stage];
         if (valid < 0) return;
         pipes.v.wait_free(to_turn);
-        ptx::sync_warp();  // else a lane that still looks at the barrier may find it two phases on
+        ptx::sync_warp();  // or a lane still waiting on the barrier could find it two phases on
         const int lane = warp::lane(), which = lane / 8, row = lane % 8;
         const uint32_t even = lane < 16 ? 0x6420 : 0x7531, odd = even ^ 0x1111;
-        const int column = 2 * row + ((row < 4) == (which % 2 == 0) ? 0 : 1);  // where the row goes that this lane gives the address of
+        // The column, a row of Vᵀ, whose address this lane gives to stmatrix
+        const int column = 2 * row + ((row < 4) == (which % 2 == 0) ? 0 : 1);
         constexpr int kAcross = kHeadDim / 16;
 #pragma unroll 2
         for (int step = threadIdx.x / 32 % kTransposers; step < kTileKv / 32 * kAcross; step += kTransposers) {
@@ -186,7 +200,7 @@ TILE_DEVICE void transpose_tiles() {
             const Panel<kTileKv> from(kAtRaw + turn.stage * kKvBytes + across / 8 * kTileKv * kPanelRowBytes);
             uint32_t r[4];
             ptx::ldmatrix_transposed(r, from.address(32 * keys + lane, across % 8));
-            if (valid < kTileKv) {  // rows past the sequence's end may hold anything, and 0 · NaN is NaN
+            if (valid < kTileKv) {  // memory past the sequence's end may hold anything, and 0 · NaN is NaN
 #pragma unroll
                 for (int m = 0; m < 4; m++) {
                     const int left = valid - (32 * keys + 8 * m + lane % 4 * 2);
@@ -205,7 +219,7 @@ TILE_DEVICE void transpose_tiles() {
     }
 }
 
-// ---- storer: a warp writes out the O that consumers left in shared memory ----------------------------------------------------------
+// ---- storer: a warp writes out the O that consumers left in shared memory -------------------------------------------
 TILE_DEVICE void store_tiles(const ForwardArgs& args, const TensorMap& mO) {
     const Pipes pipes;
     Turn<kStagesO> o_turn;
@@ -222,7 +236,7 @@ TILE_DEVICE void store_tiles(const ForwardArgs& args, const TensorMap& mO) {
                 ptx::bulk_commit();
                 ptx::bulk_wait_read<0>();
             }
-        } else {  // rows past the end of a packed sequence are another's
+        } else {  // TMA would overwrite the rows past the end, which belong to the next packed sequence
             const Global<Out> o{static_cast<Out*>(args.o) + tile.sequence * args.o_strides.batch};
 #pragma unroll 1
             for (int row = 0; row < kTileQ && tile.row + row < tile.seqlen_q * kPack; row++) {
@@ -230,8 +244,10 @@ TILE_DEVICE void store_tiles(const ForwardArgs& args, const TensorMap& mO) {
                 const Global<Out> to = o + ((tile.q_start + token) * args.o_strides.row + head * args.o_strides.head);
                 if constexpr (kTma) {
 #pragma unroll 1
-                    for (int chunk = warp::lane(); chunk * 8 < kColumns; chunk += 32)
-                        (to + chunk * 8).template as<Vector16>()[0] = Vector16(o_panel(turn.stage, chunk / 8).chunk(row, chunk % 8));
+                    for (int chunk = warp::lane(); chunk * 8 < kColumns; chunk += 32) {
+                        const OPanel panel = o_panel(turn.stage, chunk / 8);
+                        (to + chunk * 8).template as<Vector16>()[0] = Vector16(panel.chunk(row, chunk % 8));
+                    }
                 } else {
 #pragma unroll 1
                     for (int column = warp::lane(); column < kColumns; column += 32)

@@ -1,18 +1,19 @@
-// ragged: the list of query tiles of packed sequences, heaviest first, made where the lengths are: on the device.
+// ragged: lists the query tiles of packed sequences, heaviest first. It runs on the device because the lengths are
+// there.
 //
-// One block. A warp takes a sequence, its lanes the sequence's tiles; each tile goes into a bucket by how many key blocks it
-// visits, a quarter of an octave a bucket, and the buckets are laid out from the heaviest down. The order inside a bucket is
-// whoever comes first: it changes when a tile runs, never what it computes.
+// One block. A warp takes a sequence, and each of its lanes a tile of it. A tile goes into a bucket by the number of
+// key blocks that it visits, with four buckets per power of two, and the buckets stand in the list from the heaviest
+// down. The order within a bucket is a race between threads: it changes when a tile runs, never what it computes.
 // Constants: Index (int or int64_t), kTileQ, kTileKv, kPack.
 #include "prefill/work.cuh"
 
 struct RaggedArgs {
     const void *starts_q, *starts_k;  // (sequences + 1,)
-    int* list;     // kListHeader ints, then a WorkTile each, all but the head
+    int* list;     // kListHeader ints, then WorkTiles without their head
     int* buckets;  // kBuckets
     int sequences, total_q, total_k;
-    int longest_k;  // a sequence's keys at most: what its row of the page table names
-    int capacity;   // tiles that the list has room for: enough for starts that make sense
+    int longest_k;  // keys per sequence, at most: as many as a row of the page table has room for
+    int capacity;   // tiles that the list has room for: enough if the starts increase
     int reserved;
 };
 constexpr int kBuckets = 128, kThreads = 1024;
@@ -26,14 +27,17 @@ TILE_DEVICE int bucket_of(int blocks) {
 TILE_DEVICE int within(int64_t x, int low, int high) { return x < low ? low : x > high ? high : int(x); }
 
 extern "C" __global__ void __launch_bounds__(kThreads) ragged(const ForwardArgs args, const RaggedArgs problem) {
-    const Global<const Index> starts_q{static_cast<const Index*>(problem.starts_q)}, starts_k{static_cast<const Index*>(problem.starts_k)};
+    const Global<const Index> starts_q{static_cast<const Index*>(problem.starts_q)};
+    const Global<const Index> starts_k{static_cast<const Index*>(problem.starts_k)};
     const Global<int> buckets{problem.buckets};
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     auto each_tile = [&](auto act) {
         for (int s = warp; s < problem.sequences; s += kThreads / 32) {
             // Whatever the starts say, no tile reaches outside the tensors.
-            const int q0 = within(starts_q[s], 0, problem.total_q), q1 = within(starts_q[s + 1], q0, problem.total_q);
-            const int k0 = within(starts_k[s], 0, problem.total_k), k1 = within(starts_k[s + 1], k0, problem.total_k);
+            const int q0 = within(starts_q[s], 0, problem.total_q);
+            const int q1 = within(starts_q[s + 1], q0, problem.total_q);
+            const int k0 = within(starts_k[s], 0, problem.total_k);
+            const int k1 = within(starts_k[s + 1], k0, problem.total_k);
             const int keys = within(k1 - k0, 0, problem.longest_k);
             for (int row = lane * kTileQ; row < (q1 - q0) * kPack; row += 32 * kTileQ) {
                 WorkTile tile{row, 0, s, q0, k0, q1 - q0, keys};

@@ -1,16 +1,17 @@
-// What the Hopper forward is asked to do, and how its tiles are numbered; tilewise.forward.ForwardArgs is its mirror in Python.
+// What the Hopper forward is asked to do, and how its tiles are numbered; tilewise.gpu.abi.ForwardArgs is the mirror of
+// ForwardArgs in Python.
 #pragma once
 #include "common/args.cuh"
 #include "common/scores.cuh"
 
-// Of FP8 inputs: (sequences, KV heads) float32, what the stored values are to be multiplied with; null for 1
+// What stored FP8 values are to be multiplied with: (sequences, KV heads) float32; null for 1
 struct Descale {
     const float* values;
-    int64_t batch;  // from one sequence's to the next
+    int64_t batch;  // elements from one sequence to the next
 };
 
 struct TileCounter {
-    int handed_out;   // tiles beyond each block's first
+    int handed_out;   // tiles, besides the first of each block
     int blocks_done;  // blocks that found no more tiles
 };
 
@@ -18,30 +19,31 @@ struct ForwardArgs {
     const void *q, *k, *v;  // for loads without TMA
     void* o;
     float* lse;              // natural log; null if not wanted
-    const int* page_table;   // (sequences, …), null if K and V are not paged
-    const int* list;         // ragged: the tiles that ragged.cu wrote; null: they are a formula
+    const int* page_table;   // (sequences, …); null if K and V are not paged
+    const int* list;         // packed sequences: the tiles that ragged.cu listed; null: tiles follow from their number
     TileCounter* counter;    // zero between launches
     Strides q_strides, k_strides, v_strides, o_strides;  // o: batch stride 0 where rows are packed
     int64_t lse_batch, lse_head, page_table_stride;
     Scores scores;
     Descale descale_q, descale_k, descale_v;
     int seqlen_q, seqlen_k;
-    int tiles, q_tiles;      // in all (not known if ragged); of a sequence and head
-    Divisor tile_heads;      // of a sequence: query heads, or KV heads where a tile holds a group
+    int tiles, q_tiles;      // tiles in all (not known here if they are listed), and tiles per sequence and head
+    Divisor tile_heads;  // tiles side by side in a sequence: query heads, or KV heads where a tile holds a whole group
     Divisor tile_heads_per_kv;
-    Divisor together;        // heads of all sequences whose tiles run side by side, the heaviest of all of them first
-    Divisor tiles_together;
+    Divisor together;  // heads, over all sequences, whose tiles run together, the heaviest tiles of all of them first
+    Divisor tiles_together;  // tiles of that many heads
 };
 
-// A tile of query rows of one sequence, and the key blocks [begin, end) that it visits: at least one, which is all hidden if no row
-// sees a key. Rows are counted in the sequence; with grouped heads packed, row = token · kPack + head.
+// A tile of query rows of one sequence, and the key blocks [begin, end) that it visits: at least one, which is fully
+// masked if no row sees a key. Rows are counted within the sequence; where grouped heads are packed, row = token ·
+// kPack + head.
 struct alignas(64) WorkTile {
     int row, head, sequence, q_start, k_start, seqlen_q, seqlen_k, begin, end, kv_head;
     float descale_qk, descale_v;
     int unused[4];
 };
 constexpr int kTileWords = sizeof(WorkTile) / 4;
-constexpr int kListHeader = 16;  // ints before a list's tiles: how many there are, and the rest of the Divisor by it
+constexpr int kListHeader = 16;  // ints before the tiles of a list; they hold the Divisor by the number of tiles
 
 // The keys that a query token of the tile's sequence sees
 TILE_DEVICE Keys keys_of(const ForwardArgs& args, const WorkTile& tile, int token) {
@@ -49,7 +51,8 @@ TILE_DEVICE Keys keys_of(const ForwardArgs& args, const WorkTile& tile, int toke
 }
 
 template <int kTileQ, int kTileKv, int kPack> TILE_DEVICE void find_blocks(const ForwardArgs& args, WorkTile& tile) {
-    const int beyond = (tile.row + kTileQ - 1) / kPack, last_token = beyond < tile.seqlen_q ? beyond : tile.seqlen_q - 1;
+    const int beyond = (tile.row + kTileQ - 1) / kPack,
+              last_token = beyond < tile.seqlen_q ? beyond : tile.seqlen_q - 1;
     const Span met = blocks_met<kTileKv>(keys_of(args, tile, tile.row / kPack), keys_of(args, tile, last_token));
     tile.begin = met.begin;
     tile.end = met.end > 0 ? met.end : 1;
@@ -58,10 +61,11 @@ template <int kTileQ, int kTileKv, int kPack> TILE_DEVICE void find_blocks(const
 // The blocks [begin, end) that 64 rows of a tile, from first_row on, all see whole
 template <int kTileKv, int kPack>
 TILE_DEVICE Span full_blocks(const ForwardArgs& args, const WorkTile& tile, int first_row) {
-    return blocks_whole<kTileKv>(keys_of(args, tile, first_row / kPack), keys_of(args, tile, (first_row + 63) / kPack));
+    const Keys first = keys_of(args, tile, first_row / kPack), last = keys_of(args, tile, (first_row + 63) / kPack);
+    return blocks_whole<kTileKv>(first, last);
 }
 
-// Tile `number`; row −1 says that there is none.
+// Tile `number`; row is −1 if there is none.
 template <int kTileQ, int kTileKv, int kPack> TILE_DEVICE WorkTile work_tile(const ForwardArgs& args, int number) {
     WorkTile tile{-1};
     if (args.list) {
@@ -72,9 +76,11 @@ template <int kTileQ, int kTileKv, int kPack> TILE_DEVICE WorkTile work_tile(con
         tile = Global<const WorkTile>{reinterpret_cast<const WorkTile*>(args.list + kListHeader)}[entry];
         tile.head = head;
     } else if (number < args.tiles) {
-        // Heads in groups; of a group the heaviest tiles first: the last rows of a causal problem see most keys.
-        const int group = args.tiles_together.quotient(number), inside = number - group * int(args.tiles_together.divisor);
-        const int tile_row = args.together.quotient(inside), head = group * int(args.together.divisor) + inside - tile_row * int(args.together.divisor);
+        // Heads run in groups. Within a group the heaviest tiles come first: the last rows of a causal problem see most
+        // keys.
+        const int group = args.tiles_together.quotient(number);
+        const int inside = number - group * int(args.tiles_together.divisor), tile_row = args.together.quotient(inside);
+        const int head = group * int(args.together.divisor) + inside - tile_row * int(args.together.divisor);
         tile.sequence = args.tile_heads.quotient(head);
         tile.head = head - tile.sequence * int(args.tile_heads.divisor);
         tile.row = (args.q_tiles - 1 - tile_row) * kTileQ;

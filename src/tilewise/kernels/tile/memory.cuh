@@ -1,9 +1,9 @@
-// Global and shared memory as kernels see it: gK[i], sK[i]. On a card these are plain pointers; in the emulator every access is
-// checked against the tensors and the block's shared memory, and counted.
+// Global and shared memory as kernels see it: gK[i], sK[i]. On a card these are plain pointers. In the emulator every
+// access is checked against the tensors and the block's shared memory, and counted.
 #pragma once
 #include "tile/ptx.cuh"
 
-struct alignas(16) Vector16 {  // 16 bytes: the widest access a thread makes
+struct alignas(16) Vector16 {  // 16 bytes, the widest access of a thread
     uint32_t word[4];
 };
 

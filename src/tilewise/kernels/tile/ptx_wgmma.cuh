@@ -1,6 +1,7 @@
-// wgmma for every width: d (64 × N, float) = a b [+ d], a from shared memory (ss) or registers (rs). Included by ptx.cuh.
+// wgmma for every width: d (64 × N, float) = a b [+ d], with a from shared memory (ss) or registers (rs). Included by
+// ptx.cuh.
 //
-// PTX numbers its operands, so each width needs its own text; the macros below build the register lists four at a time.
+// PTX numbers its operands, so each width needs its own text. The macros below build the register lists four at a time.
 #pragma once
 
 namespace ptx {
@@ -72,43 +73,48 @@ template <class T, int N> struct Wgmma;  // the instruction of one element type 
 #define TILE_NAMES_128 TILE_NAMES_124 ",%124,%125,%126,%127"
 #define TILE_REGS_128 TILE_REGS_124, "+f"(d[124]), "+f"(d[125]), "+f"(d[126]), "+f"(d[127])
 
-// R: registers of d a thread holds, N / 2; the numbers after it are the operands that follow them.
-#define TILE_WGMMA(T, PTX_T, N, R, R1, R2, R3, R4, R5, R6)                                                                       \
-    template <> struct Wgmma<T, N> {                                                                                             \
-        template <bool kAMnMajor, bool kBMnMajor>                                                                                \
-        static TILE_DEVICE void ss(float (&d)[R], uint64_t a, uint64_t b, bool accumulate) {                                     \
-            asm volatile("{.reg .pred p; setp.ne.b32 p, %" #R2 ", 0; wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." PTX_T "." PTX_T \
-                         " {" TILE_NAMES_##R "}, %" #R ", %" #R1 ", p, 1, 1, %" #R3 ", %" #R4 ";}"                                \
-                         : TILE_REGS_##R                                                                                         \
-                         : "l"(a), "l"(b), "r"(int(accumulate)), "n"(int(kAMnMajor)), "n"(int(kBMnMajor)));                      \
-        }                                                                                                                        \
-        template <bool kBMnMajor>                                                                                                \
-        static TILE_DEVICE void rs(float (&d)[R], const uint32_t (&a)[4], uint64_t b, bool accumulate) {                         \
-            asm volatile("{.reg .pred p; setp.ne.b32 p, %" #R5 ", 0; wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." PTX_T "." PTX_T \
-                         " {" TILE_NAMES_##R "}, {%" #R ",%" #R1 ",%" #R2 ",%" #R3 "}, %" #R4 ", p, 1, 1, %" #R6 ";}"             \
-                         : TILE_REGS_##R                                                                                         \
-                         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(int(accumulate)), "n"(int(kBMnMajor)));       \
-        }                                                                                                                        \
+// R: registers of d per thread, N / 2; R1, R2, … are the numbers of the operands that follow them.
+#define TILE_WGMMA(T, PTX_T, N, R, R1, R2, R3, R4, R5, R6)                                                             \
+    template <> struct Wgmma<T, N> {                                                                                   \
+        template <bool kAMnMajor, bool kBMnMajor>                                                                      \
+        static TILE_DEVICE void ss(float (&d)[R], uint64_t a, uint64_t b, bool accumulate) {                           \
+            asm volatile("{.reg .pred p; setp.ne.b32 p, %" #R2 ", 0; "                                                 \
+                         "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." PTX_T "." PTX_T                             \
+                         " {" TILE_NAMES_##R "}, %" #R ", %" #R1 ", p, 1, 1, %" #R3 ", %" #R4 ";}"                     \
+                         : TILE_REGS_##R                                                                               \
+                         : "l"(a), "l"(b), "r"(int(accumulate)), "n"(int(kAMnMajor)), "n"(int(kBMnMajor)));            \
+        }                                                                                                              \
+        template <bool kBMnMajor>                                                                                      \
+        static TILE_DEVICE void rs(float (&d)[R], const uint32_t (&a)[4], uint64_t b, bool accumulate) {               \
+            asm volatile("{.reg .pred p; setp.ne.b32 p, %" #R5 ", 0; "                                                 \
+                         "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." PTX_T "." PTX_T                             \
+                         " {" TILE_NAMES_##R "}, {%" #R ",%" #R1 ",%" #R2 ",%" #R3 "}, %" #R4 ", p, 1, 1, %" #R6 ";}"  \
+                         : TILE_REGS_##R                                                                               \
+                         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]),                                                 \
+                           "l"(b), "r"(int(accumulate)), "n"(int(kBMnMajor)));                                         \
+        }                                                                                                              \
     };
-// FP8: 32 values deep, and both operands K-major, which there is nothing to say about.
-#define TILE_WGMMA_E4M3(N, R, R1, R2, R3, R4, R5)                                                                                \
-    template <> struct Wgmma<e4m3, N> {                                                                                          \
-        template <bool kAMnMajor, bool kBMnMajor>                                                                                \
-        static TILE_DEVICE void ss(float (&d)[R], uint64_t a, uint64_t b, bool accumulate) {                                     \
-            static_assert(!kAMnMajor && !kBMnMajor, "FP8 operands are K-major");                                                 \
-            asm volatile("{.reg .pred p; setp.ne.b32 p, %" #R2 ", 0; wgmma.mma_async.sync.aligned.m64n" #N "k32.f32.e4m3.e4m3"   \
-                         " {" TILE_NAMES_##R "}, %" #R ", %" #R1 ", p, 1, 1;}"                                                   \
-                         : TILE_REGS_##R                                                                                         \
-                         : "l"(a), "l"(b), "r"(int(accumulate)));                                                                \
-        }                                                                                                                        \
-        template <bool kBMnMajor>                                                                                                \
-        static TILE_DEVICE void rs(float (&d)[R], const uint32_t (&a)[4], uint64_t b, bool accumulate) {                         \
-            static_assert(!kBMnMajor, "FP8 operands are K-major");                                                               \
-            asm volatile("{.reg .pred p; setp.ne.b32 p, %" #R5 ", 0; wgmma.mma_async.sync.aligned.m64n" #N "k32.f32.e4m3.e4m3"   \
-                         " {" TILE_NAMES_##R "}, {%" #R ",%" #R1 ",%" #R2 ",%" #R3 "}, %" #R4 ", p, 1, 1;}"                       \
-                         : TILE_REGS_##R                                                                                         \
-                         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(int(accumulate)));                            \
-        }                                                                                                                        \
+// FP8: a product is 32 values deep, and both operands are always K-major, so the instruction takes no layout.
+#define TILE_WGMMA_E4M3(N, R, R1, R2, R3, R4, R5)                                                                      \
+    template <> struct Wgmma<e4m3, N> {                                                                                \
+        template <bool kAMnMajor, bool kBMnMajor>                                                                      \
+        static TILE_DEVICE void ss(float (&d)[R], uint64_t a, uint64_t b, bool accumulate) {                           \
+            static_assert(!kAMnMajor && !kBMnMajor, "FP8 operands are K-major");                                       \
+            asm volatile("{.reg .pred p; setp.ne.b32 p, %" #R2 ", 0; "                                                 \
+                         "wgmma.mma_async.sync.aligned.m64n" #N "k32.f32.e4m3.e4m3"                                    \
+                         " {" TILE_NAMES_##R "}, %" #R ", %" #R1 ", p, 1, 1;}"                                         \
+                         : TILE_REGS_##R                                                                               \
+                         : "l"(a), "l"(b), "r"(int(accumulate)));                                                      \
+        }                                                                                                              \
+        template <bool kBMnMajor>                                                                                      \
+        static TILE_DEVICE void rs(float (&d)[R], const uint32_t (&a)[4], uint64_t b, bool accumulate) {               \
+            static_assert(!kBMnMajor, "FP8 operands are K-major");                                                     \
+            asm volatile("{.reg .pred p; setp.ne.b32 p, %" #R5 ", 0; "                                                 \
+                         "wgmma.mma_async.sync.aligned.m64n" #N "k32.f32.e4m3.e4m3"                                    \
+                         " {" TILE_NAMES_##R "}, {%" #R ",%" #R1 ",%" #R2 ",%" #R3 "}, %" #R4 ", p, 1, 1;}"            \
+                         : TILE_REGS_##R                                                                               \
+                         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(int(accumulate)));                  \
+        }                                                                                                              \
     };
 #define TILE_WGMMA_WIDTH(N, R, R1, R2, R3, R4, R5, R6)        \
     TILE_WGMMA(bf16, "bf16", N, R, R1, R2, R3, R4, R5, R6)    \

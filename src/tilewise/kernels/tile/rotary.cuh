@@ -1,8 +1,8 @@
-// Rotary position embedding of one row: pairs of channels turned by the angle of the row's position, in float32.
+// Rotary position embedding of one row: pairs of channels are rotated by the angle of the row's position, in float32.
 #pragma once
 #include "tile/memory.cuh"
 
-// (a, b) turned by an angle of this cosine and sine
+// Rotates (a, b) by the angle of this cosine and sine
 TILE_DEVICE void rotate(float& a, float& b, float cosine, float sine) {
     const float x = a;
     a = ptx::mad(x, cosine, -b * sine);
@@ -11,8 +11,9 @@ TILE_DEVICE void rotate(float& a, float& b, float cosine, float sine) {
 
 namespace warp {
 
-// The first kPairs pairs of a row, by the 32 lanes: neighbours (2i, 2i + 1) if interleaved, else halves (i, i + kPairs). gCos and
-// gSin hold kPairs values of the row's position; channels from 2 kPairs on stay as they are.
+// Rotates the first kPairs pairs of a row with the 32 lanes of a warp: neighbours (2i, 2i + 1) if interleaved,
+// otherwise (i, i + kPairs). gCos and gSin hold kPairs values for the row's position; channels from 2 kPairs on stay as
+// they are.
 template <bool kInterleaved, int kPairs, class T>
 TILE_DEVICE void rotate_row(Global<T> gRow, Global<const float> gCos, Global<const float> gSin) {
     for (int i = threadIdx.x % 32; i < kPairs; i += 32) {

@@ -1,4 +1,5 @@
-// The online softmax over accumulators in fragment layout (mma.cuh): float[N / 2], two rows a lane, four lanes a row.
+// The online softmax over accumulators in fragment layout (mma.cuh): float[N / 2], two rows per lane, four lanes per
+// row.
 #pragma once
 #include "tile/mma.cuh"
 
@@ -27,17 +28,18 @@ struct RowState {
     float sum[2] = {0.0f, 0.0f};            // l: this lane's share of Σ P; the lanes are added up once, at the end
 };
 
-// m' = max(m, S · scale), P = 2^(S · scale − m') in place of S, l = l · c + Σ P with c = 2^(m − m'), which O is still to be
-// multiplied with. The scale (positive) goes into the exponential's multiply-add. c is made from the same rounded m that P
-// was: from unrounded products, a large m that stands still would give c = 1 ± ε and each tile would drift from the last.
-// kLift: the largest P is 2^kLift, for formats of P that have more room above 1 than digits below.
+// m' = max(m, S · scale), P = 2^(S · scale − m') in place of S, l = l · c + Σ P with c = 2^(m − m'), which O is still
+// to be multiplied with. The scale (positive) goes into the exponential's multiply-add. c is made from the same rounded
+// m that P was: from unrounded products, a large m that stands still would give c = 1 ± ε and each tile would drift
+// from the last. kLift: the largest P is 2^kLift, for formats of P that have more room above 1 than digits below.
 template <int kLift = 0, int kSize>
 TILE_DEVICE void online_softmax(float (&acc_s)[kSize], float (&correction)[2], RowState& state, float scale_log2) {
 #pragma unroll
     for (int h = 0; h < 2; h++) {
         float tile_max = -INFINITY;
 #pragma unroll
-        for (int n = 0; n < kSize / 4; n++) tile_max = fmaxf(tile_max, fmaxf(acc_s[4 * n + 2 * h], acc_s[4 * n + 2 * h + 1]));
+        for (int n = 0; n < kSize / 4; n++)
+            tile_max = fmaxf(tile_max, fmaxf(acc_s[4 * n + 2 * h], acc_s[4 * n + 2 * h + 1]));
         const float max = fmaxf(state.max[h], row_max(tile_max) * scale_log2 - kLift);
         // No key seen yet: −inf − (−inf) would be NaN, any finite reference gives 2^−inf = 0.
         const float reference = max == -INFINITY ? 0.0f : max;

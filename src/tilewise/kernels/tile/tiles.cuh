@@ -1,14 +1,16 @@
-// Tiles of 16-bit elements (and of FP8) in shared memory: where their chunks lie, and how a block fills them from global memory.
+// Tiles of 16-bit elements (and of FP8) in shared memory: where their chunks lie, and how a block fills them from
+// global memory.
 #pragma once
 #include "tile/memory.cuh"
 
 enum class Layout { plain, swizzled };
 
-// kRows × kColumns, row-major, seen as 16-byte chunks: eight elements, or 16 of FP8.
+// kRows × kColumns, row-major, in chunks of 16 bytes: eight elements, or 16 of FP8.
 //
-// ldmatrix reads one chunk of eight rows at once. In a plain tile those eight chunks lie a row apart, and rows are a multiple of
-// 64 bytes: they share banks. Swizzled, the chunk's number is XORed with the row's, so eight rows touch all 32 banks once.
-// Rows of an odd multiple of 64 bytes (head_dim 32, 96) alternate between the halves of the banks already; pairs are enough.
+// ldmatrix reads one chunk of eight rows at once. In a plain tile those eight chunks lie a row apart, and rows are a
+// multiple of 64 bytes: they share banks. In a swizzled tile the chunk's number is XORed with the row's, so that eight
+// rows touch all 32 banks once. Rows of an odd multiple of 64 bytes (head_dim 32, 96) alternate between the halves of
+// the banks already; pairs are enough.
 template <class T, int kRows_, int kColumns_, Layout kLayout> struct SharedTile {
     static constexpr int kRows = kRows_, kColumns = kColumns_, kInChunk = 16 / sizeof(T), kChunks = kColumns / kInChunk;
     static constexpr int kRowBytes = kColumns * sizeof(T), kBytes = kRows * kRowBytes;
@@ -21,13 +23,15 @@ template <class T, int kRows_, int kColumns_, Layout kLayout> struct SharedTile 
     static TILE_DEVICE int place(int row, int chunk) {
         return row * kChunks + (chunk ^ ((kTurns == 4 ? row >> 1 : row) & (kTurns - 1)));
     }
-    TILE_DEVICE uint32_t address(int row, int chunk) const { return ptx::shared_address(offset) + place(row, chunk) * 16; }
-    // From the address of chunk 0 or 1 of a row to that `chunks` further on, an even number: turning commutes with turning, so a
-    // lane computes one address a tile and pays at most one XOR for another column, nothing for what is beyond the turns.
+    TILE_DEVICE uint32_t address(int row, int chunk) const {
+        return ptx::shared_address(offset) + place(row, chunk) * 16;
+    }
+    // From the address of chunk 0 or 1 of a row to the chunk an even number `chunks` further on. XORs commute, so a
+    // lane computes one address per tile and pays at most one XOR for another column, and nothing beyond kTurns chunks.
     static TILE_DEVICE uint32_t along(uint32_t address, int chunks) {
         return (address ^ (chunks & (kTurns - 1)) * 16) + (chunks & ~(kTurns - 1)) * 16;
     }
-    // The value at (row, column), the two from an even column on, the eight from chunk · 8 on.
+    // The value at (row, column); the two values from an even column on; the 16 bytes of a chunk
     TILE_DEVICE decltype(auto) element(int row, int column) const {
         return Shared<T>(offset)[place(row, column / kInChunk) * kInChunk + column % kInChunk];
     }
@@ -39,11 +43,12 @@ template <class T, int kRows_, int kColumns_, Layout kLayout> struct SharedTile 
 
 namespace block {
 
-// A tensor's rows, `stride` elements apart, one tile after another. Rows from `rows` on do not exist and become zero: a masked
-// key has weight 0, and 0 · NaN would still be NaN. Three ways to bring a tile: element by element, 16 bytes a thread, and 16
-// bytes in the background. The last two need rows that begin at a multiple of 16 bytes.
+// A tensor's rows, `stride` elements apart, one tile after another. Rows from `rows` on do not exist and become zero: a
+// masked key has weight 0, and 0 · NaN would still be NaN. There are three ways to load a tile: element by element, 16
+// bytes per thread, and 16 bytes per thread in the background. The last two need rows that begin at multiples of 16
+// bytes.
 
-// Element by element: a warp takes a row, and asks for several before it stores the first, as far as registers go.
+// Element by element: a warp takes a row, and loads several rows before it stores the first, as far as registers allow.
 constexpr int rows_together(int columns) { return columns <= 64 ? 4 : 512 / columns; }
 template <class Tile>
 TILE_DEVICE void load_row(const Tile& tile, Global<const typename Tile::Element> g, int64_t stride, int rows, int row) {
@@ -58,7 +63,7 @@ TILE_DEVICE void load(const Tile& tile, Global<const typename Tile::Element> g, 
 #pragma unroll (rows_together(Tile::kColumns))
     for (int r = 0; r < Tile::kRows; r += kThreads / 32) load_row(tile, g, stride, rows, r + threadIdx.x / 32);
 }
-// Two tiles together: twice the loads are on their way before the first is waited for.
+// Two tiles together: twice as many loads are in flight before the first is waited for.
 template <int kThreads, class Tile>
 TILE_DEVICE void load(const Tile& tile, Global<const typename Tile::Element> g, int64_t stride, const Tile& other,
                       Global<const typename Tile::Element> other_g, int64_t other_stride, int rows) {
@@ -70,8 +75,8 @@ TILE_DEVICE void load(const Tile& tile, Global<const typename Tile::Element> g, 
     }
 }
 
-// Each thread has its own row and chunk of the first kStep rows, and walks from there: a pointer that moves on costs two
-// additions a copy, where (first + row) · stride costs a 64-bit product.
+// Each thread has its own row and chunk of the first kStep rows, and walks on from there: moving a pointer costs two
+// additions per copy, where (first + row) · stride would cost a 64-bit product.
 template <int kThreads, class Tile> struct Stream {
     using T = typename Tile::Element;
     static constexpr int kAcross = Tile::kChunks % 8 ? 4 : Tile::kChunks, kStep = kThreads / kAcross;
@@ -94,7 +99,8 @@ template <int kThreads, class Tile> struct Stream {
     }
     TILE_DEVICE void next_async(const Tile& tile) {
         each([&](int r, int c) {
-            ptx::copy_async_16(tile.address(row() + r, chunk() + c), g.address(r * stride + c * 8), row() + r < rows ? 16 : 0);
+            ptx::copy_async_16(tile.address(row() + r, chunk() + c), g.address(r * stride + c * 8),
+                               row() + r < rows ? 16 : 0);
         });
         skip();
     }

@@ -12,7 +12,8 @@ using uint32_t = unsigned int;
 using int64_t = long long;
 using uint64_t = unsigned long long;
 using bf16 = __nv_bfloat16;
-// FP8 with four bits of exponent: up to ±448, three bits of mantissa, no infinities. Made four at a time by ptx::pack_e4m3.
+// FP8 with four bits of exponent: up to ±448, three bits of mantissa, no infinities. Made four at a time by
+// ptx::pack_e4m3.
 struct e4m3 {
     uint8_t bits;
 };

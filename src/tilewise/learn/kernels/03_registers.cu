@@ -1,11 +1,11 @@
-// registers: a block of threads for a tile of query rows; Q, K, V and S tiles in shared memory, O, m and l in registers.
+// registers: one block per tile of query rows; tiles of Q, K, V and S in shared memory, O, m and l in registers.
 //
-// The lecture's kernel. A square of kSide × kSide threads: x runs over rows, y over keys (for S) and over columns (for O), so a
-// thread keeps kTile / kSide rows by kHeadDim / kSide columns of O in registers, and O is written to global memory once.
-// S goes through shared memory because a row of it is made by all the threads y and needed by all of them. m and l of a row
-// are computed by each thread that has a piece of the row: more work, but no exchange.
-// Consecutive threads are in different rows, so global accesses are not coalesced; that is a later rung's idea. The rows of
-// the tiles lie kHeadDim + 1 apart, so that the threads x read different banks.
+// The lecture's kernel. A square of kSide × kSide threads: x runs over rows, y over keys (for S) and over columns (for
+// O), so that a thread keeps kTile / kSide rows by kHeadDim / kSide columns of O in registers, and O is written to
+// global memory once. S goes through shared memory because a row of it is made by all the threads y and needed by all
+// of them. m and l of a row are computed by each thread that has a piece of the row: more work, but no exchange.
+// Consecutive threads are in different rows, so global accesses are not coalesced; that is a later rung's idea. The
+// rows of the tiles lie kHeadDim + 1 elements apart, so that the threads x read different banks.
 // float. Constants: kHeadDim, kTile (rows and keys of a tile), kSide.
 #include "learn/kernels/scalar.cuh"
 
@@ -65,7 +65,7 @@ extern "C" __global__ void __launch_bounds__(kSide * kSide) registers(const Atte
             for (int j = 0; j < kTile; j++) row_max[r] = fmaxf(row_max[r], sS[(x + r * kSide) * kPitchS + j]);
             correction[r] = ptx::exp2(old_max - finite_max(row_max[r]));
         }
-        ptx::sync_threads();  // everyone has read S: it becomes P
+        ptx::sync_threads();  // all threads have read S, which becomes P
 
         // P = exp(S − m), each thread its own scores
 #pragma unroll
@@ -88,7 +88,8 @@ extern "C" __global__ void __launch_bounds__(kSide * kSide) registers(const Atte
                 const float p = sS[(x + r * kSide) * kPitchS + j];
                 row_sum[r] += p;
 #pragma unroll
-                for (int c = 0; c < kColumns; c++) acc_o[r][c] = ptx::mad(p, sV[j * kPitch + y + c * kSide], acc_o[r][c]);
+                for (int c = 0; c < kColumns; c++)
+                    acc_o[r][c] = ptx::mad(p, sV[j * kPitch + y + c * kSide], acc_o[r][c]);
             }
         ptx::sync_threads();  // before the next tile overwrites this one
     }

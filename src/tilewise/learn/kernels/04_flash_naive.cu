@@ -1,7 +1,7 @@
-// flash_naive: one thread a query row, K and V tiles in shared memory, everything scalar, O in global memory.
+// flash_naive: one thread per query row, K and V tiles in shared memory, everything scalar, O in global memory.
 //
-// The algorithm and nothing else: it reads K and V row by row with one thread a row, so a warp's 32 loads lie a whole row
-// apart (32 sectors a request), and it reads and writes O in global memory for every key tile.
+// The algorithm and nothing else. It reads K and V with one thread per row, so a warp's 32 loads lie a whole row apart
+// (32 sectors per request), and it reads and writes O in global memory for every key tile.
 // Constants: Element, kHeadDim, kTile (rows and keys of a tile, threads of a block).
 #include "learn/kernels/args.cuh"
 
@@ -11,7 +11,8 @@ extern "C" __global__ void __launch_bounds__(kTile) flash_naive(const AttentionA
     const Head<Element> head(args, blockIdx.z, blockIdx.y);
     const bool valid = row < args.seqlen_q;
 
-    for (int d = 0; d < kHeadDim; d++) sQ[thread * kHeadDim + d] = valid ? to_float(head.gQ[row * args.q_strides.row + d]) : 0.0f;
+    for (int d = 0; d < kHeadDim; d++)
+        sQ[thread * kHeadDim + d] = valid ? to_float(head.gQ[row * args.q_strides.row + d]) : 0.0f;
     if (valid)
         for (int d = 0; d < kHeadDim; d++) head.gO[row * args.o_strides.row + d] = from_float<Element>(0.0f);
 

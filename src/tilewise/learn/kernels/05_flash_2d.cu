@@ -1,20 +1,22 @@
 // flash_2d: flash_naive with its threads in two dimensions, so that a warp's global accesses lie side by side.
 //
-// flash_naive gives a thread a row, so the 32 loads of a warp lie a row apart: a 32-byte sector fetched for each 4 bytes used.
-// Here a warp stands for rows and its lanes run along them: 32 lanes read 128 consecutive bytes, 4 sectors. The same turn
-// helps the rest: lanes are keys in Q Kᵀ, so the row's maximum and sum are shuffles, and columns in P V.
-// O is still read, corrected and written in global memory for every key tile; the next rung stops that.
-// K's rows lie kHeadDim + 1 apart, so that lanes that read the same column of 32 keys read 32 banks.
+// flash_naive gives each thread a row, so the 32 loads of a warp lie a row apart: a 32-byte sector is fetched for each
+// 4 bytes used. Here a warp takes rows and its lanes run along them: 32 lanes read 128 consecutive bytes, which are 4
+// sectors. The rest gains too: lanes are keys in Q Kᵀ, so that a row's maximum and sum are shuffles, and columns in P
+// V. O is still read, corrected and written in global memory for every key tile; the next rung stops that. K's rows lie
+// kHeadDim + 1 elements apart, so that lanes that read the same column of 32 keys read 32 banks.
 // float. Constants: Element, kHeadDim, kTile (rows and keys of a tile: 32, the lanes), kWarps.
 #include "learn/kernels/scalar.cuh"
 
 extern "C" __global__ void __launch_bounds__(32 * kWarps) flash_2d(const AttentionArgs args) {
     static_assert(kTile == 32, "a lane is a key");
-    constexpr int kRows = kTile / kWarps, kThreads = 32 * kWarps, kPitch = kHeadDim + 1, kTileBytes = kTile * kPitch * 4;
+    constexpr int kRows = kTile / kWarps, kThreads = 32 * kWarps, kPitch = kHeadDim + 1,
+                  kTileBytes = kTile * kPitch * 4;
     Shared<float> sQ(0), sK(kTileBytes), sV(2 * kTileBytes), sS(3 * kTileBytes);
     const int lane = threadIdx.x % 32, warp_row = threadIdx.x / 32 * kRows, row0 = blockIdx.x * kTile;
     const Head<Element> head(args, blockIdx.z, blockIdx.y);
-    const int rows = args.seqlen_q - row0 - warp_row < kRows ? args.seqlen_q - row0 - warp_row : kRows;  // may be negative
+    const int rows =
+        args.seqlen_q - row0 - warp_row < kRows ? args.seqlen_q - row0 - warp_row : kRows;  // may be negative
 
     load_tile<kTile, kPitch, kThreads>(sQ, head.gQ, args.q_strides.row, row0, args.seqlen_q);
     for (int r = 0; r < rows; r++)

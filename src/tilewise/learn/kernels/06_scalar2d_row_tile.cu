@@ -1,16 +1,20 @@
-// scalar2d_row_tile: a tile of rows stays with its warp: O and the row statistics in registers, several rows a thread.
+// scalar2d_row_tile: a tile of rows stays with its warp: O and the row statistics in registers, several rows per
+// thread.
 //
-// flash_2d reads and writes O in global memory for every key tile and fetches two values from shared memory for each product.
-// Here 16 threads share kRows rows: a thread holds kRows × kKeys scores and kRows × kColumns values of O in registers,
-// so each value it fetches is used kRows or kKeys times over, and O goes to global memory once, at the end.
-// P passes through shared memory from the lanes that made it to those that need it, all of the same warp: no block barrier.
+// flash_2d reads and writes O in global memory for every key tile and fetches two values from shared memory for each
+// product. Here 16 threads share kRows rows: a thread holds kRows × kKeys scores and kRows × kColumns values of O in
+// registers, so that each value it fetches is used kRows or kKeys times, and O goes to global memory once, at the end.
+// P passes through shared memory from the lanes that made it to those that need it, all of the same warp: no block
+// barrier.
 // float, half, bf16, all computed in float. Constants: Element, kHeadDim, kTileQ, kTileKv, kThreads (16 × row groups).
 #include "learn/kernels/scalar.cuh"
 
 extern "C" __global__ void __launch_bounds__(kThreads, 2) scalar2d_row_tile(const AttentionArgs args) {
     constexpr int kRows = kTileQ / (kThreads / 16), kKeys = kTileKv / 16, kColumns = kHeadDim / 16;
-    constexpr int kPitch = kHeadDim + 1, kPitchP = kTileKv + 1;  // odd, so that lanes in different rows use different banks
-    Shared<float> sQ(0), sK(kTileQ * kPitch * 4), sV((kTileQ + kTileKv) * kPitch * 4), sP((kTileQ + 2 * kTileKv) * kPitch * 4);
+    constexpr int kPitch = kHeadDim + 1,
+                  kPitchP = kTileKv + 1;  // odd, so that lanes in different rows use different banks
+    Shared<float> sQ(0), sK(kTileQ * kPitch * 4), sV((kTileQ + kTileKv) * kPitch * 4),
+        sP((kTileQ + 2 * kTileKv) * kPitch * 4);
     const int lane = threadIdx.x % 16, i0 = threadIdx.x / 16 * kRows, row0 = blockIdx.x * kTileQ;
     const Head<Element> head(args, blockIdx.z, blockIdx.y);
 

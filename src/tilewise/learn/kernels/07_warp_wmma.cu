@@ -1,13 +1,14 @@
-// warp_wmma: the products go to the tensor cores, by wmma, with one warp a block.
+// warp_wmma: the products go to the tensor cores, by wmma, with one warp per block.
 //
-// A warp takes 32 rows, two wmma products of 16; Q Kᵀ and P V are now tensor work and hardly any of the arithmetic is
-// scalar. The softmax between them works on rows, a thread each, but a fragment does not say where its rows are: S, P and O go
-// through shared memory. A lone warp has no one to share K and V with, and nothing to do while it waits.
+// A warp takes 32 rows, two wmma products of 16. Q Kᵀ and P V are now tensor-core work, and hardly any of the
+// arithmetic is scalar. The softmax between them works on rows, one thread each, but a fragment does not say where its
+// rows are: S, P and O go through shared memory. A lone warp shares K and V with no other, and has nothing to do while
+// it waits.
 // half, bf16. Constants: Element, kHeadDim, kTileQ (32), kTileKv.
 #include "learn/kernels/wmma_rows.cuh"
 
 extern "C" __global__ void __launch_bounds__(32) warp_wmma(const AttentionArgs args) {
-    static_assert(kTileQ == 32, "a thread a row");
+    static_assert(kTileQ == 32, "one thread per row");
     const WmmaTiles t;
     const int i = threadIdx.x, row0 = blockIdx.x * kTileQ;
     const Head<Element> head(args, blockIdx.z, blockIdx.y);

@@ -1,13 +1,13 @@
 // block_wmma: kWarps warps share a tile of K and V.
 //
-// A block takes kTileQ = 16 · kWarps rows, so each key fetched from global memory serves kWarps times as many rows as in
-// warp_wmma. The 16 × 16 tiles of S, and then those of O, are dealt to the warps in turn whichever rows they lie in, so every
-// step waits for all warps: four block barriers a key tile.
+// A block takes kTileQ = 16 · kWarps rows, so each key fetched from global memory serves kWarps times as many rows as
+// in warp_wmma. The 16 × 16 tiles of S, and then those of O, are dealt to the warps in turn whatever rows they lie in,
+// so every step waits for all warps: four block barriers per key tile.
 // half, bf16. Constants: Element, kHeadDim, kTileQ, kTileKv, kWarps.
 #include "learn/kernels/wmma_rows.cuh"
 
 extern "C" __global__ void __launch_bounds__(32 * kWarps, 2) block_wmma(const AttentionArgs args) {
-    static_assert(kTileQ == 16 * kWarps, "two threads a row");
+    static_assert(kTileQ == 16 * kWarps, "two threads per row");
     constexpr int kThreads = 32 * kWarps;
     const WmmaTiles t;
     const int warp = threadIdx.x / 32, i = threadIdx.x / 2, part = threadIdx.x % 2, row0 = blockIdx.x * kTileQ;

@@ -1,9 +1,9 @@
 // wmma_row_block: each warp owns 16 rows from the first product to the last.
 //
-// In block_wmma a warp's scores are another warp's softmax, so everyone waits for everyone between the steps. Here the S, P
-// and O rows of a warp are made and used by that warp alone: only the K and V tiles are shared, two block barriers
-// a key tile instead of four, and a warp may be at its softmax while another keeps the tensor cores busy. A warp whose
-// rows see none of a tile's keys skips it.
+// In block_wmma the scores of one warp go into the softmax of another, so all warps wait for each other between the
+// steps. Here the rows of S, P and O of a warp are made and used by that warp alone. Only the K and V tiles are shared,
+// which takes two block barriers per key tile instead of four, and a warp may be in its softmax while another keeps the
+// tensor cores busy. A warp whose rows see none of a tile's keys skips it.
 // half, bf16. Constants: Element, kHeadDim, kTileQ, kTileKv, kWarps.
 #include "learn/kernels/wmma_rows.cuh"
 

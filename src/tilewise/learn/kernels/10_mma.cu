@@ -1,9 +1,9 @@
-// mma: mma.sync fed by ldmatrix, sixteen query rows a warp, S, P and O in registers.
+// mma: mma.sync fed by ldmatrix, sixteen query rows per warp, S, P and O in registers.
 //
-// wmma hides where a fragment's values live, so scores went through shared memory to be exponentiated. mma.sync says which lane
-// holds what: softmax runs on the accumulators, P is packed in place as the next product's operand, and O never leaves its
-// registers. Tiles lie plainly row after row, so the eight rows that one ldmatrix matrix reads begin in the same banks.
-// K and V take turns in one tile beside Q: four barriers a tile.
+// wmma hides where a fragment's values live, so scores went through shared memory to be exponentiated. mma.sync says
+// which lane holds what: softmax runs on the accumulators, P is packed in place as the next product's operand, and O
+// never leaves its registers. Tiles lie row after row, so the eight rows that ldmatrix reads for one matrix begin in
+// the same banks. K and V take turns in one tile beside Q: four barriers per tile.
 // Constants: Element, kHeadDim, kTileQ, kTileKv, kThreads (kTileQ / 16 warps).
 #include "learn/kernels/mask.cuh"
 #include "tile/softmax.cuh"

@@ -1,8 +1,8 @@
 // mma_swizzle: the same kernel over XOR-swizzled shared tiles.
 //
-// One ldmatrix matrix is the same 16-byte chunk of eight rows. In plain tiles those eight chunks lie in the same four banks and
-// take eight passes (head_dim 64, 128), or four (32, 96); with the chunk's number XORed with the row's they take one.
-// No memory is spent on padding, and only the layout's name changes: a tile knows where its chunks are.
+// A matrix of ldmatrix is the same 16-byte chunk of eight rows. In plain tiles those eight chunks lie in the same four
+// banks and take eight passes (head_dim 64, 128), or four (32, 96). With the chunk's number XORed with the row's they
+// take one. No memory is spent on padding, and only the layout's name changes: a tile knows where its chunks are.
 // Constants: Element, kHeadDim, kTileQ, kTileKv, kThreads (kTileQ / 16 warps).
 #include "learn/kernels/mask.cuh"
 #include "tile/softmax.cuh"

@@ -1,8 +1,9 @@
 // mma_qreg: Q's fragments are read once and stay in registers.
 //
-// Q is the same for every key tile, yet its fragments were read again for each, one ldmatrix in nine. Once they are in registers
-// nobody needs the shared copy: that memory becomes K's and V's, which no longer take turns but are loaded together, so a tile takes
-// two barriers instead of four. The memory saved pays for 128 rows a block: each key tile serves twice as many.
+// Q is the same for every key tile, yet its fragments were read again for each, one ldmatrix in nine. Once they are in
+// registers the shared copy is not needed: that memory goes to K and V, which no longer take turns but are loaded
+// together, so a tile takes two barriers instead of four. The memory saved pays for 128 rows per block: each key tile
+// serves twice as many.
 // Constants: Element, kHeadDim, kTileQ, kTileKv, kThreads (kTileQ / 16 warps).
 #include "learn/kernels/mask.cuh"
 #include "tile/softmax.cuh"

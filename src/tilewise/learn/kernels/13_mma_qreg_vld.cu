@@ -1,8 +1,9 @@
-// mma_qreg_vld: 16 bytes a thread to and from global memory.
+// mma_qreg_vld: 16 bytes per thread to and from global memory.
 //
-// Two bytes a load makes 64 bytes a warp's request, and eight times the instructions of 16-byte ones: address, bound, load, store,
-// all for one element. O leaves the same way: its fragments go through shared memory, where a row lies together, instead of
-// 2-byte stores that touch eight rows at once. Rows must begin at multiples of 16 bytes.
+// Loads of two bytes make requests of 64 bytes per warp, and take eight times the instructions of 16-byte loads:
+// address, bound, load, store, all for one element. O leaves the same way: its fragments go through shared memory,
+// where a row lies together, instead of 2-byte stores that touch eight rows at once. Rows must begin at multiples of 16
+// bytes.
 // Constants: Element, kHeadDim, kTileQ, kTileKv, kThreads (kTileQ / 16 warps).
 #include "learn/kernels/mask.cuh"
 #include "tile/softmax.cuh"
@@ -16,7 +17,8 @@ extern "C" __global__ void __launch_bounds__(kThreads) mma_qreg_vld(const Attent
     const Head<Element> head(args, blockIdx.z, blockIdx.y);
     const KeyTiles tiles = key_tiles<kTileKv>(args, row0, kTileQ);
 
-    block::Stream<kThreads, Tile<kTileQ>> q(head.gQ + row0 * args.q_strides.row, args.q_strides.row, args.seqlen_q - row0);
+    block::Stream<kThreads, Tile<kTileQ>> q(head.gQ + row0 * args.q_strides.row, args.q_strides.row,
+                                            args.seqlen_q - row0);
     block::Stream<kThreads, Tile<kTileKv>> k(head.gK, args.k_strides.row, args.seqlen_k);
     block::Stream<kThreads, Tile<kTileKv>> v(head.gV, args.v_strides.row, args.seqlen_k);
     q.next(sQ);
@@ -53,6 +55,7 @@ extern "C" __global__ void __launch_bounds__(kThreads) mma_qreg_vld(const Attent
     warp::normalise(acc_o, lse, state);
     const int first = row0 + warp_row;
     ptx::sync_threads();
-    warp::store_vectors(head.gO + first * args.o_strides.row, args.o_strides.row, args.seqlen_q - first, acc_o, sO, warp_row);
+    warp::store_vectors(head.gO + first * args.o_strides.row, args.o_strides.row, args.seqlen_q - first, acc_o, sO,
+                        warp_row);
     warp::store_lse(head.gLse + first, args.seqlen_q - first, lse);
 }

@@ -1,8 +1,8 @@
-// pika_scalar: a warp for a query row, its lanes along the head dimension, no shared memory at all.
+// pika_scalar: one warp per query row, its lanes along the head dimension, no shared memory at all.
 //
-// The smallest whole attention: Q and O are a few registers a lane, a score is a product per lane and five shuffles, and the
-// softmax is online over single keys. Every warp reads every key by itself, two bytes a lane, and each step waits for
-// the last through the shuffles and the running maximum: latency is what it measures.
+// The smallest whole attention: Q and O are a few registers per lane, a score is a product per lane and five shuffles,
+// and the softmax is online over single keys. Every warp reads every key by itself, two bytes per lane, and each step
+// waits for the one before through the shuffles and the running maximum: what it measures is latency.
 // half, bf16. Constants: Element, kHeadDim (a multiple of 32), kWarps (rows of a block).
 #include "learn/kernels/scalar.cuh"
 
@@ -14,14 +14,16 @@ extern "C" __global__ void __launch_bounds__(32 * kWarps, 8) pika_scalar(const A
 
     float q[kColumns], acc_o[kColumns] = {}, row_max = -INFINITY, row_sum = 0.0f;
 #pragma unroll
-    for (int c = 0; c < kColumns; c++) q[c] = to_float(head.gQ[row * args.q_strides.row + lane + c * 32]) * args.scale_log2;
+    for (int c = 0; c < kColumns; c++)
+        q[c] = to_float(head.gQ[row * args.q_strides.row + lane + c * 32]) * args.scale_log2;
 
     const int seen = keys_seen(args, row);
     for (int j = 0; j < seen; j++) {
         // s = q · k_j
         float s = 0.0f;
 #pragma unroll
-        for (int c = 0; c < kColumns; c++) s = ptx::mad(q[c], to_float(head.gK[j * args.k_strides.row + lane + c * 32]), s);
+        for (int c = 0; c < kColumns; c++)
+            s = ptx::mad(q[c], to_float(head.gK[j * args.k_strides.row + lane + c * 32]), s);
         s = warp::sum<32>(s);
 
         // m = max(m_old, s), O = O · exp(m_old − m) + exp(s − m) v_j, l likewise

@@ -1,9 +1,9 @@
 // pika_opt: pika_scalar with 16-byte loads and several keys at once.
 //
-// A lane loads 8 elements in one access, so a row takes kHeadDim / 8 lanes and a warp works on 32 / that many keys side by side,
-// each group of lanes with a softmax state of its own; kUnroll keys a group are loaded before the first is used, and share
-// one maximum and one correction. Groups have seen different keys, so at the end their states merge: O and l are
-// brought to the common maximum and added.
+// A lane loads 8 elements in one access, so a row takes kHeadDim / 8 lanes and a warp works on 32 / that many keys side
+// by side, each group of lanes with a softmax state of its own. A group loads kUnroll keys before it uses the first;
+// they share one maximum and one correction. Groups have seen different keys, so at the end their states merge: O and l
+// are brought to the common maximum and added.
 // half, bf16; 16-byte accesses want rows that begin at multiples of 16 bytes.
 // Constants: Element, kHeadDim, kWarps (rows of a block), kUnroll.
 #include "learn/kernels/scalar.cuh"
@@ -26,7 +26,8 @@ extern "C" __global__ void __launch_bounds__(32 * kWarps) pika_opt(const Attenti
     constexpr int kLanes = power_of_two_from(kHeadDim / 8), kGroups = 32 / kLanes;
     const int group = threadIdx.x % 32 / kLanes, row = blockIdx.x * kWarps + threadIdx.x / 32;
     const int lane = threadIdx.x % kLanes, d = lane < kHeadDim / 8 ? lane * 8 : 0;
-    const bool idle = lane >= kHeadDim / 8;  // D 96: 12 lanes of 16 have columns; the rest read what lane 0 reads, times 0
+    const bool idle =
+        lane >= kHeadDim / 8;  // D 96: 12 lanes of 16 have columns; the rest read what lane 0 reads, times 0
     const Head<Element> head(args, blockIdx.z, blockIdx.y);
     if (row >= args.seqlen_q) return;
 

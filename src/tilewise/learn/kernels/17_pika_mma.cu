@@ -1,9 +1,10 @@
 // pika_mma: the scalar dot products become tensor-core products.
 //
-// Tiles are the instruction's own size. A warp has the sixteen query rows of one mma, a key tile is sixteen tokens: one step of
-// the instruction's depth in P V, two of its widths in Q Kᵀ. The tile is brought once, 16 bytes a thread, for all the block's
-// warps. So small a tile keeps S in eight registers, but there are two barriers for every sixteen keys.
-// Constants: Element, kHeadDim, kTileQ (16 rows a warp), kTileKv (16 tokens), kThreads.
+// Tiles are the instruction's own size. A warp has the sixteen query rows of one mma, a key tile is sixteen tokens: one
+// step of the instruction's depth in P V, two of its widths in Q Kᵀ. The tile is loaded once, 16 bytes per thread, for
+// all warps of the block. So small a tile keeps S in eight registers, but there are two barriers for every sixteen
+// keys.
+// Constants: Element, kHeadDim, kTileQ (16 rows per warp), kTileKv (16 tokens), kThreads.
 #include "learn/kernels/mask.cuh"
 #include "tile/softmax.cuh"
 
@@ -15,7 +16,8 @@ extern "C" __global__ void __launch_bounds__(kThreads) pika_mma(const AttentionA
     const int row0 = blockIdx.x * kTileQ, warp_row = threadIdx.x / 32 * 16, first = row0 + warp_row;
     const Head<Element> head(args, blockIdx.z, blockIdx.y);
     const KeyTiles tiles = key_tiles<kTileKv>(args, row0, kTileQ);
-    block::Stream<kThreads, Tile<kTileQ>> q(head.gQ + row0 * args.q_strides.row, args.q_strides.row, args.seqlen_q - row0);
+    block::Stream<kThreads, Tile<kTileQ>> q(head.gQ + row0 * args.q_strides.row, args.q_strides.row,
+                                            args.seqlen_q - row0);
     block::Stream<kThreads, Tile<kTileKv>> k(head.gK, args.k_strides.row, args.seqlen_k);
     block::Stream<kThreads, Tile<kTileKv>> v(head.gV, args.v_strides.row, args.seqlen_k);
 

@@ -1,10 +1,10 @@
 // pika_dp4a: 8-bit keys and values: four products of Q Kᵀ in one instruction.
 //
-// Rows of Q, K and V become int8 on their way into shared memory, each with a scale of its own, max|x| / 127, so nothing
-// clips; a tile takes a quarter of a float tile's space, and dp4a multiplies four bytes at a time. The scales of q_i and k_j
-// multiply the integer score, that of v_j goes into p_ij. P V stays in float: V's scales lie inside its sum over the keys,
-// so bytes there would mean rounding P as well.
-// What it computes is exact attention over the rounded rows, and rounding moves an element by at most max|row| / 254. So
+// Rows of Q, K and V become int8 on their way into shared memory, each with a scale of its own, max|x| / 127, so
+// nothing clips; a tile takes a quarter of a float tile's space, and dp4a multiplies four bytes at a time. The scales
+// of q_i and k_j multiply the integer score, that of v_j goes into p_ij. P V stays in float: V's scales lie inside its
+// sum over the keys, so bytes there would mean rounding P as well. What it computes is exact attention over the rounded
+// rows, and rounding moves an element by at most max|row| / 254. So
 //     |Δs_ij| ≤ ε = scale / 254 · (‖q_i‖₁ max|k_j| + ‖k_j‖₁ max|q_i| + D max|q_i| max|k_j| / 254)
 //     |Δo_i| ≤ (exp(2 max_j ε) − 1 + 1 / 254) · max|v|,   |Δlse_i| ≤ max_j ε.
 // half, bf16. Constants: Element, kHeadDim (at most 128), kTile (rows and keys of a tile: 32, the lanes), kWarps.
@@ -12,19 +12,22 @@
 
 namespace {
 constexpr int power_of_two_from(int n) { return n <= 1 ? 1 : 2 * power_of_two_from((n + 1) / 2); }
-constexpr int kWords = kHeadDim / 4, kPitch = kWords + 1;  // of 4 bytes; odd, so that lanes in different rows use different banks
+constexpr int kWords = kHeadDim / 4,
+              kPitch = kWords + 1;  // of 4 bytes; odd, so that lanes in different rows use different banks
 struct alignas(8) Vector8 {
     uint32_t word[2];
 };
 
-// Rows first … first + kTile − 1, zero from row `end` on: a lane four columns, a group of lanes a row.
-TILE_DEVICE void quantise_rows(Shared<int> sTile, Shared<float> sScale, Global<const Element> gRows, int64_t stride, int first,
-                               int end) {
+// Quantises rows first … first + kTile − 1, which are zero from row `end` on: four columns per lane, a group of lanes
+// per row
+TILE_DEVICE void quantise_rows(Shared<int> sTile, Shared<float> sScale, Global<const Element> gRows, int64_t stride,
+                               int first, int end) {
     constexpr int kLanes = power_of_two_from(kWords), kGroups = 32 * kWarps / kLanes;
     const int lane = threadIdx.x % kLanes;
     for (int row = threadIdx.x / kLanes; row < kTile; row += kGroups) {
         Vector8 v = {};
-        if (lane < kWords && first + row < end) v = (gRows + ((first + row) * stride + lane * 4)).template as<const Vector8>()[0];
+        if (lane < kWords && first + row < end)
+            v = (gRows + ((first + row) * stride + lane * 4)).template as<const Vector8>()[0];
         float x[4], largest = 0.0f;
 #pragma unroll
         for (int i = 0; i < 4; i++) {

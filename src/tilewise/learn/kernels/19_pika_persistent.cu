@@ -1,11 +1,11 @@
 // pika_persistent: a fixed number of blocks, as many as the card holds at once, that take work until there is none.
 //
-// The work is a list of (16-row tile, head, sequence) items, and the list is a formula: item n is for block n mod grid. A block
-// keeps the item's 16 query rows in shared memory while K and V stream past by cp.async: the next K tile is on its way
-// during softmax and P V, the next V tile during Q Kᵀ, each into the place that has just become free. Blocks are set up
-// once, not once a tile; a head's tiles follow each other, the longest (causal) first, so that blocks that run together
-// read the same keys from L2.
-// Any grid works, one block included. half, bf16. Constants: Element, kHeadDim, kTileQ (16), kTileKv, kWarps.
+// The work is a list of (16-row tile, head, sequence) items, and the list is a formula: item n is for block n mod grid.
+// A block keeps the item's 16 query rows in shared memory while K and V stream past by cp.async: the next K tile is on
+// its way during softmax and P V, the next V tile during Q Kᵀ, each into the place that has just become free. Blocks
+// are set up once, not once per tile; a head's tiles follow each other, the longest (causal) first, so that blocks that
+// run together read the same keys from L2. Any grid works, one block included. half, bf16. Constants: Element,
+// kHeadDim, kTileQ (16), kTileKv, kWarps.
 #include "learn/kernels/wmma_rows.cuh"
 
 extern "C" __global__ void __launch_bounds__(32 * kWarps, 4) pika_persistent(const AttentionArgs args) {
@@ -14,7 +14,8 @@ extern "C" __global__ void __launch_bounds__(32 * kWarps, 4) pika_persistent(con
     const WmmaTiles t;
     const int warp = threadIdx.x / 32, i = threadIdx.x / kParts, part = threadIdx.x % kParts;
     const int tiles = (args.seqlen_q + kTileQ - 1) / kTileQ, items = tiles * args.heads_q * args.batch;
-    const int block = (blockIdx.z * gridDim.y + blockIdx.y) * gridDim.x + blockIdx.x, blocks = gridDim.x * gridDim.y * gridDim.z;
+    const int block = (blockIdx.z * gridDim.y + blockIdx.y) * gridDim.x + blockIdx.x,
+              blocks = gridDim.x * gridDim.y * gridDim.z;
 
     for (int item = block; item < items; item += blocks) {
         const int row0 = (tiles - 1 - item % tiles) * kTileQ;

@@ -1,21 +1,23 @@
 // hopper: TMA brings the tiles, wgmma multiplies them straight from shared memory.
 //
-// One thread asks for a whole tile and an mbarrier tells when it is there: no address arithmetic, no registers on the way, rows
-// outside the tensor come as zeros. wgmma takes K and V from shared memory under the hardware's own 128-byte swizzle, four
-// warps at a time, and P from registers, where the softmax left it: ldmatrix is gone. Nothing overlaps yet.
+// One thread requests a whole tile and an mbarrier tells when it is there: no address arithmetic, no registers on the
+// way, and rows outside the tensor arrive as zeros. wgmma takes K and V from shared memory under the hardware's own
+// 128-byte swizzle, four warps at a time, and P from registers, where the softmax left it: ldmatrix is gone. Nothing
+// overlaps yet.
 // Constants: Element, kHeadDim, kTileQ = 64, kTileKv.
 #include "tile/hopper.cuh"
 #include "learn/kernels/mask.cuh"
 #include "tile/softmax.cuh"
 
 extern "C" __global__ void __launch_bounds__(128)
-    hopper(const __grid_constant__ TensorMap mQ, const __grid_constant__ TensorMap mK, const __grid_constant__ TensorMap mV,
-           const AttentionArgs args) {
+    hopper(const __grid_constant__ TensorMap mQ, const __grid_constant__ TensorMap mK,
+           const __grid_constant__ TensorMap mV, const AttentionArgs args) {
     constexpr int kQBytes = tile_bytes<kTileQ, kHeadDim>(), kKvBytes = tile_bytes<kTileKv, kHeadDim>();
     const uint32_t sQ = ptx::shared_address(0u), sK = sQ + kQBytes, sV = sK + kKvBytes;
     const uint32_t q_full = sV + kKvBytes, k_full = q_full + 8, v_full = q_full + 16;
 
-    const int row0 = blockIdx.x * kTileQ, head = blockIdx.y, batch = blockIdx.z, kv_head = head / (args.heads_q / args.heads_kv);
+    const int row0 = blockIdx.x * kTileQ, head = blockIdx.y, batch = blockIdx.z,
+              kv_head = head / (args.heads_q / args.heads_kv);
     const KeyTiles tiles = key_tiles<kTileKv>(args, row0, kTileQ);
     const bool loader = threadIdx.x == 0;
     if (loader) {

@@ -1,17 +1,18 @@
 // hopper_ring: a producer warp keeps a ring of K and V tiles full while two consumer warpgroups compute.
 //
-// Waiting for a tile and computing on one are different threads' work now. The producer runs ahead by kStages tiles, a full and an
-// empty mbarrier a stage telling who may touch it; it gives its registers to the consumers, who need them for O, S and P. While one
-// warpgroup is in its softmax, the other has the tensor cores.
+// Waiting for a tile and computing on one are now the work of different threads. The producer runs ahead by kStages
+// tiles; a full and an empty mbarrier per stage tell who may touch it. The producer gives its registers to the
+// consumers, which need them for O, S and P. While one warpgroup is in its softmax, the other has the tensor cores.
 // Constants: Element, kHeadDim, kTileQ = 128, kTileKv, kStages.
 #include "tile/hopper.cuh"
 #include "learn/kernels/mask.cuh"
 #include "tile/softmax.cuh"
 
 extern "C" __global__ void __launch_bounds__(384, 1)
-    hopper_ring(const __grid_constant__ TensorMap mQ, const __grid_constant__ TensorMap mK, const __grid_constant__ TensorMap mV,
-                const AttentionArgs args) {
-    constexpr int kQBytes = tile_bytes<kTileQ, kHeadDim>(), kKvBytes = tile_bytes<kTileKv, kHeadDim>(), kConsumerWarps = 8;
+    hopper_ring(const __grid_constant__ TensorMap mQ, const __grid_constant__ TensorMap mK,
+                const __grid_constant__ TensorMap mV, const AttentionArgs args) {
+    constexpr int kQBytes = tile_bytes<kTileQ, kHeadDim>(), kKvBytes = tile_bytes<kTileKv, kHeadDim>(),
+                  kConsumerWarps = 8;
     const uint32_t sQ = ptx::shared_address(0u), sK = sQ + kQBytes, sV = sK + kStages * kKvBytes;
     const uint32_t q_full = sV + kStages * kKvBytes;
     const Ring<kStages> k_ring(q_full + 8), v_ring(q_full + 8 + k_ring.kBytes);
@@ -59,7 +60,8 @@ extern "C" __global__ void __launch_bounds__(384, 1)
         float acc_s[kTileKv / 2];
         k_ring.wait(turn);
         ptx::wgmma_fence();
-        warpgroup::mma_qk<Element, kTileKv, kHeadDim, kTileQ>(acc_s, k_major(sQ + rows_at * kPanelRowBytes), k_major(sK + at));
+        warpgroup::mma_qk<Element, kTileKv, kHeadDim, kTileQ>(acc_s, k_major(sQ + rows_at * kPanelRowBytes),
+                                                              k_major(sK + at));
         ptx::wgmma_commit();
         ptx::wgmma_wait<0>();
         k_ring.release(turn);

@@ -1,8 +1,9 @@
-// spilling: a rung apart. A thread a row, with the row's Q and O in registers: the fastest place there is, while it lasts.
+// spilling: a rung apart. One thread per row, with the row's Q and O in registers: the fastest memory, while it lasts.
 //
-// At head_dim 32 that is 64 values and all is well. At 128 it is 256, and a thread has at most 255 registers: the compiler puts the
-// rest into local memory, which is global memory by another name. `tilewise kernels --kernel spilling --all` shows it: spill stores
-// and loads, and a stack. The cure is to share a row among threads (scalar2d_row_tile) or a warp (mma).
+// At head_dim 32 that is 64 values and all is well. At 128 it is 256, and a thread has at most 255 registers: the
+// compiler puts the rest into local memory, which is global memory by another name. `tilewise kernels --kernel spilling
+// --all` shows it: spill stores and loads, and a stack. The cure is to share a row among threads (scalar2d_row_tile) or
+// a warp (mma).
 // Constants: Element (float), kHeadDim, kTileQ (threads), kTileKv.
 #include "learn/kernels/args.cuh"
 
@@ -33,7 +34,8 @@ extern "C" __global__ void __launch_bounds__(kTileQ) spilling(const AttentionArg
 #pragma unroll
             for (int d = 0; d < kHeadDim; d++) s = ptx::mad(rQ[d], sK[j * kHeadDim + d], s);
             s *= args.scale_log2;
-            const float new_max = fmaxf(row_max, s), correction = ptx::exp2(row_max - new_max), p = ptx::exp2(s - new_max);
+            const float new_max = fmaxf(row_max, s), correction = ptx::exp2(row_max - new_max),
+                        p = ptx::exp2(s - new_max);
             row_sum = row_sum * correction + p;
             row_max = new_max;
 #pragma unroll

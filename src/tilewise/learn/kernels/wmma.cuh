@@ -1,7 +1,7 @@
-// wmma: 16 × 16 matrix products of a warp, d += a b, on fragments whose layout over the lanes is nobody's business.
+// wmma: 16 × 16 matrix products of a warp, d += a b, on fragments whose layout over the lanes is not specified.
 //
-// On a card a thin wrapper of nvcuda::wmma; emulator/wmma.h is the same with a layout of its own, so a kernel that
-// counts on where an element lies is found out. half and bf16 take 16 values of k at a time, float (as tf32) 8.
+// On a card this wraps nvcuda::wmma. emulator/wmma.h has the same with a layout of its own, so that a kernel that
+// relies on where an element lies is found out. half and bf16 take 16 values of k at a time, float (as tf32) 8.
 #pragma once
 #include "tile/memory.cuh"
 #ifdef TILEWISE_EMULATOR

@@ -2,7 +2,8 @@
 //
 // A wmma fragment does not say which row an element is in, so S, P and O live in shared memory between the products.
 // Rows are padded by 16 bytes: eight rows of a fragment then lie in different banks.
-// Constants: Element (half, bf16), kHeadDim, kTileQ, kTileKv (multiples of 16). Rows must begin at multiples of 16 bytes.
+// Constants: Element (half, bf16), kHeadDim, kTileQ, kTileKv (multiples of 16). Rows must begin at multiples of 16
+// bytes.
 #pragma once
 #include "learn/kernels/scalar.cuh"
 #include "learn/kernels/wmma.cuh"
@@ -17,9 +18,9 @@ struct WmmaTiles {
     Shared<float> sS{kS}, sO{kO};
 };
 
-// Rows first … first + kRows − 1 of a matrix, zero from row `end` on, an element an access (16 bytes at a time is a later rung's
-// idea; a lone warp, with nobody to hide its latency, takes two). Several are under way together, for a load that is stored
-// before the next one begins would wait out the whole latency each time.
+// Loads rows first … first + kRows − 1 of a matrix, zero from row `end` on, one element per access (16 bytes at a time
+// is a later rung's idea; a lone warp, whose latency no other warp hides, takes two). Several loads are in flight
+// together: a load that is stored before the next begins would wait out the whole latency each time.
 template <class Word, int kRows, int kThreads>
 TILE_DEVICE void copy_rows_as(uint32_t tile, Global<const Element> gRows, int64_t stride, int first, int end) {
     constexpr int kSize = sizeof(Word) / sizeof(Element), kRowWords = kHeadDim / kSize, kWords = kRows * kRowWords;
@@ -46,21 +47,23 @@ TILE_DEVICE void copy_rows(uint32_t tile, Global<const Element> gRows, int64_t s
     if constexpr (kThreads == 32) copy_rows_as<uint32_t, kRows, kThreads>(tile, gRows, stride, first, end);
     else copy_rows_as<uint16_t, kRows, kThreads>(tile, gRows, stride, first, end);
 }
-// By cp.async, 16 bytes an access, into the open group.
+// By cp.async, 16 bytes per access, into the open group
 template <int kRows, int kThreads>
 TILE_DEVICE void copy_rows_async(uint32_t tile, Global<const Element> gRows, int64_t stride, int first, int end) {
     const Shared<Vector16> sTile(tile);
     for (int i = threadIdx.x; i < kRows * (kHeadDim / 8); i += kThreads) {
         const int row = i / (kHeadDim / 8), part = i % (kHeadDim / 8), bytes = first + row < end ? 16 : 0;
-        ptx::copy_async_16(sTile.address(row * (kPitch / 8) + part), gRows.address((first + row) * stride + part * 8), bytes);
+        ptx::copy_async_16(sTile.address(row * (kPitch / 8) + part), gRows.address((first + row) * stride + part * 8),
+                           bytes);
     }
 }
 
-// One row's running maximum and sum, held alike by the kParts threads that share the row.
+// One row's running maximum and sum; each of the kParts threads that share the row has a copy.
 struct RowState {
     float max = -INFINITY, sum = 0.0f;
 };
-// S row -> P row; O row corrected to the new maximum. Thread `part` takes every kParts-th element; the first `seen` keys count.
+// S row -> P row; O row corrected to the new maximum. Thread `part` takes every kParts-th element; the first `seen`
+// keys count.
 template <int kParts>
 TILE_DEVICE void softmax_row(const WmmaTiles& t, RowState& state, int row, int part, int seen, float scale_log2) {
     float s[kTileKv / kParts], new_max = state.max, sum = 0.0f;
@@ -94,7 +97,8 @@ TILE_DEVICE void write_row(const WmmaTiles& t, const RowState& state, int i, int
         Vector16 out;
 #pragma unroll
         for (int w = 0; w < 4; w++)
-            out.word[w] = pack<Element>(t.sO[i * kPitchO + d + 2 * w] * inverse, t.sO[i * kPitchO + d + 2 * w + 1] * inverse);
+            out.word[w] =
+                pack<Element>(t.sO[i * kPitchO + d + 2 * w] * inverse, t.sO[i * kPitchO + d + 2 * w + 1] * inverse);
         (head.gO + (row * args.o_strides.row + d)).template as<Vector16>()[0] = out;
     }
     if (part == 0) head.gLse[row] = (state.max + ptx::log2(state.sum)) * kLn2;

@@ -1,0 +1,149 @@
+// The state that a streaming warp holds of its rows over one piece of their range, and how states of pieces are folded.
+//
+// A state is (O, m, l) with O = Σ 2^(s − m) v and l = Σ 2^(s − m), not divided. m is the reference of the softmax; it
+// need not be the maximum. The empty state has m = kLowest, l = 0 and O = 0.
+#pragma once
+#include "decode/load.cuh"
+
+constexpr int kBlocks = kRows / 8;     // blocks of eight query rows
+constexpr int kSteps = kHeadDim / 16;  // steps of depth sixteen, and tiles of sixteen output channels
+
+// Two states over different keys as one, with the same bits wherever it is done. An empty state leaves the other as it
+// is.
+struct Fold {
+    float max, before, after;  // the new reference, and the factors of the two states
+    TILE_DEVICE float join(float x, float y) const { return ptx::mad(y, after, ptx::multiply(x, before)); }
+};
+TILE_DEVICE Fold fold_of(float max_before, float max_after) {
+    const float max = fmaxf(max_before, max_after);
+    return {max, ptx::exp2(max_before - max), ptx::exp2(max_after - max)};
+}
+
+// Exact arithmetic with powers of two
+TILE_DEVICE float inverse_power(float x) { return as_float(0x7f000000u - as_bits(x)); }
+TILE_DEVICE float log2_of_power(float x) { return float(int(as_bits(x) >> 23) - 127); }
+// The power of two, between 2^−most and 2^most, that brings x > 0 to between 2^(place − 1) and 2^place; 1 for 0,
+// infinity and NaN
+TILE_DEVICE float power_above(float x, int place, int most = 120) {
+    const int exponent = int(as_bits(x) >> 23 & 255) - 126;  // x < 2^exponent
+    const int power = place - exponent;
+    if (!(x > 0.0f) || exponent > 128) return 1.0f;
+    return as_float(uint32_t((power > most ? most : power < -most ? -most : power) + 127) << 23);
+}
+
+// In the transposed fragments of stream.cuh a lane has two rows of each block of eight, i = 0 and 1, and the eight
+// lanes with the same lane % 4 share them.
+struct Piece {
+    const int lane;
+    float acc_o[kBlocks][kSteps][4];
+    float max[kBlocks][2], sum[kBlocks][2];  // m, and this lane's share of l
+    float zero_sum[kBlocks][2][kGroups];     // int4: this lane's share of Σ P · zero point
+
+    TILE_DEVICE Piece() : lane(warp::lane()) {}
+
+    // Over the eight lanes that share a row
+    static TILE_DEVICE float row_max(float x) {
+#pragma unroll
+        for (int lanes = 4; lanes < 32; lanes *= 2) x = fmaxf(x, ptx::shuffle_xor(x, lanes));
+        return x;
+    }
+    static TILE_DEVICE float row_sum(float x) {
+#pragma unroll
+        for (int lanes = 4; lanes < 32; lanes *= 2) x += ptx::shuffle_xor(x, lanes);
+        return x;
+    }
+
+    // The empty state
+    TILE_DEVICE void begin_piece() {
+#pragma unroll
+        for (int b = 0; b < kBlocks; b++) {
+#pragma unroll
+            for (int i = 0; i < 2; i++) {
+                max[b][i] = kLowest;
+                sum[b][i] = 0.0f;
+                if constexpr (kZeros)
+#pragma unroll
+                    for (int g = 0; g < kGroups; g++) zero_sum[b][i][g] = 0.0f;
+            }
+#pragma unroll
+            for (int n = 0; n < kSteps; n++) warp::zero(acc_o[b][n]);
+        }
+    }
+
+    // Multiplies the state of row (b, i) by 2^(m − to) and makes `to` its reference
+    TILE_DEVICE void move_reference(int b, int i, float to) {
+        const float by = ptx::exp2(max[b][i] - to);
+        max[b][i] = to;
+        sum[b][i] *= by;
+#pragma unroll
+        for (int n = 0; n < kSteps; n++) {
+            acc_o[b][n][i] *= by;
+            acc_o[b][n][2 + i] *= by;
+        }
+        if constexpr (kZeros)
+#pragma unroll
+            for (int g = 0; g < kGroups; g++) zero_sum[b][i][g] *= by;
+    }
+
+    // The end of a piece: l is summed over the lanes, and O comes out in its own units, not yet divided
+    TILE_DEVICE void finish_piece() {
+#pragma unroll
+        for (int b = 0; b < kBlocks; b++)
+#pragma unroll
+            for (int i = 0; i < 2; i++) {
+                sum[b][i] = row_sum(sum[b][i]);
+                if constexpr (kScaled) {
+                    // While streaming, the reference stood where P · scale was about 1. States that are merged expect P
+                    // itself to be about 1: the sum is brought to between 1 and 2.
+                    const float down = power_above(sum[b][i], 1);
+                    sum[b][i] *= down;
+                    max[b][i] -= log2_of_power(down);
+                    float zero[kGroups];
+                    if constexpr (kZeros)
+#pragma unroll
+                        for (int g = 0; g < kGroups; g++) zero[g] = row_sum(zero_sum[b][i][g]) * down;
+#pragma unroll
+                    for (int n = 0; n < kSteps; n++)
+#pragma unroll
+                        for (int upper = 0; upper < 2; upper++) {
+                            float& x = acc_o[b][n][2 * upper + i];
+                            x *= down * quant::output_unit<kFormat>(upper);
+                            if constexpr (kZeros) x += zero[n / 2 * 32 / kGroupSize];
+                        }
+                }
+            }
+    }
+
+    // Folds this finished piece into the state of the pieces before it, which `save` left in shared memory.
+    TILE_DEVICE void fold(int rank) {
+        const Shared<float> before(fold_of_warp(rank)), ml(fold_of_warp(rank) + kRows * kHeadDim * 4);
+#pragma unroll
+        for (int b = 0; b < kBlocks; b++)
+#pragma unroll
+            for (int i = 0; i < 2; i++) {
+                const int at = (2 * b + i) * 32 + lane;
+                const Fold of = fold_of(float(ml[2 * at]), max[b][i]);
+                max[b][i] = of.max;
+                sum[b][i] = of.join(ml[2 * at + 1], sum[b][i]);
+#pragma unroll
+                for (int n = 0; n < 2 * kSteps; n++) {
+                    float& x = acc_o[b][n / 2][n % 2 * 2 + i];
+                    x = of.join(before[(2 * kSteps * (2 * b + i) + n) * 32 + lane], x);
+                }
+            }
+    }
+    TILE_DEVICE void save(int rank) const {
+        const Shared<float> to(fold_of_warp(rank)), ml(fold_of_warp(rank) + kRows * kHeadDim * 4);
+#pragma unroll
+        for (int b = 0; b < kBlocks; b++)
+#pragma unroll
+            for (int i = 0; i < 2; i++) {
+                const int at = (2 * b + i) * 32 + lane;
+                ml[2 * at] = max[b][i];
+                ml[2 * at + 1] = sum[b][i];
+#pragma unroll
+                for (int n = 0; n < 2 * kSteps; n++)
+                    to[(2 * kSteps * (2 * b + i) + n) * 32 + lane] = acc_o[b][n / 2][n % 2 * 2 + i];
+            }
+    }
+};
