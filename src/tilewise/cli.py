@@ -6,6 +6,8 @@ Errors are one line and a hint on stderr: exit code 2 for a command line that ma
 
 from __future__ import annotations
 
+import json as jsonlib
+import math
 import os
 import sys
 from collections.abc import Sequence
@@ -38,6 +40,8 @@ Tilewise: attention kernels for LLM inference, planned once as a list of tiles.
   tilewise ladder     the teaching ladder: kernels one idea apart, timed on a GPU; --emulate counts
                       what they cost on any machine; --rung NAME --plot PATH --profile --json
   tilewise kernels    registers, spills, shared memory and occupancy of every kernel; needs no GPU
+  tilewise cache show | clear
+                      the folder of compiled kernels: what it holds, and how to empty it
   tilewise doctor     what is installed, what will run, what is missing and how to get it
 
 Try:
@@ -57,12 +61,14 @@ app = typer.Typer(
 )
 schedule_app = typer.Typer(help="Block-sparse patterns as files.", no_args_is_help=False)
 testdata_app = typer.Typer(help="Cases with the oracle's output as files.", no_args_is_help=False)
+cache_app = typer.Typer(help="The folder of compiled kernels.", no_args_is_help=False)
 app.add_typer(commands.bench, name="bench")
 app.command("sweep")(commands.sweep)
 app.command("ladder")(ladder_commands.ladder)
 app.command("kernels")(ladder_commands.kernels)
 app.add_typer(schedule_app, name="schedule")
 app.add_typer(testdata_app, name="testdata")
+app.add_typer(cache_app, name="cache")
 
 Head = Annotated[int, typer.Option(help="Which head, for a schedule that has one pattern for each.", min=0)]
 
@@ -264,6 +270,62 @@ def check_testdata(
         raise typer.Exit(1)
 
 
+# ---- the cache --------------------------------------------------------------------------------------------------
+
+
+@cache_app.command("show")
+def show_cache(
+    json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON, in bytes.")] = False,
+) -> None:
+    """Where compiled kernels are kept, how many of each kind, what they take and how much they may."""
+    from tilewise.compiler import cache
+
+    state = cache.show()
+    if json:
+        record = {
+            "root": str(state.root) if state.root else None,
+            "kinds": {kind: {"entries": held.entries, "bytes": held.bytes} for kind, held in state.kinds.items()},
+            "entries": state.entries,
+            "bytes": state.bytes,
+            "limit": int(state.limit) if math.isfinite(state.limit) else None,
+        }
+        typer.echo(jsonlib.dumps(record, indent=1))
+        return
+    from rich.table import Table
+
+    from .bench.tables import console
+
+    out = console()
+    table = Table(box=None, pad_edge=False)
+    for name in ("kind", "entries", "MiB"):
+        table.add_column(name, justify="left" if name == "kind" else "right")
+    for kind, held in state.kinds.items():
+        table.add_row(kind, str(held.entries), _mib(held.bytes))
+    table.add_row("all", str(state.entries), _mib(state.bytes), style="bold")
+    where = state.root or "no folder, because you have no home: set TILEWISE_CACHE to one"
+    out.print(f"{where}", soft_wrap=True, markup=False)
+    out.print(table)
+    most = f"{_mib(state.limit)} MiB" if math.isfinite(state.limit) else "none"
+    out.print(f"limit {most} (TILEWISE_CACHE_LIMIT); unused ones go first", style="dim", soft_wrap=True)
+
+
+@cache_app.command("clear")
+def clear_cache(
+    kind: Annotated[str | None, typer.Option(help="Only these: cubin or emulator.", show_default="all")] = None,
+) -> None:
+    """Remove compiled kernels; the next use compiles them again."""
+    from tilewise.compiler import cache
+
+    if kind is not None and kind not in cache.KINDS:
+        raise typer.BadParameter(f"{kind!r} is not one of {', '.join(cache.KINDS)}", param_hint="--kind")
+    entries, freed = cache.clear(kind)
+    typer.echo(f"removed {entries} {'entry' if entries == 1 else 'entries'}, {_mib(freed)} MiB")
+
+
+def _mib(size: float) -> str:
+    return f"{size / 2**20:.1f}"
+
+
 # ---- the door ---------------------------------------------------------------------------------------------------
 
 
@@ -285,8 +347,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 COMMANDS = (
-    *("bench", "sweep", "ladder", "kernels", "schedule", "testdata", "doctor"),
-    *("prefix", "decode", "sparse", "prefill", "serve", "generate", "make", "show", "check"),
+    *("bench", "sweep", "ladder", "kernels", "schedule", "testdata", "cache", "doctor"),
+    *("prefix", "decode", "sparse", "prefill", "serve", "generate", "make", "show", "check", "clear"),
 )
 
 

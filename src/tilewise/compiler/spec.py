@@ -65,13 +65,16 @@ def locate(path: str) -> Path:
     raise FileNotFoundError(f"{path} is in none of {', '.join(map(str, INCLUDE_ROOTS))}")
 
 
-def headers(unit: str) -> dict[str, str]:
-    """Every file that a translation unit includes by quotes, directly or not: path under its root -> text."""
+def headers(unit: str, *, emulator: bool = True) -> dict[str, str]:
+    """Every file that a translation unit includes by quotes, directly or not: path under its root -> text.
+
+    emulator: with the emulator's own. They stand under #ifdef TILEWISE_EMULATOR, so NVRTC never asks for them.
+    """
     found: dict[str, str] = {}
     waiting = _INCLUDE.findall(unit)
     while waiting:
         path = waiting.pop()
-        if path not in found:
+        if path not in found and (emulator or not path.startswith("emulator/")):
             found[path] = locate(path).read_text()
             waiting += _INCLUDE.findall(found[path])
     return found

@@ -1,8 +1,15 @@
-"""Tensor maps: what TMA is told of a tensor, checked against the hardware's rules."""
+"""Tensor maps: what TMA is told of a tensor, checked against the hardware's rules and encoded by the driver."""
 
 from __future__ import annotations
 
+import ctypes
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+
+from tilewise.compiler.driver import check, require
 
 # name -> (bytes, the driver's name). TMA moves bits, so int8 and fp8 are its uint8.
 MAP_TYPES = {
@@ -88,3 +95,77 @@ class TensorMapSpec:
         for size in self.box:
             total *= size
         return total
+
+
+class TensorMap:
+    """A tensor map as the driver encodes it: 128 bytes, aligned to 64. Made by `encode`."""
+
+    __slots__ = ("_memory", "address", "pointer", "spec")
+
+    def __init__(self, spec: TensorMapSpec, pointer: int) -> None:
+        self.spec, self.pointer = spec, pointer
+        self._memory = ctypes.create_string_buffer(128 + 63)
+        self.address = -(-ctypes.addressof(self._memory) // 64) * 64
+
+    def __bytes__(self) -> bytes:
+        return ctypes.string_at(self.address, 128)
+
+    @classmethod
+    def blank(cls) -> TensorMap:
+        """Zeros: for a kernel that takes a map and does not use it, or before `Args.point` puts in another."""
+        return cls(TensorMapSpec("uint8", (16,), (), (16,), 0), 0)
+
+
+@lru_cache(maxsize=4096)
+def encode(spec: TensorMapSpec, pointer: int) -> TensorMap:
+    """The tensor map of what `spec` describes at the device address `pointer`.
+
+    Remembered: a map says only where and what shape, so none goes stale.
+    """
+    if pointer % 16:
+        raise ValueError(f"tensor map: the tensor's address must be a multiple of 16 bytes, got {pointer:#x}")
+    driver = require()
+    made = TensorMap(spec, pointer)
+    swizzle = f"{spec.swizzle}B" if spec.swizzle else "NONE"
+    promotion = f"L2_{spec.l2_promotion}B" if spec.l2_promotion else "NONE"
+    fill = "NAN_REQUEST_ZERO_FMA" if spec.oob_nan else "NONE"
+    wide, narrow = ctypes.c_uint64 * spec.rank, ctypes.c_uint32 * spec.rank
+    # By ctypes: the binding's own CUtensorMap was seen at an address that is no multiple of 64, as the driver asks for.
+    asked = (
+        ctypes.c_void_p(made.address),
+        int(getattr(driver.CUtensorMapDataType, f"CU_TENSOR_MAP_DATA_TYPE_{MAP_TYPES[spec.dtype][1]}")),
+        spec.rank,
+        ctypes.c_void_p(pointer),
+        wide(*spec.sizes),
+        wide(*spec.strides),
+        narrow(*spec.box),
+        narrow(*[1] * spec.rank),
+        int(driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE),
+        int(getattr(driver.CUtensorMapSwizzle, f"CU_TENSOR_MAP_SWIZZLE_{swizzle}")),
+        int(getattr(driver.CUtensorMapL2promotion, f"CU_TENSOR_MAP_L2_PROMOTION_{promotion}")),
+        int(getattr(driver.CUtensorMapFloatOOBfill, f"CU_TENSOR_MAP_FLOAT_OOB_FILL_{fill}")),
+    )
+    encode_tiled = ctypes.CDLL("libcuda.so.1").cuTensorMapEncodeTiled
+    code = driver.CUresult(encode_tiled(*asked))
+    if code == driver.CUresult.CUDA_ERROR_INVALID_CONTEXT:  # this thread has not used CUDA yet
+        device = check(driver.cuDeviceGet(torch.cuda.current_device()), str(spec))
+        check(driver.cuCtxSetCurrent(check(driver.cuDevicePrimaryCtxRetain(device), str(spec))), str(spec))
+        code = driver.CUresult(encode_tiled(*asked))
+    check((code,), f"tensor map of {spec}")
+    return made
+
+
+def tensor_map(
+    pointer: int,
+    dtype: str,
+    sizes: Sequence[int],
+    strides: Sequence[int],
+    box: Sequence[int],
+    swizzle: int,
+    *,
+    l2_promotion: int = 128,
+    oob_nan: bool = False,
+) -> TensorMap:
+    """`encode` of a `TensorMapSpec` of these."""
+    spec = TensorMapSpec(dtype, tuple(sizes), tuple(strides), tuple(box), swizzle, l2_promotion, oob_nan)
+    return encode(spec, pointer)
