@@ -150,6 +150,7 @@ struct Scheduler {
     void* sp = nullptr;
     uint64_t random;
     Counters counted{};
+    float wgmma_a[16][32], wgmma_b[32][256];  // a warp's operands while they are multiplied: a by row and k, b by k and column
 
     uint64_t next_random() {         // xorshift64*
         random ^= random >> 12;

@@ -49,10 +49,11 @@ static uint32_t first_row() { return uint32_t(self().warp % 4) * 16; }
 template <class T> static void run_as(const WgmmaOp* const* ops) {
     const WgmmaOp& op = *ops[0];
     constexpr int kSize = sizeof(T), kDepth = 32 / kSize, kInWord = 4 / kSize;
-    static thread_local float a[16][kDepth], b[kDepth][256];
+    auto& a = scheduler->wgmma_a;
+    auto& b = scheduler->wgmma_b;
     if (!op.a_in_registers)
         load_operand<T>(op.a_desc, op.a_mn_major, first_row(), 16,
-                        [](uint32_t m, uint32_t k, float x) { a[m % 16][k] = x; });
+                        [&](uint32_t m, uint32_t k, float x) { a[m % 16][k] = x; });
     for (int l = 0; l < 32 && op.a_in_registers; l++)
         for (int i = 0; i < 4; i++)
             for (int h = 0; h < kInWord; h++) {
@@ -60,7 +61,7 @@ template <class T> static void run_as(const WgmmaOp* const* ops) {
                 std::memcpy(&x, reinterpret_cast<const uint8_t*>(&ops[l]->a[i]) + h * kSize, kSize);
                 a[l / 4 + 8 * (i % 2)][l % 4 * kInWord + h + kDepth / 2 * (i / 2)] = to_float(x);
             }
-    load_operand<T>(op.b_desc, op.b_mn_major, 0, uint32_t(op.n), [](uint32_t n, uint32_t k, float x) { b[k][n] = x; });
+    load_operand<T>(op.b_desc, op.b_mn_major, 0, uint32_t(op.n), [&](uint32_t n, uint32_t k, float x) { b[k][n] = x; });
     for (int m = 0; m < 16; m++) {
         float row[256] = {};
         for (int k = 0; k < kDepth; k++)
