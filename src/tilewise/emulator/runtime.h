@@ -1,15 +1,25 @@
 // What a kernel sees of the emulator: the thread it runs as, rendezvous with its warp, barriers, checked memory.
 //
 // Each CUDA thread is a fiber. A collective (shuffle, ldmatrix, mma, barrier) is a rendezvous: every participant leaves a
-// slot, the last to arrive computes for all. Asynchronous work (cp.async, TMA, wgmma) lands as late as the program allows
+// slot, and the last to arrive computes for all. Asynchronous work (cp.async, TMA, wgmma) lands as late as the program allows
 // or as early as possible, by launch option, so a missing wait shows as a wrong number in one of the two.
+//
+// Missing fences are reported. Every 4 bytes of shared memory carry the mark of the thread that stored there last by ordinary
+// means, so TMA and wgmma, which go through the async proxy, are caught when they touch what no fence.proxy.async has handed over.
+//
+// Kernels include this file, and there are hundreds of them: what need not be inlined is declared here and defined in runtime/,
+// which is compiled once.
 #pragma once
-#include <cmath>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
 #include <type_traits>
-#include <utility>
+// C's math.h as it is: libstdc++ would make it <cmath>, which takes longer to read than all the rest of a kernel.
+#ifndef _GLIBCXX_INCLUDE_NEXT_C_HEADERS
+#define _GLIBCXX_INCLUDE_NEXT_C_HEADERS
+#include <math.h>
+#undef _GLIBCXX_INCLUDE_NEXT_C_HEADERS
+#endif
 
 #define __global__
 #define __device__
@@ -23,10 +33,15 @@ struct dim3 {
     unsigned x = 1, y = 1, z = 1;
 };
 
+struct TensorMap;  // types.h
+
 namespace emu {
 
 struct Block;
 struct Fiber;
+
+// A mark: which thread of the block, plus one, and which of its fences or releases came before.
+constexpr uint32_t kMarkStep = 1 << 11;
 
 // The part of a fiber's state that kernels touch all the time.
 struct Thread {
@@ -34,10 +49,16 @@ struct Thread {
     int lane, warp;
     uint8_t* shared;          // this block's dynamic shared memory
     uint32_t shared_bytes;
+    uint32_t* stored;         // by 4 bytes of it: the mark of the last ordinary store, 0 if there was none
+    uint32_t* loaded;         // by 16 bytes of it: the mark of the last matrix load
+    uint32_t store_mark;      // counts this thread's proxy fences
+    uint32_t load_mark;       // counts its releases: barriers and the like, which let others see what it did
+    uint32_t handed_over;     // proxy fences that a release has followed: stores before them may be read by the async proxy
+    uint32_t init_fences;     // fences after mbarrier_init
     Fiber* fiber;
     Block* block;
 };
-extern thread_local Thread* current;
+extern constinit thread_local Thread* current;
 inline Thread& self() { return *current; }
 
 // The last lane of a warp to arrive runs act(slots, context); slots[lane] is what that lane left.
@@ -46,60 +67,109 @@ void rendezvous(void* slot, const char* what, Act act, void* context);
 
 template <class Slot, class F> void meet(Slot& slot, const char* what, F&& act) {
     rendezvous(
-        &slot, what, [](void* const* slots, void* f) { (*static_cast<F*>(f))(reinterpret_cast<Slot* const*>(slots)); },
+        &slot, what,
+        [](void* const* slots, void* f) {
+            (*static_cast<std::remove_reference_t<F>*>(f))(reinterpret_cast<Slot* const*>(slots));
+        },
         &act);
 }
 
+void sync_warp();
 void barrier_sync(int id, int count);
 void barrier_arrive(int id, int count);
+// Let other threads run: what a spinning thread does between two looks.
+void yield();
 
-// mbarriers, by shared address.
+// ---- lanes ------------------------------------------------------------------------------------------------------------
+uint64_t shuffle(uint64_t x, int lane);
+uint32_t ballot(bool x);
+uint32_t transpose_matrix(uint32_t x);
+void ldmatrix(uint32_t* r, uint32_t address, bool transposed);
+void stmatrix(uint32_t address, const uint32_t* r);
+// d (16 × 8) += a (16 × 32 bytes) b (32 bytes × 8), in the layout of mma.sync
+enum class Type { half, bf16, e4m3, tf32, s8 };
+void mma(float* d, const uint32_t* a, uint32_t b0, uint32_t b1, Type type);
+void mma_s8(int* d, const uint32_t* a, uint32_t b0, uint32_t b1);
+uint32_t pack_e4m3(float a, float b, float c, float d);
+struct E4m3Values { float of_code[256]; };
+extern const E4m3Values kE4m3;
+
+// ---- mbarriers, by shared address -------------------------------------------------------------------------------------
 void mbarrier_init(uint32_t address, int count);
 void mbarrier_arrive(uint32_t address, int count);
 void mbarrier_expect_tx(uint32_t address, int bytes);  // arrives as well
 void mbarrier_complete_tx(uint32_t address, int bytes);
-bool mbarrier_test(uint32_t address, int parity);
 void mbarrier_wait(uint32_t address, int parity);
 
-// Asynchronous work. `land(context)` is called once, when the model says so; context is copied (size bytes).
-using Land = void (*)(void* context);
-void async_copy(Land land, const void* context, size_t size);        // cp.async: joins the thread's open group
-void async_copy_commit();
-void async_copy_wait(int groups_left);
-void bulk_copy(Land land, const void* context, size_t size);         // TMA load: lands on its own
-void bulk_store(Land land, const void* context, size_t size);        // TMA store: joins the thread's open bulk group
+// ---- asynchronous work ------------------------------------------------------------------------------------------------
+void copy_async_16(uint32_t to, const void* from, int bytes);  // joins the thread's open group
+void copy_async_commit();
+void copy_async_wait(int groups_left);
+// A box of a tensor map with its coordinates: loads land on their own, stores join the thread's open bulk group.
+void tma_load(uint32_t to, const TensorMap* map, uint32_t barrier, const int* at, int rank);
+void tma_store(const TensorMap* map, uint32_t from, const int* at, int rank);
 void bulk_commit();
 void bulk_wait(int groups_left);
 
-// wgmma: each thread issues; a warp's sixteen rows are computed at the commit (early) or at the wait (late). The four warps of a
-// warpgroup go at their own pace, as on a card, but must issue the same.
-enum class WgmmaType { half, bf16, e4m3 };
+// wgmma: each thread issues; a warp's sixteen rows are computed at the commit (early) or at the wait (late). The four warps of
+// a warpgroup go at their own pace, as on a card, but must issue the same.
 struct WgmmaOp {
     float* d;                 // this thread's accumulators
     uint32_t a[4];            // this thread's A fragment, if it comes from registers
     uint64_t a_desc, b_desc;
     int n;                    // columns
     bool a_in_registers, a_mn_major, b_mn_major, accumulate;
-    WgmmaType type;
+    Type type;
 };
+void wgmma_fence();
 void wgmma_issue(const WgmmaOp& op);
 void wgmma_commit();
 void wgmma_wait(int groups_left);
 
-// Checked memory. A failure ends the launch with a report that names the block, the thread and the source line.
+// ---- checked memory ---------------------------------------------------------------------------------------------------
+// A failure ends the launch with a report that names the block, the thread and the source line.
 [[noreturn]] void fail(const char* format, ...) __attribute__((format(printf, 1, 2)));
+[[noreturn]] void fail_shared(uint32_t address, size_t size);
 enum class Access { load, store, atomic };
 void check_global(const void* address, size_t size, Access access);
 inline void check_shared(uint32_t address, size_t size) {
-    if (address + size > self().shared_bytes || address % size)
-        fail("shared memory access of %zu bytes at offset %u: the block has %u bytes", size, address, self().shared_bytes);
+    if (address + size > self().shared_bytes || address % size) fail_shared(address, size);
 }
-inline uint8_t* shared_at(uint32_t address, size_t size) {
+inline const uint8_t* shared_load(uint32_t address, size_t size) {
     check_shared(address, size);
     return self().shared + address;
 }
+inline uint8_t* shared_store(uint32_t address, size_t size) {
+    check_shared(address, size);
+    Thread& t = self();
+    for (size_t i = 0; i < size; i += 4) t.stored[(address + i) / 4] = t.store_mark;
+    return t.shared + address;
+}
+// Bytes that are about to be loaded or stored. memcpy takes a const void* to read from and a void* to write to, which tells
+// the one from the other.
+struct SharedBytes {
+    uint32_t address;
+    size_t size;
+    operator const void*() const { return shared_load(address, size); }
+    operator void*() const { return shared_store(address, size); }
+};
+inline SharedBytes shared_at(uint32_t address, size_t size) { return {address, size}; }
 
-// What hardware would pay for. Requests are whole warps': lanes are brought together by call site and occurrence.
+// What this thread did is seen by whoever synchronises with it from here on.
+inline void release() {
+    Thread& t = self();
+    t.load_mark += kMarkStep;
+    t.handed_over = t.store_mark / kMarkStep;
+}
+inline void fence_mbarrier_init() { self().init_fences++; }
+inline void fence_async_proxy() {
+    self().store_mark += kMarkStep;
+    fence_mbarrier_init();
+}
+inline void note_matrix_load(uint32_t address) { self().loaded[address / 16] = self().load_mark; }
+
+// ---- counters: what hardware would pay for ------------------------------------------------------------------------------
+// Requests are whole warps': lanes are brought together by call site and occurrence.
 struct Counters {
     uint64_t global_requests, global_sectors, global_bytes;     // 32-byte sectors touched by warp-wide accesses
     uint64_t shared_requests, shared_wavefronts;                // more wavefronts than requests: bank conflicts
@@ -108,7 +178,8 @@ struct Counters {
     uint64_t tensor_flops, scalar_flops, exponentials;
     uint64_t barriers, mbarrier_waits;
 };
-extern thread_local Counters* counters;  // null: not counting
+// Null if nothing is counted.
+extern constinit thread_local Counters* counters;
 void count_matrix(const uint32_t (&rows)[8]);  // one 8 × 8 matrix of ldmatrix or stmatrix
 void count_global(const void* address, size_t size);
 void count_shared(uint32_t address, size_t size);
@@ -116,7 +187,7 @@ inline void count_scalar_flops(uint64_t n) {
     if (counters) counters->scalar_flops += n;
 }
 
-// A launch, as emulate.py lays it out.
+// ---- a launch, as launcher.py lays it out -------------------------------------------------------------------------------
 struct Range {
     const uint8_t* begin;
     const uint8_t* end;
@@ -136,9 +207,6 @@ struct Options {
 };
 // Runs the kernel; returns 0, or 1 with a report.
 int launch(const Options& options, void (*kernel)(void**), void** args, char* text, size_t size, Counters* total);
-
-// Let other threads run: what a spinning thread does between two looks.
-void yield();
 
 }  // namespace emu
 

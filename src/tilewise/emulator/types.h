@@ -24,11 +24,7 @@ struct bf16 {
 struct e4m3 {
     uint8_t bits;
 };
-inline float to_float(e4m3 x) {
-    const int exponent = x.bits >> 3 & 15, mantissa = x.bits & 7;
-    const float size = (x.bits & 127) == 127 ? NAN : exponent ? std::ldexp(float(8 + mantissa), exponent - 10) : std::ldexp(float(mantissa), -9);
-    return x.bits & 128 ? -size : size;
-}
+inline float to_float(e4m3 x) { return emu::kE4m3.of_code[x.bits]; }
 inline float to_float(float x) { return x; }
 inline float to_float(half x) { return float(x.value); }
 inline float to_float(bf16 x) { return as_float(uint32_t(x.bits) << 16); }
@@ -56,7 +52,7 @@ template <class T> inline float unpack(uint32_t pair, int index) {
     return to_float(x);
 }
 
-// The description the driver would encode, as hardware.py's TensorMapSpec lays it out.
+// The description the driver would encode, as launcher.py's TensorMap lays it out.
 struct alignas(64) TensorMap {
     uint8_t* base;
     uint32_t element_bytes, rank, swizzle, pad;

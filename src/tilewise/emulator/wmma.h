@@ -33,9 +33,8 @@ template <class Fragment, class T> void load(Fragment& f, Shared<T> tile, int at
     check_place(tile.address(at), pitch * int(sizeof(T)));
     for (int e = 0; e < Fragment::kRows * Fragment::kColumns / 32; e++) {
         int i = e * 32 + emu::self().lane, row = i / Fragment::kColumns, column = i % Fragment::kColumns;
-        if (Fragment::kTransposed) std::swap(row, column);
-        uint32_t address = tile.address(at + row * pitch + column);
-        std::memcpy(&f.x[e], emu::shared_at(address, sizeof(T)), sizeof(T));
+        uint32_t address = tile.address(at + (Fragment::kTransposed ? column * pitch + row : row * pitch + column));
+        std::memcpy(&f.x[e], emu::shared_load(address, sizeof(T)), sizeof(T));
         if constexpr (sizeof(T) == 4) f.x[e] = as_float(ptx::to_tf32(f.x[e]));
     }
     // A card fetches it as ldmatrix does: eight rows of 16 bytes at a time.
@@ -60,7 +59,7 @@ template <class T> void load(Accumulator<T>& acc, Shared<float> tile, int at, in
         if (emu::counters) emu::count_shared(accumulator_pair(tile, at, pitch, pair), 8);
     for (int e = 0; e < 8; e++) {
         int i = e * 32 + emu::self().lane;
-        std::memcpy(&acc.x[e], emu::shared_at(tile.address(at + i / 16 * pitch + i % 16), 4), 4);
+        std::memcpy(&acc.x[e], emu::shared_load(tile.address(at + i / 16 * pitch + i % 16), 4), 4);
     }
 }
 template <class T> void store(Shared<float> tile, int at, int pitch, const Accumulator<T>& acc) {
@@ -69,7 +68,7 @@ template <class T> void store(Shared<float> tile, int at, int pitch, const Accum
         if (emu::counters) emu::count_shared(accumulator_pair(tile, at, pitch, pair), 8);
     for (int e = 0; e < 8; e++) {
         int i = e * 32 + emu::self().lane;
-        std::memcpy(emu::shared_at(tile.address(at + i / 16 * pitch + i % 16), 4), &acc.x[e], 4);
+        std::memcpy(emu::shared_store(tile.address(at + i / 16 * pitch + i % 16), 4), &acc.x[e], 4);
     }
 }
 template <class T> void zero(Accumulator<T>& acc) {

@@ -1,0 +1,115 @@
+"""Builds of the emulator: one shared object per kernel, and one with the runtime that all of them call.
+
+Each is an entry of the cache (compiler/cache.py), keyed by its whole source, every header, the flags, the compiler and
+the CPU that -march=native means. Where the cache cannot be written, builds live in a temporary folder of this process.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from tilewise.compiler import cache
+from tilewise.compiler.spec import INCLUDE_ROOTS, KernelSpec, headers
+
+FLAGS = (
+    "-march=native",
+    "-std=c++20",
+    "-fPIC",
+    "-g1",
+    "-DTILEWISE_EMULATOR=1",
+    "-ftls-model=initial-exec",  # one variable of one library for all kernels: the thread that runs
+)
+# Cold paths are kept apart, so that a report names the line it happened on and not one that shares its code.
+KERNEL_FLAGS = ("-O2", "-fno-crossjumping", "-fno-tree-tail-merge")
+RUNTIME_FLAGS = ("-O3",)
+RUNTIME = ("fibers", "sync", "memory", "counters", "lanes", "async", "wgmma")  # runtime/*.cpp
+
+
+class EmulatorError(RuntimeError):
+    """The kernel did what a card would not forgive: the report says what, which thread, and where in the source."""
+
+
+@functools.cache
+def compiler() -> str:
+    """A C++ compiler: $CXX, g++, clang++, or the ziglang wheel's."""
+    for name in (os.environ.get("CXX"), "g++", "clang++"):
+        if name and shutil.which(name):
+            return name
+    try:
+        import ziglang  # type: ignore[import-not-found]
+    except ImportError:
+        raise RuntimeError(
+            "the emulator needs a C++ compiler: install g++ or clang++, or `pip install ziglang`"
+        ) from None
+    return f"{Path(ziglang.__file__).parent / 'zig'} c++"
+
+
+def build(spec: KernelSpec) -> ctypes.CDLL:
+    """The spec's shared object, from the cache or freshly compiled."""
+    unit = f'{spec.translation_unit()}\n#define TILEWISE_ENTRY {spec.entry}\n#include "emulator/entry.h"\n'
+    return _load(unit, str(spec))
+
+
+@functools.lru_cache(maxsize=512)
+def _load(unit: str, name: str) -> ctypes.CDLL:
+    runtime = Path(_runtime()._name)
+    return _shared_object(unit, KERNEL_FLAGS, (str(runtime),), name, runtime.parent.name)
+
+
+@functools.cache
+def _runtime() -> ctypes.CDLL:
+    """What kernels call. Kernels ask for it by the name it is given here, under which this process has loaded it."""
+    unit = "".join(f'#include "emulator/runtime/{name}.cpp"\n' for name in RUNTIME)
+    return _shared_object(unit, RUNTIME_FLAGS, ("-lpthread",), "the emulator's runtime")
+
+
+def _shared_object(unit: str, flags: Sequence[str], libraries: Sequence[str], name: str, *more: str) -> ctypes.CDLL:
+    """The library that a translation unit makes. more: what else its key must hold."""
+    command = (*compiler().split(), *FLAGS, *flags, *(f"-I{root}" for root in INCLUDE_ROOTS))
+    texts = (part for path_and_text in sorted(headers(unit).items()) for part in path_and_text)
+    key = cache.digest(_target(), *command, *more, unit, *texts)
+    for _ in range(3):
+        entry = cache.find("emulator", key) or _compiled(unit, command, libraries, key, name)
+        try:
+            return ctypes.CDLL(str(entry / f"{key}.so"))
+        except OSError as error:  # another process made room in the cache: the entry is built anew
+            problem = error
+    raise EmulatorError(f"{name} was compiled but cannot be loaded: {problem}")
+
+
+@functools.cache
+def _target() -> str:
+    """The compiler's version and the CPU that -march=native means to it, as its predefined macros tell both."""
+    command = [*compiler().split(), "-march=native", "-dM", "-E", "-x", "c++", os.devnull]
+    return cache.digest(subprocess.run(command, capture_output=True, check=True).stdout)
+
+
+def _compiled(unit: str, command: Sequence[str], libraries: Sequence[str], key: str, name: str) -> Path:
+    """The folder of a fresh build, <key>.so in it: of the cache, or where that cannot be written a temporary one."""
+    with tempfile.TemporaryDirectory(prefix="tilewise-emulator-") as folder:
+        target = Path(folder) / f"{key}.so"
+        # Its own name is by which kernels find the runtime, wherever the cache's folder lies.
+        whole = [*command, "-shared", f"-Wl,-soname,{target.name}", "-x", "c++", "-", "-x", "none", *libraries]
+        done = subprocess.run([*whole, "-o", str(target)], input=unit, capture_output=True, text=True)
+        if done.returncode:
+            errors = "\n".join(line for line in done.stderr.splitlines() if "error" in line)[:4000]
+            raise EmulatorError(f"{name} does not compile:\n{errors or done.stderr[:4000]}")
+        data = target.read_bytes()
+    entry = cache.keep("emulator", key, {target.name: data})
+    if entry is None:
+        entry = Path(_private_folder().name) / key
+        entry.mkdir(exist_ok=True)
+        (entry / target.name).write_bytes(data)
+    return entry
+
+
+@functools.cache
+def _private_folder() -> tempfile.TemporaryDirectory[str]:
+    return tempfile.TemporaryDirectory(prefix="tilewise-emulator-")

@@ -1,0 +1,112 @@
+// Copies that run beside the threads: cp.async, and TMA's boxes of a tensor.
+#include "emulator/runtime/engine.h"
+
+namespace emu {
+
+// Bits 4 … of an address are exchanged with its bits 7 …: how TMA and wgmma spread rows over the banks.
+uint32_t swizzled(uint32_t address, uint32_t span) {
+    return span == 128 ? address ^ ((address >> 3) & 0x70) : span == 64 ? address ^ ((address >> 3) & 0x30)
+           : span == 32 ? address ^ ((address >> 3) & 0x10) : address;
+}
+
+static uint32_t box_bytes(const TensorMap& m) {
+    uint32_t bytes = m.element_bytes;
+    for (uint32_t d = 0; d < m.rank; d++) bytes *= m.box[d];
+    return bytes;
+}
+// Every 16 bytes of a box: each(shared memory, where they lie in the tensor, the first byte that is inside it, past the last).
+template <class F> static void walk_box(const Box& box, F each) {
+    const TensorMap& m = *box.map;
+    const uint32_t row_bytes = m.box[0] * m.element_bytes, rows = box_bytes(m) / row_bytes;
+    // Of a row, in bytes from the box's edge
+    const int64_t start = int64_t(box.at[0]) * m.element_bytes, size = int64_t(m.size[0]) * m.element_bytes;
+    for (uint32_t row = 0; row < rows; row++) {
+        uint8_t* global = m.base + start;
+        bool exists = true;
+        for (uint32_t d = 1, rest = row; d < m.rank; rest /= m.box[d], d++) {
+            const int64_t i = box.at[d] + int64_t(rest % m.box[d]);
+            exists &= i >= 0 && uint64_t(i) < m.size[d];
+            global += i * int64_t(m.stride[d - 1]);
+        }
+        for (uint32_t b = 0; b < row_bytes; b += 16) {
+            const int64_t before = start + b;  // of the tensor's row
+            const int64_t from = std::clamp<int64_t>(-before, 0, 16), to = std::clamp<int64_t>(size - before, 0, 16);
+            const uint32_t address = swizzled(box.shared + row * row_bytes + b, m.swizzle);
+            each(self().shared + address, global + b, size_t(from), exists ? size_t(std::max(from, to)) : size_t(from));
+        }
+    }
+    if (counters) counters->async_bytes += box_bytes(m);
+}
+
+void Copy::land() const {
+    Thread* running = current;
+    current = issuer;
+    if (kind == cp_async) {
+        uint8_t* shared = shared_store(to, 16);  // an ordinary store to the async proxy
+        if (bytes) std::memcpy(shared, from, size_t(bytes));
+        std::memset(shared + bytes, 0, size_t(16 - bytes));
+    } else if (kind == load) {
+        walk_box(box, [](uint8_t* shared, const uint8_t* global, size_t first, size_t end) {
+            std::memset(shared, 0, 16);
+            if (first < end) std::memcpy(shared + first, global + first, end - first);
+        });
+        mbarrier_complete_tx(box.barrier, int(box_bytes(*box.map)));
+    } else {
+        walk_box(box, [](const uint8_t* shared, uint8_t* global, size_t first, size_t end) {
+            if (first < end) std::memcpy(global + first, shared + first, end - first);
+        });
+    }
+    current = running;
+}
+void land_all(std::vector<Copy>& work) {
+    for (auto& c : work) c.land();
+    work.clear();
+}
+static void wait_for(std::deque<std::vector<Copy>>& groups, int groups_left) {
+    while (int(groups.size()) - 1 > groups_left) {
+        land_all(groups.front());
+        groups.pop_front();
+    }
+}
+
+// ---- cp.async -----------------------------------------------------------------------------------------------------------
+void copy_async_16(uint32_t to, const void* from, int bytes) {
+    if (bytes) check_global(from, size_t(bytes) == 16 ? 16 : 1, Access::load);
+    if (counters) counters->async_bytes += uint64_t(bytes);
+    check_shared(to, 16);
+    check_overwrite(to, 16, "cp.async");
+    const Copy c{Copy::cp_async, current, {}, to, from, bytes};
+    if (late()) self().fiber->copies.back().push_back(c);
+    else c.land();
+}
+void copy_async_commit() { self().fiber->copies.emplace_back(); }
+void copy_async_wait(int groups_left) { wait_for(self().fiber->copies, groups_left); }
+
+// ---- TMA ------------------------------------------------------------------------------------------------------------------
+static Box make_box(uint32_t shared, const TensorMap* map, uint32_t barrier, const int* at, int rank, const char* what) {
+    if (rank != int(map->rank)) fail("%s with %d coordinates of a tensor map of rank %u", what, rank, map->rank);
+    if (shared % 128) fail("%s at shared offset %u, which is not aligned to 128 bytes", what, shared);
+    if (map->box[0] * map->element_bytes % 16) fail("%s of a box whose rows are not a multiple of 16 bytes", what);
+    Box box{shared, map, barrier, {}};
+    std::copy(at, at + rank, box.at);
+    check_async_access(shared, box_bytes(*map), what);
+    return box;
+}
+void tma_load(uint32_t to, const TensorMap* map, uint32_t barrier, const int* at, int rank) {
+    const Copy c{Copy::load, current, make_box(to, map, barrier, at, rank, "TMA load"), 0, nullptr, 0};
+    check_overwrite(to, box_bytes(*map), "TMA load");
+    check_mbarrier_for_tma(barrier);
+    if (late()) scheduler->in_flight.push_back(c);
+    else c.land();
+}
+void tma_store(const TensorMap* map, uint32_t from, const int* at, int rank) {
+    for (int d = 0; d < rank; d++)
+        if (at[d] < 0) fail("TMA store at a negative coordinate, which a card refuses as an illegal instruction");
+    const Copy c{Copy::store, current, make_box(from, map, 0, at, rank, "TMA store"), 0, nullptr, 0};
+    if (late()) self().fiber->stores.back().push_back(c);
+    else c.land();
+}
+void bulk_commit() { self().fiber->stores.emplace_back(); }
+void bulk_wait(int groups_left) { wait_for(self().fiber->stores, groups_left); }
+
+}  // namespace emu

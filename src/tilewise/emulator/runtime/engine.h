@@ -1,0 +1,194 @@
+// What the parts of the runtime share: fibers, blocks, the scheduler, the launch.
+#pragma once
+#include <sys/mman.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <deque>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+#include "emulator/types.h"
+
+extern "C" void emu_switch(void** save, void* load);  // fibers.cpp
+
+namespace emu {
+
+constexpr size_t kStackBytes = 256 << 10;
+
+// Stacks are reused from block to block; fresh ones are touched only as deep as the kernel goes.
+struct StackPool {
+    std::vector<uint8_t*> free;
+    ~StackPool() {
+        for (auto* s : free) munmap(s, kStackBytes);
+    }
+    uint8_t* take() {
+        if (!free.empty()) {
+            auto* s = free.back();
+            free.pop_back();
+            return s;
+        }
+        void* s = mmap(nullptr, kStackBytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+        if (s == MAP_FAILED) {
+            std::fputs("tilewise emulator: no memory for fiber stacks\n", stderr);
+            std::abort();
+        }
+        return static_cast<uint8_t*>(s);
+    }
+};
+
+// One asynchronous copy that has not landed. The issuer is the thread whose block and shared memory it works on.
+struct Box {
+    uint32_t shared;
+    const TensorMap* map;
+    uint32_t barrier;
+    int at[5];
+};
+struct Copy {
+    enum Kind { cp_async, load, store } kind;
+    Thread* issuer;
+    Box box;           // of TMA
+    uint32_t to;       // of cp.async
+    const void* from;
+    int bytes;
+    void land() const;
+};
+
+struct WgmmaGroup {
+    std::vector<WgmmaOp> ops;
+};
+
+struct Fiber {
+    Thread thread;
+    uint8_t* stack = nullptr;
+    void* sp = nullptr;
+    bool done = false;
+    bool queued = false;
+    // What ordinary code may have touched since the last wgmma_fence: accumulators after a wait, A fragments after a commit
+    bool accumulators_fenced = false, fragments_fenced = false;
+    std::string waiting;                            // what it waits on, for the deadlock report
+    std::deque<std::vector<Copy>> copies{1};        // cp.async groups; the last is open
+    std::deque<std::vector<Copy>> stores{1};        // bulk store groups
+    std::deque<WgmmaGroup> wgmma{1};
+    std::unordered_map<const void*, uint32_t> occurrences;  // of each counted call site
+};
+
+struct Meeting {  // a rendezvous in progress
+    void* slots[32];
+    std::vector<Fiber*> waiting;
+    int arrived = 0;
+    const char* what = "";
+};
+struct Warpgroup {  // the wgmma its warps have issued, until all four have: they must be the same
+    struct Issued { uint64_t a_desc, b_desc; int n, warps; };
+    std::deque<Issued> issued;
+    uint64_t first = 0;        // number of issued.front()
+    uint64_t next[4] = {};     // of each warp
+};
+struct NamedBarrier {
+    int arrived = 0, count = 0;
+    std::vector<Fiber*> waiting;
+};
+struct Mbarrier {
+    int pending = 0, expected = 0;
+    int64_t bytes = 0;
+    int phase = 0;
+    Thread* initialiser = nullptr;
+    uint32_t init_fences = 0;  // of the initialiser, then
+    std::vector<Fiber*> waiting;
+};
+struct Request {
+    uint64_t address[32];  // by lane
+    uint32_t size, lanes;  // lanes: a bit each
+};
+
+struct Scheduler;
+struct Block {
+    Scheduler* scheduler;
+    dim3 index;
+    std::vector<uint8_t> arena;
+    std::vector<uint32_t> stored, loaded;  // marks, see Thread
+    std::vector<std::unique_ptr<Fiber>> fibers;
+    std::vector<Meeting> warps;
+    std::vector<Warpgroup> warpgroups;
+    std::map<int, NamedBarrier> barriers;
+    std::map<uint32_t, Mbarrier> mbarriers;
+    std::map<std::pair<const void*, std::pair<int, uint32_t>>, Request> global_requests, shared_requests;
+    unsigned live = 0;
+    ~Block();
+};
+
+struct Launch {
+    Options options;
+    void (*kernel)(void** args);
+    void** args;
+    std::atomic<uint32_t> next_block{0};
+    std::atomic<bool> failed{false};
+    std::mutex mutex;
+    std::string report;
+    Counters total{};
+};
+
+struct Scheduler {
+    Launch* launch;
+    StackPool stacks;
+    std::vector<std::unique_ptr<Block>> blocks;
+    std::vector<Fiber*> ready;
+    size_t head = 0;                 // ready[head..] is the queue when the order is round robin
+    std::deque<Copy> in_flight;      // TMA loads that have not landed
+    Fiber* running = nullptr;
+    bool yielded = false;            // the fiber that ran last gave up its turn: it waits for another in a loop
+    uint64_t idle = 0;               // turns in a row that ended so
+    void* sp = nullptr;
+    uint64_t random;
+    Counters counted{};
+    float wgmma_a[16][32], wgmma_b[32][256];  // a warp's operands while they are multiplied: a by row and k, b by k and column
+
+    uint64_t next_random() {         // xorshift64*
+        random ^= random >> 12;
+        random ^= random << 25;
+        random ^= random >> 27;
+        return random * 2685821657736338717ull;
+    }
+    void wake(Fiber* f) {
+        if (!f->queued && !f->done) {
+            f->queued = true;
+            ready.push_back(f);
+        }
+    }
+    void wake_all(std::vector<Fiber*>& waiting) {
+        for (Fiber* f : waiting) wake(f);
+        waiting.clear();
+    }
+    Fiber* pick();
+    void land();                     // one of the copies in flight
+    void switch_to(Fiber* f);
+};
+extern constinit thread_local Scheduler* scheduler;
+inline bool late() { return scheduler->launch->options.late; }
+
+void suspend(std::string why);       // until somebody wakes this fiber
+void prepare(Fiber& f);              // its stack, so that the first switch to it enters the kernel
+void report(Launch* launch, const std::string& text);
+std::string place(const Thread& t);
+void land_all(std::vector<Copy>& work);
+void check_mbarrier_for_tma(uint32_t address);
+uint32_t swizzled(uint32_t address, uint32_t span);
+void tally(Block& block, Counters& c);
+void add(Counters& total, const Counters& c);
+
+// The async proxy is about to read or write bytes of shared memory: what ordinary stores left there must be fenced. `size` and
+// `address` are multiples of 16.
+void check_async_access(uint32_t address, uint32_t size, const char* what);
+// A copy is about to write there: no other lane of this warp may still be loading it, as far as a barrier tells.
+void check_overwrite(uint32_t address, uint32_t size, const char* what);
+
+}  // namespace emu

@@ -1,0 +1,105 @@
+// Rendezvous of a warp's lanes, named barriers, mbarriers.
+#include "emulator/runtime/engine.h"
+
+namespace emu {
+
+void rendezvous(void* slot, const char* what, Act act, void* context) {
+    Thread& t = self();
+    Meeting& m = t.block->warps[t.warp];
+    if (m.arrived && m.what != what && std::strcmp(m.what, what))
+        fail("lanes of one warp meet in different instructions: %s here, %s elsewhere", what, m.what);
+    m.slots[t.lane] = slot;
+    m.what = what;
+    if (++m.arrived < 32) {
+        m.waiting.push_back(t.fiber);
+        suspend(what);
+        return;
+    }
+    act(m.slots, context);
+    m.arrived = 0;
+    scheduler->wake_all(m.waiting);
+}
+void sync_warp() {
+    release();
+    int slot = 0;
+    meet(slot, "__syncwarp", [](int* const*) {});
+}
+
+static void barrier_reach(NamedBarrier& b, int id, int count) {
+    if (b.arrived && b.count != count) fail("barrier %d is used with %d threads here and %d elsewhere", id, count, b.count);
+    release();
+    b.count = count;
+    b.arrived++;
+}
+static bool barrier_open(NamedBarrier& b) {
+    if (b.arrived < b.count) return false;
+    b.arrived = 0;
+    scheduler->wake_all(b.waiting);
+    return true;
+}
+void barrier_sync(int id, int count) {
+    NamedBarrier& b = self().block->barriers[id];
+    if (counters) counters->barriers++;
+    barrier_reach(b, id, count);
+    if (barrier_open(b)) return;
+    b.waiting.push_back(self().fiber);
+    suspend("barrier " + std::to_string(id) + " of " + std::to_string(count) + " threads");
+}
+void barrier_arrive(int id, int count) {
+    NamedBarrier& b = self().block->barriers[id];
+    barrier_reach(b, id, count);
+    barrier_open(b);
+}
+
+static Mbarrier& mbarrier(uint32_t address) {
+    auto& all = self().block->mbarriers;
+    auto found = all.find(address);
+    if (found == all.end()) fail("mbarrier at shared offset %u was never initialised", address);
+    return found->second;
+}
+static void settle(Mbarrier& b) {
+    if (b.pending || b.bytes) return;
+    b.pending = b.expected;
+    b.phase ^= 1;
+    scheduler->wake_all(b.waiting);
+}
+static void arrive(Mbarrier& b, uint32_t address, int count) {
+    release();
+    if ((b.pending -= count) < 0) fail("mbarrier at shared offset %u: more arrivals than its count of %d", address, b.expected);
+    settle(b);
+}
+void mbarrier_init(uint32_t address, int count) {
+    check_shared(address, 8);
+    Mbarrier& b = self().block->mbarriers[address];
+    b = Mbarrier{};
+    b.pending = b.expected = count;
+    b.initialiser = &self();
+    b.init_fences = self().init_fences;
+}
+void mbarrier_arrive(uint32_t address, int count) { arrive(mbarrier(address), address, count); }
+void mbarrier_expect_tx(uint32_t address, int bytes) {
+    Mbarrier& b = mbarrier(address);
+    b.bytes += bytes;
+    arrive(b, address, 1);
+}
+void mbarrier_complete_tx(uint32_t address, int bytes) {
+    Mbarrier& b = mbarrier(address);
+    b.bytes -= bytes;
+    settle(b);
+}
+void mbarrier_wait(uint32_t address, int parity) {
+    if (counters) counters->mbarrier_waits++;
+    Mbarrier& b = mbarrier(address);
+    while (b.phase == (parity & 1)) {
+        b.waiting.push_back(self().fiber);
+        suspend("mbarrier at shared offset " + std::to_string(address) + ", parity " + std::to_string(parity));
+    }
+}
+void check_mbarrier_for_tma(uint32_t address) {
+    const Mbarrier& b = mbarrier(address);
+    if (b.initialiser->init_fences == b.init_fences)
+        fail("TMA load on the mbarrier at shared offset %u, which %s initialised without a fence_mbarrier_init since", address,
+             place(*b.initialiser).c_str());
+}
+
+}  // namespace emu
