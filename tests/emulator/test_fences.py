@@ -98,7 +98,7 @@ FORWARD_BUGS = {
         FORWARD, f"{FENCE}\n            ptx::sync_warp();", FENCE, {}, ("TMA store of 4 bytes",),
     ),
     "copies in place of TMA are not fenced": (
-        PRODUCERS, f"{FENCE}\n        meet();", "meet();", {"head_dim": 33},
+        PRODUCERS, f"{FENCE}\n        sync();", "sync();", {"head_dim": 33},
         ("wgmma of 4 bytes", "without a fence_async_proxy"),
     ),
     "transposed V is not fenced": (
