@@ -1,4 +1,4 @@
-"""The trees that the serving table measures: their pages, plans and peers, and replays in turns."""
+"""The trees that the serving table measures: their pages, plans and peers, and replays that alternate."""
 
 from __future__ import annotations
 

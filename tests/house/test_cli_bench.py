@@ -68,7 +68,7 @@ def test_bench_subcommands(run, words, expected):
 
 def test_bench_subcommands_have_good_defaults(monkeypatch):
     points = []
-    monkeypatch.setattr(commands, "_show_point", lambda point, loops, json: points.append(point))
+    monkeypatch.setattr(commands, "show_point", lambda point, loops, json: points.append(point))
     for name in ("prefix", "decode", "sparse"):
         assert cli.main(["bench", name]) == 0
     assert points[0] == bars.BARS[2].point

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from script_cases import run_script
 
 README = (Path(__file__).parents[2] / "README.md").read_text()
 EXAMPLES = re.findall(r"```python\n(.*?)```", README, re.S)
 
 
 def run(example: str, folder: Path) -> str:
-    done = subprocess.run([sys.executable, "-c", example], cwd=folder, capture_output=True, text=True, timeout=120)
+    done = run_script(example, folder=folder, environment={}, logs=folder, seconds=300)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

@@ -1,7 +1,8 @@
 """What this device can do at best, measured once per process: matrix-product FLOP/s and memory bytes/s.
 
-The fastest of the calls counts, not the median as for kernels, and a GPU is not heated: a ceiling is what the machine
-can do when nothing else runs on it."""
+The fastest of the calls counts, not the median as for kernels, and a GPU is not warmed up: a ceiling is what the
+machine can do when nothing else runs on it.
+"""
 
 from __future__ import annotations
 

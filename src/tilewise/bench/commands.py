@@ -183,7 +183,7 @@ def bench_prefill(
     loops: Loops = None,
     json: Json = False,
 ) -> None:
-    """Prefill on a GPU: Tilewise, cuDNN and FlashAttention-3 hot and in turns, row by row with the bars.
+    """Prefill on a GPU: Tilewise, cuDNN and FlashAttention-3, warmed up and alternated, row by row with the bars.
 
     Under four minutes on an H200. Ctrl-C keeps what is done in the CSV.
     """
@@ -194,7 +194,7 @@ def bench_prefill(
         against = "bars against the better of cuDNN and it are not judged"
         return [f"{peers.FA3}: {missing}; {against}"] if isinstance(missing, str) else []
 
-    title = "Prefill on {machine}: TFLOP/s, hot and in turns, bfloat16"
+    title = "Prefill on {machine}: TFLOP/s, warmed up, kernels alternated, bfloat16"
     sheet = SheetOptions(csv, plot, resume, force)
     show_rows(prefill, title, notes, plots.draw, only, sheet, device, loops, json)
 
@@ -216,7 +216,7 @@ def bench_serve(
     """
     from . import serve, serve_plots
 
-    title = "Decode on {machine}: µs, graph replay, L2 flushed, in turns, bfloat16"
+    title = "Decode on {machine}: µs, graph replay, L2 flushed, kernels alternated, bfloat16"
     sheet = SheetOptions(csv, plot, resume, force)
     show_rows(serve, title, serve.notes, serve_plots.draw, only, sheet, device, loops, json)
 

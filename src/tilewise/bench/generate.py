@@ -54,8 +54,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
 class Case:
     """What is generated: `sequences` questions behind a system prompt of `prefix` tokens, `new_tokens` each.
 
-    prefill_chunk: tokens of each sequence that transformers prefills at a time, 0 for all at once. bar: times the
-    tokens a second of transformers that Tilewise must reach.
+    prefill_chunk: tokens of each sequence that transformers prefills at a time, 0 for all at once. bar: how many
+    times transformers' tokens per second Tilewise must reach.
     """
 
     device: str
@@ -89,12 +89,12 @@ class Run:
 
     @property
     def rate(self) -> float:
-        """New tokens a second, end to end."""
+        """New tokens per second, end to end."""
         return sum(map(len, self.tokens)) / self.seconds
 
     @property
     def decode_rate(self) -> float:
-        """New tokens a second of the decode phase, the first of each sequence, which prefill gives, left out."""
+        """New tokens per second of the decode phase, the first of each sequence, which prefill gives, left out."""
         return sum(len(one) - 1 for one in self.tokens) / self.decode_seconds
 
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from .rungs import Row, Shape, Step
 
-# What is run if nothing else is asked for: what shows a card at work, and what the emulator does in seconds a rung.
+# What is run if nothing else is asked for: what shows a card at work, and what the emulator does in seconds per rung.
 ON_CARD = {"batch": 4, "seq": 4096, "heads": 16, "hdim": 128}
 EMULATED = {"batch": 1, "seq": 128, "heads": 2, "hdim": 64}
 

@@ -78,7 +78,7 @@ def counters_table(rows: Sequence[Row], shape: Shape) -> Table:
 def used_share(c: Counters) -> float:
     """The share of the bytes moved from and to global memory that was asked for.
 
-    Sectors of a request alone do not tell: 16 bytes a thread are 16 sectors a warp, and all of them are needed.
+    Sectors of a request alone do not tell: 16 bytes per thread are 16 sectors per warp, and all of them are needed.
     """
     # Threads that read the same address are counted one by one, hence the limit.
     return min(1.0, c.global_bytes / (32 * c.global_sectors)) if c.global_sectors else 0.0
@@ -134,7 +134,7 @@ def draw(rows: Sequence[Row], shape: Shape, path: Path) -> None:
 
 
 def _panels(rows: Sequence[Row]) -> dict[str, dict[str, list[float]]]:
-    """Title -> what is stacked in it, a value a rung."""
+    """Title -> what is stacked in it, one value per rung."""
     counted = [row.counters for row in rows if row.counters is not None]
     return {
         "32-byte sectors moved, % used": {"": [100 * used_share(c) for c in counted]},

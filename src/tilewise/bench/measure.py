@@ -1,8 +1,8 @@
 """The one measuring loop: every number Tilewise prints about speed comes from here.
 
 `measure` takes a `Problem` (see `workloads`), checks each kernel's answer first, and only then times the kernels that
-passed. Kernels take turns, A B A B, so a machine that slows down or speeds up meanwhile favours none of them. A GPU
-is heated first: cold, it runs at clocks that its power limit does not allow for long, and who goes first is flattered.
+passed. Kernels alternate, A B A B, so a machine that slows down or speeds up meanwhile favours none of them. A GPU is
+warmed up first: cold, it runs at clocks that its power limit does not allow for long, which flatters the first kernel.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 OK, WRONG, FAILED = "ok", "WRONG", "failed"
 HEAT = 1.0  # seconds of work after which a GPU's clocks have settled at its power limit
 FLUSH_BYTES = 256 << 20  # twice the largest L2 there is
-BURST, COLD = 8, 2  # replays of a graph in a turn, and the first of them, which do not count
+BURST, COLD = 8, 2  # replays of a graph per turn, and how many of them, the first, do not count
 
 
 @dataclass(frozen=True)
@@ -117,9 +117,9 @@ def time_calls(
     budget: float = 4.0,
     heat: float = HEAT,
 ) -> dict[str, Timing]:
-    """Time each call `loops` times in turns, or as often as `budget` seconds allow (5 to 200 times).
+    """Time each call `loops` times, alternated, or as often as `budget` seconds allow (5 to 200 times).
 
-    On a GPU: CUDA events, after `heat` seconds of the calls in turns, and the L2 cache is emptied before every call,
+    On a GPU: CUDA events, after `heat` seconds of warm-up by the calls, and the L2 cache is flushed before every call,
     since a kernel that finds its input there looks faster than it will be in a model. On a CPU the other calls' turns
     do that as well as they can.
     """
@@ -139,10 +139,10 @@ def time_calls(
 def time_replays(
     calls: Mapping[str, Callable[[], object]], *, device: torch.device, loops: int | None = None, budget: float = 0.3
 ) -> dict[str, Timing]:
-    """Time each call as a CUDA graph, `loops` times or as often as `budget` seconds allow (15 to 60 times), in turns.
+    """Time each call as a CUDA graph, `loops` times or as often as `budget` seconds allow (15 to 60 times), alternated.
 
     For kernels of microseconds, which are served from graphs: neither the host nor torch's dispatch is in the time. The
-    L2 cache is emptied before every replay by reading and writing a buffer, as the layers between two attentions do.
+    L2 cache is flushed before every replay by reading and writing a buffer, as the layers between two attentions do.
     A turn is some replays, the first of which do not count: after another kernel has been through gigabytes it finds
     the translations of its addresses gone, which cost kernels of 30 µs up to 6.
     A call that cannot be captured is left out, with a warning. Without a GPU there are no graphs, and the calls are
@@ -171,7 +171,7 @@ def time_replays(
 
 
 def _captured(call: Callable[[], object], device: torch.device) -> Callable[[], object]:
-    """The call as a graph's replay. Not by torch.cuda.graph(), which collects garbage first: 0.1 s a time."""
+    """The call as a graph's replay. Not by torch.cuda.graph(), which collects garbage first: 0.1 s per capture."""
     graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream(device)
     stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream):

@@ -1,4 +1,4 @@
-"""Pictures of a sweep: latency, throughput and speed-up over sequence length and over sparsity, a line a kernel."""
+"""Pictures of a sweep: latency, throughput and speed-up over sequence length and over sparsity, one line per kernel."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The prefill table: Tilewise beside cuDNN and FlashAttention-3 on one GPU, row by row with what each row must reach.
 
-Everything that is compared is timed in turns in one loop: the peers, and Tilewise's own rate on another problem where a
-bar is set against that. `tilewise bench prefill` shows it.
+All kernels that are compared alternate in one timing loop: the peers, and Tilewise's own rate on another problem where
+a bar is set against that. `tilewise bench prefill` shows it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ COLUMNS = ("ours", "exact", "cuDNN", "FA3")
 TOKENS, WIDTH = 16384, 2048  # of the dense rows: batch × N and heads × D
 LENGTHS = (512, 2048, 8192, 16384)
 TILE = 128  # rows and keys of the tiles by which a window's work is counted
-BUDGET = 1.2  # seconds a row, beside the heating: the whole table is measured on a rented card
+BUDGET = 1.2  # seconds per row, after the warm-up: the whole table is measured on a rented card
 # At least so many times the better peer at each of LENGTHS, by head dimension: without and with the causal mask.
 DENSE_BARS = {
     64: ((1.10, 1.03, 1.07, 1.07), (1.10, 1.03, 1.07, 1.07)),
@@ -69,7 +69,7 @@ class Goal:
 
 @dataclass(frozen=True)
 class Row:
-    """A row of the table: a problem and its bars. On the problem `beside` Tilewise is timed in the same turns.
+    """A row of the table: a problem and its bars. On the problem `beside` Tilewise is timed in the same loop.
 
     `measure` is for a row that is not timed as the others are.
     """
@@ -170,7 +170,7 @@ def run(chosen: Sequence[Row], sheet: Sheet | None = None, loops: int | None = N
 
 
 def _time(row: Row, loops: int | None) -> list[Result]:
-    """Tilewise, the two peers and what stands beside, in turns. Other peers are left out: each would cost card time."""
+    """Time Tilewise, the two peers and the problem beside, alternated. Other peers would only cost time on the card."""
     problem = build(row.point)
     kernels = [k for k in problem.kernels if k.ours or k.name in (*PEERS, peers.CUDNN_PADDED)]
     if row.beside is not None:

@@ -36,7 +36,7 @@ SKIPPED = "skipped"
 # Rungs that round rows to int8 by design: they are judged as exact attention over the rounded rows.
 INT8_ROWS = tuple(rung.name for rung in ladder.RUNGS if not rung.exact)
 PAIRS_AT_ONCE = 1 << 26  # of the oracle's scores
-SLOW = 0.05  # seconds; slower rungs take turns among themselves, so that the fast ones get more turns
+SLOW = 0.05  # seconds; slower rungs are alternated among themselves, so that the fast ones get more rounds
 
 
 @dataclass(frozen=True)
@@ -169,7 +169,7 @@ class Data:
         return self._oracle(*(int8_rows(x) for x in (self.q, self.k, self.v)))
 
     def _oracle(self, *qkv: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """The exact o and lse, and PyTorch's own in the data's dtype; computed where the data is, some rows a time."""
+        """The exact o and lse, and PyTorch's own in the data's dtype; computed on its device, some rows at a time."""
         shape, causal = self.shape, self.shape.causal
         step = max(1, PAIRS_AT_ONCE // shape.seq)
         answers = tuple(
@@ -220,7 +220,7 @@ class _Store:
 def _attempt(row: Row, run: Callable[[], tuple[reference.Verdict, emulator.Counters | None]]) -> Row:
     try:
         verdict, counters = run()
-    except Exception as error:  # the rung's result, whatever it is; the others still get their turn
+    except Exception as error:  # the rung's result, whatever it is; the others are still run
         text = " ".join(f"{type(error).__name__}: {error}".split())
         return replace(row, status=FAILED, reason=text)
     return replace(
@@ -369,7 +369,7 @@ def _time(
     device: torch.device,
     loops: int | None,
 ) -> tuple[dict[str, tuple[Timing, dict[str, float]]], list[Row]]:
-    """Each rung's timing and times over torch by peer, taken in turns with torch on the same data; torch's own rows."""
+    """Each rung's timing and times over torch by peer, alternated with torch on the same data; torch's own rows."""
     slow = {row.name for row in passed if _seconds(calls[row.name], device) > SLOW}
     timings: dict[str, tuple[Timing, dict[str, float]]] = {}
     torch_rows: dict[tuple[str, str, int], Row] = {}

@@ -1,7 +1,7 @@
 """The serving table: decode and shared prefixes on one GPU, row by row with what each row must reach.
 
-Every kernel is captured in a graph, and a row's kernels are replayed in turns, the L2 cache emptied before each. Each
-answer is checked on a few sequences first. `tilewise bench serve` shows it.
+Every kernel is captured in a graph. The replays of a row's kernels alternate, and the L2 cache is flushed before each.
+Each answer is checked on a few sequences first. `tilewise bench serve` shows it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .workloads import Point, complete
 
 COLUMNS = ("ours", "unshared", "cuDNN", "FlashInfer")
 PAGE_SIZES = (16, 64)
-BUDGET, GRID_BUDGET = 0.3, 0.06  # seconds of replays a row and a point of the grid
+BUDGET, GRID_BUDGET = 0.3, 0.06  # seconds of replays per row, and per point of the grid
 TREE: Levels = ((1, 4096), (8, 1024), (128, 256), (512, 64))  # system prompt, few-shot groups, questions, samples
 
 

@@ -41,7 +41,7 @@ def draw(csv_path: Path, skipped: Callable[[str], None] = lambda reason: None) -
 
 
 def _times(rows: Sequence[Row]) -> Any:
-    """A line a point, a mark a kernel, microseconds across."""
+    """One line per point, one mark per kernel, microseconds across."""
     from matplotlib.figure import Figure  # slow to import, and only drawing needs it
     from matplotlib.ticker import FuncFormatter
 

@@ -38,7 +38,7 @@ def _table(title: str, left: Iterable[str], right: Iterable[str]) -> Table:
 
 
 def point_table(title: str, results: list[Result], width: int) -> Table:
-    """Everything that was measured at one point, a row a kernel; `width` is the console's."""
+    """Everything that was measured at one point, one row per kernel; `width` is the console's."""
     wide = width >= FULL_WIDTH
     times = ("median ms", "p20–p80") if wide else ("ms",)
     rates = ("TFLOP/s", "GB/s", "µs/tok·head", "of ceiling", "vs best")

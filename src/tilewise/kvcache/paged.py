@@ -38,7 +38,7 @@ class ExtendPlan:
     seqs: tuple[int, ...]
     counts: tuple[int, ...]
     rows: Ints  # of the sequences
-    more: Ints  # counts, as far as they can be served
+    more: Ints  # counts as an array, cut off at what no cache has room for
     growth: Ints  # new pages at the end of each sequence
     copies: npt.NDArray[np.bool_] | None  # whether its last page has to be copied first; None: no page has
     pages: int  # free pages it takes
@@ -256,7 +256,7 @@ class PagedKVCache:
         if plan.pages:
             self._take_pages(plan)
         starts, last = sequences.lengths[rows], sequences.last[rows]
-        if (counts == 1).all():  # a token each, in its last page
+        if (counts == 1).all():  # one token per sequence, in its last page
             positions, pages = starts, last
             offsets = starts - (sequences.counts[rows] - 1) * size
             index = last * size + offsets

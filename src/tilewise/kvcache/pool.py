@@ -109,7 +109,7 @@ class PagePool:
 
 @dataclass(frozen=True)
 class CacheStats:
-    """What PagedKVCache.stats() counts. `tokens_logical` counts a token once a sequence, `tokens_stored` once."""
+    """What PagedKVCache.stats() counts. `tokens_logical` counts a token once per sequence, `tokens_stored` once."""
 
     pages_total: int
     pages_used: int
@@ -139,7 +139,7 @@ class CacheStats:
 
 
 class GrowingArray:
-    """A one-dimensional array that is appended to, with room to spare so that a token a step costs no copy.
+    """A one-dimensional array that is appended to, with room to spare so that one token per step costs no copy.
 
     Views handed out earlier stay what they were: values in use are never changed in place.
     """

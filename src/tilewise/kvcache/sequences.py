@@ -1,4 +1,4 @@
-"""The living sequences: a row of arrays for each, so that a step over hundreds of them is a few array operations."""
+"""The living sequences: one row of arrays per sequence, so that a step over hundreds is a few array operations."""
 
 from __future__ import annotations
 

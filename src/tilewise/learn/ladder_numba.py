@@ -39,7 +39,7 @@ def kernel(head_dim: int) -> Any:
 
     @cuda.jit  # type: ignore[untyped-decorator, unused-ignore]
     def attention(q: Any, k: Any, v: Any, o: Any, lse: Any, scale: Any, causal: Any) -> None:
-        """q, o (B, Nq, Hq, D), k, v (B, Nk, Hkv, D), lse (B, Hq, Nq); block (KEYS, ROWS), a block a query tile."""
+        """q, o (B, Nq, Hq, D), k, v (B, Nk, Hkv, D), lse (B, Hq, Nq); block (KEYS, ROWS), one block per query tile."""
         q_i = cuda.shared.array((ROWS, D), float32)
         k_j = cuda.shared.array((KEYS, D), float32)
         v_j = cuda.shared.array((KEYS, D), float32)
@@ -73,7 +73,7 @@ def kernel(head_dim: int) -> Any:
                     v_j[j, d] = v[batch, key0 + j, kv_head, d] if inside else float32(0.0)
             cuda.syncthreads()
 
-            # S = Q Kᵀ · scale, a key a thread
+            # S = Q Kᵀ · scale, one key per thread
             s = float32(0.0)
             for d in range(D):
                 s += q_i[row, d] * k_j[lane, d]

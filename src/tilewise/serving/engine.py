@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from .hf import ServedModel
 
 # A graph is bound to its sequences. Up to this share of them may be idle, done and decoded on for nobody, before the
-# others are captured anew: a row more costs a step little, a capture costs several steps.
+# others are captured anew: one more row costs a step little, a capture costs several steps.
 IDLE_SHARE = 0.25
 ROOM = 512  # tokens that a decode plan on a card has room for before it is made anew, and its graph captured again
 GREEDY = Sampling()

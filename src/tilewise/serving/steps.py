@@ -133,7 +133,7 @@ class DecodeStep:
         return self._slots
 
     def renew(self, tokens: Sequence[int]) -> bool:
-        """Begin the step that feeds `tokens`, one a sequence; are the plans the same as before, only grown?
+        """Begin the step that feeds `tokens`, one per sequence; True if the plans are those of before, only grown.
 
         Raises OutOfPages with nothing changed.
         """
