@@ -2,8 +2,8 @@
 #include "tile/memory.cuh"
 
 // One box into shared memory and its bytes out. kRank 2, 3 or 4.
-extern "C" __global__ void __launch_bounds__(32) tma_box(const __grid_constant__ TensorMap map, uint32_t* out, int c0, int c1, int c2,
-                                                        int c3) {
+extern "C" __global__ void __launch_bounds__(32)
+    tma_box(const __grid_constant__ TensorMap map, uint32_t* out, int c0, int c1, int c2, int c3) {
     Shared<uint32_t> sBox(0);
     const uint32_t barrier = ptx::shared_address(uint32_t(kBoxBytes));
     if (threadIdx.x == 0) {
@@ -21,7 +21,8 @@ extern "C" __global__ void __launch_bounds__(32) tma_box(const __grid_constant__
 }
 
 // d (64 × kN) = a b through descriptors whose offsets the host chooses; shared memory is given word for word.
-extern "C" __global__ void __launch_bounds__(128) wgmma_once(const uint32_t* memory, float* out, uint64_t a_desc, uint64_t b_desc) {
+extern "C" __global__ void __launch_bounds__(128)
+    wgmma_once(const uint32_t* memory, float* out, uint64_t a_desc, uint64_t b_desc) {
     Shared<uint32_t> sWords(0);
     Global<const uint32_t> gMemory{memory};
     Global<float> gOut{out};
@@ -42,8 +43,9 @@ extern "C" __global__ void __launch_bounds__(128) wgmma_once(const uint32_t* mem
 }
 
 // A box out of one tensor and into another, through shared memory: what lies outside either is not touched.
-extern "C" __global__ void __launch_bounds__(32) tma_roundtrip(const __grid_constant__ TensorMap from, const __grid_constant__ TensorMap to,
-                                                              int c0, int c1, int c2, int c3) {
+extern "C" __global__ void __launch_bounds__(32)
+    tma_roundtrip(const __grid_constant__ TensorMap from, const __grid_constant__ TensorMap to, int c0, int c1, int c2,
+                  int c3) {
     Shared<uint32_t> sBox(0);
     const uint32_t barrier = ptx::shared_address(uint32_t(kBoxBytes));
     if (threadIdx.x == 0) {

@@ -1,8 +1,8 @@
 // One kernel a primitive: raw values in, raw values out, for the agreement of emulator and card. kPrimitive chooses.
 #include "tile/memory.cuh"
 
-constexpr int kLdmatrix = 0, kLdmatrixTransposed = 1, kMmaBf16 = 2, kMmaF16 = 3, kMmaTf32 = 4, kMmaS8 = 5, kShuffle = 6, kVote = 7,
-              kCopyAsync = 8, kExp2 = 9, kStmatrix = 10, kDp4a = 11, kConvert = 12, kMmaE4m3 = 13, kFp8 = 14;
+constexpr int kLdmatrix = 0, kLdmatrixTransposed = 1, kMmaBf16 = 2, kMmaF16 = 3, kMmaTf32 = 4, kMmaS8 = 5, kShuffle = 6,
+              kVote = 7, kCopyAsync = 8, kExp2 = 9, kStmatrix = 10, kDp4a = 11, kConvert = 12, kMmaE4m3 = 13, kFp8 = 14;
 
 // One warp. in: 32 lanes × 16 words; out: 32 lanes × 4 words.
 extern "C" __global__ void __launch_bounds__(32) primitive(const uint32_t* in, uint32_t* out) {
@@ -66,7 +66,8 @@ extern "C" __global__ void __launch_bounds__(32) primitive(const uint32_t* in, u
         float x[4];
         for (int i = 0; i < 4; i++) x[i] = as_float(gIn[lane * 16 + 8 + i]);
         const float factor[3] = {1.0f, 400.0f, 0.01f};  // normal values, those beyond 448, subnormal ones
-        for (int i = 0; i < 3; i++) r[i] = ptx::pack_e4m3(x[0] * factor[i], x[1] * factor[i], x[2] * factor[i], x[3] * factor[i]);
+        for (int i = 0; i < 3; i++)
+            r[i] = ptx::pack_e4m3(x[0] * factor[i], x[1] * factor[i], x[2] * factor[i], x[3] * factor[i]);
         r[3] = ptx::permute_bytes(a[0], a[1], a[2] & 0x7777u);
     }
     for (int i = 0; i < 4; i++) gOut[lane * 4 + i] = r[i];

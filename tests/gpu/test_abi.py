@@ -1,0 +1,105 @@
+"""The ctypes structures that kernels are given lie as the C++ structures they mirror: sizes and every offset."""
+
+from __future__ import annotations
+
+import ctypes
+
+import pytest
+import torch
+
+from tilewise import emulator
+from tilewise.compiler.spec import Constant, KernelSpec
+from tilewise.gpu import abi, append, prefill
+from tilewise.learn import ladder
+from tilewise.plan import worklist
+
+RAGGED = (("Index", "int"), ("kTileQ", 128), ("kTileKv", 128), ("kPack", 1))
+APPEND = append.specs()[0].constants
+# The structures' source, the constants that it needs, and its structures: C++ name -> mirror
+SOURCES: dict[str, tuple[tuple[tuple[str, Constant], ...], dict[str, type[ctypes.Structure]]]] = {
+    "common/args.cuh": ((), {"Strides": abi.Strides, "Divisor": abi.Divisor}),
+    "common/scores.cuh": ((), {"Scores": abi.ScoreArgs}),
+    "prefill/ragged.cu": (
+        RAGGED,
+        {"Descale": abi.Descale, "ForwardArgs": abi.ForwardArgs, "RaggedArgs": abi.RaggedArgs},
+    ),
+    "decode/work.cuh": ((), {"Paged": abi.Paged, "DecodeArgs": abi.DecodeArgs}),
+    "common/append.cu": (
+        APPEND,
+        {"AppendSource": abi.Source, "AppendStore": abi.Store, "AppendArgs": abi.AppendArgs},
+    ),
+    "common/copy_pages.cu": ((), {"CopyPart": abi.CopyPart, "CopyArgs": abi.CopyArgs}),
+    "learn/kernels/args.cuh": ((), {"AttentionArgs": ladder.AttentionArgs}),
+}
+# Constants that Python repeats: source -> C++ expression -> value
+CONSTANTS = {
+    "prefill/ragged.cu": {
+        "kTileWords": abi.TILE_WORDS,
+        "kListHeader": abi.LIST_HEADER,
+        "kBuckets": prefill.BUCKETS,
+        "kFar": abi.FAR,
+    },
+    "tile/hopper.cuh": {"kPanel": abi.PANEL, "kPanelRowBytes": abi.PANEL_BYTES},
+    "common/copy_pages.cu": {"kMaxParts": abi.MAX_PARTS},
+    "decode/work.cuh": {
+        "kItemWords": worklist.ITEM_WORDS,
+        **{
+            f"int(offsetof(DecodeItem, {field})) - 4 * k{field.title().replace('_', '')}Word": 0
+            for field in (
+                *("sequence", "row", "rows", "caller_head", "table", "start", "stop", "state_fold"),
+                *("page", "tail_from", "first_state", "states_before", "grows_from", "piece", "kind", "second_page"),
+            )
+        },
+    },
+}
+
+
+def evaluated(tmp_path, source: str, constants: tuple[tuple[str, Constant], ...], expressions: list[str]) -> list[int]:
+    """Integer expressions over what `source` declares, as the emulator's compiler has them."""
+    unit = tmp_path / "facts.cu"
+    stores = "\n".join(f"    Global<int>{{out}}[{n}] = int({x});" for n, x in enumerate(expressions))
+    head = f'#include <cstddef>\n#include "tile/memory.cuh"\n#include "{source}"\n'
+    unit.write_text(f'{head}extern "C" __global__ void facts(int* out) {{\n{stores}\n}}\n')
+    out = torch.full((len(expressions),), -1, dtype=torch.int32)
+    spec = KernelSpec("facts", str(unit), "facts", constants, 1, 0)
+    emulator.launch(spec, (1, 1, 1), [ctypes.c_void_p(out.data_ptr())], {"out": out})
+    return out.tolist()
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_structures_lie_as_the_kernels_have_them(source, tmp_path):
+    constants, structures = SOURCES[source]
+    wanted: dict[str, int] = {}
+    for name, mirror in structures.items():
+        wanted[f"sizeof({name})"] = ctypes.sizeof(mirror)
+        for field, _ in mirror._fields_:
+            place = getattr(mirror, field)
+            wanted[f"offsetof({name}, {field})"] = place.offset
+            wanted[f"sizeof({name}::{field})"] = place.size
+    assert dict(zip(wanted, evaluated(tmp_path, source, constants, list(wanted)), strict=True)) == wanted
+
+
+def test_every_structure_is_compared():
+    mirrors = {mirror for _, structures in SOURCES.values() for mirror in structures.values()}
+    declared = {x for x in vars(abi).values() if isinstance(x, type) and issubclass(x, ctypes.Structure)}
+    assert declared <= mirrors
+
+
+@pytest.mark.parametrize("source", CONSTANTS)
+def test_constants_are_the_kernels(source, tmp_path):
+    wanted = CONSTANTS[source]
+    constants = RAGGED if source == "prefill/ragged.cu" else ()
+    assert dict(zip(wanted, evaluated(tmp_path, source, constants, list(wanted)), strict=True)) == wanted
+
+
+def test_scores_in_base_2():
+    scores = abi.ScoreArgs.of(scale=0.25, softcap=30.0, left=None, right=0)
+    assert (scores.left, scores.right) == (abi.FAR, 0)
+    assert scores.scale_log2 == pytest.approx(0.25 * abi.LOG2E, rel=1e-6)
+    # softcap · tanh(s · scale / softcap) in base 2; the kernels' tanh takes 2 log2 e times its argument
+    assert scores.softcap_in == pytest.approx(2 * abi.LOG2E * 0.25 / 30, rel=1e-6)
+    assert scores.softcap_out == pytest.approx(30 * abi.LOG2E, rel=1e-6)
+    plain = abi.ScoreArgs.of(scale=1.0, softcap=0.0, left=5, right=abi.FAR + 1)
+    assert (plain.left, plain.right, plain.softcap_in, plain.softcap_out) == (5, abi.FAR, 0.0, 0.0)
+    assert plain.sinks is None
+    assert plain.slopes is None
