@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from tilewise import checks
 from tilewise.scores import ScoreOptions
 
-from .arguments import NO_WINDOW, as_flash_attn, asked_of, check_dropout, check_sink, rows
+from .flash_options import NO_WINDOW, as_flash_attn, asked_of, check_dropout, check_sink, rows
 from .gradients import Inputs, attend
 from .kvcache import flash_attn_with_kvcache
 

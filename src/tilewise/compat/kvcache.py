@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from tilewise import arguments, checks
 from tilewise.gpu import calls
 
-from .arguments import NO_WINDOW, as_flash_attn, asked_of, check_sink, rows
+from .flash_options import NO_WINDOW, as_flash_attn, asked_of, check_sink, rows
 from .gradients import Inputs, forward
 from .rotary import check_positions, check_tables, turn
 

@@ -21,7 +21,7 @@ TILE_WORDS, LIST_HEADER = 16, 16  # prefill/work.cuh: of a WorkTile, and before 
 MAX_PARTS = 6  # copy_pages.cu
 # The C++ type of a torch dtype (tile/types.cuh), and its name in a tensor map.
 ELEMENTS = {torch.float32: "float", torch.bfloat16: "bf16", torch.float16: "half", FP8: "e4m3"}
-MAP_TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", FP8: "fp8"}
+MAP_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", FP8: "fp8"}
 
 
 class Strides(ctypes.Structure):

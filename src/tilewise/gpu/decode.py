@@ -31,8 +31,8 @@ from tilewise.gpu.decode_kernels import (
     MAX_GROUP,
     MAX_TOKENS,
     TILE_WARPS,
+    DecodeTiling,
     Parts,
-    Tiling,
     choose_tiling,
     chunk_map,
     chunk_tokens,
@@ -85,10 +85,11 @@ def check_served(q: torch.Tensor, fmt: KVFormat, plan: DecodePlan, codes: Parts)
 
 
 def fills_one_block(plan: DecodePlan, fmt: KVFormat, multiprocessors: int) -> bool:
-    """Nothing is shared, and each sequence and KV head gets a warp where a multiprocessor has one block of four.
+    """Is nothing shared, and are there as many ranges as warps, with one block of four warps per multiprocessor?
 
-    Then a warp's ring alone hides the memory's latency: with rings of two chunks 64 × 4096 tokens took 252 µs or 271,
-    whichever way it fell out; with four, 258, and 64 × 16384 take 981 instead of 997.
+    A range is a sequence and KV head. Then each warp has one, and its ring alone has to hide the memory's latency: with rings of two chunks
+    64 × 4096 tokens took 252 µs in some runs and 271 in others; with four they take 258, and 64 × 16384 take 981 µs
+    instead of 997.
     """
     warps, ranges = 4 * multiprocessors, len(plan.seqs) * plan.heads_kv
     rows = plan.tokens_per_seq * (plan.heads_q // plan.heads_kv)
@@ -105,7 +106,7 @@ class Workspace:
 
 
 class Decode:
-    """The kernel, list and buffers for one plan and kind of tensors; called once a layer."""
+    """The kernel, work list and scratch for one plan and kind of tensors; called once per layer."""
 
     def __init__(
         self,
@@ -118,8 +119,8 @@ class Decode:
         fmt, tiling, tma = asked.fmt, asked.tiling, asked.tma
         self.fmt, self.listed, self.device = fmt, listed, device
         self.heads_kv = plan.heads_kv
-        # Sequences that read the same pages find them in L2, the later the surer; at 16 bits nothing is won by keeping
-        # their warps in step (64 × (8192 + 256), not shared: 288 µs against 242).
+        # Sequences that read the same pages find them in L2 if they do not ask at the same time. So with 16-bit pages
+        # that several sequences have, warps are not kept in step: 64 × (8192 + 256) unshared takes 242 µs, not 288.
         apart = BITS[fmt.name] == 16 and plan.stored_tokens < sum(plan.lengths)
         in_step = tma and listed.in_step and not apart
         row_bytes, lines = fmt.head_dim * BITS[fmt.name] // 8, 1
@@ -165,9 +166,9 @@ class Decode:
             self.kernel = compiler.load(self.spec, self.device)
             self.launch_args = compiler.Args(*[compiler.TensorMap.blank()] * len(self.map_specs), a)
 
-    def _merge_rows(self, tiling: Tiling) -> int:
-        """Rows of a job of merging: one where there are few, of which several warps then have a part each; two, or four
-        where there would be more jobs than warps."""
+    def _merge_rows(self, tiling: DecodeTiling) -> int:
+        """Rows per merging job, 0 if no row has several states. One where there are few rows, whose states several
+        warps then share; else two, or four where there would be more jobs than warps."""
         if not self.listed.total_states:
             return 0
         rows = self.listed.sequences * self.heads_kv * self.rows_each
@@ -253,7 +254,7 @@ class Asked(NamedTuple):
     device: torch.device
     dtype: torch.dtype
     fmt: KVFormat
-    tiling: Tiling
+    tiling: DecodeTiling
     page_size: int
     tma: bool
     scale_runs: bool
@@ -368,7 +369,7 @@ def work_list_of(
     page_lists: PageLists,
     lengths: Sequence[int],
     page_size: int,
-    tiling: Tiling,
+    tiling: DecodeTiling,
     chunk: int,
     device: torch.device,
     *,

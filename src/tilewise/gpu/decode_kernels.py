@@ -15,7 +15,7 @@ from tilewise.arch import LIMITS
 from tilewise.compiler.spec import KernelSpec
 from tilewise.compiler.tensor_maps import TensorMapSpec
 from tilewise.formats import KVFormat
-from tilewise.gpu.abi import DECODE_RULES, ELEMENTS, MAP_TYPES, PANEL
+from tilewise.gpu.abi import DECODE_RULES, ELEMENTS, MAP_NAMES, PANEL
 from tilewise.plan.worklist import CHUNK, TILE_ROWS, TILE_TOKENS
 
 Parts = Sequence[torch.Tensor]
@@ -26,16 +26,19 @@ TILE_HEAD_DIMS = (64, 96, 128)  # what two warpgroups have registers for beside 
 MAX_TOKENS, MAX_GROUP = 16, 64
 FORMATS = {"bf16": 0, "fp16": 0, "fp8": 1, "int8": 2, "int4": 3}  # tile/quant.cuh: Format
 BITS = {"bf16": 16, "fp16": 16, "fp8": 8, "int8": 8, "int4": 4}
-RING_BYTES = 65536  # of a block's streaming warps: what they have on its way at a time
-TILE_WARPS, TILE_THREADS = 8, 384  # decode/decode_tree.cu: beside the streaming warps
-BLOCK_OVERHEAD = 1024  # bytes of shared memory that the system takes of each block's
+RING_BYTES = 65536  # of shared memory per block for the rings: bytes that its streaming warps have in flight
+TILE_WARPS, TILE_THREADS = 8, 384  # decode/decode_tree.cu: what a block has beside its streaming warps
+BLOCK_OVERHEAD = 1024  # bytes of shared memory per block that the driver reserves
 
 
 @dataclass(frozen=True)
-class Tiling:
-    """Query rows of a stream item at most, streaming warps of a block, chunks in a warp's ring, blocks of a
-    multiprocessor; tile_stages: tiles of 64 tokens in the ring of the tiles' body, 0 for a kernel without it; joiners:
-    of its warps, those that stream when their tiles are done."""
+class DecodeTiling:
+    """The shape of a decode kernel.
+
+    rows: the most query rows that a streaming item has. warps: streaming warps per block. stages: chunks in a warp's
+    ring. blocks: per multiprocessor. tile_stages: tiles of 64 tokens in the ring of the warpgroups that compute tiles;
+    0 for a kernel without them. joiners: how many of those warps stream once their tiles are done.
+    """
 
     rows: int
     warps: int
@@ -46,22 +49,22 @@ class Tiling:
 
 
 def chunk_tokens(fmt: KVFormat) -> int:
-    """Tokens that a warp takes at a time: decode/load.cuh."""
+    """Tokens per chunk, which a warp loads and computes at a time: decode/load.cuh."""
     return 2 * CHUNK if fmt.name == "int4" and fmt.head_dim <= 128 and scale_groups(fmt) <= 2 else CHUNK
 
 
 def stage_bytes(fmt: KVFormat) -> int:
-    """K and V of a chunk."""
+    """Bytes of K and V per chunk."""
     return 2 * chunk_tokens(fmt) * fmt.head_dim * BITS[fmt.name] // 8
 
 
 def fold_bytes(fmt: KVFormat, rows: int) -> int:
-    """What a warp has of a range whose pieces it folds."""
+    """Bytes in which a warp keeps the state of the pieces that it has folded so far."""
     return rows * (fmt.head_dim * 4 + 64)
 
 
 def tile_bytes(fmt: KVFormat) -> int:
-    """K and V of a tile."""
+    """Bytes of K and V per tile."""
     return 2 * TILE_TOKENS * -(-fmt.head_dim // PANEL) * 2 * PANEL
 
 
@@ -70,13 +73,16 @@ def scale_groups(fmt: KVFormat) -> int:
 
 
 def line_heads(row_bytes: int, warps: int) -> int:
-    """Of how many heads, for a box of `warps`, rows that follow each other make up 128 bytes, if they are shorter."""
+    """How many neighbouring heads' rows make up 128 bytes, and can be copied as one; 1 if rows are longer.
+
+    warps: heads per copy, of which it must be a divisor.
+    """
     heads = 128 // row_bytes if row_bytes <= 128 else 1
     return heads if heads * row_bytes == 128 and warps % heads == 0 else 1
 
 
-def shared_bytes(fmt: KVFormat, tiling: Tiling) -> int:
-    """Of a block: decode/load.cuh and decode_stream.cuh lay it out."""
+def shared_bytes(fmt: KVFormat, tiling: DecodeTiling) -> int:
+    """Shared memory per block, as decode/load.cuh and decode/stream.cuh lay it out."""
     tiles = tiling.tile_stages * tile_bytes(fmt)
     rings = tiling.warps * tiling.stages
     scales = chunk_tokens(fmt) * {"fp8": 2 * 4, "int8": 2 * 4, "int4": 4 * 2 * scale_groups(fmt)}.get(fmt.name, 0)
@@ -91,12 +97,12 @@ def shared_bytes(fmt: KVFormat, tiling: Tiling) -> int:
 @lru_cache(maxsize=256)
 def choose_tiling(
     fmt: KVFormat, rows_each: int, tiles: bool = False, tma: bool = True, arch: str = "sm_90a", deep: bool = False
-) -> Tiling:
-    """The kernel's shape for `rows_each` query rows a sequence and KV head; no choice changes a bit of the result.
+) -> DecodeTiling:
+    """The kernel's shape for `rows_each` query rows per sequence and KV head; no choice changes a bit of the result.
 
-    deep: one block with rings twice as deep, for ranges that just fill its warps (`fills_one_block`).
-    Two blocks where they fit; quantised tokens take more warps to decode, and eight ask for all heads of a token at
-    about the same time; fewer warps where a card has little shared memory.
+    Two blocks per multiprocessor where they fit. Quantised formats get eight warps: unpacking takes instructions, and
+    eight warps ask for all heads of a token at about the same time. A card with little shared memory gets fewer warps.
+    deep: one block with rings twice as deep, for sequences that just fill its warps (`fills_one_block`).
     """
     most = 8 if fmt.name in ("fp8", "int8", "int4") and fmt.head_dim <= 128 else 4
     limits = LIMITS[arch]
@@ -105,17 +111,21 @@ def choose_tiling(
         return max(2, min(8, RING_BYTES // warps // stage_bytes(fmt)))
 
     if tiles:
-        each = -(-(stages(most) * stage_bytes(fmt) + fold_bytes(fmt, 8)) // 1024) * 1024  # where the tiles were
-        sizes = (Tiling(8, most, stages(most), 1, n, min(8, n * tile_bytes(fmt) // each)) for n in range(8, 1, -1))
+        each = (
+            -(-(stages(most) * stage_bytes(fmt) + fold_bytes(fmt, 8)) // 1024) * 1024
+        )  # a joiner streams through the tiles' ring
+        sizes = (
+            DecodeTiling(8, most, stages(most), 1, n, min(8, n * tile_bytes(fmt) // each)) for n in range(8, 1, -1)
+        )
         return next(t for t in sizes if shared_bytes(fmt, t) <= limits.shared_block)
     if deep:
-        return Tiling(8, most, min(8, 2 * stages(most)), 1)
-    wide = rows_each > 8 and fmt.head_dim <= 128  # sixteen rows of more do not fit a warp's registers: two passes
+        return DecodeTiling(8, most, min(8, 2 * stages(most)), 1)
+    wide = rows_each > 8 and fmt.head_dim <= 128  # with larger head dimensions 16 rows do not fit a warp's registers
     for warps in (most, most // 2, most // 4):
         for blocks in (2, 1):
             if blocks == 2 and warps == 8 and (wide or not tma):
-                continue  # two blocks would have 128 registers a thread
-            tiling = Tiling(16 if wide else 8, warps, stages(warps), blocks)
+                continue  # two blocks would leave 128 registers per thread
+            tiling = DecodeTiling(16 if wide else 8, warps, stages(warps), blocks)
             shared = shared_bytes(fmt, tiling)
             if shared <= limits.shared_block and blocks * (shared + BLOCK_OVERHEAD) <= limits.shared_sm:
                 return tiling
@@ -127,7 +137,7 @@ def decode_spec(
     dtype: torch.dtype,
     fmt: KVFormat,
     page_size: int,
-    tiling: Tiling,
+    tiling: DecodeTiling,
     *,
     tma: bool = True,
     scale_runs: bool = True,
@@ -137,9 +147,12 @@ def decode_spec(
     in_step: bool = False,
     line_heads: int = 1,
 ) -> KernelSpec:
-    """The kernel for queries of `dtype` over pages of `fmt`. tree: query tokens see each other by a mask. tiles_whole:
-    copies for tiles are of whole rows. in_step: a block's warps have neighbouring heads, a copy is for all of them;
-    line_heads: so many rows of them make up 128 bytes and are copied as one."""
+    """The kernel for queries of `dtype` over pages of `fmt`.
+
+    rule: what is done to scores. tree: query tokens see each other by a mask. tiles_whole: a copy for tiles brings
+    whole rows. in_step: the warps of a block work on neighbouring heads, and one copy brings a chunk for all of them;
+    line_heads: heads whose rows make up 128 bytes and are copied as one.
+    """
     constants = (
         ("Element", ELEMENTS[dtype]),
         ("Operand", "bf16" if fmt.name == "bf16" else "half"),
@@ -167,8 +180,8 @@ def decode_spec(
 
 
 def specs(*, every: bool = False) -> list[KernelSpec]:
-    """The kernels as users get them: bfloat16, D 128, four rows, pages of 16, eight heads of many sequences; or `every`
-    format and head dimension, and heads that stand apart."""
+    """The kernels as users get them: bfloat16, D 128, four rows, pages of 16, eight heads of many sequences; with
+    `every`, all formats and head dimensions, and the variants in which each warp copies for itself."""
     found = []
     for name in FORMATS if every else ("bf16", "fp8", "int8", "int4"):
         dtype = torch.float16 if name == "fp16" else torch.bfloat16
@@ -192,7 +205,7 @@ def specs(*, every: bool = False) -> list[KernelSpec]:
 
 
 def tiles_can(dtype: torch.dtype, fmt: KVFormat, tma: bool) -> bool:
-    """Does the tiles' body serve these queries and pages? Else shared nodes go through streaming warps."""
+    """Can warpgroups compute tiles of these queries and pages? If not, streaming warps take the shared nodes."""
     return tma and fmt.dtype == dtype and fmt.head_dim in TILE_HEAD_DIMS
 
 
@@ -251,7 +264,7 @@ def tile_map(codes: torch.Tensor, whole: bool) -> TensorMapSpec:
     pages, page_size, heads, head_dim = codes.shape
     page, token, head = _byte_strides(codes)
     box = next(n for n in (64, 32, 16) if page_size % n == 0)
-    element = MAP_TYPES[codes.dtype]
+    element = MAP_NAMES[codes.dtype]
     if not whole:
         return TensorMapSpec(element, (head_dim, page_size, heads, pages), (token, head, page), (PANEL, box, 1, 1), 128)
     panels = head_dim // PANEL

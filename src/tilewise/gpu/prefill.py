@@ -24,7 +24,7 @@ from tilewise.gpu.abi import (
     FAR,
     FP8,
     LIST_HEADER,
-    MAP_TYPES,
+    MAP_NAMES,
     PANEL_BYTES,
     TILE_WORDS,
     Descale,
@@ -41,9 +41,11 @@ from tilewise.scores import Scores
 
 DTYPES = (torch.bfloat16, torch.float16, FP8)
 MAX_HEAD_DIM = 256
-BUCKETS = 128
-HEADS_TOGETHER = 2048  # columns of the heads whose tiles run side by side, heaviest first
-SCALE_BYTES = 128 + 16  # prefill/layout.cuh: the scale, once a lane; rows of V that are there, stage by stage
+BUCKETS = 128  # by length, into which ragged.cu sorts tiles
+HEADS_TOGETHER = (
+    2048  # heads × head_dim of the heads whose tiles are taken side by side, so that their K and V stay in L2
+)
+SCALE_BYTES = 128 + 16  # prefill/layout.cuh: the scale once per lane, and the count of V's valid rows per stage
 MAPS_KEPT = 1024
 
 
@@ -51,9 +53,9 @@ MAPS_KEPT = 1024
 class Tiling:
     """Rows of a query tile, keys of a block, stages of Q, K and V in shared memory, and how the warpgroups work.
 
-    ping_pong: they take turns at the tensor cores. q_registers: they keep Q in registers. lazy: the lazy softmax, which
-    keeps K until it is done, in case S has to be made again, and so wants a stage more of K. stages_raw: of FP8, V
-    before it is transposed, stages_v being those after it.
+    ping_pong: they take turns at the tensor cores. q_registers: they keep Q in registers. lazy: the lazy softmax. It
+    keeps K until the softmax is done, in case S has to be computed again, and so needs one more stage of K.
+    stages_raw: stages of FP8's V before it is transposed; stages_v are those after it.
     """
 
     tile_q: int
@@ -76,14 +78,14 @@ TILINGS = {
     192: Tiling(128, 112, 1, 2, 2, ping_pong=True, q_registers=False, lazy=False),
     256: Tiling(128, 64, 1, 2, 2, ping_pong=True, q_registers=False, lazy=True),
 }
-# Where three warpgroups leave too few registers: scores that are more than scaled, loads that are more than TMA.
+# For scores that are more than scaled, and for loads without TMA or from pages: three warpgroups leave too few registers.
 SMALL_64 = Tiling(128, 128, 2, 3, 2, ping_pong=False, q_registers=True, lazy=True)
-# Short causal sequences are mostly diagonal, of which smaller tiles waste less.
+# Most tiles of short causal sequences lie on the diagonal, where smaller tiles waste less.
 SHORT_64 = Tiling(128, 64, 2, 5, 4, ping_pong=False, q_registers=True, lazy=True)
-# The standard softmax pays for each block; the lazy one would not fit beside one this long.
+# The standard softmax has a cost per block, so longer blocks pay; beside the lazy one they would not fit.
 EXACT_256 = Tiling(128, 80, 1, 2, 2, ping_pong=True, q_registers=False, lazy=False)
-# FP8: the products take half the time, and turns at the tensor cores only lose some of it. Room goes to Vᵀ beside V
-# and to O, twice as wide as Q.
+# FP8: products take half the time, so that waiting for turns at the tensor cores costs more than it gains. Shared memory
+# also holds Vᵀ beside V, and O, whose elements are twice as wide as Q's.
 TILINGS_FP8 = {
     64: Tiling(128, 128, 2, 3, 2, ping_pong=False, q_registers=True, lazy=True, stages_raw=2),
     96: Tiling(128, 128, 2, 3, 2, ping_pong=False, q_registers=True, lazy=True, stages_raw=2),
@@ -91,7 +93,7 @@ TILINGS_FP8 = {
     192: Tiling(128, 96, 1, 2, 2, ping_pong=False, q_registers=False, lazy=False, stages_raw=2),
     256: Tiling(128, 64, 1, 3, 2, ping_pong=False, q_registers=False, lazy=False, stages_raw=2),
 }
-SHORT = 1024  # query rows
+SHORT = 1024  # query rows, up to which a sequence counts as short
 
 
 def out_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -100,7 +102,7 @@ def out_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def padded(head_dim: int) -> int:
-    """The head dimension that the products run over: the next one there are tiles for."""
+    """The head dimension that the products run over: the smallest with a tiling."""
     return next(d for d in TILINGS if d >= head_dim)
 
 
@@ -443,7 +445,7 @@ def _map_spec(x: torch.Tensor, sizes: tuple[int, ...], strides: tuple[int, ...],
     """
     size = x.element_size()
     used = tuple(s * size if n > 1 else 16 for n, s in zip(sizes[1:], strides, strict=True))
-    return TensorMapSpec(MAP_TYPES[x.dtype], sizes, used, (PANEL_BYTES // size, *box), PANEL_BYTES)
+    return TensorMapSpec(MAP_NAMES[x.dtype], sizes, used, (PANEL_BYTES // size, *box), PANEL_BYTES)
 
 
 def _strides(x: torch.Tensor, packed: bool) -> Strides:

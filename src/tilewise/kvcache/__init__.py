@@ -4,7 +4,7 @@ from tilewise.formats import FORMATS, KVFormat
 from tilewise.kvcache.paged import OutOfPages, PagedKVCache
 from tilewise.kvcache.pool import CacheStats
 from tilewise.kvcache.prefix import PrefixCache, PrefixStats
-from tilewise.kvcache.rotary import Rotary
+from tilewise.kvcache.rotation import Rotary
 from tilewise.kvcache.slots import Slots
 
 __all__ = [

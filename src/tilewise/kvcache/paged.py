@@ -20,7 +20,7 @@ from tilewise import checks
 from tilewise.formats import PLAIN, KVFormat
 from tilewise.kvcache import storage
 from tilewise.kvcache.pool import CacheStats, Ints, PagePool, Pages
-from tilewise.kvcache.rotary import Rotary
+from tilewise.kvcache.rotation import Rotary
 from tilewise.kvcache.sequences import Sequences, check_counts, check_seqs
 from tilewise.kvcache.slots import Places, Slots, check_into, check_slots, upload
 

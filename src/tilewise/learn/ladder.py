@@ -19,7 +19,7 @@ from tilewise import compiler, emulator
 from tilewise.compiler.spec import Constant, KernelSpec
 from tilewise.compiler.tensor_maps import TensorMapSpec
 from tilewise.gpu import named
-from tilewise.gpu.abi import ELEMENTS, LOG2E, MAP_TYPES, PANEL, Strides
+from tilewise.gpu.abi import ELEMENTS, LOG2E, MAP_NAMES, PANEL, Strides
 
 Constants = tuple[tuple[str, Constant], ...]
 
@@ -154,7 +154,7 @@ def _panel_map(x: torch.Tensor, rows: int) -> Any:
     size = x.element_size()
     sizes = (x.shape[3], x.shape[1], x.shape[2], x.shape[0])
     strides = tuple(size * s for s in (x.stride(1), x.stride(2), x.stride(0)))
-    spec = TensorMapSpec(MAP_TYPES[x.dtype], sizes, strides, (PANEL, rows, 1, 1), 128)
+    spec = TensorMapSpec(MAP_NAMES[x.dtype], sizes, strides, (PANEL, rows, 1, 1), 128)
     return compiler.encode(spec, x.data_ptr()) if x.is_cuda else emulator.tensor_map(spec, x.data_ptr())
 
 

@@ -1,7 +1,7 @@
 """Serving: text generation with transformers models over Tilewise's prefix-sharing cache, with continuous batching."""
 
-from tilewise.serving.api import generate, stream
 from tilewise.serving.engine import Engine, EngineStats
+from tilewise.serving.generate import generate, stream
 from tilewise.serving.requests import Completion, Generation, Token
 from tilewise.serving.sampling import Sampling
 
