@@ -15,7 +15,7 @@ import torch
 
 from tilewise.compiler.spec import INCLUDE_ROOTS, KernelSpec
 from tilewise.compiler.tensor_maps import TensorMapSpec
-from tilewise.emulator.build import EmulatorError, build
+from tilewise.emulator.builder import EmulatorError, build
 
 REPORT_BYTES = 16384
 
