@@ -87,9 +87,9 @@ def check_served(q: torch.Tensor, fmt: KVFormat, plan: DecodePlan, codes: Parts)
 def fills_one_block(plan: DecodePlan, fmt: KVFormat, multiprocessors: int) -> bool:
     """Is nothing shared, and are there as many ranges as warps, with one block of four warps per multiprocessor?
 
-    A range is a sequence and KV head. Then each warp has one, and its ring alone has to hide the memory's latency: with rings of two chunks
-    64 × 4096 tokens took 252 µs in some runs and 271 in others; with four they take 258, and 64 × 16384 take 981 µs
-    instead of 997.
+    A range is a sequence and KV head. Then each warp has one, and its ring alone has to hide the memory's latency: with
+    rings of two chunks 64 × 4096 tokens took 252 µs in some runs and 271 in others; with four they take 258, and
+    64 × 16384 take 981 µs instead of 997.
     """
     warps, ranges = 4 * multiprocessors, len(plan.seqs) * plan.heads_kv
     rows = plan.tokens_per_seq * (plan.heads_q // plan.heads_kv)

@@ -111,9 +111,8 @@ def choose_tiling(
         return max(2, min(8, RING_BYTES // warps // stage_bytes(fmt)))
 
     if tiles:
-        each = (
-            -(-(stages(most) * stage_bytes(fmt) + fold_bytes(fmt, 8)) // 1024) * 1024
-        )  # a joiner streams through the tiles' ring
+        # Joiners stream through the memory of the tiles' ring: so much each.
+        each = -(-(stages(most) * stage_bytes(fmt) + fold_bytes(fmt, 8)) // 1024) * 1024
         sizes = (
             DecodeTiling(8, most, stages(most), 1, n, min(8, n * tile_bytes(fmt) // each)) for n in range(8, 1, -1)
         )
@@ -210,9 +209,9 @@ def tiles_can(dtype: torch.dtype, fmt: KVFormat, tma: bool) -> bool:
 
 
 def scales_in_runs(fmt: KVFormat, page_size: int, scales: Parts) -> bool:
-    """Do the scales of sixteen tokens lie one after another, on multiples of 16 bytes? Then they are copied whole.
+    """Are the scales of 16 tokens contiguous, and do they begin at multiples of 16 bytes? Then one copy brings them.
 
-    From page to page in 32 bits.
+    The stride from page to page has to fit 32 bits.
     """
     groups = scale_groups(fmt)
     return page_size % CHUNK == 0 and all(
@@ -226,7 +225,7 @@ def scales_in_runs(fmt: KVFormat, page_size: int, scales: Parts) -> bool:
 
 
 def _byte_strides(x: torch.Tensor) -> tuple[int, int, int]:
-    """From page to page, token to token, head to head; of a dimension of size 1 any that a tensor map takes."""
+    """Bytes from page to page, token to token, head to head; 16 for a dimension of size 1, whose stride is not used."""
     page, token, head = (
         s * x.element_size() if n > 1 else 16 for s, n in zip(x.stride()[:3], x.shape[:3], strict=True)
     )
@@ -236,7 +235,7 @@ def _byte_strides(x: torch.Tensor) -> tuple[int, int, int]:
 def chunk_map(
     codes: torch.Tensor, row_bytes: int, chunk: int, heads_of_box: int = 1, line_heads: int = 1
 ) -> TensorMapSpec:
-    """Boxes, in words: (panel, token, panels, head, page); panels and boxes as decode/load.cuh has them."""
+    """The map for chunks, in 32-bit words: (panel, token, panels, head, page). decode/load.cuh has the boxes."""
     pages, page_size, heads = codes.shape[:3]
     page, token, head = _byte_strides(codes)
     row_bytes, head = row_bytes * line_heads, head * line_heads
@@ -254,13 +253,16 @@ def chunk_map(
 
 
 def tiles_whole(codes: Parts) -> bool:
-    """Can a copy bring all panels of 64 columns of its tokens? It can where heads follow each other, panel by panel."""
+    """Can one copy bring all panels (of 64 columns) of its tokens? It can where heads are contiguous."""
     return all(x.shape[3] % PANEL == 0 and (x.shape[2] == 1 or x.stride(2) == x.shape[3]) for x in codes)
 
 
 def tile_map(codes: torch.Tensor, whole: bool) -> TensorMapSpec:
-    """Boxes of the tokens that a page and a tile share; of a panel of 64 columns: (column, token, head, page); `whole`,
-    of all panels of a head: (column, token of eight, panel, eight, page)."""
+    """The map for tiles: a box is the tokens of a tile that lie in one page.
+
+    It has one panel of 64 columns, (column, token, head, page), or with `whole` all panels of a head,
+    (column, token modulo 8, panel, token / 8, page).
+    """
     pages, page_size, heads, head_dim = codes.shape
     page, token, head = _byte_strides(codes)
     box = next(n for n in (64, 32, 16) if page_size % n == 0)

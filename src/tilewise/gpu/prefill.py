@@ -78,14 +78,14 @@ TILINGS = {
     192: Tiling(128, 112, 1, 2, 2, ping_pong=True, q_registers=False, lazy=False),
     256: Tiling(128, 64, 1, 2, 2, ping_pong=True, q_registers=False, lazy=True),
 }
-# For scores that are more than scaled, and for loads without TMA or from pages: three warpgroups leave too few registers.
+# For scores that are more than scaled, and loads without TMA or from pages: three warpgroups leave too few registers.
 SMALL_64 = Tiling(128, 128, 2, 3, 2, ping_pong=False, q_registers=True, lazy=True)
 # Most tiles of short causal sequences lie on the diagonal, where smaller tiles waste less.
 SHORT_64 = Tiling(128, 64, 2, 5, 4, ping_pong=False, q_registers=True, lazy=True)
 # The standard softmax has a cost per block, so longer blocks pay; beside the lazy one they would not fit.
 EXACT_256 = Tiling(128, 80, 1, 2, 2, ping_pong=True, q_registers=False, lazy=False)
-# FP8: products take half the time, so that waiting for turns at the tensor cores costs more than it gains. Shared memory
-# also holds Vᵀ beside V, and O, whose elements are twice as wide as Q's.
+# FP8: products take half the time, so that waiting for turns at the tensor cores costs more than it gains. Shared
+# memory also holds Vᵀ beside V, and O, whose elements are twice as wide as Q's.
 TILINGS_FP8 = {
     64: Tiling(128, 128, 2, 3, 2, ping_pong=False, q_registers=True, lazy=True, stages_raw=2),
     96: Tiling(128, 128, 2, 3, 2, ping_pong=False, q_registers=True, lazy=True, stages_raw=2),
@@ -121,9 +121,9 @@ def choose_tiling(dtype: torch.dtype, head_dim: int, seqlen_q: float, scores: Sc
         tiling = SHORT_64
     elif width == 256 and scores.exact and not short and plain and not scores.changed:
         tiling = EXACT_256
-    if scores.changed or not plain:  # the registers go elsewhere
+    if scores.changed or not plain:  # these need the registers that Q or the lazy softmax would take
         tiling = replace(tiling, q_registers=False, lazy=tiling.lazy and width < 256)
-    if scores.changed and not plain and width > 128:  # and the last of them
+    if scores.changed and not plain and width > 128:  # and some of those that S takes
         tiling = replace(tiling, tile_kv=tiling.tile_kv - 16)
     return tiling
 
