@@ -11,7 +11,7 @@ from tilewise import emulator
 from tilewise.compiler.spec import Constant, KernelSpec
 from tilewise.gpu import abi, append, prefill
 from tilewise.learn import ladder
-from tilewise.plan import worklist
+from tilewise.plan import items
 
 RAGGED = (("Index", "int"), ("kTileQ", 128), ("kTileKv", 128), ("kPack", 1))
 APPEND = append.specs()[0].constants
@@ -42,7 +42,7 @@ CONSTANTS = {
     "tile/hopper.cuh": {"kPanel": abi.PANEL, "kPanelRowBytes": abi.PANEL_BYTES},
     "common/copy_pages.cu": {"kMaxParts": abi.MAX_PARTS},
     "decode/work.cuh": {
-        "kItemWords": worklist.ITEM_WORDS,
+        "kItemWords": items.ITEM_WORDS,
         **{
             f"int(offsetof(DecodeItem, {field})) - 4 * k{field.title().replace('_', '')}Word": 0
             for field in (
