@@ -10,7 +10,7 @@ template <class T> constexpr Type element_type() {
 
 namespace ptx {
 
-// ---- arithmetic -------------------------------------------------------------------------------------------------------
+// ---- arithmetic ---------------------------------------------------------------------------------------------------
 inline float exp2(float x) {
     if (emu::counters) emu::counters->exponentials++;
     float y = ::exp2f(x);
@@ -31,12 +31,13 @@ inline int dp4a(int a, int b, int c) {
 inline uint32_t pack_e4m3(float a, float b, float c, float d) { return emu::pack_e4m3(a, b, c, d); }
 inline uint32_t permute_bytes(uint32_t a, uint32_t b, uint32_t which) {
     uint32_t word = 0;
-    for (int i = 0; i < 4; i++) word |= uint32_t(uint8_t((uint64_t(b) << 32 | a) >> (which >> (4 * i) & 7) * 8)) << (8 * i);
+    const uint64_t both = uint64_t(b) << 32 | a;
+    for (int i = 0; i < 4; i++) word |= uint32_t(uint8_t(both >> (which >> (4 * i) & 7) * 8)) << (8 * i);
     return word;
 }
 inline uint32_t to_tf32(float x) { return (as_bits(x) + 0x1000) & ~0x1fffu; }  // to nearest, ties away
 
-// ---- shared memory and threads ----------------------------------------------------------------------------------------
+// ---- shared memory and threads ------------------------------------------------------------------------------------
 inline uint32_t shared_address(uint32_t offset) { return offset; }
 inline void sync_threads() {
     emu::barrier_sync(0, int(blockDim.x * blockDim.y * blockDim.z));
@@ -48,7 +49,7 @@ inline bool elect_one() { return emu::self().lane == 0; }
 template <int kRegisters> void give_registers() {}
 template <int kRegisters> void take_registers() {}
 
-// ---- lanes of a warp --------------------------------------------------------------------------------------------------
+// ---- lanes of a warp ----------------------------------------------------------------------------------------------
 template <class T> T shuffle(T x, int lane) {
     static_assert(sizeof(T) <= 8);
     uint64_t bits = 0;
@@ -64,7 +65,7 @@ inline uint32_t ballot(bool x) { return emu::ballot(x); }
 inline bool any(bool x) { return ballot(x) != 0; }
 inline bool all(bool x) { return ballot(x) == ~0u; }
 
-// ---- atomics ----------------------------------------------------------------------------------------------------------
+// ---- atomics ------------------------------------------------------------------------------------------------------
 inline int atomic_add(int* p, int x) {
     emu::check_global(p, 4, emu::Access::atomic);
     return __atomic_fetch_add(p, x, __ATOMIC_SEQ_CST);
@@ -81,7 +82,9 @@ inline uint32_t count_up(uint32_t* p, uint32_t last) {
     emu::check_global(p, 4, emu::Access::atomic);
     emu::release();
     uint32_t before = __atomic_load_n(p, __ATOMIC_RELAXED);
-    while (!__atomic_compare_exchange_n(p, &before, before >= last ? 0 : before + 1, false, __ATOMIC_ACQ_REL, __ATOMIC_RELAXED)) {}
+    while (!__atomic_compare_exchange_n(p, &before, before >= last ? 0 : before + 1, false, __ATOMIC_ACQ_REL,
+                                        __ATOMIC_RELAXED)) {
+    }
     return before;
 }
 template <class T> T load_acquire(const T* p) {
@@ -91,12 +94,12 @@ template <class T> T load_acquire(const T* p) {
 inline uint32_t load_relaxed(const uint32_t* p) { return load_acquire(p); }
 inline void spin() { emu::yield(); }
 
-// ---- ldmatrix, stmatrix -----------------------------------------------------------------------------------------------
+// ---- ldmatrix, stmatrix -------------------------------------------------------------------------------------------
 inline void ldmatrix(uint32_t (&r)[4], uint32_t address) { emu::ldmatrix(r, address, false); }
 inline void ldmatrix_transposed(uint32_t (&r)[4], uint32_t address) { emu::ldmatrix(r, address, true); }
 inline void stmatrix(uint32_t address, const uint32_t (&r)[4]) { emu::stmatrix(address, r); }
 
-// ---- mma.sync ---------------------------------------------------------------------------------------------------------
+// ---- mma.sync -----------------------------------------------------------------------------------------------------
 template <class T> void mma_16x8x16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
     emu::mma(d, a, b0, b1, emu::element_type<T>());
 }
@@ -108,7 +111,7 @@ inline void mma_16x8x32_e4m3(float (&d)[4], const uint32_t (&a)[4], uint32_t b0,
 }
 inline void mma_16x8x32_s8(int (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) { emu::mma_s8(d, a, b0, b1); }
 
-// ---- cp.async -----------------------------------------------------------------------------------------------------------
+// ---- cp.async -----------------------------------------------------------------------------------------------------
 inline void copy_async_16(uint32_t to, const void* from, int bytes) {
     if (emu::counters && bytes) emu::count_global(from, size_t(bytes));
     emu::copy_async_16(to, from, bytes);
@@ -116,7 +119,7 @@ inline void copy_async_16(uint32_t to, const void* from, int bytes) {
 inline void copy_async_commit() { emu::copy_async_commit(); }
 template <int kGroupsLeft> void copy_async_wait() { emu::copy_async_wait(kGroupsLeft); }
 
-// ---- mbarriers ----------------------------------------------------------------------------------------------------------
+// ---- mbarriers ----------------------------------------------------------------------------------------------------
 inline void mbarrier_init(uint32_t address, int arrivals) { emu::mbarrier_init(address, arrivals); }
 inline void mbarrier_arrive(uint32_t address) { emu::mbarrier_arrive(address, 1); }
 inline void mbarrier_arrive_expect(uint32_t address, int bytes) { emu::mbarrier_expect_tx(address, bytes); }
@@ -124,7 +127,7 @@ inline void mbarrier_wait(uint32_t address, int parity) { emu::mbarrier_wait(add
 inline void fence_mbarrier_init() { emu::fence_mbarrier_init(); }
 inline void fence_async_proxy() { emu::fence_async_proxy(); }
 
-// ---- TMA ------------------------------------------------------------------------------------------------------------------
+// ---- TMA ----------------------------------------------------------------------------------------------------------
 template <class... At> void tma_load(uint32_t to, const TensorMap* map, uint32_t barrier, At... at) {
     const int places[] = {at...};
     emu::tma_load(to, map, barrier, places, sizeof...(at));
@@ -143,26 +146,28 @@ template <int kGroupsLeft> void bulk_wait_read() { emu::bulk_wait(kGroupsLeft); 
 inline void let_dependents_start() {}
 inline void wait_for_prerequisites() {}
 
-// ---- wgmma ------------------------------------------------------------------------------------------------------------------
+// ---- wgmma --------------------------------------------------------------------------------------------------------
 inline void wgmma_fence() { emu::wgmma_fence(); }
 inline void wgmma_commit() { emu::wgmma_commit(); }
 template <int kGroupsLeft> void wgmma_wait() { emu::wgmma_wait(kGroupsLeft); }
 template <class T, int N> struct Wgmma {
-    template <bool kAMnMajor, bool kBMnMajor> static void ss(float (&d)[N / 2], uint64_t a, uint64_t b, bool accumulate) {
+    template <bool kAMnMajor, bool kBMnMajor>
+    static void ss(float (&d)[N / 2], uint64_t a, uint64_t b, bool accumulate) {
         emu::wgmma_issue({d, {}, a, b, N, false, kAMnMajor, kBMnMajor, accumulate, emu::element_type<T>()});
     }
     template <bool kBMnMajor> static void rs(float (&d)[N / 2], const uint32_t (&a)[4], uint64_t b, bool accumulate) {
-        emu::wgmma_issue({d, {a[0], a[1], a[2], a[3]}, 0, b, N, true, false, kBMnMajor, accumulate, emu::element_type<T>()});
+        emu::wgmma_issue({d, {a[0], a[1], a[2], a[3]}, 0, b, N, true, false, kBMnMajor, accumulate,
+                          emu::element_type<T>()});
     }
 };
 
-// ---- arithmetic that must round as it stands ----------------------------------------------------------------------------------
+// ---- arithmetic that must round as it stands ----------------------------------------------------------------------
 inline float multiply(float a, float b) {
     volatile float product = a * b;  // or g++ would fuse it
     return product;
 }
 
-// ---- for decode: lanes trade an 8 × 8 matrix, halves are subtracted, bytes copied in bulk, blocks read what others wrote ------------
+// ---- for decode: lanes trade an 8 × 8 matrix, halves are subtracted, blocks read what others wrote ----------------
 inline uint32_t transpose_matrix(uint32_t x) { return emu::transpose_matrix(x); }
 inline uint32_t subtract_halves(uint32_t a, uint32_t b) {
     return pack<half>(unpack<half>(a, 0) - unpack<half>(b, 0), unpack<half>(a, 1) - unpack<half>(b, 1));
@@ -172,7 +177,9 @@ template <bool kHigh> uint32_t e4m3_to_halves(uint32_t x) {
     return pack<half>(to_float(e4m3{uint8_t(pair)}), to_float(e4m3{uint8_t(pair >> 8)}));
 }
 inline uint32_t max_pairs(uint32_t a, uint32_t b) {
-    const auto larger = [&](int by) { return uint32_t(uint16_t(int16_t(a >> by) > int16_t(b >> by) ? a >> by : b >> by)) << by; };
+    const auto larger = [&](int by) {
+        return uint32_t(uint16_t(int16_t(a >> by) > int16_t(b >> by) ? a >> by : b >> by)) << by;
+    };
     return larger(0) | larger(16);
 }
 template <class T> uint32_t load_shared_as(uint32_t address) {

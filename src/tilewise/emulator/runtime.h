@@ -1,14 +1,16 @@
 // What a kernel sees of the emulator: the thread it runs as, rendezvous with its warp, barriers, checked memory.
 //
-// Each CUDA thread is a fiber. A collective (shuffle, ldmatrix, mma, barrier) is a rendezvous: every participant leaves a
-// slot, and the last to arrive computes for all. Asynchronous work (cp.async, TMA, wgmma) lands as late as the program allows
-// or as early as possible, by launch option, so a missing wait shows as a wrong number in one of the two.
+// Each CUDA thread is a fiber. A collective (shuffle, ldmatrix, mma, barrier) is a rendezvous: every participant
+// leaves a slot, and the last to arrive computes for all. Asynchronous work (cp.async, TMA, wgmma) lands as late as
+// the program allows or as early as possible, by launch option, so a missing wait shows as a wrong number in one of
+// the two.
 //
-// Missing fences are reported. Every 4 bytes of shared memory carry the mark of the thread that stored there last by ordinary
-// means, so TMA and wgmma, which go through the async proxy, are caught when they touch what no fence.proxy.async has handed over.
+// Missing fences are reported. Every 4 bytes of shared memory carry the mark of the thread that stored there last by
+// ordinary means, so TMA and wgmma, which go through the async proxy, are caught when they touch what no
+// fence.proxy.async has handed over.
 //
-// Kernels include this file, and there are hundreds of them: what need not be inlined is declared here and defined in runtime/,
-// which is compiled once.
+// Kernels include this file, and there are hundreds of them: what need not be inlined is declared here and defined in
+// runtime/, which is compiled once.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -53,7 +55,7 @@ struct Thread {
     uint32_t* loaded;         // by 16 bytes of it: the mark of the last matrix load
     uint32_t store_mark;      // counts this thread's proxy fences
     uint32_t load_mark;       // counts its releases: barriers and the like, which let others see what it did
-    uint32_t handed_over;     // proxy fences that a release has followed: stores before them may be read by the async proxy
+    uint32_t handed_over;     // its proxy fences that a release has followed
     uint32_t init_fences;     // fences after mbarrier_init
     Fiber* fiber;
     Block* block;
@@ -80,7 +82,7 @@ void barrier_arrive(int id, int count);
 // Let other threads run: what a spinning thread does between two looks.
 void yield();
 
-// ---- lanes ------------------------------------------------------------------------------------------------------------
+// ---- lanes --------------------------------------------------------------------------------------------------------
 uint64_t shuffle(uint64_t x, int lane);
 uint32_t ballot(bool x);
 uint32_t transpose_matrix(uint32_t x);
@@ -94,14 +96,14 @@ uint32_t pack_e4m3(float a, float b, float c, float d);
 struct E4m3Values { float of_code[256]; };
 extern const E4m3Values kE4m3;
 
-// ---- mbarriers, by shared address -------------------------------------------------------------------------------------
+// ---- mbarriers, by shared address ---------------------------------------------------------------------------------
 void mbarrier_init(uint32_t address, int count);
 void mbarrier_arrive(uint32_t address, int count);
 void mbarrier_expect_tx(uint32_t address, int bytes);  // arrives as well
 void mbarrier_complete_tx(uint32_t address, int bytes);
 void mbarrier_wait(uint32_t address, int parity);
 
-// ---- asynchronous work ------------------------------------------------------------------------------------------------
+// ---- asynchronous work --------------------------------------------------------------------------------------------
 void copy_async_16(uint32_t to, const void* from, int bytes);  // joins the thread's open group
 void copy_async_commit();
 void copy_async_wait(int groups_left);
@@ -111,8 +113,8 @@ void tma_store(const TensorMap* map, uint32_t from, const int* at, int rank);
 void bulk_commit();
 void bulk_wait(int groups_left);
 
-// wgmma: each thread issues; a warp's sixteen rows are computed at the commit (early) or at the wait (late). The four warps of
-// a warpgroup go at their own pace, as on a card, but must issue the same.
+// wgmma: each thread issues; a warp's sixteen rows are computed at the commit (early) or at the wait (late). The four
+// warps of a warpgroup go at their own pace, as on a card, but must issue the same.
 struct WgmmaOp {
     float* d;                 // this thread's accumulators
     uint32_t a[4];            // this thread's A fragment, if it comes from registers
@@ -126,7 +128,7 @@ void wgmma_issue(const WgmmaOp& op);
 void wgmma_commit();
 void wgmma_wait(int groups_left);
 
-// ---- checked memory ---------------------------------------------------------------------------------------------------
+// ---- checked memory -----------------------------------------------------------------------------------------------
 // A failure ends the launch with a report that names the block, the thread and the source line.
 [[noreturn]] void fail(const char* format, ...) __attribute__((format(printf, 1, 2)));
 [[noreturn]] void fail_shared(uint32_t address, size_t size);
@@ -145,8 +147,8 @@ inline uint8_t* shared_store(uint32_t address, size_t size) {
     for (size_t i = 0; i < size; i += 4) t.stored[(address + i) / 4] = t.store_mark;
     return t.shared + address;
 }
-// Bytes that are about to be loaded or stored. memcpy takes a const void* to read from and a void* to write to, which tells
-// the one from the other.
+// Bytes that are about to be loaded or stored. memcpy takes a const void* to read from and a void* to write to, which
+// tells the one from the other.
 struct SharedBytes {
     uint32_t address;
     size_t size;
@@ -168,7 +170,7 @@ inline void fence_async_proxy() {
 }
 inline void note_matrix_load(uint32_t address) { self().loaded[address / 16] = self().load_mark; }
 
-// ---- counters: what hardware would pay for ------------------------------------------------------------------------------
+// ---- counters: what hardware would pay for ------------------------------------------------------------------------
 // Requests are whole warps': lanes are brought together by call site and occurrence.
 struct Counters {
     uint64_t global_requests, global_sectors, global_bytes;     // 32-byte sectors touched by warp-wide accesses
@@ -187,7 +189,7 @@ inline void count_scalar_flops(uint64_t n) {
     if (counters) counters->scalar_flops += n;
 }
 
-// ---- a launch, as launcher.py lays it out -------------------------------------------------------------------------------
+// ---- a launch, as launcher.py lays it out -------------------------------------------------------------------------
 struct Range {
     const uint8_t* begin;
     const uint8_t* end;

@@ -1,7 +1,8 @@
 // What tile/wmma.cuh means, in plain C++, name for name.
 //
-// A fragment's element e of lane l is element e · 32 + l of the matrix by rows: not the card's layout, on purpose. Loads and
-// stores are each lane's own, with no meeting: they order nothing on a card either, so a missing sync_warp shows.
+// A fragment's element e of lane l is element e · 32 + l of the matrix by rows: not the card's layout, on purpose.
+// Loads and stores are each lane's own, with no meeting: they order nothing on a card either, so a missing sync_warp
+// shows.
 #pragma once
 
 namespace wmma {
@@ -26,7 +27,8 @@ template <class T> struct Accumulator {
 
 inline void check_place(uint32_t address, int pitch_bytes) {
     if (address % 32 || pitch_bytes % 16)
-        emu::fail("wmma on shared offset %u with rows %d bytes apart: it takes multiples of 32 and of 16", address, pitch_bytes);
+        emu::fail("wmma on shared offset %u with rows %d bytes apart: it takes multiples of 32 and of 16", address,
+                  pitch_bytes);
 }
 
 template <class Fragment, class T> void load(Fragment& f, Shared<T> tile, int at, int pitch) {
@@ -48,7 +50,7 @@ template <class Fragment, class T> void load(Fragment& f, Shared<T> tile, int at
                 emu::count_matrix(rows);
             }
 }
-// The accumulator goes by ordinary accesses of two neighbouring floats a lane, as on a card.
+// The accumulator goes by ordinary accesses of two neighbouring floats per lane, as on a card.
 inline uint32_t accumulator_pair(Shared<float> tile, int at, int pitch, int pair) {
     int l = emu::self().lane, row = l / 4 + 8 * (pair % 2), column = l % 4 * 2 + 8 * (pair / 2);
     return tile.address(at + row * pitch + column);

@@ -14,7 +14,8 @@ static uint32_t box_bytes(const TensorMap& m) {
     for (uint32_t d = 0; d < m.rank; d++) bytes *= m.box[d];
     return bytes;
 }
-// Every 16 bytes of a box: each(shared memory, where they lie in the tensor, the first byte that is inside it, past the last).
+// Every 16 bytes of a box: each(shared memory, where they lie in the tensor, the first byte that is inside it, past
+// the last).
 template <class F> static void walk_box(const Box& box, F each) {
     const TensorMap& m = *box.map;
     const uint32_t row_bytes = m.box[0] * m.element_bytes, rows = box_bytes(m) / row_bytes;
@@ -69,7 +70,7 @@ static void wait_for(std::deque<std::vector<Copy>>& groups, int groups_left) {
     }
 }
 
-// ---- cp.async -----------------------------------------------------------------------------------------------------------
+// ---- cp.async -----------------------------------------------------------------------------------------------------
 void copy_async_16(uint32_t to, const void* from, int bytes) {
     if (bytes) check_global(from, size_t(bytes) == 16 ? 16 : 1, Access::load);
     if (counters) counters->async_bytes += uint64_t(bytes);
@@ -82,8 +83,9 @@ void copy_async_16(uint32_t to, const void* from, int bytes) {
 void copy_async_commit() { self().fiber->copies.emplace_back(); }
 void copy_async_wait(int groups_left) { wait_for(self().fiber->copies, groups_left); }
 
-// ---- TMA ------------------------------------------------------------------------------------------------------------------
-static Box make_box(uint32_t shared, const TensorMap* map, uint32_t barrier, const int* at, int rank, const char* what) {
+// ---- TMA ----------------------------------------------------------------------------------------------------------
+static Box make_box(uint32_t shared, const TensorMap* map, uint32_t barrier, const int* at, int rank,
+                    const char* what) {
     if (rank != int(map->rank)) fail("%s with %d coordinates of a tensor map of rank %u", what, rank, map->rank);
     if (shared % 128) fail("%s at shared offset %u, which is not aligned to 128 bytes", what, shared);
     if (map->box[0] * map->element_bytes % 16) fail("%s of a box whose rows are not a multiple of 16 bytes", what);

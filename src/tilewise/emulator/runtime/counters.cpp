@@ -31,8 +31,10 @@ void count_matrix(const uint32_t (&rows)[8]) {
 void tally(Block& block, Counters& c) {
     for (auto& [_, r] : block.global_requests) {
         std::vector<uint64_t> sectors;
-        for (uint32_t l = 0; l < 32; l++)
-            for (uint64_t a = r.address[l] / 32; (r.lanes >> l & 1) && a <= (r.address[l] + r.size - 1) / 32; a++) sectors.push_back(a);
+        for (uint32_t l = 0; l < 32; l++) {
+            if (!(r.lanes >> l & 1)) continue;
+            for (uint64_t a = r.address[l] / 32; a <= (r.address[l] + r.size - 1) / 32; a++) sectors.push_back(a);
+        }
         std::sort(sectors.begin(), sectors.end());
         c.global_sectors += uint64_t(std::unique(sectors.begin(), sectors.end()) - sectors.begin());
         c.global_requests++;

@@ -36,7 +36,8 @@ struct StackPool {
             free.pop_back();
             return s;
         }
-        void* s = mmap(nullptr, kStackBytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+        const int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
+        void* s = mmap(nullptr, kStackBytes, PROT_READ | PROT_WRITE, flags, -1, 0);
         if (s == MAP_FAILED) {
             std::fputs("tilewise emulator: no memory for fiber stacks\n", stderr);
             std::abort();
@@ -72,7 +73,8 @@ struct Fiber {
     void* sp = nullptr;
     bool done = false;
     bool queued = false;
-    // What ordinary code may have touched since the last wgmma_fence: accumulators after a wait, A fragments after a commit
+    // What ordinary code may have touched since the last wgmma_fence: accumulators after a wait, A fragments after a
+    // commit
     bool accumulators_fenced = false, fragments_fenced = false;
     std::string waiting;                            // what it waits on, for the deadlock report
     std::deque<std::vector<Copy>> copies{1};        // cp.async groups; the last is open
@@ -150,7 +152,8 @@ struct Scheduler {
     void* sp = nullptr;
     uint64_t random;
     Counters counted{};
-    float wgmma_a[16][32], wgmma_b[32][256];  // a warp's operands while they are multiplied: a by row and k, b by k and column
+    // A warp's operands while they are multiplied: a by row and k, b by k and column
+    float wgmma_a[16][32], wgmma_b[32][256];
 
     uint64_t next_random() {         // xorshift64*
         random ^= random >> 12;
@@ -185,8 +188,8 @@ uint32_t swizzled(uint32_t address, uint32_t span);
 void tally(Block& block, Counters& c);
 void add(Counters& total, const Counters& c);
 
-// The async proxy is about to read or write bytes of shared memory: what ordinary stores left there must be fenced. `size` and
-// `address` are multiples of 16.
+// The async proxy is about to read or write bytes of shared memory: what ordinary stores left there must be fenced.
+// `size` and `address` are multiples of 16.
 void check_async_access(uint32_t address, uint32_t size, const char* what);
 // A copy is about to write there: no other lane of this warp may still be loading it, as far as a barrier tells.
 void check_overwrite(uint32_t address, uint32_t size, const char* what);

@@ -9,7 +9,7 @@ constinit thread_local Thread* current = nullptr;
 constinit thread_local Counters* counters = nullptr;
 constinit thread_local Scheduler* scheduler = nullptr;
 
-// ---- fibers -----------------------------------------------------------------------------------------------------------
+// ---- fibers -------------------------------------------------------------------------------------------------------
 // A switch saves what a call must preserve on the old stack and takes it from the new one: some ten nanoseconds.
 #if defined(__x86_64__)
 asm(R"(
@@ -33,13 +33,17 @@ asm(R"(
 .globl emu_switch
 emu_switch:
     sub sp, sp, #160
-    stp x19, x20, [sp]; stp x21, x22, [sp, #16]; stp x23, x24, [sp, #32]; stp x25, x26, [sp, #48]; stp x27, x28, [sp, #64]
-    stp x29, x30, [sp, #80]; stp d8, d9, [sp, #96]; stp d10, d11, [sp, #112]; stp d12, d13, [sp, #128]; stp d14, d15, [sp, #144]
+    stp x19, x20, [sp]; stp x21, x22, [sp, #16]; stp x23, x24, [sp, #32]; stp x25, x26, [sp, #48]
+    stp x27, x28, [sp, #64]
+    stp x29, x30, [sp, #80]; stp d8, d9, [sp, #96]; stp d10, d11, [sp, #112]; stp d12, d13, [sp, #128]
+    stp d14, d15, [sp, #144]
     mov x9, sp
     str x9, [x0]
     mov sp, x1
-    ldp x19, x20, [sp]; ldp x21, x22, [sp, #16]; ldp x23, x24, [sp, #32]; ldp x25, x26, [sp, #48]; ldp x27, x28, [sp, #64]
-    ldp x29, x30, [sp, #80]; ldp d8, d9, [sp, #96]; ldp d10, d11, [sp, #112]; ldp d12, d13, [sp, #128]; ldp d14, d15, [sp, #144]
+    ldp x19, x20, [sp]; ldp x21, x22, [sp, #16]; ldp x23, x24, [sp, #32]; ldp x25, x26, [sp, #48]
+    ldp x27, x28, [sp, #64]
+    ldp x29, x30, [sp, #80]; ldp d8, d9, [sp, #96]; ldp d10, d11, [sp, #112]; ldp d12, d13, [sp, #128]
+    ldp d14, d15, [sp, #144]
     add sp, sp, #160
     ret
 )");
@@ -116,7 +120,7 @@ void prepare(Fiber& f) {
     f.sp = sp;
 }
 
-// ---- the launch -------------------------------------------------------------------------------------------------------
+// ---- the launch ---------------------------------------------------------------------------------------------------
 static std::unique_ptr<Block> make_block(Scheduler& s, uint32_t number) {
     const Options& o = s.launch->options;
     auto block = std::make_unique<Block>();
@@ -125,7 +129,8 @@ static std::unique_ptr<Block> make_block(Scheduler& s, uint32_t number) {
     block->arena.assign(o.shared_bytes + 1024, 0xff);  // NaN in every float format: reads of unset memory show
     block->stored.assign(o.shared_bytes / 4 + 4, 0);
     block->loaded.assign(o.shared_bytes / 16 + 1, 0);
-    auto* shared = reinterpret_cast<uint8_t*>((reinterpret_cast<uintptr_t>(block->arena.data()) + 1023) & ~uintptr_t(1023));
+    const auto begin = reinterpret_cast<uintptr_t>(block->arena.data());
+    auto* shared = reinterpret_cast<uint8_t*>((begin + 1023) & ~uintptr_t(1023));
     unsigned threads = o.block[0] * o.block[1] * o.block[2];
     block->warps.resize((threads + 31) / 32);
     block->warpgroups.resize((threads + 127) / 128);
@@ -171,8 +176,8 @@ static void deadlock(Scheduler& s) {
         for (auto& f : block->fibers)
             if (!f->done && f->thread.lane == 0) {
                 char who[96];
-                std::snprintf(who, sizeof who, "block (%u, %u, %u) warp %d", block->index.x, block->index.y, block->index.z,
-                              f->thread.warp);
+                std::snprintf(who, sizeof who, "block (%u, %u, %u) warp %d", block->index.x, block->index.y,
+                              block->index.z, f->thread.warp);
                 by_reason[f->waiting].push_back(who);
             }
     for (auto& [reason, who] : by_reason) {
@@ -184,7 +189,8 @@ static void deadlock(Scheduler& s) {
         for (auto& [address, b] : block->mbarriers)
             if (!b.waiting.empty()) {
                 char line[160];
-                std::snprintf(line, sizeof line, "  mbarrier at shared offset %u: phase %d, %d of %d arrivals and %lld bytes to come\n",
+                std::snprintf(line, sizeof line,
+                              "  mbarrier at shared offset %u: phase %d, %d of %d arrivals and %lld bytes to come\n",
                               address, b.phase, b.pending, b.expected, static_cast<long long>(b.bytes));
                 text += line;
             }

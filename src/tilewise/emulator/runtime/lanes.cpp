@@ -31,9 +31,9 @@ uint32_t transpose_matrix(uint32_t x) {
     return s.out;
 }
 
-// ---- ldmatrix, stmatrix -----------------------------------------------------------------------------------------------
-// Lanes meet to trade addresses only. Then each loads or stores its own words when its turn comes: the instruction orders no
-// lane's accesses before what another lane does next, and a missing sync_warp shows.
+// ---- ldmatrix, stmatrix -------------------------------------------------------------------------------------------
+// Lanes meet to trade addresses only. Then each loads or stores its own words when its turn comes: the instruction
+// orders no lane's accesses before what another lane does next, and a missing sync_warp shows.
 struct MatrixSlot {
     uint32_t address;
     uint32_t word[4];     // where this lane's register m lies; transposed: where its lower half does,
@@ -48,11 +48,12 @@ static void trade_addresses(MatrixSlot* const* lanes, bool transposed) {
         }
         count_matrix(rows[m]);
     }
-    // Value (row, column) of matrix m is half h of register m of lane row · 4 + column / 2; transposed, row and column change
-    // places.
+    // Value (row, column) of matrix m is half h of register m of lane row · 4 + column / 2; transposed, row and
+    // column change places.
     for (int l = 0; l < 32; l++)
         for (int m = 0; m < 4; m++) {
-            lanes[l]->word[m] = transposed ? rows[m][l % 4 * 2] + uint32_t(l / 4 * 2) : rows[m][l / 4] + uint32_t(l % 4 * 4);
+            lanes[l]->word[m] = transposed ? rows[m][l % 4 * 2] + uint32_t(l / 4 * 2)
+                                           : rows[m][l / 4] + uint32_t(l % 4 * 4);
             lanes[l]->upper[m] = rows[m][l % 4 * 2 + 1] + uint32_t(l / 4 * 2);
         }
 }
@@ -78,7 +79,7 @@ void stmatrix(uint32_t address, const uint32_t* r) {
     for (int m = 0; m < 4; m++) std::memcpy(shared_store(s.word[m], 4), &r[m], 4);
 }
 
-// ---- mma.sync: lane l holds rows l / 4 and l / 4 + 8 of a and d, column l / 4 of b ------------------------------------------
+// ---- mma.sync: lane l holds rows l / 4 and l / 4 + 8 of a and d, column l / 4 of b --------------------------------
 template <class D> struct MmaSlot { D* d; const uint32_t* a; uint32_t b[2]; };
 // K values of a row, kPerRegister in each register; value(register, i) is what a register holds.
 template <int K, int kPerRegister, class D, class Value>
@@ -111,14 +112,15 @@ void mma(float* d, const uint32_t* a, uint32_t b0, uint32_t b1, Type type) {
             return multiply<32, 4>(d, a, b0, b1, "mma.m16n8k32.e4m3",
                                    [](uint32_t r, int i) { return to_float(e4m3{uint8_t(r >> (8 * i))}); });
         default:
-            return multiply<8, 1>(d, a, b0, b1, "mma.m16n8k8.tf32", [](uint32_t r, int) { return as_float(r & ~0x1fffu); });
+            return multiply<8, 1>(d, a, b0, b1, "mma.m16n8k8.tf32",
+                                  [](uint32_t r, int) { return as_float(r & ~0x1fffu); });
     }
 }
 void mma_s8(int* d, const uint32_t* a, uint32_t b0, uint32_t b1) {
     multiply<32, 4>(d, a, b0, b1, "mma.m16n8k32.s8", [](uint32_t r, int i) { return int(int8_t(r >> (8 * i))); });
 }
 
-// ---- FP8 ----------------------------------------------------------------------------------------------------------------
+// ---- FP8 ----------------------------------------------------------------------------------------------------------
 static constexpr E4m3Values e4m3_values() {
     E4m3Values values{};
     for (int code = 0; code < 256; code++) {

@@ -7,11 +7,12 @@
 
 namespace emu {
 
-// ---- reports ----------------------------------------------------------------------------------------------------------
+// ---- reports ------------------------------------------------------------------------------------------------------
 std::string place(const Thread& t) {
     char text[128];
-    std::snprintf(text, sizeof text, "block (%u, %u, %u), thread (%u, %u, %u), warp %d lane %d", t.block_index.x, t.block_index.y,
-                  t.block_index.z, t.thread_index.x, t.thread_index.y, t.thread_index.z, t.warp, t.lane);
+    std::snprintf(text, sizeof text, "block (%u, %u, %u), thread (%u, %u, %u), warp %d lane %d", t.block_index.x,
+                  t.block_index.y, t.block_index.z, t.thread_index.x, t.thread_index.y, t.thread_index.z, t.warp,
+                  t.lane);
     return text;
 }
 void report(Launch* launch, const std::string& text) {
@@ -37,7 +38,7 @@ void fail(const char* format, ...) {
     for (;;) suspend("nothing: it failed");  // never scheduled again
 }
 
-// ---- bounds -----------------------------------------------------------------------------------------------------------
+// ---- bounds -------------------------------------------------------------------------------------------------------
 void fail_shared(uint32_t address, size_t size) {
     fail("shared memory access of %zu bytes at offset %u: the block has %u bytes", size, address, self().shared_bytes);
 }
@@ -55,16 +56,16 @@ void check_global(const void* address, size_t size, Access access) {
     for (uint32_t i = 0; i < o.num_ranges; i++)
         if (p >= o.ranges[i].begin && (!nearest || o.ranges[i].begin > nearest->begin)) nearest = &o.ranges[i];
     if (nearest)
-        fail("global %s of %zu bytes outside every tensor: %td bytes past the end of %s", verb, size, p + size - nearest->end,
-             nearest->name);
+        fail("global %s of %zu bytes outside every tensor: %td bytes past the end of %s", verb, size,
+             p + size - nearest->end, nearest->name);
     fail("global %s of %zu bytes outside every tensor, at %p", verb, size, address);
 }
 
-// ---- order ------------------------------------------------------------------------------------------------------------
+// ---- order --------------------------------------------------------------------------------------------------------
 static Thread& author(uint32_t mark) { return self().block->fibers[mark % kMarkStep - 1]->thread; }
 
-// Of one word whose last ordinary store has this mark. A store is handed over by the storing thread's fence and then, unless
-// that thread itself asks the async proxy, by one of its releases: a barrier or an arrival.
+// Of one word whose last ordinary store has this mark. A store is handed over by the storing thread's fence and then,
+// unless that thread itself asks the async proxy, by one of its releases: a barrier or an arrival.
 static void check_store(uint32_t& mark, uint32_t address, const char* what) {
     const Thread& by = author(mark);
     const uint32_t fences = mark / kMarkStep;
@@ -74,8 +75,8 @@ static void check_store(uint32_t& mark, uint32_t address, const char* what) {
              place(by).c_str());
     if (&by == &self()) return;  // it may still have to be released for others
     if (fences >= by.handed_over)
-        fail("%s of 4 bytes at shared offset %u, which %s stored and fenced without a barrier or arrival since", what, address,
-             place(by).c_str());
+        fail("%s of 4 bytes at shared offset %u, which %s stored and fenced without a barrier or arrival since", what,
+             address, place(by).c_str());
     mark = 0;  // handed over for good
 }
 void check_async_access(uint32_t address, uint32_t size, const char* what) {

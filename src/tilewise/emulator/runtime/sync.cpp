@@ -26,7 +26,8 @@ void sync_warp() {
 }
 
 static void barrier_reach(NamedBarrier& b, int id, int count) {
-    if (b.arrived && b.count != count) fail("barrier %d is used with %d threads here and %d elsewhere", id, count, b.count);
+    if (b.arrived && b.count != count)
+        fail("barrier %d is used with %d threads here and %d elsewhere", id, count, b.count);
     release();
     b.count = count;
     b.arrived++;
@@ -65,7 +66,8 @@ static void settle(Mbarrier& b) {
 }
 static void arrive(Mbarrier& b, uint32_t address, int count) {
     release();
-    if ((b.pending -= count) < 0) fail("mbarrier at shared offset %u: more arrivals than its count of %d", address, b.expected);
+    if ((b.pending -= count) < 0)
+        fail("mbarrier at shared offset %u: more arrivals than its count of %d", address, b.expected);
     settle(b);
 }
 void mbarrier_init(uint32_t address, int count) {
@@ -98,8 +100,8 @@ void mbarrier_wait(uint32_t address, int parity) {
 void check_mbarrier_for_tma(uint32_t address) {
     const Mbarrier& b = mbarrier(address);
     if (b.initialiser->init_fences == b.init_fences)
-        fail("TMA load on the mbarrier at shared offset %u, which %s initialised without a fence_mbarrier_init since", address,
-             place(*b.initialiser).c_str());
+        fail("TMA load on the mbarrier at shared offset %u, which %s initialised without a fence_mbarrier_init since",
+             address, place(*b.initialiser).c_str());
 }
 
 }  // namespace emu

@@ -3,9 +3,9 @@
 
 namespace emu {
 
-// Element (mn, k) of an operand of `size`-byte elements in shared memory, through a descriptor: start address, leading and stride
-// byte offsets in units of 16 bytes, the swizzle in the top two bits. The layouts are the hardware's canonical ones; in all of them
-// 16 bytes along k, or along mn if it is MN-major, lie together.
+// Element (mn, k) of an operand of `size`-byte elements in shared memory, through a descriptor: start address,
+// leading and stride byte offsets in units of 16 bytes, the swizzle in the top two bits. The layouts are the
+// hardware's canonical ones; in all of them 16 bytes along k, or along mn if it is MN-major, lie together.
 static uint32_t operand_address(uint64_t descriptor, bool mn_major, uint32_t mn, uint32_t k, uint32_t size) {
     uint32_t start = uint32_t(descriptor & 0x3fff) << 4, leading = uint32_t(descriptor >> 16 & 0x3fff) << 4;
     uint32_t stride = uint32_t(descriptor >> 32 & 0x3fff) << 4;
@@ -26,13 +26,16 @@ template <class F>
 static void walk_operand(uint64_t descriptor, bool mn_major, uint32_t first, uint32_t count, uint32_t size, F each) {
     if (mn_major)
         for (uint32_t k = 0; k < 16; k++)
-            for (uint32_t mn = first; mn < first + count; mn += 8) each(operand_address(descriptor, true, mn, k, size), mn, k);
+            for (uint32_t mn = first; mn < first + count; mn += 8)
+                each(operand_address(descriptor, true, mn, k, size), mn, k);
     else
         for (uint32_t mn = first; mn < first + count; mn++)
-            for (uint32_t k = 0; k < 32 / size; k += 16 / size) each(operand_address(descriptor, false, mn, k, size), mn, k);
+            for (uint32_t k = 0; k < 32 / size; k += 16 / size)
+                each(operand_address(descriptor, false, mn, k, size), mn, k);
 }
 // put(mn, k, value) of all elements of the same
-template <class T, class F> static void load_operand(uint64_t descriptor, bool mn_major, uint32_t first, uint32_t count, F put) {
+template <class T, class F>
+static void load_operand(uint64_t descriptor, bool mn_major, uint32_t first, uint32_t count, F put) {
     walk_operand(descriptor, mn_major, first, count, sizeof(T), [&](uint32_t address, uint32_t mn, uint32_t k) {
         T x[16 / sizeof(T)];
         std::memcpy(x, shared_load(address, 16), 16);
@@ -44,8 +47,8 @@ template <class T, class F> static void load_operand(uint64_t descriptor, bool m
 static uint32_t element_bytes(const WgmmaOp& op) { return op.type == Type::e4m3 ? 1 : 2; }
 static uint32_t first_row() { return uint32_t(self().warp % 4) * 16; }
 
-// A warp's rows: d (16 × n) = a (16 × K) b (K × n) [+ d], K being 32 bytes. Lane l holds of d: rows l / 4 and l / 4 + 8, columns in
-// pairs; of a: the same rows, four bytes of each half of K.
+// A warp's rows: d (16 × n) = a (16 × K) b (K × n) [+ d], K being 32 bytes. Lane l holds of d: rows l / 4 and l / 4 +
+// 8, columns in pairs; of a: the same rows, four bytes of each half of K.
 template <class T> static void run_as(const WgmmaOp* const* ops) {
     const WgmmaOp& op = *ops[0];
     constexpr int kSize = sizeof(T), kDepth = 32 / kSize, kInWord = 4 / kSize;
@@ -95,8 +98,9 @@ static void run(const WgmmaOp* const* ops) {
     else run_as<half>(ops);
 }
 
-// wgmma runs beside the thread's own code, so a fence must lie between its registers' last ordinary access and the wgmma. That
-// access is not seen here, but where it can be is known: accumulators may be touched after every wait, A fragments at any time.
+// wgmma runs beside the thread's own code, so a fence must lie between its registers' last ordinary access and the
+// wgmma. That access is not seen here, but where it can be is known: accumulators may be touched after every wait, A
+// fragments at any time.
 void wgmma_fence() { self().fiber->accumulators_fenced = self().fiber->fragments_fenced = true; }
 void wgmma_issue(const WgmmaOp& op) {
     Fiber& f = *self().fiber;
@@ -118,7 +122,8 @@ static void run_oldest_group() {
         for (size_t i = 0; i < groups[0]->ops.size(); i++) {
             const WgmmaOp* ops[32];
             for (int l = 0; l < 32; l++) {
-                if (groups[l]->ops.size() != groups[0]->ops.size()) fail("lanes of one warp issued different numbers of wgmma");
+                if (groups[l]->ops.size() != groups[0]->ops.size())
+                    fail("lanes of one warp issued different numbers of wgmma");
                 ops[l] = &groups[l]->ops[i];
             }
             run(ops);
