@@ -21,7 +21,8 @@ TILE_DEVICE void copy_page(const CopyPart& p, int layer, int64_t from, int64_t t
     const int units = tokens * heads * p.row;
     for (int i = blockIdx.x * kThreads + threadIdx.x; i < units; i += gridDim.x * kThreads) {
         // In the order of memory, in which tokens or heads may be the outer dimension
-        const int inners = p.token > p.head ? heads : tokens, outer = i / p.row / inners, inner = i / p.row % inners;
+        const int outer = i / p.row / (p.token > p.head ? heads : tokens);
+        const int inner = i / p.row % (p.token > p.head ? heads : tokens);
         const int token = p.token > p.head ? outer : inner, head = p.token > p.head ? inner : outer;
         const int64_t at = token * p.token + head * p.head + i % p.row;
         gLayer[to * p.page + at] = Unit(gLayer[from * p.page + at]);

@@ -29,8 +29,9 @@ struct Keys {
     }
 };
 
-// The position of query token `token` among the keys
-TILE_DEVICE int position_of(int token, int seqlen_q, int seqlen_k) { return token + seqlen_k - seqlen_q; }
+// The position of query token `token` among the keys. By reference, here and in keys_up_to: lengths that are a kernel's
+// arguments are then loaded where they are used, which takes the fewest registers.
+TILE_DEVICE int position_of(int token, const int& seqlen_q, const int& seqlen_k) { return token + seqlen_k - seqlen_q; }
 
 // Of the keys of a span, those that a row at `position` sees
 TILE_DEVICE Keys keys_at(int position, int left, int right, Span span) {
@@ -38,10 +39,10 @@ TILE_DEVICE Keys keys_at(int position, int left, int right, Span span) {
     return {first > span.begin ? first : span.begin, last < span.end - 1 ? last : span.end - 1};
 }
 
-// The same without a window, as the number of keys from the first on; may be 0 or less. As a choice rather than a
-// minimum it needs fewer registers where `causal` is not a constant.
-TILE_DEVICE int keys_up_to(int position, bool causal, int seqlen_k) {
-    return causal && position + 1 < seqlen_k ? position + 1 : seqlen_k;
+// The same without a window, as the number of keys from the first on; may be 0 or less
+TILE_DEVICE int keys_up_to(int position, const int& causal, const int& seqlen_k) {
+    const int end = position + 1;
+    return causal && end < seqlen_k ? end : seqlen_k;
 }
 
 // Blocks of kBlock keys, for the rows of a tile, of which only the first and the last are asked: what rows see moves on
