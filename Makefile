@@ -2,12 +2,13 @@
 #   make bench   a table of Tilewise beside torch on this machine
 #   make test    linters, types, the direction of imports, the whole test-suite on both cores
 # For the inner loop:
-#   make check   the same linters, and the tests of what this checkout changed since main's last commit, within 90 s
+#   make check   the linters and the quick tests, under 90 s; make check TESTS=tests/gpu/test_forward.py for one's own
 #   make coverage   what of the source the test-suite runs
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: bench test coverage setup clean
+.PHONY: bench test check lint coverage setup clean
+TESTS ?= tests/plan tests/api tests/house/test_rooms.py tests/gpu/test_sources.py tests/gpu/test_calls.py
 setup: .venv/.installed
 
 .venv/.installed: pyproject.toml constraints.txt
@@ -18,11 +19,17 @@ setup: .venv/.installed
 bench: setup
 	$(BIN)/tilewise bench
 
-test: setup
+lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/lint-imports --no-cache
+
+test: lint
 	$(BIN)/pytest -n 2 --dist worksteal
+
+check: lint
+	$(BIN)/pytest -n 2 --dist worksteal $(TESTS)
 
 coverage: setup
 	$(BIN)/pytest -n 2 --dist worksteal --cov --cov-report=term
