@@ -58,9 +58,9 @@ extern "C" __global__ void __launch_bounds__(kThreads) ragged(const ForwardArgs 
             total += count;
         }
         if (total > problem.capacity) total = problem.capacity;
-        Divisor tiles = divisor_of(total ? total : 1);
-        tiles.divisor = total;
-        Global<Divisor>{reinterpret_cast<Divisor*>(problem.list)}[0] = tiles;
+        ListHead head{divisor_of(total ? total : 1)};
+        head.tiles.divisor = total;
+        Global<ListHead>{reinterpret_cast<ListHead*>(problem.list)}[0] = head;
     }
     ptx::sync_threads();
     each_tile([&](const WorkTile& tile, int bucket) {

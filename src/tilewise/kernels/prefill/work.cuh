@@ -43,7 +43,10 @@ struct alignas(64) WorkTile {
     int unused[4];
 };
 constexpr int kTileWords = sizeof(WorkTile) / 4;
-constexpr int kListHeader = 16;  // ints before the tiles of a list; they hold the Divisor by the number of tiles
+constexpr int kListHeader = 16;  // ints before the tiles of a list, which begin with a ListHead
+struct alignas(16) ListHead {
+    Divisor tiles;  // by the number of tiles; divisor 0 if there is none
+};
 
 // The keys that a query token of the tile's sequence sees
 TILE_DEVICE Keys keys_of(const ForwardArgs& args, const WorkTile& tile, int token) {
@@ -69,7 +72,8 @@ TILE_DEVICE Span full_blocks(const ForwardArgs& args, const WorkTile& tile, int 
 template <int kTileQ, int kTileKv, int kPack> TILE_DEVICE WorkTile work_tile(const ForwardArgs& args, int number) {
     WorkTile tile{-1};
     if (args.list) {
-        const Divisor tiles = Global<const Divisor>{reinterpret_cast<const Divisor*>(args.list)}[0];
+        const ListHead list = Global<const ListHead>{reinterpret_cast<const ListHead*>(args.list)}[0];
+        const Divisor tiles = list.tiles;
         if (tiles.divisor == 0) return tile;
         const int head = tiles.quotient(number), entry = number - head * int(tiles.divisor);
         if (head >= int(args.tile_heads.divisor)) return tile;

@@ -210,15 +210,15 @@ TILE_DEVICE void prefetch_tensor_map(const TensorMap* map) {
 }
 TILE_DEVICE void tma_load(uint32_t to, const TensorMap* map, uint32_t barrier, int c0, int c1) {
     asm volatile(
-        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];" ::"r"(
-            to),
+        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], "
+        "[%2];" ::"r"(to),
         "l"(map), "r"(barrier), "r"(c0), "r"(c1)
         : "memory");
 }
 TILE_DEVICE void tma_load(uint32_t to, const TensorMap* map, uint32_t barrier, int c0, int c1, int c2) {
     asm volatile(
-        "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5}], [%2];" ::
-            "r"(to),
+        "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5}], "
+        "[%2];" ::"r"(to),
         "l"(map), "r"(barrier), "r"(c0), "r"(c1), "r"(c2)
         : "memory");
 }
