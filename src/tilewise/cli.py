@@ -27,7 +27,7 @@ Tilewise: attention kernels for LLM inference, planned once as a list of tiles.
   tilewise bench prefix | decode | sparse
                       sequences that share a prefix; a paged cache; block-sparse attention
   tilewise bench prefill
-                      on a GPU: beside cuDNN and FlashAttention-3, warmed up, kernels alternated; --only --csv --plot
+                      on a GPU: beside cuDNN and FlashAttention-3, alternated; --only --csv --plot
   tilewise bench serve
                       on a GPU: decode and shared prefixes beside cuDNN and FlashInfer; --only --csv --plot
   tilewise bench generate

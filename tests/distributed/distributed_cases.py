@@ -153,7 +153,8 @@ def by_ranks(q, k, v, world, *, layout, method="ring", scale, softcap=0.0, sinks
     states = []
     for rank in range(world):
         plan = tw.plan_context((q.shape[1], k.shape[1]), rank=rank, world=world, method=method, layout=layout, **mask)
-        pieces = context.Pieces(share(q, rank), scale, softcap, backend, exclusive=plan.exclusive)
+        options = {"scale": scale, "softcap": softcap}
+        pieces = context.Pieces(share(q, rank), options, backend, exclusive=plan.exclusive)
         for step in plan.steps:
             block = (k, v) if step.source is None else (share(k, step.source), share(v, step.source))
             pieces.add(*block, step.pieces)

@@ -168,7 +168,7 @@ def test_band_shift_and_open():
 
 
 def test_decode_plans_show_and_draw(tmp_path, capsys):
-    from tree_cases import make_cache, tree
+    from decode_tree_cases import make_cache, tree
 
     cache = make_cache()
     plan = plan_decode(cache, tree(cache, [1, 4], [40, 8]), num_heads=4, share_prefix=True)
@@ -185,7 +185,7 @@ def test_decode_plans_show_and_draw(tmp_path, capsys):
 
 
 def test_decode_tiles_do_not_overlap_in_the_picture():
-    from tree_cases import make_cache, tree
+    from decode_tree_cases import make_cache, tree
 
     cache = make_cache(pages=600)
     plan = plan_decode(cache, tree(cache, [1, 3, 4], [40, 16, 8]), num_heads=4, share_prefix=True)
