@@ -93,13 +93,13 @@ def test_constants_are_the_kernels(source, tmp_path):
 
 
 def test_scores_in_base_2():
-    scores = abi.ScoreArgs.of(scale=0.25, softcap=30.0, left=None, right=0)
+    scores = abi.ScoreArgs.of(Scores((None, 0), 0.25, 30.0))
     assert (scores.left, scores.right) == (abi.FAR, 0)
     assert scores.scale_log2 == pytest.approx(0.25 * abi.LOG2E, rel=1e-6)
     # softcap · tanh(s · scale / softcap) in base 2; the kernels' tanh takes 2 log2 e times its argument
     assert scores.softcap_in == pytest.approx(2 * abi.LOG2E * 0.25 / 30, rel=1e-6)
     assert scores.softcap_out == pytest.approx(30 * abi.LOG2E, rel=1e-6)
-    plain = abi.ScoreArgs.of(scale=1.0, softcap=0.0, left=5, right=abi.FAR + 1)
+    plain = abi.ScoreArgs.of(Scores((5, abi.FAR + 1), 1.0, 0.0))
     assert (plain.left, plain.right, plain.softcap_in, plain.softcap_out) == (5, abi.FAR, 0.0, 0.0)
     assert plain.sinks is None
     assert plain.slopes is None

@@ -176,7 +176,7 @@ def test_a_plan_called_with_another_room_or_splitting_has_another_list():
     assert [int(x.capacity[0]) for x in kept(plan, WorkList)] == [100, 109, 100, 100]
 
 
-def test_the_meeting_s_counter_goes_round():
+def test_the_grid_barrier_s_counter_goes_round():
     """It starts again at a multiple of the blocks, so that a launch's blocks still count up to one."""
     cache, seqs = make_cache((300, 64), kv_heads=1)
     q = queries(cache, seqs)
@@ -188,10 +188,10 @@ def test_the_meeting_s_counter_goes_round():
     assert blocks == 3
     assert bound.args.merge_rows
     end = (1 << 30) // blocks * blocks
-    space.meeting.fill_(end - blocks)
+    space.barrier.fill_(end - blocks)
     for expected in (0, blocks):
         again = decode(cache, seqs, q, plan=plan, mode=MODES[2])
-        assert space.meeting.tolist() == [expected]
+        assert space.barrier.tolist() == [expected]
         assert torch.equal(again[0], first[0])
 
 

@@ -287,7 +287,7 @@ def test_a_plan_serves_every_layer_and_counts_on():
     assert len(bound) == 1
     assert bound[0].listed.total_states > 0
     (space,) = bound[0].workspaces.values()
-    assert space.meeting.tolist() == [bound[0].grid[0] * len(MODES)]  # every block comes once a launch
+    assert space.barrier.tolist() == [bound[0].grid[0] * len(MODES)]  # every block comes once a launch
 
 
 # ---- growing ---------------------------------------------------------------------------------------------------------

@@ -426,23 +426,9 @@ KERNELS = Path(__file__).parents[1] / "kernels"
 RAGGED = (("Index", "int"), ("kTileQ", 128), ("kTileKv", 128), ("kPack", 1))
 
 
-def test_arguments_lie_as_the_kernels_have_them():
-    structures = (prefill.ForwardArgs, prefill.RaggedArgs, prefill.Divisor, prefill.Descale)
-    names = [(s, name) for s in structures for name, _ in s._fields_]
-    out = torch.full((7 + 2 * len(names),), -1, dtype=torch.int32)
-    spec = KernelSpec("layout", str(KERNELS / "forward_args.cu"), "layout", RAGGED, 1, 0)
-    emulator.launch(spec, (1, 1, 1), [ctypes.c_void_p(out.data_ptr())], {"out": out})
-    sizes, places = out[:7].tolist(), out[7:].view(-1, 2).tolist()
-    assert sizes[:3] == [ctypes.sizeof(s) for s in structures[:3]]
-    assert sizes[3:] == [prefill.TILE_WORDS, prefill.LIST_HEADER, prefill.BUCKETS, prefill.FAR]
-    for (structure, name), (offset, size) in zip(names, places, strict=True):
-        field = getattr(structure, name)
-        assert (field.offset, field.size) == (offset, size), f"{structure.__name__}.{name}"
-
-
 def test_division_by_multiplication():
     top = 2**31 - 1
-    spec = KernelSpec("divide", str(KERNELS / "forward_args.cu"), "divide", RAGGED, 32, 0)
+    spec = KernelSpec("divide", str(KERNELS / "divide.cu"), "divide", RAGGED, 32, 0)
     divisors = [*range(1, 300), *(2**i + j for i in range(8, 31) for j in (-1, 0, 1)), 1000003, top - 1, top]
     for divisor in divisors:
         near = {m * divisor + j for m in (0, 1, 2, 3, 77, top // divisor) for j in (-1, 0, 1)}

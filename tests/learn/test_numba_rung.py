@@ -34,7 +34,7 @@ CASES = {
 
 IN_SIMULATOR = """
 import sys, torch
-from tilewise.kernels import ladder_numba
+from tilewise.learn import ladder_numba
 cases = torch.load(sys.argv[1])
 torch.save({n: ladder_numba.attention(*c["qkv"], causal=c["causal"]) for n, c in cases.items()}, sys.argv[2])
 """
@@ -86,7 +86,7 @@ def test_without_the_simulator():
     code = """
 import torch
 from numba import cuda, types
-from tilewise.kernels.ladder_numba import attention, kernel
+from tilewise.learn.ladder_numba import attention, kernel
 for x in (torch.zeros(1, 1, 1, 32), torch.zeros(1, 1, 1, 32, dtype=torch.float16)):
     try:
         attention(x, x, x)

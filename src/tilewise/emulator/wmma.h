@@ -1,4 +1,4 @@
-// What tile/wmma.cuh means, in plain C++, name for name.
+// What learn/kernels/wmma.cuh means, in plain C++, name for name.
 //
 // A fragment's element e of lane l is element e · 32 + l of the matrix by rows: not the card's layout, on purpose.
 // Loads and stores are each lane's own, with no meeting: they order nothing on a card either, so a missing sync_warp

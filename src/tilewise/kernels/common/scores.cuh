@@ -42,16 +42,19 @@ struct Scores {
 // tanh of a score times the softcap's inner factor; the outer factor is left to the caller.
 TILE_DEVICE float soft_capped(float s, float in) { return warp::tanh_from_log2(ptx::multiply(s, in)); }
 
-// What is done to scores, known at compile time. kAnyScale: the scale may be 0 or negative, so that S has to be multiplied
-// with it before a maximum is taken.
+// What is done to scores, known at compile time. kAnyScale: the scale may be 0 or negative, so that S has to be
+// multiplied by it before a maximum is taken.
 template <bool kSoftcap, bool kAlibiBias, bool kAnyScale> struct ScoreRule<kSoftcap, kAlibiBias, kAnyScale> {
     static constexpr bool kAlibi = kAlibiBias;
     static constexpr bool kLinear = !kSoftcap;  // S is multiplied, and nothing else happens before the bias
     // Is S made a base-2 logit before the softmax? Else the scale goes into the exponential's multiply-add.
     static constexpr bool kChanges = kSoftcap || kAlibiBias || kAnyScale;
 
-    // What S is multiplied with first: the scale, or the softcap's inner factor, which contains it; and after the softcap
-    static TILE_DEVICE float first_factor(const Scores& scores) { return kSoftcap ? scores.softcap_in : scores.scale_log2; }
+    // What S is multiplied by first: the scale, or the softcap's inner factor, which contains it
+    static TILE_DEVICE float first_factor(const Scores& scores) {
+        return kSoftcap ? scores.softcap_in : scores.scale_log2;
+    }
+    // What it is multiplied by in the end: the softcap's outer factor, or else what was left to be multiplied
     static TILE_DEVICE float last_factor(const Scores& scores, float factor) {
         return kSoftcap ? scores.softcap_out : factor;
     }

@@ -10,8 +10,8 @@
 // kGroupSize: channels per int4 scale. kPageSize: tokens per page. kRows: query rows per item, at most.
 // kWarps: streaming warps per block. kStages: chunks in a warp's ring. kBlocksPerSm.
 // kTma: chunks come by TMA; without it, by cp.async. kScaleRuns: the scales of a page's tokens are contiguous.
-// Rule: what is done to scores. kTree: query tokens see each other by a mask. kInStep: the warps of a block work on neighbouring heads, and
-// one copy brings a chunk for all of them. kLineHeads: heads whose rows make up 128 bytes.
+// Rule: what is done to scores. kTree: query tokens see each other by a mask. kInStep: the warps of a block work on
+// neighbouring heads, and one copy brings a chunk for all of them. kLineHeads: heads whose rows make up 128 bytes.
 // kTileStages, kJoiners: 0 here; decode_tree.cu has them.
 #include "tile/quant.cuh"
 constexpr Format kFormat = static_cast<Format>(kStoredAs);
