@@ -12,6 +12,7 @@ from tilewise.compiler.spec import Constant, KernelSpec
 from tilewise.gpu import abi, append, prefill
 from tilewise.learn import ladder
 from tilewise.plan import items
+from tilewise.scores import Scores
 
 RAGGED = (("Index", "int"), ("kTileQ", 128), ("kTileKv", 128), ("kPack", 1))
 APPEND = append.specs()[0].constants

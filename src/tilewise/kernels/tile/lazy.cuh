@@ -58,10 +58,10 @@ TILE_DEVICE bool standing_softmax(float (&acc_s)[kSize], float (&correction)[2],
 //
 // Why it is right for scores up to 2^24 in base 2 (|q · k · scale · log2 e|, natural logits up to 1.1e7):
 // - The reference is a float32 and S · scale is exact within the multiply-add, so the reference stands up to half a
-//   unit in its last place away from the score that it was made from: half a power of two at 2^24. Nothing is lost by that,
-//   for P, l and O are all relative to the reference as it is. Above 2^24 the distance doubles with every power of two:
-//   16-bit P overflows from about 2^28 on, and at 2^31 every p is 0 or infinity. That holds for the standard softmax
-//   too, whose maximum is rounded in the same way. The bound is tested.
+//   unit in its last place away from the score that it was made from: half a power of two at 2^24. Nothing is lost by
+//   that, for P, l and O are all relative to the reference as it is. Above 2^24 the distance doubles with every power
+//   of two: 16-bit P overflows from about 2^28 on, and at 2^31 every p is 0 or infinity. That holds for the standard
+//   softmax too, whose maximum is rounded in the same way. The bound is tested.
 // - Every p is 2^x ≥ 0, so no p exceeds its lane's sum. If no sum of the warp exceeds kWitness = 2^8, each p ≤ 2^8: P
 //   fits fp16, l grows by at most 2^8 per tile (2^32 after 2^24 tiles), and nothing is missing from O or l.
 // - If one does, the row's largest p tells how far the score rose. Below kRecoverable all p of the row are finite and
