@@ -8,7 +8,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 
 .PHONY: bench test check lint coverage setup clean
-TESTS ?= tests/plan tests/api tests/house/test_rooms.py tests/gpu/test_sources.py tests/gpu/test_calls.py
+TESTS ?= tests/plan tests/api tests/kvcache tests/house/test_rooms.py $(addprefix tests/gpu/test_,sources.py abi.py calls.py forward_edges.py decode_edges.py)
 setup: .venv/.installed
 
 .venv/.installed: pyproject.toml constraints.txt
