@@ -279,7 +279,7 @@ def kept(plan: DecodePlan) -> Kept:
     """What was made for this plan so far."""
     found = _kept.get(plan.serial)
     if found is None:
-        found = _kept[plan.serial] = Kept({}, {})
+        found = _kept.setdefault(plan.serial, Kept({}, {}))  # two threads may come at once
         weakref.finalize(plan, _kept.pop, plan.serial, None)
     return found
 
