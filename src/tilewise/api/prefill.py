@@ -54,7 +54,7 @@ def attention(
     alibi_slopes: (Hq,) or (B, Hq), adds −slope · |i + Nk − Nq − j| after soft-capping.
     schedule: a BlockSchedule; keys outside its blocks are not seen. out: (B, Nq, Hq, D), written and returned.
     exact: the standard softmax where a GPU kernel would use the lazy one, whose weights may be 2^8 times larger before
-    they are divided by their sum; both hold to the same tolerance, for scores up to 2^24 (natural, times log2 e).
+    they are divided by their sum; both hold to the same tolerance, as long as |q · k · scale| · log2 e is below 2^24.
     q_descale, k_descale, v_descale: of FP8 inputs, (Hkv,) or (B, Hkv) float32: what the stored values stand for is
     values · descale, for q by the KV head that it reads. None is 1. The output is bfloat16, and on a GPU the weights of
     the softmax are rounded to FP8.
@@ -148,9 +148,9 @@ def attention_varlen(
     sequence starts, beginning with 0 and ending with the total. schedule: one BlockSchedule that fits every sequence,
     or one (or None) for each. Everything else as in `attention`; alibi_slopes (Hq,) or (B, Hq).
 
-    page_table: (B, pages a sequence) int32; then k, v are (pages, page_size, Hkv, D), and token t of sequence b is row
-    t % page_size of page `page_table[b, t // page_size]`; cu_seqlens_k tells the lengths alone, and entries beyond them
-    may be anything. With queries that are a sequence's last tokens and causal=True this is chunked prefill.
+    page_table: (B, pages per sequence) int32; then k, v are (pages, page_size, Hkv, D), and token t of sequence b is
+    row t % page_size of page `page_table[b, t // page_size]`; cu_seqlens_k tells the lengths alone, and entries beyond
+    them may be anything. With queries that are a sequence's last tokens and causal=True this is chunked prefill.
 
     On a GPU cu_seqlens may be there or on the CPU. There, their values are not looked at, which would make the CPU
     wait; whatever they say, nothing outside of the tensors is touched.
