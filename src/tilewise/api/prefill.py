@@ -89,7 +89,7 @@ def attention(
         o, lse = named.run(kernel, q, k, v, options, call.scores.scale, schedule)
         return result(o, lse, sinks, out, return_lse)
     if call.where != "cpu":
-        calls.check_served(q, schedule, call.where)
+        calls.check_served(q, call.where)
         bound = calls.GpuCall(call.scores.rule, return_lse)
         if key is not None:
             calls.calls()[key] = bound
@@ -177,7 +177,7 @@ def attention_varlen(
     if page_table is not None and starts_k is not None:
         arguments.check_pages(page_table, k, starts_k)
     if call.where != "cpu":
-        calls.check_served(q, schedule, call.where)
+        calls.check_served(q, call.where)
         starts = tuple(x.to(q.device, cu_seqlens_q.dtype).contiguous() for x in (cu_seqlens_q, cu_seqlens_k))
         bound = calls.GpuCall(call.scores.rule, return_lse)
         return bound(q, k, v, sinks, alibi_slopes, out, call.descales, (starts[0], starts[1]), page_table)
@@ -260,7 +260,7 @@ def shared_prefix_attention(
     )
     where = arguments.check_backend(backend, q, [x for source in sources for x in source] + [sinks])
     if where != "cpu":
-        calls.check_served(q, None, where)
+        calls.check_served(q, where)
         o, lse = calls.shared_prefix(q, sources, [shape[2] for shape in shapes], scores)
         return result(o, lse, sinks, out, return_lse)
 
@@ -293,7 +293,7 @@ def plan_attention(
         arguments.check_schedule("schedule", schedule, *sizes[1:4])
     where = arguments.check_backend(backend, q, (k,))
     if where != "cpu":
-        calls.check_served(q, schedule, where)
+        calls.check_served(q, where)
         return prefill.plan_of(q, k, scores)
     io_bytes = 4 if q.dtype == FP8 else q.element_size()  # FP8 is widened first
     return plan_dense(*sizes, window=scores.window, schedule=schedule, io_bytes=io_bytes)

@@ -62,6 +62,7 @@ template <class T> T shuffle_xor(T x, int mask) { return shuffle(x, emu::self().
 inline uint32_t uniform(uint32_t x) { return x; }
 inline int just_in_time(int x) { return x; }
 inline uint32_t ballot(bool x) { return emu::ballot(x); }
+inline int count_bits(uint32_t x) { return __builtin_popcount(x); }
 inline bool any(bool x) { return ballot(x) != 0; }
 inline bool all(bool x) { return ballot(x) == ~0u; }
 

@@ -88,6 +88,7 @@ TILE_DEVICE int just_in_time(int x) {
 TILE_DEVICE bool any(bool x) { return __any_sync(~0u, x); }
 TILE_DEVICE bool all(bool x) { return __all_sync(~0u, x); }
 TILE_DEVICE uint32_t ballot(bool x) { return __ballot_sync(~0u, x); }
+TILE_DEVICE int count_bits(uint32_t x) { return __popc(x); }
 
 // ---- atomics --------------------------------------------------------------------------------------------------------
 TILE_DEVICE int atomic_add(int* p, int x) { return atomicAdd(p, x); }
