@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     from tilewise.functions import Function
     from tilewise.plan.schedule import BlockSchedule
 
-WARPS, BUCKETS = 8, 128  # fold.cu: tiles per block of threads; buckets by length
+FOLD_THREADS = 256  # fold.cu: kThreads
+FOLD_SHARED = 4 * (128 + 1 + 2 * FOLD_THREADS // 32)  # fold.cu: kBuckets, and what stands behind them
 SLAB = 16  # prefill/work.cuh: kSlab
 MAX_UNITS = (1 << 20) - 1  # prefill/work.cuh: kNoUnit
 LISTS_KEPT = 16
@@ -93,7 +94,7 @@ def fold_spec(pattern: Pattern, tile_q: int, unit: int, pack: int, packed: bool)
     function = ("Function", "UserFunction" if text else "NoFunction")
     constants = (("kTileQ", tile_q), ("kUnit", unit), ("kPack", pack), ("kPacked", packed), function)
     return KernelSpec(
-        "fold", "prefill/fold.cu", "fold", constants, 32 * WARPS, 4 * (BUCKETS + 1), product=True, text=text
+        "fold", "prefill/fold.cu", "fold", constants, FOLD_THREADS, FOLD_SHARED, product=True, text=text
     )
 
 
@@ -126,7 +127,7 @@ class Lists:
             )
         self.pattern, self.device = pattern, device
         self.spec = fold_spec(pattern, tile_q, unit, pack, packed)
-        self.grid = (math.ceil(rows_each / WARPS), self.lists, 1)
+        self.grid = (rows_each, self.lists, 1)
         block_q, block_k = max(1, pattern.block_q), max(1, pattern.block_k)
         self.tile_lists = TileListArgs(
             width=self.width,
@@ -137,7 +138,7 @@ class Lists:
             block_k=Divisor.by(block_k),
         )
         self.args = FoldArgs(list_heads=self.heads, lists_each=Divisor.by(max(1, self.heads // pattern.heads)))
-        self._kept: OrderedDict[Any, tuple[Any, Any, torch.Tensor]] = OrderedDict()
+        self._kept: OrderedDict[Any, tuple[tuple[Any, ...], torch.Tensor]] = OrderedDict()
         self._finished: dict[int, torch.Tensor] = {}  # by stream, zero between launches
         if device.type == "cuda":
             self.kernel = compiler.load(self.spec, device)
@@ -155,12 +156,13 @@ class Lists:
         """
         capturing = torch.cuda.is_current_stream_capturing()
         read = self._point(forward, schedule)
-        key = (id(schedule), id(function), None if function is None else function.key, stream)
+        key = (id(schedule), None if function is None else function.key, stream)
+        made_from = (schedule, *(() if function is None else function.tensors))
         if not (self.packed or capturing):
             found = self._kept.get(key)
-            if found is not None and found[0]() is schedule and found[1]() is function:
-                self._place(forward, found[2])
-                return found[2]
+            if found is not None and all(old() is new for old, new in zip(found[0], made_from, strict=True)):
+                self._place(forward, found[1])
+                return found[1]
         work = torch.empty(self._words, dtype=torch.int32, device=self.device)
         self._place(forward, work)
         finished = None if capturing else self._finished.get(stream)
@@ -172,7 +174,7 @@ class Lists:
         values = NoFunctionArgs() if function is None or not self.pattern.mask else function.arguments()
         self.kernel.launch(self.grid, compiler.Args(forward, self.args, values), stream=stream)
         if not (self.packed or capturing):
-            self._kept[key] = (_reference(schedule), _reference(function), work)
+            self._kept[key] = (tuple(_reference(x) for x in made_from), work)
             while len(self._kept) > LISTS_KEPT:
                 self._kept.popitem(last=False)
         del read

@@ -7,7 +7,6 @@ their card, or runs it in the emulator over CPU tensors. Binding validates nothi
 from __future__ import annotations
 
 import math
-import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -432,7 +431,7 @@ class Forward:
 
     def _take_values(self, function: Function | None) -> None:
         """From now on launches give the kernel what this function captured."""
-        self._function = (lambda: None) if function is None else weakref.ref(function)
+        self._values_of = None if function is None else function.key
         values = NoFunctionArgs() if function is None else function.arguments()
         self.launch_args = compiler.Args(*[compiler.TensorMap.blank()] * 4, self.args, values)
         self._pointers = (0, 0, 0, 0)  # the tensor maps have to be named again
@@ -511,7 +510,7 @@ class Forward:
     ) -> None:
         """Over q, k, v and o at these addresses, on the current stream. What has not changed is not set again."""
         a = self.args
-        if function is not None and function is not self._function():
+        if function is not None and function.key != self._values_of:
             self._take_values(function)
         if pointers != self._pointers:
             a.q, a.k, a.v, a.o = self._pointers = pointers

@@ -2,7 +2,7 @@
 // blocks and a mask function, and orders tiles by the length of their lists. It runs on the device because schedules
 // and captured tensors are there.
 //
-// A warp takes a tile, and each of its lanes a unit. Units that every row of the tile sees whole go to the front of the
+// A block of threads takes a tile, and each of its threads a unit. Units that every row of the tile sees whole go to the front of the
 // tile's row of the list, the others to its back. The last block of threads to finish a list orders its tiles into
 // buckets by length, as ragged.cu does.
 // Constants: kTileQ, kUnit, kPack, Function. kPacked: the tiles are those that ragged.cu listed.
@@ -21,6 +21,8 @@ struct FoldArgs {
     Divisor lists_each;   // lists per head of the schedule
 };
 constexpr int kWarps = 8, kThreads = 32 * kWarps;
+// Shared memory: the buckets, which block is last, and counts per warp
+constexpr int kAtLast = 4 * kBuckets, kAtCounts = kAtLast + 4;
 
 struct Fold {
     const ForwardArgs& args;
@@ -89,27 +91,43 @@ struct Fold {
         return none ? kNone : all ? kAll : kSome;
     }
 
+    // A pass of the block of threads looks at kThreads units.
     TILE_DEVICE void run(int row) const {
         const TileLists& lists = args.lists;
         const Global<int> list{fold.units + int64_t(row) * lists.width};
-        const int lane = threadIdx.x % 32;
+        const Shared<int> counts(kAtCounts);  // per warp: units seen whole, then the others
+        const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
         const uint32_t before = (1u << lane) - 1;
         // What the tile's first and last row see bounds what any of its rows sees.
         const Keys first_row = keys_of(args, tile, first_token), last_row = keys_of(args, tile, last_token);
         const Span met = blocks_met<kUnit>(first_row, last_row);
         int whole = 0, others = 0;
-        for (int base = met.begin; base < met.end; base += 32) {
+        for (int base = met.begin; base < met.end; base += kThreads) {
             uint32_t hidden;
-            const int unit = base + lane;
+            const int unit = base + int(threadIdx.x);
             const Kind found = look(unit, hidden), kind = unit < met.end && unit < lists.width ? found : kNone;
             const uint32_t all = ptx::ballot(kind == kAll), some = ptx::ballot(kind == kSome);
-            if (kind == kAll) list[whole + ptx::count_bits(all & before)] = unit;
+            if (lane == 0) {
+                counts[2 * warp] = ptx::count_bits(all);
+                counts[2 * warp + 1] = ptx::count_bits(some);
+            }
+            ptx::sync_threads();
+            int at_whole = whole, at_others = others;
+            for (int w = 0; w < kWarps; w++) {
+                const int of_whole = counts[2 * w], of_others = counts[2 * w + 1];
+                whole += of_whole;
+                others += of_others;
+                if (w < warp) {
+                    at_whole += of_whole;
+                    at_others += of_others;
+                }
+            }
+            ptx::sync_threads();
+            if (kind == kAll) list[at_whole + ptx::count_bits(all & before)] = unit;
             if (kind == kSome)
-                list[lists.width - 1 - others - ptx::count_bits(some & before)] = unit | int(hidden << kUnitBits);
-            whole += ptx::count_bits(all);
-            others += ptx::count_bits(some);
+                list[lists.width - 1 - at_others - ptx::count_bits(some & before)] = unit | int(hidden << kUnitBits);
         }
-        if (lane == 0) {
+        if (threadIdx.x == 0) {
             Global<int>{fold.counts}[2 * row] = whole;
             Global<int>{fold.counts}[2 * row + 1] = whole + others;
         }
@@ -145,27 +163,24 @@ extern "C" __global__ void __launch_bounds__(kThreads) fold(const __grid_constan
                                                             const __grid_constant__ FoldArgs problem,
                                                             const __grid_constant__ Function function) {
     const TileLists& lists = args.lists;
-    const int list = blockIdx.y, number = blockIdx.x * kWarps + threadIdx.x / 32;
+    const int list = blockIdx.y, number = blockIdx.x;
     const int sequence = kPacked ? 0 : list / problem.list_heads;
     Fold fold{args, problem, function, list - sequence * problem.list_heads};
-    bool there = number < lists.rows_each;
     if constexpr (kPacked) {
         const ListHead head = Global<const ListHead>{reinterpret_cast<const ListHead*>(args.list)}[0];
-        there = number < int(head.tiles.divisor);
-        if (there) fold.tile = Global<const WorkTile>{reinterpret_cast<const WorkTile*>(args.list + kListHeader)}[number];
+        if (number >= int(head.tiles.divisor)) return;
+        fold.tile = Global<const WorkTile>{reinterpret_cast<const WorkTile*>(args.list + kListHeader)}[number];
     } else {
         fold.tile = WorkTile{number * kTileQ, 0, sequence, 0, 0, args.seqlen_q, args.seqlen_k};
     }
-    if (there) {
-        const int beyond = (fold.tile.row + kTileQ - 1) / kPack;
-        fold.first_token = fold.tile.row / kPack;
-        fold.last_token = beyond < fold.tile.seqlen_q ? beyond : fold.tile.seqlen_q - 1;
-        fold.run(list * lists.rows_each + number);
-    }
+    const int beyond = (fold.tile.row + kTileQ - 1) / kPack;
+    fold.first_token = fold.tile.row / kPack;
+    fold.last_token = beyond < fold.tile.seqlen_q ? beyond : fold.tile.seqlen_q - 1;
+    fold.run(list * lists.rows_each + number);
     if constexpr (kPacked) return;
     ptx::fence_device();
     ptx::sync_threads();
-    const Shared<int> last(4 * kBuckets);
+    const Shared<int> last(kAtLast);
     if (threadIdx.x == 0) last[0] = ptx::atomic_add(problem.finished + list, 1) == int(gridDim.x) - 1;
     ptx::sync_threads();
     if (!last[0]) return;
