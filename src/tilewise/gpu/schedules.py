@@ -1,8 +1,8 @@
 """Block schedules on a device, kernels/common/schedule_*.cu: arguments and launches. They give `BlockSchedule` what
 plan/schedule_device.py asks for.
 
-Each is one launch on the card of its tensors, or in the emulator over CPU tensors; nothing is waited for, nothing is read
-by the host. They validate nothing: plan/schedule.py has done so.
+Each is one launch on the card of its tensors, or in the emulator over CPU tensors. None waits, and the host reads
+nothing. They validate nothing: plan/schedule.py has done so.
 """
 
 from __future__ import annotations
