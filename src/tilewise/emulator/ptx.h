@@ -23,7 +23,6 @@ inline float mad(float a, float b, float c) {
     return ::fmaf(a, b, c);
 }
 inline uint32_t multiply_high(uint32_t a, uint32_t b) { return uint32_t(uint64_t(a) * b >> 32); }
-inline int popcount(uint32_t x) { return __builtin_popcount(x); }
 inline int dp4a(int a, int b, int c) {
     emu::count_scalar_flops(8);
     for (int i = 0; i < 4; i++) c += int(int8_t(a >> (8 * i))) * int(int8_t(b >> (8 * i)));

@@ -134,13 +134,15 @@ class DecodeArgs(ctypes.Structure):
 
     _fields_ = [
         *((n, ctypes.c_void_p) for n in ("q", "o", "lse", "tree", "items", "tile_items", "order", "lengths", "tails")),
-        *((n, ctypes.c_void_p) for n in ("pages", "own", "states", "state_o", "state_ml", "barrier_counter")),
+        *((n, ctypes.c_void_p) for n in ("pages", "states", "state_o", "state_ml", "barrier_counter")),
         *((n, Paged) for n in ("k", "v", "k_scale", "v_scale", "k_zero", "v_zero")),
         *((n, Strides) for n in ("q_strides", "o_strides")),
         ("scores", ScoreArgs),
         *((n, ctypes.c_int) for n in ("slots", "tile_rounds", "sequences", "merge_rows", "kv_heads", "tokens")),
-        *((n, ctypes.c_int) for n in ("table_pages", "tail_pages", "selections")),
+        *((n, ctypes.c_int) for n in ("table_pages", "tail_pages")),
         *((n, Divisor) for n in ("group", "rows_each", "merge_jobs")),
+        ("selections", ctypes.c_int),
+        ("own", ctypes.c_void_p),
     ]
 
 

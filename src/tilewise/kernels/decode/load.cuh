@@ -214,6 +214,7 @@ struct Loader {
             fresh = kTma && !kSelected && (!kScaled || kScaleRuns) && field(word, kPageWord) >= 0 &&
                     args.scores.sees_back_to_first();
             if (!fresh) {
+                if constexpr (kSelected) ptx::touch(table.pages + field(word, kStartWord) / kPageSize);
                 measure(word);
                 if (chunk >= end) {
                     if constexpr (kTileStages > 0) put_empty(args, item(args, slot));

@@ -342,5 +342,5 @@ template <bool kRoomy = false> TILE_DEVICE void merge_all(const DecodeArgs& args
     constexpr int kAtOnce = kHeadDim > 192 ? 1 : kHeadDim > 96 ? 2 + kRoomy : kHeadDim > 64 ? (kScaled ? 2 : 3) : 6;
     if (args.merge_rows == 1) merge_together(args, of);
     else if (args.merge_rows == 2) merge_apart<RowLanes<16>, 2 * kAtOnce>(args, of);
-    else merge_apart<RowLanes<8>, (kZeros ? 1 : kAtOnce)>(args, of);
+    else merge_apart<RowLanes<8>, (kZeros || (kScaled && kSelected) ? 1 : kAtOnce)>(args, of);
 }

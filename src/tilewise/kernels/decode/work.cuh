@@ -82,7 +82,6 @@ struct DecodeArgs {
     const int* lengths;            // (sequences,); kSelected: (sequences, selections), as select.cu makes it
     const int* tails;              // (sequences, tail_pages): a sequence's pages from an item's tail_from on
     const int* pages;              // (sequences, table_pages): the pages before those; kSelected: like lengths, and all
-    const uint32_t* own;           // kSelected: like lengths, bit t tells whether the key of query token t is selected
     const StateSplit* states;      // (sequences,)
     float* state_o;                // scratch: (states, KV heads, rows_each, D), O before it is divided by the sum
     float* state_ml;               // scratch: (states, KV heads, rows_each, 2), a MaxSum each
@@ -94,8 +93,10 @@ struct DecodeArgs {
     int merge_rows;                // rows per merge job (merge.cuh); 0: no sequence has several states
     int kv_heads, tokens;          // tokens: query tokens per sequence
     int table_pages, tail_pages;
-    int selections;                // kSelected: per sequence: one for each KV head, or one for all of them
     Divisor group, rows_each, merge_jobs;  // query heads per KV head; rows per sequence and KV head; jobs per sequence
+    // kSelected:
+    int selections;                // per sequence: one for each KV head, or one for all of them
+    const uint32_t* own;           // like lengths: bit t tells whether the key of query token t is selected
 };
 
 // Field by field: copied as a whole, an item takes more instructions.

@@ -24,8 +24,6 @@ TILE_DEVICE float reciprocal(float x) {
 TILE_DEVICE float mad(float a, float b, float c) { return fmaf(a, b, c); }
 // The upper half of a 64-bit product
 TILE_DEVICE uint32_t multiply_high(uint32_t a, uint32_t b) { return __umulhi(a, b); }
-// How many bits are 1
-TILE_DEVICE int popcount(uint32_t x) { return __popc(x); }
 // c plus the products of the four signed bytes of a and b
 TILE_DEVICE int dp4a(int a, int b, int c) { return __dp4a(a, b, c); }
 // x rounded to tf32, as the mma wants it
