@@ -144,8 +144,8 @@ def decode(
     schedule: which pages each sequence and KV head reads, for a plan with `pages_per_seq`: key block j of size block_k
     = page_size is the j-th page of the sequence's list; one query block; batch num_seqs or None, heads Hkv or None. A
     page that is left out hides its tokens from every query, the query's own token too. Where more than `pages_per_seq`
-    pages are selected, the first ones are read, and pages past a sequence's end are none of it. On a GPU the contents
-    are read by the kernel alone: they may change between replays of a captured call.
+    pages are selected (`schedule.counts` tells), the first ones are read; pages past a sequence's end are none of it. On
+    a GPU the contents are read by the kernel alone: they may change between replays of a captured call.
 
     Returns o (num_seqs, tokens_per_seq, Hq, D), with return_lse also the LSE (num_seqs, Hq, tokens_per_seq) float32.
     """
@@ -250,8 +250,8 @@ def _check_schedule(
     for name, got, taken in (
         ("block_k", schedule.block_k, (pages.page_size,)),
         ("num_q_blocks", schedule.num_q_blocks, (1,)),
-        ("batch", schedule.batch, (None, count)),
-        ("heads", schedule.heads, (None, pages.num_kv_heads)),
+        ("batch", schedule.batch, (None, 1, count)),
+        ("heads", schedule.heads, (None, 1, pages.num_kv_heads)),
     ):
         if got not in taken:
             raise ValueError(f"schedule must have {name} {' or '.join(map(str, taken))} for this plan, got {got}")

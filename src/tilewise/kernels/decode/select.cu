@@ -26,12 +26,6 @@ struct SelectArgs {
 };
 constexpr int kWarps = 16, kThreads = 32 * kWarps;
 
-TILE_DEVICE int sum_of_lanes(int x) {
-#pragma unroll
-    for (int lanes = 1; lanes < 32; lanes *= 2) x += ptx::shuffle_xor(x, lanes);
-    return x;
-}
-
 // Grid: (sequences, selections per sequence)
 extern "C" __global__ void __launch_bounds__(kThreads) select_pages(const __grid_constant__ SelectArgs args) {
     const int sequence = blockIdx.x, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -51,13 +45,11 @@ extern "C" __global__ void __launch_bounds__(kThreads) select_pages(const __grid
     int found = 0;
     for (int from = 0; 32 * from < pages; from += kWarps) {
         const uint32_t words = lane < kWarps ? word_of(from + lane) : 0, word = ptx::shuffle(words, warp);
-        const int count = ptx::popcount(words);
-        // Two sums at once: of the words before the warp's, and of all
-        const int sums = sum_of_lanes(count << 16 | (lane < warp ? count : 0));
-        const int rank = found + (sums & 0xffff) + ptx::popcount(word & ((1u << lane) - 1));
+        const int count = ptx::count_bits(words), before = ptx::reduce_add(lane < warp ? count : 0);
+        const int rank = found + before + ptx::count_bits(word & ((1u << lane) - 1));
         const int page = 32 * (from + warp) + lane;
         if ((word >> lane & 1) && rank < args.most) selected[rank] = page < tail_from ? first[page] : tail[page];
-        found += sums >> 16;
+        found += ptx::reduce_add(count);
     }
 
     if (warp > 0) return;

@@ -153,7 +153,7 @@ TILE_DEVICE Visible seen_to(const DecodeArgs& args, int position, Span span) {
 TILE_DEVICE Visible seen_by(const DecodeArgs& args, const DecodeRow& row, int length, Span span) {
     if constexpr (kSelected) {  // of the query tokens after the row's, only the selected ones have a key to hide
         const uint32_t own = Global<const uint32_t>{args.own}[table_row(args, row.sequence, args.group.quotient(row.head))];
-        return seen_to(args, length - 1 - ptx::popcount(own >> (row.token + 1)), span);
+        return seen_to(args, length - 1 - ptx::count_bits(own >> (row.token + 1)), span);
     }
     // Under a mask of query tokens every row stands at the last one, and the mask hides keys token by token.
     return seen_to(args, args.tree ? length - 1 : position_of(row.token, args.tokens, length), span);
