@@ -169,6 +169,19 @@ class DecodeArgs(ctypes.Structure):
         *((n, ctypes.c_int) for n in ("slots", "tile_rounds", "sequences", "merge_rows", "kv_heads", "tokens")),
         *((n, ctypes.c_int) for n in ("table_pages", "tail_pages")),
         *((n, Divisor) for n in ("group", "rows_each", "merge_jobs")),
+        ("selections", ctypes.c_int),
+        ("own", ctypes.c_void_p),
+    ]
+
+
+class SelectArgs(ctypes.Structure):
+    """decode/select.cu: SelectArgs."""
+
+    _fields_ = [
+        *((n, ctypes.c_void_p) for n in ("bits", "order", "lengths", "tail_from", "tails", "pages")),
+        *((n, ctypes.c_void_p) for n in ("selected", "tokens", "own")),
+        *((n, ctypes.c_int64) for n in ("batch", "head")),
+        *((n, ctypes.c_int) for n in ("num_pages", "most", "page_size", "queries", "table_pages", "tail_pages")),
     ]
 
 
