@@ -12,7 +12,8 @@ from typing import Any, Final, Literal, NamedTuple
 import numpy as np
 import torch
 
-from tilewise import checks, cpu
+from tilewise import checks, cpu, functions
+from tilewise.functions import Function
 from tilewise.gpu.abi import FP8
 from tilewise.gpu.prefill import out_dtype
 from tilewise.plan.schedule import BlockSchedule
@@ -133,12 +134,17 @@ def check_slopes(slopes: torch.Tensor | None, batch: int, heads_q: int, device: 
 
 
 class Call(NamedTuple):
-    """What `attention` and `attention_varlen` were asked for, checked. descales: of q, k and v, (batch, heads_kv)."""
+    """What `attention` and `attention_varlen` were asked for, checked. descales: of q, k and v, (batch, heads_kv).
+
+    schedule: of packed sequences it may be a list of them, with None for a sequence that has none.
+    """
 
     sizes: Sizes
     scores: Scores
     descales: Descales
     where: Where
+    function: Function | None
+    schedule: Schedules
 
 
 def check_call(
@@ -147,6 +153,9 @@ def check_call(
     v: torch.Tensor,
     options: ScoreOptions,
     *,
+    mask: Any,
+    score: Any,
+    schedule: Any,
     exact: bool,
     descales: Descales,
     return_lse: bool,
@@ -160,39 +169,51 @@ def check_call(
     if batch is not None:
         sizes = sizes._replace(batch=batch)
     scores = check_scores(q, sizes.batch, exact=exact, **options)
+    function = check_function(mask, score, scores, q.device)
     checked = check_descales(q, descales, sizes.batch, sizes.heads_kv)
     checks.flag("return_lse", return_lse)
     check_out(out, q)
-    given = (k, v, options.get("sinks"), options.get("alibi_slopes"))
-    return Call(sizes, scores, checked, check_backend(backend, q, given, rungs=batch is None))
+    captured = () if function is None else function.tensors
+    given = (k, v, options.get("sinks"), options.get("alibi_slopes"), *captured)
+    where = check_backend(backend, q, given, rungs=batch is None)
+    if batch is None:
+        check_schedule("schedule", schedule, sizes, q.device)
+    else:
+        check_schedules(schedule, sizes, q.device)
+    return Call(sizes, scores, checked, where, function, schedule)
 
 
-def check_schedule(name: str, schedule: Any, seqlen_q: int, seqlen_k: int, heads_q: int) -> None:
+def check_function(mask: Any, score: Any, scores: Scores, device: torch.device) -> Function | None:
+    """The mask and the score function of a call, traced; None if there are none."""
+    if mask is None and score is None:
+        return None
+    if score is not None and (scores.softcap or scores.alibi):
+        name, text = ("softcap", "c * torch.tanh(s / c)") if scores.softcap else ("alibi_slopes", "s - slopes[h] * (q - k)")
+        raise ValueError(f"{name} goes with no score function: write it in the function, {text}")
+    function = functions.of(mask, score)
+    for x in function.tensors:
+        if x.device != device:
+            raise ValueError(
+                f"mask and score must capture tensors on {device}, where q is, got one of shape {tuple(x.shape)} on "
+                f"{x.device}; use .to(q.device) outside of the function"
+            )
+    return function
+
+
+def check_schedule(
+    name: str, schedule: Any, sizes: Sizes, device: torch.device, lengths: tuple[int, int] | None = None
+) -> None:
+    """lengths: of the queries and keys, if they are others than `sizes` says."""
+    if schedule is None:
+        return
     if not isinstance(schedule, BlockSchedule):
         raise TypeError(f"{name} must be a tilewise.BlockSchedule, got {type(schedule).__name__}")
+    if schedule.device != device:
+        raise ValueError(f"{name} must be on {device}, where q is, got {schedule.device}; use {name}.to(q.device)")
     try:
-        schedule.check(seqlen_q, seqlen_k, heads_q)
+        schedule.check(*(lengths or sizes[1:3]), sizes.heads_q, sizes.heads_kv, sizes.batch)
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from None
-
-
-def check_schedules(
-    schedules: Any, starts_q: Sequence[int], starts_k: Sequence[int], heads_q: int
-) -> Sequence[BlockSchedule | None] | None:
-    """One schedule, or None, for each of the packed sequences; None if there are none."""
-    if schedules is None:
-        return None
-    batch = len(starts_q) - 1
-    if isinstance(schedules, BlockSchedule):
-        schedules = [schedules] * batch
-    if not isinstance(schedules, (list, tuple)):
-        raise TypeError(f"schedule must be a BlockSchedule or a list of them, got {type(schedules).__name__}")
-    if len(schedules) != batch:
-        raise ValueError(f"schedule must have one entry for each of the {batch} sequences, got {len(schedules)}")
-    for b, ((q0, q1), (k0, k1)) in enumerate(zip(pairwise(starts_q), pairwise(starts_k), strict=True)):
-        if schedules[b] is not None:
-            check_schedule(f"schedule (sequence {b})", schedules[b], q1 - q0, k1 - k0, heads_q)
-    return schedules
 
 
 def check_sequences(cu_seqlens_q: Any, cu_seqlens_k: Any) -> int:
