@@ -11,6 +11,7 @@ from .api import (
     grow_plan,
     plan_attention,
     plan_decode,
+    schedule_of,
     shared_prefix_attention,
 )
 from .integrations import torch_ops as _torch_ops  # noqa: F401, registers torch.ops.tilewise
@@ -53,6 +54,7 @@ __all__ = [
     "plan_decode",
     "reference",
     "replace_sdpa",
+    "schedule_of",
     "sdpa",
     "shared_prefix_attention",
     "stream",

@@ -40,6 +40,7 @@ class Sizes(NamedTuple):
     head_dim: int
 
 
+Schedules = BlockSchedule | Sequence[BlockSchedule | None] | None
 Descales = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
 Where = Literal["cpu", "cuda", "emulator"]
 
@@ -163,8 +164,12 @@ def check_call(
     backend: str,
     batch: int | None = None,
     paged: bool = False,
+    rungs: bool = False,
 ) -> Call:
-    """The checks that both calls share; batch: the number of packed sequences, None for dense tensors."""
+    """The checks that calls share; batch: the number of packed sequences, None for dense tensors; rungs: as below.
+
+    Schedules of packed sequences are left to `check_schedules`, which needs to know where those start.
+    """
     sizes = check_qkv(q, k, v, packed=batch is not None, paged=paged, fp8=True)
     if batch is not None:
         sizes = sizes._replace(batch=batch)
@@ -175,11 +180,9 @@ def check_call(
     check_out(out, q)
     captured = () if function is None else function.tensors
     given = (k, v, options.get("sinks"), options.get("alibi_slopes"), *captured)
-    where = check_backend(backend, q, given, rungs=batch is None)
-    if batch is None:
-        check_schedule("schedule", schedule, sizes, q.device)
-    else:
-        check_schedules(schedule, sizes, q.device)
+    where = check_backend(backend, q, given, rungs=rungs)
+    if batch is None and schedule is not None:
+        check_schedule("schedule", schedule, *sizes[1:3], sizes, q.device)
     return Call(sizes, scores, checked, where, function, schedule)
 
 
@@ -191,29 +194,41 @@ def check_function(mask: Any, score: Any, scores: Scores, device: torch.device) 
         name, text = ("softcap", "c * torch.tanh(s / c)") if scores.softcap else ("alibi_slopes", "s - slopes[h] * (q - k)")
         raise ValueError(f"{name} goes with no score function: write it in the function, {text}")
     function = functions.of(mask, score)
-    for x in function.tensors:
-        if x.device != device:
-            raise ValueError(
-                f"mask and score must capture tensors on {device}, where q is, got one of shape {tuple(x.shape)} on "
-                f"{x.device}; use .to(q.device) outside of the function"
-            )
+    function.check(device)
     return function
 
 
 def check_schedule(
-    name: str, schedule: Any, sizes: Sizes, device: torch.device, lengths: tuple[int, int] | None = None
+    name: str, schedule: Any, seqlen_q: int | None, seqlen_k: int | None, sizes: Sizes, device: torch.device
 ) -> None:
-    """lengths: of the queries and keys, if they are others than `sizes` says."""
-    if schedule is None:
-        return
+    """sizes: its heads and its batch are to fit the schedule, and these lengths where they are known."""
     if not isinstance(schedule, BlockSchedule):
         raise TypeError(f"{name} must be a tilewise.BlockSchedule, got {type(schedule).__name__}")
     if schedule.device != device:
-        raise ValueError(f"{name} must be on {device}, where q is, got {schedule.device}; use {name}.to(q.device)")
+        raise ValueError(f"{name} must be on {device}, where q is, got {schedule.device}; use schedule.to(q.device)")
     try:
-        schedule.check(*(lengths or sizes[1:3]), sizes.heads_q, sizes.heads_kv, sizes.batch)
+        schedule.check(seqlen_q, seqlen_k, sizes.heads_q, sizes.heads_kv, sizes.batch)
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from None
+
+
+def check_schedules(
+    schedules: Any, starts_q: Sequence[int] | None, starts_k: Sequence[int] | None, sizes: Sizes, device: torch.device
+) -> None:
+    """One schedule for all packed sequences, or a list with one or None for each; starts are None if not known here."""
+    batch = sizes.batch
+    if isinstance(schedules, BlockSchedule):
+        schedules = [schedules] * batch
+    else:
+        if not isinstance(schedules, (list, tuple)):
+            raise TypeError(f"schedule must be a BlockSchedule or a list of them, got {type(schedules).__name__}")
+        if len(schedules) != batch:
+            raise ValueError(f"schedule must have one entry for each of the {batch} sequences, got {len(schedules)}")
+        sizes = sizes._replace(batch=1)
+    for b, one in enumerate(schedules):
+        if one is not None:
+            lengths = (None if x is None else x[b + 1] - x[b] for x in (starts_q, starts_k))
+            check_schedule(f"schedule (sequence {b})", one, *lengths, sizes, device)
 
 
 def check_sequences(cu_seqlens_q: Any, cu_seqlens_k: Any) -> int:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from tilewise.cpu.blocks import run_blocks
-from tilewise.cpu.scoring import Scoring, View
+from tilewise.cpu.scoring import Scoring, View, count_up
 from tilewise.cpu.tiles import KV, repeated, tile_state
 from tilewise.plan.tiles import BlockTiles, DecodePlan, PagedTiles, Plan, Tiles, page_step
 from tilewise.state import Accumulator
@@ -143,10 +143,10 @@ def _regular_state(item: Tiles, q: torch.Tensor, k: torch.Tensor, v: torch.Tenso
     rows = [item.row + n * item.row_step - starts.row_starts[b] for n, b in enumerate(members)]
     keys = [item.key + n * item.key_step - starts.key_starts[b] for n, b in enumerate(members)]
     view = View(
-        torch.tensor(rows, device="cpu")[:, None] + torch.arange(item.rows, device="cpu"),
-        torch.tensor(keys, device="cpu")[:, None] + torch.arange(item.keys, device="cpu"),
+        torch.tensor(rows, dtype=torch.int32, device="cpu")[:, None] + count_up(0, item.rows),
+        torch.tensor(keys, dtype=torch.int32, device="cpu")[:, None] + count_up(0, item.keys),
         item.band.shifted(keys[0] - rows[0]),  # of all: copies of a tile differ in sequence or run down one diagonal
-        sequences=torch.tensor(members, device="cpu"),
-        heads=torch.arange(q.shape[-2], device="cpu"),
+        sequences=torch.tensor(members, dtype=torch.int32, device="cpu"),
+        heads=count_up(0, q.shape[-2]),
     )
     return tile_state(tile_q, tile_k, tile_v, scoring, view=view)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from tilewise.cpu.scoring import Scoring, View
+from tilewise.cpu.scoring import Scoring, View, count_up
 from tilewise.cpu.tiles import KV, repeated, tile_state
 from tilewise.plan.tiles import OPEN, BlockTiles, Ints
 from tilewise.state import Accumulator
@@ -97,11 +97,11 @@ def _view(item: BlockTiles, batch: Batch, row: int, scoring: Scoring) -> View | 
     """Where the batch's rows and keys stand, and what they see; None if nobody asks."""
     if not (item.masked or item.partial or (scoring.needs_matmul and scoring.sequences is not None)):
         return None
-    rows = torch.from_numpy(item.rows_at[batch.tiles]).long()[:, None] + torch.arange(item.rows, device="cpu")
-    blocks = torch.from_numpy(item.blocks[batch.tiles]).long()
-    keys = (blocks[:, :, None] * item.block + torch.arange(item.block, device="cpu")).flatten(1)
+    rows = torch.from_numpy(item.rows_at[batch.tiles])[:, None] + count_up(0, item.rows)
+    blocks = torch.from_numpy(item.blocks[batch.tiles])
+    keys = (blocks[:, :, None] * item.block + count_up(0, item.block)).flatten(1)
     if item.tail:
-        tail = torch.arange(item.seqlen_k - item.tail, item.seqlen_k, device="cpu").expand(len(keys), item.tail)
+        tail = count_up(item.seqlen_k - item.tail, item.seqlen_k).expand(len(keys), item.tail)
         keys = torch.cat((keys, tail), dim=1)
     there = None
     if item.masked and item.lengths is not None:
@@ -112,8 +112,8 @@ def _view(item: BlockTiles, batch: Batch, row: int, scoring: Scoring) -> View | 
         item.band if item.masked else OPEN,
         scoring.function if item.partial else None,
         there,
-        torch.tensor([0 if scoring.sequences is None else scoring.sequences.of(row)], device="cpu"),
-        torch.arange(batch.heads.start, batch.heads.stop, device="cpu"),
+        torch.tensor([0 if scoring.sequences is None else scoring.sequences.of(row)], dtype=torch.int32, device="cpu"),
+        count_up(batch.heads.start, batch.heads.stop),
     )
 
 

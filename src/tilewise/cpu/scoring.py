@@ -17,7 +17,7 @@ from tilewise.scores import Scores
 if TYPE_CHECKING:
     from tilewise.functions import Function
 
-FIRST = torch.zeros(1, dtype=torch.int64, device="cpu")
+FIRST = torch.zeros(1, dtype=torch.int32, device="cpu")
 
 
 @dataclass(frozen=True)
@@ -88,8 +88,8 @@ class Scoring:
 class View:
     """Where the rows and the keys of n tiles stand in their sequences, and which keys a row sees.
 
-    rows (n or 1, rows), keys (n or 1, keys), int64. A key is seen if the band over these places, the mask function and
-    `there` (n or 1, keys), bool, allow it. sequences (n or 1,), heads (heads,), int64: which sequence and query heads.
+    rows (n or 1, rows), keys (n or 1, keys), int32. A key is seen if the band over these places, the mask function and
+    `there` (n or 1, keys), bool, allow it. sequences (n or 1,), heads (heads,), int32: which sequence and query heads.
     """
 
     rows: torch.Tensor
@@ -123,7 +123,10 @@ class View:
         seen: torch.Tensor = self.band.allows(k - q)
         if self.there is not None:
             seen = seen & self.there[:, None, None, :]
-        return seen if self.mask is None else seen & self.mask.seen(b, h, q, k)
+        if self.mask is None:
+            return seen
+        b, h = (x if name in self.mask.uses else x[:1] for name, x in (("b", b), ("h", h)))
+        return self.mask.seen(b, h, q, k) if self.band == OPEN and self.there is None else seen & self.mask.seen(b, h, q, k)
 
     def cut(self) -> View | None:
         """Without the bounds of the band that hide nothing here; None if they hide everything."""
@@ -151,4 +154,9 @@ class View:
 
 def counted(rows: int, keys: int, band: Band = OPEN) -> View:
     """Places 0, 1, 2, … in both directions."""
-    return View(torch.arange(rows, device="cpu")[None], torch.arange(keys, device="cpu")[None], band)
+    return View(count_up(0, rows)[None], count_up(0, keys)[None], band)
+
+
+def count_up(start: int, stop: int) -> torch.Tensor:
+    """start, …, stop − 1 as functions take them."""
+    return torch.arange(start, stop, dtype=torch.int32, device="cpu")

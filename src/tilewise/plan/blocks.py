@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from tilewise.plan.schedule_bits import unpack
 from tilewise.plan.tiles import Band, BlockTiles, Ints
 
 if TYPE_CHECKING:
@@ -53,7 +54,7 @@ def cut_schedule(
         rows = _valid(schedule.block_q, one.seqlen_q, length_q)
         seen, cut = _under(band, schedule, one, rows, length_k)
         for head in range(heads):
-            kept, whole = (_unpacked(x[min(b, len(x) - 1), head], schedule.num_k_blocks) for x in planes)
+            kept, whole = (unpack(x[min(b, len(x) - 1), head].numpy(), schedule.num_k_blocks) for x in planes)
             kept, whole = kept & seen, whole & ~cut
             of = None if heads == 1 else (head * heads_q // heads, (head + 1) * heads_q // heads)
             like = _Common(schedule.block_q, schedule.block_k, one, band, length_k, of)
@@ -69,10 +70,11 @@ def one_state_each(work: list[BlockTiles]) -> bool:
     return len({item.partial for item in work}) < 2
 
 
-def _unpacked(words: torch.Tensor, columns: int) -> Bools:
-    """Bits (rows, words) int32 as (rows, columns) bools."""
-    raw = words.contiguous().numpy().view(np.uint8)
-    return np.unpackbits(raw, axis=1, count=columns, bitorder="little").view(np.bool_)
+def kept_blocks(schedule: BlockSchedule) -> torch.Tensor:
+    """bool (batch or 1, heads or 1, num_q_blocks, num_k_blocks), of a schedule on the CPU."""
+    bits = schedule.bits
+    kept = unpack(bits.flatten(0, 2).numpy(), schedule.num_k_blocks)
+    return torch.from_numpy(kept).view(*bits.shape[:3], schedule.num_k_blocks)
 
 
 def _valid(block: int, seqlen: int, lengths: Ints | None) -> Ints:
