@@ -14,6 +14,7 @@ from .api import (
     schedule_of,
     shared_prefix_attention,
 )
+from .gpu import schedules as _schedules  # noqa: F401, registers the kernels of schedules on a device
 from .integrations import torch_ops as _torch_ops  # noqa: F401, registers torch.ops.tilewise
 from .integrations.replace import install, replace_sdpa, uninstall
 from .integrations.sdpa import explain, sdpa

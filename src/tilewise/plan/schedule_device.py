@@ -15,14 +15,14 @@ Tensors = tuple[torch.Tensor, torch.Tensor | None]
 
 
 class Kernels(NamedTuple):
-    """pack(blocks, whole) of bools (…, nq, nk) -> bits and whole as bits
+    """pack(blocks, whole) of bools (…, nq, nk) -> bits, whole
     scatter(counts, indices, full_counts, full_indices, num_k_blocks) -> bits, whole, faults
     select(scores, top_k, threshold, causal) -> bits, faults; causal: (seqlen_q, seqlen_k, block_q, block_k) or None
-    transpose(bits, num_k_blocks) -> bits of keys × queries
-    lists(bits, width) -> counts (batch or 1, heads or 1, nq), indices (…, nq, width), or None for width None
+    transpose(bits, whole, num_k_blocks) -> bits, whole of keys × queries
+    lists(bits, num_k_blocks, width) -> counts (batch or 1, heads or 1, nq), indices (…, width) or None without width
 
-    bits: int32 (batch or 1, heads or 1, nq, words). faults: int32 (batch or 1, heads or 1, nq), bits as FAULTS names
-    them.
+    bits, whole: int32 (batch or 1, heads or 1, nq, words). faults: int32 (batch or 1, heads or 1, nq), bits as FAULTS
+    names them.
     """
 
     pack: Callable[[torch.Tensor, torch.Tensor | None], Tensors]
@@ -30,11 +30,9 @@ class Kernels(NamedTuple):
         [torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None, int],
         tuple[torch.Tensor, torch.Tensor | None, torch.Tensor],
     ]
-    select: Callable[
-        [torch.Tensor, int | None, float | None, tuple[int, int, int, int] | None], tuple[torch.Tensor, torch.Tensor]
-    ]
-    transpose: Callable[[torch.Tensor, int], torch.Tensor]
-    lists: Callable[[torch.Tensor, int | None], Tensors]
+    select: Callable[[torch.Tensor, int | None, float | None, tuple[int, int, int, int] | None], Tensors]
+    transpose: Callable[[torch.Tensor, torch.Tensor | None, int], Tensors]
+    lists: Callable[[torch.Tensor, int, int | None], Tensors]
 
 
 # What is wrong with a row of lists or scores: bit n of its fault word is entry n.

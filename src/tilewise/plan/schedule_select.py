@@ -41,15 +41,17 @@ def from_scores(grid: Grid, scores: torch.Tensor, top_k: int | None, threshold: 
     first, end = np.zeros(grid.q_blocks, np.int64), np.full(grid.q_blocks, grid.cols, np.int64)
     if causal:
         first, end = grid.covering(*grid.diagonal())
-    if threshold is not None and (values < 0).any():
-        row = int((values < 0).any(axis=1).argmax())
-        raise ValueError(f"scores must not be negative where a threshold is given, got some in {grid.place(row)}")
     columns = np.arange(grid.cols)
 
     def rows_of(rows: slice) -> Bools:
         block = np.arange(rows.start, rows.stop) % max(1, grid.q_blocks)
         keys = _keys(values[rows])
         keys[columns >= end[block, None]] = 0
+        if threshold is not None:
+            negative = ((keys > 0) & (values[rows] < 0)).any(axis=1)
+            if negative.any():
+                place = grid.place(rows.start + int(negative.argmax()))
+                raise ValueError(f"scores must not be negative where a threshold is given, got some in {place}")
         kept = _largest(keys, top_k) if threshold is None else _reaching(keys, values[rows], share_of(threshold))
         if causal:
             kept |= (columns >= first[block, None]) & (columns < end[block, None])

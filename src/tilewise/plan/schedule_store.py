@@ -219,7 +219,7 @@ class StoredSchedule:
     def counts(self) -> torch.Tensor:
         """int32 (batch or 1, heads or 1, num_q_blocks) on the schedule's device: the blocks that each row keeps."""
         if self._pattern is None:
-            return device_side.kernels().lists(self.bits, None)[0]
+            return device_side.kernels().lists(self.bits, self.num_k_blocks, None)[0]
         return torch.from_numpy(np.diff(self._pattern.indptr).reshape(self._grid.shape[:3]))
 
     def lists(self, width: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -228,7 +228,7 @@ class StoredSchedule:
         more, the first `width` are listed and counted."""
         width = self.num_k_blocks if width is None else checks.integer("width", width, 0)
         if self._pattern is None:
-            counts, indices = device_side.kernels().lists(self.bits, width)
+            counts, indices = device_side.kernels().lists(self.bits, self.num_k_blocks, width)
             assert indices is not None
             return counts, indices
         all_counts = np.diff(self._pattern.indptr)
@@ -350,9 +350,8 @@ class StoredSchedule:
         device."""
         grid = self._grid.transposed()
         if self._pattern is None:
-            turn = device_side.kernels().transpose
-            whole = None if self.whole is None else turn(self.whole, self.num_k_blocks)
-            return self._on_device(grid, turn(self.bits, self.num_k_blocks), whole, self.lengths_k, self.lengths_q)
+            bits, whole = device_side.kernels().transpose(self.bits, self.whole, self.num_k_blocks)
+            return self._on_device(grid, bits, whole, self.lengths_k, self.lengths_q)
         pattern, inner = schedule_patterns.transposed(self._grid, self._pattern), None
         if self.whole is not None:
             inner = schedule_patterns.transposed(self._grid, schedule_bits.pattern_of(self.whole, self._grid))
