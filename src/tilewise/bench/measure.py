@@ -202,6 +202,40 @@ def host_cost(call: Callable[[], object], device: torch.device, *, batches: int 
     return _timing(seconds[1:])  # the first batch is the warm-up
 
 
+def time_waits(
+    calls: Mapping[str, Callable[[], object]], *, device: torch.device, loops: int | None = None, budget: float = 1.0
+) -> dict[str, Timing]:
+    """Seconds from the start of a call until the device is done with it, alternated, each on a device that was idle.
+
+    For what a caller waits for as a whole, host and device together. `loops` as in `time_calls`.
+    """
+    for _ in range(3):
+        round_ = _round(calls, device)
+    loops = loops or max(5, min(200, int(budget / max(round_, 1e-9))))
+    seconds: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(loops):
+        for name, call in calls.items():
+            seconds[name].append(_round({name: call}, device))
+    return {name: _timing(values) for name, values in seconds.items()}
+
+
+def device_cost(call: Callable[[], object], *, without: str, calls: int = 20) -> dict[str, float]:
+    """Seconds that a call's kernels take on a GPU, by their names, as its profiler tells; all but the one `without`."""
+    from torch.profiler import ProfilerActivity, profile
+
+    for _ in range(2):  # the profiler, too, starts up in its first run
+        with profile(activities=[ProfilerActivity.CUDA]) as profiled:
+            for _ in range(calls):
+                call()
+            torch.cuda.synchronize()
+    seconds: dict[str, list[float]] = {}
+    for event in profiled.events() or ():
+        name = event.name.partition("(")[0]
+        if event.device_type.name == "CUDA" and name != without:
+            seconds.setdefault(name, []).append(event.self_device_time_total / 1e6)
+    return {name: float(np.median(values)) * len(values) / calls for name, values in seconds.items()}
+
+
 def _timing(seconds: Sequence[float]) -> Timing:
     p20, median, p80 = np.percentile(seconds, (20, 50, 80))
     return Timing(float(median), float(p20), float(p80), min(seconds), len(seconds))
