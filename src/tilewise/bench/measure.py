@@ -230,9 +230,9 @@ def device_cost(call: Callable[[], object], *, without: str, calls: int = 20) ->
             torch.cuda.synchronize()
     seconds: dict[str, list[float]] = {}
     for event in profiled.events() or ():
-        name = event.name.partition("(")[0]
+        name = event.name.partition("(")[0].strip()
         if event.device_type.name == "CUDA" and name != without:
-            seconds.setdefault(name, []).append(event.self_device_time_total / 1e6)
+            seconds.setdefault(name, []).append(event.time_range.elapsed_us() / 1e6)
     return {name: float(np.median(values)) * len(values) / calls for name, values in seconds.items()}
 
 

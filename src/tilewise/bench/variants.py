@@ -199,7 +199,7 @@ def rows(device: str) -> list[Row]:
         Goal(without_compiling, 1, "", "without compiling"),
     ]
     for name in ("preparing a window", "preparing documents"):
-        point = replace(base, workload=name, seq=32768 if cuda else 4096, heads=8, kv_heads=8)
+        point = replace(base, workload=name, seq=32768 if cuda else 2048, heads=8, kv_heads=8)
         chosen.append(Row(f"{name}, H 8, N {point.seq}", point, tuple(goals) if cuda else (), measure=_prepare))
     return [replace(row, point=complete(row.point)) for row in chosen]
 
@@ -224,7 +224,8 @@ def notes(outcomes: Sequence[prefill.Outcome]) -> list[str]:
 
 
 def _time_text(seconds: float) -> str:
-    return f"{seconds * 1e6:.3g} µs" if seconds < 1e-3 else f"{seconds * 1e3:.3g} ms"
+    unit, size = next((u for u in (("µs", 1e-6), ("ms", 1e-3)) if seconds < 999 * u[1]), ("s", 1.0))
+    return f"{seconds / size:.3g} {unit}"
 
 
 def _time(row: Row, loops: int | None) -> list[Result]:
