@@ -106,7 +106,7 @@ class Picture:
         )
 
     def shades(self, lines: int, columns: int) -> npt.NDArray[np.float64]:
-        """(lines, columns): the share of the blocks in each cell of a coarser grid that is kept; seen in part is half."""
+        """(lines, columns): the share of the blocks in each cell of a coarser grid that is kept; in part: half."""
         kept = self._cells(self.kept, lines, columns)
         return kept if self.whole is None else (kept + self._cells(self.whole, lines, columns)) / 2
 
