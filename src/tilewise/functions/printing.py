@@ -240,7 +240,8 @@ class Printer:
             return self._let("bool", f"({arg} != 0)")
         if node.op == "int":
             return self._let("int", f"function::to_int({arg})" if node.args[0].kind == "float" else f"int({arg})")
-        return self._let("float", self._as_float(node.args[0]) or f"float({arg})")
+        made = self._as_float(node.args[0]) or f"float({arg})"
+        return made if made in ("fq", "fk") else self._let("float", made)
 
     def _as_float(self, node: Node) -> str | None:
         """An int as a float by float arithmetic, where that is exact."""
@@ -271,6 +272,12 @@ class Printer:
             return f"({args[0]} {_SYMBOLS[node.op]} {args[1]})"
         if node.op == "div":
             return f"({args[0]} / {args[1]})"
+        if (
+            node.op in ("min", "max")
+            and node.args[1].op in ("literal", "number")
+            and node.args[1].value == node.args[1].value
+        ):
+            return f"function::at_{'most' if node.op == 'min' else 'least'}({args[0]}, {args[1]})"
         return f"function::{_NAMES.get(node.op, node.op)}({args[0]}, {args[1]})"
 
     def _integer(self, node: Node, args: list[str]) -> str:
@@ -322,8 +329,6 @@ class Printer:
             return self._let("float", form.format(self._whole("float", product)))
         if node.op in ("add", "sub", "min", "max", "abs", "neg", "where"):
             args = [self._arg(node, True, place) for place in range(len(node.args))]
-            if node.op in ("min", "max"):
-                return self._let("float", f"f{node.op}f({args[0]}, {args[1]})")
             if node.op == "where":
                 return self._let("float", f"({args[0]} ? {args[1]} : {args[2]})")
             return self._let("float", self._exact_float(node, args))

@@ -54,6 +54,9 @@ TILE_DEVICE int power(int base, int exponent) {
 // NaN if one of them is
 TILE_DEVICE float least(float a, float b) { return a < b || a != a ? a : b; }
 TILE_DEVICE float greatest(float a, float b) { return a > b || a != a ? a : b; }
+// The same where the limit is none
+TILE_DEVICE float at_most(float a, float limit) { return limit < a ? limit : a; }
+TILE_DEVICE float at_least(float a, float limit) { return limit > a ? limit : a; }
 TILE_DEVICE float power(float base, float exponent) { return powf(base, exponent); }
 TILE_DEVICE float mod(float a, float b) {
     const float rest = fmodf(a, b);
