@@ -11,8 +11,10 @@ from .api import (
     grow_plan,
     plan_attention,
     plan_decode,
+    schedule_of,
     shared_prefix_attention,
 )
+from .gpu import schedules as _schedules  # noqa: F401, registers the kernels of schedules on a device
 from .integrations import torch_ops as _torch_ops  # noqa: F401, registers torch.ops.tilewise
 from .integrations.replace import install, replace_sdpa, uninstall
 from .integrations.sdpa import explain, sdpa
@@ -53,6 +55,7 @@ __all__ = [
     "plan_decode",
     "reference",
     "replace_sdpa",
+    "schedule_of",
     "sdpa",
     "shared_prefix_attention",
     "stream",

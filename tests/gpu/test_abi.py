@@ -15,6 +15,7 @@ from tilewise.plan import items
 from tilewise.scores import Scores
 
 RAGGED = (("Index", "int"), ("kTileQ", 128), ("kTileKv", 128), ("kPack", 1))
+DECODE = (("kSelected", False),)
 APPEND = append.specs()[0].constants
 # The structures' source, the constants that it needs, and its structures: C++ name -> mirror
 SOURCES: dict[str, tuple[tuple[tuple[str, Constant], ...], dict[str, type[ctypes.Structure]]]] = {
@@ -24,7 +25,8 @@ SOURCES: dict[str, tuple[tuple[tuple[str, Constant], ...], dict[str, type[ctypes
         RAGGED,
         {"Descale": abi.Descale, "ForwardArgs": abi.ForwardArgs, "RaggedArgs": abi.RaggedArgs},
     ),
-    "decode/work.cuh": ((), {"Paged": abi.Paged, "DecodeArgs": abi.DecodeArgs}),
+    "decode/work.cuh": (DECODE, {"Paged": abi.Paged, "DecodeArgs": abi.DecodeArgs}),
+    "decode/select.cu": ((), {"SelectArgs": abi.SelectArgs}),
     "common/append.cu": (
         APPEND,
         {"AppendSource": abi.Source, "AppendStore": abi.Store, "AppendArgs": abi.AppendArgs},
@@ -89,7 +91,7 @@ def test_every_structure_is_compared():
 @pytest.mark.parametrize("source", CONSTANTS)
 def test_constants_are_the_kernels(source, tmp_path):
     wanted = CONSTANTS[source]
-    constants = RAGGED if source == "prefill/ragged.cu" else ()
+    constants = SOURCES[source][0] if source in SOURCES else ()
     assert dict(zip(wanted, evaluated(tmp_path, source, constants, list(wanted)), strict=True)) == wanted
 
 

@@ -23,6 +23,7 @@ inline float mad(float a, float b, float c) {
     return ::fmaf(a, b, c);
 }
 inline uint32_t multiply_high(uint32_t a, uint32_t b) { return uint32_t(uint64_t(a) * b >> 32); }
+inline int count_bits(uint32_t x) { return __builtin_popcount(x); }
 inline int dp4a(int a, int b, int c) {
     emu::count_scalar_flops(8);
     for (int i = 0; i < 4; i++) c += int(int8_t(a >> (8 * i))) * int(int8_t(b >> (8 * i)));
@@ -62,6 +63,19 @@ template <class T> T shuffle_xor(T x, int mask) { return shuffle(x, emu::self().
 inline uint32_t uniform(uint32_t x) { return x; }
 inline int just_in_time(int x) { return x; }
 inline uint32_t ballot(bool x) { return emu::ballot(x); }
+template <class F> uint32_t reduce(uint32_t x, F join) {
+    for (int mask = 1; mask < 32; mask *= 2) x = join(x, shuffle_xor(x, mask));
+    return x;
+}
+inline uint32_t reduce_add(uint32_t x) {
+    return reduce(x, [](uint32_t a, uint32_t b) { return a + b; });
+}
+inline uint32_t reduce_max(uint32_t x) {
+    return reduce(x, [](uint32_t a, uint32_t b) { return a > b ? a : b; });
+}
+inline uint32_t reduce_or(uint32_t x) {
+    return reduce(x, [](uint32_t a, uint32_t b) { return a | b; });
+}
 inline bool any(bool x) { return ballot(x) != 0; }
 inline bool all(bool x) { return ballot(x) == ~0u; }
 
@@ -69,6 +83,10 @@ inline bool all(bool x) { return ballot(x) == ~0u; }
 inline int atomic_add(int* p, int x) {
     emu::check_global(p, 4, emu::Access::atomic);
     return __atomic_fetch_add(p, x, __ATOMIC_SEQ_CST);
+}
+inline void atomic_or(uint32_t* p, uint32_t x) {
+    emu::check_global(p, 4, emu::Access::atomic);
+    __atomic_fetch_or(p, x, __ATOMIC_SEQ_CST);
 }
 inline int atomic_add_shared(uint32_t address, int x) {  // a block's threads take turns
     int before, after;

@@ -1,15 +1,13 @@
 """Block-sparse patterns: which blocks of queries meet which blocks of keys.
 
-A `BlockSchedule` is the tile list of a block-sparse problem with the dropped tiles left out. It is made and checked
-here (with schedule_grid.py), saved and loaded (schedule_files.py), and shown as text or as a picture; dense.py and the
-kernels run it.
+A `BlockSchedule` is the tile list of a block-sparse problem with the dropped tiles left out. This file has the class;
+schedule_grid.py has the geometry and the checks, schedule_patterns.py and schedule_select.py what makers compute on the
+CPU, schedule_device.py who does it on a device, schedule_bits.py the form that kernels read, schedule_files.py files,
+schedule_pictures.py pictures.
 """
 
 from __future__ import annotations
 
-import functools
-import math
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -17,59 +15,44 @@ import numpy.typing as npt
 import torch
 
 from tilewise import checks
+from tilewise.plan import schedule_bits, schedule_patterns, schedule_select
+from tilewise.plan import schedule_device as device_side
 from tilewise.plan import schedule_files as files
 from tilewise.plan.schedule_files import AnyPath
-from tilewise.plan.schedule_grid import (
-    INT32_MAX,
-    SCALARS,
-    Grid,
-    Int32s,
-    Pattern,
-    as_array,
-    as_int32,
-    check_csr,
-    check_geometry,
-    indptr_of,
-)
-
-SHADES = " ░▒▓█"
+from tilewise.plan.schedule_grid import INT32_MAX, Grid, Int32s, as_array, check_geometry, check_tail, leading
+from tilewise.plan.schedule_pictures import Picture
+from tilewise.plan.schedule_store import CPU, StoredSchedule
 
 
-@dataclass(frozen=True, eq=False, repr=False, kw_only=True)
-class BlockSchedule:
+class BlockSchedule(StoredSchedule):
     """Which (block_q × block_k) blocks of a (seqlen_q × seqlen_k) score matrix are computed; the others are masked out.
 
-    `heads=None` is one pattern for all heads, `heads=H` one pattern for each of H query heads. Block sizes are
-    multiples of 16 from 16 to 128; sequence lengths are free, the last block of a row or column may be ragged.
+    `heads=None` is one pattern for all heads, `heads=H` one for each of H heads, which are a call's query heads or its
+    KV heads. `batch=None` is the same for all sequences, `batch=B` one for each. Block sizes are multiples of 16 from
+    16 to 128; sequence lengths are free, the last block of a row or column may be ragged.
 
-    CSR with `rows = (heads or 1) * num_q_blocks`, row `head * num_q_blocks + q_block`:
+    On the CPU it is CSR with `rows = (batch or 1) * (heads or 1) * num_q_blocks`, row
+    `(sequence * heads + head) * num_q_blocks + q_block`:
       indptr   int32 (rows + 1,): row r keeps `indices[indptr[r]:indptr[r + 1]]`
       indices  int32 (num_blocks,): key blocks, strictly ascending in each row, in [0, num_k_blocks)
 
     Any integer array or tensor is taken for these two; they are checked, copied and read-only. A row may be empty: its
     queries see no key. `causal` and `window` of the call that runs a schedule apply on top of it.
+
+    On a CUDA device it is `bits`, and nothing is looked at when one is made there: no value is read by the host, and
+    everything can be captured in a CUDA graph. What looks (row, to_mask, num_blocks, density, show, draw, save,
+    indptr, indices, …) copies it to the CPU first, and waits. Schedules on a device are equal only to themselves.
+
+      bits       int32 (batch or 1, heads or 1, num_q_blocks, words), words = ceil(num_k_blocks / 32): bit j % 32 of
+                 word j // 32 says that key block j is kept; bits past num_k_blocks are 0
+      whole      as bits, or None: those of the kept blocks in which a mask function need not be evaluated
+      lengths_q  int32 (batch or 1, num_q_blocks), or None: valid rows of each block of queries; those past them see
+                 nothing
+      lengths_k  int32 (batch or 1, num_k_blocks), or None: valid rows of each block of keys; those past them are not
+                 seen
     """
 
-    seqlen_q: int
-    seqlen_k: int
-    block_q: int
-    block_k: int
-    heads: int | None = None
-    indptr: Int32s
-    indices: Int32s
-
-    def __post_init__(self) -> None:
-        values = check_geometry(self.seqlen_q, self.seqlen_k, self.block_q, self.block_k, self.heads)
-        for name, value in zip(SCALARS, values, strict=True):
-            object.__setattr__(self, name, value)
-        rows = (self.heads or 1) * self.num_q_blocks
-        indptr, indices = as_int32("indptr", self.indptr), as_int32("indices", self.indices)
-        check_csr(indptr, indices, rows, self.num_k_blocks, self.num_q_blocks)
-        for name, array in (("indptr", indptr), ("indices", indices)):
-            array.setflags(write=False)
-            object.__setattr__(self, name, array)
-
-    # ---- makers -------------------------------------------------------------------------------------------------
+    # ---- makers: regular patterns, on the CPU ---------------------------------------------------------------------
 
     @classmethod
     def full(
@@ -78,7 +61,7 @@ class BlockSchedule:
         """Every block: dense attention as a schedule."""
         grid = Grid(seqlen_q, seqlen_k, block_q, block_k, heads)
         first = np.zeros(grid.rows, np.int64)
-        return _schedule(grid, grid.from_ranges(first, first + grid.cols))
+        return cls._of(grid, grid.from_ranges(first, first + grid.cols))
 
     @classmethod
     def random(
@@ -97,18 +80,7 @@ class BlockSchedule:
         grid = Grid(seqlen_q, seqlen_k, block_q, block_k, heads)
         if checks.number("sparsity", sparsity, 0.0) >= 1.0:
             raise ValueError(f"sparsity must be at least 0 and below 1 (a row keeps a block), got {sparsity}")
-        generator = np.random.default_rng(checks.integer("seed", seed, 0))
-        keep = min(grid.cols, max(1, math.floor((1.0 - sparsity) * grid.cols + 0.5)))
-        indptr = indptr_of(np.full(grid.rows, keep, np.int64))
-        indices = np.empty((grid.rows, keep), np.int32)
-        # A few rows at a time: the random numbers then need little memory, however many heads there are.
-        step = max(1, 2**20 // max(1, grid.cols))
-        for start in range(0, grid.rows if keep else 0, step):
-            part = indices[start : start + step]
-            order = generator.random((len(part), grid.cols))
-            part[:] = np.argpartition(order, keep - 1, axis=1)[:, :keep]
-            part.sort(axis=1)
-        return _schedule(grid, Pattern(indptr, indices.reshape(-1)))
+        return cls._of(grid, schedule_patterns.random(grid, sparsity, checks.integer("seed", seed, 0)))
 
     @classmethod
     def banded(
@@ -132,7 +104,7 @@ class BlockSchedule:
             tokens = 2 * INT32_MAX if limit is None else checks.integer(name, limit, 0)
             limits.append(min(tokens, 2 * INT32_MAX))
         first, last = grid.diagonal()
-        return _schedule(grid, grid.from_ranges(*grid.covering(first - limits[0], last + limits[1])))
+        return cls._of(grid, grid.from_ranges(*grid.covering(first - limits[0], last + limits[1])))
 
     @classmethod
     def causal(cls, seqlen_q: int, seqlen_k: int, *, block_q: int = 64, block_k: int = 64) -> BlockSchedule:
@@ -148,16 +120,7 @@ class BlockSchedule:
         each side, and every `stride`-th block column (columns stride - 1, 2 * stride - 1, …), which all rows see."""
         grid = Grid(seqlen_q, seqlen_k, block_q, block_k)
         stride, local = checks.integer("stride", stride, 1), checks.integer("local", local, 0)
-        reach = min(local, INT32_MAX) * grid.block_k
-        first, last = grid.diagonal()
-        near = grid.from_ranges(*grid.covering(first - reach, last + reach))
-        columns = np.arange(grid.cols, dtype=np.int64)[stride - 1 :: stride]
-        rows = np.arange(grid.rows, dtype=np.int64)
-        # Each block gets one number, row · cols + column: the union of two patterns is a sorted set of these numbers.
-        near_keys = np.repeat(rows, np.diff(near.indptr)) * grid.cols + near.indices
-        keys = np.union1d(near_keys, (rows[:, None] * grid.cols + columns).reshape(-1))
-        width = max(1, grid.cols)
-        return _schedule(grid, Pattern(indptr_of(np.bincount(keys // width, minlength=grid.rows)), keys % width))
+        return cls._of(grid, schedule_patterns.strided(grid, stride, min(local, INT32_MAX) * grid.block_k))
 
     @classmethod
     def from_mask(cls, mask: torch.Tensor | npt.NDArray[Any], *, block_q: int = 64, block_k: int = 64) -> BlockSchedule:
@@ -174,13 +137,7 @@ class BlockSchedule:
         if heads == 0:
             raise ValueError(f"mask must have at least one head, got shape {given.shape}")
         grid = Grid(given.shape[-2], given.shape[-1], block_q, block_k, heads)
-        if grid.rows == 0 or grid.cols == 0:
-            return _schedule(grid, Pattern(indptr_of(np.zeros(grid.rows, np.int64)), np.empty(0, np.int32)))
-        # Rows first: this pass reads contiguous memory, and the second pass has only 1/block_q of the work.
-        kept = np.logical_or.reduceat(given, np.arange(0, grid.seqlen_q, grid.block_q), axis=-2)
-        kept = np.logical_or.reduceat(kept, np.arange(0, grid.seqlen_k, grid.block_k), axis=-1)
-        kept = kept.reshape(grid.rows, grid.cols)
-        return _schedule(grid, Pattern(indptr_of(kept.sum(axis=1, dtype=np.int64)), np.nonzero(kept)[1]))
+        return cls._of(grid, schedule_patterns.covering_mask(grid, given))
 
     @classmethod
     def from_runs(
@@ -189,117 +146,178 @@ class BlockSchedule:
         """One run of key blocks for each block of queries: `runs` is integer (num_q_blocks, 2) of first key block and
         number of key blocks (0: the row is empty). Shared by all heads."""
         grid = Grid(seqlen_q, seqlen_k, block_q, block_k)
-        pairs = as_array("runs", runs)
-        if pairs.shape != (grid.rows, 2):
+        return cls._of(grid, schedule_patterns.from_runs(grid, runs))
+
+    # ---- makers: any pattern, on the device of what it is made from -------------------------------------------------
+
+    @classmethod
+    def from_blocks(
+        cls,
+        blocks: torch.Tensor,
+        *,
+        seqlen_q: int,
+        seqlen_k: int,
+        block_q: int,
+        block_k: int,
+        whole: torch.Tensor | None = None,
+        lengths_q: Any = None,
+        lengths_k: Any = None,
+    ) -> BlockSchedule:
+        """The blocks where `blocks` is True: bool (num_q_blocks, num_k_blocks), (heads, …) or (batch, heads, …), where
+        a leading 1 means shared.
+
+        whole: like `blocks`; those of the kept blocks in which a mask function need not be evaluated. lengths_q,
+        lengths_k: int32 or int64 (num_blocks,) or (batch, num_blocks), valid rows of each block."""
+        batch, heads = leading("blocks", blocks, "num_q_blocks", "num_k_blocks")
+        grid = Grid(seqlen_q, seqlen_k, block_q, block_k, heads, batch)
+        check_tail("blocks", blocks, grid.q_blocks, grid.cols)
+        if blocks.dtype not in (torch.bool, np.bool_):
+            raise ValueError(f"blocks must be bool (True is kept), got {blocks.dtype}")
+        if whole is not None and (whole.dtype, whole.shape) != (blocks.dtype, blocks.shape):
             raise ValueError(
-                f"runs must have shape ({grid.rows}, 2), a start and a count for each of the {grid.rows} blocks of "
-                f"{grid.block_q} queries in seqlen_q={grid.seqlen_q}, got {pairs.shape}"
+                f"whole must be {tuple(blocks.shape)} and {blocks.dtype} like blocks, got {tuple(whole.shape)} and "
+                f"{whole.dtype}"
             )
-        pairs = as_int32("runs", pairs, rank=2).astype(np.int64)
-        past = pairs.sum(axis=1) > grid.cols
-        if past.any():
-            row = int(past.argmax())
-            start, count = pairs[row].tolist()
-            raise ValueError(
-                f"runs[{row}] must stay within the {grid.cols} key blocks, got start {start} and count {count}"
+        if _elsewhere("blocks", blocks, whole=whole):
+            bits, whole_bits = device_side.kernels().pack(blocks, whole)
+            return cls._on_device(grid, bits, whole_bits, lengths_q, lengths_k)
+        pattern = schedule_patterns.from_blocks(grid, as_array("blocks", blocks))
+        inner = None if whole is None else schedule_patterns.from_blocks(grid, as_array("whole", whole & blocks))
+        return cls._of(grid, pattern, inner, lengths_q, lengths_k)
+
+    @classmethod
+    def from_lists(
+        cls,
+        counts: torch.Tensor,
+        indices: torch.Tensor,
+        *,
+        seqlen_q: int,
+        seqlen_k: int,
+        block_q: int,
+        block_k: int,
+        full_counts: torch.Tensor | None = None,
+        full_indices: torch.Tensor | None = None,
+        lengths_q: Any = None,
+        lengths_k: Any = None,
+    ) -> BlockSchedule:
+        """For each block of queries, the first `counts` of its `indices`: int32 or int64 (num_q_blocks,) and
+        (num_q_blocks, width), or both with (heads, …) or (batch, heads, …) in front, where a leading 1 means shared.
+
+        full_counts, full_indices: the same for the blocks in which a mask function need not be evaluated, as torch's
+        BlockMask has them; they are kept too, and become `whole`. lengths_q, lengths_k: as `from_blocks` has them.
+
+        On the CPU a list must be strictly ascending, and no block may be in both. On a device entries out of range are
+        left out, those repeated count once, in any order; `check()` tells of them."""
+        batch, heads = leading("counts", counts, "num_q_blocks")
+        grid = Grid(seqlen_q, seqlen_k, block_q, block_k, heads, batch)
+        check_tail("counts", counts, grid.q_blocks)
+        if (full_counts is None) != (full_indices is None):
+            raise ValueError("full_counts and full_indices must be given together")
+        for prefix, count, index in (("", counts, indices), ("full_", full_counts, full_indices)):
+            for name, x, more in ((f"{prefix}counts", count, 0), (f"{prefix}indices", index, 1)):
+                if x is None:
+                    continue
+                if not isinstance(x, (torch.Tensor, np.ndarray)):
+                    raise TypeError(f"{name} must be a torch.Tensor or a numpy array, got {type(x).__name__}")
+                if x.dtype not in (torch.int32, torch.int64, np.int32, np.int64):
+                    raise ValueError(f"{name} must be int32 or int64, got {x.dtype}")
+                if x.ndim != counts.ndim + more or x.shape[: counts.ndim] != counts.shape:
+                    wanted = ", ".join([*map(str, counts.shape), "width"][: counts.ndim + more])
+                    raise ValueError(f"{name} must have shape ({wanted}), as counts has, got {tuple(x.shape)}")
+        given = {"indices": indices, "full_counts": full_counts, "full_indices": full_indices}
+        if _elsewhere("counts", counts, **given):
+            made = device_side.kernels().scatter(counts, indices, full_counts, full_indices, grid.cols)
+            bits, whole, faults = made
+            return cls._on_device(grid, bits, whole, lengths_q, lengths_k, faults)
+        pattern, inner = schedule_patterns.from_lists(grid, counts, indices), None
+        if full_counts is not None:
+            inner = schedule_patterns.from_lists(grid, full_counts, full_indices, "full_")
+            pattern = schedule_patterns.union(grid, pattern, inner)
+        return cls._of(grid, pattern, inner, lengths_q, lengths_k)
+
+    @classmethod
+    def from_scores(
+        cls,
+        scores: torch.Tensor,
+        *,
+        top_k: int | None = None,
+        threshold: float | None = None,
+        causal: bool = False,
+        seqlen_q: int,
+        seqlen_k: int,
+        block_q: int,
+        block_k: int,
+        lengths_q: Any = None,
+        lengths_k: Any = None,
+    ) -> BlockSchedule:
+        """The blocks with the largest scores in each row: `scores` is float32, float16 or bfloat16 (num_q_blocks,
+        num_k_blocks), (heads, …) or (batch, heads, …), where a leading 1 means shared. Exactly one of:
+
+        top_k: the `top_k` largest, of equal ones the first.
+        threshold: in (0, 1]: as few as possible, the largest first, whose sum reaches this share of the row's sum. For
+        it scores must be ≥ 0, as a softmax of pooled scores is; the CPU refuses others, a device takes them for 0 and
+        `check()` tells. Shares count in steps of 2^-24.
+
+        NaN and −inf are never kept. causal: only the blocks that causal attention (bottom-right) sees are considered,
+        and those on the diagonal are kept besides, whatever their score. lengths_q, lengths_k: as `from_blocks` has
+        them. The same scores give the same schedule, on a device and on the CPU."""
+        batch, heads = leading("scores", scores, "num_q_blocks", "num_k_blocks")
+        grid = Grid(seqlen_q, seqlen_k, block_q, block_k, heads, batch)
+        check_tail("scores", scores, grid.q_blocks, grid.cols)
+        top_k, threshold = schedule_select.check_asked(scores, top_k, threshold)
+        checks.flag("causal", causal)
+        if _elsewhere("scores", scores):
+            diagonal = (grid.seqlen_q, grid.seqlen_k, grid.block_q, grid.block_k) if causal else None
+            bits, faults = device_side.kernels().select(scores, top_k, threshold, diagonal)
+            return cls._on_device(grid, bits, None, lengths_q, lengths_k, faults)
+        pattern = schedule_select.from_scores(grid, scores, top_k, threshold, causal)
+        return cls._of(grid, pattern, None, lengths_q, lengths_k)
+
+    @classmethod
+    def from_bits(
+        cls,
+        bits: torch.Tensor,
+        *,
+        seqlen_q: int,
+        seqlen_k: int,
+        block_q: int,
+        block_k: int,
+        whole: torch.Tensor | None = None,
+        lengths_q: Any = None,
+        lengths_k: Any = None,
+    ) -> BlockSchedule:
+        """The form that kernels read and write: `bits` and `whole` as the class describes them, contiguous. On a device
+        they are taken as they are, without a copy."""
+        checks.tensor("bits", bits, shape=("batch", "heads", "num_q_blocks", "words"), dtypes=(torch.int32,))
+        batch, heads = leading("bits", bits, "num_q_blocks", "words")
+        grid = Grid(seqlen_q, seqlen_k, block_q, block_k, heads, batch)
+        check_tail("bits", bits, *grid.shape[2:])
+        if whole is not None:
+            checks.tensor("whole", whole, shape=tuple(bits.shape), dtypes=(torch.int32,), device=bits.device)
+        if _elsewhere("bits", bits, whole=whole):
+            return cls._on_device(
+                grid, bits.contiguous(), None if whole is None else whole.contiguous(), lengths_q, lengths_k
             )
-        return _schedule(grid, grid.from_ranges(pairs[:, 0], pairs[:, 0] + pairs[:, 1]))
+        pattern = schedule_bits.pattern_of(bits, grid)
+        inner = None if whole is None else schedule_bits.pattern_of(whole & bits, grid)
+        return cls._of(grid, pattern, inner, lengths_q, lengths_k)
 
-    # ---- facts --------------------------------------------------------------------------------------------------
-
-    @property
-    def num_q_blocks(self) -> int:
-        """Blocks along the queries, the ragged last one included."""
-        return -(-self.seqlen_q // self.block_q)
-
-    @property
-    def num_k_blocks(self) -> int:
-        """Blocks along the keys, the ragged last one included."""
-        return -(-self.seqlen_k // self.block_k)
-
-    @property
-    def num_blocks(self) -> int:
-        """Blocks kept, over all heads when the schedule is per head."""
-        return len(self.indices)
-
-    @property
-    def density(self) -> float:
-        """The fraction of all blocks that is kept; 0 when there are no blocks at all."""
-        return self.num_blocks / max(1, (self.heads or 1) * self.num_q_blocks * self.num_k_blocks)
-
-    @property
-    def sparsity(self) -> float:
-        """The fraction of all blocks that is dropped: `1 - density`."""
-        return 1.0 - self.density
-
-    def row(self, q_block: int, head: int = 0) -> Int32s:
-        """The key blocks that block `q_block` of the queries meets, int32, ascending, a read-only view. A shared
-        schedule gives the same row for every `head`."""
-        row = checks.integer("q_block", q_block, 0, self.num_q_blocks - 1) + self._head(head) * self.num_q_blocks
-        return self.indices[self.indptr[row] : self.indptr[row + 1]]
-
-    def check(self, seqlen_q: int, seqlen_k: int, num_heads: int) -> None:
-        """Raises ValueError when the schedule does not fit a problem of these lengths and this many query heads."""
-        for name, mine, got in (
-            ("seqlen_q", self.seqlen_q, checks.integer("seqlen_q", seqlen_q)),
-            ("seqlen_k", self.seqlen_k, checks.integer("seqlen_k", seqlen_k)),
-            ("num_heads", self.heads, checks.integer("num_heads", num_heads)),
-        ):
-            if mine is not None and mine != got:
-                raise ValueError(f"schedule is for {name}={mine}, got {name}={got}; make one for this problem")
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, BlockSchedule):
-            return NotImplemented
-        return (
-            self._scalars == other._scalars
-            and np.array_equal(self.indptr, other.indptr)
-            and np.array_equal(self.indices, other.indices)
-        )
-
-    def __hash__(self) -> int:
-        return hash((self._scalars, self.indptr.tobytes(), self.indices.tobytes()))
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        # Copies are made by the constructor, so that they are checked and read-only too.
-        return functools.partial(BlockSchedule, **vars(self)), ()
-
-    def __repr__(self) -> str:
-        heads = "" if self.heads is None else f", heads={self.heads}"
-        return (
-            f"BlockSchedule(seqlens {self.seqlen_q} × {self.seqlen_k}, blocks {self.block_q} × {self.block_k}{heads}, "
-            f"{self.num_blocks} blocks kept, density {self.density:.3g})"
-        )
-
-    @property
-    def _scalars(self) -> tuple[int, int, int, int, int | None]:
-        return self.seqlen_q, self.seqlen_k, self.block_q, self.block_k, self.heads
-
-    def _head(self, head: int) -> int:
-        head = checks.integer("head", head, 0, None if self.heads is None else self.heads - 1)
-        return 0 if self.heads is None else head
-
-    # ---- other forms --------------------------------------------------------------------------------------------
-
-    def to_mask(self) -> torch.Tensor:
-        """The elementwise mask, bool (seqlen_q, seqlen_k) or (heads, seqlen_q, seqlen_k); True is visible."""
-        rows = (self.heads or 1) * self.num_q_blocks
-        kept = np.zeros((rows, self.num_k_blocks), np.bool_)
-        kept[np.repeat(np.arange(rows), np.diff(self.indptr)), self.indices] = True
-        blocks = kept.reshape(self.heads or 1, self.num_q_blocks, self.num_k_blocks)
-        mask = np.repeat(blocks, self.block_k, axis=2)[:, :, : self.seqlen_k]
-        mask = np.repeat(mask, self.block_q, axis=1)[:, : self.seqlen_q]
-        return torch.from_numpy(np.ascontiguousarray(mask if self.heads is not None else mask[0]))
+    # ---- files and pictures ---------------------------------------------------------------------------------------
 
     def to_runs(self) -> Int32s:
-        """The runs form, int32 (num_q_blocks, 2) of first key block and count; an empty row is (0, 0). ValueError when
-        a row is not one run of neighbours, or the schedule is per head."""
+        """The runs form, int32 (num_q_blocks, 2) of first key block and count; an empty row is (0, 0). Looks.
+        ValueError when a row is not one run of neighbours, or the schedule is per head or sequence, or has more than a
+        pattern."""
         if self.heads is not None:
             raise ValueError(f"the runs form is one pattern for all heads, this schedule has heads={self.heads}")
-        counts = np.diff(self.indptr)
+        for name in ("batch", "whole", "lengths_q", "lengths_k"):
+            if getattr(self, name) is not None:
+                raise ValueError(f"the runs form is a pattern alone, this schedule has {name}")
+        indptr, indices = self._looked_at()
+        counts = np.diff(indptr)
         runs = np.zeros((self.num_q_blocks, 2), np.int32)
         filled = counts > 0
-        first, last = self.indices[self.indptr[:-1][filled]], self.indices[self.indptr[1:][filled] - 1]
+        first, last = indices[indptr[:-1][filled]], indices[indptr[1:][filled] - 1]
         runs[filled, 0], runs[:, 1] = first, counts
         # Indices are strictly ascending, so a row is one run exactly if it spans as many blocks as it keeps.
         broken = last - first + 1 != counts[filled]
@@ -309,7 +327,7 @@ class BlockSchedule:
         return runs
 
     def save(self, path: AnyPath) -> None:
-        """Writes the schedule to `path`, which is replaced only when the whole file is written.
+        """Writes the schedule to `path`, which is replaced only when the whole file is written. Looks.
 
         `.npz` holds everything. `.npy` is the runs form, int32 (num_q_blocks, 2): only for schedules that `to_runs()`
         takes. It does not hold lengths and block sizes: they have to be given to `load`."""
@@ -319,8 +337,9 @@ class BlockSchedule:
             with files.replacing(target) as file:
                 np.save(file, runs, allow_pickle=False)
             return
+        here = self.cpu()
         with files.replacing(target) as file:
-            files.write_npz(file, self._scalars, self.indptr, self.indices)
+            files.write_npz(file, self._grid.scalars, here._arrays())
 
     @classmethod
     def load(
@@ -342,91 +361,31 @@ class BlockSchedule:
         check_geometry(*(16 if value is None else value for value in given.values()))
         with files.reading(source) as (file, size):
             if source.suffix == ".npz":
-                return BlockSchedule(**files.read_npz(file, size, given))
+                return cls(**files.read_npz(file, size, given))
             return cls.from_runs(**files.read_runs(file, size, given))
 
-    # ---- pictures -----------------------------------------------------------------------------------------------
-
-    def show(self, head: int = 0, width: int = 64) -> str:
+    def show(self, head: int = 0, width: int = 64, batch: int = 0) -> str:
         """The pattern of one head as text, at most `width` characters for the keys: a character is one block, or the
-        share of several blocks that is kept (' ' none, '█' all)."""
-        head = self._head(head)
-        columns = min(checks.integer("width", width, 1), self.num_k_blocks)
-        # A character is about twice as tall as it is wide, so a picture that has to shrink shrinks to half the lines.
-        fits = columns == self.num_k_blocks and self.num_q_blocks <= width
-        lines = self.num_q_blocks if fits else min(self.num_q_blocks, max(1, width // 2))
-        text = [self._facts(head)]
-        if not lines or not columns:
-            return "\n".join([*text, "(no blocks)"])
-        share = self._cells(head, lines, columns)
-        # ' ' means that nothing is kept and '█' that everything is; the three shades between them are thirds.
-        shades = np.where(share >= 1, 4, np.ceil(share * 3)).astype(int)
-        first_query = -(-np.arange(lines) * self.num_q_blocks // lines) * self.block_q
-        margin = max(len("queries"), len(str(self.seqlen_q)))
-        per = "1 block" if fits else f"{self.num_q_blocks / lines:.3g} × {self.num_k_blocks / columns:.3g} blocks"
-        text.append(f"{'':{margin}}  keys 0 to {self.seqlen_k - 1} →   (a character is {per})")
-        text.append(f"{'queries':>{margin}} ┌{'─' * columns}┐")
-        for line, codes in enumerate(shades):
-            label = first_query[line] if line % 8 == 0 else ""
-            text.append(f"{label:>{margin}} │{''.join(SHADES[code] for code in codes)}│")
-        text.append(f"{self.seqlen_q - 1:>{margin}} └{'─' * columns}┘")
-        return "\n".join(text)
+        share of several blocks that is kept (' ' none, '█' all). Looks."""
+        width = checks.integer("width", width, 1)
+        return self._picture(head, batch).text(width)
 
-    def draw(self, path: AnyPath, head: int = 0) -> None:
-        """Writes a PNG of one head's pattern to `path`, axes in tokens."""
-        from matplotlib.figure import Figure  # slow to import, and only this call needs it
+    def draw(self, path: AnyPath, head: int = 0, batch: int = 0) -> None:
+        """Writes a PNG of one head's pattern to `path`, axes in tokens. Looks."""
+        target = files.check_path(path, ".png")
+        self._picture(head, batch).draw(target)
 
-        head, target = self._head(head), files.check_path(path, ".png")
-        figure = Figure(figsize=(7.5, 7.0), dpi=120, layout="constrained")
-        axes = figure.add_subplot()
-        axes.set_title(self._facts(head).replace("; ", "\n"), fontsize=10)
-        axes.set_xlabel("key (token)")
-        axes.set_ylabel("query (token)")
-        lines, columns = min(self.num_q_blocks, 1024), min(self.num_k_blocks, 1024)
-        if lines and columns:
-            shrunk = (lines, columns) != (self.num_q_blocks, self.num_k_blocks)
-            image = axes.imshow(
-                self._cells(head, lines, columns),
-                cmap="Blues",
-                vmin=0.0,
-                vmax=1.0,
-                interpolation="nearest",
-                extent=(0, self.num_k_blocks * self.block_k, self.num_q_blocks * self.block_q, 0),
-                aspect="equal" if 0.25 <= self.seqlen_q / self.seqlen_k <= 4 else "auto",
-            )
-            axes.set_xlim(0, self.seqlen_k)
-            axes.set_ylim(self.seqlen_q, 0)
-            if shrunk:
-                figure.colorbar(image, ax=axes, shrink=0.7, label="share of blocks kept")
-            if max(lines, columns) <= 64:
-                axes.vlines(np.arange(1, columns) * self.block_k, 0, self.seqlen_q, colors="0.8", linewidth=0.5)
-                axes.hlines(np.arange(1, lines) * self.block_q, 0, self.seqlen_k, colors="0.8", linewidth=0.5)
-        else:
-            axes.text(0.5, 0.5, "no blocks", ha="center", va="center", transform=axes.transAxes)
-        with files.replacing(target) as file:
-            figure.savefig(file, format="png")
-
-    def _facts(self, head: int) -> str:
-        kept = int(self.indptr[(head + 1) * self.num_q_blocks] - self.indptr[head * self.num_q_blocks])
-        total = self.num_q_blocks * self.num_k_blocks
-        whose = "all heads" if self.heads is None else f"head {head} of {self.heads}"
-        return (
-            f"{self.seqlen_q} queries × {self.seqlen_k} keys in blocks of {self.block_q} × {self.block_k}; "
-            f"{whose}: {kept} of {total} blocks kept ({kept / max(1, total):.1%})"
-        )
-
-    def _cells(self, head: int, lines: int, columns: int) -> npt.NDArray[np.float64]:
-        """(lines, columns): the share of the blocks in each cell of a coarser grid that one head keeps."""
-        pointers = self.indptr[head * self.num_q_blocks : (head + 1) * self.num_q_blocks + 1]
-        line_of = np.arange(self.num_q_blocks) * lines // self.num_q_blocks
-        column_of = np.arange(self.num_k_blocks) * columns // self.num_k_blocks
-        cell = np.repeat(line_of * columns, np.diff(pointers))
-        cell += column_of[self.indices[pointers[0] : pointers[-1]]]
-        kept = np.bincount(cell, minlength=lines * columns).reshape(lines, columns)
-        share: npt.NDArray[np.float64] = kept / np.outer(np.bincount(line_of), np.bincount(column_of))
-        return share
+    def _picture(self, head: int, batch: int) -> Picture:
+        return Picture(self._grid, self._looked_at(), *self._place(head, batch))
 
 
-def _schedule(grid: Grid, pattern: Pattern) -> BlockSchedule:
-    geometry: dict[str, Any] = dict(zip(SCALARS, grid.scalars, strict=True))
-    return BlockSchedule(**geometry, indptr=pattern.indptr, indices=pattern.indices)
+def _elsewhere(name: str, x: Any, **others: Any) -> bool:
+    """Is this tensor on a CUDA device? Raises ValueError unless the others are where it is."""
+    where = x.device if isinstance(x, torch.Tensor) else CPU
+    for other, y in others.items():
+        at = y.device if isinstance(y, torch.Tensor) else CPU
+        if y is not None and at != where:
+            raise ValueError(f"{other} must be on {where} like {name}, got {at}")
+    if where.type not in ("cpu", "cuda"):
+        raise ValueError(f"{name} must be on the CPU or a CUDA device, got {where}")
+    return where.type == "cuda"

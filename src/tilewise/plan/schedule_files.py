@@ -15,8 +15,9 @@ from typing import IO, Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
-from tilewise.plan.schedule_grid import SCALARS, Grid, Int32s
+from tilewise.plan.schedule_grid import SCALARS, Geometry, Grid
 
 AnyPath: TypeAlias = "str | os.PathLike[str]"
 
@@ -27,7 +28,8 @@ INFLATED_MAX = 64 * 2**20
 # any number of indices.
 RUN_BLOCKS_MAX = 2**28
 
-_KEYS = (*SCALARS, "indptr", "indices")
+_KEYS = ("seqlen_q", "seqlen_k", "block_q", "block_k", "heads", "indptr", "indices")
+_MORE = ("batch", "whole", "lengths_q", "lengths_k")  # only in the files of schedules that have them
 
 
 def check_path(path: Any, *suffixes: str) -> Path:
@@ -74,36 +76,47 @@ def reading(source: Path) -> Iterator[tuple[IO[bytes], int]]:
             raise ValueError(f"{source} is not a schedule that can be loaded: {why}") from error
 
 
-def write_npz(file: IO[bytes], scalars: Sequence[int | None], indptr: Int32s, indices: Int32s) -> None:
-    """scalars: the values of SCALARS. heads=None is written as 0, which no schedule per head has."""
-    arrays: dict[str, Any] = {"indptr": indptr, "indices": indices}
-    arrays |= {name: np.int64(value or 0) for name, value in zip(SCALARS, scalars, strict=True)}
-    np.savez(file, **arrays)
+def write_npz(file: IO[bytes], scalars: Geometry, arrays: dict[str, npt.NDArray[Any] | None]) -> None:
+    """scalars: the values of SCALARS. heads=None is written as 0, which no schedule per head has; batch=None and arrays
+    that are None are not written."""
+    held = {name: array for name, array in arrays.items() if array is not None}
+    sizes = {name: np.int64(value or 0) for name, value in zip(SCALARS, scalars, strict=True)}
+    if not sizes["batch"]:
+        del sizes["batch"]
+    np.savez(file, **held, **sizes)  # type: ignore[arg-type]
 
 
 def read_npz(file: IO[bytes], size: int, given: dict[str, int | None]) -> dict[str, Any]:
     """The arguments of a BlockSchedule. size: bytes of the file. given: values that the file's must agree with, None
     for any."""
     with zipfile.ZipFile(file) as archive:
-        members = {member.filename: member for member in archive.infolist()}
-        if set(members) != {f"{key}.npy" for key in _KEYS} or len(archive.infolist()) != len(_KEYS):
-            held = ", ".join(sorted(members)[:8]) or "nothing"
+        members = {member.filename.removesuffix(".npy"): member for member in archive.infolist()}
+        more = [name for name in _MORE if name in members]
+        if set(members) != {*_KEYS, *more} or len(archive.infolist()) != len(members):
+            held = ", ".join(sorted(member.filename for member in archive.infolist())[:8]) or "nothing"
             raise ValueError(f"it must hold {', '.join(_KEYS)}, it holds {held}")
 
-        def read(name: str, dtype: type[np.integer[Any]], *shape: int) -> npt.NDArray[Any]:
-            member = members[f"{name}.npy"]
+        def read(name: str, dtype: type[np.integer[Any]], *shape: int | None) -> npt.NDArray[Any]:
+            member = members[name]
             if member.file_size > max(size, INFLATED_MAX):
                 raise ValueError(f"{name} would inflate to {member.file_size} bytes")
             with archive.open(member) as stream:
                 return read_npy(stream, member.file_size, name, dtype, shape)
 
-        scalars: dict[str, Any] = {name: int(read(name, np.int64)) for name in SCALARS}
+        scalars: dict[str, Any] = {name: int(read(name, np.int64)) for name in SCALARS if name in members}
         for name, value in given.items():
             if value is not None and value != scalars[name]:
                 raise ValueError(f"it is for {name}={scalars[name]}, asked for {name}={value}")
         scalars["heads"] = scalars["heads"] or None
-        indptr = read("indptr", np.int32, Grid(**scalars).rows + 1)
-        return {**scalars, "indptr": indptr, "indices": read("indices", np.int32, int(indptr[-1]))}
+        grid = Grid(**scalars)
+        indptr = read("indptr", np.int32, grid.rows + 1)
+        shapes = {"whole": grid.shape, "lengths_q": (None, grid.q_blocks), "lengths_k": (None, grid.cols)}
+        tensors = {
+            name: torch.from_numpy(read(name, np.int32, *shapes[name]).astype(np.int32))
+            for name in more
+            if name != "batch"
+        }
+        return {**scalars, "indptr": indptr, "indices": read("indices", np.int32, int(indptr[-1])), **tensors}
 
 
 def read_runs(file: IO[bytes], size: int, given: dict[str, int | None]) -> dict[str, Any]:

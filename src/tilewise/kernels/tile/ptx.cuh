@@ -24,6 +24,8 @@ TILE_DEVICE float reciprocal(float x) {
 TILE_DEVICE float mad(float a, float b, float c) { return fmaf(a, b, c); }
 // The upper half of a 64-bit product
 TILE_DEVICE uint32_t multiply_high(uint32_t a, uint32_t b) { return __umulhi(a, b); }
+// How many bits are 1
+TILE_DEVICE int count_bits(uint32_t x) { return __popc(x); }
 // c plus the products of the four signed bytes of a and b
 TILE_DEVICE int dp4a(int a, int b, int c) { return __dp4a(a, b, c); }
 // x rounded to tf32, as the mma wants it
@@ -88,9 +90,14 @@ TILE_DEVICE int just_in_time(int x) {
 TILE_DEVICE bool any(bool x) { return __any_sync(~0u, x); }
 TILE_DEVICE bool all(bool x) { return __all_sync(~0u, x); }
 TILE_DEVICE uint32_t ballot(bool x) { return __ballot_sync(~0u, x); }
+// The sum, the greatest and the union of the lanes' values, in every lane
+TILE_DEVICE uint32_t reduce_add(uint32_t x) { return __reduce_add_sync(~0u, x); }
+TILE_DEVICE uint32_t reduce_max(uint32_t x) { return __reduce_max_sync(~0u, x); }
+TILE_DEVICE uint32_t reduce_or(uint32_t x) { return __reduce_or_sync(~0u, x); }
 
 // ---- atomics --------------------------------------------------------------------------------------------------------
 TILE_DEVICE int atomic_add(int* p, int x) { return atomicAdd(p, x); }
+TILE_DEVICE void atomic_or(uint32_t* p, uint32_t x) { atomicOr(p, x); }
 // In shared memory, with acquire and release order among the threads that add
 TILE_DEVICE int atomic_add_shared(uint32_t address, int x) {
     int before;

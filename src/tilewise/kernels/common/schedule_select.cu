@@ -1,0 +1,253 @@
+// schedule_select: of each row of block scores the largest, by number or until they reach a share of the row's sum.
+//
+// Scores become integers, keys, in the same order; the cut is found by search: how much stands at or above a candidate?
+// What is counted or summed are integers, so the result does not depend on the search nor on the order of the sums.
+#include "common/schedule.cuh"
+
+// Element: of the scores. kRowWarps: warps of a row. kWords: words of 32 columns that a warp of it holds in registers;
+// 0: it reads them anew each time. kShare: sums of scores are searched for, not their number.
+constexpr int kRowsOfBlock = kRowWarps == 1 ? 8 : 1;
+constexpr int kThreads = kRowWarps * kRowsOfBlock * 32;
+constexpr int kShareBits = 24;  // a share counts in steps of 2^-24
+constexpr int kWeightBits = 8;  // plan/schedule_select.py
+
+struct SelectArgs {
+    const void* scores;  // (rows, cols)
+    uint32_t* bits;      // (rows, words)
+    int* faults;         // (rows,), with kShare
+    int rows, cols, words, q_blocks;
+    uint32_t amount;  // to keep: a number of blocks, or a share
+    int causal, seqlen_q, seqlen_k, block_q, block_k;
+};
+
+// How many low bits of a key say nothing: those that a float32 made from an Element has as zeros
+template <class T> struct Unused;
+template <> struct Unused<float> {
+    static constexpr int kBits = 0;
+};
+template <> struct Unused<half> {
+    static constexpr int kBits = 13;
+};
+template <> struct Unused<bf16> {
+    static constexpr int kBits = 16;
+};
+constexpr int kUnused = Unused<Element>::kBits;
+
+// Larger for a larger score; 0 for NaN and −inf, which are never kept
+TILE_DEVICE uint32_t key_of(float x) {
+    const uint32_t bits = as_bits(x + 0.0f);  // −0 becomes 0
+    const uint32_t ordered = bits & 0x80000000u ? ~bits : bits | 0x80000000u;
+    return ordered - 0x00800000u <= 0xff800000u - 0x00800000u ? ordered >> kUnused : 0;
+}
+constexpr uint32_t kZero = 0x80000000u >> kUnused;  // the key of 0
+
+// The bits of the score of a key above that of 0; 0 for key 0
+TILE_DEVICE uint32_t score_bits(uint32_t key) { return key << kUnused & 0x7fffffffu; }
+TILE_DEVICE int exponent_of(uint32_t bits) { return bits >> 23 ? bits >> 23 : 1; }
+// Its score in a unit by which the row's largest has 32 bits, rounded up. Infinity counts as 2^128.
+TILE_DEVICE uint32_t weight_of(uint32_t key, int top_exponent) {
+    const uint32_t bits = score_bits(key), mantissa = (bits & 0x7fffffu) | (bits >> 23 ? 0x800000u : 0u);
+    const uint32_t shifted = mantissa << kWeightBits;
+    const int down = top_exponent - exponent_of(bits);
+    if (down >= 32) return mantissa != 0;
+    return (shifted >> down) + ((shifted & ((1u << down) - 1)) != 0);
+}
+
+template <bool kWide> struct Sums {
+    using Type = uint32_t;
+};
+template <> struct Sums<true> {
+    using Type = uint64_t;
+};
+using Sum = Sums<kShare>::Type;
+
+// The columns that a row may keep, and those that it keeps whatever their score
+struct Reach {
+    int first, end;  // of the diagonal; [0, end) are considered
+};
+TILE_DEVICE Reach reach_of(const SelectArgs& a, int row) {
+    if (!a.causal) return {a.cols, a.cols};
+    const int64_t diagonal = int64_t(row % a.q_blocks) * a.block_q + a.seqlen_k - a.seqlen_q;
+    const int64_t past = diagonal + a.block_q;
+    const int first = diagonal < 0 ? 0 : int(diagonal) / a.block_k;
+    const int end = past <= 0 ? 0 : int((past < a.seqlen_k ? past : a.seqlen_k) - 1) / a.block_k + 1;
+    return {first, end > first ? end : first};
+}
+
+// A warp's columns of one row: words [first_word, first_word + count)
+struct Row {
+    Global<const Element> gScores;
+    int end, first_word, count, lane;
+    bool negative;  // one of this lane's columns
+    int top_exponent;
+    uint32_t key[kWords ? kWords : 1];
+    uint32_t weight[kWords && kShare ? kWords : 1];
+
+    TILE_DEVICE uint32_t load(int i) {
+        const int column = (first_word + i) * 32 + lane;
+        const uint32_t k = column < end ? key_of(to_float(Element(gScores[column]))) : 0;
+        if constexpr (!kShare) return k;
+        if (k && k < kZero) negative = true;
+        return k > kZero ? k : 0;  // only what has a weight can be kept
+    }
+    TILE_DEVICE void hold() {
+        if constexpr (kWords > 0) {
+#pragma unroll
+            for (int i = 0; i < kWords; i++) key[i] = load(i);
+        }
+    }
+    // From here on weights are those of a row whose largest key is `top`.
+    TILE_DEVICE void weigh(uint32_t top) {
+        top_exponent = exponent_of(score_bits(top));
+        if constexpr (kWords > 0 && kShare) {
+#pragma unroll
+            for (int i = 0; i < kWords; i++) weight[i] = weight_of(key[i], top_exponent);
+        }
+    }
+    TILE_DEVICE Sum weight_at(int i, uint32_t key_there) const {
+        if constexpr (!kShare) return 1;
+        else if constexpr (kWords > 0) return weight[i];
+        else return weight_of(key_there, top_exponent);
+    }
+    // f(i, key) for each of the warp's words
+    template <class F> TILE_DEVICE void each(F f) {
+        if constexpr (kWords > 0) {
+#pragma unroll
+            for (int i = 0; i < kWords; i++) f(i, key[i]);
+        } else {
+            for (int i = 0; i < count; i++) f(i, load(i));
+        }
+    }
+    // What this lane has at or above a key
+    TILE_DEVICE Sum at_least(uint32_t low) {
+        Sum sum = 0;
+        each([&](int i, uint32_t k) { sum += k >= low ? weight_at(i, k) : Sum(0); });
+        return sum;
+    }
+};
+
+// All warps of a row: what they add up, in shared memory, one place after the other so that one barrier is enough
+struct Team {
+    int warp, lane, turn;
+
+    TILE_DEVICE uint32_t sum_lanes(uint32_t x) const { return ptx::reduce_add(x); }
+    TILE_DEVICE uint64_t sum_lanes(uint64_t x) const {
+#pragma unroll
+        for (int mask = 1; mask < 32; mask *= 2) x += ptx::shuffle_xor(x, mask);
+        return x;
+    }
+    // f joins the warps' values, which are the same in all lanes of a warp.
+    template <class T, class F> TILE_DEVICE T join(T x, F f) {
+        if constexpr (kRowWarps > 1) {
+            const Shared<T> sPlace(turn % 2 * kRowWarps * 8);
+            turn++;
+            if (lane == 0) sPlace[warp] = x;
+            ptx::sync_threads();
+            x = sPlace[0];
+            for (int i = 1; i < kRowWarps; i++) x = f(x, T(sPlace[i]));
+        }
+        return x;
+    }
+    template <class T> TILE_DEVICE T sum(T x) {
+        return join(sum_lanes(x), [](T p, T q) { return p + q; });
+    }
+    TILE_DEVICE uint32_t max(uint32_t x) {
+        return join(ptx::reduce_max(x), [](uint32_t p, uint32_t q) { return p > q ? p : q; });
+    }
+    // The sum over the warps before this one
+    TILE_DEVICE uint32_t before(uint32_t x) {
+        uint32_t total = 0;
+        if constexpr (kRowWarps > 1) {
+            const Shared<uint32_t> sPlace(turn % 2 * kRowWarps * 8);
+            turn++;
+            if (lane == 0) sPlace[warp] = x;
+            ptx::sync_threads();
+            for (int i = 0; i < warp; i++) total += sPlace[i];
+        }
+        return total;
+    }
+};
+
+// Kept are the keys from `from` on, and the first `ties` of those just below.
+struct Cut {
+    uint32_t from, ties;
+};
+
+// The share of a row's sum that is to be reached
+TILE_DEVICE uint64_t needed(uint64_t total, uint32_t share) {
+    const uint64_t low = total & ((1u << kShareBits) - 1);
+    const uint64_t part = (total >> kShareBits) * share + (low * share >> kShareBits);
+    return part ? part : total != 0;
+}
+
+TILE_DEVICE Cut find_cut(Row& row, Team& team, uint32_t amount) {
+    uint32_t greatest = 0, negated = 0;  // the least key is the greatest negated one
+    row.each([&](int, uint32_t k) {
+        greatest = k > greatest ? k : greatest;
+        negated = k && ~k > negated ? ~k : negated;
+    });
+    greatest = team.max(greatest), negated = team.max(negated);
+    uint32_t low = ~negated, high = greatest + 1;
+    row.weigh(greatest);
+    // at_low ≥ need > at_high: what stands at or above these two keys
+    Sum at_low = team.sum(row.at_least(1)), at_high = 0;
+    const Sum need = kShare ? Sum(needed(at_low, amount)) : Sum(amount);
+    if (at_low == 0 || need == 0) return {~0u, 0};
+
+    for (int turn = 0; at_low > need && high - low > 1; turn++) {
+        // Where a straight line puts the cut, and every other time the middle
+        const float place = float(at_low - need) / float(at_low - at_high);
+        const uint32_t gap = high - low, line = uint32_t(uint64_t(gap) * uint32_t(place * 0x1p24f) >> 24);
+        uint32_t step = turn % 2 ? gap / 2 : line;
+        step = step < 1 ? 1 : step > gap - 1 ? gap - 1 : step;
+        const Sum at = team.sum(row.at_least(low + step));
+        if (at >= need) low += step, at_low = at;
+        else high = low + step, at_high = at;
+    }
+    if (at_low <= need) return {low, 0};
+    const Sum each = kShare ? Sum(weight_of(low, row.top_exponent)) : Sum(1);
+    return {high, uint32_t((need - at_high + each - 1) / each)};
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads) schedule_select(const __grid_constant__ SelectArgs a) {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const int at = kRowWarps == 1 ? blockIdx.x * kRowsOfBlock + warp : blockIdx.x, part = kRowWarps == 1 ? 0 : warp;
+    if (at >= a.rows) return;
+    const Reach reach = reach_of(a, at);
+    const int each = kWords ? kWords : (a.words + kRowWarps - 1) / kRowWarps;
+    const int left = a.words - part * each;
+    Row row{{static_cast<const Element*>(a.scores) + int64_t(at) * a.cols},
+            reach.end,
+            part * each,
+            left < 0 ? 0 : left < each ? left : each,
+            lane};
+    Team team{part, lane, 0};
+    row.hold();
+    const Cut cut = find_cut(row, team, a.amount);
+
+    // Of equal keys the first: how many are in the warps before this one?
+    uint32_t ties = 0;
+    if (cut.ties && kRowWarps > 1) {
+        row.each([&](int, uint32_t k) { ties += k == cut.from - 1; });
+        ties = team.before(ptx::reduce_add(ties));
+    }
+    const Global<uint32_t> gBits{a.bits + int64_t(at) * a.words + row.first_word};
+    uint32_t own = 0;
+    row.each([&](int i, uint32_t k) {
+        bool keep = k >= cut.from;
+        if (cut.ties) {
+            const uint32_t tied = ptx::ballot(k == cut.from - 1);
+            keep |= k == cut.from - 1 && ties + ptx::count_bits(tied & lanes_before(lane)) < cut.ties;
+            ties += ptx::count_bits(tied);
+        }
+        const int column = (row.first_word + i) * 32;
+        const uint32_t word = ptx::ballot(keep) | bit_range(reach.first - column, reach.end - column);
+        own = lane == i % 32 ? word : own;
+        const bool full = i % 32 == 31 || i + 1 == row.count;
+        if (full && lane <= i % 32 && i < row.count) gBits[i - i % 32 + lane] = own;
+    });
+    if constexpr (kShare) {
+        const bool negative = team.max(row.negative);
+        if (part == 0 && lane == 0) Global<int>{a.faults}[at] = negative ? kNegative : 0;
+    }
+}
