@@ -218,7 +218,7 @@ class Printer:
         for d, arg in enumerate(node.args):
             low, high = self._ranges[arg]
             inside = low >= 0 and high < table.shape[d]
-            if inside and table.dense[d] and (sign := along_key(arg)):
+            if inside and table.dense[d] and not step and (sign := along_key(arg)):
                 offsets.append(self._apart(arg))
                 step = "dk" if sign > 0 else "-dk"
                 continue
