@@ -1,4 +1,4 @@
-"""What interval arithmetic says of blocks: exact where it should be, never wrong, the same on the host and in kernels."""
+"""What interval arithmetic says of blocks: exact where it should be, never wrong, on the host and in kernels alike."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_well_known_masks_are_exact(block):
     for name, function in made.items():
         truth = truth_of(function, SIZES, block)
         host = function.blocks(*SIZES, *block)
-        assert host.shape == truth.shape and host.dtype == torch.int8
+        assert (host.shape, host.dtype) == (truth.shape, torch.int8)
         check_never_wrong(host, truth, name)
         assert torch.equal(device[name], host), name
         if name in ("causal", "window", "prefix", "documents", "documents causal", "alibi", "nothing"):
@@ -190,6 +190,6 @@ def test_lookups_of_several_dimensions():
 
 def test_no_mask_and_no_queries():
     scored = functions.of(None, lambda s, b, h, q, k: s)
-    assert scored.blocks(2, 3, 40, 56, 16, 16).unique().tolist() == [2] and scored.uses == ""
+    assert scored.blocks(2, 3, 40, 56, 16, 16).unique().tolist() == [2]
     causal = functions.of(lambda b, h, q, k: k <= q, None)
     assert causal.blocks(2, 3, 0, 56, 16, 16).shape == (2, 3, 0, 4)

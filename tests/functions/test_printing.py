@@ -1,4 +1,4 @@
-"""The text: no value stands in it, it compiles for a card, its structure lies as the arguments do, lookups stay inside."""
+"""The text: it holds no values, compiles for a card, lies as the arguments do, and never reads outside of a tensor."""
 
 from __future__ import annotations
 
@@ -78,7 +78,8 @@ def test_scores_cost_what_built_in_ones_do():
     """Small integers as floats, and what is the same for a tile multiplied once."""
     slopes, cap = torch.rand(3), 30.0
     alibi = text(None, lambda s, b, h, q, k: s - slopes[h] * (q - k).abs())
-    assert "fabsf((fq - fk))" in alibi and "int v" not in alibi
+    assert "fabsf((fq - fk))" in alibi
+    assert "int v" not in alibi
     softcap = text(None, lambda s, b, h, q, k: cap * torch.tanh(s / cap))
     assert re.search(r"v0 = scale \* r1 \* \(2.0f \* kLog2e\);\n.*v1 = v0 \* s;\n.*warp::tanh_from_log2\(v1\)", softcap)
     assert " / " not in softcap
@@ -90,7 +91,8 @@ def test_scores_cost_what_built_in_ones_do():
 
 def test_comparisons_see_no_fused_products():
     plain = text(lambda b, h, q, k: q * 0.3 + 1.0 < k / 7)
-    assert "ptx::multiply(fq, n0)" in plain and "/ n1" in plain
+    assert "ptx::multiply(fq, n0)" in plain
+    assert "/ n1" in plain
 
 
 def test_lookups_are_clamped_unless_they_stay_inside():
@@ -122,7 +124,8 @@ def test_lookups_past_the_ends():
         table[0, inner.clamp(0, 4), q.clamp(0, 6)] > 0,
     ]
     for n, function in enumerate(made):
-        assert torch.equal(function.seen(*INDICES), expected[n]) and torch.equal(found.mask[n], expected[n])
+        assert torch.equal(function.seen(*INDICES), expected[n])
+        assert torch.equal(found.mask[n], expected[n])
 
 
 @pytest.mark.parametrize("dtype", ELEMENTS)
@@ -138,10 +141,11 @@ def test_captured_dtypes_and_strides(dtype):
     made = [functions.of(None, form) for form in forms]
     scores = torch.zeros(len(grid()))
     found = probed(made, grid(), scores, torch.zeros(0, 4, 2))
-    b, h, q, k = (x.long() for x in INDICES)
+    _, h, q, k = (x.long() for x in INDICES)
     for n, t in enumerate(tables):
         expected = t[k.clamp(max=t.shape[0] - 1), h.clamp(max=t.shape[1] - 1), q.clamp(max=t.shape[2] - 1)].float()
-        assert torch.equal(made[n].scored(scores, *INDICES), expected) and torch.equal(found.score[n], expected)
+        assert torch.equal(made[n].scored(scores, *INDICES), expected)
+        assert torch.equal(found.score[n], expected)
     assert torch.equal(found.score[-2], flat[k].float())
     assert torch.equal(found.score[-1], single[h].float() + base[3][h, k].float())
 
@@ -155,7 +159,8 @@ def test_a_tensor_of_more_than_two_gigabytes():
     assert "int64_t t0_stride0" in function.text(SIZES)
     found = probed([function], grid(), torch.zeros(len(grid())), torch.zeros(0, 4, 2))
     expected = rows[INDICES[2].long() + first, INDICES[3].long()] < 99
-    assert torch.equal(function.seen(*INDICES), expected) and torch.equal(found.mask[0], expected)
+    assert torch.equal(function.seen(*INDICES), expected)
+    assert torch.equal(found.mask[0], expected)
 
 
 def test_arguments_lie_as_the_structure_does(tmp_path):
@@ -202,9 +207,10 @@ def test_flags_and_no_function(tmp_path):
         found = dict(re.findall(r"constexpr bool (\w+) = (\w+);", text(*given)))
         assert found == {"kMask": str(masked).lower(), "kScore": str(scored).lower(), "kByKey": str(by_key).lower()}
     nothing = "const Function f{}; const Interval any{0.0, 9.0}, seen = f.seen(any, any, any, any);"
-    values = "Function::kMask + Function::kScore + Function::kByKey + f.mask(0, 0, 0, 9, 0.0f, 9.0f) * 10"
-    values += " + (seen.low == 1.0) * 100 + (f.score(3.0f, 2.0f, 0, 0, 0, 0, 0.0f, 0.0f) == 6.0f) * 1000"
-    unit = f'#include "common/functions.cuh"\nextern "C" __global__ void none(int* out) {{\n    {nothing}\n    Global<int>{{out}}[0] = {values};\n}}\n'
+    values = "Function::kMask + Function::kScore + Function::kByKey + f.mask(0, 0, 0, 9, 0.0f, 9.0f, 9, 0) * 10"
+    values += " + (seen.low == 1.0) * 100 + (f.score(3.0f, 2.0f, 0, 0, 0, 0, 0.0f, 0.0f, 0, 0) == 6.0f) * 1000"
+    body = f"{nothing}\n    Global<int>{{out}}[0] = {values};"
+    unit = f'#include "common/functions.cuh"\nextern "C" __global__ void none(int* out) {{\n    {body}\n}}\n'
     (tmp_path / "none.cu").write_text(unit)
     spec = KernelSpec("none", str(tmp_path / "none.cu"), "none", (("Function", "NoFunction"),), 1, 0)
     out = torch.zeros(1, dtype=torch.int32)

@@ -74,7 +74,7 @@ MASKS: dict[str, list[Any]] = {
         lambda b, h, q, k: q >= k and k > 3,
         lambda b, h, q, k: q >= k or k > 3,
         lambda b, h, q, k: not (q >= k),
-        lambda b, h, q, k: True if q > k else False,
+        lambda b, h, q, k: k if q > k else q,
         lambda b, h, q, k: 0 <= k < q,
         lambda b, h, q, k: max(q, k) < 3,
         lambda b, h, q, k: q in (1, 2),
@@ -88,13 +88,34 @@ MASKS: dict[str, list[Any]] = {
         lambda b, h, q, k: round(q) < k,
         loops,
     ],
-    "each of its values is one number": [lambda b, h, q, k: [x for x in q], lambda b, h, q, k: q[0] < k, lambda b, h, q, k: len(q) > k],
-    "is not known; known are": [lambda b, h, q, k: torch.cumsum(q, 0) < k, lambda b, h, q, k: q.item() < k, lambda b, h, q, k: torch.isin(k, INTS)],
-    "one number per dimension": [lambda b, h, q, k: TABLE[h, :] < 3, lambda b, h, q, k: TABLE[..., k] < 3, lambda b, h, q, k: TABLE[h, k, q] < 3],
-    "index it down to one number": [lambda b, h, q, k: TABLE < k, lambda b, h, q, k: TABLE[h] < k, lambda b, h, q, k: torch.where(k < q, TABLE[h], 1.0) < 2],
+    "each of its values is one number": [
+        lambda b, h, q, k: list(q),
+        lambda b, h, q, k: q[0] < k,
+        lambda b, h, q, k: len(q) > k,
+    ],
+    "is not known; known are": [
+        lambda b, h, q, k: torch.cumsum(q, 0) < k,
+        lambda b, h, q, k: q.item() < k,
+        lambda b, h, q, k: torch.isin(k, INTS),
+    ],
+    "one number per dimension": [
+        lambda b, h, q, k: TABLE[h, :] < 3,
+        lambda b, h, q, k: TABLE[..., k] < 3,
+        lambda b, h, q, k: TABLE[h, k, q] < 3,
+    ],
+    "index it down to one number": [
+        lambda b, h, q, k: k > TABLE,
+        lambda b, h, q, k: TABLE[h] < k,
+        lambda b, h, q, k: torch.where(k < q, TABLE[h], 1.0) < 2,
+    ],
     "indexed with integers": [lambda b, h, q, k: INTS[q / 2] < k, lambda b, h, q, k: INTS[k < q] < k],
     "must return a bool": [lambda b, h, q, k: q - k, lambda b, h, q, k: q * 0.5, lambda b, h, q, k: 1],
-    "must return one bool": [lambda b, h, q, k: None, lambda b, h, q, k: TABLE, lambda b, h, q, k: (q, k), lambda b, h, q, k: TABLE[h]],
+    "must return one bool": [
+        lambda b, h, q, k: None,
+        lambda b, h, q, k: TABLE,
+        lambda b, h, q, k: (q, k),
+        lambda b, h, q, k: TABLE[h],
+    ],
     "must not change a tensor": [
         lambda b, h, q, k: INTS.add_(1)[k] < 3,
         lambda b, h, q, k: INTS.__setitem__(0, 1) or k < q,
@@ -116,11 +137,14 @@ MASKS: dict[str, list[Any]] = {
     "of two bools": [lambda b, h, q, k: (q < k) - (k < 3)],
     "conversion to torch.int8": [lambda b, h, q, k: q.to(torch.int8) < k],
     "compare it, as with != 0": [lambda b, h, q, k: torch.where(q, k, 1) < 3, lambda b, h, q, k: q & 1],
-    "only the forms that give one number": [lambda b, h, q, k: torch.max(q, 0, True) < k, lambda b, h, q, k: q.clamp(lowest=3) < k],
+    "only the forms that give one number": [
+        lambda b, h, q, k: torch.max(q, 0, True) < k,
+        lambda b, h, q, k: q.clamp(lowest=3) < k,
+    ],
     "is no number": [lambda b, h, q, k: q < "three", lambda b, h, q, k: k < None],
     "of size \\(4,\\)": [lambda b, h, q, k: q.new_ones((4,), dtype=torch.bool)],
     "to a negative power": [lambda b, h, q, k: q ** (-2) < k],
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize(("message", "number"), [(m, n) for m, masks in MASKS.items() for n in range(len(masks))])
@@ -210,7 +234,7 @@ def test_what_can_be_asked_of_a_value():
     """Attributes that generic code looks at."""
 
     def mask(b: Any, h: Any, q: Any, k: Any) -> Any:
-        assert q.dtype == torch.int32 and q.shape == () and q.dim() == q.ndim == 0 and q.numel() == 1
+        assert (q.dtype, q.shape, q.dim(), q.ndim, q.numel()) == (torch.int32, (), 0, 0, 1)
         assert not hasattr(q, "nonsense")
         return b.new_ones(size=(), dtype=torch.bool, device=b.device)
 

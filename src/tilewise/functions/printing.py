@@ -225,7 +225,7 @@ class Printer:
         for d, arg in enumerate(node.args):
             low, high = self._ranges[arg]
             inside = low >= 0 and high < table.shape[d]
-            if inside and table.dense[d] and (moves := steps(arg)) and any(moves):
+            if inside and table.dense[d] and not step and (moves := steps(arg)) and any(moves):
                 offsets.append(self._apart(arg))
                 step = f"{moves[0]} * dq + {moves[1]} * dk"
                 continue
