@@ -302,7 +302,8 @@ def _units(first: Int64s, end: Int64s) -> Ints:
     """All numbers of the ranges [first, end), one range after the other."""
     counts = end - first
     skipped = np.repeat(first - (np.cumsum(counts) - counts), counts)
-    return (np.arange(len(skipped)) + skipped).astype(np.int32)
+    numbers: Ints = (np.arange(len(skipped)) + skipped).astype(np.int32)
+    return numbers
 
 
 def plan_shared_prefix(

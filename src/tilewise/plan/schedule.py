@@ -287,7 +287,7 @@ class BlockSchedule(StoredSchedule):
         lengths_k: Any = None,
     ) -> BlockSchedule:
         """The form that kernels read and write: `bits` and `whole` as the class describes them, contiguous. On a device
-        they are taken as they are, without a copy."""
+        they are taken as they are, without a copy, and a bit past the last key block is ignored."""
         checks.tensor("bits", bits, shape=("batch", "heads", "num_q_blocks", "words"), dtypes=(torch.int32,))
         batch, heads = leading("bits", bits, "num_q_blocks", "words")
         grid = Grid(seqlen_q, seqlen_k, block_q, block_k, heads, batch)
@@ -299,6 +299,8 @@ class BlockSchedule(StoredSchedule):
                 grid, bits.contiguous(), None if whole is None else whole.contiguous(), lengths_q, lengths_k
             )
         pattern = schedule_bits.pattern_of(bits, grid)
+        if not torch.equal(schedule_bits.bits_of(pattern, grid), bits):
+            raise ValueError(f"bits must be 0 past the last key block, num_k_blocks={grid.cols}")
         inner = None if whole is None else schedule_bits.pattern_of(whole & bits, grid)
         return cls._of(grid, pattern, inner, lengths_q, lengths_k)
 

@@ -170,7 +170,7 @@ def as_lengths(
         raise ValueError(f"{name} must have shape {shapes}, got {tuple(given.shape)}")
     if given.device != device:
         raise ValueError(f"{name} must be on {device} like the pattern, got {given.device}")
-    given = given.reshape(-1, blocks)
+    given = given if given.dim() == 2 else given[None]
     if device.type != "cpu":
         return (given.clamp(-1, block + 1) if given.dtype == torch.int64 else given).to(torch.int32).contiguous()
     if given.numel() and not 0 <= int(given.min()) <= int(given.max()) <= block:
