@@ -15,6 +15,7 @@ from tilewise.plan import items, schedule_select
 from tilewise.scores import Scores
 
 RAGGED = (("Index", "int"), ("kTileQ", 128), ("kTileKv", 128), ("kPack", 1))
+DECODE = (("kSelected", False),)
 APPEND = append.specs()[0].constants
 SELECT, SCATTER = (spec.constants for spec in (schedules.specs()[0], schedules.scatter_spec(torch.int32)))
 # The structures' source, the constants that it needs, and its structures: C++ name -> mirror
@@ -25,7 +26,8 @@ SOURCES: dict[str, tuple[tuple[tuple[str, Constant], ...], dict[str, type[ctypes
         RAGGED,
         {"Descale": abi.Descale, "ForwardArgs": abi.ForwardArgs, "RaggedArgs": abi.RaggedArgs},
     ),
-    "decode/work.cuh": ((), {"Paged": abi.Paged, "DecodeArgs": abi.DecodeArgs}),
+    "decode/work.cuh": (DECODE, {"Paged": abi.Paged, "DecodeArgs": abi.DecodeArgs}),
+    "decode/select.cu": ((), {"SelectArgs": abi.SelectArgs}),
     "common/append.cu": (
         APPEND,
         {"AppendSource": abi.Source, "AppendStore": abi.Store, "AppendArgs": abi.AppendArgs},
@@ -97,7 +99,7 @@ def test_every_structure_is_compared():
 @pytest.mark.parametrize("source", CONSTANTS)
 def test_constants_are_the_kernels(source, tmp_path):
     wanted = CONSTANTS[source]
-    constants = {"prefill/ragged.cu": RAGGED, "common/schedule_select.cu": SELECT}.get(source, ())
+    constants = SOURCES[source][0] if source in SOURCES else ()
     assert dict(zip(wanted, evaluated(tmp_path, source, constants, list(wanted)), strict=True)) == wanted
 
 

@@ -6,7 +6,6 @@ them with a step. Only a schedule's blocks are listed one by one.
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
@@ -14,13 +13,10 @@ from functools import lru_cache
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-import numpy as np
-
+from tilewise.plan.blocks import Stretch, cut_schedule, one_state_each
 from tilewise.plan.tiles import (
     OPEN,
     Band,
-    BlockTiles,
-    Ints,
     Launch,
     Plan,
     Tiles,
@@ -31,10 +27,7 @@ from tilewise.plan.tiles import (
 )
 
 if TYPE_CHECKING:
-    import torch
-
     from tilewise.plan.schedule import BlockSchedule
-    from tilewise.plan.schedule_grid import Int64s
 
 # Rows of a window's tile: as many as the window is wide wastes at most half of the scores, fewer than 64 starve the
 # matrix units, more than 256 gain nothing.
@@ -111,11 +104,16 @@ def plan_dense(
     causal: bool = False,
     window: Window | None = None,
     schedule: BlockSchedule | None = None,
+    mask: bool = False,
     io_bytes: int = 2,
 ) -> Plan:
-    """`batch` equal sequences: one sequence's tiles, repeated by formula."""
-    schedule = None if schedule is None else schedule.cpu()  # one on a device may change, and is never kept
-    return _plan_dense(batch, seqlen_q, seqlen_k, heads_q, heads_kv, head_dim, causal, window, schedule, io_bytes)
+    """`batch` equal sequences: one sequence's tiles, repeated by formula.
+
+    mask: a mask function lies beside the schedule, to be asked in the blocks that are not in its `whole` plane.
+    """
+    schedule = None if schedule is None else schedule.cpu()  # one on a device is equal to itself alone
+    sizes = (batch, seqlen_q, seqlen_k, heads_q, heads_kv, head_dim)
+    return _plan_dense(*sizes, causal, window, schedule, mask, io_bytes)
 
 
 @lru_cache(maxsize=256)  # every layer of a model asks for the same plan
@@ -129,12 +127,13 @@ def _plan_dense(
     causal: bool,
     window: Window | None,
     schedule: BlockSchedule | None,
+    mask: bool,
     io_bytes: int,
 ) -> Plan:
     if schedule is not None:
         band = band_of(seqlen_q, seqlen_k, causal, window)
-        blocks = _cut_schedule(schedule, band, 0, 0, batch, heads_q)
-        sizes = (heads_q, heads_kv, head_dim, True, 2 * head_dim * io_bytes, io_bytes)
+        blocks = cut_schedule(schedule, band, Stretch(0, 0, seqlen_q, seqlen_k, batch), heads_q, mask=mask)
+        sizes = (heads_q, heads_kv, head_dim, one_state_each(blocks), 2 * head_dim * io_bytes, io_bytes)
         return Plan("sparse", tuple(blocks), batch * seqlen_q, (batch * seqlen_k,), *sizes)
     tiles = cut(seqlen_q, seqlen_k, band_of(seqlen_q, seqlen_k, causal, window))
     work = [same for t in tiles for same in repeat(t, batch, seqlen_q, seqlen_k)]
@@ -200,9 +199,13 @@ def plan_varlen(
     causal: bool = False,
     window: Window | None = None,
     schedules: Sequence[BlockSchedule | None] | None = None,
+    mask: bool = False,
     io_bytes: int = 2,
 ) -> Plan:
-    """Packed sequences: sequence b has rows starts_q[b]:starts_q[b+1] and keys starts_k[b]:starts_k[b+1]."""
+    """Packed sequences: sequence b has rows starts_q[b]:starts_q[b+1] and keys starts_k[b]:starts_k[b+1].
+
+    A schedule that has a batch serves sequence b with its entry b. mask: as in `plan_dense`.
+    """
     work: list[Work] = []
     exclusive = True
     for b in range(len(starts_q) - 1):
@@ -211,99 +214,15 @@ def plan_varlen(
         band = band_of(nq, nk, causal, window)
         schedule = schedules[b] if schedules is not None else None
         if schedule is not None:
-            work += _cut_schedule(schedule.cpu(), band, row, key, 1, heads_q)
+            blocks = cut_schedule(schedule.cpu(), band, Stretch(row, key, nq, nk), heads_q, entry=b, mask=mask)
+            exclusive = exclusive and one_state_each(blocks)
+            work += blocks
             continue
         tiles = cut(nq, nk, band)
         exclusive = exclusive and _exclusive(tiles)
         work += [replace(t, row=t.row + row, key=t.key + key) for t in tiles]
     sizes = (heads_q, heads_kv, head_dim, exclusive, 2 * head_dim * io_bytes, io_bytes)
     return Plan("varlen", tuple(work), starts_q[-1], (starts_k[-1],), *sizes)
-
-
-def _cut_schedule(
-    schedule: BlockSchedule, band: Band, row: int, key: int, batch: int, heads_q: int
-) -> list[BlockTiles]:
-    """A schedule's rows as batches of equal tiles, for `batch` sequences that begin at `row` and `key`."""
-    found: list[BlockTiles] = []
-    own = schedule.batch or 1  # sequences that have patterns of their own
-    group = heads_q // (schedule.heads or 1)  # query heads that share a pattern
-    for b in range(own):
-        for head in range(schedule.heads or 1):
-            heads = [None] if (schedule.heads or 1) == 1 else range(head * group, (head + 1) * group)
-            for tiles in _cut_pattern(schedule, band, head, b):
-                at_row, at_key = row + b * schedule.seqlen_q, key + b * schedule.seqlen_k
-                place = replace(tiles, row=at_row, key=at_key, count=batch if own == 1 else 1)
-                found += [replace(place, head=h) for h in heads]
-    return found
-
-
-def _cut_pattern(schedule: BlockSchedule, band: Band, head: int, b: int) -> list[BlockTiles]:
-    """One pattern's rows as batches of equal tiles: same number of rows, of full blocks, of tail keys, masked or not.
-
-    Blocks that the band hides wholly are dropped here; blocks that it cuts make their tile a masked one. Where blocks
-    have lengths, tiles are lists of smaller blocks, of as many keys as divide all lengths.
-    """
-    seqlen_q, seqlen_k, block_q, unit = schedule.seqlen_q, schedule.seqlen_k, schedule.block_q, schedule.block_k
-    lengths_q, lengths_k = (_lengths(x, b) for x in (schedule.lengths_q, schedule.lengths_k))
-    if lengths_k is not None:
-        unit = math.gcd(unit, *lengths_k.tolist())
-    full_blocks, tail = divmod(seqlen_k, unit) if lengths_k is None else (0, 0)
-    batches: dict[tuple[int, int, bool, bool, int], list[tuple[int, Ints]]] = {}
-    for tile in range(schedule.num_q_blocks):
-        at = tile * block_q
-        rows = min(block_q, seqlen_q - at) if lengths_q is None else int(lengths_q[tile])
-        blocks = schedule.row(tile, head, b)
-        start = blocks.astype(np.int64) * schedule.block_k
-        end = np.minimum(start + unit, seqlen_k) if lengths_k is None else start + lengths_k[blocks]
-        # j - i over the block runs from start - (at + rows - 1) to end - 1 - at.
-        least, most = start - (at + rows - 1), end - 1 - at
-        seen, whole = end > start, np.ones(len(blocks), bool)
-        if band.low is not None:
-            seen &= most >= band.low
-            whole &= least >= band.low
-        if band.high is not None:
-            seen &= least <= band.high
-            whole &= most <= band.high
-        blocks, masked = blocks[seen], not whole[seen].all()
-        if lengths_k is not None:
-            blocks = _units(start[seen] // unit, end[seen] // unit)
-        has_tail = bool(tail) and len(blocks) > 0 and int(blocks[-1]) == full_blocks
-        if has_tail:
-            blocks = blocks[:-1]
-        if rows and (len(blocks) or has_tail):
-            alone = at if rows < block_q else -1  # only whole tiles stand at multiples of their rows
-            batches.setdefault((rows, len(blocks), has_tail, masked, alone), []).append((at, blocks))
-    return [
-        BlockTiles(
-            rows_at=np.array([at for at, _ in members], np.int32),
-            rows=rows,
-            blocks=np.array([blocks for _, blocks in members], np.int32).reshape(len(members), width),
-            block=unit,
-            tail=tail if has_tail else 0,
-            seqlen_k=seqlen_k,
-            masked=masked,
-            band=band,
-            row_step=seqlen_q,
-            key_step=seqlen_k,
-        )
-        for (rows, width, has_tail, masked, _), members in batches.items()
-    ]
-
-
-def _lengths(lengths: torch.Tensor | None, b: int) -> Ints | None:
-    """Sequence b's valid rows of each block."""
-    if lengths is None:
-        return None
-    valid: Ints = lengths[b if len(lengths) > 1 else 0].numpy()
-    return valid
-
-
-def _units(first: Int64s, end: Int64s) -> Ints:
-    """All numbers of the ranges [first, end), one range after the other."""
-    counts = end - first
-    skipped = np.repeat(first - (np.cumsum(counts) - counts), counts)
-    numbers: Ints = (np.arange(len(skipped)) + skipped).astype(np.int32)
-    return numbers
 
 
 def plan_shared_prefix(

@@ -96,7 +96,7 @@ class Rectangle(NamedTuple):
     pairs: int  # visible ones
     heads: int  # query heads that do this; kv heads in proportion
     seen: tuple[int, int]  # of the keys, those [start, stop) that a row sees
-    head: int | None = None  # the query head, where the pattern is that of one
+    head: int | None = None  # the first of the query heads, where the pattern is not that of all
 
 
 class Value:
@@ -149,8 +149,9 @@ class BlockTiles(Value):
     """Block-sparse work: `rows`-row query tiles that all have equally many key blocks, so that they run as one batch.
 
     A tile is the page-table idea turned on dense keys: tile n starts at row `rows_at[n]` and meets the `block`-key
-    blocks `blocks[n]`, then `tail` keys of the ragged last block if it is among them. `masked`: the problem's band
-    still cuts through some of these blocks (position of a key = its place in the sequence).
+    blocks `blocks[n]`, then `tail` keys of the ragged last block if it is among them. `masked`: the problem's band or
+    a block's length still cuts through some of these blocks (position of a key = its place in the sequence).
+    `partial`: the mask function beside the schedule has to be asked which pairs are seen.
     """
 
     rows_at: Ints  # (n,), within the sequence
@@ -161,7 +162,9 @@ class BlockTiles(Value):
     seqlen_k: int
     masked: bool
     band: Band
-    head: int | None = None  # None: all query heads
+    partial: bool = False
+    lengths: Ints | None = None  # (num_k_blocks,), how many keys of each block there are; None: all
+    heads: tuple[int, int] | None = None  # the query heads [first, end); None: all
     row: int = 0  # where the sequence starts, in rows and in keys; `count` sequences share the pattern
     key: int = 0
     count: int = 1
@@ -175,15 +178,16 @@ class BlockTiles(Value):
                 for start, keys in self._pieces(blocks):
                     band, first = self.band.shifted(at - start), key + start
                     pairs, seen = visible_pairs(self.rows, keys, band), seen_keys(self.rows, keys, band)
-                    count = heads if self.head is None else 1
                     seen = (first + seen[0], first + seen[1])
-                    yield Rectangle(row + at, self.rows, 0, first, keys, pairs, count, seen, self.head)
+                    head, end = self.heads or (None, heads)
+                    count = end - (head or 0)
+                    yield Rectangle(row + at, self.rows, 0, first, keys, pairs, count, seen, head)
 
     def _pieces(self, blocks: list[int]) -> Iterator[tuple[int, int]]:
-        for b in blocks:
-            yield b * self.block, self.block
-        if self.tail:
-            yield self.seqlen_k - self.tail, self.tail
+        for b in [*blocks, *([self.seqlen_k // self.block] if self.tail else [])]:
+            start = b * self.block
+            keys = min(self.block, self.seqlen_k - start)
+            yield start, keys if self.lengths is None else min(keys, int(self.lengths[b]))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -353,8 +357,10 @@ class DecodePlan(Plan):
     """A plan over a cache's pages. Rows stand in tree order: row (n, t) is token t of sequence `order[n]` of `seqs`.
 
     cache_serial: which cache it was made for. stored_tokens: tokens that lie in the pages, each counted once. room: how
-    many tokens each sequence may grow by under `grow_plan` before a kernel's list of work has to be made anew. serial:
-    a number that no other plan of this process has or had, by which compiled code finds it.
+    many tokens each sequence may grow by under `grow_plan` before a kernel's list of work has to be made anew.
+    pages_per_seq: for decode() with a schedule of pages, how many of them a sequence reads at most; the work is then
+    that over the first ones. serial: a number that no other plan of this process has or had, by which compiled code
+    finds it.
     """
 
     seqs: tuple[int, ...] = ()
@@ -364,6 +370,7 @@ class DecodePlan(Plan):
     shared_nodes: int = 0
     window: Window | None = None
     room: int = 0
+    pages_per_seq: int | None = None
     cache_serial: int = -1
     stored_tokens: int = 0
     serial: int = field(default_factory=_serials.__next__, init=False, compare=False)
