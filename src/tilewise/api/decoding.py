@@ -16,7 +16,7 @@ from tilewise.kvcache import PagedKVCache, PrefixCache
 from tilewise.plan import BlockSchedule, DecodePlan
 from tilewise.plan.cost import CPU_COST, GPU_COST, CostModel
 from tilewise.plan.tree import plan_tree
-from tilewise.scores import DecodeOptions, Window
+from tilewise.scores import DecodeOptions, Scores, Window
 
 DEQUANTISE = 4  # reading a quantised token on the CPU, in readings of a float32 one
 
@@ -177,45 +177,52 @@ def decode(
     selected = _check_schedule(schedule, plan, pages, tree)
     where = arguments.check_backend(backend, q, (sinks,))
     if where != "cpu":
-        o = out if out is not None and checks.place(out, q) is not None else q.new_empty(q.shape)
-        states = q.new_empty((count, plan.heads_q, tokens), dtype=torch.float32) if return_lse else None
-        kernel.run(
-            plan,
-            q,
-            pages.format,
-            *pages.parts(layer),
-            arguments.PageListsOf(pages, plan.seqs),
-            plan.lengths,
-            o,
-            states,
-            scores,
-            tree=tree,
-            selected=selected,
-            room=plan.room,
-        )
-        if out is not None and out is not o:
-            o = out.copy_(o)
-        return o if states is None else (o, states)
-
+        return _run_kernel(q, pages, layer, plan, scores, tree, selected, return_lse, out)
     with full_precision():
         if tree is not None:
             o, lse = cpu.run_tree(q, pages, layer, plan.seqs, Scoring.of(scores), tree)
         elif selected is not None:
-            o, lse = cpu.run_selected(plan, q, pages, layer, Scoring.of(scores), selected)
+            o, lse = cpu.run_selected(q, pages, layer, plan, Scoring.of(scores), selected)
         else:
-            o, lse = _run_in_plan_order(plan, q, pages, layer, Scoring.of(scores))
+            order = torch.from_numpy(plan.order).long()  # plan's rows -> the caller's
+            o, lse = cpu.run_paged(plan, q.index_select(0, order).flatten(0, 1), pages, layer, Scoring.of(scores))
+            o, lse = o.view(q.shape), lse.view(count, tokens, plan.heads_q)
+            o = torch.empty_like(o).index_copy_(0, order, o)
+            lse = torch.empty_like(lse).index_copy_(0, order, lse).transpose(1, 2)
     return result(o, lse, sinks, out, return_lse)
 
 
-def _run_in_plan_order(
-    plan: DecodePlan, q: torch.Tensor, pages: PagedKVCache, layer: int, scoring: Scoring
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """cpu.run_paged in the caller's order: q (n, T, Hq, D) -> o like q, lse (n, Hq, T)."""
-    order = torch.from_numpy(plan.order).long()  # plan's rows -> the caller's
-    o, lse = cpu.run_paged(plan, q.index_select(0, order).flatten(0, 1), pages, layer, scoring)
-    o, lse = o.view(q.shape), lse.view(q.shape[:3])
-    o = torch.empty_like(o).index_copy_(0, order, o)
-    return o, torch.empty_like(lse).index_copy_(0, order, lse).transpose(1, 2)
+def _run_kernel(
+    q: torch.Tensor,
+    pages: PagedKVCache,
+    layer: int,
+    plan: DecodePlan,
+    scores: Scores,
+    tree: torch.Tensor | None,
+    selected: torch.Tensor | None,
+    return_lse: bool,
+    out: torch.Tensor | None,
+) -> Result:
+    """decode() on a GPU or in the emulator."""
+    o = out if out is not None and checks.place(out, q) is not None else q.new_empty(q.shape)
+    lse = q.new_empty((len(q), q.shape[2], q.shape[1]), dtype=torch.float32) if return_lse else None
+    kernel.run(
+        plan,
+        q,
+        pages.format,
+        *pages.parts(layer),
+        arguments.PageListsOf(pages, plan.seqs),
+        plan.lengths,
+        o,
+        lse,
+        scores,
+        tree=tree,
+        selected=selected,
+        room=plan.room,
+    )
+    if out is not None and out is not o:
+        o = out.copy_(o)
+    return o if lse is None else (o, lse)
 
 
 def _check_pages_per_seq(pages: int | None, share_prefix: Literal["auto"] | bool, window: Window | None) -> int:

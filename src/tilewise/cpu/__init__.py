@@ -113,7 +113,7 @@ def run_tree(
 
 
 def run_selected(
-    plan: DecodePlan, q: torch.Tensor, cache: PagedKVCache, layer: int, scoring: Scoring, bits: torch.Tensor
+    q: torch.Tensor, cache: PagedKVCache, layer: int, plan: DecodePlan, scoring: Scoring, bits: torch.Tensor
 ) -> KV:
     """Decode over selected pages: q (n, T, Hq, D) in the order of plan.seqs -> o like q, lse (n, Hq, T).
 
