@@ -29,6 +29,7 @@ from tilewise import PagedKVCache, compiler, emulator, plan_decode
 from tilewise.formats import KVFormat
 from tilewise.gpu import decode as decoding
 from tilewise.gpu import decode_kernels
+from tilewise.plan.items import Word
 
 LENGTHS = (1, 15, 16, 17, 63, 65, 0, 129, 300)
 
@@ -217,6 +218,7 @@ def test_a_plan_that_grows():
         selected = chosen(len(seqs), 2, 17, 0.6, seed=number)
         got = run(cache, seqs, q, bits_of(selected), plan=plan, room=60, splitting=PAIRS)
         assert_decoded(got, q, cache, seqs, selected=selected & (selected.cumsum(-1) <= 6))
+    assert listed.items[..., Word.STOP].max() == 6 * 16, "no work where nothing can be selected"
 
 
 @pytest.mark.parametrize("kv_format", ["bf16", "int4"])
