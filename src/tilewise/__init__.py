@@ -11,6 +11,7 @@ from .api import (
     grow_plan,
     plan_attention,
     plan_decode,
+    schedule_of,
     shared_prefix_attention,
 )
 from .gpu import schedules as _schedules  # noqa: F401, registers the kernels of schedules on a device
@@ -54,6 +55,7 @@ __all__ = [
     "plan_decode",
     "reference",
     "replace_sdpa",
+    "schedule_of",
     "sdpa",
     "shared_prefix_attention",
     "stream",

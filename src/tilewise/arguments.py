@@ -12,7 +12,8 @@ from typing import Any, Final, Literal, NamedTuple
 import numpy as np
 import torch
 
-from tilewise import checks, cpu
+from tilewise import checks, cpu, functions
+from tilewise.functions import Function
 from tilewise.gpu.abi import FP8
 from tilewise.gpu.prefill import out_dtype
 from tilewise.plan.schedule import BlockSchedule
@@ -39,6 +40,7 @@ class Sizes(NamedTuple):
     head_dim: int
 
 
+Schedules = BlockSchedule | Sequence[BlockSchedule | None] | None
 Descales = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
 Where = Literal["cpu", "cuda", "emulator"]
 
@@ -133,12 +135,17 @@ def check_slopes(slopes: torch.Tensor | None, batch: int, heads_q: int, device: 
 
 
 class Call(NamedTuple):
-    """What `attention` and `attention_varlen` were asked for, checked. descales: of q, k and v, (batch, heads_kv)."""
+    """What `attention` and `attention_varlen` were asked for, checked. descales: of q, k and v, (batch, heads_kv).
+
+    schedule: of packed sequences it may be a list of them, with None for a sequence that has none.
+    """
 
     sizes: Sizes
     scores: Scores
     descales: Descales
     where: Where
+    function: Function | None
+    schedule: Schedules
 
 
 def check_call(
@@ -147,6 +154,9 @@ def check_call(
     v: torch.Tensor,
     options: ScoreOptions,
     *,
+    mask: Any,
+    score: Any,
+    schedule: Any,
     exact: bool,
     descales: Descales,
     return_lse: bool,
@@ -154,45 +164,71 @@ def check_call(
     backend: str,
     batch: int | None = None,
     paged: bool = False,
+    rungs: bool = False,
 ) -> Call:
-    """The checks that both calls share; batch: the number of packed sequences, None for dense tensors."""
+    """The checks that calls share; batch: the number of packed sequences, None for dense tensors; rungs: as below.
+
+    Schedules of packed sequences are left to `check_schedules`, which needs to know where those start.
+    """
     sizes = check_qkv(q, k, v, packed=batch is not None, paged=paged, fp8=True)
     if batch is not None:
         sizes = sizes._replace(batch=batch)
     scores = check_scores(q, sizes.batch, exact=exact, **options)
+    function = check_function(mask, score, scores, q.device)
     checked = check_descales(q, descales, sizes.batch, sizes.heads_kv)
     checks.flag("return_lse", return_lse)
     check_out(out, q)
-    given = (k, v, options.get("sinks"), options.get("alibi_slopes"))
-    return Call(sizes, scores, checked, check_backend(backend, q, given, rungs=batch is None))
+    captured = () if function is None else function.tensors
+    given = (k, v, options.get("sinks"), options.get("alibi_slopes"), *captured)
+    where = check_backend(backend, q, given, rungs=rungs)
+    if batch is None and schedule is not None:
+        check_schedule("schedule", schedule, *sizes[1:3], sizes, q.device)
+    return Call(sizes, scores, checked, where, function, schedule)
 
 
-def check_schedule(name: str, schedule: Any, seqlen_q: int, seqlen_k: int, heads_q: int) -> None:
+def check_function(mask: Any, score: Any, scores: Scores, device: torch.device) -> Function | None:
+    """The mask and the score function of a call, traced; None if there are none."""
+    if mask is None and score is None:
+        return None
+    if score is not None and (scores.softcap or scores.alibi):
+        name, text = ("softcap", "c * torch.tanh(s / c)") if scores.softcap else ("alibi_slopes", "s - slopes[h] * (q - k)")
+        raise ValueError(f"{name} goes with no score function: write it in the function, {text}")
+    function = functions.of(mask, score)
+    function.check(device)
+    return function
+
+
+def check_schedule(
+    name: str, schedule: Any, seqlen_q: int | None, seqlen_k: int | None, sizes: Sizes, device: torch.device
+) -> None:
+    """sizes: its heads and its batch are to fit the schedule, and these lengths where they are known."""
     if not isinstance(schedule, BlockSchedule):
         raise TypeError(f"{name} must be a tilewise.BlockSchedule, got {type(schedule).__name__}")
+    if schedule.device != device:
+        raise ValueError(f"{name} must be on {device}, where q is, got {schedule.device}; use schedule.to(q.device)")
     try:
-        schedule.check(seqlen_q, seqlen_k, heads_q)
+        schedule.check(seqlen_q, seqlen_k, sizes.heads_q, sizes.heads_kv, sizes.batch)
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from None
 
 
 def check_schedules(
-    schedules: Any, starts_q: Sequence[int], starts_k: Sequence[int], heads_q: int
-) -> Sequence[BlockSchedule | None] | None:
-    """One schedule, or None, for each of the packed sequences; None if there are none."""
-    if schedules is None:
-        return None
-    batch = len(starts_q) - 1
+    schedules: Any, starts_q: Sequence[int] | None, starts_k: Sequence[int] | None, sizes: Sizes, device: torch.device
+) -> None:
+    """One schedule for all packed sequences, or a list with one or None for each; starts are None if not known here."""
+    batch = sizes.batch
     if isinstance(schedules, BlockSchedule):
         schedules = [schedules] * batch
-    if not isinstance(schedules, (list, tuple)):
-        raise TypeError(f"schedule must be a BlockSchedule or a list of them, got {type(schedules).__name__}")
-    if len(schedules) != batch:
-        raise ValueError(f"schedule must have one entry for each of the {batch} sequences, got {len(schedules)}")
-    for b, ((q0, q1), (k0, k1)) in enumerate(zip(pairwise(starts_q), pairwise(starts_k), strict=True)):
-        if schedules[b] is not None:
-            check_schedule(f"schedule (sequence {b})", schedules[b], q1 - q0, k1 - k0, heads_q)
-    return schedules
+    else:
+        if not isinstance(schedules, (list, tuple)):
+            raise TypeError(f"schedule must be a BlockSchedule or a list of them, got {type(schedules).__name__}")
+        if len(schedules) != batch:
+            raise ValueError(f"schedule must have one entry for each of the {batch} sequences, got {len(schedules)}")
+        sizes = sizes._replace(batch=1)
+    for b, one in enumerate(schedules):
+        if one is not None:
+            lengths = (None if x is None else x[b + 1] - x[b] for x in (starts_q, starts_k))
+            check_schedule(f"schedule (sequence {b})", one, *lengths, sizes, device)
 
 
 def check_sequences(cu_seqlens_q: Any, cu_seqlens_k: Any) -> int:

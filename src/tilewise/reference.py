@@ -8,12 +8,13 @@ tiled loop that is the first rung of the teaching ladder.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from tilewise import functions
 from tilewise.plan.schedule import BlockSchedule
 
 from .kvcache import PagedKVCache, PrefixCache
@@ -37,6 +38,16 @@ def visible(seqlen_q: int, seqlen_k: int, *, causal: bool = False, window: Windo
     return seen
 
 
+def _scheduled(schedule: BlockSchedule, sequences: slice, heads_q: int) -> torch.Tensor:
+    """The pairs in a schedule's blocks: bool, broadcastable to (sequences, Hq, Nq, Nk)."""
+    seen = schedule.to_mask()  # (Nq, Nk), (heads, Nq, Nk) or (B, heads or 1, Nq, Nk); heads: query heads or KV heads
+    if seen.dim() == 4 and seen.shape[0] > 1:
+        seen = seen[sequences]
+    if seen.dim() > 2 and seen.shape[-3] > 1:
+        seen = seen.repeat_interleave(heads_q // seen.shape[-3], dim=-3)
+    return seen
+
+
 def attention(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -49,15 +60,18 @@ def attention(
     sinks: torch.Tensor | None = None,
     alibi_slopes: torch.Tensor | None = None,
     schedule: BlockSchedule | None = None,
-    mask: torch.Tensor | None = None,
+    mask: torch.Tensor | Callable[..., Any] | None = None,
+    score: Callable[..., Any] | None = None,
     dtype: torch.dtype = torch.float64,
     fp8_weights: bool = False,
+    first: int = 0,
 ) -> State:
     """softmax(q kᵀ · scale) v. q (B, Nq, Hq, D), k and v (B, Nk, Hkv, D) -> o (B, Nq, Hq, D), lse (B, Hq, Nq).
 
-    `mask`: bool, broadcastable to (B, Hq, Nq, Nk), True = visible, on top of the other rules. `dtype` is what the
-    arithmetic runs in: float64 for the oracle, the inputs' own for `baseline`. `fp8_weights`: the softmax's weights are
-    rounded to e4m3, 256 standing for 1.
+    `mask`: a function (b, h, q, k) -> bool, or bools, broadcastable to (B, Hq, Nq, Nk): True = visible, on top of the
+    other rules. `score`: a function (s, b, h, q, k) -> the score. `first`: the b of the first sequence. `dtype` is what
+    the arithmetic runs in: float64 for the oracle, the inputs' own for `baseline`. `fp8_weights`: the softmax's weights
+    are rounded to e4m3, 256 standing for 1.
     """
     _, nq, hq, head_dim = q.shape
     nk, hkv = k.shape[1], k.shape[2]
@@ -72,11 +86,20 @@ def attention(
         slopes = alibi_slopes.expand(q.shape[0], hq)[:, :, None, None]
         scores = scores - (slopes.to(dtype) * distance.to(dtype))
 
+    # Functions are evaluated as they were traced, over all pairs: called with tensors, t[h][k] would mean another thing.
+    function = functions.of(mask if callable(mask) else None, score) if callable(mask) or score is not None else None
+    b, h = first + torch.arange(q.shape[0])[:, None, None, None], torch.arange(hq)[:, None, None]
+    pairs = (b, h, torch.arange(nq)[:, None], torch.arange(nk))
+    if function is not None and function.score is not None:
+        scores = function.scored(scores, *pairs).expand_as(scores)
+
     seen = visible(nq, nk, causal=causal, window=window)
     if schedule is not None:
-        seen = seen & schedule.to_mask()  # (Nq, Nk) or (Hq, Nq, Nk)
-    if mask is not None:
+        seen = seen & _scheduled(schedule, slice(first, first + q.shape[0]), hq)
+    if isinstance(mask, torch.Tensor):
         seen = seen & mask
+    if function is not None and function.mask is not None:
+        seen = seen & function.seen(*pairs)
     scores = scores.masked_fill(~seen, -math.inf)
 
     if sinks is not None:  # one more column, whose value is zero
@@ -121,9 +144,8 @@ def attention_varlen(
         rows, keys = slice(starts_q[b], starts_q[b + 1]), slice(starts_k[b], starts_k[b + 1])
         slopes = alibi_slopes[b] if alibi_slopes is not None and alibi_slopes.dim() == 2 else alibi_slopes
         one = schedule[b] if isinstance(schedule, Sequence) else schedule
-        state = attention(
-            q[None, rows], k[None, keys], v[None, keys], alibi_slopes=slopes, schedule=one, dtype=dtype, **options
-        )
+        given = {"alibi_slopes": slopes, "schedule": one, "first": b, "dtype": dtype, **options}
+        state = attention(q[None, rows], k[None, keys], v[None, keys], **given)
         o[rows], lse[:, rows] = state[0][0], state[1][0]
     return o, lse
 

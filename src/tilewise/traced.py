@@ -2,11 +2,12 @@
 
 integrations/torch_ops.py registers those operators over the public calls; this file only names them, so that api/
 needs to know nothing that is built on top of it. Graphs hold neither plans nor caches: `remember` lets the operator
-find both by the plan's number, and keeps neither alive.
+find both by the plan's number, and keeps neither alive. A call with a schedule or a function breaks the graph (`outside`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
@@ -53,7 +54,6 @@ def attention(
     v: torch.Tensor,
     descales: Descales,
     *,
-    schedule: Any,
     out: Any,
     exact: bool,
     return_lse: bool,
@@ -61,7 +61,7 @@ def attention(
     **options: Unpack[ScoreOptions],
 ) -> Result:
     """attention() in a graph."""
-    _refuse(schedule=schedule, out=out)
+    _refuse(out=out)
     rest = {"exact": exact, "return_lse": return_lse, "backend": backend}
     result = torch.ops.tilewise.attention(q, k, v, **_named(descales), **_by_sides(options), **rest)
     return _asked(result, return_lse)
@@ -76,7 +76,6 @@ def attention_varlen(
     page_table: torch.Tensor | None,
     descales: Descales,
     *,
-    schedule: Any,
     out: Any,
     exact: bool,
     return_lse: bool,
@@ -84,12 +83,18 @@ def attention_varlen(
     **options: Unpack[ScoreOptions],
 ) -> Result:
     """attention_varlen() in a graph."""
-    _refuse(schedule=schedule, out=out)
+    _refuse(out=out)
     rest = {"exact": exact, "return_lse": return_lse, "backend": backend}
     result = torch.ops.tilewise.attention_varlen(
         q, k, v, cu_seqlens_q, cu_seqlens_k, page_table, **_named(descales), **_by_sides(options), **rest
     )
     return _asked(result, return_lse)
+
+
+@torch.compiler.disable
+def outside(call: Callable[..., Result], tensors: tuple[torch.Tensor, ...], descales: Descales, **given: Any) -> Result:
+    """The call itself, between two graphs: no graph holds a schedule or a function of the user's."""
+    return call(*tensors, **_named(descales), **given)
 
 
 def _named(descales: Descales) -> dict[str, torch.Tensor | None]:

@@ -246,7 +246,7 @@ def test_a_full_schedule_is_dense_attention():
 
 
 def test_schedule_gathers_in_chunks(monkeypatch):
-    monkeypatch.setattr("tilewise.cpu.GATHER_BYTES", 1)  # one tile at a time
+    monkeypatch.setattr("tilewise.cpu.blocks.GATHER_BYTES", 1)  # one tile at a time
     q, k, v = qkv(1, 200, 200, 2, 2, 16)
     schedule = BlockSchedule.random(200, 200, block_q=16, block_k=16, sparsity=0.7, seed=3)
     assert_attention(attention(q, k, v, schedule=schedule, return_lse=True), q, k, v, schedule=schedule)
@@ -256,7 +256,7 @@ def test_schedule_gathers_in_chunks(monkeypatch):
 def test_scores_are_made_in_small_tiles(options, monkeypatch):
     q, k, v = qkv(1, 300, 400, 4, 1, 16)
     whole = attention(q, k, v, return_lse=True, **options)
-    monkeypatch.setattr("tilewise.cpu.SCORES_PER_TILE", 4096)
+    monkeypatch.setattr("tilewise.cpu.tiles.SCORES_PER_TILE", 4096)
     got = attention(q, k, v, return_lse=True, **options)
     assert torch.allclose(whole[0], got[0], atol=1e-6)
     assert_attention(got, q, k, v, **options)

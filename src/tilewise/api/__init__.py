@@ -15,6 +15,7 @@ from tilewise.api.prefill import (
     plan_attention,
     shared_prefix_attention,
 )
+from tilewise.api.schedules import schedule_of
 
 __all__ = [
     "Level",
@@ -25,5 +26,6 @@ __all__ = [
     "grow_plan",
     "plan_attention",
     "plan_decode",
+    "schedule_of",
     "shared_prefix_attention",
 ]

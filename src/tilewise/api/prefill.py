@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from tilewise import arguments, checks, cpu, traced
+from tilewise.api.schedules import together, together_packed
 from tilewise.cpu.scoring import Scoring
 from tilewise.gpu import calls, named, prefill
 from tilewise.gpu.abi import FP8
 from tilewise.plan import Plan, Window, plan_dense, plan_shared_prefix, plan_varlen
 from tilewise.plan.schedule import BlockSchedule
-from tilewise.scores import ScoreOptions
+from tilewise.scores import ScoreOptions, Scores
 from tilewise.state import add_sinks
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
+    from tilewise.functions import Function
+
 Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+Mask = Callable[[Any, Any, Any, Any], Any]  # (b, h, q, k) -> is key k seen by query q
+Score = Callable[[Any, Any, Any, Any, Any], Any]  # (s, b, h, q, k) -> the score instead of s
 Level = tuple[torch.Tensor, torch.Tensor] | tuple[torch.Tensor, torch.Tensor, Sequence[int] | torch.Tensor]
 
 
@@ -36,6 +41,8 @@ def attention(
     sinks: torch.Tensor | None = None,
     alibi_slopes: torch.Tensor | None = None,
     schedule: BlockSchedule | None = None,
+    mask: Mask | None = None,
+    score: Score | None = None,
     exact: bool = False,
     q_descale: torch.Tensor | None = None,
     k_descale: torch.Tensor | None = None,
@@ -53,6 +60,10 @@ def attention(
     sinks: (Hq,), a logit that joins the softmax denominator only; it counts in the LSE.
     alibi_slopes: (Hq,) or (B, Hq), adds −slope · |i + Nk − Nq − j| after soft-capping.
     schedule: a BlockSchedule; keys outside its blocks are not seen. out: (B, Nq, Hq, D), written and returned.
+    mask: a function (b, h, q, k) -> bool, whether query q of head h of sequence b sees key k, counted from 0 (no
+    bottom-right shift). score: a function (s, b, h, q, k) -> the score to take for s, the scaled product of q and k.
+    Both are traced, not called for each pair: docs/guide says what they may do. A key is seen if causal, window,
+    schedule and mask all allow it.
     exact: the standard softmax where a GPU kernel would use the lazy one, whose weights may be 2^8 times larger before
     they are divided by their sum; both hold to the same tolerance, as long as |q · k · scale| · log2 e is below 2^24.
     q_descale, k_descale, v_descale: of FP8 inputs, (Hkv,) or (B, Hkv) float32: what the stored values stand for is
@@ -61,14 +72,16 @@ def attention(
     backend: "auto" (a GPU kernel for CUDA tensors, the CPU backend for CPU tensors), "cuda", "cpu", or "emulator": the
     GPU kernel's source run on CPU tensors, slow; "emulator:NAME" for a rung of the ladder by name.
 
-    CUDA tensors: bfloat16, float16 or FP8, head_dim up to 256, compute capability 9.0, no schedule. The call goes on
-    the current stream and does not wait; once made, it can be captured in a CUDA graph.
+    CUDA tensors: bfloat16, float16 or FP8, head_dim up to 256, compute capability 9.0; a schedule, and the tensors that
+    functions capture, are on the same device. The call goes on the current stream and does not wait; once made, it can
+    be captured in a CUDA graph.
 
     Returns o (B, Nq, Hq, D), with return_lse also the LSE (B, Hq, Nq) float32. A NaN or infinity in a key that a window
     (on a GPU also `causal`) hides may still reach the rows of its tile, as in other fused kernels.
     """
     descales = (q_descale, k_descale, v_descale)
-    if schedule is None and isinstance(q, torch.Tensor) and q.is_cuda and not torch.compiler.is_compiling():
+    compiling, regular = torch.compiler.is_compiling(), schedule is None and mask is None and score is None
+    if regular and isinstance(q, torch.Tensor) and q.is_cuda and not compiling:
         flags = (causal, exact, return_lse, window, scale, softcap, backend)
         key, known = calls.known_call(q, k, v, (sinks, alibi_slopes, out, *descales), flags)
         if known is not None:
@@ -80,20 +93,23 @@ def attention(
         "alibi_slopes": alibi_slopes,
     }  # fmt: skip
     rest: dict[str, Any] = {"exact": exact, "return_lse": return_lse, "out": out, "backend": backend}
-    if torch.compiler.is_compiling():
-        return traced.attention(q, k, v, descales, schedule=schedule, **options, **rest)
-    call = arguments.check_call(q, k, v, options, descales=descales, **rest)
-    if schedule is not None:
-        arguments.check_schedule("schedule", schedule, *call.sizes[1:4])
+    pattern: dict[str, Any] = {"schedule": schedule, "mask": mask, "score": score}
+    if compiling and regular:
+        return traced.attention(q, k, v, descales, **options, **rest)
+    if compiling:
+        return traced.outside(attention, (q, k, v), descales, **pattern, **options, **rest)
+    call = arguments.check_call(q, k, v, options, descales=descales, rungs=True, **pattern, **rest)
     if call.where == arguments.EMULATOR and (kernel := named.find(backend, q.dtype)):
-        o, lse = named.run(kernel, q, k, v, options, call.scores.scale, schedule)
+        asked: Any = {**options, "mask": mask, "score": score}
+        o, lse = named.run(kernel, q, k, v, asked, call.scores.scale, schedule)
         return result(o, lse, sinks, out, return_lse)
     if call.where != "cpu":
-        calls.check_served(q, schedule, call.where)
+        calls.check_served(q, call.where)
         bound = calls.GpuCall(call.scores.rule, return_lse)
         if key is not None:
             calls.calls()[key] = bound
-        return bound(q, k, v, sinks, alibi_slopes, out, call.descales)
+        given = (q, k, v, sinks, alibi_slopes, out, call.descales)
+        return bound(*given, schedule=schedule, function=call.function)
     o, lse = _dense_on_cpu(q, k, v, call, schedule, out)
     return result(o, lse, sinks, out, return_lse)
 
@@ -111,12 +127,20 @@ def _dense_on_cpu(
     fp8 = q.dtype == FP8
     if fp8:
         q, k, v = (arguments.widened(x, by, heads_kv) for x, by in zip((q, k, v), call.descales, strict=True))
-    plan = plan_dense(*call.sizes, window=call.scores.window, schedule=schedule, io_bytes=q.element_size())
+    plan = _plan_on_cpu(call.sizes, call.scores, schedule, call.function, q.element_size())
     starts = ([b * n for b in range(batch + 1)] for n in (seqlen_q, seqlen_k))
     with full_precision():
         place = None if fp8 else checks.place(out, q, k, v)
-        o, lse = cpu.run(plan, q, [(k, v)], Scoring.of(call.scores, *starts), place)
+        o, lse = cpu.run(plan, q, [(k, v)], Scoring.of(call.scores, *starts, call.function), place)
     return o.bfloat16() if fp8 else o, lse.view(batch, seqlen_q, heads_q).transpose(1, 2)
+
+
+def _plan_on_cpu(
+    sizes: arguments.Sizes, scores: Scores, schedule: BlockSchedule | None, function: Function | None, io_bytes: int
+) -> Plan:
+    masked = function is not None and function.mask is not None
+    both = together(schedule, function, sizes.batch, sizes.heads_q, sizes.seqlen_q, sizes.seqlen_k)
+    return plan_dense(*sizes, window=scores.window, schedule=both, mask=masked, io_bytes=io_bytes)
 
 
 def attention_varlen(
@@ -133,6 +157,8 @@ def attention_varlen(
     sinks: torch.Tensor | None = None,
     alibi_slopes: torch.Tensor | None = None,
     schedule: BlockSchedule | Sequence[BlockSchedule | None] | None = None,
+    mask: Mask | None = None,
+    score: Score | None = None,
     page_table: torch.Tensor | None = None,
     exact: bool = False,
     q_descale: torch.Tensor | None = None,
@@ -146,7 +172,8 @@ def attention_varlen(
 
     q: (total_q, Hq, D); k, v: (total_k, Hkv, D). cu_seqlens_q, cu_seqlens_k: (B + 1,) int32 or int64, where each
     sequence starts, beginning with 0 and ending with the total. schedule: one BlockSchedule that fits every sequence,
-    or one (or None) for each. Everything else as in `attention`; alibi_slopes (Hq,) or (B, Hq).
+    or one (or None) for each. mask, score: b is the sequence, q and k count within it. Everything else as in
+    `attention`; alibi_slopes (Hq,) or (B, Hq).
 
     page_table: (B, pages per sequence) int32; then k, v are (pages, page_size, Hkv, D), and token t of sequence b is
     row t % page_size of page `page_table[b, t // page_size]`; cu_seqlens_k tells the lengths alone, and entries beyond
@@ -163,12 +190,15 @@ def attention_varlen(
     }  # fmt: skip
     descales = (q_descale, k_descale, v_descale)
     rest: dict[str, Any] = {"exact": exact, "return_lse": return_lse, "out": out, "backend": backend}
+    pattern: dict[str, Any] = {"schedule": schedule, "mask": mask, "score": score}
     if torch.compiler.is_compiling():
         packed = (q, k, v, cu_seqlens_q, cu_seqlens_k)
-        return traced.attention_varlen(*packed, page_table, descales, schedule=schedule, **options, **rest)
+        if all(x is None for x in pattern.values()):
+            return traced.attention_varlen(*packed, page_table, descales, **options, **rest)
+        return traced.outside(attention_varlen, packed, descales, page_table=page_table, **pattern, **options, **rest)
     batch = arguments.check_sequences(cu_seqlens_q, cu_seqlens_k)
     paged = page_table is not None
-    call = arguments.check_call(q, k, v, options, descales=descales, batch=batch, paged=paged, **rest)
+    call = arguments.check_call(q, k, v, options, descales=descales, batch=batch, paged=paged, **pattern, **rest)
     if page_table is not None:
         arguments.check_page_table(page_table, k, batch)
     # Values on a GPU stay unread: looking at them would make the CPU wait.
@@ -176,11 +206,14 @@ def attention_varlen(
     starts_k = arguments.check_starts("cu_seqlens_k", cu_seqlens_k, None if paged else call.sizes.seqlen_k, "k")
     if page_table is not None and starts_k is not None:
         arguments.check_pages(page_table, k, starts_k)
+    if schedule is not None:
+        arguments.check_schedules(schedule, starts_q, starts_k, call.sizes, q.device)
     if call.where != "cpu":
-        calls.check_served(q, schedule, call.where)
+        calls.check_served(q, call.where)
         starts = tuple(x.to(q.device, cu_seqlens_q.dtype).contiguous() for x in (cu_seqlens_q, cu_seqlens_k))
         bound = calls.GpuCall(call.scores.rule, return_lse)
-        return bound(q, k, v, sinks, alibi_slopes, out, call.descales, (starts[0], starts[1]), page_table)
+        given = (q, k, v, sinks, alibi_slopes, out, call.descales, (starts[0], starts[1]), page_table)
+        return bound(*given, schedule=schedule, function=call.function)
     assert starts_q is not None  # on the CPU, as everything is here
     assert starts_k is not None
     if page_table is not None:
@@ -208,7 +241,7 @@ def _packed_on_cpu(
             arguments.widened(x, None if descale is None else descale.repeat_interleave(count, 0), heads_kv)
             for x, descale, count in zip((q, k, v), call.descales, counts, strict=True)
         )
-    schedules = arguments.check_schedules(schedule, starts_q, starts_k, heads_q)
+    function = call.function
     plan = plan_varlen(
         starts_q,
         starts_k,
@@ -216,12 +249,13 @@ def _packed_on_cpu(
         heads_kv,
         head_dim,
         window=call.scores.window,
-        schedules=schedules,
+        schedules=together_packed(schedule, function, starts_q, starts_k, heads_q),
+        mask=function is not None and function.mask is not None,
         io_bytes=q.element_size(),
     )
     with full_precision():
         place = None if fp8 else checks.place(out, q, k, v)
-        o, lse = cpu.run(plan, q, [(k, v)], Scoring.of(call.scores, starts_q, starts_k), place)
+        o, lse = cpu.run(plan, q, [(k, v)], Scoring.of(call.scores, starts_q, starts_k, function), place)
     return o.bfloat16() if fp8 else o, lse.transpose(0, 1)
 
 
@@ -260,7 +294,7 @@ def shared_prefix_attention(
     )
     where = arguments.check_backend(backend, q, [x for source in sources for x in source] + [sinks])
     if where != "cpu":
-        calls.check_served(q, None, where)
+        calls.check_served(q, where)
         o, lse = calls.shared_prefix(q, sources, [shape[2] for shape in shapes], scores)
         return result(o, lse, sinks, out, return_lse)
 
@@ -278,6 +312,8 @@ def plan_attention(
     k: torch.Tensor,
     *,
     schedule: BlockSchedule | None = None,
+    mask: Mask | None = None,
+    score: Score | None = None,
     exact: bool = False,
     backend: str = "auto",
     **options: Unpack[ScoreOptions],
@@ -287,16 +323,14 @@ def plan_attention(
     The other arguments as in `attention`. For CUDA tensors, and with backend="emulator" for CPU tensors, these are the
     tiles of the GPU kernel: their sizes, the heads packed into one, the order in which thread blocks take them.
     """
-    sizes = arguments.check_qkv(q, k, k, fp8=True)
-    scores = arguments.check_scores(q, sizes.batch, exact=exact, **options)
-    if schedule is not None:
-        arguments.check_schedule("schedule", schedule, *sizes[1:4])
-    where = arguments.check_backend(backend, q, (k,))
-    if where != "cpu":
-        calls.check_served(q, schedule, where)
-        return prefill.plan_of(q, k, scores)
+    rest: dict[str, Any] = {"descales": (None, None, None), "return_lse": False, "out": None, "backend": backend}
+    pattern = {"schedule": schedule, "mask": mask, "score": score}
+    call = arguments.check_call(q, k, k, options, exact=exact, **pattern, **rest)
+    if call.where != "cpu":
+        calls.check_served(q, call.where)
+        return prefill.plan_of(q, k, call.scores)
     io_bytes = 4 if q.dtype == FP8 else q.element_size()  # FP8 is widened first
-    return plan_dense(*sizes, window=scores.window, schedule=schedule, io_bytes=io_bytes)
+    return _plan_on_cpu(call.sizes, call.scores, schedule, call.function, io_bytes)
 
 
 def full_precision() -> AbstractContextManager[Any]:

@@ -26,7 +26,7 @@ class KernelSpec:
 
     source: path under one of INCLUDE_ROOTS. entry: the extern "C" symbol. constants: by name, a str being a C++ type
     (("Element", "bf16") becomes `using Element = bf16;`). threads and shared_bytes: of one block. product: held to no
-    spills and no serialised wgmma.
+    spills and no serialised wgmma. text: C++ that stands before the constants, whose types may be declared there.
     """
 
     name: str
@@ -36,14 +36,19 @@ class KernelSpec:
     threads: int
     shared_bytes: int
     product: bool = False
+    text: str = ""
 
     def __str__(self) -> str:
         values = ", ".join(f"{name}={value}" for name, value in self.constants)
         return f"{self.name} [{values}]" if values else self.name
 
     def translation_unit(self) -> str:
-        """The whole source: the types, the constants by name, the kernel."""
-        lines = ['#include "tile/types.cuh"', *(_declaration(name, value) for name, value in self.constants)]
+        """The whole source: the types, the text, the constants by name, the kernel."""
+        lines = [
+            '#include "tile/types.cuh"',
+            *([self.text] if self.text else []),
+            *(_declaration(name, value) for name, value in self.constants),
+        ]
         return "\n".join([*lines, f'#include "{self.source}"', ""])
 
 

@@ -1,113 +1,162 @@
-"""What the CPU backend does to scores: soft-capping, ALiBi, and which keys a row sees, by the band of its tile."""
+"""What the CPU backend does to scores: soft-capping, ALiBi, a score function; and which keys the rows of a tile see."""
 
 from __future__ import annotations
 
 import math
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import TYPE_CHECKING
 
 import torch
 
 from tilewise.plan.tiles import OPEN, Band
 from tilewise.scores import Scores
 
+if TYPE_CHECKING:
+    from tilewise.functions import Function
+
+FIRST = torch.zeros(1, dtype=torch.int32, device="cpu")
+
 
 @dataclass(frozen=True)
-class Alibi:
-    """slopes (batch, heads) float32, and where each sequence's rows and keys start in the packed count."""
+class Sequences:
+    """Where each sequence's rows and keys start in the packed count, and how much longer its keys are."""
 
-    slopes: torch.Tensor
     row_starts: Sequence[int]
     key_starts: Sequence[int]
     diagonals: Sequence[int]  # seqlen_k - seqlen_q: the key under row 0
 
-    def sequence(self, row: int) -> int:
+    def of(self, row: int) -> int:
         """The sequence that owns a packed row."""
         return bisect_right(self.row_starts, row) - 1
 
 
 @dataclass(frozen=True)
 class Scoring:
-    """What happens to the scores besides the band: the same for every tile of a call."""
+    """What happens to the scores besides what hides them: the same for every tile of a call."""
 
     scale: float
     softcap: float = 0.0
-    alibi: Alibi | None = None
+    slopes: torch.Tensor | None = None  # ALiBi's, (batch, heads) float32
+    function: Function | None = None
+    sequences: Sequences | None = None  # with ALiBi and functions, which ask where a row and a key stand
 
     @classmethod
     def of(
-        cls, scores: Scores, starts_q: Sequence[int] | None = None, starts_k: Sequence[int] | None = None
+        cls,
+        scores: Scores,
+        starts_q: Sequence[int] | None = None,
+        starts_k: Sequence[int] | None = None,
+        function: Function | None = None,
     ) -> Scoring:
-        """starts_q, starts_k: where sequences start in the packed count, and the totals; only ALiBi asks for them."""
-        alibi = None
-        if scores.slopes is not None and starts_q is not None and starts_k is not None:
+        """starts_q, starts_k: where sequences start in the packed count, and the totals."""
+        sequences = None
+        if (scores.slopes is not None or function is not None) and starts_q is not None and starts_k is not None:
             lengths = zip(pairwise(starts_q), pairwise(starts_k), strict=True)
             diagonals = [(k1 - k0) - (q1 - q0) for (q0, q1), (k0, k1) in lengths]
-            alibi = Alibi(scores.slopes, starts_q[:-1], starts_k[:-1], diagonals)
-        return cls(scores.scale, scores.softcap, alibi)
+            sequences = Sequences(starts_q[:-1], starts_k[:-1], diagonals)
+        return cls(scores.scale, scores.softcap, scores.slopes, function, sequences)
 
     @property
     def needs_matmul(self) -> bool:
         """Does it ask for something that torch's flash kernel does not do?"""
-        return self.softcap != 0.0 or self.alibi is not None
+        scored = self.function is not None and self.function.score is not None
+        return self.softcap != 0.0 or self.slopes is not None or scored
 
     def cap(self, s: torch.Tensor) -> torch.Tensor:
         """Scaled scores, soft-capped in place."""
         return s.div_(self.softcap).tanh_().mul_(self.softcap) if self.softcap else s
 
+    def apply(self, s: torch.Tensor, view: View | None) -> None:
+        """Change the scaled scores (heads, rows, keys) of the one tile of `view`, and hide what it hides, in place."""
+        self.cap(s)
+        if view is None:
+            return
+        if self.slopes is not None and self.sequences is not None:
+            b = int(view.sequences)
+            distance = (view.rows[0, :, None] + self.sequences.diagonals[b] - view.keys[0, None, :]).abs()
+            s.sub_(self.slopes[b, view.heads][:, None, None] * distance)
+        if self.function is not None and self.function.score is not None:
+            s.copy_(self.function.scored(s[None], *view.indices())[0])
+        if view.hides:
+            s.masked_fill_(~view.seen()[0], -math.inf)
+
 
 @dataclass(frozen=True)
-class Places:
-    """Where a tile's rows and keys stand in their sequence, when they are not simply 0, 1, 2, …
+class View:
+    """Where the rows and the keys of n tiles stand in their sequences, and which keys a row sees.
 
-    rows (n, rows) and keys (n, keys), int64; n may be 1. `diagonal` and `slopes` (n or 1, heads) are ALiBi's: the bias
-    is −slope · |row + diagonal − key|.
+    rows (n or 1, rows), keys (n or 1, keys), int32. A key is seen if the band over these places, the mask function and
+    `there` (n or 1, keys), bool, allow it. sequences (n or 1,), heads (heads,), int32: which sequence and query heads.
     """
 
     rows: torch.Tensor
     keys: torch.Tensor
-    diagonal: int = 0
-    slopes: torch.Tensor | None = None
+    band: Band = OPEN
+    mask: Function | None = None
+    there: torch.Tensor | None = None
+    sequences: torch.Tensor = FIRST
+    heads: torch.Tensor = FIRST
 
-    def seen(self, band: Band) -> torch.Tensor:
-        """Visible pairs, bool (n, rows, keys)."""
-        seen: torch.Tensor = band.allows(self.keys[:, None, :] - self.rows[:, :, None])
-        return seen
+    @property
+    def hides(self) -> bool:
+        """May a pair be hidden?"""
+        return self.band != OPEN or self.mask is not None or self.there is not None
 
-    def cut(self, band: Band) -> Band | None:
-        """What of the band is left to mask here: OPEN if every pair is visible, None if none is."""
-        if band == OPEN:
-            return OPEN
+    @property
+    def elements(self) -> int:
+        """How many pairs `seen` tells for each of the rows."""
+        heads = len(self.heads) if self.mask is not None and "h" in self.mask.uses else 1
+        n = max(len(x) for x in (self.rows, self.keys, self.sequences))
+        return n * heads * self.keys.shape[1]
+
+    def indices(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Sequence, query head, row and key, which broadcast to (n, heads, rows, keys)."""
+        b, h = self.sequences[:, None, None, None], self.heads[:, None, None]
+        return b, h, self.rows[:, None, :, None], self.keys[:, None, None, :]
+
+    def seen(self) -> torch.Tensor:
+        """Visible pairs, bool (n or 1, heads or 1, rows, keys)."""
+        b, h, q, k = self.indices()
+        seen: torch.Tensor = self.band.allows(k - q)
+        if self.there is not None:
+            seen = seen & self.there[:, None, None, :]
+        if self.mask is None:
+            return seen
+        b, h = (x if name in self.mask.uses else x[:1] for name, x in (("b", b), ("h", h)))
+        return self.mask.seen(b, h, q, k) if self.band == OPEN and self.there is None else seen & self.mask.seen(b, h, q, k)
+
+    def cut(self) -> View | None:
+        """Without the bounds of the band that hide nothing here; None if they hide everything."""
+        if self.band == OPEN:
+            return self
         least = int(self.keys.min() - self.rows.max())
         most = int(self.keys.max() - self.rows.min())
-        if (band.low is not None and most < band.low) or (band.high is not None and least > band.high):
+        low, high = self.band
+        if (low is not None and most < low) or (high is not None and least > high):
             return None
-        low = None if band.low is None or least >= band.low else band.low
-        high = None if band.high is None or most <= band.high else band.high
-        return Band(low, high)
+        low = None if low is None or least >= low else low
+        high = None if high is None or most <= high else high
+        return replace(self, band=Band(low, high))
 
-    def tile(self, n: int, rows: slice, keys: slice) -> Places:
-        """The places of one tile of entry n of the batch."""
+    def tile(self, n: int, rows: slice, keys: slice) -> View:
+        """The view of one tile of entry n of the batch."""
 
         def entry(x: torch.Tensor) -> torch.Tensor:
             return x if x.shape[0] == 1 else x[n : n + 1]
 
-        slopes = None if self.slopes is None else entry(self.slopes)
-        return Places(entry(self.rows)[:, rows], entry(self.keys)[:, keys], self.diagonal, slopes)
+        there = None if self.there is None else entry(self.there)[:, keys]
+        places = entry(self.rows)[:, rows], entry(self.keys)[:, keys]
+        return replace(self, rows=places[0], keys=places[1], there=there, sequences=entry(self.sequences))
 
 
-def counted(rows: int, keys: int, diagonal: int = 0, slopes: torch.Tensor | None = None) -> Places:
+def counted(rows: int, keys: int, band: Band = OPEN) -> View:
     """Places 0, 1, 2, … in both directions."""
-    return Places(torch.arange(rows, device="cpu")[None], torch.arange(keys, device="cpu")[None], diagonal, slopes)
+    return View(count_up(0, rows)[None], count_up(0, keys)[None], band)
 
 
-def bias_and_mask(s: torch.Tensor, scoring: Scoring, band: Band, places: Places) -> None:
-    """Soft-cap, add ALiBi's bias and hide what the band hides, in place: s (heads, rows, keys)."""
-    scoring.cap(s)
-    if places.slopes is not None:
-        distance = (places.rows[0, :, None] + places.diagonal - places.keys[0, None, :]).abs()
-        s.sub_(places.slopes[0, :, None, None] * distance)
-    if band != OPEN:
-        s.masked_fill_(~places.seen(band), -math.inf)
+def count_up(start: int, stop: int) -> torch.Tensor:
+    """start, …, stop − 1 as functions take them."""
+    return torch.arange(start, stop, dtype=torch.int32, device="cpu")

@@ -95,6 +95,33 @@ EVERY_RULE = (Scores(), Scores(softcap=30.0, alibi=True), Scores(scale=-1.0))
 DECODE_RULES = (decode_score_rule(Scores()), decode_score_rule(Scores(softcap=30.0)))
 
 
+class TileListArgs(ctypes.Structure):
+    """prefill/work.cuh: TileLists."""
+
+    _fields_ = [
+        *((n, ctypes.c_void_p) for n in ("counts", "units", "order", "lengths_q", "lengths_k")),
+        *((n, ctypes.c_int) for n in ("lengths_q_batch", "lengths_k_batch", "width", "rows_each", "lists_batch")),
+        *((n, Divisor) for n in ("heads_each", "block_q", "block_k")),
+    ]
+
+
+class FoldArgs(ctypes.Structure):
+    """prefill/fold.cu: FoldArgs."""
+
+    _fields_ = [
+        *((n, ctypes.c_void_p) for n in ("kept", "whole", "counts", "units", "order", "finished")),
+        ("kept_batch", ctypes.c_int64),
+        *((n, ctypes.c_int) for n in ("kept_head", "kept_row", "q_blocks", "k_blocks", "list_heads")),
+        ("lists_each", Divisor),
+    ]
+
+
+class NoFunctionArgs(ctypes.Structure):
+    """common/functions.cuh: NoFunction."""
+
+    _fields_ = [("unused", ctypes.c_int)]
+
+
 class ForwardArgs(ctypes.Structure):
     """prefill/work.cuh: ForwardArgs."""
 
@@ -106,6 +133,7 @@ class ForwardArgs(ctypes.Structure):
         *((f"descale_{name}", Descale) for name in "qkv"),
         *((n, ctypes.c_int) for n in ("seqlen_q", "seqlen_k", "tiles", "q_tiles")),
         *((n, Divisor) for n in ("tile_heads", "tile_heads_per_kv", "together", "tiles_together")),
+        ("lists", TileListArgs),
     ]
 
 

@@ -1,8 +1,8 @@
 """Block schedules on a device, kernels/common/schedule_*.cu: arguments and launches. They give `BlockSchedule` what
 plan/schedule_device.py asks for.
 
-Each is one launch on the card of its tensors, or in the emulator over CPU tensors; nothing is waited for, and nothing is
-read by the host. They validate nothing: plan/schedule.py has done so.
+Each is one launch on the card of its tensors, or in the emulator over CPU tensors. None waits, and the host reads
+nothing. They validate nothing: plan/schedule.py has done so.
 """
 
 from __future__ import annotations
@@ -272,7 +272,7 @@ def lists(
     with bound.lock:
         a = bound.args
         a.bits, a.counts, a.indices = bits.data_ptr(), counts.data_ptr(), _address(indices)
-        a.rows, a.cols, a.words, a.width = counts.numel(), num_k_blocks, words, width or 0
+        a.rows, a.cols, a.words, a.width = counts.numel(), num_k_blocks, words, MOST if width is None else width
         known = {"bits": bits, "counts": counts, "indices": indices}
         bound.launch(-(-a.rows // WARPS), known, emulated)
     return counts, indices

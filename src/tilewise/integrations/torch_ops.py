@@ -4,8 +4,9 @@ Nobody has to call these by name: while code is traced, `tilewise.attention()`, 
 to `traced`, which puts the operator in the graph. When the graph runs, the operator makes
 the eager call, so arguments are checked, and errors raised, by that call alone. The fake kernels tell shapes only.
 
-Every operator returns (o, lse), both contiguous; without return_lse, lse is empty. `out=` and `schedule=` are not
-offered: nothing in a graph may hold a BlockSchedule, and a graph's compiler places outputs itself.
+Every operator returns (o, lse), both contiguous; without return_lse, lse is empty. Not offered are `out=`, because a
+graph's compiler places outputs itself, and `schedule=`, `mask=` and `score=`: nothing in a graph may hold a
+BlockSchedule or a function, and a call with one runs between two graphs.
 
 A decode plan and its cache are Python objects, which graphs cannot hold either. `traced.remember` puts both in a table
 that keeps neither alive; the operator takes the plan's serial number, which changes from step to step without a new

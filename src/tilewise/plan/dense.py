@@ -13,13 +13,10 @@ from functools import lru_cache
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-import numpy as np
-
+from tilewise.plan.blocks import Stretch, cut_schedule, one_state_each
 from tilewise.plan.tiles import (
     OPEN,
     Band,
-    BlockTiles,
-    Ints,
     Launch,
     Plan,
     Tiles,
@@ -107,10 +104,16 @@ def plan_dense(
     causal: bool = False,
     window: Window | None = None,
     schedule: BlockSchedule | None = None,
+    mask: bool = False,
     io_bytes: int = 2,
 ) -> Plan:
-    """`batch` equal sequences: one sequence's tiles, repeated by formula."""
-    return _plan_dense(batch, seqlen_q, seqlen_k, heads_q, heads_kv, head_dim, causal, window, schedule, io_bytes)
+    """`batch` equal sequences: one sequence's tiles, repeated by formula.
+
+    mask: a mask function lies beside the schedule, to be asked in the blocks that are not in its `whole` plane.
+    """
+    schedule = None if schedule is None else schedule.cpu()  # one on a device is equal to itself alone
+    sizes = (batch, seqlen_q, seqlen_k, heads_q, heads_kv, head_dim)
+    return _plan_dense(*sizes, causal, window, schedule, mask, io_bytes)
 
 
 @lru_cache(maxsize=256)  # every layer of a model asks for the same plan
@@ -124,12 +127,13 @@ def _plan_dense(
     causal: bool,
     window: Window | None,
     schedule: BlockSchedule | None,
+    mask: bool,
     io_bytes: int,
 ) -> Plan:
     if schedule is not None:
         band = band_of(seqlen_q, seqlen_k, causal, window)
-        blocks = _cut_schedule(schedule, band, 0, 0, batch, seqlen_q, seqlen_k)
-        sizes = (heads_q, heads_kv, head_dim, True, 2 * head_dim * io_bytes, io_bytes)
+        blocks = cut_schedule(schedule, band, Stretch(0, 0, seqlen_q, seqlen_k, batch), heads_q, mask=mask)
+        sizes = (heads_q, heads_kv, head_dim, one_state_each(blocks), 2 * head_dim * io_bytes, io_bytes)
         return Plan("sparse", tuple(blocks), batch * seqlen_q, (batch * seqlen_k,), *sizes)
     tiles = cut(seqlen_q, seqlen_k, band_of(seqlen_q, seqlen_k, causal, window))
     work = [same for t in tiles for same in repeat(t, batch, seqlen_q, seqlen_k)]
@@ -195,9 +199,13 @@ def plan_varlen(
     causal: bool = False,
     window: Window | None = None,
     schedules: Sequence[BlockSchedule | None] | None = None,
+    mask: bool = False,
     io_bytes: int = 2,
 ) -> Plan:
-    """Packed sequences: sequence b has rows starts_q[b]:starts_q[b+1] and keys starts_k[b]:starts_k[b+1]."""
+    """Packed sequences: sequence b has rows starts_q[b]:starts_q[b+1] and keys starts_k[b]:starts_k[b+1].
+
+    A schedule that has a batch serves sequence b with its entry b. mask: as in `plan_dense`.
+    """
     work: list[Work] = []
     exclusive = True
     for b in range(len(starts_q) - 1):
@@ -206,68 +214,15 @@ def plan_varlen(
         band = band_of(nq, nk, causal, window)
         schedule = schedules[b] if schedules is not None else None
         if schedule is not None:
-            work += _cut_schedule(schedule, band, row, key, 1, nq, nk)
+            blocks = cut_schedule(schedule.cpu(), band, Stretch(row, key, nq, nk), heads_q, entry=b, mask=mask)
+            exclusive = exclusive and one_state_each(blocks)
+            work += blocks
             continue
         tiles = cut(nq, nk, band)
         exclusive = exclusive and _exclusive(tiles)
         work += [replace(t, row=t.row + row, key=t.key + key) for t in tiles]
     sizes = (heads_q, heads_kv, head_dim, exclusive, 2 * head_dim * io_bytes, io_bytes)
     return Plan("varlen", tuple(work), starts_q[-1], (starts_k[-1],), *sizes)
-
-
-def _cut_schedule(
-    schedule: BlockSchedule, band: Band, row: int, key: int, count: int, seqlen_q: int, seqlen_k: int
-) -> list[BlockTiles]:
-    """A schedule's rows as batches of equal tiles: same number of rows, of full blocks, of tail keys, masked or not.
-
-    Blocks that the band hides wholly are dropped here; blocks that it cuts make their tile a masked one.
-    """
-    block_q, block_k = schedule.block_q, schedule.block_k
-    full_blocks, tail = divmod(seqlen_k, block_k)
-    batches: dict[tuple[int | None, int, int, bool, bool], list[tuple[int, Ints]]] = {}
-    for head in range(schedule.heads or 1):
-        for tile in range(schedule.num_q_blocks):
-            at = tile * block_q
-            rows = min(block_q, seqlen_q - at)
-            blocks = schedule.row(tile, head)
-            start = blocks.astype(np.int64) * block_k
-            end = np.minimum(start + block_k, seqlen_k)
-            # j - i over the block runs from start - (at + rows - 1) to end - 1 - at.
-            least, most = start - (at + rows - 1), end - 1 - at
-            seen = np.ones(len(blocks), bool)
-            whole = np.ones(len(blocks), bool)
-            if band.low is not None:
-                seen &= most >= band.low
-                whole &= least >= band.low
-            if band.high is not None:
-                seen &= least <= band.high
-                whole &= most <= band.high
-            blocks, masked = blocks[seen], not whole[seen].all()
-            has_tail = bool(tail) and len(blocks) > 0 and int(blocks[-1]) == full_blocks
-            if has_tail:
-                blocks = blocks[:-1]
-            if len(blocks) or has_tail:
-                shape = (None if schedule.heads is None else head, rows, len(blocks), has_tail, masked)
-                batches.setdefault(shape, []).append((at, blocks))
-    return [
-        BlockTiles(
-            rows_at=np.array([at for at, _ in members], np.int32),
-            rows=rows,
-            blocks=np.array([blocks for _, blocks in members], np.int32).reshape(len(members), width),
-            block=block_k,
-            tail=tail if has_tail else 0,
-            seqlen_k=seqlen_k,
-            masked=masked,
-            band=band,
-            head=head_or_all,
-            row=row,
-            key=key,
-            count=count,
-            row_step=seqlen_q,
-            key_step=seqlen_k,
-        )
-        for (head_or_all, rows, width, has_tail, masked), members in batches.items()
-    ]
 
 
 def plan_shared_prefix(

@@ -96,7 +96,7 @@ class Rectangle(NamedTuple):
     pairs: int  # visible ones
     heads: int  # query heads that do this; kv heads in proportion
     seen: tuple[int, int]  # of the keys, those [start, stop) that a row sees
-    head: int | None = None  # the query head, where the pattern is that of one
+    head: int | None = None  # the first of the query heads, where the pattern is not that of all
 
 
 class Value:
@@ -149,8 +149,9 @@ class BlockTiles(Value):
     """Block-sparse work: `rows`-row query tiles that all have equally many key blocks, so that they run as one batch.
 
     A tile is the page-table idea turned on dense keys: tile n starts at row `rows_at[n]` and meets the `block`-key
-    blocks `blocks[n]`, then `tail` keys of the ragged last block if it is among them. `masked`: the problem's band
-    still cuts through some of these blocks (position of a key = its place in the sequence).
+    blocks `blocks[n]`, then `tail` keys of the ragged last block if it is among them. `masked`: the problem's band or
+    a block's length still cuts through some of these blocks (position of a key = its place in the sequence).
+    `partial`: the mask function beside the schedule has to be asked which pairs are seen.
     """
 
     rows_at: Ints  # (n,), within the sequence
@@ -161,7 +162,9 @@ class BlockTiles(Value):
     seqlen_k: int
     masked: bool
     band: Band
-    head: int | None = None  # None: all query heads
+    partial: bool = False
+    lengths: Ints | None = None  # (num_k_blocks,), how many keys of each block there are; None: all
+    heads: tuple[int, int] | None = None  # the query heads [first, end); None: all
     row: int = 0  # where the sequence starts, in rows and in keys; `count` sequences share the pattern
     key: int = 0
     count: int = 1
@@ -175,15 +178,16 @@ class BlockTiles(Value):
                 for start, keys in self._pieces(blocks):
                     band, first = self.band.shifted(at - start), key + start
                     pairs, seen = visible_pairs(self.rows, keys, band), seen_keys(self.rows, keys, band)
-                    count = heads if self.head is None else 1
                     seen = (first + seen[0], first + seen[1])
-                    yield Rectangle(row + at, self.rows, 0, first, keys, pairs, count, seen, self.head)
+                    head, end = self.heads or (None, heads)
+                    count = end - (head or 0)
+                    yield Rectangle(row + at, self.rows, 0, first, keys, pairs, count, seen, head)
 
     def _pieces(self, blocks: list[int]) -> Iterator[tuple[int, int]]:
-        for b in blocks:
-            yield b * self.block, self.block
-        if self.tail:
-            yield self.seqlen_k - self.tail, self.tail
+        for b in [*blocks, *([self.seqlen_k // self.block] if self.tail else [])]:
+            start = b * self.block
+            keys = min(self.block, self.seqlen_k - start)
+            yield start, keys if self.lengths is None else min(keys, int(self.lengths[b]))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

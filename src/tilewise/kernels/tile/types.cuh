@@ -59,3 +59,5 @@ constexpr float kLn2 = 0.6931471805599453f;
 
 // What a kernel does to scores, as a constant of its specialisation: common/scores.cuh.
 template <bool... kFlags> struct ScoreRule;
+// The mask and score function of a specialisation that has none: common/functions.cuh.
+struct NoFunction;

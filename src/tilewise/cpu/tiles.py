@@ -1,0 +1,168 @@
+"""The state of one tile, or of a batch of equal ones: torch's flash kernel where it can, float32 matmuls where not."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import torch
+
+from tilewise.cpu.scoring import Scoring, View, counted
+from tilewise.plan.tiles import OPEN, Band
+from tilewise.state import Accumulator
+
+SCORES_PER_TILE = 1 << 22  # float32 scores held at once by the matmul path, and mask values by the other: 16 MiB
+FOLDED_ROWS = 256  # up to this many rows an item's query heads are folded into rows
+
+KV = tuple[torch.Tensor, torch.Tensor]
+
+
+def repeated(x: torch.Tensor, begin: int, rows: int, count: int, step: int) -> torch.Tensor:
+    """`count` runs of `rows` packed rows, each `step` after the last, as a view (count, rows, heads, D).
+
+    x (B, N, heads, D) with any strides, whose packed row is b · N + i, or (rows, heads, D). A run stays inside one
+    sequence of a 4-D x, and a step either stays inside it too or is a whole number of sequences.
+    """
+    if x.dim() == 3:
+        row_stride, head_stride, unit = x.stride()
+        offset, step_stride = begin * row_stride, step * row_stride
+    else:
+        batch_stride, row_stride, head_stride, unit = x.stride()
+        length = max(1, x.shape[1])
+        offset = begin // length * batch_stride + begin % length * row_stride
+        step_stride = step // length * batch_stride if step % length == 0 else step * row_stride
+    size, stride = (count, rows, *x.shape[-2:]), (step_stride, row_stride, head_stride, unit)
+    return x.as_strided(size, stride, x.storage_offset() + offset)
+
+
+def tile_state(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scoring: Scoring,
+    band: Band = OPEN,
+    view: View | None = None,
+) -> KV:
+    """The state of n tiles: q (n, rows, Hq, D) over k, v (n, keys, Hkv, D) -> o (n, rows, Hq, D), lse (n, rows, Hq).
+
+    Rows and keys count from 0 under the band, or stand where `view` says and see what it shows.
+    """
+    n, rows, heads_q, _ = q.shape
+    keys, heads_kv = k.shape[1:3]
+    # The kernel hides before it scales, so only a positive scale leaves its triangle hidden.
+    triangle = band == (None, 0) and scoring.scale > 0 and not scoring.needs_matmul
+    if view is None and band != OPEN and not triangle:
+        view = counted(rows, keys, band)
+    if scoring.needs_matmul:
+        return _matmul_state(q, k, v, scoring, view)
+    group = heads_q // heads_kv
+    # A triangle lets no NaN of a hidden key through; a mask would.
+    fold = group > 1 and rows <= FOLDED_ROWS and not triangle
+    seen = None
+    if view is not None and view.hides:
+        at_once = max(1, SCORES_PER_TILE // (view.elements * (group if fold else 1)))
+        if rows > at_once:  # too many mask values: row by row block
+            parts = []
+            for start in range(0, rows, at_once):
+                these = slice(start, start + at_once)
+                part = replace(view, rows=view.rows[:, these])
+                parts.append(tile_state(q[:, these], k, v, scoring, view=part))
+            return torch.cat([o for o, _ in parts], dim=1), torch.cat([lse for _, lse in parts], dim=1)
+        seen = view.seen()
+
+    if fold:
+        # Rows (i, g) of a KV head: its K and V are read once for the whole group.
+        folded = q.unflatten(2, (heads_kv, group)).transpose(1, 2).reshape(n, heads_kv, rows * group, -1)
+        if seen is not None:
+            by_group = seen.shape[1] > 1  # (n, heads, rows, keys) -> (n, KV heads, rows · group, keys)
+            seen = seen.unflatten(1, (heads_kv, group)).transpose(2, 3) if by_group else seen[:, :, :, None]
+            seen = seen.expand(-1, -1, -1, group, -1).flatten(2, 3)
+        o, lse = _flash(folded, k, v, scoring, False, seen)
+        o = o.unflatten(2, (rows, group)).transpose(1, 2).flatten(2, 3)
+        return o, lse.unflatten(2, (rows, group)).transpose(1, 2).flatten(2, 3)
+    if group == 1:
+        o, lse = _flash(q.transpose(1, 2), k, v, scoring, triangle, seen)
+        return o.transpose(1, 2), lse.transpose(1, 2)
+    o_all, lse_all = torch.empty_like(q), torch.empty(q.shape[:3], dtype=torch.float32, device="cpu")
+    for g in range(group):
+        these = slice(g, None, group)
+        seen_here = seen[:, these] if seen is not None and seen.shape[1] > 1 else seen
+        o, lse = _flash(q[:, :, these].transpose(1, 2), k, v, scoring, triangle, seen_here)
+        o_all[:, :, these], lse_all[:, :, these] = o.transpose(1, 2), lse.transpose(1, 2)
+    return o_all, lse_all
+
+
+def _flash(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scoring: Scoring, triangle: bool, seen: torch.Tensor | None
+) -> KV:
+    """torch's CPU flash kernel: q (n, heads, rows, D), k and v (n, keys, heads, D) -> o (n, heads, rows, D), lse.
+
+    seen: (n or 1, heads or 1, rows, keys).
+    """
+    mask = None
+    if seen is not None:
+        mask = torch.zeros_like(seen, dtype=torch.float32).masked_fill_(~seen, -math.inf)
+    o, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        q, k.transpose(1, 2), v.transpose(1, 2), 0.0, triangle, attn_mask=mask, scale=scoring.scale
+    )
+    if seen is not None:  # the kernel leaves 0 as the LSE of a row with no visible key
+        lse = lse.masked_fill(~seen.any(-1), -math.inf)
+    if (lse == 0).any():  # rare: the same where every score has overflowed to −inf
+        lse = _empty_rows(q, k, o, lse, scoring, triangle, seen)
+    return o, lse
+
+
+def _empty_rows(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    o: torch.Tensor,
+    lse: torch.Tensor,
+    scoring: Scoring,
+    triangle: bool,
+    seen: torch.Tensor | None,
+) -> torch.Tensor:
+    """lse with −inf where a row's visible scores are all −inf, which the kernel reports as o = 0, LSE = 0."""
+    lse = lse.clone()
+    for n, head, row in ((lse == 0) & (o == 0).all(-1)).nonzero().tolist():
+        scores = k[n, :, head].float() @ q[n, head, row].float() * scoring.scale
+        if seen is not None:
+            scores = scores[seen[n % seen.shape[0], head % seen.shape[1], row]]
+        visible = scores[: row + 1] if triangle else scores
+        if (visible == -math.inf).all():
+            lse[n, head, row] = -math.inf
+    return lse
+
+
+def _matmul_state(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scoring: Scoring, view: View | None
+) -> KV:
+    """The same as `tile_state` by float32 matmuls, tile by tile, with all that is done to scores."""
+    n, rows, heads_q, head_dim = q.shape
+    keys, heads_kv = k.shape[1:3]
+    tile_rows = min(rows, 128)
+    tile_keys = max(1, min(keys, SCORES_PER_TILE // (heads_q * tile_rows)))
+    o = torch.empty_like(q, dtype=torch.float32)
+    lse = torch.empty(q.shape[:3], dtype=torch.float32, device="cpu")
+    for b in range(n):
+        for i in range(0, rows, tile_rows):
+            these = slice(i, min(i + tile_rows, rows))
+            # (rows, heads, D) -> (kv heads, group · rows, D): one product a KV head
+            q_i = q[b, these].float().unflatten(1, (heads_kv, -1)).permute(1, 2, 0, 3).flatten(1, 2)
+            states = Accumulator((these.stop - i, heads_q, head_dim), torch.float32, exclusive=False)
+            for j in range(0, keys, tile_keys):
+                those = slice(j, min(j + tile_keys, keys))
+                here = None if view is None else view.tile(b, these, those)
+                if here is not None and (here := here.cut()) is None:  # the band hides all of it
+                    continue
+                k_j, v_j = (x[b, those].float().transpose(0, 1) for x in (k, v))
+                s = (q_i @ k_j.mT).mul_(scoring.scale).view(heads_q, these.stop - i, -1)
+                scoring.apply(s, here)
+                top = s.amax(-1, keepdim=True)
+                s.sub_(torch.where(top == -math.inf, 0.0, top)).exp_()
+                total = s.sum(-1, keepdim=True)
+                o_ij = (s.view(heads_kv, -1, s.shape[-1]) @ v_j).view(heads_q, -1, head_dim)
+                o_ij /= torch.where(total == 0, 1.0, total)
+                lse_ij = (top + total.log())[..., 0]
+                states.put(states.o, states.lse, o_ij.transpose(0, 1), lse_ij.transpose(0, 1))
+            o[b, these], lse[b, these] = states.o, states.lse
+    return o.to(q.dtype), lse

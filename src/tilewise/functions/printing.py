@@ -1,0 +1,367 @@
+"""An expression as CUDA C++: UserFunction, whose text holds no value of what the function captured.
+
+Ranges that the sizes give let the text do less: an index that stays inside its tensor is not clamped, an integer that
+does not leave 32 bits needs no care, floats of small integers stay floats all along (fq, fk). In the score, factors
+that are the same for a whole tile are multiplied first.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from tilewise.functions.expression import (
+    COMPARISONS,
+    INPUTS,
+    INT_MAX,
+    INT_MIN,
+    Node,
+    in_context,
+    in_order,
+    needs_smooth,
+)
+from tilewise.functions.layout import Table, fields
+
+Range = tuple[float, float]
+_CONSTANT = re.compile(r"\bv\d+\b")
+EXACT = 2**24  # integers up to here are floats
+_SYMBOLS = {
+    **dict(zip(COMPARISONS, ("<", "<=", ">", ">=", "==", "!="), strict=True)),
+    **dict(zip(("add", "sub", "mul", "and", "or", "xor"), "+-*&|^", strict=True)),
+}
+_NAMES = {"min": "least", "max": "greatest", "lshift": "shift_left", "rshift": "shift_right", "pow": "power"}
+_BOTH_KINDS = ("add", "sub", "mul", "min", "max", "neg", "abs")  # of ints and of floats by one rule
+# As every backend computes them
+_PLAIN = {
+    **{name: f"{name}f({{0}})" for name in ("exp", "exp2", "log", "log2", "tanh", "sqrt", "sin", "cos")},
+    **{name: f"{name}f({{0}})" for name in ("floor", "ceil", "trunc")},
+    "round": "rintf({0})",
+    "sigmoid": "(1.0f / (1.0f + expf(-{0})))",
+    "rsqrt": "(1.0f / sqrtf({0}))",
+    "abs": "fabsf({0})",
+    "neg": "(-{0})",
+}
+# As the score may have them: a factor of the argument, and what is done to it
+_FAST = {
+    "exp": ("kLog2e", "ptx::exp2({0})"),
+    "exp2": ("", "ptx::exp2({0})"),
+    "log2": ("", "ptx::log2({0})"),
+    "tanh": ("(2.0f * kLog2e)", "warp::tanh_from_log2({0})"),
+    "sigmoid": ("(-kLog2e)", "ptx::reciprocal(1.0f + ptx::exp2({0}))"),
+}
+
+
+class Product(NamedTuple):
+    """Factors: of the whole tile, of a row, of an element."""
+
+    tile: tuple[str, ...] = ()
+    row: tuple[str, ...] = ()
+    element: tuple[str, ...] = ()
+
+    def __mul__(self, other: Product) -> Product:  # type: ignore[override]
+        return Product(self.tile + other.tile, self.row + other.row, self.element + other.element)
+
+
+def along_key(node: Node) -> int:
+    """1 or −1 if the node is the key or minus the key, plus something that no key changes; else 0."""
+    if node.op == "k":
+        return 1
+    if node.kind != "int" or node.op not in ("add", "sub"):
+        return 0
+    first, second = (along_key(arg) if "k" in arg.uses else None for arg in node.args)
+    if second is None:
+        return first or 0
+    return (second if node.op == "add" else -second) if first is None else 0
+
+
+def text(
+    mask: Node | None,
+    score: Node | None,
+    numbers: Sequence[Node],
+    tables: Sequence[Table],
+    ranges: Mapping[Node, Range],
+) -> str:
+    """The structure with its functions. ranges: of every node, over the whole problem."""
+    roots = [root for root in (mask, score) if root is not None]
+    by_key = any(node.op == "lookup" and "k" in node.uses for node in in_order(*roots))
+    indices = "int b, int h, int q, int k, float fq, float fk, int k0, int dk"
+    lines = ['#include "common/functions.cuh"', "struct UserFunction {"]
+    lines += [f"    {field.type} {field.name};" for field in fields(tables, numbers)]
+    for name, flag in (("kMask", mask is not None), ("kScore", score is not None), ("kByKey", by_key)):
+        lines.append(f"    static constexpr bool {name} = {str(flag).lower()};")
+    lines.append(f"    TILE_DEVICE bool mask({indices}) const {{")
+    lines += [*Printer(numbers, tables, ranges).body(mask, "true"), "    }"]
+    lines.append(f"    TILE_DEVICE float score(float s, float scale, {indices}) const {{")
+    lines += [*Printer(numbers, tables, ranges).body(score, "s * scale"), "    }"]
+    lines.append("    TILE_DEVICE Interval seen(Interval b, Interval h, Interval q, Interval k) const {")
+    lines += seen(mask, numbers, tables) if mask is not None else ["        return {1.0, 1.0};"]
+    return "\n".join([*lines, "    }", "};", ""])
+
+
+def seen(mask: Node, numbers: Sequence[Node], tables: Sequence[Table]) -> list[str]:
+    """The statements of interval arithmetic over the mask: common/intervals.cuh."""
+    places = {node: n for n, node in enumerate(numbers)}
+    names: dict[Node, str] = {}
+    lines: list[str] = []
+    for node in in_order(mask):
+        args = [names[a] for a in node.args]
+        if node.op in INPUTS:
+            names[node] = node.op
+            continue
+        if node.op == "literal":
+            value = {"inf": "INFINITY", "-inf": "-INFINITY"}.get(str(node.value), str(float(node.value)))
+            made = f"interval::only({value})"
+        elif node.op == "number":
+            made = (
+                f"interval::number({f'int(d{places[node]}.divisor)' if node.role == 'divisor' else f'n{places[node]}'})"
+            )
+        elif node.op == "lookup":
+            made = _reach(node, args, tables[int(node.value)])
+        elif node.op == "mul" and node.args[0] is node.args[1]:
+            made = f"interval::square<{node.kind}>({args[0]})"
+        else:
+            made = _interval_call(node, args)
+        names[node] = f"v{len(lines)}"
+        lines.append(f"        const Interval {names[node]} = {made};")
+    return [*lines, f"        return {names[mask]};"]
+
+
+def _reach(node: Node, args: list[str], table: Table) -> str:
+    if not args:
+        args, axes = [], ["{{0.0, 0.0}, 1, 1}"]
+    else:
+        t = f"t{node.value}"
+        axes = [f"{{{a}, {t}_size{d}, {1 if table.dense[d] else f'{t}_stride{d}'}}}" for d, a in enumerate(args)]
+    return f"interval::reach{'_bool' if node.kind == 'bool' else ''}(t{node.value}, {{{', '.join(axes)}}})"
+
+
+def _interval_call(node: Node, args: list[str]) -> str:
+    given = ", ".join(args)
+    if node.op in _BOTH_KINDS:
+        return f"interval::{node.op}<{node.kind}>({given})"
+    if node.op in ("bool", "int", "float"):
+        return f"interval::to_{node.op}({given})"
+    if node.op in ("and", "or", "xor", "not"):
+        logical = {"and": "both", "or": "either", "xor": "exclusive", "not": "opposite"}[node.op]
+        return f"interval::{logical if node.kind == 'bool' else f'bits_{node.op}'}({given})"
+    if node.op == "pow" or (node.op in ("floordiv", "mod") and node.kind == "float"):
+        return "interval::any_float()" if node.kind == "float" else "interval::kAnyInt"
+    if node.op in ("sin", "cos"):
+        return f"interval::wave({given})"
+    return f"interval::{_NAMES.get(node.op, node.op)}({given})"
+
+
+class Printer:
+    """The statements of one expression, each a constant; the same statement stands there once."""
+
+    def __init__(self, numbers: Sequence[Node], tables: Sequence[Table], ranges: Mapping[Node, Range]) -> None:
+        self._numbers = {node: n for n, node in enumerate(numbers)}
+        self._tables, self._ranges = tables, ranges
+        self._names: dict[tuple[str, str], str] = {}  # of constants, by their type and value
+        self._values: dict[tuple[Node, bool], str | Product] = {}
+
+    def body(self, root: Node | None, otherwise: str) -> list[str]:
+        result = otherwise
+        if root is not None:
+            smooth = root.kind == "float"
+            for node, way in in_context(root, smooth):
+                self._values[node, way] = self._smooth(node) if way else self._exact(node, False)
+            result = self._whole(root.kind, self._values[root, smooth])
+        return [*self._needed(result), f"        return {result};"]
+
+    def _needed(self, result: str) -> list[str]:
+        """The statements that the result comes from."""
+        lines, needed = [], set(_CONSTANT.findall(result))
+        for (kind, value), name in reversed(self._names.items()):
+            if name in needed:
+                lines.append(f"        const {kind} {name} = {value};")
+                needed.update(_CONSTANT.findall(value))
+        return lines[::-1]
+
+    def _let(self, kind: str, value: str) -> str:
+        return self._names.setdefault((kind, value), f"v{len(self._names)}")
+
+    def _whole(self, kind: str, value: str | Product) -> str:
+        """A value as one name or literal; a product is multiplied out, what is shared first."""
+        if isinstance(value, str):
+            return value
+        made: tuple[str, ...] = ()
+        for factors in value:
+            made += factors
+            if len(made) > 1:
+                made = (self._let(kind, " * ".join(made)),)
+        return made[0]
+
+    def _arg(self, node: Node, smooth: bool, place: int) -> str:
+        arg = node.args[place]
+        return self._whole(arg.kind, self._values[arg, needs_smooth(node, smooth, arg)])
+
+    # ---- leaves -----------------------------------------------------------------------------------------------------
+
+    def _leaf(self, node: Node) -> str | None:
+        if node.op in INPUTS:
+            return node.op
+        if node.op == "literal":
+            if node.kind == "bool":
+                return str(node.value).lower()
+            named = {"inf": "INFINITY", "-inf": "(-INFINITY)"}.get(str(node.value))
+            return named or (
+                f"{node.value}f" if node.kind == "float" else f"({node.value})" if node.value < 0 else f"{node.value}"
+            )
+        return f"n{self._numbers[node]}" if node.op == "number" else None
+
+    def _lookup(self, node: Node) -> str:
+        slot = int(node.value)
+        table = self._tables[slot]
+        offsets, step = [], ""
+        for d, arg in enumerate(node.args):
+            low, high = self._ranges[arg]
+            inside = low >= 0 and high < table.shape[d]
+            if inside and table.dense[d] and (sign := along_key(arg)):
+                offsets.append(self._apart(arg))
+                step = "dk" if sign > 0 else "-dk"
+                continue
+            index = self._arg(node, False, d)
+            if not inside:
+                index = self._let("int", f"function::within({index}, t{slot}_size{d})")
+            index = f"int64_t({index})" if table.wide else index
+            offsets.append(index if table.dense[d] else f"{index} * t{slot}_stride{d}")
+        at = " + ".join(offsets) or "0"
+        where = f"t{slot} + ({at}), {step}" if step else f"t{slot}, {at}"
+        return self._let(node.kind, f"function::{node.kind}_at({where})")
+
+    def _apart(self, node: Node) -> str:
+        """An index along the keys, in 64 bits, of key k0: key k = k0 + dk then is dk entries further on.
+
+        k0 is the same for the keys that a lane looks up in a block, and dk a constant, which a load adds for nothing.
+        """
+        if along_key(node) and node.op != "k":
+            symbol = "+" if node.op == "add" else "-"
+            return f"({self._apart(node.args[0])} {symbol} {self._apart(node.args[1])})"
+        return f"int64_t({'k0' if node.op == 'k' else self._whole(node.kind, self._values[node, False])})"
+
+    # ---- as every backend computes it -------------------------------------------------------------------------------
+
+    def _exact(self, node: Node, smooth: bool) -> str | Product:
+        leaf = self._leaf(node)
+        if leaf is not None:
+            return leaf if node.op != "s" else self._let("float", "ptx::multiply(s, scale)")
+        if node.op == "lookup":
+            return self._lookup(node)
+        args = [self._arg(node, smooth, place) for place in range(len(node.args))]
+        if node.op in COMPARISONS:
+            value = f"({args[0]} {_SYMBOLS[node.op]} {args[1]})"
+        elif node.op == "where":
+            value = f"({args[0]} ? {args[1]} : {args[2]})"
+        elif node.op in ("bool", "int", "float"):
+            return self._converted(node, args[0])
+        elif node.kind == "float":
+            value = self._exact_float(node, args)
+        elif node.kind == "int":
+            value = self._integer(node, args)
+        else:
+            value = f"(!{args[0]})" if node.op == "not" else f"({args[0]} {_SYMBOLS[node.op]} {args[1]})"
+        return self._let(node.kind, value)
+
+    def _converted(self, node: Node, arg: str) -> str:
+        if node.op == "bool":
+            return self._let("bool", f"({arg} != 0)")
+        if node.op == "int":
+            return self._let("int", f"function::to_int({arg})" if node.args[0].kind == "float" else f"int({arg})")
+        return self._let("float", self._as_float(node.args[0]) or f"float({arg})")
+
+    def _as_float(self, node: Node) -> str | None:
+        """An int as a float by float arithmetic, where that is exact."""
+        low, high = self._ranges[node]
+        if max(-low, high) >= EXACT:
+            return None
+        if node.op in ("q", "k"):
+            return f"f{node.op}"
+        if node.op == "literal":
+            return f"{float(node.value)}f"
+        if node.op in ("add", "sub", "mul", "neg", "abs", "min", "max"):
+            parts = [self._as_float(arg) for arg in node.args]
+            if None in parts:
+                return None
+            if len(parts) == 1:
+                return f"(-{parts[0]})" if node.op == "neg" else f"fabsf({parts[0]})"
+            if node.op in ("min", "max"):
+                return f"f{node.op}f({parts[0]}, {parts[1]})"
+            return f"({parts[0]} {_SYMBOLS[node.op]} {parts[1]})"
+        return f"float({self._values[node, False]})"
+
+    def _exact_float(self, node: Node, args: list[str]) -> str:
+        if node.op in _PLAIN:
+            return _PLAIN[node.op].format(*args)
+        if node.op == "mul":
+            return f"ptx::multiply({args[0]}, {args[1]})"  # not fused into a sum
+        if node.op in ("add", "sub"):
+            return f"({args[0]} {_SYMBOLS[node.op]} {args[1]})"
+        if node.op == "div":
+            return f"({args[0]} / {args[1]})"
+        return f"function::{_NAMES.get(node.op, node.op)}({args[0]}, {args[1]})"
+
+    def _integer(self, node: Node, args: list[str]) -> str:
+        wraps = self._ranges[node] == (INT_MIN, INT_MAX)
+        if node.op in ("add", "sub", "mul"):
+            return (
+                f"function::{node.op}({args[0]}, {args[1]})" if wraps else f"({args[0]} {_SYMBOLS[node.op]} {args[1]})"
+            )
+        if node.op == "neg":
+            return f"function::sub(0, {args[0]})"
+        if node.op == "not":
+            return f"(~{args[0]})"
+        if node.op in ("and", "or", "xor"):
+            return f"({args[0]} {_SYMBOLS[node.op]} {args[1]})"
+        if node.args[-1].role == "divisor":
+            divisor = f"d{self._numbers[node.args[1]]}"
+            positive = "_positive" if self._ranges[node.args[0]][0] >= 0 else ""
+            return f"function::{node.op}{positive}({args[0]}, {divisor})"
+        return f"function::{_NAMES.get(node.op, node.op)}({', '.join(args)})"
+
+    # ---- as the score may have it -----------------------------------------------------------------------------------
+
+    def _factor(self, node: Node, name: str) -> Product:
+        if "s" in node.uses or "k" in node.uses:
+            return Product(element=(name,))
+        return Product(row=(name,)) if "q" in node.uses else Product(tile=(name,))
+
+    def _product(self, node: Node, place: int) -> Product:
+        arg = node.args[place]
+        value = self._values[arg, needs_smooth(node, True, arg)]
+        return self._factor(arg, value) if isinstance(value, str) else value
+
+    def _smooth(self, node: Node) -> str | Product:
+        if node.op == "s":
+            return Product(tile=("scale",), element=("s",))
+        if node.op == "mul":
+            return self._product(node, 0) * self._product(node, 1)
+        if node.op == "div":
+            return self._product(node, 0) * self._reciprocal(node)
+        if node.op == "neg" and (product := self._product(node, 0)).tile:
+            return product * Product(tile=("-1.0f",))
+        if node.op == "log":
+            return self._factor(node, self._let("float", f"ptx::log2({self._arg(node, True, 0)})")) * Product(
+                tile=("kLn2",)
+            )
+        if node.op in _FAST:
+            factor, form = _FAST[node.op]
+            product = self._product(node, 0) * Product(tile=(factor,) if factor else ())
+            return self._let("float", form.format(self._whole("float", product)))
+        if node.op in ("add", "sub", "min", "max", "abs", "neg", "where"):
+            args = [self._arg(node, True, place) for place in range(len(node.args))]
+            if node.op in ("min", "max"):
+                return self._let("float", f"f{node.op}f({args[0]}, {args[1]})")
+            if node.op == "where":
+                return self._let("float", f"({args[0]} ? {args[1]} : {args[2]})")
+            return self._let("float", self._exact_float(node, args))
+        return self._exact(node, True)
+
+    def _reciprocal(self, node: Node) -> Product:
+        by = node.args[1]
+        if by.op == "number":
+            return Product(tile=(f"r{self._numbers[by]}",))
+        if by.op == "literal" and by.value in (-1, 0.5, 1, 2):
+            return Product(tile=(f"{1 / by.value}f",))
+        return self._factor(by, self._let("float", f"ptx::reciprocal({self._arg(node, True, 1)})"))
