@@ -101,9 +101,9 @@ def select_spec(dtype: torch.dtype, words: int, share: bool) -> KernelSpec:
 
 
 def specs(*, every: bool = False) -> list[KernelSpec]:
-    """The kernels as users get them: bfloat16 scores and up to 1024 key blocks, or `every` dtype and length."""
+    """The kernels as users get them: bfloat16 scores in rows of each kind, or `every` dtype and length of rows."""
     dtypes = (torch.float32, torch.float16, torch.bfloat16) if every else (torch.bfloat16,)
-    words = (*range(4, 33, 4), 64, 128, 256, 257) if every else (32,)
+    words = (*range(4, 33, 4), 64, 128, 256, 257) if every else (32, 256, 257)
     found = [select_spec(d, n, share) for d in dtypes for n in words for share in (False, True)]
     return [*found, *(scatter_spec(d) for d in INDICES), *map(_spec, ("pack", "lists", "transpose"))]
 
