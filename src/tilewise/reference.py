@@ -186,8 +186,8 @@ def decode(
         k, v = pages.gather(layer, seq)
         seen = None
         if selected is not None:
-            tokens = selected.expand(len(seqs), k.shape[1], -1)[row].repeat_interleave(pages.page_size, dim=-1)
-            seen = tokens[:, None, : len(k)].repeat_interleave(q.shape[2] // k.shape[1], dim=0)
+            read = selected.expand(len(seqs), k.shape[1], -1)[row].repeat_interleave(pages.page_size, dim=-1)
+            seen = read[:, None, : len(k)].repeat_interleave(q.shape[2] // k.shape[1], dim=0)
         if tree_mask is not None:
             tokens = q.shape[1]
             padded = torch.ones(tokens, max(len(k), tokens), dtype=torch.bool)
