@@ -1,8 +1,8 @@
-"""Mask and score functions that users write: traced once into a small expression, which is printed as CUDA C++, evaluated
-by torch and told block by block by interval arithmetic.
+"""Mask and score functions that users write, traced into one small form of expression.
 
-expression.py the form; proxy.py and graph.py write it down; tracing.py decides when; function.py has what is done with
-it, by printing.py, layout.py, evaluation.py and intervals.py. places.py: lines of the user's code, for errors.
+expression.py: the form. proxy.py and graph.py write it down, tracing.py and reached.py say when, places.py knows the
+lines of the user's code for errors. function.py: what is done with it: printed as CUDA C++ (printing.py, layout.py),
+evaluated by torch (evaluation.py), told block by block (intervals.py, blocks.py).
 """
 
 from tilewise.functions.function import Function

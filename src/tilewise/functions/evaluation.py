@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import torch
 
@@ -96,7 +95,7 @@ _OPERATIONS: dict[str, Callable[..., torch.Tensor]] = {
 
 
 def _looked_up(node: Node, tensor: torch.Tensor, index: list[torch.Tensor]) -> torch.Tensor:
-    if os.environ.get("TILEWISE_DEBUG") == "1":
+    if os.environ.get("TILEWISE_DEBUG"):
         _check(node, tensor, index)
     return tensor[tuple(i.clamp(0, n - 1).long() for i, n in zip(index, tensor.shape, strict=True))]
 
@@ -104,11 +103,10 @@ def _looked_up(node: Node, tensor: torch.Tensor, index: list[torch.Tensor]) -> t
 def _check(node: Node, tensor: torch.Tensor, index: list[torch.Tensor]) -> None:
     """In debug mode what is otherwise clamped or wrapped raises, with the line."""
     for dim, (i, n) in enumerate(zip(index, tensor.shape, strict=True)):
-        if i.numel() and not (0 <= int(i.min()) and int(i.max()) < n):
-            raise IndexError(
-                f"a mask or score function, {node.place}: index {int(i.min())} … {int(i.max())} of dimension {dim} of a "
-                f"tensor of shape {tuple(tensor.shape)}"
-            )
+        first, last = (int(i.min()), int(i.max())) if i.numel() else (0, 0)
+        if first < 0 or last >= n:
+            reached = f"{first} … {last} in dimension {dim} of a tensor of shape {tuple(tensor.shape)}"
+            raise IndexError(f"a mask or score function, {node.place}: indices {reached}")
     if (
         tensor.dtype == torch.int64
         and tensor.numel()

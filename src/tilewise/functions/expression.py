@@ -39,9 +39,10 @@ Number = bool | int | float
 class Node:
     """One value of the function.
 
-    op: an input's name; "literal" and "number", which have a `value`, a number being a parameter of the kernel; "lookup" of
-    tensor number `value` at the indices `args`; "bool", "int" and "float", which convert; else the operation's name.
-    role: of a number, "divisor" if integers are divided by it, "factor" if floats are. uses: the inputs it depends on.
+    op: an input's name; "literal" and "number", which have a `value`, a number being a parameter of the kernel;
+    "lookup" of tensor number `value` at the indices `args`; "bool", "int" and "float", which convert; else the
+    operation's name. role: of a number, "divisor" if integers are divided by it, "factor" if floats are. uses: the
+    inputs it depends on. place: the line that wrote it.
     """
 
     op: str

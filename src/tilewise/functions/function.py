@@ -2,27 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import itertools
 import weakref
 from collections import OrderedDict
 from collections.abc import Hashable
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 import numpy as np
 import torch
 
-from tilewise.functions import intervals, layout, printing
+from tilewise.functions import blocks, intervals, layout, printing
 from tilewise.functions.evaluation import evaluate
-from tilewise.functions.expression import INDICES, Node, in_order
+from tilewise.functions.expression import INDICES, Node, Number, in_order
 
-Sizes = tuple[int, int, int, int]  # of b, h, q and k
+Sizes = tuple[int, int, int, int]  # how many there are of b, h, q and k
 Value = TypeVar("Value")
 
 
 class Recent(Generic[Value]):
-    """A dictionary of the last `limit` values that were asked for."""
+    """The last `limit` values that were asked for."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
@@ -31,10 +32,8 @@ class Recent(Generic[Value]):
     def get(self, key: Hashable) -> Value | None:
         value = self._values.get(key)
         if value is not None:
-            try:
+            with contextlib.suppress(KeyError):  # another thread has just dropped it
                 self._values.move_to_end(key)
-            except KeyError:  # another thread has just dropped it
-                pass
         return value
 
     def keep(self, key: Hashable, value: Value) -> None:
@@ -42,33 +41,30 @@ class Recent(Generic[Value]):
         while len(self._values) > self._limit:
             self._values.popitem(last=False)
 
-    def forget(self, key: Hashable) -> None:
-        self._values.pop(key, None)
-
 
 _texts: Recent[str] = Recent(1024)
 _lives: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}
-_next_life = itertools.count()
+_new_life = itertools.count()
 
 
 def _life(x: torch.Tensor) -> int:
     """A number that this tensor has and no other one ever, not even one that is given its address."""
-    at = id(x)
-    known = _lives.get(at)
+    place = id(x)
+    known = _lives.get(place)
     if known is not None and known[0]() is x:
         return known[1]
 
     def forget(dead: weakref.ref[torch.Tensor]) -> None:
-        if at in _lives and _lives[at][0] is dead:
-            del _lives[at]
+        if place in _lives and _lives[place][0] is dead:
+            del _lives[place]
 
-    life = next(_next_life)
-    _lives[at] = weakref.ref(x, forget), life
+    life = next(_new_life)
+    _lives[place] = weakref.ref(x, forget), life
     return life
 
 
 def version(x: torch.Tensor) -> Hashable:
-    """Changes when the tensor's content does; one that is not counted, as inference tensors' is not, never stays."""
+    """Changes when the tensor's content does; where that is not counted, as of inference tensors, at every call."""
     try:
         return x._version
     except RuntimeError:
@@ -77,33 +73,34 @@ def version(x: torch.Tensor) -> Hashable:
 
 @dataclass(frozen=True, eq=False)
 class Expressions:
-    """What was traced. structure: the text of both expressions without the numbers, equal for equal code."""
+    """What was traced. numbers: the parameters, with their values. structure: all but these, equal for equal code."""
 
     mask: Node | None
     score: Node | None
+    nodes: tuple[Node, ...]
     numbers: tuple[Node, ...]
-    values: tuple[Any, ...]
+    values: tuple[Number, ...]
     structure: str
     uses: str
 
     @classmethod
     def of(cls, mask: Node | None, score: Node | None) -> Expressions:
-        nodes = in_order(*(root for root in (mask, score) if root is not None))
+        nodes = tuple(in_order(*(root for root in (mask, score) if root is not None)))
         numbers = tuple(node for node in nodes if node.op == "number")
-        at = {node: n for n, node in enumerate(nodes)}
-        lines = []
-        for node in nodes:
-            value = node.value if node.op in ("literal", "lookup") else ""
-            lines.append(f"{node.kind} {node.op}{value} {node.role} {' '.join(str(at[a]) for a in node.args)}")
-        results = [str(at.get(root)) if root else "none" for root in (mask, score)]  # type: ignore[arg-type]
+        place = {node: str(n) for n, node in enumerate(nodes)}
+        lines = [
+            " ".join([n.kind, n.op, "" if n.op == "number" else str(n.value), n.role, *(place[a] for a in n.args)])
+            for n in nodes
+        ]
+        lines += ["none" if root is None else place[root] for root in (mask, score)]
         uses = "".join(name for name in INDICES if mask is not None and name in mask.uses)
-        return cls(mask, score, numbers, tuple(n.value for n in numbers), "\n".join([*lines, *results]), uses)
+        return cls(mask, score, nodes, numbers, tuple(n.value for n in numbers), "\n".join(lines), uses)
 
 
 class Function:
-    """A mask, a score or both: traced once, with the tensors and numbers of now.
+    """A mask, a score or both, traced, with the tensors they look things up in.
 
-    mask, score: the expressions, None if there is none. tensors: what they look up. uses: which of "bhqk" the mask depends on.
+    mask, score: the expressions; None for one that is not given.
     """
 
     __slots__ = ("_expressions", "tensors")
@@ -121,11 +118,12 @@ class Function:
 
     @property
     def uses(self) -> str:
+        """Which of "bhqk" the mask depends on."""
         return self._expressions.uses
 
     @property
     def key(self) -> Hashable:
-        """Equal only for the same expressions over the same numbers and tensors, none of which has been written to since."""
+        """Equal for the same expressions over the same numbers and the same tensors, not written to in between."""
         tensors = tuple(
             (_life(x), version(x), x.data_ptr(), x.shape, x.stride(), x.dtype, x.device) for x in self.tensors
         )
@@ -135,48 +133,39 @@ class Function:
         """ValueError if a captured tensor cannot be read by a kernel on `device`."""
         for slot, x in enumerate(self.tensors):
             if x.device != device:
-                wrong = (
-                    f"a captured tensor must be on {device} like q, got {x.device}; move it there once, before the call"
-                )
+                wrong = f"a captured tensor must be on {device} like q, got {x.device}; move it there before the call"
             elif not x.numel():
                 wrong = f"a captured tensor must have entries, got shape {tuple(x.shape)}"
             elif x.requires_grad and torch.is_grad_enabled():
-                wrong = "a captured tensor requires grad, and functions have no gradients; give x.detach(), or run under torch.no_grad()"
+                wrong = "a captured tensor requires grad, and functions give none: use x.detach() or torch.no_grad()"
             else:
                 continue
-            roots = [root for root in (self.mask, self.score) if root is not None]
-            place = next(n.place for n in in_order(*roots) if n.op == "lookup" and n.value == slot)
+            place = next(n.place for n in self._expressions.nodes if n.op == "lookup" and n.value == slot)
             raise ValueError(f"a mask or score function, {place}: {wrong}")
 
     def text(self, sizes: Sizes) -> str:
-        """UserFunction as C++, right for indices below `sizes`, (B, H, Nq, Nk)."""
-        tables = tuple(layout.table_of(x) for x in self.tensors)
-        key = self._expressions.structure, self._expressions.values, sizes, tables
+        """UserFunction as C++ (kernels/common/functions.cuh), for indices below `sizes`, (B, H, Nq, Nk)."""
+        expressions, tables = self._expressions, tuple(layout.table_of(x) for x in self.tensors)
+        key = expressions.structure, expressions.values, sizes, tables
         found = _texts.get(key)
         if found is None:
-            e = self._expressions
-            found = printing.text(e.mask, e.score, e.numbers, tables, self._ranges(sizes))
+            found = printing.text(expressions.mask, expressions.score, expressions.numbers, tables, self._ranges(sizes))
             _texts.keep(key, found)
         return found
 
     def _ranges(self, sizes: Sizes) -> dict[Node, tuple[float, float]]:
         """Of every node, whatever the tensors hold."""
-        inputs = {
-            name: (np.float64(0), np.float64(max(size, 1) - 1)) for name, size in zip(INDICES, sizes, strict=True)
-        }
-        found: dict[Node, tuple[float, float]] = {}
-        for root in (self.mask, self.score):
-            if root is not None:
-                read = lambda slot, _: intervals.any_of(self.tensors[slot].dtype)  # noqa: E731
-                found |= {n: (float(r[0]), float(r[1])) for n, r in intervals.ranges(root, inputs, read).items()}
-        return found
+        inputs = {n: (np.float64(0), np.float64(max(size, 1) - 1)) for n, size in zip(INDICES, sizes, strict=True)}
+        dtypes = [x.dtype for x in self.tensors]
+        found = intervals.ranges(self._expressions.nodes, inputs, lambda slot, _: intervals.any_of(dtypes[slot]))
+        return {node: (float(low), float(high)) for node, (low, high) in found.items()}
 
     def arguments(self) -> ctypes.Structure:
-        """The kernel's parameter UserFunction, with the addresses and numbers of now."""
+        """The kernel's parameter of type UserFunction, with the addresses and numbers of now."""
         return layout.arguments(self.tensors, self._expressions.numbers)
 
     def seen(self, b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-        """The mask at indices that broadcast, as bools of their common shape."""
+        """The mask at indices that broadcast: bools of their common shape."""
         shape = torch.broadcast_shapes(b.shape, h.shape, q.shape, k.shape)
         if self.mask is None:
             return torch.ones((), dtype=torch.bool, device=q.device).expand(shape)
@@ -185,10 +174,20 @@ class Function:
     def scored(
         self, s: torch.Tensor, b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, k: torch.Tensor
     ) -> torch.Tensor:
-        """The score of `s`, natural logits, at indices that broadcast with it; of s's dtype, and computed in it or float32."""
+        """The score of `s`, natural logits, at indices that broadcast with it: of s's dtype, by float32 or better."""
         if self.score is None:
             return s
         inputs = {"s": s, "b": b, "h": h, "q": q, "k": k}
         dtype = torch.promote_types(s.dtype, torch.float32)
         shape = torch.broadcast_shapes(*(x.shape for x in inputs.values()))
         return evaluate(self.score, inputs, self.tensors, dtype).to(s.dtype).expand(shape)
+
+    def blocks(self, B: int, H: int, Nq: int, Nk: int, block_q: int, block_k: int) -> torch.Tensor:
+        """(B, H, blocks of q, blocks of k) int8, on the CPU: 0 the mask sees nothing of a block, 1 a part, 2 all of it.
+
+        Never 0 or 2 wrongly; 1 also where interval arithmetic cannot tell. It waits for captured tensors on a card.
+        """
+        if self.mask is None:
+            shape = B, H, -(-Nq // block_q), -(-Nk // block_k)
+            return torch.full((), 2, dtype=torch.int8).expand(shape)
+        return blocks.classify(self.mask, self.tensors, (B, H, Nq, Nk), block_q, block_k)

@@ -29,8 +29,8 @@ LITERALS = {"int": (-1, 0, 1, 2), "float": (-1.0, 0.0, 0.5, 1.0, 2.0, math.inf, 
 class Graph:
     """The nodes so far: the same operation on the same nodes is one node.
 
-    tensors: what is looked up, by number. looked: a tensor was used otherwise than by a lookup, so that what was written
-    down may depend on what it holds, or on its shape.
+    tensors: what is looked up, by number. looked: a tensor was used otherwise than by a lookup, so that what was
+    written down may depend on what it holds, or on its shape.
     """
 
     def __init__(self) -> None:
@@ -77,11 +77,8 @@ class Graph:
         if isinstance(x, Node):
             return x
         if isinstance(x, torch.Tensor):
-            if x.dim():
-                raise refuse(f"a tensor of shape {tuple(x.shape)} is used whole: index it down to one number")
-            if x.device.type != "cpu":
-                return self.lookup(x, ())
-            x = x.item()
+            with torch._C.DisableTorchFunction():
+                return self._of_tensor(x)
         if isinstance(x, (bool, np.bool_)):
             return self.constant(bool(x))
         if isinstance(x, numbers.Integral):
@@ -89,6 +86,11 @@ class Graph:
         if isinstance(x, numbers.Real):
             return self.constant(float(x))
         raise refuse(f"{x!r}, a {type(x).__name__}, is no number")
+
+    def _of_tensor(self, x: torch.Tensor) -> Node:
+        if x.dim():
+            raise refuse(f"a tensor of shape {tuple(x.shape)} is used whole: index it down to one number")
+        return self.constant(x.item()) if x.device.type == "cpu" else self.lookup(x, ())
 
     def to(self, x: Node, kind: str) -> Node:
         """x converted; a float to an int drops what is behind the point."""

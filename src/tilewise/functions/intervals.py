@@ -7,13 +7,13 @@ unbounded, (-inf, inf), which nothing but itself comes from. kernels/common/inte
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
-from tilewise.functions.expression import COMPARISONS, DTYPES, INDICES, INT_MAX, INT_MIN, Node, in_order
+from tilewise.functions.expression import COMPARISONS, DTYPES, INDICES, INT_MAX, INT_MIN, ROUNDINGS, Node
 
 Array = Any  # np.float64, or an array of them
 Interval = tuple[Array, Array]
@@ -26,11 +26,11 @@ ANY_BOOL: Interval = (np.float64(0), np.float64(1))
 SLACK = 2.0**-20
 
 
-def ranges(root: Node, inputs: Mapping[str, Interval], read: Reader) -> dict[Node, Interval]:
-    """Each node's interval. inputs: of b, h, q and k. read: of a tensor, by its number, at indices in intervals."""
+def ranges(nodes: Iterable[Node], inputs: Mapping[str, Interval], read: Reader) -> dict[Node, Interval]:
+    """Of nodes in order. inputs: of b, h, q and k. read: of a tensor, by its number, at indices in intervals."""
     found: dict[Node, Interval] = {}
     with np.errstate(all="ignore"):
-        for node in in_order(root):
+        for node in nodes:
             args = [found[a] for a in node.args]
             if node.op in INDICES:
                 found[node] = inputs[node.op]
@@ -73,7 +73,7 @@ def _applied(node: Node, args: list[Interval]) -> Interval:
 
 
 def _unbounded(x: Interval) -> Array:
-    return np.isneginf(x[0]) & np.isposinf(x[1])
+    return (x[0] == -np.inf) & (x[1] == np.inf)
 
 
 def _either(condition: Array, x: Interval, y: Interval) -> Interval:
@@ -204,7 +204,7 @@ def _rshift(x: Interval, y: Interval) -> Interval:
     return _either((y[0] >= 0) & (y[1] < 32), _hull(*(np.floor(a / np.exp2(b)) for a in x for b in y)), ANY_INT)
 
 
-_INTEGER = {
+_INTEGER: dict[str, Callable[..., Interval]] = {
     **_BOTH,
     "floordiv": _floordiv,
     "mod": _mod,
@@ -221,6 +221,11 @@ _INTEGER = {
 
 def _div(x: Interval, y: Interval) -> Interval:
     return _either(_sign_known(y), _hull(*(a / b for a in x for b in y)), ANY_FLOAT)
+
+
+def _same(function: Callable[[Array], Array]) -> Callable[[Interval], Interval]:
+    """A function that never falls, and that every backend rounds alike."""
+    return lambda x: (function(x[0]), function(x[1]))
 
 
 def _rising(function: Callable[[Array], Array]) -> Callable[[Interval], Interval]:
@@ -242,16 +247,15 @@ def _rsqrt(x: Interval) -> Interval:
     return _either(x[0] > 0, (low * (1 - SLACK), high * (1 + SLACK)), ANY_FLOAT)
 
 
-_FLOAT = {
+_FLOAT: dict[str, Callable[..., Interval]] = {
     **_BOTH,
     "div": _div,
-    "sqrt": lambda x: (np.sqrt(x[0]), np.sqrt(x[1])),
+    "sqrt": _same(np.sqrt),
     "rsqrt": _rsqrt,
     **{name: _rising(getattr(np, name)) for name in ("exp", "exp2", "log", "log2", "tanh")},
     "sigmoid": _rising(lambda x: 1 / (1 + np.exp(-x))),
-    **{name: _wave for name in ("sin", "cos")},
-    **{name: lambda x, f=f: (f(x[0]), f(x[1])) for name, f in (("floor", np.floor), ("ceil", np.ceil))},
-    **{name: lambda x, f=f: (f(x[0]), f(x[1])) for name, f in (("trunc", np.trunc), ("round", np.rint))},
+    **dict.fromkeys(("sin", "cos"), _wave),
+    **{name: _same(f) for name, f in zip(ROUNDINGS, (np.floor, np.ceil, np.trunc, np.rint), strict=True)},
 }
 
 # ---- truth ----------------------------------------------------------------------------------------------------------
@@ -289,8 +293,13 @@ def _is_true(x: Interval) -> Interval:
     return _either(_unbounded(x), ANY_BOOL, known)
 
 
-_LOGICAL = {"and": _min, "or": _max, "xor": _exclusive, "not": lambda x: (1 - x[1], 1 - x[0])}
-_CONVERSIONS = {
+_LOGICAL: dict[str, Callable[..., Interval]] = {
+    "and": _min,
+    "or": _max,
+    "xor": _exclusive,
+    "not": lambda x: (1 - x[1], 1 - x[0]),
+}
+_CONVERSIONS: dict[str, Callable[..., Interval]] = {
     "bool": _is_true,
     "int": lambda x: _int((np.trunc(x[0]), np.trunc(x[1]))),
     "float": lambda x: _float(x, x),

@@ -13,8 +13,15 @@ from tilewise.functions.expression import Node
 
 # The C++ type of an entry; tile/types.cuh
 ELEMENTS = {
-    **{torch.bool: "uint8_t", torch.uint8: "uint8_t", torch.int8: "int8_t", torch.int16: "short", torch.int32: "int"},
-    **{torch.int64: "int64_t", torch.float16: "half", torch.bfloat16: "bf16", torch.float32: "float"},
+    torch.bool: "uint8_t",
+    torch.uint8: "uint8_t",
+    torch.int8: "int8_t",
+    torch.int16: "short",
+    torch.int32: "int",
+    torch.int64: "int64_t",
+    torch.float16: "half",
+    torch.bfloat16: "bf16",
+    torch.float32: "float",
     torch.float64: "double",
 }
 
@@ -32,7 +39,7 @@ class Divisor(ctypes.Structure):
 
 
 class Table(NamedTuple):
-    """What the text must know of a captured tensor: wide if its offsets take 64 bits, dense the dimensions of stride 1."""
+    """What the text must know of a captured tensor. dense: the dimensions of stride 1. wide: offsets take 64 bits."""
 
     element: str
     shape: tuple[int, ...]

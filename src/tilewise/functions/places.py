@@ -18,6 +18,10 @@ class Untraceable(TypeError):
     """A mask or score function does what cannot be written down as an expression."""
 
 
+class NoAttribute(Untraceable, AttributeError):
+    """The same by an attribute that does not exist."""
+
+
 class Place(NamedTuple):
     """A line of the user's function."""
 

@@ -27,8 +27,8 @@ Range = tuple[float, float]
 _CONSTANT = re.compile(r"\bv\d+\b")
 EXACT = 2**24  # integers up to here are floats
 _SYMBOLS = {
-    **{"lt": "<", "le": "<=", "gt": ">", "ge": ">=", "eq": "==", "ne": "!="},
-    **{"add": "+", "sub": "-", "mul": "*", "and": "&", "or": "|", "xor": "^"},
+    **dict(zip(COMPARISONS, ("<", "<=", ">", ">=", "==", "!="), strict=True)),
+    **dict(zip(("add", "sub", "mul", "and", "or", "xor"), "+-*&|^", strict=True)),
 }
 _NAMES = {"min": "least", "max": "greatest", "lshift": "shift_left", "rshift": "shift_right", "pow": "power"}
 _BOTH_KINDS = ("add", "sub", "mul", "min", "max", "neg", "abs")  # of ints and of floats by one rule
@@ -91,7 +91,7 @@ def seen(mask: Node, numbers: Sequence[Node], tables: Sequence[Table]) -> list[s
     """The statements of interval arithmetic over the mask: common/intervals.cuh."""
     places = {node: n for n, node in enumerate(numbers)}
     names: dict[Node, str] = {}
-    lines = []
+    lines: list[str] = []
     for node in in_order(mask):
         args = [names[a] for a in node.args]
         if node.op in INPUTS:
@@ -185,7 +185,7 @@ class Printer:
         arg = node.args[place]
         return self._whole(arg.kind, self._values[arg, needs_smooth(node, smooth, arg)])
 
-    # ---- leaves ---------------------------------------------------------------------------------------------------------
+    # ---- leaves -----------------------------------------------------------------------------------------------------
 
     def _leaf(self, node: Node) -> str | None:
         if node.op in INPUTS:
@@ -212,7 +212,7 @@ class Printer:
             offsets.append(index if table.dense[d] else f"{index} * t{slot}_stride{d}")
         return self._let(node.kind, f"function::{node.kind}_at(t{slot}, {' + '.join(offsets) or '0'})")
 
-    # ---- as every backend computes it -----------------------------------------------------------------------------------
+    # ---- as every backend computes it -------------------------------------------------------------------------------
 
     def _exact(self, node: Node, smooth: bool) -> str | Product:
         leaf = self._leaf(node)
@@ -291,7 +291,7 @@ class Printer:
             return f"function::{node.op}{positive}({args[0]}, {divisor})"
         return f"function::{_NAMES.get(node.op, node.op)}({', '.join(args)})"
 
-    # ---- as the score may have it ---------------------------------------------------------------------------------------
+    # ---- as the score may have it -----------------------------------------------------------------------------------
 
     def _factor(self, node: Node, name: str) -> Product:
         if "s" in node.uses or "k" in node.uses:

@@ -6,7 +6,6 @@ It answers to operators, to torch's functions and to a tensor's methods. What ca
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
@@ -15,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 from tilewise.functions.expression import COMPARISONS, DTYPES, FUNCTIONS, Node
 from tilewise.functions.graph import Graph
-from tilewise.functions.places import refuse
+from tilewise.functions.places import NoAttribute, refuse
 
 _AT_ONCE = "the function runs for all queries and keys at once, so "
 _NO_TRUTH = (
@@ -61,9 +60,7 @@ class Proxy:
     def __getattr__(self, name: str) -> Any:
         if name in METHODS:
             return lambda *args, **kwargs: _applied(METHODS[name], self._graph, (self, *args), kwargs)
-        if name.startswith("__"):
-            raise AttributeError(name)
-        raise refuse(f".{name} is not known; {_known()}")
+        raise NoAttribute(str(refuse(f".{name} is not known; {_known()}")))
 
     def __divmod__(self, other: Any) -> tuple[Any, Any]:
         return self // other, self % other
@@ -103,7 +100,9 @@ class Row:
         self.shape = tensor.shape[len(index) :]
 
     def __getitem__(self, index: Any) -> Any:
-        return _lookup(self._graph, self._tensor, (*self._index, *(index if isinstance(index, tuple) else (index,))))
+        more = index if isinstance(index, tuple) else (index,)
+        with torch._C.DisableTorchFunction():  # it is no look into the tensor
+            return _lookup(self._graph, self._tensor, (*self._index, *more))
 
     def __len__(self) -> int:
         return self.shape[0]
@@ -283,7 +282,7 @@ def _methods() -> dict[str, Callable[..., Any]]:
     names |= {f"logical_{op}": _logical(op) for op in ("and", "or", "xor")}
     names |= {name: _converted("int") for name in ("int", "long")} | {"bool": _converted("bool")}
     names |= {name: _converted("float") for name in ("float", "double", "half", "bfloat16")}
-    names |= {name: _itself for name in ("clone", "detach", "contiguous", "cpu", "cuda", "pos", "positive")}
+    names |= dict.fromkeys(("clone", "detach", "contiguous", "cpu", "cuda", "pos", "positive"), _itself)
     names |= {"new_ones": _filled(1, True), "new_zeros": _filled(0, True), "new_full": _filled(None, True)}
     names |= {"ones_like": _filled(1), "zeros_like": _filled(0), "full_like": _filled()}
     names |= {"clamp": _clamp, "clip": _clamp, "clamp_min": lambda g, x, min: _clamp(g, x, min)}

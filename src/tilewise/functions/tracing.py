@@ -1,24 +1,19 @@
 """`of`: a user's mask and score as a `Function`, traced when their code or what they capture is new.
 
-What a function does is told by its code and by the values it can reach: closure, defaults, globals by name. Functions
-among them count by their own, modules and built-in functions by identity, numbers by value, tensors by dtype and number of
-dimensions, since a lookup is written down without what it finds. A function that looks into a tensor otherwise is
-traced again for another tensor, one that reaches anything else (an object, a dict) at every call.
+What a function does is told by its code and by what it reaches: closure, defaults, globals by name (reached.py). A
+tensor counts by its dtype and number of dimensions only, since a lookup is written down without what it finds; but a
+function that looked into a tensor otherwise, at its shape or at what it holds, is traced again for another tensor. One
+that reaches anything whose value cannot be told, as an object, is traced at every call.
 """
 
 from __future__ import annotations
 
-import builtins
-import dis
-import functools
 import inspect
-import types
 import weakref
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 
 from tilewise.functions.expression import INDICES, INPUTS, Node
@@ -26,158 +21,96 @@ from tilewise.functions.function import Expressions, Function, Recent, version
 from tilewise.functions.graph import Graph
 from tilewise.functions.places import NOWHERE, Place, Untraceable, raised_at
 from tilewise.functions.proxy import Proxy, Watch, node_of
+from tilewise.functions.reached import Reached, Unknown, code_of, side_effect
 
 UserCode = Callable[..., Any]
-# Their attributes do not change.
-_FIXED_MODULES = ("torch", "math", "operator", "functools", "itertools", "numpy", "builtins")
-_SIMPLE = (bool, int, str, bytes, type(None), complex, torch.dtype, torch.device, torch.Size, type(Ellipsis), range)
-_IDENTICAL = (types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType, type)
-
-
-class _Unknown(Exception):
-    """Something that is not told by its value."""
+_NO_SIDE_EFFECTS = "it is called when it is traced only, so it must do nothing but compute"
 
 
 @dataclass(frozen=True, eq=False)
 class Trace:
-    """What one pair of functions became. tensors: by slot, a place among those reached or one that the functions made.
+    """What a pair of functions became. tensors: by number, one that the functions made or a place among those reached.
 
-    watched: what was looked into otherwise than by lookups, with the versions; None if nothing was.
+    looked: into tensors, otherwise than by lookups.
     """
 
     expressions: Expressions
     tensors: tuple[int | torch.Tensor, ...]
     looked: bool
 
-    def bound(self, reached: list[torch.Tensor]) -> Function:
+    def bound(self, reached: Sequence[torch.Tensor]) -> Function:
         return Function(self.expressions, tuple(reached[x] if isinstance(x, int) else x for x in self.tensors))
 
 
+@dataclass(frozen=True, eq=False)
+class Looked:
+    """A trace that holds for these tensors alone."""
+
+    trace: Trace
+    tensors: tuple[weakref.ref[torch.Tensor], ...]
+
+
 _traces: Recent[Trace] = Recent(256)
+_looked: Recent[Looked] = Recent(16)  # these may hold tensors that were made from others
+_sound: Recent[bool] = Recent(1024)  # code that was found to give the same twice
 
 
 def of(mask: UserCode | None, score: UserCode | None) -> Function:
-    """mask(b, h, q, k) -> bool and score(s, b, h, q, k) -> s, either None, as one value."""
-    reached = Reached()
+    """mask(b, h, q, k) -> bool and score(s, b, h, q, k) -> s, either of them None, as one value."""
     try:
-        reached.add(mask)
-        reached.add(score)
-    except _Unknown:
-        return _traced(mask, score, []).bound([])
-    key: Hashable = tuple(reached.parts)
-    trace = _traces.get(key)
+        reached = Reached(mask, score)
+    except Unknown:
+        return _traced(mask, score, ()).bound(())
+    trace = _traces.get(reached.key)
     if trace is not None and trace.looked:
-        key = key, tuple((id(x), version(x)) for x in reached.tensors)
-        trace = _traces.get(key)
+        trace = _found(reached)
     if trace is None:
         trace = _traced(mask, score, reached.tensors)
-        _keep(key, trace, reached)
+        _check_repeatable(mask, score, reached, trace)
+        _traces.keep(reached.key, trace)
+        if trace.looked:
+            _looked.keep(_looked_key(reached), Looked(trace, tuple(weakref.ref(x) for x in reached.tensors)))
     return trace.bound(reached.tensors)
 
 
-def _keep(key: Hashable, trace: Trace, reached: Reached) -> None:
-    plain: Hashable = tuple(reached.parts)
-    _traces.keep(plain, trace)
-    if trace.looked:
-        full = plain, tuple((id(x), version(x)) for x in reached.tensors)
-        _traces.keep(full, trace)
-        for x in reached.tensors:  # its id may then become another's
-            weakref.finalize(x, _traces.forget, full).atexit = False
+def _looked_key(reached: Reached) -> Hashable:
+    return reached.key, tuple((id(x), version(x)) for x in reached.tensors)
 
 
-class Reached:
-    """What tells what a function does. parts: hashable. tensors: those it reaches."""
-
-    def __init__(self) -> None:
-        self.parts: list[Hashable] = []
-        self.tensors: list[torch.Tensor] = []
-        self._functions: list[types.FunctionType] = []
-
-    def add(self, x: Any) -> None:
-        kind = type(x)
-        if kind in _SIMPLE:
-            self.parts += (kind, x)
-        elif kind is float:
-            self.parts += (kind, x or str(x))  # 0.0 is not -0.0
-        elif kind is types.FunctionType:
-            self._add_function(x)
-        elif isinstance(x, torch.Tensor):
-            self._add_tensor(x)
-        elif isinstance(x, types.ModuleType) or isinstance(x, _IDENTICAL):
-            self.parts.append(x)
-        elif kind in (tuple, list):
-            self.parts += (kind, len(x))
-            for item in x:
-                self.add(item)
-        elif kind is functools.partial:
-            self.parts.append(kind)
-            self.add((x.func, x.args, *(item for pair in x.keywords.items() for item in pair)))
-        elif isinstance(x, np.generic):
-            self.parts += (kind, x.item())
-        else:
-            raise _Unknown
-
-    def _add_tensor(self, x: torch.Tensor) -> None:
-        if x.dim() == 0 and x.device.type == "cpu":  # a number
-            self.parts += (x.dtype, x.item())
-            return
-        slot = next((n for n, known in enumerate(self.tensors) if known is x), len(self.tensors))
-        if slot == len(self.tensors):
-            self.tensors.append(x)
-        self.parts += (slot, x.dtype, x.dim())
-
-    def _add_function(self, x: types.FunctionType) -> None:
-        known = next((n for n, f in enumerate(self._functions) if f is x), None)
-        self.parts.append(x.__code__ if known is None else known)
-        if known is not None:
-            return
-        self._functions.append(x)
-        if x.__defaults__:
-            self.add(x.__defaults__)
-        if x.__kwdefaults__:
-            self.add(tuple(item for pair in x.__kwdefaults__.items() for item in pair))
-        for cell in x.__closure__ or ():
-            self.add(cell.cell_contents)
-        names, attributes = _global_names(x.__code__)
-        for name in names:
-            if name in x.__globals__:
-                value = x.__globals__[name]
-                self.add(value)
-                if isinstance(value, types.ModuleType) and value.__name__.partition(".")[0] not in _FIXED_MODULES:
-                    for attribute in attributes:
-                        if hasattr(value, attribute):
-                            self.add(getattr(value, attribute))
-            elif not hasattr(builtins, name):
-                raise _Unknown
+def _found(reached: Reached) -> Trace | None:
+    """The trace made for these very tensors."""
+    known = _looked.get(_looked_key(reached))
+    if known is None or any(ref() is not x for ref, x in zip(known.tensors, reached.tensors, strict=True)):
+        return None
+    return known.trace
 
 
-@functools.lru_cache(maxsize=1024)
-def _global_names(code: types.CodeType) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The globals that a function reads, and the attributes of whatever it asks for; also those of functions within it."""
-    names, attributes = {}, {}
-    for instruction in dis.get_instructions(code):
-        if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
-            names[instruction.argval] = None
-        elif instruction.opname in ("LOAD_ATTR", "LOAD_METHOD"):
-            attributes[instruction.argval] = None
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            inner = _global_names(constant)
-            names |= dict.fromkeys(inner[0])
-            attributes |= dict.fromkeys(inner[1])
-    return tuple(names), tuple(attributes)
+def _check_repeatable(mask: UserCode | None, score: UserCode | None, reached: Reached, trace: Trace) -> None:
+    """The first time a code is seen, it must give the same again and leave what it reaches as it was."""
+    functions = [f for f in (mask, score) if f is not None]
+    code = tuple(code_of(f) for f in functions)
+    if _sound.get(code):
+        return
+    before, again = trace.expressions, _traced(mask, score, reached.tensors).expressions
+    place = _defined_at(functions[0])
+    if Reached(mask, score).key != reached.key:
+        raise Untraceable(f"a mask or score function, {place}: it changes what it captures; {_NO_SIDE_EFFECTS}")
+    if (again.structure, repr(again.values)) != (before.structure, repr(before.values)):
+        changed = (x.place for x, y in zip(before.nodes, again.nodes, strict=False) if repr(x.value) != repr(y.value))
+        raise Untraceable(
+            f"a mask or score function, {next(changed, place)}: it does something else each time; {_NO_SIDE_EFFECTS}"
+        )
+    _sound.keep(code, True)
 
 
-def _traced(mask: UserCode | None, score: UserCode | None, reached: list[torch.Tensor]) -> Trace:
+def _traced(mask: UserCode | None, score: UserCode | None, reached: Sequence[torch.Tensor]) -> Trace:
     graph = Graph()
-    results = [
-        _run("mask", mask, graph, INDICES, "bool") if mask is not None else None,
-        _run("score", score, graph, INPUTS, "float") if score is not None else None,
-    ]
-    expressions = Expressions.of(*results)
+    expressions = Expressions.of(
+        None if mask is None else _run("mask", mask, graph, INDICES, "bool"),
+        None if score is None else _run("score", score, graph, INPUTS, "float"),
+    )
     places = {id(x): n for n, x in enumerate(reached)}
-    tensors = tuple(places.get(id(x), x) for x in graph.tensors)
-    return Trace(expressions, tensors, graph.looked)
+    return Trace(expressions, tuple(places.get(id(x), x) for x in graph.tensors), graph.looked)
 
 
 def _run(name: str, function: UserCode, graph: Graph, inputs: tuple[str, ...], kind: str) -> Node:
@@ -185,12 +118,10 @@ def _run(name: str, function: UserCode, graph: Graph, inputs: tuple[str, ...], k
     if not callable(function):
         raise TypeError(f"{name} must be a function of ({', '.join(inputs)}), got {function!r}")
     place = _defined_at(function)
-    try:
-        inspect.signature(function).bind(*inputs)
-    except TypeError as error:
-        raise TypeError(f"{name} must take {len(inputs)} arguments ({', '.join(inputs)}), {place}: {error}") from None
-    except ValueError:  # it has no signature
-        pass
+    _check_parameters(name, function, inputs, place)
+    code = code_of(function)
+    if code is not None and (changed := side_effect(code)) is not None:
+        raise Untraceable(f"a {name} function, {changed}: it changes what is outside of it; {_NO_SIDE_EFFECTS}")
     try:
         with Watch(graph):
             result = function(*(Proxy(graph, graph.input(x)) for x in inputs))
@@ -198,34 +129,36 @@ def _run(name: str, function: UserCode, graph: Graph, inputs: tuple[str, ...], k
         raise
     except Exception as error:
         at = raised_at(error.__traceback__)
-        raise Untraceable(
-            f"a mask or score function, {at}: it cannot be traced, it raised {type(error).__name__}: {error}"
-        ) from error
+        raise Untraceable(f"a {name} function, {at}: to trace it raised {type(error).__name__}: {error}") from error
     return _checked(name, result, graph, kind, place)
+
+
+def _check_parameters(name: str, function: UserCode, inputs: tuple[str, ...], place: Place) -> None:
+    try:
+        inspect.signature(function).bind(*inputs)
+    except TypeError as error:
+        raise TypeError(f"{name} must take {len(inputs)} arguments ({', '.join(inputs)}), {place}: {error}") from None
+    except ValueError:  # a function in C that does not tell
+        return
 
 
 def _checked(name: str, result: Any, graph: Graph, kind: str, place: Place) -> Node:
     try:
         node = node_of(graph, result)
     except Untraceable:
-        wanted = "one bool" if kind == "bool" else "one float"
         raise Untraceable(
-            f"{name}, {place}: it must return {wanted} for each query and key, got {type(result).__name__}"
+            f"a {name} function, {place}: it must return one {kind} for each query and key, got {result!r}"
         ) from None
     if kind == "bool" and node.kind != "bool":
         raise Untraceable(
-            f"{name}, {place}: it must return a bool, got a value of {node.kind}; compare it, as with != 0"
+            f"a {name} function, {place}: it must return a bool, got {node.kind}; compare it, as with != 0"
         )
     if kind == "float" and node.kind == "bool":
-        raise Untraceable(
-            f"{name}, {place}: it must return a float, got a bool; write torch.where(condition, s, float('-inf')), or give it as mask"
-        )
+        instead = "torch.where(condition, s, float('-inf')), or give it as mask"
+        raise Untraceable(f"a {name} function, {place}: it must return a float, got a bool; write {instead}")
     return graph.to(node, kind)
 
 
 def _defined_at(function: UserCode) -> Place:
-    while isinstance(function, functools.partial):
-        function = function.func
-    code = getattr(inspect.unwrap(getattr(function, "__func__", function)), "__code__", None)
-    code = code or getattr(getattr(type(function), "__call__", None), "__code__", None)
-    return Place(code.co_filename, code.co_firstlineno) if code is not None else NOWHERE
+    code = code_of(function)
+    return NOWHERE if code is None else Place(code.co_filename, code.co_firstlineno)
