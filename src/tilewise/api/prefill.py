@@ -138,9 +138,8 @@ def _dense_on_cpu(
 def _plan_on_cpu(
     sizes: arguments.Sizes, scores: Scores, schedule: BlockSchedule | None, function: Function | None, io_bytes: int
 ) -> Plan:
-    masked = function is not None and function.mask is not None
     both = together(schedule, function, sizes.batch, sizes.heads_q, sizes.seqlen_q, sizes.seqlen_k)
-    return plan_dense(*sizes, window=scores.window, schedule=both, mask=masked, io_bytes=io_bytes)
+    return plan_dense(*sizes, window=scores.window, schedule=both, io_bytes=io_bytes)
 
 
 def attention_varlen(
@@ -250,7 +249,6 @@ def _packed_on_cpu(
         head_dim,
         window=call.scores.window,
         schedules=together_packed(schedule, function, starts_q, starts_k, heads_q),
-        mask=function is not None and function.mask is not None,
         io_bytes=q.element_size(),
     )
     with full_precision():

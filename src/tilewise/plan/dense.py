@@ -13,7 +13,7 @@ from functools import lru_cache
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from tilewise.plan.blocks import Stretch, cut_schedule, one_state_each
+from tilewise.plan.blocks import Kinds, Stretch, cut_schedule
 from tilewise.plan.tiles import (
     OPEN,
     Band,
@@ -103,19 +103,14 @@ def plan_dense(
     *,
     causal: bool = False,
     window: Window | None = None,
-    schedule: BlockSchedule | None = None,
-    mask: bool = False,
+    schedule: BlockSchedule | Kinds | None = None,
     io_bytes: int = 2,
 ) -> Plan:
-    """`batch` equal sequences: one sequence's tiles, repeated by formula.
-
-    mask: a mask function lies beside the schedule, to be asked in the blocks that are not in its `whole` plane.
-    """
-    sizes = (batch, seqlen_q, seqlen_k, heads_q, heads_kv, head_dim)
-    return _plan_dense(*sizes, causal, window, schedule, mask, io_bytes)
+    """`batch` equal sequences: one sequence's tiles, repeated by formula."""
+    make = _plan_dense if isinstance(schedule, Kinds) else _kept_plan
+    return make(batch, seqlen_q, seqlen_k, heads_q, heads_kv, head_dim, causal, window, schedule, io_bytes)
 
 
-@lru_cache(maxsize=256)  # every layer of a model asks for the same plan
 def _plan_dense(
     batch: int,
     seqlen_q: int,
@@ -125,19 +120,21 @@ def _plan_dense(
     head_dim: int,
     causal: bool,
     window: Window | None,
-    schedule: BlockSchedule | None,
-    mask: bool,
+    schedule: BlockSchedule | Kinds | None,
     io_bytes: int,
 ) -> Plan:
     if schedule is not None:
         band = band_of(seqlen_q, seqlen_k, causal, window)
-        blocks = cut_schedule(schedule, band, Stretch(0, 0, seqlen_q, seqlen_k, batch), heads_q, mask=mask)
-        sizes = (heads_q, heads_kv, head_dim, one_state_each(blocks), 2 * head_dim * io_bytes, io_bytes)
+        blocks, exclusive = cut_schedule(schedule, band, Stretch(0, 0, seqlen_q, seqlen_k, batch), heads_q)
+        sizes = (heads_q, heads_kv, head_dim, exclusive, 2 * head_dim * io_bytes, io_bytes)
         return Plan("sparse", tuple(blocks), batch * seqlen_q, (batch * seqlen_k,), *sizes)
     tiles = cut(seqlen_q, seqlen_k, band_of(seqlen_q, seqlen_k, causal, window))
     work = [same for t in tiles for same in repeat(t, batch, seqlen_q, seqlen_k)]
     sizes = (heads_q, heads_kv, head_dim, _exclusive(tiles), 2 * head_dim * io_bytes, io_bytes)
     return Plan("dense", tuple(work), batch * seqlen_q, (batch * seqlen_k,), *sizes)
+
+
+_kept_plan = lru_cache(maxsize=256)(_plan_dense)  # every layer of a model asks for the same plan
 
 
 def plan_tiled(
@@ -197,13 +194,12 @@ def plan_varlen(
     *,
     causal: bool = False,
     window: Window | None = None,
-    schedules: Sequence[BlockSchedule | None] | None = None,
-    mask: bool = False,
+    schedules: Sequence[BlockSchedule | Kinds | None] | None = None,
     io_bytes: int = 2,
 ) -> Plan:
     """Packed sequences: sequence b has rows starts_q[b]:starts_q[b+1] and keys starts_k[b]:starts_k[b+1].
 
-    A schedule that has a batch serves sequence b with its entry b. mask: as in `plan_dense`.
+    A schedule that has a batch serves sequence b with its entry b.
     """
     work: list[Work] = []
     exclusive = True
@@ -213,8 +209,8 @@ def plan_varlen(
         band = band_of(nq, nk, causal, window)
         schedule = schedules[b] if schedules is not None else None
         if schedule is not None:
-            blocks = cut_schedule(schedule, band, Stretch(row, key, nq, nk), heads_q, entry=b, mask=mask)
-            exclusive = exclusive and one_state_each(blocks)
+            blocks, alone = cut_schedule(schedule, band, Stretch(row, key, nq, nk), heads_q, entry=b)
+            exclusive = exclusive and alone
             work += blocks
             continue
         tiles = cut(nq, nk, band)
