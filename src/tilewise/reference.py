@@ -172,17 +172,22 @@ def decode(
     softcap: float = 0.0,
     sinks: torch.Tensor | None = None,
     tree_mask: torch.Tensor | None = None,
+    selected: torch.Tensor | None = None,
     dtype: torch.dtype = torch.float64,
 ) -> State:
     """Each sequence alone over its own gathered keys. q (n, T, Hq, D) -> o (n, T, Hq, D), lse (n, Hq, T).
 
     tree_mask: (n, T, T) bool, which of the last T tokens each query sees, the first of them being seen by all.
+    selected: bool, broadcastable to (n, Hkv, pages), which pages of its list a sequence and KV head reads.
     """
     pages = cache.cache if isinstance(cache, PrefixCache) else cache
     states = []
     for row, seq in enumerate(seqs):
         k, v = pages.gather(layer, seq)
         seen = None
+        if selected is not None:
+            tokens = selected.expand(len(seqs), k.shape[1], -1)[row].repeat_interleave(pages.page_size, dim=-1)
+            seen = tokens[:, None, : len(k)].repeat_interleave(q.shape[2] // k.shape[1], dim=0)
         if tree_mask is not None:
             tokens = q.shape[1]
             padded = torch.ones(tokens, max(len(k), tokens), dtype=torch.bool)

@@ -108,10 +108,17 @@ def _by_sides(options: ScoreOptions) -> dict[str, Any]:
 
 
 def decode(
-    q: torch.Tensor, cache: PagedKVCache | PrefixCache, layer: int, plan: DecodePlan, *, out: Any, **options: Any
+    q: torch.Tensor,
+    cache: PagedKVCache | PrefixCache,
+    layer: int,
+    plan: DecodePlan,
+    *,
+    schedule: Any,
+    out: Any,
+    **options: Any,
 ) -> Result:
     """decode() in a graph, which holds neither cache nor plan: each call brings its own."""
-    _refuse(out=out)
+    _refuse(schedule=schedule, out=out)
     pages = arguments.check_cache(cache)
     arguments.check_plan(plan, pages)
     result = torch.ops.tilewise.decode(q, pages._k, pages._v, layer, plan.serial, **options)

@@ -180,6 +180,7 @@ class Gathered:
 
     k: torch.Tensor
     v: torch.Tensor
+    page_size: int
 
     def gather(self, layer: int, seq: int) -> tuple[torch.Tensor, torch.Tensor]:
         return self.k, self.v
@@ -209,19 +210,21 @@ def assert_decoded(
     seqs: Sequence[int],
     *,
     tree_mask: torch.Tensor | None = None,
+    selected: torch.Tensor | None = None,
     only: Sequence[int] | None = None,
     **scoring: Any,
 ) -> None:
     """(o, lse), or (o, None), of a decode over these sequences, each judged alone, over what its pages decode to.
 
-    only: the places of those that are looked at. What is on a card is judged on the CPU.
+    selected: bool (num_seqs, KV heads or 1, pages), the pages that each reads. only: the places of those that are looked
+    at. What is on a card is judged on the CPU.
     """
     for n in range(len(seqs)) if only is None else only:
         k, v = (x.cpu() for x in cache.gather(0, seqs[n]))
         o, one = (x[n : n + 1].cpu() for x in (got[0], q))
-        mask = None if tree_mask is None else tree_mask[n : n + 1]
-        of = lambda values, one=one, k=k, mask=mask, **more: reference.decode(  # noqa: E731
-            one, Gathered(k, values), 0, [0], tree_mask=mask, **scoring, **more
+        mask, pages = (None if x is None else x[n : n + 1] for x in (tree_mask, selected))
+        of = lambda values, one=one, k=k, mask=mask, pages=pages, **more: reference.decode(  # noqa: E731
+            one, Gathered(k, values, cache.page_size), 0, [0], tree_mask=mask, selected=pages, **scoring, **more
         )
         exact, honest, magnitude = of(v), of(v, dtype=q.dtype), of(weighed(cache, seqs[n], v))[0]
         lse = exact[1].float() if got[1] is None else got[1][n : n + 1].cpu()

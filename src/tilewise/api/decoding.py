@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -13,7 +13,7 @@ from tilewise.api.prefill import Result, full_precision, result
 from tilewise.cpu.scoring import Scoring
 from tilewise.gpu import decode as kernel
 from tilewise.kvcache import PagedKVCache, PrefixCache
-from tilewise.plan import DecodePlan
+from tilewise.plan import BlockSchedule, DecodePlan
 from tilewise.plan.cost import CPU_COST, GPU_COST, CostModel
 from tilewise.plan.tree import plan_tree
 from tilewise.scores import DecodeOptions, Window
@@ -31,6 +31,7 @@ def plan_decode(
     window: Window | None = None,
     cost: CostModel | None = None,
     room: int = 0,
+    pages_per_seq: int | None = None,
 ) -> DecodePlan:
     """Plan one decode step of `seqs` for all layers.
 
@@ -39,6 +40,8 @@ def plan_decode(
     `attention`. share_prefix: True puts the rows of all sequences under a node of the page tree over its tokens once,
     False never, "auto" where `cost` (a CostModel, the device's by default) says that it pays. The plan holds until one
     of its sequences changes. room: on a GPU, tokens that each sequence may grow by under `grow_plan`.
+    pages_per_seq: for `decode` with a schedule, the most pages that a sequence reads under a KV head; no prefix is
+    shared then, because sequences select differently.
     """
     pages = arguments.check_cache(cache)
     checks.integer("num_heads", num_heads, 1)
@@ -53,6 +56,8 @@ def plan_decode(
     if not isinstance(seqs, (Sequence, torch.Tensor, np.ndarray)):
         raise TypeError(f"seqs must be a list of sequences, got {type(seqs).__name__}")
     members = [checks.integer("seqs", s) for s in seqs]
+    window = arguments.check_window(window)
+    _check_pages_per_seq(pages_per_seq, share_prefix, window)
     on_card = pages.device.type == "cuda"
     row_bytes = 2 * pages.format.bytes_per_token_head
     if not on_card:  # there every format runs at float32's pace, and a quantised one is turned into it first
@@ -68,13 +73,15 @@ def plan_decode(
         kv_row_bytes=2 * pages.format.bytes_per_token_head,
         io_bytes=pages.format.dtype.itemsize if pages.format.dtype is not None else 2,
         stream_row_bytes=row_bytes,
-        shortest_run=0 if on_card else 64,  # on a CPU, below it copying pages together costs less than another item
+        # On a CPU, below it copying pages together costs less than another item; selected pages are copied anyway.
+        shortest_run=0 if on_card or pages_per_seq is not None else 64,
         cache_serial=pages.serial,
         tokens_per_seq=tokens_per_seq,
-        window=arguments.check_window(window),
-        share=None if share_prefix == "auto" else bool(share_prefix),
+        window=window,
+        share=False if pages_per_seq is not None else None if share_prefix == "auto" else bool(share_prefix),
         cost=cost or (GPU_COST if on_card else CPU_COST),
         room=room,
+        pages_per_seq=pages_per_seq,
     )
     return traced.remember(plan, pages)
 
@@ -107,6 +114,7 @@ def grow_plan(plan: DecodePlan, cache: PagedKVCache | PrefixCache) -> DecodePlan
             share_prefix=plan.shared_nodes > 0,
             window=plan.window,
             room=plan.room,
+            pages_per_seq=plan.pages_per_seq,
         )
     kernel.grow(plan, lengths, arguments.PageListsOf(pages, plan.seqs))
     return plan
@@ -122,6 +130,7 @@ def decode(
     softcap: float = 0.0,
     sinks: torch.Tensor | None = None,
     tree_mask: torch.Tensor | None = None,
+    schedule: BlockSchedule | None = None,
     return_lse: bool = False,
     out: torch.Tensor | None = None,
     backend: str = "auto",
@@ -132,12 +141,17 @@ def decode(
     cache's format; the queries' own tokens are already written. Other arguments as in `attention`.
     tree_mask: bool (T, T) or (num_seqs, T, T), T = tokens_per_seq: query t sees the sequence's query token j where it
     is True, in place of causality, for trees of speculated tokens. All see the first one, the tree's root.
+    schedule: which pages each sequence and KV head reads, for a plan with `pages_per_seq`: key block j of size block_k
+    = page_size is the j-th page of the sequence's list; one query block; batch num_seqs or None, heads Hkv or None. A
+    page that is left out hides its tokens from every query, the query's own token too. Where more than `pages_per_seq`
+    pages are selected (`schedule.counts` tells), the first ones are read; pages past a sequence's end are none of it. On
+    a GPU the contents are read by the kernel alone: they may change between replays of a captured call.
 
     Returns o (num_seqs, tokens_per_seq, Hq, D), with return_lse also the LSE (num_seqs, Hq, tokens_per_seq) float32.
     """
     if torch.compiler.is_compiling():
         return traced.decode(
-            q, cache, layer, plan, scale=scale, softcap=softcap, sinks=sinks, tree_mask=tree_mask,
+            q, cache, layer, plan, scale=scale, softcap=softcap, sinks=sinks, tree_mask=tree_mask, schedule=schedule,
             return_lse=return_lse, out=out, backend=backend,
         )  # fmt: skip
     pages = arguments.check_cache(cache)
@@ -160,6 +174,7 @@ def decode(
     checks.flag("return_lse", return_lse)
     arguments.check_out(out, q)
     tree = arguments.check_tree_mask(tree_mask, plan, q.device)
+    selected = _check_schedule(schedule, plan, pages, tree)
     where = arguments.check_backend(backend, q, (sinks,))
     if where != "cpu":
         o = out if out is not None and checks.place(out, q) is not None else q.new_empty(q.shape)
@@ -175,20 +190,72 @@ def decode(
             states,
             scores,
             tree=tree,
+            selected=selected,
             room=plan.room,
         )
         if out is not None and out is not o:
             o = out.copy_(o)
         return o if states is None else (o, states)
 
-    if tree is not None:
-        with full_precision():
-            o, lse = cpu.run_tree(q, pages, layer, plan.seqs, Scoring.of(scores), tree)
-        return result(o, lse, sinks, out, return_lse)
-    order = torch.from_numpy(plan.order).long()  # plan's rows -> the caller's
     with full_precision():
-        o, lse = cpu.run_paged(plan, q.index_select(0, order).flatten(0, 1), pages, layer, Scoring.of(scores))
-    o, lse = o.view(q.shape), lse.view(count, tokens, plan.heads_q)
+        if tree is not None:
+            o, lse = cpu.run_tree(q, pages, layer, plan.seqs, Scoring.of(scores), tree)
+        elif selected is not None:
+            o, lse = cpu.run_selected(plan, q, pages, layer, Scoring.of(scores), selected)
+        else:
+            o, lse = _run_in_plan_order(plan, q, pages, layer, Scoring.of(scores))
+    return result(o, lse, sinks, out, return_lse)
+
+
+def _run_in_plan_order(
+    plan: DecodePlan, q: torch.Tensor, pages: PagedKVCache, layer: int, scoring: Scoring
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """cpu.run_paged in the caller's order: q (n, T, Hq, D) -> o like q, lse (n, Hq, T)."""
+    order = torch.from_numpy(plan.order).long()  # plan's rows -> the caller's
+    o, lse = cpu.run_paged(plan, q.index_select(0, order).flatten(0, 1), pages, layer, scoring)
+    o, lse = o.view(q.shape), lse.view(q.shape[:3])
     o = torch.empty_like(o).index_copy_(0, order, o)
-    lse = torch.empty_like(lse).index_copy_(0, order, lse)
-    return result(o, lse.transpose(1, 2), sinks, out, return_lse)
+    return o, torch.empty_like(lse).index_copy_(0, order, lse).transpose(1, 2)
+
+
+def _check_pages_per_seq(pages_per_seq: int | None, share_prefix: Literal["auto"] | bool, window: Window | None) -> None:
+    if pages_per_seq is None:
+        return
+    checks.integer("pages_per_seq", pages_per_seq, 1)
+    if share_prefix is True:
+        raise ValueError("share_prefix must be False or \"auto\" with pages_per_seq: sequences select pages of their own")
+    if window is not None and window[0] is not None:
+        raise NotImplementedError("pages_per_seq goes without a window; leave the pages before it out of the schedule")
+
+
+def _check_schedule(
+    schedule: Any, plan: DecodePlan, pages: PagedKVCache, tree: torch.Tensor | None
+) -> torch.Tensor | None:
+    """The selection's bits: int32 (num_seqs or 1, Hkv or 1, words)."""
+    if schedule is None:
+        if plan.pages_per_seq is not None:
+            raise ValueError("schedule must be given: the plan was made with pages_per_seq, for selected pages")
+        return None
+    if not isinstance(schedule, BlockSchedule):
+        raise TypeError(f"schedule must be a tilewise.BlockSchedule or None, got {type(schedule).__name__}")
+    if plan.pages_per_seq is None:
+        raise ValueError("schedule takes a plan of plan_decode(..., pages_per_seq=...), got one over all pages")
+    if tree is not None:
+        raise NotImplementedError("tree_mask and schedule do not go together; decode a tree over all pages")
+    if schedule.lengths_q is not None or schedule.lengths_k is not None:
+        raise NotImplementedError("decode takes no schedule with lengths of blocks; the sequences' lengths hold")
+    bits, count = schedule.bits, len(plan.seqs)
+    if bits.device != pages.device:
+        raise ValueError(f"schedule must be on {pages.device} like the cache, got one on {bits.device}; use .to(device)")
+    for name, got, taken in (
+        ("block_k", schedule.block_k, (pages.page_size,)),
+        ("num_q_blocks", schedule.num_q_blocks, (1,)),
+        ("batch", schedule.batch, (None, 1, count)),
+        ("heads", schedule.heads, (None, 1, pages.num_kv_heads)),
+    ):
+        if got not in taken:
+            raise ValueError(f"schedule must have {name} {' or '.join(map(str, taken))} for this plan, got {got}")
+    longest = max(plan.lengths, default=0)
+    if schedule.num_k_blocks * pages.page_size < longest:
+        raise ValueError(f"schedule must reach the longest sequence, of {longest} tokens, got seqlen_k {schedule.seqlen_k}")
+    return bits[:, :, 0]

@@ -109,6 +109,41 @@ def run_tree(
     return torch.stack([o for o, _ in states]), torch.stack([lse for _, lse in states])
 
 
+def run_selected(
+    plan: DecodePlan, q: torch.Tensor, cache: PagedKVCache, layer: int, scoring: Scoring, bits: torch.Tensor
+) -> KV:
+    """Decode over selected pages: q (n, T, Hq, D) in the order of plan.seqs -> o like q, lse (n, Hq, T).
+
+    bits: int32 (n or 1, Hkv or 1, words), of which the first plan.pages_per_seq count. The pages that some head of a
+    sequence reads are brought together once, and each head takes its own of them.
+    """
+    tokens, heads = q.shape[1], bits.shape[1]
+    group = q.shape[2] // heads
+    compute = q.dtype if cache.format.dtype == q.dtype else torch.float32
+    o, lse = torch.zeros_like(q), torch.full((len(q), q.shape[2], tokens), -math.inf, device="cpu")
+    rows = torch.arange(tokens, device="cpu")[None]
+    selected = (bits[..., None] >> torch.arange(32, device="cpu") & 1).flatten(2)
+    selected = (selected.bool() & (selected.cumsum(-1) <= plan.pages_per_seq)).expand(len(q), -1, -1)
+    for n, seq in enumerate(plan.seqs):
+        length = cache.length(seq)
+        page = torch.arange(length, device="cpu") // cache.page_size  # of each token
+        some = selected[n].any(0)
+        held = some[page].nonzero()[:, 0]  # the positions of the tokens that are brought together
+        pages = cache.page_list(seq)[some[: -(-length // cache.page_size)].numpy()]
+        k, v = cache.load(layer, pages, 0, len(held), compute)
+        band = OPEN if tokens == 1 else Band(None, length - tokens)
+        for h in range(heads):
+            its = selected[n, h, page[held]].nonzero()[:, 0]
+            if not len(its):
+                continue
+            queries, kv_heads = slice(h * group, (h + 1) * group), slice(h, h + 1) if heads > 1 else slice(None)
+            tile_q, tile_k, tile_v = q[n, :, queries].to(compute), k[its, kv_heads], v[its, kv_heads]
+            places = Places(rows, held[None, its])
+            state = tile_state(tile_q[None], tile_k[None], tile_v[None], scoring, band, places)
+            o[n, :, queries], lse[n, queries] = state[0][0], state[1][0].transpose(0, 1)
+    return o, lse
+
+
 def _paged(plan: DecodePlan) -> list[PagedTiles]:
     return [item for item in plan.work if isinstance(item, PagedTiles)]
 

@@ -95,6 +95,33 @@ EVERY_RULE = (Scores(), Scores(softcap=30.0, alibi=True), Scores(scale=-1.0))
 DECODE_RULES = (decode_score_rule(Scores()), decode_score_rule(Scores(softcap=30.0)))
 
 
+class TileListArgs(ctypes.Structure):
+    """prefill/work.cuh: TileLists."""
+
+    _fields_ = [
+        *((n, ctypes.c_void_p) for n in ("counts", "units", "order", "lengths_q", "lengths_k")),
+        *((n, ctypes.c_int) for n in ("lengths_q_batch", "lengths_k_batch", "width", "rows_each", "lists_batch")),
+        *((n, Divisor) for n in ("heads_each", "block_q", "block_k")),
+    ]
+
+
+class FoldArgs(ctypes.Structure):
+    """prefill/fold.cu: FoldArgs."""
+
+    _fields_ = [
+        *((n, ctypes.c_void_p) for n in ("kept", "whole", "counts", "units", "order", "finished")),
+        ("kept_batch", ctypes.c_int64),
+        *((n, ctypes.c_int) for n in ("kept_head", "kept_row", "q_blocks", "k_blocks", "list_heads")),
+        ("lists_each", Divisor),
+    ]
+
+
+class NoFunctionArgs(ctypes.Structure):
+    """common/functions.cuh: NoFunction."""
+
+    _fields_ = [("unused", ctypes.c_int)]
+
+
 class ForwardArgs(ctypes.Structure):
     """prefill/work.cuh: ForwardArgs."""
 
@@ -106,6 +133,7 @@ class ForwardArgs(ctypes.Structure):
         *((f"descale_{name}", Descale) for name in "qkv"),
         *((n, ctypes.c_int) for n in ("seqlen_q", "seqlen_k", "tiles", "q_tiles")),
         *((n, Divisor) for n in ("tile_heads", "tile_heads_per_kv", "together", "tiles_together")),
+        ("lists", TileListArgs),
     ]
 
 
@@ -141,6 +169,19 @@ class DecodeArgs(ctypes.Structure):
         *((n, ctypes.c_int) for n in ("slots", "tile_rounds", "sequences", "merge_rows", "kv_heads", "tokens")),
         *((n, ctypes.c_int) for n in ("table_pages", "tail_pages")),
         *((n, Divisor) for n in ("group", "rows_each", "merge_jobs")),
+        ("selections", ctypes.c_int),
+        ("own", ctypes.c_void_p),
+    ]
+
+
+class SelectArgs(ctypes.Structure):
+    """decode/select.cu: SelectArgs."""
+
+    _fields_ = [
+        *((n, ctypes.c_void_p) for n in ("bits", "order", "lengths", "tail_from", "tails", "pages")),
+        *((n, ctypes.c_void_p) for n in ("selected", "tokens", "own")),
+        *((n, ctypes.c_int64) for n in ("batch", "head")),
+        *((n, ctypes.c_int) for n in ("num_pages", "most", "page_size", "queries", "table_pages", "tail_pages")),
     ]
 
 

@@ -9,25 +9,28 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from tilewise import arch, checks
 from tilewise.gpu import prefill
+from tilewise.gpu.pattern import NO_PATTERN, Pattern
 from tilewise.scores import Scores
 from tilewise.state import merge_states
+
+if TYPE_CHECKING:
+    from tilewise.functions import Function
+    from tilewise.plan.schedule import BlockSchedule
 
 out_dtype = prefill.out_dtype
 KV = tuple[torch.Tensor, torch.Tensor]
 Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
 
-def check_served(q: torch.Tensor, schedule: Any, where: str) -> None:
+def check_served(q: torch.Tensor, where: str) -> None:
     """NotImplementedError for what the Hopper forward does not serve."""
     instead = 'backend="cpu"' if where == "emulator" else ".cpu() tensors"
-    if schedule is not None:
-        raise NotImplementedError(f"no GPU kernel takes a schedule yet; use {instead}")
     if q.dtype not in prefill.DTYPES:
         raise NotImplementedError(
             f"GPU kernels take bfloat16, float16 and float8_e4m3fn, got {q.dtype}; convert q, k and v, or use {instead}"
@@ -68,9 +71,14 @@ class GpuCall:
         descales: tuple[torch.Tensor | None, ...] = (None, None, None),
         starts: tuple[torch.Tensor, torch.Tensor] | None = None,
         page_table: torch.Tensor | None = None,
+        *,
+        schedule: BlockSchedule | None = None,
+        function: Function | None = None,
     ) -> Result:
         if out is not None and checks.place(out, q, k, v) is None:  # it is read from as well: by way of another
-            result = GpuCall(self.scores, self.return_lse)(q, k, v, sinks, slopes, None, descales, starts, page_table)
+            again = GpuCall(self.scores, self.return_lse)
+            given = (q, k, v, sinks, slopes, None, descales, starts, page_table)
+            result = again(*given, schedule=schedule, function=function)
             if isinstance(result, torch.Tensor):
                 return out.copy_(result)
             return out.copy_(result[0]), result[1]
@@ -83,7 +91,7 @@ class GpuCall:
             lse = q.new_empty(shape, dtype=torch.float32)
         if self.bound is None:
             like_q = q.is_contiguous() and q.dtype == o.dtype
-            self.plain = like_q and all(x is None for x in (sinks, slopes, out, starts, lse))
+            self.plain = like_q and all(x is None for x in (sinks, slopes, out, starts, lse, schedule, function))
             if not q.numel() or not k.numel():
                 self.plain = False
                 return _nothing_to_see(o, lse, sinks)
@@ -97,6 +105,8 @@ class GpuCall:
                 sequences=None if starts is None else starts[0].shape[0] - 1,
                 index=torch.int32 if starts is None else starts[0].dtype,
                 paged=page_table is not None,
+                pattern=_pattern(q, k, schedule, function, starts, page_table),
+                table_pages=0 if page_table is None else page_table.shape[1],
             )
         if sinks is not None:
             sinks = sinks.float().contiguous()
@@ -104,7 +114,7 @@ class GpuCall:
             slopes = slopes.float().contiguous().expand(q.shape[0] if starts is None else starts[0].shape[0] - 1, -1)
         batch = q.shape[0] if starts is None else starts[0].shape[0] - 1
         descales = tuple(x if x is None or x.dim() == 2 else x.contiguous().expand(batch, -1) for x in descales)
-        self.bound(q, k, v, o, lse, sinks, slopes, starts, page_table, descales)
+        self.bound(q, k, v, o, lse, sinks, slopes, starts, page_table, descales, schedule, function)
         return o if lse is None else (o, lse)
 
     def again(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -112,6 +122,22 @@ class GpuCall:
         o = torch.empty_like(q)
         self.bound.launch((q.data_ptr(), k.data_ptr(), v.data_ptr(), o.data_ptr()))  # type: ignore[union-attr]
         return o
+
+
+def _pattern(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    schedule: BlockSchedule | None,
+    function: Function | None,
+    starts: tuple[torch.Tensor, torch.Tensor] | None,
+    page_table: torch.Tensor | None,
+) -> Pattern:
+    """What a kernel has to be made for; sizes are upper bounds where they are on the device."""
+    if schedule is None and function is None:
+        return NO_PATTERN
+    keys = k.shape[-3] if page_table is None else page_table.shape[1] * k.shape[1]
+    sequences = q.shape[0] if starts is None else starts[0].shape[0] - 1
+    return Pattern.of(schedule, function, (sequences, q.shape[-2], q.shape[-3], keys))
 
 
 def shared_prefix(

@@ -43,6 +43,7 @@ from tilewise.gpu.decode_kernels import (
     tiles_can,
     tiles_whole,
 )
+from tilewise.gpu.select import Select
 from tilewise.plan.tiles import DecodePlan
 from tilewise.plan.worklist import (
     CHUNK,
@@ -98,10 +99,12 @@ def fills_one_block(plan: DecodePlan, fmt: KVFormat, multiprocessors: int) -> bo
 
 @dataclass
 class Workspace:
-    """Scratch of launches that follow each other: partial states, and the counter of the grid barrier."""
+    """Scratch of launches that follow each other: partial states, the lists of selected pages, and the counter of the
+    grid barrier."""
 
     o: torch.Tensor
     ml: torch.Tensor
+    lists: torch.Tensor
     barrier: torch.Tensor
 
 
@@ -122,7 +125,7 @@ class Decode:
         # Sequences that read the same pages find them in L2 if they do not ask at the same time. So with 16-bit pages
         # that several sequences have, warps are not kept in step: 64 × (8192 + 256) unshared takes 242 µs, not 288.
         apart = BITS[fmt.name] == 16 and plan.stored_tokens < sum(plan.lengths)
-        in_step = tma and listed.in_step and not apart
+        in_step = tma and listed.in_step and not apart and asked.selections <= 1  # else heads read different pages
         row_bytes, lines = fmt.head_dim * BITS[fmt.name] // 8, 1
         if in_step and all(x.stride(2) * x.element_size() == row_bytes for x in codes):
             lines = line_heads(row_bytes, tiling.warps)
@@ -138,6 +141,7 @@ class Decode:
             tiles_whole=tiles_whole(codes),
             in_step=in_step,
             line_heads=lines,
+            selected=asked.selections > 0,
         )
         self.map_specs: list[TensorMapSpec | None] = [None, None]
         if tma:
@@ -159,6 +163,10 @@ class Decode:
         a.table_pages, a.tail_pages = listed.pages.shape[1], listed.tail_pages
         a.group, a.rows_each = Divisor.by(group), Divisor.by(self.rows_each)
         a.merge_jobs = Divisor.by(-(-plan.heads_kv * self.rows_each // max(1, a.merge_rows)))
+        self.select = None
+        if asked.selections:
+            self.select = Select(listed, a, self.device, asked.selections)
+            a.selections, a.table_pages = asked.selections, listed.selected_pages
         self.grid = (listed.blocks, 1, 1)
         self.workspaces: dict[int | None, Workspace] = {}
         self.graph_barrier = self._barrier()
@@ -191,6 +199,7 @@ class Decode:
             found = self.workspaces[stream] = Workspace(
                 torch.empty(rows * self.fmt.head_dim, dtype=torch.float32, device=self.device),
                 torch.empty(rows * 2, dtype=torch.float32, device=self.device),
+                torch.empty(self.select.scratch if self.select else 0, dtype=torch.int32, device=self.device),
                 self.graph_barrier if stream is None else self._barrier(),
             )
         return found
@@ -204,11 +213,13 @@ class Decode:
         lse: torch.Tensor | None,
         scores: Scores,
         tree: torch.Tensor | None,
+        selected: torch.Tensor | None,
         **emulated: Any,
     ) -> None:
         """Fills o, and lse if there is one, both like q. emulated: options of emulator.launch.
 
-        tree: (num_seqs, tokens_per_seq) int32, bit j of a row's word telling whether it sees query token j.
+        tree: (num_seqs, tokens_per_seq) int32, bit j of a row's word telling whether it sees query token j. selected:
+        as in `run`.
         """
         a = self.args
         sinks = None if scores.sinks is None else scores.sinks.float().contiguous()
@@ -227,6 +238,8 @@ class Decode:
         stream = compiler.raw_stream(self.kernel.ordinal) if cuda else 0
         space = self._workspace(None if cuda and torch.cuda.is_current_stream_capturing() else stream)
         a.state_o, a.state_ml, a.barrier_counter = (x.data_ptr() for x in (space.o, space.ml, space.barrier))
+        if self.select and selected is not None:
+            self.select(selected, space.lists, a, stream, **emulated)
         pointers = (k_parts[0].data_ptr(), v_parts[0].data_ptr())
         if cuda:
             for n, spec in enumerate(self.map_specs):
@@ -235,7 +248,7 @@ class Decode:
             self.kernel.launch(self.grid, self.launch_args, stream=stream, cooperative=bool(a.merge_rows))
             return
         tensors = {"q": q, "o": o, "lse": lse, "sinks": sinks, "tree": tree, **self.fixed}
-        tensors |= {"state_o": space.o, "state_ml": space.ml, "barrier": space.barrier}
+        tensors |= {"state_o": space.o, "state_ml": space.ml, "lists": space.lists, "barrier": space.barrier}
         for name, parts in (("k", k_parts), ("v", v_parts)):
             tensors |= {f"{name}{n}": x for n, x in enumerate(parts)}
         known = {name: x for name, x in tensors.items() if x is not None}
@@ -260,6 +273,7 @@ class Asked(NamedTuple):
     scale_runs: bool
     rule: tuple[str, str]
     tree: bool
+    selections: int  # of pages, per sequence: one per KV head, one for all of them, or 0 if all pages are read
     pages: int
     strides: tuple[tuple[int, ...], tuple[int, ...]]
 
@@ -297,6 +311,7 @@ def run(
     scores: Scores,
     *,
     tree: torch.Tensor | None = None,
+    selected: torch.Tensor | None = None,
     splitting: Splitting | None = None,
     room: int = 0,
     tma: bool | None = None,
@@ -309,8 +324,9 @@ def run(
     contiguous, or None. k_parts, v_parts: the format's components of the layer, (num_pages, page_size, Hkv, *trailing).
     page_lists, lengths: of the plan's sequences, in the order of plan.seqs; looked at when the list is made. scores:
     its window is the one that the plan was made with. tree: (num_seqs, T, T) bool, which query tokens each row sees,
-    the first being seen by all; causal if None. room: tokens that each sequence may grow by under WorkList.grow before
-    a new plan is needed. tma, tiles: whether to load by TMA, and to put shared nodes through tiles; None for whatever
+    the first being seen by all; causal if None. selected: int32 (num_seqs or 1, Hkv or 1, words), for a plan with
+    pages_per_seq: bit j % 32 of word j // 32 tells whether the sequence and KV head read page j; bits past a sequence's
+    end may be anything. room: tokens that each sequence may grow by under WorkList.grow before a new plan is needed. tma, tiles: whether to load by TMA, and to put shared nodes through tiles; None for whatever
     the pages and the plan allow. emulated: options of emulator.launch.
     """
     check_served(q, fmt, plan, (k_parts[0], v_parts[0]))
@@ -331,7 +347,7 @@ def run(
     strides = (codes[0].stride(), codes[1].stride())
     asked = Asked(
         id(listed), q.device, q.dtype, fmt, tiling, page_size, tma, runs, decode_score_rule(scores),
-        tree is not None, len(codes[0]), strides,
+        tree is not None, 0 if selected is None else selected.shape[1], len(codes[0]), strides,
     )  # fmt: skip
     bound = kept(plan).bound.get(asked)
     if bound is None:
@@ -339,7 +355,8 @@ def run(
     if not _aligned(q):
         q = q.clone(memory_format=torch.contiguous_format)
     to = o if _aligned(o) else torch.empty_like(o, memory_format=torch.contiguous_format)
-    bound(q, k_parts, v_parts, to, lse, scores, None if tree is None else _tree_words(tree), **emulated)
+    words = None if tree is None else _tree_words(tree)
+    bound(q, k_parts, v_parts, to, lse, scores, words, selected, **emulated)
     if to is not o:
         o.copy_(to)
     return listed

@@ -145,12 +145,13 @@ def decode_spec(
     tiles_whole: bool = True,
     in_step: bool = False,
     line_heads: int = 1,
+    selected: bool = False,
 ) -> KernelSpec:
     """The kernel for queries of `dtype` over pages of `fmt`.
 
     rule: what is done to scores. tree: query tokens see each other by a mask. tiles_whole: a copy for tiles brings
     whole rows. in_step: the warps of a block work on neighbouring heads, and one copy brings a chunk for all of them;
-    line_heads: heads whose rows make up 128 bytes and are copied as one.
+    line_heads: heads whose rows make up 128 bytes and are copied as one. selected: sequences read selected pages only.
     """
     constants = (
         ("Element", ELEMENTS[dtype]),
@@ -169,6 +170,7 @@ def decode_spec(
         ("kTree", tree),
         ("kInStep", in_step),
         ("kLineHeads", line_heads),
+        ("kSelected", selected),
         ("kTileStages", tiling.tile_stages),
         ("kJoiners", tiling.joiners),
         ("kTileWhole", tiling.tile_stages > 0 and tiles_whole and fmt.head_dim % PANEL == 0),

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -25,6 +25,7 @@ from tilewise.gpu.abi import (
     FP8,
     LIST_HEADER,
     MAP_NAMES,
+    NoFunctionArgs,
     PANEL_BYTES,
     TILE_WORDS,
     Descale,
@@ -35,9 +36,14 @@ from tilewise.gpu.abi import (
     Strides,
     score_rule,
 )
+from tilewise.gpu.pattern import NO_PATTERN, Lists, Pattern, block_keys
 from tilewise.plan.dense import plan_tiled
 from tilewise.plan.tiles import Launch, Plan
 from tilewise.scores import Scores
+
+if TYPE_CHECKING:
+    from tilewise.functions import Function
+    from tilewise.plan.schedule import BlockSchedule
 
 DTYPES = (torch.bfloat16, torch.float16, FP8)
 MAX_HEAD_DIM = 256
@@ -55,7 +61,8 @@ class Tiling:
 
     ping_pong: they take turns at the tensor cores. q_registers: they keep Q in registers. lazy: the lazy softmax. It
     keeps K until the softmax is done, in case S has to be computed again, and so needs one more stage of K.
-    stages_raw: stages of FP8's V before it is transposed; stages_v are those after it.
+    stages_raw: stages of FP8's V before it is transposed; stages_v are those after it. unit: keys that one entry of a
+    list stands for, 0 if blocks follow each other.
     """
 
     tile_q: int
@@ -67,6 +74,12 @@ class Tiling:
     q_registers: bool
     lazy: bool
     stages_raw: int = 0
+    unit: int = 0
+
+    @property
+    def blocks_each(self) -> int:
+        """Thread blocks that a multiprocessor holds at once: prefill/layout.cuh has the same."""
+        return 2 if self.tile_q == 64 else 1
 
 
 # By padded head dimension. A warpgroup holds S (64 × tile_kv), P of the block before it and O at once; a block holds Q
@@ -94,6 +107,9 @@ TILINGS_FP8 = {
     256: Tiling(128, 64, 1, 3, 2, ping_pong=False, q_registers=False, lazy=False, stages_raw=2),
 }
 SHORT = 1024  # query rows, up to which a sequence counts as short
+# Schedules with fewer than 128 rows per block: rows that are in a tile together would otherwise visit each other's
+# blocks. Two such blocks of threads share a multiprocessor.
+FEW_ROWS = Tiling(64, 64, 2, 3, 2, ping_pong=False, q_registers=False, lazy=True)
 
 
 def out_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -106,9 +122,20 @@ def padded(head_dim: int) -> int:
     return next(d for d in TILINGS if d >= head_dim)
 
 
-def choose_tiling(dtype: torch.dtype, head_dim: int, seqlen_q: float, scores: Scores, *, plain: bool) -> Tiling:
+def choose_tiling(
+    dtype: torch.dtype,
+    head_dim: int,
+    seqlen_q: float,
+    scores: Scores,
+    *,
+    plain: bool,
+    pattern: Pattern = NO_PATTERN,
+    page_size: int = 0,
+) -> Tiling:
     """The tiling for sequences of about `seqlen_q` rows; plain: K and V come by TMA and are not paged."""
     width = padded(head_dim)
+    if pattern != NO_PATTERN:
+        return _patterned_tiling(dtype, width, scores, pattern, plain, page_size)
     if dtype == FP8:
         tiling = TILINGS_FP8[width]
         if scores.changed or not plain:
@@ -128,6 +155,28 @@ def choose_tiling(dtype: torch.dtype, head_dim: int, seqlen_q: float, scores: Sc
     return tiling
 
 
+def _patterned_tiling(
+    dtype: torch.dtype, width: int, scores: Scores, pattern: Pattern, plain: bool, page_size: int
+) -> Tiling:
+    """The tiling with lists or functions: both take registers, so Q stays in shared memory.
+
+    Listed blocks arrive less evenly than neighbouring ones, and waiting for turns costs more than it gains.
+    """
+    tiling = TILINGS_FP8[width] if dtype == FP8 else SMALL_64 if width == 64 else TILINGS[width]
+    if pattern.block_q % 128 and width <= 128 and dtype != FP8 and plain:
+        tiling = FEW_ROWS
+    most = tiling.tile_kv
+    if dtype == FP8:
+        most = min(96, most)
+    elif width > 128:
+        most = 48 if width == 256 and pattern.text else 64
+    tiling = replace(tiling, q_registers=False, lazy=tiling.lazy and not (scores.changed and width == 256), tile_kv=most)
+    if not pattern.listed:
+        return tiling
+    tile_kv, unit = block_keys(most, pattern.block_k, page_size, 32 if dtype == FP8 else 16)
+    return replace(tiling, tile_kv=tile_kv, unit=unit, ping_pong=False)
+
+
 @lru_cache(maxsize=1024)
 def forward_spec(
     dtype: torch.dtype,
@@ -138,6 +187,7 @@ def forward_spec(
     pack: int = 1,
     page_size: int = 0,
     tma: bool = True,
+    pattern: Pattern = NO_PATTERN,
 ) -> KernelSpec:
     """The kernel for one dtype, head dimension, tiling and choice of features."""
     width, fp8 = padded(head_dim), dtype == FP8
@@ -169,10 +219,18 @@ def forward_spec(
         ("kPageSize", page_size),
         ("kTma", tma),
         ("kExact", scores.exact or not tiling.lazy),
-        score_rule(scores),
+        score_rule(Scores() if pattern.score else scores),
+        ("kUnit", tiling.unit),
+        ("kSlabs", pattern.block_q * pack % tiling.tile_q > 0),
+        ("kLengths", pattern.lengths),
+        ("Function", "UserFunction" if pattern.text else "NoFunction"),
     )
-    shared = tiles + -(-(barriers + SCALE_BYTES) // 64) * 64 + 4 * TILE_WORDS * (tiling.stages_q + 1)
-    return KernelSpec("forward", "prefill/forward.cu", "forward", constants, threads, shared, product=True)
+    boxes = tiling.tile_kv // tiling.unit if tiling.unit else 0
+    told = 4 * boxes * (tiling.stages_k * (1 + pattern.lengths) + raw * pattern.lengths)
+    shared = tiles + -(-(barriers + SCALE_BYTES + told) // 64) * 64 + 4 * TILE_WORDS * (tiling.stages_q + 1)
+    return KernelSpec(
+        "forward", "prefill/forward.cu", "forward", constants, threads, shared, product=True, text=pattern.text
+    )
 
 
 @lru_cache(maxsize=64)
@@ -241,13 +299,18 @@ def geometry(
     *,
     plain: bool,
     sequences: int | None = None,
+    pattern: Pattern = NO_PATTERN,
+    page_size: int = 0,
 ) -> Geometry:
     """The geometry of dense rows, or of `sequences` packed ones; plain: as choose_tiling has it."""
     rows = seqlen_q if sequences is None else seqlen_q / max(1, sequences)  # of a sequence, about
-    tiling = choose_tiling(dtype, head_dim, rows, scores, plain=plain)
-    pack = pack_of(tiling.tile_q, rows, heads_q // heads_kv)
+    tiling = choose_tiling(dtype, head_dim, rows, scores, plain=plain, pattern=pattern, page_size=page_size)
+    group = heads_q // heads_kv
+    # Slabs are whole tokens, and the heads of a tile share its list.
+    apart = pattern.listed and (pattern.heads > heads_kv or group & (group - 1) != 0)
+    pack = 1 if apart else pack_of(tiling.tile_q, rows, group)
     heads, together = heads_q // pack, 1
-    if scores.window[1] is not None:  # tiles differ in weight
+    if scores.window[1] is not None or pattern.mask:  # tiles differ in weight
         wanted = min(max(1, HEADS_TOGETHER // padded(head_dim)), batch * heads)
         together = next(d for d in range(wanted, 0, -1) if batch * heads % d == 0)
     return Geometry(tiling, pack, heads, math.ceil(seqlen_q * pack / tiling.tile_q), together)
@@ -293,16 +356,20 @@ class Forward:
         sequences: int | None = None,
         index: torch.dtype = torch.int32,
         paged: bool = False,
+        pattern: Pattern = NO_PATTERN,
+        table_pages: int = 0,
     ) -> None:
         packed = sequences is not None
-        self.packed, self.device = packed, q.device
+        self.packed, self.device, self.pattern = packed, q.device, pattern
         batch, seqlen_q, heads, head_dim = (1, *q.shape) if packed else q.shape
         seqlen_k, heads_kv = k.shape[-3:-1]
         sized = (q.dtype, batch, seqlen_q, heads, heads_kv, head_dim, scores)
-        g = geometry(*sized, plain=tma and not paged, sequences=sequences)
-        tiling, pack = g.tiling, g.pack
         page_size = k.shape[1] if paged else 0
-        self.spec = forward_spec(q.dtype, head_dim, tiling, scores, pack=pack, page_size=page_size, tma=tma)
+        plain = tma and not paged
+        g = geometry(*sized, plain=plain, sequences=sequences, pattern=pattern, page_size=page_size)
+        tiling, pack = g.tiling, g.pack
+        loads: dict[str, Any] = {"page_size": page_size, "tma": tma}
+        self.spec = forward_spec(q.dtype, head_dim, tiling, scores, pack=pack, pattern=pattern, **loads)
         # Rows of (D, heads of a tile, N, the other heads, B), a box being the rows of a tile; of K and V (D, N, H, B).
         box = (pack, tiling.tile_q // pack, 1, 1)
         sizes = (head_dim, pack, seqlen_q, g.heads, batch)
@@ -315,7 +382,7 @@ class Forward:
                 for x in (q, o)
             )
             self._maps = [(q_map, {})]
-            box_rows = math.gcd(page_size, tiling.tile_kv) if paged else tiling.tile_kv
+            box_rows = tiling.unit or (math.gcd(page_size, tiling.tile_kv) if paged else tiling.tile_kv)
             for x in (k, v):
                 outer = 0 if packed and not paged else x.stride(0)
                 kv_sizes = (head_dim, seqlen_k, heads_kv, x.shape[0] if paged else batch)
@@ -323,7 +390,8 @@ class Forward:
                 self._maps.append((_map_spec(x, kv_sizes, strides, (box_rows, 1, 1)), {}))
             self._maps.append((o_map, {}))
         self.list_tiles = g.q_tiles + (sequences or 0)  # at most
-        self.blocks = g.heads * (self.list_tiles if packed else g.q_tiles * batch)
+        self.tiles = g.heads * (self.list_tiles if packed else g.q_tiles * batch)
+        self.blocks = min(self.tiles, multiprocessors(self.device) * tiling.blocks_each)
         per_kv, beside = heads // heads_kv // pack, max(1, g.together * g.q_tiles)
         self.args = ForwardArgs(
             *(None,) * 8,
@@ -337,6 +405,14 @@ class Forward:
             *(g.q_tiles * batch * g.heads, g.q_tiles),
             *(Divisor.by(n) for n in (g.heads, per_kv, g.together, beside)),
         )
+        self.lists: Lists | None = None
+        if pattern.listed:
+            self.lists = Lists(
+                pattern, device=q.device, batch=batch, tile_heads=g.heads, pack=pack, tile_q=tiling.tile_q,
+                unit=tiling.unit, rows_each=self.list_tiles if packed else g.q_tiles,
+                keys=table_pages * page_size if paged else seqlen_k, packed=packed,
+            )  # fmt: skip
+            self.args.lists = self.lists.tile_lists
         if packed:
             self.ragged_spec = ragged_spec(index, tiling, pack)
             total_k = FAR if paged else seqlen_k
@@ -345,15 +421,20 @@ class Forward:
             self._load()
 
     def _load(self) -> None:
-        self._pointers = (0, 0, 0, 0)
         self._stream: int | None = None
         self.kernel = compiler.load(self.spec, self.device)
-        empty = [compiler.TensorMap.blank()] * 4
-        self.grid = (min(self.blocks, multiprocessors(self.device)), 1, 1)
-        self.launch_args = compiler.Args(*empty, self.args)
+        self.grid = (self.blocks, 1, 1)
+        self._take_values(None)
         if self.packed:
             self.ragged_kernel = compiler.load(self.ragged_spec, self.device)
             self.ragged_launch_args = compiler.Args(self.args, self.ragged_args)
+
+    def _take_values(self, function: Function | None) -> None:
+        """From now on launches give the kernel what this function captured."""
+        self._values_of = None if function is None else function.key
+        values = NoFunctionArgs() if function is None else function.arguments()
+        self.launch_args = compiler.Args(*[compiler.TensorMap.blank()] * 4, self.args, values)
+        self._pointers = (0, 0, 0, 0)  # the tensor maps have to be named again
 
     def __call__(
         self,
@@ -367,6 +448,8 @@ class Forward:
         starts: tuple[torch.Tensor, torch.Tensor] | None = None,
         page_table: torch.Tensor | None = None,
         descales: tuple[torch.Tensor | None, ...] = (None, None, None),
+        schedule: BlockSchedule | None = None,
+        function: Function | None = None,
         **emulated: Any,
     ) -> None:
         """Fills o, and lse if there is one. sinks, slopes: float32. emulated: options of emulator.launch.
@@ -397,7 +480,7 @@ class Forward:
             if page_table is not None:
                 r.longest_k = min(FAR, page_table.shape[1] * k.shape[1])
         if self.device.type == "cuda":
-            self.launch(pointers)
+            self.launch(pointers, schedule, function)
             return
         a.q, a.k, a.v, a.o = pointers
         counter = torch.zeros(2, dtype=torch.int32)
@@ -410,15 +493,25 @@ class Forward:
         known = {name: x for name, x in tensors.items() if x is not None}
         if starts is not None:
             emulator.launch(self.ragged_spec, (1, 1, 1), [a, self.ragged_args], known, **emulated)
+        if self.lists is not None:
+            known |= self.lists.emulate(a, schedule, function, known, **emulated)
+        if function is not None:
+            known |= {f"captured {n}": x for n, x in enumerate(function.tensors)}
+        values = NoFunctionArgs() if function is None else function.arguments()
         maps = [emulator.tensor_map(spec, x) for (spec, _), x in zip(self._maps, pointers, strict=False)]
         maps = maps or [emulator.TensorMap()] * 4
-        emulator.launch(
-            self.spec, (min(self.blocks, multiprocessors(self.device)), 1, 1), [*maps, a], known, **emulated
-        )
+        emulator.launch(self.spec, (self.blocks, 1, 1), [*maps, a, values], known, **emulated)
 
-    def launch(self, pointers: tuple[int, int, int, int]) -> None:
+    def launch(
+        self,
+        pointers: tuple[int, int, int, int],
+        schedule: BlockSchedule | None = None,
+        function: Function | None = None,
+    ) -> None:
         """Over q, k, v and o at these addresses, on the current stream. What has not changed is not set again."""
         a = self.args
+        if function is not None and function.key != self._values_of:
+            self._take_values(function)
         if pointers != self._pointers:
             a.q, a.k, a.v, a.o = self._pointers = pointers
             for index, ((spec, made), pointer) in enumerate(zip(self._maps, pointers, strict=False)):
@@ -435,6 +528,8 @@ class Forward:
             a.counter = self._counter.data_ptr()
         if self.packed:
             self.ragged_kernel.launch((1, 1, 1), self.ragged_launch_args, stream=stream)
+        if self.lists is not None:
+            self._listed = self.lists.make(a, schedule, function, stream)
         self.kernel.launch(self.grid, self.launch_args, stream=stream)
 
 

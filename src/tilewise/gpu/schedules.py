@@ -1,8 +1,8 @@
 """Block schedules on a device, kernels/common/schedule_*.cu: arguments and launches. They give `BlockSchedule` what
 plan/schedule_device.py asks for.
 
-Each is one launch on the card of its tensors, or in the emulator over CPU tensors; nothing is waited for, and nothing is
-read by the host. They validate nothing: plan/schedule.py has done so.
+Each is one launch on the card of its tensors, or in the emulator over CPU tensors. None waits, and the host reads
+nothing. They validate nothing: plan/schedule.py has done so.
 """
 
 from __future__ import annotations
@@ -101,9 +101,9 @@ def select_spec(dtype: torch.dtype, words: int, share: bool) -> KernelSpec:
 
 
 def specs(*, every: bool = False) -> list[KernelSpec]:
-    """The kernels as users get them: bfloat16 scores and up to 1024 key blocks, or `every` dtype and length."""
+    """The kernels as users get them: bfloat16 scores in rows of each kind, or `every` dtype and length of rows."""
     dtypes = (torch.float32, torch.float16, torch.bfloat16) if every else (torch.bfloat16,)
-    words = (*range(4, 33, 4), 64, 128, 256, 257) if every else (32,)
+    words = (*range(4, 33, 4), 64, 128, 256, 257) if every else (32, 256, 257)
     found = [select_spec(d, n, share) for d in dtypes for n in words for share in (False, True)]
     return [*found, *(scatter_spec(d) for d in INDICES), *map(_spec, ("pack", "lists", "transpose"))]
 
@@ -272,7 +272,7 @@ def lists(
     with bound.lock:
         a = bound.args
         a.bits, a.counts, a.indices = bits.data_ptr(), counts.data_ptr(), _address(indices)
-        a.rows, a.cols, a.words, a.width = counts.numel(), num_k_blocks, words, width or 0
+        a.rows, a.cols, a.words, a.width = counts.numel(), num_k_blocks, words, MOST if width is None else width
         known = {"bits": bits, "counts": counts, "indices": indices}
         bound.launch(-(-a.rows // WARPS), known, emulated)
     return counts, indices

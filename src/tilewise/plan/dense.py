@@ -107,8 +107,11 @@ def plan_dense(
     io_bytes: int = 2,
 ) -> Plan:
     """`batch` equal sequences: one sequence's tiles, repeated by formula."""
-    make = _plan_dense if isinstance(schedule, Kinds) else _kept_plan
-    return make(batch, seqlen_q, seqlen_k, heads_q, heads_kv, head_dim, causal, window, schedule, io_bytes)
+    sizes = (batch, seqlen_q, seqlen_k, heads_q, heads_kv, head_dim)
+    if isinstance(schedule, Kinds):
+        return _plan_dense(*sizes, causal, window, schedule, io_bytes)
+    # One on a device is equal to itself alone.
+    return _kept_plan(*sizes, causal, window, None if schedule is None else schedule.cpu(), io_bytes)
 
 
 def _plan_dense(
@@ -209,6 +212,7 @@ def plan_varlen(
         band = band_of(nq, nk, causal, window)
         schedule = schedules[b] if schedules is not None else None
         if schedule is not None:
+            schedule = schedule if isinstance(schedule, Kinds) else schedule.cpu()
             blocks, alone = cut_schedule(schedule, band, Stretch(row, key, nq, nk), heads_q, entry=b)
             exclusive = exclusive and alone
             work += blocks

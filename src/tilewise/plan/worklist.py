@@ -63,7 +63,8 @@ class WorkList:
     (n, 4); pages (n, table_pages); live: the lengths (n,), then the tails (n, tail_pages), all that grow() changes;
     tail_from (n,): the number of the first page in each tail; capacity (n,): the lengths up to which the list serves;
     total_states: states in scratch; copies: PageLists.copies when the tails were last read; in_step: the warps of a
-    block have the same tokens of neighbouring heads in every round.
+    block have the same tokens of neighbouring heads in every round; selected_pages: for a plan over selected pages, how
+    many of them a sequence reads at most, otherwise 0.
     """
 
     items: Ints
@@ -79,6 +80,7 @@ class WorkList:
     total_states: int
     in_step: bool
     copies: int | None = None
+    selected_pages: int = 0
     _on_device: dict[torch.device, dict[str, torch.Tensor]] = field(default_factory=dict, repr=False)
 
     @property
@@ -141,7 +143,9 @@ class WorkList:
         """The arrays on a device. On a CPU the tensors share the memory of the arrays."""
         found = self._on_device.get(device)
         if found is None:
-            names = ("items", "tile_items", "order", "states", "pages", "live")
+            names = ["items", "tile_items", "order", "states", "pages", "live"]
+            if self.selected_pages:
+                names.append("tail_from")
             found = {name: torch.from_numpy(getattr(self, name)) for name in names}
             if device.type == "cuda":
                 found = {name: x.pin_memory().to(device, non_blocking=True) for name, x in found.items()}
@@ -167,10 +171,16 @@ def work_list(
     rows_each = plan.tokens_per_seq * (plan.heads_q // heads)
     order = np.ascontiguousarray(plan.order, np.int32)
     length = np.array([lengths[n] for n in order], np.int64)
-    nodes, own = find_ranges(plan, length, room)
+    selected_pages = 0
+    reach, capacity = length, length + room  # tokens that a sequence reads, now and when it has grown
+    if plan.pages_per_seq is not None:
+        selected_pages = max(1, min(plan.pages_per_seq, -(-int(capacity.max(initial=0)) // page_size)))
+        reach, capacity = (np.minimum(x, selected_pages * page_size) for x in (reach, capacity))
+    nodes, own = find_ranges(plan, reach, room)
+    own = own._replace(stop=np.minimum(own.stop, capacity[own.sequence]))
     cutter = Cutter(rows_each, heads, shape, splitting or Splitting())
     # With a window, rows of one node see different parts of it: its tiles need their own states.
-    cut = cut_plan(nodes, own, cutter, length, plan.tokens_per_seq, chaining=plan.window is None)
+    cut = cut_plan(nodes, own, cutter, reach, plan.tokens_per_seq, chaining=plan.window is None)
     states = cut.states.table()
     tables = _page_tables(page_lists, order, length, page_size, room)
 
@@ -179,7 +189,7 @@ def work_list(
     tiles = items_of_heads(cut.tiled.pieces(), heads, rows_each, of_sequence)
     tiles[:, STATE_WORDS] = first_tile_pages(tiles, of_sequence)
 
-    chunks = stream_chunks(items, length)
+    chunks = stream_chunks(items, reach)
     blocks = max(1, min(shape.blocks, max(len(items), len(tiles))))
     tile_items = deal_chains(tiles, cut.tiled.chains(heads), blocks)
     if shape.tiles:
@@ -200,6 +210,7 @@ def work_list(
         total_states=cut.total_states,
         in_step=not shape.tiles and are_in_step(len(items), heads, blocks, shape.warps),
         copies=getattr(page_lists, "copies", None),
+        selected_pages=selected_pages,
     )
 
 

@@ -7,7 +7,8 @@ struct ListArgs {
     const uint32_t* bits;  // (rows, words)
     int* counts;           // (rows,)
     int* indices;          // (rows, width), or null: only the counts
-    int rows, cols, words, width;
+    int rows, cols, words;
+    int width;  // the most that a list has and that is counted
 };
 
 extern "C" __global__ void __launch_bounds__(kThreads) schedule_lists(const __grid_constant__ ListArgs a) {
@@ -31,9 +32,6 @@ extern "C" __global__ void __launch_bounds__(kThreads) schedule_lists(const __gr
             count += ptx::count_bits(word);
         }
     }
-    if (a.indices) {
-        for (int i = count + lane; i < a.width; i += 32) gList[i] = 0;
-        count = count < a.width ? count : a.width;
-    }
-    if (lane == 0) Global<int>{a.counts}[row] = count;
+    for (int i = count + lane; a.indices && i < a.width; i += 32) gList[i] = 0;
+    if (lane == 0) Global<int>{a.counts}[row] = count < a.width ? count : a.width;
 }

@@ -12,10 +12,12 @@
 // kTma: chunks come by TMA; without it, by cp.async. kScaleRuns: the scales of a page's tokens are contiguous.
 // Rule: what is done to scores. kTree: query tokens see each other by a mask. kInStep: the warps of a block work on
 // neighbouring heads, and one copy brings a chunk for all of them. kLineHeads: heads whose rows make up 128 bytes.
+// kSelected: sequences read the pages that select.cu has listed.
 // kTileStages, kJoiners: 0 here; decode_tree.cu has them.
 #include "tile/quant.cuh"
 constexpr Format kFormat = static_cast<Format>(kStoredAs);
 #include "decode/warps.cuh"
+static_assert(!kSelected || !kTree, "a mask of query tokens counts on the key of each of them");
 
 extern "C" __global__ void __launch_bounds__(32 * kWarps, kBlocksPerSm)
     decode(const __grid_constant__ TensorMap mK, const __grid_constant__ TensorMap mV,

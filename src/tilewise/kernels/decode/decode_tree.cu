@@ -12,6 +12,7 @@
 constexpr Format kFormat = static_cast<Format>(kStoredAs);
 #include "decode/tile.cuh"
 static_assert(kBlocksPerSm == 1 && kWarps == 4, "registers are dealt to four warpgroups");
+static_assert(!kSelected, "what sequences select is theirs alone");
 static_assert(kTma && kFormat == Format::bits16, "tiles come by TMA and are multiplied as they are");
 
 extern "C" __global__ void __launch_bounds__(512, kBlocksPerSm)

@@ -208,11 +208,13 @@ struct Loader {
             if (head < rows && head < group)
                 ptx::touch(static_cast<const Element*>(args.q) + (caller_head >> 12) * args.q_strides.batch +
                            (kv_head * group + head) * args.q_strides.head + lane * 64 % kHeadDim);
-            table = page_table(args, sequence, field(word, kTailFromWord));
+            table = page_table(args, sequence, kv_head, field(word, kTailFromWord));
             if constexpr (kScaled && kScaleRuns) point_at_scales();
             page = ptx::shuffle(word, kBoxes == 2 && lane >= 16 ? kSecondPageWord : kPageWord);
-            fresh = kTma && (!kScaled || kScaleRuns) && field(word, kPageWord) >= 0 && args.scores.sees_back_to_first();
+            fresh = kTma && !kSelected && (!kScaled || kScaleRuns) && field(word, kPageWord) >= 0 &&
+                    args.scores.sees_back_to_first();
             if (!fresh) {
+                if constexpr (kSelected) ptx::touch(table.pages + field(word, kStartWord) / kPageSize);
                 measure(word);
                 if (chunk >= end) {
                     if constexpr (kTileStages > 0) put_empty(args, item(args, slot));
@@ -237,7 +239,7 @@ struct Loader {
     }
     // Finds where the item begins and ends; the span is empty if the sequence does not reach the item's piece
     TILE_DEVICE void measure(int word) {
-        const int length = Global<const int>{args.lengths}[field(word, kTableWord)];
+        const int length = length_of(args, field(word, kTableWord), kv_head);
         span = span_of(args, field(word, kKindWord) & kOwn, field(word, kStartWord), field(word, kStopWord), length);
         chunk = span.begin / kChunk;
         end = span.end > span.begin ? (span.end + kChunk - 1) / kChunk : 0;

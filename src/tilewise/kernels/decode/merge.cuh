@@ -140,7 +140,7 @@ struct Merge {
         row = (n - sequence * int(args.merge_jobs.divisor)) * args.merge_rows + ahead;
         if (!there(args)) return;
         states = Global<const StateSplit>{args.states}[sequence];
-        length = Global<const int>{args.lengths}[sequence];
+        length = length_of(args, sequence, args.rows_each.quotient(row));
         caller = Global<const int>{args.order}[sequence];
     }
     TILE_DEVICE bool there(const DecodeArgs& args) const { return sequence < args.sequences; }
@@ -222,7 +222,7 @@ TILE_DEVICE void fold_runs(typename Lanes::State& all, const DecodeArgs& args, c
 
 // ---- the end of an item ---------------------------------------------------------------------------------------------
 TILE_DEVICE void put_item(const DecodeArgs& args, const DecodeItem& item, const Staged& staged) {
-    const States own = states_of(item, Global<const int>{args.lengths}[item.table]);
+    const States own = states_of(item, length_of(args, item.table, item.kv_head()));
 #pragma unroll 1
     for (int n = 0; n < item.rows; n++) {
         float max, sum, x[kFours][4];
@@ -236,7 +236,7 @@ TILE_DEVICE void put_item(const DecodeArgs& args, const DecodeItem& item, const 
 
 // Empty states for an own range without tokens. A piece that its sequence does not reach yet has no state at all.
 TILE_DEVICE void put_empty(const DecodeArgs& args, const DecodeItem& item) {
-    const States own = states_of(item, Global<const int>{args.lengths}[item.table]);
+    const States own = states_of(item, length_of(args, item.table, item.kv_head()));
     if (item.state() >= own.count) return;
     const float x[kFours][4] = {};
 #pragma unroll 1
@@ -342,5 +342,5 @@ template <bool kRoomy = false> TILE_DEVICE void merge_all(const DecodeArgs& args
     constexpr int kAtOnce = kHeadDim > 192 ? 1 : kHeadDim > 96 ? 2 + kRoomy : kHeadDim > 64 ? (kScaled ? 2 : 3) : 6;
     if (args.merge_rows == 1) merge_together(args, of);
     else if (args.merge_rows == 2) merge_apart<RowLanes<16>, 2 * kAtOnce>(args, of);
-    else merge_apart<RowLanes<8>, (kZeros ? 1 : kAtOnce)>(args, of);
+    else merge_apart<RowLanes<8>, (kZeros || (kScaled && kSelected) ? 1 : kAtOnce)>(args, of);
 }

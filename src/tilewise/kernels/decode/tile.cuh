@@ -52,7 +52,7 @@ TILE_DEVICE void load_tiles(const DecodeArgs& args, const TensorMap& mK, const T
         const DecodeItem item = tile_item(args, round);
         if (item.rows == 0) continue;
         const Span span{item.start, item.stop};
-        const PageTable table = page_table(args, item.table, item.tail_from);
+        const PageTable table = page_table(args, item.table, item.kv_head(), item.tail_from);
         // A box without a token of the span is not requested: its page number may be anything.
         const auto wanted = [&](int tile, int b) {
             const int token = tile * kTile + b * kTileBox;

@@ -79,9 +79,9 @@ struct DecodeArgs {
     const DecodeItem* items;       // (blocks, slots)
     const DecodeItem* tile_items;  // (tile_rounds, blocks): items of up to 128 rows
     const int* order;              // (sequences,): the caller's number of each sequence
-    const int* lengths;            // (sequences,)
+    const int* lengths;            // (sequences,); kSelected: (sequences, selections), as select.cu makes it
     const int* tails;              // (sequences, tail_pages): a sequence's pages from an item's tail_from on
-    const int* pages;              // (sequences, table_pages): the pages before those
+    const int* pages;              // (sequences, table_pages): the pages before those; kSelected: like lengths, and all
     const StateSplit* states;      // (sequences,)
     float* state_o;                // scratch: (states, KV heads, rows_each, D), O before it is divided by the sum
     float* state_ml;               // scratch: (states, KV heads, rows_each, 2), a MaxSum each
@@ -94,6 +94,9 @@ struct DecodeArgs {
     int kv_heads, tokens;          // tokens: query tokens per sequence
     int table_pages, tail_pages;
     Divisor group, rows_each, merge_jobs;  // query heads per KV head; rows per sequence and KV head; jobs per sequence
+    // kSelected:
+    int selections;                // per sequence: one for each KV head, or one for all of them
+    const uint32_t* own;           // like lengths: bit t tells whether the key of query token t is selected
 };
 
 // Field by field: copied as a whole, an item takes more instructions.
@@ -120,6 +123,15 @@ TILE_DEVICE Span span_of(const DecodeArgs& args, const DecodeItem& item, int len
     return span_of(args, item.is(kOwn), item.start, item.stop, length);
 }
 
+// Where a sequence's length and pages stand in their tables. kSelected: sequences read only some of their pages. What a
+// KV head reads is then a sequence of its own: its pages are the selected ones, and its tokens are numbered within them.
+TILE_DEVICE int table_row(const DecodeArgs& args, int sequence, int kv_head) {
+    return kSelected ? sequence * args.selections + (kv_head < args.selections ? kv_head : 0) : sequence;
+}
+TILE_DEVICE int length_of(const DecodeArgs& args, int sequence, int kv_head) {
+    return Global<const int>{args.lengths}[table_row(args, sequence, kv_head)];
+}
+
 // A query row of an item. row: its number within its sequence and KV head; head: the query head
 struct DecodeRow {
     int sequence, row, token, head;
@@ -139,19 +151,23 @@ TILE_DEVICE Visible seen_to(const DecodeArgs& args, int position, Span span) {
     return keys_at(position, args.scores.left, 0, span).visible();
 }
 TILE_DEVICE Visible seen_by(const DecodeArgs& args, const DecodeRow& row, int length, Span span) {
+    if constexpr (kSelected) {  // of the query tokens after the row's, only the selected ones have a key to hide
+        const uint32_t own = Global<const uint32_t>{args.own}[table_row(args, row.sequence, args.group.quotient(row.head))];
+        return seen_to(args, length - 1 - ptx::count_bits(own >> (row.token + 1)), span);
+    }
     // Under a mask of query tokens every row stands at the last one, and the mask hides keys token by token.
     return seen_to(args, args.tree ? length - 1 : position_of(row.token, args.tokens, length), span);
 }
 
 // A sequence's pages. Pages that came since the list was made stand in an array of their own, so that a decode step has
-// few bytes to copy to the device.
+// few bytes to copy to the device; lists of selected pages are made anew each time.
 struct PageTable {
     const int *pages, *tail;  // both are indexed by the page's number within the sequence
     int tail_from;
-    TILE_DEVICE int page(int n) const { return Global<const int>{n < tail_from ? pages : tail}[n]; }
+    TILE_DEVICE int page(int n) const { return Global<const int>{kSelected || n < tail_from ? pages : tail}[n]; }
 };
-TILE_DEVICE PageTable page_table(const DecodeArgs& args, int sequence, int tail_from) {
-    const int* pages = args.pages + int64_t(sequence) * args.table_pages;
+TILE_DEVICE PageTable page_table(const DecodeArgs& args, int sequence, int kv_head, int tail_from) {
+    const int* pages = args.pages + int64_t(table_row(args, sequence, kv_head)) * args.table_pages;
     return {pages, args.tails + int64_t(sequence) * args.tail_pages - tail_from, tail_from};
 }
 

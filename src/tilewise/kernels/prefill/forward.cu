@@ -14,16 +14,27 @@
 // kPageSize: tokens per page of K and V, 0 if they are not paged. kTma: rows begin at multiples of 16 bytes, as TMA
 // wants. kQInRegisters: consumers keep Q in registers. kExact: the standard softmax instead of the lazy one. kPingPong:
 // the warpgroups take turns at the tensor cores. Rule: what is done to scores before the softmax (common/scores.cuh).
+// Function: the user's functions (common/functions.cuh). kUnit: keys per unit of the lists that say what tiles visit
+// (work.cuh: TileLists), 0 if tiles visit neighbouring blocks. kSlabs: a unit may be hidden from some of a tile's rows
+// by sixteens. kLengths: blocks of rows or keys have lengths.
 #include "prefill/producers.cuh"
 #include "tile/lazy.cuh"
 
 constexpr int kStepDepth = warpgroup::kDepth<Element>;  // depth of one step of a product
 // log2 of the largest P, and the lane sum up to which the lazy softmax keeps its reference: tile/lazy.cuh
 constexpr int kLift = !kFp8 ? 0 : kExact ? 8 : 3, kWitness = kFp8 ? 448 : 256;
+// K stays until the softmax is done if S may have to be computed again, or if its stage also tells which keys it holds.
+constexpr bool kHoldsK = !kExact || kListed;
+// A row's reference before its first key where a function may give scores of −inf. It is finite and below any score:
+// −inf less −inf would be NaN.
+constexpr float kNoReference = -1.7014118e38f;
+// Looking up all keys of a block at once would take a register each.
+constexpr int kSeenAtOnce = !Function::kByKey ? kTileKv / 8 : kConsumers == 3 ? 2 : 4;
 
 // ---- consumers ------------------------------------------------------------------------------------------------------
 struct Consumer {
     const ForwardArgs& args;
+    const Function& function;
     const Pipes pipes;
     const uint32_t group;  // number of this consumer warpgroup
     float scale_log2;
@@ -39,10 +50,13 @@ struct Consumer {
     warp::RowState state;
     float correction[2];
 
-    TILE_DEVICE Consumer(const ForwardArgs& a, uint32_t g)
+    TILE_DEVICE Consumer(const ForwardArgs& a, const Function& f, uint32_t g)
         // Through shared memory the scale comes into an ordinary register; from a uniform register every multiply-add
-        // would have to fetch it.
-        : args(a), group(g), scale_log2(Rule::kChanges ? 1.0f : float(shared_scale()[warp::lane()])) {}
+        // would have to fetch it. A score function gives natural logits.
+        : args(a),
+          function(f),
+          group(g),
+          scale_log2(Function::kScore ? kLog2e : Rule::kChanges ? 1.0f : float(shared_scale()[warp::lane()])) {}
 
     TILE_DEVICE int warp_row() const { return group * 64 + ptx::just_in_time(threadIdx.x) / 32 % 4 * 16; }
     TILE_DEVICE int row_of(const WorkTile& tile, int h) const { return tile.row + warp_row() + warp::fragment_row(h); }
@@ -56,10 +70,15 @@ struct Consumer {
         if (tile.row < 0) return false;
         begin = tile.begin;
         n = tile.end - 1;
-        const Span full = full_blocks<kTileKv, kPack>(args, tile, tile.row + group * 64);
-        full_begin = full.begin;
-        full_end = full.end;
-        if constexpr (kFp8 && !Rule::kChanges) scale_log2 = args.scores.scale_log2 * tile.descale_qk;
+        if constexpr (kListed) {
+            full_begin = 0;
+            full_end = tile.whole / kBoxes;
+        } else {
+            const Span full = full_blocks<kTileKv, kPack>(args, tile, tile.row + group * 64);
+            full_begin = full.begin;
+            full_end = full.end;
+        }
+        if constexpr (kFp8 && !Rule::kChanges && !Function::kScore) scale_log2 = args.scores.scale_log2 * tile.descale_qk;
         if constexpr (kQInRegisters)
 #pragma unroll
             for (int step = 0; step < kHeadDim / kStepDepth; step++)
@@ -107,8 +126,75 @@ struct Consumer {
         v_turn.next();
     }
 
-    // Turns S into base-2 logits: soft-capped, with ALiBi's bias
+    // The first key of box `box` of the block at hand; past every key if this warp's rows do not see the box
+    TILE_DEVICE int key_of(int box) const {
+        if constexpr (!kListed) return n * kTileKv + box * kBoxRows;
+        const int unit = units_of_stage()[k_turn.stage * kBoxes + box];
+        if (kSlabs && unit >> (kUnitBits + warp_row() / kSlab) & 1) return kFar;
+        return (unit & kUnitMask) * kBoxRows;
+    }
+    // Keys of the box that are there: fewer than the box has rows only where its block has a length
+    TILE_DEVICE int there_of(int box) const {
+        return kLengths ? int(there_of_stage()[k_turn.stage * kBoxes + box]) : kBoxRows;
+    }
+
+    // What a function is told of one of a lane's rows
+    struct Row {
+        int token, head;
+        Visible seen;
+        float position;
+    };
+    TILE_DEVICE Row row_at(const WorkTile& tile, int h) const {
+        const int row = row_of(tile, h), last = tile.seqlen_q - 1, token = row / kPack < last ? row / kPack : last;
+        return {token, head_of(tile, row), keys_of(args, tile, token).visible(), float(token)};
+    }
+    // Which keys of the block the lane's two rows see by the function and the window, a bit per column. It needs no score, so it
+    // runs while the tensor cores compute Q Kᵀ.
+    TILE_DEVICE void see(uint32_t (&bits)[2]) const {
+        const WorkTile tile = tile_of_stage()[q_turn.stage];
+        const int column = ptx::just_in_time(warp::fragment_column()), last = tile.seqlen_k - 1;
+        const Row rows[2] = {row_at(tile, 0), row_at(tile, 1)};
+        bits[0] = bits[1] = 0;
+#pragma unroll kSeenAtOnce
+        for (int eight = 0; eight < kTileKv / 8; eight++) {
+            const int box = eight * 8 / kBoxRows, inside = eight * 8 % kBoxRows + column;
+            const int first = key_of(box) + inside, there = there_of(box);
+#pragma unroll
+            for (int i = 0; i < 2; i++) {
+                const int key = first + i, k = Function::kByKey && key > last ? last : key;
+#pragma unroll
+                for (int h = 0; h < 2; h++) {
+                    const bool seen = rows[h].seen.has(key) & (!kLengths || inside + i < there) &
+                                      function.mask(tile.sequence, rows[h].head, rows[h].token, k, rows[h].position,
+                                                    float(k));
+                    if (seen) bits[h] |= 1u << (2 * eight + i);
+                }
+            }
+        }
+    }
+    // S = −inf where the bits say so
+    TILE_DEVICE void hide(const uint32_t (&bits)[2]) {
+#pragma unroll
+        for (int j = 0; j < kTileKv / 2; j++)
+            if (!(bits[j / 2 % 2] >> (j / 4 * 2 + j % 2) & 1)) acc_s[j] = -INFINITY;
+    }
+
+    // Turns S into base-2 logits, soft-capped, with ALiBi's bias; or into what the user's function makes of it
     TILE_DEVICE void score(float (&s)[kTileKv / 2]) const {
+        if constexpr (Function::kScore) {
+            const WorkTile tile = tile_of_stage()[q_turn.stage];
+            const float scale = args.scores.scale_log2 * kLn2 * (kFp8 ? tile.descale_qk : 1.0f);
+            const int column = ptx::just_in_time(warp::fragment_column()), last = tile.seqlen_k - 1;
+            const Row rows[2] = {row_at(tile, 0), row_at(tile, 1)};
+#pragma unroll
+            for (int j = 0; j < kTileKv / 2; j++) {
+                const int inside = j / 4 * 8 + j % 2, h = j / 2 % 2, first = key_of(inside / kBoxRows) + column;
+                const int key = first + inside % kBoxRows, k = Function::kByKey && key > last ? last : key;
+                const float fk = float(first) + float(inside % kBoxRows);
+                s[j] = function.score(s[j], scale, tile.sequence, rows[h].head, rows[h].token, k, rows[h].position, fk);
+            }
+            return;
+        }
         if constexpr (Rule::kChanges) {
             const float descale = kFp8 ? WorkTile(tile_of_stage()[q_turn.stage]).descale_qk : 1.0f;
             Rule::apply(s, args.scores, Rule::first_factor(args.scores) * descale);
@@ -128,8 +214,23 @@ struct Consumer {
         const WorkTile tile = tile_of_stage()[q_turn.stage];
 #pragma unroll
         for (int h = 0; h < 2; h++) {
-            const Keys seen = keys_of(args, tile, row_of(tile, h) / kPack);
-            warp::mask_row(acc_s, h, n * kTileKv, seen.visible());
+            const Visible seen = keys_of(args, tile, row_of(tile, h) / kPack).visible();
+            if constexpr (kListed) mask_boxes(h, seen);
+            else warp::mask_row(acc_s, h, n * kTileKv, seen);
+        }
+    }
+    TILE_DEVICE void mask_boxes(int h, const Visible& seen) {
+        constexpr int kEach = kBoxRows / 4;  // columns of a lane's row in a box
+#pragma unroll
+        for (int box = 0; box < kBoxes; box++) {
+            const int inside = warp::fragment_column(), before = key_of(box) + inside - seen.first, there = there_of(box);
+#pragma unroll
+            for (int j = 0; j < kEach; j++) {
+                const int column = j / 2 * 8 + j % 2;
+                const bool hidden = uint32_t(before + column) >= uint32_t(seen.count);
+                if (hidden || (kLengths && inside + column >= there))
+                    acc_s[(box * kEach + j) / 2 * 4 + 2 * h + j % 2] = -INFINITY;
+            }
         }
     }
     TILE_DEVICE bool cut() const { return n >= full_end || n < full_begin; }
@@ -149,28 +250,35 @@ struct Consumer {
 
     // A step computes S of block n and adds the block before it to O: S = Q Kᵀ and O += P V are issued together, and
     // the softmax of S runs while P V does.
-    TILE_DEVICE void begin_step() {
+    template <bool kMasked> TILE_DEVICE void begin_step() {
         issue_qk();
         issue_pv();
         your_turn();
+        uint32_t bits[2];
+        if constexpr (kMasked && Function::kMask) see(bits);
         ptx::wgmma_wait<1>();
-        if constexpr (kExact) release_k();
+        if constexpr (!kHoldsK) release_k();
         score(acc_s);
+        if constexpr (kMasked && Function::kMask) hide(bits);
+        else if constexpr (kMasked) mask();
     }
-    TILE_DEVICE void end_step(bool moved) {
-        if constexpr (!kExact) release_k();
+    template <bool kMasked> TILE_DEVICE void end_step(bool moved) {
+        if constexpr (kHoldsK && !(kMasked && kLengths)) release_k();
         ptx::wgmma_wait<0>();
         release_v();
+        if constexpr (kMasked && kLengths) {
+            clear_missing();
+            release_k();
+        }
         warp::to_operand<Element>(rP, acc_s);
         if (moved) warp::scale_rows(acc_o, correction);
         n--;
     }
     TILE_DEVICE void masked_steps(int until) {
         while (n >= until) {
-            begin_step();
-            mask();
+            begin_step<true>();
             warp::online_softmax<kLift>(acc_s, correction, state, scale_log2);
-            end_step(true);
+            end_step<true>(true);
         }
     }
     // Blocks that every row sees whole. What is rarely needed stands outside of the inner loop, which keeps that loop
@@ -181,36 +289,49 @@ struct Consumer {
             bool moved = false;
 #pragma unroll 1
             for (; n >= until;) {
-                begin_step();
+                begin_step<false>();
                 if constexpr (kExact) {
-                    end_step(warp::standing_softmax<kLift>(acc_s, correction, state, scale_log2));
+                    end_step<false>(warp::standing_softmax<kLift>(acc_s, correction, state, scale_log2));
                 } else {
                     moved = warp::lazy_softmax<kWitness>(acc_s, sum, state, scale_log2);
                     if (moved) break;
                     warp::add_sums(state, sum);
-                    end_step(false);
+                    end_step<false>(false);
                 }
             }
             if (!moved) break;
             warp::raise<kLift>(acc_s, sum, correction, state, scale_log2, [&](float (&s)[kTileKv / 2]) { again(s); });
-            end_step(true);
+            end_step<false>(true);
         }
     }
 
-    // The softmax of a tile's first block, whose S is there
-    TILE_DEVICE void first_softmax() {
-        release_k();
+    // The softmax of a tile's first block, once its S is there: all products but kRunning have to be done
+    template <int kRunning> TILE_DEVICE void first_softmax() {
+        uint32_t bits[2];
+        if (Function::kMask && cut()) see(bits);
+        ptx::wgmma_wait<kRunning>();
+        if constexpr (!kListed) release_k();
         state = warp::RowState();
+        if constexpr (Function::kScore) state.max[0] = state.max[1] = kNoReference;
         score(acc_s);
-        if (cut()) mask();
+        if (cut()) {
+            if constexpr (Function::kMask) hide(bits);
+            else mask();
+        }
         warp::online_softmax<kLift>(acc_s, correction, state, scale_log2);
+        if constexpr (kListed && !kLengths) release_k();
     }
     TILE_DEVICE void first_operand() {
         warp::to_operand<Element>(rP, acc_s);
         warp::zero(acc_o);
         if constexpr (!kFp8) {
-            const int valid = WorkTile(tile_of_stage()[q_turn.stage]).seqlen_k - n * kTileKv;
+            const WorkTile tile = tile_of_stage()[q_turn.stage];
+            const int valid = kListed ? tile.valid : tile.seqlen_k - n * kTileKv;
             if (valid < kTileKv) clear_tail(valid);
+        }
+        if constexpr (kLengths) {
+            clear_missing();
+            release_k();
         }
         n--;
     }
@@ -219,8 +340,7 @@ struct Consumer {
         if (!next_tile()) return false;
         issue_qk();
         your_turn();
-        ptx::wgmma_wait<0>();
-        first_softmax();
+        first_softmax<0>();
         first_operand();
         return true;
     }
@@ -235,14 +355,37 @@ struct Consumer {
     // write the same zeros, and each waits for its own only.
     TILE_DEVICE void clear_tail(int valid) const {
         pipes.v.wait(v_turn);
+        clear_rows(valid, kTileKv);
+        ptx::fence_async_proxy();
+        ptx::barrier_sync(kGroupBarrier + group, 128);
+    }
+    TILE_DEVICE void clear_rows(int from, int to) const {
         for (int panel = 0; panel < kPanels; panel++) {
             const Shared<Vector16> rows(kAtV + v_turn.stage * kVBytes + panel * kTileKv * kPanelRowBytes);
-            for (int i = valid * 8 + threadIdx.x % 128; i < kTileKv * 8; i += 128) rows[i] = Vector16{};
+            for (int i = from * 8 + threadIdx.x % 128; i < to * 8; i += 128) rows[i] = Vector16{};
+        }
+    }
+    // The same for the rows of a block's boxes that blocks of keys are too short for; transposers do it for FP8
+    TILE_DEVICE void clear_missing() const {
+        if constexpr (kFp8) return;
+        pipes.v.wait(v_turn);
+#pragma unroll 1
+        for (int box = 0; box < kBoxes; box++) {
+            const int there = there_of(box);
+            if (there < kBoxRows) clear_rows(box * kBoxRows + (there > 0 ? there : 0), (box + 1) * kBoxRows);
         }
         ptx::fence_async_proxy();
         ptx::barrier_sync(kGroupBarrier + group, 128);
     }
 
+    // Is the row within the length of its block of rows?
+    TILE_DEVICE bool row_there(const WorkTile& tile, int token) const {
+        const TileLists& lists = args.lists;
+        if (!lists.lengths_q) return true;
+        const int block = lists.block_q.quotient(token);
+        const int64_t at = int64_t(tile.sequence) * lists.lengths_q_batch + block;
+        return token - block * int(lists.block_q.divisor) < Global<const int>{lists.lengths_q}[at];
+    }
     // Writes O / l and the LSE of a tile whose last P V is done. stage: where its Q was; of: its softmax state
     TILE_DEVICE void finish(uint32_t stage, const WorkTile& done, const warp::RowState& of) {
         float inverse[2];
@@ -254,6 +397,11 @@ struct Consumer {
             exists[h] = token < done.seqlen_q;
             float sum = warp::row_sum(of.sum[h]), weight = 1.0f;
             float max = fmaxf(of.max[h], kLowest);  // finite, even if the row saw no key: join_sink wants that
+            if (kLengths && exists[h] && !row_there(done, token)) {
+                sum = 0.0f;
+                max = kLowest;
+                for (int i = 0; i < kHeadDim / 4; i++) acc_o[i / 2 * 4 + 2 * h + i % 2] = 0.0f;
+            }
             if (args.scores.sinks && exists[h]) weight = args.scores.join_sink(head, max, sum);
             inverse[h] = sum == 0.0f ? 0.0f : weight * ptx::reciprocal(sum) * (kFp8 ? done.descale_v : 1.0f);
             if (args.lse && exists[h] && warp::lane() % 4 == 0)
@@ -311,8 +459,7 @@ struct Consumer {
                 issue_qk();
                 issue_pv();
                 your_turn();
-                ptx::wgmma_wait<1>();
-                first_softmax();
+                first_softmax<1>();
                 ptx::wgmma_wait<0>();
                 release_v();
                 finish(done.stage, tile_of_stage()[done.stage], done_state);
@@ -322,10 +469,10 @@ struct Consumer {
     }
 };
 
-extern "C" __global__ void __launch_bounds__(kThreads, 1)
+extern "C" __global__ void __launch_bounds__(kThreads, kBlocksEach)
     forward(const __grid_constant__ TensorMap mQ, const __grid_constant__ TensorMap mK,
             const __grid_constant__ TensorMap mV, const __grid_constant__ TensorMap mO,
-            const __grid_constant__ ForwardArgs args) {
+            const __grid_constant__ ForwardArgs args, const __grid_constant__ Function function) {
     if (threadIdx.x == 0) Pipes().init();
     if (threadIdx.x < 32) shared_scale()[threadIdx.x] = args.scores.scale_log2;
     ptx::sync_threads();
@@ -341,6 +488,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
         transpose_tiles();
     } else {
         ptx::take_registers<kConsumerRegisters>();
-        Consumer(args, role - 1).run();
+        Consumer(args, function, role - 1).run();
     }
 }

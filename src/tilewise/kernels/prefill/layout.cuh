@@ -6,25 +6,32 @@
 #include "tile/tiles.cuh"
 
 constexpr bool kFp8 = sizeof(Element) == 1;  // then a warpgroup of its own transposes V after it was loaded
+constexpr bool kListed = kUnit > 0;          // blocks are units of keys from lists, side by side
 constexpr int kConsumers = kTileQ / 64, kGroups = kConsumers + (kFp8 ? 2 : 1);  // warpgroups
 constexpr int kThreads = 128 * kGroups, kTransposers = 4;                       // kTransposers: warps
 constexpr int kLoaders = kTma ? 32 : 64;  // threads: the first warp, or the first two
-// Registers per thread, in steps of eight, moved from the producers to the consumers. A block has 64 K; taking more
-// than others gave back would wait for ever.
+// Of blocks with one consumer a multiprocessor holds two, whose products and softmaxes overlap.
+constexpr int kBlocksEach = kConsumers == 1 ? 2 : 1;
+// Registers per thread, in steps of eight, moved from the producers to the consumers. The blocks of a multiprocessor
+// share 64 K; taking more than others gave back would wait for ever.
 constexpr int kProducerRegisters = kConsumers == 3 ? 32 : kTma ? 40 : 56, kTransposerRegisters = kFp8 ? 40 : 0;
-constexpr int kConsumerRegisters = kConsumers == 3 ? 160 : (kFp8 ? 216 : 232) - (kTma ? 0 : 8);
+constexpr int kConsumerRegisters =
+    kConsumers == 3 ? 160 : (kFp8 || kConsumers == 1 ? 216 : 232) - (!kTma ? kConsumers == 1 ? 16 : 8 : 0);
 constexpr int kAllRegisters = kProducerRegisters + kTransposerRegisters + kConsumers * kConsumerRegisters;
-static_assert(kAllRegisters <= kGroups * (65536 / kThreads / 8 * 8), "a deadlock");
+static_assert(kAllRegisters <= kGroups * (65536 / kBlocksEach / kThreads / 8 * 8), "a deadlock");
 constexpr int kPanelColumns = kPanelRowBytes / sizeof(Element);
 constexpr int kPanels = (kHeadDim + kPanelColumns - 1) / kPanelColumns;
 constexpr int kQBytes = kPanels * kTileQ * kPanelRowBytes, kKvBytes = kPanels * kTileKv * kPanelRowBytes;
 // V as consumers read it: as it was loaded, or in FP8 Vᵀ in panels of 128 keys
 constexpr int kVPanels = (kTileKv + 127) / 128, kVBytes = kFp8 ? kVPanels * kHeadDim * kPanelRowBytes : kKvBytes;
 constexpr int kOPanels = (kHeadDim + kPanel - 1) / kPanel;
-// Rows of K or V per copy: the whole tile's, or of paged K and V as many as cross neither a page nor the tile's end
+// Rows of K or V per copy: the whole tile's; of paged K and V as many as cross neither a page nor the tile's end; of
+// listed ones a unit
 constexpr int common_divisor(int a, int b) { return b == 0 ? a : common_divisor(b, a % b); }
 constexpr int kPage = kPageSize ? kPageSize : 1;
-constexpr int kBoxRows = kPageSize ? common_divisor(kPageSize, kTileKv) : kTileKv, kBoxes = kTileKv / kBoxRows;
+constexpr int kBoxRows = kListed ? kUnit : kPageSize ? common_divisor(kPageSize, kTileKv) : kTileKv;
+constexpr int kBoxes = kTileKv / kBoxRows;
+static_assert(kTileKv % kBoxRows == 0 && (!kListed || kBoxes <= 32 && kTileKv <= 128 && kPage % kBoxRows * kPageSize == 0));
 // Named barriers: two per consumer warpgroup, from these numbers on, and one of the loaders
 constexpr int kTurnBarrier = 1, kGroupBarrier = 5, kLoaderBarrier = 9;
 
@@ -41,7 +48,12 @@ constexpr int kAtO = kAtRaw + (kFp8 ? kStagesRaw * kKvBytes : 0);
 constexpr int kAtBarriers = kAtO + (kFp8 && kStaged ? kOPanels * kTileQ * kPanelRowBytes : 0);
 constexpr int kBarrierBytes = 16 * (kStagesQ + kStagesK + kStagesV + kStagesBefore + kStagesO + 1);
 constexpr int kAtScale = kAtBarriers + kBarrierBytes, kAtValid = kAtScale + 128;
-constexpr int kAtTiles = (kAtValid + 16 + 63) / 64 * 64;
+// Listed blocks: their units, and where blocks have lengths how many keys of each unit are there, per stage of K, and
+// the same per stage of V before it is transposed
+constexpr int kAtUnits = kAtValid + 16, kAtThere = kAtUnits + (kListed ? 4 * kStagesK * kBoxes : 0);
+constexpr int kAtThereRaw = kAtThere + (kLengths ? 4 * kStagesK * kBoxes : 0);
+constexpr int kListBytes = kAtThereRaw - kAtUnits + (kLengths && kFp8 ? 4 * kStagesRaw * kBoxes : 0);
+constexpr int kAtTiles = (kAtUnits + kListBytes + 63) / 64 * 64;
 
 struct Pipes {
     Ring<kStagesQ> q;
@@ -71,6 +83,9 @@ struct Pipes {
 };
 TILE_DEVICE Shared<float> shared_scale() { return Shared<float>(kAtScale); }
 TILE_DEVICE Shared<int> valid_rows() { return Shared<int>(kAtValid); }  // of V before it is transposed, per stage
+TILE_DEVICE Shared<int> units_of_stage() { return Shared<int>(kAtUnits); }
+TILE_DEVICE Shared<int> there_of_stage() { return Shared<int>(kAtThere); }
+TILE_DEVICE Shared<int> there_of_raw() { return Shared<int>(kAtThereRaw); }
 TILE_DEVICE Shared<WorkTile> tile_of_stage() { return Shared<WorkTile>(kAtTiles); }
 TILE_DEVICE Shared<WorkTile> planned() {
     return Shared<WorkTile>(kAtTiles + kStagesQ * uint32_t(sizeof(WorkTile)));

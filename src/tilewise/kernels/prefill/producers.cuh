@@ -15,7 +15,8 @@ TILE_DEVICE void plan(const ForwardArgs& args) {
     const Pipes pipes;
     Turn<1> turn;
     for (int number = blockIdx.x;; number = gridDim.x + ptx::atomic_add(&args.counter->handed_out, 1), turn.next()) {
-        WorkTile tile = work_tile<kTileQ, kTileKv, kPack>(args, number);
+        WorkTile tile = work_tile<kTileQ, kTileKv, kPack, kListed>(args, number);
+        if (kListed && tile.row >= 0) find_listed<kBoxRows, kBoxes>(args.lists, tile);
         if (kFp8 && tile.row >= 0) {
             tile.descale_qk = descale_of(args.descale_q, tile) * descale_of(args.descale_k, tile);
             tile.descale_v = descale_of(args.descale_v, tile);
@@ -44,6 +45,8 @@ struct Loader {
     }
     struct Block {  // block n of the keys that a tile visits
         int n, kv_head, sequence, k_start, seqlen_k;
+        int unit, boxes, valid;  // listed: this lane's unit, how many units the block has, and rows up to the last key
+        TILE_DEVICE int key() const { return (unit & kUnitMask) * kBoxRows; }
     };
     TILE_DEVICE int batch_of(int sequence) const { return args.list ? 0 : sequence; }
 
@@ -91,8 +94,28 @@ struct Loader {
         ring.wait_free(turn);
         sync();  // or a lane still waiting on the barrier could find it two phases on
         const uint32_t barrier = ring.full_at(turn), to = at + turn.stage * kKvBytes;
-        if (kFp8 && at == kAtRaw && threadIdx.x == 0) valid_rows()[turn.stage] = block.seqlen_k - block.n * kTileKv;
-        if constexpr (kTma && kPageSize > 0) {
+        if (kFp8 && at == kAtRaw && threadIdx.x == 0)
+            valid_rows()[turn.stage] = kListed ? block.valid : block.seqlen_k - block.n * kTileKv;
+        if constexpr (kListed) tell_units(block, at, turn.stage);
+        if constexpr (kTma && kListed) {
+            // Units that are missing from the block are not requested: consumers mask them.
+            if (threadIdx.x == 0)
+                ptx::mbarrier_arrive_expect(barrier, block.boxes * kPanels * kBoxRows * kPanelRowBytes);
+            ptx::sync_warp();
+            if (int(threadIdx.x) < block.boxes) {
+                int row = block.k_start + block.key(), outer = batch_of(block.sequence);
+                if constexpr (kPageSize > 0) {
+                    outer = Global<const int>{args.page_table + block.sequence * args.page_table_stride}[
+                        block.key() / kPage];
+                    row = block.key() % kPage;
+                }
+#pragma unroll 1
+                for (int panel = 0; panel < kPanels; panel++)
+                    ptx::tma_load(
+                        ptx::shared_address(to + (panel * kTileKv + threadIdx.x * kBoxRows) * kPanelRowBytes), &map,
+                        barrier, panel * kPanelColumns, row, block.kv_head, outer);
+            }
+        } else if constexpr (kTma && kPageSize > 0) {
             // Boxes wholly past the end are not requested: their page numbers may be anything.
             const int left = block.seqlen_k - block.n * kTileKv, needed = (left + kBoxRows - 1) / kBoxRows;
             const int boxes = needed < kBoxes ? needed : kBoxes;
@@ -119,7 +142,11 @@ struct Loader {
             const Element* first = static_cast<const Element*>(base) + block.kv_head * strides.head;
             const Global<const int> pages{args.page_table + block.sequence * args.page_table_stride};
             copy<kTileKv>(to, [&](int row) -> const Element* {
-                const int key = block.n * kTileKv + row;
+                int key = block.n * kTileKv + row;
+                if constexpr (kListed) {
+                    if (row / kBoxRows >= block.boxes) return nullptr;
+                    key = (ptx::shuffle(block.unit, row / kBoxRows) & kUnitMask) * kBoxRows + row % kBoxRows;
+                }
                 if (key >= block.seqlen_k) return nullptr;
                 if (kPageSize > 0) return first + pages[key / kPage] * strides.batch + key % kPage * strides.row;
                 return first + batch_of(block.sequence) * strides.batch + (block.k_start + key) * strides.row;
@@ -127,6 +154,24 @@ struct Loader {
             if (threadIdx.x == 0) ptx::mbarrier_arrive(barrier);
         }
         turn.next();
+    }
+
+    // Where consumers, or of V the transposers, read which keys a listed block holds
+    TILE_DEVICE void tell_units(const Block& block, uint32_t at, uint32_t stage) const {
+        if (threadIdx.x < kBoxes) {
+            if (at == kAtK) units_of_stage()[stage * kBoxes + threadIdx.x] = block.unit;
+            if constexpr (kLengths) {
+                const TileLists& lists = args.lists;
+                const int of = lists.block_k.quotient(block.key()), inside = block.key() - of * lists.block_k.divisor;
+                int there = 0;
+                if (int(threadIdx.x) < block.boxes)
+                    there = lists.lengths_k ? Global<const int>{lists.lengths_k}[
+                        int64_t(block.sequence) * lists.lengths_k_batch + of] - inside : kBoxRows;
+                if (at == kAtK) there_of_stage()[stage * kBoxes + threadIdx.x] = there;
+                if (kFp8 && at == kAtRaw) there_of_raw()[stage * kBoxes + threadIdx.x] = there;
+            }
+        }
+        sync();
     }
 
     TILE_DEVICE void run(const TensorMap& mQ, const TensorMap& mK, const TensorMap& mV) {
@@ -152,13 +197,27 @@ struct Loader {
             if (tile.row < 0) break;
             load_q(mQ, tile);
             q_turn.next();
+            // A listed block's units are read one block ahead: the loader must not wait for them.
+            auto unit_of = [&](int n) {
+                const int entry = n * kBoxes + int(threadIdx.x % 32);
+                return unit_at(args.lists, tile.list, tile.whole, tile.units, entry);
+            };
+            int next = kListed ? unit_of(tile.end - 1) : 0;
             for (int n = tile.end - 1; n >= tile.begin; n--) {
-                const Block block{n, tile.kv_head, tile.sequence, tile.k_start, tile.seqlen_k};
+                Block block{n, tile.kv_head, tile.sequence, tile.k_start, tile.seqlen_k, next};
+                if constexpr (kListed) {
+                    const int left = tile.units - n * kBoxes;
+                    block.boxes = left < kBoxes ? left : kBoxes;
+                    block.valid = n == tile.end - 1 ? tile.valid : kTileKv;
+                    if (n > tile.begin) next = unit_of(n - 1);
+                }
                 load_kv(mK, args.k, args.k_strides, pipes.k, k_turn, kAtK, block);
                 load_v();
                 before = block;
-                // Loading the last two blocks of a tile takes about as long as planning the next tile.
-                if (n == (tile.end - tile.begin > 1 ? tile.begin + 1 : tile.begin)) pipes.plans.release(turn);
+                // Loading the last blocks of a tile takes about as long as planning the next tile, for which a listed one
+                // reads three times what the last read pointed at.
+                constexpr int kLast = kListed ? 3 : 1;
+                if (n == (tile.end - tile.begin > kLast ? tile.begin + kLast : tile.end - 1)) pipes.plans.release(turn);
             }
         }
         load_v();
@@ -200,10 +259,16 @@ TILE_DEVICE void transpose_tiles() {
             const Panel<kTileKv> from(kAtRaw + turn.stage * kKvBytes + across / 8 * kTileKv * kPanelRowBytes);
             uint32_t r[4];
             ptx::ldmatrix_transposed(r, from.address(32 * keys + lane, across % 8));
-            if (valid < kTileKv) {  // memory past the sequence's end may hold anything, and 0 · NaN is NaN
+            if (valid < kTileKv || kLengths) {  // memory that holds no keys may hold anything, and 0 · NaN is NaN
 #pragma unroll
                 for (int m = 0; m < 4; m++) {
-                    const int left = valid - (32 * keys + 8 * m + lane % 4 * 2);
+                    const int first = 32 * keys + 8 * m, inside = lane % 4 * 2;
+                    int left = valid - (first + inside);
+                    if constexpr (kLengths) {
+                        const int there = there_of_raw()[turn.stage * kBoxes + first / kBoxRows];
+                        const int here = there - (first % kBoxRows + inside);
+                        left = here < left ? here : left;
+                    }
                     r[m] = left <= 0 ? 0u : left == 1 ? r[m] & 0xffffu : r[m];
                 }
             }

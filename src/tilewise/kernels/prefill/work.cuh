@@ -2,6 +2,7 @@
 // ForwardArgs in Python.
 #pragma once
 #include "common/args.cuh"
+#include "common/functions.cuh"
 #include "common/scores.cuh"
 
 // What stored FP8 values are to be multiplied with: (sequences, KV heads) float32; null for 1
@@ -14,6 +15,22 @@ struct TileCounter {
     int handed_out;   // tiles, besides the first of each block
     int blocks_done;  // blocks that found no more tiles
 };
+
+// Which keys each tile visits, where that is a list that fold.cu made. A unit is as many neighbouring keys as one copy
+// brings; a row is the list of one tile.
+struct TileLists {
+    const int* counts;  // (rows, 2): the units that every query row of the tile sees whole, and all units
+    const int* units;   // (rows, width): the whole ones from the front, the others from the back
+    const int* order;   // (lists, rows_each): the tiles of a list, by length, the longest first; null if packed
+    const int *lengths_q, *lengths_k;        // (sequences or 1, blocks): valid rows of each block; null: all
+    int lengths_q_batch, lengths_k_batch;    // elements from one sequence to the next
+    int width, rows_each;                    // rows_each: per list, tiles of a sequence's head or of packed sequences
+    int lists_batch;                         // lists from one sequence to the next; 0 if they share them
+    Divisor heads_each, block_q, block_k;    // heads_each: of a tile's heads, per list
+};
+constexpr int kUnitBits = 20, kUnitMask = (1 << kUnitBits) - 1;  // a unit's number; above it, a bit per slab
+constexpr int kNoUnit = kUnitMask;
+constexpr int kSlab = 16;  // query rows of a tile that a unit is hidden from together: those of one warp
 
 struct ForwardArgs {
     const void *q, *k, *v;  // for loads without TMA
@@ -32,6 +49,7 @@ struct ForwardArgs {
     Divisor tile_heads_per_kv;
     Divisor together;  // heads, over all sequences, whose tiles run together, the heaviest tiles of all of them first
     Divisor tiles_together;  // tiles of that many heads
+    TileLists lists;
 };
 
 // A tile of query rows of one sequence, and the key blocks [begin, end) that it visits: at least one, which is fully
@@ -40,7 +58,8 @@ struct ForwardArgs {
 struct alignas(64) WorkTile {
     int row, head, sequence, q_start, k_start, seqlen_q, seqlen_k, begin, end, kv_head;
     float descale_qk, descale_v;
-    int unused[4];
+    int list, whole, units;  // of a listed tile: its row, units that are seen whole, all units
+    int valid;               // rows of its first block, as blocks are visited, that hold keys
 };
 constexpr int kTileWords = sizeof(WorkTile) / 4;
 constexpr int kListHeader = 16;  // ints before the tiles of a list, which begin with a ListHead
@@ -68,8 +87,9 @@ TILE_DEVICE Span full_blocks(const ForwardArgs& args, const WorkTile& tile, int 
     return blocks_whole<kTileKv>(first, last);
 }
 
-// Tile `number`; row is −1 if there is none.
-template <int kTileQ, int kTileKv, int kPack> TILE_DEVICE WorkTile work_tile(const ForwardArgs& args, int number) {
+// Tile `number`; row is −1 if there is none. kListed: its list's row is found, and which blocks it visits is left open.
+template <int kTileQ, int kTileKv, int kPack, bool kListed = false>
+TILE_DEVICE WorkTile work_tile(const ForwardArgs& args, int number) {
     WorkTile tile{-1};
     if (args.list) {
         const ListHead list = Global<const ListHead>{reinterpret_cast<const ListHead*>(args.list)}[0];
@@ -79,6 +99,7 @@ template <int kTileQ, int kTileKv, int kPack> TILE_DEVICE WorkTile work_tile(con
         if (head >= int(args.tile_heads.divisor)) return tile;
         tile = Global<const WorkTile>{reinterpret_cast<const WorkTile*>(args.list + kListHeader)}[entry];
         tile.head = head;
+        if (kListed) tile.list = args.lists.heads_each.quotient(head) * args.lists.rows_each + entry;
     } else if (number < args.tiles) {
         // Heads run in groups. Within a group the heaviest tiles come first: the last rows of a causal problem see most
         // keys.
@@ -87,11 +108,47 @@ template <int kTileQ, int kTileKv, int kPack> TILE_DEVICE WorkTile work_tile(con
         const int head = group * int(args.together.divisor) + inside - tile_row * int(args.together.divisor);
         tile.sequence = args.tile_heads.quotient(head);
         tile.head = head - tile.sequence * int(args.tile_heads.divisor);
-        tile.row = (args.q_tiles - 1 - tile_row) * kTileQ;
         tile.seqlen_q = args.seqlen_q;
         tile.seqlen_k = args.seqlen_k;
-        find_blocks<kTileQ, kTileKv, kPack>(args, tile);
+        if constexpr (kListed) {
+            const int list = tile.sequence * args.lists.lists_batch + args.lists.heads_each.quotient(tile.head);
+            const int at = Global<const int>{args.lists.order}[list * args.lists.rows_each + tile_row];
+            tile.row = at * kTileQ;
+            tile.list = list * args.lists.rows_each + at;
+        } else {
+            tile.row = (args.q_tiles - 1 - tile_row) * kTileQ;
+            find_blocks<kTileQ, kTileKv, kPack>(args, tile);
+        }
     }
     tile.kv_head = args.tile_heads_per_kv.quotient(tile.head);
     return tile;
+}
+
+// Entry `entry` of a tile's list: a unit, with the bits of the slabs that do not see it
+TILE_DEVICE int unit_at(const TileLists& lists, int row, int whole, int units, int entry) {
+    if (entry >= units) return kNoUnit;
+    const int at = entry < whole ? entry : lists.width - 1 - (entry - whole);
+    return Global<const int>{lists.units}[int64_t(row) * lists.width + at];
+}
+
+// What a listed tile visits, in blocks of kBoxes units. Blocks are visited from the last down, so the first one holds
+// the list's last units; there it may end early, and the keys of its last unit, the furthest on, may too.
+template <int kUnit, int kBoxes> TILE_DEVICE void find_listed(const TileLists& lists, WorkTile& tile) {
+    const Global<const int> counts{lists.counts};
+    tile.whole = counts[2 * tile.list];
+    tile.units = counts[2 * tile.list + 1];
+    tile.begin = 0;
+    tile.end = tile.units > 0 ? (tile.units + kBoxes - 1) / kBoxes : 1;
+    const int last = unit_at(lists, tile.list, tile.whole, tile.units, tile.units - 1) & kUnitMask;
+    const int left = tile.seqlen_k - last * kUnit;
+    tile.valid = tile.units > 0 ? (tile.units - 1) % kBoxes * kUnit + (left < kUnit ? left : kUnit) : 0;
+}
+
+// Tiles are ordered by how many blocks or units they visit, the heaviest first, into buckets: four per power of two.
+constexpr int kBuckets = 128;
+TILE_DEVICE int bucket_of(int blocks) {
+    int octave = 0;
+    while (blocks >> (octave + 1)) octave++;
+    const int quarter = (octave >= 2 ? blocks >> (octave - 2) : blocks << (2 - octave)) & 3;
+    return kBuckets - 1 - (octave * 4 + quarter);
 }

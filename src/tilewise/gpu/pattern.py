@@ -1,0 +1,236 @@
+"""What a block schedule and a user's functions mean for the Hopper forward: its lists of keys, and who makes them.
+
+A `Pattern` is the part of both that a kernel is compiled and bound for, without any value. `Lists` has the sizes of the
+lists that kernels/prefill/fold.cu makes on the device, and launches it. Lists are kept as long as the schedule and the
+function that they were made from are alive and unchanged; a CUDA graph always makes its own, because what is captured
+may change between replays.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from tilewise import compiler, emulator
+from tilewise.compiler.spec import KernelSpec
+from tilewise.gpu.abi import Divisor, FoldArgs, ForwardArgs, NoFunctionArgs, TileListArgs
+
+if TYPE_CHECKING:
+    from tilewise.functions import Function
+    from tilewise.plan.schedule import BlockSchedule
+
+FOLD_THREADS = 256  # fold.cu: kThreads
+FOLD_SHARED = 4 * (128 + 1 + 2 * FOLD_THREADS // 32)  # fold.cu: kBuckets, and what stands behind them
+SLAB = 16  # prefill/work.cuh: kSlab
+MAX_UNITS = (1 << 20) - 1  # prefill/work.cuh: kNoUnit
+LISTS_KEPT = 16
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """block_q, block_k: of the schedule, 0 without one; batch, heads: how many patterns it has. lengths: its blocks
+    have lengths. text: the functions in C++, "" for none. mask, score: which of them there are. uses: what the mask
+    depends on, letters of "bhqk"."""
+
+    block_q: int = 0
+    block_k: int = 0
+    batch: int = 1
+    heads: int = 1
+    lengths: bool = False
+    text: str = ""
+    mask: bool = False
+    score: bool = False
+    uses: str = ""
+
+    @classmethod
+    def of(cls, schedule: BlockSchedule | None, function: Function | None, sizes: tuple[int, int, int, int]) -> Pattern:
+        """sizes: (sequences, query heads, longest query, longest key)."""
+        fields: dict[str, Any] = {}
+        if schedule is not None:
+            batch, heads = schedule.bits.shape[:2]
+            lengths = schedule.lengths_q is not None or schedule.lengths_k is not None
+            fields |= {"block_q": schedule.block_q, "block_k": schedule.block_k, "batch": batch, "heads": heads}
+            fields["lengths"] = lengths
+        if function is not None:
+            fields |= {"text": function.text(sizes), "mask": function.mask is not None}
+            fields |= {"score": function.score is not None, "uses": "".join(sorted(function.uses))}
+        return cls(**fields)
+
+    @property
+    def listed(self) -> bool:
+        """Do tiles visit what a list says? A score function alone changes nothing of that."""
+        return self.block_q > 0 or self.mask
+
+    @property
+    def constants(self) -> tuple[tuple[str, str], ...]:
+        return (("Function", "UserFunction" if self.text else "NoFunction"),)
+
+
+NO_PATTERN = Pattern()
+
+
+def block_keys(most: int, block_k: int, page_size: int, step: int) -> tuple[int, int]:
+    """(keys of a block of the kernel, keys of a unit) for blocks of at most `most` keys in steps of `step`.
+
+    A unit lies within a block of the schedule and within a page, and units fill the kernel's block.
+    """
+    if not block_k:
+        return most, math.gcd(most, page_size) if page_size else most
+    unit = math.gcd(block_k, page_size) if page_size else block_k
+    fitting = [n for n in range(step, most + 1, step) if n % math.gcd(unit, n) == 0 and math.gcd(unit, n) >= SLAB]
+    # The largest units first, up to the point where a copy brings enough; then the largest blocks.
+    best = max(fitting, key=lambda n: (min(64, math.gcd(unit, n)), n))
+    return best, math.gcd(unit, best)
+
+
+def fold_spec(pattern: Pattern, tile_q: int, unit: int, pack: int, packed: bool) -> KernelSpec:
+    """The kernel that makes the lists."""
+    text = pattern.text if pattern.mask else ""
+    function = ("Function", "UserFunction" if text else "NoFunction")
+    constants = (("kTileQ", tile_q), ("kUnit", unit), ("kPack", pack), ("kPacked", packed), function)
+    return KernelSpec(
+        "fold", "prefill/fold.cu", "fold", constants, FOLD_THREADS, FOLD_SHARED, product=True, text=text
+    )
+
+
+class Lists:
+    """The lists of one bound forward: `fill` points its arguments at lists for a schedule and a function."""
+
+    def __init__(
+        self,
+        pattern: Pattern,
+        *,
+        device: torch.device,
+        batch: int,
+        tile_heads: int,
+        pack: int,
+        tile_q: int,
+        unit: int,
+        rows_each: int,
+        keys: int,
+        packed: bool,
+    ) -> None:
+        by_head = "h" in pattern.uses
+        self.heads = tile_heads if by_head else min(pattern.heads, tile_heads)
+        self.sequences = 1 if packed else batch if "b" in pattern.uses else pattern.batch
+        self.lists = self.sequences * self.heads
+        self.rows_each, self.width, self.packed = rows_each, max(1, math.ceil(keys / unit)), packed
+        if self.width > MAX_UNITS:
+            raise NotImplementedError(
+                f"a schedule or mask function over {keys} keys in units of {unit} is too long: "
+                f"at most {MAX_UNITS * unit} keys; use larger blocks"
+            )
+        self.pattern, self.device = pattern, device
+        self.spec = fold_spec(pattern, tile_q, unit, pack, packed)
+        self.grid = (rows_each, self.lists, 1)
+        block_q, block_k = max(1, pattern.block_q), max(1, pattern.block_k)
+        self.tile_lists = TileListArgs(
+            width=self.width,
+            rows_each=rows_each,
+            lists_batch=self.heads if self.sequences > 1 else 0,
+            heads_each=Divisor.by(tile_heads // self.heads),
+            block_q=Divisor.by(block_q),
+            block_k=Divisor.by(block_k),
+        )
+        self.args = FoldArgs(list_heads=self.heads, lists_each=Divisor.by(max(1, self.heads // pattern.heads)))
+        self._kept: OrderedDict[Any, tuple[tuple[Any, ...], torch.Tensor]] = OrderedDict()
+        self._finished: dict[int, torch.Tensor] = {}  # by stream, zero between launches
+        if device.type == "cuda":
+            self.kernel = compiler.load(self.spec, device)
+
+    def make(
+        self,
+        forward: ForwardArgs,
+        schedule: BlockSchedule | None,
+        function: Function | None,
+        stream: int,
+    ) -> torch.Tensor:
+        """Lists on the card, made on `stream` or kept from before; the forward's arguments point at them.
+
+        The caller holds the tensor that is returned until the forward is launched.
+        """
+        capturing = torch.cuda.is_current_stream_capturing()
+        read = self._point(forward, schedule)
+        key = (id(schedule), None if function is None else function.key, stream)
+        made_from = (schedule, *(() if function is None else function.tensors))
+        if not (self.packed or capturing):
+            found = self._kept.get(key)
+            if found is not None and all(old() is new for old, new in zip(found[0], made_from, strict=True)):
+                self._place(forward, found[1])
+                return found[1]
+        work = torch.empty(self._words, dtype=torch.int32, device=self.device)
+        self._place(forward, work)
+        finished = None if capturing else self._finished.get(stream)
+        if finished is None:
+            finished = torch.zeros(self.lists, dtype=torch.int32, device=self.device)
+            if not capturing:
+                self._finished[stream] = finished
+        self.args.finished = finished.data_ptr()
+        values = NoFunctionArgs() if function is None or not self.pattern.mask else function.arguments()
+        self.kernel.launch(self.grid, compiler.Args(forward, self.args, values), stream=stream)
+        if not (self.packed or capturing):
+            self._kept[key] = (tuple(_reference(x) for x in made_from), work)
+            while len(self._kept) > LISTS_KEPT:
+                self._kept.popitem(last=False)
+        del read
+        return work
+
+    def emulate(
+        self,
+        forward: ForwardArgs,
+        schedule: BlockSchedule | None,
+        function: Function | None,
+        tensors: dict[str, torch.Tensor],
+        **emulated: Any,
+    ) -> dict[str, torch.Tensor]:
+        """The same in the emulator: what the forward then reads, by name."""
+        read = {f"schedule {n}": x for n, x in enumerate(self._point(forward, schedule))}
+        work = torch.empty(self._words, dtype=torch.int32).fill_(-1)
+        finished = torch.zeros(self.lists, dtype=torch.int32)
+        self._place(forward, work)
+        self.args.finished = finished.data_ptr()
+        if function is not None:
+            read |= {f"captured {n}": x for n, x in enumerate(function.tensors)}
+        values = NoFunctionArgs() if function is None or not self.pattern.mask else function.arguments()
+        known = {**tensors, **read, "lists": work, "finished": finished}
+        emulator.launch(self.spec, self.grid, [forward, self.args, values], known, **emulated)
+        return {**read, "lists": work}
+
+    @property
+    def _words(self) -> int:
+        return self.lists * self.rows_each * (3 + self.width)
+
+    def _place(self, forward: ForwardArgs, work: torch.Tensor) -> None:
+        """Points both kernels' arguments at the lists in `work`."""
+        a, lists, rows = self.args, forward.lists, self.lists * self.rows_each
+        a.counts = lists.counts = work.data_ptr()
+        a.order = work.data_ptr() + 4 * 2 * rows
+        lists.order = None if self.packed else a.order
+        a.units = lists.units = work.data_ptr() + 4 * 3 * rows
+
+    def _point(self, forward: ForwardArgs, schedule: BlockSchedule | None) -> list[torch.Tensor]:
+        """Points both kernels' arguments at the schedule; returns what they read."""
+        if schedule is None:
+            return []
+        a, lists = self.args, forward.lists
+        bits, whole = schedule.bits, schedule.whole
+        a.kept, a.whole = bits.data_ptr(), None if whole is None else whole.data_ptr()
+        a.kept_batch = bits.stride(0) if bits.shape[0] > 1 else 0
+        a.kept_head = bits.stride(1) if bits.shape[1] > 1 else 0
+        a.kept_row, a.q_blocks, a.k_blocks = bits.stride(2), bits.shape[2], schedule.num_k_blocks
+        read = [bits] if whole is None else [bits, whole]
+        for name, lengths in (("q", schedule.lengths_q), ("k", schedule.lengths_k)):
+            setattr(lists, f"lengths_{name}", None if lengths is None else lengths.data_ptr())
+            if lengths is not None:
+                setattr(lists, f"lengths_{name}_batch", lengths.stride(0) if lengths.shape[0] > 1 else 0)
+                read.append(lengths)
+        return read
+
+
+def _reference(x: Any) -> Any:
+    return (lambda: None) if x is None else weakref.ref(x)
