@@ -76,7 +76,9 @@ MIXED = {
     "sinks": {"sinks": torch.tensor([-1.0, 0.0, 2.0, 40.0])},
     "scale": {"scale": -0.3},
     "schedule": {"schedule": BlockSchedule.random(150, 260, block_q=48, block_k=32, sparsity=0.5, seed=1)},
-    "schedule of heads": {"schedule": BlockSchedule.random(150, 260, block_q=16, block_k=64, sparsity=0.5, seed=2, heads=4)},
+    "schedule of heads": {
+        "schedule": BlockSchedule.random(150, 260, block_q=16, block_k=64, sparsity=0.5, seed=2, heads=4)
+    },
     "all": {"causal": True, "window": (100, None), "sinks": torch.zeros(4), "scale": 0.2},
 }  # fmt: skip
 

@@ -11,6 +11,7 @@ strided views; with few rows the query heads of a KV head are folded into rows, 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -18,8 +19,9 @@ import torch
 
 from tilewise.cpu.blocks import run_blocks
 from tilewise.cpu.scoring import Scoring, View, count_up
-from tilewise.cpu.tiles import KV, repeated, tile_state
-from tilewise.plan.tiles import BlockTiles, DecodePlan, PagedTiles, Plan, Tiles, page_step
+from tilewise.cpu.tiles import KV as KV
+from tilewise.cpu.tiles import repeated, tile_state
+from tilewise.plan.tiles import OPEN, Band, BlockTiles, DecodePlan, PagedTiles, Plan, Tiles, page_step
 from tilewise.state import Accumulator
 
 if TYPE_CHECKING:
@@ -121,7 +123,7 @@ def run_selected(
     group = q.shape[2] // heads
     compute = q.dtype if cache.format.dtype == q.dtype else torch.float32
     o, lse = torch.zeros_like(q), torch.full((len(q), q.shape[2], tokens), -math.inf, device="cpu")
-    rows = torch.arange(tokens, device="cpu")[None]
+    rows = count_up(0, tokens)[None]
     selected = (bits[..., None] >> torch.arange(32, device="cpu") & 1).flatten(2)
     selected = (selected.bool() & (selected.cumsum(-1) <= plan.pages_per_seq)).expand(len(q), -1, -1)
     for n, seq in enumerate(plan.seqs):
@@ -138,8 +140,8 @@ def run_selected(
                 continue
             queries, kv_heads = slice(h * group, (h + 1) * group), slice(h, h + 1) if heads > 1 else slice(None)
             tile_q, tile_k, tile_v = q[n, :, queries].to(compute), k[its, kv_heads], v[its, kv_heads]
-            places = Places(rows, held[None, its])
-            state = tile_state(tile_q[None], tile_k[None], tile_v[None], scoring, band, places)
+            view = View(rows, held[None, its].int(), band)
+            state = tile_state(tile_q[None], tile_k[None], tile_v[None], scoring, view=view)
             o[n, :, queries], lse[n, queries] = state[0][0], state[1][0].transpose(0, 1)
     return o, lse
 

@@ -174,7 +174,7 @@ def _matmul_state(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scoring: Sc
             top = s.amax(-1, keepdim=True)
             s.sub_(torch.where(top == -math.inf, 0.0, top))
             # Weights that float32 has too few bits for are 0: made and multiplied, they would take 20 times as long.
-            torch.nn.functional.threshold_(s, LEAST_EXPONENT, -math.inf).exp_()
+            torch.threshold_(s, LEAST_EXPONENT, -math.inf).exp_()
             total = s.sum(-1, keepdim=True)
             o_ij = (s.view(len(k_j), -1, s.shape[-1]) @ v_j).view(*s.shape[:2], head_dim)
             o_ij /= torch.where(total == 0, 1.0, total)

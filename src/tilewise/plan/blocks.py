@@ -23,17 +23,17 @@ WORTH_A_STATE = 256  # keys that are worth a state of their own, which has to be
 
 
 class Stretch(NamedTuple):
-    """`count` sequences of the same lengths, one after the other: where the first starts in the packed count."""
+    """`copies` sequences of the same lengths, one after the other: where the first starts in the packed count."""
 
     row: int
     key: int
     seqlen_q: int
     seqlen_k: int
-    count: int = 1
+    copies: int = 1
 
     def only(self, b: int) -> Stretch:
         """Sequence b of them."""
-        return self._replace(row=self.row + b * self.seqlen_q, key=self.key + b * self.seqlen_k, count=1)
+        return self._replace(row=self.row + b * self.seqlen_q, key=self.key + b * self.seqlen_k, copies=1)
 
 
 @dataclass(frozen=True)
@@ -126,8 +126,8 @@ def _asked_apart(kept: Bools, whole: Bools, rows: Ints, cut: Bools, like: _Commo
             asked &= ~taken
             times += taken.any(1)
         count //= 2
-    sure = (asked <= whole).all(1)  # rows that have nobody to ask
-    work += _batches(asked & sure[:, None], rows, cut, like) + _batches(asked & ~sure[:, None], rows, cut, like, True)
+    unsure = (asked & ~whole).any(1, keepdims=True)  # rows that have somebody to ask
+    work += _batches(asked & ~unsure, rows, cut, like) + _batches(asked & unsure, rows, cut, like, True)
     return work, bool((times + asked.any(1) <= 1).all())
 
 
@@ -150,7 +150,7 @@ def _batches(kept: Bools, rows: Ints, cut: Bools, like: _Common, partial: bool =
     """One head's blocks, kept (num_q_blocks, num_k_blocks): the rows that have the same shape together."""
     where = like.where
     full_blocks, tail = divmod(where.seqlen_k, like.block_k)
-    masked, tails = (kept & cut).any(1), kept[:, full_blocks:].any(1)
+    masked, tails = (kept & cut).any(axis=1), kept[:, full_blocks:].any(axis=1)
     widths = kept[:, :full_blocks].sum(1)
     blocks, ends = np.nonzero(kept[:, :full_blocks])[1].astype(np.int32), widths.cumsum()
     batches: dict[tuple[int, int, bool, bool], list[int]] = {}
@@ -172,7 +172,7 @@ def _batches(kept: Bools, rows: Ints, cut: Bools, like: _Common, partial: bool =
             heads=like.heads,
             row=where.row,
             key=where.key,
-            count=where.count,
+            count=where.copies,
             row_step=where.seqlen_q,
             key_step=where.seqlen_k,
         )
