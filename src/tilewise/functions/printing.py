@@ -63,6 +63,18 @@ class Product(NamedTuple):
         return Product(self.tile + other.tile, self.row + other.row, self.element + other.element)
 
 
+def along_key(node: Node) -> int:
+    """1 or −1 if the node is the key or minus the key, plus something that no key changes; else 0."""
+    if node.op == "k":
+        return 1
+    if node.kind != "int" or node.op not in ("add", "sub"):
+        return 0
+    first, second = (along_key(arg) if "k" in arg.uses else None for arg in node.args)
+    if second is None:
+        return first or 0
+    return (second if node.op == "add" else -second) if first is None else 0
+
+
 def text(
     mask: Node | None,
     score: Node | None,
@@ -73,7 +85,7 @@ def text(
     """The structure with its functions. ranges: of every node, over the whole problem."""
     roots = [root for root in (mask, score) if root is not None]
     by_key = any(node.op == "lookup" and "k" in node.uses for node in in_order(*roots))
-    indices = "int b, int h, int q, int k, float fq, float fk"
+    indices = "int b, int h, int q, int k, float fq, float fk, int k0, int dk"
     lines = ['#include "common/functions.cuh"', "struct UserFunction {"]
     lines += [f"    {field.type} {field.name};" for field in fields(tables, numbers)]
     for name, flag in (("kMask", mask is not None), ("kScore", score is not None), ("kByKey", by_key)):
@@ -202,15 +214,32 @@ class Printer:
     def _lookup(self, node: Node) -> str:
         slot = int(node.value)
         table = self._tables[slot]
-        offsets = []
+        offsets, step = [], ""
         for d, arg in enumerate(node.args):
             low, high = self._ranges[arg]
+            inside = low >= 0 and high < table.shape[d]
+            if inside and table.dense[d] and (sign := along_key(arg)):
+                offsets.append(self._apart(arg))
+                step = "dk" if sign > 0 else "-dk"
+                continue
             index = self._arg(node, False, d)
-            if not (low >= 0 and high < table.shape[d]):
+            if not inside:
                 index = self._let("int", f"function::within({index}, t{slot}_size{d})")
             index = f"int64_t({index})" if table.wide else index
             offsets.append(index if table.dense[d] else f"{index} * t{slot}_stride{d}")
-        return self._let(node.kind, f"function::{node.kind}_at(t{slot}, {' + '.join(offsets) or '0'})")
+        at = " + ".join(offsets) or "0"
+        where = f"t{slot} + ({at}), {step}" if step else f"t{slot}, {at}"
+        return self._let(node.kind, f"function::{node.kind}_at({where})")
+
+    def _apart(self, node: Node) -> str:
+        """An index along the keys, in 64 bits, of key k0: key k = k0 + dk then is dk entries further on.
+
+        k0 is the same for the keys that a lane looks up in a block, and dk a constant, which a load adds for nothing.
+        """
+        if along_key(node) and node.op != "k":
+            symbol = "+" if node.op == "add" else "-"
+            return f"({self._apart(node.args[0])} {symbol} {self._apart(node.args[1])})"
+        return f"int64_t({'k0' if node.op == 'k' else self._whole(node.kind, self._values[node, False])})"
 
     # ---- as every backend computes it -------------------------------------------------------------------------------
 

@@ -79,7 +79,9 @@ TILE_DEVICE int to_int(float x) {
 struct NoFunction {
     int unused;
     static constexpr bool kMask = false, kScore = false, kByKey = false;
-    TILE_DEVICE bool mask(int, int, int, int, float, float) const { return true; }
-    TILE_DEVICE float score(float s, float scale, int, int, int, int, float, float) const { return s * scale; }
+    TILE_DEVICE bool mask(int, int, int, int, float, float, int, int) const { return true; }
+    TILE_DEVICE float score(float s, float scale, int, int, int, int, float, float, int, int) const {
+        return s * scale;
+    }
     TILE_DEVICE Interval seen(Interval, Interval, Interval, Interval) const { return {1.0, 1.0}; }
 };

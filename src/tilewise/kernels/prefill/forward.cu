@@ -166,7 +166,7 @@ struct Consumer {
                 for (int h = 0; h < 2; h++) {
                     const bool seen = rows[h].seen.has(key) & (!kLengths || inside + i < there) &
                                       function.mask(tile.sequence, rows[h].head, rows[h].token, k, rows[h].position,
-                                                    float(k));
+                                                    float(k), k, 0);
                     if (seen) bits[h] |= 1u << (2 * eight + i);
                 }
             }
@@ -179,8 +179,9 @@ struct Consumer {
             if (!(bits[j / 2 % 2] >> (j / 4 * 2 + j % 2) & 1)) acc_s[j] = -INFINITY;
     }
 
-    // Turns S into base-2 logits, soft-capped, with ALiBi's bias; or into what the user's function makes of it
-    TILE_DEVICE void score(float (&s)[kTileKv / 2]) const {
+    // Turns S into base-2 logits, soft-capped, with ALiBi's bias; or into what the user's function makes of it. kMasked:
+    // the block may hold keys past the last one, which must not be looked up.
+    template <bool kMasked> TILE_DEVICE void score(float (&s)[kTileKv / 2]) const {
         if constexpr (Function::kScore) {
             const WorkTile tile = tile_of_stage()[q_turn.stage];
             const float scale = args.scores.scale_log2 * kLn2 * (kFp8 ? tile.descale_qk : 1.0f);
@@ -189,9 +190,12 @@ struct Consumer {
 #pragma unroll
             for (int j = 0; j < kTileKv / 2; j++) {
                 const int inside = j / 4 * 8 + j % 2, h = j / 2 % 2, first = key_of(inside / kBoxRows) + column;
-                const int key = first + inside % kBoxRows, k = Function::kByKey && key > last ? last : key;
+                const int key = first + inside % kBoxRows;
+                const int k = kMasked && Function::kByKey && key > last ? last : key;
+                const int dk = kMasked && Function::kByKey ? 0 : inside % kBoxRows;
                 const float fk = float(first) + float(inside % kBoxRows);
-                s[j] = function.score(s[j], scale, tile.sequence, rows[h].head, rows[h].token, k, rows[h].position, fk);
+                s[j] = function.score(s[j], scale, tile.sequence, rows[h].head, rows[h].token, k, rows[h].position, fk,
+                                      k - dk, dk);
             }
             return;
         }
@@ -245,7 +249,7 @@ struct Consumer {
             warp::load_a(a, q_panel(q_turn.stage, step / 4), warp_row(), step % 4, lane);
             warp::mma_abt_step(s, a, k_panel(k_turn.stage, step / 4), step % 4, lane);
         }
-        score(s);
+        score<false>(s);
     }
 
     // A step computes S of block n and adds the block before it to O: S = Q Kᵀ and O += P V are issued together, and
@@ -258,7 +262,7 @@ struct Consumer {
         if constexpr (kMasked && Function::kMask) see(bits);
         ptx::wgmma_wait<1>();
         if constexpr (!kHoldsK) release_k();
-        score(acc_s);
+        score<kMasked>(acc_s);
         if constexpr (kMasked && Function::kMask) hide(bits);
         else if constexpr (kMasked) mask();
     }
@@ -313,7 +317,7 @@ struct Consumer {
         if constexpr (!kListed) release_k();
         state = warp::RowState();
         if constexpr (Function::kScore) state.max[0] = state.max[1] = kNoReference;
-        score(acc_s);
+        score<true>(acc_s);
         if (cut()) {
             if constexpr (Function::kMask) hide(bits);
             else mask();
