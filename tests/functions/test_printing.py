@@ -195,20 +195,21 @@ def test_arguments_lie_as_the_structure_does(tmp_path):
 
 
 def test_flags_and_no_function(tmp_path):
-    """kMask, kScore and kByKey tell what there is; NoFunction is the same without anything."""
+    """kMask, kScore, kByKey and kByRow tell what there is; NoFunction is the same without anything."""
     table = torch.arange(64)
     cases = {
-        (True, False, False): (lambda b, h, q, k: table[q] < k, None),
-        (True, False, True): (lambda b, h, q, k: table[k] < q, None),
-        (False, True, True): (None, lambda s, b, h, q, k: s + table[q - k]),
-        (True, True, False): (lambda b, h, q, k: k <= q, lambda s, b, h, q, k: s),
+        (True, False, False, True): (lambda b, h, q, k: table[q] < k, None),
+        (True, False, True, False): (lambda b, h, q, k: table[k] < q, None),
+        (False, True, True, True): (None, lambda s, b, h, q, k: s + table[q - k]),
+        (True, True, False, False): (lambda b, h, q, k: k <= q, lambda s, b, h, q, k: s),
     }
-    for (masked, scored, by_key), given in cases.items():
+    for flags, given in cases.items():
         found = dict(re.findall(r"constexpr bool (\w+) = (\w+);", text(*given)))
-        assert found == {"kMask": str(masked).lower(), "kScore": str(scored).lower(), "kByKey": str(by_key).lower()}
+        names = ("kMask", "kScore", "kByKey", "kByRow")
+        assert found == {name: str(flag).lower() for name, flag in zip(names, flags, strict=True)}
     nothing = "const Function f{}; const Interval any{0.0, 9.0}, seen = f.seen(any, any, any, any);"
-    values = "Function::kMask + Function::kScore + Function::kByKey + f.mask(0, 0, 0, 9, 0.0f, 9.0f, 9, 0) * 10"
-    values += " + (seen.low == 1.0) * 100 + (f.score(3.0f, 2.0f, 0, 0, 0, 0, 0.0f, 0.0f, 0, 0) == 6.0f) * 1000"
+    values = "Function::kMask + Function::kScore + Function::kByKey + Function::kByRow + f.mask(0, 0, 0, 9, 0.0f, 9.0f, 0, 0, 9, 0) * 10"
+    values += " + (seen.low == 1.0) * 100 + (f.score(3.0f, 2.0f, 0, 0, 0, 0, 0.0f, 0.0f, 0, 0, 0, 0) == 6.0f) * 1000"
     body = f"{nothing}\n    Global<int>{{out}}[0] = {values};"
     unit = f'#include "common/functions.cuh"\nextern "C" __global__ void none(int* out) {{\n    {body}\n}}\n'
     (tmp_path / "none.cu").write_text(unit)

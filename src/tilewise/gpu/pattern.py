@@ -130,7 +130,7 @@ class Lists:
             raise NotImplementedError(f"a schedule or mask function takes up to {MAX_TILES * tile_q // pack} query rows")
         self.pattern, self.device = pattern, device
         self.spec = fold_spec(pattern, tile_q, unit, pack, packed)
-        self.grid = (rows_each, self.lists, 1)
+        self.grid = (rows_each if pattern.mask else math.ceil(rows_each / (FOLD_THREADS // 32)), self.lists, 1)
         block_q, block_k = max(1, pattern.block_q), max(1, pattern.block_k)
         self.tile_lists = TileListArgs(
             width=self.width,
