@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -74,6 +75,17 @@ class Grid:
         return Pattern(indptr, np.arange(indptr[-1]) + np.repeat(first - indptr[:-1], end - first))
 
 
+def grid_of(*scalars: Any) -> Grid:
+    """The Grid of these arguments; the same one again where they are plain ints, as a model's calls have them."""
+    plain = all(type(x) is int or x is None for x in scalars)
+    return _kept_grid(*scalars) if plain else Grid(*scalars)
+
+
+@lru_cache(maxsize=256)
+def _kept_grid(*scalars: Any) -> Grid:
+    return Grid(*scalars)
+
+
 def check_geometry(
     seqlen_q: Any, seqlen_k: Any, block_q: Any, block_k: Any, heads: Any = None, batch: Any = None
 ) -> Geometry:
@@ -129,11 +141,15 @@ def indptr_of(counts: npt.NDArray[np.integer[Any]]) -> Int64s:
     return indptr
 
 
+def _check_array(name: str, x: Any) -> None:
+    if not isinstance(x, (torch.Tensor, np.ndarray)):
+        raise TypeError(f"{name} must be a torch.Tensor or a numpy array, got {type(x).__name__}")
+
+
 def leading(name: str, x: Any, *tail: str) -> tuple[int | None, int | None]:
     """(batch, heads) of an array or a tensor (…, *tail) with up to two leading dimensions; None for a size of 1, which
     is shared, and for one that is not there."""
-    if not isinstance(x, (torch.Tensor, np.ndarray)):
-        raise TypeError(f"{name} must be a torch.Tensor or a numpy array, got {type(x).__name__}")
+    _check_array(name, x)
     lead, end = tuple(x.shape[: max(0, x.ndim - len(tail))]), ", ".join(tail)
     if not len(tail) <= x.ndim <= len(tail) + 2 or 0 in lead:
         raise ValueError(
@@ -150,6 +166,31 @@ def check_tail(name: str, x: Any, *sizes: int) -> None:
         raise ValueError(
             f"{name} must end in ({wanted}), as seqlen_q, seqlen_k, block_q and block_k say, got {tuple(x.shape)}"
         )
+
+
+def check_alike(name: str, x: Any, like: str, y: Any) -> None:
+    """Raises unless x has the shape and the dtype of y, whose name is `like`."""
+    _check_array(name, x)
+    if (x.shape, x.dtype) != (y.shape, y.dtype):
+        wanted, got = (f"{tuple(z.shape)} and {z.dtype}" for z in (y, x))
+        raise ValueError(f"{name} must be {wanted} like {like}, got {got}")
+
+
+def check_lists(lists: dict[str, Any]) -> None:
+    """Raises unless these are (…, rows) counts and (…, rows, width) indices, and the same of full ones or None."""
+    counts = lists["counts"]
+    if (lists["full_counts"] is None) != (lists["full_indices"] is None):
+        raise ValueError("full_counts and full_indices must be given together")
+    for name, x in lists.items():
+        if x is None and name.startswith("full"):
+            continue
+        _check_array(name, x)
+        if x.dtype not in (torch.int32, torch.int64, np.int32, np.int64):
+            raise ValueError(f"{name} must be int32 or int64, got {x.dtype}")
+        dims = counts.ndim + name.endswith("indices")
+        if x.ndim != dims or x.shape[: counts.ndim] != counts.shape:
+            wanted = ", ".join([*map(str, counts.shape), "width"][:dims])
+            raise ValueError(f"{name} must have shape ({wanted}), as counts has, got {tuple(x.shape)}")
 
 
 def as_lengths(
@@ -170,7 +211,7 @@ def as_lengths(
         raise ValueError(f"{name} must have shape {shapes}, got {tuple(given.shape)}")
     if given.device != device:
         raise ValueError(f"{name} must be on {device} like the pattern, got {given.device}")
-    given = given.reshape(-1, blocks)
+    given = given if given.dim() == 2 else given[None]
     if device.type != "cpu":
         return (given.clamp(-1, block + 1) if given.dtype == torch.int64 else given).to(torch.int32).contiguous()
     if given.numel() and not 0 <= int(given.min()) <= int(given.max()) <= block:
