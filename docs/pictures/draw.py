@@ -42,63 +42,57 @@ def calls(example: str) -> list[dict[str, Any]]:
     return found
 
 
-def blocks(call: dict[str, Any], block: int) -> torch.Tensor:
+def shades_of(call: dict[str, Any]) -> torch.Tensor:
     """(queries, keys): 1 in blocks that are seen whole, 1/2 in those seen in part, 0 in the others."""
-    lengths = call["seqlen_q"], call["seqlen_k"]
+    lengths, block = (call["seqlen_q"], call["seqlen_k"]), BLOCK if call["seqlen_q"] == call["seqlen_k"] else BLOCK // 2
     schedule = tilewise.schedule_of(call["mask"], 1, call["heads"], *lengths, block_q=block, block_k=block)
     sizes = {"seqlen_q": lengths[0], "seqlen_k": lengths[1], "block_q": block, "block_k": block}
     whole = tilewise.BlockSchedule.from_bits(schedule.whole, **sizes)
     return (schedule.to_mask().float() + whole.to_mask().float()) / 2
 
 
-def draw_mask(axes: Any, call: dict[str, Any]) -> None:
-    few = call["seqlen_q"] < call["seqlen_k"]
-    block = 16 if few else BLOCK
-    shades = blocks(call, block)
-    extent = (0, call["seqlen_k"], call["seqlen_q"], 0)
-    axes.imshow(shades, cmap=SHADES, vmin=0, vmax=1, interpolation="nearest", extent=extent, aspect="auto")
-    if few:  # what is interesting lies at the end
-        axes.set_xlim(call["seqlen_k"] - 2 * call["seqlen_q"], call["seqlen_k"])
-        axes.set_xticks([call["seqlen_k"] - n for n in (2 * call["seqlen_q"], call["seqlen_q"], 0)])
-    axes.set_xlabel("key")
-    axes.set_ylabel("query")
+def draw_mask(axes: Any, call: dict[str, Any]) -> str:
+    queries, keys = call["seqlen_q"], call["seqlen_k"]
+    shades = shades_of(call)
+    axes.imshow(
+        shades, cmap=SHADES, vmin=0, vmax=1, interpolation="nearest", extent=(0, keys, queries, 0), aspect="auto"
+    )
+    axes.set(xlabel="key", ylabel="query")
+    if queries < keys:  # what is interesting lies at the end
+        axes.set(xlim=(keys - 2 * queries, keys), xticks=[keys - n * queries for n in (2, 1, 0)])
+    return f"{(shades > 0).float().mean():.0%} of blocks are visited"
 
 
-def draw_score(axes: Any, call: dict[str, Any]) -> None:
-    """A curve where the score alone counts; what is added to it, of the second head, where places count."""
-    function = call["score"]
+def draw_score(axes: Any, call: dict[str, Any]) -> str:
+    """What is added to the score, of the second head, where places count; else a curve."""
     index = torch.arange(call["seqlen_q"])
-    added = function(torch.zeros(()), 0, torch.tensor(1), index[:, None], index[None, :])
-    if added.dim() == 0 or not added.any():
+    added = call["score"](torch.zeros(()), 0, torch.tensor(1), index[:, None], index[None, :])
+    if not added.any():
         s = torch.linspace(-20, 20, 401)
-        axes.plot(s, s, color="0.75", linewidth=1)
-        axes.plot(s, function(s, 0, 0, 0, 0), color=SHADES(0.9), linewidth=2)
-        axes.set(xlim=(-20, 20), ylim=(-12, 12), xlabel="score", ylabel="becomes")
+        axes.plot(s, s, color="0.75", linewidth=1.5)
+        axes.plot(s, call["score"](s, 0, 0, 0, 0), color=SHADES(0.95), linewidth=2.5)
+        axes.set(xlim=(-20, 20), ylim=(-10, 10), xlabel="score", ylabel="score that counts")
         axes.grid(color="0.92")
-        return
-    middle = call["seqlen_q"] // 2
-    zoom = slice(middle - 24, middle + 24)
-    limit = float(added[zoom, zoom].abs().max())
-    extent = (zoom.start, zoom.stop, zoom.stop, zoom.start)
-    axes.imshow(added[zoom, zoom], cmap="PuOr_r", vmin=-limit, vmax=limit, extent=extent, aspect="auto")
-    axes.set(xlabel="key", ylabel="query", xticks=(zoom.start, middle, zoom.stop), yticks=(zoom.start, middle, zoom.stop))
+        return "every block; the score becomes"
+    first, last = index[len(index) // 2 - 24].item(), index[len(index) // 2 + 24].item()
+    part = added[first:last, first:last]
+    limit = float(part.abs().max())
+    image = axes.imshow(part, cmap="PuOr", vmin=-limit, vmax=limit, extent=(first, last, last, first), aspect="auto")
+    ticks = (first, (first + last) // 2, last)
+    axes.set(xlabel="key", ylabel="query", xticks=ticks, yticks=ticks)
+    axes.figure.colorbar(image, ax=axes, fraction=0.05, pad=0.03).ax.tick_params(labelsize=8)
+    return "every block; added to the score"
 
 
 def draw_ten(path: Path) -> None:
-    figure = Figure(figsize=(15.5, 7.4), dpi=110, layout="constrained")
+    figure = Figure(figsize=(16, 7.8), dpi=110, layout="constrained")
+    figure.get_layout_engine().set(wspace=0.04, hspace=0.06)
     panels = figure.subplots(2, 5).flat
     for axes, call in zip(panels, calls(examples()[0]), strict=True):
-        axes.set_title(call["name"], fontsize=13, fontweight="bold", loc="left")
+        told = draw_score(axes, call) if call["mask"] is None else draw_mask(axes, call)
+        axes.set_title(call["name"], fontsize=13, fontweight="bold", loc="left", pad=20)
+        axes.text(0, 1.025, told, fontsize=9.5, color="0.35", transform=axes.transAxes)
         axes.tick_params(labelsize=8)
-        if call["mask"] is None:
-            draw_score(axes, call)
-            what = "softcap" if call["name"] == "softcap" else "added to the score"
-            axes.text(1, 1.02, f"every block; {what}" if what != "softcap" else "every block", transform=axes.transAxes, ha="right", fontsize=9, color="0.35")
-        else:
-            draw_mask(axes, call)
-            shades = blocks(call, 16 if call["seqlen_q"] < call["seqlen_k"] else BLOCK)
-            share = (shades > 0).float().mean()
-            axes.text(1, 1.02, f"{share:.0%} of blocks", transform=axes.transAxes, ha="right", fontsize=9, color="0.35")
     for name, shade in (("seen whole", 1.0), ("seen in part: the function is evaluated", 0.5), ("not visited", 0.0)):
         panels[0].fill([], [], facecolor=SHADES(shade), edgecolor="0.6", label=name)
     figure.legend(loc="outside lower center", ncols=3, frameon=False, fontsize=12)
@@ -114,5 +108,6 @@ def draw_documents(path: Path) -> None:
 
 
 if __name__ == "__main__":
+    torch.manual_seed(0)
     draw_ten(HERE / "ten-variants.png")
     draw_documents(HERE / "documents.png")
