@@ -219,8 +219,8 @@ def time_waits(
     return {name: _timing(values) for name, values in seconds.items()}
 
 
-def device_cost(call: Callable[[], object], *, without: str, calls: int = 20) -> dict[str, float]:
-    """Seconds that a call's kernels take on a GPU, by their names, as its profiler tells; all but the one `without`."""
+def device_cost(name: str, call: Callable[[], object], *, without: str = "", calls: int = 20) -> Result:
+    """What a call's kernels take on a GPU, but for the one `without`, as the profiler tells; by name in the reason."""
     from torch.profiler import ProfilerActivity, profile
 
     for _ in range(2):  # the profiler, too, starts up in its first run
@@ -230,10 +230,14 @@ def device_cost(call: Callable[[], object], *, without: str, calls: int = 20) ->
             torch.cuda.synchronize()
     seconds: dict[str, list[float]] = {}
     for event in profiled.events() or ():
-        name = event.name.partition("(")[0].strip()
-        if event.device_type.name == "CUDA" and name != without:
-            seconds.setdefault(name, []).append(event.time_range.elapsed_us() / 1e6)
-    return {name: float(np.median(values)) * len(values) / calls for name, values in seconds.items()}
+        kernel = event.name.partition("(")[0].strip()
+        if event.device_type.name == "CUDA" and kernel != without:
+            seconds.setdefault(kernel, []).append(event.time_range.elapsed_us() / 1e6)
+    if not seconds:
+        return Result(name, True, FAILED, "the profiler tells of no kernels here")
+    each = {kernel: float(np.median(values)) * len(values) / calls for kernel, values in seconds.items()}
+    reason = " + ".join(f"{kernel} {spent * 1e6:.3g} µs" for kernel, spent in each.items())
+    return Result(name, True, OK, reason, timing=_timing([sum(each.values())]))
 
 
 def _timing(seconds: Sequence[float]) -> Timing:

@@ -266,13 +266,7 @@ def _from_blocks(row: Row, loops: int | None) -> list[Result]:
     if not data.q.is_cuda:
         return [*results, Result(name, True, OK, timing=cost)]
     results.append(_without_waiting(name, call, cost))
-    spent = device_cost(call, without=FORWARD)
-    total = sum(spent.values())
-    reason = " + ".join(f"{kernel} {seconds * 1e6:.3g} µs" for kernel, seconds in spent.items())
-    timing = Timing(total, total, total, total, 1) if spent else None
-    failed = "" if spent else "the profiler tells of no kernels here"
-    name = f"{data.ours}, {DEVICE}"
-    return [*results, Result(name, True, OK if spent else FAILED, reason or failed, timing=timing)]
+    return [*results, device_cost(f"{data.ours}, {DEVICE}", call, without=FORWARD)]
 
 
 def _without_waiting(name: str, call: Callable[[], object], cost: Timing) -> Result:

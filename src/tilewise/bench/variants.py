@@ -20,16 +20,17 @@ from tilewise.plan.schedule import BlockSchedule
 from .. import api
 from . import flex, peers, prefill
 from .judge import by_functions, row_check
-from .measure import FAILED, OK, WRONG, Kernel, Result, Timing, measure, time_waits
+from .measure import FAILED, OK, WRONG, Kernel, Result, Timing, device_cost, host_cost, measure, time_waits
 from .prefill import Goal, Row
 from .sweep import Sheet
-from .workloads import Point, backends, complete, problem_of, random_like, tensor_of
+from .workloads import FUNCTION, Point, backends, complete, problem_of, random_like, tensor_of
 
 COLUMNS = ("function", "built in", "Flex", "of built in", "of Flex")
-BUILT_IN, COMPILES = "built in", "compiles"
+BUILT_IN, COMPILES, HOST, DEVICE = "built in", "compiles", "host", "device"
 TORCH_MASK = "create_block_mask"
 BUDGET = 1.2  # seconds per row, after the warm-up
-DOCUMENTS = 16
+WINDOW, DOCUMENTS = "preparing a window", "preparing documents"
+COUNT = 16  # documents
 SOFTCAP = 30.0
 Function = Callable[..., Any]
 BuiltIn = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None], Any]
@@ -104,9 +105,9 @@ def documents_of(ids: torch.Tensor) -> Function:
 
 
 def cuts(tokens: int, seed: int = 0) -> list[int]:
-    """Where DOCUMENTS documents of random lengths start, and the end."""
+    """Where COUNT documents of random lengths start, and the end."""
     generator = torch.Generator().manual_seed(seed)
-    inner = torch.randperm(tokens - 1, generator=generator)[: min(DOCUMENTS, tokens) - 1] + 1
+    inner = torch.randperm(tokens - 1, generator=generator)[: min(COUNT, tokens) - 1] + 1
     return [0, *sorted(inner.tolist()), tokens]
 
 
@@ -190,7 +191,9 @@ def rows(device: str) -> list[Row]:
     base, width = Point(device=device, **sizes), 1024 if cuda else 256
     chosen = []
     for name, (what, bar, flex_bar) in BARS.items():
-        point = replace(base, workload=name, causal=name == "causal", window=width if name == "window" else 0)
+        point = replace(
+            base, workload=FUNCTION + name, causal=name == "causal", window=width if name == "window" else 0
+        )
         goals = [Goal(over_built_in, bar, what=f"of {what}")]
         goals += [] if flex_bar is None else [Goal(over_flex, flex_bar, what="of Flex")]
         chosen.append(Row(f"{name}, N {point.seq}", point, tuple(goals) if cuda else (), measure=_time))
@@ -198,8 +201,8 @@ def rows(device: str) -> list[Row]:
         Goal(microseconds, 100, " µs", at_most=True),
         Goal(without_compiling, 1, "", "without compiling"),
     ]
-    for name in ("preparing a window", "preparing documents"):
-        point = replace(base, workload=name, seq=32768 if cuda else 2048, heads=8, kv_heads=8)
+    for name in (WINDOW, DOCUMENTS):
+        point = replace(base, workload=FUNCTION + name, seq=32768 if cuda else 2048, heads=8, kv_heads=8)
         chosen.append(Row(f"{name}, H 8, N {point.seq}", point, tuple(goals) if cuda else (), measure=_prepare))
     return [replace(row, point=complete(row.point)) for row in chosen]
 
@@ -233,7 +236,7 @@ def _time(row: Row, loops: int | None) -> list[Result]:
     point, device = row.point, torch.device(row.point.device)
     generator, n = torch.Generator(device).manual_seed(0), point.seq
     q, k, v = (random_like(point, generator, 1, n, point.heads, point.hdim) for _ in range(3))
-    variant = MAKERS[point.workload](point, device)
+    variant = MAKERS[point.workload.removeprefix(FUNCTION)](point, device)
     functions: dict[str, Any] = {"mask": variant.mask, "score": variant.score}
     flops, nbytes = 4 * point.hdim * point.heads * variant.pairs, 4 * q.numel() * q.element_size()
     ours = next(iter(backends(point)))
@@ -260,7 +263,7 @@ def _prepare(row: Row, loops: int | None) -> list[Result]:
     """What a mask costs before it can be used: ours with another value in every call, torch's with the same."""
     point, device = row.point, torch.device(row.point.device)
     n, heads, ours = point.seq, point.heads, next(iter(backends(point)))
-    if point.workload == "preparing a window":
+    if point.workload == FUNCTION + WINDOW:
         values = count(max(1, n // 32))
         new: Callable[[], Function] = lambda: window_of(next(values))  # noqa: E731 - one of two
         compiled = flex.how(device) == flex.COMPILED
@@ -290,7 +293,11 @@ def _prepare(row: Row, loops: int | None) -> list[Result]:
     made = cache.show().entries - before
     status, reason = (OK, "") if made == 0 else (FAILED, f"{made} kernels were compiled for masks of a known text")
     results = [replace(r, timing=timings.get(r.kernel), ratio_to=_ratios(ours, r, timings)) for r in results]
-    return [*results, Result(f"{ours}, {COMPILES}", True, status, reason)]
+    results.append(Result(f"{ours}, {COMPILES}", True, status, reason))
+    if device.type == "cuda":
+        results.append(Result(f"{ours}, {HOST}", True, OK, timing=host_cost(calls[ours], device)))
+        results.append(device_cost(f"{ours}, {DEVICE}", calls[ours]))
+    return results
 
 
 def _torch_masks(compiled: bool) -> dict[str, Function]:

@@ -34,10 +34,7 @@ DTYPES = {
 KV_FORMATS = ("fp32", "fp16", "bf16", "fp8", "int8", "int4")
 FORMAT_OF = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
 WORKLOADS = ("dense", "sparse", "varlen", "decode", "prefix")
-VARIANTS = (  # of bench variants: masks and scores as functions, and what is made of a mask before a call
-    *("causal", "window", "documents", "ALiBi", "softcap", "bias table"),
-    *("preparing a window", "preparing documents"),
-)
+FUNCTION = "function: "  # what the workloads of bench variants start with
 LOSSLESS = {"fp32": ("float32", "float16", "bfloat16"), "fp16": ("float16",), "bf16": ("bfloat16",)}
 
 
@@ -48,7 +45,7 @@ class Point:
     dense: q, k and v of `seq` tokens; sparse: the same under a block schedule, `sched` or random `sparsity`; varlen:
     `batch` packed sequences, `lengths` "100-4096" spaced geometrically between the two, in no order; decode: `tokens`
     queries over a paged cache; prefix: the same where the first `prefix` tokens are shared. With a `window` a query
-    sees so many keys before its own and none after it. The VARIANTS are attention with a function of that name.
+    sees so many keys before its own and none after it. FUNCTION and a name: what `variants` measures.
     """
 
     workload: str = "dense"
@@ -73,7 +70,8 @@ class Point:
 
     def validate(self) -> Point:
         """The point itself, or ValueError on the first dimension that no problem can have."""
-        checks.choice("workload", self.workload, (*WORKLOADS, *VARIANTS))
+        if not self.workload.startswith(FUNCTION):
+            checks.choice("workload", self.workload, WORKLOADS)
         for name in ("batch", "seq", "heads", "kv_heads", "hdim", "tokens"):
             checks.integer(name, getattr(self, name), 1)
         checks.integer("hdim", self.hdim, 1, 512)
