@@ -15,7 +15,7 @@ import torch
 
 from tilewise import arch, checks
 from tilewise.gpu import prefill
-from tilewise.gpu.pattern import NO_PATTERN, Pattern
+from tilewise.gpu.pattern import NO_PATTERN, Pattern, stacked
 from tilewise.scores import Scores
 from tilewise.state import merge_states
 
@@ -72,9 +72,11 @@ class GpuCall:
         starts: tuple[torch.Tensor, torch.Tensor] | None = None,
         page_table: torch.Tensor | None = None,
         *,
-        schedule: BlockSchedule | None = None,
+        schedule: BlockSchedule | Sequence[BlockSchedule | None] | None = None,
         function: Function | None = None,
     ) -> Result:
+        if isinstance(schedule, (list, tuple)):
+            schedule = stacked(schedule)
         if out is not None and checks.place(out, q, k, v) is None:  # it is read from as well: by way of another
             again = GpuCall(self.scores, self.return_lse)
             given = (q, k, v, sinks, slopes, None, descales, starts, page_table)

@@ -170,7 +170,9 @@ def _patterned_tiling(
         most = min(96, most)
     elif width > 128:
         most = 48 if width == 256 and pattern.text else 64
-    tiling = replace(tiling, q_registers=False, lazy=tiling.lazy and not (scores.changed and width == 256), tile_kv=most)
+    tiling = replace(
+        tiling, q_registers=False, lazy=tiling.lazy and not (scores.changed and width == 256), tile_kv=most
+    )
     if not pattern.listed:
         return tiling
     tile_kv, unit = block_keys(most, pattern.block_k, page_size, 32 if dtype == FP8 else 16)
@@ -223,6 +225,7 @@ def forward_spec(
         ("kUnit", tiling.unit),
         ("kSlabs", pattern.block_q * pack % tiling.tile_q > 0),
         ("kLengths", pattern.lengths),
+        ("kSpares", pattern.spares and pattern.mask),
         ("Function", "UserFunction" if pattern.text else "NoFunction"),
     )
     boxes = tiling.tile_kv // tiling.unit if tiling.unit else 0
