@@ -82,13 +82,14 @@ def boxes_of(sizes: Sequence[int], block_q: int, block_k: int) -> torch.Tensor:
 
 def true_kinds(seen: torch.Tensor, sizes: Sequence[int], block_q: int, block_k: int) -> torch.Tensor:
     """What `Function.blocks` would ideally say of a mask given element by element, (B, H, Nq, Nk)."""
-    seen = seen.reshape(*sizes)
-    kinds = torch.zeros(*sizes[:2], -(-sizes[2] // block_q), -(-sizes[3] // block_k), dtype=torch.int8)
-    for i in range(kinds.shape[2]):
-        for j in range(kinds.shape[3]):
-            block = seen[:, :, i * block_q : (i + 1) * block_q, j * block_k : (j + 1) * block_k].flatten(2)
-            kinds[:, :, i, j] = block.any(2).to(torch.int8) + block.all(2).to(torch.int8)
-    return kinds
+    rows, columns = -(-sizes[2] // block_q), -(-sizes[3] // block_k)
+
+    def blocks(filling: bool) -> torch.Tensor:
+        whole = torch.full((*sizes[:2], rows * block_q, columns * block_k), filling)
+        whole[:, :, : sizes[2], : sizes[3]] = seen.reshape(*sizes)
+        return whole.reshape(*sizes[:2], rows, block_q, columns, block_k)
+
+    return blocks(False).any(5).any(3).to(torch.int8) + blocks(True).all(5).all(3).to(torch.int8)
 
 
 def check_never_wrong(kinds: torch.Tensor, truth: torch.Tensor, what: Any = "") -> None:

@@ -112,6 +112,7 @@ def test_lookups_past_the_ends():
         lambda b, h, q, k: table[b - 1, q - k, k] > 0,
         lambda b, h, q, k: table[h + 1, q * 100000000, k - 30] > 0,
         lambda b, h, q, k: table[0][(table[b, h, k] * 9).int()][q] > 0,
+        lambda b, h, q, k: table[-1, h, -2] > 0,
     ]
     made = [functions.of(mask, None) for mask in masks]
     found = probed(made, grid(), torch.zeros(len(grid())), torch.zeros(0, 4, 2))
@@ -122,6 +123,7 @@ def test_lookups_past_the_ends():
         table[(b - 1).clamp(0, 2), (q - k).clamp(0, 4), k.clamp(0, 6)] > 0,
         table[(h + 1).clamp(0, 2), product.clamp(0, 4), (k - 30).clamp(0, 6)] > 0,
         table[0, inner.clamp(0, 4), q.clamp(0, 6)] > 0,
+        table[2, h, 5] > 0,
     ]
     for n, function in enumerate(made):
         assert torch.equal(function.seen(*INDICES), expected[n])

@@ -99,12 +99,15 @@ class Row:
 
     def __init__(self, graph: Graph, tensor: torch.Tensor, index: tuple[Any, ...]) -> None:
         self._graph, self._tensor, self._index = graph, tensor, index
-        self.shape = tensor.shape[len(index) :]
 
     def __getitem__(self, index: Any) -> Any:
         more = index if isinstance(index, tuple) else (index,)
         with torch._C.DisableTorchFunction():  # it is no look into the tensor
             return _lookup(self._graph, self._tensor, (*self._index, *more))
+
+    @property
+    def shape(self) -> torch.Size:
+        return self._tensor.shape[len(self._index) :]
 
     def __len__(self) -> int:
         return self.shape[0]
@@ -123,13 +126,16 @@ def _lookup(graph: Graph, tensor: Any, index: Any) -> Any:
         raise refuse(f"a tensor of shape {tuple(tensor.shape)} is indexed with one number per dimension")
     if len(index) < tensor.dim():
         return Row(graph, tensor, index)
+    if any(isinstance(i, int) and i < 0 for i in index):  # as Python has it: from the end
+        graph.looked = True
+        index = tuple(i + n if isinstance(i, int) and i < 0 else i for i, n in zip(index, tensor.shape, strict=True))
     return Proxy(graph, graph.lookup(tensor, tuple(node_of(graph, i) for i in index)))
 
 
 def node_of(graph: Graph, x: Any) -> Node:
     """x, which the function has computed or captured, as a node."""
     if isinstance(x, Row):
-        raise refuse(f"a captured tensor lacks {len(x.shape)} of its indices here: index it down to one number")
+        raise refuse("a captured tensor lacks some of its indices here: index it down to one number")
     return x._node if isinstance(x, Proxy) else graph.of(x)
 
 
