@@ -86,7 +86,7 @@ def attention(
         slopes = alibi_slopes.expand(q.shape[0], hq)[:, :, None, None]
         scores = scores - (slopes.to(dtype) * distance.to(dtype))
 
-    # Functions are evaluated as they were traced, over all pairs: called with tensors, t[h][k] would mean another thing.
+    # Functions are evaluated as they were traced, over all pairs: called with tensors, t[h][k] would be another thing.
     function = functions.of(mask if callable(mask) else None, score) if callable(mask) or score is not None else None
     b, h = first + torch.arange(q.shape[0])[:, None, None, None], torch.arange(hq)[:, None, None]
     pairs = (b, h, torch.arange(nq)[:, None], torch.arange(nk))
@@ -186,8 +186,8 @@ def decode(
         k, v = pages.gather(layer, seq)
         seen = None
         if selected is not None:
-            tokens = selected.expand(len(seqs), k.shape[1], -1)[row].repeat_interleave(pages.page_size, dim=-1)
-            seen = tokens[:, None, : len(k)].repeat_interleave(q.shape[2] // k.shape[1], dim=0)
+            read = selected.expand(len(seqs), k.shape[1], -1)[row].repeat_interleave(pages.page_size, dim=-1)
+            seen = read[:, None, : len(k)].repeat_interleave(q.shape[2] // k.shape[1], dim=0)
         if tree_mask is not None:
             tokens = q.shape[1]
             padded = torch.ones(tokens, max(len(k), tokens), dtype=torch.bool)

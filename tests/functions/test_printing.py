@@ -130,6 +130,28 @@ def test_lookups_past_the_ends():
         assert torch.equal(found.mask[n], expected[n])
 
 
+def test_lookups_along_rows_and_keys():
+    """Indices that move with q and k, which kernels give as sums of what a lane shares and a constant."""
+    values = torch.randn(200)
+    toeplitz = values.as_strided((56, 56), (1, 1))
+    forms = [
+        lambda s, b, h, q, k: s + values[q + k],
+        lambda s, b, h, q, k: s + values[h + (k - q) + 99],
+        lambda s, b, h, q, k: s + values[(q - k) + k + 60],
+        lambda s, b, h, q, k: s + values[(q - q) + k + 40],
+        lambda s, b, h, q, k: s + values[k + k] + values[3 - k + 60],
+        lambda s, b, h, q, k: s + toeplitz[q, k] + toeplitz[k, k],
+    ]
+    made = [functions.of(None, form) for form in forms]
+    assert all("dk" in f.text(SIZES) and "within" not in f.text(SIZES) for f in made)
+    scores = torch.zeros(len(grid()))
+    found = probed(made, grid(), scores, torch.zeros(0, 4, 2))
+    for n, (function, form) in enumerate(zip(made, forms, strict=True)):
+        expected = form(scores, *(x.long() for x in INDICES))
+        assert torch.equal(function.scored(scores, *INDICES), expected), n
+        assert torch.equal(found.score[n], expected), n
+
+
 @pytest.mark.parametrize("dtype", ELEMENTS)
 def test_captured_dtypes_and_strides(dtype):
     """Dense, transposed, with gaps, expanded, of several dimensions, none."""
@@ -197,20 +219,19 @@ def test_arguments_lie_as_the_structure_does(tmp_path):
 
 
 def test_flags_and_no_function(tmp_path):
-    """kMask, kScore and kByKey tell what there is; NoFunction is the same without anything."""
+    """kMask, kScore, kByKey and kByRow tell what there is; NoFunction is the same without anything."""
     table = torch.arange(64)
     cases = {
-        (True, False, False): (lambda b, h, q, k: table[q] < k, None),
-        (True, False, True): (lambda b, h, q, k: table[k] < q, None),
-        (False, True, True): (None, lambda s, b, h, q, k: s + table[q - k]),
-        (True, True, False): (lambda b, h, q, k: k <= q, lambda s, b, h, q, k: s),
+        "kMask kByRow": (lambda b, h, q, k: table[q] < k, None),
+        "kMask kByKey": (lambda b, h, q, k: table[k] < q, None),
+        "kScore kByKey kByRow": (None, lambda s, b, h, q, k: s + table[q - k]),
+        "kMask kScore": (lambda b, h, q, k: k <= q, lambda s, b, h, q, k: s),
     }
-    for (masked, scored, by_key), given in cases.items():
-        found = dict(re.findall(r"constexpr bool (\w+) = (\w+);", text(*given)))
-        assert found == {"kMask": str(masked).lower(), "kScore": str(scored).lower(), "kByKey": str(by_key).lower()}
+    for flags, given in cases.items():
+        assert " ".join(re.findall(r"constexpr bool (\w+) = true;", text(*given))) == flags
     nothing = "const Function f{}; const Interval any{0.0, 9.0}, seen = f.seen(any, any, any, any);"
-    values = "Function::kMask + Function::kScore + Function::kByKey + f.mask(0, 0, 0, 9, 0.0f, 9.0f, 9, 0) * 10"
-    values += " + (seen.low == 1.0) * 100 + (f.score(3.0f, 2.0f, 0, 0, 0, 0, 0.0f, 0.0f, 0, 0) == 6.0f) * 1000"
+    values = "Function::kMask + Function::kScore + Function::kByKey + f.mask(0, 0, 0, 9, 0.0f, 9.0f, 0, 0, 9, 0) * 10"
+    values += " + (seen.low == 1.0) * 100 + (f.score(3.0f, 2.0f, 0, 0, 0, 0, 0.0f, 0.0f, 0, 0, 0, 0) == 6.0f) * 1000"
     body = f"{nothing}\n    Global<int>{{out}}[0] = {values};"
     unit = f'#include "common/functions.cuh"\nextern "C" __global__ void none(int* out) {{\n    {body}\n}}\n'
     (tmp_path / "none.cu").write_text(unit)

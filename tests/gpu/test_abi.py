@@ -9,14 +9,15 @@ import torch
 
 from tilewise import emulator
 from tilewise.compiler.spec import Constant, KernelSpec
-from tilewise.gpu import abi, append, prefill
+from tilewise.gpu import abi, append, prefill, schedules
 from tilewise.learn import ladder
-from tilewise.plan import items
+from tilewise.plan import items, schedule_select
 from tilewise.scores import Scores
 
 RAGGED = (("Index", "int"), ("kTileQ", 128), ("kTileKv", 128), ("kPack", 1))
 DECODE = (("kSelected", False),)
 APPEND = append.specs()[0].constants
+SELECT, SCATTER = (spec.constants for spec in (schedules.specs()[0], schedules.scatter_spec(torch.int32)))
 # The structures' source, the constants that it needs, and its structures: C++ name -> mirror
 SOURCES: dict[str, tuple[tuple[tuple[str, Constant], ...], dict[str, type[ctypes.Structure]]]] = {
     "common/args.cuh": ((), {"Strides": abi.Strides, "Divisor": abi.Divisor}),
@@ -32,6 +33,11 @@ SOURCES: dict[str, tuple[tuple[tuple[str, Constant], ...], dict[str, type[ctypes
         {"AppendSource": abi.Source, "AppendStore": abi.Store, "AppendArgs": abi.AppendArgs},
     ),
     "common/copy_pages.cu": ((), {"CopyPart": abi.CopyPart, "CopyArgs": abi.CopyArgs}),
+    "common/schedule_pack.cu": ((), {"PackArgs": schedules.PackArgs}),
+    "common/schedule_scatter.cu": (SCATTER, {"ScatterArgs": schedules.ScatterArgs}),
+    "common/schedule_lists.cu": ((), {"ListArgs": schedules.ListArgs}),
+    "common/schedule_transpose.cu": ((), {"TransposeArgs": schedules.TransposeArgs}),
+    "common/schedule_select.cu": (SELECT, {"SelectArgs": schedules.SelectArgs}),
     "learn/kernels/args.cuh": ((), {"AttentionArgs": ladder.AttentionArgs}),
 }
 # Constants that Python repeats: source -> C++ expression -> value
@@ -44,6 +50,7 @@ CONSTANTS = {
     },
     "tile/hopper.cuh": {"kPanel": abi.PANEL, "kPanelRowBytes": abi.PANEL_BYTES},
     "common/copy_pages.cu": {"kMaxParts": abi.MAX_PARTS},
+    "common/schedule_select.cu": {"kShareBits": schedule_select.SHARE_BITS, "kWeightBits": schedule_select.WEIGHT_BITS},
     "decode/work.cuh": {
         "kItemWords": items.ITEM_WORDS,
         **{
@@ -84,7 +91,8 @@ def test_structures_lie_as_the_kernels_have_them(source, tmp_path):
 
 def test_every_structure_is_compared():
     mirrors = {mirror for _, structures in SOURCES.values() for mirror in structures.values()}
-    declared = {x for x in vars(abi).values() if isinstance(x, type) and issubclass(x, ctypes.Structure)}
+    everything = (*vars(abi).values(), *vars(schedules).values())
+    declared = {x for x in everything if isinstance(x, type) and issubclass(x, ctypes.Structure)}
     assert declared <= mirrors
 
 

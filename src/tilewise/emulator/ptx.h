@@ -23,6 +23,7 @@ inline float mad(float a, float b, float c) {
     return ::fmaf(a, b, c);
 }
 inline uint32_t multiply_high(uint32_t a, uint32_t b) { return uint32_t(uint64_t(a) * b >> 32); }
+inline void count_carry(uint32_t& count, uint32_t a, uint32_t b) { count += uint32_t((uint64_t(a) + b) >> 32); }
 inline int count_bits(uint32_t x) { return __builtin_popcount(x); }
 inline int dp4a(int a, int b, int c) {
     emu::count_scalar_flops(8);

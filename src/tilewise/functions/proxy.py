@@ -202,7 +202,7 @@ def _binary(op: str) -> Callable[..., Node]:
 
 
 def _logical(op: str) -> Callable[..., Node]:
-    return lambda graph, x, other: graph.binary(op, *(graph.truth(node_of(graph, y)) for y in (x, other)))
+    return lambda graph, x, other: graph.binary(op, *(graph.to(node_of(graph, y), "bool") for y in (x, other)))
 
 
 def _converted(kind: str) -> Callable[..., Node]:
@@ -301,7 +301,7 @@ def _methods() -> dict[str, Callable[..., Any]]:
         "divide": _divided,
     }
     names |= {"to": _to, "type": _to, "type_as": _to, "sign": _sign, "isinf": _is_infinite}
-    names |= {"logical_not": lambda g, x: g.unary("not", g.truth(node_of(g, x)))}
+    names |= {"logical_not": lambda g, x: g.unary("not", g.to(node_of(g, x), "bool"))}
     names |= {"square": lambda g, x: g.binary("mul", node_of(g, x), node_of(g, x))}
     names |= {"reciprocal": lambda g, x: g.binary("div", g.constant(1.0), node_of(g, x))}
     names |= {"relu": lambda g, x, inplace=False: g.binary("max", node_of(g, x), g.constant(0))}

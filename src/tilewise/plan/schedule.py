@@ -19,7 +19,7 @@ from tilewise.plan import schedule_bits, schedule_patterns, schedule_select
 from tilewise.plan import schedule_device as device_side
 from tilewise.plan import schedule_files as files
 from tilewise.plan.schedule_files import AnyPath
-from tilewise.plan.schedule_grid import INT32_MAX, Grid, Int32s, as_array, check_geometry, check_tail, leading
+from tilewise.plan.schedule_grid import INT32_MAX, Grid, Int32s, as_array, check_geometry, check_tail, grid_of, leading
 from tilewise.plan.schedule_pictures import Picture
 from tilewise.plan.schedule_store import CPU, StoredSchedule
 
@@ -169,7 +169,7 @@ class BlockSchedule(StoredSchedule):
         whole: like `blocks`; those of the kept blocks in which a mask function need not be evaluated. lengths_q,
         lengths_k: int32 or int64 (num_blocks,) or (batch, num_blocks), valid rows of each block."""
         batch, heads = leading("blocks", blocks, "num_q_blocks", "num_k_blocks")
-        grid = Grid(seqlen_q, seqlen_k, block_q, block_k, heads, batch)
+        grid = grid_of(seqlen_q, seqlen_k, block_q, block_k, heads, batch)
         check_tail("blocks", blocks, grid.q_blocks, grid.cols)
         if blocks.dtype not in (torch.bool, np.bool_):
             raise ValueError(f"blocks must be bool (True is kept), got {blocks.dtype}")
@@ -209,7 +209,7 @@ class BlockSchedule(StoredSchedule):
         On the CPU a list must be strictly ascending, and no block may be in both. On a device entries out of range are
         left out, those repeated count once, in any order; `check()` tells of them."""
         batch, heads = leading("counts", counts, "num_q_blocks")
-        grid = Grid(seqlen_q, seqlen_k, block_q, block_k, heads, batch)
+        grid = grid_of(seqlen_q, seqlen_k, block_q, block_k, heads, batch)
         check_tail("counts", counts, grid.q_blocks)
         if (full_counts is None) != (full_indices is None):
             raise ValueError("full_counts and full_indices must be given together")
@@ -262,7 +262,7 @@ class BlockSchedule(StoredSchedule):
         and those on the diagonal are kept besides, whatever their score. lengths_q, lengths_k: as `from_blocks` has
         them. The same scores give the same schedule, on a device and on the CPU."""
         batch, heads = leading("scores", scores, "num_q_blocks", "num_k_blocks")
-        grid = Grid(seqlen_q, seqlen_k, block_q, block_k, heads, batch)
+        grid = grid_of(seqlen_q, seqlen_k, block_q, block_k, heads, batch)
         check_tail("scores", scores, grid.q_blocks, grid.cols)
         top_k, threshold = schedule_select.check_asked(scores, top_k, threshold)
         checks.flag("causal", causal)
@@ -287,10 +287,10 @@ class BlockSchedule(StoredSchedule):
         lengths_k: Any = None,
     ) -> BlockSchedule:
         """The form that kernels read and write: `bits` and `whole` as the class describes them, contiguous. On a device
-        they are taken as they are, without a copy."""
+        they are taken as they are, without a copy, and a bit past the last key block is ignored."""
         checks.tensor("bits", bits, shape=("batch", "heads", "num_q_blocks", "words"), dtypes=(torch.int32,))
         batch, heads = leading("bits", bits, "num_q_blocks", "words")
-        grid = Grid(seqlen_q, seqlen_k, block_q, block_k, heads, batch)
+        grid = grid_of(seqlen_q, seqlen_k, block_q, block_k, heads, batch)
         check_tail("bits", bits, *grid.shape[2:])
         if whole is not None:
             checks.tensor("whole", whole, shape=tuple(bits.shape), dtypes=(torch.int32,), device=bits.device)
@@ -299,6 +299,8 @@ class BlockSchedule(StoredSchedule):
                 grid, bits.contiguous(), None if whole is None else whole.contiguous(), lengths_q, lengths_k
             )
         pattern = schedule_bits.pattern_of(bits, grid)
+        if not torch.equal(schedule_bits.bits_of(pattern, grid), bits):
+            raise ValueError(f"bits must be 0 past the last key block, num_k_blocks={grid.cols}")
         inner = None if whole is None else schedule_bits.pattern_of(whole & bits, grid)
         return cls._of(grid, pattern, inner, lengths_q, lengths_k)
 

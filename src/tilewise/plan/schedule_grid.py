@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -72,6 +73,17 @@ class Grid:
         """Row r keeps key blocks [first[r], end[r])."""
         indptr = indptr_of(end - first)
         return Pattern(indptr, np.arange(indptr[-1]) + np.repeat(first - indptr[:-1], end - first))
+
+
+def grid_of(*scalars: Any) -> Grid:
+    """The Grid of these arguments; the same one again where they are plain ints, as a model's calls have them."""
+    plain = all(type(x) is int or x is None for x in scalars)
+    return _kept_grid(*scalars) if plain else Grid(*scalars)
+
+
+@lru_cache(maxsize=256)
+def _kept_grid(*scalars: Any) -> Grid:
+    return Grid(*scalars)
 
 
 def check_geometry(
@@ -170,7 +182,7 @@ def as_lengths(
         raise ValueError(f"{name} must have shape {shapes}, got {tuple(given.shape)}")
     if given.device != device:
         raise ValueError(f"{name} must be on {device} like the pattern, got {given.device}")
-    given = given.reshape(-1, blocks)
+    given = given if given.dim() == 2 else given[None]
     if device.type != "cpu":
         return (given.clamp(-1, block + 1) if given.dtype == torch.int64 else given).to(torch.int32).contiguous()
     if given.numel() and not 0 <= int(given.min()) <= int(given.max()) <= block:

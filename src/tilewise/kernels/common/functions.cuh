@@ -1,10 +1,11 @@
 // What printed functions of users (tilewise/functions/printing.py) call, and the function that is none.
 //
 // Integers wrap at 32 bits, // and % round down as Python does, floats behave as PyTorch's. Each function has
-//   mask(b, h, q, k, fq, fk, k0, dk)             whether query q of head h in sequence b sees key k
-//   score(s, scale, b, h, q, k, fq, fk, k0, dk)  the natural logit that becomes of s · scale
-//   seen(b, h, q, k)                             mask over intervals: low is 1 if all is seen, high is 0 if nothing is
-// where fq and fk are q and k as floats, and k = k0 + dk, of which dk should be a constant that the compiler knows.
+//   mask(b, h, q, k, …)             whether query q of head h in sequence b sees key k
+//   score(s, scale, b, h, q, k, …)  the natural logit that becomes of s · scale
+//   seen(b, h, q, k)                mask over intervals: low is 1 if all is seen, high is 0 if nothing is
+// where … are fq, fk, q0, dq, k0 and dk: q and k as floats, and as sums q = q0 + dq, k = k0 + dk, in which dq and dk
+// are best constants that the compiler knows. kByKey, kByRow: something is looked up by an index with k, with q.
 #pragma once
 #include "common/args.cuh"
 #include "common/intervals.cuh"
@@ -86,9 +87,9 @@ TILE_DEVICE int to_int(float x) {
 
 struct NoFunction {
     int unused;
-    static constexpr bool kMask = false, kScore = false, kByKey = false;
-    TILE_DEVICE bool mask(int, int, int, int, float, float, int, int) const { return true; }
-    TILE_DEVICE float score(float s, float scale, int, int, int, int, float, float, int, int) const {
+    static constexpr bool kMask = false, kScore = false, kByKey = false, kByRow = false;
+    TILE_DEVICE bool mask(int, int, int, int, float, float, int, int, int, int) const { return true; }
+    TILE_DEVICE float score(float s, float scale, int, int, int, int, float, float, int, int, int, int) const {
         return s * scale;
     }
     TILE_DEVICE Interval seen(Interval, Interval, Interval, Interval) const { return {1.0, 1.0}; }

@@ -4,8 +4,9 @@
 // What is counted or summed are integers, so the result does not depend on the search nor on the order of the sums.
 #include "common/schedule.cuh"
 
-// Element: of the scores. kRowWarps: warps of a row. kWords: words of 32 columns that a warp of it holds in registers;
-// 0: it reads them anew each time. kShare: sums of scores are searched for, not their number.
+// Element: of the scores; a float32 made from one has zeros as its kUnused low bits. kRowWarps: warps of a row. kWords:
+// words of 32 columns that a warp of it holds in registers; 0: it reads them anew each time. kShare: sums of scores are
+// searched for, not their number. Sum: what either is counted in.
 constexpr int kRowsOfBlock = kRowWarps == 1 ? 8 : 1;
 constexpr int kThreads = kRowWarps * kRowsOfBlock * 32;
 constexpr int kShareBits = 24;  // a share counts in steps of 2^-24
@@ -20,23 +21,10 @@ struct SelectArgs {
     int causal, seqlen_q, seqlen_k, block_q, block_k;
 };
 
-// How many low bits of a key say nothing: those that a float32 made from an Element has as zeros
-template <class T> struct Unused;
-template <> struct Unused<float> {
-    static constexpr int kBits = 0;
-};
-template <> struct Unused<half> {
-    static constexpr int kBits = 13;
-};
-template <> struct Unused<bf16> {
-    static constexpr int kBits = 16;
-};
-constexpr int kUnused = Unused<Element>::kBits;
-
 // Larger for a larger score; 0 for NaN and −inf, which are never kept
 TILE_DEVICE uint32_t key_of(float x) {
     const uint32_t bits = as_bits(x + 0.0f);  // −0 becomes 0
-    const uint32_t ordered = bits & 0x80000000u ? ~bits : bits | 0x80000000u;
+    const uint32_t ordered = bits ^ (uint32_t(int(bits) >> 31) | 0x80000000u);
     return ordered - 0x00800000u <= 0xff800000u - 0x00800000u ? ordered >> kUnused : 0;
 }
 constexpr uint32_t kZero = 0x80000000u >> kUnused;  // the key of 0
@@ -53,14 +41,6 @@ TILE_DEVICE uint32_t weight_of(uint32_t key, int top_exponent) {
     return (shifted >> down) + ((shifted & ((1u << down) - 1)) != 0);
 }
 
-template <bool kWide> struct Sums {
-    using Type = uint32_t;
-};
-template <> struct Sums<true> {
-    using Type = uint64_t;
-};
-using Sum = Sums<kShare>::Type;
-
 // The columns that a row may keep, and those that it keeps whatever their score
 struct Reach {
     int first, end;  // of the diagonal; [0, end) are considered
@@ -76,24 +56,35 @@ TILE_DEVICE Reach reach_of(const SelectArgs& a, int row) {
 
 // A warp's columns of one row: words [first_word, first_word + count)
 struct Row {
-    Global<const Element> gScores;
-    int end, first_word, count, lane;
-    bool negative;  // one of this lane's columns
+    Global<const Element> gScores;  // from first_word on
+    int end, count, lane;           // columns, words; both from first_word on
+    bool negative;                  // one of this lane's columns
     int top_exponent;
     uint32_t key[kWords ? kWords : 1];
     uint32_t weight[kWords && kShare ? kWords : 1];
 
-    TILE_DEVICE uint32_t load(int i) {
-        const int column = (first_word + i) * 32 + lane;
-        const uint32_t k = column < end ? key_of(to_float(Element(gScores[column]))) : 0;
+    TILE_DEVICE float score(int i) const {
+        const int column = i * 32 + lane;
+        return column < end ? to_float(Element(gScores[column])) : -INFINITY;
+    }
+    TILE_DEVICE uint32_t candidate(float x) {
+        const uint32_t k = key_of(x);
         if constexpr (!kShare) return k;
         if (k && k < kZero) negative = true;
         return k > kZero ? k : 0;  // only what has a weight can be kept
     }
     TILE_DEVICE void hold() {
         if constexpr (kWords > 0) {
+            float scores[kWords ? kWords : 1];
+            if (end >= kWords * 32) {  // all loads at once, no lane asks
 #pragma unroll
-            for (int i = 0; i < kWords; i++) key[i] = load(i);
+                for (int i = 0; i < kWords; i++) scores[i] = to_float(Element(gScores[i * 32 + lane]));
+            } else {
+#pragma unroll
+                for (int i = 0; i < kWords; i++) scores[i] = score(i);
+            }
+#pragma unroll
+            for (int i = 0; i < kWords; i++) key[i] = candidate(scores[i]);
         }
     }
     // From here on weights are those of a row whose largest key is `top`.
@@ -104,31 +95,38 @@ struct Row {
             for (int i = 0; i < kWords; i++) weight[i] = weight_of(key[i], top_exponent);
         }
     }
-    TILE_DEVICE Sum weight_at(int i, uint32_t key_there) const {
-        if constexpr (!kShare) return 1;
-        else if constexpr (kWords > 0) return weight[i];
-        else return weight_of(key_there, top_exponent);
-    }
     // f(i, key) for each of the warp's words
     template <class F> TILE_DEVICE void each(F f) {
         if constexpr (kWords > 0) {
 #pragma unroll
             for (int i = 0; i < kWords; i++) f(i, key[i]);
         } else {
-            for (int i = 0; i < count; i++) f(i, load(i));
+            for (int i = 0; i < count; i++) f(i, candidate(score(i)));
         }
     }
-    // What this lane has at or above a key
+    // How many of this lane's keys are at or above `low`, which is not 0, or what they weigh
     TILE_DEVICE Sum at_least(uint32_t low) {
+        uint32_t count = 0;
         Sum sum = 0;
-        each([&](int i, uint32_t k) { sum += k >= low ? weight_at(i, k) : Sum(0); });
-        return sum;
+        each([&](int i, uint32_t k) {
+            if (!kShare) ptx::count_carry(count, k, 0 - low);
+            else sum += k < low ? 0 : kWords ? weight[i] : weight_of(k, top_exponent);
+        });
+        return kShare ? sum : Sum(count);
     }
 };
 
-// All warps of a row: what they add up, in shared memory, one place after the other so that one barrier is enough
+// All warps of a row
 struct Team {
     int warp, lane, turn;
+
+    // What each of them brings, in shared memory. Turns have places of their own, so that one barrier is enough.
+    template <class T> TILE_DEVICE Shared<T> meet(T x) {
+        const Shared<T> sBrought(turn++ % 2 * kRowWarps * 8);
+        if (lane == 0) sBrought[warp] = x;
+        ptx::sync_threads();
+        return sBrought;
+    }
 
     TILE_DEVICE uint32_t sum_lanes(uint32_t x) const { return ptx::reduce_add(x); }
     TILE_DEVICE uint64_t sum_lanes(uint64_t x) const {
@@ -136,35 +134,28 @@ struct Team {
         for (int mask = 1; mask < 32; mask *= 2) x += ptx::shuffle_xor(x, mask);
         return x;
     }
-    // f joins the warps' values, which are the same in all lanes of a warp.
-    template <class T, class F> TILE_DEVICE T join(T x, F f) {
-        if constexpr (kRowWarps > 1) {
-            const Shared<T> sPlace(turn % 2 * kRowWarps * 8);
-            turn++;
-            if (lane == 0) sPlace[warp] = x;
-            ptx::sync_threads();
-            x = sPlace[0];
-            for (int i = 1; i < kRowWarps; i++) x = f(x, T(sPlace[i]));
-        }
+    template <class T> TILE_DEVICE T sum(T x) {
+        x = sum_lanes(x);
+        if (kRowWarps == 1) return x;
+        const Shared<T> sBrought = meet(x);
+        x = 0;
+        for (int i = 0; i < kRowWarps; i++) x += T(sBrought[i]);
         return x;
     }
-    template <class T> TILE_DEVICE T sum(T x) {
-        return join(sum_lanes(x), [](T p, T q) { return p + q; });
-    }
     TILE_DEVICE uint32_t max(uint32_t x) {
-        return join(ptx::reduce_max(x), [](uint32_t p, uint32_t q) { return p > q ? p : q; });
+        x = ptx::reduce_max(x);
+        if (kRowWarps == 1) return x;
+        const Shared<uint32_t> sBrought = meet(x);
+        for (int i = 0; i < kRowWarps; i++) x = sBrought[i] > x ? uint32_t(sBrought[i]) : x;
+        return x;
     }
     // The sum over the warps before this one
-    TILE_DEVICE uint32_t before(uint32_t x) {
-        uint32_t total = 0;
-        if constexpr (kRowWarps > 1) {
-            const Shared<uint32_t> sPlace(turn % 2 * kRowWarps * 8);
-            turn++;
-            if (lane == 0) sPlace[warp] = x;
-            ptx::sync_threads();
-            for (int i = 0; i < warp; i++) total += sPlace[i];
-        }
-        return total;
+    TILE_DEVICE uint32_t sum_before(uint32_t x) {
+        if (kRowWarps == 1) return 0;
+        const Shared<uint32_t> sBrought = meet(ptx::reduce_add(x));
+        x = 0;
+        for (int i = 0; i < warp; i++) x += uint32_t(sBrought[i]);
+        return x;
     }
 };
 
@@ -181,13 +172,13 @@ TILE_DEVICE uint64_t needed(uint64_t total, uint32_t share) {
 }
 
 TILE_DEVICE Cut find_cut(Row& row, Team& team, uint32_t amount) {
-    uint32_t greatest = 0, negated = 0;  // the least key is the greatest negated one
+    uint32_t greatest = 0, before_least = ~0u;  // 0 is no key, and 0 − 1 is no minimum
     row.each([&](int, uint32_t k) {
         greatest = k > greatest ? k : greatest;
-        negated = k && ~k > negated ? ~k : negated;
+        before_least = k - 1 < before_least ? k - 1 : before_least;
     });
-    greatest = team.max(greatest), negated = team.max(negated);
-    uint32_t low = ~negated, high = greatest + 1;
+    greatest = team.max(greatest);
+    uint32_t low = ~team.max(~before_least) + 1, high = greatest + 1;
     row.weigh(greatest);
     // at_low ≥ need > at_high: what stands at or above these two keys
     Sum at_low = team.sum(row.at_least(1)), at_high = 0;
@@ -196,7 +187,7 @@ TILE_DEVICE Cut find_cut(Row& row, Team& team, uint32_t amount) {
 
     for (int turn = 0; at_low > need && high - low > 1; turn++) {
         // Where a straight line puts the cut, and every other time the middle
-        const float place = float(at_low - need) / float(at_low - at_high);
+        const float place = float(at_low - need) * ptx::reciprocal(float(at_low - at_high));
         const uint32_t gap = high - low, line = uint32_t(uint64_t(gap) * uint32_t(place * 0x1p24f) >> 24);
         uint32_t step = turn % 2 ? gap / 2 : line;
         step = step < 1 ? 1 : step > gap - 1 ? gap - 1 : step;
@@ -215,10 +206,9 @@ extern "C" __global__ void __launch_bounds__(kThreads) schedule_select(const __g
     if (at >= a.rows) return;
     const Reach reach = reach_of(a, at);
     const int each = kWords ? kWords : (a.words + kRowWarps - 1) / kRowWarps;
-    const int left = a.words - part * each;
-    Row row{{static_cast<const Element*>(a.scores) + int64_t(at) * a.cols},
-            reach.end,
-            part * each,
+    const int first_word = part * each, left = a.words - first_word;
+    Row row{{static_cast<const Element*>(a.scores) + int64_t(at) * a.cols + first_word * 32},
+            reach.end - first_word * 32,
             left < 0 ? 0 : left < each ? left : each,
             lane};
     Team team{part, lane, 0};
@@ -229,23 +219,28 @@ extern "C" __global__ void __launch_bounds__(kThreads) schedule_select(const __g
     uint32_t ties = 0;
     if (cut.ties && kRowWarps > 1) {
         row.each([&](int, uint32_t k) { ties += k == cut.from - 1; });
-        ties = team.before(ptx::reduce_add(ties));
+        ties = team.sum_before(ties);
     }
-    const Global<uint32_t> gBits{a.bits + int64_t(at) * a.words + row.first_word};
-    uint32_t own = 0;
-    row.each([&](int i, uint32_t k) {
-        bool keep = k >= cut.from;
-        if (cut.ties) {
-            const uint32_t tied = ptx::ballot(k == cut.from - 1);
-            keep |= k == cut.from - 1 && ties + ptx::count_bits(tied & lanes_before(lane)) < cut.ties;
-            ties += ptx::count_bits(tied);
-        }
-        const int column = (row.first_word + i) * 32;
-        const uint32_t word = ptx::ballot(keep) | bit_range(reach.first - column, reach.end - column);
+    const Global<uint32_t> gBits{a.bits + int64_t(at) * a.words + first_word};
+    uint32_t own = 0;  // of up to 32 words, the one that this lane writes
+    const auto write = [&](int word) {
+        const int column = (first_word + word) * 32;
+        if (word < row.count) gBits[word] = own | bit_range(reach.first - column, reach.end - column);
+    };
+    const auto put = [&](int i, bool keep) {
+        const uint32_t word = ptx::ballot(keep);
         own = lane == i % 32 ? word : own;
-        const bool full = i % 32 == 31 || i + 1 == row.count;
-        if (full && lane <= i % 32 && i < row.count) gBits[i - i % 32 + lane] = own;
-    });
+        if (kWords == 0 && i % 32 == 31) write(i - 31 + lane);
+    };
+    if (cut.ties)
+        row.each([&](int i, uint32_t k) {
+            const uint32_t tied = ptx::ballot(k == cut.from - 1);
+            const bool early = ties + ptx::count_bits(tied & lanes_before(lane)) < cut.ties;
+            ties += ptx::count_bits(tied);
+            put(i, k >= cut.from || (k == cut.from - 1 && early));
+        });
+    else row.each([&](int i, uint32_t k) { put(i, k >= cut.from); });
+    if (kWords || row.count % 32) write(kWords ? lane : row.count / 32 * 32 + lane);
     if constexpr (kShare) {
         const bool negative = team.max(row.negative);
         if (part == 0 && lane == 0) Global<int>{a.faults}[at] = negative ? kNegative : 0;

@@ -3,8 +3,7 @@
 // and captured tensors are there.
 //
 // A block of threads takes a tile, and each of its threads a unit. Units that every row of the tile sees whole go to the front of the
-// tile's row of the list, the others to its back. The last block of threads to finish a list orders its tiles into
-// buckets by length, as ragged.cu does.
+// tile's row of the list, the others to its back. The last block of threads to finish a list orders its tiles.
 // Constants: kTileQ, kUnit, kPack, Function. kPacked: the tiles are those that ragged.cu listed.
 #include "prefill/kinds.cuh"
 
@@ -21,8 +20,8 @@ struct FoldArgs {
     Divisor lists_each;   // lists per head of the schedule
 };
 constexpr int kWarps = 8, kThreads = 32 * kWarps;
-// Shared memory: the buckets, which block is last, and counts per warp
-constexpr int kAtLast = 4 * kBuckets, kAtCounts = kAtLast + 4;
+// Shared memory: lengths of tiles, which block is last, and counts per warp
+constexpr int kAtWeights = 0, kAtLast = 4 * kThreads, kAtCounts = kAtLast + 4;
 
 struct Fold {
     const ForwardArgs& args;
@@ -134,29 +133,29 @@ struct Fold {
     }
 };
 
-// The tiles of a list by the lengths of their rows, the longest first
+// The tiles of a list by the lengths of their rows, the longest first, and of equal ones the last first: tiles that run
+// side by side then read the same keys. A tile's place is the number of tiles that come before it.
 TILE_DEVICE void order_tiles(const TileLists& lists, const FoldArgs& fold, int list) {
-    const Shared<int> buckets(0);
-    const Global<int> order{fold.order + int64_t(list) * lists.rows_each};
-    auto length_of = [&](int tile) {
-        return ptx::load_acquire(fold.counts + 2 * (int64_t(list) * lists.rows_each + tile) + 1);
+    const Shared<uint32_t> weights(kAtWeights);
+    const int64_t first = int64_t(list) * lists.rows_each;
+    auto weight_of = [&](int tile) {
+        const int length = ptx::load_acquire(fold.counts + 2 * (first + tile) + 1);
+        return uint32_t(length < 0xffff ? length : 0xffff) << 16 | uint32_t(tile);
     };
-    if (threadIdx.x < kBuckets) buckets[threadIdx.x] = 0;
-    ptx::sync_threads();
-    for (int tile = threadIdx.x; tile < lists.rows_each; tile += kThreads)
-        ptx::atomic_add_shared(buckets.address(bucket_of(length_of(tile))), 1);
-    ptx::sync_threads();
-    if (threadIdx.x == 0) {
-        int total = 0;
-        for (int bucket = 0; bucket < kBuckets; bucket++) {
-            const int count = buckets[bucket];
-            buckets[bucket] = total;
-            total += count;
+    for (int own = 0; own < lists.rows_each; own += kThreads) {
+        const int tile = own + int(threadIdx.x);
+        const uint32_t weight = tile < lists.rows_each ? weight_of(tile) : 0;
+        int place = 0;
+        for (int base = 0; base < lists.rows_each; base += kThreads) {
+            ptx::sync_threads();
+            const int other = base + int(threadIdx.x);
+            weights[threadIdx.x] = other < lists.rows_each ? weight_of(other) : 0;
+            ptx::sync_threads();
+#pragma unroll 16
+            for (int n = 0; n < kThreads; n++) place += weights[n] > weight;
         }
+        if (tile < lists.rows_each) Global<int>{fold.order}[first + place] = tile;
     }
-    ptx::sync_threads();
-    for (int tile = threadIdx.x; tile < lists.rows_each; tile += kThreads)
-        order[ptx::atomic_add_shared(buckets.address(bucket_of(length_of(tile))), 1)] = tile;
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads) fold(const __grid_constant__ ForwardArgs args,

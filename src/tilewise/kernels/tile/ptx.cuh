@@ -24,6 +24,10 @@ TILE_DEVICE float reciprocal(float x) {
 TILE_DEVICE float mad(float a, float b, float c) { return fmaf(a, b, c); }
 // The upper half of a 64-bit product
 TILE_DEVICE uint32_t multiply_high(uint32_t a, uint32_t b) { return __umulhi(a, b); }
+// Adds 1 to `count` if a + b is 2^32 or more. Two carries are added by one instruction.
+TILE_DEVICE void count_carry(uint32_t& count, uint32_t a, uint32_t b) {
+    asm("{.reg .u32 unused; add.cc.u32 unused, %1, %2; addc.u32 %0, %0, 0;}" : "+r"(count) : "r"(a), "r"(b));
+}
 // How many bits are 1
 TILE_DEVICE int count_bits(uint32_t x) { return __popc(x); }
 // c plus the products of the four signed bytes of a and b
