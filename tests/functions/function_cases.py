@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import os
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -47,7 +48,10 @@ def probe_spec(texts: Sequence[str]) -> KernelSpec:
     folder = Path(tempfile.gettempdir()) / "tilewise-test-functions"
     folder.mkdir(exist_ok=True)
     file = folder / f"{hashlib.sha256(unit.encode()).hexdigest()[:16]}.cu"
-    file.write_text(unit)
+    if not file.exists():  # at once, since other workers may want it
+        aside = file.with_suffix(f".{os.getpid()}")
+        aside.write_text(unit)
+        aside.rename(file)
     return KernelSpec("probe", str(file), "probe_all", (), 64, 0, text=structures)
 
 
