@@ -191,7 +191,9 @@ def check_function(mask: Any, score: Any, scores: Scores, device: torch.device) 
     if mask is None and score is None:
         return None
     if score is not None and (scores.softcap or scores.alibi):
-        name, text = ("softcap", "c * torch.tanh(s / c)") if scores.softcap else ("alibi_slopes", "s - slopes[h] * (q - k)")
+        name, text = (
+            ("softcap", "c * torch.tanh(s / c)") if scores.softcap else ("alibi_slopes", "s - slopes[h] * (q - k)")
+        )
         raise ValueError(f"{name} goes with no score function: write it in the function, {text}")
     function = functions.of(mask, score)
     function.check(device)
@@ -227,8 +229,8 @@ def check_schedules(
         sizes = sizes._replace(batch=1)
     for b, one in enumerate(schedules):
         if one is not None:
-            lengths = (None if x is None else x[b + 1] - x[b] for x in (starts_q, starts_k))
-            check_schedule(f"schedule (sequence {b})", one, *lengths, sizes, device)
+            seqlen_q, seqlen_k = (None if x is None else x[b + 1] - x[b] for x in (starts_q, starts_k))
+            check_schedule(f"schedule (sequence {b})", one, seqlen_q, seqlen_k, sizes, device)
 
 
 def check_sequences(cu_seqlens_q: Any, cu_seqlens_k: Any) -> int:

@@ -86,7 +86,7 @@ def attention(
         slopes = alibi_slopes.expand(q.shape[0], hq)[:, :, None, None]
         scores = scores - (slopes.to(dtype) * distance.to(dtype))
 
-    # Functions are evaluated as they were traced, over all pairs: called with tensors, t[h][k] would mean another thing.
+    # Functions are evaluated as they were traced, over all pairs: called with tensors, t[h][k] would be another thing.
     function = functions.of(mask if callable(mask) else None, score) if callable(mask) or score is not None else None
     b, h = first + torch.arange(q.shape[0])[:, None, None, None], torch.arange(hq)[:, None, None]
     pairs = (b, h, torch.arange(nq)[:, None], torch.arange(nk))

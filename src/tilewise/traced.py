@@ -2,7 +2,8 @@
 
 integrations/torch_ops.py registers those operators over the public calls; this file only names them, so that api/
 needs to know nothing that is built on top of it. Graphs hold neither plans nor caches: `remember` lets the operator
-find both by the plan's number, and keeps neither alive. A call with a schedule or a function breaks the graph (`outside`).
+find both by the plan's number, and keeps neither alive. Nor do they hold schedules and functions: a call with one of
+those breaks the graph (`outside`).
 """
 
 from __future__ import annotations
@@ -91,10 +92,14 @@ def attention_varlen(
     return _asked(result, return_lse)
 
 
-@torch.compiler.disable
-def outside(call: Callable[..., Result], tensors: tuple[torch.Tensor, ...], descales: Descales, **given: Any) -> Result:
+def _outside(
+    call: Callable[..., Result], tensors: tuple[torch.Tensor, ...], descales: Descales, **given: Any
+) -> Result:
     """The call itself, between two graphs: no graph holds a schedule or a function of the user's."""
     return call(*tensors, **_named(descales), **given)
+
+
+outside: Callable[..., Result] = torch.compiler.disable(_outside)
 
 
 def _named(descales: Descales) -> dict[str, torch.Tensor | None]:

@@ -42,7 +42,8 @@ def probe_spec(texts: Sequence[str]) -> KernelSpec:
     structures = "".join(text.replace("UserFunction", f"UserFunction{n}") for n, text in enumerate(texts))
     parameters = "".join(f", const UserFunction{n} f{n}" for n in range(len(texts)))
     calls = "".join(f"    probe(args, f{n}, {n});\n" for n in range(len(texts)))
-    unit = f'#include "{Path(__file__).parent}/probe.cuh"\nextern "C" __global__ void probe_all(const ProbeArgs args{parameters}) {{\n{calls}}}\n'
+    entry = f'extern "C" __global__ void probe_all(const ProbeArgs args{parameters}) {{\n{calls}}}\n'
+    unit = f'#include "{Path(__file__).parent}/probe.cuh"\n{entry}'
     folder = Path(tempfile.gettempdir()) / "tilewise-test-functions"
     folder.mkdir(exist_ok=True)
     file = folder / f"{hashlib.sha256(unit.encode()).hexdigest()[:16]}.cu"

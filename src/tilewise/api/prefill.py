@@ -128,19 +128,18 @@ def _dense_on_cpu(
     if fp8:
         q, k, v = (arguments.widened(x, by, heads_kv) for x, by in zip((q, k, v), call.descales, strict=True))
     plan = _plan_on_cpu(call.sizes, call.scores, schedule, call.function, q.element_size())
-    starts = ([b * n for b in range(batch + 1)] for n in (seqlen_q, seqlen_k))
+    starts_q, starts_k = ([b * n for b in range(batch + 1)] for n in (seqlen_q, seqlen_k))
     with full_precision():
         place = None if fp8 else checks.place(out, q, k, v)
-        o, lse = cpu.run(plan, q, [(k, v)], Scoring.of(call.scores, *starts, call.function), place)
+        o, lse = cpu.run(plan, q, [(k, v)], Scoring.of(call.scores, starts_q, starts_k, call.function), place)
     return o.bfloat16() if fp8 else o, lse.view(batch, seqlen_q, heads_q).transpose(1, 2)
 
 
 def _plan_on_cpu(
     sizes: arguments.Sizes, scores: Scores, schedule: BlockSchedule | None, function: Function | None, io_bytes: int
 ) -> Plan:
-    masked = function is not None and function.mask is not None
     both = together(schedule, function, sizes.batch, sizes.heads_q, sizes.seqlen_q, sizes.seqlen_k)
-    return plan_dense(*sizes, window=scores.window, schedule=both, mask=masked, io_bytes=io_bytes)
+    return plan_dense(*sizes, window=scores.window, schedule=both, io_bytes=io_bytes)
 
 
 def attention_varlen(
@@ -250,7 +249,6 @@ def _packed_on_cpu(
         head_dim,
         window=call.scores.window,
         schedules=together_packed(schedule, function, starts_q, starts_k, heads_q),
-        mask=function is not None and function.mask is not None,
         io_bytes=q.element_size(),
     )
     with full_precision():
@@ -324,7 +322,7 @@ def plan_attention(
     tiles of the GPU kernel: their sizes, the heads packed into one, the order in which thread blocks take them.
     """
     rest: dict[str, Any] = {"descales": (None, None, None), "return_lse": False, "out": None, "backend": backend}
-    pattern = {"schedule": schedule, "mask": mask, "score": score}
+    pattern: dict[str, Any] = {"schedule": schedule, "mask": mask, "score": score}
     call = arguments.check_call(q, k, k, options, exact=exact, **pattern, **rest)
     if call.where != "cpu":
         calls.check_served(q, call.where)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
 from itertools import pairwise
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from tilewise import checks, functions
 from tilewise.arguments import Schedules
 from tilewise.functions import Function
-from tilewise.plan.blocks import kept_blocks
+from tilewise.plan.blocks import Kinds, kept_blocks
 from tilewise.plan.schedule import BlockSchedule
 from tilewise.plan.schedule_grid import check_geometry
 
@@ -54,58 +55,58 @@ def schedule_of(
 
         made: BlockSchedule = on_device(function, B, H, Nq, Nk, block_q, block_k, where)
         return made
-    kinds = function.blocks(B, H, Nq, Nk, block_q, block_k)
+    kinds = _kinds(function, B, H, Nq, Nk, block_q, block_k)
     sizes = {"seqlen_q": Nq, "seqlen_k": Nk, "block_q": block_q, "block_k": block_k}
     return BlockSchedule.from_blocks(kinds > 0, whole=kinds == 2, **sizes)
 
 
+def _kinds(function: Function, batch: int, heads: int, *sizes: int) -> torch.Tensor:
+    """What `function.blocks` tells, for one sequence and one head where the mask is the same for all."""
+    return function.blocks(batch if "b" in function.uses else 1, heads if "h" in function.uses else 1, *sizes)
+
+
 def together(
     schedule: BlockSchedule | None, function: Function | None, batch: int, heads: int, seqlen_q: int, seqlen_k: int
-) -> BlockSchedule | None:
-    """What a call's schedule and its mask function leave, with a whole plane; the schedule alone if it has one."""
-    if function is None or function.mask is None or (schedule is not None and schedule.whole is not None):
+) -> BlockSchedule | Kinds | None:
+    """What a call's schedule and its mask function leave of the blocks, for the CPU."""
+    if function is None or function.mask is None:
         return schedule
-    blocks = (BLOCK, BLOCK) if schedule is None else (schedule.block_q, schedule.block_k)
-    kinds = function.blocks(batch, heads, seqlen_q, seqlen_k, *blocks)
-    return _within(schedule, kinds, seqlen_q, seqlen_k, blocks)
+    return _within(schedule, lambda *blocks: _kinds(function, batch, heads, seqlen_q, seqlen_k, *blocks))
 
 
 def together_packed(
     schedules: Schedules, function: Function | None, starts_q: Sequence[int], starts_k: Sequence[int], heads: int
-) -> list[BlockSchedule | None] | None:
+) -> list[BlockSchedule | Kinds | None] | None:
     """The same for each of the packed sequences; None if no sequence has a schedule."""
     batch = len(starts_q) - 1
-    listed = [schedules] * batch if isinstance(schedules, BlockSchedule) else schedules
+    listed = [schedules] * batch if isinstance(schedules, BlockSchedule) else list(schedules or [None] * batch)
     if function is None or function.mask is None:
-        return None if listed is None else list(listed)
+        return None if schedules is None else list(listed)
     lengths = [(q1 - q0, k1 - k0) for (q0, q1), (k0, k1) in zip(pairwise(starts_q), pairwise(starts_k), strict=True)]
-    longest = [max(n, default=0) for n in zip(*lengths, strict=True)] or [0, 0]
-    kinds: dict[tuple[int, int], torch.Tensor] = {}  # by block sizes: those of the longest serve shorter ones
-    found: list[BlockSchedule | None] = []
-    for b, (seqlen_q, seqlen_k) in enumerate(lengths):
-        one = None if listed is None else listed[b]
-        if seqlen_q and seqlen_k and (one is None or one.whole is None):
-            blocks = (BLOCK, BLOCK) if one is None else (one.block_q, one.block_k)
-            if blocks not in kinds:
-                kinds[blocks] = function.blocks(batch, heads, *longest, *blocks)
-            of_all = kinds[blocks]
-            here = of_all[b : b + 1] if len(of_all) > 1 else of_all
-            here = here[:, :, : -(-seqlen_q // blocks[0]), : -(-seqlen_k // blocks[1])]
-            one = _within(one, here, seqlen_q, seqlen_k, blocks)
-        found.append(one)
-    return found
+    longest = [max(n) for n in zip(*lengths, strict=True)]
+
+    @lru_cache
+    def of_longest(block_q: int, block_k: int) -> torch.Tensor:
+        return _kinds(function, batch, heads, *longest, block_q, block_k)
+
+    def of(b: int, block_q: int, block_k: int) -> torch.Tensor:
+        kinds = of_longest(block_q, block_k)  # which serve shorter sequences as well
+        kinds = kinds[b : b + 1] if len(kinds) > 1 else kinds
+        return kinds[:, :, : -(-lengths[b][0] // block_q), : -(-lengths[b][1] // block_k)]
+
+    return [_within(one, partial(of, b)) if all(lengths[b]) else None for b, one in enumerate(listed)]
 
 
-def _within(
-    schedule: BlockSchedule | None, kinds: torch.Tensor, seqlen_q: int, seqlen_k: int, blocks: tuple[int, int]
-) -> BlockSchedule:
-    """The schedule's blocks that are seen, by `kinds` (batch or 1, heads or 1, num_q_blocks, num_k_blocks)."""
-    sizes = {"seqlen_q": seqlen_q, "seqlen_k": seqlen_k, "block_q": blocks[0], "block_k": blocks[1]}
+def _within(schedule: BlockSchedule | None, kinds_of: Callable[[int, int], torch.Tensor]) -> Kinds:
+    """kinds_of: what a mask function makes of blocks of some size, as `Kinds` has it."""
     if schedule is None:
-        return BlockSchedule.from_blocks(kinds > 0, whole=kinds == 2, **sizes)
-    kept = kept_blocks(schedule)
-    if 1 < kept.shape[1] < kinds.shape[1]:  # of KV heads, and the mask tells query heads apart
-        kept = kept.repeat_interleave(kinds.shape[1] // kept.shape[1], 1)
-    kinds = torch.where(kept, kinds, 0)
-    lengths = {"lengths_q": schedule.lengths_q, "lengths_k": schedule.lengths_k}
-    return BlockSchedule.from_blocks(kinds > 0, whole=kinds == 2, **sizes, **lengths)
+        return Kinds(kinds_of(BLOCK, BLOCK).numpy(), BLOCK, BLOCK)
+    blocks, kept = (schedule.block_q, schedule.block_k), kept_blocks(schedule)
+    if schedule.whole is not None:
+        kinds = kept.to(torch.int8) + kept_blocks(schedule, schedule.whole)
+    else:
+        kinds = kinds_of(*blocks)
+        if 1 < kept.shape[1] < kinds.shape[1]:  # of KV heads, and the mask tells query heads apart
+            kept = kept.repeat_interleave(kinds.shape[1] // kept.shape[1], 1)
+        kinds = torch.where(kept, kinds, 0)
+    return Kinds(kinds.numpy(), *blocks, schedule.lengths_q, schedule.lengths_k)

@@ -19,7 +19,8 @@ import torch
 
 from tilewise.cpu.blocks import run_blocks
 from tilewise.cpu.scoring import Scoring, View, count_up
-from tilewise.cpu.tiles import KV, repeated, tile_state
+from tilewise.cpu.tiles import KV as KV
+from tilewise.cpu.tiles import repeated, tile_state
 from tilewise.plan.tiles import Band, BlockTiles, DecodePlan, PagedTiles, Plan, Tiles, page_step
 from tilewise.state import Accumulator
 

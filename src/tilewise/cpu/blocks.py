@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import NamedTuple
-
 import numpy as np
 import torch
 
 from tilewise.cpu.scoring import Scoring, View, count_up
-from tilewise.cpu.tiles import KV, repeated, tile_state
+from tilewise.cpu.tiles import repeated, tile_state
 from tilewise.plan.tiles import OPEN, BlockTiles, Ints
 from tilewise.state import Accumulator
 
@@ -17,58 +14,38 @@ GATHER_BYTES = 3 << 20  # K (and as much V) gathered at once for sparse tiles: s
 WIDE = 256  # keys of a tile that are worth a call of their own, if that leaves them where they lie
 
 
-class Batch(NamedTuple):
-    """Some of an item's tiles, run in one call over the query heads [first, end) and the KV heads that they read.
-
-    step: the keys of a tile lie side by side, so many after those of the last one; None: they have to be gathered.
-    """
-
-    tiles: slice
-    heads: slice
-    kv_heads: slice
-    step: int | None
-
-
 def run_blocks(
     item: BlockTiles, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scoring: Scoring, states: Accumulator
 ) -> None:
     """Put the item's states into `states`; q, k and v as `cpu.run` takes them."""
-    batches = list(_batches(item, q.shape[-2], k.shape[-2], q.shape[-1] * k.element_size()))
-    most = max((b.tiles.stop - b.tiles.start for b in batches if b.step is None), default=0)
-    keys = item.blocks.shape[1] * item.block + item.tail
-    # One KV head's keys and values of as many tiles as are gathered at once.
-    space = [torch.empty(most, keys, q.shape[-1], dtype=k.dtype, device="cpu") for _ in range(2)]
-    for n in range(item.count):
-        row, key = item.row + n * item.row_step, item.key + n * item.key_step
-        for batch in batches:
-            at = item.rows_at[batch.tiles] + row
-            if batch.step is None:
-                tile_k, tile_v = (_gathered(x, key, item, batch, into) for x, into in zip((k, v), space, strict=True))
-            else:
-                first = key + _first_key(item, batch.tiles.start)
-                tile_k, tile_v = (repeated(x, first, keys, len(at), batch.step)[:, :, batch.kv_heads] for x in (k, v))
-            view = _view(item, batch, row, scoring)
-            tile_q = _rows(q[..., batch.heads, :], at, item.rows)
-            _put(states, at, batch.heads, *tile_state(tile_q, tile_k, tile_v, scoring, view=view))
-
-
-def _batches(item: BlockTiles, heads_q: int, heads_kv: int, row_bytes: int) -> Iterator[Batch]:
-    """The item cut into calls: all heads at once where keys stay where they lie, else one KV head at a time."""
-    group = heads_q // heads_kv
-    first, end = item.heads or (0, heads_q)
-    kv_heads = range(first // group, -(-end // group))
+    group = q.shape[-2] // k.shape[-2]
+    first, end = item.heads or (0, q.shape[-2])
+    kv_heads = slice(first // group, -(-end // group))
     tiles, width = item.blocks.shape
     keys = width * item.block + item.tail
-    at_once = max(1, min(tiles, GATHER_BYTES // max(1, keys * row_bytes)))
+    at_once = max(1, min(tiles, GATHER_BYTES // max(1, keys * q.shape[-1] * k.element_size())))
     runs = _side_by_side(item)
-    if runs and (keys >= WIDE or len(runs) <= len(kv_heads) * -(-tiles // at_once)):
+    calls = (kv_heads.stop - kv_heads.start) * -(-tiles // at_once)  # that gathering would take
+    if runs and (keys >= WIDE or len(runs) <= calls):
+        shares, space = [kv_heads], None
+    else:  # one KV head at a time, so that what is gathered stays in the caches
+        runs = [(slice(start, min(start + at_once, tiles)), 0) for start in range(0, tiles, at_once)]
+        shares = [slice(head, head + 1) for head in range(kv_heads.start, kv_heads.stop)]
+        space = torch.empty(2, at_once, keys, q.shape[-1], dtype=k.dtype, device="cpu")
+    for n in range(item.count):
+        row, key = item.row + n * item.row_step, item.key + n * item.key_step
         for these, step in runs:
-            yield Batch(these, slice(first, end), slice(kv_heads.start, kv_heads.stop), step)
-        return
-    for kv_head in kv_heads:
-        heads = slice(max(first, kv_head * group), min(end, (kv_head + 1) * group))
-        for start in range(0, tiles, at_once):
-            yield Batch(slice(start, min(start + at_once, tiles)), heads, slice(kv_head, kv_head + 1), None)
+            at, view = item.rows_at[these] + row, _view(item, these, row, first, end, scoring)
+            for share in shares:
+                heads = slice(max(first, share.start * group), min(end, share.stop * group))
+                kv = (x[..., share, :] for x in (k, v))
+                if space is None:
+                    tile_k, tile_v = (repeated(x, key + _first_key(item, these.start), keys, len(at), step) for x in kv)
+                else:
+                    tile_k, tile_v = (_gathered(x, key, item, these, into) for x, into in zip(kv, space, strict=True))
+                here = None if view is None else view.of_heads(slice(heads.start - first, heads.stop - first), scoring)
+                o, lse = tile_state(_rows(q[..., heads, :], at, item.rows), tile_k, tile_v, scoring, view=here)
+                _put(states, at, heads, o, lse)
 
 
 def _side_by_side(item: BlockTiles) -> list[tuple[slice, int]]:
@@ -93,12 +70,12 @@ def _first_key(item: BlockTiles, tile: int) -> int:
     return int(item.blocks[tile, 0]) * item.block if item.blocks.shape[1] else item.seqlen_k - item.tail
 
 
-def _view(item: BlockTiles, batch: Batch, row: int, scoring: Scoring) -> View | None:
-    """Where the batch's rows and keys stand, and what they see; None if nobody asks."""
+def _view(item: BlockTiles, tiles: slice, row: int, first: int, end: int, scoring: Scoring) -> View | None:
+    """Where the tiles' rows and keys stand, and what the query heads [first, end) see there; None if nobody asks."""
     if not (item.masked or item.partial or (scoring.needs_matmul and scoring.sequences is not None)):
         return None
-    rows = torch.from_numpy(item.rows_at[batch.tiles])[:, None] + count_up(0, item.rows)
-    blocks = torch.from_numpy(item.blocks[batch.tiles])
+    rows = torch.from_numpy(item.rows_at[tiles])[:, None] + count_up(0, item.rows)
+    blocks = torch.from_numpy(item.blocks[tiles])
     keys = (blocks[:, :, None] * item.block + count_up(0, item.block)).flatten(1)
     if item.tail:
         tail = count_up(item.seqlen_k - item.tail, item.seqlen_k).expand(len(keys), item.tail)
@@ -113,16 +90,15 @@ def _view(item: BlockTiles, batch: Batch, row: int, scoring: Scoring) -> View | 
         scoring.function if item.partial else None,
         there,
         torch.tensor([0 if scoring.sequences is None else scoring.sequences.of(row)], dtype=torch.int32, device="cpu"),
-        count_up(batch.heads.start, batch.heads.stop),
+        count_up(first, end),
     )
 
 
-def _gathered(x: torch.Tensor, key: int, item: BlockTiles, batch: Batch, space: torch.Tensor) -> torch.Tensor:
-    """The batch's key blocks, and the tail if the item has one, copied: (n, keys, 1, D), of one KV head."""
-    one = repeated(x, key, item.seqlen_k, 1, 0)[0, :, batch.kv_heads.start]  # (seqlen_k, D)
-    blocks = torch.from_numpy(item.blocks[batch.tiles]).long()
-    into = space[: len(blocks)]
-    count = item.seqlen_k // item.block
+def _gathered(x: torch.Tensor, key: int, item: BlockTiles, tiles: slice, into: torch.Tensor) -> torch.Tensor:
+    """The tiles' key blocks, and the tail if the item has one, of the one head of x, copied: (n, keys, 1, D)."""
+    one = repeated(x, key, item.seqlen_k, 1, 0)[0, :, 0]  # (seqlen_k, D)
+    blocks = torch.from_numpy(item.blocks[tiles]).long()
+    into, count = into[: len(blocks)], item.seqlen_k // item.block
     whole: torch.Tensor = one[: count * item.block].unflatten(0, (count, item.block))
     if item.tail:
         into[:, : -item.tail] = whole[blocks].flatten(1, 2)

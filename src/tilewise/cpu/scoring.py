@@ -6,6 +6,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property, reduce
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -81,7 +82,7 @@ class Scoring:
         if self.function is not None and self.function.score is not None:
             s.copy_(self.function.scored(s[None], *view.indices())[0])
         if view.hides:
-            s.masked_fill_(~view.seen()[0], -math.inf)
+            s.masked_fill_(~view.seen[0], -math.inf)
 
 
 @dataclass(frozen=True)
@@ -117,16 +118,30 @@ class View:
         b, h = self.sequences[:, None, None, None], self.heads[:, None, None]
         return b, h, self.rows[:, None, :, None], self.keys[:, None, None, :]
 
+    @cached_property
     def seen(self) -> torch.Tensor:
         """Visible pairs, bool (n or 1, heads or 1, rows, keys)."""
         b, h, q, k = self.indices()
-        seen: torch.Tensor = self.band.allows(k - q)
+        allowed = []
+        if self.mask is not None:
+            b, h = (x if name in self.mask.uses else x[:1] for name, x in (("b", b), ("h", h)))
+            allowed.append(self.mask.seen(b, h, q, k))
+        if self.band != OPEN or not allowed:
+            allowed.append(self.band.allows(k - q))
         if self.there is not None:
-            seen = seen & self.there[:, None, None, :]
-        if self.mask is None:
-            return seen
-        b, h = (x if name in self.mask.uses else x[:1] for name, x in (("b", b), ("h", h)))
-        return self.mask.seen(b, h, q, k) if self.band == OPEN and self.there is None else seen & self.mask.seen(b, h, q, k)
+            allowed.append(self.there[:, None, None, :])
+        return reduce(torch.logical_and, allowed)
+
+    @cached_property
+    def bias(self) -> torch.Tensor:
+        """The same as what is added to scores: float32, 0 or −inf."""
+        seen = self.seen
+        return torch.zeros_like(seen, dtype=torch.float32).masked_fill_(~seen, -math.inf)
+
+    @cached_property
+    def blind(self) -> torch.Tensor:
+        """Rows that see no key, bool (n or 1, heads or 1, rows)."""
+        return ~self.seen.any(-1)
 
     def cut(self) -> View | None:
         """Without the bounds of the band that hide nothing here; None if they hide everything."""
@@ -141,15 +156,20 @@ class View:
         high = None if high is None or most <= high else high
         return replace(self, band=Band(low, high))
 
-    def tile(self, n: int, rows: slice, keys: slice) -> View:
+    def of_heads(self, heads: slice, scoring: Scoring) -> View:
+        """The view of some of its heads; itself, with what it has found, if nothing asks which heads they are."""
+        asked = scoring.needs_matmul or (self.mask is not None and "h" in self.mask.uses)
+        return replace(self, heads=self.heads[heads]) if asked else self
+
+    def tile(self, n: int, rows: slice, keys: slice, heads: slice) -> View:
         """The view of one tile of entry n of the batch."""
 
         def entry(x: torch.Tensor) -> torch.Tensor:
             return x if x.shape[0] == 1 else x[n : n + 1]
 
         there = None if self.there is None else entry(self.there)[:, keys]
-        places = entry(self.rows)[:, rows], entry(self.keys)[:, keys]
-        return replace(self, rows=places[0], keys=places[1], there=there, sequences=entry(self.sequences))
+        places = (entry(self.rows)[:, rows], entry(self.keys)[:, keys])
+        return View(*places, self.band, self.mask, there, entry(self.sequences), self.heads[heads])
 
 
 def counted(rows: int, keys: int, band: Band = OPEN) -> View:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from itertools import product
+from typing import NamedTuple
 
 import torch
 
@@ -11,7 +13,9 @@ from tilewise.cpu.scoring import Scoring, View, counted
 from tilewise.plan.tiles import OPEN, Band
 from tilewise.state import Accumulator
 
-SCORES_PER_TILE = 1 << 22  # float32 scores held at once by the matmul path, and mask values by the other: 16 MiB
+SCORES_PER_TILE = 1 << 19  # float32 scores held at once by the matmul path: 2 MiB, which stay in the caches
+MASK_VALUES = 1 << 22  # held at once by the other path: 16 MiB
+LEAST_EXPONENT = -87.0  # e^−87 is about the least number that float32 has all bits for
 FOLDED_ROWS = 256  # up to this many rows an item's query heads are folded into rows
 
 KV = tuple[torch.Tensor, torch.Tensor]
@@ -58,9 +62,9 @@ def tile_state(
     group = heads_q // heads_kv
     # A triangle lets no NaN of a hidden key through; a mask would.
     fold = group > 1 and rows <= FOLDED_ROWS and not triangle
-    seen = None
+    hidden = None
     if view is not None and view.hides:
-        at_once = max(1, SCORES_PER_TILE // (view.elements * (group if fold else 1)))
+        at_once = max(1, MASK_VALUES // (view.elements * (group if fold else 1)))
         if rows > at_once:  # too many mask values: row by row block
             parts = []
             for start in range(0, rows, at_once):
@@ -68,47 +72,58 @@ def tile_state(
                 part = replace(view, rows=view.rows[:, these])
                 parts.append(tile_state(q[:, these], k, v, scoring, view=part))
             return torch.cat([o for o, _ in parts], dim=1), torch.cat([lse for _, lse in parts], dim=1)
-        seen = view.seen()
+        hidden = Hidden(view.bias, view.blind)
 
     if fold:
         # Rows (i, g) of a KV head: its K and V are read once for the whole group.
         folded = q.unflatten(2, (heads_kv, group)).transpose(1, 2).reshape(n, heads_kv, rows * group, -1)
-        if seen is not None:
-            by_group = seen.shape[1] > 1  # (n, heads, rows, keys) -> (n, KV heads, rows · group, keys)
-            seen = seen.unflatten(1, (heads_kv, group)).transpose(2, 3) if by_group else seen[:, :, :, None]
-            seen = seen.expand(-1, -1, -1, group, -1).flatten(2, 3)
-        o, lse = _flash(folded, k, v, scoring, False, seen)
+        if hidden is not None:
+            hidden = Hidden(*(_folded(x, heads_kv, group) for x in hidden))
+        o, lse = _flash(folded, k, v, scoring, False, hidden)
         o = o.unflatten(2, (rows, group)).transpose(1, 2).flatten(2, 3)
         return o, lse.unflatten(2, (rows, group)).transpose(1, 2).flatten(2, 3)
     if group == 1:
-        o, lse = _flash(q.transpose(1, 2), k, v, scoring, triangle, seen)
+        o, lse = _flash(q.transpose(1, 2), k, v, scoring, triangle, hidden)
         return o.transpose(1, 2), lse.transpose(1, 2)
     o_all, lse_all = torch.empty_like(q), torch.empty(q.shape[:3], dtype=torch.float32, device="cpu")
     for g in range(group):
         these = slice(g, None, group)
-        seen_here = seen[:, these] if seen is not None and seen.shape[1] > 1 else seen
-        o, lse = _flash(q[:, :, these].transpose(1, 2), k, v, scoring, triangle, seen_here)
+        here = hidden if hidden is None or hidden.bias.shape[1] == 1 else Hidden(*(x[:, these] for x in hidden))
+        o, lse = _flash(q[:, :, these].transpose(1, 2), k, v, scoring, triangle, here)
         o_all[:, :, these], lse_all[:, :, these] = o.transpose(1, 2), lse.transpose(1, 2)
     return o_all, lse_all
 
 
-def _flash(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scoring: Scoring, triangle: bool, seen: torch.Tensor | None
-) -> KV:
-    """torch's CPU flash kernel: q (n, heads, rows, D), k and v (n, keys, heads, D) -> o (n, heads, rows, D), lse.
+class Hidden(NamedTuple):
+    """bias: (n or 1, heads or 1, rows, keys) float32, −inf for a pair that is not seen; blind: (…, rows) sees none."""
 
-    seen: (n or 1, heads or 1, rows, keys).
-    """
-    mask = None
-    if seen is not None:
-        mask = torch.zeros_like(seen, dtype=torch.float32).masked_fill_(~seen, -math.inf)
+    bias: torch.Tensor
+    blind: torch.Tensor
+
+
+def _folded(x: torch.Tensor, heads_kv: int, group: int) -> torch.Tensor:
+    """(n, heads or 1, rows, …) -> (n, KV heads or 1, rows · group, …)."""
+    each = x.unflatten(1, (heads_kv, group)).transpose(2, 3) if x.shape[1] > 1 else x[:, :, :, None]
+    return each.expand(-1, -1, -1, group, *(-1,) * (x.dim() - 3)).flatten(2, 3)
+
+
+def _flash(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scoring: Scoring, triangle: bool, hidden: Hidden | None
+) -> KV:
+    """torch's CPU flash kernel: q (n, heads, rows, D), k and v (n, keys, heads, D) -> o (n, heads, rows, D), lse."""
     o, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        q, k.transpose(1, 2), v.transpose(1, 2), 0.0, triangle, attn_mask=mask, scale=scoring.scale
+        q,
+        k.transpose(1, 2),
+        v.transpose(1, 2),
+        0.0,
+        triangle,
+        attn_mask=None if hidden is None else hidden.bias,
+        scale=scoring.scale,
     )
-    if seen is not None:  # the kernel leaves 0 as the LSE of a row with no visible key
-        lse = lse.masked_fill(~seen.any(-1), -math.inf)
+    if hidden is not None:  # the kernel leaves 0 as the LSE of a row with no visible key
+        lse = lse.masked_fill(hidden.blind, -math.inf)
     if (lse == 0).any():  # rare: the same where every score has overflowed to −inf
-        lse = _empty_rows(q, k, o, lse, scoring, triangle, seen)
+        lse = _empty_rows(q, k, o, lse, scoring, triangle, hidden)
     return o, lse
 
 
@@ -119,50 +134,51 @@ def _empty_rows(
     lse: torch.Tensor,
     scoring: Scoring,
     triangle: bool,
-    seen: torch.Tensor | None,
+    hidden: Hidden | None,
 ) -> torch.Tensor:
     """lse with −inf where a row's visible scores are all −inf, which the kernel reports as o = 0, LSE = 0."""
     lse = lse.clone()
     for n, head, row in ((lse == 0) & (o == 0).all(-1)).nonzero().tolist():
         scores = k[n, :, head].float() @ q[n, head, row].float() * scoring.scale
-        if seen is not None:
-            scores = scores[seen[n % seen.shape[0], head % seen.shape[1], row]]
+        if hidden is not None:
+            scores = scores + hidden.bias[n % hidden.bias.shape[0], head % hidden.bias.shape[1], row]
         visible = scores[: row + 1] if triangle else scores
         if (visible == -math.inf).all():
             lse[n, head, row] = -math.inf
     return lse
 
 
-def _matmul_state(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scoring: Scoring, view: View | None
-) -> KV:
+def _matmul_state(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scoring: Scoring, view: View | None) -> KV:
     """The same as `tile_state` by float32 matmuls, tile by tile, with all that is done to scores."""
     n, rows, heads_q, head_dim = q.shape
     keys, heads_kv = k.shape[1:3]
-    tile_rows = min(rows, 128)
-    tile_keys = max(1, min(keys, SCORES_PER_TILE // (heads_q * tile_rows)))
+    group, tile_rows = heads_q // heads_kv, min(rows, 128)
+    tile_keys = max(1, min(keys, 512, SCORES_PER_TILE // (group * tile_rows)))
+    together = max(1, SCORES_PER_TILE // (group * tile_rows * tile_keys))  # KV heads
     o = torch.empty_like(q, dtype=torch.float32)
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device="cpu")
-    for b in range(n):
-        for i in range(0, rows, tile_rows):
-            these = slice(i, min(i + tile_rows, rows))
-            # (rows, heads, D) -> (kv heads, group · rows, D): one product a KV head
-            q_i = q[b, these].float().unflatten(1, (heads_kv, -1)).permute(1, 2, 0, 3).flatten(1, 2)
-            states = Accumulator((these.stop - i, heads_q, head_dim), torch.float32, exclusive=False)
-            for j in range(0, keys, tile_keys):
-                those = slice(j, min(j + tile_keys, keys))
-                here = None if view is None else view.tile(b, these, those)
-                if here is not None and (here := here.cut()) is None:  # the band hides all of it
-                    continue
-                k_j, v_j = (x[b, those].float().transpose(0, 1) for x in (k, v))
-                s = (q_i @ k_j.mT).mul_(scoring.scale).view(heads_q, these.stop - i, -1)
-                scoring.apply(s, here)
-                top = s.amax(-1, keepdim=True)
-                s.sub_(torch.where(top == -math.inf, 0.0, top)).exp_()
-                total = s.sum(-1, keepdim=True)
-                o_ij = (s.view(heads_kv, -1, s.shape[-1]) @ v_j).view(heads_q, -1, head_dim)
-                o_ij /= torch.where(total == 0, 1.0, total)
-                lse_ij = (top + total.log())[..., 0]
-                states.put(states.o, states.lse, o_ij.transpose(0, 1), lse_ij.transpose(0, 1))
-            o[b, these], lse[b, these] = states.o, states.lse
+    for b, i, first in product(range(n), range(0, rows, tile_rows), range(0, heads_kv, together)):
+        these, kv = slice(i, min(i + tile_rows, rows)), slice(first, min(first + together, heads_kv))
+        heads = slice(kv.start * group, kv.stop * group)
+        # (rows, heads, D) -> (kv heads, group · rows, D): one product a KV head
+        q_i = q[b, these, heads].float().unflatten(1, (-1, group)).permute(1, 2, 0, 3).flatten(1, 2)
+        states = Accumulator((these.stop - i, heads.stop - heads.start, head_dim), torch.float32, exclusive=False)
+        for j in range(0, keys, tile_keys):
+            those = slice(j, min(j + tile_keys, keys))
+            here = None if view is None else view.tile(b, these, those, heads)
+            if here is not None and (here := here.cut()) is None:  # the band hides all of it
+                continue
+            k_j, v_j = (x[b, those, kv].float().transpose(0, 1) for x in (k, v))
+            s = (q_i @ k_j.mT).mul_(scoring.scale).view(-1, these.stop - i, those.stop - j)
+            scoring.apply(s, here)
+            top = s.amax(-1, keepdim=True)
+            s.sub_(torch.where(top == -math.inf, 0.0, top))
+            # Weights that float32 has too few bits for are 0: made and multiplied, they would take 20 times as long.
+            torch.threshold_(s, LEAST_EXPONENT, -math.inf).exp_()
+            total = s.sum(-1, keepdim=True)
+            o_ij = (s.view(len(k_j), -1, s.shape[-1]) @ v_j).view(*s.shape[:2], head_dim)
+            o_ij /= torch.where(total == 0, 1.0, total)
+            lse_ij = (top + total.log())[..., 0]
+            states.put(states.o, states.lse, o_ij.transpose(0, 1), lse_ij.transpose(0, 1))
+        o[b, these, heads], lse[b, these, heads] = states.o, states.lse
     return o.to(q.dtype), lse

@@ -43,6 +43,8 @@ def evaluate(
 
 def _applied(node: Node, args: list[torch.Tensor], wanted: torch.dtype) -> torch.Tensor:
     if node.op in ("floordiv", "mod", "pow", "lshift", "rshift") and node.kind == "int":
+        if node.op in ("floordiv", "mod") and os.environ.get("TILEWISE_DEBUG") and bool((args[1] == 0).any()):
+            raise ZeroDivisionError(f"a mask or score function, {node.place}: // or % by 0")
         # By 64 bits: the division of the least number by -1 must not trap.
         return _WHOLE[node.op](*(a.long() for a in args)).to(torch.int32)
     if node.op == "int" and args[0].is_floating_point():

@@ -63,16 +63,20 @@ class Product(NamedTuple):
         return Product(self.tile + other.tile, self.row + other.row, self.element + other.element)
 
 
-def along_key(node: Node) -> int:
-    """1 or −1 if the node is the key or minus the key, plus something that no key changes; else 0."""
-    if node.op == "k":
-        return 1
+def steps(node: Node) -> tuple[int, int] | None:
+    """By how much an index moves per query row and per key, where that is −1, 0 or 1; None if it is not so plain."""
+    if node.op in ("q", "k"):
+        return (1, 0) if node.op == "q" else (0, 1)
+    if not {"q", "k"} & set(node.uses):
+        return 0, 0
     if node.kind != "int" or node.op not in ("add", "sub"):
-        return 0
-    first, second = (along_key(arg) if "k" in arg.uses else None for arg in node.args)
-    if second is None:
-        return first or 0
-    return (second if node.op == "add" else -second) if first is None else 0
+        return None
+    first, second = (steps(arg) for arg in node.args)
+    if first is None or second is None:
+        return None
+    sign = 1 if node.op == "add" else -1
+    per_row, per_key = first[0] + sign * second[0], first[1] + sign * second[1]
+    return (per_row, per_key) if max(abs(per_row), abs(per_key)) <= 1 else None
 
 
 def text(
@@ -84,11 +88,14 @@ def text(
 ) -> str:
     """The structure with its functions. ranges: of every node, over the whole problem."""
     roots = [root for root in (mask, score) if root is not None]
-    by_key = any(node.op == "lookup" and "k" in node.uses for node in in_order(*roots))
-    indices = "int b, int h, int q, int k, float fq, float fk, int k0, int dk"
+    by_key, by_row = (any(n.op == "lookup" and x in n.uses for n in in_order(*roots)) for x in "kq")
+    indices = "int b, int h, int q, int k, float fq, float fk, int q0, int dq, int k0, int dk"
     lines = ['#include "common/functions.cuh"', "struct UserFunction {"]
     lines += [f"    {field.type} {field.name};" for field in fields(tables, numbers)]
-    for name, flag in (("kMask", mask is not None), ("kScore", score is not None), ("kByKey", by_key)):
+    for name, flag in (
+        *(("kMask", mask is not None), ("kScore", score is not None)),
+        *(("kByKey", by_key), ("kByRow", by_row)),
+    ):
         lines.append(f"    static constexpr bool {name} = {str(flag).lower()};")
     lines.append(f"    TILE_DEVICE bool mask({indices}) const {{")
     lines += [*Printer(numbers, tables, ranges).body(mask, "true"), "    }"]
@@ -218,9 +225,9 @@ class Printer:
         for d, arg in enumerate(node.args):
             low, high = self._ranges[arg]
             inside = low >= 0 and high < table.shape[d]
-            if inside and table.dense[d] and (sign := along_key(arg)):
+            if inside and table.dense[d] and not step and (moves := steps(arg)) and any(moves):
                 offsets.append(self._apart(arg))
-                step = "dk" if sign > 0 else "-dk"
+                step = f"{moves[0]} * dq + {moves[1]} * dk"
                 continue
             index = self._arg(node, False, d)
             if not inside:
@@ -232,14 +239,17 @@ class Printer:
         return self._let(node.kind, f"function::{node.kind}_at({where})")
 
     def _apart(self, node: Node) -> str:
-        """An index along the keys, in 64 bits, of key k0: key k = k0 + dk then is dk entries further on.
+        """An index in 64 bits of row q0 and key k0, where q = q0 + dq and k = k0 + dk.
 
-        k0 is the same for the keys that a lane looks up in a block, and dk a constant, which a load adds for nothing.
+        q0 and k0 are the same for all that a lane looks up in a block, and dq and dk constants, which a load adds for
+        nothing; and where two lookups differ in nothing, there is one.
         """
-        if along_key(node) and node.op != "k":
+        if node.op in ("q", "k"):
+            return f"int64_t({node.op}0)"
+        if any(steps(node) or ()):
             symbol = "+" if node.op == "add" else "-"
             return f"({self._apart(node.args[0])} {symbol} {self._apart(node.args[1])})"
-        return f"int64_t({'k0' if node.op == 'k' else self._whole(node.kind, self._values[node, False])})"
+        return f"int64_t({self._whole(node.kind, self._values[node, False])})"
 
     # ---- as every backend computes it -------------------------------------------------------------------------------
 
@@ -269,7 +279,8 @@ class Printer:
             return self._let("bool", f"({arg} != 0)")
         if node.op == "int":
             return self._let("int", f"function::to_int({arg})" if node.args[0].kind == "float" else f"int({arg})")
-        return self._let("float", self._as_float(node.args[0]) or f"float({arg})")
+        made = self._as_float(node.args[0]) or f"float({arg})"
+        return made if made in ("fq", "fk") else self._let("float", made)
 
     def _as_float(self, node: Node) -> str | None:
         """An int as a float by float arithmetic, where that is exact."""
@@ -300,6 +311,12 @@ class Printer:
             return f"({args[0]} {_SYMBOLS[node.op]} {args[1]})"
         if node.op == "div":
             return f"({args[0]} / {args[1]})"
+        if (
+            node.op in ("min", "max")
+            and node.args[1].op in ("literal", "number")
+            and node.args[1].value == node.args[1].value
+        ):
+            return f"function::at_{'most' if node.op == 'min' else 'least'}({args[0]}, {args[1]})"
         return f"function::{_NAMES.get(node.op, node.op)}({args[0]}, {args[1]})"
 
     def _integer(self, node: Node, args: list[str]) -> str:
@@ -351,8 +368,6 @@ class Printer:
             return self._let("float", form.format(self._whole("float", product)))
         if node.op in ("add", "sub", "min", "max", "abs", "neg", "where"):
             args = [self._arg(node, True, place) for place in range(len(node.args))]
-            if node.op in ("min", "max"):
-                return self._let("float", f"f{node.op}f({args[0]}, {args[1]})")
             if node.op == "where":
                 return self._let("float", f"({args[0]} ? {args[1]} : {args[2]})")
             return self._let("float", self._exact_float(node, args))

@@ -60,6 +60,8 @@ class Proxy:
     def __getattr__(self, name: str) -> Any:
         if name in METHODS:
             return lambda *args, **kwargs: _applied(METHODS[name], self._graph, (self, *args), kwargs)
+        if _changes(name, None):
+            raise refuse(_NO_CHANGE)
         raise NoAttribute(str(refuse(f".{name} is not known; {_known()}")))
 
     def __divmod__(self, other: Any) -> tuple[Any, Any]:

@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     from tilewise.plan.schedule import BlockSchedule
 
 FOLD_THREADS = 256  # fold.cu: kThreads
-FOLD_SHARED = 4 * (128 + 1 + 2 * FOLD_THREADS // 32)  # fold.cu: kBuckets, and what stands behind them
+FOLD_SHARED = 4 * (FOLD_THREADS + 1 + 2 * FOLD_THREADS // 32)  # fold.cu: lengths, a flag, counts per warp
+MAX_TILES = 1 << 16  # fold.cu: per list, where tiles are ordered
 SLAB = 16  # prefill/work.cuh: kSlab
 MAX_UNITS = (1 << 20) - 1  # prefill/work.cuh: kNoUnit
 LISTS_KEPT = 16
@@ -125,9 +126,11 @@ class Lists:
                 f"a schedule or mask function over {keys} keys in units of {unit} is too long: "
                 f"at most {MAX_UNITS * unit} keys; use larger blocks"
             )
+        if rows_each > MAX_TILES and not packed:
+            raise NotImplementedError(f"a schedule or mask function takes up to {MAX_TILES * tile_q // pack} query rows")
         self.pattern, self.device = pattern, device
         self.spec = fold_spec(pattern, tile_q, unit, pack, packed)
-        self.grid = (rows_each, self.lists, 1)
+        self.grid = (rows_each if pattern.mask else math.ceil(rows_each / (FOLD_THREADS // 32)), self.lists, 1)
         block_q, block_k = max(1, pattern.block_q), max(1, pattern.block_k)
         self.tile_lists = TileListArgs(
             width=self.width,

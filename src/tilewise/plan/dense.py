@@ -13,7 +13,7 @@ from functools import lru_cache
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from tilewise.plan.blocks import Stretch, cut_schedule, one_state_each
+from tilewise.plan.blocks import Kinds, Stretch, cut_schedule
 from tilewise.plan.tiles import (
     OPEN,
     Band,
@@ -103,20 +103,17 @@ def plan_dense(
     *,
     causal: bool = False,
     window: Window | None = None,
-    schedule: BlockSchedule | None = None,
-    mask: bool = False,
+    schedule: BlockSchedule | Kinds | None = None,
     io_bytes: int = 2,
 ) -> Plan:
-    """`batch` equal sequences: one sequence's tiles, repeated by formula.
-
-    mask: a mask function lies beside the schedule, to be asked in the blocks that are not in its `whole` plane.
-    """
-    schedule = None if schedule is None else schedule.cpu()  # one on a device is equal to itself alone
+    """`batch` equal sequences: one sequence's tiles, repeated by formula."""
     sizes = (batch, seqlen_q, seqlen_k, heads_q, heads_kv, head_dim)
-    return _plan_dense(*sizes, causal, window, schedule, mask, io_bytes)
+    if isinstance(schedule, Kinds):
+        return _plan_dense(*sizes, causal, window, schedule, io_bytes)
+    # One on a device is equal to itself alone.
+    return _kept_plan(*sizes, causal, window, None if schedule is None else schedule.cpu(), io_bytes)
 
 
-@lru_cache(maxsize=256)  # every layer of a model asks for the same plan
 def _plan_dense(
     batch: int,
     seqlen_q: int,
@@ -126,19 +123,21 @@ def _plan_dense(
     head_dim: int,
     causal: bool,
     window: Window | None,
-    schedule: BlockSchedule | None,
-    mask: bool,
+    schedule: BlockSchedule | Kinds | None,
     io_bytes: int,
 ) -> Plan:
     if schedule is not None:
         band = band_of(seqlen_q, seqlen_k, causal, window)
-        blocks = cut_schedule(schedule, band, Stretch(0, 0, seqlen_q, seqlen_k, batch), heads_q, mask=mask)
-        sizes = (heads_q, heads_kv, head_dim, one_state_each(blocks), 2 * head_dim * io_bytes, io_bytes)
+        blocks, exclusive = cut_schedule(schedule, band, Stretch(0, 0, seqlen_q, seqlen_k, batch), heads_q)
+        sizes = (heads_q, heads_kv, head_dim, exclusive, 2 * head_dim * io_bytes, io_bytes)
         return Plan("sparse", tuple(blocks), batch * seqlen_q, (batch * seqlen_k,), *sizes)
     tiles = cut(seqlen_q, seqlen_k, band_of(seqlen_q, seqlen_k, causal, window))
     work = [same for t in tiles for same in repeat(t, batch, seqlen_q, seqlen_k)]
     sizes = (heads_q, heads_kv, head_dim, _exclusive(tiles), 2 * head_dim * io_bytes, io_bytes)
     return Plan("dense", tuple(work), batch * seqlen_q, (batch * seqlen_k,), *sizes)
+
+
+_kept_plan = lru_cache(maxsize=256)(_plan_dense)  # every layer of a model asks for the same plan
 
 
 def plan_tiled(
@@ -198,13 +197,12 @@ def plan_varlen(
     *,
     causal: bool = False,
     window: Window | None = None,
-    schedules: Sequence[BlockSchedule | None] | None = None,
-    mask: bool = False,
+    schedules: Sequence[BlockSchedule | Kinds | None] | None = None,
     io_bytes: int = 2,
 ) -> Plan:
     """Packed sequences: sequence b has rows starts_q[b]:starts_q[b+1] and keys starts_k[b]:starts_k[b+1].
 
-    A schedule that has a batch serves sequence b with its entry b. mask: as in `plan_dense`.
+    A schedule that has a batch serves sequence b with its entry b.
     """
     work: list[Work] = []
     exclusive = True
@@ -214,8 +212,9 @@ def plan_varlen(
         band = band_of(nq, nk, causal, window)
         schedule = schedules[b] if schedules is not None else None
         if schedule is not None:
-            blocks = cut_schedule(schedule.cpu(), band, Stretch(row, key, nq, nk), heads_q, entry=b, mask=mask)
-            exclusive = exclusive and one_state_each(blocks)
+            schedule = schedule if isinstance(schedule, Kinds) else schedule.cpu()
+            blocks, alone = cut_schedule(schedule, band, Stretch(row, key, nq, nk), heads_q, entry=b)
+            exclusive = exclusive and alone
             work += blocks
             continue
         tiles = cut(nq, nk, band)

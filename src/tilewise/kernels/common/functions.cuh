@@ -54,6 +54,9 @@ TILE_DEVICE int power(int base, int exponent) {
 // NaN if one of them is
 TILE_DEVICE float least(float a, float b) { return a < b || a != a ? a : b; }
 TILE_DEVICE float greatest(float a, float b) { return a > b || a != a ? a : b; }
+// The same where the limit is none
+TILE_DEVICE float at_most(float a, float limit) { return limit < a ? limit : a; }
+TILE_DEVICE float at_least(float a, float limit) { return limit > a ? limit : a; }
 TILE_DEVICE float power(float base, float exponent) { return powf(base, exponent); }
 TILE_DEVICE float mod(float a, float b) {
     const float rest = fmodf(a, b);
@@ -78,9 +81,9 @@ TILE_DEVICE int to_int(float x) {
 
 struct NoFunction {
     int unused;
-    static constexpr bool kMask = false, kScore = false, kByKey = false;
-    TILE_DEVICE bool mask(int, int, int, int, float, float, int, int) const { return true; }
-    TILE_DEVICE float score(float s, float scale, int, int, int, int, float, float, int, int) const {
+    static constexpr bool kMask = false, kScore = false, kByKey = false, kByRow = false;
+    TILE_DEVICE bool mask(int, int, int, int, float, float, int, int, int, int) const { return true; }
+    TILE_DEVICE float score(float s, float scale, int, int, int, int, float, float, int, int, int, int) const {
         return s * scale;
     }
     TILE_DEVICE Interval seen(Interval, Interval, Interval, Interval) const { return {1.0, 1.0}; }

@@ -204,17 +204,21 @@ template <class T, int kDims> TILE_DEVICE Interval reach(const T* values, const 
     if (entries > kMostEntries) return any_entry<T>();
     Interval found = {INFINITY, -INFINITY};
     bool nan = false;
-    for (int i = 0; i < int(entries); i++) {
-        int64_t offset = 0;
-        int rest = i;
+    const int inner = count[kDims - 1], stride = axes[kDims - 1].stride;
+    for (int outer = 0; outer < int(entries) / inner; outer++) {
+        int64_t offset = int64_t(first[kDims - 1]) * stride;
+        int rest = outer;
 #pragma unroll
-        for (int d = kDims - 1; d >= 0; d--) {
-            offset += (first[d] + rest % count[d]) * axes[d].stride;
+        for (int d = kDims - 2; d >= 0; d--) {
+            offset += int64_t(first[d] + rest % count[d]) * axes[d].stride;
             rest /= count[d];
         }
-        const double x = value_of(T(Global<const T>{values}[offset]));
-        nan = nan || is_nan(x);
-        found = {least(found.low, x), greatest(found.high, x)};
+#pragma unroll 8
+        for (int i = 0; i < inner; i++) {
+            const double x = value_of(T(Global<const T>{values}[offset + int64_t(i) * stride]));
+            nan = nan || is_nan(x);
+            found = {least(found.low, x), greatest(found.high, x)};
+        }
     }
     const bool wraps = any_entry<T>().low == kAnyInt.low && (found.low < kAnyInt.low || found.high > kAnyInt.high);
     return nan || wraps ? any_entry<T>() : found;

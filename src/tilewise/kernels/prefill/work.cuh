@@ -143,12 +143,3 @@ template <int kUnit, int kBoxes> TILE_DEVICE void find_listed(const TileLists& l
     const int left = tile.seqlen_k - last * kUnit;
     tile.valid = tile.units > 0 ? (tile.units - 1) % kBoxes * kUnit + (left < kUnit ? left : kUnit) : 0;
 }
-
-// Tiles are ordered by how many blocks or units they visit, the heaviest first, into buckets: four per power of two.
-constexpr int kBuckets = 128;
-TILE_DEVICE int bucket_of(int blocks) {
-    int octave = 0;
-    while (blocks >> (octave + 1)) octave++;
-    const int quarter = (octave >= 2 ? blocks >> (octave - 2) : blocks << (2 - octave)) & 3;
-    return kBuckets - 1 - (octave * 4 + quarter);
-}
