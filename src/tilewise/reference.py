@@ -184,15 +184,15 @@ def decode(
     states = []
     for row, seq in enumerate(seqs):
         k, v = pages.gather(layer, seq)
-        seen = None
-        if selected is not None:
-            read = selected.expand(len(seqs), k.shape[1], -1)[row].repeat_interleave(pages.page_size, dim=-1)
-            seen = read[:, None, : len(k)].repeat_interleave(q.shape[2] // k.shape[1], dim=0)
+        tokens = q.shape[1]
+        seen = torch.ones(tokens, len(k), dtype=torch.bool)
         if tree_mask is not None:
-            tokens = q.shape[1]
             padded = torch.ones(tokens, max(len(k), tokens), dtype=torch.bool)
             padded[:, padded.shape[1] - tokens + 1 :] = tree_mask[row, :, 1:]
             seen = padded[:, padded.shape[1] - len(k) :]  # a sequence may have fewer than T
+        if selected is not None:
+            read = selected.expand(len(seqs), k.shape[1], -1)[row].repeat_interleave(pages.page_size, dim=-1)
+            seen = seen & read[:, None, : len(k)].repeat_interleave(q.shape[2] // k.shape[1], dim=0)
         states.append(
             attention(
                 q[row : row + 1],
