@@ -9,6 +9,7 @@ import torch.nn.attention.flex_attention as torch_flex
 from oracle import assert_state, qkv
 
 import tilewise.compat.flex_attention as flex
+from tilewise import reference
 from tilewise.compat.flex_attention import AuxRequest, BlockMask
 
 MAKERS = {"torch": torch_flex.create_block_mask, "tilewise": flex.create_block_mask}
@@ -28,13 +29,16 @@ def eager(q, k, v, score_mod=None, block_mask=None, **options):
 
 def assert_flex(got, q, k, v, score_mod=None, block_mask=None, **options):
     """(o, lse) or (o, AuxOutput) of a flex_attention call, by the tolerance rule."""
-    exact, honest = (
-        (o, aux.lse)
-        for o, aux in (
-            eager(*(x.to(dtype) for x in (q, k, v)), score_mod, block_mask, **options)
-            for dtype in (torch.float64, q.dtype)
-        )
-    )
+    o, lse = eager(*(x.double() for x in (q, k, v)), score_mod, block_mask, **options)
+    exact = o, lse.lse
+    if q.dtype == torch.float32:
+        o, lse = eager(q, k, v, score_mod, block_mask, **options)
+        honest = o, lse.lse
+    else:  # torch's own computes in float32 whatever it is given
+        rows = [x.expand(len(q), -1, -1, -1).transpose(1, 2) for x in (q, k, v)]
+        mask_mod = None if block_mask is None else block_mask.mask_mod
+        o, lse = reference.baseline(*rows, mask=mask_mod, score=score_mod, scale=options.get("scale"))
+        honest = o.transpose(1, 2), lse
     o, lse = got
     assert_state((o, lse.lse if isinstance(lse, flex.AuxOutput) else lse), exact, honest)
 
@@ -68,9 +72,9 @@ def lists(mask: BlockMask, counts: torch.Tensor | None, indices: torch.Tensor | 
     shape = mask.kv_num_blocks.shape[:2]
     blocks = torch.zeros(*shape, rows, columns, dtype=torch.bool)
     if counts is None or indices is None:
-        return blocks
+        return blocks.to(mask.kv_indices.device)
     for b, h, row in torch.cartesian_prod(*(torch.arange(n) for n in (*shape, rows))).tolist():
         for column in indices[b, h, row, : counts[b, h, row]].tolist():
             if 0 <= column < columns:
                 blocks[b, h, row, column] = True
-    return blocks
+    return blocks.to(indices.device)
