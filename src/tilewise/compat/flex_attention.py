@@ -245,6 +245,8 @@ def _check_inputs(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, e
 def _check_block_mask(block_mask: BlockMask, query: torch.Tensor, key: torch.Tensor) -> None:
     if not isinstance(block_mask, BlockMask):
         raise TypeError(f"block_mask must be a BlockMask or None, got {type(block_mask).__name__}")
+    if block_mask.kv_indices.device != query.device:
+        raise ValueError(f"block_mask must be on {query.device} like query, got {block_mask.kv_indices.device}")
     batch, heads, *lengths = (1,) * (4 - len(block_mask.shape)) + block_mask.shape
     if lengths != [query.shape[2], key.shape[2]]:
         raise ValueError(
