@@ -363,17 +363,19 @@ class BlockSchedule(StoredSchedule):
 
     def show(self, head: int = 0, width: int = 64, batch: int = 0) -> str:
         """The pattern of one head as text, at most `width` characters for the keys: a character is one block, or the
-        share of several blocks that is kept (' ' none, '█' all). Looks."""
+        share of several blocks that is kept (' ' none, '█' all). With a `whole` plane the others count half. Looks."""
         width = checks.integer("width", width, 1)
         return self._picture(head, batch).text(width)
 
     def draw(self, path: AnyPath, head: int = 0, batch: int = 0) -> None:
-        """Writes a PNG of one head's pattern to `path`, axes in tokens. Looks."""
+        """Writes a PNG of one head's pattern to `path`, axes in tokens; with a `whole` plane, the blocks that are seen
+        in part are lighter. Looks."""
         target = files.check_path(path, ".png")
         self._picture(head, batch).draw(target)
 
     def _picture(self, head: int, batch: int) -> Picture:
-        return Picture(self._grid, self._looked_at(), *self._place(head, batch))
+        whole = None if self.whole is None else schedule_bits.pattern_of(self.whole.cpu() & self.cpu().bits, self._grid)
+        return Picture(self._grid, self._looked_at(), whole, *self._place(head, batch))
 
 
 def _on_cuda(given: dict[str, Any]) -> bool:
