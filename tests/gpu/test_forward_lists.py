@@ -10,7 +10,8 @@ from forward_cases import BF16, FP16, MODES, NAN, check, check_varlen
 from oracle import qkv, randn
 from variant_cases import variants
 
-from tilewise import BlockSchedule
+from tilewise import BlockSchedule, attention, functions
+from tilewise.gpu import kinds
 from tilewise.gpu.abi import FP8
 from tilewise.gpu.pattern import block_keys
 
@@ -48,7 +49,7 @@ SIZES = (
 
 
 @pytest.mark.parametrize(("head_dim", "block_q", "block_k", "nq", "nk"), SIZES)
-@pytest.mark.parametrize("causal", (False, True))
+@pytest.mark.parametrize("causal", [False, True])
 def test_block_sizes(head_dim, block_q, block_k, nq, nk, causal):
     """Blocks of every kind of size: whole tiles, several per tile, rows of several blocks in one tile, no TMA."""
     q, k, v = qkv(1, nq, nk, 2, 2, head_dim, dtype=BF16)
@@ -56,14 +57,14 @@ def test_block_sizes(head_dim, block_q, block_k, nq, nk, causal):
     check(q, k, v, schedule=schedule, causal=causal)
 
 
-@pytest.mark.parametrize("lead", ((), (2,), (4,), (3, 1), (3, 2), (3, 4)))
+@pytest.mark.parametrize("lead", [(), (2,), (4,), (3, 1), (3, 2), (3, 4)])
 def test_patterns_per_sequence_and_head(lead):
     """One for all, per KV head, per query head, per sequence; with grouped heads."""
     q, k, v = qkv(3, 130, 200, 4, 2, 64, dtype=FP16)
     check(q, k, v, schedule=random_schedule(130, 200, 64, 64, lead=lead))
 
 
-@pytest.mark.parametrize("lead", ((), (2,), (8,)))
+@pytest.mark.parametrize("lead", [(), (2,), (8,)])
 def test_packed_heads_share_a_tile(lead):
     """Few rows of grouped heads: the heads of a KV head are rows of one tile, unless each has a pattern of its own."""
     q, k, v = qkv(2, 5, 300, 8, 2, 128, dtype=BF16)
@@ -71,7 +72,7 @@ def test_packed_heads_share_a_tile(lead):
 
 
 @pytest.mark.parametrize("mode", MODES[1:])
-@pytest.mark.parametrize("block", (128, 64))
+@pytest.mark.parametrize("block", [128, 64])
 def test_orders_of_threads(block, mode):
     q, k, v = qkv(1, 300, 400, 2, 1, 128, dtype=BF16)
     check(q, k, v, schedule=random_schedule(300, 400, block, block), causal=True, mode=mode)
@@ -79,14 +80,14 @@ def test_orders_of_threads(block, mode):
 
 @pytest.mark.parametrize(
     "options",
-    (
+    [
         {"softcap": 5.0},
         {"window": (50, 20)},
         {"alibi_slopes": torch.tensor([0.5, 0.1])},
         {"sinks": torch.tensor([1.0, -2.0])},
         {"scale": -0.2},
         {"exact": True, "causal": True},
-    ),
+    ],
     ids=lambda options: next(iter(options)),
 )
 def test_with_the_other_options(options):
@@ -95,9 +96,9 @@ def test_with_the_other_options(options):
 
 
 @pytest.mark.parametrize(
-    ("head_dim", "block_q", "block_k"), ((128, 128, 128), (128, 64, 64), (64, 128, 32), (256, 64, 64), (128, 16, 16))
+    ("head_dim", "block_q", "block_k"), [(128, 128, 128), (128, 64, 64), (64, 128, 32), (256, 64, 64), (128, 16, 16)]
 )
-@pytest.mark.parametrize("options", ({}, {"exact": True, "causal": True, "sinks": torch.tensor([1.0, 0.0])}))
+@pytest.mark.parametrize("options", [{}, {"exact": True, "causal": True, "sinks": torch.tensor([1.0, 0.0])}])
 def test_lengths_of_blocks(head_dim, block_q, block_k, options):
     """Rows and keys past their block's length hold NaN, which reaches nothing."""
     nq, nk = 200, 300
@@ -110,8 +111,6 @@ def test_lengths_of_blocks(head_dim, block_q, block_k, options):
         if x is k:
             v[:, missing] = NAN
     clean = [x.nan_to_num(0.0) for x in (q, k, v)]
-    from tilewise import attention
-
     given = {"schedule": schedule, "backend": "emulator", "return_lse": True, **options}
     for got, expected in zip(attention(q, k, v, **given), check(*clean, schedule=schedule, **options), strict=True):
         assert torch.equal(got, expected)
@@ -130,7 +129,7 @@ def test_scores_at_the_edge():
     check(q, k, v, schedule=random_schedule(200, 300, 64, 64))
 
 
-@pytest.mark.parametrize("block", (64, 128))
+@pytest.mark.parametrize("block", [64, 128])
 def test_fp8(block):
     q, k, v = (x.to(FP8) for x in qkv(1, 200, 300, 2, 2, 128))
     got = check_fp8(q, k, v, random_schedule(200, 300, block, block, density=0.6))
@@ -140,8 +139,6 @@ def test_fp8(block):
 
 def check_fp8(q, k, v, schedule):
     """P is rounded to FP8, as dense calls have it: the output is off by what that costs."""
-    from tilewise import attention
-
     got = attention(q, k, v, schedule=schedule, backend="emulator", return_lse=True)
     exact = attention(*(x.float() for x in (q, k, v)), schedule=schedule, return_lse=True)
     assert torch.equal(got[1].isfinite(), exact[1].isfinite())
@@ -151,7 +148,7 @@ def check_fp8(q, k, v, schedule):
     return got
 
 
-@pytest.mark.parametrize("page_size", (0, 16, 64, 48))
+@pytest.mark.parametrize("page_size", [0, 16, 64, 48])
 def test_packed_sequences(page_size):
     """A schedule per sequence, one sequence without, one empty; K and V in pages too."""
     lengths_q, lengths_k = (70, 0, 129, 64), (200, 30, 129, 100)
@@ -197,14 +194,14 @@ def test_block_keys():
 
 
 @pytest.mark.parametrize("name", variants(2, 8, 8))
-@pytest.mark.parametrize(("head_dim", "nq", "nk"), ((128, 200, 333), (64, 129, 129)))
+@pytest.mark.parametrize(("head_dim", "nq", "nk"), [(128, 200, 333), (64, 129, 129)])
 def test_the_ten_variants(name, head_dim, nq, nk):
     variant = variants(2, nq, nk)[name]
     q, k, v = qkv(1, nq, nk, 2, 1, head_dim, dtype=BF16)
     check(q, k, v, mask=variant.mask, score=variant.score)
 
 
-@pytest.mark.parametrize("head_dim", (40, 192, 256, 20))
+@pytest.mark.parametrize("head_dim", [40, 192, 256, 20])
 def test_functions_and_head_dims(head_dim):
     both = variants(2, 150, 200)
     q, k, v = qkv(2, 150, 200, 2, 2, head_dim, dtype=FP16)
@@ -245,7 +242,7 @@ def test_functions_over_packed_sequences():
     check_varlen(q, k, v, starts_q, starts_k, score=lambda s, b, h, q, k: s - 0.1 * (q - k).abs(), causal=True)
 
 
-@pytest.mark.parametrize("block", (64, 128))
+@pytest.mark.parametrize("block", [64, 128])
 def test_function_and_schedule_together(block):
     """Both must allow; in the blocks that the schedule calls whole the function is not asked."""
     nq, nk = 200, 300
@@ -263,8 +260,6 @@ def test_function_and_schedule_together(block):
 
 
 def test_fp8_functions():
-    from tilewise import attention
-
     q, k, v = (x.to(FP8) for x in qkv(1, 200, 300, 2, 2, 64))
     variant = variants(2, 200, 300)
     given = {"mask": variant["documents"].mask, "score": variant["ALiBi"].score, "return_lse": True}
@@ -275,3 +270,23 @@ def test_fp8_functions():
     seen = exact[1].isfinite()
     assert (got[1] - exact[1])[seen].abs().max() < 1e-4
     assert (got[0].float() - exact[0]).abs().max() < 0.07 * v.float().abs().max()
+
+
+@pytest.mark.parametrize("name", ["causal", "window", "documents", "tree of drafts", "2-D neighbourhood", "prefix-LM"])
+def test_schedule_of_a_mask_on_the_device(name):
+    """kinds.cu tells the truth about every block: what is seen of it, and whether that is all."""
+    mask, block_q, block_k, nq, nk = variants(2, 200, 333, batch=2)[name].mask, 32, 48, 200, 333
+    function = functions.of(mask, None)
+    found = kinds.schedule_of(function, 2, 2, nq, nk, block_q, block_k, torch.device("cpu"))
+    b, h = torch.arange(found.batch or 1)[:, None, None, None], torch.arange(found.heads or 1)[:, None, None]
+    seen = function.seen(b, h, torch.arange(nq)[:, None], torch.arange(nk))
+    rows, columns = found.num_q_blocks, found.num_k_blocks
+    pad = (0, columns * block_k - nk, 0, rows * block_q - nq)
+    some, every = (
+        torch.nn.functional.pad(seen, pad, value=value).unflatten(3, (columns, block_k)).unflatten(2, (rows, block_q))
+        for value in (False, True)
+    )
+    sizes = {"seqlen_q": nq, "seqlen_k": nk, "block_q": block_q, "block_k": block_k}
+    truth = BlockSchedule.from_blocks(some.any(5).any(3), whole=every.all(5).all(3), **sizes)
+    assert torch.equal(found.bits, truth.bits)
+    assert torch.equal(found.whole, truth.whole)

@@ -160,7 +160,7 @@ def _patterned_tiling(
 ) -> Tiling:
     """The tiling with lists or functions: both take registers, so Q stays in shared memory.
 
-    Listed blocks arrive less evenly than neighbouring ones, and waiting for turns costs more than it gains.
+    The blocks of a schedule arrive less evenly than neighbouring ones, and waiting for turns costs more than it gains.
     """
     tiling = TILINGS_FP8[width] if dtype == FP8 else SMALL_64 if width == 64 else TILINGS[width]
     if pattern.block_q % 128 and width <= 128 and dtype != FP8 and plain:
@@ -176,7 +176,7 @@ def _patterned_tiling(
     if not pattern.listed:
         return tiling
     tile_kv, unit = block_keys(most, pattern.block_k, page_size, 32 if dtype == FP8 else 16)
-    return replace(tiling, tile_kv=tile_kv, unit=unit, ping_pong=False)
+    return replace(tiling, tile_kv=tile_kv, unit=unit, ping_pong=tiling.ping_pong and not pattern.block_q)
 
 
 @lru_cache(maxsize=1024)
