@@ -300,13 +300,41 @@ def test_lists_are_read_once_and_again_when_they_change(monkeypatch):
     assert [called(), called()] == [1, 0]
 
 
+@pytest.mark.parametrize("options", [{}, {"BLOCK_SIZE": 256}, {"separate_full_blocks": False}], ids=str)
+@pytest.mark.parametrize("maker", MAKERS)
+def test_another_mask_mod_over_the_same_lists(maker, options):
+    """What was known of the first one within a block does not count."""
+    mask = MAKERS[maker](lambda b, h, q, k: (q >= k) & (k >= 128), None, None, 512, 512, device="cpu", **options)
+    mask.mask_mod = odd
+    q, k, v = inputs(1, (512, 512), (2, 2))
+    assert_flex(flex_attention(q, k, v, None, mask, return_lse=True), q, k, v, None, by_lists(mask))
+
+
+def test_in_inference_mode(monkeypatch):
+    """What is made here is kept there too; of torch's lists nobody can tell whether they have changed."""
+    made = []
+    from_blocks = BlockSchedule.from_blocks
+    with torch.inference_mode():
+        ours, torchs = (
+            maker(causal, None, None, 256, 256, device="cpu") for maker in (create_block_mask, MAKERS["torch"])
+        )
+        monkeypatch.setattr(BlockSchedule, "from_blocks", lambda *x, **y: made.append(x) or from_blocks(*x, **y))
+        for mask, count in ((ours, 0), (torchs, 1)):
+            check(*inputs(1, (256, 256), (2, 2)), None, mask)
+            assert len(made) == count
+        for mask in (ours, torchs):
+            mask.kv_num_blocks[:, :, 1] = 0
+            q, k, v = inputs(1, (256, 256), (2, 2))
+            assert_flex(flex_attention(q, k, v, None, mask, return_lse=True), q, k, v, None, by_lists(mask))
+
+
 def test_what_is_kept_goes_with_the_mask():
     from tilewise.compat import block_masks
 
     masks = [maker(causal, None, None, 64, 64, device="cpu") for maker in MAKERS.values()]
     for mask in masks:
         flex_attention(*inputs(1, (64, 64)), None, mask)
-        assert mask in block_masks._kept
+    assert all(mask in block_masks._kept for mask in masks)
     before = len(block_masks._kept)
     del mask, masks[:]
     assert len(block_masks._kept) == before - 2
