@@ -78,13 +78,21 @@ def attention(
 
 
 def block_mask(schedule: BlockSchedule, device: torch.device) -> Any:
-    """torch's BlockMask of the same blocks, all of them full: no mask function is evaluated."""
+    """torch's BlockMask of the same blocks, all of them full: compiled, it evaluates no mask function.
+
+    Eager, it asks the function alone and no list of blocks: there it gets one that looks the blocks up.
+    """
     from torch.nn.attention.flex_attention import BlockMask
 
-    kept = kept_blocks(schedule.cpu()).to(device)
+    kept = kept_blocks(schedule.cpu()).to(device)  # (1, heads or 1, num_q_blocks, num_k_blocks)
     counts = kept.sum(-1, dtype=torch.int32)
     indices = kept.int().argsort(dim=-1, descending=True, stable=True).int()
     sizes = (schedule.block_q, schedule.block_k)
     lengths = (schedule.seqlen_q, schedule.seqlen_k)
     none = torch.zeros_like(counts), torch.zeros_like(indices)
-    return BlockMask.from_kv_blocks(*none, counts, indices, BLOCK_SIZE=sizes, seq_lengths=lengths)
+
+    def seen(b: Any, h: Any, q: Any, k: Any) -> Any:
+        return kept[0, h if schedule.heads else 0, q // sizes[0], k // sizes[1]]
+
+    mask = seen if how(device) == EAGER else None
+    return BlockMask.from_kv_blocks(*none, counts, indices, BLOCK_SIZE=sizes, mask_mod=mask, seq_lengths=lengths)
