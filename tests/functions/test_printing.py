@@ -112,6 +112,7 @@ def test_lookups_past_the_ends():
         lambda b, h, q, k: table[b - 1, q - k, k] > 0,
         lambda b, h, q, k: table[h + 1, q * 100000000, k - 30] > 0,
         lambda b, h, q, k: table[0][(table[b, h, k] * 9).int()][q] > 0,
+        lambda b, h, q, k: table[-1, h, -2] > 0,
     ]
     made = [functions.of(mask, None) for mask in masks]
     found = probed(made, grid(), torch.zeros(len(grid())), torch.zeros(0, 4, 2))
@@ -122,10 +123,33 @@ def test_lookups_past_the_ends():
         table[(b - 1).clamp(0, 2), (q - k).clamp(0, 4), k.clamp(0, 6)] > 0,
         table[(h + 1).clamp(0, 2), product.clamp(0, 4), (k - 30).clamp(0, 6)] > 0,
         table[0, inner.clamp(0, 4), q.clamp(0, 6)] > 0,
+        table[2, h, 5] > 0,
     ]
     for n, function in enumerate(made):
         assert torch.equal(function.seen(*INDICES), expected[n])
         assert torch.equal(found.mask[n], expected[n])
+
+
+def test_lookups_along_rows_and_keys():
+    """Indices that move with q and k, which kernels give as sums of what a lane shares and a constant."""
+    values = torch.randn(200)
+    toeplitz = values.as_strided((56, 56), (1, 1))
+    forms = [
+        lambda s, b, h, q, k: s + values[q + k],
+        lambda s, b, h, q, k: s + values[h + (k - q) + 99],
+        lambda s, b, h, q, k: s + values[(q - k) + k + 60],
+        lambda s, b, h, q, k: s + values[(q - q) + k + 40],
+        lambda s, b, h, q, k: s + values[k + k] + values[3 - k + 60],
+        lambda s, b, h, q, k: s + toeplitz[q, k] + toeplitz[k, k],
+    ]
+    made = [functions.of(None, form) for form in forms]
+    assert all("dk" in f.text(SIZES) and "within" not in f.text(SIZES) for f in made)
+    scores = torch.zeros(len(grid()))
+    found = probed(made, grid(), scores, torch.zeros(0, 4, 2))
+    for n, (function, form) in enumerate(zip(made, forms, strict=True)):
+        expected = form(scores, *(x.long() for x in INDICES))
+        assert torch.equal(function.scored(scores, *INDICES), expected), n
+        assert torch.equal(found.score[n], expected), n
 
 
 @pytest.mark.parametrize("dtype", ELEMENTS)
@@ -198,17 +222,15 @@ def test_flags_and_no_function(tmp_path):
     """kMask, kScore, kByKey and kByRow tell what there is; NoFunction is the same without anything."""
     table = torch.arange(64)
     cases = {
-        (True, False, False, True): (lambda b, h, q, k: table[q] < k, None),
-        (True, False, True, False): (lambda b, h, q, k: table[k] < q, None),
-        (False, True, True, True): (None, lambda s, b, h, q, k: s + table[q - k]),
-        (True, True, False, False): (lambda b, h, q, k: k <= q, lambda s, b, h, q, k: s),
+        "kMask kByRow": (lambda b, h, q, k: table[q] < k, None),
+        "kMask kByKey": (lambda b, h, q, k: table[k] < q, None),
+        "kScore kByKey kByRow": (None, lambda s, b, h, q, k: s + table[q - k]),
+        "kMask kScore": (lambda b, h, q, k: k <= q, lambda s, b, h, q, k: s),
     }
     for flags, given in cases.items():
-        found = dict(re.findall(r"constexpr bool (\w+) = (\w+);", text(*given)))
-        names = ("kMask", "kScore", "kByKey", "kByRow")
-        assert found == {name: str(flag).lower() for name, flag in zip(names, flags, strict=True)}
+        assert " ".join(re.findall(r"constexpr bool (\w+) = true;", text(*given))) == flags
     nothing = "const Function f{}; const Interval any{0.0, 9.0}, seen = f.seen(any, any, any, any);"
-    values = "Function::kMask + Function::kScore + Function::kByKey + Function::kByRow + f.mask(0, 0, 0, 9, 0.0f, 9.0f, 0, 0, 9, 0) * 10"
+    values = "Function::kMask + Function::kScore + Function::kByKey + f.mask(0, 0, 0, 9, 0.0f, 9.0f, 0, 0, 9, 0) * 10"
     values += " + (seen.low == 1.0) * 100 + (f.score(3.0f, 2.0f, 0, 0, 0, 0, 0.0f, 0.0f, 0, 0, 0, 0) == 6.0f) * 1000"
     body = f"{nothing}\n    Global<int>{{out}}[0] = {values};"
     unit = f'#include "common/functions.cuh"\nextern "C" __global__ void none(int* out) {{\n    {body}\n}}\n'

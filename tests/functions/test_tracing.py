@@ -120,6 +120,15 @@ def test_rows_of_tensors_are_not_looked_into(traced):
     assert not traced
 
 
+def test_the_shape_of_a_row_is_looked_at():
+    def mask_of(x: torch.Tensor) -> Any:
+        return lambda b, h, q, k: (k < len(x[h])) & x[h][-1]
+
+    for size in (30, 50):
+        made = functions.of(mask_of(torch.ones(3, size, dtype=torch.bool)), None)
+        assert made.seen(*INDICES).sum() == 2 * 3 * 40 * size
+
+
 def test_a_function_that_looks_into_a_tensor_is_traced_for_it(traced):
     def mask_of(x: torch.Tensor) -> Any:
         return lambda b, h, q, k: (k < x.shape[0]) & (q < x.sum().item()) & (x[0] * 2 <= x[k])

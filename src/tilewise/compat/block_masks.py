@@ -20,7 +20,7 @@ BLOCK = 128  # the largest block of a schedule, and torch's default
 LISTS = [f"{full}{side}_{what}" for full in ("", "full_") for side in ("kv", "q") for what in ("num_blocks", "indices")]
 
 
-class Sizes(NamedTuple):
+class Cut(NamedTuple):
     """How queries, or keys, are cut: so many rows, the block mask's block, the schedule's block."""
 
     length: int
@@ -28,7 +28,7 @@ class Sizes(NamedTuple):
     piece: int
 
     @classmethod
-    def of(cls, length: int, block: int) -> Sizes:
+    def of(cls, length: int, block: int) -> Cut:
         if checks.integer("BLOCK_SIZE", block, 1) >= length:  # one block, whatever its size
             return cls(length, block, BLOCK)
         if block % 16:
@@ -44,7 +44,7 @@ class Kept(NamedTuple):
     """A schedule, and what it was made from: lengths and block sizes, lists, and their versions."""
 
     schedule: BlockSchedule
-    sizes: Any
+    sizes: tuple[tuple[int, int], tuple[int, int]]
     lists: tuple[torch.Tensor | None, ...]
     versions: tuple[Any, ...]
 
@@ -69,8 +69,8 @@ _kept: WeakKeyDictionary[BlockMask, Kept] = WeakKeyDictionary()
 def schedule_from(mask: BlockMask) -> BlockSchedule:
     """The blocks of both lists, those of the full lists as its `whole` plane; on the mask's device, no value is read.
 
-    It is kept as long as the mask lives and is not changed. In a CUDA graph being captured it is made anew, so that
-    replays follow the lists.
+    It is kept as long as the mask lives and is not changed; of lists that torch made in inference mode nobody can tell
+    that, and it is made at each call. In a CUDA graph being captured it is made anew, so that replays follow the lists.
     """
     if mask.kv_indices.is_cuda and torch.cuda.is_current_stream_capturing():
         return _made(mask)
@@ -81,7 +81,7 @@ def schedule_from(mask: BlockMask) -> BlockSchedule:
 
 
 def _made(mask: BlockMask) -> BlockSchedule:
-    q, k = (Sizes.of(*sizes) for sizes in zip(mask.seq_lengths, mask.BLOCK_SIZE, strict=True))
+    q, k = (Cut.of(*sizes) for sizes in zip(mask.seq_lengths, mask.BLOCK_SIZE, strict=True))
     kept, whole = _listed(mask.kv_num_blocks, mask.kv_indices, q, k), None
     if mask.full_kv_num_blocks is not None and mask.full_kv_indices is not None:
         whole = _listed(mask.full_kv_num_blocks, mask.full_kv_indices, q, k)
@@ -90,7 +90,7 @@ def _made(mask: BlockMask) -> BlockSchedule:
     return BlockSchedule.from_blocks(kept, whole=whole, **sizes)
 
 
-def _listed(counts: torch.Tensor, indices: torch.Tensor, q: Sizes, k: Sizes) -> torch.Tensor:
+def _listed(counts: torch.Tensor, indices: torch.Tensor, q: Cut, k: Cut) -> torch.Tensor:
     """The pieces of the blocks that are listed: bool (…, pieces of queries, pieces of keys).
 
     counts (…, blocks of queries), indices (…, blocks of queries, width): the first `counts` of a row are listed, in any
@@ -116,13 +116,14 @@ def _listed(counts: torch.Tensor, indices: torch.Tensor, q: Sizes, k: Sizes) -> 
 # ---- a block mask of a schedule -------------------------------------------------------------------------------------
 
 
+@torch.inference_mode(False)  # else nobody could tell whether the lists are changed
 def block_mask_from(
-    schedule: BlockSchedule, q: Sizes, k: Sizes, batch: int, heads: int, mask_mod: Any, full: bool
+    schedule: BlockSchedule, q: Cut, k: Cut, batch: int, heads: int, mask_mod: Any, full: bool
 ) -> BlockMask:
-    """A block mask over blocks of q.block × k.block for a schedule of pieces, with which it is kept.
+    """A block mask over blocks of q.block × k.block for a schedule of pieces.
 
     full: list the blocks apart that are in the schedule's `whole` plane. As torch has them, the lists are contiguous,
-    and those of a row go on with the blocks that are not in it.
+    and those of a row go on with the blocks that are not in it. A schedule that says no more than the lists is kept.
     """
     kept = _unpacked(schedule.bits, schedule.num_k_blocks)
     whole = torch.zeros_like(kept) if schedule.whole is None else _unpacked(schedule.whole, schedule.num_k_blocks)
@@ -133,7 +134,8 @@ def block_mask_from(
             for what, x in zip(("num_blocks", "indices"), _ordered(of), strict=True):
                 lists[f"{prefix}{side}_{what}"] = x.expand(batch, heads, *x.shape[2:]).contiguous()
     mask = BlockMask(seq_lengths=(q.length, k.length), BLOCK_SIZE=(q.block, k.block), mask_mod=mask_mod, **lists)
-    _kept[mask] = Kept.of(schedule, mask)
+    if full and (schedule.num_q_blocks, schedule.num_k_blocks) == (q.blocks, k.blocks):
+        _kept[mask] = Kept.of(schedule, mask)
     return mask
 
 
@@ -143,7 +145,7 @@ def _unpacked(bits: torch.Tensor, columns: int) -> torch.Tensor:
     return ((bits[..., None] >> places) & 1).bool().flatten(-2)[..., :columns]
 
 
-def _some(pieces: torch.Tensor, q: Sizes, k: Sizes) -> torch.Tensor:
+def _some(pieces: torch.Tensor, q: Cut, k: Cut) -> torch.Tensor:
     """(…, pieces of queries, pieces of keys) -> (…, blocks of queries, blocks of keys): is one of its pieces True?"""
     for dim, (_, block, piece) in ((-2, q), (-1, k)):
         if piece < block:

@@ -42,7 +42,7 @@ from torch.nn.attention.flex_attention import (
 from tilewise import checks, functions
 from tilewise.api import attention, schedule_of
 
-from .block_masks import BLOCK, Sizes, block_mask_from, schedule_from
+from .block_masks import BLOCK, Cut, block_mask_from, schedule_from
 from .flash_options import rows
 
 __all__ = [
@@ -164,7 +164,7 @@ def create_block_mask(
     batch, heads = (1 if n is None else checks.integer(name, n, 1) for name, n in (("B", B), ("H", H)))
     blocks = (BLOCK_SIZE, BLOCK_SIZE) if isinstance(BLOCK_SIZE, int) else BLOCK_SIZE
     lengths = checks.integer("Q_LEN", Q_LEN, 1), checks.integer("KV_LEN", KV_LEN, 1)
-    q, k = (Sizes.of(length, block) for length, block in zip(lengths, blocks, strict=True))
+    q, k = (Cut.of(length, block) for length, block in zip(lengths, blocks, strict=True))
     schedule = schedule_of(
         mask_mod, batch, heads, q.length, k.length, block_q=q.piece, block_k=k.piece, device=_device(device)
     )
@@ -245,6 +245,8 @@ def _check_inputs(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, e
 def _check_block_mask(block_mask: BlockMask, query: torch.Tensor, key: torch.Tensor) -> None:
     if not isinstance(block_mask, BlockMask):
         raise TypeError(f"block_mask must be a BlockMask or None, got {type(block_mask).__name__}")
+    if block_mask.kv_indices.device != query.device:
+        raise ValueError(f"block_mask must be on {query.device} like query, got {block_mask.kv_indices.device}")
     batch, heads, *lengths = (1,) * (4 - len(block_mask.shape)) + block_mask.shape
     if lengths != [query.shape[2], key.shape[2]]:
         raise ValueError(

@@ -30,6 +30,13 @@ from .transformers import refuse_unserved
 NAME = "tilewise_flex"
 
 
+class Mask(BlockMask):
+    """A BlockMask that passes for a tensor where `generate` makes masks ahead, as for static caches."""
+
+    def contiguous(self) -> Mask:
+        return self
+
+
 def register() -> None:
     """Make `attn_implementation="tilewise_flex"` known to every model of transformers."""
     AttentionInterface.register(NAME, attention_forward)
@@ -58,7 +65,9 @@ def make_block_mask(
         padding = prepare_padding_mask(attention_mask, kv_length, kv_offset)
         mask_function = and_masks(mask_function, padding_mask_function(padding))
     mask_function = add_offsets_to_mask_function(mask_function, q_offset, kv_offset)
-    return create_block_mask(mask_function, batch_size, None, q_length, kv_length, device)
+    made = create_block_mask(mask_function, batch_size, None, q_length, kv_length, device)
+    made.__class__ = Mask
+    return made
 
 
 def attention_forward(
@@ -88,12 +97,12 @@ def attention_forward(
     queries, keys = query.shape[2], key.shape[2]
     if attention_mask is None and (getattr(module, "is_causal", True) if is_causal is None else is_causal):
         block_mask = make_block_mask(len(query), queries, keys, keys - queries, device=query.device)
-    biases = [x for x in (attention_mask, position_bias) if isinstance(x, torch.Tensor)]
+    given = [x for x in (attention_mask, position_bias) if isinstance(x, torch.Tensor)]
     result: Any = flex_attention(
         query,
         key,
         value,
-        _score_mod(softcap, biases),
+        _score_mod(softcap, given),
         block_mask,
         scaling,
         enable_gqa=True,
@@ -103,15 +112,18 @@ def attention_forward(
     return (o if s_aux is None else add_sinks(o, aux.lse, s_aux)[0]), None
 
 
-def _score_mod(softcap: float | None, biases: list[torch.Tensor]) -> Callable[..., Any] | None:
-    """Caps the scores, then adds the biases, (B or 1, Hq or 1, Nq, Nk) each; None if there is nothing to do."""
+def _score_mod(softcap: float | None, given: list[torch.Tensor]) -> Callable[..., Any] | None:
+    """Caps the scores, then adds or hides what each of `given`, (B or 1, Hq or 1, Nq, Nk), says; None for nothing."""
+    masks = [x for x in given if x.dtype == torch.bool]
+    biases = [x for x in given if x.dtype != torch.bool]
 
     def score_mod(score: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
         if softcap is not None:
             score = softcap * torch.tanh(score / softcap)
         for bias in biases:  # an index past the end means the last entry, which of a dimension of 1 is the one for all
-            there = bias[b, h, q, k]
-            score = torch.where(there, score, -torch.inf) if bias.dtype == torch.bool else score + there
+            score = score + bias[b, h, q, k]
+        for mask in masks:
+            score = torch.where(mask[b, h, q, k], score, -torch.inf)
         return score
 
-    return None if softcap is None and not biases else score_mod
+    return None if softcap is None and not given else score_mod

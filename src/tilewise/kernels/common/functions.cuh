@@ -1,6 +1,11 @@
 // What printed functions of users (tilewise/functions/printing.py) call, and the function that is none.
 //
-// Integers wrap at 32 bits, // and % round down as Python does, floats behave as PyTorch's.
+// Integers wrap at 32 bits, // and % round down as Python does, floats behave as PyTorch's. Each function has
+//   mask(b, h, q, k, …)             whether query q of head h in sequence b sees key k
+//   score(s, scale, b, h, q, k, …)  the natural logit that becomes of s · scale
+//   seen(b, h, q, k)                mask over intervals: low is 1 if all is seen, high is 0 if nothing is
+// where … are fq, fk, q0, dq, k0 and dk: q and k as floats, and as sums q = q0 + dq, k = k0 + dk, in which dq and dk
+// are best constants that the compiler knows. kByKey, kByRow: something is looked up by an index with k, with q.
 #pragma once
 #include "common/args.cuh"
 #include "common/intervals.cuh"
@@ -26,6 +31,7 @@ TILE_DEVICE float float_at(const double* values, int64_t i) {
 TILE_DEVICE int add(int a, int b) { return int(uint32_t(a) + uint32_t(b)); }
 TILE_DEVICE int sub(int a, int b) { return int(uint32_t(a) - uint32_t(b)); }
 TILE_DEVICE int mul(int a, int b) { return int(uint32_t(a) * uint32_t(b)); }
+TILE_DEVICE int neg(int a) { return sub(0, a); }
 TILE_DEVICE int abs(int a) { return a < 0 ? sub(0, a) : a; }
 TILE_DEVICE int least(int a, int b) { return a < b ? a : b; }
 TILE_DEVICE int greatest(int a, int b) { return a > b ? a : b; }

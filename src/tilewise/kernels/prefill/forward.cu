@@ -16,7 +16,7 @@
 // the warpgroups take turns at the tensor cores. Rule: what is done to scores before the softmax (common/scores.cuh).
 // Function: the user's functions (common/functions.cuh). kUnit: keys per unit of the lists that say what tiles visit
 // (work.cuh: TileLists), 0 if tiles visit neighbouring blocks. kSlabs: a unit may be hidden from some of a tile's rows
-// by sixteens. kLengths: blocks of rows or keys have lengths.
+// by sixteens. kLengths: blocks of rows or keys have lengths. kSpares: the function is not asked in some units.
 #include "prefill/producers.cuh"
 #include "tile/lazy.cuh"
 
@@ -157,17 +157,18 @@ struct Consumer {
         bits[0] = bits[1] = 0;
 #pragma unroll kSeenAtOnce
         for (int eight = 0; eight < kTileKv / 8; eight++) {
-            const int box = eight * 8 / kBoxRows, inside = eight * 8 % kBoxRows + column;
+            const int box = eight * 8 / kBoxRows, inside = eight * 8 % kBoxRows + column;  // inside: of the box
             const int first = key_of(box) + inside, there = there_of(box);
+            const bool spared = kSpares && units_of_stage()[k_turn.stage * kBoxes + box] >> kSparedBit & 1;
 #pragma unroll
             for (int i = 0; i < 2; i++) {
                 const int key = first + i, k = Function::kByKey && key > last ? last : key;
 #pragma unroll
                 for (int h = 0; h < 2; h++) {
-                    const bool seen = rows[h].seen.has(key) & (!kLengths || inside + i < there) &
-                                      function.mask(tile.sequence, rows[h].head, rows[h].token, k, rows[h].position,
-                                                    float(k), rows[h].token, 0, k, 0);
-                    if (seen) bits[h] |= 1u << (2 * eight + i);
+                    const bool asked = function.mask(tile.sequence, rows[h].head, rows[h].token, k, rows[h].position,
+                                                     float(k), rows[h].token, 0, k, 0);
+                    const bool seen = rows[h].seen.has(key) & (!kLengths || inside + i < there);
+                    if (seen & (asked | spared)) bits[h] |= 1u << (2 * eight + i);
                 }
             }
         }
@@ -211,7 +212,11 @@ struct Consumer {
             for (int h = 0; h < 2; h++) {
                 const int row = row_of(tile, h), position = position_of(row / kPack, tile.seqlen_q, tile.seqlen_k);
                 const float slope = args.scores.slope(tile.sequence, head_of(tile, row));
-                warp::add_alibi(s, h, n * kTileKv, position, slope);
+#pragma unroll
+                for (int box = 0; box < kBoxes; box++) {
+                    using Box = float[kBoxRows / 2];
+                    warp::add_alibi(reinterpret_cast<Box&>(s[box * kBoxRows / 2]), h, key_of(box), position, slope);
+                }
             }
         }
     }
