@@ -16,8 +16,9 @@ from here or from torch, and go to either. What differs:
 - There are no gradients, no max_scores, no FP8 and no float64 here: NotImplementedError says so.
 
 Meaning: score_mod gets the scaled score and its result counts where the block mask shows the pair: in the blocks of the
-full lists all pairs, in those of the other lists what mask_mod allows, elsewhere none. h is the query head, q and k
-count from 0. A row with no visible key gives 0 and an LSE of −inf.
+full lists all pairs, in those of the other lists what mask_mod allows, elsewhere none. Full lists promise, as in torch,
+that mask_mod hides nothing there: where they say so wrongly, a GPU may hide it in tiles that a partial block reaches
+into. h is the query head, q and k count from 0. A row with no visible key gives 0 and an LSE of −inf.
 """
 
 from __future__ import annotations
