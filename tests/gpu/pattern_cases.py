@@ -385,7 +385,8 @@ class Problem:
         return made
 
     def unused(self, blocks: list[Blocks | None], device: Any) -> list[torch.Tensor]:
-        """Which rows of q, and of k and v, no row of the output may be touched by: (B, N) or, packed, (total,)."""
+        """Which rows of q, and of k and v, nothing comes from: past their block's length, or of a block that meets none.
+        (B, N) or, packed, (total,)."""
         found = []
         for side in (0, 1):
             parts = []
@@ -394,9 +395,9 @@ class Problem:
                 if one is None:
                     parts.append(torch.zeros(n[side], dtype=torch.bool))
                     continue
-                used = one.elements(one.kept)
-                used = used[b if len(used) > 1 else 0].any(0)
-                parts.append(~used.any(1 - side))
+                block, valid = one.sizes["block_k" if side else "block_q"], one.valid("k" if side else "q")
+                met = one.kept[b if len(one.kept) > 1 else 0].any(0).any(1 - side).repeat_interleave(block)
+                parts.append(~(met[: n[side]] & valid[b if len(valid) > 1 else 0]))
             found.append((torch.cat(parts) if self.packed else torch.stack(parts)).to(device))
         return found
 
