@@ -169,6 +169,13 @@ class Blocks:
         seen = seen.repeat_interleave(s["block_k"], 3)[..., : s["seqlen_k"]]
         return seen & self.valid("q")[:, None, :, None] & self.valid("k")[:, None, None, :]
 
+    def promised(self, seen: torch.Tensor) -> torch.Tensor:
+        """(batch or 1, heads or 1, rows, columns): the blocks of which `seen`, pairs, shows all."""
+        (rows, columns), s = self.kept.shape[2:], self.sizes
+        pad = (0, columns * s["block_k"] - s["seqlen_k"], 0, rows * s["block_q"] - s["seqlen_q"])
+        seen = torch.nn.functional.pad(seen, pad, value=True)
+        return seen.unflatten(3, (columns, s["block_k"])).unflatten(2, (rows, s["block_q"])).all(5).all(3)
+
     def valid(self, side: str) -> torch.Tensor:
         """(batch or 1, N): the rows within their block's length."""
         block, n = self.sizes[f"block_{side}"], self.sizes[f"seqlen_{side}"]
@@ -324,10 +331,12 @@ class Problem:
         if not self.packed or self.alike:
             return [self._blocks(*self.lengths[0], len(self.lengths) if self.by_batch else 1, draw)]
         rng = random.Random(self.seed)
-        found = [self._blocks(*n, 1, draw) if rng.random() < 0.8 else None for n in self.lengths]
-        return found if any(found) else [self._blocks(*n, 1, draw) for n in self.lengths]
+        some = [rng.random() < 0.8 for _ in self.lengths]
+        some[0] = some[0] or not any(some)
+        return [self._blocks(*n, 1, draw, b) if some[b] else None for b, n in enumerate(self.lengths)]
 
-    def _blocks(self, nq: int, nk: int, batch: int, draw: torch.Generator) -> Blocks:
+    def _blocks(self, nq: int, nk: int, batch: int, draw: torch.Generator, b: int | None = None) -> Blocks:
+        """b: the sequence whose blocks these are, unless of all."""
         assert self.kind.blocks is not None
         block_q, block_k = self.kind.blocks
         rows, columns = -(-nq // block_q), -(-nk // block_k)
@@ -344,7 +353,7 @@ class Problem:
             else:  # all that have a share
                 made.scores, made.wanted = kept.float(), {"threshold": 1.0}
         if self.kind.spares:
-            made.whole = made.kept & (chance(*shape) < 0.4)
+            made.whole = made.kept & (chance(*shape) < 0.6) & made.promised(self._allowed(nq, nk, batch, b))
         if self.kind.lengths:
             for side, n, block, count in (("q", nq, block_q, rows), ("k", nk, block_k, columns)):
                 lengths = torch.randint(0, 2 * block, (batch, count), generator=draw).clamp(max=block)
@@ -352,6 +361,16 @@ class Problem:
                     lengths[:, -1] = lengths[:, -1].clamp(max=n - (n - 1) // block * block)
                 setattr(made, f"lengths_{side}", lengths)
         return made
+
+    def _allowed(self, nq: int, nk: int, batch: int, b: int | None) -> torch.Tensor:
+        """What the mask lets be seen by all that share a pattern: bool (batch, heads of the schedule, nq, nk)."""
+        function = functions.of(self.options("cpu")["mask"], None)
+        sequences = torch.arange(len(self.lengths)) if b is None else torch.tensor([b])
+        h, rows, keys = torch.arange(self.kind.heads[0]), torch.arange(nq), torch.arange(nk)
+        seen = function.seen(sequences[:, None, None, None], h[:, None, None], rows[:, None], keys)
+        if batch == 1:
+            seen = seen.all(0, keepdim=True)
+        return seen.unflatten(1, (self.heads, -1)).all(2)
 
     def options(self, device: Any) -> dict[str, Any]:
         """What call and oracle are given alike."""
@@ -432,11 +451,7 @@ class Problem:
                 seen = function.seen(torch.tensor([[[[b]]]], device=device), h, rows, keys)
             one = None if not blocks else blocks[0] if len(blocks) == 1 else blocks[b]
             if one is not None:
-                kept, whole = (
-                    None if x is None else self._of_sequence(one.elements(x), b).to(device)
-                    for x in (one.kept, one.whole)
-                )
-                seen = kept & (seen if whole is None else seen | whole)
+                seen = seen & self._of_sequence(one.elements(one.kept), b).to(device)
             yield q, k, v, seen
 
     def _of_sequence(self, elements: torch.Tensor, b: int) -> torch.Tensor:
