@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tilewise import arch, checks
-from tilewise.gpu import prefill
+from tilewise.gpu import prefill, tilings
 from tilewise.gpu.pattern import NO_PATTERN, Pattern, stacked
 from tilewise.plan.schedule import BlockSchedule
 from tilewise.scores import Scores
@@ -23,7 +23,7 @@ from tilewise.state import merge_states
 if TYPE_CHECKING:
     from tilewise.functions import Function
 
-out_dtype = prefill.out_dtype
+out_dtype = tilings.out_dtype
 KV = tuple[torch.Tensor, torch.Tensor]
 Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
@@ -31,13 +31,13 @@ Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 def check_served(q: torch.Tensor, where: str) -> None:
     """NotImplementedError for what the Hopper forward does not serve."""
     instead = 'backend="cpu"' if where == "emulator" else ".cpu() tensors"
-    if q.dtype not in prefill.DTYPES:
+    if q.dtype not in tilings.DTYPES:
         raise NotImplementedError(
             f"GPU kernels take bfloat16, float16 and float8_e4m3fn, got {q.dtype}; convert q, k and v, or use {instead}"
         )
-    if q.shape[-1] > prefill.MAX_HEAD_DIM:
+    if q.shape[-1] > tilings.MAX_HEAD_DIM:
         raise NotImplementedError(
-            f"GPU kernels take head_dim up to {prefill.MAX_HEAD_DIM}, got {q.shape[-1]}; use {instead}"
+            f"GPU kernels take head_dim up to {tilings.MAX_HEAD_DIM}, got {q.shape[-1]}; use {instead}"
         )
     if not arch.serves_prefill(q.device):
         raise NotImplementedError(
