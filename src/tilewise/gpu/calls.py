@@ -15,7 +15,7 @@ import torch
 
 from tilewise import arch, checks
 from tilewise.gpu import prefill, tilings
-from tilewise.gpu.pattern import NO_PATTERN, Pattern, stacked
+from tilewise.gpu.pattern import NO_PATTERN, AnySchedule, Pattern, stacked
 from tilewise.plan.schedule import BlockSchedule
 from tilewise.scores import Scores
 from tilewise.state import merge_states
@@ -75,8 +75,6 @@ class GpuCall:
         schedule: BlockSchedule | Sequence[BlockSchedule | None] | None = None,
         function: Function | None = None,
     ) -> Result:
-        if isinstance(schedule, (list, tuple)):
-            schedule = stacked(schedule)
         if out is not None and checks.place(out, q, k, v) is None:  # it is read from as well: by way of another
             again = GpuCall(self.scores, self.return_lse)
             given = (q, k, v, sinks, slopes, None, descales, starts, page_table)
@@ -84,6 +82,7 @@ class GpuCall:
             if isinstance(result, torch.Tensor):
                 return out.copy_(result)
             return out.copy_(result[0]), result[1]
+        blocks = schedule if schedule is None or isinstance(schedule, BlockSchedule) else stacked(schedule)
         o = out
         if o is None:
             o = q.new_empty(q.shape, dtype=out_dtype(q.dtype))
@@ -93,7 +92,7 @@ class GpuCall:
             lse = q.new_empty(shape, dtype=torch.float32)
         if self.bound is None:
             like_q = q.is_contiguous() and q.dtype == o.dtype
-            self.plain = like_q and all(x is None for x in (sinks, slopes, out, starts, lse, schedule, function))
+            self.plain = like_q and all(x is None for x in (sinks, slopes, out, starts, lse, blocks, function))
             if not q.numel() or not k.numel():
                 self.plain = False
                 return _nothing_to_see(o, lse, sinks)
@@ -107,7 +106,7 @@ class GpuCall:
                 sequences=None if starts is None else starts[0].shape[0] - 1,
                 index=torch.int32 if starts is None else starts[0].dtype,
                 paged=page_table is not None,
-                pattern=_pattern(q, k, schedule, function, starts, page_table),
+                pattern=_pattern(q, k, blocks, function, starts, page_table),
                 table_pages=0 if page_table is None else page_table.shape[1],
             )
         if sinks is not None:
@@ -116,7 +115,7 @@ class GpuCall:
             slopes = slopes.float().contiguous().expand(q.shape[0] if starts is None else starts[0].shape[0] - 1, -1)
         batch = q.shape[0] if starts is None else starts[0].shape[0] - 1
         descales = tuple(x if x is None or x.dim() == 2 else x.contiguous().expand(batch, -1) for x in descales)
-        self.bound(q, k, v, o, lse, sinks, slopes, starts, page_table, descales, schedule, function)
+        self.bound(q, k, v, o, lse, sinks, slopes, starts, page_table, descales, blocks, function)
         return o if lse is None else (o, lse)
 
     def again(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -141,7 +140,7 @@ def pattern_key(q: torch.Tensor, k: Any, schedule: Any, function: Function | Non
 def _pattern(
     q: torch.Tensor,
     k: torch.Tensor,
-    schedule: BlockSchedule | None,
+    schedule: AnySchedule | None,
     function: Function | None,
     starts: tuple[torch.Tensor, torch.Tensor] | None,
     page_table: torch.Tensor | None,

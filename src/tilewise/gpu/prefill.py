@@ -30,7 +30,7 @@ from tilewise.gpu.abi import (
     ScoreArgs,
     Strides,
 )
-from tilewise.gpu.pattern import NO_PATTERN, Lists, Pattern
+from tilewise.gpu.pattern import NO_PATTERN, AnySchedule, Lists, Pattern
 from tilewise.gpu.tilings import forward_spec, geometry, out_dtype, ragged_spec
 from tilewise.plan.dense import plan_tiled
 from tilewise.plan.tiles import Launch, Plan
@@ -38,7 +38,6 @@ from tilewise.scores import Scores
 
 if TYPE_CHECKING:
     from tilewise.functions import Function
-    from tilewise.plan.schedule import BlockSchedule
 
 BUCKETS = 128  # by length, into which ragged.cu sorts tiles
 MAPS_KEPT = 1024
@@ -176,7 +175,7 @@ class Forward:
         starts: tuple[torch.Tensor, torch.Tensor] | None = None,
         page_table: torch.Tensor | None = None,
         descales: tuple[torch.Tensor | None, ...] = (None, None, None),
-        schedule: BlockSchedule | None = None,
+        schedule: AnySchedule | None = None,
         function: Function | None = None,
         **emulated: Any,
     ) -> None:
@@ -233,7 +232,7 @@ class Forward:
     def launch(
         self,
         pointers: tuple[int, int, int, int],
-        schedule: BlockSchedule | None = None,
+        schedule: AnySchedule | None = None,
         function: Function | None = None,
     ) -> None:
         """Over q, k, v and o at these addresses, on the current stream. What has not changed is not set again."""
