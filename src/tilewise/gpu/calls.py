@@ -210,6 +210,15 @@ def calls() -> dict[Any, GpuCall]:
     return found
 
 
+def bind(q: torch.Tensor, where: str, scores: Scores, return_lse: bool, key: tuple[Any, ...] | None = None) -> GpuCall:
+    """A new call; with a key it is kept for calls like it. NotImplementedError for what the forward does not serve."""
+    check_served(q, where)
+    made = GpuCall(scores, return_lse)
+    if key is not None:
+        calls()[key] = made
+    return made
+
+
 def known_call(
     q: torch.Tensor, k: Any, v: Any, others: tuple[Any, ...], flags: tuple[Any, ...]
 ) -> tuple[tuple[Any, ...] | None, GpuCall | None]:
