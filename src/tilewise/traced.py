@@ -14,7 +14,7 @@ from weakref import WeakValueDictionary
 
 import torch
 
-from tilewise import arguments
+from tilewise import arguments, graphs
 from tilewise.kvcache import PagedKVCache
 from tilewise.plan import DecodePlan
 
@@ -92,14 +92,10 @@ def attention_varlen(
     return _asked(result, return_lse)
 
 
-def _outside(
-    call: Callable[..., Result], tensors: tuple[torch.Tensor, ...], descales: Descales, **given: Any
-) -> Result:
+def outside(call: Callable[..., Result], tensors: tuple[torch.Tensor, ...], descales: Descales, **given: Any) -> Result:
     """The call itself, between two graphs: no graph holds a schedule or a function of the user's."""
-    return call(*tensors, **_named(descales), **given)
-
-
-outside: Callable[..., Result] = torch.compiler.disable(_outside)
+    names = [name for name in ("schedule", "mask", "score") if given[name] is not None]
+    return graphs.outside(call, " and ".join(names))(*tensors, **_named(descales), **given)
 
 
 def _named(descales: Descales) -> dict[str, torch.Tensor | None]:

@@ -15,6 +15,7 @@ import numpy.typing as npt
 import torch
 
 from tilewise import checks
+from tilewise.graphs import methods_outside
 from tilewise.plan import schedule_bits, schedule_patterns, schedule_select
 from tilewise.plan import schedule_device as device_side
 from tilewise.plan import schedule_files as files
@@ -35,6 +36,7 @@ from tilewise.plan.schedule_pictures import Picture
 from tilewise.plan.schedule_store import CPU, StoredSchedule
 
 
+@methods_outside
 class BlockSchedule(StoredSchedule):
     """Which (block_q × block_k) blocks of a (seqlen_q × seqlen_k) score matrix are computed; the others are masked out.
 
