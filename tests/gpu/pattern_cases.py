@@ -231,6 +231,16 @@ def _lists(kept: torch.Tensor, rng: random.Random, hostile: bool) -> tuple[torch
     return torch.tensor(counts).reshape(shape), torch.tensor(indices, dtype=torch.int64).reshape(*shape, width)
 
 
+def poisoned(x: torch.Tensor, where: torch.Tensor) -> torch.Tensor:
+    """A copy, NaN in these rows."""
+    x = x.clone(memory_format=torch.preserve_format)
+    if x.dtype == FP8:  # which torch does not fill
+        x.view(torch.uint8)[where] = 0x7F
+    else:
+        x[where] = NAN
+    return x
+
+
 # ---- problems --------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Kind:
@@ -403,9 +413,9 @@ class Problem:
             made.append(x.to(self.kind.dtype))
         return made
 
-    def unused(self, blocks: list[Blocks | None], device: Any) -> list[torch.Tensor]:
+    def unused(self, blocks: list[Blocks | None], device: Any, past_lengths: bool = True) -> list[torch.Tensor]:
         """Which rows of q, and of k and v, nothing comes from: past their block's length, or of a block that meets none.
-        (B, N) or, packed, (total,)."""
+        (B, N) or, packed, (total,). past_lengths: keys past their block's length are among them."""
         found = []
         for side in (0, 1):
             parts = []
@@ -416,7 +426,9 @@ class Problem:
                     continue
                 block, valid = one.sizes["block_k" if side else "block_q"], one.valid("k" if side else "q")
                 met = one.kept[b if len(one.kept) > 1 else 0].any(0).any(1 - side).repeat_interleave(block)
-                parts.append(~(met[: n[side]] & valid[b if len(valid) > 1 else 0]))
+                if past_lengths or side == 0:
+                    met = met[: n[side]] & valid[b if len(valid) > 1 else 0]
+                parts.append(~met[: n[side]])
             found.append((torch.cat(parts) if self.packed else torch.stack(parts)).to(device))
         return found
 
@@ -495,10 +507,8 @@ class Problem:
         blocks, options, clean = self.blocks(), self.options(device), self.tensors(device)
         given = clean
         if self.poison and blocks:
-            rows, keys = self.unused(blocks, device)
-            given = [x.clone(memory_format=torch.preserve_format) for x in clean]
-            for x, where in zip(given, (rows, keys, keys), strict=True):
-                x[where] = NAN
+            rows, keys = self.unused(blocks, device, past_lengths=backend != "cpu")
+            given = [poisoned(x, where) for x, where in zip(clean, (rows, keys, keys), strict=True)]
         try:
             side = torch.cuda.Stream() if self.stream and backend == "cuda" else None
             if side is not None:
