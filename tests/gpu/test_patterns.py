@@ -11,7 +11,8 @@ from forward_cases import check, check_varlen, packed
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from oracle import qkv
-from pattern_cases import FP8, MASKS, SCORES, Formula, Kind, Problem, bounded, drawn, random_kind, steady
+from pattern_cases import FP8, Kind, Problem, drawn, random_kind
+from pattern_parts import MASKS, SCORES, Formula, bounded, steady
 
 from tilewise import BlockSchedule
 
