@@ -53,7 +53,7 @@ SCHEDULES = (
 )
 FUNCTIONS = (
     Kind(128, mask=Formula("causal")),
-    Kind(64, heads=(4, 2), mask=Formula("documents")),
+    Kind(64, mask=Formula("documents")),
     Kind(128, FP16, mask=Formula("2-D neighbourhood"), softcap=6.0),
     Kind(256, mask=Formula("prefix-LM")),
     Kind(128, heads=(6, 2), score=score("ALiBi")),
@@ -67,13 +67,14 @@ FUNCTIONS = (
 )
 # head_dim, heads, blocks, and the seeds of a mask and of a score
 EXPRESSIONS = (
-    (64, (2, 2), None, 1, None),
-    (128, (4, 2), None, 2, 2),
-    (128, (2, 2), (64, 64), 3, None),
-    (96, (3, 1), None, None, 4),
-    (64, (2, 1), (128, 128), None, 5),
-    (256, (2, 2), None, 6, 6),
-    (128, (1, 1), (128, 64), 7, 7),
+    (64, (2, 2), None, 28, None),
+    (128, (2, 2), None, 101, 3),
+    (128, (4, 2), (64, 64), 48, None),
+    (96, (3, 1), None, None, 39),
+    (64, (2, 1), (128, 128), None, 21),
+    (256, (2, 2), None, 107, 58),
+    (128, (1, 1), (128, 64), 134, 45),
+    (128, (2, 2), None, 111, None),
 )
 FP8_KINDS = (
     Kind(128, FP8, blocks=(128, 128)),
