@@ -40,22 +40,20 @@ SCHEDULES = (
     Kind(64, blocks=(16, 16)),
     Kind(128, FP16, blocks=(32, 48)),
     Kind(96, blocks=(112, 80), lengths=True),
-    Kind(192, heads=(2, 1), blocks=(128, 64)),
+    Kind(192, blocks=(128, 64)),
     Kind(256, blocks=(64, 128), scale=-0.1),
     Kind(256, FP16, blocks=(96, 96), lengths=True),
     Kind(40, heads=(3, 1), blocks=(64, 32)),
-    Kind(20, blocks=(64, 64)),
-    Kind(8, FP16, blocks=(128, 16)),
+    Kind(20, FP16, blocks=(128, 16)),
     Kind(128, blocks=(64, 64), softcap=6.0, alibi=True),
     Kind(64, blocks=(64, 64), page_size=16),
     Kind(128, heads=(4, 1), blocks=(128, 128), page_size=64, lengths=True),
     Kind(64, blocks=(64, 64), tma=False),
 )
 FUNCTIONS = (
-    Kind(128, mask=Formula("causal")),
     Kind(64, mask=Formula("documents")),
     Kind(128, FP16, mask=Formula("2-D neighbourhood"), softcap=6.0),
-    Kind(256, mask=Formula("prefix-LM")),
+    Kind(256, mask=Formula("causal")),
     Kind(128, heads=(6, 2), score=score("ALiBi")),
     Kind(64, score=score("relative bias table"), exact=True),
     Kind(192, FP16, score=score("softcap")),
@@ -69,9 +67,9 @@ FUNCTIONS = (
 EXPRESSIONS = (
     (64, (2, 2), None, 28, None),
     (128, (2, 2), None, 101, 3),
-    (128, (4, 2), (64, 64), 48, None),
+    (128, (2, 2), (64, 64), 48, None),
     (96, (3, 1), None, None, 39),
-    (64, (2, 1), (128, 128), None, 21),
+    (64, (2, 2), (128, 128), None, 21),
     (256, (2, 2), None, 107, 58),
     (128, (1, 1), (128, 64), 134, 45),
     (128, (2, 2), None, 111, None),
@@ -79,7 +77,7 @@ EXPRESSIONS = (
 FP8_KINDS = (
     Kind(128, FP8, blocks=(128, 128)),
     Kind(64, FP8, heads=(4, 2), blocks=(64, 64), lengths=True),
-    Kind(128, FP8, mask=Formula("documents"), score=score("ALiBi")),
+    Kind(128, FP8, mask=Formula("window"), score=score("ALiBi")),
 )
 
 
