@@ -87,7 +87,7 @@ def attention(
             flags += calls.pattern_key(q, k, schedule, function)
         key, known = calls.known_call(q, k, v, (sinks, alibi_slopes, out, *descales), flags)
         if known is not None and known.plain:
-            return known.again(q, k, v)
+            return known.again(q, k, v, schedule, function)
         if known is not None:
             return known(q, k, v, sinks, alibi_slopes, out, descales, schedule=schedule, function=function)
     options: ScoreOptions = {

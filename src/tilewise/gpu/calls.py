@@ -58,7 +58,7 @@ class GpuCall:
     def __init__(self, scores: Scores, return_lse: bool) -> None:
         self.scores, self.return_lse = scores, return_lse  # the rule alone: a kept call keeps no tensors alive
         self.bound: prefill.Forward | None = None
-        self.plain = False  # nothing but q, k and v goes in, and o comes out: `again` serves
+        self.plain = False  # nothing but q, k, v, a schedule and functions go in, and o comes out: `again` serves
 
     def __call__(
         self,
@@ -92,7 +92,7 @@ class GpuCall:
             lse = q.new_empty(shape, dtype=torch.float32)
         if self.bound is None:
             like_q = q.is_contiguous() and q.dtype == o.dtype
-            self.plain = like_q and all(x is None for x in (sinks, slopes, out, starts, lse, blocks, function))
+            self.plain = like_q and all(x is None for x in (sinks, slopes, out, starts, lse))
             if not q.numel() or not k.numel():
                 self.plain = False
                 return _nothing_to_see(o, lse, sinks)
@@ -118,10 +118,18 @@ class GpuCall:
         self.bound(q, k, v, o, lse, sinks, slopes, starts, page_table, descales, blocks, function)
         return o if lse is None else (o, lse)
 
-    def again(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    def again(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        schedule: BlockSchedule | None = None,
+        function: Function | None = None,
+    ) -> torch.Tensor:
         """The same as calling it, of a plain call that was made before, by the shortest way."""
         o = torch.empty_like(q)
-        self.bound.launch((q.data_ptr(), k.data_ptr(), v.data_ptr(), o.data_ptr()))  # type: ignore[union-attr]
+        assert self.bound is not None
+        self.bound.launch((q.data_ptr(), k.data_ptr(), v.data_ptr(), o.data_ptr()), schedule, function)
         return o
 
 

@@ -25,8 +25,9 @@ if TYPE_CHECKING:
     from tilewise.functions import Function
     from tilewise.plan.schedule import BlockSchedule
 
-FOLD_THREADS = 256  # fold.cu: kThreads
-FOLD_SHARED = 4 * (FOLD_THREADS + 1 + 2 * FOLD_THREADS // 32)  # fold.cu: lengths, a flag, counts per warp
+FOLD_THREADS = 256  # kinds.cuh: kKindThreads
+KIND_SHARED = 4 * (2 * FOLD_THREADS + FOLD_THREADS // 32)  # kinds.cuh: kKindBytes
+FOLD_SHARED = 4 * (FOLD_THREADS + 1 + FOLD_THREADS // 16) + KIND_SHARED  # fold.cu: kAtKinds
 MAX_TILES = 1 << 16  # fold.cu: per list, where tiles are ordered
 SLAB = 16  # prefill/work.cuh: kSlab
 MAX_UNITS = (1 << 20) - 1  # prefill/work.cuh: kNoUnit
@@ -39,7 +40,7 @@ AnySchedule = Union["BlockSchedule", "Stacked"]
 @dataclass(frozen=True)
 class Pattern:
     """block_q, block_k: of the schedule, 0 without one; batch, heads: how many patterns it has. lengths: its blocks
-    have lengths. spares: it says in which blocks the mask need not be asked. text: the functions in C++, "" for none. mask, score: which of them there are. uses: what the mask
+    have lengths. text: the functions in C++, "" for none. mask, score: which of them there are. uses: what the mask
     depends on, letters of "bhqk"."""
 
     block_q: int = 0
@@ -47,7 +48,6 @@ class Pattern:
     batch: int = 1
     heads: int = 1
     lengths: bool = False
-    spares: bool = False
     text: str = ""
     mask: bool = False
     score: bool = False
@@ -61,7 +61,7 @@ class Pattern:
             lengths = [x for x in (schedule.lengths_q, schedule.lengths_k) if x is not None]
             batch, heads = max(len(x) for x in (schedule.bits, *lengths)), schedule.bits.shape[1]
             fields |= {"block_q": schedule.block_q, "block_k": schedule.block_k, "batch": batch, "heads": heads}
-            fields |= {"lengths": bool(lengths), "spares": schedule.whole is not None}
+            fields["lengths"] = bool(lengths)
         if function is not None:
             fields |= {"text": function.text(sizes), "mask": function.mask is not None}
             fields |= {"score": function.score is not None, "uses": "".join(sorted(function.uses))}
@@ -205,6 +205,7 @@ class Lists:
         )
         self.args = FoldArgs(list_heads=self.heads, lists_each=Divisor.by(max(1, self.heads // pattern.heads)))
         self._kept: OrderedDict[Any, tuple[tuple[Any, ...], torch.Tensor]] = OrderedDict()
+        self._launch_args: compiler.Args | None = None
         self._finished: dict[int, torch.Tensor] = {}  # by stream, zero between launches
         if device.type == "cuda":
             self.kernel = compiler.load(self.spec, device)
@@ -238,8 +239,11 @@ class Lists:
             if not capturing:
                 self._finished[stream] = finished
         self.args.finished = finished.data_ptr()
-        values = NoFunctionArgs() if function is None or not self.pattern.mask else function.arguments()
-        self.kernel.launch(self.grid, compiler.Args(forward, self.args, values), stream=stream)
+        if function is not None and self.pattern.mask:
+            self._launch_args = compiler.Args(forward, self.args, function.arguments())
+        elif self._launch_args is None:
+            self._launch_args = compiler.Args(forward, self.args, NoFunctionArgs())
+        self.kernel.launch(self.grid, self._launch_args, stream=stream)
         if not (self.packed or capturing):
             self._kept[key] = (tuple(_reference(x) for x in made_from), work)
             while len(self._kept) > LISTS_KEPT:

@@ -19,11 +19,11 @@ struct FoldArgs {
     int list_heads;       // lists per sequence, or in all if they are shared by sequences
     Divisor lists_each;   // lists per head of the schedule
 };
-constexpr int kThreads = 256;
+constexpr int kThreads = kKindThreads;
 // Threads that share a tile: a warp, or all of them where each unit costs them interval arithmetic
 constexpr int kTogether = Function::kMask ? kThreads : 32, kTilesEach = kThreads / kTogether;
-// Shared memory: lengths of tiles, which block is last, and counts per warp
-constexpr int kAtWeights = 0, kAtLast = 4 * kThreads, kAtCounts = kAtLast + 4;
+// Shared memory: lengths of tiles, which block is last, two counts per warp, and what kind_of takes
+constexpr int kAtWeights = 0, kAtLast = 4 * kThreads, kAtCounts = kAtLast + 4, kAtKinds = kAtCounts + kThreads / 4;
 
 struct Fold {
     const ForwardArgs& args;
@@ -89,18 +89,17 @@ struct Fold {
         return hidden;
     }
 
-    // Unit `unit`: kNone, kSome or kAll, and what its entry says above its number. All lanes of a warp ask together.
-    TILE_DEVICE Kind look(int unit, const Ahead& ahead, uint32_t& marks) const {
+    // Unit `unit`: kNone, kSome or kAll, and the slabs that it is hidden from. All lanes of a warp ask together.
+    TILE_DEVICE Kind look(int unit, const Ahead& ahead, uint32_t& hidden) const {
         const TileLists& lists = args.lists;
         const int begin = unit * kUnit, end = begin + kUnit - 1, last = tile.seqlen_k - 1;
         bool none = begin > last || unit >= lists.width || begin > last_row.last || end < first_row.first;
         bool all = begin >= last_row.first && end <= first_row.last;
         bool asked = true;
-        marks = 0;
+        hidden = 0;
         const int block = lists.block_k.quotient(begin);
         if (fold.kept) {
-            const uint32_t hidden = hidden_slabs(block, ahead, asked);
-            marks = hidden | (asked ? 0u : 1u << (kSparedBit - kUnitBits));
+            hidden = hidden_slabs(block, ahead, asked);
             none = none || hidden == (1u << kTileQ / kSlab) - 1;
             all = all && hidden == 0;
         }
@@ -114,7 +113,7 @@ struct Fold {
             const double sequence = tile.sequence, heads = lists.heads_each.divisor * kPack;
             const Rectangle of{{sequence, sequence}, {list_head * heads, (list_head + 1) * heads - 1},
                                first_token, last_token, begin, end < last ? end : last};
-            const Kind kind = kind_of(function, of, !none && asked);
+            const Kind kind = kind_of(function, of, !none && asked, kAtKinds);
             if (asked) {
                 none = none || kind == kNone;
                 all = all && kind == kAll;
@@ -138,9 +137,9 @@ struct Fold {
                 looked = base;
                 ahead = look_ahead(base);
             }
-            uint32_t marks;
+            uint32_t hidden;
             const int unit = base + 32 * warp + lane;
-            const Kind kind = look(unit, ahead, marks);
+            const Kind kind = look(unit, ahead, hidden);
             const uint32_t all = ptx::ballot(kind == kAll), some = ptx::ballot(kind == kSome);
             int at_whole = whole, at_others = others;
             if constexpr (kTogether == 32) {
@@ -165,7 +164,7 @@ struct Fold {
             }
             if (kind == kAll) list[at_whole + ptx::count_bits(all & before)] = unit;
             if (kind == kSome)
-                list[lists.width - 1 - at_others - ptx::count_bits(some & before)] = unit | int(marks << kUnitBits);
+                list[lists.width - 1 - at_others - ptx::count_bits(some & before)] = unit | int(hidden << kUnitBits);
         }
         if (threadIdx.x % kTogether == 0) {
             Global<int>{fold.counts}[2 * row] = whole;
