@@ -25,7 +25,7 @@ def outside(call: Callable[P, R], what: str = "") -> Callable[P, R]:
     @functools.wraps(call)
     def plain(*args: P.args, **kwargs: P.kwargs) -> R:
         if torch.compiler.is_compiling():
-            torch._dynamo.graph_break(broken)
+            torch._dynamo.graph_break(msg=broken)
             made: R = torch.compiler.disable(call)(*args, **kwargs)
             return made
         return call(*args, **kwargs)

@@ -57,5 +57,5 @@ def test_what_is_refused_is_refused_in_a_compiled_function():
 
 def test_no_graph_holds_one():
     torch._dynamo.reset()
-    with pytest.raises(torch._dynamo.exc.Unsupported, match="BlockSchedule.from_blocks cannot be part of a compiled"):
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=r"BlockSchedule\.from_blocks cannot be part of a compiled"):
         torch.compile(MAKERS["from_blocks"], backend="eager", fullgraph=True)()
