@@ -86,7 +86,7 @@ def random_kind(rng: random.Random, mask: Formula | None, score: Formula | None,
         dtype=dtype,
         heads=rng.choice(HEADS),
         blocks=(size(), size()) if scheduled else None,
-        lengths=scheduled and rng.random() < 0.3,
+        lengths=scheduled and rng.random() < 0.45,
         spares=scheduled and mask is not None and rng.random() < 0.4,
         mask=mask,
         score=score,
@@ -131,7 +131,7 @@ class Problem:
         self.size = rng.choice((1.0, 1.0, 20.0)) if kind.score is None and kind.dtype != FP8 else 1.0
         self.mode, self.stream = rng.choice(MODES), rng.random() < 0.2
         self.by_batch, self.heads = rng.random() < 0.3, rng.choice((1, *kind.heads))
-        self.density = rng.choice((0.0, 0.1, 0.3, 0.5, 0.8, 1.0))
+        self.density = rng.choice((0.0, 0.1, 0.3, 0.3, 0.5, 0.5, 0.7, 0.8, 1.0))
         self.maker, self.top = rng.choice(("blocks", "lists", "scores")), rng.randint(1, 6)
         self.poison = kind.blocks is not None and rng.random() < 0.5
         self.seed = rng.randrange(1 << 20)

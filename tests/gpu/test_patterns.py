@@ -16,13 +16,14 @@ from pattern_parts import MASKS, SCORES, Formula, bounded, steady
 
 from tilewise import BlockSchedule
 
-REACH = 200
+REACH = 400
 
 
 @st.composite
 def problems(draw, longest: int, area: int, *, fresh: bool = True, fp8: bool = False) -> Problem:
     """fresh: with functions that were never compiled before."""
-    rng = draw(st.randoms(use_true_random=False))
+    # A seed, not hypothesis's own Random, whose choices are mostly the first ones
+    rng = random.Random(draw(st.integers(0, 2**32)))
     asked = draw(st.sampled_from(("none", "mask", "score", "both")))
     mask = score = None
     if asked in ("mask", "both"):
@@ -43,7 +44,7 @@ def test_on_the_cpu(problem):
     problem.check("cpu", backend="cpu")
 
 
-@given(problems(longest=REACH, area=60_000))
+@given(problems(longest=REACH, area=150_000))
 @settings(max_examples=25)
 def test_in_the_emulator(problem):
     problem.check("cpu", backend="emulator")
