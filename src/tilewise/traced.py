@@ -3,12 +3,11 @@
 integrations/torch_ops.py registers those operators over the public calls; this file only names them, so that api/
 needs to know nothing that is built on top of it. Graphs hold neither plans nor caches: `remember` lets the operator
 find both by the plan's number, and keeps neither alive. Nor do they hold schedules and functions: a call with one of
-those breaks the graph (`outside`).
+those runs between two graphs (api/outside.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
@@ -64,7 +63,7 @@ def attention(
     """attention() in a graph."""
     _refuse(out=out)
     rest = {"exact": exact, "return_lse": return_lse, "backend": backend}
-    result = torch.ops.tilewise.attention(q, k, v, **_named(descales), **_by_sides(options), **rest)
+    result = torch.ops.tilewise.attention(q, k, v, **named(descales), **_by_sides(options), **rest)
     return _asked(result, return_lse)
 
 
@@ -87,22 +86,12 @@ def attention_varlen(
     _refuse(out=out)
     rest = {"exact": exact, "return_lse": return_lse, "backend": backend}
     result = torch.ops.tilewise.attention_varlen(
-        q, k, v, cu_seqlens_q, cu_seqlens_k, page_table, **_named(descales), **_by_sides(options), **rest
+        q, k, v, cu_seqlens_q, cu_seqlens_k, page_table, **named(descales), **_by_sides(options), **rest
     )
     return _asked(result, return_lse)
 
 
-def _outside(
-    call: Callable[..., Result], tensors: tuple[torch.Tensor, ...], descales: Descales, **given: Any
-) -> Result:
-    """The call itself, between two graphs: no graph holds a schedule or a function of the user's."""
-    return call(*tensors, **_named(descales), **given)
-
-
-outside: Callable[..., Result] = torch.compiler.disable(_outside)
-
-
-def _named(descales: Descales) -> dict[str, torch.Tensor | None]:
+def named(descales: Descales) -> dict[str, torch.Tensor | None]:
     return {f"{name}_descale": x for name, x in zip("qkv", descales, strict=True)}
 
 

@@ -97,7 +97,9 @@ def attention(
     if compiling and regular:
         return traced.attention(q, k, v, descales, **options, **rest)
     if compiling:
-        return traced.outside(attention, (q, k, v), descales, **pattern, **options, **rest)
+        from tilewise.api import outside
+
+        return outside.run(attention, q, k, v, **pattern, **options, **rest, **traced.named(descales))
     call = arguments.check_call(q, k, v, options, descales=descales, rungs=True, **pattern, **rest)
     if call.where == arguments.EMULATOR and (kernel := named.find(backend, q.dtype)):
         asked: Any = {**options, "mask": mask, "score": score}
@@ -194,7 +196,10 @@ def attention_varlen(
         packed = (q, k, v, cu_seqlens_q, cu_seqlens_k)
         if all(x is None for x in pattern.values()):
             return traced.attention_varlen(*packed, page_table, descales, **options, **rest)
-        return traced.outside(attention_varlen, packed, descales, page_table=page_table, **pattern, **options, **rest)
+        from tilewise.api import outside
+
+        given = {"page_table": page_table, **pattern, **options, **rest, **traced.named(descales)}
+        return outside.run(attention_varlen, *packed, **given)
     batch = arguments.check_sequences(cu_seqlens_q, cu_seqlens_k)
     paged = page_table is not None
     call = arguments.check_call(q, k, v, options, descales=descales, batch=batch, paged=paged, **pattern, **rest)
