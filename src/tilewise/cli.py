@@ -25,7 +25,10 @@ Tilewise: attention kernels for LLM inference, planned once as a list of tiles.
                       with options one point: --seq --heads --kv-heads --hdim --batch --dtype --causal
                       --window --lengths --sparsity --sched --kv-format --prefix --loops --backend --json
   tilewise bench prefix | decode | sparse
-                      sequences that share a prefix; a paged cache; block-sparse attention
+                      sequences that share a prefix; a paged cache; block-sparse attention, on a GPU the
+                      whole table beside dense, FlexAttention and FlashInfer; --only --csv
+  tilewise bench variants
+                      masks and scores as functions beside the same built in and FlexAttention; --only --csv
   tilewise bench prefill
                       on a GPU: beside cuDNN and FlashAttention-3, alternated; --only --csv --plot
   tilewise bench serve
@@ -348,7 +351,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 COMMANDS = (
     *("bench", "sweep", "ladder", "kernels", "schedule", "testdata", "cache", "doctor"),
-    *("prefix", "decode", "sparse", "prefill", "serve", "generate", "make", "show", "check", "clear"),
+    *("prefix", "decode", "sparse", "variants", "prefill", "serve", "generate", "make", "show", "check", "clear"),
 )
 
 

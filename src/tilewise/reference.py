@@ -48,6 +48,13 @@ def _scheduled(schedule: BlockSchedule, sequences: slice, heads_q: int) -> torch
     return seen
 
 
+def _whole(schedule: BlockSchedule) -> BlockSchedule:
+    """The blocks of a schedule's whole plane."""
+    sizes = {name: getattr(schedule, name) for name in ("seqlen_q", "seqlen_k", "block_q", "block_k")}
+    assert schedule.whole is not None
+    return BlockSchedule.from_bits(schedule.whole, **sizes)
+
+
 def attention(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -99,7 +106,10 @@ def attention(
     if isinstance(mask, torch.Tensor):
         seen = seen & mask
     if function is not None and function.mask is not None:
-        seen = seen & function.seen(*pairs)
+        allowed = function.seen(*pairs)
+        if schedule is not None and schedule.whole is not None:  # blocks in which the function has no say
+            allowed = allowed | _scheduled(_whole(schedule), slice(first, first + q.shape[0]), hq)
+        seen = seen & allowed
     scores = scores.masked_fill(~seen, -math.inf)
 
     if sinks is not None:  # one more column, whose value is zero
@@ -184,15 +194,15 @@ def decode(
     states = []
     for row, seq in enumerate(seqs):
         k, v = pages.gather(layer, seq)
-        seen = None
-        if selected is not None:
-            tokens = selected.expand(len(seqs), k.shape[1], -1)[row].repeat_interleave(pages.page_size, dim=-1)
-            seen = tokens[:, None, : len(k)].repeat_interleave(q.shape[2] // k.shape[1], dim=0)
+        tokens = q.shape[1]
+        seen = torch.ones(tokens, len(k), dtype=torch.bool)
         if tree_mask is not None:
-            tokens = q.shape[1]
             padded = torch.ones(tokens, max(len(k), tokens), dtype=torch.bool)
             padded[:, padded.shape[1] - tokens + 1 :] = tree_mask[row, :, 1:]
             seen = padded[:, padded.shape[1] - len(k) :]  # a sequence may have fewer than T
+        if selected is not None:
+            read = selected.expand(len(seqs), k.shape[1], -1)[row].repeat_interleave(pages.page_size, dim=-1)
+            seen = seen & read[:, None, : len(k)].repeat_interleave(q.shape[2] // k.shape[1], dim=0)
         states.append(
             attention(
                 q[row : row + 1],

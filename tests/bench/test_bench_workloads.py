@@ -12,7 +12,7 @@ from bench_cases import TINY
 from cli_cases import rows_of
 
 from tilewise import BlockSchedule, api, cli
-from tilewise.bench import measure, peers, workloads
+from tilewise.bench import judge, measure, peers, workloads
 from tilewise.bench.measure import OK, WRONG
 from tilewise.bench.workloads import Point, build, complete, infer
 
@@ -53,7 +53,7 @@ def test_window_and_lengths_are_options_of_bench_and_lists_of_sweep(capsys, tmp_
 
 def test_data_is_random_and_never_zero():
     point = TINY["dense"]
-    q = workloads._random(point, torch.Generator().manual_seed(0), 1, 64, 4, 16)
+    q = workloads.random_like(point, torch.Generator().manual_seed(0), 1, 64, 4, 16)
     assert (q == 0).sum() == 0
     assert 0.9 < q.std() < 1.1
     assert abs(q.mean()) < 0.1
@@ -111,22 +111,22 @@ def test_bytes_are_what_each_layout_must_move():
 
 def test_large_problem_is_checked_in_an_even_spread_of_rows(monkeypatch):
     sizes = [(100, 100)] * 2
-    monkeypatch.setitem(workloads.PAIRS_AT_ONCE, "cpu", 4 * 100 * 2)
-    monkeypatch.setitem(workloads.ORACLE_PAIRS, "cpu", 4 * 100 * 2 * 5)
-    blocks = list(workloads._row_blocks(sizes, 2, "cpu"))
+    monkeypatch.setitem(judge.PAIRS_AT_ONCE, "cpu", 4 * 100 * 2)
+    monkeypatch.setitem(judge.ORACLE_PAIRS, "cpu", 4 * 100 * 2 * 5)
+    blocks = list(judge.row_blocks(sizes, 2, "cpu"))
     assert len(blocks) == 5
     assert blocks[0] == (0, 0, 4)
     assert blocks[-1] == (1, 96, 100)
-    assert len(list(workloads._row_blocks(sizes, 2, "cuda"))) == 2  # a card has time and room for all of it
-    monkeypatch.setitem(workloads.ORACLE_PAIRS, "cpu", 1 << 40)
-    assert len(list(workloads._row_blocks(sizes, 2, "cpu"))) == 50
-    ragged = list(workloads._row_blocks([(10, 10), (100, 100)], 2, "cpu"))
+    assert len(list(judge.row_blocks(sizes, 2, "cuda"))) == 2  # a card has time and room for all of it
+    monkeypatch.setitem(judge.ORACLE_PAIRS, "cpu", 1 << 40)
+    assert len(list(judge.row_blocks(sizes, 2, "cpu"))) == 50
+    ragged = list(judge.row_blocks([(10, 10), (100, 100)], 2, "cpu"))
     assert [sum(stop - start for b, start, stop in ragged if b == n) for n in (0, 1)] == [10, 100]
 
 
 @pytest.mark.parametrize("name", ["window", "varlen window", "causal", "decode int8"])
 def test_blocks_of_rows_see_the_keys_that_the_whole_sees(name, monkeypatch):
-    monkeypatch.setitem(workloads.PAIRS_AT_ONCE, "cpu", 500)
+    monkeypatch.setitem(judge.PAIRS_AT_ONCE, "cpu", 500)
     results = measure.measure(build(TINY[name]), loops=1)
     assert all(r.status == OK for r in results), results
 

@@ -4,8 +4,8 @@
     def test(made):  # made.function is the callable, made.source its text, for reports
         ...
 
-They take b < 2, h < 3 and q, k < 64, and are such that torch computes them eagerly: indices stay inside tensors, nothing
-is divided by 0. Integers may wrap.
+They take b < 2, h < 3 and q, k < 64, and are such that torch computes them eagerly: indices stay inside tensors,
+nothing is divided by 0. Integers may wrap.
 """
 
 from __future__ import annotations
@@ -48,24 +48,31 @@ def tables() -> dict[str, torch.Tensor]:
 
 _INT_LEAVES = ("q", "k", "q", "k", "h", "b", "0", "1", "2", "-1", "7", "-3", "13", "100", "2147483647")
 _INT_TABLES = ("ids[{i}]", "jumble[{i}]", "bytes_[{i}].int()", "widths[h].int()")
-_INT_BINARY = ("({} + {})", "({} - {})", "({} * {})", "torch.minimum({}, {})", "torch.maximum({}, {})", "({} & {})", "({} | {})", "({} ^ {})")
+_FLOAT_BINARY = ("({} + {})", "({} - {})", "({} * {})", "torch.minimum({}, {})", "torch.maximum({}, {})")
+_INT_BINARY = (*_FLOAT_BINARY, "({} & {})", "({} | {})", "({} ^ {})")
 _INT_OTHER = (
     *("({0} // 7)", "({0} % 5)", "({0} // -3)", "({0} % -4)", "({0} // (k % 4 + 1))", "({0} % (q % 6 + 2))"),
     *("({0}).abs()", "(-{0})", "(~{0})", "({0} >> 1)", "({0} << 2)", "({0}).clamp(-5, 20)", "({0} ** 2)"),
     *("torch.where({c}, {0}, {1})", "({c}).int()"),
-)  # fmt: skip
+)
 _FLOAT_LEAVES = ("q.float()", "k.float()", "0.5", "2.0", "1.75", "-0.3", "100.0")
-_FLOAT_TABLES = ("slopes[h]", "bias[h, q - k + 63]", "half[h, {i}].float()", "wide[b, {i}].float()", "mixed[{i}].float()")
-_FLOAT_BINARY = ("({} + {})", "({} - {})", "({} * {})", "torch.minimum({}, {})", "torch.maximum({}, {})")
+_FLOAT_TABLES = (
+    *("slopes[h]", "bias[h, q - k + 63]"),
+    *("half[h, {i}].float()", "wide[b, {i}].float()", "mixed[{i}].float()"),
+)
 _FLOAT_OTHER = (
-    *("({0} / 3.0)", "({0} / (q + 1))", "({n} / 4)", "({0}).abs()", "(-{0})", "torch.floor({0})", "torch.where({c}, {0}, {1})"),
-    *("({n}).float()", "({0} ** 2)", "({0}).abs().sqrt()"),
-)  # fmt: skip
+    *("({0} / 3.0)", "({0} / (q + 1))", "({n} / 4)", "({0}).abs()", "(-{0})", "torch.floor({0})"),
+    *("torch.where({c}, {0}, {1})", "({n}).float()", "({0} ** 2)", "({0}).abs().sqrt()"),
+)
 # Where the last bit may differ between backends: in scores only
-_SMOOTH = ("torch.tanh({0} / 5.0)", "torch.sigmoid({0})", "torch.exp(-({0}).abs())", "torch.cos({0} / 64)", "torch.log(({0}).abs() + 1.0)")
+_SMOOTH = (
+    *("torch.tanh({0} / 5.0)", "torch.sigmoid({0})", "torch.exp(-({0}).abs())"),
+    *("torch.cos({0} / 64)", "torch.log(({0}).abs() + 1.0)"),
+)
 _COMPARE = ("({} < {})", "({} <= {})", "({} > {})", "({} >= {})", "({} == {})", "({} != {})")
 _BOOL_BINARY = ("({} & {})", "({} | {})", "({} ^ {})", "torch.logical_and({}, {})")
 _BOOL_LEAVES = ("(k <= q)", "flags[{i}]", "pairs[q, k]", "(ids[q] == ids[k])", "(q - k < 9)")
+_SCORES = ("s + {f} * 0.1", "s * torch.sigmoid({f})", "torch.where({c}, s, {f})", "2.0 * torch.tanh(s / 2.0) - {f}")
 
 
 class _Writer:
@@ -129,5 +136,5 @@ def masks(draw: Callable[..., Any], operations: int = 8) -> Made:
 def scores(draw: Callable[..., Any], operations: int = 6) -> Made:
     """score(s, b, h, q, k) of up to about so many operations on what is added to s, multiplied with it or chosen."""
     writer = _Writer(draw, draw(st.integers(1, operations)), smooth=True)
-    form = draw(st.sampled_from(("s + {f} * 0.1", "s * torch.sigmoid({f})", "torch.where({c}, s, {f})", "2.0 * torch.tanh(s / 2.0) - {f}")))
+    form = draw(st.sampled_from(_SCORES))
     return _made(form.format(f=writer.float(), c=writer.bool() if "{c}" in form else ""), "s, b, h, q, k")

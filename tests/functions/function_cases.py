@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import os
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -42,11 +43,15 @@ def probe_spec(texts: Sequence[str]) -> KernelSpec:
     structures = "".join(text.replace("UserFunction", f"UserFunction{n}") for n, text in enumerate(texts))
     parameters = "".join(f", const UserFunction{n} f{n}" for n in range(len(texts)))
     calls = "".join(f"    probe(args, f{n}, {n});\n" for n in range(len(texts)))
-    unit = f'#include "{Path(__file__).parent}/probe.cuh"\nextern "C" __global__ void probe_all(const ProbeArgs args{parameters}) {{\n{calls}}}\n'
+    entry = f'extern "C" __global__ void probe_all(const ProbeArgs args{parameters}) {{\n{calls}}}\n'
+    unit = f'#include "{Path(__file__).parent}/probe.cuh"\n{entry}'
     folder = Path(tempfile.gettempdir()) / "tilewise-test-functions"
     folder.mkdir(exist_ok=True)
     file = folder / f"{hashlib.sha256(unit.encode()).hexdigest()[:16]}.cu"
-    file.write_text(unit)
+    if not file.exists():  # at once, since other workers may want it
+        aside = file.with_suffix(f".{os.getpid()}")
+        aside.write_text(unit)
+        aside.rename(file)
     return KernelSpec("probe", str(file), "probe_all", (), 64, 0, text=structures)
 
 
@@ -81,13 +86,14 @@ def boxes_of(sizes: Sequence[int], block_q: int, block_k: int) -> torch.Tensor:
 
 def true_kinds(seen: torch.Tensor, sizes: Sequence[int], block_q: int, block_k: int) -> torch.Tensor:
     """What `Function.blocks` would ideally say of a mask given element by element, (B, H, Nq, Nk)."""
-    seen = seen.reshape(*sizes)
-    kinds = torch.zeros(*sizes[:2], -(-sizes[2] // block_q), -(-sizes[3] // block_k), dtype=torch.int8)
-    for i in range(kinds.shape[2]):
-        for j in range(kinds.shape[3]):
-            block = seen[:, :, i * block_q : (i + 1) * block_q, j * block_k : (j + 1) * block_k].flatten(2)
-            kinds[:, :, i, j] = block.any(2).to(torch.int8) + block.all(2).to(torch.int8)
-    return kinds
+    rows, columns = -(-sizes[2] // block_q), -(-sizes[3] // block_k)
+
+    def blocks(filling: bool) -> torch.Tensor:
+        whole = torch.full((*sizes[:2], rows * block_q, columns * block_k), filling)
+        whole[:, :, : sizes[2], : sizes[3]] = seen.reshape(*sizes)
+        return whole.reshape(*sizes[:2], rows, block_q, columns, block_k)
+
+    return blocks(False).any(5).any(3).to(torch.int8) + blocks(True).all(5).all(3).to(torch.int8)
 
 
 def check_never_wrong(kinds: torch.Tensor, truth: torch.Tensor, what: Any = "") -> None:

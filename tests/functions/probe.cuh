@@ -19,8 +19,9 @@ template <class Function> TILE_DEVICE void probe(const ProbeArgs& args, const Fu
         const int b = indices[4 * i], h = indices[4 * i + 1], q = indices[4 * i + 2], k = indices[4 * i + 3];
         const float s = Global<const float>{args.scores}[i];
         const int64_t at = int64_t(number) * args.count + i;
-        Global<int>{args.mask}[at] = function.mask(b, h, q, k, float(q), float(k), k - 3, 3);
-        Global<float>{args.score}[at] = function.score(s, args.scale, b, h, q, k, float(q), float(k), k - 3, 3);
+        const float fq = float(q), fk = float(k);
+        Global<int>{args.mask}[at] = function.mask(b, h, q, k, fq, fk, q - 2, 2, k - 3, 3);
+        Global<float>{args.score}[at] = function.score(s, args.scale, b, h, q, k, fq, fk, q - 2, 2, k - 3, 3);
     }
     for (int i = threadIdx.x; i < args.num_boxes; i += blockDim.x) {
         Interval range[4];

@@ -63,7 +63,12 @@ def test_kernels_compute_what_torch_does(masks, scores):
     for n, source in enumerate(scores, len(masks)):
         expected = made[n].scored((SCORES * SCALE).double(), *indices).float()
         torch.testing.assert_close(
-            found.score[n], expected, rtol=2e-4, atol=2e-4, equal_nan=True, msg=lambda m, source=source: f"{source}: {m}"
+            found.score[n],
+            expected,
+            rtol=2e-4,
+            atol=2e-4,
+            equal_nan=True,
+            msg=lambda m, source=source: f"{source}: {m}",
         )
 
 

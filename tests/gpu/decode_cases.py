@@ -134,7 +134,7 @@ def decode(
     k_parts, v_parts = ([_moved(x, device) for x in of] for of in (k_parts, v_parts))
     q, o = q.to(device), poison(q).to(device)
     lse = torch.full((q.shape[0], q.shape[2], q.shape[1]), math.nan, device=device)
-    for name in ("sinks", "tree"):
+    for name in ("sinks", "tree", "selected"):
         if options.get(name) is not None:
             options[name] = options[name].to(device)
     if device == "cpu":
@@ -216,8 +216,8 @@ def assert_decoded(
 ) -> None:
     """(o, lse), or (o, None), of a decode over these sequences, each judged alone, over what its pages decode to.
 
-    selected: bool (num_seqs, KV heads or 1, pages), the pages that each reads. only: the places of those that are looked
-    at. What is on a card is judged on the CPU.
+    selected: bool (num_seqs, KV heads or 1, pages), which pages each of them reads. only: the places of those that are
+    looked at. What is on a card is judged on the CPU.
     """
     for n in range(len(seqs)) if only is None else only:
         k, v = (x.cpu() for x in cache.gather(0, seqs[n]))

@@ -18,8 +18,8 @@ def run(example: str, folder: Path) -> str:
     return done.stdout
 
 
-def test_there_are_five():
-    assert len(EXAMPLES) == 5
+def test_there_are_six():
+    assert len(EXAMPLES) == 6
 
 
 @pytest.mark.parametrize("number", range(len(EXAMPLES)))

@@ -7,7 +7,7 @@ from pathlib import Path
 
 SOURCE = Path(__file__).parents[2] / "src" / "tilewise"
 # Rooms that speak in other libraries' names: they have these libraries' options, and no others.
-OTHERS_NAMES = ("compat/", "integrations/transformers.py", "serving/hf.py")
+OTHERS_NAMES = ("compat/", "integrations/transformers", "serving/hf.py")
 
 
 def files_with(pattern: str) -> list[str]:

@@ -233,6 +233,7 @@ BOOLS = torch.ones(3, 4, dtype=torch.bool)
         ({"blocks": BOOLS.to("meta")}, ValueError, "blocks must be on the CPU or a CUDA device, got meta"),
         ({"whole": BOOLS[:2]}, ValueError, r"whole must be \(3, 4\) and torch.bool like blocks, got \(2, 4\)"),
         ({"whole": BOOLS.int()}, ValueError, "whole must be .* and torch.int32"),
+        ({"whole": [True]}, TypeError, "whole must be a torch.Tensor or a numpy array, got list"),
         ({"whole": BOOLS.to("meta")}, ValueError, "whole must be on cpu like blocks, got meta"),
         ({"lengths_q": [1, 2, 3]}, TypeError, "lengths_q must be a torch.Tensor, got list"),
         ({"lengths_q": torch.ones(3)}, ValueError, "lengths_q must be one of int32, int64, got float32"),
@@ -253,7 +254,10 @@ def test_from_bits_refuses() -> None:
         ({"bits": bits[0]}, "bits must have 4 dimensions"),
         ({"bits": bits.long()}, "bits must be one of int32"),
         ({"bits": bits.expand(1, 1, 3, 2)}, r"bits must end in \(3, 1\)"),
-        ({"whole": bits.expand(2, 1, 3, 1)}, "whole must have shape"),
+        (
+            {"whole": bits.expand(2, 1, 3, 1)},
+            r"whole must be \(1, 1, 3, 1\) and torch.int32 like bits, got \(2, 1, 3, 1\)",
+        ),
     ):
         with pytest.raises(ValueError, match=words):
             BlockSchedule.from_bits(**{"bits": bits} | SIZES | change)

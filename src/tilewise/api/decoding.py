@@ -16,7 +16,7 @@ from tilewise.kvcache import PagedKVCache, PrefixCache
 from tilewise.plan import BlockSchedule, DecodePlan
 from tilewise.plan.cost import CPU_COST, GPU_COST, CostModel
 from tilewise.plan.tree import plan_tree
-from tilewise.scores import DecodeOptions, Window
+from tilewise.scores import DecodeOptions, Scores, Window
 
 DEQUANTISE = 4  # reading a quantised token on the CPU, in readings of a float32 one
 
@@ -57,7 +57,7 @@ def plan_decode(
         raise TypeError(f"seqs must be a list of sequences, got {type(seqs).__name__}")
     members = [checks.integer("seqs", s) for s in seqs]
     window = arguments.check_window(window)
-    _check_pages_per_seq(pages_per_seq, share_prefix, window)
+    most = _check_pages_per_seq(pages_per_seq, share_prefix, window)
     on_card = pages.device.type == "cuda"
     row_bytes = 2 * pages.format.bytes_per_token_head
     if not on_card:  # there every format runs at float32's pace, and a quantised one is turned into it first
@@ -74,14 +74,14 @@ def plan_decode(
         io_bytes=pages.format.dtype.itemsize if pages.format.dtype is not None else 2,
         stream_row_bytes=row_bytes,
         # On a CPU, below it copying pages together costs less than another item; selected pages are copied anyway.
-        shortest_run=0 if on_card or pages_per_seq is not None else 64,
+        shortest_run=0 if on_card or most else 64,
         cache_serial=pages.serial,
         tokens_per_seq=tokens_per_seq,
         window=window,
-        share=False if pages_per_seq is not None else None if share_prefix == "auto" else bool(share_prefix),
+        share=False if most else None if share_prefix == "auto" else bool(share_prefix),
         cost=cost or (GPU_COST if on_card else CPU_COST),
         room=room,
-        pages_per_seq=pages_per_seq,
+        pages_per_seq=most,
     )
     return traced.remember(plan, pages)
 
@@ -114,7 +114,7 @@ def grow_plan(plan: DecodePlan, cache: PagedKVCache | PrefixCache) -> DecodePlan
             share_prefix=plan.shared_nodes > 0,
             window=plan.window,
             room=plan.room,
-            pages_per_seq=plan.pages_per_seq,
+            pages_per_seq=plan.pages_per_seq or None,
         )
     kernel.grow(plan, lengths, arguments.PageListsOf(pages, plan.seqs))
     return plan
@@ -141,11 +141,11 @@ def decode(
     cache's format; the queries' own tokens are already written. Other arguments as in `attention`.
     tree_mask: bool (T, T) or (num_seqs, T, T), T = tokens_per_seq: query t sees the sequence's query token j where it
     is True, in place of causality, for trees of speculated tokens. All see the first one, the tree's root.
-    schedule: which pages each sequence and KV head reads, for a plan with `pages_per_seq`: key block j of size block_k
-    = page_size is the j-th page of the sequence's list; one query block; batch num_seqs or None, heads Hkv or None. A
-    page that is left out hides its tokens from every query, the query's own token too. Where more than `pages_per_seq`
-    pages are selected (`schedule.counts` tells), the first ones are read; pages past a sequence's end are none of it. On
-    a GPU the contents are read by the kernel alone: they may change between replays of a captured call.
+    schedule: which pages each sequence and KV head reads, for a plan with `pages_per_seq`. Key block j, of page_size
+    keys, is page j of the sequence's list; there is one query block; batch is num_seqs or None, heads Hkv or None. A
+    page that is left out hides its tokens from every query, the query's own token too. Of more than `pages_per_seq`
+    pages (`schedule.counts` tells) the first ones are read; what is selected past a sequence's end is ignored. On a GPU
+    only kernels look at the contents, which may change between replays of a captured call.
 
     Returns o (num_seqs, tokens_per_seq, Hq, D), with return_lse also the LSE (num_seqs, Hq, tokens_per_seq) float32.
     """
@@ -177,55 +177,63 @@ def decode(
     selected = _check_schedule(schedule, plan, pages, tree)
     where = arguments.check_backend(backend, q, (sinks,))
     if where != "cpu":
-        o = out if out is not None and checks.place(out, q) is not None else q.new_empty(q.shape)
-        states = q.new_empty((count, plan.heads_q, tokens), dtype=torch.float32) if return_lse else None
-        kernel.run(
-            plan,
-            q,
-            pages.format,
-            *pages.parts(layer),
-            arguments.PageListsOf(pages, plan.seqs),
-            plan.lengths,
-            o,
-            states,
-            scores,
-            tree=tree,
-            selected=selected,
-            room=plan.room,
-        )
-        if out is not None and out is not o:
-            o = out.copy_(o)
-        return o if states is None else (o, states)
-
+        return _run_kernel(q, pages, layer, plan, scores, tree, selected, return_lse, out)
     with full_precision():
         if tree is not None:
             o, lse = cpu.run_tree(q, pages, layer, plan.seqs, Scoring.of(scores), tree)
         elif selected is not None:
-            o, lse = cpu.run_selected(plan, q, pages, layer, Scoring.of(scores), selected)
+            o, lse = cpu.run_selected(q, pages, layer, plan, Scoring.of(scores), selected)
         else:
-            o, lse = _run_in_plan_order(plan, q, pages, layer, Scoring.of(scores))
+            order = torch.from_numpy(plan.order).long()  # plan's rows -> the caller's
+            o, lse = cpu.run_paged(plan, q.index_select(0, order).flatten(0, 1), pages, layer, Scoring.of(scores))
+            o, lse = o.view(q.shape), lse.view(count, tokens, plan.heads_q)
+            o = torch.empty_like(o).index_copy_(0, order, o)
+            lse = torch.empty_like(lse).index_copy_(0, order, lse).transpose(1, 2)
     return result(o, lse, sinks, out, return_lse)
 
 
-def _run_in_plan_order(
-    plan: DecodePlan, q: torch.Tensor, pages: PagedKVCache, layer: int, scoring: Scoring
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """cpu.run_paged in the caller's order: q (n, T, Hq, D) -> o like q, lse (n, Hq, T)."""
-    order = torch.from_numpy(plan.order).long()  # plan's rows -> the caller's
-    o, lse = cpu.run_paged(plan, q.index_select(0, order).flatten(0, 1), pages, layer, scoring)
-    o, lse = o.view(q.shape), lse.view(q.shape[:3])
-    o = torch.empty_like(o).index_copy_(0, order, o)
-    return o, torch.empty_like(lse).index_copy_(0, order, lse).transpose(1, 2)
+def _run_kernel(
+    q: torch.Tensor,
+    pages: PagedKVCache,
+    layer: int,
+    plan: DecodePlan,
+    scores: Scores,
+    tree: torch.Tensor | None,
+    selected: torch.Tensor | None,
+    return_lse: bool,
+    out: torch.Tensor | None,
+) -> Result:
+    """decode() on a GPU or in the emulator."""
+    o = out if out is not None and checks.place(out, q) is not None else q.new_empty(q.shape)
+    lse = q.new_empty((len(q), q.shape[2], q.shape[1]), dtype=torch.float32) if return_lse else None
+    kernel.run(
+        plan,
+        q,
+        pages.format,
+        *pages.parts(layer),
+        arguments.PageListsOf(pages, plan.seqs),
+        plan.lengths,
+        o,
+        lse,
+        scores,
+        tree=tree,
+        selected=selected,
+        room=plan.room,
+    )
+    if out is not None and out is not o:
+        o = out.copy_(o)
+    return o if lse is None else (o, lse)
 
 
-def _check_pages_per_seq(pages_per_seq: int | None, share_prefix: Literal["auto"] | bool, window: Window | None) -> None:
-    if pages_per_seq is None:
-        return
-    checks.integer("pages_per_seq", pages_per_seq, 1)
+def _check_pages_per_seq(pages: int | None, share_prefix: Literal["auto"] | bool, window: Window | None) -> int:
+    """0 for None."""
+    if pages is None:
+        return 0
     if share_prefix is True:
-        raise ValueError("share_prefix must be False or \"auto\" with pages_per_seq: sequences select pages of their own")
+        raise ValueError('share_prefix must be False or "auto" with pages_per_seq: sequences select pages of their own')
     if window is not None and window[0] is not None:
         raise NotImplementedError("pages_per_seq goes without a window; leave the pages before it out of the schedule")
+    return checks.integer("pages_per_seq", pages, 1)
 
 
 def _check_schedule(
@@ -233,12 +241,12 @@ def _check_schedule(
 ) -> torch.Tensor | None:
     """The selection's bits: int32 (num_seqs or 1, Hkv or 1, words)."""
     if schedule is None:
-        if plan.pages_per_seq is not None:
+        if plan.pages_per_seq:
             raise ValueError("schedule must be given: the plan was made with pages_per_seq, for selected pages")
         return None
     if not isinstance(schedule, BlockSchedule):
         raise TypeError(f"schedule must be a tilewise.BlockSchedule or None, got {type(schedule).__name__}")
-    if plan.pages_per_seq is None:
+    if not plan.pages_per_seq:
         raise ValueError("schedule takes a plan of plan_decode(..., pages_per_seq=...), got one over all pages")
     if tree is not None:
         raise NotImplementedError("tree_mask and schedule do not go together; decode a tree over all pages")
@@ -246,7 +254,9 @@ def _check_schedule(
         raise NotImplementedError("decode takes no schedule with lengths of blocks; the sequences' lengths hold")
     bits, count = schedule.bits, len(plan.seqs)
     if bits.device != pages.device:
-        raise ValueError(f"schedule must be on {pages.device} like the cache, got one on {bits.device}; use .to(device)")
+        raise ValueError(
+            f"schedule must be on {pages.device} like the cache, got one on {bits.device}; use .to(device)"
+        )
     for name, got, taken in (
         ("block_k", schedule.block_k, (pages.page_size,)),
         ("num_q_blocks", schedule.num_q_blocks, (1,)),
@@ -257,5 +267,7 @@ def _check_schedule(
             raise ValueError(f"schedule must have {name} {' or '.join(map(str, taken))} for this plan, got {got}")
     longest = max(plan.lengths, default=0)
     if schedule.num_k_blocks * pages.page_size < longest:
-        raise ValueError(f"schedule must reach the longest sequence, of {longest} tokens, got seqlen_k {schedule.seqlen_k}")
+        raise ValueError(
+            f"schedule must reach the longest sequence, of {longest} tokens, got seqlen_k {schedule.seqlen_k}"
+        )
     return bits[:, :, 0]

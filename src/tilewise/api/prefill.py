@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tilewise import arguments, checks, cpu, traced
+from tilewise import arguments, checks, cpu, functions, traced
 from tilewise.api.schedules import together, together_packed
 from tilewise.cpu.scoring import Scoring
 from tilewise.gpu import calls, named, prefill
@@ -81,13 +81,18 @@ def attention(
     """
     descales = (q_descale, k_descale, v_descale)
     compiling, regular = torch.compiler.is_compiling(), schedule is None and mask is None and score is None
-    if regular and isinstance(q, torch.Tensor) and q.is_cuda and not compiling:
-        flags = (causal, exact, return_lse, window, scale, softcap, backend)
+    key = None
+    if isinstance(q, torch.Tensor) and q.is_cuda and not compiling:
+        flags: tuple[Any, ...] = (causal, exact, return_lse, window, scale, softcap, backend)
+        function = None
+        if not regular:
+            function = None if mask is None and score is None else functions.of(mask, score)
+            flags += calls.pattern_key(q, k, schedule, function)
         key, known = calls.known_call(q, k, v, (sinks, alibi_slopes, out, *descales), flags)
+        if known is not None and known.plain:
+            return known.again(q, k, v)
         if known is not None:
-            return known.again(q, k, v) if known.plain else known(q, k, v, sinks, alibi_slopes, out, descales)
-    else:
-        key = None
+            return known(q, k, v, sinks, alibi_slopes, out, descales, schedule=schedule, function=function)
     options: ScoreOptions = {
         "causal": causal, "window": window, "scale": scale, "softcap": softcap, "sinks": sinks,
         "alibi_slopes": alibi_slopes,

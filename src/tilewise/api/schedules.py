@@ -12,6 +12,7 @@ import torch
 from tilewise import checks, functions
 from tilewise.arguments import Schedules
 from tilewise.functions import Function
+from tilewise.gpu import kinds
 from tilewise.plan.blocks import Kinds, kept_blocks
 from tilewise.plan.schedule import BlockSchedule
 from tilewise.plan.schedule_grid import check_geometry
@@ -51,13 +52,10 @@ def schedule_of(
         if x.device != where:
             raise ValueError(f"mask must capture tensors on {where}, got one of shape {tuple(x.shape)} on {x.device}")
     if where.type == "cuda":
-        from tilewise.gpu.schedules_of_functions import schedule_of as on_device
-
-        made: BlockSchedule = on_device(function, B, H, Nq, Nk, block_q, block_k, where)
-        return made
-    kinds = _kinds(function, B, H, Nq, Nk, block_q, block_k)
+        return kinds.schedule_of(function, B, H, Nq, Nk, block_q, block_k, where)
+    found = _kinds(function, B, H, Nq, Nk, block_q, block_k)
     sizes = {"seqlen_q": Nq, "seqlen_k": Nk, "block_q": block_q, "block_k": block_k}
-    return BlockSchedule.from_blocks(kinds > 0, whole=kinds == 2, **sizes)
+    return BlockSchedule.from_blocks(found > 0, whole=found == 2, **sizes)
 
 
 def _kinds(function: Function, batch: int, heads: int, *sizes: int) -> torch.Tensor:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from .options import (
+    AnyDevice,
     Backend,
     Batch,
     Block,
@@ -151,25 +152,71 @@ def bench_sparse(
     sparsity: Sparsity = None,
     block: Block = None,
     sched: Sched = None,
-    heads: Heads = 8,
+    heads: Heads = None,
     kv_heads: KvHeads = None,
-    hdim: Hdim = 128,
-    batch: Batch = 1,
-    dtype: Dtype = "float32",
+    hdim: Hdim = None,
+    batch: Batch = None,
+    dtype: Dtype = None,
     causal: Causal = None,
     backend: Backend = None,
-    device: Device = None,
+    only: Only = "",
+    csv: TableCsv = None,
+    resume: Resume = False,
+    force: Force = False,
+    device: AnyDevice = None,
     loops: Loops = None,
     json: Json = False,
 ) -> None:
-    """Block-sparse attention: 4096 tokens at 90% sparsity, or what is asked for, or a schedule file."""
-    if not sched:
-        seq, sparsity = 4096 if seq is None else seq, 0.9 if sparsity is None else sparsity
+    """Block-sparse attention: on a GPU a table beside dense and FlexAttention, or the problem that is asked for.
+
+    The table takes under two minutes on an H200; --only, --csv, --resume and --force are about it. Everywhere else,
+    and with options of a problem: 4096 tokens at 90% sparsity, or what is asked for, or a schedule file.
+    """
     given = _given(
         seq=seq, sparsity=sparsity, block=block, sched=sched, heads=heads, kv_heads=kv_heads, hdim=hdim, batch=batch,
-        dtype=dtype, causal=causal, backend=backend, device=device,
+        dtype=dtype, causal=causal, backend=backend,
     )  # fmt: skip
+    sheet = SheetOptions(csv, False, resume, force)
+    where = _device(device)
+    if not given and (where != "cpu" or only or any(sheet)):
+        from . import plots, sparse
+
+        title = (
+            "Block-sparse attention on {machine}: TFLOP/s over what is kept, warmed up, kernels alternated, bfloat16"
+        )
+        show_rows(sparse, title, sparse.notes, plots.draw, only, sheet, where, loops, json)
+        return
+    if only or any(sheet):
+        raise typer.BadParameter(
+            "--only, --csv, --resume and --force are about the table: leave out the problem's options"
+        )
+    if not sched:
+        given = {"seq": 4096, "sparsity": 0.9, **given}
+    given = {"heads": 8, **given, "device": device or "cpu"}
     show_point(_point(given, "sparse"), loops, json)
+
+
+@bench.command("variants")
+def bench_variants(
+    only: Only = "",
+    csv: TableCsv = None,
+    resume: Resume = False,
+    force: Force = False,
+    device: AnyDevice = None,
+    loops: Loops = None,
+    json: Json = False,
+) -> None:
+    """Masks and scores as functions: beside the same built in, and beside FlexAttention, row by row with the bars.
+
+    Under two minutes on an H200, most of which FlexAttention takes to compile; on a CPU smaller problems without bars.
+    """
+    from . import plots, variants
+
+    where = _device(device)
+    size = "bfloat16" if where != "cpu" else "float32"
+    title = f"Functions on {{machine}}: TFLOP/s over what is seen, warmed up, kernels alternated, {size}"
+    sheet = SheetOptions(csv, False, resume, force)
+    show_rows(variants, title, variants.notes, plots.draw, only, sheet, where, loops, json)
 
 
 @bench.command("prefill")
@@ -256,6 +303,15 @@ def bench_generate(
         typer.echo(f"wrote {path}", err=True)
     if not outcome.ok:
         raise typer.Exit(1)
+
+
+def _device(asked: str | None) -> str:
+    """The device asked for, or the GPU where there is one."""
+    if asked is not None:
+        return asked
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def _given(**options: Any) -> dict[str, Any]:

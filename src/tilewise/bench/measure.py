@@ -202,6 +202,44 @@ def host_cost(call: Callable[[], object], device: torch.device, *, batches: int 
     return _timing(seconds[1:])  # the first batch is the warm-up
 
 
+def time_waits(
+    calls: Mapping[str, Callable[[], object]], *, device: torch.device, loops: int | None = None, budget: float = 1.0
+) -> dict[str, Timing]:
+    """Seconds from the start of a call until the device is done with it, alternated, each on a device that was idle.
+
+    For what a caller waits for as a whole, host and device together. `loops` as in `time_calls`.
+    """
+    for _ in range(3):
+        round_ = _round(calls, device)
+    loops = loops or max(5, min(200, int(budget / max(round_, 1e-9))))
+    seconds: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(loops):
+        for name, call in calls.items():
+            seconds[name].append(_round({name: call}, device))
+    return {name: _timing(values) for name, values in seconds.items()}
+
+
+def device_cost(name: str, call: Callable[[], object], *, without: str = "", calls: int = 20) -> Result:
+    """What a call's kernels take on a GPU, but for the one `without`, as the profiler tells; by name in the reason."""
+    from torch.profiler import ProfilerActivity, profile
+
+    for _ in range(2):  # the profiler, too, starts up in its first run
+        with profile(activities=[ProfilerActivity.CUDA]) as profiled:
+            for _ in range(calls):
+                call()
+            torch.cuda.synchronize()
+    seconds: dict[str, list[float]] = {}
+    for event in profiled.events() or ():
+        kernel = event.name.partition("(")[0].strip()
+        if event.device_type.name == "CUDA" and kernel != without:
+            seconds.setdefault(kernel, []).append(event.time_range.elapsed_us() / 1e6)
+    if not seconds:
+        return Result(name, True, FAILED, "the profiler tells of no kernels here")
+    each = {kernel: float(np.median(values)) * len(values) / calls for kernel, values in seconds.items()}
+    reason = " + ".join(f"{kernel} {spent * 1e6:.3g} µs" for kernel, spent in each.items())
+    return Result(name, True, OK, reason, timing=_timing([sum(each.values())]))
+
+
 def _timing(seconds: Sequence[float]) -> Timing:
     p20, median, p80 = np.percentile(seconds, (20, 50, 80))
     return Timing(float(median), float(p20), float(p80), min(seconds), len(seconds))

@@ -32,6 +32,7 @@ Tokens = Annotated[int | None, typer.Option(help="Query tokens of a sequence in 
 Loops = Annotated[int | None, typer.Option(help="Times to run each kernel.", show_default="as time allows", min=1)]
 Backend = Annotated[str | None, typer.Option(help="One backend instead of all that serve.", show_default="auto")]
 Device = Annotated[str | None, typer.Option(help="cpu or cuda.", show_default="cpu")]
+AnyDevice = Annotated[str | None, typer.Option(help="cpu or cuda.", show_default="cuda where there is a GPU")]
 Json = Annotated[bool, typer.Option("--json", help="Print the records as JSON instead of a table.")]
 
 Only = Annotated[str, typer.Option(help="Rows whose name has this in it.", metavar="TEXT")]

@@ -20,6 +20,8 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from tilewise.plan.schedule import BlockSchedule
+
 Run = Callable[[torch.Tensor | None], torch.Tensor]
 Ints = npt.NDArray[np.int32]
 
@@ -212,6 +214,19 @@ def _flashinfer(
     return run
 
 
+def flashinfer_blocks(module: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, schedule: BlockSchedule) -> Run:
+    """Its block-sparse attention, q, k and v (1, N, H, D): one pattern for all heads, planned at the first call."""
+
+    def plan(workspace: torch.Tensor) -> Any:
+        wrapper = module.BlockSparseAttentionWrapper(workspace)
+        rows = [torch.tensor(x, dtype=torch.int32, device=q.device) for x in (schedule.indptr, schedule.indices)]
+        sizes = (schedule.seqlen_q, schedule.seqlen_k, schedule.block_q, schedule.block_k)
+        wrapper.plan(*rows, *sizes, q.shape[2], k.shape[2], q.shape[3], q_data_type=q.dtype)
+        return wrapper
+
+    return _planned_run(plan, q, (k[0], v[0]), apart=True)
+
+
 # ---- FlashInfer over pages, from its documentation --------------------------------------------------------------
 
 
@@ -253,14 +268,19 @@ def flashinfer_cascade(
     return _planned_run(plan, q, (k_pages, v_pages))
 
 
-def _planned_run(plan: Callable[[torch.Tensor], Any], q: torch.Tensor, pages: tuple[torch.Tensor, torch.Tensor]) -> Run:
-    """Planned at the first call, outside the timed ones; 128 MB, its usual workspace, is little for many sequences."""
+def _planned_run(
+    plan: Callable[[torch.Tensor], Any], q: torch.Tensor, kv: tuple[torch.Tensor, torch.Tensor], *, apart: bool = False
+) -> Run:
+    """Planned at the first call, outside the timed ones; 128 MB, its usual workspace, is little for many sequences.
+
+    apart: K and V are two arguments and not a pair.
+    """
     planned: list[Any] = []
 
     def run(_: torch.Tensor | None) -> torch.Tensor:
         if not planned:
             planned.append(plan(torch.empty(512 << 20, dtype=torch.uint8, device=q.device)))
-        o: torch.Tensor = planned[0].run(q.flatten(0, 1), pages)
+        o: torch.Tensor = planned[0].run(q.flatten(0, 1), *(kv if apart else (kv,)))
         return o.view(q.shape)
 
     return run

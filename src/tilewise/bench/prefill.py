@@ -158,12 +158,17 @@ def _host_row(dense: Point) -> Row:
     return Row("host cost, CUDA graph", point, goals, measure=_host)
 
 
-def run(chosen: Sequence[Row], sheet: Sheet | None = None, loops: int | None = None) -> Iterator[Outcome]:
+def run(
+    chosen: Sequence[Row],
+    sheet: Sheet | None = None,
+    loops: int | None = None,
+    outcome_of: Callable[[Row, list[Result]], Outcome] = Outcome,
+) -> Iterator[Outcome]:
     """Measure the rows one after the other, those that the sheet does not have; it gets each as soon as it is done."""
     for row in chosen:
         if sheet is not None and sheet.has(row.point):
             continue
-        outcome = Outcome(row, attempt(row.measure or _time, row, loops))
+        outcome = outcome_of(row, attempt(row.measure or _time, row, loops))
         if sheet is not None:
             sheet.append(records(row.point, outcome.results))
         yield outcome

@@ -141,7 +141,7 @@ def attempt(measuring: Callable[..., list[Result]], *arguments: object) -> list[
     result with its reason, not the end."""
     try:
         return measuring(*arguments)
-    except (ValueError, TypeError, NotImplementedError, OSError, RuntimeError, MemoryError) as error:
+    except (ValueError, TypeError, NotImplementedError, ImportError, OSError, RuntimeError, MemoryError) as error:
         return [Result("tilewise", True, FAILED, " ".join(f"{type(error).__name__}: {error}".split()))]
 
 

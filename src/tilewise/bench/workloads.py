@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from itertools import accumulate
 from typing import Any, Literal
@@ -21,6 +21,7 @@ from .. import api, checks, reference
 from ..kvcache import PagedKVCache
 from ..plan import Window, band_of, plan_dense, plan_varlen, visible_pairs
 from . import ceilings, peers
+from .judge import in_blocks, row_check
 from .measure import Check, Kernel, Problem
 
 FLOAT8 = "float8"  # e4m3; what comes out is bfloat16
@@ -33,12 +34,8 @@ DTYPES = {
 KV_FORMATS = ("fp32", "fp16", "bf16", "fp8", "int8", "int4")
 FORMAT_OF = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
 WORKLOADS = ("dense", "sparse", "varlen", "decode", "prefix")
+FUNCTION = "function: "  # what the workloads of bench variants start with
 LOSSLESS = {"fp32": ("float32", "float16", "bfloat16"), "fp16": ("float16",), "bf16": ("bfloat16",)}
-
-# The oracle's work is bounded, since a check that takes a minute does not get made: of larger problems it sees row
-# blocks spread evenly over all rows, the first and the last among them. It works where the data is: by device type.
-ORACLE_PAIRS = {"cpu": 1 << 28, "cuda": 1 << 31}
-PAIRS_AT_ONCE = {"cpu": 1 << 23, "cuda": 1 << 26}
 
 
 @dataclass(frozen=True)
@@ -48,7 +45,7 @@ class Point:
     dense: q, k and v of `seq` tokens; sparse: the same under a block schedule, `sched` or random `sparsity`; varlen:
     `batch` packed sequences, `lengths` "100-4096" spaced geometrically between the two, in no order; decode: `tokens`
     queries over a paged cache; prefix: the same where the first `prefix` tokens are shared. With a `window` a query
-    sees so many keys before its own and none after it.
+    sees so many keys before its own and none after it. FUNCTION and a name: what `variants` measures.
     """
 
     workload: str = "dense"
@@ -73,7 +70,8 @@ class Point:
 
     def validate(self) -> Point:
         """The point itself, or ValueError on the first dimension that no problem can have."""
-        checks.choice("workload", self.workload, WORKLOADS)
+        if not self.workload.startswith(FUNCTION):
+            checks.choice("workload", self.workload, WORKLOADS)
         for name in ("batch", "seq", "heads", "kv_heads", "hdim", "tokens"):
             checks.integer(name, getattr(self, name), 1)
         checks.integer("hdim", self.hdim, 1, 512)
@@ -179,7 +177,8 @@ def build(point: Point, *, seed: int = 0) -> Problem:
     return makers[point.workload](point, generator)
 
 
-def _random(point: Point, generator: torch.Generator, *shape: int) -> torch.Tensor:
+def random_like(point: Point, generator: torch.Generator, *shape: int) -> torch.Tensor:
+    """Random data of the point's dtype on its device."""
     return torch.randn(*shape, generator=generator, device=point.device).to(DTYPES[point.dtype])
 
 
@@ -200,8 +199,8 @@ def variants(point: Point) -> dict[str, dict[str, Any]]:
 def _dense(point: Point, generator: torch.Generator) -> Problem:
     batch, n, heads, kv_heads, hdim = point.batch, point.seq, point.heads, point.kv_heads, point.hdim
     causal, window = point.causal, point.band
-    q = _random(point, generator, batch, n, heads, hdim)
-    k, v = (_random(point, generator, batch, n, kv_heads, hdim) for _ in range(2))
+    q = random_like(point, generator, batch, n, heads, hdim)
+    k, v = (random_like(point, generator, batch, n, kv_heads, hdim) for _ in range(2))
     schedule = _schedule(point)
     size = q.element_size()
     nbytes = hdim * batch * n * (size * (heads + 2 * kv_heads) + out_dtype(q.dtype).itemsize * heads)
@@ -209,16 +208,16 @@ def _dense(point: Point, generator: torch.Generator) -> Problem:
     flops = plan_dense(*sizes, causal=causal, window=window, schedule=schedule, io_bytes=size).flops
     dense_flops = plan_dense(*sizes, causal=causal, io_bytes=size).flops
 
-    given = (q, k, v)
+    given, there = (q, k, v), schedule if schedule is None else schedule.to(q.device)
 
     def ours(options: dict[str, Any]) -> peers.Run:
-        return lambda out: _tensor(
-            api.attention(*given, causal=causal, window=window, schedule=schedule, out=out, **options)
+        return lambda out: tensor_of(
+            api.attention(*given, causal=causal, window=window, schedule=there, out=out, **options)
         )
 
     kernels = [Kernel(name, ours(options), True, flops, nbytes) for name, options in variants(point).items()]
-    blocks = None if schedule is None else schedule.to_mask().to(point.device)
-    check = _row_check(q, k, v, [(n, n)] * batch, causal=causal, window=window, mask=blocks)
+    hide = None if schedule is None else in_blocks(schedule, q.device)
+    check = row_check(q, k, v, [(n, n)] * batch, causal=causal, window=window, more=hide)
     if point.dtype == FLOAT8:  # torch's kernels take none: they get the same values
         q, k, v = (x.bfloat16() for x in (q, k, v))
     # Dense SDPA stands beside a sparse or windowed problem too: what a user without such kernels pays.
@@ -228,7 +227,7 @@ def _dense(point: Point, generator: torch.Generator) -> Problem:
     if hidden:
         with torch.device(point.device):
             seen = reference.visible(n, n, causal=causal, window=window)
-        seen = seen if blocks is None else seen & blocks
+        seen = seen if schedule is None else seen & schedule.to_mask().to(point.device)
         run = peers.torch_sdpa(q, k, v, mask=seen, causal=False)
         kernels.append(Kernel(peers.SDPA_MASK, run, False, flops, nbytes + seen.numel()))
     else:
@@ -239,15 +238,15 @@ def _dense(point: Point, generator: torch.Generator) -> Problem:
         kernels += [Kernel(name, run, False, flops, nbytes) for name, run in runs.items()]
     else:
         absent = f"not measured: {', '.join(peers.CUDA_PEERS)} (no block-sparse form of theirs is called here)"
-    return _problem(point, kernels, check, (batch, n, heads, hdim), absent)
+    return problem_of(point, kernels, check, (batch, n, heads, hdim), absent)
 
 
 def _varlen(point: Point, generator: torch.Generator) -> Problem:
     """Packed sequences. Everybody's FLOPs are the useful ones, so rates compare with each other and with dense ones."""
     lengths, heads, kv_heads, hdim, causal = lengths_of(point), point.heads, point.kv_heads, point.hdim, point.causal
     total, longest, window = sum(lengths), max(lengths), point.band
-    q = _random(point, generator, total, heads, hdim)
-    k, v = (_random(point, generator, total, kv_heads, hdim) for _ in range(2))
+    q = random_like(point, generator, total, heads, hdim)
+    k, v = (random_like(point, generator, total, kv_heads, hdim) for _ in range(2))
     starts = [0, *accumulate(lengths)]
     cu_seqlens = peers.starts_of(lengths, q.device)
     size = q.element_size()
@@ -255,7 +254,7 @@ def _varlen(point: Point, generator: torch.Generator) -> Problem:
     flops = plan_varlen(starts, starts, heads, kv_heads, hdim, causal=causal, window=window, io_bytes=size).flops
 
     def ours(options: dict[str, Any]) -> peers.Run:
-        return lambda out: _tensor(
+        return lambda out: tensor_of(
             api.attention_varlen(q, k, v, cu_seqlens, cu_seqlens, causal=causal, window=window, out=out, **options)
         )
 
@@ -266,14 +265,14 @@ def _varlen(point: Point, generator: torch.Generator) -> Problem:
     kernels.append(Kernel(name, run, False, flops, padded_bytes, same_answer=same))
     runs, absent = peers.cuda_peers(q, k, v, causal=causal, window=point.window, lengths=lengths)
     kernels += [Kernel(name, run, False, flops, nbytes) for name, run in runs.items()]
-    judge = _row_check(q, k, v, [(n, n) for n in lengths], causal=causal, window=window, mask=None)
+    judge = row_check(q, k, v, [(n, n) for n in lengths], causal=causal, window=window)
 
     def check(answer: torch.Tensor) -> Check:
         if answer.dim() == 4:  # padded: its rows are picked out here, where it is not timed
             answer = torch.cat([rows[:n] for rows, n in zip(answer, lengths, strict=True)])
         return judge(answer)
 
-    return _problem(point, kernels, check, (total, heads, hdim), absent)
+    return problem_of(point, kernels, check, (total, heads, hdim), absent)
 
 
 def _schedule(point: Point) -> BlockSchedule | None:
@@ -298,9 +297,9 @@ def _decode(point: Point, generator: torch.Generator) -> Problem:
     """A paged cache of `batch` sequences, forked from one that holds the prefix when there is one."""
     batch, tokens, heads, kv_heads, hdim = point.batch, point.tokens, point.heads, point.kv_heads, point.hdim
     own, prefix = point.seq, point.prefix
-    q = _random(point, generator, batch, tokens, heads, hdim)
-    shared_k, shared_v = (_random(point, generator, 1, prefix, kv_heads, hdim) for _ in range(2))
-    own_k, own_v = (_random(point, generator, batch, own, kv_heads, hdim) for _ in range(2))
+    q = random_like(point, generator, batch, tokens, heads, hdim)
+    shared_k, shared_v = (random_like(point, generator, 1, prefix, kv_heads, hdim) for _ in range(2))
+    own_k, own_v = (random_like(point, generator, batch, own, kv_heads, hdim) for _ in range(2))
     cache, seqs = _filled_cache(point, (shared_k, shared_v), (own_k, own_v))
     # What the peers and the oracle see is what the cache holds: its own values where the format rounds them.
     if point.dtype in LOSSLESS.get(point.kv_format, ()):
@@ -321,11 +320,11 @@ def _decode(point: Point, generator: torch.Generator) -> Problem:
 
     def decode(backend: str, share: Literal["auto"] | bool) -> peers.Run:
         plan = api.plan_decode(cache, seqs, num_heads=heads, tokens_per_seq=tokens, share_prefix=share)
-        return lambda out: _tensor(api.decode(q, cache, 0, plan, out=out, backend=backend))
+        return lambda out: tensor_of(api.decode(q, cache, 0, plan, out=out, backend=backend))
 
     def levels(backend: str) -> peers.Run:
         prefixes = [(shared_k, shared_v)]
-        return lambda out: _tensor(api.shared_prefix_attention(q, prefixes, own_k, own_v, out=out, backend=backend))
+        return lambda out: tensor_of(api.shared_prefix_attention(q, prefixes, own_k, own_v, out=out, backend=backend))
 
     kernels = []
     for name, backend in backends(point).items():
@@ -344,8 +343,8 @@ def _decode(point: Point, generator: torch.Generator) -> Problem:
         kernels.append(Kernel(peers.SDPA_ROWS, peers.torch_sdpa_rows(q, plain_k, plain_v), False, flops, nbytes))
     runs, absent = peers.cuda_peers(q, plain_k, plain_v, causal=True)
     kernels += [Kernel(name, run, False, flops, nbytes) for name, run in runs.items()]
-    check = _row_check(q, k, v, [(tokens, prefix + own)] * batch, causal=True, window=None, mask=None)
-    return _problem(point, kernels, check, (batch, tokens, heads, hdim), absent)
+    check = row_check(q, k, v, [(tokens, prefix + own)] * batch, causal=True, window=None)
+    return problem_of(point, kernels, check, (batch, tokens, heads, hdim), absent)
 
 
 def _filled_cache(
@@ -367,90 +366,23 @@ def _filled_cache(
     return cache, seqs
 
 
-def _tensor(o: torch.Tensor | tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+def tensor_of(o: torch.Tensor | tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
     """The output alone: without `return_lse` a call returns nothing else."""
     assert isinstance(o, torch.Tensor)
     return o
 
 
-def _problem(
+def problem_of(
     point: Point,
     kernels: list[Kernel],
     check: Callable[[torch.Tensor], Check],
     shape: tuple[int, ...],
-    absent: str,
+    absent: str = "",
 ) -> Problem:
+    """The problem of a point, whose output has this shape."""
     device, dtype = torch.device(point.device), DTYPES[point.dtype]
     ceiling = ceilings.of(device, dtype)
     return Problem(point.title, device, out_dtype(dtype), kernels, check, shape, math.prod(shape[:-1]), ceiling, absent)
-
-
-def _row_check(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    sizes: Sequence[tuple[int, int]],
-    *,
-    causal: bool,
-    window: Window | None,
-    mask: torch.Tensor | None,
-) -> Callable[[torch.Tensor], Check]:
-    """Judge an answer by the tolerance rule, against float64 and PyTorch's own math in q's dtype.
-
-    q, k and v and the answer are (B, N, H, D) or packed (total, H, D), `sizes` the queries and keys of each sequence.
-    The oracle forms whole score matrices, so it sees one sequence and some rows at a time: rows [a, b) with the keys
-    they can see are a bottom-right aligned problem of their own.
-    """
-    q, k, v = (x.flatten(0, -3) for x in (q, k, v))
-    starts_q, starts_k = ([0, *accumulate(column)] for column in zip(*sizes, strict=True))
-    expected: dict[tuple[int, int, int], tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
-
-    def expect(b: int, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        nq, nk = sizes[b]
-        first = 0 if window is None or window[0] is None else max(0, nk - nq + start - window[0])
-        keys = slice(first, max(first, nk - nq + stop) if causal else nk)
-        seen = None if mask is None else mask[..., start:stop, keys]
-        rows = q[None, starts_q[b] + start : starts_q[b] + stop]
-        one_k, one_v = (x[None, starts_k[b] : starts_k[b + 1]][:, keys] for x in (k, v))
-        with torch.device(q.device):  # for the masks that the oracle makes
-            exact, lse = reference.attention(rows, one_k, one_v, causal=causal, window=window, mask=seen)
-            plain_k, plain_v = one_k.to(q.dtype), one_v.to(q.dtype)
-            honest, _ = reference.baseline(rows, plain_k, plain_v, causal=causal, window=window, mask=seen)
-        return exact, honest, lse
-
-    def check(answer: torch.Tensor) -> Check:
-        answer = answer.detach().flatten(0, -3)
-        if answer.shape != q.shape:
-            return Check(False, math.inf, 0.0, f"shape {tuple(answer.shape)} instead of {tuple(q.shape)}, packed")
-        if not torch.isfinite(answer).all():
-            return Check(False, math.inf, 0.0, "NaN or infinity in the output")
-        parts = []
-        for place in _row_blocks(sizes, q.shape[1], q.device.type):
-            if place not in expected:  # each kernel of the problem is judged by the same answers
-                expected[place] = expect(*place)
-            b, start, stop = place
-            parts.append((answer[starts_q[b] + start : starts_q[b] + stop], *expected[place]))
-        got, exact, honest, lse = (torch.cat([x.flatten() for x in column]) for column in zip(*parts, strict=True))
-        verdict = reference.judge(got, exact, honest, lse=lse)
-        baseline = (honest.double() - exact).abs().max().item()
-        return Check(verdict.ok, verdict.error, baseline, verdict.reason)
-
-    return check
-
-
-def _row_blocks(sizes: Sequence[tuple[int, int]], heads: int, device: str) -> Iterator[tuple[int, int, int]]:
-    """(sequence, first row, end row) of the rows that are checked: all, or an even spread of ORACLE_PAIRS' worth."""
-    places = []
-    for b, (nq, nk) in enumerate(sizes):
-        step = max(1, min(nq, PAIRS_AT_ONCE[device] // max(1, heads * nk)))
-        places += [(b, start, min(nq, start + step)) for start in range(0, nq, step)]
-    pairs = heads * sum(nq * nk for nq, nk in sizes)
-    keep = max(2, len(places) * ORACLE_PAIRS[device] // max(1, pairs))
-    if len(places) <= keep:
-        yield from places
-        return
-    for i in range(keep):
-        yield places[round(i * (len(places) - 1) / (keep - 1))]
 
 
 def dimensions(point: Point) -> dict[str, str | int | float | bool]:

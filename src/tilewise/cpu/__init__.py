@@ -11,8 +11,8 @@ strided views; with few rows the query heads of a KV head are folded into rows, 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -21,7 +21,7 @@ from tilewise.cpu.blocks import run_blocks
 from tilewise.cpu.scoring import Scoring, View, count_up
 from tilewise.cpu.tiles import KV as KV
 from tilewise.cpu.tiles import repeated, tile_state
-from tilewise.plan.tiles import OPEN, Band, BlockTiles, DecodePlan, PagedTiles, Plan, Tiles, page_step
+from tilewise.plan.tiles import Band, BlockTiles, DecodePlan, PagedTiles, Plan, Tiles, page_step
 from tilewise.state import Accumulator
 
 if TYPE_CHECKING:
@@ -112,7 +112,7 @@ def run_tree(
 
 
 def run_selected(
-    plan: DecodePlan, q: torch.Tensor, cache: PagedKVCache, layer: int, scoring: Scoring, bits: torch.Tensor
+    q: torch.Tensor, cache: PagedKVCache, layer: int, plan: DecodePlan, scoring: Scoring, bits: torch.Tensor
 ) -> KV:
     """Decode over selected pages: q (n, T, Hq, D) in the order of plan.seqs -> o like q, lse (n, Hq, T).
 
@@ -122,26 +122,25 @@ def run_selected(
     tokens, heads = q.shape[1], bits.shape[1]
     group = q.shape[2] // heads
     compute = q.dtype if cache.format.dtype == q.dtype else torch.float32
-    o, lse = torch.zeros_like(q), torch.full((len(q), q.shape[2], tokens), -math.inf, device="cpu")
-    rows = count_up(0, tokens)[None]
-    selected = (bits[..., None] >> torch.arange(32, device="cpu") & 1).flatten(2)
+    selected = (bits[..., None] >> count_up(0, 32) & 1).flatten(2)
     selected = (selected.bool() & (selected.cumsum(-1) <= plan.pages_per_seq)).expand(len(q), -1, -1)
+    o = torch.zeros_like(q)
+    lse = torch.full((len(q), q.shape[2], tokens), -torch.inf, device="cpu")
     for n, seq in enumerate(plan.seqs):
-        length = cache.length(seq)
-        page = torch.arange(length, device="cpu") // cache.page_size  # of each token
-        some = selected[n].any(0)
-        held = some[page].nonzero()[:, 0]  # the positions of the tokens that are brought together
-        pages = cache.page_list(seq)[some[: -(-length // cache.page_size)].numpy()]
+        length, size = cache.length(seq), cache.page_size
+        read = selected[n].repeat_interleave(size, 1)[:, :length]  # (heads, length)
+        held = read.any(0).nonzero()[:, 0]  # the tokens that are brought together
+        pages = cache.page_list(seq)[(held[held % size == 0] // size).numpy()]
         k, v = cache.load(layer, pages, 0, len(held), compute)
-        band = OPEN if tokens == 1 else Band(None, length - tokens)
+        view = View(count_up(0, tokens)[None], held[None].int(), Band(None, length - tokens))
         for h in range(heads):
-            its = selected[n, h, page[held]].nonzero()[:, 0]
+            its = read[h, held].nonzero()[:, 0]
             if not len(its):
                 continue
             queries, kv_heads = slice(h * group, (h + 1) * group), slice(h, h + 1) if heads > 1 else slice(None)
-            tile_q, tile_k, tile_v = q[n, :, queries].to(compute), k[its, kv_heads], v[its, kv_heads]
-            view = View(rows, held[None, its].int(), band)
-            state = tile_state(tile_q[None], tile_k[None], tile_v[None], scoring, view=view)
+            tile_q = q[n : n + 1, :, queries].to(compute)
+            seen = None if tokens == 1 else replace(view, keys=view.keys[:, its])
+            state = tile_state(tile_q, k[None, its, kv_heads], v[None, its, kv_heads], scoring, view=seen)
             o[n, :, queries], lse[n, queries] = state[0][0], state[1][0].transpose(0, 1)
     return o, lse
 

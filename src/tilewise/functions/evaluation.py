@@ -9,6 +9,7 @@ import torch
 
 from tilewise.functions.expression import (
     COMPARISONS,
+    FUNCTIONS,
     INPUTS,
     INT_MAX,
     INT_MIN,
@@ -42,15 +43,15 @@ def evaluate(
 
 
 def _applied(node: Node, args: list[torch.Tensor], wanted: torch.dtype) -> torch.Tensor:
-    if node.op in ("floordiv", "mod", "pow", "lshift", "rshift") and node.kind == "int":
+    if node.op in _WHOLE and node.kind == "int":
+        if node.op in ("floordiv", "mod") and _debugging() and bool((args[1] == 0).any()):
+            raise ZeroDivisionError(f"a mask or score function, {node.place}: // or % by 0")
         # By 64 bits: the division of the least number by -1 must not trap.
         return _WHOLE[node.op](*(a.long() for a in args)).to(torch.int32)
     if node.op == "int" and args[0].is_floating_point():
         return _to_int(args[0])
     if node.op in ("bool", "int", "float"):
         return args[0].to(wanted)
-    if node.op == "where" or len(args) == 1 or node.op in COMPARISONS:
-        return _OPERATIONS.get(node.op, getattr(torch, node.op, None))(*args)  # type: ignore[misc]
     return _OPERATIONS[node.op](*args)
 
 
@@ -84,7 +85,8 @@ _WHOLE: dict[str, Callable[..., torch.Tensor]] = {
     "rshift": _rshift,
 }
 _OPERATIONS: dict[str, Callable[..., torch.Tensor]] = {
-    **{name: getattr(torch, name) for name in ("add", "sub", "mul", "pow", "where")},
+    **{name: getattr(torch, name) for name in (*COMPARISONS, *FUNCTIONS)},
+    **{name: getattr(torch, name) for name in ("add", "sub", "mul", "pow", "neg", "abs", "where")},
     **{name: getattr(torch, f"bitwise_{name}") for name in ("and", "or", "xor", "not")},
     "div": torch.true_divide,
     "min": torch.minimum,
@@ -95,9 +97,13 @@ _OPERATIONS: dict[str, Callable[..., torch.Tensor]] = {
 
 
 def _looked_up(node: Node, tensor: torch.Tensor, index: list[torch.Tensor]) -> torch.Tensor:
-    if os.environ.get("TILEWISE_DEBUG"):
+    if _debugging():
         _check(node, tensor, index)
     return tensor[tuple(i.clamp(0, n - 1).long() for i, n in zip(index, tensor.shape, strict=True))]
+
+
+def _debugging() -> bool:
+    return bool(os.environ.get("TILEWISE_DEBUG"))
 
 
 def _check(node: Node, tensor: torch.Tensor, index: list[torch.Tensor]) -> None:
@@ -107,11 +113,5 @@ def _check(node: Node, tensor: torch.Tensor, index: list[torch.Tensor]) -> None:
         if first < 0 or last >= n:
             reached = f"{first} … {last} in dimension {dim} of a tensor of shape {tuple(tensor.shape)}"
             raise IndexError(f"a mask or score function, {node.place}: indices {reached}")
-    if (
-        tensor.dtype == torch.int64
-        and tensor.numel()
-        and not INT_MIN <= int(tensor.min()) <= int(tensor.max()) <= INT_MAX
-    ):
-        raise OverflowError(
-            f"a mask or score function, {node.place}: integers are 32 bits, and a tensor holds larger ones"
-        )
+    if tensor.dtype == torch.int64 and bool(((tensor < INT_MIN) | (tensor > INT_MAX)).any()):
+        raise OverflowError(f"a mask or score function, {node.place}: integers are 32 bits, a tensor holds larger ones")

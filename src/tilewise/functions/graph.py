@@ -74,10 +74,8 @@ class Graph:
 
     def of(self, x: Any) -> Node:
         """A number, or a tensor of no dimensions, which on a CPU is a number too."""
-        if isinstance(x, Node):
-            return x
         if isinstance(x, torch.Tensor):
-            with torch._C.DisableTorchFunction():
+            with torch._C.DisableTorchFunction():  # it is no look into the tensor
                 return self._of_tensor(x)
         if isinstance(x, (bool, np.bool_)):
             return self.constant(bool(x))
@@ -90,19 +88,15 @@ class Graph:
     def _of_tensor(self, x: torch.Tensor) -> Node:
         if x.dim():
             raise refuse(f"a tensor of shape {tuple(x.shape)} is used whole: index it down to one number")
-        return self.constant(x.item()) if x.device.type == "cpu" else self.lookup(x, ())
+        return self.of(x.item()) if x.device.type == "cpu" else self.lookup(x, ())
 
     def to(self, x: Node, kind: str) -> Node:
         """x converted; a float to an int drops what is behind the point."""
         if x.kind == kind:
             return x
         if x.op in ("literal", "number"):
-            value = {"bool": bool, "int": int, "float": float}[kind](x.value)
-            return self.constant(value)
+            return self.constant({"bool": bool, "int": int, "float": float}[kind](x.value))
         return self.node(kind, kind, x)
-
-    def truth(self, x: Node) -> Node:
-        return self.to(x, "bool")
 
     def unary(self, op: str, x: Node) -> Node:
         if op in FUNCTIONS:
@@ -161,8 +155,10 @@ class Graph:
             return self.node("mul", kind, self.node("mul", kind, x, x), x)
         if exponent == 0.5:
             return self.unary("sqrt", x)
-        if exponent in (-1, -0.5):
-            return self.node("div", "float", self.constant(1.0), x) if exponent == -1 else self.unary("rsqrt", x)
+        if exponent == -1:
+            return self.node("div", "float", self.constant(1.0), x)
+        if exponent == -0.5:
+            return self.unary("rsqrt", x)
         if kind == "float" and x.op == "literal" and x.value == 2:
             return self.unary("exp2", y)
         return self.node("pow", kind, x, self.to(y, kind))

@@ -7,6 +7,7 @@ that are the same for a whole tile are multiplied first.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -17,6 +18,7 @@ from tilewise.functions.expression import (
     INT_MAX,
     INT_MIN,
     Node,
+    Number,
     in_context,
     in_order,
     needs_smooth,
@@ -63,16 +65,28 @@ class Product(NamedTuple):
         return Product(self.tile + other.tile, self.row + other.row, self.element + other.element)
 
 
-def along_key(node: Node) -> int:
-    """1 or −1 if the node is the key or minus the key, plus something that no key changes; else 0."""
-    if node.op == "k":
-        return 1
+def _literal(value: Number) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, int):
+        return f"({value})" if value < 0 else str(value)
+    return {math.inf: "INFINITY", -math.inf: "(-INFINITY)"}.get(value, f"{value}f")
+
+
+def steps(node: Node) -> tuple[int, int] | None:
+    """By how much an index moves per query row and per key, where that is −1, 0 or 1; None if it is not so plain."""
+    if node.op in ("q", "k"):
+        return (1, 0) if node.op == "q" else (0, 1)
+    if not {"q", "k"} & set(node.uses):
+        return 0, 0
     if node.kind != "int" or node.op not in ("add", "sub"):
-        return 0
-    first, second = (along_key(arg) if "k" in arg.uses else None for arg in node.args)
-    if second is None:
-        return first or 0
-    return (second if node.op == "add" else -second) if first is None else 0
+        return None
+    first, second = (steps(arg) for arg in node.args)
+    if first is None or second is None:
+        return None
+    sign = 1 if node.op == "add" else -1
+    per_row, per_key = first[0] + sign * second[0], first[1] + sign * second[1]
+    return (per_row, per_key) if max(abs(per_row), abs(per_key)) <= 1 else None
 
 
 def text(
@@ -84,12 +98,12 @@ def text(
 ) -> str:
     """The structure with its functions. ranges: of every node, over the whole problem."""
     roots = [root for root in (mask, score) if root is not None]
-    by_key = any(node.op == "lookup" and "k" in node.uses for node in in_order(*roots))
-    indices = "int b, int h, int q, int k, float fq, float fk, int k0, int dk"
+    by_key, by_row = (any(n.op == "lookup" and x in n.uses for n in in_order(*roots)) for x in "kq")
+    indices = "int b, int h, int q, int k, float fq, float fk, int q0, int dq, int k0, int dk"
     lines = ['#include "common/functions.cuh"', "struct UserFunction {"]
     lines += [f"    {field.type} {field.name};" for field in fields(tables, numbers)]
-    for name, flag in (("kMask", mask is not None), ("kScore", score is not None), ("kByKey", by_key)):
-        lines.append(f"    static constexpr bool {name} = {str(flag).lower()};")
+    flags = {"kMask": mask is not None, "kScore": score is not None, "kByKey": by_key, "kByRow": by_row}
+    lines += [f"    static constexpr bool {name} = {str(flag).lower()};" for name, flag in flags.items()]
     lines.append(f"    TILE_DEVICE bool mask({indices}) const {{")
     lines += [*Printer(numbers, tables, ranges).body(mask, "true"), "    }"]
     lines.append(f"    TILE_DEVICE float score(float s, float scale, {indices}) const {{")
@@ -97,59 +111,6 @@ def text(
     lines.append("    TILE_DEVICE Interval seen(Interval b, Interval h, Interval q, Interval k) const {")
     lines += seen(mask, numbers, tables) if mask is not None else ["        return {1.0, 1.0};"]
     return "\n".join([*lines, "    }", "};", ""])
-
-
-def seen(mask: Node, numbers: Sequence[Node], tables: Sequence[Table]) -> list[str]:
-    """The statements of interval arithmetic over the mask: common/intervals.cuh."""
-    places = {node: n for n, node in enumerate(numbers)}
-    names: dict[Node, str] = {}
-    lines: list[str] = []
-    for node in in_order(mask):
-        args = [names[a] for a in node.args]
-        if node.op in INPUTS:
-            names[node] = node.op
-            continue
-        if node.op == "literal":
-            value = {"inf": "INFINITY", "-inf": "-INFINITY"}.get(str(node.value), str(float(node.value)))
-            made = f"interval::only({value})"
-        elif node.op == "number":
-            made = (
-                f"interval::number({f'int(d{places[node]}.divisor)' if node.role == 'divisor' else f'n{places[node]}'})"
-            )
-        elif node.op == "lookup":
-            made = _reach(node, args, tables[int(node.value)])
-        elif node.op == "mul" and node.args[0] is node.args[1]:
-            made = f"interval::square<{node.kind}>({args[0]})"
-        else:
-            made = _interval_call(node, args)
-        names[node] = f"v{len(lines)}"
-        lines.append(f"        const Interval {names[node]} = {made};")
-    return [*lines, f"        return {names[mask]};"]
-
-
-def _reach(node: Node, args: list[str], table: Table) -> str:
-    if not args:
-        args, axes = [], ["{{0.0, 0.0}, 1, 1}"]
-    else:
-        t = f"t{node.value}"
-        axes = [f"{{{a}, {t}_size{d}, {1 if table.dense[d] else f'{t}_stride{d}'}}}" for d, a in enumerate(args)]
-    return f"interval::reach{'_bool' if node.kind == 'bool' else ''}(t{node.value}, {{{', '.join(axes)}}})"
-
-
-def _interval_call(node: Node, args: list[str]) -> str:
-    given = ", ".join(args)
-    if node.op in _BOTH_KINDS:
-        return f"interval::{node.op}<{node.kind}>({given})"
-    if node.op in ("bool", "int", "float"):
-        return f"interval::to_{node.op}({given})"
-    if node.op in ("and", "or", "xor", "not"):
-        logical = {"and": "both", "or": "either", "xor": "exclusive", "not": "opposite"}[node.op]
-        return f"interval::{logical if node.kind == 'bool' else f'bits_{node.op}'}({given})"
-    if node.op == "pow" or (node.op in ("floordiv", "mod") and node.kind == "float"):
-        return "interval::any_float()" if node.kind == "float" else "interval::kAnyInt"
-    if node.op in ("sin", "cos"):
-        return f"interval::wave({given})"
-    return f"interval::{_NAMES.get(node.op, node.op)}({given})"
 
 
 class Printer:
@@ -203,12 +164,7 @@ class Printer:
         if node.op in INPUTS:
             return node.op
         if node.op == "literal":
-            if node.kind == "bool":
-                return str(node.value).lower()
-            named = {"inf": "INFINITY", "-inf": "(-INFINITY)"}.get(str(node.value))
-            return named or (
-                f"{node.value}f" if node.kind == "float" else f"({node.value})" if node.value < 0 else f"{node.value}"
-            )
+            return _literal(node.value)
         return f"n{self._numbers[node]}" if node.op == "number" else None
 
     def _lookup(self, node: Node) -> str:
@@ -218,9 +174,9 @@ class Printer:
         for d, arg in enumerate(node.args):
             low, high = self._ranges[arg]
             inside = low >= 0 and high < table.shape[d]
-            if inside and table.dense[d] and (sign := along_key(arg)):
+            if inside and table.dense[d] and not step and (moves := steps(arg)) and any(moves):
                 offsets.append(self._apart(arg))
-                step = "dk" if sign > 0 else "-dk"
+                step = f"{moves[0]} * dq + {moves[1]} * dk"
                 continue
             index = self._arg(node, False, d)
             if not inside:
@@ -232,18 +188,21 @@ class Printer:
         return self._let(node.kind, f"function::{node.kind}_at({where})")
 
     def _apart(self, node: Node) -> str:
-        """An index along the keys, in 64 bits, of key k0: key k = k0 + dk then is dk entries further on.
+        """An index in 64 bits of row q0 and key k0, where q = q0 + dq and k = k0 + dk.
 
-        k0 is the same for the keys that a lane looks up in a block, and dk a constant, which a load adds for nothing.
+        q0 and k0 are the same for all that a lane looks up in a block, and dq and dk constants, which a load adds for
+        nothing; and where two lookups differ in nothing, there is one.
         """
-        if along_key(node) and node.op != "k":
+        if node.op in ("q", "k"):
+            return f"int64_t({node.op}0)"
+        if any(steps(node) or ()):
             symbol = "+" if node.op == "add" else "-"
             return f"({self._apart(node.args[0])} {symbol} {self._apart(node.args[1])})"
-        return f"int64_t({'k0' if node.op == 'k' else self._whole(node.kind, self._values[node, False])})"
+        return f"int64_t({self._whole(node.kind, self._values[node, False])})"
 
     # ---- as every backend computes it -------------------------------------------------------------------------------
 
-    def _exact(self, node: Node, smooth: bool) -> str | Product:
+    def _exact(self, node: Node, smooth: bool) -> str:
         leaf = self._leaf(node)
         if leaf is not None:
             return leaf if node.op != "s" else self._let("float", "ptx::multiply(s, scale)")
@@ -269,7 +228,8 @@ class Printer:
             return self._let("bool", f"({arg} != 0)")
         if node.op == "int":
             return self._let("int", f"function::to_int({arg})" if node.args[0].kind == "float" else f"int({arg})")
-        return self._let("float", self._as_float(node.args[0]) or f"float({arg})")
+        made = self._as_float(node.args[0]) or f"float({arg})"
+        return made if made in ("fq", "fk") else self._let("float", made)
 
     def _as_float(self, node: Node) -> str | None:
         """An int as a float by float arithmetic, where that is exact."""
@@ -300,20 +260,17 @@ class Printer:
             return f"({args[0]} {_SYMBOLS[node.op]} {args[1]})"
         if node.op == "div":
             return f"({args[0]} / {args[1]})"
+        limit = node.args[1]
+        if node.op in ("min", "max") and limit.op in ("literal", "number") and not math.isnan(limit.value):
+            return f"function::at_{'most' if node.op == 'min' else 'least'}({args[0]}, {args[1]})"
         return f"function::{_NAMES.get(node.op, node.op)}({args[0]}, {args[1]})"
 
     def _integer(self, node: Node, args: list[str]) -> str:
         wraps = self._ranges[node] == (INT_MIN, INT_MAX)
-        if node.op in ("add", "sub", "mul"):
-            return (
-                f"function::{node.op}({args[0]}, {args[1]})" if wraps else f"({args[0]} {_SYMBOLS[node.op]} {args[1]})"
-            )
-        if node.op == "neg":
-            return f"function::sub(0, {args[0]})"
+        if node.op in ("and", "or", "xor") or (node.op in ("add", "sub", "mul") and not wraps):
+            return f"({args[0]} {_SYMBOLS[node.op]} {args[1]})"
         if node.op == "not":
             return f"(~{args[0]})"
-        if node.op in ("and", "or", "xor"):
-            return f"({args[0]} {_SYMBOLS[node.op]} {args[1]})"
         if node.args[-1].role == "divisor":
             divisor = f"d{self._numbers[node.args[1]]}"
             positive = "_positive" if self._ranges[node.args[0]][0] >= 0 else ""
@@ -342,20 +299,12 @@ class Printer:
         if node.op == "neg" and (product := self._product(node, 0)).tile:
             return product * Product(tile=("-1.0f",))
         if node.op == "log":
-            return self._factor(node, self._let("float", f"ptx::log2({self._arg(node, True, 0)})")) * Product(
-                tile=("kLn2",)
-            )
+            base2 = self._let("float", f"ptx::log2({self._arg(node, True, 0)})")
+            return self._factor(node, base2) * Product(tile=("kLn2",))
         if node.op in _FAST:
             factor, form = _FAST[node.op]
             product = self._product(node, 0) * Product(tile=(factor,) if factor else ())
             return self._let("float", form.format(self._whole("float", product)))
-        if node.op in ("add", "sub", "min", "max", "abs", "neg", "where"):
-            args = [self._arg(node, True, place) for place in range(len(node.args))]
-            if node.op in ("min", "max"):
-                return self._let("float", f"f{node.op}f({args[0]}, {args[1]})")
-            if node.op == "where":
-                return self._let("float", f"({args[0]} ? {args[1]} : {args[2]})")
-            return self._let("float", self._exact_float(node, args))
         return self._exact(node, True)
 
     def _reciprocal(self, node: Node) -> Product:
@@ -365,3 +314,53 @@ class Printer:
         if by.op == "literal" and by.value in (-1, 0.5, 1, 2):
             return Product(tile=(f"{1 / by.value}f",))
         return self._factor(by, self._let("float", f"ptx::reciprocal({self._arg(node, True, 1)})"))
+
+
+def seen(mask: Node, numbers: Sequence[Node], tables: Sequence[Table]) -> list[str]:
+    """The statements of interval arithmetic over the mask: common/intervals.cuh."""
+    places = {node: n for n, node in enumerate(numbers)}
+    names: dict[Node, str] = {}
+    lines: list[str] = []
+    for node in in_order(mask):
+        args = [names[a] for a in node.args]
+        if node.op in INPUTS:
+            names[node] = node.op
+            continue
+        if node.op == "literal":
+            made = f"interval::only({_literal(node.value)})"
+        elif node.op == "number":
+            value = f"int(d{places[node]}.divisor)" if node.role == "divisor" else f"n{places[node]}"
+            made = f"interval::number({value})"
+        elif node.op == "lookup":
+            made = _reach(node, args, tables[int(node.value)])
+        elif node.op == "mul" and node.args[0] is node.args[1]:
+            made = f"interval::square<{node.kind}>({args[0]})"
+        else:
+            made = _interval_call(node, args)
+        names[node] = f"v{len(lines)}"
+        lines.append(f"        const Interval {names[node]} = {made};")
+    return [*lines, f"        return {names[mask]};"]
+
+
+def _reach(node: Node, args: list[str], table: Table) -> str:
+    t = f"t{node.value}"
+    strides = ["1" if dense else f"{t}_stride{d}" for d, dense in enumerate(table.dense)]
+    axes = [f"{{{index}, {t}_size{d}, {strides[d]}}}" for d, index in enumerate(args)]
+    of_bools = "_bool" if node.kind == "bool" else ""
+    return f"interval::reach{of_bools}({t}, {{{', '.join(axes) or '{{0.0, 0.0}, 1, 1}'}}})"
+
+
+def _interval_call(node: Node, args: list[str]) -> str:
+    given = ", ".join(args)
+    if node.op in _BOTH_KINDS:
+        return f"interval::{node.op}<{node.kind}>({given})"
+    if node.op in ("bool", "int", "float"):
+        return f"interval::to_{node.op}({given})"
+    if node.op in ("and", "or", "xor", "not"):
+        logical = {"and": "both", "or": "either", "xor": "exclusive", "not": "opposite"}[node.op]
+        return f"interval::{logical if node.kind == 'bool' else f'bits_{node.op}'}({given})"
+    if node.op == "pow" or (node.op in ("floordiv", "mod") and node.kind == "float"):
+        return "interval::any_float()" if node.kind == "float" else "interval::kAnyInt"
+    if node.op in ("sin", "cos"):
+        return f"interval::wave({given})"
+    return f"interval::{_NAMES.get(node.op, node.op)}({given})"

@@ -60,6 +60,8 @@ class Proxy:
     def __getattr__(self, name: str) -> Any:
         if name in METHODS:
             return lambda *args, **kwargs: _applied(METHODS[name], self._graph, (self, *args), kwargs)
+        if _changes(name, None):
+            raise refuse(_NO_CHANGE)
         raise NoAttribute(str(refuse(f".{name} is not known; {_known()}")))
 
     def __divmod__(self, other: Any) -> tuple[Any, Any]:
@@ -97,12 +99,15 @@ class Row:
 
     def __init__(self, graph: Graph, tensor: torch.Tensor, index: tuple[Any, ...]) -> None:
         self._graph, self._tensor, self._index = graph, tensor, index
-        self.shape = tensor.shape[len(index) :]
 
     def __getitem__(self, index: Any) -> Any:
         more = index if isinstance(index, tuple) else (index,)
         with torch._C.DisableTorchFunction():  # it is no look into the tensor
             return _lookup(self._graph, self._tensor, (*self._index, *more))
+
+    @property
+    def shape(self) -> torch.Size:
+        return self._tensor.shape[len(self._index) :]
 
     def __len__(self) -> int:
         return self.shape[0]
@@ -121,13 +126,16 @@ def _lookup(graph: Graph, tensor: Any, index: Any) -> Any:
         raise refuse(f"a tensor of shape {tuple(tensor.shape)} is indexed with one number per dimension")
     if len(index) < tensor.dim():
         return Row(graph, tensor, index)
+    if any(isinstance(i, int) and i < 0 for i in index):  # as Python has it: from the end
+        graph.looked = True
+        index = tuple(i + n if isinstance(i, int) and i < 0 else i for i, n in zip(index, tensor.shape, strict=True))
     return Proxy(graph, graph.lookup(tensor, tuple(node_of(graph, i) for i in index)))
 
 
 def node_of(graph: Graph, x: Any) -> Node:
     """x, which the function has computed or captured, as a node."""
     if isinstance(x, Row):
-        raise refuse(f"a captured tensor lacks {len(x.shape)} of its indices here: index it down to one number")
+        raise refuse("a captured tensor lacks some of its indices here: index it down to one number")
     return x._node if isinstance(x, Proxy) else graph.of(x)
 
 
@@ -194,7 +202,7 @@ def _binary(op: str) -> Callable[..., Node]:
 
 
 def _logical(op: str) -> Callable[..., Node]:
-    return lambda graph, x, other: graph.binary(op, *(graph.truth(node_of(graph, y)) for y in (x, other)))
+    return lambda graph, x, other: graph.binary(op, *(graph.to(node_of(graph, y), "bool") for y in (x, other)))
 
 
 def _converted(kind: str) -> Callable[..., Node]:
@@ -293,7 +301,7 @@ def _methods() -> dict[str, Callable[..., Any]]:
         "divide": _divided,
     }
     names |= {"to": _to, "type": _to, "type_as": _to, "sign": _sign, "isinf": _is_infinite}
-    names |= {"logical_not": lambda g, x: g.unary("not", g.truth(node_of(g, x)))}
+    names |= {"logical_not": lambda g, x: g.unary("not", g.to(node_of(g, x), "bool"))}
     names |= {"square": lambda g, x: g.binary("mul", node_of(g, x), node_of(g, x))}
     names |= {"reciprocal": lambda g, x: g.binary("div", g.constant(1.0), node_of(g, x))}
     names |= {"relu": lambda g, x, inplace=False: g.binary("max", node_of(g, x), g.constant(0))}

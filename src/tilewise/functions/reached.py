@@ -17,7 +17,7 @@ from tilewise.functions.places import Place
 
 # Modules whose attributes do not change
 _FIXED = ("torch", "math", "operator", "functools", "itertools", "numpy")
-_BY_VALUE = (bool, int, str, bytes, type(None), torch.dtype, torch.device, torch.Size, type(Ellipsis), range)
+_BY_VALUE = {bool, int, str, bytes, type(None), torch.dtype, torch.device, torch.Size, type(Ellipsis), range}
 _BY_IDENTITY = (types.ModuleType, types.BuiltinFunctionType, types.MethodDescriptorType, type)
 
 
@@ -66,7 +66,7 @@ class Reached:
         place = next((n for n, known in enumerate(self.tensors) if known is x), len(self.tensors))
         if place == len(self.tensors):
             self.tensors.append(x)
-        self._parts += (place, x.dtype, x.dim())
+        self._parts += (place, x.dtype, x.layout, x.dim())
 
     def _add_function(self, function: types.FunctionType) -> None:
         place = next((n for n, known in enumerate(self._functions) if known is function), None)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import inspect
 import weakref
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -51,7 +51,7 @@ class Looked:
 
 
 _traces: Recent[Trace] = Recent(256)
-_looked: Recent[Looked] = Recent(16)  # these may hold tensors that were made from others
+_looked: Recent[Looked] = Recent(16)
 _sound: Recent[bool] = Recent(1024)  # code that was found to give the same twice
 
 
@@ -67,7 +67,8 @@ def of(mask: UserCode | None, score: UserCode | None) -> Function:
     if trace is None:
         trace = _traced(mask, score, reached.tensors)
         _check_repeatable(mask, score, reached, trace)
-        _traces.keep(reached.key, trace)
+        # What is kept for any tensors holds none that were made from those of now.
+        _traces.keep(reached.key, replace(trace, tensors=()) if trace.looked else trace)
         if trace.looked:
             _looked.keep(_looked_key(reached), Looked(trace, tuple(weakref.ref(x) for x in reached.tensors)))
     return trace.bound(reached.tensors)
@@ -146,16 +147,14 @@ def _checked(name: str, result: Any, graph: Graph, kind: str, place: Place) -> N
     try:
         node = node_of(graph, result)
     except Untraceable:
-        raise Untraceable(
-            f"a {name} function, {place}: it must return one {kind} for each query and key, got {result!r}"
-        ) from None
+        wrong = f"one {kind} for each query and key, got {result!r}"
+        raise Untraceable(f"a {name} function, {place}: it must return {wrong}") from None
     if kind == "bool" and node.kind != "bool":
-        raise Untraceable(
-            f"a {name} function, {place}: it must return a bool, got {node.kind}; compare it, as with != 0"
-        )
+        wrong = f"a bool, got {node.kind}; compare it, as with != 0"
+        raise Untraceable(f"a {name} function, {place}: it must return {wrong}")
     if kind == "float" and node.kind == "bool":
-        instead = "torch.where(condition, s, float('-inf')), or give it as mask"
-        raise Untraceable(f"a {name} function, {place}: it must return a float, got a bool; write {instead}")
+        wrong = "a float, got a bool; write torch.where(condition, s, float('-inf')), or give it as mask"
+        raise Untraceable(f"a {name} function, {place}: it must return {wrong}")
     return graph.to(node, kind)
 
 

@@ -116,6 +116,15 @@ class FoldArgs(ctypes.Structure):
     ]
 
 
+class KindsArgs(ctypes.Structure):
+    """prefill/kinds.cu: KindsArgs."""
+
+    _fields_ = [
+        *((n, ctypes.c_void_p) for n in ("kept", "whole")),
+        *((n, ctypes.c_int) for n in ("heads", "q_blocks", "words", "seqlen_q", "seqlen_k", "block_q", "block_k")),
+    ]
+
+
 class NoFunctionArgs(ctypes.Structure):
     """common/functions.cuh: NoFunction."""
 

@@ -15,13 +15,13 @@ import torch
 
 from tilewise import arch, checks
 from tilewise.gpu import prefill
-from tilewise.gpu.pattern import NO_PATTERN, Pattern
+from tilewise.gpu.pattern import NO_PATTERN, Pattern, stacked
+from tilewise.plan.schedule import BlockSchedule
 from tilewise.scores import Scores
 from tilewise.state import merge_states
 
 if TYPE_CHECKING:
     from tilewise.functions import Function
-    from tilewise.plan.schedule import BlockSchedule
 
 out_dtype = prefill.out_dtype
 KV = tuple[torch.Tensor, torch.Tensor]
@@ -72,9 +72,11 @@ class GpuCall:
         starts: tuple[torch.Tensor, torch.Tensor] | None = None,
         page_table: torch.Tensor | None = None,
         *,
-        schedule: BlockSchedule | None = None,
+        schedule: BlockSchedule | Sequence[BlockSchedule | None] | None = None,
         function: Function | None = None,
     ) -> Result:
+        if isinstance(schedule, (list, tuple)):
+            schedule = stacked(schedule)
         if out is not None and checks.place(out, q, k, v) is None:  # it is read from as well: by way of another
             again = GpuCall(self.scores, self.return_lse)
             given = (q, k, v, sinks, slopes, None, descales, starts, page_table)
@@ -122,6 +124,18 @@ class GpuCall:
         o = torch.empty_like(q)
         self.bound.launch((q.data_ptr(), k.data_ptr(), v.data_ptr(), o.data_ptr()))  # type: ignore[union-attr]
         return o
+
+
+def pattern_key(q: torch.Tensor, k: Any, schedule: Any, function: Function | None) -> tuple[Any, ...]:
+    """What a dense call's checks and its kernel depend on of its schedule and functions."""
+    key: tuple[Any, ...] = ()
+    if schedule is not None:
+        key += (schedule.form if isinstance(schedule, BlockSchedule) else object(),)
+    if function is not None:
+        function.check(q.device)
+        regular = isinstance(k, torch.Tensor) and q.dim() == k.dim() == 4
+        key += (function.text((q.shape[0], q.shape[2], q.shape[1], k.shape[1])) if regular else object(),)
+    return key
 
 
 def _pattern(

@@ -163,10 +163,7 @@ class Decode:
         a.table_pages, a.tail_pages = listed.pages.shape[1], listed.tail_pages
         a.group, a.rows_each = Divisor.by(group), Divisor.by(self.rows_each)
         a.merge_jobs = Divisor.by(-(-plan.heads_kv * self.rows_each // max(1, a.merge_rows)))
-        self.select = None
-        if asked.selections:
-            self.select = Select(listed, a, self.device, asked.selections)
-            a.selections, a.table_pages = asked.selections, listed.selected_pages
+        self.select = Select(listed, a, self.device, asked.selections) if asked.selections else None
         self.grid = (listed.blocks, 1, 1)
         self.workspaces: dict[int | None, Workspace] = {}
         self.graph_barrier = self._barrier()
@@ -199,7 +196,7 @@ class Decode:
             found = self.workspaces[stream] = Workspace(
                 torch.empty(rows * self.fmt.head_dim, dtype=torch.float32, device=self.device),
                 torch.empty(rows * 2, dtype=torch.float32, device=self.device),
-                torch.empty(self.select.scratch if self.select else 0, dtype=torch.int32, device=self.device),
+                torch.empty(self.select.words if self.select else 0, dtype=torch.int32, device=self.device),
                 self.graph_barrier if stream is None else self._barrier(),
             )
         return found
@@ -239,7 +236,7 @@ class Decode:
         space = self._workspace(None if cuda and torch.cuda.is_current_stream_capturing() else stream)
         a.state_o, a.state_ml, a.barrier_counter = (x.data_ptr() for x in (space.o, space.ml, space.barrier))
         if self.select and selected is not None:
-            self.select(selected, space.lists, a, stream, **emulated)
+            self.select(selected, space.lists, stream, **emulated)
         pointers = (k_parts[0].data_ptr(), v_parts[0].data_ptr())
         if cuda:
             for n, spec in enumerate(self.map_specs):
@@ -325,9 +322,10 @@ def run(
     page_lists, lengths: of the plan's sequences, in the order of plan.seqs; looked at when the list is made. scores:
     its window is the one that the plan was made with. tree: (num_seqs, T, T) bool, which query tokens each row sees,
     the first being seen by all; causal if None. selected: int32 (num_seqs or 1, Hkv or 1, words), for a plan with
-    pages_per_seq: bit j % 32 of word j // 32 tells whether the sequence and KV head read page j; bits past a sequence's
-    end may be anything. room: tokens that each sequence may grow by under WorkList.grow before a new plan is needed. tma, tiles: whether to load by TMA, and to put shared nodes through tiles; None for whatever
-    the pages and the plan allow. emulated: options of emulator.launch.
+    pages_per_seq: bit j % 32 of word j // 32 tells whether the sequence and KV head read page j of the sequence's list;
+    bits past its end may be anything. room: tokens that each sequence may grow by under WorkList.grow before a new plan
+    is needed. tma, tiles: whether to load by TMA, and to put shared nodes through tiles; None for whatever the pages
+    and the plan allow. emulated: options of emulator.launch.
     """
     check_served(q, fmt, plan, (k_parts[0], v_parts[0]))
     page_size, arch = k_parts[0].shape[1], arch_of_device(q.device)

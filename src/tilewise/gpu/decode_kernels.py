@@ -20,6 +20,7 @@ from tilewise.plan.worklist import CHUNK, TILE_ROWS, TILE_TOKENS
 
 Parts = Sequence[torch.Tensor]
 
+SELECT_SPEC = KernelSpec("select_pages", "decode/select.cu", "select_pages", (), 512, 0, product=True)
 DTYPES = (torch.bfloat16, torch.float16)
 HEAD_DIMS = (64, 96, 128, 192, 256)
 TILE_HEAD_DIMS = (64, 96, 128)  # what two warpgroups have registers for beside the streaming warps
@@ -200,9 +201,11 @@ def specs(*, every: bool = False) -> list[KernelSpec]:
                 if every:
                     found.append(decode_spec(dtype, fmt, 64, tiling, rule=DECODE_RULES[1]))
                 if every and not tiling.tile_stages:
+                    found.append(decode_spec(dtype, fmt, 16, tiling, selected=True))
+                if every and not tiling.tile_stages:
                     copied = replace(tiling, blocks=choose_tiling(fmt, tiling.rows, tma=False).blocks)
                     found.append(decode_spec(dtype, fmt, 24, copied, tma=False, scale_runs=False))
-    return list(dict.fromkeys(found))
+    return [*dict.fromkeys(found), SELECT_SPEC]
 
 
 def tiles_can(dtype: torch.dtype, fmt: KVFormat, tma: bool) -> bool:

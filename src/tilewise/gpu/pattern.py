@@ -11,8 +11,9 @@ from __future__ import annotations
 import math
 import weakref
 from collections import OrderedDict
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple, Union
 
 import torch
 
@@ -25,16 +26,20 @@ if TYPE_CHECKING:
     from tilewise.plan.schedule import BlockSchedule
 
 FOLD_THREADS = 256  # fold.cu: kThreads
-FOLD_SHARED = 4 * (128 + 1 + 2 * FOLD_THREADS // 32)  # fold.cu: kBuckets, and what stands behind them
+FOLD_SHARED = 4 * (FOLD_THREADS + 1 + 2 * FOLD_THREADS // 32)  # fold.cu: lengths, a flag, counts per warp
+MAX_TILES = 1 << 16  # fold.cu: per list, where tiles are ordered
 SLAB = 16  # prefill/work.cuh: kSlab
 MAX_UNITS = (1 << 20) - 1  # prefill/work.cuh: kNoUnit
 LISTS_KEPT = 16
 
 
+AnySchedule = Union["BlockSchedule", "Stacked"]
+
+
 @dataclass(frozen=True)
 class Pattern:
     """block_q, block_k: of the schedule, 0 without one; batch, heads: how many patterns it has. lengths: its blocks
-    have lengths. text: the functions in C++, "" for none. mask, score: which of them there are. uses: what the mask
+    have lengths. spares: it says in which blocks the mask need not be asked. text: the functions in C++, "" for none. mask, score: which of them there are. uses: what the mask
     depends on, letters of "bhqk"."""
 
     block_q: int = 0
@@ -42,20 +47,21 @@ class Pattern:
     batch: int = 1
     heads: int = 1
     lengths: bool = False
+    spares: bool = False
     text: str = ""
     mask: bool = False
     score: bool = False
     uses: str = ""
 
     @classmethod
-    def of(cls, schedule: BlockSchedule | None, function: Function | None, sizes: tuple[int, int, int, int]) -> Pattern:
+    def of(cls, schedule: AnySchedule | None, function: Function | None, sizes: tuple[int, int, int, int]) -> Pattern:
         """sizes: (sequences, query heads, longest query, longest key)."""
         fields: dict[str, Any] = {}
         if schedule is not None:
-            batch, heads = schedule.bits.shape[:2]
-            lengths = schedule.lengths_q is not None or schedule.lengths_k is not None
+            lengths = [x for x in (schedule.lengths_q, schedule.lengths_k) if x is not None]
+            batch, heads = max(len(x) for x in (schedule.bits, *lengths)), schedule.bits.shape[1]
             fields |= {"block_q": schedule.block_q, "block_k": schedule.block_k, "batch": batch, "heads": heads}
-            fields["lengths"] = lengths
+            fields |= {"lengths": bool(lengths), "spares": schedule.whole is not None}
         if function is not None:
             fields |= {"text": function.text(sizes), "mask": function.mask is not None}
             fields |= {"score": function.score is not None, "uses": "".join(sorted(function.uses))}
@@ -93,9 +99,65 @@ def fold_spec(pattern: Pattern, tile_q: int, unit: int, pack: int, packed: bool)
     text = pattern.text if pattern.mask else ""
     function = ("Function", "UserFunction" if text else "NoFunction")
     constants = (("kTileQ", tile_q), ("kUnit", unit), ("kPack", pack), ("kPacked", packed), function)
-    return KernelSpec(
-        "fold", "prefill/fold.cu", "fold", constants, FOLD_THREADS, FOLD_SHARED, product=True, text=text
+    return KernelSpec("fold", "prefill/fold.cu", "fold", constants, FOLD_THREADS, FOLD_SHARED, product=True, text=text)
+
+
+class Stacked(NamedTuple):
+    """Schedules of packed sequences as one, of which each sequence reads its own bits."""
+
+    block_q: int
+    block_k: int
+    num_k_blocks: int
+    bits: torch.Tensor
+    whole: torch.Tensor | None
+    lengths_q: torch.Tensor | None
+    lengths_k: torch.Tensor | None
+
+
+def stacked(schedules: Sequence[BlockSchedule | None]) -> Stacked | None:
+    """One schedule, or None for all keys, per sequence. Their blocks have one size."""
+    given = [s for s in schedules if s is not None]
+    if not given:
+        return None
+    sizes = {(s.block_q, s.block_k) for s in given}
+    if len(sizes) > 1:
+        raise NotImplementedError(f"GPU kernels take schedules of one block size per call, got {sorted(sizes)}")
+    ((block_q, block_k),) = sizes
+    heads = max(s.bits.shape[1] for s in given)
+    rows, words = (max(s.bits.shape[n] for s in given) for n in (2, 3))
+    q_blocks, k_blocks = rows, max(s.num_k_blocks for s in given)
+
+    def planes(of: Callable[[BlockSchedule], torch.Tensor | None]) -> torch.Tensor | None:
+        """Without a schedule every block is kept; without a plane of whole blocks none is whole."""
+        if all(of(s) is None for s in given):
+            return None
+        bits = given[0].bits.new_zeros(len(schedules), heads, rows, words)
+        for b, s in enumerate(schedules):
+            plane = None if s is None else of(s)
+            if s is None:
+                bits[b] = -1
+            elif plane is not None:
+                bits[b, :, : plane.shape[2], : plane.shape[3]] = plane[0]
+        return bits
+
+    def lengths(of: Callable[[BlockSchedule], torch.Tensor | None], size: int, blocks: int) -> torch.Tensor | None:
+        if all(of(s) is None for s in given):
+            return None
+        found = torch.full((len(schedules), blocks), size, dtype=torch.int32, device=given[0].bits.device)
+        for b, s in enumerate(schedules):
+            own = None if s is None else of(s)
+            if own is not None:
+                found[b, : own.shape[1]] = own[0]
+        return found
+
+    bits = planes(lambda s: s.bits)
+    assert bits is not None
+    whole = planes(lambda s: s.whole)
+    lengths_q, lengths_k = (
+        lengths(lambda s: s.lengths_q, block_q, q_blocks),
+        lengths(lambda s: s.lengths_k, block_k, k_blocks),
     )
+    return Stacked(block_q, block_k, k_blocks, bits, whole, lengths_q, lengths_k)
 
 
 class Lists:
@@ -125,9 +187,13 @@ class Lists:
                 f"a schedule or mask function over {keys} keys in units of {unit} is too long: "
                 f"at most {MAX_UNITS * unit} keys; use larger blocks"
             )
+        if rows_each > MAX_TILES and not packed:
+            raise NotImplementedError(
+                f"a schedule or mask function takes up to {MAX_TILES * tile_q // pack} query rows"
+            )
         self.pattern, self.device = pattern, device
         self.spec = fold_spec(pattern, tile_q, unit, pack, packed)
-        self.grid = (rows_each, self.lists, 1)
+        self.grid = (rows_each if pattern.mask else math.ceil(rows_each / (FOLD_THREADS // 32)), self.lists, 1)
         block_q, block_k = max(1, pattern.block_q), max(1, pattern.block_k)
         self.tile_lists = TileListArgs(
             width=self.width,
@@ -146,7 +212,7 @@ class Lists:
     def make(
         self,
         forward: ForwardArgs,
-        schedule: BlockSchedule | None,
+        schedule: AnySchedule | None,
         function: Function | None,
         stream: int,
     ) -> torch.Tensor:
@@ -156,7 +222,8 @@ class Lists:
         """
         capturing = torch.cuda.is_current_stream_capturing()
         read = self._point(forward, schedule)
-        key = (id(schedule), None if function is None else function.key, stream)
+        version = None if schedule is None else schedule.bits._version
+        key = (id(schedule), version, None if function is None else function.key, stream)
         made_from = (schedule, *(() if function is None else function.tensors))
         if not (self.packed or capturing):
             found = self._kept.get(key)
@@ -183,7 +250,7 @@ class Lists:
     def emulate(
         self,
         forward: ForwardArgs,
-        schedule: BlockSchedule | None,
+        schedule: AnySchedule | None,
         function: Function | None,
         tensors: dict[str, torch.Tensor],
         **emulated: Any,
@@ -213,7 +280,7 @@ class Lists:
         lists.order = None if self.packed else a.order
         a.units = lists.units = work.data_ptr() + 4 * 3 * rows
 
-    def _point(self, forward: ForwardArgs, schedule: BlockSchedule | None) -> list[torch.Tensor]:
+    def _point(self, forward: ForwardArgs, schedule: AnySchedule | None) -> list[torch.Tensor]:
         """Points both kernels' arguments at the schedule; returns what they read."""
         if schedule is None:
             return []

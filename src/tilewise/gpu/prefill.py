@@ -160,7 +160,7 @@ def _patterned_tiling(
 ) -> Tiling:
     """The tiling with lists or functions: both take registers, so Q stays in shared memory.
 
-    Listed blocks arrive less evenly than neighbouring ones, and waiting for turns costs more than it gains.
+    The blocks of a schedule arrive less evenly than neighbouring ones, and waiting for turns costs more than it gains.
     """
     tiling = TILINGS_FP8[width] if dtype == FP8 else SMALL_64 if width == 64 else TILINGS[width]
     if pattern.block_q % 128 and width <= 128 and dtype != FP8 and plain:
@@ -170,11 +170,13 @@ def _patterned_tiling(
         most = min(96, most)
     elif width > 128:
         most = 48 if width == 256 and pattern.text else 64
-    tiling = replace(tiling, q_registers=False, lazy=tiling.lazy and not (scores.changed and width == 256), tile_kv=most)
+    tiling = replace(
+        tiling, q_registers=False, lazy=tiling.lazy and not (scores.changed and width == 256), tile_kv=most
+    )
     if not pattern.listed:
         return tiling
     tile_kv, unit = block_keys(most, pattern.block_k, page_size, 32 if dtype == FP8 else 16)
-    return replace(tiling, tile_kv=tile_kv, unit=unit, ping_pong=False)
+    return replace(tiling, tile_kv=tile_kv, unit=unit, ping_pong=tiling.ping_pong and not pattern.block_q)
 
 
 @lru_cache(maxsize=1024)
@@ -223,6 +225,7 @@ def forward_spec(
         ("kUnit", tiling.unit),
         ("kSlabs", pattern.block_q * pack % tiling.tile_q > 0),
         ("kLengths", pattern.lengths),
+        ("kSpares", pattern.spares and pattern.mask),
         ("Function", "UserFunction" if pattern.text else "NoFunction"),
     )
     boxes = tiling.tile_kv // tiling.unit if tiling.unit else 0

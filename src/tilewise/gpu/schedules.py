@@ -26,6 +26,7 @@ THREADS = 256  # of a block, but for rows of more than one warp
 WARPS = THREADS // 32
 MOST = 2**31 - 1  # words of bits, and squares of 32 × 32, that the kernels count
 INDICES = {torch.int32: "int", torch.int64: "int64_t"}
+UNUSED_BITS = {torch.float32: 0, torch.float16: 13, torch.bfloat16: 16}  # low bits of a float32 that has such a value
 # Words of 32 columns that a warp of schedule_select.cu holds, at most, and the warps that share a longer row.
 HELD, ROW_WARPS, LONG_ROW_WARPS = 32, 8, 16
 
@@ -95,9 +96,15 @@ def select_spec(dtype: torch.dtype, words: int, share: bool) -> KernelSpec:
     if words <= HELD * ROW_WARPS:
         warps = 1 if words <= HELD else ROW_WARPS
         held = math.ceil(words / (4 * warps)) * 4
-    constants: tuple[tuple[str, Constant], ...] = (("Element", ELEMENTS[dtype]), ("kRowWarps", warps))
-    constants += (("kWords", held), ("kShare", share))
-    return _spec("select", *constants, threads=max(THREADS, 32 * warps), shared=16 * warps if warps > 1 else 0)
+    constants: dict[str, Constant] = {
+        "Element": ELEMENTS[dtype],
+        "kUnused": UNUSED_BITS[dtype],
+        "kRowWarps": warps,
+        "kWords": held,
+        "kShare": share,
+        "Sum": "uint64_t" if share else "uint32_t",
+    }
+    return _spec("select", *constants.items(), threads=max(THREADS, 32 * warps), shared=16 * warps if warps > 1 else 0)
 
 
 def specs(*, every: bool = False) -> list[KernelSpec]:

@@ -75,7 +75,7 @@ def attention_forward(
 
     Returns (B, Nq, Hq, Dv) and None: attention weights are never formed. On CUDA it takes bfloat16 and float16.
     """
-    _refuse_unserved(dropout, kwargs)
+    refuse_unserved(dropout, kwargs)
     if s_aux is not None and sinks is not None:
         raise ValueError("s_aux and sinks are two names of one argument, got both")
     checks.tensor("query", query, shape=("batch", "heads", "queries", "head_dim"))
@@ -180,7 +180,7 @@ def _widened(x: torch.Tensor, head_dim: int) -> torch.Tensor:
     return x if x.shape[-1] == head_dim else F.pad(x, (0, head_dim - x.shape[-1]))
 
 
-def _refuse_unserved(dropout: float, kwargs: dict[str, Any]) -> None:
+def refuse_unserved(dropout: float, kwargs: dict[str, Any]) -> None:
     if dropout:
         raise NotImplementedError(
             f"dropout is not served, got {dropout}; call model.eval(), set the config's attention dropout to 0, or "

@@ -19,7 +19,18 @@ from tilewise.plan import schedule_bits, schedule_patterns, schedule_select
 from tilewise.plan import schedule_device as device_side
 from tilewise.plan import schedule_files as files
 from tilewise.plan.schedule_files import AnyPath
-from tilewise.plan.schedule_grid import INT32_MAX, Grid, Int32s, as_array, check_geometry, check_tail, grid_of, leading
+from tilewise.plan.schedule_grid import (
+    INT32_MAX,
+    Grid,
+    Int32s,
+    as_array,
+    check_alike,
+    check_geometry,
+    check_lists,
+    check_tail,
+    grid_of,
+    leading,
+)
 from tilewise.plan.schedule_pictures import Picture
 from tilewise.plan.schedule_store import CPU, StoredSchedule
 
@@ -173,12 +184,9 @@ class BlockSchedule(StoredSchedule):
         check_tail("blocks", blocks, grid.q_blocks, grid.cols)
         if blocks.dtype not in (torch.bool, np.bool_):
             raise ValueError(f"blocks must be bool (True is kept), got {blocks.dtype}")
-        if whole is not None and (whole.dtype, whole.shape) != (blocks.dtype, blocks.shape):
-            raise ValueError(
-                f"whole must be {tuple(blocks.shape)} and {blocks.dtype} like blocks, got {tuple(whole.shape)} and "
-                f"{whole.dtype}"
-            )
-        if _elsewhere("blocks", blocks, whole=whole):
+        if whole is not None:
+            check_alike("whole", whole, "blocks", blocks)
+        if _on_cuda({"blocks": blocks, "whole": whole}):
             bits, whole_bits = device_side.kernels().pack(blocks, whole)
             return cls._on_device(grid, bits, whole_bits, lengths_q, lengths_k)
         pattern = schedule_patterns.from_blocks(grid, as_array("blocks", blocks))
@@ -211,21 +219,9 @@ class BlockSchedule(StoredSchedule):
         batch, heads = leading("counts", counts, "num_q_blocks")
         grid = grid_of(seqlen_q, seqlen_k, block_q, block_k, heads, batch)
         check_tail("counts", counts, grid.q_blocks)
-        if (full_counts is None) != (full_indices is None):
-            raise ValueError("full_counts and full_indices must be given together")
-        for prefix, count, index in (("", counts, indices), ("full_", full_counts, full_indices)):
-            for name, x, more in ((f"{prefix}counts", count, 0), (f"{prefix}indices", index, 1)):
-                if x is None:
-                    continue
-                if not isinstance(x, (torch.Tensor, np.ndarray)):
-                    raise TypeError(f"{name} must be a torch.Tensor or a numpy array, got {type(x).__name__}")
-                if x.dtype not in (torch.int32, torch.int64, np.int32, np.int64):
-                    raise ValueError(f"{name} must be int32 or int64, got {x.dtype}")
-                if x.ndim != counts.ndim + more or x.shape[: counts.ndim] != counts.shape:
-                    wanted = ", ".join([*map(str, counts.shape), "width"][: counts.ndim + more])
-                    raise ValueError(f"{name} must have shape ({wanted}), as counts has, got {tuple(x.shape)}")
-        given = {"indices": indices, "full_counts": full_counts, "full_indices": full_indices}
-        if _elsewhere("counts", counts, **given):
+        lists = {"counts": counts, "indices": indices, "full_counts": full_counts, "full_indices": full_indices}
+        check_lists(lists)
+        if _on_cuda(lists):
             made = device_side.kernels().scatter(counts, indices, full_counts, full_indices, grid.cols)
             bits, whole, faults = made
             return cls._on_device(grid, bits, whole, lengths_q, lengths_k, faults)
@@ -266,7 +262,7 @@ class BlockSchedule(StoredSchedule):
         check_tail("scores", scores, grid.q_blocks, grid.cols)
         top_k, threshold = schedule_select.check_asked(scores, top_k, threshold)
         checks.flag("causal", causal)
-        if _elsewhere("scores", scores):
+        if _on_cuda({"scores": scores}):
             diagonal = (grid.seqlen_q, grid.seqlen_k, grid.block_q, grid.block_k) if causal else None
             bits, faults = device_side.kernels().select(scores, top_k, threshold, diagonal)
             return cls._on_device(grid, bits, None, lengths_q, lengths_k, faults)
@@ -293,11 +289,10 @@ class BlockSchedule(StoredSchedule):
         grid = grid_of(seqlen_q, seqlen_k, block_q, block_k, heads, batch)
         check_tail("bits", bits, *grid.shape[2:])
         if whole is not None:
-            checks.tensor("whole", whole, shape=tuple(bits.shape), dtypes=(torch.int32,), device=bits.device)
-        if _elsewhere("bits", bits, whole=whole):
-            return cls._on_device(
-                grid, bits.contiguous(), None if whole is None else whole.contiguous(), lengths_q, lengths_k
-            )
+            check_alike("whole", whole, "bits", bits)
+            whole = whole.contiguous()
+        if _on_cuda({"bits": bits, "whole": whole}):
+            return cls._on_device(grid, bits.contiguous(), whole, lengths_q, lengths_k)
         pattern = schedule_bits.pattern_of(bits, grid)
         if not torch.equal(schedule_bits.bits_of(pattern, grid), bits):
             raise ValueError(f"bits must be 0 past the last key block, num_k_blocks={grid.cols}")
@@ -368,26 +363,28 @@ class BlockSchedule(StoredSchedule):
 
     def show(self, head: int = 0, width: int = 64, batch: int = 0) -> str:
         """The pattern of one head as text, at most `width` characters for the keys: a character is one block, or the
-        share of several blocks that is kept (' ' none, '█' all). Looks."""
+        share of several blocks that is kept (' ' none, '█' all). With a `whole` plane the others count half. Looks."""
         width = checks.integer("width", width, 1)
         return self._picture(head, batch).text(width)
 
     def draw(self, path: AnyPath, head: int = 0, batch: int = 0) -> None:
-        """Writes a PNG of one head's pattern to `path`, axes in tokens. Looks."""
+        """Writes a PNG of one head's pattern to `path`, axes in tokens; with a `whole` plane, the blocks that are seen
+        in part are lighter. Looks."""
         target = files.check_path(path, ".png")
         self._picture(head, batch).draw(target)
 
     def _picture(self, head: int, batch: int) -> Picture:
-        return Picture(self._grid, self._looked_at(), *self._place(head, batch))
+        whole = None if self.whole is None else schedule_bits.pattern_of(self.whole.cpu() & self.cpu().bits, self._grid)
+        return Picture(self._grid, self._looked_at(), whole, *self._place(head, batch))
 
 
-def _elsewhere(name: str, x: Any, **others: Any) -> bool:
-    """Is this tensor on a CUDA device? Raises ValueError unless the others are where it is."""
-    where = x.device if isinstance(x, torch.Tensor) else CPU
-    for other, y in others.items():
-        at = y.device if isinstance(y, torch.Tensor) else CPU
-        if y is not None and at != where:
-            raise ValueError(f"{other} must be on {where} like {name}, got {at}")
-    if where.type not in ("cpu", "cuda"):
-        raise ValueError(f"{name} must be on the CPU or a CUDA device, got {where}")
-    return where.type == "cuda"
+def _on_cuda(given: dict[str, Any]) -> bool:
+    """Are these, by name, on a CUDA device? Raises ValueError unless all, but for None, are where the first one is."""
+    where = {name: x.device if isinstance(x, torch.Tensor) else CPU for name, x in given.items() if x is not None}
+    first, device = next(iter(where.items()))
+    for name, at in where.items():
+        if at != device:
+            raise ValueError(f"{name} must be on {device} like {first}, got {at}")
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"{first} must be on the CPU or a CUDA device, got {device}")
+    return device.type == "cuda"

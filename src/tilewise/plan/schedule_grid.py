@@ -141,11 +141,15 @@ def indptr_of(counts: npt.NDArray[np.integer[Any]]) -> Int64s:
     return indptr
 
 
+def _check_array(name: str, x: Any) -> None:
+    if not isinstance(x, (torch.Tensor, np.ndarray)):
+        raise TypeError(f"{name} must be a torch.Tensor or a numpy array, got {type(x).__name__}")
+
+
 def leading(name: str, x: Any, *tail: str) -> tuple[int | None, int | None]:
     """(batch, heads) of an array or a tensor (…, *tail) with up to two leading dimensions; None for a size of 1, which
     is shared, and for one that is not there."""
-    if not isinstance(x, (torch.Tensor, np.ndarray)):
-        raise TypeError(f"{name} must be a torch.Tensor or a numpy array, got {type(x).__name__}")
+    _check_array(name, x)
     lead, end = tuple(x.shape[: max(0, x.ndim - len(tail))]), ", ".join(tail)
     if not len(tail) <= x.ndim <= len(tail) + 2 or 0 in lead:
         raise ValueError(
@@ -162,6 +166,31 @@ def check_tail(name: str, x: Any, *sizes: int) -> None:
         raise ValueError(
             f"{name} must end in ({wanted}), as seqlen_q, seqlen_k, block_q and block_k say, got {tuple(x.shape)}"
         )
+
+
+def check_alike(name: str, x: Any, like: str, y: Any) -> None:
+    """Raises unless x has the shape and the dtype of y, whose name is `like`."""
+    _check_array(name, x)
+    if (x.shape, x.dtype) != (y.shape, y.dtype):
+        wanted, got = (f"{tuple(z.shape)} and {z.dtype}" for z in (y, x))
+        raise ValueError(f"{name} must be {wanted} like {like}, got {got}")
+
+
+def check_lists(lists: dict[str, Any]) -> None:
+    """Raises unless these are (…, rows) counts and (…, rows, width) indices, and the same of full ones or None."""
+    counts = lists["counts"]
+    if (lists["full_counts"] is None) != (lists["full_indices"] is None):
+        raise ValueError("full_counts and full_indices must be given together")
+    for name, x in lists.items():
+        if x is None and name.startswith("full"):
+            continue
+        _check_array(name, x)
+        if x.dtype not in (torch.int32, torch.int64, np.int32, np.int64):
+            raise ValueError(f"{name} must be int32 or int64, got {x.dtype}")
+        dims = counts.ndim + name.endswith("indices")
+        if x.ndim != dims or x.shape[: counts.ndim] != counts.shape:
+            wanted = ", ".join([*map(str, counts.shape), "width"][:dims])
+            raise ValueError(f"{name} must have shape ({wanted}), as counts has, got {tuple(x.shape)}")
 
 
 def as_lengths(

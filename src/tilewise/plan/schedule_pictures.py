@@ -14,16 +14,23 @@ SHADES = " ░▒▓█"
 
 
 class Picture:
-    """The pattern of head `head` of sequence `batch`; both are 0 where the pattern is shared."""
+    """The pattern of head `head` of sequence `batch`; both are 0 where the pattern is shared.
 
-    def __init__(self, grid: Grid, pattern: Pattern, head: int, batch: int) -> None:
+    whole: those of its blocks in which every query sees every key, where that is known; a block that is kept and is not
+    one of them is seen in part, and gets half the shade.
+    """
+
+    def __init__(self, grid: Grid, pattern: Pattern, whole: Pattern | None, head: int, batch: int) -> None:
         self.grid, self.head, self.batch = grid, head, batch
         first = (batch * (grid.heads or 1) + head) * grid.q_blocks
-        self.indptr = pattern.indptr[first : first + grid.q_blocks + 1]
-        self.indices: Int32s = pattern.indices[self.indptr[0] : self.indptr[-1]]
+        self.kept = _part(pattern, first, grid.q_blocks)
+        self.whole = None if whole is None else _part(whole, first, grid.q_blocks)
 
     def text(self, width: int) -> str:
-        """At most `width` characters for the keys: a character is one block, or the share of several that is kept."""
+        """At most `width` characters for the keys: a character is one block, or the share of several that is kept.
+
+        What is seen in part counts half.
+        """
         grid = self.grid
         columns = min(width, grid.cols)
         # A character is about twice as tall as it is wide, so a picture that has to shrink shrinks to half the lines.
@@ -32,8 +39,9 @@ class Picture:
         text = [self.facts()]
         if not lines or not columns:
             return "\n".join([*text, "(no blocks)"])
-        share = self.cells(lines, columns)
-        # ' ' means that nothing is kept and '█' that everything is; the three shades between them are thirds.
+        share = self.shades(lines, columns)
+        # ' ' means that nothing is kept and '█' that everything is; the three shades between them are thirds, so that
+        # a block seen in part is '▒'.
         shades = np.where(share >= 1, 4, np.ceil(share * 3)).astype(int)
         first_query = -(-np.arange(lines) * grid.q_blocks // lines) * grid.block_q
         margin = max(len("queries"), len(str(grid.seqlen_q)))
@@ -60,7 +68,7 @@ class Picture:
         if lines and columns:
             shrunk = (lines, columns) != (grid.q_blocks, grid.cols)
             image = axes.imshow(
-                self.cells(lines, columns),
+                self.shades(lines, columns),
                 cmap="Blues",
                 vmin=0.0,
                 vmax=1.0,
@@ -71,7 +79,12 @@ class Picture:
             axes.set_xlim(0, grid.seqlen_k)
             axes.set_ylim(grid.seqlen_q, 0)
             if shrunk:
-                figure.colorbar(image, ax=axes, shrink=0.7, label="share of blocks kept")
+                kept = "share of blocks kept" + ("" if self.whole is None else ", half of those seen in part")
+                figure.colorbar(image, ax=axes, shrink=0.7, label=kept)
+            elif self.whole is not None:
+                for name, shade in (("whole", 1.0), ("in part", 0.5), ("not seen", 0.0)):
+                    axes.fill([], [], facecolor=image.cmap(shade), edgecolor="0.6", label=name)
+                figure.legend(loc="outside lower center", ncols=3, frameon=False)
             if max(lines, columns) <= 64:
                 axes.vlines(np.arange(1, columns) * grid.block_k, 0, grid.seqlen_q, colors="0.8", linewidth=0.5)
                 axes.hlines(np.arange(1, lines) * grid.block_q, 0, grid.seqlen_k, colors="0.8", linewidth=0.5)
@@ -81,22 +94,34 @@ class Picture:
             figure.savefig(file, format="png")
 
     def facts(self) -> str:
-        grid, kept = self.grid, len(self.indices)
+        grid, kept = self.grid, len(self.kept.indices)
         total = grid.q_blocks * grid.cols
         whose = "all heads" if grid.heads is None else f"head {self.head} of {grid.heads}"
         if grid.batch is not None:
             whose += f", sequence {self.batch} of {grid.batch}"
+        whole = "" if self.whole is None else f", {len(self.whole.indices)} of them whole"
         return (
             f"{grid.seqlen_q} queries × {grid.seqlen_k} keys in blocks of {grid.block_q} × {grid.block_k}; "
-            f"{whose}: {kept} of {total} blocks kept ({kept / max(1, total):.1%})"
+            f"{whose}: {kept} of {total} blocks kept ({kept / max(1, total):.1%}){whole}"
         )
 
-    def cells(self, lines: int, columns: int) -> npt.NDArray[np.float64]:
-        """(lines, columns): the share of the blocks in each cell of a coarser grid that is kept."""
+    def shades(self, lines: int, columns: int) -> npt.NDArray[np.float64]:
+        """(lines, columns): the share of the blocks in each cell of a coarser grid that is kept; in part: half."""
+        kept = self._cells(self.kept, lines, columns)
+        return kept if self.whole is None else (kept + self._cells(self.whole, lines, columns)) / 2
+
+    def _cells(self, pattern: Pattern, lines: int, columns: int) -> npt.NDArray[np.float64]:
         line_of = np.arange(self.grid.q_blocks) * lines // self.grid.q_blocks
         column_of = np.arange(self.grid.cols) * columns // self.grid.cols
-        cell = np.repeat(line_of * columns, np.diff(self.indptr))
-        cell += column_of[self.indices]
+        cell = np.repeat(line_of * columns, np.diff(pattern.indptr))
+        cell += column_of[pattern.indices]
         kept = np.bincount(cell, minlength=lines * columns).reshape(lines, columns)
         share: npt.NDArray[np.float64] = kept / np.outer(np.bincount(line_of), np.bincount(column_of))
         return share
+
+
+def _part(pattern: Pattern, first: int, rows: int) -> Pattern:
+    """The rows of one head: indptr is still counted from the first of all rows."""
+    indptr = pattern.indptr[first : first + rows + 1]
+    indices: Int32s = pattern.indices[indptr[0] : indptr[-1]]
+    return Pattern(indptr, indices)

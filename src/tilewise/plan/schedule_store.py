@@ -140,6 +140,12 @@ class StoredSchedule:
         assert self._bits is not None
         return self._bits
 
+    @property
+    def form(self) -> tuple[Any, ...]:
+        """All that is known of it without a look at its values: what calls check, and kernels are made for."""
+        lengths = (None if x is None else x.shape for x in (self.lengths_q, self.lengths_k))
+        return self._grid.scalars, self.whole is None, self.device, *lengths
+
     def cpu(self: Schedule) -> Schedule:
         """The same schedule on the CPU. From a device this waits for its values."""
         if self._pattern is not None:

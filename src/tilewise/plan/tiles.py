@@ -358,8 +358,8 @@ class DecodePlan(Plan):
 
     cache_serial: which cache it was made for. stored_tokens: tokens that lie in the pages, each counted once. room: how
     many tokens each sequence may grow by under `grow_plan` before a kernel's list of work has to be made anew.
-    pages_per_seq: for decode() with a schedule of pages, how many of them a sequence reads at most; the work is then
-    that over the first ones. serial: a number that no other plan of this process has or had, by which compiled code
+    pages_per_seq: for decode() with a schedule of pages, how many of them a sequence reads at most, 0 for all; the work
+    stands over the first ones. serial: a number that no other plan of this process has or had, by which compiled code
     finds it.
     """
 
@@ -370,7 +370,7 @@ class DecodePlan(Plan):
     shared_nodes: int = 0
     window: Window | None = None
     room: int = 0
-    pages_per_seq: int | None = None
+    pages_per_seq: int = 0
     cache_serial: int = -1
     stored_tokens: int = 0
     serial: int = field(default_factory=_serials.__next__, init=False, compare=False)

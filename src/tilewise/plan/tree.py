@@ -41,7 +41,7 @@ def plan_tree(
     share: bool | None = None,
     cost: CostModel = CPU_COST,
     room: int = 0,
-    pages_per_seq: int | None = None,
+    pages_per_seq: int = 0,
 ) -> DecodePlan:
     """The plan of one decode step.
 
@@ -50,14 +50,13 @@ def plan_tree(
     token in one KV head as `stream_row_bytes` bytes, which is what the inner loop reads if that is not what is stored
     (`kv_row_bytes`). shortest_run: cut ranges where their pages are not consecutive, if the parts have at least this
     many tokens on average; 0 never cuts. A backend that reads consecutive pages in place wants that. pages_per_seq: how
-    many pages a sequence reads at most; without `share` and `window`.
+    many pages a sequence reads at most, 0 for all; without `share` and `window`.
 
     A node is shared only as far as every row of the group sees all of it, so shared items need no mask. What is left
     of each sequence, with its causal end, are its own items.
     """
     left = window[0] if window is not None else None
-    most = None if pages_per_seq is None else pages_per_seq * page_size
-    batch = _Batch(page_lists, lengths, page_size, tokens_per_seq, left, shortest_run, most)
+    batch = _Batch(page_lists, lengths, page_size, tokens_per_seq, left, shortest_run, pages_per_seq * page_size)
     order, tree = _find_tree(batch)
     kv_bytes = heads_kv * (stream_row_bytes or kv_row_bytes)
     judge = _Judge(cost, tokens_per_seq * heads_q, heads_kv, head_dim, kv_bytes) if share is None else None
@@ -94,8 +93,8 @@ def plan_tree(
 
 @dataclass(frozen=True)
 class _Batch:
-    """The sequences of a plan. left: how many tokens before its own a row sees, None for all. most: tokens that a
-    sequence reads at most, None for all."""
+    """The sequences of a plan. left: how many tokens before its own a row sees, None for all. most: how many tokens a
+    sequence reads at most, 0 for all."""
 
     page_lists: Sequence[Ints]
     lengths: Sequence[int]
@@ -103,7 +102,7 @@ class _Batch:
     tokens_per_seq: int
     left: int | None
     shortest_run: int
-    most: int | None
+    most: int
 
     def tiles(self, member: int, row: int, rows: int, tokens: Range, key: int, band: Band) -> list[PagedTiles]:
         """Rows [row, row + rows) over a token range of sequence `member`, cut as `shortest_run` asks.
@@ -133,7 +132,7 @@ class _Batch:
         """The token ranges of a sequence of `length` tokens that some row of it sees and that are in none of the shared
         ranges. Those ascend, and all rows see all of them."""
         at = 0 if self.left is None else max(0, length - self.tokens_per_seq - self.left)
-        if self.most is not None:
+        if self.most:
             length = min(length, self.most)
         ranges = []
         for start, stop in shared:

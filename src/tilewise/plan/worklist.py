@@ -171,16 +171,13 @@ def work_list(
     rows_each = plan.tokens_per_seq * (plan.heads_q // heads)
     order = np.ascontiguousarray(plan.order, np.int32)
     length = np.array([lengths[n] for n in order], np.int64)
-    selected_pages = 0
-    reach, capacity = length, length + room  # tokens that a sequence reads, now and when it has grown
-    if plan.pages_per_seq is not None:
-        selected_pages = max(1, min(plan.pages_per_seq, -(-int(capacity.max(initial=0)) // page_size)))
-        reach, capacity = (np.minimum(x, selected_pages * page_size) for x in (reach, capacity))
-    nodes, own = find_ranges(plan, reach, room)
-    own = own._replace(stop=np.minimum(own.stop, capacity[own.sequence]))
+    most = plan.pages_per_seq * page_size or FAR
+    read = np.minimum(length, most)  # tokens that each sequence reads now, at most
+    nodes, own = find_ranges(plan, read, room)
+    own = own._replace(stop=np.minimum(own.stop, most))
     cutter = Cutter(rows_each, heads, shape, splitting or Splitting())
     # With a window, rows of one node see different parts of it: its tiles need their own states.
-    cut = cut_plan(nodes, own, cutter, reach, plan.tokens_per_seq, chaining=plan.window is None)
+    cut = cut_plan(nodes, own, cutter, read, plan.tokens_per_seq, chaining=plan.window is None)
     states = cut.states.table()
     tables = _page_tables(page_lists, order, length, page_size, room)
 
@@ -189,7 +186,7 @@ def work_list(
     tiles = items_of_heads(cut.tiled.pieces(), heads, rows_each, of_sequence)
     tiles[:, STATE_WORDS] = first_tile_pages(tiles, of_sequence)
 
-    chunks = stream_chunks(items, reach)
+    chunks = stream_chunks(items, read)
     blocks = max(1, min(shape.blocks, max(len(items), len(tiles))))
     tile_items = deal_chains(tiles, cut.tiled.chains(heads), blocks)
     if shape.tiles:
@@ -210,7 +207,7 @@ def work_list(
         total_states=cut.total_states,
         in_step=not shape.tiles and are_in_step(len(items), heads, blocks, shape.warps),
         copies=getattr(page_lists, "copies", None),
-        selected_pages=selected_pages,
+        selected_pages=min(plan.pages_per_seq, 1 + int((length + room).max(initial=0)) // page_size),
     )
 
 

@@ -1,6 +1,11 @@
 // What printed functions of users (tilewise/functions/printing.py) call, and the function that is none.
 //
-// Integers wrap at 32 bits, // and % round down as Python does, floats behave as PyTorch's.
+// Integers wrap at 32 bits, // and % round down as Python does, floats behave as PyTorch's. Each function has
+//   mask(b, h, q, k, …)             whether query q of head h in sequence b sees key k
+//   score(s, scale, b, h, q, k, …)  the natural logit that becomes of s · scale
+//   seen(b, h, q, k)                mask over intervals: low is 1 if all is seen, high is 0 if nothing is
+// where … are fq, fk, q0, dq, k0 and dk: q and k as floats, and as sums q = q0 + dq, k = k0 + dk, in which dq and dk
+// are best constants that the compiler knows. kByKey, kByRow: something is looked up by an index with k, with q.
 #pragma once
 #include "common/args.cuh"
 #include "common/intervals.cuh"
@@ -26,6 +31,7 @@ TILE_DEVICE float float_at(const double* values, int64_t i) {
 TILE_DEVICE int add(int a, int b) { return int(uint32_t(a) + uint32_t(b)); }
 TILE_DEVICE int sub(int a, int b) { return int(uint32_t(a) - uint32_t(b)); }
 TILE_DEVICE int mul(int a, int b) { return int(uint32_t(a) * uint32_t(b)); }
+TILE_DEVICE int neg(int a) { return sub(0, a); }
 TILE_DEVICE int abs(int a) { return a < 0 ? sub(0, a) : a; }
 TILE_DEVICE int least(int a, int b) { return a < b ? a : b; }
 TILE_DEVICE int greatest(int a, int b) { return a > b ? a : b; }
@@ -54,6 +60,9 @@ TILE_DEVICE int power(int base, int exponent) {
 // NaN if one of them is
 TILE_DEVICE float least(float a, float b) { return a < b || a != a ? a : b; }
 TILE_DEVICE float greatest(float a, float b) { return a > b || a != a ? a : b; }
+// The same where the limit is none
+TILE_DEVICE float at_most(float a, float limit) { return limit < a ? limit : a; }
+TILE_DEVICE float at_least(float a, float limit) { return limit > a ? limit : a; }
 TILE_DEVICE float power(float base, float exponent) { return powf(base, exponent); }
 TILE_DEVICE float mod(float a, float b) {
     const float rest = fmodf(a, b);
@@ -78,9 +87,9 @@ TILE_DEVICE int to_int(float x) {
 
 struct NoFunction {
     int unused;
-    static constexpr bool kMask = false, kScore = false, kByKey = false;
-    TILE_DEVICE bool mask(int, int, int, int, float, float, int, int) const { return true; }
-    TILE_DEVICE float score(float s, float scale, int, int, int, int, float, float, int, int) const {
+    static constexpr bool kMask = false, kScore = false, kByKey = false, kByRow = false;
+    TILE_DEVICE bool mask(int, int, int, int, float, float, int, int, int, int) const { return true; }
+    TILE_DEVICE float score(float s, float scale, int, int, int, int, float, float, int, int, int, int) const {
         return s * scale;
     }
     TILE_DEVICE Interval seen(Interval, Interval, Interval, Interval) const { return {1.0, 1.0}; }

@@ -1,8 +1,8 @@
 // Interval arithmetic: what a value of a user's function can be over a block of queries × keys.
 //
-// An interval may be wider than what the values do, never narrower: an int that may leave 32 bits can be any int, since it
-// wraps, and a float that may be NaN is unbounded, (−∞, ∞), which nothing but itself comes from. The same rules as
-// tilewise/functions/intervals.py, function by function.
+// An interval may be wider than what the values do, never narrower: an int that may leave 32 bits can be any int, since
+// it wraps, and a float that may be NaN is unbounded, (−∞, ∞), from which comes nothing but itself. The rules are those
+// of tilewise/functions/intervals.py, one by one.
 #pragma once
 #include "tile/memory.cuh"
 
@@ -34,7 +34,8 @@ template <> TILE_DEVICE Interval fit<int>(Interval x, bool) {
     return x.low >= kAnyInt.low && x.high <= kAnyInt.high ? x : kAnyInt;
 }
 template <> TILE_DEVICE Interval fit<float>(Interval x, bool unknown) {
-    return unknown || is_nan(x.low) || is_nan(x.high) ? any_float() : Interval{double(float(x.low)), double(float(x.high))};
+    if (unknown || is_nan(x.low) || is_nan(x.high)) return any_float();
+    return {double(float(x.low)), double(float(x.high))};
 }
 template <class T> TILE_DEVICE Interval fit(Interval x, Interval a) { return fit<T>(x, unbounded(a)); }
 template <class T> TILE_DEVICE Interval fit(Interval x, Interval a, Interval b) {
@@ -43,12 +44,17 @@ template <class T> TILE_DEVICE Interval fit(Interval x, Interval a, Interval b) 
 // The least and the largest of four; NaN if one of them is
 TILE_DEVICE Interval hull(double a, double b, double c, double d) {
     const double sum = a + b + c + d;  // NaN too if opposite infinities meet, which bound nothing
-    return is_nan(sum) ? only(sum) : Interval{least(least(a, b), least(c, d)), greatest(greatest(a, b), greatest(c, d))};
+    if (is_nan(sum)) return only(sum);
+    return {least(least(a, b), least(c, d)), greatest(greatest(a, b), greatest(c, d))};
 }
 
 // ---- ints and floats alike ------------------------------------------------------------------------------------------
-template <class T> TILE_DEVICE Interval add(Interval a, Interval b) { return fit<T>({a.low + b.low, a.high + b.high}, a, b); }
-template <class T> TILE_DEVICE Interval sub(Interval a, Interval b) { return fit<T>({a.low - b.high, a.high - b.low}, a, b); }
+template <class T> TILE_DEVICE Interval add(Interval a, Interval b) {
+    return fit<T>({a.low + b.low, a.high + b.high}, a, b);
+}
+template <class T> TILE_DEVICE Interval sub(Interval a, Interval b) {
+    return fit<T>({a.low - b.high, a.high - b.low}, a, b);
+}
 template <class T> TILE_DEVICE Interval mul(Interval a, Interval b) {
     return fit<T>(hull(a.low * b.low, a.low * b.high, a.high * b.low, a.high * b.high), a, b);
 }
@@ -70,22 +76,24 @@ template <class T> TILE_DEVICE Interval abs(Interval a) { return fit<T>(magnitud
 
 // ---- ints -----------------------------------------------------------------------------------------------------------
 TILE_DEVICE bool sign_known(Interval a) { return a.low > 0 || a.high < 0; }
+TILE_DEVICE double quotient(double a, double b) { return ::floor(a / b); }
 TILE_DEVICE Interval floordiv(Interval a, Interval b) {
     if (!sign_known(b)) return kAnyInt;
-    return fit<int>(hull(floor(a.low / b.low), floor(a.low / b.high), floor(a.high / b.low), floor(a.high / b.high)), a);
+    const double first = quotient(a.low, b.low), last = quotient(a.high, b.high);
+    return fit<int>(hull(first, quotient(a.low, b.high), quotient(a.high, b.low), last), a);
 }
 TILE_DEVICE Interval mod(Interval a, Interval b) {
     if (!sign_known(b)) return kAnyInt;
     if (b.low == b.high) {
-        const double quotient = floor(a.low / b.low);
-        if (quotient == floor(a.high / b.low)) return {a.low - quotient * b.low, a.high - quotient * b.low};
+        const double times = quotient(a.low, b.low);
+        if (times == quotient(a.high, b.low)) return {a.low - times * b.low, a.high - times * b.low};
     }
     if (b.high < 0) return {b.low + 1, 0.0};
     if (a.low < 0) return {0.0, b.high - 1};
     return a.high < b.low ? a : Interval{0.0, least(a.high, b.high - 1)};
 }
 // The largest number with as many bits as x ≥ 0
-TILE_DEVICE double bits_below(double x) { return exp2(ceil(log2(x + 1))) - 1; }
+TILE_DEVICE double bits_below(double x) { return ::exp2(::ceil(::log2(x + 1))) - 1; }
 TILE_DEVICE Interval bits_and(Interval a, Interval b) {
     if (a.low < 0 && b.low < 0) return kAnyInt;
     return {0.0, a.low < 0 ? b.high : b.low < 0 ? a.high : least(a.high, b.high)};
@@ -100,13 +108,13 @@ TILE_DEVICE Interval bits_xor(Interval a, Interval b) {
 TILE_DEVICE Interval bits_not(Interval a) { return {-a.high - 1, -a.low - 1}; }
 TILE_DEVICE Interval shift_left(Interval a, Interval b) {
     if (b.low < 0 || b.high > 31) return kAnyInt;
-    const double low = exp2(b.low), high = exp2(b.high);
+    const double low = ::exp2(b.low), high = ::exp2(b.high);
     return fit<int>(hull(a.low * low, a.low * high, a.high * low, a.high * high), a);
 }
 TILE_DEVICE Interval shift_right(Interval a, Interval b) {
     if (b.low < 0 || b.high > 31) return kAnyInt;
-    const double low = exp2(b.low), high = exp2(b.high);
-    return hull(floor(a.low / low), floor(a.low / high), floor(a.high / low), floor(a.high / high));
+    const double low = ::exp2(b.low), high = ::exp2(b.high);
+    return hull(quotient(a.low, low), quotient(a.low, high), quotient(a.high, low), quotient(a.high, high));
 }
 
 // ---- floats ---------------------------------------------------------------------------------------------------------
@@ -204,17 +212,21 @@ template <class T, int kDims> TILE_DEVICE Interval reach(const T* values, const 
     if (entries > kMostEntries) return any_entry<T>();
     Interval found = {INFINITY, -INFINITY};
     bool nan = false;
-    for (int i = 0; i < int(entries); i++) {
-        int64_t offset = 0;
-        int rest = i;
+    const int inner = count[kDims - 1], stride = axes[kDims - 1].stride;
+    for (int outer = 0; outer < int(entries) / inner; outer++) {
+        int64_t offset = int64_t(first[kDims - 1]) * stride;
+        int rest = outer;
 #pragma unroll
-        for (int d = kDims - 1; d >= 0; d--) {
-            offset += (first[d] + rest % count[d]) * axes[d].stride;
+        for (int d = kDims - 2; d >= 0; d--) {
+            offset += int64_t(first[d] + rest % count[d]) * axes[d].stride;
             rest /= count[d];
         }
-        const double x = value_of(T(Global<const T>{values}[offset]));
-        nan = nan || is_nan(x);
-        found = {least(found.low, x), greatest(found.high, x)};
+#pragma unroll 8
+        for (int i = 0; i < inner; i++) {
+            const double x = value_of(T(Global<const T>{values}[offset + int64_t(i) * stride]));
+            nan = nan || is_nan(x);
+            found = {least(found.low, x), greatest(found.high, x)};
+        }
     }
     const bool wraps = any_entry<T>().low == kAnyInt.low && (found.low < kAnyInt.low || found.high > kAnyInt.high);
     return nan || wraps ? any_entry<T>() : found;

@@ -1,5 +1,6 @@
-// Block schedules as bits: bit j % 32 of word j / 32 of a row says that key block j is kept. A row is a block of queries
-// of one head of one sequence. The kernels that make and turn them; tilewise.gpu.schedules has their arguments in Python.
+// What the kernels that make and turn block schedules have in common; tilewise.gpu.schedules launches them.
+//
+// A row is a block of queries of one head of one sequence. Bit j % 32 of its word j / 32 says that key block j is kept.
 #pragma once
 #include "tile/memory.cuh"
 

@@ -4,8 +4,9 @@
 // What is counted or summed are integers, so the result does not depend on the search nor on the order of the sums.
 #include "common/schedule.cuh"
 
-// Element: of the scores. kRowWarps: warps of a row. kWords: words of 32 columns that a warp of it holds in registers;
-// 0: it reads them anew each time. kShare: sums of scores are searched for, not their number.
+// Element: of the scores; a float32 made from one has zeros as its kUnused low bits. kRowWarps: warps of a row. kWords:
+// words of 32 columns that a warp of it holds in registers; 0: it reads them anew each time. kShare: sums of scores are
+// searched for, not their number. Sum: what either is counted in.
 constexpr int kRowsOfBlock = kRowWarps == 1 ? 8 : 1;
 constexpr int kThreads = kRowWarps * kRowsOfBlock * 32;
 constexpr int kShareBits = 24;  // a share counts in steps of 2^-24
@@ -19,19 +20,6 @@ struct SelectArgs {
     uint32_t amount;  // to keep: a number of blocks, or a share
     int causal, seqlen_q, seqlen_k, block_q, block_k;
 };
-
-// How many low bits of a key say nothing: those that a float32 made from an Element has as zeros
-template <class T> struct Unused;
-template <> struct Unused<float> {
-    static constexpr int kBits = 0;
-};
-template <> struct Unused<half> {
-    static constexpr int kBits = 13;
-};
-template <> struct Unused<bf16> {
-    static constexpr int kBits = 16;
-};
-constexpr int kUnused = Unused<Element>::kBits;
 
 // Larger for a larger score; 0 for NaN and −inf, which are never kept
 TILE_DEVICE uint32_t key_of(float x) {
@@ -52,14 +40,6 @@ TILE_DEVICE uint32_t weight_of(uint32_t key, int top_exponent) {
     if (down >= 32) return mantissa != 0;
     return (shifted >> down) + ((shifted & ((1u << down) - 1)) != 0);
 }
-
-template <bool kWide> struct Sums {
-    using Type = uint32_t;
-};
-template <> struct Sums<true> {
-    using Type = uint64_t;
-};
-using Sum = Sums<kShare>::Type;
 
 // The columns that a row may keep, and those that it keeps whatever their score
 struct Reach {
@@ -136,9 +116,17 @@ struct Row {
     }
 };
 
-// All warps of a row: what they add up, in shared memory, one place after the other so that one barrier is enough
+// All warps of a row
 struct Team {
     int warp, lane, turn;
+
+    // What each of them brings, in shared memory. Turns have places of their own, so that one barrier is enough.
+    template <class T> TILE_DEVICE Shared<T> meet(T x) {
+        const Shared<T> sBrought(turn++ % 2 * kRowWarps * 8);
+        if (lane == 0) sBrought[warp] = x;
+        ptx::sync_threads();
+        return sBrought;
+    }
 
     TILE_DEVICE uint32_t sum_lanes(uint32_t x) const { return ptx::reduce_add(x); }
     TILE_DEVICE uint64_t sum_lanes(uint64_t x) const {
@@ -146,35 +134,28 @@ struct Team {
         for (int mask = 1; mask < 32; mask *= 2) x += ptx::shuffle_xor(x, mask);
         return x;
     }
-    // f joins the warps' values, which are the same in all lanes of a warp.
-    template <class T, class F> TILE_DEVICE T join(T x, F f) {
-        if constexpr (kRowWarps > 1) {
-            const Shared<T> sPlace(turn % 2 * kRowWarps * 8);
-            turn++;
-            if (lane == 0) sPlace[warp] = x;
-            ptx::sync_threads();
-            x = sPlace[0];
-            for (int i = 1; i < kRowWarps; i++) x = f(x, T(sPlace[i]));
-        }
+    template <class T> TILE_DEVICE T sum(T x) {
+        x = sum_lanes(x);
+        if (kRowWarps == 1) return x;
+        const Shared<T> sBrought = meet(x);
+        x = 0;
+        for (int i = 0; i < kRowWarps; i++) x += T(sBrought[i]);
         return x;
     }
-    template <class T> TILE_DEVICE T sum(T x) {
-        return join(sum_lanes(x), [](T p, T q) { return p + q; });
-    }
     TILE_DEVICE uint32_t max(uint32_t x) {
-        return join(ptx::reduce_max(x), [](uint32_t p, uint32_t q) { return p > q ? p : q; });
+        x = ptx::reduce_max(x);
+        if (kRowWarps == 1) return x;
+        const Shared<uint32_t> sBrought = meet(x);
+        for (int i = 0; i < kRowWarps; i++) x = sBrought[i] > x ? uint32_t(sBrought[i]) : x;
+        return x;
     }
     // The sum over the warps before this one
-    TILE_DEVICE uint32_t before(uint32_t x) {
-        uint32_t total = 0;
-        if constexpr (kRowWarps > 1) {
-            const Shared<uint32_t> sPlace(turn % 2 * kRowWarps * 8);
-            turn++;
-            if (lane == 0) sPlace[warp] = x;
-            ptx::sync_threads();
-            for (int i = 0; i < warp; i++) total += sPlace[i];
-        }
-        return total;
+    TILE_DEVICE uint32_t sum_before(uint32_t x) {
+        if (kRowWarps == 1) return 0;
+        const Shared<uint32_t> sBrought = meet(ptx::reduce_add(x));
+        x = 0;
+        for (int i = 0; i < warp; i++) x += uint32_t(sBrought[i]);
+        return x;
     }
 };
 
@@ -225,8 +206,7 @@ extern "C" __global__ void __launch_bounds__(kThreads) schedule_select(const __g
     if (at >= a.rows) return;
     const Reach reach = reach_of(a, at);
     const int each = kWords ? kWords : (a.words + kRowWarps - 1) / kRowWarps;
-    const int left = a.words - part * each;
-    const int first_word = part * each;
+    const int first_word = part * each, left = a.words - first_word;
     Row row{{static_cast<const Element*>(a.scores) + int64_t(at) * a.cols + first_word * 32},
             reach.end - first_word * 32,
             left < 0 ? 0 : left < each ? left : each,
@@ -239,7 +219,7 @@ extern "C" __global__ void __launch_bounds__(kThreads) schedule_select(const __g
     uint32_t ties = 0;
     if (cut.ties && kRowWarps > 1) {
         row.each([&](int, uint32_t k) { ties += k == cut.from - 1; });
-        ties = team.before(ptx::reduce_add(ties));
+        ties = team.sum_before(ties);
     }
     const Global<uint32_t> gBits{a.bits + int64_t(at) * a.words + first_word};
     uint32_t own = 0;  // of up to 32 words, the one that this lane writes

@@ -1,8 +1,8 @@
 // select_pages: the pages that sequences read, from bits to lists. It runs before decode, on the device because the
 // bits are there and may be others with every launch.
 //
-// What is selected of a sequence is a shorter sequence: the selected pages in their order, of which only the last may be
-// partly filled, because only the sequence's last page may. A block makes one such list. A warp takes a word of the
+// What is selected of a sequence is a shorter sequence: the selected pages in their order, of which only the last may
+// be partly filled, because only the sequence's last page may. A block makes one such list. A warp takes a word of the
 // bits at a time, and a lane a page.
 //
 // Bits beyond a sequence's end, whatever they are, select nothing.
@@ -29,19 +29,20 @@ constexpr int kWarps = 16, kThreads = 32 * kWarps;
 // Grid: (sequences, selections per sequence)
 extern "C" __global__ void __launch_bounds__(kThreads) select_pages(const __grid_constant__ SelectArgs args) {
     const int sequence = blockIdx.x, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    const int64_t at = int64_t(sequence) * gridDim.y + blockIdx.y, caller = Global<const int>{args.order}[sequence];
     const int length = Global<const int>{args.lengths}[sequence], held = (length + args.page_size - 1) / args.page_size;
-    const int pages = held < args.num_pages ? held : args.num_pages;
+    const int pages = held < args.num_pages ? held : args.num_pages;  // that may be selected
+    const int64_t caller = Global<const int>{args.order}[sequence], to = int64_t(sequence) * gridDim.y + blockIdx.y;
     const Global<const uint32_t> bits{args.bits + caller * args.batch + blockIdx.y * args.head};
     const auto word_of = [&](int n) {
         const int there = pages - 32 * n;
-        return there <= 0 ? 0u : there < 32 ? bits[n] & ((1u << there) - 1) : uint32_t(bits[n]);
+        return there <= 0 ? 0u : bits[n] & (there < 32 ? (1u << there) - 1 : ~0u);
     };
+    const auto has = [&](int page) { return word_of(page / 32) >> page % 32 & 1; };
 
     const int tail_from = Global<const int>{args.tail_from}[sequence];
     const Global<const int> first{args.pages + int64_t(sequence) * args.table_pages};
     const Global<const int> tail{args.tails + int64_t(sequence) * args.tail_pages - tail_from};
-    const Global<int> selected{args.selected + at * args.most};
+    const Global<int> selected{args.selected + to * args.most};
     int found = 0;
     for (int from = 0; 32 * from < pages; from += kWarps) {
         const uint32_t words = lane < kWarps ? word_of(from + lane) : 0, word = ptx::shuffle(words, warp);
@@ -53,15 +54,17 @@ extern "C" __global__ void __launch_bounds__(kThreads) select_pages(const __grid
     }
 
     if (warp > 0) return;
-    const int key = length - args.queries + lane, page = key / args.page_size;
-    bool own = lane < args.queries && key >= 0 && (word_of(page / 32) >> page % 32 & 1);
+    // A lane asks whether the page of its query token is among those that were taken: as many come before it as were
+    // found and do not come from it on.
+    const int token = length - args.queries + lane, page = token / args.page_size;
+    bool own = lane < args.queries && token >= 0 && has(page);
     int rank = found;
-    for (int n = page; own && n < pages; n++) rank -= word_of(n / 32) >> n % 32 & 1;
+    for (int n = page; own && n < pages; n++) rank -= has(n);
     own = own && rank < args.most;
     const uint32_t queries = ptx::ballot(own);
     if (lane > 0) return;
+    const bool has_last = queries >> (args.queries - 1) & 1;  // the last page, that of the last query token
     const int taken = found < args.most ? found : args.most;
-    const int missing = queries >> (args.queries - 1) & 1 ? held * args.page_size - length : 0;
-    Global<int>{args.tokens}[at] = taken * args.page_size - missing;
-    Global<uint32_t>{args.own}[at] = queries;
+    Global<int>{args.tokens}[to] = taken * args.page_size - (has_last ? held * args.page_size - length : 0);
+    Global<uint32_t>{args.own}[to] = queries;
 }

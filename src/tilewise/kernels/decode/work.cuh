@@ -123,8 +123,9 @@ TILE_DEVICE Span span_of(const DecodeArgs& args, const DecodeItem& item, int len
     return span_of(args, item.is(kOwn), item.start, item.stop, length);
 }
 
-// Where a sequence's length and pages stand in their tables. kSelected: sequences read only some of their pages. What a
-// KV head reads is then a sequence of its own: its pages are the selected ones, and its tokens are numbered within them.
+// Where a sequence's length and pages stand in their tables. kSelected: sequences read only some of their pages. Those
+// that a KV head reads are then a sequence of their own: its tokens are numbered within them, in items too, and what an
+// item repeats of the pages is not looked at.
 TILE_DEVICE int table_row(const DecodeArgs& args, int sequence, int kv_head) {
     return kSelected ? sequence * args.selections + (kv_head < args.selections ? kv_head : 0) : sequence;
 }
@@ -151,9 +152,10 @@ TILE_DEVICE Visible seen_to(const DecodeArgs& args, int position, Span span) {
     return keys_at(position, args.scores.left, 0, span).visible();
 }
 TILE_DEVICE Visible seen_by(const DecodeArgs& args, const DecodeRow& row, int length, Span span) {
-    if constexpr (kSelected) {  // of the query tokens after the row's, only the selected ones have a key to hide
-        const uint32_t own = Global<const uint32_t>{args.own}[table_row(args, row.sequence, args.group.quotient(row.head))];
-        return seen_to(args, length - 1 - ptx::count_bits(own >> (row.token + 1)), span);
+    if constexpr (kSelected) {  // the row does not see the selected keys of the query tokens after it, which come last
+        const int at = table_row(args, row.sequence, args.group.quotient(row.head));
+        const uint32_t after = Global<const uint32_t>{args.own}[at] >> (row.token + 1);
+        return seen_to(args, length - 1 - ptx::count_bits(after), span);
     }
     // Under a mask of query tokens every row stands at the last one, and the mask hides keys token by token.
     return seen_to(args, args.tree ? length - 1 : position_of(row.token, args.tokens, length), span);

@@ -2,9 +2,8 @@
 // blocks and a mask function, and orders tiles by the length of their lists. It runs on the device because schedules
 // and captured tensors are there.
 //
-// A block of threads takes a tile, and each of its threads a unit. Units that every row of the tile sees whole go to the front of the
-// tile's row of the list, the others to its back. The last block of threads to finish a list orders its tiles into
-// buckets by length, as ragged.cu does.
+// A warp, or with a mask function a block of threads, takes a tile, and each of its threads a unit. Units that every row of the tile sees whole go to the front of the
+// tile's row of the list, the others to its back. The last block of threads to finish a list orders its tiles.
 // Constants: kTileQ, kUnit, kPack, Function. kPacked: the tiles are those that ragged.cu listed.
 #include "prefill/kinds.cuh"
 
@@ -20,9 +19,11 @@ struct FoldArgs {
     int list_heads;       // lists per sequence, or in all if they are shared by sequences
     Divisor lists_each;   // lists per head of the schedule
 };
-constexpr int kWarps = 8, kThreads = 32 * kWarps;
-// Shared memory: the buckets, which block is last, and counts per warp
-constexpr int kAtLast = 4 * kBuckets, kAtCounts = kAtLast + 4;
+constexpr int kThreads = 256;
+// Threads that share a tile: a warp, or all of them where each unit costs them interval arithmetic
+constexpr int kTogether = Function::kMask ? kThreads : 32, kTilesEach = kThreads / kTogether;
+// Shared memory: lengths of tiles, which block is last, and counts per warp
+constexpr int kAtWeights = 0, kAtLast = 4 * kThreads, kAtCounts = kAtLast + 4;
 
 struct Fold {
     const ForwardArgs& args;
@@ -31,52 +32,83 @@ struct Fold {
     int list_head;  // of a sequence
     WorkTile tile;
     int first_token, last_token;
+    int first_block, last_block;  // of the schedule's rows, that the tile's rows belong to
+    Keys first_row, last_row;     // what the tile's first and last row see: it bounds what any of its rows sees
+
+    TILE_DEVICE void find_rows() {
+        const int beyond = (tile.row + kTileQ - 1) / kPack;
+        first_token = tile.row / kPack;
+        last_token = beyond < tile.seqlen_q ? beyond : tile.seqlen_q - 1;
+        first_block = args.lists.block_q.quotient(first_token);
+        last_block = args.lists.block_q.quotient(last_token);
+        first_row = keys_of(args, tile, first_token);
+        last_row = keys_of(args, tile, last_token);
+    }
+
+    // Word `word` of a plane of bits, of row `row` of the schedule; 0 past its end
+    TILE_DEVICE uint32_t word_of(const uint32_t* plane, int row, int word) const {
+        const int head = fold.lists_each.quotient(list_head);
+        const int64_t at = tile.sequence * fold.kept_batch + int64_t(head) * fold.kept_head + int64_t(row) * fold.kept_row;
+        const bool there = row < fold.q_blocks && word * 32 < fold.k_blocks;
+        return there ? uint32_t(Global<const uint32_t>{plane}[at + word]) : 0u;
+    }
+    // The words of one row that the next kAhead units of a warp's pass need, a word per lane; and one of them
+    struct Ahead {
+        int first;
+        uint32_t kept, whole;
+    };
+    TILE_DEVICE Ahead look_ahead(int unit) const {
+        Ahead ahead{args.lists.block_k.quotient(unit * kUnit) / 32, 0, 0};
+        if (!fold.kept || first_block != last_block) return ahead;
+        const int word = ahead.first + int(threadIdx.x % 32);
+        ahead.kept = word_of(fold.kept, first_block, word);
+        if (fold.whole) ahead.whole = word_of(fold.whole, first_block, word);
+        return ahead;
+    }
 
     // Of the tile's rows, by slabs, the ones from which the schedule hides block `block`. asked: must a mask function
-    // be asked?
-    TILE_DEVICE uint32_t hidden_slabs(int block, bool& asked) const {
-        asked = true;
-        if (!fold.kept) return 0;
-        const TileLists& lists = args.lists;
-        const int64_t head = tile.sequence * fold.kept_batch + int64_t(fold.lists_each.quotient(list_head)) * fold.kept_head;
+    // be asked? All lanes of a warp ask together.
+    TILE_DEVICE uint32_t hidden_slabs(int block, const Ahead& ahead, bool& asked) const {
+        constexpr uint32_t kEvery = (1u << kTileQ / kSlab) - 1;
+        if (first_block == last_block) {
+            const uint32_t kept = ptx::shuffle(ahead.kept, block / 32 - ahead.first) >> block % 32 & 1;
+            asked = !(ptx::shuffle(ahead.whole, block / 32 - ahead.first) >> block % 32 & 1);
+            return kept ? 0u : kEvery;
+        }
         uint32_t hidden = 0;
         bool whole = fold.whole != nullptr;
-        for (int token = first_token; token <= last_token;) {
-            const int row = lists.block_q.quotient(token), next = (row + 1) * int(lists.block_q.divisor);
-            const int64_t at = head + int64_t(row) * fold.kept_row + block / 32;
-            const bool there = row < fold.q_blocks && block < fold.k_blocks;
-            const bool kept = there && Global<const uint32_t>{fold.kept}[at] >> block % 32 & 1;
-            if (whole) whole = there && Global<const uint32_t>{fold.whole}[at] >> block % 32 & 1;
-            const int end = next <= last_token ? next * kPack - tile.row : kTileQ;
-            const int from = (token * kPack - tile.row) / kSlab, to = end / kSlab;
+        for (int row = first_block; row <= last_block; row++) {
+            const bool kept = word_of(fold.kept, row, block / 32) >> block % 32 & 1;
+            if (whole) whole = word_of(fold.whole, row, block / 32) >> block % 32 & 1;
+            const int begin = row * int(args.lists.block_q.divisor) * kPack - tile.row;
+            const int end = begin + int(args.lists.block_q.divisor) * kPack;
+            const int from = row == first_block ? 0 : begin / kSlab, to = row == last_block ? kTileQ / kSlab : end / kSlab;
             if (!kept) hidden |= ((1u << (to - from)) - 1) << from;
-            token = next;
         }
         asked = !whole;
         return hidden;
     }
 
-    // Unit `unit`: kNone, kSome or kAll, and the slabs that it is hidden from
-    TILE_DEVICE Kind look(int unit, uint32_t& hidden) const {
+    // Unit `unit`: kNone, kSome or kAll, and what its entry says above its number. All lanes of a warp ask together.
+    TILE_DEVICE Kind look(int unit, const Ahead& ahead, uint32_t& marks) const {
         const TileLists& lists = args.lists;
         const int begin = unit * kUnit, end = begin + kUnit - 1, last = tile.seqlen_k - 1;
-        const bool exists = begin <= last;
-        const Keys first_row = keys_of(args, tile, first_token), last_row = keys_of(args, tile, last_token);
-        bool none = !exists || begin > last_row.last || end < first_row.first;
+        bool none = begin > last || unit >= lists.width || begin > last_row.last || end < first_row.first;
         bool all = begin >= last_row.first && end <= first_row.last;
         bool asked = true;
-        hidden = 0;
-        if (!none && (fold.kept || lists.lengths_k)) {
-            const int block = lists.block_k.quotient(begin);
-            hidden = hidden_slabs(block, asked);
-            if (lists.lengths_k) {
-                const int64_t at = int64_t(tile.sequence) * lists.lengths_k_batch + block;
-                const int there = Global<const int>{lists.lengths_k}[at] - (begin - block * int(lists.block_k.divisor));
-                none = there <= 0;
-                all = all && there >= kUnit;
-            }
+        marks = 0;
+        const int block = lists.block_k.quotient(begin);
+        if (fold.kept) {
+            const uint32_t hidden = hidden_slabs(block, ahead, asked);
+            marks = hidden | (asked ? 0u : 1u << (kSparedBit - kUnitBits));
             none = none || hidden == (1u << kTileQ / kSlab) - 1;
             all = all && hidden == 0;
+        }
+        if (lists.lengths_k && !none) {
+            const int64_t at = int64_t(tile.sequence) * lists.lengths_k_batch + block;
+            const int there = Global<const int>{lists.lengths_k}[at] - (begin - block * int(lists.block_k.divisor));
+            none = there <= 0;
+            all = all && there >= kUnit;
         }
         if constexpr (Function::kMask) {
             const double sequence = tile.sequence, heads = lists.heads_each.divisor * kPack;
@@ -91,92 +123,114 @@ struct Fold {
         return none ? kNone : all ? kAll : kSome;
     }
 
-    // A pass of the block of threads looks at kThreads units.
     TILE_DEVICE void run(int row) const {
         const TileLists& lists = args.lists;
         const Global<int> list{fold.units + int64_t(row) * lists.width};
         const Shared<int> counts(kAtCounts);  // per warp: units seen whole, then the others
-        const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+        const int lane = threadIdx.x % 32, warp = threadIdx.x % kTogether / 32;
         const uint32_t before = (1u << lane) - 1;
-        // What the tile's first and last row see bounds what any of its rows sees.
-        const Keys first_row = keys_of(args, tile, first_token), last_row = keys_of(args, tile, last_token);
         const Span met = blocks_met<kUnit>(first_row, last_row);
+        const int blocks_ahead = 31 * 32 * int(lists.block_k.divisor) / kUnit;  // units that a look ahead serves
         int whole = 0, others = 0;
-        for (int base = met.begin; base < met.end; base += kThreads) {
-            uint32_t hidden;
-            const int unit = base + int(threadIdx.x);
-            const Kind found = look(unit, hidden), kind = unit < met.end && unit < lists.width ? found : kNone;
+        Ahead ahead = look_ahead(met.begin);
+        for (int base = met.begin, looked = base; base < met.end; base += kTogether) {
+            if (fold.kept && base + kTogether - looked > blocks_ahead) {
+                looked = base;
+                ahead = look_ahead(base);
+            }
+            uint32_t marks;
+            const int unit = base + 32 * warp + lane;
+            const Kind kind = look(unit, ahead, marks);
             const uint32_t all = ptx::ballot(kind == kAll), some = ptx::ballot(kind == kSome);
-            if (lane == 0) {
-                counts[2 * warp] = ptx::count_bits(all);
-                counts[2 * warp + 1] = ptx::count_bits(some);
-            }
-            ptx::sync_threads();
             int at_whole = whole, at_others = others;
-            for (int w = 0; w < kWarps; w++) {
-                const int of_whole = counts[2 * w], of_others = counts[2 * w + 1];
-                whole += of_whole;
-                others += of_others;
-                if (w < warp) {
-                    at_whole += of_whole;
-                    at_others += of_others;
+            if constexpr (kTogether == 32) {
+                whole += ptx::count_bits(all);
+                others += ptx::count_bits(some);
+            } else {
+                if (lane == 0) {
+                    counts[2 * warp] = ptx::count_bits(all);
+                    counts[2 * warp + 1] = ptx::count_bits(some);
                 }
+                ptx::sync_threads();
+                for (int w = 0; w < kTogether / 32; w++) {
+                    const int of_whole = counts[2 * w], of_others = counts[2 * w + 1];
+                    whole += of_whole;
+                    others += of_others;
+                    if (w < warp) {
+                        at_whole += of_whole;
+                        at_others += of_others;
+                    }
+                }
+                ptx::sync_threads();
             }
-            ptx::sync_threads();
             if (kind == kAll) list[at_whole + ptx::count_bits(all & before)] = unit;
             if (kind == kSome)
-                list[lists.width - 1 - at_others - ptx::count_bits(some & before)] = unit | int(hidden << kUnitBits);
+                list[lists.width - 1 - at_others - ptx::count_bits(some & before)] = unit | int(marks << kUnitBits);
         }
-        if (threadIdx.x == 0) {
+        if (threadIdx.x % kTogether == 0) {
             Global<int>{fold.counts}[2 * row] = whole;
             Global<int>{fold.counts}[2 * row + 1] = whole + others;
         }
     }
 };
 
-// The tiles of a list by the lengths of their rows, the longest first
+// The tiles of a list by the lengths of their rows, the longest first, and of equal ones the last first: tiles that run
+// side by side then read the same keys. A tile's place is the number of tiles that come before it.
 TILE_DEVICE void order_tiles(const TileLists& lists, const FoldArgs& fold, int list) {
-    const Shared<int> buckets(0);
-    const Global<int> order{fold.order + int64_t(list) * lists.rows_each};
-    auto length_of = [&](int tile) {
-        return ptx::load_acquire(fold.counts + 2 * (int64_t(list) * lists.rows_each + tile) + 1);
+    const Shared<uint32_t> weights(kAtWeights);
+    const int64_t first = int64_t(list) * lists.rows_each;
+    auto weight_of = [&](int tile) {
+        const int length = ptx::load_acquire(fold.counts + 2 * (first + tile) + 1);
+        return uint32_t(length < 0xffff ? length : 0xffff) << 16 | uint32_t(tile);
     };
-    if (threadIdx.x < kBuckets) buckets[threadIdx.x] = 0;
-    ptx::sync_threads();
-    for (int tile = threadIdx.x; tile < lists.rows_each; tile += kThreads)
-        ptx::atomic_add_shared(buckets.address(bucket_of(length_of(tile))), 1);
-    ptx::sync_threads();
-    if (threadIdx.x == 0) {
-        int total = 0;
-        for (int bucket = 0; bucket < kBuckets; bucket++) {
-            const int count = buckets[bucket];
-            buckets[bucket] = total;
-            total += count;
+    constexpr int kOwn = 4;  // tiles per thread and pass
+    for (int begin = 0; begin < lists.rows_each; begin += kOwn * kThreads) {
+        uint32_t own[kOwn];
+        int place[kOwn] = {};
+#pragma unroll
+        for (int i = 0; i < kOwn; i++) {
+            const int tile = begin + i * kThreads + int(threadIdx.x);
+            own[i] = tile < lists.rows_each ? weight_of(tile) : 0;
+        }
+        for (int base = 0; base < lists.rows_each; base += kThreads) {
+            ptx::sync_threads();
+            const int other = base + int(threadIdx.x);
+            weights[threadIdx.x] = other < lists.rows_each ? weight_of(other) : 0;
+            ptx::sync_threads();
+#pragma unroll 8
+            for (int n = 0; n < kThreads; n++) {
+                const uint32_t weight = weights[n];
+#pragma unroll
+                for (int i = 0; i < kOwn; i++) place[i] += weight > own[i];
+            }
+        }
+#pragma unroll
+        for (int i = 0; i < kOwn; i++) {
+            const int tile = begin + i * kThreads + int(threadIdx.x);
+            if (tile < lists.rows_each) Global<int>{fold.order}[first + place[i]] = tile;
         }
     }
-    ptx::sync_threads();
-    for (int tile = threadIdx.x; tile < lists.rows_each; tile += kThreads)
-        order[ptx::atomic_add_shared(buckets.address(bucket_of(length_of(tile))), 1)] = tile;
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads) fold(const __grid_constant__ ForwardArgs args,
                                                             const __grid_constant__ FoldArgs problem,
                                                             const __grid_constant__ Function function) {
     const TileLists& lists = args.lists;
-    const int list = blockIdx.y, number = blockIdx.x;
+    const int list = blockIdx.y, number = blockIdx.x * kTilesEach + threadIdx.x / kTogether;
     const int sequence = kPacked ? 0 : list / problem.list_heads;
     Fold fold{args, problem, function, list - sequence * problem.list_heads};
+    bool there = number < lists.rows_each;
     if constexpr (kPacked) {
         const ListHead head = Global<const ListHead>{reinterpret_cast<const ListHead*>(args.list)}[0];
-        if (number >= int(head.tiles.divisor)) return;
-        fold.tile = Global<const WorkTile>{reinterpret_cast<const WorkTile*>(args.list + kListHeader)}[number];
+        there = number < int(head.tiles.divisor);
+        if (there) fold.tile = Global<const WorkTile>{reinterpret_cast<const WorkTile*>(args.list + kListHeader)}[number];
     } else {
         fold.tile = WorkTile{number * kTileQ, 0, sequence, 0, 0, args.seqlen_q, args.seqlen_k};
     }
-    const int beyond = (fold.tile.row + kTileQ - 1) / kPack;
-    fold.first_token = fold.tile.row / kPack;
-    fold.last_token = beyond < fold.tile.seqlen_q ? beyond : fold.tile.seqlen_q - 1;
-    fold.run(list * lists.rows_each + number);
+    if (there) {
+        fold.find_rows();
+        fold.run(list * lists.rows_each + number);
+    }
     if constexpr (kPacked) return;
     ptx::fence_device();
     ptx::sync_threads();

@@ -16,7 +16,7 @@
 // the warpgroups take turns at the tensor cores. Rule: what is done to scores before the softmax (common/scores.cuh).
 // Function: the user's functions (common/functions.cuh). kUnit: keys per unit of the lists that say what tiles visit
 // (work.cuh: TileLists), 0 if tiles visit neighbouring blocks. kSlabs: a unit may be hidden from some of a tile's rows
-// by sixteens. kLengths: blocks of rows or keys have lengths.
+// by sixteens. kLengths: blocks of rows or keys have lengths. kSpares: the function is not asked in some units.
 #include "prefill/producers.cuh"
 #include "tile/lazy.cuh"
 
@@ -157,17 +157,18 @@ struct Consumer {
         bits[0] = bits[1] = 0;
 #pragma unroll kSeenAtOnce
         for (int eight = 0; eight < kTileKv / 8; eight++) {
-            const int box = eight * 8 / kBoxRows, inside = eight * 8 % kBoxRows + column;
+            const int box = eight * 8 / kBoxRows, inside = eight * 8 % kBoxRows + column;  // inside: of the box
             const int first = key_of(box) + inside, there = there_of(box);
+            const bool spared = kSpares && units_of_stage()[k_turn.stage * kBoxes + box] >> kSparedBit & 1;
 #pragma unroll
             for (int i = 0; i < 2; i++) {
                 const int key = first + i, k = Function::kByKey && key > last ? last : key;
 #pragma unroll
                 for (int h = 0; h < 2; h++) {
-                    const bool seen = rows[h].seen.has(key) & (!kLengths || inside + i < there) &
-                                      function.mask(tile.sequence, rows[h].head, rows[h].token, k, rows[h].position,
-                                                    float(k), k, 0);
-                    if (seen) bits[h] |= 1u << (2 * eight + i);
+                    const bool asked = function.mask(tile.sequence, rows[h].head, rows[h].token, k, rows[h].position,
+                                                     float(k), rows[h].token, 0, k, 0);
+                    const bool seen = rows[h].seen.has(key) & (!kLengths || inside + i < there);
+                    if (seen & (asked | spared)) bits[h] |= 1u << (2 * eight + i);
                 }
             }
         }
@@ -180,22 +181,24 @@ struct Consumer {
     }
 
     // Turns S into base-2 logits, soft-capped, with ALiBi's bias; or into what the user's function makes of it. kMasked:
-    // the block may hold keys past the last one, which must not be looked up.
-    template <bool kMasked> TILE_DEVICE void score(float (&s)[kTileKv / 2]) const {
+    // the block may hold keys past the last one, which must not be looked up; kInside: all rows of the tile exist.
+    template <bool kMasked, bool kInside> TILE_DEVICE void score(float (&s)[kTileKv / 2]) const {
         if constexpr (Function::kScore) {
             const WorkTile tile = tile_of_stage()[q_turn.stage];
             const float scale = args.scores.scale_log2 * kLn2 * (kFp8 ? tile.descale_qk : 1.0f);
             const int column = ptx::just_in_time(warp::fragment_column()), last = tile.seqlen_k - 1;
-            const Row rows[2] = {row_at(tile, 0), row_at(tile, 1)};
+            Row rows[2] = {row_at(tile, 0), row_at(tile, 1)};
+            constexpr bool kApart = kInside && kPack == 1, kClamped = kMasked && Function::kByKey;
+            if constexpr (kApart) rows[0].token = row_of(tile, 0);
 #pragma unroll
             for (int j = 0; j < kTileKv / 2; j++) {
                 const int inside = j / 4 * 8 + j % 2, h = j / 2 % 2, first = key_of(inside / kBoxRows) + column;
-                const int key = first + inside % kBoxRows;
-                const int k = kMasked && Function::kByKey && key > last ? last : key;
-                const int dk = kMasked && Function::kByKey ? 0 : inside % kBoxRows;
+                const int dq = kApart ? 8 * h : 0, dk = kClamped ? 0 : inside % kBoxRows;
+                const int q0 = rows[kApart ? 0 : h].token, key = first + inside % kBoxRows;
+                const int k0 = !kClamped ? first : key > last ? last : key;
                 const float fk = float(first) + float(inside % kBoxRows);
-                s[j] = function.score(s[j], scale, tile.sequence, rows[h].head, rows[h].token, k, rows[h].position, fk,
-                                      k - dk, dk);
+                s[j] = function.score(s[j], scale, tile.sequence, rows[h].head, q0 + dq, k0 + dk, rows[h].position, fk,
+                                      q0, dq, k0, dk);
             }
             return;
         }
@@ -209,7 +212,11 @@ struct Consumer {
             for (int h = 0; h < 2; h++) {
                 const int row = row_of(tile, h), position = position_of(row / kPack, tile.seqlen_q, tile.seqlen_k);
                 const float slope = args.scores.slope(tile.sequence, head_of(tile, row));
-                warp::add_alibi(s, h, n * kTileKv, position, slope);
+#pragma unroll
+                for (int box = 0; box < kBoxes; box++) {
+                    using Box = float[kBoxRows / 2];
+                    warp::add_alibi(reinterpret_cast<Box&>(s[box * kBoxRows / 2]), h, key_of(box), position, slope);
+                }
             }
         }
     }
@@ -237,6 +244,10 @@ struct Consumer {
             }
         }
     }
+    TILE_DEVICE bool all_inside() const {
+        const WorkTile tile = tile_of_stage()[q_turn.stage];
+        return tile.row + kTileQ <= tile.seqlen_q * kPack;
+    }
     TILE_DEVICE bool cut() const { return n >= full_end || n < full_begin; }
 
     // S once more, by mma.sync and for this warp alone, from Q and K that are still in shared memory
@@ -249,12 +260,12 @@ struct Consumer {
             warp::load_a(a, q_panel(q_turn.stage, step / 4), warp_row(), step % 4, lane);
             warp::mma_abt_step(s, a, k_panel(k_turn.stage, step / 4), step % 4, lane);
         }
-        score<false>(s);
+        score<false, false>(s);
     }
 
     // A step computes S of block n and adds the block before it to O: S = Q Kᵀ and O += P V are issued together, and
     // the softmax of S runs while P V does.
-    template <bool kMasked> TILE_DEVICE void begin_step() {
+    template <bool kMasked, bool kInside = false> TILE_DEVICE void begin_step() {
         issue_qk();
         issue_pv();
         your_turn();
@@ -262,7 +273,7 @@ struct Consumer {
         if constexpr (kMasked && Function::kMask) see(bits);
         ptx::wgmma_wait<1>();
         if constexpr (!kHoldsK) release_k();
-        score<kMasked>(acc_s);
+        score<kMasked, kInside>(acc_s);
         if constexpr (kMasked && Function::kMask) hide(bits);
         else if constexpr (kMasked) mask();
     }
@@ -287,13 +298,13 @@ struct Consumer {
     }
     // Blocks that every row sees whole. What is rarely needed stands outside of the inner loop, which keeps that loop
     // short.
-    TILE_DEVICE void full_steps(int until) {
+    template <bool kInside> TILE_DEVICE void full_steps(int until) {
         while (n >= until) {
             float sum[2];
             bool moved = false;
 #pragma unroll 1
             for (; n >= until;) {
-                begin_step<false>();
+                begin_step<false, kInside>();
                 if constexpr (kExact) {
                     end_step<false>(warp::standing_softmax<kLift>(acc_s, correction, state, scale_log2));
                 } else {
@@ -317,7 +328,7 @@ struct Consumer {
         if constexpr (!kListed) release_k();
         state = warp::RowState();
         if constexpr (Function::kScore) state.max[0] = state.max[1] = kNoReference;
-        score<true>(acc_s);
+        score<true, false>(acc_s);
         if (cut()) {
             if constexpr (Function::kMask) hide(bits);
             else mask();
@@ -446,7 +457,9 @@ struct Consumer {
         if (!start()) return;
         for (;;) {
             masked_steps(full_end > begin ? full_end : begin);
-            full_steps(full_begin > begin ? full_begin : begin);
+            const int until = full_begin > begin ? full_begin : begin;
+            if (Function::kScore && Function::kByRow && all_inside()) full_steps<true>(until);
+            else full_steps<false>(until);
             masked_steps(begin);
             const Turn<kStagesQ> done = q_turn;
             q_turn.next();

@@ -48,7 +48,7 @@ TILE_DEVICE Kind look_closer(const Function& function, const Rectangle& of) {
                 const int q = part.q0 + i / keys, k = part.k0 + i % keys;
                 for (int b = int(of.sequence.low); b <= int(of.sequence.high); b++)
                     for (int h = int(of.head.low); h <= int(of.head.high); h++)
-                        if (function.mask(b, h, q, k, float(q), float(k), k, 0)) some = true;
+                        if (function.mask(b, h, q, k, float(q), float(k), q, 0, k, 0)) some = true;
                         else some_not = true;
             }
             seen = seen || ptx::any(some);

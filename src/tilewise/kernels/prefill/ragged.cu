@@ -16,8 +16,14 @@ struct RaggedArgs {
     int capacity;   // tiles that the list has room for: enough if the starts increase
     int reserved;
 };
-constexpr int kThreads = 1024;
+constexpr int kBuckets = 128, kThreads = 1024;
 
+TILE_DEVICE int bucket_of(int blocks) {
+    int octave = 0;
+    while (blocks >> (octave + 1)) octave++;
+    const int quarter = (octave >= 2 ? blocks >> (octave - 2) : blocks << (2 - octave)) & 3;
+    return kBuckets - 1 - (octave * 4 + quarter);
+}
 TILE_DEVICE int within(int64_t x, int low, int high) { return x < low ? low : x > high ? high : int(x); }
 
 extern "C" __global__ void __launch_bounds__(kThreads) ragged(const ForwardArgs args, const RaggedArgs problem) {

@@ -28,7 +28,9 @@ struct TileLists {
     int lists_batch;                         // lists from one sequence to the next; 0 if they share them
     Divisor heads_each, block_q, block_k;    // heads_each: of a tile's heads, per list
 };
-constexpr int kUnitBits = 20, kUnitMask = (1 << kUnitBits) - 1;  // a unit's number; above it, a bit per slab
+// An entry of a list: the unit's number; above it a bit per slab that does not see it; and above those whether the
+// schedule spares it the mask function
+constexpr int kUnitBits = 20, kUnitMask = (1 << kUnitBits) - 1, kSparedBit = 30;
 constexpr int kNoUnit = kUnitMask;
 constexpr int kSlab = 16;  // query rows of a tile that a unit is hidden from together: those of one warp
 
@@ -124,7 +126,7 @@ TILE_DEVICE WorkTile work_tile(const ForwardArgs& args, int number) {
     return tile;
 }
 
-// Entry `entry` of a tile's list: a unit, with the bits of the slabs that do not see it
+// Entry `entry` of a tile's list
 TILE_DEVICE int unit_at(const TileLists& lists, int row, int whole, int units, int entry) {
     if (entry >= units) return kNoUnit;
     const int at = entry < whole ? entry : lists.width - 1 - (entry - whole);
@@ -142,13 +144,4 @@ template <int kUnit, int kBoxes> TILE_DEVICE void find_listed(const TileLists& l
     const int last = unit_at(lists, tile.list, tile.whole, tile.units, tile.units - 1) & kUnitMask;
     const int left = tile.seqlen_k - last * kUnit;
     tile.valid = tile.units > 0 ? (tile.units - 1) % kBoxes * kUnit + (left < kUnit ? left : kUnit) : 0;
-}
-
-// Tiles are ordered by how many blocks or units they visit, the heaviest first, into buckets: four per power of two.
-constexpr int kBuckets = 128;
-TILE_DEVICE int bucket_of(int blocks) {
-    int octave = 0;
-    while (blocks >> (octave + 1)) octave++;
-    const int quarter = (octave >= 2 ? blocks >> (octave - 2) : blocks << (2 - octave)) & 3;
-    return kBuckets - 1 - (octave * 4 + quarter);
 }

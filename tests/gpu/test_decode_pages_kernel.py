@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import random
 from typing import Any
 
 import numpy as np
@@ -13,7 +12,6 @@ from decode_cases import (
     BF16,
     FOLDED,
     FORMATS,
-    FP16,
     MODES,
     SMALL,
     UNCUT,
@@ -25,72 +23,21 @@ from decode_cases import (
     queries,
     stored,
 )
+from decode_page_cases import PAIRS, bits_of, chance, check, chosen, pages_of, run
 
 from tilewise import PagedKVCache, compiler, emulator, plan_decode
 from tilewise.formats import KVFormat
 from tilewise.gpu import decode as decoding
-from tilewise.gpu import decode_kernels, select
-from tilewise.plan.schedule_bits import pack
-from tilewise.plan.worklist import FAR, Splitting, WorkList
+from tilewise.gpu import decode_kernels
+from tilewise.plan.items import Word
 
 LENGTHS = (1, 15, 16, 17, 63, 65, 0, 129, 300)
-PAIRS = Splitting(((FAR, 32),), whole=False)  # pieces of two pages of 16: some lists have many of them, some none
-
-
-def chosen(count: int, heads: int, pages: int, share: float = 0.5, seed: int = 0) -> torch.Tensor:
-    """bool (count, heads, pages): each page with probability `share`."""
-    return torch.rand(count, heads, pages, generator=torch.Generator().manual_seed(seed)) < share
-
-
-def bits_of(selected: torch.Tensor, beyond: int = 0) -> torch.Tensor:
-    """int32 (count, heads, words), with the bits of `beyond` in every word past the last page."""
-    words = torch.from_numpy(pack(selected.flatten(0, 1).numpy())).view(*selected.shape[:2], -1).clone()
-    return torch.cat([words, torch.full((*words.shape[:2], 2), beyond, dtype=torch.int32)], -1) if beyond else words
-
-
-def pages_of(cache: PagedKVCache, seqs: list[int]) -> int:
-    return max(1, max(-(-cache.length(s) // cache.page_size) for s in seqs))
-
-
-def run(
-    cache: PagedKVCache, seqs: list[int], q: torch.Tensor, bits: torch.Tensor, *, most: int = 1000, room: int = 0, **options: Any
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(o, lse) by the kernel over the pages that the bits select; `plan` in options is used again."""
-    plan = options.pop("plan", None) or plan_decode(
-        cache, seqs, num_heads=q.shape[2], tokens_per_seq=q.shape[1], pages_per_seq=most, room=room
-    )
-    return decode(cache, seqs, q, plan=plan, selected=bits, room=room, **options)
-
-
-def check(
-    cache: PagedKVCache,
-    seqs: list[int],
-    selected: torch.Tensor | None = None,
-    *,
-    heads: int | None = None,
-    share: float = 0.5,
-    tokens: int = 1,
-    group: int = 4,
-    seed: int = 0,
-    beyond: int = 0,
-    most: int = 1000,
-    **options: Any,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same, judged. selected: chosen with `share` for each of `heads` KV heads, all of them by default."""
-    if selected is None:
-        selected = chosen(len(seqs), heads or cache.num_kv_heads, pages_of(cache, seqs), share, seed)
-    dtype = FP16 if cache.format.name == "fp16" else BF16
-    q = queries(cache, seqs, group=group, tokens=tokens, dtype=dtype)
-    got = run(cache, seqs, q, bits_of(selected, beyond), most=most, **options)
-    scoring = {name: options[name] for name in ("scale", "softcap", "sinks") if name in options}
-    assert_decoded(got, q, cache, seqs, selected=selected & (selected.cumsum(-1) <= most), **scoring)
-    return got
 
 
 # ---- formats, pages, heads, tokens -----------------------------------------------------------------------------------
 @pytest.mark.parametrize("kv_format", FORMATS)
 def test_formats(kv_format):
-    """Lengths around a page and a chunk, pages for each head and for all of them; as they lie on a CPU and on a card."""
+    """Lengths around a page and a chunk, pages per head and for all heads; scales as on a CPU and as on a card."""
     cache, seqs = make_cache(LENGTHS, kv_format=kv_format, head_dim=128)
     for n, mode in enumerate(MODES):
         check(cache, seqs, heads=1 + n % 2, mode=mode, seed=n)
@@ -115,7 +62,7 @@ def test_heads_and_tokens(group, kv_heads, tokens):
 
 
 def test_every_choice_of_the_last_pages_under_several_query_tokens():
-    """A page that is left out hides its tokens and moves nothing else; the keys of query tokens lie in up to two pages."""
+    """A page that is left out hides its tokens and moves nothing else; query tokens lie in up to two pages."""
     which = torch.tensor([[n >> page & 1 for page in range(3)] for n in range(8)], dtype=torch.bool)
     for length, tokens in ((33, 5), (36, 5), (37, 5), (48, 16), (34, 16), (3, 5)):
         cache = PagedKVCache(40, 16, 1, 64, kv_format="bf16")
@@ -157,7 +104,9 @@ def test_scores():
 
 
 # ---- what is selected ------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("splitting", [SMALL, UNCUT, FOLDED, PAIRS, None], ids=["small", "uncut", "folded", "pairs", "own"])
+@pytest.mark.parametrize(
+    "splitting", [SMALL, UNCUT, FOLDED, PAIRS, None], ids=["small", "uncut", "folded", "pairs", "own"]
+)
 @pytest.mark.parametrize("kv_format", ["bf16", "int8"])
 def test_all_pages_are_plain_decode_to_the_bit(kv_format, splitting):
     cache, seqs = make_cache(LENGTHS, kv_format=kv_format)
@@ -265,11 +214,11 @@ def test_a_plan_that_grows():
         if step:
             grow(cache, seqs, step, seed=70 + number)
             (listed,) = decoding.kept(plan).lists.values()
-            assert isinstance(listed, WorkList)
             listed.grow([cache.length(s) for s in seqs], [cache.page_list(s) for s in seqs])
         selected = chosen(len(seqs), 2, 17, 0.6, seed=number)
         got = run(cache, seqs, q, bits_of(selected), plan=plan, room=60, splitting=PAIRS)
         assert_decoded(got, q, cache, seqs, selected=selected & (selected.cumsum(-1) <= 6))
+    assert listed.items[..., Word.STOP].max() == 6 * 16, "no work where nothing can be selected"
 
 
 @pytest.mark.parametrize("kv_format", ["bf16", "int4"])
@@ -288,17 +237,20 @@ def test_warps_in_step_read_what_all_heads_selected(kv_format, monkeypatch):
     assert in_step == [True, False]
 
 
-@pytest.mark.parametrize(("blocks", "group"), [(200, 1), (40, 1), (4, 1), (4, 3)])
-def test_heads_with_different_numbers_of_states_are_merged(blocks, group, monkeypatch):
-    """One head of a sequence has one state, its neighbours many or none; merged by a block, or rows of several heads
-    by one warp."""
+@pytest.mark.parametrize(("blocks", "group", "at_once"), [(200, 1, 1), (4, 1, 2), (2, 1, 4), (2, 3, 4)])
+def test_heads_with_different_numbers_of_states_are_merged(blocks, group, at_once, monkeypatch):
+    """One head of a sequence has one state, its neighbours many or none; a block merges a row, or a warp `at_once`,
+    which may be those of several heads."""
     monkeypatch.setattr(decoding, "multiprocessors", lambda device: blocks)
     cache, seqs = make_cache((1500, 300, 40), kv_heads=6)
     selected = chosen(3, 6, 94, 0.7)
     selected[:, 1] = False
     selected[:, 2, 2:] = False
     selected[1, 4, 5:] = False
-    check(cache, seqs, selected, group=group, splitting=PAIRS)
+    plan = plan_decode(cache, seqs, num_heads=6 * group, pages_per_seq=94)
+    check(cache, seqs, selected, group=group, splitting=PAIRS, plan=plan)
+    (bound,) = decoding.kept(plan).bound.values()
+    assert bound.args.merge_rows == at_once
 
 
 def test_a_tenth_of_the_pages_is_a_tenth_of_the_bytes(monkeypatch):
@@ -326,29 +278,8 @@ def test_a_tenth_of_the_pages_is_a_tenth_of_the_bytes(monkeypatch):
 
 
 def test_chance():
-    """Random formats, lengths, pages, selections and cuts."""
     for seed in range(24):
-        rng = random.Random(seed)
-        kv_format, page_size, runs = rng.choice((("bf16", 16, False), ("int8", 16, True), ("bf16", 64, False)))
-        kv_heads, tokens = rng.choice((1, 2, 3)), rng.choice((1, 1, 2, 5))
-        lengths = [rng.choice((0, 1, rng.randint(1, 40), rng.randint(1, 400))) for _ in range(rng.randint(1, 7))]
-        cache, seqs = make_cache(lengths, page_size=page_size, kv_heads=kv_heads, kv_format=kv_format, seed=seed)
-        options = {
-            "heads": rng.choice((1, kv_heads)),
-            "share": rng.random(),
-            "group": rng.choice((1, 2, 4)),
-            "tokens": tokens,
-            "beyond": rng.choice((0, -1)),
-            "most": rng.choice((1, 2, 5, 100)),
-            "room": rng.choice((0, 0, 33)),
-            "splitting": rng.choice((SMALL, None, UNCUT, FOLDED, PAIRS)),
-            "mode": (rng.random() < 0.5, rng.randint(0, 9)),
-            "runs": runs and rng.random() < 0.5,
-        }
-        try:
-            check(cache, seqs, seed=seed, **options)
-        except AssertionError as error:
-            raise AssertionError(f"seed {seed}, lengths {lengths}, {options}: {error}") from None
+        chance(seed)
 
 
 # ---- compiled --------------------------------------------------------------------------------------------------------
@@ -358,6 +289,6 @@ def test_no_kernel_spills(kv_format, head_dim, arch):
     fmt = KVFormat(kv_format, head_dim)
     tma = arch == "sm_90a"
     tiling = decode_kernels.choose_tiling(fmt, 4, tma=tma, arch=arch)
-    for spec in (select.SPEC, decode_kernels.decode_spec(BF16, fmt, 16, tiling, tma=tma, selected=True)):
+    for spec in (decode_kernels.SELECT_SPEC, decode_kernels.decode_spec(BF16, fmt, 16, tiling, tma=tma, selected=True)):
         report = compiler.compile(spec, arch).report
         assert report.spill_stores == report.spill_loads == 0
