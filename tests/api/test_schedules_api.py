@@ -181,7 +181,7 @@ def test_refusals():
         attention(q, k, v, schedule=schedule(64, 64, 16, 16, None, 3))
     with pytest.raises(ValueError, match=r"seqlen_q=48.*seqlen_q=64"):
         attention(q, k, v, schedule=schedule(48, 64, 16, 16))
-    with pytest.raises(TypeError, match="schedule must be a tilewise.BlockSchedule, got list"):
+    with pytest.raises(TypeError, match=r"schedule must be a tilewise\.BlockSchedule, got list"):
         attention(q, k, v, schedule=[])
     starts = torch.tensor([0, 64, 128])
     packed = [x.flatten(0, 1) for x in (q, k, v)]

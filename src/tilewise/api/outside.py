@@ -5,13 +5,18 @@ It stands alone because importing it imports torch's compiler: whoever is being 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
+Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
-def _run(call: Any, *args: Any, **kwargs: Any) -> Any:
+
+def _run(call: Callable[..., Result], *args: Any, **kwargs: Any) -> Result:
     return call(*args, **kwargs)
 
 
-run = torch.compiler.disable(_run, reason="schedule, mask and score cannot be part of a compiled graph")
+run: Callable[..., Result] = torch.compiler.disable(
+    _run, reason="schedule, mask and score cannot be part of a compiled graph"
+)

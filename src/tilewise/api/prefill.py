@@ -203,8 +203,8 @@ def attention_varlen(
             return traced.attention_varlen(*packed, page_table, descales, **options, **rest)
         from tilewise.api import outside
 
-        given = {"page_table": page_table, **pattern, **options, **rest, **traced.named(descales)}
-        return outside.run(attention_varlen, *packed, **given)
+        more = {"page_table": page_table, **traced.named(descales)}
+        return outside.run(attention_varlen, *packed, **more, **pattern, **options, **rest)
     batch = arguments.check_sequences(cu_seqlens_q, cu_seqlens_k)
     paged = page_table is not None
     call = arguments.check_call(q, k, v, options, descales=descales, batch=batch, paged=paged, **pattern, **rest)
