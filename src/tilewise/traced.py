@@ -2,8 +2,8 @@
 
 integrations/torch_ops.py registers those operators over the public calls; this file only names them, so that api/
 needs to know nothing that is built on top of it. Graphs hold neither plans nor caches: `remember` lets the operator
-find both by the plan's number, and keeps neither alive. Nor do they hold schedules and functions: a call with one of
-those runs between two graphs (api/outside.py).
+find both by the plan's number, and keeps neither alive. Nor do they hold schedules, functions and outputs of the
+caller's: a call with one of those runs between two graphs (api/outside.py).
 """
 
 from __future__ import annotations
@@ -60,8 +60,7 @@ def attention(
     backend: str,
     **options: Unpack[ScoreOptions],
 ) -> Result:
-    """attention() in a graph."""
-    _refuse(out=out)
+    """attention() in a graph, which places the output: out is None."""
     rest = {"exact": exact, "return_lse": return_lse, "backend": backend}
     result = torch.ops.tilewise.attention(q, k, v, **named(descales), **_by_sides(options), **rest)
     return _asked(result, return_lse)
@@ -82,8 +81,7 @@ def attention_varlen(
     backend: str,
     **options: Unpack[ScoreOptions],
 ) -> Result:
-    """attention_varlen() in a graph."""
-    _refuse(out=out)
+    """attention_varlen() in a graph, which places the output: out is None."""
     rest = {"exact": exact, "return_lse": return_lse, "backend": backend}
     result = torch.ops.tilewise.attention_varlen(
         q, k, v, cu_seqlens_q, cu_seqlens_k, page_table, **named(descales), **_by_sides(options), **rest

@@ -1,4 +1,4 @@
-"""Calls that run between two graphs of torch.compile: no graph holds a schedule or a function of the user's.
+"""Calls that run between two graphs of torch.compile: none holds a schedule, a function or an output of the caller's.
 
 It stands alone because importing it imports torch's compiler: whoever is being traced has it already.
 """
@@ -18,5 +18,5 @@ def _run(call: Callable[..., Result], *args: Any, **kwargs: Any) -> Result:
 
 
 run: Callable[..., Result] = torch.compiler.disable(
-    _run, reason="schedule, mask and score cannot be part of a compiled graph"
+    _run, reason="out, schedule, mask and score cannot be part of a compiled graph"
 )

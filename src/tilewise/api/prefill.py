@@ -15,13 +15,12 @@ from tilewise.gpu import calls, named, prefill
 from tilewise.gpu.abi import FP8
 from tilewise.plan import Plan, Window, plan_dense, plan_shared_prefix, plan_varlen
 from tilewise.plan.schedule import BlockSchedule
-from tilewise.scores import ScoreOptions, Scores
+from tilewise.scores import ScoreOptions
 from tilewise.state import add_sinks
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from tilewise.functions import Function
 
 Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 Mask = Callable[[Any, Any, Any, Any], Any]  # (b, h, q, k) -> is key k seen by query q
@@ -77,7 +76,7 @@ def attention(
     be captured in a CUDA graph.
 
     Returns o (B, Nq, Hq, D), with return_lse also the LSE (B, Hq, Nq) float32. A NaN or infinity in a key that a window
-    (on a GPU also `causal`) hides may still reach the rows of its tile, as in other fused kernels.
+    or a mask (on a GPU also `causal`) hides may still reach the rows of its tile, as in other fused kernels.
     """
     descales = (q_descale, k_descale, v_descale)
     compiling, regular = torch.compiler.is_compiling(), schedule is None and mask is None and score is None
@@ -99,25 +98,40 @@ def attention(
     }  # fmt: skip
     rest: dict[str, Any] = {"exact": exact, "return_lse": return_lse, "out": out, "backend": backend}
     pattern: dict[str, Any] = {"schedule": schedule, "mask": mask, "score": score}
-    if compiling and regular:
+    if compiling and regular and out is None:
         return traced.attention(q, k, v, descales, **options, **rest)
     if compiling:
         from tilewise.api import outside
 
         return outside.run(attention, q, k, v, **pattern, **options, **rest, **traced.named(descales))
+    return _dense(q, k, v, options, pattern, rest, descales, key)
+
+
+def _dense(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    options: ScoreOptions,
+    pattern: dict[str, Any],
+    rest: dict[str, Any],
+    descales: arguments.Descales,
+    key: Any,
+) -> Result:
+    """`attention` by its arguments in groups; key: of the GPU call that it makes, to be kept by, or None."""
     call = arguments.check_call(q, k, v, options, descales=descales, rungs=True, **pattern, **rest)
-    if call.where == arguments.EMULATOR and (kernel := named.find(backend, q.dtype)):
-        asked: Any = {**options, "mask": mask, "score": score}
-        o, lse = named.run(kernel, q, k, v, asked, call.scores.scale, schedule)
+    sinks, out, return_lse = options["sinks"], rest["out"], rest["return_lse"]
+    if call.where == arguments.EMULATOR and (kernel := named.find(rest["backend"], q.dtype)):
+        asked: Any = {**options, "mask": pattern["mask"], "score": pattern["score"]}
+        o, lse = named.run(kernel, q, k, v, asked, call.scores.scale, call.schedule)
         return result(o, lse, sinks, out, return_lse)
     if call.where != "cpu":
         calls.check_served(q, call.where)
         bound = calls.GpuCall(call.scores.rule, return_lse)
         if key is not None:
             calls.calls()[key] = bound
-        given = (q, k, v, sinks, alibi_slopes, out, call.descales)
-        return bound(*given, schedule=schedule, function=call.function)
-    o, lse = _dense_on_cpu(q, k, v, call, schedule, out)
+        given = (q, k, v, sinks, options["alibi_slopes"], out, call.descales)
+        return bound(*given, schedule=call.schedule, function=call.function)
+    o, lse = _dense_on_cpu(q, k, v, call, out)
     return result(o, lse, sinks, out, return_lse)
 
 
@@ -126,7 +140,6 @@ def _dense_on_cpu(
     k: torch.Tensor,
     v: torch.Tensor,
     call: arguments.Call,
-    schedule: BlockSchedule | None,
     out: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`attention` on the CPU: o like q (bfloat16 for FP8), lse (B, Hq, Nq)."""
@@ -134,7 +147,7 @@ def _dense_on_cpu(
     fp8 = q.dtype == FP8
     if fp8:
         q, k, v = (arguments.widened(x, by, heads_kv) for x, by in zip((q, k, v), call.descales, strict=True))
-    plan = _plan_on_cpu(call.sizes, call.scores, schedule, call.function, q.element_size())
+    plan = _plan_on_cpu(call, q.element_size())
     starts_q, starts_k = ([b * n for b in range(batch + 1)] for n in (seqlen_q, seqlen_k))
     with full_precision():
         place = None if fp8 else checks.place(out, q, k, v)
@@ -142,11 +155,10 @@ def _dense_on_cpu(
     return o.bfloat16() if fp8 else o, lse.view(batch, seqlen_q, heads_q).transpose(1, 2)
 
 
-def _plan_on_cpu(
-    sizes: arguments.Sizes, scores: Scores, schedule: BlockSchedule | None, function: Function | None, io_bytes: int
-) -> Plan:
-    both = together(schedule, function, sizes.batch, sizes.heads_q, sizes.seqlen_q, sizes.seqlen_k)
-    return plan_dense(*sizes, window=scores.window, schedule=both, io_bytes=io_bytes)
+def _plan_on_cpu(call: arguments.Call, io_bytes: int) -> Plan:
+    batch, seqlen_q, seqlen_k, heads_q = call.sizes[:4]
+    pattern = together(call.schedule, call.function, batch, heads_q, seqlen_q, seqlen_k)
+    return plan_dense(*call.sizes, window=call.scores.window, schedule=pattern, io_bytes=io_bytes)
 
 
 def attention_varlen(
@@ -199,7 +211,7 @@ def attention_varlen(
     pattern: dict[str, Any] = {"schedule": schedule, "mask": mask, "score": score}
     if torch.compiler.is_compiling():
         packed = (q, k, v, cu_seqlens_q, cu_seqlens_k)
-        if all(x is None for x in pattern.values()):
+        if out is schedule is mask is score is None:
             return traced.attention_varlen(*packed, page_table, descales, **options, **rest)
         from tilewise.api import outside
 
@@ -227,7 +239,7 @@ def attention_varlen(
     assert starts_k is not None
     if page_table is not None:
         k, v = (arguments.gather(x, page_table, starts_k) for x in (k, v))
-    o, lse = _packed_on_cpu(q, k, v, call, schedule, starts_q, starts_k, out)
+    o, lse = _packed_on_cpu(q, k, v, call, starts_q, starts_k, out)
     return result(o, lse, sinks, out, return_lse)
 
 
@@ -236,7 +248,6 @@ def _packed_on_cpu(
     k: torch.Tensor,
     v: torch.Tensor,
     call: arguments.Call,
-    schedule: BlockSchedule | Sequence[BlockSchedule | None] | None,
     starts_q: list[int],
     starts_k: list[int],
     out: torch.Tensor | None,
@@ -250,7 +261,6 @@ def _packed_on_cpu(
             arguments.widened(x, None if descale is None else descale.repeat_interleave(count, 0), heads_kv)
             for x, descale, count in zip((q, k, v), call.descales, counts, strict=True)
         )
-    function = call.function
     plan = plan_varlen(
         starts_q,
         starts_k,
@@ -258,12 +268,12 @@ def _packed_on_cpu(
         heads_kv,
         head_dim,
         window=call.scores.window,
-        schedules=together_packed(schedule, function, starts_q, starts_k, heads_q),
+        schedules=together_packed(call.schedule, call.function, starts_q, starts_k, heads_q),
         io_bytes=q.element_size(),
     )
     with full_precision():
         place = None if fp8 else checks.place(out, q, k, v)
-        o, lse = cpu.run(plan, q, [(k, v)], Scoring.of(call.scores, starts_q, starts_k, function), place)
+        o, lse = cpu.run(plan, q, [(k, v)], Scoring.of(call.scores, starts_q, starts_k, call.function), place)
     return o.bfloat16() if fp8 else o, lse.transpose(0, 1)
 
 
@@ -338,7 +348,7 @@ def plan_attention(
         calls.check_served(q, call.where)
         return prefill.plan_of(q, k, call.scores)
     io_bytes = 4 if q.dtype == FP8 else q.element_size()  # FP8 is widened first
-    return _plan_on_cpu(call.sizes, call.scores, schedule, call.function, io_bytes)
+    return _plan_on_cpu(call, io_bytes)
 
 
 def full_precision() -> AbstractContextManager[Any]:

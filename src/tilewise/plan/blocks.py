@@ -149,8 +149,7 @@ def _batches(kept: Bools, rows: Ints, cut: Bools, like: _Common, partial: bool =
     """One head's blocks, kept (num_q_blocks, num_k_blocks): the rows that have the same shape together."""
     where = like.where
     full_blocks, tail = divmod(where.seqlen_k, like.block_k)
-    masked: Bools = (kept & cut).any(axis=1)
-    tails: Bools = kept[:, full_blocks:].any(axis=1)
+    masked, tails = np.any(kept & cut, axis=1), np.any(kept[:, full_blocks:], axis=1)
     widths = kept[:, :full_blocks].sum(1)
     blocks, ends = np.nonzero(kept[:, :full_blocks])[1].astype(np.int32), widths.cumsum()
     batches: dict[tuple[int, int, bool, bool], list[int]] = {}
