@@ -211,7 +211,7 @@ def attention_varlen(
     pattern: dict[str, Any] = {"schedule": schedule, "mask": mask, "score": score}
     if torch.compiler.is_compiling():
         packed = (q, k, v, cu_seqlens_q, cu_seqlens_k)
-        if out is schedule is mask is score is None:
+        if out is None and all(x is None for x in pattern.values()):
             return traced.attention_varlen(*packed, page_table, descales, **options, **rest)
         from tilewise.api import outside
 
