@@ -48,13 +48,6 @@ def _scheduled(schedule: BlockSchedule, sequences: slice, heads_q: int) -> torch
     return seen
 
 
-def _whole(schedule: BlockSchedule) -> BlockSchedule:
-    """The blocks of a schedule's whole plane."""
-    sizes = {name: getattr(schedule, name) for name in ("seqlen_q", "seqlen_k", "block_q", "block_k")}
-    assert schedule.whole is not None
-    return BlockSchedule.from_bits(schedule.whole, **sizes)
-
-
 def attention(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -106,10 +99,7 @@ def attention(
     if isinstance(mask, torch.Tensor):
         seen = seen & mask
     if function is not None and function.mask is not None:
-        allowed = function.seen(*pairs)
-        if schedule is not None and schedule.whole is not None:  # blocks in which the function has no say
-            allowed = allowed | _scheduled(_whole(schedule), slice(first, first + q.shape[0]), hq)
-        seen = seen & allowed
+        seen = seen & function.seen(*pairs)
     scores = scores.masked_fill(~seen, -math.inf)
 
     if sinks is not None:  # one more column, whose value is zero

@@ -207,6 +207,16 @@ def test_lists_in_the_emulator(monkeypatch):
     assert_flex(got, q, k, v, None, by_lists(mask))
 
 
+def test_small_blocks_in_the_emulator(monkeypatch):
+    """A tile has full and partial blocks side by side, and mask_mod hides of full ones what is seen nevertheless."""
+    monkeypatch.setattr(flex, "attention", functools.partial(attention, backend="emulator"))
+    lists = random_lists(torch.Generator().manual_seed(1), (200, 130), (16, 32), 1, 2)
+    mask = BlockMask.from_kv_blocks(*lists, BLOCK_SIZE=(16, 32), mask_mod=odd, seq_lengths=(200, 130))
+    q, k, v = inputs(1, (200, 130), (2, 1), 64, dtype=torch.bfloat16)
+    got = flex_attention(q, k, v, None, mask, enable_gqa=True, return_lse=True)
+    assert_flex(got, q, k, v, None, by_lists(mask), enable_gqa=True)
+
+
 # ---- lists ----------------------------------------------------------------------------------------------------------
 def random_lists(random, lengths, sizes, batch, heads):
     """Any blocks as partial and full, no block in both; the rows' lists unsorted."""
@@ -294,8 +304,8 @@ def test_lists_are_read_once_and_again_when_they_change(monkeypatch):
     assert [called(), called()] == [1, 0]
     mask.kv_indices = mask.kv_indices.flip(-1)  # another tensor
     assert [called(), called()] == [1, 0]
-    mask.mask_mod = odd  # no list
-    assert called() == 0
+    mask.mask_mod = odd
+    assert [called(), called()] == [1, 0]
     mask.BLOCK_SIZE = (64, 32)
     assert [called(), called()] == [1, 0]
 

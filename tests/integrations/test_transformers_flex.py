@@ -7,7 +7,7 @@ import torch
 import transformers_cases as cases
 from oracle import assert_attention, qkv, randn
 from transformers import AttentionInterface, AttentionMaskInterface, StaticCache
-from transformers.masking_utils import create_causal_mask, flex_attention_mask
+from transformers.masking_utils import blockwise_overlay, chunked_overlay, create_causal_mask, flex_attention_mask
 from transformers_cases import LAYER, WINDOW, build, padding, run, tokens
 
 import tilewise.integrations.transformers_flex as integration
@@ -95,24 +95,30 @@ def test_a_prompt_in_chunks_into_a_static_cache():
     torch.testing.assert_close(torch.cat(parts, 1), run(model, NAME, input_ids=ids))
 
 
-def test_a_mask_of_one_s_own():
-    """The first ten tokens see each other, and every third is seen by nobody: "tilewise" refuses it."""
-    model, ids = build(cases.llama), tokens(2, 40)
-    both = {
+IMAGES = torch.tensor([-1] * 5 + [0] * 9 + [-1] * 6 + [1] * 12 + [-1] * 8).expand(2, 40)
+REFUSED = {
+    "one's own": {
         "or_mask_function": lambda b, h, q, k: (q < 10) & (k < 10),
         "and_mask_function": lambda b, h, q, k: (k % 3 != 1) | (q == k),
-    }
+    },
+    "chunks": {"and_mask_function": chunked_overlay(16, torch.tensor([0, 3]))},
+    "images": {"or_mask_function": blockwise_overlay(IMAGES)},
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_masks_that_tilewise_refuses(kind):
+    model, ids = build(cases.llama), tokens(2, 40)
     given = {"inputs_embeds": model.model.embed_tokens(ids), "past_key_values": None, "attention_mask": None}
     made = {}
     for name in (NAME, "eager"):
-        model.set_attn_implementation(name)
-        made[name] = run(model, name, input_ids=ids, attention_mask=create_causal_mask(model.config, **given, **both))
-    assert isinstance(create_causal_mask(_with(model, NAME).config, **given, **both), BlockMask)
-    plain = run(model, NAME, input_ids=ids)
+        mask = create_causal_mask(_with(model, name).config, **given, **REFUSED[kind])
+        assert isinstance(mask, BlockMask) == (name == NAME)
+        made[name] = run(model, name, input_ids=ids, attention_mask=mask)
     torch.testing.assert_close(made[NAME], made["eager"], rtol=1e-4, atol=1e-4)
-    assert not torch.allclose(made[NAME], plain, rtol=1e-2)
+    assert not torch.allclose(made[NAME], run(model, NAME, input_ids=ids), rtol=1e-2)
     with pytest.raises(NotImplementedError):
-        create_causal_mask(_with(model, "tilewise").config, **given, **both)
+        create_causal_mask(_with(model, "tilewise").config, **given, **REFUSED[kind])
 
 
 def _with(model, name):

@@ -6,16 +6,18 @@ whole. Its blocks may be larger than a schedule's: they are then made of several
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
-from torch.nn.attention.flex_attention import BlockMask
+from torch.nn.attention.flex_attention import BlockMask, noop_mask
 
 from tilewise import checks
 from tilewise.functions.function import version
 from tilewise.plan.schedule import BlockSchedule
 
+MaskMod = Callable[..., Any]  # (b, h, q, k) -> bool
 BLOCK = 128  # the largest block of a schedule, and torch's default
 LISTS = [f"{full}{side}_{what}" for full in ("", "full_") for side in ("kv", "q") for what in ("num_blocks", "indices")]
 
@@ -40,34 +42,41 @@ class Cut(NamedTuple):
         return -(-self.length // self.block)
 
 
-class Kept(NamedTuple):
-    """A schedule, and what it was made from: lengths and block sizes, lists, and their versions."""
+class Shown(NamedTuple):
+    """What a block mask shows, as `tilewise.attention` takes it."""
 
     schedule: BlockSchedule
+    mask: MaskMod | None
+
+
+class Kept(NamedTuple):
+    """What a block mask shows, and what of it that was made from: sizes, mask_mod, lists and their versions."""
+
+    shown: Shown
     sizes: tuple[tuple[int, int], tuple[int, int]]
-    lists: tuple[torch.Tensor | None, ...]
+    objects: tuple[MaskMod | torch.Tensor | None, ...]
     versions: tuple[Any, ...]
 
     @classmethod
-    def of(cls, schedule: BlockSchedule, mask: BlockMask) -> Kept:
+    def of(cls, shown: Shown, mask: BlockMask) -> Kept:
         lists = mask.kv_num_blocks, mask.kv_indices, mask.full_kv_num_blocks, mask.full_kv_indices
         versions = tuple(None if x is None else version(x) for x in lists)
-        return cls(schedule, (mask.seq_lengths, mask.BLOCK_SIZE), lists, versions)
+        return cls(shown, (mask.seq_lengths, mask.BLOCK_SIZE), (mask.mask_mod, *lists), versions)
 
     def holds(self, mask: BlockMask) -> bool:
-        now = Kept.of(self.schedule, mask)
-        same = all(x is y for x, y in zip(self.lists, now.lists, strict=True))
+        now = Kept.of(self.shown, mask)
+        same = all(x is y for x, y in zip(self.objects, now.objects, strict=True))
         return same and (self.sizes, self.versions) == (now.sizes, now.versions)
 
 
 _kept: WeakKeyDictionary[BlockMask, Kept] = WeakKeyDictionary()
 
 
-# ---- a schedule of a block mask -------------------------------------------------------------------------------------
+# ---- what a block mask shows ----------------------------------------------------------------------------------------
 
 
-def schedule_from(mask: BlockMask) -> BlockSchedule:
-    """The blocks of both lists, those of the full lists as its `whole` plane; on the mask's device, no value is read.
+def shown_by(mask: BlockMask) -> Shown:
+    """A schedule of the blocks that are listed, on the mask's device, and the function to ask; no value is read.
 
     It is kept as long as the mask lives and is not changed; of lists that torch made in inference mode nobody can tell
     that, and it is made at each call. In a CUDA graph being captured it is made anew, so that replays follow the lists.
@@ -77,21 +86,34 @@ def schedule_from(mask: BlockMask) -> BlockSchedule:
     known = _kept.get(mask)
     if known is None or not known.holds(mask):
         known = _kept[mask] = Kept.of(_made(mask), mask)
-    return known.schedule
+    return known.shown
 
 
-def _made(mask: BlockMask) -> BlockSchedule:
+def _made(mask: BlockMask) -> Shown:
     q, k = (Cut.of(*sizes) for sizes in zip(mask.seq_lengths, mask.BLOCK_SIZE, strict=True))
+    mask_mod = None if mask.mask_mod is noop_mask else mask.mask_mod
     kept, whole = _listed(mask.kv_num_blocks, mask.kv_indices, q, k), None
     if mask.full_kv_num_blocks is not None and mask.full_kv_indices is not None:
-        whole = _listed(mask.full_kv_num_blocks, mask.full_kv_indices, q, k)
-        kept = kept | whole
+        full = _listed(mask.full_kv_num_blocks, mask.full_kv_indices, q, k)
+        mask_mod = None if mask_mod is None else _or_full(mask_mod, full, q.block, k.block)
+        kept, whole = kept | full, _in_pieces(full, q, k)
     sizes = {"seqlen_q": q.length, "seqlen_k": k.length, "block_q": q.piece, "block_k": k.piece}
-    return BlockSchedule.from_blocks(kept, whole=whole, **sizes)
+    return Shown(BlockSchedule.from_blocks(_in_pieces(kept, q, k), whole=whole, **sizes), mask_mod)
+
+
+def _or_full(mask_mod: MaskMod, full: torch.Tensor, block_q: int, block_k: int) -> MaskMod:
+    """mask_mod where it has a say. A schedule's `whole` blocks need not be asked about, but they may be, and then a
+    full list counts more than mask_mod."""
+    full = full[(None,) * (4 - full.dim())]
+
+    def shown(b: Any, h: Any, q: Any, k: Any) -> Any:  # an index past the end means the last entry: one list is for all
+        return full[b, h, q // block_q, k // block_k] | mask_mod(b, h, q, k)
+
+    return shown
 
 
 def _listed(counts: torch.Tensor, indices: torch.Tensor, q: Cut, k: Cut) -> torch.Tensor:
-    """The pieces of the blocks that are listed: bool (…, pieces of queries, pieces of keys).
+    """The blocks that are listed: bool (…, blocks of queries, blocks of keys).
 
     counts (…, blocks of queries), indices (…, blocks of queries, width): the first `counts` of a row are listed, in any
     order; those out of range are left out.
@@ -106,11 +128,15 @@ def _listed(counts: torch.Tensor, indices: torch.Tensor, q: Cut, k: Cut) -> torc
     listed &= (indices >= 0) & (indices < k.blocks)
     places = torch.where(listed, indices, k.blocks).long()  # one place more, for all that is not listed
     kept = torch.zeros((*counts.shape, k.blocks + 1), dtype=torch.bool, device=indices.device)
-    kept = kept.scatter_(-1, places, True)[..., : k.blocks]
+    return kept.scatter_(-1, places, True)[..., : k.blocks]
+
+
+def _in_pieces(blocks: torch.Tensor, q: Cut, k: Cut) -> torch.Tensor:
+    """(…, blocks of queries, blocks of keys) -> (…, pieces of queries, pieces of keys), each as its block."""
     for dim, (length, block, piece) in ((-2, q), (-1, k)):
         if piece != block:
-            kept = kept.index_select(dim, torch.arange(0, length, piece, device=kept.device) // block)
-    return kept
+            blocks = blocks.index_select(dim, torch.arange(0, length, piece, device=blocks.device) // block)
+    return blocks
 
 
 # ---- a block mask of a schedule -------------------------------------------------------------------------------------
@@ -118,7 +144,7 @@ def _listed(counts: torch.Tensor, indices: torch.Tensor, q: Cut, k: Cut) -> torc
 
 @torch.inference_mode(False)  # else nobody could tell whether the lists are changed
 def block_mask_from(
-    schedule: BlockSchedule, q: Cut, k: Cut, batch: int, heads: int, mask_mod: Any, full: bool
+    schedule: BlockSchedule, q: Cut, k: Cut, batch: int, heads: int, mask_mod: MaskMod, full: bool
 ) -> BlockMask:
     """A block mask over blocks of q.block × k.block for a schedule of pieces.
 
@@ -135,7 +161,7 @@ def block_mask_from(
                 lists[f"{prefix}{side}_{what}"] = x.expand(batch, heads, *x.shape[2:]).contiguous()
     mask = BlockMask(seq_lengths=(q.length, k.length), BLOCK_SIZE=(q.block, k.block), mask_mod=mask_mod, **lists)
     if full and (schedule.num_q_blocks, schedule.num_k_blocks) == (q.blocks, k.blocks):
-        _kept[mask] = Kept.of(schedule, mask)
+        _kept[mask] = Kept.of(Shown(schedule, None if mask_mod is noop_mask else mask_mod), mask)
     return mask
 
 

@@ -16,9 +16,8 @@ from here or from torch, and go to either. What differs:
 - There are no gradients, no max_scores, no FP8 and no float64 here: NotImplementedError says so.
 
 Meaning: score_mod gets the scaled score and its result counts where the block mask shows the pair: in the blocks of the
-full lists all pairs, in those of the other lists what mask_mod allows, elsewhere none. Full lists promise, as in torch,
-that mask_mod hides nothing there: where they say so wrongly, a GPU may hide it in tiles that a partial block reaches
-into. h is the query head, q and k count from 0. A row with no visible key gives 0 and an LSE of −inf.
+full lists all pairs, in those of the other lists what mask_mod allows, elsewhere none. h is the query head, q and k
+count from 0. A row with no visible key gives 0 and an LSE of −inf.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ from torch.nn.attention.flex_attention import (
 from tilewise import checks, functions
 from tilewise.api import attention, schedule_of
 
-from .block_masks import BLOCK, Cut, block_mask_from, schedule_from
+from .block_masks import BLOCK, Cut, block_mask_from, shown_by
 from .flash_options import rows
 
 __all__ = [
@@ -112,8 +111,7 @@ def flex_attention(
     schedule = mask_mod = None
     if block_mask is not None:
         _check_block_mask(block_mask, query, key)
-        schedule = schedule_from(block_mask)
-        mask_mod = None if block_mask.mask_mod is noop_mask else block_mask.mask_mod
+        schedule, mask_mod = shown_by(block_mask)
     elif len(key) != len(query):
         raise ValueError(f"key must have query's batch size {len(query)} without a block_mask, got {len(key)}")
     _check_captured(mask_mod, score_mod)

@@ -227,7 +227,7 @@ def _check_served(q: torch.Tensor, others: Sequence[Any]) -> None:
     where = arguments.check_backend("auto", q, tensors)
     checks.integer("head_dim of q", q.shape[-1], 1, arguments.MAX_HEAD_DIM)
     if where != "cpu":
-        calls.check_served(q, None, where)
+        calls.check_served(q, where)
 
 
 def _check_lengths(given: Any, cache: Cache, batch: int, k: torch.Tensor | None) -> Lengths:

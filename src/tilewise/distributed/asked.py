@@ -48,7 +48,7 @@ def check_asked(
     scores = arguments.check_scores(q, sizes.batch, **options)
     where = arguments.check_backend(backend, q, (k, v, scores.sinks))
     if where == "cuda":
-        calls.check_served(q, None, where)
+        calls.check_served(q, where)
     return Asked(layout, options.get("causal", False), scores, checks.flag("return_lse", return_lse))
 
 

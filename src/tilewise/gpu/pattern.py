@@ -39,7 +39,7 @@ AnySchedule = Union["BlockSchedule", "Stacked"]
 @dataclass(frozen=True)
 class Pattern:
     """block_q, block_k: of the schedule, 0 without one; batch, heads: how many patterns it has. lengths: its blocks
-    have lengths. spares: it says in which blocks the mask need not be asked. text: the functions in C++, "" for none. mask, score: which of them there are. uses: what the mask
+    have lengths. text: the functions in C++, "" for none. mask, score: which of them there are. uses: what the mask
     depends on, letters of "bhqk"."""
 
     block_q: int = 0
@@ -47,7 +47,6 @@ class Pattern:
     batch: int = 1
     heads: int = 1
     lengths: bool = False
-    spares: bool = False
     text: str = ""
     mask: bool = False
     score: bool = False
@@ -61,7 +60,7 @@ class Pattern:
             lengths = [x for x in (schedule.lengths_q, schedule.lengths_k) if x is not None]
             batch, heads = max(len(x) for x in (schedule.bits, *lengths)), schedule.bits.shape[1]
             fields |= {"block_q": schedule.block_q, "block_k": schedule.block_k, "batch": batch, "heads": heads}
-            fields |= {"lengths": bool(lengths), "spares": schedule.whole is not None}
+            fields["lengths"] = bool(lengths)
         if function is not None:
             fields |= {"text": function.text(sizes), "mask": function.mask is not None}
             fields |= {"score": function.score is not None, "uses": "".join(sorted(function.uses))}
@@ -205,6 +204,7 @@ class Lists:
         )
         self.args = FoldArgs(list_heads=self.heads, lists_each=Divisor.by(max(1, self.heads // pattern.heads)))
         self._kept: OrderedDict[Any, tuple[tuple[Any, ...], torch.Tensor]] = OrderedDict()
+        self._launch_args: compiler.Args | None = None
         self._finished: dict[int, torch.Tensor] = {}  # by stream, zero between launches
         if device.type == "cuda":
             self.kernel = compiler.load(self.spec, device)
@@ -238,8 +238,11 @@ class Lists:
             if not capturing:
                 self._finished[stream] = finished
         self.args.finished = finished.data_ptr()
-        values = NoFunctionArgs() if function is None or not self.pattern.mask else function.arguments()
-        self.kernel.launch(self.grid, compiler.Args(forward, self.args, values), stream=stream)
+        if function is not None and self.pattern.mask:
+            self._launch_args = compiler.Args(forward, self.args, function.arguments())
+        elif self._launch_args is None:
+            self._launch_args = compiler.Args(forward, self.args, NoFunctionArgs())
+        self.kernel.launch(self.grid, self._launch_args, stream=stream)
         if not (self.packed or capturing):
             self._kept[key] = (tuple(_reference(x) for x in made_from), work)
             while len(self._kept) > LISTS_KEPT:

@@ -225,7 +225,6 @@ def forward_spec(
         ("kUnit", tiling.unit),
         ("kSlabs", pattern.block_q * pack % tiling.tile_q > 0),
         ("kLengths", pattern.lengths),
-        ("kSpares", pattern.spares and pattern.mask),
         ("Function", "UserFunction" if pattern.text else "NoFunction"),
     )
     boxes = tiling.tile_kv // tiling.unit if tiling.unit else 0

@@ -56,7 +56,7 @@ class BlockSchedule(StoredSchedule):
 
       bits       int32 (batch or 1, heads or 1, num_q_blocks, words), words = ceil(num_k_blocks / 32): bit j % 32 of
                  word j // 32 says that key block j is kept; bits past num_k_blocks are 0
-      whole      as bits, or None: those of the kept blocks in which a mask function need not be evaluated
+      whole      as bits, or None: a promise: kept blocks that a mask function given beside the schedule shows whole
       lengths_q  int32 (batch or 1, num_q_blocks), or None: valid rows of each block of queries; those past them see
                  nothing
       lengths_k  int32 (batch or 1, num_k_blocks), or None: valid rows of each block of keys; those past them are not
@@ -177,7 +177,7 @@ class BlockSchedule(StoredSchedule):
         """The blocks where `blocks` is True: bool (num_q_blocks, num_k_blocks), (heads, …) or (batch, heads, …), where
         a leading 1 means shared.
 
-        whole: like `blocks`; those of the kept blocks in which a mask function need not be evaluated. lengths_q,
+        whole: like `blocks`; a promise that a mask function given beside the schedule shows these blocks whole. lengths_q,
         lengths_k: int32 or int64 (num_blocks,) or (batch, num_blocks), valid rows of each block."""
         batch, heads = leading("blocks", blocks, "num_q_blocks", "num_k_blocks")
         grid = grid_of(seqlen_q, seqlen_k, block_q, block_k, heads, batch)

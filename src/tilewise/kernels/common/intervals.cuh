@@ -198,6 +198,26 @@ template <> TILE_DEVICE Interval any_entry<uint8_t>() { return {0.0, 255.0}; }
 template <> TILE_DEVICE Interval any_entry<int8_t>() { return {-128.0, 127.0}; }
 template <> TILE_DEVICE Interval any_entry<short>() { return {-32768.0, 32767.0}; }
 
+template <class T> TILE_DEVICE void join(T entry, Interval& found, bool& nan) {
+    const double x = value_of(entry);
+    nan = nan || is_nan(x);
+    found = {least(found.low, x), greatest(found.high, x)};
+}
+// Neighbours go 16 bytes at a time: lanes that ask of different blocks read far apart, and pay per access.
+template <class T> TILE_DEVICE void scan(const T* from, int count, int stride, Interval& found, bool& nan) {
+    constexpr int kEach = 16 / sizeof(T);
+    int i = 0;
+    if (stride == 1 && reinterpret_cast<uint64_t>(from) % 16 == 0) {
+#pragma unroll 4
+        for (; i + kEach <= count; i += kEach) {
+            const Vector16 entries = Global<const T>{from + i}.template as<const Vector16>()[0];
+#pragma unroll
+            for (int j = 0; j < kEach; j++) join(reinterpret_cast<const T*>(&entries)[j], found, nan);
+        }
+    }
+    for (; i < count; i++) join(T(Global<const T>{from}[int64_t(i) * stride]), found, nan);
+}
+
 // The least and the largest of the entries that the indices reach: looked at one by one if they are few
 template <class T, int kDims> TILE_DEVICE Interval reach(const T* values, const Axis (&axes)[kDims]) {
     int first[kDims], count[kDims];
@@ -221,12 +241,7 @@ template <class T, int kDims> TILE_DEVICE Interval reach(const T* values, const 
             offset += int64_t(first[d] + rest % count[d]) * axes[d].stride;
             rest /= count[d];
         }
-#pragma unroll 8
-        for (int i = 0; i < inner; i++) {
-            const double x = value_of(T(Global<const T>{values}[offset + int64_t(i) * stride]));
-            nan = nan || is_nan(x);
-            found = {least(found.low, x), greatest(found.high, x)};
-        }
+        scan(values + offset, inner, stride, found, nan);
     }
     const bool wraps = any_entry<T>().low == kAnyInt.low && (found.low < kAnyInt.low || found.high > kAnyInt.high);
     return nan || wraps ? any_entry<T>() : found;

@@ -89,18 +89,17 @@ struct Fold {
         return hidden;
     }
 
-    // Unit `unit`: kNone, kSome or kAll, and what its entry says above its number. All lanes of a warp ask together.
-    TILE_DEVICE Kind look(int unit, const Ahead& ahead, uint32_t& marks) const {
+    // Unit `unit`: kNone, kSome or kAll, and the slabs that it is hidden from. All lanes of a warp ask together.
+    TILE_DEVICE Kind look(int unit, const Ahead& ahead, uint32_t& hidden) const {
         const TileLists& lists = args.lists;
         const int begin = unit * kUnit, end = begin + kUnit - 1, last = tile.seqlen_k - 1;
         bool none = begin > last || unit >= lists.width || begin > last_row.last || end < first_row.first;
         bool all = begin >= last_row.first && end <= first_row.last;
         bool asked = true;
-        marks = 0;
+        hidden = 0;
         const int block = lists.block_k.quotient(begin);
         if (fold.kept) {
-            const uint32_t hidden = hidden_slabs(block, ahead, asked);
-            marks = hidden | (asked ? 0u : 1u << (kSparedBit - kUnitBits));
+            hidden = hidden_slabs(block, ahead, asked);
             none = none || hidden == (1u << kTileQ / kSlab) - 1;
             all = all && hidden == 0;
         }
@@ -138,9 +137,9 @@ struct Fold {
                 looked = base;
                 ahead = look_ahead(base);
             }
-            uint32_t marks;
+            uint32_t hidden;
             const int unit = base + 32 * warp + lane;
-            const Kind kind = look(unit, ahead, marks);
+            const Kind kind = look(unit, ahead, hidden);
             const uint32_t all = ptx::ballot(kind == kAll), some = ptx::ballot(kind == kSome);
             int at_whole = whole, at_others = others;
             if constexpr (kTogether == 32) {
@@ -165,7 +164,7 @@ struct Fold {
             }
             if (kind == kAll) list[at_whole + ptx::count_bits(all & before)] = unit;
             if (kind == kSome)
-                list[lists.width - 1 - at_others - ptx::count_bits(some & before)] = unit | int(marks << kUnitBits);
+                list[lists.width - 1 - at_others - ptx::count_bits(some & before)] = unit | int(hidden << kUnitBits);
         }
         if (threadIdx.x % kTogether == 0) {
             Global<int>{fold.counts}[2 * row] = whole;

@@ -16,7 +16,7 @@
 // the warpgroups take turns at the tensor cores. Rule: what is done to scores before the softmax (common/scores.cuh).
 // Function: the user's functions (common/functions.cuh). kUnit: keys per unit of the lists that say what tiles visit
 // (work.cuh: TileLists), 0 if tiles visit neighbouring blocks. kSlabs: a unit may be hidden from some of a tile's rows
-// by sixteens. kLengths: blocks of rows or keys have lengths. kSpares: the function is not asked in some units.
+// by sixteens. kLengths: blocks of rows or keys have lengths.
 #include "prefill/producers.cuh"
 #include "tile/lazy.cuh"
 
@@ -29,7 +29,7 @@ constexpr bool kHoldsK = !kExact || kListed;
 // −inf less −inf would be NaN.
 constexpr float kNoReference = -1.7014118e38f;
 // Looking up all keys of a block at once would take a register each.
-constexpr int kSeenAtOnce = !Function::kByKey ? kTileKv / 8 : kConsumers == 3 ? 2 : 4;
+constexpr int kSeenAtOnce = !Function::kByKey ? kTileKv / 8 : kConsumers == 3 ? 2 : 8;
 
 // ---- consumers ------------------------------------------------------------------------------------------------------
 struct Consumer {
@@ -159,7 +159,6 @@ struct Consumer {
         for (int eight = 0; eight < kTileKv / 8; eight++) {
             const int box = eight * 8 / kBoxRows, inside = eight * 8 % kBoxRows + column;  // inside: of the box
             const int first = key_of(box) + inside, there = there_of(box);
-            const bool spared = kSpares && units_of_stage()[k_turn.stage * kBoxes + box] >> kSparedBit & 1;
 #pragma unroll
             for (int i = 0; i < 2; i++) {
                 const int key = first + i, k = Function::kByKey && key > last ? last : key;
@@ -168,7 +167,7 @@ struct Consumer {
                     const bool asked = function.mask(tile.sequence, rows[h].head, rows[h].token, k, rows[h].position,
                                                      float(k), rows[h].token, 0, k, 0);
                     const bool seen = rows[h].seen.has(key) & (!kLengths || inside + i < there);
-                    if (seen & (asked | spared)) bits[h] |= 1u << (2 * eight + i);
+                    if (seen & asked) bits[h] |= 1u << (2 * eight + i);
                 }
             }
         }

@@ -28,9 +28,8 @@ struct TileLists {
     int lists_batch;                         // lists from one sequence to the next; 0 if they share them
     Divisor heads_each, block_q, block_k;    // heads_each: of a tile's heads, per list
 };
-// An entry of a list: the unit's number; above it a bit per slab that does not see it; and above those whether the
-// schedule spares it the mask function
-constexpr int kUnitBits = 20, kUnitMask = (1 << kUnitBits) - 1, kSparedBit = 30;
+// An entry of a list: the unit's number, and above it a bit per slab that does not see it
+constexpr int kUnitBits = 20, kUnitMask = (1 << kUnitBits) - 1;
 constexpr int kNoUnit = kUnitMask;
 constexpr int kSlab = 16;  // query rows of a tile that a unit is hidden from together: those of one warp
 
