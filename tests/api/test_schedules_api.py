@@ -77,6 +77,30 @@ def test_rows_past_a_length_are_zero_and_minus_infinity():
     assert torch.isfinite(lse[..., :37]).all()
 
 
+def test_lengths_of_blocks_that_are_seen_whole():
+    """Blocks of queries that see the same whole blocks run as one tile only if none of them is short."""
+    q, k, v = qkv(1, 300, 700, 2, 1, 16)
+    sizes = {"seqlen_q": 300, "seqlen_k": 700, "block_q": 32, "block_k": 64}
+    given = {
+        "schedule": BlockSchedule.from_blocks(torch.ones(10, 11, dtype=torch.bool), lengths_q=lengths(10, 32), **sizes),
+        "mask": lambda b, h, q, k: k < 680,
+    }
+    assert_attention(attention(q, k, v, return_lse=True, out=poison(q), **given), q, k, v, **given)
+
+
+@pytest.mark.parametrize("heads", [(4, 4), (4, 2), (6, 1)])
+def test_one_schedule_of_all_heads_beside_a_mask_that_tells_them_apart(heads):
+    """A whole plane says where the mask is asked: here everywhere, and by all heads at once."""
+    q, k, v = qkv(2, 200, 300, *heads, 16)
+    blocks = chance(2, 5, share=0.8)
+    sizes = {"seqlen_q": 200, "seqlen_k": 300, "block_q": 128, "block_k": 64}
+    given = {
+        "schedule": BlockSchedule.from_blocks(blocks, whole=torch.zeros_like(blocks), **sizes),
+        "mask": MASKS["mask of head and sequence"],
+    }
+    assert_attention(attention(q, k, v, return_lse=True, **given), q, k, v, **given)
+
+
 def test_fp8():
     q, k, v = (x.to(torch.float8_e4m3fn) for x in qkv(2, 130, 200, 4, 2, 16))
     given = {"schedule": schedule(130, 200, 32, 48, 2, 2, 2), "mask": MASKS["mask"]}

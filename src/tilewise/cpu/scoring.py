@@ -108,10 +108,14 @@ class View:
         return self.band != OPEN or self.mask is not None or self.there is not None
 
     @property
+    def by_head(self) -> bool:
+        """Do heads see different keys?"""
+        return self.mask is not None and "h" in self.mask.uses
+
+    @property
     def pairs(self) -> int:
         """How many pairs `seen` tells for one tile."""
-        heads = len(self.heads) if self.mask is not None and "h" in self.mask.uses else 1
-        return heads * self.rows.shape[1] * self.keys.shape[1]
+        return (len(self.heads) if self.by_head else 1) * self.rows.shape[1] * self.keys.shape[1]
 
     def indices(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         """Sequence, query head, row and key, which broadcast to (n, heads, rows, keys)."""
@@ -158,8 +162,7 @@ class View:
 
     def of_heads(self, heads: slice, scoring: Scoring) -> View:
         """The view of some of its heads; itself, with what it has found, if nothing asks which heads they are."""
-        asked = scoring.needs_matmul or (self.mask is not None and "h" in self.mask.uses)
-        return replace(self, heads=self.heads[heads]) if asked else self
+        return replace(self, heads=self.heads[heads]) if scoring.needs_matmul or self.by_head else self
 
     def part(self, tiles: slice, rows: slice = ALL, keys: slice = ALL, heads: slice = ALL) -> View:
         """The view of some of its tiles, and of some rows, keys and heads of those."""
