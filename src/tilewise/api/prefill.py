@@ -61,7 +61,7 @@ def attention(
     schedule: a BlockSchedule; keys outside its blocks are not seen. out: (B, Nq, Hq, D), written and returned.
     mask: a function (b, h, q, k) -> bool, whether query q of head h of sequence b sees key k, counted from 0 (no
     bottom-right shift). score: a function (s, b, h, q, k) -> the score to take for s, the scaled product of q and k.
-    Both are traced, not called for each pair: docs/guide says what they may do. A key is seen if causal, window,
+    Both are traced, not called for each pair; docs/guide-masks.md says what they may do. A key is seen if causal, window,
     schedule and mask all allow it.
     exact: the standard softmax where a GPU kernel would use the lazy one, whose weights may be 2^8 times larger before
     they are divided by their sum; both hold to the same tolerance, as long as |q · k · scale| · log2 e is below 2^24.
