@@ -251,7 +251,7 @@ def _patterned_specs(every: bool) -> list[KernelSpec]:
             (blocks, causal, 16),
             (masked, plain, 16),
         ]
-        asked += [(replace(masked, block_q=128, block_k=128, spares=True), plain, 0)]
+        asked += [(replace(masked, block_q=128, block_k=128), plain, 0)]
     found, lists = [], []
     for dtype in DTYPES if every else (torch.bfloat16,):
         for head_dim in (64, 128, 256) if every else (128,):
