@@ -511,7 +511,9 @@ class Problem:
         except Exception as error:
             raise AssertionError(f"{type(error).__name__}: {error}\n{self}") from error
 
-    def judge(self, backend: str, got, tensors: list[torch.Tensor], blocks: list[Blocks | None], options: dict[str, Any]) -> None:
+    def judge(
+        self, backend: str, got, tensors: list[torch.Tensor], blocks: list[Blocks | None], options: dict[str, Any]
+    ) -> None:
         q, k, v = tensors
         shape = (q.shape[1], q.shape[0]) if self.packed else (q.shape[0], q.shape[2], q.shape[1])
         assert got[0].shape == q.shape
