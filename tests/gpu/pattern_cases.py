@@ -6,17 +6,23 @@ functions and kernels are judged at once.
 
     problem = drawn(17)        # or Problem(random.Random(17), Kind(128, blocks=(64, 64)))
     problem.check("cuda")      # print(problem) describes it
+
+Run as a script, it goes through the few small problems of `sanitizer_problems`, on a card if there is one: under
+compute-sanitizer, too.
 """
 
 from __future__ import annotations
 
-import math
 import random
-from collections.abc import Callable
+import sys
 from contextlib import nullcontext
-from dataclasses import dataclass, field
-from itertools import pairwise
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
+
+if __name__ == "__main__":
+    tests = Path(__file__).resolve().parent.parent
+    sys.path[:0] = [str(tests), *(str(tests / room) for room in ("api", "gpu", "functions"))]
 
 import torch
 from forward_cases import (
@@ -33,202 +39,16 @@ from forward_cases import (
     starts_of,
 )
 from oracle import assert_state
-from variant_cases import variants
+from pattern_parts import MASKS, SCORES, Blocks, Formula, poisoned, random_mask, random_score
 
 from tilewise import BlockSchedule, attention, attention_varlen, functions, reference
-from tilewise.gpu import schedules as kernels
+from tilewise.gpu import kinds
 from tilewise.gpu.abi import FP8
 
 HEAD_DIMS = (8, 20, 40, 64, 64, 96, 128, 128, 128, 192, 256)
 HEADS = ((1, 1), (2, 2), (2, 1), (3, 1), (4, 2), (6, 2), (8, 1))
 HOSTILE = (1, 63, 65, 127, 129)
-BEYOND = (-1, -(2**31), 2**31 - 1, 10**6)  # entries of lists that are no blocks
 LAYOUTS = ("dense", "heads", "wide")
-MASKS = ("causal", "window", "prefix-LM", "documents", "dilated window", "tree of drafts", "2-D neighbourhood")
-SCORES = ("ALiBi", "softcap", "relative bias table")
-SMOOTH = ("exp", "exp2", "log", "log2", "tanh", "sigmoid", "rsqrt", "sin", "cos")
-
-
-# ---- functions -------------------------------------------------------------------------------------------------------
-def tables(batch: int, heads: int, length: int, seed: int) -> dict[str, torch.Tensor]:
-    """What expressions.py writes of, for sequences up to `length`: other values for another seed, not other code."""
-    draw = torch.Generator().manual_seed(seed)
-    return {
-        "ids": torch.sort(torch.randint(0, 3 + length // 50, (length,), generator=draw)).values,
-        "jumble": torch.randint(-40, 40, (length,), generator=draw, dtype=torch.int32),
-        "bytes_": torch.randint(0, 255, (length,), generator=draw, dtype=torch.uint8),
-        "flags": torch.rand(length, generator=draw) < 0.5,
-        "pairs": torch.rand(length, length, generator=draw) < 0.7,
-        "widths": torch.randint(1, 60, (heads,), generator=draw).to(torch.int16),
-        "slopes": torch.rand(heads, generator=draw),
-        "bias": torch.randn(heads, 127, generator=draw),
-        "half": torch.randn(length, heads, generator=draw).half().t(),  # (heads, length), its first dimension dense
-        "wide": torch.randn(batch, length, generator=draw, dtype=torch.float64),
-        "mixed": torch.randn(length, generator=draw).bfloat16(),
-    }
-
-
-@dataclass(frozen=True)
-class Formula:
-    """A mask or a score: one of the ten variants by its name, or a Python expression over `tables`."""
-
-    source: str
-    score: bool = False
-
-    def function(self, batch: int, heads: int, nq: int, nk: int, reach: int, seed: int, device: Any) -> Callable:
-        """For these sizes; reach: the length that tables are made for."""
-        if self.source in MASKS + SCORES:
-            made = variants(heads, nq, nk, batch=batch, device=device)[self.source]
-            return made.score if self.score else made.mask
-        scope = {name: x.to(device) for name, x in tables(batch, heads, reach, seed).items()}
-        parameters = "s, b, h, q, k" if self.score else "b, h, q, k"
-        code = compile(f"lambda {parameters}: {self.source}", "<random expression>", "eval")
-        return eval(code, {"torch": torch, "math": math, **scope})
-
-
-def bounded(source: str, hidden: str = "") -> Formula:
-    """A score that stays within ±25: logits of millions would make the tolerance void. hidden: where it is −inf."""
-    within = f"({source}).clamp(-25.0, 25.0)"
-    return Formula(f"torch.where({hidden}, -math.inf, {within})" if hidden else within, score=True)
-
-
-def steady(score: Formula, reach: int) -> bool:
-    """Is the score the same for all who compute it in float32, each in their own order? Then float64 is its judge.
-
-    Not so where large numbers cancel, where cos is taken of a large one, and where what is compared or rounded comes
-    from exp or tanh, of which every library has its own last bit.
-    """
-    function = functions.of(None, score.function(3, 8, reach, reach, reach, 1, "cpu"))
-    assert function.score is not None
-    for node, smooth in functions.expression.in_context(function.score, True):
-        if node.op in SMOOTH and not smooth:
-            return False
-    draw = torch.Generator().manual_seed(1)
-    b, h, q, k = (torch.randint(0, n, (20000,), generator=draw) for n in (3, 8, reach, reach))
-    s = 3 * torch.randn(20000, generator=draw)
-    single, double = function.scored(s, b, h, q, k), function.scored(s.double(), b, h, q, k)
-    seen = double != -math.inf
-    if not torch.equal(seen, single != -math.inf) or not single[seen].isfinite().all():
-        return False
-    return bool(((single - double)[seen].abs() <= 2e-6 * (1 + double[seen].abs())).all())
-
-
-def written(strategy: Any, seed: int) -> Any:
-    """What a strategy of hypothesis gives for a seed."""
-    import hypothesis
-
-    given: list[Any] = []
-    settings = hypothesis.settings(
-        max_examples=4, database=None, derandomize=False, phases=(hypothesis.Phase.generate,), deadline=None,
-        suppress_health_check=list(hypothesis.HealthCheck),
-    )  # fmt: skip
-
-    @hypothesis.seed(seed)
-    @settings
-    @hypothesis.given(strategy)
-    def take(made: Any) -> None:
-        given.append(made)
-
-    take()
-    return given[-1]
-
-
-def random_mask(seed: int) -> Formula:
-    import expressions
-
-    return Formula(written(expressions.masks(), seed).source)
-
-
-def random_score(seed: int, reach: int, hidden: str = "") -> Formula:
-    """The first that is steady, from this seed on."""
-    import expressions
-
-    while not steady(found := bounded(written(expressions.scores(), seed).source, hidden), reach):
-        seed += 1000
-    return found
-
-
-# ---- blocks ----------------------------------------------------------------------------------------------------------
-@dataclass
-class Blocks:
-    """The truth about a schedule, on the CPU: kept, whole (batch or 1, heads or 1, rows, columns) bools; lengths_q
-    (batch or 1, rows), lengths_k (batch or 1, columns) ints. scores: what `from_scores` keeps these blocks by."""
-
-    sizes: dict[str, int]
-    kept: torch.Tensor
-    whole: torch.Tensor | None = None
-    lengths_q: torch.Tensor | None = None
-    lengths_k: torch.Tensor | None = None
-    scores: torch.Tensor | None = None
-    wanted: dict[str, Any] = field(default_factory=dict)
-
-    def elements(self, plane: torch.Tensor) -> torch.Tensor:
-        """(batch or 1, heads or 1, Nq, Nk): the pairs in a plane's blocks, within the lengths."""
-        s = self.sizes
-        seen = plane.repeat_interleave(s["block_q"], 2)[:, :, : s["seqlen_q"]]
-        seen = seen.repeat_interleave(s["block_k"], 3)[..., : s["seqlen_k"]]
-        return seen & self.valid("q")[:, None, :, None] & self.valid("k")[:, None, None, :]
-
-    def promised(self, seen: torch.Tensor) -> torch.Tensor:
-        """(batch or 1, heads or 1, rows, columns): the blocks of which `seen`, pairs, shows all."""
-        (rows, columns), s = self.kept.shape[2:], self.sizes
-        pad = (0, columns * s["block_k"] - s["seqlen_k"], 0, rows * s["block_q"] - s["seqlen_q"])
-        seen = torch.nn.functional.pad(seen, pad, value=True)
-        return seen.unflatten(3, (columns, s["block_k"])).unflatten(2, (rows, s["block_q"])).all(5).all(3)
-
-    def valid(self, side: str) -> torch.Tensor:
-        """(batch or 1, N): the rows within their block's length."""
-        block, n = self.sizes[f"block_{side}"], self.sizes[f"seqlen_{side}"]
-        lengths = self.lengths_q if side == "q" else self.lengths_k
-        place = torch.arange(n)
-        if lengths is None:
-            return torch.ones(1, n, dtype=torch.bool)
-        return place % block < lengths[:, place // block]
-
-    def schedule(self, maker: str, backend: str, rng: random.Random, device: Any) -> BlockSchedule:
-        """By one of the makers; in the emulator by the kernels that do it on a device."""
-        more = {name: x.to(device) for name in ("lengths_q", "lengths_k") if (x := getattr(self, name)) is not None}
-        more |= self.sizes
-        columns, hostile = self.kept.shape[3], backend != "cpu"
-        if maker == "scores" and self.scores is not None:
-            scores = self.scores.to(device)
-            if backend != "emulator":
-                return BlockSchedule.from_scores(scores, **self.wanted, **more)
-            bits, _ = kernels.select(scores, self.wanted.get("top_k"), self.wanted.get("threshold"), None)
-            return BlockSchedule.from_bits(bits, **more)
-        if maker == "lists":
-            dtype = rng.choice((torch.int32, torch.int64))
-            partial = self.kept if self.whole is None else self.kept & ~self.whole
-            lists = [*_lists(partial, rng, hostile), *(() if self.whole is None else _lists(self.whole, rng, hostile))]
-            lists = [x.to(dtype).to(device) for x in lists] + [None] * (4 - len(lists))
-            if backend != "emulator":
-                return BlockSchedule.from_lists(*lists[:2], full_counts=lists[2], full_indices=lists[3], **more)
-            bits, whole, _ = kernels.scatter(*lists, columns)
-            return BlockSchedule.from_bits(bits, whole=whole, **more)
-        kept, whole = self.kept.to(device), None if self.whole is None else self.whole.to(device)
-        if backend != "emulator" or not self.kept.numel():
-            return BlockSchedule.from_blocks(kept, whole=whole, **more)
-        bits, whole = kernels.pack(kept, whole)
-        return BlockSchedule.from_bits(bits, whole=whole, **more)
-
-
-def _lists(kept: torch.Tensor, rng: random.Random, hostile: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """counts (batch or 1, heads or 1, rows) and indices (…, width): ascending, or as a device has to take them."""
-    rows = [row.nonzero().flatten().tolist() for row in kept.flatten(0, 2)]
-    for row in rows if hostile else ():
-        row += [rng.choice(row) for _ in range(rng.randint(0, 3)) if row]
-        row += [rng.choice((*BEYOND, kept.shape[3])) for _ in range(rng.randint(0, 3))]
-        rng.shuffle(row)
-    width = max((len(row) for row in rows), default=0) + rng.randint(0, 2)
-    counts, indices = [], []
-    for row in rows:
-        told = len(row)
-        if hostile and len(row) in (0, width):  # as far as the list goes, and no further
-            told = rng.choice((told, 10**6 if row else -5))
-        counts.append(told)
-        indices.append(row + [rng.choice((0, *BEYOND)) for _ in range(width - len(row))])
-    shape = kept.shape[:3]
-    return torch.tensor(counts).reshape(shape), torch.tensor(indices, dtype=torch.int64).reshape(*shape, width)
 
 
 # ---- problems --------------------------------------------------------------------------------------------------------
@@ -403,9 +223,9 @@ class Problem:
             made.append(x.to(self.kind.dtype))
         return made
 
-    def unused(self, blocks: list[Blocks | None], device: Any) -> list[torch.Tensor]:
-        """Which rows of q, and of k and v, nothing comes from: past their block's length, or of a block that meets none.
-        (B, N) or, packed, (total,)."""
+    def unused(self, blocks: list[Blocks | None], device: Any, past_lengths: bool = True) -> list[torch.Tensor]:
+        """Which rows of q, and of k and v, nothing comes from, (B, N) or, packed, (total,): those past their block's
+        length, keys only if past_lengths, and those of a block that meets none."""
         found = []
         for side in (0, 1):
             parts = []
@@ -416,7 +236,9 @@ class Problem:
                     continue
                 block, valid = one.sizes["block_k" if side else "block_q"], one.valid("k" if side else "q")
                 met = one.kept[b if len(one.kept) > 1 else 0].any(0).any(1 - side).repeat_interleave(block)
-                parts.append(~(met[: n[side]] & valid[b if len(valid) > 1 else 0]))
+                if past_lengths or side == 0:
+                    met = met[: n[side]] & valid[b if len(valid) > 1 else 0]
+                parts.append(~met[: n[side]])
             found.append((torch.cat(parts) if self.packed else torch.stack(parts)).to(device))
         return found
 
@@ -490,15 +312,15 @@ class Problem:
             got = (o, got[1])
         return got
 
-    def check(self, device: Any = "cpu", backend: str | None = None) -> None:
+    def check(self, device: Any = "cpu", backend: str | None = None, judge_on: Any = None) -> None:
+        """judge_on: where the oracle computes, on `device` unless said."""
         backend = backend or ("cuda" if device == "cuda" else "emulator")
-        blocks, options, clean = self.blocks(), self.options(device), self.tensors(device)
-        given = clean
+        judge_on = judge_on or device
+        blocks, options, given = self.blocks(), self.options(device), self.tensors(device)
+        clean = [x.to(judge_on) for x in given]
         if self.poison and blocks:
-            rows, keys = self.unused(blocks, device)
-            given = [x.clone(memory_format=torch.preserve_format) for x in clean]
-            for x, where in zip(given, (rows, keys, keys), strict=True):
-                x[where] = NAN
+            rows, keys = self.unused(blocks, device, past_lengths=backend != "cpu")
+            given = [poisoned(x, where) for x, where in zip(given, (rows, keys, keys), strict=True)]
         try:
             side = torch.cuda.Stream() if self.stream and backend == "cuda" else None
             if side is not None:
@@ -507,20 +329,20 @@ class Problem:
                 got = self.call(backend, given, blocks, options)
             if side is not None:
                 torch.cuda.current_stream().wait_stream(side)
-            self.judge(backend, got, clean, blocks, options)
+            self.judge(got, clean, blocks, backend)
         except Exception as error:
             raise AssertionError(f"{type(error).__name__}: {error}\n{self}") from error
 
-    def judge(
-        self, backend: str, got, tensors: list[torch.Tensor], blocks: list[Blocks | None], options: dict[str, Any]
-    ) -> None:
+    def judge(self, got, tensors: list[torch.Tensor], blocks: list[Blocks | None], backend: str) -> None:
+        """(o, lse) of a backend for these q, k and v, by the oracle on their device."""
         q, k, v = tensors
         shape = (q.shape[1], q.shape[0]) if self.packed else (q.shape[0], q.shape[2], q.shape[1])
         assert got[0].shape == q.shape
         assert got[1].shape == shape
+        options, got = self.options(q.device), [x.to(q.device) for x in got]
         with oracle_on(q.device):
             if self.kind.dtype == FP8:
-                self._judge_fp8(got, tensors, blocks, options)
+                self._judge_fp8(got, tensors, blocks, options, backend)
                 return
             exact, honest = (self.state(tensors, blocks, options, dtype) for dtype in (torch.float64, q.dtype))
             if backend == "cpu":
@@ -529,7 +351,7 @@ class Problem:
             magnitude = self.state([q, k, v.abs()], blocks, options, torch.float64)[0]
             assert_close(got, exact, honest, magnitude, v)
 
-    def _judge_fp8(self, got, tensors, blocks, options) -> None:
+    def _judge_fp8(self, got, tensors, blocks, options, backend) -> None:
         """P is rounded to FP8, as dense calls have it: the output is off by what that costs."""
         exact = self.state([x.float() for x in tensors], blocks, options, torch.float64)
         seen = exact[1].isfinite()
@@ -537,7 +359,7 @@ class Problem:
         assert torch.equal(got[1].isfinite(), seen)
         if seen.any():
             # A card adds up FP8 products with some 14 bits.
-            assert (got[1] - exact[1])[seen].abs().max() < (2e-3 if got[0].is_cuda else 1e-4)
+            assert (got[1] - exact[1])[seen].abs().max() < (2e-3 if backend == "cuda" else 1e-4)
         assert (got[0].double() - exact[0]).abs().max() < 0.07 * tensors[2].float().abs().max()
 
 
@@ -552,3 +374,47 @@ def drawn(seed: int, **sizes: Any) -> Problem:
         if rng.random() < 0.7:
             score = random_score(seed, sizes.get("longest", 300), rng.choice(("", "", "k % 7 == 3")))
     return Problem(rng, random_kind(rng, mask, score), **sizes)
+
+
+# ---- one of each body ------------------------------------------------------------------------------------------------
+def sanitizer_problems(device: str) -> int:
+    """One small problem per kernel body, judged on the CPU; returns how many."""
+    documents, table = Formula("documents"), Formula("relative bias table", score=True)
+    bodies = {
+        "lists of 128 rows": Kind(128, blocks=(128, 128)),
+        "lists of 64 rows": Kind(128, FP16, heads=(2, 1), blocks=(64, 64)),
+        "slabs": Kind(64, blocks=(16, 16), exact=True),
+        "lengths of blocks": Kind(128, blocks=(64, 48), lengths=True),
+        "lists over pages": Kind(64, blocks=(64, 64), page_size=16),
+        "lists without TMA": Kind(40, blocks=(64, 64), tma=False),
+        "FP8 lists": Kind(128, FP8, blocks=(128, 64), lengths=True),
+        "mask": Kind(128, mask=documents),
+        "score": Kind(128, score=Formula("ALiBi", score=True)),
+        "score with a table": Kind(256, heads=(4, 2), score=table),
+        "both beside a schedule": Kind(64, blocks=(64, 64), spares=True, mask=documents, score=table),
+        "mask over pages": Kind(128, heads=(4, 1), mask=Formula("window"), page_size=16),
+    }
+    for number, (name, kind) in enumerate(bodies.items()):
+        problem = Problem(random.Random(number), kind, longest=200, area=100_000)
+        problem.lengths = [(130, 190), (65, 127)] if problem.packed and not problem.alike else [(130, 190)] * 2
+        problem.density, problem.size = 0.5, 1.0
+        print(name, flush=True)
+        problem.check(device, judge_on="cpu")
+    ids = torch.sort(torch.randint(0, 5, (200,), generator=torch.Generator().manual_seed(0))).values
+    function = functions.of(lambda b, h, q, k: (ids[q] == ids[k]) & (k <= q), None)
+    there = functions.of((lambda x: lambda b, h, q, k: (x[q] == x[k]) & (k <= q))(ids.to(device)), None)
+    found = kinds.schedule_of(there, 1, 2, 150, 200, 32, 48, torch.empty(0, device=device).device)
+    truth = function.blocks(1, 1, 150, 200, 32, 48)
+    sizes = {"seqlen_q": 150, "seqlen_k": 200, "block_q": 32, "block_k": 48}
+    exact = BlockSchedule.from_blocks(truth > 0, whole=truth == 2, **sizes).to_mask()
+    assert not (found.cpu().to_mask() & ~exact).any(), "blocks that the host's intervals hide"
+    print("kinds of blocks", flush=True)
+    turned = found.to(device).transpose()
+    assert torch.equal(turned.counts.sum().cpu(), found.counts.sum().cpu())
+    assert turned.cpu().transpose() == found.cpu()
+    print("turned schedules", flush=True)
+    return len(bodies) + 2
+
+
+if __name__ == "__main__":
+    print("ok", sanitizer_problems("cuda" if torch.cuda.is_available() else "cpu"))
