@@ -15,7 +15,7 @@ import torch
 from tilewise import checks, cpu, functions
 from tilewise.functions import Function
 from tilewise.gpu.abi import FP8
-from tilewise.gpu.prefill import out_dtype
+from tilewise.gpu.tilings import out_dtype
 from tilewise.plan.schedule import BlockSchedule
 from tilewise.scores import ScoreOptions, Scores, Window
 

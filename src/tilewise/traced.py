@@ -2,18 +2,19 @@
 
 integrations/torch_ops.py registers those operators over the public calls; this file only names them, so that api/
 needs to know nothing that is built on top of it. Graphs hold neither plans nor caches: `remember` lets the operator
-find both by the plan's number, and keeps neither alive. Nor do they hold schedules, functions and outputs of the
-caller's: a call with one of those runs between two graphs (api/outside.py).
+find both by the plan's number, and keeps neither alive. Nor do they hold schedules and functions: a call with one of
+those breaks the graph (`outside`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
 import torch
 
-from tilewise import arguments
+from tilewise import arguments, graphs
 from tilewise.kvcache import PagedKVCache
 from tilewise.plan import DecodePlan
 
@@ -60,9 +61,10 @@ def attention(
     backend: str,
     **options: Unpack[ScoreOptions],
 ) -> Result:
-    """attention() in a graph, which places the output: out is None."""
+    """attention() in a graph."""
+    _refuse(out=out)
     rest = {"exact": exact, "return_lse": return_lse, "backend": backend}
-    result = torch.ops.tilewise.attention(q, k, v, **named(descales), **_by_sides(options), **rest)
+    result = torch.ops.tilewise.attention(q, k, v, **_named(descales), **_by_sides(options), **rest)
     return _asked(result, return_lse)
 
 
@@ -81,15 +83,22 @@ def attention_varlen(
     backend: str,
     **options: Unpack[ScoreOptions],
 ) -> Result:
-    """attention_varlen() in a graph, which places the output: out is None."""
+    """attention_varlen() in a graph."""
+    _refuse(out=out)
     rest = {"exact": exact, "return_lse": return_lse, "backend": backend}
     result = torch.ops.tilewise.attention_varlen(
-        q, k, v, cu_seqlens_q, cu_seqlens_k, page_table, **named(descales), **_by_sides(options), **rest
+        q, k, v, cu_seqlens_q, cu_seqlens_k, page_table, **_named(descales), **_by_sides(options), **rest
     )
     return _asked(result, return_lse)
 
 
-def named(descales: Descales) -> dict[str, torch.Tensor | None]:
+def outside(call: Callable[..., Result], tensors: tuple[torch.Tensor, ...], descales: Descales, **given: Any) -> Result:
+    """The call itself, between two graphs: no graph holds a schedule or a function of the user's."""
+    names = [name for name in ("schedule", "mask", "score") if given[name] is not None]
+    return graphs.outside(call, " and ".join(names))(*tensors, **_named(descales), **given)
+
+
+def _named(descales: Descales) -> dict[str, torch.Tensor | None]:
     return {f"{name}_descale": x for name, x in zip("qkv", descales, strict=True)}
 
 

@@ -14,7 +14,7 @@ JUMPS = (
 )
 
 
-# What is compiled: head_dim, dtype, how `attention` is called. Queries up to prefill.SHORT rows.
+# What is compiled: head_dim, dtype, how `attention` is called. Queries up to tilings.SHORT rows.
 KINDS = {
     "64": (64, BF16, {}),
     "64 causal": (64, BF16, {"causal": True}),

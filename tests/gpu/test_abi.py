@@ -9,12 +9,14 @@ import torch
 
 from tilewise import emulator
 from tilewise.compiler.spec import Constant, KernelSpec
-from tilewise.gpu import abi, append, prefill, schedules
+from tilewise.gpu import abi, append, decode_kernels, pattern, prefill, schedules
 from tilewise.learn import ladder
 from tilewise.plan import items, schedule_select
 from tilewise.scores import Scores
 
 RAGGED = (("Index", "int"), ("kTileQ", 128), ("kTileKv", 128), ("kPack", 1))
+FOLD = pattern.fold_spec(pattern.Pattern(64, 64), 128, 64, 1, False).constants
+KINDS = (("Function", "NoFunction"),)
 DECODE = (("kSelected", False),)
 APPEND = append.specs()[0].constants
 SELECT, SCATTER = (spec.constants for spec in (schedules.specs()[0], schedules.scatter_spec(torch.int32)))
@@ -24,8 +26,16 @@ SOURCES: dict[str, tuple[tuple[tuple[str, Constant], ...], dict[str, type[ctypes
     "common/scores.cuh": ((), {"Scores": abi.ScoreArgs}),
     "prefill/ragged.cu": (
         RAGGED,
-        {"Descale": abi.Descale, "ForwardArgs": abi.ForwardArgs, "RaggedArgs": abi.RaggedArgs},
+        {
+            "Descale": abi.Descale,
+            "TileLists": abi.TileListArgs,
+            "ForwardArgs": abi.ForwardArgs,
+            "RaggedArgs": abi.RaggedArgs,
+        },
     ),
+    "prefill/fold.cu": (FOLD, {"FoldArgs": abi.FoldArgs}),
+    "prefill/kinds.cu": (KINDS, {"KindsArgs": abi.KindsArgs}),
+    "common/functions.cuh": ((), {"NoFunction": abi.NoFunctionArgs}),
     "decode/work.cuh": (DECODE, {"Paged": abi.Paged, "DecodeArgs": abi.DecodeArgs}),
     "decode/select.cu": ((), {"SelectArgs": abi.SelectArgs}),
     "common/append.cu": (
@@ -47,10 +57,23 @@ CONSTANTS = {
         "kListHeader": abi.LIST_HEADER,
         "kBuckets": prefill.BUCKETS,
         "kFar": abi.FAR,
+        "kSlab": pattern.SLAB,
+        "kNoUnit": pattern.MAX_UNITS,
+    },
+    "prefill/fold.cu": {"kThreads": pattern.FOLD_THREADS, "kAtKinds + kKindBytes": pattern.FOLD_SHARED},
+    "prefill/kinds.cu": {"kThreads": pattern.FOLD_THREADS, "kKindBytes": pattern.KIND_SHARED},
+    "decode/select.cu": {"kThreads": decode_kernels.SELECT_SPEC.threads},
+    **{
+        f"common/schedule_{name}.cu": {"kThreads": schedules.THREADS}
+        for name in ("pack", "scatter", "lists", "transpose")
     },
     "tile/hopper.cuh": {"kPanel": abi.PANEL, "kPanelRowBytes": abi.PANEL_BYTES},
     "common/copy_pages.cu": {"kMaxParts": abi.MAX_PARTS},
-    "common/schedule_select.cu": {"kShareBits": schedule_select.SHARE_BITS, "kWeightBits": schedule_select.WEIGHT_BITS},
+    "common/schedule_select.cu": {
+        "kThreads": schedules.specs()[0].threads,
+        "kShareBits": schedule_select.SHARE_BITS,
+        "kWeightBits": schedule_select.WEIGHT_BITS,
+    },
     "decode/work.cuh": {
         "kItemWords": items.ITEM_WORDS,
         **{

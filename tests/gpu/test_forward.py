@@ -28,7 +28,7 @@ from oracle import assert_attention
 from tilewise import BlockSchedule, attention, attention_varlen, compiler, emulator
 from tilewise.arch import EMULATED_BLOCKS
 from tilewise.compiler.spec import KernelSpec
-from tilewise.gpu import calls, prefill
+from tilewise.gpu import abi, calls, prefill, tilings
 from tilewise.scores import Scores
 
 LENGTHS = (1, 63, 65, 127, 129, 193)
@@ -94,10 +94,10 @@ def test_any_number_of_blocks(blocks, monkeypatch):
 
 
 def test_long_queries_have_tiles_of_their_own():
-    """Up to prefill.SHORT rows and beyond: other tilings, the same answers."""
+    """Up to tilings.SHORT rows and beyond: other tilings, the same answers."""
     for causal in (False, True):
-        check(*problem(1, prefill.SHORT + 70, 150, 1, 1, 64), causal=causal, mode=MODES[1])
-    check(*problem(1, 210, prefill.SHORT + 70, 1, 1, 64), causal=True, mode=MODES[2])
+        check(*problem(1, tilings.SHORT + 70, 150, 1, 1, 64), causal=causal, mode=MODES[1])
+    check(*problem(1, 210, tilings.SHORT + 70, 1, 1, 64), causal=True, mode=MODES[2])
 
 
 @pytest.mark.parametrize("exact", [False, True])
@@ -435,7 +435,7 @@ def test_division_by_multiplication():
         numbers = sorted(n for n in {*near, 0, 1, top - 1, top, *(top // i for i in range(1, 40))} if 0 <= n <= top)
         given = torch.tensor(numbers, dtype=torch.int32)
         got = torch.full((2 * len(numbers),), -1, dtype=torch.int32)
-        args = [prefill.Divisor.by(divisor), ctypes.c_void_p(given.data_ptr()), ctypes.c_void_p(got.data_ptr())]
+        args = [abi.Divisor.by(divisor), ctypes.c_void_p(given.data_ptr()), ctypes.c_void_p(got.data_ptr())]
         emulator.launch(spec, (1, 1, 1), [*args, ctypes.c_int(len(numbers))], {"numbers": given, "quotients": got})
         assert got.tolist() == 2 * [n // divisor for n in numbers], divisor
 
@@ -443,7 +443,7 @@ def test_division_by_multiplication():
 def specialisations(head_dim: int) -> set[KernelSpec]:
     """Of bfloat16: all that differs by length, mask, softmax, scores and loads."""
     found = set()
-    for nq, causal, exact in product((64, 4 * prefill.SHORT), (False, True), (False, True)):
+    for nq, causal, exact in product((64, 4 * tilings.SHORT), (False, True), (False, True)):
         for scored, paged, tma in ((0, 0, 1), (1, 0, 1), (0, 1, 1), (0, 0, 0)):
             q = torch.empty(1, dtype=BF16).expand(1, nq, 2, head_dim)
             kv = torch.empty(1, dtype=BF16).expand(4, 16, 2, head_dim) if paged else q
@@ -472,7 +472,7 @@ def test_every_specialisation_compiles_without_spills(head_dim):
 
 
 def test_the_list_kernels_compile_without_spills():
-    specs = [prefill.ragged_spec(index, prefill.TILINGS[64], 1) for index in (torch.int32, torch.int64)]
+    specs = [tilings.ragged_spec(index, tilings.TILINGS[64], 1) for index in (torch.int32, torch.int64)]
     for row in compiler.resource_table(specs, ["sm_90a"]):
         assert row.error is None
         assert row.spill_stores == row.spill_loads == 0, row

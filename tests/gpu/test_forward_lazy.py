@@ -17,7 +17,7 @@ from oracle import assert_attention
 
 from tilewise import attention, attention_varlen, reference
 from tilewise.compiler.spec import KERNELS_ROOT
-from tilewise.gpu import prefill
+from tilewise.gpu import tilings
 
 kinds = pytest.mark.parametrize("kind", KINDS)
 
@@ -102,7 +102,7 @@ def test_large_random_logits(kind):
 
 
 def test_on_the_tiles_of_long_queries(monkeypatch):
-    monkeypatch.setattr(prefill, "SHORT", 0)
+    monkeypatch.setattr(tilings, "SHORT", 0)
     for kind in ("64 causal", "64 exact", "256"):
         block = keys_of(kind)
         keys = 4 * block + 5

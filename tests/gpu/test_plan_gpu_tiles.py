@@ -11,7 +11,7 @@ import torch
 
 from tilewise import attention, emulator, plan_attention
 from tilewise.compiler.spec import KernelSpec
-from tilewise.gpu import prefill
+from tilewise.gpu import prefill, tilings
 from tilewise.gpu.abi import FP8
 from tilewise.scores import Scores
 
@@ -30,7 +30,7 @@ CASES = [  # batch, seqlen_q, seqlen_k, query heads, KV heads, head_dim, window,
 
 def tiles_of_the_kernel(q, k, window) -> np.ndarray:
     """(tiles, 6): sequence, head, row, begin, end, KV head, by work_tile itself, in the emulator."""
-    o = torch.empty(q.shape, dtype=prefill.out_dtype(q.dtype))
+    o = torch.empty(q.shape, dtype=tilings.out_dtype(q.dtype))
     bound = prefill.Forward(q, k, k, o, Scores(window), tma=prefill.tma_can(q, k, o))
     constants = {n: v for n, v in bound.spec.constants if n in ("kTileQ", "kTileKv", "kPack")}
     spec = KernelSpec("order", ORDER, "order", tuple(constants.items()), 32, 0)

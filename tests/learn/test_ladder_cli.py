@@ -11,7 +11,7 @@ from cli_cases import assert_one_line_and_hint
 
 from tilewise import compiler
 from tilewise.bench import ladder_commands, ladder_tables, peers, rungs, tables
-from tilewise.gpu import append, decode_kernels, prefill
+from tilewise.gpu import append, decode_kernels, schedules, tilings
 from tilewise.learn import ladder
 
 NAIVE = next(rung for rung in ladder.RUNGS if rung.name == "flash_naive")
@@ -242,7 +242,7 @@ def test_hopper_rungs_are_compiled_for_hopper_alone(run, monkeypatch):
         ),
     )
     monkeypatch.setattr(ladder, "RUNGS", (NAIVE, replace(NAIVE, name="by_tma", tile_kv=64)))
-    for product in (append, decode_kernels, prefill):
+    for product in (append, decode_kernels, schedules, tilings):
         monkeypatch.setattr(product, "specs", lambda every=False: [])
     code, out, _ = run("kernels", "--all", "--json")
     assert code == 0

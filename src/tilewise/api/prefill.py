@@ -61,8 +61,7 @@ def attention(
     schedule: a BlockSchedule; keys outside its blocks are not seen. out: (B, Nq, Hq, D), written and returned.
     mask: a function (b, h, q, k) -> bool, whether query q of head h of sequence b sees key k, counted from 0 (no
     bottom-right shift). score: a function (s, b, h, q, k) -> the score to take for s, the scaled product of q and k.
-    Both are traced, not called for each pair; docs/guide-masks.md says what they may do. A key is seen if causal, window,
-    schedule and mask all allow it.
+    Both are traced: docs/guide-masks.md says what they may do. causal, window, schedule and mask must all allow a key.
     exact: the standard softmax where a GPU kernel would use the lazy one, whose weights may be 2^8 times larger before
     they are divided by their sum; both hold to the same tolerance, as long as |q · k · scale| · log2 e is below 2^24.
     q_descale, k_descale, v_descale: of FP8 inputs, (Hkv,) or (B, Hkv) float32: what the stored values stand for is
@@ -71,9 +70,8 @@ def attention(
     backend: "auto" (a GPU kernel for CUDA tensors, the CPU backend for CPU tensors), "cuda", "cpu", or "emulator": the
     GPU kernel's source run on CPU tensors, slow; "emulator:NAME" for a rung of the ladder by name.
 
-    CUDA tensors: bfloat16, float16 or FP8, head_dim up to 256, compute capability 9.0; a schedule, and the tensors that
-    functions capture, are on the same device. The call goes on the current stream and does not wait; once made, it can
-    be captured in a CUDA graph.
+    CUDA tensors: bfloat16, float16 or FP8, head_dim up to 256, compute capability 9.0; a schedule and what functions
+    capture are on their device. The call goes on the current stream and does not wait; a graph can capture a later one.
 
     Returns o (B, Nq, Hq, D), with return_lse also the LSE (B, Hq, Nq) float32. A NaN or infinity in a key that a window
     or a mask (on a GPU also `causal`) hides may still reach the rows of its tile, as in other fused kernels.
@@ -83,13 +81,12 @@ def attention(
     key = None
     if isinstance(q, torch.Tensor) and q.is_cuda and not compiling:
         flags: tuple[Any, ...] = (causal, exact, return_lse, window, scale, softcap, backend)
-        function = None
+        function = None if mask is None and score is None else functions.of(mask, score)
         if not regular:
-            function = None if mask is None and score is None else functions.of(mask, score)
             flags += calls.pattern_key(q, k, schedule, function)
         key, known = calls.known_call(q, k, v, (sinks, alibi_slopes, out, *descales), flags)
         if known is not None and known.plain:
-            return known.again(q, k, v)
+            return known.again(q, k, v, schedule, function)
         if known is not None:
             return known(q, k, v, sinks, alibi_slopes, out, descales, schedule=schedule, function=function)
     options: ScoreOptions = {
@@ -98,40 +95,18 @@ def attention(
     }  # fmt: skip
     rest: dict[str, Any] = {"exact": exact, "return_lse": return_lse, "out": out, "backend": backend}
     pattern: dict[str, Any] = {"schedule": schedule, "mask": mask, "score": score}
-    if compiling and regular and out is None:
+    if compiling and regular:
         return traced.attention(q, k, v, descales, **options, **rest)
     if compiling:
-        from tilewise.api import outside
-
-        return outside.run(attention, q, k, v, **pattern, **options, **rest, **traced.named(descales))
-    return _dense(q, k, v, options, pattern, rest, descales, key)
-
-
-def _dense(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    options: ScoreOptions,
-    pattern: dict[str, Any],
-    rest: dict[str, Any],
-    descales: arguments.Descales,
-    key: Any,
-) -> Result:
-    """`attention` by its arguments in groups; key: of the GPU call that it makes, to be kept by, or None."""
+        return traced.outside(attention, (q, k, v), descales, **pattern, **options, **rest)
     call = arguments.check_call(q, k, v, options, descales=descales, rungs=True, **pattern, **rest)
-    sinks, out, return_lse = options["sinks"], rest["out"], rest["return_lse"]
-    if call.where == arguments.EMULATOR and (kernel := named.find(rest["backend"], q.dtype)):
-        asked: Any = {**options, "mask": pattern["mask"], "score": pattern["score"]}
-        o, lse = named.run(kernel, q, k, v, asked, call.scores.scale, call.schedule)
-        return result(o, lse, sinks, out, return_lse)
-    if call.where != "cpu":
-        calls.check_served(q, call.where)
-        bound = calls.GpuCall(call.scores.rule, return_lse)
-        if key is not None:
-            calls.calls()[key] = bound
-        given = (q, k, v, sinks, options["alibi_slopes"], out, call.descales)
-        return bound(*given, schedule=call.schedule, function=call.function)
-    o, lse = _dense_on_cpu(q, k, v, call, out)
+    if call.where == arguments.EMULATOR and (kernel := named.find(backend, q.dtype)):
+        o, lse = named.run(kernel, q, k, v, {**options, **pattern}, call.scores.scale)
+    elif call.where == "cpu":
+        o, lse = _dense_on_cpu(q, k, v, call, out)
+    else:
+        bound = calls.bind(q, call.where, call.scores.rule, return_lse, key)
+        return bound(q, k, v, sinks, alibi_slopes, out, call.descales, schedule=schedule, function=call.function)
     return result(o, lse, sinks, out, return_lse)
 
 
@@ -211,12 +186,9 @@ def attention_varlen(
     pattern: dict[str, Any] = {"schedule": schedule, "mask": mask, "score": score}
     if torch.compiler.is_compiling():
         packed = (q, k, v, cu_seqlens_q, cu_seqlens_k)
-        if out is None and all(x is None for x in pattern.values()):
+        if all(x is None for x in pattern.values()):
             return traced.attention_varlen(*packed, page_table, descales, **options, **rest)
-        from tilewise.api import outside
-
-        more = {"page_table": page_table, **traced.named(descales)}
-        return outside.run(attention_varlen, *packed, **more, **pattern, **options, **rest)
+        return traced.outside(attention_varlen, packed, descales, page_table=page_table, **pattern, **options, **rest)
     batch = arguments.check_sequences(cu_seqlens_q, cu_seqlens_k)
     paged = page_table is not None
     call = arguments.check_call(q, k, v, options, descales=descales, batch=batch, paged=paged, **pattern, **rest)
@@ -230,9 +202,8 @@ def attention_varlen(
     if schedule is not None:
         arguments.check_schedules(schedule, starts_q, starts_k, call.sizes, q.device)
     if call.where != "cpu":
-        calls.check_served(q, call.where)
         starts = tuple(x.to(q.device, cu_seqlens_q.dtype).contiguous() for x in (cu_seqlens_q, cu_seqlens_k))
-        bound = calls.GpuCall(call.scores.rule, return_lse)
+        bound = calls.bind(q, call.where, call.scores.rule, return_lse)
         given = (q, k, v, sinks, alibi_slopes, out, call.descales, (starts[0], starts[1]), page_table)
         return bound(*given, schedule=schedule, function=call.function)
     assert starts_q is not None  # on the CPU, as everything is here

@@ -13,6 +13,7 @@ from tilewise import checks, functions
 from tilewise.arguments import Schedules
 from tilewise.functions import Function
 from tilewise.gpu import kinds
+from tilewise.graphs import outside
 from tilewise.plan.blocks import Kinds, kept_blocks
 from tilewise.plan.schedule import BlockSchedule
 from tilewise.plan.schedule_grid import check_geometry
@@ -20,6 +21,7 @@ from tilewise.plan.schedule_grid import check_geometry
 BLOCK = 128  # rows and keys of a block where nobody says
 
 
+@outside
 def schedule_of(
     mask: Callable[..., Any],
     B: int,

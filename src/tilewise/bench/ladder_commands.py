@@ -247,13 +247,14 @@ def specs(names: Sequence[str] = (), *, every: bool = False) -> list[tuple[Kerne
     In bfloat16 and head dimension 128 or the nearest, or in `every` dtype and head dimension it is written for. The
     product's come last.
     """
-    from tilewise.gpu import append, decode_kernels, prefill
+    from tilewise.gpu import append, decode_kernels, schedules, tilings
 
     from .rungs import Shape, apart, steps
     from .workloads import DTYPES
 
     rungs = [*(step for step in steps() if step.rung is not None), apart()]
-    product = [*prefill.specs(every=every), *decode_kernels.specs(every=every), *append.specs(every=every)]
+    rooms = (tilings, decode_kernels, append, schedules)
+    product = [spec for room in rooms for spec in room.specs(every=every)]
     known = [*(step.name for step in rungs), *dict.fromkeys(spec.name for spec in product)]
     for name in names:
         if name not in known:
@@ -266,7 +267,7 @@ def specs(names: Sequence[str] = (), *, every: bool = False) -> list[tuple[Kerne
         served = [(dtype, hdim) for dtype in step.dtypes for hdim in step.head_dims]
         for dtype, hdim in served if every else [step.nearest(usual)]:
             found.append((step.rung.spec(DTYPES[dtype], hdim), step.rung.hopper))
-    anywhere = {spec.name for spec in append.specs()}
+    anywhere = {spec.name for spec in (*append.specs(), *schedules.specs())}
     return found + [(spec, spec.name not in anywhere) for spec in product if not names or spec.name in names]
 
 

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import torch
 
-from tilewise.gpu.prefill import out_dtype
+from tilewise.gpu.tilings import out_dtype
 from tilewise.plan.schedule import BlockSchedule
 
 from .. import api, checks, reference

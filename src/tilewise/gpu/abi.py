@@ -10,6 +10,7 @@ import math
 
 import torch
 
+from tilewise.functions.layout import Divisor as Divisor  # users' functions divide as the kernels do
 from tilewise.scores import Scores
 
 FP8 = torch.float8_e4m3fn
@@ -32,18 +33,6 @@ class Strides(ctypes.Structure):
     @classmethod
     def of(cls, x: torch.Tensor) -> Strides:
         return cls(x.stride(0), x.stride(1), x.stride(2))
-
-
-class Divisor(ctypes.Structure):
-    """common/args.cuh: Divisor."""
-
-    _fields_ = [("divisor", ctypes.c_uint32), ("multiplier", ctypes.c_uint32), ("shift", ctypes.c_uint32)]
-
-    @classmethod
-    def by(cls, divisor: int) -> Divisor:
-        """What n // divisor takes for 0 <= n < 2^31: n · multiplier >> 32 + shift."""
-        log = (divisor - 1).bit_length()
-        return cls(divisor, -(-(1 << (31 + log)) // divisor) if divisor > 1 else 0, max(0, log - 1))
 
 
 class Descale(ctypes.Structure):

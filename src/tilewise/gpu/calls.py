@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tilewise import arch, checks
-from tilewise.gpu import prefill
-from tilewise.gpu.pattern import NO_PATTERN, Pattern, stacked
+from tilewise.gpu import prefill, tilings
+from tilewise.gpu.pattern import NO_PATTERN, AnySchedule, Pattern, stacked
 from tilewise.plan.schedule import BlockSchedule
 from tilewise.scores import Scores
 from tilewise.state import merge_states
@@ -23,7 +23,7 @@ from tilewise.state import merge_states
 if TYPE_CHECKING:
     from tilewise.functions import Function
 
-out_dtype = prefill.out_dtype
+out_dtype = tilings.out_dtype
 KV = tuple[torch.Tensor, torch.Tensor]
 Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
@@ -31,13 +31,13 @@ Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 def check_served(q: torch.Tensor, where: str) -> None:
     """NotImplementedError for what the Hopper forward does not serve."""
     instead = 'backend="cpu"' if where == "emulator" else ".cpu() tensors"
-    if q.dtype not in prefill.DTYPES:
+    if q.dtype not in tilings.DTYPES:
         raise NotImplementedError(
             f"GPU kernels take bfloat16, float16 and float8_e4m3fn, got {q.dtype}; convert q, k and v, or use {instead}"
         )
-    if q.shape[-1] > prefill.MAX_HEAD_DIM:
+    if q.shape[-1] > tilings.MAX_HEAD_DIM:
         raise NotImplementedError(
-            f"GPU kernels take head_dim up to {prefill.MAX_HEAD_DIM}, got {q.shape[-1]}; use {instead}"
+            f"GPU kernels take head_dim up to {tilings.MAX_HEAD_DIM}, got {q.shape[-1]}; use {instead}"
         )
     if not arch.serves_prefill(q.device):
         raise NotImplementedError(
@@ -58,7 +58,7 @@ class GpuCall:
     def __init__(self, scores: Scores, return_lse: bool) -> None:
         self.scores, self.return_lse = scores, return_lse  # the rule alone: a kept call keeps no tensors alive
         self.bound: prefill.Forward | None = None
-        self.plain = False  # nothing but q, k and v goes in, and o comes out: `again` serves
+        self.plain = False  # nothing but q, k, v, a schedule and functions go in, and o comes out: `again` serves
 
     def __call__(
         self,
@@ -75,8 +75,6 @@ class GpuCall:
         schedule: BlockSchedule | Sequence[BlockSchedule | None] | None = None,
         function: Function | None = None,
     ) -> Result:
-        if isinstance(schedule, (list, tuple)):
-            schedule = stacked(schedule)
         if out is not None and checks.place(out, q, k, v) is None:  # it is read from as well: by way of another
             again = GpuCall(self.scores, self.return_lse)
             given = (q, k, v, sinks, slopes, None, descales, starts, page_table)
@@ -84,6 +82,7 @@ class GpuCall:
             if isinstance(result, torch.Tensor):
                 return out.copy_(result)
             return out.copy_(result[0]), result[1]
+        blocks = schedule if schedule is None or isinstance(schedule, BlockSchedule) else stacked(schedule)
         o = out
         if o is None:
             o = q.new_empty(q.shape, dtype=out_dtype(q.dtype))
@@ -93,7 +92,7 @@ class GpuCall:
             lse = q.new_empty(shape, dtype=torch.float32)
         if self.bound is None:
             like_q = q.is_contiguous() and q.dtype == o.dtype
-            self.plain = like_q and all(x is None for x in (sinks, slopes, out, starts, lse, schedule, function))
+            self.plain = like_q and all(x is None for x in (sinks, slopes, out, starts, lse))
             if not q.numel() or not k.numel():
                 self.plain = False
                 return _nothing_to_see(o, lse, sinks)
@@ -107,7 +106,7 @@ class GpuCall:
                 sequences=None if starts is None else starts[0].shape[0] - 1,
                 index=torch.int32 if starts is None else starts[0].dtype,
                 paged=page_table is not None,
-                pattern=_pattern(q, k, schedule, function, starts, page_table),
+                pattern=_pattern(q, k, blocks, function, starts, page_table),
                 table_pages=0 if page_table is None else page_table.shape[1],
             )
         if sinks is not None:
@@ -116,13 +115,21 @@ class GpuCall:
             slopes = slopes.float().contiguous().expand(q.shape[0] if starts is None else starts[0].shape[0] - 1, -1)
         batch = q.shape[0] if starts is None else starts[0].shape[0] - 1
         descales = tuple(x if x is None or x.dim() == 2 else x.contiguous().expand(batch, -1) for x in descales)
-        self.bound(q, k, v, o, lse, sinks, slopes, starts, page_table, descales, schedule, function)
+        self.bound(q, k, v, o, lse, sinks, slopes, starts, page_table, descales, blocks, function)
         return o if lse is None else (o, lse)
 
-    def again(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    def again(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        schedule: BlockSchedule | None = None,
+        function: Function | None = None,
+    ) -> torch.Tensor:
         """The same as calling it, of a plain call that was made before, by the shortest way."""
         o = torch.empty_like(q)
-        self.bound.launch((q.data_ptr(), k.data_ptr(), v.data_ptr(), o.data_ptr()))  # type: ignore[union-attr]
+        assert self.bound is not None
+        self.bound.launch((q.data_ptr(), k.data_ptr(), v.data_ptr(), o.data_ptr()), schedule, function)
         return o
 
 
@@ -141,7 +148,7 @@ def pattern_key(q: torch.Tensor, k: Any, schedule: Any, function: Function | Non
 def _pattern(
     q: torch.Tensor,
     k: torch.Tensor,
-    schedule: BlockSchedule | None,
+    schedule: AnySchedule | None,
     function: Function | None,
     starts: tuple[torch.Tensor, torch.Tensor] | None,
     page_table: torch.Tensor | None,
@@ -209,6 +216,15 @@ def calls() -> dict[Any, GpuCall]:
     if found is None or len(found) > 1024:
         found = _local.calls = {}
     return found
+
+
+def bind(q: torch.Tensor, where: str, scores: Scores, return_lse: bool, key: tuple[Any, ...] | None = None) -> GpuCall:
+    """A new call; with a key it is kept for calls like it. NotImplementedError for what the forward does not serve."""
+    check_served(q, where)
+    made = GpuCall(scores, return_lse)
+    if key is not None:
+        calls()[key] = made
+    return made
 
 
 def known_call(

@@ -11,19 +11,20 @@ import torch
 from tilewise import compiler, emulator
 from tilewise.compiler.spec import KernelSpec
 from tilewise.gpu.abi import KindsArgs
+from tilewise.gpu.pattern import FOLD_THREADS, KIND_SHARED
 from tilewise.plan.schedule import BlockSchedule
 
 if TYPE_CHECKING:
     from tilewise.functions import Function
-
-THREADS = 256  # kinds.cu: kThreads
 
 
 @lru_cache(maxsize=256)
 def kinds_spec(text: str) -> KernelSpec:
     """text: the function in C++."""
     constants = (("Function", "UserFunction"),)
-    return KernelSpec("kinds", "prefill/kinds.cu", "kinds", constants, THREADS, 0, product=True, text=text)
+    return KernelSpec(
+        "kinds", "prefill/kinds.cu", "kinds", constants, FOLD_THREADS, KIND_SHARED, product=True, text=text
+    )
 
 
 def schedule_of(

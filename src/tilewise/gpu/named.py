@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
-
-from tilewise.scores import ScoreOptions
 
 State = tuple[torch.Tensor, torch.Tensor]
 
@@ -46,14 +44,12 @@ def run(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    options: ScoreOptions,
+    options: Mapping[str, Any],
     scale: float,
-    schedule: Any,
 ) -> State:
     """The state before sinks join. NotImplementedError for an option that such a kernel does not know."""
-    asked: dict[str, Any] = {**options, "schedule": schedule}
     known = ("causal", "scale", "sinks")
-    more = [name for name, value in asked.items() if name not in known and not _unset(value)]
+    more = [name for name, value in options.items() if name not in known and not _unset(value)]
     if more or scale <= 0:
         what = ", ".join(more) or "a scale that is not positive"
         raise NotImplementedError(f'rung {kernel.name} of the ladder has no {what}; use backend="cpu"')

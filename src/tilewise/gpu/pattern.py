@@ -25,8 +25,9 @@ if TYPE_CHECKING:
     from tilewise.functions import Function
     from tilewise.plan.schedule import BlockSchedule
 
-FOLD_THREADS = 256  # fold.cu: kThreads
-FOLD_SHARED = 4 * (FOLD_THREADS + 1 + 2 * FOLD_THREADS // 32)  # fold.cu: lengths, a flag, counts per warp
+FOLD_THREADS = 256  # kinds.cuh: kKindThreads
+KIND_SHARED = 4 * (2 * FOLD_THREADS + FOLD_THREADS // 32)  # kinds.cuh: kKindBytes
+FOLD_SHARED = 4 * (FOLD_THREADS + 1 + FOLD_THREADS // 16) + KIND_SHARED  # fold.cu: kAtKinds
 MAX_TILES = 1 << 16  # fold.cu: per list, where tiles are ordered
 SLAB = 16  # prefill/work.cuh: kSlab
 MAX_UNITS = (1 << 20) - 1  # prefill/work.cuh: kNoUnit

@@ -20,7 +20,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from tilewise import api, arch, arguments, checks
-from tilewise.gpu import prefill
+from tilewise.gpu import tilings
 from tilewise.gpu.abi import FP8
 
 torch_sdpa = torch._C._nn.scaled_dot_product_attention  # F.scaled_dot_product_attention, whoever replaces that
@@ -153,7 +153,7 @@ def _refusals(facts: Facts) -> list[str]:
         refused.append("sdpa_kernel() or torch.backends.cuda.enable_flash_sdp() has switched flash kernels off")
     if facts.device not in KERNELS:
         refused.append(f"no kernels for {facts.device} tensors" if facts.device else "the tensors' devices differ")
-    taken = prefill.DTYPES if facts.device == "cuda" else checks.FLOATS
+    taken = tilings.DTYPES if facts.device == "cuda" else checks.FLOATS
     if facts.dtype not in taken or facts.dtype == FP8:
         refused.append(
             "query, key and value differ in dtype" if facts.dtype is None else f"no kernels take {facts.dtype} here"
@@ -175,7 +175,7 @@ def _shape_refusals(facts: Facts) -> list[str]:
     query, key, value = facts.query, facts.key, facts.value
     if min(len(query), len(key), len(value)) < 2 or key[-1] != query[-1] or value[-2] != key[-2]:
         return ["the shapes of query, key and value do not go together"]
-    most = prefill.MAX_HEAD_DIM if facts.device == "cuda" else arguments.MAX_HEAD_DIM
+    most = tilings.MAX_HEAD_DIM if facts.device == "cuda" else arguments.MAX_HEAD_DIM
     if not (1 <= query[-1] <= most and 1 <= value[-1] <= most):
         return [f"head dimensions are served from 1 to {most}"]
     lead = _broadcast(query[:-3], key[:-3], value[:-3])

@@ -15,6 +15,7 @@ import numpy.typing as npt
 import torch
 
 from tilewise import checks
+from tilewise.graphs import methods_outside
 from tilewise.plan import schedule_bits, schedule_patterns, schedule_select
 from tilewise.plan import schedule_device as device_side
 from tilewise.plan import schedule_files as files
@@ -35,6 +36,7 @@ from tilewise.plan.schedule_pictures import Picture
 from tilewise.plan.schedule_store import CPU, StoredSchedule
 
 
+@methods_outside
 class BlockSchedule(StoredSchedule):
     """Which (block_q × block_k) blocks of a (seqlen_q × seqlen_k) score matrix are computed; the others are masked out.
 
@@ -177,8 +179,8 @@ class BlockSchedule(StoredSchedule):
         """The blocks where `blocks` is True: bool (num_q_blocks, num_k_blocks), (heads, …) or (batch, heads, …), where
         a leading 1 means shared.
 
-        whole: like `blocks`; a promise that a mask function given beside the schedule shows these blocks whole. lengths_q,
-        lengths_k: int32 or int64 (num_blocks,) or (batch, num_blocks), valid rows of each block."""
+        whole: like `blocks`; a promise that a mask function given beside the schedule shows these blocks whole.
+        lengths_q, lengths_k: int32 or int64 (num_blocks,) or (batch, num_blocks), valid rows of each block."""
         batch, heads = leading("blocks", blocks, "num_q_blocks", "num_k_blocks")
         grid = grid_of(seqlen_q, seqlen_k, block_q, block_k, heads, batch)
         check_tail("blocks", blocks, grid.q_blocks, grid.cols)

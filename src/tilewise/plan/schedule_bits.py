@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from tilewise.graphs import outside
 from tilewise.plan.schedule_grid import Grid, Int32s, Pattern, indptr_of
 
 Bools = npt.NDArray[np.bool_]
@@ -44,6 +45,7 @@ def dense(pattern: Pattern, cols: int, rows: slice) -> Bools:
     return kept
 
 
+@outside
 def bits_of(pattern: Pattern, grid: Grid) -> torch.Tensor:
     """int32 (batch or 1, heads or 1, num_q_blocks, words), on the CPU."""
     words = np.empty((grid.rows, grid.shape[-1]), np.int32)
@@ -52,6 +54,7 @@ def bits_of(pattern: Pattern, grid: Grid) -> torch.Tensor:
     return torch.from_numpy(words.reshape(grid.shape))
 
 
+@outside
 def pattern_of(bits: torch.Tensor, grid: Grid) -> Pattern:
     """The reverse of `bits_of`, for bits on the CPU; what stands past the last key block is ignored."""
     words: npt.NDArray[Any] = bits.numpy().reshape(grid.rows, grid.shape[-1])

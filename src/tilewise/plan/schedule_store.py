@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from tilewise import checks
+from tilewise.graphs import methods_outside
 from tilewise.plan import schedule_bits, schedule_patterns
 from tilewise.plan import schedule_device as device_side
 from tilewise.plan.schedule_grid import SCALARS, Grid, Int32s, Pattern, as_int32, as_lengths, check_csr
@@ -17,6 +18,7 @@ CPU = torch.device("cpu")
 Schedule = TypeVar("Schedule", bound="StoredSchedule")
 
 
+@methods_outside
 class StoredSchedule:
     """A BlockSchedule without its makers; schedule.py describes it."""
 

@@ -19,11 +19,11 @@ struct FoldArgs {
     int list_heads;       // lists per sequence, or in all if they are shared by sequences
     Divisor lists_each;   // lists per head of the schedule
 };
-constexpr int kThreads = 256;
+constexpr int kThreads = kKindThreads;
 // Threads that share a tile: a warp, or all of them where each unit costs them interval arithmetic
 constexpr int kTogether = Function::kMask ? kThreads : 32, kTilesEach = kThreads / kTogether;
-// Shared memory: lengths of tiles, which block is last, and counts per warp
-constexpr int kAtWeights = 0, kAtLast = 4 * kThreads, kAtCounts = kAtLast + 4;
+// Shared memory: lengths of tiles, which block is last, two counts per warp, and what kind_of takes
+constexpr int kAtWeights = 0, kAtLast = 4 * kThreads, kAtCounts = kAtLast + 4, kAtKinds = kAtCounts + kThreads / 4;
 
 struct Fold {
     const ForwardArgs& args;
@@ -113,7 +113,7 @@ struct Fold {
             const double sequence = tile.sequence, heads = lists.heads_each.divisor * kPack;
             const Rectangle of{{sequence, sequence}, {list_head * heads, (list_head + 1) * heads - 1},
                                first_token, last_token, begin, end < last ? end : last};
-            const Kind kind = kind_of(function, of, !none && asked);
+            const Kind kind = kind_of(function, of, !none && asked, kAtKinds);
             if (asked) {
                 none = none || kind == kNone;
                 all = all && kind == kAll;

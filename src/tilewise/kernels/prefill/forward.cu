@@ -179,6 +179,15 @@ struct Consumer {
             if (!(bits[j / 2 % 2] >> (j / 4 * 2 + j % 2) & 1)) acc_s[j] = -INFINITY;
     }
 
+    // Asks for what the score will look up, so that it comes while the tensor cores compute Q Kᵀ. A lane asks for one row
+    // and eight columns of its own; together the lanes of a warp reach every line of a table that moves on with q − k.
+    TILE_DEVICE void touch() const {
+        const WorkTile tile = tile_of_stage()[q_turn.stage];
+        const int q = row_of(tile, 0), eight = warp::lane() * (kTileKv / 8) / 32;
+        const int k = key_of(eight * 8 / kBoxRows) + eight * 8 % kBoxRows;
+        function.touch(tile.sequence, head_of(tile, q), q / kPack, k, 0.0f, 0.0f, q / kPack, 0, k, 0);
+    }
+
     // Turns S into base-2 logits, soft-capped, with ALiBi's bias; or into what the user's function makes of it. kMasked:
     // the block may hold keys past the last one, which must not be looked up; kInside: all rows of the tile exist.
     template <bool kMasked, bool kInside> TILE_DEVICE void score(float (&s)[kTileKv / 2]) const {
@@ -270,6 +279,7 @@ struct Consumer {
         your_turn();
         uint32_t bits[2];
         if constexpr (kMasked && Function::kMask) see(bits);
+        if constexpr (kInside && Function::kTouches) touch();
         ptx::wgmma_wait<1>();
         if constexpr (!kHoldsK) release_k();
         score<kMasked, kInside>(acc_s);

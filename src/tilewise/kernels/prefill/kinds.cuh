@@ -59,16 +59,42 @@ TILE_DEVICE Kind look_closer(const Function& function, const Rectangle& of) {
     return seen ? kAll : kNone;
 }
 
-// The kind of each lane's rectangle, known for certain. Lanes without one (there = false) help the others.
-TILE_DEVICE Kind kind_of(const Function& function, const Rectangle& of, bool there) {
-    if constexpr (!Function::kMask) return kAll;
-    Kind kind = there ? kind_by_intervals(function, of) : kNone;
-    uint32_t open = ptx::ballot(there && kind == kSome);
-    for (int owner = 0; open; owner++, open >>= 1) {
-        if (!(open & 1)) continue;
-        const Rectangle asked{of.sequence, of.head, of.q0, of.q1, ptx::shuffle(of.k0, owner), ptx::shuffle(of.k1, owner)};
-        const Kind found = look_closer(function, asked);
-        if (int(threadIdx.x % 32) == owner) kind = found;
+// Shared memory that kind_of takes: per thread where a rectangle begins and ends, which becomes its kind, and counts of
+// warps.
+constexpr int kKindThreads = 256, kKindBytes = 4 * (2 * kKindThreads + kKindThreads / 32);
+
+// The kind of each thread's rectangle, known for certain. A block of kKindThreads threads asks together, of rectangles
+// that differ in their keys alone, and its warps share those that need a closer look. there: has it a rectangle?
+TILE_DEVICE Kind kind_of(const Function& function, const Rectangle& of, bool there, uint32_t shared) {
+    constexpr int kWarps = kKindThreads / 32;
+    const Shared<int> begins(shared), ends(shared + 4 * kKindThreads), counts(shared + 8 * kKindThreads);
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    const Kind kind = there ? kind_by_intervals(function, of) : kNone;
+    const bool is_open = there && kind == kSome;
+    const uint32_t open = ptx::ballot(is_open);
+    if (lane == 0) counts[warp] = ptx::count_bits(open);
+    ptx::sync_threads();
+    int place = ptx::count_bits(open & ((1u << lane) - 1)), total = 0;
+    for (int w = 0; w < kWarps; w++) {
+        const int count = counts[w];
+        total += count;
+        if (w < warp) place += count;
     }
-    return kind;
+    if (is_open) {
+        begins[place] = of.k0;
+        ends[place] = of.k1;
+    }
+    ptx::sync_threads();
+    for (int n = warp; n < total; n += kWarps) {
+        Rectangle asked = of;
+        asked.k0 = begins[n];
+        asked.k1 = ends[n];
+        const Kind found = look_closer(function, asked);
+        ptx::sync_warp();
+        if (lane == 0) ends[n] = found;
+    }
+    ptx::sync_threads();
+    const Kind found = is_open ? Kind(int(ends[place])) : kind;
+    ptx::sync_threads();  // before the next one overwrites it
+    return found;
 }

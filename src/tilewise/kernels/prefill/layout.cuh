@@ -14,9 +14,13 @@ constexpr int kLoaders = kTma ? 32 : 64;  // threads: the first warp, or the fir
 constexpr int kBlocksEach = kConsumers == 1 ? 2 : 1;
 // Registers per thread, in steps of eight, moved from the producers to the consumers. The blocks of a multiprocessor
 // share 64 K; taking more than others gave back would wait for ever.
-constexpr int kProducerRegisters = kConsumers == 3 ? 32 : kTma ? 40 : 56, kTransposerRegisters = kFp8 ? 40 : 0;
+constexpr bool kManyLoads = !kTma || kLengths || (kListed && kHeadDim > 192);  // the loader has more to keep
+constexpr int kProducerRegisters = kConsumers == 3 ? 32 : kManyLoads ? 56 : 40;
+constexpr int kTransposerRegisters = !kFp8 ? 0 : kLengths ? 56 : 40;
 constexpr int kConsumerRegisters =
-    kConsumers == 3 ? 160 : (kFp8 || kConsumers == 1 ? 216 : 232) - (!kTma ? kConsumers == 1 ? 16 : 8 : 0);
+    kConsumers == 3 ? 160
+                    : (kFp8 || kConsumers == 1 ? 216 : 232) -
+                          (!kManyLoads ? 0 : kConsumers == 1 || (kFp8 && kLengths) ? 16 : 8);
 constexpr int kAllRegisters = kProducerRegisters + kTransposerRegisters + kConsumers * kConsumerRegisters;
 static_assert(kAllRegisters <= kGroups * (65536 / kBlocksEach / kThreads / 8 * 8), "a deadlock");
 constexpr int kPanelColumns = kPanelRowBytes / sizeof(Element);

@@ -1,0 +1,327 @@
+"""Which kernel of kernels/prefill/ serves a problem: its tiling, its constants, and how the problem's tiles lie."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from tilewise import functions
+from tilewise.compiler.spec import Constant, KernelSpec
+from tilewise.gpu.abi import ELEMENTS, EVERY_RULE, FP8, PANEL_BYTES, TILE_WORDS, score_rule
+from tilewise.gpu.kinds import kinds_spec
+from tilewise.gpu.pattern import NO_PATTERN, Pattern, block_keys, fold_spec
+from tilewise.scores import Scores
+
+DTYPES = (torch.bfloat16, torch.float16, FP8)
+MAX_HEAD_DIM = 256
+HEADS_TOGETHER = (
+    2048  # heads × head_dim of the heads whose tiles are taken side by side, so that their K and V stay in L2
+)
+SCALE_BYTES = 128 + 16  # prefill/layout.cuh: the scale once per lane, and the count of V's valid rows per stage
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """Rows of a query tile, keys of a block, stages of Q, K and V in shared memory, and how the warpgroups work.
+
+    ping_pong: they take turns at the tensor cores. q_registers: they keep Q in registers. lazy: the lazy softmax. It
+    keeps K until the softmax is done, in case S has to be computed again, and so needs one more stage of K.
+    stages_raw: stages of FP8's V before it is transposed; stages_v are those after it. unit: keys that one entry of a
+    list stands for, 0 if blocks follow each other.
+    """
+
+    tile_q: int
+    tile_kv: int
+    stages_q: int
+    stages_k: int
+    stages_v: int
+    ping_pong: bool
+    q_registers: bool
+    lazy: bool
+    stages_raw: int = 0
+    unit: int = 0
+
+    @property
+    def blocks_each(self) -> int:
+        """Thread blocks that a multiprocessor holds at once: prefill/layout.cuh has the same."""
+        return 2 if self.tile_q == 64 else 1
+
+
+# By padded head dimension. A warpgroup holds S (64 × tile_kv), P of the block before it and O at once; a block holds Q
+# and rings of K and V. At 64 the softmax takes longer than the products: three warpgroups hide it.
+TILINGS = {
+    64: Tiling(192, 128, 2, 4, 3, ping_pong=True, q_registers=False, lazy=True),
+    96: Tiling(128, 128, 2, 3, 2, ping_pong=True, q_registers=True, lazy=True),
+    128: Tiling(128, 128, 2, 3, 2, ping_pong=True, q_registers=True, lazy=True),
+    192: Tiling(128, 112, 1, 2, 2, ping_pong=True, q_registers=False, lazy=False),
+    256: Tiling(128, 64, 1, 2, 2, ping_pong=True, q_registers=False, lazy=True),
+}
+# For scores that are more than scaled, and loads without TMA or from pages: three warpgroups leave too few registers.
+SMALL_64 = Tiling(128, 128, 2, 3, 2, ping_pong=False, q_registers=True, lazy=True)
+# Most tiles of short causal sequences lie on the diagonal, where smaller tiles waste less.
+SHORT_64 = Tiling(128, 64, 2, 5, 4, ping_pong=False, q_registers=True, lazy=True)
+# The standard softmax has a cost per block, so longer blocks pay; beside the lazy one they would not fit.
+EXACT_256 = Tiling(128, 80, 1, 2, 2, ping_pong=True, q_registers=False, lazy=False)
+# FP8: products take half the time, so that waiting for turns at the tensor cores costs more than it gains. Shared
+# memory also holds Vᵀ beside V, and O, whose elements are twice as wide as Q's.
+TILINGS_FP8 = {
+    64: Tiling(128, 128, 2, 3, 2, ping_pong=False, q_registers=True, lazy=True, stages_raw=2),
+    96: Tiling(128, 128, 2, 3, 2, ping_pong=False, q_registers=True, lazy=True, stages_raw=2),
+    128: Tiling(128, 128, 2, 3, 2, ping_pong=False, q_registers=True, lazy=True, stages_raw=2),
+    192: Tiling(128, 96, 1, 2, 2, ping_pong=False, q_registers=False, lazy=False, stages_raw=2),
+    256: Tiling(128, 64, 1, 3, 2, ping_pong=False, q_registers=False, lazy=False, stages_raw=2),
+}
+SHORT = 1024  # query rows, up to which a sequence counts as short
+# Schedules with fewer than 128 rows per block: rows that are in a tile together would otherwise visit each other's
+# blocks. Two such blocks of threads share a multiprocessor.
+FEW_ROWS = Tiling(64, 64, 2, 3, 2, ping_pong=False, q_registers=False, lazy=True)
+
+
+def out_dtype(dtype: torch.dtype) -> torch.dtype:
+    """What comes out where `dtype` goes in: the same, or bfloat16 for FP8."""
+    return torch.bfloat16 if dtype == FP8 else dtype
+
+
+def padded(head_dim: int) -> int:
+    """The head dimension that the products run over: the smallest with a tiling."""
+    return next(d for d in TILINGS if d >= head_dim)
+
+
+def choose_tiling(
+    dtype: torch.dtype,
+    head_dim: int,
+    seqlen_q: float,
+    scores: Scores,
+    *,
+    plain: bool,
+    pattern: Pattern = NO_PATTERN,
+    page_size: int = 0,
+) -> Tiling:
+    """The tiling for sequences of about `seqlen_q` rows; plain: K and V come by TMA and are not paged."""
+    width = padded(head_dim)
+    if pattern != NO_PATTERN:
+        return _patterned_tiling(dtype, width, scores, pattern, plain, page_size)
+    if dtype == FP8:
+        tiling = TILINGS_FP8[width]
+        if scores.changed or not plain:
+            tiling = replace(tiling, q_registers=False, tile_kv=min(96, tiling.tile_kv))
+        return tiling
+    tiling, short = TILINGS[width], seqlen_q <= SHORT
+    if width == 64 and (scores.changed or not plain):
+        tiling = SMALL_64
+    elif width == 64 and short and scores.window[1] is not None:
+        tiling = SHORT_64
+    elif width == 256 and scores.exact and not short and plain and not scores.changed:
+        tiling = EXACT_256
+    if scores.changed or not plain:  # these need the registers that Q or the lazy softmax would take
+        tiling = replace(tiling, q_registers=False, lazy=tiling.lazy and width < 256)
+    if scores.changed and not plain and width > 128:  # and some of those that S takes
+        tiling = replace(tiling, tile_kv=tiling.tile_kv - 16)
+    return tiling
+
+
+def _patterned_tiling(
+    dtype: torch.dtype, width: int, scores: Scores, pattern: Pattern, plain: bool, page_size: int
+) -> Tiling:
+    """The tiling with lists or functions: both take registers, so Q stays in shared memory.
+
+    The blocks of a schedule arrive less evenly than neighbouring ones, and waiting for turns costs more than it gains.
+    """
+    tiling = TILINGS_FP8[width] if dtype == FP8 else SMALL_64 if width == 64 else TILINGS[width]
+    if pattern.block_q % 128 and width <= 128 and dtype != FP8 and plain:
+        tiling = FEW_ROWS
+    most = tiling.tile_kv
+    if dtype == FP8:
+        most = min(96, most)
+    elif width > 128:
+        most = 48 if width == 256 and pattern.text else 64
+    tiling = replace(
+        tiling, q_registers=False, lazy=tiling.lazy and not (scores.changed and width == 256), tile_kv=most
+    )
+    if not pattern.listed:
+        return tiling
+    tile_kv, unit = block_keys(most, pattern.block_k, page_size, 32 if dtype == FP8 else 16)
+    return replace(tiling, tile_kv=tile_kv, unit=unit, ping_pong=tiling.ping_pong and not pattern.block_q)
+
+
+@lru_cache(maxsize=1024)
+def forward_spec(
+    dtype: torch.dtype,
+    head_dim: int,
+    tiling: Tiling,
+    scores: Scores,
+    *,
+    pack: int = 1,
+    page_size: int = 0,
+    tma: bool = True,
+    pattern: Pattern = NO_PATTERN,
+) -> KernelSpec:
+    """The kernel for one dtype, head dimension, tiling and choice of features."""
+    width, fp8 = padded(head_dim), dtype == FP8
+    row = -(-width * dtype.itemsize // PANEL_BYTES) * PANEL_BYTES
+    kv, raw = row * tiling.tile_kv, tiling.stages_raw
+    tiles = tiling.stages_q * row * tiling.tile_q + tiling.stages_k * kv
+    if fp8:  # Vᵀ, V, and O if it goes by way of shared memory
+        tiles += tiling.stages_v * -(-tiling.tile_kv // PANEL_BYTES) * width * PANEL_BYTES + raw * kv
+        tiles += (tiling.stages_q > 1) * -(-width * 2 // PANEL_BYTES) * PANEL_BYTES * tiling.tile_q
+    else:
+        tiles += tiling.stages_v * kv
+    stages_o = 1 if fp8 else tiling.stages_q
+    barriers = 16 * (tiling.stages_q + tiling.stages_k + tiling.stages_v + max(1, raw) + stages_o + 1)
+    threads = 2 * tiling.tile_q + (256 if fp8 else 128)
+    constants: tuple[tuple[str, Constant], ...] = (
+        ("Element", ELEMENTS[dtype]),
+        ("Out", ELEMENTS[out_dtype(dtype)]),
+        ("kHeadDim", width),
+        ("kColumns", head_dim),
+        ("kTileQ", tiling.tile_q),
+        ("kTileKv", tiling.tile_kv),
+        ("kStagesQ", tiling.stages_q),
+        ("kStagesK", tiling.stages_k),
+        ("kStagesV", tiling.stages_v),
+        ("kStagesRaw", raw),
+        ("kPingPong", tiling.ping_pong),
+        ("kQInRegisters", tiling.q_registers),
+        ("kPack", pack),
+        ("kPageSize", page_size),
+        ("kTma", tma),
+        ("kExact", scores.exact or not tiling.lazy),
+        score_rule(Scores() if pattern.score else scores),
+        ("kUnit", tiling.unit),
+        ("kSlabs", pattern.block_q * pack % tiling.tile_q > 0),
+        ("kLengths", pattern.lengths),
+        ("Function", "UserFunction" if pattern.text else "NoFunction"),
+    )
+    boxes = tiling.tile_kv // tiling.unit if tiling.unit else 0
+    told = 4 * boxes * (tiling.stages_k * (1 + pattern.lengths) + raw * pattern.lengths)
+    shared = tiles + -(-(barriers + SCALE_BYTES + told) // 64) * 64 + 4 * TILE_WORDS * (tiling.stages_q + 1)
+    return KernelSpec(
+        "forward", "prefill/forward.cu", "forward", constants, threads, shared, product=True, text=pattern.text
+    )
+
+
+@lru_cache(maxsize=64)
+def ragged_spec(index: torch.dtype, tiling: Tiling, pack: int) -> KernelSpec:
+    """The kernel that lists the tiles of packed sequences; index: of the cumulative lengths."""
+    constants = (
+        ("Index", "int64_t" if index == torch.int64 else "int"),
+        ("kTileQ", tiling.tile_q),
+        ("kTileKv", tiling.tile_kv),
+        ("kPack", pack),
+    )
+    return KernelSpec("ragged", "prefill/ragged.cu", "ragged", constants, 1024, 0, product=True)
+
+
+def specs(*, every: bool = False) -> list[KernelSpec]:
+    """The kernels as users get them: bfloat16 and head dimension 128, or `every` dtype, head dimension and feature.
+
+    With schedules and functions, of which there are as many kernels as users write, those that most users get.
+    """
+    causal = (None, 0)
+    asked = [Scores(causal), Scores(causal, exact=True)]
+    if every:
+        asked += [Scores(), *(replace(rule, window=causal) for rule in EVERY_RULE[1:])]
+    loads: list[dict[str, Any]] = [{}, {"page_size": 16}, {"tma": False}] if every else [{}]
+    found = []
+    for dtype in DTYPES if every else (torch.bfloat16, FP8):
+        for head_dim in TILINGS if every else (128,):
+            for scores in asked:
+                for seqlen_q in (SHORT, 1 << 20):
+                    for load in loads:
+                        tiling = choose_tiling(dtype, head_dim, seqlen_q, scores, plain=not load)
+                        found.append(forward_spec(dtype, head_dim, tiling, scores, **load))
+    found += [ragged_spec(torch.int32, TILINGS[128], 1), *_patterned_specs(every)]
+    return list(dict.fromkeys(found))
+
+
+def _patterned_specs(every: bool) -> list[KernelSpec]:
+    """The forward with lists and functions, and the kernels that make its lists."""
+    plain, blocks = Scores(), Pattern(128, 128)
+    masked, scored = _functions()
+    asked: list[tuple[Pattern, Scores, int]] = [(x, plain, 0) for x in (blocks, masked, scored)]
+    if every:
+        small, causal = Pattern(64, 64), Scores((None, 0))
+        asked += [
+            (small, plain, 0),
+            (replace(small, lengths=True), plain, 0),
+            (blocks, causal, 16),
+            (masked, plain, 16),
+        ]
+        asked += [(replace(masked, block_q=128, block_k=128), plain, 0)]
+    found, lists = [], []
+    for dtype in DTYPES if every else (torch.bfloat16,):
+        for head_dim in (64, 128, 256) if every else (128,):
+            for pattern, scores, page_size in asked:
+                loads: dict[str, Any] = {"pattern": pattern, "page_size": page_size}
+                tiling = choose_tiling(dtype, head_dim, 1 << 20, scores, plain=not page_size, **loads)
+                found.append(forward_spec(dtype, head_dim, tiling, scores, **loads))
+                if pattern.listed:
+                    lists.append(fold_spec(pattern, tiling.tile_q, tiling.unit, 1, page_size > 0))
+    return [*found, *lists, kinds_spec(masked.text)]
+
+
+def _functions() -> list[Pattern]:
+    """Causal attention within documents, and ALiBi, as users write them."""
+    sizes = (1, 16, 4096, 4096)
+    document, slopes = torch.zeros(4096, dtype=torch.int32), torch.zeros(16)
+    mask = functions.of(lambda b, h, q, k: (document[q] == document[k]) & (q >= k), None)
+    score = functions.of(None, lambda s, b, h, q, k: s - slopes[h] * (q - k).abs())
+    return [Pattern.of(None, function, sizes) for function in (mask, score)]
+
+
+def pack_of(tile_q: int, seqlen_q: float, group: int) -> int:
+    """How many query heads of a KV head share a tile as neighbouring rows: all of them, if that saves tiles."""
+    if group == 1 or tile_q % group:
+        return 1
+    apart, together = group * math.ceil(seqlen_q / tile_q), math.ceil(seqlen_q * group / tile_q)
+    return group if together < 0.9 * apart else 1
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """How the tiles of a problem lie, and in which order thread blocks take them.
+
+    pack: query heads of a KV head that stand in a tile as neighbouring rows. heads: that a sequence has tiles of, in
+    units of `pack` query heads. q_tiles: per sequence and such head. together: such heads of all sequences whose tiles
+    are taken side by side, the heaviest first.
+    """
+
+    tiling: Tiling
+    pack: int
+    heads: int
+    q_tiles: int
+    together: int
+
+
+def geometry(
+    dtype: torch.dtype,
+    batch: int,
+    seqlen_q: int,
+    heads_q: int,
+    heads_kv: int,
+    head_dim: int,
+    scores: Scores,
+    *,
+    plain: bool,
+    sequences: int | None = None,
+    pattern: Pattern = NO_PATTERN,
+    page_size: int = 0,
+) -> Geometry:
+    """The geometry of dense rows, or of `sequences` packed ones; plain: as choose_tiling has it."""
+    rows = seqlen_q if sequences is None else seqlen_q / max(1, sequences)  # of a sequence, about
+    tiling = choose_tiling(dtype, head_dim, rows, scores, plain=plain, pattern=pattern, page_size=page_size)
+    group = heads_q // heads_kv
+    # Slabs are whole tokens, and the heads of a tile share its list.
+    apart = pattern.listed and (pattern.heads > heads_kv or group & (group - 1) != 0)
+    pack = 1 if apart else pack_of(tiling.tile_q, rows, group)
+    heads, together = heads_q // pack, 1
+    if scores.window[1] is not None or pattern.mask:  # tiles differ in weight
+        # Tiles of a listed problem that run together need not walk the same keys together: fewer heads stay in L2.
+        most = HEADS_TOGETHER // 4 if pattern.mask else HEADS_TOGETHER
+        wanted = min(max(1, most // padded(head_dim)), batch * heads)
+        together = next(d for d in range(wanted, 0, -1) if batch * heads % d == 0)
+    return Geometry(tiling, pack, heads, math.ceil(seqlen_q * pack / tiling.tile_q), together)
