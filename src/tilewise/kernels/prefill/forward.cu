@@ -138,6 +138,9 @@ struct Consumer {
         return kLengths ? int(there_of_stage()[k_turn.stage * kBoxes + box]) : kBoxRows;
     }
 
+    // The last key that may be looked up; a sequence without keys looks up its first, and sees nothing
+    static TILE_DEVICE int last_key(const WorkTile& tile) { return tile.seqlen_k > 0 ? tile.seqlen_k - 1 : 0; }
+
     // What a function is told of one of a lane's rows
     struct Row {
         int token, head;
@@ -152,7 +155,7 @@ struct Consumer {
     // runs while the tensor cores compute Q Kᵀ.
     TILE_DEVICE void see(uint32_t (&bits)[2]) const {
         const WorkTile tile = tile_of_stage()[q_turn.stage];
-        const int column = ptx::just_in_time(warp::fragment_column()), last = tile.seqlen_k - 1;
+        const int column = ptx::just_in_time(warp::fragment_column()), last = last_key(tile);
         const Row rows[2] = {row_at(tile, 0), row_at(tile, 1)};
         bits[0] = bits[1] = 0;
 #pragma unroll kSeenAtOnce
@@ -194,7 +197,7 @@ struct Consumer {
         if constexpr (Function::kScore) {
             const WorkTile tile = tile_of_stage()[q_turn.stage];
             const float scale = args.scores.scale_log2 * kLn2 * (kFp8 ? tile.descale_qk : 1.0f);
-            const int column = ptx::just_in_time(warp::fragment_column()), last = tile.seqlen_k - 1;
+            const int column = ptx::just_in_time(warp::fragment_column()), last = last_key(tile);
             Row rows[2] = {row_at(tile, 0), row_at(tile, 1)};
             constexpr bool kApart = kInside && kPack == 1, kClamped = kMasked && Function::kByKey;
             if constexpr (kApart) rows[0].token = row_of(tile, 0);
