@@ -15,7 +15,7 @@ import torch
 
 from tilewise import arch, checks
 from tilewise.gpu import prefill, tilings
-from tilewise.gpu.pattern import NO_PATTERN, AnySchedule, Pattern, stacked
+from tilewise.gpu.pattern import NO_PATTERN, SLAB, AnySchedule, Pattern, stacked
 from tilewise.plan.schedule import BlockSchedule
 from tilewise.scores import Scores
 from tilewise.state import merge_states
@@ -167,7 +167,13 @@ def _pattern(
         return NO_PATTERN
     keys = _longest(k, page_table)
     sequences = q.shape[0] if starts is None else starts[0].shape[0] - 1
-    return Pattern.of(schedule, function, (sequences, q.shape[-2], q.shape[-3], keys))
+    pattern = Pattern.of(schedule, function, (sequences, q.shape[-2], q.shape[-3], keys))
+    if pattern.listed and page_table is not None and k.shape[1] % SLAB:
+        raise NotImplementedError(
+            f"GPU kernels take a schedule or a mask over pages of a multiple of {SLAB} tokens, got pages of "
+            f'{k.shape[1]}; use such pages, or CPU tensors and backend="cpu"'
+        )
+    return pattern
 
 
 def shared_prefix(
