@@ -137,7 +137,7 @@ def check_slopes(slopes: torch.Tensor | None, batch: int, heads_q: int, device: 
 class Call(NamedTuple):
     """What `attention` and `attention_varlen` were asked for, checked. descales: of q, k and v, (batch, heads_kv).
 
-    schedule: of packed sequences it may be a list of them, with None for a sequence that has none.
+    schedule: a BlockSchedule or None; of packed sequences it may also be a list of both, one for each.
     """
 
     sizes: Sizes
@@ -145,7 +145,7 @@ class Call(NamedTuple):
     descales: Descales
     where: Where
     function: Function | None
-    schedule: Schedules
+    schedule: Any
 
 
 def check_call(

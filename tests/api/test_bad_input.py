@@ -82,7 +82,7 @@ ATTENTION = [
     ("schedule", TypeError, {"schedule": torch.ones(6, 9, dtype=torch.bool)}),
     ("schedule", ValueError, {"schedule": schedule(6, 8)}),
     ("schedule", ValueError, {"schedule": schedule(5, 9)}),
-    ("schedule", ValueError, {"schedule": schedule(heads=2)}),
+    ("schedule", ValueError, {"schedule": schedule(heads=3)}),  # neither KV heads nor query heads
     ("return_lse", TypeError, {"return_lse": "yes"}),
     ("out", TypeError, {"out": "o"}),
     ("out", ValueError, {"out": torch.empty(2, 6, 4, 7)}),

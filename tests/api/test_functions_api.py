@@ -68,6 +68,20 @@ def test_a_mask_of_each_head(heads, seqlen_q):
     assert_attention(attention(q, k, v, mask=mask, return_lse=True), q, k, v, mask=mask)
 
 
+def test_a_mask_of_each_packed_sequence():
+    """Whole blocks of one are hidden from another."""
+    widths, lengths = torch.tensor([0, 400, 130, 1, 260]), (300, 200, 300, 20, 290)
+    starts = torch.tensor([0, *lengths]).cumsum(0)
+    q, k, v = (x[0] for x in qkv(1, sum(lengths), sum(lengths), 4, 2, 16))
+    options = {"mask": lambda b, h, q, k: (q - k).abs() < widths[b]}
+    got = attention_varlen(q, k, v, starts, starts, return_lse=True, **options)
+    exact, honest = (
+        reference.attention_varlen(q, k, v, starts, starts, dtype=dtype, **options)
+        for dtype in (torch.float64, torch.float32)
+    )
+    assert_state(got, exact, honest)
+
+
 MIXED = {
     "causal": {"causal": True},
     "window": {"window": (40, 3)},

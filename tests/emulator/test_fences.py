@@ -19,7 +19,7 @@ import pytest
 import torch
 from oracle import qkv
 
-from tilewise import attention, emulator
+from tilewise import BlockSchedule, attention, emulator
 from tilewise.compiler.spec import headers, locate
 from tilewise.emulator import EmulatorError
 from tilewise.learn import ladder
@@ -70,13 +70,17 @@ def found(check: Callable[[tuple[bool, int]], None], modes=forward_cases.MODES) 
 
 
 # ---- the forward -----------------------------------------------------------------------------------------------------
-def forward(mode, *, head_dim=64, fp8=False, nk=70) -> None:
+def forward(mode, *, head_dim=64, fp8=False, nk=70, lengths=False) -> None:
+    """lengths: of the blocks of a schedule, no block of which is whole."""
     q, k, v = (
         forward_cases.normal(1, 130, 1, head_dim, seed=1),
         *(forward_cases.normal(1, nk, 1, head_dim, seed=s) for s in (2, 3)),
     )
     if not fp8:
-        forward_cases.check(q, k, v, mode=mode)
+        sizes = {"seqlen_q": 130, "seqlen_k": nk, "block_q": 64, "block_k": 64}
+        short = {"lengths_k": torch.tensor([50, 3])} if lengths else {}
+        schedule = BlockSchedule.from_blocks(torch.ones(3, 2, dtype=torch.bool), **sizes, **short) if lengths else None
+        forward_cases.check(q, k, v, schedule=schedule, mode=mode)
         return
     q, k, v = (x.to(torch.float8_e4m3fn) for x in (q, k, v))
     with forward_cases.emulated(*mode), forward_cases.nan_in_new_memory():
@@ -87,7 +91,11 @@ def forward(mode, *, head_dim=64, fp8=False, nk=70) -> None:
 # name: (file, old, new, problem, words of the report)
 FORWARD_BUGS = {
     "zeros in V's tail are not fenced": (
-        FORWARD, f"{FENCE}\n        ptx::barrier_sync(kGroupBarrier", "ptx::barrier_sync(kGroupBarrier", {},
+        FORWARD, f"clear_rows(valid, kTileKv);\n        {FENCE}", "clear_rows(valid, kTileKv);", {},
+        ("wgmma of 4 bytes", "without a fence_async_proxy"),
+    ),
+    "zeros past the lengths of blocks are not fenced": (
+        FORWARD, f"}}\n        {FENCE}\n        ptx::barrier_sync", "}\n        ptx::barrier_sync", {"lengths": True},
         ("wgmma of 4 bytes", "without a fence_async_proxy"),
     ),
     "O is not fenced": (
@@ -128,7 +136,7 @@ def test_forward_without_a_fence(name, tmp_path):
     assert re.search(r"\n  in block .*thread \(.*\n  at .*(forward\.cu|producers\.cuh):\d+", report), report
 
 
-@pytest.mark.parametrize("problem", [{}, {"head_dim": 33}, {"fp8": True}], ids=str)
+@pytest.mark.parametrize("problem", [{}, {"head_dim": 33}, {"fp8": True}, {"lengths": True}], ids=str)
 def test_the_forward_itself_is_right(problem):
     assert found(lambda mode: forward(mode, **problem)) == ""
 

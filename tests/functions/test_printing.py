@@ -219,12 +219,13 @@ def test_arguments_lie_as_the_structure_does(tmp_path):
 
 
 def test_flags_and_no_function(tmp_path):
-    """kMask, kScore, kByKey and kByRow tell what there is; NoFunction is the same without anything."""
-    table = torch.arange(64)
+    """kMask, kScore, kByKey, kByRow and kTouches tell what there is; NoFunction is the same without anything."""
+    table, offsets = torch.arange(64), torch.arange(200)
     cases = {
         "kMask kByRow": (lambda b, h, q, k: table[q] < k, None),
         "kMask kByKey": (lambda b, h, q, k: table[k] < q, None),
         "kScore kByKey kByRow": (None, lambda s, b, h, q, k: s + table[q - k]),
+        "kScore kByKey kByRow kTouches": (None, lambda s, b, h, q, k: s + offsets[q - k + 100]),
         "kMask kScore": (lambda b, h, q, k: k <= q, lambda s, b, h, q, k: s),
     }
     for flags, given in cases.items():

@@ -154,9 +154,9 @@ class Blocks:
         """(batch or 1, N): the rows within their block's length."""
         block, n = self.sizes[f"block_{side}"], self.sizes[f"seqlen_{side}"]
         lengths = self.lengths_q if side == "q" else self.lengths_k
-        place = torch.arange(n)
+        place = torch.arange(n, device="cpu")  # whatever device the oracle makes its tensors on
         if lengths is None:
-            return torch.ones(1, n, dtype=torch.bool)
+            return torch.ones(1, n, dtype=torch.bool, device="cpu")
         return place % block < lengths[:, place // block]
 
     def schedule(self, maker: str, backend: str, rng: random.Random, device: Any) -> BlockSchedule:

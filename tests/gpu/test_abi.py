@@ -9,7 +9,7 @@ import torch
 
 from tilewise import emulator
 from tilewise.compiler.spec import Constant, KernelSpec
-from tilewise.gpu import abi, append, decode_kernels, kinds, pattern, prefill, schedules
+from tilewise.gpu import abi, append, decode_kernels, pattern, prefill, schedules
 from tilewise.learn import ladder
 from tilewise.plan import items, schedule_select
 from tilewise.scores import Scores
@@ -60,11 +60,8 @@ CONSTANTS = {
         "kSlab": pattern.SLAB,
         "kNoUnit": pattern.MAX_UNITS,
     },
-    "prefill/fold.cu": {
-        "kThreads": pattern.FOLD_THREADS,
-        "kAtCounts + 2 * sizeof(int) * kThreads / 32": pattern.FOLD_SHARED,
-    },
-    "prefill/kinds.cu": {"kThreads": kinds.THREADS},
+    "prefill/fold.cu": {"kThreads": pattern.FOLD_THREADS, "kAtKinds + kKindBytes": pattern.FOLD_SHARED},
+    "prefill/kinds.cu": {"kThreads": pattern.FOLD_THREADS, "kKindBytes": pattern.KIND_SHARED},
     "decode/select.cu": {"kThreads": decode_kernels.SELECT_SPEC.threads},
     **{
         f"common/schedule_{name}.cu": {"kThreads": schedules.THREADS}

@@ -7,6 +7,7 @@ import threading
 import pytest
 import torch
 
+from tilewise import BlockSchedule, functions
 from tilewise.gpu import calls
 from tilewise.gpu.calls import known_call
 from tilewise.scores import Scores
@@ -97,6 +98,60 @@ def test_which_of_the_others_it_is_is_in_the_key():
     x = torch.zeros(4)
     keys = {key_of(*tensors(), others=(*NONE[:n], x, *NONE[n + 1 :])) for n in range(6)}
     assert len(keys) == 6
+
+
+def test_what_a_kernel_depends_on_of_a_schedule_is_in_the_key():
+    """Sizes, patterns per sequence and head, lengths and whole blocks; not which blocks are kept."""
+
+    def of(kept=True, *, lead=(), block=16, **options):
+        blocks = torch.full((*lead, 128 // block, 128 // block), kept)
+        sizes = {"seqlen_q": 128, "seqlen_k": 128, "block_q": block, "block_k": block}
+        q, k, _ = tensors()
+        return calls.pattern_key(q, k, BlockSchedule.from_blocks(blocks, **sizes, **options), None)
+
+    whole, lengths = torch.ones(8, 8, dtype=torch.bool), torch.full((8,), 7)
+    keys = [
+        of(),
+        of(lead=(4,)),
+        of(lead=(2, 1)),
+        of(block=32),
+        of(whole=whole),
+        of(lengths_q=lengths),
+        of(lengths_k=lengths),
+        of(lengths_k=lengths.expand(2, 8), lead=(2, 1)),
+    ]
+    assert len(set(keys)) == len(keys)
+    assert of() == of(False)
+    assert of(lengths_q=lengths) == of(lengths_q=lengths - 3)
+
+
+def test_what_a_kernel_depends_on_of_functions_is_in_the_key():
+    """Their text; not the values that they capture."""
+    q, k, _ = tensors()
+
+    def of(mask=None, score=None):
+        return calls.pattern_key(q, k, None, functions.of(mask, score))
+
+    def window(size):
+        return of(lambda b, h, q, k: q - k < size)
+
+    def documents(ids):
+        return of(lambda b, h, q, k: ids[q] == ids[k])
+
+    ids = torch.arange(8)
+    keys = [
+        window(3),
+        documents(ids),
+        documents(ids.int()),
+        of(None, lambda s, b, h, q, k: s - k),
+        of(lambda b, h, q, k: q - k < 3, lambda s, b, h, q, k: s - k),
+        calls.pattern_key(q, k, None, None),
+    ]
+    assert len(set(keys)) == len(keys)
+    assert window(3) == window(5)
+    assert documents(ids) == documents(ids + 1)
+    with pytest.raises(ValueError, match="must be on cpu like q, got meta"):
+        documents(ids.to("meta"))
 
 
 def test_what_the_checks_refuse_has_no_key():

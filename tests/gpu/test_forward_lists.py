@@ -10,7 +10,7 @@ from forward_cases import BF16, FP16, MODES, NAN, check, check_varlen
 from oracle import qkv, randn
 from variant_cases import variants
 
-from tilewise import BlockSchedule, attention, functions
+from tilewise import BlockSchedule, attention, attention_varlen, functions
 from tilewise.gpu import kinds
 from tilewise.gpu.abi import FP8
 from tilewise.gpu.pattern import block_keys
@@ -170,6 +170,27 @@ def test_packed_sequences(page_size):
     else:
         k, v = (randn(sum(lengths_k), heads, dim, dtype=BF16, seed=s) for s in (1, 2))
         check_varlen(q, k, v, starts_q, starts_k, schedule=schedules, causal=True)
+
+
+@pytest.mark.parametrize("page_size", [1, 8, 24])
+def test_pages_that_are_too_small(page_size):
+    """A unit of keys lies in one page, and is no smaller than 16 keys; a score alone needs no units."""
+    starts = torch.tensor([0, 20], dtype=torch.int32)
+    q, (k, v) = randn(20, 1, 64, dtype=BF16), (randn(24, page_size, 1, 64, dtype=BF16, seed=s) for s in (1, 2))
+    table, n = torch.arange(24, dtype=torch.int32)[None], min(24, 24 * page_size)
+    given = (q, k, v, starts, torch.tensor([0, n], dtype=torch.int32))
+    for options in ({"schedule": random_schedule(20, n, 16, 16)}, {"mask": lambda b, h, q, k: q >= k}):
+        with pytest.raises(NotImplementedError, match=f"multiple of 16 tokens, got pages of {page_size}; use"):
+            attention_varlen(*given, page_table=table, backend="emulator", **options)
+        attention_varlen(*given, page_table=table, backend="cpu", **options)
+
+
+def test_packed_sequences_with_an_output_that_is_an_input():
+    starts = torch.tensor([0, 40, 100], dtype=torch.int32)
+    q, k, v = (randn(100, 2, 64, dtype=BF16, seed=s) for s in range(3))
+    given = {"schedule": [random_schedule(n, n, 16, 16, seed=n) for n in (40, 60)], "backend": "emulator"}
+    expected = attention_varlen(q, k, v, starts, starts, **given)
+    assert torch.equal(attention_varlen(q, k, v, starts, starts, out=v, **given), expected)
 
 
 def test_block_keys():

@@ -184,9 +184,10 @@ def test_chunked_prefill_equals_the_whole():
     torch.testing.assert_close(part, torch.cat((whole[100:150], whole[200:220])), rtol=0.02, atol=0.02)
 
 
-def test_pages_with_groups_sinks_and_alibi():
+@pytest.mark.parametrize("page_size", [16, 20, 17])
+def test_pages_with_groups_sinks_and_alibi(page_size):
     q, k, v, *starts = packed(*PAGED, 8, 2, 64)
-    *pages, table = paged(k, v, starts[1], 16)
+    *pages, table = paged(k, v, starts[1], page_size)
     sinks, slopes = torch.linspace(-2, 2, 8), torch.rand(len(PAGED[0]), 8)
     check_varlen(q, *pages, *starts, page_table=table, sinks=sinks, causal=True)
     check_varlen(q, *pages, *starts, page_table=table, sinks=sinks, alibi_slopes=slopes, softcap=9.0, mode=MODES[2])

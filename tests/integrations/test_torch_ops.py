@@ -250,18 +250,39 @@ def test_errors_are_those_of_the_call():
         compiled(lambda *x: tilewise.attention(*x), Graphs())(q, k[..., :8], v)
 
 
-@pytest.mark.parametrize("name", ["out", "schedule"])
+NOT_HELD = {
+    "out": torch.empty(1, 64, 4, 16),
+    "schedule": BlockSchedule.random(64, 64, block_q=16, block_k=16, sparsity=0.5, seed=0),
+    "mask": lambda b, h, q, k: q >= k,
+    "score": lambda s, b, h, q, k: s * 2,
+}
+
+
+@pytest.mark.parametrize("name", NOT_HELD)
 def test_what_no_graph_holds(name):
     q, k, v = qkv(1, 64, 64, 4, 2, 16)
-    given = {
-        "out": torch.empty_like(q),
-        "schedule": BlockSchedule.random(64, 64, block_q=16, block_k=16, sparsity=0.5, seed=0),
-    }
-    call = lambda *x: tilewise.attention(*x, **{name: given[name]})  # noqa: E731
-    with pytest.raises(torch._dynamo.exc.Unsupported, match=f"{name} cannot be part of a compiled graph"):
+    call = lambda *x: tilewise.attention(*x, **{name: NOT_HELD[name]})  # noqa: E731
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=rf"{name}\b.* cannot be part of a compiled graph"):
         compiled(call, Graphs())(q, k, v)
     torch._dynamo.reset()
     assert_same([torch.compile(call, backend="aot_eager")(q, k, v)], [call(q, k, v)])  # not as one graph: it breaks
+
+
+def test_functions_between_two_graphs():
+    """What a compiled function hands to its mask and score is what they capture, call by call."""
+    q, k, v = qkv(2, 40, 40, 4, 2, 16)
+    starts = torch.tensor([0, 30, 80])
+
+    def call(q, k, v, table, width):
+        mask, score = (lambda b, h, q, k: (q - k).abs() < width), (lambda s, b, h, q, k: s + table[h, b])
+        o = tilewise.attention(q * 2, k, v, mask=mask, score=score)
+        packed = [x.flatten(0, 1) for x in (o + 1, k, v)]
+        return tilewise.attention_varlen(*packed, starts, starts, mask=mask, score=score, return_lse=True)
+
+    fast = torch.compile(call, backend="aot_eager")
+    for width in (3, 20):
+        table = randn(4, 2, seed=width)
+        assert_same(fast(q, k, v, table, width), call(q, k, v, table, width))
 
 
 def test_no_backward():

@@ -15,13 +15,12 @@ from tilewise.gpu import calls, named, prefill
 from tilewise.gpu.abi import FP8
 from tilewise.plan import Plan, Window, plan_dense, plan_shared_prefix, plan_varlen
 from tilewise.plan.schedule import BlockSchedule
-from tilewise.scores import ScoreOptions, Scores
+from tilewise.scores import ScoreOptions
 from tilewise.state import add_sinks
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from tilewise.functions import Function
 
 Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 Mask = Callable[[Any, Any, Any, Any], Any]  # (b, h, q, k) -> is key k seen by query q
@@ -75,7 +74,7 @@ def attention(
     capture are on their device. The call goes on the current stream and does not wait; a graph can capture a later one.
 
     Returns o (B, Nq, Hq, D), with return_lse also the LSE (B, Hq, Nq) float32. A NaN or infinity in a key that a window
-    (on a GPU also `causal`) hides may still reach the rows of its tile, as in other fused kernels.
+    or a mask (on a GPU also `causal`) hides may still reach the rows of its tile, as in other fused kernels.
     """
     descales = (q_descale, k_descale, v_descale)
     compiling, regular = torch.compiler.is_compiling(), schedule is None and mask is None and score is None
@@ -104,7 +103,7 @@ def attention(
     if call.where == arguments.EMULATOR and (kernel := named.find(backend, q.dtype)):
         o, lse = named.run(kernel, q, k, v, {**options, **pattern}, call.scores.scale)
     elif call.where == "cpu":
-        o, lse = _dense_on_cpu(q, k, v, call, schedule, out)
+        o, lse = _dense_on_cpu(q, k, v, call, out)
     else:
         bound = calls.bind(q, call.where, call.scores.rule, return_lse, key)
         return bound(q, k, v, sinks, alibi_slopes, out, call.descales, schedule=schedule, function=call.function)
@@ -116,7 +115,6 @@ def _dense_on_cpu(
     k: torch.Tensor,
     v: torch.Tensor,
     call: arguments.Call,
-    schedule: BlockSchedule | None,
     out: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`attention` on the CPU: o like q (bfloat16 for FP8), lse (B, Hq, Nq)."""
@@ -124,7 +122,7 @@ def _dense_on_cpu(
     fp8 = q.dtype == FP8
     if fp8:
         q, k, v = (arguments.widened(x, by, heads_kv) for x, by in zip((q, k, v), call.descales, strict=True))
-    plan = _plan_on_cpu(call.sizes, call.scores, schedule, call.function, q.element_size())
+    plan = _plan_on_cpu(call, q.element_size())
     starts_q, starts_k = ([b * n for b in range(batch + 1)] for n in (seqlen_q, seqlen_k))
     with full_precision():
         place = None if fp8 else checks.place(out, q, k, v)
@@ -132,11 +130,10 @@ def _dense_on_cpu(
     return o.bfloat16() if fp8 else o, lse.view(batch, seqlen_q, heads_q).transpose(1, 2)
 
 
-def _plan_on_cpu(
-    sizes: arguments.Sizes, scores: Scores, schedule: BlockSchedule | None, function: Function | None, io_bytes: int
-) -> Plan:
-    both = together(schedule, function, sizes.batch, sizes.heads_q, sizes.seqlen_q, sizes.seqlen_k)
-    return plan_dense(*sizes, window=scores.window, schedule=both, io_bytes=io_bytes)
+def _plan_on_cpu(call: arguments.Call, io_bytes: int) -> Plan:
+    batch, seqlen_q, seqlen_k, heads_q = call.sizes[:4]
+    pattern = together(call.schedule, call.function, batch, heads_q, seqlen_q, seqlen_k)
+    return plan_dense(*call.sizes, window=call.scores.window, schedule=pattern, io_bytes=io_bytes)
 
 
 def attention_varlen(
@@ -213,7 +210,7 @@ def attention_varlen(
     assert starts_k is not None
     if page_table is not None:
         k, v = (arguments.gather(x, page_table, starts_k) for x in (k, v))
-    o, lse = _packed_on_cpu(q, k, v, call, schedule, starts_q, starts_k, out)
+    o, lse = _packed_on_cpu(q, k, v, call, starts_q, starts_k, out)
     return result(o, lse, sinks, out, return_lse)
 
 
@@ -222,7 +219,6 @@ def _packed_on_cpu(
     k: torch.Tensor,
     v: torch.Tensor,
     call: arguments.Call,
-    schedule: BlockSchedule | Sequence[BlockSchedule | None] | None,
     starts_q: list[int],
     starts_k: list[int],
     out: torch.Tensor | None,
@@ -236,7 +232,6 @@ def _packed_on_cpu(
             arguments.widened(x, None if descale is None else descale.repeat_interleave(count, 0), heads_kv)
             for x, descale, count in zip((q, k, v), call.descales, counts, strict=True)
         )
-    function = call.function
     plan = plan_varlen(
         starts_q,
         starts_k,
@@ -244,12 +239,12 @@ def _packed_on_cpu(
         heads_kv,
         head_dim,
         window=call.scores.window,
-        schedules=together_packed(schedule, function, starts_q, starts_k, heads_q),
+        schedules=together_packed(call.schedule, call.function, starts_q, starts_k, heads_q),
         io_bytes=q.element_size(),
     )
     with full_precision():
         place = None if fp8 else checks.place(out, q, k, v)
-        o, lse = cpu.run(plan, q, [(k, v)], Scoring.of(call.scores, starts_q, starts_k, function), place)
+        o, lse = cpu.run(plan, q, [(k, v)], Scoring.of(call.scores, starts_q, starts_k, call.function), place)
     return o.bfloat16() if fp8 else o, lse.transpose(0, 1)
 
 
@@ -324,7 +319,7 @@ def plan_attention(
         calls.check_served(q, call.where)
         return prefill.plan_of(q, k, call.scores)
     io_bytes = 4 if q.dtype == FP8 else q.element_size()  # FP8 is widened first
-    return _plan_on_cpu(call.sizes, call.scores, schedule, call.function, io_bytes)
+    return _plan_on_cpu(call, io_bytes)
 
 
 def full_precision() -> AbstractContextManager[Any]:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from itertools import product
+from typing import NamedTuple
+
 import numpy as np
 import torch
 
@@ -32,20 +35,25 @@ def run_blocks(
         runs = [(slice(start, min(start + at_once, tiles)), 0) for start in range(0, tiles, at_once)]
         shares = [slice(head, head + 1) for head in range(kv_heads.start, kv_heads.stop)]
         space = torch.empty(2, at_once, keys, q.shape[-1], dtype=k.dtype, device="cpu")
-    for n in range(item.count):
+    # A head's keys stay in the caches from one run to the next; what rows see serves all heads, and is worth more.
+    hidden = item.masked or item.partial
+    order = list(product(runs, shares)) if hidden else [(run, share) for share in shares for run in runs]
+    for n, ((these, step), share) in product(range(item.count), order):
         row, key = item.row + n * item.row_step, item.key + n * item.key_step
-        for these, step in runs:
-            at, view = item.rows_at[these] + row, _view(item, these, row, first, end, scoring)
-            for share in shares:
-                heads = slice(max(first, share.start * group), min(end, share.stop * group))
-                kv = (x[..., share, :] for x in (k, v))
-                if space is None:
-                    tile_k, tile_v = (repeated(x, key + _first_key(item, these.start), keys, len(at), step) for x in kv)
-                else:
-                    tile_k, tile_v = (_gathered(x, key, item, these, into) for x, into in zip(kv, space, strict=True))
-                here = None if view is None else view.of_heads(slice(heads.start - first, heads.stop - first), scoring)
-                o, lse = tile_state(_rows(q[..., heads, :], at, item.rows), tile_k, tile_v, scoring, view=here)
-                _put(states, at, heads, o, lse)
+        if not hidden or share is shares[0]:
+            view = _view(item, these, row, first, end, scoring)
+        heads = slice(max(first, share.start * group), min(end, share.stop * group))
+        kv = (x[..., share, :] for x in (k, v))
+        if space is None:
+            place = (key + _first_key(item, these.start), keys, these.stop - these.start, step)
+            tile_k, tile_v = (repeated(x, *place) for x in kv)
+        else:
+            blocks = torch.from_numpy(item.blocks[these]).long()
+            tile_k, tile_v = (_gathered(x, key, item, blocks, into) for x, into in zip(kv, space, strict=True))
+        here = None if view is None else view.of_heads(slice(heads.start - first, heads.stop - first), scoring)
+        at = Rows.of(item.rows_at[these] + row, item.rows)
+        o, lse = tile_state(at.of_q(q[..., heads, :]), tile_k, tile_v, scoring, view=here)
+        at.put(states, heads, o, lse)
 
 
 def _side_by_side(item: BlockTiles) -> list[tuple[slice, int]]:
@@ -94,10 +102,9 @@ def _view(item: BlockTiles, tiles: slice, row: int, first: int, end: int, scorin
     )
 
 
-def _gathered(x: torch.Tensor, key: int, item: BlockTiles, tiles: slice, into: torch.Tensor) -> torch.Tensor:
-    """The tiles' key blocks, and the tail if the item has one, of the one head of x, copied: (n, keys, 1, D)."""
+def _gathered(x: torch.Tensor, key: int, item: BlockTiles, blocks: torch.Tensor, into: torch.Tensor) -> torch.Tensor:
+    """Tiles' key blocks (n, c), and the tail if the item has one, of the one head of x, copied: (n, keys, 1, D)."""
     one = repeated(x, key, item.seqlen_k, 1, 0)[0, :, 0]  # (seqlen_k, D)
-    blocks = torch.from_numpy(item.blocks[tiles]).long()
     into, count = into[: len(blocks)], item.seqlen_k // item.block
     whole: torch.Tensor = one[: count * item.block].unflatten(0, (count, item.block))
     if item.tail:
@@ -108,30 +115,37 @@ def _gathered(x: torch.Tensor, key: int, item: BlockTiles, tiles: slice, into: t
     return into[:, :, None]
 
 
-def _step(at: Ints) -> int | None:
-    """From each of these rows to the next, if that is always the same."""
-    steps = np.diff(at)
-    return 0 if not len(steps) else int(steps[0]) if (steps == steps[0]).all() else None
+class Rows(NamedTuple):
+    """Tiles of `rows` packed rows, from each of `at` on; step: from each to the next, None if that differs."""
 
+    at: Ints
+    rows: int
+    step: int | None
 
-def _rows(q: torch.Tensor, at: Ints, rows: int) -> torch.Tensor:
-    """Tiles of `rows` packed rows of q, from each of `at` on, as (n, rows, heads, D): a view if the steps are equal."""
-    step = _step(at)
-    if step is not None:
-        return repeated(q, int(at[0]), rows, len(at), step)
-    if q.dim() == 4:  # an item's rows are those of one sequence
-        sequence = int(at[0]) // q.shape[1]
-        q, at = q[sequence], at - sequence * q.shape[1]
-    return q[torch.from_numpy(at).long()[:, None] + torch.arange(rows, device="cpu")]
+    @classmethod
+    def of(cls, at: Ints, rows: int) -> Rows:
+        steps = at[1:] - at[:-1]
+        return cls(at, rows, 0 if not len(steps) else int(steps[0]) if (steps == steps[0]).all() else None)
 
+    def of_q(self, q: torch.Tensor) -> torch.Tensor:
+        """(n, rows, heads, D), a view if the steps are equal. q: as `cpu.run` takes it."""
+        if self.step is not None:
+            return repeated(q, int(self.at[0]), self.rows, len(self.at), self.step)
+        at = self.at
+        if q.dim() == 4:  # an item's rows are those of one sequence
+            sequence = int(at[0]) // q.shape[1]
+            q, at = q[sequence], at - sequence * q.shape[1]
+        index = torch.from_numpy(at)[:, None] + count_up(0, self.rows)
+        picked: torch.Tensor = q.index_select(0, index.flatten()).unflatten(0, index.shape)
+        return picked
 
-def _put(states: Accumulator, at: Ints, heads: slice, o: torch.Tensor, lse: torch.Tensor) -> None:
-    """Add the states o (n, rows, heads, D), lse (n, rows, heads) to those of the packed rows from each of `at` on."""
-    into_o, into_lse, rows, step = states.o[:, heads], states.lse[:, heads, None], o.shape[1], _step(at)
-    if step is not None:
-        places = (int(at[0]), rows, len(at), step)
-        states.put(repeated(into_o, *places), repeated(into_lse, *places)[..., 0], o, lse)
-        return
-    for n, row in enumerate(at.tolist()):
-        these = slice(row, row + rows)
-        states.put(into_o[these], into_lse[these, :, 0], o[n], lse[n])
+    def put(self, states: Accumulator, heads: slice, o: torch.Tensor, lse: torch.Tensor) -> None:
+        """Add the states o (n, rows, heads, D), lse (n, rows, heads) to those of these rows."""
+        into_o, into_lse = states.o[:, heads], states.lse[:, heads, None]
+        if self.step is not None:
+            place = (int(self.at[0]), self.rows, len(self.at), self.step)
+            states.put(repeated(into_o, *place), repeated(into_lse, *place)[..., 0], o, lse)
+            return
+        for n, row in enumerate(self.at.tolist()):
+            these = slice(row, row + self.rows)
+            states.put(into_o[these], into_lse[these, :, 0], o[n], lse[n])

@@ -18,6 +18,7 @@ from tilewise.scores import Scores
 if TYPE_CHECKING:
     from tilewise.functions import Function
 
+ALL = slice(None)
 FIRST = torch.zeros(1, dtype=torch.int32, device="cpu")
 
 
@@ -107,11 +108,14 @@ class View:
         return self.band != OPEN or self.mask is not None or self.there is not None
 
     @property
-    def elements(self) -> int:
-        """How many pairs `seen` tells for each of the rows."""
-        heads = len(self.heads) if self.mask is not None and "h" in self.mask.uses else 1
-        n = max(len(x) for x in (self.rows, self.keys, self.sequences))
-        return n * heads * self.keys.shape[1]
+    def by_head(self) -> bool:
+        """Do heads see different keys?"""
+        return self.mask is not None and "h" in self.mask.uses
+
+    @property
+    def pairs(self) -> int:
+        """How many pairs `seen` tells for one tile."""
+        return (len(self.heads) if self.by_head else 1) * self.rows.shape[1] * self.keys.shape[1]
 
     def indices(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         """Sequence, query head, row and key, which broadcast to (n, heads, rows, keys)."""
@@ -158,18 +162,17 @@ class View:
 
     def of_heads(self, heads: slice, scoring: Scoring) -> View:
         """The view of some of its heads; itself, with what it has found, if nothing asks which heads they are."""
-        asked = scoring.needs_matmul or (self.mask is not None and "h" in self.mask.uses)
-        return replace(self, heads=self.heads[heads]) if asked else self
+        return replace(self, heads=self.heads[heads]) if scoring.needs_matmul or self.by_head else self
 
-    def tile(self, n: int, rows: slice, keys: slice, heads: slice) -> View:
-        """The view of one tile of entry n of the batch."""
+    def part(self, tiles: slice, rows: slice = ALL, keys: slice = ALL, heads: slice = ALL) -> View:
+        """The view of some of its tiles, and of some rows, keys and heads of those."""
 
-        def entry(x: torch.Tensor) -> torch.Tensor:
-            return x if x.shape[0] == 1 else x[n : n + 1]
+        def some(x: torch.Tensor) -> torch.Tensor:
+            return x if x.shape[0] == 1 else x[tiles]
 
-        there = None if self.there is None else entry(self.there)[:, keys]
-        places = (entry(self.rows)[:, rows], entry(self.keys)[:, keys])
-        return View(*places, self.band, self.mask, there, entry(self.sequences), self.heads[heads])
+        there = None if self.there is None else some(self.there)[:, keys]
+        places = (some(self.rows)[:, rows], some(self.keys)[:, keys])
+        return View(*places, self.band, self.mask, there, some(self.sequences), self.heads[heads])
 
 
 def counted(rows: int, keys: int, band: Band = OPEN) -> View:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from itertools import product
 from typing import NamedTuple
 
 import torch
 
-from tilewise.cpu.scoring import Scoring, View, counted
+from tilewise.cpu.scoring import ALL, Scoring, View, counted
 from tilewise.plan.tiles import OPEN, Band
 from tilewise.state import Accumulator
 
@@ -64,14 +63,14 @@ def tile_state(
     fold = group > 1 and rows <= FOLDED_ROWS and not triangle
     hidden = None
     if view is not None and view.hides:
-        at_once = max(1, MASK_VALUES // (view.elements * (group if fold else 1)))
-        if rows > at_once:  # too many mask values: row by row block
-            parts = []
-            for start in range(0, rows, at_once):
-                these = slice(start, start + at_once)
-                part = replace(view, rows=view.rows[:, these])
-                parts.append(tile_state(q[:, these], k, v, scoring, view=part))
-            return torch.cat([o for o, _ in parts], dim=1), torch.cat([lse for _, lse in parts], dim=1)
+        tiles = MASK_VALUES // (view.pairs * (group if fold else 1))
+        if n > max(1, tiles):  # too many mask values: some tiles at a time
+            some = (slice(start, start + max(1, tiles)) for start in range(0, n, max(1, tiles)))
+            return _joined(0, [tile_state(q[t], k[t], v[t], scoring, view=view.part(t)) for t in some])
+        if not tiles and rows > 1:  # even of one: some rows at a time
+            at_once = max(1, MASK_VALUES * rows // (view.pairs * (group if fold else 1)))
+            some = (slice(start, start + at_once) for start in range(0, rows, at_once))
+            return _joined(1, [tile_state(q[:, r], k, v, scoring, view=view.part(ALL, r)) for r in some])
         hidden = Hidden(view.bias, view.blind)
 
     if fold:
@@ -86,12 +85,15 @@ def tile_state(
         o, lse = _flash(q.transpose(1, 2), k, v, scoring, triangle, hidden)
         return o.transpose(1, 2), lse.transpose(1, 2)
     o_all, lse_all = torch.empty_like(q), torch.empty(q.shape[:3], dtype=torch.float32, device="cpu")
-    for g in range(group):
+    for g in range(group):  # a mask that tells heads apart is asked in blocks of a schedule: those are folded
         these = slice(g, None, group)
-        here = hidden if hidden is None or hidden.bias.shape[1] == 1 else Hidden(*(x[:, these] for x in hidden))
-        o, lse = _flash(q[:, :, these].transpose(1, 2), k, v, scoring, triangle, here)
+        o, lse = _flash(q[:, :, these].transpose(1, 2), k, v, scoring, triangle, hidden)
         o_all[:, :, these], lse_all[:, :, these] = o.transpose(1, 2), lse.transpose(1, 2)
     return o_all, lse_all
+
+
+def _joined(dim: int, states: list[KV]) -> KV:
+    return torch.cat([o for o, _ in states], dim), torch.cat([lse for _, lse in states], dim)
 
 
 class Hidden(NamedTuple):
@@ -165,7 +167,7 @@ def _matmul_state(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scoring: Sc
         states = Accumulator((these.stop - i, heads.stop - heads.start, head_dim), torch.float32, exclusive=False)
         for j in range(0, keys, tile_keys):
             those = slice(j, min(j + tile_keys, keys))
-            here = None if view is None else view.tile(b, these, those, heads)
+            here = None if view is None else view.part(slice(b, b + 1), these, those, heads)
             if here is not None and (here := here.cut()) is None:  # the band hides all of it
                 continue
             k_j, v_j = (x[b, those, kv].float().transpose(0, 1) for x in (k, v))

@@ -108,6 +108,10 @@ def text(
     lines += [*Printer(numbers, tables, ranges).body(mask, "true"), "    }"]
     lines.append(f"    TILE_DEVICE float score(float s, float scale, {indices}) const {{")
     lines += [*Printer(numbers, tables, ranges).body(score, "s * scale"), "    }"]
+    touched = _touched(score, tables, ranges)
+    lines.append(f"    static constexpr bool kTouches = {str(bool(touched)).lower()};")
+    lines.append(f"    TILE_DEVICE void touch({indices}) const {{")
+    lines += [*Printer(numbers, tables, ranges).touches(touched), "    }"]
     lines.append("    TILE_DEVICE Interval seen(Interval b, Interval h, Interval q, Interval k) const {")
     lines += seen(mask, numbers, tables) if mask is not None else ["        return {1.0, 1.0};"]
     return "\n".join([*lines, "    }", "};", ""])
@@ -130,6 +134,17 @@ class Printer:
                 self._values[node, way] = self._smooth(node) if way else self._exact(node, False)
             result = self._whole(root.kind, self._values[root, smooth])
         return [*self._needed(result), f"        return {result};"]
+
+    def touches(self, lookups: Sequence[Node]) -> list[str]:
+        """Statements that ask for what these lookups will read, and do not wait for it."""
+        entries = []
+        for node in lookups:
+            for arg in node.args:
+                for part, way in in_context(arg, False):
+                    self._values[part, way] = self._smooth(part) if way else self._exact(part, False)
+            entries.append(self._entry(node))
+        lines = self._needed(" ".join(entries))
+        return [*lines, *(f"        ptx::touch(function::entry({at}));" for at in entries)]
 
     def _needed(self, result: str) -> list[str]:
         """The statements that the result comes from."""
@@ -168,6 +183,10 @@ class Printer:
         return f"n{self._numbers[node]}" if node.op == "number" else None
 
     def _lookup(self, node: Node) -> str:
+        return self._let(node.kind, f"function::{node.kind}_at({self._entry(node)})")
+
+    def _entry(self, node: Node) -> str:
+        """Where a lookup reads: a pointer, and how many entries further on."""
         slot = int(node.value)
         table = self._tables[slot]
         offsets, step = [], ""
@@ -184,8 +203,7 @@ class Printer:
             index = f"int64_t({index})" if table.wide else index
             offsets.append(index if table.dense[d] else f"{index} * t{slot}_stride{d}")
         at = " + ".join(offsets) or "0"
-        where = f"t{slot} + ({at}), {step}" if step else f"t{slot}, {at}"
-        return self._let(node.kind, f"function::{node.kind}_at({where})")
+        return f"t{slot} + ({at}), {step}" if step else f"t{slot}, {at}"
 
     def _apart(self, node: Node) -> str:
         """An index in 64 bits of row q0 and key k0, where q = q0 + dq and k = k0 + dk.
@@ -314,6 +332,21 @@ class Printer:
         if by.op == "literal" and by.value in (-1, 0.5, 1, 2):
             return Product(tile=(f"{1 / by.value}f",))
         return self._factor(by, self._let("float", f"ptx::reciprocal({self._arg(node, True, 1)})"))
+
+
+def _touched(score: Node | None, tables: Sequence[Table], ranges: Mapping[Node, Range]) -> list[Node]:
+    """The score's lookups by row or key whose place is known before anything is looked up, and lies in their tensor."""
+    found = []
+    for node in in_order(score) if score is not None else ():
+        if (
+            node.op == "lookup"
+            and {"q", "k"} & set(node.uses)
+            and not any(n.op in ("lookup", "s") for arg in node.args for n in in_order(arg))
+        ):
+            sizes = tables[int(node.value)].shape
+            if all(ranges[a][0] >= 0 and ranges[a][1] < n for a, n in zip(node.args, sizes, strict=True)):
+                found.append(node)
+    return found
 
 
 def seen(mask: Node, numbers: Sequence[Node], tables: Sequence[Table]) -> list[str]:

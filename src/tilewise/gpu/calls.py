@@ -15,7 +15,7 @@ import torch
 
 from tilewise import arch, checks
 from tilewise.gpu import prefill, tilings
-from tilewise.gpu.pattern import NO_PATTERN, AnySchedule, Pattern, stacked
+from tilewise.gpu.pattern import NO_PATTERN, SLAB, AnySchedule, Pattern, stacked
 from tilewise.plan.schedule import BlockSchedule
 from tilewise.scores import Scores
 from tilewise.state import merge_states
@@ -82,7 +82,11 @@ class GpuCall:
             if isinstance(result, torch.Tensor):
                 return out.copy_(result)
             return out.copy_(result[0]), result[1]
-        blocks = schedule if schedule is None or isinstance(schedule, BlockSchedule) else stacked(schedule)
+        blocks: AnySchedule | None
+        if schedule is None or isinstance(schedule, BlockSchedule):
+            blocks = schedule
+        else:
+            blocks = stacked(schedule, q.shape[0], _longest(k, page_table))
         o = out
         if o is None:
             o = q.new_empty(q.shape, dtype=out_dtype(q.dtype))
@@ -133,6 +137,11 @@ class GpuCall:
         return o
 
 
+def _longest(k: torch.Tensor, page_table: torch.Tensor | None) -> int:
+    """Keys of a sequence, at most."""
+    return k.shape[-3] if page_table is None else page_table.shape[1] * k.shape[1]
+
+
 def pattern_key(q: torch.Tensor, k: Any, schedule: Any, function: Function | None) -> tuple[Any, ...]:
     """What a dense call's checks and its kernel depend on of its schedule and functions."""
     key: tuple[Any, ...] = ()
@@ -156,9 +165,15 @@ def _pattern(
     """What a kernel has to be made for; sizes are upper bounds where they are on the device."""
     if schedule is None and function is None:
         return NO_PATTERN
-    keys = k.shape[-3] if page_table is None else page_table.shape[1] * k.shape[1]
+    keys = _longest(k, page_table)
     sequences = q.shape[0] if starts is None else starts[0].shape[0] - 1
-    return Pattern.of(schedule, function, (sequences, q.shape[-2], q.shape[-3], keys))
+    pattern = Pattern.of(schedule, function, (sequences, q.shape[-2], q.shape[-3], keys))
+    if pattern.listed and page_table is not None and k.shape[1] % SLAB:
+        raise NotImplementedError(
+            f"GPU kernels take a schedule or a mask over pages of a multiple of {SLAB} tokens, got pages of "
+            f'{k.shape[1]}; use such pages, or CPU tensors and backend="cpu"'
+        )
+    return pattern
 
 
 def shared_prefix(

@@ -18,12 +18,13 @@ if TYPE_CHECKING:
     from tilewise.functions import Function
 
 
-
 @lru_cache(maxsize=256)
 def kinds_spec(text: str) -> KernelSpec:
     """text: the function in C++."""
     constants = (("Function", "UserFunction"),)
-    return KernelSpec("kinds", "prefill/kinds.cu", "kinds", constants, FOLD_THREADS, KIND_SHARED, product=True, text=text)
+    return KernelSpec(
+        "kinds", "prefill/kinds.cu", "kinds", constants, FOLD_THREADS, KIND_SHARED, product=True, text=text
+    )
 
 
 def schedule_of(

@@ -114,8 +114,11 @@ class Stacked(NamedTuple):
     lengths_k: torch.Tensor | None
 
 
-def stacked(schedules: Sequence[BlockSchedule | None]) -> Stacked | None:
-    """One schedule, or None for all keys, per sequence. Their blocks have one size."""
+def stacked(schedules: Sequence[BlockSchedule | None], rows: int, keys: int) -> Stacked | None:
+    """One schedule, or None for all keys, per sequence. Their blocks have one size.
+
+    rows, keys: of a sequence, at most. They count where a sequence has no schedule, which may be the longest.
+    """
     given = [s for s in schedules if s is not None]
     if not given:
         return None
@@ -124,20 +127,23 @@ def stacked(schedules: Sequence[BlockSchedule | None]) -> Stacked | None:
         raise NotImplementedError(f"GPU kernels take schedules of one block size per call, got {sorted(sizes)}")
     ((block_q, block_k),) = sizes
     heads = max(s.bits.shape[1] for s in given)
-    rows, words = (max(s.bits.shape[n] for s in given) for n in (2, 3))
-    q_blocks, k_blocks = rows, max(s.num_k_blocks for s in given)
+    q_blocks, k_blocks = max(s.num_q_blocks for s in given), max(s.num_k_blocks for s in given)
+    if len(given) < len(schedules):
+        q_blocks, k_blocks = math.ceil(rows / block_q), math.ceil(keys / block_k)
+    words = math.ceil(k_blocks / 32)
 
     def planes(of: Callable[[BlockSchedule], torch.Tensor | None]) -> torch.Tensor | None:
         """Without a schedule every block is kept; without a plane of whole blocks none is whole."""
         if all(of(s) is None for s in given):
             return None
-        bits = given[0].bits.new_zeros(len(schedules), heads, rows, words)
+        bits = given[0].bits.new_zeros(len(schedules), heads, q_blocks, words)
         for b, s in enumerate(schedules):
             plane = None if s is None else of(s)
             if s is None:
                 bits[b] = -1
             elif plane is not None:
-                bits[b, :, : plane.shape[2], : plane.shape[3]] = plane[0]
+                own = plane[0].repeat_interleave(heads // plane.shape[1], 0)  # KV heads beside query heads
+                bits[b, :, : plane.shape[2], : plane.shape[3]] = own
         return bits
 
     def lengths(of: Callable[[BlockSchedule], torch.Tensor | None], size: int, blocks: int) -> torch.Tensor | None:

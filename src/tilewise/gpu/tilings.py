@@ -320,6 +320,8 @@ def geometry(
     pack = 1 if apart else pack_of(tiling.tile_q, rows, group)
     heads, together = heads_q // pack, 1
     if scores.window[1] is not None or pattern.mask:  # tiles differ in weight
-        wanted = min(max(1, HEADS_TOGETHER // padded(head_dim)), batch * heads)
+        # Tiles of a listed problem that run together need not walk the same keys together: fewer heads stay in L2.
+        most = HEADS_TOGETHER // 4 if pattern.mask else HEADS_TOGETHER
+        wanted = min(max(1, most // padded(head_dim)), batch * heads)
         together = next(d for d in range(wanted, 0, -1) if batch * heads % d == 0)
     return Geometry(tiling, pack, heads, math.ceil(seqlen_q * pack / tiling.tile_q), together)

@@ -1,8 +1,9 @@
 """What meets what: an attention problem as a list of tiles. No GPU, no tensors read, no I/O.
 
 tiles.py has the vocabulary (bands, tiles, Plan), dense.py and tree.py make plans, cost.py says what sharing costs,
-schedule.py (with schedule_*.py) holds block-sparse patterns, worklist.py (with ranges.py,
-items.py and deal.py) lays a decode plan out for a kernel, show.py is for people.
+schedule.py (with schedule_*.py) holds block-sparse patterns, blocks.py makes work of them and of the blocks of mask
+functions, worklist.py (with ranges.py, items.py and deal.py) lays a decode plan out for a kernel, show.py is for
+people.
 """
 
 from tilewise.plan.cost import CPU_COST, CostModel

@@ -59,8 +59,7 @@ def cut_schedule(
     A schedule of a batch has a pattern for each of `where`'s sequences; entry: this one of them is it.
     """
     shape = schedule.kinds.shape if isinstance(schedule, Kinds) else schedule.bits.shape
-    lengths = (schedule.lengths_q, schedule.lengths_k)
-    batch, heads = max([shape[0], *(len(x) for x in lengths if x is not None)]), shape[1]
+    (batch, heads), lengths = shape[:2], (schedule.lengths_q, schedule.lengths_k)
     work: list[BlockTiles] = []
     exclusive = True
     for b in range(batch) if entry is None else [entry]:

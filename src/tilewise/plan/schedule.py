@@ -179,8 +179,8 @@ class BlockSchedule(StoredSchedule):
         """The blocks where `blocks` is True: bool (num_q_blocks, num_k_blocks), (heads, …) or (batch, heads, …), where
         a leading 1 means shared.
 
-        whole: like `blocks`; a promise that a mask function given beside the schedule shows these blocks whole. lengths_q,
-        lengths_k: int32 or int64 (num_blocks,) or (batch, num_blocks), valid rows of each block."""
+        whole: like `blocks`; a promise that a mask function given beside the schedule shows these blocks whole.
+        lengths_q, lengths_k: int32 or int64 (num_blocks,) or (batch, num_blocks), valid rows of each block."""
         batch, heads = leading("blocks", blocks, "num_q_blocks", "num_k_blocks")
         grid = grid_of(seqlen_q, seqlen_k, block_q, block_k, heads, batch)
         check_tail("blocks", blocks, grid.q_blocks, grid.cols)

@@ -15,6 +15,7 @@ namespace function {
 
 // An index inside a tensor's dimension
 TILE_DEVICE int within(int i, int size) { return i < 0 ? 0 : i < size ? i : size - 1; }
+template <class T> TILE_DEVICE const T* entry(const T* values, int64_t i) { return values + i; }
 // A captured tensor's entry
 template <class T> TILE_DEVICE int int_at(const T* values, int64_t i) { return int(T(Global<const T>{values}[i])); }
 template <class T> TILE_DEVICE bool bool_at(const T* values, int64_t i) {
@@ -87,7 +88,8 @@ TILE_DEVICE int to_int(float x) {
 
 struct NoFunction {
     int unused;
-    static constexpr bool kMask = false, kScore = false, kByKey = false, kByRow = false;
+    static constexpr bool kMask = false, kScore = false, kByKey = false, kByRow = false, kTouches = false;
+    TILE_DEVICE void touch(int, int, int, int, float, float, int, int, int, int) const {}
     TILE_DEVICE bool mask(int, int, int, int, float, float, int, int, int, int) const { return true; }
     TILE_DEVICE float score(float s, float scale, int, int, int, int, float, float, int, int, int, int) const {
         return s * scale;

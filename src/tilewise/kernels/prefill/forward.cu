@@ -138,6 +138,9 @@ struct Consumer {
         return kLengths ? int(there_of_stage()[k_turn.stage * kBoxes + box]) : kBoxRows;
     }
 
+    // The last key that may be looked up; a sequence without keys looks up its first, and sees nothing
+    static TILE_DEVICE int last_key(const WorkTile& tile) { return tile.seqlen_k > 0 ? tile.seqlen_k - 1 : 0; }
+
     // What a function is told of one of a lane's rows
     struct Row {
         int token, head;
@@ -152,7 +155,7 @@ struct Consumer {
     // runs while the tensor cores compute Q Kᵀ.
     TILE_DEVICE void see(uint32_t (&bits)[2]) const {
         const WorkTile tile = tile_of_stage()[q_turn.stage];
-        const int column = ptx::just_in_time(warp::fragment_column()), last = tile.seqlen_k - 1;
+        const int column = ptx::just_in_time(warp::fragment_column()), last = last_key(tile);
         const Row rows[2] = {row_at(tile, 0), row_at(tile, 1)};
         bits[0] = bits[1] = 0;
 #pragma unroll kSeenAtOnce
@@ -179,13 +182,22 @@ struct Consumer {
             if (!(bits[j / 2 % 2] >> (j / 4 * 2 + j % 2) & 1)) acc_s[j] = -INFINITY;
     }
 
+    // Asks for what the score will look up, so that it comes while the tensor cores compute Q Kᵀ. A lane asks for one row
+    // and eight columns of its own; together the lanes of a warp reach every line of a table that moves on with q − k.
+    TILE_DEVICE void touch() const {
+        const WorkTile tile = tile_of_stage()[q_turn.stage];
+        const int q = row_of(tile, 0), eight = warp::lane() * (kTileKv / 8) / 32;
+        const int k = key_of(eight * 8 / kBoxRows) + eight * 8 % kBoxRows;
+        function.touch(tile.sequence, head_of(tile, q), q / kPack, k, 0.0f, 0.0f, q / kPack, 0, k, 0);
+    }
+
     // Turns S into base-2 logits, soft-capped, with ALiBi's bias; or into what the user's function makes of it. kMasked:
     // the block may hold keys past the last one, which must not be looked up; kInside: all rows of the tile exist.
     template <bool kMasked, bool kInside> TILE_DEVICE void score(float (&s)[kTileKv / 2]) const {
         if constexpr (Function::kScore) {
             const WorkTile tile = tile_of_stage()[q_turn.stage];
             const float scale = args.scores.scale_log2 * kLn2 * (kFp8 ? tile.descale_qk : 1.0f);
-            const int column = ptx::just_in_time(warp::fragment_column()), last = tile.seqlen_k - 1;
+            const int column = ptx::just_in_time(warp::fragment_column()), last = last_key(tile);
             Row rows[2] = {row_at(tile, 0), row_at(tile, 1)};
             constexpr bool kApart = kInside && kPack == 1, kClamped = kMasked && Function::kByKey;
             if constexpr (kApart) rows[0].token = row_of(tile, 0);
@@ -270,6 +282,7 @@ struct Consumer {
         your_turn();
         uint32_t bits[2];
         if constexpr (kMasked && Function::kMask) see(bits);
+        if constexpr (kInside && Function::kTouches) touch();
         ptx::wgmma_wait<1>();
         if constexpr (!kHoldsK) release_k();
         score<kMasked, kInside>(acc_s);
