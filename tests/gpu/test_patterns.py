@@ -7,7 +7,7 @@ import random
 import expressions
 import pytest
 import torch
-from forward_cases import check, check_varlen, packed
+from forward_cases import FP16, check, check_varlen, packed
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from oracle import qkv
@@ -45,21 +45,35 @@ def test_on_the_cpu(problem):
 
 
 @given(problems(longest=REACH, area=150_000))
-@settings(max_examples=25)
+@settings(max_examples=22)
 def test_in_the_emulator(problem):
     problem.check("cpu", backend="emulator")
 
 
 @given(problems(longest=REACH, area=40_000, fresh=False, fp8=True))
-@settings(max_examples=4)
+@settings(max_examples=3)
 def test_fp8_in_the_emulator(problem):
     problem.check("cpu", backend="emulator")
 
 
-@pytest.mark.parametrize("seed", [12, 20])
-def test_seeds(seed):
-    """Problems drawn by seeds, as on a card."""
-    drawn(seed, longest=250).check()
+@pytest.mark.parametrize(
+    "kind",
+    [
+        Kind(128, blocks=(64, 64), lengths=True),
+        Kind(64, blocks=(128, 32), heads=(2, 1)),
+        Kind(128, FP16, blocks=(64, 64), mask=Formula("documents"), spares=True),
+    ],
+    ids=["lengths", "packed heads", "spares"],
+)
+def test_many_of_one_kernel(kind):
+    for seed in range(8):
+        Problem(random.Random(seed), kind, longest=300, area=100_000).check()
+
+
+def test_a_problem_drawn_by_a_seed():
+    problem = drawn(20, longest=250)
+    assert str(problem) == str(drawn(20, longest=250))
+    problem.check()
 
 
 # ---- what they found -------------------------------------------------------------------------------------------------
