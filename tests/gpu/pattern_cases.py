@@ -17,6 +17,7 @@ import random
 import sys
 from contextlib import nullcontext
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -259,7 +260,7 @@ class Problem:
     def sequences(self, tensors, blocks, options):
         """q, k, v (1, N, H, D) of each sequence, and what its queries see of the keys (1, 1 or Hq, Nq, Nk)."""
         device, heads = tensors[0].device, self.kind.heads[0]
-        starts = [[0, *torch.tensor([n[i] for n in self.lengths]).cumsum(0).tolist()] for i in (0, 1, 1)]
+        starts = [[0, *accumulate(n[i] for n in self.lengths)] for i in (0, 1, 1)]
         function = functions.of(options["mask"], None) if "mask" in options else None
         for b, (nq, nk) in enumerate(self.lengths):
             if self.packed:
