@@ -2,8 +2,9 @@
 // blocks and a mask function, and orders tiles by the length of their lists. It runs on the device because schedules
 // and captured tensors are there.
 //
-// A warp, or with a mask function a block of threads, takes a tile, and each of its threads a unit. Units that every row of the tile sees whole go to the front of the
-// tile's row of the list, the others to its back. The last block of threads to finish a list orders its tiles.
+// A warp, or with a mask function a block of threads, takes a tile, and each of its threads a unit. Units that every row
+// of the tile sees whole go to the front of the tile's row of the list, the others to its back. The last block of
+// threads to finish a list orders its tiles.
 // Constants: kTileQ, kUnit, kPack, Function. kPacked: the tiles are those that ragged.cu listed.
 #include "prefill/kinds.cuh"
 
@@ -48,11 +49,12 @@ struct Fold {
     // Word `word` of a plane of bits, of row `row` of the schedule; 0 past its end
     TILE_DEVICE uint32_t word_of(const uint32_t* plane, int row, int word) const {
         const int head = fold.lists_each.quotient(list_head);
-        const int64_t at = tile.sequence * fold.kept_batch + int64_t(head) * fold.kept_head + int64_t(row) * fold.kept_row;
+        const int64_t first = tile.sequence * fold.kept_batch + int64_t(head) * fold.kept_head;
+        const int64_t at = first + int64_t(row) * fold.kept_row;
         const bool there = row < fold.q_blocks && word * 32 < fold.k_blocks;
         return there ? uint32_t(Global<const uint32_t>{plane}[at + word]) : 0u;
     }
-    // The words of one row that the next kAhead units of a warp's pass need, a word per lane; and one of them
+    // The words of one row of the schedule that a warp needs next, a word per lane, from word `first` on
     struct Ahead {
         int first;
         uint32_t kept, whole;
@@ -82,7 +84,8 @@ struct Fold {
             if (whole) whole = word_of(fold.whole, row, block / 32) >> block % 32 & 1;
             const int begin = row * int(args.lists.block_q.divisor) * kPack - tile.row;
             const int end = begin + int(args.lists.block_q.divisor) * kPack;
-            const int from = row == first_block ? 0 : begin / kSlab, to = row == last_block ? kTileQ / kSlab : end / kSlab;
+            const int from = row == first_block ? 0 : begin / kSlab;
+            const int to = row == last_block ? kTileQ / kSlab : end / kSlab;
             if (!kept) hidden |= ((1u << (to - from)) - 1) << from;
         }
         asked = !whole;
@@ -222,7 +225,8 @@ extern "C" __global__ void __launch_bounds__(kThreads) fold(const __grid_constan
     if constexpr (kPacked) {
         const ListHead head = Global<const ListHead>{reinterpret_cast<const ListHead*>(args.list)}[0];
         there = number < int(head.tiles.divisor);
-        if (there) fold.tile = Global<const WorkTile>{reinterpret_cast<const WorkTile*>(args.list + kListHeader)}[number];
+        const Global<const WorkTile> tiles{reinterpret_cast<const WorkTile*>(args.list + kListHeader)};
+        if (there) fold.tile = tiles[number];
     } else {
         fold.tile = WorkTile{number * kTileQ, 0, sequence, 0, 0, args.seqlen_q, args.seqlen_k};
     }

@@ -18,6 +18,7 @@
 // (work.cuh: TileLists), 0 if tiles visit neighbouring blocks. kSlabs: a unit may be hidden from some of a tile's rows
 // by sixteens. kLengths: blocks of rows or keys have lengths.
 #include "prefill/producers.cuh"
+#include "prefill/scoring.cuh"
 #include "tile/lazy.cuh"
 
 constexpr int kStepDepth = warpgroup::kDepth<Element>;  // depth of one step of a product
@@ -28,23 +29,16 @@ constexpr bool kHoldsK = !kExact || kListed;
 // A row's reference before its first key where a function may give scores of −inf. It is finite and below any score:
 // −inf less −inf would be NaN.
 constexpr float kNoReference = -1.7014118e38f;
-// Looking up all keys of a block at once would take a register each.
-constexpr int kSeenAtOnce = !Function::kByKey ? kTileKv / 8 : kConsumers == 3 ? 2 : 8;
 
 // ---- consumers ------------------------------------------------------------------------------------------------------
-struct Consumer {
-    const ForwardArgs& args;
-    const Function& function;
+struct Consumer : AtHand {
     const Pipes pipes;
-    const uint32_t group;  // number of this consumer warpgroup
     float scale_log2;
-    Turn<kStagesQ> q_turn;
     Turn<kStagesO> o_turn;  // FP8, where O has a place of its own
-    Turn<kStagesK> k_turn;
     Turn<kStagesV> v_turn;
-    int n, begin;              // the key block at hand, and the last of the tile: blocks come in descending order
+    int begin;                 // the last block of the tile: blocks come in descending order
     int full_begin, full_end;  // every row of this warpgroup sees the blocks [full_begin, full_end) whole
-    float acc_o[kHeadDim / 2], acc_s[kTileKv / 2];
+    float acc_o[kHeadDim / 2];
     uint32_t rP[kTileKv / kStepDepth][4];
     uint32_t rQ[kHeadDim / kStepDepth][4];  // kQInRegisters
     warp::RowState state;
@@ -53,14 +47,8 @@ struct Consumer {
     TILE_DEVICE Consumer(const ForwardArgs& a, const Function& f, uint32_t g)
         // Through shared memory the scale comes into an ordinary register; from a uniform register every multiply-add
         // would have to fetch it. A score function gives natural logits.
-        : args(a),
-          function(f),
-          group(g),
+        : AtHand{a, f, g},
           scale_log2(Function::kScore ? kLog2e : Rule::kChanges ? 1.0f : float(shared_scale()[warp::lane()])) {}
-
-    TILE_DEVICE int warp_row() const { return group * 64 + ptx::just_in_time(threadIdx.x) / 32 % 4 * 16; }
-    TILE_DEVICE int row_of(const WorkTile& tile, int h) const { return tile.row + warp_row() + warp::fragment_row(h); }
-    static TILE_DEVICE int head_of(const WorkTile& tile, int row) { return tile.head * kPack + row % kPack; }
 
     // Waits for the next tile and its Q; false if there is none. The WorkTile stays in shared memory: in registers it
     // would take room from the products.
@@ -78,7 +66,8 @@ struct Consumer {
             full_begin = full.begin;
             full_end = full.end;
         }
-        if constexpr (kFp8 && !Rule::kChanges && !Function::kScore) scale_log2 = args.scores.scale_log2 * tile.descale_qk;
+        if constexpr (kFp8 && !Rule::kChanges && !Function::kScore)
+            scale_log2 = args.scores.scale_log2 * tile.descale_qk;
         if constexpr (kQInRegisters)
 #pragma unroll
             for (int step = 0; step < kHeadDim / kStepDepth; step++)
@@ -126,139 +115,6 @@ struct Consumer {
         v_turn.next();
     }
 
-    // The first key of box `box` of the block at hand; past every key if this warp's rows do not see the box
-    TILE_DEVICE int key_of(int box) const {
-        if constexpr (!kListed) return n * kTileKv + box * kBoxRows;
-        const int unit = units_of_stage()[k_turn.stage * kBoxes + box];
-        if (kSlabs && unit >> (kUnitBits + warp_row() / kSlab) & 1) return kFar;
-        return (unit & kUnitMask) * kBoxRows;
-    }
-    // Keys of the box that are there: fewer than the box has rows only where its block has a length
-    TILE_DEVICE int there_of(int box) const {
-        return kLengths ? int(there_of_stage()[k_turn.stage * kBoxes + box]) : kBoxRows;
-    }
-
-    // The last key that may be looked up; a sequence without keys looks up its first, and sees nothing
-    static TILE_DEVICE int last_key(const WorkTile& tile) { return tile.seqlen_k > 0 ? tile.seqlen_k - 1 : 0; }
-
-    // What a function is told of one of a lane's rows
-    struct Row {
-        int token, head;
-        Visible seen;
-        float position;
-    };
-    TILE_DEVICE Row row_at(const WorkTile& tile, int h) const {
-        const int row = row_of(tile, h), last = tile.seqlen_q - 1, token = row / kPack < last ? row / kPack : last;
-        return {token, head_of(tile, row), keys_of(args, tile, token).visible(), float(token)};
-    }
-    // Which keys of the block the lane's two rows see by the function and the window, a bit per column. It needs no score, so it
-    // runs while the tensor cores compute Q Kᵀ.
-    TILE_DEVICE void see(uint32_t (&bits)[2]) const {
-        const WorkTile tile = tile_of_stage()[q_turn.stage];
-        const int column = ptx::just_in_time(warp::fragment_column()), last = last_key(tile);
-        const Row rows[2] = {row_at(tile, 0), row_at(tile, 1)};
-        bits[0] = bits[1] = 0;
-#pragma unroll kSeenAtOnce
-        for (int eight = 0; eight < kTileKv / 8; eight++) {
-            const int box = eight * 8 / kBoxRows, inside = eight * 8 % kBoxRows + column;  // inside: of the box
-            const int first = key_of(box) + inside, there = there_of(box);
-#pragma unroll
-            for (int i = 0; i < 2; i++) {
-                const int key = first + i, k = Function::kByKey && key > last ? last : key;
-#pragma unroll
-                for (int h = 0; h < 2; h++) {
-                    const bool asked = function.mask(tile.sequence, rows[h].head, rows[h].token, k, rows[h].position,
-                                                     float(k), rows[h].token, 0, k, 0);
-                    const bool seen = rows[h].seen.has(key) & (!kLengths || inside + i < there);
-                    if (seen & asked) bits[h] |= 1u << (2 * eight + i);
-                }
-            }
-        }
-    }
-    // S = −inf where the bits say so
-    TILE_DEVICE void hide(const uint32_t (&bits)[2]) {
-#pragma unroll
-        for (int j = 0; j < kTileKv / 2; j++)
-            if (!(bits[j / 2 % 2] >> (j / 4 * 2 + j % 2) & 1)) acc_s[j] = -INFINITY;
-    }
-
-    // Asks for what the score will look up, so that it comes while the tensor cores compute Q Kᵀ. A lane asks for one row
-    // and eight columns of its own; together the lanes of a warp reach every line of a table that moves on with q − k.
-    TILE_DEVICE void touch() const {
-        const WorkTile tile = tile_of_stage()[q_turn.stage];
-        const int q = row_of(tile, 0), eight = warp::lane() * (kTileKv / 8) / 32;
-        const int k = key_of(eight * 8 / kBoxRows) + eight * 8 % kBoxRows;
-        function.touch(tile.sequence, head_of(tile, q), q / kPack, k, 0.0f, 0.0f, q / kPack, 0, k, 0);
-    }
-
-    // Turns S into base-2 logits, soft-capped, with ALiBi's bias; or into what the user's function makes of it. kMasked:
-    // the block may hold keys past the last one, which must not be looked up; kInside: all rows of the tile exist.
-    template <bool kMasked, bool kInside> TILE_DEVICE void score(float (&s)[kTileKv / 2]) const {
-        if constexpr (Function::kScore) {
-            const WorkTile tile = tile_of_stage()[q_turn.stage];
-            const float scale = args.scores.scale_log2 * kLn2 * (kFp8 ? tile.descale_qk : 1.0f);
-            const int column = ptx::just_in_time(warp::fragment_column()), last = last_key(tile);
-            Row rows[2] = {row_at(tile, 0), row_at(tile, 1)};
-            constexpr bool kApart = kInside && kPack == 1, kClamped = kMasked && Function::kByKey;
-            if constexpr (kApart) rows[0].token = row_of(tile, 0);
-#pragma unroll
-            for (int j = 0; j < kTileKv / 2; j++) {
-                const int inside = j / 4 * 8 + j % 2, h = j / 2 % 2, first = key_of(inside / kBoxRows) + column;
-                const int dq = kApart ? 8 * h : 0, dk = kClamped ? 0 : inside % kBoxRows;
-                const int q0 = rows[kApart ? 0 : h].token, key = first + inside % kBoxRows;
-                const int k0 = !kClamped ? first : key > last ? last : key;
-                const float fk = float(first) + float(inside % kBoxRows);
-                s[j] = function.score(s[j], scale, tile.sequence, rows[h].head, q0 + dq, k0 + dk, rows[h].position, fk,
-                                      q0, dq, k0, dk);
-            }
-            return;
-        }
-        if constexpr (Rule::kChanges) {
-            const float descale = kFp8 ? WorkTile(tile_of_stage()[q_turn.stage]).descale_qk : 1.0f;
-            Rule::apply(s, args.scores, Rule::first_factor(args.scores) * descale);
-        }
-        if constexpr (Rule::kAlibi) {
-            const WorkTile tile = tile_of_stage()[q_turn.stage];
-#pragma unroll
-            for (int h = 0; h < 2; h++) {
-                const int row = row_of(tile, h), position = position_of(row / kPack, tile.seqlen_q, tile.seqlen_k);
-                const float slope = args.scores.slope(tile.sequence, head_of(tile, row));
-#pragma unroll
-                for (int box = 0; box < kBoxes; box++) {
-                    using Box = float[kBoxRows / 2];
-                    warp::add_alibi(reinterpret_cast<Box&>(s[box * kBoxRows / 2]), h, key_of(box), position, slope);
-                }
-            }
-        }
-    }
-    // S = −inf where a row does not see the key
-    TILE_DEVICE void mask() {
-        const WorkTile tile = tile_of_stage()[q_turn.stage];
-#pragma unroll
-        for (int h = 0; h < 2; h++) {
-            const Visible seen = keys_of(args, tile, row_of(tile, h) / kPack).visible();
-            if constexpr (kListed) mask_boxes(h, seen);
-            else warp::mask_row(acc_s, h, n * kTileKv, seen);
-        }
-    }
-    TILE_DEVICE void mask_boxes(int h, const Visible& seen) {
-        constexpr int kEach = kBoxRows / 4;  // columns of a lane's row in a box
-#pragma unroll
-        for (int box = 0; box < kBoxes; box++) {
-            const int inside = warp::fragment_column(), before = key_of(box) + inside - seen.first, there = there_of(box);
-#pragma unroll
-            for (int j = 0; j < kEach; j++) {
-                const int column = j / 2 * 8 + j % 2;
-                const bool hidden = uint32_t(before + column) >= uint32_t(seen.count);
-                if (hidden || (kLengths && inside + column >= there))
-                    acc_s[(box * kEach + j) / 2 * 4 + 2 * h + j % 2] = -INFINITY;
-            }
-        }
-    }
-    TILE_DEVICE bool all_inside() const {
-        const WorkTile tile = tile_of_stage()[q_turn.stage];
-        return tile.row + kTileQ <= tile.seqlen_q * kPack;
-    }
     TILE_DEVICE bool cut() const { return n >= full_end || n < full_begin; }
 
     // S once more, by mma.sync and for this warp alone, from Q and K that are still in shared memory

@@ -35,7 +35,8 @@ constexpr int common_divisor(int a, int b) { return b == 0 ? a : common_divisor(
 constexpr int kPage = kPageSize ? kPageSize : 1;
 constexpr int kBoxRows = kListed ? kUnit : kPageSize ? common_divisor(kPageSize, kTileKv) : kTileKv;
 constexpr int kBoxes = kTileKv / kBoxRows;
-static_assert(kTileKv % kBoxRows == 0 && (!kListed || kBoxes <= 32 && kTileKv <= 128 && kPage % kBoxRows * kPageSize == 0));
+static_assert(kTileKv % kBoxRows == 0 && kPage % kBoxRows * kPageSize == 0);
+static_assert(!kListed || (kBoxes <= 32 && kTileKv <= 128), "a lane per box, a word of bits per row");
 // Named barriers: two per consumer warpgroup, from these numbers on, and one of the loaders
 constexpr int kTurnBarrier = 1, kGroupBarrier = 5, kLoaderBarrier = 9;
 

@@ -214,8 +214,8 @@ struct Loader {
                 load_kv(mK, args.k, args.k_strides, pipes.k, k_turn, kAtK, block);
                 load_v();
                 before = block;
-                // Loading the last blocks of a tile takes about as long as planning the next tile, for which a listed one
-                // reads three times what the last read pointed at.
+                // Loading the last blocks of a tile takes about as long as planning the next tile; for a listed one,
+                // the planner reads three times what the last read pointed at.
                 constexpr int kLast = kListed ? 3 : 1;
                 if (n == (tile.end - tile.begin > kLast ? tile.begin + kLast : tile.end - 1)) pipes.plans.release(turn);
             }
