@@ -79,7 +79,7 @@ def test_many_tiles_for_few_blocks_in_any_order_of_threads(head_dim, causal):
     first = check(q, k, v, causal=causal)
     with emulated() as launches:
         attention(q, k, v, causal=causal, backend="emulator")
-    assert launches[-1].args[-1].tiles > 3 * EMULATED_BLOCKS
+    assert launches[-1].args[-2].tiles > 3 * EMULATED_BLOCKS
     for late, seed in product((True, False), range(4)):
         with emulated(late, seed), nan_in_new_memory():
             again = attention(q, k, v, causal=causal, return_lse=True, backend="emulator")
@@ -102,7 +102,7 @@ def test_long_queries_have_tiles_of_their_own():
 
 @pytest.mark.parametrize("exact", [False, True])
 def test_short_queries_on_the_tiles_of_long_ones(exact, monkeypatch):
-    monkeypatch.setattr(prefill, "SHORT", 0)
+    monkeypatch.setattr(tilings, "SHORT", 0)
     for head_dim in (64, 256):
         for number, (nq, nk) in enumerate(((1, 1), (191, 129), (193, 300), (385, 200))):
             q, k, v = problem(1, nq, nk, 2, 2, head_dim, seed=number)
@@ -372,11 +372,6 @@ SCHEDULE = BlockSchedule.random(9, 9, block_q=16, block_k=16, sparsity=0.0, seed
         ({"exact": 1}, TypeError, "exact must be True or False"),
         ({"exact": None}, TypeError, "exact"),
         ({"exact": "yes"}, TypeError, "exact"),
-        (
-            {"schedule": SCHEDULE},
-            NotImplementedError,
-            "schedule",
-        ),
         ({"backend": "cuda"}, ValueError, "takes CUDA tensors, got q on cpu"),
         ({"backend": "emulator:no_such"}, (ValueError, NotImplementedError), "no_such"),
         ({"backend": "hopper"}, ValueError, "backend"),
@@ -403,8 +398,15 @@ def test_head_dims_that_are_too_large_say_so(head_dim):
 def test_float32_has_rungs_for_dense_problems_alone():
     q, k, v = (x.float() for x in (Q, K, V))
     assert_attention(attention(q, k, v, return_lse=True, backend="emulator"), q, k, v)
-    with pytest.raises(NotImplementedError, match="window"):
-        attention(q, k, v, window=(1, 1), backend="emulator")
+    given = {
+        "window": (1, 1),
+        "schedule": SCHEDULE,
+        "mask": lambda b, h, q, k: q >= k,
+        "score": lambda s, b, h, q, k: s,
+    }
+    for name, value in given.items():
+        with pytest.raises(NotImplementedError, match=f"of the ladder has no {name}"):
+            attention(q, k, v, **{name: value}, backend="emulator")
     with pytest.raises(NotImplementedError, match=r"float16 and float8_e4m3fn, got torch\.float32"):
         attention_varlen(q[0], k[0], v[0], STARTS, STARTS, backend="emulator")
 
