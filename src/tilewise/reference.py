@@ -95,7 +95,7 @@ def attention(
 
     seen = visible(nq, nk, causal=causal, window=window)
     if schedule is not None:
-        seen = seen & _scheduled(schedule, slice(first, first + q.shape[0]), hq)
+        seen = seen & _scheduled(schedule, slice(first, first + q.shape[0]), hq).to(seen.device)
     if isinstance(mask, torch.Tensor):
         seen = seen & mask
     if function is not None and function.mask is not None:

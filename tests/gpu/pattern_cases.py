@@ -224,9 +224,9 @@ class Problem:
             made.append(x.to(self.kind.dtype))
         return made
 
-    def unused(self, blocks: list[Blocks | None], device: Any, past_lengths: bool = True) -> list[torch.Tensor]:
+    def unused(self, blocks: list[Blocks | None], device: Any) -> list[torch.Tensor]:
         """Which rows of q, and of k and v, nothing comes from, (B, N) or, packed, (total,): those past their block's
-        length, keys only if past_lengths, and those of a block that meets none."""
+        length, and those of a block that meets none."""
         found = []
         for side in (0, 1):
             parts = []
@@ -237,8 +237,7 @@ class Problem:
                     continue
                 block, valid = one.sizes["block_k" if side else "block_q"], one.valid("k" if side else "q")
                 met = one.kept[b if len(one.kept) > 1 else 0].any(0).any(1 - side).repeat_interleave(block)
-                if past_lengths or side == 0:
-                    met = met[: n[side]] & valid[b if len(valid) > 1 else 0]
+                met = met[: n[side]] & valid[b if len(valid) > 1 else 0]
                 parts.append(~met[: n[side]])
             found.append((torch.cat(parts) if self.packed else torch.stack(parts)).to(device))
         return found
@@ -320,7 +319,7 @@ class Problem:
         blocks, options, given = self.blocks(), self.options(device), self.tensors(device)
         clean = [x.to(judge_on) for x in given]
         if self.poison and blocks:
-            rows, keys = self.unused(blocks, device, past_lengths=backend != "cpu")
+            rows, keys = self.unused(blocks, device)
             given = [poisoned(x, where) for x, where in zip(given, (rows, keys, keys), strict=True)]
         try:
             side = torch.cuda.Stream() if self.stream and backend == "cuda" else None

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tilewise import arguments, checks, cpu, functions, traced
-from tilewise.api.schedules import together, together_packed
+from tilewise.api.schedules import past_lengths, together, together_packed
 from tilewise.cpu.scoring import Scoring
 from tilewise.gpu import calls, named, prefill
 from tilewise.gpu.abi import FP8
@@ -124,6 +124,8 @@ def _dense_on_cpu(
         q, k, v = (arguments.widened(x, by, heads_kv) for x, by in zip((q, k, v), call.descales, strict=True))
     plan = _plan_on_cpu(call, q.element_size())
     starts_q, starts_k = ([b * n for b in range(batch + 1)] for n in (seqlen_q, seqlen_k))
+    if (missing := past_lengths(call.schedule, starts_k)) is not None:
+        k, v = (x.masked_fill(missing.view(batch, seqlen_k, 1, 1), 0.0) for x in (k, v))
     with full_precision():
         place = None if fp8 else checks.place(out, q, k, v)
         o, lse = cpu.run(plan, q, [(k, v)], Scoring.of(call.scores, starts_q, starts_k, call.function), place)
@@ -232,6 +234,8 @@ def _packed_on_cpu(
             arguments.widened(x, None if descale is None else descale.repeat_interleave(count, 0), heads_kv)
             for x, descale, count in zip((q, k, v), call.descales, counts, strict=True)
         )
+    if (missing := past_lengths(call.schedule, starts_k)) is not None:
+        k, v = (x.masked_fill(missing[:, None, None], 0.0) for x in (k, v))
     plan = plan_varlen(
         starts_q,
         starts_k,

@@ -110,3 +110,21 @@ def _within(schedule: BlockSchedule | None, kinds_of: Callable[[int, int], torch
             kept = kept.repeat_interleave(kinds.shape[1] // kept.shape[1], 1)
         kinds = torch.where(kept, kinds, 0)
     return Kinds(kinds.numpy(), *blocks, schedule.lengths_q, schedule.lengths_k)
+
+
+def past_lengths(schedules: Schedules, starts_k: Sequence[int]) -> torch.Tensor | None:
+    """(total_k,) bool: the keys of sequences end to end that lie past their block's length; None if there are none.
+
+    Their memory may hold anything, and on the CPU 0 · NaN is NaN as well.
+    """
+    batch = len(starts_k) - 1
+    listed = [schedules] * batch if schedules is None or isinstance(schedules, BlockSchedule) else schedules
+    if all(one is None or one.lengths_k is None for one in listed):
+        return None
+    found = torch.zeros(starts_k[-1], dtype=torch.bool, device="cpu")
+    for b, one in enumerate(listed):
+        if one is not None and one.lengths_k is not None:
+            lengths = one.lengths_k[b if len(one.lengths_k) > 1 else 0]
+            place = torch.arange(starts_k[b + 1] - starts_k[b], device="cpu")
+            found[starts_k[b] : starts_k[b + 1]] = place % one.block_k >= lengths[place // one.block_k]
+    return found

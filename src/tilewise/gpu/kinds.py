@@ -22,9 +22,7 @@ if TYPE_CHECKING:
 def kinds_spec(text: str) -> KernelSpec:
     """text: the function in C++."""
     constants = (("Function", "UserFunction"),)
-    return KernelSpec(
-        "kinds", "prefill/kinds.cu", "kinds", constants, FOLD_THREADS, KIND_SHARED, product=True, text=text
-    )
+    return KernelSpec("kinds", "prefill/kinds.cu", "kinds", constants, FOLD_THREADS, KIND_SHARED, text=text)
 
 
 def schedule_of(

@@ -19,6 +19,7 @@ import torch
 
 from tilewise import compiler, emulator
 from tilewise.compiler.spec import KernelSpec
+from tilewise.functions.function import version
 from tilewise.gpu.abi import Divisor, FoldArgs, ForwardArgs, NoFunctionArgs, TileListArgs
 
 if TYPE_CHECKING:
@@ -72,10 +73,6 @@ class Pattern:
         """Do tiles visit what a list says? A score function alone changes nothing of that."""
         return self.block_q > 0 or self.mask
 
-    @property
-    def constants(self) -> tuple[tuple[str, str], ...]:
-        return (("Function", "UserFunction" if self.text else "NoFunction"),)
-
 
 NO_PATTERN = Pattern()
 
@@ -99,7 +96,10 @@ def fold_spec(pattern: Pattern, tile_q: int, unit: int, pack: int, packed: bool)
     text = pattern.text if pattern.mask else ""
     function = ("Function", "UserFunction" if text else "NoFunction")
     constants = (("kTileQ", tile_q), ("kUnit", unit), ("kPack", pack), ("kPacked", packed), function)
-    return KernelSpec("fold", "prefill/fold.cu", "fold", constants, FOLD_THREADS, FOLD_SHARED, product=True, text=text)
+    product = not text  # what a user's function takes of registers is the user's
+    return KernelSpec(
+        "fold", "prefill/fold.cu", "fold", constants, FOLD_THREADS, FOLD_SHARED, product=product, text=text
+    )
 
 
 class Stacked(NamedTuple):
@@ -229,8 +229,7 @@ class Lists:
         """
         capturing = torch.cuda.is_current_stream_capturing()
         read = self._point(forward, schedule)
-        version = None if schedule is None else schedule.bits._version
-        key = (id(schedule), version, None if function is None else function.key, stream)
+        key = (id(schedule), *map(version, read), None if function is None else function.key, stream)
         made_from = (schedule, *(() if function is None else function.tensors))
         if not (self.packed or capturing):
             found = self._kept.get(key)

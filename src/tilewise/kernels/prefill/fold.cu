@@ -2,8 +2,8 @@
 // blocks and a mask function, and orders tiles by the length of their lists. It runs on the device because schedules
 // and captured tensors are there.
 //
-// A warp, or with a mask function a block of threads, takes a tile, and each of its threads a unit. Units that every row
-// of the tile sees whole go to the front of the tile's row of the list, the others to its back. The last block of
+// A warp, or with a mask function a block of threads, takes a tile, and each of its threads a unit. Units that every
+// row of the tile sees whole go to the front of the tile's row of the list, the others to its back. The last block of
 // threads to finish a list orders its tiles.
 // Constants: kTileQ, kUnit, kPack, Function. kPacked: the tiles are those that ragged.cu listed.
 #include "prefill/kinds.cuh"

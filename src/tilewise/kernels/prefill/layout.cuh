@@ -14,7 +14,8 @@ constexpr int kLoaders = kTma ? 32 : 64;  // threads: the first warp, or the fir
 constexpr int kBlocksEach = kConsumers == 1 ? 2 : 1;
 // Registers per thread, in steps of eight, moved from the producers to the consumers. The blocks of a multiprocessor
 // share 64 K; taking more than others gave back would wait for ever.
-constexpr bool kManyLoads = !kTma || kLengths || (kListed && kHeadDim > 192);  // the loader has more to keep
+// Does the loader have more to keep?
+constexpr bool kManyLoads = !kTma || kLengths || (kListed && (kHeadDim > 192 || (kFp8 && kPageSize > 0)));
 constexpr int kProducerRegisters = kConsumers == 3 ? 32 : kManyLoads ? 56 : 40;
 constexpr int kTransposerRegisters = !kFp8 ? 0 : kLengths ? 56 : 40;
 constexpr int kConsumerRegisters =

@@ -5,7 +5,7 @@
 #include "prefill/layout.cuh"
 
 // Looking up all keys of a block at once would take a register each.
-constexpr int kSeenAtOnce = !Function::kByKey ? kTileKv / 8 : kConsumers == 3 ? 2 : 8;
+constexpr int kSeenAtOnce = !Function::kByKey ? kTileKv / 8 : kHeadDim > 128 ? 2 : 8;
 
 struct AtHand {
     const ForwardArgs& args;
@@ -87,7 +87,8 @@ struct AtHand {
     }
 
     // Turns S into base-2 logits, soft-capped, with ALiBi's bias; or into what the user's function makes of it.
-    // kMasked: the block may hold keys past the last one, which must not be looked up; kInside: all rows of the tile exist.
+    // kMasked: the block may hold keys past the last one, which must not be looked up. kInside: all rows of the tile
+    // exist.
     template <bool kMasked, bool kInside> TILE_DEVICE void score(float (&s)[kTileKv / 2]) const {
         if constexpr (Function::kScore) {
             const WorkTile tile = tile_of_stage()[q_turn.stage];
@@ -118,10 +119,11 @@ struct AtHand {
             for (int h = 0; h < 2; h++) {
                 const int row = row_of(tile, h), position = position_of(row / kPack, tile.seqlen_q, tile.seqlen_k);
                 const float slope = args.scores.slope(tile.sequence, head_of(tile, row));
+                constexpr int kRun = kListed ? kBoxRows : kTileKv;  // keys that follow each other
 #pragma unroll
-                for (int box = 0; box < kBoxes; box++) {
-                    using Box = float[kBoxRows / 2];
-                    warp::add_alibi(reinterpret_cast<Box&>(s[box * kBoxRows / 2]), h, key_of(box), position, slope);
+                for (int box = 0; box < kTileKv / kRun; box++) {
+                    using Box = float[kRun / 2];
+                    warp::add_alibi(reinterpret_cast<Box&>(s[box * kRun / 2]), h, key_of(box), position, slope);
                 }
             }
         }
