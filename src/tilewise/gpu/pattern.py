@@ -8,6 +8,7 @@ may change between replays.
 
 from __future__ import annotations
 
+import ctypes
 import math
 import weakref
 from collections import OrderedDict
@@ -85,7 +86,7 @@ def block_keys(most: int, block_k: int, page_size: int, step: int) -> tuple[int,
     if not block_k:
         return most, math.gcd(most, page_size) if page_size else most
     unit = math.gcd(block_k, page_size) if page_size else block_k
-    fitting = [n for n in range(step, most + 1, step) if n % math.gcd(unit, n) == 0 and math.gcd(unit, n) >= SLAB]
+    fitting = [n for n in range(step, most + 1, step) if math.gcd(unit, n) >= SLAB]
     # The largest units first, up to the point where a copy brings enough; then the largest blocks.
     best = max(fitting, key=lambda n: (min(64, math.gcd(unit, n)), n))
     return best, math.gcd(unit, best)
@@ -167,7 +168,7 @@ def stacked(schedules: Sequence[BlockSchedule | None], rows: int, keys: int) -> 
 
 
 class Lists:
-    """The lists of one bound forward: `fill` points its arguments at lists for a schedule and a function."""
+    """The lists of one bound forward: `make` points its arguments at lists for a schedule and a function."""
 
     def __init__(
         self,
@@ -210,7 +211,7 @@ class Lists:
             block_k=Divisor.by(block_k),
         )
         self.args = FoldArgs(list_heads=self.heads, lists_each=Divisor.by(max(1, self.heads // pattern.heads)))
-        self._kept: OrderedDict[Any, tuple[tuple[Any, ...], torch.Tensor]] = OrderedDict()
+        self._kept: OrderedDict[Any, tuple[Callable[[], Any], torch.Tensor]] = OrderedDict()
         self._launch_args: compiler.Args | None = None
         self._finished: dict[int, torch.Tensor] = {}  # by stream, zero between launches
         if device.type == "cuda":
@@ -230,10 +231,9 @@ class Lists:
         capturing = torch.cuda.is_current_stream_capturing()
         read = self._point(forward, schedule)
         key = (id(schedule), *map(version, read), None if function is None else function.key, stream)
-        made_from = (schedule, *(() if function is None else function.tensors))
         if not (self.packed or capturing):
             found = self._kept.get(key)
-            if found is not None and all(old() is new for old, new in zip(found[0], made_from, strict=True)):
+            if found is not None and found[0]() is schedule:  # and not another one at its address
                 self._place(forward, found[1])
                 return found[1]
         work = torch.empty(self._words, dtype=torch.int32, device=self.device)
@@ -244,16 +244,13 @@ class Lists:
             if not capturing:
                 self._finished[stream] = finished
         self.args.finished = finished.data_ptr()
-        if function is not None and self.pattern.mask:
-            self._launch_args = compiler.Args(forward, self.args, function.arguments())
-        elif self._launch_args is None:
-            self._launch_args = compiler.Args(forward, self.args, NoFunctionArgs())
+        if self._launch_args is None or self.pattern.mask:
+            self._launch_args = compiler.Args(forward, self.args, self._values(function))
         self.kernel.launch(self.grid, self._launch_args, stream=stream)
         if not (self.packed or capturing):
-            self._kept[key] = (tuple(_reference(x) for x in made_from), work)
+            self._kept[key] = (_reference(schedule), work)
             while len(self._kept) > LISTS_KEPT:
                 self._kept.popitem(last=False)
-        del read
         return work
 
     def emulate(
@@ -272,10 +269,13 @@ class Lists:
         self.args.finished = finished.data_ptr()
         if function is not None:
             read |= {f"captured {n}": x for n, x in enumerate(function.tensors)}
-        values = NoFunctionArgs() if function is None or not self.pattern.mask else function.arguments()
         known = {**tensors, **read, "lists": work, "finished": finished}
-        emulator.launch(self.spec, self.grid, [forward, self.args, values], known, **emulated)
+        emulator.launch(self.spec, self.grid, [forward, self.args, self._values(function)], known, **emulated)
         return {**read, "lists": work}
+
+    def _values(self, function: Function | None) -> ctypes.Structure:
+        """What the kernel is told of the functions: of a mask, which alone decides what tiles visit."""
+        return function.arguments() if function is not None and self.pattern.mask else NoFunctionArgs()
 
     @property
     def _words(self) -> int:
@@ -308,5 +308,5 @@ class Lists:
         return read
 
 
-def _reference(x: Any) -> Any:
+def _reference(x: Any) -> Callable[[], Any]:
     return (lambda: None) if x is None else weakref.ref(x)

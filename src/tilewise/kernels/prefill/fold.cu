@@ -113,8 +113,10 @@ struct Fold {
             all = all && there >= kUnit;
         }
         if constexpr (Function::kMask) {
-            const double sequence = tile.sequence, heads = lists.heads_each.divisor * kPack;
-            const Rectangle of{{sequence, sequence}, {list_head * heads, (list_head + 1) * heads - 1},
+            // Heads share a list only if the mask is the same for them: one is asked for all.
+            const int heads = int(lists.heads_each.divisor), head = list_head * heads * kPack;
+            const double sequence = tile.sequence, first = head, beyond = head + (heads > 1 ? 1 : kPack);
+            const Rectangle of{{sequence, sequence}, {first, beyond - 1},
                                first_token, last_token, begin, end < last ? end : last};
             const Kind kind = kind_of(function, of, !none && asked, kAtKinds);
             if (asked) {

@@ -96,7 +96,7 @@ struct AtHand {
             const int column = ptx::just_in_time(warp::fragment_column()), last = last_key(tile);
             Row rows[2] = {row_at(tile, 0), row_at(tile, 1)};
             constexpr bool kApart = kInside && kPack == 1, kClamped = kMasked && Function::kByKey;
-            if constexpr (kApart) rows[0].token = row_of(tile, 0);
+            if constexpr (kApart) rows[0].token = row_of(tile, 0);  // not clamped: the other row is eight further on
 #pragma unroll
             for (int j = 0; j < kTileKv / 2; j++) {
                 const int inside = j / 4 * 8 + j % 2, h = j / 2 % 2, first = key_of(inside / kBoxRows) + column;
