@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from dataclasses import replace
 
@@ -183,16 +184,20 @@ def test_peer_that_raises_does_not_end_the_run(tiny_variants, monkeypatch, capsy
 
 
 def test_compiling_for_another_value_is_told(tiny_variants, monkeypatch, capsys):
-    real, made = variants.cache.show, []
-
-    def show():
-        made.append(1)
-        return replace(real(), kinds={"cubin": variants.cache.Held(len(made), 0)})
-
-    monkeypatch.setattr(variants.cache, "show", show)
+    built = itertools.count()
+    monkeypatch.setattr(variants.cache, "built", lambda: next(built))
     assert cli.main(table("--only", variants.WINDOW, "--json")) == 1
     (row,) = json.loads(capsys.readouterr().out)
     assert row["results"][-1]["status"] == "failed: 1 kernels were compiled for masks of a known text"
+
+
+def test_what_others_compile_meanwhile_is_theirs(tiny_variants, monkeypatch, capsys):
+    """Another process fills the same cache at each look at it."""
+    held = itertools.count()
+    monkeypatch.setattr(variants.cache, "_survey", lambda folder, kind: [(0.0, 1, folder)] * next(held))
+    assert cli.main(table("--only", variants.WINDOW, "--json")) == 0
+    (row,) = json.loads(capsys.readouterr().out)
+    assert row["results"][-1]["status"] == "ok"
 
 
 def test_every_mask_that_is_prepared_is_another(tiny_variants, monkeypatch):

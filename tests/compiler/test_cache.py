@@ -96,6 +96,15 @@ def test_digest_keeps_parts_apart() -> None:
 # Entries
 
 
+def test_entries_of_this_process_are_counted(cache: Path) -> None:
+    before = store.built()
+    store.keep("cubin", key(1), {"data": b""})
+    store.keep("emulator", key(2), {"data": b""})
+    code = f"from tilewise.compiler import cache; cache.keep('cubin', '{key(3)}', {{}}); assert cache.built() == 1"
+    finish(python(code))
+    assert (store.built() - before, store.show().entries) == (2, 3)
+
+
 def test_an_entry_is_what_was_kept() -> None:
     assert store.find("cubin", key(1)) is None
     files = {"a": b"first", "b": b""}

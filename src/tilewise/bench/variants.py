@@ -288,11 +288,11 @@ def _prepare(row: Row, loops: int | None) -> list[Result]:
             results.append(Result(name, False, OK))
             calls[name] = call
     calls[ours]()
-    before = cache.show().entries
+    before = cache.built()
     # Not in turns: after a peer that fills the card's memory with masks, the allocator is all that a call would time.
     prepare = calls.pop(ours)
     timings = time_waits({ours: prepare}, device=device, loops=loops)
-    made = cache.show().entries - before
+    made = cache.built() - before
     timings |= time_waits(calls, device=device, loops=loops)
     status, reason = (OK, "") if made == 0 else (FAILED, f"{made} kernels were compiled for masks of a known text")
     results = [replace(r, timing=timings.get(r.kernel), ratio_to=_ratios(ours, r, timings)) for r in results]

@@ -36,6 +36,7 @@ _CHECK_EVERY = 32 << 20  # bytes written by this process between two looks at th
 
 _warned = threading.Lock()  # taken by the one warning of this process, and never given back
 _warned_of_limit = threading.Lock()
+_built = 0  # entries that this process has made
 _unchecked: int | None = None  # bytes written since the last look at the limit; None before the first write
 
 
@@ -100,9 +101,11 @@ def keep(kind: str, key: str, files: Mapping[str, bytes]) -> Path | None:
 
     None where it cannot be written, and the first time in a process a RuntimeWarning that says why.
     """
+    global _built
     entry = _place(kind, key)
     if wrong := [name for name in files if name in ("", ".", "..", CHECKSUM) or os.path.basename(name) != name]:
         raise ValueError(f"files must have plain names other than {CHECKSUM}, got {wrong[0]!r}")
+    _built += 1
     try:
         if entry is None:
             raise OSError(errno.ENOENT, "no home folder")
@@ -129,6 +132,11 @@ def keep(kind: str, key: str, files: Mapping[str, bytes]) -> Path | None:
         return None
     _hold_to_limit(entry.parents[1], sum(map(len, files.values())))
     return entry
+
+
+def built() -> int:
+    """How many entries this process has made, kept or not; other processes may fill the same folder meanwhile."""
+    return _built
 
 
 @dataclass(frozen=True)
