@@ -31,7 +31,14 @@ constexpr bool kHoldsK = !kExact || kListed;
 constexpr float kNoReference = -1.7014118e38f;
 
 // ---- consumers ------------------------------------------------------------------------------------------------------
-struct Consumer : AtHand {
+struct Consumer : Scoring<Consumer> {
+    const ForwardArgs& args;
+    const Function& function;
+    const uint32_t group;  // number of this consumer warpgroup
+    Turn<kStagesQ> q_turn;
+    Turn<kStagesK> k_turn;
+    int n;  // the key block
+    float acc_s[kTileKv / 2];
     const Pipes pipes;
     float scale_log2;
     Turn<kStagesO> o_turn;  // FP8, where O has a place of its own
@@ -47,8 +54,20 @@ struct Consumer : AtHand {
     TILE_DEVICE Consumer(const ForwardArgs& a, const Function& f, uint32_t g)
         // Through shared memory the scale comes into an ordinary register; from a uniform register every multiply-add
         // would have to fetch it. A score function gives natural logits.
-        : AtHand{a, f, g},
+        : args(a), function(f), group(g),
           scale_log2(Function::kScore ? kLog2e : Rule::kChanges ? 1.0f : float(shared_scale()[warp::lane()])) {}
+
+    TILE_DEVICE WorkTile tile() const { return tile_of_stage()[q_turn.stage]; }
+    TILE_DEVICE int warp_row() const { return group * 64 + ptx::just_in_time(threadIdx.x) / 32 % 4 * 16; }
+    TILE_DEVICE int key_of(int box) const {
+        if constexpr (!kListed) return n * kTileKv + box * kBoxRows;
+        const int unit = units_of_stage()[k_turn.stage * kBoxes + box];
+        if (kSlabs && unit >> (kUnitBits + warp_row() / kSlab) & 1) return kFar;
+        return (unit & kUnitMask) * kBoxRows;
+    }
+    TILE_DEVICE int there_of(int box) const {
+        return kLengths ? int(there_of_stage()[k_turn.stage * kBoxes + box]) : kBoxRows;
+    }
 
     // Waits for the next tile and its Q; false if there is none. The WorkTile stays in shared memory: in registers it
     // would take room from the products.
@@ -142,8 +161,8 @@ struct Consumer : AtHand {
         ptx::wgmma_wait<1>();
         if constexpr (!kHoldsK) release_k();
         score<kMasked, kInside>(acc_s);
-        if constexpr (kMasked && Function::kMask) hide(bits);
-        else if constexpr (kMasked) mask();
+        if constexpr (kMasked && Function::kMask) hide(acc_s, bits);
+        else if constexpr (kMasked) mask(acc_s);
     }
     template <bool kMasked> TILE_DEVICE void end_step(bool moved) {
         if constexpr (kHoldsK && !(kMasked && kLengths)) release_k();
@@ -198,8 +217,8 @@ struct Consumer : AtHand {
         if constexpr (Function::kScore) state.max[0] = state.max[1] = kNoReference;
         score<true, false>(acc_s);
         if (cut()) {
-            if constexpr (Function::kMask) hide(bits);
-            else mask();
+            if constexpr (Function::kMask) hide(acc_s, bits);
+            else mask(acc_s);
         }
         warp::online_softmax<kLift>(acc_s, correction, state, scale_log2);
         if constexpr (kListed && !kLengths) release_k();

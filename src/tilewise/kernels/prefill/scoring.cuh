@@ -1,36 +1,22 @@
-// What the consumers of the Hopper forward do to the scores of the block at hand before the softmax, and which of its
-// keys their rows see: by windows, lengths and lists, and by a user's functions. forward.cu says what the constants
-// mean.
+// What the forward kernels do to the scores of the block at hand before the softmax, and which of its keys their rows
+// see: by windows, lengths and lists, and by a user's functions. forward.cu says what the constants mean.
 #pragma once
 #include "prefill/layout.cuh"
 
 // Looking up all keys of a block at once would take a register each.
 constexpr int kSeenAtOnce = !Function::kByKey ? kTileKv / 8 : kHeadDim > 128 ? 2 : 8;
 
-struct AtHand {
-    const ForwardArgs& args;
-    const Function& function;
-    const uint32_t group;  // number of this consumer warpgroup
-    Turn<kStagesQ> q_turn;
-    Turn<kStagesK> k_turn;
-    int n;  // the key block
-    float acc_s[kTileKv / 2];
-
-    TILE_DEVICE int warp_row() const { return group * 64 + ptx::just_in_time(threadIdx.x) / 32 % 4 * 16; }
-    TILE_DEVICE int row_of(const WorkTile& tile, int h) const { return tile.row + warp_row() + warp::fragment_row(h); }
+// Self has args, function and tile(), the tile at hand; warp_row(), the first of the sixteen rows of the tile that the
+// warp's fragments hold; key_of(box), the first key of box `box` of the block at hand, past every key if these rows do
+// not see the box; and there_of(box), the keys of the box that are there, which are fewer than the box has rows only
+// where its block has a length.
+template <class Self> struct Scoring {
+    using Fragment = float[kTileKv / 2];
+    TILE_DEVICE const Self& self() const { return static_cast<const Self&>(*this); }
+    TILE_DEVICE int row_of(const WorkTile& tile, int h) const {
+        return tile.row + self().warp_row() + warp::fragment_row(h);
+    }
     static TILE_DEVICE int head_of(const WorkTile& tile, int row) { return tile.head * kPack + row % kPack; }
-
-    // The first key of box `box` of the block at hand; past every key if this warp's rows do not see the box
-    TILE_DEVICE int key_of(int box) const {
-        if constexpr (!kListed) return n * kTileKv + box * kBoxRows;
-        const int unit = units_of_stage()[k_turn.stage * kBoxes + box];
-        if (kSlabs && unit >> (kUnitBits + warp_row() / kSlab) & 1) return kFar;
-        return (unit & kUnitMask) * kBoxRows;
-    }
-    // Keys of the box that are there: fewer than the box has rows only where its block has a length
-    TILE_DEVICE int there_of(int box) const {
-        return kLengths ? int(there_of_stage()[k_turn.stage * kBoxes + box]) : kBoxRows;
-    }
 
     // The last key that may be looked up; a sequence without keys looks up its first, and sees nothing
     static TILE_DEVICE int last_key(const WorkTile& tile) { return tile.seqlen_k > 0 ? tile.seqlen_k - 1 : 0; }
@@ -43,26 +29,26 @@ struct AtHand {
     };
     TILE_DEVICE Row row_at(const WorkTile& tile, int h) const {
         const int row = row_of(tile, h), last = tile.seqlen_q - 1, token = row / kPack < last ? row / kPack : last;
-        return {token, head_of(tile, row), keys_of(args, tile, token).visible(), float(token)};
+        return {token, head_of(tile, row), keys_of(self().args, tile, token).visible(), float(token)};
     }
     // Which keys of the block the lane's two rows see by the function and the window, a bit per column. It needs no
     // score, so it runs while the tensor cores compute Q Kᵀ.
     TILE_DEVICE void see(uint32_t (&bits)[2]) const {
-        const WorkTile tile = tile_of_stage()[q_turn.stage];
+        const WorkTile tile = self().tile();
         const int column = ptx::just_in_time(warp::fragment_column()), last = last_key(tile);
         const Row rows[2] = {row_at(tile, 0), row_at(tile, 1)};
         bits[0] = bits[1] = 0;
 #pragma unroll kSeenAtOnce
         for (int eight = 0; eight < kTileKv / 8; eight++) {
             const int box = eight * 8 / kBoxRows, inside = eight * 8 % kBoxRows + column;  // inside: of the box
-            const int first = key_of(box) + inside, there = there_of(box);
+            const int first = self().key_of(box) + inside, there = self().there_of(box);
 #pragma unroll
             for (int i = 0; i < 2; i++) {
                 const int key = first + i, k = Function::kByKey && key > last ? last : key;
 #pragma unroll
                 for (int h = 0; h < 2; h++) {
-                    const bool asked = function.mask(tile.sequence, rows[h].head, rows[h].token, k, rows[h].position,
-                                                     float(k), rows[h].token, 0, k, 0);
+                    const bool asked = self().function.mask(tile.sequence, rows[h].head, rows[h].token, k,
+                                                            rows[h].position, float(k), rows[h].token, 0, k, 0);
                     const bool seen = rows[h].seen.has(key) & (!kLengths || inside + i < there);
                     if (seen & asked) bits[h] |= 1u << (2 * eight + i);
                 }
@@ -70,7 +56,7 @@ struct AtHand {
         }
     }
     // S = −inf where the bits say so
-    TILE_DEVICE void hide(const uint32_t (&bits)[2]) {
+    static TILE_DEVICE void hide(Fragment& acc_s, const uint32_t (&bits)[2]) {
 #pragma unroll
         for (int j = 0; j < kTileKv / 2; j++)
             if (!(bits[j / 2 % 2] >> (j / 4 * 2 + j % 2) & 1)) acc_s[j] = -INFINITY;
@@ -80,70 +66,70 @@ struct AtHand {
     // row and eight columns of its own; together the lanes of a warp reach every line of a table that moves on with
     // q − k.
     TILE_DEVICE void touch() const {
-        const WorkTile tile = tile_of_stage()[q_turn.stage];
+        const WorkTile tile = self().tile();
         const int q = row_of(tile, 0), eight = warp::lane() * (kTileKv / 8) / 32;
-        const int k = key_of(eight * 8 / kBoxRows) + eight * 8 % kBoxRows;
-        function.touch(tile.sequence, head_of(tile, q), q / kPack, k, 0.0f, 0.0f, q / kPack, 0, k, 0);
+        const int k = self().key_of(eight * 8 / kBoxRows) + eight * 8 % kBoxRows;
+        self().function.touch(tile.sequence, head_of(tile, q), q / kPack, k, 0.0f, 0.0f, q / kPack, 0, k, 0);
     }
 
     // Turns S into base-2 logits, soft-capped, with ALiBi's bias; or into what the user's function makes of it.
     // kMasked: the block may hold keys past the last one, which must not be looked up. kInside: all rows of the tile
     // exist.
-    template <bool kMasked, bool kInside> TILE_DEVICE void score(float (&s)[kTileKv / 2]) const {
+    template <bool kMasked, bool kInside> TILE_DEVICE void score(Fragment& s) const {
         if constexpr (Function::kScore) {
-            const WorkTile tile = tile_of_stage()[q_turn.stage];
-            const float scale = args.scores.scale_log2 * kLn2 * (kFp8 ? tile.descale_qk : 1.0f);
+            const WorkTile tile = self().tile();
+            const float scale = self().args.scores.scale_log2 * kLn2 * (kFp8 ? tile.descale_qk : 1.0f);
             const int column = ptx::just_in_time(warp::fragment_column()), last = last_key(tile);
             Row rows[2] = {row_at(tile, 0), row_at(tile, 1)};
             constexpr bool kApart = kInside && kPack == 1, kClamped = kMasked && Function::kByKey;
             if constexpr (kApart) rows[0].token = row_of(tile, 0);  // not clamped: the other row is eight further on
 #pragma unroll
             for (int j = 0; j < kTileKv / 2; j++) {
-                const int inside = j / 4 * 8 + j % 2, h = j / 2 % 2, first = key_of(inside / kBoxRows) + column;
+                const int inside = j / 4 * 8 + j % 2, h = j / 2 % 2, first = self().key_of(inside / kBoxRows) + column;
                 const int dq = kApart ? 8 * h : 0, dk = kClamped ? 0 : inside % kBoxRows;
                 const int q0 = rows[kApart ? 0 : h].token, key = first + inside % kBoxRows;
                 const int k0 = !kClamped ? first : key > last ? last : key;
                 const float fk = float(first) + float(inside % kBoxRows);
-                s[j] = function.score(s[j], scale, tile.sequence, rows[h].head, q0 + dq, k0 + dk, rows[h].position, fk,
-                                      q0, dq, k0, dk);
+                s[j] = self().function.score(s[j], scale, tile.sequence, rows[h].head, q0 + dq, k0 + dk,
+                                             rows[h].position, fk, q0, dq, k0, dk);
             }
             return;
         }
         if constexpr (Rule::kChanges) {
-            const float descale = kFp8 ? WorkTile(tile_of_stage()[q_turn.stage]).descale_qk : 1.0f;
-            Rule::apply(s, args.scores, Rule::first_factor(args.scores) * descale);
+            const float descale = kFp8 ? self().tile().descale_qk : 1.0f;
+            Rule::apply(s, self().args.scores, Rule::first_factor(self().args.scores) * descale);
         }
         if constexpr (Rule::kAlibi) {
-            const WorkTile tile = tile_of_stage()[q_turn.stage];
+            const WorkTile tile = self().tile();
 #pragma unroll
             for (int h = 0; h < 2; h++) {
                 const int row = row_of(tile, h), position = position_of(row / kPack, tile.seqlen_q, tile.seqlen_k);
-                const float slope = args.scores.slope(tile.sequence, head_of(tile, row));
+                const float slope = self().args.scores.slope(tile.sequence, head_of(tile, row));
                 constexpr int kRun = kListed ? kBoxRows : kTileKv;  // keys that follow each other
 #pragma unroll
                 for (int box = 0; box < kTileKv / kRun; box++) {
                     using Box = float[kRun / 2];
-                    warp::add_alibi(reinterpret_cast<Box&>(s[box * kRun / 2]), h, key_of(box), position, slope);
+                    warp::add_alibi(reinterpret_cast<Box&>(s[box * kRun / 2]), h, self().key_of(box), position, slope);
                 }
             }
         }
     }
     // S = −inf where a row does not see the key
-    TILE_DEVICE void mask() {
-        const WorkTile tile = tile_of_stage()[q_turn.stage];
+    TILE_DEVICE void mask(Fragment& acc_s) const {
+        const WorkTile tile = self().tile();
 #pragma unroll
         for (int h = 0; h < 2; h++) {
-            const Visible seen = keys_of(args, tile, row_of(tile, h) / kPack).visible();
-            if constexpr (kListed) mask_boxes(h, seen);
-            else warp::mask_row(acc_s, h, n * kTileKv, seen);
+            const Visible seen = keys_of(self().args, tile, row_of(tile, h) / kPack).visible();
+            if constexpr (kListed) mask_boxes(acc_s, h, seen);
+            else warp::mask_row(acc_s, h, self().key_of(0), seen);
         }
     }
-    TILE_DEVICE void mask_boxes(int h, const Visible& seen) {
+    TILE_DEVICE void mask_boxes(Fragment& acc_s, int h, const Visible& seen) const {
         constexpr int kEach = kBoxRows / 4;  // columns of a lane's row in a box
 #pragma unroll
         for (int box = 0; box < kBoxes; box++) {
-            const int inside = warp::fragment_column(), there = there_of(box);
-            const int before = key_of(box) + inside - seen.first;
+            const int inside = warp::fragment_column(), there = self().there_of(box);
+            const int before = self().key_of(box) + inside - seen.first;
 #pragma unroll
             for (int j = 0; j < kEach; j++) {
                 const int column = j / 2 * 8 + j % 2;
@@ -154,7 +140,7 @@ struct AtHand {
         }
     }
     TILE_DEVICE bool all_inside() const {
-        const WorkTile tile = tile_of_stage()[q_turn.stage];
+        const WorkTile tile = self().tile();
         return tile.row + kTileQ <= tile.seqlen_q * kPack;
     }
 };
