@@ -2,7 +2,8 @@
 
 Ranges that the sizes give let the text do less: an index that stays inside its tensor is not clamped, an integer that
 does not leave 32 bits needs no care, floats of small integers stay floats all along (fq, fk). In the score, factors
-that are the same for a whole tile are multiplied first.
+that are the same for a whole tile are multiplied first. Of blocks whose keys all lie on one side of the rows
+(sides.py) there is a text of its own where that makes it shorter.
 """
 
 from __future__ import annotations
@@ -24,10 +25,9 @@ from tilewise.functions.expression import (
     needs_smooth,
 )
 from tilewise.functions.layout import Table, fields
+from tilewise.functions.sides import EXACT, SIDES, Line, Range, line_of, on_side
 
-Range = tuple[float, float]
 _CONSTANT = re.compile(r"\bv\d+\b")
-EXACT = 2**24  # integers up to here are floats
 _SYMBOLS = {
     **dict(zip(COMPARISONS, ("<", "<=", ">", ">=", "==", "!="), strict=True)),
     **dict(zip(("add", "sub", "mul", "and", "or", "xor"), "+-*&|^", strict=True)),
@@ -106,8 +106,7 @@ def text(
     lines += [f"    static constexpr bool {name} = {str(flag).lower()};" for name, flag in flags.items()]
     lines.append(f"    TILE_DEVICE bool mask({indices}) const {{")
     lines += [*Printer(numbers, tables, ranges).body(mask, "true"), "    }"]
-    lines.append(f"    TILE_DEVICE float score(float s, float scale, {indices}) const {{")
-    lines += [*Printer(numbers, tables, ranges).body(score, "s * scale"), "    }"]
+    lines += _scores(score, numbers, tables, ranges, indices)
     touched = _touched(score, tables, ranges)
     lines.append(f"    static constexpr bool kTouches = {str(bool(touched)).lower()};")
     lines.append(f"    TILE_DEVICE void touch({indices}) const {{")
@@ -115,6 +114,47 @@ def text(
     lines.append("    TILE_DEVICE Interval seen(Interval b, Interval h, Interval q, Interval k) const {")
     lines += seen(mask, numbers, tables) if mask is not None else ["        return {1.0, 1.0};"]
     return "\n".join([*lines, "    }", "};", ""])
+
+
+def _scores(
+    score: Node | None,
+    numbers: Sequence[Node],
+    tables: Sequence[Table],
+    ranges: Mapping[Node, Range],
+    indices: str,
+) -> list[str]:
+    """score() of each side, and line() of the sides where it is a line."""
+    scores: dict[str, list[str]] = {}
+    lines: dict[str, list[str]] = {}
+    for side in SIDES if score is not None else ():
+        sided = on_side(score, side, ranges)
+        line, printer = line_of(sided.root, sided.ranges), Printer(numbers, tables, sided.ranges)
+        if line is not None:
+            lines[side] = printer.line(line)
+        elif sided.root is not score:
+            scores[side] = printer.body(sided.root, "")
+    flags = ", ".join(str(side in lines).lower() for side in ("", *SIDES))
+    return [
+        f"    static constexpr bool kSided = {str(bool(scores or lines)).lower()}, kLine[3] = {{{flags}}};",
+        f"    template <int kSide = kAround> TILE_DEVICE float score(float s, float scale, {indices}) const {{",
+        *_by_side(scores, Printer(numbers, tables, ranges).body(score, "s * scale")),
+        "    }",
+        f"    template <int kSide> TILE_DEVICE Line line(float scale, {indices}) const {{",
+        *_by_side(lines, ["        return {};"]),
+        "    }",
+    ]
+
+
+def _by_side(cases: Mapping[str, Sequence[str]], otherwise: Sequence[str]) -> list[str]:
+    """Statements of each side that has its own, else the others."""
+    lines: list[str] = []
+    for side, body in cases.items():
+        lines += [f"        {'} else ' if lines else ''}if constexpr (kSide == {side}) {{", *_inner(body)]
+    return [*lines, "        } else {", *_inner(otherwise), "        }"] if lines else list(otherwise)
+
+
+def _inner(lines: Sequence[str]) -> list[str]:
+    return ["    " + line for line in lines]
 
 
 class Printer:
@@ -127,13 +167,22 @@ class Printer:
         self._values: dict[tuple[Node, bool], str | Product] = {}
 
     def body(self, root: Node | None, otherwise: str) -> list[str]:
-        result = otherwise
-        if root is not None:
-            smooth = root.kind == "float"
-            for node, way in in_context(root, smooth):
-                self._values[node, way] = self._smooth(node) if way else self._exact(node, False)
-            result = self._whole(root.kind, self._values[root, smooth])
+        result = otherwise if root is None else self._whole(root.kind, self._value(root))
         return [*self._needed(result), f"        return {result};"]
+
+    def line(self, line: Line) -> list[str]:
+        scale = Product(tile=("scale",))
+        factor = scale if line.factor is None else self._factor(line.factor, self._value(line.factor)) * scale
+        values = (factor, *(self._factor(node, self._value(node)) for node in (line.step, line.base)))
+        result = ", ".join(self._whole("float", value) for value in values)
+        return [*self._needed(result), f"        return {{{result}}};"]
+
+    def _value(self, root: Node) -> str | Product:
+        """What is printed of a root and of all that it needs."""
+        smooth = root.kind == "float"
+        for node, way in in_context(root, smooth):
+            self._values[node, way] = self._smooth(node) if way else self._exact(node, False)
+        return self._values[root, smooth]
 
     def touches(self, lookups: Sequence[Node]) -> list[str]:
         """Statements that ask for what these lookups will read, and do not wait for it."""
@@ -297,15 +346,16 @@ class Printer:
 
     # ---- as the score may have it -----------------------------------------------------------------------------------
 
-    def _factor(self, node: Node, name: str) -> Product:
+    def _factor(self, node: Node, value: str | Product) -> Product:
+        if isinstance(value, Product):
+            return value
         if "s" in node.uses or "k" in node.uses:
-            return Product(element=(name,))
-        return Product(row=(name,)) if "q" in node.uses else Product(tile=(name,))
+            return Product(element=(value,))
+        return Product(row=(value,)) if "q" in node.uses else Product(tile=(value,))
 
     def _product(self, node: Node, place: int) -> Product:
         arg = node.args[place]
-        value = self._values[arg, needs_smooth(node, True, arg)]
-        return self._factor(arg, value) if isinstance(value, str) else value
+        return self._factor(arg, self._values[arg, needs_smooth(node, True, arg)])
 
     def _smooth(self, node: Node) -> str | Product:
         if node.op == "s":
