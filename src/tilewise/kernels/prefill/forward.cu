@@ -197,7 +197,7 @@ struct Consumer : Scoring<Consumer> {
         });
         return ptx::any(!(fmaxf(sum[0], sum[1]) <= float(kWitness)));
     }
-    // The standard softmax has a factor for all scores, which those on a line already contain.
+    // The same before the standard softmax
     template <bool kInside> TILE_DEVICE void sided_scores(const Sides& sides) {
         const float none[2] = {0.0f, 0.0f};
         at_side(sides, [&](auto side) {

@@ -126,8 +126,9 @@ template <class Self> struct Scoring {
     template <int kSide>
     static constexpr bool kLine = kSide != kAround && (Function::kScore ? Function::kLine[kSide] : Rule::kAlibi);
 
-    // What is the same for all blocks of a tile. first, last: among the keys, the positions of the warp's rows. lines,
-    // of base-2 logits: of a lane's two rows, by side; they begin at key `from`, the one next to the row
+    // What is the same for all blocks of a tile. first, last: among the keys, the positions of the warp's rows. lines:
+    // of what score() gives, for the lazy softmax in base 2, by side and for each of a lane's two rows; they begin at
+    // key `from`, the one next to the row
     struct Sides {
         int first, last;
         Line lines[3][2];
@@ -159,7 +160,8 @@ template <class Self> struct Scoring {
             const Line line = self().function.template line<kSide>(scores.scale_log2 * kLn2 * descale, tile.sequence,
                                                                    row.head, row.token, key, row.position, from,
                                                                    row.token, 0, key, 0);
-            return {line.factor * kLog2e, line.step * kLog2e, line.base * kLog2e};
+            constexpr float kUnitOfLogits = kExact ? 1.0f : kLog2e;
+            return {line.factor * kUnitOfLogits, line.step * kUnitOfLogits, line.base * kUnitOfLogits};
         } else {
             const int row = row_of(tile, h);
             const float slope = scores.slope(tile.sequence, head_of(tile, row));
@@ -181,7 +183,7 @@ template <class Self> struct Scoring {
         else if (low > sides.last) do_it(SideConstant<kAfter>());
         else do_it(SideConstant<kAround>());
     }
-    // Scores that are lines, in base 2 and less `less` of their row
+    // Scores on their lines, less `less` of their row
     template <int kSide> TILE_DEVICE void follow(Fragment& s, const Sides& sides, const float (&less)[2]) const {
         if constexpr (!Function::kScore && !Rule::kLinear) {  // the softcap's tanh
             const float descale = kFp8 ? self().tile().descale_qk : 1.0f;
