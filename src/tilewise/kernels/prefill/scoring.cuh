@@ -121,8 +121,8 @@ template <class Self> struct Scoring {
     }
 
     // ---- blocks whose keys all lie on one side of the rows ----------------------------------------------------------
-    // Are scores computed otherwise there? Is a row's score a line?
-    static constexpr bool kSided = Function::kScore ? Function::kSided : Rule::kAlibi;
+    // Are scores computed otherwise there? Is a row's score a line? Wider heads leave no registers for it.
+    static constexpr bool kSided = kHeadDim <= 128 && (Function::kScore ? Function::kSided : Rule::kAlibi);
     template <int kSide>
     static constexpr bool kLine = kSide != kAround && (Function::kScore ? Function::kLine[kSide] : Rule::kAlibi);
 
