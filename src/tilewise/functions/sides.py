@@ -7,14 +7,13 @@ grows evenly from key to key, it is a line, which a kernel follows with one mult
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import NamedTuple
 
-from tilewise.functions.expression import COMPARISONS, INT_MAX, INT_MIN, Node, in_order
+from tilewise.functions.expression import COMPARISONS, Node, in_order
+from tilewise.functions.facts import Facts, Range
 
-Range = tuple[float, float]
 SIDES = ("kBefore", "kAfter")  # kernels/common/scores.cuh: Side
-EXACT = 2**24  # integers up to here are floats
 # What x - y tells of a comparison: sure if the first holds for its range (low, high), false if the second does
 _DECIDED: dict[str, tuple[Callable[[float, float], bool], Callable[[float, float], bool]]] = {
     "lt": (lambda low, high: high < 0, lambda low, high: low >= 0),
@@ -27,10 +26,10 @@ _DECIDED: dict[str, tuple[Callable[[float, float], bool], Callable[[float, float
 
 
 class Sided(NamedTuple):
-    """An expression of the same value on its side. ranges: of every node of it."""
+    """An expression of the same value on its side, with the facts of its nodes."""
 
     root: Node
-    ranges: Mapping[Node, Range]
+    facts: Facts
 
 
 class Line(NamedTuple):
@@ -54,17 +53,17 @@ class _Linear(NamedTuple):
         return _Linear(self.rows + sign * other.rows, self.keys + sign * other.keys, self.low + low, self.high + high)
 
 
-def on_side(score: Node, side: str, ranges: Mapping[Node, Range]) -> Sided:
+def on_side(score: Node, side: str, facts: Facts) -> Sided:
     """The score on a side, one of SIDES; the same node if nothing is known of it there."""
-    rewriting = _Rewriting(side, ranges)
-    return Sided(rewriting.of(score), rewriting.ranges)
+    rewriting = _Rewriting(side, facts.copy())
+    return Sided(rewriting.of(score), rewriting.facts)
 
 
 class _Rewriting:
-    """Each node takes the range of the one it stands for, which it equals on this side."""
+    """Each node takes the facts of the one it stands for, which it equals on this side."""
 
-    def __init__(self, side: str, ranges: Mapping[Node, Range]) -> None:
-        self.ranges = dict(ranges)
+    def __init__(self, side: str, facts: Facts) -> None:
+        self.facts = facts
         self._distance = (0.0, math.inf) if side == "kBefore" else (-math.inf, -1.0)  # q - k
         self._made: dict[Node, Node] = {}
 
@@ -77,12 +76,12 @@ class _Rewriting:
         found = self._simpler(node, args)
         if found is None:
             found = node if args == node.args else _node(node, node.op, *args)
-        self.ranges.setdefault(found, self.ranges[node])
+        self.facts.inherit(found, node)
         return found
 
     def _simpler(self, node: Node, args: tuple[Node, ...]) -> Node | None:
         if node.op == "abs" and (bounds := self._bounds(self._linear(args[0]))):
-            if bounds[0] >= 0:  # a node of its own, which has the range of the absolute value
+            if bounds[0] >= 0:  # a node of its own, which has the facts of the absolute value
                 return _node(args[0], args[0].op, *args[0].args)
             return _opposite(args[0]) if bounds[1] <= 0 else None
         if node.op in COMPARISONS and (bounds := self._difference(*args)):
@@ -110,10 +109,7 @@ class _Rewriting:
 
     def _linear(self, node: Node) -> _Linear | None:
         """A whole number, exact all along: an int that does not wrap, or a small float."""
-        low, high = self.ranges[node]
-        if node.kind == "bool" or (low, high) == (INT_MIN, INT_MAX):
-            return None
-        if node.kind == "float" and max(-low, high) >= EXACT:
+        if node.kind == "bool" or (self.facts.wraps(node) if node.kind == "int" else not self.facts.small(node)):
             return None
         if node.op in ("q", "k"):
             return _Linear(node.op == "q", node.op == "k", 0.0, 0.0)
@@ -167,11 +163,11 @@ class _NoLine(Exception):
     pass
 
 
-def line_of(score: Node, ranges: Mapping[Node, Range]) -> Line | None:
+def line_of(score: Node, facts: Facts) -> Line | None:
     """The score as a line along the keys; None if it is none, or if it is the same for all keys."""
     try:
         factor, base = _split(score)
-        step = None if base is None else _step(base, ranges)
+        step = None if base is None else _step(base, facts)
     except _NoLine:
         return None
     if base is None or step is None or (factor is not None and "k" in factor.uses):
@@ -202,18 +198,18 @@ def _split(node: Node) -> tuple[Node | None, Node | None]:
     return _times(node, factor, y), _times(node, rest, y)
 
 
-def _step(node: Node, ranges: Mapping[Node, Range]) -> Node | None:
+def _step(node: Node, facts: Facts) -> Node | None:
     """By how much a node grows per key, a float without k; None for 0."""
     if "k" not in node.uses:
         return None
-    if node.kind == "int" and ranges[node] == (INT_MIN, INT_MAX):  # it may wrap
+    if node.kind == "int" and facts.wraps(node):
         raise _NoLine
     if node.op == "k":
         return _literal(node, 1.0)
     if node.op == "float":
-        return _step(node.args[0], ranges)
+        return _step(node.args[0], facts)
     if node.op in ("add", "sub", "neg"):
-        parts = [_step(arg, ranges) for arg in node.args]
+        parts = [_step(arg, facts) for arg in node.args]
         return _negated(node, parts[0]) if node.op == "neg" else _sum(node, parts[0], parts[1])
     if node.op == "mul":
         x, y = node.args if "k" in node.args[0].uses else node.args[::-1]
@@ -223,7 +219,7 @@ def _step(node: Node, ranges: Mapping[Node, Range]) -> Node | None:
         raise _NoLine
     if "k" in y.uses:
         raise _NoLine
-    return _times(node, _step(x, ranges), y)
+    return _times(node, _step(x, facts), y)
 
 
 def _negated(like: Node, x: Node | None) -> Node | None:
