@@ -28,6 +28,8 @@ from oracle import assert_state
 
 import tilewise
 from tilewise import PagedKVCache, plan_decode, reference
+from tilewise.formats import KVFormat
+from tilewise.gpu import decode_kernels
 from tilewise.plan.worklist import FAR, Splitting
 
 LENGTHS = (1, 63, 65, 127, 0, 129, 300)

@@ -142,8 +142,8 @@ def _fits(fmt: KVFormat, tiling: DecodeTiling, limits: Limits) -> bool:
 def _copying_tiling(fmt: KVFormat, rows: int, most: int, limits: Limits) -> DecodeTiling:
     """The shape of a kernel that loads by cp.async, of up to `most` warps per block: a function of the card's limits.
 
-    Warps come first: while one waits for its chunk, others compute. A multiprocessor's registers hold eight of them, for
-    products and addresses take 160 to 255 per thread. Then come bytes in flight, up to 128 KB, which is as much as
+    Warps come first: while one waits for its chunk, others compute. A multiprocessor's registers hold eight of them,
+    for products and addresses take 160 to 255 per thread. Then come bytes in flight, up to 128 KB, which is as much as
     Hopper has with TMA and several times what other cards need: latency times bandwidth per multiprocessor is 13 KB on
     an A100 and 5 KB on a 4090. Then fewer, larger blocks, whose warps ask for neighbouring heads together.
     """
