@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from tilewise import compiler, emulator
+from tilewise import compiler, emulator, tuned
 from tilewise.arch import arch_of_device, multiprocessors
 from tilewise.compiler.tensor_maps import TensorMapSpec
 from tilewise.formats import KVFormat
@@ -396,7 +396,9 @@ def work_list_of(
     blocks = (1 if device.type == "cpu" else tiling.blocks) * multiprocessors(device)
     deep = tiling.blocks == 1 and tiling.stages >= 4
     longest = DEEP_CHUNKS if deep else WHOLE_CHUNKS
-    shape = Shape(tiling.rows, tiling.warps, blocks, tiling.tile_stages > 0, longest, tiling.joiners, chunk)
+    shape = Shape(
+        tiling.rows, tiling.warps, blocks, tiling.tile_stages > 0, longest, tiling.joiners, chunk, tuned.weights(device)
+    )
     key = (device, page_size, shape, splitting, room)
     found = lists.get(key)
     if found is None:
