@@ -19,7 +19,7 @@ import numpy.typing as npt
 import torch
 
 from tilewise import compiler, emulator, tuned
-from tilewise.arch import arch_of_device, multiprocessors
+from tilewise.arch import card_of, hopper, multiprocessors
 from tilewise.compiler.tensor_maps import TensorMapSpec
 from tilewise.formats import KVFormat
 from tilewise.gpu.abi import DecodeArgs, Divisor, Paged, ScoreArgs, Strides, decode_score_rule
@@ -328,13 +328,13 @@ def run(
     and the plan allow. emulated: options of emulator.launch.
     """
     check_served(q, fmt, plan, (k_parts[0], v_parts[0]))
-    page_size, arch = k_parts[0].shape[1], arch_of_device(q.device)
+    page_size, card = k_parts[0].shape[1], card_of(q.device)
     if tma is None:
-        tma = page_size % CHUNK == 0 and arch == "sm_90a"
+        tma = page_size % CHUNK == 0 and hopper(card)
     if tiles is None or tiles:
         tiles = tiles_can(q.dtype, fmt, tma) and uses_tiles(plan, splitting)
     deep = tma and not tiles and fmt.head_dim <= 128 and fills_one_block(plan, fmt, multiprocessors(q.device))
-    tiling = choose_tiling(fmt, plan.tokens_per_seq * (plan.heads_q // plan.heads_kv), tiles, tma, arch, deep)
+    tiling = choose_tiling(fmt, plan.tokens_per_seq * (plan.heads_q // plan.heads_kv), tiles, tma, card, deep)
     listed = work_list_of(
         plan, page_lists, lengths, page_size, tiling, chunk_tokens(fmt), q.device, splitting=splitting, room=room
     )

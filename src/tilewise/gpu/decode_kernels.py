@@ -6,12 +6,12 @@ Everything here is a pure function of the cache's format, the pages' layout and 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
 
-from tilewise.arch import LIMITS
+from tilewise.arch import LIMITS, hopper
 from tilewise.compiler.spec import KernelSpec
 from tilewise.compiler.tensor_maps import TensorMapSpec
 from tilewise.formats import KVFormat
@@ -181,31 +181,44 @@ def decode_spec(
     return KernelSpec(entry, f"decode/{entry}.cu", entry, constants, threads, shared_bytes(fmt, tiling), product=True)
 
 
-def specs(*, every: bool = False) -> list[KernelSpec]:
-    """The kernels as users get them: bfloat16, D 128, four rows, pages of 16, eight heads of many sequences; with
-    `every`, all formats and head dimensions, and the variants in which each warp copies for itself."""
+def specs(card: str = "sm_90a", *, every: bool = False) -> list[KernelSpec]:
+    """The kernels as users of a card get them: bfloat16, D 128, four rows, pages of 16, eight heads of many sequences;
+    with `every`, all formats and head dimensions, and the variants in which each warp copies for itself."""
     found = []
     for name in FORMATS if every else ("bf16", "fp8", "int8", "int4"):
         dtype = torch.float16 if name == "fp16" else torch.bfloat16
         for head_dim in HEAD_DIMS if every else (128,):
             fmt = KVFormat(name, head_dim)
-            asked = [choose_tiling(fmt, rows) for rows in ((4, 16) if every else (4,))]
-            if tiles_can(dtype, fmt, True):
-                asked.append(choose_tiling(fmt, 4, tiles=True))
-            for tiling in asked:
-                if not tiling.tile_stages:
-                    heads = line_heads(head_dim * BITS[name] // 8, tiling.warps)
-                    found.append(decode_spec(dtype, fmt, 16, tiling, in_step=True, line_heads=heads))
-                if every or tiling.tile_stages:
-                    found.append(decode_spec(dtype, fmt, 16, tiling))
-                if every:
-                    found.append(decode_spec(dtype, fmt, 64, tiling, rule=DECODE_RULES[1]))
-                if every and not tiling.tile_stages:
-                    found.append(decode_spec(dtype, fmt, 16, tiling, selected=True))
-                if every and not tiling.tile_stages:
-                    copied = replace(tiling, blocks=choose_tiling(fmt, tiling.rows, tma=False).blocks)
-                    found.append(decode_spec(dtype, fmt, 24, copied, tma=False, scale_runs=False))
+            if hopper(card):
+                found += _tma_specs(dtype, fmt, every)
+            if every or not hopper(card):
+                for rows in (4, 16) if every else (4,):
+                    tiling = choose_tiling(fmt, rows, tma=False, arch=card)
+                    found.append(decode_spec(dtype, fmt, 16, tiling, tma=False))
+                    if every:
+                        found.append(decode_spec(dtype, fmt, 24, tiling, tma=False, scale_runs=False))
+                        found.append(decode_spec(dtype, fmt, 64, tiling, tma=False, rule=DECODE_RULES[1]))
+                        found.append(decode_spec(dtype, fmt, 16, tiling, tma=False, selected=True))
     return [*dict.fromkeys(found), SELECT_SPEC]
+
+
+def _tma_specs(dtype: torch.dtype, fmt: KVFormat, every: bool) -> list[KernelSpec]:
+    """Hopper's, by TMA: streams, and tiles where there are any."""
+    found = []
+    asked = [choose_tiling(fmt, rows) for rows in ((4, 16) if every else (4,))]
+    if tiles_can(dtype, fmt, True):
+        asked.append(choose_tiling(fmt, 4, tiles=True))
+    for tiling in asked:
+        if not tiling.tile_stages:
+            heads = line_heads(fmt.head_dim * BITS[fmt.name] // 8, tiling.warps)
+            found.append(decode_spec(dtype, fmt, 16, tiling, in_step=True, line_heads=heads))
+        if every or tiling.tile_stages:
+            found.append(decode_spec(dtype, fmt, 16, tiling))
+        if every:
+            found.append(decode_spec(dtype, fmt, 64, tiling, rule=DECODE_RULES[1]))
+        if every and not tiling.tile_stages:
+            found.append(decode_spec(dtype, fmt, 16, tiling, selected=True))
+    return found
 
 
 def tiles_can(dtype: torch.dtype, fmt: KVFormat, tma: bool) -> bool:

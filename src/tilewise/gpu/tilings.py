@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from tilewise import functions
+from tilewise.arch import hopper
 from tilewise.compiler.spec import Constant, KernelSpec
 from tilewise.gpu.abi import ELEMENTS, EVERY_RULE, FP8, PANEL_BYTES, TILE_WORDS, score_rule
 from tilewise.gpu.kinds import kinds_spec
@@ -216,11 +217,14 @@ def ragged_spec(index: torch.dtype, tiling: Tiling, pack: int) -> KernelSpec:
     return KernelSpec("ragged", "prefill/ragged.cu", "ragged", constants, 1024, 0, product=True)
 
 
-def specs(*, every: bool = False) -> list[KernelSpec]:
-    """The kernels as users get them: bfloat16 and head dimension 128, or `every` dtype, head dimension and feature.
+def specs(card: str = "sm_90a", *, every: bool = False) -> list[KernelSpec]:
+    """The kernels as users of a card get them: bfloat16 and head dimension 128, or `every` dtype, head dimension and
+    feature.
 
     With schedules and functions, of which there are as many kernels as users write, those that most users get.
     """
+    if not hopper(card):
+        return []
     causal = (None, 0)
     asked = [Scores(causal), Scores(causal, exact=True)]
     if every:
