@@ -16,7 +16,7 @@ from typing import Annotated, Any
 
 import typer
 
-from .bench import commands, ladder_commands
+from .bench import commands, ladder_commands, tune_command
 
 OVERVIEW = """\
 Tilewise: attention kernels for LLM inference, planned once as a list of tiles.
@@ -43,6 +43,8 @@ Tilewise: attention kernels for LLM inference, planned once as a list of tiles.
   tilewise ladder     the teaching ladder: kernels one idea apart, timed on a GPU; --emulate counts
                       what they cost on any machine; --rung NAME --plot PATH --profile --json
   tilewise kernels    registers, spills, shared memory and occupancy of every kernel; needs no GPU
+  tilewise tune       which tilings are fastest on this card, measured into a table that later calls look up;
+                      prefill | decode | sparse | all, --budget --shapes --dtype
   tilewise cache show | clear
                       the folder of compiled kernels: what it holds, and how to empty it
   tilewise doctor     what is installed, what will run, what is missing and how to get it
@@ -69,6 +71,7 @@ app.add_typer(commands.bench, name="bench")
 app.command("sweep")(commands.sweep)
 app.command("ladder")(ladder_commands.ladder)
 app.command("kernels")(ladder_commands.kernels)
+app.command("tune")(tune_command.tune)
 app.add_typer(schedule_app, name="schedule")
 app.add_typer(testdata_app, name="testdata")
 app.add_typer(cache_app, name="cache")
@@ -350,7 +353,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 COMMANDS = (
-    *("bench", "sweep", "ladder", "kernels", "schedule", "testdata", "cache", "doctor"),
+    *("bench", "sweep", "ladder", "kernels", "schedule", "testdata", "cache", "doctor", "tune"),
     *("prefix", "decode", "sparse", "variants", "prefill", "serve", "generate", "make", "show", "check", "clear"),
 )
 

@@ -3,9 +3,9 @@
 `tilewise tune` (bench/tune.py) measures and writes a table; nothing is ever measured inside a call. A table is a JSON
 file of one card, with a section per family of kernels:
 
-    {"format": 1, "card": "NVIDIA H200", "target": "sm_90a", "capability": "9.0",
-     "families": {"prefill": {"date": …, "source": …, "driver": …, "clocks": {…}, "versions": {…},
-                              "tilings": {key: {field: value}}, "constants": {name: value}, "timings": [{…}]}}}
+    {"format": 1, "card": "NVIDIA H200", "target": "sm_90a", "families": {"prefill": {
+        "date": …, "source": …, "capability": "9.0", "driver": …, "clocks": {…}, "versions": {…},
+        "tilings": {key: {field: value}}, "constants": {name: value}, "timings": [{…}]}}}
 
 `of(device)` gives the sections that hold for a device: of the user's table (<cache folder>/tables), else of the one
 that the package ships (tables/). A section holds if its table is of a card of this name that behaves as this target
@@ -30,6 +30,7 @@ import torch
 from tilewise import arch
 from tilewise.compiler import cache
 from tilewise.compiler.spec import KERNELS_ROOT, headers
+from tilewise.formats import KVFormat
 from tilewise.plan.cost import CPU_COST, GPU_COST, CostModel, Weights
 from tilewise.scores import Scores
 
@@ -203,9 +204,20 @@ def key_of(
     return "prefill", f"{kind}/{width}/{causal}/{features}/{length}"
 
 
-def decode_key(form: str, head_dim: int, rows: int) -> str:
-    """The key of a decode kernel without tiles: the cache's format, and how many rows an item has, 8 or 16."""
-    return f"{form}/{head_dim}/rows{rows}"
+class Streaming(Protocol):
+    """What of a decode kernel without tiles (gpu/decode_kernels.py) tells kinds of them apart."""
+
+    @property
+    def rows(self) -> int: ...
+    @property
+    def warps(self) -> int: ...
+    @property
+    def blocks(self) -> int: ...
+
+
+def decode_key(form: KVFormat, tiling: Streaming) -> str:
+    """The key of a decode kernel without tiles: "bf16/128/8 rows/4 warps/2 blocks"."""
+    return f"{form.name}/{form.head_dim}/{tiling.rows} rows/{tiling.warps} warps/{tiling.blocks} blocks"
 
 
 # ---- files ------------------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -37,6 +38,7 @@ from tilewise.gpu.decode_kernels import (
     chunk_map,
     chunk_tokens,
     decode_spec,
+    fits,
     line_heads,
     scales_in_runs,
     tile_map,
@@ -95,6 +97,12 @@ def fills_one_block(plan: DecodePlan, fmt: KVFormat, multiprocessors: int) -> bo
     warps, ranges = 4 * multiprocessors, len(plan.seqs) * plan.heads_kv
     rows = plan.tokens_per_seq * (plan.heads_q // plan.heads_kv)
     return plan.shared_nodes == 0 and BITS[fmt.name] == 16 and rows <= 8 and 0.9 * warps <= ranges <= warps
+
+
+@lru_cache(maxsize=256)
+def as_measured(table: tuned.Tuned, fmt: KVFormat, tiling: DecodeTiling, card: str) -> DecodeTiling:
+    """The tiling with rings as deep as was fastest on this card. It changes no bit of the result."""
+    return table.prefer("decode", tuned.decode_key(fmt, tiling), tiling, lambda t: fits(fmt, t, card))
 
 
 @dataclass
@@ -335,6 +343,8 @@ def run(
         tiles = tiles_can(q.dtype, fmt, tma) and uses_tiles(plan, splitting)
     deep = tma and not tiles and fmt.head_dim <= 128 and fills_one_block(plan, fmt, multiprocessors(q.device))
     tiling = choose_tiling(fmt, plan.tokens_per_seq * (plan.heads_q // plan.heads_kv), tiles, tma, card, deep)
+    if not tiles and (table := tuned.of(q.device)) is not None:
+        tiling = as_measured(table, fmt, tiling, card)
     listed = work_list_of(
         plan, page_lists, lengths, page_size, tiling, chunk_tokens(fmt), q.device, splitting=splitting, room=room
     )

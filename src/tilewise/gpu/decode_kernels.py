@@ -95,6 +95,13 @@ def shared_bytes(fmt: KVFormat, tiling: DecodeTiling) -> int:
     return at_fold + tiling.warps * fold_bytes(fmt, tiling.rows)
 
 
+def fits(fmt: KVFormat, tiling: DecodeTiling, arch: str) -> bool:
+    """Do the tiling's blocks fit a multiprocessor, with rings of two chunks or more?"""
+    shared, limits = shared_bytes(fmt, tiling), LIMITS[arch]
+    room = tiling.blocks * (shared + BLOCK_OVERHEAD) <= limits.shared_sm
+    return tiling.stages >= 2 and shared <= limits.shared_block and room
+
+
 @lru_cache(maxsize=256)
 def choose_tiling(
     fmt: KVFormat, rows_each: int, tiles: bool = False, tma: bool = True, arch: str = "sm_90a", deep: bool = False
@@ -126,8 +133,7 @@ def choose_tiling(
             if blocks == 2 and warps == 8 and (wide or not tma):
                 continue  # two blocks would leave 128 registers per thread
             tiling = DecodeTiling(16 if wide else 8, warps, stages(warps), blocks)
-            shared = shared_bytes(fmt, tiling)
-            if shared <= limits.shared_block and blocks * (shared + BLOCK_OVERHEAD) <= limits.shared_sm:
+            if fits(fmt, tiling, arch):
                 return tiling
     raise AssertionError(f"{fmt} fits no block of {arch}")
 
