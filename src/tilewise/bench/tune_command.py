@@ -100,8 +100,8 @@ def run(
     bar: Any,
 ) -> None:
     """Measure the families, each with these shapes or its own, within about `budget` seconds."""
-    from . import tune_decode, tune_prefill
     from . import tune as tuning
+    from . import tune_decode, tune_prefill
 
     makers: dict[str, tuple[Callable[..., Any], Sequence[Shape]]] = {
         "prefill": (tune_prefill.problems, shapes or tune_prefill.defaults()),
