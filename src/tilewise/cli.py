@@ -16,7 +16,7 @@ from typing import Annotated, Any
 
 import typer
 
-from .bench import commands, ladder_commands, tune_command
+from .bench import commands, ladder_commands, tune_command, warm_command
 
 OVERVIEW = """\
 Tilewise: attention kernels for LLM inference, planned once as a list of tiles.
@@ -45,8 +45,10 @@ Tilewise: attention kernels for LLM inference, planned once as a list of tiles.
   tilewise kernels    registers, spills, shared memory and occupancy of every kernel; needs no GPU
   tilewise tune       which tilings are fastest on this card, measured into a table that later calls look up;
                       prefill | decode | sparse | all, --budget --shapes --dtype
-  tilewise cache show | clear
-                      the folder of compiled kernels: what it holds, and how to empty it
+  tilewise warm       compile ahead on all cores what a model or shapes need; without a GPU with --arch;
+                      --model CONFIG | --shapes B,N,Hq,Hkv,D
+  tilewise cache show | clear | export | import
+                      the folder of compiled kernels: what it holds, how to empty it and how to take it along
   tilewise doctor     what is installed, what will run, what is missing and how to get it
 
 Try:
@@ -72,6 +74,7 @@ app.command("sweep")(commands.sweep)
 app.command("ladder")(ladder_commands.ladder)
 app.command("kernels")(ladder_commands.kernels)
 app.command("tune")(tune_command.tune)
+app.command("warm")(warm_command.warm)
 app.add_typer(schedule_app, name="schedule")
 app.add_typer(testdata_app, name="testdata")
 app.add_typer(cache_app, name="cache")
@@ -353,8 +356,22 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 COMMANDS = (
-    *("bench", "sweep", "ladder", "kernels", "schedule", "testdata", "cache", "doctor", "tune"),
-    *("prefix", "decode", "sparse", "variants", "prefill", "serve", "generate", "make", "show", "check", "clear"),
+    *("bench", "sweep", "ladder", "kernels", "schedule", "testdata", "cache", "doctor", "tune", "warm"),
+    *(
+        "prefix",
+        "decode",
+        "sparse",
+        "variants",
+        "prefill",
+        "serve",
+        "generate",
+        "make",
+        "show",
+        "check",
+        "clear",
+        "export",
+        "import",
+    ),
 )
 
 
