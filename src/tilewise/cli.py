@@ -331,6 +331,33 @@ def clear_cache(
     typer.echo(f"removed {entries} {'entry' if entries == 1 else 'entries'}, {_mib(freed)} MiB")
 
 
+@cache_app.command("export")
+def export_cache(
+    file: Annotated[Path, typer.Argument(help="Where to, a .tar.gz.")],
+    force: Annotated[bool, typer.Option("--force", help="Overwrite the file.")] = False,
+) -> None:
+    """Write the compiled kernels into a file, for machines with the same cards and versions: tilewise cache import."""
+    from tilewise.compiler import archive
+
+    entries, size = archive.write(file, force=force)
+    typer.echo(f"{file}: {entries} {'kernel' if entries == 1 else 'kernels'}, {_mib(size)} MiB before compression")
+
+
+@cache_app.command("import")
+def import_cache(
+    file: Annotated[Path, typer.Argument(help="What tilewise cache export wrote.")],
+) -> None:
+    """Take compiled kernels from a file. Each is checked; what is there already stays."""
+    from tilewise.compiler import archive
+
+    done = archive.read(file)
+    typer.echo(f"{done.added} added, {done.there} were there, {len(done.refused)} refused")
+    for line in done.refused:
+        typer.echo(f"refused {line}")
+    if done.refused:
+        raise typer.Exit(1)
+
+
 def _mib(size: float) -> str:
     return f"{size / 2**20:.1f}"
 
