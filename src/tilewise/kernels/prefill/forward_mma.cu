@@ -48,9 +48,8 @@ struct Worker {
     const Function& function;
     const float scale_log2;
     Span met, full;  // blocks in which this warp's rows see some key, and those that all of them see whole
-    bool inside;     // do all rows of the tile exist?
-    bool started = false;
     float acc_o[kM][kHeadDim / 2], acc_s[kM][kTileKv / 2];
+    uint32_t rP[kM][kTileKv / warp::kDepth<Operand>][4];
     uint32_t rQ[kQInRegisters ? kSteps : 1][kM][4];
     warp::RowState state[kM];
 
@@ -70,7 +69,6 @@ struct Worker {
             met = blocks_of<kTileKv, kPack, kWarpRows>(args, tile, row);
             full = full_blocks<kTileKv, kPack, kWarpRows>(args, tile, row);
         }
-        inside = tile.row + kTileQ <= tile.seqlen_q * kPack;
 #pragma unroll
         for (int m = 0; m < kM; m++) {
             warp::zero(acc_o[m]);
@@ -136,7 +134,6 @@ struct Worker {
             warp::online_softmax<kLift>(acc_s[m], correction, state[m], scale_log2);
             warp::scale_rows(acc_o[m], correction);
         }
-        started = true;
     }
     // The short way: references move only when they no longer serve
     template <bool kInside> TILE_DEVICE void quick(int n, const TileKv& sK) {
@@ -150,31 +147,27 @@ struct Worker {
                     warp::scale_rows(acc_o[m], correction);
             }
         } else {
-            float sum[kM][2];
-            bool moved[kM];
-#pragma unroll
-            for (int m = 0; m < kM; m++)
-                moved[m] = warp::lazy_softmax<kWitness>(acc_s[m], sum[m], state[m], scale_log2);
 #pragma unroll
             for (int m = 0; m < kM; m++) {
-                if (moved[m]) {
+                float sum[2];
+                if (warp::lazy_softmax<kWitness>(acc_s[m], sum, state[m], scale_log2)) {
                     float correction[2];
-                    warp::raise<kLift>(acc_s[m], sum[m], correction, state[m], scale_log2, [&](float (&)[kTileKv / 2]) {
+                    warp::raise<kLift>(acc_s[m], sum, correction, state[m], scale_log2, [&](float (&)[kTileKv / 2]) {
                         again(m, sK, Sixteen(args, function, n, m));
                     });
                     warp::scale_rows(acc_o[m], correction);
                 } else {
-                    warp::add_sums(state[m], sum[m]);
+                    warp::add_sums(state[m], sum);
                 }
             }
         }
     }
     TILE_DEVICE void weigh(int n, const TileKv& sK) {
         multiply_qk(sK);
-        if (!started || n >= full.end || n < full.begin) return careful(n);
-        if constexpr (Function::kScore && Function::kByRow)
-            if (inside) return quick<true>(n, sK);
-        quick<false>(n, sK);
+        if (n == met.end - 1 || n >= full.end || n < full.begin) careful(n);
+        else if (Function::kScore && Function::kByRow && Sixteen(args, function, n, 0).all_inside()) quick<true>(n, sK);
+        else quick<false>(n, sK);
+        warp::to_weights<Operand>(rP, acc_s);
     }
 
     // Writes O / l and the LSE
@@ -241,7 +234,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksEach)
             }
         }
         // O += P V
-        if (sees) warp::mma_pv(worker.acc_o, worker.acc_s, sV);
+        if (sees) warp::mma_pv(worker.acc_o, worker.rP, sV);
         if (n == begin) break;
         n--;
     }

@@ -27,22 +27,21 @@ template <int kRows> constexpr int kCopies = (kRows + kStep - 1) / kStep * (kArr
 constexpr int kRawBytes = kWiden && kVectors ? kCopies<kTileKv> * kThreads * 16 : 0;
 constexpr int kAtK = TileQ::kBytes, kAtV = kAtK + kStagesK * TileKv::kBytes, kAtRaw = kAtV + kStagesV * TileKv::kBytes;
 constexpr int kAtTile = kAtRaw + 2 * kRawBytes, kAtUnits = kAtTile + int(sizeof(WorkTile));
-constexpr bool kTold = kListed || kPageSize > 0;  // where a block's rows come from is looked up
 constexpr int kSlots = 4, kSlotBytes = 4 * kBoxes;
-constexpr int kAtPages = kAtUnits + (kTold ? kSlots * kSlotBytes : 0);
+constexpr int kAtPages = kAtUnits + (kListed ? kSlots * kSlotBytes : 0);
 constexpr int kAtThere = kAtPages + (kPageSize > 0 ? kSlots * kSlotBytes : 0);
-constexpr int kMissing = kListed ? kNoUnit : -1;  // instead of a unit, where a block ends early
+constexpr bool kTold = kListed || kPageSize > 0;  // where a block's rows come from is looked up
 static_assert(kBoxes <= kThreads, "a thread per box");
 
 TILE_DEVICE Shared<WorkTile> work() { return Shared<WorkTile>(kAtTile); }
-// By the last bits of a block's number: its boxes' units, as lists have them; the pages that hold them; and how many of
-// their keys are there
+// By the last bits of a block's number: its boxes' units, as lists have them; the pages that hold them; and where blocks
+// of keys have lengths, how many of their keys are there
 TILE_DEVICE Shared<int> units_of(int n) { return Shared<int>(kAtUnits + n % kSlots * kSlotBytes); }
 TILE_DEVICE Shared<int> pages_of(int n) { return Shared<int>(kAtPages + n % kSlots * kSlotBytes); }
 TILE_DEVICE Shared<int> there_of_block(int n) { return Shared<int>(kAtThere + n % kSlots * kSlotBytes); }
 
-// The first key of a unit
-TILE_DEVICE int key_of_unit(int unit) { return (kListed ? unit & kUnitMask : unit) * kBoxRows; }
+// The first key of a unit; past every sequence's end for kNoUnit
+TILE_DEVICE int key_of_unit(int unit) { return (unit & kUnitMask) * kBoxRows; }
 
 // ---- one chunk or element ---------------------------------------------------------------------------------------
 TILE_DEVICE uint32_t halves_of(uint32_t bytes, bool high) {
@@ -58,7 +57,7 @@ template <class T> TILE_DEVICE void put_wide(const T& tile, int row, int chunk, 
         tile.chunk(row, 2 * chunk + i) = wide;
     }
 }
-template <class T> TILE_DEVICE void put_element(const T& tile, int row, int column, Element x) {
+template <class T, class E> TILE_DEVICE void put_element(const T& tile, int row, int column, E x) {
     if constexpr (kWiden) {
         const uint32_t wide = halves_of(x.bits, false);
         Shared<uint16_t>(tile.offset)[T::place(row, column / 8) * 8 + column % 8] = uint16_t(wide);
@@ -119,49 +118,50 @@ TILE_DEVICE void load_q(const ForwardArgs& args, const WorkTile& tile) {
 // ---- blocks of K and V ------------------------------------------------------------------------------------------
 struct Loader {
     const ForwardArgs& args;
-    // Of kTold: this thread's box of the next block that is to be told of, and its unit of the one after. Both are read
-    // a block ahead, so that nobody waits for them.
+    // This thread's box of the next block that is to be told of, and its unit of the one after. All are read a block
+    // ahead, so that nobody waits for them.
     int unit, page, there, later;
 
-    TILE_DEVICE int unit_of(const WorkTile& tile, int n) const {
-        if (n < tile.begin || threadIdx.x >= kBoxes) return kMissing;
-        const int entry = n * kBoxes + int(threadIdx.x);
-        return kListed ? unit_at(args.lists, tile.list, tile.whole, tile.units, entry) : entry;
+    // The first key of this thread's box of block n
+    TILE_DEVICE int key_of_box(int n) const {
+        return kListed ? key_of_unit(unit) : n * kTileKv + int(threadIdx.x) * kBoxRows;
     }
-    // What else is to be known of a box
-    TILE_DEVICE void look_up(const WorkTile& tile, int found) {
+    TILE_DEVICE int unit_of(const WorkTile& tile, int n) const {
+        if (!kListed || n < 0 || threadIdx.x >= kBoxes) return kNoUnit;
+        return unit_at(args.lists, tile.list, tile.whole, tile.units, n * kBoxes + int(threadIdx.x));
+    }
+    // What else is to be known of a box of block n
+    TILE_DEVICE void look_up(const WorkTile& tile, int n, int found) {
         unit = found;
-        const int key = key_of_unit(unit), left = tile.seqlen_k - key;
-        const bool is = unit != kMissing && left > 0;
-        there = !is ? 0 : left < kBoxRows ? left : kBoxRows;
-        page = 0;
+        const int key = key_of_box(n);
+        const bool is = n >= 0 && key < tile.seqlen_k && threadIdx.x < kBoxes;
         if constexpr (kPageSize > 0)
-            if (is) page = Global<const int>{args.page_table + tile.sequence * args.page_table_stride}[key / kPage];
+            page = is ? Global<const int>{args.page_table + tile.sequence * args.page_table_stride}[key / kPage] : 0;
         if constexpr (kLengths) {
             const TileLists& lists = args.lists;
+            there = is ? kBoxRows : 0;
             if (is && lists.lengths_k) {
                 const int of = lists.block_k.quotient(key), inside = key - of * int(lists.block_k.divisor);
                 const int64_t at = int64_t(tile.sequence) * lists.lengths_k_batch + of;
-                const int length = Global<const int>{lists.lengths_k}[at] - inside;
-                if (length < there) there = length;
+                there = Global<const int>{lists.lengths_k}[at] - inside;
             }
         }
     }
     TILE_DEVICE void tell(int n) const {
         if (threadIdx.x < kBoxes) {
-            units_of(n)[threadIdx.x] = unit;
+            if constexpr (kListed) units_of(n)[threadIdx.x] = unit;
             if constexpr (kPageSize > 0) pages_of(n)[threadIdx.x] = page;
-            there_of_block(n)[threadIdx.x] = there;
+            if constexpr (kLengths) there_of_block(n)[threadIdx.x] = there;
         }
     }
     // Before the first block, whose boxes and the next one's can be read after a barrier
     TILE_DEVICE void tell_first(const WorkTile& tile) {
         if constexpr (kTold) {
             for (int n = tile.end - 1; n >= tile.end - 2; n--) {
-                look_up(tile, unit_of(tile, n));
+                look_up(tile, n, unit_of(tile, n));
                 if (n >= 0) tell(n);
             }
-            look_up(tile, unit_of(tile, tile.end - 3));
+            look_up(tile, tile.end - 3, unit_of(tile, tile.end - 3));
             later = unit_of(tile, tile.end - 4);
         }
     }
@@ -169,7 +169,7 @@ struct Loader {
     TILE_DEVICE void tell_next(const WorkTile& tile, int n) {
         if constexpr (kTold) {
             if (n >= 2) tell(n - 2);
-            look_up(tile, later);
+            look_up(tile, n - 3, later);
             later = unit_of(tile, n - 4);
         }
     }
@@ -186,8 +186,8 @@ struct Loader {
         if constexpr (kTold) {
             auto at = [&](int row) -> const Element* {
                 const int box = row / kBoxRows, inside = row % kBoxRows;
-                if (inside >= there_of_block(n)[box]) return nullptr;
-                const int key = key_of_unit(units_of(n)[box]) + inside;
+                const int key = kListed ? key_of_unit(units_of(n)[box]) + inside : n * kTileKv + row;
+                if (key >= tile.seqlen_k || (kLengths && inside >= there_of_block(n)[box])) return nullptr;
                 if constexpr (kPageSize > 0)
                     return first + (pages_of(n)[box] * strides.batch + key % kPage * strides.row);
                 else

@@ -61,39 +61,29 @@ TILE_DEVICE void mma_qk_step(float (&acc_s)[kM][kSize], uint32_t (&a)[kM][4], co
     }
 }
 
-// O += P V, P still in float32. Of FP8, columns 4t … 4t + 3 of sixteen are a lane's (t = lane % 4): accumulators
+// O += P V. Of FP8, columns 4t … 4t + 3 of sixteen are a lane's (t = lane % 4): accumulators
 // 8n + 2h + i hold columns 16n + 4t + 2i of O, and 8n + 4 + 2h + i the ones after them (`in_order`).
 // 16 bits: sixteen keys per step; V is transposed by ldmatrix
-template <class T, int kM, int kSize, int kSizeO, class Tile>
-TILE_DEVICE void mma_pv_halves(float (&acc_o)[kM][kSizeO], const float (&acc_s)[kM][kSize], const Tile& sV) {
+template <class T, int kM, int kSteps, int kSizeO, class Tile>
+TILE_DEVICE void mma_pv_halves(float (&acc_o)[kM][kSizeO], const uint32_t (&rP)[kM][kSteps][4], const Tile& sV) {
 #pragma unroll
-    for (int c = 0; c < kSize / 8; c++) {
-        uint32_t a[kM][4];
-#pragma unroll
-        for (int m = 0; m < kM; m++)
-#pragma unroll
-            for (int r = 0; r < 4; r++) a[m][r] = pack<T>(acc_s[m][8 * c + 2 * r], acc_s[m][8 * c + 2 * r + 1]);
+    for (int c = 0; c < kSteps; c++)
 #pragma unroll
         for (int n = 0; n < kSizeO / 8; n++) {
             uint32_t b[4];
             load_b(b, sV, n, c);
 #pragma unroll
-            for (int m = 0; m < kM; m++) mma_pair<T>(acc_o[m], n, a[m], b);
+            for (int m = 0; m < kM; m++) mma_pair<T>(acc_o[m], n, rP[m][c], b);
         }
-    }
 }
 // FP8: 32 keys per step. ldmatrix moves pairs of bytes: transposed, it gives a lane two neighbouring columns of two
 // neighbouring keys. With the same of the keys eight further on, a lane has four bytes of a column: keys 2t, 2t + 1,
 // 8 + 2t, 8 + 2t + 1, which is the order of keys in P (to_operand).
-template <int kM, int kSize, int kSizeO, class Tile>
-TILE_DEVICE void mma_pv_bytes(float (&acc_o)[kM][kSizeO], const float (&acc_s)[kM][kSize], const Tile& sV) {
+template <int kM, int kSteps, int kSizeO, class Tile>
+TILE_DEVICE void mma_pv_bytes(float (&acc_o)[kM][kSizeO], const uint32_t (&rP)[kM][kSteps][4], const Tile& sV) {
     constexpr uint32_t kEven = 0x6420, kOdd = 0x7531;
 #pragma unroll
-    for (int c = 0; c < kSize / 16; c++) {
-        uint32_t a[kM][1][4];
-#pragma unroll
-        for (int m = 0; m < kM; m++)
-            to_operand<typename Tile::Element>(a[m], reinterpret_cast<const float (&)[16]>(acc_s[m][16 * c]));
+    for (int c = 0; c < kSteps; c++)
 #pragma unroll
         for (int n = 0; n < kSizeO / 8; n++) {
             uint32_t r[4];
@@ -101,23 +91,22 @@ TILE_DEVICE void mma_pv_bytes(float (&acc_o)[kM][kSizeO], const float (&acc_s)[k
             const uint32_t b[4] = {ptx::permute_bytes(r[0], r[1], kEven), ptx::permute_bytes(r[2], r[3], kEven),
                                    ptx::permute_bytes(r[0], r[1], kOdd), ptx::permute_bytes(r[2], r[3], kOdd)};
 #pragma unroll
-            for (int m = 0; m < kM; m++) mma_pair<typename Tile::Element>(acc_o[m], n, a[m][0], b);
+            for (int m = 0; m < kM; m++) mma_pair<typename Tile::Element>(acc_o[m], n, rP[m][c], b);
         }
-    }
 }
 // float32: eight keys per step. Row t of the step's depth is key 2t and row t + 4 is key 2t + 1, so that a lane's own
 // accumulators are its fragment of P; the swizzle spreads the rows of V that are then read together over the banks.
-template <int kM, int kSize, int kSizeO, class Tile>
-TILE_DEVICE void mma_pv_floats(float (&acc_o)[kM][kSizeO], const float (&acc_s)[kM][kSize], const Tile& sV) {
+template <int kM, int kSteps, int kSizeO, class Tile>
+TILE_DEVICE void mma_pv_floats(float (&acc_o)[kM][kSizeO], const uint32_t (&rP)[kM][kSteps][4], const Tile& sV) {
     const int column = lane() / 4, row = fragment_column();
     const uint32_t even = sV.address(row, column / 4), odd = sV.address(row + 1, column / 4), inside = column % 4 * 4;
 #pragma unroll
-    for (int c = 0; c < kSize / 4; c++) {
+    for (int c = 0; c < kSteps; c++) {
         uint32_t a[kM][4], small[kM][4];
 #pragma unroll
         for (int m = 0; m < kM; m++)
 #pragma unroll
-            for (int r = 0; r < 4; r++) a[m][r] = as_bits(acc_s[m][4 * c + r % 2 * 2 + r / 2]);
+            for (int r = 0; r < 4; r++) a[m][r] = rP[m][c][r % 2 * 2 + r / 2];
         split(a, small);
 #pragma unroll
         for (int n = 0; n < kSizeO / 4; n++) {
@@ -153,13 +142,25 @@ template <int kSize> TILE_DEVICE void in_order(float (&acc)[kSize]) {
             }
         }
 }
-template <int kM, int kSize, int kSizeO, class Tile>
-TILE_DEVICE void mma_pv(float (&acc_o)[kM][kSizeO], const float (&acc_s)[kM][kSize], const Tile& sV) {
-    static_assert(kSize * 2 == Tile::kRows && kSizeO * 2 == Tile::kColumns, "P is rows × keys, V keys × columns");
+template <int kM, int kSteps, int kSizeO, class Tile>
+TILE_DEVICE void mma_pv(float (&acc_o)[kM][kSizeO], const uint32_t (&rP)[kM][kSteps][4], const Tile& sV) {
     using T = typename Tile::Element;
-    if constexpr (sizeof(T) == 1) mma_pv_bytes(acc_o, acc_s, sV);
-    else if constexpr (sizeof(T) == 4) mma_pv_floats(acc_o, acc_s, sV);
-    else mma_pv_halves<T>(acc_o, acc_s, sV);
+    static_assert(kSteps * kDepth<T> == Tile::kRows && kSizeO * 2 == Tile::kColumns, "P V: rows × keys × columns");
+    if constexpr (sizeof(T) == 1) mma_pv_bytes(acc_o, rP, sV);
+    else if constexpr (sizeof(T) == 4) mma_pv_floats(acc_o, rP, sV);
+    else mma_pv_halves<T>(acc_o, rP, sV);
+}
+
+// P as the operand of P V: rounded to T, or of float32 the accumulators as they are
+template <class T, int kM, int kSize>
+TILE_DEVICE void to_weights(uint32_t (&rP)[kM][kSize * 2 / kDepth<T>][4], const float (&acc_s)[kM][kSize]) {
+#pragma unroll
+    for (int m = 0; m < kM; m++) {
+        if constexpr (sizeof(T) == 4)
+#pragma unroll
+            for (int i = 0; i < kSize; i++) rP[m][i / 4][i % 4] = as_bits(acc_s[m][i]);
+        else to_operand<T>(rP[m], acc_s[m]);
+    }
 }
 
 }  // namespace warp
