@@ -39,7 +39,7 @@ FAMILIES = ("prefill", "decode", "sparse")
 SHIPPED = Path(__file__).parent / "tables"
 # What a tiling may not get from a table: how lists are made is chosen by the schedule. Of decode nothing else than the
 # depth of its rings, because the cuts of shared ranges, and with them the bits of the result, follow from the rest.
-FIXED = {"prefill": ("unit",), "sparse": ("unit",)}
+FIXED = {"prefill": ("unit", "operand"), "sparse": ("unit", "operand")}
 DECODE_FREE = ("stages",)
 COSTS = (
     "item_us",

@@ -30,7 +30,7 @@ def tune(
     family: Annotated[str, typer.Argument(help="prefill, decode, sparse or all.")] = "all",
     budget: Annotated[float, typer.Option(help="Seconds that measuring may take, about.", min=1.0)] = BUDGET,
     shapes: Shapes = None,
-    dtype: Annotated[str, typer.Option(help="Of prefill and sparse: bfloat16, float16 or float8.")] = "bfloat16",
+    dtype: Annotated[str, typer.Option(help="Of prefill and sparse: bfloat16, float16, float32, float8.")] = "bfloat16",
 ) -> None:
     """Measure which tilings are fastest on this card, and what decode's work costs here, into a table for later calls.
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -13,7 +14,7 @@ from tilewise import arch, tuned
 from tilewise.formats import KVFormat
 from tilewise.gpu.decode_kernels import DecodeTiling, fits
 from tilewise.gpu.pattern import Pattern
-from tilewise.gpu.tilings import choose_tiling, forward_spec
+from tilewise.gpu.tilings import choose, spec_of
 from tilewise.scores import Scores
 from tilewise.tuned import COSTS, WEIGHTS, Table, Value
 
@@ -122,22 +123,23 @@ def entry_fault(family: str, key: str, entry: Mapping[str, Value], target: str) 
 
 
 def _forward_fault(family: str, parts: Sequence[str], entry: Mapping[str, Value], target: str) -> str:
-    from dataclasses import replace
-
     dtype, width, kind, features = getattr(torch, parts[0]), int(parts[1]), parts[2], parts[3].split("+")
     pattern, causal, rows = Pattern(), kind == "causal", ROWS["long"]
     if family == "sparse":
         blocks = [word for word in kind.split("+") if "x" in word]
         block_q, block_k = map(int, blocks[0].split("x")) if blocks else (0, 0)
         flags = {name: name in kind.split("+") for name in ("mask", "score")}
-        pattern = Pattern(block_q, block_k, text="function" if any(flags.values()) else "", **flags)
+        text = "function" if any(flags.values()) else ""
+        pattern = Pattern(block_q, block_k, text=text, mask=flags["mask"], score=flags["score"])
     else:
         rows = ROWS[parts[4]]
     scores = Scores((None, 0 if causal else None), -1.0 if "scored" in features else 1.0, exact="exact" in features)
-    tiling = choose_tiling(dtype, width, rows, scores, plain="loaded" not in features, pattern=pattern)
+    loads: dict[str, Any] = {"page_size": 16 * ("loaded" in features), "pattern": pattern}
+    tiling = choose(target, dtype, width, rows, scores, **loads)
     if why := tuned.unknown(family, tiling, entry):
         return why
-    needs = forward_spec(dtype, width, replace(tiling, **entry), scores, pattern=pattern).shared_bytes
+    changed: Any = replace(tiling, **entry)  # type: ignore[arg-type]
+    needs = spec_of(dtype, width, changed, scores, **loads).shared_bytes
     most = arch.shared_block(target)
     return f"it needs {needs} bytes of shared memory, {target} has {most}" if needs > most else ""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import combinations, product
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from tilewise import arch, checks, functions, tuned
 from tilewise.compiler.spec import KernelSpec
 from tilewise.gpu import prefill
 from tilewise.gpu.abi import FP8
+from tilewise.gpu.mma_tilings import BLOCK_OVERHEAD, MmaTiling
 from tilewise.gpu.pattern import NO_PATTERN, Pattern
 from tilewise.gpu.tilings import (
     MAX_HEAD_DIM,
@@ -20,19 +22,19 @@ from tilewise.gpu.tilings import (
     SMALL_64,
     TILINGS,
     Tiling,
-    forward_spec,
     geometry,
     out_dtype,
     pack_of,
     padded,
+    spec_of,
 )
 from tilewise.plan.schedule import BlockSchedule
 from tilewise.scores import Scores
-from tilewise.tuned import Tuned
+from tilewise.tuned import Tuned, Value
 
 from .tune import Call, Problem
 
-DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float8": FP8}
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32, "float8": FP8}
 HEAD_DIMS, LENGTHS, TOKENS, WIDTH = (64, 128, 256), (512, 2048, 8192), 16384, 2048  # WIDTH: heads × head dimension
 KINDS = ("128x128", "64x64", "mask")
 KEPT = 0.5  # of the blocks of a schedule
@@ -93,36 +95,55 @@ def sparse_defaults() -> list[Shape]:
 # ---- tilings beside the chosen one ------------------------------------------------------------------------------
 
 
-def hopper_neighbours(t: Tiling, scores: Scores, dtype: torch.dtype) -> Iterator[Tiling]:
-    """Tilings of the Hopper forward that differ from `t` in the keys of a block, in stages, or in how warpgroups work.
+Change = dict[str, Value]
+
+
+def hopper_changes(t: Tiling, scores: Scores, dtype: torch.dtype) -> list[list[Change]]:
+    """What may be different in a tiling of the Hopper forward, kind by kind.
 
     Rings have two stages at least: one is computed while the next one is loaded.
     """
     step = t.unit or (32 if dtype == FP8 else 16)
     longest = 128 if t.unit else 192  # a list has a word of bits per row
-    sizes = [n for n in range(t.tile_kv - 2 * step, t.tile_kv + 2 * step + 1, step) if 32 <= n <= longest]
-    for tile_kv in sizes:
-        for ping_pong in (False, True):
-            for q_registers in (False, True):
-                yield replace(t, tile_kv=tile_kv, ping_pong=ping_pong, q_registers=q_registers)
-        yield replace(t, tile_kv=tile_kv, stages_k=t.stages_k + 1, stages_v=t.stages_v + 1)
-    for k, v in ((1, 0), (0, 1), (-1, 0), (0, -1), (1, -1), (-1, 1)):
-        yield replace(t, stages_k=max(2, t.stages_k + k), stages_v=max(2, t.stages_v + v))
-    if t.stages_raw:
-        yield replace(t, stages_raw=t.stages_raw + 1)
-    if not scores.exact:
-        yield replace(t, lazy=not t.lazy)
-        yield replace(t, lazy=not t.lazy, stages_k=t.stages_k + 1)
+    sizes = [t.tile_kv + n * step for n in (-2, -1, 1, 2)]
+    depths = [(max(2, t.stages_k + k), max(2, t.stages_v + v)) for k, v in ((1, 0), (0, 1), (1, 1), (-1, 0), (0, -1))]
+    return [
+        [{"tile_kv": n} for n in sizes if 32 <= n <= longest],
+        [{"stages_k": k, "stages_v": v} for k, v in depths],
+        [{"stages_raw": t.stages_raw + 1}] if t.stages_raw else [],
+        [{"ping_pong": not t.ping_pong}],
+        [{"q_registers": not t.q_registers}],
+        [] if scores.exact else [{"lazy": not t.lazy}],
+    ]
 
 
-# By the class of a tiling: the tilings beside it.
-NEIGHBOURS: dict[type, Callable[[Any, Scores, torch.dtype], Iterator[Any]]] = {Tiling: hopper_neighbours}
+def mma_changes(t: MmaTiling, scores: Scores, dtype: torch.dtype) -> list[list[Change]]:
+    """The same of the forward by mma.sync: prefill/forward_mma.cu says what goes together."""
+    step = t.unit or (32 if t.operand.itemsize == 1 else 16)
+    widened = t.operand != dtype  # what arrives has one place
+    return [
+        [{"tile_kv": n} for n in (t.tile_kv + m * step for m in (-2, -1, 1, 2)) if step <= n <= 128],
+        [] if widened else [{"stages_k": k, "stages_v": v} for k, v in ((1, 1), (2, 1), (2, 2))],
+        [] if t.unit else [{"tile_q": q, "warp_rows": rows} for q, rows in ((128, 32), (128, 16), (64, 16), (64, 32))],
+        [{"q_registers": not t.q_registers}],
+        [{"blocks_each": n} for n in (1, 2, 3)],
+        [] if scores.exact else [{"lazy": not t.lazy}],
+    ]
+
+
+# By the class of a tiling: what may be different, kind by kind.
+CHANGES: dict[type, Callable[[Any, Scores, torch.dtype], list[list[Change]]]] = {
+    Tiling: hopper_changes,
+    MmaTiling: mma_changes,
+}
 
 
 def candidates(tiling: Any, width: int, scores: Scores, dtype: torch.dtype) -> list[Any]:
-    """The tilings to be measured beside the chosen one, each once; of a class that has none there are none."""
-    neighbours = NEIGHBOURS.get(type(tiling))
-    found = [] if neighbours is None else list(neighbours(tiling, scores, dtype))
+    """The tilings to be measured beside the chosen one: one thing is different, or two."""
+    kinds = CHANGES[type(tiling)](tiling, scores, dtype)
+    found = [replace(tiling, **change) for kind in kinds for change in kind]
+    for one, other in combinations(kinds, 2):
+        found += [replace(tiling, **first, **second) for first, second in product(one, other)]
     if isinstance(tiling, Tiling) and not tiling.unit and dtype != FP8:
         found += [TILINGS[width], *((SMALL_64, SHORT_64) if width == 64 else ())]
     return [other for other in dict.fromkeys(found) if other != tiling]
@@ -174,21 +195,26 @@ def _problem(
     if schedule is not None or function is not None:
         pattern = Pattern.of(schedule, function, (shape.batch, shape.heads, shape.seq, shape.seq))
     sized = (dtype, shape.batch, shape.seq, shape.heads, shape.kv_heads, shape.hdim, scores)
-    with tuned.trying(Tuned({})):  # as it is chosen without a table
-        made = geometry(*sized, plain=True, pattern=pattern)
+    card = arch.card_of(device)
+    made = geometry(card, *sized, tma=True, pattern=pattern)  # as it is chosen without a table
     family, key = tuned.key_of(dtype, padded(shape.hdim), shape.seq, scores, plain=True, pattern=pattern)
-    most = arch.shared_block(arch.card_of(device))
+    limits = arch.limits_of(card)
 
     def specs(tiling: Any) -> list[KernelSpec]:
         pack = made.pack if pattern.listed else pack_of(tiling.tile_q, shape.seq, shape.heads // shape.kv_heads)
         packs = [pack, *(p for p in PACKS if p != pack and tiling.tile_q % p == 0)]
-        return [forward_spec(dtype, shape.hdim, tiling, scores, pack=pack, pattern=pattern) for pack in packs]
+        return [spec_of(dtype, shape.hdim, tiling, scores, pack=pack, pattern=pattern) for pack in packs]
 
     others = candidates(made.tiling, padded(shape.hdim), scores, dtype)
-    fitting = tuple(t for t in others if specs(t)[0].shared_bytes <= most)
+    fitting = tuple(t for t in others if _fits(t, specs(t)[0].shared_bytes, limits))
     name = str(shape) if family == "prefill" else f"{shape}, {key.split('/')[2]}"
     data = _Data(shape, dtype, device, scores, pattern, schedule, function)
     return Problem(family, key, name, made.tiling, fitting, specs, data.bind, data.same)
+
+
+def _fits(tiling: Any, shared: int, limits: arch.Limits) -> bool:
+    room = tiling.blocks_each * (shared + BLOCK_OVERHEAD) <= limits.shared_sm
+    return shared <= limits.shared_block and room and tiling.tile_q * 32 <= 1024 * getattr(tiling, "warp_rows", 32)
 
 
 class _Data:
