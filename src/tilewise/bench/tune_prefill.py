@@ -111,7 +111,7 @@ def hopper_changes(t: Tiling, scores: Scores, dtype: torch.dtype) -> list[list[C
         [{"tile_kv": n} for n in sizes if 32 <= n <= longest],
         [{"stages_k": k, "stages_v": v} for k, v in depths],
         [{"stages_raw": t.stages_raw + 1}] if t.stages_raw else [],
-        [{"ping_pong": not t.ping_pong}],
+        [{"ping_pong": not t.ping_pong}] if t.tile_q > 64 else [],  # one warpgroup has nobody to take turns with
         [{"q_registers": not t.q_registers}],
         [] if scores.exact else [{"lazy": not t.lazy}],
     ]
