@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tilewise import compiler, emulator
+from tilewise import compiler, emulator, tuned
 from tilewise.arch import card_of, multiprocessors
 from tilewise.compiler.tensor_maps import TensorMapSpec
 from tilewise.gpu.abi import (
@@ -48,7 +48,7 @@ def plan_of(q: torch.Tensor, k: torch.Tensor, scores: Scores) -> Plan:
     """The tiles of a dense call on q (B, Nq, Hq, D) and k (B, Nk, Hkv, D), V being laid out as K, in their order."""
     (batch, seqlen_q, heads_q, head_dim), (seqlen_k, heads_kv) = q.shape, k.shape[1:3]
     card, tma = card_of(q.device), tma_can(q, k)
-    g = geometry(card, q.dtype, batch, seqlen_q, heads_q, heads_kv, head_dim, scores, tma=tma)
+    g = geometry(card, q.dtype, batch, seqlen_q, heads_q, heads_kv, head_dim, scores, tma=tma, table=tuned.of(q.device))
     tiles, each = g.q_tiles * batch * g.heads, multiprocessors(q.device) * g.tiling.blocks_each
     blocks = tiles if isinstance(g.tiling, MmaTiling) else min(tiles, each)
     launch = Launch(
@@ -102,7 +102,7 @@ class Forward:
         sized = (q.dtype, batch, seqlen_q, heads, heads_kv, head_dim, scores)
         page_size = k.shape[1] if paged else 0
         loads: dict[str, Any] = {"page_size": page_size, "tma": tma, "pattern": pattern}
-        g = geometry(card_of(q.device), *sized, sequences=sequences, **loads)
+        g = geometry(card_of(q.device), *sized, sequences=sequences, table=tuned.of(q.device), **loads)
         tiling, pack = g.tiling, g.pack
         self.spec = spec_of(q.dtype, head_dim, tiling, scores, pack=pack, **loads)
         self.mapped = not isinstance(tiling, MmaTiling)  # the kernel takes tensor maps, blank ones without TMA

@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from tilewise import functions
+from tilewise import functions, tuned
+from tilewise.arch import limits_of
 from tilewise.compiler.spec import Constant, KernelSpec
 from tilewise.gpu import mma_tilings
 from tilewise.gpu.abi import ELEMENTS, EVERY_RULE, FP8, PANEL_BYTES, TILE_WORDS, score_rule
@@ -228,6 +229,32 @@ def choose(
     return choose_tiling(dtype, head_dim, seqlen_q, scores, plain=plain, pattern=pattern, page_size=page_size)
 
 
+def as_measured(
+    table: tuned.Tuned,
+    card: str,
+    dtype: torch.dtype,
+    head_dim: int,
+    seqlen_q: float,
+    tiling: AnyTiling,
+    scores: Scores,
+    *,
+    tma: bool = True,
+    page_size: int = 0,
+    pattern: Pattern = NO_PATTERN,
+) -> AnyTiling:
+    """What was measured to be fastest on the card in place of `tiling`, if such problems were measured and it fits."""
+    plain = tma and not page_size
+    family, key = tuned.key_of(dtype, padded(head_dim), seqlen_q, scores, plain=plain, pattern=pattern)
+    limits = limits_of(card)
+
+    def fits(other: AnyTiling) -> bool:
+        spec = spec_of(dtype, head_dim, other, scores, tma=tma, page_size=page_size, pattern=pattern)
+        room = other.blocks_each * (spec.shared_bytes + mma_tilings.BLOCK_OVERHEAD) <= limits.shared_sm
+        return room and spec.shared_bytes <= limits.shared_block
+
+    return table.prefer(family, key, tiling, fits)
+
+
 def spec_of(
     dtype: torch.dtype,
     head_dim: int,
@@ -361,10 +388,15 @@ def geometry(
     sequences: int | None = None,
     pattern: Pattern = NO_PATTERN,
     page_size: int = 0,
+    table: tuned.Tuned | None = None,
 ) -> Geometry:
-    """The geometry of dense rows, or of `sequences` packed ones, on a card; tma: as `choose` has it."""
+    """The geometry of dense rows, or of `sequences` packed ones, on a card; tma: as `choose` has it. table: what was
+    measured on it."""
     rows = seqlen_q if sequences is None else seqlen_q / max(1, sequences)  # of a sequence, about
-    tiling = choose(card, dtype, head_dim, rows, scores, tma=tma, pattern=pattern, page_size=page_size)
+    loads: dict[str, Any] = {"tma": tma, "pattern": pattern, "page_size": page_size}
+    tiling = choose(card, dtype, head_dim, rows, scores, **loads)
+    if table is not None:
+        tiling = as_measured(table, card, dtype, head_dim, rows, tiling, scores, **loads)
     group = heads_q // heads_kv
     # Slabs are whole tokens, and the heads of a tile share its list.
     apart = pattern.listed and (pattern.heads > heads_kv or group & (group - 1) != 0)
