@@ -11,7 +11,7 @@ from functools import lru_cache
 
 import torch
 
-from tilewise.arch import LIMITS, hopper
+from tilewise.arch import LIMITS, Limits, hopper
 from tilewise.compiler.spec import KernelSpec
 from tilewise.compiler.tensor_maps import TensorMapSpec
 from tilewise.formats import KVFormat
@@ -29,6 +29,7 @@ FORMATS = {"bf16": 0, "fp16": 0, "fp8": 1, "int8": 2, "int4": 3}  # tile/quant.c
 BITS = {"bf16": 16, "fp16": 16, "fp8": 8, "int8": 8, "int4": 4}
 RING_BYTES = 65536  # of shared memory per block for the rings: bytes that its streaming warps have in flight
 TILE_WARPS, TILE_THREADS = 8, 384  # decode/decode_tree.cu: what a block has beside its streaming warps
+COPYING_WARPS = 8  # per multiprocessor that load by cp.async: what its registers hold
 BLOCK_OVERHEAD = 1024  # bytes of shared memory per block that the driver reserves
 
 
@@ -113,7 +114,10 @@ def choose_tiling(
     deep: one block with rings twice as deep, for sequences that just fill its warps (`fills_one_block`).
     """
     most = 8 if fmt.name in ("fp8", "int8", "int4") and fmt.head_dim <= 128 else 4
+    wide = rows_each > 8 and fmt.head_dim <= 128  # with larger head dimensions 16 rows do not fit a warp's registers
     limits = LIMITS[arch]
+    if not tma:
+        return _copying_tiling(fmt, 16 if wide else 8, most, limits)
 
     def stages(warps: int) -> int:
         return max(2, min(8, RING_BYTES // warps // stage_bytes(fmt)))
@@ -127,15 +131,45 @@ def choose_tiling(
         return next(t for t in sizes if shared_bytes(fmt, t) <= limits.shared_block)
     if deep:
         return DecodeTiling(8, most, min(8, 2 * stages(most)), 1)
-    wide = rows_each > 8 and fmt.head_dim <= 128  # with larger head dimensions 16 rows do not fit a warp's registers
     for warps in (most, most // 2, most // 4):
         for blocks in (2, 1):
-            if blocks == 2 and warps == 8 and (wide or not tma):
+            if blocks == 2 and warps == 8 and wide:
                 continue  # two blocks would leave 128 registers per thread
             tiling = DecodeTiling(16 if wide else 8, warps, stages(warps), blocks)
+<<<<<<< HEAD
             if fits(fmt, tiling, arch):
+=======
+            if _fits(fmt, tiling, limits):
+>>>>>>> main
                 return tiling
     raise AssertionError(f"{fmt} fits no block of {arch}")
+
+
+def _fits(fmt: KVFormat, tiling: DecodeTiling, limits: Limits) -> bool:
+    shared = shared_bytes(fmt, tiling)
+    return shared <= limits.shared_block and tiling.blocks * (shared + BLOCK_OVERHEAD) <= limits.shared_sm
+
+
+def _copying_tiling(fmt: KVFormat, rows: int, most: int, limits: Limits) -> DecodeTiling:
+    """The shape of a kernel that loads by cp.async, of up to `most` warps per block: a function of the card's limits.
+
+    Warps come first: while one waits for its chunk, others compute. A multiprocessor's registers hold eight of them,
+    for products and addresses take 160 to 255 per thread. Then come bytes in flight, up to 128 KB, which is as much as
+    Hopper has with TMA and several times what other cards need: latency times bandwidth per multiprocessor is 13 KB on
+    an A100 and 5 KB on a 4090. Then fewer, larger blocks, whose warps ask for neighbouring heads together.
+    """
+    found: list[tuple[tuple[int, int, int], DecodeTiling]] = []
+    for warps in (most, most // 2, most // 4):
+        for blocks in (1, 2):
+            if warps * blocks > COPYING_WARPS:
+                continue
+            each = warps * blocks * stage_bytes(fmt)
+            for stages in range(max(2, min(8, 2 * RING_BYTES // each)), 1, -1):
+                tiling = DecodeTiling(rows, warps, stages, blocks)
+                if _fits(fmt, tiling, limits):
+                    found.append(((warps * blocks, stages * each, warps), tiling))
+                    break
+    return max(found, key=lambda pair: pair[0])[1]
 
 
 @lru_cache(maxsize=1024)

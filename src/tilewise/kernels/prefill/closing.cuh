@@ -9,14 +9,6 @@ struct Closing {
     Global<Out> rows[2];   // where row h goes
 };
 
-// Is the row within the length of its block of rows?
-TILE_DEVICE bool row_there(const TileLists& lists, const WorkTile& tile, int token) {
-    if (!lists.lengths_q) return true;
-    const int block = lists.block_q.quotient(token);
-    const int64_t at = int64_t(tile.sequence) * lists.lengths_q_batch + block;
-    return token - block * int(lists.block_q.divisor) < Global<const int>{lists.lengths_q}[at];
-}
-
 // rows: as Scoring has it. done: the tile; of: its softmax state. Writes the LSE, and zeroes what rows past the length of
 // their block have in acc_o. kAddresses: whether `rows` of the result is wanted
 template <bool kAddresses, class Rows>

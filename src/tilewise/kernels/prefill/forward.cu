@@ -160,7 +160,7 @@ struct Consumer : Scoring<Consumer> {
         if constexpr (kInside && Function::kTouches) touch();
         ptx::wgmma_wait<1>();
         if constexpr (!kHoldsK) release_k();
-        score<kMasked, kInside>(acc_s);
+        if constexpr (kMasked || !kSided) score<kMasked, kInside>(acc_s);
         if constexpr (kMasked && Function::kMask) hide(acc_s, bits);
         else if constexpr (kMasked) mask(acc_s);
     }
@@ -183,9 +183,33 @@ struct Consumer : Scoring<Consumer> {
             end_step<true>(true);
         }
     }
+    // lazy_softmax, with the scores made as the block lies. On a line they take one multiply-add more than plain ones,
+    // the reference being part of the line.
+    template <bool kInside> TILE_DEVICE bool sided_softmax(float (&sum)[2], const Sides& sides) {
+        at_side(sides, [&](auto side) {
+            if constexpr (kLine<side.kValue>) {
+                follow<side.kValue>(acc_s, sides, state.max);
+                warp::exponentiate(acc_s, sum);
+            } else {
+                score<false, kInside, side.kValue>(acc_s);
+                warp::exponentiate(acc_s, sum, state, scale_log2);
+            }
+        });
+        return ptx::any(!(fmaxf(sum[0], sum[1]) <= float(kWitness)));
+    }
+    // The same before the standard softmax
+    template <bool kInside> TILE_DEVICE void sided_scores(const Sides& sides) {
+        const float none[2] = {0.0f, 0.0f};
+        at_side(sides, [&](auto side) {
+            if constexpr (!kLine<side.kValue>) score<false, kInside, side.kValue>(acc_s);
+            else follow<side.kValue>(acc_s, sides, none);
+        });
+    }
     // Blocks that every row sees whole. What is rarely needed stands outside of the inner loop, which keeps that loop
     // short.
     template <bool kInside> TILE_DEVICE void full_steps(int until) {
+        Sides sides;
+        find_sides(sides);
         while (n >= until) {
             float sum[2];
             bool moved = false;
@@ -193,9 +217,11 @@ struct Consumer : Scoring<Consumer> {
             for (; n >= until;) {
                 begin_step<false, kInside>();
                 if constexpr (kExact) {
+                    if constexpr (kSided) sided_scores<kInside>(sides);
                     end_step<false>(warp::standing_softmax<kLift>(acc_s, correction, state, scale_log2));
                 } else {
-                    moved = warp::lazy_softmax<kWitness>(acc_s, sum, state, scale_log2);
+                    if constexpr (kSided) moved = sided_softmax<kInside>(sum, sides);
+                    else moved = warp::lazy_softmax<kWitness>(acc_s, sum, state, scale_log2);
                     if (moved) break;
                     warp::add_sums(state, sum);
                     end_step<false>(false);

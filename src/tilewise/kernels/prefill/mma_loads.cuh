@@ -96,7 +96,9 @@ TILE_DEVICE void load_q(const ForwardArgs& args, const WorkTile& tile) {
     auto at = [&](int row) {
         const int token = (tile.row + row) / kPack, head = tile.head * kPack + (tile.row + row) % kPack;
         const int64_t from = (tile.q_start + token) * args.q_strides.row + head * args.q_strides.head;
-        return token < tile.seqlen_q ? q + from : nullptr;
+        // Rows past their block's length are zeros: what they hold must not move other rows' references.
+        const bool there = token < tile.seqlen_q && (!kLengths || row_there(args.lists, tile, token));
+        return there ? q + from : nullptr;
     };
     if constexpr (!kVectors) {
         load_elements<kTileQ>(sQ, at);

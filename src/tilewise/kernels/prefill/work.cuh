@@ -135,6 +135,14 @@ TILE_DEVICE WorkTile work_tile(const ForwardArgs& args, int number) {
     return tile;
 }
 
+// Is a query token within the length of its block of rows?
+TILE_DEVICE bool row_there(const TileLists& lists, const WorkTile& tile, int token) {
+    if (!lists.lengths_q) return true;
+    const int block = lists.block_q.quotient(token);
+    const int64_t at = int64_t(tile.sequence) * lists.lengths_q_batch + block;
+    return token - block * int(lists.block_q.divisor) < Global<const int>{lists.lengths_q}[at];
+}
+
 // Entry `entry` of a tile's list
 TILE_DEVICE int unit_at(const TileLists& lists, int row, int whole, int units, int entry) {
     if (entry >= units) return kNoUnit;
