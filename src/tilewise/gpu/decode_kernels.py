@@ -98,9 +98,7 @@ def shared_bytes(fmt: KVFormat, tiling: DecodeTiling) -> int:
 
 def fits(fmt: KVFormat, tiling: DecodeTiling, arch: str) -> bool:
     """Do the tiling's blocks fit a multiprocessor, with rings of two chunks or more?"""
-    shared, limits = shared_bytes(fmt, tiling), LIMITS[arch]
-    room = tiling.blocks * (shared + BLOCK_OVERHEAD) <= limits.shared_sm
-    return tiling.stages >= 2 and shared <= limits.shared_block and room
+    return tiling.stages >= 2 and _fits(fmt, tiling, LIMITS[arch])
 
 
 @lru_cache(maxsize=256)
@@ -136,11 +134,7 @@ def choose_tiling(
             if blocks == 2 and warps == 8 and wide:
                 continue  # two blocks would leave 128 registers per thread
             tiling = DecodeTiling(16 if wide else 8, warps, stages(warps), blocks)
-<<<<<<< HEAD
-            if fits(fmt, tiling, arch):
-=======
             if _fits(fmt, tiling, limits):
->>>>>>> main
                 return tiling
     raise AssertionError(f"{fmt} fits no block of {arch}")
 
