@@ -13,7 +13,7 @@ import torch
 from cli_cases import assert_one_line_and_hint
 
 from tilewise import arch, tuned
-from tilewise.bench import tune, tune_command, tune_prefill
+from tilewise.bench import tune, tune_command, tune_decode, tune_prefill
 from tilewise.bench.measure import Timing
 from tilewise.bench.tune_prefill import Shape, parse
 from tilewise.gpu import prefill
@@ -344,6 +344,36 @@ def test_an_interrupt_keeps_what_is_done(run: Any, card: Path, monkeypatch: pyte
     assert "interrupted: what is done is kept" in out
     path = card / tuned.file_name(Machine.card, Machine.target)
     assert list(tuned.read(path).families["prefill"].tilings) == [KEY]
+
+
+def test_all_families_share_the_time(card: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine, shares = Machine(), []
+    monkeypatch.setattr(tune_prefill, "problems", lambda shapes, dtype, device: map(problem, shapes))
+    monkeypatch.setattr(tune_prefill, "sparse_problems", lambda shapes, dtype, device: [problem()] * 3 * len(shapes))
+    monkeypatch.setattr(tune_decode, "problems", lambda shapes, device: map(problem, shapes))
+    monkeypatch.setattr(tune_decode, "Bench", lambda *given: None)
+    monkeypatch.setattr(
+        tune_decode,
+        "measure_constants",
+        lambda machine, bench, seconds: (shares.append(seconds), ({"launch_us": 5.0}, []))[1],
+    )
+    solve = tune.solve
+    monkeypatch.setattr(tune, "solve", lambda p, m, seconds: (shares.append(seconds), solve(p, m, seconds))[1])
+    begun: list[str] = []
+
+    class Bar:
+        total = begun.append
+        next = begun.append
+
+    book, outcome = tune.Book(machine, tmp_path), tune.Outcome(0)
+    tune_command.run(tune_command.FAMILIES, [LONG], BF16, CPU, machine, book, outcome, 90.0, Bar())
+    assert (outcome.asked, outcome.solved, outcome.out_of_time) == (6, 6, False)
+    assert begun[0] == 6
+    assert len(begun) == 1 + 6
+    # Nine shares: one of prefill, four of decode's constants and one of its problem, three of sparse.
+    assert shares == pytest.approx([10, 40, 10, 10, 10, 10], rel=0.5)
+    assert sum(shares) < 100
+    assert tuned.read(book.path).families["decode"].constants == {"launch_us": 5.0}
 
 
 def test_driver_and_clocks_are_asked_of_nvidia_smi(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
