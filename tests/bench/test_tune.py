@@ -370,9 +370,9 @@ def test_all_families_share_the_time(card: Path, tmp_path: Path, monkeypatch: py
     assert (outcome.asked, outcome.solved, outcome.out_of_time) == (6, 6, False)
     assert begun[0] == 6
     assert len(begun) == 1 + 6
-    # Nine shares: one of prefill, four of decode's constants and one of its problem, three of sparse.
-    assert shares == pytest.approx([10, 40, 10, 10, 10, 10], rel=0.5)
-    assert sum(shares) < 100
+    # Nine shares: one of prefill, four of decode's constants and one of its problem, three of sparse, of which the
+    # later ones get what the earlier ones leave: here all of it.
+    assert shares == pytest.approx([10, 40, 10, 10, 15, 30], rel=0.1)
     assert tuned.read(book.path).families["decode"].constants == {"launch_us": 5.0}
 
 
