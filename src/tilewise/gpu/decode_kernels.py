@@ -11,7 +11,7 @@ from functools import lru_cache
 
 import torch
 
-from tilewise.arch import LIMITS, Limits, hopper
+from tilewise.arch import LIMITS, hopper
 from tilewise.compiler.spec import KernelSpec
 from tilewise.compiler.tensor_maps import TensorMapSpec
 from tilewise.formats import KVFormat
@@ -98,7 +98,9 @@ def shared_bytes(fmt: KVFormat, tiling: DecodeTiling) -> int:
 
 def fits(fmt: KVFormat, tiling: DecodeTiling, arch: str) -> bool:
     """Do the tiling's blocks fit a multiprocessor, with rings of two chunks or more?"""
-    return tiling.stages >= 2 and _fits(fmt, tiling, LIMITS[arch])
+    shared, limits = shared_bytes(fmt, tiling), LIMITS[arch]
+    room = tiling.blocks * (shared + BLOCK_OVERHEAD) <= limits.shared_sm
+    return tiling.stages >= 2 and shared <= limits.shared_block and room
 
 
 @lru_cache(maxsize=256)
@@ -115,7 +117,7 @@ def choose_tiling(
     wide = rows_each > 8 and fmt.head_dim <= 128  # with larger head dimensions 16 rows do not fit a warp's registers
     limits = LIMITS[arch]
     if not tma:
-        return _copying_tiling(fmt, 16 if wide else 8, most, limits)
+        return _copying_tiling(fmt, 16 if wide else 8, most, arch)
 
     def stages(warps: int) -> int:
         return max(2, min(8, RING_BYTES // warps // stage_bytes(fmt)))
@@ -134,17 +136,12 @@ def choose_tiling(
             if blocks == 2 and warps == 8 and wide:
                 continue  # two blocks would leave 128 registers per thread
             tiling = DecodeTiling(16 if wide else 8, warps, stages(warps), blocks)
-            if _fits(fmt, tiling, limits):
+            if fits(fmt, tiling, arch):
                 return tiling
     raise AssertionError(f"{fmt} fits no block of {arch}")
 
 
-def _fits(fmt: KVFormat, tiling: DecodeTiling, limits: Limits) -> bool:
-    shared = shared_bytes(fmt, tiling)
-    return shared <= limits.shared_block and tiling.blocks * (shared + BLOCK_OVERHEAD) <= limits.shared_sm
-
-
-def _copying_tiling(fmt: KVFormat, rows: int, most: int, limits: Limits) -> DecodeTiling:
+def _copying_tiling(fmt: KVFormat, rows: int, most: int, arch: str) -> DecodeTiling:
     """The shape of a kernel that loads by cp.async, of up to `most` warps per block: a function of the card's limits.
 
     Warps come first: while one waits for its chunk, others compute. A multiprocessor's registers hold eight of them,
@@ -160,7 +157,7 @@ def _copying_tiling(fmt: KVFormat, rows: int, most: int, limits: Limits) -> Deco
             each = warps * blocks * stage_bytes(fmt)
             for stages in range(max(2, min(8, 2 * RING_BYTES // each)), 1, -1):
                 tiling = DecodeTiling(rows, warps, stages, blocks)
-                if _fits(fmt, tiling, limits):
+                if fits(fmt, tiling, arch):
                     found.append(((warps * blocks, stages * each, warps), tiling))
                     break
     return max(found, key=lambda pair: pair[0])[1]
