@@ -84,7 +84,9 @@ def test_shapes_are_read_one_by_one_or_together() -> None:
     ]
 
 
-@pytest.mark.parametrize("text", ["1,2,3", "1,2,3,4,5,6", "a,2,3,4,5", "1,2,3,4,5,full", "1,,3,4,5", "-1,2,3,4,5"])
+@pytest.mark.parametrize(
+    "text", ["1,2,3", "1,2,3,4,5,6", "a,2,3,4,5", "1,2,3,4,5,full", "1,,3,4,5", "1,2,3,4,5,paged,causal", "-1,2,3,4,5"]
+)
 def test_what_is_no_shape_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="a shape must be B,N,Hq,Hkv,D"):
         parse([text])
@@ -99,9 +101,21 @@ def test_shapes_have_sizes_and_whole_groups() -> None:
 
 def test_the_defaults_are_a_key_each() -> None:
     keys = [made.key for made in tune_prefill.problems(tune_prefill.defaults(), BF16, CPU)]
-    assert len(set(keys)) == len(keys) == 18
+    assert len(set(keys)) == len(keys) == 27
+    assert sum("/causal/loaded/" in key for key in keys) == 9
     sparse = [made.key for made in tune_prefill.sparse_problems([Shape(1, 512, 1, 1, 128)], BF16, CPU)]
     assert sparse == [f"bfloat16/128/{kind}/plain" for kind in ("128x128", "64x64", "mask")]
+
+
+@pytest.mark.parametrize("text", ["2,48,2,1,64,causal,paged", "1,40,1,1,36"])
+def test_pages_and_odd_rows_are_bound_as_calls_bind_them(text: str) -> None:
+    """To a kernel that loads them so; the emulator gives the same result for another tiling."""
+    (made,) = PROBLEMS(parse([text]), BF16, CPU)
+    assert "/loaded/" in made.key
+    made = replace(made, others=made.others[:1])
+    entry, records = tune.solve(made, Machine(lambda name, turn: 1e-3 if name == tune.CHOSEN else 0.5e-3), 1.0)
+    assert [record["status"] for record in records] == ["ok", "ok"]
+    assert entry == tune.difference(made.tiling, made.others[0])
 
 
 # ---- candidates --------------------------------------------------------------------------------------------------
@@ -299,6 +313,7 @@ def test_there_is_nothing_to_tune_on_a_cpu(run: Any, monkeypatch: pytest.MonkeyP
         (("everything",), "'everything' is not one of prefill, decode, sparse and all"),
         (("prefill", "--shapes", "1,2"), "a shape must be B,N,Hq,Hkv,D"),
         (("prefill", "--shapes", "1,16,1,1,512"), "D must be at most 256 for prefill, got 512"),
+        (("prefill", "--shapes", "1,24,1,1,64,paged"), "N must be whole pages of 16 tokens with paged, got 24"),
         (("decode", "--shapes", "1,16,1,1,80"), "D must be one of 64, 96, 128, 192, 256 for decode, got 80"),
         (("prefill", "--dtype", "int8"), "'int8' is not one of bfloat16"),
         (("--budget", "0"), "Invalid value for '--budget'"),
