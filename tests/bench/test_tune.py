@@ -115,7 +115,7 @@ def test_pages_and_odd_rows_are_bound_as_calls_bind_them(text: str) -> None:
     made = replace(made, others=made.others[:1])
     entry, records = tune.solve(made, Machine(lambda name, turn: 1e-3 if name == tune.CHOSEN else 0.5e-3), 1.0)
     assert [record["status"] for record in records] == ["ok", "ok"]
-    assert entry == tune.difference(made.tiling, made.others[0])
+    assert entry == tune.entry_of("prefill", made.others[0])
 
 
 # ---- candidates --------------------------------------------------------------------------------------------------
@@ -155,11 +155,14 @@ def test_the_fastest_is_taken_after_it_was_faster_twice() -> None:
     best = tune.words(tune.difference(made.tiling, made.others[3]))
     machine = Machine(lambda name, turn: 0.9e-3 if name == best else 1e-3)
     entry, records = tune.solve(made, machine, 1.0)
-    assert entry == tune.difference(made.tiling, made.others[3])
+    assert entry == tune.entry_of("prefill", made.others[3])
+    assert set(entry) >= {"tile_q", "tile_kv", "stages_k", "lazy"}, "all of it: nothing is left to what is chosen"
+    assert not {"unit", "operand"} & set(entry)
     assert machine.timed[1] == [best, tune.CHOSEN]
     assert len(records) == 1 + len(made.others)
     (taken,) = [record for record in records if record["taken"]]
-    assert (taken["tiling"], taken["median_us"], taken["p20_us"], taken["p80_us"]) == (entry, 900.0, 810.0, 990.0)
+    assert (taken["median_us"], taken["p20_us"], taken["p80_us"]) == (900.0, 810.0, 990.0)
+    assert taken["tiling"] == tune.difference(made.tiling, made.others[3])
     assert {record["key"] for record in records} == {KEY}
 
 
