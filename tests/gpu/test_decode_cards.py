@@ -76,7 +76,7 @@ def test_shapes_follow_the_limits_of_a_card(kv_format, card):
             shared = shared_bytes(fmt, tiling)
             assert shared <= limits.shared_block
             assert tiling.blocks * (shared + BLOCK_OVERHEAD) <= limits.shared_sm
-            assert tiling.rows == (16 if rows > 8 and head_dim <= 128 else 8)
+            assert tiling.rows == (16 if rows > 8 and head_dim <= (96 if kv_format == "fp32" else 128) else 8)
             held = tiling.blocks * tiling.warps
             assert held * tiling.stages * stage_bytes(fmt) >= 40 << 10, "bytes in flight"
             # No block more fits beside these: neither of registers nor of shared memory.
