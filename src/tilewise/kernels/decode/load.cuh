@@ -341,9 +341,9 @@ struct Loader {
             ptx::copy_async_16(window + scales(stage) + to, page + token * kTokenScales, 16);
         }
     }
-    // A copy of all lanes brings one panel of kCopyRows neighbouring rows, each in whole lines; the panels of a row come
-    // one after another. Addresses are computed once per box, and then go on from row to row. Tokens outside the span
-    // become zeros and are not read.
+    // A copy of all lanes brings one panel of kCopyRows neighbouring rows; the panels of a row come one after another.
+    // Addresses are computed once per box, and then go on from row to row. Tokens outside the span become zeros and are
+    // not read.
     TILE_DEVICE void request_by_copies(int stage) const {
         const int r = lane / kPanelChunks, c = lane % kPanelChunks;
         const uint32_t first = window + place_of(r, c, rank);

@@ -15,7 +15,7 @@
 #pragma once
 #include "decode/rows.cuh"
 
-static_assert(kFormat == Format::bits32 && kTiles == 1 && kPanelBytes == 128, "float32 pages, in panels of 32 channels");
+static_assert(kFormat == Format::bits32 && kTiles == 1 && kPanelBytes == 128, "panels of 32 channels");
 
 // The tensor cores do not look at the lowest thirteen bits of a TF32 number: half a unit is added to low beforehand.
 struct Split {

@@ -31,7 +31,8 @@ TILE_DEVICE void stream_item(const DecodeArgs& args, const DecodeItem& item, int
     Staged(rank).take(body);
 }
 
-template <class Body> TILE_DEVICE void stream(const DecodeArgs& args, const TensorMap& mK, const TensorMap& mV, int rank) {
+template <class Body>
+TILE_DEVICE void stream(const DecodeArgs& args, const TensorMap& mK, const TensorMap& mV, int rank) {
     Loader loader(args, mK, mV, rank);
     loader.start();
     Turn<kStages> turn;
