@@ -11,7 +11,7 @@ from functools import lru_cache
 
 import torch
 
-from tilewise.arch import LIMITS, Limits, hopper
+from tilewise.arch import LIMITS, hopper
 from tilewise.compiler.spec import KernelSpec
 from tilewise.compiler.tensor_maps import TensorMapSpec
 from tilewise.formats import KVFormat
@@ -102,6 +102,13 @@ def shared_bytes(fmt: KVFormat, tiling: DecodeTiling) -> int:
     return at_fold + tiling.warps * (fold_bytes(fmt, tiling.rows) + query_bytes(fmt, tiling.rows))
 
 
+def fits(fmt: KVFormat, tiling: DecodeTiling, arch: str) -> bool:
+    """Do the tiling's blocks fit a multiprocessor, with rings of two chunks or more?"""
+    shared, limits = shared_bytes(fmt, tiling), LIMITS[arch]
+    room = tiling.blocks * (shared + BLOCK_OVERHEAD) <= limits.shared_sm
+    return tiling.stages >= 2 and shared <= limits.shared_block and room
+
+
 @lru_cache(maxsize=256)
 def choose_tiling(
     fmt: KVFormat, rows_each: int, tiles: bool = False, tma: bool = True, arch: str = "sm_90a", deep: bool = False
@@ -117,7 +124,7 @@ def choose_tiling(
     wide = rows_each > 8 and fmt.head_dim <= (96 if fmt.name == "fp32" else 128)
     limits = LIMITS[arch]
     if not tma:
-        return _copying_tiling(fmt, 16 if wide else 8, most, limits)
+        return _copying_tiling(fmt, 16 if wide else 8, most, arch)
 
     def stages(warps: int) -> int:
         return max(2, min(8, RING_BYTES // warps // stage_bytes(fmt)))
@@ -136,17 +143,12 @@ def choose_tiling(
             if blocks == 2 and warps == 8 and wide:
                 continue  # two blocks would leave 128 registers per thread
             tiling = DecodeTiling(16 if wide else 8, warps, stages(warps), blocks)
-            if _fits(fmt, tiling, limits):
+            if fits(fmt, tiling, arch):
                 return tiling
     raise AssertionError(f"{fmt} fits no block of {arch}")
 
 
-def _fits(fmt: KVFormat, tiling: DecodeTiling, limits: Limits) -> bool:
-    shared = shared_bytes(fmt, tiling)
-    return shared <= limits.shared_block and tiling.blocks * (shared + BLOCK_OVERHEAD) <= limits.shared_sm
-
-
-def _copying_tiling(fmt: KVFormat, rows: int, most: int, limits: Limits) -> DecodeTiling:
+def _copying_tiling(fmt: KVFormat, rows: int, most: int, arch: str) -> DecodeTiling:
     """The shape of a kernel that loads by cp.async, of up to `most` warps per block: a function of the card's limits.
 
     Warps come first: while one waits for its chunk, others compute. A multiprocessor's registers hold eight of them,
@@ -162,7 +164,7 @@ def _copying_tiling(fmt: KVFormat, rows: int, most: int, limits: Limits) -> Deco
             each = warps * blocks * stage_bytes(fmt)
             for stages in range(max(2, min(8, 2 * RING_BYTES // each)), 1, -1):
                 tiling = DecodeTiling(rows, warps, stages, blocks)
-                if _fits(fmt, tiling, limits):
+                if fits(fmt, tiling, arch):
                     found.append(((warps * blocks, stages * each, warps), tiling))
                     break
     return max(found, key=lambda pair: pair[0])[1]
