@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from decode_cases import BF16, FP16, MODES, UNCUT, assert_decoded, check, decode, make_cache, make_tree, queries
+from decode_cases import BF16, MODES, UNCUT, assert_decoded, check, decode, make_cache, make_tree, queries
 from decode_page_cases import bits_of, chosen, pages_of, run
 from oracle import assert_state
 from test_decode_kernel import trees
@@ -24,9 +24,11 @@ def make(lengths, **options):
 
 @pytest.mark.parametrize("head_dim", decode_kernels.HEAD_DIMS)
 def test_head_dims(head_dim):
-    """By TMA and by copies in the shape of another card, which come to the same bits."""
+    """The smallest and the largest also by copies in the shape of another card, to the same bits as by TMA."""
     cache, seqs = make((129, 7, 0, 200), head_dim=head_dim)
     got = check(cache, seqs, dtype=F32)
+    if head_dim not in (64, 256):
+        return
     with arch.as_card("sm_89" if head_dim > 64 else "sm_80"):
         again = decode(cache, seqs, queries(cache, seqs, dtype=F32), mode=MODES[3])
     assert torch.equal(got[0], again[0])
@@ -51,7 +53,7 @@ def test_masks_and_scores():
     check(shared, below, dtype=F32, share=True, tokens=7, group=1, tree=mask)
 
 
-@pytest.mark.parametrize("page_size", [1, 24, 64])
+@pytest.mark.parametrize("page_size", [1, 64])
 def test_page_sizes(page_size):
     cache, seqs = make((1, 63, 0, 65, 300), page_size=page_size)
     check(cache, seqs, dtype=F32, mode=MODES[2])
@@ -72,10 +74,9 @@ def test_every_digit_counts():
     check(cache, [seq], dtype=F32, group=8)
 
 
-@pytest.mark.parametrize("dtype", [BF16, FP16])
-def test_queries_of_sixteen_bits(dtype):
+def test_queries_of_sixteen_bits():
     cache, seqs = make((33, 100))
-    check(cache, seqs, dtype=dtype)
+    check(cache, seqs, dtype=BF16)
 
 
 def test_selected_pages():
@@ -104,7 +105,7 @@ def test_what_is_not_served_says_so():
         decode(cache, seqs, q)
 
 
-@pytest.mark.parametrize(("card", "head_dim", "rows"), [("sm_90a", 128, 4), ("sm_80", 96, 16), ("sm_120", 256, 4)])
+@pytest.mark.parametrize(("card", "head_dim", "rows"), [("sm_90a", 128, 4), ("sm_120", 256, 4)])
 def test_no_kernel_spills(card, head_dim, rows):
     fmt, tma = KVFormat("fp32", head_dim), arch.hopper(card)
     tiling = decode_kernels.choose_tiling(fmt, rows, tma=tma, arch=card)
