@@ -97,7 +97,7 @@ def _range(
             if node.op == "mul" and node.args[0] is node.args[1]:
                 rule = _square
             low, high = rule(*args)
-            return (low, high) if INT_MIN <= low and high <= INT_MAX else ANY_INT
+            return (low, high) if low >= INT_MIN and high <= INT_MAX else ANY_INT
     if node.op == "lookup":
         return _any_of(dtypes[int(node.value)])
     return _by_arrays(node, args, values)

@@ -81,9 +81,7 @@ def _structure(layout: tuple[Field, ...]) -> type[ctypes.Structure]:
     return type("UserFunction", (ctypes.Structure,), {"_fields_": [(f.name, f.ctype) for f in layout]})
 
 
-def arguments(
-    tensors: Sequence[torch.Tensor], numbers: Sequence[Node], given: Sequence[Number]
-) -> ctypes.Structure:
+def arguments(tensors: Sequence[torch.Tensor], numbers: Sequence[Node], given: Sequence[Number]) -> ctypes.Structure:
     """The structure with its values. given: those of the numbers."""
     tables = [table_of(x) for x in tensors]
     values: list[Any] = [x.data_ptr() for x in tensors]

@@ -172,7 +172,7 @@ def line_of(score: Node, facts: Facts) -> Line | None:
         return None
     if base is None or step is None or (factor is not None and "k" in factor.uses):
         return None
-    return Line(None if factor is None or factor.op == "literal" and factor.value == 1 else factor, step, base)
+    return Line(None if factor is None or (factor.op == "literal" and factor.value == 1) else factor, step, base)
 
 
 def _split(node: Node) -> tuple[Node | None, Node | None]:

@@ -1,7 +1,7 @@
 // What the forward kernels do to the scores of the block at hand before the softmax, and which of its keys their rows
 // see: by windows, lengths and lists, and by a user's functions. forward.cu says what the constants mean.
 #pragma once
-#include "prefill/layout.cuh"
+#include "prefill/blocks.cuh"
 
 // Looking up all keys of a block at once would take a register each.
 constexpr int kSeenAtOnce = !Function::kByKey ? kTileKv / 8 : kHeadDim > 128 ? 2 : 8;
