@@ -65,8 +65,8 @@ class Pattern:
             fields |= {"block_q": schedule.block_q, "block_k": schedule.block_k, "batch": batch, "heads": heads}
             fields["lengths"] = bool(lengths)
         if function is not None:
-            fields |= {"text": function.text(sizes), "mask": function.mask is not None}
-            fields |= {"score": function.score is not None, "uses": "".join(sorted(function.uses))}
+            fields |= {"text": function.text(sizes), "mask": function.masks}
+            fields |= {"score": function.scores, "uses": "".join(sorted(function.uses))}
         return cls(**fields)
 
     @property
@@ -213,6 +213,7 @@ class Lists:
         self.args = FoldArgs(list_heads=self.heads, lists_each=Divisor.by(max(1, self.heads // pattern.heads)))
         self._kept: OrderedDict[Any, tuple[Callable[[], Any], torch.Tensor]] = OrderedDict()
         self._launch_args: compiler.Args | None = None
+        self._form: Any = None  # of the schedule that the arguments describe
         self._finished: dict[int, torch.Tensor] = {}  # by stream, zero between launches
         if device.type == "cuda":
             self.kernel = compiler.load(self.spec, device)
@@ -283,11 +284,11 @@ class Lists:
 
     def _place(self, forward: ForwardArgs, work: torch.Tensor) -> None:
         """Points both kernels' arguments at the lists in `work`."""
-        a, lists, rows = self.args, forward.lists, self.lists * self.rows_each
-        a.counts = lists.counts = work.data_ptr()
-        a.order = work.data_ptr() + 4 * 2 * rows
-        lists.order = None if self.packed else a.order
-        a.units = lists.units = work.data_ptr() + 4 * 3 * rows
+        a, lists, at, rows = self.args, forward.lists, work.data_ptr(), self.lists * self.rows_each
+        a.counts = lists.counts = at
+        a.order = at + 4 * 2 * rows
+        lists.order = None if self.packed else at + 4 * 2 * rows
+        a.units = lists.units = at + 4 * 3 * rows
 
     def _point(self, forward: ForwardArgs, schedule: AnySchedule | None) -> list[torch.Tensor]:
         """Points both kernels' arguments at the schedule; returns what they read."""
@@ -296,10 +297,15 @@ class Lists:
         a, lists = self.args, forward.lists
         bits, whole = schedule.bits, schedule.whole
         a.kept, a.whole = bits.data_ptr(), None if whole is None else whole.data_ptr()
-        a.kept_batch = bits.stride(0) if bits.shape[0] > 1 else 0
-        a.kept_head = bits.stride(1) if bits.shape[1] > 1 else 0
-        a.kept_row, a.q_blocks, a.k_blocks = bits.stride(2), bits.shape[2], schedule.num_k_blocks
+        form = bits.shape, bits.stride(), schedule.num_k_blocks
+        if form != self._form:
+            a.kept_batch = bits.stride(0) if bits.shape[0] > 1 else 0
+            a.kept_head = bits.stride(1) if bits.shape[1] > 1 else 0
+            a.kept_row, a.q_blocks, a.k_blocks = bits.stride(2), bits.shape[2], schedule.num_k_blocks
+            self._form = form
         read = [bits] if whole is None else [bits, whole]
+        if not self.pattern.lengths:
+            return read
         for name, lengths in (("q", schedule.lengths_q), ("k", schedule.lengths_k)):
             setattr(lists, f"lengths_{name}", None if lengths is None else lengths.data_ptr())
             if lengths is not None:
