@@ -9,6 +9,7 @@ import torch
 
 from tilewise import compiler, emulator
 from tilewise.compiler.spec import KernelSpec
+from tilewise.gpu import captures
 from tilewise.gpu.abi import KindsArgs
 from tilewise.gpu.pattern import FOLD_THREADS, KIND_SHARED
 from tilewise.plan.schedule import BlockSchedule
@@ -40,6 +41,8 @@ def schedule_of(
     if device.type == "cuda":
         if kept.numel():
             _loaded(spec, device).launch(blocks, compiler.Args(args, values))
+            if captures.capturing():
+                captures.note((kept, whole, *function.tensors))
         return BlockSchedule._on_device(grid, kept, whole, None, None)
     if kept.numel():
         known = {"kept": kept, "whole": whole} | {f"captured {n}": x for n, x in enumerate(function.tensors)}

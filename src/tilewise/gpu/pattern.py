@@ -3,7 +3,7 @@
 A `Pattern` is the part of both that a kernel is compiled and bound for, without any value. `Lists` has the sizes of the
 lists that kernels/prefill/fold.cu makes on the device, and launches it. Lists are kept as long as the schedule and the
 function that they were made from are alive and unchanged; a CUDA graph always makes its own, because what is captured
-may change between replays.
+may change between replays, and so does every call with what a graph has to do with (captures.py).
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import torch
 from tilewise import compiler, emulator
 from tilewise.compiler.spec import KernelSpec
 from tilewise.functions.function import version
+from tilewise.gpu import captures
 from tilewise.gpu.abi import Divisor, FoldArgs, ForwardArgs, NoFunctionArgs, TileListArgs
 
 if TYPE_CHECKING:
@@ -229,10 +230,14 @@ class Lists:
 
         The caller holds the tensor that is returned until the forward is launched.
         """
-        capturing = torch.cuda.is_current_stream_capturing()
+        capturing = captures.capturing()
         read = self._point(forward, schedule)
+        looked_up = () if function is None else function.tensors
+        if capturing:
+            captures.note((*read, *looked_up))
+        keeps = not (self.packed or capturing or captures.noted((*read, *looked_up)))
         key = (id(schedule), *map(version, read), None if function is None else function.key, stream)
-        if not (self.packed or capturing):
+        if keeps:
             found = self._kept.get(key)
             if found is not None and found[0]() is schedule:  # and not another one at its address
                 self._place(forward, found[1])
@@ -248,7 +253,7 @@ class Lists:
         if self._launch_args is None or self.pattern.mask:
             self._launch_args = compiler.Args(forward, self.args, self._values(function))
         self.kernel.launch(self.grid, self._launch_args, stream=stream)
-        if not (self.packed or capturing):
+        if keeps:
             self._kept[key] = (_reference(schedule), work)
             while len(self._kept) > LISTS_KEPT:
                 self._kept.popitem(last=False)

@@ -18,6 +18,7 @@ import torch
 
 from tilewise import compiler, emulator
 from tilewise.compiler.spec import Constant, KernelSpec
+from tilewise.gpu import captures
 from tilewise.gpu.abi import ELEMENTS
 from tilewise.plan import schedule_device
 from tilewise.plan.schedule_select import share_of
@@ -129,6 +130,8 @@ class _Bound:
         """tensors: what the kernel may touch, by name."""
         if self.kernel is not None:
             self.kernel.launch((blocks, 1, 1), self.launch_args)
+            if captures.capturing():
+                captures.note(tensors.values())
             return
         known = {name: x for name, x in tensors.items() if x is not None}
         emulator.launch(self.spec, (blocks, 1, 1), [self.args], known, **emulated)
@@ -189,11 +192,8 @@ def pack(
         a.blocks, a.whole, a.bits, a.whole_bits = at, whole_at, bits.data_ptr(), _address(whole_bits)
         aligned = a.cols | at | (whole_at or 0)
         a.unit = 16 if aligned % 16 == 0 else 4 if aligned % 4 == 0 else 1
-        if bound.kernel is not None:
-            bound.kernel.launch((packing.grid, 1, 1), bound.launch_args)
-        else:
-            known = {"blocks": blocks, "whole": whole, "bits": bits, "whole_bits": whole_bits}
-            bound.launch(packing.grid, known, emulated)
+        known = {"blocks": blocks, "whole": whole, "bits": bits, "whole_bits": whole_bits}
+        bound.launch(packing.grid, known, emulated)
     return bits, whole_bits
 
 
