@@ -115,6 +115,11 @@ def with_others(w):
     return lambda b, h, q, k: (q - k < pair[0]) & (k < 8 * more)
 
 
+def of_numpy(w):
+    w = np.float64(w)
+    return lambda b, h, q, k: q - k < w
+
+
 # How a number is captured -> whether other numbers of its kind take no trace
 KINDS: dict[Any, bool] = {
     "window": (lambda w: lambda b, h, q, k: (q >= k) & (q - k < w), True),
@@ -134,7 +139,7 @@ KINDS: dict[Any, bool] = {
     "keyword": (lambda w: functools.partial(lambda b, h, q, k, *, w: q - k < w, w=w), False),
     "partial": (lambda w: functools.partial(lambda w, b, h, q, k: q - k < w, w), False),
     "container": (with_others, False),
-    "numpy": (lambda w: lambda b, h, q, k, w=np.float64(w): q - k < w, False),
+    "numpy": (of_numpy, False),
     "recursion": (by_itself, False),
     "if": (steered_by_if, False),
     "and": (steered_by_truth, False),

@@ -49,8 +49,8 @@ def schedule_of(
     function = functions.of(mask, None)
     where = function.tensors[0].device if function.tensors else torch.device("cpu")
     if device is not None:
-        numbered = isinstance(device, torch.device) and device.index is not None
-        where = device if numbered else torch.empty(0, device=device).device  # with its number
+        where = device if isinstance(device, torch.device) else torch.device(device)
+        where = where if where.index is not None else torch.empty(0, device=where).device  # with its number
     for x in function.tensors:
         if x.device != where:
             raise ValueError(f"mask must capture tensors on {where}, got one of shape {tuple(x.shape)} on {x.device}")

@@ -104,9 +104,9 @@ class Expressions:
             args = tuple(made[a] for a in node.args)
             value = given.get(node, node.value)
             made[node] = node if node.op != "number" and args == node.args else replace(node, args=args, value=value)
-        roots = (None if root is None else made[root] for root in (self.mask, self.score))
-        numbers = tuple(made[n] for n in self.numbers)
-        return Expressions(*roots, tuple(made.values()), numbers, tuple(values), self.structure, self.uses)
+        mask, score = (None if root is None else made[root] for root in (self.mask, self.score))
+        nodes, numbers = tuple(made.values()), tuple(made[n] for n in self.numbers)
+        return replace(self, mask=mask, score=score, nodes=nodes, numbers=numbers, values=tuple(values))
 
 
 class Function:

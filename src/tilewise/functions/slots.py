@@ -95,8 +95,8 @@ for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod"):
     _operation = getattr(operator, _name)
     setattr(Slot, f"__{_name}__", lambda x, y, of=_operation: _applied(of, x, y))
     setattr(Slot, f"__r{_name}__", lambda x, y, of=_operation: _applied(of, y, x))
-for _name in ("neg", "abs"):
-    setattr(Slot, f"__{_name}__", lambda x, of=getattr(operator, _name): _applied(of, x))
+for _operation in (operator.neg, operator.abs):
+    setattr(Slot, f"__{_operation.__name__}__", lambda x, of=_operation: _applied(of, x))
 for _name in ("pos", "invert"):
     setattr(Slot, f"__{_name}__", Slot._refuse)
 for _name in ("lt", "le", "gt", "ge", "eq", "ne"):
@@ -139,9 +139,7 @@ def opened(*functions: Any) -> list[Any]:
 
 
 def _with_closure(function: types.FunctionType, cells: tuple[types.CellType, ...]) -> types.FunctionType:
-    made = types.FunctionType(
-        function.__code__, function.__globals__, function.__name__, function.__defaults__, cells
-    )
+    made = types.FunctionType(function.__code__, function.__globals__, function.__name__, function.__defaults__, cells)
     made.__kwdefaults__ = function.__kwdefaults__
     return made
 

@@ -154,10 +154,15 @@ def _sizes(x: torch.Tensor, tail: int) -> tuple[int, ...]:
 
 
 def _empty(*sizes: int, like: torch.Tensor) -> torch.Tensor:
-    """int32 (batch or 1, heads or 1, …); ValueError where the kernels could not count its words."""
+    """int32 (batch or 1, heads or 1, …)."""
+    _check_countable(sizes)
+    return torch.empty(sizes, dtype=torch.int32, device=like.device)
+
+
+def _check_countable(sizes: tuple[int, ...]) -> None:
+    """ValueError where the kernels could not count the words."""
     if math.prod(sizes) > MOST:
         raise ValueError(f"a schedule on a device has at most 2^31 − 1 words, got {sizes}; use larger blocks")
-    return torch.empty(sizes, dtype=torch.int32, device=like.device)
 
 
 class _Packing:
@@ -167,6 +172,7 @@ class _Packing:
         batch, heads, q_blocks, cols = (1,) * (4 - len(shape)) + tuple(shape)
         words = -(-cols // 32)
         self.shape = (batch, heads, q_blocks, words)
+        _check_countable(self.shape)
         self.grid = -(-math.prod(self.shape) // THREADS)
         self.bound = _Bound(_spec("pack"), device, PackArgs(rows=batch * heads * q_blocks, cols=cols, words=words))
 
