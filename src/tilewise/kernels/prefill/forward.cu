@@ -57,6 +57,8 @@ struct Consumer : Scoring<Consumer> {
         : args(a), function(f), group(g),
           scale_log2(Function::kScore ? kLog2e : Rule::kChanges ? 1.0f : float(shared_scale()[warp::lane()])) {}
 
+    // Loaders of lists that keep more have taken the registers that sides need.
+    static constexpr bool kBySide = kSided && !(kListed && kManyLoads);
     TILE_DEVICE WorkTile tile() const { return tile_of_stage()[q_turn.stage]; }
     TILE_DEVICE int warp_row() const { return group * 64 + ptx::just_in_time(threadIdx.x) / 32 % 4 * 16; }
     TILE_DEVICE int key_of(int box) const {
@@ -160,7 +162,7 @@ struct Consumer : Scoring<Consumer> {
         if constexpr (kInside && Function::kTouches) touch();
         ptx::wgmma_wait<1>();
         if constexpr (!kHoldsK) release_k();
-        if constexpr (kMasked || !kSided) score<kMasked, kInside>(acc_s);
+        if constexpr (kMasked || !kBySide) score<kMasked, kInside>(acc_s);
         if constexpr (kMasked && Function::kMask) hide(acc_s, bits);
         else if constexpr (kMasked) mask(acc_s);
     }
@@ -209,7 +211,7 @@ struct Consumer : Scoring<Consumer> {
     // short.
     template <bool kInside> TILE_DEVICE void full_steps(int until) {
         Sides sides;
-        find_sides(sides);
+        if constexpr (kBySide) find_sides(sides);
         while (n >= until) {
             float sum[2];
             bool moved = false;
@@ -217,10 +219,10 @@ struct Consumer : Scoring<Consumer> {
             for (; n >= until;) {
                 begin_step<false, kInside>();
                 if constexpr (kExact) {
-                    if constexpr (kSided) sided_scores<kInside>(sides);
+                    if constexpr (kBySide) sided_scores<kInside>(sides);
                     end_step<false>(warp::standing_softmax<kLift>(acc_s, correction, state, scale_log2));
                 } else {
-                    if constexpr (kSided) moved = sided_softmax<kInside>(sum, sides);
+                    if constexpr (kBySide) moved = sided_softmax<kInside>(sum, sides);
                     else moved = warp::lazy_softmax<kWitness>(acc_s, sum, state, scale_log2);
                     if (moved) break;
                     warp::add_sums(state, sum);

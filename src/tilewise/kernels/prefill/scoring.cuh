@@ -135,19 +135,17 @@ template <class Self> struct Scoring {
         float from[2];
     };
     TILE_DEVICE void find_sides(Sides& sides) const {
-        if constexpr (kSided) {
-            const WorkTile tile = self().tile();
-            const int row = tile.row + ptx::uniform(self().warp_row()), last = tile.seqlen_q - 1;
-            const int first_token = row / kPack, last_token = (row + 15) / kPack;
-            // A function counts rows from 0, ALiBi from where they stand among the keys.
-            const int shift = Function::kScore ? 0 : tile.seqlen_k - tile.seqlen_q;
-            sides.first = (first_token < last ? first_token : last) + shift;
-            sides.last = (last_token < last ? last_token : last) + shift;
+        const WorkTile tile = self().tile();
+        const int row = tile.row + ptx::uniform(self().warp_row()), last = tile.seqlen_q - 1;
+        const int first_token = row / kPack, last_token = (row + 15) / kPack;
+        // A function counts rows from 0, ALiBi from where they stand among the keys.
+        const int shift = Function::kScore ? 0 : tile.seqlen_k - tile.seqlen_q;
+        sides.first = (first_token < last ? first_token : last) + shift;
+        sides.last = (last_token < last ? last_token : last) + shift;
 #pragma unroll
-            for (int h = 0; h < 2; h++) {
-                if constexpr (kLine<kBefore>) sides.lines[kBefore][h] = line_of<kBefore>(tile, h, sides.from[h]);
-                if constexpr (kLine<kAfter>) sides.lines[kAfter][h] = line_of<kAfter>(tile, h, sides.from[h]);
-            }
+        for (int h = 0; h < 2; h++) {
+            if constexpr (kLine<kBefore>) sides.lines[kBefore][h] = line_of<kBefore>(tile, h, sides.from[h]);
+            if constexpr (kLine<kAfter>) sides.lines[kAfter][h] = line_of<kAfter>(tile, h, sides.from[h]);
         }
     }
     template <int kSide> TILE_DEVICE Line line_of(const WorkTile& tile, int h, float& from) const {
