@@ -1,0 +1,67 @@
+"""Three plans to look at: a causal problem, a window, and a decode step over a tree of shared pages."""
+
+from __future__ import annotations
+
+import torch
+
+from ... import api
+from ...kvcache import PagedKVCache
+from ...plan import Plan
+from ...plan.show import CARDS, find_card
+from ..records import machine
+from .model import Picture
+
+TOKENS, WINDOW, DIM, PAGE = 512, 127, 128, 16
+TREE = (96, 48, 32)  # tokens of the system prompt, of each question, of each answer
+
+
+def pictures(device: torch.device) -> list[Picture]:
+    """The plans as this device's kernels take them. One that no kernel takes here is planned for the CPU."""
+    made = []
+    for title, note, options in (
+        ("Causal", f"{TOKENS} tokens: the tiles above the diagonal are not in the list.", {}),
+        (
+            "Window",
+            f"The last {WINDOW + 1} keys of each query: two edges cut tiles, the rest is left out.",
+            {"window": (WINDOW, 0)},
+        ),
+    ):
+        plan = _dense(device, options)
+        made.append(_picture(plan, title, note, device))
+    note = "A system prompt, two questions, three answers to each: the rows of all that share a page meet it once."
+    made.append(_picture(_tree(device), "Decode over a tree", note, device))
+    return made
+
+
+def _dense(device: torch.device, options: dict[str, tuple[int, int]]) -> Plan:
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    q = torch.empty(1, TOKENS, 8, DIM, dtype=dtype, device=device)
+    try:
+        return api.plan_attention(q, q, causal=True, window=options.get("window"))
+    except NotImplementedError:
+        q = q.cpu()
+        return api.plan_attention(q, q, causal=True, window=options.get("window"))
+
+
+def _tree(device: torch.device) -> Plan:
+    cache = PagedKVCache(64, PAGE, 8, DIM, kv_format="bf16", device=device)
+    system = cache.allocate()
+    cache.extend([system], [TREE[0]])
+    questions = [system, cache.fork(system)]
+    cache.extend(questions, [TREE[1]] * len(questions))
+    seqs = [seq for question in questions for seq in (question, cache.fork(question), cache.fork(question))]
+    cache.extend(seqs, [TREE[2]] * len(seqs))
+    return api.plan_decode(cache, seqs, num_heads=32, share_prefix=True)
+
+
+def _picture(plan: Plan, title: str, note: str, device: torch.device) -> Picture:
+    """The tiles of the first head, keys of several sources one after another."""
+    offsets = [sum(plan.keys[:source]) for source in range(len(plan.keys))]
+    seen: dict[tuple[int, int, int], list[float]] = {}
+    for r in plan.rectangles():
+        share = round(r.pairs / (r.rows * r.keys), 3)
+        seen.setdefault((r.row, r.source, r.key), [offsets[r.source] + r.key, r.row, r.keys, r.rows, share])
+    name = machine(str(device)).lower()
+    card = next((card for card in CARDS if card.name.lower() in name), find_card("H200"))
+    text = plan.summary.text(card, plan.launch)
+    return Picture(title, note, text, plan.rows, sum(plan.keys), list(seen.values()))
