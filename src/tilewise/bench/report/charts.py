@@ -29,7 +29,7 @@ class Frame:
     width: float
     height: float
     left: float = 42
-    right: float = 112
+    right: float = 122
     top: float = 24
     bottom: float = 40
 

@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 from ..measure import OK
-from .model import Line, Report
+from .model import Line, Report, geomean
 
 BETTER, WORSE, SAME, NEW, GONE = "better", "worse", "same", "new", "gone"
 NOISE = 0.03  # a median that moved less says nothing
@@ -58,6 +58,12 @@ class Comparison:
     def count(self, *, ours: bool = True) -> Counter[str]:
         """How many of Tilewise's kernels, or of the peers', have each verdict."""
         return Counter(change.verdict for change in self.changes if change.ours == ours)
+
+    @property
+    def peers_moved(self) -> float | None:
+        """How many times as fast as before the peers are, on geometric average: so far the machine itself moved."""
+        found = [change.ratio for change in self.changes if not change.ours and change.ratio]
+        return geomean(found) if found else None
 
     @property
     def text(self) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from ..measure import OK
 from .charts import Frame, Scale, Series, axes, line_chart, log_ticks, marker, scale, spread
 from .markup import Html, tag
-from .model import Ladder, Line, Picture, Report, Row
+from .model import Ladder, Line, Picture, Report, Row, geomean
 from .rows import BATCH, DECODE, LENGTH
 
 # Sections that are drawn over an axis: the axis, its name, and whether their rate or their time is shown.
@@ -17,21 +17,20 @@ OVER = {LENGTH: ("seq", "sequence length (tokens)", True), BATCH: ("batch", "seq
 
 
 def slots(report: Report) -> dict[str, int]:
-    """A colour for each kernel by its name, the same in the whole report: Tilewise's own first."""
+    """A colour for each kernel by its name, the same in the whole report: Tilewise's first, its peers, its others."""
+    first = dict.fromkeys(row.ours.kernel for row in report.rows if row.ours)
     found = [line for _, line in report.lines]
-    names = [line.kernel for line in found if line.ours] + [line.kernel for line in found if not line.ours]
-    return {name: slot for slot, name in enumerate(dict.fromkeys(names))}
+    peers = dict.fromkeys(line.kernel for line in found if not line.ours)
+    others = dict.fromkeys(line.kernel for line in found)
+    return {name: slot for slot, name in enumerate(first | peers | others)}
 
 
-def figure(caption: object, svg: Html, *, wide: bool = False) -> Html:
-    """A picture under its caption; a wide one scrolls in itself where there is no room."""
-    inner = tag("div", svg, class_="scroll", tabindex="0") if wide else svg
-    return tag("figure", tag("figcaption", caption), inner, class_="wide" if wide else None)
-
-
-def geomean(values: Sequence[float]) -> float:
-    """The geometric mean: of ratios, the one that does not care which side is called 1."""
-    return math.exp(sum(map(math.log, values)) / len(values))
+def figure(caption: object, svg: Html, *, note: bool = False, wide: bool = False) -> Html:
+    """A picture under its caption, a title or a note; a wide one scrolls in itself where there is no room."""
+    inner = tag("div", svg, class_="scroll", tabindex="0", role="region", aria_label="chart") if wide else svg
+    return tag(
+        "figure", tag("figcaption", caption, class_="note" if note else None), inner, class_="wide" if wide else None
+    )
 
 
 # ---- lines ------------------------------------------------------------------------------------------------------
@@ -84,7 +83,10 @@ def _range(line: Line, rate: bool) -> tuple[float, float, float] | None:
 
 
 def ratios(report: Report) -> Html | None:
-    """Every row's speed beside its best peer: a strip per section, its geometric mean in figures."""
+    """Every row's speed beside its best peer: a strip per section, its geometric mean in figures.
+
+    Places are shares of the width, so that it is as wide as there is room and its words keep their size.
+    """
     strips: dict[str, list[tuple[float, str]]] = {}
     for row in report.rows:
         if row.ratio:
@@ -93,26 +95,35 @@ def ratios(report: Report) -> Html | None:
         return None
     found = [ratio for strip in strips.values() for ratio, _ in strip]
     low, high = min(0.8, *found) / 1.08, max(1.25, *found) * 1.08
-    frame = Frame(720, 58.0 + 30 * len(strips), left=156, right=64, top=20, bottom=40)
-    x = scale((low, high), frame.x, log=True)
-    bottom, top = frame.y
-    drawn = []
-    for tick in log_ticks(low, high, 9):
-        drawn.append(tag("line", class_="grid", x1=x(tick), x2=x(tick), y1=top, y2=bottom))
-        drawn.append(tag("text", f"{tick:g}×", class_="tick", x=x(tick), y=bottom + 16, text_anchor="middle"))
-    drawn.append(tag("line", class_="one", x1=x(1), x2=x(1), y1=top - 6, y2=bottom))
-    drawn.append(tag("text", "← best peer is faster", class_="unit", x=x(1) - 8, y=top - 8, text_anchor="end"))
-    drawn.append(tag("text", "Tilewise is faster →", class_="unit", x=x(1) + 8, y=top - 8))
-    for number, (section, strip) in enumerate(strips.items()):
-        y = top + 16 + 30.0 * number
-        drawn.append(tag("text", section, class_="label", x=frame.left - 12, y=y + 4, text_anchor="end"))
-        drawn.append(tag("line", class_="grid", x1=frame.x[0], x2=frame.x[1], y1=y, y2=y))
-        drawn += [marker(0, x(ratio), y, f"{name}: {ratio:.2f}×", 4.2) for ratio, name in strip]
-        mean = geomean([ratio for ratio, _ in strip])
-        drawn.append(tag("text", f"{mean:.2f}×", class_="value", x=frame.width - 4, y=y + 4, text_anchor="end"))
-    label = "times as fast as the best peer on the row; right: geometric mean"
-    drawn.append(tag("text", label, class_="unit", x=sum(frame.x) / 2, y=frame.height - 6, text_anchor="middle"))
-    return frame.svg("Speed beside the best peer", *drawn)
+    percent = scale((low, high), (1.5, 98.5), log=True)
+    ticks = [(tick, f"{percent(tick):.2f}%") for tick in (*log_ticks(low, high, 7), 1.0)]
+
+    def strip_of(name: str, value: str, height: int, *drawn: Html) -> Html:
+        lines = [
+            tag("line", class_="one" if tick == 1 else "grid", x1=x, x2=x, y1=0, y2=height if name else 4)
+            for tick, x in ticks
+        ]
+        svg = tag("svg", *lines, *drawn, width="100%", height=height, role="img", aria_label=name or "the scale")
+        return tag("div", tag("span", name), svg, tag("strong", value), class_="strip")
+
+    made = []
+    for section, strip in strips.items():
+        dots = [
+            tag(
+                "circle",
+                tag("title", f"{name}: {ratio:.2f}×"),
+                class_="s0 dot",
+                cx=f"{percent(ratio):.2f}%",
+                cy=14,
+                r=5,
+            )
+            for ratio, name in strip
+        ]
+        made.append(strip_of(section, f"{geomean([ratio for ratio, _ in strip]):.2f}×", 28, *dots))
+    words = [
+        tag("text", f"{tick:g}×", class_="tick", x=x, y=17, text_anchor="middle") for tick, x in dict(ticks).items()
+    ]
+    return tag("div", *made, strip_of("", "", 24, *words), class_="strips")
 
 
 # ---- the roofline -----------------------------------------------------------------------------------------------
@@ -127,7 +138,7 @@ def roofline(report: Report, sections: Sequence[str]) -> Html | None:
     ]
     if not dots or not report.ceilings:
         return None
-    frame = Frame(760, 400, right=150, top=26)
+    frame = Frame(960, 440, left=54, right=170, top=26)
     across = [intensity for _, intensity, _ in dots]
     ridges = [ceiling.flops / ceiling.bandwidth for ceiling in report.ceilings]
     low_x, high_x = min(across) / 2, max(*across, 1.5 * max(ridges)) * 1.5
@@ -154,19 +165,20 @@ def roofline(report: Report, sections: Sequence[str]) -> Html | None:
 
 def _roofs(report: Report, frame: Frame, x: Scale, y: Scale, low_x: float) -> list[Html]:
     """The slope of the memory and the flat of the arithmetic of each ceiling; equal ones share a line."""
-    names: dict[tuple[float, float, bool], list[str]] = {}
+    names: dict[tuple[float, float, str], list[str]] = {}
     for c in report.ceilings:
-        names.setdefault((c.flops, c.bandwidth, c.measured), []).append(f"{c.dtype}, {c.name}")
+        names.setdefault((c.flops, c.bandwidth, c.name), []).append(c.dtype)
+    dashed = {c.name for c in report.ceilings if not c.measured}
     drawn = []
     right = frame.x[1]
     wanted = [y(flops / 1e12) for flops, _, _ in names]
     places = spread(wanted, 12, low=10)
-    for (flops, bandwidth, measured), place in zip(names, places, strict=True):
+    for ((flops, bandwidth, name), dtypes), place in zip(names.items(), places, strict=True):
         ridge = flops / bandwidth
         start, corner = (x(low_x), y(bandwidth * low_x / 1e12)), (x(ridge), y(flops / 1e12))
         path = f"M{start[0]:.2f},{start[1]:.2f}L{corner[0]:.2f},{corner[1]:.2f}L{right:.2f},{corner[1]:.2f}"
-        drawn.append(tag("path", class_="roof" if measured else "roof known", d=path))
-        text = f"{flops / 1e12:.3g} TFLOP/s, {', '.join(names[flops, bandwidth, measured])}"
+        drawn.append(tag("path", class_="roof known" if name in dashed else "roof", d=path))
+        text = f"{flops / 1e12:.3g} TFLOP/s, {name}: {', '.join(dtypes)}"
         drawn.append(tag("text", text, class_="unit", x=right - 4, y=place - 5, text_anchor="end"))
         half = math.sqrt(low_x * ridge)
         drawn.append(tag("text", f"{bandwidth / 1e9:.3g} GB/s", class_="unit", x=x(half) - 6,
@@ -182,7 +194,7 @@ def ladder_bars(ladder: Ladder) -> Html | None:
     rungs = [rung for rung in ladder.rungs if rung.get("tflops")]
     if not rungs:
         return None
-    frame = Frame(720, 30.0 + 20 * len(rungs), left=150, right=110, top=6, bottom=24)
+    frame = Frame(960, 30.0 + 20 * len(rungs), left=150, right=110, top=6, bottom=24)
     top = max(float(rung["tflops"]) for rung in rungs)
     x = scale((0.0, top), frame.x, log=False)
     drawn = []

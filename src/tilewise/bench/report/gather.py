@@ -54,7 +54,8 @@ def gather(
         before("the machine's ceilings")
         dtypes = list(dict.fromkeys(entry.row.point.dtype for entry in chosen))
         report = replace(report, ceilings=machine.ceilings_of(device, dtypes))
-        report = replace(report, pictures=plans.pictures(device))
+        best = next(iter(report.ceilings), None)
+        report = replace(report, pictures=plans.pictures(device, best))
         for entry in chosen:
             before(entry.row.name)
             point = entry.row.point

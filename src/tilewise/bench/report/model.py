@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import types
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -156,6 +157,11 @@ def lines_of(point: Point, results: list[Result]) -> list[Line]:
         ratios = {name: float(f"{ratio:.6g}") for name, ratio in result.ratio_to.items()}
         made.append(Line(ours=result.ours, ratio_to=ratios if status == OK else {}, **same))
     return made
+
+
+def geomean(values: Sequence[float]) -> float:
+    """The geometric mean: of ratios, the one that does not care which side is called 1."""
+    return math.exp(sum(map(math.log, values)) / len(values))
 
 
 # ---- files ------------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from . import figures, tables
 from .compare import BETTER, WORSE, Comparison
 from .machine import SAMPLED
 from .markup import Html, tag
-from .model import Report, Row
+from .model import Report, Row, geomean
 from .rows import ABOUT, DECODE, LENGTH, SHARED
 
 SLUGS = {section: section.lower().replace(",", "").replace(" ", "-") for section in ABOUT}
@@ -78,13 +78,17 @@ def _cards(report: Report, comparison: Comparison | None) -> Html:
         found = [row.ratio for row in report.rows if row.section == section and row.ratio]
         if found:
             span = f"{min(found):.2f}–{max(found):.2f}× over {len(found)} rows" if len(found) > 1 else "one row"
-            cards.append(_card(title, f"{figures.geomean(found):.2f}×", "the best peer's speed", span))
+            cards.append(_card(title, f"{geomean(found):.2f}×", "the best peer's speed", span))
     if comparison is not None:
         count = comparison.count()
-        shown = [f"{count[BETTER]} better, {count[WORSE]} worse"]
-        cards.append(_card("Against before", *shown, f"of {sum(count.values())} kernels of Tilewise",
-                           comparison.created.partition("T")[0], bad=count[WORSE] > count[BETTER]))  # fmt: skip
+        shown = Html(_figure(f"{count[BETTER]}", "better") + _figure(f"{count[WORSE]}", "worse"))
+        about = f"of {sum(count.values())} kernels of Tilewise"
+        cards.append(_card("Since then", shown, about, comparison.created.partition("T")[0]))
     return tag("div", *cards, class_="cards")
+
+
+def _figure(number: str, unit: str) -> Html:
+    return Html(tag("span", number) + tag("small", f" {unit}"))
 
 
 def _card(title: str, figure: str, *lines: str, bad: bool = False) -> Html:
@@ -95,8 +99,8 @@ def _card(title: str, figure: str, *lines: str, bad: bool = False) -> Html:
 def _machine_card(report: Report) -> Html:
     facts = report.machine
     parts = [f"{facts[name]} {name}" for name in ("multiprocessors", "cores", "memory") if name in facts]
-    best = max((c for c in report.ceilings if c.measured), key=lambda c: c.flops, default=None)
-    figure = "no ceiling" if best is None else f"{best.flops / 1e12:.3g} TFLOP/s"
+    best = next((c for c in report.ceilings if c.measured), None)
+    figure = "no ceiling" if best is None else _figure(f"{best.flops / 1e12:.3g}", "TFLOP/s")
     rate = "" if best is None else f"{best.dtype}, {best.bandwidth / 1e9:.4g} GB/s: measured ceiling"
     return _card("Machine", figure, rate, " · ".join(parts))
 
@@ -107,7 +111,7 @@ def _right_card(report: Report) -> Html:
     others = [line.status for _, line in report.lines if line.ours and line.status not in (OK, WRONG)]
     rest = ", ".join(f"{others.count(word)} {word}" for word in dict.fromkeys(others))
     return _card(
-        "Right", f"{right} of {len(judged)}", "kernels of Tilewise, against float64", rest, bad=right < len(judged)
+        "Correct", f"{right} of {len(judged)}", "kernels of Tilewise, against float64", rest, bad=right < len(judged)
     )
 
 
@@ -117,17 +121,20 @@ def _right_card(report: Report) -> Html:
 def _sections(report: Report, comparison: Comparison | None) -> Iterator[tuple[str, str, Html]]:
     """Where a link finds it, title and content of each section that there is something to say in."""
     colours, rows = figures.slots(report), list(enumerate(report.rows))
+    if (svg := figures.ratios(report)) is not None:
+        note = (
+            "Each dot is a row: how many times as fast Tilewise is as the fastest peer measured with it. Left of the "
+            "dashed line the peer is faster. On the right, the geometric mean."
+        )
+        yield "ratios", "Beside the best peer", figures.figure(note, svg, note=True)
     if comparison is not None:
         yield "against", "Against the earlier report", _against(comparison, colours)
-    if (svg := figures.ratios(report)) is not None:
-        note = "Each dot is a row: Tilewise beside the fastest peer that was measured with it."
-        yield "ratios", "Beside the best peer", figures.figure(note, svg, wide=True)
     for section in dict.fromkeys(row.section for row in report.rows):
         mine = [(at, row) for at, row in rows if row.section == section]
         yield SLUGS.get(section, "rows"), section, _section(section, mine, colours)
     if (svg := figures.roofline(report, list(ABOUT))) is not None:
         note = "Tilewise's kernels under the machine's ceilings: a dot on the line does all that the machine can."
-        yield "roofline", "Roofline", figures.figure(note, svg, wide=True)
+        yield "roofline", "Roofline", figures.figure(note, svg, note=True, wide=True)
     if report.pictures:
         yield "plans", "Plans", _plans(report)
     yield "ladder", "The ladder", _ladder(report)
@@ -149,6 +156,8 @@ def _section(section: str, rows: list[tuple[int, Row]], colours: dict[str, int])
 def _against(comparison: Comparison, colours: dict[str, int]) -> Html:
     where = f"The earlier report is of {comparison.created.replace('T', ' ')}, on {comparison.machine}."
     made = [tag("p", where, " Of Tilewise's kernels: ", tag("strong", comparison.text), ".")]
+    if (moved := comparison.peers_moved) is not None:
+        made.append(tag("p", f"The peers, which are the same code, are {moved:.2f}× as fast as then on average."))
     if comparison.differences:
         items = [tag("li", line) for line in comparison.differences]
         made.append(tag("p", "Not all else is the same, so times may differ for these reasons:", class_="banner"))
@@ -173,7 +182,7 @@ def _plans(report: Report) -> Html:
                 tag("pre", picture.text, tabindex="0"),
             )
         )
-    return Html(tag("p", note) + tag("div", *made, class_="panels"))
+    return Html(tag("p", note) + tag("div", *made, class_="panels three"))
 
 
 def _ladder(report: Report) -> Html:
@@ -183,7 +192,7 @@ def _ladder(report: Report) -> Html:
     what = "Counted in the emulator, which runs the same sources on a CPU" if ladder.counted else "Timed on this card"
     made = [tag("p", f"Attention one idea at a time. {what}: {ladder.title}.")]
     if (svg := figures.ladder_bars(ladder)) is not None:
-        made.append(figures.figure("Filled: rungs. Hollow: torch's kernels.", svg, wide=True))
+        made.append(figures.figure("Filled: rungs. Hollow: torch's kernels.", svg, note=True, wide=True))
     return Html("".join([*made, tables.rungs(ladder)]))
 
 

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
 from ... import api
 from ...kvcache import PagedKVCache
 from ...plan import Plan
-from ...plan.show import CARDS, find_card
-from ..records import machine
-from .model import Picture
+from ...plan.show import Card
+from .model import Ceiling, Picture
 
-TOKENS, WINDOW, DIM, PAGE = 512, 127, 128, 16
+TOKENS, WINDOW, DIM, PAGE = 2048, 511, 128, 16
 TREE = (96, 48, 32)  # tokens of the system prompt, of each question, of each answer
 
 
-def pictures(device: torch.device) -> list[Picture]:
-    """The plans as this device's kernels take them. One that no kernel takes here is planned for the CPU."""
+def pictures(device: torch.device, ceiling: Ceiling | None) -> list[Picture]:
+    """The plans as the GPU's kernels take them, with what they take at least under the ceiling.
+
+    On a CPU these are the emulator's. A problem that no kernel takes here is planned for the CPU.
+    """
     made = []
     for title, note, options in (
         ("Causal", f"{TOKENS} tokens: the tiles above the diagonal are not in the list.", {}),
@@ -27,20 +31,19 @@ def pictures(device: torch.device) -> list[Picture]:
         ),
     ):
         plan = _dense(device, options)
-        made.append(_picture(plan, title, note, device))
+        made.append(_picture(plan, title, note, ceiling))
     note = "A system prompt, two questions, three answers to each: the rows of all that share a page meet it once."
-    made.append(_picture(_tree(device), "Decode over a tree", note, device))
+    made.append(_picture(_tree(device), "Decode over a tree", note, ceiling))
     return made
 
 
 def _dense(device: torch.device, options: dict[str, tuple[int, int]]) -> Plan:
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    q = torch.empty(1, TOKENS, 8, DIM, dtype=dtype, device=device)
+    q = torch.empty(1, TOKENS, 8, DIM, dtype=torch.bfloat16, device=device)
+    plan = partial(api.plan_attention, causal=True, window=options.get("window"))
     try:
-        return api.plan_attention(q, q, causal=True, window=options.get("window"))
+        return plan(q, q, backend="auto" if q.is_cuda else "emulator")
     except NotImplementedError:
-        q = q.cpu()
-        return api.plan_attention(q, q, causal=True, window=options.get("window"))
+        return plan(q.cpu(), q.cpu())
 
 
 def _tree(device: torch.device) -> Plan:
@@ -54,14 +57,15 @@ def _tree(device: torch.device) -> Plan:
     return api.plan_decode(cache, seqs, num_heads=32, share_prefix=True)
 
 
-def _picture(plan: Plan, title: str, note: str, device: torch.device) -> Picture:
+def _picture(plan: Plan, title: str, note: str, ceiling: Ceiling | None) -> Picture:
     """The tiles of the first head, keys of several sources one after another."""
     offsets = [sum(plan.keys[:source]) for source in range(len(plan.keys))]
     seen: dict[tuple[int, int, int], list[float]] = {}
     for r in plan.rectangles():
         share = round(r.pairs / (r.rows * r.keys), 3)
         seen.setdefault((r.row, r.source, r.key), [offsets[r.source] + r.key, r.row, r.keys, r.rows, share])
-    name = machine(str(device)).lower()
-    card = next((card for card in CARDS if card.name.lower() in name), find_card("H200"))
-    text = plan.summary.text(card, plan.launch)
+    best = (1.0, 1.0) if ceiling is None else (ceiling.bandwidth, ceiling.flops)
+    text = plan.summary.text(Card("this machine", *best), plan.launch)
+    if ceiling is None:  # nothing to say of a floor
+        text = text[: text.rindex("\n")]
     return Picture(title, note, text, plan.rows, sum(plan.keys), list(seen.values()))

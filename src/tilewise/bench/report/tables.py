@@ -229,19 +229,22 @@ def _rung_times(rung: dict[str, Any]) -> list[Cell]:
 
 
 def changes(comparison: Comparison, colours: dict[str, int]) -> Html:
-    """Every kernel of the two reports: before, now, and how much faster. Peers tell how far the machine moved."""
+    """Tilewise's kernels in the two reports: before, now, how much faster, and how they stood to the best peer."""
     heads = [("problem", ""), ("kernel", ""), ("before ms", "median"), ("now ms", "median"),
              ("now is", "times as fast as before"), ("verdict", "a change over 3% that leaves the other's p20–p80"),
-             ("× best peer before", ""), ("now", "times as fast as the best peer")]  # fmt: skip
+             ("× best peer then", "times as fast"), ("× best peer now", "times as fast")]  # fmt: skip
     body = []
     for change in comparison.changes:
-        verdict = change.verdict
-        sides = [number(None if line is None else line.median_ms) for line in (change.before, change.now)]
-        best = [None if line is None or not change.ours else min(line.ratio_to.values(), default=None)
-                for line in (change.before, change.now)]  # fmt: skip
+        if not change.ours:
+            continue
+        verdict, sides = change.verdict, (change.before, change.now)
+        best = [None if line is None else min(line.ratio_to.values(), default=None) for line in sides]
         body.append([
-            text(change.name), text(kernel_name(change.kernel, change.ours, colours), change.kernel), *sides,
-            Cell(_ratio(change.ratio), change.ratio), text(pill(verdict, VERDICTS[verdict]), verdict),
+            text(change.name),
+            text(kernel_name(change.kernel, True, colours), change.kernel),
+            *(number(None if line is None else line.median_ms) for line in sides),
+            Cell(_ratio(change.ratio), change.ratio),
+            text(pill(verdict, VERDICTS[verdict]), verdict),
             *(Cell(_ratio(ratio), ratio) for ratio in best),
         ])  # fmt: skip
     return table(heads, body, "Before and now")
