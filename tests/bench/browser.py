@@ -112,8 +112,10 @@ class Browser:
 
     def click(self, selector):
         """Click in the middle of an element."""
-        place = f"(e => {{ e.scrollIntoView({{behavior: 'instant', block: 'center'}}); const r = e.getBoundingClientRect();"
-        x, y = self.ask(f"{place} return [r.x + r.width / 2, r.y + r.height / 2] }})(document.querySelector({selector!r}))")
+        place = "(e => { e.scrollIntoView({behavior: 'instant', block: 'center'}); const r = e.getBoundingClientRect();"
+        x, y = self.ask(
+            f"{place} return [r.x + r.width / 2, r.y + r.height / 2] }})(document.querySelector({selector!r}))"
+        )
         for kind in ("mousePressed", "mouseReleased"):
             self.call("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", clickCount=1)
 

@@ -115,7 +115,7 @@ def axes(
     return made
 
 
-def marker(slot: int, x: float, y: float, title: str = "", size: float = 3.6, *, hollow: bool = False) -> Html:
+def marker(slot: int, x: float, y: float, title: str = "", size: float = 3.6) -> Html:
     """A dot in its colour's form; the title shows when a mouse rests on it."""
     shape = {
         0: tag("circle", _title(title), cx=x, cy=y, r=size),
@@ -131,7 +131,7 @@ def marker(slot: int, x: float, y: float, title: str = "", size: float = 3.6, *,
             d=_path([(x, y - size * 1.3), (x + size * 1.3, y), (x, y + size * 1.3), (x - size * 1.3, y)]),
         ),
     }[slot % 4]
-    return tag("g", shape, class_=f"s{slot % SLOTS} {'hollow' if hollow else 'dot'}")
+    return tag("g", shape, class_=f"s{slot % SLOTS} dot")
 
 
 def _title(text: str) -> Html | None:

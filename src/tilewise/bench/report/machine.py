@@ -5,13 +5,12 @@ from __future__ import annotations
 import os
 import platform
 import subprocess
-from importlib import import_module
 
 import torch
 
 from ... import arch
 from ...plan.show import CARDS
-from .. import ceilings, peers
+from .. import ceilings, flex, peers
 from ..records import here, machine, package_version
 from ..workloads import DTYPES
 from .model import Ceiling
@@ -54,6 +53,7 @@ def describe(device: torch.device) -> dict[str, str]:
             "threads": f"{here('cpu')['threads']}",
             "vector instructions": torch.backends.cpu.get_cpu_capability(),
             "memory": _host_memory(),
+            "power": "this machine does not tell",
         }
     facts["system"] = platform.platform(terse=True)
     return {name: text for name, text in facts.items() if text}
@@ -63,24 +63,34 @@ def versions() -> dict[str, str]:
     """The versions of what ran, what is not installed left out."""
     where = here("cpu")
     found = {name: str(where[name]) for name in ("tilewise", "torch", "python")}
-    found["CUDA of torch"] = torch.version.cuda or ""
-    cudnn = torch.backends.cudnn.version() if torch.cuda.is_available() else None
-    found["cuDNN"] = f"{cudnn // 10000}.{cudnn // 100 % 100}.{cudnn % 100}" if cudnn else ""
-    found |= {name: package_version(name) for name in PACKAGES}
+    found |= {"CUDA of torch": torch.version.cuda or "", **{name: package_version(name) for name in PACKAGES}}
     return {name: text for name, text in found.items() if text}
 
 
 def peer_versions(device: torch.device) -> dict[str, str]:
     """Each peer's version, or why it is not measured."""
-    found = {peers.SDPA: f"torch {torch.__version__}"}
+    triton = package_version("triton")
+    compiled = f", triton {triton}" if triton else ""
+    found = {
+        peers.SDPA: f"torch {torch.__version__}",
+        flex.FLEX: f"torch {torch.__version__}, {flex.how(device)}{compiled}",
+        peers.CUDNN: _cudnn(device),
+    }
     for name in peers.CUDA_PEERS:
         module = peers.find(name)
         if isinstance(module, str):
             found[name] = module
-            continue
-        version = str(getattr(import_module(module.__name__.partition(".")[0]), "__version__", "")) or "version unknown"
-        found[name] = version if device.type == "cuda" else f"{version}, not measured: it takes CUDA tensors"
+        else:
+            version = str(getattr(module, "__version__", "version unknown"))
+            found[name] = version if device.type == "cuda" else f"{version}, not measured: it takes CUDA tensors"
     return found
+
+
+def _cudnn(device: torch.device) -> str:
+    version = torch.backends.cudnn.version() if device.type == "cuda" else None
+    if version is None:
+        return "not measured: it takes CUDA tensors" if device.type != "cuda" else "this torch has none"
+    return f"{version // 10000}.{version // 100 % 100}.{version % 100}, in torch"
 
 
 def ceilings_of(device: torch.device, dtypes: list[str]) -> list[Ceiling]:

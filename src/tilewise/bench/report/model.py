@@ -220,7 +220,7 @@ def _value(hint: Any, value: Any, name: str) -> Any:
     elif origin is list and isinstance(value, list):
         return [_value(inner[0], item, name) for item in value]
     elif origin is dict and isinstance(value, dict):
-        return {key: _value(inner[1], item, name) for key, item in value.items()}
+        return {key: _value(inner[1], item, key) for key, item in value.items()}
     elif is_dataclass(hint) and isinstance(hint, type):
         return _of(hint, value, name)
     elif hint is Any:

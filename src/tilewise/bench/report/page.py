@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import re
 from collections.abc import Iterator
 from importlib.resources import files
 
@@ -171,17 +172,10 @@ def _plans(report: Report) -> Html:
     note = "Which query rows meet which keys, tile by tile; a tile is paler where a mask hides some of its pairs."
     made = []
     for picture in report.pictures:
-        about = tag("p", picture.note)
-        caption = tag("strong", picture.title)
-        made.append(
-            tag(
-                "figure",
-                tag("figcaption", caption),
-                about,
-                figures.plan_picture(picture),
-                tag("pre", picture.text, tabindex="0"),
-            )
-        )
+        about = (tag("figcaption", picture.title), tag("p", picture.note), figures.plan_picture(picture))
+        lines = [re.split(r"\s{2,}", line.strip(), maxsplit=1) for line in picture.text.splitlines()]
+        facts = {name: value for name, *rest in lines for value in rest}
+        made.append(tag("figure", *about, tables.facts(facts, f"{picture.title}: the plan in numbers")))
     return Html(tag("p", note) + tag("div", *made, class_="panels three"))
 
 

@@ -63,18 +63,18 @@ def entries(device: str, quick: bool) -> list[Entry]:
 
 
 def command_of(point: Point) -> str:
-    """`tilewise bench …` of a plain point: what says as much as the defaults do is left out."""
+    """`tilewise bench …` of a plain point: what says as much as the defaults do is left out, but for the length.
+
+    Without any option the command would be another one.
+    """
+    implied = {"workload", "causal"} if point.window or point.kv_format else {"workload"}
+    implied |= {"seq"} if point.lengths else set()
+    defaults = {f.name: f.default for f in fields(Point)} | {"kv_heads": point.heads, "seq": 0}
     words = ["tilewise", "bench"]
-    for name in (f.name for f in fields(Point) if f.name != "workload"):
+    for name, default in defaults.items():
         value = getattr(point, name)
-        if value == getattr(Point, name) and not (name == "kv_heads" and point.heads != point.kv_heads):
-            continue
-        if name == "kv_heads" and point.heads == value:
-            continue
-        if name == "causal":
-            words += ["--causal"] if not (point.window or point.kv_format) else []
-        elif not (name == "seq" and point.lengths):
-            words += [f"--{name.replace('_', '-')}", str(value)]
+        if name not in implied and value != default:
+            words += [f"--{name.replace('_', '-')}", *([] if value is True else [str(value)])]
     return shlex.join(words)
 
 
@@ -144,7 +144,7 @@ def _on_cpu(device: str, quick: bool) -> Iterator[Entry]:
 def _decode_on_cpu(device: str, quick: bool, budget: float) -> Iterator[Entry]:
     step = Point("decode", seq=1024, heads=32, kv_heads=8, kv_format="fp32", device=device)
     for batch in (1, 4, 16) if quick else (1, 2, 4, 8, 16, 32):
-        yield _plain(DECODE, f"{batch} × 1024, 32/8 heads", replace(step, batch=batch), budget)
+        yield _plain(DECODE, f"decode {batch} × 1024, 32/8 heads", replace(step, batch=batch), budget)
     for name in ("int8",) if quick else ("bf16", "fp8", "int8", "int4"):
         yield _plain(FORMATS, f"{name}, 8 × 1024", replace(step, batch=8, kv_format=name), budget)
     for batch, prefix, own in ((16, 1024, 64),) if quick else ((4, 1024, 64), (16, 1024, 64), (16, 2048, 128)):
@@ -195,7 +195,7 @@ def _on_card(device: str, quick: bool) -> Iterator[Entry]:
 def _decode_on_card(device: str, quick: bool) -> Iterator[Entry]:
     step = Point("decode", seq=4096, heads=32, kv_heads=8, dtype="bfloat16", kv_format="bf16", device=device)
     for batch in (1, 8, 64) if quick else (1, 2, 4, 8, 16, 32, 64, 128):
-        name = f"{batch} × 4096, 32/8 heads"
+        name = f"decode {batch} × 4096, 32/8 heads"
         yield _served(DECODE, name, serve.Row(name, replace(step, batch=batch), ()))
     table = {row.name: row for row in serve.rows(device)}
     for name in serve.FORMATS if not quick else ("int8",):
