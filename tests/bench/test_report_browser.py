@@ -13,7 +13,7 @@ pytestmark = pytest.mark.skipif(find() is None, reason="no Chromium here: apt in
 
 TABLE = "#prefill-over-length table"
 MEDIAN = f"{TABLE} thead th:nth-child(6) button"
-A4 = 703  # CSS pixels between the margins of the page
+A4 = 1046  # CSS pixels between the margins of a page on its side
 # The contrast of every piece of text with what is behind it, by the formula of WCAG; what is under the threshold.
 CONTRAST = """(() => {
   const numbers = (text) => text.match(/[\\d.]+/g).map(Number);

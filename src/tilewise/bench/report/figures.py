@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 
 from ..measure import OK
+from ..tables import _number
 from .charts import Frame, Scale, Series, axes, line_chart, log_ticks, marker, scale, spread
 from .markup import Html, tag
 from .model import Ladder, Line, Picture, Report, Row, geomean
@@ -14,6 +15,8 @@ from .rows import BATCH, DECODE, LENGTH
 # Sections that are drawn over an axis: the axis, its name, and whether their rate or their time is shown.
 OVER = {LENGTH: ("seq", "sequence length (tokens)", True), BATCH: ("batch", "sequences", True),
         DECODE: ("batch", "sequences", False)}  # fmt: skip
+# Of the axis of ratios, the most telling first: those that have room are shown.
+TICKS = (1.0, 2.0, 0.5, 5.0, 0.2, 10.0, 0.1, 20.0, 50.0, 0.05, 1.5, 0.75, 1.25, 0.9, 1.1, 3.0, 0.3, 4.0, 0.4, 0.6)
 
 
 def slots(report: Report) -> dict[str, int]:
@@ -96,12 +99,15 @@ def ratios(report: Report) -> Html | None:
     found = [ratio for strip in strips.values() for ratio, _ in strip]
     low, high = min(0.8, *found) / 1.08, max(1.25, *found) * 1.08
     percent = scale((low, high), (1.5, 98.5), log=True)
-    ticks = [(tick, f"{percent(tick):.2f}%") for tick in (*log_ticks(low, high, 7), 1.0)]
+    ticks: dict[float, str] = {}
+    for tick in TICKS:
+        if low <= tick <= high and all(abs(percent(tick) - percent(other)) > 9 for other in ticks):
+            ticks[tick] = f"{percent(tick):.2f}%"
 
     def strip_of(name: str, value: str, height: int, *drawn: Html) -> Html:
         lines = [
             tag("line", class_="one" if tick == 1 else "grid", x1=x, x2=x, y1=0, y2=height if name else 4)
-            for tick, x in ticks
+            for tick, x in ticks.items()
         ]
         svg = tag("svg", *lines, *drawn, width="100%", height=height, role="img", aria_label=name or "the scale")
         return tag("div", tag("span", name), svg, tag("strong", value), class_="strip")
@@ -120,9 +126,7 @@ def ratios(report: Report) -> Html | None:
             for ratio, name in strip
         ]
         made.append(strip_of(section, f"{geomean([ratio for ratio, _ in strip]):.2f}×", 28, *dots))
-    words = [
-        tag("text", f"{tick:g}×", class_="tick", x=x, y=17, text_anchor="middle") for tick, x in dict(ticks).items()
-    ]
+    words = [tag("text", f"{tick:g}×", class_="tick", x=x, y=17, text_anchor="middle") for tick, x in ticks.items()]
     return tag("div", *made, strip_of("", "", 24, *words), class_="strips")
 
 
@@ -138,7 +142,7 @@ def roofline(report: Report, sections: Sequence[str]) -> Html | None:
     ]
     if not dots or not report.ceilings:
         return None
-    frame = Frame(960, 440, left=54, right=170, top=26)
+    frame = Frame(960, 440, left=54, right=216, top=26)
     across = [intensity for _, intensity, _ in dots]
     ridges = [ceiling.flops / ceiling.bandwidth for ceiling in report.ceilings]
     low_x, high_x = min(across) / 2, max(*across, 1.5 * max(ridges)) * 1.5
@@ -147,43 +151,49 @@ def roofline(report: Report, sections: Sequence[str]) -> Html | None:
     x, y = scale((low_x, high_x), frame.x, log=True), scale((low_y, top_y), frame.y, log=True)
     x_ticks, y_ticks = log_ticks(low_x, high_x, 9), log_ticks(low_y, top_y, 9)
     drawn = axes(frame, x, y, x_ticks, y_ticks, "FLOP per byte that the kernel cannot avoid", "TFLOP/s")
-    drawn += _roofs(report, frame, x, y, low_x)
+    lines, labels = _roofs(report, frame, x, y, low_x)
+    drawn += lines
     order = [section for section in sections if any(row.section == section for row, _, _ in dots)]
     best: dict[str, float] = {}
     for row, intensity, rate in dots:
         title = f"{row.section}, {row.name}: {rate:.3g} TFLOP/s at {intensity:.3g} FLOP/byte"
         drawn.append(marker(order.index(row.section), x(intensity), y(rate), title, 4.2))
         best[row.section] = min(best.get(row.section, math.inf), y(rate))
-    wanted = [best[section] for section in order]
-    places = spread(wanted, 15, low=frame.top + 34, high=frame.height - frame.bottom - 4)
-    for slot, (section, place) in enumerate(zip(order, places, strict=True)):
-        left = frame.width - frame.right + 18
-        drawn.append(marker(slot, left, place - 4, "", 4.2))
-        drawn.append(tag("text", section, class_="label", x=left + 10, y=place))
+    left = frame.width - frame.right + 14
+    labels += [(best[section], section, marker(slot, left, 0.0, "", 4.2)) for slot, section in enumerate(order)]
+    places = spread([label[0] for label in labels], 15, low=frame.top, high=frame.height - frame.bottom - 4)
+    for place, (_, text, sign) in zip(places, labels, strict=True):
+        shown = tag("text", text, class_="label", x=left + 12, y=4.0)
+        drawn.append(tag("g", sign, shown, transform=f"translate(0 {place:.2f})"))
     return frame.svg("Roofline", *drawn)
 
 
-def _roofs(report: Report, frame: Frame, x: Scale, y: Scale, low_x: float) -> list[Html]:
-    """The slope of the memory and the flat of the arithmetic of each ceiling; equal ones share a line."""
+def _roofs(
+    report: Report, frame: Frame, x: Scale, y: Scale, low_x: float
+) -> tuple[list[Html], list[tuple[float, str, Html]]]:
+    """The slope of the memory and the flat of the arithmetic of each ceiling, and the labels of the flats.
+
+    Equal ceilings share a line. A label is its height, its text and a piece of its line.
+    """
     names: dict[tuple[float, float, str], list[str]] = {}
     for c in report.ceilings:
         names.setdefault((c.flops, c.bandwidth, c.name), []).append(c.dtype)
     dashed = {c.name for c in report.ceilings if not c.measured}
-    drawn = []
-    right = frame.x[1]
-    wanted = [y(flops / 1e12) for flops, _, _ in names]
-    places = spread(wanted, 12, low=10)
-    for ((flops, bandwidth, name), dtypes), place in zip(names.items(), places, strict=True):
-        ridge = flops / bandwidth
+    drawn, labels, slopes = [], [], list(dict.fromkeys((bandwidth, name) for _, bandwidth, name in names))
+    left = frame.width - frame.right
+    for (flops, bandwidth, name), dtypes in names.items():
+        ridge, kind = flops / bandwidth, "roof known" if name in dashed else "roof"
         start, corner = (x(low_x), y(bandwidth * low_x / 1e12)), (x(ridge), y(flops / 1e12))
-        path = f"M{start[0]:.2f},{start[1]:.2f}L{corner[0]:.2f},{corner[1]:.2f}L{right:.2f},{corner[1]:.2f}"
-        drawn.append(tag("path", class_="roof known" if name in dashed else "roof", d=path))
-        text = f"{flops / 1e12:.3g} TFLOP/s, {name}: {', '.join(dtypes)}"
-        drawn.append(tag("text", text, class_="unit", x=right - 4, y=place - 5, text_anchor="end"))
-        half = math.sqrt(low_x * ridge)
-        drawn.append(tag("text", f"{bandwidth / 1e9:.3g} GB/s", class_="unit", x=x(half) - 6,
-                         y=y(bandwidth * half / 1e12) - 6, text_anchor="end"))  # fmt: skip
-    return drawn
+        path = f"M{start[0]:.2f},{start[1]:.2f}L{corner[0]:.2f},{corner[1]:.2f}L{frame.x[1]:.2f},{corner[1]:.2f}"
+        drawn.append(tag("path", class_=kind, d=path))
+        sign = tag("line", class_=kind, x1=left + 6, x2=left + 22, y1=0, y2=0)
+        labels.append((corner[1], f"{_number(flops / 1e12)} {', '.join(dtypes)}, {name}", sign))
+    least = min(flops / bandwidth for flops, bandwidth, _ in names)
+    for number, (bandwidth, name) in enumerate(slopes):
+        at = low_x * (least / low_x) ** (0.45 + 0.25 * number)
+        place = {"x": x(at) - 8, "y": y(bandwidth * at / 1e12) - 4, "text_anchor": "end"}
+        drawn.append(tag("text", f"{_number(bandwidth / 1e9)} GB/s, {name}", class_="unit", **place))
+    return drawn, labels
 
 
 # ---- the ladder -------------------------------------------------------------------------------------------------

@@ -106,13 +106,13 @@ def results(rows: Sequence[tuple[int, Row]], colours: dict[str, int], label: str
         ("kernel", "Tilewise's are bold"),
         ("check", "against float64, by the tolerance rule"),
         ("error", "the largest of any element, against float64"),
-        ("allowed ≥", "twice the error of PyTorch's own mathematics in the same dtype; roundings come on top"),
+        ("allowed\u00a0≥", "twice the error of PyTorch's own mathematics in the same dtype; roundings come on top"),
         (f"median {unit}", "of all calls, kernels taking turns"),
         (f"p20–p80 {unit}", "the middle three fifths of the calls"),
         ("TFLOP/s", "over what has to be computed"),
         ("GB/s", "over what has to be moved"),
         ("of ceiling", "share of what the machine's measured ceiling allows for this work"),
-        *((f"× {name}", f"times as fast as {name}") for name in names),
+        *((f"×\u00a0{name}", f"times as fast as {name}") for name in names),
     ]
     body = []
     for at, row in rows:
