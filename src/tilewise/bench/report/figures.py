@@ -188,9 +188,9 @@ def _roofs(
         drawn.append(tag("path", class_=kind, d=path))
         sign = tag("line", class_=kind, x1=left + 6, x2=left + 22, y1=0, y2=0)
         labels.append((corner[1], f"{_number(flops / 1e12)} {', '.join(dtypes)}, {name}", sign))
-    least = min(flops / bandwidth for flops, bandwidth, _ in names)
+    ridge = max(flops / bandwidth for flops, bandwidth, _ in names)
     for number, (bandwidth, name) in enumerate(slopes):
-        at = low_x * (least / low_x) ** (0.45 + 0.25 * number)
+        at = low_x * (ridge / low_x) ** (0.6 + 0.15 * number)
         place = {"x": x(at) - 8, "y": y(bandwidth * at / 1e12) - 4, "text_anchor": "end"}
         drawn.append(tag("text", f"{_number(bandwidth / 1e9)} GB/s, {name}", class_="unit", **place))
     return drawn, labels
