@@ -1,11 +1,15 @@
-"""What a card can do: the one place that asks, and the architectures' limits as plain facts.
+"""What cards can do: the one place that asks, and the architectures' limits and rates as plain facts.
 
-Everything that depends on the card (which kernel serves, how many blocks run at once, what `sdpa` and Thunder may take
-over) goes through `capability`, `arch_of_device`, `multiprocessors` and `serves_prefill`.
+Two questions are kept apart. `arch_of_device`: the architecture that code for a device is compiled for. `card_of`: the
+card that the device behaves as, whose kernels and limits are used. They differ where TILEWISE_CARD names a card that
+the device can imitate: TILEWISE_CARD=sm_80 makes an H200 run the kernels of an A100 within an A100's shared memory.
 """
 
 from __future__ import annotations
 
+import contextlib
+import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -14,40 +18,148 @@ import torch
 
 @dataclass(frozen=True)
 class Limits:
-    """What one SM of an architecture holds, and what one block of it may ask for."""
+    """What one SM of an architecture holds, what one block of it may ask for, and what an SM does in a clock.
+
+    products, products_tf32: floating-point operations per clock of its tensor cores under mma.sync with float32 sums,
+    of 16-bit and of TF32 operands, as the fastest cards of the architecture have them (GeForce cards do half); None
+    where it is not known. ffma: those of the CUDA cores in float32.
+    """
 
     warps: int
     blocks: int
     shared_sm: int
     shared_block: int
+    products: int | None
+    products_tf32: int | None
+    ffma: int
 
 
 LIMITS = {
-    "sm_80": Limits(warps=64, blocks=32, shared_sm=164 << 10, shared_block=163 << 10),
-    "sm_86": Limits(warps=48, blocks=16, shared_sm=100 << 10, shared_block=99 << 10),
-    "sm_89": Limits(warps=48, blocks=24, shared_sm=100 << 10, shared_block=99 << 10),
-    "sm_90a": Limits(warps=64, blocks=32, shared_sm=228 << 10, shared_block=227 << 10),
+    "sm_80": Limits(64, 32, 164 << 10, 163 << 10, products=2048, products_tf32=1024, ffma=128),  # A100, A30
+    "sm_86": Limits(48, 16, 100 << 10, 99 << 10, products=1024, products_tf32=512, ffma=256),  # 3090, A6000, A10
+    "sm_87": Limits(48, 16, 164 << 10, 163 << 10, products=2048, products_tf32=1024, ffma=256),  # Orin
+    "sm_89": Limits(48, 24, 100 << 10, 99 << 10, products=1024, products_tf32=512, ffma=256),  # 4090, L40S, L4
+    "sm_90a": Limits(64, 32, 228 << 10, 227 << 10, products=4096, products_tf32=2048, ffma=256),  # H100, H200
+    "sm_100": Limits(64, 32, 228 << 10, 227 << 10, products=None, products_tf32=None, ffma=256),  # B200, GB200
+    "sm_103": Limits(64, 32, 228 << 10, 227 << 10, products=None, products_tf32=None, ffma=256),  # B300, GB300
+    "sm_120": Limits(48, 24, 100 << 10, 99 << 10, products=1024, products_tf32=512, ffma=256),  # 5090, RTX PRO 6000
+    "sm_121": Limits(48, 24, 100 << 10, 99 << 10, products=1024, products_tf32=512, ffma=256),  # GB10
 }
 ARCHS = tuple(LIMITS)
+# major -> (minor, architecture), the newest first. A cubin runs on later minors of its own major, sm_90a code on 9.0
+# alone.
+_SERVED = {
+    8: ((9, "sm_89"), (7, "sm_87"), (6, "sm_86"), (0, "sm_80")),
+    9: ((0, "sm_90a"),),
+    10: ((3, "sm_103"), (0, "sm_100")),
+    12: ((1, "sm_121"), (0, "sm_120")),
+}
+EMULATED_ARCH, EMULATED_BLOCKS = "sm_90a", 3  # of CPU tensors: the emulator runs Hopper's kernels
+
+# What TILEWISE_CARD said when this was imported, or `as_card` since. Whatever keeps a choice that depends on `card_of`
+# keeps it beside this.
+chosen: str | None = os.environ.get("TILEWISE_CARD") or None
+
+
+def _serving(major: int, minor: int) -> str | None:
+    """The newest architecture whose code runs on a device of this compute capability; None if there is none."""
+    if major == 9 and minor > 0:
+        return None
+    for least, arch in _SERVED.get(major, ()):
+        if minor >= least:
+            return arch
+    return None
 
 
 def arch_of(major: int, minor: int) -> str:
     """The architecture to compile for on a device of this compute capability: the newest that runs there."""
-    # A cubin runs on later minors of its own major. sm_90a code runs on 9.0 alone.
-    if major == 8:
-        return "sm_89" if minor >= 9 else "sm_86" if minor >= 6 else "sm_80"
-    if (major, minor) == (9, 0):
-        return "sm_90a"
-    raise NotImplementedError(
-        f"no kernels for compute capability {major}.{minor}: there are kernels for 8.0 to 8.9 and 9.0; "
-        "backend='emulator' runs them on CPU tensors"
-    )
+    arch = _serving(major, minor)
+    if arch is None:
+        thor = " (Jetson Thor)" if major == 11 else ""
+        raise NotImplementedError(
+            f"no kernels for compute capability {major}.{minor}{thor}: there are kernels for 8.0 to 8.9, 9.0, 10.x and "
+            "12.x; backend='emulator' runs them on CPU tensors"
+        )
+    return arch
 
 
-EMULATED_ARCH, EMULATED_BLOCKS = (
-    "sm_90a",
-    3,
-)  # of CPU tensors: the emulator runs Hopper's kernels
+def card_of(device: torch.device) -> str:
+    """The card that a device behaves as: which kernels it runs, within which limits.
+
+    Its own architecture, or what TILEWISE_CARD says: ValueError if that is none of ARCHS, or if the device cannot
+    imitate it. The emulator imitates all of them.
+    """
+    return _card(device, chosen)
+
+
+@lru_cache
+def _card(device: torch.device, chosen: str | None) -> str:
+    arch = arch_of_device(device)
+    if chosen is None:
+        return arch
+    _check_card(chosen)
+    if device.type == "cuda" and (why := cannot_imitate(arch, chosen)):
+        raise ValueError(f"TILEWISE_CARD={chosen}: {device} is {arch} and cannot behave as that card: {why}")
+    return chosen
+
+
+def _check_card(name: str) -> None:
+    if name not in LIMITS:
+        raise ValueError(f"TILEWISE_CARD must be one of {', '.join(ARCHS)}, or unset, got {name!r}")
+
+
+def cannot_imitate(arch: str, card: str) -> str:
+    """Why a device of architecture `arch` cannot run the kernels of `card` within its limits; "" if it can."""
+    has, needs = LIMITS[arch], LIMITS[card]
+    if hopper(card) and not hopper(arch):
+        return "it has no wgmma"
+    if fp8_products(card) and ARCHS.index(arch) < ARCHS.index("sm_89"):  # ptxas takes mma.sync of FP8 since then
+        return "it has no products of FP8"
+    if needs.shared_block > has.shared_block:
+        return f"a block has {has.shared_block >> 10} KB of shared memory, and {card} has {needs.shared_block >> 10}"
+    if needs.warps > has.warps or needs.blocks > has.blocks:
+        return (
+            f"a multiprocessor holds {has.warps} warps and {has.blocks} blocks, and {card} holds {needs.warps} and "
+            f"{needs.blocks}"
+        )
+    return ""
+
+
+@contextlib.contextmanager
+def as_card(name: str | None) -> Iterator[None]:
+    """Behave as this card, as TILEWISE_CARD would have it, in all threads until the end; None: as what is there."""
+    global chosen
+    if name is not None:
+        _check_card(name)
+    before, chosen = chosen, name
+    try:
+        yield
+    finally:
+        chosen = before
+
+
+def hopper(card: str) -> bool:
+    """Does the card run the kernels that are written for wgmma and TMA?"""
+    # Cards since have TMA too, but no wgmma; their kernels load by cp.async, as those of earlier cards do.
+    return card == "sm_90a"
+
+
+def fp8_products(card: str) -> bool:
+    """Do the tensor cores multiply FP8, by wgmma on Hopper and by mma.sync elsewhere? If not, FP8 is widened first."""
+    # mma.sync of FP8 compiles for 9.0 and 10.x too, but to conversions and products of fp16.
+    return card in ("sm_89", "sm_90a", "sm_120", "sm_121")
+
+
+def tf32_products(card: str) -> bool:
+    """Are float32 products faster as three TF32 products of tensor cores than on CUDA cores?"""
+    limits = limits_of(card)
+    # Where the rate is not known, it is at least that of sm_80, which the same instructions had.
+    return (limits.products_tf32 or 1024) > 3 * limits.ffma
+
+
+def shared_block(card: str) -> int:
+    """Bytes of shared memory that a block may have, static and dynamic."""
+    return limits_of(card).shared_block
 
 
 def capability(device: torch.device) -> tuple[int, int]:
@@ -76,8 +188,8 @@ def arch_of_device(device: torch.device) -> str:
 
 
 def serves_prefill(device: torch.device) -> bool:
-    """Does the prefill kernel run there? It is written for Hopper's wgmma and TMA."""
-    return device.type == "cpu" or capability(device) == (9, 0)
+    """Is there a prefill kernel that runs on the device?"""
+    return device.type == "cpu" or _serving(*capability(device)) is not None
 
 
 def occupancy(arch: str, registers: int, threads: int, shared: int) -> int:

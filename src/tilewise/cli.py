@@ -16,7 +16,7 @@ from typing import Annotated, Any
 
 import typer
 
-from .bench import commands, ladder_commands
+from .bench import commands, ladder_commands, tune_command, warm_command
 from .bench.report import command as report_command
 
 OVERVIEW = """\
@@ -45,8 +45,12 @@ Tilewise: attention kernels for LLM inference, planned once as a list of tiles.
   tilewise ladder     the teaching ladder: kernels one idea apart, timed on a GPU; --emulate counts
                       what they cost on any machine; --rung NAME --plot PATH --profile --json
   tilewise kernels    registers, spills, shared memory and occupancy of every kernel; needs no GPU
-  tilewise cache show | clear
-                      the folder of compiled kernels: what it holds, and how to empty it
+  tilewise tune       which tilings are fastest on this card, measured into a table that later calls look up;
+                      prefill | decode | sparse | all, --budget --shapes --dtype
+  tilewise warm       compile ahead on all cores what a model or shapes need; without a GPU with --arch;
+                      --model CONFIG | --shapes B,N,Hq,Hkv,D
+  tilewise cache show | clear | export | import
+                      the folder of compiled kernels: what it holds, how to empty it and how to take it along
   tilewise doctor     what is installed, what will run, what is missing and how to get it
 
 Try:
@@ -72,6 +76,8 @@ app.command("sweep")(commands.sweep)
 app.command("report")(report_command.report)
 app.command("ladder")(ladder_commands.ladder)
 app.command("kernels")(ladder_commands.kernels)
+app.command("tune")(tune_command.tune)
+app.command("warm")(warm_command.warm)
 app.add_typer(schedule_app, name="schedule")
 app.add_typer(testdata_app, name="testdata")
 app.add_typer(cache_app, name="cache")
@@ -328,6 +334,33 @@ def clear_cache(
     typer.echo(f"removed {entries} {'entry' if entries == 1 else 'entries'}, {_mib(freed)} MiB")
 
 
+@cache_app.command("export")
+def export_cache(
+    file: Annotated[Path, typer.Argument(help="Where to, a .tar.gz.")],
+    force: Annotated[bool, typer.Option("--force", help="Overwrite the file.")] = False,
+) -> None:
+    """Write the compiled kernels into a file, for machines with the same cards and versions: tilewise cache import."""
+    from tilewise.compiler import archive
+
+    entries, size = archive.write(file, force=force)
+    typer.echo(f"{file}: {entries} {'kernel' if entries == 1 else 'kernels'}, {_mib(size)} MiB before compression")
+
+
+@cache_app.command("import")
+def import_cache(
+    file: Annotated[Path, typer.Argument(help="What tilewise cache export wrote.")],
+) -> None:
+    """Take compiled kernels from a file. Each is checked; what is there already stays."""
+    from tilewise.compiler import archive
+
+    done = archive.read(file)
+    typer.echo(f"{done.added} added, {done.there} were there, {len(done.refused)} refused")
+    for line in done.refused:
+        typer.echo(f"refused {line}")
+    if done.refused:
+        raise typer.Exit(1)
+
+
 def _mib(size: float) -> str:
     return f"{size / 2**20:.1f}"
 
@@ -353,8 +386,22 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 COMMANDS = (
-    *("bench", "sweep", "report", "ladder", "kernels", "schedule", "testdata", "cache", "doctor"),
-    *("prefix", "decode", "sparse", "variants", "prefill", "serve", "generate", "make", "show", "check", "clear"),
+    *("bench", "sweep", "report", "ladder", "kernels", "schedule", "testdata", "cache", "doctor", "tune", "warm"),
+    *(
+        "prefix",
+        "decode",
+        "sparse",
+        "variants",
+        "prefill",
+        "serve",
+        "generate",
+        "make",
+        "show",
+        "check",
+        "clear",
+        "export",
+        "import",
+    ),
 )
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from . import __version__, api
+from . import __version__, api, arch
 from .bench.peers import CUDA_PEERS, find
 from .bench.records import machine, package_version
 
@@ -32,7 +32,7 @@ class Finding:
 
 def examine() -> list[Finding]:
     """Everything doctor knows, in the order it is shown. Looks only; changes nothing."""
-    return [*_packages(), *_devices(), *_backends(), *_peers()]
+    return [*_packages(), *_imitated(), *_devices(), *_backends(), *_peers()]
 
 
 def _packages() -> list[Finding]:
@@ -60,7 +60,38 @@ def _devices() -> list[Finding]:
         memory = properties.total_memory / 2**30
         capability = f"sm_{properties.major}{properties.minor}"
         found.append(Finding("devices", f"cuda:{i}", GOOD, f"{properties.name}, {memory:.0f} GiB, {capability}"))
+        found.append(_kernels(torch.device("cuda", i)))
     return found
+
+
+def _imitated() -> list[Finding]:
+    """TILEWISE_CARD, if it is set."""
+    if arch.chosen is None:
+        return []
+    try:
+        arch.limits_of(arch.chosen)
+    except ValueError:
+        said = f"{arch.chosen} is none of {', '.join(arch.ARCHS)}: no kernel runs until it is, or is unset"
+        return [Finding("devices", "TILEWISE_CARD", MISSING, said)]
+    said = f"{arch.chosen}: GPUs and the emulator behave as that card, with its kernels within its limits"
+    return [Finding("devices", "TILEWISE_CARD", NOTE, said)]
+
+
+def _kernels(device: torch.device) -> Finding:
+    """Which kernels serve a device."""
+    name = f"{device} kernels"
+    try:
+        card = arch.card_of(device)
+    except (NotImplementedError, ValueError) as error:
+        return Finding("devices", name, MISSING, " ".join(str(error).split()))
+    as_what = card if card == arch.arch_of_device(device) else f"{card}, as TILEWISE_CARD asks"
+    if arch.hopper(card):
+        return Finding("devices", name, GOOD, f"those of {as_what}: wgmma and TMA")
+    shared = arch.shared_block(card) >> 10
+    text = f"those of {as_what}: mma.sync and cp.async, within {shared} KB of shared memory per block"
+    if card in ("sm_100", "sm_103"):
+        text += "; Blackwell's data-centre cards have no kernel of their own yet"
+    return Finding("devices", name, GOOD, text)
 
 
 def _backends() -> list[Finding]:
@@ -74,12 +105,12 @@ def _backends() -> list[Finding]:
             y = x.to(getattr(torch, dtype))
             try:
                 api.attention(y, y, y)
-            except NotImplementedError as error:
+            except (NotImplementedError, ValueError) as error:  # ValueError: of TILEWISE_CARD
                 found.append(Finding("what runs", name, MISSING, " ".join(str(error).split())))
             else:
                 found.append(Finding("what runs", name, GOOD, f"every call, on the {device} backend"))
     if "cuda" not in devices:
-        found.append(Finding("what runs", "cuda", NOTE, "no GPU here; CUDA tensors are not served by this version"))
+        found.append(Finding("what runs", "cuda", NOTE, "no GPU here; the emulator runs the kernels on CPU tensors"))
     return found
 
 

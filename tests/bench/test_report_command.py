@@ -14,8 +14,8 @@ import typer
 from cli_cases import assert_one_line_and_hint
 from report_cases import Page, report
 
-from tilewise import api, cli
-from tilewise.bench import commands, ladder_commands, measure, peers, rungs, serve, tables, workloads
+from tilewise import api, arch, cli
+from tilewise.bench import commands, ladder_commands, measure, peers, rungs, serve, smi, tables, workloads
 from tilewise.bench.report import gather, machine, model, page, plans
 from tilewise.bench.report import rows as rows_module
 from tilewise.bench.report.model import NOT_SERVED
@@ -263,23 +263,21 @@ def test_card_is_asked_by_nvidia_smi(monkeypatch):
         asked.append(command)
         return types.SimpleNamespace(stdout="NVIDIA H200, 1755, 3201, 512.25, [N/A]\n")
 
-    monkeypatch.setattr(machine.subprocess, "run", answer)
-    monkeypatch.setattr(machine, "machine", lambda device="cpu": "NVIDIA H200")
+    monkeypatch.setattr(smi.subprocess, "run", answer)
+    monkeypatch.setattr(smi, "machine", lambda device: "NVIDIA H200")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,GPU-7")
     card = torch.device("cuda", 1)
     assert machine.sample(card) == {"SM clock": 1755, "memory clock": 3201, "power": 512.25}
     assert "--id=GPU-7" in asked[0]
-    monkeypatch.setattr(machine, "machine", lambda device="cpu": "another card")
+    monkeypatch.setattr(smi, "machine", lambda device: "another card")
     assert machine.sample(card) == {}
 
     def absent(command, **options):
         raise FileNotFoundError(command[0])
 
-    monkeypatch.setattr(machine.subprocess, "run", absent)
+    monkeypatch.setattr(smi.subprocess, "run", absent)
     assert machine.sample(card) == {}
-    monkeypatch.setattr(
-        machine.subprocess, "run", lambda *a, **o: (_ for _ in ()).throw(subprocess.TimeoutExpired("a", 1))
-    )
+    monkeypatch.setattr(smi.subprocess, "run", lambda *a, **o: (_ for _ in ()).throw(subprocess.TimeoutExpired("a", 1)))
     assert machine.sample(card) == {}
 
 
@@ -290,13 +288,16 @@ def test_a_card_in_words(monkeypatch):
         names = next(word for word in command if word.startswith("--query-gpu=")).partition("=")[2].split(",")
         return types.SimpleNamespace(stdout=", ".join(told.get(name, "NVIDIA H200") for name in names))
 
-    monkeypatch.setattr(machine.subprocess, "run", answer)
-    monkeypatch.setattr(machine, "machine", lambda device="cpu": "NVIDIA H200" if "cuda" in device else "A CPU")
-    monkeypatch.setattr(machine.arch, "capability", lambda device: (9, 0))
-    monkeypatch.setattr(machine.arch, "multiprocessors", lambda device: 132)
+    monkeypatch.setattr(smi.subprocess, "run", answer)
+    for module in (machine, smi):
+        monkeypatch.setattr(module, "machine", lambda device="cpu": "NVIDIA H200" if "cuda" in device else "A CPU")
+    monkeypatch.setattr(arch, "capability", lambda device: (9, 0))
+    monkeypatch.setattr(arch, "multiprocessors", lambda device: 132)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1, 141 << 30))
-    monkeypatch.setenv("TILEWISE_CARD", "sm_80")
-    facts = machine.describe(torch.device("cuda", 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
+    with arch.as_card("sm_80"):
+        facts = machine.describe(torch.device("cuda", 0))
+    assert "behaves as" not in machine.describe(torch.device("cuda", 0))
     assert (facts["name"], facts["compute capability"], facts["behaves as"]) == ("NVIDIA H200", "9.0", "sm_80")
     assert (facts["driver"], facts["top SM clock"], facts["power limit"]) == ("575.1", "1980 MHz", "700.00 W")
     assert (facts["memory"], facts["multiprocessors"], facts["host"]) == ("141 GiB", "132", "A CPU")

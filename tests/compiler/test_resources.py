@@ -14,18 +14,20 @@ def test_resource_table() -> None:
     assert [(r.kernel.split()[0], r.arch) for r in rows] == [
         (name, arch) for name in ("axpy", "dynamic_shared", "tma_copy") for arch in compiler.ARCHS
     ]
-    assert [r.occupancy for r in rows[:4]] == [1.0, 1.0, 1.0, 1.0]
-    assert [r.shared_bytes > r.shared_limit for r in rows[4:8]] == [False, True, True, False]
-    assert [r.blocks_per_sm for r in rows[4:8]] == [1, 0, 0, 1]
-    assert ["requires .target sm_90" in (r.error or "") for r in rows[8:]] == [True, True, True, False]
+    assert [r.occupancy for r in rows[:9]] == [1.0] * 9
+    small = ["sm_86", "sm_89", "sm_120", "sm_121"]
+    assert [r.arch for r in rows[9:18] if r.shared_bytes > r.shared_limit] == small
+    assert [r.arch for r in rows[9:18] if r.blocks_per_sm != 1] == small
+    old = ["sm_80", "sm_86", "sm_87", "sm_89"]
+    assert [r.arch for r in rows[18:] if "requires .target sm_90" in (r.error or "")] == old
+    assert [r.arch for r in rows[18:] if r.error] == old
 
 
-def test_architecture_of_a_device() -> None:
-    expected = {(8, 0): "sm_80", (8, 6): "sm_86", (8, 7): "sm_86", (8, 9): "sm_89", (9, 0): "sm_90a"}
-    assert {capability: compiler.arch_of(*capability) for capability in expected} == expected
-    for capability in ((7, 5), (9, 1), (10, 0), (12, 0)):
-        with pytest.raises(NotImplementedError, match=f"compute capability {capability[0]}.{capability[1]}.*emulator"):
-            compiler.arch_of(*capability)
+def test_resource_rows_tell_when_each_is_done() -> None:
+    done: list[None] = []
+    rows = compiler.resource_rows([(AXPY, "sm_80"), (AXPY, "sm_120")], lambda: done.append(None))
+    assert [row.arch for row in rows] == ["sm_80", "sm_120"]
+    assert len(done) == 2
 
 
 @pytest.mark.parametrize(

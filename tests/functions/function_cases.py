@@ -24,17 +24,21 @@ class ProbeArgs(ctypes.Structure):
     """probe.cuh: ProbeArgs."""
 
     _fields_ = (
-        *((n, ctypes.c_void_p) for n in ("indices", "scores", "boxes", "mask", "score", "seen")),
+        *((n, ctypes.c_void_p) for n in ("indices", "scores", "boxes", "mask", "score", "sided", "seen")),
         *((n, ctypes.c_int) for n in ("count", "num_boxes")),
         ("scale", ctypes.c_float),
     )
 
 
 class Probed(NamedTuple):
-    """mask, score: (functions, count). seen: (functions, boxes, 2)."""
+    """mask, score, sided: (functions, count). seen: (functions, boxes, 2).
+
+    sided: the score as it is computed in blocks whose keys all lie on that side of the rows.
+    """
 
     mask: torch.Tensor
     score: torch.Tensor
+    sided: torch.Tensor
     seen: torch.Tensor
 
 
@@ -62,13 +66,14 @@ def probed(
     spec = probe_spec([f.text(sizes) for f in functions])
     indices, boxes, count = indices.int().contiguous(), boxes.int().contiguous(), len(indices)
     mask = torch.full((len(functions), count), -1, dtype=torch.int32)
-    score = torch.full((len(functions), count), torch.nan)
+    score, sided = (torch.full((len(functions), count), torch.nan) for _ in range(2))
     seen = torch.full((len(functions), len(boxes), 2), torch.nan, dtype=torch.float64)
-    memory = {"indices": indices, "scores": scores, "boxes": boxes, "mask": mask, "score": score, "seen": seen}
+    memory = {"indices": indices, "scores": scores, "boxes": boxes, "mask": mask}
+    memory |= {"score": score, "sided": sided, "seen": seen}
     args = ProbeArgs(*(x.data_ptr() for x in memory.values()), count, len(boxes), SCALE)
     tensors = {f"t{n}_{m}": t for n, f in enumerate(functions) for m, t in enumerate(f.tensors)}
     emulator.launch(spec, (1, 1, 1), [args, *(f.arguments() for f in functions)], memory | tensors)
-    return Probed(mask.bool(), score, seen)
+    return Probed(mask.bool(), score, sided, seen)
 
 
 def grid(sizes: Sequence[int] = SIZES) -> torch.Tensor:

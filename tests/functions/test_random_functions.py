@@ -62,14 +62,10 @@ def test_kernels_compute_what_torch_does(masks, scores):
         assert torch.equal(kinds, made[n].blocks(*SIZES, 16, 16)), source
     for n, source in enumerate(scores, len(masks)):
         expected = made[n].scored((SCORES * SCALE).double(), *indices).float()
-        torch.testing.assert_close(
-            found.score[n],
-            expected,
-            rtol=2e-4,
-            atol=2e-4,
-            equal_nan=True,
-            msg=lambda m, source=source: f"{source}: {m}",
-        )
+        for got in (found.score[n], found.sided[n]):
+            torch.testing.assert_close(
+                got, expected, rtol=2e-4, atol=2e-4, equal_nan=True, msg=lambda m, source=source: f"{source}: {m}"
+            )
 
 
 warnings.filterwarnings("ignore", message=".*floor_divide.*")

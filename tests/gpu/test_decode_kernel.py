@@ -27,8 +27,7 @@ from decode_cases import (
 from oracle import assert_state
 
 import tilewise
-from tilewise import PagedKVCache, compiler, plan_decode, reference
-from tilewise.arch import LIMITS, occupancy
+from tilewise import PagedKVCache, plan_decode, reference
 from tilewise.formats import KVFormat
 from tilewise.gpu import decode_kernels
 from tilewise.plan.worklist import FAR, Splitting
@@ -284,21 +283,6 @@ def test_a_lower_triangle_is_causal():
 def test_chance(first):
     for seed in range(first, first + 10):
         chance(seed)
-
-
-# ---- other cards -----------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("arch", ["sm_80", "sm_89"])  # sm_86 has the shared memory of sm_89
-@pytest.mark.parametrize(("kv_format", "head_dim"), [("bf16", 128), ("bf16", 256), ("int4", 128)])
-def test_ampere_and_ada_have_kernels_that_fit(kv_format, head_dim, arch):
-    """Copies in place of TMA, streams in place of tiles: what the emulator runs with pages that TMA cannot take."""
-    fmt = KVFormat(kv_format, head_dim)
-    for rows in (4, 16):
-        tiling = decode_kernels.choose_tiling(fmt, rows, tma=False, arch=arch)
-        spec = decode_kernels.decode_spec(torch.bfloat16, fmt, 16, tiling, tma=False)
-        assert spec.shared_bytes <= LIMITS[arch].shared_block
-        report = compiler.compile(spec, arch).report
-        assert report.spill_stores == report.spill_loads == 0
-        assert occupancy(arch, report.registers, spec.threads, spec.shared_bytes) >= tiling.blocks
 
 
 # ---- what is refused -------------------------------------------------------------------------------------------------

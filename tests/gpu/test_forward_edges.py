@@ -21,14 +21,14 @@ KERNELS = Path(__file__).parents[1] / "kernels"
 
 
 # ---- masks -----------------------------------------------------------------------------------------------------------
-def test_the_last_row_of_a_warpgroup_decides_which_blocks_are_whole():
-    """Windows whose left edge meets a block's first key in just one of 64 rows."""
+def test_the_last_row_of_a_group_decides_which_blocks_are_whole():
+    """Windows whose left edge meets a block's first key in just one of 64 rows, or of 32."""
     q, k, v = problem(1, 128, 384, 1, 1, 64)
     _, block = tile_of(1, 128, 384, 1, 1, 64)
     for number, left in enumerate((190, 191, 192, 253, 254, 255, 256)):
         check(q, k, v, window=(left, None), mode=MODES[number % 4])
-    for number, right in enumerate((block - 65, block - 64, block - 63, 0)):
-        check(q, k, v, window=(None, right), mode=MODES[number % 4])
+    for number, right in enumerate(block - rows + more for rows in (64, 32) for more in (-1, 0, 1)):
+        check(q, k, v, window=(None, max(0, right)), mode=MODES[number % 4])
 
 
 def test_the_last_row_of_packed_heads_decides_which_blocks_are_whole():

@@ -196,7 +196,7 @@ def test_what_goes_to_torch():
         assert torch.equal(sdpa(*floats), sdpa(query, key, value))
     assert explain(query, key, value, dropout_p=0.5).backend == "torch"
     assert explain(query, key, value.cpu()).backend == "torch"
-    assert str(explain(query, key, value)) == "tilewise, by the Hopper forward: bfloat16 on cuda is served"
+    assert str(explain(query, key, value)) == "tilewise, by the GPU forward: bfloat16 on cuda is served"
 
 
 def test_compiled_under_replacement():

@@ -15,7 +15,7 @@ from tilewise.integrations.sdpa import Explanation, Facts, decide, explain, sdpa
 
 pytestmark = pytest.mark.usefixtures("torch_as_it_was")
 
-HOPPER = Facts((2, 4, 8, 64), (2, 4, 8, 64), (2, 4, 8, 64), torch.bfloat16, "cuda", hopper=True)
+CARD = Facts((2, 4, 8, 64), (2, 4, 8, 64), (2, 4, 8, 64), torch.bfloat16, "cuda", kernels=True)
 
 
 # Who serves, and why.
@@ -81,7 +81,7 @@ def test_explain_says_why_tilewise_serves(shapes, options, reason, monkeypatch):
         ({"dtype": torch.float16}, True),
         ({"dtype": torch.float32}, False),
         ({"dtype": torch.float8_e4m3fn}, False),
-        ({"hopper": False}, False),
+        ({"kernels": False}, False),
         ({"mask": (2, 1, 1, 8), "mask_is_bool": True}, False),
         ({"value": (2, 4, 8, 257)}, False),
         ({"dropout": True}, False),
@@ -93,7 +93,7 @@ def test_explain_says_why_tilewise_serves(shapes, options, reason, monkeypatch):
     ],
 )
 def test_decisions_for_a_card(change, served):
-    path, reasons = decide(HOPPER._replace(**change))
+    path, reasons = decide(CARD._replace(**change))
     assert (path != "torch") == served
     assert reasons
 

@@ -232,24 +232,21 @@ def test_product_kernels_are_among_them_and_spill_nothing(run):
 
 
 def test_hopper_rungs_are_compiled_for_hopper_alone(run, monkeypatch):
-    asked = []
-    monkeypatch.setattr(
-        compiler,
-        "resource_table",
-        lambda specs, archs: (
-            asked.append((len(specs), tuple(archs)))
-            or [compiler.ResourceRow(str(s), a, False, s.threads) for s in specs for a in archs]
-        ),
-    )
+    def rows(pairs, done):
+        return [compiler.ResourceRow(str(s), a, False, s.threads) for s, a in pairs]
+
+    monkeypatch.setattr(compiler, "resource_rows", rows)
     monkeypatch.setattr(ladder, "RUNGS", (NAIVE, replace(NAIVE, name="by_tma", tile_kv=64)))
     for product in (append, decode_kernels, schedules, tilings):
-        monkeypatch.setattr(product, "specs", lambda every=False: [])
+        monkeypatch.setattr(product, "specs", lambda card="", every=False: [])
     code, out, _ = run("kernels", "--all", "--json")
     assert code == 0
     heads, apart = len(NAIVE.head_dims), len(ladder.SPILLING.head_dims)
-    assert asked == [(heads + apart, compiler.ARCHS), (heads, ("sm_90a",))]
-    names = ["flash_naive"] * 4 * heads + ["by_tma"] * heads + ["spilling"] * 4 * apart
+    names = ["flash_naive"] * 9 * heads + ["by_tma"] * heads + ["spilling"] * 9 * apart
     assert [row["name"] for row in json.loads(out)] == names
+    assert [row["arch"] for row in json.loads(out)] == [
+        *compiler.ARCHS * heads, *["sm_90a"] * heads, *compiler.ARCHS * apart
+    ]  # fmt: skip
     code, _, err = run("kernels", "--kernel", "by_tma", "--arch", "sm_80")
     assert code == 2
     assert_one_line_and_hint(err)
@@ -258,13 +255,13 @@ def test_hopper_rungs_are_compiled_for_hopper_alone(run, monkeypatch):
 def test_faults_are_told(run, monkeypatch):
     spilled = compiler.ResourceRow("flash_naive", "sm_80", False, 32, 255, 8, 8, 16, 200 << 10, 99 << 10, 0, 0.0,
                               serialised=("ptxas info: (C7510) serialized",))  # fmt: skip
-    monkeypatch.setattr(compiler, "resource_table", lambda specs, archs: [spilled])
+    monkeypatch.setattr(compiler, "resource_rows", lambda pairs, done: [spilled])
     words = ["kernels", "--kernel", "flash_naive", "--arch", "sm_80"]
     code, out, _ = run(*words)
     assert code == 0, "a rung may"
     assert "spills, over the 99 KB of shared memory, wgmma serialised (1)" in out
     assert "C7510" in out
-    monkeypatch.setattr(compiler, "resource_table", lambda specs, archs: [replace(spilled, product=True)])
+    monkeypatch.setattr(compiler, "resource_rows", lambda pairs, done: [replace(spilled, product=True)])
     assert run(*words)[0] == 1, "a product kernel may not"
 
 

@@ -8,13 +8,13 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from tilewise import arguments, checks, cpu, traced
+from tilewise import arguments, checks, cpu, traced, tuned
 from tilewise.api.prefill import Result, full_precision, result
 from tilewise.cpu.scoring import Scoring
 from tilewise.gpu import decode as kernel
 from tilewise.kvcache import PagedKVCache, PrefixCache
 from tilewise.plan import BlockSchedule, DecodePlan
-from tilewise.plan.cost import CPU_COST, GPU_COST, CostModel
+from tilewise.plan.cost import CostModel
 from tilewise.plan.tree import plan_tree
 from tilewise.scores import DecodeOptions, Scores, Window
 
@@ -79,7 +79,7 @@ def plan_decode(
         tokens_per_seq=tokens_per_seq,
         window=window,
         share=False if most else None if share_prefix == "auto" else bool(share_prefix),
-        cost=cost or (GPU_COST if on_card else CPU_COST),
+        cost=cost or tuned.cost(pages.device),
         room=room,
         pages_per_seq=most,
     )

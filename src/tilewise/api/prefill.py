@@ -100,7 +100,7 @@ def attention(
     if compiling:
         return traced.outside(attention, (q, k, v), descales, **pattern, **options, **rest)
     call = arguments.check_call(q, k, v, options, descales=descales, rungs=True, **pattern, **rest)
-    if call.where == arguments.EMULATOR and (kernel := named.find(backend, q.dtype)):
+    if call.where == arguments.EMULATOR and (kernel := named.find(backend)):
         o, lse = named.run(kernel, q, k, v, {**options, **pattern}, call.scores.scale)
     elif call.where == "cpu":
         o, lse = _dense_on_cpu(q, k, v, call, out)

@@ -17,6 +17,7 @@ from .ladder_tables import counters_table, draw, plain_table, times_table, used_
 from .options import usage
 
 if TYPE_CHECKING:
+    from rich.console import Console
     from rich.table import Table
 
     from tilewise.compiler import ResourceRow
@@ -195,15 +196,16 @@ def kernels(
     kernel: Annotated[list[str] | None, typer.Option("--kernel", help="Only this one; may be given again.")] = None,
     arch: Annotated[
         list[str] | None,
-        typer.Option("--arch", help="Only this one; may be given again.", show_default="sm_80, sm_86, sm_89, sm_90a"),
+        typer.Option("--arch", help="Only this one; may be given again.", show_default="sm_80 to sm_121"),
     ] = None,
     every: Annotated[
         bool, typer.Option("--all", help="In every dtype and head dimension, not only bfloat16 and 128 or the nearest.")
     ] = False,
     json: Annotated[bool, typer.Option("--json", help="Print the rows as JSON instead of a table.")] = False,
 ) -> None:
-    """Compile every kernel for every architecture and say what it costs. Needs no GPU.
+    """Compile every kernel for every architecture that it is for and say what it costs. Needs no GPU.
 
+    Kernels by TMA and wgmma are for sm_90a alone; others have a shape on each card that fits its shared memory.
     Registers, spills, stack and shared memory are what ptxas says; occupancy is the share of a multiprocessor's warps
     that can be there at once.
     """
@@ -216,15 +218,12 @@ def kernels(
             raise typer.BadParameter(f"{name!r} is not one of {', '.join(compiler.ARCHS)}", param_hint="--arch")
     archs = [name for name in compiler.ARCHS if not arch or name in arch]
     with usage():
-        wanted = specs(kernel or [], every=every)
-    pairs = [(spec, name) for spec, hopper in wanted for name in archs if not hopper or name == "sm_90a"]
+        pairs = specs(kernel or [], archs, every=every)
     if not pairs:
         raise typer.BadParameter(
-            f"{', '.join(kernel or [])}: TMA and wgmma, so there is nothing to compile but for sm_90a",
-            param_hint="--arch",
+            f"{', '.join(kernel or [])}: there is nothing to compile for {', '.join(archs)}", param_hint="--arch"
         )
-    with tables.console(stderr=True).status(f"compiling {len(pairs)} kernels; what was compiled before is kept"):
-        rows = _resources(pairs)
+    rows = _resources(pairs, tables.console(stderr=True))
     if json:
         typer.echo(jsonlib.dumps([_resource_record(spec, row) for (spec, _), row in zip(pairs, rows, strict=True)],
                                  indent=1))  # fmt: skip
@@ -241,54 +240,53 @@ def kernels(
         raise typer.Exit(1)
 
 
-def specs(names: Sequence[str] = (), *, every: bool = False) -> list[tuple[KernelSpec, bool]]:
-    """The kernels of these names, all if none is named, and whether each is for sm_90a alone.
+def specs(names: Sequence[str], archs: Sequence[str], *, every: bool = False) -> list[tuple[KernelSpec, str]]:
+    """The kernels of these names, all if none is named, each with every architecture of `archs` that it is for.
 
     In bfloat16 and head dimension 128 or the nearest, or in `every` dtype and head dimension it is written for. The
-    product's come last.
+    product's come last, as each card gets them.
     """
+    from tilewise.arch import ARCHS, hopper
     from tilewise.gpu import append, decode_kernels, schedules, tilings
 
     from .rungs import Shape, apart, steps
     from .workloads import DTYPES
 
     rungs = [*(step for step in steps() if step.rung is not None), apart()]
-    rooms = (tilings, decode_kernels, append, schedules)
-    product = [spec for room in rooms for spec in room.specs(every=every)]
+    product: dict[KernelSpec, list[str]] = {}
+    for card in ARCHS:
+        rooms = (tilings.specs(card, every=every), decode_kernels.specs(card, every=every))
+        for spec in (*rooms[0], *rooms[1], *append.specs(every=every), *schedules.specs(every=every)):
+            product.setdefault(spec, []).append(card)
     known = [*(step.name for step in rungs), *dict.fromkeys(spec.name for spec in product)]
     for name in names:
         if name not in known:
             raise ValueError(f"there is no kernel {name!r}; the kernels are {', '.join(known)}")
     usual = Shape(1, 1, 1, 128, "bfloat16", False)
-    found = []
+    found: list[tuple[KernelSpec, Sequence[str]]] = []
     for step in rungs:
-        if step.rung is None or (names and step.name not in names):
-            continue
-        served = [(dtype, hdim) for dtype in step.dtypes for hdim in step.head_dims]
-        for dtype, hdim in served if every else [step.nearest(usual)]:
-            found.append((step.rung.spec(DTYPES[dtype], hdim), step.rung.hopper))
-    anywhere = {spec.name for spec in (*append.specs(), *schedules.specs())}
-    return found + [(spec, spec.name not in anywhere) for spec in product if not names or spec.name in names]
+        if step.rung is not None:
+            served = [(dtype, hdim) for dtype in step.dtypes for hdim in step.head_dims]
+            its = [arch for arch in ARCHS if hopper(arch) or not step.rung.hopper]
+            for dtype, hdim in served if every else [step.nearest(usual)]:
+                found.append((step.rung.spec(DTYPES[dtype], hdim), its))
+    found += product.items()
+    return [(spec, arch) for spec, its in found if not names or spec.name in names for arch in its if arch in archs]
 
 
-def _resources(pairs: Sequence[tuple[KernelSpec, str]]) -> list[ResourceRow]:
-    """A row for each pair, in their order."""
+def _resources(pairs: Sequence[tuple[KernelSpec, str]], errors: Console) -> list[ResourceRow]:
+    """A row for each pair, in their order, under a bar where there is a terminal."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
     from tilewise import compiler
 
-    # Together those that want the same architectures, so that they compile side by side.
-    wanted: dict[KernelSpec, tuple[str, ...]] = {}
-    for spec, arch in pairs:
-        wanted[spec] = (*wanted.get(spec, ()), arch)
-    rows: dict[tuple[KernelSpec, str], ResourceRow] = {}
+    columns = (TextColumn("compiling; what was compiled before is kept"), BarColumn(), MofNCompleteColumn())
     try:
-        for archs in dict.fromkeys(wanted.values()):
-            group = [spec for spec, its in wanted.items() if its == archs]
-            table = compiler.resource_table(group, archs)
-            rows |= {(spec, arch): row for row, (spec, arch) in zip(table, ((s, a) for s in group for a in archs),
-                                                                     strict=True)}  # fmt: skip
+        with Progress(*columns, TimeRemainingColumn(), console=errors, disable=not errors.is_terminal) as progress:
+            task = progress.add_task("", total=len(pairs))
+            return compiler.resource_rows(pairs, lambda: progress.advance(task))
     except RuntimeError as error:  # no NVRTC, no headers of CUDA's
         raise NotImplementedError(str(error)) from error
-    return [rows[pair] for pair in pairs]
 
 
 def _resource_record(spec: KernelSpec, row: ResourceRow) -> dict[str, Any]:

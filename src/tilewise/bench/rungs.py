@@ -310,8 +310,8 @@ def _missing(step: Step, device: torch.device) -> str:
     """What this rung lacks here."""
     if step.name == NUMBA and not (importlib.util.find_spec("numba") and importlib.util.find_spec("numba_cuda")):
         return "numba-cuda is not installed: pip install 'tilewise[numba]'"
-    if step.rung is not None and step.rung.hopper and not arch.serves_prefill(device):
-        return f"needs compute capability 9.0, this card has {'.'.join(map(str, arch.capability(device)))}"
+    if step.rung is not None and step.rung.hopper and not arch.hopper(card := arch.card_of(device)):
+        return f"needs wgmma and TMA, compute capability 9.0; this card is {card}"
     return ""
 
 

@@ -21,6 +21,7 @@ from tilewise.compiler.nvrtc import Binary as Binary
 from tilewise.compiler.nvrtc import compile as compile
 from tilewise.compiler.nvrtc import include_folders as include_folders
 from tilewise.compiler.resources import ResourceRow as ResourceRow
+from tilewise.compiler.resources import resource_rows as resource_rows
 from tilewise.compiler.resources import resource_table as resource_table
 from tilewise.compiler.spec import KernelSpec as KernelSpec
 from tilewise.compiler.tensor_maps import TensorMap as TensorMap

@@ -102,25 +102,11 @@ def keep(kind: str, key: str, files: Mapping[str, bytes]) -> Path | None:
     None where it cannot be written, and the first time in a process a RuntimeWarning that says why.
     """
     global _built
-    entry = _place(kind, key)
-    if wrong := [name for name in files if name in ("", ".", "..", CHECKSUM) or os.path.basename(name) != name]:
+    if wrong := [name for name in files if not _plain_name(name)]:
         raise ValueError(f"files must have plain names other than {CHECKSUM}, got {wrong[0]!r}")
     _built += 1
     try:
-        if entry is None:
-            raise OSError(errno.ENOENT, "no home folder")
-        entry.parent.mkdir(parents=True, exist_ok=True)
-        _sweep(entry.parent, entry.parents[1])
-        aside = _beside(entry)
-        try:
-            aside.mkdir()
-            for name, data in files.items():
-                (aside / name).write_bytes(data)
-            record = {"files": sorted(files), "checksum": _checksum(kind, key, files)}
-            (aside / CHECKSUM).write_text(json.dumps(record))
-            _put(kind, entry, aside)
-        finally:
-            shutil.rmtree(aside, ignore_errors=True)
+        return put(kind, key, files)
     except OSError as error:
         if _warned.acquire(blocking=False):
             warnings.warn(
@@ -130,8 +116,50 @@ def keep(kind: str, key: str, files: Mapping[str, bytes]) -> Path | None:
                 stacklevel=3,
             )
         return None
+
+
+def put(kind: str, key: str, files: Mapping[str, bytes]) -> Path:
+    """What `keep` does, for an entry that this process did not make; OSError where it cannot be written."""
+    entry = _place(kind, key)
+    if entry is None:
+        raise OSError(errno.ENOENT, "no home folder")
+    entry.parent.mkdir(parents=True, exist_ok=True)
+    _sweep(entry.parent, entry.parents[1])
+    aside = _beside(entry)
+    try:
+        aside.mkdir()
+        for name, data in files.items():
+            (aside / name).write_bytes(data)
+        (aside / CHECKSUM).write_bytes(_record(kind, key, files))
+        _put(kind, entry, aside)
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
     _hold_to_limit(entry.parents[1], sum(map(len, files.values())))
     return entry
+
+
+def whole(kind: str) -> Iterator[tuple[str, dict[str, bytes]]]:
+    """The key and the files of every whole entry of this version, its checksum with them, in the order of the keys."""
+    folder = root()
+    for found in sorted(_listed(folder / kind) if folder else [], key=lambda found: found.name):
+        if _KEY.fullmatch(found.name) and (files := _verified(kind, Path(found.path))) is not None:
+            yield found.name, {**files, CHECKSUM: _record(kind, found.name, files)}
+
+
+def sound(kind: str, key: str, files: Mapping[str, bytes]) -> dict[str, bytes] | None:
+    """The files of an entry that comes from elsewhere with its checksum, without that; None if they are not whole."""
+    rest = {name: data for name, data in files.items() if name != CHECKSUM}
+    try:
+        record = json.loads(files[CHECKSUM])
+        whole = record["files"] == sorted(rest) and record["checksum"] == _checksum(kind, key, rest)
+    except (ValueError, KeyError, TypeError):
+        return None
+    return rest if whole and all(map(_plain_name, rest)) else None
+
+
+def is_key(name: str) -> bool:
+    """Is it what `digest` gives?"""
+    return _KEY.fullmatch(name) is not None
 
 
 def built() -> int:
@@ -201,6 +229,16 @@ def _place(kind: str, key: str) -> Path | None:
 
 def _checksum(kind: str, key: str, files: Mapping[str, bytes]) -> str:
     return digest(kind, key, *(part for item in sorted(files.items()) for part in item))
+
+
+def _record(kind: str, key: str, files: Mapping[str, bytes]) -> bytes:
+    """What stands in CHECKSUM."""
+    return json.dumps({"files": sorted(files), "checksum": _checksum(kind, key, files)}).encode()
+
+
+def _plain_name(name: str) -> bool:
+    """A file name that stays within its folder, and is not CHECKSUM's."""
+    return name not in ("", ".", "..", CHECKSUM) and os.path.basename(name) == name and "\0" not in name
 
 
 def _verified(kind: str, entry: Path) -> dict[str, bytes] | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -38,9 +38,24 @@ class ResourceRow:
 
 def resource_table(specs: Iterable[KernelSpec], archs: Sequence[str] = ARCHS) -> list[ResourceRow]:
     """A row for every spec and architecture. shared_bytes: static and dynamic. occupancy: a share of the SM's warps."""
-    pairs = [(spec, arch) for spec in specs for arch in archs]
-    with ThreadPoolExecutor(os.cpu_count()) as pool:  # NVRTC compiles outside the GIL
-        return list(pool.map(lambda pair: _row(*pair), pairs))
+    return resource_rows([(spec, arch) for spec in specs for arch in archs])
+
+
+def resource_rows(
+    pairs: Iterable[tuple[KernelSpec, str]], done: Callable[[], object] = lambda: None
+) -> list[ResourceRow]:
+    """A row for each spec and architecture, on all cores; done: called after each."""
+
+    def row(pair: tuple[KernelSpec, str]) -> ResourceRow:
+        found = _row(*pair)
+        done()
+        return found
+
+    pool = ThreadPoolExecutor(os.cpu_count())  # NVRTC compiles outside the GIL
+    try:
+        return list(pool.map(row, pairs))
+    finally:
+        pool.shutdown(cancel_futures=True)  # after Ctrl-C nothing more is begun
 
 
 def _row(spec: KernelSpec, arch: str) -> ResourceRow:

@@ -7,16 +7,16 @@ import ctypes
 import itertools
 import weakref
 from collections import OrderedDict
-from collections.abc import Hashable
-from dataclasses import dataclass
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
-import numpy as np
 import torch
 
-from tilewise.functions import blocks, intervals, layout, printing
+from tilewise.functions import blocks, layout, printing
 from tilewise.functions.evaluation import evaluate
 from tilewise.functions.expression import INDICES, Node, Number, in_order
+from tilewise.functions.facts import Facts, flags_of
 
 Sizes = tuple[int, int, int, int]  # how many there are of b, h, q and k
 Value = TypeVar("Value")
@@ -96,25 +96,61 @@ class Expressions:
         uses = "".join(name for name in INDICES if mask is not None and name in mask.uses)
         return cls(mask, score, nodes, numbers, tuple(n.value for n in numbers), "\n".join(lines), uses)
 
+    def with_values(self, values: Sequence[Number]) -> Expressions:
+        """The same over other numbers."""
+        made: dict[Node, Node] = {}
+        given = dict(zip(self.numbers, values, strict=True))
+        for node in self.nodes:
+            args = tuple(made[a] for a in node.args)
+            value = given.get(node, node.value)
+            made[node] = node if node.op != "number" and args == node.args else replace(node, args=args, value=value)
+        roots = (None if root is None else made[root] for root in (self.mask, self.score))
+        numbers = tuple(made[n] for n in self.numbers)
+        return Expressions(*roots, tuple(made.values()), numbers, tuple(values), self.structure, self.uses)
+
 
 class Function:
     """A mask, a score or both, traced, with the tensors they look things up in.
 
-    mask, score: the expressions; None for one that is not given.
+    mask, score: the expressions; None for one that is not given. values: of the expressions' numbers, if not those that
+    they were traced with.
     """
 
-    __slots__ = ("_expressions", "tensors")
+    __slots__ = ("_bound", "_expressions", "_values", "tensors")
 
-    def __init__(self, expressions: Expressions, tensors: tuple[torch.Tensor, ...]) -> None:
+    def __init__(
+        self,
+        expressions: Expressions,
+        tensors: tuple[torch.Tensor, ...],
+        values: tuple[Number, ...] | None = None,
+    ) -> None:
         self._expressions, self.tensors = expressions, tensors
+        self._values = expressions.values if values is None else values
+        self._bound: Expressions | None = expressions if values is None else None  # with these values, once asked for
+
+    @property
+    def _here(self) -> Expressions:
+        if self._bound is None:
+            self._bound = self._expressions.with_values(self._values)
+        return self._bound
 
     @property
     def mask(self) -> Node | None:
-        return self._expressions.mask
+        return self._here.mask
 
     @property
     def score(self) -> Node | None:
-        return self._expressions.score
+        return self._here.score
+
+    @property
+    def masks(self) -> bool:
+        """Is there a mask?"""
+        return self._expressions.mask is not None
+
+    @property
+    def scores(self) -> bool:
+        """Is there a score?"""
+        return self._expressions.score is not None
 
     @property
     def uses(self) -> str:
@@ -127,7 +163,7 @@ class Function:
         tensors = tuple(
             (_life(x), version(x), x.data_ptr(), x.shape, x.stride(), x.dtype, x.device) for x in self.tensors
         )
-        return self._expressions.structure, self._expressions.values, tensors
+        return self._expressions.structure, self._values, tensors
 
     def check(self, device: torch.device) -> None:
         """ValueError if a captured tensor cannot be read by a kernel on `device`."""
@@ -146,23 +182,30 @@ class Function:
     def text(self, sizes: Sizes) -> str:
         """UserFunction as C++ (kernels/common/functions.cuh), for indices below `sizes`, (B, H, Nq, Nk)."""
         expressions, tables = self._expressions, tuple(layout.table_of(x) for x in self.tensors)
-        key = expressions.structure, expressions.values, sizes, tables
+        key = expressions.structure, self._values, sizes, tables
         found = _texts.get(key)
         if found is None:
-            found = printing.text(expressions.mask, expressions.score, expressions.numbers, tables, self._ranges(sizes))
+            found = self._text_by_facts(sizes, tables)
             _texts.keep(key, found)
         return found
 
-    def _ranges(self, sizes: Sizes) -> dict[Node, tuple[float, float]]:
-        """Of every node, whatever the tensors hold."""
-        inputs = {n: (np.float64(0), np.float64(max(size, 1) - 1)) for n, size in zip(INDICES, sizes, strict=True)}
+    def _text_by_facts(self, sizes: Sizes, tables: tuple[layout.Table, ...]) -> str:
+        """The text for all sizes and values of which the same is known."""
+        expressions = self._expressions
+        values = dict(zip(expressions.numbers, self._values, strict=True))
         dtypes = [x.dtype for x in self.tensors]
-        found = intervals.ranges(self._expressions.nodes, inputs, lambda slot, _: intervals.any_of(dtypes[slot]))
-        return {node: (float(low), float(high)) for node, (low, high) in found.items()}
+        flags = flags_of(expressions.nodes, values, sizes, [table.shape for table in tables], dtypes)
+        key = expressions.structure, flags, tuple((x.element, x.dense, x.wide) for x in tables)
+        found = _texts.get(key)
+        if found is None:
+            facts = Facts(expressions.nodes, flags)
+            found = printing.text(expressions.mask, expressions.score, expressions.numbers, tables, facts)
+            _texts.keep(key, found)
+        return found
 
     def arguments(self) -> ctypes.Structure:
         """The kernel's parameter of type UserFunction, with the addresses and numbers of now."""
-        return layout.arguments(self.tensors, self._expressions.numbers)
+        return layout.arguments(self.tensors, self._expressions.numbers, self._values)
 
     def seen(self, b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
         """The mask at indices that broadcast: bools of their common shape."""

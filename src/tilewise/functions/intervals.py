@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from tilewise.functions.expression import COMPARISONS, DTYPES, INDICES, INT_MAX, INT_MIN, ROUNDINGS, Node
+from tilewise.functions.expression import COMPARISONS, DTYPES, INDICES, INT_MAX, INT_MIN, ROUNDINGS, Node, Number
 
 Array = Any  # np.float64, or an array of them
 Interval = tuple[Array, Array]
@@ -34,16 +34,21 @@ def ranges(nodes: Iterable[Node], inputs: Mapping[str, Interval], read: Reader) 
             args = [found[a] for a in node.args]
             if node.op in INDICES:
                 found[node] = inputs[node.op]
-            elif node.op == "s":
-                found[node] = ANY_FLOAT
-            elif node.op in ("literal", "number"):
-                value = np.float64(np.float32(node.value) if node.kind == "float" else node.value)
-                found[node] = ANY_FLOAT if np.isnan(value) else (value, value)
             elif node.op == "lookup":
                 found[node] = read(int(node.value), args)
             else:
-                found[node] = _applied(node, args)
+                found[node] = of_node(node, args, node.value)
     return found
+
+
+def of_node(node: Node, args: list[Interval], number: Number) -> Interval:
+    """Of one node that is no index and no lookup. number: of a literal or a number, its value."""
+    if node.op == "s":
+        return ANY_FLOAT
+    if node.op in ("literal", "number"):
+        value = np.float64(np.float32(number) if node.kind == "float" else number)
+        return ANY_FLOAT if np.isnan(value) else (value, value)
+    return _applied(node, args)
 
 
 def any_of(dtype: torch.dtype) -> Interval:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tilewise.functions.expression import Node
+from tilewise.functions.expression import Node, Number
 
 # The C++ type of an entry; tile/types.cuh
 ELEMENTS = {
@@ -81,16 +81,16 @@ def _structure(layout: tuple[Field, ...]) -> type[ctypes.Structure]:
     return type("UserFunction", (ctypes.Structure,), {"_fields_": [(f.name, f.ctype) for f in layout]})
 
 
-def arguments(tensors: Sequence[torch.Tensor], numbers: Sequence[Node]) -> ctypes.Structure:
-    """The structure with its values."""
+def arguments(tensors: Sequence[torch.Tensor], numbers: Sequence[Node], given: Sequence[Number]) -> ctypes.Structure:
+    """The structure with its values. given: those of the numbers."""
     tables = [table_of(x) for x in tensors]
     values: list[Any] = [x.data_ptr() for x in tensors]
     for x in tensors:
         values += [*x.stride(), *x.shape]
-    for number in numbers:
-        values.append(Divisor.by(int(number.value)) if number.role == "divisor" else number.value)
+    for number, value in zip(numbers, given, strict=True):
+        values.append(Divisor.by(int(value)) if number.role == "divisor" else value)
         if number.role == "factor":
-            values.append(_reciprocal(float(number.value)))
+            values.append(_reciprocal(float(value)))
     return _structure(tuple(fields(tables, numbers)))(*(values or [0]))
 
 

@@ -2,7 +2,8 @@
 
 Ranges that the sizes give let the text do less: an index that stays inside its tensor is not clamped, an integer that
 does not leave 32 bits needs no care, floats of small integers stay floats all along (fq, fk). In the score, factors
-that are the same for a whole tile are multiplied first.
+that are the same for a whole tile are multiplied first. Of blocks whose keys all lie on one side of the rows
+(sides.py) there is a text of its own where that makes it shorter.
 """
 
 from __future__ import annotations
@@ -15,19 +16,17 @@ from typing import NamedTuple
 from tilewise.functions.expression import (
     COMPARISONS,
     INPUTS,
-    INT_MAX,
-    INT_MIN,
     Node,
     Number,
     in_context,
     in_order,
     needs_smooth,
 )
+from tilewise.functions.facts import Facts
 from tilewise.functions.layout import Table, fields
+from tilewise.functions.sides import SIDES, Line, line_of, on_side
 
-Range = tuple[float, float]
 _CONSTANT = re.compile(r"\bv\d+\b")
-EXACT = 2**24  # integers up to here are floats
 _SYMBOLS = {
     **dict(zip(COMPARISONS, ("<", "<=", ">", ">=", "==", "!="), strict=True)),
     **dict(zip(("add", "sub", "mul", "and", "or", "xor"), "+-*&|^", strict=True)),
@@ -94,9 +93,9 @@ def text(
     score: Node | None,
     numbers: Sequence[Node],
     tables: Sequence[Table],
-    ranges: Mapping[Node, Range],
+    facts: Facts,
 ) -> str:
-    """The structure with its functions. ranges: of every node, over the whole problem."""
+    """The structure with its functions. facts: of every node, over the whole problem."""
     roots = [root for root in (mask, score) if root is not None]
     by_key, by_row = (any(n.op == "lookup" and x in n.uses for n in in_order(*roots)) for x in "kq")
     indices = "int b, int h, int q, int k, float fq, float fk, int q0, int dq, int k0, int dk"
@@ -105,35 +104,84 @@ def text(
     flags = {"kMask": mask is not None, "kScore": score is not None, "kByKey": by_key, "kByRow": by_row}
     lines += [f"    static constexpr bool {name} = {str(flag).lower()};" for name, flag in flags.items()]
     lines.append(f"    TILE_DEVICE bool mask({indices}) const {{")
-    lines += [*Printer(numbers, tables, ranges).body(mask, "true"), "    }"]
-    lines.append(f"    TILE_DEVICE float score(float s, float scale, {indices}) const {{")
-    lines += [*Printer(numbers, tables, ranges).body(score, "s * scale"), "    }"]
-    touched = _touched(score, tables, ranges)
+    lines += [*Printer(numbers, tables, facts).body(mask, "true"), "    }"]
+    lines += _scores(score, numbers, tables, facts, indices)
+    touched = _touched(score, facts)
     lines.append(f"    static constexpr bool kTouches = {str(bool(touched)).lower()};")
     lines.append(f"    TILE_DEVICE void touch({indices}) const {{")
-    lines += [*Printer(numbers, tables, ranges).touches(touched), "    }"]
+    lines += [*Printer(numbers, tables, facts).touches(touched), "    }"]
     lines.append("    TILE_DEVICE Interval seen(Interval b, Interval h, Interval q, Interval k) const {")
     lines += seen(mask, numbers, tables) if mask is not None else ["        return {1.0, 1.0};"]
     return "\n".join([*lines, "    }", "};", ""])
 
 
+def _scores(
+    score: Node | None,
+    numbers: Sequence[Node],
+    tables: Sequence[Table],
+    facts: Facts,
+    indices: str,
+) -> list[str]:
+    """score() of each side, and line() of the sides where it is a line."""
+    scores: dict[str, list[str]] = {}
+    lines: dict[str, list[str]] = {}
+    for side in SIDES if score is not None else ():
+        sided = on_side(score, side, facts)
+        line, printer = line_of(sided.root, sided.facts), Printer(numbers, tables, sided.facts)
+        if line is not None:
+            lines[side] = printer.line(line)
+        elif sided.root is not score:
+            scores[side] = printer.body(sided.root, "")
+    flags = ", ".join(str(side in lines).lower() for side in ("", *SIDES))
+    return [
+        f"    static constexpr bool kSided = {str(bool(scores or lines)).lower()}, kLine[3] = {{{flags}}};",
+        f"    template <int kSide = kAround> TILE_DEVICE float score(float s, float scale, {indices}) const {{",
+        *_by_side(scores, Printer(numbers, tables, facts).body(score, "s * scale")),
+        "    }",
+        f"    template <int kSide> TILE_DEVICE Line line(float scale, {indices}) const {{",
+        *_by_side(lines, ["        return {};"]),
+        "    }",
+    ]
+
+
+def _by_side(cases: Mapping[str, Sequence[str]], otherwise: Sequence[str]) -> list[str]:
+    """Statements of each side that has its own, else the others."""
+    lines: list[str] = []
+    for side, body in cases.items():
+        lines += [f"        {'} else ' if lines else ''}if constexpr (kSide == {side}) {{", *_inner(body)]
+    return [*lines, "        } else {", *_inner(otherwise), "        }"] if lines else list(otherwise)
+
+
+def _inner(lines: Sequence[str]) -> list[str]:
+    return ["    " + line for line in lines]
+
+
 class Printer:
     """The statements of one expression, each a constant; the same statement stands there once."""
 
-    def __init__(self, numbers: Sequence[Node], tables: Sequence[Table], ranges: Mapping[Node, Range]) -> None:
+    def __init__(self, numbers: Sequence[Node], tables: Sequence[Table], facts: Facts) -> None:
         self._numbers = {node: n for n, node in enumerate(numbers)}
-        self._tables, self._ranges = tables, ranges
+        self._tables, self._facts = tables, facts
         self._names: dict[tuple[str, str], str] = {}  # of constants, by their type and value
         self._values: dict[tuple[Node, bool], str | Product] = {}
 
     def body(self, root: Node | None, otherwise: str) -> list[str]:
-        result = otherwise
-        if root is not None:
-            smooth = root.kind == "float"
-            for node, way in in_context(root, smooth):
-                self._values[node, way] = self._smooth(node) if way else self._exact(node, False)
-            result = self._whole(root.kind, self._values[root, smooth])
+        result = otherwise if root is None else self._whole(root.kind, self._value(root))
         return [*self._needed(result), f"        return {result};"]
+
+    def line(self, line: Line) -> list[str]:
+        scale = Product(tile=("scale",))
+        factor = scale if line.factor is None else self._factor(line.factor, self._value(line.factor)) * scale
+        values = (factor, *(self._factor(node, self._value(node)) for node in (line.step, line.base)))
+        result = ", ".join(self._whole("float", value) for value in values)
+        return [*self._needed(result), f"        return {{{result}}};"]
+
+    def _value(self, root: Node) -> str | Product:
+        """What is printed of a root and of all that it needs."""
+        smooth = root.kind == "float"
+        for node, way in in_context(root, smooth):
+            self._values[node, way] = self._smooth(node) if way else self._exact(node, False)
+        return self._values[root, smooth]
 
     def touches(self, lookups: Sequence[Node]) -> list[str]:
         """Statements that ask for what these lookups will read, and do not wait for it."""
@@ -191,8 +239,7 @@ class Printer:
         table = self._tables[slot]
         offsets, step = [], ""
         for d, arg in enumerate(node.args):
-            low, high = self._ranges[arg]
-            inside = low >= 0 and high < table.shape[d]
+            inside = self._facts.inside(node, d)
             if inside and table.dense[d] and not step and (moves := steps(arg)) and any(moves):
                 offsets.append(self._apart(arg))
                 step = f"{moves[0]} * dq + {moves[1]} * dk"
@@ -251,8 +298,7 @@ class Printer:
 
     def _as_float(self, node: Node) -> str | None:
         """An int as a float by float arithmetic, where that is exact."""
-        low, high = self._ranges[node]
-        if max(-low, high) >= EXACT:
+        if not self._facts.small(node):
             return None
         if node.op in ("q", "k"):
             return f"f{node.op}"
@@ -279,33 +325,33 @@ class Printer:
         if node.op == "div":
             return f"({args[0]} / {args[1]})"
         limit = node.args[1]
-        if node.op in ("min", "max") and limit.op in ("literal", "number") and not math.isnan(limit.value):
+        if node.op in ("min", "max") and limit.op in ("literal", "number") and not self._facts.is_nan(limit):
             return f"function::at_{'most' if node.op == 'min' else 'least'}({args[0]}, {args[1]})"
         return f"function::{_NAMES.get(node.op, node.op)}({args[0]}, {args[1]})"
 
     def _integer(self, node: Node, args: list[str]) -> str:
-        wraps = self._ranges[node] == (INT_MIN, INT_MAX)
-        if node.op in ("and", "or", "xor") or (node.op in ("add", "sub", "mul") and not wraps):
+        if node.op in ("and", "or", "xor") or (node.op in ("add", "sub", "mul") and not self._facts.wraps(node)):
             return f"({args[0]} {_SYMBOLS[node.op]} {args[1]})"
         if node.op == "not":
             return f"(~{args[0]})"
         if node.args[-1].role == "divisor":
             divisor = f"d{self._numbers[node.args[1]]}"
-            positive = "_positive" if self._ranges[node.args[0]][0] >= 0 else ""
+            positive = "_positive" if self._facts.positive(node.args[0]) else ""
             return f"function::{node.op}{positive}({args[0]}, {divisor})"
         return f"function::{_NAMES.get(node.op, node.op)}({', '.join(args)})"
 
     # ---- as the score may have it -----------------------------------------------------------------------------------
 
-    def _factor(self, node: Node, name: str) -> Product:
+    def _factor(self, node: Node, value: str | Product) -> Product:
+        if isinstance(value, Product):
+            return value
         if "s" in node.uses or "k" in node.uses:
-            return Product(element=(name,))
-        return Product(row=(name,)) if "q" in node.uses else Product(tile=(name,))
+            return Product(element=(value,))
+        return Product(row=(value,)) if "q" in node.uses else Product(tile=(value,))
 
     def _product(self, node: Node, place: int) -> Product:
         arg = node.args[place]
-        value = self._values[arg, needs_smooth(node, True, arg)]
-        return self._factor(arg, value) if isinstance(value, str) else value
+        return self._factor(arg, self._values[arg, needs_smooth(node, True, arg)])
 
     def _smooth(self, node: Node) -> str | Product:
         if node.op == "s":
@@ -334,7 +380,7 @@ class Printer:
         return self._factor(by, self._let("float", f"ptx::reciprocal({self._arg(node, True, 1)})"))
 
 
-def _touched(score: Node | None, tables: Sequence[Table], ranges: Mapping[Node, Range]) -> list[Node]:
+def _touched(score: Node | None, facts: Facts) -> list[Node]:
     """The score's lookups by row or key whose place is known before anything is looked up, and lies in their tensor."""
     found = []
     for node in in_order(score) if score is not None else ():
@@ -342,10 +388,9 @@ def _touched(score: Node | None, tables: Sequence[Table], ranges: Mapping[Node, 
             node.op == "lookup"
             and {"q", "k"} & set(node.uses)
             and not any(n.op in ("lookup", "s") for arg in node.args for n in in_order(arg))
+            and all(facts.inside(node, dim) for dim in range(len(node.args)))
         ):
-            sizes = tables[int(node.value)].shape
-            if all(ranges[a][0] >= 0 and ranges[a][1] < n for a, n in zip(node.args, sizes, strict=True)):
-                found.append(node)
+            found.append(node)
     return found
 
 

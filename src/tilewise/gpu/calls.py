@@ -29,11 +29,12 @@ Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
 
 def check_served(q: torch.Tensor, where: str) -> None:
-    """NotImplementedError for what the Hopper forward does not serve."""
+    """NotImplementedError for what no forward kernel serves."""
     instead = 'backend="cpu"' if where == "emulator" else ".cpu() tensors"
     if q.dtype not in tilings.DTYPES:
         raise NotImplementedError(
-            f"GPU kernels take bfloat16, float16 and float8_e4m3fn, got {q.dtype}; convert q, k and v, or use {instead}"
+            f"GPU kernels take bfloat16, float16, float8_e4m3fn and float32, got {q.dtype}; convert q, k and v, or use "
+            f"{instead}"
         )
     if q.shape[-1] > tilings.MAX_HEAD_DIM:
         raise NotImplementedError(
@@ -41,14 +42,14 @@ def check_served(q: torch.Tensor, where: str) -> None:
         )
     if not arch.serves_prefill(q.device):
         raise NotImplementedError(
-            f"the GPU kernel is for compute capability 9.0 (Hopper), {q.device} has "
+            f"GPU kernels are for compute capability 8.x, 9.0, 10.x and 12.x, {q.device} has "
             f"{'.'.join(map(str, arch.capability(q.device)))}; use {instead}, or "
             "torch.nn.functional.scaled_dot_product_attention"
         )
 
 
 class GpuCall:
-    """A checked call of the Hopper forward, bound to its kernel when it is first made.
+    """A checked call of the forward, bound to its kernel when it is first made.
 
     Kept by `known_call` for calls like it, which then cost the CPU no checks and no planning.
     """
@@ -256,7 +257,7 @@ def known_call(
         return None, None
     grad = torch.is_grad_enabled()
     key: tuple[Any, ...] = (
-        flags, grad and (q.requires_grad or k.requires_grad or v.requires_grad),
+        flags, arch.chosen, grad and (q.requires_grad or k.requires_grad or v.requires_grad),
         q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, k.dtype, v.dtype,
         q.get_device(), k.get_device(), v.get_device(), (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16,
     )  # fmt: skip

@@ -12,14 +12,15 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from tilewise import compiler, emulator
-from tilewise.arch import arch_of_device, multiprocessors
+from tilewise import compiler, emulator, tuned
+from tilewise.arch import card_of, hopper, multiprocessors
 from tilewise.compiler.tensor_maps import TensorMapSpec
 from tilewise.formats import KVFormat
 from tilewise.gpu.abi import DecodeArgs, Divisor, Paged, ScoreArgs, Strides, decode_score_rule
@@ -37,6 +38,7 @@ from tilewise.gpu.decode_kernels import (
     chunk_map,
     chunk_tokens,
     decode_spec,
+    fits,
     line_heads,
     scales_in_runs,
     tile_map,
@@ -95,6 +97,12 @@ def fills_one_block(plan: DecodePlan, fmt: KVFormat, multiprocessors: int) -> bo
     warps, ranges = 4 * multiprocessors, len(plan.seqs) * plan.heads_kv
     rows = plan.tokens_per_seq * (plan.heads_q // plan.heads_kv)
     return plan.shared_nodes == 0 and BITS[fmt.name] == 16 and rows <= 8 and 0.9 * warps <= ranges <= warps
+
+
+@lru_cache(maxsize=256)
+def as_measured(table: tuned.Tuned, fmt: KVFormat, tiling: DecodeTiling, card: str) -> DecodeTiling:
+    """The tiling with rings as deep as was fastest on this card. It changes no bit of the result."""
+    return table.prefer("decode", tuned.decode_key(fmt, tiling), tiling, lambda t: fits(fmt, t, card))
 
 
 @dataclass
@@ -295,6 +303,59 @@ def kept(plan: DecodePlan) -> Kept:
     return found
 
 
+def bind(
+    plan: DecodePlan,
+    q: torch.Tensor,
+    fmt: KVFormat,
+    k_parts: Parts,
+    v_parts: Parts,
+    page_lists: PageLists,
+    lengths: Sequence[int],
+    scores: Scores,
+    *,
+    tree: bool = False,
+    selections: int = 0,
+    splitting: Splitting | None = None,
+    room: int = 0,
+    tma: bool | None = None,
+    tiles: bool | None = None,
+    processors: int | None = None,
+) -> tuple[WorkList, Decode | None]:
+    """The plan's list, and the kernel that serves it, made once per plan and kind of call; None for no queries.
+
+    Arguments as of `run`. tree: whether there is a mask of query tokens. selections: Asked.selections. processors: of
+    the card that the kernel is for, if that is not the one of the tensors.
+    """
+    check_served(q, fmt, plan, (k_parts[0], v_parts[0]))
+    processors = processors or multiprocessors(q.device)
+    page_size, card = k_parts[0].shape[1], card_of(q.device)
+    if tma is None:
+        tma = page_size % CHUNK == 0 and hopper(card)
+    if tiles is None or tiles:
+        tiles = tiles_can(q.dtype, fmt, tma) and uses_tiles(plan, splitting)
+    deep = tma and not tiles and fmt.head_dim <= 128 and fills_one_block(plan, fmt, processors)
+    tiling = choose_tiling(fmt, plan.tokens_per_seq * (plan.heads_q // plan.heads_kv), tiles, tma, card, deep)
+    if not tiles and (table := tuned.of(q.device)) is not None:
+        tiling = as_measured(table, fmt, tiling, card)
+    chunk = chunk_tokens(fmt)
+    listed = work_list_of(
+        plan, page_lists, lengths, page_size, tiling, chunk, q.device, processors, splitting=splitting, room=room
+    )
+    if not q.numel():
+        return listed, None
+    runs = len(k_parts) > 1 and scales_in_runs(fmt, page_size, (*k_parts[1:], *v_parts[1:]))
+    codes = (k_parts[0], v_parts[0])
+    strides = (codes[0].stride(), codes[1].stride())
+    asked = Asked(
+        id(listed), q.device, q.dtype, fmt, tiling, page_size, tma, runs, decode_score_rule(scores),
+        tree, selections, len(codes[0]), strides,
+    )  # fmt: skip
+    bound = kept(plan).bound.get(asked)
+    if bound is None:
+        bound = kept(plan).bound[asked] = Decode(plan, q.device, codes, listed, asked)
+    return listed, bound
+
+
 def run(
     plan: DecodePlan,
     q: torch.Tensor,
@@ -327,29 +388,13 @@ def run(
     is needed. tma, tiles: whether to load by TMA, and to put shared nodes through tiles; None for whatever the pages
     and the plan allow. emulated: options of emulator.launch.
     """
-    check_served(q, fmt, plan, (k_parts[0], v_parts[0]))
-    page_size, arch = k_parts[0].shape[1], arch_of_device(q.device)
-    if tma is None:
-        tma = page_size % CHUNK == 0 and arch == "sm_90a"
-    if tiles is None or tiles:
-        tiles = tiles_can(q.dtype, fmt, tma) and uses_tiles(plan, splitting)
-    deep = tma and not tiles and fmt.head_dim <= 128 and fills_one_block(plan, fmt, multiprocessors(q.device))
-    tiling = choose_tiling(fmt, plan.tokens_per_seq * (plan.heads_q // plan.heads_kv), tiles, tma, arch, deep)
-    listed = work_list_of(
-        plan, page_lists, lengths, page_size, tiling, chunk_tokens(fmt), q.device, splitting=splitting, room=room
-    )
-    if not q.numel():
-        return listed
-    runs = len(k_parts) > 1 and scales_in_runs(fmt, page_size, (*k_parts[1:], *v_parts[1:]))
-    codes = (k_parts[0], v_parts[0])
-    strides = (codes[0].stride(), codes[1].stride())
-    asked = Asked(
-        id(listed), q.device, q.dtype, fmt, tiling, page_size, tma, runs, decode_score_rule(scores),
-        tree is not None, 0 if selected is None else selected.shape[1], len(codes[0]), strides,
+    listed, bound = bind(
+        plan, q, fmt, k_parts, v_parts, page_lists, lengths, scores,
+        tree=tree is not None, selections=0 if selected is None else selected.shape[1], splitting=splitting, room=room,
+        tma=tma, tiles=tiles,
     )  # fmt: skip
-    bound = kept(plan).bound.get(asked)
     if bound is None:
-        bound = kept(plan).bound[asked] = Decode(plan, q.device, codes, listed, asked)
+        return listed
     if not _aligned(q):
         q = q.clone(memory_format=torch.contiguous_format)
     to = o if _aligned(o) else torch.empty_like(o, memory_format=torch.contiguous_format)
@@ -387,16 +432,20 @@ def work_list_of(
     tiling: DecodeTiling,
     chunk: int,
     device: torch.device,
+    processors: int,
     *,
     splitting: Splitting | None = None,
     room: int = 0,
 ) -> WorkList:
-    """The plan's list for `device`, made once per plan. chunk: tokens that a warp takes at a time."""
+    """The plan's list for `device` with so many multiprocessors, made once per plan. chunk: tokens that a warp takes
+    at a time."""
     lists = kept(plan).lists
-    blocks = (1 if device.type == "cpu" else tiling.blocks) * multiprocessors(device)
+    blocks = (1 if device.type == "cpu" else tiling.blocks) * processors
     deep = tiling.blocks == 1 and tiling.stages >= 4
     longest = DEEP_CHUNKS if deep else WHOLE_CHUNKS
-    shape = Shape(tiling.rows, tiling.warps, blocks, tiling.tile_stages > 0, longest, tiling.joiners, chunk)
+    shape = Shape(
+        tiling.rows, tiling.warps, blocks, tiling.tile_stages > 0, longest, tiling.joiners, chunk, tuned.weights(device)
+    )
     key = (device, page_size, shape, splitting, room)
     found = lists.get(key)
     if found is None:

@@ -6,12 +6,12 @@ Everything here is a pure function of the cache's format, the pages' layout and 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
 
-from tilewise.arch import LIMITS
+from tilewise.arch import LIMITS, hopper
 from tilewise.compiler.spec import KernelSpec
 from tilewise.compiler.tensor_maps import TensorMapSpec
 from tilewise.formats import KVFormat
@@ -29,6 +29,7 @@ FORMATS = {"bf16": 0, "fp16": 0, "fp8": 1, "int8": 2, "int4": 3}  # tile/quant.c
 BITS = {"bf16": 16, "fp16": 16, "fp8": 8, "int8": 8, "int4": 4}
 RING_BYTES = 65536  # of shared memory per block for the rings: bytes that its streaming warps have in flight
 TILE_WARPS, TILE_THREADS = 8, 384  # decode/decode_tree.cu: what a block has beside its streaming warps
+COPYING_WARPS = 8  # per multiprocessor that load by cp.async: what its registers hold
 BLOCK_OVERHEAD = 1024  # bytes of shared memory per block that the driver reserves
 
 
@@ -95,6 +96,13 @@ def shared_bytes(fmt: KVFormat, tiling: DecodeTiling) -> int:
     return at_fold + tiling.warps * fold_bytes(fmt, tiling.rows)
 
 
+def fits(fmt: KVFormat, tiling: DecodeTiling, arch: str) -> bool:
+    """Do the tiling's blocks fit a multiprocessor, with rings of two chunks or more?"""
+    shared, limits = shared_bytes(fmt, tiling), LIMITS[arch]
+    room = tiling.blocks * (shared + BLOCK_OVERHEAD) <= limits.shared_sm
+    return tiling.stages >= 2 and shared <= limits.shared_block and room
+
+
 @lru_cache(maxsize=256)
 def choose_tiling(
     fmt: KVFormat, rows_each: int, tiles: bool = False, tma: bool = True, arch: str = "sm_90a", deep: bool = False
@@ -106,7 +114,10 @@ def choose_tiling(
     deep: one block with rings twice as deep, for sequences that just fill its warps (`fills_one_block`).
     """
     most = 8 if fmt.name in ("fp8", "int8", "int4") and fmt.head_dim <= 128 else 4
+    wide = rows_each > 8 and fmt.head_dim <= 128  # with larger head dimensions 16 rows do not fit a warp's registers
     limits = LIMITS[arch]
+    if not tma:
+        return _copying_tiling(fmt, 16 if wide else 8, most, arch)
 
     def stages(warps: int) -> int:
         return max(2, min(8, RING_BYTES // warps // stage_bytes(fmt)))
@@ -120,16 +131,36 @@ def choose_tiling(
         return next(t for t in sizes if shared_bytes(fmt, t) <= limits.shared_block)
     if deep:
         return DecodeTiling(8, most, min(8, 2 * stages(most)), 1)
-    wide = rows_each > 8 and fmt.head_dim <= 128  # with larger head dimensions 16 rows do not fit a warp's registers
     for warps in (most, most // 2, most // 4):
         for blocks in (2, 1):
-            if blocks == 2 and warps == 8 and (wide or not tma):
+            if blocks == 2 and warps == 8 and wide:
                 continue  # two blocks would leave 128 registers per thread
             tiling = DecodeTiling(16 if wide else 8, warps, stages(warps), blocks)
-            shared = shared_bytes(fmt, tiling)
-            if shared <= limits.shared_block and blocks * (shared + BLOCK_OVERHEAD) <= limits.shared_sm:
+            if fits(fmt, tiling, arch):
                 return tiling
     raise AssertionError(f"{fmt} fits no block of {arch}")
+
+
+def _copying_tiling(fmt: KVFormat, rows: int, most: int, arch: str) -> DecodeTiling:
+    """The shape of a kernel that loads by cp.async, of up to `most` warps per block: a function of the card's limits.
+
+    Warps come first: while one waits for its chunk, others compute. A multiprocessor's registers hold eight of them,
+    for products and addresses take 160 to 255 per thread. Then come bytes in flight, up to 128 KB, which is as much as
+    Hopper has with TMA and several times what other cards need: latency times bandwidth per multiprocessor is 13 KB on
+    an A100 and 5 KB on a 4090. Then fewer, larger blocks, whose warps ask for neighbouring heads together.
+    """
+    found: list[tuple[tuple[int, int, int], DecodeTiling]] = []
+    for warps in (most, most // 2, most // 4):
+        for blocks in (1, 2):
+            if warps * blocks > COPYING_WARPS:
+                continue
+            each = warps * blocks * stage_bytes(fmt)
+            for stages in range(max(2, min(8, 2 * RING_BYTES // each)), 1, -1):
+                tiling = DecodeTiling(rows, warps, stages, blocks)
+                if fits(fmt, tiling, arch):
+                    found.append(((warps * blocks, stages * each, warps), tiling))
+                    break
+    return max(found, key=lambda pair: pair[0])[1]
 
 
 @lru_cache(maxsize=1024)
@@ -181,31 +212,44 @@ def decode_spec(
     return KernelSpec(entry, f"decode/{entry}.cu", entry, constants, threads, shared_bytes(fmt, tiling), product=True)
 
 
-def specs(*, every: bool = False) -> list[KernelSpec]:
-    """The kernels as users get them: bfloat16, D 128, four rows, pages of 16, eight heads of many sequences; with
-    `every`, all formats and head dimensions, and the variants in which each warp copies for itself."""
+def specs(card: str = "sm_90a", *, every: bool = False) -> list[KernelSpec]:
+    """The kernels as users of a card get them: bfloat16, D 128, four rows, pages of 16, eight heads of many sequences;
+    with `every`, all formats and head dimensions, and the variants in which each warp copies for itself."""
     found = []
     for name in FORMATS if every else ("bf16", "fp8", "int8", "int4"):
         dtype = torch.float16 if name == "fp16" else torch.bfloat16
         for head_dim in HEAD_DIMS if every else (128,):
             fmt = KVFormat(name, head_dim)
-            asked = [choose_tiling(fmt, rows) for rows in ((4, 16) if every else (4,))]
-            if tiles_can(dtype, fmt, True):
-                asked.append(choose_tiling(fmt, 4, tiles=True))
-            for tiling in asked:
-                if not tiling.tile_stages:
-                    heads = line_heads(head_dim * BITS[name] // 8, tiling.warps)
-                    found.append(decode_spec(dtype, fmt, 16, tiling, in_step=True, line_heads=heads))
-                if every or tiling.tile_stages:
-                    found.append(decode_spec(dtype, fmt, 16, tiling))
-                if every:
-                    found.append(decode_spec(dtype, fmt, 64, tiling, rule=DECODE_RULES[1]))
-                if every and not tiling.tile_stages:
-                    found.append(decode_spec(dtype, fmt, 16, tiling, selected=True))
-                if every and not tiling.tile_stages:
-                    copied = replace(tiling, blocks=choose_tiling(fmt, tiling.rows, tma=False).blocks)
-                    found.append(decode_spec(dtype, fmt, 24, copied, tma=False, scale_runs=False))
+            if hopper(card):
+                found += _tma_specs(dtype, fmt, every)
+            if every or not hopper(card):
+                for rows in (4, 16) if every else (4,):
+                    tiling = choose_tiling(fmt, rows, tma=False, arch=card)
+                    found.append(decode_spec(dtype, fmt, 16, tiling, tma=False))
+                    if every:
+                        found.append(decode_spec(dtype, fmt, 24, tiling, tma=False, scale_runs=False))
+                        found.append(decode_spec(dtype, fmt, 64, tiling, tma=False, rule=DECODE_RULES[1]))
+                        found.append(decode_spec(dtype, fmt, 16, tiling, tma=False, selected=True))
     return [*dict.fromkeys(found), SELECT_SPEC]
+
+
+def _tma_specs(dtype: torch.dtype, fmt: KVFormat, every: bool) -> list[KernelSpec]:
+    """Hopper's, by TMA: streams, and tiles where there are any."""
+    found = []
+    asked = [choose_tiling(fmt, rows) for rows in ((4, 16) if every else (4,))]
+    if tiles_can(dtype, fmt, True):
+        asked.append(choose_tiling(fmt, 4, tiles=True))
+    for tiling in asked:
+        if not tiling.tile_stages:
+            heads = line_heads(fmt.head_dim * BITS[fmt.name] // 8, tiling.warps)
+            found.append(decode_spec(dtype, fmt, 16, tiling, in_step=True, line_heads=heads))
+        if every or tiling.tile_stages:
+            found.append(decode_spec(dtype, fmt, 16, tiling))
+        if every:
+            found.append(decode_spec(dtype, fmt, 64, tiling, rule=DECODE_RULES[1]))
+        if every and not tiling.tile_stages:
+            found.append(decode_spec(dtype, fmt, 16, tiling, selected=True))
+    return found
 
 
 def tiles_can(dtype: torch.dtype, fmt: KVFormat, tma: bool) -> bool:

@@ -11,14 +11,9 @@ State = tuple[torch.Tensor, torch.Tensor]
 
 
 class NamedKernel(NamedTuple):
-    """A kernel that knows plain and causal problems only: run(q, k, v, causal, scale) -> o (B, Nq, Hq, D), lse.
-
-    exact: it rounds its inputs no more than their dtype does.
-    """
+    """A kernel that knows plain and causal problems only: run(q, k, v, causal, scale) -> o (B, Nq, Hq, D), lse."""
 
     name: str
-    dtypes: tuple[torch.dtype, ...]
-    exact: bool
     run: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, bool, float], State]
 
 
@@ -29,13 +24,11 @@ def register(kernel: NamedKernel) -> None:
     _kernels[kernel.name] = kernel
 
 
-def find(backend: str, dtype: torch.dtype) -> NamedKernel | None:
-    """The kernel that "emulator:NAME" names, or the last one for float32, which the product's kernels do not take."""
+def find(backend: str) -> NamedKernel | None:
+    """The kernel that "emulator:NAME" names; None for "emulator" alone, which is the product's."""
     _, _, name = backend.partition(":")
     if name and name not in _kernels:
         raise ValueError(f"backend must name a rung after the colon, one of {', '.join(_kernels)}, got {name!r}")
-    if not name and dtype == torch.float32:
-        return next(kernel for kernel in reversed(_kernels.values()) if dtype in kernel.dtypes and kernel.exact)
     return _kernels.get(name)
 
 

@@ -1,4 +1,4 @@
-"""The Hopper forward, kernels/prefill/forward.cu: its arguments and its launch. tilings.py says which kernel it is.
+"""The forward, kernels/prefill/forward.cu or forward_mma.cu: its arguments and its launch. tilings.py says which.
 
 `Forward` is bound to a problem's shapes, strides and options; calling it on tensors of that kind launches the kernel on
 their card, or runs it in the emulator over CPU tensors. Binding validates nothing: api/ has done that.
@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tilewise import compiler, emulator
-from tilewise.arch import multiprocessors
+from tilewise import compiler, emulator, tuned
+from tilewise.arch import card_of, multiprocessors
 from tilewise.compiler.tensor_maps import TensorMapSpec
 from tilewise.gpu.abi import (
     ELEMENTS,
@@ -30,8 +30,9 @@ from tilewise.gpu.abi import (
     ScoreArgs,
     Strides,
 )
+from tilewise.gpu.mma_tilings import MmaTiling
 from tilewise.gpu.pattern import NO_PATTERN, AnySchedule, Lists, Pattern
-from tilewise.gpu.tilings import forward_spec, geometry, out_dtype, ragged_spec
+from tilewise.gpu.tilings import AnyTiling, geometry, out_dtype, ragged_spec, spec_of
 from tilewise.plan.dense import plan_tiled
 from tilewise.plan.tiles import Launch, Plan
 from tilewise.scores import Scores
@@ -46,12 +47,20 @@ MAPS_KEPT = 1024
 def plan_of(q: torch.Tensor, k: torch.Tensor, scores: Scores) -> Plan:
     """The tiles of a dense call on q (B, Nq, Hq, D) and k (B, Nk, Hkv, D), V being laid out as K, in their order."""
     (batch, seqlen_q, heads_q, head_dim), (seqlen_k, heads_kv) = q.shape, k.shape[1:3]
-    g = geometry(q.dtype, batch, seqlen_q, heads_q, heads_kv, head_dim, scores, plain=tma_can(q, k))
-    blocks = min(g.q_tiles * batch * g.heads, multiprocessors(q.device))
-    launch = Launch(f"forward, {ELEMENTS[q.dtype]}, D {head_dim}", g.tiling.tile_q, g.tiling.tile_kv, g.pack, blocks)
+    card, tma = card_of(q.device), tma_can(q, k)
+    g = geometry(card, q.dtype, batch, seqlen_q, heads_q, heads_kv, head_dim, scores, tma=tma, table=tuned.of(q.device))
+    tiles, each = g.q_tiles * batch * g.heads, multiprocessors(q.device) * g.tiling.blocks_each
+    blocks = tiles if isinstance(g.tiling, MmaTiling) else min(tiles, each)
+    launch = Launch(
+        f"{_name(g.tiling)}, {ELEMENTS[q.dtype]}, D {head_dim}", g.tiling.tile_q, g.tiling.tile_kv, g.pack, blocks
+    )
     sizes = (batch, seqlen_q, seqlen_k, heads_q, heads_kv, head_dim)
     size, out_size = q.element_size(), out_dtype(q.dtype).itemsize
     return plan_tiled(*sizes, launch, g.together, window=scores.window, io_bytes=size, out_bytes=out_size)
+
+
+def _name(tiling: AnyTiling) -> str:
+    return "forward_mma" if isinstance(tiling, MmaTiling) else "forward"
 
 
 def tma_can(*tensors: torch.Tensor) -> bool:
@@ -92,16 +101,16 @@ class Forward:
         seqlen_k, heads_kv = k.shape[-3:-1]
         sized = (q.dtype, batch, seqlen_q, heads, heads_kv, head_dim, scores)
         page_size = k.shape[1] if paged else 0
-        plain = tma and not paged
-        g = geometry(*sized, plain=plain, sequences=sequences, pattern=pattern, page_size=page_size)
+        loads: dict[str, Any] = {"page_size": page_size, "tma": tma, "pattern": pattern}
+        g = geometry(card_of(q.device), *sized, sequences=sequences, table=tuned.of(q.device), **loads)
         tiling, pack = g.tiling, g.pack
-        loads: dict[str, Any] = {"page_size": page_size, "tma": tma}
-        self.spec = forward_spec(q.dtype, head_dim, tiling, scores, pack=pack, pattern=pattern, **loads)
+        self.spec = spec_of(q.dtype, head_dim, tiling, scores, pack=pack, **loads)
+        self.mapped = not isinstance(tiling, MmaTiling)  # the kernel takes tensor maps, blank ones without TMA
         # Rows of (D, heads of a tile, N, the other heads, B), a box being the rows of a tile; of K and V (D, N, H, B).
         box = (pack, tiling.tile_q // pack, 1, 1)
         sizes = (head_dim, pack, seqlen_q, g.heads, batch)
         self._maps: list[tuple[TensorMapSpec, dict[int, Any]]] = []
-        if tma:
+        if tma and self.mapped:
             q_map, o_map = (
                 _map_spec(
                     x, sizes, (x.stride(-2), x.stride(-3), x.stride(-2) * pack, 0 if packed else x.stride(0)), box
@@ -118,7 +127,9 @@ class Forward:
             self._maps.append((o_map, {}))
         self.list_tiles = g.q_tiles + (sequences or 0)  # at most
         self.tiles = g.heads * (self.list_tiles if packed else g.q_tiles * batch)
-        self.blocks = min(self.tiles, multiprocessors(self.device) * tiling.blocks_each)
+        # The Hopper forward is persistent; the other has a block per tile.
+        each = multiprocessors(self.device) * tiling.blocks_each
+        self.blocks = min(self.tiles, each) if self.mapped else self.tiles
         per_kv, beside = heads // heads_kv // pack, max(1, g.together * g.q_tiles)
         self.args = ForwardArgs(
             *(None,) * 8,
@@ -160,7 +171,7 @@ class Forward:
         """From now on launches give the kernel what this function captured."""
         self._values_of = None if function is None else function.key
         values = NoFunctionArgs() if function is None else function.arguments()
-        self.launch_args = compiler.Args(*[compiler.TensorMap.blank()] * 4, self.args, values)
+        self.launch_args = compiler.Args(*[compiler.TensorMap.blank()] * (4 * self.mapped), self.args, values)
         self._pointers = (0, 0, 0, 0)  # the tensor maps have to be named again
 
     def __call__(
@@ -226,7 +237,7 @@ class Forward:
             known |= {f"captured {n}": x for n, x in enumerate(function.tensors)}
         values = NoFunctionArgs() if function is None else function.arguments()
         maps = [emulator.tensor_map(spec, x) for (spec, _), x in zip(self._maps, pointers, strict=False)]
-        maps = maps or [emulator.TensorMap()] * 4
+        maps = maps or [emulator.TensorMap()] * (4 * self.mapped)
         emulator.launch(self.spec, (self.blocks, 1, 1), [*maps, a, values], known, **emulated)
 
     def launch(

@@ -1,4 +1,7 @@
-"""Which kernel of kernels/prefill/ serves a problem: its tiling, its constants, and how the problem's tiles lie."""
+"""Which kernel of kernels/prefill/ serves a problem: its tiling, its constants, and how the problem's tiles lie.
+
+Here stands what the Hopper forward takes; mma_tilings.py has the same of the one for other cards and for float32.
+"""
 
 from __future__ import annotations
 
@@ -9,14 +12,17 @@ from typing import Any
 
 import torch
 
-from tilewise import functions
+from tilewise import functions, tuned
+from tilewise.arch import limits_of
 from tilewise.compiler.spec import Constant, KernelSpec
+from tilewise.gpu import mma_tilings
 from tilewise.gpu.abi import ELEMENTS, EVERY_RULE, FP8, PANEL_BYTES, TILE_WORDS, score_rule
 from tilewise.gpu.kinds import kinds_spec
+from tilewise.gpu.mma_tilings import MmaTiling
 from tilewise.gpu.pattern import NO_PATTERN, Pattern, block_keys, fold_spec
 from tilewise.scores import Scores
 
-DTYPES = (torch.bfloat16, torch.float16, FP8)
+DTYPES = (torch.bfloat16, torch.float16, FP8, torch.float32)
 MAX_HEAD_DIM = 256
 HEADS_TOGETHER = (
     2048  # heads × head_dim of the heads whose tiles are taken side by side, so that their K and V stay in L2
@@ -75,6 +81,7 @@ TILINGS_FP8 = {
     192: Tiling(128, 96, 1, 2, 2, ping_pong=False, q_registers=False, lazy=False, stages_raw=2),
     256: Tiling(128, 64, 1, 3, 2, ping_pong=False, q_registers=False, lazy=False, stages_raw=2),
 }
+AnyTiling = Tiling | MmaTiling
 SHORT = 1024  # query rows, up to which a sequence counts as short
 # Schedules with fewer than 128 rows per block: rows that are in a tile together would otherwise visit each other's
 # blocks. Two such blocks of threads share a multiprocessor.
@@ -204,8 +211,78 @@ def forward_spec(
     )
 
 
+def choose(
+    card: str,
+    dtype: torch.dtype,
+    head_dim: int,
+    seqlen_q: float,
+    scores: Scores,
+    *,
+    tma: bool = True,
+    page_size: int = 0,
+    pattern: Pattern = NO_PATTERN,
+) -> AnyTiling:
+    """The tiling, and with it the kernel, for sequences of about `seqlen_q` rows; tma: rows lie on 16 bytes."""
+    if mma_tilings.serves(card, dtype):
+        return mma_tilings.choose(card, dtype, head_dim, scores, pattern=pattern, page_size=page_size)
+    plain = tma and not page_size
+    return choose_tiling(dtype, head_dim, seqlen_q, scores, plain=plain, pattern=pattern, page_size=page_size)
+
+
+def as_measured(
+    table: tuned.Tuned,
+    card: str,
+    dtype: torch.dtype,
+    head_dim: int,
+    seqlen_q: float,
+    tiling: AnyTiling,
+    scores: Scores,
+    *,
+    tma: bool = True,
+    page_size: int = 0,
+    pattern: Pattern = NO_PATTERN,
+) -> AnyTiling:
+    """What was measured to be fastest on the card in place of `tiling`, if such problems were measured and it fits."""
+    plain = tma and not page_size
+    family, key = tuned.key_of(dtype, padded(head_dim), seqlen_q, scores, plain=plain, pattern=pattern)
+    limits = limits_of(card)
+
+    def fits(other: AnyTiling) -> bool:
+        spec = spec_of(dtype, head_dim, other, scores, tma=tma, page_size=page_size, pattern=pattern)
+        room = other.blocks_each * (spec.shared_bytes + mma_tilings.BLOCK_OVERHEAD) <= limits.shared_sm
+        return room and spec.shared_bytes <= limits.shared_block
+
+    return table.prefer(family, key, tiling, fits)
+
+
+def spec_of(
+    dtype: torch.dtype,
+    head_dim: int,
+    tiling: AnyTiling,
+    scores: Scores,
+    *,
+    pack: int = 1,
+    page_size: int = 0,
+    tma: bool = True,
+    pattern: Pattern = NO_PATTERN,
+) -> KernelSpec:
+    """The kernel of a tiling."""
+    if isinstance(tiling, MmaTiling):
+        loads = {"page_size": page_size, "vectors": tma}
+        return mma_tilings.forward_mma_spec(dtype, head_dim, tiling, scores, pack=pack, pattern=pattern, **loads)
+    return forward_spec(dtype, head_dim, tiling, scores, pack=pack, page_size=page_size, tma=tma, pattern=pattern)
+
+
+def spec_for(
+    card: str, dtype: torch.dtype, head_dim: int, seqlen_q: float, scores: Scores, **loads: Any
+) -> tuple[AnyTiling, KernelSpec]:
+    """The tiling that a problem gets, and its kernel. loads: tma, page_size and pattern, as `choose` has them."""
+    tiling = choose(card, dtype, head_dim, seqlen_q, scores, **loads)
+    return tiling, spec_of(dtype, head_dim, tiling, scores, **loads)
+
+
 @lru_cache(maxsize=64)
-def ragged_spec(index: torch.dtype, tiling: Tiling, pack: int) -> KernelSpec:
+def ragged_spec(index: torch.dtype, tiling: AnyTiling, pack: int) -> KernelSpec:
     """The kernel that lists the tiles of packed sequences; index: of the cumulative lengths."""
     constants = (
         ("Index", "int64_t" if index == torch.int64 else "int"),
@@ -216,8 +293,9 @@ def ragged_spec(index: torch.dtype, tiling: Tiling, pack: int) -> KernelSpec:
     return KernelSpec("ragged", "prefill/ragged.cu", "ragged", constants, 1024, 0, product=True)
 
 
-def specs(*, every: bool = False) -> list[KernelSpec]:
-    """The kernels as users get them: bfloat16 and head dimension 128, or `every` dtype, head dimension and feature.
+def specs(card: str = "sm_90a", *, every: bool = False) -> list[KernelSpec]:
+    """The kernels as users of a card get them: bfloat16 and head dimension 128, or `every` dtype, head dimension and
+    feature.
 
     With schedules and functions, of which there are as many kernels as users write, those that most users get.
     """
@@ -227,18 +305,17 @@ def specs(*, every: bool = False) -> list[KernelSpec]:
         asked += [Scores(), *(replace(rule, window=causal) for rule in EVERY_RULE[1:])]
     loads: list[dict[str, Any]] = [{}, {"page_size": 16}, {"tma": False}] if every else [{}]
     found = []
-    for dtype in DTYPES if every else (torch.bfloat16, FP8):
+    for dtype in DTYPES if every else (torch.bfloat16, FP8, torch.float32):
         for head_dim in TILINGS if every else (128,):
             for scores in asked:
-                for seqlen_q in (SHORT, 1 << 20):
-                    for load in loads:
-                        tiling = choose_tiling(dtype, head_dim, seqlen_q, scores, plain=not load)
-                        found.append(forward_spec(dtype, head_dim, tiling, scores, **load))
-    found += [ragged_spec(torch.int32, TILINGS[128], 1), *_patterned_specs(every)]
+                for rows in (SHORT, 1 << 20):
+                    found += [spec_for(card, dtype, head_dim, rows, scores, **load)[1] for load in loads]
+    tile = choose(card, torch.bfloat16, 128, 1 << 20, Scores())
+    found += [ragged_spec(torch.int32, tile, 1), *_patterned_specs(card, every)]
     return list(dict.fromkeys(found))
 
 
-def _patterned_specs(every: bool) -> list[KernelSpec]:
+def _patterned_specs(card: str, every: bool) -> list[KernelSpec]:
     """The forward with lists and functions, and the kernels that make its lists."""
     plain, blocks = Scores(), Pattern(128, 128)
     masked, scored = _functions()
@@ -257,8 +334,8 @@ def _patterned_specs(every: bool) -> list[KernelSpec]:
         for head_dim in (64, 128, 256) if every else (128,):
             for pattern, scores, page_size in asked:
                 loads: dict[str, Any] = {"pattern": pattern, "page_size": page_size}
-                tiling = choose_tiling(dtype, head_dim, 1 << 20, scores, plain=not page_size, **loads)
-                found.append(forward_spec(dtype, head_dim, tiling, scores, **loads))
+                tiling, spec = spec_for(card, dtype, head_dim, 1 << 20, scores, **loads)
+                found.append(spec)
                 if pattern.listed:
                     lists.append(fold_spec(pattern, tiling.tile_q, tiling.unit, 1, page_size > 0))
     return [*found, *lists, kinds_spec(masked.text)]
@@ -290,7 +367,7 @@ class Geometry:
     are taken side by side, the heaviest first.
     """
 
-    tiling: Tiling
+    tiling: AnyTiling
     pack: int
     heads: int
     q_tiles: int
@@ -298,6 +375,7 @@ class Geometry:
 
 
 def geometry(
+    card: str,
     dtype: torch.dtype,
     batch: int,
     seqlen_q: int,
@@ -306,14 +384,19 @@ def geometry(
     head_dim: int,
     scores: Scores,
     *,
-    plain: bool,
+    tma: bool,
     sequences: int | None = None,
     pattern: Pattern = NO_PATTERN,
     page_size: int = 0,
+    table: tuned.Tuned | None = None,
 ) -> Geometry:
-    """The geometry of dense rows, or of `sequences` packed ones; plain: as choose_tiling has it."""
+    """The geometry of dense rows, or of `sequences` packed ones, on a card; tma: as `choose` has it. table: what was
+    measured on it."""
     rows = seqlen_q if sequences is None else seqlen_q / max(1, sequences)  # of a sequence, about
-    tiling = choose_tiling(dtype, head_dim, rows, scores, plain=plain, pattern=pattern, page_size=page_size)
+    loads: dict[str, Any] = {"tma": tma, "pattern": pattern, "page_size": page_size}
+    tiling = choose(card, dtype, head_dim, rows, scores, **loads)
+    if table is not None:
+        tiling = as_measured(table, card, dtype, head_dim, rows, tiling, scores, **loads)
     group = heads_q // heads_kv
     # Slabs are whole tokens, and the heads of a tile share its list.
     apart = pattern.listed and (pattern.heads > heads_kv or group & (group - 1) != 0)

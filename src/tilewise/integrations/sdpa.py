@@ -29,7 +29,7 @@ Shape = tuple[int, ...]
 Path = Literal["torch", "dense", "seen keys"]
 
 PLAIN = (torch.Tensor, torch.nn.Parameter)
-KERNELS = {"cpu": "the CPU backend", "cuda": "the Hopper forward"}
+KERNELS = {"cpu": "the CPU backend", "cuda": "the GPU forward"}
 
 
 class Facts(NamedTuple):
@@ -40,7 +40,7 @@ class Facts(NamedTuple):
     value: Shape = ()
     dtype: torch.dtype | None = None  # as autocast makes it
     device: str = ""
-    hopper: bool = False  # of a CUDA device: compute capability 9.0
+    kernels: bool = False  # of a CUDA device: there are kernels for its compute capability
     mask: Shape | None = None
     mask_is_bool: bool = False
     dropout: bool = False
@@ -87,7 +87,7 @@ def sdpa(
     is_causal: query i sees keys 0 to i. scale: `E ** -0.5` if None. enable_gqa: Hq may be a multiple of H.
 
     Tilewise serves, on the CPU: float32, float16 and bfloat16, no mask or a boolean one that hides keys from all
-    queries and heads alike (padding); on a Hopper GPU: float16 and bfloat16 without a mask. torch's own function serves
+    queries and heads alike (padding); on a GPU: float16 and bfloat16 without a mask. torch's own function serves
     the rest: other masks, dropout, whatever needs gradients, tensor subclasses, calls that torch refuses.
 
     Returns (..., Hq, L, Ev). A row that sees no key is 0.
@@ -158,8 +158,8 @@ def _refusals(facts: Facts) -> list[str]:
         refused.append(
             "query, key and value differ in dtype" if facts.dtype is None else f"no kernels take {facts.dtype} here"
         )
-    if facts.device == "cuda" and not facts.hopper:
-        refused.append("the GPU kernels are for compute capability 9.0")
+    if facts.device == "cuda" and not facts.kernels:
+        refused.append("the GPU kernels are for compute capabilities 8.0 to 9.0, 10.x and 12.x")
     refused += _shape_refusals(facts)
     if facts.mask is not None:
         if facts.device == "cuda":
@@ -232,7 +232,7 @@ def facts_of(
         value=tuple(value.shape),
         dtype=dtypes[0] if dtypes[0] == dtypes[1] == dtypes[2] else None,
         device=device.type if same_device else "",
-        hopper=device.type == "cuda" and arch.serves_prefill(device),
+        kernels=device.type == "cuda" and arch.serves_prefill(device),
         mask=None if mask is None else tuple(mask.shape),
         mask_is_bool=mask is not None and mask.dtype == torch.bool,
         dropout=dropout_p != 0,

@@ -121,7 +121,7 @@ def _served(
         value=tuple(value.shape),
         dtype=None if len(dtypes) > 1 else dtypes.pop(),
         device="" if others else device.type,
-        hopper=device.type == "cuda" and arch.serves_prefill(device),
+        kernels=device.type == "cuda" and arch.serves_prefill(device),
         mask=None if attn_mask is None else tuple(attn_mask.shape),
         mask_is_bool=attn_mask is not None and to_torch_dtype(attn_mask.dtype) == torch.bool,
         dropout=bool(pyval(dropout_p)),

@@ -421,7 +421,7 @@ def _named(rung: Rung) -> named.NamedKernel:
         o, lse, _ = run(rung, q, k, v, causal=causal, scale=scale)
         return o, lse
 
-    return named.NamedKernel(rung.name, rung.dtypes, rung.exact, run_named)
+    return named.NamedKernel(rung.name, run_named)
 
 
 for _rung in RUNGS:

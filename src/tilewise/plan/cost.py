@@ -25,6 +25,20 @@ STEP_CHUNKS = 1.0
 # Ratio: how much faster than with an even share of the bandwidth one warp streams while the other warps are idle. 512
 # warps with one sequence of 4096 tokens each are as fast as 1056 warps with pieces of such sequences.
 SPRINT = 3.5
+
+
+@dataclass(frozen=True)
+class Weights:
+    """What a work list is balanced by, all in chunks but `sprint`, a ratio: the constants above, unless a table has
+    others that were measured on the card (tuned.py). They decide who computes what and whether one warp takes a range
+    whole, and never change a bit of the result."""
+
+    item_chunks: float = ITEM_CHUNKS
+    state_chunks: float = STATE_CHUNKS
+    step_chunks: float = STEP_CHUNKS
+    sprint: float = SPRINT
+
+
 # Ratio: tile items of a parent node and of its child that have the same rows may form a chain, which saves one state
 # but keeps both items in the same block. The longest chain, in tokens, as a multiple of an even share per block: an
 # estimate, not measured by itself.

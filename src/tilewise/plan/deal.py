@@ -12,7 +12,7 @@ import heapq
 import numpy as np
 import numpy.typing as npt
 
-from tilewise.plan.cost import ITEM_CHUNKS, STEP_CHUNKS
+from tilewise.plan.cost import ITEM_CHUNKS
 from tilewise.plan.items import GOES_ON, ITEM_WORDS, Ints, Word
 from tilewise.plan.ranges import CHUNK, TILE_TOKENS, Longs, Shape
 
@@ -39,12 +39,18 @@ def are_in_step(items: int, heads: int, blocks: int, warps: int) -> bool:
     return heads % warps == 0 and items > blocks
 
 
-def deal_streams(items: Longs, chunks: Longs, heads: int, blocks: int, warps: int) -> Ints:
-    """(blocks, slots, 16), for a kernel without tiles: warp w of a block takes the slots w, w + warps, …"""
+def deal_streams(
+    items: Longs, chunks: Longs, heads: int, blocks: int, warps: int, item_chunks: float = ITEM_CHUNKS
+) -> Ints:
+    """(blocks, slots, 16), for a kernel without tiles: warp w of a block takes the slots w, w + warps, …
+
+    item_chunks: Weights.item_chunks.
+    """
     if not are_in_step(len(items), heads, blocks, warps):
-        dealt = _deal(items, chunks, blocks * warps).reshape(-1, warps, blocks, ITEM_WORDS).transpose(2, 0, 1, 3)
+        dealt = _deal(items, chunks, blocks * warps, item_chunks)
+        dealt = dealt.reshape(-1, warps, blocks, ITEM_WORDS).transpose(2, 0, 1, 3)
     else:
-        together = _deal(items.reshape(-1, warps * ITEM_WORDS), chunks[::warps], blocks)
+        together = _deal(items.reshape(-1, warps * ITEM_WORDS), chunks[::warps], blocks, item_chunks)
         dealt = together.reshape(-1, blocks, warps, ITEM_WORDS).transpose(1, 0, 2, 3)
     return np.ascontiguousarray(dealt).reshape(blocks, -1, ITEM_WORDS)
 
@@ -54,10 +60,10 @@ def deal_beside_tiles(items: Longs, chunks: Longs, heads: int, shape: Shape, til
 
     tile_items: (rounds, blocks, 16), already dealt. A block's joiners stream only after its tile items are done.
     """
-    busy: Floats = (tile_steps(tile_items) * STEP_CHUNKS).sum(0)
+    busy: Floats = (tile_steps(tile_items) * shape.weights.step_chunks).sum(0)
     blocks, warps, joiners = len(busy), shape.warps, shape.joiners
     together = warps if are_in_step(len(items), heads, blocks, warps) else 1
-    cost = (chunks + ITEM_CHUNKS).reshape(-1, together).sum(1)
+    cost = (chunks + shape.weights.item_chunks).reshape(-1, together).sum(1)
 
     def done(work: float, after: float) -> float:
         """When a block is done with `work` chunks of streaming, if its joiners start at time `after`."""
@@ -97,9 +103,9 @@ def deal_chains(items: Longs, chains: list[list[int]], blocks: int) -> Ints:
     return dealt
 
 
-def _deal(units: Longs, cost: Longs, takers: int) -> Ints:
-    """(rounds, takers, words): units (n, words) that cost so many chunks each, dealt to blocks or warps. A taker's
-    empty slots come after its units."""
+def _deal(units: Longs, cost: Longs, takers: int, item_chunks: float) -> Ints:
+    """(rounds, takers, words): units (n, words) that cost so many chunks each, and `item_chunks` besides, dealt to
+    blocks or warps. A taker's empty slots come after its units."""
     ranked = np.argsort(-cost, kind="stable")
     taker, turn = np.arange(len(units)) % takers, np.arange(len(units)) // takers
     if len(units) and cost.min() != cost.max():
@@ -108,7 +114,7 @@ def _deal(units: Longs, cost: Longs, takers: int) -> Ints:
             load, t = loads[0]
             taker[n], turn[n] = t, counts[t]
             counts[t] += 1
-            heapq.heapreplace(loads, (load + c + ITEM_CHUNKS, t))
+            heapq.heapreplace(loads, (load + c + item_chunks, t))
     dealt = np.zeros((int(turn.max(initial=-1)) + 1, takers, *units.shape[1:]), np.int32)
     dealt[turn, taker] = units[ranked]
     return dealt

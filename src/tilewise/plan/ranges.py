@@ -14,14 +14,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from tilewise.plan.cost import (
-    ITEM_CHUNKS,
-    SPRINT,
-    STATE_CHUNKS,
-    WHOLE_CHUNKS,
-    WHOLE_LIMITS,
-    WIDE_ROWS,
-)
+from tilewise.plan.cost import WHOLE_CHUNKS, WHOLE_LIMITS, WIDE_ROWS, Weights
 from tilewise.plan.tiles import DecodePlan, PagedTiles
 
 Longs = npt.NDArray[np.int64]
@@ -62,7 +55,7 @@ class Shape(NamedTuple):
     rows: query rows of a stream item at most. warps: streaming warps per block. blocks: blocks of the grid. tiles:
     whether the kernel has a part for tiles. longest: own ranges of up to this many chunks of 16 tokens may be taken
     whole by one warp. joiners: warps per block that stream after their tile items are done. chunk: tokens that a
-    streaming warp loads and computes at a time, 16 or 32.
+    streaming warp loads and computes at a time, 16 or 32. weights: what the list is balanced by.
     """
 
     rows: int
@@ -72,6 +65,7 @@ class Shape(NamedTuple):
     longest: int = WHOLE_CHUNKS
     joiners: int = 0
     chunk: int = CHUNK
+    weights: Weights = Weights()
 
 
 class Node(NamedTuple):
@@ -174,7 +168,7 @@ class Cutter(NamedTuple):
         """(n,): which ranges one warp takes whole.
 
         Ranges up to some limit are taken whole, longer ones are cut. Each candidate for the limit gets an estimate: the
-        larger of what all warps do on average and what the longest item takes a warp that runs SPRINT times as fast
+        larger of what all warps do on average and what the longest item takes a warp that runs `sprint` times as fast
         because the others are done. The smallest estimate wins, and of equal ones the smallest limit.
         """
         chunks = -(-(own.planned - own.start // CHUNK * CHUNK) // CHUNK)
@@ -182,15 +176,15 @@ class Cutter(NamedTuple):
         if self.splitting.whole is not None:
             return np.full(len(chunks), self.splitting.whole)
         times = self.heads * -(-self.rows_each // self.shape.rows)  # each range has one item per head and pass
-        best, warps = np.inf, self.shape.blocks * self.shape.warps
+        best, warps, weights = np.inf, self.shape.blocks * self.shape.warps, self.shape.weights
         found: Flags = pieces == 1
         for limit in (*WHOLE_LIMITS, self.shape.longest):
             taken = (chunks <= limit) | (pieces == 1)
             items = np.where(taken, 1, pieces)
             states = np.where(taken, 0, pieces)
-            average = (chunks + items * ITEM_CHUNKS + states * STATE_CHUNKS).sum() * times / warps
-            longest = np.where(taken, chunks, size // CHUNK).max(initial=0) + ITEM_CHUNKS
-            cost = max(average, longest / SPRINT)
+            average = (chunks + items * weights.item_chunks + states * weights.state_chunks).sum() * times / warps
+            longest = np.where(taken, chunks, size // CHUNK).max(initial=0) + weights.item_chunks
+            cost = max(average, longest / weights.sprint)
             if cost < best:
                 best, found = cost, taken
         return found

@@ -192,7 +192,7 @@ def work_list(
     if shape.tiles:
         dealt = deal_beside_tiles(items, chunks, heads, shape, tile_items)
     else:
-        dealt = deal_streams(items, chunks, heads, blocks, shape.warps)
+        dealt = deal_streams(items, chunks, heads, blocks, shape.warps, shape.weights.item_chunks)
     return WorkList(
         items=dealt,
         tile_items=tile_items,

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import os
 import platform
-import subprocess
 
 import torch
 
-from ... import arch
+from ... import arch, tuned
 from ...plan.show import CARDS
-from .. import ceilings, flex, peers
+from .. import ceilings, flex, peers, smi
 from ..records import here, machine, package_version
 from ..workloads import DTYPES
 from .model import Ceiling
@@ -29,7 +28,6 @@ STANDING = {
     "power limit": ("W", "power.limit"),
 }
 CPU_CLOCK = "clock"
-CARD = "TILEWISE_CARD"  # an older card that this one is to behave as
 
 
 def describe(device: torch.device) -> dict[str, str]:
@@ -40,15 +38,15 @@ def describe(device: torch.device) -> dict[str, str]:
         total = torch.cuda.mem_get_info(device)[1]
         facts |= {
             "compute capability": f"{major}.{minor}",
-            "behaves as": os.environ.get(CARD, ""),
+            "behaves as": _imitated(device),
+            "tables in use": _tables(device),
             "multiprocessors": f"{arch.multiprocessors(device)}",
             "memory": f"{total / 2**30:.0f} GiB",
-            **{name: f"{text} {STANDING[name][0]}".strip() for name, text in _ask_card(device, STANDING).items()},
+            **{name: f"{text} {STANDING[name][0]}".strip() for name, text in _told(device, STANDING).items()},
             "host": machine(),
         }
     else:
         facts |= {
-            "behaves as": os.environ.get(CARD, ""),
             "cores": f"{os.cpu_count() or ''}",
             "threads": f"{here('cpu')['threads']}",
             "vector instructions": torch.backends.cpu.get_cpu_capability(),
@@ -57,6 +55,20 @@ def describe(device: torch.device) -> dict[str, str]:
         }
     facts["system"] = platform.platform(terse=True)
     return {name: text for name, text in facts.items() if text}
+
+
+def _imitated(device: torch.device) -> str:
+    """The card that TILEWISE_CARD makes of this one, "" if it is what it is."""
+    return arch.chosen or "" if arch.chosen != arch.arch_of_device(device) else ""
+
+
+def _tables(device: torch.device) -> str:
+    """The families of kernels whose tilings were measured on such a card."""
+    try:
+        found = tuned.of(device)
+    except (NotImplementedError, ValueError):  # no kernels for this card; the rows say why
+        found = None
+    return ", ".join(found.sections) if found else "none"
 
 
 def versions() -> dict[str, str]:
@@ -114,7 +126,7 @@ def ceilings_of(device: torch.device, dtypes: list[str]) -> list[Ceiling]:
 def sample(device: torch.device) -> dict[str, float]:
     """Clocks, power and temperature now, as far as the machine tells; the keys of a card are SAMPLED's."""
     if device.type == "cuda":
-        return {name: float(text) for name, text in _ask_card(device, SAMPLED).items()}
+        return {name: float(text) for name, text in _told(device, SAMPLED).items()}
     try:
         with open("/proc/cpuinfo", encoding="utf-8") as file:
             clocks = [float(line.partition(":")[2]) for line in file if line.startswith("cpu MHz")]
@@ -123,30 +135,10 @@ def sample(device: torch.device) -> dict[str, float]:
     return {CPU_CLOCK: sum(clocks) / len(clocks)} if clocks else {}
 
 
-def _ask_card(device: torch.device, asked: dict[str, tuple[str, str]]) -> dict[str, str]:
-    """nvidia-smi's answers by our names; {} where there is no nvidia-smi or it speaks of another card than torch."""
-    index = device.index if device.index is not None else torch.cuda.current_device()
-    visible = [word.strip() for word in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if word.strip()]
-    card = visible[index] if index < len(visible) else str(index)
-    query = ",".join(["name", *(name for _, name in asked.values())])
-    command = ["nvidia-smi", f"--id={card}", f"--query-gpu={query}", "--format=csv,noheader,nounits"]
-    try:
-        told = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout
-    except (OSError, subprocess.SubprocessError):
-        return {}
-    name, *values = [word.strip() for word in told.strip().split(",")]
-    if name != machine(str(device)) or len(values) != len(asked):
-        return {}
-    answers = dict(zip(asked, values, strict=True))
-    return {key: text for key, text in answers.items() if not asked[key][0] or _is_number(text)}
-
-
-def _is_number(text: str) -> bool:
-    try:
-        float(text)
-    except ValueError:  # [N/A]
-        return False
-    return True
+def _told(device: torch.device, asked: dict[str, tuple[str, str]]) -> dict[str, str]:
+    """What nvidia-smi tells, by our names."""
+    found = smi.ask(device, [name for _, name in asked.values()])
+    return {ours: found[name] for ours, (_, name) in asked.items() if name in found}
 
 
 def _host_memory() -> str:

@@ -9,7 +9,7 @@
 #pragma once
 #include "common/args.cuh"
 #include "common/intervals.cuh"
-#include "tile/softmax.cuh"
+#include "common/scores.cuh"
 
 namespace function {
 
@@ -89,6 +89,7 @@ TILE_DEVICE int to_int(float x) {
 struct NoFunction {
     int unused;
     static constexpr bool kMask = false, kScore = false, kByKey = false, kByRow = false, kTouches = false;
+    static constexpr bool kSided = false, kLine[3] = {};
     TILE_DEVICE void touch(int, int, int, int, float, float, int, int, int, int) const {}
     TILE_DEVICE bool mask(int, int, int, int, float, float, int, int, int, int) const { return true; }
     TILE_DEVICE float score(float s, float scale, int, int, int, int, float, float, int, int, int, int) const {

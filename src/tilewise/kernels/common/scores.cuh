@@ -66,6 +66,17 @@ template <bool kSoftcap, bool kAlibiBias, bool kAnyScale> struct ScoreRule<kSoft
     }
 };
 
+// What becomes of the scores of a row over neighbouring keys, where that is a line: s · factor + (base + step · d), d
+// keys on from the one that base is for.
+struct Line {
+    float factor, step, base;
+};
+// Where the keys of a block lie, seen from the rows: some on either side, none after a row's own position, all after it
+enum Side : int { kAround, kBefore, kAfter };
+template <int kSide> struct SideConstant {
+    static constexpr int kValue = kSide;
+};
+
 namespace warp {
 
 // Row h of a lane's fragment, less ALiBi's slope per key between the row's position and the key. key0: the key of the
@@ -77,6 +88,33 @@ template <int kSize> TILE_DEVICE void add_alibi(float (&acc_s)[kSize], int h, in
         float& x = acc_s[j / 2 * 4 + 2 * h + j % 2];
         x = ptx::mad(-slope, fabsf(distance - float(j / 2 * 8 + j % 2)), x);
     }
+}
+
+// The column of a fragment that its rows' lines begin at: the one next to the rows' own positions. From there step · d
+// has the sign of base where both are of a distance, so that they cannot cancel, however large the slope is.
+template <int kSide, int kSize> constexpr int kLineBegin = kSide == kBefore ? kSize / 4 * 8 - 7 : 0;
+// How far on from there value i of a fragment is
+template <int kSide, int kSize> TILE_DEVICE float along_line(int i) {
+    return float(i / 4 * 8 + i % 2 - kLineBegin<kSide, kSize>);
+}
+// The two rows of a lane's fragment, each on its line
+template <int kSide, int kSize> TILE_DEVICE void follow_lines(float (&acc_s)[kSize], const Line (&lines)[2]) {
+#pragma unroll
+    for (int i = 0; i < kSize; i++) {
+        const Line& line = lines[i / 2 % 2];
+        acc_s[i] = ptx::mad(acc_s[i], line.factor, ptx::mad(line.step, along_line<kSide, kSize>(i), line.base));
+    }
+}
+// P = 2^S in place of S, and this lane's sums of it
+template <int kSize> TILE_DEVICE void exponentiate(float (&acc_s)[kSize], float (&sum)[2]) {
+    float part[2][2] = {};  // even and odd columns
+#pragma unroll
+    for (int i = 0; i < kSize; i++) {
+        acc_s[i] = ptx::exp2(acc_s[i]);
+        part[i / 2 % 2][i % 2] += acc_s[i];
+    }
+    sum[0] = part[0][0] + part[0][1];
+    sum[1] = part[1][0] + part[1][1];
 }
 
 }  // namespace warp

@@ -5,7 +5,7 @@
 //
 // A chunk is one box of tokens, or two boxes of sixteen where a page may end between them. A box lies in panels of
 // kPanelBytes of each of its rows: the largest power of two that divides a row and has a swizzle. With kTma a box comes
-// by a tensor map; without it, or if pages have no room for a box of sixteen tokens, by cp.async in units of 16 bytes.
+// by a tensor map; on cards without it, or if a box may lie in several pages, by cp.async in units of 16 bytes.
 #pragma once
 #include "decode/work.cuh"
 #include "tile/hopper.cuh"
@@ -24,8 +24,11 @@ constexpr int panel_bytes() {
 }
 constexpr int kPanelBytes = kLineHeads > 1 ? 128 : panel_bytes(), kPanelChunks = kPanelBytes / 16;
 constexpr int kRowChunks = kRowBytes / 16;
+constexpr bool kWholeBoxes = kPageSize % kBox == 0;  // a box lies in one page
 constexpr int kChunkBytes = kChunk * kRowBytes, kStageBytes = 2 * kChunkBytes, kBoxBytes = kBox * kRowBytes;
-static_assert(!kTma || kPageSize % kBox == 0, "a box lies in one page");
+static_assert(!kTma || kWholeBoxes, "a tensor map brings what lies in one page");
+// Without TMA: rows per copy of a warp, 16 bytes per lane
+constexpr int kCopyRows = 32 / kPanelChunks < kBox ? 32 / kPanelChunks : kBox;
 // kInStep: the warps of a block stream the same tokens of neighbouring heads, and one copy brings a chunk for all of
 // them. The last warp to be done with a stage requests its next chunk. A row of int4 is only 64 bytes: warps that drift
 // apart would request such short pieces from places all over the memory.
@@ -108,7 +111,8 @@ struct Loader {
     int slot, chunk, end, kv_head;
     Span span;
     PageTable table;
-    int page;    // the page of that chunk's box lane / 16, or of this lane's token in it; looked up one chunk ahead
+    int page;    // the page of that chunk's box lane / 16, or of this lane's token if a box may lie in several pages;
+                 // looked up one chunk ahead
     bool fresh;  // the chunk is its item's first, and is requested before the item's end is known
     ScaleRun runs[kScaleRounds > 0 ? kScaleRounds : 1];
 
@@ -244,11 +248,11 @@ struct Loader {
         chunk = span.begin / kChunk;
         end = span.end > span.begin ? (span.end + kChunk - 1) / kChunk : 0;
     }
-    // Looks up the page of the chunk at hand; never one of tokens outside the span. With TMA, half of the lanes look
-    // sixteen tokens further even where there is only one box: if all lanes read the same page, the compiler would move
-    // it into a uniform register and so wait for it at once.
+    // Looks up the page of the chunk at hand; never one of tokens outside the span. Half of the lanes look sixteen
+    // tokens further even where there is only one box: if all lanes read the same page, the compiler would move it into
+    // a uniform register and so wait for it at once.
     TILE_DEVICE void look_up() {
-        if constexpr (kTma) {
+        if constexpr (kWholeBoxes) {
             const int token = chunk * kChunk + (lane & 16), last = span.end - 1, seen = token < last ? token : last;
             page = table.page((seen > span.begin ? seen : span.begin) / kPageSize);
         } else {
@@ -264,7 +268,7 @@ struct Loader {
             else request_by_copies(stage);
             if constexpr (kScaled && !kScaleRuns) fetch_scales(stage);
             if (++chunk >= end) advance();
-            else if (!kTma || kBoxes == 2 || chunk * kChunk % kPageSize == 0) look_up();
+            else if (!kWholeBoxes || kBoxes == 2 || chunk * kChunk % kPageSize == 0) look_up();
         }
         if constexpr (kCopies) ptx::copy_async_commit();  // an empty group too: wait() counts groups
     }
@@ -332,39 +336,49 @@ struct Loader {
             ptx::copy_async_16(window + scales(stage) + to, page + token * kTokenScales, 16);
         }
     }
-    // Tokens outside the span become zeros, and their pages are not read.
+    // A copy of all lanes brings one panel of kCopyRows neighbouring rows, each in whole lines; the panels of a row come
+    // one after another. Addresses are computed once per box, and then go on from row to row. Tokens outside the span
+    // become zeros and are not read.
     TILE_DEVICE void request_by_copies(int stage) const {
-        constexpr int kWhole = kChunk * kRowChunks / 32;
-        static_assert(kChunk * kRowChunks % 32 == 0 || kRowChunks == 3, "whole copies for all lanes");
+        const int r = lane / kPanelChunks, c = lane % kPanelChunks;
+        const uint32_t first = window + place_of(r, c, rank);
+        const uint8_t* from[2];
 #pragma unroll
-        for (int i = 0; i < (kChunk * kRowChunks + 31) / 32; i++) {
-            const int n = i * 32 + lane, row = n / kRowChunks % kChunk, c = n % kRowChunks,
-                      token = chunk * kChunk + row;
-            const int64_t at = ptx::shuffle(page, row);
-            const bool there = token >= span.begin && token < span.end;
-            if (i >= kWhole && n >= kChunk * kRowChunks) continue;
-            const Paged* parts[2] = {&args.k, &args.v};
+        for (int row = 0; row < kChunk; row += kCopyRows) {
+            const int token = chunk * kChunk + row + r;
+            if (!kWholeBoxes || row % kBox == 0) {
+                const int64_t at = ptx::shuffle(page, kWholeBoxes ? row / kBox * 16 : (row + r) % kChunk);
+                const int in_page = kWholeBoxes ? (chunk * kChunk + row) % kPageSize + r : token % kPageSize;
 #pragma unroll
-            for (int p = 0; p < 2; p++) {
-                const uint8_t* from = static_cast<const uint8_t*>(parts[p]->base);
-                if (there)
-                    from +=
-                        at * parts[p]->page + token % kPageSize * parts[p]->token + kv_head * parts[p]->head + 16 * c;
-                const uint32_t to = window + (p ? values(stage) : keys(stage)) + place_of(row, c, rank);
-                ptx::copy_async_16(to, from, there ? 16 : 0);
+                for (int p = 0; p < 2; p++) {
+                    const Paged& of = p ? args.v : args.k;
+                    from[p] = static_cast<const uint8_t*>(of.base) + at * of.page + in_page * of.token +
+                              kv_head * of.head + 16 * c;
+                }
+            } else {
+                from[0] += kCopyRows * args.k.token;
+                from[1] += kCopyRows * args.v.token;
             }
+            const int bytes = token >= span.begin && token < span.end ? 16 : 0;
+            if (kPanelChunks * kBox < 32 && r >= kBox) continue;
+            // The swizzle of `row` leaves alone what that of r turns: kCopyRows is a power of two.
+            const uint32_t to = (first ^ (kPanelBytes == 128 ? row % 8 * 16 : 0)) + row / kBox * kBoxStep +
+                                row % kBox * kPanelBytes;
+#pragma unroll
+            for (int panel = 0; panel < kRowBytes / kPanelBytes; panel++)
+#pragma unroll
+                for (int p = 0; p < 2; p++)
+                    ptx::copy_async_16(to + (p ? values(stage) : keys(stage)) + panel * (kBox * kPanelBytes),
+                                       from[p] + panel * kPanelBytes, bytes);
         }
-        if constexpr (kScaled && kScaleRuns) {  // a run lies in one page: the page of its first token in the span
-            const int first = span.begin - chunk * kChunk, from = 16 * sixteen();
-            copy_scales(stage, ptx::shuffle(page, first < from ? from : first < from + 16 ? first : from + 15));
-        }
+        if constexpr (kScaled && kScaleRuns) copy_scales(stage, kBoxes == 2 ? page : ptx::shuffle(page, 0));
     }
     // Scales that are not in runs, one by one
     TILE_DEVICE void fetch_scales(int stage) const {
         constexpr int kAll = kChunk * kGroups;
         for (int i = 0; i < (kAll + 31) / 32; i++) {
             const int n = i * 32 + lane, row = n / kGroups % kChunk, group = n % kGroups, token = chunk * kChunk + row;
-            const int at = ptx::shuffle(page, !kTma ? row : kBoxes == 2 ? row & 16 : 0);
+            const int at = ptx::shuffle(page, !kWholeBoxes ? row : kBoxes == 2 ? row & 16 : 0);
             const bool there = n < kAll && token >= span.begin && token < span.end;
 #pragma unroll
             for (int part = 0; part < kScaleParts; part++) {

@@ -17,8 +17,8 @@
 // Function: the user's functions (common/functions.cuh). kUnit: keys per unit of the lists that say what tiles visit
 // (work.cuh: TileLists), 0 if tiles visit neighbouring blocks. kSlabs: a unit may be hidden from some of a tile's rows
 // by sixteens. kLengths: blocks of rows or keys have lengths.
+#include "prefill/closing.cuh"
 #include "prefill/producers.cuh"
-#include "prefill/scoring.cuh"
 #include "tile/lazy.cuh"
 
 constexpr int kStepDepth = warpgroup::kDepth<Element>;  // depth of one step of a product
@@ -160,7 +160,7 @@ struct Consumer : Scoring<Consumer> {
         if constexpr (kInside && Function::kTouches) touch();
         ptx::wgmma_wait<1>();
         if constexpr (!kHoldsK) release_k();
-        score<kMasked, kInside>(acc_s);
+        if constexpr (kMasked || !kSided) score<kMasked, kInside>(acc_s);
         if constexpr (kMasked && Function::kMask) hide(acc_s, bits);
         else if constexpr (kMasked) mask(acc_s);
     }
@@ -183,9 +183,33 @@ struct Consumer : Scoring<Consumer> {
             end_step<true>(true);
         }
     }
+    // lazy_softmax, with the scores made as the block lies. On a line they take one multiply-add more than plain ones,
+    // the reference being part of the line.
+    template <bool kInside> TILE_DEVICE bool sided_softmax(float (&sum)[2], const Sides& sides) {
+        at_side(sides, [&](auto side) {
+            if constexpr (kLine<side.kValue>) {
+                follow<side.kValue>(acc_s, sides, state.max);
+                warp::exponentiate(acc_s, sum);
+            } else {
+                score<false, kInside, side.kValue>(acc_s);
+                warp::exponentiate(acc_s, sum, state, scale_log2);
+            }
+        });
+        return ptx::any(!(fmaxf(sum[0], sum[1]) <= float(kWitness)));
+    }
+    // The same before the standard softmax
+    template <bool kInside> TILE_DEVICE void sided_scores(const Sides& sides) {
+        const float none[2] = {0.0f, 0.0f};
+        at_side(sides, [&](auto side) {
+            if constexpr (!kLine<side.kValue>) score<false, kInside, side.kValue>(acc_s);
+            else follow<side.kValue>(acc_s, sides, none);
+        });
+    }
     // Blocks that every row sees whole. What is rarely needed stands outside of the inner loop, which keeps that loop
     // short.
     template <bool kInside> TILE_DEVICE void full_steps(int until) {
+        Sides sides;
+        find_sides(sides);
         while (n >= until) {
             float sum[2];
             bool moved = false;
@@ -193,9 +217,11 @@ struct Consumer : Scoring<Consumer> {
             for (; n >= until;) {
                 begin_step<false, kInside>();
                 if constexpr (kExact) {
+                    if constexpr (kSided) sided_scores<kInside>(sides);
                     end_step<false>(warp::standing_softmax<kLift>(acc_s, correction, state, scale_log2));
                 } else {
-                    moved = warp::lazy_softmax<kWitness>(acc_s, sum, state, scale_log2);
+                    if constexpr (kSided) moved = sided_softmax<kInside>(sum, sides);
+                    else moved = warp::lazy_softmax<kWitness>(acc_s, sum, state, scale_log2);
                     if (moved) break;
                     warp::add_sums(state, sum);
                     end_step<false>(false);
@@ -280,40 +306,10 @@ struct Consumer : Scoring<Consumer> {
         ptx::barrier_sync(kGroupBarrier + group, 128);
     }
 
-    // Is the row within the length of its block of rows?
-    TILE_DEVICE bool row_there(const WorkTile& tile, int token) const {
-        const TileLists& lists = args.lists;
-        if (!lists.lengths_q) return true;
-        const int block = lists.block_q.quotient(token);
-        const int64_t at = int64_t(tile.sequence) * lists.lengths_q_batch + block;
-        return token - block * int(lists.block_q.divisor) < Global<const int>{lists.lengths_q}[at];
-    }
     // Writes O / l and the LSE of a tile whose last P V is done. stage: where its Q was; of: its softmax state
     TILE_DEVICE void finish(uint32_t stage, const WorkTile& done, const warp::RowState& of) {
-        float inverse[2];
-        Global<Out> rows[2];
-        bool exists[2];
-#pragma unroll
-        for (int h = 0; h < 2; h++) {
-            const int row = row_of(done, h), token = row / kPack, head = head_of(done, row);
-            exists[h] = token < done.seqlen_q;
-            float sum = warp::row_sum(of.sum[h]), weight = 1.0f;
-            float max = fmaxf(of.max[h], kLowest);  // finite, even if the row saw no key: join_sink wants that
-            if (kLengths && exists[h] && !row_there(done, token)) {
-                sum = 0.0f;
-                max = kLowest;
-                for (int i = 0; i < kHeadDim / 4; i++) acc_o[i / 2 * 4 + 2 * h + i % 2] = 0.0f;
-            }
-            if (args.scores.sinks && exists[h]) weight = args.scores.join_sink(head, max, sum);
-            inverse[h] = sum == 0.0f ? 0.0f : weight * ptx::reciprocal(sum) * (kFp8 ? done.descale_v : 1.0f);
-            if (args.lse && exists[h] && warp::lane() % 4 == 0)
-                Global<float>{args.lse}[done.sequence * args.lse_batch + head * args.lse_head + done.q_start + token] =
-                    sum == 0.0f ? -INFINITY : (max + ptx::log2(sum)) * kLn2;
-            if constexpr (!kStaged)
-                rows[h] = Global<Out>{static_cast<Out*>(args.o)} + (done.sequence * args.o_strides.batch +
-                          (done.q_start + token) * args.o_strides.row + head * args.o_strides.head);
-        }
-        warp::scale_rows(acc_o, inverse);
+        const Closing closing = close_rows<!kStaged>(*this, done, of, acc_o);
+        warp::scale_rows(acc_o, closing.inverse);
         if constexpr (kStaged) {
             const int row0 = warp_row(), lane = ptx::just_in_time(warp::lane());
             if constexpr (kFp8) pipes.o.wait_free(o_turn);
@@ -329,13 +325,9 @@ struct Consumer : Scoring<Consumer> {
             if (ptx::elect_one()) ptx::mbarrier_arrive(pipes.o.full + (kFp8 ? 0 : 8 * stage));
             if constexpr (kFp8) o_turn.next();
         } else if constexpr (kTma) {
-            warp::store_rows<kColumns>(rows, exists, acc_o);
+            warp::store_rows<kColumns>(closing.rows, closing.exists, acc_o);
         } else {
-#pragma unroll
-            for (int i = 0; i < kHeadDim / 2; i++) {
-                const int column = i / 4 * 8 + warp::fragment_column() + i % 2;
-                if (exists[i / 2 % 2] && column < kColumns) rows[i / 2 % 2][column] = from_float<Out>(acc_o[i]);
-            }
+            store_elements<Out>(closing, acc_o);
         }
     }
 

@@ -1,12 +1,11 @@
 // Where everything lies in the shared memory of the Hopper forward, and the pipes between its roles. forward.cu says
 // what the constants mean.
 #pragma once
-#include "prefill/work.cuh"
+#include "prefill/blocks.cuh"
 #include "tile/hopper.cuh"
 #include "tile/tiles.cuh"
 
-constexpr bool kFp8 = sizeof(Element) == 1;  // then a warpgroup of its own transposes V after it was loaded
-constexpr bool kListed = kUnit > 0;          // blocks are units of keys from lists, side by side
+// Where inputs are FP8, a warpgroup of its own transposes V after it was loaded.
 constexpr int kConsumers = kTileQ / 64, kGroups = kConsumers + (kFp8 ? 2 : 1);  // warpgroups
 constexpr int kThreads = 128 * kGroups, kTransposers = 4;                       // kTransposers: warps
 constexpr int kLoaders = kTma ? 32 : 64;  // threads: the first warp, or the first two
@@ -30,14 +29,7 @@ constexpr int kQBytes = kPanels * kTileQ * kPanelRowBytes, kKvBytes = kPanels * 
 // V as consumers read it: as it was loaded, or in FP8 Vᵀ in panels of 128 keys
 constexpr int kVPanels = (kTileKv + 127) / 128, kVBytes = kFp8 ? kVPanels * kHeadDim * kPanelRowBytes : kKvBytes;
 constexpr int kOPanels = (kHeadDim + kPanel - 1) / kPanel;
-// Rows of K or V per copy: the whole tile's; of paged K and V as many as cross neither a page nor the tile's end; of
-// listed ones a unit
-constexpr int common_divisor(int a, int b) { return b == 0 ? a : common_divisor(b, a % b); }
-constexpr int kPage = kPageSize ? kPageSize : 1;
-constexpr int kBoxRows = kListed ? kUnit : kPageSize ? common_divisor(kPageSize, kTileKv) : kTileKv;
-constexpr int kBoxes = kTileKv / kBoxRows;
-static_assert(kTileKv % kBoxRows == 0 && kPage % kBoxRows * kPageSize == 0);
-static_assert(!kListed || (kBoxes <= 32 && kTileKv <= 128), "a lane per box, a word of bits per row");
+static_assert(!kListed || kBoxes <= 32, "a lane per box");
 // Named barriers: two per consumer warpgroup, from these numbers on, and one of the loaders
 constexpr int kTurnBarrier = 1, kGroupBarrier = 5, kLoaderBarrier = 9;
 

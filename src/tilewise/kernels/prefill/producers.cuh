@@ -4,10 +4,6 @@
 #include "prefill/layout.cuh"
 #include "tile/mma.cuh"
 
-TILE_DEVICE float descale_of(const Descale& of, const WorkTile& tile) {
-    return of.values ? float(Global<const float>{of.values}[tile.sequence * of.batch + tile.kv_head]) : 1.0f;
-}
-
 // ---- planner --------------------------------------------------------------------------------------------------------
 // One thread finds tile after tile. It takes none before the loader wants it: a block that is late must not hold tiles
 // that another could compute.

@@ -1,7 +1,7 @@
 // What the forward kernels do to the scores of the block at hand before the softmax, and which of its keys their rows
 // see: by windows, lengths and lists, and by a user's functions. forward.cu says what the constants mean.
 #pragma once
-#include "prefill/layout.cuh"
+#include "prefill/blocks.cuh"
 
 // Looking up all keys of a block at once would take a register each.
 constexpr int kSeenAtOnce = !Function::kByKey ? kTileKv / 8 : kHeadDim > 128 ? 2 : 8;
@@ -17,6 +17,10 @@ template <class Self> struct Scoring {
         return tile.row + self().warp_row() + warp::fragment_row(h);
     }
     static TILE_DEVICE int head_of(const WorkTile& tile, int row) { return tile.head * kPack + row % kPack; }
+    // Runs of keys that follow each other
+    static constexpr int kRun = kListed ? kBoxRows : kTileKv, kRuns = kTileKv / kRun;
+    using Run = float[kRun / 2];
+    static TILE_DEVICE Run& run_of(Fragment& s, int run) { return reinterpret_cast<Run&>(s[run * kRun / 2]); }
 
     // The last key that may be looked up; a sequence without keys looks up its first, and sees nothing
     static TILE_DEVICE int last_key(const WorkTile& tile) { return tile.seqlen_k > 0 ? tile.seqlen_k - 1 : 0; }
@@ -74,8 +78,8 @@ template <class Self> struct Scoring {
 
     // Turns S into base-2 logits, soft-capped, with ALiBi's bias; or into what the user's function makes of it.
     // kMasked: the block may hold keys past the last one, which must not be looked up. kInside: all rows of the tile
-    // exist.
-    template <bool kMasked, bool kInside> TILE_DEVICE void score(Fragment& s) const {
+    // exist. kSide: where the function may take the keys of the block to lie.
+    template <bool kMasked, bool kInside, int kSide = kAround> TILE_DEVICE void score(Fragment& s) const {
         if constexpr (Function::kScore) {
             const WorkTile tile = self().tile();
             const float scale = self().args.scores.scale_log2 * kLn2 * (kFp8 ? tile.descale_qk : 1.0f);
@@ -84,14 +88,18 @@ template <class Self> struct Scoring {
             constexpr bool kApart = kInside && kPack == 1, kClamped = kMasked && Function::kByKey;
             if constexpr (kApart) rows[0].token = row_of(tile, 0);  // not clamped: the other row is eight further on
 #pragma unroll
-            for (int j = 0; j < kTileKv / 2; j++) {
-                const int inside = j / 4 * 8 + j % 2, h = j / 2 % 2, first = self().key_of(inside / kBoxRows) + column;
-                const int dq = kApart ? 8 * h : 0, dk = kClamped ? 0 : inside % kBoxRows;
-                const int q0 = rows[kApart ? 0 : h].token, key = first + inside % kBoxRows;
-                const int k0 = !kClamped ? first : key > last ? last : key;
-                const float fk = float(first) + float(inside % kBoxRows);
-                s[j] = self().function.score(s[j], scale, tile.sequence, rows[h].head, q0 + dq, k0 + dk,
-                                             rows[h].position, fk, q0, dq, k0, dk);
+            for (int run = 0; run < kRuns; run++) {
+                const int first = self().key_of(run) + column;
+                Run& values = run_of(s, run);
+#pragma unroll
+                for (int j = 0; j < kRun / 2; j++) {
+                    const int inside = j / 4 * 8 + j % 2, h = j / 2 % 2, key = first + inside;
+                    const int dq = kApart ? 8 * h : 0, q0 = rows[kApart ? 0 : h].token;
+                    const int dk = kClamped ? 0 : inside, k0 = !kClamped ? first : key > last ? last : key;
+                    values[j] = self().function.template score<kSide>(
+                        values[j], scale, tile.sequence, rows[h].head, q0 + dq, k0 + dk, rows[h].position,
+                        float(first) + float(inside), q0, dq, k0, dk);
+                }
             }
             return;
         }
@@ -105,13 +113,95 @@ template <class Self> struct Scoring {
             for (int h = 0; h < 2; h++) {
                 const int row = row_of(tile, h), position = position_of(row / kPack, tile.seqlen_q, tile.seqlen_k);
                 const float slope = self().args.scores.slope(tile.sequence, head_of(tile, row));
-                constexpr int kRun = kListed ? kBoxRows : kTileKv;  // keys that follow each other
 #pragma unroll
-                for (int box = 0; box < kTileKv / kRun; box++) {
-                    using Box = float[kRun / 2];
-                    warp::add_alibi(reinterpret_cast<Box&>(s[box * kRun / 2]), h, self().key_of(box), position, slope);
-                }
+                for (int run = 0; run < kRuns; run++)
+                    warp::add_alibi(run_of(s, run), h, self().key_of(run), position, slope);
             }
+        }
+    }
+
+    // ---- blocks whose keys all lie on one side of the rows ----------------------------------------------------------
+    // Are scores computed otherwise there? Is a row's score a line? Wider heads leave no registers for it.
+    static constexpr bool kSided = kHeadDim <= 128 && (Function::kScore ? Function::kSided : Rule::kAlibi);
+    template <int kSide>
+    static constexpr bool kLine = kSide != kAround && (Function::kScore ? Function::kLine[kSide] : Rule::kAlibi);
+
+    // What is the same for all blocks of a tile. first, last: among the keys, the positions of the warp's rows. lines:
+    // of what score() gives, for the lazy softmax in base 2, by side and for each of a lane's two rows; they begin at
+    // key `from`, the one next to the row
+    struct Sides {
+        int first, last;
+        Line lines[3][2];
+        float from[2];
+    };
+    TILE_DEVICE void find_sides(Sides& sides) const {
+        if constexpr (kSided) {
+            const WorkTile tile = self().tile();
+            const int row = tile.row + ptx::uniform(self().warp_row()), last = tile.seqlen_q - 1;
+            const int first_token = row / kPack, last_token = (row + 15) / kPack;
+            // A function counts rows from 0, ALiBi from where they stand among the keys.
+            const int shift = Function::kScore ? 0 : tile.seqlen_k - tile.seqlen_q;
+            sides.first = (first_token < last ? first_token : last) + shift;
+            sides.last = (last_token < last ? last_token : last) + shift;
+#pragma unroll
+            for (int h = 0; h < 2; h++) {
+                if constexpr (kLine<kBefore>) sides.lines[kBefore][h] = line_of<kBefore>(tile, h, sides.from[h]);
+                if constexpr (kLine<kAfter>) sides.lines[kAfter][h] = line_of<kAfter>(tile, h, sides.from[h]);
+            }
+        }
+    }
+    template <int kSide> TILE_DEVICE Line line_of(const WorkTile& tile, int h, float& from) const {
+        const Scores& scores = self().args.scores;
+        const float descale = kFp8 ? tile.descale_qk : 1.0f;
+        if constexpr (Function::kScore) {
+            const Row row = row_at(tile, h);
+            const int last = last_key(tile), key = row.token < last ? row.token : last;
+            from = float(key);
+            const Line line = self().function.template line<kSide>(scores.scale_log2 * kLn2 * descale, tile.sequence,
+                                                                   row.head, row.token, key, row.position, from,
+                                                                   row.token, 0, key, 0);
+            constexpr float kUnitOfLogits = kExact ? 1.0f : kLog2e;
+            return {line.factor * kUnitOfLogits, line.step * kUnitOfLogits, line.base * kUnitOfLogits};
+        } else {
+            const int row = row_of(tile, h);
+            const float slope = scores.slope(tile.sequence, head_of(tile, row));
+            from = float(position_of(row / kPack, tile.seqlen_q, tile.seqlen_k));
+            return {Rule::last_factor(scores, Rule::first_factor(scores) * descale),
+                    kSide == kBefore ? slope : -slope, 0.0f};
+        }
+    }
+    // Calls do_it with the side of the block at hand, which every row sees whole, as a constant
+    template <class Do> TILE_DEVICE void at_side(const Sides& sides, Do do_it) const {
+        int low = self().key_of(0), high = low;
+#pragma unroll
+        for (int run = 1; run < kRuns; run++) {
+            const int key = self().key_of(run);
+            low = key < low ? key : low;
+            high = key > high ? key : high;
+        }
+        if (high + kRun - 1 <= sides.first) do_it(SideConstant<kBefore>());
+        else if (low > sides.last) do_it(SideConstant<kAfter>());
+        else do_it(SideConstant<kAround>());
+    }
+    // Scores on their lines, less `less` of their row
+    template <int kSide> TILE_DEVICE void follow(Fragment& s, const Sides& sides, const float (&less)[2]) const {
+        if constexpr (!Function::kScore && !Rule::kLinear) {  // the softcap's tanh
+            const float descale = kFp8 ? self().tile().descale_qk : 1.0f;
+            const float in = Rule::first_factor(self().args.scores) * descale;
+#pragma unroll
+            for (int i = 0; i < kTileKv / 2; i++) s[i] = soft_capped(s[i], in);
+        }
+        const int column = ptx::just_in_time(warp::fragment_column());
+#pragma unroll
+        for (int run = 0; run < kRuns; run++) {
+            const float key = float(self().key_of(run) + column + warp::kLineBegin<kSide, kRun / 2>);
+            Line lines[2];
+#pragma unroll
+            for (int h = 0; h < 2; h++) {
+                const Line& line = sides.lines[kSide][h];
+                lines[h] = {line.factor, line.step, ptx::mad(line.step, key - sides.from[h], line.base - less[h])};
+            }
+            warp::follow_lines<kSide>(run_of(s, run), lines);
         }
     }
     // S = −inf where a row does not see the key

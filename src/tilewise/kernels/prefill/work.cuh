@@ -1,5 +1,5 @@
-// What the Hopper forward is asked to do, and how its tiles are numbered; tilewise.gpu.abi.ForwardArgs is the mirror of
-// ForwardArgs in Python.
+// What the forward kernels are asked to do, and how their tiles are numbered; tilewise.gpu.abi.ForwardArgs is the mirror
+// of ForwardArgs in Python.
 #pragma once
 #include "common/args.cuh"
 #include "common/functions.cuh"
@@ -73,19 +73,29 @@ TILE_DEVICE Keys keys_of(const ForwardArgs& args, const WorkTile& tile, int toke
     return args.scores.keys_at(position_of(token, tile.seqlen_q, tile.seqlen_k), {0, tile.seqlen_k});
 }
 
-template <int kTileQ, int kTileKv, int kPack> TILE_DEVICE void find_blocks(const ForwardArgs& args, WorkTile& tile) {
-    const int beyond = (tile.row + kTileQ - 1) / kPack,
+// The blocks [begin, end) in which kRows rows of a tile, from first_row on, see some key
+template <int kTileKv, int kPack, int kRows>
+TILE_DEVICE Span blocks_of(const ForwardArgs& args, const WorkTile& tile, int first_row) {
+    const int beyond = (first_row + kRows - 1) / kPack,
               last_token = beyond < tile.seqlen_q ? beyond : tile.seqlen_q - 1;
-    const Span met = blocks_met<kTileKv>(keys_of(args, tile, tile.row / kPack), keys_of(args, tile, last_token));
+    return blocks_met<kTileKv>(keys_of(args, tile, first_row / kPack), keys_of(args, tile, last_token));
+}
+template <int kTileQ, int kTileKv, int kPack> TILE_DEVICE void find_blocks(const ForwardArgs& args, WorkTile& tile) {
+    const Span met = blocks_of<kTileKv, kPack, kTileQ>(args, tile, tile.row);
     tile.begin = met.begin;
     tile.end = met.end > 0 ? met.end : 1;
 }
 
-// The blocks [begin, end) that 64 rows of a tile, from first_row on, all see whole
-template <int kTileKv, int kPack>
+// The blocks [begin, end) that kRows rows of a tile, from first_row on, all see whole
+template <int kTileKv, int kPack, int kRows = 64>
 TILE_DEVICE Span full_blocks(const ForwardArgs& args, const WorkTile& tile, int first_row) {
-    const Keys first = keys_of(args, tile, first_row / kPack), last = keys_of(args, tile, (first_row + 63) / kPack);
+    const Keys first = keys_of(args, tile, first_row / kPack);
+    const Keys last = keys_of(args, tile, (first_row + kRows - 1) / kPack);
     return blocks_whole<kTileKv>(first, last);
+}
+
+TILE_DEVICE float descale_of(const Descale& of, const WorkTile& tile) {
+    return of.values ? float(Global<const float>{of.values}[tile.sequence * of.batch + tile.kv_head]) : 1.0f;
 }
 
 // Tile `number`; row is −1 if there is none. kListed: its list's row is found, and which blocks it visits is left open.
@@ -123,6 +133,14 @@ TILE_DEVICE WorkTile work_tile(const ForwardArgs& args, int number) {
     }
     tile.kv_head = args.tile_heads_per_kv.quotient(tile.head);
     return tile;
+}
+
+// Is a query token within the length of its block of rows?
+TILE_DEVICE bool row_there(const TileLists& lists, const WorkTile& tile, int token) {
+    if (!lists.lengths_q) return true;
+    const int block = lists.block_q.quotient(token);
+    const int64_t at = int64_t(tile.sequence) * lists.lengths_q_batch + block;
+    return token - block * int(lists.block_q.divisor) < Global<const int>{lists.lengths_q}[at];
 }
 
 // Entry `entry` of a tile's list

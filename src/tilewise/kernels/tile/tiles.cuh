@@ -1,11 +1,11 @@
-// Tiles of 16-bit elements (and of FP8) in shared memory: where their chunks lie, and how a block fills them from
-// global memory.
+// Tiles of 16-bit elements, of FP8 and of float32 in shared memory: where their chunks lie, and how a block fills them
+// from global memory.
 #pragma once
 #include "tile/memory.cuh"
 
 enum class Layout { plain, swizzled };
 
-// kRows × kColumns, row-major, in chunks of 16 bytes: eight elements, or 16 of FP8.
+// kRows × kColumns, row-major, in chunks of 16 bytes: eight elements, 16 of FP8, or four of float32.
 //
 // ldmatrix reads one chunk of eight rows at once. In a plain tile those eight chunks lie a row apart, and rows are a
 // multiple of 64 bytes: they share banks. In a swizzled tile the chunk's number is XORed with the row's, so that eight
@@ -14,7 +14,7 @@ enum class Layout { plain, swizzled };
 template <class T, int kRows_, int kColumns_, Layout kLayout> struct SharedTile {
     static constexpr int kRows = kRows_, kColumns = kColumns_, kInChunk = 16 / sizeof(T), kChunks = kColumns / kInChunk;
     static constexpr int kRowBytes = kColumns * sizeof(T), kBytes = kRows * kRowBytes;
-    static_assert(sizeof(T) <= 2 && kRowBytes % 64 == 0, "rows are 64 bytes or a multiple");
+    static_assert(kRowBytes % 64 == 0, "rows are 64 bytes or a multiple");
     using Element = T;
     uint32_t offset;  // in the block's shared memory
 

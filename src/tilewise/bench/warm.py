@@ -1,0 +1,173 @@
+"""Which kernels a model or a shape needs, and compiling them ahead. `tilewise warm` shows it.
+
+The kernels are found by binding calls as users make them, over CPU tensors without contents, as the card that is asked
+for: what is found is what a first call asks the compiler for.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
+
+import torch
+
+from tilewise import api, arch, arguments, compiler
+from tilewise.compiler.spec import KernelSpec
+from tilewise.formats import PLAIN, KVFormat
+from tilewise.gpu import append, calls, decode, prefill
+from tilewise.gpu.decode_kernels import DTYPES as DECODE_DTYPES
+from tilewise.gpu.decode_kernels import HEAD_DIMS as DECODE_HEAD_DIMS
+from tilewise.gpu.tilings import out_dtype
+from tilewise.kvcache import PagedKVCache, storage
+from tilewise.scores import Scores
+
+from ..integrations.transformers_config import AttentionShape
+from .tune_prefill import Shape
+
+# Query rows of a sequence. A kernel is one for short or long sequences, with grouped heads together or apart.
+LENGTHS = tuple(sorted(n * 2**power for power in range(14) for n in (1, 3)))
+PREFIX = 128  # tokens that sequences share at least
+PROCESSORS = 128  # of a card that is not at hand; only how sequences fill it counts, and every way is bound
+INDEX = (torch.int32, torch.int64)  # of cumulative lengths
+
+
+@dataclass(frozen=True)
+class Need:
+    """Calls to be compiled for: heads, and what is done to scores; lengths: query rows of a sequence; page_size and
+    kv_format: of the cache."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+    scores: tuple[Scores, ...]
+    lengths: tuple[int, ...] = LENGTHS
+    page_size: int = 16
+    kv_format: str | None = None
+
+    @classmethod
+    def of_model(cls, model: AttentionShape) -> Need:
+        return cls(model.heads, model.kv_heads, model.head_dim, model.dtype, model.scores)
+
+    @classmethod
+    def of_shape(cls, shape: Shape, dtype: torch.dtype) -> Need:
+        scores = Scores((None, 0 if shape.causal else None), scale=shape.hdim**-0.5)
+        return cls(shape.heads, shape.kv_heads, shape.hdim, dtype, (scores,), (shape.seq,))
+
+    @property
+    def form(self) -> KVFormat:
+        """How K and V are stored: as asked, or in the dtype of the queries."""
+        plain = next((name for name, dtype in PLAIN.items() if dtype == self.dtype), "bf16")
+        return KVFormat(self.kv_format or plain, self.head_dim)
+
+
+def specs(need: Need, card: str) -> list[KernelSpec]:
+    """Every kernel that these calls take on such a card, each once: prefill (dense, packed and paged), decode, and
+    writing and copying pages. NotImplementedError where no kernel serves them."""
+    with arch.as_card(card):
+        found = [*_prefill(need), *_decode(need), append.append_spec(need.dtype, need.form), append.COPY_SPEC]
+    return list(dict.fromkeys(found))
+
+
+def _prefill(need: Need) -> Iterator[KernelSpec]:
+    calls.check_served(_like(need, 1)[0][None], "emulator")
+    paged = need.form.dtype == need.dtype  # else K and V are converted first, and come packed
+    for scores in need.scores:
+        for rows in need.lengths:
+            q, k, o = (x[None] for x in _like(need, rows))
+            yield from _bound(q, k, o, scores)
+            for index in INDEX:
+                yield from _bound(q[0], k[0], o[0], scores, sequences=1, index=index)
+            if paged:
+                pages = k.new_empty(1).expand(1 + rows // need.page_size, need.page_size, need.kv_heads, need.head_dim)
+                yield from _bound(q[0], pages, o[0], scores, sequences=1, paged=True, table_pages=len(pages))
+
+
+def _like(need: Need, rows: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """q, k and o of (rows, heads, D) that take no memory."""
+    one, out = torch.empty(1, dtype=need.dtype), torch.empty(1, dtype=out_dtype(need.dtype))
+    q = one.expand(rows, need.heads, need.head_dim)
+    return q, one.expand(rows, need.kv_heads, need.head_dim), out.expand(q.shape)
+
+
+def _bound(
+    q: torch.Tensor, k: torch.Tensor, o: torch.Tensor, scores: Scores, **options: object
+) -> Iterator[KernelSpec]:
+    forward = prefill.Forward(q, k, k, o, scores, tma=prefill.tma_can(q, k, o), **options)  # type: ignore[arg-type]
+    yield forward.spec
+    if forward.packed:
+        yield forward.ragged_spec
+
+
+def _decode(need: Need) -> Iterator[KernelSpec]:
+    """Few sequences, as many as fill the card, and more; behind a prefix, shared or not, and with nothing in common."""
+    if need.head_dim not in DECODE_HEAD_DIMS or need.dtype not in DECODE_DTYPES:
+        return
+    filling = max(2, 4 * PROCESSORS // need.kv_heads)
+    for sequences in dict.fromkeys((1, 2, filling, 4 * filling)):
+        prefix, lead = PREFIX // need.page_size + 1, (need.page_size, need.kv_heads, need.head_dim)
+        cache = PagedKVCache(prefix + 2 * sequences, *lead, kv_format=need.form.name)
+        first = cache.allocate()
+        cache.extend([first], prefix * need.page_size)
+        shared = [cache.fork(first) for _ in range(sequences)]
+        parts = storage.allocate(need.form, (1, 1, *lead[:2]), cache.device, for_kernels=True)
+        pages = [part[0].expand(cache.num_pages, *part.shape[2:]) for part in parts]
+        apart = [cache.allocate() for _ in range(sequences)]
+        cache.extend([*shared, *apart], 1)
+        for seqs, share in ((shared, True), (shared, False), (apart, False)):
+            for scores in need.scores:
+                yield _decode_spec(cache, pages, seqs, need, scores, share)
+
+
+def _decode_spec(
+    cache: PagedKVCache, pages: list[torch.Tensor], seqs: list[int], need: Need, scores: Scores, share: bool
+) -> KernelSpec:
+    window = None if scores.window[0] is None else scores.window
+    plan = api.plan_decode(cache, seqs, num_heads=need.heads, share_prefix=share, window=window)
+    q = torch.empty(1, dtype=need.dtype).expand(len(seqs), 1, need.heads, need.head_dim)
+    lists = arguments.PageListsOf(cache, plan.seqs)
+    asked = (plan, q, cache.format, pages, pages, lists, plan.lengths, scores)
+    bound = decode.bind(*asked, processors=PROCESSORS)[1]
+    assert bound is not None
+    return bound.spec
+
+
+# ---- compiling --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Warmed:
+    """How many kernels were compiled, how many were there, and what did not compile, with why."""
+
+    compiled: int
+    there: int
+    failed: tuple[str, ...]
+
+
+def compile_all(
+    asked: Iterable[tuple[KernelSpec, str]],
+    done: Callable[[KernelSpec], None] = lambda spec: None,
+    *,
+    compile: Callable[[KernelSpec, str], compiler.Binary] = compiler.compile,
+) -> Warmed:
+    """Kernels for architectures into the cache, on all cores; NVRTC compiles outside the GIL. Ctrl-C leaves what is
+    under way to finish, and begins no more."""
+    compiled, there, failed = 0, 0, []
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        under_way = {pool.submit(compile, spec, target): (spec, target) for spec, target in dict.fromkeys(asked)}
+        try:
+            for future in as_completed(under_way):
+                spec, target = under_way[future]
+                done(spec)
+                try:
+                    found = future.result().from_cache
+                except compiler.KernelCompileError as error:
+                    failed.append(f"{spec} ({target}): {str(error).strip().splitlines()[0]}")
+                    continue
+                compiled, there = compiled + (not found), there + found
+        except KeyboardInterrupt:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+    return Warmed(compiled, there, tuple(failed))

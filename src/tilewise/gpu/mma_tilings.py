@@ -1,0 +1,202 @@
+"""Which form of kernels/prefill/forward_mma.cu serves a problem: the forward of cards without wgmma, and of float32.
+
+The choice is a pure function of the card's shared memory and of what a problem needs registers for.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+import torch
+
+from tilewise.arch import fp8_products, hopper, limits_of
+from tilewise.compiler.spec import Constant, KernelSpec
+from tilewise.gpu.abi import ELEMENTS, FP8, TILE_WORDS, score_rule
+from tilewise.gpu.pattern import NO_PATTERN, Pattern, block_keys
+from tilewise.scores import Scores
+
+WIDTHS = (64, 96, 128, 192, 256)  # head dimensions that the products run over; others are padded
+BLOCK_OVERHEAD = 1024  # bytes of shared memory per block that the driver reserves
+
+
+def serves(card: str, dtype: torch.dtype) -> bool:
+    """Does this kernel serve the dtype on the card? On Hopper it does where wgmma has no product: in float32."""
+    return not hopper(card) or dtype == torch.float32
+
+
+@dataclass(frozen=True)
+class MmaTiling:
+    """Rows of a query tile and of a warp, keys of a block, places for K and V in shared memory, and the rest.
+
+    operand: what the products are made of: the dtype, or float16 for FP8 that is widened. q_registers: warps keep Q in
+    registers. lazy: the lazy softmax. blocks_each: thread blocks that a multiprocessor holds at once. unit: keys that
+    one entry of a list stands for, 0 if blocks follow each other.
+    """
+
+    operand: torch.dtype
+    tile_q: int
+    tile_kv: int
+    warp_rows: int
+    stages_k: int
+    stages_v: int
+    q_registers: bool
+    blocks_each: int
+    lazy: bool = True
+    unit: int = 0
+
+    @property
+    def threads(self) -> int:
+        return 32 * self.tile_q // self.warp_rows
+
+
+def _tiling(
+    tile_q: int, tile_kv: int, warp_rows: int, stages: int, blocks: int, q_registers: bool = False
+) -> MmaTiling:
+    return MmaTiling(torch.bfloat16, tile_q, tile_kv, warp_rows, stages, stages, q_registers, blocks)
+
+
+# By bytes of an operand and padded head dimension: the first that fits the card's shared memory is taken. A warp holds
+# S and O of its rows in registers. With 32 rows each fragment of K and V that is read serves two products, which takes
+# shared memory out of the way; where O leaves no registers for that, warps have sixteen. Two blocks per multiprocessor
+# hide each other's barriers and softmax, and come before longer key blocks.
+TILINGS: dict[tuple[int, int], tuple[MmaTiling, ...]] = {
+    (2, 64): (_tiling(128, 64, 32, 2, 2, q_registers=True),),
+    (2, 96): (_tiling(128, 64, 32, 1, 2),),
+    (2, 128): (_tiling(128, 64, 32, 1, 2), _tiling(128, 32, 32, 1, 2)),
+    (2, 192): (_tiling(64, 64, 16, 1, 2), _tiling(64, 32, 16, 1, 2)),
+    (2, 256): (_tiling(64, 64, 16, 1, 1), _tiling(64, 32, 16, 1, 1)),
+    # FP8: half the bytes, so that all cards have room for two places
+    (1, 64): (_tiling(128, 64, 32, 2, 2, q_registers=True),),
+    (1, 128): (_tiling(128, 64, 32, 2, 2),),
+    (1, 192): (_tiling(64, 64, 16, 2, 2),),
+    (1, 256): (_tiling(64, 64, 16, 1, 2),),
+    # float32: three products each, which hide what is loaded
+    (4, 64): (_tiling(128, 64, 32, 1, 2), _tiling(128, 32, 32, 1, 2)),
+    (4, 96): (_tiling(64, 32, 16, 1, 2),),
+    (4, 128): (_tiling(64, 32, 16, 1, 2), _tiling(64, 16, 16, 1, 2)),
+    (4, 192): (_tiling(64, 32, 16, 1, 1),),
+    (4, 256): (_tiling(64, 16, 16, 1, 1),),
+}
+
+
+def operand_of(card: str, dtype: torch.dtype) -> torch.dtype:
+    """What products are made of: the inputs' dtype; FP8 is widened to float16 where the card does not multiply it."""
+    return torch.float16 if dtype == FP8 and not (fp8_products(card) and not hopper(card)) else dtype
+
+
+def choose(
+    card: str,
+    dtype: torch.dtype,
+    head_dim: int,
+    scores: Scores,
+    *,
+    pattern: Pattern = NO_PATTERN,
+    page_size: int = 0,
+) -> MmaTiling:
+    """The tiling for a problem on a card."""
+    operand = operand_of(card, dtype)
+    width, limits = padded(head_dim, operand), limits_of(card)
+    found = []
+    for base in TILINGS[operand.itemsize, width]:
+        tiling = _for_pattern(replace(base, operand=operand), dtype, width, scores, pattern, page_size)
+        shared = shared_bytes(dtype, width, tiling, told=_told(tiling, pattern, page_size))
+        fits = limits.shared_sm // (shared + BLOCK_OVERHEAD) if shared <= limits.shared_block else 0
+        if fits >= tiling.blocks_each:
+            return tiling
+        found += [replace(tiling, blocks_each=fits)] if fits else []
+    return found[0]
+
+
+def _for_pattern(
+    tiling: MmaTiling, dtype: torch.dtype, width: int, scores: Scores, pattern: Pattern, page_size: int
+) -> MmaTiling:
+    """The tiling with room for widening, lists and functions."""
+    if tiling.operand != dtype:  # what arrives has one place
+        tiling = replace(tiling, stages_k=1, stages_v=1)
+    if pattern.block_q % 128 and tiling.tile_q > 64:  # rows of a tile would visit each other's blocks
+        tiling = replace(tiling, tile_q=64, warp_rows=16, q_registers=False)
+    tiling = replace(tiling, tile_kv=_most_keys(tiling, width, scores, pattern))
+    if pattern.listed:
+        step = max(16, 32 // tiling.operand.itemsize)  # a product's depth, and sixteen columns
+        tile_kv, unit = block_keys(tiling.tile_kv, pattern.block_k, page_size, step)
+        tiling = replace(tiling, tile_kv=tile_kv, unit=unit)
+    return tiling
+
+
+def _told(tiling: MmaTiling, pattern: Pattern, page_size: int) -> int:
+    """Ints per key block that say where its keys lie: prefill/mma_loads.cuh."""
+    rows = tiling.unit or (math.gcd(page_size, tiling.tile_kv) if page_size else tiling.tile_kv)
+    return tiling.tile_kv // rows * ((tiling.unit > 0) + (page_size > 0) + pattern.lengths)
+
+
+def _most_keys(tiling: MmaTiling, width: int, scores: Scores, pattern: Pattern) -> int:
+    """Keys of a block, at most: lists and what is done to scores take registers that S would have."""
+    most = tiling.tile_kv
+    if tiling.warp_rows == 32 and width == 128 and (scores.changed or pattern.listed or pattern.score):
+        most = min(most, 48 if not pattern.listed else 32)
+    return most
+
+
+def padded(head_dim: int, operand: torch.dtype) -> int:
+    """The head dimension that the products run over."""
+    # Rows of 96 bytes are no multiple of 64, which the swizzle of shared memory wants.
+    return next(d for d in WIDTHS if d >= head_dim and d * operand.itemsize % 64 == 0)
+
+
+def shared_bytes(dtype: torch.dtype, width: int, tiling: MmaTiling, *, told: int = 0, vectors: bool = True) -> int:
+    """Shared memory per block, as prefill/mma_loads.cuh lays it out; told: ints per block about where its keys lie."""
+    row = width * tiling.operand.itemsize
+    tiles = row * (tiling.tile_q + (tiling.stages_k + tiling.stages_v) * tiling.tile_kv)
+    raw = 0
+    if tiling.operand != dtype and vectors:  # K and V as they arrive
+        arriving = width * dtype.itemsize // 16
+        across = min(32, arriving & -arriving)
+        step = tiling.threads // across
+        raw = 2 * -(-tiling.tile_kv // step) * (arriving // across) * tiling.threads * 16
+    return tiles + raw + 4 * (TILE_WORDS + 4 * told)
+
+
+@lru_cache(maxsize=1024)
+def forward_mma_spec(
+    dtype: torch.dtype,
+    head_dim: int,
+    tiling: MmaTiling,
+    scores: Scores,
+    *,
+    pack: int = 1,
+    page_size: int = 0,
+    vectors: bool = True,
+    pattern: Pattern = NO_PATTERN,
+) -> KernelSpec:
+    """The kernel for one dtype, head dimension, tiling and choice of features; vectors: rows lie on 16 bytes."""
+    width = padded(head_dim, tiling.operand)
+    constants: tuple[tuple[str, Constant], ...] = (
+        ("Element", ELEMENTS[dtype]),
+        ("Operand", ELEMENTS[tiling.operand]),
+        ("Out", ELEMENTS[torch.bfloat16 if dtype == FP8 else dtype]),
+        ("kHeadDim", width),
+        ("kColumns", head_dim),
+        ("kTileQ", tiling.tile_q),
+        ("kTileKv", tiling.tile_kv),
+        ("kWarpRows", tiling.warp_rows),
+        ("kStagesK", tiling.stages_k),
+        ("kStagesV", tiling.stages_v),
+        ("kQInRegisters", tiling.q_registers),
+        ("kBlocksEach", tiling.blocks_each),
+        ("kPack", pack),
+        ("kPageSize", page_size),
+        ("kVectors", vectors),
+        ("kExact", scores.exact or not tiling.lazy),
+        score_rule(Scores() if pattern.score else scores),
+        ("kUnit", tiling.unit),
+        ("kSlabs", pattern.block_q * pack % tiling.tile_q > 0),
+        ("kLengths", pattern.lengths),
+        ("Function", "UserFunction" if pattern.text else "NoFunction"),
+    )
+    shared = shared_bytes(dtype, width, tiling, told=_told(tiling, pattern, page_size), vectors=vectors)
+    source = "prefill/forward_mma.cu"
+    return KernelSpec(
+        "forward_mma", source, "forward_mma", constants, tiling.threads, shared, product=True, text=pattern.text
+    )

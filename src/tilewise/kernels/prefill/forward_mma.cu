@@ -1,0 +1,242 @@
+// forward_mma: attention by mma.sync, for cards without wgmma and for float32 on every card. One thread block per tile
+// of query rows, heaviest tiles first; its tiles, lists, masks, softmax and arguments are those of forward.cu.
+//
+// Every warp has kWarpRows query rows, sixteen or thirty-two: with thirty-two each fragment of K and V serves two
+// products. All threads load, by cp.async; there are no roles. Key blocks come from the last visible one down. A warp
+// leaves out blocks of which its rows see nothing.
+//
+// With one place for K and one for V, V of a block travels while S = Q Kᵀ and the softmax run, and the next K while
+// P V runs: K stays until the softmax is done, in case S has to be computed again. Further stages let loads start
+// earlier, and with two of both one barrier per block is enough.
+//
+// Constants, besides those that forward.cu has:
+// kWarpRows: query rows per warp. kStagesK, kStagesV: places for K and V, 1 or 2, of K at least as many as of V.
+// Operand: what products are made of, Element or half in place of FP8. kVectors: rows begin at multiples of 16 bytes.
+// kBlocksEach: thread blocks that a multiprocessor is to hold.
+#include "prefill/closing.cuh"
+#include "prefill/mma_loads.cuh"
+#include "tile/lazy.cuh"
+#include "tile/mma_rows.cuh"
+
+constexpr int kM = kWarpRows / 16, kSteps = kHeadDim / warp::kDepth<Operand>;
+constexpr bool kFp8Products = sizeof(Operand) == 1;
+// As in forward.cu: log2 of the largest P, and the lane sum up to which the lazy softmax keeps its reference
+constexpr int kLift = !kFp8Products ? 0 : kExact ? 8 : 3, kWitness = kFp8Products ? 448 : 256;
+constexpr float kNoReference = -1.7014118e38f;
+static_assert(kStagesK >= kStagesV && kStagesK <= 2 && (kStagesK == 1 || !kWiden));
+
+// Sixteen of a warp's rows, and the block of keys at hand
+struct Sixteen : Scoring<Sixteen> {
+    const ForwardArgs& args;
+    const Function& function;
+    const int n, number;  // the block, and which of the warp's sixteens
+    TILE_DEVICE Sixteen(const ForwardArgs& a, const Function& f, int block, int m)
+        : args(a), function(f), n(block), number(m) {}
+    TILE_DEVICE WorkTile tile() const { return work()[0]; }
+    TILE_DEVICE int warp_row() const { return ptx::just_in_time(threadIdx.x) / 32 * kWarpRows + 16 * number; }
+    TILE_DEVICE int key_of(int box) const {
+        if constexpr (!kListed) return n * kTileKv + box * kBoxRows;
+        const int unit = units_of(n)[box];
+        if (kSlabs && unit >> (kUnitBits + warp_row() / kSlab) & 1) return kFar;
+        return key_of_unit(unit);
+    }
+    TILE_DEVICE int there_of(int box) const { return kLengths ? int(there_of_block(n)[box]) : kBoxRows; }
+};
+
+struct Worker {
+    const ForwardArgs& args;
+    const Function& function;
+    const float scale_log2;
+    Span met, full;  // blocks in which this warp's rows see some key, and those that all of them see whole
+    float acc_o[kM][kHeadDim / 2], acc_s[kM][kTileKv / 2];
+    uint32_t rP[kM][kTileKv / warp::kDepth<Operand>][4];
+    uint32_t rQ[kQInRegisters ? kSteps : 1][kM][4];
+    warp::RowState state[kM];
+
+    static TILE_DEVICE int first_row() { return threadIdx.x / 32 * kWarpRows; }
+    TILE_DEVICE Worker(const ForwardArgs& a, const Function& f, const WorkTile& tile)
+        : args(a), function(f),
+          scale_log2(Function::kScore ? kLog2e
+                     : Rule::kChanges ? 1.0f
+                                      : a.scores.scale_log2 * (kFp8 ? tile.descale_qk : 1.0f)) {
+        const int row = tile.row + first_row();
+        if (row >= tile.seqlen_q * kPack) {
+            met = full = {0, 0};
+        } else if constexpr (kListed) {
+            met = {tile.begin, tile.end};
+            full = {0, tile.whole / kBoxes};
+        } else {
+            met = blocks_of<kTileKv, kPack, kWarpRows>(args, tile, row);
+            full = full_blocks<kTileKv, kPack, kWarpRows>(args, tile, row);
+        }
+#pragma unroll
+        for (int m = 0; m < kM; m++) {
+            warp::zero(acc_o[m]);
+            if constexpr (Function::kScore) state[m].max[0] = state[m].max[1] = kNoReference;
+        }
+    }
+    TILE_DEVICE void take_q() {
+        if constexpr (kQInRegisters)
+#pragma unroll
+            for (int step = 0; step < kSteps; step++)
+#pragma unroll
+                for (int m = 0; m < kM; m++) warp::load_a(rQ[step][m], TileQ(0), first_row() + 16 * m, step);
+    }
+    TILE_DEVICE bool sees(int n) const { return n >= met.begin && n < met.end; }
+
+    // S = Q Kᵀ
+    TILE_DEVICE void multiply_qk(const TileKv& sK) {
+#pragma unroll
+        for (int m = 0; m < kM; m++) warp::zero(acc_s[m]);
+#pragma unroll
+        for (int step = 0; step < kSteps; step++) {
+            uint32_t a[kM][4];
+#pragma unroll
+            for (int m = 0; m < kM; m++) {
+                if constexpr (kQInRegisters)
+#pragma unroll
+                    for (int r = 0; r < 4; r++) a[m][r] = rQ[step][m][r];
+                else warp::load_a(a[m], TileQ(0), first_row() + 16 * m, step);
+            }
+            warp::mma_qk_step(acc_s, a, sK, step);
+        }
+    }
+    // S of one sixteen once more: both operands are still in shared memory
+    TILE_DEVICE void again(int m, const TileKv& sK, const Sixteen& rows) {
+        const int lane = ptx::just_in_time(warp::lane());
+        warp::zero(acc_s[m]);
+#pragma unroll 1  // it runs rarely, and must not take registers from the steps that always run
+        for (int step = 0; step < kSteps; step++) {
+            uint32_t a[1][4];
+            warp::load_a(a[0], TileQ(0), first_row() + 16 * m, step, lane);
+            warp::mma_qk_step(reinterpret_cast<float (&)[1][kTileKv / 2]>(acc_s[m]), a, sK, step, lane);
+        }
+        rows.score<false, false>(acc_s[m]);
+    }
+
+    // P = softmax(S) of block n: the careful way, for a warp's first block and those that some row does not see whole
+    TILE_DEVICE void careful(int n) {
+        const bool cut = n >= full.end || n < full.begin;
+#pragma unroll
+        for (int m = 0; m < kM; m++) {
+            const Sixteen rows(args, function, n, m);
+            float correction[2];
+            rows.score<true, false>(acc_s[m]);
+            if (cut) {
+                if constexpr (Function::kMask) {
+                    uint32_t bits[2];
+                    rows.see(bits);
+                    rows.hide(acc_s[m], bits);
+                } else {
+                    rows.mask(acc_s[m]);
+                }
+            }
+            warp::online_softmax<kLift>(acc_s[m], correction, state[m], scale_log2);
+            warp::scale_rows(acc_o[m], correction);
+        }
+    }
+    // The short way: references move only when they no longer serve
+    template <bool kInside> TILE_DEVICE void quick(int n, const TileKv& sK) {
+#pragma unroll
+        for (int m = 0; m < kM; m++) Sixteen(args, function, n, m).score<false, kInside>(acc_s[m]);
+        if constexpr (kExact) {
+#pragma unroll
+            for (int m = 0; m < kM; m++) {
+                float correction[2];
+                if (warp::standing_softmax<kLift>(acc_s[m], correction, state[m], scale_log2))
+                    warp::scale_rows(acc_o[m], correction);
+            }
+        } else {
+#pragma unroll
+            for (int m = 0; m < kM; m++) {
+                float sum[2];
+                if (warp::lazy_softmax<kWitness>(acc_s[m], sum, state[m], scale_log2)) {
+                    float correction[2];
+                    warp::raise<kLift>(acc_s[m], sum, correction, state[m], scale_log2, [&](float (&)[kTileKv / 2]) {
+                        again(m, sK, Sixteen(args, function, n, m));
+                    });
+                    warp::scale_rows(acc_o[m], correction);
+                } else {
+                    warp::add_sums(state[m], sum);
+                }
+            }
+        }
+    }
+    TILE_DEVICE void weigh(int n, const TileKv& sK) {
+        multiply_qk(sK);
+        if (n == met.end - 1 || n >= full.end || n < full.begin) careful(n);
+        else if (Function::kScore && Function::kByRow && Sixteen(args, function, n, 0).all_inside()) quick<true>(n, sK);
+        else quick<false>(n, sK);
+        warp::to_weights<Operand>(rP, acc_s);
+    }
+
+    // Writes O / l and the LSE
+    TILE_DEVICE void finish() {
+        const WorkTile tile = work()[0];
+#pragma unroll
+        for (int m = 0; m < kM; m++) {
+            const Closing closing = close_rows<true>(Sixteen(args, function, 0, m), tile, state[m], acc_o[m]);
+            warp::scale_rows(acc_o[m], closing.inverse);
+            if constexpr (kFp8Products) warp::in_order(acc_o[m]);
+            if constexpr (!kVectors || sizeof(Out) == 4) store_elements<Out>(closing, acc_o[m]);
+            else warp::store_rows<kColumns>(closing.rows, closing.exists, acc_o[m]);
+        }
+    }
+};
+
+extern "C" __global__ void __launch_bounds__(kThreads, kBlocksEach)
+    forward_mma(const __grid_constant__ ForwardArgs args, const __grid_constant__ Function function) {
+    if (threadIdx.x == 0) {
+        WorkTile tile = work_tile<kTileQ, kTileKv, kPack, kListed>(args, blockIdx.x);
+        if (kListed && tile.row >= 0) find_listed<kBoxRows, kBoxes>(args.lists, tile);
+        if (kFp8 && tile.row >= 0) {
+            tile.descale_qk = descale_of(args.descale_q, tile) * descale_of(args.descale_k, tile);
+            tile.descale_v = descale_of(args.descale_v, tile);
+        }
+        work()[0] = tile;
+    }
+    ptx::sync_threads();
+    const WorkTile tile = work()[0];
+    if (tile.row < 0) return;
+    const int begin = tile.begin;
+    int n = tile.end - 1;
+    Loader loader{args};
+    loader.tell_first(tile);
+    load_q(args, tile);
+    if constexpr (kTold) ptx::sync_threads();
+    loader.load_k(work()[0], n);
+    if constexpr (kStagesV == 2) loader.load_v(work()[0], n);
+    ptx::copy_async_commit();
+    Worker worker(args, function, tile);
+    for (bool first = true;; first = false) {
+        ptx::copy_async_wait<0>();
+        loader.widen_k(n);
+        ptx::sync_threads();  // K of this block is there, and P V of the one before is done
+        if (first) worker.take_q();
+        if constexpr (kStagesV == 1) {
+            loader.load_v(work()[0], n);
+            ptx::copy_async_commit();
+        }
+        if (kStagesK == 2 && n > begin) loader.load_k(work()[0], n - 1);
+        if (kStagesV == 2 && n > begin) loader.load_v(work()[0], n - 1);
+        ptx::copy_async_commit();
+        loader.tell_next(work()[0], n);
+        const TileKv sK(kAtK + n % kStagesK * TileKv::kBytes), sV(kAtV + n % kStagesV * TileKv::kBytes);
+        const bool sees = worker.sees(n);
+        if (sees) worker.weigh(n, sK);
+        if constexpr (kStagesV == 1) {
+            ptx::copy_async_wait<1>();
+            loader.widen_v(n);
+            ptx::sync_threads();  // V is there, and nobody needs K any more
+            if (kStagesK == 1 && n > begin) {
+                loader.load_k(work()[0], n - 1);
+                ptx::copy_async_commit();
+            }
+        }
+        // O += P V
+        if (sees) warp::mma_pv(worker.acc_o, worker.rP, sV);
+        if (n == begin) break;
+        n--;
+    }
+    worker.finish();
+}
