@@ -68,7 +68,7 @@ def gather(
             report = replace(report, ladder=climb(device, report.quick, loops, before))
             after(parts.pop(0))
     except KeyboardInterrupt:
-        left = f"{len(parts)} of {len(chosen) + ladder} parts were not measured: {', '.join(parts)}"
+        left = f"{len(parts)} of {len(chosen) + ladder} parts were not measured: {'; '.join(parts)}"
         skipped = replace(report.ladder, skipped="stopped before it was reached") if LADDER in parts else report.ladder
         report = replace(report, stopped=f"Stopped by Ctrl-C; {left}.", ladder=skipped)
     return replace(report, rows=done)
