@@ -183,7 +183,7 @@ template <class Self> struct Scoring {
     }
     // Scores on their lines, less `less` of their row
     template <int kSide> TILE_DEVICE void follow(Fragment& s, const Sides& sides, const float (&less)[2]) const {
-        if constexpr (!Function::kScore && !Rule::kLinear) {  // the softcap's tanh
+        if constexpr (!Function::kScore && !Rule::kLinear) {  // their tanh
             const float descale = kFp8 ? self().tile().descale_qk : 1.0f;
             const float in = Rule::first_factor(self().args.scores) * descale;
 #pragma unroll
