@@ -30,6 +30,8 @@ Tilewise: attention kernels for LLM inference, planned once as a list of tiles.
                       whole table beside dense, FlexAttention and FlashInfer; --only --csv
   tilewise bench variants
                       masks and scores as functions beside the same built in and FlexAttention; --only --csv
+  tilewise bench cards
+                      the kernels of older cards on the GPU at hand, beside FlashAttention-2; --only --csv
   tilewise bench prefill
                       on a GPU: beside cuDNN and FlashAttention-3, alternated; --only --csv --plot
   tilewise bench serve
