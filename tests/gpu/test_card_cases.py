@@ -1,4 +1,4 @@
-"""The problems that cards are tried with: each body is a kernel of its own, and random ones reach all that is served."""
+"""The problems that cards are tried with: each body is a kernel of its own, and random ones reach all kinds."""
 
 from __future__ import annotations
 
