@@ -183,11 +183,9 @@ template <class Self> struct Scoring {
     }
     // Scores on their lines, less `less` of their row
     template <int kSide> TILE_DEVICE void follow(Fragment& s, const Sides& sides, const float (&less)[2]) const {
-        if constexpr (!Function::kScore && !Rule::kLinear) {  // the softcap's tanh
+        if constexpr (!Function::kScore) {
             const float descale = kFp8 ? self().tile().descale_qk : 1.0f;
-            const float in = Rule::first_factor(self().args.scores) * descale;
-#pragma unroll
-            for (int i = 0; i < kTileKv / 2; i++) s[i] = soft_capped(s[i], in);
+            Rule::apply_inner(s, Rule::first_factor(self().args.scores) * descale);
         }
         const int column = ptx::just_in_time(warp::fragment_column());
 #pragma unroll
