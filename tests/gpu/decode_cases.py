@@ -234,7 +234,7 @@ def assert_decoded(
                 exact[1], largest_product(one, k) * abs(k.shape[-1] ** -0.5 if scale is None else scale)
             )
             assert_state((o, lse), exact, honest, in_logits)
-            operand = BF16 if cache.format.name == "bf16" else FP16
+            operand = {"bf16": BF16, "fp32": torch.float32}.get(cache.format.name, FP16)
             assert_elements((o, lse), exact, honest[0], magnitude, len(k), operand, in_logits)
         except AssertionError as error:
             raise AssertionError(f"sequence {n} of {len(k)} tokens: {error}") from None

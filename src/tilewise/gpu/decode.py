@@ -1,4 +1,4 @@
-"""Decode on a GPU, kernels/decode/decode.cu and decode_tree.cu: which kernel serves a plan, its arguments, its launch.
+"""Decode on a GPU, kernels/decode/decode*.cu: which kernel serves a plan, its arguments, its launch.
 
 `run` attends a plan's queries over one layer's pages, on a card or, over CPU tensors, in the emulator. The
 work list (plan/worklist.py) is made once per plan, and all layers of a step share it. What changes when
@@ -67,10 +67,10 @@ def check_served(q: torch.Tensor, fmt: KVFormat, plan: DecodePlan, codes: Parts)
     group = plan.heads_q // plan.heads_kv
     if fmt.head_dim not in HEAD_DIMS:
         raise NotImplementedError(f"GPU decode takes head_dim {HEAD_DIMS}, got {fmt.head_dim}; use {instead}")
-    if q.dtype not in DTYPES or fmt.name not in FORMATS:
+    if q.dtype not in DTYPES or fmt.name not in FORMATS or (q.dtype == torch.float32 and fmt.name != "fp32"):
         raise NotImplementedError(
-            f"GPU decode takes bfloat16 and float16 queries over bf16, fp16, fp8, int8 and int4 caches, got {q.dtype} "
-            f"over {fmt.name}; use {instead}"
+            f"GPU decode takes bfloat16 and float16 queries over bf16, fp16, fp8, int8, int4 and fp32 caches, and "
+            f"float32 queries over fp32 caches, got {q.dtype} over {fmt.name}; convert q, or use {instead}"
         )
     if fmt.name == "bf16" and q.dtype != torch.bfloat16:
         raise NotImplementedError(f"GPU decode over a bf16 cache takes bfloat16 queries, got {q.dtype}; convert q")
@@ -454,6 +454,6 @@ def work_list_of(
 
 
 def _aligned(x: torch.Tensor) -> bool:
-    """Do rows begin at multiples of 8 bytes? The kernel reads and writes up to four values at a time."""
+    """Do rows begin at multiples of four values? The kernel reads and writes up to so many at a time."""
     strides = [s for s, n in zip(x.stride()[:-1], x.shape[:-1], strict=True) if n > 1]
-    return x.stride(-1) == 1 and x.data_ptr() % 8 == 0 and all(s % 4 == 0 for s in strides)
+    return x.stride(-1) == 1 and x.data_ptr() % (4 * x.element_size()) == 0 and all(s % 4 == 0 for s in strides)

@@ -1,4 +1,4 @@
-"""The decode kernels, kernels/decode/decode.cu and decode_tree.cu: their shapes, their constants, their tensor maps.
+"""The decode kernels, kernels/decode/decode*.cu: their shapes, their constants, their tensor maps.
 
 Everything here is a pure function of the cache's format, the pages' layout and the card; decode.py launches.
 """
@@ -21,12 +21,13 @@ from tilewise.plan.worklist import CHUNK, TILE_ROWS, TILE_TOKENS
 Parts = Sequence[torch.Tensor]
 
 SELECT_SPEC = KernelSpec("select_pages", "decode/select.cu", "select_pages", (), 512, 0, product=True)
-DTYPES = (torch.bfloat16, torch.float16)
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 HEAD_DIMS = (64, 96, 128, 192, 256)
 TILE_HEAD_DIMS = (64, 96, 128)  # what two warpgroups have registers for beside the streaming warps
 MAX_TOKENS, MAX_GROUP = 16, 64
-FORMATS = {"bf16": 0, "fp16": 0, "fp8": 1, "int8": 2, "int4": 3}  # tile/quant.cuh: Format
-BITS = {"bf16": 16, "fp16": 16, "fp8": 8, "int8": 8, "int4": 4}
+FORMATS = {"bf16": 0, "fp16": 0, "fp8": 1, "int8": 2, "int4": 3, "fp32": 4}  # tile/quant.cuh: Format
+BITS = {"bf16": 16, "fp16": 16, "fp8": 8, "int8": 8, "int4": 4, "fp32": 32}
+OPERANDS = {"bf16": "bf16", "fp32": "float"}  # of products; of other formats half
 RING_BYTES = 65536  # of shared memory per block for the rings: bytes that its streaming warps have in flight
 TILE_WARPS, TILE_THREADS = 8, 384  # decode/decode_tree.cu: what a block has beside its streaming warps
 COPYING_WARPS = 8  # per multiprocessor that load by cp.async: what its registers hold
@@ -65,6 +66,11 @@ def fold_bytes(fmt: KVFormat, rows: int) -> int:
     return rows * (fmt.head_dim * 4 + 64)
 
 
+def query_bytes(fmt: KVFormat, rows: int) -> int:
+    """Bytes in which a warp keeps float32 query rows that do not fit its registers."""
+    return rows * (fmt.head_dim + 4) * 4 if fmt.name == "fp32" and rows * fmt.head_dim > 1024 else 0
+
+
 def tile_bytes(fmt: KVFormat) -> int:
     """Bytes of K and V per tile."""
     return 2 * TILE_TOKENS * -(-fmt.head_dim // PANEL) * 2 * PANEL
@@ -93,7 +99,7 @@ def shared_bytes(fmt: KVFormat, tiling: DecodeTiling) -> int:
     at_fold = -(-(at_fold + 16 * tiling.tile_stages + 4 * tiling.stages) // 16) * 16
     if tiling.tile_stages:
         at_fold += (16 + 8) * 2 * TILE_ROWS
-    return at_fold + tiling.warps * fold_bytes(fmt, tiling.rows)
+    return at_fold + tiling.warps * (fold_bytes(fmt, tiling.rows) + query_bytes(fmt, tiling.rows))
 
 
 def fits(fmt: KVFormat, tiling: DecodeTiling, arch: str) -> bool:
@@ -114,7 +120,8 @@ def choose_tiling(
     deep: one block with rings twice as deep, for sequences that just fill its warps (`fills_one_block`).
     """
     most = 8 if fmt.name in ("fp8", "int8", "int4") and fmt.head_dim <= 128 else 4
-    wide = rows_each > 8 and fmt.head_dim <= 128  # with larger head dimensions 16 rows do not fit a warp's registers
+    # With larger head dimensions 16 rows do not fit a warp's registers.
+    wide = rows_each > 8 and fmt.head_dim <= (96 if fmt.name == "fp32" else 128)
     limits = LIMITS[arch]
     if not tma:
         return _copying_tiling(fmt, 16 if wide else 8, most, arch)
@@ -187,7 +194,7 @@ def decode_spec(
     """
     constants = (
         ("Element", ELEMENTS[dtype]),
-        ("Operand", "bf16" if fmt.name == "bf16" else "half"),
+        ("Operand", OPERANDS.get(fmt.name, "half")),
         ("kStoredAs", FORMATS[fmt.name]),
         ("kHeadDim", fmt.head_dim),
         ("kGroupSize", fmt.group_size),
@@ -207,7 +214,7 @@ def decode_spec(
         ("kJoiners", tiling.joiners),
         ("kTileWhole", tiling.tile_stages > 0 and tiles_whole and fmt.head_dim % PANEL == 0),
     )
-    entry = "decode_tree" if tiling.tile_stages else "decode"
+    entry = "decode_tree" if tiling.tile_stages else "decode32" if fmt.name == "fp32" else "decode"
     threads = 32 * tiling.warps + (TILE_THREADS if tiling.tile_stages else 0)
     return KernelSpec(entry, f"decode/{entry}.cu", entry, constants, threads, shared_bytes(fmt, tiling), product=True)
 
@@ -216,8 +223,8 @@ def specs(card: str = "sm_90a", *, every: bool = False) -> list[KernelSpec]:
     """The kernels as users of a card get them: bfloat16, D 128, four rows, pages of 16, eight heads of many sequences;
     with `every`, all formats and head dimensions, and the variants in which each warp copies for itself."""
     found = []
-    for name in FORMATS if every else ("bf16", "fp8", "int8", "int4"):
-        dtype = torch.float16 if name == "fp16" else torch.bfloat16
+    for name in FORMATS if every else ("bf16", "fp8", "int8", "int4", "fp32"):
+        dtype = {"fp16": torch.float16, "fp32": torch.float32}.get(name, torch.bfloat16)
         for head_dim in HEAD_DIMS if every else (128,):
             fmt = KVFormat(name, head_dim)
             if hopper(card):
@@ -254,7 +261,7 @@ def _tma_specs(dtype: torch.dtype, fmt: KVFormat, every: bool) -> list[KernelSpe
 
 def tiles_can(dtype: torch.dtype, fmt: KVFormat, tma: bool) -> bool:
     """Can warpgroups compute tiles of these queries and pages? If not, streaming warps take the shared nodes."""
-    return tma and fmt.dtype == dtype and fmt.head_dim in TILE_HEAD_DIMS
+    return tma and fmt.dtype == dtype and BITS[fmt.name] == 16 and fmt.head_dim in TILE_HEAD_DIMS
 
 
 def scales_in_runs(fmt: KVFormat, page_size: int, scales: Parts) -> bool:

@@ -16,6 +16,7 @@
 // kTileStages, kJoiners: 0 here; decode_tree.cu has them.
 #include "tile/quant.cuh"
 constexpr Format kFormat = static_cast<Format>(kStoredAs);
+#include "decode/stream.cuh"
 #include "decode/warps.cuh"
 static_assert(!kSelected || !kTree, "a mask of query tokens counts on the key of each of them");
 
@@ -25,6 +26,6 @@ extern "C" __global__ void __launch_bounds__(32 * kWarps, kBlocksPerSm)
     Loader::init(args, mK, mV);
     ptx::sync_threads();
     const int rank = ptx::uniform(threadIdx.x / 32);
-    stream(args, mK, mV, rank);
+    stream<Stream>(args, mK, mV, rank);
     if (args.merge_rows) merge_all(args, {rank, kWarps});
 }

@@ -37,7 +37,7 @@ extern "C" __global__ void __launch_bounds__(512, kBlocksPerSm)
         const int rank = ptx::uniform(threadIdx.x / 32);
         // Only if there are more items than the streaming warps begin with
         const bool joins = rank < kJoiners && args.slots > kWarps && Loader::item(args, kWarps).rows > 0;
-        if (ptx::any(joins)) stream(args, mK, mV, kWarps + rank);
+        if (ptx::any(joins)) stream<Stream>(args, mK, mV, kWarps + rank);
         if (args.merge_rows) merge_all<true>(args, {rank, 4 * kTileGroups + kWarps});
     } else if (role == kTileGroups) {
         ptx::give_registers<kLoadRegisters>();
@@ -45,7 +45,7 @@ extern "C" __global__ void __launch_bounds__(512, kBlocksPerSm)
     } else {
         ptx::give_registers<kStreamRegisters>();
         const int rank = ptx::uniform(threadIdx.x / 32) - 4 * (kTileGroups + 1);
-        stream(args, mK, mV, rank);
+        stream<Stream>(args, mK, mV, rank);
         if (args.merge_rows) merge_all(args, {4 * kTileGroups + rank, 4 * kTileGroups + kWarps});
     }
 }

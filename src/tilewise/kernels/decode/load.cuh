@@ -12,7 +12,7 @@
 #include "tile/mma.cuh"
 #include "tile/quant.cuh"
 
-constexpr bool kScaled = kFormat != Format::bits16, kZeros = kFormat == Format::int4;
+constexpr bool kScaled = kFormat != Format::bits16 && kFormat != Format::bits32, kZeros = kFormat == Format::int4;
 constexpr int kGroups = kZeros ? (kHeadDim + kGroupSize - 1) / kGroupSize : 1;
 // Tokens per chunk. Sixteen tokens of int4 are so few bytes that waiting, requesting and bookkeeping would be half of
 // the work; with more than two groups of channels there are no registers for 32.
@@ -69,6 +69,11 @@ constexpr int kAtTileSeen = (kAtCounters + 4 * kStages + 15) / 16 * 16;   // per
 constexpr int kAtTilePlace = kAtTileSeen + (kTileStages ? 256 * 16 : 0);  // and where their results go
 constexpr int kAtFold = kAtTilePlace + (kTileStages ? 256 * 8 : 0);
 constexpr int kFoldBytes = kRows * kHeadDim * 4 + kRows / 8 * 2 * 32 * 8;
+// Where a float32 Q would take too many registers, each warp has it there (stream32.cuh): rows that begin in different
+// banks.
+constexpr int kQueryRow = kHeadDim + 4;
+constexpr int kQueryBytes = kFormat == Format::bits32 && kRows * kHeadDim > 1024 ? kRows * kQueryRow * 4 : 0;
+TILE_DEVICE uint32_t queries_of_warp(int rank) { return kAtFold + kWarps * kFoldBytes + rank * kQueryBytes; }
 // A joiner has its ring and its saved state where the tiles were.
 constexpr int kJoinerBytes = (kStages * kStageBytes + kFoldBytes + 1023) / 1024 * 1024;
 static_assert(kJoiners * kJoinerBytes <= kAtRings, "no room where the tiles were");
@@ -336,9 +341,9 @@ struct Loader {
             ptx::copy_async_16(window + scales(stage) + to, page + token * kTokenScales, 16);
         }
     }
-    // A copy of all lanes brings one panel of kCopyRows neighbouring rows, each in whole lines; the panels of a row come
-    // one after another. Addresses are computed once per box, and then go on from row to row. Tokens outside the span
-    // become zeros and are not read.
+    // A copy of all lanes brings one panel of kCopyRows neighbouring rows; the panels of a row come one after another.
+    // Addresses are computed once per box, and then go on from row to row. Tokens outside the span become zeros and are
+    // not read.
     TILE_DEVICE void request_by_copies(int stage) const {
         const int r = lane / kPanelChunks, c = lane % kPanelChunks;
         const uint32_t first = window + place_of(r, c, rank);

@@ -3,7 +3,7 @@
 //
 // States are as in piece.cuh: merging scales them to a common m and adds them up, in the order of the states.
 #pragma once
-#include "decode/stream.cuh"
+#include "decode/piece.cuh"
 
 struct alignas(8) Vector8 {
     uint32_t word[2];
@@ -28,10 +28,14 @@ TILE_DEVICE void store_lse(const DecodeArgs& args, const DecodeRow& row, int64_t
     const int64_t heads = int64_t(args.kv_heads) * args.group.divisor;
     Global<float>{args.lse}[(sequence * heads + row.head) * args.tokens + row.token] = lse * kLn2;
 }
-TILE_DEVICE void store_4(Global<Element> g, const float (&x)[4], float factor) {
-    const uint32_t low = pack<Element>(x[0] * factor, x[1] * factor),
-                   high = pack<Element>(x[2] * factor, x[3] * factor);
-    g.template as<Vector8>()[0] = Vector8{{low, high}};
+template <class T> TILE_DEVICE void store_4(Global<T> g, const float (&x)[4], float factor) {
+    if constexpr (sizeof(T) == 4) {
+        g.template as<Vector16>()[0] = Vector16{
+            {as_bits(x[0] * factor), as_bits(x[1] * factor), as_bits(x[2] * factor), as_bits(x[3] * factor)}};
+    } else {
+        const uint32_t low = pack<T>(x[0] * factor, x[1] * factor), high = pack<T>(x[2] * factor, x[3] * factor);
+        g.template as<Vector8>()[0] = Vector8{{low, high}};
+    }
 }
 
 // ---- rows, four columns per lane ------------------------------------------------------------------------------------
@@ -90,7 +94,7 @@ constexpr int kStagedRow = kHeadDim + 4;  // floats from row to row: neighbourin
 struct Staged {
     uint32_t at;
     TILE_DEVICE explicit Staged(int rank) : at(fold_of_warp(rank)) {}
-    TILE_DEVICE void take(const Stream& body) const {
+    TILE_DEVICE void take(const Piece& body) const {
         const Shared<float> to(at), ml(at + kRows * kStagedRow * 4);
         const int lane = lane_here();
         ptx::sync_warp();  // all lanes have read what they saved there

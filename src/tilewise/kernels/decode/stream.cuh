@@ -17,32 +17,25 @@
 // row of a bfloat16 Q is multiplied by the power of two that brings its largest value to 2^14, and its S by the
 // inverse: a value that then falls below a half's smallest number is below 2^−38 of the largest.
 #pragma once
-#include "decode/piece.cuh"
+#include "decode/rows.cuh"
 
 constexpr int kPairSteps = steps_of_pair(kFormat), kPairs = (kRowChunks + 1) / 2;
 template <class A, class B> struct Same { static constexpr bool value = false; };
 template <class A> struct Same<A, A> { static constexpr bool value = true; };
 constexpr bool kNormalised = kScaled || !Same<Element, Operand>::value;  // Q is scaled row by row
-constexpr float kSlack = 8.0f;  // how far, in base 2, scores may rise above the reference before it moves
 constexpr uint32_t kTooLarge = Same<Operand, bf16>::value ? 0x4380 : 0x5c00;  // 2^kSlack, as an Operand
 // 2^120. Where scales are tiny, P may grow while its products with them stay small: then the reference moves too.
 constexpr float kMostSum = 1.329228e36f;
 
-struct Stream : Piece {
-    const DecodeArgs& args;
+struct Stream : Rows {
     uint32_t rQ[kBlocks][kSteps][2];
-    float factor[kBlocks][2];          // of S: the softmax scale and the inverse of Q's power of two; never 0
-    Visible seen[kBlocks][2];
-    int whole_from, whole_to;          // tokens that every row sees
-    int tail_from[kBlocks][2];         // kTree: the position of the first query token of the row's sequence,
-    uint32_t tree[kBlocks][2];         // and the mask of those that the row sees
     float q_sum[kBlocks][2][kGroups];  // int4: Σ q over a group of channels
     // Where this lane reads within a stage. The first two pass through a shuffle, or the compiler would compute them
     // again for every chunk.
     const uint32_t keys_at, values_at, scales_at;
 
     TILE_DEVICE Stream(const DecodeArgs& a, const Loader& loader)
-        : args(a), keys_at(ptx::shuffle(loader.window + place_of(lane % 16, lane / 16, loader.rank), lane)),
+        : Rows(a), keys_at(ptx::shuffle(loader.window + place_of(lane % 16, lane / 16, loader.rank), lane)),
           values_at(kFormat == Format::bits16
                         ? ptx::shuffle(loader.window + place_of(value_row(), value_chunk(), loader.rank), lane)
                         : keys_at),
@@ -50,44 +43,9 @@ struct Stream : Piece {
     TILE_DEVICE int value_row() const { return quant::value_row<kFormat>(lane); }
     TILE_DEVICE int value_chunk() const { return quant::value_chunk<kFormat>(lane); }
 
-    // The item's row that accumulator i of a block belongs to
-    TILE_DEVICE int row(int block, int i) const { return 8 * block + lane % 4 * 2 + i; }
-
     // ---- the beginning ----------------------------------------------------------------------------------------------
     TILE_DEVICE void begin(const DecodeItem& item, int length, Span span) {
-        int from = span.begin, to = span.end;
-#pragma unroll
-        for (int b = 0; b < kBlocks; b++)
-#pragma unroll
-            for (int i = 0; i < 2; i++) {
-                factor[b][i] = scale();
-                seen[b][i] = {span.begin, span.end - span.begin};
-                if (row(b, i) < item.rows) {
-                    const DecodeRow at = row_of(args, item, row(b, i));
-                    const int its = item.is(kOwn) ? length : int(Global<const int>{args.lengths}[at.sequence]);
-                    seen[b][i] = seen_by(args, at, its, span);
-                    const int last = seen[b][i].first + seen[b][i].count;
-                    from = seen[b][i].first > from ? seen[b][i].first : from;
-                    to = last < to ? last : to;
-                    if constexpr (kTree) {
-                        tree[b][i] =
-                            Global<const uint32_t>{args.tree}[caller_of(args, item, at) * args.tokens + at.token];
-                        tail_from[b][i] = its - args.tokens;
-                        to = tail_from[b][i] < to ? tail_from[b][i] : to;
-                    }
-                } else if constexpr (kTree) {
-                    tree[b][i] = ~0u;
-                    tail_from[b][i] = span.end;
-                }
-            }
-#pragma unroll
-        for (int mask = 1; mask < 4; mask *= 2) {
-            const int other_from = ptx::shuffle_xor(from, mask), other_to = ptx::shuffle_xor(to, mask);
-            from = other_from > from ? other_from : from;
-            to = other_to < to ? other_to : to;
-        }
-        whole_from = from;
-        whole_to = to;
+        begin_rows(item, length, span);
 #pragma unroll
         for (int b = 0; b < kBlocks; b++) {
             load_q(item, b);
@@ -101,10 +59,7 @@ struct Stream : Piece {
     TILE_DEVICE void load_q(const DecodeItem& item, int b) {
         const int n = 8 * b + lane / 4;
         const bool exists = n < item.rows;
-        const DecodeRow row = row_of(args, item, exists ? n : 0);
-        const Global<const Element> gQ{static_cast<const Element*>(args.q) +
-                                       caller_of(args, item, row) * args.q_strides.batch +
-                                       row.token * args.q_strides.row + row.head * args.q_strides.head};
+        const Global<const Element> gQ = query_row(item, n);
         uint32_t raw[kSteps][2];
 #pragma unroll
         for (int s = 0; s < kSteps; s++)
@@ -157,9 +112,7 @@ struct Stream : Piece {
     static TILE_DEVICE uint32_t bits(Global<const Element> g, int channel) {
         return g.template as<const uint16_t>()[channel];
     }
-    TILE_DEVICE float scale() const { return Rule::first_factor(args.scores); }
     // ---- a chunk of tokens ------------------------------------------------------------------------------------------
-    using ScoreTiles = float[kTiles][kBlocks][4];
     struct Weights {
         ScoreTiles p;
         // P times the scale of V: rows 2t and 2t + 1 of token g in one word, of token g + 8 in the next
@@ -168,16 +121,11 @@ struct Stream : Piece {
     };
 
     TILE_DEVICE void step(const Loader& loader, int stage, int first_token, Span span) {
-        const bool whole = first_token >= whole_from && first_token + kChunk <= whole_to;
+        const bool whole = all_see(first_token);
         const uint32_t scales = scales_at + loader.scales(stage);
         ScoreTiles s;
         scores(s, keys_at + loader.keys(stage), scales);
-        if constexpr (!Rule::kLinear)
-#pragma unroll
-            for (int j = 0; j < 4 * kBlocks * kTiles; j++) {
-                float& x = s[j / 4 / kBlocks][j / 4 % kBlocks][j % 4];
-                x = soft_capped(x, factor[j / 4 % kBlocks][j % 2]);
-            }
+        cap(s);
         if (!whole) {
             mask(s, first_token, span);
             if (first_token < span.begin || first_token + kChunk > span.end)
@@ -268,28 +216,6 @@ struct Stream : Piece {
             for (int g = 0; g < kGroups; g++) x[g] = as_float(ptx::load_shared_16(at + 2 * g) << 16);
         }
     }
-    // Under a mask of query tokens every row sees up to the last one, and the mask hides keys token by token.
-    TILE_DEVICE Visible seen_in(int b, int i, Span span) const {
-        if constexpr (kTree) return seen_to(args, tail_from[b][i] + args.tokens - 1, span);
-        else return seen[b][i];
-    }
-    TILE_DEVICE float last_factor(int b, int i) const { return Rule::last_factor(args.scores, factor[b][i]); }
-    // What a row does not see becomes −∞ once it is multiplied by last_factor.
-    TILE_DEVICE void mask(ScoreTiles& s, int first_token, Span span) const {
-#pragma unroll
-        for (int t = 0; t < kTiles; t++)
-#pragma unroll
-            for (int j = 0; j < 4 * kBlocks; j++) {
-                const int b = j / 4, i = j % 2, token = first_token + 16 * t + lane / 4 + 8 * (j % 4 / 2);
-                bool hidden = !seen_in(b, i, span).has(token);
-                if constexpr (kTree) {
-                    const int place = token - tail_from[b][i];
-                    hidden |= place >= 0 && !(tree[b][i] >> (place & 31) & 1);
-                }
-                if (hidden) s[t][b][j % 4] = last_factor(b, i) < 0.0f ? INFINITY : -INFINITY;
-            }
-    }
-
     // P against the references as they stand, and what follows from it. It may be infinite before a row has seen a key,
     // and after scores have jumped.
     TILE_DEVICE Weights weigh(const ScoreTiles& s, uint32_t scales) const {

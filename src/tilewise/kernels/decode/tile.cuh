@@ -6,6 +6,7 @@
 // and the softmax runs under the latter. The rows may belong to any sequences below the node; at the end of the node,
 // and under a window, tiles are masked row by row.
 #pragma once
+#include "decode/stream.cuh"
 #include "decode/warps.cuh"
 #include "tile/lazy.cuh"
 

@@ -1,11 +1,12 @@
-// What a streaming warp of the decode kernels does: one item of its list after another.
+// What a streaming warp of the decode kernels does: one item of its list after another. Body: Stream or Stream32.
 #pragma once
 #include "decode/merge.cuh"
 
 // Computes the state of an item's rows over its tokens and stages it in shared memory.
+template <class Body>
 TILE_DEVICE void stream_item(const DecodeArgs& args, const DecodeItem& item, int length, Span span, Loader& loader,
                              Turn<kStages>& turn, int rank) {
-    Stream body(args, loader);
+    Body body(args, loader);
     body.begin(item, length, span);
     // Pieces are counted from the range's first chunk, even if a window hides it.
     const int end = span.end > span.begin ? (span.end + kChunk - 1) / kChunk : 0;
@@ -30,6 +31,7 @@ TILE_DEVICE void stream_item(const DecodeArgs& args, const DecodeItem& item, int
     Staged(rank).take(body);
 }
 
+template <class Body>
 TILE_DEVICE void stream(const DecodeArgs& args, const TensorMap& mK, const TensorMap& mV, int rank) {
     Loader loader(args, mK, mV, rank);
     loader.start();
@@ -43,7 +45,7 @@ TILE_DEVICE void stream(const DecodeArgs& args, const TensorMap& mK, const Tenso
             put_empty(args, item);
             continue;
         }
-        stream_item(args, item, length, span, loader, turn, rank);
+        stream_item<Body>(args, item, length, span, loader, turn, rank);
         // The item is read again, from the L1 cache: kept, it would take registers from the products.
         put_item(args, Loader::item(args, ptx::just_in_time(slot)), Staged(rank));
     }

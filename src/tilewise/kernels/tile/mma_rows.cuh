@@ -1,11 +1,11 @@
 // Attention's two products by mma.sync for a warp with kM · 16 query rows: each fragment of K and V serves kM products.
 //
-// S, P and O are arrays of mma.cuh's accumulators, one per sixteen rows. A step of depth is 32 bytes of a row: 16 values
-// of 16 bits, 32 of FP8, 8 of float32.
+// S, P and O are arrays of mma.cuh's accumulators, one per sixteen rows. A step of depth is 32 bytes of a row: 16
+// values of 16 bits, 32 of FP8, 8 of float32.
 //
 // float32 goes through the tensor cores as TF32, which keeps 11 of 24 bits: each value is split into a sum of two such
-// numbers, x = big + small, and x · y = big · big + big · small + small · big. What is left out, small · small, and what
-// small loses by rounding are both about 2^−24 of x · y.
+// numbers, x = big + small, and x · y = big · big + big · small + small · big. What is left out, small · small, and
+// what small loses by rounding are both about 2^−24 of x · y.
 #pragma once
 #include "tile/mma.cuh"
 
@@ -125,7 +125,7 @@ template <int kSize> TILE_DEVICE void in_order(float (&acc)[kSize]) {
     for (int n = 0; n < kSize / 8; n++)
 #pragma unroll
         for (int h = 0; h < 2; h++) {
-            // Columns 4t … 4t + 3 are here; 2t, 2t + 1 and 8 + 2t, 8 + 2t + 1 are wanted: from lanes t / 2 and 2 + t / 2.
+            // Columns 4t … 4t + 3 are here; 2t, 2t + 1 and 8 + 2t, 8 + 2t + 1 are wanted, of lanes t / 2 and 2 + t / 2.
             float* even = &acc[8 * n + 2 * h];
             float* odd = even + 4;
             const float own[4] = {even[0], odd[0], even[1], odd[1]};

@@ -11,8 +11,10 @@
 #pragma once
 #include "tile/memory.cuh"
 
-enum class Format { bits16, fp8, int8, int4 };
-constexpr int bits_of_format(Format f) { return f == Format::bits16 ? 16 : f == Format::int4 ? 4 : 8; }
+enum class Format { bits16, fp8, int8, int4, bits32 };
+constexpr int bits_of_format(Format f) {
+    return f == Format::bits32 ? 32 : f == Format::bits16 ? 16 : f == Format::int4 ? 4 : 8;
+}
 // Steps of a product that the two chunks of one ldmatrix feed
 constexpr int steps_of_pair(Format f) { return 16 / bits_of_format(f); }
 
@@ -123,7 +125,8 @@ template <Format kFormat> TILE_DEVICE void value_step(uint32_t (&a)[4], const ui
 template <Format kFormat> TILE_DEVICE int output_channel(int n, bool upper, int lane) {
     const int g = lane / 4;
     if constexpr (kFormat == Format::bits16) return 16 * n + g + 8 * upper;
-    else if constexpr (kFormat == Format::int4) return n / 2 * 32 + 4 * g + n % 2 * 2 + upper;
+    else if constexpr (kFormat == Format::int4 || kFormat == Format::bits32)
+        return n / 2 * 32 + 4 * g + n % 2 * 2 + upper;
     else return 16 * n + 2 * g + upper;
 }
 
