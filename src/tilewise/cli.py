@@ -17,6 +17,7 @@ from typing import Annotated, Any
 import typer
 
 from .bench import commands, ladder_commands, tune_command, warm_command
+from .bench.report import command as report_command
 
 OVERVIEW = """\
 Tilewise: attention kernels for LLM inference, planned once as a list of tiles.
@@ -36,6 +37,7 @@ Tilewise: attention kernels for LLM inference, planned once as a list of tiles.
   tilewise bench generate
                       text end to end: tilewise.generate beside transformers, on a CPU or a GPU; --out
   tilewise sweep      lists for every dimension into a CSV, with plots; Ctrl-C and --resume
+  tilewise report     this machine measured, as a page to look at and to send; --quick --against OLD.json
   tilewise schedule make | show | check
                       block-sparse patterns as files
   tilewise testdata make | check
@@ -71,6 +73,7 @@ testdata_app = typer.Typer(help="Cases with the oracle's output as files.", no_a
 cache_app = typer.Typer(help="The folder of compiled kernels.", no_args_is_help=False)
 app.add_typer(commands.bench, name="bench")
 app.command("sweep")(commands.sweep)
+app.command("report")(report_command.report)
 app.command("ladder")(ladder_commands.ladder)
 app.command("kernels")(ladder_commands.kernels)
 app.command("tune")(tune_command.tune)
@@ -383,7 +386,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 COMMANDS = (
-    *("bench", "sweep", "ladder", "kernels", "schedule", "testdata", "cache", "doctor", "tune", "warm"),
+    *("bench", "sweep", "report", "ladder", "kernels", "schedule", "testdata", "cache", "doctor", "tune", "warm"),
     *(
         "prefix",
         "decode",

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from . import __version__, api, arch
+from .bench import tune_findings as tables
 from .bench.peers import CUDA_PEERS, find
 from .bench.records import machine, package_version
 
@@ -32,7 +33,7 @@ class Finding:
 
 def examine() -> list[Finding]:
     """Everything doctor knows, in the order it is shown. Looks only; changes nothing."""
-    return [*_packages(), *_imitated(), *_devices(), *_backends(), *_peers()]
+    return [*_packages(), *_imitated(), *_devices(), *_tables(), *_backends(), *_peers()]
 
 
 def _packages() -> list[Finding]:
@@ -45,6 +46,11 @@ def _packages() -> list[Finding]:
         else:
             found.append(Finding("installed", name, MISSING, "not installed", f"pip install {name}"))
     return found
+
+
+def _tables() -> list[Finding]:
+    """What was measured on this card, and whether calls use it."""
+    return [Finding("tables", found.name, found.state, found.text, found.remedy) for found in tables.findings()]
 
 
 def _devices() -> list[Finding]:

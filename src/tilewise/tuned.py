@@ -74,8 +74,8 @@ class Blocks(Protocol):
 
 @dataclass(frozen=True)
 class Section:
-    """One family's part of a table. source: digest of the kernels that were measured; tilings: key -> what differs
-    from the tiling that is chosen without a table; constants: decode's, by the names of CostModel and Weights."""
+    """One family's part of a table. source: digest of the kernels that were measured; tilings: key -> fields of the
+    fastest tiling, none where it is the one that is chosen anyway; constants: of CostModel and Weights, by name."""
 
     date: str
     source: str

@@ -13,7 +13,7 @@ import torch
 from cli_cases import assert_one_line_and_hint
 
 from tilewise import arch, tuned
-from tilewise.bench import tune, tune_command, tune_prefill
+from tilewise.bench import tune, tune_command, tune_decode, tune_prefill
 from tilewise.bench.measure import Timing
 from tilewise.bench.tune_prefill import Shape, parse
 from tilewise.gpu import prefill
@@ -84,7 +84,9 @@ def test_shapes_are_read_one_by_one_or_together() -> None:
     ]
 
 
-@pytest.mark.parametrize("text", ["1,2,3", "1,2,3,4,5,6", "a,2,3,4,5", "1,2,3,4,5,full", "1,,3,4,5", "-1,2,3,4,5"])
+@pytest.mark.parametrize(
+    "text", ["1,2,3", "1,2,3,4,5,6", "a,2,3,4,5", "1,2,3,4,5,full", "1,,3,4,5", "1,2,3,4,5,paged,causal", "-1,2,3,4,5"]
+)
 def test_what_is_no_shape_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="a shape must be B,N,Hq,Hkv,D"):
         parse([text])
@@ -99,9 +101,21 @@ def test_shapes_have_sizes_and_whole_groups() -> None:
 
 def test_the_defaults_are_a_key_each() -> None:
     keys = [made.key for made in tune_prefill.problems(tune_prefill.defaults(), BF16, CPU)]
-    assert len(set(keys)) == len(keys) == 18
+    assert len(set(keys)) == len(keys) == 27
+    assert sum("/causal/loaded/" in key for key in keys) == 9
     sparse = [made.key for made in tune_prefill.sparse_problems([Shape(1, 512, 1, 1, 128)], BF16, CPU)]
     assert sparse == [f"bfloat16/128/{kind}/plain" for kind in ("128x128", "64x64", "mask")]
+
+
+@pytest.mark.parametrize("text", ["2,48,2,1,64,causal,paged", "1,40,1,1,36"])
+def test_pages_and_odd_rows_are_bound_as_calls_bind_them(text: str) -> None:
+    """To a kernel that loads them so; the emulator gives the same result for another tiling."""
+    (made,) = PROBLEMS(parse([text]), BF16, CPU)
+    assert "/loaded/" in made.key
+    made = replace(made, others=made.others[:1])
+    entry, records = tune.solve(made, Machine(lambda name, turn: 1e-3 if name == tune.CHOSEN else 0.5e-3), 1.0)
+    assert [record["status"] for record in records] == ["ok", "ok"]
+    assert entry == tune.entry_of("prefill", made.others[0])
 
 
 # ---- candidates --------------------------------------------------------------------------------------------------
@@ -141,11 +155,14 @@ def test_the_fastest_is_taken_after_it_was_faster_twice() -> None:
     best = tune.words(tune.difference(made.tiling, made.others[3]))
     machine = Machine(lambda name, turn: 0.9e-3 if name == best else 1e-3)
     entry, records = tune.solve(made, machine, 1.0)
-    assert entry == tune.difference(made.tiling, made.others[3])
+    assert entry == tune.entry_of("prefill", made.others[3])
+    assert set(entry) >= {"tile_q", "tile_kv", "stages_k", "lazy"}, "all of it: nothing is left to what is chosen"
+    assert not {"unit", "operand"} & set(entry)
     assert machine.timed[1] == [best, tune.CHOSEN]
     assert len(records) == 1 + len(made.others)
     (taken,) = [record for record in records if record["taken"]]
-    assert (taken["tiling"], taken["median_us"], taken["p20_us"], taken["p80_us"]) == (entry, 900.0, 810.0, 990.0)
+    assert (taken["median_us"], taken["p20_us"], taken["p80_us"]) == (900.0, 810.0, 990.0)
+    assert taken["tiling"] == tune.difference(made.tiling, made.others[3])
     assert {record["key"] for record in records} == {KEY}
 
 
@@ -299,6 +316,7 @@ def test_there_is_nothing_to_tune_on_a_cpu(run: Any, monkeypatch: pytest.MonkeyP
         (("everything",), "'everything' is not one of prefill, decode, sparse and all"),
         (("prefill", "--shapes", "1,2"), "a shape must be B,N,Hq,Hkv,D"),
         (("prefill", "--shapes", "1,16,1,1,512"), "D must be at most 256 for prefill, got 512"),
+        (("prefill", "--shapes", "1,24,1,1,64,paged"), "N must be whole pages of 16 tokens with paged, got 24"),
         (("decode", "--shapes", "1,16,1,1,80"), "D must be one of 64, 96, 128, 192, 256 for decode, got 80"),
         (("prefill", "--dtype", "int8"), "'int8' is not one of bfloat16"),
         (("--budget", "0"), "Invalid value for '--budget'"),
@@ -344,6 +362,36 @@ def test_an_interrupt_keeps_what_is_done(run: Any, card: Path, monkeypatch: pyte
     assert "interrupted: what is done is kept" in out
     path = card / tuned.file_name(Machine.card, Machine.target)
     assert list(tuned.read(path).families["prefill"].tilings) == [KEY]
+
+
+def test_all_families_share_the_time(card: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine, shares = Machine(), []
+    monkeypatch.setattr(tune_prefill, "problems", lambda shapes, dtype, device: map(problem, shapes))
+    monkeypatch.setattr(tune_prefill, "sparse_problems", lambda shapes, dtype, device: [problem()] * 3 * len(shapes))
+    monkeypatch.setattr(tune_decode, "problems", lambda shapes, device: map(problem, shapes))
+    monkeypatch.setattr(tune_decode, "Bench", lambda *given: None)
+    monkeypatch.setattr(
+        tune_decode,
+        "measure_constants",
+        lambda machine, bench, seconds: (shares.append(seconds), ({"launch_us": 5.0}, []))[1],
+    )
+    solve = tune.solve
+    monkeypatch.setattr(tune, "solve", lambda p, m, seconds: (shares.append(seconds), solve(p, m, seconds))[1])
+    begun: list[str] = []
+
+    class Bar:
+        total = begun.append
+        next = begun.append
+
+    book, outcome = tune.Book(machine, tmp_path), tune.Outcome(0)
+    tune_command.run(tune_command.FAMILIES, [LONG], BF16, CPU, machine, book, outcome, 90.0, Bar())
+    assert (outcome.asked, outcome.solved, outcome.out_of_time) == (6, 6, False)
+    assert begun[0] == 6
+    assert len(begun) == 1 + 6
+    # Nine shares: one of prefill, four of decode's constants and one of its problem, three of sparse, of which the
+    # later ones get what the earlier ones leave: here all of it.
+    assert shares == pytest.approx([10, 40, 10, 10, 15, 30], rel=0.1)
+    assert tuned.read(book.path).families["decode"].constants == {"launch_us": 5.0}
 
 
 def test_driver_and_clocks_are_asked_of_nvidia_smi(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -87,8 +87,10 @@ def test_starts_that_are_not_dense():
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_a_sequence_of_nan_is_its_own_affair(causal):
-    """Tiles reach into the next sequence's rows and keys; nothing of it may show. Every row sees a key: a hidden NaN may
-    reach a row or not."""
+    """Tiles reach into the next sequence's rows and keys; nothing of it may show.
+
+    Every row sees a key: a hidden NaN may reach a row or not.
+    """
     lengths = [70, 0, 129, 5, 64, 200], [75, 30, 129, 200, 65, 210]
     q, k, v, *starts = packed(*lengths, 2, 2, 64)
     for of in (0, 1):

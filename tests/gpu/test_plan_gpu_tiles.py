@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from tilewise import attention, emulator, plan_attention
+from tilewise import arch, attention, emulator, plan_attention
 from tilewise.compiler.spec import KernelSpec
 from tilewise.gpu import prefill, tilings
 from tilewise.gpu.abi import FP8
@@ -91,9 +91,15 @@ def test_options_that_change_the_kernel_change_the_plan():
 
 
 def test_it_refuses_what_attention_refuses():
-    x = torch.zeros(1, 8, 1, 64)
     for call in (plan_attention, lambda *xs, **options: attention(*xs, xs[1], **options)):
         with pytest.raises(NotImplementedError, match="head_dim up to 256"):
             call(*[torch.zeros(1, 8, 1, 320).bfloat16()] * 2, backend="emulator")
-    with pytest.raises(NotImplementedError, match="float32"):
-        plan_attention(x, x, backend="emulator")
+
+
+def test_the_launch_names_the_kernel_of_the_card_and_the_dtype():
+    x = torch.zeros(1, 300, 2, 64)
+    assert plan_attention(x, x, backend="emulator").launch.kernel == "forward_mma, float, D 64"
+    assert plan_attention(x.half(), x.half(), backend="emulator").launch.kernel == "forward, half, D 64"
+    with arch.as_card("sm_89"):
+        launch = plan_attention(x.half(), x.half(), backend="emulator").launch
+    assert (launch.kernel, launch.blocks) == ("forward_mma, half, D 64", 6)

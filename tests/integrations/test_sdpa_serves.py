@@ -79,7 +79,7 @@ def test_explain_says_why_tilewise_serves(shapes, options, reason, monkeypatch):
         ({"gqa": True, "key": (2, 2, 8, 64), "value": (2, 2, 8, 64)}, True),
         ({"value": (2, 4, 8, 128)}, True),
         ({"dtype": torch.float16}, True),
-        ({"dtype": torch.float32}, False),
+        ({"dtype": torch.float32}, True),
         ({"dtype": torch.float8_e4m3fn}, False),
         ({"kernels": False}, False),
         ({"mask": (2, 1, 1, 8), "mask_is_bool": True}, False),

@@ -42,22 +42,32 @@ def schedule_of(
 
     device: where the schedule shall be, that of the tensors that the mask captures if None, else the CPU.
     """
-    for name, size, least in (("B", B, 1), ("H", H, 1), ("Nq", Nq, 0), ("Nk", Nk, 0)):
-        checks.integer(name, size, least)
-    check_geometry(Nq, Nk, block_q, block_k)
+    sizes = (B, H, Nq, Nk, block_q, block_k)
+    (_known_sizes if all(type(n) is int for n in sizes) else _check_sizes)(*sizes)
     if mask is None:
         raise TypeError("mask must be a function (b, h, q, k) -> bool, got None")
     function = functions.of(mask, None)
     where = function.tensors[0].device if function.tensors else torch.device("cpu")
-    where = where if device is None else torch.empty(0, device=device).device  # with its number
+    if device is not None:
+        where = device if isinstance(device, torch.device) else torch.device(device)
+        where = where if where.index is not None else torch.empty(0, device=where).device  # with its number
     for x in function.tensors:
         if x.device != where:
             raise ValueError(f"mask must capture tensors on {where}, got one of shape {tuple(x.shape)} on {x.device}")
     if where.type == "cuda":
         return kinds.schedule_of(function, B, H, Nq, Nk, block_q, block_k, where)
     found = _kinds(function, B, H, Nq, Nk, block_q, block_k)
-    sizes = {"seqlen_q": Nq, "seqlen_k": Nk, "block_q": block_q, "block_k": block_k}
-    return BlockSchedule.from_blocks(found > 0, whole=found == 2, **sizes)
+    geometry = {"seqlen_q": Nq, "seqlen_k": Nk, "block_q": block_q, "block_k": block_k}
+    return BlockSchedule.from_blocks(found > 0, whole=found == 2, **geometry)
+
+
+def _check_sizes(B: Any, H: Any, Nq: Any, Nk: Any, block_q: Any, block_k: Any) -> None:
+    for name, size, least in (("B", B, 1), ("H", H, 1), ("Nq", Nq, 0), ("Nk", Nk, 0)):
+        checks.integer(name, size, least)
+    check_geometry(Nq, Nk, block_q, block_k)
+
+
+_known_sizes = lru_cache(maxsize=256)(_check_sizes)  # plain ints that were right before
 
 
 def _kinds(function: Function, batch: int, heads: int, *sizes: int) -> torch.Tensor:
@@ -69,7 +79,7 @@ def together(
     schedule: BlockSchedule | None, function: Function | None, batch: int, heads: int, seqlen_q: int, seqlen_k: int
 ) -> BlockSchedule | Kinds | None:
     """What a call's schedule and its mask function leave of the blocks, for the CPU."""
-    if function is None or function.mask is None:
+    if function is None or not function.masks:
         return schedule
     return _within(schedule, lambda *blocks: _kinds(function, batch, heads, seqlen_q, seqlen_k, *blocks))
 
@@ -80,7 +90,7 @@ def together_packed(
     """The same for each of the packed sequences; None if no sequence has a schedule."""
     batch = len(starts_q) - 1
     listed = [schedules] * batch if isinstance(schedules, BlockSchedule) else list(schedules or [None] * batch)
-    if function is None or function.mask is None:
+    if function is None or not function.masks:
         return None if schedules is None else list(listed)
     lengths = [(q1 - q0, k1 - k0) for (q0, q1), (k0, k1) in zip(pairwise(starts_q), pairwise(starts_k), strict=True)]
     longest = [max(n) for n in zip(*lengths, strict=True)]

@@ -75,6 +75,12 @@ def difference(tiling: Any, other: Any) -> dict[str, Value]:
     return {n: getattr(other, n) for n in names if getattr(other, n) != getattr(tiling, n)}
 
 
+def entry_of(family: str, tiling: Any) -> dict[str, Value]:
+    """A tiling as a table has it: all that it may have from there, so that it is taken as it was measured."""
+    names = tuned.DECODE_FREE if family == "decode" else [f.name for f in fields(tiling)]
+    return {name: getattr(tiling, name) for name in names if name not in tuned.FIXED.get(family, ())}
+
+
 def words(entry: Mapping[str, Value]) -> str:
     return ", ".join(f"{name} {value}" for name, value in entry.items()) or CHOSEN
 
@@ -86,37 +92,34 @@ def holding(family: str, key: str, entry: Mapping[str, Value]) -> Tuned:
 
 def solve(problem: Problem, machine: Machine, seconds: float) -> tuple[dict[str, Value], list[Record]]:
     """The entry of the fastest tiling, empty for the one that is chosen anyway, and a record of every tiling."""
-    entries = [{}, *(difference(problem.tiling, other) for other in problem.others)]
-    tilings = [problem.tiling, *problem.others]
-    specs = [problem.specs(tiling)[0] for tiling in tilings]
-    faults = machine.faults(specs)
-    records = {words(entry): _record(problem, entry, fault) for entry, fault in zip(entries, faults, strict=True)}
+    tilings = {words(difference(problem.tiling, other)): other for other in (problem.tiling, *problem.others)}
+    specs = [problem.specs(tiling)[0] for tiling in tilings.values()]
+    faults = dict(zip(tilings, machine.faults(specs), strict=True))
+    records = {name: _record(problem, tiling, faults[name]) for name, tiling in tilings.items()}
     calls: dict[str, Call] = {}
-    for entry, spec, fault in zip(entries, specs, faults, strict=True):
-        if not fault:
-            call = problem.bind(holding(problem.family, problem.key, entry), spec)
+    for (name, tiling), spec in zip(tilings.items(), specs, strict=True):
+        if not faults[name]:
+            call = problem.bind(holding(problem.family, problem.key, entry_of(problem.family, tiling)), spec)
             if CHOSEN in calls and not problem.same(calls[CHOSEN], call):
-                records[words(entry)]["status"] = "another result"
+                records[name]["status"] = "another result"
                 continue
-            calls[words(entry)] = call
+            calls[name] = call
     if CHOSEN not in calls:
         return {}, list(records.values())
     timings = machine.times(calls, seconds * 2 / 3, replay=problem.replay) if len(calls) > 1 else {}
     for name, timing in timings.items():
         records[name] |= times_record(timing)
-    by_name = {words(entry): (entry, tiling) for entry, tiling in zip(entries, tilings, strict=True)}
     for name in sorted(timings, key=lambda name: timings[name].median):
         if not _faster(timings[name], timings[CHOSEN]):
             break
-        entry, tiling = by_name[name]
-        if any(machine.faults(problem.specs(tiling))):
+        if any(machine.faults(problem.specs(tilings[name]))):
             records[name]["status"] = "spills in another kernel of this key"
             continue
         pair = {name: calls[name], CHOSEN: calls[CHOSEN]}
         again = machine.times(pair, seconds / 3, replay=problem.replay)
         if _faster(again[name], again[CHOSEN]):
             records[name]["taken"] = True
-            return entry, list(records.values())
+            return entry_of(problem.family, tilings[name]), list(records.values())
     records[CHOSEN]["taken"] = True
     return {}, list(records.values())
 
@@ -125,8 +128,10 @@ def _faster(timing: Timing, chosen: Timing) -> bool:
     return timing.median < (1 - GAIN) * chosen.median
 
 
-def _record(problem: Problem, entry: Mapping[str, Value], fault: str) -> Record:
-    return {"key": problem.key, "problem": problem.name, "tiling": dict(entry), "status": fault or "ok", "taken": False}
+def _record(problem: Problem, tiling: Any, fault: str) -> Record:
+    """tiling: what differs from the chosen one."""
+    differs = difference(problem.tiling, tiling)
+    return {"key": problem.key, "problem": problem.name, "tiling": differs, "status": fault or "ok", "taken": False}
 
 
 def times_record(timing: Timing) -> Record:

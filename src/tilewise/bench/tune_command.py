@@ -22,7 +22,9 @@ CONSTANTS = 4  # problems whose share of the time decode's constants get
 
 Shapes = Annotated[
     list[str] | None,
-    typer.Option("--shapes", help="B,N,Hq,Hkv,D[,causal], several with ; between; may be given again.", metavar="TEXT"),
+    typer.Option(
+        "--shapes", help="B,N,Hq,Hkv,D[,causal][,paged], several with ; between; may be given again.", metavar="TEXT"
+    ),
 ]
 
 

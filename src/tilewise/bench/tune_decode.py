@@ -31,7 +31,9 @@ from .tune import Call, Machine, Problem, Record, times_record
 from .tune_prefill import Shape
 
 PAGE = 16
-PLAUSIBLE = 8.0  # times more or less than what holds without a table; what lies beyond was not measured well
+# How many times more or less than without a table a constant may be; what lies beyond was not measured well. Cards
+# differ much in what they do per second, and little in how their warps share it.
+PLAUSIBLE_COST, PLAUSIBLE_WEIGHT = 64.0, 8.0
 STAGES = (2, 3, 4, 5, 6, 8)
 COSTS_KEY = "constants"
 
@@ -134,8 +136,11 @@ def constants(times: Mapping[Step, float], model: Model, warps: int) -> dict[str
 
 
 def _plausible(name: str, value: float) -> bool:
-    now = float(getattr(GPU_COST if name in COSTS else Weights(), name))
-    return now / PLAUSIBLE <= value <= now * PLAUSIBLE
+    if name in COSTS:
+        now, most = float(getattr(GPU_COST, name)), PLAUSIBLE_COST
+    else:
+        now, most = float(getattr(Weights(), name)), PLAUSIBLE_WEIGHT
+    return now / most <= value <= now * most
 
 
 def chosen_us(cost: CostModel, times: Mapping[Step, float], model: Model) -> float:
@@ -251,7 +256,9 @@ def ring_problem(step: Step, bench: Bench) -> Problem:
     others = [replace(tiling, stages=n) for n in STAGES if n != tiling.stages]
 
     def specs(tiling: DecodeTiling) -> list[KernelSpec]:
-        return [decode_spec(torch.bfloat16, form, PAGE, tiling, tma=arch.hopper(card))]
+        tma = arch.hopper(card)
+        ways = (False, True) if tma else (False,)  # warps that copy for themselves, or for all of a block
+        return [decode_spec(torch.bfloat16, form, PAGE, tiling, tma=tma, in_step=in_step) for in_step in ways]
 
     def bind(table: Tuned, spec: KernelSpec) -> Call:
         call, plan, _ = bench.call(step)

@@ -39,12 +39,13 @@ HEAD_DIMS, LENGTHS, TOKENS, WIDTH = (64, 128, 256), (512, 2048, 8192), 16384, 20
 KINDS = ("128x128", "64x64", "mask")
 KEPT = 0.5  # of the blocks of a schedule
 PACKS = (1, 4)  # query heads of a KV head per tile that a tiling has to serve, as grouped heads may have it
-FORM = "B,N,Hq,Hkv,D or B,N,Hq,Hkv,D,causal"
+PAGE = 16
+FORM = "B,N,Hq,Hkv,D[,causal][,paged]"
 
 
 @dataclass(frozen=True)
 class Shape:
-    """q (batch, seq, heads, hdim) over k and v (batch, seq, kv_heads, hdim)."""
+    """q (batch, seq, heads, hdim) over k and v (batch, seq, kv_heads, hdim); paged: in pages of 16 tokens."""
 
     batch: int
     seq: int
@@ -52,11 +53,12 @@ class Shape:
     kv_heads: int
     hdim: int
     causal: bool = False
+    paged: bool = False
 
     def __str__(self) -> str:
         heads = f"{self.heads}" if self.heads == self.kv_heads else f"{self.heads}/{self.kv_heads}"
-        mask = ", causal" if self.causal else ""
-        return f"{self.batch} × {self.seq}, {heads} heads, D {self.hdim}{mask}"
+        more = ", causal" * self.causal + ", paged" * self.paged
+        return f"{self.batch} × {self.seq}, {heads} heads, D {self.hdim}{more}"
 
 
 def parse(texts: Sequence[str]) -> list[Shape]:
@@ -64,14 +66,15 @@ def parse(texts: Sequence[str]) -> list[Shape]:
     found = []
     for text in (part for given in texts for part in re.split(r"[;\s]+", given) if part):
         words = text.split(",")
-        causal = words[5:] == ["causal"]
-        if len(words) != 5 + causal or not all(word.isascii() and word.isdigit() for word in words[:5]):
+        causal, paged = "causal" in words[5:], "paged" in words[5:]
+        said = ["causal"] * causal + ["paged"] * paged
+        if len(words) < 5 or words[5:] != said or not all(word.isascii() and word.isdigit() for word in words[:5]):
             raise ValueError(f"a shape must be {FORM} in whole numbers, got {text!r}")
         batch, seq, heads, kv_heads, hdim = (
             checks.integer(f"{name} of {text!r}", int(word), 1)
             for name, word in zip(("B", "N", "Hq", "Hkv", "D"), words[:5], strict=True)
         )
-        shape = Shape(batch, seq, heads, kv_heads, hdim, causal)
+        shape = Shape(batch, seq, heads, kv_heads, hdim, causal, paged)
         if shape.heads % shape.kv_heads:
             raise ValueError(f"Hq must be a multiple of Hkv in {text!r}")
         found.append(shape)
@@ -79,12 +82,12 @@ def parse(texts: Sequence[str]) -> list[Shape]:
 
 
 def defaults() -> list[Shape]:
-    """One per head dimension, length class and mask."""
+    """One per head dimension, length class and mask; and of pages, as prompts are computed into a cache."""
     return [
-        Shape(TOKENS // n, n, WIDTH // d, WIDTH // d, d, causal)
+        Shape(TOKENS // n, n, WIDTH // d, WIDTH // d, d, causal, paged)
         for d in HEAD_DIMS
         for n in LENGTHS
-        for causal in (False, True)
+        for causal, paged in ((False, False), (True, False), (True, True))
     ]
 
 
@@ -159,8 +162,8 @@ def problems(shapes: Sequence[Shape], dtype: torch.dtype, device: torch.device) 
 
 
 def sparse_problems(shapes: Sequence[Shape], dtype: torch.dtype, device: torch.device) -> Iterator[Problem]:
-    """Of `tune sparse`: random blocks of two sizes, and documents as a mask function."""
-    for shape in shapes:
+    """Of `tune sparse`: random blocks of two sizes, and documents as a mask function; not of pages."""
+    for shape in dict.fromkeys(replace(shape, paged=False) for shape in shapes):
         for kind in KINDS:
             schedule, function = None, None
             if kind == "mask":
@@ -185,6 +188,8 @@ def check(shapes: Sequence[Shape]) -> None:
     for shape in shapes:
         if shape.hdim > MAX_HEAD_DIM:
             raise ValueError(f"D must be at most {MAX_HEAD_DIM} for prefill, got {shape.hdim}")
+        if shape.paged and shape.seq % PAGE:
+            raise ValueError(f"N must be whole pages of {PAGE} tokens with paged, got {shape.seq}")
 
 
 def _problem(
@@ -194,16 +199,22 @@ def _problem(
     pattern = NO_PATTERN
     if schedule is not None or function is not None:
         pattern = Pattern.of(schedule, function, (shape.batch, shape.heads, shape.seq, shape.seq))
-    sized = (dtype, shape.batch, shape.seq, shape.heads, shape.kv_heads, shape.hdim, scores)
+    batch, rows, sequences = (
+        (1, shape.batch * shape.seq, shape.batch) if shape.paged else (shape.batch, shape.seq, None)
+    )
+    sized = (dtype, batch, rows, shape.heads, shape.kv_heads, shape.hdim, scores)
+    tma = shape.hdim * dtype.itemsize % 16 == 0
+    loads: dict[str, Any] = {"tma": tma, "page_size": PAGE * shape.paged, "pattern": pattern}
     card = arch.card_of(device)
-    made = geometry(card, *sized, tma=True, pattern=pattern)  # as it is chosen without a table
-    family, key = tuned.key_of(dtype, padded(shape.hdim), shape.seq, scores, plain=True, pattern=pattern)
+    made = geometry(card, *sized, sequences=sequences, **loads)  # as it is chosen without a table
+    plain = tma and not shape.paged
+    family, key = tuned.key_of(dtype, padded(shape.hdim), shape.seq, scores, plain=plain, pattern=pattern)
     limits = arch.limits_of(card)
 
     def specs(tiling: Any) -> list[KernelSpec]:
         pack = made.pack if pattern.listed else pack_of(tiling.tile_q, shape.seq, shape.heads // shape.kv_heads)
         packs = [pack, *(p for p in PACKS if p != pack and tiling.tile_q % p == 0)]
-        return [spec_of(dtype, shape.hdim, tiling, scores, pack=pack, pattern=pattern) for pack in packs]
+        return [spec_of(dtype, shape.hdim, tiling, scores, pack=pack, **loads) for pack in packs]
 
     others = candidates(made.tiling, padded(shape.hdim), scores, dtype)
     fitting = tuple(t for t in others if _fits(t, specs(t)[0].shared_bytes, limits))
@@ -245,11 +256,20 @@ class _Data:
             made = [torch.randn(size, generator=generator, device=self.device).to(self.dtype) for size in sizes]
             self.tensors = (*made, torch.empty(sizes[0], dtype=out_dtype(self.dtype), device=self.device))
         q, k, v, o = self.tensors
+        bound: dict[str, Any] = {"pattern": self.pattern}
+        given: dict[str, Any] = {"schedule": self.schedule, "function": self.function}
+        if self.shape.paged:
+            q, o = q.flatten(0, 1), o.flatten(0, 1)
+            k, v = (x.reshape(-1, PAGE, *x.shape[2:]) for x in (k, v))
+            batch, pages = self.shape.batch, self.shape.seq // PAGE
+            bound |= {"sequences": batch, "paged": True, "table_pages": pages}
+            whole = torch.arange(batch + 1, dtype=torch.int32, device=self.device)
+            table_of = torch.arange(batch * pages, dtype=torch.int32, device=self.device).view(batch, pages)
+            given |= {"starts": (whole * self.shape.seq,) * 2, "page_table": table_of}
         with tuned.trying(table):
-            forward = prefill.Forward(q, k, v, o, self.scores, tma=prefill.tma_can(q, k, v, o), pattern=self.pattern)
+            forward = prefill.Forward(q, k, v, o, self.scores, tma=prefill.tma_can(q, k, v, o), **bound)
         if forward.spec != spec:
             raise RuntimeError(f"the table leads to {forward.spec}, not to {spec}")
-        given: dict[str, Any] = {"schedule": self.schedule, "function": self.function}
         return lambda: forward(q, k, v, o, None, None, None, **given)
 
     def same(self, chosen: Call, other: Call) -> bool:

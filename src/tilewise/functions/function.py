@@ -104,9 +104,9 @@ class Expressions:
             args = tuple(made[a] for a in node.args)
             value = given.get(node, node.value)
             made[node] = node if node.op != "number" and args == node.args else replace(node, args=args, value=value)
-        roots = (None if root is None else made[root] for root in (self.mask, self.score))
-        numbers = tuple(made[n] for n in self.numbers)
-        return Expressions(*roots, tuple(made.values()), numbers, tuple(values), self.structure, self.uses)
+        mask, score = (None if root is None else made[root] for root in (self.mask, self.score))
+        nodes, numbers = tuple(made.values()), tuple(made[n] for n in self.numbers)
+        return replace(self, mask=mask, score=score, nodes=nodes, numbers=numbers, values=tuple(values))
 
 
 class Function:
@@ -166,18 +166,21 @@ class Function:
         return self._expressions.structure, self._values, tensors
 
     def check(self, device: torch.device) -> None:
-        """ValueError if a captured tensor cannot be read by a kernel on `device`."""
+        """ValueError if a captured tensor cannot be read by a kernel on `device`, NotImplementedError if it wants
+        gradients."""
         for slot, x in enumerate(self.tensors):
+            error: type[Exception] = ValueError
             if x.device != device:
                 wrong = f"a captured tensor must be on {device} like q, got {x.device}; move it there before the call"
             elif not x.numel():
                 wrong = f"a captured tensor must have entries, got shape {tuple(x.shape)}"
             elif x.requires_grad and torch.is_grad_enabled():
                 wrong = "a captured tensor requires grad, and functions give none: use x.detach() or torch.no_grad()"
+                error = NotImplementedError
             else:
                 continue
             place = next(n.place for n in self._expressions.nodes if n.op == "lookup" and n.value == slot)
-            raise ValueError(f"a mask or score function, {place}: {wrong}")
+            raise error(f"a mask or score function, {place}: {wrong}")
 
     def text(self, sizes: Sizes) -> str:
         """UserFunction as C++ (kernels/common/functions.cuh), for indices below `sizes`, (B, H, Nq, Nk)."""

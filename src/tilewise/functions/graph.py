@@ -21,6 +21,7 @@ from tilewise.functions.expression import (
     Number,
 )
 from tilewise.functions.places import here, refuse
+from tilewise.functions.slots import Recipe, Slot, Special, Steered
 
 # Numbers that stand in the text; all others are parameters.
 LITERALS = {"int": (-1, 0, 1, 2), "float": (-1.0, 0.0, 0.5, 1.0, 2.0, math.inf, -math.inf)}
@@ -30,13 +31,14 @@ class Graph:
     """The nodes so far: the same operation on the same nodes is one node.
 
     tensors: what is looked up, by number. looked: a tensor was used otherwise than by a lookup, so that what was
-    written down may depend on what it holds, or on its shape.
+    written down may depend on what it holds, or on its shape. recipes: of the numbers that come from slots.
     """
 
     def __init__(self) -> None:
         self._nodes: dict[Any, Node] = {}
         self.tensors: list[torch.Tensor] = []
         self.looked = False
+        self.recipes: dict[Node, Recipe] = {}
 
     def node(self, op: str, kind: str, *args: Node, value: Number = 0, role: str = "") -> Node:
         # Each place a number stands in is a parameter of its own: two that happen to be equal must not share a text.
@@ -72,8 +74,17 @@ class Graph:
             self.tensors.append(tensor)
         return self.node("lookup", DTYPES[tensor.dtype], *index, value=slot)
 
+    def _open(self, number: Node, recipe: Recipe) -> Node:
+        """A number that comes from a slot."""
+        if number.op != "number":
+            raise Special
+        self.recipes[number] = recipe
+        return number
+
     def of(self, x: Any) -> Node:
         """A number, or a tensor of no dimensions, which on a CPU is a number too."""
+        if type(x) is Slot:
+            return self._open(self.constant(x.number), x.recipe)
         if isinstance(x, torch.Tensor):
             with torch._C.DisableTorchFunction():  # it is no look into the tensor
                 return self._of_tensor(x)
@@ -95,8 +106,16 @@ class Graph:
         if x.kind == kind:
             return x
         if x.op in ("literal", "number"):
-            return self.constant({"bool": bool, "int": int, "float": float}[kind](x.value))
+            return self._like(x, self.constant({"bool": bool, "int": int, "float": float}[kind](x.value)), kind)
         return self.node(kind, kind, x)
+
+    def _like(self, x: Node, made: Node, kind: str = "") -> Node:
+        """A number made from x, converted or as it is, comes from where x does."""
+        if x in self.recipes:
+            if kind and kind != "float":
+                raise Steered
+            return self._open(made, (float, (self.recipes[x],)) if kind else self.recipes[x])
+        return made
 
     def unary(self, op: str, x: Node) -> Node:
         if op in FUNCTIONS:
@@ -123,7 +142,7 @@ class Graph:
         return self.node(op, "bool" if op in COMPARISONS else kind, self.to(x, kind), self.to(y, kind))
 
     def _with_role(self, x: Node, role: str) -> Node:
-        return self.constant(x.value, role) if x.op == "number" else x
+        return self._like(x, self.constant(x.value, role)) if x.op == "number" else x
 
     def _bits(self, op: str, kind: str, x: Node, y: Node) -> Node:
         if kind == "float":
@@ -143,6 +162,8 @@ class Graph:
 
     def _power(self, kind: str, x: Node, y: Node) -> Node:
         kind = "int" if kind == "bool" else kind
+        if y in self.recipes:
+            raise Steered
         exponent = y.value if y.op in ("literal", "number") else None
         if kind == "int" and exponent is not None and exponent < 0:
             raise refuse("an integer to a negative power; write x.float() ** …")

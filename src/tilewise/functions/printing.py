@@ -125,7 +125,9 @@ def _scores(
     """score() of each side, and line() of the sides where it is a line."""
     scores: dict[str, list[str]] = {}
     lines: dict[str, list[str]] = {}
-    for side in SIDES if score is not None else ():
+    for side in SIDES:
+        if score is None:
+            break
         sided = on_side(score, side, facts)
         line, printer = line_of(sided.root, sided.facts), Printer(numbers, tables, sided.facts)
         if line is not None:

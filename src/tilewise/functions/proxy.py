@@ -15,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 from tilewise.functions.expression import COMPARISONS, DTYPES, FUNCTIONS, Node
 from tilewise.functions.graph import Graph
 from tilewise.functions.places import NoAttribute, refuse
+from tilewise.functions.slots import Slot, Steered, Value
 
 _AT_ONCE = "the function runs for all queries and keys at once, so "
 _NO_TRUTH = (
@@ -31,7 +32,7 @@ _NO_CHANGE = "a function must not change a tensor; compute a new value instead"
 _RANDOM = ("rand", "randn", "randint", "randperm", "bernoulli", "multinomial", "normal", "dropout")
 
 
-class Proxy:
+class Proxy(Value):
     """One number of the function, not known yet."""
 
     __slots__ = ("_graph", "_node")
@@ -122,6 +123,8 @@ def _lookup(graph: Graph, tensor: Any, index: Any) -> Any:
     if isinstance(tensor, Row):
         return tensor[index]
     index = index if isinstance(index, tuple) else (index,)
+    if any(type(i) is Slot for i in index):  # a negative one counts from the end
+        raise Steered
     if any(i is None or i is Ellipsis or isinstance(i, (slice, list, Row)) for i in index) or len(index) > tensor.dim():
         raise refuse(f"a tensor of shape {tuple(tensor.shape)} is indexed with one number per dimension")
     if len(index) < tensor.dim():

@@ -26,15 +26,27 @@ class Unknown(Exception):
 
 
 class Reached:
-    """key: equal for functions that are traced alike. tensors: those reached, each once."""
+    """key: equal for functions that are traced alike. tensors: those reached, each once.
+
+    numbers: the ints and floats in the closures of the functions themselves. form: the key without their values.
+    functions: in Python, with those given; again: one of these is reached from another. named: modules, types and
+    functions in C.
+    """
 
     def __init__(self, *functions: Any) -> None:
         self.tensors: list[torch.Tensor] = []
+        self.numbers: list[int | float] = []
+        self.functions: list[types.FunctionType] = []
+        self.named: list[Any] = []
+        self.again = False
         self._parts: list[Any] = []
-        self._functions: list[types.FunctionType] = []
         for function in functions:
-            self._add(function)
-        self.key: Hashable = tuple(self._parts)
+            if type(function) is types.FunctionType:
+                self._add_function(function, own=True)
+            else:
+                self._add(function)
+        self.form: Hashable = tuple(self._parts)
+        self.key: Hashable = (self.form, *(x or str(x) for x in self.numbers))  # 0.0 is not -0.0
 
     def _add(self, x: Any) -> None:
         kind = type(x)
@@ -48,6 +60,7 @@ class Reached:
             self._add_tensor(x)
         elif isinstance(x, _BY_IDENTITY):
             self._parts.append(x)
+            self.named.append(x)
         elif kind is tuple or kind is list:
             self._parts += (kind, len(x))
             for item in x:
@@ -68,12 +81,13 @@ class Reached:
             self.tensors.append(x)
         self._parts += (place, x.dtype, x.layout, x.dim())
 
-    def _add_function(self, function: types.FunctionType) -> None:
-        place = next((n for n, known in enumerate(self._functions) if known is function), None)
+    def _add_function(self, function: types.FunctionType, own: bool = False) -> None:
+        place = next((n for n, known in enumerate(self.functions) if known is function), None)
         if place is not None:
             self._parts.append(place)
+            self.again = True
             return
-        self._functions.append(function)
+        self.functions.append(function)
         self._parts.append(function.__code__)
         if function.__defaults__:
             self._add(function.__defaults__)
@@ -81,9 +95,14 @@ class Reached:
             self._add(tuple(item for pair in function.__kwdefaults__.items() for item in pair))
         for cell in function.__closure__ or ():
             try:
-                self._add(cell.cell_contents)
+                content = cell.cell_contents
             except ValueError:  # not assigned yet
                 raise Unknown from None
+            if own and type(content) in (int, float):
+                self._parts.append(type(content))
+                self.numbers.append(content)
+            else:
+                self._add(content)
         names = _names(function.__code__)
         for name in names.globals:
             if name in function.__globals__:

@@ -3,7 +3,8 @@
 What a function does is told by its code and by what it reaches: closure, defaults, globals by name (reached.py). A
 tensor counts by its dtype and number of dimensions only, since a lookup is written down without what it finds; but a
 function that looked into a tensor otherwise, at its shape or at what it holds, is traced again for another tensor. One
-that reaches anything whose value cannot be told, as an object, is traced at every call.
+that reaches anything whose value cannot be told, as an object, is traced at every call. A number in a function's own
+closure counts by its type only, where a trace with it left open shows that its value does not matter (slots.py).
 """
 
 from __future__ import annotations
@@ -16,12 +17,13 @@ from typing import Any
 
 import torch
 
-from tilewise.functions.expression import INDICES, INPUTS, Node
+from tilewise.functions.expression import INDICES, INPUTS, Node, Number
 from tilewise.functions.function import Expressions, Function, Recent, version
 from tilewise.functions.graph import Graph
 from tilewise.functions.places import NOWHERE, Place, Untraceable, raised_at
 from tilewise.functions.proxy import Proxy, Watch, node_of
 from tilewise.functions.reached import Reached, Unknown, code_of, side_effect
+from tilewise.functions.slots import Recipe, Special, alike, can_open, opened, value_of
 
 UserCode = Callable[..., Any]
 _NO_SIDE_EFFECTS = "it is called when it is traced only, so it must do nothing but compute"
@@ -38,8 +40,10 @@ class Trace:
     tensors: tuple[int | torch.Tensor, ...]
     looked: bool
 
-    def bound(self, reached: Sequence[torch.Tensor]) -> Function:
-        return Function(self.expressions, tuple(reached[x] if isinstance(x, int) else x for x in self.tensors))
+    def bound(self, reached: Sequence[torch.Tensor], values: tuple[Number, ...] | None = None) -> Function:
+        """values: of other numbers than it was traced with."""
+        tensors = tuple(reached[x] if isinstance(x, int) else x for x in self.tensors)
+        return Function(self.expressions, tensors, values)
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,7 +54,37 @@ class Looked:
     tensors: tuple[weakref.ref[torch.Tensor], ...]
 
 
+@dataclass(frozen=True, eq=False)
+class Open:
+    """A trace that holds for other numbers too, or None if there is no such trace.
+
+    recipes: how its numbers come from those in the closures; None for one of the code's own.
+    """
+
+    trace: Trace | None
+    recipes: tuple[Recipe | None, ...] = ()
+
+    def bound(self, reached: Reached) -> Function | None:
+        """With other numbers; None if the trace does not hold for these."""
+        if self.trace is None:
+            return None
+        values: list[Number] = []
+        for recipe, before in zip(self.recipes, self.trace.expressions.values, strict=True):
+            if recipe is None:
+                values.append(before)
+                continue
+            try:
+                value = value_of(recipe, reached.numbers)
+            except ArithmeticError:
+                return None
+            if not alike(value, before):
+                return None
+            values.append(value)
+        return self.trace.bound(reached.tensors, tuple(values))
+
+
 _traces: Recent[Trace] = Recent(256)
+_opens: Recent[Open] = Recent(256)
 _looked: Recent[Looked] = Recent(16)
 _sound: Recent[bool] = Recent(1024)  # code that was found to give the same twice
 
@@ -65,13 +99,35 @@ def of(mask: UserCode | None, score: UserCode | None) -> Function:
     if trace is not None and trace.looked:
         trace = _found(reached)
     if trace is None:
+        known = _opens.get(reached.form) if reached.numbers else None
+        if known is not None and (function := known.bound(reached)) is not None:
+            return function
         trace = _traced(mask, score, reached.tensors)
         _check_repeatable(mask, score, reached, trace)
+        if reached.numbers and known is None:
+            _open(mask, score, reached, trace)
         # What is kept for any tensors holds none that were made from those of now.
         _traces.keep(reached.key, replace(trace, tensors=()) if trace.looked else trace)
         if trace.looked:
             _looked.keep(_looked_key(reached), Looked(trace, tuple(weakref.ref(x) for x in reached.tensors)))
     return trace.bound(reached.tensors)
+
+
+def _open(mask: UserCode | None, score: UserCode | None, reached: Reached, trace: Trace) -> None:
+    """Tries the functions with their numbers left open, and keeps what comes of it."""
+    made = Open(None)
+    if not (trace.looked or reached.again) and can_open(reached.functions, reached.named):
+        graph = Graph()
+        try:
+            expressions = _expressions(graph, *opened(mask, score))
+        except Untraceable as error:
+            if isinstance(error.__cause__, Special):  # another number may do
+                return
+        else:
+            found = expressions.structure, repr(expressions.values)
+            if not graph.looked and found == (trace.expressions.structure, repr(trace.expressions.values)):
+                made = Open(trace, tuple(graph.recipes.get(n) for n in expressions.numbers))
+    _opens.keep(reached.form, made)
 
 
 def _looked_key(reached: Reached) -> Hashable:
@@ -106,12 +162,16 @@ def _check_repeatable(mask: UserCode | None, score: UserCode | None, reached: Re
 
 def _traced(mask: UserCode | None, score: UserCode | None, reached: Sequence[torch.Tensor]) -> Trace:
     graph = Graph()
-    expressions = Expressions.of(
+    expressions = _expressions(graph, mask, score)
+    places = {id(x): n for n, x in enumerate(reached)}
+    return Trace(expressions, tuple(places.get(id(x), x) for x in graph.tensors), graph.looked)
+
+
+def _expressions(graph: Graph, mask: UserCode | None, score: UserCode | None) -> Expressions:
+    return Expressions.of(
         None if mask is None else _run("mask", mask, graph, INDICES, "bool"),
         None if score is None else _run("score", score, graph, INPUTS, "float"),
     )
-    places = {id(x): n for n, x in enumerate(reached)}
-    return Trace(expressions, tuple(places.get(id(x), x) for x in graph.tensors), graph.looked)
 
 
 def _run(name: str, function: UserCode, graph: Graph, inputs: tuple[str, ...], kind: str) -> Node:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
@@ -10,9 +9,11 @@ import torch
 
 from tilewise import compiler, emulator
 from tilewise.compiler.spec import KernelSpec
+from tilewise.gpu import captures
 from tilewise.gpu.abi import KindsArgs
 from tilewise.gpu.pattern import FOLD_THREADS, KIND_SHARED
 from tilewise.plan.schedule import BlockSchedule
+from tilewise.plan.schedule_grid import grid_of
 
 if TYPE_CHECKING:
     from tilewise.functions import Function
@@ -32,17 +33,25 @@ def schedule_of(
     """The blocks that the mask leaves, on `device`; on a CPU by the emulator. Nothing waits."""
     spec = kinds_spec(function.text((batch, heads, seqlen_q, seqlen_k)))
     batch, heads = batch if "b" in function.uses else 1, heads if "h" in function.uses else 1
-    rows, columns = math.ceil(seqlen_q / block_q), math.ceil(seqlen_k / block_k)
-    words = math.ceil(columns / 32)
-    kept, whole = (torch.empty(batch, heads, rows, words, dtype=torch.int32, device=device) for _ in range(2))
-    sizes = (heads, rows, words, seqlen_q, seqlen_k, block_q, block_k)
+    grid = grid_of(seqlen_q, seqlen_k, block_q, block_k, heads if heads > 1 else None, batch if batch > 1 else None)
+    kept, whole = (torch.empty(grid.shape, dtype=torch.int32, device=device) for _ in range(2))
+    sizes = (heads, *grid.shape[2:], seqlen_q, seqlen_k, block_q, block_k)
     args, values = KindsArgs(kept.data_ptr(), whole.data_ptr(), *sizes), function.arguments()
-    grid = (rows, batch * heads, 1)
+    blocks = (grid.q_blocks, batch * heads, 1)
+    if device.type == "cuda":
+        if kept.numel():
+            _loaded(spec, device).launch(blocks, compiler.Args(args, values))
+            if captures.capturing():
+                captures.note((kept, whole, *function.tensors))
+        return BlockSchedule._on_device(grid, kept, whole, None, None)
     if kept.numel():
-        if device.type == "cuda":
-            compiler.load(spec, device).launch(grid, compiler.Args(args, values))
-        else:
-            known = {"kept": kept, "whole": whole} | {f"captured {n}": x for n, x in enumerate(function.tensors)}
-            emulator.launch(spec, grid, [args, values], known)
-    blocks = {"seqlen_q": seqlen_q, "seqlen_k": seqlen_k, "block_q": block_q, "block_k": block_k}
-    return BlockSchedule.from_bits(kept, whole=whole, **blocks)
+        known = {"kept": kept, "whole": whole} | {f"captured {n}": x for n, x in enumerate(function.tensors)}
+        emulator.launch(spec, blocks, [args, values], known)
+    given = {"seqlen_q": seqlen_q, "seqlen_k": seqlen_k, "block_q": block_q, "block_k": block_k}
+    return BlockSchedule.from_bits(kept, whole=whole, **given)
+
+
+@lru_cache(maxsize=256)
+def _loaded(spec: KernelSpec, device: torch.device) -> compiler.Kernel:
+    """device: with its number."""
+    return compiler.load(spec, device)

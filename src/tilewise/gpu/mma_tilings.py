@@ -11,13 +11,14 @@ from functools import lru_cache
 
 import torch
 
-from tilewise.arch import fp8_products, hopper, limits_of
+from tilewise.arch import fp8_products, hopper, limits_of, tf32_products
 from tilewise.compiler.spec import Constant, KernelSpec
 from tilewise.gpu.abi import ELEMENTS, FP8, TILE_WORDS, score_rule
 from tilewise.gpu.pattern import NO_PATTERN, Pattern, block_keys
 from tilewise.scores import Scores
 
 WIDTHS = (64, 96, 128, 192, 256)  # head dimensions that the products run over; others are padded
+CUDA_CORE_KEYS = 32  # keys per block on CUDA cores, at most: P V is unrolled over them
 BLOCK_OVERHEAD = 1024  # bytes of shared memory per block that the driver reserves
 
 
@@ -31,8 +32,8 @@ class MmaTiling:
     """Rows of a query tile and of a warp, keys of a block, places for K and V in shared memory, and the rest.
 
     operand: what the products are made of: the dtype, or float16 for FP8 that is widened. q_registers: warps keep Q in
-    registers. lazy: the lazy softmax. blocks_each: thread blocks that a multiprocessor holds at once. unit: keys that
-    one entry of a list stands for, 0 if blocks follow each other.
+    registers. lazy: the lazy softmax. blocks_each: thread blocks that a multiprocessor holds at once. cuda_cores: the
+    products run on CUDA cores. unit: keys that one entry of a list stands for, 0 if blocks follow each other.
     """
 
     operand: torch.dtype
@@ -44,6 +45,7 @@ class MmaTiling:
     q_registers: bool
     blocks_each: int
     lazy: bool = True
+    cuda_cores: bool = False
     unit: int = 0
 
     @property
@@ -92,15 +94,22 @@ def choose(
     head_dim: int,
     scores: Scores,
     *,
+    vectors: bool = True,
     pattern: Pattern = NO_PATTERN,
     page_size: int = 0,
 ) -> MmaTiling:
-    """The tiling for a problem on a card."""
+    """The tiling for a problem on a card; vectors: rows lie on 16 bytes."""
     operand = operand_of(card, dtype)
     width, limits = padded(head_dim, operand), limits_of(card)
     found = []
     for base in TILINGS[operand.itemsize, width]:
-        tiling = _for_pattern(replace(base, operand=operand), dtype, width, scores, pattern, page_size)
+        crowded = scores.changed or pattern.listed or pattern.score or not vectors
+        # Wider heads have no registers for what CUDA cores load together.
+        cuda_cores = operand == torch.float32 and not tf32_products(card) and width <= 192
+        tiling = replace(base, operand=operand, cuda_cores=cuda_cores)
+        if cuda_cores and tiling.tile_kv > CUDA_CORE_KEYS:
+            continue
+        tiling = _for_pattern(tiling, dtype, width, crowded, pattern, page_size)
         shared = shared_bytes(dtype, width, tiling, told=_told(tiling, pattern, page_size))
         fits = limits.shared_sm // (shared + BLOCK_OVERHEAD) if shared <= limits.shared_block else 0
         if fits >= tiling.blocks_each:
@@ -110,16 +119,16 @@ def choose(
 
 
 def _for_pattern(
-    tiling: MmaTiling, dtype: torch.dtype, width: int, scores: Scores, pattern: Pattern, page_size: int
+    tiling: MmaTiling, dtype: torch.dtype, width: int, crowded: bool, pattern: Pattern, page_size: int
 ) -> MmaTiling:
-    """The tiling with room for widening, lists and functions."""
+    """The tiling with room for widening, lists and functions. crowded: more than the softmax needs registers."""
     if tiling.operand != dtype:  # what arrives has one place
         tiling = replace(tiling, stages_k=1, stages_v=1)
     if pattern.block_q % 128 and tiling.tile_q > 64:  # rows of a tile would visit each other's blocks
         tiling = replace(tiling, tile_q=64, warp_rows=16, q_registers=False)
-    tiling = replace(tiling, tile_kv=_most_keys(tiling, width, scores, pattern))
+    step = max(16, 32 // tiling.operand.itemsize)  # a product's depth, and sixteen columns
+    tiling = replace(tiling, tile_kv=_most_keys(tiling, width, crowded, pattern) // step * step)
     if pattern.listed:
-        step = max(16, 32 // tiling.operand.itemsize)  # a product's depth, and sixteen columns
         tile_kv, unit = block_keys(tiling.tile_kv, pattern.block_k, page_size, step)
         tiling = replace(tiling, tile_kv=tile_kv, unit=unit)
     return tiling
@@ -131,12 +140,11 @@ def _told(tiling: MmaTiling, pattern: Pattern, page_size: int) -> int:
     return tiling.tile_kv // rows * ((tiling.unit > 0) + (page_size > 0) + pattern.lengths)
 
 
-def _most_keys(tiling: MmaTiling, width: int, scores: Scores, pattern: Pattern) -> int:
-    """Keys of a block, at most: lists and what is done to scores take registers that S would have."""
-    most = tiling.tile_kv
-    if tiling.warp_rows == 32 and width == 128 and (scores.changed or pattern.listed or pattern.score):
-        most = min(most, 48 if not pattern.listed else 32)
-    return most
+def _most_keys(tiling: MmaTiling, width: int, crowded: bool, pattern: Pattern) -> int:
+    """Keys of a block, at most: lists, other loads and what is done to scores take registers that S would have."""
+    if not crowded or tiling.warp_rows < 32 or width < 128:
+        return tiling.tile_kv
+    return min(tiling.tile_kv, 32 if pattern.listed else 48)
 
 
 def padded(head_dim: int, operand: torch.dtype) -> int:
@@ -184,6 +192,7 @@ def forward_mma_spec(
         ("kStagesK", tiling.stages_k),
         ("kStagesV", tiling.stages_v),
         ("kQInRegisters", tiling.q_registers),
+        ("kCudaCores", tiling.cuda_cores),
         ("kBlocksEach", tiling.blocks_each),
         ("kPack", pack),
         ("kPageSize", page_size),

@@ -3,7 +3,7 @@
 A `Pattern` is the part of both that a kernel is compiled and bound for, without any value. `Lists` has the sizes of the
 lists that kernels/prefill/fold.cu makes on the device, and launches it. Lists are kept as long as the schedule and the
 function that they were made from are alive and unchanged; a CUDA graph always makes its own, because what is captured
-may change between replays.
+may change between replays, and so does every call with what a graph has to do with (captures.py).
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import torch
 from tilewise import compiler, emulator
 from tilewise.compiler.spec import KernelSpec
 from tilewise.functions.function import version
+from tilewise.gpu import captures
 from tilewise.gpu.abi import Divisor, FoldArgs, ForwardArgs, NoFunctionArgs, TileListArgs
 
 if TYPE_CHECKING:
@@ -65,8 +66,8 @@ class Pattern:
             fields |= {"block_q": schedule.block_q, "block_k": schedule.block_k, "batch": batch, "heads": heads}
             fields["lengths"] = bool(lengths)
         if function is not None:
-            fields |= {"text": function.text(sizes), "mask": function.mask is not None}
-            fields |= {"score": function.score is not None, "uses": "".join(sorted(function.uses))}
+            fields |= {"text": function.text(sizes), "mask": function.masks}
+            fields |= {"score": function.scores, "uses": "".join(sorted(function.uses))}
         return cls(**fields)
 
     @property
@@ -213,6 +214,7 @@ class Lists:
         self.args = FoldArgs(list_heads=self.heads, lists_each=Divisor.by(max(1, self.heads // pattern.heads)))
         self._kept: OrderedDict[Any, tuple[Callable[[], Any], torch.Tensor]] = OrderedDict()
         self._launch_args: compiler.Args | None = None
+        self._form: Any = None  # of the schedule that the arguments describe
         self._finished: dict[int, torch.Tensor] = {}  # by stream, zero between launches
         if device.type == "cuda":
             self.kernel = compiler.load(self.spec, device)
@@ -228,10 +230,14 @@ class Lists:
 
         The caller holds the tensor that is returned until the forward is launched.
         """
-        capturing = torch.cuda.is_current_stream_capturing()
+        capturing = captures.capturing()
         read = self._point(forward, schedule)
+        looked_up = () if function is None else function.tensors
+        if capturing:
+            captures.note((*read, *looked_up))
+        keeps = not (self.packed or capturing or captures.noted((*read, *looked_up)))
         key = (id(schedule), *map(version, read), None if function is None else function.key, stream)
-        if not (self.packed or capturing):
+        if keeps:
             found = self._kept.get(key)
             if found is not None and found[0]() is schedule:  # and not another one at its address
                 self._place(forward, found[1])
@@ -247,7 +253,7 @@ class Lists:
         if self._launch_args is None or self.pattern.mask:
             self._launch_args = compiler.Args(forward, self.args, self._values(function))
         self.kernel.launch(self.grid, self._launch_args, stream=stream)
-        if not (self.packed or capturing):
+        if keeps:
             self._kept[key] = (_reference(schedule), work)
             while len(self._kept) > LISTS_KEPT:
                 self._kept.popitem(last=False)
@@ -283,11 +289,11 @@ class Lists:
 
     def _place(self, forward: ForwardArgs, work: torch.Tensor) -> None:
         """Points both kernels' arguments at the lists in `work`."""
-        a, lists, rows = self.args, forward.lists, self.lists * self.rows_each
-        a.counts = lists.counts = work.data_ptr()
-        a.order = work.data_ptr() + 4 * 2 * rows
-        lists.order = None if self.packed else a.order
-        a.units = lists.units = work.data_ptr() + 4 * 3 * rows
+        a, lists, at, rows = self.args, forward.lists, work.data_ptr(), self.lists * self.rows_each
+        a.counts = lists.counts = at
+        a.order = at + 4 * 2 * rows
+        lists.order = None if self.packed else at + 4 * 2 * rows
+        a.units = lists.units = at + 4 * 3 * rows
 
     def _point(self, forward: ForwardArgs, schedule: AnySchedule | None) -> list[torch.Tensor]:
         """Points both kernels' arguments at the schedule; returns what they read."""
@@ -296,10 +302,15 @@ class Lists:
         a, lists = self.args, forward.lists
         bits, whole = schedule.bits, schedule.whole
         a.kept, a.whole = bits.data_ptr(), None if whole is None else whole.data_ptr()
-        a.kept_batch = bits.stride(0) if bits.shape[0] > 1 else 0
-        a.kept_head = bits.stride(1) if bits.shape[1] > 1 else 0
-        a.kept_row, a.q_blocks, a.k_blocks = bits.stride(2), bits.shape[2], schedule.num_k_blocks
+        form = bits.shape, bits.stride(), schedule.num_k_blocks
+        if form != self._form:
+            a.kept_batch = bits.stride(0) if bits.shape[0] > 1 else 0
+            a.kept_head = bits.stride(1) if bits.shape[1] > 1 else 0
+            a.kept_row, a.q_blocks, a.k_blocks = bits.stride(2), bits.shape[2], schedule.num_k_blocks
+            self._form = form
         read = [bits] if whole is None else [bits, whole]
+        if not self.pattern.lengths:
+            return read
         for name, lengths in (("q", schedule.lengths_q), ("k", schedule.lengths_k)):
             setattr(lists, f"lengths_{name}", None if lengths is None else lengths.data_ptr())
             if lengths is not None:

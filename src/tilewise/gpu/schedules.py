@@ -18,6 +18,7 @@ import torch
 
 from tilewise import compiler, emulator
 from tilewise.compiler.spec import Constant, KernelSpec
+from tilewise.gpu import captures
 from tilewise.gpu.abi import ELEMENTS
 from tilewise.plan import schedule_device
 from tilewise.plan.schedule_select import share_of
@@ -129,6 +130,8 @@ class _Bound:
         """tensors: what the kernel may touch, by name."""
         if self.kernel is not None:
             self.kernel.launch((blocks, 1, 1), self.launch_args)
+            if captures.capturing():
+                captures.note(tensors.values())
             return
         known = {name: x for name, x in tensors.items() if x is not None}
         emulator.launch(self.spec, (blocks, 1, 1), [self.args], known, **emulated)
@@ -151,34 +154,52 @@ def _sizes(x: torch.Tensor, tail: int) -> tuple[int, ...]:
 
 
 def _empty(*sizes: int, like: torch.Tensor) -> torch.Tensor:
-    """int32 (batch or 1, heads or 1, …); ValueError where the kernels could not count its words."""
+    """int32 (batch or 1, heads or 1, …)."""
+    _check_countable(sizes)
+    return torch.empty(sizes, dtype=torch.int32, device=like.device)
+
+
+def _check_countable(sizes: tuple[int, ...]) -> None:
+    """ValueError where the kernels could not count the words."""
     if math.prod(sizes) > MOST:
         raise ValueError(f"a schedule on a device has at most 2^31 − 1 words, got {sizes}; use larger blocks")
-    return torch.empty(sizes, dtype=torch.int32, device=like.device)
+
+
+class _Packing:
+    """What packing tensors of one shape takes, but for their addresses."""
+
+    def __init__(self, device: torch.device, shape: torch.Size) -> None:
+        batch, heads, q_blocks, cols = (1,) * (4 - len(shape)) + tuple(shape)
+        words = -(-cols // 32)
+        self.shape = (batch, heads, q_blocks, words)
+        _check_countable(self.shape)
+        self.grid = -(-math.prod(self.shape) // THREADS)
+        self.bound = _Bound(_spec("pack"), device, PackArgs(rows=batch * heads * q_blocks, cols=cols, words=words))
+
+
+_packing = lru_cache(maxsize=256)(_Packing)
 
 
 def pack(
     blocks: torch.Tensor, whole: torch.Tensor | None = None, **emulated: Any
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """bools (…, nq, nk) -> bits; of `whole`, those that are kept. emulated: options of emulator.launch."""
-    batch, heads, q_blocks, cols = _sizes(blocks, 2)
-    words = -(-cols // 32)
-    bits = _empty(batch, heads, q_blocks, words, like=blocks)
+    packing = _packing(blocks.device, blocks.shape)
+    bits = torch.empty(packing.shape, dtype=torch.int32, device=blocks.device)
     whole_bits = None if whole is None else torch.empty_like(bits)
-    if not bits.numel():
+    if not packing.grid:
         return bits, whole_bits
     blocks = blocks.contiguous()
     whole = None if whole is None else whole.contiguous()
-    bound = _bound(blocks.device, PackArgs, _spec, "pack")
+    bound = packing.bound
     with bound.lock:
         a = bound.args
-        a.blocks, a.whole = blocks.data_ptr(), _address(whole)
-        a.bits, a.whole_bits = bits.data_ptr(), _address(whole_bits)
-        a.rows, a.cols, a.words = batch * heads * q_blocks, cols, words
-        aligned = cols | a.blocks | (a.whole or 0)
+        at, whole_at = blocks.data_ptr(), _address(whole)
+        a.blocks, a.whole, a.bits, a.whole_bits = at, whole_at, bits.data_ptr(), _address(whole_bits)
+        aligned = a.cols | at | (whole_at or 0)
         a.unit = 16 if aligned % 16 == 0 else 4 if aligned % 4 == 0 else 1
         known = {"blocks": blocks, "whole": whole, "bits": bits, "whole_bits": whole_bits}
-        bound.launch(-(-bits.numel() // THREADS), known, emulated)
+        bound.launch(packing.grid, known, emulated)
     return bits, whole_bits
 
 

@@ -224,7 +224,8 @@ def choose(
 ) -> AnyTiling:
     """The tiling, and with it the kernel, for sequences of about `seqlen_q` rows; tma: rows lie on 16 bytes."""
     if mma_tilings.serves(card, dtype):
-        return mma_tilings.choose(card, dtype, head_dim, scores, pattern=pattern, page_size=page_size)
+        loads: dict[str, Any] = {"vectors": tma, "pattern": pattern, "page_size": page_size}
+        return mma_tilings.choose(card, dtype, head_dim, scores, **loads)
     plain = tma and not page_size
     return choose_tiling(dtype, head_dim, seqlen_q, scores, plain=plain, pattern=pattern, page_size=page_size)
 

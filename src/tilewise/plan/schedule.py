@@ -181,6 +181,10 @@ class BlockSchedule(StoredSchedule):
 
         whole: like `blocks`; a promise that a mask function given beside the schedule shows these blocks whole.
         lengths_q, lengths_k: int32 or int64 (num_blocks,) or (batch, num_blocks), valid rows of each block."""
+        alone = whole is None and lengths_q is None and lengths_k is None
+        kind = _kind(blocks, seqlen_q, seqlen_k, block_q, block_k) if alone else None
+        if kind in _checked:
+            return cls._on_device(_checked[kind], device_side.kernels().pack(blocks, None)[0], None, None, None)
         batch, heads = leading("blocks", blocks, "num_q_blocks", "num_k_blocks")
         grid = grid_of(seqlen_q, seqlen_k, block_q, block_k, heads, batch)
         check_tail("blocks", blocks, grid.q_blocks, grid.cols)
@@ -190,6 +194,8 @@ class BlockSchedule(StoredSchedule):
             check_alike("whole", whole, "blocks", blocks)
         if _on_cuda({"blocks": blocks, "whole": whole}):
             bits, whole_bits = device_side.kernels().pack(blocks, whole)
+            if kind is not None:
+                _keep_checked(kind, grid)
             return cls._on_device(grid, bits, whole_bits, lengths_q, lengths_k)
         pattern = schedule_patterns.from_blocks(grid, as_array("blocks", blocks))
         inner = None if whole is None else schedule_patterns.from_blocks(grid, as_array("whole", whole & blocks))
@@ -378,6 +384,22 @@ class BlockSchedule(StoredSchedule):
     def _picture(self, head: int, batch: int) -> Picture:
         whole = None if self.whole is None else schedule_bits.pattern_of(self.whole.cpu() & self.cpu().bits, self._grid)
         return Picture(self._grid, self._looked_at(), whole, *self._place(head, batch))
+
+
+_checked: dict[Any, Grid] = {}  # what from_blocks was given before, on a device
+
+
+def _kind(x: Any, *sizes: Any) -> Any:
+    """All that is checked of a tensor and these sizes; None if they are not plain."""
+    if type(x) is not torch.Tensor or any(type(n) is not int for n in sizes):
+        return None
+    return x.shape, x.dtype, x.device, sizes
+
+
+def _keep_checked(kind: Any, grid: Grid) -> None:
+    if len(_checked) >= 256:
+        _checked.clear()
+    _checked[kind] = grid
 
 
 def _on_cuda(given: dict[str, Any]) -> bool:

@@ -40,6 +40,9 @@ class Grid:
         self.q_blocks = -(-self.seqlen_q // self.block_q)
         self.rows = (self.batch or 1) * (self.heads or 1) * self.q_blocks
         self.cols = -(-self.seqlen_k // self.block_k)
+        # What a schedule of this grid on a device has besides its tensors, if its blocks have no lengths
+        self.alone: dict[str, Any] = dict(zip(SCALARS, self.scalars, strict=True))
+        self.alone |= {"lengths_q": None, "lengths_k": None, "_grid": self, "_pattern": None}
 
     @property
     def shape(self) -> tuple[int, int, int, int]:

@@ -126,7 +126,10 @@ class StoredSchedule:
     ) -> Schedule:
         """On the device of its bits, where nothing is looked at."""
         made = cls.__new__(cls)
-        made._set(grid, None, bits, whole, lengths_q, lengths_k, faults)
+        if lengths_q is None and lengths_k is None:
+            vars(made).update(grid.alone, whole=whole, _bits=bits, _faults=faults)
+        else:
+            made._set(grid, None, bits, whole, lengths_q, lengths_k, faults)
         return made
 
     @property
@@ -145,7 +148,8 @@ class StoredSchedule:
     @property
     def form(self) -> tuple[Any, ...]:
         """All that is known of it without a look at its values: what calls check, and kernels are made for."""
-        lengths = (None if x is None else x.shape for x in (self.lengths_q, self.lengths_k))
+        q, k = self.lengths_q, self.lengths_k
+        lengths = None if q is None else q.shape, None if k is None else k.shape
         return self._grid.scalars, self.whole is None, self.device, *lengths
 
     def cpu(self: Schedule) -> Schedule:

@@ -1,5 +1,5 @@
-// Blocks of keys as both forward kernels see them: as boxes of neighbouring rows of K or V, which one page or one unit of
-// a list holds. forward.cu says what the constants mean.
+// Blocks of keys as both forward kernels see them: as boxes of neighbouring rows of K or V, which one page or one unit
+// of a list holds. forward.cu says what the constants mean.
 #pragma once
 #include "prefill/work.cuh"
 

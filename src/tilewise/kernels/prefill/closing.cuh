@@ -9,8 +9,8 @@ struct Closing {
     Global<Out> rows[2];   // where row h goes
 };
 
-// rows: as Scoring has it. done: the tile; of: its softmax state. Writes the LSE, and zeroes what rows past the length of
-// their block have in acc_o. kAddresses: whether `rows` of the result is wanted
+// rows: as Scoring has it. done: the tile; of: its softmax state. Writes the LSE, and zeroes what rows past the length
+// of their block have in acc_o. kAddresses: whether `rows` of the result is wanted
 template <bool kAddresses, class Rows>
 TILE_DEVICE Closing close_rows(const Rows& rows, const WorkTile& done, const warp::RowState& of,
                                float (&acc_o)[kHeadDim / 2]) {

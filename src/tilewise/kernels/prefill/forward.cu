@@ -57,6 +57,8 @@ struct Consumer : Scoring<Consumer> {
         : args(a), function(f), group(g),
           scale_log2(Function::kScore ? kLog2e : Rule::kChanges ? 1.0f : float(shared_scale()[warp::lane()])) {}
 
+    // Loaders of lists that keep more have taken the registers that sides need.
+    static constexpr bool kBySide = kSided && !(kListed && kManyLoads);
     TILE_DEVICE WorkTile tile() const { return tile_of_stage()[q_turn.stage]; }
     TILE_DEVICE int warp_row() const { return group * 64 + ptx::just_in_time(threadIdx.x) / 32 % 4 * 16; }
     TILE_DEVICE int key_of(int box) const {
@@ -160,7 +162,7 @@ struct Consumer : Scoring<Consumer> {
         if constexpr (kInside && Function::kTouches) touch();
         ptx::wgmma_wait<1>();
         if constexpr (!kHoldsK) release_k();
-        if constexpr (kMasked || !kSided) score<kMasked, kInside>(acc_s);
+        if constexpr (kMasked || !kBySide) score<kMasked, kInside>(acc_s);
         if constexpr (kMasked && Function::kMask) hide(acc_s, bits);
         else if constexpr (kMasked) mask(acc_s);
     }
@@ -183,33 +185,16 @@ struct Consumer : Scoring<Consumer> {
             end_step<true>(true);
         }
     }
-    // lazy_softmax, with the scores made as the block lies. On a line they take one multiply-add more than plain ones,
-    // the reference being part of the line.
+    // lazy_softmax, with the scores made as the block lies
     template <bool kInside> TILE_DEVICE bool sided_softmax(float (&sum)[2], const Sides& sides) {
-        at_side(sides, [&](auto side) {
-            if constexpr (kLine<side.kValue>) {
-                follow<side.kValue>(acc_s, sides, state.max);
-                warp::exponentiate(acc_s, sum);
-            } else {
-                score<false, kInside, side.kValue>(acc_s);
-                warp::exponentiate(acc_s, sum, state, scale_log2);
-            }
-        });
+        exponentiate_by_side<kInside>(acc_s, sum, sides, state, scale_log2);
         return ptx::any(!(fmaxf(sum[0], sum[1]) <= float(kWitness)));
-    }
-    // The same before the standard softmax
-    template <bool kInside> TILE_DEVICE void sided_scores(const Sides& sides) {
-        const float none[2] = {0.0f, 0.0f};
-        at_side(sides, [&](auto side) {
-            if constexpr (!kLine<side.kValue>) score<false, kInside, side.kValue>(acc_s);
-            else follow<side.kValue>(acc_s, sides, none);
-        });
     }
     // Blocks that every row sees whole. What is rarely needed stands outside of the inner loop, which keeps that loop
     // short.
     template <bool kInside> TILE_DEVICE void full_steps(int until) {
         Sides sides;
-        find_sides(sides);
+        if constexpr (kBySide) find_sides(sides);
         while (n >= until) {
             float sum[2];
             bool moved = false;
@@ -217,10 +202,10 @@ struct Consumer : Scoring<Consumer> {
             for (; n >= until;) {
                 begin_step<false, kInside>();
                 if constexpr (kExact) {
-                    if constexpr (kSided) sided_scores<kInside>(sides);
+                    if constexpr (kBySide) score_by_side<kInside>(acc_s, sides);
                     end_step<false>(warp::standing_softmax<kLift>(acc_s, correction, state, scale_log2));
                 } else {
-                    if constexpr (kSided) moved = sided_softmax<kInside>(sum, sides);
+                    if constexpr (kBySide) moved = sided_softmax<kInside>(sum, sides);
                     else moved = warp::lazy_softmax<kWitness>(acc_s, sum, state, scale_log2);
                     if (moved) break;
                     warp::add_sums(state, sum);

@@ -34,8 +34,8 @@ constexpr bool kTold = kListed || kPageSize > 0;  // where a block's rows come f
 static_assert(kBoxes <= kThreads, "a thread per box");
 
 TILE_DEVICE Shared<WorkTile> work() { return Shared<WorkTile>(kAtTile); }
-// By the last bits of a block's number: its boxes' units, as lists have them; the pages that hold them; and where blocks
-// of keys have lengths, how many of their keys are there
+// By the last bits of a block's number: its boxes' units, as lists have them; the pages that hold them; and where
+// blocks of keys have lengths, how many of their keys are there
 TILE_DEVICE Shared<int> units_of(int n) { return Shared<int>(kAtUnits + n % kSlots * kSlotBytes); }
 TILE_DEVICE Shared<int> pages_of(int n) { return Shared<int>(kAtPages + n % kSlots * kSlotBytes); }
 TILE_DEVICE Shared<int> there_of_block(int n) { return Shared<int>(kAtThere + n % kSlots * kSlotBytes); }

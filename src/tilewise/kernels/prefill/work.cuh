@@ -1,5 +1,5 @@
-// What the forward kernels are asked to do, and how their tiles are numbered; tilewise.gpu.abi.ForwardArgs is the mirror
-// of ForwardArgs in Python.
+// What the forward kernels are asked to do, and how their tiles are numbered; tilewise.gpu.abi.ForwardArgs is the
+// mirror of ForwardArgs in Python.
 #pragma once
 #include "common/args.cuh"
 #include "common/functions.cuh"
