@@ -128,3 +128,4 @@ def test_the_reason_is_that_of_the_kernel_that_runs(card, dtype):
     constants = dict(bound.spec.constants)
     assert ("widened to float16" in why) == (constants.get("Operand", constants["Element"]) != constants["Element"])
     assert ("mma.sync" in why) == (name == "forward_mma")
+    assert ("on CUDA cores" in why) == constants.get("kCudaCores", False)

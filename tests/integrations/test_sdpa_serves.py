@@ -104,7 +104,7 @@ def test_decisions_for_a_card(change, served):
     ("card", "dtype", "kernel", "why"),
     [
         (None, torch.bfloat16, "forward", "sm_90a has wgmma and TMA"),
-        (None, torch.float32, "forward_mma", "float32 runs as TF32 products of mma.sync"),
+        (None, torch.float32, "forward_mma", "sm_90a runs float32 as three TF32 products of mma.sync each"),
         ("sm_86", torch.float16, "forward_mma", "sm_86, which TILEWISE_CARD asks for, has no wgmma"),
         ("sm_100", torch.bfloat16, "forward_mma", "Blackwell have no kernel of their own yet"),
     ],

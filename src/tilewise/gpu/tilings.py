@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from tilewise import functions, tuned
-from tilewise.arch import arch_of_device, card_of, hopper, limits_of
+from tilewise.arch import arch_of_device, card_of, limits_of, tf32_products
 from tilewise.compiler.spec import Constant, KernelSpec
 from tilewise.gpu import mma_tilings
 from tilewise.gpu.abi import ELEMENTS, EVERY_RULE, FP8, PANEL_BYTES, TILE_WORDS, score_rule
@@ -236,8 +236,10 @@ def kernel_of(device: torch.device, dtype: torch.dtype) -> tuple[str, str]:
     asked = "" if card == arch_of_device(device) else ", which TILEWISE_CARD asks for,"
     if not mma_tilings.serves(card, dtype):
         return "forward", f"{card}{asked} has wgmma and TMA"
-    if hopper(card):
-        return "forward_mma", "float32 runs as TF32 products of mma.sync on every card"
+    if dtype == torch.float32:
+        tf32 = "as three TF32 products of mma.sync each"
+        how = tf32 if tf32_products(card) else f"on CUDA cores, of wide heads {tf32}"
+        return "forward_mma", f"{card}{asked} runs float32 {how}"
     why = f"{card}{asked} has no wgmma, so products are made by mma.sync"
     if card in ("sm_100", "sm_103"):
         why += "; data-centre cards of Blackwell have no kernel of their own yet"
