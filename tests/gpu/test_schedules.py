@@ -20,6 +20,7 @@ from schedule_kernel_cases import (
 
 from tilewise import compiler
 from tilewise.gpu import schedules as kernels
+from tilewise.plan import schedule as plan_schedule
 from tilewise.plan.schedule import BlockSchedule
 
 leads = st.sampled_from([(), (1,), (3,), (1, 1), (2, 1), (2, 3)])
@@ -299,3 +300,39 @@ def test_compiles_without_spills() -> None:
     for spec in kernels.specs():
         report = compiler.compile(spec, "sm_90a").report
         assert report.spill_stores == report.spill_loads == 0, spec
+
+
+# ---- calls like earlier ones ----------------------------------------------------------------------------------------
+def test_what_was_checked_before_is_checked_by_its_kind(monkeypatch):
+    """A call like an earlier one makes the same; one that differs in anything that is checked is refused as ever."""
+    monkeypatch.setattr(plan_schedule, "_on_cuda", lambda given: True)
+    monkeypatch.setattr(plan_schedule, "_checked", {})
+    sizes = {"seqlen_q": 200, "seqlen_k": 300, "block_q": 64, "block_k": 64}
+    for seed in range(3):
+        kept = torch.rand(2, 4, 5, generator=torch.Generator().manual_seed(seed)) < 0.5
+        made = BlockSchedule.from_blocks(kept, **sizes)
+        assert torch.equal(made.bits, bits_of_blocks(kept)), seed
+        assert (made.seqlen_q, made.seqlen_k, made.block_q, made.block_k, made.heads) == (200, 300, 64, 64, 2)
+        assert made.whole is made.lengths_q is made.lengths_k is None
+        assert made.form == BlockSchedule.from_blocks(kept, **sizes).form
+    assert len(plan_schedule._checked) == 1
+    wrong: list[tuple[type[Exception], str, Any, dict[str, Any]]] = [
+        (TypeError, "seqlen_q", kept, {"seqlen_q": 200.0}),
+        (TypeError, "block_k", kept, {"block_k": True}),
+        (ValueError, "block_q", kept, {"block_q": 60}),
+        (ValueError, "must end in", kept, {"seqlen_k": 400}),
+        (ValueError, "must end in", kept[:, :3], {}),
+        (ValueError, "must be bool", kept.int(), {}),
+        (TypeError, "blocks must be", kept.tolist(), {}),
+        (ValueError, "whole must be", kept, {"whole": kept[0]}),
+        (ValueError, "lengths_q must have shape", kept, {"lengths_q": torch.zeros(7, dtype=torch.int32)}),
+    ]
+    for error, match, blocks, options in wrong:
+        with pytest.raises(error, match=match):
+            BlockSchedule.from_blocks(blocks, **{**sizes, **options})
+
+
+def bits_of_blocks(kept: torch.Tensor) -> torch.Tensor:
+    """(1, heads, rows, words), by arithmetic on Python's ints."""
+    words = [[[sum(1 << n for n, one in enumerate(row) if one)] for row in head] for head in kept.tolist()]
+    return torch.tensor(words, dtype=torch.int32)[None]

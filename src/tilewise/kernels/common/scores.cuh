@@ -64,6 +64,12 @@ template <bool kSoftcap, bool kAlibiBias, bool kAnyScale> struct ScoreRule<kSoft
         for (int i = 0; i < kSize; i++)
             acc_s[i] = kSoftcap ? scores.softcap_out * soft_capped(acc_s[i], in) : acc_s[i] * in;
     }
+    // Of that, what is not a factor: last_factor is left to the caller
+    template <int kSize> static TILE_DEVICE void apply_inner(float (&acc_s)[kSize], float in) {
+        if constexpr (kSoftcap)
+#pragma unroll
+            for (int i = 0; i < kSize; i++) acc_s[i] = soft_capped(acc_s[i], in);
+    }
 };
 
 // What becomes of the scores of a row over neighbouring keys, where that is a line: s · factor + (base + step · d), d

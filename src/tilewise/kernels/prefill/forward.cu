@@ -185,27 +185,10 @@ struct Consumer : Scoring<Consumer> {
             end_step<true>(true);
         }
     }
-    // lazy_softmax, with the scores made as the block lies. On a line they take one multiply-add more than plain ones,
-    // the reference being part of the line.
+    // lazy_softmax, with the scores made as the block lies
     template <bool kInside> TILE_DEVICE bool sided_softmax(float (&sum)[2], const Sides& sides) {
-        at_side(sides, [&](auto side) {
-            if constexpr (kLine<side.kValue>) {
-                follow<side.kValue>(acc_s, sides, state.max);
-                warp::exponentiate(acc_s, sum);
-            } else {
-                score<false, kInside, side.kValue>(acc_s);
-                warp::exponentiate(acc_s, sum, state, scale_log2);
-            }
-        });
+        exponentiate_by_side<kInside>(acc_s, sum, sides, state, scale_log2);
         return ptx::any(!(fmaxf(sum[0], sum[1]) <= float(kWitness)));
-    }
-    // The same before the standard softmax
-    template <bool kInside> TILE_DEVICE void sided_scores(const Sides& sides) {
-        const float none[2] = {0.0f, 0.0f};
-        at_side(sides, [&](auto side) {
-            if constexpr (!kLine<side.kValue>) score<false, kInside, side.kValue>(acc_s);
-            else follow<side.kValue>(acc_s, sides, none);
-        });
     }
     // Blocks that every row sees whole. What is rarely needed stands outside of the inner loop, which keeps that loop
     // short.
@@ -219,7 +202,7 @@ struct Consumer : Scoring<Consumer> {
             for (; n >= until;) {
                 begin_step<false, kInside>();
                 if constexpr (kExact) {
-                    if constexpr (kBySide) sided_scores<kInside>(sides);
+                    if constexpr (kBySide) score_by_side<kInside>(acc_s, sides);
                     end_step<false>(warp::standing_softmax<kLift>(acc_s, correction, state, scale_log2));
                 } else {
                     if constexpr (kBySide) moved = sided_softmax<kInside>(sum, sides);

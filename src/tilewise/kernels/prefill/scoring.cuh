@@ -2,6 +2,7 @@
 // see: by windows, lengths and lists, and by a user's functions. forward.cu says what the constants mean.
 #pragma once
 #include "prefill/blocks.cuh"
+#include "tile/lazy.cuh"
 
 // Looking up all keys of a block at once would take a register each.
 constexpr int kSeenAtOnce = !Function::kByKey ? kTileKv / 8 : kHeadDim > 128 ? 2 : 8;
@@ -183,11 +184,9 @@ template <class Self> struct Scoring {
     }
     // Scores on their lines, less `less` of their row
     template <int kSide> TILE_DEVICE void follow(Fragment& s, const Sides& sides, const float (&less)[2]) const {
-        if constexpr (!Function::kScore && !Rule::kLinear) {  // their tanh
+        if constexpr (!Function::kScore) {
             const float descale = kFp8 ? self().tile().descale_qk : 1.0f;
-            const float in = Rule::first_factor(self().args.scores) * descale;
-#pragma unroll
-            for (int i = 0; i < kTileKv / 2; i++) s[i] = soft_capped(s[i], in);
+            Rule::apply_inner(s, Rule::first_factor(self().args.scores) * descale);
         }
         const int column = ptx::just_in_time(warp::fragment_column());
 #pragma unroll
@@ -201,6 +200,29 @@ template <class Self> struct Scoring {
             }
             warp::follow_lines<kSide>(run_of(s, run), lines);
         }
+    }
+    // score() of a block that every row sees whole, as it lies
+    template <bool kInside> TILE_DEVICE void score_by_side(Fragment& s, const Sides& sides) const {
+        const float none[2] = {0.0f, 0.0f};
+        at_side(sides, [&](auto side) {
+            if constexpr (kLine<side.kValue>) follow<side.kValue>(s, sides, none);
+            else score<false, kInside, side.kValue>(s);
+        });
+    }
+    // The same and P = 2^(score − m) in place of S, with this lane's sums. On a line that takes one multiply-add more
+    // than plain scores do, the reference being part of the line.
+    template <bool kInside>
+    TILE_DEVICE void exponentiate_by_side(Fragment& s, float (&sum)[2], const Sides& sides, const warp::RowState& state,
+                                          float scale_log2) const {
+        at_side(sides, [&](auto side) {
+            if constexpr (kLine<side.kValue>) {
+                follow<side.kValue>(s, sides, state.max);
+                warp::exponentiate(s, sum);
+            } else {
+                score<false, kInside, side.kValue>(s);
+                warp::exponentiate(s, sum, state, scale_log2);
+            }
+        });
     }
     // S = −inf where a row does not see the key
     TILE_DEVICE void mask(Fragment& acc_s) const {
