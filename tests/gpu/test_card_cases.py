@@ -27,6 +27,7 @@ def test_every_body_is_a_kernel_of_its_own():
     for name, values in {
         "kVectors": {True, False},
         "kExact": {True, False},
+        "kCudaCores": {True, False},
         "kQInRegisters": {True, False},
         "kSlabs": {True, False},
         "kLengths": {True, False},
@@ -50,4 +51,4 @@ def test_random_problems_reach_every_kind_of_kernel():
 
 def test_bodies_are_judged():
     """In the emulator, two of them; on a card all are run."""
-    assert check_bodies("cpu", ("Q in registers, two places", "float32 off 16 bytes")) == 2
+    assert check_bodies("cpu", ("Q in registers, two places", "float32 within 99 KB, pages")) == 2
