@@ -37,7 +37,7 @@ Tilewise: attention kernels for LLM inference, planned once as a list of tiles.
   tilewise bench generate
                       text end to end: tilewise.generate beside transformers, on a CPU or a GPU; --out
   tilewise sweep      lists for every dimension into a CSV, with plots; Ctrl-C and --resume
-  tilewise report     this machine measured, as a page to look at and to send; --quick --against OLD.json
+  tilewise report     this machine measured, as a page to look at and send; -o --quick --against OLD.json
   tilewise schedule make | show | check
                       block-sparse patterns as files
   tilewise testdata make | check
@@ -45,12 +45,12 @@ Tilewise: attention kernels for LLM inference, planned once as a list of tiles.
   tilewise ladder     the teaching ladder: kernels one idea apart, timed on a GPU; --emulate counts
                       what they cost on any machine; --rung NAME --plot PATH --profile --json
   tilewise kernels    registers, spills, shared memory and occupancy of every kernel; needs no GPU
-  tilewise tune       which tilings are fastest on this card, measured into a table that later calls look up;
+  tilewise tune       what is fastest on this card, measured into a table that later calls look up;
                       prefill | decode | sparse | all, --budget --shapes --dtype
   tilewise warm       compile ahead on all cores what a model or shapes need; without a GPU with --arch;
                       --model CONFIG | --shapes B,N,Hq,Hkv,D
   tilewise cache show | clear | export | import
-                      the folder of compiled kernels: what it holds, how to empty it and how to take it along
+                      the folder of compiled kernels: what it holds, emptying it, taking it along
   tilewise doctor     what is installed, what will run, what is missing and how to get it
 
 Try:

@@ -129,6 +129,7 @@ def test_blocks_of_rows_see_the_keys_that_the_whole_sees(name, monkeypatch):
     monkeypatch.setitem(judge.PAIRS_AT_ONCE, "cpu", 500)
     results = measure.measure(build(TINY[name]), loops=1)
     assert all(r.status == OK for r in results), results
+    assert all(r.error is None or max(r.error, 2 * r.baseline) <= r.allowed for r in results)
 
 
 def test_lengths_are_spaced_geometrically_in_no_order():

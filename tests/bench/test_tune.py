@@ -13,7 +13,7 @@ import torch
 from cli_cases import assert_one_line_and_hint
 
 from tilewise import arch, tuned
-from tilewise.bench import tune, tune_command, tune_decode, tune_prefill
+from tilewise.bench import smi, tune, tune_command, tune_decode, tune_prefill
 from tilewise.bench.measure import Timing
 from tilewise.bench.tune_prefill import Shape, parse
 from tilewise.gpu import prefill
@@ -396,14 +396,15 @@ def test_all_families_share_the_time(card: Path, tmp_path: Path, monkeypatch: py
 
 def test_driver_and_clocks_are_asked_of_nvidia_smi(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     script = tmp_path / "nvidia-smi"
-    script.write_text('#!/bin/sh\necho "$@" > "$0.asked"\necho "580.1, 1980, 3201, 1981, 3202, 700.00"\n')
+    script.write_text('#!/bin/sh\necho "$@" > "$0.asked"\necho "A Card, 580.1, 1980, 3201, [N/A], 3202, 700.00"\n')
     script.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
-    told = tune._told(1)
+    monkeypatch.setattr(smi, "machine", lambda device: "A Card")
+    told = tune._told(torch.device("cuda", 1))
     assert told["driver"] == "580.1"
-    assert told["clocks"]["clocks.sm"] == "1980"
-    assert told["clocks"]["power.limit"] == "700.00"
-    assert (tmp_path / "nvidia-smi.asked").read_text().split()[-2:] == ["-i", "5"]
+    clocks = {"clocks.sm": "1980", "clocks.mem": "3201", "clocks.max.mem": "3202", "power.limit": "700.00"}
+    assert told["clocks"] == clocks  # the one that it does not know is left out
+    assert "--id=5" in (tmp_path / "nvidia-smi.asked").read_text().split()
     script.write_text("#!/bin/sh\nexit 9\n")
-    assert tune._told(0) == {"driver": None, "clocks": {}}
+    assert tune._told(torch.device("cuda", 0)) == {"driver": None, "clocks": {}}

@@ -105,6 +105,7 @@ SPILLING = [
     ("sm_86", BF16, 128, {}),
     ("sm_89", FP8, 128, {}),
     ("sm_120", FP32, 64, {}),
+    ("sm_89", FP32, 192, {}),
     ("sm_90a", FP32, 128, {}),
     ("sm_100", BF16, 256, {}),
 ]
@@ -202,6 +203,18 @@ def test_schedules_masks_and_scores(card):
     check(q, k, v, schedule=schedule)
     check(q, k, v, schedule=schedule, mask=lambda b, h, q, k: documents[q] == documents[k])
     check(q, k, v, mask=lambda b, h, q, k: (q >= k) & (q - k < 50), score=lambda s, b, h, q, k: s - (q - k).abs() * 0.1)
+
+
+def test_float32_on_cuda_cores_where_they_are_faster():
+    """Cards whose tensor cores do three TF32 products in more time."""
+    chosen = {name: mma_tilings.choose(name, FP32, 128, Scores()).cuda_cores for name in arch.ARCHS}
+    assert {name for name, is_so in chosen.items() if is_so} == {"sm_86", "sm_89", "sm_120", "sm_121"}
+    with arch.as_card("sm_89"):
+        for head_dim, options in ((64, {"causal": True}), (96, {"window": (30, 5)}), (128, {"exact": True}), (192, {})):
+            q, k, v = problem(1, 70, 150, 2, 1, head_dim, dtype=FP32)
+            check(q, k, v, **options)
+            k[:, 40] *= 300.0  # S is computed again
+            check(q, k, v, **options)
 
 
 def test_float32_with_everything():

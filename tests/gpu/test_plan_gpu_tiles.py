@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import re
 from pathlib import Path
 
 import numpy as np
@@ -103,3 +104,28 @@ def test_the_launch_names_the_kernel_of_the_card_and_the_dtype():
     with arch.as_card("sm_89"):
         launch = plan_attention(x.half(), x.half(), backend="emulator").launch
     assert (launch.kernel, launch.blocks) == ("forward_mma, half, D 64", 6)
+
+
+def test_the_kernel_has_a_reason(capsys):
+    x = torch.zeros(1, 300, 2, 64).bfloat16()
+    plan_attention(x, x, backend="emulator").show()
+    assert re.search(r"because +sm_90a has wgmma and TMA\n", capsys.readouterr().out)
+    with arch.as_card("sm_87"):
+        plan_attention(x, x, backend="emulator").show()
+    assert re.search(r"because +sm_87, which TILEWISE_CARD asks for, has no wgmma", capsys.readouterr().out)
+    plan_attention(x, x).show()
+    assert "because" not in capsys.readouterr().out  # on the CPU there is no choice
+
+
+@pytest.mark.parametrize("card", arch.ARCHS)
+@pytest.mark.parametrize("dtype", tilings.DTYPES)
+def test_the_reason_is_that_of_the_kernel_that_runs(card, dtype):
+    x = torch.zeros(1, 64, 2, 64).to(dtype)
+    with arch.as_card(card):
+        name, why = tilings.kernel_of(x.device, dtype)
+        bound = prefill.Forward(x, x, x, x.to(tilings.out_dtype(dtype)), Scores(), tma=True)
+    assert bound.spec.name == name
+    constants = dict(bound.spec.constants)
+    assert ("widened to float16" in why) == (constants.get("Operand", constants["Element"]) != constants["Element"])
+    assert ("mma.sync" in why) == (name == "forward_mma")
+    assert ("on CUDA cores" in why) == constants.get("kCudaCores", False)

@@ -13,6 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import tilewise
 from tilewise import PagedKVCache
+from tilewise.gpu import tilings
 from tilewise.integrations import replace
 from tilewise.integrations.replace import install, replace_sdpa, uninstall
 from tilewise.integrations.sdpa import explain, sdpa, torch_sdpa
@@ -189,14 +190,16 @@ def test_what_goes_to_torch():
     check(query, key, value, mask, by="torch")
     assert "no GPU kernel takes an attn_mask" in str(explain(query, key, value, mask))
     floats = [x.float() for x in (query, key, value)]
-    assert explain(*floats).backend == "torch"
-    torch.testing.assert_close(sdpa(*floats), torch_sdpa(*floats))
+    check(*floats)
+    assert explain(*(x.double() for x in floats)).backend == "torch"
     with torch.autocast("cuda", dtype=BF16):
         assert explain(*floats).backend == "tilewise"
         assert torch.equal(sdpa(*floats), sdpa(query, key, value))
     assert explain(query, key, value, dropout_p=0.5).backend == "torch"
     assert explain(query, key, value.cpu()).backend == "torch"
-    assert str(explain(query, key, value)) == "tilewise, by the GPU forward: bfloat16 on cuda is served"
+    told = explain(query, key, value)
+    kernel, why = tilings.kernel_of(query.device, BF16)
+    assert (told.kernel, told.reasons) == (f"the GPU kernel {kernel}", ("bfloat16 on cuda is served", why))
 
 
 def test_compiled_under_replacement():

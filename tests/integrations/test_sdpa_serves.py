@@ -10,6 +10,8 @@ from oracle import randn
 from sdpa_cases import check, make, padding, serves
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from tilewise import arch
+from tilewise.integrations import sdpa as module
 from tilewise.integrations.replace import replace_sdpa
 from tilewise.integrations.sdpa import Explanation, Facts, decide, explain, sdpa, torch_sdpa
 
@@ -96,6 +98,24 @@ def test_decisions_for_a_card(change, served):
     path, reasons = decide(CARD._replace(**change))
     assert (path != "torch") == served
     assert reasons
+
+
+@pytest.mark.parametrize(
+    ("card", "dtype", "kernel", "why"),
+    [
+        (None, torch.bfloat16, "forward", "sm_90a has wgmma and TMA"),
+        (None, torch.float32, "forward_mma", "sm_90a runs float32 as three TF32 products of mma.sync each"),
+        ("sm_86", torch.float16, "forward_mma", "sm_86, which TILEWISE_CARD asks for, has no wgmma"),
+        ("sm_100", torch.bfloat16, "forward_mma", "Blackwell have no kernel of their own yet"),
+    ],
+)
+def test_explain_names_the_kernel_of_the_card(card, dtype, kernel, why):
+    """Asked of the emulator's card, which is any that TILEWISE_CARD names."""
+    with arch.as_card(card):
+        told = module._explained(CARD._replace(dtype=dtype), torch.device("cpu"), ("it is served",))
+    assert (told.backend, told.kernel) == ("tilewise", f"the GPU kernel {kernel}")
+    assert told.reasons[0] == "it is served"
+    assert why in str(told)
 
 
 def test_gradients_are_torchs():

@@ -16,7 +16,7 @@ from .measure import Ceiling, time_calls
 
 @cache
 def of(device: torch.device, dtype: torch.dtype) -> Ceiling:
-    """The ceiling of `device` for inputs of `dtype`."""
+    """The ceiling of `device` for inputs of `dtype`; of FP8 that torch does not multiply there, of bfloat16."""
     if device.type == "cuda":
         return Ceiling(_matmul(device, dtype, 8192), _bandwidth(device, 1 << 30))
     flops = _matmul(device, torch.float32, 1536)
@@ -34,6 +34,10 @@ def _matmul(device: torch.device, dtype: torch.dtype, n: int) -> float:
     if dtype == torch.float8_e4m3fn:
         one = torch.ones((), device=device)
         product = lambda: torch._scaled_mm(a, b.t(), one, one, out_dtype=torch.bfloat16)  # noqa: E731
+        try:
+            product()
+        except (RuntimeError, ValueError):  # the card has no such products
+            return _matmul(device, torch.bfloat16, n)
     return 2 * n**3 / time_calls({"matmul": product}, device=device, budget=0.4, heat=0.0)["matmul"].fastest
 
 

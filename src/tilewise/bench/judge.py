@@ -100,7 +100,7 @@ def row_check(
         got, exact, honest, lse = (torch.cat([x.flatten() for x in column]) for column in zip(*parts, strict=True))
         verdict = reference.judge(got, exact, honest, lse=lse)
         baseline = (honest.double() - exact).abs().max().item()
-        return Check(verdict.ok, verdict.error, baseline, verdict.reason)
+        return Check(verdict.ok, verdict.error, baseline, verdict.reason, verdict.allowed)
 
     return check
 

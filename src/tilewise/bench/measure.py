@@ -66,12 +66,16 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Check:
-    """How far an answer is from float64 (`error`), and how far PyTorch's own math in the same dtype is (`baseline`)."""
+    """How far an answer is from float64 (`error`), and how far PyTorch's own math in the same dtype is (`baseline`).
+
+    allowed: the largest error that passes, None if it came to no comparison.
+    """
 
     ok: bool
     error: float
     baseline: float
     reason: str = ""
+    allowed: float | None = None
 
 
 @dataclass(frozen=True)
@@ -107,6 +111,7 @@ class Result:
     ratio_to_best_peer: float | None = None
     # The ratio to each peer by name: a bar may be set against one that is not the best.
     ratio_to: Mapping[str, float] = field(default_factory=dict)
+    allowed: float | None = None  # the largest error that passes
 
 
 def time_calls(
@@ -397,4 +402,4 @@ def _check(problem: Problem, kernel: Kernel) -> Result:
     except Exception as error:
         return Result(kernel.name, kernel.ours, FAILED, " ".join(f"{type(error).__name__}: {error}".split()))
     status = OK if check.ok else WRONG
-    return Result(kernel.name, kernel.ours, status, check.reason, check.error, check.baseline)
+    return Result(kernel.name, kernel.ours, status, check.reason, check.error, check.baseline, allowed=check.allowed)

@@ -251,6 +251,7 @@ def checker(q: torch.Tensor, keys: Callable[[int], KV]) -> Callable[[torch.Tenso
             expected.append([torch.cat(x) for x in zip(*map(expect, chosen), strict=True)])
         exact, honest, lse = expected[0]
         verdict = reference.judge(answer[chosen], exact, honest, lse=lse)
-        return Check(verdict.ok, verdict.error, (honest.double() - exact).abs().max().item(), verdict.reason)
+        baseline = (honest.double() - exact).abs().max().item()
+        return Check(verdict.ok, verdict.error, baseline, verdict.reason, verdict.allowed)
 
     return check

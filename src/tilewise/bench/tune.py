@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
-import subprocess
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -24,6 +22,7 @@ from tilewise import __version__, arch, compiler, tuned
 from tilewise.compiler.spec import KernelSpec
 from tilewise.tuned import Section, Tuned, Value
 
+from . import smi
 from .measure import HEAT, Timing, time_calls, time_replays
 from .records import package_version
 
@@ -246,7 +245,7 @@ class Card:
         versions = {"tilewise": __version__, "torch": torch.__version__, "cuda": torch.version.cuda}
         versions |= {name: package_version(name) for name in ("cuda-bindings", "nvidia-cuda-nvrtc")}
         capability = ".".join(map(str, arch.capability(self.device)))
-        return {"capability": capability, "versions": versions, **_told(self.device.index or 0)}
+        return {"capability": capability, "versions": versions, **_told(self.device)}
 
 
 def _fault(row: compiler.ResourceRow, most: int) -> str:
@@ -262,17 +261,7 @@ def _fault(row: compiler.ResourceRow, most: int) -> str:
 SAID = ("clocks.sm", "clocks.mem", "clocks.max.sm", "clocks.max.mem", "power.limit")
 
 
-def _told(index: int) -> Record:
+def _told(device: torch.device) -> Record:
     """The driver, and clocks (MHz) and power limit (W) as they are now, by nvidia-smi; nothing where there is none."""
-    seen = [x for x in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if x.strip()]
-    which = seen[index].strip() if index < len(seen) else str(index)
-    command = shutil.which("nvidia-smi")
-    if command is None:
-        return {"driver": None, "clocks": {}}
-    asked = [f"--query-gpu=driver_version,{','.join(SAID)}", "--format=csv,noheader,nounits", "-i", which]
-    try:
-        done = subprocess.run([command, *asked], capture_output=True, text=True, timeout=20, check=True)
-        driver, *values = [value.strip() for value in done.stdout.splitlines()[0].split(",")]
-        return {"driver": driver, "clocks": dict(zip(SAID, values, strict=True))}
-    except (OSError, subprocess.SubprocessError, ValueError, IndexError):
-        return {"driver": None, "clocks": {}}
+    told = smi.ask(device, ("driver_version", *SAID))
+    return {"driver": told.pop("driver_version", None), "clocks": told}

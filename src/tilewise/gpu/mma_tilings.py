@@ -11,13 +11,14 @@ from functools import lru_cache
 
 import torch
 
-from tilewise.arch import fp8_products, hopper, limits_of
+from tilewise.arch import fp8_products, hopper, limits_of, tf32_products
 from tilewise.compiler.spec import Constant, KernelSpec
 from tilewise.gpu.abi import ELEMENTS, FP8, TILE_WORDS, score_rule
 from tilewise.gpu.pattern import NO_PATTERN, Pattern, block_keys
 from tilewise.scores import Scores
 
 WIDTHS = (64, 96, 128, 192, 256)  # head dimensions that the products run over; others are padded
+CUDA_CORE_KEYS = 32  # keys per block on CUDA cores, at most: P V is unrolled over them
 BLOCK_OVERHEAD = 1024  # bytes of shared memory per block that the driver reserves
 
 
@@ -31,8 +32,8 @@ class MmaTiling:
     """Rows of a query tile and of a warp, keys of a block, places for K and V in shared memory, and the rest.
 
     operand: what the products are made of: the dtype, or float16 for FP8 that is widened. q_registers: warps keep Q in
-    registers. lazy: the lazy softmax. blocks_each: thread blocks that a multiprocessor holds at once. unit: keys that
-    one entry of a list stands for, 0 if blocks follow each other.
+    registers. lazy: the lazy softmax. blocks_each: thread blocks that a multiprocessor holds at once. cuda_cores: the
+    products run on CUDA cores. unit: keys that one entry of a list stands for, 0 if blocks follow each other.
     """
 
     operand: torch.dtype
@@ -44,6 +45,7 @@ class MmaTiling:
     q_registers: bool
     blocks_each: int
     lazy: bool = True
+    cuda_cores: bool = False
     unit: int = 0
 
     @property
@@ -102,7 +104,12 @@ def choose(
     found = []
     for base in TILINGS[operand.itemsize, width]:
         crowded = scores.changed or pattern.listed or pattern.score or not vectors
-        tiling = _for_pattern(replace(base, operand=operand), dtype, width, crowded, pattern, page_size)
+        # Wider heads have no registers for what CUDA cores load together.
+        cuda_cores = operand == torch.float32 and not tf32_products(card) and width <= 192
+        tiling = replace(base, operand=operand, cuda_cores=cuda_cores)
+        if cuda_cores and tiling.tile_kv > CUDA_CORE_KEYS:
+            continue
+        tiling = _for_pattern(tiling, dtype, width, crowded, pattern, page_size)
         shared = shared_bytes(dtype, width, tiling, told=_told(tiling, pattern, page_size))
         fits = limits.shared_sm // (shared + BLOCK_OVERHEAD) if shared <= limits.shared_block else 0
         if fits >= tiling.blocks_each:
@@ -185,6 +192,7 @@ def forward_mma_spec(
         ("kStagesK", tiling.stages_k),
         ("kStagesV", tiling.stages_v),
         ("kQInRegisters", tiling.q_registers),
+        ("kCudaCores", tiling.cuda_cores),
         ("kBlocksEach", tiling.blocks_each),
         ("kPack", pack),
         ("kPageSize", page_size),

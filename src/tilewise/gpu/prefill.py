@@ -32,7 +32,7 @@ from tilewise.gpu.abi import (
 )
 from tilewise.gpu.mma_tilings import MmaTiling
 from tilewise.gpu.pattern import NO_PATTERN, AnySchedule, Lists, Pattern
-from tilewise.gpu.tilings import AnyTiling, geometry, out_dtype, ragged_spec, spec_of
+from tilewise.gpu.tilings import geometry, kernel_of, out_dtype, ragged_spec, spec_of
 from tilewise.plan.dense import plan_tiled
 from tilewise.plan.tiles import Launch, Plan
 from tilewise.scores import Scores
@@ -51,16 +51,12 @@ def plan_of(q: torch.Tensor, k: torch.Tensor, scores: Scores) -> Plan:
     g = geometry(card, q.dtype, batch, seqlen_q, heads_q, heads_kv, head_dim, scores, tma=tma, table=tuned.of(q.device))
     tiles, each = g.q_tiles * batch * g.heads, multiprocessors(q.device) * g.tiling.blocks_each
     blocks = tiles if isinstance(g.tiling, MmaTiling) else min(tiles, each)
-    launch = Launch(
-        f"{_name(g.tiling)}, {ELEMENTS[q.dtype]}, D {head_dim}", g.tiling.tile_q, g.tiling.tile_kv, g.pack, blocks
-    )
+    name, why = kernel_of(q.device, q.dtype)
+    what = f"{name}, {ELEMENTS[q.dtype]}, D {head_dim}"
+    launch = Launch(what, g.tiling.tile_q, g.tiling.tile_kv, g.pack, blocks, why)
     sizes = (batch, seqlen_q, seqlen_k, heads_q, heads_kv, head_dim)
     size, out_size = q.element_size(), out_dtype(q.dtype).itemsize
     return plan_tiled(*sizes, launch, g.together, window=scores.window, io_bytes=size, out_bytes=out_size)
-
-
-def _name(tiling: AnyTiling) -> str:
-    return "forward_mma" if isinstance(tiling, MmaTiling) else "forward"
 
 
 def tma_can(*tensors: torch.Tensor) -> bool:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from tilewise import functions, tuned
-from tilewise.arch import limits_of
+from tilewise.arch import arch_of_device, card_of, limits_of, tf32_products
 from tilewise.compiler.spec import Constant, KernelSpec
 from tilewise.gpu import mma_tilings
 from tilewise.gpu.abi import ELEMENTS, EVERY_RULE, FP8, PANEL_BYTES, TILE_WORDS, score_rule
@@ -228,6 +228,24 @@ def choose(
         return mma_tilings.choose(card, dtype, head_dim, scores, **loads)
     plain = tma and not page_size
     return choose_tiling(dtype, head_dim, seqlen_q, scores, plain=plain, pattern=pattern, page_size=page_size)
+
+
+def kernel_of(device: torch.device, dtype: torch.dtype) -> tuple[str, str]:
+    """The kernel that serves a dtype on a device, forward or forward_mma, and why it is that one."""
+    card = card_of(device)
+    asked = "" if card == arch_of_device(device) else ", which TILEWISE_CARD asks for,"
+    if not mma_tilings.serves(card, dtype):
+        return "forward", f"{card}{asked} has wgmma and TMA"
+    if dtype == torch.float32:
+        tf32 = "as three TF32 products of mma.sync each"
+        how = tf32 if tf32_products(card) else f"on CUDA cores, of wide heads {tf32}"
+        return "forward_mma", f"{card}{asked} runs float32 {how}"
+    why = f"{card}{asked} has no wgmma, so products are made by mma.sync"
+    if card in ("sm_100", "sm_103"):
+        why += "; data-centre cards of Blackwell have no kernel of their own yet"
+    if mma_tilings.operand_of(card, dtype) != dtype:
+        why += "; FP8 is widened to float16, which that multiplies there"
+    return "forward_mma", why
 
 
 def as_measured(

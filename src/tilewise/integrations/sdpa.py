@@ -29,7 +29,7 @@ Shape = tuple[int, ...]
 Path = Literal["torch", "dense", "seen keys"]
 
 PLAIN = (torch.Tensor, torch.nn.Parameter)
-KERNELS = {"cpu": "the CPU backend", "cuda": "the GPU forward"}
+KERNELS = {"cpu": "the CPU backend", "cuda": "the GPU kernel"}
 
 
 class Facts(NamedTuple):
@@ -87,8 +87,8 @@ def sdpa(
     is_causal: query i sees keys 0 to i. scale: `E ** -0.5` if None. enable_gqa: Hq may be a multiple of H.
 
     Tilewise serves, on the CPU: float32, float16 and bfloat16, no mask or a boolean one that hides keys from all
-    queries and heads alike (padding); on a GPU: float16 and bfloat16 without a mask. torch's own function serves
-    the rest: other masks, dropout, whatever needs gradients, tensor subclasses, calls that torch refuses.
+    queries and heads alike (padding); on a GPU: the same dtypes without a mask. torch's own function serves the rest:
+    other masks, dropout, whatever needs gradients, tensor subclasses, calls that torch refuses.
 
     Returns (..., Hq, L, Ev). A row that sees no key is 0.
     """
@@ -111,12 +111,24 @@ def explain(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Explanation:
-    """Who serves `sdpa` with these arguments, under the present settings, and why. Nothing is computed."""
+    """Who serves `sdpa` with these arguments, under the present settings, by which kernel and why.
+
+    Nothing is computed.
+    """
     facts = facts_of(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     path, reasons = decide(facts)
     if path == "torch":
         return Explanation("torch", "torch's own scaled_dot_product_attention", reasons)
-    return Explanation("tilewise", KERNELS[facts.device], reasons)
+    return _explained(facts, query.device, reasons)
+
+
+def _explained(facts: Facts, device: torch.device, reasons: tuple[str, ...]) -> Explanation:
+    """Of a call that Tilewise serves: the kernel that a card runs, and why that one."""
+    if facts.device == "cpu":
+        return Explanation("tilewise", KERNELS["cpu"], reasons)
+    assert facts.dtype is not None
+    kernel, why = tilings.kernel_of(device, facts.dtype)
+    return Explanation("tilewise", f"{KERNELS['cuda']} {kernel}", (*reasons, why))
 
 
 def decide(facts: Facts) -> Decision:

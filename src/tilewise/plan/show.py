@@ -92,6 +92,7 @@ class PlanSummary:
             packed = f", {launch.packed} heads side by side" if launch.packed > 1 else ""
             tile = f"{launch.tile_rows} rows × blocks of {launch.tile_keys} keys{packed}"
             taken = [("kernel", f"{launch.kernel}: {tile}; {launch.blocks:,} thread blocks, in the order of the list")]
+            taken.append(("because", launch.why))
         lines = [
             *taken,
             ("work items", f"{self.items:,} ({self.tiles:,} tiles)"),

@@ -243,7 +243,7 @@ class Launch(NamedTuple):
     """How a GPU kernel takes a plan's tiles: `blocks` thread blocks take them in the order of the list.
 
     A tile is tile_rows query rows by blocks of tile_keys keys; `packed` query heads of a KV head stand in it as
-    neighbouring rows, so that it has tile_rows / packed tokens.
+    neighbouring rows, so that it has tile_rows / packed tokens. why: the reason that it is this kernel.
     """
 
     kernel: str
@@ -251,6 +251,7 @@ class Launch(NamedTuple):
     tile_keys: int
     packed: int
     blocks: int
+    why: str
 
 
 @dataclass(frozen=True, eq=False)

@@ -26,7 +26,8 @@ Made = TypeVar("Made")
 class Line:
     """What was found out about one kernel on one problem; what was not measured is None.
 
-    error: the largest, against float64; baseline: that of PyTorch's own mathematics in the same dtype.
+    error: the largest, against float64; baseline: that of PyTorch's own mathematics in the same dtype; allowed: the
+    largest that passes by the tolerance rule.
     """
 
     kernel: str
@@ -43,11 +44,7 @@ class Line:
     gbps: float | None = None
     pct_of_ceiling: float | None = None
     ratio_to: dict[str, float] = field(default_factory=dict)
-
-    @property
-    def least_allowed(self) -> float | None:
-        """Twice the error of PyTorch's own mathematics: what the tolerance rule allows before rounding comes on top."""
-        return None if self.baseline is None else 2 * self.baseline
+    allowed: float | None = None
 
     @property
     def intensity(self) -> float | None:
@@ -154,6 +151,7 @@ def lines_of(point: Point, results: list[Result]) -> list[Line]:
             status, reason = NOT_SERVED, reason.removeprefix(_REFUSED)
         same: dict[str, Any] = {f.name: record[f.name] for f in fields(Line) if f.name in record}
         same |= {"status": status, "reason": reason, "baseline": record["error_baseline"]}
+        same["allowed"] = None if result.allowed is None else float(f"{result.allowed:.6g}")
         ratios = {name: float(f"{ratio:.6g}") for name, ratio in result.ratio_to.items()}
         made.append(Line(ours=result.ours, ratio_to=ratios if status == OK else {}, **same))
     return made

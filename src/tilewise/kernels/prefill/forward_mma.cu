@@ -12,7 +12,7 @@
 // Constants, besides those that forward.cu has:
 // kWarpRows: query rows per warp. kStagesK, kStagesV: places for K and V, 1 or 2, of K at least as many as of V.
 // Operand: what products are made of, Element or half in place of FP8. kVectors: rows begin at multiples of 16 bytes.
-// kBlocksEach: thread blocks that a multiprocessor is to hold.
+// kCudaCores: products on CUDA cores, of float32. kBlocksEach: thread blocks that a multiprocessor is to hold.
 #include "prefill/closing.cuh"
 #include "prefill/mma_loads.cuh"
 #include "tile/lazy.cuh"
@@ -88,6 +88,7 @@ struct Worker {
     TILE_DEVICE void multiply_qk(const TileKv& sK) {
 #pragma unroll
         for (int m = 0; m < kM; m++) warp::zero(acc_s[m]);
+        if constexpr (kCudaCores) return warp::ffma_qk(acc_s, TileQ(0), first_row(), sK);
 #pragma unroll
         for (int step = 0; step < kSteps; step++) {
             uint32_t a[kM][4];
@@ -104,14 +105,22 @@ struct Worker {
     // S of one sixteen once more: both operands are still in shared memory
     TILE_DEVICE void again(int m, const TileKv& sK, const Sixteen& rows) {
         const int lane = ptx::just_in_time(warp::lane());
-        warp::zero(acc_s[m]);
+        float (&s)[1][kTileKv / 2] = reinterpret_cast<float (&)[1][kTileKv / 2]>(acc_s[m]);
+        warp::zero(s[0]);
+        if constexpr (kCudaCores) warp::ffma_qk(s, TileQ(0), first_row() + 16 * m, sK);
 #pragma unroll 1  // it runs rarely, and must not take registers from the steps that always run
-        for (int step = 0; step < kSteps; step++) {
+        for (int step = 0; step < (kCudaCores ? 0 : kSteps); step++) {
             uint32_t a[1][4];
             warp::load_a(a[0], TileQ(0), first_row() + 16 * m, step, lane);
-            warp::mma_qk_step(reinterpret_cast<float (&)[1][kTileKv / 2]>(acc_s[m]), a, sK, step, lane);
+            warp::mma_qk_step(s, a, sK, step, lane);
         }
         rows.score<false, false>(acc_s[m]);
+    }
+
+    // O += P V
+    TILE_DEVICE void multiply_pv(const TileKv& sV) {
+        if constexpr (kCudaCores) warp::ffma_pv(acc_o, rP, sV);
+        else warp::mma_pv(acc_o, rP, sV);
     }
 
     // P = softmax(S) of block n: the careful way, for a warp's first block and those that some row does not see whole
@@ -177,7 +186,7 @@ struct Worker {
         for (int m = 0; m < kM; m++) {
             const Closing closing = close_rows<true>(Sixteen(args, function, 0, m), tile, state[m], acc_o[m]);
             warp::scale_rows(acc_o[m], closing.inverse);
-            if constexpr (kFp8Products) warp::in_order(acc_o[m]);
+            if constexpr (kFp8Products || kCudaCores) warp::in_order(acc_o[m]);
             if constexpr (!kVectors || sizeof(Out) == 4) store_elements<Out>(closing, acc_o[m]);
             else warp::store_rows<kColumns>(closing.rows, closing.exists, acc_o[m]);
         }
@@ -233,8 +242,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksEach)
                 ptx::copy_async_commit();
             }
         }
-        // O += P V
-        if (sees) warp::mma_pv(worker.acc_o, worker.rP, sV);
+        if (sees) worker.multiply_pv(sV);
         if (n == begin) break;
         n--;
     }

@@ -118,7 +118,69 @@ TILE_DEVICE void mma_pv_floats(float (&acc_o)[kM][kSizeO], const uint32_t (&rP)[
         }
     }
 }
-// O of FP8 products as all other accumulators are: the four lanes of a row exchange columns.
+// ---- the same products on CUDA cores --------------------------------------------------------------------------------
+// For float32 on cards whose tensor cores do three TF32 products in more time than that. Accumulators stay where mma has
+// them: a lane computes its 2 · kM rows by its columns, and four neighbouring values come with each load.
+template <class Tile> TILE_DEVICE void load_four(float (&x)[4], const Tile& tile, int row, int chunk) {
+    const Vector16 words = tile.chunk(row, chunk);
+#pragma unroll
+    for (int i = 0; i < 4; i++) x[i] = as_float(words.word[i]);
+}
+// S += Q Kᵀ; row0: the first of the kM sixteens of Q's rows
+template <int kM, int kSize, class TileQ, class Tile>
+TILE_DEVICE void ffma_qk(float (&acc_s)[kM][kSize], const TileQ& sQ, int row0, const Tile& sK) {
+#pragma unroll 1
+    for (int c = 0; c < Tile::kChunks; c++) {
+        float q[kM][2][4];
+#pragma unroll
+        for (int m = 0; m < kM; m++)
+#pragma unroll
+            for (int h = 0; h < 2; h++) load_four(q[m][h], sQ, row0 + 16 * m + fragment_row(h), c);
+#pragma unroll
+        for (int j = 0; j < kSize / 2; j++) {  // j = 2n + i
+            float k[4];
+            load_four(k, sK, j / 2 * 8 + fragment_column() + j % 2, c);
+#pragma unroll
+            for (int m = 0; m < kM; m++)
+#pragma unroll
+                for (int h = 0; h < 2; h++) {
+                    float& s = acc_s[m][j / 2 * 4 + 2 * h + j % 2];
+#pragma unroll
+                    for (int d = 0; d < 4; d++) s = ptx::mad(q[m][h][d], k[d], s);
+                }
+        }
+    }
+}
+// O += P V, its columns as mma_pv_bytes leaves them (`in_order`); a quad's lanes tell each other their weights.
+template <int kM, int kSteps, int kSizeO, class Tile>
+TILE_DEVICE void ffma_pv(float (&acc_o)[kM][kSizeO], const uint32_t (&rP)[kM][kSteps][4], const Tile& sV) {
+    const int t = lane() % 4, quad = lane() - t;
+#pragma unroll
+    for (int key = 0; key < 8 * kSteps; key++) {
+        float p[kM][2];
+#pragma unroll
+        for (int m = 0; m < kM; m++)
+#pragma unroll
+            for (int h = 0; h < 2; h++)
+                p[m][h] = as_float(ptx::shuffle(rP[m][key / 8][2 * h + key % 2], quad + key % 8 / 2));
+#pragma unroll
+        for (int n = 0; n < kSizeO / 8; n++) {
+            float v[4];
+            load_four(v, sV, key, 4 * n + t);
+#pragma unroll
+            for (int m = 0; m < kM; m++)
+#pragma unroll
+                for (int h = 0; h < 2; h++)
+#pragma unroll
+                    for (int i = 0; i < 4; i++) {
+                        float& o = acc_o[m][8 * n + i % 2 * 4 + 2 * h + i / 2];
+                        o = ptx::mad(p[m][h], v[i], o);
+                    }
+        }
+    }
+}
+
+// O of FP8 products, and of those on CUDA cores, as all other accumulators are: the lanes of a row exchange columns.
 template <int kSize> TILE_DEVICE void in_order(float (&acc)[kSize]) {
     const int t = lane() % 4;
 #pragma unroll
