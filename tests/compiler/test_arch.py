@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+from collections.abc import Iterator
 from types import ModuleType
 
 import pytest
@@ -12,6 +13,13 @@ import torch
 from tilewise import arch
 
 CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def no_card() -> Iterator[None]:
+    """Whatever TILEWISE_CARD the suite runs under."""
+    with arch.as_card(None):
+        yield
 
 
 def as_device(monkeypatch: pytest.MonkeyPatch, major: int, minor: int) -> torch.device:

@@ -99,6 +99,12 @@ def test_mma_tf32():
             if r < 2:
                 b[lane % 4 + 4 * r, lane // 4] = values[lane, 4 + r]
     _check_d("mma_tf32", words, a @ b)
+    # A card cuts off what a float32 has no room for, where arithmetic would round: ±1 and 15/16 of a unit
+    for one in (1.0, -1.0):
+        words[:, :4] = np.float32(2.0**-12).view(np.uint32)
+        words[:, 4:8] = np.float32(2.0**-15 * 1.875 * one).view(np.uint32)
+        words[:, 8:12] = np.float32(one).view(np.uint32)
+        assert (emulated("mma_tf32", torch.from_numpy(words.view(np.int32))).view(np.float32) == one).all()
 
 
 def _check_d(name: str, words: np.ndarray, product: np.ndarray) -> None:

@@ -11,6 +11,7 @@ import tilewise
 from tilewise import arch, compiler, plan_decode
 from tilewise.formats import KVFormat
 from tilewise.gpu import append, decode_kernels
+from tilewise.gpu import decode as decoding
 from tilewise.gpu.decode_kernels import BLOCK_OVERHEAD, HEAD_DIMS, choose_tiling, decode_spec, shared_bytes, stage_bytes
 
 LENGTHS = (1, 63, 0, 65, 129, 300)
@@ -36,17 +37,16 @@ def test_a_card_decodes_to_the_bits_of_another(card, kv_format, page_size, head_
 
 @pytest.mark.parametrize("card", ["sm_80", "sm_89"])
 def test_shared_nodes_and_selected_pages(card):
-    """Streaming warps take the nodes that Hopper puts through tiles; by the public functions too."""
-    cache, seqs = make_tree([1, 5], [90, 20])
-    sinks = torch.linspace(-2, 3, 8)
+    """Streaming warps take the nodes that Hopper puts through tiles, 16 rows at a time; by the public functions too."""
+    cache, seqs = make_tree([1, 8], [90, 20])
+    q, plan = queries(cache, seqs), plan_decode(cache, seqs, num_heads=8, share_prefix=True)
     with arch.as_card(card):
-        check(cache, seqs, share=True, sinks=sinks, splitting=SMALL)
-        q = queries(cache, seqs)
-        plan = plan_decode(cache, seqs, num_heads=8, share_prefix=True)
+        check(cache, seqs, share=True, sinks=torch.linspace(-2, 3, 8), splitting=SMALL)
         told = tilewise.decode(q, cache, 0, plan, return_lse=True, backend="emulator")
         check_pages(*make_cache((300, 64, 1)), heads=1, seed=3)
     for got, exact in zip(told, tilewise.decode(q, cache, 0, plan, return_lse=True, backend="cpu"), strict=True):
         assert (got.float() - exact.float()).abs().max() < 0.02
+    assert [dict(bound.spec.constants)["kRows"] for bound in decoding.kept(plan).bound.values()] == [16]
 
 
 @pytest.mark.parametrize("card", ["sm_80", "sm_89"])

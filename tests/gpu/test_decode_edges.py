@@ -26,7 +26,7 @@ from decode_cases import (
 )
 
 import tilewise
-from tilewise import PagedKVCache, plan_decode
+from tilewise import PagedKVCache, arch, plan_decode
 from tilewise.gpu import decode as decoding
 from tilewise.gpu import decode_kernels
 from tilewise.plan.worklist import FAR, Splitting, WorkList
@@ -137,6 +137,7 @@ def called_twice(cache, seqs, first, second):
     return states
 
 
+@arch.as_card("sm_90a")
 def test_a_plan_called_with_something_else_has_another_kernel():
     """Softcap, tree, dtype, strides, pages, scales in runs: each is in the key under which a plan keeps its kernels."""
     cache, seqs = make_cache((100, 31), kv_format="int8")

@@ -113,3 +113,15 @@ def test_no_kernel_spills(card, head_dim, rows):
     report = compiler.compile(spec, card).report
     assert not report.spills
     assert arch.occupancy(card, report.registers, spec.threads, spec.shared_bytes) >= tiling.blocks
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", decode_kernels.HEAD_DIMS)
+def test_on_a_card(head_dim):
+    """Long sequences, where sums that tensor cores cut off would show; pages that TMA takes, and others."""
+    for page_size in (16, 24):
+        cache, seqs = make((5000, 129, 0, 3000), head_dim=head_dim, page_size=page_size)
+        for options in ({}, {"tokens": 4, "window": (2500, 0)}, {"group": 16, "sinks": torch.linspace(-3, 4, 32)}):
+            check(cache, seqs, dtype=F32, splitting=None, device="cuda", **options)
+    shared, below = make_tree([1, 9], [900, 30], kv_format="fp32", head_dim=head_dim)
+    check(shared, below, dtype=F32, share=True, splitting=None, device="cuda")

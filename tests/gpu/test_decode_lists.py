@@ -23,7 +23,7 @@ from decode_cases import (
     queries,
 )
 
-from tilewise import plan_decode
+from tilewise import arch, plan_decode
 from tilewise.gpu import decode as decoding
 from tilewise.gpu import decode_kernels
 from tilewise.plan.worklist import FAR, Shape, Splitting, work_list
@@ -57,6 +57,7 @@ def test_three_levels(kv_format):
 
 
 @pytest.mark.parametrize(("head_dim", "page_size", "dtype"), [(64, 16, BF16), (96, 32, BF16), (128, 64, FP16)])
+@arch.as_card("sm_90a")
 def test_tiles_of_many_rows(head_dim, page_size, dtype):
     """A node that laps the ring of tiles, of which warpgroups have all rows, some and none, up to within a tile."""
     kv_format = "bf16" if dtype == BF16 else "fp16"
@@ -179,6 +180,7 @@ def test_alone_and_beside_a_tree_are_the_same_bits():
                 assert torch.equal(x[0], y[n])
 
 
+@arch.as_card("sm_90a")
 def test_ranges_that_fill_one_block_get_deeper_rings_and_the_same_bits():
     """Six sequences of two KV heads on the emulator's three multiprocessors: a warp each of one block of four."""
     cache, seqs = make_cache((300, 257, 90, 16, 65, 1), kv_heads=2)
@@ -204,6 +206,7 @@ def test_ranges_that_fill_one_block_get_deeper_rings_and_the_same_bits():
         ("int4", 16, 48, 96),
     ],
 )
+@arch.as_card("sm_90a")
 def test_warps_in_step_have_one_copy_for_all_and_the_same_bits(kv_format, kv_heads, page_size, head_dim):
     """Neighbouring heads of many pieces in one block: boxes of several heads; alone a sequence's heads stand apart."""
     options = {"kv_format": kv_format, "kv_heads": kv_heads, "page_size": page_size, "head_dim": head_dim}
@@ -227,6 +230,7 @@ def test_warps_in_step_have_one_copy_for_all_and_the_same_bits(kv_format, kv_hea
         check(cache, seqs, group=2, mode=mode, splitting=SMALL)
 
 
+@arch.as_card("sm_90a")
 def test_warps_that_join_take_what_is_left():
     """More items than warps beside one short tile, some of them without a token, in every order of threads."""
     cache, seqs = make_tree([1, 9], [80, 33], kv_heads=4)
@@ -245,6 +249,7 @@ def test_warps_that_join_take_what_is_left():
 
 
 @pytest.mark.parametrize(("levels", "tokens", "states"), [([1, 2, 32], [192, 64, 9], 2), ([1, 4, 8], [192, 64, 9], 3)])
+@arch.as_card("sm_90a")
 def test_a_node_that_continues_the_rows_above_is_no_state_more(levels, tokens, states):
     """128 rows under the root and under its child are the same tiles: 64 rows are not."""
     cache, seqs = make_tree(levels, tokens)

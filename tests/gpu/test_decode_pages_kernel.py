@@ -25,7 +25,7 @@ from decode_cases import (
 )
 from decode_page_cases import PAIRS, bits_of, chance, check, chosen, pages_of, run
 
-from tilewise import PagedKVCache, compiler, emulator, plan_decode
+from tilewise import PagedKVCache, arch, compiler, emulator, plan_decode
 from tilewise.formats import KVFormat
 from tilewise.gpu import decode as decoding
 from tilewise.gpu import decode_kernels
@@ -222,6 +222,7 @@ def test_a_plan_that_grows():
 
 
 @pytest.mark.parametrize("kv_format", ["bf16", "int4"])
+@arch.as_card("sm_90a")
 def test_warps_in_step_read_what_all_heads_selected(kv_format, monkeypatch):
     """One copy brings a chunk for all heads of a block where they read the same pages, and only there."""
     monkeypatch.setattr(decoding, "multiprocessors", lambda device: 1)

@@ -80,9 +80,18 @@ void stmatrix(uint32_t address, const uint32_t* r) {
 }
 
 // ---- mma.sync: lane l holds rows l / 4 and l / 4 + 8 of a and d, column l / 4 of b --------------------------------
+// Tensor cores cut off the digits that a float32 has no room for, towards zero. It shows where products have as many
+// digits as a float32; sums of others are rounded here, which is faster.
+static float add(float x, double sum) {
+    const double exact = x + sum;
+    const float y = float(exact);
+    return std::fabs(double(y)) > std::fabs(exact) && !std::isinf(y) ? std::nextafter(y, 0.0f) : y;
+}
+template <class D> static D add(D x, D sum) { return x + sum; }
 template <class D> struct MmaSlot { D* d; const uint32_t* a; uint32_t b[2]; };
 // K values of a row, kPerRegister in each register; value(register, i) is what a register holds.
-template <int K, int kPerRegister, class D, class Value>
+// Sum: what a row's products are added up in.
+template <int K, int kPerRegister, class Sum, class D, class Value>
 static void multiply(D* d, const uint32_t* a, uint32_t b0, uint32_t b1, const char* what, Value value) {
     MmaSlot<D> s{d, a, {b0, b1}};
     meet(s, what, [&](MmaSlot<D>* const* lanes) {
@@ -94,10 +103,13 @@ static void multiply(D* d, const uint32_t* a, uint32_t b0, uint32_t b1, const ch
                 for (int r = 0; r < 2; r++) B[k + K / 2 * r][l / 4] = D(value(lanes[l]->b[r], i));
             }
         for (int m = 0; m < 16; m++) {
-            D sum[8] = {};
+            Sum sum[8] = {};
             for (int k = 0; k < K; k++)
-                for (int n = 0; n < 8; n++) sum[n] += A[m][k] * B[k][n];
-            for (int n = 0; n < 8; n++) lanes[m % 8 * 4 + n / 2]->d[m / 8 * 2 + n % 2] += sum[n];
+                for (int n = 0; n < 8; n++) sum[n] += Sum(A[m][k]) * B[k][n];
+            for (int n = 0; n < 8; n++) {
+                D& x = lanes[m % 8 * 4 + n / 2]->d[m / 8 * 2 + n % 2];
+                x = add(x, sum[n]);
+            }
         }
         if (counters) counters->tensor_flops += 2ull * 16 * 8 * K;
     });
@@ -105,19 +117,21 @@ static void multiply(D* d, const uint32_t* a, uint32_t b0, uint32_t b1, const ch
 void mma(float* d, const uint32_t* a, uint32_t b0, uint32_t b1, Type type) {
     switch (type) {
         case Type::half:
-            return multiply<16, 2>(d, a, b0, b1, "mma.m16n8k16", [](uint32_t r, int i) { return unpack<half>(r, i); });
+            return multiply<16, 2, float>(d, a, b0, b1, "mma.m16n8k16",
+                                          [](uint32_t r, int i) { return unpack<half>(r, i); });
         case Type::bf16:
-            return multiply<16, 2>(d, a, b0, b1, "mma.m16n8k16", [](uint32_t r, int i) { return unpack<bf16>(r, i); });
+            return multiply<16, 2, float>(d, a, b0, b1, "mma.m16n8k16",
+                                          [](uint32_t r, int i) { return unpack<bf16>(r, i); });
         case Type::e4m3:
-            return multiply<32, 4>(d, a, b0, b1, "mma.m16n8k32.e4m3",
-                                   [](uint32_t r, int i) { return to_float(e4m3{uint8_t(r >> (8 * i))}); });
+            return multiply<32, 4, float>(d, a, b0, b1, "mma.m16n8k32.e4m3",
+                                          [](uint32_t r, int i) { return to_float(e4m3{uint8_t(r >> (8 * i))}); });
         default:
-            return multiply<8, 1>(d, a, b0, b1, "mma.m16n8k8.tf32",
-                                  [](uint32_t r, int) { return as_float(r & ~0x1fffu); });
+            return multiply<8, 1, double>(d, a, b0, b1, "mma.m16n8k8.tf32",
+                                          [](uint32_t r, int) { return as_float(r & ~0x1fffu); });
     }
 }
 void mma_s8(int* d, const uint32_t* a, uint32_t b0, uint32_t b1) {
-    multiply<32, 4>(d, a, b0, b1, "mma.m16n8k32.s8", [](uint32_t r, int i) { return int(int8_t(r >> (8 * i))); });
+    multiply<32, 4, int>(d, a, b0, b1, "mma.m16n8k32.s8", [](uint32_t r, int i) { return int(int8_t(r >> (8 * i))); });
 }
 
 // ---- FP8 ----------------------------------------------------------------------------------------------------------

@@ -129,10 +129,11 @@ struct Team {
     }
 
     TILE_DEVICE uint32_t sum_lanes(uint32_t x) const { return ptx::reduce_add(x); }
+    // In two parts, each of whose sums fits 32 bits: a lane's weights of a whole row stay below 2^53.
     TILE_DEVICE uint64_t sum_lanes(uint64_t x) const {
-#pragma unroll
-        for (int mask = 1; mask < 32; mask *= 2) x += ptx::shuffle_xor(x, mask);
-        return x;
+        constexpr int kLow = 26;
+        const uint32_t low = ptx::reduce_add(uint32_t(x) & ((1u << kLow) - 1));
+        return (uint64_t(ptx::reduce_add(uint32_t(x >> kLow))) << kLow) + low;
     }
     template <class T> TILE_DEVICE T sum(T x) {
         x = sum_lanes(x);
