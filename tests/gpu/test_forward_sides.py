@@ -64,7 +64,6 @@ def test_heads_packed_as_neighbouring_rows():
 def test_softcap_and_any_scale():
     q, k, v = problem(200, 390)
     check(q, k, v, alibi_slopes=SLOPES, softcap=4.0, scale=-0.3)
-    check(q, k, v, alibi_slopes=SLOPES, softcap=4.0, exact=True)
     check(q, k, v, score=alibi(SLOPES), scale=-0.3)
 
 
@@ -79,7 +78,6 @@ def test_large_scores():
 def test_fp8():
     q, k, v = fp8_problem(1, 150, 290, 2, 2, 64)
     descales = (torch.tensor([0.5, 2.0]), None, None)
-    check_fp8(q, k, v, descales=descales, alibi_slopes=SLOPES[2:])
     check_fp8(q, k, v, descales=descales, score=alibi(SLOPES[2:]))
 
 

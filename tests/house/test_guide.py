@@ -1,4 +1,7 @@
-"""The guide to masks: its examples run as they stand, and its ten kinds of attention are what the oracle says."""
+"""The guide to masks: its examples run as they stand, and its ten kinds of attention are what the oracle says.
+
+The guide to cards: its tables are what arch.py and the choice of kernels say.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +15,13 @@ from oracle import assert_attention
 from script_cases import run_script
 
 import tilewise
+from tilewise import arch
+from tilewise.gpu import mma_tilings, tilings
+from tilewise.scores import Scores
 
 DOCS = Path(__file__).parents[2] / "docs"
 GUIDE, README = (DOCS / "guide-masks.md").read_text(), (DOCS.parent / "README.md").read_text()
+CARDS = (DOCS / "guide-cards.md").read_text()
 EXAMPLES = re.findall(r"```python\n(.*?)```", GUIDE, re.S)
 TEN = r"^o = attention\(.*\)  # (.*)$"  # a line and its name
 
@@ -67,3 +74,35 @@ def test_pictures_are_there():
     for name in shown:
         assert (DOCS / name).stat().st_size > 10_000
         assert Path(name).name in (DOCS / "pictures" / "draw.py").read_text()
+
+
+# The guide to cards.
+
+
+@pytest.mark.parametrize("card", arch.ARCHS)
+def test_facts_of_cards_are_those_that_kernels_are_chosen_by(card):
+    (row,) = re.findall(rf"^\|.*\| {card} \| (\d+) KB \| (.*) \| (.*) \|$", CARDS, re.MULTILINE)
+    floats = mma_tilings.choose(card, torch.float32, 128, Scores())
+    shared, fp8, float32 = arch.shared_block(card) >> 10, arch.fp8_products(card), floats.cuda_cores
+    assert row == (str(shared), "FP8" if fp8 else "widened", "CUDA cores" if float32 else "TF32")
+
+
+@pytest.mark.parametrize("card", arch.ARCHS)
+def test_readme_says_which_kernel_a_card_runs(card):
+    (row,) = [line for line in README.splitlines() if line.startswith("| ") and re.search(rf"\b{card}\b", line)]
+    with arch.as_card(card):
+        kernel, _ = tilings.kernel_of(torch.device("cpu"), torch.bfloat16)
+    assert re.search(rf"`{kernel}`", row)
+    assert "(docs/guide-cards.md)" in README
+
+
+def test_plans_of_three_cards(capsys):
+    (example,) = re.findall(r"```python\n(.*?)```", CARDS, re.S)
+    exec(example, {})
+    assert re.findall(r"kernel +(\w+), bf16", capsys.readouterr().out) == ["forward", "forward_mma", "forward_mma"]
+
+
+def test_links_of_guides_lead_somewhere():
+    for name in ("guide-masks.md", "guide-cards.md", "guide-tuning.md"):
+        for link in re.findall(r"\]\(([^)#]+)\)", (DOCS / name).read_text()):
+            assert (DOCS / link).exists(), (name, link)

@@ -138,7 +138,8 @@ def decode(
     """Attention of the plan's sequences over their cached keys in one layer.
 
     q: (num_seqs, tokens_per_seq, Hq, D) in the order of the plan's `seqs`, float32, float16 or bfloat16, whatever the
-    cache's format; the queries' own tokens are already written. Other arguments as in `attention`.
+    cache's format; the queries' own tokens are already written. On a GPU head_dim is 64, 96, 128, 192 or 256, float32
+    queries read fp32 caches alone, and a bf16 cache takes bfloat16 queries alone. Other arguments as in `attention`.
     tree_mask: bool (T, T) or (num_seqs, T, T), T = tokens_per_seq: query t sees the sequence's query token j where it
     is True, in place of causality, for trees of speculated tokens. All see the first one, the tree's root.
     schedule: which pages each sequence and KV head reads, for a plan with `pages_per_seq`. Key block j, of page_size

@@ -65,13 +65,14 @@ def attention(
     exact: the standard softmax where a GPU kernel would use the lazy one, whose weights may be 2^8 times larger before
     they are divided by their sum; both hold to the same tolerance, as long as |q · k · scale| · log2 e is below 2^24.
     q_descale, k_descale, v_descale: of FP8 inputs, (Hkv,) or (B, Hkv) float32: what the stored values stand for is
-    values · descale, for q by the KV head that it reads. None is 1. The output is bfloat16, and on a GPU the weights of
-    the softmax are rounded to FP8.
+    values · descale, for q by the KV head that it reads. None is 1. The output is bfloat16. The weights of the softmax
+    are rounded to FP8 on a GPU that multiplies FP8, and to float16 on others.
     backend: "auto" (a GPU kernel for CUDA tensors, the CPU backend for CPU tensors), "cuda", "cpu", or "emulator": the
     GPU kernel's source run on CPU tensors, slow; "emulator:NAME" for a rung of the ladder by name.
 
-    CUDA tensors: bfloat16, float16 or FP8, head_dim up to 256, compute capability 9.0; a schedule and what functions
-    capture are on their device. The call goes on the current stream and does not wait; a graph can capture a later one.
+    CUDA tensors: these dtypes, head_dim up to 256, compute capability 8.x, 9.0, 10.x or 12.x; a schedule and what
+    functions capture are on their device. docs/guide-cards.md says which kernel serves. The call goes on the current
+    stream and does not wait; a graph can capture a later one.
 
     Returns o (B, Nq, Hq, D), with return_lse also the LSE (B, Hq, Nq) float32. A NaN or infinity in a key that a window
     or a mask (on a GPU also `causal`) hides may still reach the rows of its tile, as in other fused kernels.
@@ -314,7 +315,8 @@ def plan_attention(
     """The plan that `attention` makes for q (B, Nq, Hq, D), k (B, Nk, Hkv, D), to look at: `.show()`, `.draw(path)`.
 
     The other arguments as in `attention`. For CUDA tensors, and with backend="emulator" for CPU tensors, these are the
-    tiles of the GPU kernel: their sizes, the heads packed into one, the order in which thread blocks take them.
+    tiles of the GPU kernel: which one it is and why, their sizes, the heads packed into one, the order in which thread
+    blocks take them.
     """
     rest: dict[str, Any] = {"descales": (None, None, None), "return_lse": False, "out": None, "backend": backend}
     pattern: dict[str, Any] = {"schedule": schedule, "mask": mask, "score": score}

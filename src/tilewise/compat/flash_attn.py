@@ -2,9 +2,10 @@
 
     from tilewise.compat.flash_attn import flash_attn_func  # was: from flash_attn import flash_attn_func
 
-On CUDA tensors they run Tilewise's kernels (bfloat16 and float16, head_dim up to 256, Hopper); on CPU tensors they run
-too, float32 as well. Inputs that require gradients get them (`gradients.py`). What differs:
+They run on CUDA tensors (head_dim up to 256, every card since Ampere) and on CPU tensors. Inputs that require gradients
+get them (`gradients.py`). What differs:
 
+- float32 is taken as well as bfloat16 and float16;
 - dropout_p > 0 raises NotImplementedError; S_dmask is always the empty tensor that flash_attn returns without dropout;
 - pages may have any size, and every call takes `learnable_sink` (heads,), a logit that joins the softmax's
   denominator only;

@@ -2,10 +2,10 @@
 
     from tilewise.compat.flex_attention import create_block_mask, flex_attention
 
-On CUDA tensors they run Tilewise's kernels (bfloat16 and float16, head_dim up to 256, Hopper), on CPU tensors its CPU
-backend, float32 too. There is nothing to compile: `torch.compile(flex_attention)` works and breaks its graph here.
-`BlockMask`, `AuxRequest`, `AuxOutput`, `and_masks`, `or_masks` and `noop_mask` are torch's own, so that a mask may come
-from here or from torch, and go to either. What differs:
+On CUDA tensors they run Tilewise's kernels (head_dim up to 256, every card since Ampere), on CPU tensors its CPU
+backend, in float32, bfloat16 and float16. There is nothing to compile: `torch.compile(flex_attention)` works and breaks
+its graph here. `BlockMask`, `AuxRequest`, `AuxOutput`, `and_masks`, `or_masks` and `noop_mask` are torch's own, so that
+a mask may come from here or from torch, and go to either. What differs:
 
 - score_mod and mask_mod are traced, not called for each pair, into expressions that no value of theirs recompiles;
   what they may do, `tilewise.attention` says of its functions. An index past a captured tensor's end means its last

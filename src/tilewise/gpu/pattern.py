@@ -1,4 +1,4 @@
-"""What a block schedule and a user's functions mean for the Hopper forward: its lists of keys, and who makes them.
+"""What a block schedule and a user's functions mean for the forward kernels: their lists of keys, and who makes them.
 
 A `Pattern` is the part of both that a kernel is compiled and bound for, without any value. `Lists` has the sizes of the
 lists that kernels/prefill/fold.cu makes on the device, and launches it. Lists are kept as long as the schedule and the

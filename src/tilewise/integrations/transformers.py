@@ -73,7 +73,7 @@ def attention_forward(
     where no Mask is given. softcap, s_aux or sinks (Hq,): as in `tilewise.attention`. cu_seq_lens_q, cu_seq_lens_k:
     sequences packed in one batch row.
 
-    Returns (B, Nq, Hq, Dv) and None: attention weights are never formed. On CUDA it takes bfloat16 and float16.
+    Returns (B, Nq, Hq, Dv) and None: attention weights are never formed. float32, bfloat16 and float16 are served.
     """
     refuse_unserved(dropout, kwargs)
     if s_aux is not None and sinks is not None:
