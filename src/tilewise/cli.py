@@ -31,10 +31,9 @@ Tilewise: attention kernels for LLM inference, planned once as a list of tiles.
   tilewise bench variants | cards
                       masks and scores as functions beside the same built in and FlexAttention; the
                       kernels of older cards, on the GPU at hand, beside FlashAttention-2; --only --csv
-  tilewise bench prefill
-                      on a GPU: beside cuDNN and FlashAttention-3, alternated; --only --csv --plot
-  tilewise bench serve
-                      on a GPU: decode and shared prefixes beside cuDNN and FlashInfer; --only --csv --plot
+  tilewise bench prefill | serve
+                      on a GPU, alternated: beside cuDNN and FlashAttention-3; decode and shared prefixes
+                      beside cuDNN and FlashInfer; --only --csv --plot
   tilewise bench generate
                       text end to end: tilewise.generate beside transformers, on a CPU or a GPU; --out
   tilewise sweep      lists for every dimension into a CSV, with plots; Ctrl-C and --resume
