@@ -3,8 +3,8 @@
     TILEWISE_CACHE=… compute-sanitizer --tool memcheck python tests/gpu/card_cases.py
     TILEWISE_CACHE=… compute-sanitizer --tool racecheck python tests/gpu/card_cases.py
 
-Run as a script, it goes through `BODIES`, small, on a card if there is one, and else in the emulator; words on the
-command line choose those that have one of them in their name.
+Run as a script, it goes through `BODIES` and `STEPS`, small, on a card if there is one, and else in the emulator; words
+on the command line choose those that have one of them in their name.
 """
 
 from __future__ import annotations
@@ -68,6 +68,15 @@ BODIES: dict[str, tuple[str, Kind]] = {
     "float32 off 16 bytes": ("sm_80", Kind(33, FP32, tma=False)),
     "float32, lists with lengths": ("sm_80", Kind(64, FP32, blocks=(64, 64), lengths=True)),
 }
+# Decode steps over a shared node and what is each sequence's own: the card, and the cache's format
+STEPS = {
+    "decode over bf16": ("sm_80", "bf16"),
+    "decode over fp8": ("sm_89", "fp8"),
+    "decode over int8": ("sm_120", "int8"),
+    "decode over int4": ("sm_86", "int4"),
+    "decode over fp32": ("sm_80", "fp32"),
+}
+EVERY = (*BODIES, *STEPS)
 
 
 def body(name: str) -> tuple[str, Problem]:
@@ -87,16 +96,26 @@ def imitable(device: str) -> list[str]:
     return [card for card in CARDS if not arch.cannot_imitate(own, card)]
 
 
-def check_bodies(device: str, names: Sequence[str] = tuple(BODIES)) -> int:
+def check_bodies(device: str, names: Sequence[str] = EVERY) -> int:
     """Each judged on the CPU; returns how many."""
-    there = imitable(device)
-    chosen = [name for name in names if BODIES[name][0] in there]
+    cards, there = {name: card for name, (card, _) in (*BODIES.items(), *STEPS.items())}, imitable(device)
+    chosen = [name for name in names if cards[name] in there]
     for name in chosen:
-        card, problem = body(name)
-        print(f"{name}, as {card}", flush=True)
-        with arch.as_card(card):
-            problem.check(device, judge_on="cpu")
+        print(f"{name}, as {cards[name]}", flush=True)
+        with arch.as_card(cards[name]):
+            if name in BODIES:
+                body(name)[1].check(device, judge_on="cpu")
+            else:
+                check_step(STEPS[name][1], device)
     return len(chosen)
+
+
+def check_step(kv_format: str, device: str) -> None:
+    """Few rows of their own and sixteen at a time of a node that eight sequences share."""
+    cache, seqs = decode_cases.make_tree([1, 8], [90, 20], kv_format=kv_format)
+    dtype = FP32 if kv_format == "fp32" else BF16
+    decode_cases.check(cache, seqs, share=True, dtype=dtype, runs=kv_format.startswith("int"), device=device)
+    decode_cases.check(cache, seqs[:3], share=False, dtype=dtype, group=2, window=(70, 0), device=device)
 
 
 # ---- random problems -------------------------------------------------------------------------------------------------
@@ -182,6 +201,7 @@ def kernels_of(card: str, counts: tuple[int, int, int]) -> Iterable[KernelSpec]:
         *(problem.check for problem in problems),
         *(partial(decoded, card, n, "cpu") for n in range(counts[2])),
         *(body(name)[1].check for name, (of, _) in BODIES.items() if of == card),
+        *(partial(check_step, kv_format, "cpu") for of, kv_format in STEPS.values() if of == card),
     ]
     with recording() as found, arch.as_card(card):
         for check in checks:
@@ -192,5 +212,5 @@ def kernels_of(card: str, counts: tuple[int, int, int]) -> Iterable[KernelSpec]:
 
 if __name__ == "__main__":
     words = sys.argv[1:]
-    names = [name for name in BODIES if not words or any(word in name for word in words)]
+    names = [name for name in EVERY if not words or any(word in name for word in words)]
     print("ok", check_bodies("cuda" if torch.cuda.is_available() else "cpu", names))
