@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -20,7 +21,11 @@ from paged_cases import noise
 
 import tilewise
 from tilewise import BlockSchedule, PagedKVCache, arch, attention, attention_varlen, plan_decode, reference
+from tilewise.bench import cards as table
+from tilewise.bench import peers
+from tilewise.bench.measure import OK
 from tilewise.bench.warm import compile_all
+from tilewise.bench.workloads import complete
 from tilewise.kvcache import KVFormat
 
 pytestmark = [
@@ -249,3 +254,32 @@ def test_shared_prefixes(card: str, dtype: torch.dtype) -> None:
     exact, honest = (f(q.cpu(), *whole, causal=True) for f in (reference.attention, reference.baseline))
     verdict = reference.judge(got.cpu(), exact[0], honest[0], lse=exact[1])
     assert verdict.ok, verdict.reason
+
+
+# ---- the table -------------------------------------------------------------------------------------------------------
+TABLE = {
+    "D 256, N 2048, causal": ["as sm_80", "as sm_89", peers.FA2],
+    "fp16, D 128, N 2048, full": ["as sm_80", "as sm_89", peers.FA2],
+    "float32, D 64, N 2048, causal": ["", "as sm_80", table.EFFICIENT, table.MATH],
+    "ragged, D 128, N 2048, causal": ["as sm_80", "as sm_80, paged", "as sm_80, dense"],
+    "decode 64 × 4096": ["as sm_80", peers.CUDNN],
+    "shared 64 × (8192 + 256)": ["as sm_80", "as sm_80, unshared"],
+}
+PEERS = ("torch", peers.CUDNN)
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_every_kind_of_row_is_measured(name: str) -> None:
+    """With fewer tokens; everything in it is right, peers too."""
+    row = next(row for row in table.rows(CUDA) if row.name == name)
+    point = row.point
+    if row.measure is not table._decode:
+        fewer = {"seq": 256, "lengths": "256-256" if point.lengths else ""}
+        row = replace(row, point=complete(replace(point, **fewer)))
+    assert row.measure is not None
+    found = {result.kernel: result for result in row.measure(row, 2)}
+    ours = [f"tilewise cuda, {more}".removesuffix(", ") for more in TABLE[name] if not more.startswith(PEERS)]
+    assert set(found) >= {*ours, *(kernel for kernel in TABLE[name] if kernel.startswith(PEERS))}
+    for kernel, result in found.items():
+        assert result.status == OK, f"{kernel}: {result.reason}"
+        assert result.timing is not None
