@@ -75,10 +75,10 @@ TILINGS: dict[tuple[int, int], tuple[MmaTiling, ...]] = {
     (1, 192): (_tiling(64, 64, 16, 2, 2),),
     (1, 256): (_tiling(64, 64, 16, 1, 2),),
     # float32: three products each, which hide what is loaded
-    (4, 64): (_tiling(128, 64, 32, 1, 2), _tiling(128, 32, 32, 1, 2)),
+    (4, 64): (_tiling(128, 32, 32, 1, 2),),
     (4, 96): (_tiling(64, 32, 16, 1, 2),),
     (4, 128): (_tiling(64, 32, 16, 1, 2), _tiling(64, 16, 16, 1, 2)),
-    (4, 192): (_tiling(64, 32, 16, 1, 1),),
+    (4, 192): (_tiling(64, 16, 16, 1, 2), _tiling(64, 16, 16, 1, 1)),
     (4, 256): (_tiling(64, 16, 16, 1, 1),),
 }
 
@@ -105,7 +105,7 @@ def choose(
     for base in TILINGS[operand.itemsize, width]:
         crowded = scores.changed or pattern.listed or pattern.score or not vectors
         # Wider heads have no registers for what CUDA cores load together.
-        cuda_cores = operand == torch.float32 and not tf32_products(card) and width <= 192
+        cuda_cores = operand == torch.float32 and not tf32_products(card) and width <= 128
         tiling = replace(base, operand=operand, cuda_cores=cuda_cores)
         if cuda_cores and tiling.tile_kv > CUDA_CORE_KEYS:
             continue
