@@ -28,12 +28,12 @@ Tilewise: attention kernels for LLM inference, planned once as a list of tiles.
   tilewise bench prefix | decode | sparse
                       sequences that share a prefix; a paged cache; block-sparse attention, on a GPU the
                       whole table beside dense, FlexAttention and FlashInfer; --only --csv
-  tilewise bench variants
-                      masks and scores as functions beside the same built in and FlexAttention; --only --csv
-  tilewise bench prefill
-                      on a GPU: beside cuDNN and FlashAttention-3, alternated; --only --csv --plot
-  tilewise bench serve
-                      on a GPU: decode and shared prefixes beside cuDNN and FlashInfer; --only --csv --plot
+  tilewise bench variants | cards
+                      masks and scores as functions beside the same built in and FlexAttention; the
+                      kernels of older cards, on the GPU at hand, beside FlashAttention-2; --only --csv
+  tilewise bench prefill | serve
+                      on a GPU, alternated: beside cuDNN and FlashAttention-3; decode and shared prefixes
+                      beside cuDNN and FlashInfer; --only --csv --plot
   tilewise bench generate
                       text end to end: tilewise.generate beside transformers, on a CPU or a GPU; --out
   tilewise sweep      lists for every dimension into a CSV, with plots; Ctrl-C and --resume

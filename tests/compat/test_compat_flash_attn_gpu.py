@@ -28,7 +28,7 @@ from tilewise.compat.rotary import apply_rotary_emb
 
 pytestmark = pytest.mark.gpu
 CUDA = "cuda"
-BF16, FP16 = torch.bfloat16, torch.float16
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 
 @contextmanager
@@ -59,7 +59,7 @@ def back(result):
     return tuple(x.cpu() for x in result)
 
 
-@pytest.mark.parametrize("dtype", [BF16, FP16])
+@pytest.mark.parametrize("dtype", [BF16, FP16, FP32])
 @pytest.mark.parametrize(
     ("sizes", "head_dim", "causal"),
     [((1, 1), 40, True), ((63, 65), 96, True), ((300, 63), 128, True), ((1, 700), 256, False), ((257, 129), 59, False)],
@@ -146,7 +146,7 @@ class CardCase(CacheCase):
         return back(result)
 
 
-@pytest.mark.parametrize("dtype", [BF16, FP16])
+@pytest.mark.parametrize("dtype", [BF16, FP16, FP32])
 @pytest.mark.parametrize("layout", [*LAYOUTS, 256])
 def test_cache(layout, dtype):
     CardCase(512, [1, 333], layout=layout, seqlen_q=3, dtype=dtype).check(causal=True)
@@ -236,10 +236,10 @@ def test_rotary():
 
 
 def test_what_no_kernel_serves_changes_nothing():
-    caches = [torch.zeros(2, 32, 2, 16, device=CUDA) for _ in (0, 1)]
-    new = torch.ones(2, 1, 2, 16, device=CUDA)
-    with pytest.raises(NotImplementedError, match="GPU kernels take bfloat16"):
-        fa.flash_attn_with_kvcache(torch.ones(2, 1, 4, 16, device=CUDA), *caches, new, new, cache_seqlens=3)
+    caches = [torch.zeros(2, 32, 2, 264, device=CUDA) for _ in (0, 1)]
+    new = torch.ones(2, 1, 2, 264, device=CUDA)
+    with pytest.raises(NotImplementedError, match="head_dim up to 256"):
+        fa.flash_attn_with_kvcache(torch.ones(2, 1, 4, 264, device=CUDA), *caches, new, new, cache_seqlens=3)
     assert not any(x.any() for x in caches)
     q = torch.ones(1, 4, 2, 264, device=CUDA, dtype=BF16)
     with pytest.raises(NotImplementedError, match="head_dim up to 256"):

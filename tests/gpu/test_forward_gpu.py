@@ -1,4 +1,4 @@
-"""The Hopper forward on a card: the emulator's cases on large shapes; streams, graphs and threads."""
+"""The forward on a card, whichever that is or behaves as: the emulator's cases on large shapes; streams, graphs."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from tilewise import BlockSchedule, attention, attention_varlen
 
 pytestmark = pytest.mark.gpu
 CUDA = "cuda"
-BLOCKS = (64, 80, 112, 128)  # keys of a block, in one tiling or another
+BLOCKS = (32, 48, 64, 80, 112, 128)  # keys of a block, in one tiling or another
 
 
 def bits(state) -> list[torch.Tensor]:
@@ -103,6 +103,19 @@ def test_packed_qkv_and_out_that_is_an_input():
 def test_grouped_heads(heads):
     for nq, nk in ((1, 3000), (20, 700), (130, 130), (1100, 300)):
         check(*problem(2, nq, nk, *heads, 128, device=CUDA), causal=True)
+
+
+@pytest.mark.parametrize("head_dim", [33, 64, 128, 256])
+def test_float32(head_dim):
+    """The one dtype that all cards run by mma.sync or on CUDA cores."""
+    for nq, nk in ((1, 1), (63, 65), (193, 1000), (1025, 2047)):
+        for number, options in enumerate(({}, {"causal": True}, {"window": (100, 20), "softcap": 9.0})):
+            q, k, v = problem(1, nq, nk, 4, 2, head_dim, dtype=torch.float32, seed=number, device=CUDA)
+            check(q, k, v, exact=number == 1, **options)
+    q, k, v, *starts = packed(*VARLEN, 4, 2, head_dim, dtype=torch.float32, device=CUDA)
+    check_varlen(q, k, v, *starts, causal=True)
+    *pages, table = paged(k, v, starts[1], 16)
+    check_varlen(q, *pages, *starts, page_table=table, causal=True)
 
 
 def test_many_sequences():
@@ -422,9 +435,9 @@ def test_what_is_not_served_is_said():
         (ValueError, "sinks must be on cuda", lambda: attention(q, k, v, sinks=torch.zeros(2))),
         (ValueError, "alibi_slopes must be on cuda", lambda: attention(q, k, v, alibi_slopes=torch.zeros(2))),
         (ValueError, "out must be on cuda", lambda: attention(q, k, v, out=torch.zeros_like(q, device="cpu"))),
-        (NotImplementedError, "take bfloat16, float16 and float8", lambda: attention(q.float(), k.float(), v.float())),
+        (ValueError, "q must be one of float32", lambda: attention(q.double(), k.double(), v.double())),
         (NotImplementedError, "head_dim up to 256", lambda: attention(*problem(1, 9, 9, 1, 1, 257, device=CUDA))),
-        (NotImplementedError, "schedule", lambda: attention(q, k, v, schedule=schedule)),
+        (ValueError, "schedule must be on cuda", lambda: attention(q, k, v, schedule=schedule)),
         (NotImplementedError, "no backward", lambda: attention(q.clone().requires_grad_(), k, v)),
         (
             ValueError,

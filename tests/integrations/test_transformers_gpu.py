@@ -1,4 +1,4 @@
-"""Models of transformers on a card, by the GPU kernels: logits beside eager's, generation, and a refusal."""
+"""Models of transformers on a card, by the GPU kernels: logits beside eager's, and generation."""
 
 from __future__ import annotations
 
@@ -137,9 +137,11 @@ def test_under_autocast(calls):
     assert calls == ["attention"] * cases.LAYERS
 
 
-def test_float32_is_refused_with_advice():
-    with pytest.raises(NotImplementedError, match="GPU kernels take bfloat16, float16"):
-        run(build(cases.llama).to(CUDA), "tilewise", input_ids=tokens(1, 4).to(CUDA))
+@pytest.mark.parametrize("make", [cases.llama, cases.gemma2], ids=lambda make: make.__name__)
+def test_float32(make, calls):
+    model, ids = build(make).to(CUDA), tokens(2, 130).to(CUDA)
+    assert_like_eager(model, input_ids=ids)
+    assert calls == ["attention"] * cases.LAYERS
 
 
 @pytest.mark.parametrize("with_sinks", [False, True])

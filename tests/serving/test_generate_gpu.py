@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 
 import pytest
@@ -39,6 +40,18 @@ def test_head_dims(head_dim, dtype):
     model = on_card(dtype=dtype, head_dim=head_dim)
     for prompt, one in zip(PROMPTS, generate(model, PROMPTS, max_new_tokens=NEW), strict=True):
         assert_likeliest(model, prompt, one.tokens)
+
+
+@torch.no_grad()
+def test_float32():
+    """Over a float32 cache: float64 tells the likeliest tokens, and those that float32 cannot tell from them."""
+    model = on_card(dtype=torch.float32)
+    exact = copy.deepcopy(model).double()
+    for prompt, one in zip(PROMPTS[:4], generate(model, PROMPTS[:4], max_new_tokens=6), strict=True):
+        given = torch.tensor([prompt + one.tokens[:-1]], device=model.device)
+        logits = exact(given).logits[0, len(prompt) - 1 :]
+        below = logits.max(-1).values - logits[range(6), one.tokens]
+        assert below.max() <= 1e-5 * (logits.max() - logits.min())
 
 
 def test_graphs_are_captured_again_when_the_batch_or_the_room_ends(monkeypatch):
@@ -115,8 +128,8 @@ def test_memory_and_refusals():
     model = on_card()
     served = Engine(model, memory=64 << 20)
     assert 60 << 20 < served.cache.nbytes <= 64 << 20
-    with pytest.raises(NotImplementedError, match="on a card models in bfloat16 and float16 are served"):
-        generate(on_card(dtype=torch.float32), [[1]], max_new_tokens=1)
+    with pytest.raises(NotImplementedError, match="on a card models in bfloat16"):
+        generate(on_card(dtype=torch.float32), [[1]], max_new_tokens=1, kv_format="bf16")
     with pytest.raises(NotImplementedError, match="on a card head_dim"):
         generate(on_card(head_dim=40), [[1]], max_new_tokens=1)
     with pytest.raises(NotImplementedError, match="multiple of 16 tokens"):

@@ -219,6 +219,27 @@ def bench_variants(
     show_rows(variants, title, variants.notes, plots.draw, only, sheet, where, loops, json)
 
 
+@bench.command("cards")
+def bench_cards(
+    only: Only = "",
+    csv: TableCsv = None,
+    resume: Resume = False,
+    force: Force = False,
+    device: AnyDevice = None,
+    loops: Loops = None,
+    json: Json = False,
+) -> None:
+    """The kernels of older cards on the GPU at hand, beside torch's FlashAttention-2, row by row with the bars.
+
+    Also float32 beside torch's kernels for it. Under two minutes on an H200; on a CPU smaller problems without bars.
+    """
+    from . import cards, plots
+
+    title = "As older cards on {machine}: TFLOP/s, warmed up, kernels alternated, bfloat16 unless said"
+    sheet = SheetOptions(csv, False, resume, force)
+    show_rows(cards, title, cards.notes, plots.draw, only, sheet, _device(device), loops, json)
+
+
 @bench.command("prefill")
 def bench_prefill(
     only: Only = "",
