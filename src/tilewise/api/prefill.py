@@ -70,9 +70,8 @@ def attention(
     backend: "auto" (a GPU kernel for CUDA tensors, the CPU backend for CPU tensors), "cuda", "cpu", or "emulator": the
     GPU kernel's source run on CPU tensors, slow; "emulator:NAME" for a rung of the ladder by name.
 
-    CUDA tensors: these dtypes, head_dim up to 256, compute capability 8.x, 9.0, 10.x or 12.x; a schedule and what
-    functions capture are on their device. docs/guide-cards.md says which kernel serves. The call goes on the current
-    stream and does not wait; a graph can capture a later one.
+    CUDA tensors: these dtypes, head_dim up to 256, compute capability 8.x, 9.0, 10.x or 12.x (docs/guide-cards.md); a
+    schedule and what functions capture are on their device. The call goes on the current stream and does not wait.
 
     Returns o (B, Nq, Hq, D), with return_lse also the LSE (B, Hq, Nq) float32. A NaN or infinity in a key that a window
     or a mask (on a GPU also `causal`) hides may still reach the rows of its tile, as in other fused kernels.

@@ -18,7 +18,6 @@ from tilewise.gpu.pattern import NO_PATTERN, Pattern, block_keys
 from tilewise.scores import Scores
 
 WIDTHS = (64, 96, 128, 192, 256)  # head dimensions that the products run over; others are padded
-CUDA_CORE_KEYS = 32  # keys per block on CUDA cores, at most: P V is unrolled over them
 BLOCK_OVERHEAD = 1024  # bytes of shared memory per block that the driver reserves
 
 
@@ -74,11 +73,11 @@ TILINGS: dict[tuple[int, int], tuple[MmaTiling, ...]] = {
     (1, 128): (_tiling(128, 64, 32, 2, 2),),
     (1, 192): (_tiling(64, 64, 16, 2, 2),),
     (1, 256): (_tiling(64, 64, 16, 1, 2),),
-    # float32: three products each, which hide what is loaded
-    (4, 64): (_tiling(128, 64, 32, 1, 2), _tiling(128, 32, 32, 1, 2)),
+    # float32: three products each, which hide what is loaded; or CUDA cores, for which P V is unrolled over the keys
+    (4, 64): (_tiling(128, 32, 32, 1, 2),),
     (4, 96): (_tiling(64, 32, 16, 1, 2),),
     (4, 128): (_tiling(64, 32, 16, 1, 2), _tiling(64, 16, 16, 1, 2)),
-    (4, 192): (_tiling(64, 32, 16, 1, 1),),
+    (4, 192): (_tiling(64, 16, 16, 1, 2), _tiling(64, 16, 16, 1, 1)),
     (4, 256): (_tiling(64, 16, 16, 1, 1),),
 }
 
@@ -101,14 +100,12 @@ def choose(
     """The tiling for a problem on a card; vectors: rows lie on 16 bytes."""
     operand = operand_of(card, dtype)
     width, limits = padded(head_dim, operand), limits_of(card)
+    # Wider heads have no registers for what CUDA cores load together.
+    cuda_cores = operand == torch.float32 and not tf32_products(card) and width <= 128
+    crowded = scores.changed or pattern.listed or pattern.score or not vectors or (scores.exact and operand == FP8)
     found = []
     for base in TILINGS[operand.itemsize, width]:
-        crowded = scores.changed or pattern.listed or pattern.score or not vectors
-        # Wider heads have no registers for what CUDA cores load together.
-        cuda_cores = operand == torch.float32 and not tf32_products(card) and width <= 192
         tiling = replace(base, operand=operand, cuda_cores=cuda_cores)
-        if cuda_cores and tiling.tile_kv > CUDA_CORE_KEYS:
-            continue
         tiling = _for_pattern(tiling, dtype, width, crowded, pattern, page_size)
         shared = shared_bytes(dtype, width, tiling, told=_told(tiling, pattern, page_size))
         fits = limits.shared_sm // (shared + BLOCK_OVERHEAD) if shared <= limits.shared_block else 0
@@ -126,6 +123,8 @@ def _for_pattern(
         tiling = replace(tiling, stages_k=1, stages_v=1)
     if pattern.block_q % 128 and tiling.tile_q > 64:  # rows of a tile would visit each other's blocks
         tiling = replace(tiling, tile_q=64, warp_rows=16, q_registers=False)
+    if crowded and tiling.operand == torch.float32 and width > 192:  # nor for the lazy softmax's way back
+        tiling = replace(tiling, lazy=False)
     step = max(16, 32 // tiling.operand.itemsize)  # a product's depth, and sixteen columns
     tiling = replace(tiling, tile_kv=_most_keys(tiling, width, crowded, pattern) // step * step)
     if pattern.listed:

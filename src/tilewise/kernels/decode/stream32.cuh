@@ -2,51 +2,18 @@
 // eight columns:
 //     Sᵀ (16 × rows) = K Qᵀ,   P = 2^(S − m),   Oᵀ (D × rows) += Vᵀ Pᵀ
 //
-// A float32 is split in two TF32 numbers, x = high + low, and a product runs as three on the tensor cores:
-//     x y = low(x) high(y) + high(x) low(y) + high(x) high(y),
-// which leaves out less than 2^−20 of |x y|. Tensor cores cut sums off where float32 arithmetic rounds them, so that a
-// sum of many products would shrink. Products over sixteen channels, or sixteen tokens, begin with zero and are added
-// to their sum by float32 arithmetic.
+// Products are three of TF32 each, and their sums go by sixteen channels, or sixteen tokens (tile/tf32.cuh).
 //
 // The depth of a product is eight. K is read by ldmatrix, which gives a lane four bytes: one channel. In Vᵀ Pᵀ, where
 // no instruction transposes 32-bit values, tokens 2t and 2t + 1 take the places t and t + 4 of the depth, and a lane
-// reads four channels of each of these tokens in one load, of different banks than the lanes beside it. An infinity in
-// K or V may come out as NaN.
+// reads four channels of each of these tokens in one load, of different banks than the lanes beside it.
 #pragma once
 #include "decode/rows.cuh"
+#include "tile/tf32.cuh"
 
 static_assert(kFormat == Format::bits32 && kTiles == 1 && kPanelBytes == 128, "panels of 32 channels");
 
-// The tensor cores do not look at the lowest thirteen bits of a TF32 number: half a unit is added to low beforehand.
-struct Split {
-    uint32_t high, low;
-    TILE_DEVICE Split() {}
-    TILE_DEVICE explicit Split(uint32_t x)
-        : high(x & ~0x1fffu), low(as_bits(as_float(x) - as_float(high)) + 0x1000u) {}
-};
-// A step of depth eight: an A operand
-struct SplitStep {
-    uint32_t high[4], low[4];
-    TILE_DEVICE SplitStep(uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
-        const Split of[4] = {Split(a), Split(b), Split(c), Split(d)};
-#pragma unroll
-        for (int i = 0; i < 4; i++) high[i] = of[i].high, low[i] = of[i].low;
-    }
-};
-// The product over sixteen channels, or tokens
-struct Part {
-    float x[4];
-    TILE_DEVICE Part() : x{} {}
-    TILE_DEVICE void multiply(const SplitStep& a, const Split& b0, const Split& b1) {
-        ptx::mma_16x8x8_tf32(x, a.low, b0.high, b1.high);
-        ptx::mma_16x8x8_tf32(x, a.high, b0.low, b1.low);
-        ptx::mma_16x8x8_tf32(x, a.high, b0.high, b1.high);
-    }
-    TILE_DEVICE void add_to(float (&sum)[4]) const {
-#pragma unroll
-        for (int i = 0; i < 4; i++) sum[i] += x[i];
-    }
-};
+using tf32::Part, tf32::Split, tf32::SplitStep;
 
 struct Stream32 : Rows {
     // Row 8b + lane / 4, channels 4j + lane % 4 at [b][j]; where they would take too many registers, in shared memory

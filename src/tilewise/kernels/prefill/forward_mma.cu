@@ -18,7 +18,7 @@
 #include "tile/lazy.cuh"
 #include "tile/mma_rows.cuh"
 
-constexpr int kM = kWarpRows / 16, kSteps = kHeadDim / warp::kDepth<Operand>;
+constexpr int kM = kWarpRows / 16, kSteps = kHeadDim / warp::kDepth<Operand>, kTaken = warp::kTogether<Operand>;
 constexpr bool kFp8Products = sizeof(Operand) == 1;
 // As in forward.cu: log2 of the largest P, and the lane sum up to which the lazy softmax keeps its reference
 constexpr int kLift = !kFp8Products ? 0 : kExact ? 8 : 3, kWitness = kFp8Products ? 448 : 256;
@@ -90,17 +90,19 @@ struct Worker {
         for (int m = 0; m < kM; m++) warp::zero(acc_s[m]);
         if constexpr (kCudaCores) return warp::ffma_qk(acc_s, TileQ(0), first_row(), sK);
 #pragma unroll
-        for (int step = 0; step < kSteps; step++) {
-            uint32_t a[kM][4];
+        for (int step = 0; step < kSteps; step += kTaken) {
+            uint32_t a[kTaken][kM][4];
 #pragma unroll
-            for (int m = 0; m < kM; m++) {
-                if constexpr (kQInRegisters)
-#pragma unroll
-                    for (int r = 0; r < 4; r++) a[m][r] = rQ[step][m][r];
-                else warp::load_a(a[m], TileQ(0), first_row() + 16 * m, step);
-            }
-            warp::mma_qk_step(acc_s, a, sK, step);
+            for (int i = 0; i < kTaken * kM; i++) take(a[i / kM][i % kM], step + i / kM, i % kM);
+            warp::mma_qk_step(acc_s, a, sK, step / kTaken);
         }
+    }
+    // Q's fragment of one step and sixteen
+    TILE_DEVICE void take(uint32_t (&a)[4], int step, int m) const {
+        if constexpr (kQInRegisters)
+#pragma unroll
+            for (int r = 0; r < 4; r++) a[r] = rQ[step][m][r];
+        else warp::load_a(a, TileQ(0), first_row() + 16 * m, step);
     }
     // S of one sixteen once more: both operands are still in shared memory
     TILE_DEVICE void again(int m, const TileKv& sK, const Sixteen& rows) {
@@ -109,10 +111,12 @@ struct Worker {
         warp::zero(s[0]);
         if constexpr (kCudaCores) warp::ffma_qk(s, TileQ(0), first_row() + 16 * m, sK);
 #pragma unroll 1  // it runs rarely, and must not take registers from the steps that always run
-        for (int step = 0; step < (kCudaCores ? 0 : kSteps); step++) {
-            uint32_t a[1][4];
-            warp::load_a(a[0], TileQ(0), first_row() + 16 * m, step, lane);
-            warp::mma_qk_step(s, a, sK, step, lane);
+        for (int step = 0; step < (kCudaCores ? 0 : kSteps); step += kTaken) {
+            uint32_t a[kTaken][1][4];
+#pragma unroll
+            for (int i = 0; i < kTaken; i++)
+                warp::load_a(a[i][0], TileQ(0), first_row() + 16 * m, step + i, lane);
+            warp::mma_qk_step(s, a, sK, step / kTaken, lane);
         }
         rows.score<false, false>(acc_s[m]);
     }

@@ -3,60 +3,58 @@
 // S, P and O are arrays of mma.cuh's accumulators, one per sixteen rows. A step of depth is 32 bytes of a row: 16
 // values of 16 bits, 32 of FP8, 8 of float32.
 //
-// float32 goes through the tensor cores as TF32, which keeps 11 of 24 bits: each value is split into a sum of two such
-// numbers, x = big + small, and x · y = big · big + big · small + small · big. What is left out, small · small, and
-// what small loses by rounding are both about 2^−24 of x · y.
+// float32 goes through the tensor cores as TF32 (tf32.cuh), two steps at a time.
 #pragma once
 #include "tile/mma.cuh"
+#include "tile/tf32.cuh"
 
 namespace warp {
 
 template <class T> constexpr int kDepth = 32 / int(sizeof(T));  // of a step
 
-struct Split {
-    uint32_t big, small;
-    TILE_DEVICE explicit Split(uint32_t bits) : big(ptx::to_tf32(as_float(bits))) {
-        small = ptx::to_tf32(as_float(bits) - as_float(big));
-    }
-};
-TILE_DEVICE void mma_split(float (&d)[4], const uint32_t (&big)[4], const uint32_t (&small)[4], Split b0, Split b1) {
-    ptx::mma_16x8x8_tf32(d, small, b0.big, b1.big);
-    ptx::mma_16x8x8_tf32(d, big, b0.small, b1.small);
-    ptx::mma_16x8x8_tf32(d, big, b0.big, b1.big);
-}
-template <int kM> TILE_DEVICE void split(uint32_t (&big)[kM][4], uint32_t (&small)[kM][4]) {
-#pragma unroll
-    for (int m = 0; m < kM; m++)
-#pragma unroll
-        for (int r = 0; r < 4; r++) {
-            const Split parts(big[m][r]);
-            big[m][r] = parts.big;
-            small[m][r] = parts.small;
-        }
-}
+template <class T> constexpr int kTogether = sizeof(T) == 4 ? 2 : 1;  // steps
+
 TILE_DEVICE float (&four(float* acc))[4] { return reinterpret_cast<float (&)[4]>(*acc); }
 
-// S += Q Kᵀ for step k of the depth; a: Q's fragments of it. It may come back split.
-template <int kM, int kSize, class Tile>
-TILE_DEVICE void mma_qk_step(float (&acc_s)[kM][kSize], uint32_t (&a)[kM][4], const Tile& sK, int k, int l = lane()) {
+// S += Q Kᵀ for the steps of number k of the depth, as many as are taken together; a: Q's fragments of them
+template <int kM, int kTaken, int kSize, class Tile>
+TILE_DEVICE void mma_qk_step(float (&acc_s)[kM][kSize], const uint32_t (&a)[kTaken][kM][4], const Tile& sK, int k,
+                             int l = lane()) {
     static_assert(kSize * 2 == Tile::kRows, "S has a column for each of K's rows");
     using T = typename Tile::Element;
-    uint32_t small[kM][4];
-    if constexpr (sizeof(T) == 4) split(a, small);
+    static_assert(kTaken == kTogether<T>);
+    if constexpr (sizeof(T) == 4) {
+        tf32::SplitStep q[2][kM];
 #pragma unroll
-    for (int n = 0; n < kSize / 8; n++) {
-        uint32_t b[4];
-        load_bt(b, sK, n, k, l);
-        if constexpr (sizeof(T) == 4) {
-            const Split s[4] = {Split(b[0]), Split(b[1]), Split(b[2]), Split(b[3])};
+        for (int i = 0; i < 2 * kM; i++) {
+            const uint32_t (&words)[4] = a[i / kM][i % kM];
+            q[i / kM][i % kM] = tf32::SplitStep(words[0], words[1], words[2], words[3]);
+        }
 #pragma unroll
-            for (int m = 0; m < kM; m++) {
-                mma_split(four(&acc_s[m][8 * n]), a[m], small[m], s[0], s[1]);
-                mma_split(four(&acc_s[m][8 * n + 4]), a[m], small[m], s[2], s[3]);
+        for (int n = 0; n < kSize / 8; n++) {
+            uint32_t b[2][4];
+            load_bt(b[0], sK, n, 2 * k, l);
+            load_bt(b[1], sK, n, 2 * k + 1, l);
+#pragma unroll
+            for (int half = 0; half < 2; half++) {
+                const tf32::Split k0[2] = {tf32::Split(b[0][2 * half]), tf32::Split(b[0][2 * half + 1])};
+                const tf32::Split k1[2] = {tf32::Split(b[1][2 * half]), tf32::Split(b[1][2 * half + 1])};
+#pragma unroll
+                for (int m = 0; m < kM; m++) {
+                    tf32::Part part;
+                    part.multiply(q[0][m], k0[0], k0[1]);
+                    part.multiply(q[1][m], k1[0], k1[1]);
+                    part.add_to(four(&acc_s[m][8 * n + 4 * half]));
+                }
             }
-        } else {
+        }
+    } else {
 #pragma unroll
-            for (int m = 0; m < kM; m++) mma_pair<T>(acc_s[m], n, a[m], b);
+        for (int n = 0; n < kSize / 8; n++) {
+            uint32_t b[4];
+            load_bt(b, sK, n, k, l);
+#pragma unroll
+            for (int m = 0; m < kM; m++) mma_pair<T>(acc_s[m], n, a[0][m], b);
         }
     }
 }
@@ -100,27 +98,37 @@ template <int kM, int kSteps, int kSizeO, class Tile>
 TILE_DEVICE void mma_pv_floats(float (&acc_o)[kM][kSizeO], const uint32_t (&rP)[kM][kSteps][4], const Tile& sV) {
     const int column = lane() / 4, row = fragment_column();
     const uint32_t even = sV.address(row, column / 4), odd = sV.address(row + 1, column / 4), inside = column % 4 * 4;
+    static_assert(kSteps % 2 == 0, "steps are taken two at a time");
 #pragma unroll
-    for (int c = 0; c < kSteps; c++) {
-        uint32_t a[kM][4], small[kM][4];
+    for (int c = 0; c < kSteps; c += 2) {
+        tf32::SplitStep p[2][kM];
 #pragma unroll
-        for (int m = 0; m < kM; m++)
-#pragma unroll
-            for (int r = 0; r < 4; r++) a[m][r] = rP[m][c][r % 2 * 2 + r / 2];
-        split(a, small);
+        for (int i = 0; i < 2 * kM; i++) {
+            const uint32_t (&words)[4] = rP[i % kM][c + i / kM];
+            p[i / kM][i % kM] = tf32::SplitStep(words[0], words[2], words[1], words[3]);
+        }
 #pragma unroll
         for (int n = 0; n < kSizeO / 4; n++) {
-            const uint32_t further = 8 * c * Tile::kRowBytes + inside;
-            const Split b0(ptx::load_shared(Tile::along(even, 2 * n) + further));
-            const Split b1(ptx::load_shared(Tile::along(odd, 2 * n) + further));
+            tf32::Split v[2][2];
 #pragma unroll
-            for (int m = 0; m < kM; m++) mma_split(four(&acc_o[m][4 * n]), a[m], small[m], b0, b1);
+            for (int i = 0; i < 2; i++) {
+                const uint32_t further = 8 * (c + i) * Tile::kRowBytes + inside;
+                v[i][0] = tf32::Split(ptx::load_shared(Tile::along(even, 2 * n) + further));
+                v[i][1] = tf32::Split(ptx::load_shared(Tile::along(odd, 2 * n) + further));
+            }
+#pragma unroll
+            for (int m = 0; m < kM; m++) {
+                tf32::Part part;
+                part.multiply(p[0][m], v[0][0], v[0][1]);
+                part.multiply(p[1][m], v[1][0], v[1][1]);
+                part.add_to(four(&acc_o[m][4 * n]));
+            }
         }
     }
 }
 // ---- the same products on CUDA cores --------------------------------------------------------------------------------
-// For float32 on cards whose tensor cores do three TF32 products in more time than that. Accumulators stay where mma has
-// them: a lane computes its 2 · kM rows by its columns, and four neighbouring values come with each load.
+// For float32 on cards whose tensor cores do three TF32 products in more time than that. Accumulators stay where mma
+// has them: a lane computes its 2 · kM rows by its columns, and four neighbouring values come with each load.
 template <class Tile> TILE_DEVICE void load_four(float (&x)[4], const Tile& tile, int row, int chunk) {
     const Vector16 words = tile.chunk(row, chunk);
 #pragma unroll
@@ -151,31 +159,35 @@ TILE_DEVICE void ffma_qk(float (&acc_s)[kM][kSize], const TileQ& sQ, int row0, c
         }
     }
 }
-// O += P V, its columns as mma_pv_bytes leaves them (`in_order`); a quad's lanes tell each other their weights.
+// O += P V, its columns as mma_pv_bytes leaves them (`in_order`); a quad's lanes tell each other their weights. Eight
+// keys are summed up before O is touched: one sum over all keys would round too often.
 template <int kM, int kSteps, int kSizeO, class Tile>
 TILE_DEVICE void ffma_pv(float (&acc_o)[kM][kSizeO], const uint32_t (&rP)[kM][kSteps][4], const Tile& sV) {
     const int t = lane() % 4, quad = lane() - t;
 #pragma unroll
-    for (int key = 0; key < 8 * kSteps; key++) {
-        float p[kM][2];
+    for (int c = 0; c < kSteps; c++) {
+        float p[8][kM][2];
 #pragma unroll
-        for (int m = 0; m < kM; m++)
-#pragma unroll
-            for (int h = 0; h < 2; h++)
-                p[m][h] = as_float(ptx::shuffle(rP[m][key / 8][2 * h + key % 2], quad + key % 8 / 2));
+        for (int i = 0; i < 8 * kM * 2; i++) {
+            const int m = i / 2 % kM, h = i % 2, key = i / (2 * kM);
+            p[key][m][h] = as_float(ptx::shuffle(rP[m][c][2 * h + key % 2], quad + key / 2));
+        }
 #pragma unroll
         for (int n = 0; n < kSizeO / 8; n++) {
-            float v[4];
-            load_four(v, sV, key, 4 * n + t);
+            float sum[kM][2][4] = {};
 #pragma unroll
-            for (int m = 0; m < kM; m++)
+            for (int key = 0; key < 8; key++) {
+                float v[4];
+                load_four(v, sV, 8 * c + key, 4 * n + t);
 #pragma unroll
-                for (int h = 0; h < 2; h++)
+                for (int i = 0; i < kM * 2 * 4; i++) {
+                    float& x = sum[i / 8][i / 4 % 2][i % 4];
+                    x = ptx::mad(p[key][i / 8][i / 4 % 2], v[i % 4], x);
+                }
+            }
 #pragma unroll
-                    for (int i = 0; i < 4; i++) {
-                        float& o = acc_o[m][8 * n + i % 2 * 4 + 2 * h + i / 2];
-                        o = ptx::mad(p[m][h], v[i], o);
-                    }
+            for (int i = 0; i < kM * 2 * 4; i++)
+                acc_o[i / 8][8 * n + i % 2 * 4 + 2 * (i / 4 % 2) + i % 4 / 2] += sum[i / 8][i / 4 % 2][i % 4];
         }
     }
 }
