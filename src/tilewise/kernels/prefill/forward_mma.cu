@@ -19,6 +19,8 @@
 #include "tile/mma_rows.cuh"
 
 constexpr int kM = kWarpRows / 16, kSteps = kHeadDim / warp::kDepth<Operand>, kTaken = warp::kTogether<Operand>;
+// Steps of Q Kᵀ that stand in the code: all of them, but for float32, whose splits would all be made at once
+constexpr int kUnrolled = sizeof(Operand) == 4 ? 1 : kSteps;
 constexpr bool kFp8Products = sizeof(Operand) == 1;
 // As in forward.cu: log2 of the largest P, and the lane sum up to which the lazy softmax keeps its reference
 constexpr int kLift = !kFp8Products ? 0 : kExact ? 8 : 3, kWitness = kFp8Products ? 448 : 256;
@@ -89,7 +91,7 @@ struct Worker {
 #pragma unroll
         for (int m = 0; m < kM; m++) warp::zero(acc_s[m]);
         if constexpr (kCudaCores) return warp::ffma_qk(acc_s, TileQ(0), first_row(), sK);
-#pragma unroll
+#pragma unroll kUnrolled
         for (int step = 0; step < kSteps; step += kTaken) {
             uint32_t a[kTaken][kM][4];
 #pragma unroll
