@@ -226,6 +226,14 @@ def test_float32_adds_up_many_keys(name):
         check(q, k, v + 1.0, exact=True, mode=MODES[1])
 
 
+@pytest.mark.parametrize("name", ["sm_80", "sm_89"])
+def test_float32_under_a_softcap(name):
+    """Scores of a tenth and more of the cap, where 1 − 2 / (1 + e^2y) has lost digits."""
+    with arch.as_card(name):
+        check(*problem(1, 40, 90, 2, 2, 64, dtype=FP32), softcap=3.0)
+        check(*problem(1, 40, 90, 2, 2, 64, dtype=FP32, size=4.0), softcap=20.0)
+
+
 def test_float32_with_everything():
     """Hopper's own: no other kernel there takes float32."""
     q, k, v = problem(2, 130, 200, 4, 2, 64, dtype=FP32)

@@ -69,10 +69,12 @@ def check_served(shape: ModelShape, kv_format: str, page_size: int) -> None:
     """NotImplementedError for what no kernel of a card serves, before anything is computed."""
     if shape.device.type != "cuda":
         return
-    if shape.dtype not in decoding.DTYPES or (kv_format == "bf16" and shape.dtype != torch.bfloat16):
+    unfit = kv_format == "bf16" and shape.dtype != torch.bfloat16
+    unfit = unfit or (kv_format != "fp32" and shape.dtype == torch.float32)
+    if shape.dtype not in decoding.DTYPES or unfit:
         raise NotImplementedError(
-            f"on a card models in bfloat16 and float16 are served, a bf16 cache for bfloat16 alone, got {shape.dtype} "
-            f"with {kv_format}; convert the model, or move it to the CPU"
+            "on a card models in bfloat16, float16 and float32 are served, a bf16 cache for bfloat16 alone, float32 "
+            f"over an fp32 cache alone, got {shape.dtype} with {kv_format}; convert the model, or move it to the CPU"
         )
     if kv_format not in decoding.FORMATS:
         raise NotImplementedError(f"on a card kv_format {tuple(decoding.FORMATS)} is served, got {kv_format!r}")

@@ -40,7 +40,10 @@ struct Scores {
 };
 
 // tanh of a score times the softcap's inner factor; the outer factor is left to the caller.
-TILE_DEVICE float soft_capped(float s, float in) { return warp::tanh_from_log2(ptx::multiply(s, in)); }
+// kFine: of float32 inputs
+template <bool kFine = false> TILE_DEVICE float soft_capped(float s, float in) {
+    return warp::tanh_from_log2<kFine>(ptx::multiply(s, in));
+}
 
 // What is done to scores, known at compile time. kAnyScale: the scale may be 0 or negative, so that S has to be
 // multiplied by it before a maximum is taken.
@@ -59,16 +62,18 @@ template <bool kSoftcap, bool kAlibiBias, bool kAnyScale> struct ScoreRule<kSoft
         return kSoftcap ? scores.softcap_out : factor;
     }
     // A fragment of S into base-2 logits. in: first_factor and whatever else S has to be multiplied with
-    template <int kSize> static TILE_DEVICE void apply(float (&acc_s)[kSize], const Scores& scores, float in) {
+    template <bool kFine = false, int kSize>
+    static TILE_DEVICE void apply(float (&acc_s)[kSize], const Scores& scores, float in) {
 #pragma unroll
         for (int i = 0; i < kSize; i++)
-            acc_s[i] = kSoftcap ? scores.softcap_out * soft_capped(acc_s[i], in) : acc_s[i] * in;
+            acc_s[i] = kSoftcap ? scores.softcap_out * soft_capped<kFine>(acc_s[i], in) : acc_s[i] * in;
     }
     // Of that, what is not a factor: last_factor is left to the caller
-    template <int kSize> static TILE_DEVICE void apply_inner(float (&acc_s)[kSize], float in) {
+    template <bool kFine = false, int kSize>
+    static TILE_DEVICE void apply_inner(float (&acc_s)[kSize], float in) {
         if constexpr (kSoftcap)
 #pragma unroll
-            for (int i = 0; i < kSize; i++) acc_s[i] = soft_capped(acc_s[i], in);
+            for (int i = 0; i < kSize; i++) acc_s[i] = soft_capped<kFine>(acc_s[i], in);
     }
 };
 

@@ -76,7 +76,7 @@ struct Rows : Piece {
 #pragma unroll
             for (int j = 0; j < 4 * kBlocks * kTiles; j++) {
                 float& x = s[j / 4 / kBlocks][j / 4 % kBlocks][j % 4];
-                x = soft_capped(x, factor[j / 4 % kBlocks][j % 2]);
+                x = soft_capped<sizeof(Element) == 4>(x, factor[j / 4 % kBlocks][j % 2]);
             }
     }
     // Under a mask of query tokens every row sees up to the last one, and the mask hides keys token by token.

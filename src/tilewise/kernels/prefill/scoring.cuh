@@ -13,6 +13,7 @@ constexpr int kSeenAtOnce = !Function::kByKey ? kTileKv / 8 : kHeadDim > 128 ? 2
 // where its block has a length.
 template <class Self> struct Scoring {
     using Fragment = float[kTileKv / 2];
+    static constexpr bool kFine = sizeof(Element) == 4;  // scores are computed to float32's own precision
     TILE_DEVICE const Self& self() const { return static_cast<const Self&>(*this); }
     TILE_DEVICE int row_of(const WorkTile& tile, int h) const {
         return tile.row + self().warp_row() + warp::fragment_row(h);
@@ -106,7 +107,7 @@ template <class Self> struct Scoring {
         }
         if constexpr (Rule::kChanges) {
             const float descale = kFp8 ? self().tile().descale_qk : 1.0f;
-            Rule::apply(s, self().args.scores, Rule::first_factor(self().args.scores) * descale);
+            Rule::apply<kFine>(s, self().args.scores, Rule::first_factor(self().args.scores) * descale);
         }
         if constexpr (Rule::kAlibi) {
             const WorkTile tile = self().tile();
@@ -186,7 +187,7 @@ template <class Self> struct Scoring {
     template <int kSide> TILE_DEVICE void follow(Fragment& s, const Sides& sides, const float (&less)[2]) const {
         if constexpr (!Function::kScore) {
             const float descale = kFp8 ? self().tile().descale_qk : 1.0f;
-            Rule::apply_inner(s, Rule::first_factor(self().args.scores) * descale);
+            Rule::apply_inner<kFine>(s, Rule::first_factor(self().args.scores) * descale);
         }
         const int column = ptx::just_in_time(warp::fragment_column());
 #pragma unroll

@@ -16,7 +16,15 @@ TILE_DEVICE float row_sum(float x) {
 }
 
 // tanh y of z = 2 y log2 e: 1 − 2 / (1 + e^2y), which near 0 is a difference of ones and loses y; there its series.
-TILE_DEVICE float tanh_from_log2(float z) {
+// kFine: to float32's own precision, by a longer series over more of the way.
+template <bool kFine = false> TILE_DEVICE float tanh_from_log2(float z) {
+    if constexpr (kFine) {
+        const float y = z * (0.5f * kLn2), square = y * y;
+        const float outer = ptx::mad(square, 0.01645874f, -0.05268413f);
+        const float inner = ptx::mad(square, ptx::mad(square, outer, 0.13320942f), -0.33332959f);
+        const float series = ptx::mad(y, square * inner, y);
+        return fabsf(y) < 0.55f ? series : 1.0f - 2.0f * ptx::reciprocal(1.0f + ptx::exp2(z));
+    }
     const float y = z * (0.5f * kLn2), square = y * y;
     const float series = y * ptx::mad(square, ptx::mad(square, 2.0f / 15.0f, -1.0f / 3.0f), 1.0f);
     return fabsf(y) < 0.1f ? series : 1.0f - 2.0f * ptx::reciprocal(1.0f + ptx::exp2(z));
