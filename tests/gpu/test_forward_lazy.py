@@ -199,6 +199,10 @@ def test_a_maximum_that_stands_is_as_good_as_one_found_again(tmp_path):
     assert header.count(asks) == 1, "tile/lazy.cuh has changed: mend this test"
     (tmp_path / "lazy.cuh").write_text(header.replace(asks, "const bool grew = true || ptx::any("))
     source = (KERNELS_ROOT / "prefill/forward.cu").read_text()
+    for name in ("prefill/closing.cuh", "prefill/scoring.cuh"):  # on the way to the header
+        assert f'#include "{name}"' in source
+        own = (KERNELS_ROOT / name).read_text().replace("#pragma once", "")
+        source = source.replace(f'#include "{name}"', own)
     assert '"tile/lazy.cuh"' in source
     changed = tmp_path / "forward.cu"
     changed.write_text(source.replace('"tile/lazy.cuh"', f'"{tmp_path / "lazy.cuh"}"'))

@@ -151,9 +151,9 @@ def test_attention_runs_in_the_emulator(dtype):
 @pytest.mark.parametrize(
     ("options", "error", "match"),
     [
-        ({"backend": "emulator", "window": (3, 0)}, NotImplementedError, "window"),
-        ({"backend": "emulator", "softcap": 1.0}, NotImplementedError, "softcap"),
-        ({"backend": "emulator", "scale": -1.0}, NotImplementedError, "scale"),
+        ({"backend": "emulator:scalar2d_row_tile", "window": (3, 0)}, NotImplementedError, "window"),
+        ({"backend": "emulator:scalar2d_row_tile", "softcap": 1.0}, NotImplementedError, "softcap"),
+        ({"backend": "emulator:scalar2d_row_tile", "scale": -1.0}, NotImplementedError, "scale"),
         ({"backend": "emulator:no_such"}, ValueError, "no_such"),
         ({"backend": "emulator:hopper"}, NotImplementedError, "hopper is written for"),
     ],
