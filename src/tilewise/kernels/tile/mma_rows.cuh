@@ -123,6 +123,8 @@ TILE_DEVICE void mma_pv_floats(float (&acc_o)[kM][kSizeO], const uint32_t (&rP)[
                 part.multiply(p[1][m], v[1][0], v[1][1]);
                 part.add_to(four(&acc_o[m][4 * n]));
             }
+            // Loads of later columns stay behind it, and take no registers before.
+            if ((n + 1) % (4 * kM) == 0) ptx::sync_warp();
         }
     }
 }
