@@ -13,8 +13,8 @@ import torch
 
 from tilewise.arch import fp8_products, hopper, limits_of, tf32_products
 from tilewise.compiler.spec import Constant, KernelSpec
-from tilewise.gpu.abi import ELEMENTS, FP8, TILE_WORDS, score_rule
-from tilewise.gpu.pattern import NO_PATTERN, Pattern, block_keys
+from tilewise.gpu.abi import ELEMENTS, FP8, TILE_WORDS
+from tilewise.gpu.pattern import NO_PATTERN, Pattern, block_keys, problem_constants
 from tilewise.scores import Scores
 
 WIDTHS = (64, 96, 128, 192, 256)  # head dimensions that the products run over; others are padded
@@ -193,15 +193,10 @@ def forward_mma_spec(
         ("kQInRegisters", tiling.q_registers),
         ("kCudaCores", tiling.cuda_cores),
         ("kBlocksEach", tiling.blocks_each),
-        ("kPack", pack),
-        ("kPageSize", page_size),
         ("kVectors", vectors),
-        ("kExact", scores.exact or not tiling.lazy),
-        score_rule(Scores() if pattern.score else scores),
-        ("kUnit", tiling.unit),
-        ("kSlabs", pattern.block_q * pack % tiling.tile_q > 0),
-        ("kLengths", pattern.lengths),
-        ("Function", "UserFunction" if pattern.text else "NoFunction"),
+        *problem_constants(
+            scores, pattern, tile_q=tiling.tile_q, unit=tiling.unit, lazy=tiling.lazy, pack=pack, page_size=page_size
+        ),
     )
     shared = shared_bytes(dtype, width, tiling, told=_told(tiling, pattern, page_size), vectors=vectors)
     source = "prefill/forward_mma.cu"

@@ -19,10 +19,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Union
 import torch
 
 from tilewise import compiler, emulator
-from tilewise.compiler.spec import KernelSpec
+from tilewise.compiler.spec import Constant, KernelSpec
 from tilewise.functions.function import version
 from tilewise.gpu import captures
-from tilewise.gpu.abi import Divisor, FoldArgs, ForwardArgs, NoFunctionArgs, TileListArgs
+from tilewise.gpu.abi import Divisor, FoldArgs, ForwardArgs, NoFunctionArgs, TileListArgs, score_rule
+from tilewise.scores import Scores
 
 if TYPE_CHECKING:
     from tilewise.functions import Function
@@ -91,6 +92,22 @@ def block_keys(most: int, block_k: int, page_size: int, step: int) -> tuple[int,
     # The largest units first, up to the point where a copy brings enough; then the largest blocks.
     best = max(fitting, key=lambda n: (min(64, math.gcd(unit, n)), n))
     return best, math.gcd(unit, best)
+
+
+def problem_constants(
+    scores: Scores, pattern: Pattern, *, tile_q: int, unit: int, lazy: bool, pack: int, page_size: int
+) -> tuple[tuple[str, Constant], ...]:
+    """What both forward kernels are told of a problem; tile_q, unit, lazy: of the tiling."""
+    return (
+        ("kPack", pack),
+        ("kPageSize", page_size),
+        ("kExact", scores.exact or not lazy),
+        score_rule(Scores() if pattern.score else scores),
+        ("kUnit", unit),
+        ("kSlabs", pattern.block_q * pack % tile_q > 0),
+        ("kLengths", pattern.lengths),
+        ("Function", "UserFunction" if pattern.text else "NoFunction"),
+    )
 
 
 def fold_spec(pattern: Pattern, tile_q: int, unit: int, pack: int, packed: bool) -> KernelSpec:

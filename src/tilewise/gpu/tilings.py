@@ -16,10 +16,10 @@ from tilewise import functions, tuned
 from tilewise.arch import arch_of_device, card_of, limits_of, tf32_products
 from tilewise.compiler.spec import Constant, KernelSpec
 from tilewise.gpu import mma_tilings
-from tilewise.gpu.abi import ELEMENTS, EVERY_RULE, FP8, PANEL_BYTES, TILE_WORDS, score_rule
+from tilewise.gpu.abi import ELEMENTS, EVERY_RULE, FP8, PANEL_BYTES, TILE_WORDS
 from tilewise.gpu.kinds import kinds_spec
 from tilewise.gpu.mma_tilings import MmaTiling
-from tilewise.gpu.pattern import NO_PATTERN, Pattern, block_keys, fold_spec
+from tilewise.gpu.pattern import NO_PATTERN, Pattern, block_keys, fold_spec, problem_constants
 from tilewise.scores import Scores
 
 DTYPES = (torch.bfloat16, torch.float16, FP8, torch.float32)
@@ -193,15 +193,10 @@ def forward_spec(
         ("kStagesRaw", raw),
         ("kPingPong", tiling.ping_pong),
         ("kQInRegisters", tiling.q_registers),
-        ("kPack", pack),
-        ("kPageSize", page_size),
         ("kTma", tma),
-        ("kExact", scores.exact or not tiling.lazy),
-        score_rule(Scores() if pattern.score else scores),
-        ("kUnit", tiling.unit),
-        ("kSlabs", pattern.block_q * pack % tiling.tile_q > 0),
-        ("kLengths", pattern.lengths),
-        ("Function", "UserFunction" if pattern.text else "NoFunction"),
+        *problem_constants(
+            scores, pattern, tile_q=tiling.tile_q, unit=tiling.unit, lazy=tiling.lazy, pack=pack, page_size=page_size
+        ),
     )
     boxes = tiling.tile_kv // tiling.unit if tiling.unit else 0
     told = 4 * boxes * (tiling.stages_k * (1 + pattern.lengths) + raw * pattern.lengths)

@@ -22,13 +22,9 @@
 #include "tile/lazy.cuh"
 
 constexpr int kStepDepth = warpgroup::kDepth<Element>;  // depth of one step of a product
-// log2 of the largest P, and the lane sum up to which the lazy softmax keeps its reference: tile/lazy.cuh
-constexpr int kLift = !kFp8 ? 0 : kExact ? 8 : 3, kWitness = kFp8 ? 448 : 256;
+constexpr int kLift = lift_of<Element>(), kWitness = witness_of<Element>();
 // K stays until the softmax is done if S may have to be computed again, or if its stage also tells which keys it holds.
 constexpr bool kHoldsK = !kExact || kListed;
-// A row's reference before its first key where a function may give scores of −inf. It is finite and below any score:
-// −inf less −inf would be NaN.
-constexpr float kNoReference = -1.7014118e38f;
 
 // ---- consumers ------------------------------------------------------------------------------------------------------
 struct Consumer : Scoring<Consumer> {

@@ -22,9 +22,7 @@ constexpr int kM = kWarpRows / 16, kSteps = kHeadDim / warp::kDepth<Operand>, kT
 // Steps of Q Kᵀ that stand in the code: all of them, but for float32, whose splits would all be made at once
 constexpr int kUnrolled = sizeof(Operand) == 4 ? 1 : kSteps;
 constexpr bool kFp8Products = sizeof(Operand) == 1;
-// As in forward.cu: log2 of the largest P, and the lane sum up to which the lazy softmax keeps its reference
-constexpr int kLift = !kFp8Products ? 0 : kExact ? 8 : 3, kWitness = kFp8Products ? 448 : 256;
-constexpr float kNoReference = -1.7014118e38f;
+constexpr int kLift = lift_of<Operand>(), kWitness = witness_of<Operand>();
 static_assert(kStagesK >= kStagesV && kStagesK <= 2 && (kStagesK == 1 || !kWiden));
 
 // Sixteen of a warp's rows, and the block of keys at hand

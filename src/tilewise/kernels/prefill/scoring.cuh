@@ -4,6 +4,14 @@
 #include "prefill/blocks.cuh"
 #include "tile/lazy.cuh"
 
+// A row's reference before its first key where a function may give scores of −inf. It is finite and below any score:
+// −inf less −inf would be NaN.
+constexpr float kNoReference = -1.7014118e38f;
+// log2 of the largest P, and the lane sum up to which the lazy softmax keeps its reference: tile/lazy.cuh. P: its type
+// as an operand
+template <class P> constexpr int lift_of() { return sizeof(P) > 1 ? 0 : kExact ? 8 : 3; }
+template <class P> constexpr int witness_of() { return sizeof(P) > 1 ? 256 : 448; }
+
 // Looking up all keys of a block at once would take a register each.
 constexpr int kSeenAtOnce = !Function::kByKey ? kTileKv / 8 : kHeadDim > 128 ? 2 : 8;
 
