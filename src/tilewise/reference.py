@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,11 +24,18 @@ Window = tuple[int | None, int | None]
 State = tuple[torch.Tensor, torch.Tensor]
 
 
-def visible(seqlen_q: int, seqlen_k: int, *, causal: bool = False, window: Window | None = None) -> torch.Tensor:
+def visible(
+    seqlen_q: int,
+    seqlen_k: int,
+    *,
+    causal: bool = False,
+    window: Window | None = None,
+    device: torch.device | None = None,
+) -> torch.Tensor:
     """Which key each query sees: bool (seqlen_q, seqlen_k), aligned bottom-right (the last query sees the last key)."""
-    query = torch.arange(seqlen_q)[:, None] + seqlen_k - seqlen_q  # the query's position among the keys
-    key = torch.arange(seqlen_k)[None, :]
-    seen = torch.ones(seqlen_q, seqlen_k, dtype=torch.bool)
+    key = torch.arange(seqlen_k, device=device)
+    query = torch.arange(seqlen_q, device=device)[:, None] + seqlen_k - seqlen_q  # the query's position among the keys
+    seen = torch.ones(seqlen_q, seqlen_k, dtype=torch.bool, device=device)
     left, right = window if window is not None else (None, None)
     if causal:
         seen &= key <= query
@@ -73,8 +81,9 @@ def attention(
     the arithmetic runs in: float64 for the oracle, the inputs' own for `baseline`. `fp8_weights`: the softmax's weights
     are rounded to e4m3, 256 standing for 1.
     """
-    _, nq, hq, head_dim = q.shape
+    batch, nq, hq, head_dim = q.shape
     nk, hkv = k.shape[1], k.shape[2]
+    count = partial(torch.arange, device=q.device)
     q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
     k, v = k.repeat_interleave(hq // hkv, dim=2), v.repeat_interleave(hq // hkv, dim=2)
 
@@ -82,20 +91,20 @@ def attention(
     if softcap:
         scores = softcap * torch.tanh(scores / softcap)
     if alibi_slopes is not None:
-        distance = (torch.arange(nq)[:, None] + nk - nq - torch.arange(nk)[None, :]).abs()
-        slopes = alibi_slopes.expand(q.shape[0], hq)[:, :, None, None]
+        distance = (count(nq)[:, None] + nk - nq - count(nk)).abs()
+        slopes = alibi_slopes.expand(batch, hq)[:, :, None, None]
         scores = scores - (slopes.to(dtype) * distance.to(dtype))
 
     # Functions are evaluated as they were traced, over all pairs: called with tensors, t[h][k] would be another thing.
     function = functions.of(mask if callable(mask) else None, score) if callable(mask) or score is not None else None
-    b, h = first + torch.arange(q.shape[0])[:, None, None, None], torch.arange(hq)[:, None, None]
-    pairs = (b, h, torch.arange(nq)[:, None], torch.arange(nk))
+    b, h = first + count(batch)[:, None, None, None], count(hq)[:, None, None]
+    pairs = (b, h, count(nq)[:, None], count(nk))
     if function is not None and function.score is not None:
         scores = function.scored(scores, *pairs).expand_as(scores)
 
-    seen = visible(nq, nk, causal=causal, window=window)
+    seen = visible(nq, nk, causal=causal, window=window, device=q.device)
     if schedule is not None:
-        seen = seen & _scheduled(schedule, slice(first, first + q.shape[0]), hq).to(seen.device)
+        seen = seen & _scheduled(schedule, slice(first, first + batch), hq).to(seen.device)
     if isinstance(mask, torch.Tensor):
         seen = seen & mask
     if function is not None and function.mask is not None:

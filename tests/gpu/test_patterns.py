@@ -90,6 +90,13 @@ def test_a_sequence_without_a_schedule_may_be_the_longest(nq, nk, lengths):
     check_varlen(*packed((70, nq), (80, nk), 2, 2, 64), schedule=[whole(70, 80, **options), None])
 
 
+def test_a_mask_holds_where_a_sequence_has_no_schedule():
+    """Blocks that another sequence's schedule calls whole are not whole there."""
+    inner = torch.ones(2, 2, dtype=torch.bool).tril(-1)  # what the mask leaves whole
+    given = packed((70, 90, 0), (80, 100, 0), 2, 2, 64)
+    check_varlen(*given, schedule=[whole(70, 80, whole=inner), None, None], mask=lambda b, h, q, k: k <= q)
+
+
 def test_schedules_of_kv_heads_and_of_query_heads_side_by_side():
     """Of packed sequences, each may have its own kind."""
     schedules = [whole(70, 80, 2), whole(70, 80, 4), whole(70, 80)]

@@ -151,16 +151,15 @@ def stacked(schedules: Sequence[BlockSchedule | None], rows: int, keys: int) -> 
         q_blocks, k_blocks = math.ceil(rows / block_q), math.ceil(keys / block_k)
     words = math.ceil(k_blocks / 32)
 
-    def planes(of: Callable[[BlockSchedule], torch.Tensor | None]) -> torch.Tensor | None:
-        """Without a schedule every block is kept; without a plane of whole blocks none is whole."""
+    def planes(of: Callable[[BlockSchedule], torch.Tensor | None], missing: int) -> torch.Tensor | None:
+        """missing: the words of a sequence that has no such plane."""
         if all(of(s) is None for s in given):
             return None
-        bits = given[0].bits.new_zeros(len(schedules), heads, q_blocks, words)
+        bits = given[0].bits.new_full((len(schedules), heads, q_blocks, words), missing)
         for b, s in enumerate(schedules):
             plane = None if s is None else of(s)
-            if s is None:
-                bits[b] = -1
-            elif plane is not None:
+            if plane is not None:
+                bits[b] = 0
                 own = plane[0].repeat_interleave(heads // plane.shape[1], 0)  # KV heads beside query heads
                 bits[b, :, : plane.shape[2], : plane.shape[3]] = own
         return bits
@@ -175,9 +174,9 @@ def stacked(schedules: Sequence[BlockSchedule | None], rows: int, keys: int) -> 
                 found[b, : own.shape[1]] = own[0]
         return found
 
-    bits = planes(lambda s: s.bits)
+    bits = planes(lambda s: s.bits, -1)  # without a schedule every block is kept
     assert bits is not None
-    whole = planes(lambda s: s.whole)
+    whole = planes(lambda s: s.whole, 0)  # and none is known to be whole: a mask decides
     lengths_q, lengths_k = (
         lengths(lambda s: s.lengths_q, block_q, q_blocks),
         lengths(lambda s: s.lengths_k, block_k, k_blocks),

@@ -131,33 +131,37 @@ TILE_DEVICE void mma_pv_floats(float (&acc_o)[kM][kSizeO], const uint32_t (&rP)[
 // ---- the same products on CUDA cores --------------------------------------------------------------------------------
 // For float32 on cards whose tensor cores do three TF32 products in more time than that. Accumulators stay where mma
 // has them: a lane computes its 2 · kM rows by its columns, and four neighbouring values come with each load.
-template <class Tile> TILE_DEVICE void load_four(float (&x)[4], const Tile& tile, int row, int chunk) {
+template <class Tile> TILE_DEVICE void load_four(float* x, const Tile& tile, int row, int chunk) {
     const Vector16 words = tile.chunk(row, chunk);
 #pragma unroll
     for (int i = 0; i < 4; i++) x[i] = as_float(words.word[i]);
 }
-// S += Q Kᵀ; row0: the first of the kM sixteens of Q's rows
+// S += Q Kᵀ; row0: the first of the kM sixteens of Q's rows. Eight channels are summed up before S is touched: one sum
+// over all channels would round too often.
 template <int kM, int kSize, class TileQ, class Tile>
 TILE_DEVICE void ffma_qk(float (&acc_s)[kM][kSize], const TileQ& sQ, int row0, const Tile& sK) {
+    static_assert(Tile::kChunks % 2 == 0, "chunks are taken two at a time");
 #pragma unroll 1
-    for (int c = 0; c < Tile::kChunks; c++) {
-        float q[kM][2][4];
+    for (int c = 0; c < Tile::kChunks; c += 2) {
+        float q[kM][2][8];
 #pragma unroll
-        for (int m = 0; m < kM; m++)
-#pragma unroll
-            for (int h = 0; h < 2; h++) load_four(q[m][h], sQ, row0 + 16 * m + fragment_row(h), c);
+        for (int i = 0; i < kM * 4; i++) {
+            const int m = i / 4, h = i / 2 % 2;
+            load_four(&q[m][h][i % 2 * 4], sQ, row0 + 16 * m + fragment_row(h), c + i % 2);
+        }
 #pragma unroll
         for (int j = 0; j < kSize / 2; j++) {  // j = 2n + i
-            float k[4];
-            load_four(k, sK, j / 2 * 8 + fragment_column() + j % 2, c);
+            float k[8];
 #pragma unroll
-            for (int m = 0; m < kM; m++)
+            for (int i = 0; i < 2; i++) load_four(&k[4 * i], sK, j / 2 * 8 + fragment_column() + j % 2, c + i);
 #pragma unroll
-                for (int h = 0; h < 2; h++) {
-                    float& s = acc_s[m][j / 2 * 4 + 2 * h + j % 2];
+            for (int i = 0; i < kM * 2; i++) {
+                const float (&row)[8] = q[i / 2][i % 2];
+                float sum = row[0] * k[0];
 #pragma unroll
-                    for (int d = 0; d < 4; d++) s = ptx::mad(q[m][h][d], k[d], s);
-                }
+                for (int d = 1; d < 8; d++) sum = ptx::mad(row[d], k[d], sum);
+                acc_s[i / 2][j / 2 * 4 + 2 * (i % 2) + j % 2] += sum;
+            }
         }
     }
 }
