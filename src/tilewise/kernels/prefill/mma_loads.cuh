@@ -20,13 +20,13 @@ using TileKv = Tile<kTileKv>;
 constexpr int kArriving = kHeadDim * int(sizeof(Element)) / 16;                        // chunks per row
 constexpr int kValid = kColumns * int(sizeof(Element)) / 16;                           // of them, those with columns
 constexpr int kAcross = (kArriving & -kArriving) < 32 ? (kArriving & -kArriving) : 32;  // a power of two
-constexpr int kStep = kThreads / kAcross;
+constexpr int kStep = kThreads / kAcross, kInChunk = 16 / int(sizeof(Element));
 template <int kRows> constexpr int kCopies = (kRows + kStep - 1) / kStep * (kArriving / kAcross);  // per thread
 
-// Shared memory: Q, K, V; K and V as they arrive, if they are widened; the tile; where its K and V begin; what the boxes
-// of four blocks hold
+// Shared memory: Q, K, V; K and V as they arrive, if they are widened; the tile; where its K and V begin; what the
+// boxes of four blocks hold
 constexpr int kRawBytes = kWiden && kVectors ? kCopies<kTileKv> * kThreads * 16 : 0;
-constexpr int kAtK = TileQ::kBytes, kAtV = kAtK + kStagesK * TileKv::kBytes, kAtRaw = kAtV + kStagesV * TileKv::kBytes;
+constexpr int kRing = kStages * TileKv::kBytes, kAtK = TileQ::kBytes, kAtV = kAtK + kRing, kAtRaw = kAtV + kRing;
 constexpr int kAtTile = kAtRaw + 2 * kRawBytes, kAtSources = kAtTile + int(sizeof(WorkTile));
 constexpr int kAtUnits = kAtSources + 16;
 constexpr int kSlots = 4, kSlotBytes = 4 * kBoxes;
@@ -41,7 +41,8 @@ TILE_DEVICE Shared<const Element*> sources() { return Shared<const Element*>(kAt
 TILE_DEVICE void find_sources(const ForwardArgs& args, const WorkTile& tile) {
     auto find = [&](const void* base, const Strides& strides) {
         int64_t first = tile.kv_head * strides.head;
-        if constexpr (kPageSize == 0) first += (args.list ? 0 : tile.sequence * strides.batch) + tile.k_start * strides.row;
+        if constexpr (kPageSize == 0)
+            first += (args.list ? 0 : tile.sequence * strides.batch) + tile.k_start * strides.row;
         return static_cast<const Element*>(base) + first;
     };
     sources()[0] = find(args.k, args.k_strides);
@@ -122,7 +123,6 @@ TILE_DEVICE void load_q(const ForwardArgs& args, const WorkTile& tile) {
         each_copy<kTileQ>([&](int row, int chunk, int) {
             const Element* from = at(row);
             const bool there = from && has_columns(chunk);
-            constexpr int kInChunk = 16 / sizeof(Element);
             if constexpr (kWiden) {
                 const Global<const Vector16> g{reinterpret_cast<const Vector16*>(from + chunk * kInChunk)};
                 put_wide(sQ, row, chunk, there ? Vector16(g[0]) : Vector16{});
@@ -134,6 +134,47 @@ TILE_DEVICE void load_q(const ForwardArgs& args, const WorkTile& tile) {
 }
 
 // ---- blocks of K and V ------------------------------------------------------------------------------------------
+// Where block n of K or V (source 0 or 1) goes; n may be −1, of which nothing is there
+TILE_DEVICE uint32_t place_of(int source, int n) {
+    return (source ? kAtV : kAtK) + (n & (kStages - 1)) * TileKv::kBytes;
+}
+// This thread's copies of one block. Where blocks follow each other in memory and have two places, the copies are made
+// between products (kWoven).
+constexpr int kAlong = kArriving / kAcross, kBlockCopies = kCopies<kTileKv>;
+constexpr bool kWoven = !kTold && kVectors && kStages == 2;
+struct Copies {
+    const Strides& strides;
+    const Element* first;  // this thread's first row and chunk of the block that begins where the source does
+    uint32_t to, begin;
+
+    TILE_DEVICE Copies(int source, const Strides& s, int n)
+        : strides(s), first(sources()[source]), to(place_of(source, n)) {
+        first += first_row_copied() * strides.row + first_chunk_copied() * kInChunk;
+        begin = kWiden ? ptx::shared_address(kAtRaw + source * kRawBytes) + threadIdx.x * 16
+                       : TileKv(to).address(first_row_copied(), first_chunk_copied());
+    }
+    // Copy i, `further` elements on. Of what is not there no byte is read, wherever it would lie.
+    TILE_DEVICE void one(int i, int64_t further, bool there) const {
+        // Where the swizzle comes round with the rows of a step, a thread's copies lie a constant apart.
+        constexpr bool kEvenly = kStep % TileKv::kTurns == 0 && kAlong == 1;
+        const int row = first_row_copied() + i / kAlong * kStep, along = i % kAlong * kAcross;
+        const int chunk = first_chunk_copied() + along;
+        const uint32_t at = kWiden ? begin + i * kThreads * 16
+                            : kEvenly ? begin + i * kStep * TileKv::kRowBytes
+                                      : TileKv(to).address(row, chunk);
+        ptx::copy_async_16(at, first + (further + along * kInChunk), there && has_columns(chunk) ? 16 : 0);
+    }
+    // Part `part` of kParts of block n, if it is there, and all of its rows with it
+    template <int kParts> TILE_DEVICE void some(int n, int part, bool there) const {
+#pragma unroll
+        for (int i = part * kBlockCopies / kParts; i < (part + 1) * kBlockCopies / kParts; i++) {
+            const int r = i / kAlong * kStep, row = first_row_copied() + r;
+            if (kTileKv % kStep == 0 || row < kTileKv)
+                one(i, (int64_t(n) * kTileKv + r) * strides.row, there);
+        }
+    }
+};
+
 struct Loader {
     const ForwardArgs& args;
     // This thread's box of the next block that is to be told of, and its unit of the one after. All are read a block
@@ -211,46 +252,39 @@ struct Loader {
         TILE_DEVICE int rows(int left) const { return kLengths && there < left ? there : left; }
     };
 
-    // Asks for block n of K or V, which goes to `to`; source: its number among the sources; raw: where it arrives if it
-    // is widened
-    TILE_DEVICE void load(const WorkTile& tile, int source, const Strides& strides, int n, uint32_t to,
-                          uint32_t raw) const {
+    // Asks for block n of K or V (source 0 or 1)
+    TILE_DEVICE void load(const WorkTile& tile, int source, int n) const {
+        const Strides& strides = source ? args.v_strides : args.k_strides;
         if constexpr (!kVectors) {
             const Element* first = sources()[source];
-            load_elements<kTileKv>(TileKv(to), [&](int row) -> const Element* {
+            load_elements<kTileKv>(TileKv(place_of(source, n)), [&](int row) -> const Element* {
                 const Box box(n, row / kBoxRows);
                 const int inside = row % kBoxRows, key = box.key(n, row / kBoxRows);
                 return inside < box.rows(tile.seqlen_k - key) ? first + (box.from(strides, key) + inside * strides.row)
                                                               : nullptr;
             });
         } else if (!kTold && (n + 1) * kTileKv <= tile.seqlen_k) {
-            copy<true>(tile, source, strides, n, to, raw);
+            copy<true>(tile, source, strides, n);
         } else {
-            copy<false>(tile, source, strides, n, to, raw);
+            copy<false>(tile, source, strides, n);
         }
     }
     // kWhole: all rows of the block are there.
     template <bool kWhole>
-    TILE_DEVICE void copy(const WorkTile& tile, int source, const Strides& strides, int n, uint32_t to,
-                          uint32_t raw) const {
-        constexpr int kInChunk = 16 / sizeof(Element), kAlong = kArriving / kAcross;
+    TILE_DEVICE void copy(const WorkTile& tile, int source, const Strides& strides, int n) const {
         // Do all of a thread's copies of some rows lie in one box, the same for every thread? Then what was told of the
         // boxes is read first: a copy would hold up what is read after it.
         constexpr bool kSteady = kBoxRows % kStep == 0;
         constexpr int kCopiesEach = kSteady ? kBoxRows / kStep * kAlong : 1;
-        // Where the swizzle comes round with the rows of a step, a thread's copies lie a constant apart.
-        constexpr bool kEvenly = kStep % TileKv::kTurns == 0 && kAlong == 1;
-        const int row0 = first_row_copied(), chunk0 = first_chunk_copied(), seqlen_k = tile.seqlen_k;
-        const Element* first = Shared<const Element*>(kAtSources)[source];
-        first += row0 * strides.row + chunk0 * kInChunk;
-        const uint32_t begin = kWiden ? ptx::shared_address(raw) + threadIdx.x * 16 : TileKv(to).address(row0, chunk0);
+        const Copies copies(source, strides, n);
+        const int row0 = first_row_copied(), seqlen_k = tile.seqlen_k;
         Box told[kSteady ? kBoxes : 1];
         if constexpr (kSteady && kTold)
 #pragma unroll
             for (int box = 0; box < kBoxes; box++) told[box] = Box(n, box);
         int64_t from = 0;
         int rows = 0;
-        each_copy<kTileKv>([&](int row, int chunk, int i) {
+        each_copy<kTileKv>([&](int row, int, int i) {
             const int r = row - row0, inside = kSteady ? row0 + r % kBoxRows : row % kBoxRows;
             if (i % kCopiesEach == 0) {  // another box
                 const int box = kSteady ? r / kBoxRows : row / kBoxRows;
@@ -259,20 +293,8 @@ struct Loader {
                 from = told[kSteady ? box : 0].from(strides, key);
                 rows = told[kSteady ? box : 0].rows(seqlen_k - key);
             }
-            const bool is = (kWhole || inside < rows) && has_columns(chunk);
-            const uint32_t at = kWiden ? begin + i * kThreads * 16
-                                : kEvenly ? begin + i * kStep * TileKv::kRowBytes
-                                          : TileKv(to).address(row, chunk);
-            // Of what is not there no byte is read, wherever it would lie.
-            ptx::copy_async_16(at, first + (from + (inside - row0) * strides.row + (chunk - chunk0) * kInChunk),
-                               is ? 16 : 0);
+            copies.one(i, from + (inside - row0) * strides.row, kWhole || inside < rows);
         });
-    }
-    TILE_DEVICE void load_k(const WorkTile& tile, int n) const {
-        load(tile, 0, args.k_strides, n, kAtK + n % kStagesK * TileKv::kBytes, kAtRaw);
-    }
-    TILE_DEVICE void load_v(const WorkTile& tile, int n) const {
-        load(tile, 1, args.v_strides, n, kAtV + n % kStagesV * TileKv::kBytes, kAtRaw + kRawBytes);
     }
     // Widens what this thread has asked for and waited for
     static TILE_DEVICE void widen(uint32_t to, uint32_t raw) {
@@ -281,6 +303,6 @@ struct Loader {
                 put_wide(TileKv(to), row, chunk, Vector16(Shared<Vector16>(raw)[i * kThreads + threadIdx.x]));
             });
     }
-    static TILE_DEVICE void widen_k(int n) { widen(kAtK + n % kStagesK * TileKv::kBytes, kAtRaw); }
-    static TILE_DEVICE void widen_v(int n) { widen(kAtV + n % kStagesV * TileKv::kBytes, kAtRaw + kRawBytes); }
+    static TILE_DEVICE void widen_k(int n) { widen(place_of(0, n), kAtRaw); }
+    static TILE_DEVICE void widen_v(int n) { widen(place_of(1, n), kAtRaw + kRawBytes); }
 };
