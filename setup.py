@@ -7,23 +7,31 @@ from setuptools import setup
 
 REPOSITORY = "https://github.com/tilewise/tilewise"
 PICTURES = "https://raw.githubusercontent.com/tilewise/tilewise/main"
-LINK = re.compile(r"(?P<picture>!?)\[(?P<text>(?:[^\[\]]|\[[^\]]*\]\([^)]*\))*)\]\((?P<target>[^)\s]+)\)")
-CODE = re.compile(r"(```.*?```|`[^`\n]*`)", re.S)  # in which brackets are no links
+CODE = r"```.*?```|`[^`\n]*`"  # in which brackets are no links
+LINK = r"(?P<mark>!?)\[(?P<text>(?:[^\[\]]|\[[^\]]*\]\([^)]*\))*)\]\((?P<target>[^)\s]+)\)"  # its text may be a picture
+TAG = r'(?P<name>src|srcset|href)="(?P<value>[^"\s]+)"'
 
 
 def absolute(markdown: str) -> str:
     """The text with every link and picture inside of the repository turned into its address on GitHub."""
-    parts = CODE.split(markdown)
-    return "".join(part if n % 2 else LINK.sub(_absolute, part) for n, part in enumerate(parts))
+    return re.sub(f"{CODE}|{LINK}|{TAG}", _absolute, markdown, flags=re.DOTALL)
 
 
-def _absolute(link: re.Match[str]) -> str:
-    target, text = link["target"], absolute(link["text"])  # a picture may be the text of a link
-    if target.startswith("#"):
-        target = f"{REPOSITORY}{target}"
-    elif not re.match(r"[a-z]+:", target):
-        target = f"{PICTURES}/{target}" if link["picture"] else f"{REPOSITORY}/blob/main/{target}"
-    return f"{link['picture']}[{text}]({target})"
+def _absolute(found: "re.Match[str]") -> str:
+    if found["target"]:
+        picture = bool(found["mark"])
+        return f"{found['mark']}[{absolute(found['text'])}]({_address(found['target'], picture)})"
+    if found["value"]:
+        return f'{found["name"]}="{_address(found["value"], found["name"] != "href")}"'
+    return found[0]
+
+
+def _address(target: str, picture: bool) -> str:
+    if target.startswith("#"):  # PyPI gives headings no names
+        return f"{REPOSITORY}{target}"
+    if re.match(r"[a-z]+:", target):
+        return target
+    return f"{PICTURES}/{target}" if picture else f"{REPOSITORY}/blob/main/{target}"
 
 
 if __name__ == "__main__":

@@ -10,8 +10,8 @@ from typing import Any
 LIBRARY = "nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1"
 # What to do where cuda.bindings cannot be imported, of which the driver's and NVRTC's are parts.
 BINDINGS = (
-    "CUDA's bindings are not installed: pip install cuda-bindings nvidia-cuda-nvrtc nvidia-cuda-runtime nvidia-cuda-crt, "
-    "on Linux or Windows; there are none for other systems, where backend='cpu' serves the same calls"
+    "CUDA's bindings are missing: pip install cuda-bindings nvidia-cuda-nvrtc nvidia-cuda-runtime nvidia-cuda-crt on "
+    "Linux or Windows; there are none for other systems, where the CPU backend serves the same calls"
 )
 
 
