@@ -39,6 +39,7 @@ def python(code: str, *words: str, executable: Path | str = sys.executable, **en
 TRY = """
 import sys, torch, torch.nn.functional as F, tilewise
 from pathlib import Path
+from tilewise import compiler
 from tilewise.compiler.spec import INCLUDE_ROOTS
 home = Path(tilewise.__file__).parent
 assert home.is_relative_to(sys.prefix), home
@@ -49,6 +50,9 @@ o, lse = tilewise.attention(q, k, v, causal=True, return_lse=True)
 theirs = F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)), is_causal=True)
 torch.testing.assert_close(o.transpose(1, 2), theirs)
 torch.testing.assert_close(torch.ops.tilewise.attention(q, k, v, causal=True)[0], o)
+constants = (("Element", "bf16"), ("kHeadDim", 64), ("kTile", 64))
+rung = compiler.KernelSpec("rung", "learn/kernels/04_flash_naive.cu", "flash_naive", constants, 64, 0)
+assert len(compiler.compile(rung, "sm_90a").cubin) > 1000
 """
 
 
@@ -67,7 +71,7 @@ def test_wheel_is_built_installed_and_tried(tmp_path):
     told = {"HOME": str(tmp_path), "OMP_NUM_THREADS": "1"}
     asked = subprocess.run([bin_folder / "tilewise", "--version"], env=told, capture_output=True, text=True)
     assert (asked.returncode, asked.stdout, asked.stderr) == (0, f"tilewise {tilewise.__version__}\n", "")
-    python(TRY, executable=bin_folder / "python", PYTHONPATH="")
+    python(TRY, executable=bin_folder / "python", PYTHONPATH="", TILEWISE_CACHE=str(tmp_path / "cache"))
 
 
 def built(folder: Path) -> Path:
@@ -96,6 +100,7 @@ def installed(wheel: Path, home: Path) -> Path:
     places = sorted({sysconfig.get_path("purelib"), sysconfig.get_path("platlib")})
     (site,) = home.glob("lib/python*/site-packages")
     (site / "needed.pth").write_text("\n".join(places))
+    (site / "nvidia").symlink_to(Path(places[0]) / "nvidia")  # NVRTC is looked for where an environment has it
     return home / "bin"
 
 
