@@ -27,7 +27,7 @@ def _absolute(found: "re.Match[str]") -> str:
 
 
 def _address(target: str, picture: bool) -> str:
-    if target.startswith("#"):  # PyPI gives headings no names
+    if target.startswith("#"):  # PyPI names headings in its own way
         return f"{REPOSITORY}{target}"
     if re.match(r"[a-z]+:", target):
         return target
