@@ -226,7 +226,7 @@ def test_modules_that_only_one_system_has_are_not_imported():
 # ---- without CUDA's packages ----------------------------------------------------------------------------------------
 
 MISSING = """
-import sys
+import sys, warnings
 
 class Missing:
     def find_spec(self, name, path, target=None):
@@ -234,6 +234,7 @@ class Missing:
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
 sys.meta_path.insert(0, Missing())
+warnings.filterwarnings("error", category=EncodingWarning, module="tilewise")  # Windows reads files in another one
 import tilewise_start
 tilewise_start.defer()
 from tilewise.cli import main
@@ -275,7 +276,7 @@ def test_everything_but_the_gpu_works_without_cudas_packages(tmp_path):
     blocked = "cuda,nvidia,numba,numba_cuda,triton,transformers,thunder"
     told = {"TILEWISE_CACHE": str(tmp_path), "TILEWISE_DEBUG": ""}
     done = subprocess.run(
-        [sys.executable, "-c", MISSING, str(tmp_path), blocked],
+        [sys.executable, "-X", "warn_default_encoding", "-c", MISSING, str(tmp_path), blocked],
         env=os.environ | {"PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"} | told,
         capture_output=True,
         text=True,

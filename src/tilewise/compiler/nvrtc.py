@@ -151,7 +151,7 @@ def _compiler() -> tuple[str, ...]:
     texts = []
     for stem in ("cuda_fp16", "cuda_bf16", "cuda_fp8", "crt/mma"):
         found = [f / (stem + end) for f in include_folders() for end in (".h", ".hpp")]
-        texts += [path.read_text(errors="replace") for path in found if path.is_file()]
+        texts += [path.read_text(encoding="utf-8", errors="replace") for path in found if path.is_file()]
     return f"nvrtc {major}.{minor}, {size} bytes", cache.digest(*texts)
 
 
