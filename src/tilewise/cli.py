@@ -91,9 +91,9 @@ def overview(
 ) -> None:
     """What Tilewise can do."""
     if version:
-        from . import __version__
+        from importlib.metadata import version as of  # the package itself would import torch to tell
 
-        typer.echo(f"tilewise {__version__}")
+        typer.echo(f"tilewise {of('tilewise')}")
         raise typer.Exit
     if ctx.invoked_subcommand is None:
         typer.echo(OVERVIEW, nl=False)
