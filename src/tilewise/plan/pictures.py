@@ -41,13 +41,18 @@ def save(figure: Any, path: AnyPath) -> None:
 
 
 def draw_plan(plan: Plan, path: AnyPath) -> None:
+    """Writes the picture of a work list."""
+    picture_path(path)
+    save(plan_figure(plan), path)
+
+
+def plan_figure(plan: Plan) -> Any:
     """The work list: rows down, keys across, one rectangle per tile, and in a masked tile the part that is seen."""
     from matplotlib.collections import PatchCollection
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch, Polygon
     from matplotlib.patches import Rectangle as Box
 
-    picture_path(path)
     offsets = [sum(plan.keys[:source]) for source in range(len(plan.keys))]
     tiles = _tiles(plan)
     figure = Figure(figsize=(9, 6.4), layout="constrained")
@@ -76,7 +81,7 @@ def draw_plan(plan: Plan, path: AnyPath) -> None:
     if marks:
         marks.append(Patch(facecolor="white", edgecolor="0.6", linewidth=0.5, label="not in the list: not visited"))
         figure.legend(handles=marks, loc="outside lower center", ncols=2, frameon=False, fontsize=9)
-    save(figure, path)
+    return figure
 
 
 def _tiles(plan: Plan) -> list[Rectangle]:
