@@ -34,7 +34,7 @@ def dealt() -> Any:
     """The work list of that batch, dealt to eight blocks: made by plan_decode and work_list, as for a card."""
     cache, seqs = batch()
     plan = tilewise.plan_decode(cache, seqs, num_heads=HEADS, share_prefix=True)
-    shape = Shape(rows=16, warps=4, blocks=8, tiles=True, joiners=6)
+    shape = Shape(rows=8, warps=4, blocks=8, tiles=True, joiners=6)
     lengths = [cache.length(s) for s in seqs]
     work = work_list(plan, [cache.page_list(s) for s in seqs], lengths, PAGE, shape)
     figure = Figure(figsize=(9.5, 4.6), layout="constrained")

@@ -66,8 +66,9 @@ def plan_figure(plan: Plan) -> Any:
         if not whole and not r.partial and r.pairs:
             parts.append(Polygon(seen_part(r) + np.array([x, r.row])))
     line = 0.5 if len(boxes) < 2000 else 0.0
-    axes.add_collection(PatchCollection(boxes, facecolor=ground, edgecolor=EDGE, linewidth=line))
+    axes.add_collection(PatchCollection(boxes, facecolor=ground, linewidth=0))
     axes.add_collection(PatchCollection(parts, facecolor=SEEN, linewidth=0))
+    axes.add_collection(PatchCollection(boxes, facecolor="none", edgecolor=EDGE, linewidth=line))
     for offset in offsets[1:]:
         axes.axvline(offset, color="#b04a2f", linewidth=1, linestyle="--")
     axes.set_xlim(0, max(1, sum(plan.keys)))
