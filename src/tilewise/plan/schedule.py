@@ -19,6 +19,7 @@ from tilewise.graphs import methods_outside
 from tilewise.plan import schedule_bits, schedule_patterns, schedule_select
 from tilewise.plan import schedule_device as device_side
 from tilewise.plan import schedule_files as files
+from tilewise.plan.pictures import picture_path
 from tilewise.plan.schedule_files import AnyPath
 from tilewise.plan.schedule_grid import (
     INT32_MAX,
@@ -376,9 +377,9 @@ class BlockSchedule(StoredSchedule):
         return self._picture(head, batch).text(width)
 
     def draw(self, path: AnyPath, head: int = 0, batch: int = 0) -> None:
-        """Writes a PNG of one head's pattern to `path`, axes in tokens; with a `whole` plane, the blocks that are seen
-        in part are lighter. Looks."""
-        target = files.check_path(path, ".png")
+        """Writes a picture of one head's pattern to `path`, a PNG or an SVG by its ending, axes in tokens; with a
+        `whole` plane, the blocks that are seen in part are lighter. Looks."""
+        target = picture_path(path)
         self._picture(head, batch).draw(target)
 
     def _picture(self, head: int, batch: int) -> Picture:
