@@ -1,13 +1,15 @@
 # Two commands, each does all its own set-up in .venv:
 #   make bench   a table of Tilewise beside torch on this machine
-#   make test    linters, types, the direction of imports, the whole test-suite on both cores
+#   make test    linters, types, the direction of imports, the whole test-suite on both cores, which builds the site too
+# The documentation, as a site in docs/_build/html; a warning is an error:
+#   make docs
 # For the inner loop:
 #   make check   the linters and the quick tests, under 90 s; make check TESTS=tests/gpu/test_forward.py for one's own
 #   make coverage   what of the source the test-suite runs
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: bench test check lint coverage setup clean
+.PHONY: bench test docs check lint coverage setup clean
 TESTS ?= tests/plan tests/api tests/kvcache tests/house/test_rooms.py $(addprefix tests/gpu/test_,sources.py abi.py calls.py forward_edges.py decode_edges.py)
 setup: .venv/.installed
 
@@ -28,6 +30,9 @@ lint: setup
 test: lint
 	$(BIN)/pytest -n 2 --dist worksteal
 
+docs: setup
+	$(BIN)/sphinx-build -W --keep-going -n -q -j 2 -b html docs docs/_build/html
+
 check: lint
 	$(BIN)/pytest -n 2 --dist worksteal $(TESTS)
 
@@ -35,4 +40,4 @@ coverage: setup
 	$(BIN)/pytest -n 2 --dist worksteal --cov --cov-report=term
 
 clean:
-	rm -rf .venv build dist src/*.egg-info
+	rm -rf .venv build dist docs/_build src/*.egg-info

@@ -20,8 +20,8 @@ from tilewise.gpu import mma_tilings, tilings
 from tilewise.scores import Scores
 
 DOCS = Path(__file__).parents[2] / "docs"
-GUIDE, README = (DOCS / "guide-masks.md").read_text(), (DOCS.parent / "README.md").read_text()
-CARDS = (DOCS / "guide-cards.md").read_text()
+GUIDE, README = (DOCS / "guides" / "masks.md").read_text(), (DOCS.parent / "README.md").read_text()
+CARDS = (DOCS / "guides" / "cards.md").read_text()
 EXAMPLES = re.findall(r"```python\n(.*?)```", GUIDE, re.S)
 TEN = r"^o = attention\(.*\)  # (.*)$"  # a line and its name
 
@@ -40,7 +40,7 @@ def test_readme_has_the_same_ten():
     in_guide, in_readme = ([m.group() for m in re.finditer(TEN, text, re.M)] for text in (GUIDE, README))
     assert in_guide == in_readme
     assert len(in_guide) == 10
-    assert "(docs/guide-masks.md)" in README
+    assert "(docs/guides/masks.md)" in README
 
 
 def test_ten_are_those_that_kernels_are_tested_with():
@@ -93,7 +93,7 @@ def test_readme_says_which_kernel_a_card_runs(card):
     with arch.as_card(card):
         kernel, _ = tilings.kernel_of(torch.device("cpu"), torch.bfloat16)
     assert re.search(rf"`{kernel}`", row)
-    assert "(docs/guide-cards.md)" in README
+    assert "(docs/guides/cards.md)" in README
 
 
 def test_plans_of_three_cards(capsys):

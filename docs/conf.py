@@ -1,0 +1,41 @@
+"""Sphinx's settings for the site: `make docs` builds it into docs/_build/html. Nothing is fetched while it is built."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE / "extensions"))
+
+import tilewise  # noqa: E402
+
+project = "Tilewise"
+author = "the Tilewise authors"
+version = release = tilewise.__version__
+
+extensions = ["myst_parser", "sphinx.ext.autodoc", "docstrings", "pages"]
+exclude_patterns = ["_build", "pictures/*.md", "results/*.md"]
+nitpicky = True
+# Types of other packages: with no network there is nothing to link them to.
+nitpick_ignore_regex = [(r"py:.*", r"(torch|numpy|np|npt|collections|typing|pathlib|transformers|thunder)\..*")]
+
+myst_enable_extensions = ["colon_fence", "dollarmath"]
+myst_heading_anchors = 4
+
+autodoc_member_order = "bysource"
+autodoc_typehints = "signature"
+autodoc_typehints_format = "short"
+python_maximum_signature_line_length = 88
+add_module_names = False
+toc_object_entries_show_parents = "hide"
+
+html_theme = "furo"
+html_title = f"Tilewise {release}"
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
+html_copy_source = False
+html_show_sphinx = False
+html_theme_options = {"navigation_with_keys": True}
+pygments_style = "tango"
+pygments_dark_style = "monokai"

@@ -1,0 +1,134 @@
+"""Docstrings for the site: ours are plain text with `names` in backticks and `argument: what it is` in running lines.
+
+Here they become reStructuredText: names that the API page has are linked, others are set as code, arguments are listed
+one by one, and indented passages are code blocks.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+import textwrap
+from collections.abc import Callable, Iterable
+from typing import Any
+
+SPAN = re.compile(r"`([^`\n]+)`")
+SPECIAL = re.compile(r"[\\*|]|_(?!\w)")  # what reStructuredText would take for markup
+Link = Callable[[str], str | None]
+
+
+def restructured(lines: Iterable[str], parameters: Iterable[str], link: Link) -> list[str]:
+    """A docstring's lines as reStructuredText. link: the full name of a thing that has an entry, None for others."""
+    found: list[str] = []
+    for passage in _passages(list(lines)):
+        if passage[0].startswith("    "):
+            found += _code(passage)
+        elif passage[0].startswith("- "):
+            found += [_inline(line, link) for line in passage]
+        else:
+            found += _text(" ".join(line.strip() for line in passage), list(parameters), link)
+        found.append("")
+    return found
+
+
+def _passages(lines: list[str]) -> list[list[str]]:
+    """Lines between empty ones; indented ones that follow each other are one passage."""
+    passages: list[list[str]] = []
+    fresh = True
+    for line in lines:
+        if not line.strip():
+            fresh = True
+            continue
+        indented = line.startswith("    ")
+        both = bool(passages) and indented and passages[-1][0].startswith("    ")
+        if both and fresh:
+            passages[-1].append("")
+        if fresh and not both or (passages and indented != passages[-1][0].startswith("    ") and indented):
+            passages.append([])
+        passages[-1].append(line.rstrip())
+        fresh = False
+    return passages
+
+
+def _code(passage: list[str]) -> list[str]:
+    text = textwrap.dedent("\n".join(passage))
+    try:
+        ast.parse(text)
+        language = "python"
+    except SyntaxError:
+        language = "text"
+    return [f".. code-block:: {language}", "", *textwrap.indent(text, "    ").splitlines()]
+
+
+def _text(text: str, parameters: list[str], link: Link) -> list[str]:
+    """A paragraph; from the first `argument: …` that begins a sentence on, a list of arguments."""
+    if not parameters:
+        return [_inline(text, link)]
+    names = "|".join(map(re.escape, parameters))
+    begins = list(re.finditer(rf"(?:^|(?<=[.;:] ))((?:{names})(?:, (?:{names}))*)((?: [^.:;,`]{{1,20}})?): ", text))
+    if not begins:
+        return [_inline(text, link)]
+    before, ends = text[: begins[0].start()].strip(), [*(m.start() for m in begins[1:]), len(text)]
+    found = [_inline(before, link), ""] if before else []
+    for match, end in zip(begins, ends, strict=True):
+        said = ", ".join(f"**{name}**" for name in match[1].split(", ")) + _inline(match[2], link)
+        found.append(f"- {said}: {_inline(text[match.end() : end].strip().rstrip(';'), link)}")
+    return found
+
+
+def _inline(text: str, link: Link) -> str:
+    """Spans in backticks as links or code, the rest as it stands."""
+    parts = SPAN.split(text)
+    for n, part in enumerate(parts):
+        if n % 2 == 0:
+            parts[n] = SPECIAL.sub(lambda m: "\\" + m.group(), part)
+            continue
+        target = link(part.removesuffix("()"))
+        parts[n] = f"\\ :py:obj:`{part} <{target}>`\\ " if target else f"\\ ``{part}``\\ "
+    return "".join(parts)
+
+
+def public_names() -> dict[str, str]:
+    """What may be said in backticks -> the full name under which the API page has it."""
+    import tilewise
+
+    names: dict[str, str] = {}
+    for name in tilewise.__all__:
+        thing = getattr(tilewise, name)
+        if inspect.ismodule(thing):
+            continue
+        names[name] = names[f"tilewise.{name}"] = f"tilewise.{name}"
+        if inspect.isclass(thing):
+            methods = (m for m in vars(thing) if not m.startswith("_"))
+            names |= {f"{name}.{m}": f"tilewise.{name}.{m}" for m in methods if callable(getattr(thing, m))}
+    return names
+
+
+def parameters_of(what: str, thing: Any) -> list[str]:
+    """The names of a function's arguments, or of a class's."""
+    if what not in ("function", "method", "class"):
+        return []
+    try:
+        return [name for name in inspect.signature(thing).parameters if name not in ("self", "cls")]
+    except (TypeError, ValueError):
+        return []
+
+
+def setup(app: Any) -> dict[str, bool]:
+    names = public_names()
+
+    def process(app: Any, what: str, name: str, thing: Any, options: Any, lines: list[str]) -> None:
+        lines[:] = restructured(lines, parameters_of(what, thing), names.get)
+
+    def resolve(app: Any, env: Any, node: Any, content: Any) -> Any:
+        """Types are called by where they are defined, tilewise.kvcache.slots.Slots: the entry is tilewise.Slots."""
+        target = names.get(str(node.get("reftarget")).rpartition(".")[2])
+        if node.get("refdomain") != "py" or target is None or not node["reftarget"].startswith("tilewise."):
+            return None
+        python = env.get_domain("py")
+        return python.resolve_xref(env, node["refdoc"], app.builder, "obj", target, node, content)
+
+    app.connect("autodoc-process-docstring", process)
+    app.connect("missing-reference", resolve)
+    return {"parallel_read_safe": True}

@@ -1,0 +1,48 @@
+"""Parts of pages that are made while the site is built, where their Markdown has a line of its own like
+
+    <!-- commands -->                            every command of the command line with its options (commands.py)
+    <!-- results: NAME -->                       the table of docs/results/NAME (results.py)
+    <!-- contents: CAPTION: one two folder/* --> these pages in the navigation, those of them that there are
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import commands
+import results
+
+DOCS = Path(__file__).parents[1]
+MARK = re.compile(r"^<!-- (commands|results|contents)(?:: (.+))? -->$", re.M)
+
+
+def filled(text: str) -> tuple[str, list[Path]]:
+    """A page's text with its marks replaced, and the files of docs/results that it shows."""
+    shown = [DOCS / "results" / name for kind, name in MARK.findall(text) if kind == "results"]
+    made = {
+        "commands": lambda _: commands.markdown(),
+        "results": lambda name: results.markdown(DOCS / "results" / name),
+        "contents": contents,
+    }
+    return MARK.sub(lambda match: made[match[1]](match[2]), text), shown
+
+
+def contents(told: str) -> str:
+    """A hidden toctree of the pages that exist, in the order told; nothing if there are none."""
+    caption, _, patterns = told.partition(": ")
+    found = [path for pattern in patterns.split() for path in sorted(DOCS.glob(f"{pattern}.md"))]
+    names = list(dict.fromkeys(path.relative_to(DOCS).with_suffix("").as_posix() for path in found))
+    return "\n".join(["```{toctree}", f":caption: {caption}", ":hidden:", *names, "```"]) if names else ""
+
+
+def setup(app: Any) -> dict[str, bool]:
+    def fill(app: Any, name: str, source: list[str]) -> None:
+        source[0], shown = filled(source[0])
+        for path in shown:
+            app.env.note_dependency(str(path), docname=name)
+
+    app.connect("source-read", fill)
+    app.connect("env-get-outdated", lambda app, env, added, changed, removed: ["index", "reference/commands"])
+    return {"parallel_read_safe": True}
