@@ -17,8 +17,12 @@ version = release = tilewise.__version__
 extensions = ["myst_parser", "sphinx.ext.autodoc", "docstrings", "pages"]
 exclude_patterns = ["_build", "pictures/*.md", "results/*.md"]
 nitpicky = True
-# Types of other packages: with no network there is nothing to link them to.
-nitpick_ignore_regex = [(r"py:.*", r"(torch|numpy|np|npt|collections|typing|pathlib|transformers|thunder)\..*")]
+# Types in signatures that have no entry: those of other packages, since nothing is fetched, and those of our insides.
+nitpick_ignore_regex = [
+    (r"py:.*", r"(torch|numpy|np|npt|dist|collections|typing|pathlib|thunder)\..*"),
+    (r"py:class", r"\w+"),
+    (r"py:class", r"tilewise\.\w+\.\w+\.\w+"),
+]
 
 myst_enable_extensions = ["colon_fence", "dollarmath"]
 myst_heading_anchors = 4
