@@ -34,6 +34,7 @@ python_maximum_signature_line_length = 88
 add_module_names = False
 toc_object_entries_show_parents = "hide"
 
+smartquotes = False
 html_theme = "furo"
 html_title = f"Tilewise {release}"
 html_static_path = ["_static"]

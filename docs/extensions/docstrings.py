@@ -13,7 +13,11 @@ import textwrap
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from docutils import nodes
+from sphinx.addnodes import pending_xref
+
 SPAN = re.compile(r"`([^`\n]+)`")
+PAGE = re.compile(r"docs/(\w+/[\w-]+)\.md")
 SPECIAL = re.compile(r"[\\*|]|_(?!\w)")  # what reStructuredText would take for markup
 Link = Callable[[str], str | None]
 
@@ -82,7 +86,8 @@ def _inline(text: str, link: Link) -> str:
     parts = SPAN.split(text)
     for n, part in enumerate(parts):
         if n % 2 == 0:
-            parts[n] = SPECIAL.sub(lambda m: "\\" + m.group(), part)
+            escaped = SPECIAL.sub(lambda m: "\\" + m.group(), part)
+            parts[n] = PAGE.sub(r":doc:`/\1`", escaped)
             continue
         target = link(part.removesuffix("()"))
         parts[n] = f"\\ :py:obj:`{part} <{target}>`\\ " if target else f"\\ ``{part}``\\ "
@@ -129,6 +134,19 @@ def setup(app: Any) -> dict[str, bool]:
         python = env.get_domain("py")
         return python.resolve_xref(env, node["refdoc"], app.builder, "obj", target, node, content)
 
+    def link_names(app: Any, doctree: nodes.document) -> None:
+        """In pages: `plan_decode` in backticks leads to its entry."""
+        for literal in list(doctree.findall(nodes.literal)):
+            target = names.get(literal.astext().partition("(")[0])
+            inside = literal.parent
+            while target and inside is not None:
+                target = None if isinstance(inside, (nodes.title, nodes.reference, pending_xref)) else target
+                inside = inside.parent
+            if target:
+                said = {"refdomain": "py", "reftype": "obj", "reftarget": target, "refexplicit": True}
+                literal.replace_self(pending_xref("", literal.deepcopy(), refdoc=app.env.docname, refwarn=False, **said))
+
     app.connect("autodoc-process-docstring", process)
+    app.connect("doctree-read", link_names)
     app.connect("missing-reference", resolve)
     return {"parallel_read_safe": True}

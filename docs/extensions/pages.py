@@ -1,7 +1,8 @@
 """Parts of pages that are made while the site is built, where their Markdown has a line of its own like
 
     <!-- commands -->                            every command of the command line with its options (commands.py)
-    <!-- results: NAME -->                       the table of docs/results/NAME (results.py)
+    <!-- results: NAME -->                       the table of docs/results/NAME (results.py); others: of every file that
+                                                 no page names
     <!-- contents: CAPTION: one two folder/* --> these pages in the navigation, those of them that there are
 """
 
@@ -20,13 +21,22 @@ MARK = re.compile(r"^<!-- (commands|results|contents)(?:: (.+))? -->$", re.M)
 
 def filled(text: str) -> tuple[str, list[Path]]:
     """A page's text with its marks replaced, and the files of docs/results that it shows."""
-    shown = [DOCS / "results" / name for kind, name in MARK.findall(text) if kind == "results"]
-    made = {
-        "commands": lambda _: commands.markdown(),
-        "results": lambda name: results.markdown(DOCS / "results" / name),
-        "contents": contents,
-    }
+    shown: list[Path] = []
+
+    def tables(name: str) -> str:
+        paths = others() if name == "others" else [DOCS / "results" / name]
+        shown.extend(paths)
+        heads = [f"## {path.stem}\n\n" if name == "others" else "" for path in paths]
+        return "\n\n".join(head + results.markdown(path) for head, path in zip(heads, paths, strict=True))
+
+    made = {"commands": lambda _: commands.markdown(), "results": tables, "contents": contents}
     return MARK.sub(lambda match: made[match[1]](match[2]), text), shown
+
+
+def others() -> list[Path]:
+    """The files of docs/results that no page has a mark for."""
+    marks = {name for page in DOCS.glob("*/*.md") for kind, name in MARK.findall(page.read_text()) if kind == "results"}
+    return [path for path in sorted((DOCS / "results").glob("*.txt")) if path.name not in marks]
 
 
 def contents(told: str) -> str:
