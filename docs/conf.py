@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from pathlib import Path
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE / "extensions"))
 
 import tilewise  # noqa: E402
+
+warnings.filterwarnings("ignore", message="transformer_engine module not found")  # by thunder, as it is imported
 
 project = "Tilewise"
 author = "the Tilewise authors"

@@ -67,4 +67,6 @@ def _plain(text: str | None) -> str:
     """Help as it is shown in a terminal, its paragraphs in one line each, with nothing that Markdown would read."""
     paragraphs = inspect.cleandoc(text or "").split("\n\n")
     joined = [" ".join(p.split()) for p in paragraphs]
-    return "\n\n".join(p.replace("|", "\\|").replace("<", "\\<").replace("*", "\\*").replace("_", "\\_") for p in joined)
+    return "\n\n".join(
+        p.replace("|", "\\|").replace("<", "\\<").replace("*", "\\*").replace("_", "\\_") for p in joined
+    )

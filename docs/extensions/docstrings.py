@@ -144,7 +144,9 @@ def setup(app: Any) -> dict[str, bool]:
                 inside = inside.parent
             if target:
                 said = {"refdomain": "py", "reftype": "obj", "reftarget": target, "refexplicit": True}
-                literal.replace_self(pending_xref("", literal.deepcopy(), refdoc=app.env.docname, refwarn=False, **said))
+                literal.replace_self(
+                    pending_xref("", literal.deepcopy(), refdoc=app.env.docname, refwarn=False, **said)
+                )
 
     app.connect("autodoc-process-docstring", process)
     app.connect("doctree-read", link_names)

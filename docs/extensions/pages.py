@@ -1,9 +1,9 @@
 """Parts of pages that are made while the site is built, where their Markdown has a line of its own like
 
-    <!-- commands -->                            every command of the command line with its options (commands.py)
-    <!-- results: NAME -->                       the table of docs/results/NAME (results.py); others: of every file that
-                                                 no page names
-    <!-- contents: CAPTION: one two folder/* --> these pages in the navigation, those of them that there are
+<!-- commands -->                            every command of the command line with its options (commands.py)
+<!-- results: NAME -->                       the table of docs/results/NAME (results.py); others: of every file that
+                                             no page names
+<!-- contents: CAPTION: one two folder/* --> these pages in the navigation, those of them that there are
 """
 
 from __future__ import annotations
