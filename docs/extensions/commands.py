@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -66,7 +67,4 @@ def _default(option: Any) -> str:
 def _plain(text: str | None) -> str:
     """Help as it is shown in a terminal, its paragraphs in one line each, with nothing that Markdown would read."""
     paragraphs = inspect.cleandoc(text or "").split("\n\n")
-    joined = [" ".join(p.split()) for p in paragraphs]
-    return "\n\n".join(
-        p.replace("|", "\\|").replace("<", "\\<").replace("*", "\\*").replace("_", "\\_") for p in joined
-    )
+    return "\n\n".join(re.sub(r"([|<*_])", r"\\\1", " ".join(p.split())) for p in paragraphs)

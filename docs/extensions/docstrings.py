@@ -37,22 +37,21 @@ def restructured(lines: Iterable[str], parameters: Iterable[str], link: Link) ->
 
 
 def _passages(lines: list[str]) -> list[list[str]]:
-    """Lines between empty ones; indented ones that follow each other are one passage."""
-    passages: list[list[str]] = []
-    fresh = True
-    for line in lines:
-        if not line.strip():
-            fresh = True
-            continue
-        indented = line.startswith("    ")
-        both = bool(passages) and indented and passages[-1][0].startswith("    ")
-        if both and fresh:
-            passages[-1].append("")
-        if fresh and not both or (passages and indented != passages[-1][0].startswith("    ") and indented):
-            passages.append([])
-        passages[-1].append(line.rstrip())
-        fresh = False
-    return passages
+    """Lines between empty ones; indented ones that follow each other are one passage, and so are a list's."""
+    passages: list[list[str]] = [[]]
+    for line in [*lines, ""]:
+        line = line.rstrip()
+        last = passages[-1]
+        if not line:
+            if last and last[0].startswith("    "):
+                last.append("")
+            elif last:
+                passages.append([])
+        elif last and last[0].startswith("    ") != line.startswith("    "):
+            passages.append([line])
+        else:
+            last.append(line)
+    return [passage for passage in passages if passage]
 
 
 def _code(passage: list[str]) -> list[str]:

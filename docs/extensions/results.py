@@ -38,7 +38,7 @@ def markdown(path: Path) -> str:
 
 
 def parse(text: str) -> Table | None:
-    """The table in a printed text: a line of ─ stands under its heads. Columns are where no line has two letters less."""
+    """The table in a printed text: under its heads stands a line of ─, under its rows an empty line or the end."""
     lines = [line.rstrip() for line in text.splitlines()]
     rules = [n for n, line in enumerate(lines) if line.strip() and not line.strip(" ─")]
     if not rules:

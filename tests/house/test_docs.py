@@ -27,15 +27,9 @@ PAGES = sorted(page for page in DOCS.rglob("*.md") if "_build" not in page.parts
 SOURCES = sorted((ROOT / "src" / "tilewise").rglob("*.py"))
 NEEDS_GPU = "# needs a GPU\n"
 PUBLIC = [
-    *(
-        "tilewise",
-        "tilewise.kvcache",
-        "tilewise.plan",
-        "tilewise.serving",
-        "tilewise.distributed",
-        "tilewise.reference",
-    ),
-    *("tilewise.compat.flash_attn", "tilewise.compat.flex_attention", "tilewise.compat.bert_padding"),
+    *("tilewise", "tilewise.kvcache", "tilewise.plan", "tilewise.serving", "tilewise.distributed"),
+    *("tilewise.reference", "tilewise.compat.flash_attn", "tilewise.compat.flex_attention"),
+    "tilewise.compat.bert_padding",
 ]
 
 
@@ -138,9 +132,8 @@ def broken_links(site: dict[Path, Html]) -> Iterator[tuple[str, str]]:
             if parts.scheme or parts.netloc:
                 continue
             target = (path.parent / unquote(parts.path)).resolve() if parts.path else path
-            if not target.exists():
-                yield path.name, link
-            elif parts.fragment and target in site and unquote(parts.fragment) not in site[target].ids:
+            anchors = site[target].ids if target in site and parts.fragment else {unquote(parts.fragment)}
+            if not target.exists() or unquote(parts.fragment) not in anchors:
                 yield path.name, link
 
 
