@@ -35,6 +35,7 @@ autodoc_typehints = "signature"
 autodoc_typehints_format = "short"
 python_maximum_signature_line_length = 88
 add_module_names = False
+highlight_language = "none"  # of a fence that names no language
 toc_object_entries_show_parents = "hide"
 
 smartquotes = False
@@ -43,7 +44,7 @@ html_title = f"Tilewise {release}"
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
 html_copy_source = False
-html_show_sphinx = False
+html_show_sphinx = html_show_copyright = False
 html_theme_options = {"navigation_with_keys": True}
 pygments_style = "tango"
 pygments_dark_style = "monokai"

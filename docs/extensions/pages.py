@@ -33,6 +33,12 @@ def filled(text: str) -> tuple[str, list[Path]]:
     return MARK.sub(lambda match: made[match[1]](match[2]), text), shown
 
 
+def marked() -> set[str]:
+    """The pages with marks, which are made anew in every build."""
+    pages = [page for page in DOCS.rglob("*.md") if "_build" not in page.parts and MARK.search(page.read_text())]
+    return {page.relative_to(DOCS).with_suffix("").as_posix() for page in pages}
+
+
 def others() -> list[Path]:
     """The files of docs/results that no page has a mark for."""
     marks = {name for page in DOCS.glob("*/*.md") for kind, name in MARK.findall(page.read_text()) if kind == "results"}
@@ -54,5 +60,5 @@ def setup(app: Any) -> dict[str, bool]:
             app.env.note_dependency(str(path), docname=name)
 
     app.connect("source-read", fill)
-    app.connect("env-get-outdated", lambda app, env, added, changed, removed: ["index", "reference/commands"])
+    app.connect("env-get-outdated", lambda app, env, added, changed, removed: sorted(marked()))
     return {"parallel_read_safe": True}

@@ -29,8 +29,9 @@ def markdown(path: Path) -> str:
     if table is None:
         return f"```text\n{text.rstrip()}\n```\n\nThe file: {link}."
     lines = [f"**{table.title}**", ""] if table.title else []
-    lines += ["| " + " | ".join(table.heads) + " |", _rule(table)]
-    lines += ["| " + " | ".join(map(_cell, row)) + " |" for row in table.rows]
+    lines += [":::{container} results", "", "| " + " | ".join(table.heads) + " |", _rule(table)]
+    lines += ["| " + " | ".join("**no**" if cell == "no" else _cell(cell) for cell in row) + " |" for row in table.rows]
+    lines += ["", ":::"]
     if verdict := bars(table):
         lines += ["", verdict]
     lines += ["", *(f"- {_cell(note)}" for note in table.notes)]
@@ -49,6 +50,7 @@ def parse(text: str) -> Table | None:
         end += 1
     body = [line for line in lines[at + 1 : end] if line.strip()]
     columns = _columns([lines[at - 1], *body])
+    columns = [(a, b) for a, b in columns if any(line[a:b].strip() for line in body)]  # of a peer that was not there
     heads, *rows = [[line[a:b].strip() for a, b in columns] for line in (lines[at - 1], *body)]
     above = [line for line in lines[: at - 1] if line.strip()]
     title = above[-1].strip() if above else ""
@@ -59,11 +61,11 @@ def parse(text: str) -> Table | None:
 
 
 def bars(table: Table) -> str:
-    """How many of the bars were met, and the problems that miss one; empty for a table without bars."""
+    """How many of the bars were met; empty for a table without bars."""
     columns = [n for n, head in enumerate(table.heads) if head == "met"]
     met = sum(row[n] == "yes" for row in table.rows for n in columns)
     missed = sum(row[n] == "no" for row in table.rows for n in columns)
-    return f"Of {met + missed} bars {met} were met and {missed} were missed." if columns else ""
+    return f"{met} of {met + missed} bars were met, {missed} missed." if columns else ""
 
 
 def _columns(lines: list[str]) -> list[tuple[int, int]]:
