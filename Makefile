@@ -31,7 +31,7 @@ test: lint
 	$(BIN)/pytest -n 2 --dist worksteal
 
 docs: setup
-	$(BIN)/sphinx-build -W --keep-going -n -q -j 2 -b html docs docs/_build/html
+	$(BIN)/sphinx-build -W --keep-going -n -q -j 2 -d docs/_build/doctrees -b html docs docs/_build/html
 
 check: lint
 	$(BIN)/pytest -n 2 --dist worksteal $(TESTS)

@@ -58,9 +58,10 @@ def run_blocks(page: Path, chosen: list[str], folder: Path) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page)], ids=name_of)
+@pytest.mark.parametrize("page", [page for page in PAGES if "```python" in page.read_text()], ids=name_of)
 def test_code_runs(page, tmp_path):
     here = [block for block in blocks(page) if not block.startswith(NEEDS_GPU)]
+    assert page.read_text().count("```python") == len(blocks(page)), "a fence begins its line"
     for block in blocks(page):
         compile(block, name_of(page), "exec")
         assert block in here or "cuda" in block, "what runs on a CPU must run here"
