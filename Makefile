@@ -9,7 +9,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: bench test docs check lint coverage setup clean
+.PHONY: bench test check lint coverage setup clean
 TESTS ?= tests/plan tests/api tests/kvcache tests/house/test_rooms.py $(addprefix tests/gpu/test_,sources.py abi.py calls.py forward_edges.py decode_edges.py)
 setup: .venv/.installed
 
@@ -30,6 +30,7 @@ lint: setup
 test: lint
 	$(BIN)/pytest -n 2 --dist worksteal
 
+.PHONY: docs
 docs: setup
 	$(BIN)/sphinx-build -W --keep-going -n -q -j 2 -d docs/_build/doctrees -b html docs docs/_build/html
 
