@@ -15,6 +15,7 @@ from typing import Any
 
 from docutils import nodes
 from sphinx.addnodes import pending_xref
+from sphinx.pycode import ModuleAnalyzer
 
 SPAN = re.compile(r"`([^`\n]+)`")
 PAGE = re.compile(r"docs/(\w+/[\w-]+)\.md")
@@ -119,6 +120,17 @@ def parameters_of(what: str, thing: Any) -> list[str]:
         return []
 
 
+def show_one_signature() -> None:
+    """Leave overloads out, which are for type checkers: the call itself has every argument by name."""
+    analyze = ModuleAnalyzer.analyze
+
+    def analyzed(self: ModuleAnalyzer) -> None:
+        analyze(self)
+        self.overloads = {}
+
+    ModuleAnalyzer.analyze = analyzed
+
+
 def setup(app: Any) -> dict[str, bool]:
     names = public_names()
 
@@ -147,6 +159,7 @@ def setup(app: Any) -> dict[str, bool]:
                     pending_xref("", literal.deepcopy(), refdoc=app.env.docname, refwarn=False, **said)
                 )
 
+    show_one_signature()
     app.connect("autodoc-process-docstring", process)
     app.connect("doctree-read", link_names)
     app.connect("missing-reference", resolve)
