@@ -34,7 +34,7 @@ def restructured(lines: Iterable[str], parameters: Iterable[str], link: Link) ->
         elif passage[0].startswith("- "):
             found += [_inline(line, link) for line in passage]
         else:
-            found += _text(" ".join(line.strip() for line in passage), list(parameters), link)
+            found += _text("\n".join(line.strip() for line in passage), list(parameters), link)
         found.append("")
     return found
 
@@ -68,17 +68,18 @@ def _code(passage: list[str]) -> list[str]:
 
 
 def _text(text: str, parameters: list[str], link: Link) -> list[str]:
-    """A paragraph; from the first `argument: …` that begins a sentence on, a list of arguments."""
-    if not parameters:
-        return [_inline(text, link)]
-    names = "|".join(map(re.escape, parameters))
-    begins = list(re.finditer(rf"(?:^|(?<=[.;:] ))((?:{names})(?:, (?:{names}))*)((?: [^.:;,`]{{1,20}})?): ", text))
+    """A paragraph; from the first `argument: …` that begins a sentence or a line on, a list of arguments."""
+    names = "|".join(map(re.escape, parameters)) or "(?!)"
+    begins = re.finditer(
+        rf"(?:^|(?<=[.;:]\s))((?:{names})(?:,\s(?:{names}))*)((?: [^.:;,`\n]{{1,20}})?):\s", text, re.M
+    )
+    begins, text = list(begins), text.replace("\n", " ")
     if not begins:
         return [_inline(text, link)]
     before, ends = text[: begins[0].start()].strip(), [*(m.start() for m in begins[1:]), len(text)]
     found = [_inline(before, link), ""] if before else []
     for match, end in zip(begins, ends, strict=True):
-        said = ", ".join(f"**{name}**" for name in match[1].split(", ")) + _inline(match[2], link)
+        said = ", ".join(f"**{name}**" for name in re.split(r",\s", match[1])) + _inline(match[2], link)
         found.append(f"- {said}: {_inline(text[match.end() : end].strip().rstrip(';'), link)}")
     return found
 
@@ -99,8 +100,14 @@ def _inline(text: str, link: Link) -> str:
 def public_names() -> dict[str, str]:
     """What may be said in backticks -> the full name under which the API page has it."""
     import tilewise
+    import tilewise.compat.flash_attn
+    import tilewise.distributed
 
     names: dict[str, str] = {}
+    for module in (tilewise.plan, tilewise.kvcache, tilewise.distributed, tilewise.compat.flash_attn):
+        said = [name for name in module.__all__ if name not in tilewise.__all__]
+        names |= {f"{module.__name__}.{name}": f"{module.__name__}.{name}" for name in said}
+        names |= {name: f"{module.__name__}.{name}" for name in said if not name.islower() or "_" in name}
     for name in tilewise.__all__:
         thing = getattr(tilewise, name)
         if inspect.ismodule(thing):

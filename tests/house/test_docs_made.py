@@ -69,6 +69,8 @@ def test_docstrings(extension):
         "",
         "num_heads: query heads. window: (left, right) as in `attention`; k, v: *not* taken.",
         "The plan `x[i]` holds a_ while.",
+        "room: tokens",
+        "v: the others",
         "",
         "    plan = plan_decode(cache)",
         "",
@@ -77,12 +79,14 @@ def test_docstrings(extension):
         "Returns |o|.",
     ]
     link = {"attention": "tilewise.attention"}.get
-    made = extension("docstrings").restructured(lines, ["num_heads", "window", "k", "v"], link)
+    made = extension("docstrings").restructured(lines, ["num_heads", "window", "k", "v", "room"], link)
     assert [line.replace("\\ ", "") for line in made if line] == [
         "Plan ``seqs`` for all layers, see :doc:`/guides/serving`.",
         "- **num_heads**: query heads.",
         "- **window**: (left, right) as in :py:obj:`attention <tilewise.attention>`",
         "- **k**, **v**: \\*not\\* taken. The plan ``x[i]`` holds a\\_ while.",
+        "- **room**: tokens",
+        "- **v**: the others",
         ".. code-block:: python",
         "    plan = plan_decode(cache)",
         "    decode(q)",
