@@ -168,7 +168,12 @@ def setup(app: Any) -> dict[str, int]:
                     pending_xref("", literal.deepcopy(), refdoc=app.env.docname, refwarn=False, **said)
                 )
 
+    def skip(app: Any, what: str, name: str, thing: Any, skipped: bool, options: Any) -> bool | None:
+        """A NamedTuple's fields: the signature has them, and Python's own text says nothing more."""
+        return True if (getattr(thing, "__doc__", None) or "").startswith("Alias for field number") else None
+
     show_one_signature()
+    app.connect("autodoc-skip-member", skip)
     app.connect("autodoc-process-docstring", process)
     app.connect("doctree-read", link_names)
     app.connect("missing-reference", resolve)
