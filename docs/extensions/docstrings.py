@@ -103,7 +103,8 @@ def public_names() -> dict[str, str]:
     import tilewise.compat.flash_attn
     import tilewise.distributed
 
-    names: dict[str, str] = {}
+    oracle = (name for name, thing in vars(tilewise.reference).items() if inspect.isfunction(thing) and name[0] != "_")
+    names = {f"tilewise.reference.{name}": f"tilewise.reference.{name}" for name in oracle}
     for module in (tilewise.plan, tilewise.kvcache, tilewise.distributed, tilewise.compat.flash_attn):
         said = [name for name in module.__all__ if name not in tilewise.__all__]
         names |= {f"{module.__name__}.{name}": f"{module.__name__}.{name}" for name in said}
