@@ -1,6 +1,8 @@
 # Two commands, each does all its own set-up in .venv:
 #   make bench   a table of Tilewise beside torch on this machine
-#   make test    linters, types, the direction of imports, the whole test-suite on both cores
+#   make test    linters, types, the direction of imports, the whole test-suite on both cores, which builds the site too
+# The documentation, as a site in docs/_build/html; a warning is an error:
+#   make docs
 # For the inner loop:
 #   make check   the linters and the quick tests, under 90 s; make check TESTS=tests/gpu/test_forward.py for one's own
 #   make coverage   what of the source the test-suite runs
@@ -29,6 +31,10 @@ lint: setup
 test: lint
 	$(BIN)/pytest -n 2 --dist worksteal
 
+.PHONY: docs
+docs: setup
+	$(BIN)/sphinx-build -W --keep-going -n -q -j 2 -d docs/_build/doctrees -b html docs docs/_build/html
+
 check: lint
 	$(BIN)/pytest -n 2 --dist worksteal $(TESTS)
 
@@ -40,4 +46,4 @@ wheel: setup
 	$(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps --no-build-isolation -w dist .
 
 clean:
-	rm -rf .venv build dist src/*.egg-info
+	rm -rf .venv build dist docs/_build src/*.egg-info

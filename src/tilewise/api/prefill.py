@@ -92,7 +92,7 @@ def attention(
     schedule: a BlockSchedule; keys outside its blocks are not seen. out: (B, Nq, Hq, D), written and returned.
     mask: a function (b, h, q, k) -> bool, whether query q of head h of sequence b sees key k, counted from 0 (no
     bottom-right shift). score: a function (s, b, h, q, k) -> the score to take for s, the scaled product of q and k.
-    Both are traced: docs/guide-masks.md says what they may do. causal, window, schedule and mask must all allow a key.
+    Both are traced: docs/guides/masks.md says what they may do. causal, window, schedule and mask must all allow a key.
     exact: the standard softmax where a GPU kernel would use the lazy one, whose weights may be 2^8 times larger before
     they are divided by their sum; both hold to the same tolerance, as long as |q · k · scale| · log2 e is below 2^24.
     q_descale, k_descale, v_descale: of FP8 inputs, (Hkv,) or (B, Hkv) float32: what the stored values stand for is
@@ -101,7 +101,7 @@ def attention(
     backend: "auto" (a GPU kernel for CUDA tensors, the CPU backend for CPU tensors), "cuda", "cpu", or "emulator": the
     GPU kernel's source run on CPU tensors, slow; "emulator:NAME" for a rung of the ladder by name.
 
-    CUDA tensors: these dtypes, head_dim up to 256, compute capability 8.x, 9.0, 10.x or 12.x (docs/guide-cards.md); a
+    CUDA tensors: these dtypes, head_dim up to 256, compute capability 8.x, 9.0, 10.x or 12.x (docs/guides/cards.md); a
     schedule and what functions capture are on their device. The call goes on the current stream and does not wait.
 
     Returns o (B, Nq, Hq, D), with return_lse also the LSE (B, Hq, Nq) float32. A NaN or infinity in a key that a window
