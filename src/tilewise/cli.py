@@ -16,7 +16,7 @@ from typing import Annotated, Any
 
 import typer
 
-from .bench import commands, ladder_commands, tune_command, warm_command
+from .bench import commands, ladder_commands, terminal, tune_command, warm_command
 from .bench.report import command as report_command
 
 OVERVIEW = """\
@@ -373,6 +373,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     if words[:1] == ["sweep"]:
         words = commands.spread_lists(words)
+    terminal.take_any_letter()
+    app.rich_markup_mode = None if terminal.plain() else "rich"  # of help
     command = typer.main.get_command(app)
     try:
         code = command.main(args=words, prog_name="tilewise", standalone_mode=False)

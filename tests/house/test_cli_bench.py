@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import pytest
 from cli_cases import assert_one_line_and_hint
+from rich import console
 
 from tilewise import BlockSchedule, api, cli
 from tilewise.bench import bars, commands, peers, tables, workloads
@@ -179,8 +180,8 @@ def test_wrong_kernel_fails_the_bars_too(run, tiny_bars, monkeypatch):
 
 
 def test_bars_fit_a_narrow_terminal(tiny_bars, capsys, monkeypatch):
-    real = tables.Console
-    monkeypatch.setattr(tables, "Console", lambda **options: real(**{**options, "width": 80}))
+    real = console.Console
+    monkeypatch.setattr(console, "Console", lambda **options: real(**{**options, "width": 80}))
     assert cli.main(["bench", "--loops", "1"]) == 0
     table = capsys.readouterr().out.partition("peers:")[0].splitlines()[:-1]
     assert any("≥ 0.95×" in line for line in table)
