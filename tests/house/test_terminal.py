@@ -1,4 +1,4 @@
-"""What the commands write where a terminal is less than usual: no control codes under NO_COLOR, no letters but ASCII."""
+"""Commands where a terminal is less than usual: no control codes under NO_COLOR, no letters that a stream lacks."""
 
 from __future__ import annotations
 
