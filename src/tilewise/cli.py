@@ -394,6 +394,7 @@ COMMANDS = (
         "decode",
         "sparse",
         "variants",
+        "cards",
         "prefill",
         "serve",
         "generate",

@@ -76,13 +76,13 @@ def _paths(output: Path, force: bool) -> Path:
 def _chosen(device: str | None, quick: bool, only: str) -> tuple[str, list[Entry], bool]:
     """The device, the rows asked for, and whether the ladder is."""
     from ..commands import _device
+    from ..workloads import check_device
     from .gather import LADDER
     from .rows import entries
 
     where = _device(device)
-    if where.partition(":")[0] not in ("cpu", "cuda"):
-        raise typer.BadParameter(f"must be cpu or cuda, got {where!r}", param_hint="--device")
     with usage():
+        check_device(where)
         rows = entries(where, quick)
     chosen = [entry for entry in rows if only.lower() in entry.row.name.lower()]
     ladder = only.lower() in LADDER

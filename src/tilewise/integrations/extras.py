@@ -1,0 +1,28 @@
+"""Packages that only some of Tilewise needs, and what to install where one is not there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+@contextmanager
+def extra(module: str, name: str | None = None) -> Iterator[None]:
+    """Around the imports of a package. name: of the extra of Tilewise's that brings it, if not the module's.
+
+    Where it is not installed, or too old to have what is imported, the ImportError says how to get it. An error of what
+    the package itself imports is passed on.
+    """
+    try:
+        yield
+    except ImportError as error:
+        if (error.name or "").partition(".")[0] != module:
+            raise
+        missing = isinstance(error, ModuleNotFoundError) and error.name == module
+        what = "which is not installed" if missing else f"and the one installed does not serve: {error}"
+        kind = ModuleNotFoundError if missing else ImportError
+        raise kind(
+            f"this needs {module}, {what}; pip install {'' if missing else '-U '}'tilewise[{name or module}]'",
+            name=error.name,
+            path=error.path,
+        ) from error
