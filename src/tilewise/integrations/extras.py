@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib import import_module
 
 
 @contextmanager
 def extra(module: str, name: str | None = None) -> Iterator[None]:
-    """Around the imports of a package. name: of the extra of Tilewise's that brings it, if not the module's.
+    """Import a package, and whatever of it is imported within. name: of the extra of Tilewise's that brings it, if not the module's.
 
     Where it is not installed, or too old to have what is imported, the ImportError says how to get it. An error of what
     the package itself imports is passed on.
     """
     try:
+        import_module(module)
         yield
     except ImportError as error:
         if (error.name or "").partition(".")[0] != module:

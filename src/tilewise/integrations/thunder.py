@@ -59,7 +59,7 @@ def _torch_as_thunder_knows_it() -> Iterator[None]:
             delattr(torch.Tensor, name)
 
 
-with extra("thunder"), _torch_as_thunder_knows_it():
+with _torch_as_thunder_knows_it(), extra("thunder"):
     import thunder
     import thunder.torch
     from thunder.core.dtypes import to_torch_dtype
