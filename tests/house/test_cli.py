@@ -103,7 +103,6 @@ def test_wrong_command_line_is_one_line_and_exit_code_2(run, words, tmp_path):
         ["testdata", "check", "missing.npz"],
         ["testdata", "check", "broken.npz"],
         ["testdata", "check", "broken.txt"],
-        ["testdata", "make", "randn", "-o", "missing/folder/a.npz"],
         ["sweep", "--seq", "32", "--csv", "broken.txt"],
     ],
 )
@@ -173,6 +172,60 @@ def test_schedule_make_show_check(run, words, expected):
     code, out, _ = run("schedule", "check", "a.npz")
     assert code == 0
     assert "sound" in out
+
+
+@pytest.mark.parametrize("block", [16, 64])
+def test_a_npy_is_shown_with_the_blocks_it_was_made_with(run, block):
+    made = BlockSchedule.causal(250, 250, block_q=block, block_k=block)
+    for name in ("a.npz", "a.npy"):
+        assert run("schedule", "make", "causal", "--seq", "250", "--block", block, "-o", name)[0] == 0
+        assert run("schedule", "show", name)[:2] == (0, made.show() + "\n")
+        assert f"{made!r}" in run("schedule", "check", name, "--seq", "250")[1]
+        code, _, err = run("schedule", "show", name, "--block", "32")
+        assert code == 1
+        assert f"it is for block_q={block}, asked for block_q=32" in err
+
+
+def test_every_command_makes_the_folder_of_what_it_writes(run):
+    """As sweep does."""
+    for words in (
+        ["schedule", "make", "causal", "--seq", "64", "-o", "a/b/c.npz"],
+        ["schedule", "make", "causal", "--seq", "64", "-o", "a/d/c.npy"],
+        ["schedule", "show", "a/b/c.npz", "--png", "a/e/c.png"],
+        ["testdata", "make", "randn", "--seq", "16", "--hdim", "8", "-o", "a/f/c.npz"],
+        ["sweep", "--seq", "16", "--heads", "1", "--hdim", "8", "--loops", "1", "--csv", "a/g/c.csv"],
+        ["cache", "export", "a/h/c.tar.gz"],
+    ):
+        code, _, err = run(*words)
+        assert code == 0, err
+        assert next(Path(words[-1]).parent.glob("c.*")).stat().st_size
+
+
+def test_no_folder_is_made_for_what_is_not_written(run, tmp_path):
+    for words in (
+        ["schedule", "make", "causal", "--seq", "64", "-o", "a/b.txt"],
+        ["schedule", "make", "random", "--seq", "512", "--sparsity", "0.5", "-o", "a/b.npy"],
+        ["testdata", "make", "randn", "--form", "flat", "--heads", "2", "-o", "a/b.txt"],
+        ["sweep", "--seq", "16", "--csv", "a/b.txt"],
+    ):
+        code, _, err = run(*words)
+        assert code in (1, 2)
+        assert_one_line_and_hint(err)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_cannot_be_made(run):
+    Path("a").write_text("a file")
+    for words in (
+        ["schedule", "make", "causal", "--seq", "64", "-o", "a/b/c.npz"],
+        ["testdata", "make", "randn", "--seq", "16", "-o", "a/b/c.npz"],
+        ["sweep", "--seq", "16", "--csv", "a/b/c.csv"],
+        ["cache", "export", "a/b/c.tar.gz"],
+    ):
+        code, _, err = run(*words)
+        assert code == 1
+        assert_one_line_and_hint(err)
+        assert "a" in err.partition("hint")[0]
 
 
 def test_schedule_show_draws(run):

@@ -7,6 +7,7 @@ import os
 import re
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from cli_cases import assert_one_line_and_hint
 from rich import console
@@ -89,9 +90,23 @@ def test_bench_with_a_schedule_file(run, name):
     assert_one_line_and_hint(err)
 
 
-@pytest.mark.parametrize("words", [[], ["--seq", "512"], ["--seq", "500"]])
+@pytest.mark.parametrize("words", [[], ["--block", "64"], ["--seq", "512"]])
 def test_bench_with_a_npy_of_other_blocks(run, words):
     BlockSchedule.causal(512, 512, block_q=64, block_k=64).save("c.npy")
+    code, out, err = run("bench", "--sched", "c.npy", *words, *POINT, "--json")
+    assert code == 0, err
+    row = json.loads(out)[0]
+    assert (row["seq"], row["block"], row["status"]) == (512, 64, "ok")
+    for wrong in (["--block", "16"], ["--seq", "500"]):
+        code, _, err = run("bench", "--sched", "c.npy", *wrong, *POINT)
+        assert code == 2
+        assert_one_line_and_hint(err)
+
+
+@pytest.mark.parametrize("words", [[], ["--seq", "512"], ["--seq", "500"]])
+def test_bench_with_a_foreign_npy_of_other_blocks(run, words):
+    """It does not say its blocks, so the command line does."""
+    np.save("c.npy", BlockSchedule.causal(512, 512, block_q=64, block_k=64).to_runs())
     code, out, err = run("bench", "--sched", "c.npy", "--block", "64", *words, *POINT, "--json")
     assert code == 0, err
     row = json.loads(out)[0]

@@ -11,6 +11,7 @@ from typing import Annotated, Any, NamedTuple, TypeVar, get_args, get_type_hints
 import typer
 
 Command = TypeVar("Command", bound=Callable[..., Any])
+Written = TypeVar("Written")
 
 # Help shows the default of a command's own signature; where that is None, what `instead_of_none` says.
 Batch = Annotated[int | None, typer.Option(help="Sequences.")]
@@ -74,6 +75,17 @@ def instead_of_none(**texts: str) -> Callable[[Command], Command]:
         return command
 
     return tell
+
+
+def written(path: Path, write: Callable[[Path], Written]) -> Written:
+    """What `write` gives, which writes the file of a command. Its folder is made if that is all that is missing."""
+    try:
+        return write(path)
+    except FileNotFoundError:
+        if path.parent.is_dir():
+            raise
+        path.parent.mkdir(parents=True)
+        return write(path)
 
 
 @contextmanager

@@ -316,7 +316,7 @@ def _schedule(point: Point) -> BlockSchedule | None:
 
 
 def load_schedule(path: str, seq: int | None, block: int | None) -> BlockSchedule:
-    """The schedule in a file; `seq` and `block` are for a .npy, which does not say them. A .npz speaks for itself."""
+    """The schedule in a file; `seq` and `block` are for a foreign .npy, which does not say them."""
     if not path.endswith(".npy"):
         return BlockSchedule.load(path)
     return BlockSchedule.load(path, seqlen_q=seq, seqlen_k=seq, block_q=block, block_k=block)

@@ -8,11 +8,11 @@ from importlib import import_module
 
 
 @contextmanager
-def extra(module: str, name: str | None = None) -> Iterator[None]:
-    """Import a package, and whatever of it is imported within. name: of the extra of Tilewise's that brings it, if not the module's.
+def extra(module: str) -> Iterator[None]:
+    """Import a package, and whatever of it is imported within.
 
-    Where it is not installed, or too old to have what is imported, the ImportError says how to get it. An error of what
-    the package itself imports is passed on.
+    Where it is not installed, or too old to have what is imported, the ImportError says how to get it: by the extra
+    of Tilewise's that has its name. An error of what the package itself imports is passed on.
     """
     try:
         import_module(module)
@@ -24,7 +24,7 @@ def extra(module: str, name: str | None = None) -> Iterator[None]:
         what = "which is not installed" if missing else f"and the one installed does not serve: {error}"
         kind = ModuleNotFoundError if missing else ImportError
         raise kind(
-            f"this needs {module}, {what}; pip install {'' if missing else '-U '}'tilewise[{name or module}]'",
+            f"this needs {module}, {what}; pip install {'' if missing else '-U '}'tilewise[{module}]'",
             name=error.name,
             path=error.path,
         ) from error

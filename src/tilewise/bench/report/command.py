@@ -43,9 +43,9 @@ def report(
     from .compare import compare
     from .model import dump, load, save
 
-    data = _paths(output, force)
     where, chosen, ladder = _chosen(device, quick, only)
     old = None if against is None else load(against)
+    data = _paths(output, force)
     found = _measure(chosen, where, quick, only, loops, ladder)
     comparison = None if old is None else compare(old, found)
     save(dump(found), data)
@@ -58,17 +58,16 @@ def report(
 
 
 def _paths(output: Path, force: bool) -> Path:
-    """Where the JSON goes. What cannot be written is said now, and not after minutes of measuring."""
+    """Where the JSON goes, in a folder that is there now. What cannot be written is said before it is measured."""
     if output.suffix not in (".html", ".htm"):
         raise typer.BadParameter(f"must end in .html, got {str(output)!r}", param_hint="--output")
     data = output.with_suffix(".json")
-    if not output.parent.is_dir():
-        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(output.parent))
     for path in (output, data):
         if path.is_dir():
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
         if path.exists() and not force:
             raise FileExistsError(f"{path} exists: --force overwrites it")
+    output.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryFile(dir=output.parent):
         return data
 
