@@ -108,10 +108,12 @@ def doctor() -> None:
     from .bench.tables import console
     from .doctor import GOOD, MISSING, NOTE, examine
 
+    with console(stderr=True).status("looking") as status:
+        found = examine(lambda what: status.update(escape(what)))
     out = console()
     marks = {GOOD: "[green]✓[/]", NOTE: "[dim]·[/]", MISSING: "[yellow]![/]"}
     section = ""
-    for finding in examine():
+    for finding in found:
         if finding.section != section:
             section = finding.section
             out.print(f"[bold]{section}[/]")
