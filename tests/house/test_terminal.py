@@ -120,6 +120,7 @@ def test_what_stands_for_letters_that_a_stream_does_not_have(on_terminal, monkey
     assert (code, errors.text) == (0, "")
     assert "?" not in out.text
     assert "+ torch" in out.text
+    monkeypatch.setenv("COLUMNS", "140")
     code, (out, _) = on_terminal(["bench", "--seq", "32", *SMALL], encoding="ascii")
     assert code == 0
     assert "us/tok.head" in out.text
