@@ -162,7 +162,7 @@ def shared_bytes(dtype: torch.dtype, width: int, tiling: MmaTiling, *, told: int
         across = min(32, arriving & -arriving)
         step = tiling.threads // across
         raw = 2 * -(-tiling.tile_kv // step) * (arriving // across) * tiling.threads * 16
-    return tiles + raw + 4 * (TILE_WORDS + 4 * told)
+    return tiles + raw + 4 * (TILE_WORDS + 4 + 4 * told)  # the tile, where K and V begin, four blocks' boxes
 
 
 @lru_cache(maxsize=1024)

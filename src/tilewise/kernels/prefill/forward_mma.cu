@@ -21,6 +21,8 @@
 constexpr int kM = kWarpRows / 16, kSteps = kHeadDim / warp::kDepth<Operand>, kTaken = warp::kTogether<Operand>;
 // Steps of Q Kᵀ that stand in the code: all of them, but for float32, whose splits would all be made at once
 constexpr int kUnrolled = sizeof(Operand) == 4 ? 1 : kSteps;
+// Sixteens of rows whose lanes vote together on whether references still serve: more would take registers from wide heads
+constexpr int kVoting = kHeadDim <= 64 ? kM : 1;
 constexpr bool kFp8Products = sizeof(Operand) == 1;
 constexpr int kLift = lift_of<Operand>(), kWitness = witness_of<Operand>();
 static_assert(kStagesK >= kStagesV && kStagesK <= 2 && (kStagesK == 1 || !kWiden));
@@ -161,19 +163,33 @@ struct Worker {
             }
         } else {
 #pragma unroll
-            for (int m = 0; m < kM; m++) {
-                float sum[2];
-                if (warp::lazy_softmax<kWitness>(acc_s[m], sum, state[m], scale_log2)) {
-                    float correction[2];
-                    warp::raise<kLift>(acc_s[m], sum, correction, state[m], scale_log2, [&](float (&)[kTileKv / 2]) {
-                        again(m, sK, Sixteen(args, function, n, m));
-                    });
-                    warp::scale_rows(acc_o[m], correction);
-                } else {
-                    warp::add_sums(state[m], sum);
-                }
-            }
+            for (int first = 0; first < kM; first += kVoting) quick_rows(n, first, sK);
         }
+    }
+    // The same for kVoting sixteens, whose lanes vote once. The vote stands between the exponentials and P V.
+    TILE_DEVICE void quick_rows(int n, int first, const TileKv& sK) {
+        float sum[kVoting][2];
+        bool some = false;
+#pragma unroll
+        for (int i = 0; i < kVoting; i++) {
+            warp::exponentiate(acc_s[first + i], sum[i], state[first + i], scale_log2);
+            some = some || warp::overflows<kWitness>(sum[i]);
+        }
+        some = ptx::any(some);
+#pragma unroll
+        for (int i = 0; i < kVoting; i++) {
+            const int m = first + i;
+            if (some && (kVoting == 1 || ptx::any(warp::overflows<kWitness>(sum[i])))) raise(n, m, sK, sum[i]);
+            else warp::add_sums(state[m], sum[i]);
+        }
+    }
+    // The references of some rows of sixteen no longer serve.
+    TILE_DEVICE void raise(int n, int m, const TileKv& sK, float (&sum)[2]) {
+        float correction[2];
+        warp::raise<kLift>(acc_s[m], sum, correction, state[m], scale_log2, [&](float (&)[kTileKv / 2]) {
+            again(m, sK, Sixteen(args, function, n, m));
+        });
+        warp::scale_rows(acc_o[m], correction);
     }
     TILE_DEVICE void weigh(int n, const TileKv& sK) {
         multiply_qk(sK);
@@ -207,6 +223,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksEach)
             tile.descale_v = descale_of(args.descale_v, tile);
         }
         work()[0] = tile;
+        if (tile.row >= 0) find_sources(args, tile);
     }
     ptx::sync_threads();
     const WorkTile tile = work()[0];

@@ -23,10 +23,12 @@ constexpr int kAcross = (kArriving & -kArriving) < 32 ? (kArriving & -kArriving)
 constexpr int kStep = kThreads / kAcross;
 template <int kRows> constexpr int kCopies = (kRows + kStep - 1) / kStep * (kArriving / kAcross);  // per thread
 
-// Shared memory: Q, K, V; K and V as they arrive, if they are widened; the tile; what the boxes of four blocks hold
+// Shared memory: Q, K, V; K and V as they arrive, if they are widened; the tile; where its K and V begin; what the boxes
+// of four blocks hold
 constexpr int kRawBytes = kWiden && kVectors ? kCopies<kTileKv> * kThreads * 16 : 0;
 constexpr int kAtK = TileQ::kBytes, kAtV = kAtK + kStagesK * TileKv::kBytes, kAtRaw = kAtV + kStagesV * TileKv::kBytes;
-constexpr int kAtTile = kAtRaw + 2 * kRawBytes, kAtUnits = kAtTile + int(sizeof(WorkTile));
+constexpr int kAtTile = kAtRaw + 2 * kRawBytes, kAtSources = kAtTile + int(sizeof(WorkTile));
+constexpr int kAtUnits = kAtSources + 16;
 constexpr int kSlots = 4, kSlotBytes = 4 * kBoxes;
 constexpr int kAtPages = kAtUnits + (kListed ? kSlots * kSlotBytes : 0);
 constexpr int kAtThere = kAtPages + (kPageSize > 0 ? kSlots * kSlotBytes : 0);
@@ -34,6 +36,17 @@ constexpr bool kTold = kListed || kPageSize > 0;  // where a block's rows come f
 static_assert(kBoxes <= kThreads, "a thread per box");
 
 TILE_DEVICE Shared<WorkTile> work() { return Shared<WorkTile>(kAtTile); }
+// The first key of the tile's sequence and head, in K and in V; of pages, that of the first page
+TILE_DEVICE Shared<const Element*> sources() { return Shared<const Element*>(kAtSources); }
+TILE_DEVICE void find_sources(const ForwardArgs& args, const WorkTile& tile) {
+    auto find = [&](const void* base, const Strides& strides) {
+        int64_t first = tile.kv_head * strides.head;
+        if constexpr (kPageSize == 0) first += (args.list ? 0 : tile.sequence * strides.batch) + tile.k_start * strides.row;
+        return static_cast<const Element*>(base) + first;
+    };
+    sources()[0] = find(args.k, args.k_strides);
+    sources()[1] = find(args.v, args.v_strides);
+}
 // By the last bits of a block's number: its boxes' units, as lists have them; the pages that hold them; and where
 // blocks of keys have lengths, how many of their keys are there
 TILE_DEVICE Shared<int> units_of(int n) { return Shared<int>(kAtUnits + n % kSlots * kSlotBytes); }
@@ -66,9 +79,12 @@ template <class T, class E> TILE_DEVICE void put_element(const T& tile, int row,
     }
 }
 
-// Each of this thread's copies of a tile of kRows rows: each(row, chunk, i), i the copy's number
+// Each of this thread's copies of a tile of kRows rows: each(row, chunk, i), i the copy's number. The first is that
+// of row first_row_copied() and chunk first_chunk_copied().
+TILE_DEVICE int first_row_copied() { return threadIdx.x / kAcross; }
+TILE_DEVICE int first_chunk_copied() { return threadIdx.x % kAcross; }
 template <int kRows, class Each> TILE_DEVICE void each_copy(Each each) {
-    const int row = threadIdx.x / kAcross, chunk = threadIdx.x % kAcross;
+    const int row = first_row_copied(), chunk = first_chunk_copied();
     int i = 0;
 #pragma unroll
     for (int r = 0; r < kRows; r += kStep)
@@ -176,61 +192,87 @@ struct Loader {
         }
     }
 
-    // Asks for block n of K or V, which goes to `to`; raw: where it arrives if it is widened
-    TILE_DEVICE void load(const WorkTile& tile, const void* base, const Strides& strides, int n, uint32_t to,
+    // What was told of a box of block n; where it begins, in elements after its source; how many of its rows are there
+    struct Box {
+        int unit, page, there;
+        TILE_DEVICE Box() {}
+        TILE_DEVICE Box(int n, int box) {
+            if constexpr (kListed) unit = units_of(n)[box];
+            if constexpr (kPageSize > 0) page = pages_of(n)[box];
+            if constexpr (kLengths) there = there_of_block(n)[box];
+        }
+        TILE_DEVICE int key(int n, int box) const {
+            return kListed ? key_of_unit(unit) : n * kTileKv + box * kBoxRows;
+        }
+        TILE_DEVICE int64_t from(const Strides& strides, int first_key) const {
+            if constexpr (kPageSize > 0) return page * strides.batch + first_key % kPage * strides.row;
+            else return first_key * strides.row;
+        }
+        TILE_DEVICE int rows(int left) const { return kLengths && there < left ? there : left; }
+    };
+
+    // Asks for block n of K or V, which goes to `to`; source: its number among the sources; raw: where it arrives if it
+    // is widened
+    TILE_DEVICE void load(const WorkTile& tile, int source, const Strides& strides, int n, uint32_t to,
                           uint32_t raw) const {
-        const TileKv s(to);
-        const Element* first = static_cast<const Element*>(base) + tile.kv_head * strides.head;
-        auto place = [&](int row, int chunk, int i) {
-            return kWiden ? ptx::shared_address(raw + (i * kThreads + threadIdx.x) * 16) : s.address(row, chunk);
-        };
-        constexpr int kInChunk = 16 / sizeof(Element);
-        if constexpr (kTold) {
-            auto at = [&](int row) -> const Element* {
-                const int box = row / kBoxRows, inside = row % kBoxRows;
-                const int key = kListed ? key_of_unit(units_of(n)[box]) + inside : n * kTileKv + row;
-                if (key >= tile.seqlen_k || (kLengths && inside >= there_of_block(n)[box])) return nullptr;
-                if constexpr (kPageSize > 0)
-                    return first + (pages_of(n)[box] * strides.batch + key % kPage * strides.row);
-                else
-                    return first + ((args.list ? 0 : tile.sequence * strides.batch) +
-                                    (tile.k_start + key) * strides.row);
-            };
-            if constexpr (!kVectors) {
-                load_elements<kTileKv>(s, at);
-            } else {
-                each_copy<kTileKv>([&](int row, int chunk, int i) {
-                    const Element* from = at(row);
-                    const bool is = from && has_columns(chunk);
-                    ptx::copy_async_16(place(row, chunk, i), is ? from + chunk * kInChunk : first, is ? 16 : 0);
-                });
-            }
+        if constexpr (!kVectors) {
+            const Element* first = sources()[source];
+            load_elements<kTileKv>(TileKv(to), [&](int row) -> const Element* {
+                const Box box(n, row / kBoxRows);
+                const int inside = row % kBoxRows, key = box.key(n, row / kBoxRows);
+                return inside < box.rows(tile.seqlen_k - key) ? first + (box.from(strides, key) + inside * strides.row)
+                                                              : nullptr;
+            });
+        } else if (!kTold && (n + 1) * kTileKv <= tile.seqlen_k) {
+            copy<true>(tile, source, strides, n, to, raw);
         } else {
-            first += (args.list ? 0 : tile.sequence * strides.batch) +
-                     (tile.k_start + int64_t(n) * kTileKv) * strides.row;
-            const int rows = tile.seqlen_k - n * kTileKv;
-            if constexpr (!kVectors) {
-                load_elements<kTileKv>(s, [&](int row) { return row < rows ? first + row * strides.row : nullptr; });
-            } else {
-                const Element* mine = first + threadIdx.x / kAcross * strides.row + threadIdx.x % kAcross * kInChunk;
-                auto copy = [&](bool whole) {
-                    const int row0 = threadIdx.x / kAcross, chunk0 = threadIdx.x % kAcross;
-                    each_copy<kTileKv>([&](int row, int chunk, int i) {
-                        const bool is = (whole || row < rows) && has_columns(chunk);
-                        const Element* from = mine + ((row - row0) * strides.row + (chunk - chunk0) * kInChunk);
-                        ptx::copy_async_16(place(row, chunk, i), is ? from : first, is ? 16 : 0);
-                    });
-                };
-                if (rows >= kTileKv) copy(true);
-                else copy(false);
-            }
+            copy<false>(tile, source, strides, n, to, raw);
         }
     }
+    // kWhole: all rows of the block are there.
+    template <bool kWhole>
+    TILE_DEVICE void copy(const WorkTile& tile, int source, const Strides& strides, int n, uint32_t to,
+                          uint32_t raw) const {
+        constexpr int kInChunk = 16 / sizeof(Element), kAlong = kArriving / kAcross;
+        // Do all of a thread's copies of some rows lie in one box, the same for every thread? Then what was told of the
+        // boxes is read first: a copy would hold up what is read after it.
+        constexpr bool kSteady = kBoxRows % kStep == 0;
+        constexpr int kCopiesEach = kSteady ? kBoxRows / kStep * kAlong : 1;
+        // Where the swizzle comes round with the rows of a step, a thread's copies lie a constant apart.
+        constexpr bool kEvenly = kStep % TileKv::kTurns == 0 && kAlong == 1;
+        const int row0 = first_row_copied(), chunk0 = first_chunk_copied(), seqlen_k = tile.seqlen_k;
+        const Element* first = Shared<const Element*>(kAtSources)[source];
+        first += row0 * strides.row + chunk0 * kInChunk;
+        const uint32_t begin = kWiden ? ptx::shared_address(raw) + threadIdx.x * 16 : TileKv(to).address(row0, chunk0);
+        Box told[kSteady ? kBoxes : 1];
+        if constexpr (kSteady && kTold)
+#pragma unroll
+            for (int box = 0; box < kBoxes; box++) told[box] = Box(n, box);
+        int64_t from = 0;
+        int rows = 0;
+        each_copy<kTileKv>([&](int row, int chunk, int i) {
+            const int r = row - row0, inside = kSteady ? row0 + r % kBoxRows : row % kBoxRows;
+            if (i % kCopiesEach == 0) {  // another box
+                const int box = kSteady ? r / kBoxRows : row / kBoxRows;
+                if (!kSteady) told[0] = Box(n, box);
+                const int key = told[kSteady ? box : 0].key(n, box);
+                from = told[kSteady ? box : 0].from(strides, key);
+                rows = told[kSteady ? box : 0].rows(seqlen_k - key);
+            }
+            const bool is = (kWhole || inside < rows) && has_columns(chunk);
+            const uint32_t at = kWiden ? begin + i * kThreads * 16
+                                : kEvenly ? begin + i * kStep * TileKv::kRowBytes
+                                          : TileKv(to).address(row, chunk);
+            // Of what is not there no byte is read, wherever it would lie.
+            ptx::copy_async_16(at, first + (from + (inside - row0) * strides.row + (chunk - chunk0) * kInChunk),
+                               is ? 16 : 0);
+        });
+    }
     TILE_DEVICE void load_k(const WorkTile& tile, int n) const {
-        load(tile, args.k, args.k_strides, n, kAtK + n % kStagesK * TileKv::kBytes, kAtRaw);
+        load(tile, 0, args.k_strides, n, kAtK + n % kStagesK * TileKv::kBytes, kAtRaw);
     }
     TILE_DEVICE void load_v(const WorkTile& tile, int n) const {
-        load(tile, args.v, args.v_strides, n, kAtV + n % kStagesV * TileKv::kBytes, kAtRaw + kRawBytes);
+        load(tile, 1, args.v_strides, n, kAtV + n % kStagesV * TileKv::kBytes, kAtRaw + kRawBytes);
     }
     // Widens what this thread has asked for and waited for
     static TILE_DEVICE void widen(uint32_t to, uint32_t raw) {
