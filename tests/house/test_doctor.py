@@ -286,6 +286,19 @@ def test_without_a_gpu(run, without_gpu):
     assert 'backend="emulator"' in one.text
 
 
+@pytest.mark.gpu
+def test_on_a_gpu(run):
+    name = f"cuda:{torch.cuda.current_device()}"
+    of_gpu = [one for one in doctor.examine() if one.section == "what runs" and one.name.startswith(name)]
+    assert [one.state for one in of_gpu] == [GOOD] * 4
+    assert (
+        "attention_varlen (16, 2, 64), decode (2, 1, 2, 64)"
+        in {one.name: one.text for one in of_gpu}[f"{name} bfloat16"]
+    )
+    assert found("devices", "driver").text.startswith("serves CUDA ")
+    assert found("compilers", "NVRTC").state == GOOD
+
+
 # ---- what goes wrong --------------------------------------------------------------------------------------------
 
 PARTS = [
