@@ -19,8 +19,8 @@ SMALL = ["--heads", "2", "--hdim", "16", "--loops", "1"]
 class Terminal(io.TextIOWrapper):
     """A stream that says it is a terminal, and keeps what is written."""
 
-    def __init__(self, encoding: str) -> None:
-        super().__init__(io.BytesIO(), encoding=encoding, errors="strict", newline="\n")
+    def __init__(self, encoding: str, errors: str) -> None:
+        super().__init__(io.BytesIO(), encoding=encoding, errors=errors, newline="\n")
 
     def isatty(self) -> bool:
         return True
@@ -38,8 +38,8 @@ def on_terminal(monkeypatch):
     for name in ("NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE", "COLUMNS"):
         monkeypatch.delenv(name, raising=False)
 
-    def run(words, encoding="utf-8"):
-        screens = [Terminal(encoding), Terminal(encoding)]
+    def run(words, encoding="utf-8", errors="strict"):
+        screens = [Terminal(encoding, errors), Terminal(encoding, "backslashreplace")]
         monkeypatch.setattr(sys, "stdout", screens[0])
         monkeypatch.setattr(sys, "stderr", screens[1])
         code = None if words is None else cli.main(words)
@@ -114,14 +114,16 @@ def test_a_stream_that_takes_ascii_alone(on_terminal, monkeypatch, words):
     assert "bug in Tilewise" not in errors.text
 
 
-def test_what_stands_for_letters_that_a_stream_does_not_have(on_terminal, monkeypatch):
+@pytest.mark.parametrize("errors", ["strict", "surrogateescape"])
+def test_what_stands_for_letters_that_a_stream_does_not_have(on_terminal, monkeypatch, errors):
+    """surrogateescape is what Python gives to streams where the locale is C."""
     monkeypatch.setenv("NO_COLOR", "1")
-    code, (out, errors) = on_terminal(["doctor"], encoding="ascii")
-    assert (code, errors.text) == (0, "")
+    code, (out, err) = on_terminal(["doctor"], encoding="ascii", errors=errors)
+    assert (code, err.text) == (0, "")
     assert "?" not in out.text
     assert "+ torch" in out.text
     monkeypatch.setenv("COLUMNS", "140")
-    code, (out, _) = on_terminal(["bench", "--seq", "32", *SMALL], encoding="ascii")
+    code, (out, _) = on_terminal(["bench", "--seq", "32", *SMALL], encoding="ascii", errors=errors)
     assert code == 0
     assert "us/tok.head" in out.text
     assert "1.00x" in out.text

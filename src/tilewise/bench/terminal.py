@@ -18,6 +18,7 @@ INSTEAD = {
     "█": "#", "▓": "#", "▒": "+", "░": ".", "━": "-", "─": "-", "│": "|", "²": "2", "’": "'",
 }  # fmt: skip
 ERRORS = "tilewise.instead"
+RAISES = ("strict", "surrogateescape")  # what streams have by themselves, the second where the locale is C
 
 
 def plain() -> bool:
@@ -42,7 +43,7 @@ def take_any_letter() -> None:
     """Have stdout and stderr replace what their encoding lacks, where they would raise UnicodeEncodeError."""
     codecs.register_error(ERRORS, _instead)
     for stream in (sys.stdout, sys.stderr):
-        if getattr(stream, "errors", None) == "strict" and hasattr(stream, "reconfigure"):
+        if getattr(stream, "errors", None) in RAISES and hasattr(stream, "reconfigure"):
             stream.reconfigure(errors=ERRORS)
 
 
