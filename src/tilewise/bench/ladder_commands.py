@@ -60,7 +60,7 @@ def ladder(
     """
     import torch
 
-    from . import options, rungs, tables
+    from . import rungs, tables
     from .measure import FAILED, WRONG
 
     counted = emulate or not torch.cuda.is_available()
@@ -97,7 +97,9 @@ def ladder(
             rows = rungs.measure(chosen, shape, device, loops, before)
             notes.append(f"host cost of a planned launch: {rungs.launch_cost(device):.1f} µs")
     if plot is not None:
-        options.written(plot, lambda path: draw(rows, shape, path))
+        from .options import written
+
+        written(plot, lambda path: draw(rows, shape, path))
         notes.append(f"drew {plot}")
     if json:
         typer.echo(jsonlib.dumps([_record(row, shape) for row in rows], indent=1))
