@@ -52,7 +52,7 @@ def test_a_package_that_is_too_old(imported_anew, module):
 def test_an_error_of_the_packages_own_imports_is_passed_on():
     from tilewise.integrations.extras import extra
 
-    with pytest.raises(ModuleNotFoundError, match=r"^No module named 'nothing_of_the_kind'$"), extra("transformers"):
+    with pytest.raises(ModuleNotFoundError, match=r"^No module named 'nothing_of_the_kind'$"), extra("json"):
         import nothing_of_the_kind  # noqa: F401
 
 
