@@ -33,7 +33,7 @@ def test_a_rung_is_checked_and_counted(run):
 
 
 def test_json_and_plot(run, tmp_path):
-    picture = tmp_path / "ladder.png"
+    picture = tmp_path / "new" / "ladder.png"
     code, out, _ = run("ladder", "--rung", "flash_naive", *TINY, "--causal", "--json", "--plot", picture)
     assert code == 0
     (row,) = json.loads(out)

@@ -101,7 +101,9 @@ def ladder(
             rows = rungs.measure(chosen, shape, device, loops, before)
             notes.append(f"host cost of a planned launch: {rungs.launch_cost(device):.1f} µs")
     if plot is not None:
-        draw(rows, shape, plot)
+        from .options import written
+
+        written(plot, lambda path: draw(rows, shape, path))
         notes.append(f"drew {plot}")
     if json:
         typer.echo(jsonlib.dumps([_record(row, shape) for row in rows], indent=1))

@@ -61,3 +61,9 @@ def check(result: tuple[Any, ...], what: str) -> Any:
 def error_text(error: Any) -> str:
     code, text = require().cuGetErrorString(error)
     return f"{getattr(error, 'name', error)}" + (f" ({text.decode()})" if code == 0 and text else "")
+
+
+def version() -> tuple[int, int]:
+    """The newest CUDA that the driver serves: (13, 0); RuntimeError or ImportError where it cannot be asked."""
+    number = check(require().cuDriverGetVersion(), "the driver's version")
+    return number // 1000, number % 1000 // 10

@@ -182,3 +182,9 @@ def _include_candidates() -> Iterator[Path]:
         if value := os.environ.get(variable):
             yield Path(value) / "include"
     yield Path("/usr/local/cuda/include")
+
+
+def version() -> tuple[int, int]:
+    """NVRTC's: (13, 0); ImportError without its bindings, RuntimeError without its library."""
+    _, major, minor = _load_nvrtc().nvrtcVersion()
+    return major, minor

@@ -47,7 +47,9 @@ def read_config(source: str) -> AttentionShape:
     try:
         from transformers import AutoConfig
     except ImportError as error:
-        raise ImportError(f"{source} is no file; for the name of a model, pip install transformers") from error
+        raise ImportError(
+            f"{source} is no file; for the name of a model, pip install 'tilewise[transformers]'"
+        ) from error
     return attention_shape(AutoConfig.from_pretrained(source).to_dict(), source)
 
 
