@@ -22,7 +22,7 @@
 constexpr int kM = kWarpRows / 16, kSteps = kHeadDim / warp::kDepth<Operand>, kTaken = warp::kTogether<Operand>;
 // Steps of Q Kᵀ that stand in the code: all of them, but for float32, whose splits would all be made at once
 constexpr int kUnrolled = sizeof(Operand) == 4 ? 1 : kSteps;
-// Sixteens of rows whose lanes vote together on whether references still serve. Two take registers that wide heads lack.
+// Sixteens of rows whose lanes vote together on whether references still serve. Two take registers wide heads lack.
 constexpr int kVoting = kHeadDim <= 64 ? kM : 1;
 constexpr bool kFp8Products = sizeof(Operand) == 1;
 constexpr int kLift = lift_of<Operand>(), kWitness = witness_of<Operand>();
