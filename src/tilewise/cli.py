@@ -172,7 +172,7 @@ def show_schedule(
     file: Path,
     head: Head = 0,
     width: Annotated[int, typer.Option(help="Characters for the keys.", min=1)] = 64,
-    png: Annotated[Path | None, typer.Option(help="Draw it there instead.")] = None,
+    png: Annotated[Path | None, typer.Option(help="Draw it there instead: .png or .svg.")] = None,
     seq: SeqOfFile = None,
     block: BlockOfFile = None,
 ) -> None:

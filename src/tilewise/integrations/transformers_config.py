@@ -40,7 +40,7 @@ def read_config(source: str) -> AttentionShape:
         path /= FILE
     if path.suffix == ".json" or path.is_file():
         try:
-            config = json.loads(path.read_text())
+            config = json.loads(path.read_text(encoding="utf-8"))
         except ValueError as error:
             raise ValueError(f"{path} is no JSON: {error}") from error
         return attention_shape(config, str(path))
