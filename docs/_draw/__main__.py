@@ -1,4 +1,4 @@
-"""Draws the pictures of docs/concepts and docs/inside: `python docs/_draw [NAME …] [--png FOLDER]`.
+"""Draws the pictures of README, docs/concepts and docs/inside: `python docs/_draw [NAME …] [--png FOLDER]`.
 
 Each goes to docs/pictures/NAME.svg; with --png also into a folder as a PNG, to look at.
 """
@@ -11,13 +11,14 @@ from pathlib import Path
 import concepts
 import decode
 import forward
+import front
 import house
 import ladder
 
 from tilewise.plan import pictures
 
 PICTURES = Path(__file__).parents[1] / "pictures"
-DRAWN = {**concepts.DRAWN, **forward.DRAWN, **decode.DRAWN, **ladder.DRAWN, **house.DRAWN}
+DRAWN = {**concepts.DRAWN, **forward.DRAWN, **decode.DRAWN, **ladder.DRAWN, **house.DRAWN, **front.DRAWN}
 
 
 def main() -> None:
