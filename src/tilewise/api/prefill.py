@@ -267,13 +267,7 @@ def attention_varlen(
     batch = arguments.check_sequences(cu_seqlens_q, cu_seqlens_k)
     paged = page_table is not None
     call = arguments.check_call(q, k, v, options, descales=descales, batch=batch, paged=paged, **pattern, **rest)
-    if page_table is not None:
-        arguments.check_page_table(page_table, k, batch)
-    # Values on a GPU stay unread: looking at them would make the CPU wait.
-    starts_q = arguments.check_starts("cu_seqlens_q", cu_seqlens_q, call.sizes.seqlen_q, "q")
-    starts_k = arguments.check_starts("cu_seqlens_k", cu_seqlens_k, None if paged else call.sizes.seqlen_k, "k")
-    if page_table is not None and starts_k is not None:
-        arguments.check_pages(page_table, k, starts_k)
+    starts_q, starts_k = _checked_starts(cu_seqlens_q, cu_seqlens_k, k, page_table, call.sizes)
     if schedule is not None:
         arguments.check_schedules(schedule, starts_q, starts_k, call.sizes, q.device)
     if call.where != "cpu":
@@ -291,6 +285,24 @@ def attention_varlen(
 
 def _on_device(*tensors: object) -> bool:
     return all(isinstance(x, torch.Tensor) and x.is_cuda for x in tensors)
+
+
+def _checked_starts(
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    k: torch.Tensor,
+    page_table: torch.Tensor | None,
+    sizes: arguments.Sizes,
+) -> tuple[list[int] | None, list[int] | None]:
+    """Their values, None on a GPU, where they stay unread: looking at them would make the CPU wait."""
+    paged = page_table is not None
+    if page_table is not None:
+        arguments.check_page_table(page_table, k, cu_seqlens_q.shape[0] - 1)
+    starts_q = arguments.check_starts("cu_seqlens_q", cu_seqlens_q, sizes.seqlen_q, "q")
+    starts_k = arguments.check_starts("cu_seqlens_k", cu_seqlens_k, None if paged else sizes.seqlen_k, "k")
+    if page_table is not None and starts_k is not None:
+        arguments.check_pages(page_table, k, starts_k)
+    return starts_q, starts_k
 
 
 def _starts(q: torch.Tensor, starts_q: torch.Tensor, starts_k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
