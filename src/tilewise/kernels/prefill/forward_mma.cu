@@ -199,9 +199,9 @@ struct Worker {
         const WorkTile tile = work()[0];
 #pragma unroll
         for (int m = 0; m < kM; m++) {
+            if constexpr (kFp8Products || kCudaCores) warp::in_order(acc_o[m]);
             const Closing closing = close_rows<true>(Sixteen(args, function, 0, m), tile, state[m], acc_o[m]);
             warp::scale_rows(acc_o[m], closing.inverse);
-            if constexpr (kFp8Products || kCudaCores) warp::in_order(acc_o[m]);
             if constexpr (!kVectors || sizeof(Out) == 4) store_elements<Out>(closing, acc_o[m]);
             else warp::store_rows<kColumns>(closing.rows, closing.exists, acc_o[m]);
         }
