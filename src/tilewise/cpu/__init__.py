@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from tilewise.cpu.blocks import run_blocks
+from tilewise.cpu.lines import line_state
 from tilewise.cpu.scoring import Scoring, View, count_up
 from tilewise.cpu.tiles import KV as KV
 from tilewise.cpu.tiles import repeated, tile_state
@@ -178,10 +179,15 @@ def _regular_state(item: Tiles, q: torch.Tensor, k: torch.Tensor, v: torch.Tenso
     members = [starts.of(item.row + n * item.row_step) for n in range(item.count)]
     rows = [item.row + n * item.row_step - starts.row_starts[b] for n, b in enumerate(members)]
     keys = [item.key + n * item.key_step - starts.key_starts[b] for n, b in enumerate(members)]
+    # Of all: copies of a tile differ in sequence or run down one diagonal.
+    if scoring.slopes is not None and not scoring.changes:
+        origin = rows[0] + starts.diagonals[members[0]] - keys[0]
+        slopes = scoring.slopes[members if len(set(members)) > 1 else members[:1]]
+        return line_state(tile_q, tile_k, tile_v, scoring, slopes, origin, item.band)
     view = View(
         torch.tensor(rows, dtype=torch.int32, device="cpu")[:, None] + count_up(0, item.rows),
         torch.tensor(keys, dtype=torch.int32, device="cpu")[:, None] + count_up(0, item.keys),
-        item.band.shifted(keys[0] - rows[0]),  # of all: copies of a tile differ in sequence or run down one diagonal
+        item.band.shifted(keys[0] - rows[0]),
         sequences=torch.tensor(members, dtype=torch.int32, device="cpu"),
         heads=count_up(0, q.shape[-2]),
     )

@@ -62,28 +62,56 @@ class Scoring:
         return cls(scores.scale, scores.softcap, scores.slopes, function, sequences)
 
     @property
-    def needs_matmul(self) -> bool:
-        """Does it ask for something that torch's flash kernel does not do?"""
-        scored = self.function is not None and self.function.score is not None
-        return self.softcap != 0.0 or self.slopes is not None or scored
+    def scored(self) -> bool:
+        """Is there a score function?"""
+        return self.function is not None and self.function.scores
+
+    @property
+    def changes(self) -> bool:
+        """Does it ask for more than something that is added to the scores?"""
+        return self.softcap != 0.0 or self.scored
+
+    @property
+    def needs_products(self) -> bool:
+        """Does it ask for something that torch's flash kernel does not do by itself?"""
+        return self.changes or self.slopes is not None
+
+    @property
+    def alpha(self) -> float:
+        """What `apply` expects products to be multiplied with."""
+        return self.scale / self.softcap if self.softcap else self.scale
+
+    @property
+    def narrow(self) -> bool:
+        """Is the difference of any two scores so small that e to its power needs no care?"""
+        return 0.0 < self.softcap <= 40.0 and self.slopes is None and not self.scored
 
     def cap(self, s: torch.Tensor) -> torch.Tensor:
         """Scaled scores, soft-capped in place."""
         return s.div_(self.softcap).tanh_().mul_(self.softcap) if self.softcap else s
 
-    def apply(self, s: torch.Tensor, view: View | None) -> None:
-        """Change the scaled scores (heads, rows, keys) of the one tile of `view`, and hide what it hides, in place."""
-        self.cap(s)
+    def apply(self, s: torch.Tensor, view: View | None) -> tuple[torch.Tensor, float]:
+        """`alpha` times the products (heads, rows, keys) of the one tile of `view`, changed, and hidden what it hides.
+
+        Returns scores and what they are still to be multiplied with; the first are in the memory of `s` or new.
+        """
+        factor = 1.0
+        if self.softcap:
+            s.tanh_()
+            factor = self.softcap
         if view is None:
-            return
+            return s, factor
         if self.slopes is not None and self.sequences is not None:
             b = int(view.sequences)
             distance = (view.rows[0, :, None] + self.sequences.diagonals[b] - view.keys[0, None, :]).abs()
-            s.sub_(self.slopes[b, view.heads][:, None, None] * distance)
-        if self.function is not None and self.function.score is not None:
-            s.copy_(self.function.scored(s[None], *view.indices())[0])
+            s.mul_(factor).addcmul_(self.slopes[b, view.heads][:, None, None], distance.float(), value=-1.0)
+            factor = 1.0
+        if self.function is not None and self.function.scores:
+            scored = self.function.scored(s[None], *view.indices())[0]
+            s = scored if scored.is_contiguous() else s.copy_(scored)
         if view.hides:
             s.masked_fill_(~view.seen[0], -math.inf)
+        return s, factor
 
 
 @dataclass(frozen=True)
@@ -147,6 +175,16 @@ class View:
         """Rows that see no key, bool (n or 1, heads or 1, rows)."""
         return ~self.seen.any(-1)
 
+    def span(self) -> slice:
+        """Of the keys of the one tile, those from the first to the last that the band lets a row see."""
+        if self.band == OPEN:
+            return slice(0, self.keys.shape[1])
+        low, high = self.band
+        first, last = int(self.rows.min()), int(self.rows.max())
+        near = Band(None if low is None else first + low, None if high is None else last + high).allows(self.keys[0])
+        found = near.nonzero()
+        return slice(int(found[0]), int(found[-1]) + 1) if len(found) else slice(0, 0)
+
     def cut(self) -> View | None:
         """Without the bounds of the band that hide nothing here; None if they hide everything."""
         if self.band == OPEN:
@@ -162,7 +200,7 @@ class View:
 
     def of_heads(self, heads: slice, scoring: Scoring) -> View:
         """The view of some of its heads; itself, with what it has found, if nothing asks which heads they are."""
-        return replace(self, heads=self.heads[heads]) if scoring.needs_matmul or self.by_head else self
+        return replace(self, heads=self.heads[heads]) if scoring.needs_products or self.by_head else self
 
     def part(self, tiles: slice, rows: slice = ALL, keys: slice = ALL, heads: slice = ALL) -> View:
         """The view of some of its tiles, and of some rows, keys and heads of those."""
