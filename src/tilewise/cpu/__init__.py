@@ -190,5 +190,6 @@ def _regular_state(item: Tiles, q: torch.Tensor, k: torch.Tensor, v: torch.Tenso
         item.band.shifted(keys[0] - rows[0]),
         sequences=torch.tensor(members, dtype=torch.int32, device="cpu"),
         heads=count_up(0, q.shape[-2]),
+        steady=True,
     )
     return tile_state(tile_q, tile_k, tile_v, scoring, view=view)

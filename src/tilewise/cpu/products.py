@@ -110,13 +110,20 @@ def _strip_state(
         products = space.scores_of(kv_heads, queries.shape[1], those.stop - j)
         products.baddbmm_(queries, k_j.mT, beta=0, alpha=scoring.alpha)
         s, factor = scoring.apply(products.view(heads, rows, -1), here)
+        hidden = here if here is not None and here.hides else None
+        # A score of 0 in place of a hidden one moves the reference of narrow scores no further than they bear.
+        easy = scoring.narrow and (hidden is None or hidden.banded)
+        if hidden is not None:
+            (hidden.clear if easy else hidden.hide)(s)
         old, top = top, torch.maximum(top, s.amax(-1, keepdim=True) * factor)
         reference = torch.where(top == -math.inf, 0.0, top)
         torch.add(-reference, s, alpha=factor, out=s)
-        if scoring.narrow and (here is None or not here.hides):
+        if not easy:
+            torch.threshold_(s.clamp_(min=LEAST_EXPONENT).exp_(), LEAST_WEIGHT, 0.0)
+        elif hidden is None:
             s.exp_()
         else:
-            torch.threshold_(s.clamp_(min=LEAST_EXPONENT).exp_(), LEAST_WEIGHT, 0.0)
+            hidden.clear(s.exp_())
         correction = torch.exp(old - reference)
         total = total * correction + s.sum(-1, keepdim=True)
         o.mul_(correction.view(kv_heads, -1, 1)).baddbmm_(s.view(products.shape), v_j)
