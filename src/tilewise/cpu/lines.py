@@ -1,10 +1,10 @@
 """ALiBi on the CPU, by torch's flash kernel: what it adds to the scores of a tile, as a line that strides make a mask.
 
 What ALiBi adds depends on key − row alone, and so does what a band hides. Along a tile of R rows and K keys that is one
-line of R + K − 1 values, of which every row sees a piece. With the last key first the piece of each row begins one value
-after that of the row before it: the line with strides (1, 1) is the whole mask, and no matrix is ever made. Under a
-causal mask that order also brings near keys first. In the other one, sums over far keys would be made small by every
-nearer block until float32 has too few bits for them, and such products take many times as long.
+line of R + K − 1 values, of which every row sees a piece. With the last key first the piece of each row begins one
+value after that of the row before it: the line with strides (1, 1) is the whole mask, and no matrix is ever made.
+Under a causal mask that order also brings near keys first. In the other one, sums over far keys would be made small by
+every nearer block until float32 has too few bits for them, and such products take many times as long.
 """
 
 from __future__ import annotations

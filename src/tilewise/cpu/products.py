@@ -16,7 +16,7 @@ from tilewise.cpu.scoring import ALL, Scoring, View
 
 KV = tuple[torch.Tensor, torch.Tensor]
 
-SCORES_PER_CORE = 1 << 17  # float32 scores held at once for each thread: 512 KiB, which stay in its own cache
+SCORES_PER_CORE = 1 << 18  # float32 scores held at once for each thread: 1 MiB, which about stay in its own cache
 SCORES_PER_TILE = 1 << 22  # and for all of them together
 PRODUCT_ROWS = 256  # of a tile, those of all query heads of a KV head together
 LEAST_ROWS = 64  # of a tile, of one head
@@ -64,7 +64,7 @@ class Space(NamedTuple):
         """For all_rows rows of `group` query heads per KV head over k (n, keys, Hkv, D)."""
         _, all_keys, heads_kv, head_dim = k.shape
         rows = max(1, min(all_rows, SCORES_PER_TILE // group, max(LEAST_ROWS, PRODUCT_ROWS // group)))
-        longest = max(512, 2 * SCORES_PER_CORE // head_dim)  # so that a tile's K and V stay in the caches, too
+        longest = max(512, SCORES_PER_CORE // head_dim)  # so that a tile's K and V stay in the caches, too
         keys = max(1, min(all_keys, longest, min(SCORES_PER_CORE, SCORES_PER_TILE) // (group * rows)))
         at_once = min(SCORES_PER_CORE * torch.get_num_threads(), SCORES_PER_TILE)
         heads = max(1, min(heads_kv, at_once // (group * rows * keys)))

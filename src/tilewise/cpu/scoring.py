@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -170,7 +169,9 @@ class View:
             allowed.append(k <= q + self.band.high)
         if self.there is not None:
             allowed.append(self.there[:, None, None, :])
-        return reduce(torch.logical_and, allowed, torch.ones(1, 1, 1, 1, dtype=torch.bool, device="cpu"))
+        if not allowed or self.there is not None:  # those tell nothing of rows
+            allowed.append(torch.ones((), dtype=torch.bool, device="cpu").expand(1, 1, q.shape[2], k.shape[3]))
+        return reduce(torch.logical_and, allowed)
 
     @cached_property
     def bias(self) -> torch.Tensor:
