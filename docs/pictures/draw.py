@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 import tilewise
 
 HERE = Path(__file__).parent
-GUIDE = HERE.parent / "guide-masks.md"
+GUIDE = HERE.parent / "guides" / "masks.md"
 SHADES = matplotlib.colormaps["Blues"]
 BLOCK = 32
 

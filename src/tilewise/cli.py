@@ -16,7 +16,8 @@ from typing import Annotated, Any
 
 import typer
 
-from .bench import commands, ladder_commands, tune_command, warm_command
+from .bench import commands, ladder_commands, terminal, tune_command, warm_command
+from .bench.options import written
 from .bench.report import command as report_command
 
 OVERVIEW = """\
@@ -91,9 +92,9 @@ def overview(
 ) -> None:
     """What Tilewise can do."""
     if version:
-        from . import __version__
+        from importlib.metadata import version as of  # the package itself would import torch to tell
 
-        typer.echo(f"tilewise {__version__}")
+        typer.echo(f"tilewise {of('tilewise')}")
         raise typer.Exit
     if ctx.invoked_subcommand is None:
         typer.echo(OVERVIEW, nl=False)
@@ -107,10 +108,12 @@ def doctor() -> None:
     from .bench.tables import console
     from .doctor import GOOD, MISSING, NOTE, examine
 
+    with console(stderr=True).status("looking") as status:
+        found = examine(lambda what: status.update(escape(what)))
     out = console()
     marks = {GOOD: "[green]✓[/]", NOTE: "[dim]·[/]", MISSING: "[yellow]![/]"}
     section = ""
-    for finding in examine():
+    for finding in found:
         if finding.section != section:
             section = finding.section
             out.print(f"[bold]{section}[/]")
@@ -154,12 +157,14 @@ def make_schedule(
     with commands.usage():
         maker = getattr(BlockSchedule, kind)
         schedule = maker(seq, seq if seq_k is None else seq_k, block_q=block, block_k=block_k or block, **options[kind])
-        schedule.save(output)
+        written(output, schedule.save)
     typer.echo(f"{output}: {schedule!r}")
 
 
-SeqOfFile = Annotated[int | None, typer.Option(help="Tokens; a .npy does not say them.", min=1)]
-BlockOfFile = Annotated[int | None, typer.Option(help="Block size; a .npy does not say it.", show_default="16")]
+SeqOfFile = Annotated[int | None, typer.Option(help="Tokens, where a .npy does not say them.", min=1)]
+BlockOfFile = Annotated[
+    int | None, typer.Option(help="Block size, where a .npy does not say it.", show_default="the file's, or 16")
+]
 
 
 @schedule_app.command("show")
@@ -167,7 +172,7 @@ def show_schedule(
     file: Path,
     head: Head = 0,
     width: Annotated[int, typer.Option(help="Characters for the keys.", min=1)] = 64,
-    png: Annotated[Path | None, typer.Option(help="Draw it there instead.")] = None,
+    png: Annotated[Path | None, typer.Option(help="Draw it there instead: .png or .svg.")] = None,
     seq: SeqOfFile = None,
     block: BlockOfFile = None,
 ) -> None:
@@ -176,7 +181,7 @@ def show_schedule(
     if png is None:
         typer.echo(schedule.show(head, width))
     else:
-        schedule.draw(png, head)
+        written(png, lambda path: schedule.draw(path, head))
         typer.echo(f"drew {png}")
 
 
@@ -243,7 +248,7 @@ def make_testdata(
         path = output or Path()
         if path.is_dir():
             path /= testdata.file_name(case, form, chunk)
-        testdata.save(case, path, form, chunk=chunk)
+        written(path, lambda path: testdata.save(case, path, form, chunk=chunk))
     typer.echo(str(path))
 
 
@@ -342,7 +347,7 @@ def export_cache(
     """Write the compiled kernels into a file, for machines with the same cards and versions: tilewise cache import."""
     from tilewise.compiler import archive
 
-    entries, size = archive.write(file, force=force)
+    entries, size = written(file, lambda path: archive.write(path, force=force))
     typer.echo(f"{file}: {entries} {'kernel' if entries == 1 else 'kernels'}, {_mib(size)} MiB before compression")
 
 
@@ -373,6 +378,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     if words[:1] == ["sweep"]:
         words = commands.spread_lists(words)
+    terminal.take_any_letter()
+    app.rich_markup_mode = None if terminal.plain() else "rich"  # of help
     command = typer.main.get_command(app)
     try:
         code = command.main(args=words, prog_name="tilewise", standalone_mode=False)
@@ -392,6 +399,7 @@ COMMANDS = (
         "decode",
         "sparse",
         "variants",
+        "cards",
         "prefill",
         "serve",
         "generate",

@@ -4,6 +4,9 @@ integrations/torch_ops.py registers those operators over the public calls; this 
 needs to know nothing that is built on top of it. Graphs hold neither plans nor caches: `remember` lets the operator
 find both by the plan's number, and keeps neither alive. Nor do they hold schedules and functions: a call with one of
 those breaks the graph (`outside`).
+
+Arguments are checked by the call that the operator makes when the graph runs. What an operator does not take at all
+raises here, while the code is traced: then torch runs the call as it is, which says what is wrong in its own words.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ import torch
 from tilewise import arguments, graphs
 from tilewise.kvcache import PagedKVCache
 from tilewise.plan import DecodePlan
+from tilewise.scores import SCHEMA_OPTIONS, SCHEMA_TENSORS
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -27,6 +31,19 @@ if TYPE_CHECKING:
 
 State = tuple[torch.Tensor, torch.Tensor]
 Result = torch.Tensor | State
+
+# What each argument is declared as in an operator's schema, and what that means in Python; bools are no numbers here.
+_DECLARED = f"""{SCHEMA_TENSORS}, {SCHEMA_OPTIONS}, bool exact, bool return_lse, str backend,
+Tensor q, Tensor k, Tensor v, Tensor? q_descale, Tensor? k_descale, Tensor? v_descale,
+Tensor cu_seqlens_q, Tensor cu_seqlens_k, Tensor? page_table, Tensor? tree_mask, SymInt layer"""
+_KINDS = {name: kind for kind, name in (one.partition("=")[0].split() for one in _DECLARED.split(","))}
+_TAKEN: dict[str, tuple[tuple[type, ...], str]] = {
+    "Tensor": ((torch.Tensor,), "a torch.Tensor"),
+    "bool": ((bool,), "True or False"),
+    "float": ((int, float), "a float"),
+    "SymInt": ((int,), "an int"),
+    "str": ((str,), "a str"),
+}
 
 _plans: WeakValueDictionary[int, DecodePlan] = WeakValueDictionary()
 _caches: WeakValueDictionary[int, PagedKVCache] = WeakValueDictionary()
@@ -63,8 +80,8 @@ def attention(
 ) -> Result:
     """attention() in a graph."""
     _refuse(out=out)
-    rest = {"exact": exact, "return_lse": return_lse, "backend": backend}
-    result = torch.ops.tilewise.attention(q, k, v, **_named(descales), **_by_sides(options), **rest)
+    given = _checked(exact=exact, return_lse=return_lse, backend=backend, **_named(descales), **_by_sides(options))
+    result = torch.ops.tilewise.attention(**_checked(q=q, k=k, v=v), **given)
     return _asked(result, return_lse)
 
 
@@ -85,10 +102,9 @@ def attention_varlen(
 ) -> Result:
     """attention_varlen() in a graph."""
     _refuse(out=out)
-    rest = {"exact": exact, "return_lse": return_lse, "backend": backend}
-    result = torch.ops.tilewise.attention_varlen(
-        q, k, v, cu_seqlens_q, cu_seqlens_k, page_table, **_named(descales), **_by_sides(options), **rest
-    )
+    given = _checked(exact=exact, return_lse=return_lse, backend=backend, **_named(descales), **_by_sides(options))
+    packed = _checked(q=q, k=k, v=v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, page_table=page_table)
+    result = torch.ops.tilewise.attention_varlen(**packed, **given)
     return _asked(result, return_lse)
 
 
@@ -104,7 +120,10 @@ def _named(descales: Descales) -> dict[str, torch.Tensor | None]:
 
 def _by_sides(options: ScoreOptions) -> dict[str, Any]:
     """The options as an operator takes them: a window is two numbers."""
-    left, right = options.get("window") or (None, None)
+    window = options.get("window")
+    if window is not None and not (isinstance(window, (tuple, list)) and len(window) == 2):
+        raise TypeError(f"window must be (left, right) or None, got {window!r}")
+    left, right = window or (None, None)
     return {**{n: x for n, x in options.items() if n != "window"}, "window_left": left, "window_right": right}
 
 
@@ -122,8 +141,22 @@ def decode(
     _refuse(schedule=schedule, out=out)
     pages = arguments.check_cache(cache)
     arguments.check_plan(plan, pages)
+    _checked(q=q, layer=layer, **options)
     result = torch.ops.tilewise.decode(q, pages._k, pages._v, layer, plan.serial, **options)
     return _asked(result, options["return_lse"])
+
+
+def _checked(**given: Any) -> dict[str, Any]:
+    """The arguments; TypeError for one that is not what the operator's schema says. Looks at no value."""
+    for name, value in given.items():
+        kind = _KINDS[name]
+        types, words = _TAKEN[kind.removesuffix("?")]
+        if value is None and kind.endswith("?"):
+            continue
+        if not isinstance(value, types) or (isinstance(value, bool) and bool not in types):
+            public = "window" if name.startswith("window_") else name
+            raise TypeError(f"{public} must be {words}, got {type(value).__name__}")
+    return given
 
 
 def _refuse(**given: Any) -> None:

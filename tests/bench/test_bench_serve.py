@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -227,6 +228,26 @@ def test_pictures_tell_what_auto_gains(tiny, tmp_path, capsys):
     words = ["bench", "serve", "--device", "cpu", "--loops", "1", "--csv", str(path), "--plot", "--only", "grid"]
     assert cli.main(words) == 0
     assert "nothing to draw of times" in capsys.readouterr().out
+
+
+def test_pictures_explain_their_marks(monkeypatch, tmp_path):
+    from matplotlib.figure import Figure
+
+    figures = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: figures.append(figure))
+    path = tmp_path / "serve.csv"
+    path.write_bytes((Path(__file__).parents[2] / "docs" / "results" / "serve-h200.csv").read_bytes())
+    serve_plots.draw(path)
+    times, auto = figures
+    told = [text.get_text() for text in times.legends[0].get_texts()]
+    marks = {part.get_label() for part in times.axes[0].collections}
+    assert set(told) == marks, "a line for each kind of mark"
+    for words in ('share_prefix="auto"', "reads its whole prefix", "one level of the tree", "without pages", "bf16"):
+        assert sum(words in line for line in told) == 1, words
+    assert "sequences × (shared + own) tokens" in times.axes[0].get_xlabel()
+    assert "left is faster" in times.axes[0].get_title()
+    told = [text.get_text() for text in auto.legends[0].get_texts()]
+    assert [words in line for words, line in zip(("as fast as", "(0.85)", "slower"), told, strict=True)] == [True] * 3
 
 
 def test_what_fails_is_said_and_the_rest_is_measured(tiny, capsys, monkeypatch):

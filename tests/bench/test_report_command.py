@@ -70,6 +70,12 @@ def test_quick_has_fewer_rows(run, tiny, tmp_path):
     assert [row.name for row in found.rows] == ["dense", "longer"]
 
 
+def test_the_folder_of_the_report_is_made(run, tiny, tmp_path):
+    code, _, err = run("report", "--loops", "1", "--only", "dense", "-o", "a/b/report.html")
+    assert code == 0, err
+    assert {path.name for path in (tmp_path / "a" / "b").iterdir()} == {"report.html", "report.json"}
+
+
 def test_only_some_rows(run, tiny, tmp_path):
     assert run("report", "--only", "LONG", "--loops", "1")[0] == 0
     found = model.load(tmp_path / "report.json")
@@ -152,7 +158,6 @@ def test_what_is_not_served_is_in_the_report_and_no_failure(run, tiny, tmp_path,
         (["--against", "missing.json"], 1, "missing.json"),
         (["--against", "text.json"], 1, "text.json is not a report"),
         (["--against", "other.json"], 1, "no JSON that `tilewise report` wrote"),
-        (["-o", "missing/report.html"], 1, "missing"),
         (["-o", "text.json/report.html"], 1, "text.json"),
         (["-o", "folder.html"], 1, "folder.html"),
         (["-o", "there.html"], 1, "there.html exists: --force overwrites it"),

@@ -230,8 +230,8 @@ def forward(entry: dict[str, Any], card: str = TARGET, key: str = KEY) -> tuple[
 def test_an_entry_changes_what_it_says() -> None:
     chosen, found = forward({"tile_kv": 112, "ping_pong": False})
     assert found == replace(chosen, tile_kv=112, ping_pong=False) != chosen
-    chosen, found = forward({"stages_k": 2, "blocks_each": 1}, card="sm_80")
-    assert found == replace(chosen, stages_k=2, blocks_each=1) != chosen
+    chosen, found = forward({"stages": 2, "blocks_each": 1}, card="sm_80")
+    assert found == replace(chosen, stages=2, blocks_each=1) != chosen
 
 
 @pytest.mark.parametrize(

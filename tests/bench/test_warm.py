@@ -86,7 +86,7 @@ def test_configurations_are_files_folders_or_names(tmp_path: Path, monkeypatch: 
     with pytest.raises(FileNotFoundError):
         read_config(str(tmp_path / "other.json"))
     monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(ImportError, match="some/model is no file; for the name of a model, pip install transformers"):
+    with pytest.raises(ImportError, match=r"some/model is no file; .*, pip install 'tilewise\[transformers\]'"):
         read_config("some/model")
 
 

@@ -31,7 +31,7 @@ def test_every_body_is_a_kernel_of_its_own():
         "kQInRegisters": {True, False},
         "kSlabs": {True, False},
         "kLengths": {True, False},
-        "kStagesV": {1, 2},
+        "kStages": {1, 2},
         "kWarpRows": {16, 32},
         "kPageSize": {0, 5, 16},
         "Function": {"UserFunction", "NoFunction"},

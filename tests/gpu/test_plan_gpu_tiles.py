@@ -73,10 +73,9 @@ def test_every_visible_pair_is_in_one_tile_and_the_numbers_are_the_problem_s():
         assert seen.sum() * 128 * 4 >= gpu.flops
 
 
-def test_what_is_shown(capsys):
+def test_what_is_shown():
     q, k = torch.zeros(1, 16, 8, 128).bfloat16(), torch.zeros(1, 1000, 1, 128).bfloat16()
-    plan_attention(q, k, causal=True, backend="emulator").show()
-    text = capsys.readouterr().out
+    text = plan_attention(q, k, causal=True, backend="emulator").show()
     assert "forward, bf16, D 128: 128 rows × blocks of 128 keys, 8 heads side by side; 1 thread blocks" in text
     fp8 = plan_attention(q.to(FP8), k.to(FP8), causal=True, backend="emulator")
     assert fp8.summary.fp8
@@ -106,15 +105,14 @@ def test_the_launch_names_the_kernel_of_the_card_and_the_dtype():
     assert (launch.kernel, launch.blocks) == ("forward_mma, half, D 64", 6)
 
 
-def test_the_kernel_has_a_reason(capsys):
+def test_the_kernel_has_a_reason():
     x = torch.zeros(1, 300, 2, 64).bfloat16()
-    plan_attention(x, x, backend="emulator").show()
-    assert re.search(r"because +sm_90a has wgmma and TMA\n", capsys.readouterr().out)
+    text = plan_attention(x, x, backend="emulator").show()
+    assert re.search(r"because +sm_90a has wgmma and TMA\n", text)
     with arch.as_card("sm_87"):
-        plan_attention(x, x, backend="emulator").show()
-    assert re.search(r"because +sm_87, which TILEWISE_CARD asks for, has no wgmma", capsys.readouterr().out)
-    plan_attention(x, x).show()
-    assert "because" not in capsys.readouterr().out  # on the CPU there is no choice
+        text = plan_attention(x, x, backend="emulator").show()
+    assert re.search(r"because +sm_87, which TILEWISE_CARD asks for, has no wgmma", text)
+    assert "because" not in plan_attention(x, x).show()  # on the CPU there is no choice
 
 
 @pytest.mark.parametrize("card", arch.ARCHS)

@@ -8,12 +8,11 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 from cli_cases import assert_one_line_and_hint
 
 import tilewise
-from tilewise import BlockSchedule, api, arch, cli, doctor
-from tilewise.bench import commands, peers, workloads
+from tilewise import BlockSchedule, api, cli
+from tilewise.bench import commands, workloads
 from tilewise.learn import testdata
 
 pytestmark = pytest.mark.usefixtures("quick")
@@ -103,7 +102,6 @@ def test_wrong_command_line_is_one_line_and_exit_code_2(run, words, tmp_path):
         ["testdata", "check", "missing.npz"],
         ["testdata", "check", "broken.npz"],
         ["testdata", "check", "broken.txt"],
-        ["testdata", "make", "randn", "-o", "missing/folder/a.npz"],
         ["sweep", "--seq", "32", "--csv", "broken.txt"],
     ],
 )
@@ -146,7 +144,7 @@ def test_help_does_not_wait_for_plots_and_peers():
     assert out.strip() == "[]"
 
 
-# ---- schedules, test data, doctor -------------------------------------------------------------------------------
+# ---- schedules, test data ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -173,6 +171,60 @@ def test_schedule_make_show_check(run, words, expected):
     code, out, _ = run("schedule", "check", "a.npz")
     assert code == 0
     assert "sound" in out
+
+
+@pytest.mark.parametrize("block", [16, 64])
+def test_a_npy_is_shown_with_the_blocks_it_was_made_with(run, block):
+    made = BlockSchedule.causal(250, 250, block_q=block, block_k=block)
+    for name in ("a.npz", "a.npy"):
+        assert run("schedule", "make", "causal", "--seq", "250", "--block", block, "-o", name)[0] == 0
+        assert run("schedule", "show", name)[:2] == (0, made.show() + "\n")
+        assert f"{made!r}" in run("schedule", "check", name, "--seq", "250")[1]
+        code, _, err = run("schedule", "show", name, "--block", "32")
+        assert code == 1
+        assert f"it is for block_q={block}, asked for block_q=32" in err
+
+
+def test_every_command_makes_the_folder_of_what_it_writes(run):
+    """As sweep does."""
+    for words in (
+        ["schedule", "make", "causal", "--seq", "64", "-o", "a/b/c.npz"],
+        ["schedule", "make", "causal", "--seq", "64", "-o", "a/d/c.npy"],
+        ["schedule", "show", "a/b/c.npz", "--png", "a/e/c.png"],
+        ["testdata", "make", "randn", "--seq", "16", "--hdim", "8", "-o", "a/f/c.npz"],
+        ["sweep", "--seq", "16", "--heads", "1", "--hdim", "8", "--loops", "1", "--csv", "a/g/c.csv"],
+        ["cache", "export", "a/h/c.tar.gz"],
+    ):
+        code, _, err = run(*words)
+        assert code == 0, err
+        assert next(Path(words[-1]).parent.glob("c.*")).stat().st_size
+
+
+def test_no_folder_is_made_for_what_is_not_written(run, tmp_path):
+    for words in (
+        ["schedule", "make", "causal", "--seq", "64", "-o", "a/b.txt"],
+        ["schedule", "make", "random", "--seq", "512", "--sparsity", "0.5", "-o", "a/b.npy"],
+        ["testdata", "make", "randn", "--form", "flat", "--heads", "2", "-o", "a/b.txt"],
+        ["sweep", "--seq", "16", "--csv", "a/b.txt"],
+    ):
+        code, _, err = run(*words)
+        assert code in (1, 2)
+        assert_one_line_and_hint(err)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_cannot_be_made(run):
+    Path("a").write_text("a file")
+    for words in (
+        ["schedule", "make", "causal", "--seq", "64", "-o", "a/b/c.npz"],
+        ["testdata", "make", "randn", "--seq", "16", "-o", "a/b/c.npz"],
+        ["sweep", "--seq", "16", "--csv", "a/b/c.csv"],
+        ["cache", "export", "a/b/c.tar.gz"],
+    ):
+        code, _, err = run(*words)
+        assert code == 1
+        assert_one_line_and_hint(err)
+        assert "a" in err.partition("hint")[0]
 
 
 def test_schedule_show_draws(run):
@@ -240,56 +292,3 @@ def test_testdata_check_fails_on_a_wrong_kernel(run, monkeypatch):
     code, out, _ = run("testdata", "check", "a.npz")
     assert code == 1
     assert "Tilewise differs from the oracle" in out
-
-
-def test_doctor_says_what_runs_and_what_is_missing(run, monkeypatch):
-    code, out, err = run("doctor")
-    assert (code, err) == (0, "")
-    for text in ("installed", "devices", "what runs", "peers", torch.__version__, "cpu float32", *peers.CUDA_PEERS):
-        assert text in out
-    monkeypatch.setattr(doctor, "package_version", lambda name: "" if name == "matplotlib" else "1.0")
-    code, out, _ = run("doctor")
-    assert code == 0
-    assert "pip install matplotlib" in out
-
-
-def test_doctor_asks_the_library_what_it_serves(monkeypatch):
-    def refuses(q, k, v):
-        if q.dtype == torch.float16:
-            raise NotImplementedError("no float16 here")
-        return q
-
-    monkeypatch.setattr(doctor.api, "attention", refuses)
-    states = {f.name: (f.state, f.text) for f in doctor.examine() if f.section == "what runs"}
-    assert states["cpu float16"] == (doctor.MISSING, "no float16 here")
-    assert states["cpu float32"][0] == doctor.GOOD
-
-
-@pytest.mark.parametrize(
-    ("capability", "card", "state", "said"),
-    [
-        ((9, 0), None, doctor.GOOD, "sm_90a: wgmma and TMA"),
-        ((9, 0), "sm_80", doctor.GOOD, "sm_80, as TILEWISE_CARD asks: mma.sync and cp.async, within 163 KB"),
-        ((12, 0), None, doctor.GOOD, "sm_120: mma.sync and cp.async, within 99 KB"),
-        ((10, 3), None, doctor.GOOD, "no kernel of their own yet"),
-        ((12, 0), "sm_80", doctor.MISSING, "TILEWISE_CARD=sm_80: cuda:0 is sm_120 and cannot behave as that card"),
-        ((11, 0), None, doctor.MISSING, "Jetson Thor"),
-    ],
-)
-def test_doctor_says_which_kernels_serve_a_card(capability, card, state, said, monkeypatch):
-    monkeypatch.setattr(arch, "capability", lambda device: capability)
-    monkeypatch.setattr(arch, "chosen", card)
-    arch._card.cache_clear()
-    found = doctor._kernels(torch.device("cuda", 0))
-    assert (found.name, found.state) == ("cuda:0 kernels", state)
-    assert said in found.text
-
-
-def test_doctor_says_that_a_card_is_imitated(monkeypatch):
-    for card, state, said in (("sm_89", doctor.NOTE, "sm_89: GPUs"), ("a100", doctor.MISSING, "a100 is none of")):
-        monkeypatch.setattr(arch, "chosen", card)
-        (found,) = doctor._imitated()
-        assert (found.name, found.state) == ("TILEWISE_CARD", state)
-        assert found.text.startswith(said)
-    monkeypatch.setattr(arch, "chosen", None)
-    assert doctor._imitated() == []

@@ -7,8 +7,10 @@ import os
 import re
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from cli_cases import assert_one_line_and_hint
+from rich import console
 
 from tilewise import BlockSchedule, api, cli
 from tilewise.bench import bars, commands, peers, tables, workloads
@@ -88,9 +90,23 @@ def test_bench_with_a_schedule_file(run, name):
     assert_one_line_and_hint(err)
 
 
-@pytest.mark.parametrize("words", [[], ["--seq", "512"], ["--seq", "500"]])
+@pytest.mark.parametrize("words", [[], ["--block", "64"], ["--seq", "512"]])
 def test_bench_with_a_npy_of_other_blocks(run, words):
     BlockSchedule.causal(512, 512, block_q=64, block_k=64).save("c.npy")
+    code, out, err = run("bench", "--sched", "c.npy", *words, *POINT, "--json")
+    assert code == 0, err
+    row = json.loads(out)[0]
+    assert (row["seq"], row["block"], row["status"]) == (512, 64, "ok")
+    for wrong in (["--block", "16"], ["--seq", "500"]):
+        code, _, err = run("bench", "--sched", "c.npy", *wrong, *POINT)
+        assert code == 2
+        assert_one_line_and_hint(err)
+
+
+@pytest.mark.parametrize("words", [[], ["--seq", "512"], ["--seq", "500"]])
+def test_bench_with_a_foreign_npy_of_other_blocks(run, words):
+    """It does not say its blocks, so the command line does."""
+    np.save("c.npy", BlockSchedule.causal(512, 512, block_q=64, block_k=64).to_runs())
     code, out, err = run("bench", "--sched", "c.npy", "--block", "64", *words, *POINT, "--json")
     assert code == 0, err
     row = json.loads(out)[0]
@@ -120,12 +136,14 @@ def test_wrong_is_red(capsys):
     assert "red" in cell.style
 
 
-def test_backend_that_is_not_there_is_listed_with_its_reason(run):
-    code, out, _ = run("bench", "--seq", "32", "--backend", "cuda", *POINT)
+def test_backend_that_does_not_run_is_listed_with_its_reason(run, monkeypatch):
+    def fails(*args, **options):
+        raise RuntimeError("no C++ compiler")
+
+    monkeypatch.setattr(workloads.api, "attention", fails)
+    code, out, _ = run("bench", "--seq", "32", "--backend", "emulator", *POINT)
     assert code == 1
-    assert "failed" in out
-    assert "ValueError" in out
-    assert "takes CUDA tensors" in " ".join(out.split())
+    assert "tilewise emulator: failed, RuntimeError: no C++ compiler" in " ".join(out.split())
 
 
 @pytest.mark.parametrize(("load", "warned"), [(0.1, False), (8.0, True)])
@@ -179,8 +197,8 @@ def test_wrong_kernel_fails_the_bars_too(run, tiny_bars, monkeypatch):
 
 
 def test_bars_fit_a_narrow_terminal(tiny_bars, capsys, monkeypatch):
-    real = tables.Console
-    monkeypatch.setattr(tables, "Console", lambda **options: real(**{**options, "width": 80}))
+    real = console.Console
+    monkeypatch.setattr(console, "Console", lambda **options: real(**{**options, "width": 80}))
     assert cli.main(["bench", "--loops", "1"]) == 0
     table = capsys.readouterr().out.partition("peers:")[0].splitlines()[:-1]
     assert any("≥ 0.95×" in line for line in table)

@@ -1,4 +1,4 @@
-"""The README's examples run as they stand, each alone, and the tree it shows is the tree they print."""
+"""The README's examples run as they stand, each alone; and it stays short."""
 
 from __future__ import annotations
 
@@ -18,25 +18,19 @@ def run(example: str, folder: Path) -> str:
     return done.stdout
 
 
-def test_there_are_six():
-    assert len(EXAMPLES) == 6
+def test_it_is_one_screen_and_a_little():
+    assert len(README.splitlines()) <= 170
+
+
+def test_there_are_three():
+    assert len(EXAMPLES) == 3
 
 
 @pytest.mark.parametrize("number", range(len(EXAMPLES)))
 def test_examples_run(number, tmp_path):
-    printed = run(EXAMPLES[number], tmp_path)
-    if "draw(" in EXAMPLES[number]:
+    example = EXAMPLES[number]
+    if "schedule=pattern" in example:
+        example += "\nassert (o != 0).any(-1).all(), 'a row without a key'\n"
+    run(example, tmp_path)
+    if "draw(" in example:
         assert (tmp_path / "plan.png").stat().st_size > 1000
-    if "prefix.show()" in EXAMPLES[number]:
-        shown = re.search(r"prints\n\n```\n(.*?)```", README, re.S)
-        assert shown is not None
-        assert printed.strip() == shown.group(1).strip()
-
-
-def test_the_map_names_every_room():
-    sources = Path(__file__).parents[2] / "src" / "tilewise"
-    rooms = {p.name for p in sources.iterdir() if p.suffix == ".py"} | {
-        f"{p.name}/" for p in sources.iterdir() if (p / "__init__.py").exists()
-    }
-    rooms |= {p.name for p in (sources / "kvcache").glob("*.py") if p.name != "__init__.py"}
-    assert not [room for room in rooms if room not in README]

@@ -271,3 +271,14 @@ def test_freed_pages_come_back_and_numbers_do_not() -> None:
 
 TestPagedCacheMachine = PagedCacheMachine.TestCase
 TestPagedCacheMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+
+
+def test_repr_says_sizes_format_device_and_what_is_used():
+    cache = PagedKVCache(64, 16, 2, 96, num_layers=3, kv_format="int8")
+    empty = "num_pages=64, page_size=16, num_kv_heads=2, head_dim=96, num_layers=3, kv_format='int8', device='cpu'"
+    assert repr(cache) == f"PagedKVCache({empty}, pages_in_use=0, sequences=0)"
+    seqs = [cache.allocate(), cache.allocate()]
+    cache.extend(seqs, [17, 5])
+    assert repr(cache) == f"PagedKVCache({empty}, pages_in_use=3, sequences=2)"
+    cache.free(seqs[0])
+    assert repr(cache).endswith("pages_in_use=1, sequences=1)")

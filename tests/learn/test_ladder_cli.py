@@ -33,7 +33,7 @@ def test_a_rung_is_checked_and_counted(run):
 
 
 def test_json_and_plot(run, tmp_path):
-    picture = tmp_path / "ladder.png"
+    picture = tmp_path / "new" / "ladder.png"
     code, out, _ = run("ladder", "--rung", "flash_naive", *TINY, "--causal", "--json", "--plot", picture)
     assert code == 0
     (row,) = json.loads(out)
@@ -49,6 +49,34 @@ def test_json_and_plot(run, tmp_path):
     assert row["exponentials"] > 0
     assert row["barriers"] > 0
     assert picture.read_bytes()[:4] == b"\x89PNG"
+
+
+def test_plot_says_what_padding_does(run, tmp_path, monkeypatch):
+    """17 tokens in tiles of 32: operations are counted for whole tiles, and the picture says what was asked for."""
+    from matplotlib.figure import Figure
+
+    figures = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: figures.append(figure))
+    code, out, _ = run("ladder", "--rung", "warp_wmma", *TINY, "--json", "--plot", tmp_path / "ladder.png")
+    assert code == 0
+    (row,) = json.loads(out)
+    needed = 4 * 32 * 17 * 17
+    assert row["tensor_flops"] == 4 * 32 * 32 * 32
+    (figure,) = figures
+    assert "computes whole tiles" in figure.get_supxlabel()
+    (panel,) = [axes for axes in figure.axes if axes.get_title() == "MFLOP"]
+    (line,) = panel.lines
+    assert list(line.get_xdata()) == [needed / 1e6] * 2
+    assert "what the problem needs" in [text.get_text() for text in panel.get_legend().get_texts()]
+
+
+def test_plots_are_png_or_svg(run, tmp_path):
+    picture = tmp_path / "ladder.svg"
+    assert run("ladder", "--rung", "flash_naive", *TINY, "--plot", picture)[0] == 0
+    assert picture.read_text().startswith("<?xml")
+    code, out, err = run("ladder", "--rung", "flash_naive", *TINY, "--plot", tmp_path / "ladder.pdf")
+    assert (code, out) == (2, ""), "refused before anything is counted"
+    assert "path must end in .png or .svg" in err
 
 
 def test_without_a_gpu_it_counts_and_says_so(run, monkeypatch):
@@ -221,6 +249,26 @@ def test_kernels_as_a_table(run):
     assert len(rows) == 2
     assert "0/0" in rows[0]
     assert "--all" in out
+
+
+def test_kernels_are_readable_in_80_columns(run, monkeypatch):
+    """The longest names and figures that there are: every line fits, and figures stand under their headings."""
+
+    def rows(pairs, done):
+        return [compiler.ResourceRow(str(s), a, False, 1024, 255, 1244, 1248, 1144, 227 << 10, 227 << 10, 16, 1.0,
+                                     compile_seconds=12.3) for s, a in pairs]  # fmt: skip
+
+    monkeypatch.setattr(compiler, "resource_rows", rows)
+    code, out, _ = run("kernels", "--all")
+    assert code == 0
+    lines = out.splitlines()
+    assert len(lines) > 1000
+    assert max(map(len, lines)) <= 80
+    names = ["arch", "threads", "regs", "spill B", "stack B", "shared KB", "blocks/SM", "occupancy", "compile"]
+    heading = next(line for line in lines if line.startswith("arch"))
+    ends = [heading.index(name) + len(name) for name in names[1:]]
+    for line in (line for line in lines if line.startswith("  sm_")):
+        assert all(line[end - 1] != " " and line[end : end + 1] in (" ", "") for end in ends), line
 
 
 def test_product_kernels_are_among_them_and_spill_nothing(run):

@@ -11,7 +11,9 @@ from oracle import qkv
 
 from tilewise import BlockSchedule, Plan, plan_attention, plan_decode, reference
 from tilewise.plan import Band, Tiles, band_of, cut, plan_dense, plan_varlen, visible_pairs
+from tilewise.plan.pictures import seen_part
 from tilewise.plan.show import CARDS, Card
+from tilewise.plan.tiles import OPEN
 
 windows = st.one_of(st.none(), st.tuples(*[st.one_of(st.none(), st.integers(0, 80))] * 2))
 
@@ -112,15 +114,14 @@ def test_the_floor_reads_a_key_once_whoever_sees_it():
     assert plan_attention(q, k, schedule=heads).summary.least_bytes == 4 * 16 * 4 * (2 * 128 + 2 * 64)
 
 
-def test_show_prints_the_numbers(capsys):
-    plan_dense(1, 4096, 4096, 16, 4, 128, causal=True).show("H100")
-    text = capsys.readouterr().out
+def test_show_tells_the_numbers(capsys):
+    text = plan_dense(1, 4096, 4096, 16, 4, 128, causal=True).show("H100")
     for word in ("work items", "query rows", "4,096 × 16 heads", "key rows", "bytes to move", "FLOP", "µs on H100"):
         assert word in text
     assert "at its peaks" in text
     assert "GEMM" not in text
-    plan_dense(1, 64, 64, 1, 1, 64).show()
-    assert "at the 756 TFLOP/s of a GEMM" in capsys.readouterr().out
+    assert "at the 756 TFLOP/s of a GEMM" in plan_dense(1, 64, 64, 1, 1, 64).show()
+    assert capsys.readouterr().out == "", "it is text, to be printed"
 
 
 def test_show_refuses_an_unknown_card():
@@ -159,6 +160,62 @@ def test_every_kind_draws(kind, tmp_path):
     assert (tmp_path / "plan.png").stat().st_size > 1000
 
 
+@pytest.mark.parametrize("name", ["plan.pdf", "plan", "plan.jpg"])
+def test_draw_says_what_it_takes(name, tmp_path):
+    plan = plan_dense(1, 64, 64, 1, 1, 8)
+    with pytest.raises(ValueError, match=r"path must end in \.png or \.svg, got .*plan"):
+        plan.draw(tmp_path / name)
+    with pytest.raises(TypeError, match="path must be a str"):
+        plan.draw(5)
+    assert not list(tmp_path.iterdir())
+
+
+def test_draw_gives_the_same_svg_twice(tmp_path):
+    plan = plan_dense(1, 64, 64, 1, 1, 8, causal=True)
+    for name in ("a.svg", "b.svg"):
+        plan.draw(tmp_path / name)
+    first, second = ((tmp_path / name).read_text() for name in ("a.svg", "b.svg"))
+    assert first.startswith("<?xml")
+    assert first == second
+
+
+def drawn(plan: Plan, monkeypatch, path) -> tuple[list[str], set[str]]:
+    """What a picture's legend says, and the colours of its tiles and of the parts of them that are seen."""
+    from matplotlib.colors import to_hex
+    from matplotlib.figure import Figure
+
+    figures = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: figures.append(figure))
+    plan.draw(path)
+    (figure,) = figures
+    words = [text.get_text() for legend in figure.legends for text in legend.get_texts()]
+    parts = [part for part in figure.axes[0].collections if part.get_paths()]
+    colors = {to_hex(color) for part in parts for color in part.get_facecolor()}
+    return words, colors
+
+
+def test_legend_tells_masked_tiles_from_whole_ones(monkeypatch, tmp_path):
+    lists = BlockSchedule.causal(256, 256, block_q=64, block_k=64)
+    both = plan_dense(1, 256, 256, 1, 1, 8, causal=True, schedule=lists)
+    whole, masked = plan_dense(1, 64, 256, 1, 1, 8), plan_dense(1, 64, 64, 1, 1, 8, causal=True)
+    names = ("every row sees every key", "pairs that are seen", "computed and hidden", "not visited")
+    for plan, told in ((both, names), (whole, names[::3]), (masked, names[1:])):
+        words, colors = drawn(plan, monkeypatch, tmp_path / "a.png")
+        assert len(words) == len(told)
+        assert all(name in word for name, word in zip(told, words, strict=True))
+        assert len(colors) == len(told) - 1, "a legend for each colour, and for what is left white"
+    function = plan_attention(*qkv(1, 256, 256, 1, 1, 16)[:2], mask=lambda b, h, q, k: (q - k) % 3 == 0)
+    assert any("the mask function decides" in word for word in drawn(function, monkeypatch, tmp_path / "a.png")[0])
+
+
+def test_seen_part_of_a_tile_is_as_large_as_its_pairs():
+    for rows, keys, band in ((64, 64, Band(None, 0)), (40, 100, Band(-3, 5)), (10, 90, Band(70, None)), (8, 8, OPEN)):
+        tile = next(Tiles(0, rows, 0, keys, band).rectangles(1))
+        x, y = seen_part(tile).T
+        area = abs((x * np.roll(y, -1) - y * np.roll(x, -1)).sum()) / 2
+        assert area == pytest.approx(tile.pairs, abs=rows)  # half a pair for each row that an edge cuts
+
+
 def test_band_shift_and_open():
     band = Band(-3, 5)
     assert band.shifted(2) == (-1, 7)
@@ -167,18 +224,16 @@ def test_band_shift_and_open():
     assert band.opened(rows=5, keys=7) == (-3, 5)
 
 
-def test_decode_plans_show_and_draw(tmp_path, capsys):
+def test_decode_plans_show_and_draw(tmp_path):
     from decode_tree_cases import make_cache, tree
 
     cache = make_cache()
     plan = plan_decode(cache, tree(cache, [1, 4], [40, 8]), num_heads=4, share_prefix=True)
-    plan.show()
-    text = capsys.readouterr().out
+    text = plan.show()
     assert "decode plan" in text
     assert f"{40 + 4 * 8:,} read, {40 + 4 * 8:,} stored" in text
     unshared = plan_decode(cache, plan.seqs, num_heads=4, share_prefix=False)
-    unshared.show()
-    assert f"{4 * 48:,} read, {40 + 4 * 8:,} stored" in capsys.readouterr().out
+    assert f"{4 * 48:,} read, {40 + 4 * 8:,} stored" in unshared.show()
     assert "states merged" in text
     plan.draw(str(tmp_path / "tree.png"))
     assert (tmp_path / "tree.png").stat().st_size > 1000

@@ -319,6 +319,13 @@ def test_draw_labels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert (axes.get_xlim(), axes.get_ylim()) == ((0, 128), (40, 0)), "tokens, the first query on top"
 
 
+def test_draw_takes_png_and_svg(tmp_path: Path) -> None:
+    BlockSchedule(**GOOD).draw(tmp_path / "a.svg")
+    assert (tmp_path / "a.svg").read_text().startswith("<?xml")
+    with pytest.raises(ValueError, match=r"path must end in \.png or \.svg"):
+        BlockSchedule(**GOOD).draw(tmp_path / "a.pdf")
+
+
 @pytest.mark.parametrize("shape", [(0, 64), (64, 0), (1, 5000), (20000, 20000)])
 def test_draw_any_shape(tmp_path: Path, shape: tuple[int, int]) -> None:
     BlockSchedule.causal(*shape, block_q=16, block_k=16).draw(tmp_path / "a.png")

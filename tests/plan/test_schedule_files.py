@@ -39,7 +39,49 @@ def test_npy_round_trip(tmp_path: Path, shape: tuple[int, ...], left: int, right
     stored = np.load(tmp_path / "a.npy", allow_pickle=False)
     assert stored.dtype == np.int32
     assert stored.shape == (schedule.num_q_blocks, 2)
+    assert np.array_equal(stored, schedule.to_runs())
+    assert np.array_equal(np.load(tmp_path / "a.npy", mmap_mode="r"), stored) or not stored.size
+    assert BlockSchedule.load(tmp_path / "a.npy") == schedule
     assert BlockSchedule.load(tmp_path / "a.npy", **geometry) == schedule
+    assert os.listdir(tmp_path) == ["a.npy"]
+
+
+def test_a_npy_says_its_geometry_and_the_data_stay_aligned(tmp_path: Path) -> None:
+    schedule = BlockSchedule.causal(500, 700, block_q=64, block_k=128)
+    schedule.save(tmp_path / "a.npy")
+    written = (tmp_path / "a.npy").read_bytes()
+    assert b"# tilewise seqlen_q=500 seqlen_k=700 block_q=64 block_k=128 " in written
+    assert len(written) % 64 == schedule.to_runs().nbytes % 64
+    (tmp_path / "b.npy").write_bytes(written)  # a copy alone says as much
+    assert BlockSchedule.load(tmp_path / "b.npy") == schedule
+
+
+@pytest.mark.parametrize(
+    "given_here", [{"seqlen_q": 499}, {"seqlen_k": 0}, {"block_q": 32}, {"block_k": 16}], ids=lambda d: next(iter(d))
+)
+def test_npy_of_another_geometry(tmp_path: Path, given_here: dict[str, int]) -> None:
+    geometry = {"seqlen_q": 500, "seqlen_k": 700, "block_q": 64, "block_k": 128}
+    BlockSchedule.full(**geometry).save(tmp_path / "a.npy")
+    name, value = next(iter(given_here.items()))
+    with pytest.raises(ValueError, match=f"it is for {name}={geometry[name]}, asked for {name}={value}"):
+        BlockSchedule.load(tmp_path / "a.npy", **given_here)
+
+
+@pytest.mark.parametrize(
+    "note",
+    [
+        "# tilewise",
+        "# tilewise seqlen_q=64 seqlen_k=64 block_q=16",
+        "# tilewise seqlen_q=64 seqlen_k=64 block_q=-6 block_k=16",
+        "# tilewise seqlen_q=64 seqlen_k=64 block_q=16 block_k=16 heads=3",
+        "# tilewise seqlen_q=99999999999 seqlen_k=64 block_q=16 block_k=16",
+        "# of somebody else",
+    ],
+)
+def test_a_note_in_a_npy_that_is_not_understood_is_not_passed_over(tmp_path: Path, note: str) -> None:
+    """Blocks of 16 would be taken for others without a word."""
+    content = npy(header=INT32_HEADER.format((4, 2)) + note, data=b"\x00" * 32)
+    refused(tmp_path / "a.npy", content, "its header has a note that is none of Tilewise's")
 
 
 def test_npy_without_geometry_is_16_by_16_and_square(tmp_path: Path) -> None:
@@ -133,7 +175,7 @@ def npy(array: Any = None, *, header: str | None = None, data: bytes = b"") -> b
     if header is None:
         np.save(stream, array, allow_pickle=True)
         return stream.getvalue()
-    text = header.encode().ljust(117) + b"\n"
+    text = header.encode().ljust(181) + b"\n"
     return b"\x93NUMPY\x01\x00" + len(text).to_bytes(2, "little") + text + data
 
 
@@ -357,7 +399,8 @@ def test_a_small_file_of_long_runs_is_refused_before_they_are_laid_out(tmp_path:
 @pytest.mark.filterwarnings("ignore")
 def test_any_damage_is_a_value_error_or_harmless(tmp_path: Path, form: str, data: st.DataObject) -> None:
     if form == "npy":
-        whole = npy(BlockSchedule.causal(256, 256, block_q=16, block_k=16).to_runs())
+        BlockSchedule.causal(256, 256, block_q=16, block_k=16).save(tmp_path / "a.npy")
+        whole = (tmp_path / "a.npy").read_bytes()
     else:
         whole = npz(arrays_of(), zipfile.ZIP_STORED if form == "npz" else zipfile.ZIP_DEFLATED)
     path = tmp_path / ("a.npy" if form == "npy" else "a.npz")

@@ -7,19 +7,14 @@ last key. Query head h reads KV head `h // (heads_q // heads_kv)`. Softmax and a
 """
 
 from tilewise.api.decoding import decode, grow_plan, plan_decode
-from tilewise.api.prefill import (
-    Level,
-    Result,
-    attention,
-    attention_varlen,
-    plan_attention,
-    shared_prefix_attention,
-)
+from tilewise.api.options import Level, Result, State
+from tilewise.api.prefill import attention, attention_varlen, plan_attention, shared_prefix_attention
 from tilewise.api.schedules import schedule_of
 
 __all__ = [
     "Level",
     "Result",
+    "State",
     "attention",
     "attention_varlen",
     "decode",

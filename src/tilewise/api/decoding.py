@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import numpy as np
 import torch
 
 from tilewise import arguments, checks, cpu, traced, tuned
-from tilewise.api.prefill import Result, full_precision, result
+from tilewise.api.options import PagedOptions, Result, State
+from tilewise.api.prefill import full_precision, result
 from tilewise.cpu.scoring import Scoring
 from tilewise.gpu import decode as kernel
 from tilewise.kvcache import PagedKVCache, PrefixCache
@@ -17,6 +18,9 @@ from tilewise.plan import BlockSchedule, DecodePlan
 from tilewise.plan.cost import CostModel
 from tilewise.plan.tree import plan_tree
 from tilewise.scores import DecodeOptions, Scores, Window
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 DEQUANTISE = 4  # reading a quantised token on the CPU, in readings of a float32 one
 
@@ -120,6 +124,36 @@ def grow_plan(plan: DecodePlan, cache: PagedKVCache | PrefixCache) -> DecodePlan
     return plan
 
 
+@overload
+def decode(
+    q: torch.Tensor,
+    cache: PagedKVCache | PrefixCache,
+    layer: int,
+    plan: DecodePlan,
+    *,
+    return_lse: Literal[False] = False,
+    **options: Unpack[PagedOptions],
+) -> torch.Tensor: ...
+@overload
+def decode(
+    q: torch.Tensor,
+    cache: PagedKVCache | PrefixCache,
+    layer: int,
+    plan: DecodePlan,
+    *,
+    return_lse: Literal[True],
+    **options: Unpack[PagedOptions],
+) -> State: ...
+@overload
+def decode(
+    q: torch.Tensor,
+    cache: PagedKVCache | PrefixCache,
+    layer: int,
+    plan: DecodePlan,
+    *,
+    return_lse: bool,
+    **options: Unpack[PagedOptions],
+) -> Result: ...
 def decode(
     q: torch.Tensor,
     cache: PagedKVCache | PrefixCache,

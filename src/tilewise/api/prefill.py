@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 
 from tilewise import arguments, checks, cpu, functions, traced
+from tilewise.api.options import (
+    AttentionOptions,
+    Level,
+    Mask,
+    Result,
+    Score,
+    SharedPrefixOptions,
+    State,
+    VarlenOptions,
+)
 from tilewise.api.schedules import past_lengths, together, together_packed
 from tilewise.cpu.scoring import Scoring
 from tilewise.gpu import calls, named, prefill
@@ -22,12 +32,33 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 
-Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
-Mask = Callable[[Any, Any, Any, Any], Any]  # (b, h, q, k) -> is key k seen by query q
-Score = Callable[[Any, Any, Any, Any, Any], Any]  # (s, b, h, q, k) -> the score instead of s
-Level = tuple[torch.Tensor, torch.Tensor] | tuple[torch.Tensor, torch.Tensor, Sequence[int] | torch.Tensor]
-
-
+@overload
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    return_lse: Literal[False] = False,
+    **options: Unpack[AttentionOptions],
+) -> torch.Tensor: ...
+@overload
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    return_lse: Literal[True],
+    **options: Unpack[AttentionOptions],
+) -> State: ...
+@overload
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    return_lse: bool,
+    **options: Unpack[AttentionOptions],
+) -> Result: ...
 def attention(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -61,7 +92,7 @@ def attention(
     schedule: a BlockSchedule; keys outside its blocks are not seen. out: (B, Nq, Hq, D), written and returned.
     mask: a function (b, h, q, k) -> bool, whether query q of head h of sequence b sees key k, counted from 0 (no
     bottom-right shift). score: a function (s, b, h, q, k) -> the score to take for s, the scaled product of q and k.
-    Both are traced: docs/guide-masks.md says what they may do. causal, window, schedule and mask must all allow a key.
+    Both are traced: docs/guides/masks.md says what they may do. causal, window, schedule and mask must all allow a key.
     exact: the standard softmax where a GPU kernel would use the lazy one, whose weights may be 2^8 times larger before
     they are divided by their sum; both hold to the same tolerance, as long as |q · k · scale| · log2 e is below 2^24.
     q_descale, k_descale, v_descale: of FP8 inputs, (Hkv,) or (B, Hkv) float32: what the stored values stand for is
@@ -70,7 +101,7 @@ def attention(
     backend: "auto" (a GPU kernel for CUDA tensors, the CPU backend for CPU tensors), "cuda", "cpu", or "emulator": the
     GPU kernel's source run on CPU tensors, slow; "emulator:NAME" for a rung of the ladder by name.
 
-    CUDA tensors: these dtypes, head_dim up to 256, compute capability 8.x, 9.0, 10.x or 12.x (docs/guide-cards.md); a
+    CUDA tensors: these dtypes, head_dim up to 256, compute capability 8.x, 9.0, 10.x or 12.x (docs/guides/cards.md); a
     schedule and what functions capture are on their device. The call goes on the current stream and does not wait.
 
     Returns o (B, Nq, Hq, D), with return_lse also the LSE (B, Hq, Nq) float32. A NaN or infinity in a key that a window
@@ -138,6 +169,39 @@ def _plan_on_cpu(call: arguments.Call, io_bytes: int) -> Plan:
     return plan_dense(*call.sizes, window=call.scores.window, schedule=pattern, io_bytes=io_bytes)
 
 
+@overload
+def attention_varlen(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    *,
+    return_lse: Literal[False] = False,
+    **options: Unpack[VarlenOptions],
+) -> torch.Tensor: ...
+@overload
+def attention_varlen(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    *,
+    return_lse: Literal[True],
+    **options: Unpack[VarlenOptions],
+) -> State: ...
+@overload
+def attention_varlen(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    *,
+    return_lse: bool,
+    **options: Unpack[VarlenOptions],
+) -> Result: ...
 def attention_varlen(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -252,6 +316,36 @@ def _packed_on_cpu(
     return o.bfloat16() if fp8 else o, lse.transpose(0, 1)
 
 
+@overload
+def shared_prefix_attention(
+    q: torch.Tensor,
+    levels: Sequence[Level],
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    return_lse: Literal[False] = False,
+    **options: Unpack[SharedPrefixOptions],
+) -> torch.Tensor: ...
+@overload
+def shared_prefix_attention(
+    q: torch.Tensor,
+    levels: Sequence[Level],
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    return_lse: Literal[True],
+    **options: Unpack[SharedPrefixOptions],
+) -> State: ...
+@overload
+def shared_prefix_attention(
+    q: torch.Tensor,
+    levels: Sequence[Level],
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    return_lse: bool,
+    **options: Unpack[SharedPrefixOptions],
+) -> Result: ...
 def shared_prefix_attention(
     q: torch.Tensor,
     levels: Sequence[Level],

@@ -11,6 +11,7 @@ import typer
 
 from .options import (
     AnyDevice,
+    AnyDtype,
     Backend,
     Batch,
     Block,
@@ -26,6 +27,7 @@ from .options import (
     Lengths,
     Loops,
     Only,
+    OwnSeq,
     PageSize,
     Plot,
     Prefix,
@@ -38,6 +40,7 @@ from .options import (
     TableDevice,
     Tokens,
     Window,
+    instead_of_none,
     usage,
 )
 from .show import show_bars, show_point, show_rows
@@ -59,14 +62,15 @@ bench = typer.Typer(
 
 
 @bench.callback()
+@instead_of_none(seq="1024", heads="8", kv_heads="as many as heads", hdim="128", batch="1", dtype="float32")
 def bench_point(
     ctx: typer.Context,
-    seq: Seq = None,
+    seq: OwnSeq = None,
     heads: Heads = None,
     kv_heads: KvHeads = None,
     hdim: Hdim = None,
     batch: Batch = None,
-    dtype: Dtype = None,
+    dtype: AnyDtype = None,
     causal: Causal = None,
     window: Window = None,
     lengths: Lengths = None,
@@ -98,10 +102,11 @@ def bench_point(
 
 
 @bench.command("prefix")
+@instead_of_none(kv_format="as --dtype")
 def bench_prefix(
     batch: Batch = 16,
     prefix: Prefix = 2048,
-    seq: Seq = 128,
+    seq: OwnSeq = 128,
     heads: Heads = 32,
     kv_heads: KvHeads = 8,
     hdim: Hdim = 128,
@@ -123,6 +128,7 @@ def bench_prefix(
 
 
 @bench.command("decode")
+@instead_of_none(kv_format="as --dtype")
 def bench_decode(
     batch: Batch = 16,
     seq: Seq = 2048,
@@ -147,6 +153,9 @@ def bench_decode(
 
 
 @bench.command("sparse")
+@instead_of_none(
+    seq="4096", sparsity="0.9", heads="8", kv_heads="as many as heads", hdim="128", batch="1", dtype="float32"
+)
 def bench_sparse(
     seq: Seq = None,
     sparsity: Sparsity = None,
@@ -247,7 +256,7 @@ def bench_prefill(
     plot: Plot = False,
     resume: Resume = False,
     force: Force = False,
-    device: TableDevice = "cuda",
+    device: TableDevice = None,
     loops: Loops = None,
     json: Json = False,
 ) -> None:
@@ -264,7 +273,7 @@ def bench_prefill(
 
     title = "Prefill on {machine}: TFLOP/s, warmed up, kernels alternated, bfloat16"
     sheet = SheetOptions(csv, plot, resume, force)
-    show_rows(prefill, title, notes, plots.draw, only, sheet, device, loops, json)
+    show_rows(prefill, title, notes, plots.draw, only, sheet, _gpu("prefill", device), loops, json)
 
 
 @bench.command("serve")
@@ -274,7 +283,7 @@ def bench_serve(
     plot: Plot = False,
     resume: Resume = False,
     force: Force = False,
-    device: TableDevice = "cuda",
+    device: TableDevice = None,
     loops: Loops = None,
     json: Json = False,
 ) -> None:
@@ -286,7 +295,7 @@ def bench_serve(
 
     title = "Decode on {machine}: µs, graph replay, L2 flushed, kernels alternated, bfloat16"
     sheet = SheetOptions(csv, plot, resume, force)
-    show_rows(serve, title, serve.notes, serve_plots.draw, only, sheet, device, loops, json)
+    show_rows(serve, title, serve.notes, serve_plots.draw, only, sheet, _gpu("serve", device), loops, json)
 
 
 @bench.command("generate")
@@ -311,6 +320,7 @@ def bench_generate(
 
     with usage():
         problem = generate.case(device, config, sequences, prefix, new_tokens)
+    generate.require_transformers()
     busy = tables.busy_note()
     with tables.console(stderr=True).status(problem.title) as status:
         outcome = generate.run(problem, status.update)
@@ -333,6 +343,15 @@ def _device(asked: str | None) -> str:
     import torch
 
     return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _gpu(command: str, asked: str | None) -> str:
+    """The device asked for, or the GPU that a table of GPU kernels is about."""
+    if asked is None and _device(None) != "cuda":
+        raise NotImplementedError(
+            f"bench {command} needs a GPU, and torch sees none here; `tilewise bench` measures on this CPU"
+        )
+    return asked or "cuda"
 
 
 def _given(**options: Any) -> dict[str, Any]:

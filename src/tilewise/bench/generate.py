@@ -19,10 +19,12 @@ from typing import Any
 
 import torch
 
+from ..integrations.extras import extra
 from ..serving import Engine
 from ..serving.requests import check_tokens
 from ..serving.sizing import pages_needed
 from .records import Record, here, machine, package_version
+from .workloads import check_device
 
 OURS, THEIRS = "tilewise.generate", "transformers"
 QUESTION = 32  # tokens behind the system prompt
@@ -139,18 +141,10 @@ def case(
     new_tokens: int | None = None,
 ) -> Case:
     """The problem with what was not given filled in for the device: what a bar is set on."""
-    try:
-        kind = torch.device(device).type
-    except RuntimeError:  # a name that torch does not know
-        kind = ""
-    if kind not in ("cpu", "cuda"):
-        raise ValueError(f"device must be cpu or cuda, got {device!r}")
-    card = kind == "cuda"
+    card = check_device(device).type == "cuda"
     config = config or ("8b" if card else "small")
     if config not in CONFIGS:
         raise ValueError(f"config must be one of {', '.join(CONFIGS)}, got {config!r}")
-    if card and not torch.cuda.is_available():
-        raise ValueError(f"device {device} is not here: torch {torch.__version__} cannot use it; give --device cpu")
     return Case(
         device=device,
         config=config,
@@ -161,6 +155,12 @@ def case(
         prefill_chunk=1024 if card else 0,
         bar=4.0 if card else 2.0,
     )
+
+
+def require_transformers() -> None:
+    """ImportError where it is not here, with what to install."""
+    with extra("transformers"):
+        pass
 
 
 def make_model(problem: Case) -> Any:

@@ -6,19 +6,19 @@ import json as jsonlib
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .ladder_tables import counters_table, draw, plain_table, times_table, used_share
+from .ladder_tables import counters_table, draw, times_table, used_share
 from .options import usage
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from rich.table import Table
+    from rich.text import Text
 
     from tilewise.compiler import ResourceRow
     from tilewise.compiler.spec import KernelSpec
@@ -49,7 +49,7 @@ def ladder(
     dtype: Annotated[str, typer.Option(help="float32, float16 or bfloat16.")] = "bfloat16",
     causal: Annotated[bool, typer.Option(help="Query i sees keys up to i.")] = False,
     loops: Annotated[int | None, typer.Option(help="Times to run each.", show_default="as time allows", min=1)] = None,
-    plot: Annotated[Path | None, typer.Option(help="Draw it there as well, a PNG.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw it there as well: .png or .svg.")] = None,
     profile: Annotated[bool, typer.Option("--profile", help="Run the rung under ncu instead.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print the rows as JSON instead of a table.")] = False,
 ) -> None:
@@ -60,6 +60,8 @@ def ladder(
     """
     import torch
 
+    from tilewise.plan import pictures
+
     from . import rungs, tables
     from .measure import FAILED, WRONG
 
@@ -69,6 +71,8 @@ def ladder(
     with usage():
         shape = rungs.Shape(**sizes, dtype=dtype, causal=causal)
         chosen = rungs.choose(rung or [])
+        if plot is not None:
+            pictures.picture_path(plot)
     if profile:
         _profile(chosen, shape)
         return
@@ -97,7 +101,9 @@ def ladder(
             rows = rungs.measure(chosen, shape, device, loops, before)
             notes.append(f"host cost of a planned launch: {rungs.launch_cost(device):.1f} µs")
     if plot is not None:
-        draw(rows, shape, plot)
+        from .options import written
+
+        written(plot, lambda path: draw(rows, shape, path))
         notes.append(f"drew {plot}")
     if json:
         typer.echo(jsonlib.dumps([_record(row, shape) for row in rows], indent=1))
@@ -229,7 +235,8 @@ def kernels(
                                  indent=1))  # fmt: skip
     else:
         out = tables.console()
-        out.print(_resource_table([spec for spec, _ in pairs], rows))
+        for text in _resource_lines([spec for spec, _ in pairs], rows):
+            out.print(text, soft_wrap=True)
         lines = [f"{row.kernel}, {row.arch}: {_first_line(row.error)}" for row in rows if row.error]
         lines += [f"{row.kernel}, {row.arch}: {warning}" for row in rows for warning in row.serialised]
         if not every:
@@ -310,30 +317,55 @@ def _faults(row: ResourceRow) -> list[str]:
     return faults
 
 
-def _resource_table(wanted: Sequence[KernelSpec], rows: Sequence[ResourceRow]) -> Table:
+# Heading, width (negative: to the left): 79 characters, so that a terminal of 80 shows a row in one line.
+COLUMNS = (("arch", -9), ("threads", 8), ("regs", 6), ("spill B", 10), ("stack B", 8), ("shared KB", 10),
+           ("blocks/SM", 10), ("occupancy", 10), ("compile", 8))  # fmt: skip
+
+
+def _resource_lines(wanted: Sequence[KernelSpec], rows: Sequence[ResourceRow]) -> Iterator[Text]:
+    """The table: a line that names a kernel, then one for each architecture, and beneath it what is wrong there."""
     from rich.text import Text
 
-    columns = ("threads", "registers", "spill B", "stack B", "shared KB", "blocks/SM", "occupancy", "compile s")
-    table = plain_table("Kernels, as ptxas sees them", ("kernel", "element", "D", "arch"), columns)
-    table.add_column("", no_wrap=True)
+    yield Text("Kernels, as ptxas sees them", style="bold")
+    yield Text(_in_columns([name for name, _ in COLUMNS]), style="bold")
+    yield Text("─" * sum(abs(width) for _, width in COLUMNS))
     before = None
     for spec, row in zip(wanted, rows, strict=True):
-        constants = dict(spec.constants)
-        first = spec != before
-        if first and before is not None and len({r.arch for r in rows}) > 1:
-            table.add_section()
+        if spec != before:
+            yield Text(_kernel_line(spec), style="cyan")
         before = spec
-        name = [spec.name, str(constants.get("Element", "")), str(constants.get("kHeadDim", ""))] if first else [""] * 3
-        faults = Text(", ".join(_faults(row)), style="bold red" if row.error or row.product else "yellow")
-        cells = [""] * len(columns)
+        faults = Text(f"    {', '.join(_faults(row))}", style="bold red" if row.error or row.product else "yellow")
+        cells = [f"  {row.arch}"]
         if not row.error:
-            seconds = f"{row.compile_seconds:.1f}" + (" (kept)" if row.from_cache else "")
-            cells = [
+            cells += [
                 str(row.threads), str(row.registers), f"{row.spill_stores}/{row.spill_loads}", str(row.stack_bytes),
-                f"{row.shared_bytes / 1024:.1f}", str(row.blocks_per_sm), f"{row.occupancy:.0%}", seconds,
+                f"{row.shared_bytes / 1024:.1f}", str(row.blocks_per_sm), f"{row.occupancy:.0%}",
+                f"{row.compile_seconds:.1f} s",
             ]  # fmt: skip
-        table.add_row(*name, row.arch, *cells, faults)
-    return table
+        yield Text(_in_columns(cells))
+        if faults.plain.strip():
+            yield faults
+
+
+def _in_columns(cells: Sequence[str]) -> str:
+    aligned = (
+        f"{cell:<{-width}}" if width < 0 else f"{cell:>{width}}"
+        for cell, (_, width) in zip(cells, COLUMNS, strict=False)
+    )
+    return "".join(aligned).rstrip()
+
+
+def _kernel_line(spec: KernelSpec) -> str:
+    """A kernel's name, and of its constants those that people know it by."""
+    constants = dict(spec.constants)
+    words = [spec.name, str(constants.get("Element", ""))]
+    words += [f"D {constants['kHeadDim']}"] if "kHeadDim" in constants else []
+    if "kTileQ" in constants and "kTileKv" in constants:
+        words.append(f"tiles {constants['kTileQ']} × {constants['kTileKv']}")
+    known = (("kExact", "exact"), ("kTree", "tree mask"), ("kUnit", "block lists"), ("kSelected", "selected pages"))
+    words += [word for name, word in known if constants.get(name)]
+    words += ["user's function"] if spec.text else []
+    return ", ".join(word for word in words if word)
 
 
 def _first_line(text: str | None) -> str:

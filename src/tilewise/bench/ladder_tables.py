@@ -103,15 +103,21 @@ def _digits(value: float | None) -> str:
 
 
 def draw(rows: Sequence[Row], shape: Shape, path: Path) -> None:
+    """A PNG or an SVG, by the path's ending: TFLOP/s of a card, or what the emulator counted."""
     from matplotlib.figure import Figure  # slow to import, and only drawing needs it
+
+    from tilewise.plan.pictures import save
 
     shown = [row for row in rows if row.timing is not None or row.counters is not None]
     ours = [row for row in shown if not row.peer]
     height = 1.6 + 0.3 * max(1, len(ours))
     if any(row.counters for row in ours):
-        figure = Figure(figsize=(15, 2 * height), layout="constrained")
+        figure = Figure(figsize=(15, 2 * height + 0.8), layout="constrained")
         for axes, (title, parts) in zip(figure.subplots(2, 3).flat, _panels(ours).items(), strict=True):
             _bars(axes, ours, title, parts)
+            if title == "MFLOP":
+                _mark_padding(axes, ours, shape)
+        figure.supxlabel(PADDING, fontsize=9)
     else:
         figure = Figure(figsize=(9, height + 0.6), layout="constrained")
         axes = figure.subplots()
@@ -130,7 +136,25 @@ def draw(rows: Sequence[Row], shape: Shape, path: Path) -> None:
         if axes.get_legend_handles_labels()[0]:
             axes.legend(fontsize=8)
     figure.suptitle(f"The ladder: {shape.title}", fontsize=11)
-    figure.savefig(path, dpi=120)
+    save(figure, path)
+
+
+PADDING = (
+    "Padding: a rung computes whole tiles, so operations and exponentials also count the rows and keys past the end of "
+    "a sequence, and pairs that a causal mask hides.\n"
+    "The grey line is what the problem's two products need; a bar beyond it is padding, whose share shrinks as "
+    "sequences grow, or other arithmetic.\n"
+    "Rows of shared memory that are padded (flash_2d) or swizzled (mma_swizzle) have no bank conflicts."
+)
+
+
+def _mark_padding(axes: Any, rows: Sequence[Row], shape: Shape) -> None:
+    """What each rung's head dimension makes of the problem's FLOPs, over the visible pairs alone."""
+    for place, row in enumerate(rows):
+        needed = shape.flops(row.hdim) / 1e6
+        label = "what the problem needs" if not place else None
+        axes.plot([needed, needed], [place - 0.5, place + 0.5], color=GREY, linewidth=2, label=label)
+    axes.legend(fontsize=8)
 
 
 def _panels(rows: Sequence[Row]) -> dict[str, dict[str, list[float]]]:

@@ -14,15 +14,25 @@ Sizes = tuple[int, int, int]  # sequences, shared tokens, own tokens
 
 # By the end of a kernel's name: label, colour, marker. Distinguishable in grey too. The first that fits is taken.
 STYLES = (
-    (UNSHARED, "ours, unshared", "#6fa8dc", "s"),
-    (TWO_LEVELS, "ours, two levels", "#38761d", "^"),
-    (BF16, "ours, bf16 pages", "#6fa8dc", "D"),
-    (SHARED, "ours, shared", "#8e7cc3", "v"),
-    ("tilewise", "ours", "#0b5394", "o"),
-    ("cuDNN", "cuDNN, whole KV each", "#cc4125", "x"),
-    ("cascade", "FlashInfer cascade", "#bf9000", "+"),
-    ("FlashInfer", "FlashInfer", "#bf9000", "*"),
+    (UNSHARED, "Tilewise, sharing nothing: each sequence reads its whole prefix", "#6fa8dc", "s"),
+    (TWO_LEVELS, "Tilewise, sharing one level of the tree only, a mark for each level", "#38761d", "^"),
+    (BF16, "Tilewise over bf16 pages, beside a quantised cache", "#6fa8dc", "D"),
+    (SHARED, "Tilewise, sharing every node", "#8e7cc3", "v"),
+    ("tilewise", 'Tilewise as it comes: share_prefix="auto"', "#0b5394", "o"),
+    ("cuDNN", "cuDNN: each sequence has its whole keys, without pages", "#cc4125", "x"),
+    ("cascade", "FlashInfer's cascade over the same pages", "#bf9000", "+"),
+    ("FlashInfer", "FlashInfer over the same pages", "#bf9000", "*"),
 )
+ROWS = (
+    "A row is a decode step: sequences × (shared + own) tokens,\n"
+    "or sequences × tokens where nothing is shared; query/KV heads; tokens per page."
+)
+BETTER, WORSE, EVEN = "#d9ead3", "#f4cccc", "white"
+CELLS = {  # colour -> what a figure on it means
+    BETTER: "auto shares the prefix, and the step is that many times as fast as without sharing",
+    EVEN: 'as fast as without sharing; "(0.85)": auto does not share, and a plan that did would have run at 0.85',
+    WORSE: "auto is slower than without sharing",
+}
 
 
 def draw(csv_path: Path, skipped: Callable[[str], None] = lambda reason: None) -> list[Path]:
@@ -46,9 +56,10 @@ def _times(rows: Sequence[Row]) -> Any:
     from matplotlib.ticker import FuncFormatter
 
     names = list(dict.fromkeys(_name(row) for row in rows))
-    figure = Figure(figsize=(9.0, 0.28 * len(names) + 1.8), layout="constrained")
+    figure = Figure(figsize=(9.0, 0.28 * len(names) + 3.0), layout="constrained")
     axes = figure.subplots()
-    axes.set_title(f"Decode step, median time\n{', '.join(sorted({row['machine'] for row in rows}))}", fontsize=11)
+    machines = ", ".join(sorted({row["machine"] for row in rows}))
+    axes.set_title(f"Decode step, median time: further left is faster\n{machines}", fontsize=11)
     for end, label, color, marker in reversed(STYLES):  # ours on top
         chosen = [row for row in rows if _style(row["kernel"]) == end]
         if chosen:
@@ -57,11 +68,11 @@ def _times(rows: Sequence[Row]) -> Any:
             axes.scatter(times, lines, color=color, marker=marker, label=label, zorder=3)
     axes.set_xscale("log")
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    axes.set_xlabel("µs")
+    axes.set_xlabel(f"µs, a log scale\n{ROWS}", fontsize=8.5)
     axes.set_yticks(range(len(names)), names, fontsize=8)
     axes.set_ylim(len(names) - 0.5, -0.5)
     axes.grid(True, alpha=0.3)
-    axes.legend(fontsize=8)
+    figure.legend(loc="outside lower center", ncols=1, frameon=False, fontsize=8.5)
     return figure
 
 
@@ -84,15 +95,15 @@ def _auto(rows: Sequence[Row]) -> Any:
         sizes = (int(row["batch"]), int(row["prefix"]), int(row["seq"]))
         times.setdefault(sizes, {})[_style(row["kernel"])] = float(row["median_ms"])
     batches, prefixes, owns = (sorted(set(column)) for column in zip(*times, strict=True))
-    figure = Figure(figsize=(3.6 * len(owns) + 1.0, 0.6 * len(batches) + 1.6), layout="constrained")
+    figure = Figure(figsize=(max(8.0, 3.6 * len(owns) + 1.0), 0.6 * len(batches) + 2.3), layout="constrained")
     machines = ", ".join(sorted({row["machine"] for row in rows}))
-    figure.suptitle(f'"auto" over unshared decode; in brackets what sharing would be\n{machines}', fontsize=11)
+    figure.suptitle(f'Speed of share_prefix="auto" over that without sharing\n{machines}', fontsize=11)
     for axes, own in zip(figure.subplots(1, len(owns), squeeze=False)[0], owns, strict=True):
         for y, batch in enumerate(batches):
             for x, prefix in enumerate(prefixes):
                 if found := times.get((batch, prefix, own)):
                     speed, text = _gain(found)
-                    color = "#f4cccc" if speed < 0.97 else "#d9ead3" if speed > 1 else "white"
+                    color = WORSE if speed < 0.97 else BETTER if speed > 1 else EVEN
                     axes.text(x, y, text, ha="center", va="center", fontsize=8, backgroundcolor=color)
         axes.set_title(f"{own} own tokens", fontsize=10)
         axes.set_xticks(range(len(prefixes)), [str(n) for n in prefixes])
@@ -101,6 +112,9 @@ def _auto(rows: Sequence[Row]) -> Any:
         axes.set_ylim(len(batches) - 0.4, -0.6)
         axes.set_xlabel("shared tokens")
     figure.axes[0].set_ylabel("sequences")
+    for color, meaning in CELLS.items():
+        figure.axes[0].fill([], [], facecolor=color, edgecolor="0.6", label=meaning)
+    figure.legend(loc="outside lower center", ncols=1, frameon=False, fontsize=9)
     return figure
 
 

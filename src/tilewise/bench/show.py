@@ -38,6 +38,7 @@ def show_rows(
     from . import tables
     from .records import machine
     from .sweep import Sheet
+    from .workloads import check_device
 
     csv, plot, resume, force = options
     if csv is None and (plot or resume or force):
@@ -45,6 +46,7 @@ def show_rows(
     if resume and force:
         raise typer.BadParameter(BOTH)
     with usage():
+        check_device(device)
         rows = table.rows(device)
     chosen = [row for row in rows if only.lower() in row.name.lower()]
     if not chosen:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Iterable, Sequence
 
 from rich import box
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
@@ -15,16 +13,21 @@ from . import peers
 from .bars import Bar, PlanBar
 from .measure import FAILED, OK, WRONG, Result, Timing
 from .prefill import Outcome
+from .terminal import FULL_WIDTH, console
 
-# A pipe has no width; these tables need this much to stay in one piece. On a narrower terminal they leave columns out.
-FULL_WIDTH = 132
+__all__ = [
+    "FULL_WIDTH",
+    "BarsTable",
+    "busy_note",
+    "console",
+    "notes",
+    "peers_note",
+    "point_table",
+    "row_line",
+    "rows_table",
+]
+
 Cell = str | Text
-
-
-def console(*, stderr: bool = False) -> Console:
-    """A console as wide as the terminal, or wide enough for the tables where there is none."""
-    stream = sys.stderr if stderr else sys.stdout
-    return Console(stderr=stderr, highlight=False, width=None if stream.isatty() else FULL_WIDTH)
 
 
 def _table(title: str, left: Iterable[str], right: Iterable[str]) -> Table:

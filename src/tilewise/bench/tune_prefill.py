@@ -126,7 +126,7 @@ def mma_changes(t: MmaTiling, scores: Scores, dtype: torch.dtype) -> list[list[C
     widened = t.operand != dtype  # what arrives has one place
     return [
         [{"tile_kv": n} for n in (t.tile_kv + m * step for m in (-2, -1, 1, 2)) if step <= n <= 128],
-        [] if widened else [{"stages_k": k, "stages_v": v} for k, v in ((1, 1), (2, 1), (2, 2))],
+        [] if widened else [{"stages": n} for n in (1, 2)],
         [] if t.unit else [{"tile_q": q, "warp_rows": rows} for q, rows in ((128, 32), (128, 16), (64, 16), (64, 32))],
         [{"q_registers": not t.q_registers}],
         [{"blocks_each": n} for n in (1, 2, 3)],

@@ -27,10 +27,10 @@ def warm(
         typer.Option("--arch", help="Compile for it, with or without such a card: sm_90a; may be given again."),
     ] = None,
     dtype: Annotated[
-        str | None, typer.Option(help="bfloat16 or float16.", show_default="the model's; of shapes bfloat16")
+        str | None, typer.Option(help="bfloat16, float16 or float32.", show_default="the model's; of shapes bfloat16")
     ] = None,
     kv_format: Annotated[
-        str | None, typer.Option(help="Of the cache: bf16, fp16, fp8, int8 or int4.", show_default="as dtype")
+        str | None, typer.Option(help="Of the cache: bf16, fp16, fp32, fp8, int8 or int4.", show_default="as dtype")
     ] = None,
     page_size: Annotated[int, typer.Option(help="Tokens of a page.", min=1, max=256)] = 16,
 ) -> None:

@@ -14,6 +14,8 @@ from typing import Any, Literal
 
 import torch
 
+from tilewise.arguments import BACKENDS, EMULATOR
+from tilewise.gpu import named
 from tilewise.gpu.tilings import out_dtype
 from tilewise.plan.schedule import BlockSchedule
 
@@ -101,9 +103,21 @@ class Point:
             raise ValueError(
                 "lengths are for the varlen workload alone: leave out sparsity, sched, kv_format and prefix"
             )
-        if not torch.device(self.device).type == "cpu" and not torch.cuda.is_available():
-            raise ValueError(f"device must be cpu, torch sees no GPU here, got {self.device}")
+        self._check_backend(check_device(self.device).type)
         return self
+
+    def _check_backend(self, device: str) -> None:
+        """ValueError on a backend that no call knows, or that does not take tensors of that kind of device."""
+        kind, _, rung = self.backend.partition(":")
+        if kind != EMULATOR or not rung:
+            checks.choice("backend", self.backend, BACKENDS)
+        elif self.workload != "dense":
+            raise ValueError(f"backend {self.backend!r} runs dense attention alone, got {self.workload}")
+        else:
+            named.find(self.backend)
+        wanted = "cuda" if self.backend == "cuda" else "cpu"
+        if self.backend != "auto" and device != wanted:
+            raise ValueError(f"backend {self.backend!r} takes tensors on device {wanted}, got device {self.device}")
 
     @property
     def band(self) -> Window | None:
@@ -128,6 +142,21 @@ class Point:
             parts += [f"{self.kv_format} KV", f"pages of {self.page_size}"]
             parts += [f"{self.tokens} tokens a step"] if self.tokens > 1 else []
         return f"{self.workload}: " + ", ".join(parts)
+
+
+def check_device(device: str) -> torch.device:
+    """The device of that name; ValueError if nothing is measured on such a one, or it is not here."""
+    try:
+        found = torch.device(device)
+    except RuntimeError:  # a name that torch does not know
+        found = torch.device("meta")
+    if found.type not in ("cpu", "cuda"):
+        raise ValueError(f"device must be cpu or cuda, got {device!r}")
+    if found.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"device must be cpu, because torch sees no GPU here, got {device!r}")
+    if found.type == "cuda" and found.index is not None and found.index >= torch.cuda.device_count():
+        raise ValueError(f"device must be one of the {torch.cuda.device_count()} GPUs here, got {device!r}")
+    return found
 
 
 def infer(**options: object) -> Point:
@@ -287,7 +316,7 @@ def _schedule(point: Point) -> BlockSchedule | None:
 
 
 def load_schedule(path: str, seq: int | None, block: int | None) -> BlockSchedule:
-    """The schedule in a file; `seq` and `block` are for a .npy, which does not say them. A .npz speaks for itself."""
+    """The schedule in a file; `seq` and `block` are for a foreign .npy, which does not say them."""
     if not path.endswith(".npy"):
         return BlockSchedule.load(path)
     return BlockSchedule.load(path, seqlen_q=seq, seqlen_k=seq, block_q=block, block_k=block)

@@ -102,7 +102,7 @@ def explain(spec: KernelSpec, arch: str, log: str, sources: dict[str, str], ptx:
 
 def _quote(file: str, line: int, what: str, sources: dict[str, str]) -> str:
     try:
-        text = sources[file] if file in sources else Path(file).read_text(errors="replace")
+        text = sources[file] if file in sources else Path(file).read_text(encoding="utf-8", errors="replace")
         return f"{file}:{line}: {what}\n    {text.splitlines()[line - 1].strip()}"
     except (OSError, IndexError):
         return f"{file}:{line}: {what}"

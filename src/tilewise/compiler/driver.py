@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import ctypes
+import sys
 from functools import lru_cache
 from typing import Any
+
+LIBRARY = "nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1"
+# What to do where cuda.bindings cannot be imported, of which the driver's and NVRTC's are parts.
+BINDINGS = (
+    "CUDA's bindings are missing: pip install cuda-bindings nvidia-cuda-nvrtc nvidia-cuda-runtime nvidia-cuda-crt on "
+    "Linux or Windows; there are none for other systems, where the CPU backend serves the same calls"
+)
 
 
 @lru_cache(maxsize=1)
 def missing() -> str | None:
     """Why there is no driver to talk to. Asked without cuda.bindings, which may hang when libcuda is not there."""
     try:
-        library = ctypes.CDLL("libcuda.so.1")
+        library = ctypes.CDLL(LIBRARY)
     except OSError as error:
         return f"the NVIDIA driver is not installed ({error})"
     if code := library.cuInit(0):
@@ -28,7 +36,7 @@ def driver_available() -> bool:
 
 
 def require() -> Any:
-    """The driver's bindings; RuntimeError where there is no device."""
+    """The driver's bindings; RuntimeError where there is no device, ImportError where they are not installed."""
     if reason := missing():
         raise RuntimeError(f"no GPU: {reason}; backend='emulator' runs the same kernels on CPU tensors")
     return _bindings()
@@ -36,8 +44,10 @@ def require() -> Any:
 
 @lru_cache(maxsize=1)
 def _bindings() -> Any:
-    from cuda.bindings import driver
-
+    try:
+        from cuda.bindings import driver
+    except ImportError as error:
+        raise ImportError(f"{BINDINGS} ({error})") from error
     return driver
 
 
@@ -51,3 +61,9 @@ def check(result: tuple[Any, ...], what: str) -> Any:
 def error_text(error: Any) -> str:
     code, text = require().cuGetErrorString(error)
     return f"{getattr(error, 'name', error)}" + (f" ({text.decode()})" if code == 0 and text else "")
+
+
+def version() -> tuple[int, int]:
+    """The newest CUDA that the driver serves: (13, 0); RuntimeError or ImportError where it cannot be asked."""
+    number = check(require().cuDriverGetVersion(), "the driver's version")
+    return number // 1000, number % 1000 // 10

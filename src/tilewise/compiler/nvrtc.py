@@ -17,6 +17,7 @@ import torch
 from tilewise.arch import limits_of
 from tilewise.compiler import cache
 from tilewise.compiler.diagnostics import KernelCompileError, ResourceReport, explain, parse
+from tilewise.compiler.driver import BINDINGS
 from tilewise.compiler.spec import KernelSpec, headers
 
 _FORMAT = "tilewise cubin 2"  # of an entry's files; in its key, so that no version reads another's
@@ -128,8 +129,10 @@ def _nvrtc(unit: str, sources: dict[str, str], options: Sequence[str], product: 
 
 @lru_cache(maxsize=1)
 def _load_nvrtc() -> Any:
-    from cuda.bindings import nvrtc
-
+    try:
+        from cuda.bindings import nvrtc
+    except ImportError as error:
+        raise ImportError(f"{BINDINGS} ({error})") from error
     try:
         nvrtc.nvrtcVersion()
     except RuntimeError as error:  # the binding is there, the library is not
@@ -140,15 +143,15 @@ def _load_nvrtc() -> Any:
 @lru_cache(maxsize=1)
 def _compiler() -> tuple[str, ...]:
     """What besides our own sources makes a cubin: NVRTC itself, and CUDA's headers."""
-    from cuda.pathfinder import load_nvidia_dynamic_lib
-
     _, major, minor = _load_nvrtc().nvrtcVersion()
+    from cuda.pathfinder import load_nvidia_dynamic_lib  # comes with the bindings
+
     # Patch releases have one version number between them, but not one size.
     size = os.path.getsize(path) if (path := load_nvidia_dynamic_lib("nvrtc").abs_path) else 0
     texts = []
     for stem in ("cuda_fp16", "cuda_bf16", "cuda_fp8", "crt/mma"):
         found = [f / (stem + end) for f in include_folders() for end in (".h", ".hpp")]
-        texts += [path.read_text(errors="replace") for path in found if path.is_file()]
+        texts += [path.read_text(encoding="utf-8", errors="replace") for path in found if path.is_file()]
     return f"nvrtc {major}.{minor}, {size} bytes", cache.digest(*texts)
 
 
@@ -179,3 +182,9 @@ def _include_candidates() -> Iterator[Path]:
         if value := os.environ.get(variable):
             yield Path(value) / "include"
     yield Path("/usr/local/cuda/include")
+
+
+def version() -> tuple[int, int]:
+    """NVRTC's: (13, 0); ImportError without its bindings, RuntimeError without its library."""
+    _, major, minor = _load_nvrtc().nvrtcVersion()
+    return major, minor

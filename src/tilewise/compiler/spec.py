@@ -80,6 +80,6 @@ def headers(unit: str, *, emulator: bool = True) -> dict[str, str]:
     while waiting:
         path = waiting.pop()
         if path not in found and (emulator or not path.startswith("emulator/")):
-            found[path] = locate(path).read_text()
+            found[path] = locate(path).read_text(encoding="utf-8")
             waiting += _INCLUDE.findall(found[path])
     return found

@@ -9,7 +9,7 @@ from functools import lru_cache
 
 import torch
 
-from tilewise.compiler.driver import check, require
+from tilewise.compiler.driver import LIBRARY, check, require
 
 # name -> (bytes, the driver's name). TMA moves bits, so int8 and fp8 are its uint8.
 MAP_TYPES = {
@@ -145,7 +145,7 @@ def encode(spec: TensorMapSpec, pointer: int) -> TensorMap:
         int(getattr(driver.CUtensorMapL2promotion, f"CU_TENSOR_MAP_L2_PROMOTION_{promotion}")),
         int(getattr(driver.CUtensorMapFloatOOBfill, f"CU_TENSOR_MAP_FLOAT_OOB_FILL_{fill}")),
     )
-    encode_tiled = ctypes.CDLL("libcuda.so.1").cuTensorMapEncodeTiled
+    encode_tiled = ctypes.CDLL(LIBRARY).cuTensorMapEncodeTiled
     code = driver.CUresult(encode_tiled(*asked))
     if code == driver.CUresult.CUDA_ERROR_INVALID_CONTEXT:  # this thread has not used CUDA yet
         device = check(driver.cuDeviceGet(torch.cuda.current_device()), str(spec))

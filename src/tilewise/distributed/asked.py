@@ -6,6 +6,7 @@ from dataclasses import fields
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 
 from tilewise import arguments, checks
 from tilewise.gpu import calls
@@ -13,7 +14,17 @@ from tilewise.scores import ScoreOptions, Scores
 
 from .peers import Peers
 from .pieces import check_seqlen
-from .shards import LAYOUTS, check_sizes
+from .shards import LAYOUTS, Layout, check_sizes
+
+
+class SplitOptions(ScoreOptions, total=False):
+    """Keyword arguments of `head_attention` beside return_lse, which decides what it returns; for type checkers."""
+
+    group: dist.ProcessGroup | None
+    layout: Layout
+    seqlen: int | tuple[int, int] | None
+    timeout: float | None
+    backend: str
 
 
 class Asked(NamedTuple):

@@ -7,17 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 import torch.distributed as dist
 
 from tilewise import checks
-from tilewise.api import Result, attention
+from tilewise.api import Result, State, attention
 from tilewise.scores import ScoreOptions
 from tilewise.state import Accumulator, add_sinks
 
-from .asked import check_asked, sequence_lengths, without_mask
+from .asked import SplitOptions, check_asked, sequence_lengths, without_mask
 from .peers import Message, Peers
 from .pieces import METHODS, ContextPlan, Method, Piece, planned
 from .shards import Layout, gather_parts, merge_shards, shard_size
@@ -26,6 +26,39 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 
+class ContextOptions(SplitOptions, total=False):
+    """Keyword arguments of `context_attention` beside return_lse."""
+
+    method: Method
+
+
+@overload
+def context_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    return_lse: Literal[False] = False,
+    **options: Unpack[ContextOptions],
+) -> torch.Tensor: ...
+@overload
+def context_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    return_lse: Literal[True],
+    **options: Unpack[ContextOptions],
+) -> State: ...
+@overload
+def context_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    return_lse: bool,
+    **options: Unpack[ContextOptions],
+) -> Result: ...
 def context_attention(
     q: torch.Tensor,
     k: torch.Tensor,

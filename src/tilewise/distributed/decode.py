@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, overload
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
 from tilewise import arguments, checks
-from tilewise.api import Result, decode
+from tilewise.api import Result, State, decode
 from tilewise.kvcache import PagedKVCache, PrefixCache
 from tilewise.plan import DecodePlan
 from tilewise.scores import DecodeOptions
@@ -23,6 +23,46 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 
+class SplitCacheOptions(DecodeOptions, total=False):
+    """Keyword arguments of `decode_split` beside return_lse, which decides what it returns; for type checkers."""
+
+    group: dist.ProcessGroup | None
+    tails: Sequence[bool] | None
+    timeout: float | None
+    check: bool
+    backend: str
+
+
+@overload
+def decode_split(
+    q: torch.Tensor,
+    cache: PagedKVCache | PrefixCache,
+    layer: int,
+    plan: DecodePlan,
+    *,
+    return_lse: Literal[False] = False,
+    **options: Unpack[SplitCacheOptions],
+) -> torch.Tensor: ...
+@overload
+def decode_split(
+    q: torch.Tensor,
+    cache: PagedKVCache | PrefixCache,
+    layer: int,
+    plan: DecodePlan,
+    *,
+    return_lse: Literal[True],
+    **options: Unpack[SplitCacheOptions],
+) -> State: ...
+@overload
+def decode_split(
+    q: torch.Tensor,
+    cache: PagedKVCache | PrefixCache,
+    layer: int,
+    plan: DecodePlan,
+    *,
+    return_lse: bool,
+    **options: Unpack[SplitCacheOptions],
+) -> Result: ...
 def decode_split(
     q: torch.Tensor,
     cache: PagedKVCache | PrefixCache,

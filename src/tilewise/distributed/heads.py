@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, overload
 
 import torch
 import torch.distributed as dist
 
-from tilewise.api import Result, attention
+from tilewise.api import Result, State, attention
 from tilewise.scores import ScoreOptions
 
-from .asked import check_asked, sequence_lengths
+from .asked import SplitOptions, check_asked, sequence_lengths
 from .peers import Message, Peers
 from .shards import Layout, chunks_of, merge_shards, shard_size
 
@@ -19,6 +19,33 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 
+@overload
+def head_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    return_lse: Literal[False] = False,
+    **options: Unpack[SplitOptions],
+) -> torch.Tensor: ...
+@overload
+def head_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    return_lse: Literal[True],
+    **options: Unpack[SplitOptions],
+) -> State: ...
+@overload
+def head_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    return_lse: bool,
+    **options: Unpack[SplitOptions],
+) -> Result: ...
 def head_attention(
     q: torch.Tensor,
     k: torch.Tensor,

@@ -13,6 +13,7 @@ import functools
 import os
 import shutil
 import subprocess
+import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -43,6 +44,8 @@ class EmulatorError(RuntimeError):
 @functools.cache
 def compiler() -> str:
     """A C++ compiler: $CXX, g++, clang++, or the ziglang wheel's."""
+    if sys.platform != "linux":  # libraries that find each other by name, as its linker has them
+        raise RuntimeError(f"the emulator runs on Linux, not on {sys.platform}; backend='cpu' serves the same calls")
     for name in (os.environ.get("CXX"), "g++", "clang++"):
         if name and shutil.which(name):
             return name

@@ -39,8 +39,7 @@ class MmaTiling:
     tile_q: int
     tile_kv: int
     warp_rows: int
-    stages_k: int
-    stages_v: int
+    stages: int
     q_registers: bool
     blocks_each: int
     lazy: bool = True
@@ -55,7 +54,7 @@ class MmaTiling:
 def _tiling(
     tile_q: int, tile_kv: int, warp_rows: int, stages: int, blocks: int, q_registers: bool = False
 ) -> MmaTiling:
-    return MmaTiling(torch.bfloat16, tile_q, tile_kv, warp_rows, stages, stages, q_registers, blocks)
+    return MmaTiling(torch.bfloat16, tile_q, tile_kv, warp_rows, stages, q_registers, blocks)
 
 
 # By bytes of an operand and padded head dimension: the first that fits the card's shared memory is taken. A warp holds
@@ -76,7 +75,7 @@ TILINGS: dict[tuple[int, int], tuple[MmaTiling, ...]] = {
     # float32: three products each, which hide what is loaded; or CUDA cores, for which P V is unrolled over the keys
     (4, 64): (_tiling(128, 32, 32, 1, 2),),
     (4, 96): (_tiling(64, 32, 16, 1, 2),),
-    (4, 128): (_tiling(64, 32, 16, 1, 2), _tiling(64, 16, 16, 1, 2)),
+    (4, 128): (_tiling(128, 16, 32, 1, 2), _tiling(64, 16, 16, 1, 2)),
     (4, 192): (_tiling(64, 16, 16, 1, 2), _tiling(64, 16, 16, 1, 1)),
     (4, 256): (_tiling(64, 16, 16, 1, 1),),
 }
@@ -120,7 +119,7 @@ def _for_pattern(
 ) -> MmaTiling:
     """The tiling with room for widening, lists and functions. crowded: more than the softmax needs registers."""
     if tiling.operand != dtype:  # what arrives has one place
-        tiling = replace(tiling, stages_k=1, stages_v=1)
+        tiling = replace(tiling, stages=1)
     if pattern.block_q % 128 and tiling.tile_q > 64:  # rows of a tile would visit each other's blocks
         tiling = replace(tiling, tile_q=64, warp_rows=16, q_registers=False)
     if crowded and tiling.operand == torch.float32 and width > 192:  # nor for the lazy softmax's way back
@@ -155,14 +154,14 @@ def padded(head_dim: int, operand: torch.dtype) -> int:
 def shared_bytes(dtype: torch.dtype, width: int, tiling: MmaTiling, *, told: int = 0, vectors: bool = True) -> int:
     """Shared memory per block, as prefill/mma_loads.cuh lays it out; told: ints per block about where its keys lie."""
     row = width * tiling.operand.itemsize
-    tiles = row * (tiling.tile_q + (tiling.stages_k + tiling.stages_v) * tiling.tile_kv)
+    tiles = row * (tiling.tile_q + 2 * tiling.stages * tiling.tile_kv)
     raw = 0
     if tiling.operand != dtype and vectors:  # K and V as they arrive
         arriving = width * dtype.itemsize // 16
         across = min(32, arriving & -arriving)
         step = tiling.threads // across
         raw = 2 * -(-tiling.tile_kv // step) * (arriving // across) * tiling.threads * 16
-    return tiles + raw + 4 * (TILE_WORDS + 4 * told)
+    return tiles + raw + 4 * (TILE_WORDS + 4 + 4 * told)  # the tile, where K and V begin, four blocks' boxes
 
 
 @lru_cache(maxsize=1024)
@@ -188,8 +187,7 @@ def forward_mma_spec(
         ("kTileQ", tiling.tile_q),
         ("kTileKv", tiling.tile_kv),
         ("kWarpRows", tiling.warp_rows),
-        ("kStagesK", tiling.stages_k),
-        ("kStagesV", tiling.stages_v),
+        ("kStages", tiling.stages),
         ("kQInRegisters", tiling.q_registers),
         ("kCudaCores", tiling.cuda_cores),
         ("kBlocksEach", tiling.blocks_each),

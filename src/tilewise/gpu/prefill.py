@@ -98,7 +98,8 @@ class Forward:
         sized = (q.dtype, batch, seqlen_q, heads, heads_kv, head_dim, scores)
         page_size = k.shape[1] if paged else 0
         loads: dict[str, Any] = {"page_size": page_size, "tma": tma, "pattern": pattern}
-        g = geometry(card_of(q.device), *sized, sequences=sequences, table=tuned.of(q.device), **loads)
+        keys = page_size * min(k.shape[0], (sequences or 1) * table_pages) if paged else seqlen_k
+        g = geometry(card_of(q.device), *sized, sequences=sequences, seqlen_k=keys, table=tuned.of(q.device), **loads)
         tiling, pack = g.tiling, g.pack
         self.spec = spec_of(q.dtype, head_dim, tiling, scores, pack=pack, **loads)
         self.mapped = not isinstance(tiling, MmaTiling)  # the kernel takes tensor maps, blank ones without TMA

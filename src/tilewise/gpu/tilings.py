@@ -24,9 +24,10 @@ from tilewise.scores import Scores
 
 DTYPES = (torch.bfloat16, torch.float16, FP8, torch.float32)
 MAX_HEAD_DIM = 256
-HEADS_TOGETHER = (
-    2048  # heads × head_dim of the heads whose tiles are taken side by side, so that their K and V stay in L2
-)
+# Heads whose tiles are taken side by side, the heaviest first, so that no heavy tile is left for the end: as many heads
+# × head_dim as this, whose tiles walk the same keys at the same time; and of packed sequences, whose tiles do not, as
+# many as have so many bytes of K and V, which stay in L2.
+HEADS_TOGETHER, BYTES_TOGETHER = 2048, 24 << 20
 SCALE_BYTES = 128 + 16  # prefill/layout.cuh: the scale once per lane, and the count of V's valid rows per stage
 
 
@@ -400,12 +401,13 @@ def geometry(
     *,
     tma: bool,
     sequences: int | None = None,
+    seqlen_k: int = 0,
     pattern: Pattern = NO_PATTERN,
     page_size: int = 0,
     table: tuned.Tuned | None = None,
 ) -> Geometry:
-    """The geometry of dense rows, or of `sequences` packed ones, on a card; tma: as `choose` has it. table: what was
-    measured on it."""
+    """The geometry of dense rows, or of `sequences` packed ones with `seqlen_k` keys in all, on a card; tma: as
+    `choose` has it. table: what was measured on it."""
     rows = seqlen_q if sequences is None else seqlen_q / max(1, sequences)  # of a sequence, about
     loads: dict[str, Any] = {"tma": tma, "pattern": pattern, "page_size": page_size}
     tiling = choose(card, dtype, head_dim, rows, scores, **loads)
@@ -416,9 +418,12 @@ def geometry(
     apart = pattern.listed and (pattern.heads > heads_kv or group & (group - 1) != 0)
     pack = 1 if apart else pack_of(tiling.tile_q, rows, group)
     heads, together = heads_q // pack, 1
-    if scores.window[1] is not None or pattern.mask:  # tiles differ in weight
+    if scores.window[1] is not None or pattern.mask or sequences is not None:  # tiles differ in weight
         # Tiles of a listed problem that run together need not walk the same keys together: fewer heads stay in L2.
         most = HEADS_TOGETHER // 4 if pattern.mask else HEADS_TOGETHER
-        wanted = min(max(1, most // padded(head_dim)), batch * heads)
-        together = next(d for d in range(wanted, 0, -1) if batch * heads % d == 0)
+        wanted = max(1, most // padded(head_dim))
+        if sequences is not None:
+            each = 2 * max(1, seqlen_k) * head_dim * dtype.itemsize * pack * heads_kv // heads_q  # per head of tiles
+            wanted = min(wanted, max(1, BYTES_TOGETHER // each))
+        together = next(d for d in range(min(wanted, batch * heads), 0, -1) if batch * heads % d == 0)
     return Geometry(tiling, pack, heads, math.ceil(seqlen_q * pack / tiling.tile_q), together)

@@ -24,6 +24,7 @@ from typing import Any, NoReturn
 import torch
 
 from tilewise import arch
+from tilewise.integrations.extras import extra
 from tilewise.integrations.sdpa import Facts, decide, sdpa, torch_sdpa
 
 # Methods of named tensors that lightning-thunder 0.2.6 looks up as it is imported, and that torch has dropped.
@@ -58,7 +59,7 @@ def _torch_as_thunder_knows_it() -> Iterator[None]:
             delattr(torch.Tensor, name)
 
 
-with _torch_as_thunder_knows_it():
+with _torch_as_thunder_knows_it(), extra("thunder"):
     import thunder
     import thunder.torch
     from thunder.core.dtypes import to_torch_dtype

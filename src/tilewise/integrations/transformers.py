@@ -24,10 +24,13 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from transformers import AttentionInterface, AttentionMaskInterface
 
 from .. import api, checks
+from .extras import extra
 from .transformers_mask import INSTEAD, Mask, make_mask, mask_of_flags, visible, with_given_sequences
+
+with extra("transformers"):
+    from transformers import AttentionInterface, AttentionMaskInterface
 
 NAME = "tilewise"
 

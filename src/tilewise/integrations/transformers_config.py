@@ -40,14 +40,16 @@ def read_config(source: str) -> AttentionShape:
         path /= FILE
     if path.suffix == ".json" or path.is_file():
         try:
-            config = json.loads(path.read_text())
+            config = json.loads(path.read_text(encoding="utf-8"))
         except ValueError as error:
             raise ValueError(f"{path} is no JSON: {error}") from error
         return attention_shape(config, str(path))
     try:
         from transformers import AutoConfig
     except ImportError as error:
-        raise ImportError(f"{source} is no file; for the name of a model, pip install transformers") from error
+        raise ImportError(
+            f"{source} is no file; for the name of a model, pip install 'tilewise[transformers]'"
+        ) from error
     return attention_shape(AutoConfig.from_pretrained(source).to_dict(), source)
 
 

@@ -14,18 +14,21 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.masking_utils import (
-    add_offsets_to_mask_function,
-    and_masks,
-    causal_mask_function,
-    padding_mask_function,
-    prepare_padding_mask,
-)
 
 from ..compat.flex_attention import AuxRequest, BlockMask, create_block_mask, flex_attention
 from ..state import add_sinks
+from .extras import extra
 from .transformers import refuse_unserved
+
+with extra("transformers"):
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.masking_utils import (
+        add_offsets_to_mask_function,
+        and_masks,
+        causal_mask_function,
+        padding_mask_function,
+        prepare_padding_mask,
+    )
 
 NAME = "tilewise_flex"
 

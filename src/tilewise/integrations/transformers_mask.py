@@ -14,12 +14,15 @@ from typing import Any, NoReturn
 
 import torch
 import torch.nn.functional as F
-from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 
 from tilewise.plan.tiles import window_band
 from tilewise.scores import Window
 
 from .. import checks
+from .extras import extra
+
+with extra("transformers"):
+    from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 
 INSTEAD = 'use attn_implementation="sdpa" or "eager"'
 

@@ -106,6 +106,13 @@ class PagedKVCache:
         self.pool = PagePool(self.num_pages)
         self._written = storage.Written(self.num_pages, self.page_size, self.num_layers)
 
+    def __repr__(self) -> str:
+        names = ("num_pages", "page_size", "num_kv_heads", "head_dim", "num_layers")
+        sizes = ", ".join(f"{name}={getattr(self, name)}" for name in names)
+        used, seqs = self.num_pages - self.pool.free_pages, len(self._sequences.rows)
+        where = f"kv_format={self.format.name!r}, device={str(self.device)!r}"
+        return f"PagedKVCache({sizes}, {where}, pages_in_use={used}, sequences={seqs})"
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self.serial = next(_serials)  # a copy goes its own way

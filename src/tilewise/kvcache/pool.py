@@ -122,6 +122,7 @@ class CacheStats:
 
     @property
     def pages_free(self) -> int:
+        """Pages that nobody holds."""
         return self.pages_total - self.pages_used
 
     @property

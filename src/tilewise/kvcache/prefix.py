@@ -222,6 +222,7 @@ class PrefixCache:
         return ids
 
     def stats(self) -> PrefixStats:
+        """What was inserted, reused and evicted so far, and what is held now."""
         nodes = list(self._nodes())
         return PrefixStats(
             inserts=self._inserts,

@@ -19,6 +19,7 @@ from tilewise.graphs import methods_outside
 from tilewise.plan import schedule_bits, schedule_patterns, schedule_select
 from tilewise.plan import schedule_device as device_side
 from tilewise.plan import schedule_files as files
+from tilewise.plan.pictures import picture_path
 from tilewise.plan.schedule_files import AnyPath
 from tilewise.plan.schedule_grid import (
     INT32_MAX,
@@ -335,12 +336,12 @@ class BlockSchedule(StoredSchedule):
         """Writes the schedule to `path`, which is replaced only when the whole file is written. Looks.
 
         `.npz` holds everything. `.npy` is the runs form, int32 (num_q_blocks, 2): only for schedules that `to_runs()`
-        takes. It does not hold lengths and block sizes: they have to be given to `load`."""
+        takes. Lengths and block sizes stand in a comment of its header, which numpy passes over and `load` reads."""
         target = files.check_path(path, ".npz", ".npy")
         if target.suffix == ".npy":
             runs = self.to_runs()
             with files.replacing(target) as file:
-                np.save(file, runs, allow_pickle=False)
+                files.write_runs(file, runs, self._grid.scalars)
             return
         here = self.cpu()
         with files.replacing(target) as file:
@@ -358,9 +359,9 @@ class BlockSchedule(StoredSchedule):
     ) -> BlockSchedule:
         """Reads what `save` wrote, or a foreign `.npy` of runs; nothing is ever unpickled.
 
-        A `.npy` does not say its geometry: blocks are 16 × 16 and both lengths are `n_tiles * block_q` unless given
-        here. A `.npz` does, and then what is given here must agree. A file that is damaged, hostile or something else
-        raises ValueError naming it and what is wrong; a missing one FileNotFoundError."""
+        What is given here must agree with what the file says. A `.npy` of another's does not say its geometry: blocks
+        are 16 × 16 and both lengths are `n_tiles * block_q` unless given here. A file that is damaged, hostile or
+        something else raises ValueError naming it and what is wrong; a missing one FileNotFoundError."""
         source = files.check_path(path, ".npz", ".npy")
         given = {"seqlen_q": seqlen_q, "seqlen_k": seqlen_k, "block_q": block_q, "block_k": block_k}
         check_geometry(*(16 if value is None else value for value in given.values()))
@@ -376,9 +377,9 @@ class BlockSchedule(StoredSchedule):
         return self._picture(head, batch).text(width)
 
     def draw(self, path: AnyPath, head: int = 0, batch: int = 0) -> None:
-        """Writes a PNG of one head's pattern to `path`, axes in tokens; with a `whole` plane, the blocks that are seen
-        in part are lighter. Looks."""
-        target = files.check_path(path, ".png")
+        """Writes a picture of one head's pattern to `path`, a PNG or an SVG by its ending, axes in tokens; with a
+        `whole` plane, the blocks that are seen in part are lighter. Looks."""
+        target = picture_path(path)
         self._picture(head, batch).draw(target)
 
     def _picture(self, head: int, batch: int) -> Picture:

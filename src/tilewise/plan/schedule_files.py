@@ -1,10 +1,12 @@
-"""Schedules in files: `.npz` holds everything, `.npy` the runs form. Files are never trusted: nothing is unpickled, and
-sizes are checked before anything of that size is allocated."""
+"""Schedules in files: `.npz` holds everything, `.npy` the runs form, with lengths and block sizes as a comment in the
+header, which numpy passes over. Files are never trusted: nothing is unpickled, and sizes are checked before
+anything of that size is allocated."""
 
 from __future__ import annotations
 
 import math
 import os
+import re
 import secrets
 import stat
 import zipfile
@@ -30,6 +32,10 @@ RUN_BLOCKS_MAX = 2**28
 
 _KEYS = ("seqlen_q", "seqlen_k", "block_q", "block_k", "heads", "indptr", "indices")
 _MORE = ("batch", "whole", "lengths_q", "lengths_k")  # only in the files of schedules that have them
+
+_SAID = ("seqlen_q", "seqlen_k", "block_q", "block_k")  # by the comment in the header of a .npy
+_NOTE = re.compile("# tilewise " + " ".join(rf"{name}=(\d{{1,10}})" for name in _SAID) + r"\s*")
+_ALIGNMENT = 64  # bytes, of the data in a .npy
 
 
 def check_path(path: Any, *suffixes: str) -> Path:
@@ -119,9 +125,40 @@ def read_npz(file: IO[bytes], size: int, given: dict[str, int | None]) -> dict[s
         return {**scalars, "indptr": indptr, "indices": read("indices", np.int32, int(indptr[-1])), **tensors}
 
 
+def write_runs(file: IO[bytes], runs: npt.NDArray[np.int32], geometry: Sequence[int | None]) -> None:
+    """What np.save writes of the runs, (num_q_blocks, 2), and behind the header's dictionary a comment with the
+    geometry, of which the first four values are _SAID."""
+    said = " ".join(f"{name}={value}" for name, value in zip(_SAID, geometry, strict=False))
+    shape = f"({runs.shape[0]}, {runs.shape[1]})"
+    header = f"{{'descr': '<i4', 'fortran_order': False, 'shape': {shape}, }} # tilewise {said} "
+    start = np.lib.format.magic(1, 0)
+    header += " " * (-(len(start) + 2 + len(header) + 1) % _ALIGNMENT) + "\n"
+    file.write(start + len(header).to_bytes(2, "little") + header.encode("ascii"))
+    file.write(runs.astype("<i4").tobytes())
+
+
+def _said(file: IO[bytes]) -> dict[str, int]:
+    """The geometry that the header of a .npy says, none if it has no comment; the file is at its start again."""
+    version = np.lib.format.read_magic(file)
+    length = int.from_bytes(file.read(2 if version == (1, 0) else 4), "little")
+    _, comment, said = file.read(min(length, 2**16)).decode("latin1").partition("#")
+    file.seek(0)
+    if not comment:
+        return {}
+    note = _NOTE.fullmatch(comment + said)
+    if note is None:
+        raise ValueError(f"its header has a note that is none of Tilewise's: {(comment + said).strip()[:100]!r}")
+    return dict(zip(_SAID, map(int, note.groups()), strict=True))
+
+
 def read_runs(file: IO[bytes], size: int, given: dict[str, int | None]) -> dict[str, Any]:
-    """The arguments of BlockSchedule.from_runs. A file of runs does not tell its geometry: what is not given is blocks
-    of 16 × 16 and, for both lengths, as many queries as the file has runs for."""
+    """The arguments of BlockSchedule.from_runs. given: values that the file's must agree with, None for any. A file
+    without a note on its geometry takes what is given, else blocks of 16 × 16 and, for both lengths, as many queries as
+    it has runs for."""
+    for name, value in _said(file).items():
+        if given[name] not in (None, value):
+            raise ValueError(f"it is for {name}={value}, asked for {name}={given[name]}")
+        given = {**given, name: value}
     runs = read_npy(file, size, "runs", np.int32, (None, 2))
     blocks = int(runs[:, 1].sum(dtype=np.int64))
     if blocks > RUN_BLOCKS_MAX:

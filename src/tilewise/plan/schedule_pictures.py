@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from tilewise.plan import schedule_files as files
+from tilewise.plan.pictures import save
 from tilewise.plan.schedule_grid import Grid, Int32s, Pattern
 
 SHADES = " ░▒▓█"
@@ -55,11 +55,11 @@ class Picture:
         return "\n".join(text)
 
     def draw(self, target: Path) -> None:
-        """Writes a PNG, axes in tokens."""
+        """Writes a PNG or an SVG, axes in tokens."""
         from matplotlib.figure import Figure  # slow to import, and only this call needs it
 
         grid = self.grid
-        figure = Figure(figsize=(7.5, 7.0), dpi=120, layout="constrained")
+        figure = Figure(figsize=(7.5, 7.0), layout="constrained")
         axes = figure.add_subplot()
         axes.set_title(self.facts().replace("; ", "\n"), fontsize=10)
         axes.set_xlabel("key (token)")
@@ -90,8 +90,7 @@ class Picture:
                 axes.hlines(np.arange(1, lines) * grid.block_q, 0, grid.seqlen_k, colors="0.8", linewidth=0.5)
         else:
             axes.text(0.5, 0.5, "no blocks", ha="center", va="center", transform=axes.transAxes)
-        with files.replacing(target) as file:
-            figure.savefig(file, format="png")
+        save(figure, target)
 
     def facts(self) -> str:
         grid, kept = self.grid, len(self.kept.indices)

@@ -1,4 +1,4 @@
-"""Plans for people: the summary of a work list, the floor on a named card, and the picture of rows meeting keys."""
+"""Plans for people: the summary of a work list and the floor on a named card. pictures.py draws them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from tilewise.plan.tiles import Launch, Plan, Rectangle
+    from tilewise.plan.tiles import Launch
 
 
 @dataclass(frozen=True)
@@ -68,6 +68,11 @@ class PlanSummary:
     states_merged: int
     fp8: bool = False
 
+    @property
+    def title(self) -> str:
+        """The summary in a line."""
+        return f"{self.kind}: {self.tiles:,} tiles, {_unit(self.flops, 'FLOP')}, {_unit(self.bytes, 'B')} to move"
+
     def floor_us(self, card: Card) -> float:
         """The larger of bytes over bandwidth and FLOPs over rate, at the card's peaks, in microseconds."""
         return max(self._times_us(card.bytes_per_s, card.flops_per_s, card))
@@ -113,42 +118,3 @@ def _unit(value: float, unit: str) -> str:
             break
         value /= 1000
     return f"{value:.3g} {prefix}{unit}"
-
-
-MOST_DRAWN = 200_000  # rectangles; past it a picture is one blur and takes minutes
-
-
-def draw_plan(plan: Plan, path: str) -> None:
-    """A picture of the work list: rows down, keys across, one rectangle a tile, darker where fewer pairs are masked."""
-    from matplotlib.collections import PatchCollection
-    from matplotlib.figure import Figure
-    from matplotlib.patches import Rectangle as Patch
-
-    offsets = [sum(plan.keys[:source]) for source in range(len(plan.keys))]
-    # Per-head patterns lie over one another; the first head's stands for them.
-    seen: dict[tuple[int, int, int], Rectangle] = {}
-    for r in plan.rectangles():
-        seen.setdefault((r.row, r.source, r.key), r)
-        if len(seen) > MOST_DRAWN:
-            raise ValueError(f"path: the plan has over {MOST_DRAWN:,} tiles, too many to draw; plan a smaller problem")
-    figure = Figure(figsize=(9, 6), layout="constrained")
-    axes = figure.add_subplot()
-    patches, shades = [], []
-    for r in seen.values():
-        patches.append(Patch((offsets[r.source] + r.key, r.row), r.keys, r.rows))
-        shades.append(r.pairs / (r.rows * r.keys))
-    drawn = PatchCollection(patches, cmap="Blues", edgecolor="#1b3a57", linewidth=0.4 if len(patches) < 2000 else 0.0)
-    drawn.set_array(shades)
-    drawn.set_clim(-0.35, 1.35)  # keeps the palest tile visible on white
-    axes.add_collection(drawn)
-    for offset in offsets[1:]:
-        axes.axvline(offset, color="#b04a2f", linewidth=1, linestyle="--")
-    axes.set_xlim(0, max(1, sum(plan.keys)))
-    axes.set_ylim(max(1, plan.rows), 0)
-    axes.set_xlabel("key rows" + (" (dashed: next source)" if len(offsets) > 1 else ""))
-    axes.set_ylabel("query rows")
-    s = plan.summary
-    axes.set_title(
-        f"{plan.kind}: {s.tiles:,} tiles, {_unit(s.flops, 'FLOP')}, {_unit(s.bytes, 'B')} to move", fontsize=11
-    )
-    figure.savefig(path, dpi=120)

@@ -22,7 +22,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from tilewise.plan.show import Card, PlanSummary, draw_plan, find_card
+from tilewise.plan.pictures import draw_plan
+from tilewise.plan.schedule_files import AnyPath
+from tilewise.plan.show import Card, PlanSummary, find_card
 from tilewise.scores import Window as Window
 
 Ints = npt.NDArray[np.int32]
@@ -97,6 +99,8 @@ class Rectangle(NamedTuple):
     heads: int  # query heads that do this; kv heads in proportion
     seen: tuple[int, int]  # of the keys, those [start, stop) that a row sees
     head: int | None = None  # the first of the query heads, where the pattern is not that of all
+    band: Band = OPEN  # counted from this row and key
+    partial: bool = False  # which pairs are visible is left to the mask function
 
 
 class Value:
@@ -141,7 +145,8 @@ class Tiles:
         start, stop = seen_keys(self.rows, self.keys, self.band)
         for n in range(self.count):
             row, key = self.row + n * self.row_step, self.key + n * self.key_step
-            yield Rectangle(row, self.rows, self.source, key, self.keys, pairs, heads, (key + start, key + stop))
+            seen = (key + start, key + stop)
+            yield Rectangle(row, self.rows, self.source, key, self.keys, pairs, heads, seen, band=self.band)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -181,7 +186,7 @@ class BlockTiles(Value):
                     seen = (first + seen[0], first + seen[1])
                     head, end = self.heads or (None, heads)
                     count = end - (head or 0)
-                    yield Rectangle(row + at, self.rows, 0, first, keys, pairs, count, seen, head)
+                    yield Rectangle(row + at, self.rows, 0, first, keys, pairs, count, seen, head, band, self.partial)
 
     def _pieces(self, blocks: list[int]) -> Iterator[tuple[int, int]]:
         for b in [*blocks, *([self.seqlen_k // self.block] if self.tail else [])]:
@@ -211,7 +216,8 @@ class PagedTiles(Value):
         keys = self.stop - self.start
         pairs, (start, stop) = visible_pairs(self.rows, keys, self.band), seen_keys(self.rows, keys, self.band)
         for n, key in enumerate(self.keys_at.tolist()):
-            yield Rectangle(self.row + n * self.rows, self.rows, 0, key, keys, pairs, heads, (key + start, key + stop))
+            seen = (key + start, key + stop)
+            yield Rectangle(self.row + n * self.rows, self.rows, 0, key, keys, pairs, heads, seen, band=self.band)
 
 
 def page_step(table: Ints) -> int | None:
@@ -341,12 +347,12 @@ class Plan(Value):
         """
         return self.summary.floor_us(find_card(card))
 
-    def show(self, card: str | Card = "H200") -> None:
-        """Print the work list in a few lines, with the floor in microseconds for a named card."""
-        print(self.summary.text(find_card(card), self.launch))
+    def show(self, card: str | Card = "H200") -> str:
+        """The work list as a few lines of text, with the floor in microseconds for a named card: print it."""
+        return self.summary.text(find_card(card), self.launch)
 
-    def draw(self, path: str) -> None:
-        """Write a picture (PNG, SVG, PDF by the path's ending) of which rows meet which keys."""
+    def draw(self, path: AnyPath) -> None:
+        """Write a picture of which rows meet which keys, a PNG or an SVG by the path's ending."""
         draw_plan(self, path)
 
 

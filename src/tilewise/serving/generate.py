@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -133,6 +134,7 @@ def _progress(shown: bool, total: int) -> Iterator[Callable[[], None]]:
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     columns = (TextColumn("generate"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True)) as bar:
+    plain = bool(os.environ.get("NO_COLOR"))  # then no control codes: the bar is written once, at the end
+    with Progress(*columns, console=Console(stderr=True, force_terminal=False if plain else None)) as bar:
         task = bar.add_task("generate", total=total)
         yield lambda: bar.advance(task)

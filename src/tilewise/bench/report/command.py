@@ -43,9 +43,9 @@ def report(
     from .compare import compare
     from .model import dump, load, save
 
-    data = _paths(output, force)
     where, chosen, ladder = _chosen(device, quick, only)
     old = None if against is None else load(against)
+    data = _paths(output, force)
     found = _measure(chosen, where, quick, only, loops, ladder)
     comparison = None if old is None else compare(old, found)
     save(dump(found), data)
@@ -58,17 +58,16 @@ def report(
 
 
 def _paths(output: Path, force: bool) -> Path:
-    """Where the JSON goes. What cannot be written is said now, and not after minutes of measuring."""
+    """Where the JSON goes, in a folder that is there now. What cannot be written is said before it is measured."""
     if output.suffix not in (".html", ".htm"):
         raise typer.BadParameter(f"must end in .html, got {str(output)!r}", param_hint="--output")
     data = output.with_suffix(".json")
-    if not output.parent.is_dir():
-        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(output.parent))
     for path in (output, data):
         if path.is_dir():
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
         if path.exists() and not force:
             raise FileExistsError(f"{path} exists: --force overwrites it")
+    output.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryFile(dir=output.parent):
         return data
 
@@ -76,13 +75,13 @@ def _paths(output: Path, force: bool) -> Path:
 def _chosen(device: str | None, quick: bool, only: str) -> tuple[str, list[Entry], bool]:
     """The device, the rows asked for, and whether the ladder is."""
     from ..commands import _device
+    from ..workloads import check_device
     from .gather import LADDER
     from .rows import entries
 
     where = _device(device)
-    if where.partition(":")[0] not in ("cpu", "cuda"):
-        raise typer.BadParameter(f"must be cpu or cuda, got {where!r}", param_hint="--device")
     with usage():
+        check_device(where)
         rows = entries(where, quick)
     chosen = [entry for entry in rows if only.lower() in entry.row.name.lower()]
     ladder = only.lower() in LADDER

@@ -6,11 +6,12 @@
 // leaves out blocks of which its rows see nothing.
 //
 // With one place for K and one for V, V of a block travels while S = Q Kᵀ and the softmax run, and the next K while
-// P V runs: K stays until the softmax is done, in case S has to be computed again. Further stages let loads start
-// earlier, and with two of both one barrier per block is enough.
+// P V runs: K stays until the softmax is done, in case S has to be computed again. With two places each, the next K and
+// V travel while this block's are used, and one barrier per block is enough; they are asked for between the products of
+// Q Kᵀ, which leave the time for it.
 //
 // Constants, besides those that forward.cu has:
-// kWarpRows: query rows per warp. kStagesK, kStagesV: places for K and V, 1 or 2, of K at least as many as of V.
+// kWarpRows: query rows per warp. kStages: places for K, and for V: 1 or 2.
 // Operand: what products are made of, Element or half in place of FP8. kVectors: rows begin at multiples of 16 bytes.
 // kCudaCores: products on CUDA cores, of float32. kBlocksEach: thread blocks that a multiprocessor is to hold.
 #include "prefill/closing.cuh"
@@ -21,9 +22,11 @@
 constexpr int kM = kWarpRows / 16, kSteps = kHeadDim / warp::kDepth<Operand>, kTaken = warp::kTogether<Operand>;
 // Steps of Q Kᵀ that stand in the code: all of them, but for float32, whose splits would all be made at once
 constexpr int kUnrolled = sizeof(Operand) == 4 ? 1 : kSteps;
+// Sixteens of rows whose lanes vote together on whether references still serve. Two take registers wide heads lack.
+constexpr int kVoting = kHeadDim <= 64 ? kM : 1;
 constexpr bool kFp8Products = sizeof(Operand) == 1;
 constexpr int kLift = lift_of<Operand>(), kWitness = witness_of<Operand>();
-static_assert(kStagesK >= kStagesV && kStagesK <= 2 && (kStagesK == 1 || !kWiden));
+static_assert(kStages <= 2 && (kStages == 1 || !kWiden));
 
 // Sixteen of a warp's rows, and the block of keys at hand
 struct Sixteen : Scoring<Sixteen> {
@@ -84,8 +87,9 @@ struct Worker {
     }
     TILE_DEVICE bool sees(int n) const { return n >= met.begin && n < met.end; }
 
-    // S = Q Kᵀ
-    TILE_DEVICE void multiply_qk(const TileKv& sK) {
+    // S = Q Kᵀ; between(part): what is done after the first products of each of kParts parts
+    static constexpr int kParts = kSteps < 4 ? kSteps : 4;
+    template <class Between> TILE_DEVICE void multiply_qk(const TileKv& sK, Between between) {
 #pragma unroll
         for (int m = 0; m < kM; m++) warp::zero(acc_s[m]);
         if constexpr (kCudaCores) return warp::ffma_qk(acc_s, TileQ(0), first_row(), sK);
@@ -95,6 +99,7 @@ struct Worker {
 #pragma unroll
             for (int i = 0; i < kTaken * kM; i++) take(a[i / kM][i % kM], step + i / kM, i % kM);
             warp::mma_qk_step(acc_s, a, sK, step / kTaken);
+            if (step % (kSteps / kParts) == 0) between(step / (kSteps / kParts));
         }
     }
     // Q's fragment of one step and sixteen
@@ -161,22 +166,36 @@ struct Worker {
             }
         } else {
 #pragma unroll
-            for (int m = 0; m < kM; m++) {
-                float sum[2];
-                if (warp::lazy_softmax<kWitness>(acc_s[m], sum, state[m], scale_log2)) {
-                    float correction[2];
-                    warp::raise<kLift>(acc_s[m], sum, correction, state[m], scale_log2, [&](float (&)[kTileKv / 2]) {
-                        again(m, sK, Sixteen(args, function, n, m));
-                    });
-                    warp::scale_rows(acc_o[m], correction);
-                } else {
-                    warp::add_sums(state[m], sum);
-                }
-            }
+            for (int first = 0; first < kM; first += kVoting) quick_rows(n, first, sK);
         }
     }
-    TILE_DEVICE void weigh(int n, const TileKv& sK) {
-        multiply_qk(sK);
+    // The same for kVoting sixteens, whose lanes vote once. The vote stands between the exponentials and P V.
+    TILE_DEVICE void quick_rows(int n, int first, const TileKv& sK) {
+        float sum[kVoting][2];
+        bool some = false;
+#pragma unroll
+        for (int i = 0; i < kVoting; i++) {
+            warp::exponentiate(acc_s[first + i], sum[i], state[first + i], scale_log2);
+            some = some || warp::overflows<kWitness>(sum[i]);
+        }
+        some = ptx::any(some);
+#pragma unroll
+        for (int i = 0; i < kVoting; i++) {
+            const int m = first + i;
+            if (some && (kVoting == 1 || ptx::any(warp::overflows<kWitness>(sum[i])))) raise(n, m, sK, sum[i]);
+            else warp::add_sums(state[m], sum[i]);
+        }
+    }
+    // The references of some rows of sixteen no longer serve.
+    TILE_DEVICE void raise(int n, int m, const TileKv& sK, float (&sum)[2]) {
+        float correction[2];
+        warp::raise<kLift>(acc_s[m], sum, correction, state[m], scale_log2, [&](float (&)[kTileKv / 2]) {
+            again(m, sK, Sixteen(args, function, n, m));
+        });
+        warp::scale_rows(acc_o[m], correction);
+    }
+    template <class Between> TILE_DEVICE void weigh(int n, const TileKv& sK, Between between) {
+        multiply_qk(sK, between);
         if (n == met.end - 1 || n >= full.end || n < full.begin) careful(n);
         else if (Function::kScore && Function::kByRow && Sixteen(args, function, n, 0).all_inside()) quick<true>(n, sK);
         else quick<false>(n, sK);
@@ -197,6 +216,11 @@ struct Worker {
     }
 };
 
+template <int kParts, class Each> TILE_DEVICE void each_part(Each each) {
+#pragma unroll
+    for (int part = 0; part < kParts; part++) each(part);
+}
+
 extern "C" __global__ void __launch_bounds__(kThreads, kBlocksEach)
     forward_mma(const __grid_constant__ ForwardArgs args, const __grid_constant__ Function function) {
     if (threadIdx.x == 0) {
@@ -207,6 +231,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksEach)
             tile.descale_v = descale_of(args.descale_v, tile);
         }
         work()[0] = tile;
+        if (tile.row >= 0) find_sources(args, tile);
     }
     ptx::sync_threads();
     const WorkTile tile = work()[0];
@@ -217,8 +242,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksEach)
     loader.tell_first(tile);
     load_q(args, tile);
     if constexpr (kTold) ptx::sync_threads();
-    loader.load_k(work()[0], n);
-    if constexpr (kStagesV == 2) loader.load_v(work()[0], n);
+    loader.load(work()[0], 0, n);
+    if constexpr (kStages == 2) loader.load(work()[0], 1, n);
     ptx::copy_async_commit();
     Worker worker(args, function, tile);
     for (bool first = true;; first = false) {
@@ -226,28 +251,35 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksEach)
         loader.widen_k(n);
         ptx::sync_threads();  // K of this block is there, and P V of the one before is done
         if (first) worker.take_q();
-        if constexpr (kStagesV == 1) {
-            loader.load_v(work()[0], n);
+        const bool sees = worker.sees(n), more = n > begin;
+        const TileKv sK(place_of(0, n)), sV(place_of(1, n));
+        if constexpr (!kWoven) {
+            if (kStages == 1 || more) loader.load(work()[0], 1, kStages == 1 ? n : n - 1);
+            if (kStages == 2 && more) loader.load(work()[0], 0, n - 1);
             ptx::copy_async_commit();
         }
-        if (kStagesK == 2 && n > begin) loader.load_k(work()[0], n - 1);
-        if (kStagesV == 2 && n > begin) loader.load_v(work()[0], n - 1);
-        ptx::copy_async_commit();
         loader.tell_next(work()[0], n);
-        const TileKv sK(kAtK + n % kStagesK * TileKv::kBytes), sV(kAtV + n % kStagesV * TileKv::kBytes);
-        const bool sees = worker.sees(n);
-        if (sees) worker.weigh(n, sK);
-        if constexpr (kStagesV == 1) {
-            ptx::copy_async_wait<1>();
+        if constexpr (kWoven) {
+            const Copies k(0, args.k_strides, n - 1), v(1, args.v_strides, n - 1);
+            auto ask = [&](int part) {
+                k.some<Worker::kParts>(n - 1, part, more);
+                v.some<Worker::kParts>(n - 1, part, more);
+            };
+            if (sees) worker.weigh(n, sK, ask);
+            else each_part<Worker::kParts>(ask);
+            ptx::copy_async_commit();
+        } else if (sees) {
+            worker.weigh(n, sK, [](int) {});
+        }
+        if constexpr (kStages == 1) {
+            ptx::copy_async_wait<0>();
             loader.widen_v(n);
             ptx::sync_threads();  // V is there, and nobody needs K any more
-            if (kStagesK == 1 && n > begin) {
-                loader.load_k(work()[0], n - 1);
-                ptx::copy_async_commit();
-            }
+            if (more) loader.load(work()[0], 0, n - 1);
+            ptx::copy_async_commit();
         }
         if (sees) worker.multiply_pv(sV);
-        if (n == begin) break;
+        if (!more) break;
         n--;
     }
     worker.finish();

@@ -20,13 +20,15 @@ using TileKv = Tile<kTileKv>;
 constexpr int kArriving = kHeadDim * int(sizeof(Element)) / 16;                        // chunks per row
 constexpr int kValid = kColumns * int(sizeof(Element)) / 16;                           // of them, those with columns
 constexpr int kAcross = (kArriving & -kArriving) < 32 ? (kArriving & -kArriving) : 32;  // a power of two
-constexpr int kStep = kThreads / kAcross;
+constexpr int kStep = kThreads / kAcross, kInChunk = 16 / int(sizeof(Element));
 template <int kRows> constexpr int kCopies = (kRows + kStep - 1) / kStep * (kArriving / kAcross);  // per thread
 
-// Shared memory: Q, K, V; K and V as they arrive, if they are widened; the tile; what the boxes of four blocks hold
+// Shared memory: Q, K, V; K and V as they arrive, if they are widened; the tile; where its K and V begin; what the
+// boxes of four blocks hold
 constexpr int kRawBytes = kWiden && kVectors ? kCopies<kTileKv> * kThreads * 16 : 0;
-constexpr int kAtK = TileQ::kBytes, kAtV = kAtK + kStagesK * TileKv::kBytes, kAtRaw = kAtV + kStagesV * TileKv::kBytes;
-constexpr int kAtTile = kAtRaw + 2 * kRawBytes, kAtUnits = kAtTile + int(sizeof(WorkTile));
+constexpr int kRing = kStages * TileKv::kBytes, kAtK = TileQ::kBytes, kAtV = kAtK + kRing, kAtRaw = kAtV + kRing;
+constexpr int kAtTile = kAtRaw + 2 * kRawBytes, kAtSources = kAtTile + int(sizeof(WorkTile));
+constexpr int kAtUnits = kAtSources + 16;
 constexpr int kSlots = 4, kSlotBytes = 4 * kBoxes;
 constexpr int kAtPages = kAtUnits + (kListed ? kSlots * kSlotBytes : 0);
 constexpr int kAtThere = kAtPages + (kPageSize > 0 ? kSlots * kSlotBytes : 0);
@@ -34,6 +36,18 @@ constexpr bool kTold = kListed || kPageSize > 0;  // where a block's rows come f
 static_assert(kBoxes <= kThreads, "a thread per box");
 
 TILE_DEVICE Shared<WorkTile> work() { return Shared<WorkTile>(kAtTile); }
+// The first key of the tile's sequence and head, in K and in V; of pages, that of the first page
+TILE_DEVICE Shared<const Element*> sources() { return Shared<const Element*>(kAtSources); }
+TILE_DEVICE void find_sources(const ForwardArgs& args, const WorkTile& tile) {
+    auto find = [&](const void* base, const Strides& strides) {
+        int64_t first = tile.kv_head * strides.head;
+        if constexpr (kPageSize == 0)
+            first += (args.list ? 0 : tile.sequence * strides.batch) + tile.k_start * strides.row;
+        return static_cast<const Element*>(base) + first;
+    };
+    sources()[0] = find(args.k, args.k_strides);
+    sources()[1] = find(args.v, args.v_strides);
+}
 // By the last bits of a block's number: its boxes' units, as lists have them; the pages that hold them; and where
 // blocks of keys have lengths, how many of their keys are there
 TILE_DEVICE Shared<int> units_of(int n) { return Shared<int>(kAtUnits + n % kSlots * kSlotBytes); }
@@ -66,9 +80,12 @@ template <class T, class E> TILE_DEVICE void put_element(const T& tile, int row,
     }
 }
 
-// Each of this thread's copies of a tile of kRows rows: each(row, chunk, i), i the copy's number
+// Each of this thread's copies of a tile of kRows rows: each(row, chunk, i), i the copy's number. The first is that
+// of row first_row_copied() and chunk first_chunk_copied().
+TILE_DEVICE int first_row_copied() { return threadIdx.x / kAcross; }
+TILE_DEVICE int first_chunk_copied() { return threadIdx.x % kAcross; }
 template <int kRows, class Each> TILE_DEVICE void each_copy(Each each) {
-    const int row = threadIdx.x / kAcross, chunk = threadIdx.x % kAcross;
+    const int row = first_row_copied(), chunk = first_chunk_copied();
     int i = 0;
 #pragma unroll
     for (int r = 0; r < kRows; r += kStep)
@@ -106,7 +123,6 @@ TILE_DEVICE void load_q(const ForwardArgs& args, const WorkTile& tile) {
         each_copy<kTileQ>([&](int row, int chunk, int) {
             const Element* from = at(row);
             const bool there = from && has_columns(chunk);
-            constexpr int kInChunk = 16 / sizeof(Element);
             if constexpr (kWiden) {
                 const Global<const Vector16> g{reinterpret_cast<const Vector16*>(from + chunk * kInChunk)};
                 put_wide(sQ, row, chunk, there ? Vector16(g[0]) : Vector16{});
@@ -118,6 +134,47 @@ TILE_DEVICE void load_q(const ForwardArgs& args, const WorkTile& tile) {
 }
 
 // ---- blocks of K and V ------------------------------------------------------------------------------------------
+// Where block n of K or V (source 0 or 1) goes; n may be −1, of which nothing is there
+TILE_DEVICE uint32_t place_of(int source, int n) {
+    return (source ? kAtV : kAtK) + (n & (kStages - 1)) * TileKv::kBytes;
+}
+// This thread's copies of one block. Where blocks follow each other in memory and have two places, the copies are made
+// between products (kWoven).
+constexpr int kAlong = kArriving / kAcross, kBlockCopies = kCopies<kTileKv>;
+constexpr bool kWoven = !kTold && kVectors && kStages == 2;
+struct Copies {
+    const Strides& strides;
+    const Element* first;  // this thread's first row and chunk of the block that begins where the source does
+    uint32_t to, begin;
+
+    TILE_DEVICE Copies(int source, const Strides& s, int n)
+        : strides(s), first(sources()[source]), to(place_of(source, n)) {
+        first += first_row_copied() * strides.row + first_chunk_copied() * kInChunk;
+        begin = kWiden ? ptx::shared_address(kAtRaw + source * kRawBytes) + threadIdx.x * 16
+                       : TileKv(to).address(first_row_copied(), first_chunk_copied());
+    }
+    // Copy i, `further` elements on. Of what is not there no byte is read, wherever it would lie.
+    TILE_DEVICE void one(int i, int64_t further, bool there) const {
+        // Where the swizzle comes round with the rows of a step, a thread's copies lie a constant apart.
+        constexpr bool kEvenly = kStep % TileKv::kTurns == 0 && kAlong == 1;
+        const int row = first_row_copied() + i / kAlong * kStep, along = i % kAlong * kAcross;
+        const int chunk = first_chunk_copied() + along;
+        const uint32_t at = kWiden ? begin + i * kThreads * 16
+                            : kEvenly ? begin + i * kStep * TileKv::kRowBytes
+                                      : TileKv(to).address(row, chunk);
+        ptx::copy_async_16(at, first + (further + along * kInChunk), there && has_columns(chunk) ? 16 : 0);
+    }
+    // Part `part` of kParts of block n, if it is there, and all of its rows with it
+    template <int kParts> TILE_DEVICE void some(int n, int part, bool there) const {
+#pragma unroll
+        for (int i = part * kBlockCopies / kParts; i < (part + 1) * kBlockCopies / kParts; i++) {
+            const int r = i / kAlong * kStep, row = first_row_copied() + r;
+            if (kTileKv % kStep == 0 || row < kTileKv)
+                one(i, (int64_t(n) * kTileKv + r) * strides.row, there);
+        }
+    }
+};
+
 struct Loader {
     const ForwardArgs& args;
     // This thread's box of the next block that is to be told of, and its unit of the one after. All are read a block
@@ -176,61 +233,68 @@ struct Loader {
         }
     }
 
-    // Asks for block n of K or V, which goes to `to`; raw: where it arrives if it is widened
-    TILE_DEVICE void load(const WorkTile& tile, const void* base, const Strides& strides, int n, uint32_t to,
-                          uint32_t raw) const {
-        const TileKv s(to);
-        const Element* first = static_cast<const Element*>(base) + tile.kv_head * strides.head;
-        auto place = [&](int row, int chunk, int i) {
-            return kWiden ? ptx::shared_address(raw + (i * kThreads + threadIdx.x) * 16) : s.address(row, chunk);
-        };
-        constexpr int kInChunk = 16 / sizeof(Element);
-        if constexpr (kTold) {
-            auto at = [&](int row) -> const Element* {
-                const int box = row / kBoxRows, inside = row % kBoxRows;
-                const int key = kListed ? key_of_unit(units_of(n)[box]) + inside : n * kTileKv + row;
-                if (key >= tile.seqlen_k || (kLengths && inside >= there_of_block(n)[box])) return nullptr;
-                if constexpr (kPageSize > 0)
-                    return first + (pages_of(n)[box] * strides.batch + key % kPage * strides.row);
-                else
-                    return first + ((args.list ? 0 : tile.sequence * strides.batch) +
-                                    (tile.k_start + key) * strides.row);
-            };
-            if constexpr (!kVectors) {
-                load_elements<kTileKv>(s, at);
-            } else {
-                each_copy<kTileKv>([&](int row, int chunk, int i) {
-                    const Element* from = at(row);
-                    const bool is = from && has_columns(chunk);
-                    ptx::copy_async_16(place(row, chunk, i), is ? from + chunk * kInChunk : first, is ? 16 : 0);
-                });
-            }
+    // What was told of a box of block n; where it begins, in elements after its source; how many of its rows are there
+    struct Box {
+        int unit, page, there;
+        TILE_DEVICE Box() {}
+        TILE_DEVICE Box(int n, int box) {
+            if constexpr (kListed) unit = units_of(n)[box];
+            if constexpr (kPageSize > 0) page = pages_of(n)[box];
+            if constexpr (kLengths) there = there_of_block(n)[box];
+        }
+        TILE_DEVICE int key(int n, int box) const {
+            return kListed ? key_of_unit(unit) : n * kTileKv + box * kBoxRows;
+        }
+        TILE_DEVICE int64_t from(const Strides& strides, int first_key) const {
+            if constexpr (kPageSize > 0) return page * strides.batch + first_key % kPage * strides.row;
+            else return first_key * strides.row;
+        }
+        TILE_DEVICE int rows(int left) const { return kLengths && there < left ? there : left; }
+    };
+
+    // Asks for block n of K or V (source 0 or 1)
+    TILE_DEVICE void load(const WorkTile& tile, int source, int n) const {
+        const Strides& strides = source ? args.v_strides : args.k_strides;
+        if constexpr (!kVectors) {
+            const Element* first = sources()[source];
+            load_elements<kTileKv>(TileKv(place_of(source, n)), [&](int row) -> const Element* {
+                const Box box(n, row / kBoxRows);
+                const int inside = row % kBoxRows, key = box.key(n, row / kBoxRows);
+                return inside < box.rows(tile.seqlen_k - key) ? first + (box.from(strides, key) + inside * strides.row)
+                                                              : nullptr;
+            });
+        } else if (!kTold && (n + 1) * kTileKv <= tile.seqlen_k) {
+            copy<true>(tile, source, strides, n);
         } else {
-            first += (args.list ? 0 : tile.sequence * strides.batch) +
-                     (tile.k_start + int64_t(n) * kTileKv) * strides.row;
-            const int rows = tile.seqlen_k - n * kTileKv;
-            if constexpr (!kVectors) {
-                load_elements<kTileKv>(s, [&](int row) { return row < rows ? first + row * strides.row : nullptr; });
-            } else {
-                const Element* mine = first + threadIdx.x / kAcross * strides.row + threadIdx.x % kAcross * kInChunk;
-                auto copy = [&](bool whole) {
-                    const int row0 = threadIdx.x / kAcross, chunk0 = threadIdx.x % kAcross;
-                    each_copy<kTileKv>([&](int row, int chunk, int i) {
-                        const bool is = (whole || row < rows) && has_columns(chunk);
-                        const Element* from = mine + ((row - row0) * strides.row + (chunk - chunk0) * kInChunk);
-                        ptx::copy_async_16(place(row, chunk, i), is ? from : first, is ? 16 : 0);
-                    });
-                };
-                if (rows >= kTileKv) copy(true);
-                else copy(false);
-            }
+            copy<false>(tile, source, strides, n);
         }
     }
-    TILE_DEVICE void load_k(const WorkTile& tile, int n) const {
-        load(tile, args.k, args.k_strides, n, kAtK + n % kStagesK * TileKv::kBytes, kAtRaw);
-    }
-    TILE_DEVICE void load_v(const WorkTile& tile, int n) const {
-        load(tile, args.v, args.v_strides, n, kAtV + n % kStagesV * TileKv::kBytes, kAtRaw + kRawBytes);
+    // kWhole: all rows of the block are there.
+    template <bool kWhole>
+    TILE_DEVICE void copy(const WorkTile& tile, int source, const Strides& strides, int n) const {
+        // Do all of a thread's copies of some rows lie in one box, the same for every thread? Then what was told of the
+        // boxes is read first: a copy would hold up what is read after it.
+        constexpr bool kSteady = kBoxRows % kStep == 0;
+        constexpr int kCopiesEach = kSteady ? kBoxRows / kStep * kAlong : 1;
+        const Copies copies(source, strides, n);
+        const int row0 = first_row_copied(), seqlen_k = tile.seqlen_k;
+        Box told[kSteady ? kBoxes : 1];
+        if constexpr (kSteady && kTold)
+#pragma unroll
+            for (int box = 0; box < kBoxes; box++) told[box] = Box(n, box);
+        int64_t from = 0;
+        int rows = 0;
+        each_copy<kTileKv>([&](int row, int, int i) {
+            const int r = row - row0, inside = kSteady ? row0 + r % kBoxRows : row % kBoxRows;
+            if (i % kCopiesEach == 0) {  // another box
+                const int box = kSteady ? r / kBoxRows : row / kBoxRows;
+                if (!kSteady) told[0] = Box(n, box);
+                const int key = told[kSteady ? box : 0].key(n, box);
+                from = told[kSteady ? box : 0].from(strides, key);
+                rows = told[kSteady ? box : 0].rows(seqlen_k - key);
+            }
+            copies.one(i, from + (inside - row0) * strides.row, kWhole || inside < rows);
+        });
     }
     // Widens what this thread has asked for and waited for
     static TILE_DEVICE void widen(uint32_t to, uint32_t raw) {
@@ -239,6 +303,6 @@ struct Loader {
                 put_wide(TileKv(to), row, chunk, Vector16(Shared<Vector16>(raw)[i * kThreads + threadIdx.x]));
             });
     }
-    static TILE_DEVICE void widen_k(int n) { widen(kAtK + n % kStagesK * TileKv::kBytes, kAtRaw); }
-    static TILE_DEVICE void widen_v(int n) { widen(kAtV + n % kStagesV * TileKv::kBytes, kAtRaw + kRawBytes); }
+    static TILE_DEVICE void widen_k(int n) { widen(place_of(0, n), kAtRaw); }
+    static TILE_DEVICE void widen_v(int n) { widen(place_of(1, n), kAtRaw + kRawBytes); }
 };

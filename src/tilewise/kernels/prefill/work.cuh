@@ -106,7 +106,10 @@ TILE_DEVICE WorkTile work_tile(const ForwardArgs& args, int number) {
         const ListHead list = Global<const ListHead>{reinterpret_cast<const ListHead*>(args.list)}[0];
         const Divisor tiles = list.tiles;
         if (tiles.divisor == 0) return tile;
-        const int head = tiles.quotient(number), entry = number - head * int(tiles.divisor);
+        // Heads run in groups, as below: a group takes the list's tiles in order, each tile for all its heads.
+        const int of_group = args.together.quotient(number), group = tiles.quotient(of_group);
+        const int entry = of_group - group * int(tiles.divisor);
+        const int head = number + (group - of_group) * int(args.together.divisor);
         if (head >= int(args.tile_heads.divisor)) return tile;
         tile = Global<const WorkTile>{reinterpret_cast<const WorkTile*>(args.list + kListHeader)}[entry];
         tile.head = head;

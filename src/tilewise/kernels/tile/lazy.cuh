@@ -82,11 +82,15 @@ TILE_DEVICE bool standing_softmax(float (&acc_s)[kSize], float (&correction)[2],
 // at most 2^3 · keys of a tile / 4, which for up to 224 keys stays below. l > 2^2 there, and all else is as above.
 constexpr float kRecoverable = 1.2676506002e30f;  // 2^100
 
+// Does the reference no longer serve one of this lane's rows, of whose exponentials these are its sums?
+template <int kWitness> TILE_DEVICE bool overflows(const float (&sum)[2]) {
+    return !(fmaxf(sum[0], sum[1]) <= float(kWitness));
+}
 // P and its sums, and whether the reference no longer serves some row of the warp: then `raise` has to follow.
 template <int kWitness, int kSize>
 TILE_DEVICE bool lazy_softmax(float (&acc_s)[kSize], float (&sum)[2], const RowState& state, float scale_log2) {
     exponentiate(acc_s, sum, state, scale_log2);
-    return ptx::any(!(fmaxf(sum[0], sum[1]) <= float(kWitness)));
+    return ptx::any(overflows<kWitness>(sum));
 }
 TILE_DEVICE void add_sums(RowState& state, const float (&sum)[2]) {
     state.sum[0] += sum[0];
