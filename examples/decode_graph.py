@@ -1,4 +1,4 @@
-"""A decode loop of your own: one plan for many steps, and on a GPU one CUDA graph that is replayed over growing sequences.
+"""A decode loop of your own: a plan that grows, and on a GPU a CUDA graph that is replayed over growing sequences.
 
     python examples/decode_graph.py
 
@@ -24,7 +24,7 @@ WIDTH = HEADS * HEAD_DIM
 
 
 class Attention:
-    """A model of attention layers: embedding, projections, and logits by the embedding again."""
+    """A model of attention layers: an embedding, projections, and a matrix that makes logits."""
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
         generator = torch.Generator().manual_seed(0)
@@ -32,7 +32,8 @@ class Attention:
         def weight(*shape: int) -> torch.Tensor:
             return (torch.randn(shape, generator=generator) * shape[-2] ** -0.5).to(device, dtype)
 
-        self.embedding = weight(VOCAB, WIDTH)
+        self.embedding = weight(VOCAB, WIDTH) * WIDTH**0.5
+        self.logits = weight(WIDTH, VOCAB)
         self.inputs = weight(LAYERS, WIDTH, (HEADS + 2 * KV_HEADS) * HEAD_DIM)
         self.outputs = weight(LAYERS, WIDTH, WIDTH)
 
@@ -51,7 +52,7 @@ class Attention:
             all_k, all_v = cache.gather(layer, seq)
             o = tilewise.attention(q[None], all_k[None].to(q.dtype), all_v[None].to(q.dtype), causal=True)
             x = x + o[0].flatten(1) @ self.outputs[layer]
-        return int((x[-1] @ self.embedding.T).argmax())
+        return int((x[-1] @ self.logits).argmax())
 
     def step(
         self, cache: tilewise.PagedKVCache, slots: tilewise.kvcache.Slots, plan: tilewise.DecodePlan, x: torch.Tensor
@@ -62,7 +63,7 @@ class Attention:
             cache.write(layer, slots, k, v)
             o = tilewise.decode(q[:, None].contiguous(), cache, layer, plan)
             x = x + o.flatten(1) @ self.outputs[layer]
-        return (x @ self.embedding.T).argmax(-1)
+        return (x @ self.logits).argmax(-1)
 
 
 @torch.no_grad()
@@ -80,9 +81,7 @@ def main() -> None:
     model = Attention(device, torch.bfloat16 if on_gpu else torch.float32)
     pages = (args.prompt + 16) // 16 + args.sequences * (args.steps // 16 + 3)
     kv_format = "bf16" if on_gpu else "fp32"
-    cache = tilewise.PagedKVCache(
-        pages, 16, KV_HEADS, HEAD_DIM, num_layers=LAYERS, kv_format=kv_format, device=device
-    )
+    cache = tilewise.PagedKVCache(pages, 16, KV_HEADS, HEAD_DIM, num_layers=LAYERS, kv_format=kv_format, device=device)
     prefix = tilewise.PrefixCache(cache)
 
     seqs, answers = [], []
@@ -124,21 +123,22 @@ def main() -> None:
             answer.append(token)
     seconds = time.perf_counter() - started
 
-    print(plan.show() if plan is not None else "no steps")
-    print(f"\n{args.steps} steps of {args.sequences} sequences in {seconds:.2f} s: {plans} plans, {captures} captures, ", end="")
-    print(f"{replays} replays, {args.steps - replays} steps call by call")
+    if plan is not None:
+        print(f"the last {plan.show()}\n")
+    print(f"{args.steps} steps of {args.sequences} sequences in {seconds:.2f} s:")
+    print(f"  {plans} plans, {captures} captures, {replays} replays, {args.steps - replays} steps call by call")
     print("the first answer:", answers[0][:12], "…")
     check(model, prompt, answers)
 
 
 def check(model: Attention, prompt: list[int], answers: list[list[int]]) -> None:
-    """Compute the first sequence again, all at once and without a cache: every token is the likeliest one, or nearly."""
+    """Compute the first sequence again, at once and without a cache: every token is the likeliest one, or nearly."""
     x = model.embedding[[*prompt, 0, *answers[0][:-1]]]
     for layer in range(LAYERS):
         q, k, v = model.projected(layer, x)
         o = tilewise.attention(q[None].contiguous(), k[None].contiguous(), v[None].contiguous(), causal=True)
         x = x + o[0].flatten(1) @ model.outputs[layer]
-    logits = (x @ model.embedding.T).float()[len(prompt) :]
+    logits = (x @ model.logits).float()[len(prompt) :]
     chosen = logits.gather(1, torch.tensor(answers[0], device=logits.device)[:, None])[:, 0]
     short = (logits.amax(1) - chosen).max().item()
     print(f"computed at once, no chosen token is more than {short:.2g} below the largest logit")

@@ -56,7 +56,9 @@ def told(tokenizer: Any, tokens: list[int]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path, help="a folder with config.json and weights; default: a tiny random Llama")
+    parser.add_argument(
+        "--model", type=Path, help="a folder with config.json and weights; default: a tiny random Llama"
+    )
     parser.add_argument("--question", action="append", help="may be given several times")
     parser.add_argument("--new-tokens", type=int, default=16, help="of each answer at most (%(default)s)")
     args = parser.parse_args()
