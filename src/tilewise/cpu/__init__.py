@@ -22,7 +22,7 @@ from tilewise.cpu.lines import line_state
 from tilewise.cpu.scoring import Scoring, View, count_up
 from tilewise.cpu.tiles import KV as KV
 from tilewise.cpu.tiles import repeated, tile_state
-from tilewise.plan.tiles import Band, BlockTiles, DecodePlan, PagedTiles, Plan, Tiles, page_step
+from tilewise.plan.tiles import OPEN, Band, BlockTiles, DecodePlan, PagedTiles, Plan, Tiles, page_step
 from tilewise.state import Accumulator
 
 if TYPE_CHECKING:
@@ -167,6 +167,11 @@ def _finish(states: Accumulator, q: torch.Tensor, out: torch.Tensor | None) -> K
     return out, states.lse
 
 
+def _sound(k: torch.Tensor) -> bool:
+    """Are there no NaN and no infinities? Added to −inf, those of hidden keys would reach rows that do not see them."""
+    return bool(k.sum(dtype=torch.float32).isfinite())
+
+
 def _regular_state(item: Tiles, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scoring: Scoring) -> KV:
     """The state of a regular item: o (count, rows, heads, D), lse (count, rows, heads)."""
     if q.dim() == 4 and item.rows > q.shape[1]:  # rows of several sequences over one prefix: packed in the batch
@@ -180,7 +185,7 @@ def _regular_state(item: Tiles, q: torch.Tensor, k: torch.Tensor, v: torch.Tenso
     rows = [item.row + n * item.row_step - starts.row_starts[b] for n, b in enumerate(members)]
     keys = [item.key + n * item.key_step - starts.key_starts[b] for n, b in enumerate(members)]
     # Of all: copies of a tile differ in sequence or run down one diagonal.
-    if scoring.slopes is not None and not scoring.changes:
+    if scoring.slopes is not None and not scoring.changes and (item.band == OPEN or _sound(tile_k)):
         origin = rows[0] + starts.diagonals[members[0]] - keys[0]
         slopes = scoring.slopes[members if len(set(members)) > 1 else members[:1]]
         return line_state(tile_q, tile_k, tile_v, scoring, slopes, origin, item.band)
