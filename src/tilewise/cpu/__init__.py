@@ -1,8 +1,9 @@
 """The CPU backend: walks a Plan with PyTorch ops.
 
-The inner tile (tiles.py) is torch's own flash kernel, which also returns the LSE; it knows neither soft-capping nor
-ALiBi nor score functions, so those run as float32 matmul tiles. Nothing here is ever larger than a tile's scores:
-SCORES_PER_TILE bounds them. blocks.py runs block-sparse tiles, scoring.py says what happens to scores.
+The inner tile (tiles.py) is torch's own flash kernel, which also returns the LSE. ALiBi goes through it as a mask that
+is one line in memory (lines.py). It knows neither soft-capping nor score functions: those run as float32 products
+(products.py). Nothing here is ever as large as all scores: MASK_VALUES and SCORES_PER_TILE bound what is held of them.
+blocks.py runs block-sparse tiles, scoring.py says what happens to scores.
 
 What this backend learned the hard way: fresh buffers of megabytes cost more than the copies into them (page faults),
 so gathers reuse one workspace; a view costs nothing, so runs of consecutive pages and batches of equal tiles are
