@@ -19,6 +19,7 @@ KV = tuple[torch.Tensor, torch.Tensor]
 SCORES_PER_CORE = 1 << 18  # float32 scores held at once for each thread: 1 MiB, which about stay in its own cache
 SCORES_PER_TILE = 1 << 22  # and for all of them together
 PRODUCT_ROWS = 256  # of a tile, those of all query heads of a KV head together
+SCORED_ROWS, SCORED_KEYS = 128, 256  # the same, and keys, where a function makes scores
 LEAST_ROWS = 64  # of a tile, of one head
 # Weights below e^−80 of a row's largest are 0. exp takes 100 times as long from e^−87 on, where float32 has too few
 # bits, and 15 times as long for e^−∞; products of such weights take 20 times as long.
@@ -31,7 +32,7 @@ def product_state(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scoring: Sc
     n, rows, heads_q, _ = q.shape
     heads_kv = k.shape[2]
     group = heads_q // heads_kv
-    space = Space.of(rows, group, k)
+    space = Space.of(rows, group, k, scoring.scored)
     o, lse = torch.empty_like(q), torch.empty(q.shape[:3], dtype=torch.float32, device="cpu")
     for b, head in product(range(n), range(0, heads_kv, space.heads)):
         kv = slice(head, min(head + space.heads, heads_kv))
@@ -60,13 +61,18 @@ class Space(NamedTuple):
     loaded: torch.Tensor
 
     @classmethod
-    def of(cls, all_rows: int, group: int, k: torch.Tensor) -> Space:
-        """For all_rows rows of `group` query heads per KV head over k (n, keys, Hkv, D)."""
+    def of(cls, all_rows: int, group: int, k: torch.Tensor, scored: bool) -> Space:
+        """For all_rows rows of `group` query heads per KV head over k (n, keys, Hkv, D).
+
+        scored: by a function. What that computes from row and key alone serves all heads of a tile, so a tile has many
+        heads then, of fewer rows and keys.
+        """
         _, all_keys, heads_kv, head_dim = k.shape
-        rows = max(1, min(all_rows, SCORES_PER_TILE // group, max(LEAST_ROWS, PRODUCT_ROWS // group)))
-        longest = max(512, SCORES_PER_CORE // head_dim)  # so that a tile's K and V stay in the caches, too
-        keys = max(1, min(all_keys, longest, min(SCORES_PER_CORE, SCORES_PER_TILE) // (group * rows)))
         at_once = min(SCORES_PER_CORE * torch.get_num_threads(), SCORES_PER_TILE)
+        most_rows, most_keys = (SCORED_ROWS, SCORED_KEYS) if scored else (PRODUCT_ROWS, SCORES_PER_CORE)
+        rows = max(1, min(all_rows, SCORES_PER_TILE // group, max(LEAST_ROWS, most_rows // group)))
+        longest = max(512, SCORES_PER_CORE // head_dim)  # so that a tile's K and V stay in the caches, too
+        keys = max(1, min(all_keys, longest, most_keys, min(SCORES_PER_CORE, SCORES_PER_TILE) // (group * rows)))
         heads = max(1, min(heads_kv, at_once // (group * rows * keys)))
         loaded = all_keys if all_rows > rows else 0 if k.dtype == torch.float32 else keys
         return cls(rows, keys, heads, _floats(heads * group * rows * keys), _floats(2, heads * loaded * head_dim))
