@@ -49,6 +49,20 @@ def test_the_same_kind_of_tensors_has_the_same_key():
         assert key_of(q.requires_grad_(), k, v) == key_of(*tensors()), "no gradient is wanted"
 
 
+def test_starts_and_page_tables_are_in_the_key():
+    """Of packed sequences; their values are not."""
+    q, k, v = (torch.zeros(16, 4, 64, dtype=BF16) for _ in range(3))
+    starts, table = torch.tensor([0, 5, 16], dtype=torch.int32), torch.zeros(2, 3, dtype=torch.int32)
+    known = [key_of(q, k, v, (*NONE, starts, starts, table)), key_of(q, k, v, (*NONE, starts, starts, None))]
+    assert known[0] == key_of(q, k, v, (*NONE, starts + 1, starts.clone(), table + 1))
+    others = (
+        (starts.long(), starts, table), (starts, starts.long(), table), (starts[:2], starts[:2], table),
+        (starts, starts, table[:, :2]), (starts, starts, table.long()),
+    )  # fmt: skip
+    keys = {*known, key_of(q, k, v), *(key_of(q, k, v, (*NONE, *other)) for other in others)}
+    assert len(keys) == 3 + len(others)
+
+
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("which", [0, 1, 2])
 def test_each_thing_about_each_tensor_is_in_the_key(which, change):

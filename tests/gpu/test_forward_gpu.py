@@ -29,6 +29,7 @@ from forward_cases import (
 from lazy_cases import KINDS, in_heads, jumps_at, known_scores, shapes
 
 from tilewise import BlockSchedule, attention, attention_varlen
+from tilewise.gpu.calls import calls as kept_calls
 
 pytestmark = pytest.mark.gpu
 CUDA = "cuda"
@@ -97,6 +98,21 @@ def test_packed_qkv_and_out_that_is_an_input():
         got = attention(*qkv.unbind(2), causal=True, return_lse=True, out=other[:, :, which])
         assert_same(got, want)
         assert other[:, :, which - 1].isnan().all()
+
+
+@pytest.mark.parametrize("page_size", [0, 16])
+def test_packed_calls_like_an_earlier_one_are_made_again(page_size):
+    """With other starts, other pages and another output; by one kept call."""
+    lengths = ((70, 1, 200), (200, 70, 1))
+    made = []
+    for seed, nq in enumerate(lengths):
+        q, k, v, *starts = packed(nq, nq, 4, 2, 64, seed=seed, device=CUDA)
+        options = {}
+        if page_size:
+            k, v, options["page_table"] = paged(k, v, starts[1], page_size, seed=seed)
+        check_varlen(q, k, v, *starts, causal=True, **options)
+        made.append(len(kept_calls()))
+    assert made[0] == made[1]
 
 
 @pytest.mark.parametrize("heads", [(32, 8), (8, 1), (16, 1), (3, 1), (10, 2), (7, 1), (1, 1)], ids=str)

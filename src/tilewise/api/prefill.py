@@ -250,27 +250,30 @@ def attention_varlen(
     descales = (q_descale, k_descale, v_descale)
     rest: dict[str, Any] = {"exact": exact, "return_lse": return_lse, "out": out, "backend": backend}
     pattern: dict[str, Any] = {"schedule": schedule, "mask": mask, "score": score}
-    if torch.compiler.is_compiling():
+    compiling, regular = torch.compiler.is_compiling(), schedule is None and mask is None and score is None
+    if compiling:
         packed = (q, k, v, cu_seqlens_q, cu_seqlens_k)
-        if all(x is None for x in pattern.values()):
+        if regular:
             return traced.attention_varlen(*packed, page_table, descales, **options, **rest)
         return traced.outside(attention_varlen, packed, descales, page_table=page_table, **pattern, **options, **rest)
+    key = None
+    if regular and _on_device(q, cu_seqlens_q, cu_seqlens_k):  # then nothing that is checked is a value
+        flags: tuple[Any, ...] = (causal, exact, return_lse, window, scale, softcap, backend)
+        others = (sinks, alibi_slopes, out, *descales, cu_seqlens_q, cu_seqlens_k, page_table)
+        key, known = calls.known_call(q, k, v, others, flags)
+        if known is not None:
+            starts = _starts(q, cu_seqlens_q, cu_seqlens_k)
+            return known(q, k, v, sinks, alibi_slopes, out, descales, starts, page_table)
     batch = arguments.check_sequences(cu_seqlens_q, cu_seqlens_k)
     paged = page_table is not None
     call = arguments.check_call(q, k, v, options, descales=descales, batch=batch, paged=paged, **pattern, **rest)
-    if page_table is not None:
-        arguments.check_page_table(page_table, k, batch)
-    # Values on a GPU stay unread: looking at them would make the CPU wait.
-    starts_q = arguments.check_starts("cu_seqlens_q", cu_seqlens_q, call.sizes.seqlen_q, "q")
-    starts_k = arguments.check_starts("cu_seqlens_k", cu_seqlens_k, None if paged else call.sizes.seqlen_k, "k")
-    if page_table is not None and starts_k is not None:
-        arguments.check_pages(page_table, k, starts_k)
+    starts_q, starts_k = _checked_starts(cu_seqlens_q, cu_seqlens_k, k, page_table, call.sizes)
     if schedule is not None:
         arguments.check_schedules(schedule, starts_q, starts_k, call.sizes, q.device)
     if call.where != "cpu":
-        starts = tuple(x.to(q.device, cu_seqlens_q.dtype).contiguous() for x in (cu_seqlens_q, cu_seqlens_k))
-        bound = calls.bind(q, call.where, call.scores.rule, return_lse)
-        given = (q, k, v, sinks, alibi_slopes, out, call.descales, (starts[0], starts[1]), page_table)
+        bound = calls.bind(q, call.where, call.scores.rule, return_lse, key)
+        starts = _starts(q, cu_seqlens_q, cu_seqlens_k)
+        given = (q, k, v, sinks, alibi_slopes, out, call.descales, starts, page_table)
         return bound(*given, schedule=schedule, function=call.function)
     assert starts_q is not None  # on the CPU, as everything is here
     assert starts_k is not None
@@ -278,6 +281,34 @@ def attention_varlen(
         k, v = (arguments.gather(x, page_table, starts_k) for x in (k, v))
     o, lse = _packed_on_cpu(q, k, v, call, starts_q, starts_k, out)
     return result(o, lse, sinks, out, return_lse)
+
+
+def _on_device(*tensors: object) -> bool:
+    return all(isinstance(x, torch.Tensor) and x.is_cuda for x in tensors)
+
+
+def _checked_starts(
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    k: torch.Tensor,
+    page_table: torch.Tensor | None,
+    sizes: arguments.Sizes,
+) -> tuple[list[int] | None, list[int] | None]:
+    """Their values, None on a GPU, where they stay unread: looking at them would make the CPU wait."""
+    paged = page_table is not None
+    if page_table is not None:
+        arguments.check_page_table(page_table, k, cu_seqlens_q.shape[0] - 1)
+    starts_q = arguments.check_starts("cu_seqlens_q", cu_seqlens_q, sizes.seqlen_q, "q")
+    starts_k = arguments.check_starts("cu_seqlens_k", cu_seqlens_k, None if paged else sizes.seqlen_k, "k")
+    if page_table is not None and starts_k is not None:
+        arguments.check_pages(page_table, k, starts_k)
+    return starts_q, starts_k
+
+
+def _starts(q: torch.Tensor, starts_q: torch.Tensor, starts_k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """As the kernels take them: where q is, of one dtype."""
+    device, dtype = q.device, starts_q.dtype
+    return starts_q.to(device, dtype).contiguous(), starts_k.to(device, dtype).contiguous()
 
 
 def _packed_on_cpu(

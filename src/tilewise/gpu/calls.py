@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 out_dtype = tilings.out_dtype
 KV = tuple[torch.Tensor, torch.Tensor]
+NO_OTHERS = (None,) * 6
 Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
 
@@ -248,8 +249,8 @@ def known_call(
 ) -> tuple[tuple[Any, ...] | None, GpuCall | None]:
     """The key of a call on CUDA tensors: all that was checked about it; and the call, if one like it was made.
 
-    others: sinks, slopes, out and three descales. flags: three bools first, then whatever else the call depends on. 1
-    is not True here: the checks refuse it.
+    others: tensors or None: sinks, slopes, out, three descales; of packed sequences also where they start, and the page
+    table. flags: three bools first, then whatever else the call depends on. 1 is not True here: the checks refuse it.
     """
     if not (
         type(q) is type(k) is type(v) is torch.Tensor and type(flags[0]) is type(flags[1]) is type(flags[2]) is bool
@@ -261,8 +262,7 @@ def known_call(
         q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, k.dtype, v.dtype,
         q.get_device(), k.get_device(), v.get_device(), (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16,
     )  # fmt: skip
-    sinks, slopes, out, descale_q, descale_k, descale_v = others
-    if not sinks is slopes is out is descale_q is descale_k is descale_v is None:
+    if others != NO_OTHERS:
         for x in others:
             if x is None:
                 key += (None,)

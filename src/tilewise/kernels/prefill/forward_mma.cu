@@ -22,8 +22,6 @@
 constexpr int kM = kWarpRows / 16, kSteps = kHeadDim / warp::kDepth<Operand>, kTaken = warp::kTogether<Operand>;
 // Steps of Q Kᵀ that stand in the code: all of them, but for float32, whose splits would all be made at once
 constexpr int kUnrolled = sizeof(Operand) == 4 ? 1 : kSteps;
-// Sixteens of rows whose lanes vote together on whether references still serve. Two take registers wide heads lack.
-constexpr int kVoting = kHeadDim <= 64 ? kM : 1;
 constexpr bool kFp8Products = sizeof(Operand) == 1;
 constexpr int kLift = lift_of<Operand>(), kWitness = witness_of<Operand>();
 static_assert(kStages <= 2 && (kStages == 1 || !kWiden));
@@ -151,55 +149,49 @@ struct Worker {
             }
             warp::online_softmax<kLift>(acc_s[m], correction, state[m], scale_log2);
             warp::scale_rows(acc_o[m], correction);
+            warp::to_weights<Operand>(rP[m], acc_s[m]);
         }
     }
     // The short way: references move only when they no longer serve
     template <bool kInside> TILE_DEVICE void quick(int n, const TileKv& sK) {
+        float sum[kM][2];
+        bool over = false;
 #pragma unroll
-        for (int m = 0; m < kM; m++) Sixteen(args, function, n, m).score<false, kInside>(acc_s[m]);
-        if constexpr (kExact) {
-#pragma unroll
-            for (int m = 0; m < kM; m++) {
+        for (int m = 0; m < kM; m++) {
+            Sixteen(args, function, n, m).score<false, kInside>(acc_s[m]);
+            if constexpr (kExact) {
                 float correction[2];
                 if (warp::standing_softmax<kLift>(acc_s[m], correction, state[m], scale_log2))
                     warp::scale_rows(acc_o[m], correction);
+            } else {
+                warp::exponentiate(acc_s[m], sum[m], state[m], scale_log2);
+                over = over || warp::overflows<kWitness>(sum[m]);
             }
-        } else {
+            warp::to_weights<Operand>(rP[m], acc_s[m]);
+        }
+        if constexpr (!kExact) {
+            // One vote for all rows of the warp: it stands between the exponentials and P V.
+            over = ptx::any(over);
 #pragma unroll
-            for (int first = 0; first < kM; first += kVoting) quick_rows(n, first, sK);
+            for (int m = 0; m < kM; m++) {
+                if (over && (kM == 1 || ptx::any(warp::overflows<kWitness>(sum[m])))) start_over(n, m, sK);
+                else warp::add_sums(state[m], sum[m]);
+            }
         }
     }
-    // The same for kVoting sixteens, whose lanes vote once. The vote stands between the exponentials and P V.
-    TILE_DEVICE void quick_rows(int n, int first, const TileKv& sK) {
-        float sum[kVoting][2];
-        bool some = false;
-#pragma unroll
-        for (int i = 0; i < kVoting; i++) {
-            warp::exponentiate(acc_s[first + i], sum[i], state[first + i], scale_log2);
-            some = some || warp::overflows<kWitness>(sum[i]);
-        }
-        some = ptx::any(some);
-#pragma unroll
-        for (int i = 0; i < kVoting; i++) {
-            const int m = first + i;
-            if (some && (kVoting == 1 || ptx::any(warp::overflows<kWitness>(sum[i])))) raise(n, m, sK, sum[i]);
-            else warp::add_sums(state[m], sum[i]);
-        }
-    }
-    // The references of some rows of sixteen no longer serve.
-    TILE_DEVICE void raise(int n, int m, const TileKv& sK, float (&sum)[2]) {
+    // References of these sixteen rows no longer serve, and P of them is rounded already: the standard step, from S on
+    TILE_DEVICE void start_over(int n, int m, const TileKv& sK) {
         float correction[2];
-        warp::raise<kLift>(acc_s[m], sum, correction, state[m], scale_log2, [&](float (&)[kTileKv / 2]) {
-            again(m, sK, Sixteen(args, function, n, m));
-        });
+        again(m, sK, Sixteen(args, function, n, m));
+        warp::online_softmax<kLift>(acc_s[m], correction, state[m], scale_log2);
         warp::scale_rows(acc_o[m], correction);
+        warp::to_weights<Operand>(rP[m], acc_s[m]);
     }
     template <class Between> TILE_DEVICE void weigh(int n, const TileKv& sK, Between between) {
         multiply_qk(sK, between);
         if (n == met.end - 1 || n >= full.end || n < full.begin) careful(n);
         else if (Function::kScore && Function::kByRow && Sixteen(args, function, n, 0).all_inside()) quick<true>(n, sK);
         else quick<false>(n, sK);
-        warp::to_weights<Operand>(rP, acc_s);
     }
 
     // Writes O / l and the LSE
@@ -223,27 +215,25 @@ template <int kParts, class Each> TILE_DEVICE void each_part(Each each) {
 
 extern "C" __global__ void __launch_bounds__(kThreads, kBlocksEach)
     forward_mma(const __grid_constant__ ForwardArgs args, const __grid_constant__ Function function) {
-    if (threadIdx.x == 0) {
-        WorkTile tile = work_tile<kTileQ, kTileKv, kPack, kListed>(args, blockIdx.x);
-        if (kListed && tile.row >= 0) find_listed<kBoxRows, kBoxes>(args.lists, tile);
-        if (kFp8 && tile.row >= 0) {
-            tile.descale_qk = descale_of(args.descale_q, tile) * descale_of(args.descale_k, tile);
-            tile.descale_v = descale_of(args.descale_v, tile);
-        }
-        work()[0] = tile;
-        if (tile.row >= 0) find_sources(args, tile);
-    }
-    ptx::sync_threads();
-    const WorkTile tile = work()[0];
+    WorkTile tile = work_tile<kTileQ, kTileKv, kPack, kListed>(args, blockIdx.x);
     if (tile.row < 0) return;
+    if (kListed) find_listed<kBoxRows, kBoxes>(args.lists, tile);
+    if (kFp8) {
+        tile.descale_qk = descale_of(args.descale_q, tile) * descale_of(args.descale_k, tile);
+        tile.descale_v = descale_of(args.descale_v, tile);
+    }
+    if (threadIdx.x == 0) {  // for later: registers are dear
+        work()[0] = tile;
+        find_sources(args, tile);
+    }
     const int begin = tile.begin;
     int n = tile.end - 1;
     Loader loader{args};
     loader.tell_first(tile);
     load_q(args, tile);
-    if constexpr (kTold) ptx::sync_threads();
-    loader.load(work()[0], 0, n);
-    if constexpr (kStages == 2) loader.load(work()[0], 1, n);
+    ptx::sync_threads();
+    loader.load(tile, 0, n);
+    if constexpr (kStages == 2) loader.load(tile, 1, n);
     ptx::copy_async_commit();
     Worker worker(args, function, tile);
     for (bool first = true;; first = false) {

@@ -109,26 +109,32 @@ template <int kRows, class At> TILE_DEVICE void load_elements(const Tile<kRows>&
 
 TILE_DEVICE void load_q(const ForwardArgs& args, const WorkTile& tile) {
     const TileQ sQ(0);
-    const Element* q = static_cast<const Element*>(args.q) + (args.list ? 0 : tile.sequence * args.q_strides.batch);
-    auto at = [&](int row) {
-        const int token = (tile.row + row) / kPack, head = tile.head * kPack + (tile.row + row) % kPack;
-        const int64_t from = (tile.q_start + token) * args.q_strides.row + head * args.q_strides.head;
+    const Strides& strides = args.q_strides;
+    const Element* q = static_cast<const Element*>(args.q) + (args.list ? 0 : tile.sequence * strides.batch);
+    q += tile.q_start * strides.row + tile.head * kPack * strides.head;
+    // A row's distance from there, in elements
+    auto from = [&](int row) -> int64_t {
+        return (tile.row + row) / kPack * strides.row + (tile.row + row) % kPack * strides.head;
+    };
+    auto is_there = [&](int row) {
+        const int token = (tile.row + row) / kPack;
         // Rows past their block's length are zeros: what they hold must not move other rows' references.
-        const bool there = token < tile.seqlen_q && (!kLengths || row_there(args.lists, tile, token));
-        return there ? q + from : nullptr;
+        return token < tile.seqlen_q && (!kLengths || row_there(args.lists, tile, token));
     };
     if constexpr (!kVectors) {
-        load_elements<kTileQ>(sQ, at);
-    } else {
+        load_elements<kTileQ>(sQ, [&](int row) { return is_there(row) ? q + from(row) : nullptr; });
+    } else if constexpr (kWiden) {
         each_copy<kTileQ>([&](int row, int chunk, int) {
-            const Element* from = at(row);
-            const bool there = from && has_columns(chunk);
-            if constexpr (kWiden) {
-                const Global<const Vector16> g{reinterpret_cast<const Vector16*>(from + chunk * kInChunk)};
-                put_wide(sQ, row, chunk, there ? Vector16(g[0]) : Vector16{});
-            } else {
-                ptx::copy_async_16(sQ.address(row, chunk), there ? from + chunk * kInChunk : q, there ? 16 : 0);
-            }
+            const Global<const Vector16> g{reinterpret_cast<const Vector16*>(q + (from(row) + chunk * kInChunk))};
+            put_wide(sQ, row, chunk, is_there(row) && has_columns(chunk) ? Vector16(g[0]) : Vector16{});
+        });
+    } else {
+        const int row0 = first_row_copied();
+        const int64_t from0 = from(row0);
+        each_copy<kTileQ>([&](int row, int chunk, int) {
+            const int64_t at = kPack == 1 ? from0 + (row - row0) * strides.row : from(row);
+            ptx::copy_async_16(sQ.address(row, chunk), q + (at + chunk * kInChunk),
+                               is_there(row) && has_columns(chunk) ? 16 : 0);
         });
     }
 }

@@ -231,16 +231,13 @@ TILE_DEVICE void mma_pv(float (&acc_o)[kM][kSizeO], const uint32_t (&rP)[kM][kSt
     else mma_pv_halves<T>(acc_o, rP, sV);
 }
 
-// P as the operand of P V: rounded to T, or of float32 the accumulators as they are
-template <class T, int kM, int kSize>
-TILE_DEVICE void to_weights(uint32_t (&rP)[kM][kSize * 2 / kDepth<T>][4], const float (&acc_s)[kM][kSize]) {
+// P of sixteen rows as the operand of P V: rounded to T, or of float32 the accumulators as they are
+template <class T, int kSize>
+TILE_DEVICE void to_weights(uint32_t (&rP)[kSize * 2 / kDepth<T>][4], const float (&acc_s)[kSize]) {
+    if constexpr (sizeof(T) == 4)
 #pragma unroll
-    for (int m = 0; m < kM; m++) {
-        if constexpr (sizeof(T) == 4)
-#pragma unroll
-            for (int i = 0; i < kSize; i++) rP[m][i / 4][i % 4] = as_bits(acc_s[m][i]);
-        else to_operand<T>(rP[m], acc_s[m]);
-    }
+        for (int i = 0; i < kSize; i++) rP[i / 4][i % 4] = as_bits(acc_s[i]);
+    else to_operand<T>(rP, acc_s);
 }
 
 }  // namespace warp
