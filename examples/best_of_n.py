@@ -9,14 +9,14 @@ tree: what answers have in common is stored once and never computed again, howev
 
 from __future__ import annotations
 
+import argparse
 from itertools import pairwise
 
 from tiny_llama import VOCAB, tiny_llama, words
 
 from tilewise.serving import Engine, Sampling
 
-PROMPT, ANSWER, SAMPLES = 300, 48, 16
-ROUNDS, KEPT = 6, 4  # of the search: SAMPLES continuations a round, from the KEPT best partial answers
+ROUNDS, KEPT = 6, 4  # of the search: as many continuations per round as samples, from the KEPT best partial answers
 
 
 def reward(answer: list[int]) -> float:
@@ -32,22 +32,31 @@ def finished(engine: Engine, numbers: list[int]) -> list[list[list[int]]]:
 
 
 def main() -> None:
-    engine = Engine(tiny_llama(), num_pages=400)
-    prompt = words(PROMPT, seed=0)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--prompt", type=int, default=300, help="tokens of the prompt (%(default)s)")
+    parser.add_argument("--answer", type=int, default=48, help=f"tokens of an answer, at least {ROUNDS} (%(default)s)")
+    parser.add_argument("--samples", type=int, default=16, help=f"answers, at least {KEPT} (%(default)s)")
+    args = parser.parse_args()
+    if args.prompt < 1 or args.answer < ROUNDS or args.samples < KEPT:
+        parser.error(f"--prompt must be at least 1, --answer {ROUNDS} and --samples {KEPT}")
+    pages = args.prompt // 16 + (args.samples + 1) * (args.answer // 16 + 2) * ROUNDS
+    engine = Engine(tiny_llama(), num_pages=max(400, pages))
+    prompt = words(args.prompt, seed=0)
     warm = Sampling(temperature=1.0, top_k=VOCAB // 4, seed=1)
 
-    number = engine.submit(prompt, max_new_tokens=ANSWER, num_samples=SAMPLES, sampling=warm)
+    number = engine.submit(prompt, max_new_tokens=args.answer, num_samples=args.samples, sampling=warm)
     (answers,) = finished(engine, [number])
     rewards = sorted(map(reward, answers), reverse=True)
-    print(f"best of {SAMPLES} answers of {ANSWER} tokens: reward {rewards[0]:.2f}, median {rewards[SAMPLES // 2]:.2f}")
-    print(f"  the prompt's {PROMPT} tokens were computed once: {engine.stats().prefill_tokens} in all\n")
+    middle = rewards[args.samples // 2]
+    print(f"best of {args.samples} answers of {args.answer} tokens: reward {rewards[0]:.2f}, median {middle:.2f}")
+    print(f"  the prompt's {args.prompt} tokens were computed once: {engine.stats().prefill_tokens} in all\n")
 
     before = engine.stats()
     beams: list[list[int]] = [[]]
     for round_number in range(ROUNDS):
-        each = SAMPLES // len(beams)
+        each = args.samples // len(beams)
         numbers = [
-            engine.submit(prompt + beam, max_new_tokens=ANSWER // ROUNDS, num_samples=each, sampling=warm)
+            engine.submit(prompt + beam, max_new_tokens=args.answer // ROUNDS, num_samples=each, sampling=warm)
             for beam in beams
         ]
         grown = finished(engine, numbers)
@@ -57,7 +66,7 @@ def main() -> None:
     after = engine.stats()
     reused = after.reused_tokens - before.reused_tokens
     computed = after.prefill_tokens - before.prefill_tokens
-    print(f"tree search: reward {reward(beams[0]):.2f} for the same {SAMPLES * ANSWER} tokens")
+    print(f"tree search: reward {reward(beams[0]):.2f} for the same {args.samples * args.answer} tokens")
     print(f"  going back to partial answers cost {computed} tokens of prefill; {reused} were found in the cache")
 
 

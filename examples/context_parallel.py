@@ -10,6 +10,7 @@ round a ring; each rank attends to one block of them while it passes that on and
 
 from __future__ import annotations
 
+import argparse
 import os
 import tempfile
 
@@ -20,10 +21,10 @@ import torch.multiprocessing as mp
 import tilewise
 from tilewise.distributed import context_attention, plan_context, zigzag_gather, zigzag_split
 
-SEQLEN, HEADS, KV_HEADS, HEAD_DIM = 1001, 8, 2, 64  # a length that no number of ranks divides
+HEADS, KV_HEADS, HEAD_DIM = 8, 2, 64
 
 
-def run_rank() -> None:
+def run_rank(seqlen: int) -> None:
     """One rank's part; the process group is there."""
     rank, world = dist.get_rank(), dist.get_world_size()
     device = torch.device("cuda", rank) if dist.get_backend() == "nccl" else torch.device("cpu")
@@ -32,14 +33,14 @@ def run_rank() -> None:
     # A model would compute its own part of q, k and v only; here all ranks make the whole to compare with.
     generator = torch.Generator().manual_seed(0)
     q, k, v = (
-        torch.randn(1, SEQLEN, heads, HEAD_DIM, generator=generator).to(device, dtype)
+        torch.randn(1, seqlen, heads, HEAD_DIM, generator=generator).to(device, dtype)
         for heads in (HEADS, KV_HEADS, KV_HEADS)
     )
     mine = [zigzag_split(x) for x in (q, k, v)]
     o, lse = context_attention(*mine, causal=True, return_lse=True, timeout=60)
 
     # What that did, from the plan it followed.
-    plan = plan_context(SEQLEN, rank=rank, world=world, causal=True)
+    plan = plan_context(seqlen, rank=rank, world=world, causal=True)
     spans = " and ".join(f"{start}–{stop - 1}" for start, stop in plan.chunks)
     row_bytes = 2 * KV_HEADS * HEAD_DIM * dtype.itemsize
     lines = [f"rank {rank} of {world} holds positions {spans}"]
@@ -48,7 +49,7 @@ def run_rank() -> None:
         sent = f"passes them on, {step.keys * row_bytes / 1024:.0f} KiB" if step.sends else "sends nothing"
         calls = f"{len(step.pieces)} call" + "s" * (len(step.pieces) != 1)
         lines.append(f"  step {n + 1}: keys of rank {step.source}, {calls}, {pairs:,} visible pairs; {sent}")
-    lines.append(f"  in all {plan.pairs:,} of {SEQLEN * (SEQLEN + 1) // 2:,} pairs, {plan.keys_sent} tokens sent")
+    lines.append(f"  in all {plan.pairs:,} of {seqlen * (seqlen + 1) // 2:,} pairs, {plan.keys_sent} tokens sent")
     reports: list[list[str] | None] = [None] * world
     dist.all_gather_object(reports, lines)
 
@@ -68,7 +69,7 @@ def run_rank() -> None:
             raise SystemExit(f"context_attention is wrong: {verdict.reason}")
 
 
-def start(rank: int | None = None, world: int | None = None, store: str | None = None) -> None:
+def start(rank: int | None, seqlen: int, world: int | None = None, store: str | None = None) -> None:
     """Join the process group that torchrun describes, or one of `world` processes that meet in the file `store`."""
     world_size = int(os.environ["WORLD_SIZE"]) if world is None else world
     local = int(os.environ["LOCAL_RANK"]) if rank is None else rank
@@ -79,13 +80,20 @@ def start(rank: int | None = None, world: int | None = None, store: str | None =
     else:
         torch.set_num_threads(1)
         dist.init_process_group("gloo", **options)
-    run_rank()
+    run_rank(seqlen)
     dist.destroy_process_group()
 
 
-if __name__ == "__main__":
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seqlen", type=int, default=1001, help="tokens, which ranks need not divide (%(default)s)")
+    seqlen = parser.parse_args().seqlen
     if "RANK" in os.environ:  # torchrun's doing
-        start()
+        start(None, seqlen)
     else:
         with tempfile.TemporaryDirectory() as folder:
-            mp.spawn(start, args=(2, os.path.join(folder, "store")), nprocs=2)
+            mp.spawn(start, args=(seqlen, 2, os.path.join(folder, "store")), nprocs=2)
+
+
+if __name__ == "__main__":
+    main()

@@ -5,6 +5,8 @@
 `explain` says who serves which call, and why.
 """
 
+import argparse
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -35,15 +37,21 @@ class Block(nn.Module):
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seqlen", type=int, default=300, help="tokens of both sequences (%(default)s)")
+    seqlen = parser.parse_args().seqlen
+    if seqlen < 2:
+        parser.error("--seqlen must be at least 2")
     torch.manual_seed(0)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    block, x = Block().to(device, dtype), torch.randn(2, 300, DIM, device=device, dtype=dtype)
-    padding = (torch.arange(300, device=device) < torch.tensor([[300], [180]], device=device))[:, None, None]
+    block, x = Block().to(device, dtype), torch.randn(2, seqlen, DIM, device=device, dtype=dtype)
+    lengths = torch.tensor([[seqlen], [3 * seqlen // 5]], device=device)
+    padding = (torch.arange(seqlen, device=device) < lengths)[:, None, None]
 
-    q = torch.randn(2, HEADS, 300, DIM // HEADS, device=device, dtype=dtype)
+    q = torch.randn(2, HEADS, seqlen, DIM // HEADS, device=device, dtype=dtype)
     k = q[:, :KV_HEADS]
-    bias = torch.randn(300, 300, device=device, dtype=dtype)
+    bias = torch.randn(seqlen, seqlen, device=device, dtype=dtype)
     print("causal:   ", tilewise.explain(q, k, k, is_causal=True, enable_gqa=True))
     print("padding:  ", tilewise.explain(q, k, k, padding, enable_gqa=True))
     print("bias:     ", tilewise.explain(q, k, k, bias, enable_gqa=True))

@@ -22,7 +22,7 @@ from tilewise.scores import ScoreOptions, Scores, Window
 from .kvcache import PagedKVCache, PrefixCache
 from .plan import DecodePlan, Ints
 
-MAX_HEAD_DIM = 512
+MAX_HEAD_DIM = checks.MAX_HEAD_DIM
 BACKENDS = ("auto", "cpu", "cuda", "emulator")
 EMULATOR: Final = "emulator"  # also "emulator:NAME" for one kernel
 
@@ -51,18 +51,39 @@ def check_qkv(
     """The sizes of checked tensors; paged: k and v are in pages."""
     lead: tuple[str, ...] = ("total",) if packed else ("batch", "seqlen")
     dtypes = (*checks.FLOATS, FP8) if fp8 else checks.FLOATS
+    checks.not_float64("q", q)
     checks.tensor("q", q, shape=(*lead, "heads", "head_dim"), dtypes=dtypes, unit_last_stride=True)
     batch = () if packed else (q.shape[0],)
     seqlen_q, heads_q, head_dim = q.shape[-3:]
     shape = ("pages", "page_size", "heads", head_dim) if paged else (*batch, lead[-1], "heads", head_dim)
-    checks.tensor("k", k, shape=shape, dtypes=(q.dtype,), device=q.device, unit_last_stride=True)
-    checks.tensor("v", v, shape=tuple(k.shape), dtypes=(q.dtype,), device=q.device, unit_last_stride=True)
+    checks.tensor("k", k, shape=shape, dtypes=(q.dtype,), device=q.device, unit_last_stride=True, like="q")
+    _check_one_head_dim(k, v)
+    checks.tensor("v", v, shape=tuple(k.shape), dtypes=(q.dtype,), device=q.device, unit_last_stride=True, like="q")
     seqlen_k, heads_kv = k.shape[-3:-1]
-    checks.integer("head_dim of q", head_dim, 1, MAX_HEAD_DIM)
+    checks.head_dim("head_dim of q", head_dim)
     checks.integer("heads of k", heads_kv, 1)
     if heads_q == 0 or heads_q % heads_kv:
-        raise ValueError(f"q must have a multiple of k's {heads_kv} heads, got {heads_q}")
+        order = ", ".join((*lead, "heads", "head_dim"))
+        raise ValueError(
+            f"q must have a multiple of k's {heads_kv} heads, got {heads_q}; tensors are ({order}), those of torch's "
+            "scaled_dot_product_attention need .transpose(-2, -3)"
+        )
     return Sizes(1 if packed else q.shape[0], seqlen_q, seqlen_k, heads_q, heads_kv, head_dim)
+
+
+def _check_one_head_dim(k: torch.Tensor, v: Any) -> None:
+    """Refuse a v that only has another head_dim than k: that means something, but no kernel has two."""
+    if not isinstance(v, torch.Tensor) or v.shape[:-1] != k.shape[:-1] or v.shape[-1] == k.shape[-1] or not v.shape[-1]:
+        return
+    mine, its = v.shape[-1], k.shape[-1]
+    pad = "torch.nn.functional.pad"
+    if max(mine, its) > MAX_HEAD_DIM:
+        instead = "use torch.nn.functional.scaled_dot_product_attention"
+    elif mine < its:
+        instead = f"use {pad}(v, (0, {its - mine})) and o[..., :{mine}]"
+    else:
+        instead = f"use {pad}(x, (0, {mine - its})) of q and of k, and scale={its} ** -0.5"
+    raise NotImplementedError(f"v has head_dim {mine} and k {its}, and kernels have one for both; {instead}")
 
 
 def check_descales(q: torch.Tensor, descales: Descales, batch: int, heads_kv: int) -> Descales:
@@ -94,8 +115,8 @@ def check_window(window: Any) -> Window | None:
     if window is None:
         return None
     if not isinstance(window, (tuple, list)) or len(window) != 2:
-        raise TypeError(f"window must be (left, right) or None, got {window!r}")
-    left, right = (None if w is None else checks.integer("window", w, 0) for w in window)
+        raise TypeError(f"window must be (left, right), how many keys are seen to either side, or None, got {window!r}")
+    left, right = (None if w is None else checks.integer("window", w, 0, hint="None means no limit") for w in window)
     return left, right
 
 
@@ -115,8 +136,8 @@ def check_scores(
     heads_q, head_dim = q.shape[-2:]
     left, right = check_window(window) or (None, None)
     right = 0 if checks.flag("causal", causal) else right
-    scale = head_dim**-0.5 if scale is None else checks.number("scale", scale)
-    softcap = checks.number("softcap", softcap, 0.0)
+    scale = head_dim**-0.5 if scale is None else checks.number("scale", scale, hint="None means head_dim ** -0.5")
+    softcap = checks.number("softcap", softcap, 0.0, hint="0.0 means no capping")
     slopes = check_slopes(alibi_slopes, batch, heads_q, q.device)
     if sinks is not None:
         checks.tensor("sinks", sinks, shape=(heads_q,), dtypes=checks.FLOATS, device=q.device)
@@ -278,9 +299,10 @@ def check_levels(levels: Any, q: torch.Tensor, heads_kv: int) -> tuple[list[cpu.
             raise TypeError(f"levels[{n}] must be (k, v) or (k, v, lengths), got {type(level).__name__}")
         k, v = level[:2]
         shape = ("batch", "seqlen", heads_kv, q.shape[-1])
-        checks.tensor(f"levels[{n}][0]", k, shape=shape, dtypes=(q.dtype,), device=q.device, unit_last_stride=True)
+        rest: dict[str, Any] = {"dtypes": (q.dtype,), "device": q.device, "unit_last_stride": True, "like": "q"}
+        checks.tensor(f"levels[{n}][0]", k, shape=shape, **rest)
         same = tuple(k.shape)
-        checks.tensor(f"levels[{n}][1]", v, shape=same, dtypes=(q.dtype,), device=q.device, unit_last_stride=True)
+        checks.tensor(f"levels[{n}][1]", v, shape=same, **rest)
         valid = check_lengths(f"levels[{n}][2]", level[2], *same[:2]) if len(level) == 3 else None
         sources.append((k, v))
         shapes.append((same[0], same[1], valid))
@@ -345,7 +367,10 @@ def check_out(out: torch.Tensor | None, q: torch.Tensor) -> None:
     if any(stride == 0 and size > 1 for stride, size in zip(out.stride(), out.shape, strict=True)):
         raise ValueError(f"out must have a place for every element, got strides {out.stride()}; use torch.empty")
     if out.requires_grad or (out.is_inference() and not torch.is_inference_mode_enabled()):
-        raise ValueError("out must be writable here, got one that requires gradients or was made in inference mode")
+        raise ValueError(
+            "out must be writable here, got one that requires gradients or was made in inference mode; "
+            "use torch.empty_like(q) under the same mode"
+        )
 
 
 def check_page_table(page_table: torch.Tensor, k: torch.Tensor, batch: int) -> None:

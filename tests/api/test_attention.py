@@ -256,7 +256,7 @@ def test_schedule_gathers_in_chunks(monkeypatch):
 def test_scores_are_made_in_small_tiles(options, monkeypatch):
     q, k, v = qkv(1, 300, 400, 4, 1, 16)
     whole = attention(q, k, v, return_lse=True, **options)
-    monkeypatch.setattr("tilewise.cpu.tiles.SCORES_PER_TILE", 4096)
+    monkeypatch.setattr("tilewise.cpu.products.SCORES_PER_TILE", 4096)
     monkeypatch.setattr("tilewise.cpu.tiles.MASK_VALUES", 4096)
     got = attention(q, k, v, return_lse=True, **options)
     assert torch.allclose(whole[0], got[0], atol=1e-6)

@@ -161,7 +161,7 @@ TABLE = torch.tensor([[0], [1]], dtype=torch.int32)
         ({"k_cache": torch.zeros(2, 0, 2, 16), "v_cache": torch.zeros(2, 0, 2, 16)}, ValueError, "capacity of k_cache"),
         ({"v": None}, ValueError, "k and v must be given together"),
         ({"v": V[:, :3]}, ValueError, "v must have shape"),
-        ({"k": K.half()}, ValueError, "k must be one of float32"),
+        ({"k": K.half()}, ValueError, "k must have q's dtype float32"),
         ({"cache_seqlens": None}, ValueError, "cache_seqlens must tell where"),
         ({"cache_seqlens": lengths(1, 33)}, ValueError, "cache_seqlens must be at least 0 and at most 32, got 33"),
         ({"cache_seqlens": 33}, ValueError, "cache_seqlens must be at least 0 and at most 32, got 33"),

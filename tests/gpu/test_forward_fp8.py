@@ -239,7 +239,7 @@ def test_wrong_descales_and_outputs_are_refused():
         attention(q, k, v, k_descale=torch.ones(4))
     with pytest.raises(ValueError, match="v_descale must be one of float32, got float64"):
         attention(q, k, v, v_descale=torch.ones(2, dtype=torch.float64))
-    with pytest.raises(ValueError, match="k must be one of float8_e4m3fn, got bfloat16"):
+    with pytest.raises(ValueError, match="k must have q's dtype float8_e4m3fn, got bfloat16"):
         attention(q, k.bfloat16(), v)
     with pytest.raises(ValueError, match="out must be one of bfloat16, got float8_e4m3fn"):
         attention(q, k, v, out=torch.empty_like(q))

@@ -17,7 +17,9 @@ SECONDS = 300  # a script that hangs is stopped then; the machine may be busy
 TOLD = {  # what some of them have to have found
     "shared_prefix": "computed 894 tokens of prompts, reused 6600",
     "best_of_n": "the prompt's 300 tokens were computed once: 300 in all",
-    "quantised_cache": "int4              320",
+    "quantised_cache": "int4                288      0.19 MB       14%",
+    "decode_graph": "3 plans, 0 captures, 0 replays, 40 steps call by call",
+    "model_from_disk": "What is a plan?  (200 of 208 tokens reused)",
 }
 PROGRAMS = {"python": [sys.executable], "torchrun": [sys.executable, "-m", "torch.distributed.run"]}
 
@@ -55,6 +57,34 @@ def test_example(example, tmp_path):
     assert done.returncode == 0, done.stderr
     assert bool(done.stdout) == bool(given), "an example prints what it found"
     assert TOLD.get(example.stem, "") in done.stdout
+    if example.stem == "quantised_cache":  # its model knows what it says: of 216 words, nearly all are right
+        right = {
+            line.split()[0]: int(line.split()[5].rstrip("%")) for line in done.stdout.splitlines() if " MB " in line
+        }
+        assert len(right) == 5
+        assert min(right.values()) >= 80, right
+
+
+@pytest.mark.parametrize("example", [path for path in EXAMPLES if command(path)], ids=lambda path: path.stem)
+def test_help(example, tmp_path):
+    done = told(example, tmp_path, "--help")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(f"usage: {example.name}")
+    assert ast.get_docstring(ast.parse(example.read_text())).splitlines()[0] in done.stdout
+    assert done.stdout.count("\n  --") >= 1, "it says what can be chosen"
+
+
+def test_a_folder_without_a_model_is_refused(tmp_path):
+    done = told(ROOT / "examples" / "model_from_disk.py", tmp_path, "--model", str(tmp_path))
+    assert done.returncode == 2
+    assert f"--model must be a folder with a config.json, got {tmp_path}" in done.stderr
+
+
+def told(example, folder, *arguments):
+    environment = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    return run_script(
+        example, arguments=list(arguments), folder=ROOT, environment=environment, logs=folder, seconds=SECONDS
+    )
 
 
 @pytest.mark.parametrize(

@@ -194,6 +194,7 @@ def decode(
     checks.integer("layer", layer, 0, pages.num_layers - 1)
     count, tokens = len(plan.seqs), plan.tokens_per_seq
     shape = (count, tokens, plan.heads_q, pages.head_dim)
+    checks.not_float64("q", q)
     checks.tensor("q", q, shape=shape, dtypes=checks.FLOATS, unit_last_stride=True)
     if q.device != pages.device:
         raise ValueError(f"q must be on {pages.device} like the cache, got {q.device}")

@@ -181,9 +181,10 @@ def _as_pages(cache: Cache, batch: int) -> tuple[torch.Tensor, torch.Tensor, tor
 
 def _check_cache(q: torch.Tensor, k_cache: Any, v_cache: Any, batch_idx: Any, leftpad: Any, block_table: Any) -> Cache:
     batch, _, heads, head_dim = q.shape
+    checks.not_float64("q", q)
     checks.tensor("q", q, dtypes=checks.FLOATS)
     lead = ("sequences", "capacity") if block_table is None else ("blocks", "page_size")
-    same: dict[str, Any] = {"dtypes": (q.dtype,), "device": q.device, "unit_last_stride": True}
+    same: dict[str, Any] = {"dtypes": (q.dtype,), "device": q.device, "unit_last_stride": True, "like": "q"}
     k_cache = checks.tensor("k_cache", k_cache, shape=(*lead, "heads", head_dim), **same)
     v_cache = checks.tensor("v_cache", v_cache, shape=tuple(k_cache.shape), **same)
     heads_k = checks.integer("heads of k_cache", k_cache.shape[2], 1)
@@ -217,7 +218,7 @@ def _check_new(k: Any, v: Any, q: torch.Tensor, cache: Cache) -> tuple[torch.Ten
     k = rows("k", k, (q.shape[0], "seqlen_new", *cache.k.shape[2:]))
     v = rows("v", v, tuple(k.shape))
     for name, x in (("k", k), ("v", v)):
-        checks.tensor(name, x, dtypes=(q.dtype,), device=q.device)
+        checks.tensor(name, x, dtypes=(q.dtype,), device=q.device, like="q")
     return k, v
 
 
@@ -225,7 +226,7 @@ def _check_served(q: torch.Tensor, others: Sequence[Any]) -> None:
     """Refuse what the kernels do not serve now: later the cache would already be changed."""
     tensors = [x for x in others if isinstance(x, torch.Tensor)]
     where = arguments.check_backend("auto", q, tensors)
-    checks.integer("head_dim of q", q.shape[-1], 1, arguments.MAX_HEAD_DIM)
+    checks.head_dim("head_dim of q", q.shape[-1])
     if where != "cpu":
         calls.check_served(q, where)
 

@@ -1,8 +1,9 @@
 """The CPU backend: walks a Plan with PyTorch ops.
 
-The inner tile (tiles.py) is torch's own flash kernel, which also returns the LSE; it knows neither soft-capping nor
-ALiBi nor score functions, so those run as float32 matmul tiles. Nothing here is ever larger than a tile's scores:
-SCORES_PER_TILE bounds them. blocks.py runs block-sparse tiles, scoring.py says what happens to scores.
+The inner tile (tiles.py) is torch's own flash kernel, which also returns the LSE. ALiBi goes through it as a mask that
+is one line in memory (lines.py). It knows neither soft-capping nor score functions: those run as float32 products
+(products.py). Nothing here is ever as large as all scores: MASK_VALUES and SCORES_PER_TILE bound what is held of them.
+blocks.py runs block-sparse tiles, scoring.py says what happens to scores.
 
 What this backend learned the hard way: fresh buffers of megabytes cost more than the copies into them (page faults),
 so gathers reuse one workspace; a view costs nothing, so runs of consecutive pages and batches of equal tiles are
@@ -18,10 +19,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from tilewise.cpu.blocks import run_blocks
+from tilewise.cpu.lines import line_state
 from tilewise.cpu.scoring import Scoring, View, count_up
 from tilewise.cpu.tiles import KV as KV
 from tilewise.cpu.tiles import repeated, tile_state
-from tilewise.plan.tiles import Band, BlockTiles, DecodePlan, PagedTiles, Plan, Tiles, page_step
+from tilewise.plan.tiles import OPEN, Band, BlockTiles, DecodePlan, PagedTiles, Plan, Tiles, page_step
 from tilewise.state import Accumulator
 
 if TYPE_CHECKING:
@@ -166,6 +168,11 @@ def _finish(states: Accumulator, q: torch.Tensor, out: torch.Tensor | None) -> K
     return out, states.lse
 
 
+def _sound(k: torch.Tensor) -> bool:
+    """Are there no NaN and no infinities? Added to −inf, those of hidden keys would reach rows that do not see them."""
+    return bool(k.sum(dtype=torch.float32).isfinite())
+
+
 def _regular_state(item: Tiles, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scoring: Scoring) -> KV:
     """The state of a regular item: o (count, rows, heads, D), lse (count, rows, heads)."""
     if q.dim() == 4 and item.rows > q.shape[1]:  # rows of several sequences over one prefix: packed in the batch
@@ -178,11 +185,17 @@ def _regular_state(item: Tiles, q: torch.Tensor, k: torch.Tensor, v: torch.Tenso
     members = [starts.of(item.row + n * item.row_step) for n in range(item.count)]
     rows = [item.row + n * item.row_step - starts.row_starts[b] for n, b in enumerate(members)]
     keys = [item.key + n * item.key_step - starts.key_starts[b] for n, b in enumerate(members)]
+    # Of all: copies of a tile differ in sequence or run down one diagonal.
+    if scoring.slopes is not None and not scoring.changes and (item.band == OPEN or _sound(tile_k)):
+        origin = rows[0] + starts.diagonals[members[0]] - keys[0]
+        slopes = scoring.slopes[members if len(set(members)) > 1 else members[:1]]
+        return line_state(tile_q, tile_k, tile_v, scoring, slopes, origin, item.band)
     view = View(
         torch.tensor(rows, dtype=torch.int32, device="cpu")[:, None] + count_up(0, item.rows),
         torch.tensor(keys, dtype=torch.int32, device="cpu")[:, None] + count_up(0, item.keys),
-        item.band.shifted(keys[0] - rows[0]),  # of all: copies of a tile differ in sequence or run down one diagonal
+        item.band.shifted(keys[0] - rows[0]),
         sequences=torch.tensor(members, dtype=torch.int32, device="cpu"),
         heads=count_up(0, q.shape[-2]),
+        steady=True,
     )
     return tile_state(tile_q, tile_k, tile_v, scoring, view=view)

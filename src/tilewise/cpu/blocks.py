@@ -80,7 +80,7 @@ def _first_key(item: BlockTiles, tile: int) -> int:
 
 def _view(item: BlockTiles, tiles: slice, row: int, first: int, end: int, scoring: Scoring) -> View | None:
     """Where the tiles' rows and keys stand, and what the query heads [first, end) see there; None if nobody asks."""
-    if not (item.masked or item.partial or (scoring.needs_matmul and scoring.sequences is not None)):
+    if not (item.masked or item.partial or (scoring.asks_places and scoring.sequences is not None)):
         return None
     rows = torch.from_numpy(item.rows_at[tiles])[:, None] + count_up(0, item.rows)
     blocks = torch.from_numpy(item.blocks[tiles])

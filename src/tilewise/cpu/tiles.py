@@ -1,20 +1,17 @@
-"""The state of one tile, or of a batch of equal ones: torch's flash kernel where it can, float32 matmuls where not."""
+"""The state of one tile, or of a batch of equal ones: torch's flash kernel where it can, float32 products where not."""
 
 from __future__ import annotations
 
 import math
-from itertools import product
 from typing import NamedTuple
 
 import torch
 
+from tilewise.cpu.products import product_state
 from tilewise.cpu.scoring import ALL, Scoring, View, counted
 from tilewise.plan.tiles import OPEN, Band
-from tilewise.state import Accumulator
 
-SCORES_PER_TILE = 1 << 19  # float32 scores held at once by the matmul path: 2 MiB, which stay in the caches
-MASK_VALUES = 1 << 22  # held at once by the other path: 16 MiB
-LEAST_EXPONENT = -87.0  # e^−87 is about the least number that float32 has all bits for
+MASK_VALUES = 1 << 22  # of a mask that are held at once: 16 MiB
 FOLDED_ROWS = 256  # up to this many rows an item's query heads are folded into rows
 
 KV = tuple[torch.Tensor, torch.Tensor]
@@ -53,11 +50,11 @@ def tile_state(
     n, rows, heads_q, _ = q.shape
     keys, heads_kv = k.shape[1:3]
     # The kernel hides before it scales, so only a positive scale leaves its triangle hidden.
-    triangle = band == (None, 0) and scoring.scale > 0 and not scoring.needs_matmul
+    triangle = band == (None, 0) and scoring.scale > 0 and not scoring.needs_products
     if view is None and band != OPEN and not triangle:
         view = counted(rows, keys, band)
-    if scoring.needs_matmul:
-        return _matmul_state(q, k, v, scoring, view)
+    if scoring.needs_products:
+        return product_state(q, k, v, scoring, view)
     group = heads_q // heads_kv
     # A triangle lets no NaN of a hidden key through; a mask would.
     fold = group > 1 and rows <= FOLDED_ROWS and not triangle
@@ -78,16 +75,16 @@ def tile_state(
         folded = q.unflatten(2, (heads_kv, group)).transpose(1, 2).reshape(n, heads_kv, rows * group, -1)
         if hidden is not None:
             hidden = Hidden(*(_folded(x, heads_kv, group) for x in hidden))
-        o, lse = _flash(folded, k, v, scoring, False, hidden)
+        o, lse = flash(folded, k, v, scoring, False, hidden)
         o = o.unflatten(2, (rows, group)).transpose(1, 2).flatten(2, 3)
         return o, lse.unflatten(2, (rows, group)).transpose(1, 2).flatten(2, 3)
     if group == 1:
-        o, lse = _flash(q.transpose(1, 2), k, v, scoring, triangle, hidden)
+        o, lse = flash(q.transpose(1, 2), k, v, scoring, triangle, hidden)
         return o.transpose(1, 2), lse.transpose(1, 2)
     o_all, lse_all = torch.empty_like(q), torch.empty(q.shape[:3], dtype=torch.float32, device="cpu")
     for g in range(group):  # a mask that tells heads apart is asked in blocks of a schedule: those are folded
         these = slice(g, None, group)
-        o, lse = _flash(q[:, :, these].transpose(1, 2), k, v, scoring, triangle, hidden)
+        o, lse = flash(q[:, :, these].transpose(1, 2), k, v, scoring, triangle, hidden)
         o_all[:, :, these], lse_all[:, :, these] = o.transpose(1, 2), lse.transpose(1, 2)
     return o_all, lse_all
 
@@ -109,7 +106,7 @@ def _folded(x: torch.Tensor, heads_kv: int, group: int) -> torch.Tensor:
     return each.expand(-1, -1, -1, group, *(-1,) * (x.dim() - 3)).flatten(2, 3)
 
 
-def _flash(
+def flash(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scoring: Scoring, triangle: bool, hidden: Hidden | None
 ) -> KV:
     """torch's CPU flash kernel: q (n, heads, rows, D), k and v (n, keys, heads, D) -> o (n, heads, rows, D), lse."""
@@ -148,39 +145,3 @@ def _empty_rows(
         if (visible == -math.inf).all():
             lse[n, head, row] = -math.inf
     return lse
-
-
-def _matmul_state(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scoring: Scoring, view: View | None) -> KV:
-    """The same as `tile_state` by float32 matmuls, tile by tile, with all that is done to scores."""
-    n, rows, heads_q, head_dim = q.shape
-    keys, heads_kv = k.shape[1:3]
-    group, tile_rows = heads_q // heads_kv, min(rows, 128)
-    tile_keys = max(1, min(keys, 512, SCORES_PER_TILE // (group * tile_rows)))
-    together = max(1, SCORES_PER_TILE // (group * tile_rows * tile_keys))  # KV heads
-    o = torch.empty_like(q, dtype=torch.float32)
-    lse = torch.empty(q.shape[:3], dtype=torch.float32, device="cpu")
-    for b, i, first in product(range(n), range(0, rows, tile_rows), range(0, heads_kv, together)):
-        these, kv = slice(i, min(i + tile_rows, rows)), slice(first, min(first + together, heads_kv))
-        heads = slice(kv.start * group, kv.stop * group)
-        # (rows, heads, D) -> (kv heads, group · rows, D): one product a KV head
-        q_i = q[b, these, heads].float().unflatten(1, (-1, group)).permute(1, 2, 0, 3).flatten(1, 2)
-        states = Accumulator((these.stop - i, heads.stop - heads.start, head_dim), torch.float32, exclusive=False)
-        for j in range(0, keys, tile_keys):
-            those = slice(j, min(j + tile_keys, keys))
-            here = None if view is None else view.part(slice(b, b + 1), these, those, heads)
-            if here is not None and (here := here.cut()) is None:  # the band hides all of it
-                continue
-            k_j, v_j = (x[b, those, kv].float().transpose(0, 1) for x in (k, v))
-            s = (q_i @ k_j.mT).mul_(scoring.scale).view(-1, these.stop - i, those.stop - j)
-            scoring.apply(s, here)
-            top = s.amax(-1, keepdim=True)
-            s.sub_(torch.where(top == -math.inf, 0.0, top))
-            # Weights that float32 has too few bits for are 0: made and multiplied, they would take 20 times as long.
-            torch.threshold_(s, LEAST_EXPONENT, -math.inf).exp_()
-            total = s.sum(-1, keepdim=True)
-            o_ij = (s.view(len(k_j), -1, s.shape[-1]) @ v_j).view(*s.shape[:2], head_dim)
-            o_ij /= torch.where(total == 0, 1.0, total)
-            lse_ij = (top + total.log())[..., 0]
-            states.put(states.o, states.lse, o_ij.transpose(0, 1), lse_ij.transpose(0, 1))
-        o[b, these, heads], lse[b, these, heads] = states.o, states.lse
-    return o.to(q.dtype), lse

@@ -46,6 +46,8 @@ def _applied(node: Node, args: list[torch.Tensor], wanted: torch.dtype) -> torch
     if node.op in _WHOLE and node.kind == "int":
         if node.op in ("floordiv", "mod") and _debugging() and bool((args[1] == 0).any()):
             raise ZeroDivisionError(f"a mask or score function, {node.place}: // or % by 0")
+        if node.op in _BY_NUMBER and node.args[1].op in ("literal", "number") and node.args[1].value > 0:
+            return _BY_NUMBER[node.op](args[0], int(node.args[1].value))  # which neither traps nor asks for 64 bits
         # By 64 bits: the division of the least number by -1 must not trap.
         return _WHOLE[node.op](*(a.long() for a in args)).to(torch.int32)
     if node.op == "int" and args[0].is_floating_point():
@@ -83,6 +85,10 @@ _WHOLE: dict[str, Callable[..., torch.Tensor]] = {
     "pow": torch.pow,
     "lshift": _lshift,
     "rshift": _rshift,
+}
+_BY_NUMBER: dict[str, Callable[[torch.Tensor, int], torch.Tensor]] = {
+    "floordiv": lambda x, y: torch.div(x, y, rounding_mode="floor"),
+    "mod": torch.remainder,
 }
 _OPERATIONS: dict[str, Callable[..., torch.Tensor]] = {
     **{name: getattr(torch, name) for name in (*COMPARISONS, *FUNCTIONS)},

@@ -11,6 +11,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
+import numpy as np
 import torch
 
 from tilewise.functions import blocks, layout, printing
@@ -212,7 +213,7 @@ class Function:
 
     def seen(self, b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
         """The mask at indices that broadcast: bools of their common shape."""
-        shape = torch.broadcast_shapes(b.shape, h.shape, q.shape, k.shape)
+        shape = np.broadcast_shapes(b.shape, h.shape, q.shape, k.shape)
         if self.mask is None:
             return torch.ones((), dtype=torch.bool, device=q.device).expand(shape)
         return evaluate(self.mask, {"b": b, "h": h, "q": q, "k": k}, self.tensors).expand(shape)
@@ -225,7 +226,7 @@ class Function:
             return s
         inputs = {"s": s, "b": b, "h": h, "q": q, "k": k}
         dtype = torch.promote_types(s.dtype, torch.float32)
-        shape = torch.broadcast_shapes(*(x.shape for x in inputs.values()))
+        shape = np.broadcast_shapes(*(x.shape for x in inputs.values()))
         return evaluate(self.score, inputs, self.tensors, dtype).to(s.dtype).expand(shape)
 
     def blocks(self, B: int, H: int, Nq: int, Nk: int, block_q: int, block_k: int) -> torch.Tensor:

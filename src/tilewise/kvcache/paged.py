@@ -89,7 +89,7 @@ class PagedKVCache:
         self.page_size = checks.integer("page_size", page_size, 1, 256)
         self.num_kv_heads = checks.integer("num_kv_heads", num_kv_heads, 1)
         self.num_layers = checks.integer("num_layers", num_layers, 1)
-        self.head_dim = checks.integer("head_dim", head_dim, 1, 512)
+        self.head_dim = checks.head_dim("head_dim", head_dim)
         self.format = KVFormat(kv_format, self.head_dim, group_size)
         self._by_kernel = storage.uses_kernels(self.device)
         lead = (self.num_layers, self.num_pages, self.page_size, self.num_kv_heads)
@@ -134,7 +134,7 @@ class PagedKVCache:
         cache.num_pages = checks.integer("num_pages of k_pages", k_pages.shape[0], 1)
         cache.page_size = checks.integer("page_size of k_pages", k_pages.shape[1], 1, 256)
         cache.num_kv_heads = checks.integer("kv heads of k_pages", k_pages.shape[2], 1)
-        cache.head_dim = checks.integer("head_dim of k_pages", k_pages.shape[3], 1, 512)
+        cache.head_dim = checks.head_dim("head_dim of k_pages", k_pages.shape[3])
         cache.num_layers = 1
         cache.format = KVFormat({dtype: name for name, dtype in PLAIN.items()}[k_pages.dtype], cache.head_dim)
         cache._k, cache._v = [k_pages.detach().unsqueeze(0)], [v_pages.detach().unsqueeze(0)]
