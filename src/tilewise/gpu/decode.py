@@ -332,7 +332,9 @@ def bind(
     many_rows = (tiles is None or tiles) and uses_tiles(plan, splitting)
     tiles = many_rows and tiles_can(q.dtype, fmt, tma, card)
     rows = plan.tokens_per_seq * (plan.heads_q // plan.heads_kv)
-    if many_rows and not tiles and not hopper(card):  # without tiles, sixteen rows at a time: the node is read half as often
+    if (
+        many_rows and not tiles and not hopper(card)
+    ):  # without tiles, sixteen rows at a time: the node is read half as often
         rows = max(rows, 16)
     deep = tma and not tiles and fmt.head_dim <= 128 and fills_one_block(plan, fmt, processors)
     tiling = choose_tiling(fmt, rows, tiles, tma, card, deep)

@@ -41,8 +41,8 @@ class DecodeTiling:
 
     rows: the most query rows that a streaming item has. warps: streaming warps per block. stages: chunks in a warp's
     ring. blocks: per multiprocessor. tile_stages: tiles in the ring of the warps that compute tiles; 0 for a kernel
-    without them. joiners: how many of those warps stream once their tiles are done. mma: tiles are computed by mma.sync,
-    and the streaming warps of a block are among the warps that do so. tile_rows: rows of a tile item at most.
+    without them. joiners: how many of those warps stream once their tiles are done. mma: tiles are computed by
+    mma.sync, and the streaming warps of a block are among the warps that do so. tile_rows: rows of a tile item at most.
     """
 
     rows: int
@@ -275,6 +275,12 @@ def specs(card: str = "sm_90a", *, every: bool = False) -> list[KernelSpec]:
                 for rows in (4, 16) if every else (4,):
                     tiling = choose_tiling(fmt, rows, tma=False, arch=card)
                     found.append(decode_spec(dtype, fmt, 16, tiling, tma=False))
+                    if rows == 4 and not hopper(card) and tiles_can(dtype, fmt, False, card):
+                        shared = choose_tiling(fmt, rows, tiles=True, tma=False, arch=card)
+                        found.append(decode_spec(dtype, fmt, 16, shared, tma=False))
+                        if every:
+                            found.append(decode_spec(dtype, fmt, 24, shared, tma=False))
+                            found.append(decode_spec(dtype, fmt, 64, shared, tma=False, rule=DECODE_RULES[1]))
                     if every:
                         found.append(decode_spec(dtype, fmt, 24, tiling, tma=False, scale_runs=False))
                         found.append(decode_spec(dtype, fmt, 64, tiling, tma=False, rule=DECODE_RULES[1]))

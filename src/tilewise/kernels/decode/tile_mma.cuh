@@ -222,17 +222,31 @@ struct TileBody {
     template <int kCount, class T, int kSize> static TILE_DEVICE T (&some(T (&x)[kM][kSize]))[kCount][kSize] {
         return reinterpret_cast<T(&)[kCount][kSize]>(x);
     }
-    // S = Q Kᵀ of kCount sixteens, beginning with number `from`
-    template <int kCount> TILE_DEVICE void multiply_qk(float (&s)[kCount][kTile / 2], int from, const TileKv& sK) const {
+    // S = Q Kᵀ
+    template <int kCount> TILE_DEVICE void multiply_qk(const TileKv& sK) {
+        const int lane = ptx::just_in_time(warp::lane());  // addresses kept from tile to tile would take registers
 #pragma unroll
-        for (int m = 0; m < kCount; m++) warp::zero(s[m]);
+        for (int m = 0; m < kCount; m++) warp::zero(acc_s[m]);
 #pragma unroll
         for (int step = 0; step < kHeadDim / 16; step++) {
             uint32_t a[1][kCount][4];
 #pragma unroll
-            for (int m = 0; m < kCount; m++) warp::load_a(a[0][m], TileQ(0), 16 * sixteen(from + m), step);
-            warp::mma_qk_step(s, a, sK, step);
+            for (int m = 0; m < kCount; m++) warp::load_a(a[0][m], TileQ(0), 16 * sixteen(m), step, lane);
+            warp::mma_qk_step(some<kCount>(acc_s), a, sK, step, lane);
         }
+    }
+    // S of one sixteen once more: both operands are still in shared memory
+    TILE_DEVICE void again(int m, const TileKv& sK) {
+        const int lane = ptx::just_in_time(warp::lane());
+        float(&s)[1][kTile / 2] = reinterpret_cast<float(&)[1][kTile / 2]>(acc_s[m]);
+        warp::zero(s[0]);
+#pragma unroll 1  // it runs rarely, and must not take registers from the steps that always run
+        for (int step = 0; step < kHeadDim / 16; step++) {
+            uint32_t a[1][1][4];
+            warp::load_a(a[0][0], TileQ(0), 16 * sixteen(m), step, lane);
+            warp::mma_qk_step(s, a, sK, step, lane);
+        }
+        score(m);
     }
     TILE_DEVICE void score(int m) {
         if constexpr (!Rule::kLinear) Rule::apply(acc_s[m], args.scores, Rule::first_factor(args.scores));
@@ -255,15 +269,12 @@ struct TileBody {
             warp::add_sums(state[m], sum);
             return;
         }
-        warp::raise<0>(acc_s[m], sum, correction, state[m], scale_log2, [&](float(&s)[kTile / 2]) {
-            multiply_qk<1>(reinterpret_cast<float(&)[1][kTile / 2]>(s), m, sK);
-            score(m);
-        });
+        warp::raise<0>(acc_s[m], sum, correction, state[m], scale_log2, [&](float(&)[kTile / 2]) { again(m, sK); });
         warp::scale_rows(acc_o[m], correction);
     }
     template <int kCount> TILE_DEVICE void add_tile(int n, bool first) {
         const TileKv sK(TileLoader::keys(n)), sV(TileLoader::values(n));
-        multiply_qk<kCount>(some<kCount>(acc_s), 0, sK);
+        multiply_qk<kCount>(sK);
         const bool whole = n * kTile >= whole_from && (n + 1) * kTile <= whole_to;
         if (first || !whole) {
 #pragma unroll
