@@ -145,9 +145,9 @@ GPU_COST = CostModel(
 )
 
 # Cards without wgmma, where nodes go through tiles by mma.sync: an estimate, not measured. An A100 multiplies at 312
-# TFLOP/s and reads 2 TB/s at most: two thirds of the one and 85% of the other are reckoned with. Sequences that read the
-# same pages one by one are taken to be twice as fast as the memory, as they are on an H200 with these kernels. A block
-# computes its tiles and streams in turn, so that the two times add up and own tokens are not slowed down.
+# TFLOP/s and reads 2 TB/s at most: two thirds of the one and 85% of the other are reckoned with. Sequences that read
+# the same pages one by one are taken to be twice as fast as the memory, as they are on an H200 with these kernels. A
+# block computes its tiles and streams in turn, so that the two times add up and own tokens are not slowed down.
 MMA_COST = CostModel(
     item_us=0.15,
     kv_bytes_per_us=4e6,

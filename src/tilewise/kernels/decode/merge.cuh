@@ -329,11 +329,12 @@ template <class Lanes, int kAtOnce> TILE_DEVICE void merge_apart(const DecodeArg
         if (count <= kRun) {
             Lanes::template fold_run<kAtOnce>(all, args, now, 0, count);
         } else {
-            fold_runs<Lanes, 1>(all, args, now, count, 0);
+            constexpr int kFew = kTilesByMma ? kAtOnce : 1;  // as registers allow
+            fold_runs<Lanes, kFew>(all, args, now, count, 0);
 #pragma unroll 1
             for (int which = 1; which < kFolds && which * kRun < count; which++) {
                 typename Lanes::State part;
-                fold_runs<Lanes, 1>(part, args, now, count, which);
+                fold_runs<Lanes, kFew>(part, args, now, count, which);
                 all.fold(part);
             }
         }
@@ -343,7 +344,11 @@ template <class Lanes, int kAtOnce> TILE_DEVICE void merge_apart(const DecodeArg
 // After all warps have left their states: the results of sequences that have several. kRoomy: warps with more than 128
 // registers per thread
 template <bool kRoomy = false> TILE_DEVICE void merge_all(const DecodeArgs& args, Mergers of) {
-    constexpr int kAtOnce = kHeadDim > 192 ? 1 : kHeadDim > 96 ? 2 + kRoomy : kHeadDim > 64 ? (kScaled ? 2 : 3) : 6;
+    constexpr int kAtOnce = kTilesByMma      ? (kHeadDim > 128 ? 2 : 4)
+                            : kHeadDim > 192 ? 1
+                            : kHeadDim > 96  ? 2 + kRoomy
+                            : kHeadDim > 64  ? (kScaled ? 2 : 3)
+                                             : 6;
     if (args.merge_rows == 1) merge_together(args, of);
     else if (args.merge_rows == 2) merge_apart<RowLanes<16>, 2 * kAtOnce>(args, of);
     else merge_apart<RowLanes<8>, (kZeros || (kScaled && kSelected) ? 1 : kAtOnce)>(args, of);

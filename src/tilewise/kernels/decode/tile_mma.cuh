@@ -66,12 +66,13 @@ struct TileLoader {
     static TILE_DEVICE Shared<const uint8_t*> sources(int n) {
         return Shared<const uint8_t*>(kAtMmaSources + n % kTileStages * 2 * kTile * 8);
     }
-    TILE_DEVICE void look_up(int n) {
+    // Of a token outside the span no page is looked at: its number may be anything.
+    TILE_DEVICE int page_of(int n) const {
         const int token = token_of(n);
-        if (has_token() && inside(token)) page = table.page(token / kPageSize);
+        return has_token() && inside(token) ? table.page(token / kPageSize) : 0;
     }
     // Where the rows of tile n lie, null for those outside the span: memory there may hold anything, and 0 · NaN is NaN
-    TILE_DEVICE void tell(int n) const {
+    TILE_DEVICE void tell(int n, int page) const {
         if (!has_token()) return;
         const int token = token_of(n);
         const Paged& of = threadIdx.x < kTile ? args.k : args.v;
@@ -96,11 +97,12 @@ struct TileLoader {
     }
     // Before a barrier, and after it
     TILE_DEVICE void tell_first() {
-        for (int n = first(); n < first() + kTileStages; n++) {
-            look_up(n);
-            tell(n);
-        }
-        look_up(first() + kTileStages);
+        int pages[kTileStages];
+#pragma unroll
+        for (int i = 0; i < kTileStages; i++) pages[i] = page_of(first() + i);
+        page = page_of(first() + kTileStages);
+#pragma unroll
+        for (int i = 0; i < kTileStages; i++) tell(first() + i, pages[i]);
     }
     TILE_DEVICE void load_first() const {
         for (int n = first(); n < first() + kTileStages - 1; n++) load(n);
@@ -110,8 +112,8 @@ struct TileLoader {
         ptx::copy_async_wait<kTileStages - 2>();
         ptx::sync_threads();
         load(n + kTileStages - 1);
-        tell(n + kTileStages);
-        look_up(n + kTileStages + 1);
+        tell(n + kTileStages, page);
+        page = page_of(n + kTileStages + 1);
     }
 };
 
