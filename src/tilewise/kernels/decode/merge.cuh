@@ -344,11 +344,7 @@ template <class Lanes, int kAtOnce> TILE_DEVICE void merge_apart(const DecodeArg
 // After all warps have left their states: the results of sequences that have several. kRoomy: warps with more than 128
 // registers per thread
 template <bool kRoomy = false> TILE_DEVICE void merge_all(const DecodeArgs& args, Mergers of) {
-    constexpr int kAtOnce = kTilesByMma      ? (kHeadDim > 192 ? 1 : kHeadDim > 128 ? 2 : 4)
-                            : kHeadDim > 192 ? 1
-                            : kHeadDim > 96  ? 2 + kRoomy
-                            : kHeadDim > 64  ? (kScaled ? 2 : 3)
-                                             : 6;
+    constexpr int kAtOnce = kHeadDim > 192 ? 1 : kHeadDim > 96 ? 2 + kRoomy : kHeadDim > 64 ? (kScaled ? 2 : 3) : 6;
     if (args.merge_rows == 1) merge_together(args, of);
     else if (args.merge_rows == 2) merge_apart<RowLanes<16>, 2 * kAtOnce>(args, of);
     else merge_apart<RowLanes<8>, (kZeros || (kScaled && kSelected) ? 1 : kAtOnce)>(args, of);
