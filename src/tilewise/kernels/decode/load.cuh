@@ -59,8 +59,9 @@ constexpr bool kCopies = !kTma || (kScaled && kScaleRuns);  // something comes b
 // the swizzle wants; their scales; barriers and counters; what the threads of tiles look up rarely; and per warp the
 // saved state of a range that it folds piece by piece: O, then the MaxSum, lane by lane.
 //
-// Tiles by mma.sync (tile_mma.cuh) are computed while no warp of the block streams, in the same memory: Q, the ring of K
-// and V, what is looked up of the rows, and where the tokens of the ring's tiles come from. The counter lies after it.
+// Tiles by mma.sync (tile_mma.cuh) are computed while no warp of the block streams, in the same memory: Q, the ring of
+// K and V, what is looked up of the rows, and where the tokens of the ring's tiles come from. The counter lies after
+// both.
 constexpr bool kTilesByMma = kTileStages > 0 && !kTma;
 constexpr int kMmaTile = 32, kTileWarps = 4;
 constexpr int kMmaQBytes = kTileRows * kHeadDim * 2, kMmaStageBytes = 2 * kMmaTile * kHeadDim * 2;
