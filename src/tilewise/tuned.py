@@ -31,7 +31,7 @@ from tilewise import arch
 from tilewise.compiler import cache
 from tilewise.compiler.spec import KERNELS_ROOT, headers
 from tilewise.formats import KVFormat
-from tilewise.plan.cost import CPU_COST, GPU_COST, CostModel, Weights
+from tilewise.plan.cost import CPU_COST, GPU_COST, MMA_COST, CostModel, Weights, streamed
 from tilewise.scores import Scores
 
 FORMAT = 1
@@ -51,6 +51,7 @@ COSTS = (
     "own_bytes_per_us",
     "own_share",
 )
+TILED = ("bf16", "fp16")  # what kernels with tiles multiply: gpu/decode_kernels.py tiles_can
 WEIGHTS = tuple(f.name for f in fields(Weights))
 UNTUNED = Weights()
 LENGTHS = ((1024, "short"), (4096, "middle"))  # query rows up to which a sequence is so; "long" beyond
@@ -117,10 +118,9 @@ class Tuned:
         """What decode's work list weighs by."""
         return replace(UNTUNED, **self._constants(WEIGHTS))
 
-    @cached_property
-    def cost(self) -> CostModel:
-        """What `share_prefix="auto"` reckons with."""
-        return replace(GPU_COST, **self._constants(COSTS))  # type: ignore[arg-type]
+    def cost_over(self, base: CostModel) -> CostModel:
+        """What `share_prefix="auto"` reckons with; base: what it does where nothing was measured."""
+        return replace(base, **self._constants(COSTS))  # type: ignore[arg-type]
 
     def _constants(self, names: Sequence[str]) -> dict[str, float]:
         section = self.sections.get("decode")
@@ -166,12 +166,14 @@ def weights(device: torch.device) -> Weights:
     return UNTUNED if tuned is None else tuned.weights
 
 
-def cost(device: torch.device) -> CostModel:
-    """The cost model of this device."""
+def cost(device: torch.device, fmt: KVFormat | None = None) -> CostModel:
+    """The cost model of this device, over a cache of this format: by default, one that there are tiles for."""
     if device.type != "cuda":
         return CPU_COST
-    tuned = of(device)
-    return GPU_COST if tuned is None else tuned.cost
+    tuned, hopper = of(device), arch.hopper(arch.card_of(device))
+    base = GPU_COST if hopper else MMA_COST
+    found = base if tuned is None else tuned.cost_over(base)
+    return found if hopper or fmt is None or fmt.name in TILED else streamed(found)
 
 
 @contextmanager

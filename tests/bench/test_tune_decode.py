@@ -161,7 +161,7 @@ def test_steps_become_constants_of_the_table(tmp_path: Any, monkeypatch: pytest.
     book = tune.Book(machine, tmp_path)
     book.add("decode", records, constants=found)
     held = tuned.held(machine.card, machine.target, tmp_path)
-    assert held.cost.own_bytes_per_us == pytest.approx(1.5e6)
+    assert held.cost_over(GPU_COST).own_bytes_per_us == pytest.approx(1.5e6)
     assert held.weights.item_chunks == pytest.approx(2.5)
 
 

@@ -17,7 +17,7 @@ from tilewise.formats import KVFormat
 from tilewise.gpu import decode, tilings
 from tilewise.gpu.decode_kernels import choose_tiling as choose_decode
 from tilewise.gpu.pattern import NO_PATTERN, Pattern
-from tilewise.plan.cost import CPU_COST, GPU_COST, Weights
+from tilewise.plan.cost import CPU_COST, GPU_COST, MMA_COST, Weights, streamed
 from tilewise.scores import Scores
 from tilewise.tuned import Section, Tuned
 
@@ -186,6 +186,9 @@ def test_a_card_is_looked_up_once(tmp_path: Path, shipped: Path, monkeypatch: py
         with arch.as_card("sm_80"):  # behaves as another card: that has no table
             assert tuned.of(device) is None
             assert tuned.weights(device) is tuned.UNTUNED
+            assert tuned.cost(device) == tuned.cost(device, KVFormat("fp16", 128)) == MMA_COST
+            assert tuned.cost(device, KVFormat("int8", 128)) == streamed(MMA_COST)
+        assert tuned.cost(device, KVFormat("int8", 128)) == GPU_COST
         assert tuned.of(device) is first
     finally:
         tuned._of_card.cache_clear()
@@ -304,7 +307,8 @@ def test_keys_of_other_versions_are_named(key: str) -> None:
 
 def test_constants_are_those_of_the_table() -> None:
     made = Tuned({"decode": Section("", "", {}, {"launch_us": 5.0, "sprint": 2.0, "odd": 1.0})})
-    assert made.cost == replace(GPU_COST, launch_us=5.0)
+    assert made.cost_over(GPU_COST) == replace(GPU_COST, launch_us=5.0)
+    assert made.cost_over(MMA_COST) == replace(MMA_COST, launch_us=5.0)
     assert made.weights == replace(Weights(), sprint=2.0)
     assert tune_findings._faults("decode", made.sections["decode"], TARGET) == [
         "decode odd is not used: no constant of this version"

@@ -37,8 +37,8 @@ def test_a_card_decodes_to_the_bits_of_another(card, kv_format, page_size, head_
 
 @pytest.mark.parametrize("card", ["sm_80", "sm_89"])
 def test_shared_nodes_and_selected_pages(card):
-    """Streaming warps take the nodes that Hopper puts through tiles, 16 rows at a time; by the public functions too."""
-    cache, seqs = make_tree([1, 8], [90, 20])
+    """Streaming warps take the nodes of a quantised cache, 16 rows at a time; by the public functions too."""
+    cache, seqs = make_tree([1, 8], [90, 20], kv_format="fp8")
     q, plan = queries(cache, seqs), plan_decode(cache, seqs, num_heads=8, share_prefix=True)
     with arch.as_card(card):
         check(cache, seqs, share=True, sinks=torch.linspace(-2, 3, 8), splitting=SMALL)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from tree_cases import make_plan, tree_lists
 
-from tilewise.plan.cost import CPU_COST, GPU_COST, PLAN_MARGIN, WIDE_ROWS, CostModel
+from tilewise.plan.cost import CPU_COST, GPU_COST, MMA_COST, PLAN_MARGIN, WIDE_ROWS, CostModel, streamed
 from tilewise.plan.worklist import Splitting
 
 # Sharing costs nothing but the bytes, one per microsecond.
@@ -100,7 +100,7 @@ def test_a_step_with_tiles_has_a_floor() -> None:
 
 # ---- the models ------------------------------------------------------------------------------------------------------
 def test_tiles_begin_where_the_cost_model_takes_them_to_begin() -> None:
-    assert GPU_COST.wide_rows == Splitting().tile_rows == WIDE_ROWS
+    assert GPU_COST.wide_rows == MMA_COST.wide_rows == Splitting().tile_rows == WIDE_ROWS
     assert CPU_COST.wide_rows == CPU_COST.floor_us == CPU_COST.launch_us == CPU_COST.own_share == 0
 
 
@@ -114,6 +114,19 @@ def test_what_a_gpu_shares(sequences: int, prefix: int, own: int, shared: bool) 
     sizes = {"heads": (32, 8), "head_dim": 128, "kv_row_bytes": 512.0}
     plan = make_plan(lists, [prefix + own] * sequences, **sizes, share=None, cost=GPU_COST)
     assert plan.shared_nodes == shared
+
+
+@pytest.mark.parametrize(
+    ("sequences", "prefix", "own", "shared"),
+    [(64, 8192, 256, True), (16, 2048, 256, True), (64, 64, 256, False), (2, 256, 64, False), (64, 128, 16, False)],
+)
+def test_what_a_card_without_wgmma_shares(sequences: int, prefix: int, own: int, shared: bool) -> None:
+    """Long prefixes of many sequences by tiles; where streaming warps compute nodes, the same are read one by one."""
+    lists = tree_lists([1, sequences], [prefix // 16, own // 16])
+    sizes = {"heads": (32, 8), "head_dim": 128, "share": None}
+    for cost, kv_row_bytes, wanted in ((MMA_COST, 512.0, shared), (streamed(MMA_COST), 264.0, False)):
+        plan = make_plan(lists, [prefix + own] * sequences, kv_row_bytes=kv_row_bytes, cost=cost, **sizes)
+        assert plan.shared_nodes == wanted
 
 
 # ---- what the planner asks -------------------------------------------------------------------------------------------

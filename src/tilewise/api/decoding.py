@@ -83,7 +83,7 @@ def plan_decode(
         tokens_per_seq=tokens_per_seq,
         window=window,
         share=False if most else None if share_prefix == "auto" else bool(share_prefix),
-        cost=cost or tuned.cost(pages.device),
+        cost=cost or tuned.cost(pages.device, pages.format),
         room=room,
         pages_per_seq=most,
     )

@@ -158,7 +158,7 @@ def chosen_us(cost: CostModel, times: Mapping[Step, float], model: Model) -> flo
 
 def judged(found: Mapping[str, float], times: Mapping[Step, float], model: Model) -> tuple[dict[str, float], Record]:
     """The constants without those of the cost model, if "auto" chooses worse with them; and a record of both."""
-    cost = Tuned({"decode": Section("", "", {}, found)}).cost
+    cost = Tuned({"decode": Section("", "", {}, found)}).cost_over(GPU_COST)
     before, after = chosen_us(GPU_COST, times, model), chosen_us(cost, times, model)
     kept = {name: value for name, value in found.items() if after <= before or name not in COSTS}
     said: Record = {"key": COSTS_KEY, "problem": "the grid as auto shares it", "status": "ok", "taken": after <= before}

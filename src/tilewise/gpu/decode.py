@@ -31,7 +31,6 @@ from tilewise.gpu.decode_kernels import (
     HEAD_DIMS,
     MAX_GROUP,
     MAX_TOKENS,
-    TILE_WARPS,
     DecodeTiling,
     Parts,
     choose_tiling,
@@ -155,7 +154,7 @@ class Decode:
         if tma:
             heads = tiling.warps if in_step else 1
             self.map_specs = [chunk_map(x, row_bytes, chunk_tokens(fmt), heads, lines) for x in codes]
-        if tiling.tile_stages:
+        if tiling.tile_stages and tma:
             self.map_specs += [tile_map(x, tiles_whole(codes)) for x in codes]
         group = plan.heads_q // plan.heads_kv
         self.rows_each = plan.tokens_per_seq * group
@@ -185,10 +184,9 @@ class Decode:
         if not self.listed.total_states:
             return 0
         rows = self.listed.sequences * self.heads_kv * self.rows_each
-        if rows <= self.listed.blocks and tiling.warps >= 4:
+        if rows <= self.listed.blocks and tiling.merging_warps >= 4:
             return 1
-        warps = tiling.warps + (TILE_WARPS if tiling.tile_stages else 0)
-        return 2 if rows <= 2 * self.listed.blocks * warps else 4
+        return 2 if rows <= 2 * self.listed.blocks * tiling.merging_warps else 4
 
     def _barrier(self) -> torch.Tensor:
         return torch.zeros(1, dtype=torch.int32, device=self.device)
@@ -332,9 +330,11 @@ def bind(
     if tma is None:
         tma = page_size % CHUNK == 0 and hopper(card)
     many_rows = (tiles is None or tiles) and uses_tiles(plan, splitting)
-    tiles = many_rows and tiles_can(q.dtype, fmt, tma)
+    tiles = many_rows and tiles_can(q.dtype, fmt, tma, card)
     rows = plan.tokens_per_seq * (plan.heads_q // plan.heads_kv)
-    if many_rows and not hopper(card):  # without tiles, sixteen rows at a time: the node is read half as often
+    if (
+        many_rows and not tiles and not hopper(card)
+    ):  # without tiles, sixteen rows at a time: the node is read half as often
         rows = max(rows, 16)
     deep = tma and not tiles and fmt.head_dim <= 128 and fills_one_block(plan, fmt, processors)
     tiling = choose_tiling(fmt, rows, tiles, tma, card, deep)
@@ -447,8 +447,9 @@ def work_list_of(
     deep = tiling.blocks == 1 and tiling.stages >= 4
     longest = DEEP_CHUNKS if deep else WHOLE_CHUNKS
     shape = Shape(
-        tiling.rows, tiling.warps, blocks, tiling.tile_stages > 0, longest, tiling.joiners, chunk, tuned.weights(device)
-    )
+        tiling.rows, tiling.warps, blocks, tiling.tile_stages > 0, longest, tiling.joiners, chunk,
+        tuned.weights(device), tiling.tile_rows, tiling.mma,
+    )  # fmt: skip
     key = (device, page_size, shape, splitting, room)
     found = lists.get(key)
     if found is None:

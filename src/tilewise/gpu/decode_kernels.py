@@ -30,6 +30,7 @@ BITS = {"bf16": 16, "fp16": 16, "fp8": 8, "int8": 8, "int4": 4, "fp32": 32}
 OPERANDS = {"bf16": "bf16", "fp32": "float"}  # of products; of other formats half
 RING_BYTES = 65536  # of shared memory per block for the rings: bytes that its streaming warps have in flight
 TILE_WARPS, TILE_THREADS = 8, 384  # decode/decode_tree.cu: what a block has beside its streaming warps
+MMA_WARPS, MMA_TOKENS = 4, 32  # decode/tile_mma.cuh: warps of a block, tokens of a tile
 COPYING_WARPS = 8  # per multiprocessor that load by cp.async: what its registers hold
 BLOCK_OVERHEAD = 1024  # bytes of shared memory per block that the driver reserves
 
@@ -39,8 +40,9 @@ class DecodeTiling:
     """The shape of a decode kernel.
 
     rows: the most query rows that a streaming item has. warps: streaming warps per block. stages: chunks in a warp's
-    ring. blocks: per multiprocessor. tile_stages: tiles of 64 tokens in the ring of the warpgroups that compute tiles;
-    0 for a kernel without them. joiners: how many of those warps stream once their tiles are done.
+    ring. blocks: per multiprocessor. tile_stages: tiles in the ring of the warps that compute tiles; 0 for a kernel
+    without them. joiners: how many of those warps stream once their tiles are done. mma: tiles are computed by
+    mma.sync, and the streaming warps of a block are among the warps that do so. tile_rows: rows of a tile item at most.
     """
 
     rows: int
@@ -49,6 +51,13 @@ class DecodeTiling:
     blocks: int
     tile_stages: int = 0
     joiners: int = 0
+    mma: bool = False
+    tile_rows: int = TILE_ROWS
+
+    @property
+    def merging_warps(self) -> int:
+        """Warps per block that merge states."""
+        return MMA_WARPS if self.mma else self.warps + (TILE_WARPS if self.tile_stages else 0)
 
 
 def chunk_tokens(fmt: KVFormat) -> int:
@@ -91,6 +100,8 @@ def line_heads(row_bytes: int, warps: int) -> int:
 
 def shared_bytes(fmt: KVFormat, tiling: DecodeTiling) -> int:
     """Shared memory per block, as decode/load.cuh and decode/stream.cuh lay it out."""
+    if tiling.mma:
+        return _mma_shared_bytes(fmt, tiling)
     tiles = tiling.tile_stages * tile_bytes(fmt)
     rings = tiling.warps * tiling.stages
     scales = chunk_tokens(fmt) * {"fp8": 2 * 4, "int8": 2 * 4, "int4": 4 * 2 * scale_groups(fmt)}.get(fmt.name, 0)
@@ -100,6 +111,14 @@ def shared_bytes(fmt: KVFormat, tiling: DecodeTiling) -> int:
     if tiling.tile_stages:
         at_fold += (16 + 8) * 2 * TILE_ROWS
     return at_fold + tiling.warps * (fold_bytes(fmt, tiling.rows) + query_bytes(fmt, tiling.rows))
+
+
+def _mma_shared_bytes(fmt: KVFormat, tiling: DecodeTiling) -> int:
+    """The same where tiles by mma.sync and streams use one memory in turn: the larger of the two, and a counter."""
+    streams = shared_bytes(fmt, DecodeTiling(tiling.rows, tiling.warps, tiling.stages, 1))
+    row = fmt.head_dim * BITS[fmt.name] // 8
+    tiles = tiling.tile_rows * (row + 20) + tiling.tile_stages * 2 * MMA_TOKENS * (row + 8)
+    return max(streams, tiles) + 16
 
 
 def fits(fmt: KVFormat, tiling: DecodeTiling, arch: str) -> bool:
@@ -123,6 +142,8 @@ def choose_tiling(
     # With larger head dimensions 16 rows do not fit a warp's registers.
     wide = rows_each > 8 and fmt.head_dim <= (96 if fmt.name == "fp32" else 128)
     limits = LIMITS[arch]
+    if tiles and not tma:
+        return _mma_tiling(fmt, arch)
     if not tma:
         return _copying_tiling(fmt, 16 if wide else 8, most, arch)
 
@@ -170,6 +191,24 @@ def _copying_tiling(fmt: KVFormat, rows: int, most: int, arch: str) -> DecodeTil
     return max(found, key=lambda pair: pair[0])[1]
 
 
+def _mma_tiling(fmt: KVFormat, arch: str) -> DecodeTiling:
+    """The shape of a kernel with tiles by mma.sync: a function of the card's limits.
+
+    Two blocks per multiprocessor come first: one multiplies while the other waits for memory or for its barriers. Then
+    come streaming warps, then the tiles' ring, then the streams' rings. A warp has 32 rows of a tile, or sixteen where
+    O of 32 does not fit its registers.
+    """
+    tile_rows = TILE_ROWS if fmt.head_dim <= 128 else TILE_ROWS // 2
+    shapes = (
+        DecodeTiling(8, warps, stages, blocks, tile_stages, mma=True, tile_rows=tile_rows)
+        for blocks in (2, 1)
+        for warps in (4, 3, 2)
+        for tile_stages in (4, 3, 2)
+        for stages in (4, 3, 2)
+    )
+    return next(t for t in shapes if fits(fmt, t, arch))
+
+
 @lru_cache(maxsize=1024)
 def decode_spec(
     dtype: torch.dtype,
@@ -212,10 +251,13 @@ def decode_spec(
         ("kSelected", selected),
         ("kTileStages", tiling.tile_stages),
         ("kJoiners", tiling.joiners),
+        ("kTileRows", tiling.tile_rows),
         ("kTileWhole", tiling.tile_stages > 0 and tiles_whole and fmt.head_dim % PANEL == 0),
     )
     entry = "decode_tree" if tiling.tile_stages else "decode32" if fmt.name == "fp32" else "decode"
     threads = 32 * tiling.warps + (TILE_THREADS if tiling.tile_stages else 0)
+    if tiling.mma:
+        entry, threads = "decode_tree_mma", 32 * MMA_WARPS
     return KernelSpec(entry, f"decode/{entry}.cu", entry, constants, threads, shared_bytes(fmt, tiling), product=True)
 
 
@@ -233,6 +275,12 @@ def specs(card: str = "sm_90a", *, every: bool = False) -> list[KernelSpec]:
                 for rows in (4, 16) if every else (4,):
                     tiling = choose_tiling(fmt, rows, tma=False, arch=card)
                     found.append(decode_spec(dtype, fmt, 16, tiling, tma=False))
+                    if rows == 4 and not hopper(card) and tiles_can(dtype, fmt, False, card):
+                        shared = choose_tiling(fmt, rows, tiles=True, tma=False, arch=card)
+                        found.append(decode_spec(dtype, fmt, 16, shared, tma=False))
+                        if every:
+                            found.append(decode_spec(dtype, fmt, 24, shared, tma=False))
+                            found.append(decode_spec(dtype, fmt, 64, shared, tma=False, rule=DECODE_RULES[1]))
                     if every:
                         found.append(decode_spec(dtype, fmt, 24, tiling, tma=False, scale_runs=False))
                         found.append(decode_spec(dtype, fmt, 64, tiling, tma=False, rule=DECODE_RULES[1]))
@@ -259,9 +307,15 @@ def _tma_specs(dtype: torch.dtype, fmt: KVFormat, every: bool) -> list[KernelSpe
     return found
 
 
-def tiles_can(dtype: torch.dtype, fmt: KVFormat, tma: bool) -> bool:
-    """Can warpgroups compute tiles of these queries and pages? If not, streaming warps take the shared nodes."""
-    return tma and fmt.dtype == dtype and BITS[fmt.name] == 16 and fmt.head_dim in TILE_HEAD_DIMS
+def tiles_can(dtype: torch.dtype, fmt: KVFormat, tma: bool, card: str = "sm_90a") -> bool:
+    """Is there a kernel with tiles for these queries and pages? If not, streaming warps take the shared nodes.
+
+    On Hopper warpgroups compute tiles, which come by TMA; on other cards warps do, by mma.sync. Quantised codes are
+    multiplied by streaming warps alone.
+    """
+    if fmt.dtype != dtype or BITS[fmt.name] != 16:
+        return False
+    return tma and fmt.head_dim in TILE_HEAD_DIMS if hopper(card) else True
 
 
 def scales_in_runs(fmt: KVFormat, page_size: int, scales: Parts) -> bool:

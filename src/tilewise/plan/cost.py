@@ -8,7 +8,7 @@ and head_dim 128 that is about 2500 cycles.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -22,6 +22,9 @@ ITEM_CHUNKS = 1.0
 STATE_CHUNKS = 0.5
 # In chunks of a streaming warp: what one step of a tile item (64 tokens) takes. An estimate, not measured by itself.
 STEP_CHUNKS = 1.0
+# In chunks, for blocks of four warps that compute their tile items by mma.sync: the same. An estimate: a step of 64
+# tokens and 128 rows is 4.2 MFLOP, 3.7 µs at 300 TFLOP/s over 264 blocks, or 6500 cycles.
+MMA_STEP_CHUNKS = 2.5
 # Ratio: how much faster than with an even share of the bandwidth one warp streams while the other warps are idle. 512
 # warps with one sequence of 4096 tokens each are as fast as 1056 warps with pieces of such sequences.
 SPRINT = 3.5
@@ -140,3 +143,26 @@ GPU_COST = CostModel(
     own_share=0.15,
     wide_rows=WIDE_ROWS,
 )
+
+# Cards without wgmma, where nodes go through tiles by mma.sync: an estimate, not measured. An A100 multiplies at 312
+# TFLOP/s and reads 2 TB/s at most: two thirds of the one and 85% of the other are reckoned with. Sequences that read
+# the same pages one by one are taken to be twice as fast as the memory, as they are on an H200 with these kernels. A
+# block computes its tiles and streams in turn, so that the two times add up and own tokens are not slowed down.
+MMA_COST = CostModel(
+    item_us=0.15,
+    kv_bytes_per_us=4e6,
+    flops_per_us=200e6,
+    row_state_us=0.0008,
+    launch_us=10.0,
+    floor_us=24.0,
+    own_bytes_per_us=1.7e6,
+    wide_rows=WIDE_ROWS,
+)
+# Nodes that streaming warps compute on such cards, sixteen rows at a time. On an H200 behaving as an A100, bfloat16,
+# 64 × (8192 + 256) took 282 µs that way, which is 30 TFLOP/s, and 262 µs unshared: sharing pays where rows are few.
+STREAM_FLOPS_PER_US = 30e6
+
+
+def streamed(cost: CostModel) -> CostModel:
+    """The model where streaming warps compute all nodes: of caches that a card without wgmma has no tiles for."""
+    return replace(cost, flops_per_us=min(cost.flops_per_us, STREAM_FLOPS_PER_US), floor_us=0.0)

@@ -12,7 +12,7 @@ import heapq
 import numpy as np
 import numpy.typing as npt
 
-from tilewise.plan.cost import ITEM_CHUNKS
+from tilewise.plan.cost import ITEM_CHUNKS, MMA_STEP_CHUNKS
 from tilewise.plan.items import GOES_ON, ITEM_WORDS, Ints, Word
 from tilewise.plan.ranges import CHUNK, TILE_TOKENS, Longs, Shape
 
@@ -58,15 +58,19 @@ def deal_streams(
 def deal_beside_tiles(items: Longs, chunks: Longs, heads: int, shape: Shape, tile_items: Ints) -> Ints:
     """(blocks, slots, 16), for a kernel with tiles: the warps of a block take its items from a common counter.
 
-    tile_items: (rounds, blocks, 16), already dealt. A block's joiners stream only after its tile items are done.
+    tile_items: (rounds, blocks, 16), already dealt. A block's joiners stream only after its tile items are done; of a
+    shape whose warps do both in turn, none streams meanwhile.
     """
-    busy: Floats = (tile_steps(tile_items) * shape.weights.step_chunks).sum(0)
+    step_chunks = MMA_STEP_CHUNKS if shape.in_turn else shape.weights.step_chunks
+    busy: Floats = (tile_steps(tile_items) * step_chunks).sum(0)
     blocks, warps, joiners = len(busy), shape.warps, shape.joiners
     together = warps if are_in_step(len(items), heads, blocks, warps) else 1
     cost = (chunks + shape.weights.item_chunks).reshape(-1, together).sum(1)
 
     def done(work: float, after: float) -> float:
         """When a block is done with `work` chunks of streaming, if its joiners start at time `after`."""
+        if shape.in_turn:
+            return after + work / warps
         return work / warps if work <= warps * after else after + (work - warps * after) / (warps + joiners)
 
     lists: list[list[int]] = [[] for _ in range(blocks)]

@@ -102,11 +102,11 @@ class TileChains:
     If a child node has the same passes as its parent, the first piece of the child can continue the parent's last
     piece: one block computes both, the rows stay in registers between them, and the two leave one state instead of
     two. This needs a child whose tokens are seen by all rows, and a chain that is not much longer than an even share
-    per block (CHAIN_SHARE).
+    per block (CHAIN_SHARE). most: rows of an item at most.
     """
 
-    def __init__(self, rows_each: int, share: float, chaining: bool) -> None:
-        self.rows_each, self.share, self.chaining = rows_each, share, chaining
+    def __init__(self, rows_each: int, share: float, chaining: bool, most: int = TILE_ROWS) -> None:
+        self.rows_each, self.share, self.chaining, self.most = rows_each, share, chaining, most
         self.parts: list[Longs] = []  # (9, n) each, one per node
         self._count = 0
         self._above: list[_LastPiece] = []  # the node that was added last, after its ancestors
@@ -121,10 +121,10 @@ class TileChains:
         tokens = min(size, node.stop - int(begins[0]))
         if above and not (self._continues(node, above.node) and above.tokens + tokens <= CHAIN_SHARE * self.share):
             above = None
-        made = node_pieces(node, begins, size, state - (above is not None), kind, self.rows_each, TILE_ROWS)
+        made = node_pieces(node, begins, size, state - (above is not None), kind, self.rows_each, self.most)
         passes = made.shape[1] // len(begins)
         if above is not None:
-            first = above.first_pass + (node.first - above.node.first) * self.rows_each // TILE_ROWS
+            first = above.first_pass + (node.first - above.node.first) * self.rows_each // self.most
             self._before |= {self._count + n: first + n for n in range(passes)}
         tokens = node.stop - int(begins[-1]) + (above.tokens if above is not None and len(begins) == 1 else 0)
         self._above.append(_LastPiece(node, self._count + made.shape[1] - passes, tokens))
@@ -138,8 +138,8 @@ class TileChains:
         end, end_above = node.first + node.sequences, above.first + above.sequences
         return (
             node.start == above.stop
-            and ahead % TILE_ROWS == 0
-            and (node.sequences * self.rows_each % TILE_ROWS == 0 or end == end_above)
+            and ahead % self.most == 0
+            and (node.sequences * self.rows_each % self.most == 0 or end == end_above)
         )
 
     def pieces(self) -> Longs:
@@ -180,7 +180,8 @@ def cut_plan(nodes: list[Node], own: Own, cutter: Cutter, length: Longs, tokens:
     """Cuts all ranges of a plan and numbers their states. length: (n,), in the plan's order. tokens: query tokens per
     sequence. chaining: whether tile pieces may continue others."""
     counts = np.zeros(len(length), np.int64)  # states of each sequence so far
-    tiled = TileChains(cutter.rows_each, cutter.even_share(nodes, by_tiles=True), chaining)
+    share = cutter.even_share(nodes, by_tiles=True)
+    tiled = TileChains(cutter.rows_each, share, chaining, cutter.shape.tile_rows)
     streamed: list[Longs] = []
     for node, size in zip(nodes, cutter.node_sizes(nodes), strict=True):
         by_tiles = cutter.by_tiles(node)

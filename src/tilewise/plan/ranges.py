@@ -21,7 +21,7 @@ Longs = npt.NDArray[np.int64]
 Flags = npt.NDArray[np.bool_]
 
 CHUNK = 16  # tokens of the smallest chunk, decode/load.cuh: kChunk; costs are counted in chunks of this size
-TILE_ROWS, TILE_TOKENS = 128, 64  # decode/tile.cuh: rows of a tile item, tokens of one of its steps
+TILE_ROWS, TILE_TOKENS = 128, 64  # decode/tile.cuh: rows of a tile item at most, tokens of one of its steps
 FAR = 1 << 30  # no limit; more tokens than any sequence has
 
 
@@ -55,7 +55,8 @@ class Shape(NamedTuple):
     rows: query rows of a stream item at most. warps: streaming warps per block. blocks: blocks of the grid. tiles:
     whether the kernel has a part for tiles. longest: own ranges of up to this many chunks of 16 tokens may be taken
     whole by one warp. joiners: warps per block that stream after their tile items are done. chunk: tokens that a
-    streaming warp loads and computes at a time, 16 or 32. weights: what the list is balanced by.
+    streaming warp loads and computes at a time, 16 or 32. weights: what the list is balanced by. tile_rows: rows of a
+    tile item at most. in_turn: a block's warps do not stream while they compute its tile items.
     """
 
     rows: int
@@ -66,6 +67,8 @@ class Shape(NamedTuple):
     joiners: int = 0
     chunk: int = CHUNK
     weights: Weights = Weights()
+    tile_rows: int = TILE_ROWS
+    in_turn: bool = False
 
 
 class Node(NamedTuple):
@@ -139,7 +142,7 @@ class Cutter(NamedTuple):
     def even_share(self, nodes: list[Node], by_tiles: bool) -> float:
         """Tokens per block if the nodes that go through tiles (or those that do not) were dealt out evenly. The tokens
         of a node count once for each KV head and each pass over its rows."""
-        most = TILE_ROWS if by_tiles else self.shape.rows
+        most = self.shape.tile_rows if by_tiles else self.shape.rows
         work = sum(
             (n.stop - n.start) * -(-n.sequences * self.rows_each // most) for n in nodes if self.by_tiles(n) == by_tiles
         )

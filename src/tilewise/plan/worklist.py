@@ -1,4 +1,4 @@
-"""A DecodePlan as the arrays that kernels/decode/decode.cu and decode_tree.cu walk.
+"""A DecodePlan as the arrays that kernels/decode/decode.cu and decode_tree*.cu walk.
 
 Three files make them: ranges.py finds the plan's token ranges and cuts them, items.py turns the pieces into items,
 deal.py deals the items out to blocks and warps. `work_list` here puts them together; a `WorkList` is the result, which

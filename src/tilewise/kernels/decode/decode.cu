@@ -13,7 +13,7 @@
 // Rule: what is done to scores. kTree: query tokens see each other by a mask. kInStep: the warps of a block work on
 // neighbouring heads, and one copy brings a chunk for all of them. kLineHeads: heads whose rows make up 128 bytes.
 // kSelected: sequences read the pages that select.cu has listed.
-// kTileStages, kJoiners: 0 here; decode_tree.cu has them.
+// kTileStages, kJoiners: 0 here; decode_tree.cu and decode_tree_mma.cu have them.
 #include "tile/quant.cuh"
 constexpr Format kFormat = static_cast<Format>(kStoredAs);
 #include "decode/stream.cuh"

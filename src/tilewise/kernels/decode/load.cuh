@@ -58,17 +58,28 @@ constexpr bool kCopies = !kTma || (kScaled && kScaleRuns);  // something comes b
 // Shared memory, in this order: the ring of tiles if there is one (tile.cuh); the rings of the warps, on 1024 bytes as
 // the swizzle wants; their scales; barriers and counters; what the threads of tiles look up rarely; and per warp the
 // saved state of a range that it folds piece by piece: O, then the MaxSum, lane by lane.
-constexpr int kAtRings = kTileStages * 2 * 64 * ((kHeadDim + 63) / 64 * 128);
+//
+// Tiles by mma.sync (tile_mma.cuh) are computed while no warp of the block streams, in the same memory: Q, the ring of
+// K and V, what is looked up of the rows, and where the tokens of the ring's tiles come from. The counter lies after
+// both.
+constexpr bool kTilesByMma = kTileStages > 0 && !kTma;
+constexpr int kMmaTile = 32, kTileWarps = 4;
+constexpr int kMmaQBytes = kTileRows * kHeadDim * 2, kMmaStageBytes = 2 * kMmaTile * kHeadDim * 2;
+constexpr int kAtMmaRows = kMmaQBytes + kTileStages * kMmaStageBytes, kAtMmaSources = kAtMmaRows + 20 * kTileRows;
+constexpr int kMmaBytes = kTilesByMma ? kAtMmaSources + kTileStages * 2 * kMmaTile * 8 : 0;
+constexpr int kAtRings = kTilesByMma ? 0 : kTileStages * 2 * 64 * ((kHeadDim + 63) / 64 * 128);
 constexpr int kAtScales = (kAtRings + kWarps * kStages * kStageBytes + 1023) / 1024 * 1024;
 constexpr int kStreamers = kWarps + kJoiners;  // joiners are the last of them
 constexpr int kAtStreamBarriers = kAtScales + kWarps * kStages * kScaleBytes;
 constexpr int kAtTileBarriers = kAtStreamBarriers + kStreamers * kStages * 8;
 // Counters. Beside tiles: one, of the items that have been taken. In step: one per stage, of the warps that are done.
-constexpr int kAtCounters = kAtTileBarriers + kTileStages * 16;
-constexpr int kAtTileSeen = (kAtCounters + 4 * kStages + 15) / 16 * 16;   // per thread of tiles: what its rows see,
-constexpr int kAtTilePlace = kAtTileSeen + (kTileStages ? 256 * 16 : 0);  // and where their results go
-constexpr int kAtFold = kAtTilePlace + (kTileStages ? 256 * 8 : 0);
 constexpr int kFoldBytes = kRows * kHeadDim * 4 + kRows / 8 * 2 * 32 * 8;
+constexpr int kAfterRings = kAtTileBarriers + (kTilesByMma ? 0 : kTileStages * 16) + 4 * kStages;
+constexpr int kAtTileSeen = (kAfterRings + 15) / 16 * 16;  // per thread of warpgroups: what its rows see,
+constexpr int kAtTilePlace = kAtTileSeen + (kTileStages && !kTilesByMma ? 256 * 16 : 0);  // and where their results go
+constexpr int kAtFold = kAtTilePlace + (kTileStages && !kTilesByMma ? 256 * 8 : 0);
+constexpr int kStreamEnd = kAtFold + kWarps * kFoldBytes;
+constexpr int kAtCounters = !kTilesByMma ? kAfterRings - 4 * kStages : kStreamEnd > kMmaBytes ? kStreamEnd : kMmaBytes;
 // Where a float32 Q would take too many registers, each warp has it there (stream32.cuh): rows that begin in different
 // banks.
 constexpr int kQueryRow = kHeadDim + 4;
@@ -145,12 +156,13 @@ struct Loader {
         const int slot = int(threadIdx.x / 32) - int(blockDim.x / 32 - kWarps);
         if (threadIdx.x % 32 == 0 && slot >= 0 && slot < args.slots)
             ptx::touch(args.items + int64_t(blockIdx.x) * args.slots + slot);
+        if (kTilesByMma ? threadIdx.x == 0 : kTma && threadIdx.x < kStages)
+            Shared<int>(uint32_t(kAtCounters))[threadIdx.x] = 0;
         if constexpr (kTma) {
             if (threadIdx.x < kStreamers * kStages) {
                 ptx::mbarrier_init(ptx::shared_address(uint32_t(kAtStreamBarriers + 8 * threadIdx.x)), 1);
                 ptx::fence_mbarrier_init();
             }
-            if (threadIdx.x < kStages) Shared<int>(uint32_t(kAtCounters))[threadIdx.x] = 0;
             if (threadIdx.x == blockDim.x - 32) {
                 ptx::prefetch_tensor_map(&mK);
                 ptx::prefetch_tensor_map(&mV);

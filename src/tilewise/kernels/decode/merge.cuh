@@ -329,11 +329,12 @@ template <class Lanes, int kAtOnce> TILE_DEVICE void merge_apart(const DecodeArg
         if (count <= kRun) {
             Lanes::template fold_run<kAtOnce>(all, args, now, 0, count);
         } else {
-            fold_runs<Lanes, 1>(all, args, now, count, 0);
+            constexpr int kFew = kTilesByMma ? kAtOnce : 1;  // as registers allow
+            fold_runs<Lanes, kFew>(all, args, now, count, 0);
 #pragma unroll 1
             for (int which = 1; which < kFolds && which * kRun < count; which++) {
                 typename Lanes::State part;
-                fold_runs<Lanes, 1>(part, args, now, count, which);
+                fold_runs<Lanes, kFew>(part, args, now, count, which);
                 all.fold(part);
             }
         }
