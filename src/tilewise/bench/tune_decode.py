@@ -99,8 +99,8 @@ GRID = tuple(
 )
 
 
-def constants(times: Mapping[Step, float], model: Model, warps: int) -> dict[str, float]:
-    """The constants that follow from the steps' times in µs; those that come out absurd are left out.
+def constants(times: Mapping[Step, float], model: Model, warps: int, base: CostModel = GPU_COST) -> dict[str, float]:
+    """The constants that follow from the steps' times in µs; those that come out absurd beside `base` are left out.
 
     warps: that stream on the whole card at once. Each is a difference over what differs between two steps; of what the
     cost model adds up, the parts that are known already are taken off first.
@@ -132,12 +132,12 @@ def constants(times: Mapping[Step, float], model: Model, warps: int) -> dict[str
         found["state_chunks"] = (took(CUT) / chunk - items * max(0.0, found["item_chunks"])) / pieces
         alone = times[SPRINT] - times[EMPTY]
         found["sprint"] = 8192 / CHUNK * chunk * warps / alone if alone > 0 else 0.0
-    return {name: value for name, value in found.items() if _plausible(name, value)}
+    return {name: value for name, value in found.items() if _plausible(name, value, base)}
 
 
-def _plausible(name: str, value: float) -> bool:
+def _plausible(name: str, value: float, base: CostModel) -> bool:
     if name in COSTS:
-        now, most = float(getattr(GPU_COST, name)), PLAUSIBLE_COST
+        now, most = float(getattr(base, name)), PLAUSIBLE_COST
     else:
         now, most = float(getattr(Weights(), name)), PLAUSIBLE_WEIGHT
     return now / most <= value <= now * most
@@ -156,10 +156,12 @@ def chosen_us(cost: CostModel, times: Mapping[Step, float], model: Model) -> flo
     return total
 
 
-def judged(found: Mapping[str, float], times: Mapping[Step, float], model: Model) -> tuple[dict[str, float], Record]:
+def judged(
+    found: Mapping[str, float], times: Mapping[Step, float], model: Model, base: CostModel = GPU_COST
+) -> tuple[dict[str, float], Record]:
     """The constants without those of the cost model, if "auto" chooses worse with them; and a record of both."""
-    cost = Tuned({"decode": Section("", "", {}, found)}).cost_over(GPU_COST)
-    before, after = chosen_us(GPU_COST, times, model), chosen_us(cost, times, model)
+    cost = Tuned({"decode": Section("", "", {}, found)}).cost_over(base)
+    before, after = chosen_us(base, times, model), chosen_us(cost, times, model)
     kept = {name: value for name, value in found.items() if after <= before or name not in COSTS}
     said: Record = {"key": COSTS_KEY, "problem": "the grid as auto shares it", "status": "ok", "taken": after <= before}
     return kept, {**said, "without_table_us": round(before, 4), "with_table_us": round(after, 4)}
@@ -222,13 +224,14 @@ def measure_constants(machine: Machine, bench: Bench, seconds: float) -> tuple[d
     model, times, records = bench.model, {}, []
     steps = list(dict.fromkeys((*STEPS, *GRID)))
     with tuned.trying(Tuned({})):
+        base = tuned.cost(bench.device)
         for step in steps:
             timing = machine.times({str(step): bench.call(step)[0]}, seconds / len(steps), replay=True)[str(step)]
             times[step] = timing.median * 1e6
             records.append({"key": COSTS_KEY, "problem": str(step), "status": "ok", **times_record(timing)})
     tiling = streaming(bench.device, model)
     warps = tiling.blocks * tiling.warps * arch.multiprocessors(bench.device)
-    found, said = judged(constants(times, model, warps), times, model)
+    found, said = judged(constants(times, model, warps, base), times, model, base)
     return found, [*records, said]
 
 
