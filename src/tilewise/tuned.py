@@ -170,10 +170,14 @@ def cost(device: torch.device, fmt: KVFormat | None = None) -> CostModel:
     """The cost model of this device, over a cache of this format: by default, one that there are tiles for."""
     if device.type != "cuda":
         return CPU_COST
-    tuned, hopper = of(device), arch.hopper(arch.card_of(device))
-    base = GPU_COST if hopper else MMA_COST
-    found = base if tuned is None else tuned.cost_over(base)
-    return found if hopper or fmt is None or fmt.name in TILED else streamed(found)
+    card, tuned = arch.card_of(device), of(device)
+    found = base_cost(card) if tuned is None else tuned.cost_over(base_cost(card))
+    return found if arch.hopper(card) or fmt is None or fmt.name in TILED else streamed(found)
+
+
+def base_cost(card: str) -> CostModel:
+    """The cost model of a card without a table."""
+    return GPU_COST if arch.hopper(card) else MMA_COST
 
 
 @contextmanager

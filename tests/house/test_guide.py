@@ -25,13 +25,6 @@ EXAMPLES = re.findall(r"```python\n(.*?)```", GUIDE, re.S)
 TEN = r"^o = attention\(.*\)  # (.*)$"  # a line and its name
 
 
-def test_readme_has_the_same_ten():
-    in_guide, in_readme = ([m.group() for m in re.finditer(TEN, text, re.M)] for text in (GUIDE, README))
-    assert in_guide == in_readme
-    assert len(in_guide) == 10
-    assert "(docs/guides/masks.md)" in README
-
-
 def test_ten_are_those_that_kernels_are_tested_with():
     assert re.findall(TEN, GUIDE, re.M) == list(variant_cases.variants(1, 1, 1))
 

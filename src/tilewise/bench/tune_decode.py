@@ -223,8 +223,8 @@ def measure_constants(machine: Machine, bench: Bench, seconds: float) -> tuple[d
     """The constants of the card, and a record of every step. Times are those of steps with no table."""
     model, times, records = bench.model, {}, []
     steps = list(dict.fromkeys((*STEPS, *GRID)))
+    base = tuned.base_cost(arch.card_of(bench.device))
     with tuned.trying(Tuned({})):
-        base = tuned.cost(bench.device)
         for step in steps:
             timing = machine.times({str(step): bench.call(step)[0]}, seconds / len(steps), replay=True)[str(step)]
             times[step] = timing.median * 1e6
