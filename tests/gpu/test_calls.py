@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 
+import numpy as np
 import pytest
 import torch
 
@@ -106,6 +107,7 @@ def test_each_thing_about_each_other_tensor_is_in_the_key(place):
     assert len(set(keys)) == len(keys)
     assert of(torch.ones(4, 8)) == of(x), "what is in them does not matter"
     assert of([0.0] * 4) is None, "not a tensor: the checks will say so"
+    assert of(np.zeros(4)) is None, "nor one that compares element by element"
 
 
 def test_which_of_the_others_it_is_is_in_the_key():

@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
 out_dtype = tilings.out_dtype
 KV = tuple[torch.Tensor, torch.Tensor]
-NO_OTHERS = (None,) * 6
 Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
 
@@ -262,7 +261,7 @@ def known_call(
         q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, k.dtype, v.dtype,
         q.get_device(), k.get_device(), v.get_device(), (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16,
     )  # fmt: skip
-    if others != NO_OTHERS:
+    if any(x is not None for x in others):
         for x in others:
             if x is None:
                 key += (None,)
