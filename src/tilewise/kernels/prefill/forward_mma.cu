@@ -88,7 +88,8 @@ struct Worker {
     TILE_DEVICE bool sees(int n) const { return n >= met.begin && n < met.end; }
 
     // S = Q Kᵀ; between(part): what is done after the first products of each of kParts parts
-    static constexpr int kParts = kSteps < 4 ? kSteps : 4;
+    static constexpr int kParts = kSteps < 4 ? kSteps : kSteps % 4 == 0 ? 4 : 3;
+    static_assert(kSteps % kParts == 0);
     template <class Between> TILE_DEVICE void multiply_qk(const TileKv& sK, Between between) {
 #pragma unroll
         for (int m = 0; m < kM; m++) warp::zero(acc_s[m]);
