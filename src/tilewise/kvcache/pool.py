@@ -46,14 +46,19 @@ class PagePool:
     def release_lists(self, lead: Pages | Ints, times: int, rest: Ints) -> None:
         """The reverse of retain_lists(); pages that nobody holds are free again."""
         self.losses += 1
-        left = self.refs[lead] - np.int32(times)
-        self.refs[lead] = left
-        self._note_free(lead[left == 0])
+        if len(lead):
+            left = self.refs[lead] - np.int32(times)
+            self.refs[lead] = left
+            self._note_free(lead[left == 0])
         if len(rest):
-            np.subtract.at(self.refs, rest, ONE)
-            freed = rest[self.refs.take(rest) == 0]
-            freed.sort()
-            self._note_free(freed[np.diff(freed, prepend=-1) > 0])
+            single = self.refs.take(rest) == 1  # held, and so named, once
+            own = rest[single]
+            self.refs[own] = 0
+            self._note_free(own)
+            if len(own) < len(rest):
+                rest = rest[~single]
+                np.subtract.at(self.refs, rest, ONE)
+                self._note_free(np.unique(rest[self.refs.take(rest) == 0]))
 
     def leave(self, pages: Ints) -> None:
         """Hold the pages once less for every time that they are named; others hold them still."""
@@ -65,7 +70,7 @@ class PagePool:
             self.generation[pages] += 1
             self.fill[pages] = 0
             self.free_pages += len(pages)
-            self._lowest = min(self._lowest, int(pages.min()))
+            self._lowest = min(self._lowest, int(np.minimum.reduce(pages)))
 
     def take(self, last_pages: Ints, wanted: Ints) -> Pages:
         """Hold `wanted` free pages, one at least, for each sequence, whose last page is given or -1; enough are free.
@@ -74,7 +79,7 @@ class PagePool:
         pages right after its last one if they are free, else the first free run that is long enough, else the longest
         runs, so that the pieces are few.
         """
-        total = int(wanted.sum())
+        total = int(np.add.reduce(wanted))
         assert total <= self.free_pages
         self.free_pages -= total
         if total == len(wanted):  # one each, as in a decode step
@@ -126,15 +131,16 @@ class PagePool:
         pages = last_pages + 1
         # The page after the last of all is out of range, and the one after -1 is no neighbour.
         taken = self.refs.take(pages, mode="clip") > 0
-        taken |= (pages == 0) | (pages == self.num_pages)
-        if not taken.all():
-            (at,) = (~taken).nonzero()
+        taken |= (last_pages < 0) | (pages == self.num_pages)
+        (at,) = (~taken).nonzero()
+        if len(at):
             if len(set(pages[at].tolist())) < len(at):  # they share their last page, and the first has the one after it
                 at = at[np.unique(pages[at], return_index=True)[1]]
                 taken[:] = True
                 taken[at] = False
             self.refs[pages[at]] = 1
-        pages[taken] = self._take_lowest(int(np.count_nonzero(taken)))
+        if len(at) < len(pages):
+            pages[taken] = self._take_lowest(len(pages) - len(at))
         return pages.astype(np.int32)
 
     def _take_lowest(self, count: int) -> Ints:

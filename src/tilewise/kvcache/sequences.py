@@ -50,12 +50,11 @@ class Sequences:
         self.last[rows] = -1
 
     def copy(self, seqs: list[int], sources: Ints) -> None:
-        """New sequences with the page lists and lengths of the rows `sources`, one each."""
+        """New sequences with the page lists and lengths of the rows `sources`: one each, or all of the one row."""
         rows = self._new_rows(seqs)
         counts = self.counts[sources]
-        width = int(counts.max(initial=0))
-        one = len(sources) and (sources == sources[0]).all()
-        self.table[rows, :width] = self.table[sources[0] if one else sources, :width]
+        width = max(counts.tolist(), default=0)
+        self.table[rows, :width] = self.table[sources, :width]
         self.lengths[rows], self.counts[rows], self.last[rows] = self.lengths[sources], counts, self.last[sources]
 
     def end(self, seqs: Sequence[int]) -> Ints:
@@ -65,7 +64,7 @@ class Sequences:
 
     def clear(self, rows: Ints) -> None:
         """Empty rows of sequences that have ended: others may have them."""
-        self.table[rows, : int(self.counts[rows].max(initial=0))] = 0
+        self.table[rows, : max(self.counts[rows].tolist(), default=0)] = 0
         self._unused += rows.tolist()
 
     def row(self, seq: int, name: str = "seq") -> int:
@@ -112,12 +111,17 @@ class Sequences:
     def lists(self, rows: Ints) -> tuple[Pages, Ints]:
         """The pages that all of these rows begin with, and what comes after those, one row after another."""
         counts = self.counts[rows]
-        least, width = (int(counts.min()), int(counts.max())) if len(rows) else (0, 0)
         if len(rows) < 2:
-            return self.table[rows[:1], :width].reshape(-1), np.empty(0, np.int64)
+            return self.table[rows[:1], : counts[0] if len(rows) else 0].reshape(-1), np.empty(0, np.int64)
+        each = counts.tolist()
+        least, width = min(each), max(each)
         block = self.table[rows, :width]
-        same = (block[1:, :least] == block[0, :least]).all(0)
-        lead = least if same.all() else int(same.argmin())
+        lead = 0
+        if least:
+            same = np.logical_and.reduce(block[1:, :least] == block[0, :least])
+            lead = int(same.argmin())
+            if same[lead]:
+                lead = least
         rest = block[:, lead:][np.arange(lead, width) < counts[:, None]]
         return block[0, :lead], rest.astype(np.int64)
 
@@ -130,7 +134,7 @@ class Sequences:
     def grow(self, rows: Ints, growth: Ints, pages: Pages) -> None:
         """Add `growth` pages at the end of each, all of them one after another in `pages`."""
         counts = self.counts[rows]
-        self._widen(int((counts + growth).max()))
+        self._widen(int(np.maximum.reduce(counts + growth)))
         if len(pages) == len(rows):
             self.table[rows, counts] = pages
             self.last[rows] = pages
