@@ -63,6 +63,8 @@ def plan_extend(
                 "but tokens in it are reserved and not yet written; write them for every layer first"
             )
         pages += len(at)
+        if not len(at):
+            copies = None
     return ExtendPlan(named, counts, rows, more, growth, copies, pages)
 
 

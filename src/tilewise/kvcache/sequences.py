@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from tilewise import checks
 from tilewise.kvcache.pool import Ints, Pages
+
+if TYPE_CHECKING:
+    from tilewise.kvcache.lineage import Kinship
 
 MANY = 2**40  # a count of tokens that no cache has room for
 
@@ -31,6 +34,7 @@ class Sequences:
         self.rows: dict[int, int] = {}
         self.lengths, self.counts, self.last, self.stamps = (np.zeros(8, np.int64) for _ in range(4))
         self.table: Pages = np.zeros((8, 8), np.int32)
+        self.kinship: Kinship | None = None  # who shares pages with whom, kept once somebody asks for it
         self._stamp = 0  # the last one given
         self._unused: list[int] = []
         # The sequences asked for last, and their rows: steps mostly go over the same ones.
@@ -43,11 +47,15 @@ class Sequences:
         self.table[rows, : len(pages)] = pages
         self.lengths[rows], self.counts[rows] = length, len(pages)
         self.last[rows] = pages[-1] if len(pages) else -1
+        if self.kinship is not None:
+            self.kinship.join(int(rows[0]))
 
     def add_empty(self, seqs: list[int]) -> None:
         rows = self._new_rows(seqs)
         self.lengths[rows] = self.counts[rows] = 0
         self.last[rows] = -1
+        if self.kinship is not None:
+            self.kinship.append(rows)
 
     def copy(self, seqs: list[int], sources: Ints) -> None:
         """New sequences with the page lists and lengths of the rows `sources`: one each, or all of the one row."""
@@ -56,6 +64,8 @@ class Sequences:
         width = max(counts.tolist(), default=0)
         self.table[rows, :width] = self.table[sources, :width]
         self.lengths[rows], self.counts[rows], self.last[rows] = self.lengths[sources], counts, self.last[sources]
+        if self.kinship is not None:
+            self.kinship.fork(rows, sources)
 
     def end(self, seqs: Sequence[int]) -> Ints:
         """The rows of sequences that live no longer. Their page lists stay until clear() is told of the rows."""
@@ -66,6 +76,8 @@ class Sequences:
         """Empty rows of sequences that have ended: others may have them."""
         self.table[rows, : max(self.counts[rows].tolist(), default=0)] = 0
         self._unused += rows.tolist()
+        if self.kinship is not None:
+            self.kinship.leave(rows)
 
     def row(self, seq: int, name: str = "seq") -> int:
         """Raises ValueError unless the sequence is alive."""
@@ -149,6 +161,8 @@ class Sequences:
         self.table[rows, self.counts[rows] - 1] = pages
         self.last[rows] = pages
         self._restamp(rows)
+        if self.kinship is not None:
+            self.kinship.replace(rows)
 
     def _new_rows(self, seqs: list[int]) -> Ints:
         """A row for each of them."""
