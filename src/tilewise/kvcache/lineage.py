@@ -33,7 +33,7 @@ class Lineage:
         self._sequences = cache.sequences
         if self._sequences.kinship is None:
             self._sequences.kinship = Kinship(self._sequences)
-        self._rows: Ints | None = None  # of the last batch
+        self._rows = np.empty(0, np.int64)  # of the last batch
         self._version = -1  # of the kinship then
         self._found: tuple[Places, Ints] = np.empty(0, np.int32), np.empty(0, np.int64)
 
@@ -47,8 +47,7 @@ class Lineage:
         rows = self._sequences.batch(seqs)[1]
         kinship = self._sequences.kinship
         assert kinship is not None
-        same = rows is self._rows or (self._rows is not None and np.array_equal(rows, self._rows))
-        if same and kinship.version == self._version:
+        if kinship.version == self._version and (rows is self._rows or np.array_equal(rows, self._rows)):
             return self._found
         places = np.full(len(self._sequences.lengths), -1, np.int32)
         places[rows] = np.arange(len(rows), dtype=np.int32)
@@ -95,6 +94,14 @@ class Kinship:
             self._at = np.zeros(len(self._sequences.lengths), np.int64)
         self._at[order] = np.arange(len(order))
 
+    def shared_by(self, rows: Ints) -> int:
+        """How many leading pages all of them have in common."""
+        at = self._at[rows].tolist()
+        first, last = min(at), max(at)
+        if first == last:
+            return int(self._sequences.counts[self.order[first]])
+        return int(np.minimum.reduce(self.common[first:last]))
+
     def append(self, rows: Ints) -> None:
         """New sequences without pages."""
         self._place(np.concatenate([self.order, rows]), np.concatenate([self.common, np.zeros(len(rows), np.int64)]))
@@ -110,8 +117,9 @@ class Kinship:
         at = at[by]
         total = len(self.order) + len(rows)
         new = at + np.arange(1, len(rows) + 1)
-        old = np.ones(total, bool)
-        old[new] = False
+        old = np.zeros(total, bool)
+        old[new] = True
+        np.logical_not(old, out=old)
         order, common = np.empty(total, np.int64), np.empty(total, np.int64)
         order[new], order[old] = rows[by], self.order
         # A child has in common with what comes next what its parent had, and all its pages with what comes before.
@@ -121,9 +129,9 @@ class Kinship:
 
     def leave(self, rows: Ints) -> None:
         """Sequences that have ended."""
-        stays = np.ones(len(self.order), bool)
-        stays[self._at[rows]] = False
-        (at,) = stays.nonzero()
+        gone = np.zeros(len(self.order), bool)
+        gone[self._at[rows]] = True
+        (at,) = (~gone).nonzero()
         self._place(self.order[at], np.minimum.reduceat(self.common, at) if len(at) else self.common[:0])
 
     def join(self, row: int) -> None:

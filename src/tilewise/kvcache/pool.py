@@ -49,7 +49,8 @@ class PagePool:
         if len(lead):
             left = self.refs[lead] - np.int32(times)
             self.refs[lead] = left
-            self._note_free(lead[left == 0])
+            if np.count_nonzero(left) < len(left):
+                self._note_free(lead[left == 0])
         if len(rest):
             single = self.refs.take(rest) == 1  # held, and so named, once
             own = rest[single]
@@ -58,7 +59,9 @@ class PagePool:
             if len(own) < len(rest):
                 rest = rest[~single]
                 np.subtract.at(self.refs, rest, ONE)
-                self._note_free(np.unique(rest[self.refs.take(rest) == 0]))
+                freed = rest[self.refs.take(rest) == 0]
+                if len(freed):
+                    self._note_free(np.unique(freed))
 
     def leave(self, pages: Ints) -> None:
         """Hold the pages once less for every time that they are named; others hold them still."""

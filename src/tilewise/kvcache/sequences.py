@@ -127,15 +127,16 @@ class Sequences:
             return self.table[rows[:1], : counts[0] if len(rows) else 0].reshape(-1), np.empty(0, np.int64)
         each = counts.tolist()
         least, width = min(each), max(each)
-        block = self.table[rows, :width]
         lead = 0
-        if least:
-            same = np.logical_and.reduce(block[1:, :least] == block[0, :least])
+        if self.kinship is not None:
+            lead = self.kinship.shared_by(rows)
+        elif least:
+            same = np.logical_and.reduce(self.table[rows[1:], :least] == self.table[rows[0], :least])
             lead = int(same.argmin())
             if same[lead]:
                 lead = least
-        rest = block[:, lead:][np.arange(lead, width) < counts[:, None]]
-        return block[0, :lead], rest.astype(np.int64)
+        rest = self.table[rows, lead:width][np.arange(lead, width) < counts[:, None]]
+        return self.table[rows[0], :lead], rest.astype(np.int64)
 
     def padded(self, rows: Ints, fill: int) -> Pages:
         """(len(rows), most pages of any) int32: their page lists, filled up."""
@@ -201,6 +202,8 @@ class Sequences:
 
 def several(seq: Any) -> bool:
     """Whether it is a list of sequence numbers, not one number."""
+    if type(seq) in (int, list):
+        return type(seq) is list
     if isinstance(seq, (np.ndarray, torch.Tensor)):
         return seq.ndim > 0
     return isinstance(seq, Sequence) and not isinstance(seq, str)
@@ -208,12 +211,14 @@ def several(seq: Any) -> bool:
 
 def check_seqs(seqs: Any, name: str = "seqs") -> list[int]:
     """`seqs`, a list, tensor or array of sequence numbers, as a list of ints."""
+    if type(seqs) is list and _all_ints(seqs):
+        return seqs
     if isinstance(seqs, (torch.Tensor, np.ndarray)):
         seqs = seqs.tolist()
     if isinstance(seqs, str) or not isinstance(seqs, Sequence):
         raise TypeError(f"{name} must be a list of sequence numbers, got {type(seqs).__name__}")
     if _all_ints(seqs):
-        return seqs if type(seqs) is list else list(seqs)
+        return list(seqs)
     return [checks.integer(name, seq) for seq in seqs]
 
 
