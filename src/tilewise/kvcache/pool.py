@@ -111,7 +111,8 @@ class PagePool:
             pages, counts = ranges(starts[at], wanted[at]), wanted[at]
             at = at[np.maximum.reduceat(self.refs[pages], np.cumsum(counts) - counts) == 0]
             # Ranges overlap only where sequences share their last page; the first of these has what comes after it.
-            at = at[np.unique(starts[at], return_index=True)[1]]
+            if len(set(starts[at].tolist())) < len(at):
+                at = at[np.unique(starts[at], return_index=True)[1]]
             self.refs[ranges(starts[at], wanted[at])] = 1
             served[:] = False
             served[at] = True
@@ -164,6 +165,7 @@ class _Holes:
     def __init__(self, refs: Pages, lowest: int) -> None:
         self._refs, self._scanned, self._span = refs, lowest, 4 * SCAN
         self._starts, self._lengths = np.empty(0, np.int64), np.empty(0, np.int64)
+        self._known: dict[int, int] = {}  # the first run of so many pages, which is never one before the last found
 
     def cut(self, count: int) -> tuple[int, int]:
         """The first page and the pages of what goes to somebody who wants `count`, which is no longer free."""
@@ -180,10 +182,13 @@ class _Holes:
 
     def _fitting(self, count: int) -> int:
         """The first run of at least `count` pages, else the longest."""
-        known = 0
+        known = self._known.get(count, 0)
+        if known < len(self._lengths) and self._lengths[known] >= count:
+            return known
         while True:
             fits = self._lengths[known:] >= count
             if len(fits) and fits[at := int(fits.argmax())]:
+                self._known[count] = known + at
                 return known + at
             known = len(self._lengths)
             if not self._scan():
