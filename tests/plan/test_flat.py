@@ -8,21 +8,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tree_cases import random_lists, tree_lists
+from tree_cases import padded, random_lists, tree_lists
 
 from tilewise.plan.cost import CPU_COST, GPU_COST, MMA_COST, CostModel
 from tilewise.plan.flat import Judge, choose_nodes, find_spans, tree_order
 from tilewise.plan.tiles import Ints
 
 Group = tuple[tuple[int, ...], int]  # members, and how many leading pages all of them have
-
-
-def padded(lists: list[Ints], fill: int = 0) -> tuple[Ints, np.ndarray]:
-    counts = np.array([len(x) for x in lists], np.int64)
-    table = np.full((len(lists), int(counts.max(initial=0))), fill, np.int32)
-    for row, pages in zip(table, lists, strict=True):
-        row[: len(pages)] = pages
-    return table, counts
 
 
 def groups_of(lists: list[Ints]) -> list[Group]:

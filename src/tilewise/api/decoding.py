@@ -14,6 +14,7 @@ from tilewise.api.prefill import full_precision, result
 from tilewise.cpu.scoring import Scoring
 from tilewise.gpu import decode as kernel
 from tilewise.kvcache import PagedKVCache, PrefixCache
+from tilewise.kvcache.sequences import check_seqs
 from tilewise.plan import BlockSchedule, DecodePlan
 from tilewise.plan.cost import CostModel
 from tilewise.plan.tree import plan_tree
@@ -59,17 +60,19 @@ def plan_decode(
         raise TypeError(f"cost must be a tilewise.CostModel, got {type(cost).__name__}")
     if not isinstance(seqs, (Sequence, torch.Tensor, np.ndarray)):
         raise TypeError(f"seqs must be a list of sequences, got {type(seqs).__name__}")
-    members = [checks.integer("seqs", s) for s in seqs]
+    members, rows = pages.sequences.batch(check_seqs(seqs))
     window = arguments.check_window(window)
     most = _check_pages_per_seq(pages_per_seq, share_prefix, window)
     on_card = pages.device.type == "cuda"
     row_bytes = 2 * pages.format.bytes_per_token_head
     if not on_card:  # there every format runs at float32's pace, and a quantised one is turned into it first
         row_bytes = 2 * 4 * pages.head_dim * (1 if pages.format.dtype is not None else DEQUANTISE)
+    counts = pages.sequences.counts[rows]
     plan = plan_tree(
         members,
-        [pages.page_list(s) for s in members],
-        [pages.length(s) for s in members],
+        pages.sequences.table[:, : counts.max(initial=0)][rows],
+        counts,
+        pages.sequences.lengths[rows],
         pages.page_size,
         heads_q=num_heads,
         heads_kv=pages.num_kv_heads,
