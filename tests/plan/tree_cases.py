@@ -41,10 +41,10 @@ def random_lists(rng: np.random.Generator, page_size: int) -> tuple[list[Ints], 
     return [np.array(pages, np.int32) for pages in found], lengths
 
 
-def padded(lists: Sequence[Ints], fill: int = -7) -> tuple[Ints, np.ndarray]:
-    """The lists as rows of one table, and how many pages each has."""
+def padded(lists: Sequence[Ints]) -> tuple[Ints, np.ndarray]:
+    """The lists as rows of one table, with zeros after them, and how many pages each has."""
     counts = np.array([len(x) for x in lists], np.int64)
-    table = np.full((len(lists), int(counts.max(initial=0))), fill, np.int32)
+    table = np.zeros((len(lists), int(counts.max(initial=0))), np.int32)
     for row, pages in zip(table, lists, strict=True):
         row[: len(pages)] = pages
     return table, counts

@@ -51,8 +51,8 @@ class Spans(NamedTuple):
 def tree_order(table: Ints, counts: Longs) -> tuple[Ints, Longs]:
     """The order of a batch, (n,), and the leading pages that neighbours of it have in common, (n - 1,).
 
-    table: (n, width), the page lists, of `counts` pages each and filled up with anything. The order is that of the
-    lists' bytes, so it depends on nothing but the lists.
+    table: (n, width), the page lists, of `counts` pages each and with zeros after them. The order is that of the lists'
+    bytes, so it depends on nothing but the lists.
     """
     count = len(table)
     order = np.arange(count, dtype=np.int32)
@@ -66,28 +66,30 @@ def tree_order(table: Ints, counts: Longs) -> tuple[Ints, Longs]:
     same = (key[1:] == key[:-1]) & (key[1:] >= 0)
     if not same.any():  # lists with different first pages have nothing in common
         return order, common
-    pairs = same.nonzero()[0]
-    inside = np.zeros(count, np.bool_)
-    inside[pairs] = inside[pairs + 1] = True
-    places = inside.nonzero()[0]
-    members = order[places]
-    own = counts[members]
-    width = int(own.max())
+    inside = np.append(same, False) | np.append(False, same)
+    places = inside.nonzero()[0]  # in the order: of the lists that begin like another one
+    members, group = order[places], key[places]
+    width = int(counts[members].max())
     lists = table[members, :width]
-    if int(own.min()) < width:
-        lists[np.arange(width) >= own[:, None]] = 0
-        # Filled up with zeros, a list equals itself with page 0 after it: the shorter one comes first.
-        by = own.argsort(kind="stable")
-        members, lists = members[by], lists[by]
-    by = lists.view(f"V{4 * width}")[:, 0].argsort(kind="stable")
-    members, lists = members[by], lists[by]
-    order[places] = members
-    at = np.cumsum(inside)[pairs] - 1
-    differs = lists[:-1] != lists[1:] if len(at) == len(lists) - 1 else lists[at] != lists[at + 1]
-    first = differs.argmax(1)
-    first[~differs[np.arange(len(at)), first]] = width
     own = counts[members]
-    common[pairs] = np.minimum(first, np.minimum(own[at], own[at + 1]))
+    together = group[1:] == group[:-1]
+    # Groups mostly have a long prefix in common: what comes before the first difference in any of them is left out.
+    differs = (lists[1:] != lists[:-1]) & together[:, None]
+    apart = differs.any(0)
+    skip = int(apart.argmax()) if apart.any() else width
+    # Filled up with zeros, a list equals itself with page 0 after it: the shorter one comes first.
+    by = own.argsort(kind="stable")
+    if skip < width:
+        by = by[np.ascontiguousarray(lists[by, skip:]).view(f"V{4 * (width - skip)}")[:, 0].argsort(kind="stable")]
+    by = by[group[by].argsort(kind="stable")]
+    members, own, rest = members[by], own[by], lists[by, skip:]
+    order[places] = members
+    first = np.full(len(together), width)
+    if skip < width:
+        differs = rest[1:] != rest[:-1]
+        found = differs.argmax(1)
+        first = np.where(differs[np.arange(len(found)), found], found + skip, width)
+    common[same] = np.minimum(first, np.minimum(own[1:], own[:-1]))[together]
     return order, common
 
 

@@ -224,7 +224,7 @@ class PagedTiles(Value):
 class PagedWork(Value):
     """The work of a decode plan as arrays; n sequences stand in the plan's order. `tiles` makes items of them.
 
-    pages (n, width): the page lists, filled up with anything. lengths (n,): in tokens. nodes (m, 5): as choose_nodes in
+    pages (n, width): the page lists, with zeros after them. lengths (n,): in tokens. nodes (m, 5): as choose_nodes in
     flat.py returns them. own (3, k): as own_ranges returns them. left: how many tokens before its own a row sees, None
     for all.
     """
@@ -240,29 +240,22 @@ class PagedWork(Value):
     def tiles(self) -> tuple[PagedTiles, ...]:
         """The nodes, then the own ranges; those of neighbours with the same tokens and the same band are one item."""
         keys, size, rows = self._keys_at(), self.page_size, self.tokens_per_seq
-        made = [
-            PagedTiles(
-                first * rows,
-                count * rows,
-                self.pages[first : first + 1, start // size : -(-stop // size)],
-                start,
-                stop,
-                keys[n : n + 1],
-            )  # fmt: skip
-            for n, (first, count, start, stop, _) in enumerate(self.nodes.tolist())
-        ]
-        members, starts, stops = self.own.tolist()
+        made = []
+        for n, (first, members, start, stop, _) in enumerate(self.nodes.tolist()):
+            pages = self.pages[first : first + 1, start // size : -(-stop // size)]
+            made.append(PagedTiles(first * rows, members * rows, pages, start, stop, keys[n : n + 1]))
+        owners, starts, stops = self.own.tolist()
         batches: dict[tuple[int, int, Band], list[list[int]]] = {}
         for n, key in enumerate(zip(starts, stops, self._bands(), strict=True)):
             runs = batches.setdefault(key, [])
-            if runs and members[n] == members[runs[-1][-1]] + 1:
+            if runs and owners[n] == owners[runs[-1][-1]] + 1:
                 runs[-1].append(n)
             else:
                 runs.append([n])
         own_keys = keys[len(made) :]
         for (start, stop, band), runs in batches.items():
             for run in runs:
-                first = members[run[0]]
+                first = owners[run[0]]
                 pages = self.pages[first : first + len(run), start // size : -(-stop // size)]
                 made.append(PagedTiles(first * rows, rows, pages, start, stop, own_keys[run], band))
         return tuple(made)
@@ -436,11 +429,11 @@ _made_from_arrays: Any = cached_property(lambda plan: plan.arrays.tiles())
 class DecodePlan(Plan):
     """A plan over a cache's pages. Rows stand in tree order: row (n, t) is token t of sequence `order[n]` of `seqs`.
 
-    arrays: the work; its items in `work` are made when they are first looked at. cache_serial: which cache it was made for. stored_tokens: tokens that lie in the pages, each counted once. room: how
-    many tokens each sequence may grow by under `grow_plan` before a kernel's list of work has to be made anew.
-    pages_per_seq: for decode() with a schedule of pages, how many of them a sequence reads at most, 0 for all; the work
-    stands over the first ones. serial: a number that no other plan of this process has or had, by which compiled code
-    finds it.
+    arrays: the work, whose items in `work` are made when they are first looked at. cache_serial: which cache it was
+    made for. stored_tokens: tokens that lie in the pages, each counted once. room: how many tokens each sequence may
+    grow by under `grow_plan` before a kernel's list of work has to be made anew. pages_per_seq: for decode() with a
+    schedule of pages, how many of them a sequence reads at most, 0 for all; the work stands over the first ones.
+    serial: a number that no other plan of this process has or had, by which compiled code finds it.
     """
 
     work: tuple[PagedTiles, ...] = field(init=False, repr=False, compare=False, default=_made_from_arrays)

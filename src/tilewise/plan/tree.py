@@ -53,8 +53,8 @@ def plan_tree(
 ) -> DecodePlan:
     """The plan of one decode step.
 
-    table (n, width), counts (n,), lengths (n,): the page list of each sequence of `seqs`, filled up with anything, its
-    pages and its tokens, of which the last `tokens_per_seq` are the queries. share: True shares every node, False none,
+    table (n, width), counts (n,), lengths (n,): the page list of each sequence of `seqs`, with zeros after it, the
+    number of its pages and its tokens, of which the last `tokens_per_seq` are the queries. share: True shares every node, False none,
     None those for which `cost` says that it pays; `cost` then takes the K and V of one token in one KV head as
     `stream_row_bytes` bytes, which is what the inner loop reads if that is not what is stored (`kv_row_bytes`).
     shortest_run: cut ranges where their pages are not consecutive, if the parts have at least this many tokens on
