@@ -54,12 +54,12 @@ def plan_tree(
     """The plan of one decode step.
 
     table (n, width), counts (n,), lengths (n,): the page list of each sequence of `seqs`, with zeros after it, the
-    number of its pages and its tokens, of which the last `tokens_per_seq` are the queries. share: True shares every node, False none,
-    None those for which `cost` says that it pays; `cost` then takes the K and V of one token in one KV head as
-    `stream_row_bytes` bytes, which is what the inner loop reads if that is not what is stored (`kv_row_bytes`).
-    shortest_run: cut ranges where their pages are not consecutive, if the parts have at least this many tokens on
-    average; 0 never cuts. A backend that reads consecutive pages in place wants that. pages_per_seq: how many pages a
-    sequence reads at most, 0 for all; without `share` and `window`.
+    number of its pages and its tokens, of which the last `tokens_per_seq` are the queries. share: True shares every
+    node, False none, None those for which `cost` says that it pays; `cost` then takes the K and V of one token in one
+    KV head as `stream_row_bytes` bytes, which is what the inner loop reads if that is not what is stored
+    (`kv_row_bytes`). shortest_run: cut ranges where their pages are not consecutive, if the parts have at least this
+    many tokens on average; 0 never cuts. A backend that reads consecutive pages in place wants that. pages_per_seq: how
+    many pages a sequence reads at most, 0 for all; without `share` and `window`.
 
     A node is shared only as far as every row of the group sees all of it, so shared items need no mask. What is left
     of each sequence, with its causal end, are its own items.
