@@ -184,6 +184,18 @@ class SelectArgs(ctypes.Structure):
     ]
 
 
+class PlanRoom(ctypes.Structure):
+    """decode/plan_work.cuh: PlanRoom."""
+
+    _fields_ = [
+        (n, ctypes.c_uint32)
+        for n in (
+            *("sums", "place", "length", "caller", "under", "split", "ranges", "nodes"),
+            *("loads", "counts", "work", "ranks", "keys", "next"),
+        )
+    ]
+
+
 class PlanArgs(ctypes.Structure):
     """decode/plan_work.cuh: PlanArgs."""
 
@@ -192,10 +204,12 @@ class PlanArgs(ctypes.Structure):
         *((n, ctypes.c_void_p) for n in ("used", "placed", "made")),
         *((n, ctypes.c_int) for n in ("rows", "width", "page_size", "tokens", "left", "heads", "rows_each")),
         *((n, ctypes.c_int) for n in ("together", "blocks", "warps", "joiners", "slots", "tile_rounds")),
-        *((n, ctypes.c_int) for n in ("pass_rows", "tile_rows", "wide_rows", "in_turn", "chunk", "longest")),
+        *((n, ctypes.c_int) for n in ("pass_rows", "tile_rows", "wide_rows", "in_turn", "chunk_bits", "longest")),
         *((n, ctypes.c_int) for n in ("shared_tokens", "item_cost", "step_cost")),
         *((n, ctypes.c_int) for n in ("max_ranges", "max_pieces", "max_tiles", "max_states")),
-        *((n, ctypes.c_int * PLAN_LIMITS) for n in ("limits", "sizes")),
+        *((n, ctypes.c_int * PLAN_LIMITS) for n in ("limits", "size_bits")),
+        *((n, ctypes.c_int) for n in ("bins", "groups", "passes")),
+        ("room", PlanRoom),
         *((n, ctypes.c_double) for n in ("item_chunks", "state_chunks", "sprint")),
     ]
 

@@ -15,7 +15,7 @@ import torch
 
 from tilewise import compiler, emulator
 from tilewise.compiler.spec import KernelSpec
-from tilewise.gpu.abi import FAR, PLAN_LIMITS, PlanArgs
+from tilewise.gpu.abi import FAR, PLAN_LIMITS, PlanArgs, PlanRoom
 from tilewise.plan.cost import MMA_STEP_CHUNKS, WHOLE_LIMITS
 from tilewise.plan.items import ITEM_WORDS
 from tilewise.plan.standing import StandingPlan
@@ -25,7 +25,7 @@ Ints = npt.NDArray[np.int32]
 Longs = npt.NDArray[np.int64]
 
 THREADS, SCAN_BYTES = 1024, 256  # decode/plan_block.cuh: kPlanThreads, kScanBytes
-MOST_KEYS = 8192  # decode/plan_work.cuh: kMostKeys
+MOST_KEYS = 4096  # decode/plan_work.cuh: kMostKeys
 MOST_BINS = 2048  # decode/plan_work.cuh: 1 << kBinBits
 UNIT = 16  # decode/plan_work.cuh: kUnit
 STEP_WORDS = 4  # decode/plan_work.cuh: kStepWords
@@ -91,25 +91,37 @@ def room_for(plan: StandingPlan, shape: Shape, splitting: Splitting) -> Room:
     return Room(
         together=together,
         bins=bins,
-        ranges=rows + (WINDOW_GAPS if windowed and shares else 0),
+        ranges=-(-rows // 2) * 2 + (WINDOW_GAPS if windowed and shares else 0),
         pieces=pieces,
-        tiles=min(MOST_KEYS // 2, rounds * shape.blocks // heads),
+        tiles=min(MOST_KEYS, rounds * shape.blocks // heads),
         states=states,
         slots=2 * each + 8,
         tile_rounds=rounds,
     )
 
 
-def shared_bytes(rows: int, room: Room) -> int:
-    """Of the planner's block, as decode/plan_work.cuh's PlanRoom lays it out."""
+def lay_out(rows: int, room: Room) -> tuple[PlanRoom, int]:
+    """Where the planner's block has what in its shared memory, and how many bytes all of it takes."""
     n, bins = -(-rows // 4) * 4, _power_of_two(room.bins)
     keys = min(MOST_KEYS, _power_of_two(max(room.pieces, room.tiles)))
-    head = SCAN_BYTES + 4 * 32 * (THREADS // 32 + 1)
-    return head + (16 + 16 + 64) * n + 32 * room.ranges + 20 * bins + 4 * keys + 4 * room.tiles
+    sizes = {"sums": 4 * 32 * 33, **dict.fromkeys(("place", "length", "caller", "under"), 4 * n), "split": 16 * n}
+    sizes |= {"ranges": 32 * room.ranges, "nodes": 64 * n, "loads": 8 * bins}
+    sizes |= {**dict.fromkeys(("counts", "work", "ranks"), 4 * bins), "keys": 4 * keys, "next": 4 * room.tiles}
+    found, end = PlanRoom(), SCAN_BYTES
+    for name, size in sizes.items():
+        setattr(found, name, end)
+        end += size
+    return found, end
 
 
 def _power_of_two(count: int) -> int:
     return max(32, 1 << (count - 1).bit_length())
+
+
+def _bits(size: int) -> int:
+    """Of a power of two."""
+    assert size & (size - 1) == 0, size
+    return size.bit_length() - 1
 
 
 def planner_spec(shared: int) -> KernelSpec:
@@ -198,7 +210,8 @@ class PlannedList:
         self._scratch = zeros(room.bins + shape.blocks + units)
         self._step = zeros(STEP_WORDS + plan.rows * (4 + 5 + 4 + width) + 8)
         self._mirror = PageMirror(plan.rows)
-        self.spec = planner_spec(shared_bytes(plan.rows, room))
+        self._layout, shared = lay_out(plan.rows, room)
+        self.spec = planner_spec(shared)
         self._args = self._arguments(splitting)
         if device.type == "cuda":
             self._kernel = compiler.load(self.spec, device)
@@ -237,7 +250,7 @@ class PlannedList:
             tile_rows=shape.tile_rows,
             wide_rows=splitting.tile_rows if shape.tiles else FAR,
             in_turn=shape.in_turn,
-            chunk=shape.chunk,
+            chunk_bits=_bits(shape.chunk),
             longest=shape.longest,
             shared_tokens=splitting.shared,
             item_cost=round(UNIT * weights.item_chunks),
@@ -246,12 +259,16 @@ class PlannedList:
             max_pieces=room.pieces,
             max_tiles=room.tiles,
             max_states=room.states,
+            bins=room.bins,
+            groups=plan.heads_kv // room.together,
+            passes=-(-self._rows_each // shape.rows),
+            room=self._layout,
             item_chunks=weights.item_chunks,
             state_chunks=weights.state_chunks,
             sprint=weights.sprint,
         )
         for n, (limit, size) in enumerate(splitting.pieces):
-            a.limits[n], a.sizes[n] = limit, size
+            a.limits[n], a.size_bits[n] = limit, _bits(size)
         return a
 
     def tensors(self, device: torch.device) -> dict[str, torch.Tensor]:

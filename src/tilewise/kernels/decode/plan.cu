@@ -16,15 +16,11 @@
 
 struct Planner {
     const PlanArgs& args;
-    const int bins, groups;  // groups: units of a piece, of `together` heads each
-    const PlanRoom room;
     const Cuts cuts;
     int node_count, best, pieces, tiles, chains, states, rounds, slots;
 
     TILE_DEVICE explicit Planner(const PlanArgs& a)
-        : args(a), bins(a.together > 1 || a.tile_rounds ? a.blocks : a.blocks * a.warps), groups(a.heads / a.together),
-          room(a, bins), cuts(a, room), node_count(0), best(0), pieces(0), tiles(0), chains(0), states(0), rounds(0),
-          slots(0) {}
+        : args(a), cuts{a}, node_count(0), best(0), pieces(0), tiles(0), chains(0), states(0), rounds(0), slots(0) {}
 
     TILE_DEVICE void run() {
         const Global<const int> step{args.step};
@@ -57,9 +53,9 @@ struct Planner {
         if (n < args.rows) {
             Vector16 of{{uint32_t(n), 0, 0, 0}};  // idle
             if (n < sequences) of = Global<const Vector16>{reinterpret_cast<const Vector16*>(args.step)}[1 + n];
-            Shared<int>(room.caller)[n] = int(of.word[0]);
-            Shared<int>(room.place)[n] = int(of.word[1]);
-            Shared<int>(room.length)[n] = int(of.word[2]);
+            Shared<int>(args.room.caller)[n] = int(of.word[0]);
+            Shared<int>(args.room.place)[n] = int(of.word[1]);
+            Shared<int>(args.room.length)[n] = int(of.word[2]);
             Global<int>{args.order}[n] = int(of.word[0]);
             Global<int>{args.lengths}[n] = int(of.word[2]);
         }
@@ -67,7 +63,7 @@ struct Planner {
             PlanNode node{};
             node.first = nodes[5 * i], node.sequences = nodes[5 * i + 1];
             node.start = nodes[5 * i + 2], node.stop = nodes[5 * i + 3], node.above = nodes[5 * i + 4];
-            Shared<PlanNode>(room.nodes)[i] = node;
+            Shared<PlanNode>(args.room.nodes)[i] = node;
         }
         for (int i = warp; i < updates; i += kPlanWarps) {
             const Vector16 change = Global<const Vector16>{reinterpret_cast<const Vector16*>(changes)}[i];
@@ -91,22 +87,22 @@ struct Planner {
     }
 
     TILE_DEVICE void clear_loads() const {
-        for (int i = threadIdx.x; i < power_of_two(32, bins); i += kPlanThreads) {
-            Shared<Load>(room.loads)[i] = i < bins ? Load(i) : no_bin(i);
-            Shared<int>(room.counts)[i] = 0;
-            Shared<int>(room.work)[i] = 0;
+        for (int i = threadIdx.x; i < power_of_two(32, args.bins); i += kPlanThreads) {
+            Shared<Load>(args.room.loads)[i] = i < args.bins ? Load(i) : no_bin(i);
+            Shared<int>(args.room.counts)[i] = 0;
+            Shared<int>(args.room.work)[i] = 0;
         }
         ptx::sync_threads();
     }
     TILE_DEVICE void clear_keys(int count) const {
-        for (int i = threadIdx.x; i < count; i += kPlanThreads) Shared<uint32_t>(room.keys)[i] = ~0u;
+        for (int i = threadIdx.x; i < count; i += kPlanThreads) Shared<uint32_t>(args.room.keys)[i] = ~0u;
         ptx::sync_threads();
     }
 
-    // The most that one of the first bins has
+    // The most that one of the first args.bins has
     TILE_DEVICE int most_of(int of) const {
         int most = 0;
-        for (int i = threadIdx.x; i < of; i += kPlanThreads) most = larger(most, Shared<int>(room.counts)[i]);
+        for (int i = threadIdx.x; i < of; i += kPlanThreads) most = larger(most, Shared<int>(args.room.counts)[i]);
         return -int(reduce<Least>((long long)-most));
     }
 
@@ -125,15 +121,15 @@ struct Planner {
 
     // Chains of pieces that go on from each other go to one block each, in every head.
     TILE_DEVICE void deal_tiles() {
-        const Shared<int> next(room.next), counts(room.counts), work(room.work);
-        const Shared<uint32_t> keys(room.keys);
+        const Shared<int> next(args.room.next), counts(args.room.counts), work(args.room.work);
+        const Shared<uint32_t> keys(args.room.keys);
         const int filled = power_of_two(32, tiles), n = threadIdx.x;
         for (int i = n; i < tiles; i += kPlanThreads) next[i] = -1;
         clear_keys(filled);
         for (int i = n; i < node_count; i += kPlanThreads) {
-            const PlanNode node = Shared<PlanNode>(room.nodes)[i];
+            const PlanNode node = Shared<PlanNode>(args.room.nodes)[i];
             if (node.joins < 0) continue;
-            const int from = PlanNode(Shared<PlanNode>(room.nodes)[node.above]).tile_unit + node.joins;
+            const int from = PlanNode(Shared<PlanNode>(args.room.nodes)[node.above]).tile_unit + node.joins;
             for (int k = 0; k < node.passes; k++) next[from + k] = node.tile_unit + k;
         }
         ptx::sync_threads();
@@ -150,7 +146,7 @@ struct Planner {
         sort_keys(keys, filled);
         const Global<int> placed{args.placed};
         deal(
-            room, roots * args.heads, args.blocks, [&](int i) { return cost_of(keys[i / args.heads]); },
+            args, roots * args.heads, args.blocks, [&](int i) { return cost_of(keys[i / args.heads]); },
             [&](Load load, int cost) { return load + (Load(cost) << kBinBits); },
             [&](int i, int bin) {
                 int turn = counts[bin];
@@ -164,20 +160,20 @@ struct Planner {
     }
 
     TILE_DEVICE void write_tiles() {
-        const Shared<int> next(room.next), counts(room.counts), work(room.work);
-        const Global<int> used{args.used + bins}, placed{args.placed};
+        const Shared<int> next(args.room.next), counts(args.room.counts), work(args.room.work);
+        const Global<int> used{args.used + args.bins}, placed{args.placed};
         const Global<DecodeItem> items{args.tile_items};
         const int n = threadIdx.x, box = args.page_size % 64 == 0 ? 64 : args.page_size % 32 == 0 ? 32 : 16;
         for (int i = n; i < chains * args.heads; i += kPlanThreads) {
             const int where = placed[i], bin = where & ((1 << kBinBits) - 1);
             int turn = where >> kBinBits;
-            for (int at = piece_of(Shared<uint32_t>(room.keys)[i / args.heads]); at >= 0; at = next[at], turn++) {
+            for (int at = piece_of(Shared<uint32_t>(args.room.keys)[i / args.heads]); at >= 0; at = next[at], turn++) {
                 const TilePiece piece = tile_piece(at);
                 const int row = piece.pass * args.tile_rows;
                 const int rows = smaller(args.tile_rows, piece.node.sequences * args.rows_each - row);
                 DecodeItem item = item_of(piece.node.first, row, rows, piece.span, piece.node.state + piece.part, 0);
                 item.kind = kAllSee | (next[at] >= 0 ? kGoesOn : 0);
-                const int from = piece.span.begin / kTileTokens * kTileTokens, of = piece.node.first;
+                const int from = piece.span.begin & ~(kTileTokens - 1), of = piece.node.first;
                 item.first_state = page_of(of, from), item.states_before = page_of(of, from + box);
                 item.grows_from = page_of(of, from + 2 * box), item.piece = page_of(of, from + 3 * box);
                 item.caller_head += i % args.heads;
@@ -191,16 +187,16 @@ struct Planner {
         }
         ptx::sync_threads();
         // What streams goes beside them: by when a block is done with its streams, and when its tiles are.
-        const Shared<Load> loads(room.loads);
-        for (int i = n; i < power_of_two(32, bins); i += kPlanThreads) {
-            const Load after = i < bins ? Load(int(work[i])) : 0;
-            loads[i] = i < bins ? (args.in_turn ? after * args.warps << (kBinBits + kAfterBits) : 0) |
+        const Shared<Load> loads(args.room.loads);
+        for (int i = n; i < power_of_two(32, args.bins); i += kPlanThreads) {
+            const Load after = i < args.bins ? Load(int(work[i])) : 0;
+            loads[i] = i < args.bins ? (args.in_turn ? after * args.warps << (kBinBits + kAfterBits) : 0) |
                                       after << kBinBits | Load(i)
                                 : no_bin(i);
             counts[i] = 0;
             work[i] = 0;
         }
-        sort_loads(room, bins);
+        sort_loads(args, args.bins);
     }
 
     // ---- streams ----------------------------------------------------------------------------------------------------
@@ -218,25 +214,25 @@ struct Planner {
         }
         const PlanRange range = cuts.range_of(n);
         const RangeCut of(args, range.start, range.stop);
-        const int passes = ceil_div(args.rows_each, args.pass_rows), k = n - range.unit, part = k / passes;
-        const int row = k % passes * args.pass_rows, begin = of.begin + part * of.size;
-        const int stop = range.whole ? range.stop : smaller(begin + of.size, range.stop);
+        const int k = n - range.unit, part = k / args.passes;
+        const int row = k % args.passes * args.pass_rows, begin = of.begin + (part << of.size_bits);
+        const int stop = range.whole ? range.stop : smaller(begin + (1 << of.size_bits), range.stop);
         return {range.sequence, row, smaller(args.pass_rows, args.rows_each - row), range.state + part,
-                range.whole ? of.size / args.chunk : 0, kOwn, {larger(begin, range.start), stop}};
+                range.whole ? 1 << (of.size_bits - args.chunk_bits) : 0, kOwn, {larger(begin, range.start), stop}};
     }
 
     // True if units are dealt in turn
     TILE_DEVICE bool deal_streams() {
-        const Shared<int> counts(room.counts), work(room.work);
-        const Shared<uint32_t> keys(room.keys);
-        const int units = pieces * groups;
-        slots = ceil_div(units, bins);
+        const Shared<int> counts(args.room.counts), work(args.room.work);
+        const Shared<uint32_t> keys(args.room.keys);
+        const int units = pieces * args.groups;
+        slots = ceil_div(units, args.bins);
         if (pieces > kMostKeys) return true;
         const int filled = power_of_two(32, pieces);
         clear_keys(filled);
         for (int i = threadIdx.x; i < pieces; i += kPlanThreads) {
             const Span span = stream_piece(i).span;
-            keys[i] = key_of(larger(0, ceil_div(span.end - span.begin / 16 * 16, 16)), i);
+            keys[i] = key_of(larger(0, ceil_div(span.end - (span.begin & ~15), 16)), i);
         }
         sort_keys(keys, filled);
         if (!args.tile_rounds && cost_of(keys[0]) == cost_of(keys[pieces - 1])) return true;
@@ -254,14 +250,14 @@ struct Planner {
             return done << (kBinBits + kAfterBits) | (load & ((Load(1) << (kBinBits + kAfterBits)) - 1));
         };
         deal(
-            room, units, bins, [&](int i) { return cost_of(keys[i / groups]); }, after,
+            args, units, args.bins, [&](int i) { return cost_of(keys[i / args.groups]); }, after,
             [&](int i, int bin) {
                 const int turn = counts[bin];
                 placed[i] = bin | turn << kBinBits;
                 counts[bin] = turn + 1;
-                work[bin] = work[bin] + (cost_of(keys[i / groups]) * kUnit + args.item_cost) * together;
+                work[bin] = work[bin] + (cost_of(keys[i / args.groups]) * kUnit + args.item_cost) * together;
             });
-        const int most = most_of(bins);
+        const int most = most_of(args.bins);
         if (most <= args.slots) slots = most;
         return most > args.slots;
     }
@@ -273,10 +269,10 @@ struct Planner {
     TILE_DEVICE void write_streams(bool in_turn) {
         const Global<int> used{args.used}, placed{args.placed};
         const Global<DecodeItem> items{args.items};
-        const int units = pieces * groups, n = threadIdx.x;
+        const int units = pieces * args.groups, n = threadIdx.x;
         for (int i = n; i < units; i += kPlanThreads) {
-            int bin = i % bins, turn = i / bins, piece = i / groups;
-            if (pieces <= kMostKeys) piece = piece_of(Shared<uint32_t>(room.keys)[piece]);
+            int bin = i % args.bins, turn = i / args.bins, piece = i / args.groups;
+            if (pieces <= kMostKeys) piece = piece_of(Shared<uint32_t>(args.room.keys)[piece]);
             if (!in_turn) {
                 const int where = placed[i];
                 bin = where & ((1 << kBinBits) - 1), turn = where >> kBinBits;
@@ -284,12 +280,12 @@ struct Planner {
             const StreamPiece of = stream_piece(piece);
             DecodeItem item = item_of(of.sequence, of.row, of.rows, of.span, of.state, of.fold);
             item.kind = of.kind;
-            item.caller_head += i % groups * args.together;
+            item.caller_head += i % args.groups * args.together;
             const int64_t at = item_at(bin, turn);
             for (int w = 0; w < args.together; w++, item.caller_head++) items[at + w] = item;
         }
-        for (int b = n; b < bins; b += kPlanThreads) {
-            const int count = in_turn ? units / bins + (b < units % bins) : int(Shared<int>(room.counts)[b]);
+        for (int b = n; b < args.bins; b += kPlanThreads) {
+            const int count = in_turn ? units / args.bins + (b < units % args.bins) : int(Shared<int>(args.room.counts)[b]);
             for (int turn = count; turn < int(used[b]); turn++)
                 for (int w = 0; w < args.together; w++) items[item_at(b, turn) + w] = DecodeItem{};
             used[b] = count;
@@ -299,25 +295,25 @@ struct Planner {
     // ---- items ------------------------------------------------------------------------------------------------------
     // The page of a token, −1 if the sequence has none there
     TILE_DEVICE int page_of(int sequence, int token) const {
-        const int length = Shared<int>(room.length)[sequence], number = token / args.page_size;
+        const int length = Shared<int>(args.room.length)[sequence], number = token / args.page_size;
         if (number >= ceil_div(length, args.page_size)) return -1;
-        return Global<const int>{args.table}[int64_t(int(Shared<int>(room.place)[sequence])) * args.width + number];
+        return Global<const int>{args.table}[int64_t(int(Shared<int>(args.room.place)[sequence])) * args.width + number];
     }
     // Rows [row, row + rows) from the first row of `first` on, over tokens of that sequence
     TILE_DEVICE DecodeItem item_of(int first, int row, int rows, Span span, int state, int fold) const {
         const int ahead = row / args.rows_each, sequence = first + ahead, last = span.end - 1;
-        const int begin = span.begin / args.chunk * args.chunk, second = begin + args.chunk - 16;
-        const StateSplit split = Shared<StateSplit>(room.split)[sequence];
+        const int begin = span.begin >> args.chunk_bits << args.chunk_bits, second = begin + (1 << args.chunk_bits) - 16;
+        const StateSplit split = Shared<StateSplit>(args.room.split)[sequence];
         DecodeItem item{};
         item.sequence = sequence, item.row = row - ahead * args.rows_each, item.rows = rows;
-        item.caller_head = Shared<int>(room.caller)[sequence] << 12;
-        item.table = Shared<int>(room.place)[first];
+        item.caller_head = Shared<int>(args.room.caller)[sequence] << 12;
+        item.table = Shared<int>(args.room.place)[first];
         item.start = span.begin, item.stop = span.end, item.state_fold = state << 16 | fold;
         item.tail_from = kNoEnd;  // all pages stand in the table
         item.page = item.second_page = -1;
         if (last >= span.begin) {
             item.page = page_of(first, begin);
-            item.second_page = args.chunk == 16 ? item.page : page_of(first, smaller(second, last));
+            item.second_page = args.chunk_bits == 4 ? item.page : page_of(first, smaller(second, last));
         }
         item.first_state = split.first, item.states_before = split.before;
         item.grows_from = split.grows_from, item.piece = split.piece;

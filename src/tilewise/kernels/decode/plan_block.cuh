@@ -7,6 +7,7 @@ constexpr int kPlanThreads = 1024, kPlanWarps = kPlanThreads / 32;
 constexpr uint32_t kScanBytes = 8 * kPlanWarps;  // at the beginning of shared memory
 
 TILE_DEVICE int ceil_div(int a, int b) { return (a + b - 1) / b; }
+TILE_DEVICE int ceil_shift(int a, int bits) { return (a + (1 << bits) - 1) >> bits; }
 TILE_DEVICE int larger(int a, int b) { return a > b ? a : b; }
 TILE_DEVICE int smaller(int a, int b) { return a < b ? a : b; }
 TILE_DEVICE int power_of_two(int least, int count) {
@@ -101,8 +102,7 @@ template <int kEach, class T> TILE_DEVICE void sort_by_runs(Shared<T> keys, int 
 template <class T> TILE_DEVICE void sort_keys(Shared<T> keys, int count) {
     if (count <= kPlanThreads) sort_by_runs<1>(keys, count);
     else if (count <= 2 * kPlanThreads) sort_by_runs<2>(keys, count);
-    else if (count <= 4 * kPlanThreads) sort_by_runs<4>(keys, count);
-    else sort_by_runs<8>(keys, count);
+    else sort_by_runs<4>(keys, count);
 }
 
 // Sorts up to kPlanThreads / 2 different keys, a power of two: each is compared with all of them. It needs a few

@@ -8,21 +8,21 @@ using Load = unsigned long long;  // of a bin: when it is done, and in the lowes
 TILE_DEVICE int bin_of(Load load) { return int(load & ((1 << kBinBits) - 1)); }
 TILE_DEVICE Load no_bin(int n) { return Load(1) << 62 | Load(n); }  // after all bins
 
-TILE_DEVICE void sort_loads(const PlanRoom& room, int bins) {
+TILE_DEVICE void sort_loads(const PlanArgs& args, int bins) {
     const int all = power_of_two(32, bins);
-    const Shared<Load> loads(room.loads);
-    if (2 * all <= kPlanThreads) sort_few(loads, Shared<int>(room.ranks), all);
+    const Shared<Load> loads(args.room.loads);
+    if (2 * all <= kPlanThreads) sort_few(loads, Shared<int>(args.room.ranks), all);
     else sort_keys(loads, all);
 }
 
 // loads: in their order at first. cost(i): of unit i, of `units`, in descending order. after(load, cost): what a bin's
 // load becomes. place(i, bin): called once per unit.
 template <class Cost, class After, class Place>
-TILE_DEVICE void deal(const PlanRoom& room, int units, int bins, Cost cost, After after, Place place) {
-    const Shared<Load> loads(room.loads);
+TILE_DEVICE void deal(const PlanArgs& args, int units, int bins, Cost cost, After after, Place place) {
+    const Shared<Load> loads(args.room.loads);
     const int first = 2 * int(threadIdx.x);  // this thread's two bins
     for (int done = 0; done < units;) {
-        if (done) sort_loads(room, bins);
+        if (done) sort_loads(args, bins);
         const int k = smaller(bins, units - done);
         Load mine[2], made[2];
 #pragma unroll
