@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tree_cases import padded, random_lists, tree_lists
+from tree_cases import random_lists, tree_lists
 
 from tilewise.plan.cost import CPU_COST, GPU_COST, MMA_COST, CostModel
-from tilewise.plan.flat import Judge, choose_nodes, find_spans, tree_order
+from tilewise.plan.flat import Judge, PageTable, choose_nodes, find_spans, tree_order
 from tilewise.plan.tiles import Ints
 
 Group = tuple[tuple[int, ...], int]  # members, and how many leading pages all of them have
@@ -66,7 +66,7 @@ def random_batch(seed: int) -> tuple[list[Ints], list[int], int, int, int | None
 def test_the_order_puts_lists_with_a_common_prefix_side_by_side() -> None:
     for seed in range(60):
         lists = random_batch(seed)[0]
-        order, common = tree_order(*padded(lists))
+        order, common = tree_order(*PageTable.of(lists))
         assert order.tolist() == sorted(range(len(lists)), key=lambda n: lists[n].tobytes())
         assert order.dtype == np.int32
         spans = find_spans(common)
@@ -76,14 +76,14 @@ def test_the_order_puts_lists_with_a_common_prefix_side_by_side() -> None:
 
 def test_of_a_list_and_its_continuation_by_page_0_the_shorter_comes_first() -> None:
     lists = [np.array(x, np.int32) for x in ([3, 0, 0], [3], [3, 0], [], [3, 0])]
-    order, common = tree_order(*padded(lists))
+    order, common = tree_order(*PageTable.of(lists))
     assert order.tolist() == [3, 1, 2, 4, 0]
     assert common.tolist() == [0, 1, 2, 2]
 
 
 @pytest.mark.parametrize("count", [0, 1])
 def test_no_or_one_list_has_no_neighbours(count: int) -> None:
-    order, common = tree_order(*padded([np.arange(3, dtype=np.int32)] * count))
+    order, common = tree_order(*PageTable.of([np.arange(3, dtype=np.int32)] * count))
     assert (order.tolist(), common.tolist()) == (list(range(count)), [])
     assert choose_nodes(common, np.full(count, 40), 16, 1, None, None).shape == (0, 5)
 
@@ -99,7 +99,7 @@ def test_the_nodes_that_are_shared(cost: CostModel | None) -> None:
     for seed in range(120):
         lists, lengths, page_size, tokens, left = random_batch(seed)
         judge = None if cost is None else Judge(cost, 32 * tokens, 8, 128, 4096.0)
-        order, common = tree_order(*padded(lists))
+        order, common = tree_order(*PageTable.of(lists))
         length = np.array(lengths, np.int64)[order]
         nodes = choose_nodes(common, length, page_size, tokens, left, judge)
         found = {(tuple(sorted(order[a : a + n].tolist())), start, stop) for a, n, start, stop, _ in nodes.tolist()}
@@ -131,7 +131,7 @@ class Pairs(Willing):
 
 def test_a_cost_model_of_one_s_own_is_asked() -> None:
     lists = tree_lists([1, 3, 2], [4, 4, 1])
-    _, common = tree_order(*padded(lists))
+    _, common = tree_order(*PageTable.of(lists))
     lengths = np.full(6, 144)
     assert len(choose_nodes(common, lengths, 16, 1, None, Judge(CostModel(0.0, 1.0, 1e12, 0.0), 1, 1, 8, 1.0))) == 4
     nodes = choose_nodes(common, lengths, 16, 1, None, Judge(Pairs(0.0, 1.0, 1e12, 0.0), 1, 1, 8, 1.0))

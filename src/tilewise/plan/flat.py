@@ -7,6 +7,7 @@ pages in common than with those around it. Nothing here makes an object per sequ
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -21,6 +22,21 @@ Longs = npt.NDArray[np.int64]
 # that they share, and the row of the shared node around it, -1 for none. Parents stand before children.
 FIRST, SEQUENCES, START, STOP, ABOVE = range(5)
 NODE_WORDS = 5
+
+
+class PageTable(NamedTuple):
+    """The page lists of n sequences: table (n, width) with zeros after each list, counts (n,), the pages of each."""
+
+    table: Ints
+    counts: Longs
+
+    @classmethod
+    def of(cls, lists: Sequence[Ints]) -> PageTable:
+        counts = np.array([len(pages) for pages in lists], np.int64)
+        table = np.zeros((len(lists), int(counts.max(initial=0))), np.int32)
+        for row, pages in zip(table, lists, strict=True):
+            row[: len(pages)] = pages
+        return cls(table, counts)
 
 
 class Judge(NamedTuple):
@@ -51,8 +67,7 @@ class Spans(NamedTuple):
 def tree_order(table: Ints, counts: Longs) -> tuple[Ints, Longs]:
     """The order of a batch, (n,), and the leading pages that neighbours of it have in common, (n - 1,).
 
-    table: (n, width), the page lists, of `counts` pages each and with zeros after them. The order is that of the lists'
-    bytes, so it depends on nothing but the lists.
+    table, counts: a PageTable's. The order is that of the lists' bytes, so it depends on nothing but the lists.
     """
     count = len(table)
     order = np.arange(count, dtype=np.int32)
