@@ -16,6 +16,7 @@ from tilewise.api.prefill import full_precision, result
 from tilewise.cpu.scoring import Scoring
 from tilewise.gpu import decode as kernel
 from tilewise.kvcache import PagedKVCache, PrefixCache
+from tilewise.kvcache.sequences import check_seqs
 from tilewise.plan import BlockSchedule, DecodePlan
 from tilewise.plan.cost import CostModel
 from tilewise.plan.flat import Judge
@@ -104,35 +105,31 @@ def plan_decode(
         raise TypeError(f"cost must be a tilewise.CostModel, got {type(cost).__name__}")
     if not isinstance(seqs, (Sequence, torch.Tensor, np.ndarray)):
         raise TypeError(f"seqs must be a list of sequences, got {type(seqs).__name__}")
-    members = [checks.integer("seqs", s) for s in seqs]
+    members, at = pages.sequences.batch(check_seqs(seqs))
     window = arguments.check_window(window)
     most = _check_pages_per_seq(pages_per_seq, share_prefix, window)
     on_card = pages.device.type == "cuda"
     row_bytes = 2 * pages.format.bytes_per_token_head
     if not on_card:  # there every format runs at float32's pace, and a quantised one is turned into it first
         row_bytes = 2 * 4 * pages.head_dim * (1 if pages.format.dtype is not None else DEQUANTISE)
+    share, model = None if share_prefix == "auto" else bool(share_prefix), cost or tuned.cost(pages.device, pages.format)
     if rows is not None or max_length is not None:
         if room or most:
             given = f"room {room}" if room else f"pages_per_seq {most}"
             raise ValueError(f"rows goes without room and pages_per_seq, got {given}: renew_plan takes any growth")
+        once = partial(plan_decode, num_heads=num_heads, tokens_per_seq=tokens_per_seq, share_prefix=share_prefix)
+        rows_each, row = tokens_per_seq * num_heads, pages.num_kv_heads * row_bytes
+        judge = Judge(model, rows_each, pages.num_kv_heads, pages.head_dim, row)
         return standing.make(
-            pages,
-            members,
-            partial(plan_decode, num_heads=num_heads, tokens_per_seq=tokens_per_seq, share_prefix=share_prefix,
-                    window=window, cost=cost),
-            rows=rows,
-            max_length=max_length,
-            judge=Judge(cost or tuned.cost(pages.device, pages.format), tokens_per_seq * num_heads, pages.num_kv_heads,
-                        pages.head_dim, pages.num_kv_heads * row_bytes),
-            heads_q=num_heads,
-            tokens_per_seq=tokens_per_seq,
-            window=window,
-            share=None if share_prefix == "auto" else share_prefix,
+            pages, members, partial(once, window=window, cost=cost), rows=rows, max_length=max_length, judge=judge,
+            heads_q=num_heads, tokens_per_seq=tokens_per_seq, window=window, share=share,
         )  # fmt: skip
+    counts = pages.sequences.counts[at]
     plan = plan_tree(
         members,
-        [pages.page_list(s) for s in members],
-        [pages.length(s) for s in members],
+        pages.sequences.table[:, : counts.max(initial=0)][at],
+        counts,
+        pages.sequences.lengths[at],
         pages.page_size,
         heads_q=num_heads,
         heads_kv=pages.num_kv_heads,
@@ -145,8 +142,8 @@ def plan_decode(
         cache_serial=pages.serial,
         tokens_per_seq=tokens_per_seq,
         window=window,
-        share=False if most else None if share_prefix == "auto" else bool(share_prefix),
-        cost=cost or tuned.cost(pages.device, pages.format),
+        share=False if most else share,
+        cost=model,
         room=room,
         pages_per_seq=most,
     )
