@@ -11,6 +11,7 @@ from tilewise import arguments, checks, traced
 from tilewise.gpu import decode as kernel
 from tilewise.gpu.planner import Batch
 from tilewise.kvcache import PagedKVCache, PrefixCache
+from tilewise.kvcache.lineage import Lineage
 from tilewise.plan import DecodePlan
 from tilewise.plan.flat import Judge
 from tilewise.plan.standing import StandingPlan
@@ -58,6 +59,7 @@ def make(
         judge=judge,
         cache_serial=pages.serial,
         plan_once=plan_now,
+        tree=None if share is False else Lineage(pages),
     )
     renew_plan(plan, pages, seqs)
     traced.remember(plan, pages)
@@ -100,5 +102,5 @@ def batch_of(plan: StandingPlan, pages: PagedKVCache) -> Batch:
     """The plan's sequences as the planner takes them."""
     of = pages.sequences
     _, rows = of.batch(list(plan.seqs))
-    arranged = plan.arrange(rows, of.table, of.counts, of.stamps)
+    arranged = plan.arrange()
     return Batch(rows, plan.lengths, arranged.order, arranged.nodes, of.table, of.counts, of.stamps)
