@@ -5,12 +5,14 @@ from tilewise.plan.schedule import BlockSchedule
 
 from . import reference
 from .api import (
+    attend,
     attention,
     attention_varlen,
     decode,
     grow_plan,
     plan_attention,
     plan_decode,
+    plan_step,
     schedule_of,
     shared_prefix_attention,
 )
@@ -20,7 +22,7 @@ from .integrations.replace import install, replace_sdpa, uninstall
 from .integrations.sdpa import explain, sdpa
 from .kvcache import OutOfPages, PagedKVCache, PrefixCache, Rotary, Slots
 from .learn import ladder as _ladder  # noqa: F401, registers the kernels of backend="emulator:NAME"
-from .plan import DecodePlan, Plan
+from .plan import DecodePlan, Plan, StepPlan
 from .serving import Completion, Engine, EngineStats, Generation, Sampling, Token, generate, stream
 from .state import merge, merge_states
 
@@ -41,7 +43,9 @@ __all__ = [
     "Rotary",
     "Sampling",
     "Slots",
+    "StepPlan",
     "Token",
+    "attend",
     "attention",
     "attention_varlen",
     "decode",
@@ -53,6 +57,7 @@ __all__ = [
     "merge_states",
     "plan_attention",
     "plan_decode",
+    "plan_step",
     "reference",
     "replace_sdpa",
     "schedule_of",

@@ -1,0 +1,304 @@
+"""Steps that prefill and decode over one cache: chunks of prompts and next tokens, as lists of tiles.
+
+A *chunk* is the last tokens of a sequence, which are its queries: each sees the sequence up to itself. Chunks of
+sequences that begin with the same pages may share them as decode does (tree.py): a node puts the rows of a whole group
+over its tokens once, and each row's states are merged. Nodes end with a page here, because the forward, which computes
+chunks on a GPU, reads whole lists of pages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import count, pairwise
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from tilewise.plan.cost import CostModel
+from tilewise.plan.dense import cut
+from tilewise.plan.show import Card, find_card
+from tilewise.plan.tiles import OPEN, Band, DecodePlan, Ints, PagedTiles, Plan, Value, Window, band_of
+
+_serials = count(2)  # compilers specialise 0 and 1
+
+
+class ChunkNode(NamedTuple):
+    """Tokens [start, stop), whole pages, that chunks [first, end) of a plan's order have in common and share.
+
+    level: how many nodes are above it.
+    """
+
+    first: int
+    end: int
+    start: int
+    stop: int
+    level: int
+
+
+@dataclass(frozen=True, eq=False)
+class ChunkPlan(Plan):
+    """Chunks over a cache's pages: the last `tokens[n]` tokens of `seqs[n]`, which has `lengths[n]`.
+
+    Rows stand in the plan's order: first the chunk order[0] of `seqs`, then order[1], …; without shared nodes that is
+    the order given. own: for each chunk of `seqs`, the token from which it reads for itself.
+    """
+
+    seqs: tuple[int, ...] = ()
+    tokens: tuple[int, ...] = ()
+    lengths: tuple[int, ...] = ()
+    order: Ints = field(default_factory=lambda: np.zeros(0, np.int32))
+    nodes: tuple[ChunkNode, ...] = ()
+    own: tuple[int, ...] = ()
+    window: Window | None = None
+    stored_tokens: int = 0
+
+    @property
+    def stored(self) -> int:
+        return self.stored_tokens
+
+    @property
+    def in_order(self) -> bool:
+        """Do the plan's rows stand as they are given?"""
+        return not self.nodes
+
+    def row_order(self) -> Ints:
+        """(rows,): which of the given rows stands at each of the plan's."""
+        firsts = np.concatenate([[0], np.cumsum(self.tokens, dtype=np.int32)])
+        runs = [np.arange(firsts[n], firsts[n + 1], dtype=np.int32) for n in self.order]
+        return np.concatenate([np.zeros(0, np.int32), *runs])
+
+
+@dataclass(frozen=True, eq=False)
+class StepPlan(Value):
+    """What `attend` runs: chunks of prompts, then next tokens, over one cache, for all layers of a step.
+
+    prefill, decode: the plans of either part, None where there is nothing of it. rows: query rows in all, those of the
+    chunks first. serial: a number that no other step of this process has or had, by which compiled code finds it.
+    """
+
+    prefill: ChunkPlan | None
+    decode: DecodePlan | None
+    heads_q: int
+    window: Window | None
+    share_prefix: bool | None
+    cache_serial: int
+    serial: int = field(default_factory=_serials.__next__, init=False, compare=False)
+
+    @property
+    def prefill_rows(self) -> int:
+        return 0 if self.prefill is None else self.prefill.rows
+
+    @property
+    def rows(self) -> int:
+        return self.prefill_rows + (0 if self.decode is None else self.decode.rows)
+
+    @property
+    def flops(self) -> int:
+        """Of both parts: see Plan."""
+        return sum(plan.flops for plan in self._parts())
+
+    @property
+    def bytes(self) -> int:
+        """Of both parts: see Plan."""
+        return sum(plan.bytes for plan in self._parts())
+
+    def show(self, card: str | Card = "H200") -> str:
+        """Both parts as a few lines of text, with the floors in microseconds for a named card: print it."""
+        known = find_card(card)
+        chunks = 0 if self.prefill is None else len(self.prefill.seqs)
+        nodes = 0 if self.prefill is None else len(self.prefill.nodes)
+        decodes = 0 if self.decode is None else len(self.decode.seqs)
+        shared = f", {nodes} shared prefixes" if nodes else ""
+        head = f"step: {chunks} chunks of {self.prefill_rows:,} tokens{shared}; {decodes} decodes"
+        return "\n".join([head, *(plan.show(known) for plan in self._parts())])
+
+    def _parts(self) -> list[Plan]:
+        return [plan for plan in (self.prefill, self.decode) if plan is not None]
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """A copy gets a number of its own."""
+        for name, value in state.items():
+            object.__setattr__(self, name, value)
+        object.__setattr__(self, "serial", next(_serials))
+
+    def __hash__(self) -> int:
+        return hash((self.prefill, self.decode, self.heads_q, self.cache_serial))
+
+
+Judge = Callable[["Chunks", Sequence[ChunkNode]], Sequence[ChunkNode]]
+
+
+class Chunks(NamedTuple):
+    """What a judge of shared nodes is told: tokens and lengths of the chunks in the plan's order."""
+
+    tokens: Sequence[int]
+    lengths: Sequence[int]
+
+
+def plan_chunks(
+    seqs: Sequence[int],
+    tokens: Sequence[int],
+    page_lists: Sequence[Ints],
+    lengths: Sequence[int],
+    page_size: int,
+    *,
+    heads_q: int,
+    heads_kv: int,
+    head_dim: int,
+    kv_row_bytes: float,
+    io_bytes: int,
+    window: Window | None = None,
+    judge: Judge | None = None,
+    share: bool = True,
+) -> ChunkPlan:
+    """The plan of the last `tokens` of each of `seqs`; page_lists, lengths: of each of them.
+
+    share: whether nodes are shared at all, as far as every row of the group sees all of them; judge: which of them, all
+    if None. With a window that ends to the left nothing is shared: what a row sees is its own.
+    """
+    left = None if window is None else window[0]
+    order = list(range(len(seqs)))
+    nodes: list[ChunkNode] = []
+    if share and left is None and len(seqs) > 1:
+        order, nodes = _find_nodes(tokens, page_lists, lengths, page_size)
+        if judge is not None:
+            told = Chunks(*([of[n] for n in order] for of in (tokens, lengths)))
+            nodes = list(judge(told, nodes))
+        if not nodes:
+            order = list(range(len(seqs)))
+    own = [0] * len(seqs)
+    for node in nodes:
+        for n in order[node.first : node.end]:
+            own[n] = max(own[n], node.stop)
+    work, exclusive, tokens_read = _lay_out(order, nodes, own, tokens, page_lists, lengths, page_size, left)
+    return ChunkPlan(
+        kind="prefill",
+        work=tuple(work),
+        rows=sum(tokens),
+        keys=(tokens_read,),
+        heads_q=heads_q,
+        heads_kv=heads_kv,
+        head_dim=head_dim,
+        exclusive=exclusive,
+        kv_row_bytes=kv_row_bytes,
+        io_bytes=io_bytes,
+        seqs=tuple(seqs),
+        tokens=tuple(tokens),
+        lengths=tuple(lengths),
+        order=np.array(order, np.int32),
+        nodes=tuple(nodes),
+        own=tuple(own),
+        window=window,
+        stored_tokens=_stored(page_lists, lengths, page_size),
+    )
+
+
+def _find_nodes(
+    tokens: Sequence[int], page_lists: Sequence[Ints], lengths: Sequence[int], page_size: int
+) -> tuple[list[int], list[ChunkNode]]:
+    """An order in which chunks that share pages are neighbours, and the nodes over it, each before those below it."""
+    order = sorted(range(len(tokens)), key=lambda n: page_lists[n].tobytes())
+    common = [_common_pages(page_lists[a], page_lists[b]) for a, b in pairwise(order)]
+    seen = [(lengths[n] - tokens[n] + 1) // page_size for n in order]  # whole pages that every row of the chunk sees
+    nodes: list[ChunkNode] = []
+    stack = [(0, len(order), 0, 0)]  # first, end, pages that are shared above, level
+    while stack:
+        first, end, above, level = stack.pop()
+        if end - first < 2:
+            continue
+        depth = min(common[first : end - 1])
+        stop = min(depth, *seen[first:end])
+        if stop > above:
+            nodes.append(ChunkNode(first, end, above * page_size, stop * page_size, level))
+            above, level = stop, level + 1
+        bounds = [first, *(n + 1 for n in range(first, end - 1) if common[n] == depth), end]
+        stack += [(a, b, above, level) for a, b in reversed(list(pairwise(bounds)))]
+    return order, nodes
+
+
+def _lay_out(
+    order: Sequence[int],
+    nodes: Sequence[ChunkNode],
+    own: Sequence[int],
+    tokens: Sequence[int],
+    page_lists: Sequence[Ints],
+    lengths: Sequence[int],
+    page_size: int,
+    left: int | None,
+) -> tuple[list[PagedTiles], bool, int]:
+    """The items of the nodes and of what each chunk reads for itself, whether no row is in two, and the tokens read."""
+    rows = np.concatenate([[0], np.cumsum([tokens[n] for n in order])]).tolist()  # where each chunk starts
+    work: list[PagedTiles] = []
+    exclusive, read = not nodes, 0
+
+    def item(n: int, row: int, count: int, start: int, stop: int, key: int, band: Band) -> PagedTiles:
+        pages = page_lists[n][None, start // page_size : -(-stop // page_size)]
+        return PagedTiles(row, count, pages, start, stop, np.array([key], np.int32), band)
+
+    for node in nodes:
+        row, end = rows[node.first], rows[node.end]
+        work.append(item(order[node.first], row, end - row, node.start, node.stop, read, OPEN))
+        read += node.stop - node.start
+    for place, n in enumerate(order):
+        keys = lengths[n] - own[n]
+        at = set()
+        for t in cut(tokens[n], keys, band_of(tokens[n], keys, True, (left, 0))):
+            for copy in range(t.count):
+                row, key = t.row + copy * t.row_step, t.key + copy * t.key_step
+                start = own[n] + key
+                work.append(item(n, rows[place] + row, t.rows, start, start + t.keys, read + key, t.band))
+                exclusive &= row not in at
+                at.add(row)
+        read += keys
+    return work, exclusive, read
+
+
+def _stored(page_lists: Sequence[Ints], lengths: Sequence[int], page_size: int) -> int:
+    """Tokens that lie in the pages of the lists, each counted once."""
+    if not page_lists:
+        return 0
+    filled = [
+        np.minimum(page_size, length - page_size * np.arange(len(pages)))
+        for pages, length in zip(page_lists, lengths, strict=True)
+    ]
+    pages, place = np.unique(np.concatenate(page_lists), return_inverse=True)
+    most = np.zeros(len(pages), np.int64)
+    np.maximum.at(most, place, np.concatenate(filled))
+    return int(most.sum())
+
+
+def _common_pages(a: Ints, b: Ints) -> int:
+    """How many leading pages two lists have in common."""
+    shorter = min(len(a), len(b))
+    differs = a[:shorter] != b[:shorter]
+    return int(differs.argmax()) if differs.any() else shorter
+
+
+@dataclass(frozen=True)
+class CostJudge:
+    """Which nodes pay where each item runs by itself, as on a CPU: those that save time by the cost model.
+
+    kv_bytes: K and V of one token, all KV heads, as the inner loop reads them.
+    """
+
+    cost: CostModel
+    heads_q: int
+    head_dim: int
+    kv_bytes: float
+
+    def __call__(self, chunks: Chunks, nodes: Sequence[ChunkNode]) -> list[ChunkNode]:
+        kept: list[ChunkNode] = []
+        for node in nodes:
+            # What a node that is not shared had above the group is now read by the nodes below it, or by the chunks.
+            above = [k for k in kept if k.first <= node.first and node.end <= k.end]
+            start = max((k.stop for k in above), default=0)
+            rows = [self.heads_q * t for t in chunks.tokens[node.first : node.end]]
+            length = node.stop - start
+            together = self.cost.item_us + self._time(length, sum(rows)) + sum(rows) * self.cost.row_state_us
+            if sum(self._time(length, r) for r in rows) > together * self.cost.margin:
+                kept.append(node._replace(start=start, level=len(above)))
+        return kept
+
+    def _time(self, tokens: int, rows: int) -> float:
+        return self.cost.alone_us(1, tokens, rows, self.head_dim, self.kv_bytes)
