@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
 
 import numpy as np
 import torch
 
-from tilewise import arguments, checks, cpu, tuned
+from tilewise import arch, arguments, checks, cpu, tuned
+from tilewise.api.chunks import attend_chunks
 from tilewise.api.decoding import DEQUANTISE, decode, plan_decode
 from tilewise.api.options import Result, State, StepOptions
 from tilewise.api.prefill import full_precision
 from tilewise.cpu.scoring import Scoring
+from tilewise.gpu import beside
+from tilewise.gpu import decode as kernel
 from tilewise.kvcache import PagedKVCache, PrefixCache
 from tilewise.plan import DecodePlan
 from tilewise.plan.cost import CostModel
-from tilewise.plan.step import ChunkPlan, CostJudge, StepPlan, plan_chunks
+from tilewise.plan.step import ChunkPlan, CostJudge, Judge, StepPlan, TileJudge, plan_chunks
 from tilewise.scores import DecodeOptions, Scores, Window
 from tilewise.state import add_sinks
 
@@ -87,11 +91,16 @@ def plan_prefill(
 ) -> ChunkPlan:
     """The plan of checked chunks alone. share: None where it pays."""
     seqs = [seq for seq, _ in chunks]
-    row_bytes = 4 * pages.head_dim * (1 if pages.format.dtype is not None else DEQUANTISE)  # as in plan_decode
-    judge = None
+    heads = pages.num_kv_heads
+    judge: Judge | None = None
     if share is None:
         used = cost or tuned.cost(pages.device, pages.format)
-        judge = CostJudge(used, num_heads, pages.head_dim, 2 * pages.num_kv_heads * row_bytes)
+        if pages.device.type == "cuda":
+            processors = arch.multiprocessors(pages.device)
+            judge = TileJudge(used, processors, heads, num_heads // heads, pages.head_dim)
+        else:  # every format runs at float32's pace, as in plan_decode
+            row_bytes = 2 * 4 * pages.head_dim * (1 if pages.format.dtype is not None else DEQUANTISE)
+            judge = CostJudge(used, num_heads, pages.head_dim, heads * row_bytes)
     return plan_chunks(
         seqs,
         [tokens for _, tokens in chunks],
@@ -172,61 +181,117 @@ def attend(
     scores = arguments.check_scores(q, 1, causal=True, window=plan.window, **options)
     checks.flag("return_lse", return_lse)
     arguments.check_out(out, q)
-    arguments.check_backend(backend, q, (sinks,))
+    where = arguments.check_backend(backend, q, (sinks,))
     o = q.new_empty(q.shape) if out is None or checks.place(out, q) is None else out
-    lse = q.new_empty((q.shape[1], len(q)), dtype=torch.float32) if return_lse else None
-    rows = plan.prefill_rows
-    if plan.prefill is not None:
-        _prefill_on_cpu(q[:rows], pages, layer, plan.prefill, scores, o[:rows], None if lse is None else lse[:, :rows])
-    if plan.decode is not None:
-        _decode_rows(q, cache, layer, plan, o, lse, options, backend)
+    asked = Asked(q, cache, pages, layer, plan, scores, options, o, return_lse, backend)
+    found = _on_cpu(asked) if where == "cpu" else _by_kernels(asked)
     if out is not None and out is not o:
         o = out.copy_(o)
-    return o if lse is None else (o, lse)
+    if not return_lse:
+        return o
+    return o, torch.cat(found, 1) if found else q.new_empty((q.shape[1], 0), dtype=torch.float32)
 
 
-def _prefill_on_cpu(
-    q: torch.Tensor,
-    pages: PagedKVCache,
-    layer: int,
-    plan: ChunkPlan,
-    scores: Scores,
-    o: torch.Tensor,
-    lse: torch.Tensor | None,
-) -> None:
-    """The chunks' rows: fills o like q (rows, Hq, D), and lse (Hq, rows)."""
+class Asked(NamedTuple):
+    """A checked call of `attend`, whose parts fill their rows of `o`."""
+
+    q: torch.Tensor
+    cache: PagedKVCache | PrefixCache
+    pages: PagedKVCache
+    layer: int
+    plan: StepPlan
+    scores: Scores
+    options: DecodeOptions
+    o: torch.Tensor
+    return_lse: bool
+    backend: str
+
+
+Logs = list[torch.Tensor]  # (Hq, rows) of each part, if asked for
+
+
+def _on_cpu(asked: Asked) -> Logs:
+    found: Logs = []
+    if asked.plan.prefill is not None:
+        found.append(_chunks_on_cpu(asked, asked.plan.prefill))
+    if asked.plan.decode is not None:
+        found += _decodes(asked, asked.plan.decode)
+    return found
+
+
+def _chunks_on_cpu(asked: Asked, plan: ChunkPlan) -> torch.Tensor:
     order = None if plan.in_order else torch.from_numpy(plan.row_order()).long()
+    q = asked.q[: plan.rows]
     with full_precision():
         queries = q if order is None else q.index_select(0, order)
-        found, logs = cpu.run_paged(plan, queries, pages, layer, Scoring.of(scores))
+        o, lse = cpu.run_paged(plan, queries, asked.pages, asked.layer, Scoring.of(asked.scores))
     if order is not None:
-        found, logs = (torch.empty_like(x).index_copy_(0, order, x) for x in (found, logs))
-    logs = logs.transpose(0, 1)
-    if scores.sinks is not None:
-        found, logs = add_sinks(found, logs, scores.sinks)
-    o.copy_(found)
-    if lse is not None:
-        lse.copy_(logs)
+        o, lse = (torch.empty_like(x).index_copy_(0, order, x) for x in (o, lse))
+    lse = lse.transpose(0, 1)
+    if asked.scores.sinks is not None:
+        o, lse = add_sinks(o, lse, asked.scores.sinks)
+    asked.o[: plan.rows].copy_(o)
+    return lse
 
 
-def _decode_rows(
-    q: torch.Tensor,
-    cache: PagedKVCache | PrefixCache,
-    layer: int,
-    plan: StepPlan,
-    o: torch.Tensor,
-    lse: torch.Tensor | None,
-    options: DecodeOptions,
-    backend: str,
-) -> None:
-    """The decodes' rows of a whole step: fills the rest of o and of lse."""
-    assert plan.decode is not None
-    first = plan.prefill_rows
-    each = (len(plan.decode.seqs), plan.decode.tokens_per_seq)
-    rows, into = (x[first:].unflatten(0, each) for x in (q, o))
-    got = decode(rows, cache, layer, plan.decode, return_lse=lse is not None, out=into, backend=backend, **options)
-    if lse is not None:
-        lse[:, first:].unflatten(1, each).copy_(got[1].transpose(0, 1))
+def _decodes(asked: Asked, plan: DecodePlan) -> Logs:
+    first = asked.plan.prefill_rows
+    q, o = (x[first:].unflatten(0, (-1, plan.tokens_per_seq)) for x in (asked.q, asked.o))
+    options: StepOptions = {**asked.options, "out": o, "backend": asked.backend}
+    got = decode(q, asked.cache, asked.layer, plan, return_lse=asked.return_lse, **options)
+    return [] if isinstance(got, torch.Tensor) else [got[1].transpose(0, 1).flatten(1)]
+
+
+def _by_kernels(asked: Asked) -> Logs:
+    """Chunks through the forward, decodes through their kernel: on a card on two streams, which share it."""
+    plan = asked.plan
+    if plan.decode is None:
+        return [] if plan.prefill is None else _chunks(asked, plan.prefill)
+    if not _served(asked, plan.decode):
+        return _chunks(asked, _as_chunks(plan, plan.decode, asked.pages))
+    if plan.prefill is None:
+        return _decodes(asked, plan.decode)
+    if asked.q.device.type != "cuda" or beside.ORDER == "apart":
+        return [*_chunks(asked, plan.prefill), *_decodes(asked, plan.decode)]
+    branch = beside.Beside(asked.q.device)
+    chunks: Logs = []
+    if beside.ORDER == "chunks first":
+        chunks = _chunks(asked, plan.prefill)
+    with branch:
+        decodes = _decodes(asked, plan.decode)
+    if beside.ORDER == "decodes first":
+        chunks = _chunks(asked, plan.prefill)
+    branch.join()
+    return [*chunks, *decodes]
+
+
+def _chunks(asked: Asked, plan: ChunkPlan) -> Logs:
+    q, o = asked.q[: plan.rows], asked.o[: plan.rows]
+    return attend_chunks(q, asked.pages, asked.layer, plan, asked.options, o, asked.return_lse, asked.backend)
+
+
+def _served(asked: Asked, plan: DecodePlan) -> bool:
+    """Does the decode kernel serve the decodes? Where it does not, the forward may: it takes any head_dim and dtype."""
+    try:
+        k_parts, v_parts = asked.pages.parts(asked.layer)
+        kernel.check_served(asked.q, asked.pages.format, plan, (k_parts[0], v_parts[0]))
+    except NotImplementedError:
+        return False
+    return True
+
+
+def _as_chunks(plan: StepPlan, decodes: DecodePlan, pages: PagedKVCache) -> ChunkPlan:
+    """The whole step as chunks, made once per plan."""
+    found = _whole.get(plan.serial)
+    if found is None:
+        chunks = [] if plan.prefill is None else list(zip(plan.prefill.seqs, plan.prefill.tokens, strict=True))
+        chunks += [(seq, decodes.tokens_per_seq) for seq in decodes.seqs]
+        found = _whole[plan.serial] = plan_prefill(pages, chunks, plan.heads_q, plan.window, plan.share_prefix)
+        weakref.finalize(plan, _whole.pop, plan.serial, None)
+    return found
+
+
+_whole: dict[int, ChunkPlan] = {}
 
 
 def _check_chunks(prefill: Any, pages: PagedKVCache) -> list[tuple[int, int]]:

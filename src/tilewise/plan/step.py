@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tilewise.plan.cost import CostModel
+from tilewise.plan.cost import PLAN_MARGIN, CostModel
 from tilewise.plan.dense import cut
 from tilewise.plan.show import Card, find_card
 from tilewise.plan.tiles import OPEN, Band, DecodePlan, Ints, PagedTiles, Plan, Value, Window, band_of
@@ -302,3 +302,54 @@ class CostJudge:
 
     def _time(self, tokens: int, rows: int) -> float:
         return self.cost.alone_us(1, tokens, rows, self.head_dim, self.kv_bytes)
+
+
+# Rows of a tile of the forward, query heads of one KV head among them.
+TILE_ROWS = 128
+# In microseconds: one more launch of the forward with its list, merging states by torch's operators, and merging one
+# row of one query head of one state. Estimates: a dozen launches, and about 25 bytes per value of the state at 4 TB/s.
+LAUNCH_US, MERGE_US, ROW_MERGE_US = 6.0, 40.0, 0.0008
+
+
+@dataclass(frozen=True)
+class TileJudge:
+    """Which nodes pay where the forward's tiles share a card: as many levels of them as take the least time, or none.
+
+    All tiles that walk the same number of keys take equally long, however many of their rows are used. So sharing saves
+    nothing while chunks fill their tiles; it pays where many short chunks have long prefixes, and more tiles than there
+    are multiprocessors. processors: multiprocessors of the card; group: query heads per KV head.
+    """
+
+    cost: CostModel
+    processors: int
+    heads_kv: int
+    group: int
+    head_dim: int
+
+    def __call__(self, chunks: Chunks, nodes: Sequence[ChunkNode]) -> list[ChunkNode]:
+        best, least = 0, self._time_us(chunks, []) / PLAN_MARGIN
+        for levels in range(1, 1 + max((node.level + 1 for node in nodes), default=0)):
+            time = self._time_us(chunks, [node for node in nodes if node.level < levels])
+            if time < least:
+                best, least = levels, time
+        return [node for node in nodes if node.level < best]
+
+    def _time_us(self, chunks: Chunks, nodes: Sequence[ChunkNode]) -> float:
+        own = [0] * len(chunks.tokens)
+        levels: dict[int, list[tuple[int, int]]] = {}
+        for node in nodes:
+            own[node.first : node.end] = [node.stop] * (node.end - node.first)
+            rows = sum(chunks.tokens[node.first : node.end])
+            levels.setdefault(node.level, []).append((rows, node.stop - node.start))
+        each = [(t, n - at) for t, n, at in zip(chunks.tokens, chunks.lengths, own, strict=True)]
+        time = self._launch_us(each) + sum(LAUNCH_US + self._launch_us(items) for items in levels.values())
+        if levels:
+            rows = sum(chunks.tokens) * self.group * self.heads_kv
+            time += MERGE_US + rows * (1 + len(levels)) * ROW_MERGE_US
+        return time
+
+    def _launch_us(self, items: Sequence[tuple[int, int]]) -> float:
+        """Of items of so many rows and keys."""
+        tiles = [(-(-rows * self.group // TILE_ROWS) * self.heads_kv, keys) for rows, keys in items]
+        walked = max(max(keys for _, keys in tiles), sum(n * keys for n, keys in tiles) / self.processors)
+        return 4 * TILE_ROWS * self.head_dim * walked * self.processors / self.cost.flops_per_us
