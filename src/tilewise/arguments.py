@@ -20,7 +20,7 @@ from tilewise.plan.schedule import BlockSchedule
 from tilewise.scores import ScoreOptions, Scores, Window
 
 from .kvcache import PagedKVCache, PrefixCache
-from .plan import DecodePlan, Ints
+from .plan import DecodePlan, Ints, StepPlan
 
 MAX_HEAD_DIM = checks.MAX_HEAD_DIM
 BACKENDS = ("auto", "cpu", "cuda", "emulator")
@@ -326,6 +326,13 @@ def check_plan(plan: Any, pages: PagedKVCache) -> None:
         raise TypeError(f"plan must come from tilewise.plan_decode, got {type(plan).__name__}")
     if plan.cache_serial != pages.serial:
         raise ValueError("plan was made for another cache; call plan_decode with this one")
+
+
+def check_step(plan: Any, pages: PagedKVCache) -> None:
+    if not isinstance(plan, StepPlan):
+        raise TypeError(f"plan must come from tilewise.plan_step, got {type(plan).__name__}")
+    if plan.cache_serial != pages.serial:
+        raise ValueError("plan was made for another cache; call plan_step with this one")
 
 
 def check_tree_mask(mask: Any, plan: DecodePlan, device: torch.device) -> torch.Tensor | None:

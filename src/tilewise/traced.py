@@ -12,14 +12,14 @@ raises here, while the code is traced: then torch runs the call as it is, which 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import WeakValueDictionary
 
 import torch
 
 from tilewise import arguments, graphs
 from tilewise.kvcache import PagedKVCache
-from tilewise.plan import DecodePlan
+from tilewise.plan import DecodePlan, StepPlan
 from tilewise.scores import SCHEMA_OPTIONS, SCHEMA_TENSORS
 
 if TYPE_CHECKING:
@@ -46,6 +46,7 @@ _TAKEN: dict[str, tuple[tuple[type, ...], str]] = {
 }
 
 _plans: WeakValueDictionary[int, DecodePlan] = WeakValueDictionary()
+_steps: WeakValueDictionary[int, StepPlan] = WeakValueDictionary()
 _caches: WeakValueDictionary[int, PagedKVCache] = WeakValueDictionary()
 
 
@@ -58,7 +59,26 @@ def remember(plan: DecodePlan, cache: PagedKVCache) -> DecodePlan:
 
 def recall(serial: int) -> tuple[DecodePlan, PagedKVCache]:
     """The plan of that number and its cache; ValueError if one of them is gone."""
-    plan = _plans.get(serial)
+    return _living(_plans, serial)
+
+
+def remember_step(plan: StepPlan, cache: PagedKVCache) -> StepPlan:
+    """The same for `recall_step`."""
+    _steps[plan.serial] = plan
+    _caches[cache.serial] = cache
+    return plan
+
+
+def recall_step(serial: int) -> tuple[StepPlan, PagedKVCache]:
+    """The step of that number and its cache; ValueError if one of them is gone."""
+    return _living(_steps, serial)
+
+
+AnyPlan = TypeVar("AnyPlan", DecodePlan, StepPlan)
+
+
+def _living(plans: WeakValueDictionary[int, AnyPlan], serial: int) -> tuple[AnyPlan, PagedKVCache]:
+    plan = plans.get(serial)
     cache = None if plan is None else _caches.get(plan.cache_serial)
     if plan is None or cache is None:
         lost = "plan" if plan is None else "the cache of plan"
@@ -143,6 +163,18 @@ def decode(
     arguments.check_plan(plan, pages)
     _checked(q=q, layer=layer, **options)
     result = torch.ops.tilewise.decode(q, pages._k, pages._v, layer, plan.serial, **options)
+    return _asked(result, options["return_lse"])
+
+
+def attend(
+    q: torch.Tensor, cache: PagedKVCache | PrefixCache, layer: int, plan: StepPlan, *, out: Any, **options: Any
+) -> Result:
+    """attend() in a graph, as decode() is."""
+    _refuse(out=out)
+    pages = arguments.check_cache(cache)
+    arguments.check_step(plan, pages)
+    _checked(q=q, layer=layer, **options)
+    result = torch.ops.tilewise.attend(q, pages._k, pages._v, layer, plan.serial, **options)
     return _asked(result, options["return_lse"])
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
 import numpy as np
 import torch
 
-from tilewise import arch, arguments, checks, cpu, tuned
+from tilewise import arch, arguments, checks, cpu, traced, tuned
 from tilewise.api.chunks import attend_chunks
 from tilewise.api.decoding import DEQUANTISE, decode, plan_decode
 from tilewise.api.options import Result, State, StepOptions
@@ -78,7 +78,7 @@ def plan_step(
     if known is None and seqs:
         planned = plan_decode(cache, seqs, num_heads=num_heads, window=window, share_prefix=share_prefix, cost=cost)
     chunked = plan_prefill(pages, chunks, num_heads, window, share, cost) if chunks else None
-    return StepPlan(chunked, planned, num_heads, window, share, pages.serial)
+    return traced.remember_step(StepPlan(chunked, planned, num_heads, window, share, pages.serial), pages)
 
 
 def plan_prefill(
@@ -169,8 +169,12 @@ def attend(
 
     Returns o (rows, Hq, D), with return_lse also the LSE (Hq, rows) float32.
     """
+    if torch.compiler.is_compiling():
+        given = {"scale": scale, "softcap": softcap, "sinks": sinks, "return_lse": return_lse, "backend": backend}
+        return traced.attend(q, cache, layer, plan, out=out, **given)
     pages = arguments.check_cache(cache)
-    _check_plan(plan, pages)
+    arguments.check_step(plan, pages)
+    _check_lengths(plan, pages)
     checks.integer("layer", layer, 0, pages.num_layers - 1)
     checks.not_float64("q", q)
     shape = (plan.rows, plan.heads_q, pages.head_dim)
@@ -321,11 +325,7 @@ def _check_decode_plan(plan: DecodePlan, pages: PagedKVCache, num_heads: int, wi
         raise NotImplementedError("decode is a plan for selected pages, which goes with decode() alone; leave it out")
 
 
-def _check_plan(plan: Any, pages: PagedKVCache) -> None:
-    if not isinstance(plan, StepPlan):
-        raise TypeError(f"plan must come from tilewise.plan_step, got {type(plan).__name__}")
-    if plan.cache_serial != pages.serial:
-        raise ValueError("plan was made for another cache; call plan_step with this one")
+def _check_lengths(plan: StepPlan, pages: PagedKVCache) -> None:
     for part in (plan.prefill, plan.decode):
         if part is None:
             continue
