@@ -12,22 +12,12 @@ from decode_tree_cases import grow, make_cache, tree
 from hypothesis import given
 from hypothesis import strategies as st
 from oracle import DTYPES, poison, randn
-from step_cases import assert_step
+from step_cases import assert_step, mixed
 
 from tilewise import CostModel, PagedKVCache, PrefixCache, attend, attention_varlen, decode, plan_decode, plan_step
 
 FREE = CostModel(item_us=0.0, kv_bytes_per_us=1.0, flops_per_us=1e12, row_state_us=0.0)  # sharing always pays
 DEAR = CostModel(item_us=1e9, kv_bytes_per_us=1.0, flops_per_us=1.0, row_state_us=1.0)  # and never
-
-
-def mixed(**options):
-    """A cache with three chunks and four decodes, two of each under a prefix of 40 tokens -> cache, prefill, decode."""
-    cache = make_cache(**options)
-    root = cache.allocate()
-    grow(cache, [root], [40], seed=1)
-    seqs = [root, *(cache.fork(root) for _ in range(3)), *(cache.allocate() for _ in range(3))]
-    grow(cache, seqs, [9, 21, 3, 1, 33, 6, 70], seed=2)
-    return cache, [(seqs[0], 7), (seqs[4], 33), (seqs[1], 21)], [seqs[2], seqs[5], seqs[3], seqs[6]]
 
 
 @pytest.mark.parametrize("share", [False, True, "auto"])
