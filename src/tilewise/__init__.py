@@ -13,6 +13,7 @@ from .api import (
     plan_attention,
     plan_decode,
     plan_step,
+    renew_plan,
     schedule_of,
     shared_prefix_attention,
 )
@@ -23,6 +24,7 @@ from .integrations.sdpa import explain, sdpa
 from .kvcache import OutOfPages, PagedKVCache, PrefixCache, Rotary, Slots
 from .learn import ladder as _ladder  # noqa: F401, registers the kernels of backend="emulator:NAME"
 from .plan import DecodePlan, Plan, StepPlan
+from .plan.standing import StandingPlan
 from .serving import Completion, Engine, EngineStats, Generation, Sampling, Token, generate, stream
 from .state import merge, merge_states
 
@@ -43,6 +45,7 @@ __all__ = [
     "Rotary",
     "Sampling",
     "Slots",
+    "StandingPlan",
     "StepPlan",
     "Token",
     "attend",
@@ -59,6 +62,7 @@ __all__ = [
     "plan_decode",
     "plan_step",
     "reference",
+    "renew_plan",
     "replace_sdpa",
     "schedule_of",
     "sdpa",

@@ -20,6 +20,7 @@ import torch
 from tilewise import arguments, graphs
 from tilewise.kvcache import PagedKVCache
 from tilewise.plan import DecodePlan, StepPlan
+from tilewise.plan.standing import StandingPlan
 from tilewise.scores import SCHEMA_OPTIONS, SCHEMA_TENSORS
 
 if TYPE_CHECKING:
@@ -45,40 +46,21 @@ _TAKEN: dict[str, tuple[tuple[type, ...], str]] = {
     "str": ((str,), "a str"),
 }
 
-_plans: WeakValueDictionary[int, DecodePlan] = WeakValueDictionary()
-_steps: WeakValueDictionary[int, StepPlan] = WeakValueDictionary()
+AnyPlan = TypeVar("AnyPlan", DecodePlan, StandingPlan, StepPlan)
+_plans: WeakValueDictionary[int, DecodePlan | StandingPlan | StepPlan] = WeakValueDictionary()
 _caches: WeakValueDictionary[int, PagedKVCache] = WeakValueDictionary()
 
 
-def remember(plan: DecodePlan, cache: PagedKVCache) -> DecodePlan:
+def remember(plan: AnyPlan, cache: PagedKVCache) -> AnyPlan:
     """The plan itself, which `recall` now finds by its serial number, as long as the caller keeps both."""
     _plans[plan.serial] = plan
     _caches[cache.serial] = cache
     return plan
 
 
-def recall(serial: int) -> tuple[DecodePlan, PagedKVCache]:
+def recall(serial: int) -> tuple[Any, PagedKVCache]:
     """The plan of that number and its cache; ValueError if one of them is gone."""
-    return _living(_plans, serial)
-
-
-def remember_step(plan: StepPlan, cache: PagedKVCache) -> StepPlan:
-    """The same for `recall_step`."""
-    _steps[plan.serial] = plan
-    _caches[cache.serial] = cache
-    return plan
-
-
-def recall_step(serial: int) -> tuple[StepPlan, PagedKVCache]:
-    """The step of that number and its cache; ValueError if one of them is gone."""
-    return _living(_steps, serial)
-
-
-AnyPlan = TypeVar("AnyPlan", DecodePlan, StepPlan)
-
-
-def _living(plans: WeakValueDictionary[int, AnyPlan], serial: int) -> tuple[AnyPlan, PagedKVCache]:
-    plan = plans.get(serial)
+    plan = _plans.get(serial)
     cache = None if plan is None else _caches.get(plan.cache_serial)
     if plan is None or cache is None:
         lost = "plan" if plan is None else "the cache of plan"
@@ -151,7 +133,7 @@ def decode(
     q: torch.Tensor,
     cache: PagedKVCache | PrefixCache,
     layer: int,
-    plan: DecodePlan,
+    plan: DecodePlan | StandingPlan,
     *,
     schedule: Any,
     out: Any,

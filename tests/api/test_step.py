@@ -12,9 +12,19 @@ from decode_tree_cases import grow, make_cache, tree
 from hypothesis import given
 from hypothesis import strategies as st
 from oracle import DTYPES, poison, randn
-from step_cases import assert_step, mixed
+from step_cases import assert_step, judge_step, mixed
 
-from tilewise import CostModel, PagedKVCache, PrefixCache, attend, attention_varlen, decode, plan_decode, plan_step
+from tilewise import (
+    CostModel,
+    PagedKVCache,
+    PrefixCache,
+    attend,
+    attention_varlen,
+    decode,
+    plan_decode,
+    plan_step,
+    renew_plan,
+)
 
 FREE = CostModel(item_us=0.0, kv_bytes_per_us=1.0, flops_per_us=1e12, row_state_us=0.0)  # sharing always pays
 DEAR = CostModel(item_us=1e9, kv_bytes_per_us=1.0, flops_per_us=1.0, row_state_us=1.0)  # and never
@@ -53,6 +63,27 @@ def test_a_decode_plan_made_before():
     plan, _, _ = assert_step(cache, prefill, known)
     assert plan.decode is known
     assert plan.rows == 61 + 8
+
+
+@pytest.mark.parametrize("sinks", [None, randn(4, seed=3)], ids=["plain", "sinks"])
+def test_a_standing_plan(sinks):
+    """Sequences come and go under it; its idle rows are the last ones, and are not read."""
+    cache, prefill, seqs = mixed()
+    standing = plan_decode(cache, seqs[:3], num_heads=4, rows=6, max_length=200)
+    for now in (seqs[:3], seqs[1:], []):
+        renew_plan(standing, cache, now)
+        plan = plan_step(cache, prefill, standing, num_heads=4)
+        assert plan.rows == 61 + 6
+        assert plan.show().endswith(standing.show())
+        q = randn(67, 4, 16)
+        used = 61 + len(now)
+        q[used:] = float("nan")
+        o, lse = attend(q, cache, 0, plan, sinks=sinks, return_lse=True, out=poison(q))
+        same = plan_step(cache, prefill, now, num_heads=4)
+        judge_step(q[:used], o[:used], lse[:, :used], cache, 0, same, sinks=sinks)
+        assert (o[used:] == 0).all()
+        assert torch.equal(lse[:, used:], torch.full((4, 1), -torch.inf).expand(4, 6 - len(now)) if sinks is None
+                           else sinks[:, None].expand(4, 6 - len(now)))  # fmt: skip
 
 
 @pytest.mark.parametrize("sides", ["prefill", "decode", "neither"])

@@ -20,7 +20,11 @@ def made():
 PLANS = {
     "a cache": (TypeError, "cache must be a PagedKVCache", {"cache": 3}),
     "a list": (TypeError, "prefill must be a list of .seq, tokens., got int", {"prefill": 3}),
-    "a list of decodes": (TypeError, "decode must be a list of sequences or a DecodePlan, got str", {"decode": "ab"}),
+    "a list of decodes": (
+        TypeError,
+        "decode must be a list of sequences or a plan of theirs, got str",
+        {"decode": "ab"},
+    ),
     "pairs": (TypeError, r"prefill\[1\] must be .seq, tokens., got 2", {"prefill": [(0, 2), 2]}),
     "pairs, not triples": (TypeError, r"prefill\[0\] must be", {"prefill": [(0, 2, 1)]}),
     "whole tokens": (TypeError, r"prefill\[0\]\[1\] must be an int, got float", {"prefill": [(0, 2.0)]}),

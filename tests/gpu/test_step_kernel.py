@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 from decode_tree_cases import grow, make_cache, tree
-from oracle import randn
-from step_cases import assert_step
+from oracle import poison, randn
+from step_cases import assert_step, judge_step
 
-from tilewise import attend, decode, emulator, plan_decode, plan_step
+from tilewise import attend, decode, emulator, plan_decode, plan_step, renew_plan
 from tilewise.plan.cost import GPU_COST
 from tilewise.plan.step import ChunkNode, Chunks, TileJudge
 
@@ -89,6 +89,23 @@ def test_a_head_dim_that_decode_does_not_take(launched):
     assert_step(cache, prefill, plan_decode(cache, seqs, num_heads=2, tokens_per_seq=3), heads=2, dtype=BF16,
                 backend="emulator")  # fmt: skip
     assert launched == FORWARD * 3
+
+
+def test_idle_rows_of_a_standing_plan_that_goes_with_the_chunks():
+    cache, prefill, seqs = small(head_dim=80)
+    standing = plan_decode(cache, seqs, num_heads=2, rows=4, max_length=100)
+    plan, sinks = plan_step(cache, prefill, standing, num_heads=2), randn(2)
+    q = randn(plan.rows, 2, 80, dtype=BF16)
+    q[43:] = float("nan")
+    for now in (seqs, seqs[:1]):
+        renew_plan(standing, cache, now)
+        o, lse = attend(q, cache, 0, plan, sinks=sinks, return_lse=True, out=poison(q), backend="emulator")
+        used = 41 + len(now)
+        judge_step(
+            q[:used], o[:used], lse[:, :used], cache, 0, plan_step(cache, prefill, now, num_heads=2), sinks=sinks
+        )
+        assert (o[used:] == 0).all()
+        assert torch.equal(lse[:, used:], sinks[:, None].expand(2, 45 - used))
 
 
 @pytest.mark.parametrize("options", [{"window": (9, 0), "sinks": randn(2)}, {"scale": -0.2, "softcap": 2.0}])

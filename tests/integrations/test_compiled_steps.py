@@ -80,6 +80,6 @@ def test_nothing_is_kept_alive():
     compiled(lambda q, cache, plan: tilewise.attend(q, cache, 0, plan), Graphs())(q, cache, plan)
     del plan
     gc.collect()
-    assert serial not in traced._steps
+    assert serial not in traced._plans
     with pytest.raises(ValueError, match=f"plan {serial} is not there any more; keep plans and caches"):
         OPS.attend(q, cache._k, cache._v, 0, serial)

@@ -10,6 +10,7 @@ from tilewise.api.decoding import decode, grow_plan, plan_decode
 from tilewise.api.options import Level, Result, State
 from tilewise.api.prefill import attention, attention_varlen, plan_attention, shared_prefix_attention
 from tilewise.api.schedules import schedule_of
+from tilewise.api.standing import renew_plan
 from tilewise.api.step import attend, plan_step
 
 __all__ = [
@@ -24,6 +25,7 @@ __all__ = [
     "plan_attention",
     "plan_decode",
     "plan_step",
+    "renew_plan",
     "schedule_of",
     "shared_prefix_attention",
 ]

@@ -20,6 +20,7 @@ from tilewise.gpu import decode as kernel
 from tilewise.kvcache import PagedKVCache, PrefixCache
 from tilewise.plan import DecodePlan
 from tilewise.plan.cost import CostModel
+from tilewise.plan.standing import StandingPlan
 from tilewise.plan.step import ChunkPlan, CostJudge, Judge, StepPlan, TileJudge, plan_chunks
 from tilewise.scores import DecodeOptions, Scores, Window
 from tilewise.state import add_sinks
@@ -33,7 +34,7 @@ _NOTHING: Any = ()
 def plan_step(
     cache: PagedKVCache | PrefixCache,
     prefill: Sequence[tuple[int, int]] = _NOTHING,
-    decode: Sequence[int] | DecodePlan = _NOTHING,
+    decode: Sequence[int] | DecodePlan | StandingPlan = _NOTHING,
     *,
     num_heads: int,
     window: Window | None = None,
@@ -44,7 +45,8 @@ def plan_step(
 
     prefill: (seq, tokens) for each chunk, whose queries are the last `tokens` cached tokens of `seq`, each of which
     sees the sequence up to itself. decode: sequences whose query is their last token, or a plan of theirs by
-    plan_decode, of this cache, these heads and this window. Either may be empty; a sequence is named once.
+    plan_decode, of this cache, these heads and this window (a standing plan's idle rows are the step's last ones).
+    Either may be empty; a sequence is named once.
     num_heads, window, cost: as in plan_decode. share_prefix: whether prefixes that several sequences have in common are
     computed once for the rows of all of them, chunks among themselves and decodes among themselves: True, False, or
     "auto" where it pays. Chunks share whole pages, and nothing under a window that ends to the left.
@@ -62,13 +64,13 @@ def plan_step(
     window = arguments.check_window(window)
     chunks = _check_chunks(prefill, pages)
     share = None if share_prefix == "auto" else share_prefix
-    known = decode if isinstance(decode, DecodePlan) else None
+    known = decode if isinstance(decode, (DecodePlan, StandingPlan)) else None
     if known is not None:
         _check_decode_plan(known, pages, num_heads, window)
         seqs = list(known.seqs)
     else:
         if isinstance(decode, str) or not isinstance(decode, (Sequence, torch.Tensor, np.ndarray)):
-            raise TypeError(f"decode must be a list of sequences or a DecodePlan, got {type(decode).__name__}")
+            raise TypeError(f"decode must be a list of sequences or a plan of theirs, got {type(decode).__name__}")
         seqs = [checks.integer("decode", s) for s in decode]
     named = [seq for seq, _ in chunks] + seqs
     if len(set(named)) < len(named):
@@ -78,7 +80,7 @@ def plan_step(
     if known is None and seqs:
         planned = plan_decode(cache, seqs, num_heads=num_heads, window=window, share_prefix=share_prefix, cost=cost)
     chunked = plan_prefill(pages, chunks, num_heads, window, share, cost) if chunks else None
-    return traced.remember_step(StepPlan(chunked, planned, num_heads, window, share, pages.serial), pages)
+    return traced.remember(StepPlan(chunked, planned, num_heads, window, share, pages.serial), pages)
 
 
 def plan_prefill(
@@ -238,7 +240,7 @@ def _chunks_on_cpu(asked: Asked, plan: ChunkPlan) -> torch.Tensor:
     return lse
 
 
-def _decodes(asked: Asked, plan: DecodePlan) -> Logs:
+def _decodes(asked: Asked, plan: DecodePlan | StandingPlan) -> Logs:
     first = asked.plan.prefill_rows
     q, o = (x[first:].unflatten(0, (-1, plan.tokens_per_seq)) for x in (asked.q, asked.o))
     options: StepOptions = {**asked.options, "out": o, "backend": asked.backend}
@@ -252,7 +254,7 @@ def _by_kernels(asked: Asked) -> Logs:
     if plan.decode is None:
         return [] if plan.prefill is None else _chunks(asked, plan.prefill)
     if not _served(asked, plan.decode):
-        return _chunks(asked, _as_chunks(plan, plan.decode, asked.pages))
+        return _all_as_chunks(asked, plan.decode)
     if plan.prefill is None:
         return _decodes(asked, plan.decode)
     if asked.q.device.type != "cuda" or beside.ORDER == "apart":
@@ -274,27 +276,41 @@ def _chunks(asked: Asked, plan: ChunkPlan) -> Logs:
     return attend_chunks(q, asked.pages, asked.layer, plan, asked.options, o, asked.return_lse, asked.backend)
 
 
-def _served(asked: Asked, plan: DecodePlan) -> bool:
+def _served(asked: Asked, plan: DecodePlan | StandingPlan) -> bool:
     """Does the decode kernel serve the decodes? Where it does not, the forward may: it takes any head_dim and dtype."""
     try:
         k_parts, v_parts = asked.pages.parts(asked.layer)
-        kernel.check_served(asked.q, asked.pages.format, plan, (k_parts[0], v_parts[0]))
+        given: Any = plan  # of either kind
+        kernel.check_served(asked.q, asked.pages.format, given, (k_parts[0], v_parts[0]))
     except NotImplementedError:
         return False
     return True
 
 
-def _as_chunks(plan: StepPlan, decodes: DecodePlan, pages: PagedKVCache) -> ChunkPlan:
-    """The whole step as chunks, made once per plan."""
+def _all_as_chunks(asked: Asked, decodes: DecodePlan | StandingPlan) -> Logs:
+    plan = asked.plan
+    chunks = [] if plan.prefill is None else list(zip(plan.prefill.seqs, plan.prefill.tokens, strict=True))
+    chunks += [(seq, decodes.tokens_per_seq) for seq in decodes.seqs]
+    lengths = tuple(asked.pages.lengths_of([seq for seq, _ in chunks]).tolist())
     found = _whole.get(plan.serial)
     if found is None:
-        chunks = [] if plan.prefill is None else list(zip(plan.prefill.seqs, plan.prefill.tokens, strict=True))
-        chunks += [(seq, decodes.tokens_per_seq) for seq in decodes.seqs]
-        found = _whole[plan.serial] = plan_prefill(pages, chunks, plan.heads_q, plan.window, plan.share_prefix)
         weakref.finalize(plan, _whole.pop, plan.serial, None)
-    return found
+    if found is None or found.seqs != tuple(seq for seq, _ in chunks) or found.lengths != lengths:
+        found = plan_prefill(asked.pages, chunks, plan.heads_q, plan.window, plan.share_prefix)
+        _whole[plan.serial] = found
+    logs = _chunks(asked, found)
+    idle = asked.o[found.rows :]
+    if not len(idle):
+        return logs
+    idle.zero_()
+    if not asked.return_lse:
+        return []
+    sinks = asked.scores.sinks
+    empty = asked.q.new_full((asked.q.shape[1], len(idle)), -torch.inf, dtype=torch.float32)
+    return [*logs, empty if sinks is None else empty.copy_(sinks[:, None])]
 
 
+# By a step's number, for as long as it lives: the whole of it as chunks.
 _whole: dict[int, ChunkPlan] = {}
 
 
@@ -313,7 +329,9 @@ def _check_chunks(prefill: Any, pages: PagedKVCache) -> list[tuple[int, int]]:
     return chunks
 
 
-def _check_decode_plan(plan: DecodePlan, pages: PagedKVCache, num_heads: int, window: Window | None) -> None:
+def _check_decode_plan(
+    plan: DecodePlan | StandingPlan, pages: PagedKVCache, num_heads: int, window: Window | None
+) -> None:
     if plan.cache_serial != pages.serial:
         raise ValueError("decode is a plan for another cache; call plan_decode with this one")
     if plan.heads_q != num_heads or (plan.window or (None, None))[0] != (window or (None, None))[0]:

@@ -149,7 +149,7 @@ def _attend(
     **options: Any,
 ) -> State:
     """attend(): q (rows, Hq, D) -> o like it, lse (Hq, rows) float32 or (0,). Pages and plan as in `_decode`."""
-    found, cache = traced.recall_step(plan)
+    found, cache = traced.recall(plan)
     return _both(api.attend(q, _over(cache, k_pages, v_pages), layer, found, sinks=sinks, **options))
 
 

@@ -100,7 +100,7 @@ class PagedKVCache:
 
     def _start_empty(self) -> None:
         self.serial = next(_serials)
-        self._sequences = Sequences()
+        self.sequences = Sequences()
         self._managed: set[int] = set()  # those that a PrefixCache made: it alone may grow, fork and end them
         self._next_seq = 0
         self.pool = PagePool(self.num_pages)
@@ -109,7 +109,7 @@ class PagedKVCache:
     def __repr__(self) -> str:
         names = ("num_pages", "page_size", "num_kv_heads", "head_dim", "num_layers")
         sizes = ", ".join(f"{name}={getattr(self, name)}" for name in names)
-        used, seqs = self.num_pages - self.pool.free_pages, len(self._sequences.rows)
+        used, seqs = self.num_pages - self.pool.free_pages, len(self.sequences.rows)
         where = f"kv_format={self.format.name!r}, device={str(self.device)!r}"
         return f"PagedKVCache({sizes}, {where}, pages_in_use={used}, sequences={seqs})"
 
@@ -171,33 +171,33 @@ class PagedKVCache:
         Slots that hold tokens of it cannot be written any more: free between the steps, not within one. On a card the
         pages may be handed out again at once: see the class about other streams that read them.
         """
-        self._sequences.row(seq)
+        self.sequences.row(seq)
         self._check_unmanaged([seq], "release")
         self.drop(int(seq))
 
     @property
     def lengths(self) -> dict[int, int]:
         """Tokens of every living sequence, reserved ones included (a copy)."""
-        rows = self._sequences.rows
-        found = self._sequences.lengths[np.fromiter(rows.values(), np.int64, len(rows))]
+        rows = self.sequences.rows
+        found = self.sequences.lengths[np.fromiter(rows.values(), np.int64, len(rows))]
         return dict(zip(rows, found.tolist(), strict=True))
 
     def length(self, seq: int) -> int:
         """Tokens of one sequence, reserved ones included."""
-        return int(self._sequences.lengths[self._sequences.row(seq)])
+        return int(self.sequences.lengths[self.sequences.row(seq)])
 
     def lengths_of(self, seqs: Sequence[int]) -> Ints:
         """The lengths of many sequences, int64, in their order (a copy)."""
-        lengths: Ints = self._sequences.lengths[self._sequences.batch(seqs)[1]]
+        lengths: Ints = self.sequences.lengths[self.sequences.batch(seqs)[1]]
         return lengths
 
     def page_list(self, seq: int) -> Pages:
         """The pages of one sequence in order, int32, as they are now: a copy, read-only."""
-        return self._sequences.pages(seq)
+        return self.sequences.pages(seq)
 
     def page_table(self, seqs: Sequence[int]) -> torch.Tensor:
         """(len(seqs), most pages of any of them) int32 on the cache's device, filled up with -1."""
-        lists = [self._sequences.pages(seq, "seqs") for seq in check_seqs(seqs)]
+        lists = [self.sequences.pages(seq, "seqs") for seq in check_seqs(seqs)]
         table = np.full((len(lists), max(map(len, lists), default=0)), -1, np.int32)
         for row, pages in zip(table, lists, strict=True):
             row[: len(pages)] = pages
@@ -224,15 +224,15 @@ class PagedKVCache:
 
     def plan_extend(self, seqs: Sequence[int], counts: int | Sequence[int], *, into: Slots | None = None) -> ExtendPlan:
         """Check an extend() and count its pages without changing anything; holds until the cache changes."""
-        seqs, rows = self._sequences.batch(seqs)
+        seqs, rows = self.sequences.batch(seqs)
         counts, more = check_counts(counts, len(seqs))
         self.check_writable()
         if into is not None:
             check_into(into, self, sum(counts))
         if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise RuntimeError("extend() within a graph capture: its places would be the same in every replay")
-        size, starts, last = self.page_size, self._sequences.lengths[rows], self._sequences.last[rows]
-        room = self._sequences.counts[rows] * size - starts  # in the last page: 0 to size - 1
+        size, starts, last = self.page_size, self.sequences.lengths[rows], self.sequences.last[rows]
+        room = self.sequences.counts[rows] * size - starts  # in the last page: 0 to size - 1
         growth = (more - room + (size - 1)) // size
         pages = int(growth.sum())
         copies = None
@@ -256,7 +256,7 @@ class PagedKVCache:
 
     def commit_extend(self, plan: ExtendPlan, *, into: Slots | None = None) -> Slots:
         """Do what plan_extend() counted; the caller has made sure that `plan.pages` are free."""
-        sequences, rows, size, counts = self._sequences, plan.rows, self.page_size, plan.more
+        sequences, rows, size, counts = self.sequences, plan.rows, self.page_size, plan.more
         places = into._places if into is not None else None
         if self._by_kernel and places is None:
             places = Places(sum(plan.counts), self.device)  # first: it may run out of memory
@@ -434,14 +434,14 @@ class PagedKVCache:
         """
         seq = self._next_seq
         self._next_seq += 1
-        self._sequences.add(seq, pages, length)
+        self.sequences.add(seq, pages, length)
         if managed:
             self._managed.add(seq)
         return seq
 
     def drop(self, seq: int) -> None:
         """free(), also for a managed sequence."""
-        self.pool.release(self._sequences.remove(seq))
+        self.pool.release(self.sequences.remove(seq))
         self._managed.discard(seq)
 
     def check_writable(self) -> None:
@@ -472,7 +472,7 @@ class PagedKVCache:
 
     def _take_pages(self, plan: ExtendPlan) -> None:
         """The new pages of an extend(), copies of shared last pages among them."""
-        sequences, rows, growth = self._sequences, plan.rows, plan.growth
+        sequences, rows, growth = self.sequences, plan.rows, plan.growth
         wanted = growth if plan.copies is None else growth + plan.copies
         (asking,) = wanted.nonzero()
         rows, wanted = rows[asking], wanted[asking]
@@ -487,10 +487,10 @@ class PagedKVCache:
 
     def _copy_last_pages(self, rows: Ints, new: Ints) -> None:
         """Copy on write, for all layers at once: `new` become the last pages of the sequences."""
-        old = self._sequences.last[rows]
+        old = self.sequences.last[rows]
         storage.copy_pages((*self._k, *self._v), old, new, by_kernel=self._by_kernel)
         self._written.copy_pages(old, new)
-        self.pool.fill[new] = self._sequences.lengths[rows] % self.page_size
+        self.pool.fill[new] = self.sequences.lengths[rows] % self.page_size
         np.subtract.at(self.pool.refs, old, 1)  # others hold them still
         self.pool.losses += 1
-        self._sequences.replace_last(rows, new)
+        self.sequences.replace_last(rows, new)

@@ -17,16 +17,21 @@ MANY = 2**40  # a count of tokens that no cache has room for
 class Sequences:
     """Rows of living sequences by their number; a row is used again when its sequence has ended.
 
-    lengths: tokens, reserved ones included. counts: pages. last: the last page, -1 if there is none. The page lists lie
-    in one array, each with room to spare, so that all that get a page in a step get it in one assignment.
+    lengths (rows,) int64: tokens, reserved ones included. counts (rows,) int64: pages. last (rows,) int64: the last
+    page, -1 if there is none. table (rows, width) int32: the page lists, one per row, with zeros after them.
+
+    stamps (rows,) int64 tell a copy of the table what became of a row: its stamp changes, to a number that no row had
+    before, whenever the row is given to another sequence or a page that it lists is replaced by another. While a stamp
+    stands still, the first `counts` pages of then are those of now: pages only came at the end.
+
+    The arrays give way to larger ones as sequences come and grow, so they are looked up anew after every change.
     """
 
     def __init__(self) -> None:
         self.rows: dict[int, int] = {}
-        self.lengths, self.counts, self.last = (np.zeros(8, np.int64) for _ in range(3))
-        self._starts, self._room = np.zeros(8, np.int64), np.zeros(8, np.int64)  # of the lists in _pages
-        self._pages = np.empty(64, np.int32)
-        self._end = 0  # of what is in use in _pages
+        self.lengths, self.counts, self.last, self.stamps = (np.zeros(8, np.int64) for _ in range(4))
+        self.table: Pages = np.zeros((8, 8), np.int32)
+        self._stamp = 0  # the last one given
         self._unused: list[int] = []
         # The sequences asked for last, and their rows: steps mostly go over the same ones.
         self._batch: tuple[list[int], tuple[int, ...], Ints] | None = None
@@ -34,20 +39,25 @@ class Sequences:
     def add(self, seq: int, pages: Pages, length: int) -> None:
         row = self._unused.pop() if self._unused else len(self.rows)
         if row == len(self.lengths):
-            self.lengths, self.counts, self.last, self._starts, self._room = (
-                np.concatenate([x, np.zeros_like(x)])
-                for x in (self.lengths, self.counts, self.last, self._starts, self._room)
+            self.lengths, self.counts, self.last, self.stamps = (
+                np.concatenate([x, np.zeros_like(x)]) for x in (self.lengths, self.counts, self.last, self.stamps)
             )
-        self._place(row, pages)
+            self._resize(2 * row, self.table.shape[1])
+        self._widen(len(pages))
+        self.table[row, : len(pages)] = pages
         self.rows[seq] = row
         self.lengths[row], self.counts[row] = length, len(pages)
         self.last[row] = pages[-1] if len(pages) else -1
+        self._stamp += 1
+        self.stamps[row] = self._stamp
 
     def remove(self, seq: int) -> Pages:
         """Its pages."""
         pages = self.pages(seq)
         self._batch = None
-        self._unused.append(self.rows.pop(seq))
+        row = self.rows.pop(seq)
+        self.table[row, : len(pages)] = 0
+        self._unused.append(row)
         return pages
 
     def row(self, seq: int, name: str = "seq") -> int:
@@ -61,7 +71,10 @@ class Sequences:
         """The numbers and rows of sequences (a list, tensor or array) that must be alive and named once each."""
         if self._batch is None or self._batch[0] != seqs:
             named = check_seqs(seqs)
-            rows = np.array([self.row(seq, "seqs") for seq in named], np.int64)
+            try:
+                rows = np.fromiter(map(self.rows.__getitem__, named), np.int64, len(named))
+            except KeyError:
+                rows = np.array([self.row(seq, "seqs") for seq in named], np.int64)
             if len(set(named)) != len(named):
                 raise ValueError("seqs must name each sequence once, got one twice; add up its counts")
             if type(seqs) is not list:
@@ -71,51 +84,40 @@ class Sequences:
 
     def pages(self, seq: int, name: str = "seq") -> Pages:
         """The page list of one sequence: a copy, read-only."""
-        pages = self._view(self.row(seq, name)).copy()
+        row = self.row(seq, name)
+        pages = self.table[row, : self.counts[row]].copy()
         pages.flags.writeable = False
         return pages
 
     def grow(self, rows: Ints, growth: Ints, pages: Pages) -> None:
         """Add `growth` pages at the end of each, all of them one after another in `pages`."""
         counts = self.counts[rows]
-        short = counts + growth > self._room[rows]
-        if short.any():
-            for row, more in zip(rows[short].tolist(), growth[short].tolist(), strict=True):
-                self._place(row, self._view(row).copy(), more)
-        at = self._starts[rows] + counts
+        self._widen(int((counts + growth).max()))
         if len(pages) == len(rows):
-            self._pages[at] = pages
+            self.table[rows, counts] = pages
             self.last[rows] = pages
         else:
             ends = np.cumsum(growth)
-            self._pages[np.repeat(at - (ends - growth), growth) + np.arange(len(pages))] = pages
+            at = np.repeat(counts - (ends - growth), growth) + np.arange(len(pages))
+            self.table[np.repeat(rows, growth), at] = pages
             self.last[rows] = pages[ends - 1]
         self.counts[rows] = counts + growth
 
     def replace_last(self, rows: Ints, pages: Ints) -> None:
-        self._pages[self._starts[rows] + self.counts[rows] - 1] = pages
+        self.table[rows, self.counts[rows] - 1] = pages
         self.last[rows] = pages
+        self.stamps[rows] = np.arange(self._stamp + 1, self._stamp + 1 + len(rows))
+        self._stamp += len(rows)
 
-    def _view(self, row: int) -> Pages:
-        start = self._starts[row]
-        return self._pages[start : start + self.counts[row]]
+    def _widen(self, pages: int) -> None:
+        """Make room for lists of so many pages."""
+        if pages > self.table.shape[1]:
+            self._resize(len(self.table), max(pages, 2 * self.table.shape[1]))
 
-    def _place(self, row: int, pages: Pages, more: int = 0) -> None:
-        """Put a list at the end of the array, with room for `more` and as much again."""
-        room = max(8, 2 * (len(pages) + more))
-        if self._end + room > len(self._pages):
-            # Those that live move together into a new array. It is twice as large as they are, so this is rare.
-            living = [r for r in self.rows.values() if r != row]
-            old = [self._view(r).copy() for r in living]
-            self._pages = np.empty(2 * (int(self._room[living].sum()) + room), np.int32)
-            self._end = 0
-            for r, kept in zip(living, old, strict=True):
-                self._pages[self._end : self._end + len(kept)] = kept
-                self._starts[r] = self._end
-                self._end += int(self._room[r])
-        self._pages[self._end : self._end + len(pages)] = pages
-        self._starts[row], self._room[row] = self._end, room
-        self._end += room
+    def _resize(self, rows: int, width: int) -> None:
+        table = np.zeros((rows, width), np.int32)
+        table[: len(self.table), : self.table.shape[1]] = self.table
+        self.table = table
 
 
 def check_seqs(seqs: Any) -> list[int]:

@@ -144,7 +144,7 @@ def check_slots(slots: Any, cache: PagedKVCache, layer: int) -> None:
     pool = cache.pool
     if slots._losses[0] == pool.losses:
         return
-    void = [seq for seq in slots.seqs if seq not in cache._sequences.rows]
+    void = [seq for seq in slots.seqs if seq not in cache.sequences.rows]
     again = layer in slots._layers
     # Forks may live on and wait for what a freed sequence reserved, so slots die with their pages, not with their
     # sequence. To write again is another thing: the tokens must still belong to their sequences, in the same place.

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import count, pairwise
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,9 +18,8 @@ import numpy as np
 from tilewise.plan.cost import PLAN_MARGIN, CostModel
 from tilewise.plan.dense import cut
 from tilewise.plan.show import Card, find_card
-from tilewise.plan.tiles import OPEN, Band, DecodePlan, Ints, PagedTiles, Plan, Value, Window, band_of
-
-_serials = count(2)  # compilers specialise 0 and 1
+from tilewise.plan.standing import StandingPlan
+from tilewise.plan.tiles import OPEN, Band, DecodePlan, Ints, PagedTiles, Plan, Value, Window, _serials, band_of
 
 
 class ChunkNode(NamedTuple):
@@ -73,12 +72,13 @@ class ChunkPlan(Plan):
 class StepPlan(Value):
     """What `attend` runs: chunks of prompts, then next tokens, over one cache, for all layers of a step.
 
-    prefill, decode: the plans of either part, None where there is nothing of it. rows: query rows in all, those of the
-    chunks first. serial: a number that no other step of this process has or had, by which compiled code finds it.
+    prefill, decode: the plans of either part, None where there is nothing of it. decode may be a standing plan, whose
+    idle rows are the step's last ones; the step is then what that is. rows: query rows in all, those of the chunks
+    first. serial: as of DecodePlan.
     """
 
     prefill: ChunkPlan | None
-    decode: DecodePlan | None
+    decode: DecodePlan | StandingPlan | None
     heads_q: int
     window: Window | None
     share_prefix: bool | None
@@ -91,7 +91,8 @@ class StepPlan(Value):
 
     @property
     def rows(self) -> int:
-        return self.prefill_rows + (0 if self.decode is None else self.decode.rows)
+        each = self.decode.tokens_per_seq if isinstance(self.decode, StandingPlan) else 1
+        return self.prefill_rows + (0 if self.decode is None else self.decode.rows * each)
 
     @property
     def flops(self) -> int:
@@ -114,7 +115,8 @@ class StepPlan(Value):
         return "\n".join([head, *(plan.show(known) for plan in self._parts())])
 
     def _parts(self) -> list[Plan]:
-        return [plan for plan in (self.prefill, self.decode) if plan is not None]
+        decode = self.decode.now if isinstance(self.decode, StandingPlan) else self.decode
+        return [plan for plan in (self.prefill, decode) if plan is not None]
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """A copy gets a number of its own."""
