@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from decode_tree_cases import grow, make_cache, tree
@@ -9,6 +11,7 @@ from oracle import poison, randn
 from step_cases import assert_step, judge_step
 
 from tilewise import attend, decode, emulator, plan_decode, plan_step, renew_plan
+from tilewise.api import step
 from tilewise.plan.cost import GPU_COST
 from tilewise.plan.step import ChunkNode, Chunks, TileJudge
 
@@ -52,7 +55,7 @@ def test_chunks_beside_decodes(launched):
 def test_shared_prefixes_are_launches_of_their_own(launched):
     plan, _, _ = assert_step(*small(), heads=2, dtype=BF16, share=True, backend="emulator", sinks=randn(2))
     assert [(node.start, node.stop) for node in plan.prefill.nodes] == [(0, 32)]
-    assert launched == [*FORWARD, *FORWARD, "decode"]
+    assert launched == [*FORWARD, *FORWARD, "merge_rows", "decode"]
 
 
 def test_two_levels(launched):
@@ -62,7 +65,24 @@ def test_two_levels(launched):
     prefill = [(seqs[n], 2 + n % 2) for n in (5, 0, 3, 1, 4)]
     plan, _, _ = assert_step(cache, prefill, [], heads=2, dtype=BF16, share=True, backend="emulator", softcap=3.0)
     assert [(n.end - n.first, n.start, n.stop) for n in plan.prefill.nodes] == [(5, 0, 32), (2, 32, 48), (2, 32, 48)]
-    assert launched == FORWARD * 3
+    assert launched == [*FORWARD, *FORWARD, "merge_rows"]
+
+
+def test_pieces_of_long_prefixes(launched, monkeypatch):
+    """What stands before a chunk, shared or not, is read in pieces, by as many tiles; a short one stays whole."""
+    pieces = partial(step.plan_chunks, split=lambda rows, tokens: 16 if rows < 20 else 0)
+    monkeypatch.setattr(step, "plan_chunks", lambda *given, split, **options: pieces(*given, **options))
+    cache, prefill, seqs = small()
+    for share in (False, True):
+        launched.clear()
+        plan, _, _ = assert_step(
+            cache, prefill, seqs, heads=2, dtype=BF16, share=share, backend="emulator", sinks=randn(2)
+        )
+        found = [(node.end - node.first, node.start, node.stop) for node in plan.prefill.nodes]
+        assert found == ([(2, 0, 32)] if share else [(1, 0, 16), (1, 16, 32)] * 2)
+        assert launched == [*FORWARD, *FORWARD, "merge_rows", "decode"]
+        # The chunk of 20 tokens is left alone, and two that share have 21 rows together.
+        assert plan.prefill.shared_nodes == share
 
 
 @pytest.mark.parametrize("share", [False, True])
@@ -77,7 +97,8 @@ def test_formats(kv_format, dtype, by, share, launched):
     cache, prefill, seqs = small(kv_format=kv_format)
     assert_step(cache, prefill, seqs, heads=2, dtype=dtype, share=share, backend="emulator")
     forward = "forward_mma" if dtype == FP32 else "forward"
-    assert launched == ["widen", *["ragged", forward] * (1 + share), *([by] if by != "forward" else [])]
+    nodes = ["ragged", forward, "merge_rows"] if share else []
+    assert launched == ["widen", "ragged", forward, *nodes, *([by] if by != "forward" else [])]
 
 
 def test_a_head_dim_that_decode_does_not_take(launched):
@@ -140,7 +161,7 @@ def test_sharing_pays_for_many_short_chunks_with_long_prefixes():
 
     assert nodes_of(64, 8, 8192, 16)  # 64 × 8 tiles of 32 used rows become 16 × 8 full ones
     assert not nodes_of(4, 512, 8192, 512)  # full tiles as they are
-    assert not nodes_of(4, 8, 8192, 16)  # fewer tiles than multiprocessors
+    assert not nodes_of(2, 8, 8192, 16)  # fewer tiles than multiprocessors, also in pieces
     assert not nodes_of(64, 8, 64, 2048)  # hardly anything in common
     assert not judge(Chunks([8] * 4, [512] * 4), [])
     # The second level has so little that one launch more does not pay.
@@ -148,3 +169,10 @@ def test_sharing_pays_for_many_short_chunks_with_long_prefixes():
     assert judge(Chunks([8] * 64, [8224] * 64), deep) == deep[:1]
     deep = [deep[0]._replace(stop=16), *(node._replace(start=16) for node in deep[1:])]
     assert judge(Chunks([8] * 64, [8224] * 64), deep) == deep
+
+
+def test_a_short_chunk_after_a_long_prefix_is_cut():
+    judge = TileJudge(GPU_COST, processors=132, heads_kv=8, group=4, head_dim=128)
+    assert judge.split(32, 8192) == 1024  # 8 tiles over 8192 tokens become 64 over 1024
+    assert judge.split(32, 131072) == 131072 * 8 // 132
+    assert judge.split(1, 3000) == judge.split(512, 8192) == judge.split(4096, 1 << 20) == 0  # short; enough tiles

@@ -1,5 +1,5 @@
-"""Chunks of prompts through the forward, on a GPU or in the emulator: a launch over pages, one more per level of
-prefixes that they share, and the states merged."""
+"""Chunks of prompts through the forward, on a GPU or in the emulator: a launch over pages; where there are nodes, which
+chunks share or which are pieces of their prefixes, one more for all of these, and one that merges the states."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import numpy as np
 import torch
 
 from tilewise.api.prefill import attention_varlen
+from tilewise.gpu.merge_rows import merge_rows
 from tilewise.gpu.widen import widen
 from tilewise.kvcache import PagedKVCache
 from tilewise.kvcache.slots import upload
 from tilewise.plan.step import ChunkPlan
 from tilewise.plan.tiles import Ints
-from tilewise.scores import DecodeOptions, Window
-from tilewise.state import merge_states
+from tilewise.scores import DecodeOptions
 
 WIDTH = 64  # pages: tables are as wide as a multiple of it, so that steps of similar lengths are calls of one kind
 
@@ -31,15 +31,22 @@ class Launch(NamedTuple):
     widened: torch.Tensor
 
 
+class Nodes(NamedTuple):
+    """The nodes of a plan, each of them a sequence of a launch. asked: (n,), which of the given rows stands at each of
+    its rows; rows, table: which rows these make states of, and which of the n join each, as merge_rows takes them."""
+
+    launch: Launch
+    asked: torch.Tensor
+    rows: torch.Tensor
+    table: torch.Tensor
+
+
 class Tables(NamedTuple):
-    """A plan's tables on a device. own: of what each chunk reads for itself; levels: of the nodes that they share, from
-    the root down; pages: all of them, each once; order: which of the given rows each of the plan's is, and back."""
+    """A plan's tables on a device. own: of what each chunk reads that is in no node; pages: all of them, each once."""
 
     own: Launch
-    levels: list[Launch]
+    nodes: Nodes | None
     pages: torch.Tensor
-    order: torch.Tensor | None
-    back: torch.Tensor | None
 
 
 def tables_of(plan: ChunkPlan, cache: PagedKVCache) -> Tables:
@@ -59,49 +66,37 @@ _kept: dict[int, dict[int, Tables]] = {}
 
 
 def _make_tables(plan: ChunkPlan, cache: PagedKVCache) -> Tables:
-    size, device, order = cache.page_size, cache.device, plan.order.tolist()
+    size, device = cache.page_size, cache.device
     lists = [cache.page_list(seq) for seq in plan.seqs]
-    pages = np.unique(np.concatenate([np.zeros(0, np.int32), *lists])).astype(np.int32)
-    tokens = np.array(plan.tokens, np.int64)[order]
-    ends = np.cumsum(tokens)
+    pages = np.unique(np.concatenate(lists)).astype(np.int32)
 
     def launch(rows: Sequence[int], keys: Sequence[int], of: Sequence[Ints]) -> Launch:
-        width = -(-max(map(len, of), default=0) // WIDTH) * WIDTH
-        table = np.zeros((len(of), width), np.int32)  # beyond a list's end anything will do that is a page
+        width = -(-max(map(len, of)) // WIDTH) * WIDTH
+        table = np.full((len(of), width), pages[0], np.int32)  # beyond a list's end anything will do that is a page
         for row, its in zip(table, of, strict=True):
             row[: len(its)] = its
         starts = [np.concatenate([[0], np.cumsum(x)]).astype(np.int32) for x in (rows, keys)]
-        places = np.minimum(np.searchsorted(pages, table), len(pages) - 1).astype(np.int32)
+        places = np.searchsorted(pages, table).astype(np.int32)
         return Launch(*(upload(x, device) for x in (starts[0], starts[1], table, places)))
 
-    own = launch(
-        tokens.tolist(),
-        [plan.lengths[n] - plan.own[n] for n in order],
-        [lists[n][plan.own[n] // size :] for n in order],
+    keys = [length - at for length, at in zip(plan.lengths, plan.own, strict=True)]
+    own = launch(plan.tokens, keys, [its[at // size :] for its, at in zip(lists, plan.own, strict=True)])
+    if not plan.nodes:
+        return Tables(own, None, upload(pages, device))
+    rows_of = [plan.row_order(node.first, node.end) for node in plan.nodes]
+    shared = launch(
+        [len(rows) for rows in rows_of],
+        [node.stop - node.start for node in plan.nodes],
+        [lists[plan.order[node.first]][node.start // size : node.stop // size] for node in plan.nodes],
     )
-    levels = []
-    for level in range(max((node.level for node in plan.nodes), default=-1) + 1):
-        rows, keys, of = [], [], []
-        at = 0
-        for node in plan.nodes:
-            if node.level != level:
-                continue
-            first = int(ends[node.first] - tokens[node.first])
-            between = ((first - at, 0, lists[0][:0]),) if first > at else ()  # rows that share nothing at this level
-            shared = lists[order[node.first]][node.start // size : node.stop // size]
-            at = int(ends[node.end - 1])
-            for count, length, pages_of in (*between, (at - first, node.stop - node.start, shared)):
-                rows.append(count)
-                keys.append(length)
-                of.append(pages_of)
-        if at < plan.rows:
-            rows, keys, of = [*rows, plan.rows - at], [*keys, 0], [*of, lists[0][:0]]
-        levels.append(launch(rows, keys, of))
-    forth = back = None
-    if not plan.in_order:
-        by_row = plan.row_order().astype(np.int64)
-        forth, back = upload(by_row, device), upload(np.argsort(by_row), device)
-    return Tables(own, levels, upload(pages, device), forth, back)
+    asked = np.concatenate(rows_of)
+    # The states of a row in the order of the nodes, which is that of their tokens: merged in the same order each time.
+    rows, counts = np.unique(asked, return_counts=True)
+    by_row = np.argsort(asked, kind="stable").astype(np.int32)
+    table = np.full((len(rows), counts.max()), -1, np.int32)
+    table[np.arange(table.shape[1]) < counts[:, None]] = by_row
+    merged = (asked.astype(np.int64), rows.astype(np.int32), table)
+    return Tables(own, Nodes(shared, *(upload(x, device) for x in merged)), upload(pages, device))
 
 
 def attend_chunks(
@@ -127,17 +122,12 @@ def attend_chunks(
         table = launch.widened if wide else launch.page_table
         return attention_varlen(rows, k, v, launch.starts_q, launch.starts_k, page_table=table, backend=backend, **more)
 
-    window: Window | None = plan.window
-    if not tables.levels:
-        got = forward(q, tables.own, causal=True, window=window, out=out, return_lse=return_lse, **options)
-        return [got[1]] if return_lse else []
-    assert tables.order is not None
-    assert tables.back is not None
-    rows = q.index_select(0, tables.order)
-    # A sink is a key without a value: it is in one of the sets of keys, the chunks' own.
-    states = [forward(rows, tables.own, causal=True, window=window, return_lse=True, **options)]
-    open_options = {name: x for name, x in options.items() if name != "sinks"}
-    states += [forward(rows, level, return_lse=True, **open_options) for level in tables.levels]
-    o, lse = merge_states(*(torch.stack(x) for x in zip(*states, strict=True)))
-    torch.index_select(o, 0, tables.back, out=out) if out.is_contiguous() else out.copy_(o.index_select(0, tables.back))
-    return [lse.index_select(1, tables.back)] if return_lse else []
+    nodes = tables.nodes
+    logs = return_lse or nodes is not None
+    got = forward(q, tables.own, causal=True, window=plan.window, out=out, return_lse=logs, **options)
+    if nodes is not None:
+        # A sink is a key without a value: it is in one of the sets of keys, the chunks' own.
+        rest = {name: x for name, x in options.items() if name != "sinks"}
+        states, their_logs = forward(q.index_select(0, nodes.asked), nodes.launch, return_lse=True, **rest)
+        merge_rows(out, got[1], states, their_logs, nodes.rows, nodes.table)
+    return [got[1]] if return_lse else []

@@ -21,7 +21,7 @@ from tilewise.kvcache import PagedKVCache, PrefixCache
 from tilewise.plan import DecodePlan
 from tilewise.plan.cost import CostModel
 from tilewise.plan.standing import StandingPlan
-from tilewise.plan.step import ChunkPlan, CostJudge, Judge, StepPlan, TileJudge, plan_chunks
+from tilewise.plan.step import ChunkPlan, CostJudge, Judge, Split, StepPlan, TileJudge, plan_chunks
 from tilewise.scores import DecodeOptions, Scores, Window
 from tilewise.state import add_sinks
 
@@ -94,15 +94,15 @@ def plan_prefill(
     """The plan of checked chunks alone. share: None where it pays."""
     seqs = [seq for seq, _ in chunks]
     heads = pages.num_kv_heads
-    judge: Judge | None = None
-    if share is None:
-        used = cost or tuned.cost(pages.device, pages.format)
-        if pages.device.type == "cuda":
-            processors = arch.multiprocessors(pages.device)
-            judge = TileJudge(used, processors, heads, num_heads // heads, pages.head_dim)
-        else:  # every format runs at float32's pace, as in plan_decode
-            row_bytes = 2 * 4 * pages.head_dim * (1 if pages.format.dtype is not None else DEQUANTISE)
-            judge = CostJudge(used, num_heads, pages.head_dim, heads * row_bytes)
+    used = cost or tuned.cost(pages.device, pages.format)
+    judge: Judge
+    split: Split | None = None
+    if pages.device.type == "cuda":
+        tiles = TileJudge(used, arch.multiprocessors(pages.device), heads, num_heads // heads, pages.head_dim)
+        judge, split = tiles, tiles.split
+    else:  # every format runs at float32's pace, as in plan_decode
+        row_bytes = 2 * 4 * pages.head_dim * (1 if pages.format.dtype is not None else DEQUANTISE)
+        judge = CostJudge(used, num_heads, pages.head_dim, heads * row_bytes)
     return plan_chunks(
         seqs,
         [tokens for _, tokens in chunks],
@@ -115,8 +115,9 @@ def plan_prefill(
         kv_row_bytes=2 * pages.format.bytes_per_token_head,
         io_bytes=pages.format.dtype.itemsize if pages.format.dtype is not None else 2,
         window=window,
-        judge=judge,
+        judge=judge if share is None else None,
         share=share is not False,
+        split=split,
     )
 
 
@@ -226,7 +227,7 @@ def _on_cpu(asked: Asked) -> Logs:
 
 
 def _chunks_on_cpu(asked: Asked, plan: ChunkPlan) -> torch.Tensor:
-    order = None if plan.in_order else torch.from_numpy(plan.row_order()).long()
+    order = torch.from_numpy(plan.row_order()).long() if plan.shared_nodes else None
     q = asked.q[: plan.rows]
     with full_precision():
         queries = q if order is None else q.index_select(0, order)

@@ -23,9 +23,10 @@ from tilewise.plan.tiles import OPEN, Band, DecodePlan, Ints, PagedTiles, Plan, 
 
 
 class ChunkNode(NamedTuple):
-    """Tokens [start, stop), whole pages, that chunks [first, end) of a plan's order have in common and share.
+    """Tokens [start, stop), whole pages, that the rows of chunks [first, end) of a plan's order all see: what these
+    have in common and share, or a piece of what one chunk reads, for others to read beside it.
 
-    level: how many nodes are above it.
+    level: how many nodes are shared above it.
     """
 
     first: int
@@ -39,8 +40,8 @@ class ChunkNode(NamedTuple):
 class ChunkPlan(Plan):
     """Chunks over a cache's pages: the last `tokens[n]` tokens of `seqs[n]`, which has `lengths[n]`.
 
-    Rows stand in the plan's order: first the chunk order[0] of `seqs`, then order[1], …; without shared nodes that is
-    the order given. own: for each chunk of `seqs`, the token from which it reads for itself.
+    Rows stand in the plan's order: first the chunk order[0] of `seqs`, then order[1], …; where nothing is shared that
+    is the order given. own: for each chunk of `seqs`, the token from which it reads what is in no node.
     """
 
     seqs: tuple[int, ...] = ()
@@ -57,14 +58,13 @@ class ChunkPlan(Plan):
         return self.stored_tokens
 
     @property
-    def in_order(self) -> bool:
-        """Do the plan's rows stand as they are given?"""
-        return not self.nodes
+    def shared_nodes(self) -> int:
+        return sum(node.end - node.first > 1 for node in self.nodes)
 
-    def row_order(self) -> Ints:
-        """(rows,): which of the given rows stands at each of the plan's."""
+    def row_order(self, first: int = 0, end: int | None = None) -> Ints:
+        """(rows,): which of the given rows stands at each of the plan's; or at those of chunks [first, end) alone."""
         firsts = np.concatenate([[0], np.cumsum(self.tokens, dtype=np.int32)])
-        runs = [np.arange(firsts[n], firsts[n + 1], dtype=np.int32) for n in self.order]
+        runs = [np.arange(firsts[n], firsts[n + 1], dtype=np.int32) for n in self.order[first:end]]
         return np.concatenate([np.zeros(0, np.int32), *runs])
 
 
@@ -108,7 +108,7 @@ class StepPlan(Value):
         """Both parts as a few lines of text, with the floors in microseconds for a named card: print it."""
         known = find_card(card)
         chunks = 0 if self.prefill is None else len(self.prefill.seqs)
-        nodes = 0 if self.prefill is None else len(self.prefill.nodes)
+        nodes = 0 if self.prefill is None else self.prefill.shared_nodes
         decodes = 0 if self.decode is None else len(self.decode.seqs)
         shared = f", {nodes} shared prefixes" if nodes else ""
         head = f"step: {chunks} chunks of {self.prefill_rows:,} tokens{shared}; {decodes} decodes"
@@ -129,6 +129,7 @@ class StepPlan(Value):
 
 
 Judge = Callable[["Chunks", Sequence[ChunkNode]], Sequence[ChunkNode]]
+Split = Callable[[int, int], int]  # rows over so many tokens -> the tokens of a piece, 0 to leave them together
 
 
 class Chunks(NamedTuple):
@@ -153,11 +154,13 @@ def plan_chunks(
     window: Window | None = None,
     judge: Judge | None = None,
     share: bool = True,
+    split: Split | None = None,
 ) -> ChunkPlan:
     """The plan of the last `tokens` of each of `seqs`; page_lists, lengths: of each of them.
 
     share: whether nodes are shared at all, as far as every row of the group sees all of them; judge: which of them, all
-    if None. With a window that ends to the left nothing is shared: what a row sees is its own.
+    if None. split: into which pieces the tokens of a node, and those before a chunk, are cut. With a window that ends
+    to the left there is neither: what a row sees is its own.
     """
     left = None if window is None else window[0]
     order = list(range(len(seqs)))
@@ -173,6 +176,15 @@ def plan_chunks(
     for node in nodes:
         for n in order[node.first : node.end]:
             own[n] = max(own[n], node.stop)
+    if split is not None and left is None:
+        nodes = [piece for node in nodes for piece in _pieces(node, order, tokens, page_size, split)]
+        for place, n in enumerate(order):
+            seen = (lengths[n] - tokens[n] + 1) // page_size * page_size
+            before = ChunkNode(place, place + 1, own[n], seen, 0)
+            pieces = _pieces(before, order, tokens, page_size, split)
+            if len(pieces) > 1:
+                own[n] = seen
+                nodes += pieces
     work, exclusive, tokens_read = _lay_out(order, nodes, own, tokens, page_lists, lengths, page_size, left)
     return ChunkPlan(
         kind="prefill",
@@ -217,6 +229,20 @@ def _find_nodes(
         bounds = [first, *(n + 1 for n in range(first, end - 1) if common[n] == depth), end]
         stack += [(a, b, above, level) for a, b in reversed(list(pairwise(bounds)))]
     return order, nodes
+
+
+def _pieces(
+    node: ChunkNode, order: Sequence[int], tokens: Sequence[int], page_size: int, split: Split
+) -> list[ChunkNode]:
+    """The node in pieces of whole pages, equal but for a page."""
+    rows = sum(tokens[n] for n in order[node.first : node.end])
+    length = node.stop - node.start
+    piece = split(rows, length) if length > 0 else 0
+    if piece <= 0 or length <= piece:
+        return [node]
+    count = -(-length // piece)
+    cuts = [node.start + length // page_size * n // count * page_size for n in range(count + 1)]
+    return [node._replace(start=a, stop=b) for a, b in pairwise(cuts) if b > a]
 
 
 def _lay_out(
@@ -308,9 +334,11 @@ class CostJudge:
 
 # Rows of a tile of the forward, query heads of one KV head among them.
 TILE_ROWS = 128
-# In microseconds: one more launch of the forward with its list, merging states by torch's operators, and merging one
-# row of one query head of one state. Estimates: a dozen launches, and about 25 bytes per value of the state at 4 TB/s.
-LAUNCH_US, MERGE_US, ROW_MERGE_US = 6.0, 40.0, 0.0008
+# In microseconds: one more launch of the forward, with its list, and one that merges; and merging one row of one query
+# head of one state. Estimates: launches within a graph, and 256 bytes at 3 TB/s.
+LAUNCH_US, MERGE_US, ROW_MERGE_US = 6.0, 4.0, 0.0001
+# In tokens: the shortest piece that a chunk's prefix is cut into. A tile walks so many in about 15 µs.
+SHORTEST_PIECE = 1024
 
 
 @dataclass(frozen=True)
@@ -336,22 +364,38 @@ class TileJudge:
                 best, least = levels, time
         return [node for node in nodes if node.level < best]
 
+    def split(self, rows: int, tokens: int) -> int:
+        """The pieces of so many tokens before rows of one chunk, 0 to leave them together: as many as give every
+        multiprocessor one, but none so short that merging costs what is saved. It asks for nothing else, so that what
+        comes out of a chunk does not depend on what is beside it."""
+        tiles = self._tiles(rows)
+        piece = max(SHORTEST_PIECE, tokens * tiles // self.processors)
+        return piece if tokens >= 2 * (piece + SHORTEST_PIECE) else 0
+
     def _time_us(self, chunks: Chunks, nodes: Sequence[ChunkNode]) -> float:
         own = [0] * len(chunks.tokens)
-        levels: dict[int, list[tuple[int, int]]] = {}
+        items = []  # of the launch of nodes: rows, keys, and keys of the longest piece
         for node in nodes:
             own[node.first : node.end] = [node.stop] * (node.end - node.first)
-            rows = sum(chunks.tokens[node.first : node.end])
-            levels.setdefault(node.level, []).append((rows, node.stop - node.start))
-        each = [(t, n - at) for t, n, at in zip(chunks.tokens, chunks.lengths, own, strict=True)]
-        time = self._launch_us(each) + sum(LAUNCH_US + self._launch_us(items) for items in levels.values())
-        if levels:
-            rows = sum(chunks.tokens) * self.group * self.heads_kv
-            time += MERGE_US + rows * (1 + len(levels)) * ROW_MERGE_US
+            rows, keys = sum(chunks.tokens[node.first : node.end]), node.stop - node.start
+            items.append((rows, keys, self.split(rows, keys) or keys))
+        rest = []
+        for rows, keys in ((t, n - at) for t, n, at in zip(chunks.tokens, chunks.lengths, own, strict=True)):
+            piece = self.split(rows, keys - rows)
+            if piece:
+                items.append((rows, keys - rows, piece))
+            rest.append((rows, rows, rows) if piece else (rows, keys, keys))
+        time = self._launch_us(rest)
+        if items:
+            states = sum(-(-keys // piece) * rows for rows, keys, piece in items) * self.group * self.heads_kv
+            time += self._launch_us(items) + LAUNCH_US + MERGE_US + 2 * states * ROW_MERGE_US
         return time
 
-    def _launch_us(self, items: Sequence[tuple[int, int]]) -> float:
-        """Of items of so many rows and keys."""
-        tiles = [(-(-rows * self.group // TILE_ROWS) * self.heads_kv, keys) for rows, keys in items]
-        walked = max(max(keys for _, keys in tiles), sum(n * keys for n, keys in tiles) / self.processors)
+    def _launch_us(self, items: Sequence[tuple[int, int, int]]) -> float:
+        """The longest walk of a tile, or what all of them walk together, evenly dealt."""
+        together = sum(self._tiles(rows) * keys for rows, keys, _ in items)
+        walked = max(*(piece for *_, piece in items), together / self.processors)
         return 4 * TILE_ROWS * self.head_dim * walked * self.processors / self.cost.flops_per_us
+
+    def _tiles(self, rows: int) -> int:
+        return -(-rows * self.group // TILE_ROWS) * self.heads_kv
