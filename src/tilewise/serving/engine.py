@@ -66,7 +66,9 @@ class Engine:
     the free memory, on a card four fifths), but no more than max_sequences of the longest sequences need.
     max_sequences: how many are decoded together; others wait. prefill_chunk: tokens computed in one prefill step.
     tokenizer: of transformers, for stop strings and text in results. cuda_graphs: whether a card replays decode steps
-    from a graph; for models whose forward pass cannot be captured, False. backend: as `decode` takes it.
+    from a graph; for models whose forward pass cannot be captured, False. compile: fuse what lies between attention by
+    torch.compile, which takes its time in the first steps of each size; the weights of a layer's q, k and v, and of its
+    gate and up, then lie side by side in memory. backend: as `decode` takes it.
 
         engine = Engine(model)
         number = engine.submit(tokens, max_new_tokens=100)
@@ -90,9 +92,10 @@ class Engine:
         prefill_chunk: int = 4096,
         tokenizer: Any = None,
         cuda_graphs: bool = True,
+        compile: bool = False,
         backend: str = "auto",
     ) -> None:
-        self._model = served_model(model)
+        self._model = served_model(model, compile=checks.flag("compile", compile))
         shape = self.shape = self._model.shape
         self.max_sequences = checks.integer("max_sequences", max_sequences, 1)
         self.prefill_chunk = checks.integer("prefill_chunk", prefill_chunk, 1)
@@ -443,15 +446,15 @@ class Engine:
         return request
 
 
-def served_model(model: Any) -> ServedModel:
-    """The model as the engine runs it; transformers is imported only here."""
+def served_model(model: Any, *, compile: bool = False) -> ServedModel:
+    """The model as the engine runs it, its layers compiled or as they are; transformers is imported only here."""
     try:
         from .hf import ServedModel
     except ImportError as error:
         raise ImportError(
             "generation needs transformers 5.17 or later: pip install 'tilewise[transformers]'"
         ) from error
-    return ServedModel(model)
+    return ServedModel(model, compile=compile)
 
 
 def _begin_alike(job: Job, other: Job, count: int) -> bool:
