@@ -56,8 +56,9 @@ class Engine:
     one keeps the time between tokens short while prompts arrive, a large one computes prompts faster; None: as many as
     run and prefill_chunk more. max_waiting: how many requests may wait before submit() raises EngineFull; None: any
     number. tokenizer: of transformers, for stop strings and text in results. cuda_graphs: whether a card replays decode
-    steps from a graph; for models whose forward pass cannot be captured, False. compile: whether the model's layers are
-    compiled by torch.compile. backend: as `decode` takes it.
+    steps from a graph; for models whose forward pass cannot be captured, False. compile: fuse what lies between
+    attention by torch.compile, which takes its time in the first steps of each size; the weights of a layer's q, k and
+    v, and of its gate and up, then lie side by side in memory. backend: as `decode` takes it.
 
         engine = Engine(model)
         number = engine.submit(tokens, max_new_tokens=100)
@@ -460,7 +461,7 @@ class Engine:
 
 
 def served_model(model: Any, *, compile: bool = False) -> ServedModel:
-    """The model as the engine runs it; transformers is imported only here."""
+    """The model as the engine runs it, its layers compiled or as they are; transformers is imported only here."""
     try:
         from .hf import ServedModel
     except ImportError as error:

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from .. import api
-from ..kvcache import PagedKVCache, PrefixCache, Slots
+from ..kvcache import PagedKVCache, PrefixCache, Rotary, Slots
 from ..kvcache.slots import upload
 from ..plan import DecodePlan
 from ..scores import DecodeOptions, Window
@@ -32,9 +32,13 @@ class Step(Protocol):
         v: torch.Tensor,
         *,
         window: Window | None,
+        rotary: Rotary | None = None,
         **options: Unpack[DecodeOptions],
     ) -> torch.Tensor:
-        """q (T, Hq, D), k and v (T, Hkv, D) of the step's tokens -> (T, Hq, D)."""
+        """q (T, Hq, D), k and v (T, Hkv, D) of the step's tokens -> (T, Hq, D).
+
+        rotary: turn k by its tokens' positions as it is written, and q with it, in place.
+        """
 
 
 def check_layer(cache: PagedKVCache, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
@@ -76,6 +80,7 @@ class PrefillStep:
         v: torch.Tensor,
         *,
         window: Window | None,
+        rotary: Rotary | None = None,
         **options: Unpack[DecodeOptions],
     ) -> torch.Tensor:
         check_layer(self.cache, layer, k, v)
@@ -83,7 +88,7 @@ class PrefillStep:
         cache, row = self.cache, 0
         for slots in self.parts:
             rows = slice(row, row + len(slots))
-            cache.write(layer, slots, k[rows], v[rows])
+            cache.write(layer, slots, k[rows], v[rows], rotary=rotary, q=None if rotary is None else q[rows])
             row = rows.stop
         table = None
         if cache.format.dtype == q.dtype:  # read in place
@@ -138,10 +143,11 @@ class DecodeStep:
         v: torch.Tensor,
         *,
         window: Window | None,
+        rotary: Rotary | None = None,
         **options: Unpack[DecodeOptions],
     ) -> torch.Tensor:
         check_layer(self.cache, layer, k, v)
-        self.cache.write(layer, self.slots, k, v)
+        self.cache.write(layer, self.slots, k, v, rotary=rotary, q=None if rotary is None else q)
         plan = self.plans.get(window)
         if plan is None:
             plan = self.plans[window] = self._plan(window)
@@ -167,11 +173,12 @@ class MixedStep:
         v: torch.Tensor,
         *,
         window: Window | None,
+        rotary: Rotary | None = None,
         **options: Unpack[DecodeOptions],
     ) -> torch.Tensor:
         if self.decode is None:
-            return self.prompts.attend(layer, q, k, v, window=window, **options)
+            return self.prompts.attend(layer, q, k, v, window=window, rotary=rotary, **options)
         cut = sum(self.prompts.counts)
-        first = self.prompts.attend(layer, q[:cut], k[:cut], v[:cut], window=window, **options)
-        last = self.decode.attend(layer, q[cut:], k[cut:], v[cut:], window=window, **options)
+        first = self.prompts.attend(layer, q[:cut], k[:cut], v[:cut], window=window, rotary=rotary, **options)
+        last = self.decode.attend(layer, q[cut:], k[cut:], v[cut:], window=window, rotary=rotary, **options)
         return torch.cat([first, last])
