@@ -11,6 +11,7 @@ from .api import (
     grow_plan,
     plan_attention,
     plan_decode,
+    renew_plan,
     schedule_of,
     shared_prefix_attention,
 )
@@ -21,6 +22,7 @@ from .integrations.sdpa import explain, sdpa
 from .kvcache import OutOfPages, PagedKVCache, PrefixCache, Rotary, Slots
 from .learn import ladder as _ladder  # noqa: F401, registers the kernels of backend="emulator:NAME"
 from .plan import DecodePlan, Plan
+from .plan.standing import StandingPlan
 from .serving import Completion, Engine, EngineFull, EngineStats, Generation, Sampling, Token, generate, stream
 from .state import merge, merge_states
 
@@ -42,6 +44,7 @@ __all__ = [
     "Rotary",
     "Sampling",
     "Slots",
+    "StandingPlan",
     "Token",
     "attention",
     "attention_varlen",
@@ -55,6 +58,7 @@ __all__ = [
     "plan_attention",
     "plan_decode",
     "reference",
+    "renew_plan",
     "replace_sdpa",
     "schedule_of",
     "sdpa",
