@@ -21,7 +21,7 @@ from tilewise.plan.schedule import BlockSchedule
 from tilewise.scores import ScoreOptions, Scores, Window
 
 from .kvcache import PagedKVCache, PrefixCache
-from .plan import DecodePlan, Ints
+from .plan import DecodePlan, Ints, StepPlan
 from .plan.standing import StandingPlan
 
 MAX_HEAD_DIM = checks.MAX_HEAD_DIM
@@ -328,6 +328,13 @@ def check_plan(plan: Any, pages: PagedKVCache) -> None:
         raise TypeError(f"plan must come from tilewise.plan_decode, got {type(plan).__name__}")
     if plan.cache_serial != pages.serial:
         raise ValueError("plan was made for another cache; call plan_decode with this one")
+
+
+def check_step(plan: Any, pages: PagedKVCache) -> None:
+    if not isinstance(plan, StepPlan):
+        raise TypeError(f"plan must come from tilewise.plan_step, got {type(plan).__name__}")
+    if plan.cache_serial != pages.serial:
+        raise ValueError("plan was made for another cache; call plan_step with this one")
 
 
 def places(plan: DecodePlan | StandingPlan) -> int:
