@@ -11,6 +11,7 @@ from .api import (
     grow_plan,
     plan_attention,
     plan_decode,
+    renew_plan,
     schedule_of,
     shared_prefix_attention,
 )
@@ -21,7 +22,8 @@ from .integrations.sdpa import explain, sdpa
 from .kvcache import OutOfPages, PagedKVCache, PrefixCache, Rotary, Slots
 from .learn import ladder as _ladder  # noqa: F401, registers the kernels of backend="emulator:NAME"
 from .plan import DecodePlan, Plan
-from .serving import Completion, Engine, EngineStats, Generation, Sampling, Token, generate, stream
+from .plan.standing import StandingPlan
+from .serving import Completion, Engine, EngineFull, EngineStats, Generation, Sampling, Token, generate, stream
 from .state import merge, merge_states
 
 __version__ = "0.1.0"
@@ -32,6 +34,7 @@ __all__ = [
     "CostModel",
     "DecodePlan",
     "Engine",
+    "EngineFull",
     "EngineStats",
     "Generation",
     "OutOfPages",
@@ -41,6 +44,7 @@ __all__ = [
     "Rotary",
     "Sampling",
     "Slots",
+    "StandingPlan",
     "Token",
     "attention",
     "attention_varlen",
@@ -54,6 +58,7 @@ __all__ = [
     "plan_attention",
     "plan_decode",
     "reference",
+    "renew_plan",
     "replace_sdpa",
     "schedule_of",
     "sdpa",

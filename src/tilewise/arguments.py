@@ -21,6 +21,7 @@ from tilewise.scores import ScoreOptions, Scores, Window
 
 from .kvcache import PagedKVCache, PrefixCache
 from .plan import DecodePlan, Ints
+from .plan.standing import StandingPlan
 
 MAX_HEAD_DIM = checks.MAX_HEAD_DIM
 BACKENDS = ("auto", "cpu", "cuda", "emulator")
@@ -322,17 +323,22 @@ def check_cache(cache: Any) -> PagedKVCache:
 
 
 def check_plan(plan: Any, pages: PagedKVCache) -> None:
-    if not isinstance(plan, DecodePlan):
+    if not isinstance(plan, (DecodePlan, StandingPlan)):
         raise TypeError(f"plan must come from tilewise.plan_decode, got {type(plan).__name__}")
     if plan.cache_serial != pages.serial:
         raise ValueError("plan was made for another cache; call plan_decode with this one")
 
 
-def check_tree_mask(mask: Any, plan: DecodePlan, device: torch.device) -> torch.Tensor | None:
+def places(plan: DecodePlan | StandingPlan) -> int:
+    """How many sequences q and o have room for."""
+    return plan.rows if isinstance(plan, StandingPlan) else len(plan.seqs)
+
+
+def check_tree_mask(mask: Any, plan: DecodePlan | StandingPlan, device: torch.device) -> torch.Tensor | None:
     """As (num_seqs, T, T)."""
     if mask is None:
         return None
-    tokens, count = plan.tokens_per_seq, len(plan.seqs)
+    tokens, count = plan.tokens_per_seq, places(plan)
     given = checks.tensor("tree_mask", mask, dtypes=(torch.bool,), device=device)
     if tuple(given.shape) not in ((tokens, tokens), (count, tokens, tokens)):
         shapes = f"({tokens}, {tokens}) or ({count}, {tokens}, {tokens})"

@@ -10,6 +10,7 @@ from tilewise.api.decoding import decode, grow_plan, plan_decode
 from tilewise.api.options import Level, Result, State
 from tilewise.api.prefill import attention, attention_varlen, plan_attention, shared_prefix_attention
 from tilewise.api.schedules import schedule_of
+from tilewise.api.standing import renew_plan
 
 __all__ = [
     "Level",
@@ -21,6 +22,7 @@ __all__ = [
     "grow_plan",
     "plan_attention",
     "plan_decode",
+    "renew_plan",
     "schedule_of",
     "shared_prefix_attention",
 ]

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 import numpy as np
 import torch
 
 from tilewise import arguments, checks, cpu, traced, tuned
+from tilewise.api import standing
 from tilewise.api.options import PagedOptions, Result, State
 from tilewise.api.prefill import full_precision, result
 from tilewise.cpu.scoring import Scoring
@@ -16,6 +18,8 @@ from tilewise.gpu import decode as kernel
 from tilewise.kvcache import PagedKVCache, PrefixCache
 from tilewise.plan import BlockSchedule, DecodePlan
 from tilewise.plan.cost import CostModel
+from tilewise.plan.flat import Judge
+from tilewise.plan.standing import StandingPlan
 from tilewise.plan.tree import plan_tree
 from tilewise.scores import DecodeOptions, Scores, Window
 
@@ -25,6 +29,7 @@ if TYPE_CHECKING:
 DEQUANTISE = 4  # reading a quantised token on the CPU, in readings of a float32 one
 
 
+@overload
 def plan_decode(
     cache: PagedKVCache | PrefixCache,
     seqs: Sequence[int],
@@ -36,7 +41,36 @@ def plan_decode(
     cost: CostModel | None = None,
     room: int = 0,
     pages_per_seq: int | None = None,
-) -> DecodePlan:
+    rows: None = None,
+    max_length: None = None,
+) -> DecodePlan: ...
+@overload
+def plan_decode(
+    cache: PagedKVCache | PrefixCache,
+    seqs: Sequence[int],
+    *,
+    num_heads: int,
+    tokens_per_seq: int = 1,
+    share_prefix: Literal["auto"] | bool = "auto",
+    window: Window | None = None,
+    cost: CostModel | None = None,
+    rows: int,
+    max_length: int,
+) -> StandingPlan: ...
+def plan_decode(
+    cache: PagedKVCache | PrefixCache,
+    seqs: Sequence[int],
+    *,
+    num_heads: int,
+    tokens_per_seq: int = 1,
+    share_prefix: Literal["auto"] | bool = "auto",
+    window: Window | None = None,
+    cost: CostModel | None = None,
+    room: int = 0,
+    pages_per_seq: int | None = None,
+    rows: int | None = None,
+    max_length: int | None = None,
+) -> DecodePlan | StandingPlan:
     """Plan one decode step of `seqs` for all layers.
 
     num_heads: query heads. tokens_per_seq: query tokens a sequence has, which are its last cached ones; each sees the
@@ -46,6 +80,17 @@ def plan_decode(
     of its sequences changes. room: on a GPU, tokens that each sequence may grow by under `grow_plan`.
     pages_per_seq: for `decode` with a schedule, the most pages that a sequence reads under a KV head; no prefix is
     shared then, because sequences select differently.
+
+    rows, max_length: make a StandingPlan instead, for up to `rows` sequences (1 to 1024) of up to `max_length` tokens,
+    which `renew_plan` brings up to date after sequences came, went or grew. q then has `rows` rows; those past
+    len(seqs) are idle: they are not read, their o is 0 and their LSE −inf (a sink's, where there are sinks).
+
+        plan = plan_decode(cache, seqs, num_heads=32, rows=256, max_length=8192)
+        decode(q, cache, 0, plan, out=out)            # once, before the capture: it compiles
+        with torch.cuda.graph(graph):
+            decode(q, cache, 0, plan, out=out)
+        ...                                           # each step: free, fork, extend, then
+        renew_plan(plan, cache, seqs); graph.replay()
     """
     pages = arguments.check_cache(cache)
     checks.integer("num_heads", num_heads, 1)
@@ -66,6 +111,24 @@ def plan_decode(
     row_bytes = 2 * pages.format.bytes_per_token_head
     if not on_card:  # there every format runs at float32's pace, and a quantised one is turned into it first
         row_bytes = 2 * 4 * pages.head_dim * (1 if pages.format.dtype is not None else DEQUANTISE)
+    if rows is not None or max_length is not None:
+        if room or most:
+            given = f"room {room}" if room else f"pages_per_seq {most}"
+            raise ValueError(f"rows goes without room and pages_per_seq, got {given}: renew_plan takes any growth")
+        return standing.make(
+            pages,
+            members,
+            partial(plan_decode, num_heads=num_heads, tokens_per_seq=tokens_per_seq, share_prefix=share_prefix,
+                    window=window, cost=cost),
+            rows=rows,
+            max_length=max_length,
+            judge=Judge(cost or tuned.cost(pages.device, pages.format), tokens_per_seq * num_heads, pages.num_kv_heads,
+                        pages.head_dim, pages.num_kv_heads * row_bytes),
+            heads_q=num_heads,
+            tokens_per_seq=tokens_per_seq,
+            window=window,
+            share=None if share_prefix == "auto" else share_prefix,
+        )  # fmt: skip
     plan = plan_tree(
         members,
         [pages.page_list(s) for s in members],
@@ -129,7 +192,7 @@ def decode(
     q: torch.Tensor,
     cache: PagedKVCache | PrefixCache,
     layer: int,
-    plan: DecodePlan,
+    plan: DecodePlan | StandingPlan,
     *,
     return_lse: Literal[False] = False,
     **options: Unpack[PagedOptions],
@@ -139,7 +202,7 @@ def decode(
     q: torch.Tensor,
     cache: PagedKVCache | PrefixCache,
     layer: int,
-    plan: DecodePlan,
+    plan: DecodePlan | StandingPlan,
     *,
     return_lse: Literal[True],
     **options: Unpack[PagedOptions],
@@ -149,7 +212,7 @@ def decode(
     q: torch.Tensor,
     cache: PagedKVCache | PrefixCache,
     layer: int,
-    plan: DecodePlan,
+    plan: DecodePlan | StandingPlan,
     *,
     return_lse: bool,
     **options: Unpack[PagedOptions],
@@ -158,7 +221,7 @@ def decode(
     q: torch.Tensor,
     cache: PagedKVCache | PrefixCache,
     layer: int,
-    plan: DecodePlan,
+    plan: DecodePlan | StandingPlan,
     *,
     scale: float | None = None,
     softcap: float = 0.0,
@@ -192,7 +255,7 @@ def decode(
     pages = arguments.check_cache(cache)
     arguments.check_plan(plan, pages)
     checks.integer("layer", layer, 0, pages.num_layers - 1)
-    count, tokens = len(plan.seqs), plan.tokens_per_seq
+    count, tokens = arguments.places(plan), plan.tokens_per_seq
     shape = (count, tokens, plan.heads_q, pages.head_dim)
     checks.not_float64("q", q)
     checks.tensor("q", q, shape=shape, dtypes=checks.FLOATS, unit_last_stride=True)
@@ -212,6 +275,9 @@ def decode(
     tree = arguments.check_tree_mask(tree_mask, plan, q.device)
     selected = _check_schedule(schedule, plan, pages, tree)
     where = arguments.check_backend(backend, q, (sinks,))
+    if isinstance(plan, StandingPlan):
+        o, lse = _decode_now(q, pages, layer, plan, tree, options, backend)
+        return result(o, lse, None, out, return_lse)
     if where != "cpu":
         return _run_kernel(q, pages, layer, plan, scores, tree, selected, return_lse, out)
     with full_precision():
@@ -226,6 +292,29 @@ def decode(
             o = torch.empty_like(o).index_copy_(0, order, o)
             lse = torch.empty_like(lse).index_copy_(0, order, lse).transpose(1, 2)
     return result(o, lse, sinks, out, return_lse)
+
+
+def _decode_now(
+    q: torch.Tensor,
+    pages: PagedKVCache,
+    layer: int,
+    plan: StandingPlan,
+    tree: torch.Tensor | None,
+    options: DecodeOptions,
+    backend: str,
+) -> State:
+    """decode() of a standing plan on a CPU: the rows of its sequences by the plan as it is now, and the idle ones."""
+    count, sinks = len(plan.seqs), options.get("sinks")
+    o = torch.zeros_like(q)
+    lse = q.new_full((len(q), q.shape[2], q.shape[1]), -torch.inf, dtype=torch.float32)
+    if sinks is not None:
+        lse[:] = sinks[:, None]
+    if count:
+        mask = None if tree is None else tree[:count]
+        o[:count], lse[:count] = decode(
+            q[:count], pages, layer, plan.now, tree_mask=mask, return_lse=True, backend=backend, **options
+        )
+    return o, lse
 
 
 def _run_kernel(
@@ -273,7 +362,7 @@ def _check_pages_per_seq(pages: int | None, share_prefix: Literal["auto"] | bool
 
 
 def _check_schedule(
-    schedule: Any, plan: DecodePlan, pages: PagedKVCache, tree: torch.Tensor | None
+    schedule: Any, plan: DecodePlan | StandingPlan, pages: PagedKVCache, tree: torch.Tensor | None
 ) -> torch.Tensor | None:
     """The selection's bits: int32 (num_seqs or 1, Hkv or 1, words)."""
     if schedule is None:

@@ -204,7 +204,7 @@ class PrefixCache:
         anchor.live.remove(live)
         live.released = True
         del self._live[live.seq]
-        self.cache.drop(live.seq)
+        self.cache.drop([live.seq])
 
     def clear(self) -> None:
         """Forget all cached tokens that no living sequence stands on. Living sequences stay as they are."""

@@ -17,38 +17,56 @@ MANY = 2**40  # a count of tokens that no cache has room for
 class Sequences:
     """Rows of living sequences by their number; a row is used again when its sequence has ended.
 
-    lengths: tokens, reserved ones included. counts: pages. last: the last page, -1 if there is none. The page lists lie
-    in one array, each with room to spare, so that all that get a page in a step get it in one assignment.
+    lengths (rows,) int64: tokens, reserved ones included. counts (rows,) int64: pages. last (rows,) int64: the last
+    page, -1 if there is none. table (rows, width) int32: the page lists, one per row, with zeros after them.
+
+    stamps (rows,) int64 tell a copy of the table what became of a row: its stamp changes, to a number that no row had
+    before, whenever the row is given to another sequence or a page that it lists is replaced by another. While a stamp
+    stands still, the first `counts` pages of then are those of now: pages only came at the end.
+
+    The arrays give way to larger ones as sequences come and grow, so they are looked up anew after every change.
     """
 
     def __init__(self) -> None:
         self.rows: dict[int, int] = {}
-        self.lengths, self.counts, self.last = (np.zeros(8, np.int64) for _ in range(3))
-        self._starts, self._room = np.zeros(8, np.int64), np.zeros(8, np.int64)  # of the lists in _pages
-        self._pages = np.empty(64, np.int32)
-        self._end = 0  # of what is in use in _pages
+        self.lengths, self.counts, self.last, self.stamps = (np.zeros(8, np.int64) for _ in range(4))
+        self.table: Pages = np.zeros((8, 8), np.int32)
+        self._stamp = 0  # the last one given
         self._unused: list[int] = []
         # The sequences asked for last, and their rows: steps mostly go over the same ones.
         self._batch: tuple[list[int], tuple[int, ...], Ints] | None = None
 
     def add(self, seq: int, pages: Pages, length: int) -> None:
-        row = self._unused.pop() if self._unused else len(self.rows)
-        if row == len(self.lengths):
-            self.lengths, self.counts, self.last, self._starts, self._room = (
-                np.concatenate([x, np.zeros_like(x)])
-                for x in (self.lengths, self.counts, self.last, self._starts, self._room)
-            )
-        self._place(row, pages)
-        self.rows[seq] = row
-        self.lengths[row], self.counts[row] = length, len(pages)
-        self.last[row] = pages[-1] if len(pages) else -1
+        """A sequence with this page list."""
+        rows = self._new_rows([seq])
+        self._widen(len(pages))
+        self.table[rows, : len(pages)] = pages
+        self.lengths[rows], self.counts[rows] = length, len(pages)
+        self.last[rows] = pages[-1] if len(pages) else -1
 
-    def remove(self, seq: int) -> Pages:
-        """Its pages."""
-        pages = self.pages(seq)
+    def add_empty(self, seqs: list[int]) -> None:
+        rows = self._new_rows(seqs)
+        self.lengths[rows] = self.counts[rows] = 0
+        self.last[rows] = -1
+
+    def copy(self, seqs: list[int], sources: Ints) -> None:
+        """New sequences with the page lists and lengths of the rows `sources`, one each."""
+        rows = self._new_rows(seqs)
+        counts = self.counts[sources]
+        width = int(counts.max(initial=0))
+        one = len(sources) and (sources == sources[0]).all()
+        self.table[rows, :width] = self.table[sources[0] if one else sources, :width]
+        self.lengths[rows], self.counts[rows], self.last[rows] = self.lengths[sources], counts, self.last[sources]
+
+    def end(self, seqs: Sequence[int]) -> Ints:
+        """The rows of sequences that live no longer. Their page lists stay until clear() is told of the rows."""
         self._batch = None
-        self._unused.append(self.rows.pop(seq))
-        return pages
+        return np.fromiter(map(self.rows.pop, seqs), np.int64, len(seqs))
+
+    def clear(self, rows: Ints) -> None:
+        """Empty rows of sequences that have ended: others may have them."""
+        self.table[rows, : int(self.counts[rows].max(initial=0))] = 0
+        self._unused += rows.tolist()
 
     def row(self, seq: int, name: str = "seq") -> int:
         """Raises ValueError unless the sequence is alive."""
@@ -57,11 +75,26 @@ class Sequences:
             raise ValueError(f"{name} must be alive, but sequence {seq} was freed or never allocated")
         return row
 
+    def named(self, seqs: Any, name: str = "seqs") -> tuple[list[int], Ints]:
+        """The numbers and rows of sequences (a list, tensor or array) that must be alive."""
+        numbers = check_seqs(seqs, name)
+        try:
+            rows = np.fromiter(map(self.rows.__getitem__, numbers), np.int64, len(numbers))
+        except KeyError:
+            rows = np.array([self.row(seq, name) for seq in numbers], np.int64)
+        return numbers, rows
+
+    def some(self, seq: Any) -> tuple[list[int], Ints]:
+        """named() of one number or of a list of them."""
+        if several(seq):
+            return self.named(seq, "seq")
+        row = self.row(seq)
+        return [int(seq)], np.array([row])
+
     def batch(self, seqs: Any) -> tuple[tuple[int, ...], Ints]:
-        """The numbers and rows of sequences (a list, tensor or array) that must be alive and named once each."""
+        """named() of sequences that are named once each."""
         if self._batch is None or self._batch[0] != seqs:
-            named = check_seqs(seqs)
-            rows = np.array([self.row(seq, "seqs") for seq in named], np.int64)
+            named, rows = self.named(seqs)
             if len(set(named)) != len(named):
                 raise ValueError("seqs must name each sequence once, got one twice; add up its counts")
             if type(seqs) is not list:
@@ -71,62 +104,99 @@ class Sequences:
 
     def pages(self, seq: int, name: str = "seq") -> Pages:
         """The page list of one sequence: a copy, read-only."""
-        pages = self._view(self.row(seq, name)).copy()
+        row = self.row(seq, name)
+        pages = self.table[row, : self.counts[row]].copy()
         pages.flags.writeable = False
         return pages
+
+    def lists(self, rows: Ints) -> tuple[Pages, Ints]:
+        """The pages that all of these rows begin with, and what comes after those, one row after another."""
+        counts = self.counts[rows]
+        least, width = (int(counts.min()), int(counts.max())) if len(rows) else (0, 0)
+        if len(rows) < 2:
+            return self.table[rows[:1], :width].reshape(-1), np.empty(0, np.int64)
+        block = self.table[rows, :width]
+        same = (block[1:, :least] == block[0, :least]).all(0)
+        lead = least if same.all() else int(same.argmin())
+        rest = block[:, lead:][np.arange(lead, width) < counts[:, None]]
+        return block[0, :lead], rest.astype(np.int64)
+
+    def padded(self, rows: Ints, fill: int) -> Pages:
+        """(len(rows), most pages of any) int32: their page lists, filled up."""
+        counts = self.counts[rows]
+        width = int(counts.max(initial=0))
+        return np.where(np.arange(width) < counts[:, None], self.table[rows, :width], np.int32(fill))
 
     def grow(self, rows: Ints, growth: Ints, pages: Pages) -> None:
         """Add `growth` pages at the end of each, all of them one after another in `pages`."""
         counts = self.counts[rows]
-        short = counts + growth > self._room[rows]
-        if short.any():
-            for row, more in zip(rows[short].tolist(), growth[short].tolist(), strict=True):
-                self._place(row, self._view(row).copy(), more)
-        at = self._starts[rows] + counts
+        self._widen(int((counts + growth).max()))
         if len(pages) == len(rows):
-            self._pages[at] = pages
+            self.table[rows, counts] = pages
             self.last[rows] = pages
         else:
             ends = np.cumsum(growth)
-            self._pages[np.repeat(at - (ends - growth), growth) + np.arange(len(pages))] = pages
+            at = np.repeat(counts - (ends - growth), growth) + np.arange(len(pages))
+            self.table[np.repeat(rows, growth), at] = pages
             self.last[rows] = pages[ends - 1]
         self.counts[rows] = counts + growth
 
     def replace_last(self, rows: Ints, pages: Ints) -> None:
-        self._pages[self._starts[rows] + self.counts[rows] - 1] = pages
+        self.table[rows, self.counts[rows] - 1] = pages
         self.last[rows] = pages
+        self._restamp(rows)
 
-    def _view(self, row: int) -> Pages:
-        start = self._starts[row]
-        return self._pages[start : start + self.counts[row]]
+    def _new_rows(self, seqs: list[int]) -> Ints:
+        """A row for each of them."""
+        count, unused = len(seqs), self._unused
+        fresh = max(0, count - len(unused))
+        first = len(self.rows)  # with none unused, the first that never was in use
+        if fresh and first + count > len(self.lengths):
+            more = max(first + count, 2 * len(self.lengths))
+            self.lengths, self.counts, self.last, self.stamps = (
+                np.concatenate([x, np.zeros(more - len(x), np.int64)])
+                for x in (self.lengths, self.counts, self.last, self.stamps)
+            )
+            self._resize(more, self.table.shape[1])
+        first += len(unused)
+        rows = unused[len(unused) - count + fresh :] + list(range(first, first + fresh))
+        del unused[len(unused) - count + fresh :]
+        self.rows.update(zip(seqs, rows, strict=True))
+        found = np.array(rows, np.int64)
+        self._restamp(found)
+        return found
 
-    def _place(self, row: int, pages: Pages, more: int = 0) -> None:
-        """Put a list at the end of the array, with room for `more` and as much again."""
-        room = max(8, 2 * (len(pages) + more))
-        if self._end + room > len(self._pages):
-            # Those that live move together into a new array. It is twice as large as they are, so this is rare.
-            living = [r for r in self.rows.values() if r != row]
-            old = [self._view(r).copy() for r in living]
-            self._pages = np.empty(2 * (int(self._room[living].sum()) + room), np.int32)
-            self._end = 0
-            for r, kept in zip(living, old, strict=True):
-                self._pages[self._end : self._end + len(kept)] = kept
-                self._starts[r] = self._end
-                self._end += int(self._room[r])
-        self._pages[self._end : self._end + len(pages)] = pages
-        self._starts[row], self._room[row] = self._end, room
-        self._end += room
+    def _restamp(self, rows: Ints) -> None:
+        self.stamps[rows] = np.arange(self._stamp + 1, self._stamp + 1 + len(rows))
+        self._stamp += len(rows)
+
+    def _widen(self, pages: int) -> None:
+        """Make room for lists of so many pages."""
+        if pages > self.table.shape[1]:
+            self._resize(len(self.table), max(pages, 2 * self.table.shape[1]))
+
+    def _resize(self, rows: int, width: int) -> None:
+        table = np.zeros((rows, width), np.int32)
+        table[: len(self.table), : self.table.shape[1]] = self.table
+        self.table = table
 
 
-def check_seqs(seqs: Any) -> list[int]:
+def several(seq: Any) -> bool:
+    """Whether it is a list of sequence numbers, not one number."""
+    if isinstance(seq, (np.ndarray, torch.Tensor)):
+        return seq.ndim > 0
+    return isinstance(seq, Sequence) and not isinstance(seq, str)
+
+
+def check_seqs(seqs: Any, name: str = "seqs") -> list[int]:
     """`seqs`, a list, tensor or array of sequence numbers, as a list of ints."""
     if isinstance(seqs, (torch.Tensor, np.ndarray)):
         seqs = seqs.tolist()
     if isinstance(seqs, str) or not isinstance(seqs, Sequence):
-        raise TypeError(f"seqs must be a list of sequence numbers, got {type(seqs).__name__}")
+        raise TypeError(f"{name} must be a list of sequence numbers, got {type(seqs).__name__}")
     if _all_ints(seqs):
         return seqs if type(seqs) is list else list(seqs)
-    return [checks.integer("seqs", seq) for seq in seqs]
+    return [checks.integer(name, seq) for seq in seqs]
 
 
 def check_counts(counts: Any, expected: int) -> tuple[tuple[int, ...], Ints]:

@@ -14,10 +14,15 @@ from .. import checks
 from .sampling import Sampling
 
 Tokens = npt.NDArray[np.int64]
-FinishReason = Literal["eos", "stop", "length", "cancelled"]
+FinishReason = Literal["eos", "stop", "length", "cancelled", "timeout", "error"]
+Rank = tuple[int, int, int]  # the smaller, the earlier one's turn
 Decode = Callable[[list[int]], str]  # token ids as text
 # Of a stop string: tokens beyond its bytes that are looked at, for tokens that are no text of their own.
 EXTRA_TOKENS = 8
+
+
+class EngineFull(RuntimeError):
+    """As many requests wait as the engine lets wait (`max_waiting`); this one was not taken. Try again later."""
 
 
 class Token(NamedTuple):
@@ -59,18 +64,23 @@ class Generation:
 
 @dataclass(eq=False)
 class Sample:
-    """A sample under way. seq: its sequence in the cache while it is decoded."""
+    """A sample under way. row: its place among the running ones (rows.py), -1 while it does not run."""
 
     request: Request
     number: int
     tokens: list[int] = field(default_factory=list)
-    seq: int | None = None
+    row: int = -1
     finish_reason: FinishReason | None = None
 
     @property
     def age(self) -> tuple[int, int]:
         """The smaller, the earlier it came."""
         return self.request.number, self.number
+
+    @property
+    def rank(self) -> Rank:
+        """Its turn: higher priorities first, among equals whoever came first."""
+        return -self.request.priority, *self.age
 
     @property
     def draw(self) -> tuple[int, int, int, int]:
@@ -110,7 +120,7 @@ class Ends:
 
 @dataclass(eq=False)
 class Request:
-    """A prompt and how to go on from it."""
+    """A prompt and how to go on from it. deadline: of time.monotonic(), None for none."""
 
     number: int
     prompt: Tokens
@@ -118,6 +128,13 @@ class Request:
     sampling: Sampling
     samples: list[Sample] = field(default_factory=list)
     reused: int | None = None
+    priority: int = 0
+    deadline: float | None = None
+
+    @property
+    def left(self) -> int:
+        """How many of its samples are not done."""
+        return sum(sample.finish_reason is None for sample in self.samples)
 
     def result(self) -> Generation:
         completions = []
@@ -148,6 +165,18 @@ class Job:
     @property
     def age(self) -> tuple[int, int]:
         return self.samples[0].age
+
+    @property
+    def rank(self) -> Rank:
+        return self.samples[0].rank
+
+    @property
+    def request(self) -> Request:
+        return self.samples[0].request
+
+    @property
+    def priority(self) -> int:
+        return self.samples[0].request.priority
 
     @property
     def left(self) -> int:

@@ -114,41 +114,26 @@ class PrefillStep:
 
 
 class DecodeStep:
-    """The next token of each of `seqs`. Layers with the same window share a plan, made when the first one asks for it.
+    """The next token of each of `seqs`. Layers with the same window share a plan."""
 
-    room: tokens that plans are made with room for. grows: whether plans are grown within it rather than made anew each
-    step. On a card they are, for a graph to be replayed over them; a CPU makes a plan fast, and one made anew shares
-    what has become worth sharing.
-    """
-
-    def __init__(
-        self, prefix: PrefixCache, seqs: list[int], *, num_heads: int, room: int, backend: str = "auto"
-    ) -> None:
-        self.prefix, self.cache, self.seqs = prefix, prefix.cache, seqs
-        self.num_heads, self.room, self.backend = num_heads, room, backend
-        self.grows = self.cache.device.type == "cuda"
+    def __init__(self, prefix: PrefixCache, *, num_heads: int, backend: str = "auto") -> None:
+        self.prefix, self.cache = prefix, prefix.cache
+        self.num_heads, self.backend = num_heads, backend
+        self.seqs: list[int] = []
         self.plans: dict[Window | None, DecodePlan] = {}
         self._slots: Slots | None = None
-        self._grown = 0
 
     @property
     def slots(self) -> Slots:
-        """The current step's places; on a card they lie in the same memory in every step."""
+        """The current step's places."""
         assert self._slots is not None, "renew() comes first"
         return self._slots
 
-    def renew(self, tokens: Sequence[int]) -> bool:
-        """Begin the step that feeds `tokens`, one per sequence; True if the plans are those of before, only grown.
-
-        Raises OutOfPages with nothing changed.
-        """
-        self._slots = self.prefix.extend(self.seqs, tokens, into=self._slots)
-        if self.grows and self.plans and self._grown < self.room:
-            self.plans = {window: api.grow_plan(plan, self.prefix) for window, plan in self.plans.items()}
-            self._grown += 1
-            return True
-        self.plans, self._grown = {}, 0
-        return False
+    def renew(self, seqs: list[int], tokens: Sequence[int]) -> None:
+        """Begin the step that feeds `tokens`, one per sequence. Raises OutOfPages with nothing changed."""
+        self._slots = self.prefix.extend(seqs, tokens)
+        self.seqs = seqs
+        self.plans = {window: self._plan(window) for window in self.plans}
 
     def attend(
         self,
@@ -165,9 +150,35 @@ class DecodeStep:
         self.cache.write(layer, self.slots, k, v, rotary=rotary, q=None if rotary is None else q)
         plan = self.plans.get(window)
         if plan is None:
-            plan = self.plans[window] = api.plan_decode(
-                self.prefix, self.seqs, num_heads=self.num_heads, window=window, room=self.room
-            )
+            plan = self.plans[window] = self._plan(window)
         o = api.decode(q[:, None], self.cache, layer, plan, backend=self.backend, **options)
         assert isinstance(o, torch.Tensor)
         return o[:, 0]
+
+    def _plan(self, window: Window | None) -> DecodePlan:
+        return api.plan_decode(self.prefix, self.seqs, num_heads=self.num_heads, window=window)
+
+
+class MixedStep:
+    """New tokens of prompts, then one row of each sequence that is decoded, packed."""
+
+    def __init__(self, prompts: PrefillStep, decode: DecodeStep | None) -> None:
+        self.prompts, self.decode = prompts, decode
+
+    def attend(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        *,
+        window: Window | None,
+        rotary: Rotary | None = None,
+        **options: Unpack[DecodeOptions],
+    ) -> torch.Tensor:
+        if self.decode is None:
+            return self.prompts.attend(layer, q, k, v, window=window, rotary=rotary, **options)
+        cut = sum(self.prompts.counts)
+        first = self.prompts.attend(layer, q[:cut], k[:cut], v[:cut], window=window, rotary=rotary, **options)
+        last = self.decode.attend(layer, q[cut:], k[cut:], v[cut:], window=window, rotary=rotary, **options)
+        return torch.cat([first, last])
