@@ -50,7 +50,7 @@ def test_inductor_gives_the_same_tokens():
 def test_segments(family, options, graphs):
     """q, k, v are one product, gate and up another; one compilation serves all layers and any number of tokens."""
     model = tiny_model(family, num_hidden_layers=4, **options)
-    assert_same_tokens(model, prefill_chunk=50)
+    assert_same_tokens(model)
     assert [products(graph) for graph in graphs] == [1, 4, 4]
     assert_same_tokens(model, [PROMPTS[1][:30], PROMPTS[0][:20]])  # by another engine
     assert len(graphs) == 3
