@@ -121,13 +121,16 @@ class Segments:
         for layer in range(1, len(self._layers)):
             x, *projected = between(given(o), given(x), self._after[layer - 1], self._before[layer])
             o = self._attend(layer, projected, step)
-        if keep is not None and not len(keep):
-            return x.new_empty(0, len(self._head[0]))
+        kept = len(tokens) if keep is None else len(keep)
         if keep is not None:  # one row twice: alone it would be compiled apart
-            rows_kept = keep.expand(2) if len(keep) == 1 else keep
+            rows_kept = keep.expand(2) if kept == 1 else keep
             o, x = o[rows_kept], x[rows_kept]
-        logits: torch.Tensor = last(given(o), given(x), self._after[-1], self._norm, self._head)
-        return logits if keep is None else logits[: len(keep)]
+        logits: torch.Tensor
+        if kept:
+            logits = last(given(o), given(x), self._after[-1], self._norm, self._head)
+        else:
+            logits = x.new_empty(0, len(self._head[0]))
+        return logits[:kept]
 
     def _attend(self, layer: int, projected: Sequence[torch.Tensor], step: Step) -> torch.Tensor:
         q, k, v = as_autocast(projected)
