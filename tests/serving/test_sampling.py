@@ -70,6 +70,16 @@ def test_rows_have_a_sampling_each():
     assert drawn(rows, logits, torch.full((len(rows),), TOP, dtype=torch.float64)).tolist() == [1, 2, 1, 1, 2]
 
 
+def test_a_row_draws_what_it_draws_alone():
+    """Whatever the others of its batch ask for, to the token."""
+    logits = torch.randn(1, 50, generator=torch.Generator().manual_seed(1))
+    rows = [Sampling(), Sampling(1.0), Sampling(0.7, top_k=9), Sampling(1.3, top_p=0.8), Sampling(0.2)]
+    for number in (0.0, 0.1, 0.35, 0.6, 0.9, TOP):
+        uniform = torch.full((len(rows),), number, dtype=torch.float64)
+        together = drawn(rows, logits.repeat(len(rows), 1), uniform).tolist()
+        assert together == [int(drawn([row], logits, uniform[:1])) for row in rows]
+
+
 def test_what_a_sampling_asks_for():
     """A greedy one filters nothing, whatever else it says; one that draws is not for nothing sorted."""
     kinds = [Sampling(), Sampling(0.0, 5, 0.5), Sampling(1.0), Sampling(1.0, top_k=1), Sampling(1.0, top_p=0.5)]

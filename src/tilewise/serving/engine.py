@@ -11,6 +11,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -20,18 +21,8 @@ import torch
 from .. import checks
 from ..kvcache import OutOfPages, PagedKVCache, PrefixCache, Slots
 from ..kvcache.slots import upload
-from .batch import DecodeBatch
-from .requests import (
-    EngineFull,
-    Generation,
-    Job,
-    Request,
-    Sample,
-    Token,
-    Tokens,
-    check_ends,
-    check_tokens,
-)
+from .batch import Batches
+from .requests import GREEDY, EngineFull, Generation, Job, Request, Sample, Token, Tokens, make_request
 from .sampling import Kind, Sampling, choose, parameters, uniforms
 from .schedule import Schedule
 from .sizing import affordable_pages, check_served, format_of
@@ -41,8 +32,6 @@ from .streams import Streams
 
 if TYPE_CHECKING:
     from .hf import ServedModel
-
-GREEDY = Sampling()
 
 
 class Engine:
@@ -118,7 +107,7 @@ class Engine:
         self.prefix = PrefixCache(self.cache)
         # Whoever runs takes a token of the budget, so no more run than it has.
         self._schedule = Schedule(self.prefix, min(self.max_sequences, self.token_budget or self.max_sequences))
-        self._batch = DecodeBatch(self._model, self.prefix, backend=backend)
+        self._batches = self._make_batches()
         self._requests: dict[int, Request] = {}
         self._deadlines: list[tuple[float, int]] = []  # a heap, with the numbers of the requests
         self._arrived: deque[Request] = deque()  # since the last step; all else belongs to whoever holds _lock
@@ -153,7 +142,14 @@ class Engine:
         already, ValueError for a prompt that the cache or the model could not take even alone.
         """
         request = self._make_request(
-            tokens, max_new_tokens, num_samples, sampling, eos_token_id, stop, priority, timeout
+            tokens,
+            max_new_tokens=max_new_tokens,
+            num_samples=num_samples,
+            sampling=sampling,
+            eos_token_id=eos_token_id,
+            stop=stop,
+            priority=priority,
+            timeout=timeout,
         )
         with self._door:
             return self._enter(request)
@@ -181,12 +177,18 @@ class Engine:
             self._check_usable()
             started = time.perf_counter()
             try:
-                found = self._step(started)
+                with self._on_device():
+                    found = self._step(started)
             except BaseException as error:
                 self._fail(error)
                 raise
             self._streams.tell(found)
             return found
+
+    def prepare(self) -> None:
+        """On a card, compile and capture the graphs of all numbers of rows now, not when each is needed first."""
+        with self._lock, self._on_device():
+            self._batches.prepare()
 
     def cancel(self, number: int) -> None:
         """End what is left of a request; result() then gives what there is of it."""
@@ -215,48 +217,32 @@ class Engine:
     def stats(self) -> EngineStats:
         """What was done so far (a copy)."""
         schedule = self._schedule
-        return replace(self._stats, reused_tokens=schedule.reused, preemptions=schedule.preemptions)
+        return replace(
+            self._stats,
+            reused_tokens=schedule.reused,
+            preemptions=schedule.preemptions,
+            graph_captures=self._stats.graph_captures + self._batches.captures,
+        )
 
     # Coming in.
 
-    def _make_request(
-        self,
-        tokens: Any,
-        max_new_tokens: int,
-        num_samples: int = 1,
-        sampling: Sampling = GREEDY,
-        eos_token_id: int | Sequence[int] | None = None,
-        stop: Sequence[str | Sequence[int]] = (),
-        priority: int = 0,
-        timeout: float | None = None,
-    ) -> Request:
+    def _make_request(self, tokens: Any, **options: Any) -> Request:
         """What submit() was given, checked; without a number."""
-        prompt = check_tokens("tokens", tokens)
-        if prompt.min() < 0 or prompt.max() >= self.shape.vocab:
+        shape, cache = self.shape, self.cache
+        request = make_request(tokens, vocab=shape.vocab, ends=shape.end_tokens, decode=self._decode, **options)
+        total, ends = len(request.prompt) + request.ends.max_new_tokens, request.ends
+        if total > shape.positions:
             raise ValueError(
-                f"tokens must be from 0 to {self.shape.vocab - 1}, the model's vocabulary, got {prompt.min()} to "
-                f"{prompt.max()}"
-            )
-        if not isinstance(sampling, Sampling):
-            raise TypeError(f"sampling must be a tilewise.Sampling, got {type(sampling).__name__}")
-        ends = check_ends(max_new_tokens, eos_token_id, stop, self.shape.end_tokens, self._decode)
-        total = len(prompt) + ends.max_new_tokens
-        if total > self.shape.positions:
-            raise ValueError(
-                f"tokens and max_new_tokens must be at most {self.shape.positions} together, the positions that the "
-                f"model has, got {len(prompt)} and {ends.max_new_tokens}"
+                f"tokens and max_new_tokens must be at most {shape.positions} together, the positions that the model "
+                f"has, got {len(request.prompt)} and {ends.max_new_tokens}"
             )
         # One more: a last page that is shared is copied before the sequence grows in it.
-        needed = -(-total // self.cache.page_size) + 1
-        if needed > self.cache.num_pages:
+        needed = -(-total // cache.page_size) + 1
+        if needed > cache.num_pages:
             raise ValueError(
-                f"tokens and max_new_tokens take {needed} pages ({len(prompt)} and {ends.max_new_tokens} tokens), the "
-                f"cache has {self.cache.num_pages}; give it more num_pages or memory"
+                f"tokens and max_new_tokens take {needed} pages ({len(request.prompt)} and {ends.max_new_tokens} "
+                f"tokens), the cache has {cache.num_pages}; give it more num_pages or memory"
             )
-        request = Request(-1, prompt, ends, sampling, priority=checks.integer("priority", priority))
-        request.samples = [Sample(request, n) for n in range(checks.integer("num_samples", num_samples, 1))]
-        if timeout is not None:
-            request.deadline = time.monotonic() + checks.number("timeout", timeout, 0.0)
         return request
 
     def _enter(self, request: Request) -> int:
@@ -291,7 +277,7 @@ class Engine:
         schedule, stats = self._schedule, self._stats
         if not schedule.busy:
             return []
-        away, before = self._away, self._batch.away
+        away = self._away + self._batches.away
         schedule.make_way()
         self._renew()
         decoding = len(schedule.rows)
@@ -302,13 +288,13 @@ class Engine:
         if parts:
             found = self._mixed(parts, jobs)
         elif decoding:
-            found = self._take(self._batch.run(schedule.rows))
+            found = self._take(self._batches.current.run(schedule.rows))
         else:  # everybody waits for pages that were given up just now
             return []
         stats.peak_pages = max(stats.peak_pages, self._used)
         seconds = time.perf_counter() - started
         stats.decode_tokens += decoding
-        stats.host_seconds += seconds - (self._away - away) - (self._batch.away - before)
+        stats.host_seconds += seconds - (self._away + self._batches.away - away)
         if parts:
             stats.prefill_steps += 1
             stats.mixed_steps += decoding > 0
@@ -323,7 +309,7 @@ class Engine:
         schedule = self._schedule
         while schedule.rows.samples:
             try:
-                self._batch.renew(schedule.rows)
+                self._batches.renew(schedule.rows)
                 return
             except OutOfPages:
                 schedule.send_out()
@@ -336,15 +322,16 @@ class Engine:
         fed = [job.tokens[job.done - n : job.done] for job, n in zip(jobs, step.counts, strict=True)]
         positions = step.host_positions
         cut = len(positions)
-        if count:
-            fed.append(rows.latest[:count])
-            positions = np.concatenate([positions, self._batch.step.slots.host_positions])
+        decode = self._batches.current.step if count else None
+        if decode is not None:
+            idle = np.zeros(len(decode.host_positions) - count, np.int64)
+            fed += [rows.latest[:count], idle]
+            positions = np.concatenate([positions, decode.host_positions])
         tokens, places = upload(np.stack([np.concatenate(fed), positions]), device).unbind()
         complete = [n for n, job in enumerate(jobs) if not job.left]
         keep = upload(np.concatenate([np.arange(cut, cut + count), step.last_rows[complete]]), device)
         started = time.perf_counter()
-        mixed = MixedStep(step, self._batch.step if count else None)
-        logits = self._model.forward(tokens, places, mixed, keep)
+        logits = self._model.forward(tokens, places, MixedStep(step, decode), keep)
         self._away += time.perf_counter() - started
         missing = sorted(set(range(self.shape.layers)) - step.layers)
         if missing:
@@ -428,7 +415,8 @@ class Engine:
                 if request.left:
                     self._schedule.end(request, "error")
             self._deadlines.clear()
-            self._batch = DecodeBatch(self._model, self.prefix, backend=self._backend)
+            self._stats.graph_captures += self._batches.captures
+            self._batches = self._make_batches()
         except Exception as why:  # of the card: nothing can be computed there any more
             self._failed = why
             for request in self._requests.values():
@@ -438,9 +426,18 @@ class Engine:
 
     # Inside.
 
+    def _make_batches(self) -> Batches:
+        rows = self._schedule.max_rows
+        return Batches(self._model, self.prefix, rows, static=self._graphs, backend=self._backend)
+
     @property
     def _running(self) -> list[Sample]:
         return self._schedule.rows.samples
+
+    def _on_device(self) -> AbstractContextManager[object]:
+        """Graphs are captured and replayed on the current device, which is each thread's own."""
+        device = self.cache.device
+        return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
     @property
     def _used(self) -> int:

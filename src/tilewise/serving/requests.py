@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
@@ -19,6 +20,7 @@ Rank = tuple[int, int, int]  # the smaller, the earlier one's turn
 Decode = Callable[[list[int]], str]  # token ids as text
 # Of a stop string: tokens beyond its bytes that are looked at, for tokens that are no text of their own.
 EXTRA_TOKENS = 8
+GREEDY = Sampling()
 
 
 class EngineFull(RuntimeError):
@@ -231,3 +233,33 @@ def check_ends(
     else:
         ends = [checks.integer("eos_token_id", eos_token_id, 0)]
     return Ends(checks.integer("max_new_tokens", max_new_tokens, 1), frozenset(ends), lists, texts, decode)
+
+
+def make_request(
+    tokens: Any,
+    *,
+    vocab: int,
+    ends: Sequence[int],
+    decode: Decode | None,
+    max_new_tokens: int,
+    num_samples: int = 1,
+    sampling: Sampling = GREEDY,
+    eos_token_id: int | Sequence[int] | None = None,
+    stop: Sequence[str | Sequence[int]] = (),
+    priority: int = 0,
+    timeout: float | None = None,
+) -> Request:
+    """The arguments of submit(), checked, as a request without a number. ends: the model's own end tokens."""
+    prompt = check_tokens("tokens", tokens)
+    if prompt.min() < 0 or prompt.max() >= vocab:
+        raise ValueError(
+            f"tokens must be from 0 to {vocab - 1}, the model's vocabulary, got {prompt.min()} to {prompt.max()}"
+        )
+    if not isinstance(sampling, Sampling):
+        raise TypeError(f"sampling must be a tilewise.Sampling, got {type(sampling).__name__}")
+    request = Request(-1, prompt, check_ends(max_new_tokens, eos_token_id, stop, ends, decode), sampling)
+    request.priority = checks.integer("priority", priority, -(2**31), 2**31)
+    request.samples = [Sample(request, n) for n in range(checks.integer("num_samples", num_samples, 1))]
+    if timeout is not None:
+        request.deadline = time.monotonic() + checks.number("timeout", timeout, 0.0)
+    return request

@@ -74,11 +74,14 @@ def choose(kind: Kind, logits: torch.Tensor, uniform: torch.Tensor | None, param
     weights = torch.softmax(below / temperature.float(), -1).double()
     order = None
     if kind == Kind.FILTERED:
-        weights, order = weights.sort(stable=True, dim=-1, descending=True)
+        # Rows that filter draw in the order of the weights; the others in that of the tokens, as they do by themselves.
+        filters = (top_k < ALL) | (top_p < 1)
         place = torch.arange(weights.shape[-1], device=weights.device)
-        weights = weights.masked_fill(place >= top_k, 0.0)
-        before = weights.cumsum(-1) - weights
-        weights = weights.masked_fill(before >= top_p * weights.sum(-1, keepdim=True), 0.0)
+        ranked, order = weights.sort(stable=True, dim=-1, descending=True)
+        ranked = ranked.masked_fill(place >= top_k, 0.0)
+        before = ranked.cumsum(-1) - ranked
+        ranked = ranked.masked_fill(before >= top_p * ranked.sum(-1, keepdim=True), 0.0)
+        weights, order = torch.where(filters, ranked, weights), torch.where(filters, order, place)
     reached = weights.cumsum(-1)
     drawn = torch.searchsorted(reached, uniform[:, None] * reached[:, -1:], right=True)
     # Rounding may carry the product up to the very end: the last token that has any weight is meant then.

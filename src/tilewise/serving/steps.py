@@ -13,8 +13,9 @@ import torch
 
 from .. import api
 from ..kvcache import PagedKVCache, PrefixCache, Rotary, Slots
-from ..kvcache.slots import upload
+from ..kvcache.slots import room_for, upload
 from ..plan import DecodePlan
+from ..plan.standing import StandingPlan
 from ..scores import DecodeOptions, Window
 
 if TYPE_CHECKING:
@@ -114,26 +115,57 @@ class PrefillStep:
 
 
 class DecodeStep:
-    """The next token of each of `seqs`. Layers with the same window share a plan."""
+    """The next token of each of `seqs`. Layers with the same window share a plan.
 
-    def __init__(self, prefix: PrefixCache, *, num_heads: int, backend: str = "auto") -> None:
+    rows: for a graph that is replayed while sequences come and go. q, k and v then have just so many rows, of which the
+    first are those of `seqs` and the others idle, and places and plans stay where they are, for sequences of up to
+    max_length tokens. None: as many rows as sequences, and plans made anew each step.
+    """
+
+    def __init__(
+        self,
+        prefix: PrefixCache,
+        *,
+        num_heads: int,
+        rows: int | None = None,
+        max_length: int = 0,
+        backend: str = "auto",
+    ) -> None:
         self.prefix, self.cache = prefix, prefix.cache
-        self.num_heads, self.backend = num_heads, backend
+        self.num_heads, self.rows, self.max_length, self.backend = num_heads, rows, max_length, backend
         self.seqs: list[int] = []
-        self.plans: dict[Window | None, DecodePlan] = {}
-        self._slots: Slots | None = None
+        self.plans: dict[Window | None, DecodePlan | StandingPlan] = {}
+        self._slots: Slots | None = None if rows is None else room_for(self.cache, rows)
 
     @property
     def slots(self) -> Slots:
-        """The current step's places."""
+        """The current step's places; of a step with `rows`, on a card, in the same memory each time."""
         assert self._slots is not None, "renew() comes first"
         return self._slots
 
+    @property
+    def positions(self) -> torch.Tensor:
+        """(rows,) of the tokens in their sequences, on the cache's device; 0 where a row is idle."""
+        if self.rows is None:
+            return self.slots.positions
+        return self.slots.all_positions if self.slots.room else torch.from_numpy(self.host_positions)
+
+    @property
+    def host_positions(self) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+        positions = self.slots.host_positions
+        if self.rows is None or len(positions) == self.rows:
+            return positions
+        return np.concatenate([positions, np.zeros(self.rows - len(positions), np.int64)])
+
     def renew(self, seqs: list[int], tokens: Sequence[int]) -> None:
         """Begin the step that feeds `tokens`, one per sequence. Raises OutOfPages with nothing changed."""
-        self._slots = self.prefix.extend(seqs, tokens)
+        self._slots = self.prefix.extend(seqs, tokens, into=self._slots if self.rows is not None else None)
         self.seqs = seqs
-        self.plans = {window: self._plan(window) for window in self.plans}
+        for window, plan in self.plans.items():
+            if isinstance(plan, StandingPlan):
+                api.renew_plan(plan, self.prefix, seqs)
+            else:
+                self.plans[window] = self._plan(window)
 
     def attend(
         self,
@@ -147,7 +179,10 @@ class DecodeStep:
         **options: Unpack[DecodeOptions],
     ) -> torch.Tensor:
         check_layer(self.cache, layer, k, v)
-        self.cache.write(layer, self.slots, k, v, rotary=rotary, q=None if rotary is None else q)
+        count = len(k) if self.slots.room else len(self.slots)  # places on a card have room for idle rows
+        self.cache.write(
+            layer, self.slots, k[:count], v[:count], rotary=rotary, q=None if rotary is None else q[:count]
+        )
         plan = self.plans.get(window)
         if plan is None:
             plan = self.plans[window] = self._plan(window)
@@ -155,8 +190,17 @@ class DecodeStep:
         assert isinstance(o, torch.Tensor)
         return o[:, 0]
 
-    def _plan(self, window: Window | None) -> DecodePlan:
-        return api.plan_decode(self.prefix, self.seqs, num_heads=self.num_heads, window=window)
+    def _plan(self, window: Window | None) -> DecodePlan | StandingPlan:
+        if self.rows is None:
+            return api.plan_decode(self.prefix, self.seqs, num_heads=self.num_heads, window=window)
+        return api.plan_decode(
+            self.prefix,
+            self.seqs,
+            num_heads=self.num_heads,
+            window=window,
+            rows=self.rows,
+            max_length=self.max_length,
+        )
 
 
 class MixedStep:
