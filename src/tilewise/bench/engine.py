@@ -29,6 +29,7 @@ PARTS = ("step", "churn", "load")
 PAGE = 16
 STEPS, WARM_STEPS = 24, 6  # timed steps, and those before them
 JUDGED = 0.7  # the load whose latencies are judged
+FIRST_SEED = 2  # of the requests that come all at once; those of each load have the next one
 Percentiles = tuple[float, float, float]  # p50, p95, p99
 
 
@@ -151,7 +152,7 @@ def case(
     if card:
         mix = Mix(4, 2048, Lengths(128, 0.7, 8, 1024), Lengths(128, 0.6, 8, 512))
     else:
-        mix = Mix(3, 128, Lengths(16, 0.5, 4, 48), Lengths(12, 0.5, 4, 32))
+        mix = Mix(3, 512, Lengths(16, 0.5, 4, 48), Lengths(12, 0.5, 4, 32))
     return Case(
         device=device,
         config=config,
@@ -292,7 +293,7 @@ def under_load(model: Any, outcome: Outcome, say: Callable[[str], None], peers: 
             missing[name] = f"{type(error).__name__}: {error}".splitlines()[0]
         _settle(model)
     figures = [*outcome.figures, *_judged(problem, loads)]
-    drawn = traffic.spread(_requests(problem, math.inf, 0), problem.mix)
+    drawn = traffic.spread(_requests(problem, math.inf, FIRST_SEED), problem.mix)
     return replace(outcome, figures=figures, loads=loads, missing=missing, drawn=drawn)
 
 
@@ -302,11 +303,11 @@ def _measure(
     """One run, which without a load comes after one that is not counted."""
     share, rate = load if load is not None else (None, math.inf)
     if share is None:
-        servers.drive(server, _requests(problem, math.inf, 1))
+        servers.drive(server, _requests(problem, math.inf, FIRST_SEED - 1))
     say(f"{server.name}: " + ("all at once" if share is None else f"{rate:.3g} requests/s, {share:.0%}"))
     engine = server.engine if isinstance(server, servers.Ours) else None
     before = engine.stats() if engine is not None else None
-    seed = 2 + (0 if share is None else 1 + problem.loads.index(share))
+    seed = FIRST_SEED + (0 if share is None else 1 + problem.loads.index(share))
     requests = _requests(problem, rate, seed)
     drive = servers.drive(server, requests)
     first = [stamps[0] - one.arrival for one, stamps in zip(requests, drive.stamps, strict=True)]

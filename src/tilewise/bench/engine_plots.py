@@ -27,7 +27,7 @@ def draw(outcome: Outcome, stem: Path) -> list[Path]:
 
 def _figure(outcome: Outcome, loads: list[Load]) -> Any:
     from matplotlib.figure import Figure  # slow to import, and only drawing needs it
-    from matplotlib.ticker import FuncFormatter
+    from matplotlib.ticker import FuncFormatter, LogLocator
 
     problem = outcome.case
     figure = Figure(figsize=(10.0, 5.2), layout="constrained")
@@ -47,12 +47,16 @@ def _figure(outcome: Outcome, loads: list[Load]) -> Any:
                 )  # fmt: skip
         rates = sorted({(one.rate, one.share) for one in loads})
         axes.set_xticks([rate for rate, _ in rates], [f"{rate:.3g}\n{share:.0%}" for rate, share in rates])
-        axes.set_xlabel("requests per second that arrive, and that share of what Tilewise can take")
+        axes.minorticks_off()
         axes.set_yscale("log")
+        axes.yaxis.set_major_locator(LogLocator(base=10, subs=(1.0, 2.0, 5.0)))
         axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
         axes.yaxis.set_minor_formatter(FuncFormatter(lambda value, _: ""))
         axes.set_title(label, fontsize=10)
         axes.grid(True, which="both", alpha=0.25)
+    figure.supxlabel(
+        "requests per second that arrive, and what share that is of all that Tilewise can take", fontsize=10
+    )
     handles, labels = figure.axes[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=max(1, len(names)), frameon=False, fontsize=9)
     return figure
