@@ -28,10 +28,10 @@ from .steps import Step
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 BACKEND = "inductor"
-OPTIONS: dict[str, Any] = {}  # of the backend, for steps of EXACT sizes
-# On a card, decode steps of these many rows are compiled for just that many, which choose their kernels by it. All
-# others share one compilation for any number.
-EXACT = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+# Decode steps of these many rows are compiled for just that many, with these options of the backend. All others share
+# one compilation for any number, whose products choose their kernels by the number when they run.
+EXACT: tuple[int, ...] = ()
+OPTIONS: dict[str, Any] = {}
 
 Linear = tuple[torch.Tensor, torch.Tensor | None]  # a linear layer's weight (out, in) and bias (out,)
 Norm = tuple[torch.Tensor, float]  # a norm's weight (channels,) and epsilon
@@ -106,12 +106,11 @@ class Segments:
         self._windows = [_window(type(model), layer.self_attn) for layer in self._layers]
         self._norm, self._head = _norm(inner.norm), _linear(model.lm_head)
         self._rotary = rotary_table(inner, model.dtype, model.device, positions)
-        self._on_card = model.device.type == "cuda"
         self._functions = _functions.setdefault(model, {})
 
     def forward(self, tokens: torch.Tensor, step: Step, keep: torch.Tensor | None) -> torch.Tensor:
         """Logits (T, vocab) after each of the packed `tokens` (T,), or (len(keep), vocab)."""
-        rows = len(tokens) if self._on_card and keep is None and len(tokens) in EXACT else 0
+        rows = len(tokens) if keep is None and len(tokens) in EXACT else 0
         functions = self._functions.get(rows)
         if functions is None:
             functions = self._functions[rows] = self._compiled(rows)
@@ -122,10 +121,16 @@ class Segments:
         for layer in range(1, len(self._layers)):
             x, *projected = between(given(o), given(x), self._after[layer - 1], self._before[layer])
             o = self._attend(layer, projected, step)
-        if keep is not None:
-            o, x = o[keep], x[keep]
-        logits: torch.Tensor = last(given(o), given(x), self._after[-1], self._norm, self._head)
-        return logits
+        kept = len(tokens) if keep is None else len(keep)
+        if keep is not None:  # one row twice: alone it would be compiled apart
+            rows_kept = keep.expand(2) if kept == 1 else keep
+            o, x = o[rows_kept], x[rows_kept]
+        logits: torch.Tensor
+        if kept:
+            logits = last(given(o), given(x), self._after[-1], self._norm, self._head)
+        else:
+            logits = x.new_empty(0, len(self._head[0]))
+        return logits[:kept]
 
     def _attend(self, layer: int, projected: Sequence[torch.Tensor], step: Step) -> torch.Tensor:
         q, k, v = as_autocast(projected)
@@ -147,9 +152,10 @@ class Segments:
         def last(o: torch.Tensor, x: torch.Tensor, after: After, norm: Norm, head: Linear) -> torch.Tensor:
             return F.linear(rms_norm(conclude(o, x, after, activation), norm), *head)
 
-        exact: dict[str, Any] = {"dynamic": False, "options": OPTIONS or None} if rows else {}
+        # Nothing but what _any_number marks may vary: else a second model's weights would make all sizes variables.
+        options: dict[str, Any] = {"dynamic": False, "options": OPTIONS if rows and OPTIONS else None}
         functions = (first, between, last)
-        return tuple(torch.compile(_apart(f), fullgraph=True, backend=BACKEND, **exact) for f in functions)
+        return tuple(torch.compile(_apart(f), fullgraph=True, backend=BACKEND, **options) for f in functions)
 
 
 def compiled_calls(model: Any) -> list[tuple[torch.nn.Module, Callable[..., Any]]]:
