@@ -25,7 +25,7 @@ from .kvcache import OutOfPages, PagedKVCache, PrefixCache, Rotary, Slots
 from .learn import ladder as _ladder  # noqa: F401, registers the kernels of backend="emulator:NAME"
 from .plan import DecodePlan, Plan, StepPlan
 from .plan.standing import StandingPlan
-from .serving import Completion, Engine, EngineStats, Generation, Sampling, Token, generate, stream
+from .serving import Completion, Engine, EngineFull, EngineStats, Generation, Sampling, Token, generate, stream
 from .state import merge, merge_states
 
 __version__ = "0.1.0"
@@ -36,6 +36,7 @@ __all__ = [
     "CostModel",
     "DecodePlan",
     "Engine",
+    "EngineFull",
     "EngineStats",
     "Generation",
     "OutOfPages",

@@ -37,6 +37,9 @@ Tilewise: attention kernels for LLM inference, planned once as a list of tiles.
                       beside cuDNN and FlashInfer; --only --csv --plot
   tilewise bench generate
                       text end to end: tilewise.generate beside transformers, on a CPU or a GPU; --out
+  tilewise bench engine
+                      as a server: a decode step, a batch that comes and goes, latencies under load, beside
+                      transformers' continuous batching, vLLM and SGLang; --only --loads --out
   tilewise sweep      lists for every dimension into a CSV, with plots; Ctrl-C and --resume
   tilewise report     this machine measured, as a page to look at and send; -o --quick --against OLD.json
   tilewise schedule make | show | check

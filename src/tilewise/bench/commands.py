@@ -336,6 +336,51 @@ def bench_generate(
         raise typer.Exit(1)
 
 
+@bench.command("engine")
+def bench_engine(
+    device: AnyDevice = None,
+    config: Annotated[str | None, typer.Option(help="small or 8b.", show_default="small; on cuda 8b")] = None,
+    requests: Annotated[
+        int | None, typer.Option(help="Requests of each run.", show_default="24; on cuda 400", min=2)
+    ] = None,
+    loads: Annotated[str, typer.Option(help="Shares of the capacity at which requests arrive.")] = "0.3,0.5,0.7,0.9",
+    compile: Annotated[
+        bool | None, typer.Option("--compile/--no-compile", help="Engine(compile=True).", show_default="on cuda")
+    ] = None,
+    token_budget: Annotated[
+        int | None, typer.Option(help="Tokens of a step under load.", show_default="64; on cuda 512", min=1)
+    ] = None,
+    only: Annotated[str, typer.Option(help="Only step, churn or load.", metavar="TEXT")] = "",
+    peers: Annotated[bool, typer.Option(help="Measure other servers that are installed, too.")] = True,
+    out: Annotated[Path | None, typer.Option(help="Write a CSV, the table and the plot into this folder.")] = None,
+    json: Json = False,
+) -> None:
+    """Serve as an engine does: a decode step, a batch that comes and goes, and latencies under Poisson arrivals.
+
+    Beside transformers' continuous batching, and vLLM and SGLang where they are installed.
+    """
+    from . import engine, engine_tables, generate, tables
+
+    with usage():
+        shares = [float(load) for load in loads.split(",")]
+        problem = engine.case(
+            _device(device), config, requests=requests, loads=shares, compile=compile, token_budget=token_budget,
+            only=only,
+        )  # fmt: skip
+    generate.require_transformers()
+    busy = tables.busy_note()
+    with tables.console(stderr=True).status(problem.title) as status:
+        outcome = engine.run(problem, status.update, **({} if peers else {"peers": ()}))
+    if json:
+        typer.echo(jsonlib.dumps(engine_tables.records(outcome), indent=1))
+    else:
+        typer.echo(engine_tables.text(outcome))
+        if busy:
+            typer.echo(busy)
+    for path in engine_tables.save(outcome, out) if out else ():
+        typer.echo(f"wrote {path}", err=True)
+
+
 def _device(asked: str | None) -> str:
     """The device asked for, or the GPU where there is one."""
     if asked is not None:

@@ -244,12 +244,15 @@ class PagedKVCache:
 
         rotary: turn k by its tokens' positions first; a plain (cos, sin) is taken as half-split. q (total new tokens,
         query heads, D), of the dtype of k, is turned by it too, in place. Writing the same slots again overwrites, also
-        for the sequences that share them. On a card all this is one launch, and the last strides must be 1.
+        for the sequences that share them. On a card all this is one launch, and the last strides must be 1; k, v and q
+        may have as many rows as the slots have room for there (`slots.room`), of which those past len(slots) are idle.
         """
         layer = self._check_layer(layer)
         check_slots(slots, self, layer)
         self.check_writable()
-        shape = (len(slots), self.num_kv_heads, self.head_dim)
+        idle = len(slots) < slots.room and k.shape[:1] == (slots.room,)
+        count = slots.room if idle else len(slots)
+        shape = (count, self.num_kv_heads, self.head_dim)
         dense = self._by_kernel
         for name, x in (("k", k), ("v", v)):
             checks.tensor(name, x, shape=shape, dtypes=checks.FLOATS, device=self.device, unit_last_stride=dense)
@@ -259,14 +262,15 @@ class PagedKVCache:
         if q is not None:
             if turn is None:
                 raise ValueError("q is turned in place by rotary, which is None; give both or leave q out")
-            shape = (len(slots), "query_heads", self.head_dim)  # type: ignore[assignment]
+            shape = (count, "query_heads", self.head_dim)  # type: ignore[assignment]
             checks.tensor("q", q, shape=shape, dtypes=(k.dtype,), device=self.device, unit_last_stride=dense)
             storage.check_writable("q", q)
 
         if self._by_kernel:
             from tilewise.gpu import append  # it needs the compiler and the driver, which a cache on the CPU does not
 
-            append.append(self.format, k, v, *self.parts(layer), slots.positions, slots.index, turn, q)
+            places = (slots.all_positions, slots.all_index) if idle else (slots.positions, slots.index)
+            append.append(self.format, k, v, *self.parts(layer), *places, turn, q)
         else:
             if turn is not None:
                 k = turn.apply(k.detach(), slots.positions)

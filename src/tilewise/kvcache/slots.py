@@ -92,6 +92,21 @@ class Slots:
         return torch.from_numpy(self.host_index) if self._places is None else self._on_card(1)
 
     @property
+    def room(self) -> int:
+        """Tokens that the arrays on the card have places for, those past len() to be skipped; 0 without a card."""
+        return 0 if self._places is None else self._places.tensor.shape[1]
+
+    @property
+    def all_positions(self) -> torch.Tensor:
+        """(room,) on the card: `positions`, then 0 for places that are skipped."""
+        return self._on_card(0, whole=True)
+
+    @property
+    def all_index(self) -> torch.Tensor:
+        """(room,) on the card: `index`, then -1 for places that are skipped."""
+        return self._on_card(1, whole=True)
+
+    @property
     def complete(self) -> bool:
         """Whether every layer has been written."""
         return len(self._layers) == self._cache.num_layers or len(self.host_index) == 0
@@ -101,12 +116,12 @@ class Slots:
         """The largest position, -1 if there is none."""
         return int(self.host_positions.max(initial=-1))
 
-    def _on_card(self, which: int) -> torch.Tensor:
+    def _on_card(self, which: int, whole: bool = False) -> torch.Tensor:
         self._check_own_places()
         assert self._places is not None
         self._places.rows = self._places.rows or self._places.tensor.unbind()
         row = self._places.rows[which]
-        return row if len(row) == len(self) else row[: len(self)]
+        return row if whole or len(row) == len(self) else row[: len(self)]
 
     def _check_own_places(self) -> None:
         if self._places is not None and self._places.step != self._step:
@@ -131,6 +146,17 @@ class Slots:
         first, stop = starts // size, -(-(starts + counts) // size)
         now = sequences.table[np.repeat(rows, stop - first), ranges(first, stop - first)]
         return not np.array_equal(now, self._pages)
+
+
+def room_for(cache: PagedKVCache, tokens: int) -> Slots:
+    """Slots of no token, whose arrays on a card have room for steps of so many: for extend(into=), before any step."""
+    nothing: Ints = np.zeros(0, np.int64)
+    places = None
+    if cache._by_kernel:
+        places = Places(tokens, cache.device)
+        places.fill(nothing, nothing)
+    step = places.step if places is not None else 0
+    return Slots((), (), nothing, nothing, cache, nothing, nothing, places, step, [cache.pool.losses])
 
 
 def check_slots(slots: Any, cache: PagedKVCache, layer: int) -> None:

@@ -12,9 +12,10 @@ import numpy as np
 import torch
 
 from .. import api
-from ..kvcache import PagedKVCache, PrefixCache, Slots
-from ..kvcache.slots import upload
+from ..kvcache import PagedKVCache, PrefixCache, Rotary, Slots
+from ..kvcache.slots import room_for, upload
 from ..plan import DecodePlan
+from ..plan.standing import StandingPlan
 from ..scores import DecodeOptions, Window
 
 if TYPE_CHECKING:
@@ -32,9 +33,13 @@ class Step(Protocol):
         v: torch.Tensor,
         *,
         window: Window | None,
+        rotary: Rotary | None = None,
         **options: Unpack[DecodeOptions],
     ) -> torch.Tensor:
-        """q (T, Hq, D), k and v (T, Hkv, D) of the step's tokens -> (T, Hq, D)."""
+        """q (T, Hq, D), k and v (T, Hkv, D) of the step's tokens -> (T, Hq, D).
+
+        rotary: turn k by its tokens' positions as it is written, and q with it, in place.
+        """
 
 
 def check_layer(cache: PagedKVCache, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
@@ -76,6 +81,7 @@ class PrefillStep:
         v: torch.Tensor,
         *,
         window: Window | None,
+        rotary: Rotary | None = None,
         **options: Unpack[DecodeOptions],
     ) -> torch.Tensor:
         check_layer(self.cache, layer, k, v)
@@ -83,7 +89,7 @@ class PrefillStep:
         cache, row = self.cache, 0
         for slots in self.parts:
             rows = slice(row, row + len(slots))
-            cache.write(layer, slots, k[rows], v[rows])
+            cache.write(layer, slots, k[rows], v[rows], rotary=rotary, q=None if rotary is None else q[rows])
             row = rows.stop
         table = None
         if cache.format.dtype == q.dtype:  # read in place
@@ -109,41 +115,57 @@ class PrefillStep:
 
 
 class DecodeStep:
-    """The next token of each of `seqs`. Layers with the same window share a plan, made when the first one asks for it.
+    """The next token of each of `seqs`. Layers with the same window share a plan.
 
-    room: tokens that plans are made with room for. grows: whether plans are grown within it rather than made anew each
-    step. On a card they are, for a graph to be replayed over them; a CPU makes a plan fast, and one made anew shares
-    what has become worth sharing.
+    rows: for a graph that is replayed while sequences come and go. q, k and v then have just so many rows, of which the
+    first are those of `seqs` and the others idle, and places and plans stay where they are, for sequences of up to
+    max_length tokens. None: as many rows as sequences, and plans made anew each step.
     """
 
     def __init__(
-        self, prefix: PrefixCache, seqs: list[int], *, num_heads: int, room: int, backend: str = "auto"
+        self,
+        prefix: PrefixCache,
+        *,
+        num_heads: int,
+        rows: int | None = None,
+        max_length: int = 0,
+        backend: str = "auto",
     ) -> None:
-        self.prefix, self.cache, self.seqs = prefix, prefix.cache, seqs
-        self.num_heads, self.room, self.backend = num_heads, room, backend
-        self.grows = self.cache.device.type == "cuda"
-        self.plans: dict[Window | None, DecodePlan] = {}
-        self._slots: Slots | None = None
-        self._grown = 0
+        self.prefix, self.cache = prefix, prefix.cache
+        self.num_heads, self.rows, self.max_length, self.backend = num_heads, rows, max_length, backend
+        self.seqs: list[int] = []
+        self.plans: dict[Window | None, DecodePlan | StandingPlan] = {}
+        self._slots: Slots | None = None if rows is None else room_for(self.cache, rows)
 
     @property
     def slots(self) -> Slots:
-        """The current step's places; on a card they lie in the same memory in every step."""
+        """The current step's places; of a step with `rows`, on a card, in the same memory each time."""
         assert self._slots is not None, "renew() comes first"
         return self._slots
 
-    def renew(self, tokens: Sequence[int]) -> bool:
-        """Begin the step that feeds `tokens`, one per sequence; True if the plans are those of before, only grown.
+    @property
+    def positions(self) -> torch.Tensor:
+        """(rows,) of the tokens in their sequences, on the cache's device; 0 where a row is idle."""
+        if self.rows is None:
+            return self.slots.positions
+        return self.slots.all_positions if self.slots.room else torch.from_numpy(self.host_positions)
 
-        Raises OutOfPages with nothing changed.
-        """
-        self._slots = self.prefix.extend(self.seqs, tokens, into=self._slots)
-        if self.grows and self.plans and self._grown < self.room:
-            self.plans = {window: api.grow_plan(plan, self.prefix) for window, plan in self.plans.items()}
-            self._grown += 1
-            return True
-        self.plans, self._grown = {}, 0
-        return False
+    @property
+    def host_positions(self) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+        positions = self.slots.host_positions
+        if self.rows is None or len(positions) == self.rows:
+            return positions
+        return np.concatenate([positions, np.zeros(self.rows - len(positions), np.int64)])
+
+    def renew(self, seqs: list[int], tokens: Sequence[int]) -> None:
+        """Begin the step that feeds `tokens`, one per sequence. Raises OutOfPages with nothing changed."""
+        self._slots = self.prefix.extend(seqs, tokens, into=self._slots if self.rows is not None else None)
+        self.seqs = seqs
+        for window, plan in self.plans.items():
+            if isinstance(plan, StandingPlan):
+                api.renew_plan(plan, self.prefix, seqs)
+            else:
+                self.plans[window] = self._plan(window)
 
     def attend(
         self,
@@ -153,15 +175,54 @@ class DecodeStep:
         v: torch.Tensor,
         *,
         window: Window | None,
+        rotary: Rotary | None = None,
         **options: Unpack[DecodeOptions],
     ) -> torch.Tensor:
         check_layer(self.cache, layer, k, v)
-        self.cache.write(layer, self.slots, k, v)
+        count = len(k) if self.slots.room else len(self.slots)  # places on a card have room for idle rows
+        self.cache.write(
+            layer, self.slots, k[:count], v[:count], rotary=rotary, q=None if rotary is None else q[:count]
+        )
         plan = self.plans.get(window)
         if plan is None:
-            plan = self.plans[window] = api.plan_decode(
-                self.prefix, self.seqs, num_heads=self.num_heads, window=window, room=self.room
-            )
+            plan = self.plans[window] = self._plan(window)
         o = api.decode(q[:, None], self.cache, layer, plan, backend=self.backend, **options)
         assert isinstance(o, torch.Tensor)
         return o[:, 0]
+
+    def _plan(self, window: Window | None) -> DecodePlan | StandingPlan:
+        if self.rows is None:
+            return api.plan_decode(self.prefix, self.seqs, num_heads=self.num_heads, window=window)
+        return api.plan_decode(
+            self.prefix,
+            self.seqs,
+            num_heads=self.num_heads,
+            window=window,
+            rows=self.rows,
+            max_length=self.max_length,
+        )
+
+
+class MixedStep:
+    """New tokens of prompts, then one row of each sequence that is decoded, packed."""
+
+    def __init__(self, prompts: PrefillStep, decode: DecodeStep | None) -> None:
+        self.prompts, self.decode = prompts, decode
+
+    def attend(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        *,
+        window: Window | None,
+        rotary: Rotary | None = None,
+        **options: Unpack[DecodeOptions],
+    ) -> torch.Tensor:
+        if self.decode is None:
+            return self.prompts.attend(layer, q, k, v, window=window, rotary=rotary, **options)
+        cut = sum(self.prompts.counts)
+        first = self.prompts.attend(layer, q[:cut], k[:cut], v[:cut], window=window, rotary=rotary, **options)
+        last = self.decode.attend(layer, q[cut:], k[cut:], v[cut:], window=window, rotary=rotary, **options)
+        return torch.cat([first, last])

@@ -1,0 +1,145 @@
+"""Engine(compile=True): the same tokens from fewer products, and no more memory for the weights."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+from tiny_models import NEW, SHARED, expected, run, tiny_model, tokens
+
+from tilewise.serving import Engine, compiled, generate
+from tilewise.serving.compiled import Heads, fits, side_by_side
+
+PROMPTS = [SHARED, tokens(63, 2)]  # nothing in common: both are computed in one step
+HEADS = Heads(4, 2, 40)
+
+
+@pytest.fixture
+def graphs(monkeypatch):
+    """The graphs as torch.compile hands them to its backend, which here runs them as they are."""
+    seen = []
+
+    def backend(graph, _):
+        seen.append(graph)
+        return graph.forward
+
+    monkeypatch.setattr(compiled, "BACKEND", backend)
+    return seen
+
+
+def products(graph):
+    return sum("linear" in str(node.target) for node in graph.graph.nodes if node.op == "call_function")
+
+
+def assert_same_tokens(model, prompts=PROMPTS, **options):
+    found = generate(model, prompts, max_new_tokens=NEW, compile=True, **options)
+    assert [one.tokens for one in found] == [expected(model, prompt, NEW) for prompt in prompts]
+
+
+def test_inductor_gives_the_same_tokens():
+    """As users have it: torch.compile's own backend."""
+    assert_same_tokens(tiny_model(num_hidden_layers=3))
+
+
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [("llama", {"attention_bias": True, "mlp_bias": True}), ("mistral", {}), ("qwen3", {})],
+    ids=["biases", "mistral", "qwen3"],
+)
+def test_segments(family, options, graphs):
+    """q, k, v are one product, gate and up another; one compilation serves all layers and any number of tokens."""
+    model = tiny_model(family, num_hidden_layers=4, **options)
+    assert_same_tokens(model)
+    assert [products(graph) for graph in graphs] == [1, 4, 4]
+    assert_same_tokens(model, [PROMPTS[1][:30], PROMPTS[0][:20]])  # by another engine
+    assert len(graphs) == 3
+
+
+def test_exact_rows(graphs, monkeypatch):
+    """Decode steps of a size that is asked for have a compilation of their own, in which it is a number."""
+    monkeypatch.setattr(compiled, "EXACT", (2,))
+    assert_same_tokens(tiny_model(), PROMPTS)
+    sizes = [next(n for n in graph.graph.nodes if n.op == "placeholder").meta["example_value"] for graph in graphs]
+    assert [isinstance(size, torch.SymInt) for size in sizes] == [True] * 3 + [False] * 3
+
+
+def test_one_token_alone(graphs):
+    assert_same_tokens(tiny_model(), [[3]])
+
+
+def test_other_models_are_compiled_layer_by_layer(graphs):
+    model = tiny_model("gemma2", num_hidden_layers=1)
+    assert_same_tokens(model)
+    assert sum(map(products, graphs)) >= 7  # of one layer; the graph breaks at attention
+    assert all(layer._compiled_call_impl is None for layer in model.model.layers)
+    assert model.config._attn_implementation != "tilewise_serving"
+
+
+def test_weights_lie_side_by_side_and_are_the_same(graphs):
+    model = tiny_model()
+    before = {name: x.clone() for name, x in model.state_dict().items()}
+    parameters = dict(model.named_parameters())
+    Engine(model, num_pages=9, compile=True)
+    attention, mlp = model.model.layers[1].self_attn, model.model.layers[1].mlp
+    places = [x.weight.data_ptr() for x in (attention.q_proj, attention.k_proj, attention.v_proj)]
+    assert [b - a for a, b in pairwise(places)] == [4 * 40 * 64 * 4, 2 * 40 * 64 * 4]
+    storages = {x.untyped_storage().data_ptr(): x.untyped_storage() for x in parameters.values()}
+    held = sum(storage.nbytes() for storage in storages.values())
+    assert held == sum(x.numel() * x.element_size() for x in before.values())
+    assert all(x is parameters[name] for name, x in model.named_parameters())
+    assert all(torch.equal(x, before[name]) for name, x in model.state_dict().items())
+    Engine(model, num_pages=9, compile=True)
+    assert mlp.up_proj.weight.data_ptr() - mlp.gate_proj.weight.data_ptr() == 96 * 64 * 4
+    assert places[0] == attention.q_proj.weight.data_ptr()
+
+
+def test_weights_that_change_are_seen(graphs):
+    """They are read where the model has them."""
+    model = tiny_model()
+    served = Engine(model, num_pages=99, compile=True)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.25)
+    served.submit(SHARED, max_new_tokens=NEW)
+    assert run(served)[0, 0] == expected(model, SHARED, NEW)
+
+
+def test_side_by_side():
+    whole = torch.arange(24.0).view(6, 4)
+    rows = [torch.nn.Parameter(x.clone()) for x in whole.split([3, 1, 2])]
+    packed = side_by_side(rows)
+    assert torch.equal(packed, whole)
+    assert side_by_side(rows).data_ptr() == packed.data_ptr() == rows[0].data_ptr()
+    swapped = side_by_side([rows[1], rows[0]])  # of one storage, but in another order
+    assert torch.equal(swapped, torch.cat([whole[3:4], whole[:3]]))
+    assert torch.equal(rows[0], whole[:3])
+
+
+def test_what_fits():
+    """A model that somebody has changed runs by its own code."""
+    assert fits(tiny_model(), HEADS)
+    assert not fits(tiny_model("gemma2"), HEADS)
+    assert not fits(tiny_model(), Heads(4, 4, 40))
+    hooked = tiny_model()
+    hooked.model.layers[1].mlp.register_forward_hook(lambda *_: None)
+    assert not fits(hooked, HEADS)
+    replaced = tiny_model()
+    replaced.model.norm.forward = lambda x: x
+    assert not fits(replaced, HEADS)
+
+    class Adapted(torch.nn.Linear):
+        pass
+
+    adapted = tiny_model()
+    adapted.model.layers[0].self_attn.v_proj = Adapted(64, 80, bias=False)
+    assert not fits(adapted, HEADS)
+
+
+def test_refusals(llama):
+    with pytest.raises(TypeError, match="compile must be True or False, got 1"):
+        Engine(llama, num_pages=9, compile=1)
+    odd = tiny_model("gemma2")
+    odd.model.layers = torch.nn.Sequential(*odd.model.layers)
+    with pytest.raises(NotImplementedError, match="has no list of its 2 layers, which compile=True compiles"):
+        Engine(odd, num_pages=9, compile=True)
