@@ -5,12 +5,14 @@ from tilewise.plan.schedule import BlockSchedule
 
 from . import reference
 from .api import (
+    attend,
     attention,
     attention_varlen,
     decode,
     grow_plan,
     plan_attention,
     plan_decode,
+    plan_step,
     renew_plan,
     schedule_of,
     shared_prefix_attention,
@@ -21,7 +23,7 @@ from .integrations.replace import install, replace_sdpa, uninstall
 from .integrations.sdpa import explain, sdpa
 from .kvcache import OutOfPages, PagedKVCache, PrefixCache, Rotary, Slots
 from .learn import ladder as _ladder  # noqa: F401, registers the kernels of backend="emulator:NAME"
-from .plan import DecodePlan, Plan
+from .plan import DecodePlan, Plan, StepPlan
 from .plan.standing import StandingPlan
 from .serving import Completion, Engine, EngineFull, EngineStats, Generation, Sampling, Token, generate, stream
 from .state import merge, merge_states
@@ -45,7 +47,9 @@ __all__ = [
     "Sampling",
     "Slots",
     "StandingPlan",
+    "StepPlan",
     "Token",
+    "attend",
     "attention",
     "attention_varlen",
     "decode",
@@ -57,6 +61,7 @@ __all__ = [
     "merge_states",
     "plan_attention",
     "plan_decode",
+    "plan_step",
     "reference",
     "renew_plan",
     "replace_sdpa",

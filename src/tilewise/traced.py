@@ -19,7 +19,7 @@ import torch
 
 from tilewise import arguments, graphs
 from tilewise.kvcache import PagedKVCache
-from tilewise.plan import DecodePlan
+from tilewise.plan import DecodePlan, StepPlan
 from tilewise.plan.standing import StandingPlan
 from tilewise.scores import SCHEMA_OPTIONS, SCHEMA_TENSORS
 
@@ -46,8 +46,8 @@ _TAKEN: dict[str, tuple[tuple[type, ...], str]] = {
     "str": ((str,), "a str"),
 }
 
-AnyPlan = TypeVar("AnyPlan", DecodePlan, StandingPlan)
-_plans: WeakValueDictionary[int, DecodePlan | StandingPlan] = WeakValueDictionary()
+AnyPlan = TypeVar("AnyPlan", DecodePlan, StandingPlan, StepPlan)
+_plans: WeakValueDictionary[int, DecodePlan | StandingPlan | StepPlan] = WeakValueDictionary()
 _caches: WeakValueDictionary[int, PagedKVCache] = WeakValueDictionary()
 
 
@@ -58,7 +58,7 @@ def remember(plan: AnyPlan, cache: PagedKVCache) -> AnyPlan:
     return plan
 
 
-def recall(serial: int) -> tuple[DecodePlan | StandingPlan, PagedKVCache]:
+def recall(serial: int) -> tuple[Any, PagedKVCache]:
     """The plan of that number and its cache; ValueError if one of them is gone."""
     plan = _plans.get(serial)
     cache = None if plan is None else _caches.get(plan.cache_serial)
@@ -145,6 +145,18 @@ def decode(
     arguments.check_plan(plan, pages)
     _checked(q=q, layer=layer, **options)
     result = torch.ops.tilewise.decode(q, pages._k, pages._v, layer, plan.serial, **options)
+    return _asked(result, options["return_lse"])
+
+
+def attend(
+    q: torch.Tensor, cache: PagedKVCache | PrefixCache, layer: int, plan: StepPlan, *, out: Any, **options: Any
+) -> Result:
+    """attend() in a graph, as decode() is."""
+    _refuse(out=out)
+    pages = arguments.check_cache(cache)
+    arguments.check_step(plan, pages)
+    _checked(q=q, layer=layer, **options)
+    result = torch.ops.tilewise.attend(q, pages._k, pages._v, layer, plan.serial, **options)
     return _asked(result, options["return_lse"])
 
 

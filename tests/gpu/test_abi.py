@@ -9,7 +9,7 @@ import torch
 
 from tilewise import emulator
 from tilewise.compiler.spec import Constant, KernelSpec
-from tilewise.gpu import abi, append, decode_kernels, pattern, prefill, schedules
+from tilewise.gpu import abi, append, decode_kernels, merge_rows, pattern, prefill, schedules, widen
 from tilewise.learn import ladder
 from tilewise.plan import items, schedule_select
 from tilewise.scores import Scores
@@ -18,7 +18,7 @@ RAGGED = (("Index", "int"), ("kTileQ", 128), ("kTileKv", 128), ("kPack", 1))
 FOLD = pattern.fold_spec(pattern.Pattern(64, 64), 128, 64, 1, False).constants
 KINDS = (("Function", "NoFunction"),)
 DECODE = (("kSelected", False),)
-APPEND = append.specs()[0].constants
+APPEND, WIDEN, MERGE_ROWS = (room.specs()[0].constants for room in (append, widen, merge_rows))
 SELECT, SCATTER = (spec.constants for spec in (schedules.specs()[0], schedules.scatter_spec(torch.int32)))
 # The structures' source, the constants that it needs, and its structures: C++ name -> mirror
 SOURCES: dict[str, tuple[tuple[tuple[str, Constant], ...], dict[str, type[ctypes.Structure]]]] = {
@@ -42,6 +42,8 @@ SOURCES: dict[str, tuple[tuple[tuple[str, Constant], ...], dict[str, type[ctypes
         APPEND,
         {"AppendSource": abi.Source, "AppendStore": abi.Store, "AppendArgs": abi.AppendArgs},
     ),
+    "common/widen.cu": (WIDEN, {"WidenStore": widen.WidenStore, "WidenArgs": widen.WidenArgs}),
+    "common/merge_rows.cu": (MERGE_ROWS, {"MergeRowsArgs": merge_rows.MergeRowsArgs}),
     "common/copy_pages.cu": ((), {"CopyPart": abi.CopyPart, "CopyArgs": abi.CopyArgs}),
     "common/schedule_pack.cu": ((), {"PackArgs": schedules.PackArgs}),
     "common/schedule_scatter.cu": (SCATTER, {"ScatterArgs": schedules.ScatterArgs}),
@@ -69,6 +71,10 @@ CONSTANTS = {
     },
     "tile/hopper.cuh": {"kPanel": abi.PANEL, "kPanelRowBytes": abi.PANEL_BYTES},
     "common/copy_pages.cu": {"kMaxParts": abi.MAX_PARTS},
+    **{
+        f"common/{name}.cu": {"kThreads": append.THREADS, "kChannels": append.CHANNELS}
+        for name in ("append", "widen", "merge_rows")
+    },
     "common/schedule_select.cu": {
         "kThreads": schedules.specs()[0].threads,
         "kShareBits": schedule_select.SHARE_BITS,
@@ -114,7 +120,7 @@ def test_structures_lie_as_the_kernels_have_them(source, tmp_path):
 
 def test_every_structure_is_compared():
     mirrors = {mirror for _, structures in SOURCES.values() for mirror in structures.values()}
-    everything = (*vars(abi).values(), *vars(schedules).values())
+    everything = (*vars(abi).values(), *vars(schedules).values(), *vars(widen).values(), *vars(merge_rows).values())
     declared = {x for x in everything if isinstance(x, type) and issubclass(x, ctypes.Structure)}
     assert declared <= mirrors
 

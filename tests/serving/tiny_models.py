@@ -128,3 +128,12 @@ def run(served):
 def drawn(rows, logits, uniform):
     """What rows with a Sampling each choose from logits (n, vocab), as one batch."""
     return choose(max(row.kind for row in rows), logits, uniform, torch.from_numpy(parameters(rows)))
+
+
+def pages_are_back(served):
+    """Of an engine that is idle: no sequence is left, and all pages are free once nothing is cached any more."""
+    assert not served.busy
+    assert served.prefix.stats().sequences == 0
+    assert served.cache.lengths == {}
+    served.prefix.clear()
+    return served.cache.pool.free_pages == served.cache.num_pages and not served.cache.pool.refs.any()

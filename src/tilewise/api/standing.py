@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from tilewise import arguments, checks, traced
+from tilewise.gpu import decode as kernel
+from tilewise.gpu.planner import Batch
 from tilewise.kvcache import PagedKVCache, PrefixCache
 from tilewise.plan import DecodePlan
 from tilewise.plan.flat import Judge
@@ -89,4 +92,13 @@ def renew_plan(plan: StandingPlan, cache: PagedKVCache | PrefixCache, seqs: Sequ
             f"{lengths[long]}"
         )
     plan.hold(named, lengths)
+    kernel.renew(plan, partial(batch_of, plan, pages))
     return plan
+
+
+def batch_of(plan: StandingPlan, pages: PagedKVCache) -> Batch:
+    """The plan's sequences as the planner takes them."""
+    of = pages.sequences
+    _, rows = of.batch(list(plan.seqs))
+    arranged = plan.arrange(rows, of.table, of.counts, of.stamps)
+    return Batch(rows, plan.lengths, arranged.order, arranged.nodes, of.table, of.counts, of.stamps)

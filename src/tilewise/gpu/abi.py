@@ -20,6 +20,7 @@ PANEL = 64  # tile/hopper.cuh: 16-bit columns of a panel
 PANEL_BYTES = 128  # tile/hopper.cuh: a row of a panel
 TILE_WORDS, LIST_HEADER = 16, 16  # prefill/work.cuh: of a WorkTile, and before a list of them
 MAX_PARTS = 6  # copy_pages.cu
+PLAN_LIMITS = 5  # decode/plan_work.cuh: kLimits, candidates for the longest range that one warp takes whole
 # The C++ type of a torch dtype (tile/types.cuh), and its name in a tensor map.
 ELEMENTS = {torch.float32: "float", torch.bfloat16: "bf16", torch.float16: "half", FP8: "e4m3"}
 MAP_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", FP8: "fp8"}
@@ -180,6 +181,36 @@ class SelectArgs(ctypes.Structure):
         *((n, ctypes.c_void_p) for n in ("selected", "tokens", "own")),
         *((n, ctypes.c_int64) for n in ("batch", "head")),
         *((n, ctypes.c_int) for n in ("num_pages", "most", "page_size", "queries", "table_pages", "tail_pages")),
+    ]
+
+
+class PlanRoom(ctypes.Structure):
+    """decode/plan_work.cuh: PlanRoom."""
+
+    _fields_ = [
+        (n, ctypes.c_uint32)
+        for n in (
+            *("sums", "place", "length", "caller", "under", "split", "ranges", "nodes"),
+            *("loads", "counts", "work", "ranks", "keys", "next"),
+        )
+    ]
+
+
+class PlanArgs(ctypes.Structure):
+    """decode/plan_work.cuh: PlanArgs."""
+
+    _fields_ = [
+        *((n, ctypes.c_void_p) for n in ("step", "table", "items", "tile_items", "order", "lengths", "states")),
+        *((n, ctypes.c_void_p) for n in ("used", "placed", "made")),
+        *((n, ctypes.c_int) for n in ("rows", "width", "page_size", "tokens", "left", "heads", "rows_each")),
+        *((n, ctypes.c_int) for n in ("together", "blocks", "warps", "joiners", "slots", "tile_rounds")),
+        *((n, ctypes.c_int) for n in ("pass_rows", "tile_rows", "wide_rows", "in_turn", "chunk_bits", "longest")),
+        *((n, ctypes.c_int) for n in ("shared_tokens", "item_cost", "step_cost")),
+        *((n, ctypes.c_int) for n in ("max_ranges", "max_pieces", "max_tiles", "max_states")),
+        *((n, ctypes.c_int * PLAN_LIMITS) for n in ("limits", "size_bits")),
+        *((n, ctypes.c_int) for n in ("bins", "groups", "passes")),
+        ("room", PlanRoom),
+        *((n, ctypes.c_double) for n in ("item_chunks", "state_chunks", "sprint")),
     ]
 
 

@@ -48,10 +48,10 @@ def plan_extend(
     size, starts, last = cache.page_size, cache.sequences.lengths[rows], cache.sequences.last[rows]
     room = cache.sequences.counts[rows] * size - starts  # in the last page: 0 to size - 1
     growth = (more - room + (size - 1)) // size
-    pages = int(growth.sum())
+    pages = int(np.add.reduce(growth))
     copies = None
     shared = (cache.pool.refs[last] > 1) & (room > 0)
-    if shared.any():
+    if np.count_nonzero(shared):
         copies = shared & (more > 0)
         (at,) = copies.nonzero()
         copies[at] = _copied(cache, last[at])
@@ -63,6 +63,8 @@ def plan_extend(
                 "but tokens in it are reserved and not yet written; write them for every layer first"
             )
         pages += len(at)
+        if not len(at):
+            copies = None
     return ExtendPlan(named, counts, rows, more, growth, copies, pages)
 
 
@@ -88,7 +90,7 @@ def commit_extend(cache: PagedKVCache, plan: ExtendPlan, into: Slots | None) -> 
     if plan.pages:
         _take_pages(cache, plan)
     starts, last = sequences.lengths[rows], sequences.last[rows]
-    if (counts == 1).all():  # one token per sequence, in its last page
+    if np.count_nonzero(counts == 1) == len(counts):  # one token per sequence, in its last page
         positions, pages = starts, last
         offsets = starts - (sequences.counts[rows] - 1) * size
         index = last * size + offsets

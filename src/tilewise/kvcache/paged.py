@@ -163,7 +163,7 @@ class PagedKVCache:
         named, rows = self.sequences.some(seq)
         each = 1 if count is None else checks.integer("count", count, 0)
         self._check_unmanaged(named, "fork")
-        children = self.copy_rows(rows if each == 1 else np.repeat(rows, each))
+        children = self.copy_rows(rows, each)
         return children[0] if count is None and not several(seq) else children
 
     def free(self, seq: int | Sequence[int]) -> None:
@@ -372,12 +372,14 @@ class PagedKVCache:
             self._managed.add(seq)
         return seq
 
-    def copy_rows(self, rows: Ints, *, managed: bool = False) -> list[int]:
-        """A new sequence for each of these rows of `sequences`, with its tokens; a row may be named more than once."""
-        seqs = self._number(len(rows))
-        self.sequences.copy(seqs, rows)
+    def copy_rows(self, rows: Ints, each: int = 1, *, managed: bool = False) -> list[int]:
+        """`each` new sequences for each of these rows of `sequences`, with its tokens; a row may be named twice."""
+        if len(rows) > 1 and each != 1:
+            rows, each = np.repeat(rows, each), 1
+        seqs = self._number(len(rows) * each)
         lead, rest = self.sequences.lists(rows)
-        self.pool.retain_lists(lead, len(rows), rest)
+        self.pool.retain_lists(lead, len(seqs), rest)
+        self.sequences.copy(seqs, rows)
         if managed:
             self._managed.update(seqs)
         return seqs

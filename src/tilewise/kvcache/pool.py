@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -33,6 +32,10 @@ class PagePool:
         self.free_pages -= int((self.refs[pages] == 0).sum())
         self.refs[pages] += 1
 
+    def share(self, pages: Pages) -> None:
+        """retain() of pages that somebody holds."""
+        self.refs[pages] += ONE
+
     def retain_lists(self, lead: Pages, times: int, rest: Ints) -> None:
         """Hold pages that somebody holds `times` more: those of `lead`, named once each, and once more for every time
         that it is named each page of `rest`."""
@@ -46,14 +49,22 @@ class PagePool:
     def release_lists(self, lead: Pages | Ints, times: int, rest: Ints) -> None:
         """The reverse of retain_lists(); pages that nobody holds are free again."""
         self.losses += 1
-        left = self.refs[lead] - np.int32(times)
-        self.refs[lead] = left
-        self._note_free(lead[left == 0])
+        if len(lead):
+            left = self.refs[lead] - np.int32(times)
+            self.refs[lead] = left
+            if np.count_nonzero(left) < len(left):
+                self._note_free(lead[left == 0])
         if len(rest):
-            np.subtract.at(self.refs, rest, ONE)
-            freed = rest[self.refs.take(rest) == 0]
-            freed.sort()
-            self._note_free(freed[np.diff(freed, prepend=-1) > 0])
+            single = self.refs.take(rest) == 1  # held, and so named, once
+            own = rest[single]
+            self.refs[own] = 0
+            self._note_free(own)
+            if len(own) < len(rest):
+                rest = rest[~single]
+                np.subtract.at(self.refs, rest, ONE)
+                freed = rest[self.refs.take(rest) == 0]
+                if len(freed):
+                    self._note_free(np.unique(freed))
 
     def leave(self, pages: Ints) -> None:
         """Hold the pages once less for every time that they are named; others hold them still."""
@@ -65,7 +76,7 @@ class PagePool:
             self.generation[pages] += 1
             self.fill[pages] = 0
             self.free_pages += len(pages)
-            self._lowest = min(self._lowest, int(pages.min()))
+            self._lowest = min(self._lowest, int(np.minimum.reduce(pages)))
 
     def take(self, last_pages: Ints, wanted: Ints) -> Pages:
         """Hold `wanted` free pages, one at least, for each sequence, whose last page is given or -1; enough are free.
@@ -74,7 +85,7 @@ class PagePool:
         pages right after its last one if they are free, else the first free run that is long enough, else the longest
         runs, so that the pieces are few.
         """
-        total = int(wanted.sum())
+        total = int(np.add.reduce(wanted))
         assert total <= self.free_pages
         self.free_pages -= total
         if total == len(wanted):  # one each, as in a decode step
@@ -103,7 +114,8 @@ class PagePool:
             pages, counts = ranges(starts[at], wanted[at]), wanted[at]
             at = at[np.maximum.reduceat(self.refs[pages], np.cumsum(counts) - counts) == 0]
             # Ranges overlap only where sequences share their last page; the first of these has what comes after it.
-            at = at[np.unique(starts[at], return_index=True)[1]]
+            if len(set(starts[at].tolist())) < len(at):
+                at = at[np.unique(starts[at], return_index=True)[1]]
             self.refs[ranges(starts[at], wanted[at])] = 1
             served[:] = False
             served[at] = True
@@ -126,15 +138,16 @@ class PagePool:
         pages = last_pages + 1
         # The page after the last of all is out of range, and the one after -1 is no neighbour.
         taken = self.refs.take(pages, mode="clip") > 0
-        taken |= (pages == 0) | (pages == self.num_pages)
-        if not taken.all():
-            (at,) = (~taken).nonzero()
+        taken |= (last_pages < 0) | (pages == self.num_pages)
+        (at,) = (~taken).nonzero()
+        if len(at):
             if len(set(pages[at].tolist())) < len(at):  # they share their last page, and the first has the one after it
                 at = at[np.unique(pages[at], return_index=True)[1]]
                 taken[:] = True
                 taken[at] = False
             self.refs[pages[at]] = 1
-        pages[taken] = self._take_lowest(int(np.count_nonzero(taken)))
+        if len(at) < len(pages):
+            pages[taken] = self._take_lowest(len(pages) - len(at))
         return pages.astype(np.int32)
 
     def _take_lowest(self, count: int) -> Ints:
@@ -155,6 +168,7 @@ class _Holes:
     def __init__(self, refs: Pages, lowest: int) -> None:
         self._refs, self._scanned, self._span = refs, lowest, 4 * SCAN
         self._starts, self._lengths = np.empty(0, np.int64), np.empty(0, np.int64)
+        self._known: dict[int, int] = {}  # the first run of so many pages, which is never one before the last found
 
     def cut(self, count: int) -> tuple[int, int]:
         """The first page and the pages of what goes to somebody who wants `count`, which is no longer free."""
@@ -171,10 +185,13 @@ class _Holes:
 
     def _fitting(self, count: int) -> int:
         """The first run of at least `count` pages, else the longest."""
-        known = 0
+        known = self._known.get(count, 0)
+        if known < len(self._lengths) and self._lengths[known] >= count:
+            return known
         while True:
             fits = self._lengths[known:] >= count
             if len(fits) and fits[at := int(fits.argmax())]:
+                self._known[count] = known + at
                 return known + at
             known = len(self._lengths)
             if not self._scan():
@@ -239,41 +256,3 @@ class CacheStats:
             f"{self.tokens_stored} tokens stored serve {self.tokens_logical} tokens of sequences; "
             f"{self.bytes_used / 2**20:.1f} of {self.bytes_total / 2**20:.1f} MiB, utilisation {self.utilisation:.0%}"
         )
-
-
-class GrowingArray:
-    """A one-dimensional array that is appended to, with room to spare so that one token per step costs no copy.
-
-    Views handed out earlier stay what they were: values in use are never changed in place.
-    """
-
-    __slots__ = ("_data", "size")
-
-    def __init__(self, values: npt.NDArray[Any]) -> None:
-        self._data = values.copy()
-        self.size = len(values)
-
-    def append(self, values: npt.NDArray[Any]) -> None:
-        size = self.size + len(values)
-        if size > len(self._data):
-            self._grow(size)
-        self._data[self.size : size] = values
-        self.size = size
-
-    def push(self, value: int) -> None:
-        """append() of one value."""
-        if self.size == len(self._data):
-            self._grow(self.size + 1)
-        self._data[self.size] = value
-        self.size += 1
-
-    def _grow(self, size: int) -> None:
-        data = np.empty(max(size, 2 * len(self._data), 8), self._data.dtype)
-        data[: self.size] = self._data[: self.size]
-        self._data = data
-
-    def view(self) -> npt.NDArray[Any]:
-        """The values so far, read-only, without a copy."""
-        values = self._data[: self.size]
-        values.flags.writeable = False
-        return values

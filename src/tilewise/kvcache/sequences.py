@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from tilewise import checks
 from tilewise.kvcache.pool import Ints, Pages
+
+if TYPE_CHECKING:
+    from tilewise.kvcache.lineage import Kinship
 
 MANY = 2**40  # a count of tokens that no cache has room for
 
@@ -31,6 +34,7 @@ class Sequences:
         self.rows: dict[int, int] = {}
         self.lengths, self.counts, self.last, self.stamps = (np.zeros(8, np.int64) for _ in range(4))
         self.table: Pages = np.zeros((8, 8), np.int32)
+        self.kinship: Kinship | None = None  # who shares pages with whom, kept once somebody asks for it
         self._stamp = 0  # the last one given
         self._unused: list[int] = []
         # The sequences asked for last, and their rows: steps mostly go over the same ones.
@@ -43,20 +47,25 @@ class Sequences:
         self.table[rows, : len(pages)] = pages
         self.lengths[rows], self.counts[rows] = length, len(pages)
         self.last[rows] = pages[-1] if len(pages) else -1
+        if self.kinship is not None:
+            self.kinship.join(int(rows[0]))
 
     def add_empty(self, seqs: list[int]) -> None:
         rows = self._new_rows(seqs)
         self.lengths[rows] = self.counts[rows] = 0
         self.last[rows] = -1
+        if self.kinship is not None:
+            self.kinship.append(rows)
 
     def copy(self, seqs: list[int], sources: Ints) -> None:
-        """New sequences with the page lists and lengths of the rows `sources`, one each."""
+        """New sequences with the page lists and lengths of the rows `sources`: one each, or all of the one row."""
         rows = self._new_rows(seqs)
         counts = self.counts[sources]
-        width = int(counts.max(initial=0))
-        one = len(sources) and (sources == sources[0]).all()
-        self.table[rows, :width] = self.table[sources[0] if one else sources, :width]
+        width = max(counts.tolist(), default=0)
+        self.table[rows, :width] = self.table[sources, :width]
         self.lengths[rows], self.counts[rows], self.last[rows] = self.lengths[sources], counts, self.last[sources]
+        if self.kinship is not None:
+            self.kinship.fork(rows, sources)
 
     def end(self, seqs: Sequence[int]) -> Ints:
         """The rows of sequences that live no longer. Their page lists stay until clear() is told of the rows."""
@@ -65,8 +74,10 @@ class Sequences:
 
     def clear(self, rows: Ints) -> None:
         """Empty rows of sequences that have ended: others may have them."""
-        self.table[rows, : int(self.counts[rows].max(initial=0))] = 0
+        self.table[rows, : max(self.counts[rows].tolist(), default=0)] = 0
         self._unused += rows.tolist()
+        if self.kinship is not None:
+            self.kinship.leave(rows)
 
     def row(self, seq: int, name: str = "seq") -> int:
         """Raises ValueError unless the sequence is alive."""
@@ -112,14 +123,20 @@ class Sequences:
     def lists(self, rows: Ints) -> tuple[Pages, Ints]:
         """The pages that all of these rows begin with, and what comes after those, one row after another."""
         counts = self.counts[rows]
-        least, width = (int(counts.min()), int(counts.max())) if len(rows) else (0, 0)
         if len(rows) < 2:
-            return self.table[rows[:1], :width].reshape(-1), np.empty(0, np.int64)
-        block = self.table[rows, :width]
-        same = (block[1:, :least] == block[0, :least]).all(0)
-        lead = least if same.all() else int(same.argmin())
-        rest = block[:, lead:][np.arange(lead, width) < counts[:, None]]
-        return block[0, :lead], rest.astype(np.int64)
+            return self.table[rows[:1], : counts[0] if len(rows) else 0].reshape(-1), np.empty(0, np.int64)
+        each = counts.tolist()
+        least, width = min(each), max(each)
+        lead = 0
+        if self.kinship is not None:
+            lead = self.kinship.shared_by(rows)
+        elif least:
+            same = np.logical_and.reduce(self.table[rows[1:], :least] == self.table[rows[0], :least])
+            lead = int(same.argmin())
+            if same[lead]:
+                lead = least
+        rest = self.table[rows, lead:width][np.arange(lead, width) < counts[:, None]]
+        return self.table[rows[0], :lead], rest.astype(np.int64)
 
     def padded(self, rows: Ints, fill: int) -> Pages:
         """(len(rows), most pages of any) int32: their page lists, filled up."""
@@ -130,7 +147,7 @@ class Sequences:
     def grow(self, rows: Ints, growth: Ints, pages: Pages) -> None:
         """Add `growth` pages at the end of each, all of them one after another in `pages`."""
         counts = self.counts[rows]
-        self._widen(int((counts + growth).max()))
+        self._widen(int(np.maximum.reduce(counts + growth)))
         if len(pages) == len(rows):
             self.table[rows, counts] = pages
             self.last[rows] = pages
@@ -145,6 +162,8 @@ class Sequences:
         self.table[rows, self.counts[rows] - 1] = pages
         self.last[rows] = pages
         self._restamp(rows)
+        if self.kinship is not None:
+            self.kinship.replace(rows)
 
     def _new_rows(self, seqs: list[int]) -> Ints:
         """A row for each of them."""
@@ -183,6 +202,8 @@ class Sequences:
 
 def several(seq: Any) -> bool:
     """Whether it is a list of sequence numbers, not one number."""
+    if type(seq) in (int, list):
+        return type(seq) is list
     if isinstance(seq, (np.ndarray, torch.Tensor)):
         return seq.ndim > 0
     return isinstance(seq, Sequence) and not isinstance(seq, str)
@@ -190,12 +211,14 @@ def several(seq: Any) -> bool:
 
 def check_seqs(seqs: Any, name: str = "seqs") -> list[int]:
     """`seqs`, a list, tensor or array of sequence numbers, as a list of ints."""
+    if type(seqs) is list and _all_ints(seqs):
+        return seqs
     if isinstance(seqs, (torch.Tensor, np.ndarray)):
         seqs = seqs.tolist()
     if isinstance(seqs, str) or not isinstance(seqs, Sequence):
         raise TypeError(f"{name} must be a list of sequence numbers, got {type(seqs).__name__}")
     if _all_ints(seqs):
-        return seqs if type(seqs) is list else list(seqs)
+        return list(seqs)
     return [checks.integer(name, seq) for seq in seqs]
 
 

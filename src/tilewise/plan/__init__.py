@@ -2,13 +2,14 @@
 
 tiles.py has the vocabulary (bands, tiles, Plan), dense.py and tree.py make plans, cost.py says what sharing costs,
 schedule.py (with schedule_*.py) holds block-sparse patterns, blocks.py makes work of them and of the blocks of mask
-functions, worklist.py (with ranges.py, items.py and deal.py) lays a decode plan out for a kernel, show.py is for
-people.
+functions, worklist.py (with ranges.py, items.py and deal.py) lays a decode plan out for a kernel, step.py puts chunks
+of prompts beside a decode plan, show.py is for people.
 """
 
 from tilewise.plan.cost import CPU_COST, CostModel
 from tilewise.plan.dense import cut, plan_dense, plan_shared_prefix, plan_varlen
 from tilewise.plan.schedule import BlockSchedule
+from tilewise.plan.step import ChunkPlan, StepPlan
 from tilewise.plan.tiles import (
     OPEN,
     Band,
@@ -32,12 +33,14 @@ __all__ = [
     "Band",
     "BlockSchedule",
     "BlockTiles",
+    "ChunkPlan",
     "CostModel",
     "DecodePlan",
     "Ints",
     "PagedTiles",
     "Plan",
     "Rectangle",
+    "StepPlan",
     "Tiles",
     "Window",
     "Work",

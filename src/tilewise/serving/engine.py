@@ -396,6 +396,9 @@ class Engine:
 
     def _end_overdue(self) -> None:
         """End requests that are past their deadlines."""
+        if len(self._deadlines) > 2 * len(self._requests) + 64:  # mostly of requests that are done long before
+            self._deadlines = [one for one in self._deadlines if one[1] in self._requests]
+            heapq.heapify(self._deadlines)
         now = time.monotonic()
         while self._deadlines and self._deadlines[0][0] <= now:
             request = self._requests.get(heapq.heappop(self._deadlines)[1])

@@ -86,7 +86,9 @@ class Streams:
                 raise mailbox.error
         finally:
             self._open.pop(number, None)
-            self._left.append(number)
+            self._left.append(number)  # the next step, if it is not done yet, cancels it
+            if not request.left:
+                engine._requests.pop(number, None)
 
     def _run(self) -> None:
         """Step while there is anything to do."""

@@ -218,7 +218,7 @@ struct Loader {
             const int word = slot < args.slots ? words() : 0, ahead = slot + (kTileStages > 0 ? kStreamers : kWarps);
             if (ahead < args.slots) ptx::touch(word_of(ahead));
             const int rows = field(word, kRowsWord), caller_head = field(word, kCallerHeadWord);
-            const int sequence = field(word, kTableWord);
+            const int sequence = field(word, kSequenceWord);
             if (rows == 0) {  // no item follows an empty one
                 slot = args.slots;
                 return;
@@ -229,7 +229,7 @@ struct Loader {
             if (head < rows && head < group)
                 ptx::touch(static_cast<const Element*>(args.q) + (caller_head >> 12) * args.q_strides.batch +
                            (kv_head * group + head) * args.q_strides.head + lane * 64 % kHeadDim);
-            table = page_table(args, sequence, kv_head, field(word, kTailFromWord));
+            table = page_table(args, field(word, kTableWord), kv_head, field(word, kTailFromWord));
             if constexpr (kScaled && kScaleRuns) point_at_scales();
             page = ptx::shuffle(word, kBoxes == 2 && lane >= 16 ? kSecondPageWord : kPageWord);
             fresh = kTma && !kSelected && (!kScaled || kScaleRuns) && field(word, kPageWord) >= 0 &&
@@ -260,7 +260,7 @@ struct Loader {
     }
     // Finds where the item begins and ends; the span is empty if the sequence does not reach the item's piece
     TILE_DEVICE void measure(int word) {
-        const int length = length_of(args, field(word, kTableWord), kv_head);
+        const int length = length_of(args, field(word, kSequenceWord), kv_head);
         span = span_of(args, field(word, kKindWord) & kOwn, field(word, kStartWord), field(word, kStopWord), length);
         chunk = span.begin / kChunk;
         end = span.end > span.begin ? (span.end + kChunk - 1) / kChunk : 0;

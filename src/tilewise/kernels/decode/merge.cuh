@@ -226,7 +226,7 @@ TILE_DEVICE void fold_runs(typename Lanes::State& all, const DecodeArgs& args, c
 
 // ---- the end of an item ---------------------------------------------------------------------------------------------
 TILE_DEVICE void put_item(const DecodeArgs& args, const DecodeItem& item, const Staged& staged) {
-    const States own = states_of(item, length_of(args, item.table, item.kv_head()));
+    const States own = states_of(item, length_of(args, item.sequence, item.kv_head()));
 #pragma unroll 1
     for (int n = 0; n < item.rows; n++) {
         float max, sum, x[kFours][4];
@@ -240,7 +240,7 @@ TILE_DEVICE void put_item(const DecodeArgs& args, const DecodeItem& item, const 
 
 // Empty states for an own range without tokens. A piece that its sequence does not reach yet has no state at all.
 TILE_DEVICE void put_empty(const DecodeArgs& args, const DecodeItem& item) {
-    const States own = states_of(item, length_of(args, item.table, item.kv_head()));
+    const States own = states_of(item, length_of(args, item.sequence, item.kv_head()));
     if (item.state() >= own.count) return;
     const float x[kFours][4] = {};
 #pragma unroll 1

@@ -51,7 +51,7 @@ TILE_DEVICE void load_tiles(const DecodeArgs& args, const TensorMap& mK, const T
     const int is_v = lane / kTileCopies % 2;
     for (int round = 0; round < args.tile_rounds; round++) {
         const DecodeItem item = tile_item(args, round);
-        if (item.rows == 0) continue;
+        if (item.rows == 0) break;  // no item follows an empty one
         const Span span{item.start, item.stop};
         const PageTable table = page_table(args, item.table, item.kv_head(), item.tail_from);
         // A box without a token of the span is not requested: its page number may be anything.
@@ -302,7 +302,8 @@ struct TileBody {
     }
     TILE_DEVICE void run() {
         for (int round = 0; round < args.tile_rounds; round++) {
-            const DecodeItem item = share_of(tile_item(args, round));
+            const DecodeItem all = tile_item(args, round), item = share_of(all);
+            if (ptx::uniform(all.rows) == 0) break;  // no item follows an empty one
             Span span{item.start, item.stop};
             if (ptx::uniform(item.rows) == 0) {
                 pass_by(span);

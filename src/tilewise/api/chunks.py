@@ -1,0 +1,133 @@
+"""Chunks of prompts through the forward, on a GPU or in the emulator: a launch over pages; where there are nodes, which
+chunks share or which are pieces of their prefixes, one more for all of these, and one that merges the states."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from tilewise.api.prefill import attention_varlen
+from tilewise.gpu.merge_rows import merge_rows
+from tilewise.gpu.widen import widen
+from tilewise.kvcache import PagedKVCache
+from tilewise.kvcache.slots import upload
+from tilewise.plan.step import ChunkPlan
+from tilewise.plan.tiles import Ints
+from tilewise.scores import DecodeOptions
+
+WIDTH = 64  # pages: tables are as wide as a multiple of it, so that steps of similar lengths are calls of one kind
+
+
+class Launch(NamedTuple):
+    """What a launch of the forward is told of its sequences. page_table: of the cache; widened: of widened pages."""
+
+    starts_q: torch.Tensor
+    starts_k: torch.Tensor
+    page_table: torch.Tensor
+    widened: torch.Tensor
+
+
+class Nodes(NamedTuple):
+    """The nodes of a plan, each of them a sequence of a launch. asked: (n,), which of the given rows stands at each of
+    its rows; rows, table: which rows these make states of, and which of the n join each, as merge_rows takes them."""
+
+    launch: Launch
+    asked: torch.Tensor
+    rows: torch.Tensor
+    table: torch.Tensor
+
+
+class Tables(NamedTuple):
+    """A plan's tables on a device. own: of what each chunk reads that is in no node; pages: all of them, each once."""
+
+    own: Launch
+    nodes: Nodes | None
+    pages: torch.Tensor
+
+
+def tables_of(plan: ChunkPlan, cache: PagedKVCache) -> Tables:
+    """The plan's tables, made once per plan and cache, on the stream that is current then."""
+    kept = _kept.get(id(plan))
+    if kept is None:
+        kept = _kept[id(plan)] = {}
+        weakref.finalize(plan, _kept.pop, id(plan), None)
+    found = kept.get(cache.serial)
+    if found is None:
+        found = kept[cache.serial] = _make_tables(plan, cache)
+    return found
+
+
+# By a plan's address, for as long as it lives: a plan itself is a value, and keeps nothing of a device.
+_kept: dict[int, dict[int, Tables]] = {}
+
+
+def _make_tables(plan: ChunkPlan, cache: PagedKVCache) -> Tables:
+    size, device = cache.page_size, cache.device
+    lists = [cache.page_list(seq) for seq in plan.seqs]
+    pages = np.unique(np.concatenate(lists)).astype(np.int32)
+
+    def launch(rows: Sequence[int], keys: Sequence[int], of: Sequence[Ints]) -> Launch:
+        width = -(-max(map(len, of)) // WIDTH) * WIDTH
+        table = np.full((len(of), width), pages[0], np.int32)  # beyond a list's end anything will do that is a page
+        for row, its in zip(table, of, strict=True):
+            row[: len(its)] = its
+        starts = [np.concatenate([[0], np.cumsum(x)]).astype(np.int32) for x in (rows, keys)]
+        places = np.searchsorted(pages, table).astype(np.int32)
+        return Launch(*(upload(x, device) for x in (starts[0], starts[1], table, places)))
+
+    keys = [length - at for length, at in zip(plan.lengths, plan.own, strict=True)]
+    own = launch(plan.tokens, keys, [its[at // size :] for its, at in zip(lists, plan.own, strict=True)])
+    if not plan.nodes:
+        return Tables(own, None, upload(pages, device))
+    rows_of = [plan.row_order(node.first, node.end) for node in plan.nodes]
+    shared = launch(
+        [len(rows) for rows in rows_of],
+        [node.stop - node.start for node in plan.nodes],
+        [lists[plan.order[node.first]][node.start // size : node.stop // size] for node in plan.nodes],
+    )
+    asked = np.concatenate(rows_of)
+    # The states of a row in the order of the nodes, which is that of their tokens: merged in the same order each time.
+    rows, counts = np.unique(asked, return_counts=True)
+    by_row = np.argsort(asked, kind="stable").astype(np.int32)
+    table = np.full((len(rows), counts.max()), -1, np.int32)
+    table[np.arange(table.shape[1]) < counts[:, None]] = by_row
+    merged = (asked.astype(np.int64), rows.astype(np.int32), table)
+    return Tables(own, Nodes(shared, *(upload(x, device) for x in merged)), upload(pages, device))
+
+
+def attend_chunks(
+    q: torch.Tensor,
+    cache: PagedKVCache,
+    layer: int,
+    plan: ChunkPlan,
+    options: DecodeOptions,
+    out: torch.Tensor,
+    return_lse: bool,
+    backend: str,
+) -> list[torch.Tensor]:
+    """The chunks' rows q (rows, Hq, D): fills out, like q and no part of it; [the LSE (Hq, rows)] if asked for."""
+    tables = tables_of(plan, cache)
+    k_parts, v_parts = cache.parts(layer)
+    wide = cache.format.dtype != q.dtype
+    if wide:
+        k, v = widen(cache.format, k_parts, v_parts, tables.pages, q.dtype)
+    else:
+        k, v = k_parts[0], v_parts[0]
+
+    def forward(rows: torch.Tensor, launch: Launch, **more: Any) -> Any:
+        table = launch.widened if wide else launch.page_table
+        return attention_varlen(rows, k, v, launch.starts_q, launch.starts_k, page_table=table, backend=backend, **more)
+
+    nodes = tables.nodes
+    logs = return_lse or nodes is not None
+    got = forward(q, tables.own, causal=True, window=plan.window, out=out, return_lse=logs, **options)
+    if nodes is not None:
+        # A sink is a key without a value: it is in one of the sets of keys, the chunks' own.
+        rest = {name: x for name, x in options.items() if name != "sinks"}
+        states, their_logs = forward(q.index_select(0, nodes.asked), nodes.launch, return_lse=True, **rest)
+        merge_rows(out, got[1], states, their_logs, nodes.rows, nodes.table)
+    return [got[1]] if return_lse else []

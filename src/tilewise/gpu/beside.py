@@ -1,0 +1,63 @@
+"""Two streams of one card: work that waits for what was asked for before it, beside other work, and is waited for.
+
+Forked and joined by events, so that a graph captures both branches.
+"""
+
+from __future__ import annotations
+
+import threading
+from types import TracebackType
+from typing import Literal, NamedTuple
+
+import torch
+
+# How chunks of prompts and decodes share a card: on two streams, either given to it first, or one after the other.
+ORDER: Literal["decodes first", "chunks first", "apart"] = "decodes first"
+
+
+class _Pair(NamedTuple):
+    """The stream beside another one, and the events at which they fork and join."""
+
+    stream: torch.cuda.Stream
+    fork: torch.cuda.Event
+    join: torch.cuda.Event
+
+
+_local = threading.local()  # two threads on one stream must not take each other's events
+
+
+def _pair(main: torch.cuda.Stream) -> _Pair:
+    pairs: dict[tuple[int | None, int], _Pair] = _local.__dict__.setdefault("pairs", {})
+    key = (main.device_index, main.cuda_stream)
+    found = pairs.get(key)
+    if found is None:
+        # Before others wherever both have blocks to place: what stands here is the shorter of two.
+        stream = torch.cuda.Stream(main.device, priority=-1)
+        found = pairs[key] = _Pair(stream, torch.cuda.Event(), torch.cuda.Event())
+    return found
+
+
+class Beside:
+    """A branch beside the current stream of a device, after all that this has been given so far. Calls within `with`
+    go on the branch; `join` lets the first stream go on when those are done."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.main = torch.cuda.current_stream(device)
+        self.pair = _pair(self.main)
+        self.pair.fork.record(self.main)
+        self.within = torch.cuda.stream(self.pair.stream)
+
+    def __enter__(self) -> None:
+        self.pair.stream.wait_event(self.pair.fork)
+        self.within.__enter__()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.pair.join.record(self.pair.stream)
+        self.within.__exit__(kind, error, trace)
+        if error is not None:  # no branch of a capture is left open
+            self.join()
+
+    def join(self) -> None:
+        self.main.wait_event(self.pair.join)

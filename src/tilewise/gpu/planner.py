@@ -1,0 +1,328 @@
+"""Work lists that are made where they are used, kernels/decode/plan.cu: the memory of a standing plan.
+
+`PlannedList` is what WorkList is to other plans: the arrays that the decode kernels walk. Its tensors are made once,
+with room for any batch of so many sequences of so many tokens, and never move. `renew` sends what changed in one copy
+and launches the planner, which makes the list anew.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from tilewise import compiler, emulator
+from tilewise.compiler.spec import KernelSpec
+from tilewise.gpu.abi import FAR, PLAN_LIMITS, PlanArgs, PlanRoom
+from tilewise.plan.cost import MMA_STEP_CHUNKS, WHOLE_LIMITS
+from tilewise.plan.items import ITEM_WORDS
+from tilewise.plan.standing import StandingPlan
+from tilewise.plan.worklist import CHUNK, Shape, Splitting
+
+Ints = npt.NDArray[np.int32]
+Longs = npt.NDArray[np.int64]
+
+THREADS, SCAN_BYTES = 1024, 256  # decode/plan_block.cuh: kPlanThreads, kScanBytes
+MOST_KEYS = 4096  # decode/plan_work.cuh: kMostKeys
+MOST_BINS = 2048  # decode/plan_work.cuh: 1 << kBinBits
+UNIT = 16  # decode/plan_work.cuh: kUnit
+STEP_WORDS = 4  # decode/plan_work.cuh: kStepWords
+TILE_ROUNDS = 64  # tile items of a block, at most: a batch that has more is not shared
+CUT_PIECES = 2048  # pieces of own ranges that there is room for where ranges could as well stay whole
+WINDOW_GAPS = 512  # ranges that windows leave between nodes, at most
+
+
+class Batch(NamedTuple):
+    """The sequences of a step. rows (n,): theirs in the cache's arrays `table`, `counts` and `stamps` (Sequences says
+    what those are). lengths (n,): in tokens. order (n,): positions in `rows`, those below a node being neighbours.
+    nodes: (m, 5) as plan/flat.py has them."""
+
+    rows: Longs
+    lengths: Longs
+    order: Ints
+    nodes: Longs
+    table: Ints
+    counts: Longs
+    stamps: Longs
+
+
+class Room(NamedTuple):
+    """What a list has room for. ranges, pieces, tiles, states: all in all, pieces of streaming warps and of tiles for
+    one KV head. slots: units of a bin, of `together` heads each. tile_rounds: of a block."""
+
+    together: int
+    bins: int
+    ranges: int
+    pieces: int
+    tiles: int
+    states: int
+    slots: int
+    tile_rounds: int
+
+
+def room_for(plan: StandingPlan, shape: Shape, splitting: Splitting) -> Room:
+    """Room for any batch of the plan: what the planner falls back on always fits.
+
+    A range that may be taken whole has one piece then, and a longer one as many as its length asks for. More room than
+    that is for batches that are faster in more pieces, and for shared nodes.
+    """
+    heads, rows, longest = plan.heads_kv, plan.rows, plan.max_length
+    rows_each = plan.tokens_per_seq * (plan.heads_q // heads)
+    passes = -(-rows_each // shape.rows)
+    together = shape.warps if heads % shape.warps == 0 and rows * heads * passes > shape.blocks else 1
+    bins = shape.blocks * (1 if together > 1 or shape.tiles else shape.warps)
+    limits = (0, *(limit for limit, _ in splitting.pieces))
+    # A range may begin in the middle of a chunk.
+    most = max(
+        -(-min(longest, limit) // max(size, shape.chunk)) + 1
+        for below, (limit, size) in zip(limits, splitting.pieces, strict=False)
+        if longest > below
+    )
+    least = 1 if -(-longest // CHUNK) + 1 <= shape.longest else most
+    own = max(rows * least, min(rows * most, CUT_PIECES))
+    shares = plan.share is not False
+    pieces = own * passes + (4 * shape.blocks + 2 * rows if shares else 0)
+    states = own + (rows * (min(16, longest // splitting.shared) + 4) if shares else 0)
+    rounds = TILE_ROUNDS if shape.tiles else 0
+    each = -(-pieces * (heads // together) // bins)
+    windowed = plan.window is not None and plan.window[0] is not None
+    return Room(
+        together=together,
+        bins=bins,
+        ranges=-(-rows // 2) * 2 + (WINDOW_GAPS if windowed and shares else 0),
+        pieces=pieces,
+        tiles=min(MOST_KEYS, rounds * shape.blocks // heads),
+        states=states,
+        slots=2 * each + 8,
+        tile_rounds=rounds,
+    )
+
+
+def lay_out(rows: int, room: Room) -> tuple[PlanRoom, int]:
+    """Where the planner's block has what in its shared memory, and how many bytes all of it takes."""
+    n, bins = -(-rows // 4) * 4, _power_of_two(room.bins)
+    keys = min(MOST_KEYS, _power_of_two(max(room.pieces, room.tiles)))
+    sizes = {"sums": 4 * 32 * 33, **dict.fromkeys(("place", "length", "caller", "under"), 4 * n), "split": 16 * n}
+    sizes |= {"ranges": 32 * room.ranges, "nodes": 64 * n, "loads": 8 * bins}
+    sizes |= {**dict.fromkeys(("counts", "work", "ranks"), 4 * bins), "keys": 4 * keys, "next": 4 * room.tiles}
+    found, end = PlanRoom(), SCAN_BYTES
+    for name, size in sizes.items():
+        setattr(found, name, end)
+        end += size
+    return found, end
+
+
+def _power_of_two(count: int) -> int:
+    return max(32, 1 << (count - 1).bit_length())
+
+
+def _bits(size: int) -> int:
+    """Of a power of two."""
+    assert size & (size - 1) == 0, size
+    return size.bit_length() - 1
+
+
+def planner_spec(shared: int) -> KernelSpec:
+    constants = (("kSelected", False),)
+    return KernelSpec("decode_plan", "decode/plan.cu", "decode_plan", constants, THREADS, shared, product=True)
+
+
+class PageMirror:
+    """Which places of a card's page table hold which sequences' pages, and how many of them were sent.
+
+    A sequence keeps its place while it stays in the batch. A place is sent anew where its sequence's stamp changed, and
+    otherwise only the pages that came at its end.
+    """
+
+    def __init__(self, rows: int) -> None:
+        self._row = np.full(rows, -1, np.int64)  # of each place, in the cache
+        self._stamp = np.zeros(rows, np.int64)
+        self._sent = np.zeros(rows, np.int64)
+        self._place = np.full(0, -1, np.int64)  # of each row of the cache
+        self._rows, self._places = np.zeros(0, np.int64), np.zeros(0, np.int64)  # of the last batch
+
+    def follow(self, batch: Batch) -> tuple[Longs, Longs, Longs, Longs]:
+        """The places of the batch's sequences, (n,), and for each of them that has to be sent: its position in the
+        batch, its first page to send and the page up to which, (u,) each."""
+        rows = batch.rows
+        if len(rows) != len(self._rows) or not (rows == self._rows).all():
+            self._places, self._rows = self._find_places(rows, len(batch.table)), rows.copy()
+        places = self._places
+        stamps, counts = batch.stamps[rows], batch.counts[rows]
+        sent = self._sent[places]
+        changed = stamps != self._stamp[places]
+        if changed.any():
+            sent[changed] = 0
+            self._stamp[places] = stamps
+        (update,) = (counts > sent).nonzero()
+        self._sent[places] = counts
+        return places, update, sent[update], counts[update]
+
+    def _find_places(self, rows: Longs, cache_rows: int) -> Longs:
+        if len(self._place) < cache_rows:
+            self._place = np.append(self._place, np.full(cache_rows - len(self._place), -1, np.int64))
+        places = self._place[rows]
+        stays = np.zeros(len(self._row), np.bool_)
+        stays[places[places >= 0]] = True
+        (gone,) = (~stays & (self._row >= 0)).nonzero()
+        self._place[self._row[gone]] = -1
+        self._row[gone] = -1
+        (new,) = (places < 0).nonzero()
+        if len(new):
+            free = (self._row < 0).nonzero()[0][: len(new)]
+            places[new] = free
+            self._row[free] = rows[new]
+            self._place[rows[new]] = free
+            self._stamp[free] = 0  # no row's: all of its pages are sent
+        return places
+
+
+class PlannedList:
+    """The list of a standing plan on one device, for decode kernels of one shape.
+
+    items (blocks, slots, 16), tile_items (rounds, blocks, 16), order, live (rows,), states (rows, 4), pages (rows,
+    pages of the longest sequence): as in WorkList, whose part it takes; tails are not used. `made` (8,): what the
+    planner says of the list that it made, decode/plan_work.cuh.
+    """
+
+    tail_pages = selected_pages = 0
+
+    def __init__(self, plan: StandingPlan, shape: Shape, splitting: Splitting, device: torch.device) -> None:
+        self.plan, self.shape, self.device, self.page_size = plan, shape, device, plan.page_size
+        self.room = room = room_for(plan, shape, splitting)
+        self.sequences, self.blocks, self.total_states = plan.rows, shape.blocks, room.states
+        self.in_step = not shape.tiles and room.together > 1
+        self._rows_each = plan.tokens_per_seq * (plan.heads_q // plan.heads_kv)
+        width = -(-plan.max_length // plan.page_size)
+        each = room.together if shape.tiles else shape.warps
+        units = max(room.pieces * (plan.heads_kv // room.together), room.tiles * plan.heads_kv)
+
+        def zeros(*size: int) -> torch.Tensor:
+            return torch.zeros(size, dtype=torch.int32, device=device)
+
+        self.items = zeros(shape.blocks, room.slots * each, ITEM_WORDS)
+        self.tile_items = zeros(room.tile_rounds, shape.blocks, ITEM_WORDS)
+        self.order, self.states, self.live = zeros(plan.rows), zeros(plan.rows, 4), zeros(plan.rows)
+        self.pages = zeros(plan.rows + 1, width)  # a row more: kernels fetch ahead
+        self.made = zeros(8)
+        self._scratch = zeros(room.bins + shape.blocks + units)
+        self._step = zeros(STEP_WORDS + plan.rows * (4 + 5 + 4 + width) + 8)
+        self._mirror = PageMirror(plan.rows)
+        self._layout, shared = lay_out(plan.rows, room)
+        self.spec = planner_spec(shared)
+        self._args = self._arguments(splitting)
+        if device.type == "cuda":
+            self._kernel = compiler.load(self.spec, device)
+            self._launch_args = compiler.Args(self._args)
+
+    def _arguments(self, splitting: Splitting) -> PlanArgs:
+        plan, shape, room = self.plan, self.shape, self.room
+        weights, left = shape.weights, plan.window[0] if plan.window is not None else None
+        if len(splitting.pieces) != PLAN_LIMITS or len(WHOLE_LIMITS) != PLAN_LIMITS:
+            raise AssertionError(f"the planner takes {PLAN_LIMITS} sizes of pieces, got {splitting.pieces}")
+        a = PlanArgs(
+            step=self._step.data_ptr(),
+            table=self.pages.data_ptr(),
+            items=self.items.data_ptr(),
+            tile_items=self.tile_items.data_ptr(),
+            order=self.order.data_ptr(),
+            lengths=self.live.data_ptr(),
+            states=self.states.data_ptr(),
+            used=self._scratch.data_ptr(),
+            placed=self._scratch.data_ptr() + 4 * (room.bins + shape.blocks),
+            made=self.made.data_ptr(),
+            rows=plan.rows,
+            width=self.pages.shape[1],
+            page_size=plan.page_size,
+            tokens=plan.tokens_per_seq,
+            left=FAR if left is None else min(left, FAR),
+            heads=plan.heads_kv,
+            rows_each=self._rows_each,
+            together=room.together,
+            blocks=shape.blocks,
+            warps=shape.warps,
+            joiners=shape.joiners,
+            slots=room.slots,
+            tile_rounds=room.tile_rounds,
+            pass_rows=shape.rows,
+            tile_rows=shape.tile_rows,
+            wide_rows=splitting.tile_rows if shape.tiles else FAR,
+            in_turn=shape.in_turn,
+            chunk_bits=_bits(shape.chunk),
+            longest=shape.longest,
+            shared_tokens=splitting.shared,
+            item_cost=round(UNIT * weights.item_chunks),
+            step_cost=round(UNIT * (MMA_STEP_CHUNKS if shape.in_turn else weights.step_chunks)),
+            max_ranges=room.ranges,
+            max_pieces=room.pieces,
+            max_tiles=room.tiles,
+            max_states=room.states,
+            bins=room.bins,
+            groups=plan.heads_kv // room.together,
+            passes=-(-self._rows_each // shape.rows),
+            room=self._layout,
+            item_chunks=weights.item_chunks,
+            state_chunks=weights.state_chunks,
+            sprint=weights.sprint,
+        )
+        for n, (limit, size) in enumerate(splitting.pieces):
+            a.limits[n], a.size_bits[n] = limit, _bits(size)
+        return a
+
+    def tensors(self, device: torch.device) -> dict[str, torch.Tensor]:
+        """The arrays by their names."""
+        assert device == self.device
+        return {name: getattr(self, name) for name in ("items", "tile_items", "order", "states", "pages", "live")}
+
+    def renew(self, batch: Batch, **emulated: Any) -> None:
+        """Make this the list of a batch: one copy to the device and one launch on the current stream, no wait.
+
+        emulated: options of emulator.launch.
+        """
+        if self.device.type != "cuda":
+            self._fill(batch, lambda words: self._step.numpy())
+            known = {**self.tensors(self.device), "step": self._step, "scratch": self._scratch, "made": self.made}
+            emulator.launch(self.spec, (1, 1, 1), [self._args], known, **emulated)
+            return
+        # New pinned memory in each call: torch does not hand it out again before the copy is done.
+        staged: list[torch.Tensor] = []
+
+        def pinned(words: int) -> Ints:
+            staged.append(torch.empty(words, dtype=torch.int32, pin_memory=True))
+            return staged[0].numpy()
+
+        self._fill(batch, pinned)
+        self._step[: len(staged[0])].copy_(staged[0], non_blocking=True)
+        self._kernel.launch((1, 1, 1), self._launch_args, stream=compiler.raw_stream(self._kernel.ordinal))
+
+    def _fill(self, batch: Batch, buffer: Any) -> None:
+        """Write the step, decode/plan_work.cuh's PlanArgs.step, into `buffer(words)`."""
+        places, update, begin, end = self._mirror.follow(batch)
+        count, nodes, updates = len(batch.rows), len(batch.nodes), len(update)
+        at_nodes = STEP_WORDS + 4 * count
+        at_updates = STEP_WORDS + -(-(4 * count + 5 * nodes) // 4) * 4
+        at_pages = at_updates + 4 * updates
+        sizes = end - begin
+        total = int(sizes.sum())
+        step = buffer(at_pages + total)
+        step[:STEP_WORDS] = count, nodes, updates, 0
+        order = batch.order
+        sequences = step[STEP_WORDS:at_nodes].reshape(count, 4)
+        sequences[:, 0], sequences[:, 1], sequences[:, 2] = order, places[order], batch.lengths[order]
+        sequences[:, 3] = 0
+        if nodes:
+            step[at_nodes : at_nodes + 5 * nodes] = batch.nodes.ravel()
+        if not updates:
+            return
+        changes = step[at_updates:at_pages].reshape(updates, 4)
+        ends = np.cumsum(sizes)
+        changes[:, 0], changes[:, 1], changes[:, 2], changes[:, 3] = places[update], begin, sizes, ends - sizes
+        pages, rows = step[at_pages : at_pages + total], batch.rows[update]
+        if total == updates:
+            pages[:] = batch.table[rows, begin]
+            return
+        spans = zip(rows.tolist(), begin.tolist(), end.tolist(), ends.tolist(), strict=True)
+        for row, first, last, to in spans:
+            pages[to - (last - first) : to] = batch.table[row, first:last]
