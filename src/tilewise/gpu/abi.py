@@ -20,6 +20,7 @@ PANEL = 64  # tile/hopper.cuh: 16-bit columns of a panel
 PANEL_BYTES = 128  # tile/hopper.cuh: a row of a panel
 TILE_WORDS, LIST_HEADER = 16, 16  # prefill/work.cuh: of a WorkTile, and before a list of them
 MAX_PARTS = 6  # copy_pages.cu
+MOST_SMALL = 32  # decode/small_args.cuh: sequences of a launch
 # The C++ type of a torch dtype (tile/types.cuh), and its name in a tensor map.
 ELEMENTS = {torch.float32: "float", torch.bfloat16: "bf16", torch.float16: "half", FP8: "e4m3"}
 MAP_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", FP8: "fp8"}
@@ -170,6 +171,18 @@ class DecodeArgs(ctypes.Structure):
         ("selections", ctypes.c_int),
         ("own", ctypes.c_void_p),
     ]
+
+
+class SmallSequence(ctypes.Structure):
+    """decode/small_args.cuh: SmallSequence."""
+
+    _fields_ = [("caller", ctypes.c_int), ("tail_from", ctypes.c_int), ("piece", Divisor), ("rounds", Divisor)]
+
+
+class SmallArgs(ctypes.Structure):
+    """decode/small_args.cuh: SmallArgs."""
+
+    _fields_ = [("of", SmallSequence * MOST_SMALL)]
 
 
 class SelectArgs(ctypes.Structure):
