@@ -166,7 +166,6 @@ inline void let_dependents_start() {}
 inline void wait_for_prerequisites() {}
 
 // ---- clusters -----------------------------------------------------------------------------------------------------
-inline int cluster_rank() { return emu::cluster_rank(); }
 inline uint32_t address_in(uint32_t address, int rank) { return emu::address_in(address, rank); }
 inline void cluster_arrive() { emu::cluster_arrive(); }
 inline void cluster_wait() { emu::cluster_wait(); }

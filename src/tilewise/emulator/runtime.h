@@ -116,7 +116,6 @@ void bulk_wait(int groups_left);
 // ---- clusters -----------------------------------------------------------------------------------------------------
 // An address in the shared memory of a block of the cluster: its offset, its block's rank, and a bit that says so.
 constexpr uint32_t kClusterAddress = 1u << 31, kRankShift = 24;
-int cluster_rank();
 uint32_t address_in(uint32_t address, int rank);
 void cluster_arrive();
 void cluster_wait();

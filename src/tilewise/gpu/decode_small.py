@@ -172,7 +172,8 @@ def shared_bytes(fmt: KVFormat, shape: SmallShape) -> int:
     """Shared memory per block, as decode/small.cuh lays it out."""
     ring = shape.depth * shape.round * stage_bytes(fmt)
     slice_bytes = shape.rows * fmt.head_dim // shape.cluster * 4
-    return ring + 2 * shape.round * 512 + shape.states * (slice_bytes + 8 * shape.rows) + 16 * shape.depth + 8
+    barriers = shape.depth * (shape.warps + 1) + 1
+    return ring + 2 * shape.round * 512 + shape.states * (slice_bytes + 8 * shape.rows) + 8 * barriers
 
 
 def small_spec(
@@ -223,7 +224,7 @@ class SmallDecode:
         for n, (caller, tail_from, piece) in enumerate(zip(listed.order, listed.tail_from, pieces, strict=True)):
             rounds = -(-int(piece) // (CHUNK * shape.round))
             self.small.of[n] = SmallSequence(int(caller), int(tail_from), Divisor.by(int(piece)), Divisor.by(rounds))
-        self.grid = (listed.sequences * plan.heads_kv * shape.cluster, 1, 1)
+        self.grid = (shape.cluster, plan.heads_kv, listed.sequences)
         if device.type == "cuda":
             self.kernel = compiler.load(self.spec, device)
             self.launch_args = compiler.Args(*[compiler.TensorMap.blank()] * 2, a, self.small)

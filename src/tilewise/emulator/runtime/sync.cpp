@@ -53,7 +53,6 @@ void barrier_arrive(int id, int count) {
 }
 
 // ---- clusters -------------------------------------------------------------------------------------------------------
-int cluster_rank() { return int(self().block->rank); }
 uint32_t address_in(uint32_t address, int rank) {
     if (rank < 0 || size_t(rank) >= self().block->cluster->blocks.size())
         fail("block %d of a cluster of %zu", rank, self().block->cluster->blocks.size());

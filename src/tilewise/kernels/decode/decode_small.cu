@@ -14,7 +14,7 @@
 //
 // Constants: those of decode.cu, and
 // kCluster: blocks per cluster. kRound: chunks that the warps of a block compute between two of their meetings. kDepth:
-// rounds in the ring. kMostStates: states of a sequence at most. kHeadRows: query rows per sequence and KV head, rounded
+// rounds in the ring; 1 if no block has more than one round. kMostStates: states of a sequence at most. kHeadRows: query rows per sequence and KV head, rounded
 // up to a power of two.
 #include "tile/quant.cuh"
 constexpr Format kFormat = static_cast<Format>(kStoredAs);
@@ -23,14 +23,16 @@ constexpr Format kFormat = static_cast<Format>(kStoredAs);
 extern "C" __global__ void __launch_bounds__(32 * kWarps, kBlocksPerSm)
     decode_small(const __grid_constant__ TensorMap mK, const __grid_constant__ TensorMap mV,
                  const __grid_constant__ DecodeArgs args, const __grid_constant__ SmallArgs small) {
-    const int block = ptx::cluster_rank(), unit = blockIdx.x / kCluster, rank = ptx::uniform(threadIdx.x / 32);
-    const int sequence = unit / args.kv_heads, kv_head = unit - sequence * args.kv_heads;
+    const int block = blockIdx.x, kv_head = blockIdx.y, sequence = blockIdx.z;  // block: of a cluster
+    const int rank = ptx::uniform(threadIdx.x / 32);
     const SmallSequence& of = small.of[sequence];
     if (threadIdx.x == 0) {
         ptx::mbarrier_init(ptx::shared_address(uint32_t(kAtLanded)), 1);
-        if constexpr (kTma)
-            for (int n = 0; n < 2 * kDepth; n++)
-                ptx::mbarrier_init(ptx::shared_address(uint32_t(kAtFull + 8 * n)), kWarps);
+        ptx::fence_mbarrier_init();
+    }
+    if (kTma && threadIdx.x < kDepth * (kWarps + 1)) {
+        const bool values = threadIdx.x % (kWarps + 1) == kWarps;
+        ptx::mbarrier_init(ptx::shared_address(uint32_t(kAtFull + 8 * threadIdx.x)), values ? kWarps : 1);
         ptx::fence_mbarrier_init();
     }
     ptx::cluster_arrive();
@@ -67,7 +69,7 @@ extern "C" __global__ void __launch_bounds__(32 * kWarps, kBlocksPerSm)
         const Round round = share.round(n);
         body.score_round(loader, round, n, turn, length);
         ptx::sync_threads();  // all scores are there, and all warps are done with the round before
-        if (n > 0) loader.request(share, n - 1 + kDepth, turn.stage == 0 ? kDepth - 1 : turn.stage - 1);
+        if (kDepth > 1 && n > 0) loader.request(share, n - 1 + kDepth, turn.stage == 0 ? kDepth - 1 : turn.stage - 1);
         body.add_round(loader, round, n, turn);
         turn.next();
         if (!round.ends) continue;

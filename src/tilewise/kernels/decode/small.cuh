@@ -7,28 +7,30 @@
 
 static_assert(kFormat == Format::bits16 && !kNormalised && kRows == 8 && kBlocks == 1, "16-bit pages, up to eight rows");
 static_assert(!kTree && !kSelected && kWholeBoxes && kTiles == 1, "chunks of sixteen tokens in one page");
-static_assert(kHeadRows <= kRows && kRound % kWarps == 0 && kDepth >= 2, "every warp has its chunks of a round");
+static_assert(kHeadRows <= kRows && kRound % kWarps == 0, "every warp has its chunks of a round");
 constexpr int kMine = kRound / kWarps;                     // chunks of a round per warp
 constexpr int kOwnTiles = (kSteps + kWarps - 1) / kWarps;       // tiles of sixteen channels of O per warp
 constexpr int kSlice = kHeadRows * kHeadDim / kCluster;    // values of a state per block that merges
 static_assert(kHeadRows * kHeadDim % (4 * kCluster) == 0 && kDepth * kMine <= 32, "vectors; a page per lane");
 
 // Shared memory, in this order: the ring, a chunk's K and then its V; the scores of two rounds, lane by lane; the block's
-// slice of all states; their MaxSums; barriers of the ring, K and V apart; the barrier of the states.
+// slice of all states; their MaxSums; barriers of the ring, per stage one for the keys of each warp and one for all
+// values; the barrier of the states.
 constexpr int kAtScores = kDepth * kRound * kStageBytes, kScoreBytes = 32 * 16;
 constexpr int kAtStates = kAtScores + 2 * kRound * kScoreBytes;
 constexpr int kAtMaxSums = kAtStates + kMostStates * kSlice * 4;
 constexpr int kAtFull = kAtMaxSums + kMostStates * kHeadRows * 8;
-constexpr int kAtLanded = kAtFull + 2 * kDepth * 8;
+constexpr int kAtLanded = kAtFull + kDepth * (kWarps + 1) * 8;
 constexpr int kSmallBytes = kAtLanded + 8;
 TILE_DEVICE uint32_t keys_in(int stage, int chunk) { return (stage * kRound + chunk) * kStageBytes; }
 TILE_DEVICE uint32_t values_in(int stage, int chunk) { return keys_in(stage, chunk) + kChunkBytes; }
-TILE_DEVICE uint32_t full_barrier(int stage, bool values) { return kAtFull + (2 * stage + values) * 8; }
+TILE_DEVICE uint32_t keys_barrier(int stage, int rank) { return kAtFull + (stage * (kWarps + 1) + rank) * 8; }
+TILE_DEVICE uint32_t values_barrier(int stage) { return keys_barrier(stage, kWarps); }
 
 // Up to kRound chunks of one piece, which the warps of a block compute together
 struct Round {
     int first;   // token
-    int chunks;  // that exist
+    int chunks;  // that exist; none, or less, past the end of the block's part
     int state;   // the piece's number, and that of its state
     bool begins, ends;  // its piece
 };
@@ -94,8 +96,7 @@ struct SmallLoader {
 
     // Requests the chunks of round n of the share into `stage`, which all warps are done with
     TILE_DEVICE void request(const Share& share, int n, int stage) {
-        Round round{};
-        if (n < share.rounds) round = share.round(n);
+        const Round round = share.round(n);
         int page[kMine], live = 0;
 #pragma unroll
         for (int j = 0; j < kMine; j++) {
@@ -103,10 +104,10 @@ struct SmallLoader {
             live += rank + j * kWarps < round.chunks;
         }
         if constexpr (kTma) {
-            if (n >= share.rounds || !ptx::elect_leader()) return;
+            if (!ptx::elect_leader()) return;
 #pragma unroll
             for (int p = 0; p < 2; p++) {
-                const uint32_t full = window + full_barrier(stage, p);
+                const uint32_t full = window + (p ? values_barrier(stage) : keys_barrier(stage, rank));
                 ptx::mbarrier_arrive_expect(full, live * kChunkBytes);
 #pragma unroll
                 for (int j = 0; j < kMine; j++) {
@@ -151,17 +152,17 @@ struct SmallLoader {
     // Waits for this warp's own keys of a round: the first round of a block, or a later one
     TILE_DEVICE void wait_keys(Turn<kDepth> turn, bool first) const {
         if constexpr (kTma) {
-            ptx::mbarrier_wait(window + full_barrier(turn.stage, false), turn.lap);
+            ptx::mbarrier_wait(window + keys_barrier(turn.stage, rank), turn.lap);
         } else {
             if (first) ptx::copy_async_wait<2 * kDepth - 1>();
-            else ptx::copy_async_wait<2 * kDepth - 3>();
+            else if constexpr (kDepth > 1) ptx::copy_async_wait<2 * kDepth - 3>();
             ptx::sync_warp();
         }
     }
     // Waits for the values of all warps
     TILE_DEVICE void wait_values(Turn<kDepth> turn) const {
         if constexpr (kTma) {
-            ptx::mbarrier_wait(window + full_barrier(turn.stage, true), turn.lap);
+            ptx::mbarrier_wait(window + values_barrier(turn.stage), turn.lap);
         } else {
             ptx::copy_async_wait<2 * kDepth - 2>();
             ptx::sync_threads();
@@ -170,7 +171,7 @@ struct SmallLoader {
     // Zeroes the values of a chunk that arrived by TMA past the end: memory there may hold anything, and 0 · NaN is NaN
     TILE_DEVICE void clear_past_end(Turn<kDepth> turn, int chunk, int tokens) const {
         if constexpr (kTma) {
-            ptx::mbarrier_wait(window + full_barrier(turn.stage, true), turn.lap);
+            ptx::mbarrier_wait(window + values_barrier(turn.stage), turn.lap);
             for (int n = lane + tokens * kRowChunks; n < kChunk * kRowChunks; n += 32)
                 Shared<Vector16>(values_in(turn.stage, chunk) + place_of(n / kRowChunks, n % kRowChunks, 0))[0] =
                     Vector16{};
@@ -322,13 +323,14 @@ TILE_DEVICE void merge_slice(const DecodeArgs& args, const DecodeItem& item, int
             take(all, 0);
         else
             fold_accumulators(all, states, [&](State& run, int begin, int end) {
+                State next[kRun];  // all are loaded before the first is used
+#pragma unroll
+                for (int k = 0; k < kRun; k++)
+                    if (begin + k < end) take(next[k], begin + k);
                 run.clear();
-#pragma unroll 4
-                for (int state = begin; state < end; state++) {
-                    State next;
-                    take(next, state);
-                    run.fold(next);
-                }
+#pragma unroll
+                for (int k = 0; k < kRun; k++)
+                    if (begin + k < end) run.fold(next[k]);
             });
         const DecodeRow of = row_of(args, item, row);
         const RowEnd end = end_row(args, of.head, all.max, all.sum);

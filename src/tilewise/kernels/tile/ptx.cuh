@@ -267,11 +267,6 @@ template <int kGroupsLeft> TILE_DEVICE void bulk_wait_read() {
 }
 
 // ---- clusters: blocks that see each other's shared memory -----------------------------------------------------------
-TILE_DEVICE int cluster_rank() {
-    uint32_t rank;
-    asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
-    return int(rank);
-}
 // The address of the same place in the shared memory of block `rank` of the cluster
 TILE_DEVICE uint32_t address_in(uint32_t address, int rank) {
     uint32_t there;
