@@ -31,6 +31,7 @@ from tilewise.gpu.abi import (
 )
 from tilewise.gpu.decode_kernels import (
     BITS,
+    BLOCK_OVERHEAD,
     HEAD_DIMS,
     DecodeTiling,
     Parts,
@@ -45,6 +46,7 @@ from tilewise.scores import Scores
 
 ROWS = 8  # query rows per sequence and KV head that the kernel serves
 MOST_CLUSTER = 16  # blocks per cluster on Hopper
+REGISTERS = 65536  # of a multiprocessor
 RING_BYTES = 196608  # of shared memory for the ring, at most
 LONGEST = 8192  # tokens of a sequence: longer ones keep many blocks busy as they are
 
@@ -176,11 +178,18 @@ def shared_bytes(fmt: KVFormat, shape: SmallShape) -> int:
     return ring + 2 * shape.round * 512 + shape.states * (slice_bytes + 8 * shape.rows) + 8 * barriers
 
 
+def blocks_per_sm(fmt: KVFormat, shape: SmallShape) -> int:
+    """Blocks that a multiprocessor has shared memory for, up to what leaves 128 registers per thread."""
+    room = LIMITS["sm_90a"].shared_sm // (shared_bytes(fmt, shape) + BLOCK_OVERHEAD)
+    return max(1, min(REGISTERS // (128 * 32 * shape.warps), room))
+
+
 def small_spec(
     dtype: torch.dtype, fmt: KVFormat, page_size: int, shape: SmallShape, rule: tuple[str, str] = DECODE_RULES[0]
 ) -> KernelSpec:
     """The kernel for queries and pages of `dtype`."""
-    like = decode_spec(dtype, fmt, page_size, DecodeTiling(ROWS, shape.warps, 2, 1), tma=shape.tma, rule=rule)
+    tiling = DecodeTiling(ROWS, shape.warps, 2, blocks_per_sm(fmt, shape))
+    like = decode_spec(dtype, fmt, page_size, tiling, tma=shape.tma, rule=rule)
     constants = (
         *like.constants,
         ("kCluster", shape.cluster),

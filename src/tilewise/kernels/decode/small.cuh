@@ -311,6 +311,7 @@ TILE_DEVICE void merge_slice(const DecodeArgs& args, const DecodeItem& item, int
         const int at = block * kSlice + 4 * n, row = at / kHeadDim, column = at % kHeadDim;
         if (row >= item.rows) return;
         using State = RowState4<1>;
+        constexpr int kAtOnce = 8;  // as registers allow
         const auto take = [&](State& of, int state) {
             const Shared<float> ml(kAtMaxSums + (state * kHeadRows + row) * 8);
             const Vector16 four = Shared<Vector16>(kAtStates + (state * kSlice + 4 * n) * 4)[0];
@@ -323,14 +324,17 @@ TILE_DEVICE void merge_slice(const DecodeArgs& args, const DecodeItem& item, int
             take(all, 0);
         else
             fold_accumulators(all, states, [&](State& run, int begin, int end) {
-                State next[kRun];  // all are loaded before the first is used
-#pragma unroll
-                for (int k = 0; k < kRun; k++)
-                    if (begin + k < end) take(next[k], begin + k);
                 run.clear();
+#pragma unroll 1
+                for (int first = begin; first < end; first += kAtOnce) {
+                    State next[kAtOnce];  // all are loaded before the first is used
 #pragma unroll
-                for (int k = 0; k < kRun; k++)
-                    if (begin + k < end) run.fold(next[k]);
+                    for (int k = 0; k < kAtOnce; k++)
+                        if (first + k < end) take(next[k], first + k);
+#pragma unroll
+                    for (int k = 0; k < kAtOnce; k++)
+                        if (first + k < end) run.fold(next[k]);
+                }
             });
         const DecodeRow of = row_of(args, item, row);
         const RowEnd end = end_row(args, of.head, all.max, all.sum);
