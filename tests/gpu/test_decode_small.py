@@ -6,6 +6,7 @@ taken in turns, have none.
 
 from __future__ import annotations
 
+import ctypes
 from dataclasses import replace
 from unittest import mock
 
@@ -13,12 +14,13 @@ import pytest
 import torch
 from decode_cases import BF16, FP16, MODES, assert_decoded, check, decode, grow, make_cache, make_tree, queries
 
-from tilewise import plan_decode
+from tilewise import emulator, plan_decode
 from tilewise.arch import LIMITS
+from tilewise.compiler.spec import locate
 from tilewise.formats import KVFormat
 from tilewise.gpu import decode as decoding
 from tilewise.gpu.decode_kernels import HEAD_DIMS
-from tilewise.gpu.decode_small import SmallDecode, SmallShape, choose_shape, shared_bytes
+from tilewise.gpu.decode_small import SmallDecode, SmallShape, choose_shape, shared_bytes, small_spec
 from tilewise.plan.worklist import FAR, Splitting
 
 SHAPE = SmallShape(cluster=4, warps=4, round=4, depth=2, states=32, rows=4, tma=True)
@@ -145,6 +147,19 @@ def test_what_it_does_not_serve_goes_to_decode():
     assert served(shared, many, small=True, splitting=None)
     cut, seqs = make_cache((600, 40), head_dim=64)  # pages of the longer one are neighbours from some place on
     assert not served(cut, seqs, small=True)
+
+
+def test_shared_memory_is_as_the_kernel_lays_it_out(tmp_path):
+    fmt = KVFormat("bf16", 64)
+    for shape in (SHAPE, replace(SHAPE, cluster=1, rows=8, depth=3, round=8, states=16)):
+        spec = small_spec(BF16, fmt, 16, shape)
+        head = locate(spec.source).read_text().split("extern")[0]
+        source = tmp_path / "bytes.cu"
+        source.write_text(head + 'extern "C" __global__ void bytes(int* out) { *out = kSmallBytes; }\n')
+        out = torch.zeros(1, dtype=torch.int32)
+        facts = replace(spec, source=str(source), entry="bytes", threads=1)
+        emulator.launch(facts, (1, 1, 1), [ctypes.c_void_p(out.data_ptr())], {"out": out})
+        assert out.item() == spec.shared_bytes == shared_bytes(fmt, shape)
 
 
 def test_shapes_fit_a_card():

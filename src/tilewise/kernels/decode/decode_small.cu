@@ -26,23 +26,15 @@ extern "C" __global__ void __launch_bounds__(32 * kWarps, kBlocksPerSm)
     const int block = blockIdx.x, kv_head = blockIdx.y, sequence = blockIdx.z;  // block: of a cluster
     const int rank = ptx::uniform(threadIdx.x / 32);
     const SmallSequence& of = small.of[sequence];
-    if (threadIdx.x == 0) {
-        ptx::mbarrier_init(ptx::shared_address(uint32_t(kAtLanded)), 1);
-        ptx::fence_mbarrier_init();
-    }
-    if (kTma && threadIdx.x < kDepth * (kWarps + 1)) {
-        const bool values = threadIdx.x % (kWarps + 1) == kWarps;
-        ptx::mbarrier_init(ptx::shared_address(uint32_t(kAtFull + 8 * threadIdx.x)), values ? kWarps : 1);
-        ptx::fence_mbarrier_init();
-    }
-    ptx::cluster_arrive();
+    // What is looked up: the length, the pages and Q, none of which waits for another
+    const int known = length_of(args, sequence, kv_head);
+    SmallLoader loader(args, mK, mV, of, sequence, kv_head, rank, block);
+    if (threadIdx.x == 0) init_barriers(loader.window);
     if (kTma && threadIdx.x == 32 * kWarps - 1) {
         ptx::prefetch_tensor_map(&mK);
         ptx::prefetch_tensor_map(&mV);
     }
-    // What is looked up: the length, the pages and Q, none of which waits for another
-    const int length = length_of(args, sequence, kv_head);
-    SmallLoader loader(args, mK, mV, of, sequence, kv_head, rank, block);
+    ptx::cluster_arrive();
     DecodeItem item{};
     item.sequence = item.table = sequence;
     item.rows = args.rows_each.divisor;
@@ -51,6 +43,7 @@ extern "C" __global__ void __launch_bounds__(32 * kWarps, kBlocksPerSm)
     SmallStream body(args, loader.window, rank);
     body.load_q(item, 0);
     if constexpr (kTma) ptx::sync_threads();  // barriers are there
+    const int length = ptx::just_in_time(known);  // not waited for before Q is asked for
 
     const Share share(of, block, length);
 #pragma unroll
@@ -67,10 +60,13 @@ extern "C" __global__ void __launch_bounds__(32 * kWarps, kBlocksPerSm)
 #pragma unroll 1
     for (int n = 0; n < share.rounds; n++) {
         const Round round = share.round(n);
-        body.score_round(loader, round, n, turn, length);
+        const bool full = round.chunks == kRound;
+        if (full) body.score_round<true>(loader, round, n, turn, length);
+        else body.score_round<false>(loader, round, n, turn, length);
         ptx::sync_threads();  // all scores are there, and all warps are done with the round before
         if (kDepth > 1 && n > 0) loader.request(share, n - 1 + kDepth, turn.stage == 0 ? kDepth - 1 : turn.stage - 1);
-        body.add_round(loader, round, n, turn);
+        if (full) body.add_round<true>(loader, round, n, turn);
+        else body.add_round<false>(loader, round, n, turn);
         turn.next();
         if (!round.ends) continue;
         body.finish_piece();

@@ -26,6 +26,15 @@ TILE_DEVICE uint32_t keys_in(int stage, int chunk) { return (stage * kRound + ch
 TILE_DEVICE uint32_t values_in(int stage, int chunk) { return keys_in(stage, chunk) + kChunkBytes; }
 TILE_DEVICE uint32_t keys_barrier(int stage, int rank) { return kAtFull + (stage * (kWarps + 1) + rank) * 8; }
 TILE_DEVICE uint32_t values_barrier(int stage) { return keys_barrier(stage, kWarps); }
+// By one thread, whose addresses are then uniform: threads that do one each take turns.
+TILE_DEVICE void init_barriers(uint32_t window) {
+    ptx::mbarrier_init(window + kAtLanded, 1);
+    if constexpr (kTma)
+#pragma unroll
+        for (int n = 0; n < kDepth * (kWarps + 1); n++)
+            ptx::mbarrier_init(window + kAtFull + 8 * n, n % (kWarps + 1) == kWarps ? kWarps : 1);
+    ptx::fence_mbarrier_init();
+}
 
 // Up to kRound chunks of one piece, which the warps of a block compute together
 struct Round {
@@ -172,6 +181,7 @@ struct SmallLoader {
     TILE_DEVICE void clear_past_end(Turn<kDepth> turn, int chunk, int tokens) const {
         if constexpr (kTma) {
             ptx::mbarrier_wait(window + values_barrier(turn.stage), turn.lap);
+#pragma unroll 1
             for (int n = lane + tokens * kRowChunks; n < kChunk * kRowChunks; n += 32)
                 Shared<Vector16>(values_in(turn.stage, chunk) + place_of(n / kRowChunks, n % kRowChunks, 0))[0] =
                     Vector16{};
@@ -199,13 +209,15 @@ struct SmallStream : Stream {
         for (int j = 0; j < 4; j++) s[0][0][j] = as_float(four.word[j]);
     }
 
-    // The scores of this warp's chunks of round n
+    // The scores of this warp's chunks of round n. kFull, here and below: the round has kRound chunks, and the steps of
+    // neighbouring chunks overlap, with no branch between them.
+    template <bool kFull>
     TILE_DEVICE void score_round(const SmallLoader& loader, const Round& round, int n, Turn<kDepth> turn, int length) {
         loader.wait_keys(turn, n == 0);
 #pragma unroll
         for (int j = 0; j < kMine; j++) {
             const int chunk = rank + j * kWarps, token = round.first + chunk * kChunk;
-            if (chunk >= round.chunks) break;
+            if (!kFull && chunk >= round.chunks) break;
             ScoreTiles s;
             scores(s, keys_at + keys_in(turn.stage, chunk), 0);
             cap(s);
@@ -219,11 +231,11 @@ struct SmallStream : Stream {
 
     // The weights of round n against references that hold for all of it. False, and nothing is changed, if one has to
     // move.
-    TILE_DEVICE bool weigh_round(uint32_t (&packed)[kRound][2], const Round& round, int n) {
+    template <bool kFull> TILE_DEVICE bool weigh_round(uint32_t (&packed)[kRound][2], const Round& round, int n) {
         ScoreTiles s[kRound];
 #pragma unroll
         for (int c = 0; c < kRound; c++)
-            if (c < round.chunks) take_scores(n, c, s[c]);
+            if (kFull || c < round.chunks) take_scores(n, c, s[c]);
         const float max_before[2] = {max[0][0], max[0][1]}, sum_before[2] = {sum[0][0], sum[0][1]};
         if (round.begins)  // a piece's first chunk moves the references of all rows that see one of its keys
 #pragma unroll
@@ -235,7 +247,7 @@ struct SmallStream : Stream {
         bool moves = false;
 #pragma unroll
         for (int c = 0; c < kRound; c++) {
-            if (c >= round.chunks) continue;
+            if (!kFull && c >= round.chunks) continue;
             const Weights w = weigh(s[c], 0);
             moves |= too_large(w);
             sum[0][0] = w.sum[0][0], sum[0][1] = w.sum[0][1];
@@ -258,14 +270,15 @@ struct SmallStream : Stream {
             ptx::mma_16x8x16<Operand>(acc_o[0][j], f, b0, b1);
         }
     }
+    template <bool kFull>
     TILE_DEVICE void add_round(const SmallLoader& loader, const Round& round, int n, Turn<kDepth> turn) {
         uint32_t packed[kRound][2];
-        const bool fast = weigh_round(packed, round, n);
+        const bool fast = weigh_round<kFull>(packed, round, n);
         loader.wait_values(turn);
         if (fast) {
 #pragma unroll
             for (int c = 0; c < kRound; c++)
-                if (c < round.chunks) add_own_values(packed[c], turn.stage, c);
+                if (kFull || c < round.chunks) add_own_values(packed[c], turn.stage, c);
             return;
         }
 #pragma unroll 1
