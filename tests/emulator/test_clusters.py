@@ -1,4 +1,4 @@
-"""Clusters: bugs planted where blocks of a cluster count on each other, in decode_small.cu and in a kernel of its own."""
+"""Clusters: bugs planted where the blocks of a cluster count on each other are reported, or give wrong numbers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tilewise.plan.worklist import FAR, Splitting
 
 SHAPE = SmallShape(cluster=4, warps=4, round=4, depth=2, states=16, rows=4, tma=True)
 PIECES = Splitting(pieces=((FAR, 96),))
-# name: (file, old, new, words of which the report has one)
+# name: (file of decode/, old, new)
 PLANTED = {
     "stores before the other blocks have begun": ("decode_small.cu", "    ptx::cluster_wait();", "    //"),
     "a block that does not wait for its slice": (

@@ -6,7 +6,7 @@ no grid barrier, no scratch memory, no list of items. Results have the bits of d
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, Protocol
 
@@ -47,7 +47,8 @@ from tilewise.scores import Scores
 ROWS = 8  # query rows per sequence and KV head that the kernel serves
 MOST_CLUSTER = 16  # blocks per cluster on Hopper
 REGISTERS = 65536  # of a multiprocessor
-RING_BYTES = 196608  # of shared memory for the ring, at most
+WARPS = 4  # per block
+MOST_DEPTH = 6  # rounds in a ring
 LONGEST = 8192  # tokens of a sequence: longer ones keep many blocks busy as they are
 
 
@@ -128,14 +129,19 @@ def small_shape(
     """
     if small is None:
         small = q.device.type == "cuda" and pays_small(plan, processors)
-    if not small or masked or not one_range_each(listed) or not serves_small(plan, q.dtype, fmt, listed.page_size, card):
+    if (
+        not small
+        or masked
+        or not one_range_each(listed)
+        or not serves_small(plan, q.dtype, fmt, listed.page_size, card)
+    ):
         return None
     if isinstance(small, SmallShape):
         return small
     pieces = pieces_of(listed, splitting, room)
     states = int((-(-listed.capacity // pieces)).max(initial=1))
     rows = plan.tokens_per_seq * (plan.heads_q // plan.heads_kv)
-    return choose_shape(fmt, rows, len(plan.seqs) * plan.heads_kv, states, int(pieces.max()) // CHUNK, processors, card)
+    return choose_shape(fmt, rows, len(plan.seqs) * plan.heads_kv, states, int(pieces.max()) // CHUNK, processors)
 
 
 def one_range_each(listed: WorkList) -> bool:
@@ -151,19 +157,31 @@ def pieces_of(listed: WorkList, splitting: Splitting | None, room: int) -> Longs
 
 
 @lru_cache(maxsize=256)
-def choose_shape(
-    fmt: KVFormat, rows: int, units: int, states: int, chunks: int, processors: int, arch: str = "sm_90a"
-) -> SmallShape:
+def choose_shape(fmt: KVFormat, rows: int, units: int, states: int, chunks: int, processors: int) -> SmallShape | None:
     """The kernel's shape for `units` sequences and KV heads with up to `states` states each, of pieces of up to
-    `chunks` chunks."""
-    cluster = MOST_CLUSTER
-    rows = _power_above(rows)
-    while cluster > 1 and (cluster * units > processors or cluster >= 2 * states or rows * fmt.head_dim % (4 * cluster)):
+    `chunks` chunks; None if there are more states than the shared memory holds.
+
+    A block per piece, if all of them fit the card at once: then all bytes are asked for at once. Otherwise about as
+    many blocks as multiprocessors, with rings. Blocks of a cluster have to find room in one part of the card: only
+    clusters of two do so with a block per multiprocessor. With larger ones some multiprocessors get two blocks, and
+    there has to be room for them.
+    """
+    rows, most = _power_above(rows), min(MOST_CLUSTER, _power_above(states))
+    while most > 1 and rows * fmt.head_dim % (4 * most):
+        most //= 2
+    slots = _power_above(states)
+    at_once = SmallShape(most, WARPS, WARPS if chunks <= WARPS else 2 * WARPS, 1, slots, rows, True)
+    if states <= most and chunks <= at_once.round and units * most <= processors * blocks_per_sm(fmt, at_once):
+        return at_once
+    cluster = most
+    while cluster > 1 and cluster * units > processors:
         cluster //= 2
-    warps, together = 4, 4 if chunks <= 4 else 8
-    rounds = -(-states // cluster) * -(-chunks // together)
-    fits = min(RING_BYTES, LIMITS[arch].shared_block - 16384) // (together * stage_bytes(fmt))
-    return SmallShape(cluster, warps, together, max(2, min(rounds, fits)), max(16, _power_above(states)), rows, True)
+    for blocks, together in ((1, 2 * WARPS), (2, WARPS), (1, WARPS))[cluster > 2 :]:
+        for depth in range(max(2, min(MOST_DEPTH, -(-states // cluster) * -(-chunks // together))), 1, -1):
+            shape = SmallShape(cluster, WARPS, together, depth, slots, rows, True)
+            if blocks_per_sm(fmt, shape) >= blocks:
+                return shape
+    return None
 
 
 def _power_above(n: int) -> int:
@@ -181,14 +199,14 @@ def shared_bytes(fmt: KVFormat, shape: SmallShape) -> int:
 def blocks_per_sm(fmt: KVFormat, shape: SmallShape) -> int:
     """Blocks that a multiprocessor has shared memory for, up to what leaves 128 registers per thread."""
     room = LIMITS["sm_90a"].shared_sm // (shared_bytes(fmt, shape) + BLOCK_OVERHEAD)
-    return max(1, min(REGISTERS // (128 * 32 * shape.warps), room))
+    return min(REGISTERS // (128 * 32 * shape.warps), room)
 
 
 def small_spec(
     dtype: torch.dtype, fmt: KVFormat, page_size: int, shape: SmallShape, rule: tuple[str, str] = DECODE_RULES[0]
 ) -> KernelSpec:
     """The kernel for queries and pages of `dtype`."""
-    tiling = DecodeTiling(ROWS, shape.warps, 2, blocks_per_sm(fmt, shape))
+    tiling = DecodeTiling(ROWS, shape.warps, 2, max(1, blocks_per_sm(fmt, shape)))
     like = decode_spec(dtype, fmt, page_size, tiling, tma=shape.tma, rule=rule)
     constants = (
         *like.constants,
@@ -200,6 +218,25 @@ def small_spec(
     )
     name = "decode_small"
     return KernelSpec(name, f"decode/{name}.cu", name, constants, like.threads, shared_bytes(fmt, shape), product=True)
+
+
+def specs(card: str = "sm_90a", *, every: bool = False) -> list[KernelSpec]:
+    """The kernels as users of a card get them: bfloat16, D 128, four rows, pages of 16, for one sequence of 1024 tokens
+    and for eight of 8192; with `every`, all 16-bit formats and head dimensions, and cp.async."""
+    if not hopper(card):
+        return []
+    found = []
+    for name, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16)) if every else (("bf16", torch.bfloat16),):
+        for head_dim in HEAD_DIMS if every else (128,):
+            fmt = KVFormat(name, head_dim)
+            for units, chunks in ((8, 4), (64, 32)):
+                shape = choose_shape(fmt, 4, units, 16, chunks, 132)
+                assert shape is not None
+                for one in (shape, replace(shape, tma=False)) if every else (shape,):
+                    found.append(small_spec(dtype, fmt, 16, one))
+                    if every:
+                        found.append(small_spec(dtype, fmt, 64, one, DECODE_RULES[1]))
+    return found
 
 
 class SmallDecode:
@@ -251,7 +288,8 @@ class SmallDecode:
         **emulated: Any,
     ) -> None:
         """Fills o, and lse if there is one, both like q. emulated: options of emulator.launch."""
-        assert tree is None and selected is None
+        assert tree is None
+        assert selected is None
         a = self.args
         sinks = None if scores.sinks is None else scores.sinks.float().contiguous()
         a.q, a.o, a.lse = q.data_ptr(), o.data_ptr(), None if lse is None else lse.data_ptr()

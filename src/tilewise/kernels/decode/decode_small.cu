@@ -13,9 +13,9 @@
 // the two, scores are exchanged through shared memory.
 //
 // Constants: those of decode.cu, and
-// kCluster: blocks per cluster. kRound: chunks that the warps of a block compute between two of their meetings. kDepth:
-// rounds in the ring; 1 if no block has more than one round. kMostStates: states of a sequence at most. kHeadRows: query rows per sequence and KV head, rounded
-// up to a power of two.
+// kCluster: blocks per cluster. kRound: chunks that the warps of a block compute between two of their barriers.
+// kDepth: rounds in the ring; 1 if no block has more than one round. kMostStates: states of a sequence at most.
+// kHeadRows: query rows per sequence and KV head, rounded up to a power of two.
 #include "tile/quant.cuh"
 constexpr Format kFormat = static_cast<Format>(kStoredAs);
 #include "decode/small.cuh"

@@ -5,7 +5,7 @@
 #include "decode/small_args.cuh"
 #include "decode/stream.cuh"
 
-static_assert(kFormat == Format::bits16 && !kNormalised && kRows == 8 && kBlocks == 1, "16-bit pages, up to eight rows");
+static_assert(kFormat == Format::bits16 && !kNormalised && kBlocks == 1, "16-bit pages, up to eight rows");
 static_assert(!kTree && !kSelected && kWholeBoxes && kTiles == 1, "chunks of sixteen tokens in one page");
 static_assert(kHeadRows <= kRows && kRound % kWarps == 0, "every warp has its chunks of a round");
 constexpr int kMine = kRound / kWarps;                     // chunks of a round per warp
@@ -13,9 +13,9 @@ constexpr int kOwnTiles = (kSteps + kWarps - 1) / kWarps;       // tiles of sixt
 constexpr int kSlice = kHeadRows * kHeadDim / kCluster;    // values of a state per block that merges
 static_assert(kHeadRows * kHeadDim % (4 * kCluster) == 0 && kDepth * kMine <= 32, "vectors; a page per lane");
 
-// Shared memory, in this order: the ring, a chunk's K and then its V; the scores of two rounds, lane by lane; the block's
-// slice of all states; their MaxSums; barriers of the ring, per stage one for the keys of each warp and one for all
-// values; the barrier of the states.
+// Shared memory, in this order: the ring, a chunk's K and then its V; the scores of two rounds, lane by lane; the
+// block's slice of all states; their MaxSums; barriers of the ring, per stage one for the keys of each warp and one for
+// all values; the barrier of the states.
 constexpr int kAtScores = kDepth * kRound * kStageBytes, kScoreBytes = 32 * 16;
 constexpr int kAtStates = kAtScores + 2 * kRound * kScoreBytes;
 constexpr int kAtMaxSums = kAtStates + kMostStates * kSlice * 4;
@@ -198,7 +198,9 @@ struct SmallStream : Stream {
     TILE_DEVICE SmallStream(const DecodeArgs& a, uint32_t address, int warp)
         : Stream(a, address, 0), window(address), rank(warp) {}
 
-    static TILE_DEVICE uint32_t scores_of(int n, int chunk) { return kAtScores + (n % 2 * kRound + chunk) * kScoreBytes; }
+    static TILE_DEVICE uint32_t scores_of(int n, int chunk) {
+        return kAtScores + (n % 2 * kRound + chunk) * kScoreBytes;
+    }
     TILE_DEVICE void put_scores(int n, int chunk, const ScoreTiles& s) const {
         Shared<Vector16>(scores_of(n, chunk))[lane] =
             Vector16{{as_bits(s[0][0][0]), as_bits(s[0][0][1]), as_bits(s[0][0][2]), as_bits(s[0][0][3])}};
