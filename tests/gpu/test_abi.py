@@ -38,6 +38,7 @@ SOURCES: dict[str, tuple[tuple[tuple[str, Constant], ...], dict[str, type[ctypes
     "common/functions.cuh": ((), {"NoFunction": abi.NoFunctionArgs}),
     "decode/work.cuh": (DECODE, {"Paged": abi.Paged, "DecodeArgs": abi.DecodeArgs}),
     "decode/select.cu": ((), {"SelectArgs": abi.SelectArgs}),
+    "decode/small_args.cuh": ((), {"SmallSequence": abi.SmallSequence, "SmallArgs": abi.SmallArgs}),
     "common/append.cu": (
         APPEND,
         {"AppendSource": abi.Source, "AppendStore": abi.Store, "AppendArgs": abi.AppendArgs},
@@ -65,6 +66,7 @@ CONSTANTS = {
     "prefill/fold.cu": {"kThreads": pattern.FOLD_THREADS, "kAtKinds + kKindBytes": pattern.FOLD_SHARED},
     "prefill/kinds.cu": {"kThreads": pattern.FOLD_THREADS, "kKindBytes": pattern.KIND_SHARED},
     "decode/select.cu": {"kThreads": decode_kernels.SELECT_SPEC.threads},
+    "decode/small_args.cuh": {"kMostSmall": abi.MOST_SMALL},
     **{
         f"common/schedule_{name}.cu": {"kThreads": schedules.THREADS}
         for name in ("pack", "scatter", "lists", "transpose")
