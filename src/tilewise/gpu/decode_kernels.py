@@ -24,6 +24,7 @@ SELECT_SPEC = KernelSpec("select_pages", "decode/select.cu", "select_pages", (),
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 HEAD_DIMS = (64, 96, 128, 192, 256)
 TILE_HEAD_DIMS = (64, 96, 128)  # what two warpgroups have registers for beside the streaming warps
+TILE_GROUPS = 2  # groups of an int4 row, at most, whose sums they have registers for
 MAX_TOKENS, MAX_GROUP = 16, 64
 FORMATS = {"bf16": 0, "fp16": 0, "fp8": 1, "int8": 2, "int4": 3, "fp32": 4}  # tile/quant.cuh: Format
 BITS = {"bf16": 16, "fp16": 16, "fp8": 8, "int8": 8, "int4": 4, "fp32": 32}
@@ -43,6 +44,7 @@ class DecodeTiling:
     ring. blocks: per multiprocessor. tile_stages: tiles in the ring of the warps that compute tiles; 0 for a kernel
     without them. joiners: how many of those warps stream once their tiles are done. mma: tiles are computed by
     mma.sync, and the streaming warps of a block are among the warps that do so. tile_rows: rows of a tile item at most.
+    raw_stages: tiles of quantised codes in the ring from which they are widened into tiles.
     """
 
     rows: int
@@ -53,6 +55,7 @@ class DecodeTiling:
     joiners: int = 0
     mma: bool = False
     tile_rows: int = TILE_ROWS
+    raw_stages: int = 0
 
     @property
     def merging_warps(self) -> int:
@@ -85,6 +88,16 @@ def tile_bytes(fmt: KVFormat) -> int:
     return 2 * TILE_TOKENS * -(-fmt.head_dim // PANEL) * 2 * PANEL
 
 
+def raw_bytes(fmt: KVFormat) -> int:
+    """Bytes of K's and V's codes per tile; 0 where they are not widened."""
+    return 2 * TILE_TOKENS * fmt.head_dim * BITS[fmt.name] // 8 if BITS[fmt.name] < 16 else 0
+
+
+def factor_bytes(fmt: KVFormat) -> int:
+    """Bytes of what a quantised tile's tokens are multiplied with: decode/tile_factors.cuh."""
+    return TILE_TOKENS * (8 + (12 * scale_groups(fmt) if fmt.name == "int4" else 0)) + 16
+
+
 def scale_groups(fmt: KVFormat) -> int:
     return -(-fmt.head_dim // fmt.group_size) if fmt.name == "int4" else 1
 
@@ -102,14 +115,17 @@ def shared_bytes(fmt: KVFormat, tiling: DecodeTiling) -> int:
     """Shared memory per block, as decode/load.cuh and decode/stream.cuh lay it out."""
     if tiling.mma:
         return _mma_shared_bytes(fmt, tiling)
-    tiles = tiling.tile_stages * tile_bytes(fmt)
+    tiles = tiling.tile_stages * tile_bytes(fmt) + tiling.raw_stages * raw_bytes(fmt)
     rings = tiling.warps * tiling.stages
     scales = chunk_tokens(fmt) * {"fp8": 2 * 4, "int8": 2 * 4, "int4": 4 * 2 * scale_groups(fmt)}.get(fmt.name, 0)
-    at_fold = -(-(tiles + rings * stage_bytes(fmt)) // 1024) * 1024 + rings * (scales + 8)
-    at_fold += 8 * tiling.joiners * tiling.stages
-    at_fold = -(-(at_fold + 16 * tiling.tile_stages + 4 * tiling.stages) // 16) * 16
+    at_fold = -(-(tiles + rings * stage_bytes(fmt)) // 1024) * 1024
+    at_fold += (tiling.warps + tiling.joiners) * tiling.stages * (scales + 8)
+    at_fold = -(-(at_fold + 16 * (tiling.tile_stages + tiling.raw_stages) + 4 * tiling.stages) // 16) * 16
     if tiling.tile_stages:
         at_fold += (16 + 8) * 2 * TILE_ROWS
+    if tiling.raw_stages:
+        at_fold += 4 * TILE_ROWS * scale_groups(fmt) * (fmt.name == "int4")
+        at_fold += tiling.tile_stages * factor_bytes(fmt)
     return at_fold + tiling.warps * (fold_bytes(fmt, tiling.rows) + query_bytes(fmt, tiling.rows))
 
 
@@ -151,12 +167,7 @@ def choose_tiling(
         return max(2, min(8, RING_BYTES // warps // stage_bytes(fmt)))
 
     if tiles:
-        # Joiners stream through the memory of the tiles' ring: so much each.
-        each = -(-(stages(most) * stage_bytes(fmt) + fold_bytes(fmt, 8)) // 1024) * 1024
-        sizes = (
-            DecodeTiling(8, most, stages(most), 1, n, min(8, n * tile_bytes(fmt) // each)) for n in range(8, 1, -1)
-        )
-        return next(t for t in sizes if shared_bytes(fmt, t) <= limits.shared_block)
+        return _wgmma_tiling(fmt, stages(4), limits.shared_block)
     if deep:
         return DecodeTiling(8, most, min(8, 2 * stages(most)), 1)
     for warps in (most, most // 2, most // 4):
@@ -167,6 +178,25 @@ def choose_tiling(
             if fits(fmt, tiling, arch):
                 return tiling
     raise AssertionError(f"{fmt} fits no block of {arch}")
+
+
+def _wgmma_tiling(fmt: KVFormat, stages: int, room: int) -> DecodeTiling:
+    """The shape of a kernel with tiles by wgmma, whose streaming warps have rings of so many stages, in `room` bytes.
+
+    Of quantised caches there are three tiles, since the warpgroups hold two while a third is widened, and at least as
+    many tiles of codes on their way, for which the streams' rings have to make room.
+    """
+    wide = BITS[fmt.name] == 16
+    rings = [(stages, n, 0) for n in range(8, 1, -1)] if wide else []
+    rings += [] if wide else [(s, 3, n) for s in range(stages, 1, -1) for n in range(6, 2, -1)]
+    for s, tiles, raw in rings:
+        # Joiners stream through the memory of the tiles' rings: so much each.
+        each = -(-(s * stage_bytes(fmt) + fold_bytes(fmt, 8)) // 1024) * 1024
+        bytes_there = tiles * tile_bytes(fmt) + raw * raw_bytes(fmt)
+        tiling = DecodeTiling(8, 4, s, 1, tiles, min(8, bytes_there // each), raw_stages=raw)
+        if shared_bytes(fmt, tiling) <= room:
+            return tiling
+    raise AssertionError(f"{fmt} fits no block with tiles")
 
 
 def _copying_tiling(fmt: KVFormat, rows: int, most: int, arch: str) -> DecodeTiling:
@@ -252,6 +282,7 @@ def decode_spec(
         ("kTileStages", tiling.tile_stages),
         ("kJoiners", tiling.joiners),
         ("kTileRows", tiling.tile_rows),
+        ("kRawStages", tiling.raw_stages),
         ("kTileWhole", tiling.tile_stages > 0 and tiles_whole and fmt.head_dim % PANEL == 0),
     )
     entry = "decode_tree" if tiling.tile_stages else "decode32" if fmt.name == "fp32" else "decode"
@@ -310,12 +341,14 @@ def _tma_specs(dtype: torch.dtype, fmt: KVFormat, every: bool) -> list[KernelSpe
 def tiles_can(dtype: torch.dtype, fmt: KVFormat, tma: bool, card: str = "sm_90a") -> bool:
     """Is there a kernel with tiles for these queries and pages? If not, streaming warps take the shared nodes.
 
-    On Hopper warpgroups compute tiles, which come by TMA; on other cards warps do, by mma.sync. Quantised codes are
-    multiplied by streaming warps alone.
+    On Hopper warpgroups compute tiles, which come by TMA, and quantised codes are widened on the way; on other cards
+    warps do, by mma.sync, and quantised codes are multiplied by streaming warps alone.
     """
-    if fmt.dtype != dtype or BITS[fmt.name] != 16:
+    if not hopper(card):
+        return fmt.dtype == dtype and BITS[fmt.name] == 16
+    if not tma or fmt.head_dim not in TILE_HEAD_DIMS or BITS[fmt.name] > 16:
         return False
-    return tma and fmt.head_dim in TILE_HEAD_DIMS if hopper(card) else True
+    return fmt.dtype == dtype if BITS[fmt.name] == 16 else scale_groups(fmt) <= TILE_GROUPS
 
 
 def scales_in_runs(fmt: KVFormat, page_size: int, scales: Parts) -> bool:
@@ -371,11 +404,14 @@ def tile_map(codes: torch.Tensor, whole: bool) -> TensorMapSpec:
     """The map for tiles: a box is the tokens of a tile that lie in one page.
 
     It has one panel of 64 columns, (column, token, head, page), or with `whole` all panels of a head,
-    (column, token modulo 8, panel, token / 8, page).
+    (column, token modulo 8, panel, token / 8, page); of quantised codes whole rows, as they are.
     """
     pages, page_size, heads, head_dim = codes.shape
     page, token, head = _byte_strides(codes)
     box = next(n for n in (64, 32, 16) if page_size % n == 0)
+    if codes.element_size() == 1:
+        words = head_dim // 4
+        return TensorMapSpec("uint32", (words, page_size, heads, pages), (token, head, page), (words, box, 1, 1), 0)
     element = MAP_NAMES[codes.dtype]
     if not whole:
         return TensorMapSpec(element, (head_dim, page_size, heads, pages), (token, head, page), (PANEL, box, 1, 1), 128)
