@@ -56,7 +56,7 @@ struct ScaleRun {
 constexpr bool kCopies = !kTma || (kScaled && kScaleRuns);  // something comes by cp.async
 
 // Shared memory, in this order: the ring of tiles if there is one (tile.cuh), and of codes that become tiles
-// (tile_widen.cuh); the rings of the warps, on 1024 bytes as the swizzle wants; their scales; barriers and counters;
+// (tile_widen.cuh), with the part of Q that they need between them; the rings of the warps, on 1024 bytes as the swizzle wants; their scales; barriers and counters;
 // what the threads of tiles look up rarely; what the tokens of quantised tiles are multiplied with; and per warp the
 // saved state of a range that it folds piece by piece: O, then the MaxSum, lane by lane.
 //
@@ -69,8 +69,14 @@ constexpr int kMmaQBytes = kTileRows * kHeadDim * 2, kMmaStageBytes = 2 * kMmaTi
 constexpr int kAtMmaRows = kMmaQBytes + kTileStages * kMmaStageBytes, kAtMmaSources = kAtMmaRows + 20 * kTileRows;
 constexpr int kMmaBytes = kTilesByMma ? kAtMmaSources + kTileStages * 2 * kMmaTile * 8 : 0;
 constexpr bool kTilesByWgmma = kTileStages > 0 && kTma;
-constexpr int kTileTokens = 64;  // of a tile by wgmma
-constexpr int kAtRaw = kTilesByMma ? 0 : kTileStages * 2 * kTileTokens * ((kHeadDim + 63) / 64 * 128);
+// Tiles by wgmma: warpgroups of 64 rows that compute them, tokens of a tile, and how many of Q's sixteens of channels
+// come from shared memory, the last ones, because registers hold only the others
+constexpr int kTileGroups = kHeadDim > 128 ? 1 : 2, kTileTokens = kHeadDim > 128 ? 32 : 64;
+constexpr int kTileSharedQ = kHeadDim > 128 ? kHeadDim / 16 : kScaled && kHeadDim > 96 ? kHeadDim / 32 : 0;
+constexpr int kTileQPanels = (kTileSharedQ + 3) / 4;  // of 64 rows and 64 channels, per warpgroup
+constexpr int kTileQBytes = kTilesByWgmma ? kTileGroups * kTileQPanels * 64 * 128 : 0;
+constexpr int kAtTileQ = kTilesByMma ? 0 : kTileStages * 2 * kTileTokens * ((kHeadDim + 63) / 64 * 128);
+constexpr int kAtRaw = kAtTileQ + kTileQBytes;
 constexpr int kAtRings = kAtRaw + kRawStages * 2 * kTileTokens * kRowBytes;
 static_assert(kAtRings % 1024 == 0 && (kRawStages > 0) == (kTilesByWgmma && kScaled), "codes become tiles");
 constexpr int kAtScales = (kAtRings + kWarps * kStages * kStageBytes + 1023) / 1024 * 1024;
@@ -79,7 +85,7 @@ constexpr int kAtStreamBarriers = kAtScales + kStreamers * kStages * kScaleBytes
 constexpr int kAtTileBarriers = kAtStreamBarriers + kStreamers * kStages * 8;
 // Counters. Beside tiles: one, of the items that have been taken. In step: one per stage, of the warps that are done.
 constexpr int kFoldBytes = kRows * kHeadDim * 4 + kRows / 8 * 2 * 32 * 8;
-constexpr int kAtRawBarriers = kAtTileBarriers + (kTilesByMma ? 0 : kTileStages * 16);
+constexpr int kAtRawBarriers = kAtTileBarriers + (kTilesByMma ? 0 : kTileStages * (kRawStages > 0 ? 32 : 16));
 constexpr int kAfterRings = kAtRawBarriers + kRawStages * 16 + 4 * kStages;
 constexpr int kAtTileSeen = (kAfterRings + 15) / 16 * 16;  // per thread of warpgroups: what its rows see,
 constexpr int kAtTilePlace = kAtTileSeen + (kTilesByWgmma ? 256 * 16 : 0);  // and where their results go

@@ -15,6 +15,11 @@
 
 using TileRing = Ring<kTileStages>;
 TILE_DEVICE TileRing tile_ring() { return TileRing(ptx::shared_address(uint32_t(kAtTileBarriers))); }
+// Quantised keys and values have a ring each, so that two stages are enough: keys are widened for the next tile while
+// the values of the last one are still multiplied. The factors of both come and go with the keys.
+TILE_DEVICE TileRing value_ring() {
+    return TileRing(ptx::shared_address(uint32_t(kAtTileBarriers + (kScaled ? TileRing::kBytes : 0))));
+}
 using RawRing = Ring<kRawStages>;
 TILE_DEVICE RawRing raw_ring() { return RawRing(ptx::shared_address(uint32_t(kAtRawBarriers))); }
 constexpr int kRawTileBytes = kTileTokens * kRowBytes;  // of K, and as many of V
@@ -138,7 +143,8 @@ template <bool kValues> TILE_DEVICE Vector16 widen_codes(uint32_t from, uint32_t
     }
     return to;
 }
-TILE_DEVICE Vector16 widen_codes(uint32_t x, uint32_t y, bool) {
+TILE_DEVICE Vector16 widen_codes(const Vector8& from) {
+    uint32_t x = from.word[0], y = from.word[1];
     if constexpr (kFormat == Format::fp8) {
         return {{quant::from_fp8<false>(x), quant::from_fp8<true>(x), quant::from_fp8<false>(y),
                  quant::from_fp8<true>(y)}};
@@ -150,19 +156,18 @@ TILE_DEVICE Vector16 widen_codes(uint32_t x, uint32_t y, bool) {
     }
 }
 
-// Widens a tile, sixteen channels of a token at a time: from raw codes to where wgmma reads them, tile_place. Values
+// Widens K or V of a tile, sixteen channels of a token at a time: from raw codes to where wgmma reads them. Values
 // outside the span become zeros: memory there may hold anything, and 0 · NaN is NaN. A thread's two eights of channels
 // come in an order in which neither its loads nor its stores meet those of its neighbours in a bank.
-template <class Place>
+template <bool kValues, class Place>
 TILE_DEVICE void widen_tile(int thread, uint32_t raw_stage, const TileFactors& factors, int first_token, Span span,
                             Place place) {
     constexpr int kCodeBytes = kRowBytes / (kHeadDim / 8);  // of eight channels
 #pragma unroll 2
-    for (int n = thread; n < 2 * kTileTokens * kWidenUnits; n += kWideners) {
-        const int token = n / kWidenUnits % kTileTokens, unit = n % kWidenUnits;
-        const bool is_v = n >= kTileTokens * kWidenUnits;
-        const bool gone = is_v && (first_token + token < span.begin || first_token + token >= span.end);
-        const uint32_t row = raw_codes(raw_stage, is_v) + token * kRowBytes;
+    for (int n = thread; n < kTileTokens * kWidenUnits; n += kWideners) {
+        const int token = n / kWidenUnits, unit = n % kWidenUnits;
+        const bool gone = kValues && (first_token + token < span.begin || first_token + token >= span.end);
+        const uint32_t row = raw_codes(raw_stage, kValues) + token * kRowBytes;
 #pragma unroll
         for (int i = 0; i < 2; i++) {
             const int eight = 2 * unit + (i ^ ((unit >> 2 ^ token >> (kZeros ? 1 : 0)) & 1));
@@ -170,23 +175,24 @@ TILE_DEVICE void widen_tile(int thread, uint32_t raw_stage, const TileFactors& f
             if (!gone) {
                 if constexpr (kZeros) {
                     const uint32_t codes = Shared<uint32_t>(row + eight * kCodeBytes)[0];
-                    const int group = eight * 8 / kGroupSize;
-                    const uint32_t scale = ptx::load_shared_16(
-                        factors.scale(is_v * kTileTokens + token).address(group));
-                    to = is_v ? widen_codes<true>(codes, scale * 0x10001u) : widen_codes<false>(codes, scale * 0x10001u);
+                    const Shared<half> scales = factors.scale(kValues * kTileTokens + token);
+                    const uint32_t scale = ptx::load_shared_16(scales.address(eight * 8 / kGroupSize));
+                    to = widen_codes<kValues>(codes, scale * 0x10001u);
                 } else {
                     const Vector8 codes = Shared<Vector8>(row + eight * kCodeBytes)[0];
-                    to = widen_codes(codes.word[0], codes.word[1], is_v);
+                    to = widen_codes(codes);
                 }
             }
-            Shared<Vector16>(place(is_v, token, eight))[0] = to;
+            Shared<Vector16>(place(token, eight))[0] = to;
         }
     }
+    ptx::fence_async_proxy();
+    ptx::sync_warp();
 }
 
 // Three warps. place(stage, is_v, token, eight): where eight channels of a token stand in a tile
 template <class Item, class Place> TILE_DEVICE void widen_tiles(const DecodeArgs& args, Item item_of, Place place) {
-    const TileRing ring = tile_ring();
+    const TileRing keys = tile_ring(), values = value_ring();
     const RawRing raw = raw_ring();
     Turn<kTileStages> to;
     Turn<kRawStages> from;
@@ -198,15 +204,18 @@ template <class Item, class Place> TILE_DEVICE void widen_tiles(const DecodeArgs
         TileScales scales(args, item, rank == 1, rank < 2 ? span : Span{0, 0});
         for (int tile = span.begin / kTileTokens; tile * kTileTokens < span.end; tile++, to.next(), from.next()) {
             const TileFactors factors(to.stage);
-            ring.wait_free(to);
+            const int first = tile * kTileTokens;
+            keys.wait_free(to);
             if (rank < 2) scales.put(factors, tile);
             if constexpr (kZeros) ptx::barrier_sync(kWidenBarrier, kWideners);
             raw.wait(from);
-            widen_tile(thread, from.stage, factors, tile * kTileTokens, span,
-                       [&](int is_v, int token, int eight) { return place(to.stage, is_v, token, eight); });
-            ptx::fence_async_proxy();
-            ptx::sync_warp();
-            if (ptx::elect_one()) ptx::mbarrier_arrive(ring.full_at(to));
+            widen_tile<false>(thread, from.stage, factors, first, span,
+                              [&](int token, int eight) { return place(to.stage, false, token, eight); });
+            if (ptx::elect_one()) ptx::mbarrier_arrive(keys.full_at(to));
+            values.wait_free(to);
+            widen_tile<true>(thread, from.stage, factors, first, span,
+                             [&](int token, int eight) { return place(to.stage, true, token, eight); });
+            if (ptx::elect_one()) ptx::mbarrier_arrive(values.full_at(to));
             raw.release(from);
         }
     }
