@@ -8,11 +8,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from cpu_seconds import cpu_seconds
 from tree_cases import make_plan, random_lists, tree_lists
 
 from tilewise import PagedKVCache, plan_decode
 from tilewise.arguments import PageListsOf
-from tilewise.plan import DecodePlan, PagedTiles
+from tilewise.plan import DecodePlan, PagedTiles, PageTable
 from tilewise.plan.items import ALL_SEE, GOES_ON, OWN, Word
 from tilewise.plan.tiles import Ints
 from tilewise.plan.worklist import FAR, Shape, Splitting, WorkList, uses_tiles, work_list
@@ -370,3 +371,33 @@ def test_what_came_between_plan_and_list_is_each_sequence_s_own(room: int, grown
     listed = work_list(plan, lists, lengths, 16, Shape(8, 4, 4, False), splitting=SMALL, room=room)
     check_scratch(listed)
     check_items(listed, plan, lists, lengths, 16)
+
+
+# ---- time ------------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("fanouts", [[256], [1, 256], [1, 8, 8, 4]])
+def test_hundreds_of_sequences_are_planned_and_listed_quickly(fanouts: list[int]) -> None:
+    """256 sequences of unequal lengths: by themselves, under one prefix, in a tree of three levels."""
+    lists = tree_lists(fanouts, [512, 64, 32, 32][-len(fanouts) :])
+    lengths = [16 * len(x) - 13 * n % 500 for n, x in enumerate(lists)]
+    table = PageTable.of(lists)
+
+    def plan_and_list() -> WorkList:
+        plan = make_plan(table, lengths, heads=(32, 8), room=64)
+        return work_list(plan, Table(table), lengths, 16, Shape(8, 4, 132, len(fanouts) > 1, joiners=2), room=64)
+
+    assert len(plan_and_list().order) == 256
+    (seconds,) = cpu_seconds(plan_and_list)
+    assert seconds < 0.002 * 5  # under 2 ms on a quiet machine
+
+
+class Table:
+    """Page lists that are read at once."""
+
+    def __init__(self, pages: PageTable) -> None:
+        self.pages = np.pad(pages.table, ((0, 0), (0, 10)))
+
+    def __getitem__(self, n: int) -> Ints:
+        raise AssertionError("one by one")
+
+    def block(self, numbers: np.ndarray, first: np.ndarray, width: int) -> Ints:
+        return self.pages[numbers[:, None], first[..., None] + np.arange(width)]
