@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 
 import pytest
-
 from planner_cases import check, expected, listed_for, random_batch, standing_plan
+
 from tilewise.plan.ranges import Shape
 
 PLAIN, QUANTISED, WIDE = Shape(8, 4, 3, False), Shape(16, 8, 2, False, chunk=32), Shape(16, 4, 3, False)

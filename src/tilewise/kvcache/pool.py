@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -32,6 +31,10 @@ class PagePool:
         """Hold the pages once more."""
         self.free_pages -= int((self.refs[pages] == 0).sum())
         self.refs[pages] += 1
+
+    def share(self, pages: Pages) -> None:
+        """retain() of pages that somebody holds."""
+        self.refs[pages] += ONE
 
     def retain_lists(self, lead: Pages, times: int, rest: Ints) -> None:
         """Hold pages that somebody holds `times` more: those of `lead`, named once each, and once more for every time
@@ -253,41 +256,3 @@ class CacheStats:
             f"{self.tokens_stored} tokens stored serve {self.tokens_logical} tokens of sequences; "
             f"{self.bytes_used / 2**20:.1f} of {self.bytes_total / 2**20:.1f} MiB, utilisation {self.utilisation:.0%}"
         )
-
-
-class GrowingArray:
-    """A one-dimensional array that is appended to, with room to spare so that one token per step costs no copy.
-
-    Views handed out earlier stay what they were: values in use are never changed in place.
-    """
-
-    __slots__ = ("_data", "size")
-
-    def __init__(self, values: npt.NDArray[Any]) -> None:
-        self._data = values.copy()
-        self.size = len(values)
-
-    def append(self, values: npt.NDArray[Any]) -> None:
-        size = self.size + len(values)
-        if size > len(self._data):
-            self._grow(size)
-        self._data[self.size : size] = values
-        self.size = size
-
-    def push(self, value: int) -> None:
-        """append() of one value."""
-        if self.size == len(self._data):
-            self._grow(self.size + 1)
-        self._data[self.size] = value
-        self.size += 1
-
-    def _grow(self, size: int) -> None:
-        data = np.empty(max(size, 2 * len(self._data), 8), self._data.dtype)
-        data[: self.size] = self._data[: self.size]
-        self._data = data
-
-    def view(self) -> npt.NDArray[Any]:
-        """The values so far, read-only, without a copy."""
-        values = self._data[: self.size]
-        values.flags.writeable = False
-        return values
