@@ -69,7 +69,7 @@ def random_batch(r: random.Random, plan: StandingPlan, count: int, *, tree: bool
         left = plan.window[0] if plan.window else None
         nodes = choose_nodes(common, length[order], size, plan.tokens_per_seq, left, None)
     stamps = np.array([next(STAMPS) for _ in table], np.int64)
-    return Batch(rows, length, order, nodes, table, counts, stamps)
+    return Batch(rows, length, order, nodes, table, counts, stamps, int(stamps[-1]))
 
 
 class Expected(NamedTuple):

@@ -11,7 +11,15 @@ import pytest
 from tree_cases import random_lists, tree_lists
 
 from tilewise.plan.cost import CPU_COST, GPU_COST, MMA_COST, CostModel
-from tilewise.plan.flat import Judge, PageTable, choose_nodes, find_spans, tree_order
+from tilewise.plan.flat import (
+    Judge,
+    PageTable,
+    choose_nodes,
+    cut_nodes_at_breaks,
+    find_spans,
+    stored_tokens,
+    tree_order,
+)
 from tilewise.plan.tiles import Ints
 
 Group = tuple[tuple[int, ...], int]  # members, and how many leading pages all of them have
@@ -152,3 +160,29 @@ def test_a_node_is_judged_to_the_bit_as_the_model_says(flops_per_us: float) -> N
             model = replace(cost, margin=float(near))
             nodes = choose_nodes(common, lengths, 16, 1, None, Judge(model, rows, 1, 96, 700.5))
             assert (len(nodes) > 0) == model.shares(*asked)
+
+
+# ---- what follows from the nodes -------------------------------------------------------------------------------------
+def test_tokens_in_full_pages_are_stored_once_per_prefix() -> None:
+    """A page that stands after different ones is another page to a tree of prefixes."""
+    for seed in range(20):
+        lists, *_ = random_batch(seed)
+        order, common = tree_order(*PageTable.of(lists))
+        lengths = np.array([4 * len(lists[n]) for n in order], np.int64)
+        prefixes = {tuple(x[: n + 1].tolist()) for x in lists for n in range(len(x))}
+        assert stored_tokens(common, lengths, 4, find_spans(common)) == 4 * len(prefixes)
+
+
+def test_parts_of_a_node_stand_one_above_the_other() -> None:
+    """Node 0 in pages 0 | 5, 6 | 9, its children in pages 10, 11 and in 20 | 30."""
+    pages = np.array([[0, 5, 6, 9, 10, 11], [0, 5, 6, 9, 10, 11], [0, 5, 6, 9, 20, 30], [0, 5, 6, 9, 20, 30]], np.int32)
+    nodes = np.array([[0, 4, 0, 16, -1], [0, 2, 16, 24, 0], [2, 2, 16, 24, 0]])
+    assert cut_nodes_at_breaks(nodes, pages, 4, 5).tolist() == [
+        [0, 4, 0, 4, -1],
+        [0, 4, 4, 12, 0],
+        [0, 4, 12, 16, 1],
+        [0, 2, 16, 24, 2],
+        [2, 2, 16, 24, 2],
+    ], "8 tokens in two parts are fewer than 5 each"
+    assert cut_nodes_at_breaks(nodes, pages, 4, 4)[-2:].tolist() == [[2, 2, 16, 20, 2], [2, 2, 20, 24, 4]]
+    assert cut_nodes_at_breaks(nodes, pages, 4, 6) is nodes

@@ -93,14 +93,14 @@ def renew_plan(plan: StandingPlan, cache: PagedKVCache | PrefixCache, seqs: Sequ
             f"seqs must have at most the plan's max_length of {plan.max_length} tokens, but sequence {named[long]} has "
             f"{lengths[long]}"
         )
-    plan.hold(named, lengths)
+    plan.hold(named, at, lengths)
     kernel.renew(plan, partial(batch_of, plan, pages))
     return plan
 
 
 def batch_of(plan: StandingPlan, pages: PagedKVCache) -> Batch:
     """The plan's sequences as the planner takes them."""
-    of = pages.sequences
-    _, rows = of.batch(list(plan.seqs))
-    arranged = plan.arrange()
-    return Batch(rows, plan.lengths, arranged.order, arranged.nodes, of.table, of.counts, of.stamps)
+    of, arranged = pages.sequences, plan.arrange()
+    return Batch(
+        plan.rows_of, plan.lengths, arranged.order, arranged.nodes, of.table, of.counts, of.stamps, of.last_stamp
+    )

@@ -32,6 +32,7 @@ class PageTable(NamedTuple):
 
     @classmethod
     def of(cls, lists: Sequence[Ints]) -> PageTable:
+        """Lists of pages as one table."""
         counts = np.array([len(pages) for pages in lists], np.int64)
         table = np.zeros((len(lists), int(counts.max(initial=0))), np.int32)
         for row, pages in zip(table, lists, strict=True):
@@ -89,7 +90,9 @@ def tree_order(table: Ints, counts: Longs) -> tuple[Ints, Longs]:
     own = counts[members]
     together = group[1:] == group[:-1]
     # Groups mostly have a long prefix in common: what comes before the first difference in any of them is left out.
-    differs = (lists[1:] != lists[:-1]) & together[:, None]
+    differs = lists[1:] != lists[:-1]
+    if not together.all():
+        differs &= together[:, None]
     apart = differs.any(0)
     skip = int(apart.argmax()) if apart.any() else width
     # Filled up with zeros, a list equals itself with page 0 after it: the shorter one comes first.
@@ -303,7 +306,7 @@ def cut_at_breaks(pages: Ints, sequence: Longs, start: Longs, stop: Longs, page_
     return Parts(of, begins, np.where(lasts, stop[of], ends))
 
 
-def cut_nodes(nodes: Longs, pages: Ints, page_size: int, shortest: int) -> Longs:
+def cut_nodes_at_breaks(nodes: Longs, pages: Ints, page_size: int, shortest: int) -> Longs:
     """Nodes (m, 5) cut by cut_at_breaks: a part stands above the next one, the last one above the node's children."""
     if not len(nodes):
         return nodes

@@ -67,6 +67,9 @@ class StandingPlan:
     plan_once: Callable[[list[int]], DecodePlan] = field(repr=False)
     tree: TreeOrder | None = field(repr=False)  # None if nothing is shared
     seqs: tuple[int, ...] = ()
+    rows_of: Longs = field(
+        default_factory=lambda: np.zeros(0, np.int64), repr=False
+    )  # of `seqs`, in the cache's arrays
     lengths: Longs = field(default_factory=lambda: np.zeros(0, np.int64), repr=False)
     serial: int = field(default_factory=_serials.__next__, init=False)
     _arranged: Arranged | None = field(default=None, init=False, repr=False)
@@ -79,9 +82,9 @@ class StandingPlan:
             self._now = self.plan_once(list(self.seqs))
         return self._now
 
-    def hold(self, seqs: tuple[int, ...], lengths: Longs) -> None:
-        """Be the plan of these sequences, (n,) lengths in tokens, from now on."""
-        self.seqs, self.lengths, self._now = seqs, lengths, None
+    def hold(self, seqs: tuple[int, ...], rows_of: Longs, lengths: Longs) -> None:
+        """Be the plan of these sequences from now on: (n,) rows in the cache's arrays, (n,) lengths in tokens."""
+        self.seqs, self.rows_of, self.lengths, self._now = seqs, rows_of, lengths, None
 
     def arrange(self) -> Arranged:
         """The order of the sequences as they are now and the nodes that they share.

@@ -21,7 +21,7 @@ from tilewise.plan.flat import (
     PageTable,
     choose_nodes,
     cut_at_breaks,
-    cut_nodes,
+    cut_nodes_at_breaks,
     find_spans,
     own_ranges,
     stored_tokens,
@@ -78,7 +78,7 @@ def plan_tree(
     pages = table[order, : -(-int(length.max(initial=0)) // page_size)]
     shared_nodes = len(nodes)
     if shortest_run:
-        nodes = cut_nodes(nodes, pages, page_size, shortest_run)
+        nodes = cut_nodes_at_breaks(nodes, pages, page_size, shortest_run)
         of, *tokens = cut_at_breaks(pages, own[0], own[1], own[2], page_size, shortest_run)
         own = np.stack([own[0, of], *tokens])
     nodes_read, own_read = nodes[:, 3] - nodes[:, 2], own[2] - own[1]
