@@ -191,7 +191,7 @@ class PlanRoom(ctypes.Structure):
         (n, ctypes.c_uint32)
         for n in (
             *("sums", "place", "length", "caller", "under", "split", "ranges", "nodes"),
-            *("loads", "counts", "work", "ranks", "keys", "next"),
+            *("loads", "fresh", "ranks", "counts", "work", "keys", "next"),
         )
     ]
 

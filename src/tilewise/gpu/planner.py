@@ -105,11 +105,11 @@ def room_for(plan: StandingPlan, shape: Shape, splitting: Splitting) -> Room:
 
 def lay_out(rows: int, room: Room) -> tuple[PlanRoom, int]:
     """Where the planner's block has what in its shared memory, and how many bytes all of it takes."""
-    n, bins = -(-rows // 4) * 4, _power_of_two(room.bins)
+    n, bins = -(-rows // 4) * 4, -(-room.bins // 2) * 2
     keys = min(MOST_KEYS, _power_of_two(max(room.pieces, room.tiles)))
     sizes = {"sums": 4 * 32 * 33, **dict.fromkeys(("place", "length", "caller", "under"), 4 * n), "split": 16 * n}
-    sizes |= {"ranges": 32 * room.ranges, "nodes": 64 * n, "loads": 8 * bins}
-    sizes |= {**dict.fromkeys(("counts", "work", "ranks"), 4 * bins), "keys": 4 * keys, "next": 4 * room.tiles}
+    sizes |= {"ranges": 32 * room.ranges, "nodes": 64 * n, "loads": 8 * bins, "fresh": 8 * bins}
+    sizes |= {**dict.fromkeys(("ranks", "counts", "work"), 4 * bins), "keys": 4 * keys, "next": 4 * room.tiles}
     found, end = PlanRoom(), SCAN_BYTES
     for name, size in sizes.items():
         setattr(found, name, end)

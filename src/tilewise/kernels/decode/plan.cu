@@ -17,32 +17,34 @@
 struct Planner {
     const PlanArgs& args;
     const Cuts cuts;
-    int node_count, best, pieces, tiles, chains, states, rounds, slots;
+    int node_count, pieces, tiles, chains, rounds;
 
     TILE_DEVICE explicit Planner(const PlanArgs& a)
-        : args(a), cuts{a}, node_count(0), best(0), pieces(0), tiles(0), chains(0), states(0), rounds(0), slots(0) {}
+        : args(a), cuts{a}, node_count(0), pieces(0), tiles(0), chains(0), rounds(0) {}
 
     TILE_DEVICE void run() {
         const Global<const int> step{args.step};
         const int sequences = step[0], given = step[1], updates = step[2];
         read(sequences, given, updates);
+#pragma unroll 1
         for (int attempt = 0; attempt < 2; attempt++) {
             node_count = attempt ? 0 : given;
             const bool fits = cut();
             if (!fits && node_count) continue;
             rounds = chains = 0;
+            tell(kRounds, 0);
             clear_loads();
             if (tiles) deal_tiles();
             if (rounds <= args.tile_rounds) break;
         }
         if (args.tile_rounds) write_tiles();
         const bool in_turn = deal_streams();
+        tell(kInTurn, in_turn);
         write_streams(in_turn);
-        if (threadIdx.x == 0) {
-            const Global<int> made{args.made};
-            made[0] = pieces, made[1] = states, made[2] = slots, made[3] = rounds, made[4] = node_count;
-            made[5] = in_turn;
-        }
+    }
+    // Tells the host, if it asks: PlanArgs.made
+    TILE_DEVICE void tell(int what, int value) const {
+        if (threadIdx.x == 0) Global<int>{args.made}[what] = value;
     }
 
     // ---- what the host says -----------------------------------------------------------------------------------------
@@ -59,16 +61,19 @@ struct Planner {
             Global<int>{args.order}[n] = int(of.word[0]);
             Global<int>{args.lengths}[n] = int(of.word[2]);
         }
+#pragma unroll 1
         for (int i = n; i < given; i += kPlanThreads) {
             PlanNode node{};
             node.first = nodes[5 * i], node.sequences = nodes[5 * i + 1];
             node.start = nodes[5 * i + 2], node.stop = nodes[5 * i + 3], node.above = nodes[5 * i + 4];
             Shared<PlanNode>(args.room.nodes)[i] = node;
         }
+#pragma unroll 1
         for (int i = warp; i < updates; i += kPlanWarps) {
             const Vector16 change = Global<const Vector16>{reinterpret_cast<const Vector16*>(changes)}[i];
             const Global<const int> from{changes + 4 * updates + change.word[3]};
             const Global<int> to{args.table + int64_t(change.word[0]) * args.width + change.word[1]};
+#pragma unroll 1
             for (int k = lane; k < int(change.word[2]); k += 32) to[k] = from[k];
         }
         ptx::sync_threads();
@@ -81,29 +86,72 @@ struct Planner {
         cuts.cut_nodes(node_count, pieces, tiles);
         const int ranges = cuts.find_ranges(node_count);
         if (ranges > args.max_ranges || tiles > args.max_tiles) return false;
+        int best, states;
         const bool fits = cuts.choose_limit(ranges, pieces, best);
         cuts.number(ranges, best, pieces, states);
+        tell(kPieces, pieces);
+        tell(kStates, states);
+        tell(kNodes, node_count);
         return fits;
     }
 
     TILE_DEVICE void clear_loads() const {
-        for (int i = threadIdx.x; i < power_of_two(32, args.bins); i += kPlanThreads) {
-            Shared<Load>(args.room.loads)[i] = i < args.bins ? Load(i) : no_bin(i);
+#pragma unroll 1
+        for (int i = threadIdx.x; i < args.bins; i += kPlanThreads) {
+            Shared<Load>(args.room.loads)[i] = Load(i);
             Shared<int>(args.room.counts)[i] = 0;
             Shared<int>(args.room.work)[i] = 0;
         }
         ptx::sync_threads();
     }
     TILE_DEVICE void clear_keys(int count) const {
+#pragma unroll 1
         for (int i = threadIdx.x; i < count; i += kPlanThreads) Shared<uint32_t>(args.room.keys)[i] = ~0u;
         ptx::sync_threads();
     }
 
-    // The most that one of the first args.bins has
+    // What is dealt: chains of tile pieces, stream pieces in a kernel without tiles, or beside those
+    enum Dealt { kChains, kAlone, kBeside };
+    // What a unit with such a key adds to the work of its bin
+    TILE_DEVICE int work_of(uint32_t key, Dealt what) const {
+        if (what == kChains) return cost_of(key) * args.step_cost;
+        return (cost_of(key) * kUnit + args.item_cost) * (what == kBeside ? args.together : 1);
+    }
+    // Sorted pieces, of `each` units, to the first `count` bins. Beside tiles, loads are not in their order yet.
+    TILE_DEVICE void deal(int units, int each, int count, Dealt what) const {
+        const Shared<int> counts(args.room.counts), work(args.room.work), next(args.room.next);
+        const Shared<uint32_t> keys(args.room.keys);
+        const Global<int> placed{args.placed};
+        const auto after = [&](Load load, uint32_t key) {
+            if (what != kBeside) return load + (Load(what == kChains ? cost_of(key) : work_of(key, what)) << kBinBits);
+            // Times are compared as multiples of 1 / (warps · (warps + joiners)).
+            const Load free = load >> kBinBits & ((1 << kAfterBits) - 1), warps = args.warps;
+            const Load all = args.warps + args.joiners, now = Load(int(work[bin_of(load)]) + work_of(key, what));
+            const Load done = args.in_turn          ? free * warps + now
+                              : now <= warps * free ? now * all
+                                                    : free * warps * all + (now - warps * free) * warps;
+            return done << (kBinBits + kAfterBits) | (load & ((Load(1) << (kBinBits + kAfterBits)) - 1));
+        };
+        Bins{args, count}.deal(
+            units, what == kBeside, [&](int i) { return uint32_t(keys[i / each]); }, after,
+            [&](int i, int bin) {
+                const uint32_t key = keys[i / each];
+                int turn = counts[bin];
+                placed[i] = bin | turn << kBinBits;
+                turn++;
+                if (what == kChains)
+#pragma unroll 1
+                    for (int at = next[piece_of(key)]; at >= 0; at = next[at]) turn++;
+                counts[bin] = turn;
+                work[bin] = work[bin] + work_of(key, what);
+            });
+    }
+    // The most that one of the first bins has
     TILE_DEVICE int most_of(int of) const {
         int most = 0;
+#pragma unroll 1
         for (int i = threadIdx.x; i < of; i += kPlanThreads) most = larger(most, Shared<int>(args.room.counts)[i]);
-        return -int(reduce<Least>((long long)-most));
+        return largest_of(most);
     }
 
     // ---- tiles ------------------------------------------------------------------------------------------------------
@@ -121,41 +169,37 @@ struct Planner {
 
     // Chains of pieces that go on from each other go to one block each, in every head.
     TILE_DEVICE void deal_tiles() {
-        const Shared<int> next(args.room.next), counts(args.room.counts), work(args.room.work);
+        const Shared<int> next(args.room.next);
         const Shared<uint32_t> keys(args.room.keys);
         const int filled = power_of_two(32, tiles), n = threadIdx.x;
+#pragma unroll 1
         for (int i = n; i < tiles; i += kPlanThreads) next[i] = -1;
         clear_keys(filled);
+#pragma unroll 1
         for (int i = n; i < node_count; i += kPlanThreads) {
             const PlanNode node = Shared<PlanNode>(args.room.nodes)[i];
             if (node.joins < 0) continue;
             const int from = PlanNode(Shared<PlanNode>(args.room.nodes)[node.above]).tile_unit + node.joins;
+#pragma unroll 1
             for (int k = 0; k < node.passes; k++) next[from + k] = node.tile_unit + k;
         }
         ptx::sync_threads();
         int roots = 0;
+#pragma unroll 1
         for (int i = n; i < tiles; i += kPlanThreads) {
             const TilePiece piece = tile_piece(i);
             if (piece.node.joins >= 0 && piece.part == 0) continue;
             int cost = 0;
+#pragma unroll 1
             for (int at = i; at >= 0; at = next[at]) cost += tile_steps(tile_piece(at).span);
             keys[i] = key_of(cost, i);
             roots++;
         }
-        roots = int(reduce<Sum>(Load(roots)));
-        sort_keys(keys, filled);
-        const Global<int> placed{args.placed};
-        deal(
-            args, roots * args.heads, args.blocks, [&](int i) { return cost_of(keys[i / args.heads]); },
-            [&](Load load, int cost) { return load + (Load(cost) << kBinBits); },
-            [&](int i, int bin) {
-                int turn = counts[bin];
-                placed[i] = bin | turn << kBinBits;
-                for (int at = piece_of(keys[i / args.heads]); at >= 0; at = next[at]) turn++;
-                counts[bin] = turn;
-                work[bin] = work[bin] + cost_of(keys[i / args.heads]) * args.step_cost;
-            });
+        roots = int(scan(roots).all);
+        sort_keys(args.room.keys, filled);
+        deal(roots * args.heads, args.heads, args.blocks, kChains);
         rounds = most_of(args.blocks);
+        tell(kRounds, rounds);
         chains = roots;
     }
 
@@ -164,39 +208,41 @@ struct Planner {
         const Global<int> used{args.used + args.bins}, placed{args.placed};
         const Global<DecodeItem> items{args.tile_items};
         const int n = threadIdx.x, box = args.page_size % 64 == 0 ? 64 : args.page_size % 32 == 0 ? 32 : 16;
+#pragma unroll 1
         for (int i = n; i < chains * args.heads; i += kPlanThreads) {
             const int where = placed[i], bin = where & ((1 << kBinBits) - 1);
             int turn = where >> kBinBits;
+#pragma unroll 1
             for (int at = piece_of(Shared<uint32_t>(args.room.keys)[i / args.heads]); at >= 0; at = next[at], turn++) {
                 const TilePiece piece = tile_piece(at);
                 const int row = piece.pass * args.tile_rows;
                 const int rows = smaller(args.tile_rows, piece.node.sequences * args.rows_each - row);
-                DecodeItem item = item_of(piece.node.first, row, rows, piece.span, piece.node.state + piece.part, 0);
-                item.kind = kAllSee | (next[at] >= 0 ? kGoesOn : 0);
                 const int from = piece.span.begin & ~(kTileTokens - 1), of = piece.node.first;
-                item.first_state = page_of(of, from), item.states_before = page_of(of, from + box);
-                item.grows_from = page_of(of, from + 2 * box), item.piece = page_of(of, from + 3 * box);
-                item.caller_head += i % args.heads;
-                items[int64_t(turn) * args.blocks + bin] = item;
+                const int pages[4] = {page_of(of, from), page_of(of, from + box), page_of(of, from + 2 * box),
+                                      page_of(of, from + 3 * box)};
+                write_item(args.tile_items, int64_t(turn) * args.blocks + bin, 1, i % args.heads, of, row, rows,
+                           piece.span, (piece.node.state + piece.part) << 16, kAllSee | (next[at] >= 0 ? kGoesOn : 0),
+                           pages);
             }
         }
+#pragma unroll 1
         for (int b = n; b < args.blocks; b += kPlanThreads) {
             const int count = counts[b];
+#pragma unroll 1
             for (int turn = count; turn < int(used[b]); turn++) items[int64_t(turn) * args.blocks + b] = DecodeItem{};
             used[b] = count;
         }
         ptx::sync_threads();
         // What streams goes beside them: by when a block is done with its streams, and when its tiles are.
         const Shared<Load> loads(args.room.loads);
-        for (int i = n; i < power_of_two(32, args.bins); i += kPlanThreads) {
-            const Load after = i < args.bins ? Load(int(work[i])) : 0;
-            loads[i] = i < args.bins ? (args.in_turn ? after * args.warps << (kBinBits + kAfterBits) : 0) |
-                                      after << kBinBits | Load(i)
-                                : no_bin(i);
+#pragma unroll 1
+        for (int i = n; i < args.bins; i += kPlanThreads) {
+            const Load after = int(work[i]), done = args.in_turn ? after * args.warps : 0;
+            loads[i] = done << (kBinBits + kAfterBits) | after << kBinBits | Load(i);
             counts[i] = 0;
             work[i] = 0;
         }
-        sort_loads(args, args.bins);
+        ptx::sync_threads();
     }
 
     // ---- streams ----------------------------------------------------------------------------------------------------
@@ -223,42 +269,22 @@ struct Planner {
 
     // True if units are dealt in turn
     TILE_DEVICE bool deal_streams() {
-        const Shared<int> counts(args.room.counts), work(args.room.work);
         const Shared<uint32_t> keys(args.room.keys);
         const int units = pieces * args.groups;
-        slots = ceil_div(units, args.bins);
+        tell(kSlots, ceil_div(units, args.bins));
         if (pieces > kMostKeys) return true;
         const int filled = power_of_two(32, pieces);
         clear_keys(filled);
+#pragma unroll 1
         for (int i = threadIdx.x; i < pieces; i += kPlanThreads) {
             const Span span = stream_piece(i).span;
             keys[i] = key_of(larger(0, ceil_div(span.end - (span.begin & ~15), 16)), i);
         }
-        sort_keys(keys, filled);
+        sort_keys(args.room.keys, filled);
         if (!args.tile_rounds && cost_of(keys[0]) == cost_of(keys[pieces - 1])) return true;
-        const Global<int> placed{args.placed};
-        const int together = args.tile_rounds ? args.together : 1;
-        const auto after = [&](Load load, int chunks) {
-            const int cost = chunks * kUnit + args.item_cost;
-            if (!args.tile_rounds) return load + (Load(cost) << kBinBits);
-            // Times are compared as multiples of 1 / (warps · (warps + joiners)).
-            const Load free = load >> kBinBits & ((1 << kAfterBits) - 1), warps = args.warps;
-            const Load all = args.warps + args.joiners, now = Load(int(work[bin_of(load)]) + cost * together);
-            const Load done = args.in_turn          ? free * warps + now
-                              : now <= warps * free ? now * all
-                                                    : free * warps * all + (now - warps * free) * warps;
-            return done << (kBinBits + kAfterBits) | (load & ((Load(1) << (kBinBits + kAfterBits)) - 1));
-        };
-        deal(
-            args, units, args.bins, [&](int i) { return cost_of(keys[i / args.groups]); }, after,
-            [&](int i, int bin) {
-                const int turn = counts[bin];
-                placed[i] = bin | turn << kBinBits;
-                counts[bin] = turn + 1;
-                work[bin] = work[bin] + (cost_of(keys[i / args.groups]) * kUnit + args.item_cost) * together;
-            });
+        deal(units, args.groups, args.bins, args.tile_rounds ? kBeside : kAlone);
         const int most = most_of(args.bins);
-        if (most <= args.slots) slots = most;
+        if (most <= args.slots) tell(kSlots, most);
         return most > args.slots;
     }
 
@@ -270,6 +296,7 @@ struct Planner {
         const Global<int> used{args.used}, placed{args.placed};
         const Global<DecodeItem> items{args.items};
         const int units = pieces * args.groups, n = threadIdx.x;
+#pragma unroll 1
         for (int i = n; i < units; i += kPlanThreads) {
             int bin = i % args.bins, turn = i / args.bins, piece = i / args.groups;
             if (pieces <= kMostKeys) piece = piece_of(Shared<uint32_t>(args.room.keys)[piece]);
@@ -278,15 +305,17 @@ struct Planner {
                 bin = where & ((1 << kBinBits) - 1), turn = where >> kBinBits;
             }
             const StreamPiece of = stream_piece(piece);
-            DecodeItem item = item_of(of.sequence, of.row, of.rows, of.span, of.state, of.fold);
-            item.kind = of.kind;
-            item.caller_head += i % args.groups * args.together;
-            const int64_t at = item_at(bin, turn);
-            for (int w = 0; w < args.together; w++, item.caller_head++) items[at + w] = item;
+            const StateSplit split = Shared<StateSplit>(args.room.split)[of.sequence + of.row / args.rows_each];
+            const int words[4] = {split.first, split.before, split.grows_from, split.piece};
+            write_item(args.items, item_at(bin, turn), args.together, i % args.groups * args.together, of.sequence,
+                       of.row, of.rows, of.span, of.state << 16 | of.fold, of.kind, words);
         }
+#pragma unroll 1
         for (int b = n; b < args.bins; b += kPlanThreads) {
             const int count = in_turn ? units / args.bins + (b < units % args.bins) : int(Shared<int>(args.room.counts)[b]);
+#pragma unroll 1
             for (int turn = count; turn < int(used[b]); turn++)
+#pragma unroll 1
                 for (int w = 0; w < args.together; w++) items[item_at(b, turn) + w] = DecodeItem{};
             used[b] = count;
         }
@@ -299,25 +328,26 @@ struct Planner {
         if (number >= ceil_div(length, args.page_size)) return -1;
         return Global<const int>{args.table}[int64_t(int(Shared<int>(args.room.place)[sequence])) * args.width + number];
     }
-    // Rows [row, row + rows) from the first row of `first` on, over tokens of that sequence
-    TILE_DEVICE DecodeItem item_of(int first, int row, int rows, Span span, int state, int fold) const {
-        const int ahead = row / args.rows_each, sequence = first + ahead, last = span.end - 1;
-        const int begin = span.begin >> args.chunk_bits << args.chunk_bits, second = begin + (1 << args.chunk_bits) - 16;
-        const StateSplit split = Shared<StateSplit>(args.room.split)[sequence];
-        DecodeItem item{};
-        item.sequence = sequence, item.row = row - ahead * args.rows_each, item.rows = rows;
-        item.caller_head = Shared<int>(args.room.caller)[sequence] << 12;
-        item.table = Shared<int>(args.room.place)[first];
-        item.start = span.begin, item.stop = span.end, item.state_fold = state << 16 | fold;
-        item.tail_from = kNoEnd;  // all pages stand in the table
-        item.page = item.second_page = -1;
-        if (last >= span.begin) {
-            item.page = page_of(first, begin);
-            item.second_page = args.chunk_bits == 4 ? item.page : page_of(first, smaller(second, last));
-        }
-        item.first_state = split.first, item.states_before = split.before;
-        item.grows_from = split.grows_from, item.piece = split.piece;
-        return item;
+    // Writes the items of `count` neighbouring heads from `head` on: rows [row, row + rows) from the first row of `first`
+    // on, over tokens of that sequence. words: DecodeItem's from first_state on.
+    TILE_DEVICE void write_item(DecodeItem* items, int64_t at, int count, int head, int first, int row, int rows,
+                                Span span, int state_fold, int kind, const int (&words)[4]) const {
+        const Global<Vector16> to{reinterpret_cast<Vector16*>(items + at)};
+        const auto put = [&](int quarter, int a, int b, int c, int d, int step) {
+#pragma unroll 1
+            for (int w = 0; w < count; w++, d += step)
+                to[4 * w + quarter] = Vector16{{uint32_t(a), uint32_t(b), uint32_t(c), uint32_t(d)}};
+        };
+        const int ahead = row / args.rows_each, sequence = first + ahead;
+        const int caller = Shared<int>(args.room.caller)[sequence];
+        put(0, sequence, row - ahead * args.rows_each, rows, (caller << 12) + head, 1);
+        put(1, Shared<int>(args.room.place)[first], span.begin, span.end, state_fold, 0);
+        // All pages stand in the table: none is looked for elsewhere.
+        const int begin = span.begin >> args.chunk_bits << args.chunk_bits, last = span.end - 1;
+        const int page = last < span.begin ? -1 : page_of(first, begin);
+        put(2, page, kNoEnd, words[0], words[1], 0);
+        const int second = smaller(begin + (1 << args.chunk_bits) - 16, last);
+        put(3, words[2], words[3], kind, args.chunk_bits == 4 || page < 0 ? page : page_of(first, second), 0);
     }
 };
 

@@ -18,7 +18,8 @@ struct PlanRoom {
     uint32_t sums;                           // of warps: 33 · 32 words
     uint32_t place, length, caller, under;   // of each sequence: its row of the table, …, the last node above it or −1
     uint32_t split, ranges, nodes;           // StateSplits, PlanRanges, PlanNodes
-    uint32_t loads, counts, work, ranks;     // of bins, a power of two
+    uint32_t loads, fresh, ranks;            // of bins: in their order, the next ones, their places in the order
+    uint32_t counts, work;                   // of bins, by number: units that they have, parts of chunks
     uint32_t keys, next;                     // of pieces, a power of two; of tile pieces: the one that goes on from it
 };
 
@@ -35,7 +36,7 @@ struct PlanArgs {
     StateSplit* states;        // (rows,)
     int* used;                 // (bins,): slots of each that hold an item; then (blocks,): rounds that do
     int* placed;               // scratch: where each unit goes
-    int* made;                 // {pieces, states, slots, rounds, nodes shared, 1 if dealt in turn}
+    int* made;                 // PlanMade: what became of it
     int rows, width, page_size, tokens;
     int left;                  // of the window; kFar for none
     int heads, rows_each, together, blocks, warps, joiners;
@@ -52,6 +53,8 @@ struct PlanArgs {
     PlanRoom room;
     double item_chunks, state_chunks, sprint;  // Weights
 };
+
+enum PlanMade { kPieces, kStates, kSlots, kRounds, kNodes, kInTurn };  // kInTurn: 1 if units were dealt in turn
 
 // A node and how it is cut
 struct alignas(16) PlanNode {
