@@ -16,7 +16,7 @@ import torch
 
 from tilewise import compiler, emulator
 from tilewise.compiler.spec import KernelSpec
-from tilewise.gpu.abi import FAR, PLAN_LIMITS, PlanArgs, PlanRoom
+from tilewise.gpu.abi import FAR, PLAN_LIMITS, Divisor, PlanArgs, PlanRoom
 from tilewise.plan.cost import MMA_STEP_CHUNKS, WHOLE_LIMITS
 from tilewise.plan.items import ITEM_WORDS
 from tilewise.plan.standing import StandingPlan
@@ -243,19 +243,20 @@ class PlannedList:
             made=self.made.data_ptr(),
             rows=plan.rows,
             width=self.pages.shape[1],
-            page_size=plan.page_size,
+            page_size=Divisor.by(plan.page_size),
             tokens=plan.tokens_per_seq,
             left=FAR if left is None else min(left, FAR),
-            heads=plan.heads_kv,
-            rows_each=self._rows_each,
+            heads=Divisor.by(plan.heads_kv),
+            rows_each=Divisor.by(self._rows_each),
             together=room.together,
-            blocks=shape.blocks,
+            blocks=Divisor.by(shape.blocks),
             warps=shape.warps,
             joiners=shape.joiners,
             slots=room.slots,
             tile_rounds=room.tile_rounds,
             pass_rows=shape.rows,
             tile_rows=shape.tile_rows,
+            tile_box=next((n for n in (64, 32, 16) if plan.page_size % n == 0), CHUNK),
             wide_rows=splitting.tile_rows if shape.tiles else FAR,
             in_turn=shape.in_turn,
             chunk_bits=_bits(shape.chunk),
@@ -268,8 +269,8 @@ class PlannedList:
             max_tiles=room.tiles,
             max_states=room.states,
             bins=room.bins,
-            groups=plan.heads_kv // room.together,
-            passes=-(-self._rows_each // shape.rows),
+            groups=Divisor.by(plan.heads_kv // room.together),
+            passes=Divisor.by(-(-self._rows_each // shape.rows)),
             room=self._layout,
             item_chunks=weights.item_chunks,
             state_chunks=weights.state_chunks,

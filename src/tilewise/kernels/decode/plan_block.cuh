@@ -66,7 +66,7 @@ TILE_DEVICE int largest_of(int x) { return 0x7fffffff - least_of(0x7fffffff - x)
 
 // Sorts `count` keys at `at_keys`, a power of two from 32 to kPlanThreads · kEach, in ascending order. A thread has kEach
 // neighbours; keys go from lane to lane through registers and from warp to warp through shared memory.
-template <int kEach> PLAN_CALLED void sort_by_runs(uint32_t at_keys, int count) {
+template <int kEach> PLAN_CALLED void sort_runs(uint32_t at_keys, int count) {
     using T = uint32_t;
     const Shared<T> keys(at_keys);
     const int at = int(threadIdx.x) * kEach;
@@ -116,7 +116,18 @@ template <int kEach> PLAN_CALLED void sort_by_runs(uint32_t at_keys, int count) 
         if (there) keys[at + j] = x[j];
     ptx::sync_threads();
 }
-TILE_DEVICE void sort_keys(uint32_t at, int count) {
-    if (count <= kPlanThreads) sort_by_runs<1>(at, count);
-    else sort_by_runs<4>(at, larger(count, 4 * 32));
+TILE_DEVICE void sort_by_runs(uint32_t at_keys, int count) {
+    if (count <= kPlanThreads) sort_runs<1>(at_keys, count);
+    else sort_runs<4>(at_keys, count);
+}
+// The last of `count` structures of `words` words, at `at`, whose first word is not above n; those words ascend
+TILE_DEVICE int find_last(uint32_t at, int words, int count, int n) {
+    int low = 0, high = count - 1;
+#pragma unroll 1
+    while (low < high) {
+        const int middle = (low + high + 1) / 2;
+        if (int(Shared<int>(at)[middle * words]) <= n) low = middle;
+        else high = middle - 1;
+    }
+    return low;
 }

@@ -37,7 +37,7 @@ struct Cuts {
 #pragma unroll 1
         for (int i = n; i < count; i += kPlanThreads) {
             const PlanNode of = node(i);
-            const int rows = of.sequences * args.rows_each;
+            const int rows = of.sequences * int(args.rows_each.divisor);
             const Sums tokens = of.stop - of.start;
             if (rows >= args.wide_rows) tiled += tokens * ceil_div(rows, args.tile_rows);
             else streamed += tokens * ceil_div(rows, args.pass_rows);
@@ -46,7 +46,7 @@ struct Cuts {
         double share[2];
 #pragma unroll
         for (int b = 0; b < 2; b++) {
-            const double even = double((long long)scan(b ? tiled : streamed).all * args.heads) / args.blocks;
+            const double even = double((long long)scan(b ? tiled : streamed).all * args.heads.divisor) / args.blocks.divisor;
             share[b] = even > args.shared_tokens ? even : args.shared_tokens;
         }
         deepest = largest_of(deepest);
@@ -82,7 +82,7 @@ struct Cuts {
     // Equal pieces of about an even share per block. Where it begins at the end of the node above, and its passes are
     // passes of that node, the same block may go on with it: the two then leave one state.
     TILE_DEVICE PlanNode cut_node(PlanNode of, const double (&share)[2]) const {
-        const int rows = of.sequences * args.rows_each, tokens = of.stop - of.start;
+        const int rows = of.sequences * int(args.rows_each.divisor), tokens = of.stop - of.start;
         of.tiled = rows >= args.wide_rows;
         of.passes = ceil_div(rows, of.tiled ? args.tile_rows : args.pass_rows);
         const int wanted = larger(1, int(tokens / (of.tiled ? share[1] : share[0]) + 1e-9));
@@ -94,7 +94,7 @@ struct Cuts {
         of.state = 0, of.joins = -1;
         if (of.above >= 0) {
             const PlanNode up = node(of.above);
-            const int ahead = (of.first - up.first) * args.rows_each;
+            const int ahead = (of.first - up.first) * int(args.rows_each.divisor);
             const bool same_end = of.first + of.sequences == up.first + up.sequences;
             of.state = up.after;
             if (of.tiled && !windowed() && of.start == up.stop && ahead % args.tile_rows == 0 &&
@@ -112,20 +112,13 @@ struct Cuts {
     TILE_DEVICE int node_pieces(int count) const { return count ? int(Shared<int>(args.room.sums)[0]) : 0; }
     // The node that has piece n of streaming warps, or of tiles
     TILE_DEVICE PlanNode node_of(int n, int count, bool tiled) const {
-        int low = 0, high = count - 1;  // the last one that begins at n or before
-#pragma unroll 1
-        while (low < high) {
-            const int middle = (low + high + 1) / 2;
-            const PlanNode of = node(middle);
-            if ((tiled ? of.tile_unit : of.unit) <= n) low = middle;
-            else high = middle - 1;
-        }
-        return node(low);
+        const int unit = tiled ? kTileUnitWord : kUnitWord;
+        return node(find_last(args.room.nodes + 4 * unit, sizeof(PlanNode) / 4, count, n));
     }
 
     // ---- what sequences have of their own ---------------------------------------------------------------------------
     // What a window leaves before and between nodes, and what comes after the last; their number
-    TILE_DEVICE int find_ranges(int count) const {
+    TILE_DEVICE int find_ranges() const {
         const int n = threadIdx.x;
         const bool there = n < args.rows;
         int length = 0, begin = 0, under = -1, gaps = 0;
@@ -213,12 +206,12 @@ struct Cuts {
 #pragma unroll 1
         for (int t = 0; t < kTries; t++) {
             const auto sum = [&](int of) { return double(uint32_t(of_warps[2 + t * kSums + of])); };
-            if (sum(kPartSum) * args.passes + pieces > args.max_pieces ||
+            if (sum(kPartSum) * args.passes.divisor + pieces > args.max_pieces ||
                 sum(kPartSum) + double(uint32_t(of_warps[1])) > args.max_states)
                 continue;
             const double all = double(uint32_t(of_warps[0])) + sum(kItemSum) * args.item_chunks +
                                sum(kStateSum) * args.state_chunks;
-            const double average = all * (args.heads * args.passes) / (args.blocks * args.warps);
+            const double average = all * (args.heads.divisor * args.passes.divisor) / (args.blocks.divisor * args.warps);
             const double longest = (sum(kLongest) + args.item_chunks) / args.sprint;
             const double cost = average > longest ? average : longest;
             if (!fits || cost < least) least = cost, best = limit(t);
@@ -257,14 +250,14 @@ struct Cuts {
 #pragma unroll 1
         for (int i = first; mine(i); i++) own += PlanRange(ranges()[i]).parts;
         const int before = there ? node_states(n) : 0, total = before + own;
-        const Scanned at = scan(Sums(own) * args.passes << 32 | Sums(there && total > 1 ? total : 0));
+        const Scanned at = scan(Sums(own) * args.passes.divisor << 32 | Sums(there && total > 1 ? total : 0));
         int unit = pieces + int(at.before >> 32), state = before;
         StateSplit split{int(uint32_t(at.before)), total, kNoEnd, kNoEnd};
 #pragma unroll 1
         for (int i = first; mine(i); i++) {
             PlanRange range = ranges()[i];
             range.unit = unit, range.state = state;
-            unit += range.parts * args.passes, state += range.parts;
+            unit += range.parts * int(args.passes.divisor), state += range.parts;
             ranges()[i] = range;
             if (range.stop == int(Shared<int>(args.room.length)[n]) && range.parts && !range.whole) {
                 const RangeCut of(args, range.start, range.stop);
@@ -281,13 +274,7 @@ struct Cuts {
     }
     // The range that has piece n
     TILE_DEVICE PlanRange range_of(int n) const {
-        int low = 0, high = int(Shared<int>(args.room.sums)[1]) - 1;
-#pragma unroll 1
-        while (low < high) {
-            const int middle = (low + high + 1) / 2;
-            if (PlanRange(ranges()[middle]).unit <= n) low = middle;
-            else high = middle - 1;
-        }
-        return ranges()[low];
+        const int count = Shared<int>(args.room.sums)[1];
+        return ranges()[find_last(args.room.ranges + 4 * kRangeUnitWord, sizeof(PlanRange) / 4, count, n)];
     }
 };

@@ -36,21 +36,21 @@ struct Bins {
         const int parts = count < kPlanThreads ? kPlanThreads / count : 1, part = int(threadIdx.x) / count;
         const int share = (changed + parts - 1) / parts, from = part * share;
         const int to = from + share < changed ? from + share : changed;
-        Load key[kEach];
 #pragma unroll
         for (int j = 0; j < kEach; j++) {
             const int of = parts > 1 ? int(threadIdx.x) % count : mine(j);
             if (of >= count || part >= parts || (parts > 1 && j > 0)) continue;
-            key[j] = of < changed ? fresh()[of] : loads()[of];
+            const Load key = of < changed ? fresh()[of] : loads()[of];
+            if (of >= changed && part == 0) fresh()[of] = key;
             int rank = part > 0 ? 0 : of < changed ? skipped[j] : of - changed;
 #pragma unroll 4
-            for (int i = from; i < to; i++) rank += Load(fresh()[i]) < key[j];
+            for (int i = from; i < to; i++) rank += Load(fresh()[i]) < key;
             ptx::atomic_add_shared(ranks().address(of), rank);
         }
         ptx::sync_threads();
 #pragma unroll
         for (int j = 0; j < kEach; j++)
-            if (mine(j) < count) loads()[ranks()[mine(j)]] = key[j];
+            if (mine(j) < count) loads()[ranks()[mine(j)]] = Load(fresh()[mine(j)]);
         ptx::sync_threads();
     }
     // key(i): of unit i of `units`, the costliest first. after(load, key): what a bin's load becomes. place(i, bin):
@@ -61,14 +61,12 @@ struct Bins {
         for (int done = 0; done < units;) {
             const int turns = unsorted ? count : smaller(count, units - done);
             int stop = turns, skipped[kEach] = {};
-            Load taken[kEach];
 #pragma unroll
             for (int j = 0; j < kEach; j++) {
                 const int i = mine(j);
                 if (i < count) ranks()[i] = 0;
                 if (i >= turns) continue;
-                taken[j] = loads()[i];
-                const Load made = unsorted ? taken[j] : after(taken[j], key(done + i));
+                const Load load = loads()[i], made = unsorted ? load : after(load, key(done + i));
                 fresh()[i] = made;
                 // A bin that is further on than this one, and behind its new load, waits for the next round.
                 if (unsorted) continue;
@@ -84,7 +82,7 @@ struct Bins {
 #pragma unroll
             for (int j = 0; j < kEach; j++)
                 if (mine(j) < stop) {
-                    place(done + mine(j), bin_of(taken[j]));
+                    place(done + mine(j), bin_of(loads()[mine(j)]));
                     skipped[j] = larger(0, skipped[j] - stop);
                 }
             done += stop;
@@ -93,3 +91,43 @@ struct Bins {
         ptx::sync_threads();
     }
 };
+
+// What is dealt: chains of tile pieces, stream pieces in a kernel without tiles, or stream pieces beside tiles
+enum Dealt { kDealChains, kDealAlone, kDealBeside };
+
+// Sorted pieces, a unit for each head or group of heads, to the first `count` bins. Beside tiles, loads are not in their order yet.
+TILE_DEVICE void deal_units(const PlanArgs& args, int units, int count, Dealt what) {
+    const Shared<int> counts(args.room.counts), work(args.room.work), next(args.room.next);
+    const Shared<uint32_t> keys(args.room.keys);
+    const Global<int> placed{args.placed};
+    const auto key = [&](int i) {
+        return uint32_t(keys[what == kDealChains ? args.heads.quotient(i) : args.groups.quotient(i)]);
+    };
+    // What a unit with such a key adds to the work of its bin
+    const auto work_of = [&](uint32_t key) {
+        if (what == kDealChains) return cost_of(key) * args.step_cost;
+        return (cost_of(key) * kUnit + args.item_cost) * (what == kDealBeside ? args.together : 1);
+    };
+    const auto after = [&](Load load, uint32_t key) {
+        if (what != kDealBeside) return load + (Load(what == kDealChains ? cost_of(key) : work_of(key)) << kBinBits);
+        // Times are compared as multiples of 1 / (warps · (warps + joiners)).
+        const Load free = load >> kBinBits & ((1 << kAfterBits) - 1), warps = args.warps;
+        const Load all = args.warps + args.joiners, now = Load(int(work[bin_of(load)]) + work_of(key));
+        const Load done = args.in_turn          ? free * warps + now
+                          : now <= warps * free ? now * all
+                                                : free * warps * all + (now - warps * free) * warps;
+        return done << (kBinBits + kAfterBits) | (load & ((Load(1) << (kBinBits + kAfterBits)) - 1));
+    };
+    const auto place = [&](int i, int bin) {
+        const uint32_t of = key(i);
+        int turn = counts[bin];
+        placed[i] = bin | turn << kBinBits;
+        turn++;
+        if (what == kDealChains)
+#pragma unroll 1
+            for (int at = next[piece_of(of)]; at >= 0; at = next[at]) turn++;
+        counts[bin] = turn;
+        work[bin] = work[bin] + work_of(of);
+    };
+    Bins{args, count}.deal(units, what == kDealBeside, key, after, place);
+}

@@ -37,11 +37,12 @@ struct PlanArgs {
     int* used;                 // (bins,): slots of each that hold an item; then (blocks,): rounds that do
     int* placed;               // scratch: where each unit goes
     int* made;                 // PlanMade: what became of it
-    int rows, width, page_size, tokens;
+    int rows, width, tokens;
     int left;                  // of the window; kFar for none
-    int heads, rows_each, together, blocks, warps, joiners;
+    int together, warps, joiners;
     int slots, tile_rounds;    // per bin and block, at most
     int pass_rows, tile_rows;  // rows of a stream item and of a tile item, at most
+    int tile_box;              // tokens per copy of a tile
     int wide_rows;             // a node with so many rows goes through tiles; more than there are: none does
     int in_turn;               // a block's warps do not stream while they compute tiles
     int chunk_bits;            // a chunk has 2^chunk_bits tokens
@@ -49,7 +50,9 @@ struct PlanArgs {
     int item_cost, step_cost;  // of an item besides its chunks, of a step of a tile item: in parts of a chunk
     int max_ranges, max_pieces, max_tiles, max_states;
     int limits[kLimits], size_bits[kLimits];  // Splitting.pieces, whose sizes are powers of two
-    int bins, groups, passes;  // groups: units of a piece, of `together` heads each; passes: over one sequence's rows
+    int bins;
+    Divisor page_size, heads, rows_each, blocks;
+    Divisor groups, passes;    // units of a piece, of `together` heads each; passes over the rows of one sequence
     PlanRoom room;
     double item_chunks, state_chunks, sprint;  // Weights
 };
@@ -72,6 +75,7 @@ struct alignas(16) PlanRange {
     int sequence, start, stop, parts;  // parts: 0 if nodes cover all of the sequence
     int unit, state, whole, unused;    // pieces before its own, the first of its states
 };
+enum { kUnitWord = 13, kTileUnitWord = 14, kRangeUnitWord = 4 };  // of a PlanNode and of a PlanRange
 // How a range is cut
 struct RangeCut {
     int size_bits, chunks, pieces, begin, cut_parts;
