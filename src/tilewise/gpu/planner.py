@@ -15,6 +15,7 @@ import numpy.typing as npt
 import torch
 
 from tilewise import compiler, emulator
+from tilewise.arch import LIMITS, card_of
 from tilewise.compiler.spec import KernelSpec
 from tilewise.gpu.abi import FAR, PLAN_LIMITS, Divisor, PlanArgs, PlanRoom
 from tilewise.plan.cost import MMA_STEP_CHUNKS, WHOLE_LIMITS
@@ -30,6 +31,7 @@ MOST_KEYS = 4096  # decode/plan_work.cuh: kMostKeys
 MOST_BINS = 2048  # decode/plan_work.cuh: 1 << kBinBits
 UNIT = 16  # decode/plan_work.cuh: kUnit
 STEP_WORDS = 4  # decode/plan_work.cuh: kStepWords
+NODE_BYTES, RANGE_BYTES = 64, 32  # decode/plan_work.cuh: PlanNode, PlanRange
 TILE_ROUNDS = 64  # tile items of a block, at most: a batch that has more is not shared
 CUT_PIECES = 2048  # pieces of own ranges that there is room for where ranges could as well stay whole
 WINDOW_GAPS = 512  # ranges that windows leave between nodes, at most
@@ -108,7 +110,7 @@ def lay_out(rows: int, room: Room) -> tuple[PlanRoom, int]:
     n, bins = -(-rows // 4) * 4, -(-room.bins // 2) * 2
     keys = min(MOST_KEYS, _power_of_two(max(room.pieces, room.tiles)))
     sizes = {"sums": 4 * 32 * 33, **dict.fromkeys(("place", "length", "caller", "under"), 4 * n), "split": 16 * n}
-    sizes |= {"ranges": 32 * room.ranges, "nodes": 64 * n, "loads": 8 * bins, "fresh": 8 * bins}
+    sizes |= {"ranges": RANGE_BYTES * room.ranges, "nodes": NODE_BYTES * n, "loads": 8 * bins, "fresh": 8 * bins}
     sizes |= {**dict.fromkeys(("ranks", "counts", "work"), 4 * bins), "keys": 4 * keys, "next": 4 * room.tiles}
     found, end = PlanRoom(), SCAN_BYTES
     for name, size in sizes.items():
@@ -128,8 +130,15 @@ def _bits(size: int) -> int:
 
 
 def planner_spec(shared: int) -> KernelSpec:
+    """The planner, with so many bytes of shared memory."""
     constants = (("kSelected", False),)
     return KernelSpec("decode_plan", "decode/plan.cu", "decode_plan", constants, THREADS, shared, product=True)
+
+
+def specs() -> list[KernelSpec]:
+    """The planner as a batch of 256 sequences gets it."""
+    shared = 64 << 10  # about as much; it changes nothing of the code
+    return [planner_spec(shared)]
 
 
 class PageMirror:
@@ -219,6 +228,12 @@ class PlannedList:
         self._mirror = PageMirror(plan.rows)
         self._head: tuple[tuple[Longs, Ints, Longs], Ints] | None = None  # of the last step, and what it was made of
         self._layout, shared = lay_out(plan.rows, room)
+        card = card_of(device)
+        if shared > LIMITS[card].shared_block:
+            raise NotImplementedError(
+                f"standing plans on {card} take fewer than {plan.rows} rows: the planner would need {shared} bytes of "
+                f"shared memory, and a block has {LIMITS[card].shared_block}; use fewer rows"
+            )
         self.spec = planner_spec(shared)
         self._args = self._arguments(splitting)
         if device.type == "cuda":
