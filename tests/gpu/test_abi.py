@@ -9,9 +9,9 @@ import torch
 
 from tilewise import emulator
 from tilewise.compiler.spec import Constant, KernelSpec
-from tilewise.gpu import abi, append, decode_kernels, merge_rows, pattern, prefill, schedules, widen
+from tilewise.gpu import abi, append, decode_kernels, merge_rows, pattern, planner, prefill, schedules, widen
 from tilewise.learn import ladder
-from tilewise.plan import items, schedule_select
+from tilewise.plan import cost, items, ranges, schedule_select
 from tilewise.scores import Scores
 
 RAGGED = (("Index", "int"), ("kTileQ", 128), ("kTileKv", 128), ("kPack", 1))
@@ -39,6 +39,7 @@ SOURCES: dict[str, tuple[tuple[tuple[str, Constant], ...], dict[str, type[ctypes
     "decode/work.cuh": (DECODE, {"Paged": abi.Paged, "DecodeArgs": abi.DecodeArgs}),
     "decode/select.cu": ((), {"SelectArgs": abi.SelectArgs}),
     "decode/small_args.cuh": ((), {"SmallSequence": abi.SmallSequence, "SmallArgs": abi.SmallArgs}),
+    "decode/plan_work.cuh": (DECODE, {"PlanArgs": abi.PlanArgs, "PlanRoom": abi.PlanRoom}),
     "common/append.cu": (
         APPEND,
         {"AppendSource": abi.Source, "AppendStore": abi.Store, "AppendArgs": abi.AppendArgs},
@@ -81,6 +82,24 @@ CONSTANTS = {
         "kThreads": schedules.specs()[0].threads,
         "kShareBits": schedule_select.SHARE_BITS,
         "kWeightBits": schedule_select.WEIGHT_BITS,
+    },
+    "decode/plan_work.cuh": {
+        "kPlanThreads": planner.THREADS,
+        "kScanBytes": planner.SCAN_BYTES,
+        "kMostKeys": planner.MOST_KEYS,
+        "1 << kBinBits": planner.MOST_BINS,
+        "kUnit": planner.UNIT,
+        "kStepWords": planner.STEP_WORDS,
+        "kLimits": abi.PLAN_LIMITS,
+        "kNoEnd": ranges.FAR,
+        "kTileTokens": ranges.TILE_TOKENS,
+        "4 * kChainShare": int(4 * cost.CHAIN_SHARE),
+        "sizeof(PlanNode)": planner.NODE_BYTES,
+        "sizeof(PlanRange)": planner.RANGE_BYTES,
+        "int(offsetof(PlanNode, unit)) - 4 * kUnitWord": 0,
+        "int(offsetof(PlanNode, tile_unit)) - 4 * kTileUnitWord": 0,
+        "int(offsetof(PlanRange, unit)) - 4 * kRangeUnitWord": 0,
+        "kPieces + 10 * kStates + 100 * kSlots + 1000 * kRounds + 10000 * kNodes + 100000 * kInTurn": 543210,
     },
     "decode/work.cuh": {
         "kItemWords": items.ITEM_WORDS,

@@ -254,7 +254,7 @@ def specs(names: Sequence[str], archs: Sequence[str], *, every: bool = False) ->
     product's come last, as each card gets them.
     """
     from tilewise.arch import ARCHS, hopper
-    from tilewise.gpu import append, decode_kernels, decode_small, merge_rows, schedules, tilings, widen
+    from tilewise.gpu import append, decode_kernels, decode_small, merge_rows, planner, schedules, tilings, widen
 
     from .rungs import Shape, apart, steps
     from .workloads import DTYPES
@@ -263,8 +263,8 @@ def specs(names: Sequence[str], archs: Sequence[str], *, every: bool = False) ->
     product: dict[KernelSpec, list[str]] = {}
     for card in ARCHS:
         of_card = [spec for room in (tilings, decode_kernels, decode_small) for spec in room.specs(card, every=every)]
-        rest = (append, widen, merge_rows, schedules)
-        for spec in (*of_card, *(spec for room in rest for spec in room.specs(every=every))):
+        of_all = [spec for room in (append, widen, merge_rows, schedules) for spec in room.specs(every=every)]
+        for spec in (*of_card, *of_all, *planner.specs()):
             product.setdefault(spec, []).append(card)
     known = [*(step.name for step in rungs), *dict.fromkeys(spec.name for spec in product)]
     for name in names:

@@ -204,7 +204,7 @@ class PlanRoom(ctypes.Structure):
         (n, ctypes.c_uint32)
         for n in (
             *("sums", "place", "length", "caller", "under", "split", "ranges", "nodes"),
-            *("loads", "counts", "work", "ranks", "keys", "next"),
+            *("loads", "fresh", "ranks", "counts", "work", "keys", "next"),
         )
     ]
 
@@ -215,13 +215,14 @@ class PlanArgs(ctypes.Structure):
     _fields_ = [
         *((n, ctypes.c_void_p) for n in ("step", "table", "items", "tile_items", "order", "lengths", "states")),
         *((n, ctypes.c_void_p) for n in ("used", "placed", "made")),
-        *((n, ctypes.c_int) for n in ("rows", "width", "page_size", "tokens", "left", "heads", "rows_each")),
-        *((n, ctypes.c_int) for n in ("together", "blocks", "warps", "joiners", "slots", "tile_rounds")),
-        *((n, ctypes.c_int) for n in ("pass_rows", "tile_rows", "wide_rows", "in_turn", "chunk_bits", "longest")),
+        *((n, ctypes.c_int) for n in ("rows", "width", "tokens", "left", "together", "warps", "joiners")),
+        *((n, ctypes.c_int) for n in ("slots", "tile_rounds", "pass_rows", "tile_rows", "tile_box", "wide_rows")),
+        *((n, ctypes.c_int) for n in ("in_turn", "chunk_bits", "longest")),
         *((n, ctypes.c_int) for n in ("shared_tokens", "item_cost", "step_cost")),
         *((n, ctypes.c_int) for n in ("max_ranges", "max_pieces", "max_tiles", "max_states")),
         *((n, ctypes.c_int * PLAN_LIMITS) for n in ("limits", "size_bits")),
-        *((n, ctypes.c_int) for n in ("bins", "groups", "passes")),
+        ("bins", ctypes.c_int),
+        *((n, Divisor) for n in ("page_size", "heads", "rows_each", "blocks", "groups", "passes")),
         ("room", PlanRoom),
         *((n, ctypes.c_double) for n in ("item_chunks", "state_chunks", "sprint")),
     ]

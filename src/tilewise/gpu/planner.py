@@ -15,8 +15,9 @@ import numpy.typing as npt
 import torch
 
 from tilewise import compiler, emulator
+from tilewise.arch import LIMITS, card_of
 from tilewise.compiler.spec import KernelSpec
-from tilewise.gpu.abi import FAR, PLAN_LIMITS, PlanArgs, PlanRoom
+from tilewise.gpu.abi import FAR, PLAN_LIMITS, Divisor, PlanArgs, PlanRoom
 from tilewise.plan.cost import MMA_STEP_CHUNKS, WHOLE_LIMITS
 from tilewise.plan.items import ITEM_WORDS
 from tilewise.plan.standing import StandingPlan
@@ -30,6 +31,7 @@ MOST_KEYS = 4096  # decode/plan_work.cuh: kMostKeys
 MOST_BINS = 2048  # decode/plan_work.cuh: 1 << kBinBits
 UNIT = 16  # decode/plan_work.cuh: kUnit
 STEP_WORDS = 4  # decode/plan_work.cuh: kStepWords
+NODE_BYTES, RANGE_BYTES = 64, 32  # decode/plan_work.cuh: PlanNode, PlanRange
 TILE_ROUNDS = 64  # tile items of a block, at most: a batch that has more is not shared
 CUT_PIECES = 2048  # pieces of own ranges that there is room for where ranges could as well stay whole
 WINDOW_GAPS = 512  # ranges that windows leave between nodes, at most
@@ -105,11 +107,11 @@ def room_for(plan: StandingPlan, shape: Shape, splitting: Splitting) -> Room:
 
 def lay_out(rows: int, room: Room) -> tuple[PlanRoom, int]:
     """Where the planner's block has what in its shared memory, and how many bytes all of it takes."""
-    n, bins = -(-rows // 4) * 4, _power_of_two(room.bins)
+    n, bins = -(-rows // 4) * 4, -(-room.bins // 2) * 2
     keys = min(MOST_KEYS, _power_of_two(max(room.pieces, room.tiles)))
     sizes = {"sums": 4 * 32 * 33, **dict.fromkeys(("place", "length", "caller", "under"), 4 * n), "split": 16 * n}
-    sizes |= {"ranges": 32 * room.ranges, "nodes": 64 * n, "loads": 8 * bins}
-    sizes |= {**dict.fromkeys(("counts", "work", "ranks"), 4 * bins), "keys": 4 * keys, "next": 4 * room.tiles}
+    sizes |= {"ranges": RANGE_BYTES * room.ranges, "nodes": NODE_BYTES * n, "loads": 8 * bins, "fresh": 8 * bins}
+    sizes |= {**dict.fromkeys(("ranks", "counts", "work"), 4 * bins), "keys": 4 * keys, "next": 4 * room.tiles}
     found, end = PlanRoom(), SCAN_BYTES
     for name, size in sizes.items():
         setattr(found, name, end)
@@ -128,8 +130,15 @@ def _bits(size: int) -> int:
 
 
 def planner_spec(shared: int) -> KernelSpec:
+    """The planner, with so many bytes of shared memory."""
     constants = (("kSelected", False),)
     return KernelSpec("decode_plan", "decode/plan.cu", "decode_plan", constants, THREADS, shared, product=True)
+
+
+def specs() -> list[KernelSpec]:
+    """The planner as a batch of 256 sequences gets it."""
+    shared = 64 << 10  # about as much; it changes nothing of the code
+    return [planner_spec(shared)]
 
 
 class PageMirror:
@@ -219,6 +228,12 @@ class PlannedList:
         self._mirror = PageMirror(plan.rows)
         self._head: tuple[tuple[Longs, Ints, Longs], Ints] | None = None  # of the last step, and what it was made of
         self._layout, shared = lay_out(plan.rows, room)
+        card = card_of(device)
+        if shared > LIMITS[card].shared_block:
+            raise NotImplementedError(
+                f"standing plans on {card} take fewer than {plan.rows} rows: the planner would need {shared} bytes of "
+                f"shared memory, and a block has {LIMITS[card].shared_block}; use fewer rows"
+            )
         self.spec = planner_spec(shared)
         self._args = self._arguments(splitting)
         if device.type == "cuda":
@@ -243,19 +258,20 @@ class PlannedList:
             made=self.made.data_ptr(),
             rows=plan.rows,
             width=self.pages.shape[1],
-            page_size=plan.page_size,
+            page_size=Divisor.by(plan.page_size),
             tokens=plan.tokens_per_seq,
             left=FAR if left is None else min(left, FAR),
-            heads=plan.heads_kv,
-            rows_each=self._rows_each,
+            heads=Divisor.by(plan.heads_kv),
+            rows_each=Divisor.by(self._rows_each),
             together=room.together,
-            blocks=shape.blocks,
+            blocks=Divisor.by(shape.blocks),
             warps=shape.warps,
             joiners=shape.joiners,
             slots=room.slots,
             tile_rounds=room.tile_rounds,
             pass_rows=shape.rows,
             tile_rows=shape.tile_rows,
+            tile_box=next((n for n in (64, 32, 16) if plan.page_size % n == 0), CHUNK),
             wide_rows=splitting.tile_rows if shape.tiles else FAR,
             in_turn=shape.in_turn,
             chunk_bits=_bits(shape.chunk),
@@ -268,8 +284,8 @@ class PlannedList:
             max_tiles=room.tiles,
             max_states=room.states,
             bins=room.bins,
-            groups=plan.heads_kv // room.together,
-            passes=-(-self._rows_each // shape.rows),
+            groups=Divisor.by(plan.heads_kv // room.together),
+            passes=Divisor.by(-(-self._rows_each // shape.rows)),
             room=self._layout,
             item_chunks=weights.item_chunks,
             state_chunks=weights.state_chunks,

@@ -20,6 +20,7 @@ struct Cuts {
     // ---- nodes ------------------------------------------------------------------------------------------------------
     TILE_DEVICE int depth_of(int n) const {
         int depth = 0;
+#pragma unroll 1
         for (int up = node(n).above; up >= 0; up = node(up).above) depth++;
         return depth;
     }
@@ -31,12 +32,13 @@ struct Cuts {
             ptx::sync_threads();
             return;
         }
-        long long streamed = 0, tiled = 0;  // tokens, once for each pass
+        Sums streamed = 0, tiled = 0;  // tokens, once for each pass
         int deepest = 0;
+#pragma unroll 1
         for (int i = n; i < count; i += kPlanThreads) {
             const PlanNode of = node(i);
-            const int rows = of.sequences * args.rows_each;
-            const long long tokens = of.stop - of.start;
+            const int rows = of.sequences * int(args.rows_each.divisor);
+            const Sums tokens = of.stop - of.start;
             if (rows >= args.wide_rows) tiled += tokens * ceil_div(rows, args.tile_rows);
             else streamed += tokens * ceil_div(rows, args.pass_rows);
             deepest = larger(deepest, depth_of(i));
@@ -44,31 +46,35 @@ struct Cuts {
         double share[2];
 #pragma unroll
         for (int b = 0; b < 2; b++) {
-            const double even = double(reduce<Sum>(b ? tiled : streamed) * args.heads) / args.blocks;
+            const double even = double((long long)scan(b ? tiled : streamed).all * args.heads.divisor) / args.blocks.divisor;
             share[b] = even > args.shared_tokens ? even : args.shared_tokens;
         }
-        deepest = -int(reduce<Least>((long long)-deepest));
+        deepest = largest_of(deepest);
+#pragma unroll 1
         for (int level = 0; level <= deepest; level++) {
+#pragma unroll 1
             for (int i = n; i < count; i += kPlanThreads)
                 if (depth_of(i) == level) nodes()[i] = cut_node(node(i), share);
             ptx::sync_threads();
+#pragma unroll 1
             for (int i = n / 32; i < count; i += kPlanWarps) {
                 if (depth_of(i) != level) continue;
                 const PlanNode of = node(i);
+#pragma unroll 1
                 for (int k = n % 32; k < of.sequences; k += 32) Shared<int>(args.room.under)[of.first + k] = i;
             }
             ptx::sync_threads();
         }
+#pragma unroll 1
         for (int from = 0; from < count; from += kPlanThreads) {
             const int i = from + n;
             PlanNode of{};
             if (i < count) of = node(i);
-            const unsigned long long made = (unsigned long long)(of.parts) * of.passes;
-            unsigned long long all;
-            const unsigned long long before = scan<Sum>(of.tiled ? made << 32 : made, all);
-            of.unit = pieces + int(uint32_t(before)), of.tile_unit = tiles + int(before >> 32);
+            const Sums made = Sums(of.parts) * of.passes;
+            const Scanned at = scan(of.tiled ? made << 32 : made);
+            of.unit = pieces + int(uint32_t(at.before)), of.tile_unit = tiles + int(at.before >> 32);
             if (i < count) nodes()[i] = of;
-            pieces += int(uint32_t(all)), tiles += int(all >> 32);
+            pieces += int(uint32_t(at.all)), tiles += int(at.all >> 32);
         }
         if (n == 0) Shared<int>(args.room.sums)[0] = pieces;
         ptx::sync_threads();
@@ -76,7 +82,7 @@ struct Cuts {
     // Equal pieces of about an even share per block. Where it begins at the end of the node above, and its passes are
     // passes of that node, the same block may go on with it: the two then leave one state.
     TILE_DEVICE PlanNode cut_node(PlanNode of, const double (&share)[2]) const {
-        const int rows = of.sequences * args.rows_each, tokens = of.stop - of.start;
+        const int rows = of.sequences * int(args.rows_each.divisor), tokens = of.stop - of.start;
         of.tiled = rows >= args.wide_rows;
         of.passes = ceil_div(rows, of.tiled ? args.tile_rows : args.pass_rows);
         const int wanted = larger(1, int(tokens / (of.tiled ? share[1] : share[0]) + 1e-9));
@@ -88,7 +94,7 @@ struct Cuts {
         of.state = 0, of.joins = -1;
         if (of.above >= 0) {
             const PlanNode up = node(of.above);
-            const int ahead = (of.first - up.first) * args.rows_each;
+            const int ahead = (of.first - up.first) * int(args.rows_each.divisor);
             const bool same_end = of.first + of.sequences == up.first + up.sequences;
             of.state = up.after;
             if (of.tiled && !windowed() && of.start == up.stop && ahead % args.tile_rows == 0 &&
@@ -106,19 +112,13 @@ struct Cuts {
     TILE_DEVICE int node_pieces(int count) const { return count ? int(Shared<int>(args.room.sums)[0]) : 0; }
     // The node that has piece n of streaming warps, or of tiles
     TILE_DEVICE PlanNode node_of(int n, int count, bool tiled) const {
-        int low = 0, high = count - 1;  // the last one that begins at n or before
-        while (low < high) {
-            const int middle = (low + high + 1) / 2;
-            const PlanNode of = node(middle);
-            if ((tiled ? of.tile_unit : of.unit) <= n) low = middle;
-            else high = middle - 1;
-        }
-        return node(low);
+        const int unit = tiled ? kTileUnitWord : kUnitWord;
+        return node(find_last(args.room.nodes + 4 * unit, sizeof(PlanNode) / 4, count, n));
     }
 
     // ---- what sequences have of their own ---------------------------------------------------------------------------
     // What a window leaves before and between nodes, and what comes after the last; their number
-    TILE_DEVICE int find_ranges(int count) const {
+    TILE_DEVICE int find_ranges() const {
         const int n = threadIdx.x;
         const bool there = n < args.rows;
         int length = 0, begin = 0, under = -1, gaps = 0;
@@ -126,24 +126,26 @@ struct Cuts {
             length = Shared<int>(args.room.length)[n];
             under = Shared<int>(args.room.under)[n];
             if (windowed()) begin = larger(0, length - args.tokens - args.left);
+#pragma unroll 1
             for (int at = under; windowed() && at >= 0; at = node(at).above) gaps += node(at).start > gap_from(at, begin);
         }
-        unsigned long long all;
-        const int first = int(scan<Sum>((unsigned long long)(there ? gaps + 1 : 0), all));
-        if (int(all) > args.max_ranges || !there) return int(all);
-        int to = first + gaps;
+        const Scanned found = scan(there ? gaps + 1 : 0);
+        const int all = int(found.all);
+        if (all > args.max_ranges || !there) return all;
+        int to = int(found.before) + gaps;
         const int start = under < 0 ? begin : larger(begin, node(under).stop);
         PlanRange range{};
         range.sequence = n, range.start = smaller(start, length), range.stop = length;
         range.parts = under < 0 || length > start;
         ranges()[to--] = range;
+#pragma unroll 1
         for (int at = under; windowed() && at >= 0; at = node(at).above) {
             const int from = gap_from(at, begin);
             if (node(at).start <= from) continue;
             range.start = from, range.stop = node(at).start, range.parts = 1;
             ranges()[to--] = range;
         }
-        return int(all);
+        return all;
     }
     TILE_DEVICE int gap_from(int n, int begin) const {
         const int above = node(n).above;
@@ -156,7 +158,7 @@ struct Cuts {
     // what all warps do on average and what the longest item takes a warp that runs faster because the others are done.
     // False if even with the last candidate there are more pieces or states than there is room for.
     TILE_DEVICE bool choose_limit(int count, int pieces, int& best) const {
-        enum { kItems, kStates, kParts, kLongest, kSums };
+        enum { kItemSum, kStateSum, kPartSum, kLongest, kSums };
         const int n = threadIdx.x, lane = n % 32, warp = n / 32;
         // Every warp leaves its sums, lane s the s-th; then warp s adds up the s-th.
         const Shared<uint32_t> of_warps(args.room.sums + 4 * 32);
@@ -166,15 +168,16 @@ struct Cuts {
 #pragma unroll 1
         for (int t = 0; t < kTries; t++) {
             uint32_t sums[kSums] = {}, chunks = 0;
+#pragma unroll 1
             for (int i = n; i < count; i += kPlanThreads) {
                 const PlanRange range = ranges()[i];
                 if (!range.parts) continue;
                 const RangeCut of(args, range.start, range.stop);
                 const bool whole = of.whole(limit(t));
                 chunks += of.chunks;
-                sums[kItems] += whole ? 1 : of.pieces;
-                sums[kStates] += whole ? 0 : of.pieces;
-                sums[kParts] += whole ? 1 : of.cut_parts;
+                sums[kItemSum] += whole ? 1 : of.pieces;
+                sums[kStateSum] += whole ? 0 : of.pieces;
+                sums[kPartSum] += whole ? 1 : of.cut_parts;
                 sums[kLongest] = larger(sums[kLongest], whole ? of.chunks : 1 << (of.size_bits - 4));
             }
 #pragma unroll
@@ -200,15 +203,15 @@ struct Cuts {
         bool fits = false;
         double least = 0;
         best = args.longest;
-#pragma unroll
+#pragma unroll 1
         for (int t = 0; t < kTries; t++) {
             const auto sum = [&](int of) { return double(uint32_t(of_warps[2 + t * kSums + of])); };
-            if (sum(kParts) * args.passes + pieces > args.max_pieces ||
-                sum(kParts) + double(uint32_t(of_warps[1])) > args.max_states)
+            if (sum(kPartSum) * args.passes.divisor + pieces > args.max_pieces ||
+                sum(kPartSum) + double(uint32_t(of_warps[1])) > args.max_states)
                 continue;
-            const double all = double(uint32_t(of_warps[0])) + sum(kItems) * args.item_chunks +
-                               sum(kStates) * args.state_chunks;
-            const double average = all * (args.heads * args.passes) / (args.blocks * args.warps);
+            const double all = double(uint32_t(of_warps[0])) + sum(kItemSum) * args.item_chunks +
+                               sum(kStateSum) * args.state_chunks;
+            const double average = all * (args.heads.divisor * args.passes.divisor) / (args.blocks.divisor * args.warps);
             const double longest = (sum(kLongest) + args.item_chunks) / args.sprint;
             const double cost = average > longest ? average : longest;
             if (!fits || cost < least) least = cost, best = limit(t);
@@ -221,6 +224,7 @@ struct Cuts {
     TILE_DEVICE void number(int count, int best, int& pieces, int& states) const {
         const int n = threadIdx.x;
         const bool there = n < args.rows;
+#pragma unroll 1
         for (int i = n; i < count; i += kPlanThreads) {
             PlanRange range = ranges()[i];
             if (range.parts) {
@@ -235,6 +239,7 @@ struct Cuts {
         int first = there ? n : 0, own = 0;
         if (there && windowed()) {
             int high = count - 1;
+#pragma unroll 1
             while (first < high) {
                 const int middle = (first + high) / 2;
                 if (PlanRange(ranges()[middle]).sequence < n) first = middle + 1;
@@ -242,17 +247,17 @@ struct Cuts {
             }
         }
         const auto mine = [&](int i) { return there && i < count && PlanRange(ranges()[i]).sequence == n; };
+#pragma unroll 1
         for (int i = first; mine(i); i++) own += PlanRange(ranges()[i]).parts;
         const int before = there ? node_states(n) : 0, total = before + own;
-        using Two = unsigned long long;
-        Two all;
-        const Two at = scan<Sum>(Two(own) * args.passes << 32 | Two(there && total > 1 ? total : 0), all);
-        int unit = pieces + int(at >> 32), state = before;
-        StateSplit split{int(uint32_t(at)), total, kNoEnd, kNoEnd};
+        const Scanned at = scan(Sums(own) * args.passes.divisor << 32 | Sums(there && total > 1 ? total : 0));
+        int unit = pieces + int(at.before >> 32), state = before;
+        StateSplit split{int(uint32_t(at.before)), total, kNoEnd, kNoEnd};
+#pragma unroll 1
         for (int i = first; mine(i); i++) {
             PlanRange range = ranges()[i];
             range.unit = unit, range.state = state;
-            unit += range.parts * args.passes, state += range.parts;
+            unit += range.parts * int(args.passes.divisor), state += range.parts;
             ranges()[i] = range;
             if (range.stop == int(Shared<int>(args.room.length)[n]) && range.parts && !range.whole) {
                 const RangeCut of(args, range.start, range.stop);
@@ -264,17 +269,12 @@ struct Cuts {
             Global<StateSplit>{args.states}[n] = split;
             if (n == args.rows - 1) Shared<int>(args.room.sums)[1] = count;
         }
-        pieces += int(all >> 32), states = int(uint32_t(all));
+        pieces += int(at.all >> 32), states = int(uint32_t(at.all));
         ptx::sync_threads();
     }
     // The range that has piece n
     TILE_DEVICE PlanRange range_of(int n) const {
-        int low = 0, high = int(Shared<int>(args.room.sums)[1]) - 1;
-        while (low < high) {
-            const int middle = (low + high + 1) / 2;
-            if (PlanRange(ranges()[middle]).unit <= n) low = middle;
-            else high = middle - 1;
-        }
-        return ranges()[low];
+        const int count = Shared<int>(args.room.sums)[1];
+        return ranges()[find_last(args.room.ranges + 4 * kRangeUnitWord, sizeof(PlanRange) / 4, count, n)];
     }
 };

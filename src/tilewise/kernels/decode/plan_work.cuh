@@ -18,7 +18,8 @@ struct PlanRoom {
     uint32_t sums;                           // of warps: 33 · 32 words
     uint32_t place, length, caller, under;   // of each sequence: its row of the table, …, the last node above it or −1
     uint32_t split, ranges, nodes;           // StateSplits, PlanRanges, PlanNodes
-    uint32_t loads, counts, work, ranks;     // of bins, a power of two
+    uint32_t loads, fresh, ranks;            // of bins: in their order, the next ones, their places in the order
+    uint32_t counts, work;                   // of bins, by number: units that they have, parts of chunks
     uint32_t keys, next;                     // of pieces, a power of two; of tile pieces: the one that goes on from it
 };
 
@@ -35,12 +36,13 @@ struct PlanArgs {
     StateSplit* states;        // (rows,)
     int* used;                 // (bins,): slots of each that hold an item; then (blocks,): rounds that do
     int* placed;               // scratch: where each unit goes
-    int* made;                 // {pieces, states, slots, rounds, nodes shared, 1 if dealt in turn}
-    int rows, width, page_size, tokens;
+    int* made;                 // PlanMade: what became of it
+    int rows, width, tokens;
     int left;                  // of the window; kFar for none
-    int heads, rows_each, together, blocks, warps, joiners;
+    int together, warps, joiners;
     int slots, tile_rounds;    // per bin and block, at most
     int pass_rows, tile_rows;  // rows of a stream item and of a tile item, at most
+    int tile_box;              // tokens per copy of a tile
     int wide_rows;             // a node with so many rows goes through tiles; more than there are: none does
     int in_turn;               // a block's warps do not stream while they compute tiles
     int chunk_bits;            // a chunk has 2^chunk_bits tokens
@@ -48,10 +50,14 @@ struct PlanArgs {
     int item_cost, step_cost;  // of an item besides its chunks, of a step of a tile item: in parts of a chunk
     int max_ranges, max_pieces, max_tiles, max_states;
     int limits[kLimits], size_bits[kLimits];  // Splitting.pieces, whose sizes are powers of two
-    int bins, groups, passes;  // groups: units of a piece, of `together` heads each; passes: over one sequence's rows
+    int bins;
+    Divisor page_size, heads, rows_each, blocks;
+    Divisor groups, passes;    // units of a piece, of `together` heads each; passes over the rows of one sequence
     PlanRoom room;
     double item_chunks, state_chunks, sprint;  // Weights
 };
+
+enum PlanMade { kPieces, kStates, kSlots, kRounds, kNodes, kInTurn };  // kInTurn: 1 if units were dealt in turn
 
 // A node and how it is cut
 struct alignas(16) PlanNode {
@@ -69,6 +75,7 @@ struct alignas(16) PlanRange {
     int sequence, start, stop, parts;  // parts: 0 if nodes cover all of the sequence
     int unit, state, whole, unused;    // pieces before its own, the first of its states
 };
+enum { kUnitWord = 13, kTileUnitWord = 14, kRangeUnitWord = 4 };  // of a PlanNode and of a PlanRange
 // How a range is cut
 struct RangeCut {
     int size_bits, chunks, pieces, begin, cut_parts;
