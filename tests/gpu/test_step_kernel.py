@@ -12,6 +12,7 @@ from step_cases import assert_step, judge_step
 
 from tilewise import attend, decode, emulator, plan_decode, plan_step, renew_plan
 from tilewise.api import step
+from tilewise.gpu import beside
 from tilewise.plan.cost import GPU_COST
 from tilewise.plan.step import ChunkNode, Chunks, TileJudge
 
@@ -131,6 +132,40 @@ def test_idle_rows_of_a_standing_plan_that_goes_with_the_chunks():
 def test_options():
     options = {"window": (9, 0), "sinks": randn(2), "softcap": 2.0, "scale": 0.3}
     assert_step(*small(), heads=2, dtype=BF16, share=False, backend="emulator", **options)
+
+
+@pytest.mark.parametrize("order", ["decodes first", "chunks first"])
+def test_side_by_side(order, launched, monkeypatch):
+    """Decodes go on the branch, chunks do not, and both are there when it is joined; the results are the same."""
+
+    class Beside:
+        def __init__(self, device):
+            launched.append("fork")
+
+        def __enter__(self):
+            launched.append("<")
+
+        def __exit__(self, *error):
+            launched.append(">")
+
+        def join(self):
+            launched.append("join")
+
+    cache, prefill, seqs = small()
+    _, *expected = assert_step(cache, prefill, seqs, heads=2, dtype=BF16, share=False, backend="emulator")
+    launched.clear()
+    monkeypatch.setattr(beside, "side_by_side", lambda device: True)
+    monkeypatch.setattr(beside, "Beside", Beside)
+    monkeypatch.setattr(beside, "ORDER", order)
+    _, *got = assert_step(cache, prefill, seqs, heads=2, dtype=BF16, share=False, backend="emulator")
+    decodes = ["<", "decode", ">"]
+    both = [*decodes, *FORWARD] if order == "decodes first" else [*FORWARD, *decodes]
+    assert launched == ["fork", *both, "join"]
+    assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+    launched.clear()
+    assert_step(cache, prefill, [], heads=2, dtype=BF16, share=False, backend="emulator")
+    assert_step(cache, [], seqs, heads=2, dtype=BF16, share=False, backend="emulator")
+    assert launched == [*FORWARD, "decode"]  # with nothing beside it
 
 
 def test_one_side_alone_and_neither(launched):

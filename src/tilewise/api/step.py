@@ -170,6 +170,11 @@ def attend(
     float16 or bfloat16, whatever the cache's format. Their own keys and values are already written. Other arguments as
     in `attention`; what comes out of a decode's row is what `decode` gives for it.
 
+    On a GPU chunks and decodes run on two streams, which share the card: after all that the current stream was given
+    before the call, and before all that it is given next. Head dimensions, dtypes and formats are those that
+    attention_varlen or decode takes; pages that only decode reads are converted once for all chunks. The call can be
+    captured in a graph once it was made uncaptured, which compiles and uploads.
+
     Returns o (rows, Hq, D), with return_lse also the LSE (Hq, rows) float32.
     """
     if torch.compiler.is_compiling():
@@ -258,7 +263,7 @@ def _by_kernels(asked: Asked) -> Logs:
         return _all_as_chunks(asked, plan.decode)
     if plan.prefill is None:
         return _decodes(asked, plan.decode)
-    if asked.q.device.type != "cuda" or beside.ORDER == "apart":
+    if not beside.side_by_side(asked.q.device):
         return [*_chunks(asked, plan.prefill), *_decodes(asked, plan.decode)]
     branch = beside.Beside(asked.q.device)
     chunks: Logs = []
