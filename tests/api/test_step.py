@@ -136,6 +136,7 @@ def test_a_tree_of_shared_chunks():
         (4, 0, 24, 0), (2, 24, 36, 1), (2, 24, 36, 1),
     ]  # fmt: skip
     assert plan.prefill.summary.keys_read < sum(plan.prefill.lengths)
+    assert plan.prefill.stored == 24 + 2 * 12 + 4 * 9
     whole, _, _ = assert_step(cache, [(seqs[0], 31), *prefill[2:]], [], share=True)
     assert [n.stop for n in whole.prefill.nodes if n.end - n.first == 3] == [12]  # of 15 tokens, whole pages
 

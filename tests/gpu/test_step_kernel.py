@@ -127,6 +127,11 @@ def test_idle_rows_of_a_standing_plan_that_goes_with_the_chunks():
         )
         assert (o[used:] == 0).all()
         assert torch.equal(lse[:, used:], sinks[:, None].expand(2, 45 - used))
+    renew_plan(standing, cache, [])
+    nothing = plan_step(cache, [], standing, num_heads=2)
+    o, lse = attend(q[41:], cache, 0, nothing, return_lse=True, out=poison(q[41:]), backend="emulator")
+    assert (o == 0).all()
+    assert (lse == -torch.inf).all()
 
 
 def test_options():

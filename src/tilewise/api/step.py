@@ -297,15 +297,17 @@ def _all_as_chunks(asked: Asked, decodes: DecodePlan | StandingPlan) -> Logs:
     plan = asked.plan
     chunks = [] if plan.prefill is None else list(zip(plan.prefill.seqs, plan.prefill.tokens, strict=True))
     chunks += [(seq, decodes.tokens_per_seq) for seq in decodes.seqs]
-    lengths = tuple(asked.pages.lengths_of([seq for seq, _ in chunks]).tolist())
-    found = _whole.get(plan.serial)
-    if found is None:
-        weakref.finalize(plan, _whole.pop, plan.serial, None)
-    if found is None or found.seqs != tuple(seq for seq, _ in chunks) or found.lengths != lengths:
-        found = plan_prefill(asked.pages, chunks, plan.heads_q, plan.window, plan.share_prefix)
-        _whole[plan.serial] = found
-    logs = _chunks(asked, found)
-    idle = asked.o[found.rows :]
+    logs: Logs = []
+    if chunks:
+        lengths = tuple(asked.pages.lengths_of([seq for seq, _ in chunks]).tolist())
+        found = _whole.get(plan.serial)
+        if found is None:
+            weakref.finalize(plan, _whole.pop, plan.serial, None)
+        if found is None or found.seqs != tuple(seq for seq, _ in chunks) or found.lengths != lengths:
+            found = plan_prefill(asked.pages, chunks, plan.heads_q, plan.window, plan.share_prefix)
+            _whole[plan.serial] = found
+        logs = _chunks(asked, found)
+    idle = asked.o[sum(tokens for _, tokens in chunks) :]
     if not len(idle):
         return logs
     idle.zero_()

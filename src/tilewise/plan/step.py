@@ -163,15 +163,17 @@ def plan_chunks(
     to the left there is neither: what a row sees is its own.
     """
     left = None if window is None else window[0]
-    order = list(range(len(seqs)))
+    order = sorted(range(len(seqs)), key=lambda n: page_lists[n].tobytes())  # those that share pages are neighbours
+    common = [_common_pages(page_lists[a], page_lists[b]) for a, b in pairwise(order)]
+    again = sum(min(c * page_size, lengths[a], lengths[b]) for c, (a, b) in zip(common, pairwise(order), strict=True))
     nodes: list[ChunkNode] = []
-    if share and left is None and len(seqs) > 1:
-        order, nodes = _find_nodes(tokens, page_lists, lengths, page_size)
+    if share and left is None:
+        nodes = _find_nodes([(lengths[n] - tokens[n] + 1) // page_size for n in order], common, page_size)
         if judge is not None:
             told = Chunks(*([of[n] for n in order] for of in (tokens, lengths)))
             nodes = list(judge(told, nodes))
-        if not nodes:
-            order = list(range(len(seqs)))
+    if not nodes:
+        order = list(range(len(seqs)))
     own = [0] * len(seqs)
     for node in nodes:
         for n in order[node.first : node.end]:
@@ -204,19 +206,17 @@ def plan_chunks(
         nodes=tuple(nodes),
         own=tuple(own),
         window=window,
-        stored_tokens=_stored(page_lists, lengths, page_size),
+        stored_tokens=sum(lengths) - again,
     )
 
 
-def _find_nodes(
-    tokens: Sequence[int], page_lists: Sequence[Ints], lengths: Sequence[int], page_size: int
-) -> tuple[list[int], list[ChunkNode]]:
-    """An order in which chunks that share pages are neighbours, and the nodes over it, each before those below it."""
-    order = sorted(range(len(tokens)), key=lambda n: page_lists[n].tobytes())
-    common = [_common_pages(page_lists[a], page_lists[b]) for a, b in pairwise(order)]
-    seen = [(lengths[n] - tokens[n] + 1) // page_size for n in order]  # whole pages that every row of the chunk sees
+def _find_nodes(seen: Sequence[int], common: Sequence[int], page_size: int) -> list[ChunkNode]:
+    """The nodes over chunks in an order in which those that share pages are neighbours, each before those below it.
+
+    seen: whole pages that every row of each chunk sees; common: leading pages that neighbours have in common.
+    """
     nodes: list[ChunkNode] = []
-    stack = [(0, len(order), 0, 0)]  # first, end, pages that are shared above, level
+    stack = [(0, len(seen), 0, 0)]  # first, end, pages that are shared above, level
     while stack:
         first, end, above, level = stack.pop()
         if end - first < 2:
@@ -228,7 +228,7 @@ def _find_nodes(
             above, level = stop, level + 1
         bounds = [first, *(n + 1 for n in range(first, end - 1) if common[n] == depth), end]
         stack += [(a, b, above, level) for a, b in reversed(list(pairwise(bounds)))]
-    return order, nodes
+    return nodes
 
 
 def _pieces(
@@ -280,20 +280,6 @@ def _lay_out(
                 at.add(row)
         read += keys
     return work, exclusive, read
-
-
-def _stored(page_lists: Sequence[Ints], lengths: Sequence[int], page_size: int) -> int:
-    """Tokens that lie in the pages of the lists, each counted once."""
-    if not page_lists:
-        return 0
-    filled = [
-        np.minimum(page_size, length - page_size * np.arange(len(pages)))
-        for pages, length in zip(page_lists, lengths, strict=True)
-    ]
-    pages, place = np.unique(np.concatenate(page_lists), return_inverse=True)
-    most = np.zeros(len(pages), np.int64)
-    np.maximum.at(most, place, np.concatenate(filled))
-    return int(most.sum())
 
 
 def _common_pages(a: Ints, b: Ints) -> int:
