@@ -186,7 +186,7 @@ def test_out_may_be_q_itself_or_a_view():
     assert torch.equal(q, expected)
 
 
-def test_a_plan_is_a_value():
+def test_a_plan_is_a_value(tmp_path):
     cache, prefill, seqs = mixed()
     plan = plan_step(cache, prefill, seqs, num_heads=4, share_prefix=True)
     again = plan_step(cache, np.array(prefill), torch.tensor(seqs), num_heads=4, share_prefix=True)
@@ -198,6 +198,8 @@ def test_a_plan_is_a_value():
     q = randn(65, 4, 16)
     assert torch.equal(attend(q, cache, 0, plan), attend(q, cache, 0, copied))
     assert plan != plan_step(cache, prefill, seqs[:3], num_heads=4, share_prefix=True)
+    plan.prefill.draw(tmp_path / "chunks.svg")
+    assert (tmp_path / "chunks.svg").stat().st_size
     shown = plan.show("H100")
     assert "3 chunks of 61 tokens, 1 shared prefixes; 4 decodes" in shown
     assert "prefill plan" in shown

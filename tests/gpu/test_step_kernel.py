@@ -196,18 +196,18 @@ def test_sharing_pays_for_many_short_chunks_with_long_prefixes():
 
     def nodes_of(chunks: int, tokens: int, prefix: int, own: int) -> list[ChunkNode]:
         one = [ChunkNode(0, chunks, 0, prefix, 0)]
-        return judge(Chunks([tokens] * chunks, [prefix + own] * chunks), one)
+        return judge(Chunks([tokens] * chunks, [prefix + own] * chunks), one)[0]
 
     assert nodes_of(64, 8, 8192, 16)  # 64 × 8 tiles of 32 used rows become 16 × 8 full ones
     assert not nodes_of(4, 512, 8192, 512)  # full tiles as they are
     assert not nodes_of(2, 8, 8192, 16)  # fewer tiles than multiprocessors, also in pieces
     assert not nodes_of(64, 8, 64, 2048)  # hardly anything in common
-    assert not judge(Chunks([8] * 4, [512] * 4), [])
+    assert judge(Chunks([8] * 4, [512] * 4), []) == ([], False)
     # The second level has so little that one launch more does not pay.
     deep = [ChunkNode(0, 64, 0, 8192, 0), ChunkNode(0, 32, 8192, 8208, 1), ChunkNode(32, 64, 8192, 8208, 1)]
-    assert judge(Chunks([8] * 64, [8224] * 64), deep) == deep[:1]
+    assert judge(Chunks([8] * 64, [8224] * 64), deep) == (deep[:1], False)
     deep = [deep[0]._replace(stop=16), *(node._replace(start=16) for node in deep[1:])]
-    assert judge(Chunks([8] * 64, [8224] * 64), deep) == deep
+    assert judge(Chunks([8] * 64, [8224] * 64), deep)[0] == deep
 
 
 def test_a_short_chunk_after_a_long_prefix_is_cut():
@@ -215,3 +215,5 @@ def test_a_short_chunk_after_a_long_prefix_is_cut():
     assert judge.split(32, 8192) == 1024  # 8 tiles over 8192 tokens become 64 over 1024
     assert judge.split(32, 131072) == 131072 * 8 // 132
     assert judge.split(1, 3000) == judge.split(512, 8192) == judge.split(4096, 1 << 20) == 0  # short; enough tiles
+    assert judge(Chunks([32], [8224]), []) == ([], True)
+    assert judge(Chunks([32] * 64, [8224] * 64), []) == ([], False)  # these have tiles for all of the card
