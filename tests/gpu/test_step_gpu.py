@@ -134,7 +134,7 @@ def test_many_short_chunks_share_by_themselves():
 
 
 def test_a_short_chunk_after_a_long_prefix_is_read_in_pieces():
-    """As many whatever is beside it, where nothing is shared, so that its bits stay the same."""
+    """As many whatever is beside it, where nothing is shared: with the same tiles its bits are the same, too."""
     cache = make_cache(kv_format="bf16", head_dim=128, page_size=16, pages=1300, kv_heads=2, device="cuda")
     seqs = [cache.allocate() for _ in range(4)]
     grow(cache, seqs, [16000, 40, 900, 200], seed=1)

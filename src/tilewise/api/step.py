@@ -49,8 +49,7 @@ def plan_step(
     Either may be empty; a sequence is named once.
     num_heads, window, cost: as in plan_decode. share_prefix: whether prefixes that several sequences have in common are
     computed once for the rows of all of them, chunks among themselves and decodes among themselves: True, False, or
-    "auto" where it pays. Chunks share whole pages, and nothing under a window that ends to the left. With False, what
-    comes out of a chunk is the same to the bit whatever is beside it.
+    "auto" where it pays. Chunks share whole pages, and nothing under a window that ends to the left.
 
     The plan holds until one of its sequences changes.
     """

@@ -354,8 +354,8 @@ class TileJudge:
 
     def split(self, rows: int, tokens: int) -> int:
         """The pieces of so many tokens before rows of one chunk, 0 to leave them together: as many as give every
-        multiprocessor one, but none so short that merging costs what is saved. It asks for nothing else, so that what
-        comes out of a chunk does not depend on what is beside it, where nobody judges the whole."""
+        multiprocessor one, but none so short that merging costs what is saved. It asks for nothing else: a
+        chunk is cut alike whatever is beside it, where nobody judges the whole."""
         tiles = self._tiles(rows)
         piece = max(SHORTEST_PIECE, tokens * tiles // self.processors)
         return piece if tokens >= 2 * (piece + SHORTEST_PIECE) else 0
