@@ -355,7 +355,9 @@ def _check_lengths(plan: StepPlan, pages: PagedKVCache) -> None:
     for part in (plan.prefill, plan.decode):
         if part is None:
             continue
-        changed = np.flatnonzero(pages.lengths_of(list(part.seqs)) != part.lengths)
+        # As a list the cache remembers them, which is for the decodes, whose call asks again.
+        seqs = part.seqs if part is plan.prefill else list(part.seqs)
+        changed = np.flatnonzero(pages.lengths_of(seqs) != part.lengths)
         if len(changed):
             seq, length = part.seqs[changed[0]], part.lengths[changed[0]]
             raise ValueError(
