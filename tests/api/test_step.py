@@ -136,6 +136,7 @@ def test_a_tree_of_shared_chunks():
         (4, 0, 24, 0), (2, 24, 36, 1), (2, 24, 36, 1),
     ]  # fmt: skip
     assert plan.prefill.summary.keys_read < sum(plan.prefill.lengths)
+    assert plan.prefill.stored == 24 + 2 * 12 + 4 * 9
     whole, _, _ = assert_step(cache, [(seqs[0], 31), *prefill[2:]], [], share=True)
     assert [n.stop for n in whole.prefill.nodes if n.end - n.first == 3] == [12]  # of 15 tokens, whole pages
 
@@ -185,7 +186,7 @@ def test_out_may_be_q_itself_or_a_view():
     assert torch.equal(q, expected)
 
 
-def test_a_plan_is_a_value():
+def test_a_plan_is_a_value(tmp_path):
     cache, prefill, seqs = mixed()
     plan = plan_step(cache, prefill, seqs, num_heads=4, share_prefix=True)
     again = plan_step(cache, np.array(prefill), torch.tensor(seqs), num_heads=4, share_prefix=True)
@@ -197,6 +198,8 @@ def test_a_plan_is_a_value():
     q = randn(65, 4, 16)
     assert torch.equal(attend(q, cache, 0, plan), attend(q, cache, 0, copied))
     assert plan != plan_step(cache, prefill, seqs[:3], num_heads=4, share_prefix=True)
+    plan.prefill.draw(tmp_path / "chunks.svg")
+    assert (tmp_path / "chunks.svg").stat().st_size
     shown = plan.show("H100")
     assert "3 chunks of 61 tokens, 1 shared prefixes; 4 decodes" in shown
     assert "prefill plan" in shown

@@ -134,13 +134,14 @@ def test_many_short_chunks_share_by_themselves():
 
 
 def test_a_short_chunk_after_a_long_prefix_is_read_in_pieces():
-    """As many whatever is beside it, so that its bits stay the same."""
+    """As many whatever is beside it, where nothing is shared: with the same tiles its bits are the same, too."""
     cache = make_cache(kv_format="bf16", head_dim=128, page_size=16, pages=1300, kv_heads=2, device="cuda")
     seqs = [cache.allocate() for _ in range(4)]
     grow(cache, seqs, [16000, 40, 900, 200], seed=1)
-    alone, o, lse = assert_step(cache, [(seqs[0], 13)], [], heads=8, dtype=BF16)
+    alone, o, lse = assert_step(cache, [(seqs[0], 13)], [], heads=8, dtype=BF16, share=False)
     assert len(alone.prefill.nodes) > 8
-    plan = plan_step(cache, [(seqs[1], 40), (seqs[0], 13), (seqs[2], 500)], seqs[3:], num_heads=8)
+    prefill = [(seqs[1], 40), (seqs[0], 13), (seqs[2], 500)]
+    plan = plan_step(cache, prefill, seqs[3:], num_heads=8, share_prefix=False)
     q = randn(plan.rows, 8, 128, dtype=BF16, seed=9).cuda()
     q[40:53] = randn(13, 8, 128, dtype=BF16, seed=5).cuda()
     together = attend(q, cache, 0, plan, return_lse=True)

@@ -12,10 +12,11 @@ from step_cases import assert_step, judge_step
 
 from tilewise import attend, decode, emulator, plan_decode, plan_step, renew_plan
 from tilewise.api import step
+from tilewise.gpu import beside
 from tilewise.plan.cost import GPU_COST
 from tilewise.plan.step import ChunkNode, Chunks, TileJudge
 
-BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+BF16, FP32 = torch.bfloat16, torch.float32
 
 
 def small(**options):
@@ -63,7 +64,7 @@ def test_two_levels(launched):
     cache = make_cache(page_size=16, pages=80, kv_heads=1, head_dim=64, kv_format="bf16")
     seqs = tree(cache, [1, 3, 2], [32, 16, 5])
     prefill = [(seqs[n], 2 + n % 2) for n in (5, 0, 3, 1, 4)]
-    plan, _, _ = assert_step(cache, prefill, [], heads=2, dtype=BF16, share=True, backend="emulator", softcap=3.0)
+    plan, _, _ = assert_step(cache, prefill, [], heads=2, dtype=BF16, share=True, backend="emulator")
     assert [(n.end - n.first, n.start, n.stop) for n in plan.prefill.nodes] == [(5, 0, 32), (2, 32, 48), (2, 32, 48)]
     assert launched == [*FORWARD, *FORWARD, "merge_rows"]
 
@@ -88,9 +89,8 @@ def test_pieces_of_long_prefixes(launched, monkeypatch):
 @pytest.mark.parametrize("share", [False, True])
 @pytest.mark.parametrize(
     ("kv_format", "dtype", "by"),
-    [("int8", BF16, "decode"), ("int4", FP16, "decode"), ("fp8", BF16, "decode"), ("fp32", BF16, "decode32"),
-     ("bf16", FP16, "forward"), ("int4", FP32, "forward")],
-)  # fmt: skip
+    [("int8", BF16, "decode"), ("int4", BF16, "decode"), ("fp32", BF16, "decode32"), ("int8", FP32, "forward")],
+)
 def test_formats(kv_format, dtype, by, share, launched):
     """Pages that the forward does not read are widened once for all of a step; what decode does not take goes with the
     chunks."""
@@ -127,11 +127,50 @@ def test_idle_rows_of_a_standing_plan_that_goes_with_the_chunks():
         )
         assert (o[used:] == 0).all()
         assert torch.equal(lse[:, used:], sinks[:, None].expand(2, 45 - used))
+    renew_plan(standing, cache, [])
+    nothing = plan_step(cache, [], standing, num_heads=2)
+    o, lse = attend(q[41:], cache, 0, nothing, return_lse=True, out=poison(q[41:]), backend="emulator")
+    assert (o == 0).all()
+    assert (lse == -torch.inf).all()
 
 
-@pytest.mark.parametrize("options", [{"window": (9, 0), "sinks": randn(2)}, {"scale": -0.2, "softcap": 2.0}])
-def test_options(options):
+def test_options():
+    options = {"window": (9, 0), "sinks": randn(2), "softcap": 2.0, "scale": 0.3}
     assert_step(*small(), heads=2, dtype=BF16, share=False, backend="emulator", **options)
+
+
+@pytest.mark.parametrize("order", ["decodes first", "chunks first"])
+def test_side_by_side(order, launched, monkeypatch):
+    """Decodes go on the branch, chunks do not, and both are there when it is joined; the results are the same."""
+
+    class Beside:
+        def __init__(self, device):
+            launched.append("fork")
+
+        def __enter__(self):
+            launched.append("<")
+
+        def __exit__(self, *error):
+            launched.append(">")
+
+        def join(self):
+            launched.append("join")
+
+    cache, prefill, seqs = small()
+    _, *expected = assert_step(cache, prefill, seqs, heads=2, dtype=BF16, share=False, backend="emulator")
+    launched.clear()
+    monkeypatch.setattr(beside, "side_by_side", lambda device: True)
+    monkeypatch.setattr(beside, "Beside", Beside)
+    monkeypatch.setattr(beside, "ORDER", order)
+    _, *got = assert_step(cache, prefill, seqs, heads=2, dtype=BF16, share=False, backend="emulator")
+    decodes = ["<", "decode", ">"]
+    both = [*decodes, *FORWARD] if order == "decodes first" else [*FORWARD, *decodes]
+    assert launched == ["fork", *both, "join"]
+    assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+    launched.clear()
+    assert_step(cache, prefill, [], heads=2, dtype=BF16, share=False, backend="emulator")
+    assert_step(cache, [], seqs, heads=2, dtype=BF16, share=False, backend="emulator")
+    assert launched == [*FORWARD, "decode"]  # with nothing beside it
 
 
 def test_one_side_alone_and_neither(launched):
@@ -157,18 +196,18 @@ def test_sharing_pays_for_many_short_chunks_with_long_prefixes():
 
     def nodes_of(chunks: int, tokens: int, prefix: int, own: int) -> list[ChunkNode]:
         one = [ChunkNode(0, chunks, 0, prefix, 0)]
-        return judge(Chunks([tokens] * chunks, [prefix + own] * chunks), one)
+        return judge(Chunks([tokens] * chunks, [prefix + own] * chunks), one)[0]
 
     assert nodes_of(64, 8, 8192, 16)  # 64 × 8 tiles of 32 used rows become 16 × 8 full ones
     assert not nodes_of(4, 512, 8192, 512)  # full tiles as they are
     assert not nodes_of(2, 8, 8192, 16)  # fewer tiles than multiprocessors, also in pieces
     assert not nodes_of(64, 8, 64, 2048)  # hardly anything in common
-    assert not judge(Chunks([8] * 4, [512] * 4), [])
+    assert judge(Chunks([8] * 4, [512] * 4), []) == ([], False)
     # The second level has so little that one launch more does not pay.
     deep = [ChunkNode(0, 64, 0, 8192, 0), ChunkNode(0, 32, 8192, 8208, 1), ChunkNode(32, 64, 8192, 8208, 1)]
-    assert judge(Chunks([8] * 64, [8224] * 64), deep) == deep[:1]
+    assert judge(Chunks([8] * 64, [8224] * 64), deep) == (deep[:1], False)
     deep = [deep[0]._replace(stop=16), *(node._replace(start=16) for node in deep[1:])]
-    assert judge(Chunks([8] * 64, [8224] * 64), deep) == deep
+    assert judge(Chunks([8] * 64, [8224] * 64), deep)[0] == deep
 
 
 def test_a_short_chunk_after_a_long_prefix_is_cut():
@@ -176,3 +215,5 @@ def test_a_short_chunk_after_a_long_prefix_is_cut():
     assert judge.split(32, 8192) == 1024  # 8 tiles over 8192 tokens become 64 over 1024
     assert judge.split(32, 131072) == 131072 * 8 // 132
     assert judge.split(1, 3000) == judge.split(512, 8192) == judge.split(4096, 1 << 20) == 0  # short; enough tiles
+    assert judge(Chunks([32], [8224]), []) == ([], True)
+    assert judge(Chunks([32] * 64, [8224] * 64), []) == ([], False)  # these have tiles for all of the card

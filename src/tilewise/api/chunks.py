@@ -23,12 +23,11 @@ WIDTH = 64  # pages: tables are as wide as a multiple of it, so that steps of si
 
 
 class Launch(NamedTuple):
-    """What a launch of the forward is told of its sequences. page_table: of the cache; widened: of widened pages."""
+    """What a launch of the forward is told of its sequences."""
 
     starts_q: torch.Tensor
     starts_k: torch.Tensor
     page_table: torch.Tensor
-    widened: torch.Tensor
 
 
 class Nodes(NamedTuple):
@@ -42,47 +41,51 @@ class Nodes(NamedTuple):
 
 
 class Tables(NamedTuple):
-    """A plan's tables on a device. own: of what each chunk reads that is in no node; pages: all of them, each once."""
+    """A plan's tables on a device. own: of what each chunk reads that is in no node. widened: the pages of all chunks,
+    each once, whose widened copies the tables name by their places in it; None where they name the cache's pages."""
 
     own: Launch
     nodes: Nodes | None
-    pages: torch.Tensor
+    widened: torch.Tensor | None
 
 
-def tables_of(plan: ChunkPlan, cache: PagedKVCache) -> Tables:
-    """The plan's tables, made once per plan and cache, on the stream that is current then."""
+def tables_of(plan: ChunkPlan, cache: PagedKVCache, wide: bool) -> Tables:
+    """The plan's tables, made once per plan and cache, on the stream that is current then. wide: of widened pages."""
     kept = _kept.get(id(plan))
     if kept is None:
         kept = _kept[id(plan)] = {}
         weakref.finalize(plan, _kept.pop, id(plan), None)
-    found = kept.get(cache.serial)
+    found = kept.get((cache.serial, wide))
     if found is None:
-        found = kept[cache.serial] = _make_tables(plan, cache)
+        found = kept[cache.serial, wide] = _make_tables(plan, cache, wide)
     return found
 
 
 # By a plan's address, for as long as it lives: a plan itself is a value, and keeps nothing of a device.
-_kept: dict[int, dict[int, Tables]] = {}
+_kept: dict[int, dict[tuple[int, bool], Tables]] = {}
 
 
-def _make_tables(plan: ChunkPlan, cache: PagedKVCache) -> Tables:
+def _make_tables(plan: ChunkPlan, cache: PagedKVCache, wide: bool) -> Tables:
     size, device = cache.page_size, cache.device
-    lists = [cache.page_list(seq) for seq in plan.seqs]
-    pages = np.unique(np.concatenate(lists)).astype(np.int32)
+    lists: list[Ints] = [cache.page_list(seq) for seq in plan.seqs]
+    widened = None
+    if wide:
+        pages = np.unique(np.concatenate(lists))
+        lists = [np.searchsorted(pages, its).astype(np.int32) for its in lists]
+        widened = upload(pages, device)
 
     def launch(rows: Sequence[int], keys: Sequence[int], of: Sequence[Ints]) -> Launch:
         width = -(-max(map(len, of)) // WIDTH) * WIDTH
-        table = np.full((len(of), width), pages[0], np.int32)  # beyond a list's end anything will do that is a page
+        table = np.zeros((len(of), width), np.int32)  # beyond a list's end anything will do
         for row, its in zip(table, of, strict=True):
             row[: len(its)] = its
         starts = [np.concatenate([[0], np.cumsum(x)]).astype(np.int32) for x in (rows, keys)]
-        places = np.searchsorted(pages, table).astype(np.int32)
-        return Launch(*(upload(x, device) for x in (starts[0], starts[1], table, places)))
+        return Launch(*(upload(x, device) for x in (*starts, table)))
 
     keys = [length - at for length, at in zip(plan.lengths, plan.own, strict=True)]
     own = launch(plan.tokens, keys, [its[at // size :] for its, at in zip(lists, plan.own, strict=True)])
     if not plan.nodes:
-        return Tables(own, None, upload(pages, device))
+        return Tables(own, None, widened)
     rows_of = [plan.row_order(node.first, node.end) for node in plan.nodes]
     shared = launch(
         [len(rows) for rows in rows_of],
@@ -96,7 +99,7 @@ def _make_tables(plan: ChunkPlan, cache: PagedKVCache) -> Tables:
     table = np.full((len(rows), counts.max()), -1, np.int32)
     table[np.arange(table.shape[1]) < counts[:, None]] = by_row
     merged = (asked.astype(np.int64), rows.astype(np.int32), table)
-    return Tables(own, Nodes(shared, *(upload(x, device) for x in merged)), upload(pages, device))
+    return Tables(own, Nodes(shared, *(upload(x, device) for x in merged)), widened)
 
 
 def attend_chunks(
@@ -110,17 +113,14 @@ def attend_chunks(
     backend: str,
 ) -> list[torch.Tensor]:
     """The chunks' rows q (rows, Hq, D): fills out, like q and no part of it; [the LSE (Hq, rows)] if asked for."""
-    tables = tables_of(plan, cache)
+    tables = tables_of(plan, cache, cache.format.dtype != q.dtype)
     k_parts, v_parts = cache.parts(layer)
-    wide = cache.format.dtype != q.dtype
-    if wide:
-        k, v = widen(cache.format, k_parts, v_parts, tables.pages, q.dtype)
-    else:
-        k, v = k_parts[0], v_parts[0]
+    k, v = k_parts[0], v_parts[0]
+    if tables.widened is not None:
+        k, v = widen(cache.format, k_parts, v_parts, tables.widened, q.dtype)
 
     def forward(rows: torch.Tensor, launch: Launch, **more: Any) -> Any:
-        table = launch.widened if wide else launch.page_table
-        return attention_varlen(rows, k, v, launch.starts_q, launch.starts_k, page_table=table, backend=backend, **more)
+        return attention_varlen(rows, k, v, *launch[:2], page_table=launch.page_table, backend=backend, **more)
 
     nodes = tables.nodes
     logs = return_lse or nodes is not None

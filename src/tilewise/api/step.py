@@ -170,6 +170,11 @@ def attend(
     float16 or bfloat16, whatever the cache's format. Their own keys and values are already written. Other arguments as
     in `attention`; what comes out of a decode's row is what `decode` gives for it.
 
+    On a GPU chunks and decodes run on two streams, which share the card: after all that the current stream was given
+    before the call, and before all that it is given next. Head dimensions, dtypes and formats are those that
+    attention_varlen or decode takes; pages that only decode reads are converted once for all chunks. The call can be
+    captured in a graph once it was made uncaptured, which compiles and uploads.
+
     Returns o (rows, Hq, D), with return_lse also the LSE (Hq, rows) float32.
     """
     if torch.compiler.is_compiling():
@@ -258,7 +263,7 @@ def _by_kernels(asked: Asked) -> Logs:
         return _all_as_chunks(asked, plan.decode)
     if plan.prefill is None:
         return _decodes(asked, plan.decode)
-    if asked.q.device.type != "cuda" or beside.ORDER == "apart":
+    if not beside.side_by_side(asked.q.device):
         return [*_chunks(asked, plan.prefill), *_decodes(asked, plan.decode)]
     branch = beside.Beside(asked.q.device)
     chunks: Logs = []
@@ -292,15 +297,17 @@ def _all_as_chunks(asked: Asked, decodes: DecodePlan | StandingPlan) -> Logs:
     plan = asked.plan
     chunks = [] if plan.prefill is None else list(zip(plan.prefill.seqs, plan.prefill.tokens, strict=True))
     chunks += [(seq, decodes.tokens_per_seq) for seq in decodes.seqs]
-    lengths = tuple(asked.pages.lengths_of([seq for seq, _ in chunks]).tolist())
-    found = _whole.get(plan.serial)
-    if found is None:
-        weakref.finalize(plan, _whole.pop, plan.serial, None)
-    if found is None or found.seqs != tuple(seq for seq, _ in chunks) or found.lengths != lengths:
-        found = plan_prefill(asked.pages, chunks, plan.heads_q, plan.window, plan.share_prefix)
-        _whole[plan.serial] = found
-    logs = _chunks(asked, found)
-    idle = asked.o[found.rows :]
+    logs: Logs = []
+    if chunks:
+        lengths = tuple(asked.pages.lengths_of([seq for seq, _ in chunks]).tolist())
+        found = _whole.get(plan.serial)
+        if found is None:
+            weakref.finalize(plan, _whole.pop, plan.serial, None)
+        if found is None or found.seqs != tuple(seq for seq, _ in chunks) or found.lengths != lengths:
+            found = plan_prefill(asked.pages, chunks, plan.heads_q, plan.window, plan.share_prefix)
+            _whole[plan.serial] = found
+        logs = _chunks(asked, found)
+    idle = asked.o[sum(tokens for _, tokens in chunks) :]
     if not len(idle):
         return logs
     idle.zero_()
@@ -348,7 +355,9 @@ def _check_lengths(plan: StepPlan, pages: PagedKVCache) -> None:
     for part in (plan.prefill, plan.decode):
         if part is None:
             continue
-        changed = np.flatnonzero(pages.lengths_of(list(part.seqs)) != part.lengths)
+        # As a list the cache remembers them, which is for the decodes, whose call asks again.
+        seqs = part.seqs if part is plan.prefill else list(part.seqs)
+        changed = np.flatnonzero(pages.lengths_of(seqs) != part.lengths)
         if len(changed):
             seq, length = part.seqs[changed[0]], part.lengths[changed[0]]
             raise ValueError(

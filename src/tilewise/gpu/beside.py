@@ -15,6 +15,11 @@ import torch
 ORDER: Literal["decodes first", "chunks first", "apart"] = "decodes first"
 
 
+def side_by_side(device: torch.device) -> bool:
+    """Do both go on streams of their own there?"""
+    return device.type == "cuda" and ORDER != "apart"
+
+
 class _Pair(NamedTuple):
     """The stream beside another one, and the events at which they fork and join."""
 

@@ -128,7 +128,7 @@ class StepPlan(Value):
         return hash((self.prefill, self.decode, self.heads_q, self.cache_serial))
 
 
-Judge = Callable[["Chunks", Sequence[ChunkNode]], Sequence[ChunkNode]]
+Judge = Callable[["Chunks", Sequence[ChunkNode]], tuple[list[ChunkNode], bool]]  # the nodes, and are they cut
 Split = Callable[[int, int], int]  # rows over so many tokens -> the tokens of a piece, 0 to leave them together
 
 
@@ -158,25 +158,29 @@ def plan_chunks(
 ) -> ChunkPlan:
     """The plan of the last `tokens` of each of `seqs`; page_lists, lengths: of each of them.
 
-    share: whether nodes are shared at all, as far as every row of the group sees all of them; judge: which of them, all
-    if None. split: into which pieces the tokens of a node, and those before a chunk, are cut. With a window that ends
-    to the left there is neither: what a row sees is its own.
+    share: whether nodes are shared at all, as far as every row of the group sees all of them; split: into which pieces
+    the tokens of a node, and those before a chunk, are cut; judge: which nodes are shared, all if None, and whether any
+    are cut. With a window that ends to the left there is neither: what a row sees is its own.
     """
     left = None if window is None else window[0]
-    order = list(range(len(seqs)))
+    order = sorted(range(len(seqs)), key=lambda n: page_lists[n].tobytes())  # those that share pages are neighbours
+    common = [_common_pages(page_lists[a], page_lists[b]) for a, b in pairwise(order)]
+    again = sum(min(c * page_size, lengths[a], lengths[b]) for c, (a, b) in zip(common, pairwise(order), strict=True))
     nodes: list[ChunkNode] = []
-    if share and left is None and len(seqs) > 1:
-        order, nodes = _find_nodes(tokens, page_lists, lengths, page_size)
+    cuts = split is not None and left is None
+    if share and left is None:
+        nodes = _find_nodes([(lengths[n] - tokens[n] + 1) // page_size for n in order], common, page_size)
         if judge is not None:
             told = Chunks(*([of[n] for n in order] for of in (tokens, lengths)))
-            nodes = list(judge(told, nodes))
-        if not nodes:
-            order = list(range(len(seqs)))
+            nodes, pays = judge(told, nodes)
+            cuts = cuts and pays
+    if not nodes:
+        order = list(range(len(seqs)))
     own = [0] * len(seqs)
     for node in nodes:
         for n in order[node.first : node.end]:
             own[n] = max(own[n], node.stop)
-    if split is not None and left is None:
+    if split is not None and cuts:
         nodes = [piece for node in nodes for piece in _pieces(node, order, tokens, page_size, split)]
         for place, n in enumerate(order):
             seen = (lengths[n] - tokens[n] + 1) // page_size * page_size
@@ -204,19 +208,17 @@ def plan_chunks(
         nodes=tuple(nodes),
         own=tuple(own),
         window=window,
-        stored_tokens=_stored(page_lists, lengths, page_size),
+        stored_tokens=sum(lengths) - again,
     )
 
 
-def _find_nodes(
-    tokens: Sequence[int], page_lists: Sequence[Ints], lengths: Sequence[int], page_size: int
-) -> tuple[list[int], list[ChunkNode]]:
-    """An order in which chunks that share pages are neighbours, and the nodes over it, each before those below it."""
-    order = sorted(range(len(tokens)), key=lambda n: page_lists[n].tobytes())
-    common = [_common_pages(page_lists[a], page_lists[b]) for a, b in pairwise(order)]
-    seen = [(lengths[n] - tokens[n] + 1) // page_size for n in order]  # whole pages that every row of the chunk sees
+def _find_nodes(seen: Sequence[int], common: Sequence[int], page_size: int) -> list[ChunkNode]:
+    """The nodes over chunks in an order in which those that share pages are neighbours, each before those below it.
+
+    seen: whole pages that every row of each chunk sees; common: leading pages that neighbours have in common.
+    """
     nodes: list[ChunkNode] = []
-    stack = [(0, len(order), 0, 0)]  # first, end, pages that are shared above, level
+    stack = [(0, len(seen), 0, 0)]  # first, end, pages that are shared above, level
     while stack:
         first, end, above, level = stack.pop()
         if end - first < 2:
@@ -228,7 +230,7 @@ def _find_nodes(
             above, level = stop, level + 1
         bounds = [first, *(n + 1 for n in range(first, end - 1) if common[n] == depth), end]
         stack += [(a, b, above, level) for a, b in reversed(list(pairwise(bounds)))]
-    return order, nodes
+    return nodes
 
 
 def _pieces(
@@ -282,20 +284,6 @@ def _lay_out(
     return work, exclusive, read
 
 
-def _stored(page_lists: Sequence[Ints], lengths: Sequence[int], page_size: int) -> int:
-    """Tokens that lie in the pages of the lists, each counted once."""
-    if not page_lists:
-        return 0
-    filled = [
-        np.minimum(page_size, length - page_size * np.arange(len(pages)))
-        for pages, length in zip(page_lists, lengths, strict=True)
-    ]
-    pages, place = np.unique(np.concatenate(page_lists), return_inverse=True)
-    most = np.zeros(len(pages), np.int64)
-    np.maximum.at(most, place, np.concatenate(filled))
-    return int(most.sum())
-
-
 def _common_pages(a: Ints, b: Ints) -> int:
     """How many leading pages two lists have in common."""
     shorter = min(len(a), len(b))
@@ -315,7 +303,7 @@ class CostJudge:
     head_dim: int
     kv_bytes: float
 
-    def __call__(self, chunks: Chunks, nodes: Sequence[ChunkNode]) -> list[ChunkNode]:
+    def __call__(self, chunks: Chunks, nodes: Sequence[ChunkNode]) -> tuple[list[ChunkNode], bool]:
         kept: list[ChunkNode] = []
         for node in nodes:
             # What a node that is not shared had above the group is now read by the nodes below it, or by the chunks.
@@ -326,7 +314,7 @@ class CostJudge:
             together = self.cost.item_us + self._time(length, sum(rows)) + sum(rows) * self.cost.row_state_us
             if sum(self._time(length, r) for r in rows) > together * self.cost.margin:
                 kept.append(node._replace(start=start, level=len(above)))
-        return kept
+        return kept, False
 
     def _time(self, tokens: int, rows: int) -> float:
         return self.cost.alone_us(1, tokens, rows, self.head_dim, self.kv_bytes)
@@ -334,16 +322,18 @@ class CostJudge:
 
 # Rows of a tile of the forward, query heads of one KV head among them.
 TILE_ROWS = 128
-# In microseconds: one more launch of the forward, with its list, and one that merges; and merging one row of one query
-# head of one state. Estimates: launches within a graph, and 256 bytes at 3 TB/s.
-LAUNCH_US, MERGE_US, ROW_MERGE_US = 6.0, 4.0, 0.0001
+# In microseconds: one more launch of the forward, with its list, and one that merges; and one row of one query head of
+# one state. Estimates: launches within a graph, and a row of 256 bytes of Q copied and read, and of O written and read,
+# at 3.5 TB/s.
+LAUNCH_US, MERGE_US, STATE_US = 6.0, 4.0, 0.0003
 # In tokens: the shortest piece that a chunk's prefix is cut into. A tile walks so many in about 15 µs.
 SHORTEST_PIECE = 1024
 
 
 @dataclass(frozen=True)
 class TileJudge:
-    """Which nodes pay where the forward's tiles share a card: as many levels of them as take the least time, or none.
+    """Which nodes pay where the forward's tiles share a card: as many levels of them, in pieces or whole, as take the
+    least time, or none.
 
     All tiles that walk the same number of keys take equally long, however many of their rows are used. So sharing saves
     nothing while chunks fill their tiles; it pays where many short chunks have long prefixes, and more tiles than there
@@ -356,39 +346,37 @@ class TileJudge:
     group: int
     head_dim: int
 
-    def __call__(self, chunks: Chunks, nodes: Sequence[ChunkNode]) -> list[ChunkNode]:
-        best, least = 0, self._time_us(chunks, []) / PLAN_MARGIN
-        for levels in range(1, 1 + max((node.level + 1 for node in nodes), default=0)):
-            time = self._time_us(chunks, [node for node in nodes if node.level < levels])
-            if time < least:
-                best, least = levels, time
-        return [node for node in nodes if node.level < best]
+    def __call__(self, chunks: Chunks, nodes: Sequence[ChunkNode]) -> tuple[list[ChunkNode], bool]:
+        levels = range(2 + max((node.level for node in nodes), default=-1))
+        ways = [([node for node in nodes if node.level < n], cut) for n in levels for cut in (False, True)]
+        times = [self._time_us(chunks, *way) * (PLAN_MARGIN if n else 1.0) for n, way in enumerate(ways)]
+        return ways[times.index(min(times))]
 
     def split(self, rows: int, tokens: int) -> int:
         """The pieces of so many tokens before rows of one chunk, 0 to leave them together: as many as give every
-        multiprocessor one, but none so short that merging costs what is saved. It asks for nothing else, so that what
-        comes out of a chunk does not depend on what is beside it."""
+        multiprocessor one, but none so short that merging costs what is saved. It asks for nothing else: a
+        chunk is cut alike whatever is beside it, where nobody judges the whole."""
         tiles = self._tiles(rows)
         piece = max(SHORTEST_PIECE, tokens * tiles // self.processors)
         return piece if tokens >= 2 * (piece + SHORTEST_PIECE) else 0
 
-    def _time_us(self, chunks: Chunks, nodes: Sequence[ChunkNode]) -> float:
+    def _time_us(self, chunks: Chunks, nodes: Sequence[ChunkNode], cut: bool) -> float:
         own = [0] * len(chunks.tokens)
         items = []  # of the launch of nodes: rows, keys, and keys of the longest piece
         for node in nodes:
             own[node.first : node.end] = [node.stop] * (node.end - node.first)
             rows, keys = sum(chunks.tokens[node.first : node.end]), node.stop - node.start
-            items.append((rows, keys, self.split(rows, keys) or keys))
+            items.append((rows, keys, (cut and self.split(rows, keys)) or keys))
         rest = []
         for rows, keys in ((t, n - at) for t, n, at in zip(chunks.tokens, chunks.lengths, own, strict=True)):
-            piece = self.split(rows, keys - rows)
+            piece = cut and self.split(rows, keys - rows)
             if piece:
                 items.append((rows, keys - rows, piece))
             rest.append((rows, rows, rows) if piece else (rows, keys, keys))
         time = self._launch_us(rest)
         if items:
             states = sum(-(-keys // piece) * rows for rows, keys, piece in items) * self.group * self.heads_kv
-            time += self._launch_us(items) + LAUNCH_US + MERGE_US + 2 * states * ROW_MERGE_US
+            time += self._launch_us(items) + LAUNCH_US + MERGE_US + states * STATE_US
         return time
 
     def _launch_us(self, items: Sequence[tuple[int, int, int]]) -> float:
