@@ -103,6 +103,11 @@ class Sequences:
         row = self.row(seq)
         return [int(seq)], np.array([row])
 
+    @property
+    def last_stamp(self) -> int:
+        """The last stamp that was given: while it stands still, so do all of them."""
+        return self._stamp
+
     def batch(self, seqs: Any) -> tuple[tuple[int, ...], Ints]:
         """named() of sequences that are named once each."""
         if self._batch is None or self._batch[0] != seqs:
