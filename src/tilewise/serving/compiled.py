@@ -184,19 +184,38 @@ def fits(model: Any, heads: Heads) -> bool:
     family = next((one for one in FAMILIES if home == f"transformers.models.{one}.modeling_{one}"), None)
     if family is None or name != f"{family}forcausallm":
         return False
-    for module in model.modules():
-        kind = type(module)
-        plain = kind in (torch.nn.Linear, torch.nn.Embedding, torch.nn.ModuleList)
-        own = kind.__module__ in (home, "transformers.activations") or kind.__module__.startswith(
-            "torch.nn.modules.act"
-        )
-        parameters = (x for x in module._parameters.values() if x is not None)
-        hooked = module._forward_hooks or module._forward_pre_hooks or "forward" in module.__dict__
-        if not (plain or own) or hooked or any(type(x) is not torch.nn.Parameter for x in parameters):
-            return False
+    inner, layers = model.model, list(model.model.layers)
+    attentions, mlps = [layer.self_attn for layer in layers], [layer.mlp for layer in layers]
+    norms = [getattr(one, name, None) for one in attentions for name in ("q_norm", "k_norm")]
+    norms += [norm for layer in layers for norm in (layer.input_layernorm, layer.post_attention_layernorm)]
+    own = [
+        model,
+        inner,
+        inner.norm,
+        inner.rotary_emb,
+        *layers,
+        *attentions,
+        *mlps,
+        *(x for x in norms if x is not None),
+    ]
+    projections = [(one.q_proj, one.k_proj, one.v_proj) for one in attentions]
+    linears = [model.lm_head, *(x for one in projections for x in one), *(one.o_proj for one in attentions)]
+    linears += [x for mlp in mlps for x in (mlp.gate_proj, mlp.up_proj, mlp.down_proj)]
     rows = (heads.query * heads.dim, heads.kv * heads.dim, heads.kv * heads.dim)
-    projections = [(one.q_proj, one.k_proj, one.v_proj) for one in (layer.self_attn for layer in model.model.layers)]
-    return all(tuple(x.out_features for x in one) == rows for one in projections)
+    return (
+        all(type(x).__module__ == home for x in own)
+        and all(type(x) is torch.nn.Linear for x in linears)
+        and type(inner.embed_tokens) is torch.nn.Embedding
+        and len({type(mlp.act_fn) for mlp in mlps}) == 1
+        and all(map(_untouched, (*own, *linears, inner.embed_tokens, *(mlp.act_fn for mlp in mlps))))
+        and all(tuple(x.out_features for x in one) == rows for one in projections)
+    )
+
+
+def _untouched(module: torch.nn.Module) -> bool:
+    """Does calling it run its class's forward() over parameters of its own, and nothing else?"""
+    plain = all(type(x) is torch.nn.Parameter for x in module._parameters.values() if x is not None)
+    return plain and not (module._forward_hooks or module._forward_pre_hooks or "forward" in module.__dict__)
 
 
 def rotary_table(inner: Any, dtype: torch.dtype, device: torch.device, positions: int) -> Rotary:
