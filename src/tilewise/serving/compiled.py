@@ -86,11 +86,22 @@ def project(x: torch.Tensor, before: Before, heads: Heads) -> Projected:
     return q, k, v
 
 
+def added(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """x + y, with y a product; in half precision spelled so that the sum is left to the norm that follows.
+
+    As a plain sum it would become part of the product, which on a card copies x first. The bits are the same: halves
+    are added in float32 anyway.
+    """
+    if y.dtype.itemsize >= 4:
+        return x + y
+    return (x.float() + y.float()).to(torch.promote_types(x.dtype, y.dtype))
+
+
 def conclude(o: torch.Tensor, x: torch.Tensor, after: After, activation: Activation) -> torch.Tensor:
     """The residuals after a layer: those before it, x (T, hidden), and what its attention gave, o (T, Hq, D)."""
-    x = x + F.linear(o.flatten(1), *after.out)
+    x = added(x, F.linear(o.flatten(1), *after.out))
     gate, up = F.linear(rms_norm(x, after.norm), *after.gate_up).chunk(2, -1)
-    return x + F.linear(activation(gate) * up, *after.down)
+    return added(x, F.linear(activation(gate) * up, *after.down))
 
 
 class Segments:
