@@ -27,7 +27,7 @@ from .sampling import Kind, Sampling, choose, parameters, uniforms
 from .schedule import Schedule
 from .sizing import affordable_pages, check_served, format_of
 from .stats import EngineStats
-from .steps import MixedStep, PrefillStep
+from .steps import MixedStep
 from .streams import Streams
 
 if TYPE_CHECKING:
@@ -318,20 +318,18 @@ class Engine:
         """Chunks of prompts, and the next token of everybody who runs, in one forward pass."""
         rows, device = self._schedule.rows, self.cache.device
         count = len(rows)
-        step = PrefillStep(self.cache, parts, self._backend)
-        fed = [job.tokens[job.done - n : job.done] for job, n in zip(jobs, step.counts, strict=True)]
-        positions = step.host_positions
-        cut = len(positions)
         decode = self._batches.current.step if count else None
-        if decode is not None:
-            idle = np.zeros(len(decode.host_positions) - count, np.int64)
-            fed += [rows.latest[:count], idle]
-            positions = np.concatenate([positions, decode.host_positions])
-        tokens, places = upload(np.stack([np.concatenate(fed), positions]), device).unbind()
+        step = MixedStep(self.prefix, parts, decode, num_heads=self.shape.heads, backend=self._backend)
+        fed = [job.tokens[job.done - n : job.done] for job, n in zip(jobs, step.counts, strict=True)]
+        cut, positions = sum(step.counts), step.host_positions
+        values = np.zeros((2, len(positions)), np.int64)  # a row that is idle is fed token 0
+        np.concatenate([*fed, rows.latest[:count]], out=values[0, : cut + count])
+        values[1] = positions
+        tokens, places = upload(values, device).unbind()
         complete = [n for n, job in enumerate(jobs) if not job.left]
         keep = upload(np.concatenate([np.arange(cut, cut + count), step.last_rows[complete]]), device)
         started = time.perf_counter()
-        logits = self._model.forward(tokens, places, MixedStep(step, decode), keep)
+        logits = self._model.forward(tokens, places, step, keep)
         self._away += time.perf_counter() - started
         missing = sorted(set(range(self.shape.layers)) - step.layers)
         if missing:
