@@ -6,10 +6,10 @@ from itertools import pairwise
 
 import pytest
 import torch
-from tiny_models import NEW, SHARED, expected, run, tiny_model, tokens
+from tiny_models import NEW, SHARED, expected, tiny_model, tokens
 
 from tilewise.serving import Engine, compiled, generate
-from tilewise.serving.compiled import Heads, fits, side_by_side
+from tilewise.serving.compiled import Heads, added, fits, side_by_side
 
 PROMPTS = [SHARED, tokens(63, 2)]  # nothing in common: both are computed in one step
 HEADS = Heads(4, 2, 40)
@@ -39,7 +39,7 @@ def assert_same_tokens(model, prompts=PROMPTS, **options):
 
 def test_inductor_gives_the_same_tokens():
     """As users have it: torch.compile's own backend."""
-    assert_same_tokens(tiny_model(num_hidden_layers=3))
+    assert_same_tokens(tiny_model())
 
 
 @pytest.mark.parametrize(
@@ -49,23 +49,24 @@ def test_inductor_gives_the_same_tokens():
 )
 def test_segments(family, options, graphs):
     """q, k, v are one product, gate and up another; one compilation serves all layers and any number of tokens."""
-    model = tiny_model(family, num_hidden_layers=4, **options)
+    model = tiny_model(family, num_hidden_layers=3, **options)
     assert_same_tokens(model)
     assert [products(graph) for graph in graphs] == [1, 4, 4]
+    with torch.no_grad():
+        for parameter in model.parameters():  # weights are read where the model has them
+            parameter.mul_(1.25)
     assert_same_tokens(model, [PROMPTS[1][:30], PROMPTS[0][:20]])  # by another engine
     assert len(graphs) == 3
 
 
-def test_exact_rows(graphs, monkeypatch):
-    """Decode steps of a size that is asked for have a compilation of their own, in which it is a number."""
+def test_one_token_alone_and_exact_rows(graphs, monkeypatch):
+    """Decode steps of a size that is asked for have a compilation of their own; one row always has."""
+    assert_same_tokens(tiny_model(), [[3]])
+    assert len(graphs) == 4  # a prompt's last row is computed twice rather than alone
     monkeypatch.setattr(compiled, "EXACT", (2,))
     assert_same_tokens(tiny_model(), PROMPTS)
     sizes = [next(n for n in graph.graph.nodes if n.op == "placeholder").meta["example_value"] for graph in graphs]
-    assert [isinstance(size, torch.SymInt) for size in sizes] == [True] * 3 + [False] * 3
-
-
-def test_one_token_alone(graphs):
-    assert_same_tokens(tiny_model(), [[3]])
+    assert [isinstance(size, torch.SymInt) for size in sizes[4:]] == [True] * 3 + [False] * 3
 
 
 def test_other_models_are_compiled_layer_by_layer(graphs):
@@ -94,17 +95,6 @@ def test_weights_lie_side_by_side_and_are_the_same(graphs):
     assert places[0] == attention.q_proj.weight.data_ptr()
 
 
-def test_weights_that_change_are_seen(graphs):
-    """They are read where the model has them."""
-    model = tiny_model()
-    served = Engine(model, num_pages=99, compile=True)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(1.25)
-    served.submit(SHARED, max_new_tokens=NEW)
-    assert run(served)[0, 0] == expected(model, SHARED, NEW)
-
-
 def test_side_by_side():
     whole = torch.arange(24.0).view(6, 4)
     rows = [torch.nn.Parameter(x.clone()) for x in whole.split([3, 1, 2])]
@@ -114,6 +104,13 @@ def test_side_by_side():
     swapped = side_by_side([rows[1], rows[0]])  # of one storage, but in another order
     assert torch.equal(swapped, torch.cat([whole[3:4], whole[:3]]))
     assert torch.equal(rows[0], whole[:3])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_sums_are_those_of_torch(dtype):
+    x, y = (torch.randn(2, 50, 64, generator=torch.Generator().manual_seed(0)).to(dtype)).unbind()
+    assert torch.equal(added(x, y), x + y)
+    assert torch.equal(added(x.float(), y), x.float() + y)
 
 
 def test_what_fits():
