@@ -116,7 +116,7 @@ class Engine:
         self._door = threading.Lock()  # of _arrived; never held for long
         self._failed: BaseException | None = None
         self._away = 0.0  # seconds in forward passes and waiting for tokens
-        self._streams = Streams(self)
+        self._streams = Streams()
         self._stats = EngineStats(page_bytes=page_size * self.cache.bytes_per_token)
 
     # What a caller does.
@@ -164,7 +164,7 @@ class Engine:
         when its `timeout` is over. It is cancelled, and its pages are free for others, when the task that reads is
         cancelled or the iterator is closed. One who reads slowly, or not at all, keeps nobody from going on.
         """
-        return self._streams.stream(tokens, {"max_new_tokens": max_new_tokens, **options})
+        return self._streams.stream(self, tokens, {"max_new_tokens": max_new_tokens, **options})
 
     def step(self) -> list[Token]:
         """One forward pass: a token of each running sequence, and a chunk of prompts; the new tokens, in any order.
@@ -260,8 +260,9 @@ class Engine:
     def _let_in(self) -> None:
         """Whoever arrived waits for his turn from now on."""
         while self._arrived:
-            request = self._arrived.popleft()
+            request = self._arrived[0]
             self._schedule.add(Job.of(list(request.samples)))
+            self._arrived.popleft()  # last: there is no moment at which nobody seems to be here
             if request.deadline is not None:
                 heapq.heappush(self._deadlines, (request.deadline, request.number))
 

@@ -207,7 +207,6 @@ class Schedule:
             job = last
             self.prefilling.remove(job)
             self.prefix.release(job.seq)
-            job.done = 0
         self.add(job)
         self._held = True
         self.preemptions += 1
