@@ -406,6 +406,7 @@ COMMANDS = (
         "prefill",
         "serve",
         "generate",
+        "engine",
         "make",
         "show",
         "check",

@@ -9,7 +9,7 @@ import torch
 from tiny_models import NEW, SHARED, expected, tiny_model, tokens
 
 from tilewise.serving import Engine, compiled, generate
-from tilewise.serving.compiled import Heads, fits, side_by_side
+from tilewise.serving.compiled import Heads, added, fits, side_by_side
 
 PROMPTS = [SHARED, tokens(63, 2)]  # nothing in common: both are computed in one step
 HEADS = Heads(4, 2, 40)
@@ -104,6 +104,13 @@ def test_side_by_side():
     swapped = side_by_side([rows[1], rows[0]])  # of one storage, but in another order
     assert torch.equal(swapped, torch.cat([whole[3:4], whole[:3]]))
     assert torch.equal(rows[0], whole[:3])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_sums_are_those_of_torch(dtype):
+    x, y = (torch.randn(2, 50, 64, generator=torch.Generator().manual_seed(0)).to(dtype)).unbind()
+    assert torch.equal(added(x, y), x + y)
+    assert torch.equal(added(x.float(), y), x.float() + y)
 
 
 def test_what_fits():

@@ -62,7 +62,7 @@ def test_what_is_special_about_a_family_reaches_the_kernels(family, monkeypatch)
     model = tiny_model(family)
     plain = [one.tokens for one in generate(model, PROMPTS, max_new_tokens=NEW)]
     dropped = {"mistral": "window", "gemma2": "softcap", "gpt_oss": "sinks"}[family]
-    for step in (steps.PrefillStep, steps.DecodeStep):
+    for step in (steps.MixedStep, steps.DecodeStep):
         attend = step.attend
 
         def without(self, *args, attend=attend, **kwargs):

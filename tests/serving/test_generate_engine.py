@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import random
+import weakref
 
 import pytest
 import torch
@@ -144,6 +146,21 @@ def test_a_cache_is_kept_between_requests(llama, answers):
     assert served.result(1).reused == len(PROMPTS[2]) - 1
     with pytest.raises(ValueError, match="request 2 has 1 unfinished samples"):
         served.result(served.submit(PROMPTS[0], max_new_tokens=1))
+
+
+def test_the_cache_is_free_as_soon_as_nobody_uses_the_engine(llama):
+    """Without waiting for the garbage collector: the next engine may need the memory."""
+    gc.collect()
+    gc.disable()
+    try:
+        served = Engine(llama, num_pages=20)
+        served.submit(PROMPTS[0], max_new_tokens=3, num_samples=2)
+        run(served)
+        cache = weakref.ref(served.cache)
+        del served
+        assert cache() is None
+    finally:
+        gc.enable()
 
 
 def test_stream_and_on_token(llama, answers):

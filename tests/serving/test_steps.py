@@ -9,7 +9,7 @@ from oracle import assert_state, randn
 
 from tilewise import PagedKVCache, PrefixCache, reference
 from tilewise.serving.sizing import pages_needed
-from tilewise.serving.steps import DecodeStep, MixedStep, PrefillStep
+from tilewise.serving.steps import DecodeStep, MixedStep
 
 OPTIONS = {"scale": None, "softcap": 0.0, "sinks": None}
 
@@ -62,11 +62,12 @@ def test_prompts_and_decoded_rows_stand_in_one_pass():
         slots = cache.extend(seqs[:2], [[1, 2, 3], [4, 5, 6, 7]])
         decode = DecodeStep(cache, num_heads=4)
         decode.renew(seqs[2:], [8, 9])
-        chunk = PrefillStep(cache.cache, [slots])
         if together:
-            found.append(MixedStep(chunk, decode).attend(0, q, k, v, window=None, **OPTIONS))
+            step = MixedStep(cache, [slots], decode, num_heads=4)
+            assert step.host_positions.tolist() == [6, 7, 8, 3, 4, 5, 6, 9, 2]
+            found.append(step.attend(0, q, k, v, window=None, **OPTIONS))
         else:
-            parts = [(chunk, slice(0, 7)), (decode, slice(7, 9))]
+            parts = [(MixedStep(cache, [slots], num_heads=4), slice(0, 7)), (decode, slice(7, 9))]
             found.append(torch.cat([one.attend(0, q[r], k[r], v[r], window=None, **OPTIONS) for one, r in parts]))
     assert torch.equal(*found)
     judge(found[0][7:], q[7:], prefix, seqs[2:], None)
@@ -78,7 +79,7 @@ def test_a_prompt_in_parts_is_the_prompt_at_once(window):
     prefix, seqs = prompts(6, 3)
     q, k, v = tokens(9, seed=9)
     slots = [prefix.extend([seqs[0]], [list(range(5))]), prefix.extend([seqs[1]], [list(range(4))])]
-    step = PrefillStep(prefix.cache, slots)
+    step = MixedStep(prefix, slots, num_heads=4)
     assert step.counts == [5, 4]
     assert step.last_rows.tolist() == [4, 8]
     assert step.host_positions.tolist() == [6, 7, 8, 9, 10, 3, 4, 5, 6]

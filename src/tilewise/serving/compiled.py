@@ -86,11 +86,22 @@ def project(x: torch.Tensor, before: Before, heads: Heads) -> Projected:
     return q, k, v
 
 
+def added(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """x + y, with y a product; in half precision spelled so that the sum is left to the norm that follows.
+
+    As a plain sum it would become part of the product, which on a card copies x first. The bits are the same: halves
+    are added in float32 anyway.
+    """
+    if y.dtype.itemsize >= 4:
+        return x + y
+    return (x.float() + y.float()).to(torch.promote_types(x.dtype, y.dtype))
+
+
 def conclude(o: torch.Tensor, x: torch.Tensor, after: After, activation: Activation) -> torch.Tensor:
     """The residuals after a layer: those before it, x (T, hidden), and what its attention gave, o (T, Hq, D)."""
-    x = x + F.linear(o.flatten(1), *after.out)
+    x = added(x, F.linear(o.flatten(1), *after.out))
     gate, up = F.linear(rms_norm(x, after.norm), *after.gate_up).chunk(2, -1)
-    return x + F.linear(activation(gate) * up, *after.down)
+    return added(x, F.linear(activation(gate) * up, *after.down))
 
 
 class Segments:
@@ -184,19 +195,38 @@ def fits(model: Any, heads: Heads) -> bool:
     family = next((one for one in FAMILIES if home == f"transformers.models.{one}.modeling_{one}"), None)
     if family is None or name != f"{family}forcausallm":
         return False
-    for module in model.modules():
-        kind = type(module)
-        plain = kind in (torch.nn.Linear, torch.nn.Embedding, torch.nn.ModuleList)
-        own = kind.__module__ in (home, "transformers.activations") or kind.__module__.startswith(
-            "torch.nn.modules.act"
-        )
-        parameters = (x for x in module._parameters.values() if x is not None)
-        hooked = module._forward_hooks or module._forward_pre_hooks or "forward" in module.__dict__
-        if not (plain or own) or hooked or any(type(x) is not torch.nn.Parameter for x in parameters):
-            return False
+    inner, layers = model.model, list(model.model.layers)
+    attentions, mlps = [layer.self_attn for layer in layers], [layer.mlp for layer in layers]
+    norms = [getattr(one, name, None) for one in attentions for name in ("q_norm", "k_norm")]
+    norms += [norm for layer in layers for norm in (layer.input_layernorm, layer.post_attention_layernorm)]
+    own = [
+        model,
+        inner,
+        inner.norm,
+        inner.rotary_emb,
+        *layers,
+        *attentions,
+        *mlps,
+        *(x for x in norms if x is not None),
+    ]
+    projections = [(one.q_proj, one.k_proj, one.v_proj) for one in attentions]
+    linears = [model.lm_head, *(x for one in projections for x in one), *(one.o_proj for one in attentions)]
+    linears += [x for mlp in mlps for x in (mlp.gate_proj, mlp.up_proj, mlp.down_proj)]
     rows = (heads.query * heads.dim, heads.kv * heads.dim, heads.kv * heads.dim)
-    projections = [(one.q_proj, one.k_proj, one.v_proj) for one in (layer.self_attn for layer in model.model.layers)]
-    return all(tuple(x.out_features for x in one) == rows for one in projections)
+    return (
+        all(type(x).__module__ == home for x in own)
+        and all(type(x) is torch.nn.Linear for x in linears)
+        and type(inner.embed_tokens) is torch.nn.Embedding
+        and len({type(mlp.act_fn) for mlp in mlps}) == 1
+        and all(map(_untouched, (*own, *linears, inner.embed_tokens, *(mlp.act_fn for mlp in mlps))))
+        and all(tuple(x.out_features for x in one) == rows for one in projections)
+    )
+
+
+def _untouched(module: torch.nn.Module) -> bool:
+    """Does calling it run its class's forward() over parameters of its own, and nothing else?"""
+    plain = all(type(x) is torch.nn.Parameter for x in module._parameters.values() if x is not None)
+    return plain and not (module._forward_hooks or module._forward_pre_hooks or "forward" in module.__dict__)
 
 
 def rotary_table(inner: Any, dtype: torch.dtype, device: torch.device, positions: int) -> Rotary:

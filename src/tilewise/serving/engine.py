@@ -27,7 +27,7 @@ from .sampling import Kind, Sampling, choose, parameters, uniforms
 from .schedule import Schedule
 from .sizing import affordable_pages, check_served, format_of
 from .stats import EngineStats
-from .steps import MixedStep, PrefillStep
+from .steps import MixedStep
 from .streams import Streams
 
 if TYPE_CHECKING:
@@ -116,7 +116,7 @@ class Engine:
         self._door = threading.Lock()  # of _arrived; never held for long
         self._failed: BaseException | None = None
         self._away = 0.0  # seconds in forward passes and waiting for tokens
-        self._streams = Streams(self)
+        self._streams = Streams()
         self._stats = EngineStats(page_bytes=page_size * self.cache.bytes_per_token)
 
     # What a caller does.
@@ -164,7 +164,7 @@ class Engine:
         when its `timeout` is over. It is cancelled, and its pages are free for others, when the task that reads is
         cancelled or the iterator is closed. One who reads slowly, or not at all, keeps nobody from going on.
         """
-        return self._streams.stream(tokens, {"max_new_tokens": max_new_tokens, **options})
+        return self._streams.stream(self, tokens, {"max_new_tokens": max_new_tokens, **options})
 
     def step(self) -> list[Token]:
         """One forward pass: a token of each running sequence, and a chunk of prompts; the new tokens, in any order.
@@ -260,8 +260,9 @@ class Engine:
     def _let_in(self) -> None:
         """Whoever arrived waits for his turn from now on."""
         while self._arrived:
-            request = self._arrived.popleft()
+            request = self._arrived[0]
             self._schedule.add(Job.of(list(request.samples)))
+            self._arrived.popleft()  # last: there is no moment at which nobody seems to be here
             if request.deadline is not None:
                 heapq.heappush(self._deadlines, (request.deadline, request.number))
 
@@ -318,20 +319,18 @@ class Engine:
         """Chunks of prompts, and the next token of everybody who runs, in one forward pass."""
         rows, device = self._schedule.rows, self.cache.device
         count = len(rows)
-        step = PrefillStep(self.cache, parts, self._backend)
-        fed = [job.tokens[job.done - n : job.done] for job, n in zip(jobs, step.counts, strict=True)]
-        positions = step.host_positions
-        cut = len(positions)
         decode = self._batches.current.step if count else None
-        if decode is not None:
-            idle = np.zeros(len(decode.host_positions) - count, np.int64)
-            fed += [rows.latest[:count], idle]
-            positions = np.concatenate([positions, decode.host_positions])
-        tokens, places = upload(np.stack([np.concatenate(fed), positions]), device).unbind()
+        step = MixedStep(self.prefix, parts, decode, num_heads=self.shape.heads, backend=self._backend)
+        fed = [job.tokens[job.done - n : job.done] for job, n in zip(jobs, step.counts, strict=True)]
+        cut, positions = sum(step.counts), step.host_positions
+        values = np.zeros((2, len(positions)), np.int64)  # a row that is idle is fed token 0
+        np.concatenate([*fed, rows.latest[:count]], out=values[0, : cut + count])
+        values[1] = positions
+        tokens, places = upload(values, device).unbind()
         complete = [n for n, job in enumerate(jobs) if not job.left]
         keep = upload(np.concatenate([np.arange(cut, cut + count), step.last_rows[complete]]), device)
         started = time.perf_counter()
-        logits = self._model.forward(tokens, places, MixedStep(step, decode), keep)
+        logits = self._model.forward(tokens, places, step, keep)
         self._away += time.perf_counter() - started
         missing = sorted(set(range(self.shape.layers)) - step.layers)
         if missing:
@@ -388,8 +387,7 @@ class Engine:
     def _take(self, chosen: list[int]) -> list[Token]:
         """Give everybody who runs his token; those who are done leave."""
         found, done = self._schedule.rows.take(chosen)
-        for sample in done:
-            self._schedule.leave(sample)
+        self._schedule.leave(done)
         return found
 
     # Ending.

@@ -8,7 +8,9 @@ and is prefilled again later, from whatever of it is still cached then.
 
 from __future__ import annotations
 
+import itertools
 from bisect import bisect_left, insort
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -97,34 +99,49 @@ class Schedule:
         computed waits for that.
         """
         size = self.prefix.cache.page_size
-        turn, given = 0, budget
+        chosen: list[tuple[Job, int]] = []  # and how many of its tokens
+        turn, left = 0, budget
         # No more are looked at than could begin: a long queue is not searched in every step.
-        while budget > 0 and self.under_way < self.max_rows and not self._held and turn < self.max_rows:
+        while left > 0 and self.under_way + len(chosen) < self.max_rows and not self._held and turn < self.max_rows:
             if turn == len(self.waiting) or (above is not None and self.waiting[turn].priority <= above):
                 break
             job = self.waiting[turn]
+            turn += 1
             known = self.prefix.match(job.tokens)
             page_end = (known // size + 1) * size
-            if page_end < len(job.tokens) and any(_begin_alike(job, other, page_end) for other in self.prefilling):
-                turn += 1
-                continue
+            others = itertools.chain(self.prefilling, (other for other, _ in chosen))
+            if page_end >= len(job.tokens) or not any(_begin_alike(job, other, page_end) for other in others):
+                chosen.append((job, min(len(job.tokens), known + left)))
+                left -= chosen[-1][1] - known
+        return self._begin(chosen, parts, jobs)
+
+    def _begin(self, chosen: list[tuple[Job, int]], parts: list[Slots], jobs: list[Job]) -> int:
+        """Insert so many first tokens of prompts, all in one go, or as many prompts as there are pages for."""
+        taken = 0
+        while chosen:
             try:
-                job.seq, reused, slots = self.prefix.insert(job.tokens[: known + budget])
+                seqs, reused, slots = self.prefix.insert_many([job.tokens[:count] for job, count in chosen])
             except OutOfPages:
+                if len(chosen) > 1:
+                    half = (len(chosen) + 1) // 2
+                    taken += self._begin(chosen[:half], parts, jobs)
+                    chosen = [] if self._held else chosen[half:]
+                    continue
                 if not self.under_way:
                     raise  # submit() has made sure that one fits alone
                 self._held = True
                 break
-            job.done = reused + len(slots)
-            if job.request.reused is None:
-                job.request.reused = reused
-            self.reused += reused
-            budget -= len(slots)
-            del self.waiting[turn]
-            insort(self.prefilling, job, key=_rank)
+            for (job, count), seq, known in zip(chosen, seqs, reused, strict=True):
+                job.seq, job.done = seq, count
+                if job.request.reused is None:
+                    job.request.reused = known
+                self.reused += known
+                del self.waiting[bisect_left(self.waiting, job.rank, key=_rank)]
+                insort(self.prefilling, job, key=_rank)
             parts.append(slots)
-            jobs.append(job)
-        return given - budget
+            jobs += [job for job, _ in chosen]
+            return taken + len(slots)
+        return taken
 
     def start(self, jobs: list[Job]) -> list[int]:
         """Prompts are computed: how many samples of each begin to run now. The others wait for a row, in front."""
@@ -148,16 +165,15 @@ class Schedule:
 
     # Leaving.
 
-    def leave(self, sample: Sample) -> None:
-        """It runs no more, and gives its pages up."""
-        self.prefix.release(self.rows.remove(sample))
-        self._held = False
+    def leave(self, samples: Sequence[Sample]) -> None:
+        """They run no more, and give their pages up."""
+        if samples:
+            self.prefix.release([self.rows.remove(sample) for sample in samples])
+            self._held = False
 
     def end(self, request: Request, reason: FinishReason) -> None:
         """End what is left of a request, between two steps."""
-        for sample in request.samples:
-            if sample.row >= 0:
-                self.leave(sample)
+        self.leave([sample for sample in request.samples if sample.row >= 0])
         for job in [job for job in self.prefilling if job.request is request]:
             self.prefilling.remove(job)
             self.prefix.release(job.seq)
@@ -185,13 +201,12 @@ class Schedule:
         """Take the pages of the youngest of the lowest priority; it waits, to be prefilled again."""
         last = self._last()
         if isinstance(last, Sample):
-            self.leave(last)
+            self.leave([last])
             job = Job.of([last])
         else:
             job = last
             self.prefilling.remove(job)
             self.prefix.release(job.seq)
-            job.done = 0
         self.add(job)
         self._held = True
         self.preemptions += 1

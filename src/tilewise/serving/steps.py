@@ -13,8 +13,8 @@ import torch
 
 from .. import api
 from ..kvcache import PagedKVCache, PrefixCache, Rotary, Slots
-from ..kvcache.slots import room_for, upload
-from ..plan import DecodePlan
+from ..kvcache.slots import room_for
+from ..plan import DecodePlan, StepPlan
 from ..plan.standing import StandingPlan
 from ..scores import DecodeOptions, Window
 
@@ -50,68 +50,6 @@ def check_layer(cache: PagedKVCache, layer: int, k: torch.Tensor, v: torch.Tenso
             f"layer {layer} has keys of {tuple(k.shape[1:])} and values of {tuple(v.shape[1:])} heads and channels; "
             f"models whose {cache.num_layers} layers all have {taken} are served; use model.generate"
         )
-
-
-class PrefillStep:
-    """New tokens of sequences, packed in the order of `parts`: the slots of one sequence, or of several, each."""
-
-    def __init__(self, cache: PagedKVCache, parts: Sequence[Slots], backend: str = "auto") -> None:
-        self.cache, self.parts, self.backend = cache, parts, backend
-        self.layers: set[int] = set()  # those that came by
-        self.seqs = [seq for slots in parts for seq in slots.seqs]
-        self.counts = [count for slots in parts for count in slots.counts]
-        ends = np.cumsum(self.counts)
-        self.last_rows = ends - 1  # of each sequence's last new token
-        lengths = cache.lengths_of(self.seqs)
-        self.starts_q, self.starts_k = (
-            upload(np.concatenate([[0], x]).astype(np.int32), cache.device) for x in (ends, np.cumsum(lengths))
-        )
-        self.page_table = cache.page_table(self.seqs)
-
-    @property
-    def host_positions(self) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-        """(T,) of the packed tokens."""
-        return np.concatenate([slots.host_positions for slots in self.parts])
-
-    def attend(
-        self,
-        layer: int,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        *,
-        window: Window | None,
-        rotary: Rotary | None = None,
-        **options: Unpack[DecodeOptions],
-    ) -> torch.Tensor:
-        check_layer(self.cache, layer, k, v)
-        self.layers.add(layer)
-        cache, row = self.cache, 0
-        for slots in self.parts:
-            rows = slice(row, row + len(slots))
-            cache.write(layer, slots, k[rows], v[rows], rotary=rotary, q=None if rotary is None else q[rows])
-            row = rows.stop
-        table = None
-        if cache.format.dtype == q.dtype:  # read in place
-            (k_from, *_), (v_from, *_) = cache.parts(layer)
-            table = self.page_table
-        else:
-            read = [cache.load(layer, cache.page_list(seq), 0, cache.length(seq), q.dtype) for seq in self.seqs]
-            k_from, v_from = (torch.cat(keys_or_values) for keys_or_values in zip(*read, strict=True))
-        o = api.attention_varlen(
-            q,
-            k_from,
-            v_from,
-            self.starts_q,
-            self.starts_k,
-            causal=True,
-            window=window,
-            page_table=table,
-            backend=self.backend,
-            **options,
-        )
-        assert isinstance(o, torch.Tensor)
-        return o
 
 
 class DecodeStep:
@@ -178,17 +116,23 @@ class DecodeStep:
         rotary: Rotary | None = None,
         **options: Unpack[DecodeOptions],
     ) -> torch.Tensor:
-        check_layer(self.cache, layer, k, v)
-        count = len(k) if self.slots.room else len(self.slots)  # places on a card have room for idle rows
-        self.cache.write(
-            layer, self.slots, k[:count], v[:count], rotary=rotary, q=None if rotary is None else q[:count]
-        )
-        plan = self.plans.get(window)
-        if plan is None:
-            plan = self.plans[window] = self._plan(window)
-        o = api.decode(q[:, None], self.cache, layer, plan, backend=self.backend, **options)
+        self.write(layer, q, k, v, rotary)
+        o = api.decode(q[:, None], self.cache, layer, self.plan(window), backend=self.backend, **options)
         assert isinstance(o, torch.Tensor)
         return o[:, 0]
+
+    def write(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rotary: Rotary | None) -> None:
+        """The new keys and values of a layer, turned by rotary, and q with them; of idle rows none."""
+        check_layer(self.cache, layer, k, v)
+        count = len(k) if self.slots.room else len(self.slots)  # places on a card have room for idle rows
+        turned = None if rotary is None else q[:count]
+        self.cache.write(layer, self.slots, k[:count], v[:count], rotary=rotary, q=turned)
+
+    def plan(self, window: Window | None) -> DecodePlan | StandingPlan:
+        """Of the current step."""
+        if window not in self.plans:
+            self.plans[window] = self._plan(window)
+        return self.plans[window]
 
     def _plan(self, window: Window | None) -> DecodePlan | StandingPlan:
         if self.rows is None:
@@ -204,10 +148,33 @@ class DecodeStep:
 
 
 class MixedStep:
-    """New tokens of prompts, then one row of each sequence that is decoded, packed."""
+    """New tokens of prompts, packed in the order of `parts`, each the slots of some; then the rows of a decode step.
 
-    def __init__(self, prompts: PrefillStep, decode: DecodeStep | None) -> None:
-        self.prompts, self.decode = prompts, decode
+    last_rows: (prompts,) int64, the row of each prompt's last new token. layers: those that came by.
+    """
+
+    def __init__(
+        self,
+        prefix: PrefixCache,
+        parts: Sequence[Slots],
+        decode: DecodeStep | None = None,
+        *,
+        num_heads: int,
+        backend: str = "auto",
+    ) -> None:
+        self.prefix, self.cache, self.parts, self.decode = prefix, prefix.cache, parts, decode
+        self.num_heads, self.backend = num_heads, backend
+        self.layers: set[int] = set()
+        self.seqs = [seq for slots in parts for seq in slots.seqs]
+        self.counts = [count for slots in parts for count in slots.counts]
+        self.last_rows = np.cumsum(self.counts) - 1
+        self._plans: dict[Window | None, StepPlan] = {}
+
+    @property
+    def host_positions(self) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+        """(T,) of the packed tokens in their sequences; 0 where a row is idle."""
+        decode = [] if self.decode is None else [self.decode.host_positions]
+        return np.concatenate([*(slots.host_positions for slots in self.parts), *decode])
 
     def attend(
         self,
@@ -220,9 +187,25 @@ class MixedStep:
         rotary: Rotary | None = None,
         **options: Unpack[DecodeOptions],
     ) -> torch.Tensor:
-        if self.decode is None:
-            return self.prompts.attend(layer, q, k, v, window=window, rotary=rotary, **options)
-        cut = sum(self.prompts.counts)
-        first = self.prompts.attend(layer, q[:cut], k[:cut], v[:cut], window=window, rotary=rotary, **options)
-        last = self.decode.attend(layer, q[cut:], k[cut:], v[cut:], window=window, rotary=rotary, **options)
-        return torch.cat([first, last])
+        check_layer(self.cache, layer, k, v)
+        self.layers.add(layer)
+        row = 0
+        for slots in self.parts:
+            rows = slice(row, row + len(slots))
+            turned = None if rotary is None else q[rows]
+            self.cache.write(layer, slots, k[rows], v[rows], rotary=rotary, q=turned)
+            row = rows.stop
+        if self.decode is not None:
+            self.decode.write(layer, q[row:], k[row:], v[row:], rotary)
+        plan = self._plans.get(window)
+        if plan is None:
+            plan = self._plans[window] = api.plan_step(
+                self.prefix,
+                list(zip(self.seqs, self.counts, strict=True)),
+                () if self.decode is None else self.decode.plan(window),
+                num_heads=self.num_heads,
+                window=window,
+            )
+        o = api.attend(q, self.cache, layer, plan, backend=self.backend, **options)
+        assert isinstance(o, torch.Tensor)
+        return o

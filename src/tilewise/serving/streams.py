@@ -58,23 +58,21 @@ def _deliver(mail: Mail) -> None:
 
 
 class Streams:
-    """The streams of one engine that are read."""
+    """The streams of one engine that are read. It does not hold the engine, whose memory is free with its last user."""
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+    def __init__(self) -> None:
         self._open: dict[int, Mailbox] = {}  # by the number of the request
         self._left: deque[int] = deque()  # requests that nobody reads any more
         self._thread: threading.Thread | None = None
 
-    async def stream(self, tokens: Any, options: dict[str, Any]) -> AsyncIterator[Token]:
-        engine = self._engine
+    async def stream(self, engine: Engine, tokens: Any, options: dict[str, Any]) -> AsyncIterator[Token]:
         request = engine._make_request(tokens, **options)
         mailbox = Mailbox(-1, asyncio.get_running_loop(), len(request.samples))
         with engine._door:
             number = mailbox.number = engine._enter(request)
             self._open[number] = mailbox
             if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="tilewise-engine")
+                self._thread = threading.Thread(target=self._run, args=(engine,), name="tilewise-engine")
                 self._thread.start()
         try:
             while mailbox.tokens or mailbox.left:
@@ -90,11 +88,10 @@ class Streams:
             if not request.left:
                 engine._requests.pop(number, None)
 
-    def _run(self) -> None:
+    def _run(self, engine: Engine) -> None:
         """Step while there is anything to do."""
-        engine = self._engine
         while True:
-            with engine._door:
+            with engine._lock, engine._door:  # nobody else is in the midst of a step, or on the way in
                 if not engine.busy:
                     self._thread = None
                     return
