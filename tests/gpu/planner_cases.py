@@ -28,7 +28,7 @@ def standing_plan(rows: int, max_length: int, heads: int, group: int, page_size:
     judge = Judge(CPU_COST, 1, heads, 64, 256.0)
     return StandingPlan(
         rows=rows, max_length=max_length, heads_q=heads * group, heads_kv=heads, head_dim=64, page_size=page_size,
-        judge=judge, cache_serial=0, plan_once=lambda seqs: None, **given,
+        judge=judge, cache_serial=0, plan_once=lambda seqs: None, tree=None, **given,
     )  # fmt: skip
 
 
@@ -69,7 +69,7 @@ def random_batch(r: random.Random, plan: StandingPlan, count: int, *, tree: bool
         left = plan.window[0] if plan.window else None
         nodes = choose_nodes(common, length[order], size, plan.tokens_per_seq, left, None)
     stamps = np.array([next(STAMPS) for _ in table], np.int64)
-    return Batch(rows, length, order, nodes, table, counts, stamps)
+    return Batch(rows, length, order, nodes, table, counts, stamps, int(stamps[-1]))
 
 
 class Expected(NamedTuple):

@@ -24,8 +24,8 @@ def stored(form: KVFormat, pages: int, size: int, heads: int, seed: int, for_ker
     return [part[0] for part in parts]
 
 
-CASES = [("int8", BF16, 128), ("fp8", BF16, 64), ("int4", BF16, 128), ("fp32", BF16, 96), ("bf16", FP16, 64),
-         ("int4", FP32, 45), ("int8", FP16, 7), ("fp8", FP32, 20), ("fp16", FP32, 264), ("fp16", BF16, 3)]  # fmt: skip
+CASES = [("int8", BF16, 128), ("fp8", BF16, 64), ("int4", BF16, 128), ("fp32", BF16, 96), ("int4", FP32, 45),
+         ("fp8", FP16, 7), ("bf16", FP16, 264)]  # fmt: skip
 
 
 @pytest.mark.parametrize(("name", "dtype", "head_dim"), CASES)

@@ -12,7 +12,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -26,90 +25,37 @@ from tilewise.formats import KVFormat
 from tilewise.gpu.abi import DecodeArgs, Divisor, Paged, ScoreArgs, Strides, decode_score_rule
 from tilewise.gpu.decode_kernels import (
     BITS,
-    DTYPES,
-    FORMATS,
-    HEAD_DIMS,
-    MAX_GROUP,
-    MAX_TOKENS,
     DecodeTiling,
     Parts,
     choose_tiling,
     chunk_map,
     chunk_tokens,
     decode_spec,
-    fits,
     line_heads,
     scales_in_runs,
     tile_map,
     tiles_can,
     tiles_whole,
 )
+from tilewise.gpu.decode_shapes import AnyPlan, as_measured, check_served, has_wide_nodes, shape_of
+from tilewise.gpu.decode_shapes import fills_one_block as fills_one_block
 from tilewise.gpu.planner import Batch, PlannedList
 from tilewise.gpu.select import Select
 from tilewise.plan.standing import StandingPlan
 from tilewise.plan.tiles import DecodePlan
 from tilewise.plan.worklist import (
     CHUNK,
-    DEEP_CHUNKS,
-    WHOLE_CHUNKS,
     PageLists,
     Shape,
     Splitting,
     WorkList,
-    uses_tiles,
     work_list,
 )
 from tilewise.scores import Scores
 
-AnyPlan = DecodePlan | StandingPlan
+Longs = npt.NDArray[np.int64]
 AnyList = WorkList | PlannedList
 FindBatch = Callable[[], Batch]  # of a standing plan, as it is now
-
-
-def check_served(q: torch.Tensor, fmt: KVFormat, plan: AnyPlan, codes: Parts) -> None:
-    """NotImplementedError for what the kernel does not serve."""
-    instead = 'backend="cpu"' if q.device.type == "cpu" else ".cpu() tensors"
-    group = plan.heads_q // plan.heads_kv
-    if fmt.head_dim not in HEAD_DIMS:
-        raise NotImplementedError(f"GPU decode takes head_dim {HEAD_DIMS}, got {fmt.head_dim}; use {instead}")
-    if q.dtype not in DTYPES or fmt.name not in FORMATS or (q.dtype == torch.float32 and fmt.name != "fp32"):
-        raise NotImplementedError(
-            f"GPU decode takes bfloat16 and float16 queries over bf16, fp16, fp8, int8, int4 and fp32 caches, and "
-            f"float32 queries over fp32 caches, got {q.dtype} over {fmt.name}; convert q, or use {instead}"
-        )
-    if fmt.name == "bf16" and q.dtype != torch.bfloat16:
-        raise NotImplementedError(f"GPU decode over a bf16 cache takes bfloat16 queries, got {q.dtype}; convert q")
-    if plan.tokens_per_seq > MAX_TOKENS or group > MAX_GROUP:
-        raise NotImplementedError(
-            f"GPU decode takes up to {MAX_TOKENS} tokens a sequence and {MAX_GROUP} query heads a KV head, got "
-            f"{plan.tokens_per_seq} and {group}; use {instead}"
-        )
-    for x in codes:
-        if x.data_ptr() % 16 or any(s * x.element_size() % 16 for s in x.stride()[:3]):
-            raise NotImplementedError(
-                f"GPU decode takes pages whose rows begin at multiples of 16 bytes, got strides {x.stride()} of "
-                f"{x.dtype} at {x.data_ptr():#x}; use {instead}"
-            )
-
-
-def fills_one_block(plan: AnyPlan, fmt: KVFormat, multiprocessors: int) -> bool:
-    """Is nothing shared, and are there as many ranges as warps, with one block of four warps per multiprocessor?
-
-    A range is a sequence and KV head. Then each warp has one, and its ring alone has to hide the memory's latency: with
-    rings of two chunks 64 × 4096 tokens took 252 µs in some runs and 271 in others; with four they take 258, and
-    64 × 16384 take 981 µs instead of 997.
-    """
-    standing = isinstance(plan, StandingPlan)
-    warps, ranges = 4 * multiprocessors, (plan.rows if standing else len(plan.seqs)) * plan.heads_kv
-    rows = plan.tokens_per_seq * (plan.heads_q // plan.heads_kv)
-    unshared = plan.share is False if standing else plan.shared_nodes == 0
-    return unshared and BITS[fmt.name] == 16 and rows <= 8 and 0.9 * warps <= ranges <= warps
-
-
-@lru_cache(maxsize=256)
-def as_measured(table: tuned.Tuned, fmt: KVFormat, tiling: DecodeTiling, card: str) -> DecodeTiling:
-    """The tiling with rings as deep as was fastest on this card. It changes no bit of the result."""
-    return table.prefer("decode", tuned.decode_key(fmt, tiling), tiling, lambda t: fits(fmt, t, card))
 
 
 @dataclass
@@ -318,7 +264,7 @@ def bind(
     k_parts: Parts,
     v_parts: Parts,
     page_lists: PageLists | FindBatch,
-    lengths: Sequence[int],
+    lengths: Sequence[int] | Longs,
     scores: Scores,
     *,
     tree: bool = False,
@@ -375,7 +321,7 @@ def run(
     k_parts: Parts,
     v_parts: Parts,
     page_lists: PageLists | FindBatch,
-    lengths: Sequence[int],
+    lengths: Sequence[int] | Longs,
     o: torch.Tensor,
     lse: torch.Tensor | None,
     scores: Scores,
@@ -390,16 +336,16 @@ def run(
 ) -> AnyList:
     """Attention of a plan's queries over one layer's pages; returns the plan's list, for its `grow` or `renew`.
 
-    q, o: (num_seqs, tokens_per_seq, Hq, D) in the order of plan.seqs, of a standing plan with its `rows`; lse: (num_seqs, Hq, tokens_per_seq) float32,
-    contiguous, or None. k_parts, v_parts: the format's components of the layer, (num_pages, page_size, Hkv, *trailing).
-    page_lists, lengths: of the plan's sequences, in the order of plan.seqs; looked at when the list is made. Of a
-    standing plan page_lists finds the batch. scores:
-    its window is the one that the plan was made with. tree: (num_seqs, T, T) bool, which query tokens each row sees,
-    the first being seen by all; causal if None. selected: int32 (num_seqs or 1, Hkv or 1, words), for a plan with
-    pages_per_seq: bit j % 32 of word j // 32 tells whether the sequence and KV head read page j of the sequence's list;
-    bits past its end may be anything. room: tokens that each sequence may grow by under WorkList.grow before a new plan
-    is needed. tma, tiles: whether to load by TMA, and to put shared nodes through tiles; None for whatever the pages
-    and the plan allow. emulated: options of emulator.launch.
+    q, o: (num_seqs, tokens_per_seq, Hq, D) in the order of plan.seqs; lse: (num_seqs, Hq, tokens_per_seq) float32,
+    contiguous, or None; of a standing plan num_seqs is its `rows`. k_parts, v_parts: the format's components of the
+    layer, (num_pages, page_size, Hkv, *trailing). page_lists, lengths: of the plan's sequences, in the order of
+    plan.seqs, looked at when the list is made; of a standing plan page_lists finds the batch. scores: its window is the
+    one that the plan was made with. tree: (num_seqs, T, T) bool, which query tokens each row sees, the first being seen
+    by all; causal if None. selected: int32 (num_seqs or 1, Hkv or 1, words), for a plan with pages_per_seq: bit j % 32
+    of word j // 32 tells whether the sequence and KV head read page j of the sequence's list; bits past its end may be
+    anything. room: tokens that each sequence may grow by under WorkList.grow before a new plan is needed. tma, tiles:
+    whether to load by TMA, and to put shared nodes through tiles; None for whatever the pages and the plan allow.
+    emulated: options of emulator.launch.
     """
     listed, bound = bind(
         plan, q, fmt, k_parts, v_parts, page_lists, lengths, scores,
@@ -446,30 +392,10 @@ def renew(plan: StandingPlan, batch: FindBatch) -> None:
             listed.renew(found)
 
 
-def has_wide_nodes(plan: AnyPlan, splitting: Splitting | None) -> bool:
-    """Has the plan a shared node with enough rows for tiles, or may it have one after it was renewed?"""
-    if isinstance(plan, DecodePlan):
-        return uses_tiles(plan, splitting)
-    rows = plan.rows * plan.tokens_per_seq * (plan.heads_q // plan.heads_kv)
-    return plan.share is not False and plan.rows > 1 and rows >= (splitting or Splitting()).tile_rows
-
-
-def shape_of(tiling: DecodeTiling, chunk: int, device: torch.device, processors: int) -> Shape:
-    """The shape of a kernel's list on `device` with so many multiprocessors. chunk: tokens that a warp takes at a
-    time."""
-    blocks = (1 if device.type == "cpu" else tiling.blocks) * processors
-    deep = tiling.blocks == 1 and tiling.stages >= 4
-    longest = DEEP_CHUNKS if deep else WHOLE_CHUNKS
-    return Shape(
-        tiling.rows, tiling.warps, blocks, tiling.tile_stages > 0, longest, tiling.joiners, chunk,
-        tuned.weights(device), tiling.tile_rows, tiling.mma,
-    )  # fmt: skip
-
-
 def list_of(
     plan: AnyPlan,
     page_lists: PageLists | FindBatch,
-    lengths: Sequence[int],
+    lengths: Sequence[int] | Longs,
     page_size: int,
     shape: Shape,
     device: torch.device,
@@ -488,7 +414,7 @@ def list_of(
             found.renew(page_lists())
         else:
             assert not callable(page_lists)
-            found = work_list(plan, page_lists, lengths, page_size, shape, splitting=splitting, room=room)
+            found = work_list(plan, page_lists, list(lengths), page_size, shape, splitting=splitting, room=room)
         lists[key] = found
     return found
 

@@ -7,6 +7,7 @@ and launches the planner, which makes the list anew.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -37,7 +38,8 @@ WINDOW_GAPS = 512  # ranges that windows leave between nodes, at most
 class Batch(NamedTuple):
     """The sequences of a step. rows (n,): theirs in the cache's arrays `table`, `counts` and `stamps` (Sequences says
     what those are). lengths (n,): in tokens. order (n,): positions in `rows`, those below a node being neighbours.
-    nodes: (m, 5) as plan/flat.py has them."""
+    nodes: (m, 5) as plan/flat.py has them. last_stamp: the last number that was given as a stamp. `rows`, `order` and
+    `nodes` are the very arrays of the step before where they are the same."""
 
     rows: Longs
     lengths: Longs
@@ -46,6 +48,7 @@ class Batch(NamedTuple):
     table: Ints
     counts: Longs
     stamps: Longs
+    last_stamp: int
 
 
 class Room(NamedTuple):
@@ -142,22 +145,26 @@ class PageMirror:
         self._sent = np.zeros(rows, np.int64)
         self._place = np.full(0, -1, np.int64)  # of each row of the cache
         self._rows, self._places = np.zeros(0, np.int64), np.zeros(0, np.int64)  # of the last batch
+        self._last_stamp = -1
 
     def follow(self, batch: Batch) -> tuple[Longs, Longs, Longs, Longs]:
-        """The places of the batch's sequences, (n,), and for each of them that has to be sent: its position in the
-        batch, its first page to send and the page up to which, (u,) each."""
+        """The places of the batch's sequences, (n,), the very array of the last call if the batch is the same; and for
+        each of them that has to be sent: its position in the batch, its first page to send and the page up to which,
+        (u,) each."""
         rows = batch.rows
-        if len(rows) != len(self._rows) or not (rows == self._rows).all():
-            self._places, self._rows = self._find_places(rows, len(batch.table)), rows.copy()
+        if rows is not self._rows:
+            self._places, self._rows = self._find_places(rows, len(batch.table)), rows
         places = self._places
-        stamps, counts = batch.stamps[rows], batch.counts[rows]
-        sent = self._sent[places]
-        changed = stamps != self._stamp[places]
-        if changed.any():
+        counts, sent = batch.counts[rows], self._sent[places]
+        if batch.last_stamp != self._last_stamp:
+            stamps = batch.stamps[rows]
+            changed = stamps != self._stamp[places]
             sent[changed] = 0
             self._stamp[places] = stamps
+            self._last_stamp = batch.last_stamp
         (update,) = (counts > sent).nonzero()
-        self._sent[places] = counts
+        if len(update):
+            self._sent[places] = counts
         return places, update, sent[update], counts[update]
 
     def _find_places(self, rows: Longs, cache_rows: int) -> Longs:
@@ -210,6 +217,7 @@ class PlannedList:
         self._scratch = zeros(room.bins + shape.blocks + units)
         self._step = zeros(STEP_WORDS + plan.rows * (4 + 5 + 4 + width) + 8)
         self._mirror = PageMirror(plan.rows)
+        self._head: tuple[tuple[Longs, Ints, Longs], Ints] | None = None  # of the last step, and what it was made of
         self._layout, shared = lay_out(plan.rows, room)
         self.spec = planner_spec(shared)
         self._args = self._arguments(splitting)
@@ -282,7 +290,7 @@ class PlannedList:
         emulated: options of emulator.launch.
         """
         if self.device.type != "cuda":
-            self._fill(batch, lambda words: self._step.numpy())
+            self._fill(batch, lambda words: self._step.numpy()[:words])
             known = {**self.tensors(self.device), "step": self._step, "scratch": self._scratch, "made": self.made}
             emulator.launch(self.spec, (1, 1, 1), [self._args], known, **emulated)
             return
@@ -297,32 +305,39 @@ class PlannedList:
         self._step[: len(staged[0])].copy_(staged[0], non_blocking=True)
         self._kernel.launch((1, 1, 1), self._launch_args, stream=compiler.raw_stream(self._kernel.ordinal))
 
-    def _fill(self, batch: Batch, buffer: Any) -> None:
+    def _fill(self, batch: Batch, buffer: Callable[[int], Ints]) -> None:
         """Write the step, decode/plan_work.cuh's PlanArgs.step, into `buffer(words)`."""
         places, update, begin, end = self._mirror.follow(batch)
-        count, nodes, updates = len(batch.rows), len(batch.nodes), len(update)
-        at_nodes = STEP_WORDS + 4 * count
-        at_updates = STEP_WORDS + -(-(4 * count + 5 * nodes) // 4) * 4
-        at_pages = at_updates + 4 * updates
-        sizes = end - begin
-        total = int(sizes.sum())
-        step = buffer(at_pages + total)
-        step[:STEP_WORDS] = count, nodes, updates, 0
-        order = batch.order
-        sequences = step[STEP_WORDS:at_nodes].reshape(count, 4)
-        sequences[:, 0], sequences[:, 1], sequences[:, 2] = order, places[order], batch.lengths[order]
-        sequences[:, 3] = 0
-        if nodes:
-            step[at_nodes : at_nodes + 5 * nodes] = batch.nodes.ravel()
+        head = self._head_of(batch, places)
+        head[: STEP_WORDS * (1 + len(batch.rows))].reshape(-1, STEP_WORDS)[1:, 2] = batch.lengths[batch.order]
+        updates = head[2] = len(update)
         if not updates:
+            buffer(len(head))[:] = head
             return
-        changes = step[at_updates:at_pages].reshape(updates, 4)
+        sizes = end - begin
         ends = np.cumsum(sizes)
+        total, at_pages = int(ends[-1]), len(head) + 4 * updates
+        step = buffer(at_pages + total)
+        step[: len(head)] = head
+        changes = step[len(head) : at_pages].reshape(updates, 4)
         changes[:, 0], changes[:, 1], changes[:, 2], changes[:, 3] = places[update], begin, sizes, ends - sizes
-        pages, rows = step[at_pages : at_pages + total], batch.rows[update]
+        pages, rows = step[at_pages:], batch.rows[update]
         if total == updates:
-            pages[:] = batch.table[rows, begin]
+            pages[:total] = batch.table[rows, begin]
             return
         spans = zip(rows.tolist(), begin.tolist(), end.tolist(), ends.tolist(), strict=True)
         for row, first, last, to in spans:
             pages[to - (last - first) : to] = batch.table[row, first:last]
+
+    def _head_of(self, batch: Batch, places: Longs) -> Ints:
+        """The header, sequences and nodes of a step, all but the lengths and the number of updates."""
+        made_of = (places, batch.order, batch.nodes)
+        if self._head is None or any(a is not b for a, b in zip(self._head[0], made_of, strict=True)):
+            count, nodes = len(batch.rows), len(batch.nodes)
+            head = np.zeros(STEP_WORDS + -(-(4 * count + 5 * nodes) // 4) * 4, np.int32)
+            head[:2] = count, nodes
+            sequences = head[STEP_WORDS : STEP_WORDS + 4 * count].reshape(count, 4)
+            sequences[:, 0], sequences[:, 1] = batch.order, places[batch.order]
+            head[STEP_WORDS + 4 * count : STEP_WORDS + 4 * count + 5 * nodes] = batch.nodes.ravel()
+            self._head = made_of, head
+        return self._head[1]

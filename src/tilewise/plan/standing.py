@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from tilewise.plan.flat import NODE_WORDS, Judge, choose_nodes, tree_order
+from tilewise.plan.flat import NODE_WORDS, Judge, choose_nodes
 from tilewise.plan.schedule_files import AnyPath
 from tilewise.plan.show import Card
 from tilewise.plan.tiles import DecodePlan, Window, _serials
@@ -21,14 +21,21 @@ KEPT_STEPS = 64  # after so many steps of growth nodes are chosen anew
 
 
 class Arranged(NamedTuple):
-    """The order of a batch and the nodes that it shares, as plan/flat.py has them; of the cache's `rows` with `stamps`,
-    (n,) each. steps: how often the batch only grew since the nodes were chosen."""
+    """The order of a batch, its leading pages in common and the nodes that it shares, as plan/flat.py has them. steps:
+    how often the batch only grew since the nodes were chosen."""
 
-    rows: Longs
-    stamps: Longs
     order: Ints
+    common: Longs
     nodes: Longs
     steps: int
+
+
+class TreeOrder(Protocol):
+    """Who keeps the order of a batch: kvcache/lineage.py."""
+
+    def update(self, seqs: Sequence[int], /) -> tuple[Ints, Longs]:
+        """order and common; the very arrays of the last call if sequences only grew since."""
+        ...
 
 
 @dataclass(eq=False)
@@ -58,10 +65,14 @@ class StandingPlan:
     judge: Judge
     cache_serial: int
     plan_once: Callable[[list[int]], DecodePlan] = field(repr=False)
+    tree: TreeOrder | None = field(repr=False)  # None if nothing is shared
     seqs: tuple[int, ...] = ()
+    rows_of: Longs = field(
+        default_factory=lambda: np.zeros(0, np.int64), repr=False
+    )  # of `seqs`, in the cache's arrays
     lengths: Longs = field(default_factory=lambda: np.zeros(0, np.int64), repr=False)
     serial: int = field(default_factory=_serials.__next__, init=False)
-    arranged: Arranged | None = field(default=None, init=False, repr=False)
+    _arranged: Arranged | None = field(default=None, init=False, repr=False)
     _now: DecodePlan | None = field(default=None, init=False, repr=False)
 
     @property
@@ -71,29 +82,32 @@ class StandingPlan:
             self._now = self.plan_once(list(self.seqs))
         return self._now
 
-    def hold(self, seqs: tuple[int, ...], lengths: Longs) -> None:
-        """Be the plan of these sequences, (n,) lengths in tokens, from now on."""
-        self.seqs, self.lengths, self._now = seqs, lengths, None
+    def hold(self, seqs: tuple[int, ...], rows_of: Longs, lengths: Longs) -> None:
+        """Be the plan of these sequences from now on: (n,) rows in the cache's arrays, (n,) lengths in tokens."""
+        self.seqs, self.rows_of, self.lengths, self._now = seqs, rows_of, lengths, None
 
-    def arrange(self, rows: Longs, table: Ints, counts: Longs, stamps: Longs) -> Arranged:
-        """The order of the sequences and the nodes that they share. rows: theirs in `table`, `counts` and `stamps`.
+    def arrange(self) -> Arranged:
+        """The order of the sequences as they are now and the nodes that they share.
 
-        A batch that only grew keeps what it has for some steps: its nodes stay right, and choosing anew would seldom
-        choose differently.
+        A batch that only grew keeps its nodes for some steps: they stay right, and choosing anew would seldom choose
+        differently.
         """
-        known, seen = self.arranged, stamps[rows]
-        if known is not None and len(rows) == len(known.rows) and known.steps < KEPT_STEPS:
-            if (rows == known.rows).all() and (seen == known.stamps).all():
-                self.arranged = known._replace(steps=known.steps + 1)
-                return self.arranged
-        order, nodes = np.arange(len(rows), dtype=np.int32), np.zeros((0, NODE_WORDS), np.int64)
-        if self.share is not False:
-            order, common = tree_order(table[:, : counts[rows].max(initial=0)][rows], counts[rows])
-            left = self.window[0] if self.window is not None else None
-            judge = None if self.share else self.judge
-            nodes = choose_nodes(common, self.lengths[order], self.page_size, self.tokens_per_seq, left, judge)
-        self.arranged = Arranged(rows, seen, order, nodes, 0)
-        return self.arranged
+        known, count = self._arranged, len(self.seqs)
+        if self.tree is None:
+            if known is None or len(known.order) != count:
+                none = np.zeros((0, NODE_WORDS), np.int64)
+                known = Arranged(np.arange(count, dtype=np.int32), none[:, 0], none, 0)
+        else:
+            order, common = self.tree.update(list(self.seqs))
+            if known is not None and known.order is order and known.common is common and known.steps < KEPT_STEPS:
+                known = known._replace(steps=known.steps + 1)
+            else:
+                left = self.window[0] if self.window is not None else None
+                judge = None if self.share else self.judge
+                nodes = choose_nodes(common, self.lengths[order], self.page_size, self.tokens_per_seq, left, judge)
+                known = Arranged(order, common, nodes, 0)
+        self._arranged = known
+        return known
 
     def show(self, card: str | Card = "H200") -> str:
         """`now` as a few lines of text."""

@@ -386,8 +386,7 @@ class Engine:
     def _take(self, chosen: list[int]) -> list[Token]:
         """Give everybody who runs his token; those who are done leave."""
         found, done = self._schedule.rows.take(chosen)
-        for sample in done:
-            self._schedule.leave(sample)
+        self._schedule.leave(done)
         return found
 
     # Ending.

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from .requests import Sample, Token
+from .requests import FinishReason, Sample, Token
 from .sampling import Kind, parameters, uniforms_of
 
 _token = partial(tuple.__new__, Token)  # from a tuple of its fields; a call by name takes three times as long
@@ -32,6 +33,12 @@ class Rows:
         self._looks = np.zeros(capacity, bool)  # for stop lists or texts, at every token
         self._kinds = np.zeros(capacity, np.int64)
         self._ends: set[int] = set()  # tokens that end one of those that run, or ended one that did
+        # For take(), which goes through all rows: each one's list of tokens, and which sample of which request it is.
+        self._adds: list[Callable[[int], None]] = []
+        self._requests: list[int] = []
+        self._numbers: list[int] = []
+        lists = (self.samples, self.seqs, self._adds, self._requests, self._numbers)
+        self._held: tuple[list[Any], ...] = lists
 
     def __len__(self) -> int:
         return len(self.samples)
@@ -48,6 +55,9 @@ class Rows:
         sample.row = row
         self.samples.append(sample)
         self.seqs.append(seq)
+        self._adds.append(sample.tokens.append)
+        self._requests.append(request.number)
+        self._numbers.append(sample.number)
         self.latest[row], self.priorities[row] = sample.tokens[-1], request.priority
         self.params[:, row] = parameters([sampling])[:, 0]
         self._keys[:, row] = sample.draw
@@ -61,13 +71,14 @@ class Rows:
         row, last = sample.row, len(self.samples) - 1
         seq = self.seqs[row]
         if row != last:
-            self.samples[row], self.seqs[row] = self.samples[last], self.seqs[last]
+            for held in self._held:
+                held[row] = held[last]
             self.samples[row].row = row
             for array in (self.latest, self.priorities, self._left, self._looks, self._kinds):
                 array[row] = array[last]
             self.params[:, row], self._keys[:, row] = self.params[:, last], self._keys[:, last]
-        self.samples.pop()
-        self.seqs.pop()
+        for held in self._held:
+            held.pop()
         sample.row = -1
         if not self.samples:
             self._ends.clear()
@@ -84,15 +95,17 @@ class Rows:
         self._keys[3, :count] += np.uint64(1)
         left = self._left[:count]
         left -= 1
-        looks = ((left <= 0) | self._looks[:count]).tolist()
-        reasons: list[str | None] = [None] * count
-        ends, done = self._ends, []
-        for row, (sample, token) in enumerate(zip(self.samples, chosen, strict=True)):
-            sample.tokens.append(token)
-            if looks[row] or token in ends:
-                reasons[row] = sample.finish_reason = sample.request.ends.reason(sample.tokens)
-                if sample.finish_reason is not None:
-                    done.append(sample)
-        requests, numbers = self._keys[1, :count].tolist(), self._keys[2, :count].tolist()
-        found: list[Token] = list(map(_token, zip(requests, numbers, chosen, reasons, strict=True)))
+        for add, token in zip(self._adds, chosen, strict=True):
+            add(token)
+        ending = set(np.flatnonzero((left <= 0) | self._looks[:count]).tolist())
+        if not self._ends.isdisjoint(chosen):
+            ending.update(row for row, token in enumerate(chosen) if token in self._ends)
+        reasons: list[FinishReason | None] = [None] * count
+        done = []
+        for row in sorted(ending):
+            sample = self.samples[row]
+            reasons[row] = sample.finish_reason = sample.request.ends.reason(sample.tokens)
+            if sample.finish_reason is not None:
+                done.append(sample)
+        found: list[Token] = list(map(_token, zip(self._requests, self._numbers, chosen, reasons, strict=True)))
         return found, done

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 from bisect import bisect_left, insort
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -164,16 +165,15 @@ class Schedule:
 
     # Leaving.
 
-    def leave(self, sample: Sample) -> None:
-        """It runs no more, and gives its pages up."""
-        self.prefix.release(self.rows.remove(sample))
-        self._held = False
+    def leave(self, samples: Sequence[Sample]) -> None:
+        """They run no more, and give their pages up."""
+        if samples:
+            self.prefix.release([self.rows.remove(sample) for sample in samples])
+            self._held = False
 
     def end(self, request: Request, reason: FinishReason) -> None:
         """End what is left of a request, between two steps."""
-        for sample in request.samples:
-            if sample.row >= 0:
-                self.leave(sample)
+        self.leave([sample for sample in request.samples if sample.row >= 0])
         for job in [job for job in self.prefilling if job.request is request]:
             self.prefilling.remove(job)
             self.prefix.release(job.seq)
@@ -201,7 +201,7 @@ class Schedule:
         """Take the pages of the youngest of the lowest priority; it waits, to be prefilled again."""
         last = self._last()
         if isinstance(last, Sample):
-            self.leave(last)
+            self.leave([last])
             job = Job.of([last])
         else:
             job = last
