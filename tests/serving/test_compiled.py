@@ -6,10 +6,11 @@ from itertools import pairwise
 
 import pytest
 import torch
-from tiny_models import NEW, SHARED, expected, tiny_model, tokens
+from tiny_models import FAMILIES, NEW, SHARED, WINDOW, expected, tiny_model, tokens
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from tilewise.serving import Engine, compiled, generate
-from tilewise.serving.compiled import Heads, added, fits, side_by_side
+from tilewise.serving.compiled import Heads, added, fits, rotary_table, side_by_side
 
 PROMPTS = [SHARED, tokens(63, 2)]  # nothing in common: both are computed in one step
 HEADS = Heads(4, 2, 40)
@@ -44,11 +45,13 @@ def test_inductor_gives_the_same_tokens():
 
 @pytest.mark.parametrize(
     ("family", "options"),
-    [("llama", {"attention_bias": True, "mlp_bias": True}), ("mistral", {}), ("qwen3", {})],
-    ids=["biases", "mistral", "qwen3"],
+    [("llama", {"attention_bias": True, "mlp_bias": True}), ("mistral", {}), ("qwen2", {}), ("qwen3", {})],
+    ids=["biases", "mistral", "qwen2", "qwen3"],
 )
-def test_segments(family, options, graphs):
+def test_segments(family, options, graphs, monkeypatch):
     """q, k, v are one product, gate and up another; one compilation serves all layers and any number of tokens."""
+    windows = {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1}  # in all layers but one
+    monkeypatch.setitem(FAMILIES, "qwen2", ("Qwen2", windows))
     model = tiny_model(family, num_hidden_layers=3, **options)
     assert_same_tokens(model)
     assert [products(graph) for graph in graphs] == [1, 4, 4]
@@ -93,6 +96,24 @@ def test_weights_lie_side_by_side_and_are_the_same(graphs):
     Engine(model, num_pages=9, compile=True)
     assert mlp.up_proj.weight.data_ptr() - mlp.gate_proj.weight.data_ptr() == 96 * 64 * 4
     assert places[0] == attention.q_proj.weight.data_ptr()
+
+
+@pytest.mark.parametrize("kind", ["default", "llama3", "yarn", "linear"])
+def test_the_rotary_table_turns_as_the_model_does(kind):
+    """Also where frequencies are stretched and cosines scaled."""
+    stretched = {
+        "factor": 4.0,
+        "original_max_position_embeddings": 256,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+    }
+    rope = {"rope_type": kind, "rope_theta": 10000.0, **(stretched if kind != "default" else {})}
+    model = tiny_model(rope_parameters=rope)
+    k, positions = torch.randn(3, 2, 40), torch.tensor([0, 77, 900])
+    cos, sin = model.model.rotary_emb(k, positions[None])
+    want, _ = apply_rotary_pos_emb(k.transpose(0, 1)[None], k.transpose(0, 1)[None], cos, sin)
+    table = rotary_table(model.model, torch.float32, k.device, 1024)
+    torch.testing.assert_close(table.apply(k, positions), want[0].transpose(0, 1), rtol=1e-6, atol=1e-6)
 
 
 def test_side_by_side():

@@ -341,7 +341,7 @@ def bench_engine(
     device: AnyDevice = None,
     config: Annotated[str | None, typer.Option(help="small or 8b.", show_default="small; on cuda 8b")] = None,
     requests: Annotated[
-        int | None, typer.Option(help="Requests of each run.", show_default="24; on cuda 400", min=2)
+        int | None, typer.Option(help="Requests of each run.", show_default="24; on cuda 256", min=2)
     ] = None,
     loads: Annotated[str, typer.Option(help="Shares of the capacity at which requests arrive.")] = "0.3,0.5,0.7,0.9",
     compile: Annotated[

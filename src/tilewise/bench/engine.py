@@ -162,7 +162,7 @@ def case(
         step=Still(64, 8192, 32) if card else Still(8, 512, 16),
         churn=Still(256, 2048, 64, 16) if card else Still(16, 128, 16, 4),
         mix=mix,
-        requests=requests or (400 if card else 24),
+        requests=requests or (256 if card else 24),
         loads=tuple(loads),
         max_sequences=256 if card else 16,
         token_budget=token_budget or (512 if card else 64),

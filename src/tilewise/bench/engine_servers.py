@@ -102,8 +102,7 @@ class Ours:
 
 
 class Transformers:
-    """Continuous batching of transformers, which runs in a thread of its own. pages: of 256 tokens, by default its own
-    choice."""
+    """Continuous batching of transformers, which runs in a thread of its own."""
 
     name = TRANSFORMERS
 

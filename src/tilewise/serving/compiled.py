@@ -304,7 +304,7 @@ def _apart(function: Any) -> Any:
 def _any_number(x: torch.Tensor) -> torch.Tensor:
     """x, of which torch.compile takes any number of rows; one row alone is always a matter of its own."""
     if len(x) > 1:
-        torch._dynamo.mark_dynamic(x, 0)
+        torch._dynamo.maybe_mark_dynamic(x, 0)
     return x
 
 
