@@ -6,6 +6,7 @@ no grid barrier, no scratch memory, no list of items. Results have the bits of d
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, Protocol
@@ -45,10 +46,8 @@ from tilewise.plan.worklist import CHUNK, FAR, Splitting, WorkList
 from tilewise.scores import Scores
 
 ROWS = 8  # query rows per sequence and KV head that the kernel serves
-MOST_CLUSTER = 16  # blocks per cluster on Hopper
 REGISTERS = 65536  # of a multiprocessor
 WARPS = 4  # per block
-MOST_DEPTH = 6  # rounds in a ring
 LONGEST = 8192  # tokens of a sequence: longer ones keep many blocks busy as they are
 
 
@@ -161,27 +160,35 @@ def choose_shape(fmt: KVFormat, rows: int, units: int, states: int, chunks: int,
     """The kernel's shape for `units` sequences and KV heads with up to `states` states each, of pieces of up to
     `chunks` chunks; None if there are more states than the shared memory holds.
 
-    A block per piece, if all of them fit the card at once: then all bytes are asked for at once. Otherwise about as
-    many blocks as multiprocessors, with rings. Blocks of a cluster have to find room in one part of the card: only
-    clusters of two do so with a block per multiprocessor. With larger ones some multiprocessors get two blocks, and
-    there has to be room for them.
+    As was fastest on an H200 (lab notes). A block per piece while that is at most two or four blocks per
+    multiprocessor: all bytes are asked for at once. Otherwise clusters of up to eight. The blocks of a cluster have to
+    find room in one part of the card, and clusters of more than two that fill it do not fit with one block per
+    multiprocessor: they get rings of which two or three fit.
     """
-    rows, most = _power_above(rows), min(MOST_CLUSTER, _power_above(states))
-    while most > 1 and rows * fmt.head_dim % (4 * most):
-        most //= 2
-    slots = _power_above(states)
-    at_once = SmallShape(most, WARPS, WARPS if chunks <= WARPS else 2 * WARPS, 1, slots, rows, True)
-    if states <= most and chunks <= at_once.round and units * most <= processors * blocks_per_sm(fmt, at_once):
+    rows = _power_above(rows)
+    widest = max(c for c in (1, 2, 4, 8, 16) if c < 2 * states and rows * fmt.head_dim % (4 * c) == 0)
+
+    def ringed(cluster: int, together: int, ring: int) -> SmallShape:
+        """With rounds of `together` chunks in a ring of so many bytes, or of two rounds."""
+        depth = max(2, min(ring // (together * stage_bytes(fmt)), -(-states // cluster) * -(-chunks // together)))
+        return SmallShape(cluster, WARPS, together, depth, _power_above(states), rows, True)
+
+    def fits(shape: SmallShape, blocks: int) -> bool:
+        return blocks_per_sm(fmt, shape) >= blocks
+
+    at_once = replace(ringed(widest, WARPS, 0), depth=1)
+    busy = units * widest / processors  # blocks per multiprocessor
+    if states <= widest and chunks <= WARPS and busy <= (2 if widest > 8 else 4) and fits(at_once, math.ceil(busy)):
         return at_once
-    cluster = most
-    while cluster > 1 and cluster * units > processors:
+    cluster = min(8, widest)
+    if processors < units * cluster <= 2 * processors and fits(three := ringed(cluster, WARPS, 65536), 3):
+        return three
+    while cluster > 1 and units * cluster > processors:
         cluster //= 2
-    for blocks, together in ((1, 2 * WARPS), (2, WARPS), (1, WARPS))[cluster > 2 :]:
-        for depth in range(max(2, min(MOST_DEPTH, -(-states // cluster) * -(-chunks // together))), 1, -1):
-            shape = SmallShape(cluster, WARPS, together, depth, slots, rows, True)
-            if blocks_per_sm(fmt, shape) >= blocks:
-                return shape
-    return None
+    if 2 * units * cluster <= processors and fits(one := ringed(cluster, 2 * WARPS, 196608), 1):
+        return one
+    two = ringed(cluster, WARPS, 98304)
+    return two if fits(two, 1) else None
 
 
 def _power_above(n: int) -> int:
