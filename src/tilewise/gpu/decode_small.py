@@ -7,8 +7,10 @@ no grid barrier, no scratch memory, no list of items. Results have the bits of d
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import product
 from typing import Any, Protocol
 
 import numpy as np
@@ -86,27 +88,23 @@ class SmallAsked(Protocol):
     def small(self) -> SmallShape | None: ...
 
 
+def serves_pages(dtype: torch.dtype, fmt: KVFormat, page_size: int, rows: int, card: str) -> bool:
+    """Is there a kernel for such pages and so many query rows per sequence and KV head? It takes 16-bit pages on Hopper
+    and few rows."""
+    pages = fmt.dtype == dtype and BITS[fmt.name] == 16 and fmt.head_dim in HEAD_DIMS and page_size % CHUNK == 0
+    return hopper(card) and pages and rows <= ROWS
+
+
 def serves_small(plan: DecodePlan, dtype: torch.dtype, fmt: KVFormat, page_size: int, card: str) -> bool:
-    """Can the kernel compute this plan? It takes 16-bit pages on Hopper, few rows, and nothing shared or hidden."""
+    """Can the kernel compute this plan? There may not be many sequences, and nothing may be shared or hidden."""
     rows = plan.tokens_per_seq * (plan.heads_q // plan.heads_kv)
-    return (
-        hopper(card)
-        and 0 < len(plan.seqs) <= MOST_SMALL
-        and fmt.dtype == dtype
-        and BITS[fmt.name] == 16
-        and fmt.head_dim in HEAD_DIMS
-        and page_size % CHUNK == 0
-        and rows <= ROWS
-        and plan.shared_nodes == 0
-        and plan.window is None
-        and plan.pages_per_seq == 0
-    )
+    simple = plan.shared_nodes == 0 and plan.window is None and plan.pages_per_seq == 0
+    return simple and 0 < len(plan.seqs) <= MOST_SMALL and serves_pages(dtype, fmt, page_size, rows, card)
 
 
-def pays_small(plan: DecodePlan, processors: int) -> bool:
-    """Is the kernel faster than decode.cu's for such a plan? It is where the clusters of all sequences and KV heads fit
-    the card at once."""
-    return 2 * len(plan.seqs) * plan.heads_kv <= processors and max(plan.lengths) <= LONGEST
+def pays_small(units: int, longest: int, processors: int) -> bool:
+    """Is the kernel faster than decode.cu's? units: sequences times KV heads. longest: of the lengths."""
+    return 2 * units <= processors and longest <= LONGEST
 
 
 def small_shape(
@@ -127,7 +125,8 @@ def small_shape(
     emulator, where nothing is faster, takes the kernel only if it is asked to.
     """
     if small is None:
-        small = q.device.type == "cuda" and pays_small(plan, processors)
+        units, longest = len(plan.seqs) * plan.heads_kv, max(plan.lengths, default=0)
+        small = q.device.type == "cuda" and pays_small(units, longest, processors)
     if (
         not small
         or masked
@@ -244,6 +243,28 @@ def specs(card: str = "sm_90a", *, every: bool = False) -> list[KernelSpec]:
                     if every:
                         found.append(small_spec(dtype, fmt, 64, one, DECODE_RULES[1]))
     return found
+
+
+def likely_specs(
+    group: int,
+    kv_heads: int,
+    dtype: torch.dtype,
+    fmt: KVFormat,
+    page_size: int,
+    rules: Iterable[tuple[str, str]],
+    processors: int,
+    card: str,
+) -> list[KernelSpec]:
+    """The kernels that up to eight sequences of 64 to 8192 tokens take, one token each. group: query heads per KV head.
+    rules: what is done to scores."""
+    found = []
+    for sequences, tokens, rule in product((1, 2, 4, 8), (64, 512, 1024, 2048, 4096, 8192), rules):
+        units, piece = sequences * kv_heads, int(Splitting().of(np.array([tokens]))[0])
+        if pays_small(units, tokens, processors) and serves_pages(dtype, fmt, page_size, group, card):
+            shape = choose_shape(fmt, group, units, -(-tokens // piece), piece // CHUNK, processors)
+            if shape is not None:
+                found.append(small_spec(dtype, fmt, page_size, shape, rule))
+    return list(dict.fromkeys(found))
 
 
 class SmallDecode:
