@@ -20,17 +20,15 @@ from tilewise.bench.workloads import complete
 def test_rows_are_the_ones_promised(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     rows = {row.name: row for row in serve.rows("cuda")}
-    assert len(rows) == 2 * (6 + 3 + 6 + 1) + 4 + 3 + 1
+    assert len(rows) == 2 * (4 + 3 + 6 + 1) + 20 + 3 + 4 + 3 + 1
     points = [tree.point for row in rows.values() for tree in row.trees]
     assert len(set(points)) == len(points)  # a resumed CSV tells them apart
     assert len(points) == len(rows) - 1 + 75
-    assert {(p.dtype, p.hdim, p.device) for p in points} == {("bfloat16", 128, "cuda")}
+    assert {(p.dtype, p.hdim, p.device) for p in points} == {("bfloat16", hdim, "cuda") for hdim in (128, 256)}
     bars = {name: [goal.text for goal in row.goals] for name, row in rows.items()}
     for size in (16, 64):
         for name in ("64 × 4096", "64 × 16384", "256 × 1024", "1 × 131072"):
             assert bars[f"{name}, page {size}"] == ["≥ 1×"]
-        assert bars[f"8 × 8192, page {size}"] == ["≥ 1.05×"]
-        assert bars[f"1 × 1024, page {size}"] == ["≤ 9.5 µs"]
         for name, bar in (("fp8", 1.85), ("int8", 1.85), ("int4", 3.1)):
             assert bars[f"{name}, 64 × 16384, page {size}"] == [f"≥ {bar}×"]
         for name, limit in (
@@ -44,6 +42,16 @@ def test_rows_are_the_ones_promised(monkeypatch):
             assert bars[f"{name}, page {size}"] == [f"≤ {limit} µs"]
         assert rows[f"64 × (256 + 256), page {size}"].point.page_size == size
         assert bars[f"tree of three levels, page {size}"] == ["≥ 1.5×"]
+    for batch in (1, 2, 4, 8):
+        for seq in (512, 1024, 2048, 4096, 8192):
+            smallest = ["≤ 10.5 µs"] if (batch, seq) == (1, 1024) else []
+            assert bars[f"{batch} × {seq}, page 16"] == ["≥ 1×", *smallest]
+    for name, bar in (("int8", 1.33), ("int4", 1.54)):
+        assert bars[f"{name}, 64 × (8192 + 256)"] == [f"≥ {bar}×"]
+        assert rows[f"{name}, 64 × (8192 + 256)"].point.kv_format == name
+    assert bars["head_dim 256, 64 × (8192 + 256)"] == ["≤ 2.2×"]
+    wide = rows["head_dim 256, 64 × (8192 + 256)"].point
+    assert (wide.heads, wide.kv_heads, wide.hdim) == (16, 8, 256)
     (tree,) = rows["tree of three levels, page 16"].trees
     assert tree.levels == ((1, 4096), (8, 1024), (128, 256), (512, 64))
     assert (tree.point.batch, tree.tokens) == (512, tree.point.prefix + tree.point.seq)
@@ -71,9 +79,12 @@ def test_bars_are_set_on_times_and_ratios():
     assert serve.microseconds(outcome) == pytest.approx(9)
     assert serve.over_cudnn(outcome) == 1.04
     assert serve.over_bf16(outcome) == pytest.approx(2)
-    assert serve.DECODE[8, 8192].met_by(outcome) is False
     assert serve.DECODE[64, 4096].met_by(outcome) is True
-    assert serve.DECODE[1, 1024].value_text(outcome) == "9 µs"
+    assert serve.SMALLEST.met_by(outcome) is True
+    assert serve.SMALLEST.value_text(outcome) == "9 µs"
+    wide = outcome_of(ours, timed("tilewise cuda, head_dim 128", 4.5e-6))
+    assert serve.times_narrow(wide) == pytest.approx(2)
+    assert serve.times_narrow(outcome) is None
     assert serve.over_cudnn(outcome_of(timed("tilewise cuda", 1))) is None
     assert serve.DECODE[64, 4096].met_by(outcome_of(timed("tilewise cuda", 1))) is None  # cuDNN is not here
     assert serve.DECODE[64, 4096].met_by(outcome_of(Result("tilewise cuda", True, WRONG))) is False
@@ -134,7 +145,7 @@ def tiny(monkeypatch):
         return replace(row, point=replace(p, **sizes), levels=TREE if row.levels else ())
 
     rows = [row for row in serve.rows("cpu") if row.point.page_size == 16]
-    names = ("64 × 4096", "int4", "1 × 1024", "32 × (", "tree")
+    names = ("64 × 4096", "int4, 64 × 16384", "1 × 1024", "32 × (", "tree")
     chosen = [small(row) for name in names for row in rows if row.name.startswith(name)]
     grid = replace(rows[-1].point, heads=4, kv_heads=2, hdim=32, page_size=8)
     points = [complete(serve._prefix(grid, b, p, 5)) for b in (1, 3) for p in (0, 64)]
@@ -165,7 +176,7 @@ def test_table_shows_every_row_with_its_bar(tiny, capsys):
     assert "auto over a grid: 4 points" in out
     assert "FlashInfer: not installed" in out
     assert all(line.partition("  ")[0].strip() in err for line in lines)
-    assert max(map(len, out.splitlines()[: len(lines) + 4])) <= 132
+    assert max(map(len, out.splitlines()[: len(lines) + 4])) <= 140  # one row has two bars
 
 
 def test_json_tells_bars_and_every_measurement(tiny, capsys):
@@ -173,9 +184,9 @@ def test_json_tells_bars_and_every_measurement(tiny, capsys):
     found = json.loads(capsys.readouterr().out)
     assert [one["row"] for one in found][-1] == "auto over a grid"
     for one in found:
-        (bar,) = one["bars"]
-        limit = float(bar["bar"].split()[1].rstrip("×"))
-        assert bar["met"] is (bar["reached"] <= limit if "≤" in bar["bar"] else bar["reached"] >= limit)
+        for bar in one["bars"]:
+            limit = float(bar["bar"].split()[1].rstrip("×"))
+            assert bar["met"] is (bar["reached"] <= limit if "≤" in bar["bar"] else bar["reached"] >= limit)
         assert all(result["status"] == "ok" for result in one["results"])
     grid = found[-1]["results"]
     assert {(r["batch"], r["prefix"]) for r in grid} == {(1, 0), (1, 64), (3, 0), (3, 64)}

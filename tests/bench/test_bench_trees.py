@@ -15,7 +15,7 @@ from bench_cases import BASE, CPU, TREE
 from tilewise import api
 from tilewise.bench import measure, peers, serve, trees
 from tilewise.bench.measure import FAILED, OK, WRONG, Ceiling, Kernel, Problem, time_replays
-from tilewise.bench.trees import Pool, Tree, build
+from tilewise.bench.trees import NARROW, Pool, Tree, build
 from tilewise.bench.workloads import complete
 
 
@@ -55,6 +55,16 @@ def test_every_format_is_checked_and_right(kv_format):
     assert list(results) == ["tilewise cpu", beside]
     assert {r.status for r in results.values()} == {OK}
     assert all(r.error > 0 and r.timing.median > 0 for r in results.values())
+
+
+def test_wide_heads_stand_beside_narrow_ones_of_as_many_channels():
+    tree = Tree.of(complete(replace(BASE, heads=2, kv_heads=1, hdim=256)))
+    problem = build(tree, Pool([tree], CPU))
+    wide, narrow, _ = problem.kernels
+    assert (wide.name, narrow.name) == ("tilewise cpu", f"tilewise cpu, {NARROW}")
+    assert narrow.flops == wide.flops
+    assert narrow.run(None).shape == (tree.point.batch, 1, 4, 128)
+    assert {r.status for r in measure.measure(problem, loops=1, timer=time_replays)} == {OK}
 
 
 def test_written_pages_are_those_of_the_table():

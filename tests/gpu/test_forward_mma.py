@@ -182,7 +182,7 @@ def test_nan_past_the_last_key_reaches_nothing(card):
         check(q, k[:, :150], v[:, :150])
 
 
-@pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
 def test_fp8(card, head_dim):
     """Products of FP8 where the card has them, else of halves: within what FP8's own rounding allows."""
     q, k, v = (x.to(FP8) for x in problem(1, 70, 200, 2, 1, head_dim))

@@ -275,7 +275,8 @@ TestPagedCacheMachine.settings = settings(max_examples=60, stateful_step_count=4
 
 def test_repr_says_sizes_format_device_and_what_is_used():
     cache = PagedKVCache(64, 16, 2, 96, num_layers=3, kv_format="int8")
-    empty = "num_pages=64, page_size=16, num_kv_heads=2, head_dim=96, num_layers=3, kv_format='int8', device='cpu'"
+    empty = "num_pages=64, page_size=16, num_kv_heads=2, head_dim=96, num_layers=3, kv_format='int8', "
+    empty += f"device='{cache.device}'"
     assert repr(cache) == f"PagedKVCache({empty}, pages_in_use=0, sequences=0)"
     seqs = [cache.allocate(), cache.allocate()]
     cache.extend(seqs, [17, 5])

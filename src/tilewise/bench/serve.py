@@ -17,7 +17,7 @@ from .measure import Result, measure, time_replays
 from .prefill import Goal
 from .records import records
 from .sweep import Sheet, attempt
-from .trees import BF16, TWO_LEVELS, UNSHARED, Levels, Pool, Tree, build
+from .trees import BF16, NARROW, TWO_LEVELS, UNSHARED, Levels, Pool, Tree, build
 from .workloads import Point, complete
 
 COLUMNS = ("ours", "unshared", "cuDNN", "FlashInfer")
@@ -93,6 +93,12 @@ def over_bf16(outcome: prefill.Outcome) -> float | None:
     return _over(outcome, [f"{outcome.ours}, {BF16}"])
 
 
+def times_narrow(outcome: prefill.Outcome) -> float | None:
+    """Tilewise's time in times of its own on heads of 128 channels, as many rows × channels in all."""
+    faster = _over(outcome, [f"{outcome.ours}, {NARROW}"])
+    return None if faster is None else 1 / faster
+
+
 def over_two_levels(outcome: prefill.Outcome) -> float | None:
     """Tilewise's speed over the best of its own plans that share one level of the tree."""
     names = [r.kernel for r in outcome.results if r.kernel.startswith(f"{outcome.ours}, {TWO_LEVELS}")]
@@ -123,6 +129,10 @@ def _at_most(limit: float) -> Goal:
     return Goal(microseconds, limit, unit=" µs", at_most=True)
 
 
+def _over_bf16(limit: float) -> Goal:
+    return Goal(over_bf16, round(limit, 2), what="of bf16")
+
+
 # ---- the rows ---------------------------------------------------------------------------------------------------
 
 DECODE = {
@@ -130,9 +140,9 @@ DECODE = {
     (64, 16384): Goal(over_cudnn, 1.0),
     (256, 1024): Goal(over_cudnn, 1.0),
     (1, 131072): Goal(over_cudnn, 1.0),
-    (8, 8192): Goal(over_cudnn, 1.05),
-    (1, 1024): _at_most(9.5),
 }
+SMALL = ((1, 2, 4, 8), (512, 1024, 2048, 4096, 8192))  # sequences, tokens: at least as fast as cuDNN
+SMALLEST = _at_most(10.5)  # of 1 × 1024
 FORMATS = {"fp8": 1.85, "int8": 1.85, "int4": 3.1}
 PREFIX = {  # (sequences, shared, own tokens): microseconds at most, by page size
     (32, 4096, 128): (23, 23),
@@ -142,6 +152,8 @@ PREFIX = {  # (sequences, shared, own tokens): microseconds at most, by page siz
     (64, 256, 256): (29, 29),
     (512, 1024, 64): (58, 58),
 }
+PREFIX_FORMATS = {"int8": 1 / 0.75, "int4": 1 / 0.65}  # at least so many times as fast as bf16
+WIDE_TIMES = 2.2  # heads of 256 channels take at most so many times as long as those of 128
 HYDRAGEN = ((512, 1024), (1024, 2048), (2048, 4096), (4096, 8192))
 GRID = ((1, 2, 8, 64, 256), (0, 64, 256, 1024, 8192), (16, 256, 2048))  # sequences, shared, own
 
@@ -156,7 +168,10 @@ def rows(device: str) -> list[Row]:
             chosen.append(Row(f"{batch} × {seq}, page {size}", replace(paged, batch=batch, seq=seq), (goal,)))
         for name, bar in FORMATS.items():
             point = replace(paged, batch=64, seq=16384, kv_format=name)
-            chosen.append(Row(f"{name}, 64 × 16384, page {size}", point, (Goal(over_bf16, bar, what="of bf16"),)))
+            chosen.append(Row(f"{name}, 64 × 16384, page {size}", point, (_over_bf16(bar),)))
+    for batch, seq in product(*SMALL):
+        goals = (Goal(over_cudnn, 1.0), *((SMALLEST,) if (batch, seq) == (1, 1024) else ()))
+        chosen.append(Row(f"{batch} × {seq}, page 16", replace(base, batch=batch, seq=seq, page_size=16), goals))
     for size in PAGE_SIZES:
         paged = replace(base, page_size=size)
         for (batch, prefix, own), bars in PREFIX.items():
@@ -166,6 +181,12 @@ def rows(device: str) -> list[Row]:
         tree = _prefix(paged, 512, 4096, sum(tokens for _, tokens in TREE[1:]))
         goal = Goal(over_two_levels, 1.5, what="of two levels")
         chosen.append(Row(f"tree of three levels, page {size}", tree, (goal,), levels=TREE))
+    shared = _prefix(replace(base, page_size=16), 64, 8192, 256)
+    for name, bar in PREFIX_FORMATS.items():
+        row = Row(f"{name}, {_sizes(64, 8192, 256)}", replace(shared, kv_format=name), (_over_bf16(bar),))
+        chosen.append(row)
+    wide = Goal(times_narrow, WIDE_TIMES, what="of head_dim 128", at_most=True)
+    chosen.append(Row(f"head_dim 256, {_sizes(64, 8192, 256)}", replace(shared, heads=16, hdim=256), (wide,)))
     for batch, prefix in HYDRAGEN:
         point = _prefix(replace(base, heads=8, kv_heads=1), batch, prefix, 128)
         chosen.append(Row(f"Hydragen {_sizes(batch, prefix, 128)}", point, ()))

@@ -33,8 +33,9 @@ KV = tuple[torch.Tensor, torch.Tensor]
 POOL_BYTES = 20 << 30  # of K, and as many of V: a peer that would need more is left out of its row
 CHECKED = 4  # sequences that the oracle sees
 CHUNK = 1 << 16  # tokens written at a time
-# Names of Tilewise's other kernels: plans beside the one that people get, and a cache of plain pages.
-UNSHARED, SHARED, TWO_LEVELS, BF16 = "unshared", "shared", "two levels", "bf16"
+# Names of Tilewise's other kernels: plans beside the one that people get, a cache of plain pages, and heads of 128
+# channels.
+UNSHARED, SHARED, TWO_LEVELS, BF16, NARROW = "unshared", "shared", "two levels", "bf16", "head_dim 128"
 
 
 @dataclass(frozen=True)
@@ -122,10 +123,32 @@ def build(tree: Tree, pool: Pool, *, with_peers: bool = True) -> Problem:
         other, others = _cache(replace(point, kv_format="bf16"), pool, table, tree.tokens)
         plan = api.plan_decode(other, others, num_heads=point.heads)
         kernels.append(decode(f"{ours}, {BF16}", other, plan, checker(q, lambda n: other.gather(0, others[n]))))
-    elif with_peers:
+    if point.hdim > 128:
+        kernels.append(_narrow(tree, pool, table, f"{ours}, {NARROW}"))
+    if point.kv_format == "bf16" and with_peers:
         kernels += _peers(tree, pool, q, nodes, table, check, partial(kernel, ours=False))
     ceiling = ceilings.of(device, dtype)
     return Problem(point.title, device, dtype, kernels, check, shape, point.batch * point.heads, ceiling)
+
+
+def _narrow(tree: Tree, pool: Pool, table: Ints, name: str) -> Kernel:
+    """The same sequences with heads of 128 channels, as many rows × channels in all."""
+    point = tree.point
+    point = replace(point, heads=point.heads * point.hdim // 128, hdim=128)
+    cache, seqs = _cache(point, pool, table, tree.tokens)
+    shape = (point.batch, 1, point.heads, point.hdim)
+    q = torch.randn(shape, generator=torch.Generator(pool.device).manual_seed(2), device=pool.device)
+    q = q.to(DTYPES[point.dtype])
+    plan = api.plan_decode(cache, seqs, num_heads=point.heads)
+    ((_, backend),) = backends(point).items()
+    flops = 4 * point.hdim * point.heads * point.batch * tree.tokens
+    nbytes = plan.keys[0] * cache.bytes_per_token + 2 * q.numel() * q.element_size()
+    check = checker(q, lambda n: cache.gather(0, seqs[n]))
+
+    def run(out: torch.Tensor | None) -> torch.Tensor:
+        return _decode(q, cache, plan, None if out is None else out.view(shape), backend)
+
+    return Kernel(name, run, True, flops, nbytes, check=check)
 
 
 def _decode(

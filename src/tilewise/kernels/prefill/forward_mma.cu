@@ -22,6 +22,8 @@
 constexpr int kM = kWarpRows / 16, kSteps = kHeadDim / warp::kDepth<Operand>, kTaken = warp::kTogether<Operand>;
 // Steps of Q Kᵀ that stand in the code: all of them, but for float32, whose splits would all be made at once
 constexpr int kUnrolled = sizeof(Operand) == 4 ? 1 : kSteps;
+// Wide float32 heads leave no registers for a second softmax; the exact one is the careful one, to the bit
+constexpr bool kOneWay = kExact && sizeof(Operand) == 4 && kHeadDim > 128 && !kCudaCores;
 constexpr bool kFp8Products = sizeof(Operand) == 1;
 constexpr int kLift = lift_of<Operand>(), kWitness = witness_of<Operand>();
 static_assert(kStages <= 2 && (kStages == 1 || !kWiden));
@@ -86,7 +88,8 @@ struct Worker {
     TILE_DEVICE bool sees(int n) const { return n >= met.begin && n < met.end; }
 
     // S = Q Kᵀ; between(part): what is done after the first products of each of kParts parts
-    static constexpr int kParts = kSteps < 4 ? kSteps : 4;
+    static constexpr int kParts = kSteps < 4 ? kSteps : kSteps % 4 == 0 ? 4 : 3;
+    static_assert(kSteps % kParts == 0);
     template <class Between> TILE_DEVICE void multiply_qk(const TileKv& sK, Between between) {
 #pragma unroll
         for (int m = 0; m < kM; m++) warp::zero(acc_s[m]);
@@ -189,7 +192,7 @@ struct Worker {
     }
     template <class Between> TILE_DEVICE void weigh(int n, const TileKv& sK, Between between) {
         multiply_qk(sK, between);
-        if (n == met.end - 1 || n >= full.end || n < full.begin) careful(n);
+        if (kOneWay || n == met.end - 1 || n >= full.end || n < full.begin) careful(n);
         else if (Function::kScore && Function::kByRow && Sixteen(args, function, n, 0).all_inside()) quick<true>(n, sK);
         else quick<false>(n, sK);
     }
