@@ -44,7 +44,7 @@ from tilewise.gpu.decode_kernels import (
     tiles_can,
     tiles_whole,
 )
-from tilewise.gpu.decode_small import SmallDecode, SmallShape, pieces_of, small_shape
+from tilewise.gpu.decode_small import SmallDecode, SmallShape, small_shape
 from tilewise.gpu.select import Select
 from tilewise.plan.tiles import DecodePlan
 from tilewise.plan.worklist import (
@@ -362,7 +362,7 @@ def bind(
         if few is None:
             bound = Decode(plan, q.device, codes, listed, asked)
         else:
-            bound = SmallDecode(plan, codes, listed, asked, pieces_of(listed, splitting, room))
+            bound = SmallDecode(plan, codes, listed, asked, splitting, room)
         kept(plan).bound[asked] = bound
     return listed, bound
 

@@ -108,10 +108,10 @@ def pays_small(units: int, longest: int, processors: int) -> bool:
 
 
 def small_shape(
-    plan: DecodePlan,
+    plan: object,
     q: torch.Tensor,
     fmt: KVFormat,
-    listed: WorkList,
+    listed: object,
     card: str,
     processors: int,
     room: int,
@@ -121,9 +121,11 @@ def small_shape(
 ) -> SmallShape | None:
     """The shape of the kernel for a plan and its list, None if it does not serve them or another one is faster.
 
-    masked: query tokens see each other by a mask, or sequences read selected pages. small: as in decode.run; the
-    emulator, where nothing is faster, takes the kernel only if it is asked to.
+    It serves a DecodePlan by its WorkList. masked: query tokens see each other by a mask, or sequences read selected
+    pages. small: as in decode.run; the emulator, where nothing is faster, takes the kernel only if it is asked to.
     """
+    if not isinstance(plan, DecodePlan) or not isinstance(listed, WorkList):
+        return None
     if small is None:
         units, longest = len(plan.seqs) * plan.heads_kv, max(plan.lengths, default=0)
         small = q.device.type == "cuda" and pays_small(units, longest, processors)
@@ -272,13 +274,17 @@ class SmallDecode:
 
     def __init__(
         self,
-        plan: DecodePlan,
+        plan: object,
         codes: tuple[torch.Tensor, torch.Tensor],
-        listed: WorkList,
+        listed: object,
         asked: SmallAsked,
-        pieces: Longs,
+        splitting: Splitting | None,
+        room: int,
     ) -> None:
+        assert isinstance(plan, DecodePlan)
+        assert isinstance(listed, WorkList)
         assert asked.small is not None
+        pieces = pieces_of(listed, splitting, room)
         fmt, shape, device = asked.fmt, asked.small, asked.device
         self.listed, self.device, self.shape = listed, device, shape
         self.spec = small_spec(asked.dtype, fmt, asked.page_size, shape, asked.rule)
