@@ -39,7 +39,7 @@ from tilewise.gpu.decode_kernels import (
 )
 from tilewise.gpu.decode_shapes import AnyPlan, as_measured, check_served, has_wide_nodes, shape_of
 from tilewise.gpu.decode_shapes import fills_one_block as fills_one_block
-from tilewise.gpu.decode_small import SmallDecode, SmallShape, pieces_of, small_shape
+from tilewise.gpu.decode_small import SmallDecode, SmallShape, small_shape
 from tilewise.gpu.planner import Batch, PlannedList
 from tilewise.gpu.select import Select
 from tilewise.plan.standing import StandingPlan
@@ -319,7 +319,7 @@ def bind(
         if few is None or not isinstance(plan, DecodePlan) or not isinstance(listed, WorkList):
             bound = Decode(plan, q.device, codes, listed, asked)
         else:
-            bound = SmallDecode(plan, codes, listed, asked, pieces_of(listed, splitting, room))
+            bound = SmallDecode(plan, codes, listed, asked, splitting, room)
         kept(plan).bound[asked] = bound
     return listed, bound
 

@@ -6,8 +6,11 @@ no grid barrier, no scratch memory, no list of items. Results have the bits of d
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import product
 from typing import Any, Protocol
 
 import numpy as np
@@ -45,10 +48,8 @@ from tilewise.plan.worklist import CHUNK, FAR, Splitting, WorkList
 from tilewise.scores import Scores
 
 ROWS = 8  # query rows per sequence and KV head that the kernel serves
-MOST_CLUSTER = 16  # blocks per cluster on Hopper
 REGISTERS = 65536  # of a multiprocessor
 WARPS = 4  # per block
-MOST_DEPTH = 6  # rounds in a ring
 LONGEST = 8192  # tokens of a sequence: longer ones keep many blocks busy as they are
 
 
@@ -87,34 +88,30 @@ class SmallAsked(Protocol):
     def small(self) -> SmallShape | None: ...
 
 
+def serves_pages(dtype: torch.dtype, fmt: KVFormat, page_size: int, rows: int, card: str) -> bool:
+    """Is there a kernel for such pages and so many query rows per sequence and KV head? It takes 16-bit pages on Hopper
+    and few rows."""
+    pages = fmt.dtype == dtype and BITS[fmt.name] == 16 and fmt.head_dim in HEAD_DIMS and page_size % CHUNK == 0
+    return hopper(card) and pages and rows <= ROWS
+
+
 def serves_small(plan: DecodePlan, dtype: torch.dtype, fmt: KVFormat, page_size: int, card: str) -> bool:
-    """Can the kernel compute this plan? It takes 16-bit pages on Hopper, few rows, and nothing shared or hidden."""
+    """Can the kernel compute this plan? There may not be many sequences, and nothing may be shared or hidden."""
     rows = plan.tokens_per_seq * (plan.heads_q // plan.heads_kv)
-    return (
-        hopper(card)
-        and 0 < len(plan.seqs) <= MOST_SMALL
-        and fmt.dtype == dtype
-        and BITS[fmt.name] == 16
-        and fmt.head_dim in HEAD_DIMS
-        and page_size % CHUNK == 0
-        and rows <= ROWS
-        and plan.shared_nodes == 0
-        and plan.window is None
-        and plan.pages_per_seq == 0
-    )
+    simple = plan.shared_nodes == 0 and plan.window is None and plan.pages_per_seq == 0
+    return simple and 0 < len(plan.seqs) <= MOST_SMALL and serves_pages(dtype, fmt, page_size, rows, card)
 
 
-def pays_small(plan: DecodePlan, processors: int) -> bool:
-    """Is the kernel faster than decode.cu's for such a plan? It is where the clusters of all sequences and KV heads fit
-    the card at once."""
-    return 2 * len(plan.seqs) * plan.heads_kv <= processors and max(plan.lengths) <= LONGEST
+def pays_small(units: int, longest: int, processors: int) -> bool:
+    """Is the kernel faster than decode.cu's? units: sequences times KV heads. longest: of the lengths."""
+    return 2 * units <= processors and longest <= LONGEST
 
 
 def small_shape(
-    plan: DecodePlan,
+    plan: object,
     q: torch.Tensor,
     fmt: KVFormat,
-    listed: WorkList,
+    listed: object,
     card: str,
     processors: int,
     room: int,
@@ -124,11 +121,14 @@ def small_shape(
 ) -> SmallShape | None:
     """The shape of the kernel for a plan and its list, None if it does not serve them or another one is faster.
 
-    masked: query tokens see each other by a mask, or sequences read selected pages. small: as in decode.run; the
-    emulator, where nothing is faster, takes the kernel only if it is asked to.
+    It serves a DecodePlan by its WorkList. masked: query tokens see each other by a mask, or sequences read selected
+    pages. small: as in decode.run; the emulator, where nothing is faster, takes the kernel only if it is asked to.
     """
+    if not isinstance(plan, DecodePlan) or not isinstance(listed, WorkList):
+        return None
     if small is None:
-        small = q.device.type == "cuda" and pays_small(plan, processors)
+        units, longest = len(plan.seqs) * plan.heads_kv, max(plan.lengths, default=0)
+        small = q.device.type == "cuda" and pays_small(units, longest, processors)
     if (
         not small
         or masked
@@ -161,27 +161,35 @@ def choose_shape(fmt: KVFormat, rows: int, units: int, states: int, chunks: int,
     """The kernel's shape for `units` sequences and KV heads with up to `states` states each, of pieces of up to
     `chunks` chunks; None if there are more states than the shared memory holds.
 
-    A block per piece, if all of them fit the card at once: then all bytes are asked for at once. Otherwise about as
-    many blocks as multiprocessors, with rings. Blocks of a cluster have to find room in one part of the card: only
-    clusters of two do so with a block per multiprocessor. With larger ones some multiprocessors get two blocks, and
-    there has to be room for them.
+    As was fastest on an H200 (lab notes). A block per piece while that is at most two or four blocks per
+    multiprocessor: all bytes are asked for at once. Otherwise clusters of up to eight. The blocks of a cluster have to
+    find room in one part of the card, and clusters of more than two that fill it do not fit with one block per
+    multiprocessor: they get rings of which two or three fit.
     """
-    rows, most = _power_above(rows), min(MOST_CLUSTER, _power_above(states))
-    while most > 1 and rows * fmt.head_dim % (4 * most):
-        most //= 2
-    slots = _power_above(states)
-    at_once = SmallShape(most, WARPS, WARPS if chunks <= WARPS else 2 * WARPS, 1, slots, rows, True)
-    if states <= most and chunks <= at_once.round and units * most <= processors * blocks_per_sm(fmt, at_once):
+    rows = _power_above(rows)
+    widest = max(c for c in (1, 2, 4, 8, 16) if c < 2 * states and rows * fmt.head_dim % (4 * c) == 0)
+
+    def ringed(cluster: int, together: int, ring: int) -> SmallShape:
+        """With rounds of `together` chunks in a ring of so many bytes, or of two rounds."""
+        depth = max(2, min(ring // (together * stage_bytes(fmt)), -(-states // cluster) * -(-chunks // together)))
+        return SmallShape(cluster, WARPS, together, depth, _power_above(states), rows, True)
+
+    def fits(shape: SmallShape, blocks: int) -> bool:
+        return blocks_per_sm(fmt, shape) >= blocks
+
+    at_once = replace(ringed(widest, WARPS, 0), depth=1)
+    busy = units * widest / processors  # blocks per multiprocessor
+    if states <= widest and chunks <= WARPS and busy <= (2 if widest > 8 else 4) and fits(at_once, math.ceil(busy)):
         return at_once
-    cluster = most
-    while cluster > 1 and cluster * units > processors:
+    cluster = min(8, widest)
+    if processors < units * cluster <= 2 * processors and fits(three := ringed(cluster, WARPS, 65536), 3):
+        return three
+    while cluster > 1 and units * cluster > processors:
         cluster //= 2
-    for blocks, together in ((1, 2 * WARPS), (2, WARPS), (1, WARPS))[cluster > 2 :]:
-        for depth in range(max(2, min(MOST_DEPTH, -(-states // cluster) * -(-chunks // together))), 1, -1):
-            shape = SmallShape(cluster, WARPS, together, depth, slots, rows, True)
-            if blocks_per_sm(fmt, shape) >= blocks:
-                return shape
-    return None
+    if 2 * units * cluster <= processors and fits(one := ringed(cluster, 2 * WARPS, 196608), 1):
+        return one
+    two = ringed(cluster, WARPS, 98304)
+    return two if fits(two, 1) else None
 
 
 def _power_above(n: int) -> int:
@@ -239,18 +247,44 @@ def specs(card: str = "sm_90a", *, every: bool = False) -> list[KernelSpec]:
     return found
 
 
+def likely_specs(
+    group: int,
+    kv_heads: int,
+    dtype: torch.dtype,
+    fmt: KVFormat,
+    page_size: int,
+    rules: Iterable[tuple[str, str]],
+    processors: int,
+    card: str,
+) -> list[KernelSpec]:
+    """The kernels that up to eight sequences of 64 to 8192 tokens take, one token each. group: query heads per KV head.
+    rules: what is done to scores."""
+    found = []
+    for sequences, tokens, rule in product((1, 2, 4, 8), (64, 512, 1024, 2048, 4096, 8192), rules):
+        units, piece = sequences * kv_heads, int(Splitting().of(np.array([tokens]))[0])
+        if pays_small(units, tokens, processors) and serves_pages(dtype, fmt, page_size, group, card):
+            shape = choose_shape(fmt, group, units, -(-tokens // piece), piece // CHUNK, processors)
+            if shape is not None:
+                found.append(small_spec(dtype, fmt, page_size, shape, rule))
+    return list(dict.fromkeys(found))
+
+
 class SmallDecode:
     """The kernel for one plan and kind of tensors; called once per layer, like decode.Decode."""
 
     def __init__(
         self,
-        plan: DecodePlan,
+        plan: object,
         codes: tuple[torch.Tensor, torch.Tensor],
-        listed: WorkList,
+        listed: object,
         asked: SmallAsked,
-        pieces: Longs,
+        splitting: Splitting | None,
+        room: int,
     ) -> None:
+        assert isinstance(plan, DecodePlan)
+        assert isinstance(listed, WorkList)
         assert asked.small is not None
+        pieces = pieces_of(listed, splitting, room)
         fmt, shape, device = asked.fmt, asked.small, asked.device
         self.listed, self.device, self.shape = listed, device, shape
         self.spec = small_spec(asked.dtype, fmt, asked.page_size, shape, asked.rule)
