@@ -72,7 +72,7 @@ constexpr bool kTilesByWgmma = kTileStages > 0 && kTma;
 // Tiles by wgmma: warpgroups of 64 rows that compute them, tokens of a tile, and how many of Q's sixteens of channels
 // come from shared memory, the last ones, because registers hold only the others
 constexpr int kTileGroups = kHeadDim > 128 ? 1 : 2, kTileTokens = kHeadDim > 128 ? 32 : 64;
-constexpr int kTileSharedQ = kHeadDim > 128 ? kHeadDim / 16 : kScaled && kHeadDim > 96 ? kHeadDim / 32 : 0;
+constexpr int kTileSharedQ = kHeadDim > 128 ? kHeadDim / 16 : kScaled && kHeadDim > 96 ? (kZeros ? 8 : 4) : 0;
 constexpr int kTileQPanels = (kTileSharedQ + 3) / 4;  // of 64 rows and 64 channels, per warpgroup
 constexpr int kTileQBytes = kTilesByWgmma ? kTileGroups * kTileQPanels * 64 * 128 : 0;
 constexpr int kAtTileQ = kTilesByMma ? 0 : kTileStages * 2 * kTileTokens * ((kHeadDim + 63) / 64 * 128);

@@ -138,8 +138,9 @@ struct TileBody {
     }
     // Where the two rows go when they are done: the number of a row in state_o, or −1 for the output
     static TILE_DEVICE Shared<int> sPlace() { return Shared<int>(kAtTilePlace + 8 * ptx::just_in_time(threadIdx.x)); }
-    static TILE_DEVICE int lane() { return ptx::just_in_time(threadIdx.x) % 32; }
-    static TILE_DEVICE int warp_rank() { return ptx::just_in_time(threadIdx.x) / 32 % 4; }  // in the warpgroup
+    static TILE_DEVICE int lane() { return ptx::just_in_time(threadIdx.x) & 31; }
+    static TILE_DEVICE int warp_rank() { return ptx::just_in_time(threadIdx.x) >> 5 & 3; }  // in the warpgroup
+    static TILE_DEVICE int column() { return (ptx::just_in_time(threadIdx.x) & 3) * 2; }    // the first of eight
     static TILE_DEVICE int row(int h) { return warp_rank() * 16 + lane() / 4 + 8 * h; }
 
     // This warpgroup's rows of an item, as an item of its own; rows = 0 if it has none
@@ -208,7 +209,7 @@ struct TileBody {
     }
     // Where the c-th 16 bytes stand of a row of this warpgroup's Q, of those channels that are in shared memory
     TILE_DEVICE uint32_t query_place(int row, int c) const {
-        const int panel = int(group) * kTileQPanels + c / 8;
+        const int panel = (kTileGroups > 1 ? int(group) : 0) * kTileQPanels + c / 8;
         return kAtTileQ + (panel * 64 + row) * kPanelRowBytes + (c % 8 ^ row % 8) * 16;
     }
     TILE_DEVICE void put_q(const uint32_t (&all)[kHeadDim / 16][4]) {
@@ -309,39 +310,41 @@ struct TileBody {
     TILE_DEVICE void mask(int first_token) {
         const RowsSeen seen = sSeen()[0];
 #pragma unroll
-        for (int h = 0; h < 2; h++) warp::mask_row(acc_s, h, first_token, seen.row[h], lane() % 4 * 2);
+        for (int h = 0; h < 2; h++) warp::mask_row(acc_s, h, first_token, seen.row[h], column());
     }
 
     TILE_DEVICE void score() {
         if constexpr (kScaled) {
-            quantised::scale_scores(acc_s, TileFactors(turn.stage), lane() % 4 * 2);
+            quantised::scale_scores(acc_s, TileFactors(turn.stage), column());
             if constexpr (!Rule::kLinear) Rule::apply(acc_s, args.scores, Rule::first_factor(args.scores) * s_factor);
         } else if constexpr (!Rule::kLinear) {
             Rule::apply(acc_s, args.scores, Rule::first_factor(args.scores));
         }
     }
-    // S once more, by mma.sync and for this warp alone, from the keys that are still in shared memory
+    // S once more, by mma.sync and for this warp alone, from the keys that are still in shared memory. It runs rarely:
+    // the barriers keep loads where they stand, so that they take no registers from the steps that always run.
     TILE_DEVICE void again() {
         warp::zero(acc_s);
 #pragma unroll
-        for (int n = 0; n < kTile / 8 * (kHeadDim / 32); n++) {
-            const int eight = n / (kHeadDim / 32), pair = n % (kHeadDim / 32);  // eight tokens; two steps of depth
-            uint32_t f[4], a[2][4];
+        for (int n = 0; n < kHeadDim / 32 * (kTile / 8); n++) {
+            const int pair = n / (kTile / 8), eight = n % (kTile / 8);  // two steps of depth; eight tokens
+            uint32_t f[4];
             const int token = 8 * eight + lane() % 8, c = 4 * pair + lane() / 8;
             ptx::ldmatrix(f, ptx::shared_address(tile_place(tile_keys(turn.stage), token, c)));
+            float(&s)[4] = reinterpret_cast<float(&)[4]>(acc_s[4 * eight]);
 #pragma unroll
             for (int i = 0; i < 2; i++) {
                 const int step = 2 * pair + i;
-                if (step >= kRegisterQ)
-                    ptx::ldmatrix(a[i], ptx::shared_address(query_place(16 * warp_rank() + lane() % 16,
-                                                                        2 * (step - kRegisterQ) + lane() / 16)));
-                else
-#pragma unroll
-                    for (int r = 0; r < 4; r++) a[i][r] = rQ[step < kRegisterQ ? step : 0][r];
+                if (step < kRegisterQ) {
+                    ptx::mma_16x8x16<Operand>(s, rQ[step < kRegisterQ ? step : 0], f[2 * i], f[2 * i + 1]);
+                } else {
+                    uint32_t a[4];
+                    ptx::ldmatrix(a, ptx::shared_address(query_place(16 * warp_rank() + lane() % 16,
+                                                                     2 * (step - kRegisterQ) + lane() / 16)));
+                    ptx::mma_16x8x16<Operand>(s, a, f[2 * i], f[2 * i + 1]);
+                }
             }
-            float(&s)[4] = reinterpret_cast<float(&)[4]>(acc_s[4 * eight]);
-            ptx::mma_16x8x16<Operand>(s, a[0], f[0], f[1]);
-            ptx::mma_16x8x16<Operand>(s, a[1], f[2], f[3]);
+            if constexpr (kTileSharedQ > 0) ptx::sync_warp();
         }
         score();
     }
@@ -374,7 +377,7 @@ struct TileBody {
 
     // ---- quantised tiles: tile_factors.cuh --------------------------------------------------------------------------
     TILE_DEVICE void careful_softmax(float (&correction)[2]) {
-        quantised::careful_softmax(acc_s, correction, state, TileFactors(turn.stage), scale_log2, lane() % 4 * 2);
+        quantised::careful_softmax(acc_s, correction, state, TileFactors(turn.stage), scale_log2, column());
         if constexpr (kZeros)
 #pragma unroll
             for (int i = 0; i < 2 * kGroups; i++) zero_sum[i / kGroups][i % kGroups] *= correction[i / kGroups];
@@ -397,9 +400,9 @@ struct TileBody {
     // P as it enters the second product. Then nobody needs the tile's keys any more.
     TILE_DEVICE void weigh() {
         if constexpr (kScaled) {
-            quantised::weigh(acc_s, TileFactors(turn.stage), zero_sum, lane() % 4 * 2);
+            quantised::weigh(acc_s, TileFactors(turn.stage), zero_sum, column());
             ptx::sync_warp();
-            ring.release(turn);
+            ring.release({uint32_t(ptx::just_in_time(turn.stage)), 0});
         }
     }
 
