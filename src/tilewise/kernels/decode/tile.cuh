@@ -28,8 +28,8 @@ static_assert(2 * kTileBoxes * kTileCopies <= 32, "a lane makes one copy per til
 // Registers per thread, in steps of eight. A block has 64 K; taking more than others gave back would wait for ever.
 constexpr bool kTileWide = kTileGroups == 1;  // head dimensions whose O fills the registers of one warpgroup
 constexpr int kTileBlock = kTileThreads + 256, kStartRegisters = 65536 / kTileBlock / 8 * 8;
-constexpr int kTileRegisters = kTileWide ? 216 : kScaled ? 168 : 176, kLoadRegisters = kScaled ? 40 : 32;
-constexpr int kStreamRegisters = kTileWide ? 248 : kScaled ? 136 : 128;
+constexpr int kTileRegisters = kTileWide ? 232 : kZeros ? 160 : kScaled ? 168 : 176, kLoadRegisters = kScaled ? 40 : 32;
+constexpr int kStreamRegisters = kTileWide ? 240 : kZeros ? 152 : kScaled ? 136 : 128;
 static_assert(kTileGroups * kTileRegisters + kLoadRegisters + kStreamRegisters <= (kTileGroups + 2) * kStartRegisters,
               "a deadlock");
 constexpr int kWitness = 256;      // a lane's sum up to which the lazy softmax keeps its reference: tile/lazy.cuh
@@ -269,7 +269,8 @@ struct TileBody {
         ring.wait(turn);
         ptx::wgmma_fence();
         const uint64_t k = further(k_major(ptx::shared_address(0u), kTileEight), tile_keys(turn.stage));
-        const uint64_t q = kTileSharedQ > 0 ? k_major(ptx::shared_address(query_place(0, 0))) : 0;
+        // Made anew in each step: descriptors that are kept would be kept in ordinary registers, all of them.
+        const uint64_t q = kTileSharedQ > 0 ? k_major(ptx::uniform(ptx::shared_address(query_place(0, 0)))) : 0;
 #pragma unroll
         for (int step = 0; step < kHeadDim / 16; step++) {
             const uint64_t of_k = further(k, step / 4 * kTilePanelStep + step % 4 * 32);
