@@ -40,7 +40,13 @@ def device(request: pytest.FixtureRequest) -> str:
 
 
 def by_tiles(
-    cache: PagedKVCache, seqs: list[int], q: torch.Tensor | None = None, *, group: int = 4, tokens: int = 1, **options: Any
+    cache: PagedKVCache,
+    seqs: list[int],
+    q: torch.Tensor | None = None,
+    *,
+    group: int = 4,
+    tokens: int = 1,
+    **options: Any,
 ) -> Any:
     """(o, lse), judged by the oracle, of a plan that shares whatever can be shared; the kernel with tiles made them."""
     if q is not None:

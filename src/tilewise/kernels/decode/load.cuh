@@ -55,10 +55,11 @@ struct ScaleRun {
 };
 constexpr bool kCopies = !kTma || (kScaled && kScaleRuns);  // something comes by cp.async
 
-// Shared memory, in this order: the ring of tiles if there is one (tile.cuh), and of codes that become tiles
-// (tile_widen.cuh), with the part of Q that they need between them; the rings of the warps, on 1024 bytes as the swizzle wants; their scales; barriers and counters;
-// what the threads of tiles look up rarely; what the tokens of quantised tiles are multiplied with; and per warp the
-// saved state of a range that it folds piece by piece: O, then the MaxSum, lane by lane.
+// Shared memory, in this order: the ring of tiles if there is one (tile_load.cuh), what of Q tiles read there, and the
+// ring of codes that become tiles (tile_widen.cuh); the rings of the warps, on 1024 bytes as the swizzle wants; their
+// scales; barriers and counters; what the threads of tiles look up rarely; what the tokens of quantised tiles are
+// multiplied with; and per warp the saved state of a range that it folds piece by piece: O, then the MaxSum, lane by
+// lane.
 //
 // Tiles by mma.sync (tile_mma.cuh) are computed while no warp of the block streams, in the same memory: Q, the ring of
 // K and V, what is looked up of the rows, and where the tokens of the ring's tiles come from. The counter lies after
@@ -91,8 +92,8 @@ constexpr int kAtTileSeen = (kAfterRings + 15) / 16 * 16;  // per thread of warp
 constexpr int kAtTilePlace = kAtTileSeen + (kTilesByWgmma ? 256 * 16 : 0);  // and where their results go
 constexpr int kAtTileRows = kAtTilePlace + (kTilesByWgmma ? 256 * 8 : 0);  // int4: per group and row, Σ q
 constexpr int kAtTileFactors = kAtTileRows + (kRawStages > 0 && kZeros ? kGroups * 128 * 4 : 0);
-// Per tile of the ring, as tile_factors.cuh has it: a factor for each token of K and of V, and a limit; of int4 for each
-// group of channels also what zero points add, and a scale
+// Per tile of the ring, as tile_factors.cuh has it: a factor for each token of K and of V, and a limit; of int4 also
+// what zero points add, and a scale, for each group of channels
 constexpr int kTileFactorBytes = kRawStages > 0 ? kTileTokens * (8 + (kZeros ? 12 * kGroups : 0)) + 16 : 0;
 constexpr int kAtFold = kAtTileFactors + kTileStages * kTileFactorBytes;
 constexpr int kStreamEnd = kAtFold + kWarps * kFoldBytes;

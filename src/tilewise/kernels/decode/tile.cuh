@@ -1,112 +1,30 @@
 // The tile body, for nodes of the prefix tree that many rows share: two warpgroups with 64 rows each, over tiles of 64
-// tokens that a producer warp brings by TMA; for head dimensions above 128 one warpgroup, over tiles of 32 tokens. It runs beside the streaming warps of the same blocks: those wait for
-// memory most of the time, this body for the tensor cores.
+// tokens that a producer warp brings by TMA; for head dimensions above 128 one warpgroup, over tiles of 32 tokens. It
+// runs beside the streaming warps of the same blocks: those wait for memory most of the time, this body for the tensor
+// cores.
 //
-// A warpgroup holds Q in registers, as A operands, or in shared memory what they have no room for. S = Q Kᵀ of a tile runs together with O += P V of the tile before,
-// and the softmax runs under the latter. The rows may belong to any sequences below the node; at the end of the node,
-// and under a window, tiles are masked row by row.
+// A warpgroup holds Q in registers, as A operands, or in shared memory what they have no room for. S = Q Kᵀ of a tile
+// runs together with O += P V of the tile before, and the softmax runs under the latter. The rows may belong to any
+// sequences below the node; at the end of the node, and under a window, tiles are masked row by row.
 #pragma once
-#include "decode/tile_widen.cuh"
+#include "decode/tile_load.cuh"
 #include "tile/lazy.cuh"
 
-constexpr int kTile = kTileTokens, kTileThreads = 128 * kTileGroups;
-constexpr int kTilePanels = (kHeadDim + kPanel - 1) / kPanel;
-constexpr int kTileBytes = kTile * kTilePanels * kPanelRowBytes;  // of K, and as many of V
-constexpr int kListBox = kPageSize % 64 == 0 ? 64 : kPageSize % 32 == 0 ? 32 : 16;  // tokens of DecodeItem::first_page
-constexpr int kTileBox = kListBox < kTile ? kListBox : kTile;                         // tokens per copy
-constexpr int kTileBoxes = kTile / kTileBox;
-// kTileWhole: a copy brings all panels of its tokens, eight tokens after eight. That takes half as many copies, whose
-// number is what small pages wait for. Otherwise a copy brings one panel, and panels lie one after another. Quantised
-// codes come row after row, and are widened into eights.
-constexpr bool kTileEights = kTileWhole || kScaled;
-constexpr int kTileCopies = kTileEights ? 1 : kTilePanels;
-constexpr int kTileCopyBytes = kTileBox * (kScaled ? kRowBytes : kPanelRowBytes * (kTileWhole ? kTilePanels : 1));
-constexpr int kTileEight =
-    kTileEights ? kTilePanels * kEightBytes : kEightBytes;  // bytes from eight tokens to the next,
-constexpr int kTilePanelStep = kTileEights ? kEightBytes : kTile * kPanelRowBytes;  // and from panel to panel
-static_assert(2 * kTileBoxes * kTileCopies <= 32, "a lane makes one copy per tile");
-// Registers per thread, in steps of eight. A block has 64 K; taking more than others gave back would wait for ever.
+// Registers per thread, in steps of eight: streaming warps have what tiles and loads leave of a block's 64 K.
 constexpr bool kTileWide = kTileGroups == 1;  // head dimensions whose O fills the registers of one warpgroup
 constexpr int kTileBlock = kTileThreads + 256, kStartRegisters = 65536 / kTileBlock / 8 * 8;
-constexpr int kTileRegisters = kTileWide ? 232 : kZeros ? 160 : kScaled ? 168 : 176, kLoadRegisters = kScaled ? 40 : 32;
-constexpr int kStreamRegisters = kTileWide ? 240 : kZeros ? 152 : kScaled ? 136 : 128;
-static_assert(kTileGroups * kTileRegisters + kLoadRegisters + kStreamRegisters <= (kTileGroups + 2) * kStartRegisters,
-              "a deadlock");
+constexpr int kTileRegisters = kTileWide        ? 232
+                               : !kScaled       ? 176
+                               : kHeadDim <= 96 ? 152
+                               : kZeros         ? 160
+                                                : 168;
+constexpr int kLoadRegisters = kScaled ? 40 : 32;
+constexpr int kStreamRegisters =
+    (kTileGroups + 2) * kStartRegisters - kTileGroups * kTileRegisters - kLoadRegisters;  // 128 … 240
 constexpr int kWitness = 256;      // a lane's sum up to which the lazy softmax keeps its reference: tile/lazy.cuh
 constexpr int kGroupBarriers = 2;  // the first of the warpgroups' named barriers
 constexpr int kJoinBarrier = kGroupBarriers + kTileGroups;
 
-TILE_DEVICE uint32_t tile_keys(uint32_t stage) { return stage * 2 * kTileBytes; }
-TILE_DEVICE uint32_t tile_values(uint32_t stage) { return tile_keys(stage) + kTileBytes; }
-// Where the c-th 16 bytes of a token's row stand, for a tile at `at`
-TILE_DEVICE uint32_t tile_place(uint32_t at, int token, int c) {
-    return at + token / 8 * kTileEight + c / 8 * kTilePanelStep + token % 8 * kPanelRowBytes + (c % 8 ^ token % 8) * 16;
-}
-TILE_DEVICE uint32_t tile_eight(uint32_t stage, int is_v, int token, int eight) {
-    return tile_place(is_v ? tile_values(stage) : tile_keys(stage), token, eight);
-}
-TILE_DEVICE DecodeItem tile_item(const DecodeArgs& args, int round) {
-    return load_item(args.tile_items, int64_t(round) * gridDim.x + blockIdx.x);
-}
-
-// ---- the producer: one warp, which brings codes of quantised tiles to the warps that widen them ---------------------
-template <bool kRaw> struct LoadRing {
-    static constexpr int kStages = kTileStages;
-    static TILE_DEVICE TileRing ring() { return tile_ring(); }
-};
-template <> struct LoadRing<true> {
-    static constexpr int kStages = kRawStages;
-    static TILE_DEVICE RawRing ring() { return raw_ring(); }
-};
-TILE_DEVICE void load_tiles(const DecodeArgs& args, const TensorMap& mK, const TensorMap& mV) {
-    const auto ring = LoadRing<kScaled>::ring();
-    Turn<LoadRing<kScaled>::kStages> turn;
-    // The copy that this lane makes of each tile: boxes in order, and of a box K's panels before V's
-    const int lane = warp::lane(), box = lane / (2 * kTileCopies), panel = lane % kTileCopies;
-    const int is_v = lane / kTileCopies % 2;
-    for (int round = 0; round < args.tile_rounds; round++) {
-        const DecodeItem item = tile_item(args, round);
-        if (item.rows == 0) continue;
-        const Span span{item.start, item.stop};
-        const PageTable table = page_table(args, item.table, item.kv_head(), item.tail_from);
-        // A box without a token of the span is not requested: its page number may be anything.
-        const auto wanted = [&](int tile, int b) {
-            const int token = tile * kTile + b * kTileBox;
-            return b < kTileBoxes && token < span.end && token + kTileBox > span.begin;
-        };
-        int tile = span.begin / kTile, page = item.first_page((tile * kTile + box * kTileBox) % 64 / kListBox);
-        if (page < 0 && span.end > span.begin && wanted(tile, box))
-            page = table.page((tile * kTile + box * kTileBox) / kPageSize);
-        for (; tile * kTile < span.end && span.end > span.begin; tile++, turn.next()) {
-            int boxes = 0;
-#pragma unroll
-            for (int b = 0; b < kTileBoxes; b++) boxes += wanted(tile, b);
-            ring.wait_free(turn);
-            ptx::sync_warp();  // or a lane still waiting on the barrier could find it two phases on
-            const uint32_t full = ring.full_at(turn);
-            if (lane == 0) ptx::mbarrier_arrive_expect(full, boxes * 2 * kTileCopies * kTileCopyBytes);
-            ptx::sync_warp();
-            if (wanted(tile, box)) {
-                const uint32_t to = (kScaled ? raw_codes(turn.stage, is_v)
-                                     : is_v  ? tile_values(turn.stage)
-                                             : tile_keys(turn.stage)) +
-                                    box * kTileCopyBytes;
-                const int token = (tile * kTile + box * kTileBox) % kPageSize;
-                if constexpr (kScaled)
-                    ptx::tma_load(ptx::shared_address(to), is_v ? &mV : &mK, full, 0, token, item.kv_head(), page);
-                else if constexpr (kTileWhole)
-                    ptx::tma_load(ptx::shared_address(to), is_v ? &mV : &mK, full, 0, 0, kTilePanels * item.kv_head(),
-                                  token / 8, page);
-                else
-                    ptx::tma_load(ptx::shared_address(to + panel * kTilePanelStep), is_v ? &mV : &mK, full,
-                                  panel * kPanel, token, item.kv_head(), page);
-            }
-            if (wanted(tile + 1, box)) page = table.page(((tile + 1) * kTile + box * kTileBox) / kPageSize);
-        }
-    }
-}
-
-// ---- the consumers: two warpgroups ----------------------------------------------------------------------------------
 constexpr int kRegisterQ = kHeadDim / 16 - kTileSharedQ;  // sixteens of channels that stay in registers
 struct TileBody {
     const DecodeArgs& args;
@@ -226,9 +144,9 @@ struct TileBody {
             ptx::barrier_sync(kGroupBarriers + group, 128);
         }
     }
-    // Q as halves: a power of two brings the warp's largest value to about 2^14, and S is multiplied with its inverse. A
-    // value that then falls below a half's smallest number is below 2^−38 of the largest: what is lost of any logit is
-    // as small beside the warp's largest logits.
+    // Q as halves: a power of two brings the warp's largest value to about 2^14, and S is multiplied with its inverse.
+    // A value that then falls below a half's smallest number is below 2^−38 of the largest: what is lost of any logit
+    // is as small beside the warp's largest logits.
     TILE_DEVICE void normalise_q(uint32_t (&all)[kHeadDim / 16][4]) {
         float top = 0.0f, q_sum[2][kGroups] = {};
 #pragma unroll
