@@ -16,7 +16,7 @@ from tilewise.api.options import Result, State, StepOptions
 from tilewise.api.prefill import full_precision
 from tilewise.cpu.scoring import Scoring
 from tilewise.gpu import beside
-from tilewise.gpu import decode as kernel
+from tilewise.gpu import decode_shapes as kernel
 from tilewise.kvcache import PagedKVCache, PrefixCache
 from tilewise.plan import DecodePlan
 from tilewise.plan.cost import CostModel

@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -61,7 +62,7 @@ def _at_most(part: str, limit: float) -> Goal:
 
 
 def rows(device: str) -> list[Row]:
-    """The whole table. On a CPU, which has no planner, plans are made anew in each step, and have a bar of their own."""
+    """The whole table. A CPU has no planner: plans are made anew there in each step, and have a bar of their own."""
     base = Point("prefix", heads=32, kv_heads=8, hdim=128, page_size=16, prefix=SHARED, dtype="bfloat16", device=device)
     first = _at_most(FIRST, 2000)
     chosen = []
@@ -149,10 +150,8 @@ def _time(row: Row, loops: int | None) -> list[Result]:
     ((ours, backend),) = backends(point).items()
     crowd, steps = Crowd(row), loops or STEPS
     cuda = point.device != "cpu"
-    wait = torch.cuda.synchronize if cuda else lambda: None
-    plan = api.plan_decode(
-        crowd.cache, crowd.seqs, num_heads=point.heads, rows=point.batch, max_length=crowd.most
-    )
+    wait = partial(_synchronize, torch.device(point.device))
+    plan = api.plan_decode(crowd.cache, crowd.seqs, num_heads=point.heads, rows=point.batch, max_length=crowd.most)
     seconds: list[tuple[float, float]] = []
     for _ in range(WARM + steps):
         crowd.prepare()
@@ -176,6 +175,11 @@ def _time(row: Row, loops: int | None) -> list[Result]:
         renew = lambda: api.renew_plan(plan, crowd.cache, crowd.seqs)  # noqa: E731
         results.append(device_cost(f"{ours}, {PLANNER}", renew))
     return results
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def _repeated(call: Callable[[], None], steps: int, wait: Callable[[], object]) -> Timing:

@@ -96,7 +96,7 @@ def query_tile_bytes(fmt: KVFormat) -> int:
     """Bytes of Q that the registers of a tile's warpgroups have no room for: decode/load.cuh."""
     if fmt.head_dim > TILE_DIM:
         return 64 * -(-fmt.head_dim // PANEL) * 2 * PANEL
-    return 2 * 64 * 2 * PANEL if BITS[fmt.name] < 16 and fmt.head_dim > 96 else 0
+    return (2 if fmt.name == "int4" else 1) * 2 * 64 * 2 * PANEL if BITS[fmt.name] < 16 and fmt.head_dim > 96 else 0
 
 
 def raw_bytes(fmt: KVFormat) -> int:

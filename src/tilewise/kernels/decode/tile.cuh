@@ -1,112 +1,30 @@
 // The tile body, for nodes of the prefix tree that many rows share: two warpgroups with 64 rows each, over tiles of 64
-// tokens that a producer warp brings by TMA; for head dimensions above 128 one warpgroup, over tiles of 32 tokens. It runs beside the streaming warps of the same blocks: those wait for
-// memory most of the time, this body for the tensor cores.
+// tokens that a producer warp brings by TMA; for head dimensions above 128 one warpgroup, over tiles of 32 tokens. It
+// runs beside the streaming warps of the same blocks: those wait for memory most of the time, this body for the tensor
+// cores.
 //
-// A warpgroup holds Q in registers, as A operands, or in shared memory what they have no room for. S = Q Kᵀ of a tile runs together with O += P V of the tile before,
-// and the softmax runs under the latter. The rows may belong to any sequences below the node; at the end of the node,
-// and under a window, tiles are masked row by row.
+// A warpgroup holds Q in registers, as A operands, or in shared memory what they have no room for. S = Q Kᵀ of a tile
+// runs together with O += P V of the tile before, and the softmax runs under the latter. The rows may belong to any
+// sequences below the node; at the end of the node, and under a window, tiles are masked row by row.
 #pragma once
-#include "decode/tile_widen.cuh"
+#include "decode/tile_load.cuh"
 #include "tile/lazy.cuh"
 
-constexpr int kTile = kTileTokens, kTileThreads = 128 * kTileGroups;
-constexpr int kTilePanels = (kHeadDim + kPanel - 1) / kPanel;
-constexpr int kTileBytes = kTile * kTilePanels * kPanelRowBytes;  // of K, and as many of V
-constexpr int kListBox = kPageSize % 64 == 0 ? 64 : kPageSize % 32 == 0 ? 32 : 16;  // tokens of DecodeItem::first_page
-constexpr int kTileBox = kListBox < kTile ? kListBox : kTile;                         // tokens per copy
-constexpr int kTileBoxes = kTile / kTileBox;
-// kTileWhole: a copy brings all panels of its tokens, eight tokens after eight. That takes half as many copies, whose
-// number is what small pages wait for. Otherwise a copy brings one panel, and panels lie one after another. Quantised
-// codes come row after row, and are widened into eights.
-constexpr bool kTileEights = kTileWhole || kScaled;
-constexpr int kTileCopies = kTileEights ? 1 : kTilePanels;
-constexpr int kTileCopyBytes = kTileBox * (kScaled ? kRowBytes : kPanelRowBytes * (kTileWhole ? kTilePanels : 1));
-constexpr int kTileEight =
-    kTileEights ? kTilePanels * kEightBytes : kEightBytes;  // bytes from eight tokens to the next,
-constexpr int kTilePanelStep = kTileEights ? kEightBytes : kTile * kPanelRowBytes;  // and from panel to panel
-static_assert(2 * kTileBoxes * kTileCopies <= 32, "a lane makes one copy per tile");
-// Registers per thread, in steps of eight. A block has 64 K; taking more than others gave back would wait for ever.
+// Registers per thread, in steps of eight: streaming warps have what tiles and loads leave of a block's 64 K.
 constexpr bool kTileWide = kTileGroups == 1;  // head dimensions whose O fills the registers of one warpgroup
 constexpr int kTileBlock = kTileThreads + 256, kStartRegisters = 65536 / kTileBlock / 8 * 8;
-constexpr int kTileRegisters = kTileWide ? 216 : kScaled ? 168 : 176, kLoadRegisters = kScaled ? 40 : 32;
-constexpr int kStreamRegisters = kTileWide ? 248 : kScaled ? 136 : 128;
-static_assert(kTileGroups * kTileRegisters + kLoadRegisters + kStreamRegisters <= (kTileGroups + 2) * kStartRegisters,
-              "a deadlock");
+constexpr int kTileRegisters = kTileWide        ? 232
+                               : !kScaled       ? 176
+                               : kHeadDim <= 96 ? 152
+                               : kZeros         ? 160
+                                                : 168;
+constexpr int kLoadRegisters = kScaled ? 40 : 32;
+constexpr int kStreamRegisters =
+    (kTileGroups + 2) * kStartRegisters - kTileGroups * kTileRegisters - kLoadRegisters;  // 128 … 240
 constexpr int kWitness = 256;      // a lane's sum up to which the lazy softmax keeps its reference: tile/lazy.cuh
 constexpr int kGroupBarriers = 2;  // the first of the warpgroups' named barriers
 constexpr int kJoinBarrier = kGroupBarriers + kTileGroups;
 
-TILE_DEVICE uint32_t tile_keys(uint32_t stage) { return stage * 2 * kTileBytes; }
-TILE_DEVICE uint32_t tile_values(uint32_t stage) { return tile_keys(stage) + kTileBytes; }
-// Where the c-th 16 bytes of a token's row stand, for a tile at `at`
-TILE_DEVICE uint32_t tile_place(uint32_t at, int token, int c) {
-    return at + token / 8 * kTileEight + c / 8 * kTilePanelStep + token % 8 * kPanelRowBytes + (c % 8 ^ token % 8) * 16;
-}
-TILE_DEVICE uint32_t tile_eight(uint32_t stage, int is_v, int token, int eight) {
-    return tile_place(is_v ? tile_values(stage) : tile_keys(stage), token, eight);
-}
-TILE_DEVICE DecodeItem tile_item(const DecodeArgs& args, int round) {
-    return load_item(args.tile_items, int64_t(round) * gridDim.x + blockIdx.x);
-}
-
-// ---- the producer: one warp, which brings codes of quantised tiles to the warps that widen them ---------------------
-template <bool kRaw> struct LoadRing {
-    static constexpr int kStages = kTileStages;
-    static TILE_DEVICE TileRing ring() { return tile_ring(); }
-};
-template <> struct LoadRing<true> {
-    static constexpr int kStages = kRawStages;
-    static TILE_DEVICE RawRing ring() { return raw_ring(); }
-};
-TILE_DEVICE void load_tiles(const DecodeArgs& args, const TensorMap& mK, const TensorMap& mV) {
-    const auto ring = LoadRing<kScaled>::ring();
-    Turn<LoadRing<kScaled>::kStages> turn;
-    // The copy that this lane makes of each tile: boxes in order, and of a box K's panels before V's
-    const int lane = warp::lane(), box = lane / (2 * kTileCopies), panel = lane % kTileCopies;
-    const int is_v = lane / kTileCopies % 2;
-    for (int round = 0; round < args.tile_rounds; round++) {
-        const DecodeItem item = tile_item(args, round);
-        if (item.rows == 0) break;  // no item follows an empty one
-        const Span span{item.start, item.stop};
-        const PageTable table = page_table(args, item.table, item.kv_head(), item.tail_from);
-        // A box without a token of the span is not requested: its page number may be anything.
-        const auto wanted = [&](int tile, int b) {
-            const int token = tile * kTile + b * kTileBox;
-            return b < kTileBoxes && token < span.end && token + kTileBox > span.begin;
-        };
-        int tile = span.begin / kTile, page = item.first_page((tile * kTile + box * kTileBox) % 64 / kListBox);
-        if (page < 0 && span.end > span.begin && wanted(tile, box))
-            page = table.page((tile * kTile + box * kTileBox) / kPageSize);
-        for (; tile * kTile < span.end && span.end > span.begin; tile++, turn.next()) {
-            int boxes = 0;
-#pragma unroll
-            for (int b = 0; b < kTileBoxes; b++) boxes += wanted(tile, b);
-            ring.wait_free(turn);
-            ptx::sync_warp();  // or a lane still waiting on the barrier could find it two phases on
-            const uint32_t full = ring.full_at(turn);
-            if (lane == 0) ptx::mbarrier_arrive_expect(full, boxes * 2 * kTileCopies * kTileCopyBytes);
-            ptx::sync_warp();
-            if (wanted(tile, box)) {
-                const uint32_t to = (kScaled ? raw_codes(turn.stage, is_v)
-                                     : is_v  ? tile_values(turn.stage)
-                                             : tile_keys(turn.stage)) +
-                                    box * kTileCopyBytes;
-                const int token = (tile * kTile + box * kTileBox) % kPageSize;
-                if constexpr (kScaled)
-                    ptx::tma_load(ptx::shared_address(to), is_v ? &mV : &mK, full, 0, token, item.kv_head(), page);
-                else if constexpr (kTileWhole)
-                    ptx::tma_load(ptx::shared_address(to), is_v ? &mV : &mK, full, 0, 0, kTilePanels * item.kv_head(),
-                                  token / 8, page);
-                else
-                    ptx::tma_load(ptx::shared_address(to + panel * kTilePanelStep), is_v ? &mV : &mK, full,
-                                  panel * kPanel, token, item.kv_head(), page);
-            }
-            if (wanted(tile + 1, box)) page = table.page(((tile + 1) * kTile + box * kTileBox) / kPageSize);
-        }
-    }
-}
-
-// ---- the consumers: two warpgroups ----------------------------------------------------------------------------------
 constexpr int kRegisterQ = kHeadDim / 16 - kTileSharedQ;  // sixteens of channels that stay in registers
 struct TileBody {
     const DecodeArgs& args;
@@ -138,8 +56,9 @@ struct TileBody {
     }
     // Where the two rows go when they are done: the number of a row in state_o, or −1 for the output
     static TILE_DEVICE Shared<int> sPlace() { return Shared<int>(kAtTilePlace + 8 * ptx::just_in_time(threadIdx.x)); }
-    static TILE_DEVICE int lane() { return ptx::just_in_time(threadIdx.x) % 32; }
-    static TILE_DEVICE int warp_rank() { return ptx::just_in_time(threadIdx.x) / 32 % 4; }  // in the warpgroup
+    static TILE_DEVICE int lane() { return ptx::just_in_time(threadIdx.x) & 31; }
+    static TILE_DEVICE int warp_rank() { return ptx::just_in_time(threadIdx.x) >> 5 & 3; }  // in the warpgroup
+    static TILE_DEVICE int column() { return (ptx::just_in_time(threadIdx.x) & 3) * 2; }    // the first of eight
     static TILE_DEVICE int row(int h) { return warp_rank() * 16 + lane() / 4 + 8 * h; }
 
     // This warpgroup's rows of an item, as an item of its own; rows = 0 if it has none
@@ -208,7 +127,7 @@ struct TileBody {
     }
     // Where the c-th 16 bytes stand of a row of this warpgroup's Q, of those channels that are in shared memory
     TILE_DEVICE uint32_t query_place(int row, int c) const {
-        const int panel = int(group) * kTileQPanels + c / 8;
+        const int panel = (kTileGroups > 1 ? int(group) : 0) * kTileQPanels + c / 8;
         return kAtTileQ + (panel * 64 + row) * kPanelRowBytes + (c % 8 ^ row % 8) * 16;
     }
     TILE_DEVICE void put_q(const uint32_t (&all)[kHeadDim / 16][4]) {
@@ -225,9 +144,9 @@ struct TileBody {
             ptx::barrier_sync(kGroupBarriers + group, 128);
         }
     }
-    // Q as halves: a power of two brings the warp's largest value to about 2^14, and S is multiplied with its inverse. A
-    // value that then falls below a half's smallest number is below 2^−38 of the largest: what is lost of any logit is
-    // as small beside the warp's largest logits.
+    // Q as halves: a power of two brings the warp's largest value to about 2^14, and S is multiplied with its inverse.
+    // A value that then falls below a half's smallest number is below 2^−38 of the largest: what is lost of any logit
+    // is as small beside the warp's largest logits.
     TILE_DEVICE void normalise_q(uint32_t (&all)[kHeadDim / 16][4]) {
         float top = 0.0f, q_sum[2][kGroups] = {};
 #pragma unroll
@@ -268,7 +187,8 @@ struct TileBody {
         ring.wait(turn);
         ptx::wgmma_fence();
         const uint64_t k = further(k_major(ptx::shared_address(0u), kTileEight), tile_keys(turn.stage));
-        const uint64_t q = kTileSharedQ > 0 ? k_major(ptx::shared_address(query_place(0, 0))) : 0;
+        // Made anew in each step: descriptors that are kept would be kept in ordinary registers, all of them.
+        const uint64_t q = kTileSharedQ > 0 ? k_major(ptx::uniform(ptx::shared_address(query_place(0, 0)))) : 0;
 #pragma unroll
         for (int step = 0; step < kHeadDim / 16; step++) {
             const uint64_t of_k = further(k, step / 4 * kTilePanelStep + step % 4 * 32);
@@ -309,39 +229,41 @@ struct TileBody {
     TILE_DEVICE void mask(int first_token) {
         const RowsSeen seen = sSeen()[0];
 #pragma unroll
-        for (int h = 0; h < 2; h++) warp::mask_row(acc_s, h, first_token, seen.row[h], lane() % 4 * 2);
+        for (int h = 0; h < 2; h++) warp::mask_row(acc_s, h, first_token, seen.row[h], column());
     }
 
     TILE_DEVICE void score() {
         if constexpr (kScaled) {
-            quantised::scale_scores(acc_s, TileFactors(turn.stage), lane() % 4 * 2);
+            quantised::scale_scores(acc_s, TileFactors(turn.stage), column());
             if constexpr (!Rule::kLinear) Rule::apply(acc_s, args.scores, Rule::first_factor(args.scores) * s_factor);
         } else if constexpr (!Rule::kLinear) {
             Rule::apply(acc_s, args.scores, Rule::first_factor(args.scores));
         }
     }
-    // S once more, by mma.sync and for this warp alone, from the keys that are still in shared memory
+    // S once more, by mma.sync and for this warp alone, from the keys that are still in shared memory. It runs rarely:
+    // the barriers keep loads where they stand, so that they take no registers from the steps that always run.
     TILE_DEVICE void again() {
         warp::zero(acc_s);
 #pragma unroll
-        for (int n = 0; n < kTile / 8 * (kHeadDim / 32); n++) {
-            const int eight = n / (kHeadDim / 32), pair = n % (kHeadDim / 32);  // eight tokens; two steps of depth
-            uint32_t f[4], a[2][4];
+        for (int n = 0; n < kHeadDim / 32 * (kTile / 8); n++) {
+            const int pair = n / (kTile / 8), eight = n % (kTile / 8);  // two steps of depth; eight tokens
+            uint32_t f[4];
             const int token = 8 * eight + lane() % 8, c = 4 * pair + lane() / 8;
             ptx::ldmatrix(f, ptx::shared_address(tile_place(tile_keys(turn.stage), token, c)));
+            float(&s)[4] = reinterpret_cast<float(&)[4]>(acc_s[4 * eight]);
 #pragma unroll
             for (int i = 0; i < 2; i++) {
                 const int step = 2 * pair + i;
-                if (step >= kRegisterQ)
-                    ptx::ldmatrix(a[i], ptx::shared_address(query_place(16 * warp_rank() + lane() % 16,
-                                                                        2 * (step - kRegisterQ) + lane() / 16)));
-                else
-#pragma unroll
-                    for (int r = 0; r < 4; r++) a[i][r] = rQ[step < kRegisterQ ? step : 0][r];
+                if (step < kRegisterQ) {
+                    ptx::mma_16x8x16<Operand>(s, rQ[step < kRegisterQ ? step : 0], f[2 * i], f[2 * i + 1]);
+                } else {
+                    uint32_t a[4];
+                    ptx::ldmatrix(a, ptx::shared_address(query_place(16 * warp_rank() + lane() % 16,
+                                                                     2 * (step - kRegisterQ) + lane() / 16)));
+                    ptx::mma_16x8x16<Operand>(s, a, f[2 * i], f[2 * i + 1]);
+                }
             }
-            float(&s)[4] = reinterpret_cast<float(&)[4]>(acc_s[4 * eight]);
-            ptx::mma_16x8x16<Operand>(s, a[0], f[0], f[1]);
-            ptx::mma_16x8x16<Operand>(s, a[1], f[2], f[3]);
+            if constexpr (kTileSharedQ > 0) ptx::sync_warp();
         }
         score();
     }
@@ -374,7 +296,7 @@ struct TileBody {
 
     // ---- quantised tiles: tile_factors.cuh --------------------------------------------------------------------------
     TILE_DEVICE void careful_softmax(float (&correction)[2]) {
-        quantised::careful_softmax(acc_s, correction, state, TileFactors(turn.stage), scale_log2, lane() % 4 * 2);
+        quantised::careful_softmax(acc_s, correction, state, TileFactors(turn.stage), scale_log2, column());
         if constexpr (kZeros)
 #pragma unroll
             for (int i = 0; i < 2 * kGroups; i++) zero_sum[i / kGroups][i % kGroups] *= correction[i / kGroups];
@@ -397,9 +319,9 @@ struct TileBody {
     // P as it enters the second product. Then nobody needs the tile's keys any more.
     TILE_DEVICE void weigh() {
         if constexpr (kScaled) {
-            quantised::weigh(acc_s, TileFactors(turn.stage), zero_sum, lane() % 4 * 2);
+            quantised::weigh(acc_s, TileFactors(turn.stage), zero_sum, column());
             ptx::sync_warp();
-            ring.release(turn);
+            ring.release({uint32_t(ptx::just_in_time(turn.stage)), 0});
         }
     }
 

@@ -141,6 +141,7 @@ TILE_DEVICE void careful_softmax(float (&acc_s)[kSize], float (&correction)[2], 
             const float p = ptx::exp2(ptx::mad(acc_s[4 * n + i], scale, -reference[i / 2]));
             product[i / 2] = fmaxf(product[i / 2], p * v[i % 2]);
         }
+        ptx::sync_warp();  // loads stay where they stand: registers are scarce
     }
 #pragma unroll
     for (int h = 0; h < 2; h++) {
