@@ -39,6 +39,7 @@ SOURCES: dict[str, tuple[tuple[tuple[str, Constant], ...], dict[str, type[ctypes
     "decode/work.cuh": (DECODE, {"Paged": abi.Paged, "DecodeArgs": abi.DecodeArgs}),
     "decode/select.cu": ((), {"SelectArgs": abi.SelectArgs}),
     "decode/plan_work.cuh": (DECODE, {"PlanArgs": abi.PlanArgs, "PlanRoom": abi.PlanRoom}),
+    "decode/small_args.cuh": ((), {"SmallSequence": abi.SmallSequence, "SmallArgs": abi.SmallArgs}),
     "common/append.cu": (
         APPEND,
         {"AppendSource": abi.Source, "AppendStore": abi.Store, "AppendArgs": abi.AppendArgs},
@@ -64,6 +65,7 @@ CONSTANTS = {
     "prefill/fold.cu": {"kThreads": pattern.FOLD_THREADS, "kAtKinds + kKindBytes": pattern.FOLD_SHARED},
     "prefill/kinds.cu": {"kThreads": pattern.FOLD_THREADS, "kKindBytes": pattern.KIND_SHARED},
     "decode/select.cu": {"kThreads": decode_kernels.SELECT_SPEC.threads},
+    "decode/small_args.cuh": {"kMostSmall": abi.MOST_SMALL},
     **{
         f"common/schedule_{name}.cu": {"kThreads": schedules.THREADS}
         for name in ("pack", "scatter", "lists", "transpose")

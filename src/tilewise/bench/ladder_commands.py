@@ -254,7 +254,7 @@ def specs(names: Sequence[str], archs: Sequence[str], *, every: bool = False) ->
     product's come last, as each card gets them.
     """
     from tilewise.arch import ARCHS, hopper
-    from tilewise.gpu import append, decode_kernels, planner, schedules, tilings
+    from tilewise.gpu import append, decode_kernels, decode_small, planner, schedules, tilings
 
     from .rungs import Shape, apart, steps
     from .workloads import DTYPES
@@ -262,9 +262,10 @@ def specs(names: Sequence[str], archs: Sequence[str], *, every: bool = False) ->
     rungs = [*(step for step in steps() if step.rung is not None), apart()]
     product: dict[KernelSpec, list[str]] = {}
     for card in ARCHS:
-        rooms = (tilings.specs(card, every=every), decode_kernels.specs(card, every=every))
+        rooms = (tilings, decode_kernels, decode_small)
+        of_card = [spec for room in rooms for spec in room.specs(card, every=every)]
         others = (*append.specs(every=every), *schedules.specs(every=every), *planner.specs())
-        for spec in (*rooms[0], *rooms[1], *others):
+        for spec in (*of_card, *others):
             product.setdefault(spec, []).append(card)
     known = [*(step.name for step in rungs), *dict.fromkeys(spec.name for spec in product)]
     for name in names:

@@ -21,6 +21,7 @@ PANEL_BYTES = 128  # tile/hopper.cuh: a row of a panel
 TILE_WORDS, LIST_HEADER = 16, 16  # prefill/work.cuh: of a WorkTile, and before a list of them
 MAX_PARTS = 6  # copy_pages.cu
 PLAN_LIMITS = 5  # decode/plan_work.cuh: kLimits, candidates for the longest range that one warp takes whole
+MOST_SMALL = 32  # decode/small_args.cuh: sequences of a launch
 # The C++ type of a torch dtype (tile/types.cuh), and its name in a tensor map.
 ELEMENTS = {torch.float32: "float", torch.bfloat16: "bf16", torch.float16: "half", FP8: "e4m3"}
 MAP_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", FP8: "fp8"}
@@ -171,6 +172,18 @@ class DecodeArgs(ctypes.Structure):
         ("selections", ctypes.c_int),
         ("own", ctypes.c_void_p),
     ]
+
+
+class SmallSequence(ctypes.Structure):
+    """decode/small_args.cuh: SmallSequence."""
+
+    _fields_ = [("caller", ctypes.c_int), ("tail_from", ctypes.c_int), ("piece", Divisor), ("rounds", Divisor)]
+
+
+class SmallArgs(ctypes.Structure):
+    """decode/small_args.cuh: SmallArgs."""
+
+    _fields_ = [("of", SmallSequence * MOST_SMALL)]
 
 
 class SelectArgs(ctypes.Structure):

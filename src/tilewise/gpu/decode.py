@@ -39,6 +39,7 @@ from tilewise.gpu.decode_kernels import (
 )
 from tilewise.gpu.decode_shapes import AnyPlan, as_measured, check_served, has_wide_nodes, shape_of
 from tilewise.gpu.decode_shapes import fills_one_block as fills_one_block
+from tilewise.gpu.decode_small import SmallDecode, SmallShape, small_shape
 from tilewise.gpu.planner import Batch, PlannedList
 from tilewise.gpu.select import Select
 from tilewise.plan.standing import StandingPlan
@@ -235,13 +236,14 @@ class Asked(NamedTuple):
     selections: int  # of pages, per sequence: one per KV head, one for all of them, or 0 if all pages are read
     pages: int
     strides: tuple[tuple[int, ...], tuple[int, ...]]
+    small: SmallShape | None  # of the kernel for few sequences, if that one serves
 
 
 class Kept(NamedTuple):
     """What a plan has: its work lists, by device and shape, and the kernels that are bound to them."""
 
     lists: dict[Any, Any]  # WorkLists, of a standing plan PlannedLists
-    bound: dict[Asked, Decode]
+    bound: dict[Asked, Decode | SmallDecode]
 
 
 # By a plan's serial number, for as long as the plan lives: a plan itself is a value, and keeps nothing of a device.
@@ -273,8 +275,9 @@ def bind(
     room: int = 0,
     tma: bool | None = None,
     tiles: bool | None = None,
+    small: bool | SmallShape | None = None,
     processors: int | None = None,
-) -> tuple[AnyList, Decode | None]:
+) -> tuple[AnyList, Decode | SmallDecode | None]:
     """The plan's list, and the kernel that serves it, made once per plan and kind of call; None for no queries.
 
     Arguments as of `run`. tree: whether there is a mask of query tokens. selections: Asked.selections. processors: of
@@ -304,13 +307,20 @@ def bind(
     runs = len(k_parts) > 1 and scales_in_runs(fmt, page_size, (*k_parts[1:], *v_parts[1:]))
     codes = (k_parts[0], v_parts[0])
     strides = (codes[0].stride(), codes[1].stride())
+    few = None
+    if isinstance(plan, DecodePlan) and isinstance(listed, WorkList):
+        few = small_shape(plan, q, fmt, listed, card, processors, room, splitting, bool(tree or selections), small)
     asked = Asked(
         id(listed), q.device, q.dtype, fmt, tiling, page_size, tma, runs, decode_score_rule(scores),
-        tree, selections, len(codes[0]), strides,
+        tree, selections, len(codes[0]), strides, few,
     )  # fmt: skip
     bound = kept(plan).bound.get(asked)
     if bound is None:
-        bound = kept(plan).bound[asked] = Decode(plan, q.device, codes, listed, asked)
+        if few is not None and isinstance(plan, DecodePlan) and isinstance(listed, WorkList):
+            bound = SmallDecode(plan, codes, listed, asked, splitting, room)
+        else:
+            bound = Decode(plan, q.device, codes, listed, asked)
+        kept(plan).bound[asked] = bound
     return listed, bound
 
 
@@ -332,6 +342,7 @@ def run(
     room: int = 0,
     tma: bool | None = None,
     tiles: bool | None = None,
+    small: bool | SmallShape | None = None,
     **emulated: Any,
 ) -> AnyList:
     """Attention of a plan's queries over one layer's pages; returns the plan's list, for its `grow` or `renew`.
@@ -345,12 +356,13 @@ def run(
     of word j // 32 tells whether the sequence and KV head read page j of the sequence's list; bits past its end may be
     anything. room: tokens that each sequence may grow by under WorkList.grow before a new plan is needed. tma, tiles:
     whether to load by TMA, and to put shared nodes through tiles; None for whatever the pages and the plan allow.
-    emulated: options of emulator.launch.
+    small: whether the kernel for few sequences serves (a shape: that one); None for whatever is faster. emulated:
+    options of emulator.launch.
     """
     listed, bound = bind(
         plan, q, fmt, k_parts, v_parts, page_lists, lengths, scores,
         tree=tree is not None, selections=0 if selected is None else selected.shape[1], splitting=splitting, room=room,
-        tma=tma, tiles=tiles,
+        tma=tma, tiles=tiles, small=small,
     )  # fmt: skip
     if bound is None:
         return listed
