@@ -201,6 +201,9 @@ inline uint32_t transpose_matrix(uint32_t x) { return emu::transpose_matrix(x); 
 inline uint32_t subtract_halves(uint32_t a, uint32_t b) {
     return pack<half>(unpack<half>(a, 0) - unpack<half>(b, 0), unpack<half>(a, 1) - unpack<half>(b, 1));
 }
+inline uint32_t multiply_halves(uint32_t a, uint32_t b) {
+    return pack<half>(unpack<half>(a, 0) * unpack<half>(b, 0), unpack<half>(a, 1) * unpack<half>(b, 1));
+}
 template <bool kHigh> uint32_t e4m3_to_halves(uint32_t x) {
     const uint32_t pair = kHigh ? x >> 16 : x;
     return pack<half>(to_float(e4m3{uint8_t(pair)}), to_float(e4m3{uint8_t(pair >> 8)}));
