@@ -84,7 +84,7 @@ def test_every_step_is_that_of_a_fresh_plan(kv_format, dtype, heads, group, page
     of = Churn(7, kv_format, dtype, heads, page_size)
     rows, tokens = 6, options.get("tokens_per_seq", 1)
     plan = tw.plan_decode(of.cache, [], num_heads=heads * group, rows=rows, max_length=400, **options)
-    for _ in range(4):
+    for _ in range(3):
         of.step(rows)
         tw.renew_plan(plan, of.cache, of.seqs)
         q = torch.randn(rows, tokens, heads * group, 64).to(dtype)

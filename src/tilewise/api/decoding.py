@@ -170,6 +170,8 @@ def grow_plan(plan: DecodePlan, cache: PagedKVCache | PrefixCache) -> DecodePlan
     """
     pages = arguments.check_cache(cache)
     arguments.check_plan(plan, pages)
+    if isinstance(plan, StandingPlan):
+        raise TypeError("plan must be one of plan_decode without rows, got a StandingPlan; renew_plan takes that")
     lengths = pages.lengths_of(list(plan.seqs))
     if pages.device.type != "cuda":
         return plan_decode(
