@@ -120,10 +120,10 @@ def attend_chunks(
     plan: ChunkPlan,
     options: DecodeOptions,
     out: torch.Tensor,
-    return_lse: bool,
+    lse: torch.Tensor | None,
     backend: str,
-) -> list[torch.Tensor]:
-    """The chunks' rows q (rows, Hq, D): fills out, like q and no part of it; [the LSE (Hq, rows)] if asked for."""
+) -> None:
+    """The chunks' rows q (rows, Hq, D): fills out, like q and no part of it, and lse (Hq, rows) if there is one."""
     tables = tables_of(plan, cache, cache.format.dtype != q.dtype)
     k_parts, v_parts = cache.parts(layer)
     k, v = k_parts[0], v_parts[0]
@@ -134,11 +134,12 @@ def attend_chunks(
         return attention_varlen(rows, k, v, *launch[:2], page_table=launch.page_table, backend=backend, **more)
 
     nodes = tables.nodes
-    logs = return_lse or nodes is not None
+    logs = lse is not None or nodes is not None
     got = forward(q, tables.own, causal=True, window=plan.window, out=out, return_lse=logs, **options)
     if nodes is not None:
         # A sink is a key without a value: it is in one of the sets of keys, the chunks' own.
         rest = {name: x for name, x in options.items() if name != "sinks"}
         states, their_logs = forward(q.index_select(0, nodes.asked), nodes.launch, return_lse=True, **rest)
         merge_rows(out, got[1], states, their_logs, nodes.rows, nodes.table)
-    return [got[1]] if return_lse else []
+    if lse is not None:
+        lse.copy_(got[1])
