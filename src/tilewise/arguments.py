@@ -10,6 +10,7 @@ from itertools import pairwise
 from typing import Any, Final, Literal, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from tilewise import checks, cpu, functions
@@ -370,6 +371,18 @@ class PageListsOf:
 
     def __getitem__(self, n: int) -> Ints:
         return self._pages.page_list(self._seqs[n])
+
+    def block(self, numbers: npt.NDArray[np.int64], first: npt.NDArray[np.int64], width: int) -> Ints:
+        """(n, width): the pages of the sequences `numbers` (n,) from number `first`, () or (n,), on, with zeros after
+        the lists."""
+        sequences = self._pages.sequences
+        rows = sequences.batch(list(self._seqs))[1][numbers]
+        if not first.any():
+            found = sequences.table[:, :width][rows]
+            return found if found.shape[1] == width else np.pad(found, ((0, 0), (0, width - found.shape[1])))
+        at = first[..., None] + np.arange(width)
+        last = sequences.table.shape[1] - 1
+        return np.where(at <= last, sequences.table[rows[:, None], np.minimum(at, last)], 0)
 
 
 def check_out(out: torch.Tensor | None, q: torch.Tensor) -> None:

@@ -193,9 +193,12 @@ def test_kernels_of_grouped_heads_come_together_and_apart() -> None:
 
 
 def test_decode_is_warm_for_all_ways_to_fill_a_card() -> None:
-    constants = [dict(s.constants) for s in warm.specs(NEEDS["llama"], "sm_90a") if s.name.startswith("decode")]
+    found = warm.specs(NEEDS["llama"], "sm_90a")
+    constants = [dict(s.constants) for s in found if s.name in ("decode", "decode_tree")]
     assert {c["kBlocksPerSm"] for c in constants if not c["kTileStages"]} == {1, 2}
     assert any(c["kTileStages"] for c in constants)
+    few = [dict(s.constants) for s in found if s.name == "decode_small"]
+    assert {c["kCluster"] for c in few} == {1, 8, 16}
 
 
 def test_a_shape_is_compiled_for_its_length_and_mask() -> None:

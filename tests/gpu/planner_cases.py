@@ -16,7 +16,7 @@ from tilewise.gpu.planner import Batch, PlannedList
 from tilewise.plan.cost import CPU_COST, MMA_STEP_CHUNKS
 from tilewise.plan.flat import Judge, choose_nodes, tree_order
 from tilewise.plan.items import GOES_ON, STATE_WORDS, Sequences, Word, cut_plan, items_of_heads
-from tilewise.plan.ranges import CHUNK, TILE_TOKENS, Cutter, Node, Own, Shape, Splitting
+from tilewise.plan.ranges import CHUNK, TILE_TOKENS, Cutter, Own, Shape, Splitting
 from tilewise.plan.standing import StandingPlan
 
 FAR = 1 << 30
@@ -28,7 +28,7 @@ def standing_plan(rows: int, max_length: int, heads: int, group: int, page_size:
     judge = Judge(CPU_COST, 1, heads, 64, 256.0)
     return StandingPlan(
         rows=rows, max_length=max_length, heads_q=heads * group, heads_kv=heads, head_dim=64, page_size=page_size,
-        judge=judge, cache_serial=0, plan_once=lambda seqs: None, **given,
+        judge=judge, cache_serial=0, plan_once=lambda seqs: None, tree=None, **given,
     )  # fmt: skip
 
 
@@ -69,7 +69,7 @@ def random_batch(r: random.Random, plan: StandingPlan, count: int, *, tree: bool
         left = plan.window[0] if plan.window else None
         nodes = choose_nodes(common, length[order], size, plan.tokens_per_seq, left, None)
     stamps = np.array([next(STAMPS) for _ in table], np.int64)
-    return Batch(rows, length, order, nodes, table, counts, stamps)
+    return Batch(rows, length, order, nodes, table, counts, stamps, int(stamps[-1]))
 
 
 class Expected(NamedTuple):
@@ -83,13 +83,12 @@ class Expected(NamedTuple):
 
 def expected(plan: StandingPlan, batch: Batch, listed: PlannedList, nodes: np.ndarray) -> Expected:
     shape, together, rows = listed.shape, listed.room.together, plan.rows
-    heads, tokens, count = plan.heads_kv, plan.tokens_per_seq, len(batch.rows)
-    rows_each = tokens * (plan.heads_q // heads)
+    heads, count = plan.heads_kv, len(batch.rows)
+    rows_each = plan.tokens_per_seq * (plan.heads_q // heads)
     order = np.concatenate([batch.order, np.arange(count, rows)]).astype(np.int32)
     length = np.concatenate([batch.lengths[batch.order], np.zeros(rows - count, np.int64)])
     cutter = Cutter(rows_each, heads, shape, Splitting())
-    groups = [Node(*node[:4]) for node in nodes.tolist()]
-    cut = cut_plan(groups, own_ranges(plan, length, groups), cutter, length, tokens, chaining=plan.window is None)
+    cut = cut_plan(nodes, own_ranges(plan, length, nodes), cutter, length, chaining=plan.window is None)
     states = cut.states.table()
     zeros = np.zeros(rows, np.int32)
     of = Sequences(order, states, np.zeros((rows, 1), np.int32), zeros, plan.page_size, shape.chunk)
@@ -107,13 +106,14 @@ def expected(plan: StandingPlan, batch: Batch, listed: PlannedList, nodes: np.nd
             item[Word.TABLE] = places[item[Word.TABLE]]
         return items
 
-    tiles = items_of_heads(cut.tiled.pieces(), heads, rows_each, of)
+    tiles = items_of_heads(cut.tiled, heads, rows_each, of)
     box = next((n for n in (64, 32, 16) if plan.page_size % n == 0), CHUNK)
     for item in tiles:
         mine, first = lists[item[Word.TABLE]], item[Word.START] // TILE_TOKENS * TILE_TOKENS
         numbers = [(first + box * b) // plan.page_size for b in range(4)]
         item[STATE_WORDS] = [mine[n] if n < len(mine) else -1 for n in numbers]
-    tiles, chains = finished(tiles), cut.tiled.chains(heads)
+    tiles, starts = finished(tiles), np.unique(cut.chains)
+    chains = [np.flatnonzero(cut.chains == n) * heads + h for n in starts for h in range(heads)]
     for chain in chains:
         tiles[chain[:-1], Word.KIND] |= GOES_ON
     rounds = deal_tiles(tiles, chains, shape.blocks)
@@ -125,16 +125,16 @@ def expected(plan: StandingPlan, batch: Batch, listed: PlannedList, nodes: np.nd
     return Expected(bins, rounds, order, length, states, cut.total_states)
 
 
-def own_ranges(plan: StandingPlan, length: np.ndarray, nodes: list[Node]) -> Own:
+def own_ranges(plan: StandingPlan, length: np.ndarray, nodes: np.ndarray) -> Own:
     """By sequence, ascending."""
     found = []
     for n, end in enumerate(length.tolist()):
         at = 0 if plan.window is None else max(0, end - plan.tokens_per_seq - plan.window[0])
-        above = [node for node in nodes if node.first <= n < node.first + node.sequences]
-        for node in above:
-            if node.start > at:
-                found.append((n, at, node.start))
-            at = node.stop
+        above = [node for node in nodes.tolist() if node[0] <= n < node[0] + node[1]]
+        for _, _, start, stop, _ in above:
+            if start > at:
+                found.append((n, at, start))
+            at = stop
         if end > at:
             found.append((n, at, end))
         elif not above:
@@ -143,7 +143,7 @@ def own_ranges(plan: StandingPlan, length: np.ndarray, nodes: list[Node]) -> Own
     return Own(sequence, start, stop, stop)
 
 
-def deal_tiles(tiles: np.ndarray, chains: list[list[int]], blocks: int) -> list[list[np.ndarray]]:
+def deal_tiles(tiles: np.ndarray, chains: list[np.ndarray], blocks: int) -> list[list[np.ndarray]]:
     steps = -(-(tiles[:, Word.STOP] - tiles[:, Word.START]) // TILE_TOKENS)
     loads, rounds = [(0, b) for b in range(blocks)], [[] for _ in range(blocks)]
     for cost, chain in sorted(((int(steps[c].sum()), c) for c in chains), key=lambda pair: -pair[0]):

@@ -9,9 +9,9 @@ import torch
 
 from tilewise import emulator
 from tilewise.compiler.spec import Constant, KernelSpec
-from tilewise.gpu import abi, append, decode_kernels, merge_rows, pattern, prefill, schedules, widen
+from tilewise.gpu import abi, append, decode_kernels, merge_rows, pattern, planner, prefill, schedules, widen
 from tilewise.learn import ladder
-from tilewise.plan import items, schedule_select
+from tilewise.plan import cost, items, ranges, schedule_select
 from tilewise.scores import Scores
 
 RAGGED = (("Index", "int"), ("kTileQ", 128), ("kTileKv", 128), ("kPack", 1))
@@ -38,6 +38,8 @@ SOURCES: dict[str, tuple[tuple[tuple[str, Constant], ...], dict[str, type[ctypes
     "common/functions.cuh": ((), {"NoFunction": abi.NoFunctionArgs}),
     "decode/work.cuh": (DECODE, {"Paged": abi.Paged, "DecodeArgs": abi.DecodeArgs}),
     "decode/select.cu": ((), {"SelectArgs": abi.SelectArgs}),
+    "decode/plan_work.cuh": (DECODE, {"PlanArgs": abi.PlanArgs, "PlanRoom": abi.PlanRoom}),
+    "decode/small_args.cuh": ((), {"SmallSequence": abi.SmallSequence, "SmallArgs": abi.SmallArgs}),
     "common/append.cu": (
         APPEND,
         {"AppendSource": abi.Source, "AppendStore": abi.Store, "AppendArgs": abi.AppendArgs},
@@ -65,6 +67,7 @@ CONSTANTS = {
     "prefill/fold.cu": {"kThreads": pattern.FOLD_THREADS, "kAtKinds + kKindBytes": pattern.FOLD_SHARED},
     "prefill/kinds.cu": {"kThreads": pattern.FOLD_THREADS, "kKindBytes": pattern.KIND_SHARED},
     "decode/select.cu": {"kThreads": decode_kernels.SELECT_SPEC.threads},
+    "decode/small_args.cuh": {"kMostSmall": abi.MOST_SMALL},
     **{
         f"common/schedule_{name}.cu": {"kThreads": schedules.THREADS}
         for name in ("pack", "scatter", "lists", "transpose")
@@ -79,6 +82,24 @@ CONSTANTS = {
         "kThreads": schedules.specs()[0].threads,
         "kShareBits": schedule_select.SHARE_BITS,
         "kWeightBits": schedule_select.WEIGHT_BITS,
+    },
+    "decode/plan_work.cuh": {
+        "kPlanThreads": planner.THREADS,
+        "kScanBytes": planner.SCAN_BYTES,
+        "kMostKeys": planner.MOST_KEYS,
+        "1 << kBinBits": planner.MOST_BINS,
+        "kUnit": planner.UNIT,
+        "kStepWords": planner.STEP_WORDS,
+        "kLimits": abi.PLAN_LIMITS,
+        "kNoEnd": ranges.FAR,
+        "kTileTokens": ranges.TILE_TOKENS,
+        "4 * kChainShare": int(4 * cost.CHAIN_SHARE),
+        "sizeof(PlanNode)": planner.NODE_BYTES,
+        "sizeof(PlanRange)": planner.RANGE_BYTES,
+        "int(offsetof(PlanNode, unit)) - 4 * kUnitWord": 0,
+        "int(offsetof(PlanNode, tile_unit)) - 4 * kTileUnitWord": 0,
+        "int(offsetof(PlanRange, unit)) - 4 * kRangeUnitWord": 0,
+        "kPieces + 10 * kStates + 100 * kSlots + 1000 * kRounds + 10000 * kNodes + 100000 * kInTurn": 543210,
     },
     "decode/work.cuh": {
         "kItemWords": items.ITEM_WORDS,

@@ -41,6 +41,15 @@ def random_lists(rng: np.random.Generator, page_size: int) -> tuple[list[Ints], 
     return [np.array(pages, np.int32) for pages in found], lengths
 
 
+def padded(lists: Sequence[Ints]) -> tuple[Ints, np.ndarray]:
+    """The lists as rows of one table, with zeros after them, and how many pages each has."""
+    counts = np.array([len(x) for x in lists], np.int64)
+    table = np.zeros((len(lists), int(counts.max(initial=0))), np.int32)
+    for row, pages in zip(table, lists, strict=True):
+        row[: len(pages)] = pages
+    return table, counts
+
+
 def make_plan(
     lists: Sequence[Ints],
     lengths: Sequence[int],
@@ -51,4 +60,7 @@ def make_plan(
 ) -> DecodePlan:
     """heads: of the queries, of K and V. Every node is shared unless `share` says something else."""
     sizes = {"heads_q": heads[0], "heads_kv": heads[1], "head_dim": 64, "kv_row_bytes": 256.0, "io_bytes": 2}
-    return plan_tree(range(len(lists)), lists, lengths, page_size, **{**sizes, "share": True, **options})
+    table, counts = padded(lists)
+    return plan_tree(
+        range(len(lists)), table, counts, np.array(lengths, np.int64), page_size, **{**sizes, "share": True, **options}
+    )

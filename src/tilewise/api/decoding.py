@@ -16,6 +16,7 @@ from tilewise.api.prefill import full_precision, result
 from tilewise.cpu.scoring import Scoring
 from tilewise.gpu import decode as kernel
 from tilewise.kvcache import PagedKVCache, PrefixCache
+from tilewise.kvcache.sequences import check_seqs
 from tilewise.plan import BlockSchedule, DecodePlan
 from tilewise.plan.cost import CostModel
 from tilewise.plan.flat import Judge
@@ -104,35 +105,34 @@ def plan_decode(
         raise TypeError(f"cost must be a tilewise.CostModel, got {type(cost).__name__}")
     if not isinstance(seqs, (Sequence, torch.Tensor, np.ndarray)):
         raise TypeError(f"seqs must be a list of sequences, got {type(seqs).__name__}")
-    members = [checks.integer("seqs", s) for s in seqs]
+    members, at = pages.sequences.batch(check_seqs(seqs))
     window = arguments.check_window(window)
     most = _check_pages_per_seq(pages_per_seq, share_prefix, window)
     on_card = pages.device.type == "cuda"
     row_bytes = 2 * pages.format.bytes_per_token_head
     if not on_card:  # there every format runs at float32's pace, and a quantised one is turned into it first
         row_bytes = 2 * 4 * pages.head_dim * (1 if pages.format.dtype is not None else DEQUANTISE)
+    share, model = (
+        None if share_prefix == "auto" else bool(share_prefix),
+        cost or tuned.cost(pages.device, pages.format),
+    )
     if rows is not None or max_length is not None:
         if room or most:
             given = f"room {room}" if room else f"pages_per_seq {most}"
             raise ValueError(f"rows goes without room and pages_per_seq, got {given}: renew_plan takes any growth")
+        once = partial(plan_decode, num_heads=num_heads, tokens_per_seq=tokens_per_seq, share_prefix=share_prefix)
+        rows_each, row = tokens_per_seq * num_heads, pages.num_kv_heads * row_bytes
+        judge = Judge(model, rows_each, pages.num_kv_heads, pages.head_dim, row)
         return standing.make(
-            pages,
-            members,
-            partial(plan_decode, num_heads=num_heads, tokens_per_seq=tokens_per_seq, share_prefix=share_prefix,
-                    window=window, cost=cost),
-            rows=rows,
-            max_length=max_length,
-            judge=Judge(cost or tuned.cost(pages.device, pages.format), tokens_per_seq * num_heads, pages.num_kv_heads,
-                        pages.head_dim, pages.num_kv_heads * row_bytes),
-            heads_q=num_heads,
-            tokens_per_seq=tokens_per_seq,
-            window=window,
-            share=None if share_prefix == "auto" else share_prefix,
+            pages, members, partial(once, window=window, cost=cost), rows=rows, max_length=max_length, judge=judge,
+            heads_q=num_heads, tokens_per_seq=tokens_per_seq, window=window, share=share,
         )  # fmt: skip
+    counts = pages.sequences.counts[at]
     plan = plan_tree(
         members,
-        [pages.page_list(s) for s in members],
-        [pages.length(s) for s in members],
+        pages.sequences.table[:, : counts.max(initial=0)][at],
+        counts,
+        pages.sequences.lengths[at],
         pages.page_size,
         heads_q=num_heads,
         heads_kv=pages.num_kv_heads,
@@ -145,8 +145,8 @@ def plan_decode(
         cache_serial=pages.serial,
         tokens_per_seq=tokens_per_seq,
         window=window,
-        share=False if most else None if share_prefix == "auto" else bool(share_prefix),
-        cost=cost or tuned.cost(pages.device, pages.format),
+        share=False if most else share,
+        cost=model,
         room=room,
         pages_per_seq=most,
     )
@@ -171,6 +171,8 @@ def grow_plan(plan: DecodePlan, cache: PagedKVCache | PrefixCache) -> DecodePlan
     """
     pages = arguments.check_cache(cache)
     arguments.check_plan(plan, pages)
+    if isinstance(plan, StandingPlan):
+        raise TypeError("plan must be one of plan_decode without rows, got a StandingPlan; renew_plan takes that")
     lengths = pages.lengths_of(list(plan.seqs))
     if pages.device.type != "cuda":
         return plan_decode(
@@ -275,11 +277,11 @@ def decode(
     tree = arguments.check_tree_mask(tree_mask, plan, q.device)
     selected = _check_schedule(schedule, plan, pages, tree)
     where = arguments.check_backend(backend, q, (sinks,))
-    if isinstance(plan, StandingPlan):
-        o, lse = _decode_now(q, pages, layer, plan, tree, options, backend)
-        return result(o, lse, None, out, return_lse)
     if where != "cpu":
         return _run_kernel(q, pages, layer, plan, scores, tree, selected, return_lse, out)
+    if isinstance(plan, StandingPlan):
+        o, lse = _decode_now(q, pages, layer, plan, tree, options)
+        return result(o, lse, None, out, return_lse)
     with full_precision():
         if tree is not None:
             o, lse = cpu.run_tree(q, pages, layer, plan.seqs, Scoring.of(scores), tree)
@@ -301,7 +303,6 @@ def _decode_now(
     plan: StandingPlan,
     tree: torch.Tensor | None,
     options: DecodeOptions,
-    backend: str,
 ) -> State:
     """decode() of a standing plan on a CPU: the rows of its sequences by the plan as it is now, and the idle ones."""
     count, sinks = len(plan.seqs), options.get("sinks")
@@ -312,7 +313,7 @@ def _decode_now(
     if count:
         mask = None if tree is None else tree[:count]
         o[:count], lse[:count] = decode(
-            q[:count], pages, layer, plan.now, tree_mask=mask, return_lse=True, backend=backend, **options
+            q[:count], pages, layer, plan.now, tree_mask=mask, return_lse=True, backend="cpu", **options
         )
     return o, lse
 
@@ -321,7 +322,7 @@ def _run_kernel(
     q: torch.Tensor,
     pages: PagedKVCache,
     layer: int,
-    plan: DecodePlan,
+    plan: DecodePlan | StandingPlan,
     scores: Scores,
     tree: torch.Tensor | None,
     selected: torch.Tensor | None,
@@ -331,12 +332,15 @@ def _run_kernel(
     """decode() on a GPU or in the emulator."""
     o = out if out is not None and checks.place(out, q) is not None else q.new_empty(q.shape)
     lse = q.new_empty((len(q), q.shape[2], q.shape[1]), dtype=torch.float32) if return_lse else None
+    page_lists: Any = arguments.PageListsOf(pages, plan.seqs)
+    if isinstance(plan, StandingPlan):
+        page_lists = partial(standing.batch_of, plan, pages)
     kernel.run(
         plan,
         q,
         pages.format,
         *pages.parts(layer),
-        arguments.PageListsOf(pages, plan.seqs),
+        page_lists,
         plan.lengths,
         o,
         lse,

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from tilewise import arguments, checks, traced
+from tilewise.gpu import decode as kernel
+from tilewise.gpu.planner import Batch
 from tilewise.kvcache import PagedKVCache, PrefixCache
+from tilewise.kvcache.lineage import Lineage
 from tilewise.plan import DecodePlan
 from tilewise.plan.flat import Judge
 from tilewise.plan.standing import StandingPlan
@@ -55,6 +59,7 @@ def make(
         judge=judge,
         cache_serial=pages.serial,
         plan_once=plan_now,
+        tree=None if share is False else Lineage(pages),
     )
     renew_plan(plan, pages, seqs)
     traced.remember(plan, pages)
@@ -88,5 +93,14 @@ def renew_plan(plan: StandingPlan, cache: PagedKVCache | PrefixCache, seqs: Sequ
             f"seqs must have at most the plan's max_length of {plan.max_length} tokens, but sequence {named[long]} has "
             f"{lengths[long]}"
         )
-    plan.hold(named, lengths)
+    plan.hold(named, at, lengths)
+    kernel.renew(plan, partial(batch_of, plan, pages))
     return plan
+
+
+def batch_of(plan: StandingPlan, pages: PagedKVCache) -> Batch:
+    """The plan's sequences as the planner takes them."""
+    of, arranged = pages.sequences, plan.arrange()
+    return Batch(
+        plan.rows_of, plan.lengths, arranged.order, arranged.nodes, of.table, of.counts, of.stamps, of.last_stamp
+    )

@@ -16,7 +16,7 @@ from tilewise.api.options import Result, State, StepOptions
 from tilewise.api.prefill import full_precision
 from tilewise.cpu.scoring import Scoring
 from tilewise.gpu import beside
-from tilewise.gpu import decode as kernel
+from tilewise.gpu.decode_shapes import check_served
 from tilewise.kvcache import PagedKVCache, PrefixCache
 from tilewise.plan import DecodePlan
 from tilewise.plan.cost import CostModel
@@ -289,8 +289,7 @@ def _served(asked: Asked, plan: DecodePlan | StandingPlan) -> bool:
     """Does the decode kernel serve the decodes? Where it does not, the forward may: it takes any head_dim and dtype."""
     try:
         k_parts, v_parts = asked.pages.parts(asked.layer)
-        given: Any = plan  # of either kind
-        kernel.check_served(asked.q, asked.pages.format, given, (k_parts[0], v_parts[0]))
+        check_served(asked.q, asked.pages.format, plan, (k_parts[0], v_parts[0]))
     except NotImplementedError:
         return False
     return True

@@ -17,7 +17,8 @@ from tilewise import api, arch, arguments, compiler
 from tilewise.checks import FLOATS
 from tilewise.compiler.spec import KernelSpec
 from tilewise.formats import PLAIN, KVFormat
-from tilewise.gpu import append, calls, decode, merge_rows, prefill, widen
+from tilewise.gpu import append, calls, decode, decode_small, merge_rows, prefill, widen
+from tilewise.gpu.abi import decode_score_rule
 from tilewise.gpu.decode_kernels import DTYPES as DECODE_DTYPES
 from tilewise.gpu.decode_kernels import HEAD_DIMS as DECODE_HEAD_DIMS
 from tilewise.gpu.tilings import out_dtype
@@ -69,7 +70,7 @@ def specs(need: Need, card: str) -> list[KernelSpec]:
     one step, and writing and copying pages. NotImplementedError where no kernel serves them."""
     with arch.as_card(card):
         writing = [append.append_spec(need.dtype, need.form), append.COPY_SPEC]
-        found = [*_prefill(need), *_decode(need), *_step(need), *writing]
+        found = [*_prefill(need), *_decode(need, card), *_step(need), *writing]
     return list(dict.fromkeys(found))
 
 
@@ -123,10 +124,14 @@ def _bound(
         yield forward.ragged_spec
 
 
-def _decode(need: Need) -> Iterator[KernelSpec]:
+def _decode(need: Need, card: str) -> Iterator[KernelSpec]:
     """Few sequences, as many as fill the card, and more; behind a prefix, shared or not, and with nothing in common."""
     if need.head_dim not in DECODE_HEAD_DIMS or need.dtype not in DECODE_DTYPES:
         return
+    rules = [decode_score_rule(scores) for scores in need.scores if scores.window[0] is None]
+    yield from decode_small.likely_specs(
+        need.heads // need.kv_heads, need.kv_heads, need.dtype, need.form, need.page_size, rules, PROCESSORS, card
+    )
     filling = max(2, 4 * PROCESSORS // need.kv_heads)
     for sequences in dict.fromkeys((1, 2, filling, 4 * filling)):
         prefix, lead = PREFIX // need.page_size + 1, (need.page_size, need.kv_heads, need.head_dim)

@@ -7,6 +7,7 @@ and launches the planner, which makes the list anew.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,8 +15,9 @@ import numpy.typing as npt
 import torch
 
 from tilewise import compiler, emulator
+from tilewise.arch import LIMITS, card_of
 from tilewise.compiler.spec import KernelSpec
-from tilewise.gpu.abi import FAR, PLAN_LIMITS, PlanArgs
+from tilewise.gpu.abi import FAR, PLAN_LIMITS, Divisor, PlanArgs, PlanRoom
 from tilewise.plan.cost import MMA_STEP_CHUNKS, WHOLE_LIMITS
 from tilewise.plan.items import ITEM_WORDS
 from tilewise.plan.standing import StandingPlan
@@ -25,10 +27,11 @@ Ints = npt.NDArray[np.int32]
 Longs = npt.NDArray[np.int64]
 
 THREADS, SCAN_BYTES = 1024, 256  # decode/plan_block.cuh: kPlanThreads, kScanBytes
-MOST_KEYS = 8192  # decode/plan_work.cuh: kMostKeys
+MOST_KEYS = 4096  # decode/plan_work.cuh: kMostKeys
 MOST_BINS = 2048  # decode/plan_work.cuh: 1 << kBinBits
 UNIT = 16  # decode/plan_work.cuh: kUnit
 STEP_WORDS = 4  # decode/plan_work.cuh: kStepWords
+NODE_BYTES, RANGE_BYTES = 64, 32  # decode/plan_work.cuh: PlanNode, PlanRange
 TILE_ROUNDS = 64  # tile items of a block, at most: a batch that has more is not shared
 CUT_PIECES = 2048  # pieces of own ranges that there is room for where ranges could as well stay whole
 WINDOW_GAPS = 512  # ranges that windows leave between nodes, at most
@@ -37,7 +40,8 @@ WINDOW_GAPS = 512  # ranges that windows leave between nodes, at most
 class Batch(NamedTuple):
     """The sequences of a step. rows (n,): theirs in the cache's arrays `table`, `counts` and `stamps` (Sequences says
     what those are). lengths (n,): in tokens. order (n,): positions in `rows`, those below a node being neighbours.
-    nodes: (m, 5) as plan/flat.py has them."""
+    nodes: (m, 5) as plan/flat.py has them. last_stamp: the last number that was given as a stamp. `rows`, `order` and
+    `nodes` are the very arrays of the step before where they are the same."""
 
     rows: Longs
     lengths: Longs
@@ -46,6 +50,7 @@ class Batch(NamedTuple):
     table: Ints
     counts: Longs
     stamps: Longs
+    last_stamp: int
 
 
 class Room(NamedTuple):
@@ -91,30 +96,49 @@ def room_for(plan: StandingPlan, shape: Shape, splitting: Splitting) -> Room:
     return Room(
         together=together,
         bins=bins,
-        ranges=rows + (WINDOW_GAPS if windowed and shares else 0),
+        ranges=-(-rows // 2) * 2 + (WINDOW_GAPS if windowed and shares else 0),
         pieces=pieces,
-        tiles=min(MOST_KEYS // 2, rounds * shape.blocks // heads),
+        tiles=min(MOST_KEYS, rounds * shape.blocks // heads),
         states=states,
         slots=2 * each + 8,
         tile_rounds=rounds,
     )
 
 
-def shared_bytes(rows: int, room: Room) -> int:
-    """Of the planner's block, as decode/plan_work.cuh's PlanRoom lays it out."""
-    n, bins = -(-rows // 4) * 4, _power_of_two(room.bins)
+def lay_out(rows: int, room: Room) -> tuple[PlanRoom, int]:
+    """Where the planner's block has what in its shared memory, and how many bytes all of it takes."""
+    n, bins = -(-rows // 4) * 4, -(-room.bins // 2) * 2
     keys = min(MOST_KEYS, _power_of_two(max(room.pieces, room.tiles)))
-    head = SCAN_BYTES + 4 * 32 * (THREADS // 32 + 1)
-    return head + (16 + 16 + 64) * n + 32 * room.ranges + 20 * bins + 4 * keys + 4 * room.tiles
+    sizes = {"sums": 4 * 32 * 33, **dict.fromkeys(("place", "length", "caller", "under"), 4 * n), "split": 16 * n}
+    sizes |= {"ranges": RANGE_BYTES * room.ranges, "nodes": NODE_BYTES * n, "loads": 8 * bins, "fresh": 8 * bins}
+    sizes |= {**dict.fromkeys(("ranks", "counts", "work"), 4 * bins), "keys": 4 * keys, "next": 4 * room.tiles}
+    found, end = PlanRoom(), SCAN_BYTES
+    for name, size in sizes.items():
+        setattr(found, name, end)
+        end += size
+    return found, end
 
 
 def _power_of_two(count: int) -> int:
     return max(32, 1 << (count - 1).bit_length())
 
 
+def _bits(size: int) -> int:
+    """Of a power of two."""
+    assert size & (size - 1) == 0, size
+    return size.bit_length() - 1
+
+
 def planner_spec(shared: int) -> KernelSpec:
+    """The planner, with so many bytes of shared memory."""
     constants = (("kSelected", False),)
     return KernelSpec("decode_plan", "decode/plan.cu", "decode_plan", constants, THREADS, shared, product=True)
+
+
+def specs() -> list[KernelSpec]:
+    """The planner as a batch of 256 sequences gets it."""
+    shared = 64 << 10  # about as much; it changes nothing of the code
+    return [planner_spec(shared)]
 
 
 class PageMirror:
@@ -130,22 +154,26 @@ class PageMirror:
         self._sent = np.zeros(rows, np.int64)
         self._place = np.full(0, -1, np.int64)  # of each row of the cache
         self._rows, self._places = np.zeros(0, np.int64), np.zeros(0, np.int64)  # of the last batch
+        self._last_stamp = -1
 
     def follow(self, batch: Batch) -> tuple[Longs, Longs, Longs, Longs]:
-        """The places of the batch's sequences, (n,), and for each of them that has to be sent: its position in the
-        batch, its first page to send and the page up to which, (u,) each."""
+        """The places of the batch's sequences, (n,), the very array of the last call if the batch is the same; and for
+        each of them that has to be sent: its position in the batch, its first page to send and the page up to which,
+        (u,) each."""
         rows = batch.rows
-        if len(rows) != len(self._rows) or not (rows == self._rows).all():
-            self._places, self._rows = self._find_places(rows, len(batch.table)), rows.copy()
+        if rows is not self._rows:
+            self._places, self._rows = self._find_places(rows, len(batch.table)), rows
         places = self._places
-        stamps, counts = batch.stamps[rows], batch.counts[rows]
-        sent = self._sent[places]
-        changed = stamps != self._stamp[places]
-        if changed.any():
+        counts, sent = batch.counts[rows], self._sent[places]
+        if batch.last_stamp != self._last_stamp:
+            stamps = batch.stamps[rows]
+            changed = stamps != self._stamp[places]
             sent[changed] = 0
             self._stamp[places] = stamps
+            self._last_stamp = batch.last_stamp
         (update,) = (counts > sent).nonzero()
-        self._sent[places] = counts
+        if len(update):
+            self._sent[places] = counts
         return places, update, sent[update], counts[update]
 
     def _find_places(self, rows: Longs, cache_rows: int) -> Longs:
@@ -198,7 +226,15 @@ class PlannedList:
         self._scratch = zeros(room.bins + shape.blocks + units)
         self._step = zeros(STEP_WORDS + plan.rows * (4 + 5 + 4 + width) + 8)
         self._mirror = PageMirror(plan.rows)
-        self.spec = planner_spec(shared_bytes(plan.rows, room))
+        self._head: tuple[tuple[Longs, Ints, Longs], Ints] | None = None  # of the last step, and what it was made of
+        self._layout, shared = lay_out(plan.rows, room)
+        card = card_of(device)
+        if shared > LIMITS[card].shared_block:
+            raise NotImplementedError(
+                f"standing plans on {card} take fewer than {plan.rows} rows: the planner would need {shared} bytes of "
+                f"shared memory, and a block has {LIMITS[card].shared_block}; use fewer rows"
+            )
+        self.spec = planner_spec(shared)
         self._args = self._arguments(splitting)
         if device.type == "cuda":
             self._kernel = compiler.load(self.spec, device)
@@ -222,22 +258,23 @@ class PlannedList:
             made=self.made.data_ptr(),
             rows=plan.rows,
             width=self.pages.shape[1],
-            page_size=plan.page_size,
+            page_size=Divisor.by(plan.page_size),
             tokens=plan.tokens_per_seq,
             left=FAR if left is None else min(left, FAR),
-            heads=plan.heads_kv,
-            rows_each=self._rows_each,
+            heads=Divisor.by(plan.heads_kv),
+            rows_each=Divisor.by(self._rows_each),
             together=room.together,
-            blocks=shape.blocks,
+            blocks=Divisor.by(shape.blocks),
             warps=shape.warps,
             joiners=shape.joiners,
             slots=room.slots,
             tile_rounds=room.tile_rounds,
             pass_rows=shape.rows,
             tile_rows=shape.tile_rows,
+            tile_box=next((n for n in (64, 32, 16) if plan.page_size % n == 0), CHUNK),
             wide_rows=splitting.tile_rows if shape.tiles else FAR,
             in_turn=shape.in_turn,
-            chunk=shape.chunk,
+            chunk_bits=_bits(shape.chunk),
             longest=shape.longest,
             shared_tokens=splitting.shared,
             item_cost=round(UNIT * weights.item_chunks),
@@ -246,12 +283,16 @@ class PlannedList:
             max_pieces=room.pieces,
             max_tiles=room.tiles,
             max_states=room.states,
+            bins=room.bins,
+            groups=Divisor.by(plan.heads_kv // room.together),
+            passes=Divisor.by(-(-self._rows_each // shape.rows)),
+            room=self._layout,
             item_chunks=weights.item_chunks,
             state_chunks=weights.state_chunks,
             sprint=weights.sprint,
         )
         for n, (limit, size) in enumerate(splitting.pieces):
-            a.limits[n], a.sizes[n] = limit, size
+            a.limits[n], a.size_bits[n] = limit, _bits(size)
         return a
 
     def tensors(self, device: torch.device) -> dict[str, torch.Tensor]:
@@ -265,7 +306,7 @@ class PlannedList:
         emulated: options of emulator.launch.
         """
         if self.device.type != "cuda":
-            self._fill(batch, lambda words: self._step.numpy())
+            self._fill(batch, lambda words: self._step.numpy()[:words])
             known = {**self.tensors(self.device), "step": self._step, "scratch": self._scratch, "made": self.made}
             emulator.launch(self.spec, (1, 1, 1), [self._args], known, **emulated)
             return
@@ -280,32 +321,39 @@ class PlannedList:
         self._step[: len(staged[0])].copy_(staged[0], non_blocking=True)
         self._kernel.launch((1, 1, 1), self._launch_args, stream=compiler.raw_stream(self._kernel.ordinal))
 
-    def _fill(self, batch: Batch, buffer: Any) -> None:
+    def _fill(self, batch: Batch, buffer: Callable[[int], Ints]) -> None:
         """Write the step, decode/plan_work.cuh's PlanArgs.step, into `buffer(words)`."""
         places, update, begin, end = self._mirror.follow(batch)
-        count, nodes, updates = len(batch.rows), len(batch.nodes), len(update)
-        at_nodes = STEP_WORDS + 4 * count
-        at_updates = STEP_WORDS + -(-(4 * count + 5 * nodes) // 4) * 4
-        at_pages = at_updates + 4 * updates
-        sizes = end - begin
-        total = int(sizes.sum())
-        step = buffer(at_pages + total)
-        step[:STEP_WORDS] = count, nodes, updates, 0
-        order = batch.order
-        sequences = step[STEP_WORDS:at_nodes].reshape(count, 4)
-        sequences[:, 0], sequences[:, 1], sequences[:, 2] = order, places[order], batch.lengths[order]
-        sequences[:, 3] = 0
-        if nodes:
-            step[at_nodes : at_nodes + 5 * nodes] = batch.nodes.ravel()
+        head = self._head_of(batch, places)
+        head[: STEP_WORDS * (1 + len(batch.rows))].reshape(-1, STEP_WORDS)[1:, 2] = batch.lengths[batch.order]
+        updates = head[2] = len(update)
         if not updates:
+            buffer(len(head))[:] = head
             return
-        changes = step[at_updates:at_pages].reshape(updates, 4)
+        sizes = end - begin
         ends = np.cumsum(sizes)
+        total, at_pages = int(ends[-1]), len(head) + 4 * updates
+        step = buffer(at_pages + total)
+        step[: len(head)] = head
+        changes = step[len(head) : at_pages].reshape(updates, 4)
         changes[:, 0], changes[:, 1], changes[:, 2], changes[:, 3] = places[update], begin, sizes, ends - sizes
-        pages, rows = step[at_pages : at_pages + total], batch.rows[update]
+        pages, rows = step[at_pages:], batch.rows[update]
         if total == updates:
-            pages[:] = batch.table[rows, begin]
+            pages[:total] = batch.table[rows, begin]
             return
         spans = zip(rows.tolist(), begin.tolist(), end.tolist(), ends.tolist(), strict=True)
         for row, first, last, to in spans:
             pages[to - (last - first) : to] = batch.table[row, first:last]
+
+    def _head_of(self, batch: Batch, places: Longs) -> Ints:
+        """The header, sequences and nodes of a step, all but the lengths and the number of updates."""
+        made_of = (places, batch.order, batch.nodes)
+        if self._head is None or any(a is not b for a, b in zip(self._head[0], made_of, strict=True)):
+            count, nodes = len(batch.rows), len(batch.nodes)
+            head = np.zeros(STEP_WORDS + -(-(4 * count + 5 * nodes) // 4) * 4, np.int32)
+            head[:2] = count, nodes
+            sequences = head[STEP_WORDS : STEP_WORDS + 4 * count].reshape(count, 4)
+            sequences[:, 0], sequences[:, 1] = batch.order, places[batch.order]
+            head[STEP_WORDS + 4 * count : STEP_WORDS + 4 * count + 5 * nodes] = batch.nodes.ravel()
+            self._head = made_of, head
+        return self._head[1]

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from tilewise import checks
 from tilewise.kvcache.pool import Ints, Pages
+
+if TYPE_CHECKING:
+    from tilewise.kvcache.lineage import Kinship
 
 MANY = 2**40  # a count of tokens that no cache has room for
 
@@ -31,34 +34,50 @@ class Sequences:
         self.rows: dict[int, int] = {}
         self.lengths, self.counts, self.last, self.stamps = (np.zeros(8, np.int64) for _ in range(4))
         self.table: Pages = np.zeros((8, 8), np.int32)
+        self.kinship: Kinship | None = None  # who shares pages with whom, kept once somebody asks for it
         self._stamp = 0  # the last one given
         self._unused: list[int] = []
         # The sequences asked for last, and their rows: steps mostly go over the same ones.
         self._batch: tuple[list[int], tuple[int, ...], Ints] | None = None
 
     def add(self, seq: int, pages: Pages, length: int) -> None:
-        row = self._unused.pop() if self._unused else len(self.rows)
-        if row == len(self.lengths):
-            self.lengths, self.counts, self.last, self.stamps = (
-                np.concatenate([x, np.zeros_like(x)]) for x in (self.lengths, self.counts, self.last, self.stamps)
-            )
-            self._resize(2 * row, self.table.shape[1])
+        """A sequence with this page list."""
+        rows = self._new_rows([seq])
         self._widen(len(pages))
-        self.table[row, : len(pages)] = pages
-        self.rows[seq] = row
-        self.lengths[row], self.counts[row] = length, len(pages)
-        self.last[row] = pages[-1] if len(pages) else -1
-        self._stamp += 1
-        self.stamps[row] = self._stamp
+        self.table[rows, : len(pages)] = pages
+        self.lengths[rows], self.counts[rows] = length, len(pages)
+        self.last[rows] = pages[-1] if len(pages) else -1
+        if self.kinship is not None:
+            self.kinship.join(int(rows[0]))
 
-    def remove(self, seq: int) -> Pages:
-        """Its pages."""
-        pages = self.pages(seq)
+    def add_empty(self, seqs: list[int]) -> None:
+        rows = self._new_rows(seqs)
+        self.lengths[rows] = self.counts[rows] = 0
+        self.last[rows] = -1
+        if self.kinship is not None:
+            self.kinship.append(rows)
+
+    def copy(self, seqs: list[int], sources: Ints) -> None:
+        """New sequences with the page lists and lengths of the rows `sources`: one each, or all of the one row."""
+        rows = self._new_rows(seqs)
+        counts = self.counts[sources]
+        width = max(counts.tolist(), default=0)
+        self.table[rows, :width] = self.table[sources, :width]
+        self.lengths[rows], self.counts[rows], self.last[rows] = self.lengths[sources], counts, self.last[sources]
+        if self.kinship is not None:
+            self.kinship.fork(rows, sources)
+
+    def end(self, seqs: Sequence[int]) -> Ints:
+        """The rows of sequences that live no longer. Their page lists stay until clear() is told of the rows."""
         self._batch = None
-        row = self.rows.pop(seq)
-        self.table[row, : len(pages)] = 0
-        self._unused.append(row)
-        return pages
+        return np.fromiter(map(self.rows.pop, seqs), np.int64, len(seqs))
+
+    def clear(self, rows: Ints) -> None:
+        """Empty rows of sequences that have ended: others may have them."""
+        self.table[rows, : max(self.counts[rows].tolist(), default=0)] = 0
+        self._unused += rows.tolist()
+        if self.kinship is not None:
+            self.kinship.leave(rows)
 
     def row(self, seq: int, name: str = "seq") -> int:
         """Raises ValueError unless the sequence is alive."""
@@ -67,14 +86,31 @@ class Sequences:
             raise ValueError(f"{name} must be alive, but sequence {seq} was freed or never allocated")
         return row
 
+    def named(self, seqs: Any, name: str = "seqs") -> tuple[list[int], Ints]:
+        """The numbers and rows of sequences (a list, tensor or array) that must be alive."""
+        numbers = check_seqs(seqs, name)
+        try:
+            rows = np.fromiter(map(self.rows.__getitem__, numbers), np.int64, len(numbers))
+        except KeyError:
+            rows = np.array([self.row(seq, name) for seq in numbers], np.int64)
+        return numbers, rows
+
+    def some(self, seq: Any) -> tuple[list[int], Ints]:
+        """named() of one number or of a list of them."""
+        if several(seq):
+            return self.named(seq, "seq")
+        row = self.row(seq)
+        return [int(seq)], np.array([row])
+
+    @property
+    def last_stamp(self) -> int:
+        """The last stamp that was given: while it stands still, so do all of them."""
+        return self._stamp
+
     def batch(self, seqs: Any) -> tuple[tuple[int, ...], Ints]:
-        """The numbers and rows of sequences (a list, tensor or array) that must be alive and named once each."""
+        """named() of sequences that are named once each."""
         if self._batch is None or self._batch[0] != seqs:
-            named = check_seqs(seqs)
-            try:
-                rows = np.fromiter(map(self.rows.__getitem__, named), np.int64, len(named))
-            except KeyError:
-                rows = np.array([self.row(seq, "seqs") for seq in named], np.int64)
+            named, rows = self.named(seqs)
             if len(set(named)) != len(named):
                 raise ValueError("seqs must name each sequence once, got one twice; add up its counts")
             if type(seqs) is not list:
@@ -89,10 +125,34 @@ class Sequences:
         pages.flags.writeable = False
         return pages
 
+    def lists(self, rows: Ints) -> tuple[Pages, Ints]:
+        """The pages that all of these rows begin with, and what comes after those, one row after another."""
+        counts = self.counts[rows]
+        if len(rows) < 2:
+            return self.table[rows[:1], : counts[0] if len(rows) else 0].reshape(-1), np.empty(0, np.int64)
+        each = counts.tolist()
+        least, width = min(each), max(each)
+        lead = 0
+        if self.kinship is not None:
+            lead = self.kinship.shared_by(rows)
+        elif least:
+            same = np.logical_and.reduce(self.table[rows[1:], :least] == self.table[rows[0], :least])
+            lead = int(same.argmin())
+            if same[lead]:
+                lead = least
+        rest = self.table[rows, lead:width][np.arange(lead, width) < counts[:, None]]
+        return self.table[rows[0], :lead], rest.astype(np.int64)
+
+    def padded(self, rows: Ints, fill: int) -> Pages:
+        """(len(rows), most pages of any) int32: their page lists, filled up."""
+        counts = self.counts[rows]
+        width = int(counts.max(initial=0))
+        return np.where(np.arange(width) < counts[:, None], self.table[rows, :width], np.int32(fill))
+
     def grow(self, rows: Ints, growth: Ints, pages: Pages) -> None:
         """Add `growth` pages at the end of each, all of them one after another in `pages`."""
         counts = self.counts[rows]
-        self._widen(int((counts + growth).max()))
+        self._widen(int(np.maximum.reduce(counts + growth)))
         if len(pages) == len(rows):
             self.table[rows, counts] = pages
             self.last[rows] = pages
@@ -106,6 +166,31 @@ class Sequences:
     def replace_last(self, rows: Ints, pages: Ints) -> None:
         self.table[rows, self.counts[rows] - 1] = pages
         self.last[rows] = pages
+        self._restamp(rows)
+        if self.kinship is not None:
+            self.kinship.replace(rows)
+
+    def _new_rows(self, seqs: list[int]) -> Ints:
+        """A row for each of them."""
+        count, unused = len(seqs), self._unused
+        fresh = max(0, count - len(unused))
+        first = len(self.rows)  # with none unused, the first that never was in use
+        if fresh and first + count > len(self.lengths):
+            more = max(first + count, 2 * len(self.lengths))
+            self.lengths, self.counts, self.last, self.stamps = (
+                np.concatenate([x, np.zeros(more - len(x), np.int64)])
+                for x in (self.lengths, self.counts, self.last, self.stamps)
+            )
+            self._resize(more, self.table.shape[1])
+        first += len(unused)
+        rows = unused[len(unused) - count + fresh :] + list(range(first, first + fresh))
+        del unused[len(unused) - count + fresh :]
+        self.rows.update(zip(seqs, rows, strict=True))
+        found = np.array(rows, np.int64)
+        self._restamp(found)
+        return found
+
+    def _restamp(self, rows: Ints) -> None:
         self.stamps[rows] = np.arange(self._stamp + 1, self._stamp + 1 + len(rows))
         self._stamp += len(rows)
 
@@ -120,15 +205,26 @@ class Sequences:
         self.table = table
 
 
-def check_seqs(seqs: Any) -> list[int]:
+def several(seq: Any) -> bool:
+    """Whether it is a list of sequence numbers, not one number."""
+    if type(seq) in (int, list):
+        return type(seq) is list
+    if isinstance(seq, (np.ndarray, torch.Tensor)):
+        return seq.ndim > 0
+    return isinstance(seq, Sequence) and not isinstance(seq, str)
+
+
+def check_seqs(seqs: Any, name: str = "seqs") -> list[int]:
     """`seqs`, a list, tensor or array of sequence numbers, as a list of ints."""
+    if type(seqs) is list and _all_ints(seqs):
+        return seqs
     if isinstance(seqs, (torch.Tensor, np.ndarray)):
         seqs = seqs.tolist()
     if isinstance(seqs, str) or not isinstance(seqs, Sequence):
-        raise TypeError(f"seqs must be a list of sequence numbers, got {type(seqs).__name__}")
+        raise TypeError(f"{name} must be a list of sequence numbers, got {type(seqs).__name__}")
     if _all_ints(seqs):
-        return seqs if type(seqs) is list else list(seqs)
-    return [checks.integer("seqs", seq) for seq in seqs]
+        return list(seqs)
+    return [checks.integer(name, seq) for seq in seqs]
 
 
 def check_counts(counts: Any, expected: int) -> tuple[tuple[int, ...], Ints]:

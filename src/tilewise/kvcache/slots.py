@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from tilewise.kvcache.pool import Ints
+from tilewise.kvcache.pool import Ints, ranges
 
 if TYPE_CHECKING:
     from tilewise.kvcache.paged import PagedKVCache
@@ -122,16 +122,15 @@ class Slots:
 
     def _moved(self) -> bool:
         """Whether a page of the slots, whose sequences are alive, was replaced by copy-on-write."""
-        size = self._cache.page_size
-        token = page = 0
-        for seq, count in zip(self.seqs, self.counts, strict=True):
-            start = int(self.host_positions[token]) if count else 0
-            first, stop = start // size, -(-(start + count) // size)
-            now = self._cache.page_list(seq)[first:stop]
-            if not np.array_equal(now, self._pages[page : page + len(now)]):
-                return True
-            token, page = token + count, page + len(now)
-        return False
+        size, sequences = self._cache.page_size, self._cache.sequences
+        rows = sequences.named(self.seqs)[1]
+        counts = np.array(self.counts, np.int64)
+        filled = counts > 0
+        rows, counts = rows[filled], counts[filled]
+        starts = self.host_positions[np.cumsum(counts) - counts]
+        first, stop = starts // size, -(-(starts + counts) // size)
+        now = sequences.table[np.repeat(rows, stop - first), ranges(first, stop - first)]
+        return not np.array_equal(now, self._pages)
 
 
 def check_slots(slots: Any, cache: PagedKVCache, layer: int) -> None:

@@ -175,9 +175,12 @@ class Written:
     def copy_pages(self, old: Ints, new: Ints) -> None:
         self.bits[new] = self.bits[old]
 
-    def in_every_layer(self, page: int, tokens: int) -> bool:
-        """Whether the first `tokens` of a page were written in every layer."""
-        return bool((self.bits[page, :tokens] == self.every_layer).all())
+    def in_every_layer(self, pages: Ints, tokens: Ints) -> npt.NDArray[np.bool_]:
+        """For each of the pages, whether its first `tokens` were written in every layer."""
+        written = (self.bits[pages] == self.every_layer).all(-1)
+        written |= np.arange(written.shape[1]) >= tokens[:, None]
+        whole: npt.NDArray[np.bool_] = written.all(-1)
+        return whole
 
     def has(self, layer: int, lists: Pages, rows: slice) -> bool:
         """Whether these rows of the tokens in n lists of pages (n, c) were all written in the layer."""

@@ -51,8 +51,8 @@ class Spans(NamedTuple):
 def tree_order(table: Ints, counts: Longs) -> tuple[Ints, Longs]:
     """The order of a batch, (n,), and the leading pages that neighbours of it have in common, (n - 1,).
 
-    table: (n, width), the page lists, of `counts` pages each and filled up with anything. The order is that of the
-    lists' bytes, so it depends on nothing but the lists.
+    table: (n, width), the page lists, of `counts` pages each and with zeros after them. The order is that of the lists'
+    bytes, so it depends on nothing but the lists.
     """
     count = len(table)
     order = np.arange(count, dtype=np.int32)
@@ -66,28 +66,30 @@ def tree_order(table: Ints, counts: Longs) -> tuple[Ints, Longs]:
     same = (key[1:] == key[:-1]) & (key[1:] >= 0)
     if not same.any():  # lists with different first pages have nothing in common
         return order, common
-    pairs = same.nonzero()[0]
-    inside = np.zeros(count, np.bool_)
-    inside[pairs] = inside[pairs + 1] = True
-    places = inside.nonzero()[0]
-    members = order[places]
-    own = counts[members]
-    width = int(own.max())
+    inside = np.append(same, False) | np.append(False, same)
+    places = inside.nonzero()[0]  # in the order: of the lists that begin like another one
+    members, group = order[places], key[places]
+    width = int(counts[members].max())
     lists = table[members, :width]
-    if int(own.min()) < width:
-        lists[np.arange(width) >= own[:, None]] = 0
-        # Filled up with zeros, a list equals itself with page 0 after it: the shorter one comes first.
-        by = own.argsort(kind="stable")
-        members, lists = members[by], lists[by]
-    by = lists.view(f"V{4 * width}")[:, 0].argsort(kind="stable")
-    members, lists = members[by], lists[by]
-    order[places] = members
-    at = np.cumsum(inside)[pairs] - 1
-    differs = lists[:-1] != lists[1:] if len(at) == len(lists) - 1 else lists[at] != lists[at + 1]
-    first = differs.argmax(1)
-    first[~differs[np.arange(len(at)), first]] = width
     own = counts[members]
-    common[pairs] = np.minimum(first, np.minimum(own[at], own[at + 1]))
+    together = group[1:] == group[:-1]
+    # Groups mostly have a long prefix in common: what comes before the first difference in any of them is left out.
+    differs = (lists[1:] != lists[:-1]) & together[:, None]
+    apart = differs.any(0)
+    skip = int(apart.argmax()) if apart.any() else width
+    # Filled up with zeros, a list equals itself with page 0 after it: the shorter one comes first.
+    by = own.argsort(kind="stable")
+    if skip < width:
+        by = by[np.ascontiguousarray(lists[by, skip:]).view(f"V{4 * (width - skip)}")[:, 0].argsort(kind="stable")]
+    by = by[group[by].argsort(kind="stable")]
+    members, own, rest = members[by], own[by], lists[by, skip:]
+    order[places] = members
+    first = np.full(len(together), width)
+    if skip < width:
+        differs = rest[1:] != rest[:-1]
+        found = differs.argmax(1)
+        first = np.where(differs[np.arange(len(found)), found], found + skip, width)
+    common[same] = np.minimum(first, np.minimum(own[1:], own[:-1]))[together]
     return order, common
 
 
@@ -210,3 +212,94 @@ def _judged(
     if not nodes or not cost.pays(alone_us, saved_us, (seen - shared) * kv_bytes, widest * rows // judge.heads_kv):
         return []
     return nodes
+
+
+def own_ranges(nodes: Longs, lengths: Longs, tokens_per_seq: int, left: int | None, most: int = 0) -> Longs:
+    """(3, k): sequence, start and stop of the tokens that some row of a sequence sees and that no node shares; by
+    sequence, and ascending.
+
+    nodes, lengths, left: as in choose_nodes. most: how many tokens a sequence reads at most, 0 for all.
+    """
+    at = np.zeros_like(lengths) if left is None else np.maximum(0, lengths - tokens_per_seq - left)
+    before = [np.zeros((3, 0), np.int64)]  # what a window leaves before the first node that covers it
+    for first, sequences, start, stop, _ in nodes.tolist():
+        span = at[first : first + sequences]
+        if left is not None:
+            short = (span < start).nonzero()[0]
+            before.append(np.stack(np.broadcast_arrays(short + first, span[short], start)))
+        span[:] = stop
+    ends = np.minimum(lengths, most) if most else lengths
+    owners = (ends > at).nonzero()[0]
+    own = np.stack([owners, at[owners], ends[owners]])
+    if len(before) > 1:
+        own = np.concatenate([*before, own], axis=1)
+        own = own[:, np.lexsort((own[1], own[0]))]
+    return own
+
+
+def stored_tokens(common: Longs, lengths: Longs, page_size: int, spans: Spans) -> int:
+    """Tokens that lie in the pages, each counted once. Arguments as in choose_nodes."""
+    if not spans.first:
+        return int(lengths.sum())
+    around = np.concatenate([[0], common, [0]])
+    leaves = np.maximum(0, lengths - np.maximum(around[1:], around[:-1]) * page_size)
+    edges = np.array([spans.first, spans.end], np.int64).T.ravel()
+    shortest = np.minimum.reduceat(np.append(lengths, 0), edges)[::2]
+    stops = np.minimum(np.array(spans.depth) * page_size, shortest)
+    return int(leaves.sum() + np.maximum(0, stops - np.array(spans.over) * page_size).sum())
+
+
+class Parts(NamedTuple):
+    """Ranges cut into parts, (k,) each: which range a part is of, and its tokens [start, stop)."""
+
+    of: Longs
+    start: Longs
+    stop: Longs
+
+
+def cut_at_breaks(pages: Ints, sequence: Longs, start: Longs, stop: Longs, page_size: int, shortest: int) -> Parts:
+    """Token ranges, cut where their pages are not consecutive if the parts have at least `shortest` tokens on average.
+
+    pages: (n, width), the page lists. sequence, start, stop: (m,), of each range the row of its pages and its tokens.
+    """
+    numbers = np.arange(len(start))
+    first, last = start // page_size, (stop - 1) // page_size
+    long = stop - start >= 2 * shortest  # two parts or more
+    if not long.any():
+        return Parts(numbers, start, stop)
+    begin = int(first[long].min())
+    read = pages[:, begin:]
+    width = read.shape[1] - 1
+    # The places before which a list does not go on with the next page, counted through all lists.
+    breaks = np.flatnonzero(read[:, 1:] != read[:, :-1] + 1)
+    base = sequence * width - begin
+    low, high = np.searchsorted(breaks, base + np.maximum(first, begin)), np.searchsorted(breaks, base + last)
+    parts = np.where(long & (stop - start >= shortest * (high - low + 1)), high - low + 1, 1)
+    if parts.max() == 1:
+        return Parts(numbers, start, stop)
+    of = np.repeat(numbers, parts)
+    inner = np.arange(len(of)) - np.repeat(np.cumsum(parts) - parts, parts)  # which part of its range it is
+    begins = start[of]
+    later = inner > 0
+    places = breaks[low[of[later]] + inner[later] - 1] - base[of[later]] + 1
+    begins[later] = places * page_size
+    ends = np.append(begins[1:], 0)
+    lasts = np.append(~later[1:], True)
+    return Parts(of, begins, np.where(lasts, stop[of], ends))
+
+
+def cut_nodes(nodes: Longs, pages: Ints, page_size: int, shortest: int) -> Longs:
+    """Nodes (m, 5) cut by cut_at_breaks: a part stands above the next one, the last one above the node's children."""
+    if not len(nodes):
+        return nodes
+    first = nodes[:, FIRST]
+    parts = cut_at_breaks(pages[first], np.arange(len(nodes)), nodes[:, START], nodes[:, STOP], page_size, shortest)
+    if len(parts.of) == len(nodes):
+        return nodes
+    made = nodes[parts.of]
+    made[:, START], made[:, STOP] = parts.start, parts.stop
+    lasts = np.append((np.bincount(parts.of)).cumsum() - 1, -1)  # of each node its last part; -1 stays -1
+    made[:, ABOVE] = np.arange(-1, len(made) - 1)
+    begins = np.append(0, lasts[:-2] + 1)
+    made[begins, ABOVE] = lasts[nodes[:, ABOVE]]
+    return made

@@ -2,19 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import ClassVar, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from tilewise.plan.flat import Judge
+from tilewise.plan.flat import NODE_WORDS, Judge, choose_nodes
 from tilewise.plan.schedule_files import AnyPath
 from tilewise.plan.show import Card
 from tilewise.plan.tiles import DecodePlan, Window, _serials
 
+Ints = npt.NDArray[np.int32]
 Longs = npt.NDArray[np.int64]
+
+KEPT_STEPS = 64  # after so many steps of growth nodes are chosen anew
+
+
+class Arranged(NamedTuple):
+    """The order of a batch, its leading pages in common and the nodes that it shares, as plan/flat.py has them. steps:
+    how often the batch only grew since the nodes were chosen."""
+
+    order: Ints
+    common: Longs
+    nodes: Longs
+    steps: int
+
+
+class TreeOrder(Protocol):
+    """Who keeps the order of a batch: kvcache/lineage.py."""
+
+    def update(self, seqs: Sequence[int], /) -> tuple[Ints, Longs]:
+        """order and common; the very arrays of the last call if sequences only grew since."""
+        ...
 
 
 @dataclass(eq=False)
@@ -30,6 +51,7 @@ class StandingPlan:
     """
 
     pages_per_seq: ClassVar[int] = 0  # as of DecodePlan: all pages are read
+    room: ClassVar[int] = 0  # as of DecodePlan: it is renewed instead
 
     rows: int
     max_length: int
@@ -43,9 +65,14 @@ class StandingPlan:
     judge: Judge
     cache_serial: int
     plan_once: Callable[[list[int]], DecodePlan] = field(repr=False)
+    tree: TreeOrder | None = field(repr=False)  # None if nothing is shared
     seqs: tuple[int, ...] = ()
+    rows_of: Longs = field(
+        default_factory=lambda: np.zeros(0, np.int64), repr=False
+    )  # of `seqs`, in the cache's arrays
     lengths: Longs = field(default_factory=lambda: np.zeros(0, np.int64), repr=False)
     serial: int = field(default_factory=_serials.__next__, init=False)
+    _arranged: Arranged | None = field(default=None, init=False, repr=False)
     _now: DecodePlan | None = field(default=None, init=False, repr=False)
 
     @property
@@ -55,9 +82,32 @@ class StandingPlan:
             self._now = self.plan_once(list(self.seqs))
         return self._now
 
-    def hold(self, seqs: tuple[int, ...], lengths: Longs) -> None:
-        """Be the plan of these sequences, (n,) lengths in tokens, from now on."""
-        self.seqs, self.lengths, self._now = seqs, lengths, None
+    def hold(self, seqs: tuple[int, ...], rows_of: Longs, lengths: Longs) -> None:
+        """Be the plan of these sequences from now on: (n,) rows in the cache's arrays, (n,) lengths in tokens."""
+        self.seqs, self.rows_of, self.lengths, self._now = seqs, rows_of, lengths, None
+
+    def arrange(self) -> Arranged:
+        """The order of the sequences as they are now and the nodes that they share.
+
+        A batch that only grew keeps its nodes for some steps: they stay right, and choosing anew would seldom choose
+        differently.
+        """
+        known, count = self._arranged, len(self.seqs)
+        if self.tree is None:
+            if known is None or len(known.order) != count:
+                none = np.zeros((0, NODE_WORDS), np.int64)
+                known = Arranged(np.arange(count, dtype=np.int32), none[:, 0], none, 0)
+        else:
+            order, common = self.tree.update(list(self.seqs))
+            if known is not None and known.order is order and known.common is common and known.steps < KEPT_STEPS:
+                known = known._replace(steps=known.steps + 1)
+            else:
+                left = self.window[0] if self.window is not None else None
+                judge = None if self.share else self.judge
+                nodes = choose_nodes(common, self.lengths[order], self.page_size, self.tokens_per_seq, left, judge)
+                known = Arranged(order, common, nodes, 0)
+        self._arranged = known
+        return known
 
     def show(self, card: str | Card = "H200") -> str:
         """`now` as a few lines of text."""

@@ -231,7 +231,7 @@ template <> struct Plain<Element> {
     }
 };
 
-extern "C" __global__ void __launch_bounds__(kThreads) append(const __grid_constant__ AppendArgs a) {
+extern "C" __global__ void __launch_bounds__(kThreads, 3) append(const __grid_constant__ AppendArgs a) {
     const int lane = threadIdx.x % kLanes;
     const uint32_t row = blockIdx.x * (kThreads / kLanes) + threadIdx.x / kLanes;
     const uint32_t rows = 2 * a.heads + a.heads_q, token = row / rows, place = row % rows;

@@ -10,43 +10,42 @@
 // be; if nodes take more states, pieces or rounds than there is room for, nothing is shared; if a balanced deal does
 // not fit the slots of its busiest bin, units are dealt in turn.
 //
+// Everything stands once in the code, and what stands in a loop is not unrolled: the planner runs once per step, and
+// fetching its instructions takes as long as running them.
+//
 // Constants: kSelected, false.
 #include "decode/plan_cut.cuh"
 #include "decode/plan_deal.cuh"
 
 struct Planner {
     const PlanArgs& args;
-    const int bins, groups;  // groups: units of a piece, of `together` heads each
-    const PlanRoom room;
     const Cuts cuts;
-    int node_count, best, pieces, tiles, chains, states, rounds, slots;
+    int node_count, pieces, tiles;
 
-    TILE_DEVICE explicit Planner(const PlanArgs& a)
-        : args(a), bins(a.together > 1 || a.tile_rounds ? a.blocks : a.blocks * a.warps), groups(a.heads / a.together),
-          room(a, bins), cuts(a, room), node_count(0), best(0), pieces(0), tiles(0), chains(0), states(0), rounds(0),
-          slots(0) {}
+    TILE_DEVICE explicit Planner(const PlanArgs& a) : args(a), cuts{a}, node_count(0), pieces(0), tiles(0) {}
 
     TILE_DEVICE void run() {
         const Global<const int> step{args.step};
         const int sequences = step[0], given = step[1], updates = step[2];
         read(sequences, given, updates);
-        for (int attempt = 0; attempt < 2; attempt++) {
-            node_count = attempt ? 0 : given;
-            const bool fits = cut();
-            if (!fits && node_count) continue;
-            rounds = chains = 0;
-            clear_loads();
-            if (tiles) deal_tiles();
-            if (rounds <= args.tile_rounds) break;
+        bool shares = given > 0, done = false;
+#pragma unroll 1
+        while (!done) {
+            node_count = shares ? given : 0;
+            done = cut() || !shares;
+            if (done) {
+                tell(kRounds, 0);
+                clear_bins();
+#pragma unroll 1
+                for (int what = tiles ? kChains : kStreams; done && what <= kStreams; what++)
+                    done = plan(what == kChains) || !shares;
+            }
+            shares = false;
         }
-        if (args.tile_rounds) write_tiles();
-        const bool in_turn = deal_streams();
-        write_streams(in_turn);
-        if (threadIdx.x == 0) {
-            const Global<int> made{args.made};
-            made[0] = pieces, made[1] = states, made[2] = slots, made[3] = rounds, made[4] = node_count;
-            made[5] = in_turn;
-        }
+    }
+    // Tells who asks: PlanArgs.made
+    TILE_DEVICE void tell(int what, int value) const {
+        if (threadIdx.x == 0) Global<int>{args.made}[what] = value;
     }
 
     // ---- what the host says -----------------------------------------------------------------------------------------
@@ -57,18 +56,20 @@ struct Planner {
         if (n < args.rows) {
             Vector16 of{{uint32_t(n), 0, 0, 0}};  // idle
             if (n < sequences) of = Global<const Vector16>{reinterpret_cast<const Vector16*>(args.step)}[1 + n];
-            Shared<int>(room.caller)[n] = int(of.word[0]);
-            Shared<int>(room.place)[n] = int(of.word[1]);
-            Shared<int>(room.length)[n] = int(of.word[2]);
+            Shared<int>(args.room.caller)[n] = int(of.word[0]);
+            Shared<int>(args.room.place)[n] = int(of.word[1]);
+            Shared<int>(args.room.length)[n] = int(of.word[2]);
             Global<int>{args.order}[n] = int(of.word[0]);
             Global<int>{args.lengths}[n] = int(of.word[2]);
         }
+#pragma unroll 1
         for (int i = n; i < given; i += kPlanThreads) {
             PlanNode node{};
             node.first = nodes[5 * i], node.sequences = nodes[5 * i + 1];
             node.start = nodes[5 * i + 2], node.stop = nodes[5 * i + 3], node.above = nodes[5 * i + 4];
-            Shared<PlanNode>(room.nodes)[i] = node;
+            Shared<PlanNode>(args.room.nodes)[i] = node;
         }
+#pragma unroll 1
         for (int i = warp; i < updates; i += kPlanWarps) {
             const Vector16 change = Global<const Vector16>{reinterpret_cast<const Vector16*>(changes)}[i];
             const Global<const int> from{changes + 4 * updates + change.word[3]};
@@ -83,245 +84,229 @@ struct Planner {
     TILE_DEVICE bool cut() {
         pieces = tiles = 0;
         cuts.cut_nodes(node_count, pieces, tiles);
-        const int ranges = cuts.find_ranges(node_count);
+        const int ranges = cuts.find_ranges();
         if (ranges > args.max_ranges || tiles > args.max_tiles) return false;
+        int best, states;
         const bool fits = cuts.choose_limit(ranges, pieces, best);
         cuts.number(ranges, best, pieces, states);
+        tell(kPieces, pieces);
+        tell(kStates, states);
+        tell(kNodes, node_count);
         return fits;
     }
-
-    TILE_DEVICE void clear_loads() const {
-        for (int i = threadIdx.x; i < power_of_two(32, bins); i += kPlanThreads) {
-            Shared<Load>(room.loads)[i] = i < bins ? Load(i) : no_bin(i);
-            Shared<int>(room.counts)[i] = 0;
-            Shared<int>(room.work)[i] = 0;
-        }
-        ptx::sync_threads();
-    }
-    TILE_DEVICE void clear_keys(int count) const {
-        for (int i = threadIdx.x; i < count; i += kPlanThreads) Shared<uint32_t>(room.keys)[i] = ~0u;
-        ptx::sync_threads();
-    }
-
-    // The most that one of the first bins has
-    TILE_DEVICE int most_of(int of) const {
-        int most = 0;
-        for (int i = threadIdx.x; i < of; i += kPlanThreads) most = larger(most, Shared<int>(room.counts)[i]);
-        return -int(reduce<Least>((long long)-most));
-    }
-
-    // ---- tiles ------------------------------------------------------------------------------------------------------
-    struct TilePiece {
-        PlanNode node;
-        int part, pass;
+    // Query rows from the first row of `first` on, over tokens of that sequence
+    struct Piece {
+        int first, row, rows, state_fold, kind;
         Span span;
+        bool continues;  // a tile piece that goes on from another
     };
-    TILE_DEVICE TilePiece tile_piece(int n) const {
-        const PlanNode node = cuts.node_of(n, node_count, true);
-        const int k = n - node.tile_unit, part = k / node.passes, begin = node.begin + part * node.piece;
-        return {node, part, k % node.passes, {larger(begin, node.start), smaller(begin + node.piece, node.stop)}};
-    }
-    static TILE_DEVICE int tile_steps(Span span) { return ceil_div(span.end - span.begin, kTileTokens); }
-
-    // Chains of pieces that go on from each other go to one block each, in every head.
-    TILE_DEVICE void deal_tiles() {
-        const Shared<int> next(room.next), counts(room.counts), work(room.work);
-        const Shared<uint32_t> keys(room.keys);
-        const int filled = power_of_two(32, tiles), n = threadIdx.x;
-        for (int i = n; i < tiles; i += kPlanThreads) next[i] = -1;
-        clear_keys(filled);
-        for (int i = n; i < node_count; i += kPlanThreads) {
-            const PlanNode node = Shared<PlanNode>(room.nodes)[i];
-            if (node.joins < 0) continue;
-            const int from = PlanNode(Shared<PlanNode>(room.nodes)[node.above]).tile_unit + node.joins;
-            for (int k = 0; k < node.passes; k++) next[from + k] = node.tile_unit + k;
-        }
-        ptx::sync_threads();
-        int roots = 0;
-        for (int i = n; i < tiles; i += kPlanThreads) {
-            const TilePiece piece = tile_piece(i);
-            if (piece.node.joins >= 0 && piece.part == 0) continue;
-            int cost = 0;
-            for (int at = i; at >= 0; at = next[at]) cost += tile_steps(tile_piece(at).span);
-            keys[i] = key_of(cost, i);
-            roots++;
-        }
-        roots = int(reduce<Sum>(Load(roots)));
-        sort_keys(keys, filled);
-        const Global<int> placed{args.placed};
-        deal(
-            room, roots * args.heads, args.blocks, [&](int i) { return cost_of(keys[i / args.heads]); },
-            [&](Load load, int cost) { return load + (Load(cost) << kBinBits); },
-            [&](int i, int bin) {
-                int turn = counts[bin];
-                placed[i] = bin | turn << kBinBits;
-                for (int at = piece_of(keys[i / args.heads]); at >= 0; at = next[at]) turn++;
-                counts[bin] = turn;
-                work[bin] = work[bin] + cost_of(keys[i / args.heads]) * args.step_cost;
-            });
-        rounds = most_of(args.blocks);
-        chains = roots;
-    }
-
-    TILE_DEVICE void write_tiles() {
-        const Shared<int> next(room.next), counts(room.counts), work(room.work);
-        const Global<int> used{args.used + bins}, placed{args.placed};
-        const Global<DecodeItem> items{args.tile_items};
-        const int n = threadIdx.x, box = args.page_size % 64 == 0 ? 64 : args.page_size % 32 == 0 ? 32 : 16;
-        for (int i = n; i < chains * args.heads; i += kPlanThreads) {
-            const int where = placed[i], bin = where & ((1 << kBinBits) - 1);
-            int turn = where >> kBinBits;
-            for (int at = piece_of(Shared<uint32_t>(room.keys)[i / args.heads]); at >= 0; at = next[at], turn++) {
-                const TilePiece piece = tile_piece(at);
-                const int row = piece.pass * args.tile_rows;
-                const int rows = smaller(args.tile_rows, piece.node.sequences * args.rows_each - row);
-                DecodeItem item = item_of(piece.node.first, row, rows, piece.span, piece.node.state + piece.part, 0);
-                item.kind = kAllSee | (next[at] >= 0 ? kGoesOn : 0);
-                const int from = piece.span.begin / kTileTokens * kTileTokens, of = piece.node.first;
-                item.first_state = page_of(of, from), item.states_before = page_of(of, from + box);
-                item.grows_from = page_of(of, from + 2 * box), item.piece = page_of(of, from + 3 * box);
-                item.caller_head += i % args.heads;
-                items[int64_t(turn) * args.blocks + bin] = item;
-            }
-        }
-        for (int b = n; b < args.blocks; b += kPlanThreads) {
-            const int count = counts[b];
-            for (int turn = count; turn < int(used[b]); turn++) items[int64_t(turn) * args.blocks + b] = DecodeItem{};
-            used[b] = count;
-        }
-        ptx::sync_threads();
-        // What streams goes beside them: by when a block is done with its streams, and when its tiles are.
-        const Shared<Load> loads(room.loads);
-        for (int i = n; i < power_of_two(32, bins); i += kPlanThreads) {
-            const Load after = i < bins ? Load(int(work[i])) : 0;
-            loads[i] = i < bins ? (args.in_turn ? after * args.warps << (kBinBits + kAfterBits) : 0) |
-                                      after << kBinBits | Load(i)
-                                : no_bin(i);
-            counts[i] = 0;
-            work[i] = 0;
-        }
-        sort_loads(room, bins);
-    }
-
-    // ---- streams ----------------------------------------------------------------------------------------------------
-    struct StreamPiece {
-        int sequence, row, rows, state, fold, kind;
-        Span span;
-    };
-    TILE_DEVICE StreamPiece stream_piece(int n) const {
-        if (n < cuts.node_pieces(node_count)) {
-            const PlanNode node = cuts.node_of(n, node_count, false);
-            const int k = n - node.unit, part = k / node.passes, begin = node.begin + part * node.piece;
-            const int row = k % node.passes * args.pass_rows;
-            return {node.first, row, smaller(args.pass_rows, node.sequences * args.rows_each - row), node.state + part, 0,
-                    kAllSee, {larger(begin, node.start), smaller(begin + node.piece, node.stop)}};
+    TILE_DEVICE Piece piece_at(int n, bool tiled) const {
+        if (tiled || n < cuts.node_pieces(node_count)) {
+            const PlanNode node = cuts.node_of(n, node_count, tiled);
+            const int k = n - (tiled ? node.tile_unit : node.unit), part = k / node.passes;
+            const int most = tiled ? args.tile_rows : args.pass_rows, row = (k - part * node.passes) * most;
+            const int rows = smaller(most, node.sequences * int(args.rows_each.divisor) - row);
+            const int begin = node.begin + part * node.piece;
+            const Span span{larger(begin, node.start), smaller(begin + node.piece, node.stop)};
+            return {node.first, row, rows, (node.state + part) << 16, kAllSee, span, part == 0 && node.joins >= 0};
         }
         const PlanRange range = cuts.range_of(n);
         const RangeCut of(args, range.start, range.stop);
-        const int passes = ceil_div(args.rows_each, args.pass_rows), k = n - range.unit, part = k / passes;
-        const int row = k % passes * args.pass_rows, begin = of.begin + part * of.size;
-        const int stop = range.whole ? range.stop : smaller(begin + of.size, range.stop);
-        return {range.sequence, row, smaller(args.pass_rows, args.rows_each - row), range.state + part,
-                range.whole ? of.size / args.chunk : 0, kOwn, {larger(begin, range.start), stop}};
+        const int k = n - range.unit, part = args.passes.quotient(k);
+        const int row = (k - part * int(args.passes.divisor)) * args.pass_rows;
+        const int rows = smaller(args.pass_rows, int(args.rows_each.divisor) - row);
+        const int begin = of.begin + (part << of.size_bits), end = begin + (1 << of.size_bits);
+        const int fold = range.whole ? 1 << (of.size_bits - args.chunk_bits) : 0;
+        const Span span{larger(begin, range.start), range.whole ? range.stop : smaller(end, range.stop)};
+        return {range.sequence, row, rows, (range.state + part) << 16 | fold, kOwn, span, false};
     }
 
-    // True if units are dealt in turn
-    TILE_DEVICE bool deal_streams() {
-        const Shared<int> counts(room.counts), work(room.work);
-        const Shared<uint32_t> keys(room.keys);
-        const int units = pieces * groups;
-        slots = ceil_div(units, bins);
-        if (pieces > kMostKeys) return true;
-        const int filled = power_of_two(32, pieces);
-        clear_keys(filled);
-        for (int i = threadIdx.x; i < pieces; i += kPlanThreads) {
-            const Span span = stream_piece(i).span;
-            keys[i] = key_of(larger(0, ceil_div(span.end - span.begin / 16 * 16, 16)), i);
+    // ---- from pieces to items ---------------------------------------------------------------------------------------
+    enum { kChains, kStreams };
+    // Sorts, deals and writes tile pieces, or those of streaming warps. False if tiles take too many rounds
+    TILE_DEVICE bool plan(bool tiled) const {
+        const Shared<uint32_t> keys(args.room.keys);
+        const int count = tiled ? tiles : pieces, filled = power_of_two(32, count), n = threadIdx.x;
+        const bool sorts = count <= kMostKeys;
+        int sorted = count;
+        if (sorts) {
+            if (tiled) link_chains();
+#pragma unroll 1
+            for (int i = n; i < filled; i += kPlanThreads) keys[i] = i < count ? key_at(i, tiled) : ~0u;
+            sort_by_runs(args.room.keys, filled);
+            if (tiled) sorted = chains(count);
         }
-        sort_keys(keys, filled);
-        if (!args.tile_rounds && cost_of(keys[0]) == cost_of(keys[pieces - 1])) return true;
-        const Global<int> placed{args.placed};
-        const int together = args.tile_rounds ? args.together : 1;
-        const auto after = [&](Load load, int chunks) {
-            const int cost = chunks * kUnit + args.item_cost;
-            if (!args.tile_rounds) return load + (Load(cost) << kBinBits);
-            // Times are compared as multiples of 1 / (warps · (warps + joiners)).
-            const Load free = load >> kBinBits & ((1 << kAfterBits) - 1), warps = args.warps;
-            const Load all = args.warps + args.joiners, now = Load(int(work[bin_of(load)]) + cost * together);
-            const Load done = args.in_turn          ? free * warps + now
-                              : now <= warps * free ? now * all
-                                                    : free * warps * all + (now - warps * free) * warps;
-            return done << (kBinBits + kAfterBits) | (load & ((Load(1) << (kBinBits + kAfterBits)) - 1));
-        };
-        deal(
-            room, units, bins, [&](int i) { return cost_of(keys[i / groups]); }, after,
-            [&](int i, int bin) {
-                const int turn = counts[bin];
-                placed[i] = bin | turn << kBinBits;
-                counts[bin] = turn + 1;
-                work[bin] = work[bin] + (cost_of(keys[i / groups]) * kUnit + args.item_cost) * together;
-            });
-        const int most = most_of(bins);
-        if (most <= args.slots) slots = most;
-        return most > args.slots;
+        const int units = sorted * int(tiled ? args.heads.divisor : args.groups.divisor), bins = tiled ? int(args.blocks.divisor) : args.bins;
+        const int room = tiled ? args.tile_rounds : args.slots;
+        bool in_turn = !sorts || (!tiled && !args.tile_rounds && cost_of(keys[0]) == cost_of(keys[count - 1]));
+        int most = ceil_div(units, bins);
+        if (!in_turn) {
+            deal_units(args, units, bins, tiled ? kDealChains : args.tile_rounds ? kDealBeside : kDealAlone);
+            const int busiest = most_of(bins);
+            if (tiled && busiest > room) return false;
+            in_turn = busiest > room;
+            if (!in_turn) most = busiest;
+        }
+        tell(tiled ? kRounds : kSlots, most);
+        if (!tiled) tell(kInTurn, in_turn);
+        write(tiled, units, bins, in_turn);
+        return true;
+    }
+    // Which tile pieces go on from others
+    TILE_DEVICE void link_chains() const {
+        const Shared<int> next(args.room.next);
+        const Shared<PlanNode> nodes(args.room.nodes);
+#pragma unroll 1
+        for (int i = threadIdx.x; i < tiles; i += kPlanThreads) next[i] = -1;
+        ptx::sync_threads();
+#pragma unroll 1
+        for (int i = threadIdx.x; i < node_count; i += kPlanThreads) {
+            const PlanNode node = nodes[i];
+            if (node.joins < 0) continue;
+            const int from = PlanNode(nodes[node.above]).tile_unit + node.joins;
+#pragma unroll 1
+            for (int k = 0; k < node.passes; k++) next[from + k] = node.tile_unit + k;
+        }
+        ptx::sync_threads();
+    }
+    // By the chunks of a stream piece, or the steps of a chain; what goes on from another piece comes last.
+    TILE_DEVICE uint32_t key_at(int n, bool tiled) const {
+        int cost = 0;
+#pragma unroll 1
+        for (int at = n; at >= 0; at = tiled ? int(Shared<int>(args.room.next)[at]) : -1) {
+            const Piece piece = piece_at(at, tiled);
+            if (at == n && piece.continues) return ~0u;
+            const int step = tiled ? 6 : 4, begin = tiled ? piece.span.begin : piece.span.begin & ~15;
+            cost += larger(0, ceil_shift(piece.span.end - begin, step));
+        }
+        return key_of(cost, n);
+    }
+    // How many there are
+    TILE_DEVICE int chains(int count) const {
+        int low = 0, high = count;
+#pragma unroll 1
+        while (low < high) {
+            const int middle = (low + high) / 2;
+            if (uint32_t(Shared<uint32_t>(args.room.keys)[middle]) != ~0u) low = middle + 1;
+            else high = middle;
+        }
+        return low;
+    }
+    // The most that one of the first bins has
+    TILE_DEVICE int most_of(int bins) const {
+        int most = 0;
+#pragma unroll 1
+        for (int i = threadIdx.x; i < bins; i += kPlanThreads) most = larger(most, Shared<int>(args.room.counts)[i]);
+        return largest_of(most);
+    }
+    TILE_DEVICE void clear_bins() const {
+#pragma unroll 1
+        for (int i = threadIdx.x; i < args.bins; i += kPlanThreads) {
+            Shared<Load>(args.room.loads)[i] = Load(i);
+            Shared<int>(args.room.counts)[i] = 0;
+            Shared<int>(args.room.work)[i] = 0;
+        }
+        // Tiles that there were and are not any more; those that there are clear their own.
+        if (!tiles) clear_unused(true, int(args.blocks.divisor), 0, false);
+        ptx::sync_threads();
     }
 
-    TILE_DEVICE int64_t item_at(int bin, int turn) const {
-        const int64_t slot = int64_t(bin % args.blocks) * args.slots + turn;
-        return args.tile_rounds ? slot * args.together : slot * args.warps + bin / args.blocks;
+    // ---- items ------------------------------------------------------------------------------------------------------
+    // The first item of a unit
+    TILE_DEVICE int64_t item_at(bool tiled, int bin, int turn) const {
+        const int blocks = args.blocks.divisor, over = args.blocks.quotient(bin), block = bin - over * blocks;
+        if (tiled) return int64_t(turn) * blocks + bin;
+        const int64_t slot = int64_t(block) * args.slots + turn;
+        return args.tile_rounds ? slot * args.together : slot * args.warps + over;
     }
-    TILE_DEVICE void write_streams(bool in_turn) {
-        const Global<int> used{args.used}, placed{args.placed};
-        const Global<DecodeItem> items{args.items};
-        const int units = pieces * groups, n = threadIdx.x;
-        for (int i = n; i < units; i += kPlanThreads) {
-            int bin = i % bins, turn = i / bins, piece = i / groups;
-            if (pieces <= kMostKeys) piece = piece_of(Shared<uint32_t>(room.keys)[piece]);
+    TILE_DEVICE void write(bool tiled, int units, int bins, bool in_turn) const {
+        const Shared<uint32_t> keys(args.room.keys);
+        const Shared<int> next(args.room.next);
+        const Global<int> placed{args.placed};
+        const bool sorted = (tiled ? tiles : pieces) <= kMostKeys;
+#pragma unroll 1
+        for (int i = threadIdx.x; i < units; i += kPlanThreads) {
+            const int rank = tiled ? args.heads.quotient(i) : args.groups.quotient(i);
+            const int head = tiled ? i - rank * int(args.heads.divisor)
+                                   : (i - rank * int(args.groups.divisor)) * args.together;
+            int turn = i / bins, bin = i - turn * bins;
             if (!in_turn) {
                 const int where = placed[i];
                 bin = where & ((1 << kBinBits) - 1), turn = where >> kBinBits;
             }
-            const StreamPiece of = stream_piece(piece);
-            DecodeItem item = item_of(of.sequence, of.row, of.rows, of.span, of.state, of.fold);
-            item.kind = of.kind;
-            item.caller_head += i % groups * args.together;
-            const int64_t at = item_at(bin, turn);
-            for (int w = 0; w < args.together; w++, item.caller_head++) items[at + w] = item;
+#pragma unroll 1
+            for (int at = sorted ? piece_of(keys[rank]) : rank; at >= 0; turn++) {
+                const int after = tiled ? int(next[at]) : -1;
+                Piece piece = piece_at(at, tiled);
+                if (after >= 0) piece.kind |= kGoesOn;
+                write_item((tiled ? args.tile_items : args.items) + item_at(tiled, bin, turn), tiled ? 1 : args.together, head, piece, tiled);
+                at = after;
+            }
         }
-        for (int b = n; b < bins; b += kPlanThreads) {
-            const int count = in_turn ? units / bins + (b < units % bins) : int(Shared<int>(room.counts)[b]);
-            for (int turn = count; turn < int(used[b]); turn++)
-                for (int w = 0; w < args.together; w++) items[item_at(b, turn) + w] = DecodeItem{};
+        clear_unused(tiled, bins, units, in_turn);
+        ptx::sync_threads();
+        if (tiled) {
+            // What streams goes beside them: by when a block is done with its streams, and when its tiles are.
+#pragma unroll 1
+            for (int i = threadIdx.x; i < args.bins; i += kPlanThreads) {
+                const Load after = int(Shared<int>(args.room.work)[i]), done = args.in_turn ? after * args.warps : 0;
+                Shared<Load>(args.room.loads)[i] = done << (kBinBits + kAfterBits) | after << kBinBits | Load(i);
+                Shared<int>(args.room.counts)[i] = 0;
+                Shared<int>(args.room.work)[i] = 0;
+            }
+            ptx::sync_threads();
+        }
+    }
+    // Empties what the list before had and this one has not
+    TILE_DEVICE void clear_unused(bool tiled, int bins, int units, bool in_turn) const {
+        const Global<int> used{args.used + (tiled ? args.bins : 0)};
+        const int whole = units / bins, more = units - whole * bins;
+#pragma unroll 1
+        for (int b = threadIdx.x; b < bins; b += kPlanThreads) {
+            const int count = in_turn ? whole + (b < more) : int(Shared<int>(args.room.counts)[b]), before = used[b];
+#pragma unroll 1
+            for (int turn = count; turn < before; turn++) {
+                const Global<Vector16> to{reinterpret_cast<Vector16*>((tiled ? args.tile_items : args.items) +
+                                                                      item_at(tiled, b, turn))};
+#pragma unroll 1
+                for (int w = 0; w < 4 * (tiled ? 1 : args.together); w++) to[w] = Vector16{};
+            }
             used[b] = count;
         }
     }
-
-    // ---- items ------------------------------------------------------------------------------------------------------
     // The page of a token, −1 if the sequence has none there
     TILE_DEVICE int page_of(int sequence, int token) const {
-        const int length = Shared<int>(room.length)[sequence], number = token / args.page_size;
-        if (number >= ceil_div(length, args.page_size)) return -1;
-        return Global<const int>{args.table}[int64_t(int(Shared<int>(room.place)[sequence])) * args.width + number];
+        const int length = Shared<int>(args.room.length)[sequence], number = args.page_size.quotient(token);
+        if (number * int(args.page_size.divisor) >= length) return -1;
+        return Global<const int>{args.table}[int64_t(int(Shared<int>(args.room.place)[sequence])) * args.width + number];
     }
-    // Rows [row, row + rows) from the first row of `first` on, over tokens of that sequence
-    TILE_DEVICE DecodeItem item_of(int first, int row, int rows, Span span, int state, int fold) const {
-        const int ahead = row / args.rows_each, sequence = first + ahead, last = span.end - 1;
-        const int begin = span.begin / args.chunk * args.chunk, second = begin + args.chunk - 16;
-        const StateSplit split = Shared<StateSplit>(room.split)[sequence];
-        DecodeItem item{};
-        item.sequence = sequence, item.row = row - ahead * args.rows_each, item.rows = rows;
-        item.caller_head = Shared<int>(room.caller)[sequence] << 12;
-        item.table = Shared<int>(room.place)[first];
-        item.start = span.begin, item.stop = span.end, item.state_fold = state << 16 | fold;
-        item.tail_from = kNoEnd;  // all pages stand in the table
-        item.page = item.second_page = -1;
-        if (last >= span.begin) {
-            item.page = page_of(first, begin);
-            item.second_page = args.chunk == 16 ? item.page : page_of(first, smaller(second, last));
+    // The items of `count` neighbouring heads from `head` on
+    TILE_DEVICE void write_item(DecodeItem* items, int count, int head, const Piece& piece, bool tiled) const {
+        const Global<Vector16> to{reinterpret_cast<Vector16*>(items)};
+        const int first = piece.first, ahead = args.rows_each.quotient(piece.row), sequence = first + ahead;
+        const auto words = [](int a, int b, int c, int d) {
+            return Vector16{{uint32_t(a), uint32_t(b), uint32_t(c), uint32_t(d)}};
+        };
+        const Span span = piece.span;
+        StateSplit split = Shared<StateSplit>(args.room.split)[sequence];
+        if (tiled) {  // pages of the first tile in its place
+            const int at = span.begin & ~(kTileTokens - 1);
+            split = {page_of(first, at), page_of(first, at + args.tile_box), page_of(first, at + 2 * args.tile_box),
+                     page_of(first, at + 3 * args.tile_box)};
         }
-        item.first_state = split.first, item.states_before = split.before;
-        item.grows_from = split.grows_from, item.piece = split.piece;
-        return item;
+        // All pages stand in the table: none is looked for elsewhere.
+        const int begin = span.begin >> args.chunk_bits << args.chunk_bits;
+        const int later = smaller(begin + (1 << args.chunk_bits) - 16, span.end - 1);
+        const int page = span.end > span.begin ? page_of(first, begin) : -1, row = ahead * int(args.rows_each.divisor);
+        const int second = page < 0 || later < begin + 16 ? page : page_of(first, later);
+        int caller_head = (Shared<int>(args.room.caller)[sequence] << 12) + head;
+#pragma unroll 1
+        for (int w = 0; w < 4 * count; w += 4, caller_head++) {
+            to[w] = words(sequence, piece.row - row, piece.rows, caller_head);
+            to[w + 1] = words(Shared<int>(args.room.place)[first], span.begin, span.end, piece.state_fold);
+            to[w + 2] = words(page, kNoEnd, split.first, split.before);
+            to[w + 3] = words(split.grows_from, split.piece, piece.kind, second);
+        }
     }
 };
 

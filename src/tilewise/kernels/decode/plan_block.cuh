@@ -3,10 +3,19 @@
 #pragma once
 #include "tile/memory.cuh"
 
+// A function that is called, not copied to where it is used: the planner's instructions run once per launch, and what
+// takes the time is fetching them.
+#ifdef TILEWISE_EMULATOR
+#define PLAN_CALLED inline
+#else
+#define PLAN_CALLED __device__ __noinline__
+#endif
+
 constexpr int kPlanThreads = 1024, kPlanWarps = kPlanThreads / 32;
 constexpr uint32_t kScanBytes = 8 * kPlanWarps;  // at the beginning of shared memory
 
 TILE_DEVICE int ceil_div(int a, int b) { return (a + b - 1) / b; }
+TILE_DEVICE int ceil_shift(int a, int bits) { return (a + (1 << bits) - 1) >> bits; }
 TILE_DEVICE int larger(int a, int b) { return a > b ? a : b; }
 TILE_DEVICE int smaller(int a, int b) { return a < b ? a : b; }
 TILE_DEVICE int power_of_two(int least, int count) {
@@ -14,57 +23,66 @@ TILE_DEVICE int power_of_two(int least, int count) {
     return least;
 }
 
-struct Sum {
-    template <class T> static TILE_DEVICE T none() { return T(0); }
-    template <class T> static TILE_DEVICE T of(T a, T b) { return a + b; }
+using Sums = unsigned long long;  // one sum, or two of 32 bits
+// Sums of the threads before this one, and of all of them
+struct Scanned {
+    Sums before, all;
 };
-struct Least {
-    template <class T> static TILE_DEVICE T none() { return T(~0ull >> 1); }
-    template <class T> static TILE_DEVICE T of(T a, T b) { return a < b ? a : b; }
-};
-// Over the threads before this one; total: over all of them. T has 64 bits.
-template <class Join, class T> TILE_DEVICE T scan(T x, T& total) {
-    static_assert(sizeof(T) == 8);
-    const Shared<T> of_warp(0u);
+PLAN_CALLED Scanned scan(Sums x) {
+    const Shared<Sums> of_warp(0u);
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    const auto inside = [&](T v) {
+    Sums mine = x, warps = 0;
+    ptx::sync_threads();  // what was there is no longer needed
+#pragma unroll 1
+    for (int round = 0; round < 2; round++) {
+        Sums sum = round ? warps : mine;
 #pragma unroll
         for (int d = 1; d < 32; d *= 2) {
-            const T other = ptx::shuffle(v, (lane - d) & 31);
-            if (lane >= d) v = Join::of(v, other);
+            const Sums other = ptx::shuffle(sum, (lane - d) & 31);
+            if (lane >= d) sum += other;
         }
-        return v;
-    };
-    const T mine = inside(x), up = ptx::shuffle(mine, (lane - 1) & 31);
-    ptx::sync_threads();  // what was there is no longer needed
-    if (lane == 31) of_warp[warp] = mine;
+        if (round) {
+            warps = sum;
+            break;
+        }
+        mine = sum;
+        if (lane == 31) of_warp[warp] = mine;
+        ptx::sync_threads();
+        warps = of_warp[lane];
+    }
+    const Sums before = ptx::shuffle(warps, (warp - 1) & 31);
+    return {(warp ? before : 0) + mine - x, ptx::shuffle(warps, 31)};
+}
+// The least of all threads' numbers, and the largest; none is negative
+PLAN_CALLED int least_of(int x) {
+    const Shared<uint32_t> of_warp(0u);
+    const uint32_t all = ptx::reduce_max(~uint32_t(x));
     ptx::sync_threads();
-    const T warps = inside(T(of_warp[lane]));
-    total = ptx::shuffle(warps, 31);
-    const T before = ptx::shuffle(warps, (warp - 1) & 31);
-    return Join::of(warp ? before : Join::template none<T>(), lane ? up : Join::template none<T>());
+    if (threadIdx.x % 32 == 0) of_warp[threadIdx.x / 32] = all;
+    ptx::sync_threads();
+    return int(~ptx::reduce_max(uint32_t(of_warp[threadIdx.x % 32])));
 }
-template <class Join, class T> TILE_DEVICE T reduce(T x) {
-    T total;
-    scan<Join>(x, total);
-    return total;
-}
+TILE_DEVICE int largest_of(int x) { return 0x7fffffff - least_of(0x7fffffff - x); }
 
-// Sorts `count` keys, a power of two from 32 to kPlanThreads · kEach, in ascending order. A thread has kEach
+// Sorts `count` keys at `at_keys`, a power of two from 32 to kPlanThreads · kEach, in ascending order. A thread has kEach
 // neighbours; keys go from lane to lane through registers and from warp to warp through shared memory.
-template <int kEach, class T> TILE_DEVICE void sort_by_runs(Shared<T> keys, int count) {
+template <int kEach> PLAN_CALLED void sort_runs(uint32_t at_keys, int count) {
+    using T = uint32_t;
+    const Shared<T> keys(at_keys);
     const int at = int(threadIdx.x) * kEach;
     const bool there = at < count;
     T x[kEach];
     ptx::sync_threads();
 #pragma unroll
     for (int j = 0; j < kEach; j++) x[j] = there ? T(keys[at + j]) : T(0);
+#pragma unroll 1
     for (int run = 2; run <= count; run *= 2) {
         // The smaller key stays in front, or behind where the run descends.
         const auto keep = [&](T mine, T other, int place, int gap) {
             const bool front = !(place & gap), ascends = !(place & run);
             return (front == ascends) == (mine < other) ? mine : other;
         };
+#pragma unroll 1
         for (int gap = run / 2; gap >= kEach; gap /= 2) {
             if (gap >= 32 * kEach) {
                 ptx::sync_threads();
@@ -98,26 +116,18 @@ template <int kEach, class T> TILE_DEVICE void sort_by_runs(Shared<T> keys, int 
         if (there) keys[at + j] = x[j];
     ptx::sync_threads();
 }
-template <class T> TILE_DEVICE void sort_keys(Shared<T> keys, int count) {
-    if (count <= kPlanThreads) sort_by_runs<1>(keys, count);
-    else if (count <= 2 * kPlanThreads) sort_by_runs<2>(keys, count);
-    else if (count <= 4 * kPlanThreads) sort_by_runs<4>(keys, count);
-    else sort_by_runs<8>(keys, count);
+TILE_DEVICE void sort_by_runs(uint32_t at_keys, int count) {
+    if (count <= kPlanThreads) sort_runs<1>(at_keys, count);
+    else sort_runs<4>(at_keys, count);
 }
-
-// Sorts up to kPlanThreads / 2 different keys, a power of two: each is compared with all of them. It needs a few
-// barriers where sort_keys needs dozens. ranks: as many ints, scratch.
-template <class T> TILE_DEVICE void sort_few(Shared<T> keys, Shared<int> ranks, int count) {
-    const int of = int(threadIdx.x) % count, share = count * count / kPlanThreads;
-    const int from = int(threadIdx.x) / count * share;
-    if (int(threadIdx.x) < count) ranks[threadIdx.x] = 0;
-    ptx::sync_threads();
-    const T mine = keys[of];
-    int before = 0;
-    for (int i = from; i < from + share; i++) before += T(keys[i]) < mine;
-    ptx::atomic_add_shared(ranks.address(of), before);
-    ptx::sync_threads();
-    const int to = ranks[of];
-    if (int(threadIdx.x) < count) keys[to] = mine;
-    ptx::sync_threads();
+// The last of `count` structures of `words` words, at `at`, whose first word is not above n; those words ascend
+TILE_DEVICE int find_last(uint32_t at, int words, int count, int n) {
+    int low = 0, high = count - 1;
+#pragma unroll 1
+    while (low < high) {
+        const int middle = (low + high + 1) / 2;
+        if (int(Shared<int>(at)[middle * words]) <= n) low = middle;
+        else high = middle - 1;
+    }
+    return low;
 }

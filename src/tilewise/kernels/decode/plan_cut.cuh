@@ -5,96 +5,99 @@
 
 struct Cuts {
     const PlanArgs& args;
-    const PlanRoom& room;
-    const int passes;  // over the rows of one sequence
-    const bool windowed;
 
-    TILE_DEVICE Cuts(const PlanArgs& a, const PlanRoom& r)
-        : args(a), room(r), passes(ceil_div(a.rows_each, a.pass_rows)), windowed(a.left < kFar) {}
+    TILE_DEVICE bool windowed() const { return args.left < kFar; }
 
-    TILE_DEVICE Shared<PlanNode> nodes() const { return Shared<PlanNode>(room.nodes); }
-    TILE_DEVICE Shared<PlanRange> ranges() const { return Shared<PlanRange>(room.ranges); }
+    TILE_DEVICE Shared<PlanNode> nodes() const { return Shared<PlanNode>(args.room.nodes); }
+    TILE_DEVICE Shared<PlanRange> ranges() const { return Shared<PlanRange>(args.room.ranges); }
     TILE_DEVICE PlanNode node(int n) const { return nodes()[n]; }
     // States that a sequence has of the nodes above it
     TILE_DEVICE int node_states(int sequence) const {
-        const int under = Shared<int>(room.under)[sequence];
+        const int under = Shared<int>(args.room.under)[sequence];
         return under < 0 ? 0 : node(under).after;
     }
 
     // ---- nodes ------------------------------------------------------------------------------------------------------
     TILE_DEVICE int depth_of(int n) const {
         int depth = 0;
+#pragma unroll 1
         for (int up = node(n).above; up >= 0; up = node(up).above) depth++;
         return depth;
     }
     // pieces, tiles: what there is, for streaming warps and for tiles; with the nodes' added
     TILE_DEVICE void cut_nodes(int count, int& pieces, int& tiles) const {
         const int n = threadIdx.x;
-        if (n < args.rows) Shared<int>(room.under)[n] = -1;
+        if (n < args.rows) Shared<int>(args.room.under)[n] = -1;
         if (!count) {
             ptx::sync_threads();
             return;
         }
-        long long work[2] = {};
+        Sums streamed = 0, tiled = 0;  // tokens, once for each pass
         int deepest = 0;
+#pragma unroll 1
         for (int i = n; i < count; i += kPlanThreads) {
             const PlanNode of = node(i);
-            const int rows = of.sequences * args.rows_each;
-            const bool tiled = rows >= args.wide_rows;
-            work[tiled] += (long long)(of.stop - of.start) * ceil_div(rows, tiled ? args.tile_rows : args.pass_rows);
+            const int rows = of.sequences * int(args.rows_each.divisor);
+            const Sums tokens = of.stop - of.start;
+            if (rows >= args.wide_rows) tiled += tokens * ceil_div(rows, args.tile_rows);
+            else streamed += tokens * ceil_div(rows, args.pass_rows);
             deepest = larger(deepest, depth_of(i));
         }
         double share[2];
 #pragma unroll
         for (int b = 0; b < 2; b++) {
-            const double even = double(reduce<Sum>(work[b]) * args.heads) / args.blocks;
+            const double even = double((long long)scan(b ? tiled : streamed).all * args.heads.divisor) / args.blocks.divisor;
             share[b] = even > args.shared_tokens ? even : args.shared_tokens;
         }
-        deepest = -int(reduce<Least>((long long)-deepest));
+        deepest = largest_of(deepest);
+#pragma unroll 1
         for (int level = 0; level <= deepest; level++) {
+#pragma unroll 1
             for (int i = n; i < count; i += kPlanThreads)
                 if (depth_of(i) == level) nodes()[i] = cut_node(node(i), share);
             ptx::sync_threads();
+#pragma unroll 1
             for (int i = n / 32; i < count; i += kPlanWarps) {
                 if (depth_of(i) != level) continue;
                 const PlanNode of = node(i);
-                for (int k = n % 32; k < of.sequences; k += 32) Shared<int>(room.under)[of.first + k] = i;
+#pragma unroll 1
+                for (int k = n % 32; k < of.sequences; k += 32) Shared<int>(args.room.under)[of.first + k] = i;
             }
             ptx::sync_threads();
         }
+#pragma unroll 1
         for (int from = 0; from < count; from += kPlanThreads) {
             const int i = from + n;
             PlanNode of{};
             if (i < count) of = node(i);
-            const unsigned long long made = (unsigned long long)(of.parts) * of.passes;
-            unsigned long long all;
-            const unsigned long long before = scan<Sum>(of.tiled ? made << 32 : made, all);
-            of.unit = pieces + int(uint32_t(before)), of.tile_unit = tiles + int(before >> 32);
+            const Sums made = Sums(of.parts) * of.passes;
+            const Scanned at = scan(of.tiled ? made << 32 : made);
+            of.unit = pieces + int(uint32_t(at.before)), of.tile_unit = tiles + int(at.before >> 32);
             if (i < count) nodes()[i] = of;
-            pieces += int(uint32_t(all)), tiles += int(all >> 32);
+            pieces += int(uint32_t(at.all)), tiles += int(at.all >> 32);
         }
-        if (n == 0) Shared<int>(room.sums)[0] = pieces;
+        if (n == 0) Shared<int>(args.room.sums)[0] = pieces;
         ptx::sync_threads();
     }
     // Equal pieces of about an even share per block. Where it begins at the end of the node above, and its passes are
     // passes of that node, the same block may go on with it: the two then leave one state.
     TILE_DEVICE PlanNode cut_node(PlanNode of, const double (&share)[2]) const {
-        const int rows = of.sequences * args.rows_each, tokens = of.stop - of.start;
+        const int rows = of.sequences * int(args.rows_each.divisor), tokens = of.stop - of.start;
         of.tiled = rows >= args.wide_rows;
         of.passes = ceil_div(rows, of.tiled ? args.tile_rows : args.pass_rows);
         const int wanted = larger(1, int(tokens / (of.tiled ? share[1] : share[0]) + 1e-9));
-        const int step = of.tiled ? kTileTokens : args.chunk;
+        const int step = of.tiled ? kTileTokens : 1 << args.chunk_bits;
         of.piece = ceil_div(tokens, wanted * kTileTokens) * kTileTokens;
-        of.begin = of.start / step * step;
+        of.begin = of.start & ~(step - 1);
         of.parts = ceil_div(of.stop - of.begin, of.piece);
         of.last = of.stop - (of.begin + (of.parts - 1) * of.piece);
         of.state = 0, of.joins = -1;
         if (of.above >= 0) {
             const PlanNode up = node(of.above);
-            const int ahead = (of.first - up.first) * args.rows_each;
+            const int ahead = (of.first - up.first) * int(args.rows_each.divisor);
             const bool same_end = of.first + of.sequences == up.first + up.sequences;
             of.state = up.after;
-            if (of.tiled && !windowed && of.start == up.stop && ahead % args.tile_rows == 0 &&
+            if (of.tiled && !windowed() && of.start == up.stop && ahead % args.tile_rows == 0 &&
                 (rows % args.tile_rows == 0 || same_end) &&
                 up.last + smaller(of.piece, of.stop - of.begin) <= kChainShare * share[1]) {
                 of.joins = (up.parts - 1) * up.passes + ahead / args.tile_rows;
@@ -106,47 +109,43 @@ struct Cuts {
         return of;
     }
     // Pieces of streaming warps that nodes have
-    TILE_DEVICE int node_pieces(int count) const { return count ? int(Shared<int>(room.sums)[0]) : 0; }
+    TILE_DEVICE int node_pieces(int count) const { return count ? int(Shared<int>(args.room.sums)[0]) : 0; }
     // The node that has piece n of streaming warps, or of tiles
     TILE_DEVICE PlanNode node_of(int n, int count, bool tiled) const {
-        int low = 0, high = count - 1;  // the last one that begins at n or before
-        while (low < high) {
-            const int middle = (low + high + 1) / 2;
-            const PlanNode of = node(middle);
-            if ((tiled ? of.tile_unit : of.unit) <= n) low = middle;
-            else high = middle - 1;
-        }
-        return node(low);
+        const int unit = tiled ? kTileUnitWord : kUnitWord;
+        return node(find_last(args.room.nodes + 4 * unit, sizeof(PlanNode) / 4, count, n));
     }
 
     // ---- what sequences have of their own ---------------------------------------------------------------------------
     // What a window leaves before and between nodes, and what comes after the last; their number
-    TILE_DEVICE int find_ranges(int count) const {
+    TILE_DEVICE int find_ranges() const {
         const int n = threadIdx.x;
         const bool there = n < args.rows;
         int length = 0, begin = 0, under = -1, gaps = 0;
         if (there) {
-            length = Shared<int>(room.length)[n];
-            under = Shared<int>(room.under)[n];
-            if (windowed) begin = larger(0, length - args.tokens - args.left);
-            for (int at = under; windowed && at >= 0; at = node(at).above) gaps += node(at).start > gap_from(at, begin);
+            length = Shared<int>(args.room.length)[n];
+            under = Shared<int>(args.room.under)[n];
+            if (windowed()) begin = larger(0, length - args.tokens - args.left);
+#pragma unroll 1
+            for (int at = under; windowed() && at >= 0; at = node(at).above) gaps += node(at).start > gap_from(at, begin);
         }
-        unsigned long long all;
-        const int first = int(scan<Sum>((unsigned long long)(there ? gaps + 1 : 0), all));
-        if (int(all) > args.max_ranges || !there) return int(all);
-        int to = first + gaps;
+        const Scanned found = scan(there ? gaps + 1 : 0);
+        const int all = int(found.all);
+        if (all > args.max_ranges || !there) return all;
+        int to = int(found.before) + gaps;
         const int start = under < 0 ? begin : larger(begin, node(under).stop);
         PlanRange range{};
         range.sequence = n, range.start = smaller(start, length), range.stop = length;
         range.parts = under < 0 || length > start;
         ranges()[to--] = range;
-        for (int at = under; windowed && at >= 0; at = node(at).above) {
+#pragma unroll 1
+        for (int at = under; windowed() && at >= 0; at = node(at).above) {
             const int from = gap_from(at, begin);
             if (node(at).start <= from) continue;
             range.start = from, range.stop = node(at).start, range.parts = 1;
             ranges()[to--] = range;
         }
-        return int(all);
+        return all;
     }
     TILE_DEVICE int gap_from(int n, int begin) const {
         const int above = node(n).above;
@@ -159,37 +158,38 @@ struct Cuts {
     // what all warps do on average and what the longest item takes a warp that runs faster because the others are done.
     // False if even with the last candidate there are more pieces or states than there is room for.
     TILE_DEVICE bool choose_limit(int count, int pieces, int& best) const {
-        enum { kItems, kStates, kParts, kLongest, kSums };
+        enum { kItemSum, kStateSum, kPartSum, kLongest, kSums };
         const int n = threadIdx.x, lane = n % 32, warp = n / 32;
-        uint32_t sums[kTries][kSums] = {}, chunks = 0, states = 0;
-        ptx::sync_threads();  // ranges are found
-        for (int i = n; i < count; i += kPlanThreads) {
-            const PlanRange range = ranges()[i];
-            if (!range.parts) continue;
-            const RangeCut of(args, range.start, range.stop);
-            chunks += of.chunks;
-#pragma unroll
-            for (int t = 0; t < kTries; t++) {
-                const bool whole = of.whole(limit(t));
-                sums[t][kItems] += whole ? 1 : of.pieces;
-                sums[t][kStates] += whole ? 0 : of.pieces;
-                sums[t][kParts] += whole ? 1 : of.cut_parts;
-                sums[t][kLongest] = larger(sums[t][kLongest], whole ? of.chunks : of.size / 16);
-            }
-        }
-        if (n < args.rows) states = node_states(n);
-        // Every warp leaves its sums; then a warp adds up one of them.
-        const Shared<uint32_t> of_warps(room.sums + 4 * 32);
-        constexpr int kAll = kTries * kSums + 2;
-        static_assert(kAll <= kPlanWarps && kAll <= 32);
+        // Every warp leaves its sums, lane s the s-th; then warp s adds up the s-th.
+        const Shared<uint32_t> of_warps(args.room.sums + 4 * 32);
+        static_assert(kTries * kSums + 2 <= 32 && kPlanWarps == 32);
         uint32_t mine = 0;
+        ptx::sync_threads();  // ranges are found
+#pragma unroll 1
+        for (int t = 0; t < kTries; t++) {
+            uint32_t sums[kSums] = {}, chunks = 0;
+#pragma unroll 1
+            for (int i = n; i < count; i += kPlanThreads) {
+                const PlanRange range = ranges()[i];
+                if (!range.parts) continue;
+                const RangeCut of(args, range.start, range.stop);
+                const bool whole = of.whole(limit(t));
+                chunks += of.chunks;
+                sums[kItemSum] += whole ? 1 : of.pieces;
+                sums[kStateSum] += whole ? 0 : of.pieces;
+                sums[kPartSum] += whole ? 1 : of.cut_parts;
+                sums[kLongest] = larger(sums[kLongest], whole ? of.chunks : 1 << (of.size_bits - 4));
+            }
 #pragma unroll
-        for (int s = 0; s < kAll; s++) {
-            const uint32_t x = s == 0 ? chunks : s == 1 ? states : sums[(s - 2) / kSums][(s - 2) % kSums];
-            const bool most = s >= 2 && (s - 2) % kSums == kLongest;
-            const uint32_t all = most ? ptx::reduce_max(x) : ptx::reduce_add(x);
-            if (lane == s) mine = all;
+            for (int s = 0; s < kSums; s++) {
+                const uint32_t all = s == kLongest ? ptx::reduce_max(sums[s]) : ptx::reduce_add(sums[s]);
+                if (lane == 2 + t * kSums + s) mine = all;
+            }
+            const uint32_t all = ptx::reduce_add(chunks);
+            if (lane == 0) mine = all;
         }
+        const uint32_t all_states = ptx::reduce_add(n < args.rows ? node_states(n) : 0);
+        if (lane == 1) mine = all_states;
         of_warps[32 * warp + lane] = mine;
         ptx::sync_threads();
         {
@@ -203,15 +203,15 @@ struct Cuts {
         bool fits = false;
         double least = 0;
         best = args.longest;
-#pragma unroll
+#pragma unroll 1
         for (int t = 0; t < kTries; t++) {
             const auto sum = [&](int of) { return double(uint32_t(of_warps[2 + t * kSums + of])); };
-            if (sum(kParts) * passes + pieces > args.max_pieces ||
-                sum(kParts) + double(uint32_t(of_warps[1])) > args.max_states)
+            if (sum(kPartSum) * args.passes.divisor + pieces > args.max_pieces ||
+                sum(kPartSum) + double(uint32_t(of_warps[1])) > args.max_states)
                 continue;
-            const double all = double(uint32_t(of_warps[0])) + sum(kItems) * args.item_chunks +
-                               sum(kStates) * args.state_chunks;
-            const double average = all * (args.heads * passes) / (args.blocks * args.warps);
+            const double all = double(uint32_t(of_warps[0])) + sum(kItemSum) * args.item_chunks +
+                               sum(kStateSum) * args.state_chunks;
+            const double average = all * (args.heads.divisor * args.passes.divisor) / (args.blocks.divisor * args.warps);
             const double longest = (sum(kLongest) + args.item_chunks) / args.sprint;
             const double cost = average > longest ? average : longest;
             if (!fits || cost < least) least = cost, best = limit(t);
@@ -224,6 +224,7 @@ struct Cuts {
     TILE_DEVICE void number(int count, int best, int& pieces, int& states) const {
         const int n = threadIdx.x;
         const bool there = n < args.rows;
+#pragma unroll 1
         for (int i = n; i < count; i += kPlanThreads) {
             PlanRange range = ranges()[i];
             if (range.parts) {
@@ -236,8 +237,9 @@ struct Cuts {
         ptx::sync_threads();
         // Ranges of a sequence are neighbours: this one's are found from the first of them.
         int first = there ? n : 0, own = 0;
-        if (there && windowed) {
+        if (there && windowed()) {
             int high = count - 1;
+#pragma unroll 1
             while (first < high) {
                 const int middle = (first + high) / 2;
                 if (PlanRange(ranges()[middle]).sequence < n) first = middle + 1;
@@ -245,39 +247,34 @@ struct Cuts {
             }
         }
         const auto mine = [&](int i) { return there && i < count && PlanRange(ranges()[i]).sequence == n; };
+#pragma unroll 1
         for (int i = first; mine(i); i++) own += PlanRange(ranges()[i]).parts;
         const int before = there ? node_states(n) : 0, total = before + own;
-        using Two = unsigned long long;
-        Two all;
-        const Two at = scan<Sum>(Two(own) * passes << 32 | Two(there && total > 1 ? total : 0), all);
-        int unit = pieces + int(at >> 32), state = before;
-        StateSplit split{int(uint32_t(at)), total, kNoEnd, kNoEnd};
+        const Scanned at = scan(Sums(own) * args.passes.divisor << 32 | Sums(there && total > 1 ? total : 0));
+        int unit = pieces + int(at.before >> 32), state = before;
+        StateSplit split{int(uint32_t(at.before)), total, kNoEnd, kNoEnd};
+#pragma unroll 1
         for (int i = first; mine(i); i++) {
             PlanRange range = ranges()[i];
             range.unit = unit, range.state = state;
-            unit += range.parts * passes, state += range.parts;
+            unit += range.parts * int(args.passes.divisor), state += range.parts;
             ranges()[i] = range;
-            if (range.stop == int(Shared<int>(room.length)[n]) && range.parts && !range.whole) {
+            if (range.stop == int(Shared<int>(args.room.length)[n]) && range.parts && !range.whole) {
                 const RangeCut of(args, range.start, range.stop);
-                split.before -= range.parts, split.grows_from = of.begin, split.piece = of.size;
+                split.before -= range.parts, split.grows_from = of.begin, split.piece = 1 << of.size_bits;
             }
         }
         if (there) {
-            Shared<StateSplit>(room.split)[n] = split;
+            Shared<StateSplit>(args.room.split)[n] = split;
             Global<StateSplit>{args.states}[n] = split;
-            if (n == args.rows - 1) Shared<int>(room.sums)[1] = count;
+            if (n == args.rows - 1) Shared<int>(args.room.sums)[1] = count;
         }
-        pieces += int(all >> 32), states = int(uint32_t(all));
+        pieces += int(at.all >> 32), states = int(uint32_t(at.all));
         ptx::sync_threads();
     }
     // The range that has piece n
     TILE_DEVICE PlanRange range_of(int n) const {
-        int low = 0, high = int(Shared<int>(room.sums)[1]) - 1;
-        while (low < high) {
-            const int middle = (low + high + 1) / 2;
-            if (PlanRange(ranges()[middle]).unit <= n) low = middle;
-            else high = middle - 1;
-        }
-        return ranges()[low];
+        const int count = Shared<int>(args.room.sums)[1];
+        return ranges()[find_last(args.room.ranges + 4 * kRangeUnitWord, sizeof(PlanRange) / 4, count, n)];
     }
 };

@@ -8,10 +8,20 @@ constexpr int kTileTokens = 64;                         // decode/tile.cuh: toke
 constexpr int kNoEnd = kFar + 1;                        // plan/ranges.py: FAR
 constexpr int kLimits = 5, kTries = kLimits + 1;        // candidates for the longest range that is taken whole
 constexpr int kPieceBits = 14, kBinBits = 11, kAfterBits = 20;
-constexpr int kMostKeys = 1 << (kPieceBits - 1);        // pieces that are sorted, at most
+constexpr int kMostKeys = 1 << (kPieceBits - 2);        // pieces that are sorted, at most
 constexpr double kChainShare = 1.25;                      // plan/cost.py: CHAIN_SHARE
 constexpr int kUnit = 16;                               // costs are counted in so many parts of a chunk
 constexpr int kStepWords = 4;                           // of a step's header: sequences, nodes, updates, 0
+
+// Where things stand in shared memory, in bytes: gpu/planner.py lays them out
+struct PlanRoom {
+    uint32_t sums;                           // of warps: 33 · 32 words
+    uint32_t place, length, caller, under;   // of each sequence: its row of the table, …, the last node above it or −1
+    uint32_t split, ranges, nodes;           // StateSplits, PlanRanges, PlanNodes
+    uint32_t loads, fresh, ranks;            // of bins: in their order, the next ones, their places in the order
+    uint32_t counts, work;                   // of bins, by number: units that they have, parts of chunks
+    uint32_t keys, next;                     // of pieces, a power of two; of tile pieces: the one that goes on from it
+};
 
 // A step, as the host sends it, in ints: its header; four for each sequence in the plan's order (the caller's number,
 // the row of the page table, the length, 0); five for each node, parents before children (PlanNode's first five); filled
@@ -26,20 +36,28 @@ struct PlanArgs {
     StateSplit* states;        // (rows,)
     int* used;                 // (bins,): slots of each that hold an item; then (blocks,): rounds that do
     int* placed;               // scratch: where each unit goes
-    int* made;                 // {pieces, states, slots, rounds, nodes shared, 1 if dealt in turn}
-    int rows, width, page_size, tokens;
+    int* made;                 // PlanMade: what became of it
+    int rows, width, tokens;
     int left;                  // of the window; kFar for none
-    int heads, rows_each, together, blocks, warps, joiners;
+    int together, warps, joiners;
     int slots, tile_rounds;    // per bin and block, at most
     int pass_rows, tile_rows;  // rows of a stream item and of a tile item, at most
+    int tile_box;              // tokens per copy of a tile
     int wide_rows;             // a node with so many rows goes through tiles; more than there are: none does
     int in_turn;               // a block's warps do not stream while they compute tiles
-    int chunk, longest, shared_tokens;
+    int chunk_bits;            // a chunk has 2^chunk_bits tokens
+    int longest, shared_tokens;
     int item_cost, step_cost;  // of an item besides its chunks, of a step of a tile item: in parts of a chunk
     int max_ranges, max_pieces, max_tiles, max_states;
-    int limits[kLimits], sizes[kLimits];  // Splitting.pieces
+    int limits[kLimits], size_bits[kLimits];  // Splitting.pieces, whose sizes are powers of two
+    int bins;
+    Divisor page_size, heads, rows_each, blocks;
+    Divisor groups, passes;    // units of a piece, of `together` heads each; passes over the rows of one sequence
+    PlanRoom room;
     double item_chunks, state_chunks, sprint;  // Weights
 };
+
+enum PlanMade { kPieces, kStates, kSlots, kRounds, kNodes, kInTurn };  // kInTurn: 1 if units were dealt in turn
 
 // A node and how it is cut
 struct alignas(16) PlanNode {
@@ -57,44 +75,22 @@ struct alignas(16) PlanRange {
     int sequence, start, stop, parts;  // parts: 0 if nodes cover all of the sequence
     int unit, state, whole, unused;    // pieces before its own, the first of its states
 };
+enum { kUnitWord = 13, kTileUnitWord = 14, kRangeUnitWord = 4 };  // of a PlanNode and of a PlanRange
 // How a range is cut
 struct RangeCut {
-    int size, chunks, pieces, begin, cut_parts;
+    int size_bits, chunks, pieces, begin, cut_parts;
     TILE_DEVICE RangeCut(const PlanArgs& args, int start, int stop) {
-        size = args.sizes[kLimits - 1];
+        size_bits = args.size_bits[kLimits - 1];
 #pragma unroll
         for (int i = kLimits - 1; i >= 0; i--)
-            if (stop - start <= args.limits[i]) size = args.sizes[i];
-        size = larger(size, args.chunk);
-        chunks = ceil_div(stop - start / 16 * 16, 16);
-        pieces = larger(1, ceil_div(chunks, size / 16));
-        begin = start / args.chunk * args.chunk;
-        cut_parts = larger(1, ceil_div(stop - begin, size));
+            if (stop - start <= args.limits[i]) size_bits = args.size_bits[i];
+        size_bits = larger(size_bits, args.chunk_bits);
+        chunks = ceil_shift(stop - (start & ~15), 4);
+        pieces = larger(1, ceil_shift(chunks, size_bits - 4));
+        begin = start >> args.chunk_bits << args.chunk_bits;
+        cut_parts = larger(1, ceil_shift(stop - begin, size_bits));
     }
     TILE_DEVICE bool whole(int limit) const { return chunks <= limit || pieces == 1; }
-};
-
-// Where things stand in shared memory: gpu/planner.py counts the same bytes
-struct PlanRoom {
-    uint32_t sums, place, length, caller, under, split, ranges, nodes, keys, next, loads, counts, work, ranks, end;
-    TILE_DEVICE PlanRoom(const PlanArgs& args, int bins) {
-        const int n = (args.rows + 3) / 4 * 4, all = power_of_two(32, bins);
-        sums = kScanBytes;
-        place = sums + 4 * 32 * (kPlanWarps + 1);
-        length = place + 4 * n;
-        caller = length + 4 * n;
-        under = caller + 4 * n;
-        split = under + 4 * n;
-        ranges = split + 16 * n;
-        nodes = ranges + 32 * args.max_ranges;
-        loads = nodes + 64 * n;
-        counts = loads + 8 * all;
-        work = counts + 4 * all;
-        ranks = work + 4 * all;
-        keys = ranks + 4 * all;
-        next = keys + 4 * smaller(kMostKeys, power_of_two(32, larger(args.max_pieces, args.max_tiles)));
-        end = next + 4 * args.max_tiles;
-    }
 };
 
 // The costliest first, and of equal ones the first
