@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from paged_cases import fill
 
-from tilewise.kvcache import OutOfPages, PagedKVCache
+from tilewise.kvcache import OutOfPages, PagedKVCache, sequences
 from tilewise.kvcache.sequences import Sequences
 
 
@@ -29,19 +29,19 @@ class Mirror:
 
 
 def check_table(cache: PagedKVCache, mirror: Mirror) -> None:
-    sequences = cache.sequences
-    mirror.follow(sequences)
-    assert len(sequences.table) == len(sequences.lengths) == len(sequences.counts) == len(sequences.stamps)
-    assert len(set(sequences.rows.values())) == len(sequences.rows)
-    for seq, row in sequences.rows.items():
+    rows = cache.sequences
+    mirror.follow(rows)
+    assert len(rows.table) == len(rows.lengths) == len(rows.counts) == len(rows.stamps)
+    assert len(set(rows.rows.values())) == len(rows.rows)
+    for seq, row in rows.rows.items():
         pages = cache.page_list(seq).tolist()
         assert mirror.lists[row] == pages, "the copy has other pages"
-        assert sequences.counts[row] == len(pages)
-        assert sequences.lengths[row] == cache.length(seq)
-        assert sequences.last[row] == (pages[-1] if pages else -1)
-        assert not sequences.table[row, len(pages) :].any()
-    free = sorted(set(range(len(sequences.table))) - set(sequences.rows.values()))
-    assert not sequences.table[free].any()
+        assert rows.counts[row] == len(pages)
+        assert rows.lengths[row] == cache.length(seq)
+        assert rows.last[row] == (pages[-1] if pages else -1)
+        assert not rows.table[row, len(pages) :].any()
+    free = sorted(set(range(len(rows.table))) - set(rows.rows.values()))
+    assert not rows.table[free].any()
 
 
 @settings(max_examples=40, deadline=None)
@@ -93,7 +93,10 @@ def test_what_changes_a_stamp() -> None:
     assert stamps(d)[0] not in seen, "the row has another sequence"
 
 
-def test_the_table_grows_in_both_directions() -> None:
+@pytest.mark.parametrize("large", [1, 2**20])
+def test_the_table_grows_in_both_directions(large: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copied as a whole, or list by list."""
+    monkeypatch.setattr(sequences, "LARGE", large)
     cache = PagedKVCache(4096, 1, 1, 2)
     mirror = Mirror()
     for count in (1, 9, 33, 200):

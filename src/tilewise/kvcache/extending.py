@@ -32,6 +32,7 @@ class ExtendPlan:
     growth: Ints  # new pages at the end of each sequence
     copies: Flags | None  # whether its last page has to be copied first; None: no page has
     pages: int  # free pages it takes
+    single: bool  # whether every sequence gets one token
 
 
 def plan_extend(
@@ -47,8 +48,13 @@ def plan_extend(
         raise RuntimeError("extend() within a graph capture: its places would be the same in every replay")
     size, starts, last = cache.page_size, cache.sequences.lengths[rows], cache.sequences.last[rows]
     room = cache.sequences.counts[rows] * size - starts  # in the last page: 0 to size - 1
-    growth = (more - room + (size - 1)) // size
-    pages = int(np.add.reduce(growth))
+    single = np.count_nonzero(more == 1) == len(more)
+    if single:
+        growth = (room == 0).astype(np.int64)
+        pages = int(np.count_nonzero(growth))
+    else:
+        growth = (more - room + (size - 1)) // size
+        pages = int(np.add.reduce(growth))
     copies = None
     shared = (cache.pool.refs[last] > 1) & (room > 0)
     if np.count_nonzero(shared):
@@ -65,7 +71,7 @@ def plan_extend(
         pages += len(at)
         if not len(at):
             copies = None
-    return ExtendPlan(named, counts, rows, more, growth, copies, pages)
+    return ExtendPlan(named, counts, rows, more, growth, copies, pages, single)
 
 
 def _copied(cache: PagedKVCache, last: Ints) -> Flags:
@@ -90,7 +96,7 @@ def commit_extend(cache: PagedKVCache, plan: ExtendPlan, into: Slots | None) -> 
     if plan.pages:
         _take_pages(cache, plan)
     starts, last = sequences.lengths[rows], sequences.last[rows]
-    if np.count_nonzero(counts == 1) == len(counts):  # one token per sequence, in its last page
+    if plan.single:  # in its last page
         positions, pages = starts, last
         offsets = starts - (sequences.counts[rows] - 1) * size
         index = last * size + offsets

@@ -14,6 +14,7 @@ from tilewise.kvcache.pool import Ints, Pages
 if TYPE_CHECKING:
     from tilewise.kvcache.lineage import Kinship
 
+LARGE = 2**20  # entries of a table that is not copied as a whole
 MANY = 2**40  # a count of tokens that no cache has room for
 
 
@@ -201,7 +202,11 @@ class Sequences:
 
     def _resize(self, rows: int, width: int) -> None:
         table = np.zeros((rows, width), np.int32)
-        table[: len(self.table), : self.table.shape[1]] = self.table
+        if self.table.size < LARGE:
+            table[: len(self.table), : self.table.shape[1]] = self.table
+        else:  # only what is listed is touched, and so takes memory: one long list does not make all others long
+            for row, count in zip(self.rows.values(), self.counts[list(self.rows.values())].tolist(), strict=True):
+                table[row, :count] = self.table[row, :count]
         self.table = table
 
 
@@ -231,8 +236,8 @@ def check_counts(counts: Any, expected: int) -> tuple[tuple[int, ...], Ints]:
     """`counts`, one number or one for each of `expected` sequences, none below 0; also as an array, cut off at MANY."""
     if isinstance(counts, (torch.Tensor, np.ndarray)):
         counts = counts.tolist()
-    if isinstance(counts, str) or not isinstance(counts, Sequence):
-        count = checks.integer("counts", counts, 0)
+    if type(counts) is int or isinstance(counts, str) or not isinstance(counts, Sequence):
+        count = counts if type(counts) is int and counts >= 0 else checks.integer("counts", counts, 0)
         return (count,) * expected, np.full(expected, min(count, MANY), np.int64)
     if len(counts) != expected:
         raise ValueError(f"counts must be one int or one for each of the {expected} seqs, got {len(counts)}")

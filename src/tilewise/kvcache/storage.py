@@ -164,13 +164,19 @@ class Written:
 
     def forget(self, index: Ints) -> None:
         """Tokens at `index`, page · page_size + offset, are to be written."""
-        self._by_token()[index] = 0
+        if len(self.every_layer) == 1:
+            self.bits.reshape(-1)[index] = 0
+        else:
+            self._by_token()[index] = 0
 
     def mark(self, index: Ints, layer: int) -> None:
         self._by_token()[index, layer // 64] |= _bit(layer)
 
     def mark_all(self, index: Ints) -> None:
-        self._by_token()[index] = self.every_layer
+        if len(self.every_layer) == 1:
+            self.bits.reshape(-1)[index] = self.every_layer[0]
+        else:
+            self._by_token()[index] = self.every_layer
 
     def copy_pages(self, old: Ints, new: Ints) -> None:
         self.bits[new] = self.bits[old]
