@@ -8,10 +8,18 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tree_cases import padded, random_lists, tree_lists
+from tree_cases import random_lists, tree_lists
 
 from tilewise.plan.cost import CPU_COST, GPU_COST, MMA_COST, CostModel
-from tilewise.plan.flat import Judge, choose_nodes, find_spans, tree_order
+from tilewise.plan.flat import (
+    Judge,
+    PageTable,
+    choose_nodes,
+    cut_nodes_at_breaks,
+    find_spans,
+    stored_tokens,
+    tree_order,
+)
 from tilewise.plan.tiles import Ints
 
 Group = tuple[tuple[int, ...], int]  # members, and how many leading pages all of them have
@@ -66,7 +74,7 @@ def random_batch(seed: int) -> tuple[list[Ints], list[int], int, int, int | None
 def test_the_order_puts_lists_with_a_common_prefix_side_by_side() -> None:
     for seed in range(60):
         lists = random_batch(seed)[0]
-        order, common = tree_order(*padded(lists))
+        order, common = tree_order(*PageTable.of(lists))
         assert order.tolist() == sorted(range(len(lists)), key=lambda n: lists[n].tobytes())
         assert order.dtype == np.int32
         spans = find_spans(common)
@@ -76,14 +84,14 @@ def test_the_order_puts_lists_with_a_common_prefix_side_by_side() -> None:
 
 def test_of_a_list_and_its_continuation_by_page_0_the_shorter_comes_first() -> None:
     lists = [np.array(x, np.int32) for x in ([3, 0, 0], [3], [3, 0], [], [3, 0])]
-    order, common = tree_order(*padded(lists))
+    order, common = tree_order(*PageTable.of(lists))
     assert order.tolist() == [3, 1, 2, 4, 0]
     assert common.tolist() == [0, 1, 2, 2]
 
 
 @pytest.mark.parametrize("count", [0, 1])
 def test_no_or_one_list_has_no_neighbours(count: int) -> None:
-    order, common = tree_order(*padded([np.arange(3, dtype=np.int32)] * count))
+    order, common = tree_order(*PageTable.of([np.arange(3, dtype=np.int32)] * count))
     assert (order.tolist(), common.tolist()) == (list(range(count)), [])
     assert choose_nodes(common, np.full(count, 40), 16, 1, None, None).shape == (0, 5)
 
@@ -99,7 +107,7 @@ def test_the_nodes_that_are_shared(cost: CostModel | None) -> None:
     for seed in range(120):
         lists, lengths, page_size, tokens, left = random_batch(seed)
         judge = None if cost is None else Judge(cost, 32 * tokens, 8, 128, 4096.0)
-        order, common = tree_order(*padded(lists))
+        order, common = tree_order(*PageTable.of(lists))
         length = np.array(lengths, np.int64)[order]
         nodes = choose_nodes(common, length, page_size, tokens, left, judge)
         found = {(tuple(sorted(order[a : a + n].tolist())), start, stop) for a, n, start, stop, _ in nodes.tolist()}
@@ -131,7 +139,7 @@ class Pairs(Willing):
 
 def test_a_cost_model_of_one_s_own_is_asked() -> None:
     lists = tree_lists([1, 3, 2], [4, 4, 1])
-    _, common = tree_order(*padded(lists))
+    _, common = tree_order(*PageTable.of(lists))
     lengths = np.full(6, 144)
     assert len(choose_nodes(common, lengths, 16, 1, None, Judge(CostModel(0.0, 1.0, 1e12, 0.0), 1, 1, 8, 1.0))) == 4
     nodes = choose_nodes(common, lengths, 16, 1, None, Judge(Pairs(0.0, 1.0, 1e12, 0.0), 1, 1, 8, 1.0))
@@ -152,3 +160,29 @@ def test_a_node_is_judged_to_the_bit_as_the_model_says(flops_per_us: float) -> N
             model = replace(cost, margin=float(near))
             nodes = choose_nodes(common, lengths, 16, 1, None, Judge(model, rows, 1, 96, 700.5))
             assert (len(nodes) > 0) == model.shares(*asked)
+
+
+# ---- what follows from the nodes -------------------------------------------------------------------------------------
+def test_tokens_in_full_pages_are_stored_once_per_prefix() -> None:
+    """A page that stands after different ones is another page to a tree of prefixes."""
+    for seed in range(20):
+        lists, *_ = random_batch(seed)
+        order, common = tree_order(*PageTable.of(lists))
+        lengths = np.array([4 * len(lists[n]) for n in order], np.int64)
+        prefixes = {tuple(x[: n + 1].tolist()) for x in lists for n in range(len(x))}
+        assert stored_tokens(common, lengths, 4, find_spans(common)) == 4 * len(prefixes)
+
+
+def test_parts_of_a_node_stand_one_above_the_other() -> None:
+    """Node 0 in pages 0 | 5, 6 | 9, its children in pages 10, 11 and in 20 | 30."""
+    pages = np.array([[0, 5, 6, 9, 10, 11], [0, 5, 6, 9, 10, 11], [0, 5, 6, 9, 20, 30], [0, 5, 6, 9, 20, 30]], np.int32)
+    nodes = np.array([[0, 4, 0, 16, -1], [0, 2, 16, 24, 0], [2, 2, 16, 24, 0]])
+    assert cut_nodes_at_breaks(nodes, pages, 4, 5).tolist() == [
+        [0, 4, 0, 4, -1],
+        [0, 4, 4, 12, 0],
+        [0, 4, 12, 16, 1],
+        [0, 2, 16, 24, 2],
+        [2, 2, 16, 24, 2],
+    ], "8 tokens in two parts are fewer than 5 each"
+    assert cut_nodes_at_breaks(nodes, pages, 4, 4)[-2:].tolist() == [[2, 2, 16, 20, 2], [2, 2, 20, 24, 4]]
+    assert cut_nodes_at_breaks(nodes, pages, 4, 6) is nodes

@@ -8,11 +8,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from cpu_seconds import cpu_seconds
 from tree_cases import make_plan, random_lists, tree_lists
 
 from tilewise import PagedKVCache, plan_decode
 from tilewise.arguments import PageListsOf
-from tilewise.plan import DecodePlan, PagedTiles
+from tilewise.plan import DecodePlan, PagedTiles, PageTable
 from tilewise.plan.items import ALL_SEE, GOES_ON, OWN, Word
 from tilewise.plan.tiles import Ints
 from tilewise.plan.worklist import FAR, Shape, Splitting, WorkList, uses_tiles, work_list
@@ -342,12 +343,13 @@ def test_a_cache_s_lists_read_at_once_are_its_lists_read_one_by_one() -> None:
     root = cache.allocate()
     cache.mark_written(cache.extend([root], [100]))
     seqs = [cache.fork(root), cache.allocate(), cache.fork(root), cache.allocate()]
-    cache.mark_written(cache.extend(seqs[:2], [37, 16]))
-    plan = plan_decode(cache, seqs, num_heads=2, share_prefix=True, room=60)
+    cache.mark_written(cache.extend(seqs[:2], [28, 16]))  # 128 tokens: as many pages as the table is wide
+    plan = plan_decode(cache, seqs, num_heads=2, share_prefix=True, room=300)
     at_once, one_by_one = (
-        work_list(plan, lists, plan.lengths, 16, Shape(8, 4, 4, False), room=60)
+        work_list(plan, lists, plan.lengths, 16, Shape(8, 4, 4, False), room=300)
         for lists in (PageListsOf(cache, plan.seqs), [cache.page_list(seq) for seq in seqs])
     )
+    assert not at_once.pages[np.arange(at_once.pages.shape[1]) >= at_once.tail_from[:, None]].any()
     for grown in range(3):
         for name in ("items", "pages", "live", "tail_from", "states"):
             assert (getattr(at_once, name) == getattr(one_by_one, name)).all(), (grown, name)
@@ -370,3 +372,33 @@ def test_what_came_between_plan_and_list_is_each_sequence_s_own(room: int, grown
     listed = work_list(plan, lists, lengths, 16, Shape(8, 4, 4, False), splitting=SMALL, room=room)
     check_scratch(listed)
     check_items(listed, plan, lists, lengths, 16)
+
+
+# ---- time ------------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("fanouts", [[256], [1, 256], [1, 8, 8, 4]])
+def test_hundreds_of_sequences_are_planned_and_listed_quickly(fanouts: list[int]) -> None:
+    """256 sequences of unequal lengths: by themselves, under one prefix, in a tree of three levels."""
+    lists = tree_lists(fanouts, [512, 64, 32, 32][-len(fanouts) :])
+    lengths = [16 * len(x) - 13 * n % 500 for n, x in enumerate(lists)]
+    table = PageTable.of(lists)
+
+    def plan_and_list() -> WorkList:
+        plan = make_plan(table, lengths, heads=(32, 8), room=64)
+        return work_list(plan, Table(table), lengths, 16, Shape(8, 4, 132, len(fanouts) > 1, joiners=2), room=64)
+
+    assert len(plan_and_list().order) == 256
+    (seconds,) = cpu_seconds(plan_and_list)
+    assert seconds < 0.002 * 5  # under 2 ms on a quiet machine
+
+
+class Table:
+    """Page lists that are read at once."""
+
+    def __init__(self, pages: PageTable) -> None:
+        self.pages = np.pad(pages.table, ((0, 0), (0, 10)))
+
+    def __getitem__(self, n: int) -> Ints:
+        raise AssertionError("one by one")
+
+    def block(self, numbers: np.ndarray, first: np.ndarray, width: int) -> Ints:
+        return self.pages[numbers[:, None], first[..., None] + np.arange(width)]

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from tilewise.plan import DecodePlan, plan_tree
+from tilewise.plan import DecodePlan, PageTable, plan_tree
 from tilewise.plan.tiles import Ints
 
 
@@ -41,17 +41,8 @@ def random_lists(rng: np.random.Generator, page_size: int) -> tuple[list[Ints], 
     return [np.array(pages, np.int32) for pages in found], lengths
 
 
-def padded(lists: Sequence[Ints]) -> tuple[Ints, np.ndarray]:
-    """The lists as rows of one table, with zeros after them, and how many pages each has."""
-    counts = np.array([len(x) for x in lists], np.int64)
-    table = np.zeros((len(lists), int(counts.max(initial=0))), np.int32)
-    for row, pages in zip(table, lists, strict=True):
-        row[: len(pages)] = pages
-    return table, counts
-
-
 def make_plan(
-    lists: Sequence[Ints],
+    lists: Sequence[Ints] | PageTable,
     lengths: Sequence[int],
     page_size: int = 16,
     *,
@@ -60,7 +51,4 @@ def make_plan(
 ) -> DecodePlan:
     """heads: of the queries, of K and V. Every node is shared unless `share` says something else."""
     sizes = {"heads_q": heads[0], "heads_kv": heads[1], "head_dim": 64, "kv_row_bytes": 256.0, "io_bytes": 2}
-    table, counts = padded(lists)
-    return plan_tree(
-        range(len(lists)), table, counts, np.array(lengths, np.int64), page_size, **{**sizes, "share": True, **options}
-    )
+    return plan_tree(range(len(lengths)), lists, lengths, page_size, **{**sizes, "share": True, **options})

@@ -19,7 +19,7 @@ from tilewise.kvcache import PagedKVCache, PrefixCache
 from tilewise.kvcache.sequences import check_seqs
 from tilewise.plan import BlockSchedule, DecodePlan
 from tilewise.plan.cost import CostModel
-from tilewise.plan.flat import Judge
+from tilewise.plan.flat import Judge, PageTable
 from tilewise.plan.standing import StandingPlan
 from tilewise.plan.tree import plan_tree
 from tilewise.scores import DecodeOptions, Scores, Window
@@ -130,8 +130,7 @@ def plan_decode(
     counts = pages.sequences.counts[at]
     plan = plan_tree(
         members,
-        pages.sequences.table[:, : counts.max(initial=0)][at],
-        counts,
+        PageTable(pages.sequences.table[:, : counts.max(initial=0)][at], counts),
         pages.sequences.lengths[at],
         pages.page_size,
         heads_q=num_heads,

@@ -1,13 +1,14 @@
 """What meets what: an attention problem as a list of tiles. No GPU, no tensors read, no I/O.
 
-tiles.py has the vocabulary (bands, tiles, Plan), dense.py and tree.py make plans, cost.py says what sharing costs,
-schedule.py (with schedule_*.py) holds block-sparse patterns, blocks.py makes work of them and of the blocks of mask
-functions, worklist.py (with ranges.py, items.py and deal.py) lays a decode plan out for a kernel, show.py is for
-people.
+tiles.py has the vocabulary (bands, tiles, Plan), dense.py and tree.py (with flat.py) make plans, cost.py says what
+sharing costs, schedule.py (with schedule_*.py) holds block-sparse patterns, blocks.py makes work of them and of the
+blocks of mask functions, worklist.py (with ranges.py, items.py and deal.py) lays a decode plan out for a kernel,
+show.py is for people.
 """
 
 from tilewise.plan.cost import CPU_COST, CostModel
 from tilewise.plan.dense import cut, plan_dense, plan_shared_prefix, plan_varlen
+from tilewise.plan.flat import PageTable
 from tilewise.plan.schedule import BlockSchedule
 from tilewise.plan.tiles import (
     OPEN,
@@ -16,6 +17,7 @@ from tilewise.plan.tiles import (
     DecodePlan,
     Ints,
     PagedTiles,
+    PagedWork,
     Plan,
     Rectangle,
     Tiles,
@@ -35,7 +37,9 @@ __all__ = [
     "CostModel",
     "DecodePlan",
     "Ints",
+    "PageTable",
     "PagedTiles",
+    "PagedWork",
     "Plan",
     "Rectangle",
     "Tiles",

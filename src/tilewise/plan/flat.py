@@ -7,6 +7,7 @@ pages in common than with those around it. Nothing here makes an object per sequ
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -21,6 +22,22 @@ Longs = npt.NDArray[np.int64]
 # that they share, and the row of the shared node around it, -1 for none. Parents stand before children.
 FIRST, SEQUENCES, START, STOP, ABOVE = range(5)
 NODE_WORDS = 5
+
+
+class PageTable(NamedTuple):
+    """The page lists of n sequences: table (n, width) with zeros after each list, counts (n,), the pages of each."""
+
+    table: Ints
+    counts: Longs
+
+    @classmethod
+    def of(cls, lists: Sequence[Ints]) -> PageTable:
+        """Lists of pages as one table."""
+        counts = np.array([len(pages) for pages in lists], np.int64)
+        table = np.zeros((len(lists), int(counts.max(initial=0))), np.int32)
+        for row, pages in zip(table, lists, strict=True):
+            row[: len(pages)] = pages
+        return cls(table, counts)
 
 
 class Judge(NamedTuple):
@@ -51,8 +68,7 @@ class Spans(NamedTuple):
 def tree_order(table: Ints, counts: Longs) -> tuple[Ints, Longs]:
     """The order of a batch, (n,), and the leading pages that neighbours of it have in common, (n - 1,).
 
-    table: (n, width), the page lists, of `counts` pages each and with zeros after them. The order is that of the lists'
-    bytes, so it depends on nothing but the lists.
+    table, counts: a PageTable's. The order is that of the lists' bytes, so it depends on nothing but the lists.
     """
     count = len(table)
     order = np.arange(count, dtype=np.int32)
@@ -74,7 +90,9 @@ def tree_order(table: Ints, counts: Longs) -> tuple[Ints, Longs]:
     own = counts[members]
     together = group[1:] == group[:-1]
     # Groups mostly have a long prefix in common: what comes before the first difference in any of them is left out.
-    differs = (lists[1:] != lists[:-1]) & together[:, None]
+    differs = lists[1:] != lists[:-1]
+    if not together.all():
+        differs &= together[:, None]
     apart = differs.any(0)
     skip = int(apart.argmax()) if apart.any() else width
     # Filled up with zeros, a list equals itself with page 0 after it: the shorter one comes first.
@@ -288,7 +306,7 @@ def cut_at_breaks(pages: Ints, sequence: Longs, start: Longs, stop: Longs, page_
     return Parts(of, begins, np.where(lasts, stop[of], ends))
 
 
-def cut_nodes(nodes: Longs, pages: Ints, page_size: int, shortest: int) -> Longs:
+def cut_nodes_at_breaks(nodes: Longs, pages: Ints, page_size: int, shortest: int) -> Longs:
     """Nodes (m, 5) cut by cut_at_breaks: a part stands above the next one, the last one above the node's children."""
     if not len(nodes):
         return nodes

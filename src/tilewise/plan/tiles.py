@@ -274,9 +274,8 @@ class PagedWork(Value):
     def _keys_at(self) -> Ints:
         """(m + k,): where the tokens of each node and own range stand when every token read is counted once, as a walk
         through the tree meets them."""
-        place = np.concatenate([2 * self.nodes[:, 0], 2 * self.own[0] + 1])
         tokens = np.concatenate([self.nodes[:, 3] - self.nodes[:, 2], self.own[2] - self.own[1]])
-        by = place.argsort(kind="stable")
+        by = np.concatenate([self.nodes[:, 0], self.own[0]]).argsort(kind="stable")  # a node before what is below it
         found = np.empty(len(by), np.int32)
         found[by] = np.cumsum(tokens[by]) - tokens[by]
         return found

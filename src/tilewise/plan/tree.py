@@ -12,15 +12,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+import numpy.typing as npt
 
 from tilewise.plan.cost import CPU_COST, CostModel
 from tilewise.plan.flat import (
     NODE_WORDS,
     Judge,
-    Longs,
+    PageTable,
     choose_nodes,
     cut_at_breaks,
-    cut_nodes,
+    cut_nodes_at_breaks,
     find_spans,
     own_ranges,
     stored_tokens,
@@ -31,9 +32,8 @@ from tilewise.plan.tiles import DecodePlan, Ints, PagedWork, Window
 
 def plan_tree(
     seqs: Sequence[int],
-    table: Ints,
-    counts: Longs,
-    lengths: Longs,
+    page_lists: Sequence[Ints] | PageTable,
+    lengths: npt.ArrayLike,
     page_size: int,
     *,
     heads_q: int,
@@ -53,20 +53,21 @@ def plan_tree(
 ) -> DecodePlan:
     """The plan of one decode step.
 
-    table (n, width), counts (n,), lengths (n,): the page list of each sequence of `seqs`, with zeros after it, the
-    number of its pages and its tokens, of which the last `tokens_per_seq` are the queries. share: True shares every
-    node, False none, None those for which `cost` says that it pays; `cost` then takes the K and V of one token in one
-    KV head as `stream_row_bytes` bytes, which is what the inner loop reads if that is not what is stored
-    (`kv_row_bytes`). shortest_run: cut ranges where their pages are not consecutive, if the parts have at least this
-    many tokens on average; 0 never cuts. A backend that reads consecutive pages in place wants that. pages_per_seq: how
-    many pages a sequence reads at most, 0 for all; without `share` and `window`.
+    page_lists, lengths: of each sequence of `seqs`, whose last `tokens_per_seq` tokens are the queries; a PageTable is
+    taken as it is. share: True shares every node, False none, None those for which `cost` says that it pays; `cost`
+    then takes the K and V of one token in one KV head as `stream_row_bytes` bytes, which is what the inner loop reads
+    if that is not what is stored (`kv_row_bytes`). shortest_run: cut ranges where their pages are not consecutive, if
+    the parts have at least this many tokens on average; 0 never cuts. A backend that reads consecutive pages in place
+    wants that. pages_per_seq: how many pages a sequence reads at most, 0 for all; without `share` and `window`.
 
     A node is shared only as far as every row of the group sees all of it, so shared items need no mask. What is left
     of each sequence, with its causal end, are its own items.
     """
     left = window[0] if window is not None else None
+    table, counts = page_lists if isinstance(page_lists, PageTable) else PageTable.of(page_lists)
     order, common = tree_order(table, counts)
-    length = lengths[order]
+    given = np.asarray(lengths, np.int64)
+    length = given[order]
     spans = find_spans(common)
     nodes = np.zeros((0, NODE_WORDS), np.int64)
     if share is not False and spans.first:
@@ -77,7 +78,7 @@ def plan_tree(
     pages = table[order, : -(-int(length.max(initial=0)) // page_size)]
     shared_nodes = len(nodes)
     if shortest_run:
-        nodes = cut_nodes(nodes, pages, page_size, shortest_run)
+        nodes = cut_nodes_at_breaks(nodes, pages, page_size, shortest_run)
         of, *tokens = cut_at_breaks(pages, own[0], own[1], own[2], page_size, shortest_run)
         own = np.stack([own[0, of], *tokens])
     nodes_read, own_read = nodes[:, 3] - nodes[:, 2], own[2] - own[1]
@@ -93,7 +94,7 @@ def plan_tree(
         kv_row_bytes=kv_row_bytes,
         io_bytes=io_bytes,
         seqs=tuple(seqs),
-        lengths=tuple(lengths.tolist()),
+        lengths=tuple(given.tolist()),
         order=order,
         tokens_per_seq=tokens_per_seq,
         shared_nodes=shared_nodes,

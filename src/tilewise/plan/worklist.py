@@ -236,14 +236,13 @@ def _page_tables(page_lists: PageLists, order: Ints, length: Longs, page_size: i
     count = len(order)
     tail_from = np.maximum(0, -(-length // page_size) - 1).astype(np.int32)
     tail_pages = 2 + -(-room // page_size)
-    width = max(1, int(tail_from.max(initial=0)))
-    both = _block(page_lists, order, 0, width + tail_pages)
     live = np.zeros(count * (1 + tail_pages), np.int32)
     live[:count] = length
-    tail = tail_from[:, None] + np.arange(tail_pages)
-    live[count:] = np.take_along_axis(both, tail, 1).ravel()
-    pages = both[:, :width].copy()
-    pages[np.arange(width) >= tail_from[:, None]] = 0
+    live[count:] = _block(page_lists, order, tail_from, tail_pages).ravel()
+    pages = _block(page_lists, order, 0, max(1, int(tail_from.max(initial=0))))
+    first = int(tail_from.min(initial=FAR))  # of the pages that some sequence has in its tail
+    tails = pages[:, first:]
+    tails[np.arange(first, pages.shape[1]) >= tail_from[:, None]] = 0
     return _PageTables(pages, live, tail_from, tail_pages)
 
 
