@@ -19,10 +19,8 @@ def exact(cache: tw.PagedKVCache, seq: int, q: torch.Tensor, window: tuple[int, 
 
 def plan_as_on_a_card(cache: tw.PagedKVCache, seqs: list[int], heads: int, **options) -> tw.DecodePlan:
     """plan_decode of sequences that share nothing, without the CPU's cuts where pages are not consecutive."""
-    of = cache.sequences
-    _, rows = of.batch(seqs)
     return plan_tree(
-        seqs, of.table[rows], of.counts[rows], of.lengths[rows], cache.page_size, heads_q=heads,
+        seqs, [cache.page_list(s) for s in seqs], cache.lengths_of(seqs), cache.page_size, heads_q=heads,
         heads_kv=cache.num_kv_heads, head_dim=cache.head_dim, kv_row_bytes=1.0, io_bytes=2, share=False,
         cache_serial=cache.serial, **options,
     )  # fmt: skip
