@@ -220,7 +220,8 @@ class PlannedList:
         units = max(room.pieces * (plan.heads_kv // room.together), room.tiles * plan.heads_kv)
 
         def zeros(*size: int) -> torch.Tensor:
-            return torch.zeros(size, dtype=torch.int32, device=device)
+            with torch.inference_mode(False):  # so that renew() may write to it under either mode
+                return torch.zeros(size, dtype=torch.int32, device=device)
 
         self.items = zeros(shape.blocks, room.slots * each, ITEM_WORDS)
         self.tile_items = zeros(room.tile_rounds, shape.blocks, ITEM_WORDS)

@@ -15,7 +15,7 @@ constexpr bool kTileWide = kTileGroups == 1;  // head dimensions whose O fills t
 constexpr int kTileBlock = kTileThreads + 256, kStartRegisters = 65536 / kTileBlock / 8 * 8;
 constexpr int kTileRegisters = kTileWide        ? 232
                                : !kScaled       ? 176
-                               : kHeadDim <= 96 ? 152
+                               : kHeadDim <= 64 ? 152
                                : kZeros         ? 160
                                                 : 168;
 constexpr int kLoadRegisters = kScaled ? 40 : 32;
