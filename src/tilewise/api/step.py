@@ -115,8 +115,8 @@ def plan_prefill(
         kv_row_bytes=2 * pages.format.bytes_per_token_head,
         io_bytes=pages.format.dtype.itemsize if pages.format.dtype is not None else 2,
         window=window,
-        judge=judge if share is None else None,
-        share=share is not False,
+        judge=judge,
+        share=share,
         split=split,
     )
 
