@@ -159,8 +159,8 @@ def plan_chunks(
     """The plan of the last `tokens` of each of `seqs`; page_lists, lengths: of each of them.
 
     share: True shares every node, as far as every row of the group sees all of it, False none, None those that `judge`
-    says. split: into which pieces the tokens of a node, and those before a chunk, are cut, where the judge says so. With
-    a window that ends to the left there is neither: what a row sees is its own.
+    says. split: into which pieces the tokens of a node, and those before a chunk, are cut, where the judge says so.
+    With a window that ends to the left there is neither: what a row sees is its own.
     """
     left = None if window is None else window[0]
     order = sorted(range(len(seqs)), key=lambda n: page_lists[n].tobytes())  # those that share pages are neighbours
