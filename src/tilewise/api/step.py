@@ -115,8 +115,8 @@ def plan_prefill(
         kv_row_bytes=2 * pages.format.bytes_per_token_head,
         io_bytes=pages.format.dtype.itemsize if pages.format.dtype is not None else 2,
         window=window,
-        judge=judge if share is None else None,
-        share=share is not False,
+        judge=judge,
+        share=share,
         split=split,
     )
 
@@ -287,12 +287,24 @@ def _chunks(asked: Asked, plan: ChunkPlan) -> None:
 
 def _served(asked: Asked, plan: DecodePlan | StandingPlan) -> bool:
     """Does the decode kernel serve the decodes? Where it does not, the forward may: it takes any head_dim and dtype."""
+    serial = asked.plan.serial
+    kind, served = _kinds.get(serial, (None, False))
+    if kind == asked.q.dtype:
+        return served
+    if kind is None:
+        weakref.finalize(asked.plan, _kinds.pop, serial, None)
     try:
         k_parts, v_parts = asked.pages.parts(asked.layer)
         check_served(asked.q, asked.pages.format, plan, (k_parts[0], v_parts[0]))
+        served = True
     except NotImplementedError:
-        return False
-    return True
+        served = False
+    _kinds[serial] = (asked.q.dtype, served)
+    return served
+
+
+# By a step's number, for as long as it lives: the dtype of its queries last time, and are decodes of it served.
+_kinds: dict[int, tuple[torch.dtype | None, bool]] = {}
 
 
 def _all_as_chunks(asked: Asked, decodes: DecodePlan | StandingPlan) -> None:
