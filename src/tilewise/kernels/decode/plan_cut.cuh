@@ -1,5 +1,5 @@
-// Which ranges a step has, and how they are cut: nodes into even shares for all blocks, what sequences have of their own
-// by its length alone.
+// Which ranges a step has, and how they are cut: nodes into even shares for all blocks, what sequences have of their
+// own by its length alone.
 #pragma once
 #include "decode/plan_work.cuh"
 
