@@ -94,16 +94,6 @@ class StepPlan(Value):
         each = self.decode.tokens_per_seq if isinstance(self.decode, StandingPlan) else 1
         return self.prefill_rows + (0 if self.decode is None else self.decode.rows * each)
 
-    @property
-    def flops(self) -> int:
-        """Of both parts: see Plan."""
-        return sum(plan.flops for plan in self._parts())
-
-    @property
-    def bytes(self) -> int:
-        """Of both parts: see Plan."""
-        return sum(plan.bytes for plan in self._parts())
-
     def show(self, card: str | Card = "H200") -> str:
         """Both parts as a few lines of text, with the floors in microseconds for a named card: print it."""
         known = find_card(card)
