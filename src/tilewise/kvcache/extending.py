@@ -132,14 +132,19 @@ def commit_extend(cache: PagedKVCache, plan: ExtendPlan, into: Slots | None) -> 
     else:
         # Token t of the packed list is the i-th new one of its sequence s; positions = starts[s] + i.
         positions = ranges(starts, counts)
-        first = starts // size
-        touched = np.where(counts > 0, -(-(starts + counts) // size) - first, 0)
-        pages = sequences.table[np.repeat(rows, touched), ranges(first, touched)].astype(np.int64)
-        before = np.cumsum(touched) - touched - first
-        index = pages[positions // size + np.repeat(before, counts)] * size + positions % size
-        pool.fill[pages] = size
-        grown = counts > 0
-        pool.fill[last[grown]] = (starts[grown] + counts[grown] - 1) % size + 1
+        number = positions // size
+        pages = sequences.table[np.repeat(rows, counts), number].astype(np.int64)
+        number *= -size
+        number += positions  # the places in their pages
+        fill = pool.fill
+        fill[pages] = size
+        ends = (starts + counts - 1) % size + 1
+        if np.count_nonzero(counts) < len(counts):
+            (grown,) = counts.nonzero()
+            last, ends = last[grown], ends[grown]
+        fill[last] = ends
+        pages *= size
+        index = pages + number
 
     cache._written.forget(index)
     sequences.lengths[rows] = starts + counts

@@ -73,7 +73,7 @@ class PagePool:
                 self._note_free(lead[left == 0])
         if len(rest):
             single = self.refs.take(rest) == 1  # held, and so named, once
-            own = rest[single]
+            own = rest if np.count_nonzero(single) == len(rest) else rest[single]
             self.refs[own] = 0
             self._note_free(own)
             if len(own) < len(rest):

@@ -22,6 +22,7 @@ Longs = npt.NDArray[np.int64]
 # that they share, and the row of the shared node around it, -1 for none. Parents stand before children.
 FIRST, SEQUENCES, START, STOP, ABOVE = range(5)
 NODE_WORDS = 5
+FEW = 4  # nodes that are looked at one by one
 
 
 class PageTable(NamedTuple):
@@ -154,15 +155,20 @@ def choose_nodes(
     spans = spans or find_spans(common)
     if not spans.first:
         return np.zeros((0, NODE_WORDS), np.int64)
-    edges = np.array([spans.first, spans.end], np.int64).T.ravel()
     # The first row of the shortest sequence and the last row of the longest one see the least.
-    padded = np.append(lengths, 0)  # reduceat takes no index past the end
-    stops = np.minimum.reduceat(padded, edges)[::2] - (tokens_per_seq - 1)
-    stops = np.minimum(np.array(spans.depth) * page_size, stops)
-    starts = np.zeros_like(stops)
-    if left is not None:
-        starts = np.maximum(0, np.maximum.reduceat(padded, edges)[::2] - 1 - left)
-    tokens = (spans.first, spans.end, starts.tolist(), stops.tolist())
+    if left is None and len(spans.first) <= FEW:
+        each = zip(spans.first, spans.end, spans.depth, strict=True)
+        lows = [min(depth * page_size, int(lengths[a:b].min()) - (tokens_per_seq - 1)) for a, b, depth in each]
+        tokens = (spans.first, spans.end, [0] * len(lows), lows)
+    else:
+        edges = np.array([spans.first, spans.end], np.int64).T.ravel()
+        padded = np.append(lengths, 0)  # reduceat takes no index past the end
+        stops = np.minimum.reduceat(padded, edges)[::2] - (tokens_per_seq - 1)
+        stops = np.minimum(np.array(spans.depth) * page_size, stops)
+        starts = np.zeros_like(stops)
+        if left is not None:
+            starts = np.maximum(0, np.maximum.reduceat(padded, edges)[::2] - 1 - left)
+        tokens = (spans.first, spans.end, starts.tolist(), stops.tolist())
     if judge is None:
         return np.array(_all_nodes(*tokens), np.int64).reshape(-1, NODE_WORDS)
     seen = lengths if left is None else np.minimum(lengths, tokens_per_seq + left)
