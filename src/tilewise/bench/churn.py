@@ -18,6 +18,7 @@ import torch
 
 from .. import api
 from ..kvcache import PagedKVCache
+from ..kvcache.slots import room_for
 from . import prefill
 from .measure import OK, Result, Timing, device_cost
 from .prefill import Goal
@@ -110,6 +111,7 @@ class Crowd:
             self.roots = self.cache.fork([one for one in self.roots for _ in range(children)])
             self._fill(self.roots, [tokens] * len(self.roots))
         self.seqs = self.begin(point.batch)
+        self.slots = room_for(self.cache, point.batch)  # where a captured step looks for its places
         self.new: list[int] = []
         self.finish(self.seqs)
         self.most = SHARED + sum(tokens for _, tokens in TREE) + point.seq + 2 * STEPS
@@ -142,7 +144,8 @@ class Crowd:
             self.cache.free([self.seqs[n] for n in self.gone])
             self.seqs = [seq for n, seq in enumerate(self.seqs) if n not in self.gone] + self.new
             self.new = self.begin(self.row.leaving)
-        self.cache.mark_written(self.cache.extend(self.seqs, 1))
+        self.slots = self.cache.extend(self.seqs, 1, into=self.slots)
+        self.cache.mark_written(self.slots)
 
 
 def _time(row: Row, loops: int | None) -> list[Result]:

@@ -342,12 +342,13 @@ class PlannedList:
 
     def _fill(self, batch: Batch, buffer: Callable[[int], Ints]) -> None:
         """Write the step, decode/plan_work.cuh's PlanArgs.step, into `buffer(words)`."""
-        grown, known = batch.grown, self._head
-        follows = grown is not None and grown.follows == self._grown and known is not None
-        self._grown = grown.number if grown is not None else -1
-        if follows and known[0][1] is batch.order and known[0][2] is batch.nodes and self._mirror.stands(batch):
-            self._fill_grown(grown, known[1], buffer)
-            return
+        grown, known, last = batch.grown, self._head, self._grown
+        self._grown = -1 if grown is None else grown.number
+        if grown is not None and grown.follows == last and known is not None and self._mirror.stands(batch):
+            (_, order, nodes), head = known
+            if order is batch.order and nodes is batch.nodes:
+                self._fill_grown(grown, head, buffer)
+                return
         places, update, begin, end = self._mirror.follow(batch)
         head = self._head_of(batch, places)
         _lengths_of(head, len(batch.rows))[:] = batch.lengths[batch.order]
@@ -366,8 +367,11 @@ class PlannedList:
         if total == updates:
             pages[:total] = batch.table[rows, begin]
             return
-        spans = zip(rows.tolist(), begin.tolist(), end.tolist(), ends.tolist(), strict=True)
-        for row, first, last, to in spans:
+        long = sizes > 1
+        (ones,), (many,) = (~long).nonzero(), long.nonzero()
+        pages[ends[ones] - 1] = batch.table[rows[ones], begin[ones]]
+        spans = (x[many].tolist() for x in (rows, begin, end, ends))
+        for row, first, last, to in zip(*spans, strict=True):
             pages[to - (last - first) : to] = batch.table[row, first:last]
 
     def _fill_grown(self, grown: Grown, head: Ints, buffer: Callable[[int], Ints]) -> None:

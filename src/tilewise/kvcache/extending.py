@@ -30,7 +30,7 @@ class ExtendPlan:
     counts: tuple[int, ...]
     rows: Ints  # of the sequences
     more: Ints  # counts as an array, cut off at what no cache has room for
-    growth: Ints | Flags  # new pages at the end of each sequence
+    growth: Ints  # new pages at the end of each sequence
     copies: Flags | None  # whether its last page has to be copied first; None: no page has
     pages: int  # free pages it takes
     single: bool  # whether every sequence gets one token
@@ -42,17 +42,17 @@ def plan_extend(
 ) -> ExtendPlan:
     """Check an extend() and count its pages without changing anything; holds until the cache changes."""
     named, rows = cache.sequences.batch(seqs)
-    if type(counts) is int and counts == 1 and (run := _run_of(cache, named, rows)) is not None:
+    one = type(counts) is int and counts == 1
+    if one and (run := _run_of(cache, named, rows)) is not None:
         _check_now(cache, into, len(named))
         return ExtendPlan(named, run.counts, rows, run.ones, run.ones, None, run.pages, True, run)
     counts, more = check_counts(counts, len(named))
     _check_now(cache, into, sum(counts))
     size, starts, last = cache.page_size, cache.sequences.lengths[rows], cache.sequences.last[rows]
     room = -starts % size  # in the last page: 0 to size - 1
-    single = np.count_nonzero(more == 1) == len(more)
-    growth: Ints | Flags
+    single = one or np.count_nonzero(more == 1) == len(more)
     if single:
-        growth = room == 0
+        growth = (room == 0).astype(np.int64)
         pages = int(np.count_nonzero(growth))
     else:
         growth = (more - room + (size - 1)) // size
@@ -60,7 +60,9 @@ def plan_extend(
     copies = None
     shared = cache.pool.refs[last] > 1
     if np.count_nonzero(shared):
-        copies = shared & (room > 0) & (more > 0)
+        shared &= room > 0
+    if np.count_nonzero(shared):
+        copies = shared & (more > 0)
         (at,) = copies.nonzero()
         copies[at] = _copied(cache, last[at])
         (at,) = copies.nonzero()
@@ -133,7 +135,7 @@ def commit_extend(cache: PagedKVCache, plan: ExtendPlan, into: Slots | None) -> 
         # Token t of the packed list is the i-th new one of its sequence s; positions = starts[s] + i.
         positions = ranges(starts, counts)
         number = positions // size
-        pages = sequences.table[np.repeat(rows, counts), number].astype(np.int64)
+        pages = sequences.table[rows.repeat(counts), number].astype(np.int64)
         number *= -size
         number += positions  # the places in their pages
         fill = pool.fill

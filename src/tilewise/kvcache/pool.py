@@ -172,7 +172,7 @@ class PagePool:
         self.free_pages -= len(last_pages)
         pages = last_pages + 1
         free = self.refs.take(pages, mode="clip") == 0  # after the last of all: that page again, which is held
-        if (found := np.count_nonzero(free)) < len(pages):
+        if (found := int(np.count_nonzero(free))) < len(pages):
             self.refs[pages[free]] = 1
             pages[~free] = self._take_lowest(len(pages) - found)
         else:
@@ -250,7 +250,7 @@ def ranges(starts: Ints, lengths: Ints) -> Ints:
     """start, start + 1, … of each, `lengths` numbers, one range after another."""
     ends = lengths.cumsum()
     total = int(ends[-1]) if len(ends) else 0
-    numbers: Ints = np.repeat(starts - ends + lengths, lengths)
+    numbers: Ints = (starts - ends + lengths).repeat(lengths)
     numbers += np.arange(total)
     return numbers
 

@@ -16,7 +16,7 @@ from tilewise.kvcache.slots import upload
 from tilewise.plan.tiles import page_step
 
 Parts = list[torch.Tensor]
-LATE = 64  # steps of which Written keeps what was written, not yet noted
+LATE, LATE_TOKENS = 64, 1024  # steps, and tokens of one, that Written keeps without having noted them
 
 
 def uses_kernels(device: torch.device) -> bool:
@@ -203,7 +203,7 @@ class Written:
 
     def mark_all(self, index: Ints) -> None:
         self._late.append(index)
-        if len(self._late) > LATE:
+        if len(self._late) > LATE or len(index) > LATE_TOKENS:
             self.bits  # noqa: B018
 
     def copy_pages(self, old: Ints, new: Ints) -> None:
