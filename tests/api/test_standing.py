@@ -97,6 +97,8 @@ def test_what_it_has_no_room_for_is_refused():
     plan = standing(cache, seqs[1:3])
     with pytest.raises(TypeError, match="grow_plan takes other plans"):
         tw.renew_plan(tw.plan_decode(cache, seqs[1:3], num_heads=4), cache, seqs)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="renew_plan takes that"):
+        tw.grow_plan(plan, cache)  # type: ignore[arg-type]
     extend(cache, seqs[1:3], 1)
     with pytest.raises(ValueError, match="out of date"):
         tw.decode(torch.zeros(6, 1, 4, DIM), cache, 0, plan)

@@ -102,6 +102,7 @@ def expected(plan: StandingPlan, batch: Batch, listed: PlannedList, nodes: np.nd
             item[Word.TAIL_FROM] = FAR
             if item[Word.STOP] > item[Word.START]:
                 second = min(begin + shape.chunk - CHUNK, item[Word.STOP] - 1)
+                second = second if second >= begin + CHUNK else begin
                 item[Word.PAGE], item[Word.SECOND_PAGE] = mine[begin // plan.page_size], mine[second // plan.page_size]
             item[Word.TABLE] = places[item[Word.TABLE]]
         return items

@@ -16,10 +16,8 @@ def notes(monkeypatch):
     made, current = [], ["main"]
 
     class Stream:
-        device, device_index = torch.device("cpu"), 0
-
         def __init__(self, device=None, priority=0, name="side"):
-            self.name, self.cuda_stream = name, hash(name)
+            self.name = name
 
         def wait_event(self, event):
             made.append(f"{self.name} waits for {event.of}")
@@ -44,7 +42,7 @@ def notes(monkeypatch):
     monkeypatch.setattr(torch.cuda, "Stream", Stream)
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "stream", on)
-    monkeypatch.setattr(beside._local, "pairs", {}, raising=False)
+    monkeypatch.setattr(beside._local, "made", {}, raising=False)
     work = lambda name: made.append(f"{name} on {current[-1]}")  # noqa: E731
     return made, work, current
 
@@ -79,6 +77,7 @@ def test_an_error_leaves_no_branch_open(notes):
     assert current == ["main"]
 
 
-def test_a_stream_has_one_beside_it(notes):
-    first, second = (beside.Beside(torch.device("cpu")) for _ in range(2))
-    assert first.pair is second.pair
+def test_a_device_has_one_second_stream(notes):
+    first, again, other = (beside.Beside(torch.device("cuda", n)) for n in (0, 0, 1))
+    assert first.second is again.second
+    assert first.second is not other.second

@@ -8,7 +8,7 @@ from decode_tree_cases import grow, make_cache
 from oracle import poison, randn
 from step_cases import assert_step, judge_step, mixed
 
-from tilewise import PrefixCache, attend, attention_varlen, decode, plan_decode, plan_step
+from tilewise import PrefixCache, attend, attention_varlen, decode, plan_decode, plan_step, renew_plan
 from tilewise.gpu import beside
 
 pytestmark = pytest.mark.gpu
@@ -147,3 +147,22 @@ def test_a_short_chunk_after_a_long_prefix_is_read_in_pieces():
     together = attend(q, cache, 0, plan, return_lse=True)
     assert torch.equal(together[0][40:53], o)
     assert torch.equal(together[1][:, 40:53], lse)
+
+
+def test_a_standing_plan_beside_chunks():
+    """Sequences come and go under it; its idle rows are the last ones, and are not read."""
+    cache, prefill, seqs = large()
+    standing = plan_decode(cache, seqs[:5], num_heads=32, rows=20, max_length=4000, share_prefix=False)
+    for now in (seqs, seqs[3:9]):
+        renew_plan(standing, cache, now)
+        plan = plan_step(cache, prefill, standing, num_heads=32, share_prefix=False)
+        q = randn(plan.rows, 32, 128, dtype=BF16).cuda()
+        used = 600 + len(now)
+        q[used:] = float("nan")
+        o, lse = attend(q, cache, 0, plan, return_lse=True, out=poison(q))
+        same = plan_step(cache, prefill, now, num_heads=32, share_prefix=False)
+        expected = attend(q[:used], cache, 0, same, return_lse=True)
+        assert torch.equal(o[:used], expected[0])
+        assert torch.equal(lse[:, :used], expected[1])
+        assert (o[used:] == 0).all()
+        assert (lse[:, used:] == -torch.inf).all()

@@ -72,7 +72,7 @@ def test_two_levels(launched):
 def test_pieces_of_long_prefixes(launched, monkeypatch):
     """What stands before a chunk, shared or not, is read in pieces, by as many tiles; a short one stays whole."""
     pieces = partial(step.plan_chunks, split=lambda rows, tokens: 16 if rows < 20 else 0)
-    monkeypatch.setattr(step, "plan_chunks", lambda *given, split, **options: pieces(*given, **options))
+    monkeypatch.setattr(step, "plan_chunks", lambda *given, split, judge, **options: pieces(*given, **options))
     cache, prefill, seqs = small()
     for share in (False, True):
         launched.clear()
@@ -201,6 +201,7 @@ def test_sharing_pays_for_many_short_chunks_with_long_prefixes():
     assert nodes_of(64, 8, 8192, 16)  # 64 × 8 tiles of 32 used rows become 16 × 8 full ones
     assert not nodes_of(4, 512, 8192, 512)  # full tiles as they are
     assert not nodes_of(2, 8, 8192, 16)  # fewer tiles than multiprocessors, also in pieces
+    assert not nodes_of(16, 32, 8192, 32)  # full tiles, one for each multiprocessor
     assert not nodes_of(64, 8, 64, 2048)  # hardly anything in common
     assert judge(Chunks([8] * 4, [512] * 4), []) == ([], False)
     # The second level has so little that one launch more does not pay.

@@ -17,7 +17,7 @@ VOCAB, POSITIONS, LAYERS = 31, 160, 2
 class Stub:
     """Two layers of projections around attention, random and float32; what it says depends on every token before.
 
-    fail: raised within the next pass, after its first layer, if there is any.
+    fail: raised within the next pass, after its first layer, if there is any. most: tokens of the longest pass.
     """
 
     def __init__(self, device="cpu", heads=4, kv_heads=2, head_dim=8, positions=POSITIONS):
@@ -35,8 +35,12 @@ class Stub:
         self.outwards = [random_matrix(width, width, scale=width**-0.5) for _ in range(LAYERS)]
         self.head = random_matrix(width, VOCAB)
         self.fail: Exception | None = None
+        self.model = self
+        self.most = 0
 
     def forward(self, tokens, positions, step, keep=None):
+        self.most = max(self.most, len(tokens))
+
         def attend(layer, q, k, v):
             o = step.attend(layer, q, k, v, window=None, scale=None, softcap=0.0, sinks=None)
             if self.fail is not None:

@@ -185,7 +185,7 @@ def test_what_submit_refuses_is_raised_where_the_first_token_is_asked_for(llama)
             await read(served, [97])
         with pytest.raises(TypeError, match="unexpected keyword argument 'tokens_new'"):
             await read(served, [1], tokens_new=3)
-        with served._lock:  # no step is taken meanwhile
+        with served._turn():  # no step is taken meanwhile
             first = asyncio.create_task(read(served, [1]))
             await asyncio.sleep(0)
             with pytest.raises(EngineFull):
@@ -215,6 +215,23 @@ def test_a_stream_whose_time_is_over(llama):
     assert time.monotonic() - started < 5
     settle(served)
     assert pages_are_back(served)
+
+
+def test_who_cancels_goes_before_the_next_step(llama):
+    """A thread that takes one step after the other lets others in between."""
+    served = Engine(llama, num_pages=200)
+
+    async def go():
+        stream = served.stream([1, 2], max_new_tokens=900)
+        number = (await anext(stream)).request
+        before = served.stats().steps
+        await asyncio.to_thread(served.cancel, number)
+        taken = served.stats().steps - before
+        await stream.aclose()
+        return taken
+
+    assert asyncio.run(go()) < 100
+    settle(served)
 
 
 def test_cancel_ends_a_stream_quietly(llama):

@@ -66,40 +66,51 @@ _kept: dict[int, dict[tuple[int, bool], Tables]] = {}
 
 
 def _make_tables(plan: ChunkPlan, cache: PagedKVCache, wide: bool) -> Tables:
-    size, device = cache.page_size, cache.device
+    size = cache.page_size
     lists: list[Ints] = [cache.page_list(seq) for seq in plan.seqs]
-    widened = None
+    arrays: list[Ints] = []
     if wide:
         pages = np.unique(np.concatenate(lists))
         lists = [np.searchsorted(pages, its).astype(np.int32) for its in lists]
-        widened = upload(pages, device)
-
-    def launch(rows: Sequence[int], keys: Sequence[int], of: Sequence[Ints]) -> Launch:
-        width = -(-max(map(len, of)) // WIDTH) * WIDTH
-        table = np.zeros((len(of), width), np.int32)  # beyond a list's end anything will do
-        for row, its in zip(table, of, strict=True):
-            row[: len(its)] = its
-        starts = [np.concatenate([[0], np.cumsum(x)]).astype(np.int32) for x in (rows, keys)]
-        return Launch(*(upload(x, device) for x in (*starts, table)))
-
     keys = [length - at for length, at in zip(plan.lengths, plan.own, strict=True)]
-    own = launch(plan.tokens, keys, [its[at // size :] for its, at in zip(lists, plan.own, strict=True)])
-    if not plan.nodes:
-        return Tables(own, None, widened)
-    rows_of = [plan.row_order(node.first, node.end) for node in plan.nodes]
-    shared = launch(
-        [len(rows) for rows in rows_of],
-        [node.stop - node.start for node in plan.nodes],
-        [lists[plan.order[node.first]][node.start // size : node.stop // size] for node in plan.nodes],
-    )
-    asked = np.concatenate(rows_of)
-    # The states of a row in the order of the nodes, which is that of their tokens: merged in the same order each time.
-    rows, counts = np.unique(asked, return_counts=True)
-    by_row = np.argsort(asked, kind="stable").astype(np.int32)
-    table = np.full((len(rows), counts.max()), -1, np.int32)
-    table[np.arange(table.shape[1]) < counts[:, None]] = by_row
-    merged = (asked.astype(np.int64), rows.astype(np.int32), table)
-    return Tables(own, Nodes(shared, *(upload(x, device) for x in merged)), widened)
+    arrays += _launch(plan.tokens, keys, [its[at // size :] for its, at in zip(lists, plan.own, strict=True)])
+    if plan.nodes:
+        rows_of = [plan.row_order(node.first, node.end) for node in plan.nodes]
+        asked = np.concatenate(rows_of)
+        arrays += _launch(
+            [len(rows) for rows in rows_of],
+            [node.stop - node.start for node in plan.nodes],
+            [lists[plan.order[node.first]][node.start // size : node.stop // size] for node in plan.nodes],
+        )
+        # A row's states in the order of the nodes, which is that of their tokens: merged in the same order each time.
+        rows, counts = np.unique(asked, return_counts=True)
+        table = np.full((len(rows), counts.max()), -1, np.int32)
+        table[np.arange(table.shape[1]) < counts[:, None]] = np.argsort(asked, kind="stable")
+        arrays += [asked, rows, table]
+    if wide:
+        arrays.append(pages)
+    made = _uploaded(arrays, cache.device)
+    nodes = Nodes(Launch(*made[3:6]), *made[6:9]) if plan.nodes else None
+    return Tables(Launch(*made[:3]), nodes, made[-1] if wide else None)
+
+
+def _launch(rows: Sequence[int], keys: Sequence[int], lists: Sequence[Ints]) -> list[Ints]:
+    """A Launch of so many rows and keys in these pages, as arrays."""
+    width = -(-max(map(len, lists)) // WIDTH) * WIDTH
+    table = np.zeros((len(lists), width), np.int32)  # beyond a list's end anything will do
+    for row, its in zip(table, lists, strict=True):
+        row[: len(its)] = its
+    return [*(np.concatenate([[0], np.cumsum(x)]).astype(np.int32) for x in (rows, keys)), table]
+
+
+def _uploaded(arrays: Sequence[Ints], device: torch.device) -> list[torch.Tensor]:
+    """int32 arrays on a device, by one copy; each begins at a multiple of 16 bytes."""
+    places = np.cumsum([0, *(-(-x.size // 4) * 4 for x in arrays)]).tolist()
+    together = np.zeros(places[-1], np.int32)
+    for at, x in zip(places, arrays, strict=False):
+        together[at : at + x.size] = x.reshape(-1)
+    there = upload(together, device)
+    return [there[at : at + x.size].view(x.shape) for at, x in zip(places, arrays, strict=False)]
 
 
 def attend_chunks(
@@ -109,10 +120,10 @@ def attend_chunks(
     plan: ChunkPlan,
     options: DecodeOptions,
     out: torch.Tensor,
-    return_lse: bool,
+    lse: torch.Tensor | None,
     backend: str,
-) -> list[torch.Tensor]:
-    """The chunks' rows q (rows, Hq, D): fills out, like q and no part of it; [the LSE (Hq, rows)] if asked for."""
+) -> None:
+    """The chunks' rows q (rows, Hq, D): fills out, like q and no part of it, and lse (Hq, rows) if there is one."""
     tables = tables_of(plan, cache, cache.format.dtype != q.dtype)
     k_parts, v_parts = cache.parts(layer)
     k, v = k_parts[0], v_parts[0]
@@ -123,11 +134,12 @@ def attend_chunks(
         return attention_varlen(rows, k, v, *launch[:2], page_table=launch.page_table, backend=backend, **more)
 
     nodes = tables.nodes
-    logs = return_lse or nodes is not None
+    logs = lse is not None or nodes is not None
     got = forward(q, tables.own, causal=True, window=plan.window, out=out, return_lse=logs, **options)
     if nodes is not None:
         # A sink is a key without a value: it is in one of the sets of keys, the chunks' own.
         rest = {name: x for name, x in options.items() if name != "sinks"}
         states, their_logs = forward(q.index_select(0, nodes.asked), nodes.launch, return_lse=True, **rest)
         merge_rows(out, got[1], states, their_logs, nodes.rows, nodes.table)
-    return [got[1]] if return_lse else []
+    if lse is not None:
+        lse.copy_(got[1])

@@ -94,17 +94,7 @@ def plan_decode(
         renew_plan(plan, cache, seqs); graph.replay()
     """
     pages = arguments.check_cache(cache)
-    checks.integer("num_heads", num_heads, 1)
-    checks.integer("tokens_per_seq", tokens_per_seq, 1)
-    checks.integer("room", room, 0)
-    if num_heads % pages.num_kv_heads:
-        raise ValueError(f"num_heads must be a multiple of the cache's {pages.num_kv_heads} KV heads, got {num_heads}")
-    if not isinstance(share_prefix, bool) and not (isinstance(share_prefix, str) and share_prefix == "auto"):
-        raise ValueError(f'share_prefix must be "auto", True or False, got {share_prefix!r}')
-    if cost is not None and not isinstance(cost, CostModel):
-        raise TypeError(f"cost must be a tilewise.CostModel, got {type(cost).__name__}")
-    if not isinstance(seqs, (Sequence, torch.Tensor, np.ndarray)):
-        raise TypeError(f"seqs must be a list of sequences, got {type(seqs).__name__}")
+    _check_sizes(pages, seqs, num_heads, tokens_per_seq, share_prefix, cost, room)
     members, at = pages.sequences.batch(check_seqs(seqs))
     window = arguments.check_window(window)
     most = _check_pages_per_seq(pages_per_seq, share_prefix, window)
@@ -112,10 +102,8 @@ def plan_decode(
     row_bytes = 2 * pages.format.bytes_per_token_head
     if not on_card:  # there every format runs at float32's pace, and a quantised one is turned into it first
         row_bytes = 2 * 4 * pages.head_dim * (1 if pages.format.dtype is not None else DEQUANTISE)
-    share, model = (
-        None if share_prefix == "auto" else bool(share_prefix),
-        cost or tuned.cost(pages.device, pages.format),
-    )
+    share = None if share_prefix == "auto" else bool(share_prefix)
+    model = cost or tuned.cost(pages.device, pages.format)
     if rows is not None or max_length is not None:
         if room or most:
             given = f"room {room}" if room else f"pages_per_seq {most}"
@@ -152,6 +140,29 @@ def plan_decode(
     return traced.remember(plan, pages)
 
 
+def _check_sizes(
+    pages: PagedKVCache,
+    seqs: Any,
+    num_heads: Any,
+    tokens_per_seq: Any,
+    share_prefix: Any,
+    cost: Any,
+    room: Any,
+) -> None:
+    """What plan_decode asks of its arguments, one by one."""
+    checks.integer("num_heads", num_heads, 1)
+    checks.integer("tokens_per_seq", tokens_per_seq, 1)
+    checks.integer("room", room, 0)
+    if num_heads % pages.num_kv_heads:
+        raise ValueError(f"num_heads must be a multiple of the cache's {pages.num_kv_heads} KV heads, got {num_heads}")
+    if not isinstance(share_prefix, bool) and not (isinstance(share_prefix, str) and share_prefix == "auto"):
+        raise ValueError(f'share_prefix must be "auto", True or False, got {share_prefix!r}')
+    if cost is not None and not isinstance(cost, CostModel):
+        raise TypeError(f"cost must be a tilewise.CostModel, got {type(cost).__name__}")
+    if not isinstance(seqs, (Sequence, torch.Tensor, np.ndarray)):
+        raise TypeError(f"seqs must be a list of sequences, got {type(seqs).__name__}")
+
+
 def grow_plan(plan: DecodePlan, cache: PagedKVCache | PrefixCache) -> DecodePlan:
     """The plan for the same sequences after they were extended, all else being as it was.
 
@@ -170,6 +181,8 @@ def grow_plan(plan: DecodePlan, cache: PagedKVCache | PrefixCache) -> DecodePlan
     """
     pages = arguments.check_cache(cache)
     arguments.check_plan(plan, pages)
+    if isinstance(plan, StandingPlan):
+        raise TypeError("plan must be one of plan_decode without rows, got a StandingPlan; renew_plan takes that")
     lengths = pages.lengths_of(list(plan.seqs))
     if pages.device.type != "cuda":
         return plan_decode(

@@ -16,7 +16,7 @@ from tilewise.api.options import Result, State, StepOptions
 from tilewise.api.prefill import full_precision
 from tilewise.cpu.scoring import Scoring
 from tilewise.gpu import beside
-from tilewise.gpu import decode_shapes as kernel
+from tilewise.gpu.decode_shapes import check_served
 from tilewise.kvcache import PagedKVCache, PrefixCache
 from tilewise.plan import DecodePlan
 from tilewise.plan.cost import CostModel
@@ -115,8 +115,8 @@ def plan_prefill(
         kv_row_bytes=2 * pages.format.bytes_per_token_head,
         io_bytes=pages.format.dtype.itemsize if pages.format.dtype is not None else 2,
         window=window,
-        judge=judge if share is None else None,
-        share=share is not False,
+        judge=judge,
+        share=share,
         split=split,
     )
 
@@ -195,17 +195,22 @@ def attend(
     arguments.check_out(out, q)
     where = arguments.check_backend(backend, q, (sinks,))
     o = q.new_empty(q.shape) if out is None or checks.place(out, q) is None else out
-    asked = Asked(q, cache, pages, layer, plan, scores, options, o, return_lse, backend)
-    found = _on_cpu(asked) if where == "cpu" else _by_kernels(asked)
+    lse = q.new_empty((q.shape[1], len(q)), dtype=torch.float32) if return_lse else None
+    asked = Asked(q, cache, pages, layer, plan, scores, options, o, lse, backend)
+    if where == "cpu":
+        _on_cpu(asked)
+    else:
+        _by_kernels(asked)
     if out is not None and out is not o:
         o = out.copy_(o)
-    if not return_lse:
-        return o
-    return o, torch.cat(found, 1) if found else q.new_empty((q.shape[1], 0), dtype=torch.float32)
+    return o if lse is None else (o, lse)
 
 
 class Asked(NamedTuple):
-    """A checked call of `attend`, whose parts fill their rows of `o`."""
+    """A checked call of `attend`, whose parts fill their rows of o (rows, Hq, D), and of lse (Hq, rows) if given.
+
+    Both are the first stream's: memory that the second one would give out might be taken again while others read it.
+    """
 
     q: torch.Tensor
     cache: PagedKVCache | PrefixCache
@@ -215,23 +220,18 @@ class Asked(NamedTuple):
     scores: Scores
     options: DecodeOptions
     o: torch.Tensor
-    return_lse: bool
+    lse: torch.Tensor | None
     backend: str
 
 
-Logs = list[torch.Tensor]  # (Hq, rows) of each part, if asked for
-
-
-def _on_cpu(asked: Asked) -> Logs:
-    found: Logs = []
+def _on_cpu(asked: Asked) -> None:
     if asked.plan.prefill is not None:
-        found.append(_chunks_on_cpu(asked, asked.plan.prefill))
+        _chunks_on_cpu(asked, asked.plan.prefill)
     if asked.plan.decode is not None:
-        found += _decodes(asked, asked.plan.decode)
-    return found
+        _decodes(asked, asked.plan.decode)
 
 
-def _chunks_on_cpu(asked: Asked, plan: ChunkPlan) -> torch.Tensor:
+def _chunks_on_cpu(asked: Asked, plan: ChunkPlan) -> None:
     order = torch.from_numpy(plan.row_order()).long() if plan.shared_nodes else None
     q = asked.q[: plan.rows]
     with full_precision():
@@ -243,61 +243,74 @@ def _chunks_on_cpu(asked: Asked, plan: ChunkPlan) -> torch.Tensor:
     if asked.scores.sinks is not None:
         o, lse = add_sinks(o, lse, asked.scores.sinks)
     asked.o[: plan.rows].copy_(o)
-    return lse
+    if asked.lse is not None:
+        asked.lse[:, : plan.rows].copy_(lse)
 
 
-def _decodes(asked: Asked, plan: DecodePlan | StandingPlan) -> Logs:
-    first = asked.plan.prefill_rows
-    q, o = (x[first:].unflatten(0, (-1, plan.tokens_per_seq)) for x in (asked.q, asked.o))
+def _decodes(asked: Asked, plan: DecodePlan | StandingPlan) -> None:
+    first, each = asked.plan.prefill_rows, (-1, plan.tokens_per_seq)
+    q, o = (x[first:].unflatten(0, each) for x in (asked.q, asked.o))
     options: StepOptions = {**asked.options, "out": o, "backend": asked.backend}
-    got = decode(q, asked.cache, asked.layer, plan, return_lse=asked.return_lse, **options)
-    return [] if isinstance(got, torch.Tensor) else [got[1].transpose(0, 1).flatten(1)]
+    got = decode(q, asked.cache, asked.layer, plan, return_lse=asked.lse is not None, **options)
+    if asked.lse is not None:
+        asked.lse[:, first:].unflatten(1, each).copy_(got[1].transpose(0, 1))
 
 
-def _by_kernels(asked: Asked) -> Logs:
+def _by_kernels(asked: Asked) -> None:
     """Chunks through the forward, decodes through their kernel: on a card on two streams, which share it."""
     plan = asked.plan
-    if plan.decode is None:
-        return [] if plan.prefill is None else _chunks(asked, plan.prefill)
-    if not _served(asked, plan.decode):
-        return _all_as_chunks(asked, plan.decode)
-    if plan.prefill is None:
-        return _decodes(asked, plan.decode)
-    if not beside.side_by_side(asked.q.device):
-        return [*_chunks(asked, plan.prefill), *_decodes(asked, plan.decode)]
-    branch = beside.Beside(asked.q.device)
-    chunks: Logs = []
-    if beside.ORDER == "chunks first":
-        chunks = _chunks(asked, plan.prefill)
-    with branch:
-        decodes = _decodes(asked, plan.decode)
-    if beside.ORDER == "decodes first":
-        chunks = _chunks(asked, plan.prefill)
-    branch.join()
-    return [*chunks, *decodes]
+    if plan.decode is not None and not _served(asked, plan.decode):
+        _all_as_chunks(asked, plan.decode)
+    elif plan.decode is None or plan.prefill is None or not beside.side_by_side(asked.q.device):
+        if plan.prefill is not None:
+            _chunks(asked, plan.prefill)
+        if plan.decode is not None:
+            _decodes(asked, plan.decode)
+    else:
+        branch = beside.Beside(asked.q.device)
+        if beside.ORDER == "chunks first":
+            _chunks(asked, plan.prefill)
+        with branch:
+            _decodes(asked, plan.decode)
+        if beside.ORDER == "decodes first":
+            _chunks(asked, plan.prefill)
+        branch.join()
 
 
-def _chunks(asked: Asked, plan: ChunkPlan) -> Logs:
-    q, o = asked.q[: plan.rows], asked.o[: plan.rows]
-    return attend_chunks(q, asked.pages, asked.layer, plan, asked.options, o, asked.return_lse, asked.backend)
+def _chunks(asked: Asked, plan: ChunkPlan) -> None:
+    rows = slice(plan.rows)
+    lse = None if asked.lse is None else asked.lse[:, rows]
+    attend_chunks(
+        asked.q[rows], asked.pages, asked.layer, plan, asked.options, asked.o[rows], lse, backend=asked.backend
+    )
 
 
 def _served(asked: Asked, plan: DecodePlan | StandingPlan) -> bool:
     """Does the decode kernel serve the decodes? Where it does not, the forward may: it takes any head_dim and dtype."""
+    serial = asked.plan.serial
+    kind, served = _kinds.get(serial, (None, False))
+    if kind == asked.q.dtype:
+        return served
+    if kind is None:
+        weakref.finalize(asked.plan, _kinds.pop, serial, None)
     try:
         k_parts, v_parts = asked.pages.parts(asked.layer)
-        given: Any = plan  # of either kind
-        kernel.check_served(asked.q, asked.pages.format, given, (k_parts[0], v_parts[0]))
+        check_served(asked.q, asked.pages.format, plan, (k_parts[0], v_parts[0]))
+        served = True
     except NotImplementedError:
-        return False
-    return True
+        served = False
+    _kinds[serial] = (asked.q.dtype, served)
+    return served
 
 
-def _all_as_chunks(asked: Asked, decodes: DecodePlan | StandingPlan) -> Logs:
+# By a step's number, for as long as it lives: the dtype of its queries last time, and are decodes of it served.
+_kinds: dict[int, tuple[torch.dtype | None, bool]] = {}
+
+
+def _all_as_chunks(asked: Asked, decodes: DecodePlan | StandingPlan) -> None:
     plan = asked.plan
     chunks = [] if plan.prefill is None else list(zip(plan.prefill.seqs, plan.prefill.tokens, strict=True))
     chunks += [(seq, decodes.tokens_per_seq) for seq in decodes.seqs]
-    logs: Logs = []
     if chunks:
         lengths = tuple(asked.pages.lengths_of([seq for seq, _ in chunks]).tolist())
         found = _whole.get(plan.serial)
@@ -306,16 +319,12 @@ def _all_as_chunks(asked: Asked, decodes: DecodePlan | StandingPlan) -> Logs:
         if found is None or found.seqs != tuple(seq for seq, _ in chunks) or found.lengths != lengths:
             found = plan_prefill(asked.pages, chunks, plan.heads_q, plan.window, plan.share_prefix)
             _whole[plan.serial] = found
-        logs = _chunks(asked, found)
-    idle = asked.o[sum(tokens for _, tokens in chunks) :]
-    if not len(idle):
-        return logs
-    idle.zero_()
-    if not asked.return_lse:
-        return []
-    sinks = asked.scores.sinks
-    empty = asked.q.new_full((asked.q.shape[1], len(idle)), -torch.inf, dtype=torch.float32)
-    return [*logs, empty if sinks is None else empty.copy_(sinks[:, None])]
+        _chunks(asked, found)
+    idle = sum(tokens for _, tokens in chunks)
+    asked.o[idle:].zero_()
+    if asked.lse is not None and idle < len(asked.o):
+        sinks = asked.scores.sinks
+        asked.lse[:, idle:] = -torch.inf if sinks is None else sinks[:, None].float()
 
 
 # By a step's number, for as long as it lives: the whole of it as chunks.

@@ -20,7 +20,7 @@ from .. import api
 from ..kvcache import PagedKVCache
 from ..kvcache.slots import room_for
 from . import prefill
-from .measure import OK, Result, Timing, device_cost
+from .measure import OK, Result, Timing, device_cost, timing_of
 from .prefill import Goal
 from .records import records
 from .sweep import Sheet, attempt
@@ -155,6 +155,9 @@ def _time(row: Row, loops: int | None) -> list[Result]:
     cuda = point.device != "cpu"
     wait = partial(_synchronize, torch.device(point.device))
     plan = api.plan_decode(crowd.cache, crowd.seqs, num_heads=point.heads, rows=point.batch, max_length=crowd.most)
+    q = torch.randn((point.batch, 1, point.heads, point.hdim), device=point.device).to(DTYPES[point.dtype])
+    if cuda:  # a layer that asks for it makes the list that renew_plan keeps up to date
+        api.decode(q, crowd.cache, 0, plan, backend=backend)
     seconds: list[tuple[float, float]] = []
     for _ in range(WARM + steps):
         crowd.prepare()
@@ -169,14 +172,13 @@ def _time(row: Row, loops: int | None) -> list[Result]:
     def first() -> None:
         fresh = api.plan_decode(crowd.cache, crowd.seqs, num_heads=point.heads)
         if cuda:  # the list is made, and sent, when a layer first asks for it
-            api.decode(q, crowd.cache, 0, fresh, out=q, backend=backend)
+            api.decode(q, crowd.cache, 0, fresh, backend=backend)
 
-    q = torch.randn((point.batch, 1, point.heads, point.hdim), device=point.device).to(DTYPES[point.dtype])
-    found = {STEP: _timing(whole), CACHE: _timing(cache), FIRST: _repeated(first, steps, wait)}
+    found = {STEP: timing_of(whole), CACHE: timing_of(cache), FIRST: _repeated(first, steps, wait)}
     results = [Result(f"{ours}, {part}", True, OK, timing=timing) for part, timing in found.items()]
     if cuda:
-        renew = lambda: api.renew_plan(plan, crowd.cache, crowd.seqs)  # noqa: E731
-        results.append(device_cost(f"{ours}, {PLANNER}", renew))
+        renew = partial(api.renew_plan, plan, crowd.cache, crowd.seqs)
+        results.append(device_cost(f"{ours}, {PLANNER}", renew, without="Memcpy HtoD"))
     return results
 
 
@@ -192,12 +194,7 @@ def _repeated(call: Callable[[], None], steps: int, wait: Callable[[], object]) 
         start = time.perf_counter()
         call()
         seconds.append(time.perf_counter() - start)
-    return _timing(seconds[2:])
-
-
-def _timing(seconds: Sequence[float] | np.ndarray) -> Timing:
-    p20, median, p80 = np.percentile(seconds, (20, 50, 80))
-    return Timing(float(median), float(p20), float(p80), float(min(seconds)), len(seconds))
+    return timing_of(seconds[2:])
 
 
 def notes(outcomes: Sequence[Outcome]) -> list[str]:

@@ -298,6 +298,27 @@ def bench_serve(
     show_rows(serve, title, serve.notes, serve_plots.draw, only, sheet, _gpu("serve", device), loops, json)
 
 
+@bench.command("churn")
+def bench_churn(
+    only: Only = "",
+    csv: TableCsv = None,
+    resume: Resume = False,
+    force: Force = False,
+    device: AnyDevice = None,
+    loops: Loops = None,
+    json: Json = False,
+) -> None:
+    """What a decode step costs the host while sequences come and go, and the planner on a GPU, with the bars.
+
+    Seconds. On a CPU, where plans are made anew in each step, only the first plan has a bar.
+    """
+    from . import churn, plots
+
+    title = "A step's host time on {machine}: µs, medians"
+    sheet = SheetOptions(csv, False, resume, force)
+    show_rows(churn, title, churn.notes, plots.draw, only, sheet, _device(device), loops, json)
+
+
 @bench.command("generate")
 def bench_generate(
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",

@@ -262,9 +262,10 @@ def specs(names: Sequence[str], archs: Sequence[str], *, every: bool = False) ->
     rungs = [*(step for step in steps() if step.rung is not None), apart()]
     product: dict[KernelSpec, list[str]] = {}
     for card in ARCHS:
-        of_card = [spec for room in (tilings, decode_kernels, decode_small) for spec in room.specs(card, every=every)]
-        of_all = [spec for room in (append, widen, merge_rows, schedules) for spec in room.specs(every=every)]
-        for spec in (*of_card, *of_all, *planner.specs()):
+        rooms = (tilings, decode_kernels, decode_small)
+        of_card = [spec for room in rooms for spec in room.specs(card, every=every)]
+        others = [spec for room in (append, widen, merge_rows, schedules) for spec in room.specs(every=every)]
+        for spec in (*of_card, *others, *planner.specs()):
             product.setdefault(spec, []).append(card)
     known = [*(step.name for step in rungs), *dict.fromkeys(spec.name for spec in product)]
     for name in names:

@@ -20,25 +20,25 @@ def side_by_side(device: torch.device) -> bool:
     return device.type == "cuda" and ORDER != "apart"
 
 
-class _Pair(NamedTuple):
-    """The stream beside another one, and the events at which they fork and join."""
+class _Second(NamedTuple):
+    """The second stream of a device, and the events at which it forks and joins."""
 
     stream: torch.cuda.Stream
     fork: torch.cuda.Event
     join: torch.cuda.Event
 
 
-_local = threading.local()  # two threads on one stream must not take each other's events
+_local = threading.local()  # two threads must not take each other's events
 
 
-def _pair(main: torch.cuda.Stream) -> _Pair:
-    pairs: dict[tuple[int | None, int], _Pair] = _local.__dict__.setdefault("pairs", {})
-    key = (main.device_index, main.cuda_stream)
-    found = pairs.get(key)
+def _second(device: torch.device) -> _Second:
+    """One for all streams that it is beside, so that it is there before one of them is captured."""
+    made: dict[int | None, _Second] = _local.__dict__.setdefault("made", {})
+    found = made.get(device.index)
     if found is None:
         # Before others wherever both have blocks to place: what stands here is the shorter of two.
-        stream = torch.cuda.Stream(main.device, priority=-1)
-        found = pairs[key] = _Pair(stream, torch.cuda.Event(), torch.cuda.Event())
+        stream = torch.cuda.Stream(device, priority=-1)
+        found = made[device.index] = _Second(stream, torch.cuda.Event(), torch.cuda.Event())
     return found
 
 
@@ -48,21 +48,21 @@ class Beside:
 
     def __init__(self, device: torch.device) -> None:
         self.main = torch.cuda.current_stream(device)
-        self.pair = _pair(self.main)
-        self.pair.fork.record(self.main)
-        self.within = torch.cuda.stream(self.pair.stream)
+        self.second = _second(device)
+        self.second.fork.record(self.main)
+        self.within = torch.cuda.stream(self.second.stream)
 
     def __enter__(self) -> None:
-        self.pair.stream.wait_event(self.pair.fork)
+        self.second.stream.wait_event(self.second.fork)
         self.within.__enter__()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.pair.join.record(self.pair.stream)
+        self.second.join.record(self.second.stream)
         self.within.__exit__(kind, error, trace)
         if error is not None:  # no branch of a capture is left open
             self.join()
 
     def join(self) -> None:
-        self.main.wait_event(self.pair.join)
+        self.main.wait_event(self.second.join)

@@ -316,10 +316,10 @@ def bind(
     )  # fmt: skip
     bound = kept(plan).bound.get(asked)
     if bound is None:
-        if few is None or not isinstance(plan, DecodePlan) or not isinstance(listed, WorkList):
-            bound = Decode(plan, q.device, codes, listed, asked)
-        else:
+        if few is not None and isinstance(plan, DecodePlan) and isinstance(listed, WorkList):
             bound = SmallDecode(plan, codes, listed, asked, splitting, room)
+        else:
+            bound = Decode(plan, q.device, codes, listed, asked)
         kept(plan).bound[asked] = bound
     return listed, bound
 

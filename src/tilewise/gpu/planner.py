@@ -34,6 +34,7 @@ STEP_WORDS = 4  # decode/plan_work.cuh: kStepWords
 NODE_BYTES, RANGE_BYTES = 64, 32  # decode/plan_work.cuh: PlanNode, PlanRange
 TILE_ROUNDS = 64  # tile items of a block, at most: a batch that has more is not shared
 CUT_PIECES = 2048  # pieces of own ranges that there is room for where ranges could as well stay whole
+LEVELS = 3  # of the tree: a batch with more nodes above its sequences may find no room for their states
 WINDOW_GAPS = 512  # ranges that windows leave between nodes, at most
 
 
@@ -91,7 +92,10 @@ def room_for(plan: StandingPlan, shape: Shape, splitting: Splitting) -> Room:
     own = max(rows * least, min(rows * most, CUT_PIECES))
     shares = plan.share is not False
     pieces = own * passes + (4 * shape.blocks + 2 * rows if shares else 0)
-    states = own + (rows * (min(16, longest // splitting.shared) + 4) if shares else 0)
+    # Nodes are cut into even shares, so that all of their pieces together leave states for about so many rows; a few
+    # more for each level of the tree, of which most have three or fewer.
+    node_states = -(-shape.tile_rows * shape.blocks // (rows_each * heads)) + 2 * LEVELS * rows
+    states = own + (node_states if shares else 0)
     rounds = TILE_ROUNDS if shape.tiles else 0
     each = -(-pieces * (heads // together) // bins)
     windowed = plan.window is not None and plan.window[0] is not None
@@ -233,7 +237,8 @@ class PlannedList:
         units = max(room.pieces * (plan.heads_kv // room.together), room.tiles * plan.heads_kv)
 
         def zeros(*size: int) -> torch.Tensor:
-            return torch.zeros(size, dtype=torch.int32, device=device)
+            with torch.inference_mode(False):  # so that renew() may write to it under either mode
+                return torch.zeros(size, dtype=torch.int32, device=device)
 
         self.items = zeros(shape.blocks, room.slots * each, ITEM_WORDS)
         self.tile_items = zeros(room.tile_rounds, shape.blocks, ITEM_WORDS)

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from .hf import ServedModel
 
 LARGEST = 1024  # rows of a standing plan; more are decoded call by call
+LONGEST = 2**24  # tokens of a sequence in one
 SHRINK_AFTER = 16  # steps in which fewer rows would do before a smaller batch takes over: its plan is another one
 _capturing = threading.Lock()  # one graph at a time, also where several engines have a thread each
 
@@ -167,7 +168,7 @@ class Batches:
         batch = self._made.get(size)
         if batch is None:
             cache = self._prefix.cache
-            longest = min(self._model.shape.positions, cache.num_pages * cache.page_size)
+            longest = min(self._model.shape.positions, cache.num_pages * cache.page_size, LONGEST)
             batch = self._made[size] = DecodeBatch(
                 self._model, self._prefix, size, max_length=longest, backend=self._backend, pool=self._pool
             )

@@ -10,8 +10,8 @@ import heapq
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -112,7 +112,7 @@ class Engine:
         self._deadlines: list[tuple[float, int]] = []  # a heap, with the numbers of the requests
         self._arrived: deque[Request] = deque()  # since the last step; all else belongs to whoever holds _lock
         self._next_request = 0
-        self._lock = threading.RLock()  # held during a step
+        self._lock, self._next_turn = threading.Lock(), threading.Lock()  # held during a step; by who waits for it
         self._door = threading.Lock()  # of _arrived; never held for long
         self._failed: BaseException | None = None
         self._away = 0.0  # seconds in forward passes and waiting for tokens
@@ -173,7 +173,7 @@ class Engine:
         may also have ended for want of time. What it raises comes from the model or the card: whatever was under way or
         waited has ended then, with finish_reason "error". The engine can be used again, unless the card itself failed.
         """
-        with self._lock:
+        with self._turn():
             self._check_usable()
             started = time.perf_counter()
             try:
@@ -187,12 +187,12 @@ class Engine:
 
     def prepare(self) -> None:
         """On a card, compile and capture the graphs of all numbers of rows now, not when each is needed first."""
-        with self._lock, self._on_device():
+        with self._turn(), self._on_device():
             self._batches.prepare()
 
     def cancel(self, number: int) -> None:
         """End what is left of a request; result() then gives what there is of it."""
-        with self._lock:
+        with self._turn():
             self._let_in()
             self._schedule.end(self._request(number), "cancelled")
             self._streams.ended(number)
@@ -434,6 +434,16 @@ class Engine:
     @property
     def _running(self) -> list[Sample]:
         return self._schedule.rows.samples
+
+    @contextmanager
+    def _turn(self) -> Iterator[None]:
+        """The engine to oneself. Who waits for it goes before a thread that takes one step after the other."""
+        with self._next_turn:
+            self._lock.acquire()
+        try:
+            yield
+        finally:
+            self._lock.release()
 
     def _on_device(self) -> AbstractContextManager[object]:
         """Graphs are captured and replayed on the current device, which is each thread's own."""

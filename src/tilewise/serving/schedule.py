@@ -99,7 +99,7 @@ class Schedule:
         computed waits for that.
         """
         size = self.prefix.cache.page_size
-        chosen: list[tuple[Job, int]] = []  # and how many of its tokens
+        chosen: list[tuple[Job, int, int]] = []  # how many of its tokens, and how many of those are cached
         turn, left = 0, budget
         # No more are looked at than could begin: a long queue is not searched in every step.
         while left > 0 and self.under_way + len(chosen) < self.max_rows and not self._held and turn < self.max_rows:
@@ -109,18 +109,19 @@ class Schedule:
             turn += 1
             known = self.prefix.match(job.tokens)
             page_end = (known // size + 1) * size
-            others = itertools.chain(self.prefilling, (other for other, _ in chosen))
+            others = itertools.chain(self.prefilling, (other for other, *_ in chosen))
             if page_end >= len(job.tokens) or not any(_begin_alike(job, other, page_end) for other in others):
-                chosen.append((job, min(len(job.tokens), known + left)))
-                left -= chosen[-1][1] - known
+                count = min(len(job.tokens), known + left)
+                chosen.append((job, count, known))
+                left -= count - known
         return self._begin(chosen, parts, jobs)
 
-    def _begin(self, chosen: list[tuple[Job, int]], parts: list[Slots], jobs: list[Job]) -> int:
+    def _begin(self, chosen: list[tuple[Job, int, int]], parts: list[Slots], jobs: list[Job]) -> int:
         """Insert so many first tokens of prompts, all in one go, or as many prompts as there are pages for."""
         taken = 0
         while chosen:
             try:
-                seqs, reused, slots = self.prefix.insert_many([job.tokens[:count] for job, count in chosen])
+                seqs, reused, slots = self.prefix.insert_many([job.tokens[:count] for job, count, _ in chosen])
             except OutOfPages:
                 if len(chosen) > 1:
                     half = (len(chosen) + 1) // 2
@@ -131,7 +132,12 @@ class Schedule:
                     raise  # submit() has made sure that one fits alone
                 self._held = True
                 break
-            for (job, count), seq, known in zip(chosen, seqs, reused, strict=True):
+            if len(slots) > sum(count - known for _, count, known in chosen):
+                # For want of pages cached ones that they have in common were evicted: more tokens than the step has
+                # room for. In the next step it is known what is left.
+                self.prefix.release(seqs)
+                break
+            for (job, count, _), seq, known in zip(chosen, seqs, reused, strict=True):
                 job.seq, job.done = seq, count
                 if job.request.reused is None:
                     job.request.reused = known
@@ -139,7 +145,7 @@ class Schedule:
                 del self.waiting[bisect_left(self.waiting, job.rank, key=_rank)]
                 insort(self.prefilling, job, key=_rank)
             parts.append(slots)
-            jobs += [job for job, _ in chosen]
+            jobs += [job for job, *_ in chosen]
             return taken + len(slots)
         return taken
 

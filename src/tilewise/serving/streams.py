@@ -10,6 +10,7 @@ import asyncio
 import threading
 from collections import deque
 from collections.abc import AsyncIterator, Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -90,16 +91,17 @@ class Streams:
 
     def _run(self, engine: Engine) -> None:
         """Step while there is anything to do."""
-        while True:
-            with engine._lock, engine._door:  # nobody else is in the midst of a step, or on the way in
-                if not engine.busy:
-                    self._thread = None
-                    return
-            try:
-                engine.step()
-            except BaseException as error:  # those who wait for tokens have been told
-                if not isinstance(error, Exception):
-                    raise
+        try:
+            while True:
+                with engine._turn(), engine._door:  # nobody else is in the midst of a step, or on the way in
+                    if not engine.busy:
+                        self._thread = None
+                        return
+                with suppress(Exception):  # of which those who wait for tokens have been told
+                    engine.step()
+        except BaseException:  # the interpreter ends
+            self._thread = None
+            raise
 
     # Within a step, by whoever takes it.
 

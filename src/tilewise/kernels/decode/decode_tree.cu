@@ -51,9 +51,11 @@ extern "C" __global__ void __launch_bounds__(kTileBlock, kBlocksPerSm)
     } else {
         if constexpr (kStreamRegisters > kStartRegisters) ptx::take_registers<kStreamRegisters>();
         else ptx::give_registers<kStreamRegisters>();
-        const int rank = ptx::uniform(threadIdx.x / 32) - 4 * (kTileGroups + 1);
-        if (rank >= kWarps) return;
-        stream<Stream>(args, mK, mV, rank);
-        if (args.merge_rows) merge_all(args, {4 * kTileGroups + rank, 4 * kTileGroups + kWarps});
+        const auto rank = [] {  // computed where it is needed: uniform registers are scarce too
+            return int(ptx::uniform(ptx::just_in_time(threadIdx.x) / 32)) - 4 * (kTileGroups + 1);
+        };
+        if (rank() >= kWarps) return;
+        stream<Stream>(args, mK, mV, rank());
+        if (args.merge_rows) merge_all(args, {4 * kTileGroups + rank(), 4 * kTileGroups + kWarps});
     }
 }

@@ -136,7 +136,8 @@ struct Planner {
             sort_by_runs(args.room.keys, filled);
             if (tiled) sorted = chains(count);
         }
-        const int units = sorted * int(tiled ? args.heads.divisor : args.groups.divisor), bins = tiled ? int(args.blocks.divisor) : args.bins;
+        const int units = sorted * int(tiled ? args.heads.divisor : args.groups.divisor);
+        const int bins = tiled ? int(args.blocks.divisor) : args.bins;
         const int room = tiled ? args.tile_rounds : args.slots;
         bool in_turn = !sorts || (!tiled && !args.tile_rounds && cost_of(keys[0]) == cost_of(keys[count - 1]));
         int most = ceil_div(units, bins);
@@ -239,7 +240,8 @@ struct Planner {
                 const int after = tiled ? int(next[at]) : -1;
                 Piece piece = piece_at(at, tiled);
                 if (after >= 0) piece.kind |= kGoesOn;
-                write_item((tiled ? args.tile_items : args.items) + item_at(tiled, bin, turn), tiled ? 1 : args.together, head, piece, tiled);
+                DecodeItem* items = (tiled ? args.tile_items : args.items) + item_at(tiled, bin, turn);
+                write_item(items, tiled ? 1 : args.together, head, piece, tiled);
                 at = after;
             }
         }
@@ -278,7 +280,8 @@ struct Planner {
     TILE_DEVICE int page_of(int sequence, int token) const {
         const int length = Shared<int>(args.room.length)[sequence], number = args.page_size.quotient(token);
         if (number * int(args.page_size.divisor) >= length) return -1;
-        return Global<const int>{args.table}[int64_t(int(Shared<int>(args.room.place)[sequence])) * args.width + number];
+        const int64_t row = int(Shared<int>(args.room.place)[sequence]);
+        return Global<const int>{args.table}[row * args.width + number];
     }
     // The items of `count` neighbouring heads from `head` on
     TILE_DEVICE void write_item(DecodeItem* items, int count, int head, const Piece& piece, bool tiled) const {

@@ -64,8 +64,8 @@ PLAN_CALLED int least_of(int x) {
 }
 TILE_DEVICE int largest_of(int x) { return 0x7fffffff - least_of(0x7fffffff - x); }
 
-// Sorts `count` keys at `at_keys`, a power of two from 32 to kPlanThreads · kEach, in ascending order. A thread has kEach
-// neighbours; keys go from lane to lane through registers and from warp to warp through shared memory.
+// Sorts `count` keys at `at_keys`, a power of two from 32 to kPlanThreads · kEach, in ascending order. A thread has
+// kEach neighbours; keys go from lane to lane through registers and from warp to warp through shared memory.
 template <int kEach> PLAN_CALLED void sort_runs(uint32_t at_keys, int count) {
     using T = uint32_t;
     const Shared<T> keys(at_keys);

@@ -1,5 +1,5 @@
-// Which ranges a step has, and how they are cut: nodes into even shares for all blocks, what sequences have of their own
-// by its length alone.
+// Which ranges a step has, and how they are cut: nodes into even shares for all blocks, what sequences have of their
+// own by its length alone.
 #pragma once
 #include "decode/plan_work.cuh"
 
@@ -46,7 +46,8 @@ struct Cuts {
         double share[2];
 #pragma unroll
         for (int b = 0; b < 2; b++) {
-            const double even = double((long long)scan(b ? tiled : streamed).all * args.heads.divisor) / args.blocks.divisor;
+            const double all = double((long long)(scan(b ? tiled : streamed).all * args.heads.divisor));
+            const double even = all / args.blocks.divisor;
             share[b] = even > args.shared_tokens ? even : args.shared_tokens;
         }
         deepest = largest_of(deepest);
@@ -127,7 +128,8 @@ struct Cuts {
             under = Shared<int>(args.room.under)[n];
             if (windowed()) begin = larger(0, length - args.tokens - args.left);
 #pragma unroll 1
-            for (int at = under; windowed() && at >= 0; at = node(at).above) gaps += node(at).start > gap_from(at, begin);
+            for (int at = under; windowed() && at >= 0; at = node(at).above)
+                gaps += node(at).start > gap_from(at, begin);
         }
         const Scanned found = scan(there ? gaps + 1 : 0);
         const int all = int(found.all);
@@ -211,7 +213,8 @@ struct Cuts {
                 continue;
             const double all = double(uint32_t(of_warps[0])) + sum(kItemSum) * args.item_chunks +
                                sum(kStateSum) * args.state_chunks;
-            const double average = all * (args.heads.divisor * args.passes.divisor) / (args.blocks.divisor * args.warps);
+            const uint32_t times = args.heads.divisor * args.passes.divisor, warps = args.blocks.divisor * args.warps;
+            const double average = all * times / warps;
             const double longest = (sum(kLongest) + args.item_chunks) / args.sprint;
             const double cost = average > longest ? average : longest;
             if (!fits || cost < least) least = cost, best = limit(t);

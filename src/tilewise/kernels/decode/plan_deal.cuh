@@ -95,7 +95,8 @@ struct Bins {
 // What is dealt: chains of tile pieces, stream pieces in a kernel without tiles, or stream pieces beside tiles
 enum Dealt { kDealChains, kDealAlone, kDealBeside };
 
-// Sorted pieces, a unit for each head or group of heads, to the first `count` bins. Beside tiles, loads are not in their order yet.
+// Sorted pieces, a unit for each head or group of heads, to the first `count` bins. Beside tiles, loads are not in
+// their order yet.
 TILE_DEVICE void deal_units(const PlanArgs& args, int units, int count, Dealt what) {
     const Shared<int> counts(args.room.counts), work(args.room.work), next(args.room.next);
     const Shared<uint32_t> keys(args.room.keys);

@@ -24,9 +24,9 @@ struct PlanRoom {
 };
 
 // A step, as the host sends it, in ints: its header; four for each sequence in the plan's order (the caller's number,
-// the row of the page table, the length, 0); five for each node, parents before children (PlanNode's first five); filled
-// up to a multiple of four; four for each update of the page table (row, first page, pages, where they stand after the
-// updates); those pages.
+// the row of the page table, the length, 0); five for each node, parents before children (PlanNode's first five),
+// filled up to a multiple of four; four for each update of the page table (row, first page, pages, where they stand
+// after the updates); those pages.
 struct PlanArgs {
     const int* step;
     int* table;                // (rows, width): the pages of each sequence, kept from step to step

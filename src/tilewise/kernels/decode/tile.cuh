@@ -15,7 +15,7 @@ constexpr bool kTileWide = kTileGroups == 1;  // head dimensions whose O fills t
 constexpr int kTileBlock = kTileThreads + 256, kStartRegisters = 65536 / kTileBlock / 8 * 8;
 constexpr int kTileRegisters = kTileWide        ? 232
                                : !kScaled       ? 176
-                               : kHeadDim <= 96 ? 152
+                               : kHeadDim <= 64 ? 152
                                : kZeros         ? 160
                                                 : 168;
 constexpr int kLoadRegisters = kScaled ? 40 : 32;
@@ -374,10 +374,10 @@ struct TileBody {
     }
     TILE_DEVICE void run() {
         for (int round = 0; round < args.tile_rounds; round++) {
-            const DecodeItem all = tile_item(args, round), item = share_of(all);
-            if (ptx::uniform(all.rows) == 0) break;  // no item follows an empty one
+            const DecodeItem item = share_of(tile_item(args, round));
             Span span{item.start, item.stop};
             if (ptx::uniform(item.rows) == 0) {
+                if (span.end == 0) break;  // an empty slot, which no item follows
                 pass_by(span);
                 continue;
             }
