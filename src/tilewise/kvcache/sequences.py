@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from tilewise import checks
-from tilewise.kvcache.pool import Ints, Pages
+from tilewise.kvcache.pool import Ints, Pages, ranges
 
 if TYPE_CHECKING:
     from tilewise.kvcache.lineage import Kinship
@@ -139,8 +139,7 @@ class Sequences:
         if len(rows) < 2:
             return self.table[rows[:1], : counts[0] if len(rows) else 0].reshape(-1), np.empty(0, np.int64)
         each = counts.tolist()
-        least, width = min(each), max(each)
-        lead = 0
+        least, lead = min(each), 0
         if self.kinship is not None:
             lead = self.kinship.shared_by(rows)
         elif least:
@@ -148,7 +147,7 @@ class Sequences:
             lead = int(same.argmin())
             if same[lead]:
                 lead = least
-        rest = self.table[rows, lead:width][np.arange(lead, width) < counts[:, None]]
+        rest = self.table.reshape(-1).take(ranges(rows * self.table.shape[1] + lead, counts - lead))
         return self.table[rows[0], :lead], rest.astype(np.int64)
 
     def padded(self, rows: Ints, fill: int) -> Pages:

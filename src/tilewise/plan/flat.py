@@ -8,6 +8,7 @@ pages in common than with those around it. Nothing here makes an object per sequ
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from typing import NamedTuple
 
 import numpy as np
@@ -200,7 +201,7 @@ def _judged(
     CostModel.alone_us and saving_us stand here in line: a call per node would take most of the time.
     """
     cost, rows, head_dim, kv_bytes = judge.cost, judge.rows_each, judge.head_dim, judge.kv_bytes
-    plain = all(getattr(type(cost), x) is getattr(CostModel, x) for x in ("alone_us", "saving_us", "_stream_us"))
+    plain = _is_plain(type(cost))
     bytes_per_us, flops_per_us, margin, item_us = cost.kv_bytes_per_us, cost.flops_per_us, cost.margin, cost.item_us
     state_us = cost.row_state_us
     nodes: list[tuple[int, ...]] = []
@@ -236,6 +237,12 @@ def _judged(
     if not nodes or not cost.pays(alone_us, saved_us, (seen - shared) * kv_bytes, widest * rows // judge.heads_kv):
         return []
     return nodes
+
+
+@cache
+def _is_plain(cost: type[CostModel]) -> bool:
+    """Whether it counts as CostModel does."""
+    return all(getattr(cost, x) is getattr(CostModel, x) for x in ("alone_us", "saving_us", "_stream_us"))
 
 
 def own_ranges(nodes: Longs, lengths: Longs, tokens_per_seq: int, left: int | None, most: int = 0) -> Longs:
