@@ -338,11 +338,11 @@ class PlannedList:
         staged: list[torch.Tensor] = []
 
         def pinned(words: int) -> Ints:
-            staged.append(torch.empty(words, dtype=torch.int32, pin_memory=True))
+            staged.append(torch.empty(words, dtype=torch.int32, device="cpu", pin_memory=True))
             return staged[0].numpy()
 
         self._fill(batch, pinned)
-        self._step[: len(staged[0])].copy_(staged[0], non_blocking=True)
+        self._step[: staged[0].numel()].copy_(staged[0], non_blocking=True)
         self._kernel.launch((1, 1, 1), self._launch_args, stream=compiler.raw_stream(self._kernel.ordinal))
 
     def _fill(self, batch: Batch, buffer: Callable[[int], Ints]) -> None:
@@ -382,7 +382,8 @@ class PlannedList:
     def _fill_grown(self, grown: Grown, head: Ints, buffer: Callable[[int], Ints]) -> None:
         """The step after the last one, all of whose sequences grew by a token, and some by a page."""
         updates, at_changes = len(grown.at), len(head)
-        _lengths_of(head, int(head[0]))[:] += 1
+        lengths = _lengths_of(head, int(head[0]))
+        lengths += 1
         head[2] = updates
         step = buffer(at_changes + 5 * updates)
         step[:at_changes] = head

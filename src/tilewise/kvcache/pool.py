@@ -56,7 +56,7 @@ class PagePool:
     def retain_lists(self, lead: Pages, times: int, rest: Ints) -> None:
         """Hold pages that somebody holds `times` more: those of `lead`, named once each, and once more for every time
         that it is named each page of `rest`."""
-        self.refs[lead] += np.int32(times)
+        self.refs[lead.astype(np.int64)] += np.int32(times)
         np.add.at(self.refs, rest, ONE)
 
     def release(self, pages: Pages | Ints) -> None:
@@ -67,6 +67,7 @@ class PagePool:
         """The reverse of retain_lists(); pages that nobody holds are free again."""
         self.losses += 1
         if len(lead):
+            lead = lead.astype(np.int64)
             left = self.refs[lead] - np.int32(times)
             self.refs[lead] = left
             if np.count_nonzero(left) < len(left):

@@ -37,7 +37,7 @@ class Places:
             return
         count, room = len(index), self.tensor.shape[1]
         # New pinned memory in each call: torch does not hand it out again before the copy is done.
-        host = torch.empty((2, room), dtype=torch.int64, pin_memory=self.tensor.is_cuda)
+        host = torch.empty((2, room), dtype=torch.int64, device="cpu", pin_memory=self.tensor.is_cuda)
         values = host.numpy()
         values[0, :count], values[1, :count] = positions, index
         if count < room:

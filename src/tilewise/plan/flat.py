@@ -8,7 +8,6 @@ pages in common than with those around it. Nothing here makes an object per sequ
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
 from typing import NamedTuple
 
 import numpy as np
@@ -24,6 +23,7 @@ Longs = npt.NDArray[np.int64]
 FIRST, SEQUENCES, START, STOP, ABOVE = range(5)
 NODE_WORDS = 5
 FEW = 4  # nodes that are looked at one by one
+_plain: dict[type[CostModel], bool] = {}  # kinds of cost models that _is_plain was asked about
 
 
 class PageTable(NamedTuple):
@@ -239,10 +239,13 @@ def _judged(
     return nodes
 
 
-@cache
-def _is_plain(cost: type[CostModel]) -> bool:
-    """Whether it counts as CostModel does."""
-    return all(getattr(cost, x) is getattr(CostModel, x) for x in ("alone_us", "saving_us", "_stream_us"))
+def _is_plain(kind: type[CostModel]) -> bool:
+    """Whether this kind of cost model counts as CostModel does."""
+    found = _plain.get(kind)
+    if found is None:
+        names = ("alone_us", "saving_us", "_stream_us")
+        found = _plain[kind] = all(getattr(kind, x) is getattr(CostModel, x) for x in names)
+    return found
 
 
 def own_ranges(nodes: Longs, lengths: Longs, tokens_per_seq: int, left: int | None, most: int = 0) -> Longs:
