@@ -34,7 +34,9 @@ class ExtendPlan:
     copies: Flags | None  # whether its last page has to be copied first; None: no page has
     pages: int  # free pages it takes
     single: bool  # whether every sequence gets one token
-    run: Run | None = None  # whose next step it is; `growth` is not looked at then
+    starts: Ints  # lengths of the sequences
+    last: Ints  # their last pages, -1 for none
+    run: Run | None = None  # whose next step it is; `growth`, `starts` and `last` are not looked at then
 
 
 def plan_extend(
@@ -45,7 +47,7 @@ def plan_extend(
     one = type(counts) is int and counts == 1
     if one and (run := _run_of(cache, named, rows)) is not None:
         _check_now(cache, into, len(named))
-        return ExtendPlan(named, run.counts, rows, run.ones, run.ones, None, run.pages, True, run)
+        return ExtendPlan(named, run.counts, rows, run.ones, run.ones, None, run.pages, True, rows, rows, run)
     counts, more = check_counts(counts, len(named))
     _check_now(cache, into, sum(counts))
     size, starts, last = cache.page_size, cache.sequences.lengths[rows], cache.sequences.last[rows]
@@ -75,7 +77,7 @@ def plan_extend(
         pages += len(at)
         if not len(at):
             copies = None
-    return ExtendPlan(named, counts, rows, more, growth, copies, pages, single)
+    return ExtendPlan(named, counts, rows, more, growth, copies, pages, single, starts, last)
 
 
 def _check_now(cache: PagedKVCache, into: Slots | None, tokens: int) -> None:
@@ -122,9 +124,15 @@ def commit_extend(cache: PagedKVCache, plan: ExtendPlan, into: Slots | None) -> 
         plan.run.step(cache)
         return _slots(cache, plan, places, positions, plan.run.index)
     sequences.changes += 1
-    if plan.pages:
+    starts, last = plan.starts, plan.last
+    if plan.pages and plan.single and plan.copies is None:
+        (at,) = plan.growth.nonzero()
+        taken, asking = pool.take_single(last[at]), rows[at]
+        sequences.add_pages(asking, sequences.counts[asking], taken)
+        last[at] = taken
+    elif plan.pages:
         _take_pages(cache, plan)
-    starts, last = sequences.lengths[rows], sequences.last[rows]
+        last = sequences.last[rows]
     if plan.single:  # in its last page
         positions = starts
         offsets = starts % size

@@ -168,6 +168,11 @@ class PagePool:
             pages[taken] = self._take_lowest(len(pages) - len(at))
         return pages.astype(np.int32)
 
+    def take_single(self, last_pages: Ints) -> Pages:
+        """take() of one page for each."""
+        self.free_pages -= len(last_pages)
+        return self._take_ones(last_pages)
+
     def take_next(self, last_pages: Ints) -> Ints:
         """take() of one page for each of sequences that have a last page, each another one."""
         self.free_pages -= len(last_pages)

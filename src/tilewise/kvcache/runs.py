@@ -65,7 +65,7 @@ class Run:
             rows = self._rows[phase]
             full, before = sequences.last[rows], sequences.counts[rows]
             pages = pool.take_next(full)
-            sequences.add_pages(rows, before, pages, -(-self.longest // size))
+            sequences.add_pages(rows, before, pages)
             cache._written.clear_pages(pages, pool.losses)
             index[at] = pages * size
             self.grown = Grown(next(_numbers), self.grown.number if self.grown else 0, at, before, pages)

@@ -170,10 +170,13 @@ class Sequences:
             self.last[rows] = pages[ends - 1]
         self.counts[rows] = counts + growth
 
-    def add_pages(self, rows: Ints, counts: Ints, pages: Ints, longest: int) -> None:
-        """One page more at the end of each, which has `counts` so far; none has more than `longest` then."""
-        self._widen(longest)
-        self.table[rows, counts] = pages
+    def add_pages(self, rows: Ints, counts: Ints, pages: Ints | Pages) -> None:
+        """One page more at the end of each, which has `counts` so far."""
+        try:
+            self.table[rows, counts] = pages
+        except IndexError:  # cheaper than to look at all counts in every step
+            self._widen(int(counts.max()) + 1)
+            self.table[rows, counts] = pages
         self.last[rows] = pages
         self.counts[rows] = counts + 1
 
