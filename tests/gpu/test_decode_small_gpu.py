@@ -12,7 +12,7 @@ from tilewise.gpu import decode as decoding
 from tilewise.gpu.decode_small import SmallDecode, SmallShape, blocks_per_sm
 from tilewise.scores import Scores
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("own_card")]
 FORMATS = {"bf16": torch.bfloat16, "fp16": torch.float16}
 SHAPES = [
     SmallShape(cluster, warps, together, depth, 16, 4, tma)

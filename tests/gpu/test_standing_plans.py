@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 import torch
 from standing_cases import Churn
@@ -107,3 +110,39 @@ def test_steps_of_growth_send_what_changed(monkeypatch):
             assert updates == sum(of.cache.length(seq) % 4 == 1 for seq in seqs), "pages that were there already"
         grown.append(listed._grown)
     assert sum(number > 0 for number in grown) > 80, "runs were not seen as such"
+
+
+def test_a_sequence_that_was_allocated_steps_before_it_joins_has_all_its_pages_sent():
+    """Its row was stamped when the plan last looked, and it takes the place of one that left."""
+    cache = tw.PagedKVCache(32, 16, 1, 64, kv_format="bf16")
+    stays, leaves = cache.allocate(), cache.allocate()
+
+    def fill(seqs: list[int], tokens: int) -> None:
+        slots = cache.extend(seqs, tokens)
+        k, v = (torch.randn(len(slots), 1, 64).bfloat16() for _ in range(2))
+        cache.write(0, slots, k, v)
+
+    fill([stays, leaves], 40)
+    plan = tw.plan_decode(cache, [stays, leaves], num_heads=4, rows=2, max_length=100, share_prefix=False)
+    q = torch.randn(2, 1, 4, 64).bfloat16()
+    tw.decode(q, cache, 0, plan, backend="emulator")
+    joins = cache.allocate()
+    fill([joins], 40)
+    tw.renew_plan(plan, cache, [stays])  # without it: the plan sees its stamp and not its pages
+    cache.free(leaves)
+    tw.renew_plan(plan, cache, [stays, joins])
+    o = tw.decode(q, cache, 0, plan, backend="emulator")
+    assert torch.equal(o, tw.decode(q, cache, 0, plan_as_on_a_card(cache, [stays, joins], 4), backend="emulator"))
+
+
+def test_a_plan_takes_its_list_along_when_it_goes():
+    cache = tw.PagedKVCache(8, 16, 1, 64, kv_format="bf16")
+    seqs = [cache.allocate()]
+    slots = cache.extend(seqs, 5)
+    cache.write(0, slots, *(torch.randn(5, 1, 64).bfloat16() for _ in range(2)))
+    plan = tw.plan_decode(cache, seqs, num_heads=4, rows=2, max_length=100)
+    tw.decode(torch.randn(2, 1, 4, 64).bfloat16(), cache, 0, plan, backend="emulator")
+    (listed,) = (weakref.ref(x) for x in kept(plan).lists.values())
+    del plan
+    gc.collect()
+    assert listed() is None

@@ -166,12 +166,13 @@ class PageMirror:
         """The places of the batch's sequences, (n,), the very array of the last call if the batch is the same; and for
         each of them that has to be sent: its position in the batch, its first page to send and the page up to which,
         (u,) each."""
-        rows = batch.rows
-        if rows is not self._rows:
+        rows, others = batch.rows, batch.rows is not self._rows
+        if others:
             self._places, self._rows = self._find_places(rows, len(batch.table)), rows
         places = self._places
         counts, sent = batch.counts[rows], self._sent[places]
-        if batch.last_stamp != self._last_stamp:
+        # A row that joins may have been stamped while another batch was followed: the last stamp need not be new.
+        if others or batch.last_stamp != self._last_stamp:
             stamps = batch.stamps[rows]
             changed = stamps != self._stamp[places]
             sent[changed] = 0
@@ -227,7 +228,7 @@ class PlannedList:
     tail_pages = selected_pages = 0
 
     def __init__(self, plan: StandingPlan, shape: Shape, splitting: Splitting, device: torch.device) -> None:
-        self.plan, self.shape, self.device, self.page_size = plan, shape, device, plan.page_size
+        self.shape, self.device, self.page_size = shape, device, plan.page_size
         self.room = room = room_for(plan, shape, splitting)
         self.sequences, self.blocks, self.total_states = plan.rows, shape.blocks, room.states
         self.in_step = not shape.tiles and room.together > 1
@@ -259,13 +260,13 @@ class PlannedList:
                 f"shared memory, and a block has {LIMITS[card].shared_block}; use fewer rows"
             )
         self.spec = planner_spec(shared)
-        self._args = self._arguments(splitting)
+        self._args = self._arguments(plan, splitting)
         if device.type == "cuda":
             self._kernel = compiler.load(self.spec, device)
             self._launch_args = compiler.Args(self._args)
 
-    def _arguments(self, splitting: Splitting) -> PlanArgs:
-        plan, shape, room = self.plan, self.shape, self.room
+    def _arguments(self, plan: StandingPlan, splitting: Splitting) -> PlanArgs:
+        shape, room = self.shape, self.room
         weights, left = shape.weights, plan.window[0] if plan.window is not None else None
         if len(splitting.pieces) != PLAN_LIMITS or len(WHOLE_LIMITS) != PLAN_LIMITS:
             raise AssertionError(f"the planner takes {PLAN_LIMITS} sizes of pieces, got {splitting.pieces}")
