@@ -95,7 +95,10 @@ constexpr int kAtTileFactors = kAtTileRows + (kRawStages > 0 && kZeros ? kGroups
 // Per tile of the ring, as tile_factors.cuh has it: a factor for each token of K and of V, and a limit; of int4 also
 // what zero points add, and a scale, for each group of channels
 constexpr int kTileFactorBytes = kRawStages > 0 ? kTileTokens * (8 + (kZeros ? 12 * kGroups : 0)) + 16 : 0;
-constexpr int kAtFold = kAtTileFactors + kTileStages * kTileFactorBytes;
+constexpr int kScaleWords = kZeros ? kGroups : 1;  // of a token's scales beside a tile of codes
+constexpr int kRawScaleBytes = 2 * kTileTokens * 4 * kScaleWords;
+constexpr int kAtRawScales = kAtTileFactors + kTileStages * kTileFactorBytes;
+constexpr int kAtFold = kAtRawScales + kRawStages * kRawScaleBytes;
 constexpr int kStreamEnd = kAtFold + kWarps * kFoldBytes;
 constexpr int kAtCounters = !kTilesByMma ? kAfterRings - 4 * kStages : kStreamEnd > kMmaBytes ? kStreamEnd : kMmaBytes;
 // Where a float32 Q would take too many registers, each warp has it there (stream32.cuh): rows that begin in different

@@ -35,9 +35,10 @@ struct TileFactors {
         x[1] = as_float(two.word[1]);
     }
     // int4: the scales that go into the halves, divided by the token's factor; token: of K's 64 and then of V's
-    TILE_DEVICE Shared<half> scale(int token) const {
-        return Shared<half>(at + 4 * kTileTokens * (kValueZeros + kGroups) + 2 * kGroups * token);
+    TILE_DEVICE uint32_t scales_at(int token) const {
+        return at + 4 * kTileTokens * (kValueZeros + kGroups) + 2 * kGroups * token;
     }
+    TILE_DEVICE Shared<half> scale(int token) const { return Shared<half>(scales_at(token)); }
     // What a lane's sum of P may be
     TILE_DEVICE decltype(auto) limit() const { return Shared<float>(at + kTileFactorBytes - 16)[0]; }
 };
