@@ -138,7 +138,7 @@ def shared_bytes(fmt: KVFormat, tiling: DecodeTiling) -> int:
     if tiling.raw_stages:
         at_fold += 4 * TILE_ROWS * scale_groups(fmt) * (fmt.name == "int4")
         at_fold += tiling.tile_stages * factor_bytes(fmt)
-        at_fold += tiling.raw_stages * 2 * TILE_TOKENS * 4 * scale_groups(fmt)
+        at_fold += tiling.raw_stages * 2 * TILE_TOKENS * 4 * scale_groups(fmt) + 8 * 2 * TILE_ROWS
     return at_fold + tiling.warps * (fold_bytes(fmt, tiling.rows) + query_bytes(fmt, tiling.rows))
 
 

@@ -52,7 +52,7 @@ extern "C" __global__ void __launch_bounds__(kTileBlock, kBlocksPerSm)
         if constexpr (kStreamRegisters > kStartRegisters) ptx::take_registers<kStreamRegisters>();
         else ptx::give_registers<kStreamRegisters>();
         const auto rank = [] {  // computed where it is needed: uniform registers are scarce too
-            return int(ptx::uniform(ptx::just_in_time(threadIdx.x) / 32)) - 4 * (kTileGroups + 1);
+            return int(ptx::uniform(ptx::just_in_time(threadIdx.x) / 32)) & 3;
         };
         if (rank() >= kWarps) return;
         stream<Stream>(args, mK, mV, rank());

@@ -98,7 +98,8 @@ constexpr int kTileFactorBytes = kRawStages > 0 ? kTileTokens * (8 + (kZeros ? 1
 constexpr int kScaleWords = kZeros ? kGroups : 1;  // of a token's scales beside a tile of codes
 constexpr int kRawScaleBytes = 2 * kTileTokens * 4 * kScaleWords;
 constexpr int kAtRawScales = kAtTileFactors + kTileStages * kTileFactorBytes;
-constexpr int kAtFold = kAtRawScales + kRawStages * kRawScaleBytes;
+constexpr int kAtTileSums = kAtRawScales + kRawStages * kRawScaleBytes;  // per thread: Σ P of its two rows
+constexpr int kAtFold = kAtTileSums + (kRawStages > 0 ? 256 * 8 : 0);
 constexpr int kStreamEnd = kAtFold + kWarps * kFoldBytes;
 constexpr int kAtCounters = !kTilesByMma ? kAfterRings - 4 * kStages : kStreamEnd > kMmaBytes ? kStreamEnd : kMmaBytes;
 // Where a float32 Q would take too many registers, each warp has it there (stream32.cuh): rows that begin in different

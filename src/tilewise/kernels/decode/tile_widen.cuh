@@ -128,14 +128,16 @@ TILE_DEVICE void put_factors(const TileFactors& to, uint32_t raw_stage, int is_v
 }
 
 // Eight codes of int4 as halves. Keys stand in the order 0 4 1 5 2 6 3 7, which Q's follow.
-template <bool kValues> TILE_DEVICE Vector16 widen_codes(uint32_t from, uint32_t scales) {
+// kThousands, in a register: then one instruction both masks and merges.
+constexpr uint32_t kThousands = 0x64006400u;
+template <bool kValues> TILE_DEVICE Vector16 widen_codes(uint32_t from, uint32_t scales, uint32_t thousands) {
     // 1024 + code, less 1024 or 1032
-    const uint32_t shift = kValues ? 0x64006400u : 0x64086408u;
+    const uint32_t shift = kValues ? kThousands : 0x64086408u;
     Vector16 to;
 #pragma unroll
     for (int i = 0; i < 4; i++)
         to.word[i] =
-            ptx::multiply_halves(ptx::subtract_halves((from >> 4 * i & 0x000f000fu) | 0x64006400u, shift), scales);
+            ptx::multiply_halves(ptx::subtract_halves((from >> 4 * i & 0x000f000fu) | thousands, shift), scales);
     if constexpr (kValues) {
         const uint32_t a = to.word[0], b = to.word[1], c = to.word[2], d = to.word[3];
         to = {{ptx::permute_bytes(a, b, 0x5410), ptx::permute_bytes(c, d, 0x5410), ptx::permute_bytes(a, b, 0x7632),
@@ -144,7 +146,7 @@ template <bool kValues> TILE_DEVICE Vector16 widen_codes(uint32_t from, uint32_t
     return to;
 }
 // Of fp8 and int8, whose scales are left to S and P
-template <bool> TILE_DEVICE Vector16 widen_codes(const Vector8& from, uint32_t) {
+template <bool> TILE_DEVICE Vector16 widen_codes(const Vector8& from, uint32_t, uint32_t) {
     uint32_t x = from.word[0], y = from.word[1];
     if constexpr (kFormat == Format::fp8) {
         return {{quant::from_fp8<false>(x), quant::from_fp8<true>(x), quant::from_fp8<false>(y),
@@ -187,7 +189,7 @@ TILE_DEVICE void widen_tile(int from, uint32_t raw_stage, const TileFactors& fac
         scales_at[j] = factors.scales_at(kValues * kTileTokens + widen_token(lane, j)) +
                        widen_eight(lane, j) * 8 / kGroupSize * 2;
     }
-    const uint32_t step = place(8, 0) - place(0, 0);
+    const uint32_t step = place(8, 0) - place(0, 0), thousands = ptx::just_in_time(int(kThousands));
 #pragma unroll 1
     for (int block = from; block < kWidenBlocks; block += kWideners / 32) {
         EightCodes codes[kWidenLoads];
@@ -199,7 +201,7 @@ TILE_DEVICE void widen_tile(int from, uint32_t raw_stage, const TileFactors& fac
         }
 #pragma unroll
         for (int j = 0; j < kWidenLoads; j++)
-            Shared<Vector16>(to[j] + block * step)[0] = widen_codes<kValues>(codes[j], scales[j] * 0x10001u);
+            Shared<Vector16>(to[j] + block * step)[0] = widen_codes<kValues>(codes[j], scales[j] * 0x10001u, thousands);
     }
     if (kValues && (first_token < span.begin || first_token + kTileTokens > span.end)) {
 #pragma unroll 1
