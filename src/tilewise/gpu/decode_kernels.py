@@ -365,13 +365,15 @@ def tiles_can(dtype: torch.dtype, fmt: KVFormat, tma: bool, card: str = "sm_90a"
     """Is there a kernel with tiles for these queries and pages? If not, streaming warps take the shared nodes.
 
     On Hopper warpgroups compute tiles, which come by TMA, and quantised codes are widened on the way; on other cards
-    warps do, by mma.sync, and quantised codes are multiplied by streaming warps alone.
+    warps do, by mma.sync, and quantised codes are multiplied by streaming warps alone. int4 at head_dim 96 has no room
+    in registers for Q beside the sums of its groups: streaming warps take it too.
     """
     if not hopper(card):
         return fmt.dtype == dtype and BITS[fmt.name] == 16
     if BITS[fmt.name] >= 16:
         return tma and fmt.dtype == dtype and BITS[fmt.name] == 16
-    return tma and fmt.head_dim <= TILE_DIM and scale_groups(fmt) <= TILE_GROUPS
+    held = fmt.name != "int4" or (fmt.head_dim % PANEL == 0 and scale_groups(fmt) <= TILE_GROUPS)
+    return tma and fmt.head_dim <= TILE_DIM and held
 
 
 def scales_in_runs(fmt: KVFormat, page_size: int, scales: Parts) -> bool:

@@ -18,7 +18,7 @@ constexpr int kTileRegisters = kTileWide        ? 232
                                : kHeadDim <= 64 ? 152
                                : kZeros         ? 160
                                                 : 168;
-constexpr int kLoadRegisters = kScaled ? 40 : 32;
+constexpr int kLoadRegisters = kScaled && !kZeros ? 40 : 32;
 constexpr int kStreamRegisters =
     (kTileGroups + 2) * kStartRegisters - kTileGroups * kTileRegisters - kLoadRegisters;  // 128 … 240
 constexpr int kWitness = 256;      // a lane's sum up to which the lazy softmax keeps its reference: tile/lazy.cuh

@@ -58,7 +58,6 @@ TILE_DEVICE void load_tiles(const DecodeArgs& args, const TensorMap& mK, const T
         if (item.rows == 0) break;  // no item follows an empty one
         const Span span{item.start, item.stop};
         const PageTable table = page_table(args, item.table, item.kv_head(), item.tail_from);
-        LoadRing<kScaled>::Scales scales(args, item, table);
         // A box without a token of the span is not requested: its page number may be anything.
         const auto wanted = [&](int tile, int b) {
             const int token = tile * kTile + b * kTileBox;
@@ -67,6 +66,7 @@ TILE_DEVICE void load_tiles(const DecodeArgs& args, const TensorMap& mK, const T
         int tile = span.begin / kTile, page = item.first_page((tile * kTile + box * kTileBox) % 64 / kListBox);
         if (page < 0 && span.end > span.begin && wanted(tile, box))
             page = table.page((tile * kTile + box * kTileBox) / kPageSize);
+        LoadRing<kScaled>::Scales scales(args, item, table);
         for (; tile * kTile < span.end && span.end > span.begin; tile++, turn.next()) {
             int boxes = 0;
 #pragma unroll

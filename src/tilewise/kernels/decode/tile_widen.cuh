@@ -92,7 +92,7 @@ struct TileScales {
 
 // Makes the factors of a tile's keys, or of its values, from their scales. One warp.
 TILE_DEVICE void put_factors(const TileFactors& to, uint32_t raw_stage, int is_v, int first_token, Span span) {
-    const int lane = warp::lane();
+    const int lane = ptx::just_in_time(threadIdx.x) & 31;
     float most = 0.0f;
 #pragma unroll
     for (int i = 0; i < 2; i++) {
@@ -180,7 +180,7 @@ using EightCodes = CodesOf<kZeros>::Type;
 template <bool kValues, class Place>
 TILE_DEVICE void widen_tile(int from, uint32_t raw_stage, const TileFactors& factors, int first_token, Span span,
                             Place place) {
-    const int lane = warp::lane();
+    const int lane = ptx::just_in_time(threadIdx.x) & 31;  // places are found anew: kept, they would take registers
     const uint32_t codes_at = raw_codes(raw_stage, kValues) + lane * uint32_t(sizeof(EightCodes));
     uint32_t to[kWidenLoads], scales_at[kWidenLoads];
 #pragma unroll
