@@ -58,8 +58,8 @@ constexpr bool kCopies = !kTma || (kScaled && kScaleRuns);  // something comes b
 // Shared memory, in this order: the ring of tiles if there is one (tile_load.cuh), what of Q tiles read there, and the
 // ring of codes that become tiles (tile_widen.cuh); the rings of the warps, on 1024 bytes as the swizzle wants; their
 // scales; barriers and counters; what the threads of tiles look up rarely; what the tokens of quantised tiles are
-// multiplied with; and per warp the saved state of a range that it folds piece by piece: O, then the MaxSum, lane by
-// lane.
+// multiplied with, the scales of the codes that become tiles, and the sums of their rows; and per warp the saved state
+// of a range that it folds piece by piece: O, then the MaxSum, lane by lane.
 //
 // Tiles by mma.sync (tile_mma.cuh) are computed while no warp of the block streams, in the same memory: Q, the ring of
 // K and V, what is looked up of the rows, and where the tokens of the ring's tiles come from. The counter lies after

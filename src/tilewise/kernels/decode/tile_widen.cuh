@@ -174,9 +174,9 @@ template <bool kWords> struct CodesOf { using Type = Vector8; };
 template <> struct CodesOf<true> { using Type = uint32_t; };
 using EightCodes = CodesOf<kZeros>::Type;
 
-// Widens K or V of a tile from raw codes to where wgmma reads them: each warp takes every third eight of its tokens. All
-// of a lane's loads come before its first store, since no load passes a store. Values outside the span become zeros:
-// memory there may hold anything, and 0 · NaN is NaN. place(token, eight): where eight channels of a token stand
+// Widens K or V of a tile from raw codes to where wgmma reads them: each warp takes every third eight of its tokens.
+// All of a lane's loads come before its first store, since no load passes a store. Values outside the span become
+// zeros: memory there may hold anything, and 0 · NaN is NaN. place(token, eight): where eight channels of a token stand
 template <bool kValues, class Place>
 TILE_DEVICE void widen_tile(int from, uint32_t raw_stage, const TileFactors& factors, int first_token, Span span,
                             Place place) {
