@@ -220,6 +220,7 @@ def test_streaming_warps_take_what_tiles_do_not():
             assert tiles_can(FP16, KVFormat(name, head_dim), True) == (head_dim in taken)
         assert not tiles_can(torch.float32, KVFormat("fp32", head_dim), True)
     assert not tiles_can(BF16, KVFormat("int4", 128, 32), True)
+    assert not tiles_can(BF16, KVFormat("int4", 128), True, tree=True)
     cache, seqs = make_tree([1, 5], [70, 3], kv_format="int4", head_dim=128, group_size=32)
     plan = plan_decode(cache, seqs, num_heads=8, share_prefix=True)
     listed, bound = decoding.bind(
