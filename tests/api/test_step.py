@@ -204,8 +204,6 @@ def test_a_plan_is_a_value(tmp_path):
     assert "3 chunks of 61 tokens, 1 shared prefixes; 4 decodes" in shown
     assert "prefill plan" in shown
     assert "decode plan" in shown
-    assert plan.flops == plan.prefill.flops + plan.decode.flops
-    assert plan.bytes == plan.prefill.bytes + plan.decode.bytes
 
 
 def test_chunks_are_packed_attention_over_the_same_pages():

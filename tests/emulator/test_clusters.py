@@ -9,6 +9,8 @@ from test_fences import found, planted, with_source
 from tilewise.gpu.decode_small import SmallShape
 from tilewise.plan.worklist import FAR, Splitting
 
+pytestmark = pytest.mark.usefixtures("own_card")
+
 SHAPE = SmallShape(cluster=4, warps=4, round=4, depth=2, states=16, rows=4, tma=True)
 PIECES = Splitting(pieces=((FAR, 96),))
 # name: (file of decode/, old, new)

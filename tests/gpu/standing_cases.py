@@ -13,11 +13,19 @@ class Churn:
     """A cache whose sequences come, go, fork, grow and copy the last page that they share, all at random."""
 
     def __init__(
-        self, seed: int, kv_format: str, dtype: torch.dtype, heads: int, page_size: int, dim: int = 64
+        self,
+        seed: int,
+        kv_format: str,
+        dtype: torch.dtype,
+        heads: int,
+        page_size: int,
+        dim: int = 64,
+        pages: int = 400,
+        device: str = "cpu",
     ) -> None:
         self.r, self.dtype, self.heads, self.dim = random.Random(seed), dtype, heads, dim
         torch.manual_seed(seed)
-        self.cache = tw.PagedKVCache(400, page_size, heads, dim, kv_format=kv_format)
+        self.cache = tw.PagedKVCache(pages, page_size, heads, dim, kv_format=kv_format, device=device)
         self.roots = [self.new(self.r.randrange(40, 200)) for _ in range(2)]
         self.seqs: list[int] = []
 

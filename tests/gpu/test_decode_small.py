@@ -23,6 +23,8 @@ from tilewise.gpu.decode_kernels import HEAD_DIMS
 from tilewise.gpu.decode_small import SmallDecode, SmallShape, blocks_per_sm, choose_shape, shared_bytes, small_spec
 from tilewise.plan.worklist import FAR, Splitting
 
+pytestmark = pytest.mark.usefixtures("own_card")
+
 SHAPE = SmallShape(cluster=4, warps=4, round=4, depth=2, states=32, rows=4, tma=True)
 COPYING = replace(SHAPE, tma=False)
 PIECES = Splitting(pieces=((100, 64), (FAR, 96)))  # the last round of a piece of 96 tokens is half full

@@ -27,6 +27,8 @@ from tilewise.gpu.decode_kernels import HEAD_DIMS, choose_tiling, decode_spec, s
 from tilewise.plan.items import Word
 from tilewise.plan.worklist import FAR, Splitting
 
+pytestmark = pytest.mark.usefixtures("own_card")
+
 EVERY = Splitting(pieces=((150, 1024), (FAR, 64)), shared=64, tile_rows=1, whole=False)  # every node through tiles
 WHOLE = Splitting(pieces=((FAR, 64),), shared=4096, tile_rows=1)  # and a node in one piece
 # What costs a compilation: int8 at D 64, int4 at D 128, where Q is in shared memory, bf16 at D 256

@@ -16,6 +16,8 @@ from tilewise.gpu import beside
 from tilewise.plan.cost import GPU_COST
 from tilewise.plan.step import ChunkNode, Chunks, TileJudge
 
+pytestmark = pytest.mark.usefixtures("own_card")
+
 BF16, FP32 = torch.bfloat16, torch.float32
 
 

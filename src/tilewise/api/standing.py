@@ -86,8 +86,8 @@ def renew_plan(plan: StandingPlan, cache: PagedKVCache | PrefixCache, seqs: Sequ
     named, at = pages.sequences.batch(seqs)
     if len(named) > plan.rows:
         raise ValueError(f"seqs must be at most the plan's {plan.rows} rows, got {len(named)}")
-    lengths = pages.sequences.lengths[at]
-    if len(lengths) and lengths.max() > plan.max_length:
+    lengths, longest = pages.sequences.lengths_now(at)
+    if longest > plan.max_length:
         long = int(lengths.argmax())
         raise ValueError(
             f"seqs must have at most the plan's max_length of {plan.max_length} tokens, but sequence {named[long]} has "
@@ -102,5 +102,13 @@ def batch_of(plan: StandingPlan, pages: PagedKVCache) -> Batch:
     """The plan's sequences as the planner takes them."""
     of, arranged = pages.sequences, plan.arrange()
     return Batch(
-        plan.rows_of, plan.lengths, arranged.order, arranged.nodes, of.table, of.counts, of.stamps, of.last_stamp
+        plan.rows_of,
+        plan.lengths,
+        arranged.order,
+        arranged.nodes,
+        of.table,
+        of.counts,
+        of.stamps,
+        of.last_stamp,
+        of.grown(plan.rows_of),
     )

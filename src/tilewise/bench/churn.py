@@ -18,6 +18,7 @@ import torch
 
 from .. import api
 from ..kvcache import PagedKVCache
+from ..kvcache.slots import room_for
 from . import prefill
 from .measure import OK, Result, Timing, device_cost, timing_of
 from .prefill import Goal
@@ -109,7 +110,8 @@ class Crowd:
         for children, tokens in TREE if row.tree else ():
             self.roots = self.cache.fork([one for one in self.roots for _ in range(children)])
             self._fill(self.roots, [tokens] * len(self.roots))
-        self.seqs = self.begin(point.batch)
+        self.seqs = self.begin(self.draw(point.batch))
+        self.slots = room_for(self.cache, point.batch)  # where a captured step looks for its places
         self.new: list[int] = []
         self.finish(self.seqs)
         self.most = SHARED + sum(tokens for _, tokens in TREE) + point.seq + 2 * STEPS
@@ -117,9 +119,13 @@ class Crowd:
     def _fill(self, seqs: list[int], counts: list[int]) -> None:
         self.cache.mark_written(self.cache.extend(seqs, counts))
 
-    def begin(self, count: int) -> list[int]:
-        """New sequences below the roots, with the first tokens of their own."""
-        new = self.cache.fork([self.roots[n] for n in self.random.integers(len(self.roots), size=count)])
+    def draw(self, count: int) -> list[int]:
+        """Roots below which so many sequences begin."""
+        return [self.roots[n] for n in self.random.integers(len(self.roots), size=count)]
+
+    def begin(self, roots: list[int]) -> list[int]:
+        """New sequences below these, with the first tokens of their own."""
+        new = self.cache.fork(roots)
         self._fill(new, [CHUNK] * len(new))
         return new
 
@@ -128,12 +134,14 @@ class Crowd:
         self._fill(seqs, self.random.integers(1, self.row.point.seq - CHUNK, size=len(seqs)).tolist())
 
     def prepare(self) -> None:
-        """What stands before a step: prompts of those that were forked in the last one are computed."""
+        """What stands before a step: prompts of those that were forked in the last one are computed, and who comes and
+        goes is known."""
         if self.new:
             self.finish(self.new)
         elif self.row.leaving:
-            self.new = self.begin(self.row.leaving)
+            self.new = self.begin(self.draw(self.row.leaving))
             self.finish(self.new)
+        self.coming = self.draw(self.row.leaving)
         self.gone = set(self.random.choice(len(self.seqs), self.row.leaving, replace=False).tolist())
 
     def change(self) -> None:
@@ -141,8 +149,9 @@ class Crowd:
         if self.row.leaving:
             self.cache.free([self.seqs[n] for n in self.gone])
             self.seqs = [seq for n, seq in enumerate(self.seqs) if n not in self.gone] + self.new
-            self.new = self.begin(self.row.leaving)
-        self.cache.mark_written(self.cache.extend(self.seqs, 1))
+            self.new = self.begin(self.coming)
+        self.slots = self.cache.extend(self.seqs, 1, into=self.slots)
+        self.cache.mark_written(self.slots)
 
 
 def _time(row: Row, loops: int | None) -> list[Result]:

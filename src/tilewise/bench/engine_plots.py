@@ -53,10 +53,8 @@ def _figure(outcome: Outcome, loads: list[Load]) -> Any:
         axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
         axes.yaxis.set_minor_formatter(FuncFormatter(lambda value, _: ""))
         axes.set_title(label, fontsize=10)
+        axes.set_xlabel("requests per second, and their share of Tilewise's capacity", fontsize=9)
         axes.grid(True, which="both", alpha=0.25)
-    figure.supxlabel(
-        "requests per second that arrive, and what share that is of all that Tilewise can take", fontsize=10
-    )
     handles, labels = figure.axes[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=max(1, len(names)), frameon=False, fontsize=9)
+    figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False, fontsize=9)
     return figure

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Sequence
 from datetime import datetime, timezone
-from io import StringIO
 from pathlib import Path
 
 import torch
@@ -13,6 +11,7 @@ import torch
 from . import engine_plots
 from .engine import Figure, Load, Outcome, Percentiles
 from .records import Record, here, machine, package_version
+from .records import save as save_rows
 
 HEAD = (
     "server", "load", "requests/s", "tokens/s", "first token ms p50/p95/p99", "between tokens ms p50/p95/p99", "KV",
@@ -115,15 +114,6 @@ def _aligned(rows: Sequence[Sequence[str]], sides: str) -> list[str]:
 
 def save(outcome: Outcome, folder: Path) -> list[Path]:
     """CSV, table and plots, into `folder`; what was there under these names is replaced."""
-    place = machine(outcome.case.device).split()[-1].lower() if outcome.case.device.startswith("cuda") else "cpu"
-    folder.mkdir(parents=True, exist_ok=True)
-    rows = records(outcome)
-    sheet = StringIO()
-    writer = csv.DictWriter(sheet, list(rows[0]), lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    stem = folder / f"engine-{outcome.case.config}-{place}"
-    paths = [stem.with_name(stem.name + ".csv"), stem.with_name(stem.name + ".txt")]
-    for path, content in zip(paths, (sheet.getvalue(), text(outcome) + "\n"), strict=True):
-        path.write_text(content, encoding="utf-8")
-    return [*paths, *engine_plots.draw(outcome, stem)]
+    name = f"engine-{outcome.case.config}"
+    paths = save_rows(name, outcome.case.device, records(outcome), text(outcome), folder)
+    return [*paths, *engine_plots.draw(outcome, paths[0].with_suffix(""))]

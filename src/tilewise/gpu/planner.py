@@ -20,7 +20,7 @@ from tilewise.compiler.spec import KernelSpec
 from tilewise.gpu.abi import FAR, PLAN_LIMITS, Divisor, PlanArgs, PlanRoom
 from tilewise.plan.cost import MMA_STEP_CHUNKS, WHOLE_LIMITS
 from tilewise.plan.items import ITEM_WORDS
-from tilewise.plan.standing import StandingPlan
+from tilewise.plan.standing import Grown, StandingPlan
 from tilewise.plan.worklist import CHUNK, Shape, Splitting
 
 Ints = npt.NDArray[np.int32]
@@ -42,7 +42,8 @@ class Batch(NamedTuple):
     """The sequences of a step. rows (n,): theirs in the cache's arrays `table`, `counts` and `stamps` (Sequences says
     what those are). lengths (n,): in tokens. order (n,): positions in `rows`, those below a node being neighbours.
     nodes: (m, 5) as plan/flat.py has them. last_stamp: the last number that was given as a stamp. `rows`, `order` and
-    `nodes` are the very arrays of the step before where they are the same."""
+    `nodes` are the very arrays of the step before where they are the same. grown: what the last step did, if that is
+    all that happened since the one before it."""
 
     rows: Longs
     lengths: Longs
@@ -52,6 +53,7 @@ class Batch(NamedTuple):
     counts: Longs
     stamps: Longs
     last_stamp: int
+    grown: Grown | None = None
 
 
 class Room(NamedTuple):
@@ -180,6 +182,16 @@ class PageMirror:
             self._sent[places] = counts
         return places, update, sent[update], counts[update]
 
+    def stands(self, batch: Batch) -> bool:
+        """Whether the batch has the sequences of the last call, and none has another page than then, but at its end."""
+        return batch.rows is self._rows and batch.last_stamp == self._last_stamp
+
+    def grow(self, grown: Grown) -> Longs:
+        """The places of sequences of a batch that stands, which have a page more than in the last call."""
+        places = self._places[grown.at]
+        self._sent[places] = grown.before + 1
+        return places
+
     def _find_places(self, rows: Longs, cache_rows: int) -> Longs:
         if len(self._place) < cache_rows:
             self._place = np.append(self._place, np.full(cache_rows - len(self._place), -1, np.int64))
@@ -197,6 +209,11 @@ class PageMirror:
             self._place[rows[new]] = free
             self._stamp[free] = 0  # no row's: all of its pages are sent
         return places
+
+
+def _lengths_of(head: Ints, count: int) -> Ints:
+    """A view: where the header of a step has the lengths of its `count` sequences, decode/plan_work.cuh."""
+    return head[STEP_WORDS + 2 : STEP_WORDS * (1 + count) : STEP_WORDS]
 
 
 class PlannedList:
@@ -231,6 +248,8 @@ class PlannedList:
         self._scratch = zeros(room.bins + shape.blocks + units)
         self._step = zeros(STEP_WORDS + plan.rows * (4 + 5 + 4 + width) + 8)
         self._mirror = PageMirror(plan.rows)
+        self._numbers = np.arange(plan.rows, dtype=np.int32)
+        self._grown = -1  # the number of the last step if it was one that Batch.grown tells of
         self._head: tuple[tuple[Longs, Ints, Longs], Ints] | None = None  # of the last step, and what it was made of
         self._layout, shared = lay_out(plan.rows, room)
         card = card_of(device)
@@ -319,18 +338,25 @@ class PlannedList:
         staged: list[torch.Tensor] = []
 
         def pinned(words: int) -> Ints:
-            staged.append(torch.empty(words, dtype=torch.int32, pin_memory=True))
+            staged.append(torch.empty(words, dtype=torch.int32, device="cpu", pin_memory=True))
             return staged[0].numpy()
 
         self._fill(batch, pinned)
-        self._step[: len(staged[0])].copy_(staged[0], non_blocking=True)
+        self._step[: staged[0].numel()].copy_(staged[0], non_blocking=True)
         self._kernel.launch((1, 1, 1), self._launch_args, stream=compiler.raw_stream(self._kernel.ordinal))
 
     def _fill(self, batch: Batch, buffer: Callable[[int], Ints]) -> None:
         """Write the step, decode/plan_work.cuh's PlanArgs.step, into `buffer(words)`."""
+        grown, known, last = batch.grown, self._head, self._grown
+        self._grown = -1 if grown is None else grown.number
+        if grown is not None and grown.follows == last and known is not None and self._mirror.stands(batch):
+            (_, order, nodes), head = known
+            if order is batch.order and nodes is batch.nodes:
+                self._fill_grown(grown, head, buffer)
+                return
         places, update, begin, end = self._mirror.follow(batch)
         head = self._head_of(batch, places)
-        head[: STEP_WORDS * (1 + len(batch.rows))].reshape(-1, STEP_WORDS)[1:, 2] = batch.lengths[batch.order]
+        _lengths_of(head, len(batch.rows))[:] = batch.lengths[batch.order]
         updates = head[2] = len(update)
         if not updates:
             buffer(len(head))[:] = head
@@ -346,9 +372,26 @@ class PlannedList:
         if total == updates:
             pages[:total] = batch.table[rows, begin]
             return
-        spans = zip(rows.tolist(), begin.tolist(), end.tolist(), ends.tolist(), strict=True)
-        for row, first, last, to in spans:
+        long = sizes > 1
+        (ones,), (many,) = (~long).nonzero(), long.nonzero()
+        pages[ends[ones] - 1] = batch.table[rows[ones], begin[ones]]
+        spans = (x[many].tolist() for x in (rows, begin, end, ends))
+        for row, first, last, to in zip(*spans, strict=True):
             pages[to - (last - first) : to] = batch.table[row, first:last]
+
+    def _fill_grown(self, grown: Grown, head: Ints, buffer: Callable[[int], Ints]) -> None:
+        """The step after the last one, all of whose sequences grew by a token, and some by a page."""
+        updates, at_changes = len(grown.at), len(head)
+        lengths = _lengths_of(head, int(head[0]))
+        lengths += 1
+        head[2] = updates
+        step = buffer(at_changes + 5 * updates)
+        step[:at_changes] = head
+        if updates:
+            changes = step[at_changes:-updates].reshape(updates, 4)
+            changes[:, 0], changes[:, 1] = self._mirror.grow(grown), grown.before
+            changes[:, 2], changes[:, 3] = 1, self._numbers[:updates]
+            step[-updates:] = grown.pages
 
     def _head_of(self, batch: Batch, places: Longs) -> Ints:
         """The header, sequences and nodes of a step, all but the lengths and the number of updates."""

@@ -12,6 +12,7 @@ import torch
 
 from tilewise.kvcache import storage
 from tilewise.kvcache.pool import Ints, ranges
+from tilewise.kvcache.runs import Run
 from tilewise.kvcache.sequences import check_counts
 from tilewise.kvcache.slots import Places, Slots, check_into
 
@@ -33,6 +34,9 @@ class ExtendPlan:
     copies: Flags | None  # whether its last page has to be copied first; None: no page has
     pages: int  # free pages it takes
     single: bool  # whether every sequence gets one token
+    starts: Ints  # lengths of the sequences
+    last: Ints  # their last pages, -1 for none
+    run: Run | None = None  # whose next step it is; `growth`, `starts` and `last` are not looked at then
 
 
 def plan_extend(
@@ -40,15 +44,15 @@ def plan_extend(
 ) -> ExtendPlan:
     """Check an extend() and count its pages without changing anything; holds until the cache changes."""
     named, rows = cache.sequences.batch(seqs)
+    one = type(counts) is int and counts == 1
+    if one and (run := _run_of(cache, named, rows)) is not None:
+        _check_now(cache, into, len(named))
+        return ExtendPlan(named, run.counts, rows, run.ones, run.ones, None, run.pages, True, rows, rows, run)
     counts, more = check_counts(counts, len(named))
-    cache.check_writable()
-    if into is not None:
-        check_into(into, cache, sum(counts))
-    if cache.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        raise RuntimeError("extend() within a graph capture: its places would be the same in every replay")
+    _check_now(cache, into, sum(counts))
     size, starts, last = cache.page_size, cache.sequences.lengths[rows], cache.sequences.last[rows]
-    room = cache.sequences.counts[rows] * size - starts  # in the last page: 0 to size - 1
-    single = np.count_nonzero(more == 1) == len(more)
+    room = -starts % size  # in the last page: 0 to size - 1
+    single = one or np.count_nonzero(more == 1) == len(more)
     if single:
         growth = (room == 0).astype(np.int64)
         pages = int(np.count_nonzero(growth))
@@ -56,7 +60,9 @@ def plan_extend(
         growth = (more - room + (size - 1)) // size
         pages = int(np.add.reduce(growth))
     copies = None
-    shared = (cache.pool.refs[last] > 1) & (room > 0)
+    shared = cache.pool.refs[last] > 1
+    if np.count_nonzero(shared):
+        shared &= room > 0
     if np.count_nonzero(shared):
         copies = shared & (more > 0)
         (at,) = copies.nonzero()
@@ -71,7 +77,27 @@ def plan_extend(
         pages += len(at)
         if not len(at):
             copies = None
-    return ExtendPlan(named, counts, rows, more, growth, copies, pages, single)
+    return ExtendPlan(named, counts, rows, more, growth, copies, pages, single, starts, last)
+
+
+def _check_now(cache: PagedKVCache, into: Slots | None, tokens: int) -> None:
+    cache.check_writable()
+    if into is not None:
+        check_into(into, cache, tokens)
+    if cache.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError("extend() within a graph capture: its places would be the same in every replay")
+
+
+def _run_of(cache: PagedKVCache, seqs: tuple[int, ...], rows: Ints) -> Run | None:
+    """The run whose next step this is, a new one if it is the second step in a row over these sequences."""
+    sequences = cache.sequences
+    run, stepped, changes = sequences.run, sequences.stepped, sequences.changes
+    if run is not None and run.changes == changes and run.rows is rows:
+        return run
+    if stepped is None or stepped[0] is not rows or stepped[1] != changes or not len(rows):
+        return None
+    sequences.run = Run(cache, seqs, rows)
+    return sequences.run
 
 
 def _copied(cache: PagedKVCache, last: Ints) -> Flags:
@@ -93,42 +119,54 @@ def commit_extend(cache: PagedKVCache, plan: ExtendPlan, into: Slots | None) -> 
     places = into._places if into is not None else None
     if cache._by_kernel and places is None:
         places = Places(sum(plan.counts), cache.device)  # first: it may run out of memory
-    if plan.pages:
+    if plan.run is not None:
+        positions = plan.run.lengths
+        plan.run.step(cache)
+        return _slots(cache, plan, places, positions, plan.run.index)
+    sequences.changes += 1
+    starts, last = plan.starts, plan.last
+    if plan.pages and plan.single and plan.copies is None:
+        (at,) = plan.growth.nonzero()
+        taken, asking = pool.take_single(last[at]), rows[at]
+        sequences.add_pages(asking, sequences.counts[asking], taken)
+        last[at] = taken
+    elif plan.pages:
         _take_pages(cache, plan)
-    starts, last = sequences.lengths[rows], sequences.last[rows]
+        last = sequences.last[rows]
     if plan.single:  # in its last page
-        positions, pages = starts, last
-        offsets = starts - (sequences.counts[rows] - 1) * size
+        positions = starts
+        offsets = starts % size
         index = last * size + offsets
         pool.fill[last] = offsets + 1
+        sequences.stepped = rows, sequences.changes
     else:
         # Token t of the packed list is the i-th new one of its sequence s; positions = starts[s] + i.
         positions = ranges(starts, counts)
-        first = starts // size
-        touched = np.where(counts > 0, -(-(starts + counts) // size) - first, 0)
-        pages = sequences.table[np.repeat(rows, touched), ranges(first, touched)].astype(np.int64)
-        before = np.cumsum(touched) - touched - first
-        index = pages[positions // size + np.repeat(before, counts)] * size + positions % size
-        pool.fill[pages] = size
-        grown = counts > 0
-        pool.fill[last[grown]] = (starts[grown] + counts[grown] - 1) % size + 1
+        number = positions // size
+        pages = sequences.table[rows.repeat(counts), number].astype(np.int64)
+        number *= -size
+        number += positions  # the places in their pages
+        fill = pool.fill
+        fill[pages] = size
+        ends = (starts + counts - 1) % size + 1
+        if np.count_nonzero(counts) < len(counts):
+            (grown,) = counts.nonzero()
+            last, ends = last[grown], ends[grown]
+        fill[last] = ends
+        pages *= size
+        index = pages + number
 
     cache._written.forget(index)
     sequences.lengths[rows] = starts + counts
+    return _slots(cache, plan, places, positions, index)
+
+
+def _slots(cache: PagedKVCache, plan: ExtendPlan, places: Places | None, positions: Ints, index: Ints) -> Slots:
+    step, losses = 0, cache.pool.losses
     if places is not None:
         places.fill(positions, index)
-    return Slots(
-        plan.seqs,
-        plan.counts,
-        positions,
-        index,
-        cache,
-        pages,
-        pool.generation[pages],
-        places,
-        places.step if places else 0,
-        [pool.losses],
-    )
+        step = places.step
+    return Slots(plan.seqs, plan.counts, positions, index, cache, places, step, losses, [losses])
 
 
 def _take_pages(cache: PagedKVCache, plan: ExtendPlan) -> None:

@@ -22,10 +22,27 @@ class PagePool:
         self.num_pages = num_pages
         self.free_pages = num_pages
         self.refs = np.zeros(num_pages, np.int32)  # 0 = free
-        self.fill = np.zeros(num_pages, np.int32)  # tokens reserved in the page
-        self.generation = np.zeros(num_pages, np.int64)  # counts how often the page was freed
+        self.freed = np.zeros(num_pages, np.int64)  # `losses` when the page was freed last
         self.losses = 0  # counts calls that took pages from a holder: while it stands still, slots cannot go stale
+        self._fill = np.zeros(num_pages, np.int32)
+        self._late: tuple[Ints, int] | None = None  # places of last tokens, and page_size: their pages' fill is not set
         self._lowest = 0  # no page below is free
+
+    @property
+    def fill(self) -> Pages:
+        """(num_pages,): tokens reserved in the page."""
+        if self._late is not None:
+            (index, size), self._late = self._late, None
+            pages = index // size
+            self._fill[pages] = index - pages * size + 1
+        return self._fill
+
+    def fill_up(self, full: Ints | None, index: Ints, size: int) -> None:
+        """Sequences grew by a token each, which are at `index`, page · size + offset; the last call was for the tokens
+        before them, and the pages `full` were full then. Their fill is set when somebody looks."""
+        if full is not None:
+            self._fill[full] = size
+        self._late = index, size
 
     def retain(self, pages: Pages) -> None:
         """Hold the pages once more."""
@@ -39,7 +56,7 @@ class PagePool:
     def retain_lists(self, lead: Pages, times: int, rest: Ints) -> None:
         """Hold pages that somebody holds `times` more: those of `lead`, named once each, and once more for every time
         that it is named each page of `rest`."""
-        self.refs[lead] += np.int32(times)
+        self.refs[lead.astype(np.int64)] += np.int32(times)
         np.add.at(self.refs, rest, ONE)
 
     def release(self, pages: Pages | Ints) -> None:
@@ -50,13 +67,14 @@ class PagePool:
         """The reverse of retain_lists(); pages that nobody holds are free again."""
         self.losses += 1
         if len(lead):
+            lead = lead.astype(np.int64)
             left = self.refs[lead] - np.int32(times)
             self.refs[lead] = left
             if np.count_nonzero(left) < len(left):
                 self._note_free(lead[left == 0])
         if len(rest):
             single = self.refs.take(rest) == 1  # held, and so named, once
-            own = rest[single]
+            own = rest if np.count_nonzero(single) == len(rest) else rest[single]
             self.refs[own] = 0
             self._note_free(own)
             if len(own) < len(rest):
@@ -73,7 +91,7 @@ class PagePool:
 
     def _note_free(self, pages: Pages | Ints) -> None:
         if len(pages):
-            self.generation[pages] += 1
+            self.freed[pages] = self.losses
             self.fill[pages] = 0
             self.free_pages += len(pages)
             self._lowest = min(self._lowest, int(np.minimum.reduce(pages)))
@@ -150,6 +168,23 @@ class PagePool:
             pages[taken] = self._take_lowest(len(pages) - len(at))
         return pages.astype(np.int32)
 
+    def take_single(self, last_pages: Ints) -> Pages:
+        """take() of one page for each."""
+        self.free_pages -= len(last_pages)
+        return self._take_ones(last_pages)
+
+    def take_next(self, last_pages: Ints) -> Ints:
+        """take() of one page for each of sequences that have a last page, each another one."""
+        self.free_pages -= len(last_pages)
+        pages = last_pages + 1
+        free = self.refs.take(pages, mode="clip") == 0  # after the last of all: that page again, which is held
+        if (found := int(np.count_nonzero(free))) < len(pages):
+            self.refs[pages[free]] = 1
+            pages[~free] = self._take_lowest(len(pages) - found)
+        else:
+            self.refs[pages] = 1
+        return pages
+
     def _take_lowest(self, count: int) -> Ints:
         found: list[Ints] = []
         while count:
@@ -221,7 +256,7 @@ def ranges(starts: Ints, lengths: Ints) -> Ints:
     """start, start + 1, … of each, `lengths` numbers, one range after another."""
     ends = lengths.cumsum()
     total = int(ends[-1]) if len(ends) else 0
-    numbers: Ints = np.repeat(starts - ends + lengths, lengths)
+    numbers: Ints = (starts - ends + lengths).repeat(lengths)
     numbers += np.arange(total)
     return numbers
 

@@ -91,7 +91,7 @@ class PrefixCache:
     def extend(
         self,
         seqs: Sequence[int],
-        tokens: Sequence[int] | Sequence[Sequence[int]] | torch.Tensor,
+        tokens: Sequence[int] | Sequence[Sequence[int]] | Tokens | torch.Tensor,
         *,
         into: Slots | None = None,
     ) -> Slots:
@@ -101,12 +101,12 @@ class PrefixCache:
         The tree needs the tokens on the host: a tensor on a card is read, which waits for it.
         """
         ids, counts = check_new_tokens(tokens)
-        seqs = check_seqs(seqs)
+        seqs = seqs if type(seqs) is list else check_seqs(seqs)  # whose numbers plan_extend() looks at
         given = len(ids) if counts is None else len(counts)
         if len(seqs) != given:
             raise ValueError(f"tokens must hold one entry for each of the {len(seqs)} seqs, got {given}")
         plan = self.cache.plan_extend(seqs, 1 if counts is None else counts, into=into)
-        if not self._progress.all_of_the_tree(plan.rows):
+        if not self._progress.all_of_the_tree(plan):
             for seq in plan.seqs:
                 self._living(seq, "seqs")
         evictions = self._find_room(plan.pages)
@@ -338,11 +338,12 @@ class PrefixCache:
 
     def _commit(self, plan: ExtendPlan, ids: Tokens, into: Slots | None) -> Slots:
         """Extend sequences by tokens for which there is room."""
-        last = self.cache.sequences.last[plan.rows]
+        last = None if plan.copies is None else self.cache.sequences.last[plan.rows]
         slots = self.cache.commit_extend(plan, into=into)
-        self._progress.copy_ids(plan, last)
+        if last is not None:
+            self._progress.copy_ids(plan, last)
         self._progress.ids.reshape(-1)[slots.host_index] = ids
-        if self._progress.add(slots, plan.rows, plan.more) is not None:
+        if self._progress.add(slots, plan) is not None:
             slots._when_complete.append(self._advance)
         return slots
 

@@ -15,6 +15,7 @@ from tilewise.kvcache.slots import Slots
 if TYPE_CHECKING:
     from tilewise.kvcache.extending import ExtendPlan
     from tilewise.kvcache.paged import PagedKVCache
+    from tilewise.kvcache.runs import Run
 
 
 Tokens = npt.NDArray[np.int64]
@@ -45,6 +46,7 @@ class Progress:
         self.complete, self.limit, self._births = (np.zeros(0, np.int64) for _ in range(3))
         self._born = 0  # counts sequences; the birth of a row without one of the tree's is 0
         self._steps: list[Step] = []  # those that are not complete, oldest first
+        self._run: tuple[Run | None, Ints] = None, self._births  # a run of the tree's sequences, and their births
 
     def begin(self, rows: Ints, complete: Ints | int, limit: Ints | int) -> None:
         """New sequences."""
@@ -64,14 +66,26 @@ class Progress:
         if self._steps:
             self._steps = [step for step in self._steps if self._waits(step).any()]
 
-    def all_of_the_tree(self, rows: Ints) -> bool:
-        """Whether the sequences in these rows of the cache, living ones, are all the tree's."""
+    def all_of_the_tree(self, plan: ExtendPlan) -> bool:
+        """Whether the sequences that a step extends are all the tree's."""
+        if plan.run is not None and plan.run is self._run[0]:
+            return True  # or one of them would have ended, and the run with it
+        rows = plan.rows
         if len(rows) and int(np.maximum.reduce(rows)) >= len(self._births):
             return False
-        return bool(np.count_nonzero(self._births[rows]) == len(rows))
+        births = self._births[rows]
+        if np.count_nonzero(births) < len(rows):
+            return False
+        self._run = plan.run, births
+        return True
 
-    def add(self, slots: Slots, rows: Ints, counts: Ints) -> Step | None:
-        """Take note of the last `counts` tokens of sequences, for which `slots` are; None if there are none."""
+    def add(self, slots: Slots, plan: ExtendPlan) -> Step | None:
+        """Take note of the tokens that a step has added to sequences, `slots`; None if there are none."""
+        rows, counts = plan.rows, plan.more
+        if plan.run is not None and plan.run is self._run[0]:
+            step = Step(slots, rows, self._run[1], slots.host_positions, plan.run.lengths)
+            self._steps.append(step)
+            return step
         if np.count_nonzero(counts) < len(counts):
             (at,) = counts.nonzero()
             rows, counts = rows[at], counts[at]
@@ -91,8 +105,12 @@ class Progress:
             if step.slots.complete:
                 # Tokens count when all before them do: those of an earlier step may be written later.
                 waits &= self.complete[step.rows] == step.starts
-                rows = step.rows if np.count_nonzero(waits) == len(waits) else step.rows[waits]
-                self.complete[rows] = step.ends if len(rows) == len(waits) else step.ends[waits]
+                if np.count_nonzero(waits) == len(waits):  # and then none does any more
+                    self.complete[step.rows] = step.ends
+                    ready.append(step.rows[step.ends >= self.limit[step.rows]])
+                    continue
+                rows = step.rows[waits]
+                self.complete[rows] = step.ends[waits]
                 ready.append(rows[self.complete[rows] >= self.limit[rows]])
                 waits = self._waits(step)
             if np.count_nonzero(waits):
@@ -136,11 +154,11 @@ class Progress:
 
     def copy_ids(self, plan: ExtendPlan, old: Ints) -> None:
         """After an extend() which copied last pages, `old` being those of all its sequences before."""
-        if plan.copies is not None:
-            sequences, (at,) = self._cache.sequences, plan.copies.nonzero()
-            rows = plan.rows[at]
-            new = sequences.table[rows, sequences.counts[rows] - 1 - plan.growth[at]]
-            self.ids[new] = self.ids[old[at]]
+        assert plan.copies is not None
+        sequences, (at,) = self._cache.sequences, plan.copies.nonzero()
+        rows = plan.rows[at]
+        new = sequences.table[rows, sequences.counts[rows] - 1 - plan.growth[at]]
+        self.ids[new] = self.ids[old[at]]
 
     def tokens(self, row: int, start: int, stop: int) -> Tokens:
         """The ids of tokens [start, stop) of the sequence in this row; a copy."""

@@ -9,10 +9,12 @@ import numpy as np
 import torch
 
 from tilewise import checks
-from tilewise.kvcache.pool import Ints, Pages
+from tilewise.kvcache.pool import Ints, Pages, ranges
 
 if TYPE_CHECKING:
     from tilewise.kvcache.lineage import Kinship
+    from tilewise.kvcache.runs import Run
+    from tilewise.plan.standing import Grown
 
 LARGE = 2**20  # entries of a table that is not copied as a whole
 MANY = 2**40  # a count of tokens that no cache has room for
@@ -36,6 +38,9 @@ class Sequences:
         self.lengths, self.counts, self.last, self.stamps = (np.zeros(8, np.int64) for _ in range(4))
         self.table: Pages = np.zeros((8, 8), np.int32)
         self.kinship: Kinship | None = None  # who shares pages with whom, kept once somebody asks for it
+        self.changes = 0  # counts what became of sequences; steps of `run` are none
+        self.run: Run | None = None  # of the sequences that grow step by step; over when `changes` is not its own
+        self.stepped: tuple[Ints, int] | None = None  # the rows that got a token each in the last step, `changes` then
         self._stamp = 0  # the last one given
         self._unused: list[int] = []
         # The sequences asked for last, and their rows: steps mostly go over the same ones.
@@ -71,6 +76,7 @@ class Sequences:
     def end(self, seqs: Sequence[int]) -> Ints:
         """The rows of sequences that live no longer. Their page lists stay until clear() is told of the rows."""
         self._batch = None
+        self.changes += 1
         return np.fromiter(map(self.rows.pop, seqs), np.int64, len(seqs))
 
     def clear(self, rows: Ints) -> None:
@@ -109,8 +115,9 @@ class Sequences:
         return self._stamp
 
     def batch(self, seqs: Any) -> tuple[tuple[int, ...], Ints]:
-        """named() of sequences that are named once each."""
-        if self._batch is None or self._batch[0] != seqs:
+        """named() of sequences that are named once each; the very same tuple and array if they are those of the call
+        before. The tuple is taken as well as the list."""
+        if self._batch is None or (self._batch[1] is not seqs and self._batch[0] != seqs):
             named, rows = self.named(seqs)
             if len(set(named)) != len(named):
                 raise ValueError("seqs must name each sequence once, got one twice; add up its counts")
@@ -132,8 +139,7 @@ class Sequences:
         if len(rows) < 2:
             return self.table[rows[:1], : counts[0] if len(rows) else 0].reshape(-1), np.empty(0, np.int64)
         each = counts.tolist()
-        least, width = min(each), max(each)
-        lead = 0
+        least, lead = min(each), 0
         if self.kinship is not None:
             lead = self.kinship.shared_by(rows)
         elif least:
@@ -141,7 +147,7 @@ class Sequences:
             lead = int(same.argmin())
             if same[lead]:
                 lead = least
-        rest = self.table[rows, lead:width][np.arange(lead, width) < counts[:, None]]
+        rest = self.table.reshape(-1).take(ranges(rows * self.table.shape[1] + lead, counts - lead))
         return self.table[rows[0], :lead], rest.astype(np.int64)
 
     def padded(self, rows: Ints, fill: int) -> Pages:
@@ -158,13 +164,37 @@ class Sequences:
             self.table[rows, counts] = pages
             self.last[rows] = pages
         else:
-            ends = np.cumsum(growth)
+            ends = growth.cumsum()
             at = np.repeat(counts - (ends - growth), growth) + np.arange(len(pages))
             self.table[np.repeat(rows, growth), at] = pages
             self.last[rows] = pages[ends - 1]
         self.counts[rows] = counts + growth
 
+    def add_pages(self, rows: Ints, counts: Ints, pages: Ints | Pages) -> None:
+        """One page more at the end of each, which has `counts` so far."""
+        try:
+            self.table[rows, counts] = pages
+        except IndexError:  # cheaper than to look at all counts in every step
+            self._widen(int(counts.max()) + 1)
+            self.table[rows, counts] = pages
+        self.last[rows] = pages
+        self.counts[rows] = counts + 1
+
+    def lengths_now(self, rows: Ints) -> tuple[Ints, int]:
+        """The lengths of rows, and the longest of them. The array is not changed by later steps."""
+        run = self.run
+        if run is not None and run.rows is rows and run.changes == self.changes:
+            return run.lengths, run.longest
+        lengths = self.lengths[rows]
+        return lengths, int(np.maximum.reduce(lengths, initial=0))
+
+    def grown(self, rows: Ints) -> Grown | None:
+        """What the last step brought to rows which are those of the run."""
+        run = self.run
+        return run.grown if run is not None and run.rows is rows and run.changes == self.changes else None
+
     def replace_last(self, rows: Ints, pages: Ints) -> None:
+        self.changes += 1
         self.table[rows, self.counts[rows] - 1] = pages
         self.last[rows] = pages
         self._restamp(rows)
@@ -173,6 +203,7 @@ class Sequences:
 
     def _new_rows(self, seqs: list[int]) -> Ints:
         """A row for each of them."""
+        self.changes += 1
         count, unused = len(seqs), self._unused
         fresh = max(0, count - len(unused))
         first = len(self.rows)  # with none unused, the first that never was in use

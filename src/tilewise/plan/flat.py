@@ -22,6 +22,8 @@ Longs = npt.NDArray[np.int64]
 # that they share, and the row of the shared node around it, -1 for none. Parents stand before children.
 FIRST, SEQUENCES, START, STOP, ABOVE = range(5)
 NODE_WORDS = 5
+FEW = 4  # nodes that are looked at one by one
+_plain: dict[type[CostModel], bool] = {}  # kinds of cost models that _is_plain was asked about
 
 
 class PageTable(NamedTuple):
@@ -154,15 +156,20 @@ def choose_nodes(
     spans = spans or find_spans(common)
     if not spans.first:
         return np.zeros((0, NODE_WORDS), np.int64)
-    edges = np.array([spans.first, spans.end], np.int64).T.ravel()
     # The first row of the shortest sequence and the last row of the longest one see the least.
-    padded = np.append(lengths, 0)  # reduceat takes no index past the end
-    stops = np.minimum.reduceat(padded, edges)[::2] - (tokens_per_seq - 1)
-    stops = np.minimum(np.array(spans.depth) * page_size, stops)
-    starts = np.zeros_like(stops)
-    if left is not None:
-        starts = np.maximum(0, np.maximum.reduceat(padded, edges)[::2] - 1 - left)
-    tokens = (spans.first, spans.end, starts.tolist(), stops.tolist())
+    if left is None and len(spans.first) <= FEW:
+        each = zip(spans.first, spans.end, spans.depth, strict=True)
+        lows = [min(depth * page_size, int(lengths[a:b].min()) - (tokens_per_seq - 1)) for a, b, depth in each]
+        tokens = (spans.first, spans.end, [0] * len(lows), lows)
+    else:
+        edges = np.array([spans.first, spans.end], np.int64).T.ravel()
+        padded = np.append(lengths, 0)  # reduceat takes no index past the end
+        stops = np.minimum.reduceat(padded, edges)[::2] - (tokens_per_seq - 1)
+        stops = np.minimum(np.array(spans.depth) * page_size, stops)
+        starts = np.zeros_like(stops)
+        if left is not None:
+            starts = np.maximum(0, np.maximum.reduceat(padded, edges)[::2] - 1 - left)
+        tokens = (spans.first, spans.end, starts.tolist(), stops.tolist())
     if judge is None:
         return np.array(_all_nodes(*tokens), np.int64).reshape(-1, NODE_WORDS)
     seen = lengths if left is None else np.minimum(lengths, tokens_per_seq + left)
@@ -194,7 +201,7 @@ def _judged(
     CostModel.alone_us and saving_us stand here in line: a call per node would take most of the time.
     """
     cost, rows, head_dim, kv_bytes = judge.cost, judge.rows_each, judge.head_dim, judge.kv_bytes
-    plain = all(getattr(type(cost), x) is getattr(CostModel, x) for x in ("alone_us", "saving_us", "_stream_us"))
+    plain = _is_plain(type(cost))
     bytes_per_us, flops_per_us, margin, item_us = cost.kv_bytes_per_us, cost.flops_per_us, cost.margin, cost.item_us
     state_us = cost.row_state_us
     nodes: list[tuple[int, ...]] = []
@@ -230,6 +237,15 @@ def _judged(
     if not nodes or not cost.pays(alone_us, saved_us, (seen - shared) * kv_bytes, widest * rows // judge.heads_kv):
         return []
     return nodes
+
+
+def _is_plain(kind: type[CostModel]) -> bool:
+    """Whether this kind of cost model counts as CostModel does."""
+    found = _plain.get(kind)
+    if found is None:
+        names = ("alone_us", "saving_us", "_stream_us")
+        found = _plain[kind] = all(getattr(kind, x) is getattr(CostModel, x) for x in names)
+    return found
 
 
 def own_ranges(nodes: Longs, lengths: Longs, tokens_per_seq: int, left: int | None, most: int = 0) -> Longs:

@@ -20,14 +20,24 @@ Longs = npt.NDArray[np.int64]
 KEPT_STEPS = 64  # after so many steps of growth nodes are chosen anew
 
 
+class Grown(NamedTuple):
+    """What a step did to a batch in which nothing else happened: each sequence got a token, and the u at places `at` a
+    page, `pages`, after the `before` that they had, (u,) each. number: of the step, which no other one has. follows:
+    the number of the step before; 0 for the first of its kind."""
+
+    number: int
+    follows: int
+    at: Longs
+    before: Longs
+    pages: Longs
+
+
 class Arranged(NamedTuple):
-    """The order of a batch, its leading pages in common and the nodes that it shares, as plan/flat.py has them. steps:
-    how often the batch only grew since the nodes were chosen."""
+    """The order of a batch, its leading pages in common and the nodes that it shares, as plan/flat.py has them."""
 
     order: Ints
     common: Longs
     nodes: Longs
-    steps: int
 
 
 class TreeOrder(Protocol):
@@ -73,6 +83,7 @@ class StandingPlan:
     lengths: Longs = field(default_factory=lambda: np.zeros(0, np.int64), repr=False)
     serial: int = field(default_factory=_serials.__next__, init=False)
     _arranged: Arranged | None = field(default=None, init=False, repr=False)
+    _kept: int = field(default=0, init=False, repr=False)  # how often the batch only grew since nodes were chosen
     _now: DecodePlan | None = field(default=None, init=False, repr=False)
 
     @property
@@ -96,16 +107,16 @@ class StandingPlan:
         if self.tree is None:
             if known is None or len(known.order) != count:
                 none = np.zeros((0, NODE_WORDS), np.int64)
-                known = Arranged(np.arange(count, dtype=np.int32), none[:, 0], none, 0)
+                known = Arranged(np.arange(count, dtype=np.int32), none[:, 0], none)
         else:
-            order, common = self.tree.update(list(self.seqs))
-            if known is not None and known.order is order and known.common is common and known.steps < KEPT_STEPS:
-                known = known._replace(steps=known.steps + 1)
+            order, common = self.tree.update(self.seqs)
+            if known is not None and known.order is order and known.common is common and self._kept < KEPT_STEPS:
+                self._kept += 1
             else:
                 left = self.window[0] if self.window is not None else None
                 judge = None if self.share else self.judge
                 nodes = choose_nodes(common, self.lengths[order], self.page_size, self.tokens_per_seq, left, judge)
-                known = Arranged(order, common, nodes, 0)
+                known, self._kept = Arranged(order, common, nodes), 0
         self._arranged = known
         return known
 

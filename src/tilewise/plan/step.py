@@ -17,6 +17,7 @@ import numpy as np
 
 from tilewise.plan.cost import PLAN_MARGIN, CostModel
 from tilewise.plan.dense import cut
+from tilewise.plan.flat import PageTable, tree_order
 from tilewise.plan.show import Card, find_card
 from tilewise.plan.standing import StandingPlan
 from tilewise.plan.tiles import OPEN, Band, DecodePlan, Ints, PagedTiles, Plan, Value, Window, _serials, band_of
@@ -94,16 +95,6 @@ class StepPlan(Value):
         each = self.decode.tokens_per_seq if isinstance(self.decode, StandingPlan) else 1
         return self.prefill_rows + (0 if self.decode is None else self.decode.rows * each)
 
-    @property
-    def flops(self) -> int:
-        """Of both parts: see Plan."""
-        return sum(plan.flops for plan in self._parts())
-
-    @property
-    def bytes(self) -> int:
-        """Of both parts: see Plan."""
-        return sum(plan.bytes for plan in self._parts())
-
     def show(self, card: str | Card = "H200") -> str:
         """Both parts as a few lines of text, with the floors in microseconds for a named card: print it."""
         known = find_card(card)
@@ -163,8 +154,7 @@ def plan_chunks(
     With a window that ends to the left there is neither: what a row sees is its own.
     """
     left = None if window is None else window[0]
-    order = sorted(range(len(seqs)), key=lambda n: page_lists[n].tobytes())  # those that share pages are neighbours
-    common = [_common_pages(page_lists[a], page_lists[b]) for a, b in pairwise(order)]
+    order, common = (x.tolist() for x in tree_order(*PageTable.of(page_lists)))  # who share pages are neighbours
     again = sum(min(c * page_size, lengths[a], lengths[b]) for c, (a, b) in zip(common, pairwise(order), strict=True))
     nodes: list[ChunkNode] = []
     if share is not False and left is None:
@@ -282,13 +272,6 @@ def _lay_out(
                 at.add(row)
         read += keys
     return work, exclusive, read
-
-
-def _common_pages(a: Ints, b: Ints) -> int:
-    """How many leading pages two lists have in common."""
-    shorter = min(len(a), len(b))
-    differs = a[:shorter] != b[:shorter]
-    return int(differs.argmax()) if differs.any() else shorter
 
 
 @dataclass(frozen=True)

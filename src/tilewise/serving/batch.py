@@ -62,7 +62,7 @@ class DecodeBatch:
 
     def renew(self, rows: Rows) -> None:
         """Reserve a place for the latest token of each row. Raises OutOfPages with nothing changed."""
-        self.step.renew(rows.seqs, rows.latest[: len(rows)].tolist())
+        self.step.renew(rows.seqs, rows.latest[: len(rows)])
 
     def run(self, rows: Rows) -> list[int]:
         """The next tokens; those before them, for which renew() has made room, enter the cache by this."""

@@ -28,10 +28,6 @@ from .steps import Step
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 BACKEND = "inductor"
-# Decode steps of these many rows are compiled for just that many, with these options of the backend. All others share
-# one compilation for any number, whose products choose their kernels by the number when they run.
-EXACT: tuple[int, ...] = ()
-OPTIONS: dict[str, Any] = {}
 
 Linear = tuple[torch.Tensor, torch.Tensor | None]  # a linear layer's weight (out, in) and bias (out,)
 Norm = tuple[torch.Tensor, float]  # a norm's weight (channels,) and epsilon
@@ -40,7 +36,7 @@ Activation = Callable[[torch.Tensor], torch.Tensor]
 Functions = tuple[Callable[..., Any], ...]
 
 # What was compiled for a model, by the number of rows, 0 for any; models that are gone take theirs along.
-_functions: WeakKeyDictionary[torch.nn.Module, dict[int, Functions]] = WeakKeyDictionary()
+_functions: WeakKeyDictionary[torch.nn.Module, Functions] = WeakKeyDictionary()
 
 
 class Heads(NamedTuple):
@@ -117,20 +113,17 @@ class Segments:
         self._windows = [_window(type(model), layer.self_attn) for layer in self._layers]
         self._norm, self._head = _norm(inner.norm), _linear(model.lm_head)
         self._rotary = rotary_table(inner, model.dtype, model.device, positions)
-        self._functions = _functions.setdefault(model, {})
+        if model not in _functions:
+            _functions[model] = self._compiled()
+        self._functions = _functions[model]
 
     def forward(self, tokens: torch.Tensor, step: Step, keep: torch.Tensor | None) -> torch.Tensor:
         """Logits (T, vocab) after each of the packed `tokens` (T,), or (len(keep), vocab)."""
-        rows = len(tokens) if keep is None and len(tokens) in EXACT else 0
-        functions = self._functions.get(rows)
-        if functions is None:
-            functions = self._functions[rows] = self._compiled(rows)
-        first, between, last = functions
-        given = _any_number if rows == 0 else _as_it_is
-        x, *projected = first(given(tokens), self._embedding, self._before[0])
+        first, between, last = self._functions
+        x, *projected = first(_any_number(tokens), self._embedding, self._before[0])
         o = self._attend(0, projected, step)
         for layer in range(1, len(self._layers)):
-            x, *projected = between(given(o), given(x), self._after[layer - 1], self._before[layer])
+            x, *projected = between(_any_number(o), _any_number(x), self._after[layer - 1], self._before[layer])
             o = self._attend(layer, projected, step)
         kept = len(tokens) if keep is None else len(keep)
         if keep is not None:  # one row twice: alone it would be compiled apart
@@ -138,7 +131,7 @@ class Segments:
             o, x = o[rows_kept], x[rows_kept]
         logits: torch.Tensor
         if kept:
-            logits = last(given(o), given(x), self._after[-1], self._norm, self._head)
+            logits = last(_any_number(o), _any_number(x), self._after[-1], self._norm, self._head)
         else:
             logits = x.new_empty(0, len(self._head[0]))
         return logits[:kept]
@@ -148,8 +141,8 @@ class Segments:
         scale = self._layers[layer].self_attn.scaling
         return step.attend(layer, q, k, v, window=self._windows[layer], rotary=self._rotary, scale=scale)
 
-    def _compiled(self, rows: int) -> Functions:
-        """The three segments, for just as many rows, or for any number if that is 0."""
+    def _compiled(self) -> Functions:
+        """The three segments, for any number of rows: their products choose kernels by it when they run."""
         heads, activation = self._heads, self._activation
 
         def first(tokens: torch.Tensor, embedding: torch.Tensor, before: Before) -> tuple[torch.Tensor, ...]:
@@ -164,9 +157,8 @@ class Segments:
             return F.linear(rms_norm(conclude(o, x, after, activation), norm), *head)
 
         # Nothing but what _any_number marks may vary: else a second model's weights would make all sizes variables.
-        options: dict[str, Any] = {"dynamic": False, "options": OPTIONS if rows and OPTIONS else None}
         functions = (first, between, last)
-        return tuple(torch.compile(_apart(f), fullgraph=True, backend=BACKEND, **options) for f in functions)
+        return tuple(torch.compile(_apart(f), fullgraph=True, backend=BACKEND, dynamic=False) for f in functions)
 
 
 def compiled_calls(model: Any) -> list[tuple[torch.nn.Module, Callable[..., Any]]]:
@@ -183,10 +175,9 @@ def compiled_calls(model: Any) -> list[tuple[torch.nn.Module, Callable[..., Any]
     def call(layer: Any, *args: Any, **options: Any) -> Any:
         return layer._call_impl(*args, **options)
 
-    functions = _functions.setdefault(model, {})
-    if 0 not in functions:
-        functions[0] = (torch.compile(_apart(call), backend=BACKEND),)
-    return [(layer, partial(functions[0][0], layer)) for layer in layers]
+    if model not in _functions:
+        _functions[model] = (torch.compile(_apart(call), backend=BACKEND),)
+    return [(layer, partial(_functions[model][0], layer)) for layer in layers]
 
 
 def fits(model: Any, heads: Heads) -> bool:
@@ -305,8 +296,4 @@ def _any_number(x: torch.Tensor) -> torch.Tensor:
     """x, of which torch.compile takes any number of rows; one row alone is always a matter of its own."""
     if len(x) > 1:
         torch._dynamo.maybe_mark_dynamic(x, 0)
-    return x
-
-
-def _as_it_is(x: torch.Tensor) -> torch.Tensor:
     return x

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from .. import api
@@ -95,7 +96,7 @@ class DecodeStep:
             return positions
         return np.concatenate([positions, np.zeros(self.rows - len(positions), np.int64)])
 
-    def renew(self, seqs: list[int], tokens: Sequence[int]) -> None:
+    def renew(self, seqs: list[int], tokens: Sequence[int] | npt.NDArray[np.int64]) -> None:
         """Begin the step that feeds `tokens`, one per sequence. Raises OutOfPages with nothing changed."""
         self._slots = self.prefix.extend(seqs, tokens, into=self._slots if self.rows is not None else None)
         self.seqs = seqs
