@@ -218,9 +218,11 @@ def test_streaming_warps_take_what_tiles_do_not():
         assert not tiles_can(FP16, KVFormat("bf16", head_dim), True)
         assert not tiles_can(BF16, KVFormat("bf16", head_dim), False)
         for name in ("fp8", "int8", "int4"):
-            assert tiles_can(FP16, KVFormat(name, head_dim), True) == (head_dim <= 128)
+            taken = (64, 128) if name == "int4" else (64, 96, 128)
+            assert tiles_can(FP16, KVFormat(name, head_dim), True) == (head_dim in taken)
         assert not tiles_can(torch.float32, KVFormat("fp32", head_dim), True)
     assert not tiles_can(BF16, KVFormat("int4", 128, 32), True)
+    assert not tiles_can(BF16, KVFormat("int4", 128), True, tree=True)
     cache, seqs = make_tree([1, 5], [70, 3], kv_format="int4", head_dim=128, group_size=32)
     plan = plan_decode(cache, seqs, num_heads=8, share_prefix=True)
     listed, bound = decoding.bind(
@@ -250,7 +252,7 @@ def test_shapes_fit_a_multiprocessor():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    ("name", "head_dim"), [("bf16", 128), ("bf16", 192), ("bf16", 256), ("int8", 128), ("fp8", 128)]
+    ("name", "head_dim"), [("bf16", 128), ("bf16", 192), ("bf16", 256), ("int8", 128), ("fp8", 128), ("int4", 128)]
 )
 def test_kernels_with_tiles_do_not_spill(name, head_dim):
     """Nor are their products serialised: `tilewise kernels --all` tells of every kernel."""

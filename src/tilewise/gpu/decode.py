@@ -289,7 +289,7 @@ def bind(
     if tma is None:
         tma = page_size % CHUNK == 0 and hopper(card)
     many_rows = (tiles is None or tiles) and has_wide_nodes(plan, splitting)
-    tiles = many_rows and tiles_can(q.dtype, fmt, tma, card)
+    tiles = many_rows and tiles_can(q.dtype, fmt, tma, card, tree)
     rows = plan.tokens_per_seq * (plan.heads_q // plan.heads_kv)
     if (
         many_rows and not tiles and not hopper(card)

@@ -138,6 +138,7 @@ def shared_bytes(fmt: KVFormat, tiling: DecodeTiling) -> int:
     if tiling.raw_stages:
         at_fold += 4 * TILE_ROWS * scale_groups(fmt) * (fmt.name == "int4")
         at_fold += tiling.tile_stages * factor_bytes(fmt)
+        at_fold += tiling.raw_stages * 2 * TILE_TOKENS * 4 * scale_groups(fmt) + 8 * 2 * TILE_ROWS
     return at_fold + tiling.warps * (fold_bytes(fmt, tiling.rows) + query_bytes(fmt, tiling.rows))
 
 
@@ -360,17 +361,20 @@ def _tma_specs(dtype: torch.dtype, fmt: KVFormat, every: bool) -> list[KernelSpe
     return found
 
 
-def tiles_can(dtype: torch.dtype, fmt: KVFormat, tma: bool, card: str = "sm_90a") -> bool:
+def tiles_can(dtype: torch.dtype, fmt: KVFormat, tma: bool, card: str = "sm_90a", tree: bool = False) -> bool:
     """Is there a kernel with tiles for these queries and pages? If not, streaming warps take the shared nodes.
 
     On Hopper warpgroups compute tiles, which come by TMA, and quantised codes are widened on the way; on other cards
-    warps do, by mma.sync, and quantised codes are multiplied by streaming warps alone.
+    warps do, by mma.sync, and quantised codes are multiplied by streaming warps alone. int4 at head_dim 96 has no room
+    in registers for Q beside the sums of its groups, and above 64 none for a tree's masks: streaming warps take both.
     """
     if not hopper(card):
         return fmt.dtype == dtype and BITS[fmt.name] == 16
     if BITS[fmt.name] >= 16:
         return tma and fmt.dtype == dtype and BITS[fmt.name] == 16
-    return tma and fmt.head_dim <= TILE_DIM and scale_groups(fmt) <= TILE_GROUPS
+    held = fmt.name != "int4" or (fmt.head_dim % PANEL == 0 and scale_groups(fmt) <= TILE_GROUPS)
+    held = held and not (tree and fmt.name == "int4" and fmt.head_dim > PANEL)
+    return tma and fmt.head_dim <= TILE_DIM and held
 
 
 def scales_in_runs(fmt: KVFormat, page_size: int, scales: Parts) -> bool:

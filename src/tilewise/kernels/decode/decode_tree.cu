@@ -25,7 +25,7 @@ extern "C" __global__ void __launch_bounds__(kTileBlock, kBlocksPerSm)
         tile_ring().init(4 * kTileGroups, kScaled ? kWideners / 32 : 1);
         if constexpr (kScaled) {
             value_ring().init(4 * kTileGroups, kWideners / 32);
-            raw_ring().init(kWideners / 32);
+            raw_ring().init(kWideners / 32, 2);  // codes; scales
         }
         ptx::fence_mbarrier_init();
     } else if (threadIdx.x == 64) {
@@ -52,7 +52,7 @@ extern "C" __global__ void __launch_bounds__(kTileBlock, kBlocksPerSm)
         if constexpr (kStreamRegisters > kStartRegisters) ptx::take_registers<kStreamRegisters>();
         else ptx::give_registers<kStreamRegisters>();
         const auto rank = [] {  // computed where it is needed: uniform registers are scarce too
-            return int(ptx::uniform(ptx::just_in_time(threadIdx.x) / 32)) - 4 * (kTileGroups + 1);
+            return int(ptx::uniform(ptx::just_in_time(threadIdx.x) / 32)) & 3;
         };
         if (rank() >= kWarps) return;
         stream<Stream>(args, mK, mV, rank());

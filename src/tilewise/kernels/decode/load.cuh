@@ -58,8 +58,8 @@ constexpr bool kCopies = !kTma || (kScaled && kScaleRuns);  // something comes b
 // Shared memory, in this order: the ring of tiles if there is one (tile_load.cuh), what of Q tiles read there, and the
 // ring of codes that become tiles (tile_widen.cuh); the rings of the warps, on 1024 bytes as the swizzle wants; their
 // scales; barriers and counters; what the threads of tiles look up rarely; what the tokens of quantised tiles are
-// multiplied with; and per warp the saved state of a range that it folds piece by piece: O, then the MaxSum, lane by
-// lane.
+// multiplied with, the scales of the codes that become tiles, and the sums of their rows; and per warp the saved state
+// of a range that it folds piece by piece: O, then the MaxSum, lane by lane.
 //
 // Tiles by mma.sync (tile_mma.cuh) are computed while no warp of the block streams, in the same memory: Q, the ring of
 // K and V, what is looked up of the rows, and where the tokens of the ring's tiles come from. The counter lies after
@@ -95,7 +95,11 @@ constexpr int kAtTileFactors = kAtTileRows + (kRawStages > 0 && kZeros ? kGroups
 // Per tile of the ring, as tile_factors.cuh has it: a factor for each token of K and of V, and a limit; of int4 also
 // what zero points add, and a scale, for each group of channels
 constexpr int kTileFactorBytes = kRawStages > 0 ? kTileTokens * (8 + (kZeros ? 12 * kGroups : 0)) + 16 : 0;
-constexpr int kAtFold = kAtTileFactors + kTileStages * kTileFactorBytes;
+constexpr int kScaleWords = kZeros ? kGroups : 1;  // of a token's scales beside a tile of codes
+constexpr int kRawScaleBytes = 2 * kTileTokens * 4 * kScaleWords;
+constexpr int kAtRawScales = kAtTileFactors + kTileStages * kTileFactorBytes;
+constexpr int kAtTileSums = kAtRawScales + kRawStages * kRawScaleBytes;  // per thread: Σ P of its two rows
+constexpr int kAtFold = kAtTileSums + (kRawStages > 0 ? 256 * 8 : 0);
 constexpr int kStreamEnd = kAtFold + kWarps * kFoldBytes;
 constexpr int kAtCounters = !kTilesByMma ? kAfterRings - 4 * kStages : kStreamEnd > kMmaBytes ? kStreamEnd : kMmaBytes;
 // Where a float32 Q would take too many registers, each warp has it there (stream32.cuh): rows that begin in different

@@ -18,7 +18,7 @@ constexpr int kTileRegisters = kTileWide        ? 232
                                : kHeadDim <= 64 ? 152
                                : kZeros         ? 160
                                                 : 168;
-constexpr int kLoadRegisters = kScaled ? 40 : 32;
+constexpr int kLoadRegisters = kScaled && !kZeros ? 40 : 32;
 constexpr int kStreamRegisters =
     (kTileGroups + 2) * kStartRegisters - kTileGroups * kTileRegisters - kLoadRegisters;  // 128 … 240
 constexpr int kWitness = 256;      // a lane's sum up to which the lazy softmax keeps its reference: tile/lazy.cuh
@@ -56,6 +56,8 @@ struct TileBody {
     }
     // Where the two rows go when they are done: the number of a row in state_o, or −1 for the output
     static TILE_DEVICE Shared<int> sPlace() { return Shared<int>(kAtTilePlace + 8 * ptx::just_in_time(threadIdx.x)); }
+    // Quantised: the sums of the two rows, for which registers have no room either
+    static TILE_DEVICE Shared<float> sSums() { return Shared<float>(kAtTileSums + 8 * ptx::just_in_time(threadIdx.x)); }
     static TILE_DEVICE int lane() { return ptx::just_in_time(threadIdx.x) & 31; }
     static TILE_DEVICE int warp_rank() { return ptx::just_in_time(threadIdx.x) >> 5 & 3; }  // in the warpgroup
     static TILE_DEVICE int column() { return (ptx::just_in_time(threadIdx.x) & 3) * 2; }    // the first of eight
@@ -124,6 +126,7 @@ struct TileBody {
         whole_to = ptx::uniform(to);
         warp::zero(acc_o);
         state = warp::RowState();
+        if constexpr (kScaled) sSums()[0] = sSums()[1] = 0.0f;
     }
     // Where the c-th 16 bytes stand of a row of this warpgroup's Q, of those channels that are in shared memory
     TILE_DEVICE uint32_t query_place(int row, int c) const {
@@ -155,8 +158,9 @@ struct TileBody {
             top = fmaxf(top, fmaxf(fabsf(unpack<Element>(pair, 0)), fabsf(unpack<Element>(pair, 1))));
         }
         const float to_half = power_above(as_float(ptx::reduce_max(as_bits(top))), 14);
-        s_factor = inverse_power(to_half);
-        scale_log2 = Rule::kLinear ? s_factor * linear_scale() : 1.0f;
+        const float back = inverse_power(to_half);
+        s_factor = as_float(ptx::uniform(as_bits(back)));
+        scale_log2 = Rule::kLinear ? as_float(ptx::uniform(as_bits(back * linear_scale()))) : 1.0f;
 #pragma unroll
         for (int i = 0; i < kHeadDim / 4; i++) {
             uint32_t& pair = all[i / 4][i % 4];
@@ -296,7 +300,10 @@ struct TileBody {
 
     // ---- quantised tiles: tile_factors.cuh --------------------------------------------------------------------------
     TILE_DEVICE void careful_softmax(float (&correction)[2]) {
-        quantised::careful_softmax(acc_s, correction, state, TileFactors(turn.stage), scale_log2, column());
+        float sum[2];
+        quantised::careful_softmax(acc_s, correction, sum, state, TileFactors(turn.stage), scale_log2, column());
+#pragma unroll
+        for (int h = 0; h < 2; h++) sSums()[h] = sSums()[h] * correction[h] + sum[h];
         if constexpr (kZeros)
 #pragma unroll
             for (int i = 0; i < 2 * kGroups; i++) zero_sum[i / kGroups][i % kGroups] *= correction[i / kGroups];
@@ -306,7 +313,8 @@ struct TileBody {
         if (seen_whole(first_token)) {
             float sum[2];
             if (quantised::quick_softmax(acc_s, sum, state, TileFactors(turn.stage), scale_log2)) {
-                warp::add_sums(state, sum);
+#pragma unroll
+                for (int h = 0; h < 2; h++) sSums()[h] += sum[h];
                 return false;
             }
             again();
@@ -412,7 +420,10 @@ struct TileBody {
     TILE_DEVICE void store(const DecodeItem& item) {
 #pragma unroll
         for (int h = 0; h < 2; h++) {
-            float sum = warp::row_sum(state.sum[h]), max = sum == 0.0f ? kLowest : state.max[h];
+            float sum = state.sum[h];
+            if constexpr (kScaled) sum = sSums()[h];
+            sum = warp::row_sum(sum);
+            float max = sum == 0.0f ? kLowest : state.max[h];
             if constexpr (kScaled) end_quantised(h, max, sum);
             if (row(h) >= item.rows) continue;
             const DecodeRow at = row_of(args, item, row(h));

@@ -35,9 +35,10 @@ struct TileFactors {
         x[1] = as_float(two.word[1]);
     }
     // int4: the scales that go into the halves, divided by the token's factor; token: of K's 64 and then of V's
-    TILE_DEVICE Shared<half> scale(int token) const {
-        return Shared<half>(at + 4 * kTileTokens * (kValueZeros + kGroups) + 2 * kGroups * token);
+    TILE_DEVICE uint32_t scales_at(int token) const {
+        return at + 4 * kTileTokens * (kValueZeros + kGroups) + 2 * kGroups * token;
     }
+    TILE_DEVICE Shared<half> scale(int token) const { return Shared<half>(scales_at(token)); }
     // What a lane's sum of P may be
     TILE_DEVICE decltype(auto) limit() const { return Shared<float>(at + kTileFactorBytes - 16)[0]; }
 };
@@ -120,11 +121,11 @@ TILE_DEVICE bool quick_softmax(float (&acc_s)[kSize], float (&sum)[2], const war
     }
     return !ptx::any(!(fmaxf(sum[0], sum[1]) <= factors.limit()));
 }
-// The careful step: references rise to where the largest product is about 1. Hidden scores are −∞.
+// The careful step: references rise to where the largest product is about 1. Hidden scores are −∞. sum: of P
 template <int kSize>
-TILE_DEVICE void careful_softmax(float (&acc_s)[kSize], float (&correction)[2], warp::RowState& state,
-                                 const TileFactors& factors, float scale, int column) {
-    float reference[2] = {-INFINITY, -INFINITY}, product[2] = {}, sum[2] = {};
+TILE_DEVICE void careful_softmax(float (&acc_s)[kSize], float (&correction)[2], float (&sum)[2],
+                                 warp::RowState& state, const TileFactors& factors, float scale, int column) {
+    float reference[2] = {-INFINITY, -INFINITY}, product[2] = {};
 #pragma unroll
     for (int i = 0; i < kSize; i++) reference[i / 2 % 2] = fmaxf(reference[i / 2 % 2], acc_s[i]);
 #pragma unroll
@@ -150,14 +151,13 @@ TILE_DEVICE void careful_softmax(float (&acc_s)[kSize], float (&correction)[2], 
         correction[h] = ptx::exp2(state.max[h] - max);
         state.max[h] = max;
     }
+    sum[0] = sum[1] = 0.0f;
 #pragma unroll
     for (int i = 0; i < kSize; i++) {
         const int h = i / 2 % 2;
         acc_s[i] = ptx::exp2(ptx::mad(acc_s[i], scale, -state.max[h]));
         sum[h] += acc_s[i];
     }
-#pragma unroll
-    for (int h = 0; h < 2; h++) state.sum[h] = state.sum[h] * correction[h] + sum[h];
 }
 
 }  // namespace quantised

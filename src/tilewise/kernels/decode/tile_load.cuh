@@ -33,10 +33,17 @@ TILE_DEVICE DecodeItem tile_item(const DecodeArgs& args, int round) {
 
 // Codes of quantised tiles go to the warps that widen them.
 template <bool kRaw> struct LoadRing {
+    // Not quantised: no scales
+    struct Scales {
+        TILE_DEVICE Scales(const DecodeArgs&, const DecodeItem&, const PageTable&) {}
+        TILE_DEVICE void put(uint32_t) const {}
+        TILE_DEVICE void fetch(int) const {}
+    };
     static constexpr int kStages = kTileStages;
     static TILE_DEVICE TileRing ring() { return tile_ring(); }
 };
 template <> struct LoadRing<true> {
+    using Scales = TileScales;
     static constexpr int kStages = kRawStages;
     static TILE_DEVICE RawRing ring() { return raw_ring(); }
 };
@@ -59,6 +66,7 @@ TILE_DEVICE void load_tiles(const DecodeArgs& args, const TensorMap& mK, const T
         int tile = span.begin / kTile, page = item.first_page((tile * kTile + box * kTileBox) % 64 / kListBox);
         if (page < 0 && span.end > span.begin && wanted(tile, box))
             page = table.page((tile * kTile + box * kTileBox) / kPageSize);
+        LoadRing<kScaled>::Scales scales(args, item, table);
         for (; tile * kTile < span.end && span.end > span.begin; tile++, turn.next()) {
             int boxes = 0;
 #pragma unroll
@@ -82,6 +90,12 @@ TILE_DEVICE void load_tiles(const DecodeArgs& args, const TensorMap& mK, const T
                 else
                     ptx::tma_load(ptx::shared_address(to + panel * kTilePanelStep), is_v ? &mV : &mK, full,
                                   panel * kPanel, token, item.kv_head(), page);
+            }
+            if constexpr (kScaled) {
+                scales.put(turn.stage);
+                ptx::sync_warp();
+                if (lane == 0) ptx::mbarrier_arrive(full);
+                scales.fetch(tile + 1);
             }
             if (wanted(tile + 1, box)) page = table.page(((tile + 1) * kTile + box * kTileBox) / kPageSize);
         }

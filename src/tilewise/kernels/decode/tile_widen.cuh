@@ -25,25 +25,26 @@ TILE_DEVICE RawRing raw_ring() { return RawRing(ptx::shared_address(uint32_t(kAt
 constexpr int kRawTileBytes = kTileTokens * kRowBytes;  // of K, and as many of V
 TILE_DEVICE uint32_t raw_codes(uint32_t stage, int is_v) { return kAtRaw + (2 * stage + is_v) * kRawTileBytes; }
 
-constexpr int kWideners = 96;                // threads
-constexpr int kWidenUnits = kHeadDim / 16;   // sixteens of channels per token: what a thread widens at a time
-constexpr int kScaleWords = kZeros ? kGroups : 1;
+constexpr int kWideners = 96;  // threads
 constexpr int kWidenBarrier = 5;
+// A token's scale, or int4's scale and zero point of group g, of a tile of codes: n of K's 64 tokens or of V's
+TILE_DEVICE Shared<uint32_t> raw_scales(uint32_t stage, int is_v, int g) {
+    return Shared<uint32_t>(kAtRawScales + stage * kRawScaleBytes + (is_v * kScaleWords + g) * kTileTokens * 4);
+}
 
-// The scales of a tile's keys, or of its values, which one warp has: of tokens `lane` and `lane` + 32. They are asked
-// for two tiles ahead, and their pages three.
+// How scales come to a tile of codes: by the warp that requests the codes, which asks for them a tile ahead and for
+// their pages two. The warps that widen could not: a fence between their stores and wgmma waits for every load on the
+// way. A lane has tokens `lane` and `lane` + 32.
 struct TileScales {
     const DecodeArgs& args;
     const Span span;
-    const PageTable table;
-    const int is_v, kv_head, lane;
+    const PageTable& table;
+    const int kv_head, lane;
     int page[2];
-    uint32_t words[2][2][kScaleWords];  // of the tile at hand and of the next; a token's scale, or int4's scales, zeros
+    uint32_t words[2][2][kScaleWords];  // of K and of V
 
-    TILE_DEVICE TileScales(const DecodeArgs& a, const DecodeItem& item, int v, Span s)
-        : args(a), span(s),
-          table(page_table(a, item.table, item.kv_head(), item.tail_from)), is_v(v), kv_head(item.kv_head()),
-          lane(warp::lane()) {
+    TILE_DEVICE TileScales(const DecodeArgs& a, const DecodeItem& item, const PageTable& pages)
+        : args(a), span{item.start, item.stop}, table(pages), kv_head(item.kv_head()), lane(warp::lane()) {
         const int tile = span.begin / kTileTokens;
         constexpr int kBoxTokens = kPageSize % 64 == 0 ? 64 : kPageSize % 32 == 0 ? 32 : 16;
 #pragma unroll
@@ -51,10 +52,7 @@ struct TileScales {
             page[i] = item.first_page((lane + 32 * i) / kBoxTokens);
             if (page[i] < 0) page[i] = look_up(tile, i);
         }
-        fetch(words[0], tile);
-        look_up(tile + 1);
-        fetch(words[1], tile + 1);
-        look_up(tile + 2);
+        fetch(tile);
     }
     TILE_DEVICE bool inside(int token) const { return token >= span.begin && token < span.end; }
     // Of a token outside the span no page is looked at: its number may be anything.
@@ -62,88 +60,93 @@ struct TileScales {
         const int token = tile * kTileTokens + lane + 32 * i;
         return inside(token) ? table.page(token / kPageSize) : 0;
     }
-    TILE_DEVICE void look_up(int tile) {
-#pragma unroll
-        for (int i = 0; i < 2; i++) page[i] = look_up(tile, i);
-    }
     TILE_DEVICE const ScaleBits* place(const Paged& of, int i, int token, int group) const {
         return static_cast<const ScaleBits*>(of.base) + page[i] * of.page + token % kPageSize * of.token +
                kv_head * of.head + group * of.group;
     }
-    TILE_DEVICE void fetch(uint32_t (&to)[2][kScaleWords], int tile) const {
+    // Of this tile, and the pages of the next
+    TILE_DEVICE void fetch(int tile) {
 #pragma unroll
-        for (int i = 0; i < 2; i++)
+        for (int n = 0; n < 4 * kScaleWords; n++) {
+            const int is_v = n / (2 * kScaleWords), i = n / kScaleWords % 2, g = n % kScaleWords;
+            const int token = tile * kTileTokens + lane + 32 * i;
+            uint32_t& to = words[is_v][i][g];
+            to = 0;
+            if (!inside(token)) continue;
+            to = Global<const ScaleBits>{place(is_v ? args.v_scale : args.k_scale, i, token, g)}[0];
+            if constexpr (kZeros)
+                to |= uint32_t(Global<const ScaleBits>{place(is_v ? args.v_zero : args.k_zero, i, token, g)}[0]) << 16;
+        }
 #pragma unroll
-            for (int g = 0; g < kScaleWords; g++) {
-                const int token = tile * kTileTokens + lane + 32 * i;
-                to[i][g] = 0;
-                if (!inside(token)) continue;
-                to[i][g] = Global<const ScaleBits>{place(is_v ? args.v_scale : args.k_scale, i, token, g)}[0];
-                if constexpr (kZeros)
-                    to[i][g] |=
-                        uint32_t(Global<const ScaleBits>{place(is_v ? args.v_zero : args.k_zero, i, token, g)}[0])
-                        << 16;
-            }
+        for (int i = 0; i < 2; i++) page[i] = look_up(tile + 1, i);
     }
-    // Leaves the tile's factors, and asks for those of the tile after the next
-    TILE_DEVICE void put(const TileFactors& to, int tile) {
-        float most = 0.0f;
+    // Leaves the tile's scales beside its codes
+    TILE_DEVICE void put(uint32_t stage) const {
 #pragma unroll
-        for (int i = 0; i < 2; i++) {
-            const int n = lane + 32 * i;
-            float factor;
-            if constexpr (kZeros) {
-                float scale[kGroups], top = 0.0f;
-#pragma unroll
-                for (int g = 0; g < kGroups; g++) {
-                    scale[g] = as_float(words[0][i][g] << 16);
-                    top = fmaxf(top, scale[g]);
-                }
-                const float normal = power_above(top, 0);
-                factor = inverse_power(normal);
-#pragma unroll
-                for (int g = 0; g < kGroups; g++) {
-                    const float zero = as_float(words[0][i][g] & 0xffff0000u);
-                    to.part((is_v ? kValueZeros : kKeyZeros) + g)[n] = is_v ? zero : ptx::mad(scale[g], 8.0f, zero);
-                    to.scale(is_v * kTileTokens + n)[g] = from_float<half>(scale[g] * normal);
-                }
-                if (!inside(tile * kTileTokens + n)) factor = 0.0f;
-            } else {
-                factor = as_float(words[0][i][0]);
-            }
-            to.part(is_v ? kValueFactors : kKeyFactors)[n] = factor;
-            if (factor < INFINITY) most = fmaxf(most, factor);
-#pragma unroll
-            for (int g = 0; g < kScaleWords; g++) words[0][i][g] = words[1][i][g];
+        for (int n = 0; n < 4 * kScaleWords; n++) {
+            const int is_v = n / (2 * kScaleWords), i = n / kScaleWords % 2, g = n % kScaleWords;
+            raw_scales(stage, is_v, g)[lane + 32 * i] = words[is_v][i][g];
         }
-        if (is_v) {
-            most = as_float(ptx::reduce_max(as_bits(most)));
-            if (lane == 0) to.limit() = most > kMostProduct / kMostWeight ? kMostProduct / most : kMostWeight;
-        }
-        fetch(words[1], tile + 2);
-        look_up(tile + 3);
     }
 };
 
-// Eight codes as halves. Keys of int4 stand in the order 0 4 1 5 2 6 3 7, which Q's follow.
-template <bool kValues> TILE_DEVICE Vector16 widen_codes(uint32_t from, uint32_t scales) {
-    Vector16 to;
-    if constexpr (kZeros) {
-        // 1024 + code, less 1024 or 1032
-        const uint32_t shift = kValues ? 0x64006400u : 0x64086408u;
+// Makes the factors of a tile's keys, or of its values, from their scales. One warp.
+TILE_DEVICE void put_factors(const TileFactors& to, uint32_t raw_stage, int is_v, int first_token, Span span) {
+    const int lane = ptx::just_in_time(threadIdx.x) & 31;
+    float most = 0.0f;
 #pragma unroll
-        for (int i = 0; i < 4; i++)
-            to.word[i] = ptx::multiply_halves(
-                ptx::subtract_halves((from >> 4 * i & 0x000f000fu) | 0x64006400u, shift), scales);
-        if constexpr (kValues) {
-            const uint32_t a = to.word[0], b = to.word[1], c = to.word[2], d = to.word[3];
-            to = {{ptx::permute_bytes(a, b, 0x5410), ptx::permute_bytes(c, d, 0x5410), ptx::permute_bytes(a, b, 0x7632),
-                   ptx::permute_bytes(c, d, 0x7632)}};
+    for (int i = 0; i < 2; i++) {
+        const int n = lane + 32 * i;
+        float factor;
+        if constexpr (kZeros) {
+            float scale[kGroups], zero[kGroups], top = 0.0f;
+#pragma unroll
+            for (int g = 0; g < kGroups; g++) {
+                const uint32_t word = raw_scales(raw_stage, is_v, g)[n];
+                scale[g] = as_float(word << 16);
+                zero[g] = as_float(word & 0xffff0000u);
+                top = fmaxf(top, scale[g]);
+            }
+            const float normal = power_above(top, 0);
+            factor = inverse_power(normal);
+#pragma unroll
+            for (int g = 0; g < kGroups; g++) {
+                to.part((is_v ? kValueZeros : kKeyZeros) + g)[n] = is_v ? zero[g] : ptx::mad(scale[g], 8.0f, zero[g]);
+                to.scale(is_v * kTileTokens + n)[g] = from_float<half>(scale[g] * normal);
+            }
+            if (first_token + n < span.begin || first_token + n >= span.end) factor = 0.0f;
+        } else {
+            factor = as_float(raw_scales(raw_stage, is_v, 0)[n]);
         }
+        to.part(is_v ? kValueFactors : kKeyFactors)[n] = factor;
+        if (factor < INFINITY) most = fmaxf(most, factor);
+    }
+    if (is_v) {
+        most = as_float(ptx::reduce_max(as_bits(most)));
+        if (lane == 0) to.limit() = most > kMostProduct / kMostWeight ? kMostProduct / most : kMostWeight;
+    }
+}
+
+// Eight codes of int4 as halves. Keys stand in the order 0 4 1 5 2 6 3 7, which Q's follow.
+// kThousands, in a register: then one instruction both masks and merges.
+constexpr uint32_t kThousands = 0x64006400u;
+template <bool kValues> TILE_DEVICE Vector16 widen_codes(uint32_t from, uint32_t scales, uint32_t thousands) {
+    // 1024 + code, less 1024 or 1032
+    const uint32_t shift = kValues ? kThousands : 0x64086408u;
+    Vector16 to;
+#pragma unroll
+    for (int i = 0; i < 4; i++)
+        to.word[i] =
+            ptx::multiply_halves(ptx::subtract_halves((from >> 4 * i & 0x000f000fu) | thousands, shift), scales);
+    if constexpr (kValues) {
+        const uint32_t a = to.word[0], b = to.word[1], c = to.word[2], d = to.word[3];
+        to = {{ptx::permute_bytes(a, b, 0x5410), ptx::permute_bytes(c, d, 0x5410), ptx::permute_bytes(a, b, 0x7632),
+               ptx::permute_bytes(c, d, 0x7632)}};
     }
     return to;
 }
-TILE_DEVICE Vector16 widen_codes(const Vector8& from) {
+// Of fp8 and int8, whose scales are left to S and P
+template <bool> TILE_DEVICE Vector16 widen_codes(const Vector8& from, uint32_t, uint32_t) {
     uint32_t x = from.word[0], y = from.word[1];
     if constexpr (kFormat == Format::fp8) {
         return {{quant::from_fp8<false>(x), quant::from_fp8<true>(x), quant::from_fp8<false>(y),
@@ -156,34 +159,58 @@ TILE_DEVICE Vector16 widen_codes(const Vector8& from) {
     }
 }
 
-// Widens K or V of a tile, sixteen channels of a token at a time: from raw codes to where wgmma reads them. Values
-// outside the span become zeros: memory there may hold anything, and 0 · NaN is NaN. A thread's two eights of channels
-// come in an order in which neither its loads nor its stores meet those of its neighbours in a bank.
+// Which eights of channels a lane widens: of eight tokens kWidenLoads, 32 eights apart. So the loads of a warp are of
+// neighbouring bytes, and neither they nor the stores meet in a bank.
+constexpr int kTokenEights = kHeadDim / 8, kWidenLoads = kHeadDim / 32, kWidenBlocks = kTileTokens / 8;
+TILE_DEVICE int widen_token(int lane, int j) {
+    if constexpr (32 % kTokenEights == 0) return lane / kTokenEights + j * (32 / kTokenEights);
+    else return (lane + 32 * j) / kTokenEights;
+}
+TILE_DEVICE int widen_eight(int lane, int j) {
+    if constexpr (32 % kTokenEights == 0) return lane % kTokenEights;
+    else return (lane + 32 * j) % kTokenEights;
+}
+template <bool kWords> struct CodesOf { using Type = Vector8; };
+template <> struct CodesOf<true> { using Type = uint32_t; };
+using EightCodes = CodesOf<kZeros>::Type;
+
+// Widens K or V of a tile from raw codes to where wgmma reads them: each warp takes every third eight of its tokens.
+// All of a lane's loads come before its first store, since no load passes a store. Values outside the span become
+// zeros: memory there may hold anything, and 0 · NaN is NaN. place(token, eight): where eight channels of a token stand
 template <bool kValues, class Place>
-TILE_DEVICE void widen_tile(int thread, uint32_t raw_stage, const TileFactors& factors, int first_token, Span span,
+TILE_DEVICE void widen_tile(int from, uint32_t raw_stage, const TileFactors& factors, int first_token, Span span,
                             Place place) {
-    constexpr int kCodeBytes = kRowBytes / (kHeadDim / 8);  // of eight channels
-#pragma unroll 2
-    for (int n = thread; n < kTileTokens * kWidenUnits; n += kWideners) {
-        const int token = n / kWidenUnits, unit = n % kWidenUnits;
-        const bool gone = kValues && (first_token + token < span.begin || first_token + token >= span.end);
-        const uint32_t row = raw_codes(raw_stage, kValues) + token * kRowBytes;
+    const int lane = ptx::just_in_time(threadIdx.x) & 31;  // places are found anew: kept, they would take registers
+    const uint32_t codes_at = raw_codes(raw_stage, kValues) + lane * uint32_t(sizeof(EightCodes));
+    uint32_t to[kWidenLoads], scales_at[kWidenLoads];
 #pragma unroll
-        for (int i = 0; i < 2; i++) {
-            const int eight = 2 * unit + (i ^ ((unit >> 2 ^ token >> (kZeros ? 1 : 0)) & 1));
-            Vector16 to{};
-            if (!gone) {
-                if constexpr (kZeros) {
-                    const uint32_t codes = Shared<uint32_t>(row + eight * kCodeBytes)[0];
-                    const Shared<half> scales = factors.scale(kValues * kTileTokens + token);
-                    const uint32_t scale = ptx::load_shared_16(scales.address(eight * 8 / kGroupSize));
-                    to = widen_codes<kValues>(codes, scale * 0x10001u);
-                } else {
-                    const Vector8 codes = Shared<Vector8>(row + eight * kCodeBytes)[0];
-                    to = widen_codes(codes);
-                }
-            }
-            Shared<Vector16>(place(token, eight))[0] = to;
+    for (int j = 0; j < kWidenLoads; j++) {
+        to[j] = place(widen_token(lane, j), widen_eight(lane, j));
+        scales_at[j] = factors.scales_at(kValues * kTileTokens + widen_token(lane, j)) +
+                       widen_eight(lane, j) * 8 / kGroupSize * 2;
+    }
+    const uint32_t step = place(8, 0) - place(0, 0), thousands = ptx::just_in_time(int(kThousands));
+#pragma unroll 1
+    for (int block = from; block < kWidenBlocks; block += kWideners / 32) {
+        EightCodes codes[kWidenLoads];
+        uint32_t scales[kWidenLoads] = {};
+#pragma unroll
+        for (int j = 0; j < kWidenLoads; j++) {
+            codes[j] = Shared<EightCodes>(codes_at + block * 8 * kRowBytes)[32 * j];
+            if constexpr (kZeros) scales[j] = Shared<uint16_t>(scales_at[j] + block * 8 * 2 * kGroups)[0];
+        }
+#pragma unroll
+        for (int j = 0; j < kWidenLoads; j++)
+            Shared<Vector16>(to[j] + block * step)[0] = widen_codes<kValues>(codes[j], scales[j] * 0x10001u, thousands);
+    }
+    if (kValues && (first_token < span.begin || first_token + kTileTokens > span.end)) {
+#pragma unroll 1
+        for (int n = from * kWidenLoads * 32 + lane; n < kTileTokens * kTokenEights;) {
+            const int token = n / kTokenEights;
+            if (first_token + token < span.begin || first_token + token >= span.end)
+                Shared<Vector16>(place(token, n % kTokenEights))[0] = Vector16{};
+            n += 32;
+            if (n / 32 % kWidenLoads == 0) n += (kWideners / 32 - 1) * kWidenLoads * 32;
         }
     }
     ptx::fence_async_proxy();
@@ -196,25 +223,25 @@ template <class Item, class Place> TILE_DEVICE void widen_tiles(const DecodeArgs
     const RawRing raw = raw_ring();
     Turn<kTileStages> to;
     Turn<kRawStages> from;
-    const int thread = threadIdx.x % 128 - 32, rank = ptx::uniform(thread / 32);
+    const int rank = ptx::uniform(threadIdx.x / 32 % 4 - 1);
     for (int round = 0; round < args.tile_rounds; round++) {
         const DecodeItem item = item_of(args, round);
         const Span span{item.start, item.stop};
         if (item.rows == 0) break;  // no item follows an empty one
         if (span.end <= span.begin) continue;
-        TileScales scales(args, item, rank == 1, rank < 2 ? span : Span{0, 0});
         for (int tile = span.begin / kTileTokens; tile * kTileTokens < span.end; tile++, to.next(), from.next()) {
             const TileFactors factors(to.stage);
             const int first = tile * kTileTokens;
-            keys.wait_free(to);
-            if (rank < 2) scales.put(factors, tile);
-            if constexpr (kZeros) ptx::barrier_sync(kWidenBarrier, kWideners);
             raw.wait(from);
-            widen_tile<false>(thread, from.stage, factors, first, span,
+            keys.wait_free(to);
+            if (rank < 2) put_factors(factors, from.stage, rank, first, span);
+            if constexpr (kZeros) ptx::barrier_sync(kWidenBarrier, kWideners);
+            // Two of three warps have three blocks of the keys, and of the values: the one without factors both times
+            widen_tile<false>((rank + 1) % 3, from.stage, factors, first, span,
                               [&](int token, int eight) { return place(to.stage, false, token, eight); });
             if (ptx::elect_one()) ptx::mbarrier_arrive(keys.full_at(to));
             values.wait_free(to);
-            widen_tile<true>(thread, from.stage, factors, first, span,
+            widen_tile<true>(2 - rank, from.stage, factors, first, span,
                              [&](int token, int eight) { return place(to.stage, true, token, eight); });
             if (ptx::elect_one()) ptx::mbarrier_arrive(values.full_at(to));
             raw.release(from);
