@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from planner_cases import check, expected, listed_for, random_batch, standing_plan
 
-from tilewise.gpu.planner import Batch
+from tilewise.gpu.plan_step import Batch
 from tilewise.plan.items import GOES_ON, Word
 from tilewise.plan.ranges import Shape
 
@@ -36,6 +36,7 @@ def test_list_is_the_one_that_python_makes(shape, heads, group, page_size, optio
     for count in (20, 0, 13):
         batch = random_batch(r, plan, count, tree=options.get("share", True))
         listed.renew(batch)
+        listed.make()
         check(listed, expected(plan, batch, listed, batch.nodes))
 
 
@@ -54,6 +55,7 @@ def test_tiles_of_a_node_go_on_with_those_of_its_children():
     nodes = [(0, 32, 0, 1024, -1), (0, 16, 1024, 1200, 0), (16, 16, 1024, 1100, 0), (16, 16, 1100, 1200, 2)]
     batch = tree_of(nodes, [1300 + n for n in range(32)])
     listed.renew(batch)
+    listed.make()
     found = expected(plan, batch, listed, batch.nodes)
     assert sum(bool(item[Word.KIND] & GOES_ON) for items in found.rounds for item in items) >= 4
     check(listed, found)
@@ -72,6 +74,7 @@ def test_nothing_is_shared_where_nodes_take_too_much(shape, limit):
     for name, most in limit.items():
         setattr(listed._args, name, most)
     listed.renew(BUSY)
+    listed.make()
     assert listed.made[4:6].tolist() == [0, 0]
     check(listed, expected(plan, BUSY, listed, BUSY.nodes[:0]))
 
@@ -80,6 +83,7 @@ def test_units_are_dealt_in_turn_where_a_balanced_deal_does_not_fit():
     plan, uneven = standing_plan(24, 4000, 2, 4, 16), tree_of([], [3000] * 4 + [5] * 20)
     listed = listed_for(plan, PLAIN)
     listed.renew(uneven)
+    listed.make()
     found = expected(plan, uneven, listed, uneven.nodes)
     counts = [len(units) for units in found.bins]
     least = -(-sum(counts) // len(counts))
@@ -87,6 +91,7 @@ def test_units_are_dealt_in_turn_where_a_balanced_deal_does_not_fit():
     listed = listed_for(plan, PLAIN)
     listed._args.slots = least
     listed.renew(uneven)
+    listed.make()
     assert listed.made[4:6].tolist() == [0, 1]
     items = listed.items.numpy().reshape(-1, 16)
     wanted = [tuple(item) for units in found.bins for unit in units for item in unit.tolist()]

@@ -228,6 +228,17 @@ class PlanArgs(ctypes.Structure):
     ]
 
 
+class StageArgs(ctypes.Structure):
+    """decode/plan_step.cu: StageArgs."""
+
+    _fields_ = [
+        *((n, ctypes.c_void_p) for n in ("message", "step", "table", "positions", "index", "seen")),
+        ("number", ctypes.c_int64),
+        *((n, ctypes.c_int) for n in ("sequences", "nodes", "updates", "grown", "width", "room")),
+        ("page_size", Divisor),
+    ]
+
+
 class Source(ctypes.Structure):
     """append.cu: AppendSource."""
 

@@ -26,8 +26,8 @@ struct Planner {
 
     TILE_DEVICE void run() {
         const Global<const int> step{args.step};
-        const int sequences = step[0], given = step[1], updates = step[2];
-        read(sequences, given, updates);
+        const int sequences = step[0], given = step[1];
+        read(sequences, given);
         bool shares = given > 0, done = false;
 #pragma unroll 1
         while (!done) {
@@ -49,10 +49,9 @@ struct Planner {
     }
 
     // ---- what the host says -----------------------------------------------------------------------------------------
-    TILE_DEVICE void read(int sequences, int given, int updates) const {
-        const int n = threadIdx.x, lane = n % 32, warp = n / 32;
+    TILE_DEVICE void read(int sequences, int given) const {
+        const int n = threadIdx.x;
         const Global<const int> nodes{args.step + kStepWords + 4 * sequences};
-        const int* changes = args.step + kStepWords + (4 * sequences + 5 * given + 3) / 4 * 4;
         if (n < args.rows) {
             Vector16 of{{uint32_t(n), 0, 0, 0}};  // idle
             if (n < sequences) of = Global<const Vector16>{reinterpret_cast<const Vector16*>(args.step)}[1 + n];
@@ -68,13 +67,6 @@ struct Planner {
             node.first = nodes[5 * i], node.sequences = nodes[5 * i + 1];
             node.start = nodes[5 * i + 2], node.stop = nodes[5 * i + 3], node.above = nodes[5 * i + 4];
             Shared<PlanNode>(args.room.nodes)[i] = node;
-        }
-#pragma unroll 1
-        for (int i = warp; i < updates; i += kPlanWarps) {
-            const Vector16 change = Global<const Vector16>{reinterpret_cast<const Vector16*>(changes)}[i];
-            const Global<const int> from{changes + 4 * updates + change.word[3]};
-            const Global<int> to{args.table + int64_t(change.word[0]) * args.width + change.word[1]};
-            for (int k = lane; k < int(change.word[2]); k += 32) to[k] = from[k];
         }
         ptx::sync_threads();
     }

@@ -11,7 +11,7 @@ constexpr int kPieceBits = 14, kBinBits = 11, kAfterBits = 20;
 constexpr int kMostKeys = 1 << (kPieceBits - 2);        // pieces that are sorted, at most
 constexpr double kChainShare = 1.25;                      // plan/cost.py: CHAIN_SHARE
 constexpr int kUnit = 16;                               // costs are counted in so many parts of a chunk
-constexpr int kStepWords = 4;                           // of a step's header: sequences, nodes, updates, 0
+constexpr int kStepWords = 4;                           // of a step's header: sequences, nodes, 0, 0
 
 // Where things stand in shared memory, in bytes: gpu/planner.py lays them out
 struct PlanRoom {
@@ -23,13 +23,12 @@ struct PlanRoom {
     uint32_t keys, next;                     // of pieces, a power of two; of tile pieces: the one that goes on from it
 };
 
-// A step, as the host sends it, in ints: its header; four for each sequence in the plan's order (the caller's number,
-// the row of the page table, the length, 0); five for each node, parents before children (PlanNode's first five),
-// filled up to a multiple of four; four for each update of the page table (row, first page, pages, where they stand
-// after the updates); those pages.
+// A step, as decode_plan_step puts it there, in ints: its header; four for each sequence in the plan's order (the
+// caller's number, the row of the page table, the length, 0); five for each node, parents before children (PlanNode's
+// first five).
 struct PlanArgs {
     const int* step;
-    int* table;                // (rows, width): the pages of each sequence, kept from step to step
+    const int* table;          // (rows, width): the pages of each sequence
     DecodeItem* items;         // (blocks, slots · items of a slot)
     DecodeItem* tile_items;    // (tile_rounds, blocks)
     int *order, *lengths;      // (rows,): DecodeArgs
