@@ -39,7 +39,7 @@ SOURCES: dict[str, tuple[tuple[tuple[str, Constant], ...], dict[str, type[ctypes
     "decode/work.cuh": (DECODE, {"Paged": abi.Paged, "DecodeArgs": abi.DecodeArgs}),
     "decode/select.cu": ((), {"SelectArgs": abi.SelectArgs}),
     "decode/small_args.cuh": ((), {"SmallSequence": abi.SmallSequence, "SmallArgs": abi.SmallArgs}),
-    "decode/plan_work.cuh": (DECODE, {"PlanArgs": abi.PlanArgs, "PlanRoom": abi.PlanRoom}),
+    "decode/plan_work.cuh": (planner.specs()[0].constants, {"PlanArgs": abi.PlanArgs, "PlanRoom": abi.PlanRoom}),
     "decode/plan_step.cu": ((), {"StageArgs": abi.StageArgs}),
     "common/append.cu": (
         APPEND,
@@ -86,7 +86,6 @@ CONSTANTS = {
     },
     "decode/plan_step.cu": {"kStageThreads": plan_step.THREADS, "kStepWords": plan_step.STEP_WORDS},
     "decode/plan_work.cuh": {
-        "kPlanThreads": planner.THREADS,
         "kScanBytes": planner.SCAN_BYTES,
         "kMostKeys": planner.MOST_KEYS,
         "1 << kBinBits": planner.MOST_BINS,

@@ -20,18 +20,21 @@ TILES, MMA = Shape(8, 4, 5, True, joiners=8), Shape(8, 2, 4, True, tile_rows=64,
     ("shape", "heads", "group", "page_size", "options"),
     [
         (PLAIN, 4, 2, 16, {"share": False}),
-        (PLAIN._replace(blocks=300), 3, 2, 16, {"share": False}),  # more bins than threads
+        (PLAIN._replace(blocks=300), 3, 2, 16, {"share": False, "rows": 600}),  # more bins than threads
         (QUANTISED, 8, 2, 32, {"tokens_per_seq": 5}),
         (WIDE, 2, 4, 24, {"window": (100, 0), "share": False}),
         (PLAIN, 2, 4, 8, {"window": (200, 0)}),
         (TILES, 4, 4, 16, {}),
+        (TILES, 4, 4, 16, {"rows": 300}),
         (TILES, 1, 8, 64, {"window": (150, 0), "tokens_per_seq": 2}),
         (MMA, 2, 4, 16, {}),
     ],
 )
 def test_list_is_the_one_that_python_makes(shape, heads, group, page_size, options):
+    """By as many threads as the rows ask for."""
+    options = dict(options)
     r = random.Random(heads)
-    plan = standing_plan(20, 600, heads, group, page_size, **options)
+    plan = standing_plan(options.pop("rows", 20), 600, heads, group, page_size, **options)
     listed = listed_for(plan, shape)
     for count in (20, 0, 13):
         batch = random_batch(r, plan, count, tree=options.get("share", True))

@@ -204,7 +204,7 @@ class PlanRoom(ctypes.Structure):
         (n, ctypes.c_uint32)
         for n in (
             *("sums", "place", "length", "caller", "under", "split", "ranges", "nodes"),
-            *("loads", "fresh", "ranks", "counts", "work", "keys", "next"),
+            *("loads", "fresh", "ranks", "skipped", "counts", "work", "keys", "next"),
         )
     ]
 

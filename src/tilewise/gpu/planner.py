@@ -21,7 +21,8 @@ from tilewise.plan.items import ITEM_WORDS
 from tilewise.plan.standing import StandingPlan
 from tilewise.plan.worklist import CHUNK, Shape, Splitting
 
-THREADS, SCAN_BYTES = 1024, 256  # decode/plan_block.cuh: kPlanThreads, kScanBytes
+THREADS = (256, 512, 1024)  # decode/plan_block.cuh: kPlanThreads, of which there is one per row at least
+SCAN_BYTES = 256  # decode/plan_block.cuh: kScanBytes
 MOST_KEYS = 4096  # decode/plan_work.cuh: kMostKeys
 MOST_BINS = 2048  # decode/plan_work.cuh: 1 << kBinBits
 UNIT = 16  # decode/plan_work.cuh: kUnit
@@ -91,9 +92,9 @@ def lay_out(rows: int, room: Room) -> tuple[PlanRoom, int]:
     """Where the planner's block has what in its shared memory, and how many bytes all of it takes."""
     n, bins = -(-rows // 4) * 4, -(-room.bins // 2) * 2
     keys = min(MOST_KEYS, _power_of_two(max(room.pieces, room.tiles)))
-    sizes = {"sums": 4 * 32 * 33, **dict.fromkeys(("place", "length", "caller", "under"), 4 * n), "split": 16 * n}
+    sizes = {"sums": 4 * 32 * 34, **dict.fromkeys(("place", "length", "caller", "under"), 4 * n), "split": 16 * n}
     sizes |= {"ranges": RANGE_BYTES * room.ranges, "nodes": NODE_BYTES * n, "loads": 8 * bins, "fresh": 8 * bins}
-    sizes |= {**dict.fromkeys(("ranks", "counts", "work"), 4 * bins), "keys": 4 * keys, "next": 4 * room.tiles}
+    sizes |= {**dict.fromkeys(("ranks", "skipped", "counts", "work"), 4 * bins), "keys": 4 * keys, "next": 4 * room.tiles}
     found, end = PlanRoom(), SCAN_BYTES
     for name, size in sizes.items():
         setattr(found, name, end)
@@ -111,16 +112,17 @@ def _bits(size: int) -> int:
     return size.bit_length() - 1
 
 
-def planner_spec(shared: int) -> KernelSpec:
-    """The planner, with so many bytes of shared memory."""
-    constants = (("kSelected", False),)
-    return KernelSpec("decode_plan", "decode/plan.cu", "decode_plan", constants, THREADS, shared, product=True)
+def planner_spec(rows: int, shared: int) -> KernelSpec:
+    """The planner of so many rows, with so many bytes of shared memory."""
+    threads = next(n for n in THREADS if n >= rows)
+    constants = (("kSelected", False), ("kPlanThreads", threads))
+    return KernelSpec("decode_plan", "decode/plan.cu", "decode_plan", constants, threads, shared, product=True)
 
 
 def specs() -> list[KernelSpec]:
     """The planner as a batch of 256 sequences gets it, and what sends it a step."""
     shared = 64 << 10  # about as much; it changes nothing of the code
-    return [planner_spec(shared), SPEC]
+    return [planner_spec(256, shared), SPEC]
 
 
 class PlannedList:
@@ -164,7 +166,7 @@ class PlannedList:
                 f"standing plans on {card} take fewer than {plan.rows} rows: the planner would need {shared} bytes of "
                 f"shared memory, and a block has {LIMITS[card].shared_block}; use fewer rows"
             )
-        self.spec = planner_spec(shared)
+        self.spec = planner_spec(plan.rows, shared)
         self._args = self._arguments(splitting)
         if device.type == "cuda":
             self._kernel = compiler.load(self.spec, device)

@@ -13,7 +13,7 @@
 // Everything stands once in the code, and what stands in a loop is not unrolled: the planner runs once per step, and
 // fetching its instructions takes as long as running them.
 //
-// Constants: kSelected, false.
+// Constants: kSelected, false; kPlanThreads, as many as there are rows or more.
 #include "decode/plan_cut.cuh"
 #include "decode/plan_deal.cuh"
 
@@ -95,7 +95,7 @@ struct Planner {
     TILE_DEVICE Piece piece_at(int n, bool tiled) const {
         if (tiled || n < cuts.node_pieces(node_count)) {
             const PlanNode node = cuts.node_of(n, node_count, tiled);
-            const int k = n - (tiled ? node.tile_unit : node.unit), part = k / node.passes;
+            const int k = n - (tiled ? node.tile_unit : node.unit), part = int(quotient(uint32_t(k), uint32_t(node.passes)));
             const int most = tiled ? args.tile_rows : args.pass_rows, row = (k - part * node.passes) * most;
             const int rows = smaller(most, node.sequences * int(args.rows_each.divisor) - row);
             const int begin = node.begin + part * node.piece;
@@ -125,7 +125,7 @@ struct Planner {
             if (tiled) link_chains();
 #pragma unroll 1
             for (int i = n; i < filled; i += kPlanThreads) keys[i] = i < count ? key_at(i, tiled) : ~0u;
-            sort_by_runs(args.room.keys, filled);
+            sort_by_runs<kMostKeys>(args.room.keys, filled);
             if (tiled) sorted = chains(count);
         }
         const int units = sorted * int(tiled ? args.heads.divisor : args.groups.divisor);
@@ -222,7 +222,7 @@ struct Planner {
             const int rank = tiled ? args.heads.quotient(i) : args.groups.quotient(i);
             const int head = tiled ? i - rank * int(args.heads.divisor)
                                    : (i - rank * int(args.groups.divisor)) * args.together;
-            int turn = i / bins, bin = i - turn * bins;
+            int turn = int(quotient(uint32_t(i), uint32_t(bins))), bin = i - turn * bins;
             if (!in_turn) {
                 const int where = placed[i];
                 bin = where & ((1 << kBinBits) - 1), turn = where >> kBinBits;
@@ -254,7 +254,7 @@ struct Planner {
     // Empties what the list before had and this one has not
     TILE_DEVICE void clear_unused(bool tiled, int bins, int units, bool in_turn) const {
         const Global<int> used{args.used + (tiled ? args.bins : 0)};
-        const int whole = units / bins, more = units - whole * bins;
+        const int whole = int(quotient(uint32_t(units), uint32_t(bins))), more = units - whole * bins;
 #pragma unroll 1
         for (int b = threadIdx.x; b < bins; b += kPlanThreads) {
             const int count = in_turn ? whole + (b < more) : int(Shared<int>(args.room.counts)[b]), before = used[b];

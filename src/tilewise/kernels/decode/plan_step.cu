@@ -33,7 +33,9 @@ extern "C" __global__ void __launch_bounds__(kStageThreads) decode_plan_step(con
     const int words = args.grown ? 0 : kStepWords + (4 * args.sequences + 5 * args.nodes + 3) / 4 * 4;
     const Global<const Vector16> message{reinterpret_cast<const Vector16*>(args.message)};
     const Global<Vector16> step{reinterpret_cast<Vector16*>(args.step)};
+#pragma unroll 1
     for (int i = n; i < words / 4; i += kStageThreads) step[i] = Vector16(message[i]);
+#pragma unroll 1
     for (int i = n; args.grown && i < args.sequences; i += kStageThreads) {
         const Global<int> length{args.step + kStepWords + 4 * i + 2};
         length[0] = length[0] + 1;
@@ -42,8 +44,10 @@ extern "C" __global__ void __launch_bounds__(kStageThreads) decode_plan_step(con
     const Global<const int> changes{args.message + words};
     const auto row_of = [&](int i) { return Global<int>{args.table + int64_t(int(changes[i])) * args.width}; };
     if (args.grown) {
+#pragma unroll 1
         for (int i = n; i < count; i += kStageThreads) row_of(i)[changes[count + i]] = int(changes[2 * count + i]);
     } else {
+#pragma unroll 1
         for (int i = n / 32; i < count; i += kStageThreads / 32) {
             const Global<const int> from = changes + (4 * count + changes[3 * count + i]);
             const Global<int> to = row_of(i) + changes[count + i];
@@ -56,6 +60,7 @@ extern "C" __global__ void __launch_bounds__(kStageThreads) decode_plan_step(con
     if (n == 0) Global<int64_t>{args.seen}[0] = args.number;
     if (!args.positions) return;
     const Global<int64_t> positions{args.positions}, index{args.index};
+#pragma unroll 1
     for (int i = n; i < args.room; i += kStageThreads) {
         int at = i, last = -1;
         int64_t row = 0;

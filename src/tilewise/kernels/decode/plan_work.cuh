@@ -15,10 +15,11 @@ constexpr int kStepWords = 4;                           // of a step's header: s
 
 // Where things stand in shared memory, in bytes: gpu/planner.py lays them out
 struct PlanRoom {
-    uint32_t sums;                           // of warps: 33 · 32 words
+    uint32_t sums;                           // of warps: 34 · 32 words
     uint32_t place, length, caller, under;   // of each sequence: its row of the table, …, the last node above it or −1
     uint32_t split, ranges, nodes;           // StateSplits, PlanRanges, PlanNodes
     uint32_t loads, fresh, ranks;            // of bins: in their order, the next ones, their places in the order
+    uint32_t skipped;                        // of bins in their order: loads that come before their next one
     uint32_t counts, work;                   // of bins, by number: units that they have, parts of chunks
     uint32_t keys, next;                     // of pieces, a power of two; of tile pieces: the one that goes on from it
 };
