@@ -216,7 +216,7 @@ class PlanArgs(ctypes.Structure):
         *((n, ctypes.c_void_p) for n in ("step", "table", "items", "tile_items", "order", "lengths", "states")),
         *((n, ctypes.c_void_p) for n in ("used", "placed", "made")),
         *((n, ctypes.c_int) for n in ("rows", "width", "tokens", "left", "together", "warps", "joiners")),
-        *((n, ctypes.c_int) for n in ("slots", "tile_rounds", "pass_rows", "tile_rows", "tile_box", "wide_rows")),
+        *((n, ctypes.c_int) for n in ("slots", "tile_rounds", "pass_bits", "tile_bits", "tile_box", "wide_rows")),
         *((n, ctypes.c_int) for n in ("in_turn", "chunk_bits", "longest")),
         *((n, ctypes.c_int) for n in ("shared_tokens", "item_cost", "step_cost")),
         *((n, ctypes.c_int) for n in ("max_ranges", "max_pieces", "max_tiles", "max_states")),

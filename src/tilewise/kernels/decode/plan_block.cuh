@@ -16,9 +16,10 @@ constexpr uint32_t kScanBytes = 8 * 32;  // at the beginning of shared memory
 static_assert(kPlanThreads == 256 || kPlanThreads == 512 || kPlanThreads == 1024);
 
 // Of numbers that are not negative
-PLAN_CALLED uint32_t quotient(uint32_t a, uint32_t b) { return a / b; }
+PLAN_CALLED unsigned divide(unsigned a, unsigned b) { return a / b; }
 PLAN_CALLED double quotient(double a, double b) { return a / b; }
-TILE_DEVICE int ceil_div(int a, int b) { return int(quotient(uint32_t(a + b - 1), uint32_t(b))); }
+TILE_DEVICE int floor_div(int a, int b) { return int(divide(unsigned(a), unsigned(b))); }
+TILE_DEVICE int ceil_div(int a, int b) { return floor_div(a + b - 1, b); }
 TILE_DEVICE int ceil_shift(int a, int bits) { return (a + (1 << bits) - 1) >> bits; }
 TILE_DEVICE int larger(int a, int b) { return a > b ? a : b; }
 TILE_DEVICE int smaller(int a, int b) { return a < b ? a : b; }

@@ -40,7 +40,7 @@ struct Cuts {
             const int rows = of.sequences * int(args.rows_each.divisor);
             const Sums tokens = of.stop - of.start;
             const bool wide = rows >= args.wide_rows;
-            const Sums all = tokens * ceil_div(rows, wide ? args.tile_rows : args.pass_rows);
+            const Sums all = tokens * ceil_shift(rows, wide ? args.tile_bits : args.pass_bits);
             (wide ? tiled : streamed) += all;
             deepest = larger(deepest, depth_of(i));
         }
@@ -86,7 +86,7 @@ struct Cuts {
     TILE_DEVICE PlanNode cut_node(PlanNode of, const double (&share)[2]) const {
         const int rows = of.sequences * int(args.rows_each.divisor), tokens = of.stop - of.start;
         of.tiled = rows >= args.wide_rows;
-        of.passes = ceil_div(rows, of.tiled ? args.tile_rows : args.pass_rows);
+        of.passes = ceil_shift(rows, of.tiled ? args.tile_bits : args.pass_bits);
         const int wanted = larger(1, int(quotient(double(tokens), of.tiled ? share[1] : share[0]) + 1e-9));
         const int step = of.tiled ? kTileTokens : 1 << args.chunk_bits;
         of.piece = ceil_div(tokens, wanted * kTileTokens) * kTileTokens;
@@ -99,9 +99,9 @@ struct Cuts {
             const int ahead = (of.first - up.first) * int(args.rows_each.divisor);
             const bool same_end = of.first + of.sequences == up.first + up.sequences;
             of.state = up.after;
-            const int whole = int(quotient(uint32_t(ahead), uint32_t(args.tile_rows)));  // passes before its own
-            if (of.tiled && !windowed() && of.start == up.stop && ahead == whole * args.tile_rows &&
-                (rows == of.passes * args.tile_rows || same_end) &&
+            const int whole = ahead >> args.tile_bits;  // passes before its own
+            if (of.tiled && !windowed() && of.start == up.stop && ahead == whole << args.tile_bits &&
+                (rows == of.passes << args.tile_bits || same_end) &&
                 up.last + smaller(of.piece, of.stop - of.begin) <= kChainShare * share[1]) {
                 of.joins = (up.parts - 1) * up.passes + whole;
                 of.state--;

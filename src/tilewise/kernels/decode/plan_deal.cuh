@@ -32,8 +32,8 @@ struct Bins {
     // Puts the loads in order. The first `changed` of them were replaced by the `fresh` ones; the others are in order.
     // Several threads share the comparisons of a bin: each compares with a part of the fresh loads.
     TILE_DEVICE void reorder(int changed) const {
-        const int n = threadIdx.x, parts = count < kPlanThreads ? int(quotient(kPlanThreads, uint32_t(count))) : 1;
-        const int part = parts > 1 ? int(quotient(uint32_t(n), uint32_t(count))) : 0;
+        const int n = threadIdx.x, parts = count < kPlanThreads ? floor_div(kPlanThreads, count) : 1;
+        const int part = parts > 1 ? floor_div(n, count) : 0;
         const int share = ceil_div(changed, parts), from = part * share, to = smaller(from + share, changed);
 #pragma unroll 1
         for (int of = n - part * count; part < parts && of < count; of += kPlanThreads) {

@@ -41,7 +41,7 @@ struct PlanArgs {
     int left;                  // of the window; kFar for none
     int together, warps, joiners;
     int slots, tile_rounds;    // per bin and block, at most
-    int pass_rows, tile_rows;  // rows of a stream item and of a tile item, at most
+    int pass_bits, tile_bits;  // a stream item and a tile item have at most 2^… rows
     int tile_box;              // tokens per copy of a tile
     int wide_rows;             // a node with so many rows goes through tiles; more than there are: none does
     int in_turn;               // a block's warps do not stream while they compute tiles
