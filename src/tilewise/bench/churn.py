@@ -143,13 +143,14 @@ class Crowd:
             self.new = self.begin(self.draw(self.row.leaving))
             self.finish(self.new)
         self.coming = self.draw(self.row.leaving)
-        self.gone = set(self.random.choice(len(self.seqs), self.row.leaving, replace=False).tolist())
+        self.gone = self.random.choice(len(self.seqs), self.row.leaving, replace=False).tolist()
 
     def change(self) -> None:
         """What a step does to the cache."""
         if self.row.leaving:
             self.cache.free([self.seqs[n] for n in self.gone])
-            self.seqs = [seq for n, seq in enumerate(self.seqs) if n not in self.gone] + self.new
+            for n, seq in zip(self.gone, self.new, strict=True):  # others keep their rows
+                self.seqs[n] = seq
             self.new = self.begin(self.coming)
         self.slots = self.cache.extend(self.seqs, 1, into=self.slots)
         self.cache.mark_written(self.slots)

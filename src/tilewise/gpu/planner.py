@@ -94,7 +94,11 @@ def lay_out(rows: int, room: Room) -> tuple[PlanRoom, int]:
     keys = min(MOST_KEYS, _power_of_two(max(room.pieces, room.tiles)))
     sizes = {"sums": 4 * 32 * 34, **dict.fromkeys(("place", "length", "caller", "under"), 4 * n), "split": 16 * n}
     sizes |= {"ranges": RANGE_BYTES * room.ranges, "nodes": NODE_BYTES * n, "loads": 8 * bins, "fresh": 8 * bins}
-    sizes |= {**dict.fromkeys(("ranks", "skipped", "counts", "work"), 4 * bins), "keys": 4 * keys, "next": 4 * room.tiles}
+    sizes |= {
+        **dict.fromkeys(("ranks", "skipped", "counts", "work"), 4 * bins),
+        "keys": 4 * keys,
+        "next": 4 * room.tiles,
+    }
     found, end = PlanRoom(), SCAN_BYTES
     for name, size in sizes.items():
         setattr(found, name, end)

@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 Flags = npt.NDArray[np.bool_]
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False, slots=True)
 class ExtendPlan:
-    """A checked extend() that has not happened yet."""
+    """A checked extend() that has not happened yet. Nobody changes one."""
 
     seqs: tuple[int, ...]
     counts: tuple[int, ...]
@@ -174,7 +174,7 @@ def _slots(cache: PagedKVCache, plan: ExtendPlan, places: Places | None, positio
         else:
             places.fill(positions, index)
         step = places.step
-    return Slots(plan.seqs, plan.counts, positions, index, cache, places, step, losses, [losses])
+    return Slots.of(plan.seqs, plan.counts, positions, index, cache, places, step, losses)
 
 
 def _take_pages(cache: PagedKVCache, plan: ExtendPlan) -> None:

@@ -117,6 +117,26 @@ class Slots:
     _layers: set[int] = field(repr=False, default_factory=set)  # the layers written
     _when_complete: list[Callable[[], None]] = field(repr=False, default_factory=list)
 
+    @classmethod
+    def of(
+        cls,
+        seqs: tuple[int, ...],
+        counts: tuple[int, ...],
+        positions: Ints,
+        index: Ints,
+        cache: PagedKVCache,
+        places: Places | None,
+        step: int,
+        losses: int,
+    ) -> Slots:
+        """Slots as extend() makes them, in a fifth of the time that a call of a frozen class takes."""
+        made = cls.__new__(cls)
+        made.__dict__.update(
+            seqs=seqs, counts=counts, host_positions=positions, host_index=index, _cache=cache, _places=places,
+            _step=step, _born=losses, _losses=[losses], _layers=set(), _when_complete=[],
+        )  # fmt: skip
+        return made
+
     def __len__(self) -> int:
         return len(self.host_index)
 
@@ -210,7 +230,7 @@ def room_for(cache: PagedKVCache, tokens: int, *, planned: bool = False) -> Slot
         places.fill(nothing, nothing)
     step = places.step if places is not None else 0
     losses = cache.pool.losses
-    return Slots((), (), nothing, nothing, cache, places, step, losses, [losses])
+    return Slots.of((), (), nothing, nothing, cache, places, step, losses)
 
 
 def late_places(cache: PagedKVCache, seqs: tuple[int, ...]) -> torch.Tensor | None:
