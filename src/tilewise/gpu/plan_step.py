@@ -22,7 +22,7 @@ Longs = npt.NDArray[np.int64]
 
 THREADS = 512  # decode/plan_step.cu: kStageThreads
 STEP_WORDS = 4  # decode/plan_step.cu: kStepWords
-MESSAGES = 4  # that the host may be ahead of the card before it waits
+MESSAGES = 8  # that the host may be ahead of the card before it waits
 LATE = 64  # steps of growth after which it is written down what was sent
 SPEC = KernelSpec("decode_plan_step", "decode/plan_step.cu", "decode_plan_step", (), THREADS, 0, product=True)
 
