@@ -145,3 +145,18 @@ def test_the_list_is_made_by_the_first_layer_that_asks():
     tw.decode(q, of.cache, 0, plan, backend="emulator")
     assert listed.made.any()
     assert listed.live[0] == 21
+
+
+def test_every_capture_makes_the_list_once(monkeypatch):
+    of = Churn(5, "bf16", torch.bfloat16, 1, 16)
+    plan = tw.plan_decode(of.cache, [of.new(20)], num_heads=2, rows=2, max_length=100)
+    listed = planner.PlannedList(plan, Shape(4, 4, 4, tiles=False), Splitting(), torch.device("cpu"))
+    launches: list[int | None] = []
+    monkeypatch.setattr(listed, "launch", launches.append)
+    for capture in (7, 7, 8):
+        monkeypatch.setattr(planner.compiler, "capture_of", lambda stream, number=capture: number)
+        listed.make(100 + capture, capturing=True)
+    assert launches == [107, 108]
+    listed.make(3)  # what was captured has not run
+    listed.make(3)
+    assert launches == [107, 108, 3]

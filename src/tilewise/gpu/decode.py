@@ -197,9 +197,10 @@ class Decode:
             a.k_zero, a.v_zero = Paged.of(k_parts[2]), Paged.of(v_parts[2])
         cuda = self.device.type == "cuda"
         stream = compiler.raw_stream(self.kernel.ordinal) if cuda else 0
+        capturing = cuda and torch.cuda.is_current_stream_capturing()
         if isinstance(self.listed, PlannedList):
-            self.listed.make(stream)
-        space = self._workspace(None if cuda and torch.cuda.is_current_stream_capturing() else stream)
+            self.listed.make(stream, capturing)
+        space = self._workspace(None if capturing else stream)
         a.state_o, a.state_ml, a.barrier_counter = (x.data_ptr() for x in (space.o, space.ml, space.barrier))
         if self.select and selected is not None:
             self.select(selected, space.lists, stream, **emulated)

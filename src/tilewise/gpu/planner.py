@@ -244,13 +244,13 @@ class PlannedList:
         self.stage.send(batch, **emulated)
         self._stale = True
 
-    def make(self, stream: int = 0) -> None:
+    def make(self, stream: int = 0, capturing: bool = False) -> None:
         """Make the list of the batch that `renew` took up last, unless this has been done.
 
-        stream: a raw handle, on a card. A graph that is being captured there makes the list itself, in every replay
-        and before whatever in it asks for the list first: so it replays over every batch.
+        stream: a raw handle, on a card. capturing: into a graph, which then makes the list itself, in every replay and
+        before whatever in it asks for the list first: so it replays over every batch.
         """
-        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        if capturing:
             capture = compiler.capture_of(stream)
             if capture != self._capture:
                 self._capture = capture
