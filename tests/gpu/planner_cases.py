@@ -12,7 +12,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from tilewise.gpu.planner import Batch, PlannedList
+from tilewise.gpu.plan_step import Batch
+from tilewise.gpu.planner import PlannedList
 from tilewise.plan.cost import CPU_COST, MMA_STEP_CHUNKS
 from tilewise.plan.flat import Judge, choose_nodes, tree_order
 from tilewise.plan.items import GOES_ON, STATE_WORDS, Sequences, Word, cut_plan, items_of_heads
@@ -94,7 +95,7 @@ def expected(plan: StandingPlan, batch: Batch, listed: PlannedList, nodes: np.nd
     of = Sequences(order, states, np.zeros((rows, 1), np.int32), zeros, plan.page_size, shape.chunk)
     lists = [batch.table[row, : batch.counts[row]] for row in batch.rows[batch.order].tolist()]
     lists += [np.zeros(0, np.int32)] * (rows - count)
-    places = listed._mirror._place[batch.rows[batch.order]].tolist() + [0] * (rows - count)
+    places = listed.stage.mirror._place[batch.rows[batch.order]].tolist() + [0] * (rows - count)
 
     def finished(items: np.ndarray) -> np.ndarray:
         for item in items:

@@ -9,7 +9,7 @@ import torch
 
 from tilewise import emulator
 from tilewise.compiler.spec import Constant, KernelSpec
-from tilewise.gpu import abi, append, decode_kernels, merge_rows, pattern, planner, prefill, schedules, widen
+from tilewise.gpu import abi, append, decode_kernels, merge_rows, pattern, plan_step, planner, prefill, schedules, widen
 from tilewise.learn import ladder
 from tilewise.plan import cost, items, ranges, schedule_select
 from tilewise.scores import Scores
@@ -39,7 +39,8 @@ SOURCES: dict[str, tuple[tuple[tuple[str, Constant], ...], dict[str, type[ctypes
     "decode/work.cuh": (DECODE, {"Paged": abi.Paged, "DecodeArgs": abi.DecodeArgs}),
     "decode/select.cu": ((), {"SelectArgs": abi.SelectArgs}),
     "decode/small_args.cuh": ((), {"SmallSequence": abi.SmallSequence, "SmallArgs": abi.SmallArgs}),
-    "decode/plan_work.cuh": (DECODE, {"PlanArgs": abi.PlanArgs, "PlanRoom": abi.PlanRoom}),
+    "decode/plan_work.cuh": (planner.specs()[0].constants, {"PlanArgs": abi.PlanArgs, "PlanRoom": abi.PlanRoom}),
+    "decode/plan_step.cu": ((), {"StageArgs": abi.StageArgs}),
     "common/append.cu": (
         APPEND,
         {"AppendSource": abi.Source, "AppendStore": abi.Store, "AppendArgs": abi.AppendArgs},
@@ -83,13 +84,13 @@ CONSTANTS = {
         "kShareBits": schedule_select.SHARE_BITS,
         "kWeightBits": schedule_select.WEIGHT_BITS,
     },
+    "decode/plan_step.cu": {"kStageThreads": plan_step.THREADS, "kStepWords": plan_step.STEP_WORDS},
     "decode/plan_work.cuh": {
-        "kPlanThreads": planner.THREADS,
         "kScanBytes": planner.SCAN_BYTES,
         "kMostKeys": planner.MOST_KEYS,
         "1 << kBinBits": planner.MOST_BINS,
         "kUnit": planner.UNIT,
-        "kStepWords": planner.STEP_WORDS,
+        "kStepWords": plan_step.STEP_WORDS,
         "kLimits": abi.PLAN_LIMITS,
         "kNoEnd": ranges.FAR,
         "kTileTokens": ranges.TILE_TOKENS,

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from planner_cases import check, expected, listed_for, random_batch, standing_plan
 
-from tilewise.gpu.planner import Batch
+from tilewise.gpu.plan_step import Batch
 from tilewise.plan.items import GOES_ON, Word
 from tilewise.plan.ranges import Shape
 
@@ -20,22 +20,26 @@ TILES, MMA = Shape(8, 4, 5, True, joiners=8), Shape(8, 2, 4, True, tile_rows=64,
     ("shape", "heads", "group", "page_size", "options"),
     [
         (PLAIN, 4, 2, 16, {"share": False}),
-        (PLAIN._replace(blocks=300), 3, 2, 16, {"share": False}),  # more bins than threads
+        (PLAIN._replace(blocks=300), 3, 2, 16, {"share": False, "rows": 600}),  # more bins than threads
         (QUANTISED, 8, 2, 32, {"tokens_per_seq": 5}),
         (WIDE, 2, 4, 24, {"window": (100, 0), "share": False}),
         (PLAIN, 2, 4, 8, {"window": (200, 0)}),
         (TILES, 4, 4, 16, {}),
+        (TILES, 4, 4, 16, {"rows": 300}),
         (TILES, 1, 8, 64, {"window": (150, 0), "tokens_per_seq": 2}),
         (MMA, 2, 4, 16, {}),
     ],
 )
 def test_list_is_the_one_that_python_makes(shape, heads, group, page_size, options):
+    """By as many threads as the rows ask for."""
+    options = dict(options)
     r = random.Random(heads)
-    plan = standing_plan(20, 600, heads, group, page_size, **options)
+    plan = standing_plan(options.pop("rows", 20), 600, heads, group, page_size, **options)
     listed = listed_for(plan, shape)
     for count in (20, 0, 13):
         batch = random_batch(r, plan, count, tree=options.get("share", True))
         listed.renew(batch)
+        listed.make()
         check(listed, expected(plan, batch, listed, batch.nodes))
 
 
@@ -54,6 +58,7 @@ def test_tiles_of_a_node_go_on_with_those_of_its_children():
     nodes = [(0, 32, 0, 1024, -1), (0, 16, 1024, 1200, 0), (16, 16, 1024, 1100, 0), (16, 16, 1100, 1200, 2)]
     batch = tree_of(nodes, [1300 + n for n in range(32)])
     listed.renew(batch)
+    listed.make()
     found = expected(plan, batch, listed, batch.nodes)
     assert sum(bool(item[Word.KIND] & GOES_ON) for items in found.rounds for item in items) >= 4
     check(listed, found)
@@ -72,6 +77,7 @@ def test_nothing_is_shared_where_nodes_take_too_much(shape, limit):
     for name, most in limit.items():
         setattr(listed._args, name, most)
     listed.renew(BUSY)
+    listed.make()
     assert listed.made[4:6].tolist() == [0, 0]
     check(listed, expected(plan, BUSY, listed, BUSY.nodes[:0]))
 
@@ -80,6 +86,7 @@ def test_units_are_dealt_in_turn_where_a_balanced_deal_does_not_fit():
     plan, uneven = standing_plan(24, 4000, 2, 4, 16), tree_of([], [3000] * 4 + [5] * 20)
     listed = listed_for(plan, PLAIN)
     listed.renew(uneven)
+    listed.make()
     found = expected(plan, uneven, listed, uneven.nodes)
     counts = [len(units) for units in found.bins]
     least = -(-sum(counts) // len(counts))
@@ -87,6 +94,7 @@ def test_units_are_dealt_in_turn_where_a_balanced_deal_does_not_fit():
     listed = listed_for(plan, PLAIN)
     listed._args.slots = least
     listed.renew(uneven)
+    listed.make()
     assert listed.made[4:6].tolist() == [0, 1]
     items = listed.items.numpy().reshape(-1, 16)
     wanted = [tuple(item) for units in found.bins for unit in units for item in unit.tolist()]

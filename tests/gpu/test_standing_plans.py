@@ -13,6 +13,7 @@ import tilewise as tw
 from tilewise import reference
 from tilewise.gpu import planner
 from tilewise.gpu.decode import kept
+from tilewise.kvcache.slots import room_for
 from tilewise.plan.tree import plan_tree
 from tilewise.plan.worklist import Shape, Splitting
 
@@ -68,48 +69,100 @@ def test_every_step_is_that_of_a_fresh_plan(kv_format, dtype, heads, group, page
             assert (one.double() - found).abs().max() < {torch.float32: 1e-5}.get(dtype, 2e-2)
 
 
-def test_steps_of_growth_send_what_changed(monkeypatch):
-    """Every length, and each page once, also when others came and went between, or a step was not planned."""
+def test_steps_of_growth_send_what_changed():
+    """Every length, and each page once, also when others came and went between, or a step was not planned; and where
+    the new tokens are."""
     of = Churn(3, "bf16", torch.bfloat16, 1, 4)
     while len(of.seqs) < 5:
         of.step(6)
+    of.cache._by_kernel = True
+    slots = room_for(of.cache, 6, planned=True)
     plan = tw.plan_decode(of.cache, of.seqs, num_heads=2, rows=6, max_length=400, share_prefix=True)
     listed = planner.PlannedList(plan, Shape(4, 4, 4, tiles=False), Splitting(), torch.device("cpu"))
-    sent = []
-
-    def launch(spec, grid, args, known, **options):  # what the kernel does with the pages of a step
-        step = known["step"].numpy()
-        count, nodes, updates = step[:3].tolist()
-        at = 4 + -(-(4 * count + 5 * nodes) // 4) * 4
-        changes = step[at : at + 4 * updates].reshape(-1, 4).tolist()
-        for place, first, pages, begin in changes:
-            from_ = at + 4 * updates + begin
-            known["pages"].numpy()[place, first : first + pages] = step[from_ : from_ + pages]
-        sent.append((updates, step[4 : 4 + 4 * count].reshape(-1, 4).copy(), step[4 + 4 * count :][: 5 * nodes].copy()))
-
-    monkeypatch.setattr(planner.emulator, "launch", launch)
     kept(plan).lists["one"] = listed
     grown = []
-    for step in range(90):
-        if step in (30, 60):
+    for step in range(60):
+        if step in (20, 40):
             of.step(6)
-        of.grow(of.seqs, 1)
-        if step == 20:
+        slots = of.cache.extend(of.seqs, 1, into=slots)
+        of.cache.mark_written(slots)
+        if step == 10:
+            assert slots.index.tolist() == slots.host_index.tolist(), "asked for before any plan"
             continue
         tw.renew_plan(plan, of.cache, of.seqs)
-        updates, sequences, nodes = sent[-1]
-        order, place, lengths, _ = sequences.T
+        (count, nodes, *_), rest = listed._step[:4].tolist(), listed._step[4:]
+        order, place, lengths, _ = rest[: 4 * count].view(-1, 4).T.tolist()
         seqs = [of.seqs[n] for n in order]
         assert sorted(seqs) == sorted(of.seqs)
-        assert lengths.tolist() == [of.cache.length(seq) for seq in seqs]
-        assert nodes.tolist() == plan.arrange().nodes.ravel().tolist()
-        for row, seq in zip(place.tolist(), seqs, strict=True):
+        assert lengths == [of.cache.length(seq) for seq in seqs]
+        assert rest[4 * count :][: 5 * nodes].tolist() == plan.arrange().nodes.ravel().tolist()
+        for row, seq in zip(place, seqs, strict=True):
             pages = of.cache.page_list(seq)
             assert listed.pages[row, : len(pages)].tolist() == pages.tolist()
-        if step not in (0, 21, 30, 60):
+        idle = 6 - count
+        assert slots._places.late is None
+        assert slots.all_positions.tolist() == slots.host_positions.tolist() + [0] * idle
+        assert slots.all_index.tolist() == slots.host_index.tolist() + [-1] * idle
+        if step not in (0, 11, 20, 40):
+            updates = listed.stage._args.updates
             assert updates == sum(of.cache.length(seq) % 4 == 1 for seq in seqs), "pages that were there already"
-        grown.append(listed._grown)
-    assert sum(number > 0 for number in grown) > 80, "runs were not seen as such"
+        grown.append(listed.stage.grown)
+    assert sum(number > 0 for number in grown) > 50, "runs were not seen as such"
+
+
+def test_places_wait_for_the_plan_of_their_sequences():
+    """Of another plan, or after another step, they are filled in as they were asked for."""
+    of = Churn(3, "bf16", torch.bfloat16, 1, 4)
+    while len(of.seqs) < 3:
+        of.step(4)
+    of.cache._by_kernel = True
+    slots = of.cache.extend(of.seqs, 1, into=room_for(of.cache, 6, planned=True))
+    of.cache.mark_written(slots)
+    assert slots._places.late is not None
+    plan = tw.plan_decode(of.cache, of.seqs[:2], num_heads=2, rows=6, max_length=400)
+    assert slots._places.late is None
+    assert slots.index.tolist() == slots.host_index.tolist()
+    slots = of.cache.extend(of.seqs, 1, into=slots)
+    of.cache.mark_written(slots)
+    first = slots.host_index.tolist()
+    of.cache.extend(of.seqs, 1)
+    kept(plan).lists["one"] = planner.PlannedList(plan, Shape(4, 4, 4, tiles=False), Splitting(), torch.device("cpu"))
+    tw.renew_plan(plan, of.cache, of.seqs)
+    assert slots._places.tensor[1, : len(first)].tolist() == first
+
+
+def test_the_list_is_made_by_the_first_layer_that_asks():
+    of = Churn(5, "bf16", torch.bfloat16, 1, 16)
+    seq = of.new(20)
+    plan = tw.plan_decode(of.cache, [seq], num_heads=2, rows=2, max_length=100)
+    q = torch.randn(2, 1, 2, 64).bfloat16()
+    tw.decode(q, of.cache, 0, plan, backend="emulator")
+    (listed,) = kept(plan).lists.values()
+    listed.made.zero_()
+    tw.decode(q, of.cache, 0, plan, backend="emulator")
+    assert not listed.made.any(), "made again for another layer"
+    of.grow([seq], 1)
+    tw.renew_plan(plan, of.cache, [seq])
+    assert not listed.made.any()
+    assert listed.live[0] == 20
+    tw.decode(q, of.cache, 0, plan, backend="emulator")
+    assert listed.made.any()
+    assert listed.live[0] == 21
+
+
+def test_every_capture_makes_the_list_once(monkeypatch):
+    of = Churn(5, "bf16", torch.bfloat16, 1, 16)
+    plan = tw.plan_decode(of.cache, [of.new(20)], num_heads=2, rows=2, max_length=100)
+    listed = planner.PlannedList(plan, Shape(4, 4, 4, tiles=False), Splitting(), torch.device("cpu"))
+    launches: list[int | None] = []
+    monkeypatch.setattr(listed, "launch", launches.append)
+    for capture in (7, 7, 8):
+        monkeypatch.setattr(planner.compiler, "capture_of", lambda stream, number=capture: number)
+        listed.make(100 + capture, capturing=True)
+    assert launches == [107, 108]
+    listed.make(3)  # what was captured has not run
+    listed.make(3)
+    assert launches == [107, 108, 3]
 
 
 def test_a_sequence_that_was_allocated_steps_before_it_joins_has_all_its_pages_sent():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -109,3 +111,40 @@ def test_the_table_grows_in_both_directions(large: int, monkeypatch: pytest.Monk
     assert cache.sequences.table.dtype == np.int32
     with pytest.raises(ValueError, match="once"):
         cache.sequences.batch([long, long])
+
+
+def test_a_batch_in_which_some_took_the_places_of_others():
+    """It is what all of them, looked up one by one, are; and whoever is not alive, or named twice, is found."""
+    cache = PagedKVCache(8, 4, 1, 8)
+    r = random.Random(0)
+    seqs = cache.allocate(12)
+    others = cache.allocate(3)
+    for _ in range(300):
+        before = cache.sequences.batch(seqs)
+        assert cache.sequences.batch(seqs)[1] is before[1]
+        places = r.sample(range(12), r.randrange(0, 12))
+        leaving = [seqs[n] for n in places]
+        ended = [seq for seq in leaving if r.random() < 0.7]
+        if ended:
+            cache.free(ended)
+            with pytest.raises(ValueError, match="must be alive"):
+                cache.sequences.batch(seqs)
+        others += [seq for seq in leaving if seq not in ended]
+        for n in places:
+            seqs[n] = others.pop(r.randrange(len(others))) if others and r.random() < 0.5 else cache.allocate()
+        if r.random() < 0.2:
+            with pytest.raises(ValueError, match="name each sequence once"):
+                cache.sequences.batch([*seqs[:-1], seqs[0]])
+        if r.random() < 0.2:
+            with pytest.raises(TypeError, match="seqs must be"):
+                cache.sequences.batch([*seqs[:-1], 1.5])
+        if r.random() < 0.3 and others:
+            cache.free(others.pop())
+        named, rows = cache.sequences.batch(seqs)
+        assert named == tuple(seqs)
+        assert rows.tolist() == [cache.sequences.rows[seq] for seq in seqs]
+    known = cache.sequences.batch(seqs)[1]
+    for _ in range(sequences.MOST_GONE + 2):
+        cache.free(cache.allocate())
+    assert len(cache.sequences._gone) < sequences.MOST_GONE
+    assert cache.sequences.batch(seqs)[1].tolist() == known.tolist()

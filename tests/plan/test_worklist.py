@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from cpu_seconds import cpu_seconds
 from tree_cases import make_plan, random_lists, tree_lists
 
@@ -16,7 +17,7 @@ from tilewise.arguments import PageListsOf
 from tilewise.plan import DecodePlan, PagedTiles, PageTable
 from tilewise.plan.items import ALL_SEE, GOES_ON, OWN, Word
 from tilewise.plan.tiles import Ints
-from tilewise.plan.worklist import FAR, Shape, Splitting, WorkList, uses_tiles, work_list
+from tilewise.plan.worklist import FAR, Shape, Splitting, WorkList, _uploaded, uses_tiles, work_list
 
 SMALL = Splitting(pieces=((FAR, 32),), shared=64, tile_rows=16)
 
@@ -357,6 +358,18 @@ def test_a_cache_s_lists_read_at_once_are_its_lists_read_one_by_one() -> None:
         lengths = cache.lengths_of(seqs)
         at_once.grow(lengths, PageListsOf(cache, plan.seqs))
         one_by_one.grow(lengths, [cache.page_list(seq) for seq in seqs])
+
+
+def test_arrays_that_go_to_a_device_together_are_each_themselves() -> None:
+    shapes = {"items": (3, 5, 16), "tile_items": (0, 3, 16), "order": (7,), "states": (7, 4)}
+    arrays = {name: torch.randint(0, 99, shape, dtype=torch.int32) for name, shape in shapes.items()}
+    there = _uploaded(arrays, torch.device("cpu"))
+    assert list(there) == list(arrays)
+    for name, x in there.items():
+        assert torch.equal(x, arrays[name])
+        assert x.is_contiguous()
+        assert x.storage_offset() % 32 == 0
+    assert len({x.untyped_storage().data_ptr() for x in there.values()}) == 1
 
 
 @pytest.mark.parametrize("room", [0, 30])

@@ -9,9 +9,10 @@ from typing import Any
 
 from tilewise import arguments, checks, traced
 from tilewise.gpu import decode as kernel
-from tilewise.gpu.planner import Batch
+from tilewise.gpu.plan_step import Batch
 from tilewise.kvcache import PagedKVCache, PrefixCache
 from tilewise.kvcache.lineage import Lineage
+from tilewise.kvcache.slots import late_places
 from tilewise.plan import DecodePlan
 from tilewise.plan.flat import Judge
 from tilewise.plan.standing import StandingPlan
@@ -72,9 +73,10 @@ def renew_plan(plan: StandingPlan, cache: PagedKVCache | PrefixCache, seqs: Sequ
     plan: of plan_decode(..., rows=, max_length=); the same object is returned. seqs: up to `rows` sequences of up to
     `max_length` tokens, in the order in which q and o have them from now on.
 
-    On a GPU the host looks only at what changed, sends it in one copy that it does not wait for, and launches the
-    planner on the current stream, which makes the work list where the last one was. So a captured decode() replays
-    over sequences that come and go. On a CPU, where a plan costs little, the next call makes a new one.
+    On a GPU the host looks only at what changed, and sends it by one launch that it does not wait for. The first
+    decode() after that makes the work list where the last one was, for all layers; a graph that captures decode() makes
+    it in every replay, before its first layer. So a captured decode() replays over sequences that come and go. On a
+    CPU, where a plan costs little, the next call makes a new one.
     """
     pages = arguments.check_cache(cache)
     if not isinstance(plan, StandingPlan):
@@ -95,6 +97,9 @@ def renew_plan(plan: StandingPlan, cache: PagedKVCache | PrefixCache, seqs: Sequ
         )
     plan.hold(named, at, lengths)
     kernel.renew(plan, partial(batch_of, plan, pages))
+    if pages._late is not None:  # no list took them along
+        pages._late.settle()
+        pages._late = None
     return plan
 
 
@@ -111,4 +116,5 @@ def batch_of(plan: StandingPlan, pages: PagedKVCache) -> Batch:
         of.stamps,
         of.last_stamp,
         of.grown(plan.rows_of),
+        None if pages._late is None else late_places(pages, plan.seqs),
     )

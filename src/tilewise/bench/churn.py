@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from .. import api
+from ..gpu.decode import kept
 from ..kvcache import PagedKVCache
 from ..kvcache.slots import room_for
 from . import prefill
@@ -111,7 +112,7 @@ class Crowd:
             self.roots = self.cache.fork([one for one in self.roots for _ in range(children)])
             self._fill(self.roots, [tokens] * len(self.roots))
         self.seqs = self.begin(self.draw(point.batch))
-        self.slots = room_for(self.cache, point.batch)  # where a captured step looks for its places
+        self.slots = room_for(self.cache, point.batch, planned=True)  # where a captured step looks for its places
         self.new: list[int] = []
         self.finish(self.seqs)
         self.most = SHARED + sum(tokens for _, tokens in TREE) + point.seq + 2 * STEPS
@@ -142,13 +143,14 @@ class Crowd:
             self.new = self.begin(self.draw(self.row.leaving))
             self.finish(self.new)
         self.coming = self.draw(self.row.leaving)
-        self.gone = set(self.random.choice(len(self.seqs), self.row.leaving, replace=False).tolist())
+        self.gone = self.random.choice(len(self.seqs), self.row.leaving, replace=False).tolist()
 
     def change(self) -> None:
         """What a step does to the cache."""
         if self.row.leaving:
             self.cache.free([self.seqs[n] for n in self.gone])
-            self.seqs = [seq for n, seq in enumerate(self.seqs) if n not in self.gone] + self.new
+            for n, seq in zip(self.gone, self.new, strict=True):  # others keep their rows
+                self.seqs[n] = seq
             self.new = self.begin(self.coming)
         self.slots = self.cache.extend(self.seqs, 1, into=self.slots)
         self.cache.mark_written(self.slots)
@@ -183,8 +185,8 @@ def _time(row: Row, loops: int | None) -> list[Result]:
     found = {STEP: timing_of(whole), CACHE: timing_of(cache), FIRST: _repeated(first, steps, wait)}
     results = [Result(f"{ours}, {part}", True, OK, timing=timing) for part, timing in found.items()]
     if cuda:
-        renew = partial(api.renew_plan, plan, crowd.cache, crowd.seqs)
-        results.append(device_cost(f"{ours}, {PLANNER}", renew, without="Memcpy HtoD"))
+        (listed,) = kept(plan).lists.values()
+        results.append(device_cost(f"{ours}, {PLANNER}", listed.launch))
     return results
 
 

@@ -12,6 +12,7 @@ from tilewise.arch import arch_of as arch_of
 from tilewise.arch import occupancy as occupancy
 from tilewise.compiler.diagnostics import KernelCompileError as KernelCompileError
 from tilewise.compiler.diagnostics import ResourceReport as ResourceReport
+from tilewise.compiler.driver import capture_of as capture_of
 from tilewise.compiler.driver import driver_available as driver_available
 from tilewise.compiler.launch import Args as Args
 from tilewise.compiler.launch import Kernel as Kernel

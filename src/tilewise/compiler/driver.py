@@ -63,6 +63,18 @@ def error_text(error: Any) -> str:
     return f"{getattr(error, 'name', error)}" + (f" ({text.decode()})" if code == 0 and text else "")
 
 
+def capture_of(stream: int) -> int:
+    """Which capture into a graph the stream, a raw handle, is part of: a number that no other one has; 0 for none.
+
+    Asked without cuda.bindings, which ask for the graph's edges, too: a driver refuses that where some have data.
+    """
+    status, number = ctypes.c_int(0), ctypes.c_uint64(0)
+    found = ctypes.byref(status), ctypes.byref(number)
+    if code := ctypes.CDLL(LIBRARY).cuStreamGetCaptureInfo_v2(ctypes.c_void_p(stream), *found, None, None, None):
+        raise RuntimeError(f"the capture of a stream: {error_text(require().CUresult(code))}")
+    return number.value if status.value else 0
+
+
 def version() -> tuple[int, int]:
     """The newest CUDA that the driver serves: (13, 0); RuntimeError or ImportError where it cannot be asked."""
     number = check(require().cuDriverGetVersion(), "the driver's version")

@@ -204,7 +204,7 @@ class PlanRoom(ctypes.Structure):
         (n, ctypes.c_uint32)
         for n in (
             *("sums", "place", "length", "caller", "under", "split", "ranges", "nodes"),
-            *("loads", "fresh", "ranks", "counts", "work", "keys", "next"),
+            *("loads", "fresh", "ranks", "skipped", "counts", "work", "keys", "next"),
         )
     ]
 
@@ -216,7 +216,7 @@ class PlanArgs(ctypes.Structure):
         *((n, ctypes.c_void_p) for n in ("step", "table", "items", "tile_items", "order", "lengths", "states")),
         *((n, ctypes.c_void_p) for n in ("used", "placed", "made")),
         *((n, ctypes.c_int) for n in ("rows", "width", "tokens", "left", "together", "warps", "joiners")),
-        *((n, ctypes.c_int) for n in ("slots", "tile_rounds", "pass_rows", "tile_rows", "tile_box", "wide_rows")),
+        *((n, ctypes.c_int) for n in ("slots", "tile_rounds", "pass_bits", "tile_bits", "tile_box", "wide_rows")),
         *((n, ctypes.c_int) for n in ("in_turn", "chunk_bits", "longest")),
         *((n, ctypes.c_int) for n in ("shared_tokens", "item_cost", "step_cost")),
         *((n, ctypes.c_int) for n in ("max_ranges", "max_pieces", "max_tiles", "max_states")),
@@ -225,6 +225,17 @@ class PlanArgs(ctypes.Structure):
         *((n, Divisor) for n in ("page_size", "heads", "rows_each", "blocks", "groups", "passes")),
         ("room", PlanRoom),
         *((n, ctypes.c_double) for n in ("item_chunks", "state_chunks", "sprint")),
+    ]
+
+
+class StageArgs(ctypes.Structure):
+    """decode/plan_step.cu: StageArgs."""
+
+    _fields_ = [
+        *((n, ctypes.c_void_p) for n in ("message", "step", "table", "positions", "index", "seen")),
+        ("number", ctypes.c_int64),
+        *((n, ctypes.c_int) for n in ("sequences", "nodes", "updates", "grown", "width", "room")),
+        ("page_size", Divisor),
     ]
 
 

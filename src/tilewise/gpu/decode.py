@@ -40,7 +40,8 @@ from tilewise.gpu.decode_kernels import (
 from tilewise.gpu.decode_shapes import AnyPlan, as_measured, check_served, has_wide_nodes, shape_of
 from tilewise.gpu.decode_shapes import fills_one_block as fills_one_block
 from tilewise.gpu.decode_small import SmallDecode, SmallShape, small_shape
-from tilewise.gpu.planner import Batch, PlannedList
+from tilewise.gpu.plan_step import Batch
+from tilewise.gpu.planner import PlannedList
 from tilewise.gpu.select import Select
 from tilewise.plan.standing import StandingPlan
 from tilewise.plan.tiles import DecodePlan
@@ -196,7 +197,10 @@ class Decode:
             a.k_zero, a.v_zero = Paged.of(k_parts[2]), Paged.of(v_parts[2])
         cuda = self.device.type == "cuda"
         stream = compiler.raw_stream(self.kernel.ordinal) if cuda else 0
-        space = self._workspace(None if cuda and torch.cuda.is_current_stream_capturing() else stream)
+        capturing = cuda and torch.cuda.is_current_stream_capturing()
+        if isinstance(self.listed, PlannedList):
+            self.listed.make(stream, capturing)
+        space = self._workspace(None if capturing else stream)
         a.state_o, a.state_ml, a.barrier_counter = (x.data_ptr() for x in (space.o, space.ml, space.barrier))
         if self.select and selected is not None:
             self.select(selected, space.lists, stream, **emulated)

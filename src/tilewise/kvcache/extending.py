@@ -14,7 +14,7 @@ from tilewise.kvcache import storage
 from tilewise.kvcache.pool import Ints, ranges
 from tilewise.kvcache.runs import Run
 from tilewise.kvcache.sequences import check_counts
-from tilewise.kvcache.slots import Places, Slots, check_into
+from tilewise.kvcache.slots import Late, Places, Slots, check_into
 
 if TYPE_CHECKING:
     from tilewise.kvcache.paged import PagedKVCache
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 Flags = npt.NDArray[np.bool_]
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False, slots=True)
 class ExtendPlan:
-    """A checked extend() that has not happened yet."""
+    """A checked extend() that has not happened yet. Nobody changes one."""
 
     seqs: tuple[int, ...]
     counts: tuple[int, ...]
@@ -163,10 +163,18 @@ def commit_extend(cache: PagedKVCache, plan: ExtendPlan, into: Slots | None) -> 
 
 def _slots(cache: PagedKVCache, plan: ExtendPlan, places: Places | None, positions: Ints, index: Ints) -> Slots:
     step, losses = 0, cache.pool.losses
+    cache._extends += 1
+    if cache._late is not None and cache._late is not places:
+        cache._late.settle()
+        cache._late = None
     if places is not None:
-        places.fill(positions, index)
+        if places.planned and plan.single:
+            places.fill_late(Late(plan.seqs, positions, index, cache._extends))
+            cache._late = places
+        else:
+            places.fill(positions, index)
         step = places.step
-    return Slots(plan.seqs, plan.counts, positions, index, cache, places, step, losses, [losses])
+    return Slots.of(plan.seqs, plan.counts, positions, index, cache, places, step, losses)
 
 
 def _take_pages(cache: PagedKVCache, plan: ExtendPlan) -> None:

@@ -21,7 +21,7 @@ from tilewise.kvcache.extending import ExtendPlan, commit_extend, plan_extend
 from tilewise.kvcache.pool import CacheStats, Ints, PagePool, Pages
 from tilewise.kvcache.rotation import Rotary
 from tilewise.kvcache.sequences import Sequences, several
-from tilewise.kvcache.slots import Slots, check_slots, upload
+from tilewise.kvcache.slots import Places, Slots, check_slots, upload
 
 _serials = itertools.count()
 
@@ -91,6 +91,8 @@ class PagedKVCache:
         self._next_seq = 0
         self.pool = PagePool(self.num_pages)
         self._written = storage.Written(self.num_pages, self.page_size, self.num_layers)
+        self._extends = 0  # counts them
+        self._late: Places | None = None  # of the last one, if they wait for renew_plan
 
     def __repr__(self) -> str:
         names = ("num_pages", "page_size", "num_kv_heads", "head_dim", "num_layers")

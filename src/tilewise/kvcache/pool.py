@@ -27,6 +27,7 @@ class PagePool:
         self._fill = np.zeros(num_pages, np.int32)
         self._late: tuple[Ints, int] | None = None  # places of last tokens, and page_size: their pages' fill is not set
         self._lowest = 0  # no page below is free
+        self._known: Ints = _NONE  # pages from there on that were free, no free one between them left out
 
     @property
     def fill(self) -> Pages:
@@ -95,6 +96,7 @@ class PagePool:
             self.fill[pages] = 0
             self.free_pages += len(pages)
             self._lowest = min(self._lowest, int(np.minimum.reduce(pages)))
+            self._known = _NONE
 
     def take(self, last_pages: Ints, wanted: Ints) -> Pages:
         """Hold `wanted` free pages, one at least, for each sequence, whose last page is given or -1; enough are free.
@@ -186,15 +188,26 @@ class PagePool:
         return pages
 
     def _take_lowest(self, count: int) -> Ints:
+        known = self._known
+        if len(known) >= count:  # some of them may have been taken since they were found
+            free = known[:count]
+            if not np.count_nonzero(self.refs[free]):
+                self._known = known[count:]
+                self.refs[free] = 1
+                self._lowest = int(free[-1]) + 1
+                return free
+        self._known = _NONE
         found: list[Ints] = []
         while count:
-            free = (self.refs[self._lowest : self._lowest + SCAN] == 0).nonzero()[0][:count]
+            free = (self.refs[self._lowest : self._lowest + SCAN] == 0).nonzero()[0]
             free += self._lowest
+            if len(free) > count:
+                free, self._known = free[:count], free[count:]
             self.refs[free] = 1
             found.append(free)
             count -= len(free)
             self._lowest = self._lowest + SCAN if count else int(free[-1]) + 1
-        return np.concatenate(found) if found else np.empty(0, np.int64)
+        return found[0] if len(found) == 1 else np.concatenate(found) if found else _NONE
 
 
 class _Holes:

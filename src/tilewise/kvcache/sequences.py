@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import compress
+from operator import is_not
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,6 +20,7 @@ if TYPE_CHECKING:
 
 LARGE = 2**20  # entries of a table that is not copied as a whole
 MANY = 2**40  # a count of tokens that no cache has room for
+MOST_GONE = 4096  # sequences that ended, which are remembered
 
 
 class Sequences:
@@ -43,8 +46,10 @@ class Sequences:
         self.stepped: tuple[Ints, int] | None = None  # the rows that got a token each in the last step, `changes` then
         self._stamp = 0  # the last one given
         self._unused: list[int] = []
-        # The sequences asked for last, and their rows: steps mostly go over the same ones.
+        # The sequences asked for last, and their rows: steps mostly go over the same ones, or most of them.
         self._batch: tuple[list[int], tuple[int, ...], Ints] | None = None
+        self._members: set[int] = set()  # those sequences
+        self._gone: set[int] = set()  # sequences that ended since
 
     def add(self, seq: int, pages: Pages, length: int) -> None:
         """A sequence with this page list."""
@@ -75,8 +80,11 @@ class Sequences:
 
     def end(self, seqs: Sequence[int]) -> Ints:
         """The rows of sequences that live no longer. Their page lists stay until clear() is told of the rows."""
-        self._batch = None
         self.changes += 1
+        self._gone.update(seqs)
+        if len(self._gone) > MOST_GONE:  # nobody asks for a batch
+            self._batch = None
+            self._gone.clear()
         return np.fromiter(map(self.rows.pop, seqs), np.int64, len(seqs))
 
     def clear(self, rows: Ints) -> None:
@@ -117,14 +125,43 @@ class Sequences:
     def batch(self, seqs: Any) -> tuple[tuple[int, ...], Ints]:
         """named() of sequences that are named once each; the very same tuple and array if they are those of the call
         before. The tuple is taken as well as the list."""
-        if self._batch is None or (self._batch[1] is not seqs and self._batch[0] != seqs):
-            named, rows = self.named(seqs)
-            if len(set(named)) != len(named):
-                raise ValueError("seqs must name each sequence once, got one twice; add up its counts")
-            if type(seqs) is not list:
-                return tuple(named), rows
-            self._batch = named.copy(), tuple(named), rows
+        known = self._batch
+        if known is not None:
+            listed = type(seqs) is list
+            if (known[1] is seqs or (listed and known[0] == seqs)) and self._gone.isdisjoint(self._members):
+                self._gone.clear()
+                return known[1:]
+            if listed and len(seqs) == len(known[0]):
+                self._batch = self._replaced(*known, seqs)
+                if self._batch is not None:
+                    return self._batch[1:]
+        named, rows = self.named(seqs)
+        members = set(named)
+        if len(members) != len(named):
+            raise ValueError("seqs must name each sequence once, got one twice; add up its counts")
+        if type(seqs) is not list:
+            return tuple(named), rows
+        self._batch, self._members = (named.copy(), tuple(named), rows), members
+        self._gone.clear()
         return self._batch[1:]
+
+    def _replaced(
+        self, old: list[int], named: tuple[int, ...], rows: Ints, seqs: list[int]
+    ) -> tuple[list[int], tuple[int, ...], Ints] | None:
+        """What batch() keeps of `seqs`, where some stand in the places of others; None if it has to look at all."""
+        at = list(compress(range(len(seqs)), map(is_not, old, seqs)))
+        new = [seqs[n] for n in at]
+        if 2 * len(at) > len(seqs) or not _all_ints(new) or not self.rows.keys() >= set(new):
+            return None
+        members = self._members
+        members.difference_update([old[n] for n in at])
+        members.update(new)
+        if len(members) != len(seqs) or not members.isdisjoint(self._gone):
+            return None
+        self._gone.clear()
+        found = rows.copy()
+        found[at] = [self.rows[seq] for seq in new]
+        return seqs.copy(), tuple(seqs), found
 
     def pages(self, seq: int, name: str = "seq") -> Pages:
         """The page list of one sequence: a copy, read-only."""

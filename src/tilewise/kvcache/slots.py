@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -17,12 +17,25 @@ if TYPE_CHECKING:
     from tilewise.kvcache.paged import PagedKVCache
 
 
+class Late(NamedTuple):
+    """A step that is not in its arrays on the card yet: a token for each of `seqs`, (n,) each. extends: the cache's
+    then."""
+
+    seqs: tuple[int, ...]
+    positions: Ints
+    stored: Ints  # Slots.host_index
+    extends: int
+
+
 class Places:
-    """(2, capacity) int64 on a card: the positions and the index of a step's tokens; index -1 where there is none."""
+    """(2, capacity) int64 on a card: the positions and the index of a step's tokens; index -1 where there is none.
 
-    __slots__ = ("rows", "step", "tensor")
+    planned: steps of a token each wait in `late` for renew_plan(), which sends them with what the plan takes.
+    """
 
-    def __init__(self, capacity: int, device: torch.device) -> None:
+    __slots__ = ("late", "planned", "rows", "step", "tensor")
+
+    def __init__(self, capacity: int, device: torch.device, planned: bool = False) -> None:
         if torch.is_inference_mode_enabled():
             with torch.inference_mode(False):  # or a later step outside of it could not refresh them
                 self.tensor = torch.empty((2, capacity), dtype=torch.int64, device=device)
@@ -30,9 +43,29 @@ class Places:
             self.tensor = torch.empty((2, capacity), dtype=torch.int64, device=device)
         self.rows: tuple[torch.Tensor, ...] = ()  # views, kept because making one costs as much as a launch
         self.step = 0  # counts the steps that were in them
+        self.planned = planned
+        self.late: Late | None = None
 
     def fill(self, positions: Ints, index: Ints) -> None:
         self.step += 1
+        self._send(positions, index)
+
+    def fill_late(self, late: Late) -> None:
+        """fill(), by settle() or by who sends it otherwise."""
+        self.step += 1
+        self.late = late
+
+    def settle(self) -> None:
+        """Send what is late."""
+        late, self.late = self.late, None
+        if late is None:
+            return
+        if self.tensor.is_cuda and torch.cuda.is_current_stream_capturing():
+            self.late = late
+            raise RuntimeError("places of a planned step are asked for within a graph capture: renew_plan comes first")
+        self._send(late.positions, late.stored)
+
+    def _send(self, positions: Ints, index: Ints) -> None:
         if not self.tensor.numel():
             return
         count, room = len(index), self.tensor.shape[1]
@@ -84,6 +117,26 @@ class Slots:
     _layers: set[int] = field(repr=False, default_factory=set)  # the layers written
     _when_complete: list[Callable[[], None]] = field(repr=False, default_factory=list)
 
+    @classmethod
+    def of(
+        cls,
+        seqs: tuple[int, ...],
+        counts: tuple[int, ...],
+        positions: Ints,
+        index: Ints,
+        cache: PagedKVCache,
+        places: Places | None,
+        step: int,
+        losses: int,
+    ) -> Slots:
+        """Slots as extend() makes them, in a fifth of the time that a call of a frozen class takes."""
+        made = cls.__new__(cls)
+        made.__dict__.update(
+            seqs=seqs, counts=counts, host_positions=positions, host_index=index, _cache=cache, _places=places,
+            _step=step, _born=losses, _losses=[losses], _layers=set(), _when_complete=[],
+        )  # fmt: skip
+        return made
+
     def __len__(self) -> int:
         return len(self.host_index)
 
@@ -133,6 +186,8 @@ class Slots:
     def _on_card(self, which: int, whole: bool = False) -> torch.Tensor:
         self._check_own_places()
         assert self._places is not None
+        if self._places.late is not None:
+            self._places.settle()
         self._places.rows = self._places.rows or self._places.tensor.unbind()
         row = self._places.rows[which]
         return row if whole or len(row) == len(self) else row[: len(self)]
@@ -162,16 +217,32 @@ class Slots:
         return not np.array_equal(now, self._pages)
 
 
-def room_for(cache: PagedKVCache, tokens: int) -> Slots:
-    """Slots of no token, whose arrays on a card have room for steps of so many: for extend(into=), before any step."""
+def room_for(cache: PagedKVCache, tokens: int, *, planned: bool = False) -> Slots:
+    """Slots of no token, whose arrays on a card have room for steps of so many: for extend(into=), before any step.
+
+    planned: the arrays are filled by renew_plan() of a standing plan of the same sequences, with what that sends
+    anyway, and otherwise when somebody asks for them: it has to come before a graph that reads them is replayed.
+    """
     nothing: Ints = np.zeros(0, np.int64)
     places = None
     if cache._by_kernel:
-        places = Places(tokens, cache.device)
+        places = Places(tokens, cache.device, planned)
         places.fill(nothing, nothing)
     step = places.step if places is not None else 0
     losses = cache.pool.losses
-    return Slots((), (), nothing, nothing, cache, places, step, losses, [losses])
+    return Slots.of((), (), nothing, nothing, cache, places, step, losses)
+
+
+def late_places(cache: PagedKVCache, seqs: tuple[int, ...]) -> torch.Tensor | None:
+    """The arrays that wait for a plan of these sequences; others that wait are filled here. The caller fills them."""
+    places, cache._late = cache._late, None
+    if places is None or places.late is None:
+        return None
+    if places.late.extends != cache._extends or places.late.seqs != seqs:
+        places.settle()
+        return None
+    places.late = None
+    return places.tensor
 
 
 def check_slots(slots: Any, cache: PagedKVCache, layer: int) -> None:

@@ -13,7 +13,7 @@
 // Everything stands once in the code, and what stands in a loop is not unrolled: the planner runs once per step, and
 // fetching its instructions takes as long as running them.
 //
-// Constants: kSelected, false.
+// Constants: kSelected, false; kPlanThreads, as many as there are rows or more.
 #include "decode/plan_cut.cuh"
 #include "decode/plan_deal.cuh"
 
@@ -25,22 +25,19 @@ struct Planner {
     TILE_DEVICE explicit Planner(const PlanArgs& a) : args(a), cuts{a}, node_count(0), pieces(0), tiles(0) {}
 
     TILE_DEVICE void run() {
-        const Global<const int> step{args.step};
-        const int sequences = step[0], given = step[1], updates = step[2];
-        read(sequences, given, updates);
-        bool shares = given > 0, done = false;
+        node_count = read();
+        bool done = false;
 #pragma unroll 1
         while (!done) {
-            node_count = shares ? given : 0;
-            done = cut() || !shares;
+            done = cut() || !node_count;
             if (done) {
                 tell(kRounds, 0);
                 clear_bins();
 #pragma unroll 1
                 for (int what = tiles ? kChains : kStreams; done && what <= kStreams; what++)
-                    done = plan(what == kChains) || !shares;
+                    done = plan(what == kChains) || !node_count;
             }
-            shares = false;
+            if (!done) node_count = 0;
         }
     }
     // Tells who asks: PlanArgs.made
@@ -49,13 +46,17 @@ struct Planner {
     }
 
     // ---- what the host says -----------------------------------------------------------------------------------------
-    TILE_DEVICE void read(int sequences, int given, int updates) const {
-        const int n = threadIdx.x, lane = n % 32, warp = n / 32;
+    // How many nodes there are
+    TILE_DEVICE int read() const {
+        const int n = threadIdx.x;
+        const Global<const Vector16> step{reinterpret_cast<const Vector16*>(args.step)};
+        // Asked for together: who is not there has room there all the same.
+        const Vector16 head = step[0];
+        Vector16 of = step[1 + smaller(n, args.rows - 1)];
+        const int sequences = int(head.word[0]), given = int(head.word[1]);
         const Global<const int> nodes{args.step + kStepWords + 4 * sequences};
-        const int* changes = args.step + kStepWords + (4 * sequences + 5 * given + 3) / 4 * 4;
         if (n < args.rows) {
-            Vector16 of{{uint32_t(n), 0, 0, 0}};  // idle
-            if (n < sequences) of = Global<const Vector16>{reinterpret_cast<const Vector16*>(args.step)}[1 + n];
+            if (n >= sequences) of = Vector16{{uint32_t(n), 0, 0, 0}};  // idle
             Shared<int>(args.room.caller)[n] = int(of.word[0]);
             Shared<int>(args.room.place)[n] = int(of.word[1]);
             Shared<int>(args.room.length)[n] = int(of.word[2]);
@@ -69,14 +70,8 @@ struct Planner {
             node.start = nodes[5 * i + 2], node.stop = nodes[5 * i + 3], node.above = nodes[5 * i + 4];
             Shared<PlanNode>(args.room.nodes)[i] = node;
         }
-#pragma unroll 1
-        for (int i = warp; i < updates; i += kPlanWarps) {
-            const Vector16 change = Global<const Vector16>{reinterpret_cast<const Vector16*>(changes)}[i];
-            const Global<const int> from{changes + 4 * updates + change.word[3]};
-            const Global<int> to{args.table + int64_t(change.word[0]) * args.width + change.word[1]};
-            for (int k = lane; k < int(change.word[2]); k += 32) to[k] = from[k];
-        }
         ptx::sync_threads();
+        return given;
     }
 
     // ---- pieces -----------------------------------------------------------------------------------------------------
@@ -103,8 +98,8 @@ struct Planner {
     TILE_DEVICE Piece piece_at(int n, bool tiled) const {
         if (tiled || n < cuts.node_pieces(node_count)) {
             const PlanNode node = cuts.node_of(n, node_count, tiled);
-            const int k = n - (tiled ? node.tile_unit : node.unit), part = k / node.passes;
-            const int most = tiled ? args.tile_rows : args.pass_rows, row = (k - part * node.passes) * most;
+            const int k = n - (tiled ? node.tile_unit : node.unit), part = floor_div(k, node.passes);
+            const int most = 1 << (tiled ? args.tile_bits : args.pass_bits), row = (k - part * node.passes) * most;
             const int rows = smaller(most, node.sequences * int(args.rows_each.divisor) - row);
             const int begin = node.begin + part * node.piece;
             const Span span{larger(begin, node.start), smaller(begin + node.piece, node.stop)};
@@ -113,8 +108,8 @@ struct Planner {
         const PlanRange range = cuts.range_of(n);
         const RangeCut of(args, range.start, range.stop);
         const int k = n - range.unit, part = args.passes.quotient(k);
-        const int row = (k - part * int(args.passes.divisor)) * args.pass_rows;
-        const int rows = smaller(args.pass_rows, int(args.rows_each.divisor) - row);
+        const int row = (k - part * int(args.passes.divisor)) << args.pass_bits;
+        const int rows = smaller(1 << args.pass_bits, int(args.rows_each.divisor) - row);
         const int begin = of.begin + (part << of.size_bits), end = begin + (1 << of.size_bits);
         const int fold = range.whole ? 1 << (of.size_bits - args.chunk_bits) : 0;
         const Span span{larger(begin, range.start), range.whole ? range.stop : smaller(end, range.stop)};
@@ -133,7 +128,7 @@ struct Planner {
             if (tiled) link_chains();
 #pragma unroll 1
             for (int i = n; i < filled; i += kPlanThreads) keys[i] = i < count ? key_at(i, tiled) : ~0u;
-            sort_by_runs(args.room.keys, filled);
+            sort_by_runs<kMostKeys>(args.room.keys, filled);
             if (tiled) sorted = chains(count);
         }
         const int units = sorted * int(tiled ? args.heads.divisor : args.groups.divisor);
@@ -208,7 +203,7 @@ struct Planner {
             Shared<int>(args.room.work)[i] = 0;
         }
         // Tiles that there were and are not any more; those that there are clear their own.
-        if (!tiles) clear_unused(true, int(args.blocks.divisor), 0, false);
+        if (!tiles) clear_unused(true, int(args.blocks.divisor), 0, false, used_by(true, int(args.blocks.divisor)));
         ptx::sync_threads();
     }
 
@@ -225,27 +220,34 @@ struct Planner {
         const Shared<int> next(args.room.next);
         const Global<int> placed{args.placed};
         const bool sorted = (tiled ? tiles : pieces) <= kMostKeys;
+        const int used = used_by(tiled, bins);
+        // Whole warps go on together: four lanes store an item.
 #pragma unroll 1
-        for (int i = threadIdx.x; i < units; i += kPlanThreads) {
+        for (int i = threadIdx.x; i - int(threadIdx.x) % 32 < units; i += kPlanThreads) {
             const int rank = tiled ? args.heads.quotient(i) : args.groups.quotient(i);
             const int head = tiled ? i - rank * int(args.heads.divisor)
                                    : (i - rank * int(args.groups.divisor)) * args.together;
-            int turn = i / bins, bin = i - turn * bins;
-            if (!in_turn) {
-                const int where = placed[i];
-                bin = where & ((1 << kBinBits) - 1), turn = where >> kBinBits;
+            int at = -1, to = 0;
+            if (i < units) {
+                at = sorted ? piece_of(keys[rank]) : rank;
+                int turn = in_turn ? floor_div(i, bins) : int(placed[i]), bin = i - turn * bins;
+                if (!in_turn) bin = turn & ((1 << kBinBits) - 1), turn >>= kBinBits;
+                to = int(item_at(tiled, bin, turn));
             }
 #pragma unroll 1
-            for (int at = sorted ? piece_of(keys[rank]) : rank; at >= 0; turn++) {
-                const int after = tiled ? int(next[at]) : -1;
-                Piece piece = piece_at(at, tiled);
-                if (after >= 0) piece.kind |= kGoesOn;
-                DecodeItem* items = (tiled ? args.tile_items : args.items) + item_at(tiled, bin, turn);
-                write_item(items, tiled ? 1 : args.together, head, piece, tiled);
-                at = after;
+            while (ptx::any(at >= 0)) {
+                Vector16 item[4]{};
+                int after = -1;
+                if (at >= 0) {
+                    if (tiled) after = next[at];
+                    make_item(item, head, piece_at(at, tiled), tiled);
+                    if (after >= 0) item[3].word[2] |= kGoesOn;
+                }
+                store_items(tiled ? args.tile_items : args.items, at < 0 ? -1 : to, tiled ? 1 : args.together, item);
+                at = after, to += int(args.blocks.divisor);  // of tiles: the next round
             }
         }
-        clear_unused(tiled, bins, units, in_turn);
+        clear_unused(tiled, bins, units, in_turn, used);
         ptx::sync_threads();
         if (tiled) {
             // What streams goes beside them: by when a block is done with its streams, and when its tiles are.
@@ -259,13 +261,18 @@ struct Planner {
             ptx::sync_threads();
         }
     }
+    // Slots of this thread's first bin that hold an item of the list before
+    TILE_DEVICE int used_by(bool tiled, int bins) const {
+        return int(threadIdx.x) < bins ? int(Global<int>{args.used}[(tiled ? args.bins : 0) + int(threadIdx.x)]) : 0;
+    }
     // Empties what the list before had and this one has not
-    TILE_DEVICE void clear_unused(bool tiled, int bins, int units, bool in_turn) const {
+    TILE_DEVICE void clear_unused(bool tiled, int bins, int units, bool in_turn, int first) const {
         const Global<int> used{args.used + (tiled ? args.bins : 0)};
-        const int whole = units / bins, more = units - whole * bins;
+        const int whole = floor_div(units, bins), more = units - whole * bins;
 #pragma unroll 1
         for (int b = threadIdx.x; b < bins; b += kPlanThreads) {
-            const int count = in_turn ? whole + (b < more) : int(Shared<int>(args.room.counts)[b]), before = used[b];
+            const int count = in_turn ? whole + (b < more) : int(Shared<int>(args.room.counts)[b]);
+            const int before = b < kPlanThreads ? first : int(used[b]);
 #pragma unroll 1
             for (int turn = count; turn < before; turn++) {
                 const Global<Vector16> to{reinterpret_cast<Vector16*>((tiled ? args.tile_items : args.items) +
@@ -283,9 +290,8 @@ struct Planner {
         const int64_t row = int(Shared<int>(args.room.place)[sequence]);
         return Global<const int>{args.table}[row * args.width + number];
     }
-    // The items of `count` neighbouring heads from `head` on
-    TILE_DEVICE void write_item(DecodeItem* items, int count, int head, const Piece& piece, bool tiled) const {
-        const Global<Vector16> to{reinterpret_cast<Vector16*>(items)};
+    // The item of a head, in vectors
+    TILE_DEVICE void make_item(Vector16 (&item)[4], int head, const Piece& piece, bool tiled) const {
         const int first = piece.first, ahead = args.rows_each.quotient(piece.row), sequence = first + ahead;
         const auto words = [](int a, int b, int c, int d) {
             return Vector16{{uint32_t(a), uint32_t(b), uint32_t(c), uint32_t(d)}};
@@ -299,20 +305,41 @@ struct Planner {
         }
         // All pages stand in the table: none is looked for elsewhere.
         const int begin = span.begin >> args.chunk_bits << args.chunk_bits;
-        const int later = smaller(begin + (1 << args.chunk_bits) - 16, span.end - 1);
-        const int page = span.end > span.begin ? page_of(first, begin) : -1, row = ahead * int(args.rows_each.divisor);
-        const int second = page < 0 || later < begin + 16 ? page : page_of(first, later);
-        int caller_head = (Shared<int>(args.room.caller)[sequence] << 12) + head;
+        const int later = larger(begin, smaller(begin + (1 << args.chunk_bits) - 16, span.end - 1));
+        const int both[2] = {page_of(first, begin), page_of(first, later)};  // asked for together
+        const int page = span.end > span.begin ? both[0] : -1, row = ahead * int(args.rows_each.divisor);
+        const int second = page < 0 || later < begin + 16 ? page : both[1];
+        const int caller_head = (Shared<int>(args.room.caller)[sequence] << 12) + head;
+        item[0] = words(sequence, piece.row - row, piece.rows, caller_head);
+        item[1] = words(Shared<int>(args.room.place)[first], span.begin, span.end, piece.state_fold);
+        item[2] = words(page, kNoEnd, split.first, split.before);
+        item[3] = words(split.grows_from, split.piece, piece.kind, second);
+    }
+    // Each lane's item, for `count` neighbouring heads, to `items` from number `to` on; none if that is negative. Four
+    // lanes store an item: a store of a warp then goes to eight places, not to 32.
+    TILE_DEVICE void store_items(DecodeItem* items, int to, int count, const Vector16 (&item)[4]) const {
+        const Global<Vector16> out{reinterpret_cast<Vector16*>(items)};
+        const int lane = threadIdx.x % 32, part = lane % 4;
 #pragma unroll 1
-        for (int w = 0; w < 4 * count; w += 4, caller_head++) {
-            to[w] = words(sequence, piece.row - row, piece.rows, caller_head);
-            to[w + 1] = words(Shared<int>(args.room.place)[first], span.begin, span.end, piece.state_fold);
-            to[w + 2] = words(page, kNoEnd, split.first, split.before);
-            to[w + 3] = words(split.grows_from, split.piece, piece.kind, second);
+        for (int from = lane - part; from < lane - part + 4; from++) {
+            const int64_t at = ptx::shuffle(to, from);
+            Vector16 mine{};
+#pragma unroll
+            for (int w = 0; w < 4; w++)
+#pragma unroll
+                for (int v = 0; v < 4; v++) {
+                    const uint32_t word = ptx::shuffle(item[v].word[w], from);
+                    if (part == v) mine.word[w] = word;
+                }
+#pragma unroll 1
+            for (int h = 0; at >= 0 && h < count; h++) {
+                out[4 * (at + h) + part] = mine;
+                mine.word[3] += part == 0;  // the head
+            }
         }
     }
 };
 
-extern "C" __global__ void __launch_bounds__(kPlanThreads) decode_plan(const __grid_constant__ PlanArgs args) {
+extern "C" __global__ void __launch_bounds__(kPlanThreads, 1) decode_plan(const __grid_constant__ PlanArgs args) {
     Planner(args).run();
 }

@@ -1,5 +1,5 @@
 // What the threads of one block of kPlanThreads do together: sums, minima, sorting. All of them are called by all
-// threads.
+// threads. Constants: kPlanThreads, 256, 512 or 1024.
 #pragma once
 #include "tile/memory.cuh"
 
@@ -11,10 +11,15 @@
 #define PLAN_CALLED __device__ __noinline__
 #endif
 
-constexpr int kPlanThreads = 1024, kPlanWarps = kPlanThreads / 32;
-constexpr uint32_t kScanBytes = 8 * kPlanWarps;  // at the beginning of shared memory
+constexpr int kPlanWarps = kPlanThreads / 32;
+constexpr uint32_t kScanBytes = 8 * 32;  // at the beginning of shared memory
+static_assert(kPlanThreads == 256 || kPlanThreads == 512 || kPlanThreads == 1024);
 
-TILE_DEVICE int ceil_div(int a, int b) { return (a + b - 1) / b; }
+// Of numbers that are not negative
+PLAN_CALLED unsigned divide(unsigned a, unsigned b) { return a / b; }
+PLAN_CALLED double quotient(double a, double b) { return a / b; }
+TILE_DEVICE int floor_div(int a, int b) { return int(divide(unsigned(a), unsigned(b))); }
+TILE_DEVICE int ceil_div(int a, int b) { return floor_div(a + b - 1, b); }
 TILE_DEVICE int ceil_shift(int a, int bits) { return (a + (1 << bits) - 1) >> bits; }
 TILE_DEVICE int larger(int a, int b) { return a > b ? a : b; }
 TILE_DEVICE int smaller(int a, int b) { return a < b ? a : b; }
@@ -48,7 +53,7 @@ PLAN_CALLED Scanned scan(Sums x) {
         mine = sum;
         if (lane == 31) of_warp[warp] = mine;
         ptx::sync_threads();
-        warps = of_warp[lane];
+        warps = lane < kPlanWarps ? Sums(of_warp[lane]) : 0;
     }
     const Sums before = ptx::shuffle(warps, (warp - 1) & 31);
     return {(warp ? before : 0) + mine - x, ptx::shuffle(warps, 31)};
@@ -60,7 +65,7 @@ PLAN_CALLED int least_of(int x) {
     ptx::sync_threads();
     if (threadIdx.x % 32 == 0) of_warp[threadIdx.x / 32] = all;
     ptx::sync_threads();
-    return int(~ptx::reduce_max(uint32_t(of_warp[threadIdx.x % 32])));
+    return int(~ptx::reduce_max(uint32_t(of_warp[threadIdx.x % kPlanWarps])));
 }
 TILE_DEVICE int largest_of(int x) { return 0x7fffffff - least_of(0x7fffffff - x); }
 
@@ -116,9 +121,10 @@ template <int kEach> PLAN_CALLED void sort_runs(uint32_t at_keys, int count) {
         if (there) keys[at + j] = x[j];
     ptx::sync_threads();
 }
-TILE_DEVICE void sort_by_runs(uint32_t at_keys, int count) {
+// Of at most `kMost` keys
+template <int kMost> TILE_DEVICE void sort_by_runs(uint32_t at_keys, int count) {
     if (count <= kPlanThreads) sort_runs<1>(at_keys, count);
-    else sort_runs<4>(at_keys, count);
+    else sort_runs<kMost / kPlanThreads>(at_keys, count);
 }
 // The last of `count` structures of `words` words, at `at`, whose first word is not above n; those words ascend
 TILE_DEVICE int find_last(uint32_t at, int words, int count, int n) {

@@ -39,15 +39,16 @@ struct Cuts {
             const PlanNode of = node(i);
             const int rows = of.sequences * int(args.rows_each.divisor);
             const Sums tokens = of.stop - of.start;
-            if (rows >= args.wide_rows) tiled += tokens * ceil_div(rows, args.tile_rows);
-            else streamed += tokens * ceil_div(rows, args.pass_rows);
+            const bool wide = rows >= args.wide_rows;
+            const Sums all = tokens * ceil_shift(rows, wide ? args.tile_bits : args.pass_bits);
+            (wide ? tiled : streamed) += all;
             deepest = larger(deepest, depth_of(i));
         }
         double share[2];
 #pragma unroll
         for (int b = 0; b < 2; b++) {
             const double all = double((long long)(scan(b ? tiled : streamed).all * args.heads.divisor));
-            const double even = all / args.blocks.divisor;
+            const double even = quotient(all, double(args.blocks.divisor));
             share[b] = even > args.shared_tokens ? even : args.shared_tokens;
         }
         deepest = largest_of(deepest);
@@ -85,8 +86,8 @@ struct Cuts {
     TILE_DEVICE PlanNode cut_node(PlanNode of, const double (&share)[2]) const {
         const int rows = of.sequences * int(args.rows_each.divisor), tokens = of.stop - of.start;
         of.tiled = rows >= args.wide_rows;
-        of.passes = ceil_div(rows, of.tiled ? args.tile_rows : args.pass_rows);
-        const int wanted = larger(1, int(tokens / (of.tiled ? share[1] : share[0]) + 1e-9));
+        of.passes = ceil_shift(rows, of.tiled ? args.tile_bits : args.pass_bits);
+        const int wanted = larger(1, int(quotient(double(tokens), of.tiled ? share[1] : share[0]) + 1e-9));
         const int step = of.tiled ? kTileTokens : 1 << args.chunk_bits;
         of.piece = ceil_div(tokens, wanted * kTileTokens) * kTileTokens;
         of.begin = of.start & ~(step - 1);
@@ -98,10 +99,11 @@ struct Cuts {
             const int ahead = (of.first - up.first) * int(args.rows_each.divisor);
             const bool same_end = of.first + of.sequences == up.first + up.sequences;
             of.state = up.after;
-            if (of.tiled && !windowed() && of.start == up.stop && ahead % args.tile_rows == 0 &&
-                (rows % args.tile_rows == 0 || same_end) &&
+            const int whole = ahead >> args.tile_bits;  // passes before its own
+            if (of.tiled && !windowed() && of.start == up.stop && ahead == whole << args.tile_bits &&
+                (rows == of.passes << args.tile_bits || same_end) &&
                 up.last + smaller(of.piece, of.stop - of.begin) <= kChainShare * share[1]) {
-                of.joins = (up.parts - 1) * up.passes + ahead / args.tile_rows;
+                of.joins = (up.parts - 1) * up.passes + whole;
                 of.state--;
                 if (of.parts == 1) of.last += up.last;
             }
@@ -162,9 +164,9 @@ struct Cuts {
     TILE_DEVICE bool choose_limit(int count, int pieces, int& best) const {
         enum { kItemSum, kStateSum, kPartSum, kLongest, kSums };
         const int n = threadIdx.x, lane = n % 32, warp = n / 32;
-        // Every warp leaves its sums, lane s the s-th; then warp s adds up the s-th.
-        const Shared<uint32_t> of_warps(args.room.sums + 4 * 32);
-        static_assert(kTries * kSums + 2 <= 32 && kPlanWarps == 32);
+        // Every warp leaves its sums, lane s the s-th; then a warp adds up the s-th of all.
+        const Shared<uint32_t> of_warps(args.room.sums + 4 * 32), sums_of(args.room.sums + 4 * 32 * (1 + kPlanWarps));
+        static_assert(kTries * kSums + 2 <= 32);
         uint32_t mine = 0;
         ptx::sync_threads();  // ranges are found
 #pragma unroll 1
@@ -194,12 +196,12 @@ struct Cuts {
         if (lane == 1) mine = all_states;
         of_warps[32 * warp + lane] = mine;
         ptx::sync_threads();
-        {
-            const uint32_t x = of_warps[32 * lane + warp];
-            const bool most = warp >= 2 && (warp - 2) % kSums == kLongest;
+#pragma unroll 1
+        for (int i = warp; i < 2 + kTries * kSums; i += kPlanWarps) {
+            const uint32_t x = lane < kPlanWarps ? uint32_t(of_warps[32 * lane + i]) : 0;
+            const bool most = i >= 2 && (i - 2) % kSums == kLongest;
             const uint32_t all = most ? ptx::reduce_max(x) : ptx::reduce_add(x);
-            ptx::sync_threads();
-            if (lane == 0) of_warps[warp] = all;
+            if (lane == 0) sums_of[i] = all;
         }
         ptx::sync_threads();
         bool fits = false;
@@ -207,15 +209,15 @@ struct Cuts {
         best = args.longest;
 #pragma unroll 1
         for (int t = 0; t < kTries; t++) {
-            const auto sum = [&](int of) { return double(uint32_t(of_warps[2 + t * kSums + of])); };
+            const auto sum = [&](int of) { return double(uint32_t(sums_of[2 + t * kSums + of])); };
             if (sum(kPartSum) * args.passes.divisor + pieces > args.max_pieces ||
-                sum(kPartSum) + double(uint32_t(of_warps[1])) > args.max_states)
+                sum(kPartSum) + double(uint32_t(sums_of[1])) > args.max_states)
                 continue;
-            const double all = double(uint32_t(of_warps[0])) + sum(kItemSum) * args.item_chunks +
+            const double all = double(uint32_t(sums_of[0])) + sum(kItemSum) * args.item_chunks +
                                sum(kStateSum) * args.state_chunks;
             const uint32_t times = args.heads.divisor * args.passes.divisor, warps = args.blocks.divisor * args.warps;
-            const double average = all * times / warps;
-            const double longest = (sum(kLongest) + args.item_chunks) / args.sprint;
+            const double average = quotient(all * times, double(warps));
+            const double longest = quotient(sum(kLongest) + args.item_chunks, args.sprint);
             const double cost = average > longest ? average : longest;
             if (!fits || cost < least) least = cost, best = limit(t);
             fits = true;

@@ -9,18 +9,18 @@ TILE_DEVICE int bin_of(Load load) { return int(load & ((1 << kBinBits) - 1)); }
 
 // Bins in the order of their loads, which a block keeps in args.room.loads
 struct Bins {
-    static constexpr int kEach = (1 << kBinBits) / kPlanThreads;  // bins of a thread: threadIdx.x + kPlanThreads · j
     const PlanArgs& args;
     const int count;
 
     TILE_DEVICE Shared<Load> loads() const { return Shared<Load>(args.room.loads); }
     TILE_DEVICE Shared<Load> fresh() const { return Shared<Load>(args.room.fresh); }
     TILE_DEVICE Shared<int> ranks() const { return Shared<int>(args.room.ranks); }
-    static TILE_DEVICE int mine(int j) { return int(threadIdx.x) + kPlanThreads * j; }
+    TILE_DEVICE Shared<int> skipped() const { return Shared<int>(args.room.skipped); }
 
     // How many of the first `among` loads come before this one
     TILE_DEVICE int before(Load load, int among) const {
         int low = 0, high = among;
+#pragma unroll 1
         while (low < high) {
             const int middle = (low + high) / 2;
             if (Load(loads()[middle]) < load) low = middle + 1;
@@ -30,27 +30,23 @@ struct Bins {
     }
 
     // Puts the loads in order. The first `changed` of them were replaced by the `fresh` ones; the others are in order.
-    // skipped[j]: of this thread's bins, how many unchanged loads come before a fresh one. Several threads share the
-    // comparisons of a bin: each compares with a part of the fresh loads.
-    TILE_DEVICE void reorder(int changed, const int (&skipped)[kEach]) const {
-        const int parts = count < kPlanThreads ? kPlanThreads / count : 1, part = int(threadIdx.x) / count;
-        const int share = (changed + parts - 1) / parts, from = part * share;
-        const int to = from + share < changed ? from + share : changed;
-#pragma unroll
-        for (int j = 0; j < kEach; j++) {
-            const int of = parts > 1 ? int(threadIdx.x) % count : mine(j);
-            if (of >= count || part >= parts || (parts > 1 && j > 0)) continue;
+    // Several threads share the comparisons of a bin: each compares with a part of the fresh loads.
+    TILE_DEVICE void reorder(int changed) const {
+        const int n = threadIdx.x, parts = count < kPlanThreads ? floor_div(kPlanThreads, count) : 1;
+        const int part = parts > 1 ? floor_div(n, count) : 0;
+        const int share = ceil_div(changed, parts), from = part * share, to = smaller(from + share, changed);
+#pragma unroll 1
+        for (int of = n - part * count; part < parts && of < count; of += kPlanThreads) {
             const Load key = of < changed ? fresh()[of] : loads()[of];
             if (of >= changed && part == 0) fresh()[of] = key;
-            int rank = part > 0 ? 0 : of < changed ? skipped[j] : of - changed;
+            int rank = part > 0 ? 0 : of < changed ? larger(0, skipped()[of] - changed) : of - changed;
 #pragma unroll 4
             for (int i = from; i < to; i++) rank += Load(fresh()[i]) < key;
             ptx::atomic_add_shared(ranks().address(of), rank);
         }
         ptx::sync_threads();
-#pragma unroll
-        for (int j = 0; j < kEach; j++)
-            if (mine(j) < count) loads()[ranks()[mine(j)]] = Load(fresh()[mine(j)]);
+#pragma unroll 1
+        for (int i = n; i < count; i += kPlanThreads) loads()[ranks()[i]] = Load(fresh()[i]);
         ptx::sync_threads();
     }
     // key(i): of unit i of `units`, the costliest first. after(load, key): what a bin's load becomes. place(i, bin):
@@ -60,33 +56,26 @@ struct Bins {
 #pragma unroll 1
         for (int done = 0; done < units;) {
             const int turns = unsorted ? count : smaller(count, units - done);
-            int stop = turns, skipped[kEach] = {};
-#pragma unroll
-            for (int j = 0; j < kEach; j++) {
-                const int i = mine(j);
-                if (i < count) ranks()[i] = 0;
+            int stop = turns;
+#pragma unroll 1
+            for (int i = threadIdx.x; i < count; i += kPlanThreads) {
+                ranks()[i] = 0;
                 if (i >= turns) continue;
                 const Load load = loads()[i], made = unsorted ? load : after(load, key(done + i));
                 fresh()[i] = made;
+                const int ahead = unsorted ? 0 : before(made, count);
+                skipped()[i] = ahead;
                 // A bin that is further on than this one, and behind its new load, waits for the next round.
-                if (unsorted) continue;
-                skipped[j] = before(made, count);
-                stop = smaller(stop, larger(i + 1, skipped[j]));
+                if (!unsorted) stop = smaller(stop, larger(i + 1, ahead));
             }
             stop = least_of(stop);
-            if (unsorted) {
-                reorder(count, skipped);
-                unsorted = false;
-                continue;
+            if (!unsorted) {
+#pragma unroll 1
+                for (int i = threadIdx.x; i < stop; i += kPlanThreads) place(done + i, bin_of(loads()[i]));
+                done += stop;
             }
-#pragma unroll
-            for (int j = 0; j < kEach; j++)
-                if (mine(j) < stop) {
-                    place(done + mine(j), bin_of(loads()[mine(j)]));
-                    skipped[j] = larger(0, skipped[j] - stop);
-                }
-            done += stop;
-            if (done < units) reorder(stop, skipped);
+            if (done < units) reorder(stop);
+            unsorted = false;
         }
         ptx::sync_threads();
     }

@@ -11,25 +11,25 @@ constexpr int kPieceBits = 14, kBinBits = 11, kAfterBits = 20;
 constexpr int kMostKeys = 1 << (kPieceBits - 2);        // pieces that are sorted, at most
 constexpr double kChainShare = 1.25;                      // plan/cost.py: CHAIN_SHARE
 constexpr int kUnit = 16;                               // costs are counted in so many parts of a chunk
-constexpr int kStepWords = 4;                           // of a step's header: sequences, nodes, updates, 0
+constexpr int kStepWords = 4;                           // of a step's header: sequences, nodes, 0, 0
 
 // Where things stand in shared memory, in bytes: gpu/planner.py lays them out
 struct PlanRoom {
-    uint32_t sums;                           // of warps: 33 · 32 words
+    uint32_t sums;                           // of warps: 34 · 32 words
     uint32_t place, length, caller, under;   // of each sequence: its row of the table, …, the last node above it or −1
     uint32_t split, ranges, nodes;           // StateSplits, PlanRanges, PlanNodes
     uint32_t loads, fresh, ranks;            // of bins: in their order, the next ones, their places in the order
+    uint32_t skipped;                        // of bins in their order: loads that come before their next one
     uint32_t counts, work;                   // of bins, by number: units that they have, parts of chunks
     uint32_t keys, next;                     // of pieces, a power of two; of tile pieces: the one that goes on from it
 };
 
-// A step, as the host sends it, in ints: its header; four for each sequence in the plan's order (the caller's number,
-// the row of the page table, the length, 0); five for each node, parents before children (PlanNode's first five),
-// filled up to a multiple of four; four for each update of the page table (row, first page, pages, where they stand
-// after the updates); those pages.
+// A step, as decode_plan_step puts it there, in ints: its header; four for each sequence in the plan's order (the
+// caller's number, the row of the page table, the length, 0); five for each node, parents before children (PlanNode's
+// first five).
 struct PlanArgs {
     const int* step;
-    int* table;                // (rows, width): the pages of each sequence, kept from step to step
+    const int* table;          // (rows, width): the pages of each sequence
     DecodeItem* items;         // (blocks, slots · items of a slot)
     DecodeItem* tile_items;    // (tile_rounds, blocks)
     int *order, *lengths;      // (rows,): DecodeArgs
@@ -41,7 +41,7 @@ struct PlanArgs {
     int left;                  // of the window; kFar for none
     int together, warps, joiners;
     int slots, tile_rounds;    // per bin and block, at most
-    int pass_rows, tile_rows;  // rows of a stream item and of a tile item, at most
+    int pass_bits, tile_bits;  // a stream item and a tile item have at most 2^… rows
     int tile_box;              // tokens per copy of a tile
     int wide_rows;             // a node with so many rows goes through tiles; more than there are: none does
     int in_turn;               // a block's warps do not stream while they compute tiles
