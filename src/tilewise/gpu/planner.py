@@ -207,7 +207,7 @@ class PageMirror:
             places[new] = free
             self._row[free] = rows[new]
             self._place[rows[new]] = free
-            self._stamp[free] = 0  # no row's: all of its pages are sent
+            self._stamp[free] = self._sent[free] = 0  # no row's: all of its pages are sent
         return places
 
 
