@@ -14,6 +14,7 @@ from .api import (
     plan_decode,
     plan_step,
     renew_plan,
+    renew_step,
     schedule_of,
     shared_prefix_attention,
 )
@@ -25,6 +26,7 @@ from .kvcache import OutOfPages, PagedKVCache, PrefixCache, Rotary, Slots
 from .learn import ladder as _ladder  # noqa: F401, registers the kernels of backend="emulator:NAME"
 from .plan import DecodePlan, Plan, StepPlan
 from .plan.standing import StandingPlan
+from .plan.standing_step import StandingStep
 from .serving import Completion, Engine, EngineFull, EngineStats, Generation, Sampling, Token, generate, stream
 from .state import merge, merge_states
 
@@ -47,6 +49,7 @@ __all__ = [
     "Sampling",
     "Slots",
     "StandingPlan",
+    "StandingStep",
     "StepPlan",
     "Token",
     "attend",
@@ -64,6 +67,7 @@ __all__ = [
     "plan_step",
     "reference",
     "renew_plan",
+    "renew_step",
     "replace_sdpa",
     "schedule_of",
     "sdpa",

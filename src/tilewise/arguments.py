@@ -23,6 +23,7 @@ from tilewise.scores import ScoreOptions, Scores, Window
 from .kvcache import PagedKVCache, PrefixCache
 from .plan import DecodePlan, Ints, StepPlan
 from .plan.standing import StandingPlan
+from .plan.standing_step import StandingStep
 
 MAX_HEAD_DIM = checks.MAX_HEAD_DIM
 BACKENDS = ("auto", "cpu", "cuda", "emulator")
@@ -331,7 +332,7 @@ def check_plan(plan: Any, pages: PagedKVCache) -> None:
 
 
 def check_step(plan: Any, pages: PagedKVCache) -> None:
-    if not isinstance(plan, StepPlan):
+    if not isinstance(plan, (StepPlan, StandingStep)):
         raise TypeError(f"plan must come from tilewise.plan_step, got {type(plan).__name__}")
     if plan.cache_serial != pages.serial:
         raise ValueError("plan was made for another cache; call plan_step with this one")

@@ -21,6 +21,7 @@ from tilewise import arguments, graphs
 from tilewise.kvcache import PagedKVCache
 from tilewise.plan import DecodePlan, StepPlan
 from tilewise.plan.standing import StandingPlan
+from tilewise.plan.standing_step import StandingStep
 from tilewise.scores import SCHEMA_OPTIONS, SCHEMA_TENSORS
 
 if TYPE_CHECKING:
@@ -46,8 +47,8 @@ _TAKEN: dict[str, tuple[tuple[type, ...], str]] = {
     "str": ((str,), "a str"),
 }
 
-AnyPlan = TypeVar("AnyPlan", DecodePlan, StandingPlan, StepPlan)
-_plans: WeakValueDictionary[int, DecodePlan | StandingPlan | StepPlan] = WeakValueDictionary()
+AnyPlan = TypeVar("AnyPlan", DecodePlan, StandingPlan, StepPlan, StandingStep)
+_plans: WeakValueDictionary[int, DecodePlan | StandingPlan | StepPlan | StandingStep] = WeakValueDictionary()
 _caches: WeakValueDictionary[int, PagedKVCache] = WeakValueDictionary()
 
 
@@ -149,7 +150,13 @@ def decode(
 
 
 def attend(
-    q: torch.Tensor, cache: PagedKVCache | PrefixCache, layer: int, plan: StepPlan, *, out: Any, **options: Any
+    q: torch.Tensor,
+    cache: PagedKVCache | PrefixCache,
+    layer: int,
+    plan: StepPlan | StandingStep,
+    *,
+    out: Any,
+    **options: Any,
 ) -> Result:
     """attend() in a graph, as decode() is."""
     _refuse(out=out)

@@ -16,11 +16,12 @@ def text_of(tokens: list[int]) -> str:
 
 def taken(ends: Ends, tokens: list[int]) -> tuple[int, str | None]:
     """How many of the tokens are taken, one by one, and why no more."""
-    sample = Sample(Request(0, np.array([1]), ends, Sampling()), 0)
-    for token in tokens:
-        if sample.add(token) is not None:
+    reason = None
+    for count in range(1, len(tokens) + 1):
+        reason = ends.reason(tokens[:count])
+        if reason is not None:
             break
-    return len(sample.tokens), sample.finish_reason
+    return count, reason
 
 
 def test_a_stop_list_is_met_as_a_whole():

@@ -58,7 +58,7 @@ def test_float32():
 def test_one_graph_for_each_size_whoever_comes_and_goes():
     """Prompts that join every other step and end at different times: a size is captured once."""
     model = on_card("mistral")
-    served = Engine(model, num_pages=400, max_sequences=8)
+    served = Engine(model, num_pages=400, max_sequences=8, token_budget=300)
     for n, prompt in enumerate(PROMPTS):
         served.submit(prompt, max_new_tokens=NEW if n % 3 else 5 + n)
         served.step()
@@ -67,28 +67,29 @@ def test_one_graph_for_each_size_whoever_comes_and_goes():
     for n, prompt in enumerate(PROMPTS):
         assert_likeliest(model, prompt, served.result(n).tokens)
     first = served.stats().graph_captures
-    assert 1 <= first <= 4  # of 1, 2, 4 and 8 rows
+    most = 4 + 6  # of 1, 2, 4 and 8 rows, and with prompts of 16 to 300
+    assert 1 <= first <= most
     for n, prompt in enumerate(PROMPTS):
         served.submit(prompt, max_new_tokens=NEW - n)
         served.step()
     run(served)
     for n, prompt in enumerate(PROMPTS):
         assert_likeliest(model, prompt, served.result(len(PROMPTS) + n).tokens)
-    assert first <= served.stats().graph_captures <= 4
+    assert first <= served.stats().graph_captures <= most
     assert served.prefix.stats().sequences == 0
 
 
 def test_graphs_made_before_anybody_comes():
     model = on_card()
-    served = Engine(model, num_pages=400, max_sequences=8)
+    served = Engine(model, num_pages=400, max_sequences=8, token_budget=300)
     served.prepare()
-    assert served.stats().graph_captures == 4
+    assert served.stats().graph_captures == 4 + 6
     for prompt in PROMPTS:
         served.submit(prompt, max_new_tokens=NEW)
     found = run(served)
     for n, prompt in enumerate(PROMPTS):
         assert_likeliest(model, prompt, found[n, 0])
-    assert served.stats().graph_captures == 4
+    assert served.stats().graph_captures == 4 + 6
 
 
 def test_a_budget_mixes_prompts_and_rows():
@@ -208,7 +209,7 @@ def test_nothing_is_left_on_the_card():
 
 def test_bench_on_a_card():
     outcome = bench.run(bench.case("cuda", "small", 8, 512, 12))
-    assert outcome.graph_captures == 1
+    assert 1 <= outcome.graph_captures <= 3
     assert outcome.ours.kv_bytes < outcome.theirs.kv_bytes
     assert outcome.same > 0.3
 

@@ -4,58 +4,33 @@ from __future__ import annotations
 
 import pytest
 import torch
+from card_like import all_like_cards
 from tiny_models import NEW, PROMPTS, WARM, expected, run, tiny_model, tokens
 
 from tilewise.serving import Engine, Sampling, batch
-from tilewise.serving.batch import Batches, DecodeBatch
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-class Recorded:
-    """In a graph's place: a replay runs the captured pass again, over the buffers that it was captured with."""
-
-    def __init__(self, captured, kind, replays):
-        self.batch, self.kind, self.replays = captured, kind, replays
-        self.buffers = self.addresses()
-        self.plans = {}
-
-    def addresses(self):
-        return self.batch._tokens.data_ptr(), self.batch._numbers.data_ptr(), self.batch._next.data_ptr()
-
-    def replay(self):
-        plans = dict(self.batch.step.plans)
-        self.plans = self.plans or plans
-        assert self.buffers == self.addresses()
-        assert self.plans == plans
-        assert len(self.batch._tokens) == self.batch.size
-        self.replays.append((self.batch.size, len(self.batch.step.seqs)))
-        self.batch._forward(self.kind)
-
-
-@pytest.fixture
-def replays(monkeypatch):
-    """Engines capture and replay as on a card; the size and the running rows of each replay."""
-    found = []
-    monkeypatch.setattr(DecodeBatch, "capture", lambda captured, kind: Recorded(captured, kind, found))
-    make = Engine._make_batches
-
-    def static(served):
-        served._graphs = True
-        return make(served)
-
-    monkeypatch.setattr(Engine, "_make_batches", static)
-    return found
+@pytest.fixture(params=[False, True], ids=["at once", "late"])
+def replays(request, monkeypatch):
+    """Engines capture and replay as on a card; the rows, the decodes and the tokens of prompts of each replay."""
+    return all_like_cards(monkeypatch, request.param)
 
 
 def test_sizes():
     assert batch._sizes(1) == [1]
     assert batch._sizes(8) == [1, 2, 4, 8]
     assert batch._sizes(100) == [1, 2, 4, 8, 16, 32, 64, 100]
+    assert batch._mixed_sizes(1) == [1]
+    assert batch._mixed_sizes(40) == [16, 32, 40]
+    assert batch._mixed_sizes(512) == [16, 32, 64, 128, 256, 384, 512]
+    assert batch._mixed_sizes(700) == [16, 32, 64, 128, 256, 384, 512, 700]
 
 
 def test_one_graph_serves_those_who_come_and_go(llama, answers, replays):
-    """Between five and eight run, of unequal lengths: one capture, idle rows where fewer are left."""
+    """Between five and eight run, of unequal lengths: one capture, idle rows where fewer are left; and one for prompts
+    beside them."""
     served = Engine(llama, num_pages=200, max_sequences=8)
     lengths = [3, 9, NEW, NEW, NEW, 4, NEW, 4]
     found = {}
@@ -69,9 +44,10 @@ def test_one_graph_serves_those_who_come_and_go(llama, answers, replays):
     for (request, _), more in run(served).items():
         found.setdefault(request, []).extend(more)
     assert found == {n: right[:length] for n, (right, length) in enumerate(zip(answers, lengths, strict=True))}
-    assert served.stats().graph_captures == 1
-    assert {size for size, _ in replays} == {8}
-    assert len({count for _, count in replays}) > 2
+    assert served.stats().graph_captures == 2
+    assert {size for size, _, prompts in replays if not prompts} == {8}
+    assert len({count for size, count, _ in replays if size == 8}) > 2
+    assert [one for one in replays if one[2]] == [(128, 5, 63), (128, 5, 65)]
     assert served.prefix.stats().sequences == 0
 
 
@@ -85,8 +61,9 @@ def test_a_smaller_batch_takes_over_after_a_while_and_is_kept(llama, replays, mo
         for number, prompt in zip(numbers, prompts, strict=True):
             assert served.result(number).tokens == expected(llama, prompt, 4 if number % 5 else 16)
     # Three steps of five, the first of them call by call; two of one in eight rows; then one row, once call by call.
-    assert replays[:4] == [(8, 5), (8, 5), (8, 1), (8, 1)]
-    assert replays[4:14] == [(1, 1)] * 9 + [(8, 5)]
+    decodes = [(size, count) for size, count, prompts in replays if not prompts]
+    assert decodes[:4] == [(8, 5), (8, 5), (8, 1), (8, 1)]
+    assert decodes[4:14] == [(1, 1)] * 9 + [(8, 5)]
     assert served.stats().graph_captures == 2  # none of them in the second round
 
 
@@ -103,18 +80,18 @@ def test_each_kind_of_choice_has_its_graph(llama, replays):
     for n, sampling in enumerate(kinds):
         served.submit(PROMPTS[n], max_new_tokens=4 * (3 - n), sampling=sampling)
     assert run(served) == {(n, 0): right for n, right in enumerate(alone)}
-    assert set(served._batches.current._graphs) == {0, 1, 2}
+    assert set(served._batches._pass(4, mixed=False)._graphs) == {0, 1, 2}
 
 
 def test_graphs_can_be_made_before_anybody_comes(llama, answers, replays):
-    served = Engine(llama, num_pages=200, max_sequences=8)
+    served = Engine(llama, num_pages=200, max_sequences=8, token_budget=100)
     served.prepare()
-    assert served.stats().graph_captures == 4
-    assert replays == [(8, 0), (4, 0), (2, 0), (1, 0)]
+    assert served.stats().graph_captures == 8
+    assert [size for size, *_ in replays] == [100, 64, 32, 16, 8, 4, 2, 1]
     for prompt in PROMPTS:
         served.submit(prompt, max_new_tokens=NEW)
     assert run(served) == {(n, 0): right for n, right in enumerate(answers)}
-    assert served.stats().graph_captures == 4
+    assert served.stats().graph_captures == 8
 
 
 @pytest.mark.parametrize("family", ["gemma3", "gpt_oss"])
@@ -131,13 +108,13 @@ def test_idle_rows_beside_windows_and_sinks(family, replays):
 
 def test_more_rows_than_a_plan_can_have_go_call_by_call(llama, answers, replays, monkeypatch):
     monkeypatch.setattr(batch, "LARGEST", 4)
-    served = Engine(llama, num_pages=200)
+    served = Engine(llama, num_pages=200, max_sequences=9)
     for prompt in PROMPTS:
         served.submit(prompt, max_new_tokens=NEW if prompt != PROMPTS[0] else 3)
     found = run(served)
     assert [found[n, 0] for n in range(1, 8)] == answers[1:]
     assert replays == []
-    assert Batches(served._model, served.prefix, 9, static=True, backend="auto").sizes == [1, 2, 4]
+    assert served._batches.sizes == [1, 2, 4]
 
 
 def test_few_pages_with_graphs(llama, replays):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 
 import pytest
+from card_like import capture_nothing, like_a_card
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -40,8 +41,9 @@ class EngineMachine(RuleBasedStateMachine):
         chunk=st.sampled_from([3, 20, 500]),
         waiting=st.sampled_from([None, 3]),
         static=st.booleans(),
+        late=st.booleans(),
     )
-    def begin(self, page_size, spare, rows, budget, chunk, waiting, static):
+    def begin(self, page_size, spare, rows, budget, chunk, waiting, static, late):
         self.served = engine_of(
             STUB,
             self.patch,
@@ -52,10 +54,10 @@ class EngineMachine(RuleBasedStateMachine):
             prefill_chunk=chunk,
             max_waiting=waiting,
         )
-        if static:  # rows as on a card, but call by call
-            self.patch.setattr("tilewise.serving.batch.DecodeBatch.capture", lambda batch, kind: Again(batch, kind))
-            self.served._graphs = True
-            self.served._batches = self.served._make_batches()
+        if static:
+            capture_nothing(self.patch, [])
+            like_a_card(self.served, late)
+        self.served._late = late
 
     @rule(
         shared=st.integers(0, 40),
@@ -116,7 +118,7 @@ class EngineMachine(RuleBasedStateMachine):
         if hasattr(self, "served"):
             schedule = self.served._schedule
             assert schedule.under_way <= min(self.served.max_sequences, self.served.token_budget or 10**9)
-            assert self.served.prefix.stats().sequences == schedule.under_way
+            assert self.served.prefix.stats().sequences == schedule.under_way + len(schedule.leaving)
 
     def finish(self, number):
         del self.due[number]
@@ -135,16 +137,6 @@ class EngineMachine(RuleBasedStateMachine):
                 assert pages_are_back(self.served)
         finally:
             self.patch.undo()
-
-
-class Again:
-    """In a graph's place."""
-
-    def __init__(self, batch, kind):
-        self.batch, self.kind = batch, kind
-
-    def replay(self):
-        self.batch._forward(self.kind)
 
 
 TestEngine = pytest.mark.usefixtures("one_thread")(EngineMachine.TestCase)

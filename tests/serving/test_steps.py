@@ -43,7 +43,7 @@ def test_plans_are_those_of_the_step():
     step = DecodeStep(prefix, num_heads=4)
     for number, chosen in enumerate(([0, 1, 2], [2, 0], [2, 0], [0, 1])):
         members = [seqs[n] for n in chosen]
-        step.renew(members, [number] * len(members))
+        step.take(members, prefix.extend(members, [number] * len(members)))
         for window in (None, (3, 0)):
             q, k, v = tokens(len(members), seed=50 + number)
             judge(step.attend(0, q, k, v, window=window, **OPTIONS), q, prefix, members, window)
@@ -61,7 +61,7 @@ def test_prompts_and_decoded_rows_stand_in_one_pass():
     for cache, together in ((prefix, True), (again, False)):
         slots = cache.extend(seqs[:2], [[1, 2, 3], [4, 5, 6, 7]])
         decode = DecodeStep(cache, num_heads=4)
-        decode.renew(seqs[2:], [8, 9])
+        decode.take(seqs[2:], cache.extend(seqs[2:], [8, 9]))
         if together:
             step = MixedStep(cache, [slots], decode, num_heads=4)
             assert step.host_positions.tolist() == [6, 7, 8, 3, 4, 5, 6, 9, 2]
@@ -95,7 +95,7 @@ def test_a_prompt_in_parts_is_the_prompt_at_once(window):
 def test_layers_that_are_not_as_the_cache_says_are_refused():
     prefix, seqs = prompts(5)
     step = DecodeStep(prefix, num_heads=4)
-    step.renew(seqs, [1])
+    step.take(seqs, prefix.extend(seqs, [1]))
     q, k, v = tokens(1, seed=0)
     for layer, keys, values in ((1, k, v), (0, k[:, :1], v), (0, k, v[..., :4])):
         with pytest.raises(NotImplementedError, match="keys of"):

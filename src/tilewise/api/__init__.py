@@ -11,7 +11,7 @@ from tilewise.api.options import Level, Result, State
 from tilewise.api.prefill import attention, attention_varlen, plan_attention, shared_prefix_attention
 from tilewise.api.schedules import schedule_of
 from tilewise.api.standing import renew_plan
-from tilewise.api.step import attend, plan_step
+from tilewise.api.step import attend, plan_step, renew_step
 
 __all__ = [
     "Level",
@@ -26,6 +26,7 @@ __all__ = [
     "plan_decode",
     "plan_step",
     "renew_plan",
+    "renew_step",
     "schedule_of",
     "shared_prefix_attention",
 ]

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
 
 import numpy as np
 import torch
 
 from tilewise import arch, arguments, checks, cpu, traced, tuned
+from tilewise.api import standing_step
 from tilewise.api.chunks import attend_chunks
 from tilewise.api.decoding import DEQUANTISE, decode, plan_decode
 from tilewise.api.options import Result, State, StepOptions
@@ -21,6 +23,7 @@ from tilewise.kvcache import PagedKVCache, PrefixCache
 from tilewise.plan import DecodePlan
 from tilewise.plan.cost import CostModel
 from tilewise.plan.standing import StandingPlan
+from tilewise.plan.standing_step import StandingStep
 from tilewise.plan.step import ChunkPlan, CostJudge, Judge, Split, StepPlan, TileJudge, plan_chunks
 from tilewise.scores import DecodeOptions, Scores, Window
 from tilewise.state import add_sinks
@@ -31,6 +34,32 @@ if TYPE_CHECKING:
 _NOTHING: Any = ()
 
 
+@overload
+def plan_step(
+    cache: PagedKVCache | PrefixCache,
+    prefill: Sequence[tuple[int, int]] = ...,
+    decode: Sequence[int] | DecodePlan | StandingPlan = ...,
+    *,
+    num_heads: int,
+    window: Window | None = ...,
+    share_prefix: Literal["auto"] | bool = ...,
+    cost: CostModel | None = ...,
+    rows: None = None,
+    max_chunks: None = None,
+) -> StepPlan: ...
+@overload
+def plan_step(
+    cache: PagedKVCache | PrefixCache,
+    prefill: Sequence[tuple[int, int]] = ...,
+    decode: Sequence[int] | DecodePlan | StandingPlan = ...,
+    *,
+    num_heads: int,
+    window: Window | None = ...,
+    share_prefix: Literal["auto"] | bool = ...,
+    cost: CostModel | None = ...,
+    rows: int,
+    max_chunks: int,
+) -> StandingStep: ...
 def plan_step(
     cache: PagedKVCache | PrefixCache,
     prefill: Sequence[tuple[int, int]] = _NOTHING,
@@ -40,7 +69,9 @@ def plan_step(
     window: Window | None = None,
     share_prefix: Literal["auto"] | bool = "auto",
     cost: CostModel | None = None,
-) -> StepPlan:
+    rows: int | None = None,
+    max_chunks: int | None = None,
+) -> StepPlan | StandingStep:
     """Plan a step that prefills and decodes, for all layers: `attend` runs it.
 
     prefill: (seq, tokens) for each chunk, whose queries are the last `tokens` cached tokens of `seq`, each of which
@@ -50,6 +81,10 @@ def plan_step(
     num_heads, window, cost: as in plan_decode. share_prefix: whether prefixes that several sequences have in common are
     computed once for the rows of all of them, chunks among themselves and decodes among themselves: True, False, or
     "auto" where it pays. Chunks share whole pages, and nothing under a window that ends to the left.
+    rows, max_chunks: make a StandingStep instead, for a step of so many rows in all, up to max_chunks of them chunks,
+    whose memory on a GPU stays where it is, so that one captured attend() is replayed over chunks and decodes that come
+    and go; `renew_step` brings it up to date. decode must be a standing plan then, and q has its rows first. Chunks
+    share nothing there.
 
     The plan holds until one of its sequences changes.
     """
@@ -62,11 +97,16 @@ def plan_step(
     if cost is not None and not isinstance(cost, CostModel):
         raise TypeError(f"cost must be a tilewise.CostModel, got {type(cost).__name__}")
     window = arguments.check_window(window)
-    chunks = _check_chunks(prefill, pages)
+    chunks = check_chunks(prefill, pages)
     share = None if share_prefix == "auto" else share_prefix
     known = decode if isinstance(decode, (DecodePlan, StandingPlan)) else None
     if known is not None:
         _check_decode_plan(known, pages, num_heads, window)
+    if rows is not None or max_chunks is not None:
+        given: dict[str, Any] = {"rows": rows, "max_chunks": max_chunks, "plan": decode, "heads_q": num_heads}
+        plan_now = partial(_chunks_now, num_heads, window, cost)
+        return standing_step.make(pages, chunks, plan_now, window=window, share=share, **given)
+    if known is not None:
         seqs = list(known.seqs)
     else:
         if isinstance(decode, str) or not isinstance(decode, (Sequence, torch.Tensor, np.ndarray)):
@@ -81,6 +121,18 @@ def plan_step(
         planned = plan_decode(cache, seqs, num_heads=num_heads, window=window, share_prefix=share_prefix, cost=cost)
     chunked = plan_prefill(pages, chunks, num_heads, window, share, cost) if chunks else None
     return traced.remember(StepPlan(chunked, planned, num_heads, window, share, pages.serial), pages)
+
+
+def _chunks_now(
+    num_heads: int,
+    window: Window | None,
+    cost: CostModel | None,
+    pages: PagedKVCache,
+    chunks: list[tuple[int, int]],
+) -> StepPlan:
+    """A standing step's chunks as they are, which share nothing."""
+    chunked = plan_prefill(pages, chunks, num_heads, window, False, cost) if chunks else None
+    return StepPlan(chunked, None, num_heads, window, False, pages.serial)
 
 
 def plan_prefill(
@@ -126,7 +178,7 @@ def attend(
     q: torch.Tensor,
     cache: PagedKVCache | PrefixCache,
     layer: int,
-    plan: StepPlan,
+    plan: StepPlan | StandingStep,
     *,
     return_lse: Literal[False] = False,
     **options: Unpack[StepOptions],
@@ -136,7 +188,7 @@ def attend(
     q: torch.Tensor,
     cache: PagedKVCache | PrefixCache,
     layer: int,
-    plan: StepPlan,
+    plan: StepPlan | StandingStep,
     *,
     return_lse: Literal[True],
     **options: Unpack[StepOptions],
@@ -146,7 +198,7 @@ def attend(
     q: torch.Tensor,
     cache: PagedKVCache | PrefixCache,
     layer: int,
-    plan: StepPlan,
+    plan: StepPlan | StandingStep,
     *,
     return_lse: bool,
     **options: Unpack[StepOptions],
@@ -155,7 +207,7 @@ def attend(
     q: torch.Tensor,
     cache: PagedKVCache | PrefixCache,
     layer: int,
-    plan: StepPlan,
+    plan: StepPlan | StandingStep,
     *,
     scale: float | None = None,
     softcap: float = 0.0,
@@ -166,9 +218,10 @@ def attend(
 ) -> Result:
     """Attention of a step's rows over the cached keys of one layer.
 
-    q: (rows, Hq, D), the tokens of the plan's chunks one chunk after another, then those of its decodes; float32,
-    float16 or bfloat16, whatever the cache's format. Their own keys and values are already written. Other arguments as
-    in `attention`; what comes out of a decode's row is what `decode` gives for it.
+    q: (rows, Hq, D), the tokens of the plan's chunks one chunk after another, then those of its decodes (of a standing
+    step the decodes first, and idle rows last, which give 0); float32, float16 or bfloat16, whatever the cache's
+    format. Their own keys and values are already written. Other arguments as in `attention`; what comes out of a
+    decode's row is what `decode` gives for it.
 
     On a GPU chunks and decodes run on two streams, which share the card: after all that the current stream was given
     before the call, and before all that it is given next. Head dimensions, dtypes and formats are those that
@@ -182,7 +235,10 @@ def attend(
         return traced.attend(q, cache, layer, plan, out=out, **given)
     pages = arguments.check_cache(cache)
     arguments.check_step(plan, pages)
-    _check_lengths(plan, pages)
+    if isinstance(plan, StandingStep):
+        standing_step.check_current(plan, pages)
+    else:
+        _check_lengths(plan, pages)
     checks.integer("layer", layer, 0, pages.num_layers - 1)
     checks.not_float64("q", q)
     shape = (plan.rows, plan.heads_q, pages.head_dim)
@@ -196,11 +252,21 @@ def attend(
     where = arguments.check_backend(backend, q, (sinks,))
     o = q.new_empty(q.shape) if out is None or checks.place(out, q) is None else out
     lse = q.new_empty((q.shape[1], len(q)), dtype=torch.float32) if return_lse else None
+    if isinstance(plan, StandingStep):
+        if where == "cpu":
+            _standing_on_cpu(Asked(q, cache, pages, layer, plan.now, scores, options, o, lse, backend), plan)
+        else:
+            standing_step.attend_by_kernels(q, cache, layer, plan, scores, options, o, lse, backend)
+        return _given(o, lse, out)
     asked = Asked(q, cache, pages, layer, plan, scores, options, o, lse, backend)
     if where == "cpu":
         _on_cpu(asked)
     else:
         _by_kernels(asked)
+    return _given(o, lse, out)
+
+
+def _given(o: torch.Tensor, lse: torch.Tensor | None, out: torch.Tensor | None) -> Result:
     if out is not None and out is not o:
         o = out.copy_(o)
     return o if lse is None else (o, lse)
@@ -229,6 +295,22 @@ def _on_cpu(asked: Asked) -> None:
         _chunks_on_cpu(asked, asked.plan.prefill)
     if asked.plan.decode is not None:
         _decodes(asked, asked.plan.decode)
+
+
+def _standing_on_cpu(asked: Asked, step: StandingStep) -> None:
+    """asked.plan: the chunks as they are now."""
+    first, stop = step.first_row, step.first_row + step.chunk_rows
+    asked.o.zero_()
+    if asked.lse is not None:
+        sinks = asked.scores.sinks
+        asked.lse[:] = -torch.inf if sinks is None else sinks[:, None].float()
+    for rows, of in ((slice(first), step.decode.now if first else None), (slice(first, stop), asked.plan.prefill)):
+        lse = None if asked.lse is None else asked.lse[:, rows]
+        part = asked._replace(q=asked.q[rows], o=asked.o[rows], lse=lse)
+        if isinstance(of, ChunkPlan):
+            _chunks_on_cpu(part, of)
+        elif of is not None:
+            _decodes(part._replace(plan=StepPlan(None, of, step.heads_q, step.window, None, step.cache_serial)), of)
 
 
 def _chunks_on_cpu(asked: Asked, plan: ChunkPlan) -> None:
@@ -331,7 +413,7 @@ def _all_as_chunks(asked: Asked, decodes: DecodePlan | StandingPlan) -> None:
 _whole: dict[int, ChunkPlan] = {}
 
 
-def _check_chunks(prefill: Any, pages: PagedKVCache) -> list[tuple[int, int]]:
+def check_chunks(prefill: Any, pages: PagedKVCache) -> list[tuple[int, int]]:
     if isinstance(prefill, str) or not isinstance(prefill, (Sequence, np.ndarray, torch.Tensor)):
         raise TypeError(f"prefill must be a list of (seq, tokens), got {type(prefill).__name__}")
     chunks = []
@@ -373,3 +455,31 @@ def _check_lengths(plan: StepPlan, pages: PagedKVCache) -> None:
                 f"plan is out of date: sequence {seq} had {length} tokens and now has {pages.length(seq)}; "
                 "call plan_step again after extending"
             )
+
+
+def renew_step(
+    plan: StandingStep,
+    cache: PagedKVCache | PrefixCache,
+    prefill: Sequence[tuple[int, int]] = _NOTHING,
+    decode: Sequence[int] | None = None,
+) -> StandingStep:
+    """Make a standing step the step of these chunks and decodes, as they are now: after sequences came, went or grew.
+
+    plan: of plan_step(..., rows=, max_chunks=); the same object is returned. prefill: (seq, tokens) for each chunk.
+    decode: sequences whose query is their last token, in the order of the first rows of q; None: plan.decode, which may
+    serve several steps, was renewed by renew_plan, or nothing became of its sequences.
+
+    On a GPU the host sends what changed in a copy each for chunks and decodes, neither of which it waits for, so that a
+    captured attend() replays over chunks and sequences that come and go. A chunk sees its sequence's tokens as they are
+    now, of which up to plan.decode.max_length are taken.
+    """
+    pages = arguments.check_cache(cache)
+    if not isinstance(plan, StandingStep):
+        raise TypeError(
+            f"plan must come from tilewise.plan_step(..., rows=, max_chunks=), got {type(plan).__name__}; other plans "
+            "are made anew"
+        )
+    arguments.check_step(plan, pages)
+    chunks = check_chunks(prefill, pages)
+    standing_step.hold(plan, pages, chunks, decode)
+    return plan

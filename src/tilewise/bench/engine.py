@@ -223,19 +223,21 @@ def decode_step(model: Any, problem: Case) -> Figure:
 def churn(model: Any, problem: Case) -> Figure:
     """Tokens per second while some leave and as many join in each step, over those of the same batch standing still.
 
-    Questions behind one system prompt with `leave` samples each. In each step the oldest question's samples are
-    cancelled, and it is asked again.
+    Questions behind one system prompt with `leave` samples each. While it stands still, all of them go on; then each
+    has as many tokens as there are questions, and in each step the one whose samples are done is asked again.
     """
     still = problem.churn
     groups = still.rows // still.leave
     engine = _engine(model, problem, still, groups)
     system = _tokens(model, still.prefix)
     prompts = [system + _tokens(model, still.own, seed=1 + n) for n in range(groups)]
-    options: dict[str, Any] = {"max_new_tokens": 4 * STEPS, "num_samples": still.leave, "eos_token_id": ()}
-    numbers = [engine.submit(prompt, **options) for prompt in prompts]
-    _warm(engine, still.rows, WARM_STEPS)
 
-    def timed(change: Callable[[int], None]) -> tuple[float, float]:
+    def ask(step: int, new_tokens: int) -> int:
+        return engine.submit(
+            prompts[step % groups], max_new_tokens=new_tokens, num_samples=still.leave, eos_token_id=()
+        )
+
+    def timed(change: Callable[[int], object]) -> tuple[float, float]:
         """Tokens per second, and the host's share of a step."""
         before, tokens, started = engine.stats(), 0, time.perf_counter()
         for step in range(STEPS):
@@ -243,17 +245,16 @@ def churn(model: Any, problem: Case) -> Figure:
             tokens += len(engine.step())
         return tokens / (time.perf_counter() - started), _host(engine, before)
 
-    def replace_oldest(step: int) -> None:
-        oldest = step % groups
-        engine.cancel(numbers[oldest])
-        engine.result(numbers[oldest])
-        numbers[oldest] = engine.submit(prompts[oldest], **options)
-
+    numbers = [ask(n, 4 * STEPS) for n in range(groups)]
+    _warm(engine, still.rows, WARM_STEPS)
     standing, host_standing = timed(lambda _: None)
-    for step in range(groups):  # all of them once: then everything that this takes is compiled and captured
-        replace_oldest(step)
+    for number in numbers:
+        engine.cancel(number)
+        engine.result(number)
+    for step in range(3 * groups):  # till as many leave as join, and all that this takes is compiled and captured
+        ask(step, groups)
         engine.step()
-    churning, host = timed(replace_oldest)
+    churning, host = timed(lambda step: ask(step, groups))
     detail = (
         f"{churning:.0f} tokens/s of {standing:.0f} standing still; host {_ms(host)} ms a step, {_ms(host_standing)} "
         "standing still"

@@ -91,17 +91,18 @@ class PrefixCache:
     def extend(
         self,
         seqs: Sequence[int],
-        tokens: Sequence[int] | Sequence[Sequence[int]] | Tokens | torch.Tensor,
+        tokens: Sequence[int] | Sequence[Sequence[int]] | Tokens | torch.Tensor | None,
         *,
         into: Slots | None = None,
     ) -> Slots:
         """Append generated tokens: one for each of `seqs`, or a list for each. They can be shared once written.
+        None: one each, of which tell() says later what they are.
 
         All sequences or none; evicts and raises OutOfPages as insert() does. into: as PagedKVCache.extend() takes it.
         The tree needs the tokens on the host: a tensor on a card is read, which waits for it.
         """
-        ids, counts = check_new_tokens(tokens)
         seqs = seqs if type(seqs) is list else check_seqs(seqs)  # whose numbers plan_extend() looks at
+        ids, counts = (np.full(len(seqs), -1), None) if tokens is None else check_new_tokens(tokens)
         given = len(ids) if counts is None else len(counts)
         if len(seqs) != given:
             raise ValueError(f"tokens must hold one entry for each of the {len(seqs)} seqs, got {given}")
@@ -114,12 +115,21 @@ class PrefixCache:
             what = f"extending {len(plan.seqs)} sequences by {sum(plan.counts)} tokens"
             raise OutOfPages(self._out_of_pages(what, plan.pages))
         self._evict(evictions)
-        return self._commit(plan, ids, into)
+        slots = self._commit(plan, ids, into)
+        if tokens is None:
+            self._progress.untold.add(slots)
+        return slots
+
+    def tell(self, slots: Slots, tokens: Sequence[int] | Tokens | torch.Tensor) -> None:
+        """What the tokens are for which extend(seqs, None) made `slots`; of sequences that were released: anything."""
+        self._progress.tell(slots, token_array("tokens", tokens))
+        self._advance()
 
     def fork(self, seq: int, n: int) -> list[int]:
         """`n` new sequences with the tokens of `seq`, sharing all its pages, as PagedKVCache.fork does."""
         live = self._living(seq)
         count = checks.integer("n", n, 1)
+        self._progress.check_told(live.row)
         children = self.cache.copy_rows(np.array([live.row]), count, managed=True)
         rows = [self.cache.sequences.rows[child] for child in children]
         for child, row in zip(children, rows, strict=True):

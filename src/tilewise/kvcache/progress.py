@@ -46,6 +46,7 @@ class Progress:
         self.complete, self.limit, self._births = (np.zeros(0, np.int64) for _ in range(3))
         self._born = 0  # counts sequences; the birth of a row without one of the tree's is 0
         self._steps: list[Step] = []  # those that are not complete, oldest first
+        self.untold: set[Slots] = set()  # whose tokens have no ids yet
         self._run: tuple[Run | None, Ints] = None, self._births  # a run of the tree's sequences, and their births
 
     def begin(self, rows: Ints, complete: Ints | int, limit: Ints | int) -> None:
@@ -102,7 +103,7 @@ class Progress:
         left: list[Step] = []
         for step in self._steps:
             waits = self._waits(step)
-            if step.slots.complete:
+            if step.slots.complete and step.slots not in self.untold:
                 # Tokens count when all before them do: those of an earlier step may be written later.
                 waits &= self.complete[step.rows] == step.starts
                 if np.count_nonzero(waits) == len(waits):  # and then none does any more
@@ -119,6 +120,16 @@ class Progress:
         if len(ready) == 1:
             return ready[0]
         return np.array(list(dict.fromkeys(row for rows in ready for row in rows.tolist())), np.int64)
+
+    def tell(self, slots: Slots, tokens: Tokens) -> None:
+        """The ids of the tokens of `slots`, one of each sequence, which had none so far."""
+        self.untold.discard(slots)
+        step = next((step for step in self._steps if step.slots is slots), None)
+        if step is None:  # all of these sequences are no more
+            return
+        alive = self._births[step.rows] == step.births
+        rows, starts, size = step.rows[alive], step.starts[alive], self._cache.page_size
+        self.ids[self._cache.sequences.table[rows, starts // size], starts % size] = tokens[alive]
 
     def full_pages(self, rows: Ints) -> Iterator[tuple[int, Tokens, Pages]]:
         """(row, tokens, pages) of what can enter the tree of each of these: whole pages, the first up to `limit`."""
@@ -139,6 +150,11 @@ class Progress:
     def waiting(self, row: int) -> list[Step]:
         """The steps of which this sequence has tokens that do not count as written, oldest first."""
         return [step for step in self._steps if (self._waits(step) & (step.rows == row)).any()]
+
+    def check_told(self, row: int) -> None:
+        """ValueError if there are tokens without ids."""
+        if self.untold and any(step.slots in self.untold for step in self.waiting(row)):
+            raise ValueError("seq has a token that extend() was not told; call tell() before it is forked")
 
     def fork(self, row: int, rows: Ints) -> list[Step]:
         """Sequences `rows` were made with the tokens of `row`: the steps that they wait for, too."""

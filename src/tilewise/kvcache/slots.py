@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -243,6 +243,19 @@ def late_places(cache: PagedKVCache, seqs: tuple[int, ...]) -> torch.Tensor | No
         return None
     places.late = None
     return places.tensor
+
+
+def gather(into: Slots, seqs: Sequence[int], counts: Sequence[int], positions: Ints, index: Ints) -> Slots:
+    """Slots of several extend()s, made since any sequence was freed, as one: in the arrays of `into`, for one write().
+
+    mark_written() has to be called for each of those as well.
+    """
+    cache, places = into._cache, into._places
+    check_into(into, cache, len(index))
+    if places is not None:
+        places.fill(positions, index)
+    step, losses = 0 if places is None else places.step, cache.pool.losses
+    return Slots(tuple(seqs), tuple(counts), positions, index, cache, places, step, losses, [losses])
 
 
 def check_slots(slots: Any, cache: PagedKVCache, layer: int) -> None:

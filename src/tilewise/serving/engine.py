@@ -2,6 +2,10 @@
 
 A step is one forward pass: the next token of every running sequence, and chunks of the prompts that wait, as many
 tokens of them as the step's budget leaves. Who has his turn, schedule.py says.
+
+On a card a pass is in flight when step() returns: the host prepares the next one meanwhile, and only then looks at what
+this one has chosen, which the card has fed to the next by then. So tokens come a step late, and whoever turns out to be
+done has got one token too many, which is dropped.
 """
 
 from __future__ import annotations
@@ -20,14 +24,14 @@ import torch
 
 from .. import checks
 from ..kvcache import OutOfPages, PagedKVCache, PrefixCache, Slots
-from ..kvcache.slots import upload
-from .batch import Batches
+from ..kvcache.slots import room_for
+from .batch import Batches, Chosen, Work
 from .requests import GREEDY, EngineFull, Generation, Job, Request, Sample, Token, Tokens, make_request
-from .sampling import Kind, Sampling, choose, parameters, uniforms
+from .rows import Flight
+from .sampling import Kind, Sampling, parameters, uniforms
 from .schedule import Schedule
 from .sizing import affordable_pages, check_served, format_of
 from .stats import EngineStats
-from .steps import MixedStep
 from .streams import Streams
 
 if TYPE_CHECKING:
@@ -106,8 +110,13 @@ class Engine:
         )
         self.prefix = PrefixCache(self.cache)
         # Whoever runs takes a token of the budget, so no more run than it has.
-        self._schedule = Schedule(self.prefix, min(self.max_sequences, self.token_budget or self.max_sequences))
+        most = min(self.max_sequences, self.token_budget or self.max_sequences)
+        self._schedule = Schedule(self.prefix, most)
         self._batches = self._make_batches()
+        self._places: Slots | None = room_for(self.cache, most) if self._graphs else None  # of the newest tokens
+        self._late = shape.device.type == "cuda"  # whether a pass may be in flight while nobody steps
+        self._flight: tuple[Flight, Slots | None, Chosen] | None = None
+        self._found: list[Token] = []  # that this step brings
         self._requests: dict[int, Request] = {}
         self._deadlines: list[tuple[float, int]] = []  # a heap, with the numbers of the requests
         self._arrived: deque[Request] = deque()  # since the last step; all else belongs to whoever holds _lock
@@ -169,9 +178,10 @@ class Engine:
     def step(self) -> list[Token]:
         """One forward pass: a token of each running sequence, and a chunk of prompts; the new tokens, in any order.
 
-        An empty list says that the step brought none, not that all is done: see `busy`, and done() of a request, which
-        may also have ended for want of time. What it raises comes from the model or the card: whatever was under way or
-        waited has ended then, with finish_reason "error". The engine can be used again, unless the card itself failed.
+        On a card they are those of the pass before, which was computed meanwhile. An empty list says that the step
+        brought none, not that all is done: see `busy`, and done() of a request, which may also have ended for want of
+        time. What it raises comes from the model or the card: whatever was under way or waited has ended then, with
+        finish_reason "error". The engine can be used again, unless the card itself failed.
         """
         with self._turn():
             self._check_usable()
@@ -200,7 +210,7 @@ class Engine:
     @property
     def busy(self) -> bool:
         """Is anything still to be done?"""
-        return self._failed is None and (bool(self._arrived) or self._schedule.busy)
+        return self._failed is None and (bool(self._arrived) or self._schedule.busy or self._flight is not None)
 
     def done(self, number: int) -> bool:
         """Has every sample of a request ended, so that result() can be asked for?"""
@@ -275,120 +285,103 @@ class Engine:
             if request is not None and request.left:
                 self._schedule.end(request, "cancelled")
         self._end_overdue()
-        schedule, stats = self._schedule, self._stats
-        if not schedule.busy:
-            return []
-        away = self._away + self._batches.away
-        schedule.make_way()
-        self._renew()
-        decoding = len(schedule.rows)
-        budget = self.prefill_chunk
-        if self.token_budget is not None:
-            budget = min(budget, self.token_budget - decoding)
-        parts, jobs = schedule.prefill(budget)
-        if parts:
-            found = self._mixed(parts, jobs)
-        elif decoding:
-            found = self._take(self._batches.current.run(schedule.rows))
-        else:  # everybody waits for pages that were given up just now
-            return []
+        stats, self._found = self._stats, []
+        before, away = (stats.prefill_tokens, stats.decode_tokens), self._away + self._batches.away
+        launched = self._launch()
+        if launched is None:
+            self._settle()
+        else:
+            last, self._flight = self._flight, launched
+            if last is not None:
+                self._land(*last)
+            if not self._late:
+                self._settle()
+        if launched is None:  # nothing is left to do, or everybody waits for pages that were given up just now
+            return self._found
         stats.peak_pages = max(stats.peak_pages, self._used)
         seconds = time.perf_counter() - started
-        stats.decode_tokens += decoding
+        prefilled, decoded = stats.prefill_tokens > before[0], stats.decode_tokens > before[1]
         stats.host_seconds += seconds - (self._away + self._batches.away - away)
-        if parts:
+        if prefilled:
             stats.prefill_steps += 1
-            stats.mixed_steps += decoding > 0
+            stats.mixed_steps += decoded
             stats.prefill_seconds += seconds
         else:
             stats.decode_steps += 1
             stats.decode_seconds += seconds
-        return found
+        return self._found
 
-    def _renew(self) -> None:
-        """Reserve room for the next token of everybody who runs. Who cannot have it, for want of pages, waits."""
-        schedule = self._schedule
-        while schedule.rows.samples:
-            try:
-                self._batches.renew(schedule.rows)
-                return
-            except OutOfPages:
-                schedule.send_out()
-
-    def _mixed(self, parts: list[Slots], jobs: list[Job]) -> list[Token]:
-        """Chunks of prompts, and the next token of everybody who runs, in one forward pass."""
-        rows, device = self._schedule.rows, self.cache.device
-        count = len(rows)
-        decode = self._batches.current.step if count else None
-        step = MixedStep(self.prefix, parts, decode, num_heads=self.shape.heads, backend=self._backend)
-        fed = [job.tokens[job.done - n : job.done] for job, n in zip(jobs, step.counts, strict=True)]
-        cut, positions = sum(step.counts), step.host_positions
-        values = np.zeros((2, len(positions)), np.int64)  # a row that is idle is fed token 0
-        np.concatenate([*fed, rows.latest[:count]], out=values[0, : cut + count])
-        values[1] = positions
-        tokens, places = upload(values, device).unbind()
+    def _launch(self) -> tuple[Flight, Slots | None, Chosen] | None:
+        """Compute the next token of everybody who runs, and chunks of prompts; None if there is nothing to compute."""
+        schedule, stats = self._schedule, self._stats
+        if not schedule.busy:
+            return None
+        if schedule.crowded:
+            self._settle()
+            schedule.make_way()
+        slots, rows = self._reserve(), schedule.rows
+        budget, decoding = self.prefill_chunk, len(rows)
+        if self.token_budget is not None:
+            budget = min(budget, self.token_budget - decoding)
+        parts, jobs = schedule.prefill(budget)
+        if not parts and not decoding:
+            return None
+        counts = [count for one in parts for count in one.counts]
+        prompts = [(job.seq, job.tokens[job.done - n : job.done]) for job, n in zip(jobs, counts, strict=True)]
         complete = [n for n, job in enumerate(jobs) if not job.left]
-        keep = upload(np.concatenate([np.arange(cut, cut + count), step.last_rows[complete]]), device)
-        started = time.perf_counter()
-        logits = self._model.forward(tokens, places, step, keep)
-        self._away += time.perf_counter() - started
-        missing = sorted(set(range(self.shape.layers)) - step.layers)
-        if missing:
-            raise NotImplementedError(
-                f"layers {missing} of the model called no attention; models of attention layers alone are served; "
-                "use model.generate"
-            )
-        self._stats.prefill_tokens += cut
-        return self._choose([jobs[n] for n in complete], logits)
-
-    def _choose(self, jobs: list[Job], logits: torch.Tensor) -> list[Token]:
-        """Next tokens of those who run, and first tokens of the samples of `jobs`, whose prompts are computed.
-
-        logits: (rows + jobs, vocab), in that order.
-        """
-        schedule, device = self._schedule, self.cache.device
-        rows = schedule.rows
-        running = len(rows)
-        counts = schedule.start(jobs)
-        new = [sample for job, count in zip(jobs, counts, strict=True) for sample in job.samples[:count]]
-        if not running + len(new):
-            return []
-        if len(new) > len(jobs):
-            at = np.concatenate([np.arange(running), running + np.repeat(np.arange(len(jobs)), counts)])
-            logits = logits[upload(at, device)]
+        finished = [jobs[n] for n in complete]
+        starting = schedule.room(finished)
+        wanted = np.repeat(complete, starting).tolist()
+        new = [sample for job, count in zip(finished, starting, strict=True) for sample in job.samples[:count]]
         kind = max([rows.kind, *(sample.request.sampling.kind for sample in new)])
-        numbers: torch.Tensor | None = None
+        numbers = None
         if kind != Kind.GREEDY:
             drawn = np.concatenate([rows.uniforms(), uniforms([sample.draw for sample in new])])
             params = parameters([sample.request.sampling for sample in new])
-            values = np.concatenate([drawn[None], np.concatenate([rows.params[:, :running], params], 1)])
-            numbers = upload(values.view(np.int64), device).view(torch.float64)
+            numbers = np.concatenate([drawn[None], np.concatenate([rows.params[:, :decoding], params], 1)])
+        work = Work(list(rows.seqs), slots, rows.sources[:decoding], prompts, parts, wanted, kind, numbers)
+        chosen = self._batches.run(work)
+        stats.decode_tokens += decoding
+        stats.prefill_tokens += sum(counts)
+        schedule.start(finished, starting)
+        flight, last = rows.fly()
+        schedule.leave_late(last)
+        return flight, slots, chosen
+
+    def _reserve(self) -> Slots | None:
+        """Room for the newest token of everybody who runs. Who cannot have it, for want of pages, waits."""
+        schedule = self._schedule
+        while schedule.rows.samples:
+            try:
+                slots = self.prefix.extend(schedule.rows.seqs, None, into=self._places)
+            except OutOfPages:
+                if self._flight is not None:
+                    self._settle()
+                else:
+                    schedule.send_out()
+                continue
+            if self._places is not None:
+                self._places = slots
+            return slots
+        return None
+
+    def _settle(self) -> None:
+        """Wait for a pass that is in flight."""
+        if self._flight is not None:
+            flight, self._flight = self._flight, None
+            self._land(*flight)
+
+    def _land(self, flight: Flight, slots: Slots | None, chosen: Chosen) -> None:
+        """Give everybody his token; those who are done leave."""
         started = time.perf_counter()
-        if numbers is None:
-            chosen = logits.argmax(-1).tolist()
-        else:
-            chosen = choose(kind, logits, numbers[0], numbers[1:]).tolist()
+        tokens = chosen.read()
         self._away += time.perf_counter() - started
-        return self._take(chosen[:running]) + self._start(jobs, counts, chosen[running:])
-
-    def _start(self, jobs: list[Job], counts: list[int], chosen: list[int]) -> list[Token]:
-        """Samples whose prompts are computed begin to run, with their first tokens."""
-        found: list[Token] = []
-        tokens = iter(chosen)
-        for job, count in zip(jobs, counts, strict=True):
-            seqs = [job.seq, *(self.prefix.fork(job.seq, count - 1) if count > 1 else ())]
-            for sample, seq in zip(job.samples[:count], seqs, strict=True):
-                token = next(tokens)
-                reason = sample.add(token)
-                found.append(Token(*sample.age, token, reason))
-                self._schedule.run(sample, seq)
-        return found
-
-    def _take(self, chosen: list[int]) -> list[Token]:
-        """Give everybody who runs his token; those who are done leave."""
-        found, done = self._schedule.rows.take(chosen)
-        self._schedule.leave(done)
-        return found
+        if slots is not None:
+            self.prefix.tell(slots, np.array(tokens[: len(slots)], np.int64))
+        found, done = flight.land(tokens)
+        self._found += found
+        self._schedule.leave([sample for sample in done if sample.row >= 0])
+        self._schedule.leave_now([sample for sample in flight.samples if sample.finish_reason is not None])
 
     # Ending.
 
@@ -412,12 +405,16 @@ class Engine:
         try:
             if self.cache.device.type == "cuda":
                 torch.cuda.synchronize(self.cache.device)
+            self._flight = None
             for request in list(self._requests.values()):
                 if request.left:
                     self._schedule.end(request, "error")
+            self._schedule.leave_now(list(self._schedule.leaving))
             self._deadlines.clear()
             self._stats.graph_captures += self._batches.captures
             self._batches = self._make_batches()
+            if self._places is not None:
+                self._places = room_for(self.cache, self._schedule.max_rows)
         except Exception as why:  # of the card: nothing can be computed there any more
             self._failed = why
             for request in self._requests.values():
@@ -429,7 +426,8 @@ class Engine:
 
     def _make_batches(self) -> Batches:
         rows = self._schedule.max_rows
-        return Batches(self._model, self.prefix, rows, static=self._graphs, backend=self._backend)
+        most = self.token_budget or rows + self.prefill_chunk
+        return Batches(self._model, self.prefix, rows, most, static=self._graphs, backend=self._backend)
 
     @property
     def _running(self) -> list[Sample]:

@@ -89,12 +89,6 @@ class Sample:
         """What its next token is drawn with."""
         return self.request.sampling.seed, *self.age, len(self.tokens)
 
-    def add(self, token: int) -> FinishReason | None:
-        """Take a token; the reason if it is the last one."""
-        self.tokens.append(token)
-        self.finish_reason = self.request.ends.reason(self.tokens)
-        return self.finish_reason
-
 
 @dataclass(frozen=True)
 class Ends:

@@ -22,11 +22,13 @@ from .rows import Rows
 class Schedule:
     """Jobs that wait and are prefilled, in the order of their turns, and rows that run.
 
-    max_rows: how many may be under way, prefilled or running. preemptions, reused: counted.
+    max_rows: how many may be under way, prefilled or running. leaving: samples whose last token is on its way, and
+    their sequences. preemptions, reused: counted.
     """
 
     def __init__(self, prefix: PrefixCache, max_rows: int) -> None:
         self.prefix, self.max_rows = prefix, max_rows
+        self.leaving: dict[Sample, int] = {}
         self.waiting: list[Job] = []
         self.prefilling: list[Job] = []
         self.rows = Rows(max_rows)
@@ -128,7 +130,7 @@ class Schedule:
                     taken += self._begin(chosen[:half], parts, jobs)
                     chosen = [] if self._held else chosen[half:]
                     continue
-                if not self.under_way:
+                if not self.under_way and not self.leaving:
                     raise  # submit() has made sure that one fits alone
                 self._held = True
                 break
@@ -149,25 +151,24 @@ class Schedule:
             return taken + len(slots)
         return taken
 
-    def start(self, jobs: list[Job]) -> list[int]:
-        """Prompts are computed: how many samples of each begin to run now. The others wait for a row, in front."""
+    def room(self, jobs: list[Job]) -> list[int]:
+        """How many samples of each of these prompts, which will be computed by this step, can run then."""
         counts: list[int] = []
-        for job in jobs:
-            self.prefilling.remove(job)
+        under_way = self.under_way - len(jobs)
         for left, job in zip(range(len(jobs) - 1, -1, -1), jobs, strict=True):
-            room = self.max_rows - self.under_way - sum(counts) - left
+            room = self.max_rows - under_way - sum(counts) - left
             counts.append(min(len(job.samples), max(1, room)))
-            if counts[-1] < len(job.samples):
-                self.add(Job.of(job.samples[counts[-1] :]))  # from the cached prompt, when there is room
         return counts
 
-    def run(self, sample: Sample, seq: int) -> None:
-        """A sample that has its first token goes on in `seq`, unless that token was its last."""
-        if sample.finish_reason is None:
-            self.rows.add(sample, seq)
-        else:
-            self.prefix.release(seq)
-            self._held = False
+    def start(self, jobs: list[Job], counts: list[int]) -> None:
+        """Prompts are computed: so many samples of each begin to run now. The others wait for a row, in front."""
+        for job, count in zip(jobs, counts, strict=True):
+            self.prefilling.remove(job)
+            seqs = [job.seq, *(self.prefix.fork(job.seq, count - 1) if count > 1 else ())]
+            for sample, seq in zip(job.samples[:count], seqs, strict=True):
+                self.rows.add(sample, seq)
+            if count < len(job.samples):
+                self.add(Job.of(job.samples[count:]))  # from the cached prompt, when there is room
 
     # Leaving.
 
@@ -175,6 +176,18 @@ class Schedule:
         """They run no more, and give their pages up."""
         if samples:
             self.prefix.release([self.rows.remove(sample) for sample in samples])
+            self._held = False
+
+    def leave_late(self, samples: Sequence[Sample]) -> None:
+        """They run no more, and give their pages up by leave_now(), when they have their last token."""
+        for sample in samples:
+            self.leaving[sample] = self.rows.remove(sample)
+
+    def leave_now(self, samples: Sequence[Sample]) -> None:
+        """Of these samples, those who are leaving."""
+        seqs = [self.leaving.pop(sample) for sample in samples if sample in self.leaving]
+        if seqs:
+            self.prefix.release(seqs)
             self._held = False
 
     def end(self, request: Request, reason: FinishReason) -> None:
@@ -190,21 +203,28 @@ class Schedule:
         for sample in request.samples:
             sample.finish_reason = sample.finish_reason or reason
 
-    def make_way(self) -> None:
-        """Before a step: somebody is sent out where a prompt of a higher priority, or one that had its turn earlier,
-        lacks a row or pages."""
+    @property
+    def crowded(self) -> bool:
+        """Does a prompt of a higher priority, or one that had its turn earlier, lack a row or pages?"""
         if self._short and self.under_way:
-            self._short = False
+            return True
+        if not (self.waiting and self.under_way and (self._held or self.under_way >= self.max_rows)):
+            return False
+        lowest = int(self.rows.priorities[: len(self.rows)].min(initial=self.waiting[0].priority))
+        return min([lowest, *(job.priority for job in self.prefilling)]) < self.waiting[0].priority
+
+    def make_way(self) -> None:
+        """Before a step: somebody is sent out if it is crowded."""
+        if self.crowded:
             self.send_out()
-        elif self.waiting and self.under_way and (self._held or self.under_way >= self.max_rows):
-            lowest = int(self.rows.priorities[: len(self.rows)].min(initial=self.waiting[0].priority))
-            lowest = min([lowest, *(job.priority for job in self.prefilling)])
-            if lowest < self.waiting[0].priority:
-                self.send_out()
-                self._held = False
+            self._held &= self._short  # of who lacks a row one is let in
+            self._short = False
 
     def send_out(self) -> None:
-        """Take the pages of the youngest of the lowest priority; it waits, to be prefilled again."""
+        """Take the pages of the youngest of the lowest priority; it waits, to be prefilled again.
+
+        No token may be on its way to it if it runs: that would not be among those that are prefilled.
+        """
         last = self._last()
         if isinstance(last, Sample):
             self.leave([last])

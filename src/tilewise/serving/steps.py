@@ -14,13 +14,16 @@ import torch
 
 from .. import api
 from ..kvcache import PagedKVCache, PrefixCache, Rotary, Slots
-from ..kvcache.slots import room_for
+from ..kvcache.slots import gather, room_for
 from ..plan import DecodePlan, StepPlan
 from ..plan.standing import StandingPlan
+from ..plan.standing_step import StandingStep
 from ..scores import DecodeOptions, Window
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
+
+Longs = npt.NDArray[np.int64]
 
 
 class Step(Protocol):
@@ -54,57 +57,25 @@ def check_layer(cache: PagedKVCache, layer: int, k: torch.Tensor, v: torch.Tenso
 
 
 class DecodeStep:
-    """The next token of each of `seqs`. Layers with the same window share a plan.
+    """The next token of each of `seqs`, whose places are `slots`. Layers with the same window share a plan."""
 
-    rows: for a graph that is replayed while sequences come and go. q, k and v then have just so many rows, of which the
-    first are those of `seqs` and the others idle, and places and plans stay where they are, for sequences of up to
-    max_length tokens. None: as many rows as sequences, and plans made anew each step.
-    """
-
-    def __init__(
-        self,
-        prefix: PrefixCache,
-        *,
-        num_heads: int,
-        rows: int | None = None,
-        max_length: int = 0,
-        backend: str = "auto",
-    ) -> None:
-        self.prefix, self.cache = prefix, prefix.cache
-        self.num_heads, self.rows, self.max_length, self.backend = num_heads, rows, max_length, backend
+    def __init__(self, prefix: PrefixCache, *, num_heads: int, backend: str = "auto") -> None:
+        self.prefix, self.cache, self.num_heads, self.backend = prefix, prefix.cache, num_heads, backend
         self.seqs: list[int] = []
-        self.plans: dict[Window | None, DecodePlan | StandingPlan] = {}
-        self._slots: Slots | None = None if rows is None else room_for(self.cache, rows)
+        self.plans: dict[Window | None, DecodePlan] = {}
+        self._slots: Slots | None = None
 
     @property
     def slots(self) -> Slots:
-        """The current step's places; of a step with `rows`, on a card, in the same memory each time."""
-        assert self._slots is not None, "renew() comes first"
+        """The current step's places."""
+        assert self._slots is not None, "take() comes first"
         return self._slots
 
-    @property
-    def positions(self) -> torch.Tensor:
-        """(rows,) of the tokens in their sequences, on the cache's device; 0 where a row is idle."""
-        if self.rows is None:
-            return self.slots.positions
-        return self.slots.all_positions if self.slots.room else torch.from_numpy(self.host_positions)
-
-    @property
-    def host_positions(self) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-        positions = self.slots.host_positions
-        if self.rows is None or len(positions) == self.rows:
-            return positions
-        return np.concatenate([positions, np.zeros(self.rows - len(positions), np.int64)])
-
-    def renew(self, seqs: list[int], tokens: Sequence[int] | npt.NDArray[np.int64]) -> None:
-        """Begin the step that feeds `tokens`, one per sequence. Raises OutOfPages with nothing changed."""
-        self._slots = self.prefix.extend(seqs, tokens, into=self._slots if self.rows is not None else None)
-        self.seqs = seqs
-        for window, plan in self.plans.items():
-            if isinstance(plan, StandingPlan):
-                api.renew_plan(plan, self.prefix, seqs)
-            else:
-                self.plans[window] = self._plan(window)
+    def take(self, seqs: list[int], slots: Slots) -> None:
+        """Begin the step whose tokens have these places."""
+        self.seqs, self._slots = seqs, slots
+        for window in self.plans:
+            self.plans[window] = self._plan(window)
 
     def attend(
         self,
@@ -123,29 +94,108 @@ class DecodeStep:
         return o[:, 0]
 
     def write(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rotary: Rotary | None) -> None:
-        """The new keys and values of a layer, turned by rotary, and q with them; of idle rows none."""
+        """The new keys and values of a layer, turned by rotary, and q with them."""
         check_layer(self.cache, layer, k, v)
-        count = len(k) if self.slots.room else len(self.slots)  # places on a card have room for idle rows
-        turned = None if rotary is None else q[:count]
-        self.cache.write(layer, self.slots, k[:count], v[:count], rotary=rotary, q=turned)
+        self.cache.write(layer, self.slots, k, v, rotary=rotary, q=None if rotary is None else q)
 
-    def plan(self, window: Window | None) -> DecodePlan | StandingPlan:
+    def plan(self, window: Window | None) -> DecodePlan:
         """Of the current step."""
         if window not in self.plans:
             self.plans[window] = self._plan(window)
         return self.plans[window]
 
-    def _plan(self, window: Window | None) -> DecodePlan | StandingPlan:
-        if self.rows is None:
-            return api.plan_decode(self.prefix, self.seqs, num_heads=self.num_heads, window=window)
-        return api.plan_decode(
-            self.prefix,
-            self.seqs,
-            num_heads=self.num_heads,
-            window=window,
-            rows=self.rows,
-            max_length=self.max_length,
-        )
+    def _plan(self, window: Window | None) -> DecodePlan:
+        return api.plan_decode(self.prefix, self.seqs, num_heads=self.num_heads, window=window)
+
+
+class Decodes:
+    """Standing plans of up to `rows` sequences of up to max_length tokens, one for each window that asked."""
+
+    def __init__(self, prefix: PrefixCache, rows: int, *, num_heads: int, max_length: int) -> None:
+        self.prefix, self.rows, self.num_heads, self.max_length = prefix, rows, num_heads, max_length
+        self.seqs: list[int] = []
+        self.plans: dict[Window | None, StandingPlan] = {}
+
+    def renew(self, seqs: list[int]) -> None:
+        """The sequences as they are now."""
+        self.seqs = seqs
+        for plan in self.plans.values():
+            api.renew_plan(plan, self.prefix, seqs)
+
+    def plan(self, window: Window | None) -> StandingPlan:
+        if window not in self.plans:
+            self.plans[window] = api.plan_decode(
+                self.prefix,
+                self.seqs,
+                num_heads=self.num_heads,
+                window=window,
+                rows=self.rows,
+                max_length=self.max_length,
+            )
+        return self.plans[window]
+
+
+class StandingRows:
+    """A step of `rows` rows for a graph, which is replayed while sequences come and go: first those of `decodes`, then
+    chunks of prompts, up to max_chunks of them, then idle ones. Places and plans stay where they are.
+
+    max_chunks 0: for decodes alone, which have as many rows. layers: those that came by.
+    """
+
+    def __init__(self, decodes: Decodes, rows: int, max_chunks: int, *, backend: str = "auto") -> None:
+        self.prefix, self.cache, self.decodes = decodes.prefix, decodes.prefix.cache, decodes
+        self.rows, self.max_chunks, self.backend = rows, max_chunks, backend
+        self.chunks: list[tuple[int, int]] = []
+        self.plans: dict[Window | None, StandingStep] = {}
+        self.layers: set[int] = set()
+        self.slots = room_for(self.cache, rows)
+
+    def renew(self, seqs: list[int], chunks: list[tuple[int, int]], positions: Longs, index: Longs) -> None:
+        """Begin the step of the last token of `seqs`, and (seq, tokens) of chunks, all of whose tokens have these
+        positions in their sequences and these places in the cache, (tokens,) each, in the order of the rows."""
+        named, counts = [*seqs, *(seq for seq, _ in chunks)], [1] * len(seqs) + [tokens for _, tokens in chunks]
+        self.slots = gather(self.slots, named, counts, positions, index)
+        self.chunks = chunks
+        self.decodes.renew(seqs)
+        for plan in self.plans.values():
+            api.renew_step(plan, self.prefix, chunks)
+
+    def attend(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        *,
+        window: Window | None,
+        rotary: Rotary | None = None,
+        **options: Unpack[DecodeOptions],
+    ) -> torch.Tensor:
+        check_layer(self.cache, layer, k, v)
+        self.layers.add(layer)
+        count = len(k) if self.slots.room else len(self.slots)  # places on a card have room for idle rows
+        turned = None if rotary is None else q[:count]
+        self.cache.write(layer, self.slots, k[:count], v[:count], rotary=rotary, q=turned)
+        o: torch.Tensor
+        if self.max_chunks:
+            o = api.attend(q, self.cache, layer, self._plan(window), backend=self.backend, **options)
+        else:
+            plan = self.decodes.plan(window)
+            o = api.decode(q[:, None], self.cache, layer, plan, backend=self.backend, **options)[:, 0]
+        return o
+
+    def _plan(self, window: Window | None) -> StandingStep:
+        if window not in self.plans:
+            self.plans[window] = api.plan_step(
+                self.prefix,
+                self.chunks,
+                self.decodes.plan(window),
+                num_heads=self.decodes.num_heads,
+                window=window,
+                rows=self.rows,
+                max_chunks=self.max_chunks,
+            )
+        return self.plans[window]
 
 
 class MixedStep:
@@ -168,14 +218,14 @@ class MixedStep:
         self.layers: set[int] = set()
         self.seqs = [seq for slots in parts for seq in slots.seqs]
         self.counts = [count for slots in parts for count in slots.counts]
-        self.last_rows = np.cumsum(self.counts) - 1
+        self.last_rows: Longs = np.cumsum(self.counts, dtype=np.int64) - 1
         self._plans: dict[Window | None, StepPlan] = {}
 
     @property
-    def host_positions(self) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-        """(T,) of the packed tokens in their sequences; 0 where a row is idle."""
-        decode = [] if self.decode is None else [self.decode.host_positions]
-        return np.concatenate([*(slots.host_positions for slots in self.parts), *decode])
+    def host_positions(self) -> Longs:
+        """(T,) of the packed tokens in their sequences."""
+        decode = [] if self.decode is None else [self.decode.slots]
+        return np.concatenate([slots.host_positions for slots in (*self.parts, *decode)])
 
     def attend(
         self,

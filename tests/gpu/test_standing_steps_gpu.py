@@ -1,0 +1,60 @@
+"""Standing steps on a card: one captured attend() serves steps in which chunks and decodes come and go."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from standing_cases import Churn
+
+import tilewise as tw
+from tilewise.gpu import beside
+
+pytestmark = pytest.mark.gpu
+HEADS, GROUP, DECODES, ROWS = 8, 4, 24, 200
+
+
+@pytest.mark.parametrize("order", ["decodes first", "chunks first", "apart"])
+@pytest.mark.parametrize("window", [None, (40, 0)])
+def test_one_graph_serves_chunks_and_decodes_that_come_and_go(window, order, monkeypatch):
+    """To the bit of plans that are made for each step, two layers in a row; what is idle gives 0."""
+    monkeypatch.setattr(beside, "ORDER", order)
+    of = Churn(1, "bf16", torch.bfloat16, HEADS, 16, dim=128, pages=4000, device="cuda")
+    options = {"num_heads": HEADS * GROUP, "share_prefix": False, "window": window}
+    plan = tw.plan_decode(of.cache, [], rows=DECODES, max_length=4000, **options)
+    step = tw.plan_step(of.cache, [], plan, rows=ROWS, max_chunks=6, **options)
+    q = torch.randn(ROWS, HEADS * GROUP, 128, device="cuda").bfloat16()
+    sinks = torch.randn(HEADS * GROUP, device="cuda")
+    call = {"return_lse": True, "sinks": sinks}
+    out = torch.empty_like(q)
+    tw.attend(q, of.cache, 0, step, out=out, **call)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        tw.attend(q, of.cache, 0, step, out=torch.empty_like(q), **call)
+        _, lse = tw.attend(q, of.cache, 0, step, out=out, **call)
+    for _ in range(30):
+        of.step(DECODES)
+        named = [seq for seq in of.seqs if of.cache.length(seq)]
+        chunks, left = [], ROWS - DECODES
+        while named and len(chunks) < 6 and of.r.random() < 0.8:
+            seq = named.pop(of.r.randrange(len(named)))
+            chunks.append((seq, min(left, of.r.randrange(1, of.cache.length(seq) + 1))))
+            left -= chunks[-1][1]
+            if not left:
+                break
+        decodes = named
+        tw.renew_step(step, of.cache, chunks, decodes)
+        q.normal_()
+        used = len(decodes) + sum(tokens for _, tokens in chunks)
+        q[used:] = float("nan")
+        graph.replay()
+        same = tw.plan_step(of.cache, chunks, decodes, **options)
+        rows = torch.cat([torch.arange(len(decodes), used), torch.arange(len(decodes))]).cuda()
+        expected, logs = tw.attend(q[rows], of.cache, 0, same, **call)
+        close = {"atol": 2e-2, "rtol": 0}
+        torch.testing.assert_close(out[rows].float(), expected.float(), **close)
+        torch.testing.assert_close(lse[:, rows], logs, **close)
+        if same.prefill is None or not same.prefill.nodes:
+            assert torch.equal(out[rows], expected)
+        assert not out[used:].any()
+        assert torch.equal(lse[:, used:], sinks[:, None].expand(-1, ROWS - used))

@@ -1,0 +1,54 @@
+"""Engines as on a card, without one: passes of a few sizes, which are captured and replayed, and tokens a step late."""
+
+from __future__ import annotations
+
+from tilewise.kvcache.slots import room_for
+from tilewise.serving import Engine
+from tilewise.serving.batch import Pass
+
+
+class Recorded:
+    """In a graph's place: a replay runs the captured pass again, over the memory and the plans that it began with."""
+
+    def __init__(self, captured, kind, replays):
+        self.captured, self.kind, self.replays = captured, kind, replays
+        self.began_with = self.now()
+
+    def now(self):
+        one = self.captured
+        buffers = (one.sources, one.tokens, one.positions, one.keep, one.numbers, one.chosen)
+        plans = [*one.step.plans.items(), *one.step.decodes.plans.items()]
+        return [x.data_ptr() for x in buffers], [x.shape for x in buffers], plans
+
+    def replay(self):
+        step = self.captured.step
+        assert self.now() == self.began_with
+        assert len(self.captured.tokens) == step.rows
+        self.replays.append((step.rows, len(step.decodes.seqs), sum(tokens for _, tokens in step.chunks)))
+        self.captured.forward(self.kind)
+
+
+def like_a_card(served, late=True):
+    """From now on. late: whether tokens come a step late."""
+    served._graphs, served._late = True, late
+    served._batches = served._make_batches()
+    served._places = room_for(served.cache, served._schedule.max_rows)
+    return served
+
+
+def capture_nothing(monkeypatch, replays):
+    """Captures are recordings; of each replay its rows, decodes and tokens of prompts are put into `replays`."""
+    monkeypatch.setattr(Pass, "capture", lambda captured, kind: Recorded(captured, kind, replays))
+
+
+def all_like_cards(monkeypatch, late):
+    """All engines that are made from now on."""
+    replays, make = [], Engine.__init__
+    capture_nothing(monkeypatch, replays)
+
+    def init(served, *args, **options):
+        make(served, *args, **options)
+        like_a_card(served, late)
+
+    monkeypatch.setattr(Engine, "__init__", init)
+    return replays

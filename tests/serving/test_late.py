@@ -1,0 +1,158 @@
+"""Passes in flight, without a card: tokens come a step late, and answers are what they are at once."""
+
+from __future__ import annotations
+
+import pytest
+from card_like import capture_nothing, like_a_card
+from stub_model import VOCAB, Stub, engine_of
+from tiny_models import pages_are_back
+
+from tilewise.serving import Sampling
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+STUB = Stub()
+
+
+@pytest.fixture
+def engine(monkeypatch):
+    """Engines as on a card; `replays` are those of all."""
+
+    def make(late=True, **options):
+        made = engine_of(STUB, monkeypatch, **{"page_size": 4, "num_pages": 200, "max_sequences": 8, **options})
+        return like_a_card(made, late)
+
+    make.replays = []
+    capture_nothing(monkeypatch, make.replays)
+    return make
+
+
+def prompt(count, seed=0):
+    return [(seed * 11 + n * n * 7 + n) % VOCAB for n in range(count)]
+
+
+def tokens_of(served):
+    found = {}
+    while served.busy:
+        for token in served.step():
+            found.setdefault((token.request, token.sample), []).append((token.token, token.finish_reason))
+    return found
+
+
+def test_tokens_come_with_the_next_step(engine):
+    served = engine()
+    number = served.submit(prompt(9), max_new_tokens=3)
+    assert served.step() == []
+    counts = []
+    while served.busy:
+        counts.append(len(served.step()))
+    assert counts == [1, 1, 1]
+    assert served.stats().steps == 3  # none for a token too many
+    assert len(served.result(number).tokens) == 3
+    assert pages_are_back(served)
+
+
+def test_an_end_is_found_a_step_late_and_what_came_after_it_is_dropped(engine):
+    """By its token, by a list of tokens; and the same answers at once."""
+    answers = {}
+    for late in (False, True):
+        served = engine(late)
+        free = served.submit(prompt(9), max_new_tokens=12)
+        whole = [token for token, _ in tokens_of(served)[free, 0]]
+        end = whole[4]
+        stopped = served.submit(prompt(9), max_new_tokens=12, eos_token_id=end)
+        listed = served.submit(prompt(9), max_new_tokens=12, stop=[whole[2:5]])
+        beside = served.submit(prompt(13, 3), max_new_tokens=12, sampling=Sampling(0.9, seed=4), num_samples=3)
+        answers[late] = tokens_of(served)
+        assert [t for t, _ in answers[late][stopped, 0]] == whole[: whole.index(end) + 1]
+        assert answers[late][stopped, 0][-1][1] == "eos"
+        assert [t for t, _ in answers[late][listed, 0]][-3:] == whole[2:5]
+        assert answers[late][listed, 0][-1][1] == "stop"
+        assert len(answers[late][beside, 2]) == 12
+        assert pages_are_back(served)
+    assert answers[False] == answers[True]
+
+
+def test_who_is_cancelled_gets_nothing_that_is_in_flight(engine):
+    served = engine()
+    numbers = [served.submit(prompt(9, n), max_new_tokens=n) for n in (20, 2, 19)]
+    for _ in range(2):
+        served.step()
+    assert served._schedule.leaving  # the second's last token is on its way
+    for number in numbers[:2]:
+        served.cancel(number)
+    assert [len(served.result(number).tokens) for number in numbers[:2]] == [1, 1]
+    found = tokens_of(served)
+    assert set(found) == {(numbers[2], 0)}
+    assert len(served.result(numbers[2]).tokens) == 19
+    assert pages_are_back(served)
+
+
+def test_an_error_ends_what_is_in_flight(engine):
+    class Broken(Exception):
+        pass
+
+    served = engine()
+    numbers = [served.submit(prompt(9, n), max_new_tokens=n) for n in (20, 2)]
+    for _ in range(2):
+        served.step()
+    STUB.fail = Broken()
+    try:
+        with pytest.raises(Broken):
+            served.step()
+    finally:
+        STUB.fail = None
+    assert not served.busy
+    assert {served.result(number).samples[0].finish_reason for number in numbers} == {"error"}
+    number = served.submit(prompt(9), max_new_tokens=3)
+    assert len(tokens_of(served)[number, 0]) == 3
+    assert pages_are_back(served)
+
+
+def test_the_last_token_of_a_prompt_stands_with_the_decodes(engine):
+    """A question that is asked again has one token to compute, which takes no chunk; its samples follow it."""
+    served = engine()
+    first = served.submit(prompt(21), max_new_tokens=4, num_samples=2)
+    once = tokens_of(served)
+    served.submit(prompt(30, 5), max_new_tokens=30)
+    for _ in range(4):
+        served.step()
+    engine.replays.clear()
+    again = served.submit(prompt(21), max_new_tokens=4, num_samples=2)
+    served.step()
+    assert served.stats().mixed_steps == 1
+    rest = tokens_of(served)
+    for sample in range(2):
+        assert rest[again, sample] == once[first, sample]
+    assert all(chunks == 0 for *_, chunks in engine.replays)
+    assert pages_are_back(served)
+
+
+def test_decodes_leave_their_rows_to_prompts(engine):
+    """Sixteen rows: whoever decodes has the first ones, a chunk what is left."""
+    served = engine(token_budget=16)
+    for n in range(6):
+        served.submit(prompt(30, n), max_new_tokens=12)
+    found = tokens_of(served)
+    alone = []
+    for n in range(6):
+        served.submit(prompt(30, n), max_new_tokens=12)
+        alone.append(next(iter(tokens_of(served).values())))
+    assert list(found.values()) == alone
+    assert {rows for rows, _, chunks in engine.replays if chunks} == {16}
+    assert max(decodes + chunks for _, decodes, chunks in engine.replays) == 16
+    assert any(decodes > 1 and chunks > 1 for _, decodes, chunks in engine.replays)
+
+
+def test_more_than_a_graph_takes_goes_call_by_call_in_between(engine, monkeypatch):
+    """The tokens that are on their way reach such a pass, too, and those that it chooses the next one."""
+    answers = []
+    for most in (2048, 20):
+        monkeypatch.setattr("tilewise.serving.batch.MOST_TOKENS", most)
+        served = engine()
+        for n in range(4):
+            served.submit(prompt(9 + 9 * n, n), max_new_tokens=9)
+            served.step()
+            served.step()
+        tokens_of(served)
+        answers.append([served.result(n).tokens for n in range(4)])
+    assert answers[0] == answers[1]
