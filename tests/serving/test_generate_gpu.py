@@ -150,13 +150,16 @@ def test_sequences_join_leave_and_are_sent_out():
 
 
 def test_draws_are_the_same_from_graphs_and_calls():
-    """Drawn tokens differ only where logits that were summed in another order lie on two sides of a number."""
-    model = on_card()
+    """Drawn tokens differ only where logits that were summed in another order lie on two sides of a number.
+
+    In float32 that is rare. In 16 bits chunks of prompts, whose prefixes calls share and graphs do not, differ enough.
+    """
+    model = on_card(dtype=torch.float32)
     options = {"max_new_tokens": NEW, "num_samples": 4, "temperature": 0.8, "top_k": 40, "top_p": 0.95, "seed": 3}
     runs = [generate(model, PROMPTS, cuda_graphs=graphs, **options) for graphs in (True, False, True)]
     graphs, calls, again = ([s.tokens for one in found for s in one.samples] for found in runs)
     assert graphs == again
-    assert bench.share_of_equal(graphs, calls) > 0.8
+    assert bench.share_of_equal(graphs, calls) > 0.95
     assert len({tuple(sample) for sample in graphs}) > len(graphs) // 2
 
 
