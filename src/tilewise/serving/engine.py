@@ -202,6 +202,7 @@ class Engine:
                 with self._on_device():
                     found = self._step(started)
             except BaseException as error:
+                self._streams.tell(self._found)  # what came before it
                 self._fail(error)
                 raise
             self._streams.tell(found)
