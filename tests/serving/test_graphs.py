@@ -12,10 +12,10 @@ from tilewise.serving import Engine, Sampling, batch
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-@pytest.fixture(params=[False, True], ids=["at once", "late"])
-def replays(request, monkeypatch):
+@pytest.fixture
+def replays(monkeypatch):
     """Engines capture and replay as on a card; the rows, the decodes and the tokens of prompts of each replay."""
-    return all_like_cards(monkeypatch, request.param)
+    return all_like_cards(monkeypatch)
 
 
 def test_sizes():
