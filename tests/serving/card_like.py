@@ -41,14 +41,14 @@ def capture_nothing(monkeypatch, replays):
     monkeypatch.setattr(Pass, "capture", lambda captured, kind: Recorded(captured, kind, replays))
 
 
-def all_like_cards(monkeypatch, late):
+def all_like_cards(monkeypatch):
     """All engines that are made from now on."""
     replays, make = [], Engine.__init__
     capture_nothing(monkeypatch, replays)
 
     def init(served, *args, **options):
         make(served, *args, **options)
-        like_a_card(served, late)
+        like_a_card(served)
 
     monkeypatch.setattr(Engine, "__init__", init)
     return replays

@@ -12,10 +12,10 @@ from tilewise.serving import Engine, Sampling, batch
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-@pytest.fixture(params=[False, True], ids=["at once", "late"])
-def replays(request, monkeypatch):
+@pytest.fixture
+def replays(monkeypatch):
     """Engines capture and replay as on a card; the rows, the decodes and the tokens of prompts of each replay."""
-    return all_like_cards(monkeypatch, request.param)
+    return all_like_cards(monkeypatch)
 
 
 def test_sizes():
@@ -24,8 +24,8 @@ def test_sizes():
     assert batch._sizes(100) == [1, 2, 4, 8, 16, 32, 64, 100]
     assert batch._mixed_sizes(1) == [1]
     assert batch._mixed_sizes(40) == [16, 32, 40]
-    assert batch._mixed_sizes(512) == [16, 32, 64, 128, 256, 384, 512]
-    assert batch._mixed_sizes(700) == [16, 32, 64, 128, 256, 384, 512, 700]
+    assert batch._mixed_sizes(512) == [16, 32, 64, 128, 256, 320, 384, 448, 512]
+    assert batch._mixed_sizes(700) == [16, 32, 64, 128, 256, 320, 384, 448, 512, 640, 700]
 
 
 def test_one_graph_serves_those_who_come_and_go(llama, answers, replays):

@@ -14,6 +14,7 @@ from tilewise.api.decoding import decode
 from tilewise.api.options import StepOptions
 from tilewise.api.standing import renew_plan
 from tilewise.gpu import beside, calls
+from tilewise.gpu.prefill import Forward, TileList
 from tilewise.kvcache import PagedKVCache, PrefixCache
 from tilewise.kvcache.slots import upload
 from tilewise.plan import StepPlan
@@ -31,6 +32,7 @@ class Room:
     starts_q, starts_k: (max_chunks + 1,) int32, as attention_varlen takes them, but that the first chunk starts where
     the decodes end; chunks that are not there are empty. table: (max_chunks, pages of the longest sequence) int32.
     decoding: (decode rows, 1, 1) bool, whether a row is a decode's; chunked: (rows,) bool, whether it is a chunk's.
+    tiles: the chunks' tiles by the kernels that walk them, listed once per step for all layers.
     """
 
     def __init__(self, step: StandingStep, device: torch.device) -> None:
@@ -46,6 +48,7 @@ class Room:
         self.decoding = self._words[self._decoding : self._chunked].view(torch.bool)[:rows].view(rows, 1, 1)
         self.chunked = self._words[self._chunked : self._table].view(torch.bool)[: step.rows]
         self.table = self._words[self._table :].view(chunks, width)
+        self.tiles: dict[Forward, TileList] = {}
 
     def renew(self, step: StandingStep, lists: Sequence[Ints]) -> None:
         """Take the step as it is now. lists: the pages of each chunk's sequence."""
@@ -63,6 +66,8 @@ class Room:
         for row, its in zip(values[self._table :].reshape(count, width), lists, strict=True):
             row[: len(its)] = its
         upload(values, self._words.device, into=self._words[: len(values)])
+        for tiles in self.tiles.values():
+            tiles.make()
 
 
 def make(
@@ -234,6 +239,7 @@ def _forward(
         key, call = calls.known_call(q, k, v, others, flags)
     if call is None:
         call = calls.bind(q, backend, scores.rule, lse is not None, key)
-    got = call(q, k, v, sinks, None, o, starts=(room.starts_q, room.starts_k), page_table=room.table)
+    starts = (room.starts_q, room.starts_k)
+    got = call(q, k, v, sinks, None, o, starts=starts, page_table=room.table, listed=room.tiles)
     if lse is not None:
         torch.where(room.chunked, got[1], lse, out=lse)

@@ -75,7 +75,10 @@ class GpuCall:
         *,
         schedule: BlockSchedule | Sequence[BlockSchedule | None] | None = None,
         function: Function | None = None,
+        listed: dict[prefill.Forward, prefill.TileList] | None = None,
     ) -> Result:
+        """listed: the tiles of calls with these starts and this page table, by the kernel that walks them; those of a
+        kernel that is not there are listed, and put there."""
         if out is not None and checks.place(out, q, k, v) is None:  # it is read from as well: by way of another
             again = GpuCall(self.scores, self.return_lse)
             given = (q, k, v, sinks, slopes, None, descales, starts, page_table)
@@ -120,7 +123,13 @@ class GpuCall:
             slopes = slopes.float().contiguous().expand(q.shape[0] if starts is None else starts[0].shape[0] - 1, -1)
         batch = q.shape[0] if starts is None else starts[0].shape[0] - 1
         descales = tuple(x if x is None or x.dim() == 2 else x.contiguous().expand(batch, -1) for x in descales)
-        self.bound(q, k, v, o, lse, sinks, slopes, starts, page_table, descales, blocks, function)
+        tiles = None
+        if listed is not None and starts is not None and page_table is not None:
+            tiles = listed.get(self.bound)
+            if tiles is None:
+                tiles = listed[self.bound] = prefill.TileList(self.bound, starts, page_table, k.shape[1])
+                tiles.make()
+        self.bound(q, k, v, o, lse, sinks, slopes, starts, page_table, descales, blocks, function, tiles)
         return o if lse is None else (o, lse)
 
     def again(

@@ -185,11 +185,13 @@ class Forward:
         descales: tuple[torch.Tensor | None, ...] = (None, None, None),
         schedule: AnySchedule | None = None,
         function: Function | None = None,
+        tiles: TileList | None = None,
         **emulated: Any,
     ) -> None:
         """Fills o, and lse if there is one. sinks, slopes: float32. emulated: options of emulator.launch.
 
-        descales: of q, k and v in FP8, (sequences, KV heads) float32 with the last stride 1.
+        descales: of q, k and v in FP8, (sequences, KV heads) float32 with the last stride 1. tiles: of just these
+        starts and this page table, listed already.
         """
         a = self.args
         pointers = (q.data_ptr(), k.data_ptr(), v.data_ptr(), o.data_ptr())
@@ -205,17 +207,15 @@ class Forward:
             if descale is not None:
                 field.values, field.batch = descale.data_ptr(), descale.stride(0)
         work = None
-        if starts is not None:
-            words = LIST_HEADER + TILE_WORDS * self.list_tiles + BUCKETS
-            work = torch.empty(words, dtype=torch.int32, device=self.device)
+        if tiles is not None:
+            work = tiles.words
             a.list = work.data_ptr()
-            r = self.ragged_args
-            r.starts_q, r.starts_k, r.list = starts[0].data_ptr(), starts[1].data_ptr(), work.data_ptr()
-            r.buckets = work.data_ptr() + 4 * (words - BUCKETS)
-            if page_table is not None:
-                r.longest_k = min(FAR, page_table.shape[1] * k.shape[1])
+        elif starts is not None:
+            work = self.room_for_tiles()
+            a.list = work.data_ptr()
+            self.name_tiles(self.ragged_args, work, starts, None if page_table is None else (page_table, k.shape[1]))
         if self.device.type == "cuda":
-            self.launch(pointers, schedule, function)
+            self.launch(pointers, schedule, function, listed=tiles is not None)
             return
         a.q, a.k, a.v, a.o = pointers
         counter = torch.zeros(2, dtype=torch.int32)
@@ -226,7 +226,7 @@ class Forward:
         if starts is not None:
             tensors |= {"starts_q": starts[0], "starts_k": starts[1]}
         known = {name: x for name, x in tensors.items() if x is not None}
-        if starts is not None:
+        if starts is not None and tiles is None:
             emulator.launch(self.ragged_spec, (1, 1, 1), [a, self.ragged_args], known, **emulated)
         if self.lists is not None:
             known |= self.lists.emulate(a, schedule, function, known, **emulated)
@@ -237,13 +237,35 @@ class Forward:
         maps = maps or [emulator.TensorMap()] * (4 * self.mapped)
         emulator.launch(self.spec, (self.blocks, 1, 1), [*maps, a, values], known, **emulated)
 
+    def room_for_tiles(self) -> torch.Tensor:
+        """A list of tiles, to be filled."""
+        words = LIST_HEADER + TILE_WORDS * self.list_tiles + BUCKETS
+        return torch.empty(words, dtype=torch.int32, device=self.device)
+
+    def name_tiles(
+        self,
+        args: RaggedArgs,
+        words: torch.Tensor,
+        starts: tuple[torch.Tensor, torch.Tensor],
+        paged: tuple[torch.Tensor, int] | None,
+    ) -> None:
+        """Tell ragged.cu where sequences start and where the list is. paged: the page table, and tokens of a page."""
+        args.starts_q, args.starts_k, args.list = (x.data_ptr() for x in (*starts, words))
+        args.buckets = words.data_ptr() + 4 * (words.numel() - BUCKETS)
+        if paged is not None:
+            args.longest_k = min(FAR, paged[0].shape[1] * paged[1])
+
     def launch(
         self,
         pointers: tuple[int, int, int, int],
         schedule: AnySchedule | None = None,
         function: Function | None = None,
+        listed: bool = False,
     ) -> None:
-        """Over q, k, v and o at these addresses, on the current stream. What has not changed is not set again."""
+        """Over q, k, v and o at these addresses, on the current stream. What has not changed is not set again.
+
+        listed: whether the tiles of packed sequences are, already.
+        """
         a = self.args
         if function is not None and function.key != self._values_of:
             self._take_values(function)
@@ -261,11 +283,43 @@ class Forward:
             self._stream = None if _capturing() else stream
             self._counter = _counter(self.device, self.kernel.ordinal, self._stream)
             a.counter = self._counter.data_ptr()
-        if self.packed:
+        if self.packed and not listed:
             self.ragged_kernel.launch((1, 1, 1), self.ragged_launch_args, stream=stream)
         if self.lists is not None:
             self._listed = self.lists.make(a, schedule, function, stream)
         self.kernel.launch(self.grid, self.launch_args, stream=stream)
+
+
+class TileList:
+    """The tiles of packed sequences, listed once for calls that have them alike, as all layers of a step do.
+
+    The tensors that say where sequences start stay where they are; make() lists the tiles of what stands in them.
+    """
+
+    def __init__(
+        self,
+        forward: Forward,
+        starts: tuple[torch.Tensor, torch.Tensor],
+        page_table: torch.Tensor,
+        page_size: int,
+    ) -> None:
+        # Arguments of its own: the forward's are filled anew by every call.
+        self._args = ForwardArgs.from_buffer_copy(forward.args)
+        self._ragged = RaggedArgs.from_buffer_copy(forward.ragged_args)
+        self.words, self._starts, self._spec = forward.room_for_tiles(), starts, forward.ragged_spec
+        forward.name_tiles(self._ragged, self.words, starts, (page_table, page_size))
+        if forward.device.type == "cuda":
+            self._kernel = forward.ragged_kernel
+            self._launch_args = compiler.Args(self._args, self._ragged)
+
+    def make(self) -> None:
+        """On the current stream."""
+        if self.words.is_cuda:
+            stream = compiler.raw_stream(self._kernel.ordinal)
+            self._kernel.launch((1, 1, 1), self._launch_args, stream=stream)
+            return
+        known = {"work": self.words, "starts_q": self._starts[0], "starts_k": self._starts[1]}
+        emulator.launch(self._spec, (1, 1, 1), [self._args, self._ragged], known)
 
 
 def _map_spec(x: torch.Tensor, sizes: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...]) -> TensorMapSpec:

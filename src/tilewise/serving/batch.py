@@ -357,7 +357,7 @@ def _sizes(most: int) -> list[int]:
 
 
 def _mixed_sizes(most: int) -> list[int]:
-    """Powers of two, from 256 on those halfway between them too, and the most."""
+    """Powers of two, from 256 on in quarters of them, and the most: there a row that is idle takes a card's time."""
     powers = [1 << n for n in range(LEAST_TOKENS.bit_length() - 1, most.bit_length())]
-    sizes = {size for power in powers for size in (power, power * 3 // 2 if power >= 256 else power)}
-    return [*sorted(size for size in sizes if size < most), most]
+    sizes = [power * n // 4 for power in powers for n in (range(4, 8) if power >= 256 else [4])]
+    return [*(size for size in sizes if size < most), most]

@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -38,6 +38,17 @@ if TYPE_CHECKING:
     from .hf import ServedModel
 
 
+class InFlight(NamedTuple):
+    """A pass of which the host does not know what it chose. slots: of the tokens that it was fed from the pass before.
+    started: when, of time.perf_counter(), the host began with it. prefills: whether there are prompts in it."""
+
+    flight: Flight
+    slots: Slots | None
+    chosen: Chosen
+    started: float
+    prefills: bool
+
+
 class Engine:
     """Continuous batching of a transformers causal language model over a prefix-sharing paged cache.
 
@@ -48,8 +59,8 @@ class Engine:
     token_budget: the most tokens of a step in all: each running sequence takes one, prompts take what is left. A small
     one keeps the time between tokens short while prompts arrive, a large one computes prompts faster; None: as many as
     run and prefill_chunk more. max_waiting: how many requests may wait before submit() raises EngineFull; None: any
-    number. tokenizer: of transformers, for stop strings and text in results. cuda_graphs: whether a card replays decode
-    steps from a graph; for models whose forward pass cannot be captured, False. compile: fuse what lies between
+    number. tokenizer: of transformers, for stop strings and text in results. cuda_graphs: whether a card replays
+    steps from graphs; for models whose forward pass cannot be captured, False. compile: fuse what lies between
     attention by torch.compile, which takes its time in the first steps of each size; the weights of a layer's q, k and
     v, and of its gate and up, then lie side by side in memory. backend: as `decode` takes it.
 
@@ -115,7 +126,8 @@ class Engine:
         self._batches = self._make_batches()
         self._places: Slots | None = room_for(self.cache, most) if self._graphs else None  # of the newest tokens
         self._late = shape.device.type == "cuda"  # whether a pass may be in flight while nobody steps
-        self._flight: tuple[Flight, Slots | None, Chosen] | None = None
+        self._flight: InFlight | None = None
+        self._landed = 0.0  # when, of time.perf_counter(), the last pass had been computed and its tokens given out
         self._found: list[Token] = []  # that this step brings
         self._requests: dict[int, Request] = {}
         self._deadlines: list[tuple[float, int]] = []  # a heap, with the numbers of the requests
@@ -190,6 +202,7 @@ class Engine:
                 with self._on_device():
                     found = self._step(started)
             except BaseException as error:
+                self._streams.tell(self._found)  # what came before it
                 self._fail(error)
                 raise
             self._streams.tell(found)
@@ -286,32 +299,21 @@ class Engine:
                 self._schedule.end(request, "cancelled")
         self._end_overdue()
         stats, self._found = self._stats, []
-        before, away = (stats.prefill_tokens, stats.decode_tokens), self._away + self._batches.away
-        launched = self._launch()
-        if launched is None:
-            self._settle()
-        else:
-            last, self._flight = self._flight, launched
-            if last is not None:
-                self._land(*last)
-            if not self._late:
-                self._settle()
+        away = self._away + self._batches.away
+        launched = self._launch(started)
         if launched is None:  # nothing is left to do, or everybody waits for pages that were given up just now
+            self._settle()
             return self._found
+        last, self._flight = self._flight, launched
+        if last is not None:
+            self._land(last)
+        if not self._late:
+            self._settle()
         stats.peak_pages = max(stats.peak_pages, self._used)
-        seconds = time.perf_counter() - started
-        prefilled, decoded = stats.prefill_tokens > before[0], stats.decode_tokens > before[1]
-        stats.host_seconds += seconds - (self._away + self._batches.away - away)
-        if prefilled:
-            stats.prefill_steps += 1
-            stats.mixed_steps += decoded
-            stats.prefill_seconds += seconds
-        else:
-            stats.decode_steps += 1
-            stats.decode_seconds += seconds
+        stats.host_seconds += time.perf_counter() - started - (self._away + self._batches.away - away)
         return self._found
 
-    def _launch(self) -> tuple[Flight, Slots | None, Chosen] | None:
+    def _launch(self, started: float) -> InFlight | None:
         """Compute the next token of everybody who runs, and chunks of prompts; None if there is nothing to compute."""
         schedule, stats = self._schedule, self._stats
         if not schedule.busy:
@@ -343,10 +345,13 @@ class Engine:
         chosen = self._batches.run(work)
         stats.decode_tokens += decoding
         stats.prefill_tokens += sum(counts)
+        stats.decode_steps += not parts
+        stats.prefill_steps += bool(parts)
+        stats.mixed_steps += bool(parts) and decoding > 0
         schedule.start(finished, starting)
         flight, last = rows.fly()
         schedule.leave_late(last)
-        return flight, slots, chosen
+        return InFlight(flight, slots, chosen, started, bool(parts))
 
     def _reserve(self) -> Slots | None:
         """Room for the newest token of everybody who runs. Who cannot have it, for want of pages, waits."""
@@ -368,20 +373,25 @@ class Engine:
     def _settle(self) -> None:
         """Wait for a pass that is in flight."""
         if self._flight is not None:
-            flight, self._flight = self._flight, None
-            self._land(*flight)
+            last, self._flight = self._flight, None
+            self._land(last)
 
-    def _land(self, flight: Flight, slots: Slots | None, chosen: Chosen) -> None:
+    def _land(self, one: InFlight) -> None:
         """Give everybody his token; those who are done leave."""
-        started = time.perf_counter()
-        tokens = chosen.read()
-        self._away += time.perf_counter() - started
-        if slots is not None:
-            self.prefix.tell(slots, np.array(tokens[: len(slots)], np.int64))
-        found, done = flight.land(tokens)
+        waited = time.perf_counter()
+        tokens = one.chosen.read()
+        self._away += time.perf_counter() - waited
+        if one.slots is not None:
+            self.prefix.tell(one.slots, np.array(tokens[: len(one.slots)], np.int64))
+        found, done = one.flight.land(tokens)
         self._found += found
         self._schedule.leave([sample for sample in done if sample.row >= 0])
-        self._schedule.leave_now([sample for sample in flight.samples if sample.finish_reason is not None])
+        self._schedule.leave_now([sample for sample in one.flight.samples if sample.finish_reason is not None])
+        begun, self._landed = max(one.started, self._landed), time.perf_counter()
+        if one.prefills:
+            self._stats.prefill_seconds += self._landed - begun
+        else:
+            self._stats.decode_seconds += self._landed - begun
 
     # Ending.
 

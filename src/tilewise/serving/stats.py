@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 @dataclass
 class EngineStats:
-    """What an engine did since it was made. The seconds of a step end when its tokens are on the host.
+    """What an engine did since it was made. The seconds of a step end when its tokens are on the host, and begin when
+    those of the step before were, if the host began with it earlier.
 
     A step that prefills and decodes counts as a prefill step and as a mixed one.
     """
