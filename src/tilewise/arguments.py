@@ -404,6 +404,15 @@ def gather(x: torch.Tensor, page_table: torch.Tensor, starts: Sequence[int]) -> 
     return torch.cat(parts)
 
 
+def places(page_table: torch.Tensor, starts: Sequence[int], page_size: int) -> torch.Tensor:
+    """(tokens,) int64: where each of the packed tokens lies when the pages stand one after another."""
+    parts = [page_table.new_empty(0, dtype=torch.int64)]
+    for b, (start, end) in enumerate(pairwise(starts)):
+        token = torch.arange(end - start, device=page_table.device)
+        parts.append(page_table[b].long()[token // page_size] * page_size + token % page_size)
+    return torch.cat(parts)
+
+
 def check_backend(backend: str, q: torch.Tensor, others: Sequence[torch.Tensor | None], rungs: bool = False) -> Where:
     """Where the call runs, refusing what nothing there serves; rungs: the ladder's serve this call too, by name."""
     emulated = isinstance(backend, str) and backend.partition(":")[0] == EMULATOR
@@ -422,7 +431,7 @@ def check_backend(backend: str, q: torch.Tensor, others: Sequence[torch.Tensor |
         raise ValueError(f'backend "{backend}" takes {taken}, got q on {q.device}; backend="auto" takes both')
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, *others)):
         raise NotImplementedError(
-            "an input requires gradients, and Tilewise has no backward pass yet; call it under torch.no_grad(), or use "
-            "torch.nn.functional.scaled_dot_product_attention for training"
+            "an input requires gradients, and Tilewise has no backward pass for this call here yet; call it under "
+            "torch.no_grad(), or use .cpu() tensors or torch.nn.functional.scaled_dot_product_attention for training"
         )
     return EMULATOR if emulated else "cuda" if cuda else "cpu"

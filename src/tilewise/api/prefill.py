@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 
 from tilewise import arguments, checks, cpu, functions, traced
+from tilewise.api import gradients
+from tilewise.api.on_cpu import full_precision, packed_plan_on_cpu, plan_on_cpu
 from tilewise.api.options import (
     AttentionOptions,
     Level,
@@ -19,11 +20,11 @@ from tilewise.api.options import (
     State,
     VarlenOptions,
 )
-from tilewise.api.schedules import past_lengths, together, together_packed
+from tilewise.api.schedules import past_lengths
 from tilewise.cpu.scoring import Scoring
 from tilewise.gpu import calls, named, prefill
 from tilewise.gpu.abi import FP8
-from tilewise.plan import Plan, Window, plan_dense, plan_shared_prefix, plan_varlen
+from tilewise.plan import Plan, Window, plan_shared_prefix
 from tilewise.plan.schedule import BlockSchedule
 from tilewise.scores import ScoreOptions
 from tilewise.state import add_sinks
@@ -130,6 +131,10 @@ def attention(
         return traced.attention(q, k, v, descales, **options, **rest)
     if compiling:
         return traced.outside(attention, (q, k, v), descales, **pattern, **options, **rest)
+    if gradients.on_cpu(q, k, v, sinks):
+        gradients.check(q, out, backend, {**options, **pattern})
+        node = gradients.Dense(attention, options, {**pattern, "exact": exact})
+        return gradients.asked(gradients.apply(node, q, k, v, sinks), return_lse)
     call = arguments.check_call(q, k, v, options, descales=descales, rungs=True, **pattern, **rest)
     if call.where == arguments.EMULATOR and (kernel := named.find(backend)):
         o, lse = named.run(kernel, q, k, v, {**options, **pattern}, call.scores.scale)
@@ -153,7 +158,7 @@ def _dense_on_cpu(
     fp8 = q.dtype == FP8
     if fp8:
         q, k, v = (arguments.widened(x, by, heads_kv) for x, by in zip((q, k, v), call.descales, strict=True))
-    plan = _plan_on_cpu(call, q.element_size())
+    plan = plan_on_cpu(call, q.element_size())
     starts_q, starts_k = ([b * n for b in range(batch + 1)] for n in (seqlen_q, seqlen_k))
     if (missing := past_lengths(call.schedule, starts_k)) is not None:
         k, v = (x.masked_fill(missing.view(batch, seqlen_k, 1, 1), 0.0) for x in (k, v))
@@ -161,12 +166,6 @@ def _dense_on_cpu(
         place = None if fp8 else checks.place(out, q, k, v)
         o, lse = cpu.run(plan, q, [(k, v)], Scoring.of(call.scores, starts_q, starts_k, call.function), place)
     return o.bfloat16() if fp8 else o, lse.view(batch, seqlen_q, heads_q).transpose(1, 2)
-
-
-def _plan_on_cpu(call: arguments.Call, io_bytes: int) -> Plan:
-    batch, seqlen_q, seqlen_k, heads_q = call.sizes[:4]
-    pattern = together(call.schedule, call.function, batch, heads_q, seqlen_q, seqlen_k)
-    return plan_dense(*call.sizes, window=call.scores.window, schedule=pattern, io_bytes=io_bytes)
 
 
 @overload
@@ -264,6 +263,11 @@ def attention_varlen(
         if known is not None:
             starts = _starts(q, cu_seqlens_q, cu_seqlens_k)
             return known(q, k, v, sinks, alibi_slopes, out, descales, starts, page_table)
+    if gradients.on_cpu(q, k, v, sinks):
+        gradients.check(q, out, backend, {**options, **pattern})
+        node = gradients.Packed(attention_varlen, options, {**pattern, "exact": exact})
+        given = (q, k, v, cu_seqlens_q, cu_seqlens_k, page_table, sinks)
+        return gradients.asked(gradients.apply(node, *given), return_lse)
     batch = arguments.check_sequences(cu_seqlens_q, cu_seqlens_k)
     paged = page_table is not None
     call = arguments.check_call(q, k, v, options, descales=descales, batch=batch, paged=paged, **pattern, **rest)
@@ -321,7 +325,7 @@ def _packed_on_cpu(
     out: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`attention_varlen` on the CPU over packed k and v: o like q (bfloat16 for FP8), lse (Hq, total_q)."""
-    heads_q, heads_kv, head_dim = call.sizes[3:]
+    heads_kv = call.sizes.heads_kv
     fp8 = q.dtype == FP8
     if fp8:
         counts = [torch.tensor(starts).diff() for starts in (starts_q, starts_k, starts_k)]
@@ -331,16 +335,7 @@ def _packed_on_cpu(
         )
     if (missing := past_lengths(call.schedule, starts_k)) is not None:
         k, v = (x.masked_fill(missing[:, None, None], 0.0) for x in (k, v))
-    plan = plan_varlen(
-        starts_q,
-        starts_k,
-        heads_q,
-        heads_kv,
-        head_dim,
-        window=call.scores.window,
-        schedules=together_packed(call.schedule, call.function, starts_q, starts_k, heads_q),
-        io_bytes=q.element_size(),
-    )
+    plan = packed_plan_on_cpu(call, starts_q, starts_k, q.element_size())
     with full_precision():
         place = None if fp8 else checks.place(out, q, k, v)
         o, lse = cpu.run(plan, q, [(k, v)], Scoring.of(call.scores, starts_q, starts_k, call.function), place)
@@ -406,6 +401,14 @@ def shared_prefix_attention(
     checks.flag("return_lse", return_lse)
     arguments.check_out(out, q)
     sources, shapes = arguments.check_levels(levels, q, heads_kv)
+    of_levels = [x for source in sources for x in source]
+    if gradients.on_cpu(q, k, v, sinks, *of_levels):
+        gradients.check(q, out, backend, {})
+        given_lengths = [*(level[2] if len(level) > 2 else None for level in levels), lengths]
+        node = gradients.SharedPrefix(
+            shared_prefix_attention, {"causal": causal, "scale": scale, "softcap": softcap}, given_lengths
+        )
+        return gradients.asked(gradients.apply(node, q, k, v, sinks, *of_levels), return_lse)
     sources.append((k, v))
     shapes.append(
         (batch, k.shape[1], None if lengths is None else arguments.check_lengths("lengths", lengths, *k.shape[:2]))
@@ -449,12 +452,7 @@ def plan_attention(
         calls.check_served(q, call.where)
         return prefill.plan_of(q, k, call.scores)
     io_bytes = 4 if q.dtype == FP8 else q.element_size()  # FP8 is widened first
-    return _plan_on_cpu(call, io_bytes)
-
-
-def full_precision() -> AbstractContextManager[Any]:
-    """Autocast switched off: it would turn our float32 products into bfloat16 ones."""
-    return torch.autocast("cpu", enabled=False) if torch.is_autocast_enabled("cpu") else nullcontext()
+    return plan_on_cpu(call, io_bytes)
 
 
 def result(

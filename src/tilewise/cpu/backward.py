@@ -1,0 +1,260 @@
+"""The backward pass on the CPU: walks the plan that the forward walked, five products per tile instead of two.
+
+With P = exp(S − LSE), O and the LSE from the forward, and delta = rowsum(dO ∘ O) − dLSE:
+
+    dV += Pᵀ dO        dP = dO Vᵀ        dS = P ∘ (dP − delta)        dQ += dS K        dK += dSᵀ Q
+
+dS goes through what was done to the scores. States that were merged need nothing of their own: P is taken against the
+LSE of the whole row, so every tile gives its share. Sums are float32. Tiles whose scores nothing changes go through
+torch's own flash backward, which takes the row's O and LSE as they are; the others are float32 products over strips
+that stay in the caches. Nothing here is ever as large as all scores.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from itertools import product
+from typing import NamedTuple
+
+import torch
+
+from tilewise.cpu.blocks import blocks_view
+from tilewise.cpu.products import Space
+from tilewise.cpu.scoring import ALL, Scoring, View, count_up, counted
+from tilewise.cpu.tiles import KV, MASK_VALUES
+from tilewise.plan.tiles import OPEN, Band, BlockTiles, Plan, Tiles
+
+FLASH_ROWS = 64  # fewer rows of a tile are worth no call of torch's flash backward per query head of a group
+
+
+class Rows(NamedTuple):
+    """Of some query rows, (rows, Hq, D) or (rows, Hq): all that the backward pass needs of them."""
+
+    q: torch.Tensor
+    o: torch.Tensor
+    d_o: torch.Tensor
+    lse: torch.Tensor  # +inf in place of −inf: a row that sees no key has weights of 0
+    delta: torch.Tensor
+    d_q: torch.Tensor  # float32, added to
+
+    @classmethod
+    def of(
+        cls, q: torch.Tensor, o: torch.Tensor, lse: torch.Tensor, d_o: torch.Tensor, d_lse: torch.Tensor | None
+    ) -> Rows:
+        """q, o, d_o (rows, Hq, D); lse, d_lse (rows, Hq) float32. A row that sees no key has no gradients."""
+        empty = lse == -math.inf
+        delta = (d_o.float() * o.float()).sum(-1)
+        if d_lse is not None:
+            delta = delta - d_lse.masked_fill(empty, 0.0)
+        return cls(q, o, d_o, lse.masked_fill(empty, math.inf), delta, torch.zeros(q.shape, dtype=torch.float32))
+
+    def part(self, rows: slice, heads: slice = ALL) -> Rows:
+        return Rows(*(x[rows, heads] for x in self))
+
+
+class Keys(NamedTuple):
+    """Some keys, (keys, Hkv, D) each: K, V, and float32 sums of their gradients."""
+
+    k: torch.Tensor
+    v: torch.Tensor
+    d_k: torch.Tensor
+    d_v: torch.Tensor
+
+    @classmethod
+    def of(cls, k: torch.Tensor, v: torch.Tensor) -> Keys:
+        return cls(k, v, *(torch.zeros(x.shape, dtype=torch.float32) for x in (k, v)))
+
+    def part(self, keys: slice, heads: slice = ALL) -> Keys:
+        return Keys(*(x[keys, heads] for x in self))
+
+
+def tile_gradients(
+    at: Rows, over: Keys, scoring: Scoring, band: Band = OPEN, view: View | None = None, flash: bool = True
+) -> None:
+    """Add the gradients of one tile: rows `at` over the keys `over`, under the band or as `view` says.
+
+    flash: torch's flash backward may be used, which knows no gradient of the LSE.
+    """
+    rows, keys = len(at.q), len(over.k)
+    triangle = band == (None, 0) and scoring.scale > 0 and view is None
+    if view is None and band != OPEN and not triangle:
+        view = counted(rows, keys, band)
+    if flash and not scoring.needs_products and rows >= FLASH_ROWS and (view is None or view.pairs <= MASK_VALUES):
+        _flash_gradients(at, over, scoring, triangle, view)
+        return
+    if triangle:
+        view = counted(rows, keys, band)
+    _product_gradients(at, over, scoring, view)
+
+
+def _flash_gradients(at: Rows, over: Keys, scoring: Scoring, triangle: bool, view: View | None) -> None:
+    """By torch's CPU kernel, one call per query head of a group: a group's heads read the same keys."""
+    group = at.q.shape[1] // over.k.shape[1]
+    k, v = (x.transpose(0, 1)[None] for x in (over.k, over.v))
+    bias = None if view is None or not view.hides else view.bias
+    for g in range(group):
+        q, o, d_o = (x[:, g::group].transpose(0, 1)[None] for x in (at.q, at.o, at.d_o))
+        lse = at.lse[:, g::group].transpose(0, 1)[None].contiguous()
+        d_q, d_k, d_v = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            d_o, q, k, v, o, lse, 0.0, triangle, attn_mask=bias, scale=scoring.scale
+        )
+        at.d_q[:, g::group] += d_q[0].transpose(0, 1)
+        over.d_k.add_(d_k[0].transpose(0, 1))
+        over.d_v.add_(d_v[0].transpose(0, 1))
+
+
+def _product_gradients(at: Rows, over: Keys, scoring: Scoring, view: View | None) -> None:
+    """By float32 products over strips of rows and keys."""
+    rows, heads_q, _ = at.q.shape
+    heads_kv = over.k.shape[1]
+    group = heads_q // heads_kv
+    space = Space.of(rows, group, over.k[None], scoring.scored)
+    for head, row in product(range(0, heads_kv, space.heads), range(0, rows, space.rows)):
+        kv = slice(head, min(head + space.heads, heads_kv))
+        heads, strip = slice(kv.start * group, kv.stop * group), slice(row, min(row + space.rows, rows))
+        here = None if view is None else view.part(ALL, strip, ALL, heads)
+        _strip_gradients(at.part(strip, heads), over.part(ALL, kv), scoring, here, space)
+
+
+def _strip_gradients(at: Rows, over: Keys, scoring: Scoring, view: View | None, space: Space) -> None:
+    rows, heads, head_dim = at.q.shape
+    kv_heads = over.k.shape[1]
+
+    def by_kv_head(x: torch.Tensor) -> torch.Tensor:
+        """(rows, heads, …) -> (KV heads, group · rows, …): one product per KV head."""
+        wide = x.float().unflatten(1, (kv_heads, -1))
+        return wide.movedim(0, 2).flatten(1, 2)
+
+    q, d_o = by_kv_head(at.q), by_kv_head(at.d_o)
+    lse, delta = (x.transpose(0, 1)[..., None] for x in (at.lse, at.delta))  # (heads, rows, 1)
+    d_q = torch.zeros_like(q)
+    keys = slice(0, len(over.k)) if view is None else view.span()
+    for j in range(keys.start, keys.stop, space.keys):
+        those = slice(j, min(j + space.keys, keys.stop))
+        here = None if view is None else view.part(ALL, keys=those).cut()
+        if view is not None and here is None:  # the band hides all of it
+            continue
+        part = over.part(those)
+        k, v = (x.float().transpose(0, 1) for x in part[:2])  # (KV heads, keys, D)
+        s = torch.baddbmm(q.new_empty(()), q, k.mT, beta=0, alpha=scoring.alpha)
+        scored, chain = score_with_derivative(s.view(heads, rows, -1), scoring, here)
+        if here is not None and here.hides:
+            here.hide(scored)
+        p = scored.sub_(lse).exp_()
+        folded = p.view(s.shape)
+        part.d_v.add_((folded.mT @ d_o).transpose(0, 1))
+        d_p = (d_o @ v.mT).view(p.shape)
+        d_s = chain(d_p.sub_(delta).mul_(p)).view(s.shape)
+        d_q.baddbmm_(d_s, k, alpha=scoring.scale)
+        part.d_k.add_((d_s.mT @ q).transpose(0, 1), alpha=scoring.scale)
+    at.d_q.add_(d_q.unflatten(1, (-1, rows)).movedim(2, 0).flatten(1, 2))
+
+
+Chain = Callable[[torch.Tensor], torch.Tensor]
+
+
+def score_with_derivative(s: torch.Tensor, scoring: Scoring, view: View | None) -> tuple[torch.Tensor, Chain]:
+    """Scores of `alpha` times the products (heads, rows, keys), in new memory where s is still needed; and what takes
+    the gradient of a score to that of the scaled product, in place or not."""
+    if not scoring.needs_products:
+        return s, _same
+    slope = None
+    if scoring.softcap:
+        s = s.tanh_()
+        slope = s.square().neg_().add_(1.0)  # d cap · tanh(x / cap) = 1 − tanh²
+    plain = Scoring(scoring.scale, 0.0, scoring.slopes, None, scoring.sequences)
+    capped, _ = plain.apply(s * scoring.softcap if scoring.softcap else s, view)
+    function = scoring.function
+    if function is None or not function.scores or view is None:
+        return capped, _same if slope is None else slope.mul_
+    indices = view.indices()
+    with torch.enable_grad():
+        leaf = capped.detach().requires_grad_()
+        made = function.scored(leaf[None], *indices)[0]
+
+    def chain(d_s: torch.Tensor) -> torch.Tensor:
+        if made.requires_grad:
+            (d_s,) = torch.autograd.grad(made, leaf, d_s)
+        else:  # the score does not depend on the product
+            d_s = torch.zeros_like(d_s)
+        return d_s if slope is None else slope.mul_(d_s)
+
+    return made.detach().expand(capped.shape).clone(), chain
+
+
+def _same(x: torch.Tensor) -> torch.Tensor:
+    return x
+
+
+# ---- plans -----------------------------------------------------------------------------------------------------------
+
+
+def gradients(
+    plan: Plan, at: Rows, sources: Sequence[KV], scoring: Scoring, *, flash: bool = True
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Walk a dense, packed, sparse or shared-prefix plan: at.d_q is added to, and (dK, dV) of each source are returned.
+
+    at: the plan's rows, packed. Each source k, v (B, Nk, Hkv, D) or (keys, Hkv, D); dK and dV are float32 like them.
+    """
+    every = [Keys.of(*(x.reshape(-1, *x.shape[-2:]) for x in source)) for source in sources]
+    for item in plan.work:
+        if isinstance(item, Tiles):
+            for n in range(item.count):
+                row, key = item.row + n * item.row_step, item.key + n * item.key_step
+                over = every[item.source].part(slice(key, key + item.keys))
+                view = _regular_view(item, row, key, scoring, plan.heads_q)
+                tile_gradients(at.part(slice(row, row + item.rows)), over, scoring, item.band, view, flash)
+        elif isinstance(item, BlockTiles):
+            _block_gradients(item, at, every[0], scoring, flash)
+        else:
+            raise TypeError(f"a plan over tensors holds no {type(item).__name__}")
+    shapes = [k.shape for k, _ in sources]
+    return [(keys.d_k.view(shape), keys.d_v.view(shape)) for keys, shape in zip(every, shapes, strict=True)]
+
+
+def _regular_view(item: Tiles, row: int, key: int, scoring: Scoring, heads: int) -> View | None:
+    """Where the rows and keys of a regular tile stand in their sequence; None if nobody asks."""
+    starts = scoring.sequences
+    if starts is None or not scoring.asks_places:
+        return None
+    b = starts.of(row)
+    row, key = row - starts.row_starts[b], key - starts.key_starts[b]
+    return View(
+        count_up(row, row + item.rows)[None],
+        count_up(key, key + item.keys)[None],
+        item.band.shifted(key - row),
+        sequences=torch.tensor([b], dtype=torch.int32),
+        heads=count_up(0, heads),
+        steady=True,
+    )
+
+
+def _block_gradients(item: BlockTiles, at: Rows, over: Keys, scoring: Scoring, flash: bool) -> None:
+    """Tile by tile, over keys that are gathered and whose gradients are added back."""
+    group = at.q.shape[1] // over.k.shape[1]
+    first, end = item.heads or (0, at.q.shape[1])
+    # Heads of a KV head that have other blocks are another item's: then one KV head at a time.
+    whole = first % group == 0 and end % group == 0
+    shares = [slice(first // group, -(-end // group))]
+    if not whole:
+        shares = [slice(h, h + 1) for h in range(shares[0].start, shares[0].stop)]
+    for n, tile in product(range(item.count), range(len(item.blocks))):
+        row, key = item.row + n * item.row_step, item.key + n * item.key_step
+        index = key + _block_keys(item, tile)
+        view = blocks_view(item, slice(tile, tile + 1), row, first, end, scoring)
+        start = row + int(item.rows_at[tile])
+        for share in shares:
+            heads = slice(max(first, share.start * group), min(end, share.stop * group))
+            keys = Keys.of(over.k[index, share], over.v[index, share])
+            here = None if view is None else view.part(ALL, heads=slice(heads.start - first, heads.stop - first))
+            tile_gradients(at.part(slice(start, start + item.rows), heads), keys, scoring, OPEN, here, flash)
+            over.d_k[:, share].index_add_(0, index, keys.d_k)
+            over.d_v[:, share].index_add_(0, index, keys.d_v)
+
+
+def _block_keys(item: BlockTiles, tile: int) -> torch.Tensor:
+    """The keys of a tile, counted in its sequence."""
+    blocks = torch.from_numpy(item.blocks[tile]).long()
+    keys = (blocks[:, None] * item.block + torch.arange(item.block)).flatten()
+    return torch.cat([keys, torch.arange(item.seqlen_k - item.tail, item.seqlen_k)])
