@@ -115,8 +115,12 @@ def attention(
         column = sinks.to(dtype)[None, :, None, None].expand(*scores.shape[:3], 1)
         scores = torch.cat((scores, column), dim=-1)
         v = torch.cat((v, torch.zeros_like(v[:, :1])), dim=1) if nk else v.new_zeros(v.shape[0], 1, hq, head_dim)
-    lse = torch.logsumexp(scores, dim=-1) if scores.shape[-1] else scores.new_full(scores.shape[:3], -math.inf)
-    weights = torch.softmax(scores, dim=-1).masked_fill((lse == -math.inf)[..., None], 0.0)
+    # A row that sees no key has the empty state, and gradients of 0: neither is left to a softmax of −inf alone.
+    empty = (scores == -math.inf).all(-1)
+    scores = scores.masked_fill(empty[..., None], 0.0)
+    lse = torch.logsumexp(scores, dim=-1) if scores.shape[-1] else scores.new_zeros(scores.shape[:3])
+    lse = lse.masked_fill(empty, -math.inf)
+    weights = torch.softmax(scores, dim=-1).masked_fill(empty[..., None], 0.0)
     if fp8_weights:
         weights = (weights * 256).float().to(torch.float8_e4m3fn).to(dtype) / 256
     return torch.einsum("bhij,bjhd->bihd", weights, v), lse
