@@ -28,6 +28,15 @@ pytest.register_assert_rewrite(*(path.stem for path in SHARED))
 
 
 @pytest.fixture
+def own_card() -> Iterator[None]:
+    """For tests about the kernels of the device at hand, the emulator's being Hopper: whatever TILEWISE_CARD says."""
+    from tilewise import arch
+
+    with arch.as_card(None):
+        yield
+
+
+@pytest.fixture
 def one_thread() -> Iterator[None]:
     """Torch on one thread: on a busy machine two wait for each other."""
     threads = torch.get_num_threads()

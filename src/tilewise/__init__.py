@@ -5,12 +5,15 @@ from tilewise.plan.schedule import BlockSchedule
 
 from . import reference
 from .api import (
+    attend,
     attention,
     attention_varlen,
     decode,
     grow_plan,
     plan_attention,
     plan_decode,
+    plan_step,
+    renew_plan,
     schedule_of,
     shared_prefix_attention,
 )
@@ -20,8 +23,9 @@ from .integrations.replace import install, replace_sdpa, uninstall
 from .integrations.sdpa import explain, sdpa
 from .kvcache import OutOfPages, PagedKVCache, PrefixCache, Rotary, Slots
 from .learn import ladder as _ladder  # noqa: F401, registers the kernels of backend="emulator:NAME"
-from .plan import DecodePlan, Plan
-from .serving import Completion, Engine, EngineStats, Generation, Sampling, Token, generate, stream
+from .plan import DecodePlan, Plan, StepPlan
+from .plan.standing import StandingPlan
+from .serving import Completion, Engine, EngineFull, EngineStats, Generation, Sampling, Token, generate, stream
 from .state import merge, merge_states
 
 __version__ = "0.1.0"
@@ -32,6 +36,7 @@ __all__ = [
     "CostModel",
     "DecodePlan",
     "Engine",
+    "EngineFull",
     "EngineStats",
     "Generation",
     "OutOfPages",
@@ -41,7 +46,10 @@ __all__ = [
     "Rotary",
     "Sampling",
     "Slots",
+    "StandingPlan",
+    "StepPlan",
     "Token",
+    "attend",
     "attention",
     "attention_varlen",
     "decode",
@@ -53,7 +61,9 @@ __all__ = [
     "merge_states",
     "plan_attention",
     "plan_decode",
+    "plan_step",
     "reference",
+    "renew_plan",
     "replace_sdpa",
     "schedule_of",
     "sdpa",

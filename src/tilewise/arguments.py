@@ -10,6 +10,7 @@ from itertools import pairwise
 from typing import Any, Final, Literal, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from tilewise import checks, cpu, functions
@@ -20,7 +21,8 @@ from tilewise.plan.schedule import BlockSchedule
 from tilewise.scores import ScoreOptions, Scores, Window
 
 from .kvcache import PagedKVCache, PrefixCache
-from .plan import DecodePlan, Ints
+from .plan import DecodePlan, Ints, StepPlan
+from .plan.standing import StandingPlan
 
 MAX_HEAD_DIM = checks.MAX_HEAD_DIM
 BACKENDS = ("auto", "cpu", "cuda", "emulator")
@@ -322,17 +324,29 @@ def check_cache(cache: Any) -> PagedKVCache:
 
 
 def check_plan(plan: Any, pages: PagedKVCache) -> None:
-    if not isinstance(plan, DecodePlan):
+    if not isinstance(plan, (DecodePlan, StandingPlan)):
         raise TypeError(f"plan must come from tilewise.plan_decode, got {type(plan).__name__}")
     if plan.cache_serial != pages.serial:
         raise ValueError("plan was made for another cache; call plan_decode with this one")
 
 
-def check_tree_mask(mask: Any, plan: DecodePlan, device: torch.device) -> torch.Tensor | None:
+def check_step(plan: Any, pages: PagedKVCache) -> None:
+    if not isinstance(plan, StepPlan):
+        raise TypeError(f"plan must come from tilewise.plan_step, got {type(plan).__name__}")
+    if plan.cache_serial != pages.serial:
+        raise ValueError("plan was made for another cache; call plan_step with this one")
+
+
+def places(plan: DecodePlan | StandingPlan) -> int:
+    """How many sequences q and o have room for."""
+    return plan.rows if isinstance(plan, StandingPlan) else len(plan.seqs)
+
+
+def check_tree_mask(mask: Any, plan: DecodePlan | StandingPlan, device: torch.device) -> torch.Tensor | None:
     """As (num_seqs, T, T)."""
     if mask is None:
         return None
-    tokens, count = plan.tokens_per_seq, len(plan.seqs)
+    tokens, count = plan.tokens_per_seq, places(plan)
     given = checks.tensor("tree_mask", mask, dtypes=(torch.bool,), device=device)
     if tuple(given.shape) not in ((tokens, tokens), (count, tokens, tokens)):
         shapes = f"({tokens}, {tokens}) or ({count}, {tokens}, {tokens})"
@@ -357,6 +371,18 @@ class PageListsOf:
 
     def __getitem__(self, n: int) -> Ints:
         return self._pages.page_list(self._seqs[n])
+
+    def block(self, numbers: npt.NDArray[np.int64], first: npt.NDArray[np.int64], width: int) -> Ints:
+        """(n, width): the pages of the sequences `numbers` (n,) from number `first`, () or (n,), on, with zeros after
+        the lists."""
+        sequences = self._pages.sequences
+        rows = sequences.batch(list(self._seqs))[1][numbers]
+        if not first.any():
+            found = sequences.table[:, :width][rows]
+            return found if found.shape[1] == width else np.pad(found, ((0, 0), (0, width - found.shape[1])))
+        at = first[..., None] + np.arange(width)
+        last = sequences.table.shape[1] - 1
+        return np.where(at <= last, sequences.table[rows[:, None], np.minimum(at, last)], 0)
 
 
 def check_out(out: torch.Tensor | None, q: torch.Tensor) -> None:

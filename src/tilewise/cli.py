@@ -30,13 +30,13 @@ Tilewise: attention kernels for LLM inference, planned once as a list of tiles.
                       sequences that share a prefix; a paged cache; block-sparse attention, on a GPU the
                       whole table beside dense, FlexAttention and FlashInfer; --only --csv
   tilewise bench variants | cards
-                      masks and scores as functions beside the same built in and FlexAttention; the
-                      kernels of older cards, on the GPU at hand, beside FlashAttention-2; --only --csv
+                      masks and scores as functions; older cards' kernels, on the GPU at hand; --only --csv
   tilewise bench prefill | serve
                       on a GPU, alternated: beside cuDNN and FlashAttention-3; decode and shared prefixes
                       beside cuDNN and FlashInfer; --only --csv --plot
-  tilewise bench generate
-                      text end to end: tilewise.generate beside transformers, on a CPU or a GPU; --out
+  tilewise bench generate | engine | churn
+                      text end to end; a server's latencies under load, beside transformers, vLLM and
+                      SGLang; what a step costs the host while sequences come and go; --out, --csv
   tilewise sweep      lists for every dimension into a CSV, with plots; Ctrl-C and --resume
   tilewise report     this machine measured, as a page to look at and send; -o --quick --against OLD.json
   tilewise schedule make | show | check
@@ -403,6 +403,8 @@ COMMANDS = (
         "prefill",
         "serve",
         "generate",
+        "engine",
+        "churn",
         "make",
         "show",
         "check",

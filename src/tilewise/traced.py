@@ -12,14 +12,15 @@ raises here, while the code is traced: then torch runs the call as it is, which 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import WeakValueDictionary
 
 import torch
 
 from tilewise import arguments, graphs
 from tilewise.kvcache import PagedKVCache
-from tilewise.plan import DecodePlan
+from tilewise.plan import DecodePlan, StepPlan
+from tilewise.plan.standing import StandingPlan
 from tilewise.scores import SCHEMA_OPTIONS, SCHEMA_TENSORS
 
 if TYPE_CHECKING:
@@ -45,18 +46,19 @@ _TAKEN: dict[str, tuple[tuple[type, ...], str]] = {
     "str": ((str,), "a str"),
 }
 
-_plans: WeakValueDictionary[int, DecodePlan] = WeakValueDictionary()
+AnyPlan = TypeVar("AnyPlan", DecodePlan, StandingPlan, StepPlan)
+_plans: WeakValueDictionary[int, DecodePlan | StandingPlan | StepPlan] = WeakValueDictionary()
 _caches: WeakValueDictionary[int, PagedKVCache] = WeakValueDictionary()
 
 
-def remember(plan: DecodePlan, cache: PagedKVCache) -> DecodePlan:
+def remember(plan: AnyPlan, cache: PagedKVCache) -> AnyPlan:
     """The plan itself, which `recall` now finds by its serial number, as long as the caller keeps both."""
     _plans[plan.serial] = plan
     _caches[cache.serial] = cache
     return plan
 
 
-def recall(serial: int) -> tuple[DecodePlan, PagedKVCache]:
+def recall(serial: int) -> tuple[Any, PagedKVCache]:
     """The plan of that number and its cache; ValueError if one of them is gone."""
     plan = _plans.get(serial)
     cache = None if plan is None else _caches.get(plan.cache_serial)
@@ -131,7 +133,7 @@ def decode(
     q: torch.Tensor,
     cache: PagedKVCache | PrefixCache,
     layer: int,
-    plan: DecodePlan,
+    plan: DecodePlan | StandingPlan,
     *,
     schedule: Any,
     out: Any,
@@ -143,6 +145,18 @@ def decode(
     arguments.check_plan(plan, pages)
     _checked(q=q, layer=layer, **options)
     result = torch.ops.tilewise.decode(q, pages._k, pages._v, layer, plan.serial, **options)
+    return _asked(result, options["return_lse"])
+
+
+def attend(
+    q: torch.Tensor, cache: PagedKVCache | PrefixCache, layer: int, plan: StepPlan, *, out: Any, **options: Any
+) -> Result:
+    """attend() in a graph, as decode() is."""
+    _refuse(out=out)
+    pages = arguments.check_cache(cache)
+    arguments.check_step(plan, pages)
+    _checked(q=q, layer=layer, **options)
+    result = torch.ops.tilewise.attend(q, pages._k, pages._v, layer, plan.serial, **options)
     return _asked(result, options["return_lse"])
 
 

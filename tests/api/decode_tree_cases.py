@@ -13,7 +13,7 @@ def grow(cache, seqs, counts, seed=0):
     for layer in range(cache.num_layers):
         k = randn(len(slots), cache.num_kv_heads, cache.head_dim, seed=1000 * seed + 2 * layer)
         v = randn(len(slots), cache.num_kv_heads, cache.head_dim, seed=1000 * seed + 2 * layer + 1)
-        cache.write(layer, slots, k, v)
+        cache.write(layer, slots, k.to(cache.device), v.to(cache.device))
     return slots
 
 

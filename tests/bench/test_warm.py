@@ -119,8 +119,7 @@ def attend(need: Need, rows: int) -> None:
         tilewise.attention(q, k, k, **options)
         for index in (starts, starts.long()):
             tilewise.attention_varlen(q[0], k[0], k[0], index, index, **options)
-        if need.form.dtype == need.dtype:
-            tilewise.attention_varlen(q[0], pages, pages, starts, starts, page_table=table, **options)
+        tilewise.attention_varlen(q[0], pages, pages, starts, starts, page_table=table, **options)
 
 
 def decode(need: Need, sequences: int) -> None:
@@ -146,6 +145,22 @@ def decode(need: Need, sequences: int) -> None:
     assert len(slots)
 
 
+def step(need: Need, tokens: int) -> None:
+    """Chunks of prompts, sharing a prefix and not."""
+    pages = tilewise.PagedKVCache(tokens // 4 + 40, 16, need.kv_heads, need.head_dim, kv_format=need.form.name)
+    first = pages.allocate()
+    pages.extend([first], 64)
+    seqs = [pages.fork(first) for _ in range(2)]
+    pages.extend(seqs, tokens)
+    prefill = [(seq, tokens) for seq in seqs]
+    for rule in need.scores:
+        window = None if rule.window[0] is None else rule.window
+        for share in (False, True):
+            plan = tilewise.plan_step(pages, prefill, num_heads=need.heads, share_prefix=share, window=window)
+            q = torch.zeros(plan.rows, need.heads, need.head_dim, dtype=need.dtype)
+            tilewise.attend(q, pages, 0, plan, softcap=rule.softcap, backend="emulator")
+
+
 NEEDS = {
     "llama": Need.of_model(attention_shape(LLAMA, "llama")),
     "gemma": Need.of_model(attention_shape(GEMMA, "gemma")),
@@ -162,6 +177,8 @@ def test_every_kernel_that_a_call_asks_for_is_warm(card: str, name: str, asked: 
     with arch.as_card(card):
         for rows in (1, 5, 40, 128, 200, 700, 1024, 1025, 3000):
             attend(need, rows)
+        for tokens in (1, 40, 700):
+            step(need, tokens)
         if need.head_dim != 80:  # not a head dimension of decode
             for sequences in (1, 3, 33):
                 decode(need, sequences)
@@ -176,9 +193,12 @@ def test_kernels_of_grouped_heads_come_together_and_apart() -> None:
 
 
 def test_decode_is_warm_for_all_ways_to_fill_a_card() -> None:
-    constants = [dict(s.constants) for s in warm.specs(NEEDS["llama"], "sm_90a") if s.name.startswith("decode")]
+    found = warm.specs(NEEDS["llama"], "sm_90a")
+    constants = [dict(s.constants) for s in found if s.name in ("decode", "decode_tree")]
     assert {c["kBlocksPerSm"] for c in constants if not c["kTileStages"]} == {1, 2}
     assert any(c["kTileStages"] for c in constants)
+    few = [dict(s.constants) for s in found if s.name == "decode_small"]
+    assert {c["kCluster"] for c in few} == {1, 8, 16}
 
 
 def test_a_shape_is_compiled_for_its_length_and_mask() -> None:

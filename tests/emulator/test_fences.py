@@ -24,6 +24,8 @@ from tilewise.compiler.spec import headers, locate
 from tilewise.emulator import EmulatorError
 from tilewise.learn import ladder
 
+pytestmark = pytest.mark.usefixtures("own_card")
+
 RUNGS = {rung.name: rung for rung in ladder.RUNGS}
 FORWARD, PRODUCERS = "prefill/forward.cu", "prefill/producers.cuh"
 FENCE = "ptx::fence_async_proxy();"

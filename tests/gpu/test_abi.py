@@ -9,16 +9,16 @@ import torch
 
 from tilewise import emulator
 from tilewise.compiler.spec import Constant, KernelSpec
-from tilewise.gpu import abi, append, decode_kernels, pattern, prefill, schedules
+from tilewise.gpu import abi, append, decode_kernels, merge_rows, pattern, planner, prefill, schedules, widen
 from tilewise.learn import ladder
-from tilewise.plan import items, schedule_select
+from tilewise.plan import cost, items, ranges, schedule_select
 from tilewise.scores import Scores
 
 RAGGED = (("Index", "int"), ("kTileQ", 128), ("kTileKv", 128), ("kPack", 1))
 FOLD = pattern.fold_spec(pattern.Pattern(64, 64), 128, 64, 1, False).constants
 KINDS = (("Function", "NoFunction"),)
 DECODE = (("kSelected", False),)
-APPEND = append.specs()[0].constants
+APPEND, WIDEN, MERGE_ROWS = (room.specs()[0].constants for room in (append, widen, merge_rows))
 SELECT, SCATTER = (spec.constants for spec in (schedules.specs()[0], schedules.scatter_spec(torch.int32)))
 # The structures' source, the constants that it needs, and its structures: C++ name -> mirror
 SOURCES: dict[str, tuple[tuple[tuple[str, Constant], ...], dict[str, type[ctypes.Structure]]]] = {
@@ -38,10 +38,14 @@ SOURCES: dict[str, tuple[tuple[tuple[str, Constant], ...], dict[str, type[ctypes
     "common/functions.cuh": ((), {"NoFunction": abi.NoFunctionArgs}),
     "decode/work.cuh": (DECODE, {"Paged": abi.Paged, "DecodeArgs": abi.DecodeArgs}),
     "decode/select.cu": ((), {"SelectArgs": abi.SelectArgs}),
+    "decode/small_args.cuh": ((), {"SmallSequence": abi.SmallSequence, "SmallArgs": abi.SmallArgs}),
+    "decode/plan_work.cuh": (DECODE, {"PlanArgs": abi.PlanArgs, "PlanRoom": abi.PlanRoom}),
     "common/append.cu": (
         APPEND,
         {"AppendSource": abi.Source, "AppendStore": abi.Store, "AppendArgs": abi.AppendArgs},
     ),
+    "common/widen.cu": (WIDEN, {"WidenStore": widen.WidenStore, "WidenArgs": widen.WidenArgs}),
+    "common/merge_rows.cu": (MERGE_ROWS, {"MergeRowsArgs": merge_rows.MergeRowsArgs}),
     "common/copy_pages.cu": ((), {"CopyPart": abi.CopyPart, "CopyArgs": abi.CopyArgs}),
     "common/schedule_pack.cu": ((), {"PackArgs": schedules.PackArgs}),
     "common/schedule_scatter.cu": (SCATTER, {"ScatterArgs": schedules.ScatterArgs}),
@@ -63,16 +67,39 @@ CONSTANTS = {
     "prefill/fold.cu": {"kThreads": pattern.FOLD_THREADS, "kAtKinds + kKindBytes": pattern.FOLD_SHARED},
     "prefill/kinds.cu": {"kThreads": pattern.FOLD_THREADS, "kKindBytes": pattern.KIND_SHARED},
     "decode/select.cu": {"kThreads": decode_kernels.SELECT_SPEC.threads},
+    "decode/small_args.cuh": {"kMostSmall": abi.MOST_SMALL},
     **{
         f"common/schedule_{name}.cu": {"kThreads": schedules.THREADS}
         for name in ("pack", "scatter", "lists", "transpose")
     },
     "tile/hopper.cuh": {"kPanel": abi.PANEL, "kPanelRowBytes": abi.PANEL_BYTES},
     "common/copy_pages.cu": {"kMaxParts": abi.MAX_PARTS},
+    **{
+        f"common/{name}.cu": {"kThreads": append.THREADS, "kChannels": append.CHANNELS}
+        for name in ("append", "widen", "merge_rows")
+    },
     "common/schedule_select.cu": {
         "kThreads": schedules.specs()[0].threads,
         "kShareBits": schedule_select.SHARE_BITS,
         "kWeightBits": schedule_select.WEIGHT_BITS,
+    },
+    "decode/plan_work.cuh": {
+        "kPlanThreads": planner.THREADS,
+        "kScanBytes": planner.SCAN_BYTES,
+        "kMostKeys": planner.MOST_KEYS,
+        "1 << kBinBits": planner.MOST_BINS,
+        "kUnit": planner.UNIT,
+        "kStepWords": planner.STEP_WORDS,
+        "kLimits": abi.PLAN_LIMITS,
+        "kNoEnd": ranges.FAR,
+        "kTileTokens": ranges.TILE_TOKENS,
+        "4 * kChainShare": int(4 * cost.CHAIN_SHARE),
+        "sizeof(PlanNode)": planner.NODE_BYTES,
+        "sizeof(PlanRange)": planner.RANGE_BYTES,
+        "int(offsetof(PlanNode, unit)) - 4 * kUnitWord": 0,
+        "int(offsetof(PlanNode, tile_unit)) - 4 * kTileUnitWord": 0,
+        "int(offsetof(PlanRange, unit)) - 4 * kRangeUnitWord": 0,
+        "kPieces + 10 * kStates + 100 * kSlots + 1000 * kRounds + 10000 * kNodes + 100000 * kInTurn": 543210,
     },
     "decode/work.cuh": {
         "kItemWords": items.ITEM_WORDS,
@@ -114,7 +141,7 @@ def test_structures_lie_as_the_kernels_have_them(source, tmp_path):
 
 def test_every_structure_is_compared():
     mirrors = {mirror for _, structures in SOURCES.values() for mirror in structures.values()}
-    everything = (*vars(abi).values(), *vars(schedules).values())
+    everything = (*vars(abi).values(), *vars(schedules).values(), *vars(widen).values(), *vars(merge_rows).values())
     declared = {x for x in everything if isinstance(x, type) and issubclass(x, ctypes.Structure)}
     assert declared <= mirrors
 

@@ -19,6 +19,8 @@ from tilewise import attention, attention_varlen, reference
 from tilewise.compiler.spec import KERNELS_ROOT
 from tilewise.gpu import tilings
 
+pytestmark = pytest.mark.usefixtures("own_card")
+
 kinds = pytest.mark.parametrize("kind", KINDS)
 
 

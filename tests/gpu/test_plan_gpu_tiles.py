@@ -16,6 +16,8 @@ from tilewise.gpu import prefill, tilings
 from tilewise.gpu.abi import FP8
 from tilewise.scores import Scores
 
+pytestmark = pytest.mark.usefixtures("own_card")
+
 ORDER = str(Path(__file__).parents[1] / "kernels" / "work_order.cu")
 CASES = [  # batch, seqlen_q, seqlen_k, query heads, KV heads, head_dim, window, dtype
     (2, 300, 300, 4, 4, 64, (None, 0), torch.bfloat16),

@@ -13,6 +13,8 @@ from tilewise.gpu.pattern import NO_PATTERN, Pattern
 from tilewise.plan.schedule import BlockSchedule
 from tilewise.scores import Scores
 
+pytestmark = pytest.mark.usefixtures("own_card")
+
 BF16, FP16 = torch.bfloat16, torch.float16
 BLOCKS, SMALL = Pattern(128, 128), Pattern(64, 64)
 LENGTHS = Pattern(64, 64, lengths=True)

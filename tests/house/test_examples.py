@@ -17,7 +17,7 @@ SECONDS = 300  # a script that hangs is stopped then; the machine may be busy
 TOLD = {  # what some of them have to have found
     "shared_prefix": "computed 894 tokens of prompts, reused 6600",
     "best_of_n": "the prompt's 300 tokens were computed once: 300 in all",
-    "quantised_cache": "int4                288      0.19 MB       14%",
+    "quantised_cache": "int4                288      0.18 MB       14%",
     "decode_graph": "3 plans, 0 captures, 0 replays, 40 steps call by call",
     "model_from_disk": "What is a plan?  (200 of 208 tokens reused)",
 }

@@ -20,6 +20,7 @@ CALLS = {  # by name, as a user's file below has it: what it must be given
     "tilewise.attention_varlen": "q, q, q, starts, starts",
     "tilewise.shared_prefix_attention": "q, [(q, q)], q, q",
     "tilewise.decode": PAGED,
+    "tilewise.attend": "q, cache, 0, step",
     "tilewise.distributed.context_attention": DENSE,
     "tilewise.distributed.head_attention": DENSE,
     "tilewise.distributed.decode_split": PAGED,
@@ -42,6 +43,7 @@ def calls(
     starts: torch.Tensor,
     cache: tilewise.PagedKVCache,
     plan: tilewise.DecodePlan,
+    step: tilewise.StepPlan,
     group: dist.ProcessGroup,
     flag: bool,
 ) -> None:

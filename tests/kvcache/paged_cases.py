@@ -30,8 +30,9 @@ def fill(cache: PagedKVCache, slots: Slots, seed: int = 0) -> dict[int, tuple[to
     return written
 
 
-def snapshot(cache: PagedKVCache) -> dict[str, Any]:
-    """Everything that a refused call must leave alone, bytes of the pages in use included."""
+def snapshot(cache: PagedKVCache, *, calls: bool = True) -> dict[str, Any]:
+    """Everything that a refused call must leave alone, bytes of the pages in use included. calls: also by how many
+    calls before it a page was freed."""
     pool = cache.pool
     used = torch.from_numpy(np.flatnonzero(pool.refs))
     return {
@@ -40,7 +41,7 @@ def snapshot(cache: PagedKVCache) -> dict[str, Any]:
         "free": pool.free_pages,
         "refs": pool.refs.tolist(),
         "fill": pool.fill.tolist(),
-        "generation": pool.generation.tolist(),
+        "freed": (pool.freed if calls else pool.freed > 0).tolist(),
         "written": cache._written.bits.tobytes(),
         "bytes": [t.cpu()[:, used].reshape(-1).view(torch.uint8).numpy().tobytes() for t in (*cache._k, *cache._v)],
     }

@@ -68,10 +68,10 @@ def tree_of(node: Node) -> list[Any]:
     ]
 
 
-def snapshot(prefix: PrefixCache) -> dict[str, Any]:
+def snapshot(prefix: PrefixCache, *, calls: bool = True) -> dict[str, Any]:
     """The whole state of cache and tree, least-recently-used order included."""
     return {
-        "cache": cache_snapshot(prefix.cache),
+        "cache": cache_snapshot(prefix.cache, calls=calls),
         "tree": tree_of(prefix._root),
         "live": {
             s: (x.tokens.view().tolist(), x.complete, len(x.waiting), x.anchor.end) for s, x in prefix._live.items()

@@ -194,8 +194,8 @@ def test_a_comb_is_planned_as_quickly_as_a_star() -> None:
     assert plan.stored == count * step - 1 + count
     assert plan_of(star)().shared_nodes == 1
     star_seconds, comb_seconds = cpu_seconds(plan_of(star), plan_of(comb))
-    assert comb_seconds < 0.02 * 5  # about 15 ms on a quiet machine
-    assert comb_seconds < 5 * star_seconds, "twice as long: twice the items. Levels × lists would be 100 times as long"
+    assert comb_seconds < 0.02 * 5  # about 11 ms: the lists have a million pages
+    assert comb_seconds < 5 * star_seconds, "as long. Levels × lists would be 100 times as long"
 
 
 def test_a_large_plan_is_quick() -> None:
@@ -212,5 +212,5 @@ def test_a_large_plan_is_quick() -> None:
     quarter, whole = plan_of(64), plan_of(256)
     assert whole().shared_nodes == 1
     quarter_seconds, whole_seconds = cpu_seconds(quarter, whole)
-    assert whole_seconds < 0.02 * 5  # about 6 ms on a quiet machine
+    assert whole_seconds < 0.002 * 5  # about 1 ms
     assert whole_seconds < 9 * quarter_seconds

@@ -69,6 +69,35 @@ def test_plans_of_a_cache_before_and_after_a_run(copied):
         assert torch.equal(decode(q, cache, 0, same, backend=backend), o)
 
 
+def test_items_are_made_when_they_are_looked_at():
+    cache, seqs = cached()
+    plan, again = (plan_decode(cache, seqs, num_heads=2, share_prefix=True) for _ in range(2))
+    assert plan == again
+    assert hash(plan) == hash(again)
+    decode(randn(3, 1, 2, 64, dtype=torch.bfloat16), cache, 0, plan, backend="emulator")
+    copies = [plan, *(copied(plan) for copied in COPIES)]
+    assert not [x for x in copies if "work" in vars(x)]
+    assert len({repr(x.work) for x in copies}) == 1
+    assert plan.work is plan.work
+    assert "work" not in vars(copy.copy(plan)), "a copy has the arrays alone"
+    assert plan.work == again.work
+
+
+def test_plans_over_other_pages_are_others():
+    cache, (first, other, fork) = cached()
+    plan = plan_decode(cache, [first, other, fork], num_heads=2)
+    cache.free(fork)
+    cache.mark_written(cache.extend([other], [20]))
+    again = cache.fork(other)
+    assert plan != plan_decode(cache, [first, other, again], num_heads=2)
+    before = plan_decode(cache, [other, again], num_heads=2, share_prefix=True)
+    slots = cache.extend([again], [1])  # its last page is copied
+    cache.mark_written(slots)
+    after = plan_decode(cache, [other, again], num_heads=2, share_prefix=True)
+    assert before.seqs == after.seqs
+    assert before != after
+
+
 def test_a_plan_that_is_gone_leaves_nothing_behind():
     cache, seqs = cached()
     plan = plan_decode(cache, seqs, num_heads=2)

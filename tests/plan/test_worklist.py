@@ -8,9 +8,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from cpu_seconds import cpu_seconds
 from tree_cases import make_plan, random_lists, tree_lists
 
-from tilewise.plan import DecodePlan, PagedTiles
+from tilewise import PagedKVCache, plan_decode
+from tilewise.arguments import PageListsOf
+from tilewise.plan import DecodePlan, PagedTiles, PageTable
 from tilewise.plan.items import ALL_SEE, GOES_ON, OWN, Word
 from tilewise.plan.tiles import Ints
 from tilewise.plan.worklist import FAR, Shape, Splitting, WorkList, uses_tiles, work_list
@@ -332,3 +335,70 @@ def test_tiles_are_used_from_so_many_rows_on() -> None:
         assert (len(words(listed.tile_items)) > 0) == used
     alone = make_plan(lists[:1], lengths[:1], heads=(128, 2))
     assert not uses_tiles(alone), "rows of one sequence stream, however many they are"
+
+
+# ---- page tables -----------------------------------------------------------------------------------------------------
+def test_a_cache_s_lists_read_at_once_are_its_lists_read_one_by_one() -> None:
+    cache = PagedKVCache(num_pages=64, page_size=16, num_kv_heads=1, head_dim=8, num_layers=1)
+    root = cache.allocate()
+    cache.mark_written(cache.extend([root], [100]))
+    seqs = [cache.fork(root), cache.allocate(), cache.fork(root), cache.allocate()]
+    cache.mark_written(cache.extend(seqs[:2], [28, 16]))  # 128 tokens: as many pages as the table is wide
+    plan = plan_decode(cache, seqs, num_heads=2, share_prefix=True, room=300)
+    at_once, one_by_one = (
+        work_list(plan, lists, plan.lengths, 16, Shape(8, 4, 4, False), room=300)
+        for lists in (PageListsOf(cache, plan.seqs), [cache.page_list(seq) for seq in seqs])
+    )
+    assert not at_once.pages[np.arange(at_once.pages.shape[1]) >= at_once.tail_from[:, None]].any()
+    for grown in range(3):
+        for name in ("items", "pages", "live", "tail_from", "states"):
+            assert (getattr(at_once, name) == getattr(one_by_one, name)).all(), (grown, name)
+        cache.mark_written(cache.extend(seqs, [5, 1, 16, 0]))  # copies the shared last page first
+        lengths = cache.lengths_of(seqs)
+        at_once.grow(lengths, PageListsOf(cache, plan.seqs))
+        one_by_one.grow(lengths, [cache.page_list(seq) for seq in seqs])
+
+
+@pytest.mark.parametrize("room", [0, 30])
+@pytest.mark.parametrize("grown", [[0, 0, 1, 0, 0], [20, 0, 3, 7, 17]])
+def test_what_came_between_plan_and_list_is_each_sequence_s_own(room: int, grown: list[int]) -> None:
+    """Two forks that share all they have, two sequences under a node, one by itself."""
+    fork = np.arange(40, 43, dtype=np.int32)
+    lists = [fork, fork, *tree_lists([1, 2], [3, 1]), np.arange(60, 65, dtype=np.int32)]
+    plan = make_plan(lists, [48, 48, 60, 64, 70], room=room)
+    assert plan.shared_nodes == 2
+    lengths = [n + more for n, more in zip([48, 48, 60, 64, 70], grown, strict=True)]
+    lists = [np.append(x, 100 * n + np.arange(3)).astype(np.int32) for n, x in enumerate(lists)]
+    listed = work_list(plan, lists, lengths, 16, Shape(8, 4, 4, False), splitting=SMALL, room=room)
+    check_scratch(listed)
+    check_items(listed, plan, lists, lengths, 16)
+
+
+# ---- time ------------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("fanouts", [[256], [1, 256], [1, 8, 8, 4]])
+def test_hundreds_of_sequences_are_planned_and_listed_quickly(fanouts: list[int]) -> None:
+    """256 sequences of unequal lengths: by themselves, under one prefix, in a tree of three levels."""
+    lists = tree_lists(fanouts, [512, 64, 32, 32][-len(fanouts) :])
+    lengths = [16 * len(x) - 13 * n % 500 for n, x in enumerate(lists)]
+    table = PageTable.of(lists)
+
+    def plan_and_list() -> WorkList:
+        plan = make_plan(table, lengths, heads=(32, 8), room=64)
+        return work_list(plan, Table(table), lengths, 16, Shape(8, 4, 132, len(fanouts) > 1, joiners=2), room=64)
+
+    assert len(plan_and_list().order) == 256
+    (seconds,) = cpu_seconds(plan_and_list)
+    assert seconds < 0.002 * 5  # under 2 ms on a quiet machine
+
+
+class Table:
+    """Page lists that are read at once."""
+
+    def __init__(self, pages: PageTable) -> None:
+        self.pages = np.pad(pages.table, ((0, 0), (0, 10)))
+
+    def __getitem__(self, n: int) -> Ints:
+        raise AssertionError("one by one")
+
+    def block(self, numbers: np.ndarray, first: np.ndarray, width: int) -> Ints:
+        return self.pages[numbers[:, None], first[..., None] + np.arange(width)]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 from tree_cases import make_plan, tree_lists
@@ -15,14 +17,23 @@ from tilewise.plan.cost import (
     WHOLE_CHUNKS,
     WHOLE_LIMITS,
 )
-from tilewise.plan.items import ALL_SEE, PIECE_FIELDS, Pieces, TileChains, Word
-from tilewise.plan.ranges import Cutter, Node, Own
+from tilewise.plan.items import NodeCut, Pieces, Word, cut_nodes, node_pieces, node_states
+from tilewise.plan.ranges import Cutter, Own
 from tilewise.plan.worklist import FAR, TILE_ROWS, Shape, Splitting, work_list
 
 
 def own_ranges(tokens: list[int]) -> Own:
     stop = np.array(tokens, np.int64)
     return Own(np.arange(len(stop)), np.zeros_like(stop), stop, stop)
+
+
+def nodes_of(*nodes: tuple[int, int, int, int]) -> np.ndarray:
+    """(m, 5), from first, sequences, start and stop; a node stands under the last one that holds its sequences."""
+    rows: list[tuple[int, ...]] = []
+    for first, sequences, start, stop in nodes:
+        around = [n for n, (a, count, *_) in enumerate(rows) if a <= first and first + sequences <= a + count]
+        rows.append((first, sequences, start, stop, max(around, default=-1)))
+    return np.array(rows, np.int64).reshape(-1, 5)
 
 
 def cutter(*, blocks: int = 132, warps: int = 4, rows_each: int = 4, heads: int = 1, **options: object) -> Cutter:
@@ -103,95 +114,99 @@ def test_a_range_of_one_piece_is_whole_and_what_was_asked_for_counts() -> None:
 )
 def test_nodes_are_cut_into_an_even_share_per_block(tiles: bool, rows_each: int, heads: int, size: int) -> None:
     cuts = cutter(tiles=tiles, rows_each=rows_each, heads=heads)
-    assert cuts.node_sizes([Node(0, 16, 0, 16384)]) == [size]
+    assert cuts.node_sizes(nodes_of((0, 16, 0, 16384))).tolist() == [size]
 
 
 def test_pieces_of_a_node_are_equal_and_multiples_of_64() -> None:
     cuts = cutter(tiles=True, blocks=1000)
     # 1500 tokens: two pieces of 750, rounded up; 1023: one piece; 1024: two.
-    assert [cuts.node_sizes([Node(0, 32, 0, n)]) for n in (1500, 1023, 1024)] == [[768], [1024], [512]]
+    assert [cuts.node_sizes(nodes_of((0, 32, 0, n))).tolist() for n in (1500, 1023, 1024)] == [[768], [1024], [512]]
 
 
 def test_streamed_and_tiled_nodes_have_shares_of_their_own() -> None:
     cuts = cutter(tiles=True, heads=8, blocks=132)
-    wide, narrow = Node(0, 32, 0, 16384), Node(0, 2, 16384, 16384 + 4096)
-    assert cuts.node_sizes([wide, narrow]) == [*cuts.node_sizes([wide]), *cuts.node_sizes([narrow])]
-    assert cuts.node_sizes([wide, wide]) == [2048, 2048]
+    wide, narrow = (0, 32, 0, 16384), (0, 2, 16384, 16384 + 4096)
+    alone = [cuts.node_sizes(nodes_of(node)).item() for node in (wide, narrow)]
+    assert cuts.node_sizes(nodes_of(wide, narrow)).tolist() == alone
+    assert cuts.node_sizes(nodes_of(wide, wide)).tolist() == [2048, 2048]
 
 
 @pytest.mark.parametrize(
     ("rows_each", "sequences", "tiled"), [(4, 8, True), (4, 7, False), (1, 31, False), (1, 32, True)]
 )
 def test_a_node_goes_through_tiles_from_32_rows_on(rows_each: int, sequences: int, tiled: bool) -> None:
-    node = Node(0, sequences, 0, 64)
-    assert cutter(tiles=True, rows_each=rows_each).by_tiles(node) == tiled
-    assert not cutter(tiles=False, rows_each=rows_each).by_tiles(node)
+    node = nodes_of((0, sequences, 0, 64))
+    assert cutter(tiles=True, rows_each=rows_each).by_tiles(node).tolist() == [tiled]
+    assert cutter(tiles=False, rows_each=rows_each).by_tiles(node).tolist() == [False]
 
 
 # ---- chains ----------------------------------------------------------------------------------------------------------
-def add(chains: TileChains, node: Node, pieces: int = 1, kind: int = ALL_SEE) -> int:
-    size = -(-(node.stop - node.start) // pieces)
-    return chains.add(node, np.arange(node.start, node.stop, size), size, 5, kind)
+SHARE = 512  # tokens: with a block per pass, an even share is what a piece has at least
+
+
+def cut(*nodes: tuple[int, int, int, int], chaining: bool = True) -> tuple[np.ndarray, NodeCut]:
+    """Four rows per sequence, and more blocks than pieces."""
+    found = nodes_of(*nodes)
+    return found, cut_nodes(found, cutter(tiles=True, blocks=10_000, shared=SHARE), chaining)
+
+
+def chains_of(*nodes: tuple[int, int, int, int]) -> list[list[int]]:
+    """The pieces of each chain."""
+    found, how = cut(*nodes)
+    _, chains = node_pieces(found, how, 4, TILE_ROWS, by_tiles=True)
+    return [np.flatnonzero(chains == first).tolist() for first in np.unique(chains)]
 
 
 def test_a_child_with_the_rows_of_its_parent_continues_it() -> None:
-    chains = TileChains(4, 512.0, True)
-    assert add(chains, Node(0, 64, 0, 256)) == 0  # 256 rows: two passes
-    assert add(chains, Node(0, 32, 256, 320)) == 1
-    assert add(chains, Node(32, 32, 256, 384)) == 1
-    assert chains.chains(1) == [[0, 2], [1, 3]]
-    assert chains.chains(2) == [[0, 4], [1, 5], [2, 6], [3, 7]]
-    pieces = Pieces(*chains.pieces())
-    assert pieces.state.tolist() == [5, 5, 4, 4]
+    tree = (0, 64, 0, 256), (0, 32, 256, 320), (32, 32, 256, 384)  # 256 rows: two passes
+    nodes, how = cut(*tree)
+    assert how.continues.tolist() == [-1, 0, 0]
+    assert how.state.tolist() == [0, 0, 0]
+    assert node_states(nodes, how, 65).tolist() == [1] * 64 + [0]
+    assert chains_of(*tree) == [[0, 2], [1, 3]]
+    pieces = Pieces(*node_pieces(nodes, how, 4, TILE_ROWS, by_tiles=True)[0])
+    assert pieces.state.tolist() == [0, 0, 0, 0]
     assert pieces.rows.tolist() == [TILE_ROWS] * 4
+    apart = cut(*tree, chaining=False)
+    assert apart[1].state.tolist() == [0, 1, 1]
+    assert node_states(*apart, 65).tolist() == [2] * 64 + [0]
 
 
 @pytest.mark.parametrize(
-    ("child", "kind"),
+    "child",
     [
-        (Node(0, 16, 256, 320), ALL_SEE),  # 64 rows of a pass of 128
-        (Node(16, 32, 256, 320), ALL_SEE),  # rows of two passes
-        (Node(0, 32, 320, 384), ALL_SEE),  # tokens between them that are in neither
-        (Node(0, 32, 256, 320), 0),  # some rows do not see all of it
-        (Node(64, 32, 256, 320), ALL_SEE),  # no child of the node
+        (0, 16, 256, 320),  # 64 rows of a pass of 128
+        (16, 32, 256, 320),  # rows of two passes
+        (0, 32, 320, 384),  # tokens between them that are in neither
+        (64, 32, 256, 320),  # no child of the node
     ],
 )
-def test_a_node_that_does_not_continue_another(child: Node, kind: int) -> None:
-    chains = TileChains(4, 512.0, True)
-    add(chains, Node(0, 64, 0, 256))
-    assert add(chains, child, kind=kind) == 0
-    assert all(len(chain) == 1 for chain in chains.chains(1))
+def test_a_node_that_does_not_continue_another(child: tuple[int, int, int, int]) -> None:
+    assert cut((0, 64, 0, 256), child)[1].continues.tolist() == [-1, -1]
+    assert all(len(chain) == 1 for chain in chains_of((0, 64, 0, 256), child))
 
 
 def test_the_last_passes_of_a_node_may_have_fewer_rows() -> None:
-    chains = TileChains(4, 512.0, True)
-    add(chains, Node(0, 40, 0, 256))  # 160 rows: passes of 128 and of 32
-    assert add(chains, Node(32, 8, 256, 320)) == 1
-    assert chains.chains(1) == [[0], [1, 2]]
+    assert chains_of((0, 40, 0, 256), (32, 8, 256, 320)) == [[0], [1, 2]]  # 160 rows: passes of 128 and of 32
 
 
 def test_a_chain_is_not_much_longer_than_an_even_share() -> None:
-    share = 512.0
-    most = int(CHAIN_SHARE * share)
+    most = int(CHAIN_SHARE * SHARE)
 
-    def chained(*tokens: int, pieces: int = 1) -> list[int]:
-        chains, at, found = TileChains(4, share, True), 0, []
-        for n, count in enumerate(tokens):
-            found.append(add(chains, Node(0, 32, at, at + count), pieces if n == 0 else 1))
-            at += count
-        return found
+    def chained(*tokens: int) -> list[bool]:
+        ends = np.cumsum((0, *tokens)).tolist()
+        how = cut(*((0, 32, a, b) for a, b in pairwise(ends)))[1]
+        return (how.continues >= 0).tolist()
 
-    assert chained(512, most - 512) == [0, 1]
-    assert chained(512, most - 512 + 64) == [0, 0]
-    assert chained(256, 256, most - 512) == [0, 1, 1]
-    assert chained(256, 256, most - 512 + 64) == [0, 1, 0], "all tokens of the chain count"
-    assert chained(1024, most - 512, pieces=2) == [0, 1], "of the parent only its last piece counts"
+    assert chained(512, most - 512) == [False, True]
+    assert chained(512, most - 512 + 64) == [False, False]
+    assert chained(256, 256, most - 512) == [False, True, True]
+    assert chained(256, 256, most - 512 + 64) == [False, True, False], "all tokens of the chain count"
+    assert chained(1024, most - 512) == [False, True], "of a parent in two pieces only the last one counts"
+    assert chained(1024, most - 512 + 64) == [False, False]
     # A child in several pieces continues its parent with the first; its last piece is where the next chain begins.
-    chains = TileChains(4, share, True)
-    add(chains, Node(0, 32, 0, 320))
-    assert add(chains, Node(0, 32, 320, 320 + 640), 2) == 1
-    assert add(chains, Node(0, 32, 960, 960 + most - 320)) == 1
-    assert chains.chains(1) == [[0, 1], [2, 3]]
+    assert chained(128, 1024, most - 512) == [False, True, True]
+    assert chains_of((0, 32, 0, 128), (0, 32, 128, 1152), (0, 32, 1152, 1152 + most - 512)) == [[0, 1], [2, 3]]
 
 
 def test_there_are_no_chains_with_a_window() -> None:
@@ -202,7 +217,3 @@ def test_there_are_no_chains_with_a_window() -> None:
         listed = work_list(plan, lists, lengths, 16, Shape(8, 4, 8, True))
         assert bool((listed.tile_items[..., Word.KIND] & 4).any()) == chained
         assert listed.total_states == len(lists) * (2 if chained else 3)
-
-
-def test_no_nodes_have_no_pieces() -> None:
-    assert TileChains(4, 512.0, True).pieces().shape == (PIECE_FIELDS, 0)

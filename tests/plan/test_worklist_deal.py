@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 from tree_cases import make_plan, tree_lists
 
-from tilewise.plan.cost import ITEM_CHUNKS
+from tilewise.plan.cost import ITEM_CHUNKS, MMA_STEP_CHUNKS, Weights
 from tilewise.plan.deal import deal_beside_tiles, deal_chains, deal_streams, stream_chunks
 from tilewise.plan.items import ALL_SEE, GOES_ON, ITEM_WORDS, Word
 from tilewise.plan.tiles import Ints
@@ -15,7 +17,7 @@ from tilewise.plan.worklist import Shape, Splitting, WorkList, work_list
 
 def items_of(tokens: list[int]) -> np.ndarray:
     """(n, 16): items over so many tokens; the sequence's number tells which item it is."""
-    items = np.zeros((len(tokens), ITEM_WORDS), np.int64)
+    items = np.zeros((len(tokens), ITEM_WORDS), np.int32)
     items[:, Word.SEQUENCE] = np.arange(len(tokens))
     items[:, Word.ROWS] = 1
     items[:, Word.STOP] = tokens
@@ -101,6 +103,49 @@ def test_there_are_no_more_blocks_than_items() -> None:
     assert listed_of([], blocks=100).blocks == 1
 
 
+def one_by_one(costs: list[float], after: list[float], done: Callable[[float, float], float]) -> list[int]:
+    """Who takes each unit: the one that is done first, of equals the one whose tiles end first, then the one with less
+    to do, then the first. after: when the tiles of each taker end."""
+    work, ends, found = [0.0] * len(after), [0.0] * len(after), []
+    for cost in costs:
+        t = min(range(len(after)), key=lambda t: (ends[t], after[t], work[t], t))
+        work[t] += cost
+        ends[t] = done(work[t], after[t])
+        found.append(t)
+    return found
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_dealing_many_at_a_time_is_dealing_one_by_one(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    blocks, warps, joiners, count = (int(rng.integers(*span)) for span in ((1, 9), (2, 4), (0, 4), (1, 150)))
+    chunks = rng.integers(0, int(rng.choice([2, 12, 400])), count)
+    weights = Weights(item_chunks=float(rng.choice([1.0, 1.37])), step_chunks=0.75)
+    by_length = sorted(range(count), key=lambda n: -chunks[n])
+    costs = [chunks[n] + weights.item_chunks for n in by_length]
+    items = items_of([16 * n for n in chunks.tolist()])
+
+    def lists(takers: list[int], number: int) -> list[list[int]]:
+        return [[n for n, t in zip(by_length, takers, strict=True) if t == taker] for taker in range(number)]
+
+    dealt = deal_streams(items, chunks, 7, blocks, warps, weights.item_chunks)
+    found = lists(one_by_one(costs, [0.0] * (blocks * warps), lambda work, _: work), blocks * warps)
+    assert by_warp(dealt, warps) == [found[w * blocks + b] for b in range(blocks) for w in range(warps)]
+    for in_turn in (False, True):
+        tiles = tiles_of(*rng.integers(0, 900, (blocks, 2)).tolist())
+        shape = Shape(8, warps, blocks, True, joiners=joiners, weights=weights, in_turn=in_turn)
+        step = MMA_STEP_CHUNKS if in_turn else weights.step_chunks
+        after = [sum(-(-int(x) // 64) * step for x in tiles[:, b, Word.STOP]) for b in range(blocks)]
+
+        def done(work: float, after: float, in_turn: bool = in_turn) -> float:
+            alone = 0 if in_turn else warps * after  # chunks until the joiners start
+            helped = after + (work - alone) / (warps if in_turn else warps + joiners)
+            return helped if in_turn or work > alone else work / warps
+
+        dealt = deal_beside_tiles(items, chunks, 7, shape, tiles)
+        assert [numbers(block) for block in dealt] == lists(one_by_one(costs, after, done), blocks)
+
+
 # ---- beside tiles ----------------------------------------------------------------------------------------------------
 def tiles_of(*tokens: list[int]) -> Ints:
     """(rounds, blocks, 16): tile items of so many tokens, one list per block."""
@@ -145,15 +190,23 @@ def test_beside_tiles_neighbouring_heads_go_to_one_block_too() -> None:
 def test_chains_stay_together_and_the_longest_comes_first() -> None:
     items = items_of([64, 65, 320, 64, 128])
     items[:, Word.KIND] = ALL_SEE
-    dealt = deal_chains(items, [[0], [1, 3], [2], [4]], 2)
+    dealt = deal_chains(items, np.array([0, 1, 2, 1, 4]), 2)
     # In steps: 1, 2 + 1, 5, 2. Five to the first block; three, two and one to the second.
     assert [numbers(block) for block in np.swapaxes(dealt, 0, 1)] == [[2, 0], [1, 3, 4]]
     kinds = {int(x[Word.SEQUENCE]): int(x[Word.KIND]) for x in dealt.reshape(-1, ITEM_WORDS) if x[Word.ROWS]}
     assert kinds == {0: ALL_SEE, 1: ALL_SEE | GOES_ON, 2: ALL_SEE, 3: ALL_SEE, 4: ALL_SEE}
 
 
+def test_a_chain_of_each_head_goes_to_a_block_of_its_own() -> None:
+    """Three pieces in two heads; the second piece continues the first."""
+    items = items_of([64, 64, 128, 128, 64, 64])
+    dealt = deal_chains(items, np.array([0, 0, 2]), 2)
+    assert [numbers(block) for block in np.swapaxes(dealt, 0, 1)] == [[0, 2, 4], [1, 3, 5]]
+    assert (items[:, Word.KIND] == [GOES_ON, GOES_ON, 0, 0, 0, 0]).all()
+
+
 def test_a_list_without_tiles_has_no_rounds() -> None:
-    assert deal_chains(items_of([]), [], 7).shape == (0, 7, ITEM_WORDS)
+    assert deal_chains(items_of([]), np.zeros(0, np.int64), 7).shape == (0, 7, ITEM_WORDS)
 
 
 def test_a_list_deals_its_streams_beside_its_tiles() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from tilewise.plan import DecodePlan, plan_tree
+from tilewise.plan import DecodePlan, PageTable, plan_tree
 from tilewise.plan.tiles import Ints
 
 
@@ -42,7 +42,7 @@ def random_lists(rng: np.random.Generator, page_size: int) -> tuple[list[Ints], 
 
 
 def make_plan(
-    lists: Sequence[Ints],
+    lists: Sequence[Ints] | PageTable,
     lengths: Sequence[int],
     page_size: int = 16,
     *,
@@ -51,4 +51,4 @@ def make_plan(
 ) -> DecodePlan:
     """heads: of the queries, of K and V. Every node is shared unless `share` says something else."""
     sizes = {"heads_q": heads[0], "heads_kv": heads[1], "head_dim": 64, "kv_row_bytes": 256.0, "io_bytes": 2}
-    return plan_tree(range(len(lists)), lists, lengths, page_size, **{**sizes, "share": True, **options})
+    return plan_tree(range(len(lengths)), lists, lengths, page_size, **{**sizes, "share": True, **options})

@@ -21,6 +21,7 @@ from tiny_models import (
     WARM,
     WINDOW,
     assert_likeliest,
+    drawn,
     expected,
     run,
     tiny_model,
@@ -33,7 +34,7 @@ from tilewise.bench import generate as bench
 from tilewise.bench.generate import share_of_equal
 from tilewise.serving import Engine, Sampling, generate, hf, steps, stream
 from tilewise.serving.requests import check_tokens
-from tilewise.serving.sampling import Chooser, uniforms
+from tilewise.serving.sampling import uniforms
 from tilewise.serving.sizing import pages_needed
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -61,7 +62,7 @@ def test_what_is_special_about_a_family_reaches_the_kernels(family, monkeypatch)
     model = tiny_model(family)
     plain = [one.tokens for one in generate(model, PROMPTS, max_new_tokens=NEW)]
     dropped = {"mistral": "window", "gemma2": "softcap", "gpt_oss": "sinks"}[family]
-    for step in (steps.PrefillStep, steps.DecodeStep):
+    for step in (steps.MixedStep, steps.DecodeStep):
         attend = step.attend
 
         def without(self, *args, attend=attend, **kwargs):
@@ -153,7 +154,9 @@ def test_a_step_makes_one_plan_for_each_window(monkeypatch):
         api, "plan_decode", lambda *a, window=None, **k: made.append(window) or plan_decode(*a, window=window, **k)
     )
     generate(model, PROMPTS[:3], max_new_tokens=4)
-    assert made == [(WINDOW - 1, 0), None] * 3  # the first of the four tokens comes from the prefill
+    # The first of the four tokens comes from the prefill. The second and third prompt are prefilled, from what the
+    # first left, in the step in which that decodes already.
+    assert made == [(WINDOW - 1, 0), None] * 4
 
 
 def test_samples_share_their_prompt(llama, answers):
@@ -230,8 +233,8 @@ def test_samples_do_not_depend_on_the_batch(llama):
     found = generate(llama, PROMPTS, max_new_tokens=NEW, num_samples=3, **WARM)
     again = generate(llama, PROMPTS, max_new_tokens=NEW, num_samples=3, max_sequences=4, prefill_chunk=31, **WARM)
     assert [one.samples for one in found] == [one.samples for one in again]
-    drawn = {tuple(sample.tokens) for one in found for sample in one.samples}
-    assert len(drawn) > 2 * len(PROMPTS)
+    different = {tuple(sample.tokens) for one in found for sample in one.samples}
+    assert len(different) > 2 * len(PROMPTS)
     other = generate(llama, PROMPTS[:1], max_new_tokens=NEW, **{**WARM, "seed": 6})
     assert other[0].tokens != found[0].tokens
 
@@ -246,24 +249,24 @@ def test_draws_follow_the_probabilities(top_k, top_p):
     if top_p < 1:
         scores = TopPLogitsWarper(top_p)(None, scores)
     right = torch.softmax(scores, -1)[0]
-    chooser = Chooser([Sampling(temperature, top_k, top_p)] * count, 30, torch.device("cpu"))
-    drawn = chooser(logits.expand(count, -1), torch.from_numpy(uniforms([(1, 2, 3, n) for n in range(count)])))
-    share = torch.bincount(drawn, minlength=30) / count
-    assert set(drawn.unique().tolist()) <= set(right.nonzero()[:, 0].tolist())
+    rows = [Sampling(temperature, top_k, top_p)] * count
+    found = drawn(rows, logits.expand(count, -1), torch.from_numpy(uniforms([(1, 2, 3, n) for n in range(count)])))
+    share = torch.bincount(found, minlength=30) / count
+    assert set(found.unique().tolist()) <= set(right.nonzero()[:, 0].tolist())
     assert (share - right).abs().max() < 0.01
 
 
 def test_the_largest_number_draws_a_token_that_has_weight():
     logits = torch.tensor([[0.0, 3.0, -torch.inf], [1.0, 0.0, -torch.inf]])
     top = torch.full((2,), 1 - 2.0**-53, dtype=torch.float64)
-    assert Chooser([Sampling(1.0)] * 2, 3, torch.device("cpu"))(logits, top).tolist() == [1, 1]
-    assert Chooser([Sampling(1.0, 1), Sampling()], 3, torch.device("cpu"))(logits, top).tolist() == [1, 0]
+    assert drawn([Sampling(1.0)] * 2, logits, top).tolist() == [1, 1]
+    assert drawn([Sampling(1.0, 1), Sampling()], logits, top).tolist() == [1, 0]
 
 
 def test_the_coldest_draw_is_the_likeliest():
     logits = torch.tensor([[80.0, 90.0, -1e30]] * 2)
-    chooser = Chooser([Sampling(1e-300), Sampling(1e-30, top_k=2, top_p=0.5)], 3, torch.device("cpu"))
-    assert chooser(logits, torch.tensor([0.999, 0.0], dtype=torch.float64)).tolist() == [1, 1]
+    rows = [Sampling(1e-300), Sampling(1e-30, top_k=2, top_p=0.5)]
+    assert drawn(rows, logits, torch.tensor([0.999, 0.0], dtype=torch.float64)).tolist() == [1, 1]
 
 
 def test_uniforms_differ_in_every_part_of_their_key():

@@ -1,15 +1,16 @@
-"""The serving engine on the CPU: who joins, leaves, waits and is sent out; graphs, as far as the host's side goes."""
+"""The serving engine on the CPU: who joins, leaves, waits and is sent out."""
 
 from __future__ import annotations
 
+import gc
 import random
+import weakref
 
 import pytest
 import torch
 from tiny_models import NEW, PROMPTS, WARM, expected, run, tiny_model, tokens
 
-from tilewise.serving import Engine, Sampling, engine, generate, steps, stream
-from tilewise.serving.batch import DecodeBatch
+from tilewise.serving import Engine, Sampling, generate, stream
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -60,8 +61,8 @@ def test_too_few_pages_cost_time_but_no_token(llama, pages, sampling):
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_chance(llama, replays, seed):
-    """Trees of prompts that come at any time, few pages, samples, cancellations, with and without graphs."""
+def test_chance(llama, seed):
+    """Trees of prompts that come at any time, few pages, samples, cancellations, budgets, priorities."""
     rng = random.Random(seed)
     page_size = rng.choice([1, 4, 16])
     served = Engine(
@@ -70,15 +71,17 @@ def test_chance(llama, replays, seed):
         num_pages=-(-90 // page_size) + rng.randint(1, 60 // page_size + 1),
         max_sequences=rng.randint(1, 6),
         prefill_chunk=rng.choice([1, 7, 30, 500]),
+        token_budget=rng.choice([None, 4, 20]),
     )
-    served._graphs = rng.random() < 0.7
     texts, asked, found = [[]], {}, {}
     for n in range(10):
         prompt = rng.choice(texts)[: rng.randint(0, 60)] + tokens(rng.randint(1, 12), seed=100 * seed + n)
         texts.append(prompt)
         samples, length = rng.choice([1, 1, 3]), rng.randint(1, 16)
         sampling = Sampling(**WARM) if rng.random() < 0.3 else Sampling()
-        number = served.submit(prompt, max_new_tokens=length, num_samples=samples, sampling=sampling)
+        number = served.submit(
+            prompt, max_new_tokens=length, num_samples=samples, sampling=sampling, priority=rng.choice([0, 0, 2])
+        )
         asked[number] = prompt, length, samples, sampling
         for _ in range(rng.randint(0, 6)):
             for token in served.step():
@@ -145,6 +148,21 @@ def test_a_cache_is_kept_between_requests(llama, answers):
         served.result(served.submit(PROMPTS[0], max_new_tokens=1))
 
 
+def test_the_cache_is_free_as_soon_as_nobody_uses_the_engine(llama):
+    """Without waiting for the garbage collector: the next engine may need the memory."""
+    gc.collect()
+    gc.disable()
+    try:
+        served = Engine(llama, num_pages=20)
+        served.submit(PROMPTS[0], max_new_tokens=3, num_samples=2)
+        run(served)
+        cache = weakref.ref(served.cache)
+        del served
+        assert cache() is None
+    finally:
+        gc.enable()
+
+
 def test_stream_and_on_token(llama, answers):
     seen = []
     generate(llama, PROMPTS, max_new_tokens=NEW, num_samples=2, on_token=lambda *token: seen.append(token))
@@ -172,109 +190,3 @@ def test_a_compiled_model():
 def test_progress(llama, capsys):
     generate(llama, PROMPTS[:2], max_new_tokens=2, num_samples=2, progress=True)
     assert "4/4" in capsys.readouterr().err
-
-
-# ---- graphs, without a card -----------------------------------------------------------------------------------------
-
-
-class Recorded:
-    """In a graph's place: a replay runs the captured pass again, over the buffers that it was captured with."""
-
-    def __init__(self, batch, replays):
-        self.batch, self.replays = batch, replays
-        self.buffers = self.addresses()
-
-    def addresses(self):
-        return self.batch._tokens.data_ptr(), self.batch._next.data_ptr()
-
-    def replay(self):
-        assert self.buffers == self.addresses()
-        self.replays.append(len(self.batch.step.seqs))
-        self.batch._forward()
-
-
-@pytest.fixture
-def replays(monkeypatch):
-    """Engines capture and replay as on a card; the rows of each replay."""
-    found = []
-
-    class Growing(steps.DecodeStep):
-        def __init__(self, *args, **kwargs):
-            super().__init__(*args, **kwargs)
-            self.grows = True
-
-    monkeypatch.setattr(DecodeBatch, "capture", lambda batch: Recorded(batch, found))
-    monkeypatch.setattr(engine, "DecodeStep", Growing)
-    return found
-
-
-def test_steps_are_captured_and_replayed_while_the_batch_is_the_same(llama, answers, replays, monkeypatch):
-    monkeypatch.setattr(engine, "ROOM", 4)
-    monkeypatch.setattr(engine, "IDLE_SHARE", 0)
-    served = Engine(llama, num_pages=200)
-    served._graphs = True
-    for n, prompt in enumerate(PROMPTS):
-        served.submit(prompt, max_new_tokens=NEW if n else 3)
-    assert run(served) == {(n, 0): right if n else right[:3] for n, right in enumerate(answers)}
-    # 11 decode steps: two with everybody, nine without the first. Plans are made in the first of each and grow four
-    # times: then a step runs call by call again.
-    assert replays == [8] + [7] * 4 + [7] * 3
-    assert served.stats().graph_captures == 3
-
-
-def test_those_who_are_done_stay_in_the_graph_for_a_while(llama, answers, replays):
-    served = Engine(llama, num_pages=200)
-    served._graphs = True
-    lengths = [3, 5, 5, NEW, NEW, 4, NEW, 4]
-    for prompt, length in zip(PROMPTS, lengths, strict=True):
-        served.submit(prompt, max_new_tokens=length)
-    found = run(served)
-    assert found == {(n, 0): right[:length] for n, (right, length) in enumerate(zip(answers, lengths, strict=True))}
-    # One is done after 2 decode steps and stays; with three done after 3 steps it is too many; then five run, of which
-    # two are done after 4; three run on.
-    assert replays == [8, 8] + [3] * 6
-    assert served.prefix.stats().sequences == 0  # nobody was forgotten in the cache
-
-
-def test_idle_rows_make_way_for_one_who_joins_and_at_the_end(llama, replays):
-    served = Engine(llama, num_pages=200)
-    served._graphs = True
-    numbers = [served.submit(PROMPTS[n], max_new_tokens=3 if n == 0 else NEW) for n in range(5)]
-    while not served._idle:
-        served.step()
-    assert served.prefix.stats().sequences == 5
-    numbers.append(served.submit(PROMPTS[5], max_new_tokens=NEW))
-    served.step()
-    assert not served._idle
-    assert served.prefix.stats().sequences == 5
-    served.step()
-    for number in numbers[1:]:
-        served.cancel(number)
-    assert not served.busy
-    assert served.prefix.stats().sequences == 0
-
-
-def test_idle_rows_make_way_for_want_of_pages(llama, replays):
-    def tokens_with(num_pages, graphs):
-        served = Engine(llama, num_pages=num_pages)
-        served._graphs = graphs
-        for n in range(5):
-            served.submit(tokens(30, seed=40 + n), max_new_tokens=4 if n == 0 else 40)
-        return served, run(served)
-
-    tight, found = tokens_with(14, True)
-    assert found == tokens_with(200, False)[1]
-    assert tight.stats().preemptions > 0
-    assert tight.prefix.stats().sequences == 0
-
-
-def test_idle_rows_do_not_outrun_the_positions(replays):
-    model = tiny_model(max_position_embeddings=64)
-    served = Engine(model, num_pages=100)
-    served._graphs = True
-    served.submit(tokens(60, seed=1), max_new_tokens=4)
-    for n in range(4):
-        served.submit(tokens(5, seed=2 + n), max_new_tokens=20)
-    while served.busy:
-        served.step()
-        assert max(served.prefix.lengths.values(), default=0) <= 64

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import copy
 import gc
+import threading
 
 import pytest
 import torch
 from tiny_models import FAMILIES, WINDOW, assert_likeliest, run, tiny_model, tokens
 
 from tilewise.bench import generate as bench
-from tilewise.serving import Engine, Sampling, engine, generate
+from tilewise.serving import Engine, Sampling, generate
 
 pytestmark = pytest.mark.gpu
 
@@ -54,32 +55,74 @@ def test_float32():
         assert below.max() <= 1e-5 * (logits.max() - logits.min())
 
 
-def test_graphs_are_captured_again_when_the_batch_or_the_room_ends(monkeypatch):
-    monkeypatch.setattr(engine, "ROOM", 6)
-    monkeypatch.setattr(engine, "IDLE_SHARE", 0)
+def test_one_graph_for_each_size_whoever_comes_and_goes():
+    """Prompts that join every other step and end at different times: a size is captured once."""
     model = on_card("mistral")
-    served = Engine(model, num_pages=400)
+    served = Engine(model, num_pages=400, max_sequences=8)
     for n, prompt in enumerate(PROMPTS):
-        served.submit(prompt, max_new_tokens=NEW if n else 5)
+        served.submit(prompt, max_new_tokens=NEW if n % 3 else 5 + n)
+        served.step()
+        served.step()
+    run(served)
+    for n, prompt in enumerate(PROMPTS):
+        assert_likeliest(model, prompt, served.result(n).tokens)
+    first = served.stats().graph_captures
+    assert 1 <= first <= 4  # of 1, 2, 4 and 8 rows
+    for n, prompt in enumerate(PROMPTS):
+        served.submit(prompt, max_new_tokens=NEW - n)
+        served.step()
+    run(served)
+    for n, prompt in enumerate(PROMPTS):
+        assert_likeliest(model, prompt, served.result(len(PROMPTS) + n).tokens)
+    assert first <= served.stats().graph_captures <= 4
+    assert served.prefix.stats().sequences == 0
+
+
+def test_graphs_made_before_anybody_comes():
+    model = on_card()
+    served = Engine(model, num_pages=400, max_sequences=8)
+    served.prepare()
+    assert served.stats().graph_captures == 4
+    for prompt in PROMPTS:
+        served.submit(prompt, max_new_tokens=NEW)
     found = run(served)
     for n, prompt in enumerate(PROMPTS):
         assert_likeliest(model, prompt, found[n, 0])
-    # Four decode steps with everybody, a capture in the second; then nineteen without the first: a step call by call,
-    # six replays, and again; twice seven and five.
-    assert served.stats().decode_steps == NEW - 1
     assert served.stats().graph_captures == 4
 
 
-def test_those_who_are_done_stay_in_the_graph_for_a_while():
-    model = on_card()
-    served = Engine(model, num_pages=400)
+def test_a_budget_mixes_prompts_and_rows():
+    model = on_card("gemma2")
+    served = Engine(model, num_pages=400, token_budget=40)
+    for prompt in PROMPTS:
+        served.submit(prompt, max_new_tokens=NEW)
+        served.step()
+    run(served)
     for n, prompt in enumerate(PROMPTS):
-        served.submit(prompt, max_new_tokens=5 + n if n < 2 else NEW)
-    found = run(served)
-    for n, prompt in enumerate(PROMPTS):
-        assert_likeliest(model, prompt, found[n, 0])
-    assert served.stats().graph_captures == 1  # two of eight are done early, a quarter
-    assert served.prefix.stats().sequences == 0
+        assert_likeliest(model, prompt, served.result(n).tokens)
+    assert served.stats().mixed_steps > 3
+
+
+def test_two_engines_on_one_card():
+    """On a thread each, over one model and over two."""
+    models = [on_card(), on_card("mistral")]
+    found = {}
+
+    def serve(name, model):
+        served = Engine(model, num_pages=100, max_sequences=4)
+        for n, prompt in enumerate(PROMPTS):
+            served.submit(prompt, max_new_tokens=NEW - n)
+        found[name] = run(served)
+
+    given = [("a", models[0]), ("b", models[0]), ("c", models[1])]
+    threads = [threading.Thread(target=serve, args=one) for one in given]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for name, model in given:
+        for n, prompt in enumerate(PROMPTS):
+            assert_likeliest(model, prompt, found[name][n, 0])
 
 
 def test_a_long_answer_crosses_pages_and_windows():

@@ -7,9 +7,10 @@ import math
 import numpy as np
 import pytest
 import torch
+from tiny_models import drawn
 
 from tilewise.serving.requests import Request, Sample
-from tilewise.serving.sampling import Chooser, Sampling, uniforms
+from tilewise.serving.sampling import Kind, Sampling, uniforms
 
 TOP = 1 - 2.0**-53  # the largest number that is drawn with
 
@@ -17,8 +18,7 @@ TOP = 1 - 2.0**-53  # the largest number that is drawn with
 def choose(logits, uniform=0.0, **sampling) -> int:
     sampling = {"temperature": 1.0, **sampling}
     logits = torch.tensor([logits], dtype=torch.float32)
-    chooser = Chooser([Sampling(**sampling)], logits.shape[1], logits.device)
-    return int(chooser(logits, torch.tensor([uniform], dtype=torch.float64)))
+    return int(drawn([Sampling(**sampling)], logits, torch.tensor([uniform], dtype=torch.float64)))
 
 
 @pytest.mark.parametrize("top_k", [0, 2])
@@ -66,12 +66,24 @@ def test_the_temperature_divides():
 
 def test_rows_have_a_sampling_each():
     rows = [Sampling(), Sampling(1.0), Sampling(1.0, top_k=1), Sampling(1.0, top_p=0.5), Sampling(100.0)]
-    chooser = Chooser(rows, 3, torch.device("cpu"))
     logits = torch.tensor([[0.0, 2.0, 0.0]]).repeat(len(rows), 1)
-    assert chooser.draws
-    drawn = chooser(logits, torch.full((len(rows),), TOP, dtype=torch.float64))
-    assert drawn.tolist() == [1, 2, 1, 1, 2]
-    assert not Chooser(rows[:1], 3, torch.device("cpu")).draws
+    assert drawn(rows, logits, torch.full((len(rows),), TOP, dtype=torch.float64)).tolist() == [1, 2, 1, 1, 2]
+
+
+def test_a_row_draws_what_it_draws_alone():
+    """Whatever the others of its batch ask for, to the token."""
+    logits = torch.randn(1, 50, generator=torch.Generator().manual_seed(1))
+    rows = [Sampling(), Sampling(1.0), Sampling(0.7, top_k=9), Sampling(1.3, top_p=0.8), Sampling(0.2)]
+    for number in (0.0, 0.1, 0.35, 0.6, 0.9, TOP):
+        uniform = torch.full((len(rows),), number, dtype=torch.float64)
+        together = drawn(rows, logits.repeat(len(rows), 1), uniform).tolist()
+        assert together == [int(drawn([row], logits, uniform[:1])) for row in rows]
+
+
+def test_what_a_sampling_asks_for():
+    """A greedy one filters nothing, whatever else it says; one that draws is not for nothing sorted."""
+    kinds = [Sampling(), Sampling(0.0, 5, 0.5), Sampling(1.0), Sampling(1.0, top_k=1), Sampling(1.0, top_p=0.5)]
+    assert [one.kind for one in kinds] == [Kind.GREEDY, Kind.GREEDY, Kind.DRAWN, Kind.FILTERED, Kind.FILTERED]
 
 
 def test_what_a_sample_draws_with_tells_seed_prompt_sample_and_place():

@@ -1,4 +1,4 @@
-"""Steps of a forward pass without a model: plans that grow while their room lasts, packed prompts, enough pages."""
+"""Steps of a forward pass without a model: plans that follow their sequences, packed prompts, enough pages."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from oracle import assert_state, randn
 
 from tilewise import PagedKVCache, PrefixCache, reference
 from tilewise.serving.sizing import pages_needed
-from tilewise.serving.steps import DecodeStep, PrefillStep
+from tilewise.serving.steps import DecodeStep, MixedStep
 
 OPTIONS = {"scale": None, "softcap": 0.0, "sinks": None}
 
@@ -37,31 +37,40 @@ def judge(o: torch.Tensor, q: torch.Tensor, prefix: PrefixCache, seqs: list[int]
     assert_state((o[:, None], states[1][1]), *states)
 
 
-def test_plans_grow_while_their_room_lasts_and_are_made_anew_then():
-    """Room for three tokens: the plan that was made serves its own step and three more, with windows each their own."""
+def test_plans_are_those_of_the_step():
+    """One for each window that asked, and after sequences came, went and grew the next step's."""
     prefix, seqs = prompts(5, 9, 2)
-    step = DecodeStep(prefix, seqs, num_heads=4, room=3)
-    step.grows = True
-    found = []
-    for number in range(9):
-        found.append(step.renew([number] * 3))
+    step = DecodeStep(prefix, num_heads=4)
+    for number, chosen in enumerate(([0, 1, 2], [2, 0], [2, 0], [0, 1])):
+        members = [seqs[n] for n in chosen]
+        step.renew(members, [number] * len(members))
         for window in (None, (3, 0)):
-            q, k, v = tokens(3, seed=50 + number)
-            judge(step.attend(0, q, k, v, window=window, **OPTIONS), q, prefix, seqs, window)
+            q, k, v = tokens(len(members), seed=50 + number)
+            judge(step.attend(0, q, k, v, window=window, **OPTIONS), q, prefix, members, window)
         assert set(step.plans) == {None, (3, 0)}
         assert all(plan.window == window for window, plan in step.plans.items())
-        assert all(tuple(plan.lengths) == tuple(prefix.cache.lengths_of(seqs)) for plan in step.plans.values())
-    assert found == [False, True, True, True, False, True, True, True, False]
+        assert all(tuple(plan.lengths) == tuple(prefix.cache.lengths_of(members)) for plan in step.plans.values())
 
 
-def test_plans_are_made_anew_each_step_where_they_do_not_grow():
-    prefix, seqs = prompts(5, 9)
-    step = DecodeStep(prefix, seqs, num_heads=4, room=3)
-    for number in range(3):
-        assert not step.renew([number] * 2)
-        assert not step.plans
-        q, k, v = tokens(2, seed=number)
-        step.attend(0, q, k, v, window=None, **OPTIONS)
+def test_prompts_and_decoded_rows_stand_in_one_pass():
+    """The rows of each are what a step of their own gives, to the bit."""
+    prefix, seqs = prompts(6, 3, 9, 2)
+    again, _ = prompts(6, 3, 9, 2)
+    q, k, v = tokens(7 + 2, seed=11)
+    found = []
+    for cache, together in ((prefix, True), (again, False)):
+        slots = cache.extend(seqs[:2], [[1, 2, 3], [4, 5, 6, 7]])
+        decode = DecodeStep(cache, num_heads=4)
+        decode.renew(seqs[2:], [8, 9])
+        if together:
+            step = MixedStep(cache, [slots], decode, num_heads=4)
+            assert step.host_positions.tolist() == [6, 7, 8, 3, 4, 5, 6, 9, 2]
+            found.append(step.attend(0, q, k, v, window=None, **OPTIONS))
+        else:
+            parts = [(MixedStep(cache, [slots], num_heads=4), slice(0, 7)), (decode, slice(7, 9))]
+            found.append(torch.cat([one.attend(0, q[r], k[r], v[r], window=None, **OPTIONS) for one, r in parts]))
+    assert torch.equal(*found)
+    judge(found[0][7:], q[7:], prefix, seqs[2:], None)
 
 
 @pytest.mark.parametrize("window", [None, (3, 0)])
@@ -70,7 +79,7 @@ def test_a_prompt_in_parts_is_the_prompt_at_once(window):
     prefix, seqs = prompts(6, 3)
     q, k, v = tokens(9, seed=9)
     slots = [prefix.extend([seqs[0]], [list(range(5))]), prefix.extend([seqs[1]], [list(range(4))])]
-    step = PrefillStep(prefix.cache, slots)
+    step = MixedStep(prefix, slots, num_heads=4)
     assert step.counts == [5, 4]
     assert step.last_rows.tolist() == [4, 8]
     assert step.host_positions.tolist() == [6, 7, 8, 9, 10, 3, 4, 5, 6]
@@ -85,8 +94,8 @@ def test_a_prompt_in_parts_is_the_prompt_at_once(window):
 
 def test_layers_that_are_not_as_the_cache_says_are_refused():
     prefix, seqs = prompts(5)
-    step = DecodeStep(prefix, seqs, num_heads=4, room=1)
-    step.renew([1])
+    step = DecodeStep(prefix, num_heads=4)
+    step.renew(seqs, [1])
     q, k, v = tokens(1, seed=0)
     for layer, keys, values in ((1, k, v), (0, k[:, :1], v), (0, k, v[..., :4])):
         with pytest.raises(NotImplementedError, match="keys of"):

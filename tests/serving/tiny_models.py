@@ -7,6 +7,8 @@ import copy
 import torch
 import transformers
 
+from tilewise.serving.sampling import choose, parameters
+
 VOCAB = 97
 COMMON = {
     "vocab_size": VOCAB,
@@ -121,3 +123,17 @@ def run(served):
         for token in served.step():
             found.setdefault((token.request, token.sample), []).append(token.token)
     return found
+
+
+def drawn(rows, logits, uniform):
+    """What rows with a Sampling each choose from logits (n, vocab), as one batch."""
+    return choose(max(row.kind for row in rows), logits, uniform, torch.from_numpy(parameters(rows)))
+
+
+def pages_are_back(served):
+    """Of an engine that is idle: no sequence is left, and all pages are free once nothing is cached any more."""
+    assert not served.busy
+    assert served.prefix.stats().sequences == 0
+    assert served.cache.lengths == {}
+    served.prefix.clear()
+    return served.cache.pool.free_pages == served.cache.num_pages and not served.cache.pool.refs.any()

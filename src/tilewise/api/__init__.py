@@ -1,4 +1,4 @@
-"""The public calls: validate -> plan -> run. Read prefill.py first, then decoding.py.
+"""The public calls: validate -> plan -> run. Read prefill.py first, then decoding.py, then step.py.
 
 Layout is `(batch, seqlen, heads, head_dim)` with any strides whose last is 1, or `(total, heads, head_dim)` packed. The
 LSE is the natural log of the softmax denominator, float32, `(batch, heads, seqlen_q)` or `(heads, total_q)`. A row
@@ -10,17 +10,22 @@ from tilewise.api.decoding import decode, grow_plan, plan_decode
 from tilewise.api.options import Level, Result, State
 from tilewise.api.prefill import attention, attention_varlen, plan_attention, shared_prefix_attention
 from tilewise.api.schedules import schedule_of
+from tilewise.api.standing import renew_plan
+from tilewise.api.step import attend, plan_step
 
 __all__ = [
     "Level",
     "Result",
     "State",
+    "attend",
     "attention",
     "attention_varlen",
     "decode",
     "grow_plan",
     "plan_attention",
     "plan_decode",
+    "plan_step",
+    "renew_plan",
     "schedule_of",
     "shared_prefix_attention",
 ]

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 import numpy as np
 import torch
 
 from tilewise import arguments, checks, cpu, traced, tuned
+from tilewise.api import standing
 from tilewise.api.options import PagedOptions, Result, State
 from tilewise.api.prefill import full_precision, result
 from tilewise.cpu.scoring import Scoring
 from tilewise.gpu import decode as kernel
 from tilewise.kvcache import PagedKVCache, PrefixCache
+from tilewise.kvcache.sequences import check_seqs
 from tilewise.plan import BlockSchedule, DecodePlan
 from tilewise.plan.cost import CostModel
+from tilewise.plan.flat import Judge, PageTable
+from tilewise.plan.standing import StandingPlan
 from tilewise.plan.tree import plan_tree
 from tilewise.scores import DecodeOptions, Scores, Window
 
@@ -25,6 +30,7 @@ if TYPE_CHECKING:
 DEQUANTISE = 4  # reading a quantised token on the CPU, in readings of a float32 one
 
 
+@overload
 def plan_decode(
     cache: PagedKVCache | PrefixCache,
     seqs: Sequence[int],
@@ -36,7 +42,36 @@ def plan_decode(
     cost: CostModel | None = None,
     room: int = 0,
     pages_per_seq: int | None = None,
-) -> DecodePlan:
+    rows: None = None,
+    max_length: None = None,
+) -> DecodePlan: ...
+@overload
+def plan_decode(
+    cache: PagedKVCache | PrefixCache,
+    seqs: Sequence[int],
+    *,
+    num_heads: int,
+    tokens_per_seq: int = 1,
+    share_prefix: Literal["auto"] | bool = "auto",
+    window: Window | None = None,
+    cost: CostModel | None = None,
+    rows: int,
+    max_length: int,
+) -> StandingPlan: ...
+def plan_decode(
+    cache: PagedKVCache | PrefixCache,
+    seqs: Sequence[int],
+    *,
+    num_heads: int,
+    tokens_per_seq: int = 1,
+    share_prefix: Literal["auto"] | bool = "auto",
+    window: Window | None = None,
+    cost: CostModel | None = None,
+    room: int = 0,
+    pages_per_seq: int | None = None,
+    rows: int | None = None,
+    max_length: int | None = None,
+) -> DecodePlan | StandingPlan:
     """Plan one decode step of `seqs` for all layers.
 
     num_heads: query heads. tokens_per_seq: query tokens a sequence has, which are its last cached ones; each sees the
@@ -46,30 +81,45 @@ def plan_decode(
     of its sequences changes. room: on a GPU, tokens that each sequence may grow by under `grow_plan`.
     pages_per_seq: for `decode` with a schedule, the most pages that a sequence reads under a KV head; no prefix is
     shared then, because sequences select differently.
+
+    rows, max_length: make a StandingPlan instead, for up to `rows` sequences (1 to 1024) of up to `max_length` tokens,
+    which `renew_plan` brings up to date after sequences came, went or grew. q then has `rows` rows; those past
+    len(seqs) are idle: they are not read, their o is 0 and their LSE −inf (a sink's, where there are sinks).
+
+        plan = plan_decode(cache, seqs, num_heads=32, rows=256, max_length=8192)
+        decode(q, cache, 0, plan, out=out)            # once, before the capture: it compiles
+        with torch.cuda.graph(graph):
+            decode(q, cache, 0, plan, out=out)
+        ...                                           # each step: free, fork, extend, then
+        renew_plan(plan, cache, seqs); graph.replay()
     """
     pages = arguments.check_cache(cache)
-    checks.integer("num_heads", num_heads, 1)
-    checks.integer("tokens_per_seq", tokens_per_seq, 1)
-    checks.integer("room", room, 0)
-    if num_heads % pages.num_kv_heads:
-        raise ValueError(f"num_heads must be a multiple of the cache's {pages.num_kv_heads} KV heads, got {num_heads}")
-    if not isinstance(share_prefix, bool) and not (isinstance(share_prefix, str) and share_prefix == "auto"):
-        raise ValueError(f'share_prefix must be "auto", True or False, got {share_prefix!r}')
-    if cost is not None and not isinstance(cost, CostModel):
-        raise TypeError(f"cost must be a tilewise.CostModel, got {type(cost).__name__}")
-    if not isinstance(seqs, (Sequence, torch.Tensor, np.ndarray)):
-        raise TypeError(f"seqs must be a list of sequences, got {type(seqs).__name__}")
-    members = [checks.integer("seqs", s) for s in seqs]
+    _check_sizes(pages, seqs, num_heads, tokens_per_seq, share_prefix, cost, room)
+    members, at = pages.sequences.batch(check_seqs(seqs))
     window = arguments.check_window(window)
     most = _check_pages_per_seq(pages_per_seq, share_prefix, window)
     on_card = pages.device.type == "cuda"
     row_bytes = 2 * pages.format.bytes_per_token_head
     if not on_card:  # there every format runs at float32's pace, and a quantised one is turned into it first
         row_bytes = 2 * 4 * pages.head_dim * (1 if pages.format.dtype is not None else DEQUANTISE)
+    share = None if share_prefix == "auto" else bool(share_prefix)
+    model = cost or tuned.cost(pages.device, pages.format)
+    if rows is not None or max_length is not None:
+        if room or most:
+            given = f"room {room}" if room else f"pages_per_seq {most}"
+            raise ValueError(f"rows goes without room and pages_per_seq, got {given}: renew_plan takes any growth")
+        once = partial(plan_decode, num_heads=num_heads, tokens_per_seq=tokens_per_seq, share_prefix=share_prefix)
+        rows_each, row = tokens_per_seq * num_heads, pages.num_kv_heads * row_bytes
+        judge = Judge(model, rows_each, pages.num_kv_heads, pages.head_dim, row)
+        return standing.make(
+            pages, members, partial(once, window=window, cost=cost), rows=rows, max_length=max_length, judge=judge,
+            heads_q=num_heads, tokens_per_seq=tokens_per_seq, window=window, share=share,
+        )  # fmt: skip
+    counts = pages.sequences.counts[at]
     plan = plan_tree(
         members,
-        [pages.page_list(s) for s in members],
-        [pages.length(s) for s in members],
+        PageTable(pages.sequences.table[:, : counts.max(initial=0)][at], counts),
+        pages.sequences.lengths[at],
         pages.page_size,
         heads_q=num_heads,
         heads_kv=pages.num_kv_heads,
@@ -82,12 +132,35 @@ def plan_decode(
         cache_serial=pages.serial,
         tokens_per_seq=tokens_per_seq,
         window=window,
-        share=False if most else None if share_prefix == "auto" else bool(share_prefix),
-        cost=cost or tuned.cost(pages.device, pages.format),
+        share=False if most else share,
+        cost=model,
         room=room,
         pages_per_seq=most,
     )
     return traced.remember(plan, pages)
+
+
+def _check_sizes(
+    pages: PagedKVCache,
+    seqs: Any,
+    num_heads: Any,
+    tokens_per_seq: Any,
+    share_prefix: Any,
+    cost: Any,
+    room: Any,
+) -> None:
+    """What plan_decode asks of its arguments, one by one."""
+    checks.integer("num_heads", num_heads, 1)
+    checks.integer("tokens_per_seq", tokens_per_seq, 1)
+    checks.integer("room", room, 0)
+    if num_heads % pages.num_kv_heads:
+        raise ValueError(f"num_heads must be a multiple of the cache's {pages.num_kv_heads} KV heads, got {num_heads}")
+    if not isinstance(share_prefix, bool) and not (isinstance(share_prefix, str) and share_prefix == "auto"):
+        raise ValueError(f'share_prefix must be "auto", True or False, got {share_prefix!r}')
+    if cost is not None and not isinstance(cost, CostModel):
+        raise TypeError(f"cost must be a tilewise.CostModel, got {type(cost).__name__}")
+    if not isinstance(seqs, (Sequence, torch.Tensor, np.ndarray)):
+        raise TypeError(f"seqs must be a list of sequences, got {type(seqs).__name__}")
 
 
 def grow_plan(plan: DecodePlan, cache: PagedKVCache | PrefixCache) -> DecodePlan:
@@ -108,6 +181,8 @@ def grow_plan(plan: DecodePlan, cache: PagedKVCache | PrefixCache) -> DecodePlan
     """
     pages = arguments.check_cache(cache)
     arguments.check_plan(plan, pages)
+    if isinstance(plan, StandingPlan):
+        raise TypeError("plan must be one of plan_decode without rows, got a StandingPlan; renew_plan takes that")
     lengths = pages.lengths_of(list(plan.seqs))
     if pages.device.type != "cuda":
         return plan_decode(
@@ -129,7 +204,7 @@ def decode(
     q: torch.Tensor,
     cache: PagedKVCache | PrefixCache,
     layer: int,
-    plan: DecodePlan,
+    plan: DecodePlan | StandingPlan,
     *,
     return_lse: Literal[False] = False,
     **options: Unpack[PagedOptions],
@@ -139,7 +214,7 @@ def decode(
     q: torch.Tensor,
     cache: PagedKVCache | PrefixCache,
     layer: int,
-    plan: DecodePlan,
+    plan: DecodePlan | StandingPlan,
     *,
     return_lse: Literal[True],
     **options: Unpack[PagedOptions],
@@ -149,7 +224,7 @@ def decode(
     q: torch.Tensor,
     cache: PagedKVCache | PrefixCache,
     layer: int,
-    plan: DecodePlan,
+    plan: DecodePlan | StandingPlan,
     *,
     return_lse: bool,
     **options: Unpack[PagedOptions],
@@ -158,7 +233,7 @@ def decode(
     q: torch.Tensor,
     cache: PagedKVCache | PrefixCache,
     layer: int,
-    plan: DecodePlan,
+    plan: DecodePlan | StandingPlan,
     *,
     scale: float | None = None,
     softcap: float = 0.0,
@@ -192,7 +267,7 @@ def decode(
     pages = arguments.check_cache(cache)
     arguments.check_plan(plan, pages)
     checks.integer("layer", layer, 0, pages.num_layers - 1)
-    count, tokens = len(plan.seqs), plan.tokens_per_seq
+    count, tokens = arguments.places(plan), plan.tokens_per_seq
     shape = (count, tokens, plan.heads_q, pages.head_dim)
     checks.not_float64("q", q)
     checks.tensor("q", q, shape=shape, dtypes=checks.FLOATS, unit_last_stride=True)
@@ -214,6 +289,9 @@ def decode(
     where = arguments.check_backend(backend, q, (sinks,))
     if where != "cpu":
         return _run_kernel(q, pages, layer, plan, scores, tree, selected, return_lse, out)
+    if isinstance(plan, StandingPlan):
+        o, lse = _decode_now(q, pages, layer, plan, tree, options)
+        return result(o, lse, None, out, return_lse)
     with full_precision():
         if tree is not None:
             o, lse = cpu.run_tree(q, pages, layer, plan.seqs, Scoring.of(scores), tree)
@@ -228,11 +306,33 @@ def decode(
     return result(o, lse, sinks, out, return_lse)
 
 
+def _decode_now(
+    q: torch.Tensor,
+    pages: PagedKVCache,
+    layer: int,
+    plan: StandingPlan,
+    tree: torch.Tensor | None,
+    options: DecodeOptions,
+) -> State:
+    """decode() of a standing plan on a CPU: the rows of its sequences by the plan as it is now, and the idle ones."""
+    count, sinks = len(plan.seqs), options.get("sinks")
+    o = torch.zeros_like(q)
+    lse = q.new_full((len(q), q.shape[2], q.shape[1]), -torch.inf, dtype=torch.float32)
+    if sinks is not None:
+        lse[:] = sinks[:, None]
+    if count:
+        mask = None if tree is None else tree[:count]
+        o[:count], lse[:count] = decode(
+            q[:count], pages, layer, plan.now, tree_mask=mask, return_lse=True, backend="cpu", **options
+        )
+    return o, lse
+
+
 def _run_kernel(
     q: torch.Tensor,
     pages: PagedKVCache,
     layer: int,
-    plan: DecodePlan,
+    plan: DecodePlan | StandingPlan,
     scores: Scores,
     tree: torch.Tensor | None,
     selected: torch.Tensor | None,
@@ -242,12 +342,15 @@ def _run_kernel(
     """decode() on a GPU or in the emulator."""
     o = out if out is not None and checks.place(out, q) is not None else q.new_empty(q.shape)
     lse = q.new_empty((len(q), q.shape[2], q.shape[1]), dtype=torch.float32) if return_lse else None
+    page_lists: Any = arguments.PageListsOf(pages, plan.seqs)
+    if isinstance(plan, StandingPlan):
+        page_lists = partial(standing.batch_of, plan, pages)
     kernel.run(
         plan,
         q,
         pages.format,
         *pages.parts(layer),
-        arguments.PageListsOf(pages, plan.seqs),
+        page_lists,
         plan.lengths,
         o,
         lse,
@@ -273,7 +376,7 @@ def _check_pages_per_seq(pages: int | None, share_prefix: Literal["auto"] | bool
 
 
 def _check_schedule(
-    schedule: Any, plan: DecodePlan, pages: PagedKVCache, tree: torch.Tensor | None
+    schedule: Any, plan: DecodePlan | StandingPlan, pages: PagedKVCache, tree: torch.Tensor | None
 ) -> torch.Tensor | None:
     """The selection's bits: int32 (num_seqs or 1, Hkv or 1, words)."""
     if schedule is None:

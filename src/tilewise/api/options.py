@@ -63,3 +63,10 @@ class PagedOptions(DecodeOptions, total=False):
     schedule: BlockSchedule | None
     out: torch.Tensor | None
     backend: str
+
+
+class StepOptions(DecodeOptions, total=False):
+    """Of `attend`."""
+
+    out: torch.Tensor | None
+    backend: str

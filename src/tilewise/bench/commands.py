@@ -298,6 +298,27 @@ def bench_serve(
     show_rows(serve, title, serve.notes, serve_plots.draw, only, sheet, _gpu("serve", device), loops, json)
 
 
+@bench.command("churn")
+def bench_churn(
+    only: Only = "",
+    csv: TableCsv = None,
+    resume: Resume = False,
+    force: Force = False,
+    device: AnyDevice = None,
+    loops: Loops = None,
+    json: Json = False,
+) -> None:
+    """What a decode step costs the host while sequences come and go, and the planner on a GPU, with the bars.
+
+    Seconds. On a CPU, where plans are made anew in each step, only the first plan has a bar.
+    """
+    from . import churn, plots
+
+    title = "A step's host time on {machine}: µs, medians"
+    sheet = SheetOptions(csv, False, resume, force)
+    show_rows(churn, title, churn.notes, plots.draw, only, sheet, _device(device), loops, json)
+
+
 @bench.command("generate")
 def bench_generate(
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
@@ -334,6 +355,51 @@ def bench_generate(
         typer.echo(f"wrote {path}", err=True)
     if not outcome.ok:
         raise typer.Exit(1)
+
+
+@bench.command("engine")
+def bench_engine(
+    device: AnyDevice = None,
+    config: Annotated[str | None, typer.Option(help="small or 8b.", show_default="small; on cuda 8b")] = None,
+    requests: Annotated[
+        int | None, typer.Option(help="Requests of each run.", show_default="24; on cuda 256", min=2)
+    ] = None,
+    loads: Annotated[str, typer.Option(help="Shares of the capacity at which requests arrive.")] = "0.3,0.5,0.7,0.9",
+    compile: Annotated[
+        bool | None, typer.Option("--compile/--no-compile", help="Engine(compile=True).", show_default="on cuda")
+    ] = None,
+    token_budget: Annotated[
+        int | None, typer.Option(help="Tokens of a step under load.", show_default="64; on cuda 512", min=1)
+    ] = None,
+    only: Annotated[str, typer.Option(help="Only step, churn or load.", metavar="TEXT")] = "",
+    peers: Annotated[bool, typer.Option(help="Measure other servers that are installed, too.")] = True,
+    out: Annotated[Path | None, typer.Option(help="Write a CSV, the table and the plot into this folder.")] = None,
+    json: Json = False,
+) -> None:
+    """Serve as an engine does: a decode step, a batch that comes and goes, and latencies under Poisson arrivals.
+
+    Beside transformers' continuous batching, and vLLM and SGLang where they are installed.
+    """
+    from . import engine, engine_tables, generate, tables
+
+    with usage():
+        shares = [float(load) for load in loads.split(",")]
+        problem = engine.case(
+            _device(device), config, requests=requests, loads=shares, compile=compile, token_budget=token_budget,
+            only=only,
+        )  # fmt: skip
+    generate.require_transformers()
+    busy = tables.busy_note()
+    with tables.console(stderr=True).status(problem.title) as status:
+        outcome = engine.run(problem, status.update, **({} if peers else {"peers": ()}))
+    if json:
+        typer.echo(jsonlib.dumps(engine_tables.records(outcome), indent=1))
+    else:
+        typer.echo(engine_tables.text(outcome))
+        if busy:
+            typer.echo(busy)
+    for path in engine_tables.save(outcome, out) if out else ():
+        typer.echo(f"wrote {path}", err=True)
 
 
 def _device(asked: str | None) -> str:

@@ -7,13 +7,11 @@ number of new tokens. `tilewise bench generate` shows it.
 
 from __future__ import annotations
 
-import csv
 import gc
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
-from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +22,7 @@ from ..serving import Engine
 from ..serving.requests import check_tokens
 from ..serving.sizing import pages_needed
 from .records import Record, here, machine, package_version
+from .records import save as save_rows
 from .workloads import check_device
 
 OURS, THEIRS = "tilewise.generate", "transformers"
@@ -331,18 +330,8 @@ def text(outcome: Outcome) -> str:
 
 def save(outcome: Outcome, folder: Path) -> list[Path]:
     """The CSV and the table, into `folder`; what was there under these names is replaced."""
-    place = machine(outcome.case.device).split()[-1].lower() if outcome.case.device.startswith("cuda") else "cpu"
-    folder.mkdir(parents=True, exist_ok=True)
-    rows = records(outcome)
-    sheet = StringIO()
-    writer = csv.DictWriter(sheet, list(rows[0]), lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    stem = folder / f"generate-{outcome.case.config}-{place}"
-    paths = [stem.with_name(stem.name + ".csv"), stem.with_name(stem.name + ".txt")]
-    for path, content in zip(paths, (sheet.getvalue(), text(outcome) + "\n"), strict=True):
-        path.write_text(content, encoding="utf-8")
-    return paths
+    name = f"generate-{outcome.case.config}"
+    return save_rows(name, outcome.case.device, records(outcome), text(outcome), folder)
 
 
 def _settle(device: torch.device) -> None:

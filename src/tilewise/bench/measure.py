@@ -138,7 +138,7 @@ def time_calls(
     if loops is None:
         loops = max(5, min(200, int(budget / max(_round(calls, device), 1e-9))))
     seconds = _loop_cuda(calls, loops, device) if cuda else _loop_cpu(calls, loops)
-    return {name: _timing(values) for name, values in seconds.items()}
+    return {name: timing_of(values) for name, values in seconds.items()}
 
 
 def time_replays(
@@ -172,7 +172,7 @@ def time_replays(
         _turns(replays, 2, flush, device)
         loops = max(15, min(60, int(2 * budget / (time.perf_counter() - start))))
     turns = -(-loops // (BURST - COLD))
-    return {name: _timing(values) for name, values in _turns(replays, turns, flush, device, BURST, COLD).items()}
+    return {name: timing_of(values) for name, values in _turns(replays, turns, flush, device, BURST, COLD).items()}
 
 
 def _captured(call: Callable[[], object], device: torch.device) -> Callable[[], object]:
@@ -204,7 +204,7 @@ def host_cost(call: Callable[[], object], device: torch.device, *, batches: int 
         for _ in range(calls):
             call()
         seconds.append((time.perf_counter() - start) / calls)
-    return _timing(seconds[1:])  # the first batch is the warm-up
+    return timing_of(seconds[1:])  # the first batch is the warm-up
 
 
 def time_waits(
@@ -221,7 +221,7 @@ def time_waits(
     for _ in range(loops):
         for name, call in calls.items():
             seconds[name].append(_round({name: call}, device))
-    return {name: _timing(values) for name, values in seconds.items()}
+    return {name: timing_of(values) for name, values in seconds.items()}
 
 
 def device_cost(name: str, call: Callable[[], object], *, without: str = "", calls: int = 20) -> Result:
@@ -242,10 +242,11 @@ def device_cost(name: str, call: Callable[[], object], *, without: str = "", cal
         return Result(name, True, FAILED, "the profiler tells of no kernels here")
     each = {kernel: float(np.median(values)) * len(values) / calls for kernel, values in seconds.items()}
     reason = " + ".join(f"{kernel} {spent * 1e6:.3g} µs" for kernel, spent in each.items())
-    return Result(name, True, OK, reason, timing=_timing([sum(each.values())]))
+    return Result(name, True, OK, reason, timing=timing_of([sum(each.values())]))
 
 
-def _timing(seconds: Sequence[float]) -> Timing:
+def timing_of(seconds: Sequence[float]) -> Timing:
+    """Its median and spread."""
     p20, median, p80 = np.percentile(seconds, (20, 50, 80))
     return Timing(float(median), float(p20), float(p80), min(seconds), len(seconds))
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import csv
 import math
 import platform
+from collections.abc import Mapping, Sequence
 from datetime import datetime, timezone
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
+from io import StringIO
+from pathlib import Path
 
 import torch
 
@@ -95,3 +99,17 @@ def _times(timing: Timing | None) -> Record:
 def _digits(value: float | None) -> float | None:
     """Six significant digits, more than any measurement has. An infinite error is left to the status to tell."""
     return None if value is None or not math.isfinite(value) else float(f"{value:.6g}")
+
+
+def save(name: str, device: str, rows: Sequence[Mapping[str, Value]], text: str, folder: Path) -> list[Path]:
+    """Rows as a CSV and a text beside it, `name` and the machine's name in `folder`: their paths."""
+    place = machine(device).split()[-1].lower() if device.startswith("cuda") else "cpu"
+    folder.mkdir(parents=True, exist_ok=True)
+    sheet = StringIO()
+    writer = csv.DictWriter(sheet, list(rows[0]), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    paths = [folder / f"{name}-{place}{ending}" for ending in (".csv", ".txt")]
+    for path, content in zip(paths, (sheet.getvalue(), text + "\n"), strict=True):
+        path.write_text(content, encoding="utf-8")
+    return paths

@@ -14,9 +14,11 @@ from dataclasses import dataclass
 import torch
 
 from tilewise import api, arch, arguments, compiler
+from tilewise.checks import FLOATS
 from tilewise.compiler.spec import KernelSpec
 from tilewise.formats import PLAIN, KVFormat
-from tilewise.gpu import append, calls, decode, prefill
+from tilewise.gpu import append, calls, decode, decode_small, merge_rows, prefill, widen
+from tilewise.gpu.abi import decode_score_rule
 from tilewise.gpu.decode_kernels import DTYPES as DECODE_DTYPES
 from tilewise.gpu.decode_kernels import HEAD_DIMS as DECODE_HEAD_DIMS
 from tilewise.gpu.tilings import out_dtype
@@ -64,25 +66,46 @@ class Need:
 
 
 def specs(need: Need, card: str) -> list[KernelSpec]:
-    """Every kernel that these calls take on such a card, each once: prefill (dense, packed and paged), decode, and
-    writing and copying pages. NotImplementedError where no kernel serves them."""
+    """Every kernel that these calls take on such a card, each once: prefill (dense, packed and paged), decode, both in
+    one step, and writing and copying pages. NotImplementedError where no kernel serves them."""
     with arch.as_card(card):
-        found = [*_prefill(need), *_decode(need), append.append_spec(need.dtype, need.form), append.COPY_SPEC]
+        writing = [append.append_spec(need.dtype, need.form), append.COPY_SPEC]
+        found = [*_prefill(need), *_decode(need, card), *_step(need), *writing]
     return list(dict.fromkeys(found))
 
 
 def _prefill(need: Need) -> Iterator[KernelSpec]:
     calls.check_served(_like(need, 1)[0][None], "emulator")
-    paged = need.form.dtype == need.dtype  # else K and V are converted first, and come packed
     for scores in need.scores:
         for rows in need.lengths:
             q, k, o = (x[None] for x in _like(need, rows))
             yield from _bound(q, k, o, scores)
             for index in INDEX:
                 yield from _bound(q[0], k[0], o[0], scores, sequences=1, index=index)
-            if paged:
-                pages = k.new_empty(1).expand(1 + rows // need.page_size, need.page_size, need.kv_heads, need.head_dim)
-                yield from _bound(q[0], pages, o[0], scores, sequences=1, paged=True, table_pages=len(pages))
+            pages = _pages(need, rows)
+            yield from _bound(q[0], pages, o[0], scores, sequences=1, paged=True, table_pages=len(pages))
+
+
+def _step(need: Need) -> Iterator[KernelSpec]:
+    """What chunks take besides: prefixes in full view of all rows, merging, and plain pages where others are stored."""
+    if need.dtype not in FLOATS:
+        return
+    if need.form.dtype != need.dtype:
+        yield widen.widen_spec(need.dtype, need.form)
+    yield merge_rows.merge_spec(need.dtype, need.head_dim)
+    for scores in need.scores:
+        if scores.window[0] is not None:
+            continue
+        for rows in need.lengths:
+            q, _, o = _like(need, rows)
+            pages = _pages(need, rows)
+            yield from _bound(q, pages, o, scores.unmasked, sequences=1, paged=True, table_pages=len(pages))
+
+
+def _pages(need: Need, rows: int) -> torch.Tensor:
+    """K of (pages, page size, heads, D) that takes no memory."""
+    shape = (1 + rows // need.page_size, need.page_size, need.kv_heads, need.head_dim)
+    return torch.empty(1, dtype=need.dtype).expand(shape)
 
 
 def _like(need: Need, rows: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -101,10 +124,14 @@ def _bound(
         yield forward.ragged_spec
 
 
-def _decode(need: Need) -> Iterator[KernelSpec]:
+def _decode(need: Need, card: str) -> Iterator[KernelSpec]:
     """Few sequences, as many as fill the card, and more; behind a prefix, shared or not, and with nothing in common."""
     if need.head_dim not in DECODE_HEAD_DIMS or need.dtype not in DECODE_DTYPES:
         return
+    rules = [decode_score_rule(scores) for scores in need.scores if scores.window[0] is None]
+    yield from decode_small.likely_specs(
+        need.heads // need.kv_heads, need.kv_heads, need.dtype, need.form, need.page_size, rules, PROCESSORS, card
+    )
     filling = max(2, 4 * PROCESSORS // need.kv_heads)
     for sequences in dict.fromkeys((1, 2, filling, 4 * filling)):
         prefix, lead = PREFIX // need.page_size + 1, (need.page_size, need.kv_heads, need.head_dim)

@@ -23,6 +23,7 @@ from tilewise.cpu.lines import line_state
 from tilewise.cpu.scoring import Scoring, View, count_up
 from tilewise.cpu.tiles import KV as KV
 from tilewise.cpu.tiles import repeated, tile_state
+from tilewise.plan.step import ChunkPlan
 from tilewise.plan.tiles import OPEN, Band, BlockTiles, DecodePlan, PagedTiles, Plan, Tiles, page_step
 from tilewise.state import Accumulator
 
@@ -56,13 +57,13 @@ def run(plan: Plan, q: torch.Tensor, sources: Sequence[KV], scoring: Scoring, ou
 
 
 def run_paged(
-    plan: DecodePlan,
+    plan: DecodePlan | ChunkPlan,
     q: torch.Tensor,
     cache: PagedKVCache,
     layer: int,
     scoring: Scoring,
 ) -> KV:
-    """Run a decode plan: q (rows, Hq, D) in the plan's order -> o like q, lse (rows, Hq) float32."""
+    """Run a plan over pages: q (rows, Hq, D) in the plan's order -> o like q, lse (rows, Hq) float32."""
     stored = cache.format.dtype  # None for a quantised format
     compute = q.dtype if stored == q.dtype else torch.float32
     queries = q.to(compute)
@@ -147,7 +148,7 @@ def run_selected(
     return o, lse
 
 
-def _paged(plan: DecodePlan) -> list[PagedTiles]:
+def _paged(plan: Plan) -> list[PagedTiles]:
     return [item for item in plan.work if isinstance(item, PagedTiles)]
 
 

@@ -70,6 +70,7 @@ class _Options(ctypes.Structure):
         ("late", ctypes.c_uint32),
         ("os_threads", ctypes.c_uint32),
         ("resident", ctypes.c_uint32),
+        ("cluster", ctypes.c_uint32),
         ("seed", ctypes.c_uint64),
         ("count", ctypes.c_uint32),
         ("num_ranges", ctypes.c_uint32),
@@ -87,14 +88,17 @@ def launch(
     seed: int = 0,
     count: bool = False,
     resident: int = 1,
+    cluster: int = 1,
     os_threads: int | None = None,
 ) -> Counters | None:
     """Run a kernel over CPU memory. args: its parameters, ctypes objects by value. tensors: what it may touch, by name.
 
     late: asynchronous work lands as late as the program allows, or at once. seed: of the order threads run in, 0 for
-    round robin. resident: blocks in flight together, for kernels whose blocks wait for each other. Raises
-    EmulatorError with a report; returns the counters if `count`.
+    round robin. resident: blocks in flight together, for kernels whose blocks wait for each other. cluster: blocks per
+    cluster, which see each other's shared memory. Raises EmulatorError with a report; returns the counters if `count`.
     """
+    if cluster < 1 or grid[0] % cluster:
+        raise ValueError(f"cluster must be a size that divides the first of the grid {tuple(grid)}, got {cluster}")
     library = build(spec)
     ranges = (_Range * max(1, len(tensors)))()
     for entry, (name, x) in zip(ranges, tensors.items(), strict=False):
@@ -107,6 +111,7 @@ def launch(
         late,
         os_threads or os.cpu_count() or 1,
         resident,
+        cluster,
         seed,
         count,
         len(tensors),

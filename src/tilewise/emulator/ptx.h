@@ -165,6 +165,16 @@ template <int kGroupsLeft> void bulk_wait_read() { emu::bulk_wait(kGroupsLeft); 
 inline void let_dependents_start() {}
 inline void wait_for_prerequisites() {}
 
+// ---- clusters -----------------------------------------------------------------------------------------------------
+inline uint32_t address_in(uint32_t address, int rank) { return emu::address_in(address, rank); }
+inline void cluster_arrive() { emu::cluster_arrive(); }
+inline void cluster_wait() { emu::cluster_wait(); }
+inline void store_async(uint32_t to, float x, uint32_t barrier) { emu::store_async(to, &x, 4, barrier); }
+inline void store_async(uint32_t to, float x, float y, uint32_t barrier) {
+    const float both[] = {x, y};
+    emu::store_async(to, both, 8, barrier);
+}
+
 // ---- wgmma --------------------------------------------------------------------------------------------------------
 inline void wgmma_fence() { emu::wgmma_fence(); }
 inline void wgmma_commit() { emu::wgmma_commit(); }
@@ -190,6 +200,9 @@ inline float multiply(float a, float b) {
 inline uint32_t transpose_matrix(uint32_t x) { return emu::transpose_matrix(x); }
 inline uint32_t subtract_halves(uint32_t a, uint32_t b) {
     return pack<half>(unpack<half>(a, 0) - unpack<half>(b, 0), unpack<half>(a, 1) - unpack<half>(b, 1));
+}
+inline uint32_t multiply_halves(uint32_t a, uint32_t b) {
+    return pack<half>(unpack<half>(a, 0) * unpack<half>(b, 0), unpack<half>(a, 1) * unpack<half>(b, 1));
 }
 template <bool kHigh> uint32_t e4m3_to_halves(uint32_t x) {
     const uint32_t pair = kHigh ? x >> 16 : x;

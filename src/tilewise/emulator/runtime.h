@@ -113,6 +113,14 @@ void tma_store(const TensorMap* map, uint32_t from, const int* at, int rank);
 void bulk_commit();
 void bulk_wait(int groups_left);
 
+// ---- clusters -----------------------------------------------------------------------------------------------------
+// An address in the shared memory of a block of the cluster: its offset, its block's rank, and a bit that says so.
+constexpr uint32_t kClusterAddress = 1u << 31, kRankShift = 24;
+uint32_t address_in(uint32_t address, int rank);
+void cluster_arrive();
+void cluster_wait();
+void store_async(uint32_t to, const void* from, int bytes, uint32_t barrier);  // lands on its own, like a TMA load
+
 // wgmma: each thread issues; a warp's sixteen rows are computed at the commit (early) or at the wait (late). The four
 // warps of a warpgroup go at their own pace, as on a card, but must issue the same.
 struct WgmmaOp {
@@ -202,6 +210,7 @@ struct Options {
     uint32_t late;         // asynchronous work lands late (1) or early (0)
     uint32_t os_threads;
     uint32_t resident;     // blocks in flight together in one scheduler: 1 unless they talk to each other
+    uint32_t cluster;      // blocks per cluster
     uint64_t seed;         // of the order fibers run in; 0 is round robin
     uint32_t count;        // whether to count
     uint32_t num_ranges;

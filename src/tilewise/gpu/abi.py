@@ -20,6 +20,8 @@ PANEL = 64  # tile/hopper.cuh: 16-bit columns of a panel
 PANEL_BYTES = 128  # tile/hopper.cuh: a row of a panel
 TILE_WORDS, LIST_HEADER = 16, 16  # prefill/work.cuh: of a WorkTile, and before a list of them
 MAX_PARTS = 6  # copy_pages.cu
+PLAN_LIMITS = 5  # decode/plan_work.cuh: kLimits, candidates for the longest range that one warp takes whole
+MOST_SMALL = 32  # decode/small_args.cuh: sequences of a launch
 # The C++ type of a torch dtype (tile/types.cuh), and its name in a tensor map.
 ELEMENTS = {torch.float32: "float", torch.bfloat16: "bf16", torch.float16: "half", FP8: "e4m3"}
 MAP_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", FP8: "fp8"}
@@ -172,6 +174,18 @@ class DecodeArgs(ctypes.Structure):
     ]
 
 
+class SmallSequence(ctypes.Structure):
+    """decode/small_args.cuh: SmallSequence."""
+
+    _fields_ = [("caller", ctypes.c_int), ("tail_from", ctypes.c_int), ("piece", Divisor), ("rounds", Divisor)]
+
+
+class SmallArgs(ctypes.Structure):
+    """decode/small_args.cuh: SmallArgs."""
+
+    _fields_ = [("of", SmallSequence * MOST_SMALL)]
+
+
 class SelectArgs(ctypes.Structure):
     """decode/select.cu: SelectArgs."""
 
@@ -180,6 +194,37 @@ class SelectArgs(ctypes.Structure):
         *((n, ctypes.c_void_p) for n in ("selected", "tokens", "own")),
         *((n, ctypes.c_int64) for n in ("batch", "head")),
         *((n, ctypes.c_int) for n in ("num_pages", "most", "page_size", "queries", "table_pages", "tail_pages")),
+    ]
+
+
+class PlanRoom(ctypes.Structure):
+    """decode/plan_work.cuh: PlanRoom."""
+
+    _fields_ = [
+        (n, ctypes.c_uint32)
+        for n in (
+            *("sums", "place", "length", "caller", "under", "split", "ranges", "nodes"),
+            *("loads", "fresh", "ranks", "counts", "work", "keys", "next"),
+        )
+    ]
+
+
+class PlanArgs(ctypes.Structure):
+    """decode/plan_work.cuh: PlanArgs."""
+
+    _fields_ = [
+        *((n, ctypes.c_void_p) for n in ("step", "table", "items", "tile_items", "order", "lengths", "states")),
+        *((n, ctypes.c_void_p) for n in ("used", "placed", "made")),
+        *((n, ctypes.c_int) for n in ("rows", "width", "tokens", "left", "together", "warps", "joiners")),
+        *((n, ctypes.c_int) for n in ("slots", "tile_rounds", "pass_rows", "tile_rows", "tile_box", "wide_rows")),
+        *((n, ctypes.c_int) for n in ("in_turn", "chunk_bits", "longest")),
+        *((n, ctypes.c_int) for n in ("shared_tokens", "item_cost", "step_cost")),
+        *((n, ctypes.c_int) for n in ("max_ranges", "max_pieces", "max_tiles", "max_states")),
+        *((n, ctypes.c_int * PLAN_LIMITS) for n in ("limits", "size_bits")),
+        ("bins", ctypes.c_int),
+        *((n, Divisor) for n in ("page_size", "heads", "rows_each", "blocks", "groups", "passes")),
+        ("room", PlanRoom),
+        *((n, ctypes.c_double) for n in ("item_chunks", "state_chunks", "sprint")),
     ]
 
 

@@ -10,9 +10,8 @@ Unshared, a sequence's result is the same to the bit whatever else is decoded wi
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -26,82 +25,38 @@ from tilewise.formats import KVFormat
 from tilewise.gpu.abi import DecodeArgs, Divisor, Paged, ScoreArgs, Strides, decode_score_rule
 from tilewise.gpu.decode_kernels import (
     BITS,
-    DTYPES,
-    FORMATS,
-    HEAD_DIMS,
-    MAX_GROUP,
-    MAX_TOKENS,
     DecodeTiling,
     Parts,
     choose_tiling,
     chunk_map,
     chunk_tokens,
     decode_spec,
-    fits,
     line_heads,
     scales_in_runs,
     tile_map,
     tiles_can,
     tiles_whole,
 )
+from tilewise.gpu.decode_shapes import AnyPlan, as_measured, check_served, has_wide_nodes, shape_of
+from tilewise.gpu.decode_shapes import fills_one_block as fills_one_block
+from tilewise.gpu.decode_small import SmallDecode, SmallShape, small_shape
+from tilewise.gpu.planner import Batch, PlannedList
 from tilewise.gpu.select import Select
+from tilewise.plan.standing import StandingPlan
 from tilewise.plan.tiles import DecodePlan
 from tilewise.plan.worklist import (
     CHUNK,
-    DEEP_CHUNKS,
-    WHOLE_CHUNKS,
     PageLists,
     Shape,
     Splitting,
     WorkList,
-    uses_tiles,
     work_list,
 )
 from tilewise.scores import Scores
 
-
-def check_served(q: torch.Tensor, fmt: KVFormat, plan: DecodePlan, codes: Parts) -> None:
-    """NotImplementedError for what the kernel does not serve."""
-    instead = 'backend="cpu"' if q.device.type == "cpu" else ".cpu() tensors"
-    group = plan.heads_q // plan.heads_kv
-    if fmt.head_dim not in HEAD_DIMS:
-        raise NotImplementedError(f"GPU decode takes head_dim {HEAD_DIMS}, got {fmt.head_dim}; use {instead}")
-    if q.dtype not in DTYPES or fmt.name not in FORMATS or (q.dtype == torch.float32 and fmt.name != "fp32"):
-        raise NotImplementedError(
-            f"GPU decode takes bfloat16 and float16 queries over bf16, fp16, fp8, int8, int4 and fp32 caches, and "
-            f"float32 queries over fp32 caches, got {q.dtype} over {fmt.name}; convert q, or use {instead}"
-        )
-    if fmt.name == "bf16" and q.dtype != torch.bfloat16:
-        raise NotImplementedError(f"GPU decode over a bf16 cache takes bfloat16 queries, got {q.dtype}; convert q")
-    if plan.tokens_per_seq > MAX_TOKENS or group > MAX_GROUP:
-        raise NotImplementedError(
-            f"GPU decode takes up to {MAX_TOKENS} tokens a sequence and {MAX_GROUP} query heads a KV head, got "
-            f"{plan.tokens_per_seq} and {group}; use {instead}"
-        )
-    for x in codes:
-        if x.data_ptr() % 16 or any(s * x.element_size() % 16 for s in x.stride()[:3]):
-            raise NotImplementedError(
-                f"GPU decode takes pages whose rows begin at multiples of 16 bytes, got strides {x.stride()} of "
-                f"{x.dtype} at {x.data_ptr():#x}; use {instead}"
-            )
-
-
-def fills_one_block(plan: DecodePlan, fmt: KVFormat, multiprocessors: int) -> bool:
-    """Is nothing shared, and are there as many ranges as warps, with one block of four warps per multiprocessor?
-
-    A range is a sequence and KV head. Then each warp has one, and its ring alone has to hide the memory's latency: with
-    rings of two chunks 64 × 4096 tokens took 252 µs in some runs and 271 in others; with four they take 258, and
-    64 × 16384 take 981 µs instead of 997.
-    """
-    warps, ranges = 4 * multiprocessors, len(plan.seqs) * plan.heads_kv
-    rows = plan.tokens_per_seq * (plan.heads_q // plan.heads_kv)
-    return plan.shared_nodes == 0 and BITS[fmt.name] == 16 and rows <= 8 and 0.9 * warps <= ranges <= warps
-
-
-@lru_cache(maxsize=256)
-def as_measured(table: tuned.Tuned, fmt: KVFormat, tiling: DecodeTiling, card: str) -> DecodeTiling:
-    """The tiling with rings as deep as was fastest on this card. It changes no bit of the result."""
-    return table.prefer("decode", tuned.decode_key(fmt, tiling), tiling, lambda t: fits(fmt, t, card))
+Longs = npt.NDArray[np.int64]
+AnyList = WorkList | PlannedList
+FindBatch = Callable[[], Batch]  # of a standing plan, as it is now
 
 
 @dataclass
@@ -120,10 +75,10 @@ class Decode:
 
     def __init__(
         self,
-        plan: DecodePlan,
+        plan: AnyPlan,
         device: torch.device,
         codes: tuple[torch.Tensor, torch.Tensor],
-        listed: WorkList,
+        listed: AnyList,
         asked: Asked,
     ) -> None:
         fmt, tiling, tma = asked.fmt, asked.tiling, asked.tma
@@ -131,7 +86,7 @@ class Decode:
         self.heads_kv = plan.heads_kv
         # Sequences that read the same pages find them in L2 if they do not ask at the same time. So with 16-bit pages
         # that several sequences have, warps are not kept in step: 64 × (8192 + 256) unshared takes 242 µs, not 288.
-        apart = BITS[fmt.name] == 16 and plan.stored_tokens < sum(plan.lengths)
+        apart = BITS[fmt.name] == 16 and isinstance(plan, DecodePlan) and plan.stored_tokens < sum(plan.lengths)
         in_step = tma and listed.in_step and not apart and asked.selections <= 1  # else heads read different pages
         row_bytes, lines = fmt.head_dim * BITS[fmt.name] // 8, 1
         if in_step and all(x.stride(2) * x.element_size() == row_bytes for x in codes):
@@ -170,7 +125,9 @@ class Decode:
         a.table_pages, a.tail_pages = listed.pages.shape[1], listed.tail_pages
         a.group, a.rows_each = Divisor.by(group), Divisor.by(self.rows_each)
         a.merge_jobs = Divisor.by(-(-plan.heads_kv * self.rows_each // max(1, a.merge_rows)))
-        self.select = Select(listed, a, self.device, asked.selections) if asked.selections else None
+        self.select = None
+        if asked.selections and isinstance(listed, WorkList):
+            self.select = Select(listed, a, self.device, asked.selections)
         self.grid = (listed.blocks, 1, 1)
         self.workspaces: dict[int | None, Workspace] = {}
         self.graph_barrier = self._barrier()
@@ -279,20 +236,21 @@ class Asked(NamedTuple):
     selections: int  # of pages, per sequence: one per KV head, one for all of them, or 0 if all pages are read
     pages: int
     strides: tuple[tuple[int, ...], tuple[int, ...]]
+    small: SmallShape | None  # of the kernel for few sequences, if that one serves
 
 
 class Kept(NamedTuple):
     """What a plan has: its work lists, by device and shape, and the kernels that are bound to them."""
 
-    lists: dict[Any, WorkList]
-    bound: dict[Asked, Decode]
+    lists: dict[Any, Any]  # WorkLists, of a standing plan PlannedLists
+    bound: dict[Asked, Decode | SmallDecode]
 
 
 # By a plan's serial number, for as long as the plan lives: a plan itself is a value, and keeps nothing of a device.
 _kept: dict[int, Kept] = {}
 
 
-def kept(plan: DecodePlan) -> Kept:
+def kept(plan: AnyPlan) -> Kept:
     """What was made for this plan so far."""
     found = _kept.get(plan.serial)
     if found is None:
@@ -302,13 +260,13 @@ def kept(plan: DecodePlan) -> Kept:
 
 
 def bind(
-    plan: DecodePlan,
+    plan: AnyPlan,
     q: torch.Tensor,
     fmt: KVFormat,
     k_parts: Parts,
     v_parts: Parts,
-    page_lists: PageLists,
-    lengths: Sequence[int],
+    page_lists: PageLists | FindBatch,
+    lengths: Sequence[int] | Longs,
     scores: Scores,
     *,
     tree: bool = False,
@@ -317,8 +275,9 @@ def bind(
     room: int = 0,
     tma: bool | None = None,
     tiles: bool | None = None,
+    small: bool | SmallShape | None = None,
     processors: int | None = None,
-) -> tuple[WorkList, Decode | None]:
+) -> tuple[AnyList, Decode | SmallDecode | None]:
     """The plan's list, and the kernel that serves it, made once per plan and kind of call; None for no queries.
 
     Arguments as of `run`. tree: whether there is a mask of query tokens. selections: Asked.selections. processors: of
@@ -329,7 +288,7 @@ def bind(
     page_size, card = k_parts[0].shape[1], card_of(q.device)
     if tma is None:
         tma = page_size % CHUNK == 0 and hopper(card)
-    many_rows = (tiles is None or tiles) and uses_tiles(plan, splitting)
+    many_rows = (tiles is None or tiles) and has_wide_nodes(plan, splitting)
     tiles = many_rows and tiles_can(q.dtype, fmt, tma, card)
     rows = plan.tokens_per_seq * (plan.heads_q // plan.heads_kv)
     if (
@@ -341,32 +300,38 @@ def bind(
     if not tiles and (table := tuned.of(q.device)) is not None:
         tiling = as_measured(table, fmt, tiling, card)
     chunk = chunk_tokens(fmt)
-    listed = work_list_of(
-        plan, page_lists, lengths, page_size, tiling, chunk, q.device, processors, splitting=splitting, room=room
-    )
+    shape = shape_of(tiling, chunk, q.device, processors)
+    listed = list_of(plan, page_lists, lengths, page_size, shape, q.device, splitting=splitting, room=room)
     if not q.numel():
         return listed, None
     runs = len(k_parts) > 1 and scales_in_runs(fmt, page_size, (*k_parts[1:], *v_parts[1:]))
     codes = (k_parts[0], v_parts[0])
     strides = (codes[0].stride(), codes[1].stride())
+    few = None
+    if isinstance(plan, DecodePlan) and isinstance(listed, WorkList):
+        few = small_shape(plan, q, fmt, listed, card, processors, room, splitting, bool(tree or selections), small)
     asked = Asked(
         id(listed), q.device, q.dtype, fmt, tiling, page_size, tma, runs, decode_score_rule(scores),
-        tree, selections, len(codes[0]), strides,
+        tree, selections, len(codes[0]), strides, few,
     )  # fmt: skip
     bound = kept(plan).bound.get(asked)
     if bound is None:
-        bound = kept(plan).bound[asked] = Decode(plan, q.device, codes, listed, asked)
+        if few is not None and isinstance(plan, DecodePlan) and isinstance(listed, WorkList):
+            bound = SmallDecode(plan, codes, listed, asked, splitting, room)
+        else:
+            bound = Decode(plan, q.device, codes, listed, asked)
+        kept(plan).bound[asked] = bound
     return listed, bound
 
 
 def run(
-    plan: DecodePlan,
+    plan: AnyPlan,
     q: torch.Tensor,
     fmt: KVFormat,
     k_parts: Parts,
     v_parts: Parts,
-    page_lists: PageLists,
-    lengths: Sequence[int],
+    page_lists: PageLists | FindBatch,
+    lengths: Sequence[int] | Longs,
     o: torch.Tensor,
     lse: torch.Tensor | None,
     scores: Scores,
@@ -377,24 +342,27 @@ def run(
     room: int = 0,
     tma: bool | None = None,
     tiles: bool | None = None,
+    small: bool | SmallShape | None = None,
     **emulated: Any,
-) -> WorkList:
-    """Attention of a plan's queries over one layer's pages; returns the plan's list, for its `grow`.
+) -> AnyList:
+    """Attention of a plan's queries over one layer's pages; returns the plan's list, for its `grow` or `renew`.
 
     q, o: (num_seqs, tokens_per_seq, Hq, D) in the order of plan.seqs; lse: (num_seqs, Hq, tokens_per_seq) float32,
-    contiguous, or None. k_parts, v_parts: the format's components of the layer, (num_pages, page_size, Hkv, *trailing).
-    page_lists, lengths: of the plan's sequences, in the order of plan.seqs; looked at when the list is made. scores:
-    its window is the one that the plan was made with. tree: (num_seqs, T, T) bool, which query tokens each row sees,
-    the first being seen by all; causal if None. selected: int32 (num_seqs or 1, Hkv or 1, words), for a plan with
-    pages_per_seq: bit j % 32 of word j // 32 tells whether the sequence and KV head read page j of the sequence's list;
-    bits past its end may be anything. room: tokens that each sequence may grow by under WorkList.grow before a new plan
-    is needed. tma, tiles: whether to load by TMA, and to put shared nodes through tiles; None for whatever the pages
-    and the plan allow. emulated: options of emulator.launch.
+    contiguous, or None; of a standing plan num_seqs is its `rows`. k_parts, v_parts: the format's components of the
+    layer, (num_pages, page_size, Hkv, *trailing). page_lists, lengths: of the plan's sequences, in the order of
+    plan.seqs, looked at when the list is made; of a standing plan page_lists finds the batch. scores: its window is the
+    one that the plan was made with. tree: (num_seqs, T, T) bool, which query tokens each row sees, the first being seen
+    by all; causal if None. selected: int32 (num_seqs or 1, Hkv or 1, words), for a plan with pages_per_seq: bit j % 32
+    of word j // 32 tells whether the sequence and KV head read page j of the sequence's list; bits past its end may be
+    anything. room: tokens that each sequence may grow by under WorkList.grow before a new plan is needed. tma, tiles:
+    whether to load by TMA, and to put shared nodes through tiles; None for whatever the pages and the plan allow.
+    small: whether the kernel for few sequences serves (a shape: that one); None for whatever is faster. emulated:
+    options of emulator.launch.
     """
     listed, bound = bind(
         plan, q, fmt, k_parts, v_parts, page_lists, lengths, scores,
         tree=tree is not None, selections=0 if selected is None else selected.shape[1], splitting=splitting, room=room,
-        tma=tma, tiles=tiles,
+        tma=tma, tiles=tiles, small=small,
     )  # fmt: skip
     if bound is None:
         return listed
@@ -427,33 +395,39 @@ def grow(plan: DecodePlan, lengths: npt.NDArray[np.int64], page_lists: PageLists
     object.__setattr__(plan, "lengths", tuple(lengths.tolist()))
 
 
-def work_list_of(
-    plan: DecodePlan,
-    page_lists: PageLists,
-    lengths: Sequence[int],
+def renew(plan: StandingPlan, batch: FindBatch) -> None:
+    """Make a standing plan's lists those of the batch, which is looked for if there are any."""
+    lists = kept(plan).lists
+    if lists:
+        found = batch()
+        for listed in lists.values():
+            listed.renew(found)
+
+
+def list_of(
+    plan: AnyPlan,
+    page_lists: PageLists | FindBatch,
+    lengths: Sequence[int] | Longs,
     page_size: int,
-    tiling: DecodeTiling,
-    chunk: int,
+    shape: Shape,
     device: torch.device,
-    processors: int,
     *,
     splitting: Splitting | None = None,
     room: int = 0,
-) -> WorkList:
-    """The plan's list for `device` with so many multiprocessors, made once per plan. chunk: tokens that a warp takes
-    at a time."""
+) -> AnyList:
+    """The plan's list for `device`, made once per plan."""
     lists = kept(plan).lists
-    blocks = (1 if device.type == "cpu" else tiling.blocks) * processors
-    deep = tiling.blocks == 1 and tiling.stages >= 4
-    longest = DEEP_CHUNKS if deep else WHOLE_CHUNKS
-    shape = Shape(
-        tiling.rows, tiling.warps, blocks, tiling.tile_stages > 0, longest, tiling.joiners, chunk,
-        tuned.weights(device), tiling.tile_rows, tiling.mma,
-    )  # fmt: skip
     key = (device, page_size, shape, splitting, room)
-    found = lists.get(key)
+    found: AnyList | None = lists.get(key)
     if found is None:
-        found = lists[key] = work_list(plan, page_lists, lengths, page_size, shape, splitting=splitting, room=room)
+        if isinstance(plan, StandingPlan):
+            assert callable(page_lists)
+            found = PlannedList(plan, shape, splitting or Splitting(), device)
+            found.renew(page_lists())
+        else:
+            assert not callable(page_lists)
+            found = work_list(plan, page_lists, list(lengths), page_size, shape, splitting=splitting, room=room)
+        lists[key] = found
     return found
 
 

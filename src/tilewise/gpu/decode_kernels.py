@@ -23,13 +23,13 @@ Parts = Sequence[torch.Tensor]
 SELECT_SPEC = KernelSpec("select_pages", "decode/select.cu", "select_pages", (), 512, 0, product=True)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 HEAD_DIMS = (64, 96, 128, 192, 256)
-TILE_HEAD_DIMS = (64, 96, 128)  # what two warpgroups have registers for beside the streaming warps
+TILE_DIM = 128  # up to which two warpgroups have registers for O beside the streaming warps; above it one has
+TILE_GROUPS = 2  # groups of an int4 row, at most, whose sums they have registers for
 MAX_TOKENS, MAX_GROUP = 16, 64
 FORMATS = {"bf16": 0, "fp16": 0, "fp8": 1, "int8": 2, "int4": 3, "fp32": 4}  # tile/quant.cuh: Format
 BITS = {"bf16": 16, "fp16": 16, "fp8": 8, "int8": 8, "int4": 4, "fp32": 32}
 OPERANDS = {"bf16": "bf16", "fp32": "float"}  # of products; of other formats half
 RING_BYTES = 65536  # of shared memory per block for the rings: bytes that its streaming warps have in flight
-TILE_WARPS, TILE_THREADS = 8, 384  # decode/decode_tree.cu: what a block has beside its streaming warps
 MMA_WARPS, MMA_TOKENS = 4, 32  # decode/tile_mma.cuh: warps of a block, tokens of a tile
 COPYING_WARPS = 8  # per multiprocessor that load by cp.async: what its registers hold
 BLOCK_OVERHEAD = 1024  # bytes of shared memory per block that the driver reserves
@@ -43,6 +43,7 @@ class DecodeTiling:
     ring. blocks: per multiprocessor. tile_stages: tiles in the ring of the warps that compute tiles; 0 for a kernel
     without them. joiners: how many of those warps stream once their tiles are done. mma: tiles are computed by
     mma.sync, and the streaming warps of a block are among the warps that do so. tile_rows: rows of a tile item at most.
+    raw_stages: tiles of quantised codes in the ring from which they are widened into tiles.
     """
 
     rows: int
@@ -53,11 +54,12 @@ class DecodeTiling:
     joiners: int = 0
     mma: bool = False
     tile_rows: int = TILE_ROWS
+    raw_stages: int = 0
 
     @property
     def merging_warps(self) -> int:
         """Warps per block that merge states."""
-        return MMA_WARPS if self.mma else self.warps + (TILE_WARPS if self.tile_stages else 0)
+        return MMA_WARPS if self.mma else self.warps + (self.tile_rows // 16 if self.tile_stages else 0)
 
 
 def chunk_tokens(fmt: KVFormat) -> int:
@@ -80,9 +82,31 @@ def query_bytes(fmt: KVFormat, rows: int) -> int:
     return rows * (fmt.head_dim + 4) * 4 if fmt.name == "fp32" and rows * fmt.head_dim > 1024 else 0
 
 
+def tile_tokens(head_dim: int) -> int:
+    """Tokens of a tile by wgmma: decode/load.cuh."""
+    return TILE_TOKENS if head_dim <= TILE_DIM else TILE_TOKENS // 2
+
+
 def tile_bytes(fmt: KVFormat) -> int:
     """Bytes of K and V per tile."""
-    return 2 * TILE_TOKENS * -(-fmt.head_dim // PANEL) * 2 * PANEL
+    return 2 * tile_tokens(fmt.head_dim) * -(-fmt.head_dim // PANEL) * 2 * PANEL
+
+
+def query_tile_bytes(fmt: KVFormat) -> int:
+    """Bytes of Q that the registers of a tile's warpgroups have no room for: decode/load.cuh."""
+    if fmt.head_dim > TILE_DIM:
+        return 64 * -(-fmt.head_dim // PANEL) * 2 * PANEL
+    return (2 if fmt.name == "int4" else 1) * 2 * 64 * 2 * PANEL if BITS[fmt.name] < 16 and fmt.head_dim > 96 else 0
+
+
+def raw_bytes(fmt: KVFormat) -> int:
+    """Bytes of K's and V's codes per tile; 0 where they are not widened."""
+    return 2 * TILE_TOKENS * fmt.head_dim * BITS[fmt.name] // 8 if BITS[fmt.name] < 16 else 0
+
+
+def factor_bytes(fmt: KVFormat) -> int:
+    """Bytes of what a quantised tile's tokens are multiplied with: decode/tile_factors.cuh."""
+    return TILE_TOKENS * (8 + (12 * scale_groups(fmt) if fmt.name == "int4" else 0)) + 16
 
 
 def scale_groups(fmt: KVFormat) -> int:
@@ -102,15 +126,24 @@ def shared_bytes(fmt: KVFormat, tiling: DecodeTiling) -> int:
     """Shared memory per block, as decode/load.cuh and decode/stream.cuh lay it out."""
     if tiling.mma:
         return _mma_shared_bytes(fmt, tiling)
-    tiles = tiling.tile_stages * tile_bytes(fmt)
+    tiles = _tile_rings(fmt, tiling.tile_stages, tiling.raw_stages)
     rings = tiling.warps * tiling.stages
     scales = chunk_tokens(fmt) * {"fp8": 2 * 4, "int8": 2 * 4, "int4": 4 * 2 * scale_groups(fmt)}.get(fmt.name, 0)
-    at_fold = -(-(tiles + rings * stage_bytes(fmt)) // 1024) * 1024 + rings * (scales + 8)
-    at_fold += 8 * tiling.joiners * tiling.stages
-    at_fold = -(-(at_fold + 16 * tiling.tile_stages + 4 * tiling.stages) // 16) * 16
+    at_fold = -(-(tiles + rings * stage_bytes(fmt)) // 1024) * 1024
+    at_fold += (tiling.warps + tiling.joiners) * tiling.stages * (scales + 8)
+    barriers = tiling.tile_stages * (2 if tiling.raw_stages else 1) + tiling.raw_stages
+    at_fold = -(-(at_fold + 16 * barriers + 4 * tiling.stages) // 16) * 16
     if tiling.tile_stages:
         at_fold += (16 + 8) * 2 * TILE_ROWS
+    if tiling.raw_stages:
+        at_fold += 4 * TILE_ROWS * scale_groups(fmt) * (fmt.name == "int4")
+        at_fold += tiling.tile_stages * factor_bytes(fmt)
     return at_fold + tiling.warps * (fold_bytes(fmt, tiling.rows) + query_bytes(fmt, tiling.rows))
+
+
+def _tile_rings(fmt: KVFormat, tiles: int, raw: int) -> int:
+    """Bytes of the rings of tiles and of codes, and of Q between them."""
+    return tiles * tile_bytes(fmt) + raw * raw_bytes(fmt) + (query_tile_bytes(fmt) if tiles else 0)
 
 
 def _mma_shared_bytes(fmt: KVFormat, tiling: DecodeTiling) -> int:
@@ -141,7 +174,6 @@ def choose_tiling(
     most = 8 if fmt.name in ("fp8", "int8", "int4") and fmt.head_dim <= 128 else 4
     # With larger head dimensions 16 rows do not fit a warp's registers.
     wide = rows_each > 8 and fmt.head_dim <= (96 if fmt.name == "fp32" else 128)
-    limits = LIMITS[arch]
     if tiles and not tma:
         return _mma_tiling(fmt, arch)
     if not tma:
@@ -151,12 +183,7 @@ def choose_tiling(
         return max(2, min(8, RING_BYTES // warps // stage_bytes(fmt)))
 
     if tiles:
-        # Joiners stream through the memory of the tiles' ring: so much each.
-        each = -(-(stages(most) * stage_bytes(fmt) + fold_bytes(fmt, 8)) // 1024) * 1024
-        sizes = (
-            DecodeTiling(8, most, stages(most), 1, n, min(8, n * tile_bytes(fmt) // each)) for n in range(8, 1, -1)
-        )
-        return next(t for t in sizes if shared_bytes(fmt, t) <= limits.shared_block)
+        return _wgmma_tiling(fmt, arch)
     if deep:
         return DecodeTiling(8, most, min(8, 2 * stages(most)), 1)
     for warps in (most, most // 2, most // 4):
@@ -167,6 +194,30 @@ def choose_tiling(
             if fits(fmt, tiling, arch):
                 return tiling
     raise AssertionError(f"{fmt} fits no block of {arch}")
+
+
+def _wgmma_tiling(fmt: KVFormat, arch: str) -> DecodeTiling:
+    """The shape of a kernel with tiles by wgmma.
+
+    As many tiles in the ring as fit beside the streams' rings. Of quantised caches two, since keys and values come and
+    go by themselves, and as many tiles of codes as fit, for three of which the streams' rings have to make room. Above
+    head_dim 128 two warps stream: three tiles come first, of which two are being multiplied.
+    """
+    warps = 4 if fmt.head_dim <= TILE_DIM else 2
+    most = max(2, min(8, RING_BYTES // warps // stage_bytes(fmt)))
+    if BITS[fmt.name] == 16:
+        rings = [(most, tiles, 0) for tiles in range(8, 1, -1)]
+    else:
+        rings = [(stages, 2, raw) for stages in range(most, 1, -1) for raw in range(8, 2, -1)]
+    for stages, tiles, raw in rings:
+        # Joiners stream through the memory of the tiles' rings: so much each.
+        each = -(-(stages * stage_bytes(fmt) + fold_bytes(fmt, 8)) // 1024) * 1024
+        rows = TILE_ROWS if fmt.head_dim <= TILE_DIM else TILE_ROWS // 2
+        joiners = min(rows // 16, _tile_rings(fmt, tiles, raw) // each)
+        tiling = DecodeTiling(8, warps, stages, 1, tiles, joiners, tile_rows=rows, raw_stages=raw)
+        if shared_bytes(fmt, tiling) <= LIMITS[arch].shared_block:
+            return tiling
+    raise AssertionError(f"{fmt} fits no block of {arch} with tiles")
 
 
 def _copying_tiling(fmt: KVFormat, rows: int, most: int, arch: str) -> DecodeTiling:
@@ -252,10 +303,12 @@ def decode_spec(
         ("kTileStages", tiling.tile_stages),
         ("kJoiners", tiling.joiners),
         ("kTileRows", tiling.tile_rows),
+        ("kRawStages", tiling.raw_stages),
         ("kTileWhole", tiling.tile_stages > 0 and tiles_whole and fmt.head_dim % PANEL == 0),
     )
     entry = "decode_tree" if tiling.tile_stages else "decode32" if fmt.name == "fp32" else "decode"
-    threads = 32 * tiling.warps + (TILE_THREADS if tiling.tile_stages else 0)
+    # Warpgroups of 64 rows, one that loads, one that streams: decode/decode_tree.cu
+    threads = 2 * tiling.tile_rows + 256 if tiling.tile_stages else 32 * tiling.warps
     if tiling.mma:
         entry, threads = "decode_tree_mma", 32 * MMA_WARPS
     return KernelSpec(entry, f"decode/{entry}.cu", entry, constants, threads, shared_bytes(fmt, tiling), product=True)
@@ -310,12 +363,14 @@ def _tma_specs(dtype: torch.dtype, fmt: KVFormat, every: bool) -> list[KernelSpe
 def tiles_can(dtype: torch.dtype, fmt: KVFormat, tma: bool, card: str = "sm_90a") -> bool:
     """Is there a kernel with tiles for these queries and pages? If not, streaming warps take the shared nodes.
 
-    On Hopper warpgroups compute tiles, which come by TMA; on other cards warps do, by mma.sync. Quantised codes are
-    multiplied by streaming warps alone.
+    On Hopper warpgroups compute tiles, which come by TMA, and quantised codes are widened on the way; on other cards
+    warps do, by mma.sync, and quantised codes are multiplied by streaming warps alone.
     """
-    if fmt.dtype != dtype or BITS[fmt.name] != 16:
-        return False
-    return tma and fmt.head_dim in TILE_HEAD_DIMS if hopper(card) else True
+    if not hopper(card):
+        return fmt.dtype == dtype and BITS[fmt.name] == 16
+    if BITS[fmt.name] >= 16:
+        return tma and fmt.dtype == dtype and BITS[fmt.name] == 16
+    return tma and fmt.head_dim <= TILE_DIM and scale_groups(fmt) <= TILE_GROUPS
 
 
 def scales_in_runs(fmt: KVFormat, page_size: int, scales: Parts) -> bool:
@@ -371,11 +426,14 @@ def tile_map(codes: torch.Tensor, whole: bool) -> TensorMapSpec:
     """The map for tiles: a box is the tokens of a tile that lie in one page.
 
     It has one panel of 64 columns, (column, token, head, page), or with `whole` all panels of a head,
-    (column, token modulo 8, panel, token / 8, page).
+    (column, token modulo 8, panel, token / 8, page); of quantised codes whole rows, as they are.
     """
     pages, page_size, heads, head_dim = codes.shape
     page, token, head = _byte_strides(codes)
-    box = next(n for n in (64, 32, 16) if page_size % n == 0)
+    box = min(tile_tokens(head_dim), next(n for n in (64, 32, 16) if page_size % n == 0))
+    if codes.element_size() == 1:
+        words = head_dim // 4
+        return TensorMapSpec("uint32", (words, page_size, heads, pages), (token, head, page), (words, box, 1, 1), 0)
     element = MAP_NAMES[codes.dtype]
     if not whole:
         return TensorMapSpec(element, (head_dim, page_size, heads, pages), (token, head, page), (PANEL, box, 1, 1), 128)

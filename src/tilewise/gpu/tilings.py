@@ -144,7 +144,7 @@ def _patterned_tiling(
         tiling = FEW_ROWS
     most = tiling.tile_kv
     if dtype == FP8:
-        most = min(96, most)
+        most = 32 if width == 256 and pattern.text and pattern.listed else min(96, most)
     elif width > 128:
         most = 48 if width == 256 and pattern.text else 64
     tiling = replace(

@@ -1,7 +1,7 @@
 """The public calls as PyTorch operators, `torch.ops.tilewise.*`: what compiled and exported graphs hold.
 
-Nobody has to call these by name: while code is traced, `tilewise.attention()`, `attention_varlen()` and `decode()` go
-to `traced`, which puts the operator in the graph. When the graph runs, the operator makes
+Nobody has to call these by name: while code is traced, `tilewise.attention()`, `attention_varlen()`, `decode()` and
+`attend()` go to `traced`, which puts the operator in the graph. When the graph runs, the operator makes
 the eager call, so arguments are checked, and errors raised, by that call alone. The fake kernels tell shapes only.
 
 Every operator returns (o, lse), both contiguous; without return_lse, lse is empty. Not offered are `out=`, because a
@@ -131,6 +131,34 @@ def _(q: torch.Tensor, *others: Any, return_lse: bool = False, **options: Any) -
 
 
 @torch.library.custom_op(
+    "tilewise::attend",
+    mutates_args=(),
+    tags=TAGS,
+    schema=(
+        "(Tensor q, Tensor[] k_pages, Tensor[] v_pages, SymInt layer, SymInt plan, Tensor? sinks=None, "
+        f'*, {SCHEMA_SCALING}, bool return_lse=False, str backend="auto") -> (Tensor, Tensor)'
+    ),
+)
+def _attend(
+    q: torch.Tensor,
+    k_pages: Sequence[torch.Tensor],
+    v_pages: Sequence[torch.Tensor],
+    layer: int,
+    plan: int,
+    sinks: torch.Tensor | None = None,
+    **options: Any,
+) -> State:
+    """attend(): q (rows, Hq, D) -> o like it, lse (Hq, rows) float32 or (0,). Pages and plan as in `_decode`."""
+    found, cache = traced.recall(plan)
+    return _both(api.attend(q, _over(cache, k_pages, v_pages), layer, found, sinks=sinks, **options))
+
+
+@_attend.register_fake
+def _(q: torch.Tensor, *others: Any, return_lse: bool = False, **options: Any) -> State:
+    return _shapes(q, (q.shape[1], q.shape[0]) if return_lse else None)
+
+
+@torch.library.custom_op(
     "tilewise::attention_seen_keys",
     mutates_args=(),
     tags=TAGS,
@@ -186,5 +214,5 @@ def _no_backward(ctx: Any, *grads: Any) -> NoReturn:
     )
 
 
-for _op in (_attention, _attention_varlen, _decode, _attention_seen_keys):
+for _op in (_attention, _attention_varlen, _decode, _attend, _attention_seen_keys):
     _op.register_autograd(_no_backward)

@@ -3,9 +3,10 @@
 from tilewise.formats import FORMATS, KVFormat
 from tilewise.kvcache.paged import OutOfPages, PagedKVCache
 from tilewise.kvcache.pool import CacheStats
-from tilewise.kvcache.prefix import PrefixCache, PrefixStats
+from tilewise.kvcache.prefix import PrefixCache
 from tilewise.kvcache.rotation import Rotary
 from tilewise.kvcache.slots import Slots
+from tilewise.kvcache.tree import PrefixStats
 
 __all__ = [
     "FORMATS",

@@ -9,39 +9,25 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, overload
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from tilewise import checks
 from tilewise.formats import PLAIN, KVFormat
 from tilewise.kvcache import storage
+from tilewise.kvcache.extending import ExtendPlan, commit_extend, plan_extend
 from tilewise.kvcache.pool import CacheStats, Ints, PagePool, Pages
 from tilewise.kvcache.rotation import Rotary
-from tilewise.kvcache.sequences import Sequences, check_counts, check_seqs
-from tilewise.kvcache.slots import Places, Slots, check_into, check_slots, upload
+from tilewise.kvcache.sequences import Sequences, several
+from tilewise.kvcache.slots import Slots, check_slots, upload
 
 _serials = itertools.count()
 
 
 class OutOfPages(RuntimeError):
     """The cache has too few free pages for the request; nothing was changed."""
-
-
-@dataclass(frozen=True, eq=False)
-class ExtendPlan:
-    """A checked extend() that has not happened yet."""
-
-    seqs: tuple[int, ...]
-    counts: tuple[int, ...]
-    rows: Ints  # of the sequences
-    more: Ints  # counts as an array, cut off at what no cache has room for
-    growth: Ints  # new pages at the end of each sequence
-    copies: npt.NDArray[np.bool_] | None  # whether its last page has to be copied first; None: no page has
-    pages: int  # free pages it takes
 
 
 class PagedKVCache:
@@ -100,7 +86,7 @@ class PagedKVCache:
 
     def _start_empty(self) -> None:
         self.serial = next(_serials)
-        self._sequences = Sequences()
+        self.sequences = Sequences()
         self._managed: set[int] = set()  # those that a PrefixCache made: it alone may grow, fork and end them
         self._next_seq = 0
         self.pool = PagePool(self.num_pages)
@@ -109,7 +95,7 @@ class PagedKVCache:
     def __repr__(self) -> str:
         names = ("num_pages", "page_size", "num_kv_heads", "head_dim", "num_layers")
         sizes = ", ".join(f"{name}={getattr(self, name)}" for name in names)
-        used, seqs = self.num_pages - self.pool.free_pages, len(self._sequences.rows)
+        used, seqs = self.num_pages - self.pool.free_pages, len(self.sequences.rows)
         where = f"kv_format={self.format.name!r}, device={str(self.device)!r}"
         return f"PagedKVCache({sizes}, {where}, pages_in_use={used}, sequences={seqs})"
 
@@ -150,57 +136,71 @@ class PagedKVCache:
 
     # What a sequence is.
 
-    def allocate(self) -> int:
-        """A new, empty sequence. Its number is never used again."""
-        return self.adopt(np.empty(0, np.int32), 0)
+    @overload
+    def allocate(self, count: None = None) -> int: ...
+    @overload
+    def allocate(self, count: int) -> list[int]: ...
+    def allocate(self, count: int | None = None) -> int | list[int]:
+        """A new, empty sequence, or a list of `count` of them. Their numbers are never used again."""
+        number = 1 if count is None else checks.integer("count", count, 0)
+        seqs = self._number(number)
+        self.sequences.add_empty(seqs)
+        return seqs[0] if count is None else seqs
 
-    def fork(self, seq: int) -> int:
-        """A new sequence with the tokens of `seq`, sharing its pages.
+    @overload
+    def fork(self, seq: int, count: None = None) -> int: ...
+    @overload
+    def fork(self, seq: Sequence[int], count: int | None = None) -> list[int]: ...
+    @overload
+    def fork(self, seq: int, count: int) -> list[int]: ...
+    def fork(self, seq: int | Sequence[int], count: int | None = None) -> int | list[int]:
+        """A new sequence with the tokens of `seq`, sharing its pages; with `count`, a list of so many.
 
-        Whichever grows first gets its own copy of a last page that is not full. Tokens of `seq` that are still to be
-        written are shared too: write them before either grows.
+        seq may be a list, also one that names a sequence twice: a list then, of one child for each, or of `count` for
+        each, those of one sequence side by side. Whichever grows first gets its own copy of a last page that is not
+        full. Tokens of `seq` that are still to be written are shared too: write them before either grows.
         """
-        pages = self.page_list(seq)
-        self._check_unmanaged([seq], "fork")
-        self.pool.retain(pages)
-        return self.adopt(pages, self.length(seq))
+        named, rows = self.sequences.some(seq)
+        each = 1 if count is None else checks.integer("count", count, 0)
+        self._check_unmanaged(named, "fork")
+        children = self.copy_rows(rows, each)
+        return children[0] if count is None and not several(seq) else children
 
-    def free(self, seq: int) -> None:
-        """Forget the sequence; its pages are free again unless others share them.
+    def free(self, seq: int | Sequence[int]) -> None:
+        """Forget the sequence, or a list of them, all or none; pages are free again unless others share them.
 
         Slots that hold tokens of it cannot be written any more: free between the steps, not within one. On a card the
         pages may be handed out again at once: see the class about other streams that read them.
         """
-        self._sequences.row(seq)
-        self._check_unmanaged([seq], "release")
-        self.drop(int(seq))
+        seqs, _ = self.sequences.some(seq)
+        if len(seqs) != len(set(seqs)):
+            raise ValueError("seq must name each sequence once, got one twice")
+        self._check_unmanaged(seqs, "release")
+        self.drop(seqs)
 
     @property
     def lengths(self) -> dict[int, int]:
         """Tokens of every living sequence, reserved ones included (a copy)."""
-        rows = self._sequences.rows
-        found = self._sequences.lengths[np.fromiter(rows.values(), np.int64, len(rows))]
+        rows = self.sequences.rows
+        found = self.sequences.lengths[np.fromiter(rows.values(), np.int64, len(rows))]
         return dict(zip(rows, found.tolist(), strict=True))
 
     def length(self, seq: int) -> int:
         """Tokens of one sequence, reserved ones included."""
-        return int(self._sequences.lengths[self._sequences.row(seq)])
+        return int(self.sequences.lengths[self.sequences.row(seq)])
 
     def lengths_of(self, seqs: Sequence[int]) -> Ints:
         """The lengths of many sequences, int64, in their order (a copy)."""
-        lengths: Ints = self._sequences.lengths[self._sequences.batch(seqs)[1]]
+        lengths: Ints = self.sequences.lengths[self.sequences.batch(seqs)[1]]
         return lengths
 
     def page_list(self, seq: int) -> Pages:
         """The pages of one sequence in order, int32, as they are now: a copy, read-only."""
-        return self._sequences.pages(seq)
+        return self.sequences.pages(seq)
 
     def page_table(self, seqs: Sequence[int]) -> torch.Tensor:
         """(len(seqs), most pages of any of them) int32 on the cache's device, filled up with -1."""
-        lists = [self._sequences.pages(seq, "seqs") for seq in check_seqs(seqs)]
-        table = np.full((len(lists), max(map(len, lists), default=0)), -1, np.int32)
-        for row, pages in zip(table, lists, strict=True):
-            row[: len(pages)] = pages
+        table = self.sequences.padded(self.sequences.named(seqs)[1], -1)
         return upload(table, self.device)
 
     # A step: reserve, then write each layer.
@@ -224,81 +224,11 @@ class PagedKVCache:
 
     def plan_extend(self, seqs: Sequence[int], counts: int | Sequence[int], *, into: Slots | None = None) -> ExtendPlan:
         """Check an extend() and count its pages without changing anything; holds until the cache changes."""
-        seqs, rows = self._sequences.batch(seqs)
-        counts, more = check_counts(counts, len(seqs))
-        self.check_writable()
-        if into is not None:
-            check_into(into, self, sum(counts))
-        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            raise RuntimeError("extend() within a graph capture: its places would be the same in every replay")
-        size, starts, last = self.page_size, self._sequences.lengths[rows], self._sequences.last[rows]
-        room = self._sequences.counts[rows] * size - starts  # in the last page: 0 to size - 1
-        growth = (more - room + (size - 1)) // size
-        pages = int(growth.sum())
-        copies = None
-        shared = (self.pool.refs[last] > 1) & (room > 0)
-        if shared.any():
-            copies = shared & (more > 0)
-            # Sequences of this very call that copy a page: its last holder needs no copy.
-            leaving: dict[int, int] = {}
-            for i in np.flatnonzero(copies).tolist():
-                page = int(last[i])
-                copies[i] = self.pool.refs[page] - leaving.get(page, 0) > 1
-                if copies[i]:
-                    leaving[page] = leaving.get(page, 0) + 1
-                    if not self._written.in_every_layer(page, size - int(room[i])):
-                        raise ValueError(
-                            f"sequence {seqs[i]} shares its last page, which must be copied before it grows, but "
-                            "tokens in it are reserved and not yet written; write them for every layer first"
-                        )
-            pages += int(copies.sum())
-        return ExtendPlan(seqs, counts, rows, more, growth, copies, pages)
+        return plan_extend(self, seqs, counts, into)
 
     def commit_extend(self, plan: ExtendPlan, *, into: Slots | None = None) -> Slots:
         """Do what plan_extend() counted; the caller has made sure that `plan.pages` are free."""
-        sequences, rows, size, counts = self._sequences, plan.rows, self.page_size, plan.more
-        places = into._places if into is not None else None
-        if self._by_kernel and places is None:
-            places = Places(sum(plan.counts), self.device)  # first: it may run out of memory
-        if plan.pages:
-            self._take_pages(plan)
-        starts, last = sequences.lengths[rows], sequences.last[rows]
-        if (counts == 1).all():  # one token per sequence, in its last page
-            positions, pages = starts, last
-            offsets = starts - (sequences.counts[rows] - 1) * size
-            index = last * size + offsets
-            self.pool.fill[last] = offsets + 1
-        else:
-            # Token t of the packed list is the i-th new one of its sequence s; positions = starts[s] + i.
-            positions = np.arange(int(counts.sum())) + np.repeat(starts - (np.cumsum(counts) - counts), counts)
-            first, stop = starts // size, -(-(starts + counts) // size)
-            touched = [
-                sequences.pages(seq)[a:b] for seq, a, b, n in zip(plan.seqs, first, stop, counts, strict=True) if n
-            ]
-            pages = np.concatenate(touched).astype(np.int64) if touched else np.empty(0, np.int64)
-            pages_each = np.where(counts > 0, stop - first, 0)
-            before = np.cumsum(pages_each) - pages_each - first
-            index = pages[positions // size + np.repeat(before, counts)] * size + positions % size
-            self.pool.fill[pages] = size
-            grown = counts > 0
-            self.pool.fill[last[grown]] = (starts[grown] + counts[grown] - 1) % size + 1
-
-        self._written.forget(index)
-        sequences.lengths[rows] = starts + counts
-        if places is not None:
-            places.fill(positions, index)
-        return Slots(
-            plan.seqs,
-            plan.counts,
-            positions,
-            index,
-            self,
-            pages,
-            self.pool.generation[pages],
-            places,
-            places.step if places else 0,
-            [self.pool.losses],
-        )
+        return commit_extend(self, plan, into)
 
     def write(
         self,
@@ -314,12 +244,15 @@ class PagedKVCache:
 
         rotary: turn k by its tokens' positions first; a plain (cos, sin) is taken as half-split. q (total new tokens,
         query heads, D), of the dtype of k, is turned by it too, in place. Writing the same slots again overwrites, also
-        for the sequences that share them. On a card all this is one launch, and the last strides must be 1.
+        for the sequences that share them. On a card all this is one launch, and the last strides must be 1; k, v and q
+        may have as many rows as the slots have room for there (`slots.room`), of which those past len(slots) are idle.
         """
         layer = self._check_layer(layer)
         check_slots(slots, self, layer)
         self.check_writable()
-        shape = (len(slots), self.num_kv_heads, self.head_dim)
+        idle = len(slots) < slots.room and k.shape[:1] == (slots.room,)
+        count = slots.room if idle else len(slots)
+        shape = (count, self.num_kv_heads, self.head_dim)
         dense = self._by_kernel
         for name, x in (("k", k), ("v", v)):
             checks.tensor(name, x, shape=shape, dtypes=checks.FLOATS, device=self.device, unit_last_stride=dense)
@@ -329,14 +262,15 @@ class PagedKVCache:
         if q is not None:
             if turn is None:
                 raise ValueError("q is turned in place by rotary, which is None; give both or leave q out")
-            shape = (len(slots), "query_heads", self.head_dim)  # type: ignore[assignment]
+            shape = (count, "query_heads", self.head_dim)  # type: ignore[assignment]
             checks.tensor("q", q, shape=shape, dtypes=(k.dtype,), device=self.device, unit_last_stride=dense)
             storage.check_writable("q", q)
 
         if self._by_kernel:
             from tilewise.gpu import append  # it needs the compiler and the driver, which a cache on the CPU does not
 
-            append.append(self.format, k, v, *self.parts(layer), slots.positions, slots.index, turn, q)
+            places = (slots.all_positions, slots.all_index) if idle else (slots.positions, slots.index)
+            append.append(self.format, k, v, *self.parts(layer), *places, turn, q)
         else:
             if turn is not None:
                 k = turn.apply(k.detach(), slots.positions)
@@ -432,17 +366,32 @@ class PagedKVCache:
 
         The cache's own extend(), fork() and free() refuse a `managed` one: nobody works behind its owner's back.
         """
-        seq = self._next_seq
-        self._next_seq += 1
-        self._sequences.add(seq, pages, length)
+        (seq,) = self._number(1)
+        self.sequences.add(seq, pages, length)
         if managed:
             self._managed.add(seq)
         return seq
 
-    def drop(self, seq: int) -> None:
-        """free(), also for a managed sequence."""
-        self.pool.release(self._sequences.remove(seq))
-        self._managed.discard(seq)
+    def copy_rows(self, rows: Ints, each: int = 1, *, managed: bool = False) -> list[int]:
+        """`each` new sequences for each of these rows of `sequences`, with its tokens; a row may be named twice."""
+        if len(rows) > 1 and each != 1:
+            rows, each = np.repeat(rows, each), 1
+        seqs = self._number(len(rows) * each)
+        lead, rest = self.sequences.lists(rows)
+        self.pool.retain_lists(lead, len(seqs), rest)
+        self.sequences.copy(seqs, rows)
+        if managed:
+            self._managed.update(seqs)
+        return seqs
+
+    def drop(self, seqs: Sequence[int]) -> None:
+        """free(), also for managed sequences."""
+        rows = self.sequences.end(seqs)
+        lead, rest = self.sequences.lists(rows)
+        self.pool.release_lists(lead, len(rows), rest)
+        self.sequences.clear(rows)
+        if self._managed:
+            self._managed.difference_update(seqs)
 
     def check_writable(self) -> None:
         """Raise ValueError where torch would not let pages be written, see from_pages()."""
@@ -452,9 +401,14 @@ class PagedKVCache:
     # Inside.
 
     def _check_unmanaged(self, seqs: Sequence[int], use: str) -> None:
-        for seq in seqs:
-            if int(seq) in self._managed:
-                raise ValueError(f"sequence {seq} belongs to a PrefixCache: use its {use}()")
+        if self._managed and not self._managed.isdisjoint(seqs):
+            seq = next(seq for seq in seqs if seq in self._managed)
+            raise ValueError(f"sequence {seq} belongs to a PrefixCache: use its {use}()")
+
+    def _number(self, count: int) -> list[int]:
+        """Numbers for so many new sequences."""
+        self._next_seq += count
+        return list(range(self._next_seq - count, self._next_seq))
 
     def _check_layer(self, layer: int) -> int:
         return checks.integer("layer", layer, 0, self.num_layers - 1)
@@ -469,28 +423,3 @@ class PagedKVCache:
         if self._by_kernel and turn.cos.dtype != turn.sin.dtype:  # the kernel knows one dtype of tables
             return Rotary(turn.cos.float(), turn.sin.float(), turn.interleaved)
         return turn
-
-    def _take_pages(self, plan: ExtendPlan) -> None:
-        """The new pages of an extend(), copies of shared last pages among them."""
-        sequences, rows, growth = self._sequences, plan.rows, plan.growth
-        wanted = growth if plan.copies is None else growth + plan.copies
-        (asking,) = wanted.nonzero()
-        rows, wanted = rows[asking], wanted[asking]
-        taken = self.pool.take(sequences.last[rows], wanted)
-        if plan.copies is not None:
-            copying, growth = plan.copies[asking], growth[asking]
-            firsts = (np.cumsum(wanted) - wanted)[copying]
-            self._copy_last_pages(rows[copying], taken[firsts].astype(np.int64))
-            rows, wanted, taken = rows[growth > 0], growth[growth > 0], np.delete(taken, firsts)
-        if len(taken):
-            sequences.grow(rows, wanted, taken)
-
-    def _copy_last_pages(self, rows: Ints, new: Ints) -> None:
-        """Copy on write, for all layers at once: `new` become the last pages of the sequences."""
-        old = self._sequences.last[rows]
-        storage.copy_pages((*self._k, *self._v), old, new, by_kernel=self._by_kernel)
-        self._written.copy_pages(old, new)
-        self.pool.fill[new] = self._sequences.lengths[rows] % self.page_size
-        np.subtract.at(self.pool.refs, old, 1)  # others hold them still
-        self.pool.losses += 1
-        self._sequences.replace_last(rows, new)

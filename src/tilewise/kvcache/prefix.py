@@ -13,47 +13,33 @@ from __future__ import annotations
 import heapq
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import partial
+from typing import cast
 
 import numpy as np
 import torch
 
 from tilewise import checks
+from tilewise.kvcache.extending import ExtendPlan
 from tilewise.kvcache.paged import OutOfPages, PagedKVCache
 from tilewise.kvcache.pool import Pages
-from tilewise.kvcache.sequences import check_seqs
+from tilewise.kvcache.progress import Progress, Tokens
+from tilewise.kvcache.sequences import check_seqs, several
 from tilewise.kvcache.slots import Slots
-from tilewise.kvcache.tree import Live, Match, Node, Tokens, common_prefix, is_single, key_of, path_of, token_array
+from tilewise.kvcache.tree import (
+    Live,
+    Match,
+    Node,
+    PrefixStats,
+    check_new_tokens,
+    check_prompt,
+    common_prefix,
+    key_of,
+    path_of,
+    token_array,
+)
 
 GROWING_PAGES = 64  # a node longer than this is followed by another: growing means copying its tokens
 SHOWN_SEQUENCES = 8  # show() names so many sequences under one node and counts the others
-
-
-@dataclass(frozen=True)
-class PrefixStats:
-    """What PrefixCache.stats() counts since the cache was made; the last three are what it holds now."""
-
-    inserts: int
-    hits: int  # inserts that reused anything
-    tokens_inserted: int
-    tokens_reused: int
-    evictions: int  # pages taken from the tree to make room
-    sequences: int
-    nodes: int
-    cached_tokens: int
-
-    @property
-    def hit_rate(self) -> float:
-        """The share of the inserted tokens that did not have to be computed."""
-        return self.tokens_reused / self.tokens_inserted if self.tokens_inserted else 0.0
-
-    def __str__(self) -> str:
-        return (
-            f"{self.sequences} sequences, {self.nodes} nodes, {self.cached_tokens} tokens cached; {self.hits} hits in "
-            f"{self.inserts} inserts, {self.tokens_reused} of {self.tokens_inserted} tokens reused "
-            f"({self.hit_rate:.0%}), {self.evictions} pages evicted"
-        )
 
 
 class PrefixCache:
@@ -69,6 +55,8 @@ class PrefixCache:
         self.cache = cache
         self._root = Node(np.empty(0, np.int64), np.empty(0, np.int32), None, 0, 0)
         self._live: dict[int, Live] = {}
+        self._by_row: dict[int, Live] = {}
+        self._progress = Progress(cache)
         self._clock = 0  # counts inserts and releases: the time of least-recently-used
         self._inserts = self._hits = self._tokens_inserted = self._tokens_reused = self._evictions = 0
 
@@ -85,49 +73,25 @@ class PrefixCache:
         writes. The last token is never reused, since its output is what the caller wants. Evicts what was used least
         recently if pages run out; raises OutOfPages, with nothing changed, if that does not suffice.
         """
-        prompt = token_array("tokens", tokens)
-        if not len(prompt):
-            raise ValueError("tokens must hold at least one token, got none")
-        self.cache.check_writable()
-        match = self._match(prompt[:-1])
-        size, pool = self.cache.page_size, self.cache.pool
-        needed = -(-len(prompt) // size) - len(match.pages)
-        # Where nothing else is left, the page that the extra tokens would be copied from is itself worth evicting.
-        for extra in (match.extra, 0) if match.extra else (0,):
-            pages = np.append(match.pages, np.int32(match.extra_page)) if extra else match.pages
-            pool.retain(pages)  # what is held by more than the tree is not evicted
-            evictions = self._find_room(needed)
-            if evictions is not None:
-                break
-            pool.release(pages)
-        else:
-            raise OutOfPages(self._out_of_pages(f"inserting {len(prompt)} tokens", needed))
-
-        self._evict(evictions)
-        reused = len(match.pages) * size + extra
-        anchor = match.node
-        if match.taken < len(anchor.pages):
-            anchor = self._split(anchor, match.taken)
-        self._clock += 1
-        if extra and match.extra_node:
-            match.extra_node.last_used = self._clock
-        self._touch(anchor)
-        seq = self.cache.adopt(pages, reused, managed=True)
-        # Copies the extra page, because others hold it too.
-        slots = self.cache.commit_extend(self.cache.plan_extend([seq], [len(prompt) - reused]))
-        live = self._live[seq] = Live(seq, prompt, reused, anchor, size)
-        live.waiting.append((slots, len(prompt)))
-        slots._when_complete.append(partial(self._advance, [live]))
-        self._inserts += 1
-        self._hits += reused > 0
-        self._tokens_inserted += len(prompt)
-        self._tokens_reused += reused
+        (seq,), (reused,), slots = self._insert([check_prompt("tokens", tokens)])
         return seq, reused, slots
+
+    def insert_many(
+        self, prompts: Sequence[Sequence[int] | Tokens | torch.Tensor]
+    ) -> tuple[list[int], list[int], Slots]:
+        """insert() of several prompts, all or none -> (seqs, reused, slots), one of the first two for each.
+
+        The slots are for the tokens of all that are not reused, one prompt after another. What prompts have in common
+        that nobody has written yet is computed for each.
+        """
+        if isinstance(prompts, (str, torch.Tensor, np.ndarray)) or not isinstance(prompts, Sequence):
+            raise TypeError(f"prompts must be a list of prompts, got {type(prompts).__name__}")
+        return self._insert([check_prompt(f"prompts[{n}]", tokens) for n, tokens in enumerate(prompts)])
 
     def extend(
         self,
         seqs: Sequence[int],
-        tokens: Sequence[int] | Sequence[Sequence[int]] | torch.Tensor,
+        tokens: Sequence[int] | Sequence[Sequence[int]] | Tokens | torch.Tensor,
         *,
         into: Slots | None = None,
     ) -> Slots:
@@ -136,75 +100,49 @@ class PrefixCache:
         All sequences or none; evicts and raises OutOfPages as insert() does. into: as PagedKVCache.extend() takes it.
         The tree needs the tokens on the host: a tensor on a card is read, which waits for it.
         """
-        if isinstance(tokens, (torch.Tensor, np.ndarray)):
-            tokens = tokens.tolist()
-        if isinstance(tokens, str) or not isinstance(tokens, Sequence):
-            raise TypeError(f"tokens must be a list of ints or of lists of ints, got {type(tokens).__name__}")
-        singles = token_array("tokens", tokens).tolist() if set(map(type, tokens)) == {int} else None
-        new = [] if singles else [token_array("tokens", [t] if is_single(t) else t) for t in tokens]
-        seqs = check_seqs(seqs)
-        if len(seqs) != len(tokens):
-            raise ValueError(f"tokens must hold one entry for each of the {len(seqs)} seqs, got {len(tokens)}")
-        plan = self.cache.plan_extend(seqs, 1 if singles else [len(t) for t in new], into=into)
-        living = [live for seq in seqs if (live := self._live.get(seq))]
-        if len(living) < len(seqs):
-            living = [self._living(seq, "seqs") for seq in plan.seqs]
+        ids, counts = check_new_tokens(tokens)
+        seqs = seqs if type(seqs) is list else check_seqs(seqs)  # whose numbers plan_extend() looks at
+        given = len(ids) if counts is None else len(counts)
+        if len(seqs) != given:
+            raise ValueError(f"tokens must hold one entry for each of the {len(seqs)} seqs, got {given}")
+        plan = self.cache.plan_extend(seqs, 1 if counts is None else counts, into=into)
+        if not self._progress.all_of_the_tree(plan):
+            for seq in plan.seqs:
+                self._living(seq, "seqs")
         evictions = self._find_room(plan.pages)
         if evictions is None:
             what = f"extending {len(plan.seqs)} sequences by {sum(plan.counts)} tokens"
             raise OutOfPages(self._out_of_pages(what, plan.pages))
         self._evict(evictions)
-        slots = self.cache.commit_extend(plan, into=into)
-        if singles:
-            for live, token in zip(living, singles, strict=True):
-                live.tokens.push(token)
-                live.waiting.append((slots, live.tokens.size))
-        else:
-            for live, more in zip(living, new, strict=True):
-                live.tokens.append(more)
-                if len(more):
-                    live.waiting.append((slots, live.tokens.size))
-            living = [live for live, more in zip(living, new, strict=True) if len(more)]
-        slots._when_complete.append(partial(self._advance, living))
-        return slots
+        return self._commit(plan, ids, into)
 
     def fork(self, seq: int, n: int) -> list[int]:
         """`n` new sequences with the tokens of `seq`, sharing all its pages, as PagedKVCache.fork does."""
         live = self._living(seq)
-        children = []
-        pages = self.cache.page_list(live.seq)
-        for _ in range(checks.integer("n", n, 1)):
-            self.cache.pool.retain(pages)
-            child_seq = self.cache.adopt(pages, live.tokens.size, managed=True)
-            child = Live(child_seq, live.tokens.view(), live.complete, live.anchor, self.cache.page_size)
-            for slots, end in live.waiting:
-                child.waiting.append((slots, end))
-                slots._when_complete.append(partial(self._advance, [child]))
-            self._live[child.seq] = child
-            children.append(child.seq)
+        count = checks.integer("n", n, 1)
+        children = self.cache.copy_rows(np.array([live.row]), count, managed=True)
+        rows = [self.cache.sequences.rows[child] for child in children]
+        for child, row in zip(children, rows, strict=True):
+            self._live[child] = self._by_row[row] = Live(child, row, live.anchor, self._progress)
+        for step in self._progress.fork(live.row, np.array(rows)):
+            step.slots._when_complete.append(self._advance)
         return children
 
-    def release(self, seq: int) -> None:
-        """End a sequence. What it wrote stays cached until evicted; what it reserved and never wrote is dropped."""
-        live = self._living(seq)
-        anchor = live.anchor
-        self._clock += 1
-        self._touch(anchor)
-        tail = live.tokens.view()[anchor.end : live.complete]
-        page = self.cache.page_list(seq)[anchor.end // self.cache.page_size :][:1]
-        # The partly filled last page stays too, unless tokens in it are still to come, a fork goes on in it (and will
-        # leave it here in its turn), or the tree has its tokens already.
-        if (
-            len(tail)
-            and live.complete == live.tokens.size
-            and self.cache.pool.refs[page[0]] == 1
-            and self._nearest(anchor, tail)[1] < len(tail)
-        ):
-            self._add_child(anchor, tail.copy(), page.copy())
-        anchor.live.remove(live)
-        live.released = True
-        del self._live[live.seq]
-        self.cache.drop(live.seq)
+    def release(self, seq: int | Sequence[int]) -> None:
+        """End a sequence, or a list of them, all or none. What they wrote stays cached until evicted; what they
+        reserved and never wrote is dropped."""
+        living = [self._living(one) for one in (check_seqs(seq, "seq") if several(seq) else [cast("int", seq)])]
+        if len(set(living)) < len(living):
+            raise ValueError("seq must name each sequence once, got one twice")
+        given_up: dict[int, int] = {}  # last pages of those that are done, and how many held them
+        for live in living:
+            last = int(self.cache.sequences.last[live.row])
+            self._leave_tail(live, last, given_up.get(last, 0))
+            given_up[last] = given_up.get(last, 0) + 1
+            live.anchor.live.remove(live)
+            del self._live[live.seq], self._by_row[live.row]
+        self._progress.end(np.array([live.row for live in living], np.int64))
+        self.cache.drop([live.seq for live in living])
 
     def clear(self) -> None:
         """Forget all cached tokens that no living sequence stands on. Living sequences stay as they are."""
@@ -214,11 +152,11 @@ class PrefixCache:
     @property
     def lengths(self) -> dict[int, int]:
         """Tokens of every living sequence."""
-        return {seq: live.tokens.size for seq, live in self._live.items()}
+        return {seq: self._progress.length(live.row) for seq, live in self._live.items()}
 
     def tokens(self, seq: int) -> list[int]:
         """The token ids of one living sequence."""
-        ids: list[int] = self._living(seq).tokens.view().tolist()
+        ids: list[int] = self._living(seq).tokens.tolist()
         return ids
 
     def stats(self) -> PrefixStats:
@@ -273,10 +211,11 @@ class PrefixCache:
             below: list[Node | str] = [item.children[key] for key in item.keys]
             here = sorted(item.live, key=lambda live: live.seq)
             for live in here[:SHOWN_SEQUENCES]:
-                own = live.tokens.view()[item.end :]
-                unwritten = live.tokens.size - live.complete
+                length = self._progress.length(live.row)
+                own = self._progress.tokens(live.row, item.end, length)
+                unwritten = length - live.complete
                 below.append(
-                    f"sequence {live.seq}: {_count(live.tokens.size, 'token')}"
+                    f"sequence {live.seq}: {_count(length, 'token')}"
                     + (f", the last {len(own)} its own {spell(own)}" if len(own) else "")
                     + (f", {unwritten} not written yet" if unwritten else "")
                 )
@@ -316,11 +255,9 @@ class PrefixCache:
         rest = tokens[node.end :]
         child, extra = self._nearest(node, rest)
         page = int(child.pages[0]) if child else -1
-        for live in node.live:
-            common = common_prefix(live.tokens.view()[node.end : live.complete], rest)
-            if common > extra:
-                child, extra = None, common
-                page = int(self.cache.page_list(live.seq)[node.end // size])
+        tail, common = self._nearest_tail(node, rest)
+        if common > extra:
+            child, extra, page = None, common, tail
         return Match(node, len(node.pages), np.concatenate(pages), extra, page, child)
 
     def _nearest(self, node: Node, tokens: Tokens) -> tuple[Node | None, int]:
@@ -335,45 +272,137 @@ class PrefixCache:
                 best = child, common
         return best
 
+    def _nearest_tail(self, node: Node, tokens: Tokens) -> tuple[int, int]:
+        """Of the sequences that stand on the node, the page after it of the one whose written tokens there begin most
+        like `tokens`, and how many do."""
+        progress = self._progress
+        rows = np.fromiter((live.row for live in node.live), np.int64, len(node.live))
+        rows = rows[progress.complete[rows] > node.end]
+        if not len(rows) or not len(tokens):
+            return -1, 0
+        pages = self.cache.sequences.table[rows, node.end // self.cache.page_size]
+        width = min(self.cache.page_size, len(tokens))
+        differs = np.ones((len(rows), width + 1), bool)
+        np.not_equal(progress.ids[pages, :width], tokens[:width], out=differs[:, :-1])
+        common = np.minimum(differs.argmax(1), progress.complete[rows] - node.end)
+        best = int(common.argmax())
+        return int(pages[best]), int(common[best])
+
     # Growing.
 
-    def _advance(self, living: list[Live]) -> None:
-        """Slots of these are complete now: note which tokens are written, and take full pages into the tree."""
-        for live in living:
-            waiting = live.waiting
-            while waiting and waiting[0][0].complete:
-                live.complete = waiting.popleft()[1]
-            if live.complete >= live.limit and not live.released:
-                self._take_in(live)
+    def _insert(self, prompts: list[Tokens]) -> tuple[list[int], list[int], Slots]:
+        self.cache.check_writable()
+        size, pool = self.cache.page_size, self.cache.pool
+        matches = [self._match(prompt[:-1]) for prompt in prompts]
+        needed = sum(-(-len(prompt) // size) - len(match.pages) for prompt, match in zip(prompts, matches, strict=True))
+        # Where nothing else is left, the pages that extra tokens would be copied from are themselves worth evicting.
+        for extras in (True, False) if any(match.extra for match in matches) else (False,):
+            shared = [
+                np.append(match.pages, np.int32(match.extra_page)) if extras and match.extra else match.pages
+                for match in matches
+            ]
+            for pages in shared:
+                pool.share(pages)  # what is held by more than the tree is not evicted
+            evictions = self._find_room(needed)
+            if evictions is not None:
+                break
+            for pages in shared:
+                pool.release(pages)
+        else:
+            tokens = sum(map(len, prompts))
+            raise OutOfPages(self._out_of_pages(f"inserting {tokens} tokens", needed))
 
-    def _take_in(self, live: Live) -> None:
-        """Take the tokens of `live` that are written in every layer into the tree, as far as they fill pages."""
-        size = self.cache.page_size
-        full = live.complete // size * size
-        node = live.anchor
-        tokens, pages = live.tokens.view(), self.cache.page_list(live.seq)
+        self._evict(evictions)
+        seqs, reused = [], []
+        for prompt, match, pages in zip(prompts, matches, shared, strict=True):
+            extra = match.extra if extras else 0
+            reused.append(len(match.pages) * size + extra)
+            anchor = self._standing(match.node, len(match.pages) * size)
+            self._clock += 1
+            if extra and match.extra_node:
+                match.extra_node.last_used = self._clock
+            self._touch(anchor)
+            seq = self.cache.adopt(pages, reused[-1], managed=True)
+            row = self.cache.sequences.rows[seq]
+            self._live[seq] = self._by_row[row] = Live(seq, row, anchor, self._progress)
+            self._progress.begin(np.array([row]), reused[-1], anchor.end + size)
+            seqs.append(seq)
+            self._inserts += 1
+            self._hits += reused[-1] > 0
+            self._tokens_inserted += len(prompt)
+            self._tokens_reused += reused[-1]
+        # Copies the extra pages, because others hold them too.
+        plan = self.cache.plan_extend(seqs, [len(prompt) - n for prompt, n in zip(prompts, reused, strict=True)])
+        new = [prompt[n:] for prompt, n in zip(prompts, reused, strict=True)]
+        return seqs, reused, self._commit(plan, np.concatenate(new) if new else np.empty(0, np.int64), None)
+
+    def _commit(self, plan: ExtendPlan, ids: Tokens, into: Slots | None) -> Slots:
+        """Extend sequences by tokens for which there is room."""
+        last = None if plan.copies is None else self.cache.sequences.last[plan.rows]
+        slots = self.cache.commit_extend(plan, into=into)
+        if last is not None:
+            self._progress.copy_ids(plan, last)
+        self._progress.ids.reshape(-1)[slots.host_index] = ids
+        if self._progress.add(slots, plan) is not None:
+            slots._when_complete.append(self._advance)
+        return slots
+
+    def _advance(self) -> None:
+        """Slots are complete now: note which tokens are written, and take full pages into the tree."""
+        for row, tokens, pages in self._progress.full_pages(self._progress.advance()):
+            self._take_in(self._by_row[row], tokens, pages)
+
+    def _take_in(self, live: Live, tokens: Tokens, pages: Pages) -> None:
+        """Take tokens of `live` that are written in every layer, and fill these pages, into the tree."""
+        size, node = self.cache.page_size, live.anchor
+        base = node.end
+        full = base + len(tokens)
         while node.end < full:
-            start = node.end
+            start = node.end - base
             child = node.children.get(key_of(tokens[start:], size))
             if child is None:
-                new_tokens, new_pages = tokens[start:full].copy(), pages[start // size : full // size].copy()
-                alone = node is not self._root and not node.children and node.live == {live}
+                new_tokens, new_pages = tokens[start:], pages[start // size :]
+                alone = node is not self._root and not node.children and len(node.live) == 1 and live in node.live
                 if alone and len(node.pages) < GROWING_PAGES:
                     # Nobody else stands here: one growing node is easier to read than a chain of single pages.
-                    self.cache.pool.retain(new_pages)
+                    self.cache.pool.share(new_pages)
                     node.tokens = np.concatenate([node.tokens, new_tokens])
                     node.pages = np.concatenate([node.pages, new_pages])
                 else:
-                    node = self._add_child(node, new_tokens, new_pages)
+                    node = self._add_child(node, new_tokens.copy(), new_pages.copy())
             else:
-                taken = common_prefix(child.tokens, tokens[start:full]) // size
+                taken = common_prefix(child.tokens, tokens[start:]) // size
                 node = child if taken == len(child.pages) else self._split(child, taken)
-        live.anchor.live.remove(live)
-        live.anchor, live.limit = node, node.end + size
-        node.live.add(live)
+        if node is not live.anchor:
+            live.anchor.live.remove(live)
+            live.anchor = node
+            node.live.add(live)
+        self._progress.limit[live.row] = node.end + size
+
+    def _leave_tail(self, live: Live, last: int, given_up: int) -> None:
+        """What a sequence that ends leaves to the tree. given_up: how many that shared its last page end with it."""
+        anchor, complete = live.anchor, live.complete
+        self._clock += 1
+        self._touch(anchor)
+        # The partly filled last page stays too, unless tokens in it are still to come, a fork goes on in it (and will
+        # leave it here in its turn), or the tree has its tokens already.
+        if (
+            complete > anchor.end
+            and complete == self._progress.length(live.row)
+            and self.cache.pool.refs[last] - given_up == 1
+        ):
+            tail = self._progress.tokens(live.row, anchor.end, complete)
+            if self._nearest(anchor, tail)[1] < len(tail):
+                self._add_child(anchor, tail, np.array([last], np.int32))
+
+    def _standing(self, node: Node, end: int) -> Node:
+        """The node on the path to `node` that ends after `end` tokens; made if there is none."""
+        while node.start >= end and node.parent is not None:
+            node = node.parent
+        return node if node.end == end else self._split(node, (end - node.start) // self.cache.page_size)
 
     def _add_child(self, node: Node, tokens: Tokens, pages: Pages) -> Node:
-        self.cache.pool.retain(pages)
+        self.cache.pool.share(pages)
         key = key_of(tokens, self.cache.page_size)
         at = bisect_left(node.keys, key)
         if at and key.startswith(node.keys[at - 1]):

@@ -3,52 +3,88 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from tilewise import checks
-from tilewise.kvcache.pool import Ints, Pages
+from tilewise.kvcache.pool import Ints, Pages, ranges
 
+if TYPE_CHECKING:
+    from tilewise.kvcache.lineage import Kinship
+    from tilewise.kvcache.runs import Run
+    from tilewise.plan.standing import Grown
+
+LARGE = 2**20  # entries of a table that is not copied as a whole
 MANY = 2**40  # a count of tokens that no cache has room for
 
 
 class Sequences:
     """Rows of living sequences by their number; a row is used again when its sequence has ended.
 
-    lengths: tokens, reserved ones included. counts: pages. last: the last page, -1 if there is none. The page lists lie
-    in one array, each with room to spare, so that all that get a page in a step get it in one assignment.
+    lengths (rows,) int64: tokens, reserved ones included. counts (rows,) int64: pages. last (rows,) int64: the last
+    page, -1 if there is none. table (rows, width) int32: the page lists, one per row, with zeros after them.
+
+    stamps (rows,) int64 tell a copy of the table what became of a row: its stamp changes, to a number that no row had
+    before, whenever the row is given to another sequence or a page that it lists is replaced by another. While a stamp
+    stands still, the first `counts` pages of then are those of now: pages only came at the end.
+
+    The arrays give way to larger ones as sequences come and grow, so they are looked up anew after every change.
     """
 
     def __init__(self) -> None:
         self.rows: dict[int, int] = {}
-        self.lengths, self.counts, self.last = (np.zeros(8, np.int64) for _ in range(3))
-        self._starts, self._room = np.zeros(8, np.int64), np.zeros(8, np.int64)  # of the lists in _pages
-        self._pages = np.empty(64, np.int32)
-        self._end = 0  # of what is in use in _pages
+        self.lengths, self.counts, self.last, self.stamps = (np.zeros(8, np.int64) for _ in range(4))
+        self.table: Pages = np.zeros((8, 8), np.int32)
+        self.kinship: Kinship | None = None  # who shares pages with whom, kept once somebody asks for it
+        self.changes = 0  # counts what became of sequences; steps of `run` are none
+        self.run: Run | None = None  # of the sequences that grow step by step; over when `changes` is not its own
+        self.stepped: tuple[Ints, int] | None = None  # the rows that got a token each in the last step, `changes` then
+        self._stamp = 0  # the last one given
         self._unused: list[int] = []
         # The sequences asked for last, and their rows: steps mostly go over the same ones.
         self._batch: tuple[list[int], tuple[int, ...], Ints] | None = None
 
     def add(self, seq: int, pages: Pages, length: int) -> None:
-        row = self._unused.pop() if self._unused else len(self.rows)
-        if row == len(self.lengths):
-            self.lengths, self.counts, self.last, self._starts, self._room = (
-                np.concatenate([x, np.zeros_like(x)])
-                for x in (self.lengths, self.counts, self.last, self._starts, self._room)
-            )
-        self._place(row, pages)
-        self.rows[seq] = row
-        self.lengths[row], self.counts[row] = length, len(pages)
-        self.last[row] = pages[-1] if len(pages) else -1
+        """A sequence with this page list."""
+        rows = self._new_rows([seq])
+        self._widen(len(pages))
+        self.table[rows, : len(pages)] = pages
+        self.lengths[rows], self.counts[rows] = length, len(pages)
+        self.last[rows] = pages[-1] if len(pages) else -1
+        if self.kinship is not None:
+            self.kinship.join(int(rows[0]))
 
-    def remove(self, seq: int) -> Pages:
-        """Its pages."""
-        pages = self.pages(seq)
+    def add_empty(self, seqs: list[int]) -> None:
+        rows = self._new_rows(seqs)
+        self.lengths[rows] = self.counts[rows] = 0
+        self.last[rows] = -1
+        if self.kinship is not None:
+            self.kinship.append(rows)
+
+    def copy(self, seqs: list[int], sources: Ints) -> None:
+        """New sequences with the page lists and lengths of the rows `sources`: one each, or all of the one row."""
+        rows = self._new_rows(seqs)
+        counts = self.counts[sources]
+        width = max(counts.tolist(), default=0)
+        self.table[rows, :width] = self.table[sources, :width]
+        self.lengths[rows], self.counts[rows], self.last[rows] = self.lengths[sources], counts, self.last[sources]
+        if self.kinship is not None:
+            self.kinship.fork(rows, sources)
+
+    def end(self, seqs: Sequence[int]) -> Ints:
+        """The rows of sequences that live no longer. Their page lists stay until clear() is told of the rows."""
         self._batch = None
-        self._unused.append(self.rows.pop(seq))
-        return pages
+        self.changes += 1
+        return np.fromiter(map(self.rows.pop, seqs), np.int64, len(seqs))
+
+    def clear(self, rows: Ints) -> None:
+        """Empty rows of sequences that have ended: others may have them."""
+        self.table[rows, : max(self.counts[rows].tolist(), default=0)] = 0
+        self._unused += rows.tolist()
+        if self.kinship is not None:
+            self.kinship.leave(rows)
 
     def row(self, seq: int, name: str = "seq") -> int:
         """Raises ValueError unless the sequence is alive."""
@@ -57,11 +93,32 @@ class Sequences:
             raise ValueError(f"{name} must be alive, but sequence {seq} was freed or never allocated")
         return row
 
+    def named(self, seqs: Any, name: str = "seqs") -> tuple[list[int], Ints]:
+        """The numbers and rows of sequences (a list, tensor or array) that must be alive."""
+        numbers = check_seqs(seqs, name)
+        try:
+            rows = np.fromiter(map(self.rows.__getitem__, numbers), np.int64, len(numbers))
+        except KeyError:
+            rows = np.array([self.row(seq, name) for seq in numbers], np.int64)
+        return numbers, rows
+
+    def some(self, seq: Any) -> tuple[list[int], Ints]:
+        """named() of one number or of a list of them."""
+        if several(seq):
+            return self.named(seq, "seq")
+        row = self.row(seq)
+        return [int(seq)], np.array([row])
+
+    @property
+    def last_stamp(self) -> int:
+        """The last stamp that was given: while it stands still, so do all of them."""
+        return self._stamp
+
     def batch(self, seqs: Any) -> tuple[tuple[int, ...], Ints]:
-        """The numbers and rows of sequences (a list, tensor or array) that must be alive and named once each."""
-        if self._batch is None or self._batch[0] != seqs:
-            named = check_seqs(seqs)
-            rows = np.array([self.row(seq, "seqs") for seq in named], np.int64)
+        """named() of sequences that are named once each; the very same tuple and array if they are those of the call
+        before. The tuple is taken as well as the list."""
+        if self._batch is None or (self._batch[1] is not seqs and self._batch[0] != seqs):
+            named, rows = self.named(seqs)
             if len(set(named)) != len(named):
                 raise ValueError("seqs must name each sequence once, got one twice; add up its counts")
             if type(seqs) is not list:
@@ -71,70 +128,147 @@ class Sequences:
 
     def pages(self, seq: int, name: str = "seq") -> Pages:
         """The page list of one sequence: a copy, read-only."""
-        pages = self._view(self.row(seq, name)).copy()
+        row = self.row(seq, name)
+        pages = self.table[row, : self.counts[row]].copy()
         pages.flags.writeable = False
         return pages
+
+    def lists(self, rows: Ints) -> tuple[Pages, Ints]:
+        """The pages that all of these rows begin with, and what comes after those, one row after another."""
+        counts = self.counts[rows]
+        if len(rows) < 2:
+            return self.table[rows[:1], : counts[0] if len(rows) else 0].reshape(-1), np.empty(0, np.int64)
+        each = counts.tolist()
+        least, lead = min(each), 0
+        if self.kinship is not None:
+            lead = self.kinship.shared_by(rows)
+        elif least:
+            same = np.logical_and.reduce(self.table[rows[1:], :least] == self.table[rows[0], :least])
+            lead = int(same.argmin())
+            if same[lead]:
+                lead = least
+        rest = self.table.reshape(-1).take(ranges(rows * self.table.shape[1] + lead, counts - lead))
+        return self.table[rows[0], :lead], rest.astype(np.int64)
+
+    def padded(self, rows: Ints, fill: int) -> Pages:
+        """(len(rows), most pages of any) int32: their page lists, filled up."""
+        counts = self.counts[rows]
+        width = int(counts.max(initial=0))
+        return np.where(np.arange(width) < counts[:, None], self.table[rows, :width], np.int32(fill))
 
     def grow(self, rows: Ints, growth: Ints, pages: Pages) -> None:
         """Add `growth` pages at the end of each, all of them one after another in `pages`."""
         counts = self.counts[rows]
-        short = counts + growth > self._room[rows]
-        if short.any():
-            for row, more in zip(rows[short].tolist(), growth[short].tolist(), strict=True):
-                self._place(row, self._view(row).copy(), more)
-        at = self._starts[rows] + counts
+        self._widen(int(np.maximum.reduce(counts + growth)))
         if len(pages) == len(rows):
-            self._pages[at] = pages
+            self.table[rows, counts] = pages
             self.last[rows] = pages
         else:
-            ends = np.cumsum(growth)
-            self._pages[np.repeat(at - (ends - growth), growth) + np.arange(len(pages))] = pages
+            ends = growth.cumsum()
+            at = np.repeat(counts - (ends - growth), growth) + np.arange(len(pages))
+            self.table[np.repeat(rows, growth), at] = pages
             self.last[rows] = pages[ends - 1]
         self.counts[rows] = counts + growth
 
-    def replace_last(self, rows: Ints, pages: Ints) -> None:
-        self._pages[self._starts[rows] + self.counts[rows] - 1] = pages
+    def add_pages(self, rows: Ints, counts: Ints, pages: Ints | Pages) -> None:
+        """One page more at the end of each, which has `counts` so far."""
+        try:
+            self.table[rows, counts] = pages
+        except IndexError:  # cheaper than to look at all counts in every step
+            self._widen(int(counts.max()) + 1)
+            self.table[rows, counts] = pages
         self.last[rows] = pages
+        self.counts[rows] = counts + 1
 
-    def _view(self, row: int) -> Pages:
-        start = self._starts[row]
-        return self._pages[start : start + self.counts[row]]
+    def lengths_now(self, rows: Ints) -> tuple[Ints, int]:
+        """The lengths of rows, and the longest of them. The array is not changed by later steps."""
+        run = self.run
+        if run is not None and run.rows is rows and run.changes == self.changes:
+            return run.lengths, run.longest
+        lengths = self.lengths[rows]
+        return lengths, int(np.maximum.reduce(lengths, initial=0))
 
-    def _place(self, row: int, pages: Pages, more: int = 0) -> None:
-        """Put a list at the end of the array, with room for `more` and as much again."""
-        room = max(8, 2 * (len(pages) + more))
-        if self._end + room > len(self._pages):
-            # Those that live move together into a new array. It is twice as large as they are, so this is rare.
-            living = [r for r in self.rows.values() if r != row]
-            old = [self._view(r).copy() for r in living]
-            self._pages = np.empty(2 * (int(self._room[living].sum()) + room), np.int32)
-            self._end = 0
-            for r, kept in zip(living, old, strict=True):
-                self._pages[self._end : self._end + len(kept)] = kept
-                self._starts[r] = self._end
-                self._end += int(self._room[r])
-        self._pages[self._end : self._end + len(pages)] = pages
-        self._starts[row], self._room[row] = self._end, room
-        self._end += room
+    def grown(self, rows: Ints) -> Grown | None:
+        """What the last step brought to rows which are those of the run."""
+        run = self.run
+        return run.grown if run is not None and run.rows is rows and run.changes == self.changes else None
+
+    def replace_last(self, rows: Ints, pages: Ints) -> None:
+        self.changes += 1
+        self.table[rows, self.counts[rows] - 1] = pages
+        self.last[rows] = pages
+        self._restamp(rows)
+        if self.kinship is not None:
+            self.kinship.replace(rows)
+
+    def _new_rows(self, seqs: list[int]) -> Ints:
+        """A row for each of them."""
+        self.changes += 1
+        count, unused = len(seqs), self._unused
+        fresh = max(0, count - len(unused))
+        first = len(self.rows)  # with none unused, the first that never was in use
+        if fresh and first + count > len(self.lengths):
+            more = max(first + count, 2 * len(self.lengths))
+            self.lengths, self.counts, self.last, self.stamps = (
+                np.concatenate([x, np.zeros(more - len(x), np.int64)])
+                for x in (self.lengths, self.counts, self.last, self.stamps)
+            )
+            self._resize(more, self.table.shape[1])
+        first += len(unused)
+        rows = unused[len(unused) - count + fresh :] + list(range(first, first + fresh))
+        del unused[len(unused) - count + fresh :]
+        self.rows.update(zip(seqs, rows, strict=True))
+        found = np.array(rows, np.int64)
+        self._restamp(found)
+        return found
+
+    def _restamp(self, rows: Ints) -> None:
+        self.stamps[rows] = np.arange(self._stamp + 1, self._stamp + 1 + len(rows))
+        self._stamp += len(rows)
+
+    def _widen(self, pages: int) -> None:
+        """Make room for lists of so many pages."""
+        if pages > self.table.shape[1]:
+            self._resize(len(self.table), max(pages, 2 * self.table.shape[1]))
+
+    def _resize(self, rows: int, width: int) -> None:
+        table = np.zeros((rows, width), np.int32)
+        if self.table.size < LARGE:
+            table[: len(self.table), : self.table.shape[1]] = self.table
+        else:  # only what is listed is touched, and so takes memory: one long list does not make all others long
+            for row, count in zip(self.rows.values(), self.counts[list(self.rows.values())].tolist(), strict=True):
+                table[row, :count] = self.table[row, :count]
+        self.table = table
 
 
-def check_seqs(seqs: Any) -> list[int]:
+def several(seq: Any) -> bool:
+    """Whether it is a list of sequence numbers, not one number."""
+    if type(seq) in (int, list):
+        return type(seq) is list
+    if isinstance(seq, (np.ndarray, torch.Tensor)):
+        return seq.ndim > 0
+    return isinstance(seq, Sequence) and not isinstance(seq, str)
+
+
+def check_seqs(seqs: Any, name: str = "seqs") -> list[int]:
     """`seqs`, a list, tensor or array of sequence numbers, as a list of ints."""
+    if type(seqs) is list and _all_ints(seqs):
+        return seqs
     if isinstance(seqs, (torch.Tensor, np.ndarray)):
         seqs = seqs.tolist()
     if isinstance(seqs, str) or not isinstance(seqs, Sequence):
-        raise TypeError(f"seqs must be a list of sequence numbers, got {type(seqs).__name__}")
+        raise TypeError(f"{name} must be a list of sequence numbers, got {type(seqs).__name__}")
     if _all_ints(seqs):
-        return seqs if type(seqs) is list else list(seqs)
-    return [checks.integer("seqs", seq) for seq in seqs]
+        return list(seqs)
+    return [checks.integer(name, seq) for seq in seqs]
 
 
 def check_counts(counts: Any, expected: int) -> tuple[tuple[int, ...], Ints]:
     """`counts`, one number or one for each of `expected` sequences, none below 0; also as an array, cut off at MANY."""
     if isinstance(counts, (torch.Tensor, np.ndarray)):
         counts = counts.tolist()
-    if isinstance(counts, str) or not isinstance(counts, Sequence):
-        count = checks.integer("counts", counts, 0)
+    if type(counts) is int or isinstance(counts, str) or not isinstance(counts, Sequence):
+        count = counts if type(counts) is int and counts >= 0 else checks.integer("counts", counts, 0)
         return (count,) * expected, np.full(expected, min(count, MANY), np.int64)
     if len(counts) != expected:
         raise ValueError(f"counts must be one int or one for each of the {expected} seqs, got {len(counts)}")

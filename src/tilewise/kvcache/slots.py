@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from tilewise.kvcache.pool import Ints
+from tilewise.kvcache.pool import Ints, ranges
 
 if TYPE_CHECKING:
     from tilewise.kvcache.paged import PagedKVCache
@@ -23,7 +23,10 @@ class Places:
     __slots__ = ("rows", "step", "tensor")
 
     def __init__(self, capacity: int, device: torch.device) -> None:
-        with torch.inference_mode(False):  # or a later step outside of it could not refresh them
+        if torch.is_inference_mode_enabled():
+            with torch.inference_mode(False):  # or a later step outside of it could not refresh them
+                self.tensor = torch.empty((2, capacity), dtype=torch.int64, device=device)
+        else:
             self.tensor = torch.empty((2, capacity), dtype=torch.int64, device=device)
         self.rows: tuple[torch.Tensor, ...] = ()  # views, kept because making one costs as much as a launch
         self.step = 0  # counts the steps that were in them
@@ -32,10 +35,14 @@ class Places:
         self.step += 1
         if not self.tensor.numel():
             return
-        values = np.zeros(tuple(self.tensor.shape), np.int64)
-        values[0, : len(positions)], values[1, : len(index)] = positions, index
-        values[1, len(index) :] = -1
-        upload(values, self.tensor.device, into=self.tensor)
+        count, room = len(index), self.tensor.shape[1]
+        # New pinned memory in each call: torch does not hand it out again before the copy is done.
+        host = torch.empty((2, room), dtype=torch.int64, device="cpu", pin_memory=self.tensor.is_cuda)
+        values = host.numpy()
+        values[0, :count], values[1, :count] = positions, index
+        if count < room:
+            values[0, count:], values[1, count:] = 0, -1
+        self.tensor.copy_(host, non_blocking=True)
 
 
 def upload(values: npt.NDArray[Any], device: torch.device, into: torch.Tensor | None = None) -> torch.Tensor:
@@ -70,11 +77,10 @@ class Slots:
     host_positions: Ints
     host_index: Ints
     _cache: PagedKVCache = field(repr=False)
-    _pages: Ints = field(repr=False)
-    _generations: Ints = field(repr=False)  # of _pages when they were reserved: other numbers mean stale slots
-    _places: Places | None = field(repr=False, default=None)  # None: the host reads the cache
-    _step: int = field(repr=False, default=0)  # of _places
-    _losses: list[int] = field(repr=False, default_factory=list)  # pool.losses when last known good
+    _places: Places | None = field(repr=False)  # None: the host reads the cache
+    _step: int = field(repr=False)  # of _places
+    _born: int = field(repr=False)  # pool.losses when they were reserved: pages freed since mean stale slots
+    _losses: list[int] = field(repr=False)  # pool.losses when last known good
     _layers: set[int] = field(repr=False, default_factory=set)  # the layers written
     _when_complete: list[Callable[[], None]] = field(repr=False, default_factory=list)
 
@@ -92,6 +98,21 @@ class Slots:
         return torch.from_numpy(self.host_index) if self._places is None else self._on_card(1)
 
     @property
+    def room(self) -> int:
+        """Tokens that the arrays on the card have places for, those past len() to be skipped; 0 without a card."""
+        return 0 if self._places is None else self._places.tensor.shape[1]
+
+    @property
+    def all_positions(self) -> torch.Tensor:
+        """(room,) on the card: `positions`, then 0 for places that are skipped."""
+        return self._on_card(0, whole=True)
+
+    @property
+    def all_index(self) -> torch.Tensor:
+        """(room,) on the card: `index`, then -1 for places that are skipped."""
+        return self._on_card(1, whole=True)
+
+    @property
     def complete(self) -> bool:
         """Whether every layer has been written."""
         return len(self._layers) == self._cache.num_layers or len(self.host_index) == 0
@@ -101,12 +122,20 @@ class Slots:
         """The largest position, -1 if there is none."""
         return int(self.host_positions.max(initial=-1))
 
-    def _on_card(self, which: int) -> torch.Tensor:
+    @cached_property
+    def _pages(self) -> Ints:
+        """The pages of the tokens, in their order, each once: no other sequence has one of them."""
+        pages = self.host_index // self._cache.page_size
+        new = np.ones(len(pages), bool)
+        np.not_equal(pages[1:], pages[:-1], out=new[1:])
+        return pages[new]
+
+    def _on_card(self, which: int, whole: bool = False) -> torch.Tensor:
         self._check_own_places()
         assert self._places is not None
         self._places.rows = self._places.rows or self._places.tensor.unbind()
         row = self._places.rows[which]
-        return row if len(row) == len(self) else row[: len(self)]
+        return row if whole or len(row) == len(self) else row[: len(self)]
 
     def _check_own_places(self) -> None:
         if self._places is not None and self._places.step != self._step:
@@ -122,16 +151,27 @@ class Slots:
 
     def _moved(self) -> bool:
         """Whether a page of the slots, whose sequences are alive, was replaced by copy-on-write."""
-        size = self._cache.page_size
-        token = page = 0
-        for seq, count in zip(self.seqs, self.counts, strict=True):
-            start = int(self.host_positions[token]) if count else 0
-            first, stop = start // size, -(-(start + count) // size)
-            now = self._cache.page_list(seq)[first:stop]
-            if not np.array_equal(now, self._pages[page : page + len(now)]):
-                return True
-            token, page = token + count, page + len(now)
-        return False
+        size, sequences = self._cache.page_size, self._cache.sequences
+        rows = sequences.named(self.seqs)[1]
+        counts = np.array(self.counts, np.int64)
+        filled = counts > 0
+        rows, counts = rows[filled], counts[filled]
+        starts = self.host_positions[np.cumsum(counts) - counts]
+        first, stop = starts // size, -(-(starts + counts) // size)
+        now = sequences.table[np.repeat(rows, stop - first), ranges(first, stop - first)]
+        return not np.array_equal(now, self._pages)
+
+
+def room_for(cache: PagedKVCache, tokens: int) -> Slots:
+    """Slots of no token, whose arrays on a card have room for steps of so many: for extend(into=), before any step."""
+    nothing: Ints = np.zeros(0, np.int64)
+    places = None
+    if cache._by_kernel:
+        places = Places(tokens, cache.device)
+        places.fill(nothing, nothing)
+    step = places.step if places is not None else 0
+    losses = cache.pool.losses
+    return Slots((), (), nothing, nothing, cache, places, step, losses, [losses])
 
 
 def check_slots(slots: Any, cache: PagedKVCache, layer: int) -> None:
@@ -144,12 +184,12 @@ def check_slots(slots: Any, cache: PagedKVCache, layer: int) -> None:
     pool = cache.pool
     if slots._losses[0] == pool.losses:
         return
-    void = [seq for seq in slots.seqs if seq not in cache._sequences.rows]
+    void = [seq for seq in slots.seqs if seq not in cache.sequences.rows]
     again = layer in slots._layers
     # Forks may live on and wait for what a freed sequence reserved, so slots die with their pages, not with their
     # sequence. To write again is another thing: the tokens must still belong to their sequences, in the same place.
     moved = not void and slots._moved()
-    if (pool.generation[slots._pages] != slots._generations).any() or (again and (void or moved)):
+    if (pool.freed[slots._pages] > slots._born).any() or (again and (void or moved)):
         why = f"sequence {void[0]} was freed" if void else "their sequence has copied its page since they were written"
         raise ValueError(f"slots are stale: {why}; extend() again")
     if not void and not moved:

@@ -16,6 +16,7 @@ from tilewise.kvcache.slots import upload
 from tilewise.plan.tiles import page_step
 
 Parts = list[torch.Tensor]
+LATE, LATE_TOKENS = 64, 1024  # steps, and tokens of one, that Written keeps without having noted them
 
 
 def uses_kernels(device: torch.device) -> bool:
@@ -155,29 +156,65 @@ class Written:
     """Which layers each token of the pages was given. It means something only for tokens that a sequence has.
 
     bits: (pages, page_size, words) uint64, one bit per layer; `every_layer` (words,) is a token that has them all.
+    Tokens that got every layer at once are noted in it when somebody looks.
     """
 
     def __init__(self, num_pages: int, page_size: int, num_layers: int) -> None:
         words = -(-num_layers // 64)
         self.every_layer = np.array([2 ** min(64, num_layers - 64 * w) - 1 for w in range(words)], np.uint64)
-        self.bits = np.zeros((num_pages, page_size, words), np.uint64)
+        self._bits = np.zeros((num_pages, page_size, words), np.uint64)
+        self._late: list[Ints] = []  # tokens that have every layer
+        self._losses = 0  # of the pool when `_late` was empty
+
+    @property
+    def bits(self) -> npt.NDArray[np.uint64]:
+        if self._late:
+            index = np.concatenate(self._late)
+            self._late.clear()
+            if len(self.every_layer) == 1:
+                self._bits.reshape(-1)[index] = self.every_layer[0]
+            else:
+                self._bits.reshape(-1, len(self.every_layer))[index] = self.every_layer
+        return self._bits
+
+    def clear_pages(self, pages: Ints, losses: int) -> None:
+        """Pages that somebody has from now on. losses: the pool's."""
+        if losses != self._losses:  # or a page that was freed and taken again would get what is late
+            self._losses = losses
+            self.bits[pages] = 0
+        else:
+            self._bits[pages] = 0
+
+    def clear_after(self, index: Ints) -> None:
+        """Whatever comes after these tokens in their pages is to be written."""
+        bits, size = self.bits, self._bits.shape[1]
+        pages = index // size
+        bits[pages] *= (np.arange(size) <= (index - pages * size)[:, None]).astype(np.uint64)[:, :, None]
 
     def forget(self, index: Ints) -> None:
         """Tokens at `index`, page · page_size + offset, are to be written."""
-        self._by_token()[index] = 0
+        if len(self.every_layer) == 1:
+            self.bits.reshape(-1)[index] = 0
+        else:
+            self._by_token()[index] = 0
 
     def mark(self, index: Ints, layer: int) -> None:
         self._by_token()[index, layer // 64] |= _bit(layer)
 
     def mark_all(self, index: Ints) -> None:
-        self._by_token()[index] = self.every_layer
+        self._late.append(index)
+        if len(self._late) > LATE or len(index) > LATE_TOKENS:
+            self.bits  # noqa: B018
 
     def copy_pages(self, old: Ints, new: Ints) -> None:
         self.bits[new] = self.bits[old]
 
-    def in_every_layer(self, page: int, tokens: int) -> bool:
-        """Whether the first `tokens` of a page were written in every layer."""
-        return bool((self.bits[page, :tokens] == self.every_layer).all())
+    def in_every_layer(self, pages: Ints, tokens: Ints) -> npt.NDArray[np.bool_]:
+        """For each of the pages, whether its first `tokens` were written in every layer."""
+        written = (self.bits[pages] == self.every_layer).all(-1)
+        written |= np.arange(written.shape[1]) >= tokens[:, None]
+        whole: npt.NDArray[np.bool_] = written.all(-1)
+        return whole
 
     def has(self, layer: int, lists: Pages, rows: slice) -> bool:
         """Whether these rows of the tokens in n lists of pages (n, c) were all written in the layer."""

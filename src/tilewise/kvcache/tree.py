@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
-from tilewise.kvcache.pool import GrowingArray, Pages
+from tilewise.kvcache.pool import Pages
+from tilewise.kvcache.progress import Progress, Tokens
 from tilewise.kvcache.slots import Slots
-
-Tokens = npt.NDArray[np.int64]
 
 
 class Node:
@@ -38,19 +35,28 @@ class Node:
 
 
 class Live:
-    """A living sequence. `complete` tokens are written in every layer, `anchor.end` of them are in the tree.
+    """A living sequence, in a row of the cache. `complete` tokens are written in every layer, `anchor.end` of them are
+    in the tree."""
 
-    limit: how many must be complete before the next page can enter the tree.
-    """
+    __slots__ = ("_progress", "anchor", "row", "seq")
 
-    __slots__ = ("anchor", "complete", "limit", "released", "seq", "tokens", "waiting")
-
-    def __init__(self, seq: int, tokens: Tokens, complete: int, anchor: Node, page_size: int) -> None:
-        self.seq, self.complete, self.anchor, self.limit = seq, complete, anchor, anchor.end + page_size
-        self.tokens = GrowingArray(tokens)
-        self.waiting: deque[tuple[Slots, int]] = deque()  # slots not known to be complete, and where they end
-        self.released = False
+    def __init__(self, seq: int, row: int, anchor: Node, progress: Progress) -> None:
+        self.seq, self.row, self.anchor, self._progress = seq, row, anchor, progress
         anchor.live.add(self)
+
+    @property
+    def complete(self) -> int:
+        return int(self._progress.complete[self.row])
+
+    @property
+    def tokens(self) -> Tokens:
+        """The ids of all its tokens, a copy."""
+        return self._progress.tokens(self.row, 0, self._progress.length(self.row))
+
+    @property
+    def waiting(self) -> list[Slots]:
+        """Slots that must be written before all its tokens count as written."""
+        return [step.slots for step in self._progress.waiting(self.row)]
 
 
 @dataclass(frozen=True)
@@ -63,6 +69,32 @@ class Match:
     extra: int = 0
     extra_page: int = -1
     extra_node: Node | None = None  # the node that holds extra_page; None if only a living sequence does
+
+
+@dataclass(frozen=True)
+class PrefixStats:
+    """What PrefixCache.stats() counts since the cache was made; the last three are what it holds now."""
+
+    inserts: int
+    hits: int  # inserts that reused anything
+    tokens_inserted: int
+    tokens_reused: int
+    evictions: int  # pages taken from the tree to make room
+    sequences: int
+    nodes: int
+    cached_tokens: int
+
+    @property
+    def hit_rate(self) -> float:
+        """The share of the inserted tokens that did not have to be computed."""
+        return self.tokens_reused / self.tokens_inserted if self.tokens_inserted else 0.0
+
+    def __str__(self) -> str:
+        return (
+            f"{self.sequences} sequences, {self.nodes} nodes, {self.cached_tokens} tokens cached; {self.hits} hits in "
+            f"{self.inserts} inserts, {self.tokens_reused} of {self.tokens_inserted} tokens reused "
+            f"({self.hit_rate:.0%}), {self.evictions} pages evicted"
+        )
 
 
 def path_of(node: Node | None) -> Iterator[Node]:
@@ -114,3 +146,24 @@ def token_array(name: str, tokens: Any) -> Tokens:
     if ids.dtype.kind not in "iu" or (ids.dtype == np.uint64 and ids.max() >= 2**63):
         raise TypeError(f"{name} must be integers of at most 64 bits, got {ids.dtype}")
     return ids.astype(np.int64, copy=False)
+
+
+def check_prompt(name: str, tokens: Any) -> Tokens:
+    prompt = token_array(name, tokens)
+    if not len(prompt):
+        raise ValueError(f"{name} must hold at least one token, got none")
+    return prompt
+
+
+def check_new_tokens(tokens: Any) -> tuple[Tokens, list[int] | None]:
+    """The tokens of extend(), one sequence after another, and how many each has; None: one each."""
+    if isinstance(tokens, (torch.Tensor, np.ndarray)):
+        if tokens.ndim == 1:
+            return token_array("tokens", tokens), None
+        tokens = tokens.tolist()
+    if isinstance(tokens, str) or not isinstance(tokens, Sequence):
+        raise TypeError(f"tokens must be a list of ints or of lists of ints, got {type(tokens).__name__}")
+    if set(map(type, tokens)) == {int}:
+        return token_array("tokens", tokens), None
+    new = [token_array("tokens", [t] if is_single(t) else t) for t in tokens]
+    return np.concatenate(new) if new else np.empty(0, np.int64), [len(t) for t in new]

@@ -1,13 +1,14 @@
 """Deals the items of a work list out to blocks and warps, so that all of them are done at about the same time.
 
-Each function takes items (n, 16) of int64 and returns the kernel's int32 array, in which an item of zeros is an empty
-slot. The longest item is dealt first and goes to the block or warp that has the least to do; ties go to the earlier
-item and to the lower number.
+Each function takes items (n, 16) and returns the kernel's array, in which an item of zeros is an empty slot. The
+longest item is dealt first and goes to the block or warp that has the least to do; ties go to the earlier item and to
+the lower number. Many are dealt at a time: takers get one each in the order of what they have to do, up to the first of
+them that has no less to do than one that was served before it.
 """
 
 from __future__ import annotations
 
-import heapq
+from collections.abc import Callable
 
 import numpy as np
 import numpy.typing as npt
@@ -19,10 +20,11 @@ from tilewise.plan.ranges import CHUNK, TILE_TOKENS, Longs, Shape
 Floats = npt.NDArray[np.float64]
 
 
-def stream_chunks(items: Longs, length: Longs) -> Longs:
+def stream_chunks(items: npt.NDArray[np.integer], length: Longs) -> Longs:
     """(n,): chunks of 16 tokens that each item has now, without the room to grow. length: (sequences,)."""
     stop = np.minimum(items[:, Word.STOP], length[items[:, Word.TABLE]])
-    return np.maximum(0, -(-(stop - items[:, Word.START] // CHUNK * CHUNK) // CHUNK))
+    found: Longs = np.maximum(0, -(-(stop - items[:, Word.START] // CHUNK * CHUNK) // CHUNK))
+    return found
 
 
 def tile_steps(items: npt.NDArray[np.integer]) -> npt.NDArray[np.integer]:
@@ -40,85 +42,124 @@ def are_in_step(items: int, heads: int, blocks: int, warps: int) -> bool:
 
 
 def deal_streams(
-    items: Longs, chunks: Longs, heads: int, blocks: int, warps: int, item_chunks: float = ITEM_CHUNKS
+    items: Ints, chunks: Longs, heads: int, blocks: int, warps: int, item_chunks: float = ITEM_CHUNKS
 ) -> Ints:
     """(blocks, slots, 16), for a kernel without tiles: warp w of a block takes the slots w, w + warps, …
 
-    item_chunks: Weights.item_chunks.
+    chunks: (n,), of each item. item_chunks: Weights.item_chunks.
     """
-    if not are_in_step(len(items), heads, blocks, warps):
-        dealt = _deal(items, chunks, blocks * warps, item_chunks)
-        dealt = dealt.reshape(-1, warps, blocks, ITEM_WORDS).transpose(2, 0, 1, 3)
+    in_step = are_in_step(len(items), heads, blocks, warps)
+    cost = chunks[::warps] if in_step else chunks
+    takers = blocks if in_step else blocks * warps
+    ranked = _ranked(cost)
+    numbers = np.arange(len(ranked))
+    taker, turn = numbers % takers, numbers // takers
+    if len(cost) > takers and cost.min() != cost.max():
+        taker = _longest_first(cost[ranked], np.zeros(takers), item_chunks)
+        turn = _turns(taker, takers)
+    rounds = int(turn.max(initial=-1)) + 1
+    dealt = np.zeros((blocks, rounds, warps, ITEM_WORDS), np.int32)
+    if in_step:
+        dealt[taker, turn] = items.reshape(-1, warps, ITEM_WORDS)[ranked]
     else:
-        together = _deal(items.reshape(-1, warps * ITEM_WORDS), chunks[::warps], blocks, item_chunks)
-        dealt = together.reshape(-1, blocks, warps, ITEM_WORDS).transpose(1, 0, 2, 3)
-    return np.ascontiguousarray(dealt).reshape(blocks, -1, ITEM_WORDS)
+        dealt[taker % blocks, turn, taker // blocks] = items[ranked]
+    return dealt.reshape(blocks, -1, ITEM_WORDS)
 
 
-def deal_beside_tiles(items: Longs, chunks: Longs, heads: int, shape: Shape, tile_items: Ints) -> Ints:
+def deal_beside_tiles(items: Ints, chunks: Longs, heads: int, shape: Shape, tile_items: Ints) -> Ints:
     """(blocks, slots, 16), for a kernel with tiles: the warps of a block take its items from a common counter.
 
-    tile_items: (rounds, blocks, 16), already dealt. A block's joiners stream only after its tile items are done; of a
-    shape whose warps do both in turn, none streams meanwhile.
+    chunks: (n,), of each item. tile_items: (rounds, blocks, 16), already dealt. A block's joiners stream only after its
+    tile items are done; of a shape whose warps do both in turn, none streams meanwhile.
     """
     step_chunks = MMA_STEP_CHUNKS if shape.in_turn else shape.weights.step_chunks
-    busy: Floats = (tile_steps(tile_items) * step_chunks).sum(0)
-    blocks, warps, joiners = len(busy), shape.warps, shape.joiners
+    after: Floats = (tile_steps(tile_items) * step_chunks).sum(0)
+    blocks, warps, joiners = len(after), shape.warps, shape.joiners
     together = warps if are_in_step(len(items), heads, blocks, warps) else 1
     cost = (chunks + shape.weights.item_chunks).reshape(-1, together).sum(1)
 
-    def done(work: float, after: float) -> float:
-        """When a block is done with `work` chunks of streaming, if its joiners start at time `after`."""
+    def done(work: Floats, block: Longs) -> Floats:
+        """When blocks are done with `work` chunks of streaming each, if their joiners start when their tiles end."""
+        free = after[block]
         if shape.in_turn:
-            return after + work / warps
-        return work / warps if work <= warps * after else after + (work - warps * after) / (warps + joiners)
+            return free + work / warps
+        return np.where(work <= warps * free, work / warps, free + (work - warps * free) / (warps + joiners))
 
-    lists: list[list[int]] = [[] for _ in range(blocks)]
-    # For each block: when it is done with the items it has, when its tiles are done, its chunks of streaming, its
-    # number. Among blocks that are done at the same time, the one whose tiles are done first gets the next item.
-    loads = [(0.0, after, 0.0, b) for b, after in enumerate(busy.tolist())]
-    heapq.heapify(loads)
-    for n in np.argsort(-cost, kind="stable").tolist():
-        _, after, work, b = loads[0]
-        lists[b] += range(n * together, (n + 1) * together)
-        work += float(cost[n])
-        heapq.heapreplace(loads, (done(work, after), after, work, b))
-    dealt = np.zeros((blocks, max(map(len, lists)), ITEM_WORDS), np.int32)
-    for b, own in enumerate(lists):
-        dealt[b, : len(own)] = items[own]
+    ranked = _ranked(chunks.reshape(-1, together).sum(1))
+    block = _longest_first(cost[ranked], after, 0.0, done)
+    turn = _turns(block, blocks)
+    dealt = np.zeros((blocks, int(turn.max(initial=-1)) + 1, together, ITEM_WORDS), np.int32)
+    dealt[block, turn] = items.reshape(-1, together, ITEM_WORDS)[ranked]
+    return dealt.reshape(blocks, -1, ITEM_WORDS)
+
+
+def deal_chains(items: Ints, chains: Longs, blocks: int) -> Ints:
+    """(rounds, blocks, 16): tile items (n · heads, 16) of n pieces, heads side by side. chains: (n,), of each piece the
+    first one of its chain. The items of a chain and head go to one block, in consecutive rounds; all but the last of
+    them get GOES_ON, also in `items`."""
+    if not len(items):
+        return np.zeros((0, blocks, ITEM_WORDS), np.int32)
+    heads = len(items) // len(chains)
+    roots, of = np.unique(chains, return_inverse=True)
+    steps = np.bincount(of, tile_steps(items[::heads])).astype(np.int64)
+    if len(roots) < len(chains):
+        goes_on = np.ones(len(chains), np.bool_)
+        goes_on[len(of) - 1 - np.unique(of[::-1], return_index=True)[1]] = False
+        items.reshape(-1, heads, ITEM_WORDS)[goes_on, :, Word.KIND] |= GOES_ON
+    cost = np.repeat(steps, heads)  # of each chain and head
+    ranked = _ranked(cost)
+    place, block = np.empty_like(ranked), np.empty_like(ranked)
+    place[ranked], block[ranked] = np.arange(len(ranked)), _longest_first(cost[ranked], np.zeros(blocks), 0.0)
+    unit = (of[:, None] * heads + np.arange(heads)).ravel()  # the chain and head of each item
+    by = place[unit].argsort(kind="stable")
+    block = block[unit[by]]
+    turn = _turns(block, blocks)
+    dealt = np.zeros((int(turn.max()) + 1, blocks, ITEM_WORDS), np.int32)
+    dealt[turn, block] = items[by]
     return dealt
 
 
-def deal_chains(items: Longs, chains: list[list[int]], blocks: int) -> Ints:
-    """(rounds, blocks, 16): tile items. The items of a chain go to one block, in consecutive rounds; all but the last
-    of them get GOES_ON, also in `items`."""
-    steps = tile_steps(items)
-    cost = [int(steps[chain].sum()) for chain in chains]
-    loads = [(0, b) for b in range(blocks)]
-    lists: list[list[int]] = [[] for _ in range(blocks)]
-    for n in sorted(range(len(chains)), key=lambda n: -cost[n]):
-        load, b = loads[0]
-        lists[b] += chains[n]
-        items[chains[n][:-1], Word.KIND] |= GOES_ON
-        heapq.heapreplace(loads, (load + cost[n], b))
-    dealt = np.zeros((max(map(len, lists)), blocks, ITEM_WORDS), np.int32)
-    for b, own in enumerate(lists):
-        dealt[: len(own), b] = items[own]
-    return dealt
+def _ranked(cost: Longs) -> Longs:
+    """(n,): the numbers of the largest first, of equal ones the first."""
+    down = cost.max(initial=0) - cost
+    few = down.max(initial=0) < 1 << 16  # then they are sorted in linear time
+    ranked: Longs = (down.astype(np.uint16) if few else down).argsort(kind="stable")
+    return ranked
 
 
-def _deal(units: Longs, cost: Longs, takers: int, item_chunks: float) -> Ints:
-    """(rounds, takers, words): units (n, words) that cost so many chunks each, and `item_chunks` besides, dealt to
-    blocks or warps. A taker's empty slots come after its units."""
-    ranked = np.argsort(-cost, kind="stable")
-    taker, turn = np.arange(len(units)) % takers, np.arange(len(units)) // takers
-    if len(units) and cost.min() != cost.max():
-        loads, counts = [(0, t) for t in range(takers)], [0] * takers
-        for n, c in enumerate(cost[ranked].tolist()):
-            load, t = loads[0]
-            taker[n], turn[n] = t, counts[t]
-            counts[t] += 1
-            heapq.heapreplace(loads, (load + c + item_chunks, t))
-    dealt = np.zeros((int(turn.max(initial=-1)) + 1, takers, *units.shape[1:]), np.int32)
-    dealt[turn, taker] = units[ranked]
-    return dealt
+def _turns(taker: Longs, takers: int) -> Longs:
+    """(n,): how many went to the same taker before."""
+    by, counts = taker.argsort(kind="stable"), np.bincount(taker, minlength=takers)
+    turn = np.empty_like(taker)
+    turn[by] = np.arange(len(taker)) - np.repeat(np.cumsum(counts) - counts, counts)
+    return turn
+
+
+def _longest_first(
+    cost: npt.NDArray[np.number],
+    after: Floats,
+    extra: float,
+    done: Callable[[Floats, Longs], Floats] = lambda work, taker: work,
+) -> Longs:
+    """(n,): who takes each of n units that cost so much, and `extra` besides, dealt in their order.
+
+    A taker that has `work` to do is done at `done(work, taker)`. The one that is done first gets the next unit; of
+    equals the one whose `after` is smaller, then the one that has less to do, then the lower number.
+    """
+    takers, count = len(after), len(cost)
+    work, ends = np.zeros(takers), np.zeros(takers)
+    found = np.empty(count, np.int64)
+    costs = cost.astype(np.float64)
+    at = 0
+    while at < count:
+        by = np.lexsort((work, after, ends))[: count - at]
+        more = work[by] + costs[at : at + len(by)] + extra
+        new = done(more, by)
+        # Whoever would not be served before somebody who has been served already has to wait for the next round.
+        late = np.minimum.accumulate(new[:-1]) <= ends[by[1:]]
+        served = int(late.argmax()) + 1 if late.any() else len(by)
+        by = by[:served]
+        found[at : at + served] = by
+        work[by], ends[by] = more[:served], new[:served]
+        at += served
+    return found

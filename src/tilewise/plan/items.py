@@ -14,7 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 from tilewise.plan.cost import CHAIN_SHARE
-from tilewise.plan.ranges import CHUNK, FAR, TILE_ROWS, TILE_TOKENS, Cutter, Longs, Node, Own, OwnCut
+from tilewise.plan.flat import FIRST, SEQUENCES, START, STOP
+from tilewise.plan.ranges import CHUNK, FAR, TILE_TOKENS, Cutter, Flags, Longs, Own, OwnCut
 
 Ints = npt.NDArray[np.int32]
 
@@ -96,109 +97,119 @@ class Sequences(NamedTuple):
     chunk: int
 
 
-class TileChains:
-    """Pieces of the nodes that go through tiles, and which of them continue others.
+class NodeCut(NamedTuple):
+    """How each node is cut, (m,) each: whether it goes through tiles, the tokens of a piece, the first token of its
+    first piece, pieces, passes over each of them, the number of its first state, and which node its first piece
+    continues, -1 for none.
 
     If a child node has the same passes as its parent, the first piece of the child can continue the parent's last
     piece: one block computes both, the rows stay in registers between them, and the two leave one state instead of
-    two. This needs a child whose tokens are seen by all rows, and a chain that is not much longer than an even share
-    per block (CHAIN_SHARE). most: rows of an item at most.
+    two. This needs a chain of pieces that is not much longer than an even share per block (CHAIN_SHARE).
     """
 
-    def __init__(self, rows_each: int, share: float, chaining: bool, most: int = TILE_ROWS) -> None:
-        self.rows_each, self.share, self.chaining, self.most = rows_each, share, chaining, most
-        self.parts: list[Longs] = []  # (9, n) each, one per node
-        self._count = 0
-        self._above: list[_LastPiece] = []  # the node that was added last, after its ancestors
-        self._before: dict[int, int] = {}  # from a piece to the piece that it continues
-
-    def add(self, node: Node, begins: Longs, size: int, state: int, kind: int) -> int:
-        """Adds the next node, parents before children. Returns 1 if it continues its parent, and so has one state less,
-        otherwise 0."""
-        while self._above and node.first >= self._above[-1].node.first + self._above[-1].node.sequences:
-            self._above.pop()
-        above = self._above[-1] if self._above and kind & ALL_SEE and self.chaining else None
-        tokens = min(size, node.stop - int(begins[0]))
-        if above and not (self._continues(node, above.node) and above.tokens + tokens <= CHAIN_SHARE * self.share):
-            above = None
-        made = node_pieces(node, begins, size, state - (above is not None), kind, self.rows_each, self.most)
-        passes = made.shape[1] // len(begins)
-        if above is not None:
-            first = above.first_pass + (node.first - above.node.first) * self.rows_each // self.most
-            self._before |= {self._count + n: first + n for n in range(passes)}
-        tokens = node.stop - int(begins[-1]) + (above.tokens if above is not None and len(begins) == 1 else 0)
-        self._above.append(_LastPiece(node, self._count + made.shape[1] - passes, tokens))
-        self._count += made.shape[1]
-        self.parts.append(made)
-        return int(above is not None)
-
-    def _continues(self, node: Node, above: Node) -> bool:
-        """Does the node begin where its parent ends, and is each of its passes one of the parent's passes?"""
-        ahead = (node.first - above.first) * self.rows_each
-        end, end_above = node.first + node.sequences, above.first + above.sequences
-        return (
-            node.start == above.stop
-            and ahead % self.most == 0
-            and (node.sequences * self.rows_each % self.most == 0 or end == end_above)
-        )
-
-    def pieces(self) -> Longs:
-        """(9, n): of all nodes."""
-        return np.concatenate([*self.parts, np.zeros((PIECE_FIELDS, 0), np.int64)], axis=1)
-
-    def chains(self, heads: int) -> list[list[int]]:
-        """Items of all heads, numbered as `items_of_heads` makes them: each list is one block's, in this order."""
-        after = {b: a for a, b in self._before.items()}
-        found = []
-        for n in range(self._count):
-            if n not in self._before:
-                chain = [n]
-                while chain[-1] in after:
-                    chain.append(after[chain[-1]])
-                found += [[m * heads + h for m in chain] for h in range(heads)]
-        return found
+    by_tiles: Flags
+    size: Longs
+    begin: Longs
+    parts: Longs
+    passes: Longs
+    state: Longs
+    continues: Longs
 
 
-class _LastPiece(NamedTuple):
-    """The last piece of a node: its first pass's place among all pieces, and the tokens of the chain up to its end."""
+def cut_nodes(nodes: Longs, cutter: Cutter, chaining: bool) -> NodeCut:
+    """How nodes (m, 5) are cut. chaining: whether pieces of tiles may continue others."""
+    by_tiles, size = cutter.by_tiles(nodes), cutter.node_sizes(nodes)
+    step = np.where(by_tiles, TILE_TOKENS, cutter.shape.chunk)
+    begin = nodes[:, START] // step * step
+    parts = -(-(nodes[:, STOP] - begin) // size)
+    most, each = cutter.shape.tile_rows, cutter.rows_each
+    limit = CHAIN_SHARE * cutter.even_share(nodes, by_tiles=True)
+    states, continues = [0] * len(nodes), [-1] * len(nodes)
+    last = [0] * len(nodes)  # tokens of the chain up to a node's end
+    rows, cuts = nodes.tolist(), zip(*(x.tolist() for x in (by_tiles, size, begin, parts)), strict=True)
+    counts = [0] * len(nodes)  # states of the node's sequences up to its end
+    for n, ((first, sequences, start, stop, above), (tiled, piece, begun, pieces)) in enumerate(
+        zip(rows, cuts, strict=True)
+    ):
+        state = counts[above] if above >= 0 else 0
+        last[n] = stop - (begun + (pieces - 1) * piece)
+        if tiled and chaining and above >= 0 and start == rows[above][STOP]:
+            begins, ends = rows[above][FIRST], rows[above][FIRST] + rows[above][SEQUENCES]
+            # Each of its passes has to be one of its parent's.
+            fits = (first - begins) * each % most == 0 and (sequences * each % most == 0 or first + sequences == ends)
+            if fits and last[above] + min(piece, stop - begun) <= limit:
+                continues[n], state = above, state - 1
+                last[n] += last[above] if pieces == 1 else 0
+        states[n], counts[n] = state, state + pieces
+    passes = cutter.passes(nodes, by_tiles)
+    return NodeCut(by_tiles, size, begin, parts, passes, *(np.array(x, np.int64) for x in (states, continues)))
 
-    node: Node
-    first_pass: int
-    tokens: int
+
+def node_states(nodes: Longs, cut: NodeCut, sequences: int) -> Longs:
+    """(sequences,): how many states each sequence has of the nodes above it."""
+    found = np.zeros(sequences, np.int64)
+    for (first, count, *_), after in zip(nodes.tolist(), (cut.state + cut.parts).tolist(), strict=True):
+        found[first : first + count] = after
+    return found
+
+
+def node_pieces(nodes: Longs, cut: NodeCut, rows_each: int, most: int, by_tiles: bool) -> tuple[Longs, Longs]:
+    """(9, n): the pieces of the nodes that go through tiles, or of the others, in passes of at most `most` rows over
+    each of them; and (n,): the chain of each piece, the number of the first piece in it. A chain's pieces follow each
+    other in one block."""
+    (chosen,) = (cut.by_tiles == by_tiles).nonzero()
+    counts = cut.parts[chosen] * cut.passes[chosen]
+    before = np.cumsum(counts) - counts  # the first piece of each node
+    of = np.repeat(chosen, counts)
+    number = np.arange(len(of)) - np.repeat(before, counts)
+    part, turn = number // cut.passes[of], number % cut.passes[of]
+    begins = cut.begin[of] + part * cut.size[of]
+    made = np.zeros((PIECE_FIELDS, len(of)), np.int64)
+    piece = Pieces(*made)
+    piece.sequence[:] = piece.table[:] = nodes[of, FIRST]
+    piece.row[:] = turn * most
+    piece.rows[:] = np.minimum(most, nodes[of, SEQUENCES] * rows_each - piece.row)
+    piece.start[:] = np.maximum(begins, nodes[of, START])
+    piece.stop[:] = np.minimum(begins + cut.size[of], nodes[of, STOP])
+    piece.state[:] = cut.state[of] + part
+    piece.kind[:] = ALL_SEE  # a node ends before the first row of its shortest sequence
+    chains = np.arange(len(of))
+    place = np.zeros(len(nodes), np.int64)
+    place[chosen] = before
+    for n in np.flatnonzero(cut.continues >= 0).tolist() if by_tiles else ():
+        above, passes = int(cut.continues[n]), int(cut.passes[n])
+        last = int(place[above]) + int((cut.parts[above] - 1) * cut.passes[above])
+        last += int(nodes[n, FIRST] - nodes[above, FIRST]) * rows_each // most
+        chains[place[n] : place[n] + passes] = chains[last : last + passes]
+    return made, chains
 
 
 class Cut(NamedTuple):
-    """All pieces of a plan: those of streaming warps, (9, n), those of tiles, and the states that they leave."""
+    """All pieces of a plan: those of streaming warps, (9, n), those of tiles, (9, m), with the chain of each, (m,), and
+    the states that they leave."""
 
     streamed: Longs
-    tiled: TileChains
+    tiled: Longs
+    chains: Longs
     states: States
     total_states: int
 
 
-def cut_plan(nodes: list[Node], own: Own, cutter: Cutter, length: Longs, tokens: int, chaining: bool) -> Cut:
-    """Cuts all ranges of a plan and numbers their states. length: (n,), in the plan's order. tokens: query tokens per
-    sequence. chaining: whether tile pieces may continue others."""
-    counts = np.zeros(len(length), np.int64)  # states of each sequence so far
-    share = cutter.even_share(nodes, by_tiles=True)
-    tiled = TileChains(cutter.rows_each, share, chaining, cutter.shape.tile_rows)
-    streamed: list[Longs] = []
-    for node, size in zip(nodes, cutter.node_sizes(nodes), strict=True):
-        by_tiles = cutter.by_tiles(node)
-        step = TILE_TOKENS if by_tiles else cutter.shape.chunk
-        begins = np.arange(node.start // step * step, node.stop, size)
-        members = slice(node.first, node.first + node.sequences)
-        state = int(counts[node.first])  # equal for all members: they share the ancestors of the node too
-        kind = ALL_SEE if node.stop <= length[members].min() - tokens + 1 else 0
-        if by_tiles:
-            state -= tiled.add(node, begins, size, state, kind)
-        else:
-            streamed.append(node_pieces(node, begins, size, state, kind, cutter.rows_each, cutter.shape.rows))
-        counts[members] = state + len(begins)
+def cut_plan(nodes: Longs, own: Own, cutter: Cutter, length: Longs, chaining: bool) -> Cut:
+    """Cuts all ranges of a plan and numbers their states. nodes: (m, 5). length: (n,), in the plan's order. chaining:
+    whether tile pieces may continue others."""
     cut = cutter.cut_own(own)
-    streamed.append(own_pieces(own, cut, counts, cutter))
+    if not len(nodes):
+        none = np.zeros(len(length), np.int64)
+        states, total = count_states(own, cut, none, length)
+        return Cut(own_pieces(own, cut, none, cutter), np.zeros((PIECE_FIELDS, 0), np.int64), none[:0], states, total)
+    nodes_cut = cut_nodes(nodes, cutter, chaining)
+    counts = node_states(nodes, nodes_cut, len(length))
+    shape, each = cutter.shape, cutter.rows_each
+    streamed, _ = node_pieces(nodes, nodes_cut, each, shape.rows, by_tiles=False)
+    tiled, chains = node_pieces(nodes, nodes_cut, each, shape.tile_rows, by_tiles=True)
     states, total = count_states(own, cut, counts, length)
-    return Cut(np.concatenate(streamed, axis=1), tiled, states, total)
+    return Cut(np.concatenate([streamed, own_pieces(own, cut, counts, cutter)], axis=1), tiled, chains, states, total)
 
 
 def count_states(own: Own, cut: OwnCut, node_states: Longs, length: Longs) -> tuple[States, int]:
@@ -219,36 +230,17 @@ def count_states(own: Own, cut: OwnCut, node_states: Longs, length: Longs) -> tu
     return States(first[:-1], before, grows_from, piece), int(first[-1])
 
 
-def node_pieces(node: Node, begins: Longs, size: int, state: int, kind: int, rows_each: int, most: int) -> Longs:
-    """(9, n): a node's pieces of `size` tokens from `begins` on, in passes of at most `most` rows over each of them.
-    The pieces leave the states from number `state` on."""
-    rows = node.sequences * rows_each
-    row = np.arange(0, rows, most)
-    made = np.zeros((PIECE_FIELDS, len(begins), len(row)), np.int64)
-    piece = Pieces(*made)
-    piece.sequence[:] = piece.table[:] = node.first
-    piece.row[:], piece.rows[:] = row, np.minimum(most, rows - row)
-    piece.start[:] = np.maximum(begins, node.start)[:, None]
-    piece.stop[:] = np.minimum(begins + size, node.stop)[:, None]
-    piece.state[:] = (state + np.arange(len(begins)))[:, None]
-    piece.kind[:] = kind
-    return made.reshape(PIECE_FIELDS, -1)
-
-
 def own_pieces(own: Own, cut: OwnCut, node_states: Longs, cutter: Cutter) -> Longs:
     """(9, n): the pieces of the own ranges. The ranges of one sequence stand in ascending order.
 
     node_states: (sequences,), how many states each sequence has of the nodes above it.
     """
     shape, parts = cutter.shape, cut.parts
-    before = np.zeros(len(own.sequence), np.int64)  # states of the sequence's earlier own ranges
-    if len(np.unique(own.sequence)) != len(own.sequence):  # rare: few sequences have more than one own range
-        taken: dict[int, int] = {}
-        for n, s in enumerate(own.sequence.tolist()):
-            before[n] = taken.get(s, 0)
-            taken[s] = int(before[n]) + int(parts[n])
+    begun = np.cumsum(parts) - parts
+    new = np.append(True, own.sequence[1:] != own.sequence[:-1])[: len(parts)]  # the first range of its sequence
+    before = begun - np.maximum.accumulate(np.where(new, begun, 0))  # states of the sequence's earlier own ranges
     index = np.repeat(np.arange(len(own.sequence)), parts)  # the range of each piece
-    number = np.arange(len(index)) - np.repeat(np.cumsum(parts) - parts, parts)  # which piece of its range it is
+    number = np.arange(len(index)) - np.repeat(begun, parts)  # which piece of its range it is
     size, whole = cut.size[index], cut.whole[index]
     begin, stop = cut.begin[index] + number * size, own.stop[index]
     row = np.arange(0, cutter.rows_each, shape.rows)
@@ -264,8 +256,8 @@ def own_pieces(own: Own, cut: OwnCut, node_states: Longs, cutter: Cutter) -> Lon
     return made.reshape(PIECE_FIELDS, -1)
 
 
-def items_of_heads(pieces: Longs, heads: int, rows_each: int, of: Sequences) -> Longs:
-    """(n · heads, 16) int64: the DecodeItems of pieces (9, n), one item per KV head, heads of a piece side by side."""
+def items_of_heads(pieces: Longs, heads: int, rows_each: int, of: Sequences) -> Ints:
+    """(n · heads, 16): the DecodeItems of pieces (9, n), one item per KV head, heads of a piece side by side."""
     part = Pieces(*pieces)
     sequence, table = part.sequence + part.row // rows_each, part.table
     # The pages of the first chunk's two halves, unless one of them may be replaced while the list is in use: those
@@ -273,11 +265,12 @@ def items_of_heads(pieces: Longs, heads: int, rows_each: int, of: Sequences) -> 
     begin, tail_from = part.start // of.chunk * of.chunk, of.tail_from[table].astype(np.int64)
     number, second = begin // of.page_size, (begin + of.chunk - CHUNK) // of.page_size
     last, fixed = of.pages.shape[1] - 1, second < tail_from
-    item = np.empty((pieces.shape[1], ITEM_WORDS), np.int64)
+    items = np.empty((pieces.shape[1], heads, ITEM_WORDS), np.int32)
+    item = np.empty((pieces.shape[1], ITEM_WORDS), np.int32)
     item[:, Word.SEQUENCE] = sequence
     item[:, Word.ROW] = part.row % rows_each
     item[:, Word.ROWS] = part.rows
-    item[:, Word.CALLER_HEAD] = of.order[sequence].astype(np.int64) << 12
+    item[:, Word.CALLER_HEAD] = of.order[sequence] << 12
     item[:, Word.TABLE] = table
     item[:, Word.START] = part.start
     item[:, Word.STOP] = part.stop
@@ -287,15 +280,15 @@ def items_of_heads(pieces: Longs, heads: int, rows_each: int, of: Sequences) -> 
     item[:, STATE_WORDS] = of.states[sequence]
     item[:, Word.KIND] = part.kind
     item[:, Word.SECOND_PAGE] = np.where(fixed, of.pages[table, np.minimum(second, last)], -1)
-    items = np.repeat(item, heads, axis=0)
-    items[:, Word.CALLER_HEAD] += np.tile(np.arange(heads), pieces.shape[1])
-    return items
+    items[:] = item[:, None]
+    items[:, :, Word.CALLER_HEAD] += np.arange(heads, dtype=np.int32)
+    return items.reshape(-1, ITEM_WORDS)
 
 
-def first_tile_pages(items: Longs, of: Sequences) -> Longs:
+def first_tile_pages(items: Ints, of: Sequences) -> Ints:
     """(n, 4): the pages that the copies of each item's first tile read, −1 for a page in the tail."""
     box = next((n for n in (64, 32, 16) if of.page_size % n == 0), CHUNK)  # tokens per copy: gpu/decode.py tile_map
     token = items[:, Word.START, None] // TILE_TOKENS * TILE_TOKENS + box * np.arange(4)
     number = token // of.page_size
     page = of.pages[items[:, Word.TABLE, None], np.minimum(number, of.pages.shape[1] - 1)]
-    return np.where(number < items[:, Word.TAIL_FROM, None], page, -1).astype(np.int64)
+    return np.where(number < items[:, Word.TAIL_FROM, None], page, -1).astype(np.int32)

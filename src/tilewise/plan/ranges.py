@@ -15,7 +15,8 @@ import numpy as np
 import numpy.typing as npt
 
 from tilewise.plan.cost import WHOLE_CHUNKS, WHOLE_LIMITS, WIDE_ROWS, Weights
-from tilewise.plan.tiles import DecodePlan, PagedTiles
+from tilewise.plan.flat import FIRST, SEQUENCES, START, STOP
+from tilewise.plan.tiles import DecodePlan
 
 Longs = npt.NDArray[np.int64]
 Flags = npt.NDArray[np.bool_]
@@ -71,18 +72,9 @@ class Shape(NamedTuple):
     in_turn: bool = False
 
 
-class Node(NamedTuple):
-    """Tokens [start, stop), which `sequences` sequences from number `first` of the plan's order on share."""
-
-    first: int
-    sequences: int
-    start: int
-    stop: int
-
-
 class Own(NamedTuple):
-    """The sequences' own ranges, (n,) each: tokens [start, stop) of `sequence`, a number of the plan's order. stop
-    includes the room to grow; planned is the stop without it."""
+    """The sequences' own ranges, (n,) each, by sequence and ascending: tokens [start, stop) of `sequence`, a number of
+    the plan's order. stop includes the room to grow; planned is the stop without it."""
 
     sequence: Longs
     start: Longs
@@ -100,63 +92,67 @@ class OwnCut(NamedTuple):
     parts: Longs
 
 
-def find_ranges(plan: DecodePlan, length: Longs, room: int) -> tuple[list[Node], Own]:
-    """The plan's nodes, parents before children, and its own ranges. length: (n,), in the plan's order.
+def find_own(plan: DecodePlan, length: Longs, room: int) -> Own:
+    """The plan's own ranges. length: (n,), in the plan's order: tokens that each sequence has now, or reads if those
+    are fewer. What it got since the plan was made is its own.
 
     Every sequence needs an item that writes its result, and with `room` also a range at its end that can grow; a
-    sequence that has none gets an empty own range at its end.
+    sequence that has none gets an own range at its end, which may be empty.
     """
-    tokens = plan.tokens_per_seq
-    nodes, own = [], []
-    ended, covered = np.zeros(len(length), np.bool_), np.zeros(len(length), np.bool_)
-    for tile in plan.work:
-        assert isinstance(tile, PagedTiles)
-        first = tile.row // tokens
-        if tile.rows > tokens:
-            node = Node(first, tile.rows // tokens, tile.start, tile.stop)
-            covered[node.first : node.first + node.sequences] = True
-            nodes.append(node)
-            continue
-        members = np.arange(first, first + len(tile.pages))
-        last = tile.stop == length[members]
-        ended[members] |= last
-        covered[members] = True
-        own.append(np.stack(np.broadcast_arrays(members, tile.start, tile.stop + room * last, tile.stop)))
-    missing = np.flatnonzero(~(ended if room else covered))
-    own.append(np.stack([missing, length[missing], length[missing] + room, length[missing]]))
-    return nodes, Own(*np.concatenate(own, axis=1).astype(np.int64))
+    arrays = plan.arrays
+    sequence, start, stop = arrays.own
+    then = np.minimum(arrays.lengths, plan.pages_per_seq * arrays.page_size or FAR)
+    ends = stop == then[sequence]
+    planned = np.where(ends, length[sequence], stop)
+    own = np.stack([sequence, start, planned + room * ends, planned])
+    served = np.zeros(len(length), np.bool_)
+    if not room:
+        served[sequence] = True
+        for first, sequences in arrays.nodes[:, [FIRST, SEQUENCES]].tolist():
+            served[first : first + sequences] = True
+        served &= length == then
+    served[sequence[ends]] = True
+    if not served.all():
+        missing = np.flatnonzero(~served)
+        own = np.concatenate([own, np.stack([missing, then[missing], length[missing] + room, length[missing]])], axis=1)
+        own = own[:, own[0].argsort(kind="stable")]
+    return Own(*own)
 
 
 class Cutter(NamedTuple):
-    """Cuts the ranges of one problem: `rows_each` query rows per sequence and KV head, `heads` KV heads."""
+    """Cuts the ranges of one problem: `rows_each` query rows per sequence and KV head, `heads` KV heads. Nodes are
+    (m, 5), as choose_nodes in flat.py returns them."""
 
     rows_each: int
     heads: int
     shape: Shape
     splitting: Splitting
 
-    def by_tiles(self, node: Node) -> bool:
-        """Does the node go through tiles? Otherwise streaming warps compute it."""
-        return self.shape.tiles and node.sequences * self.rows_each >= self.splitting.tile_rows
+    def by_tiles(self, nodes: Longs) -> Flags:
+        """(m,): which nodes go through tiles. Streaming warps compute the others."""
+        found: Flags = nodes[:, SEQUENCES] * self.rows_each >= self.splitting.tile_rows
+        return found & self.shape.tiles
 
-    def even_share(self, nodes: list[Node], by_tiles: bool) -> float:
+    def passes(self, nodes: Longs, by_tiles: Flags) -> Longs:
+        """(m,): passes over the rows of each node."""
+        most = np.where(by_tiles, self.shape.tile_rows, self.shape.rows)
+        found: Longs = -(-nodes[:, SEQUENCES] * self.rows_each // most)
+        return found
+
+    def even_share(self, nodes: Longs, by_tiles: bool) -> float:
         """Tokens per block if the nodes that go through tiles (or those that do not) were dealt out evenly. The tokens
         of a node count once for each KV head and each pass over its rows."""
-        most = self.shape.tile_rows if by_tiles else self.shape.rows
-        work = sum(
-            (n.stop - n.start) * -(-n.sequences * self.rows_each // most) for n in nodes if self.by_tiles(n) == by_tiles
-        )
-        return max(self.splitting.shared, work * self.heads / self.shape.blocks)
+        tiled = self.by_tiles(nodes)
+        work = ((nodes[:, STOP] - nodes[:, START]) * self.passes(nodes, tiled))[tiled == by_tiles].sum()
+        return max(self.splitting.shared, int(work) * self.heads / self.shape.blocks)
 
-    def node_sizes(self, nodes: list[Node]) -> list[int]:
-        """Tokens of a piece, for each node: equal pieces, multiples of 64 tokens, of about an even share per block."""
-        shares = [self.even_share(nodes, by_tiles) for by_tiles in (False, True)]
-        found = []
-        for node in nodes:
-            share = shares[self.by_tiles(node)]
-            tokens = node.stop - node.start
-            pieces = max(1, int(tokens / share + 1e-9))
-            found.append(-(-tokens // (pieces * TILE_TOKENS)) * TILE_TOKENS)
+    def node_sizes(self, nodes: Longs) -> Longs:
+        """(m,): tokens of a piece of each node: equal pieces, multiples of 64 tokens, of about an even share per
+        block."""
+        shares = np.array([self.even_share(nodes, by_tiles) for by_tiles in (False, True)])
+        tokens = nodes[:, STOP] - nodes[:, START]
+        pieces = np.maximum(1, (tokens / shares[self.by_tiles(nodes).astype(np.int64)] + 1e-9).astype(np.int64))
+        found: Longs = -(-tokens // (pieces * TILE_TOKENS)) * TILE_TOKENS
         return found
 
     def cut_own(self, own: Own) -> OwnCut:
@@ -179,22 +175,17 @@ class Cutter(NamedTuple):
         if self.splitting.whole is not None:
             return np.full(len(chunks), self.splitting.whole)
         times = self.heads * -(-self.rows_each // self.shape.rows)  # each range has one item per head and pass
-        best, warps, weights = np.inf, self.shape.blocks * self.shape.warps, self.shape.weights
-        found: Flags = pieces == 1
-        for limit in (*WHOLE_LIMITS, self.shape.longest):
-            taken = (chunks <= limit) | (pieces == 1)
-            items = np.where(taken, 1, pieces)
-            states = np.where(taken, 0, pieces)
-            average = (chunks + items * weights.item_chunks + states * weights.state_chunks).sum() * times / warps
-            longest = np.where(taken, chunks, size // CHUNK).max(initial=0) + weights.item_chunks
-            cost = max(average, longest / weights.sprint)
-            if cost < best:
-                best, found = cost, taken
+        warps, weights = self.shape.blocks * self.shape.warps, self.shape.weights
+        limits = np.array((*WHOLE_LIMITS, self.shape.longest))[:, None]
+        taken = (chunks <= limits) | (pieces == 1)
+        items, states = np.where(taken, 1, pieces), np.where(taken, 0, pieces)
+        average = (chunks + items * weights.item_chunks + states * weights.state_chunks).sum(1) * times / warps
+        longest = np.where(taken, chunks, size // CHUNK).max(1, initial=0) + weights.item_chunks
+        found: Flags = taken[int(np.maximum(average, longest / weights.sprint).argmin())]
         return found
 
 
 def uses_tiles(plan: DecodePlan, splitting: Splitting | None = None) -> bool:
     """Has the plan a shared node with enough rows for tiles?"""
-    least = (splitting or Splitting()).tile_rows
-    group = plan.heads_q // plan.heads_kv
-    return any(tile.rows > plan.tokens_per_seq and tile.rows * group >= least for tile in plan.work)
+    rows = plan.tokens_per_seq * (plan.heads_q // plan.heads_kv)
+    return bool((plan.arrays.nodes[:, SEQUENCES] * rows >= (splitting or Splitting()).tile_rows).any())

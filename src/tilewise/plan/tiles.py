@@ -220,6 +220,67 @@ class PagedTiles(Value):
             yield Rectangle(self.row + n * self.rows, self.rows, 0, key, keys, pairs, heads, seen, band=self.band)
 
 
+@dataclass(frozen=True, eq=False)
+class PagedWork(Value):
+    """The work of a decode plan as arrays; n sequences stand in the plan's order. `tiles` makes items of them.
+
+    pages (n, width): the page lists, with zeros after them. lengths (n,): in tokens. nodes (m, 5): as choose_nodes in
+    flat.py returns them. own (3, k): as own_ranges returns them. left: how many tokens before its own a row sees, None
+    for all.
+    """
+
+    pages: Ints
+    lengths: npt.NDArray[np.int64]
+    nodes: npt.NDArray[np.int64]
+    own: npt.NDArray[np.int64]
+    page_size: int
+    tokens_per_seq: int
+    left: int | None
+
+    def tiles(self) -> tuple[PagedTiles, ...]:
+        """The nodes, then the own ranges; those of neighbours with the same tokens and the same band are one item."""
+        keys, size, rows = self._keys_at(), self.page_size, self.tokens_per_seq
+        made = []
+        for n, (first, members, start, stop, _) in enumerate(self.nodes.tolist()):
+            pages = self.pages[first : first + 1, start // size : -(-stop // size)]
+            made.append(PagedTiles(first * rows, members * rows, pages, start, stop, keys[n : n + 1]))
+        owners, starts, stops = self.own.tolist()
+        batches: dict[tuple[int, int, Band], list[list[int]]] = {}
+        for n, key in enumerate(zip(starts, stops, self._bands(), strict=True)):
+            runs = batches.setdefault(key, [])
+            if runs and owners[n] == owners[runs[-1][-1]] + 1:
+                runs[-1].append(n)
+            else:
+                runs.append([n])
+        own_keys = keys[len(made) :]
+        for (start, stop, band), runs in batches.items():
+            for run in runs:
+                first = owners[run[0]]
+                pages = self.pages[first : first + len(run), start // size : -(-stop // size)]
+                made.append(PagedTiles(first * rows, rows, pages, start, stop, own_keys[run], band))
+        return tuple(made)
+
+    def _bands(self) -> list[Band]:
+        """Of each own range."""
+        rows, left = self.tokens_per_seq, self.left
+        if rows == 1 and left is None:
+            return [OPEN] * self.own.shape[1]
+        keys, diagonals = self.own[2] - self.own[1], self.lengths[self.own[0]] - rows - self.own[1]
+        return [
+            Band(None if left is None else diagonal - left, diagonal).opened(rows, count)
+            for diagonal, count in zip(diagonals.tolist(), keys.tolist(), strict=True)
+        ]
+
+    def _keys_at(self) -> Ints:
+        """(m + k,): where the tokens of each node and own range stand when every token read is counted once, as a walk
+        through the tree meets them."""
+        tokens = np.concatenate([self.nodes[:, 3] - self.nodes[:, 2], self.own[2] - self.own[1]])
+        by = np.concatenate([self.nodes[:, 0], self.own[0]]).argsort(kind="stable")  # a node before what is below it
+        found = np.empty(len(by), np.int32)
+        found[by] = np.cumsum(tokens[by]) - tokens[by]
+        return found
+
+
 def page_step(table: Ints) -> int | None:
     """Pages from one list's first to the next one's, if each list's pages are consecutive and all the steps are equal.
 
@@ -359,17 +420,23 @@ class Plan(Value):
 _serials = count(2)  # compilers specialise 0 and 1
 
 
+# A cached property where a field is declared: dataclass() leaves it on the class.
+_made_from_arrays: Any = cached_property(lambda plan: plan.arrays.tiles())
+
+
 @dataclass(frozen=True, eq=False)
 class DecodePlan(Plan):
     """A plan over a cache's pages. Rows stand in tree order: row (n, t) is token t of sequence `order[n]` of `seqs`.
 
-    cache_serial: which cache it was made for. stored_tokens: tokens that lie in the pages, each counted once. room: how
-    many tokens each sequence may grow by under `grow_plan` before a kernel's list of work has to be made anew.
-    pages_per_seq: for decode() with a schedule of pages, how many of them a sequence reads at most, 0 for all; the work
-    stands over the first ones. serial: a number that no other plan of this process has or had, by which compiled code
-    finds it.
+    arrays: the work, whose items in `work` are made when they are first looked at. cache_serial: which cache it was
+    made for. stored_tokens: tokens that lie in the pages, each counted once. room: how many tokens each sequence may
+    grow by under `grow_plan` before a kernel's list of work has to be made anew. pages_per_seq: for decode() with a
+    schedule of pages, how many of them a sequence reads at most, 0 for all; the work stands over the first ones.
+    serial: a number that no other plan of this process has or had, by which compiled code finds it.
     """
 
+    work: tuple[PagedTiles, ...] = field(init=False, repr=False, compare=False, default=_made_from_arrays)
+    arrays: PagedWork = field(kw_only=True, repr=False)
     seqs: tuple[int, ...] = ()
     lengths: tuple[int, ...] = ()
     order: Ints = field(default_factory=lambda: np.zeros(0, np.int32))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -27,7 +27,7 @@ from tilewise.plan.ranges import (
     Longs,
     Shape,
     Splitting,
-    find_ranges,
+    find_own,
     uses_tiles,
 )
 from tilewise.plan.tiles import DecodePlan
@@ -50,9 +50,20 @@ __all__ = [
 
 class PageLists(Protocol):
     """The pages of each sequence, in the caller's order. If there is an attribute `copies`, a number that changes
-    whenever a sequence may have got another page in place of one that it had, lists are read less often."""
+    whenever a sequence may have got another page in place of one that it had, lists are read less often; if there is a
+    method `block`, as PageBlocks has it, many are read at once."""
 
     def __getitem__(self, n: int, /) -> Ints: ...
+
+
+@runtime_checkable
+class PageBlocks(Protocol):
+    """Page lists of which many can be read at once."""
+
+    def block(self, numbers: Longs, first: Longs, width: int, /) -> Ints:
+        """(n, width): the pages of the sequences `numbers` (n,) from number `first`, () or (n,), on, with zeros after
+        the lists."""
+        ...
 
 
 @dataclass
@@ -105,22 +116,21 @@ class WorkList:
         """Takes the sequences' new lengths and last pages, in the caller's order; the items stay as they are.
 
         page_lists: needed if a sequence got or copied pages since the last call; only lists that may have changed are
-        read. A
-        list on a CUDA device is updated by one copy on the current stream, which the host does not wait for. Raises
-        ValueError, with nothing changed, for a length that the list has no room for or that is smaller than before.
+        read. A list on a CUDA device is updated by one copy on the current stream, which the host does not wait for.
+        Raises ValueError, with nothing changed, for a length that the list has no room for or that is smaller than
+        before.
         """
         now = self.check_growth(lengths)
         if page_lists is not None:
             tails, size = self.tails, self.page_size
-            counts = -(-now // size)
             copies = getattr(page_lists, "copies", None)
             # A sequence that shared its last page got a copy of it when it grew: its tail begins with another page.
             same = copies is not None and copies == self.copies
-            changed = counts > -(-self.lengths // size) if same else now > self.lengths
+            changed = -(-now // size) > -(-self.lengths // size) if same else now > self.lengths
             self.copies = copies
-            for n in np.flatnonzero(changed).tolist():
-                tail = page_lists[int(self.order[n])][int(self.tail_from[n]) : int(counts[n])]
-                tails[n, : len(tail)] = tail
+            (numbers,) = changed.nonzero()
+            if len(numbers):
+                tails[numbers] = _block(page_lists, self.order[numbers], self.tail_from[numbers], self.tail_pages)
         self.lengths[:] = now
         for device, tensors in self._on_device.items():
             if device.type == "cuda":
@@ -170,25 +180,25 @@ def work_list(
     heads = plan.heads_kv
     rows_each = plan.tokens_per_seq * (plan.heads_q // heads)
     order = np.ascontiguousarray(plan.order, np.int32)
-    length = np.array([lengths[n] for n in order], np.int64)
+    length = np.asarray(lengths, np.int64)[order]
     most = plan.pages_per_seq * page_size or FAR
     read = np.minimum(length, most)  # tokens that each sequence reads now, at most
-    nodes, own = find_ranges(plan, read, room)
+    own = find_own(plan, read, room)
     own = own._replace(stop=np.minimum(own.stop, most))
     cutter = Cutter(rows_each, heads, shape, splitting or Splitting())
     # With a window, rows of one node see different parts of it: its tiles need their own states.
-    cut = cut_plan(nodes, own, cutter, read, plan.tokens_per_seq, chaining=plan.window is None)
+    cut = cut_plan(plan.arrays.nodes, own, cutter, read, chaining=plan.window is None)
     states = cut.states.table()
     tables = _page_tables(page_lists, order, length, page_size, room)
 
     of_sequence = Sequences(order, states, tables.pages, tables.tail_from, page_size, shape.chunk)
     items = items_of_heads(cut.streamed, heads, rows_each, of_sequence)
-    tiles = items_of_heads(cut.tiled.pieces(), heads, rows_each, of_sequence)
+    tiles = items_of_heads(cut.tiled, heads, rows_each, of_sequence)
     tiles[:, STATE_WORDS] = first_tile_pages(tiles, of_sequence)
 
     chunks = stream_chunks(items, read)
     blocks = max(1, min(shape.blocks, max(len(items), len(tiles))))
-    tile_items = deal_chains(tiles, cut.tiled.chains(heads), blocks)
+    tile_items = deal_chains(tiles, cut.chains, blocks)
     if shape.tiles:
         dealt = deal_beside_tiles(items, chunks, heads, shape, tile_items)
     else:
@@ -228,11 +238,21 @@ def _page_tables(page_lists: PageLists, order: Ints, length: Longs, page_size: i
     tail_pages = 2 + -(-room // page_size)
     live = np.zeros(count * (1 + tail_pages), np.int32)
     live[:count] = length
-    tails = live[count:].reshape(count, tail_pages)
-    pages = np.zeros((count, max(1, int(tail_from.max(initial=0)))), np.int32)
-    for n, (caller, at) in enumerate(zip(order.tolist(), tail_from.tolist(), strict=True)):
-        of = page_lists[caller]
-        pages[n, :at] = of[:at]
-        tail = of[at : at + tail_pages]
-        tails[n, : len(tail)] = tail
+    live[count:] = _block(page_lists, order, tail_from, tail_pages).ravel()
+    pages = _block(page_lists, order, 0, max(1, int(tail_from.max(initial=0))))
+    first = int(tail_from.min(initial=FAR))  # of the pages that some sequence has in its tail
+    tails = pages[:, first:]
+    tails[np.arange(first, pages.shape[1]) >= tail_from[:, None]] = 0
     return _PageTables(pages, live, tail_from, tail_pages)
+
+
+def _block(page_lists: PageLists, numbers: Ints, first: Ints | int, width: int) -> Ints:
+    """PageBlocks.block of any page lists."""
+    at, starts = numbers.astype(np.int64), np.asarray(first, np.int64)
+    if isinstance(page_lists, PageBlocks):
+        return page_lists.block(at, starts, width)
+    found = np.zeros((len(numbers), width), np.int32)
+    for row, n, start in zip(found, at.tolist(), np.broadcast_to(starts, len(at)).tolist(), strict=True):
+        pages = page_lists[n][start : start + width]
+        row[: len(pages)] = pages
+    return found

@@ -1,17 +1,18 @@
-"""The engine: prompts in, tokens out, over one cache. Who is prefilled, who is decoded, who has to wait.
+"""The engine: prompts in, tokens out, over one cache.
 
-A step either prefills a chunk of tokens, packed over the prompts that wait, or decodes one token of every running
-sequence. Prompts that begin alike are prefilled one after the other, so that what they share is computed once. When
-pages run out, what nobody uses is evicted; if that does not suffice, the youngest sequence gives up its pages and is
-prefilled again later, from whatever of it is still cached then.
+A step is one forward pass: the next token of every running sequence, and chunks of the prompts that wait, as many
+tokens of them as the step's budget leaves. Who has his turn, schedule.py says.
 """
 
 from __future__ import annotations
 
+import heapq
+import threading
 import time
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,42 +21,17 @@ import torch
 from .. import checks
 from ..kvcache import OutOfPages, PagedKVCache, PrefixCache, Slots
 from ..kvcache.slots import upload
-from .batch import DecodeBatch
-from .requests import Generation, Job, Request, Sample, Token, Tokens, check_ends, check_tokens
-from .sampling import Chooser, Sampling, uniforms
+from .batch import Batches
+from .requests import GREEDY, EngineFull, Generation, Job, Request, Sample, Token, Tokens, make_request
+from .sampling import Kind, Sampling, choose, parameters, uniforms
+from .schedule import Schedule
 from .sizing import affordable_pages, check_served, format_of
-from .steps import DecodeStep, PrefillStep
+from .stats import EngineStats
+from .steps import MixedStep
+from .streams import Streams
 
 if TYPE_CHECKING:
     from .hf import ServedModel
-
-# A graph is bound to its sequences. Up to this share of them may be idle, done and decoded on for nobody, before the
-# others are captured anew: one more row costs a step little, a capture costs several steps.
-IDLE_SHARE = 0.25
-ROOM = 512  # tokens that a decode plan on a card has room for before it is made anew, and its graph captured again
-GREEDY = Sampling()
-
-
-@dataclass
-class EngineStats:
-    """What an engine did since it was made. The seconds of a phase end when its tokens are on the host."""
-
-    prefill_tokens: int = 0  # computed
-    reused_tokens: int = 0  # of prompts, found in the cache instead
-    prefill_steps: int = 0
-    prefill_seconds: float = 0.0
-    decode_tokens: int = 0
-    decode_steps: int = 0
-    decode_seconds: float = 0.0
-    preemptions: int = 0
-    graph_captures: int = 0
-    peak_pages: int = 0
-    page_bytes: int = 0
-
-    @property
-    def peak_bytes(self) -> int:
-        """The most bytes of keys and values that were in use, cached prefixes included."""
-        return self.peak_pages * self.page_bytes
 
 
 class Engine:
@@ -64,9 +40,14 @@ class Engine:
     kv_format: "fp32", "fp16", "bf16", "fp8", "int8" or "int4"; the model's dtype if None. page_size: tokens of a page,
     1 to 256, on a card a multiple of 16. num_pages: of the cache; if None, what `memory` bytes hold (by default half of
     the free memory, on a card four fifths), but no more than max_sequences of the longest sequences need.
-    max_sequences: how many are decoded together; others wait. prefill_chunk: tokens computed in one prefill step.
-    tokenizer: of transformers, for stop strings and text in results. cuda_graphs: whether a card replays decode steps
-    from a graph; for models whose forward pass cannot be captured, False. backend: as `decode` takes it.
+    max_sequences: how many are decoded together; others wait. prefill_chunk: the most tokens of prompts in one step.
+    token_budget: the most tokens of a step in all: each running sequence takes one, prompts take what is left. A small
+    one keeps the time between tokens short while prompts arrive, a large one computes prompts faster; None: as many as
+    run and prefill_chunk more. max_waiting: how many requests may wait before submit() raises EngineFull; None: any
+    number. tokenizer: of transformers, for stop strings and text in results. cuda_graphs: whether a card replays decode
+    steps from a graph; for models whose forward pass cannot be captured, False. compile: fuse what lies between
+    attention by torch.compile, which takes its time in the first steps of each size; the weights of a layer's q, k and
+    v, and of its gate and up, then lie side by side in memory. backend: as `decode` takes it.
 
         engine = Engine(model)
         number = engine.submit(tokens, max_new_tokens=100)
@@ -74,8 +55,12 @@ class Engine:
             for token in engine.step(): ...
         print(engine.result(number).tokens)
 
-    The model stays as it is: its attention is replaced only within step(). `prefix` and `cache` are there to be looked
-    at, as in `print(engine.prefix.show())`.
+    Or, in asyncio, where a thread of the engine's own takes the steps:
+
+        async for token in engine.stream(tokens, max_new_tokens=100): ...
+
+    submit(), cancel() and stream() may be called from any thread. The model stays as it is: its attention is replaced
+    only within step(). `prefix` and `cache` are there to be looked at, as in `print(engine.prefix.show())`.
     """
 
     def __init__(
@@ -88,14 +73,19 @@ class Engine:
         memory: int | None = None,
         max_sequences: int = 256,
         prefill_chunk: int = 4096,
+        token_budget: int | None = None,
+        max_waiting: int | None = None,
         tokenizer: Any = None,
         cuda_graphs: bool = True,
+        compile: bool = False,
         backend: str = "auto",
     ) -> None:
-        self._model = served_model(model)
+        self._model = served_model(model, compile=checks.flag("compile", compile))
         shape = self.shape = self._model.shape
         self.max_sequences = checks.integer("max_sequences", max_sequences, 1)
         self.prefill_chunk = checks.integer("prefill_chunk", prefill_chunk, 1)
+        self.token_budget = None if token_budget is None else checks.integer("token_budget", token_budget, 1)
+        self.max_waiting = None if max_waiting is None else checks.integer("max_waiting", max_waiting, 1)
         self._graphs = checks.flag("cuda_graphs", cuda_graphs) and shape.device.type == "cuda"
         self._backend, self._decode = backend, None if tokenizer is None else tokenizer.decode
         kv_format = format_of(shape, kv_format)
@@ -115,15 +105,18 @@ class Engine:
             device=shape.device,
         )
         self.prefix = PrefixCache(self.cache)
+        # Whoever runs takes a token of the budget, so no more run than it has.
+        self._schedule = Schedule(self.prefix, min(self.max_sequences, self.token_budget or self.max_sequences))
+        self._batches = self._make_batches()
         self._requests: dict[int, Request] = {}
-        self._waiting: deque[Job] = deque()
-        self._prefilling: list[Job] = []
-        self._running: list[Sample] = []
-        self._batch: DecodeBatch | None = None
-        self._rows: list[Sample] = []  # of the batch: those that run, and
-        self._idle: list[Sample] = []  # those that are done, whose rows the graph still computes
-        self._held = False  # nobody is let in: pages ran out, and nobody has left since
+        self._deadlines: list[tuple[float, int]] = []  # a heap, with the numbers of the requests
+        self._arrived: deque[Request] = deque()  # since the last step; all else belongs to whoever holds _lock
         self._next_request = 0
+        self._lock, self._next_turn = threading.Lock(), threading.Lock()  # held during a step; by who waits for it
+        self._door = threading.Lock()  # of _arrived; never held for long
+        self._failed: BaseException | None = None
+        self._away = 0.0  # seconds in forward passes and waiting for tokens
+        self._streams = Streams()
         self._stats = EngineStats(page_bytes=page_size * self.cache.bytes_per_token)
 
     # What a caller does.
@@ -137,304 +130,336 @@ class Engine:
         sampling: Sampling = GREEDY,
         eos_token_id: int | Sequence[int] | None = None,
         stop: Sequence[str | Sequence[int]] = (),
+        priority: int = 0,
+        timeout: float | None = None,
     ) -> int:
         """Queue a prompt (token ids, at least one) for `num_samples` continuations; its number.
 
         eos_token_id: tokens that end a sample; None for the model's own, () for none. stop: strings or token lists that
-        end it too. Raises ValueError for a prompt that the cache or the model could not take even alone.
+        end it too. priority: higher ones have their turn first, and where rows or pages are short take those of lower
+        ones, who go on later; among equals whoever came first. timeout: seconds after which what is not done ends, with
+        finish_reason "timeout", at the end of the step that is under way. Raises EngineFull if max_waiting wait
+        already, ValueError for a prompt that the cache or the model could not take even alone.
         """
-        prompt = check_tokens("tokens", tokens)
-        if prompt.min() < 0 or prompt.max() >= self.shape.vocab:
-            raise ValueError(
-                f"tokens must be from 0 to {self.shape.vocab - 1}, the model's vocabulary, got {prompt.min()} to "
-                f"{prompt.max()}"
-            )
-        if not isinstance(sampling, Sampling):
-            raise TypeError(f"sampling must be a tilewise.Sampling, got {type(sampling).__name__}")
-        ends = check_ends(max_new_tokens, eos_token_id, stop, self.shape.end_tokens, self._decode)
-        total = len(prompt) + ends.max_new_tokens
-        if total > self.shape.positions:
-            raise ValueError(
-                f"tokens and max_new_tokens must be at most {self.shape.positions} together, the positions that the "
-                f"model has, got {len(prompt)} and {ends.max_new_tokens}"
-            )
-        # One more: a last page that is shared is copied before the sequence grows in it.
-        needed = -(-total // self.cache.page_size) + 1
-        if needed > self.cache.num_pages:
-            raise ValueError(
-                f"tokens and max_new_tokens take {needed} pages ({len(prompt)} and {ends.max_new_tokens} tokens), the "
-                f"cache has {self.cache.num_pages}; give it more num_pages or memory"
-            )
-        request = Request(self._next_request, prompt, ends, sampling)
-        request.samples = [Sample(request, n) for n in range(checks.integer("num_samples", num_samples, 1))]
-        self._requests[request.number] = request
-        self._waiting.append(Job.of(list(request.samples)))
-        self._next_request += 1
-        return request.number
+        request = self._make_request(
+            tokens,
+            max_new_tokens=max_new_tokens,
+            num_samples=num_samples,
+            sampling=sampling,
+            eos_token_id=eos_token_id,
+            stop=stop,
+            priority=priority,
+            timeout=timeout,
+        )
+        with self._door:
+            return self._enter(request)
+
+    def stream(
+        self, tokens: Sequence[int] | Tokens | torch.Tensor, *, max_new_tokens: int, **options: Any
+    ) -> AsyncIterator[Token]:
+        """The tokens of a prompt as they come, for `async for`; options as submit() takes them.
+
+        A thread of the engine's own takes the steps while there is anything to do. The request is submitted when the
+        first token is asked for; what submit() raises is raised there, as is what the model raises, and TimeoutError
+        when its `timeout` is over. It is cancelled, and its pages are free for others, when the task that reads is
+        cancelled or the iterator is closed. One who reads slowly, or not at all, keeps nobody from going on.
+        """
+        return self._streams.stream(self, tokens, {"max_new_tokens": max_new_tokens, **options})
 
     def step(self) -> list[Token]:
-        """Prefill a chunk or decode a token of each running sequence; the new tokens, in no particular order.
+        """One forward pass: a token of each running sequence, and a chunk of prompts; the new tokens, in any order.
 
-        An empty list says that the step brought none, not that all is done: see `busy`. What it raises comes from the
-        model or the card; the engine is of no use after that.
+        An empty list says that the step brought none, not that all is done: see `busy`, and done() of a request, which
+        may also have ended for want of time. What it raises comes from the model or the card: whatever was under way or
+        waited has ended then, with finish_reason "error". The engine can be used again, unless the card itself failed.
         """
-        if not self.busy:
-            return []
-        started = time.perf_counter()
-        found = self._prefill()
-        decoding = found is None
-        if found is None:
-            found = self._decode_step()
-        used = self.cache.num_pages - self.cache.pool.free_pages
-        if not self._running:
-            self._disband()
-        seconds, stats = time.perf_counter() - started, self._stats
-        stats.peak_pages = max(stats.peak_pages, used)
-        if decoding:
-            stats.decode_tokens += len(found)
-            stats.decode_steps += 1
-            stats.decode_seconds += seconds
-        else:
-            stats.prefill_steps += 1
-            stats.prefill_seconds += seconds
-        return found
+        with self._turn():
+            self._check_usable()
+            started = time.perf_counter()
+            try:
+                with self._on_device():
+                    found = self._step(started)
+            except BaseException as error:
+                self._fail(error)
+                raise
+            self._streams.tell(found)
+            return found
+
+    def prepare(self) -> None:
+        """On a card, compile and capture the graphs of all numbers of rows now, not when each is needed first."""
+        with self._turn(), self._on_device():
+            self._batches.prepare()
 
     def cancel(self, number: int) -> None:
         """End what is left of a request; result() then gives what there is of it."""
-        request = self._request(number)
-        for sample in [s for s in self._running if s.request is request]:
-            sample.finish_reason = "cancelled"
-            self._leave(sample)
-        for job in [j for j in self._prefilling if j.samples[0].request is request]:
-            self._prefilling.remove(job)
-            self.prefix.release(job.seq)
-            self._held = False
-        self._waiting = deque(job for job in self._waiting if job.samples[0].request is not request)
-        for sample in request.samples:
-            sample.finish_reason = sample.finish_reason or "cancelled"
-        if not self._running:
-            self._disband()
+        with self._turn():
+            self._let_in()
+            self._schedule.end(self._request(number), "cancelled")
+            self._streams.ended(number)
 
     @property
     def busy(self) -> bool:
         """Is anything still to be done?"""
-        return bool(self._waiting or self._prefilling or self._running)
+        return self._failed is None and (bool(self._arrived) or self._schedule.busy)
+
+    def done(self, number: int) -> bool:
+        """Has every sample of a request ended, so that result() can be asked for?"""
+        return not self._request(number).left
 
     def result(self, number: int) -> Generation:
         """The samples of a request that is done, which the engine then forgets; ValueError for any other."""
         request = self._request(number)
-        left = sum(sample.finish_reason is None for sample in request.samples)
-        if left:
-            raise ValueError(f"request {number} has {left} unfinished samples; call step() on, or cancel() it")
+        if request.left:
+            raise ValueError(f"request {number} has {request.left} unfinished samples; call step() on, or cancel() it")
         del self._requests[number]
         return request.result()
 
     def stats(self) -> EngineStats:
         """What was done so far (a copy)."""
-        return replace(self._stats)
+        schedule = self._schedule
+        return replace(
+            self._stats,
+            reused_tokens=schedule.reused,
+            preemptions=schedule.preemptions,
+            graph_captures=self._stats.graph_captures + self._batches.captures,
+        )
 
-    # Prefill.
+    # Coming in.
 
-    def _prefill(self) -> list[Token] | None:
-        """Compute a chunk; the first tokens of those whose prompt is complete. None: there is nothing to compute."""
+    def _make_request(self, tokens: Any, **options: Any) -> Request:
+        """What submit() was given, checked; without a number."""
+        shape, cache = self.shape, self.cache
+        request = make_request(tokens, vocab=shape.vocab, ends=shape.end_tokens, decode=self._decode, **options)
+        total, ends = len(request.prompt) + request.ends.max_new_tokens, request.ends
+        if total > shape.positions:
+            raise ValueError(
+                f"tokens and max_new_tokens must be at most {shape.positions} together, the positions that the model "
+                f"has, got {len(request.prompt)} and {ends.max_new_tokens}"
+            )
+        # One more: a last page that is shared is copied before the sequence grows in it.
+        needed = -(-total // cache.page_size) + 1
+        if needed > cache.num_pages:
+            raise ValueError(
+                f"tokens and max_new_tokens take {needed} pages ({len(request.prompt)} and {ends.max_new_tokens} "
+                f"tokens), the cache has {cache.num_pages}; give it more num_pages or memory"
+            )
+        return request
+
+    def _enter(self, request: Request) -> int:
+        """Take a request into the queue, behind the door; its number."""
+        self._check_usable()
+        waiting = len(self._arrived) + len(self._schedule.waiting)
+        if self.max_waiting is not None and waiting >= self.max_waiting:
+            raise EngineFull(f"{waiting} requests wait, max_waiting is {self.max_waiting}; submit this one later")
+        request.number = self._next_request
+        self._next_request += 1
+        self._requests[request.number] = request
+        self._arrived.append(request)
+        return request.number
+
+    def _let_in(self) -> None:
+        """Whoever arrived waits for his turn from now on."""
+        while self._arrived:
+            request = self._arrived[0]
+            self._schedule.add(Job.of(list(request.samples)))
+            self._arrived.popleft()  # last: there is no moment at which nobody seems to be here
+            if request.deadline is not None:
+                heapq.heappush(self._deadlines, (request.deadline, request.number))
+
+    # A step.
+
+    def _step(self, started: float) -> list[Token]:
+        self._let_in()
+        for number in self._streams.forget_left():
+            request = self._requests.pop(number, None)
+            if request is not None and request.left:
+                self._schedule.end(request, "cancelled")
+        self._end_overdue()
+        schedule, stats = self._schedule, self._stats
+        if not schedule.busy:
+            return []
+        away = self._away + self._batches.away
+        schedule.make_way()
+        self._renew()
+        decoding = len(schedule.rows)
         budget = self.prefill_chunk
-        parts, jobs = self._continue_jobs(budget)
-        budget -= sum(len(slots) for slots in parts)
-        admitted = self._admit(budget)
-        parts += [slots for _, slots in admitted]
-        jobs += [job for job, _ in admitted]
-        if not parts:
-            return None
-        step = PrefillStep(self.cache, parts, self._backend)
-        fed = [job.tokens[job.done - count : job.done] for job, count in zip(jobs, step.counts, strict=True)]
-        tokens, positions = upload(np.stack([np.concatenate(fed), step.host_positions]), self.cache.device).unbind()
+        if self.token_budget is not None:
+            budget = min(budget, self.token_budget - decoding)
+        parts, jobs = schedule.prefill(budget)
+        if parts:
+            found = self._mixed(parts, jobs)
+        elif decoding:
+            found = self._take(self._batches.current.run(schedule.rows))
+        else:  # everybody waits for pages that were given up just now
+            return []
+        stats.peak_pages = max(stats.peak_pages, self._used)
+        seconds = time.perf_counter() - started
+        stats.decode_tokens += decoding
+        stats.host_seconds += seconds - (self._away + self._batches.away - away)
+        if parts:
+            stats.prefill_steps += 1
+            stats.mixed_steps += decoding > 0
+            stats.prefill_seconds += seconds
+        else:
+            stats.decode_steps += 1
+            stats.decode_seconds += seconds
+        return found
+
+    def _renew(self) -> None:
+        """Reserve room for the next token of everybody who runs. Who cannot have it, for want of pages, waits."""
+        schedule = self._schedule
+        while schedule.rows.samples:
+            try:
+                self._batches.renew(schedule.rows)
+                return
+            except OutOfPages:
+                schedule.send_out()
+
+    def _mixed(self, parts: list[Slots], jobs: list[Job]) -> list[Token]:
+        """Chunks of prompts, and the next token of everybody who runs, in one forward pass."""
+        rows, device = self._schedule.rows, self.cache.device
+        count = len(rows)
+        decode = self._batches.current.step if count else None
+        step = MixedStep(self.prefix, parts, decode, num_heads=self.shape.heads, backend=self._backend)
+        fed = [job.tokens[job.done - n : job.done] for job, n in zip(jobs, step.counts, strict=True)]
+        cut, positions = sum(step.counts), step.host_positions
+        values = np.zeros((2, len(positions)), np.int64)  # a row that is idle is fed token 0
+        np.concatenate([*fed, rows.latest[:count]], out=values[0, : cut + count])
+        values[1] = positions
+        tokens, places = upload(values, device).unbind()
         complete = [n for n, job in enumerate(jobs) if not job.left]
-        keep = upload(step.last_rows[complete], self.cache.device)
-        logits = self._model.forward(tokens, positions, step, keep)
+        keep = upload(np.concatenate([np.arange(cut, cut + count), step.last_rows[complete]]), device)
+        started = time.perf_counter()
+        logits = self._model.forward(tokens, places, step, keep)
+        self._away += time.perf_counter() - started
         missing = sorted(set(range(self.shape.layers)) - step.layers)
         if missing:
             raise NotImplementedError(
                 f"layers {missing} of the model called no attention; models of attention layers alone are served; "
                 "use model.generate"
             )
-        self._stats.prefill_tokens += len(tokens)
-        return self._start([jobs[n] for n in complete], logits) if complete else []
+        self._stats.prefill_tokens += cut
+        return self._choose([jobs[n] for n in complete], logits)
 
-    def _continue_jobs(self, budget: int) -> tuple[list[Slots], list[Job]]:
-        """Reserve room for the next tokens of prompts that are partly done, in one go."""
-        while self._prefilling:
-            counts: list[int] = []
-            for job in self._prefilling:
-                counts.append(min(job.left, budget - sum(counts)))
-            chosen = [(job, count) for job, count in zip(self._prefilling, counts, strict=True) if count]
-            more = [job.tokens[job.done : job.done + count].tolist() for job, count in chosen]
-            try:
-                slots = self.prefix.extend([job.seq for job, _ in chosen], more)
-            except OutOfPages:
-                self._send_out_youngest()
-                continue
-            for job, count in chosen:
-                job.done += count
-            return [slots], [job for job, _ in chosen]
-        return [], []
+    def _choose(self, jobs: list[Job], logits: torch.Tensor) -> list[Token]:
+        """Next tokens of those who run, and first tokens of the samples of `jobs`, whose prompts are computed.
 
-    def _admit(self, budget: int) -> list[tuple[Job, Slots]]:
-        """Begin with prompts that wait, in the order in which they came, while there is room for them.
-
-        One that would share a page more with a prompt that is just being computed waits for that.
+        logits: (rows + jobs, vocab), in that order.
         """
-        if not (self._running or self._prefilling):
-            self._held = False
-        admitted: list[tuple[Job, Slots]] = []
-        if self._held:
-            return admitted
-        size = self.cache.page_size
-        if self._idle and self._waiting:
-            self._disband()  # whoever joins makes it anew anyway, and may need the pages
-        for job in list(self._waiting):
-            if budget <= 0 or len(self._running) + len(self._prefilling) >= self.max_sequences:
-                break
-            known = self.prefix.match(job.tokens)
-            page_end = (known // size + 1) * size
-            if page_end < len(job.tokens) and any(_begin_alike(job, other, page_end) for other in self._prefilling):
-                continue
-            try:
-                job.seq, reused, slots = self.prefix.insert(job.tokens[: known + budget])
-            except OutOfPages:
-                if not (self._running or self._prefilling):
-                    raise  # submit() has made sure that one fits alone
-                self._held = True
-                break
-            job.done = reused + len(slots)
-            request = job.samples[0].request
-            if request.reused is None:
-                request.reused = reused
-            self._stats.reused_tokens += reused
-            budget -= len(slots)
-            self._waiting.remove(job)
-            self._prefilling.append(job)
-            admitted.append((job, slots))
-        return admitted
+        schedule, device = self._schedule, self.cache.device
+        rows = schedule.rows
+        running = len(rows)
+        counts = schedule.start(jobs)
+        new = [sample for job, count in zip(jobs, counts, strict=True) for sample in job.samples[:count]]
+        if not running + len(new):
+            return []
+        if len(new) > len(jobs):
+            at = np.concatenate([np.arange(running), running + np.repeat(np.arange(len(jobs)), counts)])
+            logits = logits[upload(at, device)]
+        kind = max([rows.kind, *(sample.request.sampling.kind for sample in new)])
+        numbers: torch.Tensor | None = None
+        if kind != Kind.GREEDY:
+            drawn = np.concatenate([rows.uniforms(), uniforms([sample.draw for sample in new])])
+            params = parameters([sample.request.sampling for sample in new])
+            values = np.concatenate([drawn[None], np.concatenate([rows.params[:, :running], params], 1)])
+            numbers = upload(values.view(np.int64), device).view(torch.float64)
+        started = time.perf_counter()
+        if numbers is None:
+            chosen = logits.argmax(-1).tolist()
+        else:
+            chosen = choose(kind, logits, numbers[0], numbers[1:]).tolist()
+        self._away += time.perf_counter() - started
+        return self._take(chosen[:running]) + self._start(jobs, counts, chosen[running:])
 
-    def _start(self, jobs: list[Job], logits: torch.Tensor) -> list[Token]:
-        """Prompts are computed: choose the first tokens of their samples from logits (len(jobs), vocab), run them."""
-        samples: list[Sample] = []
-        rows: list[int] = []
-        started: list[int] = []
-        for row, job in enumerate(jobs):
-            self._prefilling.remove(job)
-            room = self.max_sequences - len(self._running) - len(self._prefilling) - len(samples)
-            count = min(len(job.samples), max(1, room))
-            if count < len(job.samples):  # the others begin when there is room, from the cached prompt
-                self._waiting.appendleft(Job.of(job.samples[count:]))
-            samples += job.samples[:count]
-            rows += [row] * count
-            started.append(count)
-        chooser = Chooser([s.request.sampling for s in samples], self.shape.vocab, self.cache.device)
-        device = self.cache.device
-        uniform = torch.from_numpy(uniforms([s.draw for s in samples])).to(device) if chooser.draws else None
-        chosen = chooser(logits[upload(np.array(rows), device)], uniform).tolist()
-        seqs = [
-            seq
-            for job, count in zip(jobs, started, strict=True)
-            for seq in (job.seq, *(self.prefix.fork(job.seq, count - 1) if count > 1 else ()))
-        ]
-        for sample, seq in zip(samples, seqs, strict=True):
-            sample.seq = seq
-            self._running.append(sample)
-        self._disband()
-        return self._take(samples, chosen)
-
-    # Decode.
-
-    def _decode_step(self) -> list[Token]:
-        """The next token of every running sequence."""
-        while self._running:
-            if len(self._idle) > IDLE_SHARE * len(self._rows) or any(self._at_end(s) for s in self._idle):
-                self._disband()
-            if self._batch is None:
-                self._batch = self._make_batch()
-            before = self._batch.captures
-            try:
-                chosen = self._batch([sample.draw for sample in self._rows])
-            except OutOfPages:
-                self._send_out_youngest()
-                continue
-            self._stats.graph_captures += self._batch.captures - before
-            return self._take(self._rows, chosen)
-        return []
-
-    def _make_batch(self) -> DecodeBatch:
-        rows = self._rows = list(self._running)
-        left = max(s.request.ends.max_new_tokens - len(s.tokens) for s in rows)
-        step = DecodeStep(
-            self.prefix,
-            [s.seq for s in rows if s.seq is not None],
-            num_heads=self.shape.heads,
-            room=min(ROOM, left),
-            backend=self._backend,
-        )
-        latest, samplings = [s.tokens[-1] for s in rows], [s.request.sampling for s in rows]
-        return DecodeBatch(self._model, step, latest, samplings, cuda_graphs=self._graphs)
-
-    def _disband(self) -> None:
-        """Let the batch go, and the pages of those in it that are done."""
-        for sample in self._idle:
-            self._release(sample)
-        self._batch, self._rows, self._idle = None, [], []
-
-    def _at_end(self, sample: Sample) -> bool:
-        """Has it no position left to be decoded on at?"""
-        assert sample.seq is not None
-        return self.cache.length(sample.seq) >= self.shape.positions
-
-    def _take(self, samples: list[Sample], chosen: list[int]) -> list[Token]:
-        """Give each sample its token, but for idle ones; those that are done leave."""
-        found = []
-        for sample, token in zip(list(samples), chosen, strict=True):
-            if sample.finish_reason is not None:
-                continue
-            reason = sample.add(token)
-            found.append(Token(*sample.age, token, reason))
-            if reason is not None:
-                self._leave(sample)
+    def _start(self, jobs: list[Job], counts: list[int], chosen: list[int]) -> list[Token]:
+        """Samples whose prompts are computed begin to run, with their first tokens."""
+        found: list[Token] = []
+        tokens = iter(chosen)
+        for job, count in zip(jobs, counts, strict=True):
+            seqs = [job.seq, *(self.prefix.fork(job.seq, count - 1) if count > 1 else ())]
+            for sample, seq in zip(job.samples[:count], seqs, strict=True):
+                token = next(tokens)
+                reason = sample.add(token)
+                found.append(Token(*sample.age, token, reason))
+                self._schedule.run(sample, seq)
         return found
 
-    def _leave(self, sample: Sample) -> None:
-        """It runs no more. Where a graph computes it, it stays in the batch as an idle row."""
-        self._running.remove(sample)
-        self._held = False
-        if self._graphs and self._batch is not None and sample.finish_reason is not None:
-            self._idle.append(sample)
-        else:
-            self._release(sample)
-            self._disband()
+    def _take(self, chosen: list[int]) -> list[Token]:
+        """Give everybody who runs his token; those who are done leave."""
+        found, done = self._schedule.rows.take(chosen)
+        self._schedule.leave(done)
+        return found
 
-    def _release(self, sample: Sample) -> None:
-        assert sample.seq is not None
-        self.prefix.release(sample.seq)
-        sample.seq = None
+    # Ending.
 
-    def _send_out_youngest(self) -> None:
-        """Take the pages of idle rows, else of whoever came last; it waits in front, to be prefilled again."""
-        if self._idle:
-            self._disband()
-            return
-        everybody: list[Sample | Job] = [*self._running, *self._prefilling]
-        youngest = max(everybody, key=lambda one: one.age)
-        if isinstance(youngest, Sample):
-            self._leave(youngest)
-            job = Job.of([youngest])
-        else:
-            job = youngest
-            self._prefilling.remove(job)
-            self.prefix.release(job.seq)
-            job.done = 0
-        self._waiting.appendleft(job)
-        self._held = True
-        self._stats.preemptions += 1
+    def _end_overdue(self) -> None:
+        """End requests that are past their deadlines."""
+        if len(self._deadlines) > 2 * len(self._requests) + 64:  # mostly of requests that are done long before
+            self._deadlines = [one for one in self._deadlines if one[1] in self._requests]
+            heapq.heapify(self._deadlines)
+        now = time.monotonic()
+        while self._deadlines and self._deadlines[0][0] <= now:
+            request = self._requests.get(heapq.heappop(self._deadlines)[1])
+            if request is not None and request.left:
+                self._stats.timeouts += 1
+                self._schedule.end(request, "timeout")
+                late = TimeoutError(f"request {request.number} was not done when its timeout was over")
+                self._streams.ended(request.number, late)
+
+    def _fail(self, error: BaseException) -> None:
+        """A step has raised: end everything, so that the next request finds an engine that is idle."""
+        self._let_in()
+        try:
+            if self.cache.device.type == "cuda":
+                torch.cuda.synchronize(self.cache.device)
+            for request in list(self._requests.values()):
+                if request.left:
+                    self._schedule.end(request, "error")
+            self._deadlines.clear()
+            self._stats.graph_captures += self._batches.captures
+            self._batches = self._make_batches()
+        except Exception as why:  # of the card: nothing can be computed there any more
+            self._failed = why
+            for request in self._requests.values():
+                for sample in request.samples:
+                    sample.finish_reason = sample.finish_reason or "error"
+        self._streams.fail(error)
 
     # Inside.
+
+    def _make_batches(self) -> Batches:
+        rows = self._schedule.max_rows
+        return Batches(self._model, self.prefix, rows, static=self._graphs, backend=self._backend)
+
+    @property
+    def _running(self) -> list[Sample]:
+        return self._schedule.rows.samples
+
+    @contextmanager
+    def _turn(self) -> Iterator[None]:
+        """The engine to oneself. Who waits for it goes before a thread that takes one step after the other."""
+        with self._next_turn:
+            self._lock.acquire()
+        try:
+            yield
+        finally:
+            self._lock.release()
+
+    def _on_device(self) -> AbstractContextManager[object]:
+        """Graphs are captured and replayed on the current device, which is each thread's own."""
+        device = self.cache.device
+        return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+    @property
+    def _used(self) -> int:
+        return self.cache.num_pages - self.cache.pool.free_pages
+
+    def _check_usable(self) -> None:
+        if self._failed is not None:
+            raise RuntimeError(
+                f"the engine cannot be used any more: its device failed in an earlier step ({self._failed}); make a "
+                "new one, on a card in a new process"
+            )
 
     def _request(self, number: int) -> Request:
         request = self._requests.get(checks.integer("number", number))
@@ -443,20 +468,12 @@ class Engine:
         return request
 
 
-def served_model(model: Any) -> ServedModel:
-    """The model as the engine runs it; transformers is imported only here."""
+def served_model(model: Any, *, compile: bool = False) -> ServedModel:
+    """The model as the engine runs it, its layers compiled or as they are; transformers is imported only here."""
     try:
         from .hf import ServedModel
     except ImportError as error:
         raise ImportError(
             "generation needs transformers 5.17 or later: pip install 'tilewise[transformers]'"
         ) from error
-    return ServedModel(model)
-
-
-def _begin_alike(job: Job, other: Job, count: int) -> bool:
-    return (
-        len(other.tokens) >= count
-        and job.tokens[count - 1] == other.tokens[count - 1]  # mostly enough to tell that they do not
-        and np.array_equal(job.tokens[:count], other.tokens[:count])
-    )
+    return ServedModel(model, compile=compile)

@@ -17,6 +17,7 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from ..integrations.transformers import as_autocast
 from ..plan import Window
+from .compiled import Heads, Segments, compiled_calls, fits
 from .steps import Step
 
 # Registered for attention alone: for a name that has no mask function, transformers makes no mask, and so does not look
@@ -25,9 +26,9 @@ NAME = "tilewise_serving"
 LAYER_TYPES = ("full_attention", "sliding_attention")
 LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
 
-# Forward passes under way, by the id of a model's configuration: how many, and the attention that it had before them.
+# Forward passes under way, by the id of what is different during them: how many, and what it was before them.
 _lock = threading.Lock()
-_under_way: dict[int, tuple[int, str | None]] = {}
+_under_way: dict[int, tuple[int, Any]] = {}
 
 
 def attention(
@@ -81,24 +82,34 @@ class ServedModel:
     """A causal language model of transformers, which stays as it is: only during forward() does its attention differ.
 
     Engines on several threads may share it: its own attention is back when the last of their passes is over. Other
-    calls of the model meanwhile raise.
+    calls of the model meanwhile raise. compile: see compiled.py.
 
     Raises TypeError for anything else, NotImplementedError for one whose attention is not of the kinds that decode()
     serves.
     """
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, *, compile: bool = False) -> None:
         if not isinstance(model, PreTrainedModel):
             raise TypeError(f"model must be a causal language model of transformers, got {type(model).__name__}")
         self.model: Any = model
-        self._configs = {id(c): c for c in (model.config, model.config.get_text_config())}.values()
+        configs = {id(c): c for c in (model.config, model.config.get_text_config())}.values()
+        self._swapped: list[tuple[Any, str, Any]] = [(c, "_attn_implementation_internal", NAME) for c in configs]
         self._check_served()
-        self.shape = self._read_shape()
+        shape = self.shape = self._read_shape()
+        self._segments: Segments | None = None
+        heads = Heads(shape.heads, shape.kv_heads, shape.head_dim)
+        if compile and fits(model, heads):
+            self._segments = Segments(model, heads, shape.positions)
+        elif compile:
+            self._swapped += [(layer, "_compiled_call_impl", call) for layer, call in compiled_calls(model)]
 
     def forward(
         self, tokens: torch.Tensor, positions: torch.Tensor, step: Step, keep: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Logits (T, vocab) after each of the packed `tokens` (T,) at `positions` (T,), or (len(keep), vocab)."""
+        if self._segments is not None:
+            with torch.no_grad():
+                return self._segments.forward(tokens, step, keep)
         with self._own_attention(), torch.no_grad():
             logits: torch.Tensor = self.model(
                 input_ids=tokens[None],
@@ -113,20 +124,20 @@ class ServedModel:
     def _own_attention(self) -> Iterator[None]:
         """Tilewise's attention for the time of a forward pass, set behind the property, which walks all sub-configs."""
         with _lock:
-            for config in self._configs:
-                passes, before = _under_way.get(id(config), (0, config._attn_implementation_internal))
-                _under_way[id(config)] = passes + 1, before
-                config._attn_implementation_internal = NAME
+            for owner, name, value in self._swapped:
+                passes, before = _under_way.get(id(owner), (0, getattr(owner, name)))
+                _under_way[id(owner)] = passes + 1, before
+                setattr(owner, name, value)
         try:
             yield
         finally:
             with _lock:
-                for config in self._configs:
-                    passes, before = _under_way.pop(id(config))
+                for owner, name, _ in self._swapped:
+                    passes, before = _under_way.pop(id(owner))
                     if passes > 1:
-                        _under_way[id(config)] = passes - 1, before
+                        _under_way[id(owner)] = passes - 1, before
                     else:
-                        config._attn_implementation_internal = before
+                        setattr(owner, name, before)
 
     def _check_served(self) -> None:
         model, config = self.model, self.model.config.get_text_config()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
@@ -14,10 +15,16 @@ from .. import checks
 from .sampling import Sampling
 
 Tokens = npt.NDArray[np.int64]
-FinishReason = Literal["eos", "stop", "length", "cancelled"]
+FinishReason = Literal["eos", "stop", "length", "cancelled", "timeout", "error"]
+Rank = tuple[int, int, int]  # the smaller, the earlier one's turn
 Decode = Callable[[list[int]], str]  # token ids as text
 # Of a stop string: tokens beyond its bytes that are looked at, for tokens that are no text of their own.
 EXTRA_TOKENS = 8
+GREEDY = Sampling()
+
+
+class EngineFull(RuntimeError):
+    """As many requests wait as the engine lets wait (`max_waiting`); this one was not taken. Try again later."""
 
 
 class Token(NamedTuple):
@@ -59,18 +66,23 @@ class Generation:
 
 @dataclass(eq=False)
 class Sample:
-    """A sample under way. seq: its sequence in the cache while it is decoded."""
+    """A sample under way. row: its place among the running ones (rows.py), -1 while it does not run."""
 
     request: Request
     number: int
     tokens: list[int] = field(default_factory=list)
-    seq: int | None = None
+    row: int = -1
     finish_reason: FinishReason | None = None
 
     @property
     def age(self) -> tuple[int, int]:
         """The smaller, the earlier it came."""
         return self.request.number, self.number
+
+    @property
+    def rank(self) -> Rank:
+        """Its turn: higher priorities first, among equals whoever came first."""
+        return -self.request.priority, *self.age
 
     @property
     def draw(self) -> tuple[int, int, int, int]:
@@ -110,7 +122,7 @@ class Ends:
 
 @dataclass(eq=False)
 class Request:
-    """A prompt and how to go on from it."""
+    """A prompt and how to go on from it. deadline: of time.monotonic(), None for none."""
 
     number: int
     prompt: Tokens
@@ -118,6 +130,13 @@ class Request:
     sampling: Sampling
     samples: list[Sample] = field(default_factory=list)
     reused: int | None = None
+    priority: int = 0
+    deadline: float | None = None
+
+    @property
+    def left(self) -> int:
+        """How many of its samples are not done."""
+        return sum(sample.finish_reason is None for sample in self.samples)
 
     def result(self) -> Generation:
         completions = []
@@ -148,6 +167,18 @@ class Job:
     @property
     def age(self) -> tuple[int, int]:
         return self.samples[0].age
+
+    @property
+    def rank(self) -> Rank:
+        return self.samples[0].rank
+
+    @property
+    def request(self) -> Request:
+        return self.samples[0].request
+
+    @property
+    def priority(self) -> int:
+        return self.samples[0].request.priority
 
     @property
     def left(self) -> int:
@@ -202,3 +233,33 @@ def check_ends(
     else:
         ends = [checks.integer("eos_token_id", eos_token_id, 0)]
     return Ends(checks.integer("max_new_tokens", max_new_tokens, 1), frozenset(ends), lists, texts, decode)
+
+
+def make_request(
+    tokens: Any,
+    *,
+    vocab: int,
+    ends: Sequence[int],
+    decode: Decode | None,
+    max_new_tokens: int,
+    num_samples: int = 1,
+    sampling: Sampling = GREEDY,
+    eos_token_id: int | Sequence[int] | None = None,
+    stop: Sequence[str | Sequence[int]] = (),
+    priority: int = 0,
+    timeout: float | None = None,
+) -> Request:
+    """The arguments of submit(), checked, as a request without a number. ends: the model's own end tokens."""
+    prompt = check_tokens("tokens", tokens)
+    if prompt.min() < 0 or prompt.max() >= vocab:
+        raise ValueError(
+            f"tokens must be from 0 to {vocab - 1}, the model's vocabulary, got {prompt.min()} to {prompt.max()}"
+        )
+    if not isinstance(sampling, Sampling):
+        raise TypeError(f"sampling must be a tilewise.Sampling, got {type(sampling).__name__}")
+    request = Request(-1, prompt, check_ends(max_new_tokens, eos_token_id, stop, ends, decode), sampling)
+    request.priority = checks.integer("priority", priority, -(2**31), 2**31)
+    request.samples = [Sample(request, n) for n in range(checks.integer("num_samples", num_samples, 1))]
+    if timeout is not None:
+        request.deadline = time.monotonic() + checks.number("timeout", timeout, 0.0)
+    return request

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import IntEnum
 
 import numpy as np
 import numpy.typing as npt
@@ -16,7 +17,16 @@ import torch
 
 from .. import checks
 
+ALL = 2**31  # of top_k: more tokens than any vocabulary has
 COLDEST = 1e-30  # of temperatures that float32 can divide by without fear; below it all weight is on the likeliest
+
+
+class Kind(IntEnum):
+    """What choosing has to do for a row, or for the row of a batch that asks for most."""
+
+    GREEDY = 0
+    DRAWN = 1
+    FILTERED = 2  # by top_k or top_p
 
 
 @dataclass(frozen=True)
@@ -37,52 +47,60 @@ class Sampling:
             raise ValueError(f"top_p must be above 0 and at most 1, got {self.top_p}")
         checks.integer("seed", self.seed, 0, 2**63 - 1)
 
-
-class Chooser:
-    """Chooses for rows with a Sampling each. What it does depends on those alone, so a graph can capture it."""
-
-    def __init__(self, rows: Sequence[Sampling], vocab: int, device: torch.device) -> None:
-        self._draws = [row.temperature > 0 for row in rows]
-        self._filters = any(row.temperature > 0 and (row.top_k or row.top_p < 1) for row in rows)
-        values = [[max(row.temperature, COLDEST), row.top_k or vocab, row.top_p, row.temperature == 0] for row in rows]
-        temperature, top_k, top_p, greedy = torch.tensor(values, dtype=torch.float32).to(device).unbind(1)
-        self._temperature, self._top_p = temperature[:, None], top_p[:, None].double()
-        self._top_k, self._greedy = top_k[:, None].long(), greedy.bool()
-
     @property
-    def draws(self) -> bool:
-        """Does any row need a number to draw with?"""
-        return any(self._draws)
+    def kind(self) -> Kind:
+        if self.temperature == 0:
+            return Kind.GREEDY
+        return Kind.FILTERED if self.top_k or self.top_p < 1 else Kind.DRAWN
 
-    def __call__(self, logits: torch.Tensor, uniform: torch.Tensor | None) -> torch.Tensor:
-        """(n,) int64 tokens from logits (n, vocab); uniform: (n,) float64 in [0, 1), needed where any row draws."""
-        likeliest = logits.argmax(-1)
-        if not self.draws:
-            return likeliest
-        assert uniform is not None
-        below = logits.float() - logits.float().amax(-1, keepdim=True)  # the largest 0, however cold it is
-        weights = torch.softmax(below / self._temperature, -1).double()
-        order = None
-        if self._filters:
-            weights, order = weights.sort(stable=True, dim=-1, descending=True)
-            place = torch.arange(weights.shape[-1], device=weights.device)
-            weights = weights.masked_fill(place >= self._top_k, 0.0)
-            before = weights.cumsum(-1) - weights
-            weights = weights.masked_fill(before >= self._top_p * weights.sum(-1, keepdim=True), 0.0)
-        reached = weights.cumsum(-1)
-        drawn = torch.searchsorted(reached, uniform[:, None] * reached[:, -1:], right=True)
-        # Rounding may carry the product up to the very end: the last token that has any weight is meant then.
-        drawn = torch.minimum(drawn, (weights > 0).long().cumsum(-1).argmax(-1, keepdim=True))
-        if order is not None:
-            drawn = order.gather(-1, drawn)
-        return torch.where(self._greedy, likeliest, drawn[:, 0])
+
+def parameters(rows: Sequence[Sampling]) -> npt.NDArray[np.float64]:
+    """(4, len(rows)): temperature, top_k, top_p of each, and 1 where the likeliest token is taken, else 0."""
+    values = [(max(r.temperature, COLDEST), r.top_k or ALL, r.top_p, r.temperature == 0) for r in rows]
+    return np.array(values, np.float64).reshape(-1, 4).T
+
+
+def choose(kind: Kind, logits: torch.Tensor, uniform: torch.Tensor | None, params: torch.Tensor) -> torch.Tensor:
+    """(n,) int64 tokens from logits (n, vocab), by parameters() (4, n) on their device, none of a higher kind.
+
+    What it does depends on the kind alone, so that a graph can capture it.
+    """
+    likeliest = logits.argmax(-1)
+    if kind == Kind.GREEDY:
+        return likeliest
+    assert uniform is not None
+    temperature, top_k, top_p, greedy = params[:, :, None].unbind()
+    below = logits.float() - logits.float().amax(-1, keepdim=True)  # the largest 0, however cold it is
+    weights = torch.softmax(below / temperature.float(), -1).double()
+    order = None
+    if kind == Kind.FILTERED:
+        # Rows that filter draw in the order of the weights; the others in that of the tokens, as they do by themselves.
+        filters = (top_k < ALL) | (top_p < 1)
+        place = torch.arange(weights.shape[-1], device=weights.device)
+        ranked, order = weights.sort(stable=True, dim=-1, descending=True)
+        ranked = ranked.masked_fill(place >= top_k, 0.0)
+        before = ranked.cumsum(-1) - ranked
+        ranked = ranked.masked_fill(before >= top_p * ranked.sum(-1, keepdim=True), 0.0)
+        weights, order = torch.where(filters, ranked, weights), torch.where(filters, order, place)
+    reached = weights.cumsum(-1)
+    drawn = torch.searchsorted(reached, uniform[:, None] * reached[:, -1:], right=True)
+    # Rounding may carry the product up to the very end: the last token that has any weight is meant then.
+    drawn = torch.minimum(drawn, (weights > 0).long().cumsum(-1).argmax(-1, keepdim=True))
+    if order is not None:
+        drawn = order.gather(-1, drawn)
+    return torch.where(greedy[:, 0] > 0, likeliest, drawn[:, 0])
 
 
 def uniforms(keys: Sequence[tuple[int, int, int, int]]) -> npt.NDArray[np.float64]:
     """A number in [0, 1) for each (seed, prompt, sample, place)."""
-    state = np.zeros(len(keys), np.uint64)
+    return uniforms_of(np.array(keys, np.uint64).reshape(-1, 4).T)
+
+
+def uniforms_of(keys: npt.NDArray[np.uint64]) -> npt.NDArray[np.float64]:
+    """uniforms() of (4, n) keys."""
+    state = np.zeros(keys.shape[1], np.uint64)
     with np.errstate(over="ignore"):
-        for word in np.array(keys, np.uint64).reshape(-1, 4).T:
+        for word in keys:
             state = _mixed((state ^ word) + np.uint64(0x9E3779B97F4A7C15))
     found: npt.NDArray[np.float64] = (state >> np.uint64(11)).astype(np.float64) * 2.0**-53
     return found

@@ -9,12 +9,14 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from .. import api
-from ..kvcache import PagedKVCache, PrefixCache, Slots
-from ..kvcache.slots import upload
-from ..plan import DecodePlan
+from ..kvcache import PagedKVCache, PrefixCache, Rotary, Slots
+from ..kvcache.slots import room_for
+from ..plan import DecodePlan, StepPlan
+from ..plan.standing import StandingPlan
 from ..scores import DecodeOptions, Window
 
 if TYPE_CHECKING:
@@ -32,9 +34,13 @@ class Step(Protocol):
         v: torch.Tensor,
         *,
         window: Window | None,
+        rotary: Rotary | None = None,
         **options: Unpack[DecodeOptions],
     ) -> torch.Tensor:
-        """q (T, Hq, D), k and v (T, Hkv, D) of the step's tokens -> (T, Hq, D)."""
+        """q (T, Hq, D), k and v (T, Hkv, D) of the step's tokens -> (T, Hq, D).
+
+        rotary: turn k by its tokens' positions as it is written, and q with it, in place.
+        """
 
 
 def check_layer(cache: PagedKVCache, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
@@ -47,26 +53,58 @@ def check_layer(cache: PagedKVCache, layer: int, k: torch.Tensor, v: torch.Tenso
         )
 
 
-class PrefillStep:
-    """New tokens of sequences, packed in the order of `parts`: the slots of one sequence, or of several, each."""
+class DecodeStep:
+    """The next token of each of `seqs`. Layers with the same window share a plan.
 
-    def __init__(self, cache: PagedKVCache, parts: Sequence[Slots], backend: str = "auto") -> None:
-        self.cache, self.parts, self.backend = cache, parts, backend
-        self.layers: set[int] = set()  # those that came by
-        self.seqs = [seq for slots in parts for seq in slots.seqs]
-        self.counts = [count for slots in parts for count in slots.counts]
-        ends = np.cumsum(self.counts)
-        self.last_rows = ends - 1  # of each sequence's last new token
-        lengths = cache.lengths_of(self.seqs)
-        self.starts_q, self.starts_k = (
-            upload(np.concatenate([[0], x]).astype(np.int32), cache.device) for x in (ends, np.cumsum(lengths))
-        )
-        self.page_table = cache.page_table(self.seqs)
+    rows: for a graph that is replayed while sequences come and go. q, k and v then have just so many rows, of which the
+    first are those of `seqs` and the others idle, and places and plans stay where they are, for sequences of up to
+    max_length tokens. None: as many rows as sequences, and plans made anew each step.
+    """
+
+    def __init__(
+        self,
+        prefix: PrefixCache,
+        *,
+        num_heads: int,
+        rows: int | None = None,
+        max_length: int = 0,
+        backend: str = "auto",
+    ) -> None:
+        self.prefix, self.cache = prefix, prefix.cache
+        self.num_heads, self.rows, self.max_length, self.backend = num_heads, rows, max_length, backend
+        self.seqs: list[int] = []
+        self.plans: dict[Window | None, DecodePlan | StandingPlan] = {}
+        self._slots: Slots | None = None if rows is None else room_for(self.cache, rows)
+
+    @property
+    def slots(self) -> Slots:
+        """The current step's places; of a step with `rows`, on a card, in the same memory each time."""
+        assert self._slots is not None, "renew() comes first"
+        return self._slots
+
+    @property
+    def positions(self) -> torch.Tensor:
+        """(rows,) of the tokens in their sequences, on the cache's device; 0 where a row is idle."""
+        if self.rows is None:
+            return self.slots.positions
+        return self.slots.all_positions if self.slots.room else torch.from_numpy(self.host_positions)
 
     @property
     def host_positions(self) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-        """(T,) of the packed tokens."""
-        return np.concatenate([slots.host_positions for slots in self.parts])
+        positions = self.slots.host_positions
+        if self.rows is None or len(positions) == self.rows:
+            return positions
+        return np.concatenate([positions, np.zeros(self.rows - len(positions), np.int64)])
+
+    def renew(self, seqs: list[int], tokens: Sequence[int] | npt.NDArray[np.int64]) -> None:
+        """Begin the step that feeds `tokens`, one per sequence. Raises OutOfPages with nothing changed."""
+        self._slots = self.prefix.extend(seqs, tokens, into=self._slots if self.rows is not None else None)
+        self.seqs = seqs
+        for window, plan in self.plans.items():
+            if isinstance(plan, StandingPlan):
+                api.renew_plan(plan, self.prefix, seqs)
+            else:
+                self.plans[window] = self._plan(window)
 
     def attend(
         self,
@@ -76,92 +114,99 @@ class PrefillStep:
         v: torch.Tensor,
         *,
         window: Window | None,
+        rotary: Rotary | None = None,
+        **options: Unpack[DecodeOptions],
+    ) -> torch.Tensor:
+        self.write(layer, q, k, v, rotary)
+        o = api.decode(q[:, None], self.cache, layer, self.plan(window), backend=self.backend, **options)
+        assert isinstance(o, torch.Tensor)
+        return o[:, 0]
+
+    def write(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rotary: Rotary | None) -> None:
+        """The new keys and values of a layer, turned by rotary, and q with them; of idle rows none."""
+        check_layer(self.cache, layer, k, v)
+        count = len(k) if self.slots.room else len(self.slots)  # places on a card have room for idle rows
+        turned = None if rotary is None else q[:count]
+        self.cache.write(layer, self.slots, k[:count], v[:count], rotary=rotary, q=turned)
+
+    def plan(self, window: Window | None) -> DecodePlan | StandingPlan:
+        """Of the current step."""
+        if window not in self.plans:
+            self.plans[window] = self._plan(window)
+        return self.plans[window]
+
+    def _plan(self, window: Window | None) -> DecodePlan | StandingPlan:
+        if self.rows is None:
+            return api.plan_decode(self.prefix, self.seqs, num_heads=self.num_heads, window=window)
+        return api.plan_decode(
+            self.prefix,
+            self.seqs,
+            num_heads=self.num_heads,
+            window=window,
+            rows=self.rows,
+            max_length=self.max_length,
+        )
+
+
+class MixedStep:
+    """New tokens of prompts, packed in the order of `parts`, each the slots of some; then the rows of a decode step.
+
+    last_rows: (prompts,) int64, the row of each prompt's last new token. layers: those that came by.
+    """
+
+    def __init__(
+        self,
+        prefix: PrefixCache,
+        parts: Sequence[Slots],
+        decode: DecodeStep | None = None,
+        *,
+        num_heads: int,
+        backend: str = "auto",
+    ) -> None:
+        self.prefix, self.cache, self.parts, self.decode = prefix, prefix.cache, parts, decode
+        self.num_heads, self.backend = num_heads, backend
+        self.layers: set[int] = set()
+        self.seqs = [seq for slots in parts for seq in slots.seqs]
+        self.counts = [count for slots in parts for count in slots.counts]
+        self.last_rows = np.cumsum(self.counts) - 1
+        self._plans: dict[Window | None, StepPlan] = {}
+
+    @property
+    def host_positions(self) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+        """(T,) of the packed tokens in their sequences; 0 where a row is idle."""
+        decode = [] if self.decode is None else [self.decode.host_positions]
+        return np.concatenate([*(slots.host_positions for slots in self.parts), *decode])
+
+    def attend(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        *,
+        window: Window | None,
+        rotary: Rotary | None = None,
         **options: Unpack[DecodeOptions],
     ) -> torch.Tensor:
         check_layer(self.cache, layer, k, v)
         self.layers.add(layer)
-        cache, row = self.cache, 0
+        row = 0
         for slots in self.parts:
             rows = slice(row, row + len(slots))
-            cache.write(layer, slots, k[rows], v[rows])
+            turned = None if rotary is None else q[rows]
+            self.cache.write(layer, slots, k[rows], v[rows], rotary=rotary, q=turned)
             row = rows.stop
-        table = None
-        if cache.format.dtype == q.dtype:  # read in place
-            (k_from, *_), (v_from, *_) = cache.parts(layer)
-            table = self.page_table
-        else:
-            read = [cache.load(layer, cache.page_list(seq), 0, cache.length(seq), q.dtype) for seq in self.seqs]
-            k_from, v_from = (torch.cat(keys_or_values) for keys_or_values in zip(*read, strict=True))
-        o = api.attention_varlen(
-            q,
-            k_from,
-            v_from,
-            self.starts_q,
-            self.starts_k,
-            causal=True,
-            window=window,
-            page_table=table,
-            backend=self.backend,
-            **options,
-        )
+        if self.decode is not None:
+            self.decode.write(layer, q[row:], k[row:], v[row:], rotary)
+        plan = self._plans.get(window)
+        if plan is None:
+            plan = self._plans[window] = api.plan_step(
+                self.prefix,
+                list(zip(self.seqs, self.counts, strict=True)),
+                () if self.decode is None else self.decode.plan(window),
+                num_heads=self.num_heads,
+                window=window,
+            )
+        o = api.attend(q, self.cache, layer, plan, backend=self.backend, **options)
         assert isinstance(o, torch.Tensor)
         return o
-
-
-class DecodeStep:
-    """The next token of each of `seqs`. Layers with the same window share a plan, made when the first one asks for it.
-
-    room: tokens that plans are made with room for. grows: whether plans are grown within it rather than made anew each
-    step. On a card they are, for a graph to be replayed over them; a CPU makes a plan fast, and one made anew shares
-    what has become worth sharing.
-    """
-
-    def __init__(
-        self, prefix: PrefixCache, seqs: list[int], *, num_heads: int, room: int, backend: str = "auto"
-    ) -> None:
-        self.prefix, self.cache, self.seqs = prefix, prefix.cache, seqs
-        self.num_heads, self.room, self.backend = num_heads, room, backend
-        self.grows = self.cache.device.type == "cuda"
-        self.plans: dict[Window | None, DecodePlan] = {}
-        self._slots: Slots | None = None
-        self._grown = 0
-
-    @property
-    def slots(self) -> Slots:
-        """The current step's places; on a card they lie in the same memory in every step."""
-        assert self._slots is not None, "renew() comes first"
-        return self._slots
-
-    def renew(self, tokens: Sequence[int]) -> bool:
-        """Begin the step that feeds `tokens`, one per sequence; True if the plans are those of before, only grown.
-
-        Raises OutOfPages with nothing changed.
-        """
-        self._slots = self.prefix.extend(self.seqs, tokens, into=self._slots)
-        if self.grows and self.plans and self._grown < self.room:
-            self.plans = {window: api.grow_plan(plan, self.prefix) for window, plan in self.plans.items()}
-            self._grown += 1
-            return True
-        self.plans, self._grown = {}, 0
-        return False
-
-    def attend(
-        self,
-        layer: int,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        *,
-        window: Window | None,
-        **options: Unpack[DecodeOptions],
-    ) -> torch.Tensor:
-        check_layer(self.cache, layer, k, v)
-        self.cache.write(layer, self.slots, k, v)
-        plan = self.plans.get(window)
-        if plan is None:
-            plan = self.plans[window] = api.plan_decode(
-                self.prefix, self.seqs, num_heads=self.num_heads, window=window, room=self.room
-            )
-        o = api.decode(q[:, None], self.cache, layer, plan, backend=self.backend, **options)
-        assert isinstance(o, torch.Tensor)
-        return o[:, 0]

@@ -52,6 +52,9 @@ void Copy::land() const {
             if (first < end) std::memcpy(shared + first, global + first, end - first);
         });
         mbarrier_complete_tx(box.barrier, int(box_bytes(*box.map)));
+    } else if (kind == cluster_store) {
+        std::memcpy(issuer->shared + to, word, size_t(bytes));
+        mbarrier_complete_tx(box.barrier, bytes);
     } else {
         walk_box(box, [](const uint8_t* shared, uint8_t* global, size_t first, size_t end) {
             if (first < end) std::memcpy(global + first, shared + first, end - first);
@@ -76,7 +79,7 @@ void copy_async_16(uint32_t to, const void* from, int bytes) {
     if (counters) counters->async_bytes += uint64_t(bytes);
     check_shared(to, 16);
     check_overwrite(to, 16, "cp.async");
-    const Copy c{Copy::cp_async, current, {}, to, from, bytes};
+    const Copy c{Copy::cp_async, current, {}, to, from, bytes, {}};
     if (late()) self().fiber->copies.back().push_back(c);
     else c.land();
 }
@@ -95,7 +98,7 @@ static Box make_box(uint32_t shared, const TensorMap* map, uint32_t barrier, con
     return box;
 }
 void tma_load(uint32_t to, const TensorMap* map, uint32_t barrier, const int* at, int rank) {
-    const Copy c{Copy::load, current, make_box(to, map, barrier, at, rank, "TMA load"), 0, nullptr, 0};
+    const Copy c{Copy::load, current, make_box(to, map, barrier, at, rank, "TMA load"), 0, nullptr, 0, {}};
     check_overwrite(to, box_bytes(*map), "TMA load");
     check_mbarrier_for_tma(barrier);
     if (late()) scheduler->in_flight.push_back(c);
@@ -104,10 +107,29 @@ void tma_load(uint32_t to, const TensorMap* map, uint32_t barrier, const int* at
 void tma_store(const TensorMap* map, uint32_t from, const int* at, int rank) {
     for (int d = 0; d < rank; d++)
         if (at[d] < 0) fail("TMA store at a negative coordinate, which a card refuses as an illegal instruction");
-    const Copy c{Copy::store, current, make_box(from, map, 0, at, rank, "TMA store"), 0, nullptr, 0};
+    const Copy c{Copy::store, current, make_box(from, map, 0, at, rank, "TMA store"), 0, nullptr, 0, {}};
     if (late()) self().fiber->stores.back().push_back(c);
     else c.land();
 }
+
+// ---- stores to other blocks of the cluster --------------------------------------------------------------------------
+void store_async(uint32_t to, const void* from, int bytes, uint32_t barrier) {
+    const uint32_t rank = to & kClusterAddress ? to << 1 >> (kRankShift + 1) : self().block->rank;
+    if ((to ^ barrier) >> kRankShift) fail("store_async to one block of the cluster and the mbarrier of another");
+    if (rank != self().block->rank && !self().fiber->met_cluster)
+        fail("store_async to block %u of the cluster, which may not have begun: no cluster_wait before it", rank);
+    const Block* block = self().block->cluster->blocks[rank];
+    if (!block || !block->live) fail("store_async to block %u of the cluster, which has ended", rank);
+    const uint32_t offset = to & ((1u << kRankShift) - 1);
+    check_shared(offset, size_t(bytes));
+    if (counters) counters->async_bytes += uint64_t(bytes);
+    Copy c{Copy::cluster_store, &block->fibers[0]->thread, {}, offset, nullptr, bytes, {}};
+    c.box.barrier = barrier & ((1u << kRankShift) - 1);
+    std::memcpy(c.word, from, size_t(bytes));
+    if (late()) scheduler->in_flight.push_back(c);
+    else c.land();
+}
+
 void bulk_commit() { self().fiber->stores.emplace_back(); }
 void bulk_wait(int groups_left) { wait_for(self().fiber->stores, groups_left); }
 

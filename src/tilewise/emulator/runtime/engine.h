@@ -54,12 +54,13 @@ struct Box {
     int at[5];
 };
 struct Copy {
-    enum Kind { cp_async, load, store } kind;
-    Thread* issuer;
-    Box box;           // of TMA
-    uint32_t to;       // of cp.async
+    enum Kind { cp_async, load, store, cluster_store } kind;
+    Thread* issuer;    // of a cluster_store: a thread of the block that it goes to
+    Box box;           // of TMA; of a cluster_store its barrier
+    uint32_t to;       // of cp.async and of a cluster_store
     const void* from;
     int bytes;
+    uint32_t word[2];  // of a cluster_store
     void land() const;
 };
 
@@ -80,6 +81,9 @@ struct Fiber {
     std::deque<std::vector<Copy>> copies{1};        // cp.async groups; the last is open
     std::deque<std::vector<Copy>> stores{1};        // bulk store groups
     std::deque<WgmmaGroup> wgmma{1};
+    bool cluster_arrived = false;                   // at the cluster's barrier, and has not waited there since
+    uint32_t cluster_phase = 0;                     // the barrier's phase that it arrived in
+    bool met_cluster = false;                       // it has waited there: all blocks have begun
     std::unordered_map<const void*, uint32_t> occurrences;  // of each counted call site
 };
 
@@ -113,7 +117,17 @@ struct Request {
 };
 
 struct Scheduler;
+struct Block;
+struct Cluster {
+    std::vector<Block*> blocks;    // by rank
+    uint32_t phase = 0;            // of its barrier
+    unsigned live = 0;             // threads that have not ended
+    unsigned pending = 0;          // those of them that have yet to arrive in this phase
+    std::vector<Fiber*> waiting;
+};
 struct Block {
+    std::shared_ptr<Cluster> cluster;
+    uint32_t rank = 0;
     Scheduler* scheduler;
     dim3 index;
     std::vector<uint8_t> arena;
@@ -184,6 +198,7 @@ void report(Launch* launch, const std::string& text);
 std::string place(const Thread& t);
 void land_all(std::vector<Copy>& work);
 void check_mbarrier_for_tma(uint32_t address);
+void leave_cluster(Fiber& f);        // its thread has ended
 uint32_t swizzled(uint32_t address, uint32_t span);
 void tally(Block& block, Counters& c);
 void add(Counters& total, const Counters& c);

@@ -102,6 +102,7 @@ static void fiber_main() {
     Fiber* f = scheduler->running;
     f->done = true;
     f->thread.block->live--;
+    leave_cluster(*f);
     for (;;) emu_switch(&f->sp, scheduler->sp);
 }
 
@@ -164,6 +165,10 @@ static void retire(Scheduler& s, Block& block) {
     for (auto& group : block.warpgroups)
         if (!group.issued.empty()) report(s.launch, "the warps of a warpgroup issued different numbers of wgmma");
     if (counters) tally(block, *counters);
+    for (const Copy& c : s.in_flight)
+        if (c.kind == Copy::cluster_store && c.issuer->block == &block)
+            report(s.launch, "a block ended while store_async to it was under way: it did not wait on its mbarrier");
+    block.cluster->blocks[block.rank] = nullptr;
     std::erase_if(s.in_flight, [&](const Copy& c) { return c.issuer->block == &block; });
     for (auto& f : block.fibers)
         for (auto& group : f->stores) land_all(group);  // what was stored arrives, waited for or not
@@ -224,10 +229,19 @@ static void work(Launch* launch, uint64_t seed) {
     counters = launch->options.count ? &s.counted : nullptr;
     uint32_t total = launch->options.grid[0] * launch->options.grid[1] * launch->options.grid[2];
     while (!launch->failed) {
-        while (s.blocks.size() < launch->options.resident) {
-            uint32_t n = launch->next_block++;
+        const uint32_t each = launch->options.cluster;
+        while (s.blocks.size() + each <= std::max(each, launch->options.resident)) {
+            const uint32_t n = launch->next_block.fetch_add(each);
             if (n >= total) break;
-            s.blocks.push_back(make_block(s, n));
+            auto cluster = std::make_shared<Cluster>();
+            for (uint32_t rank = 0; rank < each; rank++) {
+                s.blocks.push_back(make_block(s, n + rank));
+                Block& block = *s.blocks.back();
+                block.cluster = cluster;
+                block.rank = rank;
+                cluster->blocks.push_back(&block);
+                cluster->live = cluster->pending = cluster->live + block.live;
+            }
         }
         if (s.blocks.empty()) break;
         const bool moves = run_ready(s);
@@ -259,7 +273,7 @@ int launch(const Options& options, void (*kernel)(void**), void** args, char* te
     l.options = options;
     l.kernel = kernel;
     l.args = args;
-    const uint32_t blocks = options.grid[0] * options.grid[1] * options.grid[2];
+    const uint32_t blocks = options.grid[0] * options.grid[1] * options.grid[2] / options.cluster;
     const unsigned threads = options.resident > 1 ? 1 : std::max(1u, std::min(options.os_threads, blocks));
     std::vector<std::thread> workers;
     for (unsigned i = 1; i < threads; i++) workers.emplace_back(work, &l, options.seed + i);

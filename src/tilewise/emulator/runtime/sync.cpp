@@ -52,6 +52,46 @@ void barrier_arrive(int id, int count) {
     barrier_open(b);
 }
 
+// ---- clusters -------------------------------------------------------------------------------------------------------
+uint32_t address_in(uint32_t address, int rank) {
+    if (rank < 0 || size_t(rank) >= self().block->cluster->blocks.size())
+        fail("block %d of a cluster of %zu", rank, self().block->cluster->blocks.size());
+    return kClusterAddress | uint32_t(rank) << kRankShift | address;
+}
+static void open_cluster(Cluster& c) {
+    if (c.pending) return;
+    c.phase++;
+    c.pending = c.live;
+    scheduler->wake_all(c.waiting);
+}
+void cluster_arrive() {
+    Fiber& f = *self().fiber;
+    Cluster& c = *self().block->cluster;
+    if (f.cluster_arrived) fail("cluster_arrive twice without a cluster_wait between");
+    f.cluster_arrived = true;
+    f.cluster_phase = c.phase;
+    c.pending--;
+    open_cluster(c);
+}
+void cluster_wait() {
+    Fiber& f = *self().fiber;
+    Cluster& c = *self().block->cluster;
+    if (!f.cluster_arrived) fail("cluster_wait without a cluster_arrive before");
+    while (c.phase == f.cluster_phase) {
+        c.waiting.push_back(&f);
+        suspend("the cluster's barrier");
+    }
+    f.cluster_arrived = false;
+    f.met_cluster = true;
+}
+void leave_cluster(Fiber& f) {
+    Cluster& c = *f.thread.block->cluster;
+    c.live--;
+    if (!f.cluster_arrived || f.cluster_phase != c.phase) c.pending--;
+    open_cluster(c);
+}
+
+// ---- mbarriers ------------------------------------------------------------------------------------------------------
 static Mbarrier& mbarrier(uint32_t address) {
     auto& all = self().block->mbarriers;
     auto found = all.find(address);

@@ -5,10 +5,9 @@
 // A row is one head of one token. kLanes lanes have kChunks chunks of 8 channels each, so that a 16-bit row of 128
 // channels is one 16-byte load by 16 lanes. The rows of a token are neighbours (heads of K, of V, of Q) and share its
 // cosines in the L1 cache.
-#include "tile/memory.cuh"
+#include "common/chunk.cuh"
 
 constexpr int kThreads = 256;
-constexpr int kChannels = 8;  // per chunk
 constexpr int kPlain = 0, kFp8 = 1, kInt8 = 2, kInt4 = 3;  // kFormat
 constexpr int kUnturned = 0, kInterleaved = 2;             // kRotary; 1: halves
 constexpr uint32_t kInfinity = 0x7f800000u, kNan = 0x7fc00000u;
@@ -16,10 +15,6 @@ constexpr float kInt4Limit = 0x1p126f, kMinScale = 0x1p-126f;  // kvcache/format
 // Bits of AppendArgs::vectors, which tell where 16-byte accesses are possible: 1, 2, 4: loads of K, V, Q; 8: loads of
 // the cosine and sine tables; 16, 32: stores of K, V
 constexpr uint32_t kVectorTable = 8;
-
-struct alignas(8) Vector8 {
-    uint32_t word[2];
-};
 
 struct AppendSource {  // (tokens, heads, D): strides in elements, the channels are dense
     void* base;
@@ -41,53 +36,6 @@ struct AppendArgs {
     int64_t cos_row, cos_column, sin_row, sin_column;
     int tokens, heads, heads_q, head_dim, pairs, page_size, page_shift, group_lanes;
     uint32_t vectors;
-};
-
-// Eight channels of a row, as they lie in memory
-template <class T> struct Chunk {
-    static constexpr int kWords = kChannels * sizeof(T) / 4;
-    uint32_t word[kWords];
-
-    TILE_DEVICE float get(int i) const {
-        if constexpr (sizeof(T) == 4) return as_float(word[i]);
-        else return unpack<T>(word[i / 2], i % 2);
-    }
-    TILE_DEVICE void set(const float (&x)[kChannels]) {
-#pragma unroll
-        for (int w = 0; w < kWords; w++) {
-            if constexpr (sizeof(T) == 4) word[w] = as_bits(x[w]);
-            else word[w] = pack<T>(x[2 * w], x[2 * w + 1]);
-        }
-    }
-    // Loads the first `count` channels; the others become zero
-    TILE_DEVICE void load(Global<const T> g, int count, bool vectors) {
-        if (vectors && count >= kChannels) {
-#pragma unroll
-            for (int i = 0; i < kWords / 4; i++) {
-                const Vector16 x = g.template as<const Vector16>()[i];
-#pragma unroll
-                for (int w = 0; w < 4; w++) word[4 * i + w] = x.word[w];
-            }
-            return;
-        }
-        float x[kChannels];
-#pragma unroll
-        for (int i = 0; i < kChannels; i++) x[i] = i < count ? to_float(T(g[i])) : 0.0f;
-        set(x);
-    }
-    TILE_DEVICE void store(Global<T> g, int count, bool vectors) const {
-        if (vectors && count >= kChannels) {
-#pragma unroll
-            for (int i = 0; i < kWords / 4; i++) {
-                g.template as<Vector16>()[i] =
-                    Vector16{{word[4 * i], word[4 * i + 1], word[4 * i + 2], word[4 * i + 3]}};
-            }
-            return;
-        }
-#pragma unroll
-        for (int i = 0; i < kChannels; i++)
-            if (i < count) g[i] = from_float<T>(get(i));
-    }
 };
 
 // x / by for by > 0 and many x, rounded as a division: two Newton steps on the quotient are exact where nothing under-
@@ -283,7 +231,7 @@ template <> struct Plain<Element> {
     }
 };
 
-extern "C" __global__ void __launch_bounds__(kThreads) append(const __grid_constant__ AppendArgs a) {
+extern "C" __global__ void __launch_bounds__(kThreads, 3) append(const __grid_constant__ AppendArgs a) {
     const int lane = threadIdx.x % kLanes;
     const uint32_t row = blockIdx.x * (kThreads / kLanes) + threadIdx.x / kLanes;
     const uint32_t rows = 2 * a.heads + a.heads_q, token = row / rows, place = row % rows;

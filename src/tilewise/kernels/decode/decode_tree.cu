@@ -2,28 +2,33 @@
 // share.
 //
 // A block has sixteen warps. The first eight are two warpgroups that compute tiles of 128 rows (tile.cuh); one warp
-// loads their keys and values; the last four stream what sequences have of their own at the same time, from a list of
-// their own. When the tiles are done, kJoiners of the first eight warps help the streaming warps. A sequence's own
-// tokens are split and computed as in decode.cu, to the bit.
+// loads their keys and values, and three more widen them if they are quantised (tile_widen.cuh); the last four stream
+// what sequences have of their own at the same time, from a list of their own. When the tiles are done, kJoiners of the
+// first eight warps help the streaming warps. A sequence's own tokens are split and computed as in decode.cu, to the
+// bit. Above head_dim 128 there is one warpgroup for tiles, of 64 rows, and kWarps of the last four warps stream.
 //
 // Constants: as in decode.cu, and kTileStages: tiles in the ring; kTileWhole: one copy brings all panels of a head's
-// rows, which needs heads that are contiguous; kJoiners.
+// rows, which needs heads that are contiguous; kJoiners; kRawStages: tiles of codes in the ring before it.
 #include "tile/quant.cuh"
 constexpr Format kFormat = static_cast<Format>(kStoredAs);
 #include "decode/tile.cuh"
-static_assert(kBlocksPerSm == 1 && kWarps == 4, "registers are dealt to four warpgroups");
+static_assert(kBlocksPerSm == 1 && kWarps <= 4, "registers are dealt to warpgroups, the last of which streams");
 static_assert(!kSelected, "what sequences select is theirs alone");
-static_assert(kTma && kFormat == Format::bits16, "tiles come by TMA and are multiplied as they are");
+static_assert(kTma && kFormat != Format::bits32, "tiles come by TMA and are multiplied in 16 bits");
 
-extern "C" __global__ void __launch_bounds__(512, kBlocksPerSm)
+extern "C" __global__ void __launch_bounds__(kTileBlock, kBlocksPerSm)
     decode_tree(const __grid_constant__ TensorMap mK, const __grid_constant__ TensorMap mV,
                 const __grid_constant__ TensorMap mTileK, const __grid_constant__ TensorMap mTileV,
                 const __grid_constant__ DecodeArgs args) {
     Loader::init(args, mK, mV);
-    if (threadIdx.x == 128) {
-        tile_ring().init(4 * kTileGroups);
+    if (threadIdx.x == 96) {
+        tile_ring().init(4 * kTileGroups, kScaled ? kWideners / 32 : 1);
+        if constexpr (kScaled) {
+            value_ring().init(4 * kTileGroups, kWideners / 32);
+            raw_ring().init(kWideners / 32);
+        }
         ptx::fence_mbarrier_init();
-    } else if (threadIdx.x == 256) {
+    } else if (threadIdx.x == 64) {
         if (args.tile_rounds) ptx::touch(args.tile_items + blockIdx.x);
         ptx::prefetch_tensor_map(&mTileK);
         ptx::prefetch_tensor_map(&mTileV);
@@ -42,10 +47,15 @@ extern "C" __global__ void __launch_bounds__(512, kBlocksPerSm)
     } else if (role == kTileGroups) {
         ptx::give_registers<kLoadRegisters>();
         if (ptx::uniform(threadIdx.x / 32) == 4 * kTileGroups) load_tiles(args, mTileK, mTileV);
+        else if constexpr (kScaled) widen_tiles(args, tile_item, tile_eight);
     } else {
-        ptx::give_registers<kStreamRegisters>();
-        const int rank = ptx::uniform(threadIdx.x / 32) - 4 * (kTileGroups + 1);
-        stream<Stream>(args, mK, mV, rank);
-        if (args.merge_rows) merge_all(args, {4 * kTileGroups + rank, 4 * kTileGroups + kWarps});
+        if constexpr (kStreamRegisters > kStartRegisters) ptx::take_registers<kStreamRegisters>();
+        else ptx::give_registers<kStreamRegisters>();
+        const auto rank = [] {  // computed where it is needed: uniform registers are scarce too
+            return int(ptx::uniform(ptx::just_in_time(threadIdx.x) / 32)) - 4 * (kTileGroups + 1);
+        };
+        if (rank() >= kWarps) return;
+        stream<Stream>(args, mK, mV, rank());
+        if (args.merge_rows) merge_all(args, {4 * kTileGroups + rank(), 4 * kTileGroups + kWarps});
     }
 }

@@ -55,9 +55,11 @@ struct ScaleRun {
 };
 constexpr bool kCopies = !kTma || (kScaled && kScaleRuns);  // something comes by cp.async
 
-// Shared memory, in this order: the ring of tiles if there is one (tile.cuh); the rings of the warps, on 1024 bytes as
-// the swizzle wants; their scales; barriers and counters; what the threads of tiles look up rarely; and per warp the
-// saved state of a range that it folds piece by piece: O, then the MaxSum, lane by lane.
+// Shared memory, in this order: the ring of tiles if there is one (tile_load.cuh), what of Q tiles read there, and the
+// ring of codes that become tiles (tile_widen.cuh); the rings of the warps, on 1024 bytes as the swizzle wants; their
+// scales; barriers and counters; what the threads of tiles look up rarely; what the tokens of quantised tiles are
+// multiplied with; and per warp the saved state of a range that it folds piece by piece: O, then the MaxSum, lane by
+// lane.
 //
 // Tiles by mma.sync (tile_mma.cuh) are computed while no warp of the block streams, in the same memory: Q, the ring of
 // K and V, what is looked up of the rows, and where the tokens of the ring's tiles come from. The counter lies after
@@ -67,17 +69,33 @@ constexpr int kMmaTile = 32, kTileWarps = 4;
 constexpr int kMmaQBytes = kTileRows * kHeadDim * 2, kMmaStageBytes = 2 * kMmaTile * kHeadDim * 2;
 constexpr int kAtMmaRows = kMmaQBytes + kTileStages * kMmaStageBytes, kAtMmaSources = kAtMmaRows + 20 * kTileRows;
 constexpr int kMmaBytes = kTilesByMma ? kAtMmaSources + kTileStages * 2 * kMmaTile * 8 : 0;
-constexpr int kAtRings = kTilesByMma ? 0 : kTileStages * 2 * 64 * ((kHeadDim + 63) / 64 * 128);
+constexpr bool kTilesByWgmma = kTileStages > 0 && kTma;
+// Tiles by wgmma: warpgroups of 64 rows that compute them, tokens of a tile, and how many of Q's sixteens of channels
+// come from shared memory, the last ones, because registers hold only the others
+constexpr int kTileGroups = kHeadDim > 128 ? 1 : 2, kTileTokens = kHeadDim > 128 ? 32 : 64;
+constexpr int kTileSharedQ = kHeadDim > 128 ? kHeadDim / 16 : kScaled && kHeadDim > 96 ? (kZeros ? 8 : 4) : 0;
+constexpr int kTileQPanels = (kTileSharedQ + 3) / 4;  // of 64 rows and 64 channels, per warpgroup
+constexpr int kTileQBytes = kTilesByWgmma ? kTileGroups * kTileQPanels * 64 * 128 : 0;
+constexpr int kAtTileQ = kTilesByMma ? 0 : kTileStages * 2 * kTileTokens * ((kHeadDim + 63) / 64 * 128);
+constexpr int kAtRaw = kAtTileQ + kTileQBytes;
+constexpr int kAtRings = kAtRaw + kRawStages * 2 * kTileTokens * kRowBytes;
+static_assert(kAtRings % 1024 == 0 && (kRawStages > 0) == (kTilesByWgmma && kScaled), "codes become tiles");
 constexpr int kAtScales = (kAtRings + kWarps * kStages * kStageBytes + 1023) / 1024 * 1024;
 constexpr int kStreamers = kWarps + kJoiners;  // joiners are the last of them
-constexpr int kAtStreamBarriers = kAtScales + kWarps * kStages * kScaleBytes;
+constexpr int kAtStreamBarriers = kAtScales + kStreamers * kStages * kScaleBytes;
 constexpr int kAtTileBarriers = kAtStreamBarriers + kStreamers * kStages * 8;
 // Counters. Beside tiles: one, of the items that have been taken. In step: one per stage, of the warps that are done.
 constexpr int kFoldBytes = kRows * kHeadDim * 4 + kRows / 8 * 2 * 32 * 8;
-constexpr int kAfterRings = kAtTileBarriers + (kTilesByMma ? 0 : kTileStages * 16) + 4 * kStages;
+constexpr int kAtRawBarriers = kAtTileBarriers + (kTilesByMma ? 0 : kTileStages * (kRawStages > 0 ? 32 : 16));
+constexpr int kAfterRings = kAtRawBarriers + kRawStages * 16 + 4 * kStages;
 constexpr int kAtTileSeen = (kAfterRings + 15) / 16 * 16;  // per thread of warpgroups: what its rows see,
-constexpr int kAtTilePlace = kAtTileSeen + (kTileStages && !kTilesByMma ? 256 * 16 : 0);  // and where their results go
-constexpr int kAtFold = kAtTilePlace + (kTileStages && !kTilesByMma ? 256 * 8 : 0);
+constexpr int kAtTilePlace = kAtTileSeen + (kTilesByWgmma ? 256 * 16 : 0);  // and where their results go
+constexpr int kAtTileRows = kAtTilePlace + (kTilesByWgmma ? 256 * 8 : 0);  // int4: per group and row, Σ q
+constexpr int kAtTileFactors = kAtTileRows + (kRawStages > 0 && kZeros ? kGroups * 128 * 4 : 0);
+// Per tile of the ring, as tile_factors.cuh has it: a factor for each token of K and of V, and a limit; of int4 also
+// what zero points add, and a scale, for each group of channels
+constexpr int kTileFactorBytes = kRawStages > 0 ? kTileTokens * (8 + (kZeros ? 12 * kGroups : 0)) + 16 : 0;
+constexpr int kAtFold = kAtTileFactors + kTileStages * kTileFactorBytes;
 constexpr int kStreamEnd = kAtFold + kWarps * kFoldBytes;
 constexpr int kAtCounters = !kTilesByMma ? kAfterRings - 4 * kStages : kStreamEnd > kMmaBytes ? kStreamEnd : kMmaBytes;
 // Where a float32 Q would take too many registers, each warp has it there (stream32.cuh): rows that begin in different
@@ -218,7 +236,7 @@ struct Loader {
             const int word = slot < args.slots ? words() : 0, ahead = slot + (kTileStages > 0 ? kStreamers : kWarps);
             if (ahead < args.slots) ptx::touch(word_of(ahead));
             const int rows = field(word, kRowsWord), caller_head = field(word, kCallerHeadWord);
-            const int sequence = field(word, kTableWord);
+            const int sequence = field(word, kSequenceWord);
             if (rows == 0) {  // no item follows an empty one
                 slot = args.slots;
                 return;
@@ -229,7 +247,7 @@ struct Loader {
             if (head < rows && head < group)
                 ptx::touch(static_cast<const Element*>(args.q) + (caller_head >> 12) * args.q_strides.batch +
                            (kv_head * group + head) * args.q_strides.head + lane * 64 % kHeadDim);
-            table = page_table(args, sequence, kv_head, field(word, kTailFromWord));
+            table = page_table(args, field(word, kTableWord), kv_head, field(word, kTailFromWord));
             if constexpr (kScaled && kScaleRuns) point_at_scales();
             page = ptx::shuffle(word, kBoxes == 2 && lane >= 16 ? kSecondPageWord : kPageWord);
             fresh = kTma && !kSelected && (!kScaled || kScaleRuns) && field(word, kPageWord) >= 0 &&
@@ -260,7 +278,7 @@ struct Loader {
     }
     // Finds where the item begins and ends; the span is empty if the sequence does not reach the item's piece
     TILE_DEVICE void measure(int word) {
-        const int length = length_of(args, field(word, kTableWord), kv_head);
+        const int length = length_of(args, field(word, kSequenceWord), kv_head);
         span = span_of(args, field(word, kKindWord) & kOwn, field(word, kStartWord), field(word, kStopWord), length);
         chunk = span.begin / kChunk;
         end = span.end > span.begin ? (span.end + kChunk - 1) / kChunk : 0;

@@ -211,22 +211,32 @@ template <int kLanes> struct RowLanes {
 // in runs of kRun to kFolds accumulators in turn, and the accumulators are folded at the end, so that as many warps can
 // share the work.
 constexpr int kRun = 16, kFolds = 4;
-// Accumulator `which` of a row's `count` states
-template <class Lanes, int kAtOnce>
-TILE_DEVICE void fold_runs(typename Lanes::State& all, const DecodeArgs& args, const Merge& merge, int count,
-                           int which) {
+// Accumulator `which` of a row's `count` states. fold_run(run, begin, end) folds some of them in order.
+template <class State, class FoldRun>
+TILE_DEVICE void fold_accumulator(State& all, int count, int which, const FoldRun& fold_run) {
 #pragma unroll 1
     for (int begin = which * kRun; begin < count; begin += kFolds * kRun) {
-        typename Lanes::State run;
-        Lanes::template fold_run<kAtOnce>(run, args, merge, begin, begin + kRun < count ? begin + kRun : count);
+        State run;
+        fold_run(run, begin, begin + kRun < count ? begin + kRun : count);
         if (begin == which * kRun) all = run;
         else all.fold(run);
+    }
+}
+// All states of a row
+template <class State, class FoldRun>
+TILE_DEVICE void fold_accumulators(State& all, int count, const FoldRun& fold_run) {
+    fold_accumulator(all, count, 0, fold_run);
+#pragma unroll 1
+    for (int which = 1; which < kFolds && which * kRun < count; which++) {
+        State part;
+        fold_accumulator(part, count, which, fold_run);
+        all.fold(part);
     }
 }
 
 // ---- the end of an item ---------------------------------------------------------------------------------------------
 TILE_DEVICE void put_item(const DecodeArgs& args, const DecodeItem& item, const Staged& staged) {
-    const States own = states_of(item, length_of(args, item.table, item.kv_head()));
+    const States own = states_of(item, length_of(args, item.sequence, item.kv_head()));
 #pragma unroll 1
     for (int n = 0; n < item.rows; n++) {
         float max, sum, x[kFours][4];
@@ -240,7 +250,7 @@ TILE_DEVICE void put_item(const DecodeArgs& args, const DecodeItem& item, const 
 
 // Empty states for an own range without tokens. A piece that its sequence does not reach yet has no state at all.
 TILE_DEVICE void put_empty(const DecodeArgs& args, const DecodeItem& item) {
-    const States own = states_of(item, length_of(args, item.table, item.kv_head()));
+    const States own = states_of(item, length_of(args, item.sequence, item.kv_head()));
     if (item.state() >= own.count) return;
     const float x[kFours][4] = {};
 #pragma unroll 1
@@ -307,7 +317,9 @@ TILE_DEVICE void merge_together(const DecodeArgs& args, Mergers of) {
     constexpr int kAtOnce =
         kTileStages > 0 || kHeadDim > 128 || kWarps * kBlocksPerSm > 8 ? 8 : 16;  // as registers allow
     WholeRow::State all;
-    fold_runs<WholeRow, kAtOnce>(all, args, merge, count, of.rank);
+    fold_accumulator(all, count, of.rank, [&](WholeRow::State& run, int begin, int end) {
+        WholeRow::fold_run<kAtOnce>(run, args, merge, begin, end);
+    });
     if (count > kRun) join_folds(all, count, of.rank);
     if (of.rank == 0) WholeRow::put(args, merge, all);
 }
@@ -330,13 +342,9 @@ template <class Lanes, int kAtOnce> TILE_DEVICE void merge_apart(const DecodeArg
             Lanes::template fold_run<kAtOnce>(all, args, now, 0, count);
         } else {
             constexpr int kFew = kTilesByMma ? kAtOnce : 1;  // as registers allow
-            fold_runs<Lanes, kFew>(all, args, now, count, 0);
-#pragma unroll 1
-            for (int which = 1; which < kFolds && which * kRun < count; which++) {
-                typename Lanes::State part;
-                fold_runs<Lanes, kFew>(part, args, now, count, which);
-                all.fold(part);
-            }
+            fold_accumulators(all, count, [&](typename Lanes::State& run, int begin, int end) {
+                Lanes::template fold_run<kFew>(run, args, now, begin, end);
+            });
         }
         Lanes::put(args, now, all);
     }

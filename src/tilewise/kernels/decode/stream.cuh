@@ -34,12 +34,14 @@ struct Stream : Rows {
     // again for every chunk.
     const uint32_t keys_at, values_at, scales_at;
 
-    TILE_DEVICE Stream(const DecodeArgs& a, const Loader& loader)
-        : Rows(a), keys_at(ptx::shuffle(loader.window + place_of(lane % 16, lane / 16, loader.rank), lane)),
+    TILE_DEVICE Stream(const DecodeArgs& a, const Loader& loader) : Stream(a, loader.window, loader.rank) {}
+    // window: the address of shared memory
+    TILE_DEVICE Stream(const DecodeArgs& a, uint32_t window, int rank)
+        : Rows(a), keys_at(ptx::shuffle(window + place_of(lane % 16, lane / 16, rank), lane)),
           values_at(kFormat == Format::bits16
-                        ? ptx::shuffle(loader.window + place_of(value_row(), value_chunk(), loader.rank), lane)
+                        ? ptx::shuffle(window + place_of(value_row(), value_chunk(), rank), lane)
                         : keys_at),
-          scales_at(kScaled ? loader.window + lane / 4 * kTokenScales : 0) {}
+          scales_at(kScaled ? window + lane / 4 * kTokenScales : 0) {}
     TILE_DEVICE int value_row() const { return quant::value_row<kFormat>(lane); }
     TILE_DEVICE int value_chunk() const { return quant::value_chunk<kFormat>(lane); }
 
@@ -47,13 +49,15 @@ struct Stream : Rows {
     TILE_DEVICE void begin(const DecodeItem& item, int length, Span span) {
         begin_rows(item, length, span);
 #pragma unroll
-        for (int b = 0; b < kBlocks; b++) {
-            load_q(item, b);
-#pragma unroll
-            for (int i = 0; i < 2; i++)
-                if (factor[b][i] == 0.0f) factor[b][i] = 1e-37f;  // hidden scores are −∞, and 0 · −∞ is NaN
-        }
+        for (int b = 0; b < kBlocks; b++) load_q(item, b);
+        avoid_zero();
         begin_piece();
+    }
+    // Hidden scores are −∞, and 0 · −∞ is NaN.
+    TILE_DEVICE void avoid_zero() {
+#pragma unroll
+        for (int j = 0; j < 2 * kBlocks; j++)
+            if (factor[j / 2][j % 2] == 0.0f) factor[j / 2][j % 2] = 1e-37f;
     }
     // Q as B operands: this lane loads row 8b + lane / 4, or zeros if the item has no such row
     TILE_DEVICE void load_q(const DecodeItem& item, int b) {

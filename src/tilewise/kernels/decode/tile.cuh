@@ -1,108 +1,51 @@
 // The tile body, for nodes of the prefix tree that many rows share: two warpgroups with 64 rows each, over tiles of 64
-// tokens that a producer warp brings by TMA. It runs beside the streaming warps of the same blocks: those wait for
-// memory most of the time, this body for the tensor cores.
+// tokens that a producer warp brings by TMA; for head dimensions above 128 one warpgroup, over tiles of 32 tokens. It
+// runs beside the streaming warps of the same blocks: those wait for memory most of the time, this body for the tensor
+// cores.
 //
-// A warpgroup holds Q in registers, as A operands. S = Q Kᵀ of a tile runs together with O += P V of the tile before,
-// and the softmax runs under the latter. The rows may belong to any sequences below the node; at the end of the node,
-// and under a window, tiles are masked row by row.
+// A warpgroup holds Q in registers, as A operands, or in shared memory what they have no room for. S = Q Kᵀ of a tile
+// runs together with O += P V of the tile before, and the softmax runs under the latter. The rows may belong to any
+// sequences below the node; at the end of the node, and under a window, tiles are masked row by row.
 #pragma once
-#include "decode/stream.cuh"
-#include "decode/warps.cuh"
+#include "decode/tile_load.cuh"
 #include "tile/lazy.cuh"
 
-constexpr int kTile = 64, kTileGroups = 2, kTileThreads = 128 * kTileGroups;
-constexpr int kTilePanels = (kHeadDim + kPanel - 1) / kPanel;
-constexpr int kTileBytes = kTile * kTilePanels * kPanelRowBytes;  // of K, and as many of V
-constexpr int kTileBox = kPageSize % 64 == 0 ? 64 : kPageSize % 32 == 0 ? 32 : 16;  // tokens per copy
-constexpr int kTileBoxes = kTile / kTileBox;
-// kTileWhole: a copy brings all panels of its tokens, eight tokens after eight. That takes half as many copies, whose
-// number is what small pages wait for. Otherwise a copy brings one panel, and panels lie one after another.
-constexpr int kTileCopies = kTileWhole ? 1 : kTilePanels;
-constexpr int kTileCopyBytes = kTileBox * kPanelRowBytes * (kTileWhole ? kTilePanels : 1);
-constexpr int kTileEight =
-    kTileWhole ? kTilePanels * kEightBytes : kEightBytes;  // bytes from eight tokens to the next,
-constexpr int kTilePanelStep = kTileWhole ? kEightBytes : kTile * kPanelRowBytes;  // and from panel to panel
-static_assert(2 * kTileBoxes * kTileCopies <= 32, "a lane makes one copy per tile");
-// Registers per thread, in steps of eight. A block has 64 K; taking more than others gave back would wait for ever.
-constexpr int kTileRegisters = 176, kLoadRegisters = 32, kStreamRegisters = 128;
-static_assert(2 * kTileRegisters + kLoadRegisters + kStreamRegisters <= 4 * (65536 / 512), "a deadlock");
+// Registers per thread, in steps of eight: streaming warps have what tiles and loads leave of a block's 64 K.
+constexpr bool kTileWide = kTileGroups == 1;  // head dimensions whose O fills the registers of one warpgroup
+constexpr int kTileBlock = kTileThreads + 256, kStartRegisters = 65536 / kTileBlock / 8 * 8;
+constexpr int kTileRegisters = kTileWide        ? 232
+                               : !kScaled       ? 176
+                               : kHeadDim <= 64 ? 152
+                               : kZeros         ? 160
+                                                : 168;
+constexpr int kLoadRegisters = kScaled ? 40 : 32;
+constexpr int kStreamRegisters =
+    (kTileGroups + 2) * kStartRegisters - kTileGroups * kTileRegisters - kLoadRegisters;  // 128 … 240
 constexpr int kWitness = 256;      // a lane's sum up to which the lazy softmax keeps its reference: tile/lazy.cuh
 constexpr int kGroupBarriers = 2;  // the first of the warpgroups' named barriers
 constexpr int kJoinBarrier = kGroupBarriers + kTileGroups;
 
-using TileRing = Ring<kTileStages>;
-TILE_DEVICE TileRing tile_ring() { return TileRing(ptx::shared_address(uint32_t(kAtTileBarriers))); }
-TILE_DEVICE uint32_t tile_keys(uint32_t stage) { return stage * 2 * kTileBytes; }
-TILE_DEVICE uint32_t tile_values(uint32_t stage) { return tile_keys(stage) + kTileBytes; }
-// Where the c-th 16 bytes of a token's row stand, for a tile at `at`
-TILE_DEVICE uint32_t tile_place(uint32_t at, int token, int c) {
-    return at + token / 8 * kTileEight + c / 8 * kTilePanelStep + token % 8 * kPanelRowBytes + (c % 8 ^ token % 8) * 16;
-}
-TILE_DEVICE DecodeItem tile_item(const DecodeArgs& args, int round) {
-    return load_item(args.tile_items, int64_t(round) * gridDim.x + blockIdx.x);
-}
-
-// ---- the producer: one warp -----------------------------------------------------------------------------------------
-TILE_DEVICE void load_tiles(const DecodeArgs& args, const TensorMap& mK, const TensorMap& mV) {
-    const TileRing ring = tile_ring();
-    Turn<kTileStages> turn;
-    // The copy that this lane makes of each tile: boxes in order, and of a box K's panels before V's
-    const int lane = warp::lane(), box = lane / (2 * kTileCopies), panel = lane % kTileCopies;
-    const int is_v = lane / kTileCopies % 2;
-    for (int round = 0; round < args.tile_rounds; round++) {
-        const DecodeItem item = tile_item(args, round);
-        if (item.rows == 0) continue;
-        const Span span{item.start, item.stop};
-        const PageTable table = page_table(args, item.table, item.kv_head(), item.tail_from);
-        // A box without a token of the span is not requested: its page number may be anything.
-        const auto wanted = [&](int tile, int b) {
-            const int token = tile * kTile + b * kTileBox;
-            return b < kTileBoxes && token < span.end && token + kTileBox > span.begin;
-        };
-        int tile = span.begin / kTile, page = item.first_page(box);
-        if (page < 0 && span.end > span.begin && wanted(tile, box))
-            page = table.page((tile * kTile + box * kTileBox) / kPageSize);
-        for (; tile * kTile < span.end && span.end > span.begin; tile++, turn.next()) {
-            int boxes = 0;
-#pragma unroll
-            for (int b = 0; b < kTileBoxes; b++) boxes += wanted(tile, b);
-            ring.wait_free(turn);
-            ptx::sync_warp();  // or a lane still waiting on the barrier could find it two phases on
-            const uint32_t full = ring.full_at(turn);
-            if (lane == 0) ptx::mbarrier_arrive_expect(full, boxes * 2 * kTileCopies * kTileCopyBytes);
-            ptx::sync_warp();
-            if (wanted(tile, box)) {
-                const uint32_t to = (is_v ? tile_values(turn.stage) : tile_keys(turn.stage)) + box * kTileCopyBytes;
-                const int token = (tile * kTile + box * kTileBox) % kPageSize;
-                if constexpr (kTileWhole)
-                    ptx::tma_load(ptx::shared_address(to), is_v ? &mV : &mK, full, 0, 0, kTilePanels * item.kv_head(),
-                                  token / 8, page);
-                else
-                    ptx::tma_load(ptx::shared_address(to + panel * kTilePanelStep), is_v ? &mV : &mK, full,
-                                  panel * kPanel, token, item.kv_head(), page);
-            }
-            if (wanted(tile + 1, box)) page = table.page(((tile + 1) * kTile + box * kTileBox) / kPageSize);
-        }
-    }
-}
-
-// ---- the consumers: two warpgroups ----------------------------------------------------------------------------------
+constexpr int kRegisterQ = kHeadDim / 16 - kTileSharedQ;  // sixteens of channels that stay in registers
 struct TileBody {
     const DecodeArgs& args;
     const uint32_t group;  // of the two warpgroups
-    const TileRing ring;
+    const TileRing ring, values;  // the same but for quantised tiles
     Turn<kTileStages> turn;
-    float scale_log2;
+    float scale_log2, s_factor;  // s_factor: what S is to be multiplied with because of Q's power of two
     float acc_o[kHeadDim / 2], acc_s[kTile / 2];
-    uint32_t rQ[kHeadDim / 16][4], rP[kTile / 16][4];
+    uint32_t rQ[kRegisterQ > 0 ? kRegisterQ : 1][4], rP[kTile / 16][4];
     warp::RowState state;
+    float zero_sum[2][kGroups];  // int4: this lane's share of Σ P · zero point
     int whole_from, whole_to;  // every row of the warp sees the tokens between these
 
     TILE_DEVICE TileBody(const DecodeArgs& a, uint32_t g)
-        : args(a), group(g), ring(tile_ring()) {
+        : args(a), group(g), ring(tile_ring()), values(value_ring()) {
         // A positive scale keeps the order of scores and goes into the exponential's multiply-add. Q takes a negative
         // scale's sign, and is 0 for a scale of 0.
-        scale_log2 = !Rule::kLinear ? 1.0f : args.scores.scale_log2 == 0.0f ? 1.0f : fabsf(args.scores.scale_log2);
+        scale_log2 = Rule::kLinear ? linear_scale() : 1.0f;
+    }
+    TILE_DEVICE float linear_scale() const {
+        return args.scores.scale_log2 == 0.0f ? 1.0f : fabsf(args.scores.scale_log2);
     }
     // What this thread's two rows see. It is needed rarely, where registers are scarce, and so stays in shared memory.
     struct alignas(16) RowsSeen {
@@ -113,8 +56,9 @@ struct TileBody {
     }
     // Where the two rows go when they are done: the number of a row in state_o, or −1 for the output
     static TILE_DEVICE Shared<int> sPlace() { return Shared<int>(kAtTilePlace + 8 * ptx::just_in_time(threadIdx.x)); }
-    static TILE_DEVICE int lane() { return ptx::just_in_time(threadIdx.x) % 32; }
-    static TILE_DEVICE int warp_rank() { return ptx::just_in_time(threadIdx.x) / 32 % 4; }  // in the warpgroup
+    static TILE_DEVICE int lane() { return ptx::just_in_time(threadIdx.x) & 31; }
+    static TILE_DEVICE int warp_rank() { return ptx::just_in_time(threadIdx.x) >> 5 & 3; }  // in the warpgroup
+    static TILE_DEVICE int column() { return (ptx::just_in_time(threadIdx.x) & 3) * 2; }    // the first of eight
     static TILE_DEVICE int row(int h) { return warp_rank() * 16 + lane() / 4 + 8 * h; }
 
     // This warpgroup's rows of an item, as an item of its own; rows = 0 if it has none
@@ -132,6 +76,7 @@ struct TileBody {
     TILE_DEVICE void begin(const DecodeItem& item, Span span) {
         int from = span.begin, to = span.end;
         RowsSeen seen;
+        uint32_t all[kHeadDim / 16][4];  // Q
 #pragma unroll
         for (int h = 0; h < 2; h++) {
             const bool exists = row(h) < item.rows;
@@ -153,10 +98,20 @@ struct TileBody {
             const int column = lane() % 4;
             const uint32_t sign = Rule::kLinear && args.scores.scale_log2 < 0.0f ? 0x80008000u : 0u;
             const bool zero = !exists || (Rule::kLinear && args.scores.scale_log2 == 0.0f);
+            const Global<const uint16_t> gHalves = gQ.template as<const uint16_t>();
 #pragma unroll
-            for (int i = 0; i < kHeadDim / 8; i++)
-                rQ[i / 2][i % 2 * 2 + h] = zero ? 0u : uint32_t(gQ[4 * i + column]) ^ sign;
+            for (int i = 0; i < kHeadDim / 8; i++) {
+                // int4: channels in the order of widened keys
+                const int at = 8 * i + column;
+                const auto pair = [&] {
+                    if constexpr (kZeros) return uint32_t(gHalves[at]) | uint32_t(gHalves[at + 4]) << 16;
+                    else return uint32_t(gQ[4 * i + column]);
+                };
+                all[i / 2][i % 2 * 2 + h] = zero ? 0u : pair() ^ sign;
+            }
         }
+        if constexpr (kScaled) normalise_q(all);
+        put_q(all);
         sSeen()[0] = seen;
         // Over all rows of the warp. The four lanes of a row agree, and each lane has two rows already.
 #pragma unroll
@@ -170,6 +125,56 @@ struct TileBody {
         warp::zero(acc_o);
         state = warp::RowState();
     }
+    // Where the c-th 16 bytes stand of a row of this warpgroup's Q, of those channels that are in shared memory
+    TILE_DEVICE uint32_t query_place(int row, int c) const {
+        const int panel = (kTileGroups > 1 ? int(group) : 0) * kTileQPanels + c / 8;
+        return kAtTileQ + (panel * 64 + row) * kPanelRowBytes + (c % 8 ^ row % 8) * 16;
+    }
+    TILE_DEVICE void put_q(const uint32_t (&all)[kHeadDim / 16][4]) {
+#pragma unroll
+        for (int i = 0; i < 4 * kRegisterQ; i++) rQ[i / 4][i % 4] = all[i / 4][i % 4];
+        if constexpr (kTileSharedQ > 0) {
+            ptx::barrier_sync(kGroupBarriers + group, 128);  // nobody multiplies the last item's any more
+#pragma unroll
+            for (int i = 0; i < 4 * kTileSharedQ; i++) {
+                const int c = i / 4 * 2 + i % 4 / 2, h = i % 2;
+                Shared<uint32_t>(query_place(row(h), c))[lane() % 4] = all[kRegisterQ + i / 4][i % 4];
+            }
+            ptx::fence_async_proxy();
+            ptx::barrier_sync(kGroupBarriers + group, 128);
+        }
+    }
+    // Q as halves: a power of two brings the warp's largest value to about 2^14, and S is multiplied with its inverse.
+    // A value that then falls below a half's smallest number is below 2^−38 of the largest: what is lost of any logit
+    // is as small beside the warp's largest logits.
+    TILE_DEVICE void normalise_q(uint32_t (&all)[kHeadDim / 16][4]) {
+        float top = 0.0f, q_sum[2][kGroups] = {};
+#pragma unroll
+        for (int i = 0; i < kHeadDim / 4; i++) {
+            const uint32_t pair = all[i / 4][i % 4];
+            top = fmaxf(top, fmaxf(fabsf(unpack<Element>(pair, 0)), fabsf(unpack<Element>(pair, 1))));
+        }
+        const float to_half = power_above(as_float(ptx::reduce_max(as_bits(top))), 14);
+        s_factor = inverse_power(to_half);
+        scale_log2 = Rule::kLinear ? s_factor * linear_scale() : 1.0f;
+#pragma unroll
+        for (int i = 0; i < kHeadDim / 4; i++) {
+            uint32_t& pair = all[i / 4][i % 4];
+            const float x = unpack<Element>(pair, 0) * to_half, y = unpack<Element>(pair, 1) * to_half;
+            pair = pack<Operand>(x, y);
+            if constexpr (kZeros) q_sum[i % 2][(16 * (i / 4) + 8 * (i % 4 / 2)) / kGroupSize] += x + y;
+        }
+        if constexpr (kZeros) {
+            ptx::sync_warp();  // no lane reads those of the last item any more
+#pragma unroll
+            for (int g = 0; g < kGroups; g++) {
+                zero_sum[0][g] = zero_sum[1][g] = 0.0f;
+                const float sums[2] = {warp::row_sum(q_sum[0][g]), warp::row_sum(q_sum[1][g])};
+                TileRowSums::put(g, sums);
+            }
+            ptx::sync_warp();
+        }
+    }
     // The same rows go on over a span of the next node, all of which they see
     TILE_DEVICE void go_on(Span span) {
         const Visible all{span.begin, span.end - span.begin};
@@ -182,18 +187,31 @@ struct TileBody {
         ring.wait(turn);
         ptx::wgmma_fence();
         const uint64_t k = further(k_major(ptx::shared_address(0u), kTileEight), tile_keys(turn.stage));
-        warpgroup::mma_qk<Element, kTile, kHeadDim, kTilePanelStep>(acc_s, rQ, k);
+        // Made anew in each step: descriptors that are kept would be kept in ordinary registers, all of them.
+        const uint64_t q = kTileSharedQ > 0 ? k_major(ptx::uniform(ptx::shared_address(query_place(0, 0)))) : 0;
+#pragma unroll
+        for (int step = 0; step < kHeadDim / 16; step++) {
+            const uint64_t of_k = further(k, step / 4 * kTilePanelStep + step % 4 * 32);
+            const int n = step - kRegisterQ;  // of Q in shared memory
+            if (n < 0)
+                ptx::Wgmma<Operand, kTile>::template rs<false>(acc_s, rQ[n < 0 ? step : 0], of_k, step > 0);
+            else
+                ptx::Wgmma<Operand, kTile>::template ss<false, false>(
+                    acc_s, further(q, n / 4 * 64 * kPanelRowBytes + n % 4 * 32), of_k, step > 0);
+        }
         ptx::wgmma_commit();
     }
-    TILE_DEVICE void issue_pv(uint32_t stage) {
+    TILE_DEVICE void issue_pv(Turn<kTileStages> of) {
+        if constexpr (kScaled) values.wait(of);
         ptx::wgmma_fence();
         const uint64_t v = descriptor(ptx::shared_address(0u), kTilePanelStep, kTileEight);
-        warpgroup::mma_pv<Element, kTile, kHeadDim, kTileEight>(acc_o, rP, further(v, tile_values(stage)));
+        warpgroup::mma_pv<Operand, kTile, kHeadDim, kTileEight>(acc_o, rP, further(v, tile_values(of.stage)));
         ptx::wgmma_commit();
     }
     // Zeroes the rows of V outside the span: memory there may hold anything, and 0 · NaN is NaN. Both warpgroups write
     // the same zeros, and each waits for its own only.
     TILE_DEVICE void clear_outside(uint32_t stage, int first_token, Span span) const {
+        if (kScaled) return;  // widened as zeros
         if (first_token >= span.begin && first_token + kTile <= span.end) return;
         for (int n = threadIdx.x % 128; n < kTile * 8 * kTilePanels; n += 128) {
             const int row = n % kTile, token = first_token + row;
@@ -211,24 +229,41 @@ struct TileBody {
     TILE_DEVICE void mask(int first_token) {
         const RowsSeen seen = sSeen()[0];
 #pragma unroll
-        for (int h = 0; h < 2; h++) warp::mask_row(acc_s, h, first_token, seen.row[h], lane() % 4 * 2);
+        for (int h = 0; h < 2; h++) warp::mask_row(acc_s, h, first_token, seen.row[h], column());
     }
 
     TILE_DEVICE void score() {
-        if constexpr (!Rule::kLinear) Rule::apply(acc_s, args.scores, Rule::first_factor(args.scores));
+        if constexpr (kScaled) {
+            quantised::scale_scores(acc_s, TileFactors(turn.stage), column());
+            if constexpr (!Rule::kLinear) Rule::apply(acc_s, args.scores, Rule::first_factor(args.scores) * s_factor);
+        } else if constexpr (!Rule::kLinear) {
+            Rule::apply(acc_s, args.scores, Rule::first_factor(args.scores));
+        }
     }
-    // S once more, by mma.sync and for this warp alone, from the keys that are still in shared memory
+    // S once more, by mma.sync and for this warp alone, from the keys that are still in shared memory. It runs rarely:
+    // the barriers keep loads where they stand, so that they take no registers from the steps that always run.
     TILE_DEVICE void again() {
         warp::zero(acc_s);
 #pragma unroll
-        for (int n = 0; n < kTile / 8 * (kHeadDim / 32); n++) {
-            const int eight = n / (kHeadDim / 32), pair = n % (kHeadDim / 32);  // eight tokens; two steps of depth
+        for (int n = 0; n < kHeadDim / 32 * (kTile / 8); n++) {
+            const int pair = n / (kTile / 8), eight = n % (kTile / 8);  // two steps of depth; eight tokens
             uint32_t f[4];
             const int token = 8 * eight + lane() % 8, c = 4 * pair + lane() / 8;
             ptx::ldmatrix(f, ptx::shared_address(tile_place(tile_keys(turn.stage), token, c)));
             float(&s)[4] = reinterpret_cast<float(&)[4]>(acc_s[4 * eight]);
-            ptx::mma_16x8x16<Element>(s, rQ[2 * pair], f[0], f[1]);
-            ptx::mma_16x8x16<Element>(s, rQ[2 * pair + 1], f[2], f[3]);
+#pragma unroll
+            for (int i = 0; i < 2; i++) {
+                const int step = 2 * pair + i;
+                if (step < kRegisterQ) {
+                    ptx::mma_16x8x16<Operand>(s, rQ[step < kRegisterQ ? step : 0], f[2 * i], f[2 * i + 1]);
+                } else {
+                    uint32_t a[4];
+                    ptx::ldmatrix(a, ptx::shared_address(query_place(16 * warp_rank() + lane() % 16,
+                                                                     2 * (step - kRegisterQ) + lane() / 16)));
+                    ptx::mma_16x8x16<Operand>(s, a, f[2 * i], f[2 * i + 1]);
+                }
+            }
+            if constexpr (kTileSharedQ > 0) ptx::sync_warp();
         }
         score();
     }
@@ -240,11 +275,13 @@ struct TileBody {
     TILE_DEVICE void softmax(int first_token, float (&correction)[2]) {
         score();
         if (!seen_whole(first_token)) mask(first_token);
-        warp::online_softmax(acc_s, correction, state, scale_log2);
+        if constexpr (kScaled) careful_softmax(correction);
+        else warp::online_softmax(acc_s, correction, state, scale_log2);
     }
     // The same, and true if O is to be multiplied. Where every row of the warp sees the whole tile, the softmax is lazy
     // and looks for no maximum: tile/lazy.cuh.
     TILE_DEVICE bool next_softmax(int first_token, float (&correction)[2]) {
+        if constexpr (kScaled) return next_quantised(first_token, correction);
         if (!seen_whole(first_token)) {
             softmax(first_token, correction);
             return true;
@@ -255,6 +292,37 @@ struct TileBody {
         if (moves) warp::raise<0>(acc_s, sum, correction, state, scale_log2, [&](float(&)[kTile / 2]) { again(); });
         else warp::add_sums(state, sum);
         return moves;
+    }
+
+    // ---- quantised tiles: tile_factors.cuh --------------------------------------------------------------------------
+    TILE_DEVICE void careful_softmax(float (&correction)[2]) {
+        quantised::careful_softmax(acc_s, correction, state, TileFactors(turn.stage), scale_log2, column());
+        if constexpr (kZeros)
+#pragma unroll
+            for (int i = 0; i < 2 * kGroups; i++) zero_sum[i / kGroups][i % kGroups] *= correction[i / kGroups];
+    }
+    TILE_DEVICE bool next_quantised(int first_token, float (&correction)[2]) {
+        score();
+        if (seen_whole(first_token)) {
+            float sum[2];
+            if (quantised::quick_softmax(acc_s, sum, state, TileFactors(turn.stage), scale_log2)) {
+                warp::add_sums(state, sum);
+                return false;
+            }
+            again();
+        } else {
+            mask(first_token);
+        }
+        careful_softmax(correction);
+        return true;
+    }
+    // P as it enters the second product. Then nobody needs the tile's keys any more.
+    TILE_DEVICE void weigh() {
+        if constexpr (kScaled) {
+            quantised::weigh(acc_s, TileFactors(turn.stage), zero_sum, column());
+            ptx::sync_warp();
+            ring.release({uint32_t(ptx::just_in_time(turn.stage)), 0});
+        }
     }
 
     // Adds the tokens of a span to O, m and l
@@ -269,7 +337,8 @@ struct TileBody {
         ptx::wgmma_wait<0>();
         softmax(begin_tile * kTile, correction);
         warp::scale_rows(acc_o, correction);  // O of the nodes above, if any
-        warp::to_operand<Element>(rP, acc_s);
+        weigh();
+        warp::to_operand<Operand>(rP, acc_s);
         clear_outside(turn.stage, begin_tile * kTile, span);
 #pragma unroll 1
         for (int tile = begin_tile + 1; tile < end_tile; tile++) {
@@ -277,27 +346,30 @@ struct TileBody {
             turn.next();
             turn.stage = ptx::uniform(turn.stage);  // after raise() the compiler cannot tell that it is
             issue_qk();
-            issue_pv(before.stage);
+            issue_pv(before);
             ptx::wgmma_wait<1>();
             const bool moved = next_softmax(tile * kTile, correction);
+            weigh();
             ptx::wgmma_wait<0>();
-            ring.release(before);
+            values.release(before);
             if (moved) warp::scale_rows(acc_o, correction);
-            warp::to_operand<Element>(rP, acc_s);
+            warp::to_operand<Operand>(rP, acc_s);
         }
         const DecodeItem same = whole_item(round);
         clear_outside(turn.stage, (end_tile - 1) * kTile, {same.start, same.stop});
-        issue_pv(turn.stage);
+        issue_pv(turn);
         ptx::wgmma_wait<0>();
-        ring.release(turn);
+        values.release(turn);
         turn.next();
     }
     // Passes tiles of which only the other warpgroup has rows
     TILE_DEVICE void pass_by(Span span) {
         for (int at = span.begin / kTile * kTile; at < span.end && span.end > span.begin; at += kTile, turn.next()) {
             ring.wait(turn);
+            if constexpr (kScaled) values.wait(turn);
             ptx::sync_warp();
             ring.release(turn);
+            if constexpr (kScaled) values.release(turn);
         }
     }
     TILE_DEVICE void run() {
@@ -305,6 +377,7 @@ struct TileBody {
             const DecodeItem item = share_of(tile_item(args, round));
             Span span{item.start, item.stop};
             if (ptx::uniform(item.rows) == 0) {
+                if (span.end == 0) break;  // an empty slot, which no item follows
                 pass_by(span);
                 continue;
             }
@@ -321,10 +394,26 @@ struct TileBody {
         }
     }
 
+    // References may stand far from the largest score: here the sum of a row comes to between 1 and 2.
+    TILE_DEVICE void end_quantised(int h, float& max, float& sum) {
+        const float down = power_above(sum, 1);
+        if (sum != 0.0f) max -= log2_of_power(down);
+        sum *= down;
+        float zero[kGroups] = {};
+        if constexpr (kZeros)
+#pragma unroll
+            for (int g = 0; g < kGroups; g++) zero[g] = warp::row_sum(zero_sum[h][g]) * down;
+#pragma unroll
+        for (int i = 0; i < kHeadDim / 4; i++) {
+            float& x = acc_o[4 * (i / 2) + 2 * h + i % 2];
+            x = x * down + zero[kZeros ? i / 2 * 8 / kGroupSize : 0];
+        }
+    }
     TILE_DEVICE void store(const DecodeItem& item) {
 #pragma unroll
         for (int h = 0; h < 2; h++) {
-            const float sum = warp::row_sum(state.sum[h]), max = sum == 0.0f ? kLowest : state.max[h];
+            float sum = warp::row_sum(state.sum[h]), max = sum == 0.0f ? kLowest : state.max[h];
+            if constexpr (kScaled) end_quantised(h, max, sum);
             if (row(h) >= item.rows) continue;
             const DecodeRow at = row_of(args, item, row(h));
             const int column = lane() % 4;

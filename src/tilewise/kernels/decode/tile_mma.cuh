@@ -301,7 +301,7 @@ struct TileBody {
 #pragma unroll 1
         for (int round = 0; round < args.tile_rounds; round++) {
             const DecodeItem item = tile_item(args, round);
-            if (item.rows == 0) continue;
+            if (item.rows == 0) break;  // no item follows an empty one
             clear();
 #pragma unroll 1
             for (bool goes_on = false;; goes_on = true) {

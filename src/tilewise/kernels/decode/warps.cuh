@@ -39,7 +39,7 @@ TILE_DEVICE void stream(const DecodeArgs& args, const TensorMap& mK, const Tenso
     for (int slot = rank - kWarps; loader.next_item(slot);) {
         const DecodeItem item = Loader::item(args, slot);
         if (item.rows == 0) break;  // no item follows an empty one
-        const int length = length_of(args, item.table, item.kv_head());
+        const int length = length_of(args, item.sequence, item.kv_head());
         const Span span = span_of(args, item, length);
         if (span.begin == span.end) {
             put_empty(args, item);

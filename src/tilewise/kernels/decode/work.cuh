@@ -15,7 +15,7 @@ enum ItemKind {
     kGoesOn = 4,  // tile items only: the block's next item has the same rows, which see all of its tokens
 };
 // The work of one warp: query rows [row, row + rows), counted from the first row of `sequence`, over the tokens
-// [start, stop) of sequence `table`.
+// [start, stop) that the pages of row `table` hold; an own range's are those of `sequence`.
 //
 // fold: a warp computes its range in pieces of `fold` chunks, counted from the range's first chunk, and folds the state
 // of each piece into the state of those before it, as merging does. So a sequence's result has the same bits whether
@@ -24,7 +24,8 @@ enum ItemKind {
 struct alignas(16) DecodeItem {
     int sequence, row, rows;           // rows = 0: nothing to do
     int caller_head;                   // the caller's number of `sequence` · 2^12 + KV head
-    int table, start, stop;            // an own range stops where its sequence ends now, if that is before `stop`
+    int table;                         // the row of the page tables in which these tokens' pages stand
+    int start, stop;                   // an own range stops where its sequence ends now, if that is before `stop`
     int state_fold;                    // state · 2^16 + fold; fold = 0: the range is one piece
     int page;                          // of the first chunk's first token; −1 if a page of that chunk may still change
     int tail_from;                     // of `table`: see PageTable

@@ -266,6 +266,30 @@ template <int kGroupsLeft> TILE_DEVICE void bulk_wait_read() {
     asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kGroupsLeft) : "memory");
 }
 
+// ---- clusters: blocks that see each other's shared memory -----------------------------------------------------------
+// The address of the same place in the shared memory of block `rank` of the cluster
+TILE_DEVICE uint32_t address_in(uint32_t address, int rank) {
+    uint32_t there;
+    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(rank));
+    return there;
+}
+// All threads of the cluster that have not ended arrive, then wait for each other. The arrival orders no memory: what
+// fence_mbarrier_init has published is all that the others may count on.
+TILE_DEVICE void cluster_arrive() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
+TILE_DEVICE void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
+// Stores to an address of address_in on their own time. They count on an mbarrier of the same block when they are
+// there.
+TILE_DEVICE void store_async(uint32_t to, float x, uint32_t barrier) {
+    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.f32 [%0], %1, [%2];" ::"r"(to), "f"(x),
+                 "r"(barrier)
+                 : "memory");
+}
+TILE_DEVICE void store_async(uint32_t to, float x, float y, uint32_t barrier) {
+    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1, %2}, [%3];" ::"r"(to), "f"(x),
+                 "f"(y), "r"(barrier)
+                 : "memory");
+}
+
 // ---- programmatic dependent launch ----------------------------------------------------------------------------------
 TILE_DEVICE void let_dependents_start() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 TILE_DEVICE void wait_for_prerequisites() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
@@ -293,6 +317,11 @@ TILE_DEVICE uint32_t transpose_matrix(uint32_t x) {
 TILE_DEVICE uint32_t subtract_halves(uint32_t a, uint32_t b) {
     uint32_t r;
     asm("sub.rn.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
+    return r;
+}
+TILE_DEVICE uint32_t multiply_halves(uint32_t a, uint32_t b) {
+    uint32_t r;
+    asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
     return r;
 }
 #if __CUDA_ARCH__ >= 890

@@ -1,0 +1,375 @@
+"""Prefill beside decode: one step of chunked prefills and decodes over one cache, planned once, run layer by layer."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
+
+import numpy as np
+import torch
+
+from tilewise import arch, arguments, checks, cpu, traced, tuned
+from tilewise.api.chunks import attend_chunks
+from tilewise.api.decoding import DEQUANTISE, decode, plan_decode
+from tilewise.api.options import Result, State, StepOptions
+from tilewise.api.prefill import full_precision
+from tilewise.cpu.scoring import Scoring
+from tilewise.gpu import beside
+from tilewise.gpu.decode_shapes import check_served
+from tilewise.kvcache import PagedKVCache, PrefixCache
+from tilewise.plan import DecodePlan
+from tilewise.plan.cost import CostModel
+from tilewise.plan.standing import StandingPlan
+from tilewise.plan.step import ChunkPlan, CostJudge, Judge, Split, StepPlan, TileJudge, plan_chunks
+from tilewise.scores import DecodeOptions, Scores, Window
+from tilewise.state import add_sinks
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+_NOTHING: Any = ()
+
+
+def plan_step(
+    cache: PagedKVCache | PrefixCache,
+    prefill: Sequence[tuple[int, int]] = _NOTHING,
+    decode: Sequence[int] | DecodePlan | StandingPlan = _NOTHING,
+    *,
+    num_heads: int,
+    window: Window | None = None,
+    share_prefix: Literal["auto"] | bool = "auto",
+    cost: CostModel | None = None,
+) -> StepPlan:
+    """Plan a step that prefills and decodes, for all layers: `attend` runs it.
+
+    prefill: (seq, tokens) for each chunk, whose queries are the last `tokens` cached tokens of `seq`, each of which
+    sees the sequence up to itself. decode: sequences whose query is their last token, or a plan of theirs by
+    plan_decode, of this cache, these heads and this window (a standing plan's idle rows are the step's last ones).
+    Either may be empty; a sequence is named once.
+    num_heads, window, cost: as in plan_decode. share_prefix: whether prefixes that several sequences have in common are
+    computed once for the rows of all of them, chunks among themselves and decodes among themselves: True, False, or
+    "auto" where it pays. Chunks share whole pages, and nothing under a window that ends to the left.
+
+    The plan holds until one of its sequences changes.
+    """
+    pages = arguments.check_cache(cache)
+    checks.integer("num_heads", num_heads, 1)
+    if num_heads % pages.num_kv_heads:
+        raise ValueError(f"num_heads must be a multiple of the cache's {pages.num_kv_heads} KV heads, got {num_heads}")
+    if not isinstance(share_prefix, bool) and not (isinstance(share_prefix, str) and share_prefix == "auto"):
+        raise ValueError(f'share_prefix must be "auto", True or False, got {share_prefix!r}')
+    if cost is not None and not isinstance(cost, CostModel):
+        raise TypeError(f"cost must be a tilewise.CostModel, got {type(cost).__name__}")
+    window = arguments.check_window(window)
+    chunks = _check_chunks(prefill, pages)
+    share = None if share_prefix == "auto" else share_prefix
+    known = decode if isinstance(decode, (DecodePlan, StandingPlan)) else None
+    if known is not None:
+        _check_decode_plan(known, pages, num_heads, window)
+        seqs = list(known.seqs)
+    else:
+        if isinstance(decode, str) or not isinstance(decode, (Sequence, torch.Tensor, np.ndarray)):
+            raise TypeError(f"decode must be a list of sequences or a plan of theirs, got {type(decode).__name__}")
+        seqs = [checks.integer("decode", s) for s in decode]
+    named = [seq for seq, _ in chunks] + seqs
+    if len(set(named)) < len(named):
+        twice = next(seq for seq in named if named.count(seq) > 1)
+        raise ValueError(f"prefill and decode must name each sequence once, got sequence {twice} twice")
+    planned = known
+    if known is None and seqs:
+        planned = plan_decode(cache, seqs, num_heads=num_heads, window=window, share_prefix=share_prefix, cost=cost)
+    chunked = plan_prefill(pages, chunks, num_heads, window, share, cost) if chunks else None
+    return traced.remember(StepPlan(chunked, planned, num_heads, window, share, pages.serial), pages)
+
+
+def plan_prefill(
+    pages: PagedKVCache,
+    chunks: Sequence[tuple[int, int]],
+    num_heads: int,
+    window: Window | None,
+    share: bool | None,
+    cost: CostModel | None = None,
+) -> ChunkPlan:
+    """The plan of checked chunks alone. share: None where it pays."""
+    seqs = [seq for seq, _ in chunks]
+    heads = pages.num_kv_heads
+    used = cost or tuned.cost(pages.device, pages.format)
+    judge: Judge
+    split: Split | None = None
+    if pages.device.type == "cuda":
+        tiles = TileJudge(used, arch.multiprocessors(pages.device), heads, num_heads // heads, pages.head_dim)
+        judge, split = tiles, tiles.split
+    else:  # every format runs at float32's pace, as in plan_decode
+        row_bytes = 2 * 4 * pages.head_dim * (1 if pages.format.dtype is not None else DEQUANTISE)
+        judge = CostJudge(used, num_heads, pages.head_dim, heads * row_bytes)
+    return plan_chunks(
+        seqs,
+        [tokens for _, tokens in chunks],
+        [pages.page_list(seq) for seq in seqs],
+        pages.lengths_of(seqs).tolist(),
+        pages.page_size,
+        heads_q=num_heads,
+        heads_kv=pages.num_kv_heads,
+        head_dim=pages.head_dim,
+        kv_row_bytes=2 * pages.format.bytes_per_token_head,
+        io_bytes=pages.format.dtype.itemsize if pages.format.dtype is not None else 2,
+        window=window,
+        judge=judge,
+        share=share,
+        split=split,
+    )
+
+
+@overload
+def attend(
+    q: torch.Tensor,
+    cache: PagedKVCache | PrefixCache,
+    layer: int,
+    plan: StepPlan,
+    *,
+    return_lse: Literal[False] = False,
+    **options: Unpack[StepOptions],
+) -> torch.Tensor: ...
+@overload
+def attend(
+    q: torch.Tensor,
+    cache: PagedKVCache | PrefixCache,
+    layer: int,
+    plan: StepPlan,
+    *,
+    return_lse: Literal[True],
+    **options: Unpack[StepOptions],
+) -> State: ...
+@overload
+def attend(
+    q: torch.Tensor,
+    cache: PagedKVCache | PrefixCache,
+    layer: int,
+    plan: StepPlan,
+    *,
+    return_lse: bool,
+    **options: Unpack[StepOptions],
+) -> Result: ...
+def attend(
+    q: torch.Tensor,
+    cache: PagedKVCache | PrefixCache,
+    layer: int,
+    plan: StepPlan,
+    *,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
+    return_lse: bool = False,
+    out: torch.Tensor | None = None,
+    backend: str = "auto",
+) -> Result:
+    """Attention of a step's rows over the cached keys of one layer.
+
+    q: (rows, Hq, D), the tokens of the plan's chunks one chunk after another, then those of its decodes; float32,
+    float16 or bfloat16, whatever the cache's format. Their own keys and values are already written. Other arguments as
+    in `attention`; what comes out of a decode's row is what `decode` gives for it.
+
+    On a GPU chunks and decodes run on two streams, which share the card: after all that the current stream was given
+    before the call, and before all that it is given next. Head dimensions, dtypes and formats are those that
+    attention_varlen or decode takes; pages that only decode reads are converted once for all chunks. The call can be
+    captured in a graph once it was made uncaptured, which compiles and uploads.
+
+    Returns o (rows, Hq, D), with return_lse also the LSE (Hq, rows) float32.
+    """
+    if torch.compiler.is_compiling():
+        given = {"scale": scale, "softcap": softcap, "sinks": sinks, "return_lse": return_lse, "backend": backend}
+        return traced.attend(q, cache, layer, plan, out=out, **given)
+    pages = arguments.check_cache(cache)
+    arguments.check_step(plan, pages)
+    _check_lengths(plan, pages)
+    checks.integer("layer", layer, 0, pages.num_layers - 1)
+    checks.not_float64("q", q)
+    shape = (plan.rows, plan.heads_q, pages.head_dim)
+    checks.tensor("q", q, shape=shape, dtypes=checks.FLOATS, unit_last_stride=True)
+    if q.device != pages.device:
+        raise ValueError(f"q must be on {pages.device} like the cache, got {q.device}")
+    options: DecodeOptions = {"scale": scale, "softcap": softcap, "sinks": sinks}
+    scores = arguments.check_scores(q, 1, causal=True, window=plan.window, **options)
+    checks.flag("return_lse", return_lse)
+    arguments.check_out(out, q)
+    where = arguments.check_backend(backend, q, (sinks,))
+    o = q.new_empty(q.shape) if out is None or checks.place(out, q) is None else out
+    lse = q.new_empty((q.shape[1], len(q)), dtype=torch.float32) if return_lse else None
+    asked = Asked(q, cache, pages, layer, plan, scores, options, o, lse, backend)
+    if where == "cpu":
+        _on_cpu(asked)
+    else:
+        _by_kernels(asked)
+    if out is not None and out is not o:
+        o = out.copy_(o)
+    return o if lse is None else (o, lse)
+
+
+class Asked(NamedTuple):
+    """A checked call of `attend`, whose parts fill their rows of o (rows, Hq, D), and of lse (Hq, rows) if given.
+
+    Both are the first stream's: memory that the second one would give out might be taken again while others read it.
+    """
+
+    q: torch.Tensor
+    cache: PagedKVCache | PrefixCache
+    pages: PagedKVCache
+    layer: int
+    plan: StepPlan
+    scores: Scores
+    options: DecodeOptions
+    o: torch.Tensor
+    lse: torch.Tensor | None
+    backend: str
+
+
+def _on_cpu(asked: Asked) -> None:
+    if asked.plan.prefill is not None:
+        _chunks_on_cpu(asked, asked.plan.prefill)
+    if asked.plan.decode is not None:
+        _decodes(asked, asked.plan.decode)
+
+
+def _chunks_on_cpu(asked: Asked, plan: ChunkPlan) -> None:
+    order = torch.from_numpy(plan.row_order()).long() if plan.shared_nodes else None
+    q = asked.q[: plan.rows]
+    with full_precision():
+        queries = q if order is None else q.index_select(0, order)
+        o, lse = cpu.run_paged(plan, queries, asked.pages, asked.layer, Scoring.of(asked.scores))
+    if order is not None:
+        o, lse = (torch.empty_like(x).index_copy_(0, order, x) for x in (o, lse))
+    lse = lse.transpose(0, 1)
+    if asked.scores.sinks is not None:
+        o, lse = add_sinks(o, lse, asked.scores.sinks)
+    asked.o[: plan.rows].copy_(o)
+    if asked.lse is not None:
+        asked.lse[:, : plan.rows].copy_(lse)
+
+
+def _decodes(asked: Asked, plan: DecodePlan | StandingPlan) -> None:
+    first, each = asked.plan.prefill_rows, (-1, plan.tokens_per_seq)
+    q, o = (x[first:].unflatten(0, each) for x in (asked.q, asked.o))
+    options: StepOptions = {**asked.options, "out": o, "backend": asked.backend}
+    got = decode(q, asked.cache, asked.layer, plan, return_lse=asked.lse is not None, **options)
+    if asked.lse is not None:
+        asked.lse[:, first:].unflatten(1, each).copy_(got[1].transpose(0, 1))
+
+
+def _by_kernels(asked: Asked) -> None:
+    """Chunks through the forward, decodes through their kernel: on a card on two streams, which share it."""
+    plan = asked.plan
+    if plan.decode is not None and not _served(asked, plan.decode):
+        _all_as_chunks(asked, plan.decode)
+    elif plan.decode is None or plan.prefill is None or not beside.side_by_side(asked.q.device):
+        if plan.prefill is not None:
+            _chunks(asked, plan.prefill)
+        if plan.decode is not None:
+            _decodes(asked, plan.decode)
+    else:
+        branch = beside.Beside(asked.q.device)
+        if beside.ORDER == "chunks first":
+            _chunks(asked, plan.prefill)
+        with branch:
+            _decodes(asked, plan.decode)
+        if beside.ORDER == "decodes first":
+            _chunks(asked, plan.prefill)
+        branch.join()
+
+
+def _chunks(asked: Asked, plan: ChunkPlan) -> None:
+    rows = slice(plan.rows)
+    lse = None if asked.lse is None else asked.lse[:, rows]
+    attend_chunks(
+        asked.q[rows], asked.pages, asked.layer, plan, asked.options, asked.o[rows], lse, backend=asked.backend
+    )
+
+
+def _served(asked: Asked, plan: DecodePlan | StandingPlan) -> bool:
+    """Does the decode kernel serve the decodes? Where it does not, the forward may: it takes any head_dim and dtype."""
+    serial = asked.plan.serial
+    kind, served = _kinds.get(serial, (None, False))
+    if kind == asked.q.dtype:
+        return served
+    if kind is None:
+        weakref.finalize(asked.plan, _kinds.pop, serial, None)
+    try:
+        k_parts, v_parts = asked.pages.parts(asked.layer)
+        check_served(asked.q, asked.pages.format, plan, (k_parts[0], v_parts[0]))
+        served = True
+    except NotImplementedError:
+        served = False
+    _kinds[serial] = (asked.q.dtype, served)
+    return served
+
+
+# By a step's number, for as long as it lives: the dtype of its queries last time, and are decodes of it served.
+_kinds: dict[int, tuple[torch.dtype | None, bool]] = {}
+
+
+def _all_as_chunks(asked: Asked, decodes: DecodePlan | StandingPlan) -> None:
+    plan = asked.plan
+    chunks = [] if plan.prefill is None else list(zip(plan.prefill.seqs, plan.prefill.tokens, strict=True))
+    chunks += [(seq, decodes.tokens_per_seq) for seq in decodes.seqs]
+    if chunks:
+        lengths = tuple(asked.pages.lengths_of([seq for seq, _ in chunks]).tolist())
+        found = _whole.get(plan.serial)
+        if found is None:
+            weakref.finalize(plan, _whole.pop, plan.serial, None)
+        if found is None or found.seqs != tuple(seq for seq, _ in chunks) or found.lengths != lengths:
+            found = plan_prefill(asked.pages, chunks, plan.heads_q, plan.window, plan.share_prefix)
+            _whole[plan.serial] = found
+        _chunks(asked, found)
+    idle = sum(tokens for _, tokens in chunks)
+    asked.o[idle:].zero_()
+    if asked.lse is not None and idle < len(asked.o):
+        sinks = asked.scores.sinks
+        asked.lse[:, idle:] = -torch.inf if sinks is None else sinks[:, None].float()
+
+
+# By a step's number, for as long as it lives: the whole of it as chunks.
+_whole: dict[int, ChunkPlan] = {}
+
+
+def _check_chunks(prefill: Any, pages: PagedKVCache) -> list[tuple[int, int]]:
+    if isinstance(prefill, str) or not isinstance(prefill, (Sequence, np.ndarray, torch.Tensor)):
+        raise TypeError(f"prefill must be a list of (seq, tokens), got {type(prefill).__name__}")
+    chunks = []
+    for n, chunk in enumerate(prefill):
+        if isinstance(chunk, str) or not isinstance(chunk, (Sequence, np.ndarray, torch.Tensor)) or len(chunk) != 2:
+            raise TypeError(f"prefill[{n}] must be (seq, tokens), got {chunk!r}")
+        seq = checks.integer(f"prefill[{n}][0]", chunk[0])
+        tokens = checks.integer(f"prefill[{n}][1]", chunk[1], 1)
+        if tokens > (length := pages.length(seq)):
+            raise ValueError(f"prefill[{n}][1] must be at most the {length} tokens of sequence {seq}, got {tokens}")
+        chunks.append((seq, tokens))
+    return chunks
+
+
+def _check_decode_plan(
+    plan: DecodePlan | StandingPlan, pages: PagedKVCache, num_heads: int, window: Window | None
+) -> None:
+    if plan.cache_serial != pages.serial:
+        raise ValueError("decode is a plan for another cache; call plan_decode with this one")
+    if plan.heads_q != num_heads or (plan.window or (None, None))[0] != (window or (None, None))[0]:
+        raise ValueError(
+            f"decode must be a plan with num_heads {num_heads} and window {window}, got one with {plan.heads_q} and "
+            f"{plan.window}"
+        )
+    if plan.pages_per_seq:
+        raise NotImplementedError("decode is a plan for selected pages, which goes with decode() alone; leave it out")
+
+
+def _check_lengths(plan: StepPlan, pages: PagedKVCache) -> None:
+    for part in (plan.prefill, plan.decode):
+        if part is None:
+            continue
+        # As a list the cache remembers them, which is for the decodes, whose call asks again.
+        seqs = part.seqs if part is plan.prefill else list(part.seqs)
+        changed = np.flatnonzero(pages.lengths_of(seqs) != part.lengths)
+        if len(changed):
+            seq, length = part.seqs[changed[0]], part.lengths[changed[0]]
+            raise ValueError(
+                f"plan is out of date: sequence {seq} had {length} tokens and now has {pages.length(seq)}; "
+                "call plan_step again after extending"
+            )

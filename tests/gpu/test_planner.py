@@ -1,0 +1,93 @@
+"""The planner's kernel in the emulator: the list of a step, item by item."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+from planner_cases import check, expected, listed_for, random_batch, standing_plan
+
+from tilewise.gpu.planner import Batch
+from tilewise.plan.items import GOES_ON, Word
+from tilewise.plan.ranges import Shape
+
+PLAIN, QUANTISED, WIDE = Shape(8, 4, 3, False), Shape(16, 8, 2, False, chunk=32), Shape(16, 4, 3, False)
+TILES, MMA = Shape(8, 4, 5, True, joiners=8), Shape(8, 2, 4, True, tile_rows=64, in_turn=True)
+
+
+@pytest.mark.parametrize(
+    ("shape", "heads", "group", "page_size", "options"),
+    [
+        (PLAIN, 4, 2, 16, {"share": False}),
+        (PLAIN._replace(blocks=300), 3, 2, 16, {"share": False}),  # more bins than threads
+        (QUANTISED, 8, 2, 32, {"tokens_per_seq": 5}),
+        (WIDE, 2, 4, 24, {"window": (100, 0), "share": False}),
+        (PLAIN, 2, 4, 8, {"window": (200, 0)}),
+        (TILES, 4, 4, 16, {}),
+        (TILES, 1, 8, 64, {"window": (150, 0), "tokens_per_seq": 2}),
+        (MMA, 2, 4, 16, {}),
+    ],
+)
+def test_list_is_the_one_that_python_makes(shape, heads, group, page_size, options):
+    r = random.Random(heads)
+    plan = standing_plan(20, 600, heads, group, page_size, **options)
+    listed = listed_for(plan, shape)
+    for count in (20, 0, 13):
+        batch = random_batch(r, plan, count, tree=options.get("share", True))
+        listed.renew(batch)
+        check(listed, expected(plan, batch, listed, batch.nodes))
+
+
+def tree_of(nodes: list[tuple[int, ...]], lengths: list[int], page_size: int = 16) -> Batch:
+    """Sequences with pages of their own below these nodes."""
+    count, width = len(lengths), -(-max(lengths) // page_size)
+    table = np.arange(count * width, dtype=np.int32).reshape(count, width)
+    rows, length = np.arange(count), np.array(lengths, np.int64)
+    found = np.array(nodes, np.int64).reshape(-1, 5)
+    return Batch(rows, length, np.arange(count, dtype=np.int32), found, table, -(-length // page_size), rows + 1, count)
+
+
+def test_tiles_of_a_node_go_on_with_those_of_its_children():
+    plan = standing_plan(32, 3000, 2, 8, 16)
+    listed = listed_for(plan, TILES._replace(blocks=4))
+    nodes = [(0, 32, 0, 1024, -1), (0, 16, 1024, 1200, 0), (16, 16, 1024, 1100, 0), (16, 16, 1100, 1200, 2)]
+    batch = tree_of(nodes, [1300 + n for n in range(32)])
+    listed.renew(batch)
+    found = expected(plan, batch, listed, batch.nodes)
+    assert sum(bool(item[Word.KIND] & GOES_ON) for items in found.rounds for item in items) >= 4
+    check(listed, found)
+
+
+BUSY = tree_of([(0, 24, 0, 512, -1)], [520 + (3000 if n == 0 else n) for n in range(24)])
+
+
+@pytest.mark.parametrize(
+    ("shape", "limit"),
+    [(PLAIN, {"max_states": 30}), (PLAIN, {"max_pieces": 24}), (TILES, {"max_tiles": 0}), (TILES, {"tile_rounds": 1})],
+)
+def test_nothing_is_shared_where_nodes_take_too_much(shape, limit):
+    plan = standing_plan(24, 4000, 2, 4, 16)
+    listed = listed_for(plan, shape._replace(blocks=1 if shape.tiles else 3))
+    for name, most in limit.items():
+        setattr(listed._args, name, most)
+    listed.renew(BUSY)
+    assert listed.made[4:6].tolist() == [0, 0]
+    check(listed, expected(plan, BUSY, listed, BUSY.nodes[:0]))
+
+
+def test_units_are_dealt_in_turn_where_a_balanced_deal_does_not_fit():
+    plan, uneven = standing_plan(24, 4000, 2, 4, 16), tree_of([], [3000] * 4 + [5] * 20)
+    listed = listed_for(plan, PLAIN)
+    listed.renew(uneven)
+    found = expected(plan, uneven, listed, uneven.nodes)
+    counts = [len(units) for units in found.bins]
+    least = -(-sum(counts) // len(counts))
+    assert max(counts) > least
+    listed = listed_for(plan, PLAIN)
+    listed._args.slots = least
+    listed.renew(uneven)
+    assert listed.made[4:6].tolist() == [0, 1]
+    items = listed.items.numpy().reshape(-1, 16)
+    wanted = [tuple(item) for units in found.bins for unit in units for item in unit.tolist()]
+    assert sorted(map(tuple, items[items[:, Word.ROWS] > 0].tolist())) == sorted(wanted)

@@ -1,0 +1,140 @@
+"""Steps over the same sequences again and again: the same as steps that know nothing of the one before."""
+
+from __future__ import annotations
+
+import copy
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from paged_cases import check_pages, snapshot
+
+from tilewise.kvcache import OutOfPages, PagedKVCache, PrefixCache
+from tilewise.kvcache.slots import Slots
+
+
+def forget(cache: PagedKVCache) -> None:
+    """The next step is the first one."""
+    cache.sequences.run = cache.sequences.stepped = None
+
+
+def written(cache: PagedKVCache) -> list[list[int]]:
+    """Of each sequence, what its tokens have."""
+    size = cache.page_size
+    bits = cache._written.bits.reshape(cache.num_pages, size)
+    return [bits[cache.page_list(seq)].reshape(-1)[:length].tolist() for seq, length in cache.lengths.items()]
+
+
+def equal(cache: PagedKVCache, other: PagedKVCache) -> bool:
+    """Are they the same in all that a sequence has?"""
+    here, there = (snapshot(one) for one in (cache, other))
+    for one in (here, there):
+        del one["written"], one["bytes"]
+    return here == there and written(cache) == written(other)
+
+
+def same_slots(slots: Slots, other: Slots) -> bool:
+    return (slots.seqs, slots.counts, slots.host_positions.tolist(), slots.host_index.tolist()) == (
+        other.seqs,
+        other.counts,
+        other.host_positions.tolist(),
+        other.host_index.tolist(),
+    )
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.data())
+def test_a_run_is_step_after_step(data: st.DataObject) -> None:
+    size = data.draw(st.sampled_from([1, 2, 4, 16]))
+    cache = PagedKVCache(60, size, 1, 1, num_layers=data.draw(st.sampled_from([1, 3])))
+    seqs = cache.allocate(3)
+    cache.mark_written(cache.extend(seqs, [data.draw(st.integers(0, 2 * size)) for _ in seqs]))
+    other = copy.deepcopy(cache)
+    for _ in range(data.draw(st.integers(1, 12))):
+        forget(other)
+        living = list(cache.lengths)
+        what = data.draw(st.sampled_from(["step", "step", "step", "fork", "free", "more"]))
+        if what == "fork":
+            seq = data.draw(st.sampled_from(living))
+            assert cache.fork(seq) == other.fork(seq)
+        elif what == "free" and len(living) > 1:
+            seq = data.draw(st.sampled_from(living))
+            cache.free(seq)
+            other.free(seq)
+        elif what == "more":
+            seq, count = data.draw(st.sampled_from(living)), data.draw(st.integers(0, 3))
+            for one in (cache, other):
+                try:
+                    one.mark_written(one.extend([seq], count))
+                except OutOfPages:
+                    break
+        else:
+            late = data.draw(st.booleans())
+            for _ in range(data.draw(st.integers(1, 2 * size + 1))):
+                forget(other)
+                try:
+                    slots = cache.extend(living, 1)
+                except OutOfPages:
+                    with pytest.raises(OutOfPages):
+                        other.extend(living, 1)
+                    assert equal(cache, other)
+                    return
+                expected = other.extend(living, 1)
+                assert same_slots(slots, expected)
+                if not late:
+                    cache.mark_written(slots)
+                    other.mark_written(expected)
+                    continue
+                assert equal(cache, other)  # nothing counts as written that is only reserved
+                cache.mark_written(slots)
+                other.mark_written(expected)
+        assert equal(cache, other)
+        check_pages(cache)
+    assert other.sequences.run is None
+
+
+def test_pages_of_a_run_are_taken_as_unwritten() -> None:
+    """Also where the page was written by somebody who is gone, and where a relative wrote more of it."""
+    cache = PagedKVCache(4, 4, 1, 1, kv_format="fp32")
+    (gone,) = cache.allocate(1)
+    cache.mark_written(cache.extend([gone], 16))
+    cache.free(gone)
+    seqs = cache.allocate(2)
+    cache.mark_written(cache.extend(seqs, 1))
+    for length in range(2, 9):
+        slots = cache.extend(seqs, 1)
+        for seq in seqs:
+            with pytest.raises(ValueError, match="not all written"):
+                cache.gather(0, seq)
+        cache.mark_written(slots)
+        assert len(cache.gather(0, seqs[0])[0]) == length
+    assert cache.sequences.run is not None
+
+
+def test_slots_of_a_run_go_stale_with_their_pages() -> None:
+    cache = PagedKVCache(8, 4, 1, 1)
+    seqs = cache.allocate(2)
+    steps = [cache.extend(seqs, 1) for _ in range(3)]
+    cache.free(seqs[0])
+    with pytest.raises(ValueError, match="stale"):
+        cache.mark_written(steps[2])
+
+
+def test_a_step_of_the_tree_after_another() -> None:
+    """What a prefix tree takes in from a run, a later prompt finds."""
+    prefix = PrefixCache(PagedKVCache(40, 4, 1, 1))
+    seqs = []
+    for number in range(3):
+        seq, _, slots = prefix.insert([number] * (5 + number))
+        prefix.cache.mark_written(slots)
+        seqs.append(seq)
+    for token in range(10, 20):
+        prefix.cache.mark_written(prefix.extend(seqs, [token] * 3))
+    run = prefix.cache.sequences.run
+    assert run is not None
+    assert run.changes == prefix.cache.sequences.changes
+    assert prefix.tokens(seqs[1]) == [1] * 6 + list(range(10, 20))
+    assert prefix.match([*prefix.tokens(seqs[1]), 7]) == 16
+    expected = np.array([prefix.cache.length(seq) for seq in seqs])
+    assert run.lengths.tolist() == expected.tolist() == [15, 16, 17]
