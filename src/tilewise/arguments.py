@@ -430,7 +430,7 @@ def gather(x: torch.Tensor, page_table: torch.Tensor, starts: Sequence[int]) -> 
     return torch.cat(parts)
 
 
-def places(page_table: torch.Tensor, starts: Sequence[int], page_size: int) -> torch.Tensor:
+def places_in_pages(page_table: torch.Tensor, starts: Sequence[int], page_size: int) -> torch.Tensor:
     """(tokens,) int64: where each of the packed tokens lies when the pages stand one after another."""
     parts = [page_table.new_empty(0, dtype=torch.int64)]
     for b, (start, end) in enumerate(pairwise(starts)):

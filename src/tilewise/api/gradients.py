@@ -163,7 +163,7 @@ class Packed:
         found = walk(plan, q, [sources], scoring, sinks, by_rows(state), by_rows(grads))
         d_k, d_v = found.d_sources[0]
         if paged:
-            index = arguments.places(page_table, starts_k, k.shape[1])
+            index = arguments.places_in_pages(page_table, starts_k, k.shape[1])
             d_k, d_v = (_onto_pages(x, index, k.shape) for x in (d_k, d_v))
         return found.d_q, d_k, d_v, None, None, None, found.d_sinks
 
