@@ -31,7 +31,7 @@ struct Consumer {
     const uint32_t group;  // of the consumers
     float scale_log2, slope;
     Turn<kStages> turn;
-    Turn<kDsStages> ds_turn, ds_read;
+    Turn<kDsStages> ds_turn, ds_read{kDsStages - 1, 1};  // ds_read: one behind
     Turn<1> dq_turn;
     int left, total;  // steps
     float dk[kHeadDim / 2], dv[kHeadDim / 2], s[kTileQ / 2];
@@ -207,7 +207,7 @@ struct Consumer {
         ptx::wgmma_wait<1>();  // dV: P's registers are free
         if (left > 1) pipes.q.wait(next);
         fill(s, next.stage, 0);
-        issue_dq();  // the first time of something that is there, and not looked at
+        issue_dq();  // the first time of a stage that nobody has written, and not looked at
         issue_scores(s, kAtK, kAtQ, next.stage);  // likewise the last time
         give_ds();
         ptx::wgmma_wait<1>();  // dK, dQ
@@ -216,8 +216,8 @@ struct Consumer {
         if (!first) {
             pipes.ds.release(ds_read);
             put_dq();
-            ds_read.next();
         }
+        ds_read.next();
         if (left > 1) pipes.d_o.wait(next);
         fill(dp, next.stage, 1);
         ptx::wgmma_wait<0>();  // S
@@ -314,8 +314,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
              const __grid_constant__ TensorMap mDk, const __grid_constant__ TensorMap mDv,
              const __grid_constant__ BackwardArgs args) {
     if (threadIdx.x < 32) share_work(args);
-    if (threadIdx.x == 32) Pipes().init();
-    if (threadIdx.x == 32) Shared<float>(kAtScale)[0] = args.scores.scale_log2;
+    if (threadIdx.x == 32) {
+        Pipes().init();
+        const Shared<float> scale(kAtScale);
+        scale[0] = args.scores.scale_log2;
+    }
     ptx::sync_threads();
     const uint32_t role = ptx::uniform(threadIdx.x / 128);
     if (kPacked && Work(shared_work()[0]).tile.sequence < 0) {

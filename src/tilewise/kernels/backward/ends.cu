@@ -13,16 +13,18 @@ constexpr int kBeforeThreads = 256, kAfterThreads = 128 * kShares;
 // A tile of query rows: `rows` of them, from `first` on
 struct QueryTile {
     int head, batch, first, rows;
-    int64_t number;
-    TILE_DEVICE explicit QueryTile(const BackwardArgs& args)
-        : head(blockIdx.y), batch(blockIdx.z), first(blockIdx.x * kTileQ), rows(args.seqlen_q - first),
-          number((int64_t(batch) * args.heads + head) * args.q_tiles + blockIdx.x) {
-        if constexpr (kPacked) find(args);
+    int64_t number;  // among those of all heads
+    TILE_DEVICE explicit QueryTile(const BackwardArgs& args) : number(blockIdx.x) {
+        const int of_heads = blockIdx.x / args.q_tiles, slot = blockIdx.x - of_heads * args.q_tiles;
+        batch = of_heads / args.heads;
+        head = of_heads - batch * args.heads;
+        first = slot * kTileQ;
+        rows = args.seqlen_q - first;
+        if constexpr (kPacked) find(args, slot);
     }
     // The sequence whose tiles have this slot, by all lanes together: 32 candidates in a round
-    TILE_DEVICE void find(const BackwardArgs& args) {
+    TILE_DEVICE void find(const BackwardArgs& args, int slot) {
         const Global<const Index> starts{static_cast<const Index*>(args.starts_q)};
-        const int slot = blockIdx.x;
         int low = 0, high = args.sequences;  // it is in [low, high)
         while (high - low > 1) {
             const int step = (high - low + 31) / 32, candidate = low + step * (threadIdx.x % 32);
