@@ -224,7 +224,8 @@ def run(kind: Kind, shapes: Shapes, args: BackwardArgs, tensors: dict[str, torch
         return
     of_main = [*(emulator.tensor_map(*m) for m in maps), args]
     for spec, grid, given in zip(specs, grids, ([args], of_main, [args]), strict=True):
-        emulator.launch(spec, (grid, 1, 1), given, tensors, **emulated)
+        resident = 2 if kind.in_turn and spec is specs[1] else 1  # a block waits for those that began before it
+        emulator.launch(spec, (grid, 1, 1), given, tensors, resident=resident, **emulated)
 
 
 def _map_of(x: torch.Tensor, packed: bool, rows: int) -> TensorMapSpec:

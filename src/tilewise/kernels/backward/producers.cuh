@@ -11,46 +11,50 @@ struct Loader {
     TILE_DEVICE explicit Loader(const BackwardArgs& a) : args(a) {}
 
     // Copies go to one barrier: the ring's, if all rows are the sequence's own. Else to another, and the ring's is told
-    // when the others are zero: their weights are 0, and 0 · NaN would still be NaN.
-    template <int kRows, int kRingStages>
+    // when the others are zero: their weights are 0, and 0 · NaN would still be NaN. besides(barrier) copies kExtra bytes
+    // more.
+    template <int kRows, int kExtra, int kRingStages, class Besides>
     TILE_DEVICE void tile(const Ring<kRingStages>& ring, Turn<kRingStages> turn, const TensorMap& map, uint32_t at,
-                          int row, int head, int batch, int rows, const float* stats, uint32_t at_stats) {
-        const uint32_t to = ptx::shared_address(at);
+                          int row, int head, int rows, Besides besides) {
         const bool cut = kPacked && rows < kRows;
-        const int extra = stats ? kStatBytes : 0;
         if (ptx::elect_one()) {
             ring.wait_free(turn);
             const uint32_t barrier = cut ? pipes.raw.full : ring.full_at(turn);
-            ptx::mbarrier_arrive_expect(barrier, kRows * kHeadDim * 2 + (cut ? 0 : extra));
-            load_tile<kRows, kHeadDim>(to, &map, barrier, row, head, batch);
-            if (stats && !cut) ptx::bulk_load(ptx::shared_address(at_stats), stats, kStatBytes, barrier);
+            ptx::mbarrier_arrive_expect(barrier, kRows * kHeadDim * 2 + (cut ? 0 : kExtra));
+            load_tile<kRows, kHeadDim>(ptx::shared_address(at), &map, barrier, row, head, shared_batch());
+            if (!cut) besides(barrier);
         }
         if (!cut) return;
         pipes.raw.wait(raw);
         raw.next();
-        for (int i = rows * 8 + threadIdx.x; i < kRows * 8; i += 32)
+        for (int i = rows * 8 + threadIdx.x; i < kRows * 8; i += 32)  // 16 bytes; rows are swizzled within themselves
             for (int panel = 0; panel < kHeadDim / kPanel; panel++)
-                Shared<Vector16>(at + panel * kRows * kPanelRowBytes)[i] = Vector16{};  // whole rows: swizzled or not
+                Shared<Vector16>(at + panel * kRows * kPanelRowBytes)[i] = Vector16{};
         ptx::fence_async_proxy();
         ptx::sync_warp();
         if (!ptx::elect_one()) return;
-        ptx::mbarrier_arrive_expect(ring.full_at(turn), extra);
-        if (stats) ptx::bulk_load(ptx::shared_address(at_stats), stats, kStatBytes, ring.full_at(turn));
+        ptx::mbarrier_arrive_expect(ring.full_at(turn), kExtra);
+        besides(ring.full_at(turn));
     }
     // Q (0) or dO (1) of step i for query head g
     TILE_DEVICE void rows(const Ring<kStages>& ring, Turn<kStages> turn, const TensorMap& map, int at, int stat, int g,
                           int i) {
         const Work work = shared_work()[0];
-        const int tile_q = work.at(i), row = tile_q * kTileQ;
-        tile<kTileQ>(ring, turn, map, at + turn.stage * kQBytes, work.tile.q_start + row, work.head(args, g), work.batch,
-                     work.tile.seqlen_q - row, args.stats + (work.number(args, g, tile_q) * 2 + stat) * kTileQ,
-                     kAtStats + (2 * turn.stage + stat) * kStatBytes);
+        const int row = work.at(i) * kTileQ;
+        const auto stats = [&](uint32_t barrier) {
+            const Work there = shared_work()[0];
+            ptx::bulk_load(ptx::shared_address(kAtStats + (2 * turn.stage + stat) * kStatBytes),
+                           args.stats + (there.number(args, g, there.at(i)) * 2 + stat) * kTileQ, kStatBytes, barrier);
+        };
+        tile<kTileQ, kStatBytes>(ring, turn, map, at + turn.stage * kQBytes, work.tile.q_start + row,
+                                 work.head(args, g), work.tile.seqlen_q - row, stats);
     }
     TILE_DEVICE void keys(const Ring<1>& ring, const TensorMap& map, int at) {
         const Work work = shared_work()[0];
-        tile<kTileKv>(ring, Turn<1>{}, map, at, work.tile.k_start + work.tile.key, work.kv_head, work.batch,
-                      work.tile.seqlen_k - work.tile.key, nullptr, 0);
+        tile<kTileKv, 0>(ring, Turn<1>{}, map, at, work.tile.k_start + work.tile.key, work.kv_head,
+                         work.tile.seqlen_k - work.tile.key, [](uint32_t) {});
     }
+    static TILE_DEVICE int shared_batch() { return kPacked ? 0 : Work(shared_work()[0]).batch; }
     TILE_DEVICE void run(const TensorMap& mQ, const TensorMap& mK, const TensorMap& mV, const TensorMap& mDo) {
         const int tiles = Work(shared_work()[0]).tiles();
         Turn<kStages> turn;
