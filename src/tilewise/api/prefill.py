@@ -116,7 +116,7 @@ def attention(
     compiling, regular = torch.compiler.is_compiling(), schedule is None and mask is None and score is None
     key = None
     if isinstance(q, torch.Tensor) and q.is_cuda and not compiling:
-        flags: tuple[Any, ...] = (causal, exact, return_lse, window, scale, softcap, backend, deterministic)
+        flags: tuple[Any, ...] = (causal, exact, return_lse, deterministic, window, scale, softcap, backend)
         function = None if mask is None and score is None else functions.of(mask, score)
         if not regular:
             flags += calls.pattern_key(q, k, schedule, function)
@@ -266,7 +266,7 @@ def attention_varlen(
         return traced.outside(attention_varlen, packed, descales, page_table=page_table, **pattern, **options, **rest)
     key = None
     if regular and _on_device(q, cu_seqlens_q, cu_seqlens_k):  # then nothing that is checked is a value
-        flags: tuple[Any, ...] = (causal, exact, return_lse, window, scale, softcap, backend, deterministic)
+        flags: tuple[Any, ...] = (causal, exact, return_lse, deterministic, window, scale, softcap, backend)
         others = (sinks, alibi_slopes, out, *descales, cu_seqlens_q, cu_seqlens_k, page_table)
         key, known = calls.known_call(q, k, v, others, flags)
         if known is not None:
