@@ -45,7 +45,8 @@ struct Consumer {
         using Panel = SharedTile<Element, kTileKv, kPanel, Layout::swizzled>;
 #pragma unroll
         for (int step = 0; step < kHeadDim / 16; step++)
-            warp::load_a(r[step], Panel(at + step / 4 * kTileKv * kPanelRowBytes), threadIdx.x / 32 * 16 - 64, step % 4);
+            warp::load_a(r[step], Panel(at + step / 4 * kTileKv * kPanelRowBytes), threadIdx.x / 32 * 16 - 64,
+                         step % 4);
     }
     // The pair of a column's and the next one's −LSE (0) or −delta (1); n: eights of columns
     static TILE_DEVICE Two stat(uint32_t stage, int which, int n) {
@@ -324,7 +325,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     if (role == 0) {
         ptx::give_registers<kProducerRegisters>();
         if (threadIdx.x < 32) Loader(args).run(mQ, mK, mV, mDo);
-        else if (threadIdx.x % 32 == 0 && threadIdx.x / 32 <= kConsumers) add_dq(args, threadIdx.x / 32 - 1);
+        else if (threadIdx.x < 32 * (1 + kConsumers)) add_dq(args, ptx::uniform(threadIdx.x / 32 - 1));
     } else {
         ptx::take_registers<kConsumerRegisters>();
         Consumer(args, role - 1).run(mDk, mDv);
