@@ -153,7 +153,9 @@ def _of(
     deterministic: bool,
     starts: Starts | None,
     longest: tuple[int, int] | None,
+    **rest: Any,
 ) -> Gradients:
+    """rest: what else a GradientCall has."""
     (q, k, v), (o, lse), (d_o, d_lse) = tensors, state, grads
     d_o = torch.zeros_like(o) if d_o is None else d_o.to(o.dtype)
     if d_o.stride(-1) != 1:  # what a sum hands down is one element, seen everywhere
@@ -164,7 +166,7 @@ def _of(
         return _of_nothing(q, k, v, scores.sinks, lse, d_lse)
     starts_q, starts_k = starts or (None, None)
     deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
-    given = {"d_lse": d_lse, "starts_q": starts_q, "starts_k": starts_k, "max_seqlens": longest}
+    given = {"d_lse": d_lse, "starts_q": starts_q, "starts_k": starts_k, "max_seqlens": longest, **rest}
     return backward.gradients(GradientCall(q, k, v, o, lse, d_o, scores, deterministic=deterministic, **given))
 
 
