@@ -4,10 +4,20 @@ from __future__ import annotations
 
 import ctypes
 
-from tilewise.gpu.abi import ScoreArgs, Strides
+from tilewise.gpu.abi import Divisor, ScoreArgs, Strides
 
 KEY_TILE_WORDS, KEY_LIST_HEADER = 16, 16  # arguments.cuh: kKeyTileWords, kKeyListHeader
 STRIDED = ("q", "k", "v", "o", "do", "dq", "dk", "dv", "lse", "d_lse")
+
+
+class QueryListArgs(ctypes.Structure):
+    """backward/arguments.cuh: QueryLists."""
+
+    _fields_ = [
+        *((n, ctypes.c_void_p) for n in ("counts", "tiles", "bits", "visits")),
+        *((n, ctypes.c_int) for n in ("width", "words", "rows_each", "lists_batch")),
+        ("heads_each", Divisor),
+    ]
 
 
 class BackwardArgs(ctypes.Structure):
@@ -21,6 +31,7 @@ class BackwardArgs(ctypes.Structure):
         ("scale", ctypes.c_float),
         *((n, ctypes.c_int) for n in ("seqlen_q", "seqlen_k", "sequences", "heads", "kv_heads", "group", "head_dim")),
         *((n, ctypes.c_int) for n in ("q_tiles", "kv_tiles")),
+        ("lists", QueryListArgs),
     ]
 
 

@@ -70,7 +70,8 @@ def padded(head_dim: int) -> int:
 
 @dataclass(frozen=True)
 class Kind:
-    """What the kernels are compiled for. index: of the starts, None if dense."""
+    """What the kernels are compiled for. index: of the starts, None if dense. listed: a schedule or a mask function says
+    which queries meet which keys."""
 
     dtype: torch.dtype
     head_dim: int
@@ -78,6 +79,7 @@ class Kind:
     masks: bool
     index: torch.dtype | None = None
     in_turn: bool = False
+    listed: bool = False
 
     @property
     def changed(self) -> bool:
@@ -101,6 +103,7 @@ def specs_of(kind: Kind) -> tuple[KernelSpec, KernelSpec, KernelSpec]:
         ("kStages", tiling.stages),
         ("kDsStages", tiling.ds_stages),
         ("kMasks", kind.masks),
+        ("kListed", kind.listed),
         ("kPingPong", tiling.ping_pong),
         ("kKvInRegisters", tiling.kv_registers),
         ("kScaleLate", tiling.scale_late),
