@@ -49,3 +49,16 @@ class KeyListArgs(ctypes.Structure):
     """backward/list.cu: KeyListArgs."""
 
     _fields_ = [("list", ctypes.c_void_p), ("buckets", ctypes.c_void_p)]
+
+
+class PairArgs(ctypes.Structure):
+    """backward/pairs.cu: PairArgs."""
+
+    _fields_ = [
+        *((n, ctypes.c_void_p) for n in ("kept", "whole", "lengths_q", "lengths_k")),
+        *((n, ctypes.c_void_p) for n in ("counts", "tiles", "bits", "visits")),
+        ("kept_batch", ctypes.c_int64),
+        *((n, ctypes.c_int) for n in ("kept_head", "kept_row", "q_blocks", "k_blocks")),
+        *((n, ctypes.c_int) for n in ("lengths_q_batch", "lengths_k_batch", "list_heads")),
+        *((n, Divisor) for n in ("lists_each", "block_q", "block_k")),
+    ]
