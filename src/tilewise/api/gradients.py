@@ -7,6 +7,7 @@ tensors that a mask or score function captures are constants here. There are no 
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, NoReturn, Protocol
@@ -69,6 +70,10 @@ class Node(torch.autograd.Function):
             return None, *found(ctx.call, tensors, (o, lse), grads)
         given = (ctx.call, len(tensors), *tensors, o, lse, *grads)
         return None, *NodeBackward.apply(*given)  # type: ignore[no-untyped-call]
+
+
+# `apply` asks for it in every call, which is a third of the time that a node takes.
+Node.forward.__signature__ = inspect.signature(Node.forward)  # type: ignore[attr-defined]
 
 
 class NodeBackward(torch.autograd.Function):
