@@ -32,6 +32,48 @@ def poison(like: torch.Tensor) -> torch.Tensor:
     return torch.full_like(like, float("nan"))
 
 
+def gradients(call, tensors, d_o, d_lse=None, *, dtype=None):
+    """Gradients of call(*tensors) -> (o, lse), one per tensor: in `dtype`, or of the tensors as they are if None.
+
+    d_o, d_lse: of o and of the LSE. A row that sees no key has none, whatever stands in its d_lse.
+    """
+    leaves = [x.detach().to(dtype or x.dtype).requires_grad_() for x in tensors]
+    with torch.enable_grad():
+        o, lse = call(*leaves)
+        outputs, given = [o], [d_o.to(o.dtype)]
+        if d_lse is not None:
+            outputs, given = [o, lse], [*given, d_lse.to(lse.dtype).masked_fill(lse == -math.inf, 0.0)]
+        found = torch.autograd.grad(outputs, leaves, given, allow_unused=True)
+    return [torch.zeros_like(x) if g is None else g for x, g in zip(leaves, found, strict=True)]
+
+
+def gradient_floors(call, tensors, d_o, scale: float | None = None) -> list[float]:
+    """What float32 pays in each of dq, dk, dv (and dsinks) where dP − delta cancels, which no size of theirs tells.
+
+    dP = dO Vᵀ and delta = dO · O are sums of products that may be much larger than their difference. call: the oracle.
+    """
+    q, k, v, *sinks = (x.detach().double() for x in tensors)
+    if not k.numel():
+        return [0.0] * len(tensors)
+    group = q.shape[-2] // k.shape[-2]
+    flat = [x.reshape(-1, *x.shape[-2:]).abs() for x in (d_o.double(), v.repeat_interleave(group, -2))]
+    larger = torch.einsum("ihd,jhd->hij", *flat).amax().item()  # than every |dP| and |delta|
+    ones = torch.ones_like(d_o, dtype=torch.float64)
+    by_key = gradients(call, (q, k, v, *sinks), ones)[2].amax().item()  # the largest sum of a key's weights
+    unit = 8 * torch.finfo(torch.float32).eps * larger
+    unit_qk = unit * abs(q.shape[-1] ** -0.5 if scale is None else scale)
+    rows = q.numel() // q.shape[-1]
+    found = [unit_qk * k.abs().amax().item(), unit_qk * by_key * q.abs().amax().item(), 0.0]
+    return found + [unit * rows / q.shape[-2]] * len(sinks)
+
+
+def assert_gradients(got, exact, honest, floors, lse, names=("dq", "dk", "dv", "dsinks")) -> None:
+    """Each gradient by the tolerance rule, or within what float32 pays for cancelling sums; lse: the exact one."""
+    for name, floor, *of in zip(names, floors, got, exact, honest, strict=False):
+        verdict = reference.judge(*of, lse=lse)
+        assert verdict.ok or verdict.error <= floor, f"{name}: {verdict.reason}; floor {floor:.3g}"
+
+
 def logit_error(lse: torch.Tensor, products: float = 0.0) -> float:
     """What float32 makes of the logits of rows with these LSEs, −inf where a row sees no key.
 

@@ -37,13 +37,15 @@ def merge_states(o: torch.Tensor, lse: torch.Tensor) -> tuple[torch.Tensor, torc
         raise ValueError("o must stack at least one state on its first axis, got 0")
     work = torch.float64 if torch.float64 in (o.dtype, lse.dtype) else torch.float32
     logs = lse.to(work)
-    top = logs.amax(0)
+    top = logs.detach().amax(0)
     # Where every state is empty, top is −inf and (−inf) − (−inf) would be NaN: shift by 0 there instead.
     shift = torch.where(top == -math.inf, 0.0, top)
     weight = torch.exp(logs - shift)
     total = weight.sum(0)
-    merged_lse = shift + torch.log(total)  # log 0 = −inf: the empty state again
-    weight = weight / torch.where(total == 0, 1.0, total)
+    none = total == 0
+    total = torch.where(none, 1.0, total)  # before it is divided by and its log taken: both would give NaN gradients
+    merged_lse = torch.where(none, -math.inf, shift + torch.log(total))
+    weight = weight / total
     per_row = weight.transpose(-1, -2).unsqueeze(-1)
     empty = (logs == -math.inf).transpose(-1, -2).unsqueeze(-1)
     merged = (torch.where(empty, 0.0, o.to(work)) * per_row).sum(0)

@@ -9,7 +9,21 @@ import torch
 
 from tilewise import emulator
 from tilewise.compiler.spec import Constant, KernelSpec
-from tilewise.gpu import abi, append, decode_kernels, merge_rows, pattern, plan_step, planner, prefill, schedules, widen
+from tilewise.gpu import (
+    abi,
+    append,
+    backward_abi,
+    backward_hopper,
+    backward_lists,
+    decode_kernels,
+    merge_rows,
+    pattern,
+    plan_step,
+    planner,
+    prefill,
+    schedules,
+    widen,
+)
 from tilewise.learn import ladder
 from tilewise.plan import cost, items, ranges, schedule_select
 from tilewise.scores import Scores
@@ -18,6 +32,11 @@ RAGGED = (("Index", "int"), ("kTileQ", 128), ("kTileKv", 128), ("kPack", 1))
 FOLD = pattern.fold_spec(pattern.Pattern(64, 64), 128, 64, 1, False).constants
 KINDS = (("Function", "NoFunction"),)
 DECODE = (("kSelected", False),)
+BEFORE, BACKWARD, _ = (
+    spec.constants for spec in backward_hopper.specs_of(backward_hopper.Kind(torch.bfloat16, 128, Scores(), False))
+)
+LIST = backward_hopper.list_spec(torch.int32, False).constants
+PAIRS = backward_lists.pairs_spec("", 64, 128, False).constants
 APPEND, WIDEN, MERGE_ROWS = (room.specs()[0].constants for room in (append, widen, merge_rows))
 SELECT, SCATTER = (spec.constants for spec in (schedules.specs()[0], schedules.scatter_spec(torch.int32)))
 # The structures' source, the constants that it needs, and its structures: C++ name -> mirror
@@ -53,6 +72,16 @@ SOURCES: dict[str, tuple[tuple[tuple[str, Constant], ...], dict[str, type[ctypes
     "common/schedule_lists.cu": ((), {"ListArgs": schedules.ListArgs}),
     "common/schedule_transpose.cu": ((), {"TransposeArgs": schedules.TransposeArgs}),
     "common/schedule_select.cu": (SELECT, {"SelectArgs": schedules.SelectArgs}),
+    "backward/arguments.cuh": (
+        (),
+        {
+            "BackwardArgs": backward_abi.BackwardArgs,
+            "KeyTile": backward_abi.KeyTileArgs,
+            "QueryLists": backward_abi.QueryListArgs,
+        },
+    ),
+    "backward/list.cu": (LIST, {"KeyListArgs": backward_abi.KeyListArgs}),
+    "backward/pairs.cu": (PAIRS, {"PairArgs": backward_abi.PairArgs}),
     "learn/kernels/args.cuh": ((), {"AttentionArgs": ladder.AttentionArgs}),
 }
 # Constants that Python repeats: source -> C++ expression -> value
@@ -75,6 +104,22 @@ CONSTANTS = {
     },
     "tile/hopper.cuh": {"kPanel": abi.PANEL, "kPanelRowBytes": abi.PANEL_BYTES},
     "common/copy_pages.cu": {"kMaxParts": abi.MAX_PARTS},
+    "backward/arguments.cuh": {
+        "kKeyTileWords": backward_abi.KEY_TILE_WORDS,
+        "kKeyListHeader": backward_abi.KEY_LIST_HEADER,
+    },
+    "backward/list.cu": {"kThreads": backward_hopper.LIST_THREADS, "kBuckets": backward_hopper.BUCKETS},
+    "backward/pairs.cu": {"kThreads": backward_lists.THREADS, "kPairBytes": backward_lists.SHARED},
+    "backward/layout.cuh": {
+        "kSharedBytes": backward_hopper.TILINGS[128].shared_bytes(128),
+        "kTileKv": backward_hopper.TILE_KV,
+        "kConsumers": backward_hopper.CONSUMERS,
+    },
+    "backward/ends.cu": {
+        "kBeforeThreads": backward_hopper.BEFORE_THREADS,
+        "kAfterThreads": backward_hopper.AFTER_THREADS,
+        "kShares": backward_hopper.CONSUMERS,
+    },
     **{
         f"common/{name}.cu": {"kThreads": append.THREADS, "kChannels": append.CHANNELS}
         for name in ("append", "widen", "merge_rows")
@@ -142,7 +187,13 @@ def test_structures_lie_as_the_kernels_have_them(source, tmp_path):
 
 def test_every_structure_is_compared():
     mirrors = {mirror for _, structures in SOURCES.values() for mirror in structures.values()}
-    everything = (*vars(abi).values(), *vars(schedules).values(), *vars(widen).values(), *vars(merge_rows).values())
+    everything = (
+        *vars(abi).values(),
+        *vars(backward_abi).values(),
+        *vars(schedules).values(),
+        *vars(widen).values(),
+        *vars(merge_rows).values(),
+    )
     declared = {x for x in everything if isinstance(x, type) and issubclass(x, ctypes.Structure)}
     assert declared <= mirrors
 
@@ -150,7 +201,8 @@ def test_every_structure_is_compared():
 @pytest.mark.parametrize("source", CONSTANTS)
 def test_constants_are_the_kernels(source, tmp_path):
     wanted = CONSTANTS[source]
-    constants = SOURCES[source][0] if source in SOURCES else ()
+    apart = {"backward/layout.cuh": BACKWARD, "backward/ends.cu": BEFORE}
+    constants = SOURCES[source][0] if source in SOURCES else apart.get(source, ())
     assert dict(zip(wanted, evaluated(tmp_path, source, constants, list(wanted)), strict=True)) == wanted
 
 

@@ -41,7 +41,7 @@ def run_blocks(
     for n, ((these, step), share) in product(range(item.count), order):
         row, key = item.row + n * item.row_step, item.key + n * item.key_step
         if not hidden or share is shares[0]:
-            view = _view(item, these, row, first, end, scoring)
+            view = blocks_view(item, these, row, first, end, scoring)
         heads = slice(max(first, share.start * group), min(end, share.stop * group))
         kv = (x[..., share, :] for x in (k, v))
         if space is None:
@@ -78,7 +78,7 @@ def _first_key(item: BlockTiles, tile: int) -> int:
     return int(item.blocks[tile, 0]) * item.block if item.blocks.shape[1] else item.seqlen_k - item.tail
 
 
-def _view(item: BlockTiles, tiles: slice, row: int, first: int, end: int, scoring: Scoring) -> View | None:
+def blocks_view(item: BlockTiles, tiles: slice, row: int, first: int, end: int, scoring: Scoring) -> View | None:
     """Where the tiles' rows and keys stand, and what the query heads [first, end) see there; None if nobody asks."""
     if not (item.masked or item.partial or (scoring.asks_places and scoring.sequences is not None)):
         return None

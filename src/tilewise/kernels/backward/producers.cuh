@@ -1,0 +1,178 @@
+// The producers of the Hopper backward: a warp that loads tiles, and one per consumer that adds its dQ to the sum.
+#pragma once
+#include "backward/layout.cuh"
+
+// A warp; its first lane asks TMA.
+struct Loader {
+    const BackwardArgs& args;
+    const Pipes pipes;
+    Turn<1> raw;
+
+    TILE_DEVICE explicit Loader(const BackwardArgs& a) : args(a) {}
+
+    // Copies go to one barrier: the ring's, if all rows are the sequence's own. Else to another, and the ring's is told
+    // when the others are zero: their weights are 0, and 0 · NaN would still be NaN. besides(barrier) copies `extra`
+    // bytes more.
+    template <int kRows, int kRingStages, class Besides>
+    TILE_DEVICE void tile(const Ring<kRingStages>& ring, Turn<kRingStages> turn, const TensorMap& map, uint32_t at,
+                          int row, int head, int rows, int extra, Besides besides) {
+        const bool cut = kPacked && rows < kRows;
+        if (ptx::elect_one()) {
+            ring.wait_free(turn);
+            const uint32_t barrier = cut ? pipes.raw.full : ring.full_at(turn);
+            ptx::mbarrier_arrive_expect(barrier, kRows * kHeadDim * 2 + (cut ? 0 : extra));
+            load_tile<kRows, kHeadDim>(ptx::shared_address(at), &map, barrier, row, head, shared_batch());
+            if (!cut) besides(barrier);
+        }
+        if (!cut) return;
+        pipes.raw.wait(raw);
+        raw.next();
+        for (int i = rows * 8 + threadIdx.x; i < kRows * 8; i += 32)  // 16 bytes; rows are swizzled within themselves
+            for (int panel = 0; panel < kHeadDim / kPanel; panel++)
+                Shared<Vector16>(at + panel * kRows * kPanelRowBytes)[i] = Vector16{};
+        ptx::fence_async_proxy();
+        ptx::sync_warp();
+        if (!ptx::elect_one()) return;
+        ptx::mbarrier_arrive_expect(ring.full_at(turn), extra);
+        besides(ring.full_at(turn));
+    }
+    // Q (0) or dO (1) of a step. With Q come the bits of a tile that is seen in part.
+    TILE_DEVICE void rows(const Ring<kStages>& ring, Turn<kStages> turn, const TensorMap& map, int at, int stat, int g,
+                          int i, int n) {
+        const Work work = shared_work()[0];
+        const Step step = step_at(args, g, i, n);
+        const bool part = kListed && stat == 0 && step.bits >= 0;
+        const auto besides = [&](uint32_t barrier) {
+            const Step again = step_at(args, g, i, n);
+            const int64_t number = Work(shared_work()[0]).number(args, again.head, again.tile);
+            ptx::bulk_load(ptx::shared_address(kAtStats + (2 * turn.stage + stat) * kStatBytes),
+                           args.stats + (number * 2 + stat) * kTileQ, kStatBytes, barrier);
+            if (part)
+                ptx::bulk_load(ptx::shared_address(kAtSeen + turn.stage * kSightBytes),
+                               args.lists.bits + int64_t(again.bits) * (2 * kTileKv), kSightBytes, barrier);
+        };
+        tile<kTileQ>(ring, turn, map, at + turn.stage * kQBytes, work.tile.q_start + step.tile * kTileQ, step.head,
+                     work.tile.seqlen_q - step.tile * kTileQ, kStatBytes + (part ? kSightBytes : 0), besides);
+    }
+    TILE_DEVICE void keys(const Ring<1>& ring, const TensorMap& map, int at) {
+        const Work work = shared_work()[0];
+        tile<kTileKv>(ring, Turn<1>{}, map, at, work.tile.k_start + work.tile.key, work.kv_head,
+                      work.tile.seqlen_k - work.tile.key, 0, [](uint32_t) {});
+    }
+    static TILE_DEVICE int shared_batch() { return kPacked ? 0 : Work(shared_work()[0]).batch; }
+    TILE_DEVICE void run(const TensorMap& mQ, const TensorMap& mK, const TensorMap& mV, const TensorMap& mDo) {
+        Turn<kStages> turn;
+        keys(pipes.k, mK, kAtK);
+        ptx::wait_for_prerequisites();  // −LSE and −delta are there
+        bool first = true;              // V comes between the first Q and the first dO
+        const auto step = [&](int g, int i, int n) {
+            rows(pipes.q, turn, mQ, kAtQ, 0, g, i, n);
+            if (first) keys(pipes.v, mV, kAtV);
+            first = false;
+            rows(pipes.d_o, turn, mDo, kAtDo, 1, g, i, n);
+        };
+        if constexpr (kListed) {
+            for (int n = 0; n < Work(shared_work()[0]).steps; n++, turn.next()) {
+                pipes.steps.wait(turn);
+                step(0, 0, n);
+                ptx::sync_warp();
+                pipes.steps.release(turn);
+            }
+        } else {
+            const int tiles = Work(shared_work()[0]).tiles();
+            for (int g = 0; g < args.group; g++)
+                for (int i = 0; i < tiles; i++, turn.next()) step(g, i, 0);
+        }
+        if (first) keys(pipes.v, mV, kAtV);
+    }
+};
+
+// A thread: where there are lists, the steps to come
+TILE_DEVICE void list_steps(const BackwardArgs& args) {
+    const Pipes pipes;
+    const Work work = shared_work()[0];
+    Turn<kStages> turn;
+    int n = 0;
+    for (int g = 0; g < args.group; g++) {
+        const int64_t row = list_row(args, work, g), width = args.lists.width;
+        const Global<const int> counts = Global<const int>{args.lists.counts} + 2 * row;
+        const int masked = counts[0], tiles = counts[1];
+        for (int i = 0; i < tiles; i++, n++, turn.next()) {
+            const int64_t at = row * width + (i < masked ? i : width - 1 - (i - masked));
+            const int tile = Global<const int>{args.lists.tiles}[at];
+            pipes.steps.wait_free(turn);
+            const int bits = i < masked ? int(at) : -1, run = (i < masked ? masked : tiles) - i;
+            shared_steps()[n % kSteps] = Step{tile, work.head(args, g), bits, run};
+            ptx::mbarrier_arrive(pipes.steps.full_at(turn));
+        }
+    }
+}
+
+// Key tiles of the sequence that see query tile `tile_q` and come before this one; by a warp
+TILE_DEVICE int turn_of(const BackwardArgs& args, const Work& work, int head, int tile_q) {
+    const KeyTile& tile = work.tile;
+    if constexpr (kListed) {
+        const int list = args.lists.list_of(kPacked ? 0 : tile.sequence, head);
+        const Global<const uint32_t> visits =
+            Global<const uint32_t>{args.lists.visits} +
+            (int64_t(list) * args.q_tiles + tile.slot + tile_q) * args.lists.words;
+        uint32_t before = 0;
+        for (int word = threadIdx.x % 32; word * 32 < work.kv_tile; word += 32) {
+            const int left = work.kv_tile - word * 32;
+            before += ptx::count_bits(visits[word] & (left < 32 ? (1u << left) - 1 : ~0u));
+        }
+        return ptx::reduce_add(before);
+    }
+    if (kPacked && args.ends) {  // each ends where its keys do
+        const Global<const KeyTile> list{reinterpret_cast<const KeyTile*>(args.list + kKeyListHeader)};
+        const int own = first_slot<kTileKv>(tile.k_start, tile.sequence) + work.kv_tile;
+        uint32_t before = 0;
+        for (int i = own - work.kv_tile + threadIdx.x % 32; i < own; i += 32)
+            before += Global<const int>{&list.address(i)->end}[0] > tile_q;
+        return ptx::reduce_add(before);
+    }
+    const int position = position_of(tile_q * kTileQ, tile.seqlen_q, tile.seqlen_k);
+    return work.kv_tile - args.scores.keys_at(position, {0, tile.seqlen_k}).first / kTileKv;
+}
+
+// A warp: a consumer's dQ, from shared memory onto the sum
+TILE_DEVICE void add_dq(const BackwardArgs& args, int consumer) {
+    const Pipes pipes;
+    const Ring<1> ring = pipes.dq(consumer);
+    Turn<1> turn;
+    ptx::wait_for_prerequisites();  // zeros are there
+    const auto add = [&](int g, int i, int n) {
+        if constexpr (kListed) ring.wait(turn);
+        const Work work = shared_work()[0];
+        const Step step = step_at(args, g, i, n);
+        const int mine = kInTurn ? turn_of(args, work, step.head, step.tile) : 0;
+        const int64_t number = work.number(args, step.head, step.tile);
+        int* const turns = args.turns + number * kConsumers + consumer;
+        if (!ptx::elect_one()) return;
+        ring.wait(turn);
+        if constexpr (kInTurn)
+            while (ptx::load_acquire(turns) < mine) ptx::spin();
+        ptx::bulk_add(args.dq_sum + number * (kTileQ * kHeadDim) + consumer * kDqFloats,
+                      ptx::shared_address(uint32_t(kAtDq + consumer * kDqBytes)), kDqBytes);
+        ptx::bulk_commit();
+        if constexpr (kInTurn) {
+            ptx::bulk_wait<0>();
+            ptx::fence_device();
+            ptx::atomic_add(turns, 1);
+        } else {
+            ptx::bulk_wait_read<0>();
+        }
+        ptx::mbarrier_arrive(ring.empty);
+    };
+    if constexpr (kListed) {
+        for (int n = 0; n < Work(shared_work()[0]).steps; n++, turn.next()) {
+            add(0, 0, n);
+            ptx::sync_warp();
+        }
+    } else {
+        const int tiles = Work(shared_work()[0]).tiles();
+        for (int g = 0; g < args.group; g++)
+            for (int i = 0; i < tiles; i++, turn.next()) add(g, i, 0);
+    }
+    if (ptx::elect_one()) ptx::bulk_wait<0>();
+}
