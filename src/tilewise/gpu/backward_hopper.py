@@ -16,7 +16,7 @@ import torch
 from tilewise import compiler, emulator
 from tilewise.compiler.spec import Constant, KernelSpec
 from tilewise.compiler.tensor_maps import TensorMapSpec
-from tilewise.gpu.abi import ELEMENTS, EVERY_RULE, MAP_NAMES, PANEL, PANEL_BYTES, ScoreArgs, Strides, score_rule
+from tilewise.gpu.abi import ELEMENTS, EVERY_RULE, FAR, MAP_NAMES, PANEL, PANEL_BYTES, ScoreArgs, Strides, score_rule
 from tilewise.gpu.backward_abi import KEY_LIST_HEADER, KEY_TILE_WORDS, BackwardArgs, KeyListArgs
 from tilewise.gpu.backward_call import GradientCall, Gradients
 from tilewise.gpu.backward_lists import QueryLists, Step, listed, pairs_spec, query_lists
@@ -250,6 +250,8 @@ def arguments(
         if (x := getattr(call, name)) is not None:
             setattr(args, name, x.data_ptr())
             read[name] = x
+    if call.positions is not None:  # the window looks there, and not at how far apart tokens stand
+        args.scores.left = FAR
     if scores.slopes is not None:
         args.scores.slopes, args.scores.slopes_batch = scores.slopes.data_ptr(), scores.slopes.stride(0)
         read["slopes"] = scores.slopes
