@@ -1,0 +1,251 @@
+// backward_mma: dK, dV and dQ of attention by mma.sync, for cards without wgmma. A block owns kTileKv keys of a KV head
+// and walks over the query tiles that see them.
+//
+// Everything is transposed: Sᵀ = K Qᵀ and dPᵀ = V dOᵀ have keys as rows, so that Pᵀ and dSᵀ are, as they come, the A
+// operands of dV += Pᵀ dO and dK += dSᵀ Q. Warps go in pairs, kPairKeys keys each: one makes S, P and dV, the other dP,
+// dS and dK, so that each holds one sum for all columns in registers, and every fragment of Q and dO that it reads
+// serves all its keys. The pair's second warp reads P from shared memory, where it leaves dS in its place. dQ = dS K is
+// over the keys of all: the warps of the block share it, one step later, and add it up in global memory.
+//
+// A step of the two, at whose end all warps meet. What is not a product on one side runs beside products on the other:
+//   S, then P = exp S  |  dQ of the step before, dP
+//   dV, dQ             |  dS = P dP, dK
+//
+// Constants: Element; kHeadDim, kColumns: padded, and as it is; kTileQ, kTileKv, kPairKeys; kDqAcross: parts of dQ side
+// by side; kStages: places for Q and dO, 1 or 2; kOwnInRegisters: a warp keeps its rows of K or V in registers;
+// kVectors: rows begin at multiples of 16 bytes; kNewCard: it has stmatrix and adds vectors; kBlocksEach: thread blocks
+// that a multiprocessor is to hold; Rule: what is done to scores.
+#include "backward/mma_scoring.cuh"
+
+constexpr int kAllBarrier = 1, kPairBarrier = 2;
+
+// Steps of a block: for each query head of the group, the tiles that see its keys
+struct Walk {
+    int head, i;
+    TILE_DEVICE void next(int tiles) {
+        if (++i == tiles) i = 0, head++;
+    }
+};
+
+struct Worker {
+    const BackwardArgs& args;
+    const int kv_head, begin, tiles, first;
+    const int warp, pair;
+    float sum[kM][kHeadDim / 2];     // dV or dK
+    uint32_t a[kM][kTileQ / 16][4];  // Pᵀ or dSᵀ
+    uint32_t own[kOwnInRegisters ? kM : 1][kOwnInRegisters ? kHeadDim / 16 : 1][4];
+    float* before;                   // where dQ of the step before is added up
+
+    // Blocks of a full problem begin at different tiles: what they add to is then apart.
+    TILE_DEVICE Worker(const BackwardArgs& args_, const KeyTile& tile, int kv_head_)
+        : args(args_), kv_head(kv_head_), begin(tile.begin), tiles(tile.end - tile.begin),
+          first(tile.begin == 0 ? tile.key / kTileKv % tiles : 0), warp(ptx::uniform(threadIdx.x / 32)),
+          pair(warp % kPairs) {
+#pragma unroll
+        for (int m = 0; m < kM; m++) warp::zero(sum[m]);
+    }
+    TILE_DEVICE int tile_of(const Walk& at) const {
+        const int t = at.i + first;
+        return begin + (t < tiles ? t : t - tiles);
+    }
+    TILE_DEVICE int head_of(const Walk& at) const { return kv_head * args.group + at.head; }
+    TILE_DEVICE int first_key() const { return pair * kPairKeys; }
+
+    // Asks for Q, dO and what is known of their rows
+    TILE_DEVICE void load(const Walk& at, int stage) const {
+        const KeyTile tile = work()[0];
+        const int t = tile_of(at), row = t * kTileQ, head = head_of(at);
+        const auto rows = [&](int to, const void* base, const Strides& strides) {
+            const auto from = static_cast<const Element*>(base);
+            load_rows<kTileQ>(TileQ(to + stage * TileQ::kBytes),
+                              row_at(args, from, strides, tile.sequence, tile.q_start + row, head), strides.row,
+                              tile.seqlen_q - row);
+        };
+        rows(kAtQ, args.q, args.q_strides);
+        rows(kAtDo, args.d_o, args.do_strides);
+        if (threadIdx.x < kTileQ / 2)
+            ptx::copy_async_16(stats_of(stage, 0).address(threadIdx.x * 4),
+                               args.stats + (slot_of(args, tile, head, t) * (2 * kTileQ) + threadIdx.x * 4), 16);
+    }
+
+    // ---- products ---------------------------------------------------------------------------------------------------
+    TILE_DEVICE void take_own(int at) {
+        if constexpr (kOwnInRegisters)
+#pragma unroll
+            for (int m = 0; m < kM; m++) warp::load_a(own[m], TileKv(at), first_key() + 16 * m);
+    }
+    // acc += this warp's rows of K (V) times those of Q (dO)
+    TILE_DEVICE void multiply_scores(Fragments& acc, int at, const TileQ& with) const {
+#pragma unroll
+        for (int k = 0; k < kHeadDim / 16; k++) {
+            uint32_t rows[kM][4];
+            if constexpr (!kOwnInRegisters)
+#pragma unroll
+                for (int m = 0; m < kM; m++) warp::load_a(rows[m], TileKv(at), first_key() + 16 * m, k);
+#pragma unroll
+            for (int n = 0; n < kTileQ / 16; n++) {
+                uint32_t b[4];
+                warp::load_bt(b, with, n, k);
+#pragma unroll
+                for (int m = 0; m < kM; m++)
+                    if constexpr (kOwnInRegisters) warp::mma_pair<Element>(acc[m], n, own[m][k], b);
+                    else warp::mma_pair<Element>(acc[m], n, rows[m], b);
+            }
+        }
+    }
+    // sum += Pᵀ dO or dSᵀ Q
+    TILE_DEVICE void multiply_sum(const TileQ& with) {
+#pragma unroll
+        for (int k = 0; k < kTileQ / 16; k++)
+#pragma unroll
+            for (int n = 0; n < kHeadDim / 16; n++) {
+                uint32_t b[4];
+                warp::load_b(b, with, n, k);
+#pragma unroll
+                for (int m = 0; m < kM; m++) warp::mma_pair<Element>(sum[m], n, a[m][k], b);
+            }
+    }
+    // This warp's part of dQ = dS K of the step before, onto its sum
+    TILE_DEVICE void add_dq(const TileDs& ds) const {
+        float dq[kDqM][kDqSize];
+#pragma unroll
+        for (int m = 0; m < kDqM; m++) warp::zero(dq[m]);
+#pragma unroll
+        for (int k = 0; k < kTileKv / 16; k++) {
+            uint32_t rows[kDqM][4];
+#pragma unroll
+            for (int m = 0; m < kDqM; m++) load_transposed(rows[m], ds, k, dq_row(warp) / 16 + m);
+#pragma unroll
+            for (int n = 0; n < kDqColumns / 16; n++) {
+                uint32_t b[4];
+                warp::load_b(b, TileKv(kAtK), dq_column(warp) / 16 + n, k);
+#pragma unroll
+                for (int m = 0; m < kDqM; m++) warp::mma_pair<Element>(dq[m], n, rows[m], b);
+            }
+        }
+#pragma unroll
+        for (int m = 0; m < kDqM; m++)
+#pragma unroll
+            for (int n = 0; n < kDqSize / 4; n++) {
+                float* to = before + dq_place(warp, m, n);
+                if constexpr (kNewCard) ptx::add_to(to, reinterpret_cast<const float (&)[4]>(dq[m][4 * n]));
+                else
+#pragma unroll
+                    for (int i = 0; i < 4; i++) ptx::add_to(to + i * kDqApart, dq[m][4 * n + i]);
+            }
+    }
+
+    // ---- the two of a pair ------------------------------------------------------------------------------------------
+    // One step's P and dV. Where scores are changed, the other gets P times their derivative.
+    TILE_DEVICE void weigh(const Walk& at, int stage, const TileDs& ds, bool more_dq, const TileDs& before_ds) {
+        Fragments s;
+#pragma unroll
+        for (int m = 0; m < kM; m++) warp::zero(s[m]);
+        multiply_scores(s, kAtK, TileQ(kAtQ + stage * TileQ::kBytes));
+        const KeyTile tile = work()[0];
+        const int t = tile_of(at);
+        const Scoring scoring{args, tile, t * kTileQ, head_of(at), tile.key + first_key()};
+        if (t >= tile.whole_begin && t < tile.whole_end) scoring.weigh<false>(s, a, stage, ds, first_key());
+        else scoring.weigh<true>(s, a, stage, ds, first_key());
+        ptx::barrier_arrive(kPairBarrier + pair, 64);
+        multiply_sum(TileQ(kAtDo + stage * TileQ::kBytes));
+        if (more_dq) add_dq(before_ds);
+    }
+    // One step's dS and dK
+    TILE_DEVICE void differ(int stage, const TileDs& ds, bool more_dq, const TileDs& before_ds) {
+        if (more_dq) add_dq(before_ds);
+        Fragments dp;
+        fill(dp, stats_of(stage, 1));
+        multiply_scores(dp, kAtV, TileQ(kAtDo + stage * TileQ::kBytes));
+        ptx::barrier_sync(kPairBarrier + pair, 64);
+#pragma unroll
+        for (int m = 0; m < kM; m++) {
+            warp::load_a(a[m], ds, first_key() + 16 * m);
+#pragma unroll
+            for (int i = 0; i < kTileQ / 4; i++) {  // a pair of values each
+                uint32_t& two = a[m][i / 4][i % 4];
+                two = pack<Element>(unpack<Element>(two, 0) * dp[m][2 * i], unpack<Element>(two, 1) * dp[m][2 * i + 1]);
+            }
+#pragma unroll
+            for (int k = 0; k < kTileQ / 16; k++) store_fragment(ds, first_key() + 16 * m, k, a[m][k]);
+        }
+        multiply_sum(TileQ(kAtQ + stage * TileQ::kBytes));
+    }
+
+    template <bool kWeighs> TILE_DEVICE void run() {
+        Walk at{0, 0}, ahead{0, 0};
+        const int steps = tiles * args.group;
+        ahead.next(tiles);
+        take_own(kWeighs ? kAtK : kAtV);
+#pragma unroll 1
+        for (int n = 0; n < steps; n++) {
+            const int stage = kStages == 2 ? n % 2 : 0;
+            const bool more = n + 1 < steps;
+            const TileDs ds(kAtDs + n % 2 * TileDs::kBytes), before_ds(kAtDs + (n + 1) % 2 * TileDs::kBytes);
+            if constexpr (kStages == 2) {
+                if (more) load(ahead, 1 - stage);
+                ptx::copy_async_commit();
+            }
+            if constexpr (kWeighs) weigh(at, stage, ds, n > 0, before_ds);
+            else differ(stage, ds, n > 0, before_ds);
+            before = args.dq_sum + slot_of(args, work()[0], head_of(at), tile_of(at)) * (kTileQ * kHeadDim);
+            if constexpr (kStages == 1) {
+                ptx::barrier_sync(kAllBarrier, kThreads);
+                if (more) load(ahead, 0);
+                ptx::copy_async_commit();
+            }
+            ptx::copy_async_wait<0>();
+            ptx::barrier_sync(kAllBarrier, kThreads);
+            at = ahead;
+            ahead.next(tiles);
+        }
+        add_dq(TileDs(kAtDs + (steps + 1) % 2 * TileDs::kBytes));
+    }
+};
+
+// A warp's rows of dK or dV
+TILE_DEVICE void store(const BackwardArgs& args, const KeyTile& tile, int kv_head, void* base, const Strides& strides,
+                       float (&sum)[kM][kHeadDim / 2], int first_key, float factor) {
+#pragma unroll
+    for (int m = 0; m < kM; m++) {
+        Global<Element> rows[2];
+        bool exists[2];
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+            const int key = tile.key + first_key + 16 * m + warp::fragment_row(h);
+            exists[h] = key < tile.seqlen_k;
+            rows[h] = {row_at(args, static_cast<Element*>(base), strides, tile.sequence, tile.k_start + key, kv_head)};
+        }
+#pragma unroll
+        for (int i = 0; i < kHeadDim / 2; i++) sum[m][i] *= factor;
+        store_gradient(rows, exists, sum[m], kColumns);
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads, kBlocksEach)
+    backward_mma(const __grid_constant__ BackwardArgs args) {
+    int kv_head;
+    const KeyTile tile = key_tile(args, blockIdx.x, kv_head);
+    if (tile.key < 0) return;
+    if (threadIdx.x == 0) work()[0] = tile;
+    Worker worker(args, tile, kv_head);
+    const bool weighs = worker.warp < kPairs;
+    ptx::sync_threads();
+    if (worker.tiles > 0) {
+        const auto keys = [&](int to, const void* base, const Strides& strides) {
+            const auto from = static_cast<const Element*>(base);
+            load_rows<kTileKv>(TileKv(to), row_at(args, from, strides, tile.sequence, tile.k_start + tile.key, kv_head),
+                               strides.row, tile.seqlen_k - tile.key);
+        };
+        keys(kAtK, args.k, args.k_strides);
+        keys(kAtV, args.v, args.v_strides);
+        worker.load({0, 0}, 0);
+        ptx::copy_async_commit();
+        ptx::copy_async_wait<0>();
+        ptx::sync_threads();
+        if (weighs) worker.run<true>();
+        else worker.run<false>();
+    }
+    if (weighs) store(args, work()[0], kv_head, args.dv, args.dv_strides, worker.sum, worker.first_key(), 1.0f);
+    else store(args, work()[0], kv_head, args.dk, args.dk_strides, worker.sum, worker.first_key(), args.scale);
+}

@@ -1,0 +1,148 @@
+// What the backward by mma.sync has in shared memory, how its threads load it, and who makes what of dQ. backward_mma.cu
+// says what the constants mean; mma_ends.cu asks here how dQ's sum lies.
+#pragma once
+#include "backward/arguments.cuh"
+#include "tile/mma.cuh"
+
+constexpr int kPairs = kTileKv / kPairKeys, kWarps = 2 * kPairs, kThreads = 32 * kWarps, kM = kPairKeys / 16;
+static_assert(kTileKv % kPairKeys == 0 && kPairKeys % 16 == 0 && kTileQ % 32 == 0 && kHeadDim % 32 == 0);
+
+template <int kRows> using Rows = SharedTile<Element, kRows, kHeadDim, Layout::swizzled>;
+using TileKv = Rows<kTileKv>;
+using TileQ = Rows<kTileQ>;
+using TileDs = SharedTile<Element, kTileKv, kTileQ, Layout::swizzled>;  // Pᵀ, then dSᵀ
+
+// Shared memory: K, V; Q and dO, a place per stage; two places for Pᵀ and dSᵀ; −LSE and −delta per stage; the tile
+constexpr int kStatBytes = 4 * kTileQ;
+constexpr int kAtK = 0, kAtV = TileKv::kBytes, kAtQ = 2 * TileKv::kBytes, kAtDo = kAtQ + kStages * TileQ::kBytes;
+constexpr int kAtDs = kAtDo + kStages * TileQ::kBytes, kAtStats = kAtDs + 2 * TileDs::kBytes;
+constexpr int kAtTile = kAtStats + 2 * kStages * kStatBytes, kSharedBytes = kAtTile + int(sizeof(KeyTile));
+
+TILE_DEVICE Shared<KeyTile> work() { return Shared<KeyTile>(kAtTile); }
+// −LSE (0) or −delta (1) of the queries of a stage
+TILE_DEVICE Shared<float> stats_of(int stage, int which) {
+    return Shared<float>(kAtStats + (2 * stage + which) * kStatBytes);
+}
+
+// ---- dQ -----------------------------------------------------------------------------------------------------------------
+// Every warp of the block makes a part of a tile of dQ, of kDqRows × kDqColumns, and all have the same size. In global
+// memory a tile lies part by part in the order in which fragments hold it, so that a warp adds to neighbouring floats.
+constexpr int kDqDown = kWarps / kDqAcross;  // parts under each other
+constexpr int kDqColumns = kHeadDim / kDqAcross, kDqRows = kTileQ / kDqDown, kDqM = kDqRows / 16;
+constexpr int kDqSize = kDqColumns / 2;  // floats of a lane, per sixteen rows
+static_assert(kWarps % kDqAcross == 0 && kTileQ % (16 * kDqDown) == 0 && kHeadDim % (16 * kDqAcross) == 0);
+TILE_DEVICE int dq_row(int warp) { return warp / kDqAcross * kDqRows; }
+TILE_DEVICE int dq_column(int warp) { return warp % kDqAcross * kDqColumns; }
+// Where four floats of a lane lie in the tile's sum: beside each other if the card adds them by one instruction, else
+// those of the warp's other lanes stand between them
+TILE_DEVICE int dq_place(int warp, int m, int n) {
+    return ((warp * kDqM + m) * (kDqSize / 4) + n) * 128 + warp::lane() * (kNewCard ? 4 : 1);
+}
+constexpr int kDqApart = kNewCard ? 1 : 32;  // floats from one of a lane's four to the next
+
+// ---- where things lie in global memory ------------------------------------------------------------------------------
+// Tile `number` of the launch; an empty one, begin = end = 0, where a list ends before the launch does
+TILE_DEVICE KeyTile key_tile(const BackwardArgs& args, int number, int& kv_head) {
+    const int head = number / args.kv_tiles, at = number - head * args.kv_tiles;
+    KeyTile tile{};
+    if (args.list) {
+        kv_head = head;
+        if (at < Global<const int>{args.list}[0])
+            tile = Global<const KeyTile>{reinterpret_cast<const KeyTile*>(args.list + kKeyListHeader)}[at];
+        else tile.key = -1;
+        return tile;
+    }
+    tile.sequence = head / args.kv_heads;
+    kv_head = head - tile.sequence * args.kv_heads;
+    tile.key = at * kTileKv;
+    tile.seqlen_q = args.seqlen_q;
+    tile.seqlen_k = args.seqlen_k;
+    tile.turn = at;
+    find_queries<kTileQ, kTileKv>(args.scores, tile, args.seqlen_q, args.seqlen_q);
+    return tile;
+}
+// Of (batch, heads, q_tiles), the tile of queries `t` of a query head
+TILE_DEVICE int64_t slot_of(const BackwardArgs& args, const KeyTile& tile, int head, int t) {
+    const int64_t heads = args.starts_q ? 0 : int64_t(tile.sequence) * args.heads;
+    return (heads + head) * args.q_tiles + tile.slot + t;
+}
+// Row `row` of a sequence, or of all that are packed, in a tensor of queries or of keys
+template <class T>
+TILE_DEVICE T* row_at(const BackwardArgs& args, T* base, const Strides& strides, int sequence, int row, int head) {
+    return base + ((args.starts_q ? 0 : sequence * strides.batch) + row * strides.row + head * strides.head);
+}
+
+// ---- loads --------------------------------------------------------------------------------------------------------------
+// kRows rows from g on, `stride` elements apart, of which the first `rows` exist; the others, and columns behind the
+// last, become zero. Asked for by cp.async, or where rows lie anyhow loaded at once
+template <int kRows>
+TILE_DEVICE void load_rows(const Rows<kRows>& to, const Element* g, int64_t stride, int rows) {
+    if constexpr (kVectors) {
+        constexpr int kChunks = kHeadDim / 8, kValid = kColumns / 8;
+        constexpr int kAcross = kThreads % kChunks == 0 ? kChunks : 8, kStep = kThreads / kAcross;
+        static_assert(kChunks % kAcross == 0);
+        const int row0 = threadIdx.x / kAcross, chunk0 = threadIdx.x % kAcross;
+        const Element* from = g + (row0 * stride + chunk0 * 8);
+#pragma unroll
+        for (int r = 0; r < kRows; r += kStep) {
+#pragma unroll
+            for (int c = 0; c < kChunks; c += kAcross)
+                if (kRows % kStep == 0 || row0 + r < kRows) {
+                    const bool is = row0 + r < rows && (kValid == kChunks || chunk0 + c < kValid);
+                    ptx::copy_async_16(to.address(row0 + r, chunk0 + c), from + c * 8, is ? 16 : 0);
+                }
+            from += kStep * stride;
+        }
+    } else {
+#pragma unroll 1
+        for (int row = threadIdx.x / 32; row < kRows; row += kWarps) {
+            const Global<const Element> from{g + row * stride};
+#pragma unroll 2
+            for (int column = threadIdx.x % 32; column < kHeadDim; column += 32)
+                to.element(row, column) = row < rows && column < kColumns ? Element(from[column]) : from_float<Element>(0.0f);
+        }
+    }
+}
+
+// ---- fragments ------------------------------------------------------------------------------------------------------
+using Fragments = float[kM][kTileQ / 2];
+// Sixteen rows of Pᵀ or dSᵀ, from row0 on, and the sixteen columns from 16k on
+TILE_DEVICE void store_fragment(const TileDs& to, int row0, int k, const uint32_t (&a)[4]) {
+    if constexpr (kNewCard) warp::store_a(to, row0, k, a);
+    else
+#pragma unroll
+        for (int r = 0; r < 4; r++)
+            to.pair(row0 + warp::fragment_row(r % 2), 16 * k + r / 2 * 8 + warp::fragment_column()) = a[r];
+}
+// A of Aᵀ B: sixteen of the tile's columns, from 16m on, are the product's rows, and sixteen rows, from 16k on, its
+// depth.
+TILE_DEVICE void load_transposed(uint32_t (&a)[4], const TileDs& tile, int k, int m) {
+    const int l = warp::lane();
+    const uint32_t first = tile.address(l % 8 + l / 16 * 8, l / 8 % 2);
+    ptx::ldmatrix_transposed(a, TileDs::along(first, 2 * m) + 16 * k * TileDs::kRowBytes);
+}
+// What every column begins with
+TILE_DEVICE void fill(Fragments& acc, const Shared<float>& columns) {
+#pragma unroll
+    for (int n = 0; n < kTileQ / 8; n++)
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            const float x = columns[8 * n + warp::fragment_column() + i];
+#pragma unroll
+            for (int m = 0; m < kM; m++) acc[m][4 * n + i] = acc[m][4 * n + 2 + i] = x;
+        }
+}
+// Rows of a gradient, as far as they exist, and of their columns the first `columns`
+template <int kSize>
+TILE_DEVICE void store_gradient(const Global<Element> (&rows)[2], const bool (&exists)[2], const float (&acc)[kSize],
+                                int columns) {
+    if (kVectors && columns >= 2 * kSize) {
+        warp::store_rows<2 * kSize>(rows, exists, acc);
+        return;
+    }
+#pragma unroll
+    for (int i = 0; i < kSize; i++) {
+        const int column = i / 4 * 8 + warp::fragment_column() + i % 2;
+        if (exists[i / 2 % 2] && column < columns) rows[i / 2 % 2][column] = from_float<Element>(acc[i]);
+    }
+}

@@ -1,0 +1,72 @@
+// From S to P in the backward by mma.sync: what is done to scores, which queries see a key, and the exponentials.
+#pragma once
+#include "backward/mma_layout.cuh"
+
+struct alignas(8) Two {
+    float of[2];
+};
+
+struct Scoring {
+    const BackwardArgs& args;
+    const KeyTile& tile;
+    int query, head, key;  // the first of the tile's queries; the query head; the first of the warp's keys
+
+    // Sᵀ of a warp's keys becomes Pᵀ, an A operand, and what dP is to be multiplied with goes into shared memory, from
+    // row0 on: P, or P times the derivative of the score by S where that is not the scale alone.
+    template <bool kMasked>
+    TILE_DEVICE void weigh(const Fragments& s, uint32_t (&a)[kM][kTileQ / 16][4], int stage, const TileDs& to, int row0) const {
+        const Shared<Two> lse(kAtStats + 2 * stage * kStatBytes);
+        const int column = warp::fragment_column();
+        const float factor = Rule::first_factor(args.scores), cap = args.scores.softcap_out;
+        float slope = 0.0f, distance[kM][2];
+        Visible seen[kM][2];
+        if constexpr (Rule::kAlibi) slope = args.scores.slope(tile.sequence, head);
+#pragma unroll
+        for (int i = 0; i < 2 * kM; i++) {
+            const int m = i / 2, h = i % 2, own = key + 16 * m + warp::fragment_row(h);
+            if constexpr (kMasked) seen[m][h] = queries(own);
+            if constexpr (Rule::kAlibi)
+                distance[m][h] = float(query + column + tile.seqlen_k - tile.seqlen_q - own);
+        }
+#pragma unroll
+        for (int k = 0; k < kTileQ / 16; k++) {
+            const Two two[2] = {lse[8 * k + column / 2], lse[8 * k + 4 + column / 2]};
+#pragma unroll
+            for (int m = 0; m < kM; m++) {
+                uint32_t given[4];
+#pragma unroll
+                for (int r = 0; r < 4; r++) {
+                    const int h = r % 2, along = 16 * k + r / 2 * 8;
+                    float p[2], derived[2];
+#pragma unroll
+                    for (int i = 0; i < 2; i++) {
+                        const float less = two[r / 2].of[i];
+                        float x = s[m][8 * k + 2 * r + i], t = 0.0f;
+                        if constexpr (!Rule::kLinear) {
+                            t = soft_capped(x, factor);
+                            x = ptx::mad(t, cap, less);
+                        } else {
+                            x = ptx::mad(x, factor, less);
+                        }
+                        if constexpr (Rule::kAlibi)
+                            x = ptx::mad(-slope, fabsf(distance[m][h] + float(along + i)), x);
+                        if constexpr (kMasked)
+                            if (!seen[m][h].has(query + column + along + i)) x = -INFINITY;
+                        p[i] = ptx::exp2(x);
+                        if constexpr (!Rule::kLinear) derived[i] = p[i] * ptx::mad(-t, t, 1.0f);
+                    }
+                    a[m][k][r] = pack<Element>(p[0], p[1]);
+                    if constexpr (!Rule::kLinear) given[r] = pack<Element>(derived[0], derived[1]);
+                }
+                if constexpr (!Rule::kLinear) store_fragment(to, row0 + 16 * m, k, given);
+                else store_fragment(to, row0 + 16 * m, k, a[m][k]);
+            }
+        }
+    }
+    // The queries that see a key
+    TILE_DEVICE Visible queries(int own) const {
+        int end = tile.seqlen_q;
+        if (args.ends && own < tile.seqlen_k) end = Global<const int>{args.ends}[tile.k_start + own];
+        return queries_of(args.scores, own, tile.seqlen_q, tile.seqlen_k, end);
+    }
+};
