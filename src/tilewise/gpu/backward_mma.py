@@ -5,6 +5,7 @@ It serves every card without wgmma. The choice is a pure function of the card's 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -14,10 +15,10 @@ import torch
 from tilewise import compiler, emulator
 from tilewise.arch import arch_of_device, card_of, limits_of
 from tilewise.compiler.spec import Constant, KernelSpec
-from tilewise.gpu.abi import ELEMENTS, ScoreArgs, Strides, score_rule
-from tilewise.gpu.backward_abi import KEY_TILE_WORDS, BackwardArgs
+from tilewise.gpu.abi import ELEMENTS, score_rule
+from tilewise.gpu.backward_abi import KEY_TILE_WORDS
 from tilewise.gpu.backward_call import GradientCall, Gradients
-from tilewise.gpu.prefill import tma_can
+from tilewise.gpu.backward_hopper import Shapes, arguments, loadable
 from tilewise.scores import Scores
 
 SOURCE, ENDS = "backward/backward_mma.cu", "backward/mma_ends.cu"
@@ -76,73 +77,105 @@ def new_card(device: torch.device) -> bool:
     return int(name.removeprefix("sm_").rstrip("a")) >= 90
 
 
-def specs_of(
-    dtype: torch.dtype, head_dim: int, tiling: BackwardTiling, scores: Scores, *, vectors: bool, new: bool
-) -> tuple[KernelSpec, KernelSpec, KernelSpec]:
-    """The kernels before the backward, of the backward, and after it. vectors: rows lie on 16 bytes."""
-    return _specs(dtype, head_dim, tiling, score_rule(scores), vectors, new)
+@dataclass(frozen=True)
+class Kind:
+    """What the kernels are compiled for. index: of the starts, None if dense; in_turn: dQ is added up in a fixed order.
+
+    new: the card has stmatrix and adds four floats by one instruction.
+    """
+
+    dtype: torch.dtype
+    head_dim: int
+    scores: Scores
+    new: bool
+    index: torch.dtype | None = None
+    in_turn: bool = False
 
 
 @lru_cache(maxsize=1024)
-def _specs(
-    dtype: torch.dtype, head_dim: int, tiling: BackwardTiling, rule: tuple[str, str], vectors: bool, new: bool
-) -> tuple[KernelSpec, KernelSpec, KernelSpec]:
-    width = padded(head_dim)
+def specs_of(kind: Kind, tiling: BackwardTiling) -> tuple[KernelSpec, KernelSpec, KernelSpec]:
+    """The kernel before, the main one and the one after."""
+    width = padded(kind.head_dim)
     common: tuple[tuple[str, Constant], ...] = (
-        ("Element", ELEMENTS[dtype]),
+        ("Element", ELEMENTS[kind.dtype]),
         ("kHeadDim", width),
-        ("kColumns", head_dim),
+        ("kColumns", kind.head_dim),
         ("kTileQ", tiling.tile_q),
         ("kTileKv", tiling.tile_kv),
         ("kPairKeys", tiling.pair_keys),
         ("kDqAcross", tiling.dq_across),
         ("kStages", tiling.stages),
-        ("kVectors", vectors),
-        ("kNewCard", new),
+        ("kNewCard", kind.new),
+        ("kInTurn", kind.in_turn),
     )
-    main = (*common, ("kOwnInRegisters", tiling.own_registers), ("kBlocksEach", tiling.blocks_each), rule)
+    main = (
+        *(*common, score_rule(kind.scores)),
+        ("kOwnInRegisters", tiling.own_registers),
+        ("kBlocksEach", tiling.blocks_each),
+    )
+    ends = (
+        *common,
+        ("Index", "int64_t" if kind.index == torch.int64 else "int"),
+        ("kPacked", kind.index is not None),
+    )
     before, after = (
-        KernelSpec(name, ENDS, name, common, tiling.threads, 0, product=True) for name in ("before_mma", "after_mma")
+        KernelSpec(name, ENDS, name, ends, tiling.threads, 0, product=True) for name in ("before_mma", "after_mma")
     )
     shared = tiling.shared_bytes(width)
     return before, KernelSpec("backward_mma", SOURCE, "backward_mma", main, tiling.threads, shared, product=True), after
 
 
+@dataclass(frozen=True)
+class MmaShapes(Shapes):
+    """The same with tiles of another size."""
+
+    tile_q: int = 0
+    tile_kv: int = 0
+
+    @property
+    def q_tiles(self) -> int:
+        return -(-self.seqlen_q // self.tile_q)
+
+    @property
+    def kv_tiles(self) -> int:
+        return -(-self.seqlen_k // self.tile_kv)
+
+
 def gradients(call: GradientCall, tiling: BackwardTiling | None = None, **emulated: Any) -> Gradients:
-    """The gradients of a call's q, k and v. tiling: another than the card's own."""
-    q, k, v, scores = call.q, call.k, call.v, call.scores
-    d_q, d_k, d_v = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
-    vectors = tma_can(q, k, v, call.o, call.d_o, d_q, d_k, d_v)
-    tiling = tiling or choose(card_of(q.device), q.shape[-1])
-    specs = specs_of(q.dtype, q.shape[-1], tiling, scores, vectors=vectors, new=new_card(q.device))
-    batch, seqlen_q, heads, head_dim = q.shape
-    seqlen_k, kv_heads = k.shape[1:3]
-    q_tiles, kv_tiles = -(-seqlen_q // tiling.tile_q), -(-seqlen_k // tiling.tile_kv)
-    slots = batch * heads * q_tiles * tiling.tile_q
-    stats = torch.empty(2 * slots, dtype=torch.float32, device=q.device)
-    dq_sum = torch.empty(slots * padded(head_dim), dtype=torch.float32, device=q.device)
-    tensors = {"q": q, "k": k, "v": v, "o": call.o, "d_o": call.d_o, "lse": call.lse, "d_lse": call.d_lse}
-    tensors |= {"stats": stats, "dq_sum": dq_sum, "dq": d_q, "dk": d_k, "dv": d_v}
-    given = {name: x for name, x in tensors.items() if x is not None}
-    slopes = scores.slopes
-    if slopes is not None:
-        given["slopes"] = slopes
-    a = BackwardArgs(**{name: x.data_ptr() for name, x in given.items() if name != "slopes"})
-    a.scores, a.scale = ScoreArgs.of(scores), scores.scale
-    if slopes is not None:
-        a.scores.slopes, a.scores.slopes_batch = slopes.data_ptr(), slopes.stride(0)
-    for name, x in {"q": q, "k": k, "v": v, "o": call.o, "do": call.d_o, "dq": d_q, "dk": d_k, "dv": d_v}.items():
-        setattr(a, f"{name}_strides", Strides(x.stride(0), x.stride(1), x.stride(2)))
-    for name, x in (("lse", call.lse), ("d_lse", call.d_lse)):
-        if x is not None:
-            setattr(a, f"{name}_strides", Strides(x.stride(0), x.stride(2), x.stride(1)))
-    a.seqlen_q, a.seqlen_k, a.sequences = seqlen_q, seqlen_k, batch
-    a.heads, a.kv_heads, a.group, a.head_dim = heads, kv_heads, heads // kv_heads, head_dim
-    a.q_tiles, a.kv_tiles = q_tiles, kv_tiles
-    ends, blocks = (q_tiles, heads, batch), (kv_tiles * kv_heads * batch, 1, 1)
-    for spec, grid in zip(specs, (ends, blocks, ends), strict=True):
-        if q.device.type == "cuda":
-            compiler.load(spec, q.device).launch(grid, compiler.Args(a))
+    """dQ, dK, dV and dsinks of a call with 16-bit tensors, on the current stream. tiling: another than the card's own.
+
+    emulated: as in emulator.launch.
+    """
+    device, sinks = call.q.device, call.scores.sinks
+    given = {name: loadable(getattr(call, name)) for name in ("q", "k", "v", "o", "d_o")}
+    found = {f"d_{n}": torch.empty_like(given[n], memory_format=torch.contiguous_format) for n in "qkv"}
+    tiling = tiling or choose(card_of(device), call.q.shape[-1])
+    shapes = MmaShapes(**vars(Shapes.of(call)), tile_q=tiling.tile_q, tile_kv=tiling.tile_kv)
+    if not call.q.numel() or not call.k.numel():
+        none = None if sinks is None else torch.zeros(shapes.heads, dtype=torch.float32, device=device)
+        return Gradients(*(torch.zeros_like(getattr(call, n)) for n in "qkv"), none)
+    slots = shapes.batch * shapes.heads * shapes.q_tiles
+    stats = torch.empty(
+        shapes.batch, shapes.heads, shapes.q_tiles, 2, tiling.tile_q, dtype=torch.float32, device=device
+    )
+    dq_sum = torch.empty(slots * tiling.tile_q * padded(shapes.head_dim), dtype=torch.float32, device=device)
+    work = {"stats": stats, "dq_sum": dq_sum}
+    if call.deterministic:
+        work["turns"] = torch.empty(slots * tiling.threads // 32, dtype=torch.int32, device=device)
+    kind = Kind(
+        call.q.dtype, given["q"].shape[-1], call.scores.rule, new_card(device), in_turn=call.deterministic
+    )
+    args, read = arguments(call, shapes, given | found | work)
+    tensors = given | found | work | read
+    grids = slots, shapes.kv_tiles * shapes.heads_kv * shapes.batch, slots
+    for spec, grid in zip(specs_of(kind, tiling), grids, strict=True):
+        if device.type == "cuda":
+            compiler.load(spec, device).launch((grid, 1, 1), compiler.Args(args))
         else:
-            emulator.launch(spec, grid, [a], given, **emulated)
-    return Gradients(d_q, d_k, d_v, None)
+            emulator.launch(spec, (grid, 1, 1), [args], tensors, **emulated)
+    d_sinks = None
+    if sinks is not None:  # one more key per row, whose value is 0: dP = 0
+        less, delta = stats.unbind(3)
+        d_sinks = (torch.exp(sinks.float()[:, None, None] + less * math.log(2)) * delta).sum((0, 2, 3))
+    d_q, d_k, d_v = (x[..., : shapes.head_dim] for x in found.values())
+    return Gradients(d_q, d_k, d_v, d_sinks)

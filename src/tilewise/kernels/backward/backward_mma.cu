@@ -13,8 +13,8 @@
 //
 // Constants: Element; kHeadDim, kColumns: padded, and as it is; kTileQ, kTileKv, kPairKeys; kDqAcross: parts of dQ side
 // by side; kStages: places for Q and dO, 1 or 2; kOwnInRegisters: a warp keeps its rows of K or V in registers;
-// kVectors: rows begin at multiples of 16 bytes; kNewCard: it has stmatrix and adds vectors; kBlocksEach: thread blocks
-// that a multiprocessor is to hold; Rule: what is done to scores.
+// kNewCard: it has stmatrix and adds vectors; kInTurn: tiles of keys add to dQ in their order; kBlocksEach: thread blocks
+// that a multiprocessor is to hold; Rule: what is done to scores. Rows begin at multiples of 16 bytes.
 #include "backward/mma_scoring.cuh"
 
 constexpr int kAllBarrier = 1, kPairBarrier = 2;
@@ -34,12 +34,13 @@ struct Worker {
     float sum[kM][kHeadDim / 2];     // dV or dK
     uint32_t a[kM][kTileQ / 16][4];  // Pᵀ or dSᵀ
     uint32_t own[kOwnInRegisters ? kM : 1][kOwnInRegisters ? kHeadDim / 16 : 1][4];
-    float* before;                   // where dQ of the step before is added up
+    int64_t slot;                    // of the tile of queries of the step before
+    int turn;                        // key tiles that add to its dQ before this one
 
     // Blocks of a full problem begin at different tiles: what they add to is then apart.
     TILE_DEVICE Worker(const BackwardArgs& args_, const KeyTile& tile, int kv_head_)
         : args(args_), kv_head(kv_head_), begin(tile.begin), tiles(tile.end - tile.begin),
-          first(tile.begin == 0 ? tile.key / kTileKv % tiles : 0), warp(ptx::uniform(threadIdx.x / 32)),
+          first(!kInTurn && tile.begin == 0 ? tile.key / kTileKv % tiles : 0), warp(ptx::uniform(threadIdx.x / 32)),
           pair(warp % kPairs) {
 #pragma unroll
         for (int m = 0; m < kM; m++) warp::zero(sum[m]);
@@ -123,16 +124,27 @@ struct Worker {
                 for (int m = 0; m < kDqM; m++) warp::mma_pair<Element>(dq[m], n, rows[m], b);
             }
         }
+        int* turns = kInTurn ? args.turns + slot * kWarps + warp : nullptr;
+        if constexpr (kInTurn) {
+            while (ptx::load_acquire(turns) != turn) ptx::spin();
+            ptx::sync_warp();
+        }
+        float* sum = args.dq_sum + slot * (kTileQ * kHeadDim);
 #pragma unroll
         for (int m = 0; m < kDqM; m++)
 #pragma unroll
             for (int n = 0; n < kDqSize / 4; n++) {
-                float* to = before + dq_place(warp, m, n);
+                float* to = sum + dq_place(warp, m, n);
                 if constexpr (kNewCard) ptx::add_to(to, reinterpret_cast<const float (&)[4]>(dq[m][4 * n]));
                 else
 #pragma unroll
                     for (int i = 0; i < 4; i++) ptx::add_to(to + i * kDqApart, dq[m][4 * n + i]);
             }
+        if constexpr (kInTurn) {
+            ptx::fence_device();
+            ptx::sync_warp();
+            if (warp::lane() == 0) ptx::atomic_add(turns, 1);
+        }
     }
 
     // ---- the two of a pair ------------------------------------------------------------------------------------------
@@ -188,7 +200,8 @@ struct Worker {
             }
             if constexpr (kWeighs) weigh(at, stage, ds, n > 0, before_ds);
             else differ(stage, ds, n > 0, before_ds);
-            before = args.dq_sum + slot_of(args, work()[0], head_of(at), tile_of(at)) * (kTileQ * kHeadDim);
+            slot = slot_of(args, work()[0], head_of(at), tile_of(at));
+            if constexpr (kInTurn) turn = turn_of(args, work()[0], tile_of(at));
             if constexpr (kStages == 1) {
                 ptx::barrier_sync(kAllBarrier, kThreads);
                 if (more) load(ahead, 0);

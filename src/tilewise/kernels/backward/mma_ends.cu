@@ -1,67 +1,56 @@
 // What comes before and after the backward by mma.sync: a block takes a tile of query rows of a head.
 //
-// before: −LSE in base 2 and −delta, delta = rowsum(dO ∘ O) − dLSE, and zeros where dQ is added up.
+// before: −LSE in base 2 and −delta = dLSE − rowsum(dO ∘ O), and zeros for dQ's sum and for the turns.
 // after: dQ, scaled and rounded, from its sum, which lies in the order of fragments.
-// Constants: those of backward_mma.cu.
+// Constants: those of backward_mma.cu, and Index, of the starts of packed sequences.
 #include "backward/mma_layout.cuh"
+#include "backward/query_tile.cuh"
 
-// A tile of queries by its slot, or of packed sequences the one that has the slot; row is −1 if there is none
-struct QueryTile {
-    int sequence, q_start, seqlen_q, row, head;
-    int64_t number;
-
-    TILE_DEVICE explicit QueryTile(const BackwardArgs& args)
-        : sequence(blockIdx.z), q_start(0), seqlen_q(args.seqlen_q), row(blockIdx.x * kTileQ), head(blockIdx.y),
-          number((int64_t(blockIdx.z) * args.heads + head) * args.q_tiles + blockIdx.x) {}
-};
+// Row `row` of a tile in a tensor
+template <class T>
+TILE_DEVICE Global<T> row_of(const QueryTile& tile, T* base, const Strides& strides, int row) {
+    return Global<T>{base + (tile.batch * strides.batch + (tile.first + row) * strides.row + tile.head * strides.head)};
+}
 
 extern "C" __global__ void __launch_bounds__(kThreads) before_mma(const __grid_constant__ BackwardArgs args) {
     const QueryTile tile(args);
     const Global<Vector16> sum{reinterpret_cast<Vector16*>(args.dq_sum + tile.number * (kTileQ * kHeadDim))};
-#pragma unroll
-    for (int i = 0; i < kTileQ * kHeadDim / 4; i += kThreads) sum[i + threadIdx.x] = Vector16{};
-    const Global<float> stats{args.stats + tile.number * 2 * kTileQ};
-    constexpr int kLanes = kHeadDim / 8 < 32 ? 16 : 32, kRows = kThreads / kLanes;  // lanes of a row, rows together
+#pragma unroll 4
+    for (int i = threadIdx.x; i < kTileQ * kHeadDim / 4; i += kThreads) sum[i] = Vector16{};
+    if (kInTurn && threadIdx.x < kWarps) Global<int>{args.turns}[tile.number * kWarps + threadIdx.x] = 0;
+    const Global<float> stats{args.stats + tile.number * (2 * kTileQ)};
+    constexpr int kLanes = kHeadDim < 256 ? kHeadDim < 128 ? 8 : 16 : 32, kRows = kThreads / kLanes;  // lanes of a row, rows together
     const int lane = threadIdx.x % kLanes;
 #pragma unroll
     for (int r = 0; r < kTileQ; r += kRows) {
-        const int inside = r + threadIdx.x / kLanes, row = tile.row + inside;
-        const bool is = row < tile.seqlen_q;
+        const int row = r + threadIdx.x / kLanes;
+        const bool is = row < tile.rows && (kTileQ % kRows == 0 || row < kTileQ);
         float delta = 0.0f;
         if (is) {
-            const auto at = [&](const void* base, const Strides& strides) {
-                return Global<const Element>{row_at(args, static_cast<const Element*>(base), strides, tile.sequence, tile.q_start + row, tile.head)};
-            };
-            const Global<const Element> o = at(args.o, args.o_strides), d_o = at(args.d_o, args.do_strides);
-            if constexpr (kVectors) {
+            const Global<const Vector16> o = row_of(tile, static_cast<const Element*>(args.o), args.o_strides, row).template as<const Vector16>();
+            const Global<const Vector16> d = row_of(tile, static_cast<const Element*>(args.d_o), args.do_strides, row).template as<const Vector16>();
 #pragma unroll
-                for (int chunk = lane; chunk < kColumns / 8; chunk += kLanes) {
-                    const Vector16 x = o.as<const Vector16>()[chunk], y = d_o.as<const Vector16>()[chunk];
+            for (int chunk = lane; chunk < kColumns / 8; chunk += kLanes) {
+                const Vector16 x = o[chunk], y = d[chunk];
 #pragma unroll
-                    for (int i = 0; i < 8; i++)
-                        delta = ptx::mad(unpack<Element>(x.word[i / 2], i % 2), unpack<Element>(y.word[i / 2], i % 2), delta);
-                }
-            } else {
-                for (int column = lane; column < kColumns; column += kLanes)
-                    delta = ptx::mad(to_float(Element(o[column])), to_float(Element(d_o[column])), delta);
+                for (int i = 0; i < 8; i++)
+                    delta = ptx::mad(unpack<Element>(x.word[i / 2], i % 2), unpack<Element>(y.word[i / 2], i % 2), delta);
             }
         }
 #pragma unroll
         for (int mask = 1; mask < kLanes; mask *= 2) delta += ptx::shuffle_xor(delta, mask);
-        if (lane == 0) {
-            // Rows that do not exist, or see nothing, have no weights.
+        if (lane == 0 && (kTileQ % kRows == 0 || row < kTileQ)) {
+            // Rows that do not exist, and those that see no key, have weights of 0.
             float less = -INFINITY;
             if (is) {
-                const int64_t lse_at = (args.starts_q ? 0 : tile.sequence * args.lse_strides.batch) + (tile.q_start + row) * args.lse_strides.row + tile.head * args.lse_strides.head;
-                const float lse = Global<const float>{args.lse}[lse_at];
-                if (lse != -INFINITY) less = -lse * kLog2e;
-                if (args.d_lse) {
-                    const int64_t at = (args.starts_q ? 0 : tile.sequence * args.d_lse_strides.batch) + (tile.q_start + row) * args.d_lse_strides.row + tile.head * args.d_lse_strides.head;
-                    delta -= Global<const float>{args.d_lse}[at];
+                const float lse = row_of(tile, args.lse, args.lse_strides, row)[0];
+                if (lse != -INFINITY) {
+                    less = -lse * kLog2e;
+                    if (args.d_lse) delta -= row_of(tile, args.d_lse, args.d_lse_strides, row)[0];
                 }
             }
-            stats[inside] = less;
-            stats[kTileQ + inside] = less == -INFINITY ? 0.0f : -delta;
+            stats[row] = less;
+            stats[kTileQ + row] = -delta;
         }
     }
 }
@@ -91,9 +80,9 @@ extern "C" __global__ void __launch_bounds__(kThreads) after_mma(const __grid_co
         bool exists[2];
 #pragma unroll
         for (int h = 0; h < 2; h++) {
-            const int row = tile.row + dq_row(warp) + 16 * m + warp::fragment_row(h);
-            exists[h] = row < tile.seqlen_q;
-            rows[h] = Global<Element>{row_at(args, static_cast<Element*>(args.dq), args.dq_strides, tile.sequence, tile.q_start + row, tile.head)} + dq_column(warp);
+            const int row = dq_row(warp) + 16 * m + warp::fragment_row(h);
+            exists[h] = row < tile.rows;
+            rows[h] = row_of(tile, static_cast<Element*>(args.dq), args.dq_strides, row) + dq_column(warp);
         }
         store_gradient(rows, exists, dq[m], kColumns - dq_column(warp));
     }

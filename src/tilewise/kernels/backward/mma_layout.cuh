@@ -66,6 +66,11 @@ TILE_DEVICE int64_t slot_of(const BackwardArgs& args, const KeyTile& tile, int h
     const int64_t heads = args.starts_q ? 0 : int64_t(tile.sequence) * args.heads;
     return (heads + head) * args.q_tiles + tile.slot + t;
 }
+// How many key tiles add to dQ of tile t of the queries before this one: those of them that see it follow each other
+TILE_DEVICE int turn_of(const BackwardArgs& args, const KeyTile& tile, int t) {
+    const int first = t * kTileQ + tile.seqlen_k - tile.seqlen_q - args.scores.left;  // key that its first query sees
+    return tile.turn - (first > 0 ? first / kTileKv : 0);
+}
 // Row `row` of a sequence, or of all that are packed, in a tensor of queries or of keys
 template <class T>
 TILE_DEVICE T* row_at(const BackwardArgs& args, T* base, const Strides& strides, int sequence, int row, int head) {
@@ -73,35 +78,23 @@ TILE_DEVICE T* row_at(const BackwardArgs& args, T* base, const Strides& strides,
 }
 
 // ---- loads --------------------------------------------------------------------------------------------------------------
-// kRows rows from g on, `stride` elements apart, of which the first `rows` exist; the others, and columns behind the
-// last, become zero. Asked for by cp.async, or where rows lie anyhow loaded at once
+// kRows rows from g on, `stride` elements apart, of which the first `rows` exist: by cp.async. The others, and columns
+// behind the last, become zero.
 template <int kRows>
 TILE_DEVICE void load_rows(const Rows<kRows>& to, const Element* g, int64_t stride, int rows) {
-    if constexpr (kVectors) {
-        constexpr int kChunks = kHeadDim / 8, kValid = kColumns / 8;
-        constexpr int kAcross = kThreads % kChunks == 0 ? kChunks : 8, kStep = kThreads / kAcross;
-        static_assert(kChunks % kAcross == 0);
-        const int row0 = threadIdx.x / kAcross, chunk0 = threadIdx.x % kAcross;
-        const Element* from = g + (row0 * stride + chunk0 * 8);
+    constexpr int kChunks = kHeadDim / 8, kValid = kColumns / 8;
+    constexpr int kAcross = kThreads % kChunks == 0 ? kChunks : 8, kStep = kThreads / kAcross;
+    static_assert(kChunks % kAcross == 0 && kColumns % 8 == 0);
+    const int row0 = threadIdx.x / kAcross, chunk0 = threadIdx.x % kAcross;
+    const Element* from = g + (row0 * stride + chunk0 * 8);
 #pragma unroll
-        for (int r = 0; r < kRows; r += kStep) {
+    for (int r = 0; r < kRows; r += kStep, from += kStep * stride)
 #pragma unroll
-            for (int c = 0; c < kChunks; c += kAcross)
-                if (kRows % kStep == 0 || row0 + r < kRows) {
-                    const bool is = row0 + r < rows && (kValid == kChunks || chunk0 + c < kValid);
-                    ptx::copy_async_16(to.address(row0 + r, chunk0 + c), from + c * 8, is ? 16 : 0);
-                }
-            from += kStep * stride;
-        }
-    } else {
-#pragma unroll 1
-        for (int row = threadIdx.x / 32; row < kRows; row += kWarps) {
-            const Global<const Element> from{g + row * stride};
-#pragma unroll 2
-            for (int column = threadIdx.x % 32; column < kHeadDim; column += 32)
-                to.element(row, column) = row < rows && column < kColumns ? Element(from[column]) : from_float<Element>(0.0f);
-        }
-    }
+        for (int c = 0; c < kChunks; c += kAcross)
+            if (kRows % kStep == 0 || row0 + r < kRows) {
+                const bool is = row0 + r < rows && (kValid == kChunks || chunk0 + c < kValid);
+                ptx::copy_async_16(to.address(row0 + r, chunk0 + c), from + c * 8, is ? 16 : 0);
+            }
 }
 
 // ---- fragments ------------------------------------------------------------------------------------------------------
@@ -136,13 +129,14 @@ TILE_DEVICE void fill(Fragments& acc, const Shared<float>& columns) {
 template <int kSize>
 TILE_DEVICE void store_gradient(const Global<Element> (&rows)[2], const bool (&exists)[2], const float (&acc)[kSize],
                                 int columns) {
-    if (kVectors && columns >= 2 * kSize) {
+    if (columns >= 2 * kSize) {
         warp::store_rows<2 * kSize>(rows, exists, acc);
         return;
     }
 #pragma unroll
-    for (int i = 0; i < kSize; i++) {
-        const int column = i / 4 * 8 + warp::fragment_column() + i % 2;
-        if (exists[i / 2 % 2] && column < columns) rows[i / 2 % 2][column] = from_float<Element>(acc[i]);
+    for (int i = 0; i < kSize; i += 2) {
+        const int column = i / 4 * 8 + warp::fragment_column();
+        if (exists[i / 2 % 2] && column < columns)
+            (rows[i / 2 % 2] + column).template as<uint32_t>()[0] = pack<Element>(acc[i], acc[i + 1]);
     }
 }
