@@ -29,7 +29,8 @@ WIDTHS = (64, 128, 192, 256)  # head dimensions that the products run over; othe
 class BackwardTiling:
     """Queries and keys of a tile, keys of a pair of warps, parts of dQ side by side, places for Q and dO, and the rest.
 
-    own_registers: a warp keeps its rows of K or V in registers. blocks_each: thread blocks that a multiprocessor holds.
+    dq_each: parts of dQ per warp. own_registers: a warp keeps its rows of K or V in registers. blocks_each: thread
+    blocks that a multiprocessor holds.
     """
 
     tile_q: int
@@ -39,24 +40,30 @@ class BackwardTiling:
     stages: int = 2
     own_registers: bool = False
     blocks_each: int = 1
+    dq_each: int = 1
 
     @property
     def threads(self) -> int:
         return 64 * self.tile_kv // self.pair_keys
 
-    def shared_bytes(self, width: int) -> int:
-        """Shared memory per block, as mma_layout.cuh lays it out."""
-        rows = 2 * self.tile_kv + 2 * self.stages * self.tile_q
-        return 2 * width * rows + 4 * self.tile_q * self.tile_kv + 8 * self.stages * self.tile_q + 4 * KEY_TILE_WORDS
+    def shared_bytes(self, width: int, size: int) -> int:
+        """Shared memory per block, as mma_layout.cuh lays it out; size: bytes of an element."""
+        rows, scores = 2 * self.tile_kv + 2 * self.stages * self.tile_q, 2 * self.tile_q * self.tile_kv
+        return size * (width * rows + scores) + 8 * self.stages * self.tile_q + 4 * KEY_TILE_WORDS
 
 
-# By padded head dimension: the first that fits the card's shared memory is taken. A warp holds dK or dV of its pair's
-# keys in registers, and S or dP of them. With 32 keys each fragment of Q and dO that is read serves two products.
-TILINGS: dict[int, tuple[BackwardTiling, ...]] = {
-    64: (BackwardTiling(64, 128, 32, 2, own_registers=True),),
-    128: (BackwardTiling(64, 128, 32, 4), BackwardTiling(32, 64, 16, 4)),
-    192: (BackwardTiling(64, 64, 16, 2), BackwardTiling(32, 48, 16, 3)),
-    256: (BackwardTiling(32, 64, 16, 4), BackwardTiling(32, 32, 16, 2, stages=1)),
+# By bytes of an element and padded head dimension: the first that fits the card's shared memory is taken. A warp holds
+# dK or dV of its pair's keys in registers, and S or dP of them. With 32 keys each fragment of Q and dO that is read
+# serves two products.
+TILINGS: dict[tuple[int, int], tuple[BackwardTiling, ...]] = {
+    (2, 64): (BackwardTiling(64, 128, 32, 2, own_registers=True),),
+    (2, 128): (BackwardTiling(64, 128, 32, 4), BackwardTiling(32, 64, 16, 4)),
+    (2, 192): (BackwardTiling(64, 64, 16, 2), BackwardTiling(32, 48, 16, 3)),
+    (2, 256): (BackwardTiling(32, 64, 16, 4), BackwardTiling(32, 32, 16, 2, stages=1)),
+    (4, 64): (BackwardTiling(32, 128, 32, 4), BackwardTiling(32, 64, 16, 4)),
+    (4, 128): (BackwardTiling(32, 64, 16, 4), BackwardTiling(32, 32, 16, 4, stages=1)),
+    (4, 192): (BackwardTiling(16, 32, 16, 4), BackwardTiling(16, 32, 16, 4, stages=1)),
+    (4, 256): (BackwardTiling(16, 32, 16, 8, dq_each=2), BackwardTiling(16, 16, 16, 4, stages=1, dq_each=2)),
 }
 
 
@@ -65,10 +72,10 @@ def padded(head_dim: int) -> int:
     return next(d for d in WIDTHS if d >= head_dim)
 
 
-def choose(card: str, head_dim: int) -> BackwardTiling:
+def choose(card: str, dtype: torch.dtype, head_dim: int) -> BackwardTiling:
     """The tiling for a head dimension on a card."""
-    width, limits = padded(head_dim), limits_of(card)
-    return next(t for t in TILINGS[width] if t.shared_bytes(width) <= limits.shared_block)
+    width, size, most = padded(head_dim), dtype.itemsize, limits_of(card).shared_block
+    return next(t for t in TILINGS[size, width] if t.shared_bytes(width, size) <= most)
 
 
 def new_card(device: torch.device) -> bool:
@@ -103,6 +110,7 @@ def specs_of(kind: Kind, tiling: BackwardTiling) -> tuple[KernelSpec, KernelSpec
         ("kTileQ", tiling.tile_q),
         ("kTileKv", tiling.tile_kv),
         ("kPairKeys", tiling.pair_keys),
+        ("kDqEach", tiling.dq_each),
         ("kDqAcross", tiling.dq_across),
         ("kStages", tiling.stages),
         ("kNewCard", kind.new),
@@ -121,7 +129,7 @@ def specs_of(kind: Kind, tiling: BackwardTiling) -> tuple[KernelSpec, KernelSpec
     before, after = (
         KernelSpec(name, ENDS, name, ends, tiling.threads, 0, product=True) for name in ("before_mma", "after_mma")
     )
-    shared = tiling.shared_bytes(width)
+    shared = tiling.shared_bytes(width, kind.dtype.itemsize)
     return before, KernelSpec("backward_mma", SOURCE, "backward_mma", main, tiling.threads, shared, product=True), after
 
 
@@ -142,14 +150,14 @@ class MmaShapes(Shapes):
 
 
 def gradients(call: GradientCall, tiling: BackwardTiling | None = None, **emulated: Any) -> Gradients:
-    """dQ, dK, dV and dsinks of a call with 16-bit tensors, on the current stream. tiling: another than the card's own.
+    """dQ, dK, dV and dsinks of a call, on the current stream. tiling: another than the card's own.
 
     emulated: as in emulator.launch.
     """
     device, sinks = call.q.device, call.scores.sinks
     given = {name: loadable(getattr(call, name)) for name in ("q", "k", "v", "o", "d_o")}
     found = {f"d_{n}": torch.empty_like(given[n], memory_format=torch.contiguous_format) for n in "qkv"}
-    tiling = tiling or choose(card_of(device), call.q.shape[-1])
+    tiling = tiling or choose(card_of(device), call.q.dtype, call.q.shape[-1])
     shapes = MmaShapes(**vars(Shapes.of(call)), tile_q=tiling.tile_q, tile_kv=tiling.tile_kv)
     if not call.q.numel() or not call.k.numel():
         none = None if sinks is None else torch.zeros(shapes.heads, dtype=torch.float32, device=device)

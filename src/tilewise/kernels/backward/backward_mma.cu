@@ -11,10 +11,11 @@
 //   S, then P = exp S  |  dQ of the step before, dP
 //   dV, dQ             |  dS = P dP, dK
 //
-// Constants: Element; kHeadDim, kColumns: padded, and as it is; kTileQ, kTileKv, kPairKeys; kDqAcross: parts of dQ side
-// by side; kStages: places for Q and dO, 1 or 2; kOwnInRegisters: a warp keeps its rows of K or V in registers;
+// Constants: Element; kHeadDim, kColumns: padded, and as it is; kTileQ, kTileKv, kPairKeys; kDqEach, kDqAcross: parts of
+// dQ per warp, and side by side; kStages: places for Q and dO, 1 or 2; kOwnInRegisters: a warp keeps its rows of K or V in registers;
 // kNewCard: it has stmatrix and adds vectors; kInTurn: tiles of keys add to dQ in their order; kBlocksEach: thread blocks
 // that a multiprocessor is to hold; Rule: what is done to scores. Rows begin at multiples of 16 bytes.
+#include "backward/mma_products.cuh"
 #include "backward/mma_scoring.cuh"
 
 constexpr int kAllBarrier = 1, kPairBarrier = 2;
@@ -31,11 +32,11 @@ struct Worker {
     const BackwardArgs& args;
     const int kv_head, begin, tiles, first;
     const int warp, pair;
-    float sum[kM][kHeadDim / 2];     // dV or dK
-    uint32_t a[kM][kTileQ / 16][4];  // Pᵀ or dSᵀ
-    uint32_t own[kOwnInRegisters ? kM : 1][kOwnInRegisters ? kHeadDim / 16 : 1][4];
-    int64_t slot;                    // of the tile of queries of the step before
-    int turn;                        // key tiles that add to its dQ before this one
+    float sum[kM][kHeadDim / 2];  // dV or dK
+    Operand a[kM];                // Pᵀ or dSᵀ
+    Own own;
+    int64_t slot;                 // of the tile of queries of the step before
+    int turn;                     // key tiles that add to its dQ before this one
 
     // Blocks of a full problem begin at different tiles: what they add to is then apart.
     TILE_DEVICE Worker(const BackwardArgs& args_, const KeyTile& tile, int kv_head_)
@@ -65,81 +66,33 @@ struct Worker {
         rows(kAtQ, args.q, args.q_strides);
         rows(kAtDo, args.d_o, args.do_strides);
         if (threadIdx.x < kTileQ / 2)
-            ptx::copy_async_16(stats_of(stage, 0).address(threadIdx.x * 4),
+            ptx::copy_async_16(ptx::shared_address(kAtStats + 2 * stage * kStatBytes + threadIdx.x * 16),
                                args.stats + (slot_of(args, tile, head, t) * (2 * kTileQ) + threadIdx.x * 4), 16);
     }
 
-    // ---- products ---------------------------------------------------------------------------------------------------
-    TILE_DEVICE void take_own(int at) {
-        if constexpr (kOwnInRegisters)
-#pragma unroll
-            for (int m = 0; m < kM; m++) warp::load_a(own[m], TileKv(at), first_key() + 16 * m);
-    }
-    // acc += this warp's rows of K (V) times those of Q (dO)
-    TILE_DEVICE void multiply_scores(Fragments& acc, int at, const TileQ& with) const {
-#pragma unroll
-        for (int k = 0; k < kHeadDim / 16; k++) {
-            uint32_t rows[kM][4];
-            if constexpr (!kOwnInRegisters)
-#pragma unroll
-                for (int m = 0; m < kM; m++) warp::load_a(rows[m], TileKv(at), first_key() + 16 * m, k);
-#pragma unroll
-            for (int n = 0; n < kTileQ / 16; n++) {
-                uint32_t b[4];
-                warp::load_bt(b, with, n, k);
-#pragma unroll
-                for (int m = 0; m < kM; m++)
-                    if constexpr (kOwnInRegisters) warp::mma_pair<Element>(acc[m], n, own[m][k], b);
-                    else warp::mma_pair<Element>(acc[m], n, rows[m], b);
-            }
-        }
-    }
-    // sum += Pᵀ dO or dSᵀ Q
-    TILE_DEVICE void multiply_sum(const TileQ& with) {
-#pragma unroll
-        for (int k = 0; k < kTileQ / 16; k++)
-#pragma unroll
-            for (int n = 0; n < kHeadDim / 16; n++) {
-                uint32_t b[4];
-                warp::load_b(b, with, n, k);
-#pragma unroll
-                for (int m = 0; m < kM; m++) warp::mma_pair<Element>(sum[m], n, a[m][k], b);
-            }
-    }
-    // This warp's part of dQ = dS K of the step before, onto its sum
+    // This warp's parts of dQ of the step before, onto its sum
     TILE_DEVICE void add_dq(const TileDs& ds) const {
-        float dq[kDqM][kDqSize];
-#pragma unroll
-        for (int m = 0; m < kDqM; m++) warp::zero(dq[m]);
-#pragma unroll
-        for (int k = 0; k < kTileKv / 16; k++) {
-            uint32_t rows[kDqM][4];
-#pragma unroll
-            for (int m = 0; m < kDqM; m++) load_transposed(rows[m], ds, k, dq_row(warp) / 16 + m);
-#pragma unroll
-            for (int n = 0; n < kDqColumns / 16; n++) {
-                uint32_t b[4];
-                warp::load_b(b, TileKv(kAtK), dq_column(warp) / 16 + n, k);
-#pragma unroll
-                for (int m = 0; m < kDqM; m++) warp::mma_pair<Element>(dq[m], n, rows[m], b);
-            }
-        }
         int* turns = kInTurn ? args.turns + slot * kWarps + warp : nullptr;
-        if constexpr (kInTurn) {
-            while (ptx::load_acquire(turns) != turn) ptx::spin();
-            ptx::sync_warp();
-        }
         float* sum = args.dq_sum + slot * (kTileQ * kHeadDim);
-#pragma unroll
-        for (int m = 0; m < kDqM; m++)
-#pragma unroll
-            for (int n = 0; n < kDqSize / 4; n++) {
-                float* to = sum + dq_place(warp, m, n);
-                if constexpr (kNewCard) ptx::add_to(to, reinterpret_cast<const float (&)[4]>(dq[m][4 * n]));
-                else
-#pragma unroll
-                    for (int i = 0; i < 4; i++) ptx::add_to(to + i * kDqApart, dq[m][4 * n + i]);
+#pragma unroll 1
+        for (int part = warp * kDqEach; part < (warp + 1) * kDqEach; part++) {
+            float dq[kDqM][kDqSize];
+            multiply_dq(dq, ds, part);
+            if constexpr (kInTurn) {
+                while (ptx::load_acquire(turns) != turn) ptx::spin();
+                ptx::sync_warp();
             }
+#pragma unroll
+            for (int m = 0; m < kDqM; m++)
+#pragma unroll
+                for (int n = 0; n < kDqSize / 4; n++) {
+                    float* to = sum + dq_place(part, m, n);
+                    if constexpr (kNewCard) ptx::add_to(to, warp::four(&dq[m][4 * n]));
+                    else
+#pragma unroll
+                        for (int i = 0; i < 4; i++) ptx::add_to(to + i * kDqApart, dq[m][4 * n + i]);
+                }
+        }
         if constexpr (kInTurn) {
             ptx::fence_device();
             ptx::sync_warp();
@@ -153,42 +106,43 @@ struct Worker {
         Fragments s;
 #pragma unroll
         for (int m = 0; m < kM; m++) warp::zero(s[m]);
-        multiply_scores(s, kAtK, TileQ(kAtQ + stage * TileQ::kBytes));
+        own.multiply(s, TileKv(kAtK), first_key(), TileQ(kAtQ + stage * TileQ::kBytes));
         const KeyTile tile = work()[0];
         const int t = tile_of(at);
         const Scoring scoring{args, tile, t * kTileQ, head_of(at), tile.key + first_key()};
         if (t >= tile.whole_begin && t < tile.whole_end) scoring.weigh<false>(s, a, stage, ds, first_key());
         else scoring.weigh<true>(s, a, stage, ds, first_key());
         ptx::barrier_arrive(kPairBarrier + pair, 64);
-        multiply_sum(TileQ(kAtDo + stage * TileQ::kBytes));
+        warp::mma_pv(sum, a, TileQ(kAtDo + stage * TileQ::kBytes));
         if (more_dq) add_dq(before_ds);
     }
     // One step's dS and dK
     TILE_DEVICE void differ(int stage, const TileDs& ds, bool more_dq, const TileDs& before_ds) {
         if (more_dq) add_dq(before_ds);
         Fragments dp;
-        fill(dp, stats_of(stage, 1));
-        multiply_scores(dp, kAtV, TileQ(kAtDo + stage * TileQ::kBytes));
+        fill(dp, stage, 1);
+        own.multiply(dp, TileKv(kAtV), first_key(), TileQ(kAtDo + stage * TileQ::kBytes));
         ptx::barrier_sync(kPairBarrier + pair, 64);
 #pragma unroll
         for (int m = 0; m < kM; m++) {
-            warp::load_a(a[m], ds, first_key() + 16 * m);
 #pragma unroll
-            for (int i = 0; i < kTileQ / 4; i++) {  // a pair of values each
-                uint32_t& two = a[m][i / 4][i % 4];
-                two = pack<Element>(unpack<Element>(two, 0) * dp[m][2 * i], unpack<Element>(two, 1) * dp[m][2 * i + 1]);
+            for (int k = 0; k < kTileQ / kDepth; k++) take(a[m][k], ds, first_key() + 16 * m, k);
+#pragma unroll
+            for (int i = 0; i < kTileQ / 4; i++) {
+                const Two p = two_of(a[m], i);
+                set_two(a[m], i, p.of[0] * dp[m][2 * i], p.of[1] * dp[m][2 * i + 1]);
             }
 #pragma unroll
-            for (int k = 0; k < kTileQ / 16; k++) store_fragment(ds, first_key() + 16 * m, k, a[m][k]);
+            for (int k = 0; k < kTileQ / kDepth; k++) put(ds, first_key() + 16 * m, k, a[m][k]);
         }
-        multiply_sum(TileQ(kAtQ + stage * TileQ::kBytes));
+        warp::mma_pv(sum, a, TileQ(kAtQ + stage * TileQ::kBytes));
     }
 
     template <bool kWeighs> TILE_DEVICE void run() {
         Walk at{0, 0}, ahead{0, 0};
         const int steps = tiles * args.group;
         ahead.next(tiles);
-        take_own(kWeighs ? kAtK : kAtV);
+        own.take(TileKv(kWeighs ? kAtK : kAtV), first_key());
 #pragma unroll 1
         for (int n = 0; n < steps; n++) {
             const int stage = kStages == 2 ? n % 2 : 0;

@@ -30,11 +30,14 @@ extern "C" __global__ void __launch_bounds__(kThreads) before_mma(const __grid_c
             const Global<const Vector16> o = row_of(tile, static_cast<const Element*>(args.o), args.o_strides, row).template as<const Vector16>();
             const Global<const Vector16> d = row_of(tile, static_cast<const Element*>(args.d_o), args.do_strides, row).template as<const Vector16>();
 #pragma unroll
-            for (int chunk = lane; chunk < kColumns / 8; chunk += kLanes) {
+            for (int chunk = lane; chunk < kColumns / kInChunk; chunk += kLanes) {
                 const Vector16 x = o[chunk], y = d[chunk];
 #pragma unroll
-                for (int i = 0; i < 8; i++)
-                    delta = ptx::mad(unpack<Element>(x.word[i / 2], i % 2), unpack<Element>(y.word[i / 2], i % 2), delta);
+                for (int i = 0; i < kInChunk; i += 2) {
+                    const int word = i * int(sizeof(Element)) / 4, other = (word + 1) % 4;  // other: of floats
+                    const Two a = two_in(x.word[word], x.word[other]), b = two_in(y.word[word], y.word[other]);
+                    delta = ptx::mad(a.of[1], b.of[1], ptx::mad(a.of[0], b.of[0], delta));
+                }
             }
         }
 #pragma unroll
@@ -57,33 +60,35 @@ extern "C" __global__ void __launch_bounds__(kThreads) before_mma(const __grid_c
 
 extern "C" __global__ void __launch_bounds__(kThreads) after_mma(const __grid_constant__ BackwardArgs args) {
     const QueryTile tile(args);
-    const int warp = threadIdx.x / 32;
     const Global<const float> sum{args.dq_sum + tile.number * (kTileQ * kHeadDim)};
-    float dq[kDqM][kDqSize];
+#pragma unroll 1
+    for (int part = threadIdx.x / 32 * kDqEach, end = part + kDqEach; part < end; part++) {
+        float dq[kDqM][kDqSize];
 #pragma unroll
-    for (int m = 0; m < kDqM; m++)
+        for (int m = 0; m < kDqM; m++)
 #pragma unroll
-        for (int n = 0; n < kDqSize / 4; n++) {
-            const Global<const float> from = sum + dq_place(warp, m, n);
-            if constexpr (kNewCard) {
-                const Vector16 four = from.as<const Vector16>()[0];
+            for (int n = 0; n < kDqSize / 4; n++) {
+                const Global<const float> from = sum + dq_place(part, m, n);
+                if constexpr (kNewCard) {
+                    const Vector16 four = from.as<const Vector16>()[0];
 #pragma unroll
-                for (int i = 0; i < 4; i++) dq[m][4 * n + i] = as_float(four.word[i]) * args.scale;
-            } else {
+                    for (int i = 0; i < 4; i++) dq[m][4 * n + i] = as_float(four.word[i]) * args.scale;
+                } else {
 #pragma unroll
-                for (int i = 0; i < 4; i++) dq[m][4 * n + i] = from[i * kDqApart] * args.scale;
+                    for (int i = 0; i < 4; i++) dq[m][4 * n + i] = from[i * kDqApart] * args.scale;
+                }
             }
-        }
 #pragma unroll
-    for (int m = 0; m < kDqM; m++) {
-        Global<Element> rows[2];
-        bool exists[2];
+        for (int m = 0; m < kDqM; m++) {
+            Global<Element> rows[2];
+            bool exists[2];
 #pragma unroll
-        for (int h = 0; h < 2; h++) {
-            const int row = dq_row(warp) + 16 * m + warp::fragment_row(h);
-            exists[h] = row < tile.rows;
-            rows[h] = row_of(tile, static_cast<Element*>(args.dq), args.dq_strides, row) + dq_column(warp);
+            for (int h = 0; h < 2; h++) {
+                const int row = dq_row(part) + 16 * m + warp::fragment_row(h);
+                exists[h] = row < tile.rows;
+                rows[h] = row_of(tile, static_cast<Element*>(args.dq), args.dq_strides, row) + dq_column(part);
+            }
+            store_gradient(rows, exists, dq[m], kColumns - dq_column(part));
         }
-        store_gradient(rows, exists, dq[m], kColumns - dq_column(warp));
     }
 }

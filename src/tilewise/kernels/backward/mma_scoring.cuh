@@ -2,10 +2,6 @@
 #pragma once
 #include "backward/mma_layout.cuh"
 
-struct alignas(8) Two {
-    float of[2];
-};
-
 struct Scoring {
     const BackwardArgs& args;
     const KeyTile& tile;
@@ -14,7 +10,7 @@ struct Scoring {
     // Sᵀ of a warp's keys becomes Pᵀ, an A operand, and what dP is to be multiplied with goes into shared memory, from
     // row0 on: P, or P times the derivative of the score by S where that is not the scale alone.
     template <bool kMasked>
-    TILE_DEVICE void weigh(const Fragments& s, uint32_t (&a)[kM][kTileQ / 16][4], int stage, const TileDs& to, int row0) const {
+    TILE_DEVICE void weigh(const Fragments& s, Operand (&a)[kM], int stage, const TileDs& to, int row0) const {
         const Shared<Two> lse(kAtStats + 2 * stage * kStatBytes);
         const int column = warp::fragment_column();
         const float factor = Rule::first_factor(args.scores), cap = args.scores.softcap_out;
@@ -28,38 +24,40 @@ struct Scoring {
             if constexpr (Rule::kAlibi)
                 distance[m][h] = float(query + column + tile.seqlen_k - tile.seqlen_q - own);
         }
+        constexpr int kEights = kDepth / 8;  // of columns, per step of depth
 #pragma unroll
-        for (int k = 0; k < kTileQ / 16; k++) {
-            const Two two[2] = {lse[8 * k + column / 2], lse[8 * k + 4 + column / 2]};
+        for (int k = 0; k < kTileQ / kDepth; k++) {
+            Two less[kEights];
+#pragma unroll
+            for (int n = 0; n < kEights; n++) less[n] = lse[4 * (kEights * k + n) + column / 2];
 #pragma unroll
             for (int m = 0; m < kM; m++) {
-                uint32_t given[4];
+                Operand given;
 #pragma unroll
-                for (int r = 0; r < 4; r++) {
-                    const int h = r % 2, along = 16 * k + r / 2 * 8;
+                for (int r = 0; r < 2 * kEights; r++) {
+                    const int i = 2 * kEights * k + r, h = r % 2, along = 8 * (kEights * k + r / 2);
                     float p[2], derived[2];
 #pragma unroll
-                    for (int i = 0; i < 2; i++) {
-                        const float less = two[r / 2].of[i];
-                        float x = s[m][8 * k + 2 * r + i], t = 0.0f;
+                    for (int j = 0; j < 2; j++) {
+                        float x = s[m][2 * i + j], t = 0.0f;
                         if constexpr (!Rule::kLinear) {
-                            t = soft_capped(x, factor);
-                            x = ptx::mad(t, cap, less);
+                            t = soft_capped<kFloats>(x, factor);
+                            x = ptx::mad(t, cap, less[r / 2].of[j]);
                         } else {
-                            x = ptx::mad(x, factor, less);
+                            x = ptx::mad(x, factor, less[r / 2].of[j]);
                         }
                         if constexpr (Rule::kAlibi)
-                            x = ptx::mad(-slope, fabsf(distance[m][h] + float(along + i)), x);
+                            x = ptx::mad(-slope, fabsf(distance[m][h] + float(along + j)), x);
                         if constexpr (kMasked)
-                            if (!seen[m][h].has(query + column + along + i)) x = -INFINITY;
-                        p[i] = ptx::exp2(x);
-                        if constexpr (!Rule::kLinear) derived[i] = p[i] * ptx::mad(-t, t, 1.0f);
+                            if (!seen[m][h].has(query + column + along + j)) x = -INFINITY;
+                        p[j] = ptx::exp2(x);
+                        if constexpr (!Rule::kLinear) derived[j] = p[j] * ptx::mad(-t, t, 1.0f);
                     }
-                    a[m][k][r] = pack<Element>(p[0], p[1]);
-                    if constexpr (!Rule::kLinear) given[r] = pack<Element>(derived[0], derived[1]);
+                    set_two(a[m], i, p[0], p[1]);
+                    if constexpr (!Rule::kLinear) set_two(given, i, derived[0], derived[1]);
                 }
-                if constexpr (!Rule::kLinear) store_fragment(to, row0 + 16 * m, k, given);
-                else store_fragment(to, row0 + 16 * m, k, a[m][k]);
+                if constexpr (!Rule::kLinear) put(to, row0 + 16 * m, k, given[k]);
+                else put(to, row0 + 16 * m, k, a[m][k]);
             }
         }
     }
