@@ -29,7 +29,7 @@ struct Consumer {
     const BackwardArgs& args;
     const Pipes pipes;
     const uint32_t group;  // of the consumers
-    float scale_log2, slope;
+    float factor, slope;  // factor: what S is multiplied with first
     Turn<kStages> turn;
     Turn<kDsStages> ds_turn, ds_read{kDsStages - 1, 1};  // ds_read: one behind
     Turn<1> dq_turn;
@@ -39,13 +39,14 @@ struct Consumer {
     uint32_t rP[kTileQ / 16][4], rDs[kTileQ / 16][4];
     uint32_t rK[kHeadDim / 16][4], rV[kHeadDim / 16][4];  // if they stay in registers
 
-    TILE_DEVICE Consumer(const BackwardArgs& a, uint32_t g) : args(a), group(g), scale_log2(a.scores.scale_log2) {}
+    TILE_DEVICE Consumer(const BackwardArgs& a, uint32_t g) : args(a), group(g), factor(Rule::first_factor(a.scores)) {}
 
     TILE_DEVICE void load_operand(uint32_t (&r)[kHeadDim / 16][4], uint32_t at) const {
         using Panel = SharedTile<Element, kTileKv, kPanel, Layout::swizzled>;
 #pragma unroll
         for (int step = 0; step < kHeadDim / 16; step++)
-            warp::load_a(r[step], Panel(at + step / 4 * kTileKv * kPanelRowBytes), threadIdx.x / 32 * 16 - 64, step % 4);
+            warp::load_a(r[step], Panel(at + step / 4 * kTileKv * kPanelRowBytes), threadIdx.x / 32 * 16 - 64,
+                         step % 4);
     }
     // The pair of a column's and the next one's −LSE (0) or −delta (1); n: eights of columns
     static TILE_DEVICE Two stat(uint32_t stage, int which, int n) {
@@ -110,40 +111,36 @@ struct Consumer {
 #pragma unroll
                 for (int h = 0; h < 2; h++) warp::mask_row(s, h, tile * kTileQ, shared_seen()[key_of(h)]);
 #pragma unroll
-            for (int i = 0; i < kTileQ / 2; i++) s[i] = ptx::exp2_here(s[i] * scale_log2);
+            for (int i = 0; i < kTileQ / 2; i++) s[i] = ptx::exp2_here(s[i] * factor);
             warp::to_operand<Element>(rP, s);
         } else {
             exponentiate_changed<kMasked>(tile);
         }
     }
     template <bool kMasked> TILE_DEVICE void exponentiate_changed(int tile) {
-        const Scores& scores = args.scores;
-        const float in = Rule::first_factor(scores), out = Rule::last_factor(scores, in);
+        const float out = Rule::last_factor(args.scores, factor);
         const int query0 = tile * kTileQ + warp::fragment_column();
-        Visible seen[2];
-        float distance[2];  // from a row's key to the first column's position
+        Rule::apply_inner(s, factor);
 #pragma unroll
         for (int h = 0; h < 2; h++) {
-            if constexpr (kMasked) seen[h] = shared_seen()[key_of(h)];
+            Visible seen{};
+            float distance = 0.0f;  // from the row's key to the first column's position
+            if constexpr (kMasked) seen = shared_seen()[key_of(h)];
             if constexpr (Rule::kAlibi) {
                 const KeyTile work = Work(shared_work()[0]).tile;
-                distance[h] = float(position_of(query0, work.seqlen_q, work.seqlen_k) - work.key - key_of(h));
+                distance = float(position_of(query0, work.seqlen_q, work.seqlen_k) - work.key - key_of(h));
             }
-        }
 #pragma unroll
-        for (int n = 0; n < kTileQ / 8; n++) {
-            const Two less = stat(turn.stage, 0, n);
-#pragma unroll
-            for (int h = 0; h < 2; h++) {
+            for (int n = 0; n < kTileQ / 8; n++) {
+                const Two less = stat(turn.stage, 0, n);
                 float p[2];
 #pragma unroll
                 for (int i = 0; i < 2; i++) {
                     float& x = s[4 * n + 2 * h + i];
                     float bias = i ? less.y : less.x;
-                    if constexpr (Rule::kAlibi) bias = ptx::mad(-slope, fabsf(distance[h] + float(8 * n + i)), bias);
-                    if constexpr (!Rule::kLinear) x = soft_capped(x, in);
+                    if constexpr (Rule::kAlibi) bias = ptx::mad(-slope, fabsf(distance + float(8 * n + i)), bias);
                     float logit = ptx::mad(x, out, bias);
-                    if (kMasked && !seen[h].has(query0 + 8 * n + i)) logit = -INFINITY;
+                    if (kMasked && !seen.has(query0 + 8 * n + i)) logit = -INFINITY;
                     p[i] = ptx::exp2_here(logit);
                     x = Rule::kLinear ? p[i] : p[i] * ptx::mad(-x, x, 1.0f);
                 }
@@ -194,7 +191,7 @@ struct Consumer {
         // ptxas would put the exponentials among dP's products, which then come late. They follow from a load that
         // follows a branch.
         pipes.ds.wait_free(ds_turn);
-        if constexpr (kScaleLate) scale_log2 = as_float(ptx::load_shared_here(ptx::shared_address(uint32_t(kAtScale))));
+        if constexpr (kScaleLate) factor = as_float(ptx::load_shared_here(ptx::shared_address(uint32_t(kAtScale))));
         exponentiate<kMasked>(kMasked || Rule::kAlibi ? Work(shared_work()[0]).at(i) : 0);
         issue_sum(dv, rP, kAtDo);
         if (total - left > 1) give_dq();
@@ -272,7 +269,7 @@ struct Consumer {
     TILE_DEVICE void run(const TensorMap& mDk, const TensorMap& mDv) {
         warp::zero(dk);
         warp::zero(dv);
-        const int tiles = Work(shared_work()[0]).tiles(), masked = kMasks ? Work(shared_work()[0]).masked() : 0;
+        const int tiles = Work(shared_work()[0]).tiles();
         left = total = tiles * args.group;
         if (kPingPong && group == 1) ptx::barrier_arrive(kTurnBarrier, 256);
         pipes.k.wait({});
@@ -293,7 +290,7 @@ struct Consumer {
             int i = 0;
             if constexpr (kMasks)
 #pragma unroll 1
-                for (; i < masked; i++) step<true>(i);
+                for (const int masked = Work(shared_work()[0]).masked(); i < masked; i++) step<true>(i);
 #pragma unroll 1
             for (; i < tiles; i++) step<false>(i);
         }
@@ -317,7 +314,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     if (threadIdx.x == 32) {
         Pipes().init();
         const Shared<float> scale(kAtScale);
-        scale[0] = args.scores.scale_log2;
+        scale[0] = Rule::first_factor(args.scores);
     }
     ptx::sync_threads();
     const uint32_t role = ptx::uniform(threadIdx.x / 128);
@@ -328,7 +325,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     if (role == 0) {
         ptx::give_registers<kProducerRegisters>();
         if (threadIdx.x < 32) Loader(args).run(mQ, mK, mV, mDo);
-        else if (threadIdx.x % 32 == 0 && threadIdx.x / 32 <= kConsumers) add_dq(args, threadIdx.x / 32 - 1);
+        else if (threadIdx.x < 32 * (1 + kConsumers)) add_dq(args, ptx::uniform(threadIdx.x / 32 - 1));
     } else {
         ptx::take_registers<kConsumerRegisters>();
         Consumer(args, role - 1).run(mDk, mDv);

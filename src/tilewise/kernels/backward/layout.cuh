@@ -76,7 +76,8 @@ struct alignas(64) Work {
     TILE_DEVICE int head(const BackwardArgs& args, int g) const { return kv_head * args.group + g; }
     // The place of a query tile among those of all heads
     TILE_DEVICE int64_t number(const BackwardArgs& args, int g, int tile_q) const {
-        return (int64_t(batch) * args.heads + head(args, g)) * args.q_tiles + tile.slot + tile_q;
+        const int before = kPacked ? head(args, g) : batch * args.heads + head(args, g);
+        return int64_t(before) * args.q_tiles + tile.slot + tile_q;
     }
 };
 static_assert(sizeof(Work) <= 128, "its place");
