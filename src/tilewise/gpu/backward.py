@@ -9,7 +9,7 @@ from typing import Any
 
 from tilewise.arch import card_of, hopper
 from tilewise.compiler.spec import KernelSpec
-from tilewise.gpu import backward_hopper
+from tilewise.gpu import backward_hopper, backward_mma
 from tilewise.gpu.backward_call import GradientCall as GradientCall
 from tilewise.gpu.backward_call import Gradients as Gradients
 
@@ -23,9 +23,7 @@ def gradients(call: GradientCall, **emulated: Any) -> Gradients:
         )
     if hopper(card) and call.q.dtype in backward_hopper.DTYPES and head_dim <= max(backward_hopper.TILINGS):
         return backward_hopper.gradients(call, **emulated)
-    raise NotImplementedError(
-        f"{card} has no backward kernel for {call.q.dtype} and head_dim {head_dim}; use CPU tensors"
-    )
+    return backward_mma.gradients(call, **emulated)
 
 
 def specs(card: str = "sm_90a", *, every: bool = False) -> list[KernelSpec]:

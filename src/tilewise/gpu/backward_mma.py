@@ -5,8 +5,7 @@ It serves every card without wgmma. The choice is a pure function of the card's 
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -16,9 +15,9 @@ from tilewise import compiler, emulator
 from tilewise.arch import arch_of_device, card_of, limits_of
 from tilewise.compiler.spec import Constant, KernelSpec
 from tilewise.gpu.abi import ELEMENTS, score_rule
-from tilewise.gpu.backward_abi import KEY_TILE_WORDS
+from tilewise.gpu.backward_abi import KEY_LIST_HEADER, KEY_TILE_WORDS, BackwardArgs, KeyListArgs
 from tilewise.gpu.backward_call import GradientCall, Gradients
-from tilewise.gpu.backward_hopper import Shapes, arguments, loadable
+from tilewise.gpu.backward_hopper import BUCKETS, LIST_THREADS, LN2, Shapes, arguments, loadable
 from tilewise.scores import Scores
 
 SOURCE, ENDS = "backward/backward_mma.cu", "backward/mma_ends.cu"
@@ -133,20 +132,29 @@ def specs_of(kind: Kind, tiling: BackwardTiling) -> tuple[KernelSpec, KernelSpec
     return before, KernelSpec("backward_mma", SOURCE, "backward_mma", main, tiling.threads, shared, product=True), after
 
 
-@dataclass(frozen=True)
-class MmaShapes(Shapes):
-    """The same with tiles of another size."""
+def list_spec(index: torch.dtype, tiling: BackwardTiling, in_turn: bool) -> KernelSpec:
+    """The kernel that lists the key tiles of packed sequences; index: of the starts."""
+    constants = (
+        ("Index", "int64_t" if index == torch.int64 else "int"),
+        ("kTileQ", tiling.tile_q),
+        ("kTileKv", tiling.tile_kv),
+        ("kInTurn", in_turn),
+    )
+    return KernelSpec("backward_list", "backward/list.cu", "list", constants, LIST_THREADS, 0, product=True)
 
-    tile_q: int = 0
-    tile_kv: int = 0
 
-    @property
-    def q_tiles(self) -> int:
-        return -(-self.seqlen_q // self.tile_q)
+def shapes_of(call: GradientCall, tiling: BackwardTiling) -> Shapes:
+    """The call's shapes, and how many tiles there are, at most."""
+    shapes = Shapes.of(call)
+    if call.packed:  # arguments.cuh: first_slot
+        tiles = [n // tile + shapes.sequences for n, tile in _lengths(shapes, tiling)]
+    else:
+        tiles = [-(-n // tile) for n, tile in _lengths(shapes, tiling)]
+    return replace(shapes, q_tiles=tiles[0], kv_tiles=tiles[1])
 
-    @property
-    def kv_tiles(self) -> int:
-        return -(-self.seqlen_k // self.tile_kv)
+
+def _lengths(shapes: Shapes, tiling: BackwardTiling) -> tuple[tuple[int, int], tuple[int, int]]:
+    return (shapes.seqlen_q, tiling.tile_q), (shapes.seqlen_k, tiling.tile_kv)
 
 
 def gradients(call: GradientCall, tiling: BackwardTiling | None = None, **emulated: Any) -> Gradients:
@@ -158,32 +166,54 @@ def gradients(call: GradientCall, tiling: BackwardTiling | None = None, **emulat
     given = {name: loadable(getattr(call, name)) for name in ("q", "k", "v", "o", "d_o")}
     found = {f"d_{n}": torch.empty_like(given[n], memory_format=torch.contiguous_format) for n in "qkv"}
     tiling = tiling or choose(card_of(device), call.q.dtype, call.q.shape[-1])
-    shapes = MmaShapes(**vars(Shapes.of(call)), tile_q=tiling.tile_q, tile_kv=tiling.tile_kv)
+    shapes = shapes_of(call, tiling)
     if not call.q.numel() or not call.k.numel():
         none = None if sinks is None else torch.zeros(shapes.heads, dtype=torch.float32, device=device)
-        return Gradients(*(torch.zeros_like(getattr(call, n)) for n in "qkv"), none)
-    slots = shapes.batch * shapes.heads * shapes.q_tiles
-    stats = torch.empty(
-        shapes.batch, shapes.heads, shapes.q_tiles, 2, tiling.tile_q, dtype=torch.float32, device=device
-    )
-    dq_sum = torch.empty(slots * tiling.tile_q * padded(shapes.head_dim), dtype=torch.float32, device=device)
+        return Gradients(torch.zeros_like(call.q), torch.zeros_like(call.k), torch.zeros_like(call.v), none)
+    rows = shapes.batch, shapes.heads, shapes.q_tiles
+    stats = torch.empty(*rows, 2, tiling.tile_q, dtype=torch.float32, device=device)
+    dq_sum = torch.empty(*rows, tiling.tile_q, padded(shapes.head_dim), dtype=torch.float32, device=device)
     work = {"stats": stats, "dq_sum": dq_sum}
     if call.deterministic:
-        work["turns"] = torch.empty(slots * tiling.threads // 32, dtype=torch.int32, device=device)
-    kind = Kind(
-        call.q.dtype, given["q"].shape[-1], call.scores.rule, new_card(device), in_turn=call.deterministic
-    )
+        work["turns"] = torch.empty(*rows, tiling.threads // 32, dtype=torch.int32, device=device)
+    if call.packed:
+        words = KEY_LIST_HEADER + KEY_TILE_WORDS * shapes.kv_tiles + BUCKETS
+        work["list"] = torch.empty(words, dtype=torch.int32, device=device)
+    index = None if call.starts_q is None else call.starts_q.dtype
+    head_dim = given["q"].shape[-1]
+    kind = Kind(call.q.dtype, head_dim, call.scores.rule, new_card(device), index, call.deterministic)
     args, read = arguments(call, shapes, given | found | work)
-    tensors = given | found | work | read
-    grids = slots, shapes.kv_tiles * shapes.heads_kv * shapes.batch, slots
-    for spec, grid in zip(specs_of(kind, tiling), grids, strict=True):
-        if device.type == "cuda":
-            compiler.load(spec, device).launch((grid, 1, 1), compiler.Args(args))
-        else:
-            emulator.launch(spec, (grid, 1, 1), [args], tensors, **emulated)
+    run(kind, tiling, shapes, args, given | found | work | read, **emulated)
     d_sinks = None
     if sinks is not None:  # one more key per row, whose value is 0: dP = 0
         less, delta = stats.unbind(3)
-        d_sinks = (torch.exp(sinks.float()[:, None, None] + less * math.log(2)) * delta).sum((0, 2, 3))
+        d_sinks = (torch.exp(sinks.float()[:, None, None] + less * LN2) * delta).sum((0, 2, 3))
     d_q, d_k, d_v = (x[..., : shapes.head_dim] for x in found.values())
     return Gradients(d_q, d_k, d_v, d_sinks)
+
+
+def run(
+    kind: Kind,
+    tiling: BackwardTiling,
+    shapes: Shapes,
+    args: BackwardArgs,
+    tensors: dict[str, torch.Tensor],
+    **emulated: Any,
+) -> None:
+    """Launches the kernels one after another."""
+    slots, keys = shapes.batch * shapes.heads * shapes.q_tiles, shapes.kv_tiles * shapes.heads_kv * shapes.batch
+    specs = specs_of(kind, tiling)
+    launches: list[tuple[KernelSpec, int, list[Any]]] = list(
+        zip(specs, (slots, keys, slots), ([args], [args], [args]), strict=True)
+    )
+    if kind.index is not None:
+        at = tensors["list"].data_ptr()
+        listed = KeyListArgs(at, at + 4 * (KEY_LIST_HEADER + KEY_TILE_WORDS * shapes.kv_tiles))
+        launches = [(list_spec(kind.index, tiling, kind.in_turn), 1, [args, listed]), *launches]
+    device = tensors["q"].device
+    for spec, grid, of in launches:
+        if device.type == "cuda":
+            compiler.load(spec, device).launch((grid, 1, 1), compiler.Args(*of))
+        else:
+            resident = 2 if kind.in_turn and spec is specs[1] else 1  # a block waits for those that began before it
+            emulator.launch(spec, (grid, 1, 1), of, tensors, **{"resident": resident, **emulated})

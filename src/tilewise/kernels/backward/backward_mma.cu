@@ -41,7 +41,7 @@ struct Worker {
     // Blocks of a full problem begin at different tiles: what they add to is then apart.
     TILE_DEVICE Worker(const BackwardArgs& args_, const KeyTile& tile, int kv_head_)
         : args(args_), kv_head(kv_head_), begin(tile.begin), tiles(tile.end - tile.begin),
-          first(!kInTurn && tile.begin == 0 ? tile.key / kTileKv % tiles : 0), warp(ptx::uniform(threadIdx.x / 32)),
+          first(!kInTurn && tile.begin == 0 && tiles > 0 ? tile.key / kTileKv % tiles : 0), warp(ptx::uniform(threadIdx.x / 32)),
           pair(warp % kPairs) {
 #pragma unroll
         for (int m = 0; m < kM; m++) warp::zero(sum[m]);
@@ -193,7 +193,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksEach)
     backward_mma(const __grid_constant__ BackwardArgs args) {
     int kv_head;
     const KeyTile tile = key_tile(args, blockIdx.x, kv_head);
-    if (tile.key < 0) return;
+    if (tile.sequence < 0) return;
     if (threadIdx.x == 0) work()[0] = tile;
     Worker worker(args, tile, kv_head);
     const bool weighs = worker.warp < kPairs;

@@ -40,23 +40,26 @@ TILE_DEVICE int dq_place(int part, int m, int n) {
 constexpr int kDqApart = kNewCard ? 1 : 32;  // floats from one of a lane's four to the next
 
 // ---- where things lie in global memory ------------------------------------------------------------------------------
-// Tile `number` of the launch; an empty one, begin = end = 0, where a list ends before the launch does
+// Block `number`: which keys, and who sees them. sequence is −1 if there is no such block.
 TILE_DEVICE KeyTile key_tile(const BackwardArgs& args, int number, int& kv_head) {
-    const int head = number / args.kv_tiles, at = number - head * args.kv_tiles;
     KeyTile tile{};
-    if (args.list) {
-        kv_head = head;
-        if (at < Global<const int>{args.list}[0])
-            tile = Global<const KeyTile>{reinterpret_cast<const KeyTile*>(args.list + kKeyListHeader)}[at];
-        else tile.key = -1;
+    if (args.list) {  // all heads of the heaviest tile come first
+        const int entry = number / args.kv_heads;
+        kv_head = number - entry * args.kv_heads;
+        tile.sequence = -1;
+        if (entry < Global<const int>{args.list}[0])
+            tile = Global<const KeyTile>{reinterpret_cast<const KeyTile*>(args.list + kKeyListHeader)}[entry];
         return tile;
     }
+    // Tiles of a head one after another, the first, which most queries see, first; but where they add to dQ in turn, the
+    // first tiles of all heads, so that few wait for each other.
+    const int heads = args.sequences * args.kv_heads;
+    const int head = kInTurn ? number % heads : number / args.kv_tiles;
     tile.sequence = head / args.kv_heads;
     kv_head = head - tile.sequence * args.kv_heads;
-    tile.key = at * kTileKv;
+    tile.key = (kInTurn ? number / heads : number % args.kv_tiles) * kTileKv;
     tile.seqlen_q = args.seqlen_q;
     tile.seqlen_k = args.seqlen_k;
-    tile.turn = at;
     find_queries<kTileQ, kTileKv>(args.scores, tile, args.seqlen_q, args.seqlen_q);
     return tile;
 }
@@ -65,10 +68,18 @@ TILE_DEVICE int64_t slot_of(const BackwardArgs& args, const KeyTile& tile, int h
     const int64_t heads = args.starts_q ? 0 : int64_t(tile.sequence) * args.heads;
     return (heads + head) * args.q_tiles + tile.slot + t;
 }
-// How many key tiles add to dQ of tile t of the queries before this one: those of them that see it follow each other
+// Key tiles of the sequence that see query tile t and come before this one; by a warp
 TILE_DEVICE int turn_of(const BackwardArgs& args, const KeyTile& tile, int t) {
-    const int first = t * kTileQ + tile.seqlen_k - tile.seqlen_q - args.scores.left;  // key that its first query sees
-    return tile.turn - (first > 0 ? first / kTileKv : 0);
+    const int own = tile.key / kTileKv;
+    if (args.ends) {  // each ends where its keys do
+        const Global<const KeyTile> list{reinterpret_cast<const KeyTile*>(args.list + kKeyListHeader)};
+        const int first = first_slot<kTileKv>(tile.k_start, tile.sequence);
+        uint32_t before = 0;
+        for (int i = warp::lane(); i < own; i += 32) before += Global<const int>{&list.address(first + i)->end}[0] > t;
+        return ptx::reduce_add(before);
+    }
+    const int position = position_of(t * kTileQ, tile.seqlen_q, tile.seqlen_k);
+    return own - args.scores.keys_at(position, {0, tile.seqlen_k}).first / kTileKv;
 }
 // Row `row` of a sequence, or of all that are packed, in a tensor of queries or of keys
 template <class T>

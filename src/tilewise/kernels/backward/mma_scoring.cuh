@@ -64,7 +64,10 @@ struct Scoring {
     // The queries that see a key
     TILE_DEVICE Visible queries(int own) const {
         int end = tile.seqlen_q;
-        if (args.ends && own < tile.seqlen_k) end = Global<const int>{args.ends}[tile.k_start + own];
+        if (args.ends && own < tile.seqlen_k) {
+            const int last = Global<const int>{args.ends}[tile.k_start + own] - tile.q_start;
+            end = last < end ? last : end;
+        }
         return queries_of(args.scores, own, tile.seqlen_q, tile.seqlen_k, end);
     }
 };
