@@ -28,4 +28,4 @@ def gradients(call: GradientCall, **emulated: Any) -> Gradients:
 
 def specs(card: str = "sm_90a", *, every: bool = False) -> list[KernelSpec]:
     """The kernels as users of a card get them: bfloat16 and head dimension 128, or `every` one."""
-    return backward_hopper.specs(every=every) if hopper(card) else []
+    return (backward_hopper.specs(every=every) if hopper(card) else []) + backward_mma.specs(card, every=every)

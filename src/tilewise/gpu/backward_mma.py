@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 from tilewise import compiler, emulator
-from tilewise.arch import arch_of_device, card_of, limits_of
+from tilewise.arch import arch_of_device, card_of, hopper, limits_of
 from tilewise.compiler.spec import Constant, KernelSpec
-from tilewise.gpu.abi import ELEMENTS, score_rule
+from tilewise.gpu.abi import ELEMENTS, EVERY_RULE, score_rule
 from tilewise.gpu.backward_abi import KEY_LIST_HEADER, KEY_TILE_WORDS, BackwardArgs, KeyListArgs
 from tilewise.gpu.backward_call import GradientCall, Gradients
 from tilewise.gpu.backward_hopper import BUCKETS, LIST_THREADS, LN2, Shapes, arguments, loadable
@@ -79,8 +79,11 @@ def choose(card: str, dtype: torch.dtype, head_dim: int) -> BackwardTiling:
 
 def new_card(device: torch.device) -> bool:
     """Is there stmatrix, and one instruction that adds four floats? The emulator behaves as the card it imitates."""
-    name = card_of(device) if device.type == "cpu" else arch_of_device(device)
-    return int(name.removeprefix("sm_").rstrip("a")) >= 90
+    return _newer(card_of(device) if device.type == "cpu" else arch_of_device(device))
+
+
+def _newer(arch: str) -> bool:
+    return int(arch.removeprefix("sm_").rstrip("a")) >= 90
 
 
 @dataclass(frozen=True)
@@ -141,6 +144,24 @@ def list_spec(index: torch.dtype, tiling: BackwardTiling, in_turn: bool) -> Kern
         ("kInTurn", in_turn),
     )
     return KernelSpec("backward_list", "backward/list.cu", "list", constants, LIST_THREADS, 0, product=True)
+
+
+def specs(card: str, *, every: bool = False) -> list[KernelSpec]:
+    """The kernels as users of a card get them: bfloat16 and head dimension 128, or `every` one; on Hopper float32's."""
+    sixteen = () if hopper(card) else (torch.bfloat16, torch.float16)
+    dtypes = (*sixteen, torch.float32) if every else (sixteen or (torch.float32,))[:1]
+    kinds = [
+        Kind(dtype, head_dim, scores, _newer(card), index, in_turn)
+        for dtype in dtypes
+        for head_dim in (WIDTHS if every else (128,))
+        for scores in (EVERY_RULE if every else EVERY_RULE[:1])
+        for index in (None, torch.int32)
+        for in_turn in ((False, True) if every else (False,))
+    ]
+    made = [spec for kind in kinds for spec in specs_of(kind, choose(card, kind.dtype, kind.head_dim))]
+    tilings = {choose(card, kind.dtype, kind.head_dim) for kind in kinds}
+    lists = [list_spec(torch.int32, tiling, in_turn) for tiling in tilings for in_turn in (False, True)]
+    return list(dict.fromkeys([*made, *lists]))
 
 
 def shapes_of(call: GradientCall, tiling: BackwardTiling) -> Shapes:
