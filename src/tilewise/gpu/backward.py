@@ -1,6 +1,7 @@
 """Gradients on a card or in the emulator: `gradients` asks the kernels that the card runs.
 
-backward_call.py says what a call is. Cards without wgmma are served by backward_mma.py, Hopper by backward_hopper.py.
+backward_call.py says what a call is. Hopper is served by backward_hopper.py; other cards, float32, and what a
+schedule or a user's functions leave, by backward_mma.py.
 """
 
 from __future__ import annotations
@@ -17,11 +18,9 @@ from tilewise.gpu.backward_call import Gradients as Gradients
 def gradients(call: GradientCall, **emulated: Any) -> Gradients:
     """The gradients of a call's q, k, v and sinks, on the current stream. emulated: options of emulator.launch."""
     card, head_dim = card_of(call.q.device), call.q.shape[-1]
-    if call.function is not None or call.schedule is not None:
-        raise NotImplementedError(
-            "mask and score functions and block schedules have no gradients on GPUs; use CPU tensors for them"
-        )
-    if hopper(card) and call.q.dtype in backward_hopper.DTYPES and head_dim <= max(backward_hopper.TILINGS):
+    plain = call.function is None and call.schedule is None
+    served = plain and call.q.dtype in backward_hopper.DTYPES and head_dim <= max(backward_hopper.TILINGS)
+    if hopper(card) and served:
         return backward_hopper.gradients(call, **emulated)
     return backward_mma.gradients(call, **emulated)
 

@@ -18,6 +18,7 @@ from tilewise.gpu.abi import ELEMENTS, EVERY_RULE, score_rule
 from tilewise.gpu.backward_abi import KEY_LIST_HEADER, KEY_TILE_WORDS, BackwardArgs, KeyListArgs
 from tilewise.gpu.backward_call import GradientCall, Gradients
 from tilewise.gpu.backward_hopper import BUCKETS, LIST_THREADS, LN2, Shapes, arguments, loadable
+from tilewise.gpu.backward_picks import SLOPE, Picked
 from tilewise.scores import Scores
 
 SOURCE, ENDS = "backward/backward_mma.cu", "backward/mma_ends.cu"
@@ -55,8 +56,8 @@ class BackwardTiling:
 # dK or dV of its pair's keys in registers, and S or dP of them. With 32 keys each fragment of Q and dO that is read
 # serves two products.
 TILINGS: dict[tuple[int, int], tuple[BackwardTiling, ...]] = {
-    (2, 64): (BackwardTiling(64, 128, 32, 2, own_registers=True),),
-    (2, 128): (BackwardTiling(64, 128, 32, 4), BackwardTiling(32, 64, 16, 4)),
+    (2, 64): (BackwardTiling(64, 128, 32, 2, own_registers=True), BackwardTiling(64, 64, 16, 2)),
+    (2, 128): (BackwardTiling(64, 128, 32, 4), BackwardTiling(64, 64, 16, 4), BackwardTiling(32, 64, 16, 4)),
     (2, 192): (BackwardTiling(64, 64, 16, 2), BackwardTiling(32, 48, 16, 3)),
     (2, 256): (BackwardTiling(32, 64, 16, 4), BackwardTiling(32, 32, 16, 2, stages=1)),
     (4, 64): (BackwardTiling(32, 128, 32, 4), BackwardTiling(32, 64, 16, 4)),
@@ -71,10 +72,11 @@ def padded(head_dim: int) -> int:
     return next(d for d in WIDTHS if d >= head_dim)
 
 
-def choose(card: str, dtype: torch.dtype, head_dim: int) -> BackwardTiling:
-    """The tiling for a head dimension on a card."""
+def choose(card: str, dtype: torch.dtype, head_dim: int, block_k: int = 0) -> BackwardTiling:
+    """The tiling for a head dimension on a card; block_k: keys of a schedule's blocks, which tiles do not exceed."""
     width, size, most = padded(head_dim), dtype.itemsize, limits_of(card).shared_block
-    return next(t for t in TILINGS[size, width] if t.shared_bytes(width, size) <= most)
+    fitting = [t for t in TILINGS[size, width] if t.shared_bytes(width, size) <= most]
+    return next((t for t in fitting if not block_k or t.tile_kv <= block_k), fitting[-1 if block_k else 0])
 
 
 def new_card(device: torch.device) -> bool:
@@ -90,7 +92,8 @@ def _newer(arch: str) -> bool:
 class Kind:
     """What the kernels are compiled for. index: of the starts, None if dense; in_turn: dQ is added up in a fixed order.
 
-    new: the card has stmatrix and adds four floats by one instruction.
+    new: the card has stmatrix and adds four floats by one instruction. function: a user's mask and score in C++, and
+    slope: the score's derivative; "" for none. picked: a schedule or a mask leaves out tiles.
     """
 
     dtype: torch.dtype
@@ -99,6 +102,9 @@ class Kind:
     new: bool
     index: torch.dtype | None = None
     in_turn: bool = False
+    function: str = ""
+    slope: str = ""
+    picked: bool = False
 
 
 @lru_cache(maxsize=1024)
@@ -119,7 +125,10 @@ def specs_of(kind: Kind, tiling: BackwardTiling) -> tuple[KernelSpec, KernelSpec
         ("kInTurn", kind.in_turn),
     )
     main = (
-        *(*common, score_rule(kind.scores)),
+        *(*common, score_rule(Scores() if kind.slope else kind.scores)),
+        ("Function", "UserFunction" if kind.function else "NoFunction"),
+        ("Slope", SLOPE if kind.slope else "NoFunction"),
+        ("kPicked", kind.picked),
         ("kOwnInRegisters", tiling.own_registers),
         ("kBlocksEach", tiling.blocks_each),
     )
@@ -132,7 +141,10 @@ def specs_of(kind: Kind, tiling: BackwardTiling) -> tuple[KernelSpec, KernelSpec
         KernelSpec(name, ENDS, name, ends, tiling.threads, 0, product=True) for name in ("before_mma", "after_mma")
     )
     shared = tiling.shared_bytes(width, kind.dtype.itemsize)
-    return before, KernelSpec("backward_mma", SOURCE, "backward_mma", main, tiling.threads, shared, product=True), after
+    text = kind.function + kind.slope
+    product = not text  # what a user's function takes of registers is the user's
+    made = KernelSpec("backward_mma", SOURCE, "backward_mma", main, tiling.threads, shared, product=product, text=text)
+    return before, made, after
 
 
 def list_spec(index: torch.dtype, tiling: BackwardTiling, in_turn: bool) -> KernelSpec:
@@ -186,7 +198,8 @@ def gradients(call: GradientCall, tiling: BackwardTiling | None = None, **emulat
     device, sinks = call.q.device, call.scores.sinks
     given = {name: loadable(getattr(call, name)) for name in ("q", "k", "v", "o", "d_o")}
     found = {f"d_{n}": torch.empty_like(given[n], memory_format=torch.contiguous_format) for n in "qkv"}
-    tiling = tiling or choose(card_of(device), call.q.dtype, call.q.shape[-1])
+    block_k = 0 if call.schedule is None else call.schedule.block_k
+    tiling = tiling or choose(card_of(device), call.q.dtype, call.q.shape[-1], block_k)
     shapes = shapes_of(call, tiling)
     if not call.q.numel() or not call.k.numel():
         none = None if sinks is None else torch.zeros(shapes.heads, dtype=torch.float32, device=device)
@@ -202,9 +215,13 @@ def gradients(call: GradientCall, tiling: BackwardTiling | None = None, **emulat
         work["list"] = torch.empty(words, dtype=torch.int32, device=device)
     index = None if call.starts_q is None else call.starts_q.dtype
     head_dim = given["q"].shape[-1]
-    kind = Kind(call.q.dtype, head_dim, call.scores.rule, new_card(device), index, call.deterministic)
+    picked = Picked.of(call)
+    kind = Kind(
+        call.q.dtype, head_dim, call.scores.rule, new_card(device), index, call.deterministic,
+        picked.function, picked.slope, picked.picked,
+    )  # fmt: skip
     args, read = arguments(call, shapes, given | found | work)
-    run(kind, tiling, shapes, args, given | found | work | read, **emulated)
+    run(kind, tiling, shapes, [args, *picked.args], given | found | work | read | picked.tensors, **emulated)
     d_sinks = None
     if sinks is not None:  # one more key per row, whose value is 0: dP = 0
         less, delta = stats.unbind(3)
@@ -217,15 +234,16 @@ def run(
     kind: Kind,
     tiling: BackwardTiling,
     shapes: Shapes,
-    args: BackwardArgs,
+    given: list[Any],
     tensors: dict[str, torch.Tensor],
     **emulated: Any,
 ) -> None:
-    """Launches the kernels one after another."""
+    """Launches the kernels one after another. given: the main one's arguments; the others take the first of them."""
+    args: BackwardArgs = given[0]
     slots, keys = shapes.batch * shapes.heads * shapes.q_tiles, shapes.kv_tiles * shapes.heads_kv * shapes.batch
     specs = specs_of(kind, tiling)
     launches: list[tuple[KernelSpec, int, list[Any]]] = list(
-        zip(specs, (slots, keys, slots), ([args], [args], [args]), strict=True)
+        zip(specs, (slots, keys, slots), ([args], given, [args]), strict=True)
     )
     if kind.index is not None:
         at = tensors["list"].data_ptr()

@@ -14,22 +14,25 @@
 // Constants: Element; kHeadDim, kColumns: padded, and as it is; kTileQ, kTileKv, kPairKeys; kDqEach, kDqAcross: parts of
 // dQ per warp, and side by side; kStages: places for Q and dO, 1 or 2; kOwnInRegisters: a warp keeps its rows of K or V in registers;
 // kNewCard: it has stmatrix and adds vectors; kInTurn: tiles of keys add to dQ in their order; kBlocksEach: thread blocks
-// that a multiprocessor is to hold; Rule: what is done to scores. Rows begin at multiples of 16 bytes.
+// that a multiprocessor is to hold; Rule: what is done to scores; Function, Slope: a user's mask and score, and the
+// score's derivative as a function like it; kPicked: a schedule or a mask leaves out tiles. Rows lie on 16 bytes.
 #include "backward/mma_products.cuh"
 #include "backward/mma_scoring.cuh"
 
 constexpr int kAllBarrier = 1, kPairBarrier = 2;
 
-// Steps of a block: for each query head of the group, the tiles that see its keys
-struct Walk {
+// A step of a block: a query head of the group, and one of the tiles that see the keys. kPicked: of the 32 tiles around
+// it, which are left, and which are left whole
+struct Step {
     int head, i;
-    TILE_DEVICE void next(int tiles) {
-        if (++i == tiles) i = 0, head++;
-    }
+    uint32_t left, whole;
 };
 
 struct Worker {
     const BackwardArgs& args;
+    const Picks& picks;
+    const Function& function;
+    const Slope& slope;
     const int kv_head, begin, tiles, first;
     const int warp, pair;
     float sum[kM][kHeadDim / 2];  // dV or dK
@@ -39,22 +42,82 @@ struct Worker {
     int turn;                     // key tiles that add to its dQ before this one
 
     // Blocks of a full problem begin at different tiles: what they add to is then apart.
-    TILE_DEVICE Worker(const BackwardArgs& args_, const KeyTile& tile, int kv_head_)
-        : args(args_), kv_head(kv_head_), begin(tile.begin), tiles(tile.end - tile.begin),
-          first(!kInTurn && tile.begin == 0 && tiles > 0 ? tile.key / kTileKv % tiles : 0), warp(ptx::uniform(threadIdx.x / 32)),
-          pair(warp % kPairs) {
+    TILE_DEVICE Worker(const BackwardArgs& args_, const Picks& picks_, const Function& function_, const Slope& slope_,
+                       const KeyTile& tile, int kv_head_)
+        : args(args_), picks(picks_), function(function_), slope(slope_), kv_head(kv_head_), begin(tile.begin),
+          tiles(tile.end - tile.begin), first(!kInTurn && !kPicked && tile.begin == 0 && tiles > 0 ? tile.key / kTileKv % tiles : 0),
+          warp(ptx::uniform(threadIdx.x / 32)), pair(warp % kPairs) {
 #pragma unroll
         for (int m = 0; m < kM; m++) warp::zero(sum[m]);
     }
-    TILE_DEVICE int tile_of(const Walk& at) const {
+    TILE_DEVICE int tile_of(const Step& at) const {
         const int t = at.i + first;
         return begin + (t < tiles ? t : t - tiles);
     }
-    TILE_DEVICE int head_of(const Walk& at) const { return kv_head * args.group + at.head; }
+    TILE_DEVICE int head_of(const Step& at) const { return kv_head * args.group + at.head; }
+    TILE_DEVICE bool is_step(const Step& at) const { return at.head < args.group; }
+
+    // ---- the walk ---------------------------------------------------------------------------------------------------
+    TILE_DEVICE Step first_step() const {
+        Step at{0, 0, 0, 0};
+        return kPicked ? find(at) : at;
+    }
+    TILE_DEVICE Step next_step(Step at) const {
+        at.i++;
+        if constexpr (kPicked) return find(at);
+        if (at.i == tiles) at.i = 0, at.head++;
+        return at;
+    }
+    // The first step from `at` on whose tile is left; by a warp
+    TILE_DEVICE Step find(Step at) const {
+        while (is_step(at)) {
+            if (at.i % 32 == 0) {
+                const KeyTile tile = work()[0];
+                const int i = at.i + warp::lane();
+                const Kind kind = i < tiles ? kind_of_tile(head_of(at), begin + i, tile.key) : kNone;
+                at.left = ptx::ballot(kind != kNone);
+                at.whole = ptx::ballot(kind == kAll);
+            }
+            if (at.left >> at.i % 32 & 1) return at;
+            at.i++;
+            if (at.i >= tiles) at.i = 0, at.head++;
+        }
+        return at;
+    }
+    // What is left of query tile t and the tile of keys from `key` on
+    TILE_DEVICE Kind kind_of_tile(int head, int t, int key) const {
+        const KeyTile tile = work()[0];
+        const int q1 = (t + 1) * kTileQ, k1 = key + kTileKv;
+        return kind_of(picks, function, tile.sequence, head, t * kTileQ, (q1 < tile.seqlen_q ? q1 : tile.seqlen_q) - 1, key,
+                       (k1 < tile.seqlen_k ? k1 : tile.seqlen_k) - 1);
+    }
+    TILE_DEVICE bool is_whole(const Step& at, const KeyTile& tile) const {
+        const int t = tile_of(at);
+        return t >= tile.whole_begin && t < tile.whole_end && (!kPicked || at.whole >> at.i % 32 & 1);
+    }
+    // Key tiles of the sequence that add to dQ of this step's queries before this one does; by a warp
+    TILE_DEVICE int turn_of(const Step& at) const {
+        const KeyTile tile = work()[0];
+        const int own = tile.key / kTileKv, t = tile_of(at);
+        const int position = position_of(t * kTileQ, tile.seqlen_q, tile.seqlen_k);
+        const int first_key = args.scores.keys_at(position, {0, tile.seqlen_k}).first / kTileKv;
+        if (!kPicked && !args.ends) return own - first_key;
+        const Global<const KeyTile> list{reinterpret_cast<const KeyTile*>(args.list + kKeyListHeader)};
+        const int listed = first_slot<kTileKv>(tile.k_start, tile.sequence);
+        int before = 0;
+        for (int j = first_key; j < own; j += 32) {
+            const int other = j + warp::lane();
+            bool adds = other < own;
+            if (adds && args.ends) adds = Global<const int>{&list.address(listed + other)->end}[0] > t;  // where keys end
+            if (kPicked && adds) adds = kind_of_tile(head_of(at), t, other * kTileKv) != kNone;
+            before += ptx::count_bits(ptx::ballot(adds));
+        }
+        return before;
+    }
     TILE_DEVICE int first_key() const { return pair * kPairKeys; }
 
     // Asks for Q, dO and what is known of their rows
-    TILE_DEVICE void load(const Walk& at, int stage) const {
+    TILE_DEVICE void load(const Step& at, int stage) const {
         const KeyTile tile = work()[0];
         const int t = tile_of(at), row = t * kTileQ, head = head_of(at);
         const auto rows = [&](int to, const void* base, const Strides& strides) {
@@ -102,15 +165,14 @@ struct Worker {
 
     // ---- the two of a pair ------------------------------------------------------------------------------------------
     // One step's P and dV. Where scores are changed, the other gets P times their derivative.
-    TILE_DEVICE void weigh(const Walk& at, int stage, const TileDs& ds, bool more_dq, const TileDs& before_ds) {
+    TILE_DEVICE void weigh(const Step& at, int stage, const TileDs& ds, bool more_dq, const TileDs& before_ds) {
         Fragments s;
 #pragma unroll
         for (int m = 0; m < kM; m++) warp::zero(s[m]);
         own.multiply(s, TileKv(kAtK), first_key(), TileQ(kAtQ + stage * TileQ::kBytes));
         const KeyTile tile = work()[0];
-        const int t = tile_of(at);
-        const Scoring scoring{args, tile, t * kTileQ, head_of(at), tile.key + first_key()};
-        if (t >= tile.whole_begin && t < tile.whole_end) scoring.weigh<false>(s, a, stage, ds, first_key());
+        const Scoring scoring{args, picks, function, slope, tile, tile_of(at) * kTileQ, head_of(at), tile.key + first_key()};
+        if (is_whole(at, tile)) scoring.weigh<false>(s, a, stage, ds, first_key());
         else scoring.weigh<true>(s, a, stage, ds, first_key());
         ptx::barrier_arrive(kPairBarrier + pair, 64);
         warp::mma_pv(sum, a, TileQ(kAtDo + stage * TileQ::kBytes));
@@ -138,15 +200,14 @@ struct Worker {
         warp::mma_pv(sum, a, TileQ(kAtQ + stage * TileQ::kBytes));
     }
 
-    template <bool kWeighs> TILE_DEVICE void run() {
-        Walk at{0, 0}, ahead{0, 0};
-        const int steps = tiles * args.group;
-        ahead.next(tiles);
+    template <bool kWeighs> TILE_DEVICE void run(Step at) {
+        Step ahead = next_step(at);
         own.take(TileKv(kWeighs ? kAtK : kAtV), first_key());
+        int n = 0;
 #pragma unroll 1
-        for (int n = 0; n < steps; n++) {
+        for (bool more = true; more; n++) {
+            more = is_step(ahead);
             const int stage = kStages == 2 ? n % 2 : 0;
-            const bool more = n + 1 < steps;
             const TileDs ds(kAtDs + n % 2 * TileDs::kBytes), before_ds(kAtDs + (n + 1) % 2 * TileDs::kBytes);
             if constexpr (kStages == 2) {
                 if (more) load(ahead, 1 - stage);
@@ -155,7 +216,7 @@ struct Worker {
             if constexpr (kWeighs) weigh(at, stage, ds, n > 0, before_ds);
             else differ(stage, ds, n > 0, before_ds);
             slot = slot_of(args, work()[0], head_of(at), tile_of(at));
-            if constexpr (kInTurn) turn = turn_of(args, work()[0], tile_of(at));
+            if constexpr (kInTurn) turn = turn_of(at);
             if constexpr (kStages == 1) {
                 ptx::barrier_sync(kAllBarrier, kThreads);
                 if (more) load(ahead, 0);
@@ -164,9 +225,9 @@ struct Worker {
             ptx::copy_async_wait<0>();
             ptx::barrier_sync(kAllBarrier, kThreads);
             at = ahead;
-            ahead.next(tiles);
+            if (more) ahead = next_step(ahead);
         }
-        add_dq(TileDs(kAtDs + (steps + 1) % 2 * TileDs::kBytes));
+        add_dq(TileDs(kAtDs + (n + 1) % 2 * TileDs::kBytes));
     }
 };
 
@@ -190,15 +251,17 @@ TILE_DEVICE void store(const BackwardArgs& args, const KeyTile& tile, int kv_hea
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, kBlocksEach)
-    backward_mma(const __grid_constant__ BackwardArgs args) {
+    backward_mma(const __grid_constant__ BackwardArgs args, const __grid_constant__ Picks picks,
+                 const __grid_constant__ Function function, const __grid_constant__ Slope slope) {
     int kv_head;
     const KeyTile tile = key_tile(args, blockIdx.x, kv_head);
     if (tile.sequence < 0) return;
     if (threadIdx.x == 0) work()[0] = tile;
-    Worker worker(args, tile, kv_head);
+    Worker worker(args, picks, function, slope, tile, kv_head);
     const bool weighs = worker.warp < kPairs;
     ptx::sync_threads();
-    if (worker.tiles > 0) {
+    const Step at = worker.tiles > 0 ? worker.first_step() : Step{args.group, 0, 0, 0};
+    if (worker.is_step(at)) {
         const auto keys = [&](int to, const void* base, const Strides& strides) {
             const auto from = static_cast<const Element*>(base);
             load_rows<kTileKv>(TileKv(to), row_at(args, from, strides, tile.sequence, tile.k_start + tile.key, kv_head),
@@ -206,12 +269,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksEach)
         };
         keys(kAtK, args.k, args.k_strides);
         keys(kAtV, args.v, args.v_strides);
-        worker.load({0, 0}, 0);
+        worker.load(at, 0);
         ptx::copy_async_commit();
         ptx::copy_async_wait<0>();
         ptx::sync_threads();
-        if (weighs) worker.run<true>();
-        else worker.run<false>();
+        if (weighs) worker.run<true>(at);
+        else worker.run<false>(at);
     }
     if (weighs) store(args, work()[0], kv_head, args.dv, args.dv_strides, worker.sum, worker.first_key(), 1.0f);
     else store(args, work()[0], kv_head, args.dk, args.dk_strides, worker.sum, worker.first_key(), args.scale);

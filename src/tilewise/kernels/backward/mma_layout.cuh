@@ -68,19 +68,6 @@ TILE_DEVICE int64_t slot_of(const BackwardArgs& args, const KeyTile& tile, int h
     const int64_t heads = args.starts_q ? 0 : int64_t(tile.sequence) * args.heads;
     return (heads + head) * args.q_tiles + tile.slot + t;
 }
-// Key tiles of the sequence that see query tile t and come before this one; by a warp
-TILE_DEVICE int turn_of(const BackwardArgs& args, const KeyTile& tile, int t) {
-    const int own = tile.key / kTileKv;
-    if (args.ends) {  // each ends where its keys do
-        const Global<const KeyTile> list{reinterpret_cast<const KeyTile*>(args.list + kKeyListHeader)};
-        const int first = first_slot<kTileKv>(tile.k_start, tile.sequence);
-        uint32_t before = 0;
-        for (int i = warp::lane(); i < own; i += 32) before += Global<const int>{&list.address(first + i)->end}[0] > t;
-        return ptx::reduce_add(before);
-    }
-    const int position = position_of(t * kTileQ, tile.seqlen_q, tile.seqlen_k);
-    return own - args.scores.keys_at(position, {0, tile.seqlen_k}).first / kTileKv;
-}
 // Row `row` of a sequence, or of all that are packed, in a tensor of queries or of keys
 template <class T>
 TILE_DEVICE T* row_at(const BackwardArgs& args, T* base, const Strides& strides, int sequence, int row, int head) {
