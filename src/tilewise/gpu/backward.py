@@ -1,12 +1,14 @@
 """Gradients on a card or in the emulator: `gradients` asks the kernels that the card runs.
 
-backward_call.py says what a call is. Hopper is served by backward_hopper.py; other cards, float32, and what a
-schedule or a user's functions leave, by backward_mma.py.
+backward_call.py says what a call is. Hopper is served by backward_hopper.py; other cards, float32 and score functions
+by backward_mma.py.
 """
 
 from __future__ import annotations
 
 from typing import Any
+
+import torch
 
 from tilewise.arch import card_of, hopper
 from tilewise.compiler.spec import KernelSpec
@@ -18,11 +20,14 @@ from tilewise.gpu.backward_call import Gradients as Gradients
 def gradients(call: GradientCall, **emulated: Any) -> Gradients:
     """The gradients of a call's q, k, v and sinks, on the current stream. emulated: options of emulator.launch."""
     card, head_dim = card_of(call.q.device), call.q.shape[-1]
-    plain = call.function is None and call.schedule is None
-    served = plain and call.q.dtype in backward_hopper.DTYPES and head_dim <= max(backward_hopper.TILINGS)
-    if hopper(card) and served:
+    scored = call.function is not None and call.function.scores
+    if hopper(card) and not scored and _in_hopper(call.q.dtype, head_dim):
         return backward_hopper.gradients(call, **emulated)
     return backward_mma.gradients(call, **emulated)
+
+
+def _in_hopper(dtype: torch.dtype, head_dim: int) -> bool:
+    return dtype in backward_hopper.DTYPES and head_dim <= max(backward_hopper.TILINGS)
 
 
 def specs(card: str = "sm_90a", *, every: bool = False) -> list[KernelSpec]:
