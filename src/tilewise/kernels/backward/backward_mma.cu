@@ -11,11 +11,12 @@
 //   S, then P = exp S  |  dQ of the step before, dP
 //   dV, dQ             |  dS = P dP, dK
 //
-// Constants: Element; kHeadDim, kColumns: padded, and as it is; kTileQ, kTileKv, kPairKeys; kDqEach, kDqAcross: parts of
-// dQ per warp, and side by side; kStages: places for Q and dO, 1 or 2; kOwnInRegisters: a warp keeps its rows of K or V in registers;
-// kNewCard: it has stmatrix and adds vectors; kInTurn: tiles of keys add to dQ in their order; kBlocksEach: thread blocks
-// that a multiprocessor is to hold; Rule: what is done to scores; Function, Slope: a user's mask and score, and the
-// score's derivative as a function like it; kPicked: a schedule or a mask leaves out tiles. Rows lie on 16 bytes.
+// Constants: Element; kHeadDim, kColumns: padded, and as it is; kTileQ, kTileKv, kPairKeys; kDqEach, kDqAcross: parts
+// of dQ per warp, and side by side; kStages: places for Q and dO, 1 or 2; kOwnInRegisters: a warp keeps its rows of K
+// or V in registers; kNewCard: it has stmatrix and adds vectors; kInTurn: tiles of keys add to dQ in their order;
+// kBlocksEach: thread blocks that a multiprocessor is to hold; Rule: what is done to scores; Function, Slope: a user's
+// mask and score, and the score's derivative as a function like it; kPicked: a schedule or a mask leaves out tiles.
+// Rows lie on 16 bytes.
 #include "backward/mma_products.cuh"
 #include "backward/mma_scoring.cuh"
 
@@ -45,10 +46,13 @@ struct Worker {
     TILE_DEVICE Worker(const BackwardArgs& args_, const Picks& picks_, const Function& function_, const Slope& slope_,
                        const KeyTile& tile, int kv_head_)
         : args(args_), picks(picks_), function(function_), slope(slope_), kv_head(kv_head_), begin(tile.begin),
-          tiles(tile.end - tile.begin), first(!kInTurn && !kPicked && tile.begin == 0 && tiles > 0 ? tile.key / kTileKv % tiles : 0),
+          tiles(tile.end - tile.begin), first(turns_round(tile) ? tile.key / kTileKv % tiles : 0),
           warp(ptx::uniform(threadIdx.x / 32)), pair(warp % kPairs) {
 #pragma unroll
         for (int m = 0; m < kM; m++) warp::zero(sum[m]);
+    }
+    static TILE_DEVICE bool turns_round(const KeyTile& tile) {
+        return !kInTurn && !kPicked && tile.begin == 0 && tile.end > 0;
     }
     TILE_DEVICE int tile_of(const Step& at) const {
         const int t = at.i + first;
@@ -87,9 +91,9 @@ struct Worker {
     // What is left of query tile t and the tile of keys from `key` on
     TILE_DEVICE Kind kind_of_tile(int head, int t, int key) const {
         const KeyTile tile = work()[0];
-        const int q1 = (t + 1) * kTileQ, k1 = key + kTileKv;
-        return kind_of(picks, function, tile.sequence, head, t * kTileQ, (q1 < tile.seqlen_q ? q1 : tile.seqlen_q) - 1, key,
-                       (k1 < tile.seqlen_k ? k1 : tile.seqlen_k) - 1);
+        const int q0 = t * kTileQ, q1 = q0 + kTileQ < tile.seqlen_q ? q0 + kTileQ : tile.seqlen_q;
+        const int k1 = key + kTileKv < tile.seqlen_k ? key + kTileKv : tile.seqlen_k;
+        return kind_of(picks, function, tile.sequence, head, q0, q1 - 1, key, k1 - 1);
     }
     TILE_DEVICE bool is_whole(const Step& at, const KeyTile& tile) const {
         const int t = tile_of(at);
@@ -108,7 +112,7 @@ struct Worker {
         for (int j = first_key; j < own; j += 32) {
             const int other = j + warp::lane();
             bool adds = other < own;
-            if (adds && args.ends) adds = Global<const int>{&list.address(listed + other)->end}[0] > t;  // where keys end
+            if (adds && args.ends) adds = Global<const int>{&list.address(listed + other)->end}[0] > t;
             if (kPicked && adds) adds = kind_of_tile(head_of(at), t, other * kTileKv) != kNone;
             before += ptx::count_bits(ptx::ballot(adds));
         }
@@ -171,7 +175,8 @@ struct Worker {
         for (int m = 0; m < kM; m++) warp::zero(s[m]);
         own.multiply(s, TileKv(kAtK), first_key(), TileQ(kAtQ + stage * TileQ::kBytes));
         const KeyTile tile = work()[0];
-        const Scoring scoring{args, picks, function, slope, tile, tile_of(at) * kTileQ, head_of(at), tile.key + first_key()};
+        const int query = tile_of(at) * kTileQ, key = tile.key + first_key();
+        const Scoring scoring{args, picks, function, slope, tile, query, head_of(at), key};
         if (is_whole(at, tile)) scoring.weigh<false>(s, a, stage, ds, first_key());
         else scoring.weigh<true>(s, a, stage, ds, first_key());
         ptx::barrier_arrive(kPairBarrier + pair, 64);

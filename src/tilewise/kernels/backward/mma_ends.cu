@@ -19,7 +19,8 @@ extern "C" __global__ void __launch_bounds__(kThreads) before_mma(const __grid_c
     for (int i = threadIdx.x; i < kTileQ * kHeadDim / 4; i += kThreads) sum[i] = Vector16{};
     if (kInTurn && threadIdx.x < kWarps) Global<int>{args.turns}[tile.number * kWarps + threadIdx.x] = 0;
     const Global<float> stats{args.stats + tile.number * (2 * kTileQ)};
-    constexpr int kLanes = kHeadDim < 256 ? kHeadDim < 128 ? 8 : 16 : 32, kRows = kThreads / kLanes;  // lanes of a row, rows together
+    // Lanes of a row, rows together
+    constexpr int kLanes = kHeadDim < 128 ? 8 : kHeadDim < 256 ? 16 : 32, kRows = kThreads / kLanes;
     const int lane = threadIdx.x % kLanes;
 #pragma unroll
     for (int r = 0; r < kTileQ; r += kRows) {
@@ -27,8 +28,11 @@ extern "C" __global__ void __launch_bounds__(kThreads) before_mma(const __grid_c
         const bool is = row < tile.rows && (kTileQ % kRows == 0 || row < kTileQ);
         float delta = 0.0f;
         if (is) {
-            const Global<const Vector16> o = row_of(tile, static_cast<const Element*>(args.o), args.o_strides, row).template as<const Vector16>();
-            const Global<const Vector16> d = row_of(tile, static_cast<const Element*>(args.d_o), args.do_strides, row).template as<const Vector16>();
+            const auto at = [&](const void* base, const Strides& strides) {
+                const auto of = row_of(tile, static_cast<const Element*>(base), strides, row);
+                return of.template as<const Vector16>();
+            };
+            const Global<const Vector16> o = at(args.o, args.o_strides), d = at(args.d_o, args.do_strides);
 #pragma unroll
             for (int chunk = lane; chunk < kColumns / kInChunk; chunk += kLanes) {
                 const Vector16 x = o[chunk], y = d[chunk];

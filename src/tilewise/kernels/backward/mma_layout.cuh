@@ -1,5 +1,5 @@
-// What the backward by mma.sync has in shared memory, how its threads load it, and who makes what of dQ. backward_mma.cu
-// says what the constants mean; mma_ends.cu asks here how dQ's sum lies.
+// What the backward by mma.sync has in shared memory, how its threads load it, and who makes what of dQ.
+// backward_mma.cu says what the constants mean; mma_ends.cu asks here how dQ's sum lies.
 #pragma once
 #include "backward/arguments.cuh"
 #include "tile/mma_rows.cuh"
@@ -23,9 +23,9 @@ constexpr int kAtTile = kAtStats + 2 * kStages * kStatBytes, kSharedBytes = kAtT
 
 TILE_DEVICE Shared<KeyTile> work() { return Shared<KeyTile>(kAtTile); }
 
-// ---- dQ -----------------------------------------------------------------------------------------------------------------
-// Every warp of the block makes kDqEach parts of a tile of dQ, of kDqRows × kDqColumns each. In global memory a tile lies
-// part by part in the order in which fragments hold it, so that a warp adds to neighbouring floats.
+// ---- dQ -------------------------------------------------------------------------------------------------------------
+// Every warp of the block makes kDqEach parts of a tile of dQ, of kDqRows × kDqColumns each. In global memory a tile
+// lies part by part in the order in which fragments hold it, so that a warp adds to neighbouring floats.
 constexpr int kDqDown = kWarps * kDqEach / kDqAcross;  // parts under each other
 constexpr int kDqColumns = kHeadDim / kDqAcross, kDqRows = kTileQ / kDqDown, kDqM = kDqRows / 16;
 constexpr int kDqSize = kDqColumns / 2;  // floats of a lane, per sixteen rows
@@ -51,8 +51,8 @@ TILE_DEVICE KeyTile key_tile(const BackwardArgs& args, int number, int& kv_head)
             tile = Global<const KeyTile>{reinterpret_cast<const KeyTile*>(args.list + kKeyListHeader)}[entry];
         return tile;
     }
-    // Tiles of a head one after another, the first, which most queries see, first; but where they add to dQ in turn, the
-    // first tiles of all heads, so that few wait for each other.
+    // Tiles of a head one after another, the first, which most queries see, first; but where they add to dQ in turn,
+    // the first tiles of all heads, so that few wait for each other.
     const int heads = args.sequences * args.kv_heads;
     const int head = kInTurn ? number % heads : number / args.kv_tiles;
     tile.sequence = head / args.kv_heads;
@@ -74,7 +74,7 @@ TILE_DEVICE T* row_at(const BackwardArgs& args, T* base, const Strides& strides,
     return base + ((args.starts_q ? 0 : sequence * strides.batch) + row * strides.row + head * strides.head);
 }
 
-// ---- loads --------------------------------------------------------------------------------------------------------------
+// ---- loads ----------------------------------------------------------------------------------------------------------
 // kRows rows from g on, `stride` elements apart, of which the first `rows` exist: by cp.async. The others, and columns
 // behind the last, become zero.
 template <int kRows>
@@ -119,7 +119,8 @@ TILE_DEVICE void take(uint32_t (&a)[4], const TileDs& from, int row0, int k) {
     if constexpr (kFloats)
 #pragma unroll
         for (int h = 0; h < 2; h++) {
-            const Two two = Shared<Two>(from.offset)[two_at(row0 + warp::fragment_row(h), 8 * k + warp::fragment_column())];
+            const int at = two_at(row0 + warp::fragment_row(h), 8 * k + warp::fragment_column());
+            const Two two = Shared<Two>(from.offset)[at];
             a[2 * h] = as_bits(two.of[0]), a[2 * h + 1] = as_bits(two.of[1]);
         }
     else warp::load_a(a, from, row0, k);

@@ -72,7 +72,8 @@ struct Own {
     TILE_DEVICE void take(const TileKv& tile, int row0) {
         if constexpr (kOwnInRegisters)
 #pragma unroll
-            for (int i = 0; i < kSteps * kM; i++) warp::load_a(rows[i / kM][i % kM], tile, row0 + 16 * (i % kM), i / kM);
+            for (int i = 0; i < kSteps * kM; i++)
+                warp::load_a(rows[i / kM][i % kM], tile, row0 + 16 * (i % kM), i / kM);
     }
     // acc += these rows times those of Q (dO)
     TILE_DEVICE void multiply(Fragments& acc, const TileKv& tile, int row0, const TileQ& with) const {

@@ -61,7 +61,8 @@ TILE_DEVICE bool is_left(const Picks& picks, const Function& function, int seque
     if (picks.kept) {
         const int row = picks.block_q.quotient(q), column = picks.block_k.quotient(k);
         if (!picks.has(picks.plane_of(picks.kept, sequence, head), row, column)) return false;
-        if (picks.lengths_k && k - column * int(picks.block_k.divisor) >= picks.length_of(sequence, column)) return false;
+        const int inside = k - column * int(picks.block_k.divisor);
+        if (picks.lengths_k && inside >= picks.length_of(sequence, column)) return false;
     }
     if constexpr (Function::kMask) return function.mask(sequence, head, q, k, float(q), float(k), q, 0, k, 0);
     return true;
