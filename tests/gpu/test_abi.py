@@ -15,6 +15,8 @@ from tilewise.gpu import (
     backward_abi,
     backward_hopper,
     backward_lists,
+    backward_mma,
+    backward_picks,
     decode_kernels,
     merge_rows,
     pattern,
@@ -35,6 +37,7 @@ DECODE = (("kSelected", False),)
 BEFORE, BACKWARD, _ = (
     spec.constants for spec in backward_hopper.specs_of(backward_hopper.Kind(torch.bfloat16, 128, Scores(), False))
 )
+MMA = backward_mma.specs("sm_89")[1]
 LIST = backward_hopper.list_spec(torch.int32, False).constants
 PAIRS = backward_lists.pairs_spec("", 64, 128, False).constants
 APPEND, WIDEN, MERGE_ROWS = (room.specs()[0].constants for room in (append, widen, merge_rows))
@@ -80,6 +83,7 @@ SOURCES: dict[str, tuple[tuple[tuple[str, Constant], ...], dict[str, type[ctypes
             "QueryLists": backward_abi.QueryListArgs,
         },
     ),
+    "backward/picks.cuh": (KINDS, {"Picks": backward_picks.PickArgs}),
     "backward/list.cu": (LIST, {"KeyListArgs": backward_abi.KeyListArgs}),
     "backward/pairs.cu": (PAIRS, {"PairArgs": backward_abi.PairArgs}),
     "learn/kernels/args.cuh": ((), {"AttentionArgs": ladder.AttentionArgs}),
@@ -115,6 +119,7 @@ CONSTANTS = {
         "kTileKv": backward_hopper.TILE_KV,
         "kConsumers": backward_hopper.CONSUMERS,
     },
+    "backward/mma_layout.cuh": {"kSharedBytes": MMA.shared_bytes, "kThreads": MMA.threads},
     "backward/ends.cu": {
         "kBeforeThreads": backward_hopper.BEFORE_THREADS,
         "kAfterThreads": backward_hopper.AFTER_THREADS,
@@ -190,6 +195,7 @@ def test_every_structure_is_compared():
     everything = (
         *vars(abi).values(),
         *vars(backward_abi).values(),
+        *vars(backward_picks).values(),
         *vars(schedules).values(),
         *vars(widen).values(),
         *vars(merge_rows).values(),
@@ -201,7 +207,11 @@ def test_every_structure_is_compared():
 @pytest.mark.parametrize("source", CONSTANTS)
 def test_constants_are_the_kernels(source, tmp_path):
     wanted = CONSTANTS[source]
-    apart = {"backward/layout.cuh": BACKWARD, "backward/ends.cu": BEFORE}
+    apart = {
+        "backward/layout.cuh": BACKWARD,
+        "backward/ends.cu": BEFORE,
+        "backward/mma_layout.cuh": MMA.constants,
+    }
     constants = SOURCES[source][0] if source in SOURCES else apart.get(source, ())
     assert dict(zip(wanted, evaluated(tmp_path, source, constants, list(wanted)), strict=True)) == wanted
 

@@ -90,6 +90,17 @@ inline void atomic_or(uint32_t* p, uint32_t x) {
     emu::check_global(p, 4, emu::Access::atomic);
     __atomic_fetch_or(p, x, __ATOMIC_SEQ_CST);
 }
+inline void add_to(float* p, float x) {
+    emu::check_global(p, 4, emu::Access::atomic);
+    uint32_t before, after;
+    __atomic_load(reinterpret_cast<uint32_t*>(p), &before, __ATOMIC_SEQ_CST);
+    do after = as_bits(as_float(before) + x);
+    while (!__atomic_compare_exchange(reinterpret_cast<uint32_t*>(p), &before, &after, false, __ATOMIC_SEQ_CST,
+                                      __ATOMIC_SEQ_CST));
+}
+inline void add_to(float* p, const float (&x)[4]) {
+    for (int i = 0; i < 4; i++) add_to(p + i, x[i]);
+}
 inline int atomic_add_shared(uint32_t address, int x) {  // a block's threads take turns
     int before, after;
     std::memcpy(&before, emu::shared_load(address, 4), 4);

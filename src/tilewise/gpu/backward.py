@@ -1,15 +1,18 @@
 """Gradients on a card or in the emulator: `gradients` asks the kernels that the card runs.
 
-backward_call.py says what a call is. Cards without wgmma are served by backward_mma.py, Hopper by backward_hopper.py.
+backward_call.py says what a call is. Hopper is served by backward_hopper.py; other cards, float32 and score functions
+by backward_mma.py.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from tilewise.arch import card_of, hopper
 from tilewise.compiler.spec import KernelSpec
-from tilewise.gpu import backward_hopper
+from tilewise.gpu import backward_hopper, backward_mma
 from tilewise.gpu.backward_call import GradientCall as GradientCall
 from tilewise.gpu.backward_call import Gradients as Gradients
 
@@ -17,15 +20,16 @@ from tilewise.gpu.backward_call import Gradients as Gradients
 def gradients(call: GradientCall, **emulated: Any) -> Gradients:
     """The gradients of a call's q, k, v and sinks, on the current stream. emulated: options of emulator.launch."""
     card, head_dim = card_of(call.q.device), call.q.shape[-1]
-    if call.function is not None and call.function.scores:
-        raise NotImplementedError("score functions have no gradients on GPUs; use CPU tensors for them")
-    if hopper(card) and call.q.dtype in backward_hopper.DTYPES and head_dim <= max(backward_hopper.TILINGS):
+    scored = call.function is not None and call.function.scores
+    if hopper(card) and not scored and _in_hopper(call.q.dtype, head_dim):
         return backward_hopper.gradients(call, **emulated)
-    raise NotImplementedError(
-        f"{card} has no backward kernel for {call.q.dtype} and head_dim {head_dim}; use CPU tensors"
-    )
+    return backward_mma.gradients(call, **emulated)
+
+
+def _in_hopper(dtype: torch.dtype, head_dim: int) -> bool:
+    return dtype in backward_hopper.DTYPES and head_dim <= max(backward_hopper.TILINGS)
 
 
 def specs(card: str = "sm_90a", *, every: bool = False) -> list[KernelSpec]:
     """The kernels as users of a card get them: bfloat16 and head dimension 128, or `every` one."""
-    return backward_hopper.specs(every=every) if hopper(card) else []
+    return (backward_hopper.specs(every=every) if hopper(card) else []) + backward_mma.specs(card, every=every)

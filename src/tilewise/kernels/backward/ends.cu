@@ -4,49 +4,11 @@
 // after: dQ from its sum, which lies in the order of fragments.
 // Constants: Element, Index, kHeadDim, kColumns: padded and not; kTileQ, kPacked; kInitial: −LSE in the units of S, or
 // in those of base-2 logits; kInTurn: as the backward's.
-#include "backward/arguments.cuh"
+#include "backward/query_tile.cuh"
 #include "tile/mma.cuh"
 
 constexpr int kShares = 2, kDqColumns = kHeadDim / kShares, kDqFloats = kTileQ * kDqColumns;
 constexpr int kBeforeThreads = 256, kAfterThreads = 128 * kShares;
-
-// A tile of query rows: `rows` of them, from `first` on
-struct QueryTile {
-    int head, batch, first, rows;
-    int64_t number;  // among those of all heads
-    TILE_DEVICE explicit QueryTile(const BackwardArgs& args) : number(blockIdx.x) {
-        const int of_heads = blockIdx.x / args.q_tiles, slot = blockIdx.x - of_heads * args.q_tiles;
-        batch = of_heads / args.heads;
-        head = of_heads - batch * args.heads;
-        first = slot * kTileQ;
-        rows = args.seqlen_q - first;
-        if constexpr (kPacked) find(args, slot);
-    }
-    // The sequence whose tiles have this slot, by all lanes together: 32 candidates in a round
-    TILE_DEVICE void find(const BackwardArgs& args, int slot) {
-        const Global<const Index> starts{static_cast<const Index*>(args.starts_q)};
-        int low = 0, high = args.sequences;  // it is in [low, high)
-        while (high - low > 1) {
-            const int step = (high - low + 31) / 32, candidate = low + step * (threadIdx.x % 32);
-            const bool before = candidate < high && slot_of(starts, args, candidate) <= slot;
-            const int found = ptx::count_bits(ptx::ballot(before));
-            if (found > 1) low += step * (found - 1);
-            high = low + step < high ? low + step : high;
-        }
-        const int start = start_at(starts, args, low), length = start_at(starts, args, low + 1) - start;
-        const int row = (slot - slot_of(starts, args, low)) * kTileQ;
-        first = start + row;
-        rows = row < 0 ? 0 : length - row;
-    }
-    static TILE_DEVICE int slot_of(const Global<const Index>& starts, const BackwardArgs& args, int sequence) {
-        return first_slot<kTileQ>(start_at(starts, args, sequence), sequence);
-    }
-    // Whatever the starts say, no row lies outside the tensors.
-    static TILE_DEVICE int start_at(const Global<const Index>& starts, const BackwardArgs& args, int sequence) {
-        const int64_t start = starts[sequence];
-        return start < 0 ? 0 : start > args.seqlen_q ? args.seqlen_q : int(start);
-    }
-};
 
 extern "C" __global__ void __launch_bounds__(kBeforeThreads) before(const __grid_constant__ BackwardArgs args) {
     const QueryTile tile(args);

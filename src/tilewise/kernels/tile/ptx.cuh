@@ -108,6 +108,14 @@ TILE_DEVICE uint32_t reduce_or(uint32_t x) { return __reduce_or_sync(~0u, x); }
 // ---- atomics --------------------------------------------------------------------------------------------------------
 TILE_DEVICE int atomic_add(int* p, int x) { return atomicAdd(p, x); }
 TILE_DEVICE void atomic_or(uint32_t* p, uint32_t x) { atomicOr(p, x); }
+// Floats are added, in any order, and nobody asks what was there before: one, or four neighbours on 16 bytes
+TILE_DEVICE void add_to(float* p, float x) { asm volatile("red.global.add.f32 [%0], %1;" ::"l"(p), "f"(x) : "memory"); }
+TILE_DEVICE void add_to(float* p, const float (&x)[4]) {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(p), "f"(x[0]), "f"(x[1]), "f"(x[2]), "f"(x[3])
+                 : "memory");
+#endif
+}
 // In shared memory, with acquire and release order among the threads that add
 TILE_DEVICE int atomic_add_shared(uint32_t address, int x) {
     int before;
