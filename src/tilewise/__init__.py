@@ -7,6 +7,7 @@ from . import reference
 from .api import (
     attend,
     attention,
+    attention_tree,
     attention_varlen,
     decode,
     grow_plan,
@@ -27,6 +28,7 @@ from .plan import DecodePlan, Plan, StepPlan
 from .plan.standing import StandingPlan
 from .serving import Completion, Engine, EngineFull, EngineStats, Generation, Sampling, Token, generate, stream
 from .state import merge, merge_states
+from .trees import TokenTree
 
 __version__ = "0.1.0"
 
@@ -49,8 +51,10 @@ __all__ = [
     "StandingPlan",
     "StepPlan",
     "Token",
+    "TokenTree",
     "attend",
     "attention",
+    "attention_tree",
     "attention_varlen",
     "decode",
     "explain",
