@@ -48,18 +48,6 @@ def runs_of(ends: Ends) -> list[Run]:
     return found
 
 
-def check_ends(ends: Ends) -> None:
-    """ValueError unless these are the ends of a tree, or of several one after the other."""
-    above = [len(ends)]
-    for n, end in enumerate(ends.tolist()):
-        while above and above[-1] <= n:
-            above.pop()
-        if not n < end <= (above[-1] if above else len(ends)):
-            most = above[-1] if above else len(ends)
-            raise ValueError(f"the end of token {n} must be above {n} and at most {most}, where its branch ends: {end}")
-        above.append(end)
-
-
 def plan_branches(
     ends: Ends, heads_q: int, heads_kv: int, head_dim: int, *, left: int | None = None, io_bytes: int = 2
 ) -> Plan:

@@ -55,7 +55,7 @@ class Logprobs(torch.autograd.Function):
         return (logits[rows, tokens].float() - lse[rows]).masked_fill(previous < 0, 0.0)
 
     @staticmethod
-    @once_differentiable  # type: ignore[misc]
+    @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         logits, previous, tokens, lse = ctx.saved_tensors
         grad = grad.float().masked_fill(previous < 0, 0.0)

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 from tilewise import checks
 from tilewise.graphs import methods_outside
-from tilewise.plan.branches import Ends, check_ends
+from tilewise.plan.branches import Ends
 from tilewise.plan.schedule import BlockSchedule
 from tilewise.plan.schedule_files import AnyPath
 from tilewise.trees import pictures, trie
@@ -88,13 +88,7 @@ class TokenTree:
             )
         if tokens.device.type == "cpu":
             _check_nodes(offsets.tolist(), parents.tolist(), tokens.shape[0])
-        tree = cls(tokens.long(), offsets.long(), parents.long(), None)
-        if tokens.device.type == "cpu":
-            try:
-                check_ends(tree.ends.numpy())
-            except ValueError as error:
-                raise ValueError(f"parents must tell nodes in depth-first order: {error}") from None
-        return tree
+        return cls(tokens.long(), offsets.long(), parents.long(), None)
 
     # ---- sizes -------------------------------------------------------------------------------------------------------
 
@@ -140,7 +134,7 @@ class TokenTree:
 
     @cached_property
     def _unpacked(self) -> tuple[trie.Ints, trie.Ints]:
-        return self._nodes.index()
+        return self._nodes.unpacked()
 
     @cached_property
     def host_ends(self) -> Ends:
@@ -280,6 +274,14 @@ def _tokens(name: str, given: Any) -> trie.Ints:
 def _check_nodes(offsets: list[int], parents: list[int], total: int) -> None:
     if offsets[0] != 0 or offsets[-1] != total or any(a > b for a, b in pairwise(offsets)):
         raise ValueError(f"offsets must begin with 0, never decrease and end with the {total} tokens, got {offsets}")
+    path: list[int] = []  # the node before, and all above it
     for n, parent in enumerate(parents):
         if not -1 <= parent < n:
             raise ValueError(f"parents[{n}] must be −1 or a node before node {n}, got {parent}")
+        while path and path[-1] != parent:
+            path.pop()
+        if parent >= 0 and not path:
+            raise ValueError(
+                f"parents must tell nodes in depth-first order: node {n} hangs below {parent}, node {n - 1} does not"
+            )
+        path.append(n)

@@ -21,7 +21,7 @@ class Nodes(NamedTuple):
     parents: Ints
     lasts: Ints
 
-    def index(self) -> tuple[Ints, Ints]:
+    def unpacked(self) -> tuple[Ints, Ints]:
         """The packed token of each token of the sequences, one sequence after the other, and where these start."""
         offsets, parents = self.offsets.tolist(), self.parents.tolist()
         pieces: list[Ints] = []
@@ -40,12 +40,18 @@ class Nodes(NamedTuple):
     def _owners(self) -> list[int]:
         """The node in which each sequence ends; −1 for none."""
         found = np.searchsorted(self.offsets, self.lasts, side="right") - 1
-        return np.where(self.lasts < 0, -1, found).tolist()
+        owners: list[int] = np.where(self.lasts < 0, -1, found).tolist()
+        return owners
 
     def leaves(self) -> Ints:
-        """The last token of each node that nothing hangs below."""
-        leaf = np.ones(len(self.parents), bool)
-        leaf[self.parents[self.parents >= 0]] = False
+        """The last token of each node that has tokens, and none below it."""
+        parents, leaf = self.parents.tolist(), np.diff(self.offsets) > 0
+        for n in np.flatnonzero(leaf).tolist():
+            above = parents[n]
+            while above >= 0 and self.offsets[above] == self.offsets[above + 1]:
+                above = parents[above]
+            if above >= 0:
+                leaf[above] = False
         return self.offsets[1:][leaf] - 1
 
 
@@ -56,7 +62,7 @@ def pack(sequences: Sequence[Ints]) -> tuple[Ints, Nodes]:
     """
     lasts = np.full(len(sequences), -1, np.int64)
     tokens: list[Ints] = []
-    offsets, parents = [0], []
+    offsets, parents = [0], list[int]()
     stack = [(group, 0, -1) for group in reversed(_by_next_token(sequences, range(len(sequences)), 0))]
     while stack:
         members, depth, parent = stack.pop()

@@ -1,0 +1,150 @@
+"""attention_tree: forward and backward against the float64 oracle over the unshared sequences."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from oracle import assert_gradients, assert_state, gradient_floors, gradients, randn
+from token_tree_cases import answers, families
+
+from tilewise import TokenTree, attention_tree, attention_varlen, functions, reference
+
+
+def tensors_of(tree, heads_q, heads_kv, head_dim, dtype=torch.float32, sinks=False):
+    total = tree.num_tokens
+    q, k, v = (randn(total, h, head_dim, dtype=dtype, seed=n) for n, h in enumerate((heads_q, heads_kv, heads_kv)))
+    return (q, k, v, randn(heads_q, seed=3)) if sinks else (q, k, v)
+
+
+def unshared(tree, q, k, v, *sinks, dtype=torch.float64, **options):
+    """The oracle: each sequence alone, and of every packed token what one of its sequences has."""
+    given = dict(zip(("sinks",), sinks, strict=False))
+    o, lse = reference.attention_varlen(
+        *(x[tree.index] for x in (q, k, v)), tree.starts, tree.starts, causal=True, dtype=dtype, **given, **options
+    )
+    first = torch.zeros(tree.num_tokens, dtype=torch.long).scatter_(0, tree.index, torch.arange(len(tree.index)))
+    return o[first], lse[:, first]
+
+
+def ours(tree, q, k, v, *sinks, **options):
+    given = dict(zip(("sinks",), sinks, strict=False))
+    return attention_tree(q, k, v, tree, return_lse=True, **given, **options)
+
+
+def check(tree, tensors, with_lse=True, **options):
+    """State and gradients."""
+    oracle, dtype = partial(unshared, tree, **options), tensors[0].dtype
+    exact, honest = oracle(*(x.double() for x in tensors)), oracle(*tensors, dtype=dtype)
+    assert_state(ours(tree, *tensors, **options), exact, honest)
+    d_o = randn(*tensors[0].shape, dtype=dtype, seed=7)
+    d_lse = randn(tensors[0].shape[1], tree.num_tokens, seed=8) if with_lse else None
+    got = gradients(partial(ours, tree, **options), tensors, d_o, d_lse)
+    assert [x.dtype for x in got] == [x.dtype for x in tensors]
+    assert_gradients(
+        got,
+        gradients(oracle, tensors, d_o, d_lse, dtype=torch.float64),
+        gradients(partial(oracle, dtype=dtype), tensors, d_o, d_lse),
+        gradient_floors(oracle, tensors, d_o, options.get("scale")),
+        exact[1],
+    )
+
+
+@settings(max_examples=25)
+@given(families(most=5, longest=90), st.data())
+def test_trees_of_all_kinds(sequences, data):
+    tree = TokenTree.from_sequences(sequences)
+    heads_kv = data.draw(st.sampled_from([1, 2]))
+    dtype = data.draw(st.sampled_from([torch.float32, torch.bfloat16]))
+    tensors = tensors_of(
+        tree, heads_kv * data.draw(st.sampled_from([1, 3])), heads_kv, 16, dtype, data.draw(st.booleans())
+    )
+    options = {
+        "window": data.draw(st.sampled_from([None, (0, 0), (7, None), (60, 3)])),
+        "softcap": data.draw(st.sampled_from([0.0, 2.0])),
+        "scale": data.draw(st.sampled_from([None, 0.3])),
+    }
+    check(tree, tensors, data.draw(st.booleans()), **options)
+
+
+def test_a_tree_of_three_levels_with_stretches_longer_than_a_tile():
+    prompts = answers(150, 80, 130)
+    sequences = [p + rest for p in prompts for rest in ([1] * 70, [2] * 20, [3] * 90)]
+    tree = TokenTree.from_sequences([*sequences, [9] * 40])
+    check(tree, tensors_of(tree, 4, 2, 32), with_lse=False)
+
+
+def test_the_result_is_that_of_the_unshared_batch_in_one_call():
+    tree = TokenTree.from_sequences(answers(100, 30, 0, 50))
+    q, k, v = tensors_of(tree, 4, 2, 16)
+    o, lse = attention_varlen(
+        *(tree.unpack(x) for x in (q, k, v)), tree.starts, tree.starts, causal=True, return_lse=True
+    )
+    got, got_lse = attention_tree(q, k, v, tree, return_lse=True)
+    torch.testing.assert_close(tree.unpack(got), o)
+    torch.testing.assert_close(tree.unpack(got_lse.T).T, lse)
+    assert torch.equal(attention_tree(q, k, v, tree), got)
+
+
+def test_gradients_have_the_same_bits_again_and_torch_checkpoints_them():
+    from torch.utils.checkpoint import checkpoint
+
+    tree = TokenTree.from_sequences(answers(80, 30, 40))
+    tensors = [x.requires_grad_() for x in tensors_of(tree, 2, 1, 16)]
+    call = partial(attention_tree, tree=tree, deterministic=True)
+    once, again = (torch.autograd.grad(call(*tensors).sum(), tensors) for _ in range(2))
+    kept = torch.autograd.grad(checkpoint(call, *tensors, use_reentrant=False).sum(), tensors)
+    for one, two, three in zip(once, again, kept, strict=True):
+        assert torch.equal(one, two)
+        assert torch.equal(one, three)
+    (d_q,) = torch.autograd.grad(call(*tensors).sum(), tensors[0], create_graph=True)
+    with pytest.raises(NotImplementedError, match="second derivatives"):
+        d_q.sum().backward()
+
+
+def test_compiled_code_breaks_its_graph_and_gives_the_same():
+    tree = TokenTree.from_sequences(answers(20, 5, 6))
+    q, k, v = tensors_of(tree, 2, 1, 16)
+    compiled = torch.compile(lambda *x: attention_tree(*x, tree) + 1, backend="eager")
+    assert torch.equal(compiled(q, k, v), attention_tree(q, k, v, tree) + 1)
+
+
+def test_other_trees_are_no_other_kernels():
+    texts = set()
+    for prompt, lengths in ((200, (30, 50)), (1000, (7, 8, 9)), (64, (640,))):
+        tree = TokenTree.from_sequences(answers(prompt, *lengths))
+        sizes = (1, 4, tree.num_tokens, tree.num_tokens)
+        texts.add(functions.of(tree.sees(), None).text(sizes) + functions.of(tree.sees(9), None).text(sizes))
+    assert len(texts) == 1
+
+
+@pytest.mark.parametrize("window", [None, (40, 0)])
+def test_the_forward_in_the_emulator(window):
+    tree = TokenTree.from_sequences([*answers(150, 70, 20), [5] * 30])
+    tensors = tensors_of(tree, 4, 2, 64, torch.bfloat16, sinks=True)
+    got = ours(tree, *tensors, window=window, backend="emulator")
+    exact = unshared(tree, *(x.double() for x in tensors), window=window)
+    assert_state(got, exact, unshared(tree, *tensors, window=window, dtype=torch.bfloat16))
+
+
+def refused():
+    tree = TokenTree.from_sequences([[1, 2, 3]])
+    x = torch.zeros(3, 1, 8)
+    return {
+        "tree must be a tilewise.TokenTree, got list": lambda: attention_tree(x, x, x, [[1]]),
+        "q must have a row for each of the tree's 3": lambda: attention_tree(x[:2], x[:2], x[:2], tree),
+        "k must have shape": lambda: attention_tree(x, x[:2], x[:2], tree),
+        "q must have 3 dimensions": lambda: attention_tree(x[None], x[None], x[None], tree),
+        "tree must be on meta": lambda: attention_tree(*[x.to("meta")] * 3, tree),
+        "deterministic must be True or False": lambda: attention_tree(x, x, x, tree, deterministic=1),
+        "window must be": lambda: attention_tree(x, x, x, tree, window=5),
+    }
+
+
+@pytest.mark.parametrize("message", refused())
+def test_what_is_refused_says_why(message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        refused()[message]()
