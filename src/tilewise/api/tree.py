@@ -92,8 +92,8 @@ def attention_tree(
     scores = arguments.check_scores(q, 1, causal=True, sinks=sinks, **given)
     checks.flag("return_lse", return_lse)
     checks.flag("deterministic", deterministic)
-    if gradients.on_cpu(q, k, v, sinks):
-        gradients.check(q, None, backend, {})
+    if arguments.wants_gradients(q, k, v, sinks):
+        gradients.check(q, None, backend)
         node = Tree(tree, scores.rule, backend)
         return gradients.asked(gradients.apply(node, q, k, v, sinks), return_lse)
     o, lse = _state(q, k, v, sinks, tree, scores.rule, backend)
