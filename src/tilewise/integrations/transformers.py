@@ -84,8 +84,8 @@ def attention_forward(
     if s_aux is not None and sinks is not None:
         raise ValueError("s_aux and sinks are two names of one argument, got both")
     if isinstance(attention_mask, TreeMask):
-        given = as_autocast((query, key, value))
-        return attend_tree(*given, attention_mask, scaling, softcap, s_aux if sinks is None else sinks), None
+        q, k, v = as_autocast((query, key, value))
+        return attend_tree(q, k, v, attention_mask, scaling, softcap, s_aux if sinks is None else sinks), None
     checks.tensor("query", query, shape=("batch", "heads", "queries", "head_dim"))
     mask = attention_mask
     if not isinstance(mask, Mask):
