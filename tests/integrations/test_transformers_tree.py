@@ -69,7 +69,7 @@ def test_windows_count_by_position():
 
 def test_what_cannot_be_over_a_tree_says_so():
     model, tree = build(cases.llama), TokenTree.from_sequences(SEQUENCES)
-    with pytest.raises(TypeError, match="tree must be a .*TokenTree"), training_tree(SEQUENCES):
+    with pytest.raises(TypeError, match=r"tree must be a .*TokenTree"), training_tree(SEQUENCES):
         pass
     with pytest.raises(ValueError, match=r"takes tree.tokens\[None\]"), training_tree(tree):
         model(tree.tokens[None, 1:])
