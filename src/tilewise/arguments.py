@@ -14,6 +14,7 @@ import numpy.typing as npt
 import torch
 
 from tilewise import checks, cpu, functions
+from tilewise.cpu.dropout import Dropout
 from tilewise.functions import Function
 from tilewise.gpu.abi import FP8
 from tilewise.gpu.tilings import out_dtype
@@ -169,6 +170,7 @@ class Call(NamedTuple):
     where: Where
     function: Function | None
     schedule: Any
+    dropout: Dropout | None = None
 
 
 def check_call(
@@ -183,6 +185,8 @@ def check_call(
     exact: bool,
     deterministic: bool,
     descales: Descales,
+    dropout_p: float,
+    dropout_seed: torch.Tensor | None,
     return_lse: bool,
     out: torch.Tensor | None,
     backend: str,
@@ -208,7 +212,7 @@ def check_call(
     where = check_backend(backend, q, given, rungs=rungs)
     if batch is None and schedule is not None:
         check_schedule("schedule", schedule, *sizes[1:3], sizes, q.device)
-    return Call(sizes, scores, checked, where, function, schedule)
+    return Call(sizes, scores, checked, where, function, schedule, Dropout.checked(dropout_p, dropout_seed, where))
 
 
 def check_function(mask: Any, score: Any, scores: Scores, device: torch.device) -> Function | None:
@@ -279,6 +283,12 @@ def check_starts(name: str, starts: torch.Tensor, total: int | None, packed: str
     if total is not None and values[-1] != total:
         raise ValueError(f"{name} must end with {packed}'s total of {total} rows, got {values[-1]}")
     return values
+
+
+def starts_like(q: torch.Tensor, starts_q: torch.Tensor, starts_k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """As the kernels take them: where q is, of one dtype."""
+    device, dtype = q.device, starts_q.dtype
+    return starts_q.to(device, dtype).contiguous(), starts_k.to(device, dtype).contiguous()
 
 
 def check_lengths(name: str, lengths: Any, count: int, padded: int) -> list[int]:
