@@ -86,6 +86,26 @@ def by_levels(
     return d_q, d_sources
 
 
+def over_tree(
+    tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    scores: Scores,
+    state: State,
+    grads: Grads,
+    *,
+    deterministic: bool,
+    ends: torch.Tensor,
+    positions: torch.Tensor | None,
+) -> Gradients:
+    """Of q, k and v of one packed sequence whose key k is seen by the queries k … ends[k] − 1, and of sinks.
+
+    positions: int32, by which a window measures.
+    """
+    total = tensors[0].shape[0]
+    starts = torch.arange(0, total + 1, max(1, total), dtype=torch.int32, device=ends.device)
+    rest = {"ends": ends, "positions": positions}
+    return _of(tensors, scores, state, grads, deterministic, (starts, starts), (total, total), **rest)
+
+
 def _by_member(x: torch.Tensor | None, members: int, packed: bool) -> Any:
     """q, o or dO (B, Nq, Hq, D), the LSE or its gradient (B, Hq, Nq), with all rows of a member one after another:
     (members, rows, Hq, D) and (members, Hq, rows), or packed, (members · rows, Hq, D) and (Hq, members · rows)."""

@@ -10,6 +10,7 @@ import torch
 
 from tilewise import arguments, checks, cpu, graphs
 from tilewise.api import gradients
+from tilewise.api.gradients_on_gpu import over_tree
 from tilewise.api.on_cpu import full_precision
 from tilewise.api.options import Result, State, TreeOptions
 from tilewise.api.prefill import attention, result
@@ -94,7 +95,7 @@ def attention_tree(
     checks.flag("deterministic", deterministic)
     if arguments.wants_gradients(q, k, v, sinks):
         gradients.check(q, None, backend)
-        node = Tree(tree, scores.rule, backend)
+        node = Tree(tree, scores.rule, backend, deterministic)
         return gradients.asked(gradients.apply(node, q, k, v, sinks), return_lse)
     o, lse = _state(q, k, v, sinks, tree, scores.rule, backend)
     return (o, lse) if return_lse else o
@@ -152,12 +153,18 @@ class Tree:
     tree: TokenTree
     scores: Scores
     backend: str
+    deterministic: bool
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None) -> State:
         return _state(q, k, v, sinks, self.tree, self.scores, self.backend)
 
     def backward(self, tensors: Sequence[Any], state: State, grads: gradients.Grads) -> gradients.Grads:
         q, k, v, sinks = tensors
+        if arguments.check_backend(self.backend, q, ()) != "cpu":
+            scores = replace(self.scores, sinks=None if sinks is None else sinks.float().contiguous())
+            positions = None if scores.window[0] is None else self.tree.places
+            rest: dict[str, Any] = {"deterministic": self.deterministic, "ends": self.tree.ends, "positions": positions}
+            return over_tree((q, k, v), scores, state, grads, **rest)
         plan = plan_on_cpu(q, k.shape[1], self.tree, self.scores)
         scoring = Scoring.of(replace(self.scores, sinks=sinks))
         by_rows = gradients.by_rows

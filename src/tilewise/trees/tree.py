@@ -232,7 +232,12 @@ class TokenTree:
     def sees(self, left: int | None = None) -> Callable[[Any, Any, Any, Any], Any]:
         """The mask function (b, h, q, k) -> bool of what is not causal: does query q stand below key k, and at most
         `left` tokens behind it?"""
-        return self.keep(("sees", left), lambda: _sees(self.ends, self.positions.to(torch.int32), left))
+        return self.keep(("sees", left), lambda: _sees(self.ends, self.places, left))
+
+    @property
+    def places(self) -> torch.Tensor:
+        """`positions` as int32."""
+        return self.keep("places", lambda: self.positions.to(torch.int32))
 
     # ---- for people ------------------------------------------------------------------------------------------------
 
