@@ -11,7 +11,10 @@ from hypothesis import strategies as st
 from oracle import assert_gradients, assert_state, gradient_floors, gradients, randn
 from token_tree_cases import answers, families
 
-from tilewise import TokenTree, attention_tree, attention_varlen, functions, reference
+from tilewise import TokenTree, arguments, attention_tree, attention_varlen, functions, reference
+from tilewise.api import gradients as gradient_nodes
+from tilewise.api.tree import Tree
+from tilewise.gpu import backward
 
 
 def tensors_of(tree, heads_q, heads_kv, head_dim, dtype=torch.float32, sinks=False):
@@ -148,3 +151,42 @@ def refused():
 def test_what_is_refused_says_why(message):
     with pytest.raises((TypeError, ValueError), match=message):
         refused()[message]()
+
+
+@pytest.mark.parametrize("window", [None, (30, 0)])
+def test_kernels_are_asked_for_the_gradients_of_one_sequence_with_ends(window, monkeypatch):
+    tree = TokenTree.from_sequences([*answers(60, 20, 30), [5] * 10])
+    tensors, made = tensors_of(tree, 4, 2, 16, sinks=True), []
+
+    def kernel(call):
+        """The formulas, over what `ends` and `positions` let a query see."""
+        made.append(call)
+        group, place = call.q.shape[1] // call.k.shape[1], torch.arange(len(call.q))
+        k, v = (x.repeat_interleave(group, 1) for x in (call.k, call.v))
+        seen = (place <= place[:, None]) & (place[:, None] < call.ends)
+        if call.positions is not None:
+            seen &= call.positions[:, None] - call.positions <= call.scores.window[0]
+        s = (torch.einsum("ihd,jhd->hij", call.q, k) * call.scores.scale).masked_fill(~seen, -torch.inf)
+        p = torch.exp(s - call.lse[..., None])
+        delta = torch.einsum("ihd,ihd->hi", call.d_o, call.o) - call.d_lse
+        d_s = p * (torch.einsum("ihd,jhd->hij", call.d_o, v) - delta[..., None]) * call.scores.scale
+        d_k, d_v = (
+            torch.einsum("hij,ihd->jhd", of, by).unflatten(1, (-1, group)).sum(2)
+            for of, by in ((d_s, call.q), (p, call.d_o))
+        )
+        d_sinks = -(torch.exp(call.scores.sinks[:, None] - call.lse) * delta).sum(1)
+        return torch.einsum("hij,jhd->ihd", d_s, k), d_k, d_v, d_sinks
+
+    monkeypatch.setattr(backward, "gradients", kernel)
+    rule = arguments.check_scores(tensors[0], 1, causal=True, window=window).rule
+    state = [x.detach() for x in ours(tree, *tensors, window=window)]
+    grads = randn(*tensors[0].shape, seed=7), randn(4, tree.num_tokens, seed=8)
+    got = gradient_nodes.found(Tree(tree, rule, "emulator", True), tensors, state, grads)
+    want = gradients(partial(ours, tree, window=window), tensors, *grads)
+    for one, other in zip(got, want, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+    (call,) = made
+    assert call.deterministic
+    assert call.starts_q.tolist() == call.starts_k.tolist() == [0, tree.num_tokens]
+    assert call.ends.dtype == torch.int32
+    assert (call.positions is None) == (window is None)
