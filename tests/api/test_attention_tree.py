@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -15,6 +16,7 @@ from tilewise import TokenTree, arguments, attention_tree, attention_varlen, fun
 from tilewise.api import gradients as gradient_nodes
 from tilewise.api.tree import Tree
 from tilewise.gpu import backward
+from tilewise.gpu.backward_call import Gradients
 
 
 def tensors_of(tree, heads_q, heads_kv, head_dim, dtype=torch.float32, sinks=False):
@@ -38,14 +40,15 @@ def ours(tree, q, k, v, *sinks, **options):
     return attention_tree(q, k, v, tree, return_lse=True, **given, **options)
 
 
-def check(tree, tensors, with_lse=True, **options):
+def check(tree, tensors, with_lse=True, backend="auto", **options):
     """State and gradients."""
+    by_us = partial(ours, tree, backend=backend, **options)
     oracle, dtype = partial(unshared, tree, **options), tensors[0].dtype
     exact, honest = oracle(*(x.double() for x in tensors)), oracle(*tensors, dtype=dtype)
-    assert_state(ours(tree, *tensors, **options), exact, honest)
+    assert_state(by_us(*tensors), exact, honest)
     d_o = randn(*tensors[0].shape, dtype=dtype, seed=7)
     d_lse = randn(tensors[0].shape[1], tree.num_tokens, seed=8) if with_lse else None
-    got = gradients(partial(ours, tree, **options), tensors, d_o, d_lse)
+    got = gradients(by_us, tensors, d_o, d_lse)
     assert [x.dtype for x in got] == [x.dtype for x in tensors]
     assert_gradients(
         got,
@@ -124,13 +127,18 @@ def test_other_trees_are_no_other_kernels():
     assert len(texts) == 1
 
 
-@pytest.mark.parametrize("window", [None, (40, 0)])
-def test_the_forward_in_the_emulator(window):
+def test_forward_and_backward_in_the_emulator(own_card):
     tree = TokenTree.from_sequences([*answers(150, 70, 20), [5] * 30])
     tensors = tensors_of(tree, 4, 2, 64, torch.bfloat16, sinks=True)
-    got = ours(tree, *tensors, window=window, backend="emulator")
-    exact = unshared(tree, *(x.double() for x in tensors), window=window)
-    assert_state(got, exact, unshared(tree, *tensors, window=window, dtype=torch.bfloat16))
+    check(tree, tensors, backend="emulator")
+
+
+def test_the_forward_under_a_window_in_the_emulator():
+    tree = TokenTree.from_sequences(answers(150, 70, 20))
+    tensors = tensors_of(tree, 4, 2, 64, torch.bfloat16)
+    got = ours(tree, *tensors, window=(40, 0), backend="emulator")
+    exact = unshared(tree, *(x.double() for x in tensors), window=(40, 0))
+    assert_state(got, exact, unshared(tree, *tensors, window=(40, 0), dtype=torch.bfloat16))
 
 
 def refused():
@@ -154,18 +162,30 @@ def test_what_is_refused_says_why(message):
 
 
 @pytest.mark.parametrize("window", [None, (30, 0)])
-def test_kernels_are_asked_for_the_gradients_of_one_sequence_with_ends(window, monkeypatch):
+def test_kernels_are_asked_for_one_sequence_with_ends_or_under_the_mask_of_a_window(window, monkeypatch):
     tree = TokenTree.from_sequences([*answers(60, 20, 30), [5] * 10])
     tensors, made = tensors_of(tree, 4, 2, 16, sinks=True), []
 
     def kernel(call):
-        """The formulas, over what `ends` and `positions` let a query see."""
+        """The formulas, over what `ends` or the mask let a query see."""
         made.append(call)
+        if not call.packed:
+            of_one = {name: getattr(call, name)[0] for name in ("q", "k", "v", "o", "lse", "d_o", "d_lse")}
+            found = formulas(replace(call, **of_one))
+            return Gradients(*(x[None] for x in found[:3]), found[3])
+        return formulas(call)
+
+    def formulas(call):
         group, place = call.q.shape[1] // call.k.shape[1], torch.arange(len(call.q))
         k, v = (x.repeat_interleave(group, 1) for x in (call.k, call.v))
-        seen = (place <= place[:, None]) & (place[:, None] < call.ends)
-        if call.positions is not None:
-            seen &= call.positions[:, None] - call.positions <= call.scores.window[0]
+        seen = place <= place[:, None]
+        if call.ends is not None:
+            seen &= place[:, None] < call.ends
+        else:
+            assert call.scores.window == (None, 0)
+            kept = call.schedule.to_mask()
+            zero = torch.zeros(1, 1, 1, 1, dtype=torch.int32)
+            seen &= call.function.seen(zero, zero, place[:, None], place)[0, 0] & kept
         s = (torch.einsum("ihd,jhd->hij", call.q, k) * call.scores.scale).masked_fill(~seen, -torch.inf)
         p = torch.exp(s - call.lse[..., None])
         delta = torch.einsum("ihd,ihd->hi", call.d_o, call.o) - call.d_lse
@@ -175,7 +195,7 @@ def test_kernels_are_asked_for_the_gradients_of_one_sequence_with_ends(window, m
             for of, by in ((d_s, call.q), (p, call.d_o))
         )
         d_sinks = -(torch.exp(call.scores.sinks[:, None] - call.lse) * delta).sum(1)
-        return torch.einsum("hij,jhd->ihd", d_s, k), d_k, d_v, d_sinks
+        return Gradients(torch.einsum("hij,jhd->ihd", d_s, k), d_k, d_v, d_sinks)
 
     monkeypatch.setattr(backward, "gradients", kernel)
     rule = arguments.check_scores(tensors[0], 1, causal=True, window=window).rule
@@ -187,6 +207,8 @@ def test_kernels_are_asked_for_the_gradients_of_one_sequence_with_ends(window, m
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
     (call,) = made
     assert call.deterministic
-    assert call.starts_q.tolist() == call.starts_k.tolist() == [0, tree.num_tokens]
-    assert call.ends.dtype == torch.int32
-    assert (call.positions is None) == (window is None)
+    if window is None:
+        assert call.starts_q.tolist() == call.starts_k.tolist() == [0, tree.num_tokens]
+        assert call.ends.dtype == torch.int32
+    else:
+        assert call.ends is None

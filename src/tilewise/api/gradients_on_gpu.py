@@ -9,12 +9,13 @@ from typing import Any
 
 import torch
 
-from tilewise import arguments
+from tilewise import arguments, functions
 from tilewise.gpu import backward
 from tilewise.gpu.backward_call import GradientCall, Gradients
 from tilewise.gpu.pattern import stacked
 from tilewise.plan.schedule import BlockSchedule
 from tilewise.scores import Scores
+from tilewise.trees import TokenTree
 
 State = tuple[torch.Tensor, torch.Tensor]
 Grads = Sequence[torch.Tensor | None]
@@ -91,19 +92,23 @@ def over_tree(
     scores: Scores,
     state: State,
     grads: Grads,
+    tree: TokenTree,
     *,
     deterministic: bool,
-    ends: torch.Tensor,
-    positions: torch.Tensor | None,
 ) -> Gradients:
-    """Of q, k and v of one packed sequence whose key k is seen by the queries k … ends[k] − 1, and of sinks.
+    """Of q, k and v of a tree's packed tokens, and of sinks. scores: with sinks; its window counts by position.
 
-    positions: int32, by which a window measures.
+    Without a window a key is seen by one range of queries, which `ends` tells. With one it is not: then the kernels go
+    by the blocks and the mask of the forward.
     """
-    total = tensors[0].shape[0]
-    starts = torch.arange(0, total + 1, max(1, total), dtype=torch.int32, device=ends.device)
-    rest = {"ends": ends, "positions": positions}
-    return _of(tensors, scores, state, grads, deterministic, (starts, starts), (total, total), **rest)
+    left, total = scores.window[0], tree.num_tokens
+    if left is None:
+        starts = torch.arange(0, total + 1, total, dtype=torch.int32, device=tree.device)
+        return _of(tensors, scores, state, grads, deterministic, (starts, starts), (total, total), ends=tree.ends)
+    one, its_state, its_grads = ([None if x is None else x[None] for x in those] for those in (tensors, state, grads))
+    pattern: dict[str, Any] = {"function": functions.of(tree.sees(left), None), "schedule": tree.schedule(left)}
+    made = _of(one, replace(scores, window=(None, 0)), its_state, its_grads, deterministic, None, None, **pattern)
+    return Gradients(made.d_q[0], made.d_k[0], made.d_v[0], made.d_sinks)
 
 
 def _by_member(x: torch.Tensor | None, members: int, packed: bool) -> Any:
@@ -118,7 +123,7 @@ def _by_member(x: torch.Tensor | None, members: int, packed: bool) -> Any:
 
 
 def _of(
-    tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    tensors: Any,
     scores: Scores,
     state: Any,
     grads: Any,

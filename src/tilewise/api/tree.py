@@ -162,9 +162,7 @@ class Tree:
         q, k, v, sinks = tensors
         if arguments.check_backend(self.backend, q, ()) != "cpu":
             scores = replace(self.scores, sinks=None if sinks is None else sinks.float().contiguous())
-            positions = None if scores.window[0] is None else self.tree.places
-            rest: dict[str, Any] = {"deterministic": self.deterministic, "ends": self.tree.ends, "positions": positions}
-            return over_tree((q, k, v), scores, state, grads, **rest)
+            return over_tree((q, k, v), scores, state, grads, self.tree, deterministic=self.deterministic)
         plan = plan_on_cpu(q, k.shape[1], self.tree, self.scores)
         scoring = Scoring.of(replace(self.scores, sinks=sinks))
         by_rows = gradients.by_rows
