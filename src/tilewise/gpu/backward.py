@@ -17,10 +17,8 @@ from tilewise.gpu.backward_call import Gradients as Gradients
 def gradients(call: GradientCall, **emulated: Any) -> Gradients:
     """The gradients of a call's q, k, v and sinks, on the current stream. emulated: options of emulator.launch."""
     card, head_dim = card_of(call.q.device), call.q.shape[-1]
-    if call.function is not None or call.schedule is not None:
-        raise NotImplementedError(
-            "mask and score functions and block schedules have no gradients on GPUs; use CPU tensors for them"
-        )
+    if call.function is not None and call.function.scores:
+        raise NotImplementedError("score functions have no gradients on GPUs; use CPU tensors for them")
     if hopper(card) and call.q.dtype in backward_hopper.DTYPES and head_dim <= max(backward_hopper.TILINGS):
         return backward_hopper.gradients(call, **emulated)
     raise NotImplementedError(
