@@ -89,7 +89,7 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=256, help="tokens of the prompt (%(default)s)")
     parser.add_argument("--answer", type=int, default=24, help="tokens of an answer (%(default)s)")
     parser.add_argument("--group", type=int, default=8, help="answers to the prompt (%(default)s)")
-    parser.add_argument("--steps", type=int, default=3, help="steps of training (%(default)s)")
+    parser.add_argument("--steps", type=int, default=2, help="steps of training (%(default)s)")
     args = parser.parse_args()
     if min(args.prompt, args.answer) < 1 or args.group < 2 or args.steps < 1:
         parser.error("--prompt, --answer and --steps must be at least 1, and --group 2")

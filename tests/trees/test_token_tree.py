@@ -12,6 +12,7 @@ from tilewise import TokenTree
 from tilewise.plan.branches import plan_branches
 
 
+@settings(max_examples=20)
 @given(families())
 def test_a_tree_holds_each_beginning_once_and_shows_what_sequences_show(sequences):
     tree = TokenTree.from_sequences(sequences)
@@ -26,6 +27,7 @@ def test_a_tree_holds_each_beginning_once_and_shows_what_sequences_show(sequence
     assert tree.unpack(tree.tokens).tolist() == [t for s in sequences for t in s]
 
 
+@settings(max_examples=20)
 @given(families())
 def test_nodes_on_a_device_tell_the_same_as_sequences(sequences):
     tree = TokenTree.from_sequences(sequences)
