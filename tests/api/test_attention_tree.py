@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -113,31 +112,16 @@ def test_what_is_refused_says_why(message):
         refused()[message]()
 
 
-@pytest.mark.parametrize("window", [None, (30, 0)])
-def test_kernels_are_asked_for_one_sequence_with_ends_or_under_the_mask_of_a_window(window, monkeypatch):
+def test_kernels_are_asked_for_one_sequence_with_ends(monkeypatch):
     tree = TokenTree.from_sequences([*answers(60, 20, 30), [5] * 10])
     tensors, made = tensors_of(tree, 4, 2, 16, sinks=True), []
 
     def kernel(call):
-        """The formulas, over what `ends` or the mask let a query see."""
+        """The formulas, over what `ends` let a query see."""
         made.append(call)
-        if not call.packed:
-            of_one = {name: getattr(call, name)[0] for name in ("q", "k", "v", "o", "lse", "d_o", "d_lse")}
-            found = formulas(replace(call, **of_one))
-            return Gradients(*(x[None] for x in found[:3]), found[3])
-        return formulas(call)
-
-    def formulas(call):
         group, place = call.q.shape[1] // call.k.shape[1], torch.arange(len(call.q))
         k, v = (x.repeat_interleave(group, 1) for x in (call.k, call.v))
-        seen = place <= place[:, None]
-        if call.ends is not None:
-            seen &= place[:, None] < call.ends
-        else:
-            assert call.scores.window == (None, 0)
-            kept = call.schedule.to_mask()
-            zero = torch.zeros(1, 1, 1, 1, dtype=torch.int32)
-            seen &= call.function.seen(zero, zero, place[:, None], place)[0, 0] & kept
+        seen = (place <= place[:, None]) & (place[:, None] < call.ends)
         s = (torch.einsum("ihd,jhd->hij", call.q, k) * call.scores.scale).masked_fill(~seen, -torch.inf)
         p = torch.exp(s - call.lse[..., None])
         delta = torch.einsum("ihd,ihd->hi", call.d_o, call.o) - call.d_lse
@@ -150,17 +134,14 @@ def test_kernels_are_asked_for_one_sequence_with_ends_or_under_the_mask_of_a_win
         return Gradients(torch.einsum("hij,jhd->ihd", d_s, k), d_k, d_v, d_sinks)
 
     monkeypatch.setattr(backward, "gradients", kernel)
-    rule = arguments.check_scores(tensors[0], 1, causal=True, window=window).rule
-    state = [x.detach() for x in ours(tree, *tensors, window=window)]
-    grads = randn(*tensors[0].shape, seed=7), randn(4, tree.num_tokens, seed=8)
+    rule = arguments.check_scores(tensors[0], 1, causal=True).rule
+    state = [x.detach() for x in ours(tree, *tensors)]
+    grads = randn(4, 16, seed=7).expand(tensors[0].shape), randn(4, tree.num_tokens, seed=8)
     got = gradient_nodes.found(Tree(tree, rule, "emulator", True), tensors, state, grads)
-    want = gradients(partial(ours, tree, window=window), tensors, *grads)
+    want = gradients(partial(ours, tree), tensors, *grads)
     for one, other in zip(got, want, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
     (call,) = made
     assert call.deterministic
-    if window is None:
-        assert call.starts_q.tolist() == call.starts_k.tolist() == [0, tree.num_tokens]
-        assert call.ends.dtype == torch.int32
-    else:
-        assert call.ends is None
+    assert call.starts_q.tolist() == call.starts_k.tolist() == [0, tree.num_tokens]
+    assert call.ends.dtype == torch.int32

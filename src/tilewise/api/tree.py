@@ -10,11 +10,13 @@ import torch
 
 from tilewise import arguments, checks, cpu, graphs
 from tilewise.api import gradients
-from tilewise.api.gradients_on_gpu import over_tree
 from tilewise.api.on_cpu import full_precision
 from tilewise.api.options import Result, State, TreeOptions
 from tilewise.api.prefill import attention, result
+from tilewise.cpu.backward import by_rows
 from tilewise.cpu.scoring import Scoring
+from tilewise.gpu import backward
+from tilewise.gpu.backward_call import GradientCall
 from tilewise.plan import Plan, Window
 from tilewise.plan.branches import plan_branches
 from tilewise.scores import Scores
@@ -93,12 +95,16 @@ def attention_tree(
     scores = arguments.check_scores(q, 1, causal=True, sinks=sinks, **given)
     checks.flag("return_lse", return_lse)
     checks.flag("deterministic", deterministic)
-    if arguments.wants_gradients(q, k, v, sinks):
-        gradients.check(q, None, backend)
-        node = Tree(tree, scores.rule, backend, deterministic)
-        return gradients.asked(gradients.apply(node, q, k, v, sinks), return_lse)
-    o, lse = _state(q, k, v, sinks, tree, scores.rule, backend)
-    return (o, lse) if return_lse else o
+    with torch.no_grad():  # it refuses inputs that require gradients of calls that have none
+        where = arguments.check_backend(backend, q, (k, v, sinks))
+    node = Tree(tree, scores.rule, where, deterministic)
+    if not arguments.wants_gradients(q, k, v, sinks):
+        state = node.forward(q, k, v, sinks)
+    elif where != "cpu" and scores.window[0] is not None:
+        state = node.under_blocks(q, k, v, sinks)  # a key is not seen by one range of queries: it has a node of its own
+    else:
+        state = gradients.apply(node, q, k, v, sinks)
+    return gradients.asked(state, return_lse)
 
 
 def _check_tree(q: Any, tree: Any) -> None:
@@ -113,58 +119,61 @@ def _check_tree(q: Any, tree: Any) -> None:
         raise ValueError(f"tree must be on {q.device}, where q is, got {tree.device}; use tree.to(q.device)")
 
 
-def plan_on_cpu(q: torch.Tensor, heads_kv: int, tree: TokenTree, scores: Scores) -> Plan:
-    """The plan that the CPU walks forward and backward; kept with the tree, for every layer asks for the same."""
-    sizes, left, io_bytes = (q.shape[1], heads_kv, q.shape[2]), scores.window[0], q.element_size()
-    key = ("plan", sizes, left, io_bytes)
-    return tree.keep(key, lambda: plan_branches(tree.host_ends, *sizes, left=left, io_bytes=io_bytes))
-
-
-def _state(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    sinks: torch.Tensor | None,
-    tree: TokenTree,
-    scores: Scores,
-    backend: str,
-) -> State:
-    """o like q and lse (Hq, total), sinks joined. scores: the rule."""
-    if arguments.check_backend(backend, q, (k, v, sinks)) != "cpu":
-        # One sequence under the tree's blocks; in those that it cuts through the kernel asks which pairs are seen.
-        left = scores.window[0]
-        o, lse = attention(
-            q[None], k[None], v[None], causal=True, scale=scores.scale, softcap=scores.softcap, sinks=sinks,
-            schedule=tree.schedule(left), mask=tree.sees(left), return_lse=True, backend=backend,
-        )  # fmt: skip
-        return o[0], lse[0]
-    with full_precision():
-        plan = plan_on_cpu(q, k.shape[1], tree, scores)
-        o, lse = cpu.run(plan, q, [(k, v)], Scoring.of(scores))
-    state = result(o, lse.transpose(0, 1), sinks, None, True)
-    assert isinstance(state, tuple)
-    return state
-
-
 @dataclass(frozen=True)
 class Tree:
     """attention_tree(q, k, v, sinks) as a node of autograd's graph. scores: the rule."""
 
     tree: TokenTree
     scores: Scores
-    backend: str
+    where: arguments.Where
     deterministic: bool
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None) -> State:
-        return _state(q, k, v, sinks, self.tree, self.scores, self.backend)
+        """o like q and lse (Hq, total), sinks joined."""
+        if self.where != "cpu":
+            return self.under_blocks(q, k, v, sinks)
+        with full_precision():
+            o, lse = cpu.run(self.plan(q, k), q, [(k, v)], Scoring.of(self.scores))
+        state = result(o, lse.transpose(0, 1), sinks, None, True)
+        assert isinstance(state, tuple)
+        return state
 
     def backward(self, tensors: Sequence[Any], state: State, grads: gradients.Grads) -> gradients.Grads:
         q, k, v, sinks = tensors
-        if arguments.check_backend(self.backend, q, ()) != "cpu":
-            scores = replace(self.scores, sinks=None if sinks is None else sinks.float().contiguous())
-            return over_tree((q, k, v), scores, state, grads, self.tree, deterministic=self.deterministic)
-        plan = plan_on_cpu(q, k.shape[1], self.tree, self.scores)
+        if self.where != "cpu":
+            return self._by_kernels(q, k, v, sinks, state, grads)
         scoring = Scoring.of(replace(self.scores, sinks=sinks))
-        by_rows = gradients.by_rows
-        found = gradients.walk(plan, q, [(k, v)], scoring, sinks, by_rows(state), by_rows(grads))
+        found = gradients.walk(self.plan(q, k), q, [(k, v)], scoring, sinks, by_rows(state), by_rows(grads))
         return found.d_q, *found.d_sources[0], found.d_sinks
+
+    def plan(self, q: torch.Tensor, k: torch.Tensor) -> Plan:
+        """The plan that the CPU walks forward and backward; kept with the tree, for every layer asks for the same."""
+        sizes, left, io_bytes = (q.shape[1], k.shape[1], q.shape[2]), self.scores.window[0], q.element_size()
+        ends = self.tree.host_ends
+        key = ("plan", sizes, left, io_bytes)
+        return self.tree.keep(key, lambda: plan_branches(ends, *sizes, left=left, io_bytes=io_bytes))
+
+    def under_blocks(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None) -> State:
+        """One sequence under the tree's blocks; in those that it cuts through a kernel asks which pairs are seen."""
+        left = self.scores.window[0]
+        o, lse = attention(
+            q[None], k[None], v[None], causal=True, scale=self.scores.scale, softcap=self.scores.softcap, sinks=sinks,
+            schedule=self.tree.schedule(left), mask=self.tree.sees(left), return_lse=True,
+            deterministic=self.deterministic, backend=self.where,
+        )  # fmt: skip
+        return o[0], lse[0]
+
+    def _by_kernels(self, q: Any, k: Any, v: Any, sinks: Any, state: State, grads: gradients.Grads) -> gradients.Grads:
+        """One packed sequence, of which `ends` tells the queries that see a key."""
+        (o, lse), (d_o, d_lse), total = state, grads, self.tree.num_tokens
+        d_o = torch.zeros_like(o) if d_o is None else d_o.to(o.dtype)
+        if d_o.stride(-1) != 1:  # what a sum hands down is one element, seen everywhere
+            d_o = d_o.contiguous()
+        starts = torch.arange(0, total + 1, total, dtype=torch.int32, device=q.device)
+        call = GradientCall(
+            q, k, v, o, lse, d_o, replace(self.scores, sinks=None if sinks is None else sinks.float().contiguous()),
+            d_lse=None if d_lse is None else d_lse.float().contiguous(), starts_q=starts, starts_k=starts,
+            max_seqlens=(total, total), ends=self.tree.ends,
+            deterministic=self.deterministic or torch.are_deterministic_algorithms_enabled(),
+        )  # fmt: skip
+        return backward.gradients(call)
