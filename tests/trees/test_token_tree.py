@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+
 import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from token_tree_cases import answers, beginnings, families, visible
 
-from tilewise import TokenTree
+from tilewise import TokenTree, attention_tree
 from tilewise.plan.branches import plan_branches
 
 
@@ -141,6 +144,16 @@ def test_a_certain_tokens_gradient_is_not_lost_in_sixteen_bits():
     (grad,) = torch.autograd.grad(tree.pack_loss(logits), logits)
     exact = torch.sigmoid(torch.tensor(-9.0))
     torch.testing.assert_close(grad[0].float(), torch.stack([exact, -exact]), rtol=4e-3, atol=0)
+
+
+def test_a_tree_is_sent_to_another_process_after_it_was_used():
+    tree = TokenTree.from_sequences(answers(10, 4, 5))
+    x = torch.randn(tree.num_tokens, 1, 8)
+    used = attention_tree(x, x, x, tree), tree.schedule(), tree.sees(3), tree.index
+    again = pickle.loads(pickle.dumps(tree))
+    assert torch.equal(attention_tree(x, x, x, again), used[0])
+    assert torch.equal(again.index, used[3])
+    assert copy.deepcopy(tree).lengths == tree.lengths
 
 
 def test_trees_are_drawn_and_moved(tmp_path):

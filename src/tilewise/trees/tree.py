@@ -45,6 +45,11 @@ class TokenTree:
         self._offsets, self._parents, self._given_nodes = offsets, parents, nodes
         self._kept: dict[Hashable, Any] = {}
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Without what was found out: a tree that a data loader's process made is sent to the trainer's."""
+        names = ("tokens", "positions", "ends", "previous", "_offsets", "_parents", "_given_nodes")
+        return {**{name: getattr(self, name) for name in names}, "_kept": {}}
+
     @classmethod
     def from_sequences(
         cls,
