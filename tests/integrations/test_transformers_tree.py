@@ -76,7 +76,12 @@ def test_what_cannot_be_over_a_tree_says_so():
     padding = torch.ones(1, tree.num_tokens).index_fill_(1, torch.tensor([0]), 0)
     with pytest.raises(ValueError, match="attention_mask marks padding"), training_tree(tree):
         model(tree.tokens[None], attention_mask=padding)
-    model.set_attn_implementation("sdpa")
+    model.config.attention_dropout = 0.1
+    for layer in model.model.layers:
+        layer.self_attn.attention_dropout = 0.1
+    with pytest.raises(NotImplementedError, match="dropout"):
+        over_the_tree(model.train(), tree)
+    model.eval().set_attn_implementation("sdpa")
     with pytest.raises(RuntimeError, match='attn_implementation="tilewise"'):
         over_the_tree(model, tree)
     model.set_attn_implementation("tilewise")

@@ -85,7 +85,8 @@ def attention_forward(
         raise ValueError("s_aux and sinks are two names of one argument, got both")
     if isinstance(attention_mask, TreeMask):
         q, k, v = as_autocast((query, key, value))
-        return attend_tree(q, k, v, attention_mask, scaling, softcap, s_aux if sinks is None else sinks), None
+        sinks = s_aux if sinks is None else sinks
+        return attend_tree(q, k, v, attention_mask, scaling, softcap, sinks, dropout), None
     checks.tensor("query", query, shape=("batch", "heads", "queries", "head_dim"))
     mask = attention_mask
     if not isinstance(mask, Mask):

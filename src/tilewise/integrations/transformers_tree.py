@@ -101,8 +101,14 @@ def attend_tree(
     scale: float | None,
     softcap: float | None,
     sinks: torch.Tensor | None,
+    dropout: float = 0.0,
 ) -> torch.Tensor:
     """One layer: query (1, Hq, total, D), key, value (1, Hkv, total, D) -> (1, total, Hq, D)."""
+    if dropout:
+        raise NotImplementedError(
+            f"dropout over a tree is not served, got {dropout}: sequences that share a token would share what is "
+            "dropped; set the config's attention dropout to 0"
+        )
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     options: Any = {"window": mask.window, "scale": scale, "softcap": softcap or 0.0, "sinks": sinks}
     o: torch.Tensor = api.attention_tree(q, k, v, mask.tree, **options)
