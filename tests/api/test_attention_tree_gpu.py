@@ -104,3 +104,20 @@ def test_a_step_is_captured_and_follows_new_values():
     graph.replay()
     torch.cuda.synchronize()
     assert all(torch.equal(a, b) for a, b in zip(got, step(), strict=True))
+
+
+def test_trees_that_are_gone_hold_no_memory():
+    q = torch.randn(40_000, 2, 64, device=CUDA, dtype=torch.bfloat16)
+
+    def over(tokens):
+        tree = TokenTree.from_sequences([[0] * (tokens - 300) + [n] * 100 for n in (1, 2, 3)], device=CUDA)
+        part = q[: tree.num_tokens].requires_grad_()
+        torch.autograd.grad(attention_tree(part, part, part, tree).sum(), part)
+
+    over(30_000)
+    torch.cuda.synchronize()
+    held = torch.cuda.memory_allocated()
+    for n in range(20):
+        over(30_000 + 64 * n)
+    torch.cuda.synchronize()
+    assert torch.cuda.memory_allocated() - held < 1 << 20  # the lists of one of them are more
