@@ -1,4 +1,4 @@
-"""Draws the pictures of the guide to masks from the guide's own code: python docs/pictures/draw.py"""
+"""Draws the pictures of the guides to masks and to training from their own code: python docs/pictures/draw.py"""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from matplotlib.figure import Figure
 import tilewise
 
 HERE = Path(__file__).parent
-GUIDE = HERE.parent / "guides" / "masks.md"
+GUIDE, TRAINING = (HERE.parent / "guides" / name for name in ("masks.md", "training.md"))
 SHADES = matplotlib.colormaps["Blues"]
 BLOCK = 32
 
 
-def examples() -> list[str]:
-    """The guide's blocks of Python."""
-    return re.findall(r"```python\n(.*?)```", GUIDE.read_text(), re.S)
+def examples(guide: Path = GUIDE) -> list[str]:
+    """A guide's blocks of Python."""
+    return re.findall(r"```python\n(.*?)```", guide.read_text(), re.S)
 
 
 def calls(example: str) -> list[dict[str, Any]]:
@@ -107,7 +107,14 @@ def draw_documents(path: Path) -> None:
     tilewise.schedule_of(namespace["mask"], 1, 1, tokens, tokens).draw(path)
 
 
+def draw_tree(path: Path) -> None:
+    namespace: dict[str, Any] = {}
+    exec(examples(TRAINING)[0].partition("print")[0], namespace)
+    namespace["tree"].draw(path)
+
+
 if __name__ == "__main__":
     torch.manual_seed(0)
     draw_ten(HERE / "ten-variants.png")
     draw_documents(HERE / "documents.png")
+    draw_tree(HERE / "training-tree.png")

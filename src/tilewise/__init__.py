@@ -7,6 +7,7 @@ from . import reference
 from .api import (
     attend,
     attention,
+    attention_tree,
     attention_varlen,
     decode,
     grow_plan,
@@ -30,6 +31,7 @@ from .plan.standing import StandingPlan
 from .plan.standing_step import StandingStep
 from .serving import Completion, Engine, EngineFull, EngineStats, Generation, Sampling, Token, generate, stream
 from .state import merge, merge_states
+from .trees import TokenTree
 
 __version__ = "0.1.0"
 
@@ -53,8 +55,10 @@ __all__ = [
     "StandingStep",
     "StepPlan",
     "Token",
+    "TokenTree",
     "attend",
     "attention",
+    "attention_tree",
     "attention_varlen",
     "decode",
     "explain",

@@ -29,8 +29,8 @@ Tilewise: attention kernels for LLM inference, planned once as a list of tiles.
   tilewise bench prefix | decode | sparse
                       sequences that share a prefix; a paged cache; block-sparse attention, on a GPU the
                       whole table beside dense, FlexAttention and FlashInfer; --only --csv
-  tilewise bench variants | cards
-                      masks and scores as functions; older cards' kernels, on the GPU at hand; --only --csv
+  tilewise bench variants | cards | train
+                      functions as masks and scores; older cards' kernels; training; --only --csv
   tilewise bench prefill | serve
                       on a GPU, alternated: beside cuDNN and FlashAttention-3; decode and shared prefixes
                       beside cuDNN and FlashInfer; --only --csv --plot
@@ -400,6 +400,7 @@ COMMANDS = (
         "sparse",
         "variants",
         "cards",
+        "train",
         "prefill",
         "serve",
         "generate",

@@ -19,6 +19,7 @@ TOLD = {  # what some of them have to have found
     "best_of_n": "the prompt's 300 tokens were computed once: 300 in all",
     "quantised_cache": "int4                288      0.18 MB       14%",
     "decode_graph": "3 plans, 0 captures, 0 replays, 40 steps call by call",
+    "train_tree": "the same loss and gradients",
     "model_from_disk": "What is a plan?  (200 of 208 tokens reused)",
 }
 PROGRAMS = {"python": [sys.executable], "torchrun": [sys.executable, "-m", "torch.distributed.run"]}

@@ -18,6 +18,7 @@ PAGED = "q, cache, 0, plan"
 CALLS = {  # by name, as a user's file below has it: what it must be given
     "tilewise.attention": DENSE,
     "tilewise.attention_varlen": "q, q, q, starts, starts",
+    "tilewise.attention_tree": "q, q, q, tree",
     "tilewise.shared_prefix_attention": "q, [(q, q)], q, q",
     "tilewise.decode": PAGED,
     "tilewise.attend": "q, cache, 0, step",
@@ -41,6 +42,7 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 def calls(
     q: torch.Tensor,
     starts: torch.Tensor,
+    tree: tilewise.TokenTree,
     cache: tilewise.PagedKVCache,
     plan: tilewise.DecodePlan,
     step: tilewise.StepPlan,

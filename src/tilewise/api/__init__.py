@@ -12,6 +12,7 @@ from tilewise.api.prefill import attention, attention_varlen, plan_attention, sh
 from tilewise.api.schedules import schedule_of
 from tilewise.api.standing import renew_plan
 from tilewise.api.step import attend, plan_step, renew_step
+from tilewise.api.tree import attention_tree
 
 __all__ = [
     "Level",
@@ -19,6 +20,7 @@ __all__ = [
     "State",
     "attend",
     "attention",
+    "attention_tree",
     "attention_varlen",
     "decode",
     "grow_plan",

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from tilewise.plan.schedule import BlockSchedule
-from tilewise.scores import DecodeOptions, ScoreOptions
+from tilewise.scores import DecodeOptions, ScoreOptions, Window
 
 State = tuple[torch.Tensor, torch.Tensor]  # o and lse
 Result = torch.Tensor | State
@@ -57,6 +57,14 @@ class SharedPrefixOptions(DecodeOptions, total=False):
     deterministic: bool
     lengths: Sequence[int] | torch.Tensor | None
     out: torch.Tensor | None
+    backend: str
+
+
+class TreeOptions(DecodeOptions, total=False):
+    """Of `attention_tree`."""
+
+    window: Window | None
+    deterministic: bool
     backend: str
 
 

@@ -228,6 +228,27 @@ def bench_variants(
     show_rows(variants, title, variants.notes, plots.draw, only, sheet, where, loops, json)
 
 
+@bench.command("train")
+def bench_train(
+    only: Only = "",
+    csv: TableCsv = None,
+    resume: Resume = False,
+    force: Force = False,
+    device: AnyDevice = None,
+    loops: Loops = None,
+    json: Json = False,
+) -> None:
+    """Backward passes beside cuDNN and FlashAttention, steps over trees of tokens beside the same unshared, with bars.
+
+    Under three minutes on an H200; on a CPU smaller problems beside torch's own backward, with bars of their own.
+    """
+    from . import plots, train
+
+    title = "Training on {machine}: TFLOP/s over what is seen, warmed up, kernels alternated, bfloat16 unless said"
+    sheet = SheetOptions(csv, False, resume, force)
+    show_rows(train, title, train.notes, plots.draw, only, sheet, _device(device), loops, json)
+
+
 @bench.command("cards")
 def bench_cards(
     only: Only = "",

@@ -37,6 +37,7 @@ KV_FORMATS = ("fp32", "fp16", "bf16", "fp8", "int8", "int4")
 FORMAT_OF = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
 WORKLOADS = ("dense", "sparse", "varlen", "decode", "prefix")
 FUNCTION = "function: "  # what the workloads of bench variants start with
+TRAIN = "train: "  # and those of bench train
 LOSSLESS = {"fp32": ("float32", "float16", "bfloat16"), "fp16": ("float16",), "bf16": ("bfloat16",)}
 
 
@@ -47,7 +48,8 @@ class Point:
     dense: q, k and v of `seq` tokens; sparse: the same under a block schedule, `sched` or random `sparsity`; varlen:
     `batch` packed sequences, `lengths` "100-4096" spaced geometrically between the two, in no order; decode: `tokens`
     queries over a paged cache; prefix: the same where the first `prefix` tokens are shared. With a `window` a query
-    sees so many keys before its own and none after it. FUNCTION and a name: what `variants` measures.
+    sees so many keys before its own and none after it. FUNCTION and a name: what `variants` measures; TRAIN
+    and a name: what `train` does.
     """
 
     workload: str = "dense"
@@ -72,7 +74,7 @@ class Point:
 
     def validate(self) -> Point:
         """The point itself, or ValueError on the first dimension that no problem can have."""
-        if not self.workload.startswith(FUNCTION):
+        if not self.workload.startswith((FUNCTION, TRAIN)):
             checks.choice("workload", self.workload, WORKLOADS)
         for name in ("batch", "seq", "heads", "kv_heads", "hdim", "tokens"):
             checks.integer(name, getattr(self, name), 1)
@@ -99,7 +101,7 @@ class Point:
             raise ValueError("sparsity and sched are for attention without a cache: leave out kv_format and prefix")
         if self.workload in ("decode", "prefix") and self.window:
             raise ValueError("window is measured without a cache: leave out kv_format and prefix")
-        if (self.workload == "varlen") != bool(self.lengths):
+        if (self.workload == "varlen") != bool(self.lengths) and not self.workload.startswith(TRAIN):
             raise ValueError(
                 "lengths are for the varlen workload alone: leave out sparsity, sched, kv_format and prefix"
             )

@@ -14,6 +14,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, Union
 
 import torch
@@ -270,7 +271,7 @@ class Lists:
             self._launch_args = compiler.Args(forward, self.args, self._values(function))
         self.kernel.launch(self.grid, self._launch_args, stream=stream)
         if keeps:
-            self._kept[key] = (_reference(schedule), work)
+            self._kept[key] = (_reference(schedule, partial(_forget, self._kept, key)), work)
             while len(self._kept) > LISTS_KEPT:
                 self._kept.popitem(last=False)
         return work
@@ -335,5 +336,10 @@ class Lists:
         return read
 
 
-def _reference(x: Any) -> Callable[[], Any]:
-    return (lambda: None) if x is None else weakref.ref(x)
+def _forget(kept: OrderedDict[Any, Any], key: Any, _: Any) -> None:
+    kept.pop(key, None)
+
+
+def _reference(x: Any, forget: Callable[[Any], object]) -> Callable[[], Any]:
+    """forget: called when x is gone, so that the lists of a batch's schedule take no memory beyond the batch."""
+    return (lambda: None) if x is None else weakref.ref(x, forget)

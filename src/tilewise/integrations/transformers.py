@@ -27,7 +27,9 @@ import torch.nn.functional as F
 
 from .. import api, checks
 from .extras import extra
-from .transformers_mask import INSTEAD, Mask, make_mask, mask_of_flags, visible, with_given_sequences
+from .transformers_mask import INSTEAD, Mask, mask_of_flags, visible, with_given_sequences
+from .transformers_tree import TreeMask, attend_tree, mask_of_pass
+from .transformers_tree import training_tree as training_tree
 
 with extra("transformers"):
     from transformers import AttentionInterface, AttentionMaskInterface
@@ -51,7 +53,7 @@ def register() -> None:
     masks are read from tensors' values.
     """
     AttentionInterface.register(NAME, torch.compiler.disable(attention_forward))
-    AttentionMaskInterface.register(NAME, torch.compiler.disable(make_mask))
+    AttentionMaskInterface.register(NAME, torch.compiler.disable(mask_of_pass))
 
 
 def attention_forward(
@@ -81,6 +83,10 @@ def attention_forward(
     refuse_unserved(dropout, kwargs)
     if s_aux is not None and sinks is not None:
         raise ValueError("s_aux and sinks are two names of one argument, got both")
+    if isinstance(attention_mask, TreeMask):
+        q, k, v = as_autocast((query, key, value))
+        sinks = s_aux if sinks is None else sinks
+        return attend_tree(q, k, v, attention_mask, scaling, softcap, sinks, dropout), None
     checks.tensor("query", query, shape=("batch", "heads", "queries", "head_dim"))
     mask = attention_mask
     if not isinstance(mask, Mask):
