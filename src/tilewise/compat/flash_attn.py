@@ -2,13 +2,14 @@
 
     from tilewise.compat.flash_attn import flash_attn_func  # was: from flash_attn import flash_attn_func
 
-They run on CUDA tensors (head_dim up to 256, every card since Ampere) and on CPU tensors. Inputs that require gradients
-get them (`gradients.py`). What differs:
+They run on CUDA tensors (head_dim up to 256, every card since Ampere) and on CPU tensors. q, k, v and learnable_sink
+get gradients, through out and through softmax_lse. What differs:
 
 - float32 is taken as well as bfloat16 and float16;
 - dropout_p > 0 raises NotImplementedError; S_dmask is always the empty tensor that flash_attn returns without dropout;
 - pages may have any size, and every call takes `learnable_sink` (heads,), a logit that joins the softmax's
   denominator only;
+- alibi_slopes that require gradients raise NotImplementedError, where flash_attn gives them none without a word;
 - the LSE counts the ALiBi bias as it is documented, −slope · |i + seqlen_k − seqlen_q − j|, also under `causal`.
 
 Meaning: causal and window_size align bottom-right. A row with no visible key gives output 0 and, as in flash_attn, an
@@ -27,7 +28,7 @@ from tilewise import checks
 from tilewise.scores import ScoreOptions
 
 from .flash_options import NO_WINDOW, as_flash_attn, asked_of, check_dropout, check_sink, rows
-from .gradients import Inputs, attend
+from .inputs import Inputs, attend
 from .kvcache import flash_attn_with_kvcache
 
 __all__ = [
