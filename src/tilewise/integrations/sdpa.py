@@ -22,6 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from tilewise import api, arch, arguments, checks
 from tilewise.gpu import tilings
 from tilewise.gpu.abi import FP8
+from tilewise.integrations import seen_keys as _seen_keys  # noqa: F401, registers an operator
 
 torch_sdpa = torch._C._nn.scaled_dot_product_attention  # F.scaled_dot_product_attention, whoever replaces that
 
@@ -49,6 +50,7 @@ class Facts(NamedTuple):
     grad: bool = False  # gradients are recorded, and something requires them
     plain: bool = True  # tensors, of no subclass, in no torch.func transform, and no torch.jit trace
     usual: bool = True  # the other arguments are of the kinds that torch declares, and scale is finite
+    compiled: bool = False  # the call is being traced
     fused: bool = True  # torch is free to use flash kernels; in compiled code, which cannot ask, taken as true
 
 
@@ -88,7 +90,7 @@ def sdpa(
 
     Tilewise serves, on the CPU: float32, float16 and bfloat16, no mask or a boolean one that hides keys from all
     queries and heads alike (padding); on a GPU: the same dtypes without a mask. torch's own function serves the rest:
-    other masks, dropout, whatever needs gradients, tensor subclasses, calls that torch refuses.
+    other masks, dropout, tensor subclasses, calls that torch refuses. Gradients are Tilewise's where the call is.
 
     Returns (..., Hq, L, Ev). A row that sees no key is 0.
     """
@@ -138,6 +140,8 @@ def decide(facts: Facts) -> Decision:
         return Decision("torch", tuple(refused))
     seqlen_q, seqlen_k = facts.query[-2], facts.key[-2]
     notes = [f"{facts.dtype} on {facts.device} is served".replace("torch.", "")]
+    if facts.grad:
+        notes.append("its gradients are Tilewise's, too")
     if facts.causal and seqlen_q < seqlen_k:
         notes.append("is_causal aligns top-left, so the keys after the last query's are left out")
     elif facts.causal and seqlen_q > seqlen_k:
@@ -157,8 +161,8 @@ def _refusals(facts: Facts) -> list[str]:
     refused = []
     if not facts.usual:
         refused.append("an argument is of a kind or value that only torch judges")
-    if facts.grad:
-        refused.append("an input requires gradients, and Tilewise has no backward pass yet")
+    if facts.grad and (facts.device == "cuda" or facts.compiled):
+        refused.append("an input requires gradients, and there is no backward pass for this here")
     if facts.dropout:
         refused.append("dropout_p is not 0")
     if not facts.fused:
@@ -256,6 +260,7 @@ def facts_of(
             and isinstance(enable_gqa, bool)
             and (scale is None or (isinstance(scale, (int, float)) and -math.inf < scale < math.inf))
         ),
+        compiled=torch.compiler.is_compiling(),
         fused=torch.compiler.is_compiling() or torch.backends.cuda.flash_sdp_enabled(),
     )
 
@@ -306,7 +311,7 @@ def _run(
         every = all(n == 1 for n in mask.shape[:-1])  # the same for every sequence
         seen = mask if every else mask.expand(*lead, 1, 1, seqlen_k)
         seen = seen.reshape(1 if every else math.prod(lead), seqlen_k)
-        o = torch.ops.tilewise.attention_seen_keys(q, k, v, seen, scale=scale)
+        o = torch.ops.tilewise.attention_seen_keys(q, k, v, seen, scale=scale)[0]
     elif is_causal and seqlen_q > seqlen_k:
         o = api.attention(q, k, v, window=(None, seqlen_q - seqlen_k), scale=scale)
     else:

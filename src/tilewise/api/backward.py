@@ -1,0 +1,54 @@
+"""The backward pass of `attention` by itself, for callers that keep o and the LSE: those whose call is no single node of
+autograd's graph because keys travel, or because somebody else records the graph."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from tilewise.api import gradients
+from tilewise.api.on_cpu import full_precision
+from tilewise.api.prefill import attention
+from tilewise.plan import Window
+from tilewise.scores import ScoreOptions
+
+
+class Gradients(NamedTuple):
+    """Of q, k and v, with their shapes; float32, or the inputs' dtype where a kernel rounds."""
+
+    d_q: torch.Tensor
+    d_k: torch.Tensor
+    d_v: torch.Tensor
+
+
+def attention_backward(
+    d_o: torch.Tensor | None,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    o: torch.Tensor,
+    lse: torch.Tensor,
+    *,
+    d_lse: torch.Tensor | None = None,
+    causal: bool = False,
+    window: Window | None = None,
+    scale: float | None = None,
+    softcap: float = 0.0,
+) -> Gradients:
+    """q, o, d_o: (B, Nq, Hq, D); k, v: (B, Nk, Hkv, D); lse, d_lse: (B, Hq, Nq) float32; the options as in `attention`.
+
+    o and lse may be those of rows that see other keys beside these, and sinks: the gradients are then the share of
+    these keys, and shares add up. A gradient that is None is 0.
+    """
+    scores: ScoreOptions = {
+        "causal": causal, "window": window, "scale": scale, "softcap": softcap, "sinks": None, "alibi_slopes": None,
+    }  # fmt: skip
+    rest: dict[str, Any] = {"schedule": None, "mask": None, "score": None, "exact": False}
+    node = gradients.Dense(attention, scores, rest)
+    with torch.no_grad(), full_precision():
+        d_q, d_k, d_v, _ = node.backward((q, k, v, None), (o, lse), (d_o, d_lse))
+    assert d_q is not None
+    assert d_k is not None
+    assert d_v is not None
+    return Gradients(d_q, d_k, d_v)
