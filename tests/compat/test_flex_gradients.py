@@ -1,0 +1,89 @@
+"""Gradients of tilewise.compat.flex_attention, against the oracle's in float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from flex_cases import MAKERS, inputs
+from oracle import assert_gradients, gradient_floors, gradients, randn
+from variant_cases import variants
+
+import tilewise.compat.flex_attention as flex
+from tilewise import reference
+from tilewise.compat.flex_attention import create_block_mask, flex_attention
+
+
+def check(tensors, score_mod=None, mask=None, lse=True, **options):
+    """dq, dk and dv of flex_attention, from the output and, with lse, from the LSE."""
+    q, k, v = (x.transpose(1, 2) for x in tensors)
+    mask_mod = None if mask is None else mask.mask_mod
+
+    def ours(q, k, v):
+        given = (x.transpose(1, 2) for x in (q, k, v))
+        o, sums = flex_attention(*given, score_mod, mask, return_lse=True, enable_gqa=True, **options)
+        return o.transpose(1, 2), sums
+
+    def oracle(q, k, v, dtype=torch.float64):
+        wide = (x.expand(len(q), -1, -1, -1) for x in (k, v))
+        return reference.attention(q, *wide, mask=mask_mod, score=score_mod, dtype=dtype, **options)
+
+    d_o, d_lse = randn(*q.shape, dtype=q.dtype, seed=7), randn(*tensors[0].shape[:3], seed=8) if lse else None
+    got = gradients(ours, (q, k, v), d_o, d_lse)
+    exact = gradients(oracle, (q, k, v), d_o, d_lse, dtype=torch.float64)
+    honest = gradients(lambda *x: oracle(*x, dtype=q.dtype), (q, k, v), d_o, d_lse)
+    assert [x.dtype for x in got] == [q.dtype] * 3
+    sums = oracle(*(x.double() for x in (q, k, v)))[1]
+    assert_gradients(got, exact, honest, gradient_floors(oracle, (q, k, v), d_o), sums)
+    return got
+
+
+@pytest.mark.parametrize(("lengths", "maker"), [((130, 130), "tilewise"), ((100, 170), "torch")])
+@pytest.mark.parametrize("name", tuple(variants(1, 1, 1)))
+def test_variants(name, lengths, maker):
+    variant = variants(4, *lengths, batch=2)[name]
+    mask = None if variant.mask is None else MAKERS[maker](variant.mask, 2, 4, *lengths, device="cpu", BLOCK_SIZE=32)
+    check(inputs(2, lengths, (4, 2)), variant.score, mask)
+
+
+@pytest.mark.parametrize("lse", [False, True])
+def test_half_precision_and_keys_for_all_sequences(lse):
+    """The keys of one sequence get the gradients of all that read them."""
+    mask = create_block_mask(lambda b, h, q, k: (q + b) % 3 >= k % 4, 3, None, 100, 140, device="cpu")
+    q, _, _ = inputs(3, (100, 140), (2, 2), dtype=torch.bfloat16)
+    _, k, v = inputs(1, (100, 140), (2, 2), dtype=torch.bfloat16)
+    check([q, k, v], None, mask, lse=lse)
+
+
+def test_lists_say_what_is_seen_in_the_backward_pass_too():
+    """Blocks that no list names have no gradients, whatever mask_mod would say of them."""
+    mask = create_block_mask(flex.noop_mask, None, None, 128, 128, device="cpu", BLOCK_SIZE=32)
+    for counts in (mask.kv_num_blocks, mask.full_kv_num_blocks):
+        counts.clamp_(max=1)  # the first block of keys
+    q, k, v = (x.requires_grad_() for x in inputs(1, (128, 128), (2, 2)))
+    flex_attention(q, k, v, None, mask).sum().backward()
+    assert not k.grad[:, :, 32:].any()
+    assert not v.grad[:, :, 32:].any()
+    assert v.grad[:, :, :32].all()
+
+
+def test_values_and_layout_are_those_without_gradients():
+    score = lambda s, b, h, q, k: s - 0.1 * (q - k)  # noqa: E731
+    q, k, v = inputs(2, (33, 40), (4, 2))
+    narrow = v[..., :20]
+    for given in ((q, k, v), (q.transpose(1, 2).contiguous().transpose(1, 2), k, v), (q, k, narrow)):
+        plain = flex_attention(*given, score, enable_gqa=True)
+        leaf = given[0].detach().requires_grad_()
+        recorded = flex_attention(leaf, *given[1:], score, enable_gqa=True)
+        assert torch.equal(recorded, plain)
+        assert recorded.stride() == plain.stride()
+        recorded.sum().backward()
+        assert leaf.grad.shape == leaf.shape
+
+
+def test_training_in_compiled_code():
+    torch._dynamo.reset()
+    q, k, v = (x.requires_grad_() for x in inputs(1, (33, 40), (2, 2)))
+    score = lambda s, b, h, q, k: torch.tanh(s)  # noqa: E731
+    want = torch.autograd.grad(flex_attention(q, k, v, score).square().sum(), (q, k, v))
+    fast = torch.compile(lambda *x: flex_attention(*x, score).square().sum(), backend="aot_eager")
+    assert all(map(torch.equal, torch.autograd.grad(fast(q, k, v), (q, k, v)), want))
