@@ -181,6 +181,7 @@ def check_call(
     score: Any,
     schedule: Any,
     exact: bool,
+    deterministic: bool,
     descales: Descales,
     return_lse: bool,
     out: torch.Tensor | None,
@@ -200,6 +201,7 @@ def check_call(
     function = check_function(mask, score, scores, q.device)
     checked = check_descales(q, descales, sizes.batch, sizes.heads_kv)
     checks.flag("return_lse", return_lse)
+    checks.flag("deterministic", deterministic)
     check_out(out, q)
     captured = () if function is None else function.tensors
     given = (k, v, options.get("sinks"), options.get("alibi_slopes"), *captured)
@@ -430,7 +432,7 @@ def gather(x: torch.Tensor, page_table: torch.Tensor, starts: Sequence[int]) -> 
     return torch.cat(parts)
 
 
-def places(page_table: torch.Tensor, starts: Sequence[int], page_size: int) -> torch.Tensor:
+def places_in_pages(page_table: torch.Tensor, starts: Sequence[int], page_size: int) -> torch.Tensor:
     """(tokens,) int64: where each of the packed tokens lies when the pages stand one after another."""
     parts = [page_table.new_empty(0, dtype=torch.int64)]
     for b, (start, end) in enumerate(pairwise(starts)):
@@ -455,9 +457,14 @@ def check_backend(backend: str, q: torch.Tensor, others: Sequence[torch.Tensor |
     if cuda != (backend == "cuda") and backend != "auto":
         taken = "CUDA tensors" if backend == "cuda" else "CPU tensors"
         raise ValueError(f'backend "{backend}" takes {taken}, got q on {q.device}; backend="auto" takes both')
-    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, *others)):
+    if wants_gradients(q, *others):
         raise NotImplementedError(
-            "an input requires gradients, and Tilewise has no backward pass for this call here yet; call it under "
-            "torch.no_grad(), or use .cpu() tensors or torch.nn.functional.scaled_dot_product_attention for training"
+            "an input requires gradients, and this call has no backward pass; call it under torch.no_grad(), or use "
+            "attention() or attention_varlen() for training"
         )
     return EMULATOR if emulated else "cuda" if cuda else "cpu"
+
+
+def wants_gradients(*tensors: Any) -> bool:
+    """Does autograd ask for gradients of one of the tensors?"""
+    return torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in tensors)

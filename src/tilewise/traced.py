@@ -24,17 +24,14 @@ from tilewise.plan.standing import StandingPlan
 from tilewise.scores import SCHEMA_OPTIONS, SCHEMA_TENSORS
 
 if TYPE_CHECKING:
-    from typing_extensions import Unpack
-
     from tilewise.arguments import Descales
     from tilewise.kvcache import PrefixCache
-    from tilewise.scores import ScoreOptions
 
 State = tuple[torch.Tensor, torch.Tensor]
 Result = torch.Tensor | State
 
 # What each argument is declared as in an operator's schema, and what that means in Python; bools are no numbers here.
-_DECLARED = f"""{SCHEMA_TENSORS}, {SCHEMA_OPTIONS}, bool exact, bool return_lse, str backend,
+_DECLARED = f"""{SCHEMA_TENSORS}, {SCHEMA_OPTIONS}, bool exact, bool deterministic, bool return_lse, str backend,
 Tensor q, Tensor k, Tensor v, Tensor? q_descale, Tensor? k_descale, Tensor? v_descale,
 Tensor cu_seqlens_q, Tensor cu_seqlens_k, Tensor? page_table, Tensor? tree_mask, SymInt layer"""
 _KINDS = {name: kind for kind, name in (one.partition("=")[0].split() for one in _DECLARED.split(","))}
@@ -75,14 +72,13 @@ def attention(
     descales: Descales,
     *,
     out: Any,
-    exact: bool,
     return_lse: bool,
-    backend: str,
-    **options: Unpack[ScoreOptions],
+    **options: Any,
 ) -> Result:
-    """attention() in a graph."""
+    """attention() in a graph; options: those of the scores, exact, deterministic, backend."""
     _refuse(out=out)
-    given = _checked(exact=exact, return_lse=return_lse, backend=backend, **_named(descales), **_by_sides(options))
+    given = _checked(return_lse=return_lse, **_named(descales), **_by_sides(options))
+    given["return_lse"] |= arguments.wants_gradients(q, k, v, options["sinks"])  # the backward pass reads it
     result = torch.ops.tilewise.attention(**_checked(q=q, k=k, v=v), **given)
     return _asked(result, return_lse)
 
@@ -97,14 +93,13 @@ def attention_varlen(
     descales: Descales,
     *,
     out: Any,
-    exact: bool,
     return_lse: bool,
-    backend: str,
-    **options: Unpack[ScoreOptions],
+    **options: Any,
 ) -> Result:
-    """attention_varlen() in a graph."""
+    """attention_varlen() in a graph; options: as of attention()."""
     _refuse(out=out)
-    given = _checked(exact=exact, return_lse=return_lse, backend=backend, **_named(descales), **_by_sides(options))
+    given = _checked(return_lse=return_lse, **_named(descales), **_by_sides(options))
+    given["return_lse"] |= arguments.wants_gradients(q, k, v, options["sinks"])
     packed = _checked(q=q, k=k, v=v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, page_table=page_table)
     result = torch.ops.tilewise.attention_varlen(**packed, **given)
     return _asked(result, return_lse)
@@ -120,7 +115,7 @@ def _named(descales: Descales) -> dict[str, torch.Tensor | None]:
     return {f"{name}_descale": x for name, x in zip("qkv", descales, strict=True)}
 
 
-def _by_sides(options: ScoreOptions) -> dict[str, Any]:
+def _by_sides(options: dict[str, Any]) -> dict[str, Any]:
     """The options as an operator takes them: a window is two numbers."""
     window = options.get("window")
     if window is not None and not (isinstance(window, (tuple, list)) and len(window) == 2):

@@ -1,5 +1,7 @@
-"""The backward pass of `attention` by itself, for callers that keep o and the LSE: those whose call is no single node of
-autograd's graph because keys travel, or because somebody else records the graph."""
+"""The backward pass of `attention` by itself, for callers that keep o and the LSE.
+
+Their call is no single node of autograd's graph: because keys travel, or because somebody else records the graph.
+"""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, NoReturn, Protocol
 
 import torch
 
@@ -26,10 +26,9 @@ State = tuple[torch.Tensor, torch.Tensor]
 KV = tuple[torch.Tensor, torch.Tensor]
 
 
-def on_cpu(q: Any, *others: Any) -> bool:
-    """Is q on the CPU, and does autograd ask for gradients of one of the tensors?"""
-    tensors = [x for x in (q, *others) if isinstance(x, torch.Tensor)]
-    return torch.is_grad_enabled() and any(x.requires_grad for x in tensors) and tensors[0].device.type == "cpu"
+def kept(rest: dict[str, Any]) -> dict[str, Any]:
+    """Of a call's other options those that its node keeps: the node returns the LSE, and owns its output."""
+    return {name: value for name, value in rest.items() if name not in ("return_lse", "out")}
 
 
 def asked(state: State, return_lse: bool) -> torch.Tensor | State:
@@ -63,8 +62,8 @@ class Node(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
         *tensors, o, lse = ctx.saved_tensors
-        found = NodeBackward.apply(ctx.call, len(tensors), *tensors, o, lse, *grads)  # type: ignore[no-untyped-call]
-        return None, *found
+        given = (ctx.call, len(tensors), *tensors, o, lse, *grads)
+        return None, *NodeBackward.apply(*given)  # type: ignore[no-untyped-call]
 
 
 class NodeBackward(torch.autograd.Function):
@@ -72,11 +71,7 @@ class NodeBackward(torch.autograd.Function):
 
     @staticmethod
     def forward(call: Call, count: int, *given: Any) -> tuple[torch.Tensor | None, ...]:
-        tensors, (o, lse, *grads) = given[:count], given[count:]
-        with full_precision():
-            found = call.backward(tensors, (o, lse), grads)
-        pairs = zip(found, tensors, strict=True)
-        return tuple(None if grad is None else grad.to(x.dtype) for grad, x in pairs)
+        return found(call, given[:count], given[count : count + 2], given[count + 2 :])
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -84,10 +79,21 @@ class NodeBackward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
-        raise NotImplementedError(
-            "attention has no second derivatives; use torch.nn.functional.scaled_dot_product_attention with "
-            "torch.nn.attention.sdpa_kernel(SDPBackend.MATH) for them"
-        )
+        refuse_second()
+
+
+def found(call: Call, tensors: Sequence[Any], state: Any, grads: Grads) -> tuple[torch.Tensor | None, ...]:
+    """The gradients of the call's tensors, each of its tensor's dtype and contiguous."""
+    with full_precision():
+        made = zip(call.backward(tensors, state, grads), tensors, strict=True)
+        return tuple(None if grad is None else grad.to(x.dtype).contiguous() for grad, x in made)
+
+
+def refuse_second() -> NoReturn:
+    raise NotImplementedError(
+        "attention has no second derivatives; use torch.nn.functional.scaled_dot_product_attention with "
+        "torch.nn.attention.sdpa_kernel(SDPBackend.MATH) for them"
+    )
 
 
 def apply(call: Call, *tensors: Any) -> State:
@@ -96,19 +102,21 @@ def apply(call: Call, *tensors: Any) -> State:
     return o, lse
 
 
-def check(q: Any, out: Any, backend: Any, options: dict[str, Any]) -> None:
-    """Refuse what has no gradients."""
+def check(q: Any, out: Any, backend: Any, slopes: Any = None, mask: Any = None, score: Any = None) -> None:
+    """Refuse what has no gradients; the call that the node makes checks everything else."""
     if isinstance(q, torch.Tensor) and q.dtype == FP8:
         raise NotImplementedError("FP8 inputs have no gradients; use bfloat16 inputs, or call it under torch.no_grad()")
     if out is not None:
         raise ValueError("out must be None where an input requires gradients: autograd keeps the output itself")
-    if backend not in ("auto", "cpu"):
-        raise NotImplementedError(f'backend "{backend}" has no backward pass; use backend="cpu" and CPU tensors')
-    slopes = options.get("alibi_slopes")
     if isinstance(slopes, torch.Tensor) and slopes.requires_grad:
-        raise NotImplementedError("alibi_slopes have no gradients here; detach() them, or write them as a score of ops")
-    if options.get("mask") is not None or options.get("score") is not None:
-        functions.of(options.get("mask"), options.get("score")).check(q.device)
+        raise NotImplementedError("alibi_slopes have no gradients; use alibi_slopes.detach()")
+    if backend not in ("auto", "cpu") or (isinstance(q, torch.Tensor) and q.device.type != "cpu"):
+        raise NotImplementedError(
+            "an input requires gradients, and GPU kernels have no backward pass; use CPU tensors, or call it under "
+            "torch.no_grad()"
+        )
+    if isinstance(q, torch.Tensor) and not (mask is None and score is None):
+        functions.of(mask, score).check(q.device)  # what they capture
 
 
 # ---- the calls -------------------------------------------------------------------------------------------------------
@@ -116,7 +124,7 @@ def check(q: Any, out: Any, backend: Any, options: dict[str, Any]) -> None:
 
 @dataclass(frozen=True)
 class Dense:
-    """attention(q, k, v, sinks). scores: options of the scores; rest: functions, schedule, exact."""
+    """attention(q, k, v, sinks). scores: options of the scores; rest: functions, schedule, exact, deterministic, …"""
 
     run: Callable[..., Any]
     scores: ScoreOptions
@@ -131,10 +139,10 @@ class Dense:
         call = checked(self, q, k, v, sinks)
         plan = plan_on_cpu(call, q.element_size())
         batch, seqlen_q, seqlen_k = call.sizes[:3]
-        starts = ([b * n for b in range(batch + 1)] for n in (seqlen_q, seqlen_k))
-        scoring = Scoring.of(call.scores, *starts, call.function)
-        found = walk(plan, q, [(k, v)], scoring, sinks, by_rows(state), by_rows(grads))
-        return found.d_q, *found.d_sources[0], found.d_sinks
+        starts_q, starts_k = ([b * n for b in range(batch + 1)] for n in (seqlen_q, seqlen_k))
+        scoring = Scoring.of(call.scores, starts_q, starts_k, call.function)
+        made = walk(plan, q, [(k, v)], scoring, sinks, by_rows(state), by_rows(grads))
+        return made.d_q, *made.d_sources[0], made.d_sinks
 
 
 @dataclass(frozen=True)
@@ -155,17 +163,17 @@ class Packed:
         starts_q, starts_k = cu_q.tolist(), cu_k.tolist()
         paged = page_table is not None
         call = checked(self, q, k, v, sinks, batch=len(starts_q) - 1, paged=paged)
-        sources = k, v
+        source = (k, v)
         if paged:
-            sources = tuple(arguments.gather(x, page_table, starts_k) for x in sources)
+            source = arguments.gather(k, page_table, starts_k), arguments.gather(v, page_table, starts_k)
         plan = packed_plan_on_cpu(call, starts_q, starts_k, q.element_size())
         scoring = Scoring.of(call.scores, starts_q, starts_k, call.function)
-        found = walk(plan, q, [sources], scoring, sinks, by_rows(state), by_rows(grads))
-        d_k, d_v = found.d_sources[0]
+        made = walk(plan, q, [source], scoring, sinks, by_rows(state), by_rows(grads))
+        d_k, d_v = made.d_sources[0]
         if paged:
-            index = arguments.places(page_table, starts_k, k.shape[1])
+            index = arguments.places_in_pages(page_table, starts_k, k.shape[1])
             d_k, d_v = (_onto_pages(x, index, k.shape) for x in (d_k, d_v))
-        return found.d_q, d_k, d_v, None, None, None, found.d_sinks
+        return made.d_q, d_k, d_v, None, None, None, made.d_sinks
 
 
 @dataclass(frozen=True)
@@ -173,14 +181,15 @@ class SharedPrefix:
     """shared_prefix_attention(q, k, v, sinks, k and v of each level …). lengths: of each level, and of the own keys."""
 
     run: Callable[..., Any]
-    options: dict[str, Any]
+    scores: dict[str, Any]
+    rest: dict[str, Any]
     lengths: Sequence[Any]
 
     def forward(self, q: Any, k: Any, v: Any, sinks: Any, *of_levels: torch.Tensor) -> State:
-        levels = list(zip(of_levels[::2], of_levels[1::2], self.lengths, strict=False))
-        kept = [(a, b) if n is None else (a, b, n) for a, b, n in levels]
+        pairs = zip(of_levels[::2], of_levels[1::2], self.lengths, strict=False)
+        levels = [(a, b) if n is None else (a, b, n) for a, b, n in pairs]
         given = {"sinks": sinks, "lengths": self.lengths[-1], "return_lse": True}
-        o, lse = self.run(q, kept, k, v, **given, **self.options)
+        o, lse = self.run(q, levels, k, v, **given, **self.scores, **self.rest)
         return o, lse
 
     def backward(self, tensors: Sequence[Any], state: State, grads: Grads) -> Grads:
@@ -190,12 +199,13 @@ class SharedPrefix:
             (len(x), x.shape[1], None if n is None else arguments.check_lengths("lengths", n, *x.shape[:2]))
             for (x, _), n in zip(sources, self.lengths, strict=True)
         ]
-        scores = arguments.check_scores(q, len(q), sinks=sinks, **self.options)
-        heads, causal = (q.shape[2], k.shape[2], q.shape[3]), self.options["causal"]
-        plan = plan_shared_prefix(*q.shape[:2], shapes, *heads, causal=causal, io_bytes=q.element_size())
-        found = walk(plan, q, sources, Scoring.of(scores), sinks, by_rows(state), by_rows(grads))
-        *levels, own = found.d_sources
-        return found.d_q, *own, found.d_sinks, *(x for level in levels for x in level)
+        scores = arguments.check_scores(q, len(q), sinks=sinks, **self.scores)
+        (batch, seqlen_q, heads_q, head_dim), heads_kv = q.shape, k.shape[2]
+        options = {"causal": self.scores["causal"], "io_bytes": q.element_size()}
+        plan = plan_shared_prefix(batch, seqlen_q, shapes, heads_q, heads_kv, head_dim, **options)
+        made = walk(plan, q, sources, Scoring.of(scores), sinks, by_rows(state), by_rows(grads))
+        *levels, own = made.d_sources
+        return made.d_q, *own, made.d_sinks, *(x for level in levels for x in level)
 
 
 # ---- what they have in common ----------------------------------------------------------------------------------------
@@ -242,7 +252,7 @@ def by_rows(given: Any) -> Any:
 def checked(of: Dense | Packed, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: Any, **packed: Any) -> Any:
     """The call as the checks describe it."""
     scores: ScoreOptions = {**of.scores, "sinks": sinks}
-    none: dict[str, Any] = {"descales": (None, None, None), "return_lse": True, "out": None, "backend": "auto"}
+    none: dict[str, Any] = {"descales": (None, None, None), "return_lse": True, "out": None}
     return arguments.check_call(q, k, v, scores, **of.rest, **none, **packed)
 
 

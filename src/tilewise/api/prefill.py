@@ -1,4 +1,4 @@
-"""Attention over tensors: dense, packed, over shared prefixes; and the plan of a dense call."""
+"""Attention over tensors: dense and packed; and the plan of a dense call."""
 
 from __future__ import annotations
 
@@ -12,11 +12,9 @@ from tilewise.api import gradients
 from tilewise.api.on_cpu import full_precision, packed_plan_on_cpu, plan_on_cpu
 from tilewise.api.options import (
     AttentionOptions,
-    Level,
     Mask,
     Result,
     Score,
-    SharedPrefixOptions,
     State,
     VarlenOptions,
 )
@@ -24,7 +22,7 @@ from tilewise.api.schedules import past_lengths
 from tilewise.cpu.scoring import Scoring
 from tilewise.gpu import calls, named, prefill
 from tilewise.gpu.abi import FP8
-from tilewise.plan import Plan, Window, plan_shared_prefix
+from tilewise.plan import Plan, Window
 from tilewise.plan.schedule import BlockSchedule
 from tilewise.scores import ScoreOptions
 from tilewise.state import add_sinks
@@ -75,6 +73,7 @@ def attention(
     mask: Mask | None = None,
     score: Score | None = None,
     exact: bool = False,
+    deterministic: bool = False,
     q_descale: torch.Tensor | None = None,
     k_descale: torch.Tensor | None = None,
     v_descale: torch.Tensor | None = None,
@@ -99,11 +98,16 @@ def attention(
     q_descale, k_descale, v_descale: of FP8 inputs, (Hkv,) or (B, Hkv) float32: what the stored values stand for is
     values · descale, for q by the KV head that it reads. None is 1. The output is bfloat16. The weights of the softmax
     are rounded to FP8 on a GPU that multiplies FP8, and to float16 on others.
+    deterministic: gradients have the same bits in every run, on a GPU for a little of the speed; on the CPU they always
+    do. torch.use_deterministic_algorithms(True) asks for it, too.
     backend: "auto" (a GPU kernel for CUDA tensors, the CPU backend for CPU tensors), "cuda", "cpu", or "emulator": the
     GPU kernel's source run on CPU tensors, slow; "emulator:NAME" for a rung of the ladder by name.
 
     CUDA tensors: these dtypes, head_dim up to 256, compute capability 8.x, 9.0, 10.x or 12.x (docs/guides/cards.md); a
     schedule and what functions capture are on their device. The call goes on the current stream and does not wait.
+
+    Gradients go to q, k, v and sinks, from o and from the LSE. There are none of alibi_slopes, of what functions
+    capture and of FP8 inputs: a call that is asked for them raises. There are no second derivatives.
 
     Returns o (B, Nq, Hq, D), with return_lse also the LSE (B, Hq, Nq) float32. A NaN or infinity in a key that a window
     or a mask (on a GPU also `causal`) hides may still reach the rows of its tile, as in other fused kernels.
@@ -112,7 +116,7 @@ def attention(
     compiling, regular = torch.compiler.is_compiling(), schedule is None and mask is None and score is None
     key = None
     if isinstance(q, torch.Tensor) and q.is_cuda and not compiling:
-        flags: tuple[Any, ...] = (causal, exact, return_lse, window, scale, softcap, backend)
+        flags: tuple[Any, ...] = (causal, exact, return_lse, window, scale, softcap, backend, deterministic)
         function = None if mask is None and score is None else functions.of(mask, score)
         if not regular:
             flags += calls.pattern_key(q, k, schedule, function)
@@ -125,15 +129,17 @@ def attention(
         "causal": causal, "window": window, "scale": scale, "softcap": softcap, "sinks": sinks,
         "alibi_slopes": alibi_slopes,
     }  # fmt: skip
-    rest: dict[str, Any] = {"exact": exact, "return_lse": return_lse, "out": out, "backend": backend}
+    rest: dict[str, Any] = {
+        "exact": exact, "deterministic": deterministic, "return_lse": return_lse, "out": out, "backend": backend,
+    }  # fmt: skip
     pattern: dict[str, Any] = {"schedule": schedule, "mask": mask, "score": score}
     if compiling and regular:
         return traced.attention(q, k, v, descales, **options, **rest)
     if compiling:
         return traced.outside(attention, (q, k, v), descales, **pattern, **options, **rest)
-    if gradients.on_cpu(q, k, v, sinks):
-        gradients.check(q, out, backend, {**options, **pattern})
-        node = gradients.Dense(attention, options, {**pattern, "exact": exact})
+    if arguments.wants_gradients(q, k, v, sinks, alibi_slopes):
+        gradients.check(q, out, backend, alibi_slopes, mask, score)
+        node = gradients.Dense(attention, options, {**pattern, **gradients.kept(rest)})
         return gradients.asked(gradients.apply(node, q, k, v, sinks), return_lse)
     call = arguments.check_call(q, k, v, options, descales=descales, rungs=True, **pattern, **rest)
     if call.where == arguments.EMULATOR and (kernel := named.find(backend)):
@@ -219,6 +225,7 @@ def attention_varlen(
     score: Score | None = None,
     page_table: torch.Tensor | None = None,
     exact: bool = False,
+    deterministic: bool = False,
     q_descale: torch.Tensor | None = None,
     k_descale: torch.Tensor | None = None,
     v_descale: torch.Tensor | None = None,
@@ -247,7 +254,9 @@ def attention_varlen(
         "alibi_slopes": alibi_slopes,
     }  # fmt: skip
     descales = (q_descale, k_descale, v_descale)
-    rest: dict[str, Any] = {"exact": exact, "return_lse": return_lse, "out": out, "backend": backend}
+    rest: dict[str, Any] = {
+        "exact": exact, "deterministic": deterministic, "return_lse": return_lse, "out": out, "backend": backend,
+    }  # fmt: skip
     pattern: dict[str, Any] = {"schedule": schedule, "mask": mask, "score": score}
     compiling, regular = torch.compiler.is_compiling(), schedule is None and mask is None and score is None
     if compiling:
@@ -257,17 +266,17 @@ def attention_varlen(
         return traced.outside(attention_varlen, packed, descales, page_table=page_table, **pattern, **options, **rest)
     key = None
     if regular and _on_device(q, cu_seqlens_q, cu_seqlens_k):  # then nothing that is checked is a value
-        flags: tuple[Any, ...] = (causal, exact, return_lse, window, scale, softcap, backend)
+        flags: tuple[Any, ...] = (causal, exact, return_lse, window, scale, softcap, backend, deterministic)
         others = (sinks, alibi_slopes, out, *descales, cu_seqlens_q, cu_seqlens_k, page_table)
         key, known = calls.known_call(q, k, v, others, flags)
         if known is not None:
             starts = _starts(q, cu_seqlens_q, cu_seqlens_k)
             return known(q, k, v, sinks, alibi_slopes, out, descales, starts, page_table)
-    if gradients.on_cpu(q, k, v, sinks):
-        gradients.check(q, out, backend, {**options, **pattern})
-        node = gradients.Packed(attention_varlen, options, {**pattern, "exact": exact})
-        given = (q, k, v, cu_seqlens_q, cu_seqlens_k, page_table, sinks)
-        return gradients.asked(gradients.apply(node, *given), return_lse)
+    if arguments.wants_gradients(q, k, v, sinks, alibi_slopes):
+        gradients.check(q, out, backend, alibi_slopes, mask, score)
+        node = gradients.Packed(attention_varlen, options, {**pattern, **gradients.kept(rest)})
+        state = gradients.apply(node, q, k, v, cu_seqlens_q, cu_seqlens_k, page_table, sinks)
+        return gradients.asked(state, return_lse)
     batch = arguments.check_sequences(cu_seqlens_q, cu_seqlens_k)
     paged = page_table is not None
     call = arguments.check_call(q, k, v, options, descales=descales, batch=batch, paged=paged, **pattern, **rest)
@@ -342,92 +351,6 @@ def _packed_on_cpu(
     return o.bfloat16() if fp8 else o, lse.transpose(0, 1)
 
 
-@overload
-def shared_prefix_attention(
-    q: torch.Tensor,
-    levels: Sequence[Level],
-    k: torch.Tensor,
-    v: torch.Tensor,
-    *,
-    return_lse: Literal[False] = False,
-    **options: Unpack[SharedPrefixOptions],
-) -> torch.Tensor: ...
-@overload
-def shared_prefix_attention(
-    q: torch.Tensor,
-    levels: Sequence[Level],
-    k: torch.Tensor,
-    v: torch.Tensor,
-    *,
-    return_lse: Literal[True],
-    **options: Unpack[SharedPrefixOptions],
-) -> State: ...
-@overload
-def shared_prefix_attention(
-    q: torch.Tensor,
-    levels: Sequence[Level],
-    k: torch.Tensor,
-    v: torch.Tensor,
-    *,
-    return_lse: bool,
-    **options: Unpack[SharedPrefixOptions],
-) -> Result: ...
-def shared_prefix_attention(
-    q: torch.Tensor,
-    levels: Sequence[Level],
-    k: torch.Tensor,
-    v: torch.Tensor,
-    *,
-    causal: bool = True,
-    lengths: Sequence[int] | torch.Tensor | None = None,
-    scale: float | None = None,
-    softcap: float = 0.0,
-    sinks: torch.Tensor | None = None,
-    return_lse: bool = False,
-    out: torch.Tensor | None = None,
-    backend: str = "auto",
-) -> Result:
-    """Attention of sequences that share prefixes, each prefix read once for all of them.
-
-    q: (B, Nq, Hq, D); k, v: (B, Nk, Hkv, D), each sequence's own keys; lengths: (B,), how many of them are valid, all
-    if None. levels: from the root down, each (k, v) or (k, v, lengths) with k, v (B_level, N_level, Hkv, D). Each batch
-    size divides the next and the last divides B; sequence b belongs to member `b // (B // B_level)` of a level.
-    Prefixes are in full view of every query; `causal` lies over the own keys alone, bottom-right.
-
-    Returns o (B, Nq, Hq, D), with return_lse also the LSE (B, Hq, Nq) float32.
-    """
-    batch, seqlen_q, _, heads_q, heads_kv, head_dim = arguments.check_qkv(q, k, v)
-    scores = arguments.check_scores(q, batch, causal=causal, scale=scale, softcap=softcap, sinks=sinks)
-    checks.flag("return_lse", return_lse)
-    arguments.check_out(out, q)
-    sources, shapes = arguments.check_levels(levels, q, heads_kv)
-    of_levels = [x for source in sources for x in source]
-    if gradients.on_cpu(q, k, v, sinks, *of_levels):
-        gradients.check(q, out, backend, {})
-        given_lengths = [*(level[2] if len(level) > 2 else None for level in levels), lengths]
-        node = gradients.SharedPrefix(
-            shared_prefix_attention, {"causal": causal, "scale": scale, "softcap": softcap}, given_lengths
-        )
-        return gradients.asked(gradients.apply(node, q, k, v, sinks, *of_levels), return_lse)
-    sources.append((k, v))
-    shapes.append(
-        (batch, k.shape[1], None if lengths is None else arguments.check_lengths("lengths", lengths, *k.shape[:2]))
-    )
-    where = arguments.check_backend(backend, q, [x for source in sources for x in source] + [sinks])
-    if where != "cpu":
-        calls.check_served(q, where)
-        o, lse = calls.shared_prefix(q, sources, [shape[2] for shape in shapes], scores)
-        return result(o, lse, sinks, out, return_lse)
-
-    plan = plan_shared_prefix(
-        batch, seqlen_q, shapes, heads_q, heads_kv, head_dim, causal=causal, io_bytes=q.element_size()
-    )
-    with full_precision():
-        place = checks.place(out, q, *(x for source in sources for x in source))
-        o, lse = cpu.run(plan, q, sources, Scoring.of(scores), place)
-    return result(o, lse.view(batch, seqlen_q, heads_q).transpose(1, 2), sinks, out, return_lse)
-
-
 def plan_attention(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -445,7 +368,9 @@ def plan_attention(
     tiles of the GPU kernel: which one it is and why, their sizes, the heads packed into one, the order in which thread
     blocks take them.
     """
-    rest: dict[str, Any] = {"descales": (None, None, None), "return_lse": False, "out": None, "backend": backend}
+    rest: dict[str, Any] = {
+        "descales": (None, None, None), "deterministic": False, "return_lse": False, "out": None, "backend": backend,
+    }  # fmt: skip
     pattern: dict[str, Any] = {"schedule": schedule, "mask": mask, "score": score}
     call = arguments.check_call(q, k, k, options, exact=exact, **pattern, **rest)
     if call.where != "cpu":

@@ -219,8 +219,8 @@ def create_block_mask(
     """
     if compute_dq_write_order:
         raise NotImplementedError(
-            "compute_dq_write_order makes lists for torch's FLASH kernel, which Tilewise does not need; leave it out, or "
-            "use torch's create_block_mask"
+            "compute_dq_write_order makes lists for torch's FLASH kernel, which Tilewise does not need; leave it out, "
+            "or use torch's create_block_mask"
         )
     batch, heads = (1 if n is None else checks.integer(name, n, 1) for name, n in (("B", B), ("H", H)))
     blocks = (BLOCK_SIZE, BLOCK_SIZE) if isinstance(BLOCK_SIZE, int) else BLOCK_SIZE

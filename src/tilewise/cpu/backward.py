@@ -118,12 +118,12 @@ def _product_gradients(at: Rows, over: Keys, scoring: Scoring, view: View | None
 
 
 def _strip_gradients(at: Rows, over: Keys, scoring: Scoring, view: View | None, space: Space) -> None:
-    rows, heads, head_dim = at.q.shape
+    rows, heads, _ = at.q.shape
     kv_heads = over.k.shape[1]
 
     def by_kv_head(x: torch.Tensor) -> torch.Tensor:
         """(rows, heads, …) -> (KV heads, group · rows, …): one product per KV head."""
-        wide = x.float().unflatten(1, (kv_heads, -1))
+        wide: torch.Tensor = x.float().unflatten(1, (kv_heads, -1))
         return wide.movedim(0, 2).flatten(1, 2)
 
     q, d_o = by_kv_head(at.q), by_kv_head(at.d_o)

@@ -15,13 +15,15 @@ compilation, and the cache's tensors, so that the compiler sees what is read and
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
 from tilewise import api, traced
+from tilewise.api import gradients
 from tilewise.gpu import calls
+from tilewise.gpu.abi import FP8
 from tilewise.kvcache import PagedKVCache
 from tilewise.scores import SCHEMA_OPTIONS, SCHEMA_SCALING, SCHEMA_TENSORS
 
@@ -29,11 +31,12 @@ if TYPE_CHECKING:
     from tilewise.api import Result
 
 State = tuple[torch.Tensor, torch.Tensor]
+Grads = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 # Operators want their tensors before the star.
 TENSORS = f"{SCHEMA_TENSORS}, Tensor? q_descale=None, Tensor? k_descale=None, Tensor? v_descale=None"
 TENSOR_NAMES = tuple(declared.split()[1].removesuffix("=None") for declared in TENSORS.split(", "))
-OPTIONS = f'{SCHEMA_OPTIONS}, bool exact=False, bool return_lse=False, str backend="auto"'
+OPTIONS = f'{SCHEMA_OPTIONS}, bool exact=False, bool deterministic=False, bool return_lse=False, str backend="auto"'
 
 # The operators: schema, what runs, and the shapes of what comes back. The compiler's own CUDA graphs go round them: a
 # launch keeps counters and buffers from call to call, which a graph's pool would have to own.
@@ -158,6 +161,165 @@ def _(q: torch.Tensor, *others: Any, return_lse: bool = False, **options: Any) -
     return _shapes(q, (q.shape[1], q.shape[0]) if return_lse else None)
 
 
+<<<<<<< HEAD
+=======
+@torch.library.custom_op(
+    "tilewise::attention_seen_keys",
+    mutates_args=(),
+    tags=TAGS,
+    schema="(Tensor q, Tensor k, Tensor v, Tensor seen, *, float? scale=None) -> Tensor",
+)
+def _attention_seen_keys(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: torch.Tensor, *, scale: float | None = None
+) -> torch.Tensor:
+    """attention() over the keys that are seen, the others not being touched: what a padding mask means.
+
+    q (B, Nq, Hq, D), k, v (B, Nk, Hkv, D) on the CPU, seen bool (B, Nk), or (1, Nk) for every sequence the same.
+    Padding is at the ends: then no key is copied.
+    """
+    o = q.new_empty(q.shape)
+    step = 1 if len(seen) > 1 else q.shape[0]
+    for at, row in zip(range(0, q.shape[0], max(1, step)), seen, strict=False):
+        these = slice(at, at + step)
+        (keys,) = row.nonzero(as_tuple=True)
+        if len(keys) and int(keys[-1]) - int(keys[0]) == len(keys) - 1:
+            k_seen, v_seen = (x[these, int(keys[0]) : int(keys[-1]) + 1] for x in (k, v))
+        else:
+            k_seen, v_seen = (x[these].index_select(1, keys) for x in (k, v))
+        api.attention(q[these], k_seen, v_seen, scale=scale, out=o[these])
+    return o
+
+
+@_attention_seen_keys.register_fake
+def _(q: torch.Tensor, *others: Any, **options: Any) -> torch.Tensor:
+    return q.new_empty(q.shape)
+
+
+# Gradients. The backward passes are operators themselves, so that a compiled graph holds them. Where the forward was
+# not asked for the LSE, they make it again.
+
+GRADS = "Tensor o, Tensor lse, Tensor? d_o, Tensor? d_lse"
+
+
+@torch.library.custom_op(
+    "tilewise::attention_backward",
+    mutates_args=(),
+    tags=TAGS,
+    schema=f"(Tensor q, Tensor k, Tensor v, Tensor? sinks, Tensor? alibi_slopes, {GRADS}, *, {OPTIONS})"
+    " -> (Tensor, Tensor, Tensor, Tensor)",
+)
+def _attention_backward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    sinks: torch.Tensor | None,
+    alibi_slopes: torch.Tensor | None,
+    *state: Any,
+    **options: Any,
+) -> Grads:
+    """Of q, k, v and sinks, each like it; the last (0,) without sinks. d_o like o, d_lse like lse, None for zeros."""
+    node = gradients.Dense(api.attention, *_split(alibi_slopes, **options))
+    return _gradients(node, (q, k, v, sinks), *state)
+
+
+@torch.library.custom_op(
+    "tilewise::attention_varlen_backward",
+    mutates_args=(),
+    tags=TAGS,
+    schema=(
+        "(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor cu_seqlens_k, Tensor? page_table, Tensor? sinks, "
+        f"Tensor? alibi_slopes, {GRADS}, *, {OPTIONS}) -> (Tensor, Tensor, Tensor, Tensor)"
+    ),
+)
+def _attention_varlen_backward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    page_table: torch.Tensor | None,
+    sinks: torch.Tensor | None,
+    alibi_slopes: torch.Tensor | None,
+    *state: Any,
+    **options: Any,
+) -> Grads:
+    """As `_attention_backward`."""
+    node = gradients.Packed(api.attention_varlen, *_split(alibi_slopes, **options))
+    return _gradients(node, (q, k, v, cu_seqlens_q, cu_seqlens_k, page_table, sinks), *state)
+
+
+def _split(
+    alibi_slopes: torch.Tensor | None,
+    *,
+    window_left: int | None = None,
+    window_right: int | None = None,
+    exact: bool = False,
+    deterministic: bool = False,
+    return_lse: bool = False,
+    backend: str = "auto",
+    **scores: Any,
+) -> tuple[Any, dict[str, Any]]:
+    """The options of the scores, and the others, as the nodes of the public calls keep them."""
+    pattern = {"schedule": None, "mask": None, "score": None}
+    rest = {"exact": exact, "deterministic": deterministic, "backend": backend}
+    return {**scores, "window": (window_left, window_right), "alibi_slopes": alibi_slopes}, {**pattern, **rest}
+
+
+def _gradients(
+    node: gradients.Call,
+    tensors: tuple[torch.Tensor | None, ...],
+    o: torch.Tensor,
+    lse: torch.Tensor,
+    d_o: torch.Tensor | None,
+    d_lse: torch.Tensor | None,
+) -> Grads:
+    if lse.numel() * o.shape[-1] != o.numel():
+        lse, d_lse = node.forward(*tensors)[1], None
+    made: Any = gradients.found(node, tensors, (o, lse), (d_o, d_lse))
+    return made[0], made[1], made[2], o.new_empty(0) if made[-1] is None else made[-1]
+
+
+@_attention_backward.register_fake
+@_attention_varlen_backward.register_fake
+def _(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *others: torch.Tensor | None, **options: Any) -> Grads:
+    sinks = others[-6]
+    d_sinks = q.new_empty(0) if sinks is None else sinks.new_empty(sinks.shape)
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), d_sinks
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: State) -> None:
+    """inputs: those of the operators, which end in the five of TENSORS."""
+    *tensors, slopes, _, _, _ = inputs
+    if inputs[0].dtype == FP8 or (slopes is not None and slopes.requires_grad):
+        gradients.check(inputs[0], None, "auto", slopes)
+    ctx.save_for_backward(*tensors, slopes, *output)
+    ctx.options = keyword_only_inputs
+    ctx.set_materialize_grads(False)
+
+
+def _backward_of(operator: Any) -> Callable[..., tuple[torch.Tensor | None, ...]]:
+    """A backward pass by the operator: gradients of q, k, v, then None up to sinks, then None for what is left."""
+
+    def backward(ctx: Any, d_o: torch.Tensor | None, d_lse: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        *tensors, slopes, o, lse = ctx.saved_tensors
+        found = operator(*tensors, slopes, o, lse, d_o, d_lse, **ctx.options)
+        between = (None,) * (len(tensors) - 4)
+        return *found[:3], *between, found[3] if tensors[-1] is not None else None, None, None, None, None
+
+    return backward
+
+
+def _no_second(ctx: Any, *grads: Any) -> NoReturn:
+    gradients.refuse_second()
+
+
+_attention.register_autograd(_backward_of(_attention_backward), setup_context=_keep)
+_attention_varlen.register_autograd(_backward_of(_attention_varlen_backward), setup_context=_keep)
+for _op in (_attention_backward, _attention_varlen_backward):
+    _op.register_autograd(_no_second)
+
+
+>>>>>>> h18-core
 def _both(result: Result) -> State:
     if isinstance(result, torch.Tensor):
         return result.contiguous(), result.new_empty((0,), dtype=torch.float32)
@@ -177,10 +339,14 @@ def _over(cache: PagedKVCache, k: Sequence[torch.Tensor], v: Sequence[torch.Tens
 
 def _no_backward(ctx: Any, *grads: Any) -> NoReturn:
     raise NotImplementedError(
-        "Tilewise has no backward pass yet; call it under torch.no_grad(), or use "
-        "torch.nn.functional.scaled_dot_product_attention for training"
+        "an input requires gradients, and this call has no backward pass; call it under torch.no_grad(), or use "
+        "attention() or attention_varlen() for training"
     )
 
 
+<<<<<<< HEAD
 for _op in (_attention, _attention_varlen, _decode, _attend):
+=======
+for _op in (_decode, _attend, _attention_seen_keys):
+>>>>>>> h18-core
     _op.register_autograd(_no_backward)

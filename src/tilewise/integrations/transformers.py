@@ -13,8 +13,7 @@ Padded queries of a causal or windowed mask give 0. Of a mask without either, ev
 padded query from one of a cross-attention. What a mask says beyond this (image tokens that see each other, chunks,
 masks of one's own) raises NotImplementedError.
 
-Gradients: the kernels have no backward, so with gradients wanted torch's own SDPA computes the same, over a mask
-that is formed for it; see `wants_gradient`.
+Training is the same calls: they have gradients of q, k, v and of sinks, also over padding and packed sequences.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ import torch.nn.functional as F
 
 from .. import api, checks
 from .extras import extra
-from .transformers_mask import INSTEAD, Mask, make_mask, mask_of_flags, visible, with_given_sequences
+from .transformers_mask import INSTEAD, Mask, make_mask, mask_of_flags, with_given_sequences
 
 with extra("transformers"):
     from transformers import AttentionInterface, AttentionMaskInterface
@@ -98,22 +97,11 @@ def attention_forward(
     k, v = k[:, : mask.keys], v[:, : mask.keys]
     sinks = s_aux if sinks is None else sinks
     scale = head_dim**-0.5 if scaling is None else scaling
-    if wants_gradient(q, k, v, sinks):
-        o = _with_gradient(q, k, v, mask, scale, softcap, sinks)
-    else:
-        o = _without_gradient(q, k, v, mask, scale, softcap or 0.0, None if sinks is None else sinks.detach())
+    o = _attend(q, k, v, mask, scale, softcap or 0.0, sinks)
     return o[..., :value_dim], None
 
 
-def wants_gradient(*tensors: torch.Tensor | None) -> bool:
-    """Does torch's SDPA serve this call? Yes, if one of these is to get a gradient, which our kernels have none of.
-
-    Inference belongs under `torch.inference_mode()` or `torch.no_grad()`, as `generate` does it.
-    """
-    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
-
-
-def _without_gradient(
+def _attend(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -139,35 +127,6 @@ def _without_gradient(
     padded = o.new_zeros(q.shape)
     padded[ragged.rows_q] = o
     return padded
-
-
-def _with_gradient(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    mask: Mask,
-    scale: float,
-    softcap: float | None,
-    sinks: torch.Tensor | None,
-) -> torch.Tensor:
-    """The same by torch's SDPA, which knows its backward."""
-    if softcap:
-        raise NotImplementedError(
-            'softcap with gradients is not served, torch\'s SDPA having none; use attn_implementation="eager", or '
-            "torch.no_grad() for inference"
-        )
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    seen = visible(mask, q.device)
-    if sinks is None:
-        blind = ~seen.any(-1, keepdim=True)  # such a row sees all and gives 0, so that no NaN enters the gradients
-        o = F.scaled_dot_product_attention(q, k, v, attn_mask=seen | blind, scale=scale, enable_gqa=True)
-        return o.masked_fill(blind, 0).transpose(1, 2)
-    # A sink is the score of one more key, whose value is 0.
-    bias = q.new_zeros(seen.shape).masked_fill(~seen, -torch.inf).expand(q.shape[0], q.shape[1], -1, -1)
-    sink = sinks.to(q.dtype)[None, :, None, None].expand(*bias.shape[:3], 1)
-    k, v = (F.pad(x, (0, 0, 0, 1)) for x in (k, v))
-    o = F.scaled_dot_product_attention(q, k, v, attn_mask=torch.cat((bias, sink), -1), scale=scale, enable_gqa=True)
-    return o.transpose(1, 2)
 
 
 def as_autocast(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:

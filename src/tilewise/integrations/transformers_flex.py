@@ -5,7 +5,8 @@
 
 It stands where transformers' own "flex_attention" does. What "tilewise" refuses is served here: chunks, image tokens
 that see each other, masks of one's own, a bias on the scores; sinks too. The mask becomes a BlockMask, and one of
-queries × keys is never formed. BlockMasks that transformers has made are taken as well. There are no gradients here.
+queries × keys is never formed. BlockMasks that transformers has made are taken as well. q, k, v and sinks get
+gradients; a bias on the scores that requires them is refused.
 """
 
 from __future__ import annotations

@@ -1,0 +1,109 @@
+"""Attention over shared prefixes, each of which is read once for all sequences under it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Literal, overload
+
+import torch
+
+from tilewise import arguments, checks, cpu
+from tilewise.api import gradients
+from tilewise.api.on_cpu import full_precision
+from tilewise.api.options import Level, Result, SharedPrefixOptions, State
+from tilewise.api.prefill import result
+from tilewise.cpu.scoring import Scoring
+from tilewise.gpu import calls
+from tilewise.plan import plan_shared_prefix
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+
+@overload
+def shared_prefix_attention(
+    q: torch.Tensor,
+    levels: Sequence[Level],
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    return_lse: Literal[False] = False,
+    **options: Unpack[SharedPrefixOptions],
+) -> torch.Tensor: ...
+@overload
+def shared_prefix_attention(
+    q: torch.Tensor,
+    levels: Sequence[Level],
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    return_lse: Literal[True],
+    **options: Unpack[SharedPrefixOptions],
+) -> State: ...
+@overload
+def shared_prefix_attention(
+    q: torch.Tensor,
+    levels: Sequence[Level],
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    return_lse: bool,
+    **options: Unpack[SharedPrefixOptions],
+) -> Result: ...
+def shared_prefix_attention(
+    q: torch.Tensor,
+    levels: Sequence[Level],
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    causal: bool = True,
+    lengths: Sequence[int] | torch.Tensor | None = None,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
+    deterministic: bool = False,
+    return_lse: bool = False,
+    out: torch.Tensor | None = None,
+    backend: str = "auto",
+) -> Result:
+    """Attention of sequences that share prefixes, each prefix read once for all of them.
+
+    q: (B, Nq, Hq, D); k, v: (B, Nk, Hkv, D), each sequence's own keys; lengths: (B,), how many of them are valid, all
+    if None. levels: from the root down, each (k, v) or (k, v, lengths) with k, v (B_level, N_level, Hkv, D). Each batch
+    size divides the next and the last divides B; sequence b belongs to member `b // (B // B_level)` of a level.
+    Prefixes are in full view of every query; `causal` lies over the own keys alone, bottom-right. Gradients go to q, to
+    every k and v, to sinks, and come from the LSE as well; deterministic as in `attention`.
+
+    Returns o (B, Nq, Hq, D), with return_lse also the LSE (B, Hq, Nq) float32.
+    """
+    batch, seqlen_q, _, heads_q, heads_kv, head_dim = arguments.check_qkv(q, k, v)
+    scores = arguments.check_scores(q, batch, causal=causal, scale=scale, softcap=softcap, sinks=sinks)
+    checks.flag("return_lse", return_lse)
+    checks.flag("deterministic", deterministic)
+    arguments.check_out(out, q)
+    sources, shapes = arguments.check_levels(levels, q, heads_kv)
+    of_levels = [x for source in sources for x in source]
+    if arguments.wants_gradients(q, k, v, sinks, *of_levels):
+        gradients.check(q, out, backend)
+        given_lengths = [*(level[2] if len(level) > 2 else None for level in levels), lengths]
+        scoring = {"causal": causal, "scale": scale, "softcap": softcap}
+        rest = {"deterministic": deterministic, "backend": backend}
+        node = gradients.SharedPrefix(shared_prefix_attention, scoring, rest, given_lengths)
+        return gradients.asked(gradients.apply(node, q, k, v, sinks, *of_levels), return_lse)
+    sources.append((k, v))
+    shapes.append(
+        (batch, k.shape[1], None if lengths is None else arguments.check_lengths("lengths", lengths, *k.shape[:2]))
+    )
+    where = arguments.check_backend(backend, q, [x for source in sources for x in source] + [sinks])
+    if where != "cpu":
+        calls.check_served(q, where)
+        o, lse = calls.shared_prefix(q, sources, [shape[2] for shape in shapes], scores)
+        return result(o, lse, sinks, out, return_lse)
+
+    plan = plan_shared_prefix(
+        batch, seqlen_q, shapes, heads_q, heads_kv, head_dim, causal=causal, io_bytes=q.element_size()
+    )
+    with full_precision():
+        place = checks.place(out, q, *(x for source in sources for x in source))
+        o, lse = cpu.run(plan, q, sources, Scoring.of(scores), place)
+    return result(o, lse.view(batch, seqlen_q, heads_q).transpose(1, 2), sinks, out, return_lse)
