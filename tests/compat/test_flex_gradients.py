@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.attention.flex_attention as torch_flex
 from flex_cases import MAKERS, inputs
 from oracle import assert_gradients, gradient_floors, gradients, randn
 from variant_cases import variants
 
 import tilewise.compat.flex_attention as flex
-from tilewise import reference
+from tilewise import attention, reference
 from tilewise.compat.flex_attention import create_block_mask, flex_attention
 
 
@@ -78,6 +79,15 @@ def test_values_and_layout_are_those_without_gradients():
         assert recorded.stride() == plain.stride()
         recorded.sum().backward()
         assert leaf.grad.shape == leaf.shape
+
+
+def test_a_mask_with_the_order_of_dq_asks_for_the_same_bits(monkeypatch):
+    asked = []
+    monkeypatch.setattr(flex, "attention", lambda *x, **y: asked.append(y["deterministic"]) or attention(*x, **y))
+    for maker, options in ((create_block_mask, {}), (torch_flex.create_block_mask, {"compute_dq_write_order": True})):
+        mask = maker(lambda b, h, q, k: q >= k, None, None, 64, 64, device="cpu", **options)
+        flex_attention(*inputs(1, (64, 64), (2, 2)), None, mask)
+    assert asked == [False, True]
 
 
 def test_training_in_compiled_code():

@@ -37,6 +37,8 @@ def attention_backward(
     window: Window | None = None,
     scale: float | None = None,
     softcap: float = 0.0,
+    deterministic: bool = False,
+    backend: str = "auto",
 ) -> Gradients:
     """q, o, d_o: (B, Nq, Hq, D); k, v: (B, Nk, Hkv, D); lse, d_lse: (B, Hq, Nq) float32; the options as in `attention`.
 
@@ -46,7 +48,8 @@ def attention_backward(
     scores: ScoreOptions = {
         "causal": causal, "window": window, "scale": scale, "softcap": softcap, "sinks": None, "alibi_slopes": None,
     }  # fmt: skip
-    rest: dict[str, Any] = {"schedule": None, "mask": None, "score": None, "exact": False}
+    rest: dict[str, Any] = {"exact": False, "deterministic": deterministic, "backend": backend}
+    rest |= {"schedule": None, "mask": None, "score": None}
     node = gradients.Dense(attention, scores, rest)
     with torch.no_grad(), full_precision():
         d_q, d_k, d_v, _ = node.backward((q, k, v, None), (o, lse), (d_o, d_lse))

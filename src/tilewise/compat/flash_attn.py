@@ -3,7 +3,7 @@
     from tilewise.compat.flash_attn import flash_attn_func  # was: from flash_attn import flash_attn_func
 
 They run on CUDA tensors (head_dim up to 256, every card since Ampere) and on CPU tensors. q, k, v and learnable_sink
-get gradients, through out and through softmax_lse. What differs:
+get gradients, from out and from softmax_lse. What differs:
 
 - float32 is taken as well as bfloat16 and float16;
 - dropout_p > 0 raises NotImplementedError; S_dmask is always the empty tensor that flash_attn returns without dropout;
@@ -64,17 +64,17 @@ def flash_attn_func(
     q: (batch, seqlen_q, heads, head_dim); k, v: (batch, seqlen_k, heads_k, head_dim), heads a multiple of heads_k.
     softmax_scale: `head_dim ** -0.5` if None. window_size: (left, right) keys seen to either side, −1 for no limit.
     softcap c > 0: scores become c · tanh(scores / c). alibi_slopes: (heads,) or (batch, heads), adds
-    −slope · |i + seqlen_k − seqlen_q − j|. learnable_sink: (heads,). deterministic: accepted; the forward always is,
-    and gradients are as far as torch's operations are.
+    −slope · |i + seqlen_k − seqlen_q − j|. learnable_sink: (heads,). deterministic: gradients have the same bits in
+    every run, as the output always has; on the CPU they always do.
 
     Returns out (batch, seqlen_q, heads, head_dim); with return_attn_probs (out, softmax_lse, S_dmask), softmax_lse
     (batch, heads, seqlen_q) float32 and S_dmask empty.
     """
-    asked = _asked(dropout_p, softmax_scale, causal, window_size, softcap, deterministic)
+    asked = _asked(dropout_p, softmax_scale, causal, window_size, softcap)
     shape = ("batch", "seqlen", "heads", "head_dim")
     q, k, v = (rows(name, x, shape) for name, x in (("q", q), ("k", k), ("v", v)))
     check_sink(learnable_sink, q)
-    return _attend(Inputs(q, k, v, alibi_slopes, learnable_sink), asked, return_attn_probs)
+    return _attend(Inputs(q, k, v, alibi_slopes, learnable_sink), asked, deterministic, return_attn_probs)
 
 
 def flash_attn_kvpacked_func(
@@ -147,7 +147,7 @@ def flash_attn_varlen_func(
     Returns out (total_q, heads, head_dim); with return_attn_probs (out, softmax_lse, S_dmask), softmax_lse
     (heads, total_q) float32 and S_dmask empty.
     """
-    asked = _asked(dropout_p, softmax_scale, causal, window_size, softcap, deterministic)
+    asked = _asked(dropout_p, softmax_scale, causal, window_size, softcap)
     for name, longest in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k)):
         if not isinstance(longest, torch.Tensor):  # one on a GPU stays unread: looking would make the CPU wait
             checks.integer(name, longest, 0)
@@ -172,7 +172,7 @@ def flash_attn_varlen_func(
         cu_seqlens_k,
         block_table,
     )
-    return _attend(inputs, asked, return_attn_probs, nobodys)
+    return _attend(inputs, asked, deterministic, return_attn_probs, nobodys)
 
 
 def flash_attn_varlen_kvpacked_func(
@@ -222,11 +222,8 @@ def flash_attn_varlen_qkvpacked_func(
     return flash_attn_varlen_func(q, k, v, *given, learnable_sink=learnable_sink)
 
 
-def _asked(
-    dropout_p: Any, softmax_scale: Any, causal: Any, window_size: Any, softcap: Any, deterministic: Any
-) -> ScoreOptions:
+def _asked(dropout_p: Any, softmax_scale: Any, causal: Any, window_size: Any, softcap: Any) -> ScoreOptions:
     check_dropout(dropout_p)
-    checks.flag("deterministic", deterministic)
     return asked_of(softmax_scale, causal, window_size, softcap)
 
 
@@ -241,10 +238,13 @@ def _end(starts: torch.Tensor, x: torch.Tensor) -> int:
     return min(max(0, int(starts[-1])), x.shape[0]) if known else x.shape[0]
 
 
-def _attend(inputs: Inputs, asked: ScoreOptions, return_attn_probs: bool, nobodys: int = 0) -> Result:
+def _attend(
+    inputs: Inputs, asked: ScoreOptions, deterministic: bool, return_attn_probs: bool, nobodys: int = 0
+) -> Result:
     """The result in flash_attn's form; nobodys: rows to add behind the last sequence."""
+    checks.flag("deterministic", deterministic)
     checks.flag("return_attn_probs", return_attn_probs)
-    o, lse = attend(inputs, asked, return_attn_probs)
+    o, lse = attend(inputs, asked, return_attn_probs, deterministic)
     if nobodys:
         o = F.pad(o, (0, 0, 0, 0, 0, nobodys))
         lse = None if lse is None else F.pad(lse, (0, nobodys))

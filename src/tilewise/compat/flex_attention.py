@@ -185,6 +185,7 @@ def flex_attention(
         schedule=schedule,
         mask=mask_mod,
         score=score_mod,
+        deterministic=getattr(block_mask, "dq_write_order", None) is not None,
         return_lse=with_lse,
         out=None if recorded else torch.empty_like(q),
     )

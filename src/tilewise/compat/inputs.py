@@ -26,10 +26,14 @@ class Inputs(NamedTuple):
     page_table: torch.Tensor | None = None
 
 
-def attend(inputs: Inputs, asked: ScoreOptions, return_lse: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
+def attend(
+    inputs: Inputs, asked: ScoreOptions, return_lse: bool, deterministic: bool = False
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """o, and the LSE if asked for, of the one public call that these are; its gradients are that call's."""
     q, k, v, slopes, sinks, starts_q, starts_k, page_table = inputs
-    options: dict[str, Any] = {**asked, "alibi_slopes": slopes, "sinks": sinks, "return_lse": return_lse}
+    options: dict[str, Any] = {
+        **asked, "alibi_slopes": slopes, "sinks": sinks, "return_lse": return_lse, "deterministic": deterministic,
+    }  # fmt: skip
     if starts_q is None or starts_k is None:
         result = api.attention(q, k, v, **options)
     else:

@@ -50,7 +50,6 @@ class Facts(NamedTuple):
     grad: bool = False  # gradients are recorded, and something requires them
     plain: bool = True  # tensors, of no subclass, in no torch.func transform, and no torch.jit trace
     usual: bool = True  # the other arguments are of the kinds that torch declares, and scale is finite
-    compiled: bool = False  # the call is being traced
     fused: bool = True  # torch is free to use flash kernels; in compiled code, which cannot ask, taken as true
 
 
@@ -161,7 +160,7 @@ def _refusals(facts: Facts) -> list[str]:
     refused = []
     if not facts.usual:
         refused.append("an argument is of a kind or value that only torch judges")
-    if facts.grad and (facts.device == "cuda" or facts.compiled):
+    if facts.grad and facts.device == "cuda":
         refused.append("an input requires gradients, and there is no backward pass for this here")
     if facts.dropout:
         refused.append("dropout_p is not 0")
@@ -260,7 +259,6 @@ def facts_of(
             and isinstance(enable_gqa, bool)
             and (scale is None or (isinstance(scale, (int, float)) and -math.inf < scale < math.inf))
         ),
-        compiled=torch.compiler.is_compiling(),
         fused=torch.compiler.is_compiling() or torch.backends.cuda.flash_sdp_enabled(),
     )
 

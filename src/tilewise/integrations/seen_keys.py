@@ -6,11 +6,12 @@ What `sdpa` runs for such a mask, eagerly and in compiled graphs, with its gradi
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
 from tilewise import api
+from tilewise.api import gradients
 from tilewise.api.backward import attention_backward
 
 from .torch_ops import TAGS, State
@@ -89,7 +90,12 @@ def _backward(ctx: Any, d_o: torch.Tensor, _: Any) -> Any:
     return *torch.ops.tilewise.attention_seen_keys_backward(d_o, *ctx.saved_tensors, scale=ctx.scale), None
 
 
+def _no_second(ctx: Any, *grads: Any) -> NoReturn:
+    gradients.refuse_second()
+
+
 attention_seen_keys.register_autograd(_backward, setup_context=_setup)
+attention_seen_keys_backward.register_autograd(_no_second)
 
 
 def _sequences(batch: int, seen: torch.Tensor) -> Iterator[tuple[slice, Keys]]:
