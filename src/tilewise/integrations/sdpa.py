@@ -286,15 +286,28 @@ def _path(facts: Facts) -> Path:
     return (decide(facts) if torch.compiler.is_compiling() else _decided(facts)).path
 
 
-def _run(
+class Laid(NamedTuple):
+    """A call that `decide` has given to Tilewise, as `attention` takes it; enable_gqa has said all it has to say there.
+
+    q (B, L, Hq, D), k, v (B, keys, H, D), D the larger head dimension; seen: bool (B or 1, keys) of a padding mask.
+    """
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    seen: torch.Tensor | None
+    options: dict[str, Any]  # of `attention`; with `seen`, scale alone
+
+
+def laid(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
     mask: torch.Tensor | None,
     is_causal: bool,
     scale: float | None,
-) -> torch.Tensor:
-    """A call that `decide` has given to Tilewise. `enable_gqa` has said all it has to say there."""
+) -> Laid:
+    """The call as `attention` takes it: views where that is possible."""
     seqlen_q, seqlen_k, head_dim, value_dim = query.shape[-2], key.shape[-2], query.shape[-1], value.shape[-1]
     lead = _broadcast(query.shape[:-3], key.shape[:-3], value.shape[:-3]) or ()
     heads = [x.shape[-3] if x.dim() > 2 else 1 for x in (query, key, value)]
@@ -305,23 +318,44 @@ def _run(
         scale = head_dim**-0.5 if scale is None else scale
         widest = max(head_dim, value_dim)
         q, k, v = (_filled(x, widest) for x in (q, k, v))
+    options: dict[str, Any] = {"scale": scale}
     if mask is not None:
         every = all(n == 1 for n in mask.shape[:-1])  # the same for every sequence
         seen = mask if every else mask.expand(*lead, 1, 1, seqlen_k)
-        seen = seen.reshape(1 if every else math.prod(lead), seqlen_k)
-        o = torch.ops.tilewise.attention_seen_keys(q, k, v, seen, scale=scale)[0]
-    elif is_causal and seqlen_q > seqlen_k:
-        o = api.attention(q, k, v, window=(None, seqlen_q - seqlen_k), scale=scale)
-    else:
-        if is_causal and seqlen_q < seqlen_k:
+        return Laid(q, k, v, seen.reshape(1 if every else math.prod(lead), seqlen_k), options)
+    if is_causal and seqlen_q > seqlen_k:
+        options["window"] = (None, seqlen_q - seqlen_k)
+    elif is_causal:
+        options["causal"] = True
+        if seqlen_q < seqlen_k:
             k, v = k[:, :seqlen_q], v[:, :seqlen_q]
-        o = api.attention(q, k, v, causal=is_causal, scale=scale)
-    if value_dim < head_dim:
-        o = o[..., :value_dim]
-    by_heads: torch.Tensor = o.transpose(1, 2)
+    return Laid(q, k, v, None, options)
+
+
+def _run(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    is_causal: bool,
+    scale: float | None,
+) -> torch.Tensor:
+    """A call that `decide` has given to Tilewise."""
+    q, k, v, seen, options = laid(query, key, value, mask, is_causal, scale)
+    if seen is None:
+        o = api.attention(q, k, v, **options)
+    else:
+        o = torch.ops.tilewise.attention_seen_keys(q, k, v, seen, **options)[0]
+    return as_torch(o, query, key, value)
+
+
+def as_torch(o: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """o (B, L, Hq, D) of these tensors as torch returns it, (..., Hq, L, Ev)."""
+    by_heads: torch.Tensor = o[..., : value.shape[-1]].transpose(1, 2)
     rank = max(query.dim(), key.dim(), value.dim())
     if rank == 4:
         return by_heads
+    lead = _broadcast(query.shape[:-3], key.shape[:-3], value.shape[:-3]) or ()
     return by_heads.reshape(*lead, *by_heads.shape[1:]) if rank > 2 else by_heads[0, 0]
 
 
