@@ -9,7 +9,18 @@ import torch
 
 from tilewise import emulator
 from tilewise.compiler.spec import Constant, KernelSpec
-from tilewise.gpu import abi, append, decode_kernels, merge_rows, pattern, planner, prefill, schedules, widen
+from tilewise.gpu import (
+    abi,
+    append,
+    backward_abi,
+    decode_kernels,
+    merge_rows,
+    pattern,
+    planner,
+    prefill,
+    schedules,
+    widen,
+)
 from tilewise.learn import ladder
 from tilewise.plan import cost, items, ranges, schedule_select
 from tilewise.scores import Scores
@@ -52,6 +63,7 @@ SOURCES: dict[str, tuple[tuple[tuple[str, Constant], ...], dict[str, type[ctypes
     "common/schedule_lists.cu": ((), {"ListArgs": schedules.ListArgs}),
     "common/schedule_transpose.cu": ((), {"TransposeArgs": schedules.TransposeArgs}),
     "common/schedule_select.cu": (SELECT, {"SelectArgs": schedules.SelectArgs}),
+    "backward/arguments.cuh": ((), {"BackwardArgs": backward_abi.BackwardArgs, "KeyTile": backward_abi.KeyTileArgs}),
     "learn/kernels/args.cuh": ((), {"AttentionArgs": ladder.AttentionArgs}),
 }
 # Constants that Python repeats: source -> C++ expression -> value
@@ -74,6 +86,10 @@ CONSTANTS = {
     },
     "tile/hopper.cuh": {"kPanel": abi.PANEL, "kPanelRowBytes": abi.PANEL_BYTES},
     "common/copy_pages.cu": {"kMaxParts": abi.MAX_PARTS},
+    "backward/arguments.cuh": {
+        "kKeyTileWords": backward_abi.KEY_TILE_WORDS,
+        "kKeyListHeader": backward_abi.KEY_LIST_HEADER,
+    },
     **{
         f"common/{name}.cu": {"kThreads": append.THREADS, "kChannels": append.CHANNELS}
         for name in ("append", "widen", "merge_rows")
@@ -141,7 +157,13 @@ def test_structures_lie_as_the_kernels_have_them(source, tmp_path):
 
 def test_every_structure_is_compared():
     mirrors = {mirror for _, structures in SOURCES.values() for mirror in structures.values()}
-    everything = (*vars(abi).values(), *vars(schedules).values(), *vars(widen).values(), *vars(merge_rows).values())
+    everything = (
+        *vars(abi).values(),
+        *vars(backward_abi).values(),
+        *vars(schedules).values(),
+        *vars(widen).values(),
+        *vars(merge_rows).values(),
+    )
     declared = {x for x in everything if isinstance(x, type) and issubclass(x, ctypes.Structure)}
     assert declared <= mirrors
 

@@ -15,6 +15,7 @@ import torch
 
 from tilewise import arguments, functions
 from tilewise.api.on_cpu import full_precision, packed_plan_on_cpu, plan_on_cpu
+from tilewise.api.schedules import past_lengths
 from tilewise.cpu import backward
 from tilewise.cpu.scoring import Scoring
 from tilewise.gpu.abi import FP8
@@ -140,6 +141,8 @@ class Dense:
         plan = plan_on_cpu(call, q.element_size())
         batch, seqlen_q, seqlen_k = call.sizes[:3]
         starts_q, starts_k = ([b * n for b in range(batch + 1)] for n in (seqlen_q, seqlen_k))
+        if (missing := past_lengths(call.schedule, starts_k)) is not None:
+            k, v = (x.masked_fill(missing.view(batch, seqlen_k, 1, 1), 0.0) for x in (k, v))
         scoring = Scoring.of(call.scores, starts_q, starts_k, call.function)
         made = walk(plan, q, [(k, v)], scoring, sinks, by_rows(state), by_rows(grads))
         return made.d_q, *made.d_sources[0], made.d_sinks
@@ -163,12 +166,12 @@ class Packed:
         starts_q, starts_k = cu_q.tolist(), cu_k.tolist()
         paged = page_table is not None
         call = checked(self, q, k, v, sinks, batch=len(starts_q) - 1, paged=paged)
-        source = (k, v)
-        if paged:
-            source = arguments.gather(k, page_table, starts_k), arguments.gather(v, page_table, starts_k)
+        keys, values = (arguments.gather(x, page_table, starts_k) if paged else x for x in (k, v))
+        if (missing := past_lengths(call.schedule, starts_k)) is not None:
+            keys, values = (x.masked_fill(missing[:, None, None], 0.0) for x in (keys, values))
         plan = packed_plan_on_cpu(call, starts_q, starts_k, q.element_size())
         scoring = Scoring.of(call.scores, starts_q, starts_k, call.function)
-        made = walk(plan, q, [source], scoring, sinks, by_rows(state), by_rows(grads))
+        made = walk(plan, q, [(keys, values)], scoring, sinks, by_rows(state), by_rows(grads))
         d_k, d_v = made.d_sources[0]
         if paged:
             index = arguments.places_in_pages(page_table, starts_k, k.shape[1])
@@ -232,11 +235,11 @@ def walk(
     (o, lse), (d_o, d_lse) = state, grads
     d_o = torch.zeros_like(o) if d_o is None else d_o
     rows = backward.Rows.of(q.reshape(o.shape), o, lse, d_o, d_lse)
-    d_sources = backward.gradients(plan, rows, sources, scoring, flash=d_lse is None)
+    d_q, d_sources = backward.gradients(plan, rows, sources, scoring)
     d_sinks = None
     if sinks is not None:  # one more key per row, whose value is 0: dP = 0
         d_sinks = -(torch.exp(sinks.float() - rows.lse) * rows.delta).sum(0)
-    return Found(rows.d_q.view(q.shape), d_sources, d_sinks)
+    return Found(d_q.view(q.shape), d_sources, d_sinks)
 
 
 def by_rows(given: Any) -> Any:

@@ -6,8 +6,9 @@ With P = exp(S − LSE), O and the LSE from the forward, and delta = rowsum(dO �
 
 dS goes through what was done to the scores. States that were merged need nothing of their own: P is taken against the
 LSE of the whole row, so every tile gives its share. Sums are float32. Tiles whose scores nothing changes go through
-torch's own flash backward, which takes the row's O and LSE as they are; the others are float32 products over strips
-that stay in the caches. Nothing here is ever as large as all scores.
+torch's own flash backward, which takes the row's O and LSE as they are, in float32; the others are float32 products
+over strips that stay in the caches. Nothing here is ever as large as all scores. Every sum has its order: the same
+inputs give the same bits.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ class Rows(NamedTuple):
     o: torch.Tensor
     d_o: torch.Tensor
     lse: torch.Tensor  # +inf in place of −inf: a row that sees no key has weights of 0
-    delta: torch.Tensor
-    d_q: torch.Tensor  # float32, added to
+    d_lse: torch.Tensor | None
+    d_q: torch.Tensor | None = None  # float32, added to
 
     @classmethod
     def of(
@@ -44,13 +45,24 @@ class Rows(NamedTuple):
     ) -> Rows:
         """q, o, d_o (rows, Hq, D); lse, d_lse (rows, Hq) float32. A row that sees no key has no gradients."""
         empty = lse == -math.inf
-        delta = (d_o.float() * o.float()).sum(-1)
-        if d_lse is not None:
-            delta = delta - d_lse.masked_fill(empty, 0.0)
-        return cls(q, o, d_o, lse.masked_fill(empty, math.inf), delta, torch.zeros(q.shape, dtype=torch.float32))
+        d_lse = None if d_lse is None else d_lse.masked_fill(empty, 0.0)
+        return cls(q, o, d_o, lse.masked_fill(empty, math.inf), d_lse)
+
+    @property
+    def delta(self) -> torch.Tensor:
+        """(rows, Hq) float32: what is taken from dP, the sum of P ∘ dP of a row, less the gradient of its LSE."""
+        found = (self.d_o.float() * self.o.float()).sum(-1)
+        return found if self.d_lse is None else found.sub_(self.d_lse)
 
     def part(self, rows: slice, heads: slice = ALL) -> Rows:
-        return Rows(*(x[rows, heads] for x in self))
+        q, o, d_o, lse = (x[rows, heads] for x in self[:4])
+        d_lse, d_q = (None if x is None else x[rows, heads] for x in self[4:])
+        return Rows(q, o, d_o, lse, d_lse, d_q)
+
+    def added(self) -> torch.Tensor:
+        """d_q, which whoever walks a plan has made."""
+        assert self.d_q is not None
+        return self.d_q
 
 
 class Keys(NamedTuple):
@@ -69,39 +81,53 @@ class Keys(NamedTuple):
         return Keys(*(x[keys, heads] for x in self))
 
 
-def tile_gradients(
-    at: Rows, over: Keys, scoring: Scoring, band: Band = OPEN, view: View | None = None, flash: bool = True
-) -> None:
-    """Add the gradients of one tile: rows `at` over the keys `over`, under the band or as `view` says.
-
-    flash: torch's flash backward may be used, which knows no gradient of the LSE.
-    """
+def tile_gradients(at: Rows, over: Keys, scoring: Scoring, band: Band = OPEN, view: View | None = None) -> None:
+    """Add the gradients of one tile: rows `at` over the keys `over`, under the band or as `view` says."""
     rows, keys = len(at.q), len(over.k)
-    triangle = band == (None, 0) and scoring.scale > 0 and view is None
+    triangle = is_triangle(band, scoring) and view is None
     if view is None and band != OPEN and not triangle:
         view = counted(rows, keys, band)
-    if flash and not scoring.needs_products and rows >= FLASH_ROWS and (view is None or view.pairs <= MASK_VALUES):
-        _flash_gradients(at, over, scoring, triangle, view)
+    if by_flash(at, scoring) and rows >= FLASH_ROWS and (view is None or view.pairs <= MASK_VALUES):
+        bias = None if view is None or not view.hides else view.bias
+        given = [x.transpose(0, 1)[None] for x in (at.q, over.k, over.v, at.o, at.d_o, at.lse)]
+        d_q, d_k, d_v = (x[0].transpose(0, 1) for x in _flash_gradients(given, scoring.scale, triangle, bias))
+        at.added().add_(d_q)
+        over.d_k.add_(d_k)
+        over.d_v.add_(d_v)
         return
     if triangle:
         view = counted(rows, keys, band)
     _product_gradients(at, over, scoring, view)
 
 
-def _flash_gradients(at: Rows, over: Keys, scoring: Scoring, triangle: bool, view: View | None) -> None:
-    """By torch's CPU kernel, one call per query head of a group: a group's heads read the same keys."""
-    group = at.q.shape[1] // over.k.shape[1]
-    k, v = (x.transpose(0, 1)[None] for x in (over.k, over.v))
-    bias = None if view is None or not view.hides else view.bias
-    for g in range(group):
-        q, o, d_o = (x[:, g::group].transpose(0, 1)[None] for x in (at.q, at.o, at.d_o))
-        lse = at.lse[:, g::group].transpose(0, 1)[None].contiguous()
-        d_q, d_k, d_v = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            d_o, q, k, v, o, lse, 0.0, triangle, attn_mask=bias, scale=scoring.scale
-        )
-        at.d_q[:, g::group] += d_q[0].transpose(0, 1)
-        over.d_k.add_(d_k[0].transpose(0, 1))
-        over.d_v.add_(d_v[0].transpose(0, 1))
+def by_flash(at: Rows, scoring: Scoring) -> bool:
+    """Does torch's flash backward know all that is asked for? It knows no gradient of the LSE."""
+    return at.d_lse is None and not scoring.needs_products
+
+
+def is_triangle(band: Band, scoring: Scoring) -> bool:
+    """Is it what torch's kernel calls causal? That goes wrong with a negative scale."""
+    return band == (None, 0) and scoring.scale > 0
+
+
+def _flash_gradients(
+    tensors: Sequence[torch.Tensor], scale: float, triangle: bool, bias: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """dQ, dK, dV of q, k, v in float32, by one call of torch's CPU kernel.
+
+    tensors: q (n, Hq, rows, D), k, v (n, Hkv, keys, D), o, d_o like q, lse (n, Hq, rows). The kernel gets float32
+    whatever they are: of 16 bits it takes 2.5 times as long on a CPU that multiplies float32.
+    """
+    q, k, v, o, d_o, lse = (x.float() for x in tensors)
+    heads, group = k.shape[1], q.shape[1] // k.shape[1]
+    if group > 1:
+        k, v = (x.repeat_interleave(group, 1) for x in (k, v))
+    d_q, d_k, d_v = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        d_o, q, k, v, o, lse.contiguous(), 0.0, triangle, attn_mask=bias, scale=scale
+    )
+    if group > 1:
+        d_k, d_v = (x.unflatten(1, (heads, group)).sum(2) for x in (d_k, d_v))
+    return d_q, d_k, d_v
 
 
 def _product_gradients(at: Rows, over: Keys, scoring: Scoring, view: View | None) -> None:
@@ -148,7 +174,7 @@ def _strip_gradients(at: Rows, over: Keys, scoring: Scoring, view: View | None, 
         d_s = chain(d_p.sub_(delta).mul_(p)).view(s.shape)
         d_q.baddbmm_(d_s, k, alpha=scoring.scale)
         part.d_k.add_((d_s.mT @ q).transpose(0, 1), alpha=scoring.scale)
-    at.d_q.add_(d_q.unflatten(1, (-1, rows)).movedim(2, 0).flatten(1, 2))
+    at.added().add_(d_q.unflatten(1, (-1, rows)).movedim(2, 0).flatten(1, 2))
 
 
 Chain = Callable[[torch.Tensor], torch.Tensor]
@@ -190,13 +216,20 @@ def _same(x: torch.Tensor) -> torch.Tensor:
 # ---- plans -----------------------------------------------------------------------------------------------------------
 
 
-def gradients(
-    plan: Plan, at: Rows, sources: Sequence[KV], scoring: Scoring, *, flash: bool = True
-) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Walk a dense, packed, sparse or shared-prefix plan: at.d_q is added to, and (dK, dV) of each source are returned.
+def gradients(plan: Plan, at: Rows, sources: Sequence[KV], scoring: Scoring) -> tuple[torch.Tensor, list[KV]]:
+    """Walk a dense, packed, sparse or shared-prefix plan: dQ (rows, Hq, D), and (dK, dV) of each source, float32.
 
-    at: the plan's rows, packed. Each source k, v (B, Nk, Hkv, D) or (keys, Hkv, D); dK and dV are float32 like them.
+    at: the plan's rows, packed. Each source k, v (B, Nk, Hkv, D) or (keys, Hkv, D); dK and dV are like them.
     """
+    if by_flash(at, scoring) and (batch := _one_batch(plan, sources, scoring)):
+        k, v = sources[0]
+        given = [x.reshape(batch, -1, *x.shape[-2:]).transpose(1, 2) for x in (at.q, k, v, at.o, at.d_o)]
+        given.append(at.lse.view(batch, -1, at.lse.shape[1]).transpose(1, 2))
+        triangle = plan.work[0].band != OPEN
+        d_q, d_k, d_v = (x.transpose(1, 2) for x in _flash_gradients(given, scoring.scale, triangle))
+        return d_q.reshape(at.q.shape), [(d_k.reshape(k.shape), d_v.reshape(v.shape))]
+    d_q = torch.zeros(at.q.shape, dtype=torch.float32, device="cpu")
+    at = at._replace(d_q=d_q)
     every = [Keys.of(*(x.reshape(-1, *x.shape[-2:]) for x in source)) for source in sources]
     for item in plan.work:
         if isinstance(item, Tiles):
@@ -204,13 +237,25 @@ def gradients(
                 row, key = item.row + n * item.row_step, item.key + n * item.key_step
                 over = every[item.source].part(slice(key, key + item.keys))
                 view = _regular_view(item, row, key, scoring, plan.heads_q)
-                tile_gradients(at.part(slice(row, row + item.rows)), over, scoring, item.band, view, flash)
+                tile_gradients(at.part(slice(row, row + item.rows)), over, scoring, item.band, view)
         elif isinstance(item, BlockTiles):
-            _block_gradients(item, at, every[0], scoring, flash)
+            _block_gradients(item, at, every[0], scoring)
         else:
             raise TypeError(f"a plan over tensors holds no {type(item).__name__}")
     shapes = [k.shape for k, _ in sources]
-    return [(keys.d_k.view(shape), keys.d_v.view(shape)) for keys, shape in zip(every, shapes, strict=True)]
+    return d_q, [(keys.d_k.view(shape), keys.d_v.view(shape)) for keys, shape in zip(every, shapes, strict=True)]
+
+
+def _one_batch(plan: Plan, sources: Sequence[KV], scoring: Scoring) -> int:
+    """How many equal tiles the plan is if they cover all rows and all keys once, and torch's kernel knows their band;
+    otherwise 0."""
+    item = plan.work[0] if len(plan.work) == len(sources) == 1 else None
+    if not isinstance(item, Tiles) or not (item.band == OPEN or is_triangle(item.band, scoring)):
+        return 0
+    steps = item.count == 1 or (item.row_step, item.key_step) == (item.rows, item.keys)
+    keys = math.prod(sources[0][0].shape[:-2])
+    covers = (item.row, item.key, item.rows * item.count, item.keys * item.count) == (0, 0, plan.rows, keys)
+    return item.count if steps and covers and item.rows >= FLASH_ROWS else 0
 
 
 def _regular_view(item: Tiles, row: int, key: int, scoring: Scoring, heads: int) -> View | None:
@@ -230,7 +275,7 @@ def _regular_view(item: Tiles, row: int, key: int, scoring: Scoring, heads: int)
     )
 
 
-def _block_gradients(item: BlockTiles, at: Rows, over: Keys, scoring: Scoring, flash: bool) -> None:
+def _block_gradients(item: BlockTiles, at: Rows, over: Keys, scoring: Scoring) -> None:
     """Tile by tile, over keys that are gathered and whose gradients are added back."""
     group = at.q.shape[1] // over.k.shape[1]
     first, end = item.heads or (0, at.q.shape[1])
@@ -248,7 +293,7 @@ def _block_gradients(item: BlockTiles, at: Rows, over: Keys, scoring: Scoring, f
             heads = slice(max(first, share.start * group), min(end, share.stop * group))
             keys = Keys.of(over.k[index, share], over.v[index, share])
             here = None if view is None else view.part(ALL, heads=slice(heads.start - first, heads.stop - first))
-            tile_gradients(at.part(slice(start, start + item.rows), heads), keys, scoring, OPEN, here, flash)
+            tile_gradients(at.part(slice(start, start + item.rows), heads), keys, scoring, OPEN, here)
             over.d_k[:, share].index_add_(0, index, keys.d_k)
             over.d_v[:, share].index_add_(0, index, keys.d_v)
 

@@ -1,0 +1,34 @@
+"""What the backward kernels and Python share: ctypes mirrors of kernels/backward/arguments.cuh, and constants."""
+
+from __future__ import annotations
+
+import ctypes
+
+from tilewise.gpu.abi import ScoreArgs, Strides
+
+KEY_TILE_WORDS, KEY_LIST_HEADER = 16, 16  # arguments.cuh: kKeyTileWords, kKeyListHeader
+STRIDED = ("q", "k", "v", "o", "do", "dq", "dk", "dv", "lse", "d_lse")
+
+
+class BackwardArgs(ctypes.Structure):
+    """backward/arguments.cuh: BackwardArgs."""
+
+    _fields_ = [
+        *((n, ctypes.c_void_p) for n in ("q", "k", "v", "o", "d_o", "lse", "d_lse", "stats", "dq_sum", "turns")),
+        *((n, ctypes.c_void_p) for n in ("dq", "dk", "dv", "starts_q", "starts_k", "list", "ends", "positions")),
+        *((f"{name}_strides", Strides) for name in STRIDED),
+        ("scores", ScoreArgs),
+        ("scale", ctypes.c_float),
+        *((n, ctypes.c_int) for n in ("seqlen_q", "seqlen_k", "sequences", "heads", "kv_heads", "group", "head_dim")),
+        *((n, ctypes.c_int) for n in ("q_tiles", "kv_tiles")),
+    ]
+
+
+class KeyTileArgs(ctypes.Structure):
+    """backward/arguments.cuh: KeyTile."""
+
+    _fields_ = [
+        *((n, ctypes.c_int) for n in ("sequence", "key", "q_start", "k_start", "seqlen_q", "seqlen_k", "slot")),
+        *((n, ctypes.c_int) for n in ("begin", "end", "whole_begin", "whole_end", "turn")),
+        ("reserved", ctypes.c_int * 4),
+    ]

@@ -1,0 +1,80 @@
+// What the backward kernels are asked to do, and which queries see a tile of keys: those by wgmma and those by mma.sync
+// ask here alike. tilewise.gpu.backward_abi has the mirrors of the structures in Python.
+//
+// A block of the main kernel keeps a tile of keys of one KV head and walks over the query tiles that see them, for each
+// query head of the group. Key tiles of dense problems follow from their number, those of packed sequences from a list
+// that list.cu made on the device. dQ is summed in float32 over key tiles; a kernel before makes what the main one
+// reads per query row, and one after rounds dQ.
+#pragma once
+#include "common/args.cuh"
+#include "common/functions.cuh"
+#include "common/scores.cuh"
+
+// Batch strides of packed tensors are 0. delta = rowsum(dO ∘ O) − dLSE.
+struct BackwardArgs {
+    const void *q, *k, *v, *o, *d_o;
+    const float *lse, *d_lse;  // natural; d_lse is null where nothing came through it
+    float* stats;  // (batch, heads, q_tiles, 2, rows of a tile): −LSE, in the units a kernel likes, and −delta
+    float* dq_sum;  // (batch, heads, q_tiles, rows of a tile · padded head_dim), ordered as a kernel likes
+    int* turns;  // (batch, heads, q_tiles): key tiles that have added to dQ; null if in any order
+    void *dq, *dk, *dv;
+    const void *starts_q, *starts_k;  // packed: (sequences + 1,) Index; null if dense
+    const int* list;  // packed: kKeyListHeader ints, the first the number of tiles, then KeyTiles; or null
+    const int* ends;  // (total_k,): the first query token that does not see a key any more; null if none
+    const int* positions;  // (total_q,): where windows look, of trees, whose tokens are queries and keys; or null
+    Strides q_strides, k_strides, v_strides, o_strides, do_strides, dq_strides, dk_strides, dv_strides;
+    Strides lse_strides, d_lse_strides;
+    Scores scores;
+    float scale;  // natural: what dS is multiplied with in the end
+    int seqlen_q, seqlen_k;  // packed: of all sequences together
+    int sequences, heads, kv_heads, group, head_dim;  // group: query heads per KV head
+    int q_tiles;  // per head; packed: of all sequences, see first_slot
+    int kv_tiles;  // per KV head; packed: as many as the list has room for
+};
+
+// A tile of keys, and the query tiles [begin, end) in which some query sees some of them. Keys and tiles count within
+// the sequence.
+struct alignas(64) KeyTile {
+    int sequence, key, q_start, k_start, seqlen_q, seqlen_k;
+    int slot;  // of the sequence's first query tile among the q_tiles
+    int begin, end;
+    int whole_begin, whole_end;  // of those, the ones whose queries all see all keys of a full tile
+    int turn;  // of kernels that add in turn: key tiles of this sequence before this one
+    int reserved[4];
+};
+constexpr int kKeyTileWords = sizeof(KeyTile) / 4;
+constexpr int kKeyListHeader = 16;  // ints before a list's tiles, of which the first is their number
+
+// Query tiles of packed sequences have slots of their own: those of a sequence from here on, and none has another's.
+// start: of the sequence among the queries. In all there are first_slot(total_q, sequences) slots at most.
+template <int kTileQ> TILE_DEVICE int first_slot(int start, int sequence) { return start / kTileQ + sequence; }
+
+// The queries [first, first + count) of a sequence that see key `key` of it. end: args.ends of it, or seqlen_q
+TILE_DEVICE Visible queries_of(const Scores& scores, int key, int seqlen_q, int seqlen_k, int end) {
+    const int own = key - (seqlen_k - seqlen_q);  // the query at the key's position
+    const int first = own - scores.right, last = own + scores.left;
+    const int begin = first > 0 ? first : 0, stop = last < end - 1 ? last + 1 : end;
+    return {begin, key < seqlen_k && stop > begin ? stop - begin : 0};
+}
+
+// Which query tiles see the tile of kTileKv keys from tile.key on. Without ends, both sides of what a key sees move on
+// from key to key, so that the first and the last say everything. least, most: of ends over the tile's keys, or
+// seqlen_q
+template <int kTileQ, int kTileKv>
+TILE_DEVICE void find_queries(const Scores& scores, KeyTile& tile, int least, int most) {
+    const int beyond = tile.key + kTileKv, last = (beyond < tile.seqlen_k ? beyond : tile.seqlen_k) - 1;
+    const int shift = tile.seqlen_k - tile.seqlen_q;
+    const int first_query = tile.key - shift - scores.right, end_query = last - shift + scores.left + 1;
+    const int begin = first_query > 0 ? first_query : 0, end = end_query < most ? end_query : most;
+    tile.begin = begin / kTileQ;
+    tile.end = end > begin ? (end + kTileQ - 1) / kTileQ : tile.begin;
+    // Whole: from the first query that sees the last key, up to the last one that sees the first key. Rows behind the
+    // sequence's last are no reason for a mask: their weights are 0 anyway.
+    const int seen_from = last - shift - scores.right, seen_to = tile.key - shift + scores.left + 1;
+    const int from = seen_from > 0 ? (seen_from + kTileQ - 1) / kTileQ : 0;
+    const int limit = seen_to < least ? seen_to : least;
+    const int to = limit >= tile.seqlen_q ? tile.end : limit > 0 ? limit / kTileQ : 0;
+    const bool full = beyond <= tile.seqlen_k && to > from;
+    tile.whole_begin = full && from > tile.begin ? from : tile.begin;
+    tile.whole_end = full ? (to < tile.end ? to : tile.end) : tile.begin;
+}
