@@ -281,6 +281,12 @@ def check_starts(name: str, starts: torch.Tensor, total: int | None, packed: str
     return values
 
 
+def starts_like(q: torch.Tensor, starts_q: torch.Tensor, starts_k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """As the kernels take them: where q is, of one dtype."""
+    device, dtype = q.device, starts_q.dtype
+    return starts_q.to(device, dtype).contiguous(), starts_k.to(device, dtype).contiguous()
+
+
 def check_lengths(name: str, lengths: Any, count: int, padded: int) -> list[int]:
     if isinstance(lengths, torch.Tensor):
         checks.tensor(name, lengths, shape=(count,), dtypes=checks.INTEGERS)

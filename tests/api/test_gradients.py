@@ -14,7 +14,7 @@ from oracle import assert_gradients, gradient_floors, gradients, qkv, randn
 import tilewise
 from tilewise import BlockSchedule, attention, attention_varlen, merge_states, reference, shared_prefix_attention
 
-DOUBLE = torch.float64
+DOUBLE, FP8 = torch.float64, torch.float8_e4m3fn
 
 
 def check(ours, oracle, tensors, d_o, d_lse=None, scale=None):
@@ -198,12 +198,12 @@ def test_random(data):
 
 
 def test_memory_is_that_of_tiles():
-    """Never all scores: 2 × 6000 × 6000 of them would be 288 MB."""
-    q, k, v = (x.requires_grad_() for x in qkv(1, 6000, 6000, 2, 2, 8))
+    """Never all scores: 2 × 3500 × 3500 of them would be 98 MB."""
+    q, k, v = (x.requires_grad_() for x in qkv(1, 3500, 3500, 2, 2, 8))
     o = attention(q, k, v, causal=True, softcap=5.0)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         o.sum().backward()
-    assert max(event.cpu_memory_usage for event in profile.events()) < 64 << 20
+    assert max(event.cpu_memory_usage for event in profile.events()) < 32 << 20
 
 
 def test_a_second_derivative_says_that_there_is_none():
@@ -211,21 +211,6 @@ def test_a_second_derivative_says_that_there_is_none():
     (d_q,) = torch.autograd.grad(attention(q, k, v).sum(), q, create_graph=True)
     with pytest.raises(NotImplementedError, match="second derivatives"):
         d_q.sum().backward()
-
-
-def test_func_grad_checkpoint_and_autocast():
-    q, k, v = qkv(1, 33, 40, 2, 1, 16)
-    want = gradients(partial(attention, return_lse=True), (q, k, v), torch.ones_like(q))
-    got = torch.func.grad(lambda x: attention(x, k, v).sum())(q)
-    assert torch.equal(got, want[0])
-    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
-    torch.utils.checkpoint.checkpoint(attention, *leaves, use_reentrant=False).sum().backward()
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        again = [x.clone().requires_grad_() for x in (q, k, v)]
-        attention(*again).sum().backward()
-    for a, b, c in zip(leaves, again, want, strict=True):
-        assert torch.equal(a.grad, c)
-        assert torch.equal(b.grad, c)
 
 
 def test_only_what_requires_gradients_gets_them():
@@ -244,7 +229,12 @@ def test_refusals():
     table = torch.zeros(2, 30, requires_grad=True)
     for error, words, call in (
         (ValueError, "out must be None", lambda: attention(q, k, v, out=torch.empty_like(q))),
-        (NotImplementedError, "no backward pass", lambda: attention(q, k, v, backend="emulator")),
+        (NotImplementedError, 'use backend="emulator"', lambda: attention(q, k, v, backend="emulator:naive")),
+        (
+            NotImplementedError,
+            "FP8 inputs",
+            lambda: attention(*(x.to(FP8).requires_grad_() for x in (q.detach(), k, v))),
+        ),
         (NotImplementedError, "alibi_slopes", lambda: attention(q, k, v, alibi_slopes=slopes)),
         (NotImplementedError, "requires", lambda: attention(q, k, v, score=lambda s, b, h, q, k: s + table[h, k])),
     ):

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, NoReturn, Protocol
 import torch
 
 from tilewise import arguments, functions
+from tilewise.api.gradients_on_gpu import by_kernels, by_levels
 from tilewise.api.on_cpu import full_precision, packed_plan_on_cpu, plan_on_cpu
 from tilewise.api.schedules import past_lengths
 from tilewise.cpu import backward
@@ -52,7 +53,8 @@ class Node(torch.autograd.Function):
 
     @staticmethod
     def forward(call: Call, *tensors: Any) -> State:
-        return call.forward(*tensors)
+        o, lse = (x.data if x._is_view() else x for x in call.forward(*tensors))  # views could not be written to
+        return o, lse
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: State) -> None:
@@ -103,33 +105,52 @@ def apply(call: Call, *tensors: Any) -> State:
     return o, lse
 
 
-def check(q: Any, out: Any, backend: Any, slopes: Any = None, mask: Any = None, score: Any = None) -> None:
-    """Refuse what has no gradients; the call that the node makes checks everything else."""
+def check(
+    q: Any, out: Any, backend: Any, slopes: Any = None, mask: Any = None, score: Any = None
+) -> functions.Function | None:
+    """Refuse what has no gradients; the call that the node makes checks everything else. The functions, traced."""
     if isinstance(q, torch.Tensor) and q.dtype == FP8:
         raise NotImplementedError("FP8 inputs have no gradients; use bfloat16 inputs, or call it under torch.no_grad()")
     if out is not None:
         raise ValueError("out must be None where an input requires gradients: autograd keeps the output itself")
     if isinstance(slopes, torch.Tensor) and slopes.requires_grad:
         raise NotImplementedError("alibi_slopes have no gradients; use alibi_slopes.detach()")
-    if backend not in ("auto", "cpu") or (isinstance(q, torch.Tensor) and q.device.type != "cpu"):
-        raise NotImplementedError(
-            "an input requires gradients, and GPU kernels have no backward pass; use CPU tensors, or call it under "
-            "torch.no_grad()"
-        )
-    if isinstance(q, torch.Tensor) and not (mask is None and score is None):
-        functions.of(mask, score).check(q.device)  # what they capture
+    if isinstance(backend, str) and backend.startswith(f"{arguments.EMULATOR}:"):
+        raise NotImplementedError(f'backend "{backend}" has no backward pass; use backend="emulator"')
+    if not isinstance(q, torch.Tensor) or (mask is None and score is None):
+        return None
+    function = functions.of(mask, score)
+    function.check(q.device)  # what they capture
+    return function
 
 
 # ---- the calls -------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Dense:
-    """attention(q, k, v, sinks). scores: options of the scores; rest: functions, schedule, exact, deterministic, …"""
+class _Described:
+    """What `attention` and `attention_varlen` have in common. scores: options of the scores; rest: functions, schedule,
+    exact, deterministic, backend. function: as it was traced in the forward: what a lambda refers to may change."""
 
-    run: Callable[..., Any]
-    scores: ScoreOptions
-    rest: dict[str, Any]
+    def __init__(
+        self, run: Callable[..., Any], scores: ScoreOptions, rest: dict[str, Any], function: Any = None
+    ) -> None:
+        self.run, self.scores, self.rest, self.function = run, scores, rest, function
+        self.captured = None if function is None else function.key
+
+    def checked(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: Any, **packed: Any) -> arguments.Call:
+        """The call as the checks describe it."""
+        if self.function is not None and self.function.key != self.captured:
+            raise RuntimeError(
+                "a tensor that a mask or score function captures was written to after the forward; clone() it before"
+            )
+        rest = {**self.rest, "mask": None, "score": None, "descales": (None, None, None)}
+        scores: ScoreOptions = {**self.scores, "sinks": sinks}
+        call = arguments.check_call(q, k, v, scores, return_lse=True, out=None, **rest, **packed)
+        return call._replace(function=self.function)
+
+
+class Dense(_Described):
+    """attention(q, k, v, sinks)."""
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None) -> State:
         o, lse = self.run(q, k, v, return_lse=True, **{**self.scores, "sinks": sinks}, **self.rest)
@@ -137,7 +158,9 @@ class Dense:
 
     def backward(self, tensors: Sequence[Any], state: State, grads: Grads) -> Grads:
         q, k, v, sinks = tensors
-        call = checked(self, q, k, v, sinks)
+        call = self.checked(q, k, v, sinks)
+        if call.where != "cpu":
+            return by_kernels(call, (q, k, v), state, grads, deterministic=self.rest["deterministic"])
         plan = plan_on_cpu(call, q.element_size())
         batch, seqlen_q, seqlen_k = call.sizes[:3]
         starts_q, starts_k = ([b * n for b in range(batch + 1)] for n in (seqlen_q, seqlen_k))
@@ -148,13 +171,8 @@ class Dense:
         return made.d_q, *made.d_sources[0], made.d_sinks
 
 
-@dataclass(frozen=True)
-class Packed:
+class Packed(_Described):
     """attention_varlen(q, k, v, starts_q, starts_k, page_table, sinks), the starts and the table being constants."""
-
-    run: Callable[..., Any]
-    scores: ScoreOptions
-    rest: dict[str, Any]
 
     def forward(self, q: Any, k: Any, v: Any, starts_q: Any, starts_k: Any, page_table: Any, sinks: Any) -> State:
         given = {**self.scores, "sinks": sinks, "page_table": page_table, "return_lse": True}
@@ -163,20 +181,35 @@ class Packed:
 
     def backward(self, tensors: Sequence[Any], state: State, grads: Grads) -> Grads:
         q, k, v, cu_q, cu_k, page_table, sinks = tensors
-        starts_q, starts_k = cu_q.tolist(), cu_k.tolist()
-        paged = page_table is not None
-        call = checked(self, q, k, v, sinks, batch=len(starts_q) - 1, paged=paged)
-        keys, values = (arguments.gather(x, page_table, starts_k) if paged else x for x in (k, v))
+        call = self.checked(q, k, v, sinks, batch=len(cu_q) - 1, paged=page_table is not None)
+        keys, values, of_pages = k, v, None
+        if page_table is not None:  # lengths have to be known, which on a GPU makes the CPU wait
+            of_pages = arguments.places_in_pages(page_table, cu_k.tolist(), k.shape[1])
+            keys, values = (x.flatten(0, 1)[of_pages] for x in (k, v))
+        by = self._on_cpu if call.where == "cpu" else self._by_kernels
+        d_q, d_k, d_v, d_sinks = by(call, (q, keys, values), (cu_q, cu_k), sinks, state, grads)
+        if of_pages is not None:  # a page may stand in the table twice
+            flat = torch.zeros(k.flatten(0, 1).shape, dtype=torch.float32, device=k.device)
+            d_k, d_v = (flat.index_add(0, of_pages, x.float()).view(k.shape) for x in (d_k, d_v))
+        return d_q, d_k, d_v, None, None, None, d_sinks
+
+    def _on_cpu(self, call: arguments.Call, tensors: Any, starts: Any, sinks: Any, state: State, grads: Grads) -> Any:
+        q, k, v = tensors
+        starts_q, starts_k = (x.tolist() for x in starts)
         if (missing := past_lengths(call.schedule, starts_k)) is not None:
-            keys, values = (x.masked_fill(missing[:, None, None], 0.0) for x in (keys, values))
+            k, v = (x.masked_fill(missing[:, None, None], 0.0) for x in (k, v))
         plan = packed_plan_on_cpu(call, starts_q, starts_k, q.element_size())
         scoring = Scoring.of(call.scores, starts_q, starts_k, call.function)
-        made = walk(plan, q, [(keys, values)], scoring, sinks, by_rows(state), by_rows(grads))
-        d_k, d_v = made.d_sources[0]
-        if paged:
-            index = arguments.places_in_pages(page_table, starts_k, k.shape[1])
-            d_k, d_v = (_onto_pages(x, index, k.shape) for x in (d_k, d_v))
-        return made.d_q, d_k, d_v, None, None, None, made.d_sinks
+        made = walk(plan, q, [(k, v)], scoring, sinks, by_rows(state), by_rows(grads))
+        return made.d_q, *made.d_sources[0], made.d_sinks
+
+    def _by_kernels(self, call: arguments.Call, tensors: Any, starts: Any, _: Any, state: State, grads: Grads) -> Any:
+        q, k, _ = tensors
+        longest = q.shape[0], k.shape[0]
+        if len(starts[0]) > 1 and not any(x.is_cuda for x in starts):
+            longest = int(starts[0].diff().max()), int(starts[1].diff().max())
+        rest = {"deterministic": self.rest["deterministic"], "longest": longest}
+        return by_kernels(call, tensors, state, grads, starts=arguments.starts_like(q, *starts), **rest)
 
 
 @dataclass(frozen=True)
@@ -198,15 +231,18 @@ class SharedPrefix:
     def backward(self, tensors: Sequence[Any], state: State, grads: Grads) -> Grads:
         q, k, v, sinks, *of_levels = tensors
         sources = [*zip(of_levels[::2], of_levels[1::2], strict=True), (k, v)]
-        shapes = [
-            (len(x), x.shape[1], None if n is None else arguments.check_lengths("lengths", n, *x.shape[:2]))
-            for (x, _), n in zip(sources, self.lengths, strict=True)
-        ]
         scores = arguments.check_scores(q, len(q), sinks=sinks, **self.scores)
-        (batch, seqlen_q, heads_q, head_dim), heads_kv = q.shape, k.shape[2]
-        options = {"causal": self.scores["causal"], "io_bytes": q.element_size()}
-        plan = plan_shared_prefix(batch, seqlen_q, shapes, heads_q, heads_kv, head_dim, **options)
-        made = walk(plan, q, sources, Scoring.of(scores), sinks, by_rows(state), by_rows(grads))
+        if arguments.check_backend(self.rest["backend"], q, []) == "cpu":
+            shapes = [(len(x), x.shape[1], n) for (x, _), n in zip(sources, self.lengths, strict=True)]
+            (batch, seqlen_q, heads_q, head_dim), heads_kv = q.shape, k.shape[2]
+            options = {"causal": self.scores["causal"], "io_bytes": q.element_size()}
+            plan = plan_shared_prefix(batch, seqlen_q, shapes, heads_q, heads_kv, head_dim, **options)
+            made = walk(plan, q, sources, Scoring.of(scores), sinks, by_rows(state), by_rows(grads))
+        else:
+            rest = (state, grads, self.rest["deterministic"])
+            d_q, d_sources = by_levels(q, sources, self.lengths, scores, *rest)
+            rows = backward.Rows.of(d_q, *by_rows(state), *by_rows(grads))
+            made = Found(d_q, d_sources, of_sinks(sinks, rows))
         *levels, own = made.d_sources
         return made.d_q, *own, made.d_sinks, *(x for level in levels for x in level)
 
@@ -233,13 +269,14 @@ def walk(
 ) -> Found:
     """state: o (rows, Hq, D) and lse (rows, Hq) with sinks in it; grads: of both, or None."""
     (o, lse), (d_o, d_lse) = state, grads
-    d_o = torch.zeros_like(o) if d_o is None else d_o
     rows = backward.Rows.of(q.reshape(o.shape), o, lse, d_o, d_lse)
     d_q, d_sources = backward.gradients(plan, rows, sources, scoring)
-    d_sinks = None
-    if sinks is not None:  # one more key per row, whose value is 0: dP = 0
-        d_sinks = -(torch.exp(sinks.float() - rows.lse) * rows.delta).sum(0)
-    return Found(d_q.view(q.shape), d_sources, d_sinks)
+    return Found(d_q.view(q.shape), d_sources, of_sinks(sinks, rows))
+
+
+def of_sinks(sinks: torch.Tensor | None, rows: backward.Rows) -> torch.Tensor | None:
+    """(Hq,) float32. A sink is one more key of every row, whose value is 0: dP = 0."""
+    return None if sinks is None else -(torch.exp(sinks.float() - rows.lse) * rows.delta).sum(0)
 
 
 def by_rows(given: Any) -> Any:
@@ -250,15 +287,3 @@ def by_rows(given: Any) -> Any:
     if lse is not None:
         lse = lse.transpose(-1, -2).reshape(-1, lse.shape[-2])
     return o, lse
-
-
-def checked(of: Dense | Packed, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: Any, **packed: Any) -> Any:
-    """The call as the checks describe it."""
-    scores: ScoreOptions = {**of.scores, "sinks": sinks}
-    none: dict[str, Any] = {"descales": (None, None, None), "return_lse": True, "out": None}
-    return arguments.check_call(q, k, v, scores, **of.rest, **none, **packed)
-
-
-def _onto_pages(x: torch.Tensor, index: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-    """Gradients of gathered tokens (tokens, heads, D) as those of the pages; a page may stand in the table twice."""
-    return x.new_zeros(shape).flatten(0, 1).index_add_(0, index, x).view(shape)

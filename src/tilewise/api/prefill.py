@@ -116,7 +116,7 @@ def attention(
     compiling, regular = torch.compiler.is_compiling(), schedule is None and mask is None and score is None
     key = None
     if isinstance(q, torch.Tensor) and q.is_cuda and not compiling:
-        flags: tuple[Any, ...] = (causal, exact, return_lse, window, scale, softcap, backend, deterministic)
+        flags: tuple[Any, ...] = (causal, exact, return_lse, deterministic, window, scale, softcap, backend)
         function = None if mask is None and score is None else functions.of(mask, score)
         if not regular:
             flags += calls.pattern_key(q, k, schedule, function)
@@ -138,8 +138,8 @@ def attention(
     if compiling:
         return traced.outside(attention, (q, k, v), descales, **pattern, **options, **rest)
     if arguments.wants_gradients(q, k, v, sinks, alibi_slopes):
-        gradients.check(q, out, backend, alibi_slopes, mask, score)
-        node = gradients.Dense(attention, options, {**pattern, **gradients.kept(rest)})
+        function = gradients.check(q, out, backend, alibi_slopes, mask, score)
+        node = gradients.Dense(attention, options, {**pattern, **gradients.kept(rest)}, function)
         return gradients.asked(gradients.apply(node, q, k, v, sinks), return_lse)
     call = arguments.check_call(q, k, v, options, descales=descales, rungs=True, **pattern, **rest)
     if call.where == arguments.EMULATOR and (kernel := named.find(backend)):
@@ -266,15 +266,15 @@ def attention_varlen(
         return traced.outside(attention_varlen, packed, descales, page_table=page_table, **pattern, **options, **rest)
     key = None
     if regular and _on_device(q, cu_seqlens_q, cu_seqlens_k):  # then nothing that is checked is a value
-        flags: tuple[Any, ...] = (causal, exact, return_lse, window, scale, softcap, backend, deterministic)
+        flags: tuple[Any, ...] = (causal, exact, return_lse, deterministic, window, scale, softcap, backend)
         others = (sinks, alibi_slopes, out, *descales, cu_seqlens_q, cu_seqlens_k, page_table)
         key, known = calls.known_call(q, k, v, others, flags)
         if known is not None:
-            starts = _starts(q, cu_seqlens_q, cu_seqlens_k)
+            starts = arguments.starts_like(q, cu_seqlens_q, cu_seqlens_k)
             return known(q, k, v, sinks, alibi_slopes, out, descales, starts, page_table)
     if arguments.wants_gradients(q, k, v, sinks, alibi_slopes):
-        gradients.check(q, out, backend, alibi_slopes, mask, score)
-        node = gradients.Packed(attention_varlen, options, {**pattern, **gradients.kept(rest)})
+        function = gradients.check(q, out, backend, alibi_slopes, mask, score)
+        node = gradients.Packed(attention_varlen, options, {**pattern, **gradients.kept(rest)}, function)
         state = gradients.apply(node, q, k, v, cu_seqlens_q, cu_seqlens_k, page_table, sinks)
         return gradients.asked(state, return_lse)
     batch = arguments.check_sequences(cu_seqlens_q, cu_seqlens_k)
@@ -285,7 +285,7 @@ def attention_varlen(
         arguments.check_schedules(schedule, starts_q, starts_k, call.sizes, q.device)
     if call.where != "cpu":
         bound = calls.bind(q, call.where, call.scores.rule, return_lse, key)
-        starts = _starts(q, cu_seqlens_q, cu_seqlens_k)
+        starts = arguments.starts_like(q, cu_seqlens_q, cu_seqlens_k)
         given = (q, k, v, sinks, alibi_slopes, out, call.descales, starts, page_table)
         return bound(*given, schedule=schedule, function=call.function)
     assert starts_q is not None  # on the CPU, as everything is here
@@ -316,12 +316,6 @@ def _checked_starts(
     if page_table is not None and starts_k is not None:
         arguments.check_pages(page_table, k, starts_k)
     return starts_q, starts_k
-
-
-def _starts(q: torch.Tensor, starts_q: torch.Tensor, starts_k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """As the kernels take them: where q is, of one dtype."""
-    device, dtype = q.device, starts_q.dtype
-    return starts_q.to(device, dtype).contiguous(), starts_k.to(device, dtype).contiguous()
 
 
 def _packed_on_cpu(

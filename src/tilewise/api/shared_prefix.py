@@ -83,21 +83,20 @@ def shared_prefix_attention(
     arguments.check_out(out, q)
     sources, shapes = arguments.check_levels(levels, q, heads_kv)
     of_levels = [x for source in sources for x in source]
+    own = None if lengths is None else arguments.check_lengths("lengths", lengths, *k.shape[:2])
+    valid = [*(shape[2] for shape in shapes), own]
     if arguments.wants_gradients(q, k, v, sinks, *of_levels):
         gradients.check(q, out, backend)
-        given_lengths = [*(level[2] if len(level) > 2 else None for level in levels), lengths]
         scoring = {"causal": causal, "scale": scale, "softcap": softcap}
         rest = {"deterministic": deterministic, "backend": backend}
-        node = gradients.SharedPrefix(shared_prefix_attention, scoring, rest, given_lengths)
+        node = gradients.SharedPrefix(shared_prefix_attention, scoring, rest, valid)
         return gradients.asked(gradients.apply(node, q, k, v, sinks, *of_levels), return_lse)
     sources.append((k, v))
-    shapes.append(
-        (batch, k.shape[1], None if lengths is None else arguments.check_lengths("lengths", lengths, *k.shape[:2]))
-    )
+    shapes.append((batch, k.shape[1], own))
     where = arguments.check_backend(backend, q, [x for source in sources for x in source] + [sinks])
     if where != "cpu":
         calls.check_served(q, where)
-        o, lse = calls.shared_prefix(q, sources, [shape[2] for shape in shapes], scores)
+        o, lse = calls.shared_prefix(q, sources, valid, scores)
         return result(o, lse, sinks, out, return_lse)
 
     plan = plan_shared_prefix(

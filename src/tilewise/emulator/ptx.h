@@ -16,6 +16,7 @@ inline float exp2(float x) {
     float y = ::exp2f(x);
     return y < 1.17549435e-38f ? 0.0f : y;  // the card's instruction gives no subnormals
 }
+inline float exp2_here(float x) { return exp2(x); }
 inline float log2(float x) { return ::log2f(x); }
 inline float reciprocal(float x) { return 1.0f / x; }
 inline float mad(float a, float b, float c) {
@@ -159,6 +160,10 @@ template <class... At> void tma_store(const TensorMap* map, uint32_t from, At...
     emu::tma_store(map, from, places, sizeof...(at));
 }
 inline void prefetch_tensor_map(const TensorMap*) {}
+inline void bulk_load(uint32_t to, const void* from, int bytes, uint32_t barrier) {
+    emu::bulk_load(to, from, bytes, barrier);
+}
+inline void bulk_add(float* to, uint32_t from, int bytes) { emu::bulk_add(to, from, bytes); }
 inline void bulk_commit() { emu::bulk_commit(); }
 template <int kGroupsLeft> void bulk_wait() { emu::bulk_wait(kGroupsLeft); }
 template <int kGroupsLeft> void bulk_wait_read() { emu::bulk_wait(kGroupsLeft); }
@@ -222,6 +227,7 @@ template <class T> uint32_t load_shared_as(uint32_t address) {
     return x;
 }
 inline uint32_t load_shared(uint32_t address) { return load_shared_as<uint32_t>(address); }
+inline uint32_t load_shared_here(uint32_t address) { return load_shared(address); }
 inline uint32_t load_shared_16(uint32_t address) { return load_shared_as<uint16_t>(address); }
 inline bool elect_leader() { return elect_one(); }
 inline void touch(const void* p) { emu::check_global(p, 1, emu::Access::load); }

@@ -110,6 +110,9 @@ void copy_async_wait(int groups_left);
 // A box of a tensor map with its coordinates: loads land on their own, stores join the thread's open bulk group.
 void tma_load(uint32_t to, const TensorMap* map, uint32_t barrier, const int* at, int rank);
 void tma_store(const TensorMap* map, uint32_t from, const int* at, int rank);
+// Bytes that lie together: a load lands on its own, floats that are added join the thread's open bulk group.
+void bulk_load(uint32_t to, const void* from, int bytes, uint32_t barrier);
+void bulk_add(float* to, uint32_t from, int bytes);
 void bulk_commit();
 void bulk_wait(int groups_left);
 

@@ -55,6 +55,15 @@ void Copy::land() const {
     } else if (kind == cluster_store) {
         std::memcpy(issuer->shared + to, word, size_t(bytes));
         mbarrier_complete_tx(box.barrier, bytes);
+    } else if (kind == bulk_load) {
+        std::memcpy(issuer->shared + to, from, size_t(bytes));
+        mbarrier_complete_tx(box.barrier, bytes);
+    } else if (kind == bulk_add) {  // blocks on other threads may add there too
+        for (int i = 0; i < bytes / 4; i++) {
+            float x, *sum = const_cast<float*>(static_cast<const float*>(from)) + i;
+            std::memcpy(&x, issuer->shared + to + 4 * i, 4);
+            std::atomic_ref<float>(*sum).fetch_add(x, std::memory_order_relaxed);
+        }
     } else {
         walk_box(box, [](const uint8_t* shared, uint8_t* global, size_t first, size_t end) {
             if (first < end) std::memcpy(global + first, shared + first, end - first);
@@ -127,6 +136,30 @@ void store_async(uint32_t to, const void* from, int bytes, uint32_t barrier) {
     c.box.barrier = barrier & ((1u << kRankShift) - 1);
     std::memcpy(c.word, from, size_t(bytes));
     if (late()) scheduler->in_flight.push_back(c);
+    else c.land();
+}
+
+// ---- bytes that lie together ----------------------------------------------------------------------------------------
+static void check_bulk(const void* global, uint32_t shared, int bytes, Access access, const char* what) {
+    if (bytes % 16) fail("%s of %d bytes, which are no multiple of 16", what, bytes);
+    for (int i = 0; i < bytes; i += 16) check_global(static_cast<const uint8_t*>(global) + i, 16, access);
+    check_shared(shared, 16);
+    check_async_access(shared, uint32_t(bytes), what);
+    if (counters) counters->async_bytes += uint64_t(bytes);
+}
+void bulk_load(uint32_t to, const void* from, int bytes, uint32_t barrier) {
+    check_bulk(from, to, bytes, Access::load, "bulk load");
+    check_overwrite(to, uint32_t(bytes), "bulk load");
+    check_mbarrier_for_tma(barrier);
+    Copy c{Copy::bulk_load, current, {}, to, from, bytes, {}};
+    c.box.barrier = barrier;
+    if (late()) scheduler->in_flight.push_back(c);
+    else c.land();
+}
+void bulk_add(float* to, uint32_t from, int bytes) {
+    check_bulk(to, from, bytes, Access::atomic, "bulk add");
+    const Copy c{Copy::bulk_add, current, {}, from, to, bytes, {}};
+    if (late()) self().fiber->stores.back().push_back(c);
     else c.land();
 }
 

@@ -54,10 +54,10 @@ struct Box {
     int at[5];
 };
 struct Copy {
-    enum Kind { cp_async, load, store, cluster_store } kind;
+    enum Kind { cp_async, load, store, cluster_store, bulk_load, bulk_add } kind;
     Thread* issuer;    // of a cluster_store: a thread of the block that it goes to
-    Box box;           // of TMA; of a cluster_store its barrier
-    uint32_t to;       // of cp.async and of a cluster_store
+    Box box;           // of TMA; of a cluster_store and a bulk_load their barrier
+    uint32_t to;       // the place in shared memory, but for TMA's
     const void* from;
     int bytes;
     uint32_t word[2];  // of a cluster_store

@@ -16,7 +16,7 @@ struct BackwardArgs {
     const float *lse, *d_lse;  // natural; d_lse is null where nothing came through it
     float* stats;  // (batch, heads, q_tiles, 2, rows of a tile): −LSE, in the units a kernel likes, and −delta
     float* dq_sum;  // (batch, heads, q_tiles, rows of a tile · padded head_dim), ordered as a kernel likes
-    int* turns;  // (batch, heads, q_tiles): key tiles that have added to dQ; null if in any order
+    int* turns;  // (batch, heads, q_tiles, shares of dQ): key tiles that have added to it; null if in any order
     void *dq, *dk, *dv;
     const void *starts_q, *starts_k;  // packed: (sequences + 1,) Index; null if dense
     const int* list;  // packed: kKeyListHeader ints, the first the number of tiles, then KeyTiles; or null

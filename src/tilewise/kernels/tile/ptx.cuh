@@ -14,6 +14,12 @@ TILE_DEVICE float exp2(float x) {
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
 }
+// The same, and neither moved ahead of what stands before it nor left out
+TILE_DEVICE float exp2_here(float x) {
+    float y;
+    asm volatile("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
 TILE_DEVICE float log2(float x) { return __log2f(x); }
 // 1 / x, to within the last bit or two; 0 for |x| beyond 2^126
 TILE_DEVICE float reciprocal(float x) {
@@ -257,6 +263,18 @@ TILE_DEVICE void tma_store(const TensorMap* map, uint32_t from, int c0, int c1, 
                  "r"(from), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4)
                  : "memory");
 }
+// Bytes that lie together, a multiple of 16: of global memory into shared memory; and floats of shared memory added to
+// those of global memory
+TILE_DEVICE void bulk_load(uint32_t to, const void* from, int bytes, uint32_t barrier) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
+                 "l"(from), "r"(bytes), "r"(barrier)
+                 : "memory");
+}
+TILE_DEVICE void bulk_add(float* to, uint32_t from, int bytes) {
+    asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(to), "r"(from),
+                 "r"(bytes)
+                 : "memory");
+}
 TILE_DEVICE void bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 template <int kGroupsLeft>
 TILE_DEVICE void bulk_wait() {
@@ -340,6 +358,12 @@ TILE_DEVICE uint32_t max_pairs(uint32_t a, uint32_t b) { return __vmaxs2(a, b); 
 TILE_DEVICE uint32_t load_shared(uint32_t address) {
     uint32_t x;
     asm volatile("ld.shared.b32 %0, [%1];" : "=r"(x) : "r"(address) : "memory");
+    return x;
+}
+// After everything that stands before it and not sooner: what follows from it cannot be moved ahead either
+TILE_DEVICE uint32_t load_shared_here(uint32_t address) {
+    uint32_t x;
+    asm volatile("ld.volatile.shared.b32 %0, [%1];" : "=r"(x) : "r"(address) : "memory");
     return x;
 }
 TILE_DEVICE uint32_t load_shared_16(uint32_t address) {

@@ -1,0 +1,236 @@
+"""The Hopper backward, kernels/backward/backward.cu and what comes before and after it: arguments and launches.
+
+`Backward` is bound to a problem's shapes, strides and options. Its kernels run on the card of the tensors, or in the
+emulator over CPU tensors; it validates nothing. Sums and statistics that the kernels hand on to each other are made per
+call, so calls of several threads and streams do not meet.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from tilewise import compiler, emulator
+from tilewise.compiler.spec import Constant, KernelSpec
+from tilewise.compiler.tensor_maps import TensorMapSpec
+from tilewise.gpu.abi import ELEMENTS, MAP_NAMES, PANEL, PANEL_BYTES, ScoreArgs, Strides, score_rule
+from tilewise.gpu.backward_abi import BackwardArgs
+from tilewise.gpu.backward_call import GradientCall, Gradients
+from tilewise.gpu.prefill import tma_can
+from tilewise.scores import Scores
+
+TILE_Q, TILE_KV = 64, 128  # rows of a query tile, keys of a block
+CONSUMERS = 2
+BEFORE_THREADS, AFTER_THREADS = 256, 128 * CONSUMERS
+BEFORE_SHARED = 4 * TILE_Q
+LN2 = math.log(2)
+# Names of a call's and of its gradients' tensors in BackwardArgs, where they differ
+FIELDS = {"d_q": "dq", "d_k": "dk", "d_v": "dv"}
+STRIDED_FIELDS = {"d_o": "do"}
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """How the kernel works at one padded head dimension.
+
+    stages: of Q and dO; ds_stages: of dS. ping_pong: the warpgroups take turns at the tensor cores. kv_registers: K and
+    V stay in registers. scale_late: the exponentials wait for a load, so that none is put among products.
+    """
+
+    stages: int
+    ds_stages: int
+    ping_pong: bool
+    kv_registers: bool
+    scale_late: bool
+
+    def shared_bytes(self, head_dim: int) -> int:
+        """backward/layout.cuh: kSharedBytes."""
+        keys, rows = 2 * TILE_KV * head_dim * 2, 2 * self.stages * TILE_Q * head_dim * 2
+        sums = self.ds_stages * TILE_KV * TILE_Q * 2 + TILE_Q * head_dim * 4
+        small = 2 * self.stages * TILE_Q * 4 + TILE_KV * 8 + 128
+        return keys + rows + sums + small + 16 * (2 * self.stages + self.ds_stages + 5) + 16
+
+
+# By padded head dimension.
+TILINGS = {
+    64: Tiling(2, 3, ping_pong=False, kv_registers=True, scale_late=False),
+    128: Tiling(2, 3, ping_pong=True, kv_registers=False, scale_late=True),
+}
+DTYPES = (torch.bfloat16, torch.float16)
+
+
+def padded(head_dim: int) -> int:
+    """The head dimension that the kernel computes with; more than the largest of TILINGS if none serves."""
+    return next((n for n in TILINGS if n >= head_dim), head_dim)
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What the kernels are compiled for. index: of the starts, None if dense."""
+
+    dtype: torch.dtype
+    head_dim: int
+    scores: Scores
+    masks: bool
+    index: torch.dtype | None = None
+    in_turn: bool = False
+
+    @property
+    def changed(self) -> bool:
+        """Are scores more than scaled, so that S does not begin with −LSE?"""
+        return self.scores.changed
+
+
+def specs_of(kind: Kind) -> tuple[KernelSpec, KernelSpec, KernelSpec]:
+    """The kernel before, the main one and the one after."""
+    dim = padded(kind.head_dim)
+    tiling, packed = TILINGS[dim], kind.index is not None
+    common: tuple[tuple[str, Constant], ...] = (
+        ("Element", ELEMENTS[kind.dtype]),
+        ("kHeadDim", dim),
+        ("kTileQ", TILE_Q),
+        ("kPacked", packed),
+        ("kInTurn", kind.in_turn),
+    )
+    main = (
+        score_rule(kind.scores),
+        ("kStages", tiling.stages),
+        ("kDsStages", tiling.ds_stages),
+        ("kMasks", kind.masks),
+        ("kPingPong", tiling.ping_pong),
+        ("kKvInRegisters", tiling.kv_registers),
+        ("kScaleLate", tiling.scale_late),
+    )
+    ends = (
+        ("Index", "int64_t" if kind.index == torch.int64 else "int"),
+        ("kColumns", kind.head_dim),
+        ("kInitial", not kind.changed),
+    )
+    source = "backward/ends.cu"
+    return (
+        KernelSpec("backward_before", source, "before", common + ends, BEFORE_THREADS, BEFORE_SHARED, product=True),
+        KernelSpec(
+            "backward", "backward/backward.cu", "backward", common + main, 128 * (CONSUMERS + 1),
+            tiling.shared_bytes(dim), product=True,
+        ),
+        KernelSpec("backward_after", source, "after", common + ends, AFTER_THREADS, 0, product=True),
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Shapes:
+    """Of a call's tensors. Packed sequences have a batch of 1 and their lengths together."""
+
+    batch: int
+    sequences: int
+    seqlen_q: int
+    seqlen_k: int
+    heads: int
+    heads_kv: int
+    head_dim: int
+
+    @classmethod
+    def of(cls, call: GradientCall) -> Shapes:
+        heads, head_dim = call.q.shape[-2:]
+        batch = 1 if call.packed else call.q.shape[0]
+        sequences = batch if call.starts_q is None else len(call.starts_q) - 1
+        return cls(batch, sequences, call.q.shape[-3], call.k.shape[-3], heads, call.k.shape[-2], head_dim)
+
+    @property
+    def q_tiles(self) -> int:
+        return math.ceil(self.seqlen_q / TILE_Q)
+
+    @property
+    def kv_tiles(self) -> int:
+        return math.ceil(self.seqlen_k / TILE_KV)
+
+
+def gradients(call: GradientCall, **emulated: Any) -> Gradients:
+    """dQ, dK, dV and dsinks of a call with 16-bit tensors, on the current stream. emulated: as in emulator.launch."""
+    shapes, sinks = Shapes.of(call), call.scores.sinks
+    given = {name: loadable(getattr(call, name)) for name in ("q", "k", "v", "o", "d_o")}
+    found = {f"d_{n}": torch.empty_like(given[n], memory_format=torch.contiguous_format) for n in "qkv"}
+    device = call.q.device
+    if not call.q.numel() or not call.k.numel():
+        none = None if sinks is None else torch.zeros(shapes.heads, dtype=torch.float32, device=device)
+        return Gradients(*(torch.zeros_like(getattr(call, n)) for n in "qkv"), none)
+    dim, slots = padded(shapes.head_dim), shapes.batch * shapes.heads * shapes.q_tiles
+    stats = torch.empty(shapes.batch, shapes.heads, shapes.q_tiles, 2, TILE_Q, dtype=torch.float32, device=device)
+    dq_sum = torch.empty(slots * TILE_Q * dim, dtype=torch.float32, device=device)
+    work = {"stats": stats, "dq_sum": dq_sum}
+    if call.deterministic:
+        work["turns"] = torch.empty(slots * CONSUMERS, dtype=torch.int32, device=device)
+    window = call.scores.window
+    masks = window != (None, None) or shapes.seqlen_k % TILE_KV > 0
+    kind = Kind(call.q.dtype, given["q"].shape[-1], call.scores.rule, masks, in_turn=call.deterministic)
+    args, read = arguments(call, shapes, given | found | work)
+    run(kind, shapes, args, given | found | work | read, **emulated)
+    d_sinks = None
+    if sinks is not None:  # one more key per row, whose value is 0: dP = 0
+        less, delta = stats.unbind(3)
+        logs = less * (LN2 if kind.changed else call.scores.scale)
+        d_sinks = (torch.exp(sinks.float()[:, None, None] + logs) * delta).sum((0, 2, 3))
+    d_q, d_k, d_v = (x[..., : shapes.head_dim] for x in found.values())
+    return Gradients(d_q, d_k, d_v, d_sinks)
+
+
+def loadable(x: torch.Tensor) -> torch.Tensor:
+    """x, or a copy that TMA can load: rows on 16 bytes, padded with zeros."""
+    spread = all(s for s, n in zip(x.stride(), x.shape, strict=True) if n > 1)
+    if spread and x.stride(-1) == 1 and tma_can(x):
+        return x
+    return torch.nn.functional.pad(x, (0, -x.shape[-1] % 8)).contiguous()
+
+
+def arguments(
+    call: GradientCall, shapes: Shapes, tensors: dict[str, torch.Tensor]
+) -> tuple[BackwardArgs, dict[str, torch.Tensor]]:
+    """The kernels' arguments, and those of the call's tensors that they read besides."""
+    scores = call.scores
+    args = BackwardArgs(scores=ScoreArgs.of(scores), scale=scores.scale)
+    args.seqlen_q, args.seqlen_k, args.sequences = shapes.seqlen_q, shapes.seqlen_k, shapes.sequences
+    args.heads, args.kv_heads, args.group = shapes.heads, shapes.heads_kv, shapes.heads // shapes.heads_kv
+    args.head_dim, args.q_tiles, args.kv_tiles = tensors["q"].shape[-1], shapes.q_tiles, shapes.kv_tiles
+    for name, x in tensors.items():
+        setattr(args, FIELDS.get(name, name), x.data_ptr())
+        if name not in ("stats", "dq_sum", "turns"):
+            strides = Strides(0 if call.packed else x.stride(0), x.stride(-3), x.stride(-2))
+            setattr(args, f"{STRIDED_FIELDS.get(name, FIELDS.get(name, name))}_strides", strides)
+    read = {"lse": call.lse} | ({} if call.d_lse is None else {"d_lse": call.d_lse})
+    for name, x in read.items():
+        setattr(args, name, x.data_ptr())
+        setattr(args, f"{name}_strides", Strides(0 if call.packed else x.stride(0), x.stride(-1), x.stride(-2)))
+    if scores.slopes is not None:
+        args.scores.slopes, args.scores.slopes_batch = scores.slopes.data_ptr(), scores.slopes.stride(0)
+        read["slopes"] = scores.slopes
+    return args, read
+
+
+def run(kind: Kind, shapes: Shapes, args: BackwardArgs, tensors: dict[str, torch.Tensor], **emulated: Any) -> None:
+    """Launches the kernels one after another."""
+    specs, rows = specs_of(kind), shapes.batch * shapes.heads * shapes.q_tiles
+    grids = rows, shapes.kv_tiles * shapes.heads_kv * shapes.batch, rows
+    boxes = {"q": TILE_Q, "k": TILE_KV, "v": TILE_KV, "d_o": TILE_Q, "d_k": 64, "d_v": 64}
+    maps = [(_map_of(tensors[name], kind.index is not None, box), tensors[name].data_ptr()) for name, box in boxes.items()]
+    device = tensors["q"].device
+    if device.type == "cuda":
+        ends, main = compiler.Args(args), compiler.Args(*(compiler.encode(*m) for m in maps), args)
+        for spec, grid, given in zip(specs, grids, (ends, main, ends), strict=True):
+            # Those behind the first begin while the one before ends, and wait for what they read of it.
+            compiler.load(spec, device).launch((grid, 1, 1), given, pdl=spec is not specs[0])
+        return
+    of_main = [*(emulator.tensor_map(*m) for m in maps), args]
+    for spec, grid, given in zip(specs, grids, ([args], of_main, [args]), strict=True):
+        resident = 2 if kind.in_turn and spec is specs[1] else 1  # a block waits for those that began before it
+        emulator.launch(spec, (grid, 1, 1), given, tensors, resident=resident, **emulated)
+
+
+def _map_of(x: torch.Tensor, packed: bool, rows: int) -> TensorMapSpec:
+    """(D, N, heads, B), of which a box is a panel of these rows. The stride of a dimension of size 1 is not used."""
+    sizes = (x.shape[-1], x.shape[-3], x.shape[-2], 1 if packed else x.shape[0])
+    strides = (x.stride(-3), x.stride(-2), 0 if packed else x.stride(0))
+    used = tuple(s * x.element_size() if n > 1 else 16 for n, s in zip(sizes[1:], strides, strict=True))
+    return TensorMapSpec(MAP_NAMES[x.dtype], sizes, used, (PANEL, rows, 1, 1), PANEL_BYTES)

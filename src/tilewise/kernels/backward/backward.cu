@@ -1,0 +1,332 @@
+// backward: dK, dV and dQ of attention on Hopper. A block owns kTileKv keys of a KV head and walks over the query tiles
+// that see them.
+//
+// Each of two consumer warpgroups owns 64 keys, whose dK and dV stay in its registers. Everything is transposed:
+// Sᵀ = K Qᵀ and dPᵀ = V dOᵀ have keys as rows, so that Pᵀ and dSᵀ are, as they come, the A operands of dV += Pᵀ dO and
+// dK += dSᵀ Q. Only dQ = dS K is over the keys of both: dSᵀ goes through shared memory, each warpgroup makes half of
+// dQ's columns, and TMA adds those up in global memory, where a tile lies in the order in which fragments hold it. −LSE
+// and −delta are what the accumulators of S and dP begin with; where scores are more than scaled, S begins with 0 and
+// the LSE is subtracted from the logits.
+//
+// A step, with the products that are in flight under what is not one; dQ is that of the tile before, so that the
+// warpgroups need not meet:
+//   dP | P = exp S | dV | dS = P dP, to shared memory | dK, dQ, next S | dQ to shared memory
+//
+// Constants: Element; Rule: scores.cuh; kHeadDim: padded; kTileQ; kStages: of Q and dO; kDsStages; kMasks: some queries
+// do not see some keys, or the last tile of keys is cut; kPacked; kInTurn: tiles of keys add to dQ in their order;
+// kPingPong: one warpgroup makes P and dS while the other has its dK, dQ and S; kKvInRegisters: K and V stay there;
+// kScaleLate: see step.
+#include "backward/producers.cuh"
+
+struct alignas(8) Two {
+    float x, y;
+};
+struct alignas(16) Four {
+    float x, y, z, w;
+};
+
+struct Consumer {
+    const BackwardArgs& args;
+    const Pipes pipes;
+    const uint32_t group;  // of the consumers
+    float factor, slope;  // factor: what S is multiplied with first
+    Turn<kStages> turn;
+    Turn<kDsStages> ds_turn, ds_read{kDsStages - 1, 1};  // ds_read: one behind
+    Turn<1> dq_turn;
+    int left, total;  // steps
+    float dk[kHeadDim / 2], dv[kHeadDim / 2], s[kTileQ / 2];
+    float dp[kTileQ / 2];  // later dQ
+    uint32_t rP[kTileQ / 16][4], rDs[kTileQ / 16][4];
+    uint32_t rK[kHeadDim / 16][4], rV[kHeadDim / 16][4];  // if they stay in registers
+
+    TILE_DEVICE Consumer(const BackwardArgs& a, uint32_t g) : args(a), group(g), factor(Rule::first_factor(a.scores)) {}
+
+    TILE_DEVICE void load_operand(uint32_t (&r)[kHeadDim / 16][4], uint32_t at) const {
+        using Panel = SharedTile<Element, kTileKv, kPanel, Layout::swizzled>;
+#pragma unroll
+        for (int step = 0; step < kHeadDim / 16; step++)
+            warp::load_a(r[step], Panel(at + step / 4 * kTileKv * kPanelRowBytes), threadIdx.x / 32 * 16 - 64, step % 4);
+    }
+    // The pair of a column's and the next one's −LSE (0) or −delta (1); n: eights of columns
+    static TILE_DEVICE Two stat(uint32_t stage, int which, int n) {
+        return Shared<Two>(kAtStats + (2 * stage + which) * kStatBytes)[4 * n + warp::lane() % 4];
+    }
+    // What S (0) or dP (1) of a stage begins with: every column's value, for both rows of a lane
+    static TILE_DEVICE void fill(float (&acc)[kTileQ / 2], uint32_t stage, int which) {
+#pragma unroll
+        for (int n = 0; n < kTileQ / 8; n++) {
+            const Two two = which == 0 && Rule::kChanges ? Two{0.0f, 0.0f} : stat(stage, which, n);
+            acc[4 * n] = acc[4 * n + 2] = two.x;
+            acc[4 * n + 1] = acc[4 * n + 3] = two.y;
+        }
+    }
+
+    // ---- products: issued, not waited for ---------------------------------------------------------------------------
+    // acc (64 keys × kTileQ) += rows of K or V times those of Q or dO
+    TILE_DEVICE void issue_scores(float (&acc)[kTileQ / 2], uint32_t at_kv, uint32_t at_q, uint32_t stage) {
+        ptx::wgmma_fence();
+        const uint64_t b = further(k_major(ptx::shared_address(at_q)), stage * kQBytes);
+        const uint64_t a = k_major(ptx::shared_address(at_kv + group * 64 * kPanelRowBytes));
+#pragma unroll
+        for (int step = 0; step < kHeadDim / 16; step++) {
+            const uint64_t rows = further(b, step / 4 * kTileQ * kPanelRowBytes + step % 4 * 32);
+            if constexpr (kKvInRegisters)
+                ptx::Wgmma<Element, kTileQ>::template rs<false>(acc, at_kv == kAtV ? rV[step] : rK[step], rows, true);
+            else
+                ptx::Wgmma<Element, kTileQ>::template ss<false, false>(
+                    acc, further(a, step / 4 * kTileKv * kPanelRowBytes + step % 4 * 32), rows, true);
+        }
+        ptx::wgmma_commit();
+    }
+    // acc += A times Q or dO
+    TILE_DEVICE void issue_sum(float (&acc)[kHeadDim / 2], const uint32_t (&a)[kTileQ / 16][4], uint32_t at) {
+        ptx::wgmma_fence();
+        const uint64_t b = further(mn_major<kTileQ>(ptx::shared_address(at)), turn.stage * kQBytes);
+        warpgroup::mma_pv<Element, kTileQ, kHeadDim>(acc, a, b);
+        ptx::wgmma_commit();
+    }
+    // This warpgroup's columns of dQ = dS K, over all keys of the block
+    TILE_DEVICE void issue_dq() {
+        ptx::wgmma_fence();
+        const uint64_t a =
+            further(mn_major<kTileKv>(ptx::shared_address(uint32_t(kAtDs))), ds_read.stage * kDsBytes);
+        const uint32_t column = group * kDqColumns, panel = column / kPanel * kTileKv * kPanelRowBytes;
+        const uint64_t b = mn_major<kTileKv>(ptx::shared_address(kAtK + panel + column % kPanel * 2));
+        float (&acc)[kDqColumns / 2] = reinterpret_cast<float (&)[kDqColumns / 2]>(dp);
+#pragma unroll
+        for (int step = 0; step < kTileKv / 16; step++)
+            ptx::Wgmma<Element, kDqColumns>::template ss<true, true>(acc, further(a, step * 2 * kEightBytes),
+                                                                     further(b, step * 2 * kEightBytes), step > 0);
+        ptx::wgmma_commit();
+    }
+
+    // ---- what is not a product --------------------------------------------------------------------------------------
+    // The key of row h among those of the block
+    TILE_DEVICE int key_of(int h) const { return group * 64 + threadIdx.x / 32 % 4 * 16 + warp::fragment_row(h); }
+    // P of S, and what dP is to be multiplied with in place of S; tile: of the queries
+    template <bool kMasked> TILE_DEVICE void exponentiate(int tile) {
+        if constexpr (!Rule::kChanges) {
+            if constexpr (kMasked)
+#pragma unroll
+                for (int h = 0; h < 2; h++) warp::mask_row(s, h, tile * kTileQ, shared_seen()[key_of(h)]);
+#pragma unroll
+            for (int i = 0; i < kTileQ / 2; i++) s[i] = ptx::exp2_here(s[i] * factor);
+            warp::to_operand<Element>(rP, s);
+        } else {
+            exponentiate_changed<kMasked>(tile);
+        }
+    }
+    template <bool kMasked> TILE_DEVICE void exponentiate_changed(int tile) {
+        const float out = Rule::last_factor(args.scores, factor);
+        const int query0 = tile * kTileQ + warp::fragment_column();
+        Rule::apply_inner(s, factor);
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+            Visible seen{};
+            float distance = 0.0f;  // from the row's key to the first column's position
+            if constexpr (kMasked) seen = shared_seen()[key_of(h)];
+            if constexpr (Rule::kAlibi) {
+                const KeyTile work = Work(shared_work()[0]).tile;
+                distance = float(position_of(query0, work.seqlen_q, work.seqlen_k) - work.key - key_of(h));
+            }
+#pragma unroll
+            for (int n = 0; n < kTileQ / 8; n++) {
+                const Two less = stat(turn.stage, 0, n);
+                float p[2];
+#pragma unroll
+                for (int i = 0; i < 2; i++) {
+                    float& x = s[4 * n + 2 * h + i];
+                    float bias = i ? less.y : less.x;
+                    if constexpr (Rule::kAlibi) bias = ptx::mad(-slope, fabsf(distance + float(8 * n + i)), bias);
+                    float logit = ptx::mad(x, out, bias);
+                    if (kMasked && !seen.has(query0 + 8 * n + i)) logit = -INFINITY;
+                    p[i] = ptx::exp2_here(logit);
+                    x = Rule::kLinear ? p[i] : p[i] * ptx::mad(-x, x, 1.0f);
+                }
+                rP[n / 2][n % 2 * 2 + h] = pack<Element>(p[0], p[1]);
+            }
+        }
+    }
+    TILE_DEVICE void differentiate() {
+#pragma unroll
+        for (int i = 0; i < kTileQ / 2; i++) s[i] *= dp[i];
+        warp::to_operand<Element>(rDs, s);
+    }
+    // dS and dQ are put into shared memory where registers are to be free, and given to who reads them later: a fence
+    // waits for the stores.
+    TILE_DEVICE void put_ds() {
+        const SharedTile<Element, kTileKv, kTileQ, Layout::swizzled> tile(kAtDs + ds_turn.stage * kDsBytes);
+#pragma unroll
+        for (int step = 0; step < kTileQ / 16; step++) warp::store_a(tile, threadIdx.x / 32 * 16 - 64, step, rDs[step]);
+    }
+    TILE_DEVICE void give_ds() {
+        ptx::fence_async_proxy();
+        ptx::sync_warp();
+        if (ptx::elect_one()) ptx::mbarrier_arrive(pipes.ds.full_at(ds_turn));
+    }
+    TILE_DEVICE void put_dq() {
+        pipes.dq(group).wait_free(dq_turn);
+        const Shared<Four> to(kAtDq + group * kDqBytes);
+#pragma unroll
+        for (int n = 0; n < kDqColumns / 8; n++)
+            to[n * 128 + threadIdx.x % 128] = Four{dp[4 * n], dp[4 * n + 1], dp[4 * n + 2], dp[4 * n + 3]};
+    }
+    TILE_DEVICE void give_dq() {
+        ptx::fence_async_proxy();
+        ptx::sync_warp();
+        if (ptx::elect_one()) ptx::mbarrier_arrive(pipes.dq(group).full_at(dq_turn));
+        dq_turn.next();
+    }
+
+    // ---- the walk ---------------------------------------------------------------------------------------------------
+    // One query tile, whose S is there and whose dP has begun to be filled; nothing is in flight before and after, as
+    // ptxas wants it.
+    template <bool kMasked> TILE_DEVICE void step(int i) {
+        const bool first = left == total;
+        Turn<kStages> next = turn;
+        next.next();
+        if constexpr (kPingPong) ptx::barrier_sync(kTurnBarrier + group, 256);
+        issue_scores(dp, kAtV, kAtDo, turn.stage);
+        // ptxas would put the exponentials among dP's products, which then come late. They follow from a load that
+        // follows a branch.
+        pipes.ds.wait_free(ds_turn);
+        if constexpr (kScaleLate) factor = as_float(ptx::load_shared_here(ptx::shared_address(uint32_t(kAtScale))));
+        exponentiate<kMasked>(kMasked || Rule::kAlibi ? Work(shared_work()[0]).at(i) : 0);
+        issue_sum(dv, rP, kAtDo);
+        if (total - left > 1) give_dq();
+        ptx::wgmma_wait<1>();  // dP
+        differentiate();
+        put_ds();
+        if constexpr (kPingPong) ptx::barrier_arrive(kTurnBarrier + 1 - group, 256);
+        issue_sum(dk, rDs, kAtQ);
+        if (!first) pipes.ds.wait(ds_read);
+        ptx::wgmma_wait<1>();  // dV: P's registers are free
+        if (left > 1) pipes.q.wait(next);
+        fill(s, next.stage, 0);
+        issue_dq();  // the first time of a stage that nobody has written, and not looked at
+        issue_scores(s, kAtK, kAtQ, next.stage);  // likewise the last time
+        give_ds();
+        ptx::wgmma_wait<1>();  // dK, dQ
+        pipes.q.release(turn);
+        pipes.d_o.release(turn);
+        if (!first) {
+            pipes.ds.release(ds_read);
+            put_dq();
+        }
+        ds_read.next();
+        if (left > 1) pipes.d_o.wait(next);
+        fill(dp, next.stage, 1);
+        ptx::wgmma_wait<0>();  // S
+        left--;
+        turn = next;
+        ds_turn.next();
+    }
+    TILE_DEVICE void last_dq() {
+        pipes.ds.wait(ds_read);
+        issue_dq();
+        if (total > 1) give_dq();
+        ptx::wgmma_wait<0>();
+        put_dq();
+        give_dq();
+    }
+
+    // dK or dV through shared memory: this warpgroup's rows of V, which nobody else reads, or its place for dQ. By TMA,
+    // but for a tile whose last rows are another sequence's.
+    TILE_DEVICE void store(const TensorMap& map, void* to, const Strides& strides, uint32_t at, int panel_rows,
+                           const float (&acc)[kHeadDim / 2]) const {
+        using Panel = SharedTile<Element, 64, kPanel, Layout::swizzled>;
+        const int row0 = threadIdx.x / 32 % 4 * 16, panel_bytes = panel_rows * kPanelRowBytes;
+#pragma unroll
+        for (int step = 0; step < kHeadDim / 16; step++) {
+            uint32_t a[1][4];
+            warp::to_operand<Element>(a, reinterpret_cast<const float (&)[8]>(acc[8 * step]));
+            warp::store_a(Panel(at + step / 4 * panel_bytes), row0, step % 4, a[0]);
+        }
+        const Work work = shared_work()[0];
+        const int key = work.tile.key + int(group) * 64;
+        if (kPacked && key + 64 > work.tile.seqlen_k) {
+            ptx::sync_warp();
+            const Global<Element> first = Global<Element>{static_cast<Element*>(to)} + work.kv_head * strides.head;
+            for (int i = warp::lane(); i < 16 * (kHeadDim / 8); i += 32) {
+                const int row = row0 + i / (kHeadDim / 8), chunk = i % (kHeadDim / 8);
+                if (key + row < work.tile.seqlen_k && chunk * 8 < args.head_dim)
+                    (first + ((work.tile.k_start + key + row) * strides.row + chunk * 8)).template as<Vector16>()[0] =
+                        Vector16(Panel(at + chunk / 8 * panel_bytes).chunk(row, chunk % 8));
+            }
+            return;
+        }
+        ptx::fence_async_proxy();
+        ptx::barrier_sync(kStoreBarrier + group, 128);
+        if (threadIdx.x % 128 == 0) {
+            for (int panel = 0; panel < kHeadDim / kPanel; panel++)
+                ptx::tma_store(&map, ptx::shared_address(at + panel * panel_bytes), panel * kPanel,
+                               work.tile.k_start + key, work.kv_head, work.batch);
+            ptx::bulk_commit();
+        }
+    }
+
+    TILE_DEVICE void run(const TensorMap& mDk, const TensorMap& mDv) {
+        warp::zero(dk);
+        warp::zero(dv);
+        const int tiles = Work(shared_work()[0]).tiles();
+        left = total = tiles * args.group;
+        if (kPingPong && group == 1) ptx::barrier_arrive(kTurnBarrier, 256);
+        pipes.k.wait({});
+        if constexpr (kKvInRegisters) load_operand(rK, kAtK);
+        if (left > 0) pipes.q.wait(turn);
+        fill(s, turn.stage, 0);
+        issue_scores(s, kAtK, kAtQ, turn.stage);
+        ptx::wgmma_wait<0>();
+        pipes.v.wait({});
+        if constexpr (kKvInRegisters) load_operand(rV, kAtV);
+        if (left > 0) pipes.d_o.wait(turn);
+        fill(dp, turn.stage, 1);
+        for (int g = 0; g < args.group; g++) {
+            if constexpr (Rule::kAlibi) {
+                const Work work = shared_work()[0];
+                slope = args.scores.slope(work.tile.sequence, work.head(args, g));
+            }
+            int i = 0;
+            if constexpr (kMasks)
+#pragma unroll 1
+                for (const int masked = Work(shared_work()[0]).masked(); i < masked; i++) step<true>(i);
+#pragma unroll 1
+            for (; i < tiles; i++) step<false>(i);
+        }
+        if (tiles > 0) last_dq();
+        ptx::wgmma_wait<0>();
+#pragma unroll
+        for (int i = 0; i < kHeadDim / 2; i++) dk[i] *= args.scale;
+        store(mDv, args.dv, args.dv_strides, kAtV + group * 64 * kPanelRowBytes, kTileKv, dv);
+        pipes.dq(group).wait_free(dq_turn);
+        store(mDk, args.dk, args.dk_strides, kAtDq + group * kDqBytes, 64, dk);
+        if (threadIdx.x % 128 == 0) ptx::bulk_wait_read<0>();
+    }
+};
+
+extern "C" __global__ void __launch_bounds__(kThreads, 1)
+    backward(const __grid_constant__ TensorMap mQ, const __grid_constant__ TensorMap mK,
+             const __grid_constant__ TensorMap mV, const __grid_constant__ TensorMap mDo,
+             const __grid_constant__ TensorMap mDk, const __grid_constant__ TensorMap mDv,
+             const __grid_constant__ BackwardArgs args) {
+    if (threadIdx.x < 32) share_work(args);
+    if (threadIdx.x == 32) {
+        Pipes().init();
+        const Shared<float> scale(kAtScale);
+        scale[0] = Rule::first_factor(args.scores);
+    }
+    ptx::sync_threads();
+    const uint32_t role = ptx::uniform(threadIdx.x / 128);
+    if (kPacked && Work(shared_work()[0]).tile.sequence < 0) {
+        ptx::wait_for_prerequisites();
+        return;
+    }
+    if (role == 0) {
+        ptx::give_registers<kProducerRegisters>();
+        if (threadIdx.x < 32) Loader(args).run(mQ, mK, mV, mDo);
+        else if (threadIdx.x % 32 == 0 && threadIdx.x / 32 <= kConsumers) add_dq(args, threadIdx.x / 32 - 1);
+    } else {
+        ptx::take_registers<kConsumerRegisters>();
+        Consumer(args, role - 1).run(mDk, mDv);
+    }
+}

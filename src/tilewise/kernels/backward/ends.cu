@@ -1,0 +1,133 @@
+// What comes before and after the Hopper backward: a block takes a tile of query rows of a head.
+//
+// before: what S and dP begin with, −LSE and −delta = dLSE − rowsum(dO ∘ O), and zeros for dQ's sum and for the turns.
+// after: dQ from its sum, which lies in the order of fragments.
+// Constants: Element, Index, kHeadDim, kColumns: padded and not; kTileQ, kPacked; kInitial: −LSE in the units of S, or
+// in those of base-2 logits; kInTurn: as the backward's.
+#include "backward/arguments.cuh"
+#include "tile/mma.cuh"
+
+constexpr int kShares = 2, kDqColumns = kHeadDim / kShares, kDqFloats = kTileQ * kDqColumns;
+constexpr int kBeforeThreads = 256, kAfterThreads = 128 * kShares;
+
+// A tile of query rows: `rows` of them, from `first` on
+struct QueryTile {
+    int head, batch, first, rows;
+    int64_t number;  // among those of all heads
+    TILE_DEVICE explicit QueryTile(const BackwardArgs& args) : number(blockIdx.x) {
+        const int of_heads = blockIdx.x / args.q_tiles, slot = blockIdx.x - of_heads * args.q_tiles;
+        batch = of_heads / args.heads;
+        head = of_heads - batch * args.heads;
+        first = slot * kTileQ;
+        rows = args.seqlen_q - first;
+        if constexpr (kPacked) find(args, slot);
+    }
+    // The sequence whose tiles have this slot, by all lanes together: 32 candidates in a round
+    TILE_DEVICE void find(const BackwardArgs& args, int slot) {
+        const Global<const Index> starts{static_cast<const Index*>(args.starts_q)};
+        int low = 0, high = args.sequences;  // it is in [low, high)
+        while (high - low > 1) {
+            const int step = (high - low + 31) / 32, candidate = low + step * (threadIdx.x % 32);
+            const bool before = candidate < high && slot_of(starts, args, candidate) <= slot;
+            const int found = ptx::count_bits(ptx::ballot(before));
+            if (found > 1) low += step * (found - 1);
+            high = low + step < high ? low + step : high;
+        }
+        const int start = start_at(starts, args, low), length = start_at(starts, args, low + 1) - start;
+        const int row = (slot - slot_of(starts, args, low)) * kTileQ;
+        first = start + row;
+        rows = row < 0 ? 0 : length - row;
+    }
+    static TILE_DEVICE int slot_of(const Global<const Index>& starts, const BackwardArgs& args, int sequence) {
+        return first_slot<kTileQ>(start_at(starts, args, sequence), sequence);
+    }
+    // Whatever the starts say, no row lies outside the tensors.
+    static TILE_DEVICE int start_at(const Global<const Index>& starts, const BackwardArgs& args, int sequence) {
+        const int64_t start = starts[sequence];
+        return start < 0 ? 0 : start > args.seqlen_q ? args.seqlen_q : int(start);
+    }
+};
+
+extern "C" __global__ void __launch_bounds__(kBeforeThreads) before(const __grid_constant__ BackwardArgs args) {
+    const QueryTile tile(args);
+    constexpr int kLanes = kHeadDim / 8, kRows = kBeforeThreads / kLanes;  // lanes of a row, rows together
+    const int lane = threadIdx.x % kLanes, row0 = threadIdx.x / kLanes;
+    const auto at = [&](const void* base, const Strides& strides) {
+        return Global<const Element>{static_cast<const Element*>(base)} +
+               (tile.batch * strides.batch + (tile.first + row0) * strides.row + tile.head * strides.head + lane * 8);
+    };
+    const Global<const Element> of_o = at(args.o, args.o_strides), of_do = at(args.d_o, args.do_strides);
+    Vector16 o[kTileQ / kRows], d[kTileQ / kRows];
+#pragma unroll
+    for (int r = 0; r < kTileQ / kRows; r++) {
+        o[r] = d[r] = Vector16{};
+        if (r * kRows + row0 < tile.rows && lane * 8 < kColumns) {
+            o[r] = (of_o + r * kRows * args.o_strides.row).template as<const Vector16>()[0];
+            d[r] = (of_do + r * kRows * args.do_strides.row).template as<const Vector16>()[0];
+        }
+    }
+    const Global<Vector16> sum{reinterpret_cast<Vector16*>(args.dq_sum + tile.number * (kTileQ * kHeadDim))};
+#pragma unroll
+    for (int i = 0; i < kTileQ * kHeadDim / 4; i += kBeforeThreads) sum[i + threadIdx.x] = Vector16{};
+    if (kInTurn && threadIdx.x < kShares) Global<int>{args.turns}[tile.number * kShares + threadIdx.x] = 0;
+    // −dLSE and −LSE of a row. Rows that do not exist, and those that see no key, have weights of 0.
+    const Global<float> stats{args.stats + tile.number * 2 * kTileQ};
+    float d_lse = 0.0f;
+    if (threadIdx.x < kTileQ) {
+        const int row = threadIdx.x;
+        float less = -INFINITY;
+        const auto place = [&](const Strides& strides) {
+            return tile.batch * strides.batch + (tile.first + row) * strides.row + tile.head * strides.head;
+        };
+        if (row < tile.rows) {
+            const float lse = Global<const float>{args.lse}[place(args.lse_strides)];
+            less = lse == -INFINITY ? -INFINITY : -lse * (kInitial ? 1.0f / args.scale : kLog2e);
+            if (args.d_lse && lse != -INFINITY) d_lse = Global<const float>{args.d_lse}[place(args.d_lse_strides)];
+        }
+        stats[row] = less;
+    }
+    const Shared<float> of_rows(0);  // dLSE
+    if (args.d_lse) {
+        if (threadIdx.x < kTileQ) of_rows[threadIdx.x] = d_lse;
+        ptx::sync_threads();
+    }
+#pragma unroll
+    for (int r = 0; r < kTileQ / kRows; r++) {
+        float delta = 0.0f;
+#pragma unroll
+        for (int i = 0; i < 8; i++)
+            delta = ptx::mad(unpack<Element>(o[r].word[i / 2], i % 2), unpack<Element>(d[r].word[i / 2], i % 2), delta);
+#pragma unroll
+        for (int mask = 1; mask < kLanes; mask *= 2) delta += ptx::shuffle_xor(delta, mask);
+        const int row = r * kRows + row0;
+        if (lane == 0) stats[kTileQ + row] = (args.d_lse ? float(of_rows[row]) : 0.0f) - delta;
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(kAfterThreads) after(const __grid_constant__ BackwardArgs args) {
+    const QueryTile tile(args);
+    ptx::wait_for_prerequisites();
+    const int share = threadIdx.x / 128;
+    const Global<const Vector16> sum{reinterpret_cast<const Vector16*>(
+        args.dq_sum + tile.number * (kTileQ * kHeadDim) + share * kDqFloats)};
+    Vector16 four[kDqColumns / 8];
+#pragma unroll
+    for (int n = 0; n < kDqColumns / 8; n++) four[n] = sum[n * 128 + threadIdx.x % 128];
+    float acc[kDqColumns / 2];
+#pragma unroll
+    for (int i = 0; i < kDqColumns / 2; i++) acc[i] = as_float(four[i / 4].word[i % 4]) * args.scale;
+    Global<Element> rows[2];
+    bool exists[2];
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+        const int row = threadIdx.x / 32 % 4 * 16 + warp::fragment_row(h);
+        exists[h] = row < tile.rows;
+        rows[h] = Global<Element>{static_cast<Element*>(args.dq)} +
+                  (tile.batch * args.dq_strides.batch + (tile.first + row) * args.dq_strides.row +
+                   tile.head * args.dq_strides.head + share * kDqColumns);
+    }
+    // Columns from kColumns on are padding.
+    constexpr int kFirst = kColumns < kDqColumns ? kColumns : kDqColumns;
+    if (share == 0) warp::store_rows<kFirst>(rows, exists, acc);
+    else if constexpr (kColumns > kFirst) warp::store_rows<kColumns - kFirst>(rows, exists, acc);
+}

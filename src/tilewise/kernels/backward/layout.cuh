@@ -1,0 +1,131 @@
+// Where everything lies in the shared memory of the Hopper backward, the pipes between its roles, and the block's work.
+// backward.cu says what the constants mean.
+#pragma once
+#include "backward/arguments.cuh"
+#include "tile/hopper.cuh"
+#include "tile/tiles.cuh"
+
+constexpr int kConsumers = 2, kTileKv = 64 * kConsumers, kThreads = 128 * (kConsumers + 1);
+constexpr int kKvBytes = kTileKv * kHeadDim * 2, kQBytes = kTileQ * kHeadDim * 2, kDsBytes = kTileKv * kTileQ * 2;
+constexpr int kStatBytes = kTileQ * 4;
+// Each consumer makes a share of dQ's columns. dQ of a tile lies as they have it in registers: share, four registers,
+// thread, register.
+constexpr int kDqColumns = kHeadDim / kConsumers, kDqFloats = kTileQ * kDqColumns, kDqBytes = kDqFloats * 4;
+static_assert(kTileQ == 64, "a product's rows");
+static_assert(kDqBytes >= 64 * kHeadDim * 2, "dK goes out by way of dQ's place");
+// Registers per thread, moved from the producers to the consumers. Of the consumers' 240, dK and dV take 128, S 32, dP
+// or dQ 32, P 16, dS 16 at 128 columns. P's are free before dQ is issued, which makes it possible.
+constexpr int kProducerRegisters = 24, kConsumerRegisters = 240;
+// Named barriers: one per consumer from these numbers on
+constexpr int kStoreBarrier = 2, kTurnBarrier = 5;
+
+constexpr int kAtK = 0, kAtV = kKvBytes, kAtQ = 2 * kKvBytes, kAtDo = kAtQ + kStages * kQBytes;
+constexpr int kAtDs = kAtDo + kStages * kQBytes, kAtDq = kAtDs + kDsStages * kDsBytes;
+constexpr int kAtStats = kAtDq + kConsumers * kDqBytes, kAtSeen = kAtStats + 2 * kStages * kStatBytes;
+constexpr int kAtWork = kAtSeen + kTileKv * 8, kAtBarriers = kAtWork + 128;
+constexpr int kAtScale = kAtBarriers + 16 * (2 * kStages + kDsStages + 5);
+constexpr int kSharedBytes = kAtScale + 16;
+
+struct Pipes {
+    Ring<kStages> q, d_o;  // with −LSE and −delta
+    Ring<1> k, v;
+    Ring<kDsStages> ds;  // from all consumers to all of them
+    Ring<1> raw;         // rows of which some are another sequence's, until those are zero
+    uint32_t dq_at;      // a ring of dQ for each consumer
+    TILE_DEVICE Pipes()
+        : q(ptx::shared_address(uint32_t(kAtBarriers))),
+          d_o(q.full + q.kBytes),
+          k(d_o.full + d_o.kBytes),
+          v(k.full + k.kBytes),
+          ds(v.full + v.kBytes),
+          raw(ds.full + ds.kBytes),
+          dq_at(raw.full + raw.kBytes) {}
+    TILE_DEVICE Ring<1> dq(int consumer) const { return Ring<1>(dq_at + consumer * Ring<1>::kBytes); }
+    TILE_DEVICE void init() const {
+        q.init(4 * kConsumers);
+        d_o.init(4 * kConsumers);
+        k.init(1);
+        v.init(1);
+        ds.init(4 * kConsumers, 4 * kConsumers);
+        raw.init(1);
+        for (int g = 0; g < kConsumers; g++) dq(g).init(1, 4);
+        ptx::fence_mbarrier_init();
+    }
+};
+
+// What the block works on. Everyone reads it from shared memory where it is needed: registers are scarce.
+struct alignas(64) Work {
+    KeyTile tile;
+    int kv_head, batch;  // batch: of the tensors, 0 if packed
+    int kv_tile;         // number of the tile in its sequence
+
+    TILE_DEVICE int tiles() const { return tile.end - tile.begin; }
+    // Steps whose tiles need a mask: they come first, those before the whole ones and those behind them.
+    TILE_DEVICE int before() const { return tile.whole_begin - tile.begin; }
+    TILE_DEVICE int masked() const { return before() + tile.end - tile.whole_end; }
+    // The query tile of step i. Blocks that see everything begin at different ones: what they add to is then apart.
+    TILE_DEVICE int at(int i) const {
+        if constexpr (!kMasks) {
+            if (kInTurn) return i;
+            const int t = i + kv_tile % tile.end;
+            return t < tile.end ? t : t - tile.end;
+        }
+        if (i < before()) return tile.begin + i;
+        return i < masked() ? tile.whole_end + i - before() : tile.whole_begin + i - masked();
+    }
+    TILE_DEVICE int head(const BackwardArgs& args, int g) const { return kv_head * args.group + g; }
+    // The place of a query tile among those of all heads
+    TILE_DEVICE int64_t number(const BackwardArgs& args, int g, int tile_q) const {
+        const int before = kPacked ? head(args, g) : batch * args.heads + head(args, g);
+        return int64_t(before) * args.q_tiles + tile.slot + tile_q;
+    }
+};
+static_assert(sizeof(Work) <= 128, "its place");
+
+TILE_DEVICE Shared<Work> shared_work() { return Shared<Work>(kAtWork); }
+TILE_DEVICE Shared<Visible> shared_seen() { return Shared<Visible>(kAtSeen); }
+
+// Block `number`: which keys, and who sees them. sequence is −1 if there is no such block.
+TILE_DEVICE Work find_work(const BackwardArgs& args, int number) {
+    Work work{};
+    if constexpr (kPacked) {
+        // All heads of the heaviest tile come first.
+        const int entry = number / args.kv_heads;
+        work.tile.sequence = -1;
+        if (entry >= Global<const int>{args.list}[0]) return work;
+        work.tile = Global<const KeyTile>{reinterpret_cast<const KeyTile*>(args.list + kKeyListHeader)}[entry];
+        work.kv_head = number - entry * args.kv_heads;
+    } else {
+        // Tiles of a head one after another, the first, which most queries see, first; but where they add to dQ in
+        // turn, the first tiles of all heads, so that few wait for each other.
+        const int heads = gridDim.x / args.kv_tiles;
+        const int head = kInTurn ? number % heads : number / args.kv_tiles;
+        const int kv_tile = kInTurn ? number / heads : number % args.kv_tiles;
+        work.batch = work.tile.sequence = head / args.kv_heads;
+        work.kv_head = head - work.batch * args.kv_heads;
+        work.tile.key = kv_tile * kTileKv;
+        work.tile.seqlen_q = args.seqlen_q;
+        work.tile.seqlen_k = args.seqlen_k;
+        find_queries<kTileQ, kTileKv>(args.scores, work.tile, args.seqlen_q, args.seqlen_q);
+    }
+    work.kv_tile = work.tile.key / kTileKv;
+    return work;
+}
+
+// The first warp finds the block's work, and which queries each of its keys is seen by.
+TILE_DEVICE void share_work(const BackwardArgs& args) {
+    const Work work = find_work(args, blockIdx.x);
+    if (ptx::elect_one()) shared_work()[0] = work;
+    if constexpr (kMasks) {
+        const KeyTile& tile = work.tile;
+        for (int i = threadIdx.x; i < kTileKv; i += 32) {
+            const int key = tile.key + i;
+            int end = tile.seqlen_q;
+            if (kPacked && args.ends && key < tile.seqlen_k) {
+                const int own = Global<const int>{args.ends}[tile.k_start + key] - tile.q_start;
+                end = own < end ? own : end;
+            }
+            shared_seen()[i] = queries_of(args.scores, key, tile.seqlen_q, tile.seqlen_k, end);
+        }
+    }
+}

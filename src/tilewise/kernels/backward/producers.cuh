@@ -1,0 +1,111 @@
+// The producers of the Hopper backward: a warp that loads tiles, and a thread per consumer that adds dQ to its sum.
+#pragma once
+#include "backward/layout.cuh"
+
+// A warp; its first lane asks TMA.
+struct Loader {
+    const BackwardArgs& args;
+    const Pipes pipes;
+    Turn<1> raw;
+
+    TILE_DEVICE explicit Loader(const BackwardArgs& a) : args(a) {}
+
+    // Copies go to one barrier: the ring's, if all rows are the sequence's own. Else to another, and the ring's is told
+    // when the others are zero: their weights are 0, and 0 · NaN would still be NaN. besides(barrier) copies kExtra bytes
+    // more.
+    template <int kRows, int kExtra, int kRingStages, class Besides>
+    TILE_DEVICE void tile(const Ring<kRingStages>& ring, Turn<kRingStages> turn, const TensorMap& map, uint32_t at,
+                          int row, int head, int rows, Besides besides) {
+        const bool cut = kPacked && rows < kRows;
+        if (ptx::elect_one()) {
+            ring.wait_free(turn);
+            const uint32_t barrier = cut ? pipes.raw.full : ring.full_at(turn);
+            ptx::mbarrier_arrive_expect(barrier, kRows * kHeadDim * 2 + (cut ? 0 : kExtra));
+            load_tile<kRows, kHeadDim>(ptx::shared_address(at), &map, barrier, row, head, shared_batch());
+            if (!cut) besides(barrier);
+        }
+        if (!cut) return;
+        pipes.raw.wait(raw);
+        raw.next();
+        for (int i = rows * 8 + threadIdx.x; i < kRows * 8; i += 32)  // 16 bytes; rows are swizzled within themselves
+            for (int panel = 0; panel < kHeadDim / kPanel; panel++)
+                Shared<Vector16>(at + panel * kRows * kPanelRowBytes)[i] = Vector16{};
+        ptx::fence_async_proxy();
+        ptx::sync_warp();
+        if (!ptx::elect_one()) return;
+        ptx::mbarrier_arrive_expect(ring.full_at(turn), kExtra);
+        besides(ring.full_at(turn));
+    }
+    // Q (0) or dO (1) of step i for query head g
+    TILE_DEVICE void rows(const Ring<kStages>& ring, Turn<kStages> turn, const TensorMap& map, int at, int stat, int g,
+                          int i) {
+        const Work work = shared_work()[0];
+        const int row = work.at(i) * kTileQ;
+        const auto stats = [&](uint32_t barrier) {
+            const Work there = shared_work()[0];
+            ptx::bulk_load(ptx::shared_address(kAtStats + (2 * turn.stage + stat) * kStatBytes),
+                           args.stats + (there.number(args, g, there.at(i)) * 2 + stat) * kTileQ, kStatBytes, barrier);
+        };
+        tile<kTileQ, kStatBytes>(ring, turn, map, at + turn.stage * kQBytes, work.tile.q_start + row,
+                                 work.head(args, g), work.tile.seqlen_q - row, stats);
+    }
+    TILE_DEVICE void keys(const Ring<1>& ring, const TensorMap& map, int at) {
+        const Work work = shared_work()[0];
+        tile<kTileKv, 0>(ring, Turn<1>{}, map, at, work.tile.k_start + work.tile.key, work.kv_head,
+                         work.tile.seqlen_k - work.tile.key, [](uint32_t) {});
+    }
+    static TILE_DEVICE int shared_batch() { return kPacked ? 0 : Work(shared_work()[0]).batch; }
+    TILE_DEVICE void run(const TensorMap& mQ, const TensorMap& mK, const TensorMap& mV, const TensorMap& mDo) {
+        const int tiles = Work(shared_work()[0]).tiles();
+        Turn<kStages> turn;
+        keys(pipes.k, mK, kAtK);
+        if (tiles == 0) keys(pipes.v, mV, kAtV);
+        ptx::wait_for_prerequisites();  // −LSE and −delta are there
+        for (int g = 0; g < args.group; g++)
+            for (int i = 0; i < tiles; i++, turn.next()) {
+                rows(pipes.q, turn, mQ, kAtQ, 0, g, i);
+                if (g == 0 && i == 0) keys(pipes.v, mV, kAtV);
+                rows(pipes.d_o, turn, mDo, kAtDo, 1, g, i);
+            }
+    }
+};
+
+// Key tiles of the sequence that see query tile `tile_q` and come before this one
+TILE_DEVICE int turn_of(const BackwardArgs& args, const Work& work, int tile_q) {
+    const KeyTile& tile = work.tile;
+    const int position = position_of(tile_q * kTileQ, tile.seqlen_q, tile.seqlen_k);
+    return work.kv_tile - args.scores.keys_at(position, {0, tile.seqlen_k}).first / kTileKv;
+}
+
+// One thread: a consumer's dQ, from shared memory onto the sum
+TILE_DEVICE void add_dq(const BackwardArgs& args, int consumer) {
+    const Pipes pipes;
+    const Ring<1> ring = pipes.dq(consumer);
+    const int tiles = Work(shared_work()[0]).tiles();
+    Turn<1> turn;
+    ptx::wait_for_prerequisites();  // zeros are there
+    for (int g = 0; g < args.group; g++)
+        for (int i = 0; i < tiles; i++, turn.next()) {
+            ring.wait(turn);
+            const Work work = shared_work()[0];
+            const int tile_q = work.at(i);
+            const int64_t number = work.number(args, g, tile_q);
+            int* const turns = args.turns + number * kConsumers + consumer;
+            if constexpr (kInTurn) {
+                const int mine = turn_of(args, work, tile_q);
+                while (ptx::load_acquire(turns) < mine) ptx::spin();
+            }
+            ptx::bulk_add(args.dq_sum + number * (kTileQ * kHeadDim) + consumer * kDqFloats,
+                          ptx::shared_address(uint32_t(kAtDq + consumer * kDqBytes)), kDqBytes);
+            ptx::bulk_commit();
+            if constexpr (kInTurn) {
+                ptx::bulk_wait<0>();
+                ptx::fence_device();
+                ptx::atomic_add(turns, 1);
+            } else {
+                ptx::bulk_wait_read<0>();
+            }
+            ptx::mbarrier_arrive(ring.empty);
+        }
+    ptx::bulk_wait<0>();
+}

@@ -1,0 +1,149 @@
+"""What the calls ask backward kernels for, with a kernel in plain float64 in their place: layouts, starts, levels."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from oracle import gradients, qkv, randn
+
+from tilewise import reference
+from tilewise.api import gradients as nodes
+from tilewise.gpu import backward
+from tilewise.gpu.backward_call import GradientCall, Gradients
+
+REST = {"schedule": None, "mask": None, "score": None, "exact": False, "deterministic": False, "backend": "emulator"}
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """The GradientCalls that were made, answered by `kernel`."""
+    made = []
+    monkeypatch.setattr(backward, "gradients", lambda call: made.append(call) or kernel(call))
+    return made
+
+
+def kernel(call: GradientCall) -> Gradients:
+    """The gradients by their formulas, sequence by sequence."""
+    d_q, d_k, d_v = (torch.zeros(x.shape, dtype=torch.float64) for x in (call.q, call.k, call.v))
+    d_sinks = None if call.scores.sinks is None else torch.zeros(call.q.shape[-2], dtype=torch.float64)
+    d_lse = torch.zeros_like(call.lse) if call.d_lse is None else call.d_lse
+    for b in range(len(call.starts_q) - 1 if call.packed else len(call.q)):
+        rows, keys = b, b
+        if call.packed:
+            assert max(x.diff().max() for x in (call.starts_q, call.starts_k)) <= max(call.max_seqlens)
+            rows, keys = (slice(int(x[b]), int(x[b + 1])) for x in (call.starts_q, call.starts_k))
+        q, o, d_o = (x[rows].double() for x in (call.q, call.o, call.d_o))
+        k, v = (x[keys].double() for x in (call.k, call.v))
+        lse, its_d_lse = (x[:, rows].double() if call.packed else x[b].double() for x in (call.lse, d_lse))
+        group = q.shape[1] // k.shape[1]
+        k, v = (x.repeat_interleave(group, 1) for x in (k, v))
+        s = torch.einsum("ihd,jhd->hij", q, k) * call.scores.scale
+        chain = torch.ones_like(s)
+        if call.scores.softcap:
+            chain = 1 - torch.tanh(s / call.scores.softcap) ** 2
+            s = call.scores.softcap * torch.tanh(s / call.scores.softcap)
+        s = s.masked_fill(~reference.visible(len(q), len(k), causal=False, window=call.scores.window), -torch.inf)
+        p = torch.exp(s - lse.masked_fill(lse == -torch.inf, torch.inf)[..., None])
+        delta = torch.einsum("ihd,ihd->hi", d_o, o) - its_d_lse
+        d_s = p * (torch.einsum("ihd,jhd->hij", d_o, v) - delta[..., None]) * chain * call.scores.scale
+        d_q[rows] = torch.einsum("hij,jhd->ihd", d_s, k)
+        d_k[keys] += torch.einsum("hij,ihd->jhd", d_s, q).unflatten(1, (-1, group)).sum(2)
+        d_v[keys] += torch.einsum("hij,ihd->jhd", p, d_o).unflatten(1, (-1, group)).sum(2)
+        if d_sinks is not None:
+            d_sinks -= (torch.exp(call.scores.sinks[:, None] - lse) * delta).sum(1)
+    return Gradients(*(x.to(call.q.dtype) for x in (d_q, d_k, d_v)), None if d_sinks is None else d_sinks.float())
+
+
+def check(node, tensors, among, oracle, d_o, d_lse):
+    """The node's gradients of those tensors that the oracle, a call of them, has leaves for."""
+    leaves = [tensors[n] for n in among]
+    state = [x.float() for x in oracle(*leaves)]
+    got = nodes.found(node, tensors, state, (d_o, d_lse))
+    want = gradients(oracle, leaves, torch.zeros_like(state[0]) if d_o is None else d_o, d_lse, dtype=torch.float64)
+    for n, expected in zip(among, want, strict=True):
+        torch.testing.assert_close(got[n].double(), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("through", ["o", "lse", "both"])
+def test_dense(calls, through):
+    q, k, v, sinks = *qkv(2, 9, 12, 4, 2, 16), randn(4, seed=5)
+    node = nodes.Dense(None, {"causal": True, "softcap": 3.0}, REST)
+    d_o = None if through == "lse" else randn(1, 1, 1, 1, seed=6).expand(q.shape)  # as sums hand it down
+    d_lse = None if through == "o" else randn(2, 4, 9, seed=7)
+    oracle = lambda q, k, v, s, **more: reference.attention(q, k, v, sinks=s, causal=True, softcap=3.0, **more)  # noqa: E731
+    check(node, (q, k, v, sinks), range(4), oracle, d_o, d_lse)
+    assert calls[0].d_o.stride(-1) == 1
+    assert (calls[0].d_lse is None) == (through == "o")
+    assert not calls[0].deterministic
+
+
+@pytest.mark.parametrize("paged", [False, True])
+def test_packed(calls, paged):
+    """Pages that sequences share get the gradients of both."""
+    starts = torch.tensor([0, 5, 5, 9]), torch.tensor([0, 7, 9, 21])
+    q, k, v = (x[0] for x in qkv(1, 9, 24, 4, 2, 16))
+    table = torch.tensor([[4, 1, 0], [2, 0, 0], [4, 3, 5]], dtype=torch.int32) if paged else None
+    index = torch.arange(21)
+    if paged:
+        k, v = (x.view(6, 4, 2, 16) for x in (k, v))
+        tokens = [table[b].long()[torch.arange(n) // 4] * 4 + torch.arange(n) % 4 for b, n in enumerate((7, 2, 12))]
+        index = torch.cat(tokens)
+    else:
+        k, v = k[:21], v[:21]
+
+    def oracle(q, k, v, **more):
+        k, v = (x.flatten(0, -3)[index] for x in (k, v))
+        return reference.attention_varlen(q, k, v, *starts, causal=True, **more)
+
+    tensors = (q, k, v, *starts, table, None)
+    check(nodes.Packed(None, {"causal": True}, REST), tensors, range(3), oracle, randn(9, 4, 16, seed=3), None)
+    assert calls[0].max_seqlens == (5, 12)
+
+
+def test_levels(calls):
+    q, k, v, sinks = *qkv(4, 3, 6, 4, 2, 16), randn(4, seed=5)
+    levels = [randn(n, size, 2, 16, seed=seed) for n, size, seed in ((1, 9, 1), (1, 9, 2), (2, 8, 3), (2, 8, 4))]
+    lengths = [None, [8, 2], [6, 4, 1, 3]]
+
+    def oracle(q, k, v, sinks, ka, va, kb, vb, **more):
+        prefixes = [(ka, va), (kb, vb, lengths[1])]
+        return reference.shared_prefix_attention(q, prefixes, k, v, lengths=lengths[2], sinks=sinks, **more)
+
+    rest = {"deterministic": True, "backend": "emulator"}
+    node = nodes.SharedPrefix(None, {"causal": True, "scale": None, "softcap": 0.0}, rest, lengths)
+    check(node, (q, k, v, sinks, *levels), range(8), oracle, randn(*q.shape, seed=8), randn(4, 4, 3, seed=9))
+    assert [call.deterministic for call in calls] == [True] * 3
+
+
+def test_nothing_reaches_no_kernel(calls):
+    """No keys: a sink alone makes an LSE, and has its gradient."""
+    q, k, v, sinks = *qkv(2, 3, 0, 4, 2, 16), randn(4, seed=5)
+    node = nodes.Dense(None, {}, REST)
+    oracle = lambda q, k, v, s, **more: reference.attention(q, k, v, sinks=s, **more)  # noqa: E731
+    check(node, (q, k, v, sinks), range(4), oracle, randn(*q.shape, seed=6), randn(2, 4, 3, seed=7))
+    packed = nodes.Packed(None, {}, REST)
+    starts = torch.tensor([0, 3]), torch.tensor([0, 0])
+    oracle = lambda q, k, v, s, **more: reference.attention_varlen(q, k, v, *starts, sinks=s, **more)  # noqa: E731
+    tensors = (q[0], k[0], v[0], *starts, None, sinks)
+    check(packed, tensors, (0, 1, 2, 6), oracle, randn(3, 4, 16, seed=6), randn(4, 3, seed=7))
+    assert calls == []
+
+
+def test_torch_may_ask_for_the_same_bits(calls):
+    state = [x.float() for x in reference.attention(*qkv(1, 3, 4, 2, 2, 8))]
+    torch.use_deterministic_algorithms(True)
+    try:
+        nodes.Dense(None, {}, REST).backward((*qkv(1, 3, 4, 2, 2, 8), None), state, (state[0], None))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert calls[0].deterministic
+
+
+def test_functions_and_schedules_travel_along(calls):
+    given = partial(nodes.functions.of, None, lambda s, b, h, q, k: s * 2)
+    state = [x.float() for x in reference.attention(*qkv(1, 3, 4, 2, 2, 8))]
+    node = nodes.Dense(None, {}, REST, function := given())
+    node.backward((*qkv(1, 3, 4, 2, 2, 8), None), state, (state[0], None))
+    assert calls[0].function is function
