@@ -32,3 +32,9 @@ class KeyTileArgs(ctypes.Structure):
         *((n, ctypes.c_int) for n in ("begin", "end", "whole_begin", "whole_end", "turn")),
         ("reserved", ctypes.c_int * 4),
     ]
+
+
+class KeyListArgs(ctypes.Structure):
+    """backward/list.cu: KeyListArgs."""
+
+    _fields_ = [("list", ctypes.c_void_p), ("buckets", ctypes.c_void_p)]

@@ -17,7 +17,7 @@ from tilewise import compiler, emulator
 from tilewise.compiler.spec import Constant, KernelSpec
 from tilewise.compiler.tensor_maps import TensorMapSpec
 from tilewise.gpu.abi import ELEMENTS, MAP_NAMES, PANEL, PANEL_BYTES, ScoreArgs, Strides, score_rule
-from tilewise.gpu.backward_abi import BackwardArgs
+from tilewise.gpu.backward_abi import KEY_LIST_HEADER, KEY_TILE_WORDS, BackwardArgs, KeyListArgs
 from tilewise.gpu.backward_call import GradientCall, Gradients
 from tilewise.gpu.prefill import tma_can
 from tilewise.scores import Scores
@@ -26,6 +26,7 @@ TILE_Q, TILE_KV = 64, 128  # rows of a query tile, keys of a block
 CONSUMERS = 2
 BEFORE_THREADS, AFTER_THREADS = 256, 128 * CONSUMERS
 BEFORE_SHARED = 4 * TILE_Q
+LIST_THREADS, BUCKETS = 1024, 128  # list.cu
 LN2 = math.log(2)
 # Names of a call's and of its gradients' tensors in BackwardArgs, where they differ
 FIELDS = {"d_q": "dq", "d_k": "dk", "d_v": "dv"}
@@ -120,6 +121,17 @@ def specs_of(kind: Kind) -> tuple[KernelSpec, KernelSpec, KernelSpec]:
     )  # fmt: skip
 
 
+def list_spec(index: torch.dtype, in_turn: bool) -> KernelSpec:
+    """The kernel that lists the key tiles of packed sequences; index: of the starts."""
+    constants = (
+        ("Index", "int64_t" if index == torch.int64 else "int"),
+        ("kTileQ", TILE_Q),
+        ("kTileKv", TILE_KV),
+        ("kInTurn", in_turn),
+    )
+    return KernelSpec("backward_list", "backward/list.cu", "list", constants, LIST_THREADS, 0, product=True)
+
+
 @dataclass(frozen=True)
 class Shapes:
     """Of a call's tensors. Packed sequences have a batch of 1 and their lengths together."""
@@ -131,21 +143,19 @@ class Shapes:
     heads: int
     heads_kv: int
     head_dim: int
+    q_tiles: int
+    kv_tiles: int
 
     @classmethod
     def of(cls, call: GradientCall) -> Shapes:
-        heads, head_dim = call.q.shape[-2:]
-        batch = 1 if call.packed else call.q.shape[0]
-        sequences = batch if call.starts_q is None else len(call.starts_q) - 1
-        return cls(batch, sequences, call.q.shape[-3], call.k.shape[-3], heads, call.k.shape[-2], head_dim)
-
-    @property
-    def q_tiles(self) -> int:
-        return math.ceil(self.seqlen_q / TILE_Q)
-
-    @property
-    def kv_tiles(self) -> int:
-        return math.ceil(self.seqlen_k / TILE_KV)
+        (seqlen_q, heads, head_dim), (seqlen_k, heads_kv) = call.q.shape[-3:], call.k.shape[-3:-1]
+        if call.starts_q is None:
+            batch = sequences = call.q.shape[0]
+            tiles = math.ceil(seqlen_q / TILE_Q), math.ceil(seqlen_k / TILE_KV)
+        else:  # arguments.cuh: first_slot
+            batch, sequences = 1, len(call.starts_q) - 1
+            tiles = seqlen_q // TILE_Q + sequences, seqlen_k // TILE_KV + sequences
+        return cls(batch, sequences, seqlen_q, seqlen_k, heads, heads_kv, head_dim, *tiles)
 
 
 def gradients(call: GradientCall, **emulated: Any) -> Gradients:
@@ -163,9 +173,12 @@ def gradients(call: GradientCall, **emulated: Any) -> Gradients:
     work = {"stats": stats, "dq_sum": dq_sum}
     if call.deterministic:
         work["turns"] = torch.empty(slots * CONSUMERS, dtype=torch.int32, device=device)
-    window = call.scores.window
-    masks = window != (None, None) or shapes.seqlen_k % TILE_KV > 0
-    kind = Kind(call.q.dtype, given["q"].shape[-1], call.scores.rule, masks, in_turn=call.deterministic)
+    index = None if call.starts_q is None else call.starts_q.dtype
+    if call.packed:
+        words = KEY_LIST_HEADER + KEY_TILE_WORDS * shapes.kv_tiles + BUCKETS
+        work["list"] = torch.empty(words, dtype=torch.int32, device=device)
+    masks = call.packed or call.scores.window != (None, None) or shapes.seqlen_k % TILE_KV > 0
+    kind = Kind(call.q.dtype, given["q"].shape[-1], call.scores.rule, masks, index, call.deterministic)
     args, read = arguments(call, shapes, given | found | work)
     run(kind, shapes, args, given | found | work | read, **emulated)
     d_sinks = None
@@ -196,13 +209,17 @@ def arguments(
     args.head_dim, args.q_tiles, args.kv_tiles = tensors["q"].shape[-1], shapes.q_tiles, shapes.kv_tiles
     for name, x in tensors.items():
         setattr(args, FIELDS.get(name, name), x.data_ptr())
-        if name not in ("stats", "dq_sum", "turns"):
+        if name not in ("stats", "dq_sum", "turns", "list"):
             strides = Strides(0 if call.packed else x.stride(0), x.stride(-3), x.stride(-2))
             setattr(args, f"{STRIDED_FIELDS.get(name, FIELDS.get(name, name))}_strides", strides)
     read = {"lse": call.lse} | ({} if call.d_lse is None else {"d_lse": call.d_lse})
     for name, x in read.items():
         setattr(args, name, x.data_ptr())
         setattr(args, f"{name}_strides", Strides(0 if call.packed else x.stride(0), x.stride(-1), x.stride(-2)))
+    for name in ("starts_q", "starts_k", "ends", "positions"):
+        if (x := getattr(call, name)) is not None:
+            setattr(args, name, x.data_ptr())
+            read[name] = x
     if scores.slopes is not None:
         args.scores.slopes, args.scores.slopes_batch = scores.slopes.data_ptr(), scores.slopes.stride(0)
         read["slopes"] = scores.slopes
@@ -212,16 +229,23 @@ def arguments(
 def run(kind: Kind, shapes: Shapes, args: BackwardArgs, tensors: dict[str, torch.Tensor], **emulated: Any) -> None:
     """Launches the kernels one after another."""
     specs, rows = specs_of(kind), shapes.batch * shapes.heads * shapes.q_tiles
-    grids = rows, shapes.kv_tiles * shapes.heads_kv * shapes.batch, rows
+    grids = [rows, shapes.kv_tiles * shapes.heads_kv * shapes.batch, rows]
     boxes = {"q": TILE_Q, "k": TILE_KV, "v": TILE_KV, "d_o": TILE_Q, "d_k": 64, "d_v": 64}
     maps = [(_map_of(tensors[name], kind.index is not None, box), tensors[name].data_ptr()) for name, box in boxes.items()]
+    if kind.index is not None:
+        at = tensors["list"].data_ptr()
+        listed = KeyListArgs(at, at + 4 * (KEY_LIST_HEADER + KEY_TILE_WORDS * shapes.kv_tiles))
     device = tensors["q"].device
     if device.type == "cuda":
         ends, main = compiler.Args(args), compiler.Args(*(compiler.encode(*m) for m in maps), args)
+        if kind.index is not None:
+            compiler.load(list_spec(kind.index, kind.in_turn), device).launch((1, 1, 1), compiler.Args(args, listed))
         for spec, grid, given in zip(specs, grids, (ends, main, ends), strict=True):
             # Those behind the first begin while the one before ends, and wait for what they read of it.
             compiler.load(spec, device).launch((grid, 1, 1), given, pdl=spec is not specs[0])
         return
+    if kind.index is not None:
+        emulator.launch(list_spec(kind.index, kind.in_turn), (1, 1, 1), [args, listed], tensors, **emulated)
     of_main = [*(emulator.tensor_map(*m) for m in maps), args]
     for spec, grid, given in zip(specs, grids, ([args], of_main, [args]), strict=True):
         resident = 2 if kind.in_turn and spec is specs[1] else 1  # a block waits for those that began before it

@@ -324,7 +324,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     if (role == 0) {
         ptx::give_registers<kProducerRegisters>();
         if (threadIdx.x < 32) Loader(args).run(mQ, mK, mV, mDo);
-        else if (threadIdx.x % 32 == 0 && threadIdx.x / 32 <= kConsumers) add_dq(args, threadIdx.x / 32 - 1);
+        else if (threadIdx.x < 32 * (1 + kConsumers)) add_dq(args, ptx::uniform(threadIdx.x / 32 - 1));
     } else {
         ptx::take_registers<kConsumerRegisters>();
         Consumer(args, role - 1).run(mDk, mDv);

@@ -1,4 +1,4 @@
-// The producers of the Hopper backward: a warp that loads tiles, and a thread per consumer that adds dQ to its sum.
+// The producers of the Hopper backward: a warp that loads tiles, and one per consumer that adds its dQ to the sum.
 #pragma once
 #include "backward/layout.cuh"
 
@@ -70,14 +70,22 @@ struct Loader {
     }
 };
 
-// Key tiles of the sequence that see query tile `tile_q` and come before this one
+// Key tiles of the sequence that see query tile `tile_q` and come before this one; by a warp
 TILE_DEVICE int turn_of(const BackwardArgs& args, const Work& work, int tile_q) {
     const KeyTile& tile = work.tile;
+    if (kPacked && args.ends) {  // each ends where its keys do
+        const Global<const KeyTile> list{reinterpret_cast<const KeyTile*>(args.list + kKeyListHeader)};
+        const int own = first_slot<kTileKv>(tile.k_start, tile.sequence) + work.kv_tile;
+        uint32_t before = 0;
+        for (int i = own - work.kv_tile + threadIdx.x % 32; i < own; i += 32)
+            before += Global<const int>{&list.address(i)->end}[0] > tile_q;
+        return ptx::reduce_add(before);
+    }
     const int position = position_of(tile_q * kTileQ, tile.seqlen_q, tile.seqlen_k);
     return work.kv_tile - args.scores.keys_at(position, {0, tile.seqlen_k}).first / kTileKv;
 }
 
-// One thread: a consumer's dQ, from shared memory onto the sum
+// A warp: a consumer's dQ, from shared memory onto the sum
 TILE_DEVICE void add_dq(const BackwardArgs& args, int consumer) {
     const Pipes pipes;
     const Ring<1> ring = pipes.dq(consumer);
@@ -86,15 +94,15 @@ TILE_DEVICE void add_dq(const BackwardArgs& args, int consumer) {
     ptx::wait_for_prerequisites();  // zeros are there
     for (int g = 0; g < args.group; g++)
         for (int i = 0; i < tiles; i++, turn.next()) {
-            ring.wait(turn);
             const Work work = shared_work()[0];
             const int tile_q = work.at(i);
+            const int mine = kInTurn ? turn_of(args, work, tile_q) : 0;
             const int64_t number = work.number(args, g, tile_q);
             int* const turns = args.turns + number * kConsumers + consumer;
-            if constexpr (kInTurn) {
-                const int mine = turn_of(args, work, tile_q);
+            if (!ptx::elect_one()) continue;
+            ring.wait(turn);
+            if constexpr (kInTurn)
                 while (ptx::load_acquire(turns) < mine) ptx::spin();
-            }
             ptx::bulk_add(args.dq_sum + number * (kTileQ * kHeadDim) + consumer * kDqFloats,
                           ptx::shared_address(uint32_t(kAtDq + consumer * kDqBytes)), kDqBytes);
             ptx::bulk_commit();
@@ -107,5 +115,5 @@ TILE_DEVICE void add_dq(const BackwardArgs& args, int consumer) {
             }
             ptx::mbarrier_arrive(ring.empty);
         }
-    ptx::bulk_wait<0>();
+    if (ptx::elect_one()) ptx::bulk_wait<0>();
 }
