@@ -86,7 +86,8 @@ def test_explain_says_why_tilewise_serves(shapes, options, reason, monkeypatch):
         ({"mask": (2, 1, 1, 8), "mask_is_bool": True}, False),
         ({"value": (2, 4, 8, 257)}, False),
         ({"dropout": True}, False),
-        ({"grad": True}, False),
+        ({"grad": True}, True),
+        ({"grad": True, "trains": False}, False),
         ({"fused": False}, False),
         ({"device": "xpu"}, False),
         ({"device": ""}, False),
@@ -115,6 +116,14 @@ def test_explain_names_the_kernel_of_the_card(card, dtype, kernel, why):
     assert (told.backend, told.kernel) == ("tilewise", f"the GPU kernel {kernel}")
     assert told.reasons[0] == "it is served"
     assert why in str(told)
+
+
+def test_explain_names_the_kernels_of_training():
+    told = module._explained(CARD._replace(grad=True), torch.device("cpu"), ("it is served",))
+    assert told.kernel == "the GPU kernel forward, then backward"
+    with arch.as_card("sm_90a"):
+        assert module.trains(torch.device("cpu"), torch.float16, *make((2, 4, 8, 64))[:2])
+        assert not module.trains(torch.device("cpu"), torch.float16, *make((2, 4, 8, 64), (2, 4, 8, 300))[:2])
 
 
 @pytest.mark.parametrize(

@@ -188,8 +188,12 @@ def test_on_a_hopper_masks_are_refused_and_the_rest_is_not(monkeypatch):
     with thunder.core.trace.tracectx(thunder.core.trace.TraceCtx()):
         tensors = [thunder.TensorProxy(shape=(2, 3, 5, 64), device=device, dtype=dtype) for _ in range(3)]
         mask = thunder.TensorProxy(shape=(2, 1, 1, 5), device=device, dtype=thunder.dtypes.bool8)
+        leaves = [thunder.TensorProxy(like=x, requires_grad=True) for x in tensors]
     assert ours._served(*tensors, None, 0.0, True)
     assert not ours._served(*tensors, mask)
+    for has_backward in (True, False):
+        monkeypatch.setattr(ours, "trains", lambda *_, has=has_backward: has)
+        assert ours._served(*leaves, None, 0.0, True) == has_backward
 
 
 def test_register_once_for_all():

@@ -7,17 +7,27 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from tilewise.arch import card_of, hopper
 from tilewise.gpu import backward_hopper
 from tilewise.gpu.backward_call import GradientCall as GradientCall
 from tilewise.gpu.backward_call import Gradients as Gradients
 
 
+def kernel_of(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
+    """The kernel that gives gradients on a device, None if none does."""
+    card = card_of(device)
+    if hopper(card) and dtype in backward_hopper.DTYPES and head_dim <= max(backward_hopper.TILINGS):
+        return "backward"
+    return None
+
+
 def gradients(call: GradientCall, **emulated: Any) -> Gradients:
     """The gradients of a call's q, k, v and sinks, on the current stream. emulated: options of emulator.launch."""
-    card, head_dim = card_of(call.q.device), call.q.shape[-1]
-    if hopper(card) and call.q.dtype in backward_hopper.DTYPES and head_dim <= max(backward_hopper.TILINGS):
-        return backward_hopper.gradients(call, **emulated)
-    raise NotImplementedError(
-        f"{card} has no backward kernel for {call.q.dtype} and head_dim {head_dim}; use CPU tensors"
-    )
+    device, dtype, head_dim = call.q.device, call.q.dtype, call.q.shape[-1]
+    if kernel_of(device, dtype, head_dim) is None:
+        raise NotImplementedError(
+            f"{card_of(device)} has no backward kernel for {dtype} and head_dim {head_dim}; use CPU tensors"
+        )
+    return backward_hopper.gradients(call, **emulated)

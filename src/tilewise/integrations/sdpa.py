@@ -20,7 +20,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from tilewise import api, arch, arguments, checks
-from tilewise.gpu import tilings
+from tilewise.gpu import backward, tilings
 from tilewise.gpu.abi import FP8
 from tilewise.integrations import seen_keys as _seen_keys  # noqa: F401, registers an operator
 
@@ -48,6 +48,7 @@ class Facts(NamedTuple):
     causal: bool = False
     gqa: bool = False
     grad: bool = False  # gradients are recorded, and something requires them
+    trains: bool = True  # with grad, of a CUDA device: it has a backward kernel for these head dimensions and dtype
     plain: bool = True  # tensors, of no subclass, in no torch.func transform, and no torch.jit trace
     usual: bool = True  # the other arguments are of the kinds that torch declares, and scale is finite
     fused: bool = True  # torch is free to use flash kernels; in compiled code, which cannot ask, taken as true
@@ -129,6 +130,8 @@ def _explained(facts: Facts, device: torch.device, reasons: tuple[str, ...]) -> 
         return Explanation("tilewise", KERNELS["cpu"], reasons)
     assert facts.dtype is not None
     kernel, why = tilings.kernel_of(device, facts.dtype)
+    if facts.grad:
+        kernel += f", then {backward.kernel_of(device, facts.dtype, max(facts.query[-1], facts.value[-1]))}"
     return Explanation("tilewise", f"{KERNELS['cuda']} {kernel}", (*reasons, why))
 
 
@@ -160,8 +163,8 @@ def _refusals(facts: Facts) -> list[str]:
     refused = []
     if not facts.usual:
         refused.append("an argument is of a kind or value that only torch judges")
-    if facts.grad and facts.device == "cuda":
-        refused.append("an input requires gradients, and there is no backward pass for this here")
+    if facts.grad and facts.device == "cuda" and not facts.trains:
+        refused.append("an input requires gradients, and the card has no backward kernel for this")
     if facts.dropout:
         refused.append("dropout_p is not 0")
     if not facts.fused:
@@ -241,19 +244,22 @@ def facts_of(
     device = query.device
     same_device = all(x.device == device for x in tensors)
     dtypes = [_dtype(x) for x in (query, key, value)]
+    kernels = device.type == "cuda" and arch.serves_prefill(device)
+    grad = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
     return Facts(
         query=tuple(query.shape),
         key=tuple(key.shape),
         value=tuple(value.shape),
         dtype=dtypes[0] if dtypes[0] == dtypes[1] == dtypes[2] else None,
         device=device.type if same_device else "",
-        kernels=device.type == "cuda" and arch.serves_prefill(device),
+        kernels=kernels,
         mask=None if mask is None else tuple(mask.shape),
         mask_is_bool=mask is not None and mask.dtype == torch.bool,
         dropout=dropout_p != 0,
         causal=bool(is_causal),
         gqa=bool(enable_gqa),
-        grad=torch.is_grad_enabled() and any(x.requires_grad for x in tensors),
+        grad=grad,
+        trains=not (grad and kernels) or trains(device, dtypes[0], query, value),
         usual=(
             isinstance(is_causal, bool)
             and isinstance(enable_gqa, bool)
@@ -261,6 +267,12 @@ def facts_of(
         ),
         fused=torch.compiler.is_compiling() or torch.backends.cuda.flash_sdp_enabled(),
     )
+
+
+def trains(device: torch.device, dtype: torch.dtype | None, query: Any, value: Any) -> bool:
+    """Has a CUDA device that runs our kernels one for gradients of this?"""
+    head_dim = max((*query.shape[-1:], *value.shape[-1:]), default=0)
+    return dtype is not None and backward.kernel_of(device, dtype, head_dim) is not None
 
 
 def _plain(tensors: Sequence[Any]) -> bool:

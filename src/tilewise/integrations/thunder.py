@@ -26,7 +26,7 @@ import torch
 
 from tilewise import arch
 from tilewise.integrations.extras import extra
-from tilewise.integrations.sdpa import Facts, decide, sdpa, torch_sdpa
+from tilewise.integrations.sdpa import Facts, decide, sdpa, torch_sdpa, trains
 from tilewise.integrations.sdpa_backward import sdpa_backward, sdpa_forward
 
 # Methods of named tensors that lightning-thunder 0.2.6 looks up as it is imported, and that torch has dropped.
@@ -162,18 +162,21 @@ def _served(
         return False
     device, *others = {torch.device(x.device.device_str()) for x in tensors}
     dtypes = {to_torch_dtype(x.dtype) for x in (query, key, value)}
+    kernels = device.type == "cuda" and arch.serves_prefill(device)
+    grad = any(x.requires_grad for x in tensors)
     facts = Facts(
         query=tuple(query.shape),
         key=tuple(key.shape),
         value=tuple(value.shape),
         dtype=None if len(dtypes) > 1 else dtypes.pop(),
         device="" if others else device.type,
-        kernels=device.type == "cuda" and arch.serves_prefill(device),
+        kernels=kernels,
         mask=None if attn_mask is None else tuple(attn_mask.shape),
         mask_is_bool=attn_mask is not None and to_torch_dtype(attn_mask.dtype) == torch.bool,
         dropout=bool(pyval(dropout_p)),
         causal=bool(pyval(is_causal)),
-        grad=any(x.requires_grad for x in tensors),
+        grad=grad,
+        trains=not (grad and kernels) or trains(device, to_torch_dtype(query.dtype), query, value),
         fused=torch.backends.cuda.flash_sdp_enabled(),
     )
     return decide(facts).path != "torch"
