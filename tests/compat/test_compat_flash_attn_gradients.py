@@ -2,38 +2,15 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import pytest
 import torch
 import torch.nn.functional as F
-from flash_attn_cases import OPTIONS, SLOPES, leaves, starts_of
+from flash_attn_cases import OPTIONS, SLOPES, assert_grads, leaves, starts_of
 from oracle import qkv, randn
 
 from tilewise import reference
 from tilewise.compat import flash_attn as fa
 from tilewise.compat.bert_padding import pad_input, unpad_input
-
-
-def assert_grads(call, tensors, oracle):
-    """Gradients of call(*tensors) -> (out, lse) against those of the oracle in float64, by the tolerance rule."""
-
-    def grads(run, dtype):
-        inputs = leaves(*tensors, dtype=dtype)
-        out, lse = run(*inputs)
-        weights = [randn(*x.shape, seed=50 + n).to(x.dtype) for n, x in enumerate((out, lse))]
-        finite = torch.where(lse.isfinite(), lse, 0.0)
-        return torch.autograd.grad((out * weights[0]).sum() + (finite * weights[1]).sum(), inputs)
-
-    got = grads(call, None)
-    exact, honest = (
-        grads(partial(oracle, dtype=torch.float64), torch.float64),
-        grads(partial(oracle, dtype=tensors[0].dtype), None),
-    )
-    for n, (mine, right, base) in enumerate(zip(got, exact, honest, strict=True)):
-        assert mine.dtype == tensors[n].dtype
-        verdict = reference.judge(mine, right, base)
-        assert verdict.ok, f"gradient {n}: {verdict.reason}"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -5,37 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.attention.flex_attention as torch_flex
-from flex_cases import MAKERS, inputs
-from oracle import assert_gradients, gradient_floors, gradients, randn
+from flex_cases import MAKERS, check_gradients, inputs
 from variant_cases import variants
 
 import tilewise.compat.flex_attention as flex
-from tilewise import attention, reference
+from tilewise import attention
 from tilewise.compat.flex_attention import create_block_mask, flex_attention
-
-
-def check(tensors, score_mod=None, mask=None, lse=True, **options):
-    """dq, dk and dv of flex_attention, from the output and, with lse, from the LSE."""
-    q, k, v = (x.transpose(1, 2) for x in tensors)
-    mask_mod = None if mask is None else mask.mask_mod
-
-    def ours(q, k, v):
-        given = (x.transpose(1, 2) for x in (q, k, v))
-        o, sums = flex_attention(*given, score_mod, mask, return_lse=True, enable_gqa=True, **options)
-        return o.transpose(1, 2), sums
-
-    def oracle(q, k, v, dtype=torch.float64):
-        wide = (x.expand(len(q), -1, -1, -1) for x in (k, v))
-        return reference.attention(q, *wide, mask=mask_mod, score=score_mod, dtype=dtype, **options)
-
-    d_o, d_lse = randn(*q.shape, dtype=q.dtype, seed=7), randn(*tensors[0].shape[:3], seed=8) if lse else None
-    got = gradients(ours, (q, k, v), d_o, d_lse)
-    exact = gradients(oracle, (q, k, v), d_o, d_lse, dtype=torch.float64)
-    honest = gradients(lambda *x: oracle(*x, dtype=q.dtype), (q, k, v), d_o, d_lse)
-    assert [x.dtype for x in got] == [q.dtype] * 3
-    sums = oracle(*(x.double() for x in (q, k, v)))[1]
-    assert_gradients(got, exact, honest, gradient_floors(oracle, (q, k, v), d_o), sums)
-    return got
 
 
 @pytest.mark.parametrize(("lengths", "maker"), [((130, 130), "tilewise"), ((100, 170), "torch")])
@@ -43,7 +18,7 @@ def check(tensors, score_mod=None, mask=None, lse=True, **options):
 def test_variants(name, lengths, maker):
     variant = variants(4, *lengths, batch=2)[name]
     mask = None if variant.mask is None else MAKERS[maker](variant.mask, 2, 4, *lengths, device="cpu", BLOCK_SIZE=32)
-    check(inputs(2, lengths, (4, 2)), variant.score, mask)
+    check_gradients(inputs(2, lengths, (4, 2)), variant.score, mask)
 
 
 @pytest.mark.parametrize("lse", [False, True])
@@ -52,7 +27,7 @@ def test_half_precision_and_keys_for_all_sequences(lse):
     mask = create_block_mask(lambda b, h, q, k: (q + b) % 3 >= k % 4, 3, None, 100, 140, device="cpu")
     q, _, _ = inputs(3, (100, 140), (2, 2), dtype=torch.bfloat16)
     _, k, v = inputs(1, (100, 140), (2, 2), dtype=torch.bfloat16)
-    check([q, k, v], None, mask, lse=lse)
+    check_gradients([q, k, v], None, mask, lse=lse)
 
 
 def test_lists_say_what_is_seen_in_the_backward_pass_too():
