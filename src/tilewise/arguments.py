@@ -14,6 +14,7 @@ import numpy.typing as npt
 import torch
 
 from tilewise import checks, cpu, functions
+from tilewise.cpu.dropout import Dropout
 from tilewise.functions import Function
 from tilewise.gpu.abi import FP8
 from tilewise.gpu.tilings import out_dtype
@@ -169,6 +170,7 @@ class Call(NamedTuple):
     where: Where
     function: Function | None
     schedule: Any
+    dropout: Dropout | None = None
 
 
 def check_call(
@@ -183,6 +185,8 @@ def check_call(
     exact: bool,
     deterministic: bool,
     descales: Descales,
+    dropout_p: float,
+    dropout_seed: torch.Tensor | None,
     return_lse: bool,
     out: torch.Tensor | None,
     backend: str,
@@ -208,7 +212,7 @@ def check_call(
     where = check_backend(backend, q, given, rungs=rungs)
     if batch is None and schedule is not None:
         check_schedule("schedule", schedule, *sizes[1:3], sizes, q.device)
-    return Call(sizes, scores, checked, where, function, schedule)
+    return Call(sizes, scores, checked, where, function, schedule, Dropout.checked(dropout_p, dropout_seed, where))
 
 
 def check_function(mask: Any, score: Any, scores: Scores, device: torch.device) -> Function | None:

@@ -33,6 +33,7 @@ Result = torch.Tensor | State
 # What each argument is declared as in an operator's schema, and what that means in Python; bools are no numbers here.
 _DECLARED = f"""{SCHEMA_TENSORS}, {SCHEMA_OPTIONS}, bool exact, bool deterministic, bool return_lse, str backend,
 Tensor q, Tensor k, Tensor v, Tensor? q_descale, Tensor? k_descale, Tensor? v_descale,
+Tensor? dropout_seed, float dropout_p,
 Tensor cu_seqlens_q, Tensor cu_seqlens_k, Tensor? page_table, Tensor? tree_mask, SymInt layer"""
 _KINDS = {name: kind for kind, name in (one.partition("=")[0].split() for one in _DECLARED.split(","))}
 _TAKEN: dict[str, tuple[tuple[type, ...], str]] = {

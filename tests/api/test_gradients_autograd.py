@@ -170,4 +170,4 @@ def test_ranks_train(tmp_path):
     """DDP and FSDP2 over two processes: each is left with the gradients of the whole batch."""
     words = [sys.executable, str(Path(__file__).with_name("gradient_ranks.py")), str(tmp_path)]
     told = subprocess.run(words, capture_output=True, text=True, timeout=120, check=False)
-    assert told.stdout.split() == ["right", "right"], told.stderr[-4000:]
+    assert len(list(tmp_path.glob("right-*"))) == 2, told.stdout[-2000:] + told.stderr[-6000:]

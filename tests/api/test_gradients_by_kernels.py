@@ -13,7 +13,8 @@ from tilewise.api import gradients as nodes
 from tilewise.gpu import backward
 from tilewise.gpu.backward_call import GradientCall, Gradients
 
-REST = {"schedule": None, "mask": None, "score": None, "exact": False, "deterministic": False, "backend": "emulator"}
+PATTERN = {"schedule": None, "mask": None, "score": None}
+REST = {**PATTERN, "exact": False, "deterministic": False, "dropout_p": 0.0, "backend": "emulator"}
 
 
 @pytest.fixture
@@ -73,7 +74,7 @@ def test_dense(calls, through):
     d_o = None if through == "lse" else randn(1, 1, 1, 1, seed=6).expand(q.shape)  # as sums hand it down
     d_lse = None if through == "o" else randn(2, 4, 9, seed=7)
     oracle = lambda q, k, v, s, **more: reference.attention(q, k, v, sinks=s, causal=True, softcap=3.0, **more)  # noqa: E731
-    check(node, (q, k, v, sinks), range(4), oracle, d_o, d_lse)
+    check(node, (q, k, v, sinks, None), range(4), oracle, d_o, d_lse)
     assert calls[0].d_o.stride(-1) == 1
     assert (calls[0].d_lse is None) == (through == "o")
     assert not calls[0].deterministic
@@ -97,7 +98,7 @@ def test_packed(calls, paged):
         k, v = (x.flatten(0, -3)[index] for x in (k, v))
         return reference.attention_varlen(q, k, v, *starts, causal=True, **more)
 
-    tensors = (q, k, v, *starts, table, None)
+    tensors = (q, k, v, *starts, table, None, None)
     check(nodes.Packed(None, {"causal": True}, REST), tensors, range(3), oracle, randn(9, 4, 16, seed=3), None)
     assert calls[0].max_seqlens == (5, 12)
 
@@ -122,11 +123,11 @@ def test_nothing_reaches_no_kernel(calls):
     q, k, v, sinks = *qkv(2, 3, 0, 4, 2, 16), randn(4, seed=5)
     node = nodes.Dense(None, {}, REST)
     oracle = lambda q, k, v, s, **more: reference.attention(q, k, v, sinks=s, **more)  # noqa: E731
-    check(node, (q, k, v, sinks), range(4), oracle, randn(*q.shape, seed=6), randn(2, 4, 3, seed=7))
+    check(node, (q, k, v, sinks, None), range(4), oracle, randn(*q.shape, seed=6), randn(2, 4, 3, seed=7))
     packed = nodes.Packed(None, {}, REST)
     starts = torch.tensor([0, 3]), torch.tensor([0, 0])
     oracle = lambda q, k, v, s, **more: reference.attention_varlen(q, k, v, *starts, sinks=s, **more)  # noqa: E731
-    tensors = (q[0], k[0], v[0], *starts, None, sinks)
+    tensors = (q[0], k[0], v[0], *starts, None, sinks, None)
     check(packed, tensors, (0, 1, 2, 6), oracle, randn(3, 4, 16, seed=6), randn(4, 3, seed=7))
     assert calls == []
 
@@ -135,7 +136,7 @@ def test_torch_may_ask_for_the_same_bits(calls):
     state = [x.float() for x in reference.attention(*qkv(1, 3, 4, 2, 2, 8))]
     torch.use_deterministic_algorithms(True)
     try:
-        nodes.Dense(None, {}, REST).backward((*qkv(1, 3, 4, 2, 2, 8), None), state, (state[0], None))
+        nodes.Dense(None, {}, REST).backward((*qkv(1, 3, 4, 2, 2, 8), None, None), state, (state[0], None))
     finally:
         torch.use_deterministic_algorithms(False)
     assert calls[0].deterministic
@@ -145,5 +146,5 @@ def test_functions_and_schedules_travel_along(calls):
     given = partial(nodes.functions.of, None, lambda s, b, h, q, k: s * 2)
     state = [x.float() for x in reference.attention(*qkv(1, 3, 4, 2, 2, 8))]
     node = nodes.Dense(None, {}, REST, function := given())
-    node.backward((*qkv(1, 3, 4, 2, 2, 8), None), state, (state[0], None))
+    node.backward((*qkv(1, 3, 4, 2, 2, 8), None, None), state, (state[0], None))
     assert calls[0].function is function

@@ -30,7 +30,7 @@ KV = tuple[torch.Tensor, torch.Tensor]
 
 def kept(rest: dict[str, Any]) -> dict[str, Any]:
     """Of a call's other options those that its node keeps: the node returns the LSE, and owns its output."""
-    return {name: value for name, value in rest.items() if name not in ("return_lse", "out")}
+    return {name: value for name, value in rest.items() if name not in ("return_lse", "out", "dropout_seed")}
 
 
 def asked(state: State, return_lse: bool) -> torch.Tensor | State:
@@ -137,51 +137,53 @@ class _Described:
         self.run, self.scores, self.rest, self.function = run, scores, rest, function
         self.captured = None if function is None else function.key
 
-    def checked(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: Any, **packed: Any) -> arguments.Call:
+    def checked(self, q: Any, k: Any, v: Any, sinks: Any, seed: Any, **packed: Any) -> arguments.Call:
         """The call as the checks describe it."""
         if self.function is not None and self.function.key != self.captured:
             raise RuntimeError(
                 "a tensor that a mask or score function captures was written to after the forward; clone() it before"
             )
-        rest = {**self.rest, "mask": None, "score": None, "descales": (None, None, None)}
+        rest = {**self.rest, "mask": None, "score": None, "descales": (None, None, None), "dropout_seed": seed}
         scores: ScoreOptions = {**self.scores, "sinks": sinks}
         call = arguments.check_call(q, k, v, scores, return_lse=True, out=None, **rest, **packed)
         return call._replace(function=self.function)
 
 
 class Dense(_Described):
-    """attention(q, k, v, sinks)."""
+    """attention(q, k, v, sinks, dropout_seed)."""
 
-    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None) -> State:
-        o, lse = self.run(q, k, v, return_lse=True, **{**self.scores, "sinks": sinks}, **self.rest)
+    def forward(self, q: Any, k: Any, v: Any, sinks: Any, seed: Any) -> State:
+        given = {**self.scores, "sinks": sinks, "dropout_seed": seed, "return_lse": True}
+        o, lse = self.run(q, k, v, **given, **self.rest)
         return o, lse
 
     def backward(self, tensors: Sequence[Any], state: State, grads: Grads) -> Grads:
-        q, k, v, sinks = tensors
-        call = self.checked(q, k, v, sinks)
+        q, k, v, sinks, seed = tensors
+        call = self.checked(q, k, v, sinks, seed)
         if call.where != "cpu":
-            return by_kernels(call, (q, k, v), state, grads, deterministic=self.rest["deterministic"])
+            return *by_kernels(call, (q, k, v), state, grads, deterministic=self.rest["deterministic"]), None
         plan = plan_on_cpu(call, q.element_size())
         batch, seqlen_q, seqlen_k = call.sizes[:3]
         starts_q, starts_k = ([b * n for b in range(batch + 1)] for n in (seqlen_q, seqlen_k))
         if (missing := past_lengths(call.schedule, starts_k)) is not None:
             k, v = (x.masked_fill(missing.view(batch, seqlen_k, 1, 1), 0.0) for x in (k, v))
-        scoring = Scoring.of(call.scores, starts_q, starts_k, call.function)
+        scoring = Scoring.of(call.scores, starts_q, starts_k, call.function, call.dropout)
         made = walk(plan, q, [(k, v)], scoring, sinks, by_rows(state), by_rows(grads))
-        return made.d_q, *made.d_sources[0], made.d_sinks
+        return made.d_q, *made.d_sources[0], made.d_sinks, None
 
 
 class Packed(_Described):
-    """attention_varlen(q, k, v, starts_q, starts_k, page_table, sinks), the starts and the table being constants."""
+    """attention_varlen(q, k, v, starts_q, starts_k, page_table, sinks, dropout_seed)."""
 
-    def forward(self, q: Any, k: Any, v: Any, starts_q: Any, starts_k: Any, page_table: Any, sinks: Any) -> State:
-        given = {**self.scores, "sinks": sinks, "page_table": page_table, "return_lse": True}
+    def forward(self, q: Any, k: Any, v: Any, starts_q: Any, starts_k: Any, *others: Any) -> State:
+        given = dict(zip(("page_table", "sinks", "dropout_seed"), others, strict=True))
+        given = {**self.scores, **given, "return_lse": True}
         o, lse = self.run(q, k, v, starts_q, starts_k, **given, **self.rest)
         return o, lse
 
     def backward(self, tensors: Sequence[Any], state: State, grads: Grads) -> Grads:
-        q, k, v, cu_q, cu_k, page_table, sinks = tensors
-        call = self.checked(q, k, v, sinks, batch=len(cu_q) - 1, paged=page_table is not None)
+        q, k, v, cu_q, cu_k, page_table, sinks, seed = tensors
+        call = self.checked(q, k, v, sinks, seed, batch=len(cu_q) - 1, paged=page_table is not None)
         keys, values, of_pages = k, v, None
         if page_table is not None:  # lengths have to be known, which on a GPU makes the CPU wait
             of_pages = arguments.places_in_pages(page_table, cu_k.tolist(), k.shape[1])
@@ -191,7 +193,7 @@ class Packed(_Described):
         if of_pages is not None:  # a page may stand in the table twice
             flat = torch.zeros(k.flatten(0, 1).shape, dtype=torch.float32, device=k.device)
             d_k, d_v = (flat.index_add(0, of_pages, x.float()).view(k.shape) for x in (d_k, d_v))
-        return d_q, d_k, d_v, None, None, None, d_sinks
+        return d_q, d_k, d_v, None, None, None, d_sinks, None
 
     def _on_cpu(self, call: arguments.Call, tensors: Any, starts: Any, sinks: Any, state: State, grads: Grads) -> Any:
         q, k, v = tensors
@@ -199,7 +201,7 @@ class Packed(_Described):
         if (missing := past_lengths(call.schedule, starts_k)) is not None:
             k, v = (x.masked_fill(missing[:, None, None], 0.0) for x in (k, v))
         plan = packed_plan_on_cpu(call, starts_q, starts_k, q.element_size())
-        scoring = Scoring.of(call.scores, starts_q, starts_k, call.function)
+        scoring = Scoring.of(call.scores, starts_q, starts_k, call.function, call.dropout)
         made = walk(plan, q, [(k, v)], scoring, sinks, by_rows(state), by_rows(grads))
         return made.d_q, *made.d_sources[0], made.d_sinks
 

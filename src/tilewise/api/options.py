@@ -31,6 +31,8 @@ class TensorOptions(ScoreOptions, total=False):
     q_descale: torch.Tensor | None
     k_descale: torch.Tensor | None
     v_descale: torch.Tensor | None
+    dropout_p: float
+    dropout_seed: torch.Tensor | None
     out: torch.Tensor | None
     backend: str
 

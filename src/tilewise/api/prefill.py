@@ -19,6 +19,7 @@ from tilewise.api.options import (
     VarlenOptions,
 )
 from tilewise.api.schedules import past_lengths
+from tilewise.cpu import dropout
 from tilewise.cpu.scoring import Scoring
 from tilewise.gpu import calls, named, prefill
 from tilewise.gpu.abi import FP8
@@ -77,6 +78,8 @@ def attention(
     q_descale: torch.Tensor | None = None,
     k_descale: torch.Tensor | None = None,
     v_descale: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: torch.Tensor | None = None,
     return_lse: bool = False,
     out: torch.Tensor | None = None,
     backend: str = "auto",
@@ -100,6 +103,9 @@ def attention(
     are rounded to FP8 on a GPU that multiplies FP8, and to float16 on others.
     deterministic: gradients have the same bits in every run, on a GPU for a little of the speed; on the CPU they always
     do. torch.use_deterministic_algorithms(True) asks for it, too.
+    dropout_p: the share of the softmax's weights that is dropped, below 1, the others being divided by 1 − dropout_p
+    (CPU tensors only). dropout_seed: () int64; which weights are dropped follows from it and from where they stand,
+    and None draws one from torch's generator. The LSE stays as it is.
     backend: "auto" (a GPU kernel for CUDA tensors, the CPU backend for CPU tensors), "cuda", "cpu", or "emulator": the
     GPU kernel's source run on CPU tensors, slow; "emulator:NAME" for a rung of the ladder by name.
 
@@ -116,7 +122,7 @@ def attention(
     compiling, regular = torch.compiler.is_compiling(), schedule is None and mask is None and score is None
     key = None
     if isinstance(q, torch.Tensor) and q.is_cuda and not compiling:
-        flags: tuple[Any, ...] = (causal, exact, return_lse, deterministic, window, scale, softcap, backend)
+        flags: tuple[Any, ...] = (causal, exact, return_lse, deterministic, window, scale, softcap, backend, dropout_p)
         function = None if mask is None and score is None else functions.of(mask, score)
         if not regular:
             flags += calls.pattern_key(q, k, schedule, function)
@@ -131,6 +137,7 @@ def attention(
     }  # fmt: skip
     rest: dict[str, Any] = {
         "exact": exact, "deterministic": deterministic, "return_lse": return_lse, "out": out, "backend": backend,
+        "dropout_p": dropout_p, "dropout_seed": dropout.drawn(dropout_p, dropout_seed, q),
     }  # fmt: skip
     pattern: dict[str, Any] = {"schedule": schedule, "mask": mask, "score": score}
     if compiling and regular:
@@ -140,7 +147,7 @@ def attention(
     if arguments.wants_gradients(q, k, v, sinks, alibi_slopes):
         function = gradients.check(q, out, backend, alibi_slopes, mask, score)
         node = gradients.Dense(attention, options, {**pattern, **gradients.kept(rest)}, function)
-        return gradients.asked(gradients.apply(node, q, k, v, sinks), return_lse)
+        return gradients.asked(gradients.apply(node, q, k, v, sinks, rest["dropout_seed"]), return_lse)
     call = arguments.check_call(q, k, v, options, descales=descales, rungs=True, **pattern, **rest)
     if call.where == arguments.EMULATOR and (kernel := named.find(backend)):
         o, lse = named.run(kernel, q, k, v, {**options, **pattern}, call.scores.scale)
@@ -168,9 +175,10 @@ def _dense_on_cpu(
     starts_q, starts_k = ([b * n for b in range(batch + 1)] for n in (seqlen_q, seqlen_k))
     if (missing := past_lengths(call.schedule, starts_k)) is not None:
         k, v = (x.masked_fill(missing.view(batch, seqlen_k, 1, 1), 0.0) for x in (k, v))
+    scoring = Scoring.of(call.scores, starts_q, starts_k, call.function, call.dropout)
     with full_precision():
         place = None if fp8 else checks.place(out, q, k, v)
-        o, lse = cpu.run(plan, q, [(k, v)], Scoring.of(call.scores, starts_q, starts_k, call.function), place)
+        o, lse = cpu.run(plan, q, [(k, v)], scoring, place)
     return o.bfloat16() if fp8 else o, lse.view(batch, seqlen_q, heads_q).transpose(1, 2)
 
 
@@ -229,6 +237,8 @@ def attention_varlen(
     q_descale: torch.Tensor | None = None,
     k_descale: torch.Tensor | None = None,
     v_descale: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: torch.Tensor | None = None,
     return_lse: bool = False,
     out: torch.Tensor | None = None,
     backend: str = "auto",
@@ -256,6 +266,7 @@ def attention_varlen(
     descales = (q_descale, k_descale, v_descale)
     rest: dict[str, Any] = {
         "exact": exact, "deterministic": deterministic, "return_lse": return_lse, "out": out, "backend": backend,
+        "dropout_p": dropout_p, "dropout_seed": dropout.drawn(dropout_p, dropout_seed, q),
     }  # fmt: skip
     pattern: dict[str, Any] = {"schedule": schedule, "mask": mask, "score": score}
     compiling, regular = torch.compiler.is_compiling(), schedule is None and mask is None and score is None
@@ -266,7 +277,7 @@ def attention_varlen(
         return traced.outside(attention_varlen, packed, descales, page_table=page_table, **pattern, **options, **rest)
     key = None
     if regular and _on_device(q, cu_seqlens_q, cu_seqlens_k):  # then nothing that is checked is a value
-        flags: tuple[Any, ...] = (causal, exact, return_lse, deterministic, window, scale, softcap, backend)
+        flags: tuple[Any, ...] = (causal, exact, return_lse, deterministic, window, scale, softcap, backend, dropout_p)
         others = (sinks, alibi_slopes, out, *descales, cu_seqlens_q, cu_seqlens_k, page_table)
         key, known = calls.known_call(q, k, v, others, flags)
         if known is not None:
@@ -275,8 +286,8 @@ def attention_varlen(
     if arguments.wants_gradients(q, k, v, sinks, alibi_slopes):
         function = gradients.check(q, out, backend, alibi_slopes, mask, score)
         node = gradients.Packed(attention_varlen, options, {**pattern, **gradients.kept(rest)}, function)
-        state = gradients.apply(node, q, k, v, cu_seqlens_q, cu_seqlens_k, page_table, sinks)
-        return gradients.asked(state, return_lse)
+        constant = (cu_seqlens_q, cu_seqlens_k, page_table)
+        return gradients.asked(gradients.apply(node, q, k, v, *constant, sinks, rest["dropout_seed"]), return_lse)
     batch = arguments.check_sequences(cu_seqlens_q, cu_seqlens_k)
     paged = page_table is not None
     call = arguments.check_call(q, k, v, options, descales=descales, batch=batch, paged=paged, **pattern, **rest)
@@ -339,9 +350,10 @@ def _packed_on_cpu(
     if (missing := past_lengths(call.schedule, starts_k)) is not None:
         k, v = (x.masked_fill(missing[:, None, None], 0.0) for x in (k, v))
     plan = packed_plan_on_cpu(call, starts_q, starts_k, q.element_size())
+    scoring = Scoring.of(call.scores, starts_q, starts_k, call.function, call.dropout)
     with full_precision():
         place = None if fp8 else checks.place(out, q, k, v)
-        o, lse = cpu.run(plan, q, [(k, v)], Scoring.of(call.scores, starts_q, starts_k, call.function), place)
+        o, lse = cpu.run(plan, q, [(k, v)], scoring, place)
     return o.bfloat16() if fp8 else o, lse.transpose(0, 1)
 
 
@@ -364,6 +376,7 @@ def plan_attention(
     """
     rest: dict[str, Any] = {
         "descales": (None, None, None), "deterministic": False, "return_lse": False, "out": None, "backend": backend,
+        "dropout_p": 0.0, "dropout_seed": None,
     }  # fmt: skip
     pattern: dict[str, Any] = {"schedule": schedule, "mask": mask, "score": score}
     call = arguments.check_call(q, k, k, options, exact=exact, **pattern, **rest)

@@ -4,11 +4,11 @@ With P = exp(S − LSE), O and the LSE from the forward, and delta = rowsum(dO �
 
     dV += Pᵀ dO        dP = dO Vᵀ        dS = P ∘ (dP − delta)        dQ += dS K        dK += dSᵀ Q
 
-dS goes through what was done to the scores. States that were merged need nothing of their own: P is taken against the
-LSE of the whole row, so every tile gives its share. Sums are float32. Tiles whose scores nothing changes go through
-torch's own flash backward, which takes the row's O and LSE as they are, in float32; the others are float32 products
-over strips that stay in the caches. Nothing here is ever as large as all scores. Every sum has its order: the same
-inputs give the same bits.
+dS goes through what was done to the scores. With dropout by the factors F: dV += (P ∘ F)ᵀ dO, dP = F ∘ dO Vᵀ. States
+that were merged need nothing of their own: P is taken against the LSE of the whole row, so every tile gives its share.
+Sums are float32. Tiles whose scores nothing changes go through torch's own flash backward, which takes the row's O and
+LSE as they are, in float32; the others are float32 products over strips that stay in the caches. Nothing here is ever
+as large as all scores. Every sum has its order: the same inputs give the same bits.
 """
 
 from __future__ import annotations
@@ -169,9 +169,13 @@ def _strip_gradients(at: Rows, over: Keys, scoring: Scoring, view: View | None, 
         if here is not None and here.hides:
             here.hide(scored)
         p = scored.sub_(lse).exp_()
-        folded = p.view(s.shape)
-        part.d_v.add_((folded.mT @ d_o).transpose(0, 1))
         d_p = (d_o @ v.mT).view(p.shape)
+        dropped = p
+        if scoring.dropout is not None and here is not None:
+            factors = scoring.dropout.factors(*here.indices())
+            dropped = p * factors
+            d_p.mul_(factors)
+        part.d_v.add_((dropped.view(s.shape).mT @ d_o).transpose(0, 1))
         d_s = chain(d_p.sub_(delta).mul_(p)).view(s.shape)
         d_q.baddbmm_(d_s, k, alpha=scoring.scale)
         part.d_k.add_((d_s.mT @ q).transpose(0, 1), alpha=scoring.scale)

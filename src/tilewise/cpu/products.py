@@ -132,6 +132,8 @@ def _strip_state(
             hidden.clear(s.exp_())
         correction = torch.exp(old - reference)
         total = total * correction + s.sum(-1, keepdim=True)
+        if scoring.dropout is not None and here is not None:
+            s.mul_(scoring.dropout.factors(*here.indices()))
         o.mul_(correction.view(kv_heads, -1, 1)).baddbmm_(s.view(products.shape), v_j)
     o = o.view(heads, rows, head_dim) / torch.where(total == 0, 1.0, total)
     return o.transpose(0, 1), (reference + total.log())[..., 0].transpose(0, 1)

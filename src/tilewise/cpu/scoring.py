@@ -15,6 +15,7 @@ from tilewise.plan.tiles import OPEN, Band, seen_keys
 from tilewise.scores import Scores
 
 if TYPE_CHECKING:
+    from tilewise.cpu.dropout import Dropout
     from tilewise.functions import Function
 
 ALL = slice(None)
@@ -43,7 +44,8 @@ class Scoring:
     softcap: float = 0.0
     slopes: torch.Tensor | None = None  # ALiBi's, (batch, heads) float32
     function: Function | None = None
-    sequences: Sequences | None = None  # with ALiBi and functions, which ask where a row and a key stand
+    sequences: Sequences | None = None  # with ALiBi, functions and dropout, which ask where a row and a key stand
+    dropout: Dropout | None = None
 
     @classmethod
     def of(
@@ -52,14 +54,16 @@ class Scoring:
         starts_q: Sequence[int] | None = None,
         starts_k: Sequence[int] | None = None,
         function: Function | None = None,
+        dropout: Dropout | None = None,
     ) -> Scoring:
         """starts_q, starts_k: where sequences start in the packed count, and the totals."""
         sequences = None
-        if (scores.slopes is not None or function is not None) and starts_q is not None and starts_k is not None:
+        asked = any(x is not None for x in (scores.slopes, function, dropout))
+        if asked and starts_q is not None and starts_k is not None:
             lengths = zip(pairwise(starts_q), pairwise(starts_k), strict=True)
             diagonals = [(k1 - k0) - (q1 - q0) for (q0, q1), (k0, k1) in lengths]
             sequences = Sequences(starts_q[:-1], starts_k[:-1], diagonals)
-        return cls(scores.scale, scores.softcap, scores.slopes, function, sequences)
+        return cls(scores.scale, scores.softcap, scores.slopes, function, sequences, dropout)
 
     @property
     def scored(self) -> bool:
@@ -69,12 +73,12 @@ class Scoring:
     @property
     def changes(self) -> bool:
         """Does it ask for more than something that is added to the scores?"""
-        return self.softcap != 0.0 or self.scored
+        return self.softcap != 0.0 or self.scored or self.dropout is not None
 
     @property
     def asks_places(self) -> bool:
         """Does it ask where a row and a key stand, and which head is computed?"""
-        return self.slopes is not None or self.scored
+        return self.slopes is not None or self.scored or self.dropout is not None
 
     @property
     def needs_products(self) -> bool:

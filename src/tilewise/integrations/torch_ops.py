@@ -34,9 +34,15 @@ State = tuple[torch.Tensor, torch.Tensor]
 Grads = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 # Operators want their tensors before the star.
-TENSORS = f"{SCHEMA_TENSORS}, Tensor? q_descale=None, Tensor? k_descale=None, Tensor? v_descale=None"
+TENSORS = (
+    f"{SCHEMA_TENSORS}, Tensor? q_descale=None, Tensor? k_descale=None, Tensor? v_descale=None, "
+    "Tensor? dropout_seed=None"
+)
 TENSOR_NAMES = tuple(declared.split()[1].removesuffix("=None") for declared in TENSORS.split(", "))
-OPTIONS = f'{SCHEMA_OPTIONS}, bool exact=False, bool deterministic=False, bool return_lse=False, str backend="auto"'
+OPTIONS = (
+    f"{SCHEMA_OPTIONS}, float dropout_p=0.0, bool exact=False, bool deterministic=False, bool return_lse=False, "
+    'str backend="auto"'
+)
 
 # The operators: schema, what runs, and the shapes of what comes back. The compiler's own CUDA graphs go round them: a
 # launch keeps counters and buffers from call to call, which a graph's pool would have to own.
@@ -164,28 +170,28 @@ def _(q: torch.Tensor, *others: Any, return_lse: bool = False, **options: Any) -
 # Gradients. The backward passes are operators themselves, so that a compiled graph holds them. Where the forward was
 # not asked for the LSE, they make it again.
 
-GRADS = "Tensor o, Tensor lse, Tensor? d_o, Tensor? d_lse"
+GRADS = "Tensor? sinks, Tensor? dropout_seed, Tensor? alibi_slopes, Tensor o, Tensor lse, Tensor? d_o, Tensor? d_lse"
 
 
 @torch.library.custom_op(
     "tilewise::attention_backward",
     mutates_args=(),
     tags=TAGS,
-    schema=f"(Tensor q, Tensor k, Tensor v, Tensor? sinks, Tensor? alibi_slopes, {GRADS}, *, {OPTIONS})"
-    " -> (Tensor, Tensor, Tensor, Tensor)",
+    schema=f"(Tensor q, Tensor k, Tensor v, {GRADS}, *, {OPTIONS}) -> (Tensor, Tensor, Tensor, Tensor)",
 )
 def _attention_backward(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
     sinks: torch.Tensor | None,
+    dropout_seed: torch.Tensor | None,
     alibi_slopes: torch.Tensor | None,
     *state: Any,
     **options: Any,
 ) -> Grads:
     """Of q, k, v and sinks, each like it; the last (0,) without sinks. d_o like o, d_lse like lse, None for zeros."""
     node = gradients.Dense(api.attention, *_split(alibi_slopes, **options))
-    return _gradients(node, (q, k, v, sinks), *state)
+    return _gradients(node, (q, k, v, sinks, dropout_seed), *state)
 
 
 @torch.library.custom_op(
@@ -193,8 +199,8 @@ def _attention_backward(
     mutates_args=(),
     tags=TAGS,
     schema=(
-        "(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor cu_seqlens_k, Tensor? page_table, Tensor? sinks, "
-        f"Tensor? alibi_slopes, {GRADS}, *, {OPTIONS}) -> (Tensor, Tensor, Tensor, Tensor)"
+        "(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor cu_seqlens_k, Tensor? page_table, "
+        f"{GRADS}, *, {OPTIONS}) -> (Tensor, Tensor, Tensor, Tensor)"
     ),
 )
 def _attention_varlen_backward(
@@ -205,13 +211,14 @@ def _attention_varlen_backward(
     cu_seqlens_k: torch.Tensor,
     page_table: torch.Tensor | None,
     sinks: torch.Tensor | None,
+    dropout_seed: torch.Tensor | None,
     alibi_slopes: torch.Tensor | None,
     *state: Any,
     **options: Any,
 ) -> Grads:
     """As `_attention_backward`."""
     node = gradients.Packed(api.attention_varlen, *_split(alibi_slopes, **options))
-    return _gradients(node, (q, k, v, cu_seqlens_q, cu_seqlens_k, page_table, sinks), *state)
+    return _gradients(node, (q, k, v, cu_seqlens_q, cu_seqlens_k, page_table, sinks, dropout_seed), *state)
 
 
 def _split(
@@ -221,13 +228,14 @@ def _split(
     window_right: int | None = None,
     exact: bool = False,
     deterministic: bool = False,
+    dropout_p: float = 0.0,
     return_lse: bool = False,
     backend: str = "auto",
     **scores: Any,
 ) -> tuple[Any, dict[str, Any]]:
     """The options of the scores, and the others, as the nodes of the public calls keep them."""
     pattern = {"schedule": None, "mask": None, "score": None}
-    rest = {"exact": exact, "deterministic": deterministic, "backend": backend}
+    rest = {"exact": exact, "deterministic": deterministic, "dropout_p": dropout_p, "backend": backend}
     return {**scores, "window": (window_left, window_right), "alibi_slopes": alibi_slopes}, {**pattern, **rest}
 
 
@@ -242,35 +250,35 @@ def _gradients(
     if lse.numel() * o.shape[-1] != o.numel():
         lse, d_lse = node.forward(*tensors)[1], None
     made: Any = gradients.found(node, tensors, (o, lse), (d_o, d_lse))
-    return made[0], made[1], made[2], o.new_empty(0) if made[-1] is None else made[-1]
+    return made[0], made[1], made[2], o.new_empty(0) if made[-2] is None else made[-2]
 
 
 @_attention_backward.register_fake
 @_attention_varlen_backward.register_fake
 def _(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *others: torch.Tensor | None, **options: Any) -> Grads:
-    sinks = others[-6]
+    sinks = others[-7]
     d_sinks = q.new_empty(0) if sinks is None else sinks.new_empty(sinks.shape)
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), d_sinks
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: State) -> None:
-    """inputs: those of the operators, which end in the five of TENSORS."""
-    *tensors, slopes, _, _, _ = inputs
+    """inputs: those of the operators, which end in those of TENSORS."""
+    *tensors, slopes, _, _, _, seed = inputs
     if inputs[0].dtype == FP8 or (slopes is not None and slopes.requires_grad):
         gradients.check(inputs[0], None, "auto", slopes)
-    ctx.save_for_backward(*tensors, slopes, *output)
+    ctx.save_for_backward(*tensors, seed, slopes, *output)
     ctx.options = keyword_only_inputs
     ctx.set_materialize_grads(False)
 
 
 def _backward_of(operator: Any) -> Callable[..., tuple[torch.Tensor | None, ...]]:
-    """A backward pass by the operator: gradients of q, k, v, then None up to sinks, then None for what is left."""
+    """A backward pass by the operator: gradients of q, k, v and, the first of TENSORS, sinks; None for the others."""
 
     def backward(ctx: Any, d_o: torch.Tensor | None, d_lse: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        *tensors, slopes, o, lse = ctx.saved_tensors
-        found = operator(*tensors, slopes, o, lse, d_o, d_lse, **ctx.options)
-        between = (None,) * (len(tensors) - 4)
-        return *found[:3], *between, found[3] if tensors[-1] is not None else None, None, None, None, None
+        *tensors, sinks, seed, slopes, o, lse = ctx.saved_tensors
+        d_q, d_k, d_v, d_sinks = operator(*tensors, sinks, seed, slopes, o, lse, d_o, d_lse, **ctx.options)
+        between, after = (None,) * (len(tensors) - 3), (None,) * (len(TENSOR_NAMES) - 1)
+        return d_q, d_k, d_v, *between, None if sinks is None else d_sinks, *after
 
     return backward
 
