@@ -178,3 +178,46 @@ def test_gradients_under_autocast_are_float32():
         fa.flash_attn_func(*mine).sum().backward()
     fa.flash_attn_func(*plain).sum().backward()
     assert all(torch.equal(a.grad, b.grad) for a, b in zip(mine, plain, strict=True))
+
+
+# ---- dropout ---------------------------------------------------------------------------------------------------------
+
+
+def test_dropout_as_flash_attn_s_own_tests_check_it():
+    """S_dmask tells what was dropped, as many as asked for; out and its gradients are those of that mask."""
+    q, k, v = qkv(2, 113, 203, 4, 2, 32)
+    torch.manual_seed(5)
+    given = leaves(q, k, v)
+    out, lse, signs = fa.flash_attn_func(*given, dropout_p=0.17, causal=True, return_attn_probs=True)
+    assert signs.shape == (2, 4, 113, 203)
+    assert signs.abs().eq(1).all()
+    kept = signs > 0
+    assert abs(kept.double().mean().item() - 0.83) < 0.01
+    torch.testing.assert_close(lse, fa.flash_attn_func(q, k, v, causal=True, return_attn_probs=True)[1])
+
+    def by_hand(q, k, v):
+        wide_k, wide_v = (x.repeat_interleave(2, 2) for x in (k, v))
+        scores = torch.einsum("bihd,bjhd->bhij", q, wide_k) * 32**-0.5
+        scores = scores.masked_fill(torch.ones(113, 203, dtype=torch.bool).triu(91), -torch.inf)
+        return torch.einsum("bhij,bjhd->bihd", scores.softmax(-1) * kept / 0.83, wide_v)
+
+    weight = randn(*q.shape, seed=9)
+    wide = leaves(q, k, v, dtype=torch.float64)
+    exact = by_hand(*wide)
+    torch.testing.assert_close(out.double(), exact, atol=1e-5, rtol=1e-5)
+    grads = torch.autograd.grad(exact, wide, weight.double())
+    for mine, right in zip(torch.autograd.grad(out, given, weight), grads, strict=True):
+        torch.testing.assert_close(mine.double(), right, atol=1e-5, rtol=1e-5)
+    torch.manual_seed(5)
+    assert torch.equal(fa.flash_attn_func(q, k, v, dropout_p=0.17, causal=True), out)
+
+
+def test_dropout_of_packed_sequences():
+    q, k, v = (randn(n, h, 16, seed=s) for n, h, s in ((20, 4, 0), (30, 2, 1), (30, 2, 2)))
+    starts = starts_of([13, 0, 7]), starts_of([17, 5, 8])
+    out, _, signs = fa.flash_attn_varlen_func(q, k, v, *starts, 13, 17, dropout_p=0.4, return_attn_probs=True)
+    assert signs.shape == (3, 4, 13, 17)
+    scores = torch.einsum("ihd,jhd->hij", q[13:], k[22:].repeat_interleave(2, 1)) * 0.25
+    weights = scores.softmax(-1) * (signs[2, :, :7, :8] > 0) / 0.6
+    expected = torch.einsum("hij,jhd->ihd", weights, v[22:].repeat_interleave(2, 1))
+    torch.testing.assert_close(out[13:], expected, atol=1e-5, rtol=1e-5)

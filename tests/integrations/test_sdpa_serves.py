@@ -24,7 +24,8 @@ CARD = Facts((2, 4, 8, 64), (2, 4, 8, 64), (2, 4, 8, 64), torch.bfloat16, "cuda"
 
 
 REFUSED = {
-    "dropout_p is not 0": lambda q, k, v: ((q, k, v), {"dropout_p": 0.5}),
+    "attn_mask and dropout_p": lambda q, k, v: ((q, k, v, torch.ones(1, 5, dtype=torch.bool)), {"dropout_p": 0.5}),
+    "value that only torch judges": lambda q, k, v: ((q, k, v), {"dropout_p": 1.0}),
     "no kernels take torch.float64": lambda q, k, v: ((q.double(), k.double(), v.double()), {}),
     "attn_mask differs from query to query": lambda q, k, v: ((q, k, v, torch.ones(5, 5, dtype=torch.bool)), {}),
     "attn_mask is added to the scores": lambda q, k, v: ((q, k, v, torch.zeros(1, 5)), {}),
@@ -162,6 +163,25 @@ def test_values_with_and_without_gradients_are_the_same():
         assert torch.equal(check(*tensors, is_causal=True), recorded)
     with torch.inference_mode():
         check(*tensors)
+
+
+def test_dropout(monkeypatch):
+    """Ours, with as many weights dropped as asked for, from torch's generator, and the same ones in the gradients."""
+    query, key, _ = make((2, 3, 70, 64), (2, 3, 64, 64))
+    leaf = torch.eye(64).expand(2, 3, 64, 64).clone().requires_grad_()  # then the output are the weights
+    served = serves(monkeypatch)
+    torch.manual_seed(0)
+    weights = sdpa(query, key, leaf, dropout_p=0.3)
+    torch.manual_seed(0)
+    assert torch.equal(sdpa(query, key, leaf, dropout_p=0.3), weights)
+    assert set(served) == {"tilewise"}
+    whole = torch_sdpa(query, key, leaf).detach()
+    kept = weights != 0
+    assert abs(kept.double().mean().item() - 0.7) < 0.02
+    torch.testing.assert_close(weights, torch.where(kept, whole / 0.7, 0.0))
+    d_o = randn(2, 3, 70, 64, seed=9)
+    (grad,) = torch.autograd.grad(weights, leaf, d_o)
+    torch.testing.assert_close(grad, weights.detach().mT @ d_o, atol=1e-5, rtol=1e-5)
 
 
 def test_autocast():

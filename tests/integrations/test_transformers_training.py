@@ -96,6 +96,22 @@ def test_a_step_by_flex(make):
     assert_same_step(trained(make, flex.NAME, **inputs), trained(make, "eager", **inputs))
 
 
+@pytest.mark.parametrize("pad", ["none", "left"])
+def test_dropout_comes_from_torchs_generator(pad):
+    losses, grads = [], []
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        model = build(lambda: cases.llama(attention_dropout=0.2)).requires_grad_(True).train()
+        torch.manual_seed(seed)
+        loss = model(**batch(pad)).loss
+        loss.backward()
+        losses.append(loss.item())
+        grads.append(model.model.layers[0].self_attn.v_proj.weight.grad)
+    assert losses[0] == losses[1] != losses[2]
+    assert torch.equal(grads[0], grads[1])
+    assert losses[0] != trained(cases.llama, "tilewise", **batch(pad))[0].item()
+
+
 def test_a_row_without_keys_has_zero_gradients():
     q, k, v = (x.transpose(1, 2).requires_grad_() for x in qkv(2, 3, 3, 2, 1, 8))
     sinks = torch.zeros(2, requires_grad=True)

@@ -48,11 +48,11 @@ def attention_backward(
     scores: ScoreOptions = {
         "causal": causal, "window": window, "scale": scale, "softcap": softcap, "sinks": None, "alibi_slopes": None,
     }  # fmt: skip
-    rest: dict[str, Any] = {"exact": False, "deterministic": deterministic, "backend": backend}
+    rest: dict[str, Any] = {"exact": False, "deterministic": deterministic, "dropout_p": 0.0, "backend": backend}
     rest |= {"schedule": None, "mask": None, "score": None}
     node = gradients.Dense(attention, scores, rest)
     with torch.no_grad(), full_precision():
-        d_q, d_k, d_v, _ = node.backward((q, k, v, None), (o, lse), (d_o, d_lse))
+        d_q, d_k, d_v, *_ = node.backward((q, k, v, None, None), (o, lse), (d_o, d_lse))
     assert d_q is not None
     assert d_k is not None
     assert d_v is not None

@@ -6,7 +6,8 @@ They run on CUDA tensors (head_dim up to 256, every card since Ampere) and on CP
 get gradients, from out and from softmax_lse. What differs:
 
 - float32 is taken as well as bfloat16 and float16;
-- dropout_p > 0 raises NotImplementedError; S_dmask is always the empty tensor that flash_attn returns without dropout;
+- dropout_p > 0 is for CPU tensors: on a GPU it raises NotImplementedError. S_dmask, which is empty without dropout, has
+  flash_attn's signs, negative for weights that are dropped, but no weights: it is 1 or −1;
 - pages may have any size, and every call takes `learnable_sink` (heads,), a logit that joins the softmax's
   denominator only;
 - alibi_slopes that require gradients raise NotImplementedError, where flash_attn gives them none without a word;
@@ -25,10 +26,11 @@ import torch
 import torch.nn.functional as F
 
 from tilewise import checks
+from tilewise.cpu import dropout
 from tilewise.scores import ScoreOptions
 
-from .flash_options import NO_WINDOW, as_flash_attn, asked_of, check_dropout, check_sink, rows
-from .inputs import Inputs, attend
+from .flash_options import NO_WINDOW, as_flash_attn, asked_of, check_sink, rows
+from .inputs import Inputs, attend, dropped_signs
 from .kvcache import flash_attn_with_kvcache
 
 __all__ = [
@@ -68,13 +70,13 @@ def flash_attn_func(
     every run, as the output always has; on the CPU they always do.
 
     Returns out (batch, seqlen_q, heads, head_dim); with return_attn_probs (out, softmax_lse, S_dmask), softmax_lse
-    (batch, heads, seqlen_q) float32 and S_dmask empty.
+    (batch, heads, seqlen_q) float32 and S_dmask empty, or with dropout_p (batch, heads, seqlen_q, seqlen_k).
     """
-    asked = _asked(dropout_p, softmax_scale, causal, window_size, softcap)
+    asked = asked_of(softmax_scale, causal, window_size, softcap)
     shape = ("batch", "seqlen", "heads", "head_dim")
     q, k, v = (rows(name, x, shape) for name, x in (("q", q), ("k", k), ("v", v)))
     check_sink(learnable_sink, q)
-    return _attend(Inputs(q, k, v, alibi_slopes, learnable_sink), asked, deterministic, return_attn_probs)
+    return _attend(Inputs(q, k, v, alibi_slopes, learnable_sink), asked, dropout_p, deterministic, return_attn_probs)
 
 
 def flash_attn_kvpacked_func(
@@ -145,9 +147,9 @@ def flash_attn_varlen_func(
     `flash_attn_func`; alibi_slopes (heads,) or (batch, heads).
 
     Returns out (total_q, heads, head_dim); with return_attn_probs (out, softmax_lse, S_dmask), softmax_lse
-    (heads, total_q) float32 and S_dmask empty.
+    (heads, total_q) float32 and S_dmask empty, or with dropout_p (batch, heads, longest q, longest k).
     """
-    asked = _asked(dropout_p, softmax_scale, causal, window_size, softcap)
+    asked = asked_of(softmax_scale, causal, window_size, softcap)
     for name, longest in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k)):
         if not isinstance(longest, torch.Tensor):  # one on a GPU stays unread: looking would make the CPU wait
             checks.integer(name, longest, 0)
@@ -172,7 +174,7 @@ def flash_attn_varlen_func(
         cu_seqlens_k,
         block_table,
     )
-    return _attend(inputs, asked, deterministic, return_attn_probs, nobodys)
+    return _attend(inputs, asked, dropout_p, deterministic, return_attn_probs, nobodys)
 
 
 def flash_attn_varlen_kvpacked_func(
@@ -222,11 +224,6 @@ def flash_attn_varlen_qkvpacked_func(
     return flash_attn_varlen_func(q, k, v, *given, learnable_sink=learnable_sink)
 
 
-def _asked(dropout_p: Any, softmax_scale: Any, causal: Any, window_size: Any, softcap: Any) -> ScoreOptions:
-    check_dropout(dropout_p)
-    return asked_of(softmax_scale, causal, window_size, softcap)
-
-
 def _unpacked(name: str, x: Any, shape: tuple[int | str, ...]) -> tuple[torch.Tensor, ...]:
     """The tensors that are stacked three dimensions from the end."""
     return checks.tensor(name, x, shape=shape).unbind(-3)
@@ -239,13 +236,23 @@ def _end(starts: torch.Tensor, x: torch.Tensor) -> int:
 
 
 def _attend(
-    inputs: Inputs, asked: ScoreOptions, deterministic: bool, return_attn_probs: bool, nobodys: int = 0
+    inputs: Inputs,
+    asked: ScoreOptions,
+    dropout_p: float,
+    deterministic: bool,
+    return_attn_probs: bool,
+    nobodys: int = 0,
 ) -> Result:
     """The result in flash_attn's form; nobodys: rows to add behind the last sequence."""
     checks.flag("deterministic", deterministic)
     checks.flag("return_attn_probs", return_attn_probs)
-    o, lse = attend(inputs, asked, return_attn_probs, deterministic)
+    seed = dropout.drawn(checks.number("dropout_p", dropout_p, 0.0), None, inputs.q)
+    rest = {"dropout_p": dropout_p, "dropout_seed": seed, "deterministic": deterministic}
+    o, lse = attend(inputs, asked, return_attn_probs, **rest)
     if nobodys:
         o = F.pad(o, (0, 0, 0, 0, 0, nobodys))
         lse = None if lse is None else F.pad(lse, (0, nobodys))
-    return o if lse is None else (o, as_flash_attn(lse), o.new_empty(0))
+    if lse is None:
+        return o
+    signs = o.new_empty(0) if seed is None else dropped_signs(inputs, dropout.Dropout(dropout_p, int(seed)))
+    return o, as_flash_attn(lse), signs

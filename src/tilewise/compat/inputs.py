@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 
 from tilewise import api
+from tilewise.cpu.dropout import Dropout
 from tilewise.scores import ScoreOptions
 
 
@@ -27,15 +28,29 @@ class Inputs(NamedTuple):
 
 
 def attend(
-    inputs: Inputs, asked: ScoreOptions, return_lse: bool, deterministic: bool = False
+    inputs: Inputs, asked: ScoreOptions, return_lse: bool, **rest: Any
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """o, and the LSE if asked for, of the one public call that these are; its gradients are that call's."""
+    """o, and the LSE if asked for, of the one public call that these are; its gradients are that call's.
+
+    rest: other options that both calls have.
+    """
     q, k, v, slopes, sinks, starts_q, starts_k, page_table = inputs
-    options: dict[str, Any] = {
-        **asked, "alibi_slopes": slopes, "sinks": sinks, "return_lse": return_lse, "deterministic": deterministic,
-    }  # fmt: skip
+    options: dict[str, Any] = {**asked, "alibi_slopes": slopes, "sinks": sinks, "return_lse": return_lse, **rest}
     if starts_q is None or starts_k is None:
         result = api.attention(q, k, v, **options)
     else:
         result = api.attention_varlen(q, k, v, starts_q, starts_k, page_table=page_table, **options)
     return (result, None) if isinstance(result, torch.Tensor) else result
+
+
+def dropped_signs(inputs: Inputs, dropout: Dropout) -> torch.Tensor:
+    """(B, Hq, Nq, Nk), of the longest of packed sequences, in q's dtype: −1 for weights that are dropped, else 1."""
+    q, k, starts_q, starts_k = inputs.q, inputs.k, inputs.starts_q, inputs.starts_k
+    if starts_q is None or starts_k is None:
+        sizes = [q.shape[0], q.shape[2], q.shape[1], k.shape[1]]
+    else:
+        longest = [int(x.diff().amax()) if len(x) > 1 else 0 for x in (starts_q, starts_k)]
+        sizes = [len(starts_q) - 1, q.shape[1], *longest]
+    at = [torch.arange(n).view([-1 if i == dim else 1 for i in range(4)]) for dim, n in enumerate(sizes)]
+    b, h, rows, keys = at
+    return torch.where(dropout.kept(b, h[0], rows, keys), 1.0, -1.0).to(q.dtype)

@@ -188,8 +188,10 @@ class FlashKernel:
 
 def _refused(tensors: Sequence[torch.Tensor], dropout_p: float, is_causal: bool, scale: Any, *, grad: bool) -> str:
     """Why Tilewise does not serve an operator of torch's flash attention; "" if it does."""
+    if dropout_p != 0:
+        return "dropout_p is not 0"
     query, key, value = tensors
-    facts = facts_of(query, key, value, None, dropout_p, is_causal, scale, query.shape[1] != key.shape[1])
+    facts = facts_of(query, key, value, None, 0.0, is_causal, scale, query.shape[1] != key.shape[1])
     able = not grad or not facts.kernels or trains(query.device, facts.dtype, query, value)
     path, reasons = decide(facts._replace(grad=grad, trains=able, fused=True))  # torch has chosen
     if path == "torch":

@@ -44,7 +44,7 @@ class Facts(NamedTuple):
     kernels: bool = False  # of a CUDA device: there are kernels for its compute capability
     mask: Shape | None = None
     mask_is_bool: bool = False
-    dropout: bool = False
+    dropout: bool = False  # weights are dropped, not all of them
     causal: bool = False
     gqa: bool = False
     grad: bool = False  # gradients are recorded, and something requires them
@@ -90,7 +90,8 @@ def sdpa(
 
     Tilewise serves, on the CPU: float32, float16 and bfloat16, no mask or a boolean one that hides keys from all
     queries and heads alike (padding); on a GPU: the same dtypes without a mask. torch's own function serves the rest:
-    other masks, dropout, tensor subclasses, calls that torch refuses. Gradients are Tilewise's where the call is.
+    other masks, dropout on a GPU or beside a mask, tensor subclasses, calls that torch refuses. Gradients come from the
+    one that serves. Which weights are dropped follows from a seed that torch's generator gives.
 
     Returns (..., Hq, L, Ev). A row that sees no key is 0.
     """
@@ -99,7 +100,7 @@ def sdpa(
         more = {"enable_gqa": enable_gqa} if enable_gqa else {}  # tracers of other makes do not know it
         result: torch.Tensor = torch_sdpa(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, **more)
         return result
-    return _run(query, key, value, attn_mask, is_causal, scale)
+    return _run(query, key, value, attn_mask, dropout_p, is_causal, scale)
 
 
 def explain(
@@ -165,8 +166,10 @@ def _refusals(facts: Facts) -> list[str]:
         refused.append("an argument is of a kind or value that only torch judges")
     if facts.grad and facts.device == "cuda" and not facts.trains:
         refused.append("an input requires gradients, and the card has no backward kernel for this")
-    if facts.dropout:
-        refused.append("dropout_p is not 0")
+    if facts.dropout and facts.device == "cuda":
+        refused.append("no GPU kernel has dropout")
+    elif facts.dropout and facts.mask is not None:
+        refused.append("attn_mask and dropout_p are both given")
     if not facts.fused:
         refused.append("sdpa_kernel() or torch.backends.cuda.enable_flash_sdp() has switched flash kernels off")
     if facts.device not in KERNELS:
@@ -263,6 +266,7 @@ def facts_of(
         usual=(
             isinstance(is_causal, bool)
             and isinstance(enable_gqa, bool)
+            and (dropout_p == 0 or (isinstance(dropout_p, (int, float)) and 0 < dropout_p < 1))
             and (scale is None or (isinstance(scale, (int, float)) and -math.inf < scale < math.inf))
         ),
         fused=torch.compiler.is_compiling() or torch.backends.cuda.flash_sdp_enabled(),
@@ -349,13 +353,14 @@ def _run(
     key: torch.Tensor,
     value: torch.Tensor,
     mask: torch.Tensor | None,
+    dropout_p: float,
     is_causal: bool,
     scale: float | None,
 ) -> torch.Tensor:
     """A call that `decide` has given to Tilewise."""
     q, k, v, seen, options = laid(query, key, value, mask, is_causal, scale)
     if seen is None:
-        o = api.attention(q, k, v, **options)
+        o = api.attention(q, k, v, dropout_p=dropout_p, **options)
     else:
         o = torch.ops.tilewise.attention_seen_keys(q, k, v, seen, **options)[0]
     return as_torch(o, query, key, value)

@@ -7,7 +7,7 @@
     register()  # or once for all: every later thunder.jit(model) asks Tilewise first
 
 Thunder asks the executor about each call by its meta data, and the executor answers as `tilewise.explain` does; what it
-refuses, the next executor serves. In a trace its operator is called `tilewise_sdpa`; where gradients are recorded,
+refuses, and dropout, the next executor serves. In a trace its operator is called `tilewise_sdpa`; where gradients are recorded,
 there are `tilewise_sdpa_forward`, which keeps the LSE, and `tilewise_sdpa_backward`.
 
 This module alone imports thunder. Import it before thunder itself on a torch that thunder does not know yet, see
@@ -158,8 +158,8 @@ def _served(
 ) -> bool:
     """Does Tilewise serve the call?"""
     tensors = [x for x in (query, key, value, attn_mask) if x is not None]
-    if not all(isinstance(x, TensorProxy) for x in tensors):
-        return False
+    if not all(isinstance(x, TensorProxy) for x in tensors) or bool(pyval(dropout_p)):
+        return False  # a trace would have to hand the seed on to its backward pass
     device, *others = {torch.device(x.device.device_str()) for x in tensors}
     dtypes = {to_torch_dtype(x.dtype) for x in (query, key, value)}
     kernels = device.type == "cuda" and arch.serves_prefill(device)
@@ -173,7 +173,6 @@ def _served(
         kernels=kernels,
         mask=None if attn_mask is None else tuple(attn_mask.shape),
         mask_is_bool=attn_mask is not None and to_torch_dtype(attn_mask.dtype) == torch.bool,
-        dropout=bool(pyval(dropout_p)),
         causal=bool(pyval(is_causal)),
         grad=grad,
         trains=not (grad and kernels) or trains(device, to_torch_dtype(query.dtype), query, value),

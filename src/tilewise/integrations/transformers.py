@@ -72,15 +72,15 @@ def attention_forward(
 
     query: (B, Hq, Nq, D); key: (B, Hkv, Nk, D); value: (B, Hkv, Nk, Dv). attention_mask: what `make_mask` made, a
     (B, Nk) bool or int with 0 for padding, or None. is_causal (of the module if None) and sliding_window: looked at
-    where no Mask is given. softcap, s_aux or sinks (Hq,): as in `tilewise.attention`. cu_seq_lens_q, cu_seq_lens_k:
-    sequences packed in one batch row.
+    where no Mask is given. softcap, dropout (CPU tensors only), s_aux or sinks (Hq,): as in `tilewise.attention`.
+    cu_seq_lens_q, cu_seq_lens_k: sequences packed in one batch row.
 
     Returns (B, Nq, Hq, Dv) and None: attention weights are never formed. float32, bfloat16 and float16 are served.
     """
-    refuse_unserved(dropout, kwargs)
+    checks.tensor("query", query, shape=("batch", "heads", "queries", "head_dim"))
+    refuse_unserved(dropout if query.is_cuda else 0.0, kwargs)
     if s_aux is not None and sinks is not None:
         raise ValueError("s_aux and sinks are two names of one argument, got both")
-    checks.tensor("query", query, shape=("batch", "heads", "queries", "head_dim"))
     mask = attention_mask
     if not isinstance(mask, Mask):
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
@@ -97,7 +97,7 @@ def attention_forward(
     k, v = k[:, : mask.keys], v[:, : mask.keys]
     sinks = s_aux if sinks is None else sinks
     scale = head_dim**-0.5 if scaling is None else scaling
-    o = _attend(q, k, v, mask, scale, softcap or 0.0, sinks)
+    o = _attend(q, k, v, mask, scale, softcap or 0.0, sinks, dropout)
     return o[..., :value_dim], None
 
 
@@ -109,10 +109,12 @@ def _attend(
     scale: float,
     softcap: float,
     sinks: torch.Tensor | None,
+    dropout: float,
 ) -> torch.Tensor:
     """The kernels: q (B, Nq, Hq, D), k, v (B, keys, Hkv, D) -> (B, Nq, Hq, D); rows of no sequence give 0."""
     options: dict[str, Any] = {
-        "causal": mask.causal, "window": mask.window, "scale": scale, "softcap": softcap, "sinks": sinks
+        "causal": mask.causal, "window": mask.window, "scale": scale, "softcap": softcap, "sinks": sinks,
+        "dropout_p": dropout,
     }  # fmt: skip
     ragged = mask.ragged
     if ragged is None:
@@ -145,8 +147,8 @@ def _widened(x: torch.Tensor, head_dim: int) -> torch.Tensor:
 def refuse_unserved(dropout: float, kwargs: dict[str, Any]) -> None:
     if dropout:
         raise NotImplementedError(
-            f"dropout is not served, got {dropout}; call model.eval(), set the config's attention dropout to 0, or "
-            f"{INSTEAD}"
+            f"dropout is not served here, got {dropout}; call model.eval(), set the config's attention dropout to 0, "
+            f"or {INSTEAD}"
         )
     if kwargs.get("output_attentions"):
         raise NotImplementedError(
