@@ -7,8 +7,8 @@
     register()  # or once for all: every later thunder.jit(model) asks Tilewise first
 
 Thunder asks the executor about each call by its meta data, and the executor answers as `tilewise.explain` does; what it
-refuses, and dropout, the next executor serves. In a trace its operator is called `tilewise_sdpa`; where gradients are recorded,
-there are `tilewise_sdpa_forward`, which keeps the LSE, and `tilewise_sdpa_backward`.
+refuses, and dropout, the next executor serves. In a trace its operator is called `tilewise_sdpa`; where gradients are
+recorded, there are `tilewise_sdpa_forward`, which keeps the LSE, and `tilewise_sdpa_backward`.
 
 This module alone imports thunder. Import it before thunder itself on a torch that thunder does not know yet, see
 `_torch_as_thunder_knows_it`.
