@@ -212,7 +212,7 @@ def check_call(
     where = check_backend(backend, q, given, rungs=rungs)
     if batch is None and schedule is not None:
         check_schedule("schedule", schedule, *sizes[1:3], sizes, q.device)
-    return Call(sizes, scores, checked, where, function, schedule, Dropout.checked(dropout_p, dropout_seed, where))
+    return Call(sizes, scores, checked, where, function, schedule, Dropout.checked(dropout_p, dropout_seed))
 
 
 def check_function(mask: Any, score: Any, scores: Scores, device: torch.device) -> Function | None:

@@ -129,7 +129,6 @@ def test_compiled():
         ({"dropout_p": "no"}, TypeError, "dropout_p must be a float"),
         ({"dropout_p": 0.1, "dropout_seed": 3}, TypeError, "dropout_seed must be a torch.Tensor"),
         ({"dropout_p": 0.1, "dropout_seed": torch.zeros(())}, ValueError, "dropout_seed must be one of int64"),
-        ({"dropout_p": 0.1, "backend": "emulator"}, NotImplementedError, "GPU kernels have no dropout"),
     ],
 )
 def test_refusals(options, error, words):

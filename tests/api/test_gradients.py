@@ -92,6 +92,16 @@ def test_schedules():
         check_dense(q, k, v, schedule=BlockSchedule.from_blocks(chosen, **sizes), causal=True)
 
 
+def test_keys_past_the_lengths_of_blocks_may_be_anything():
+    q, k, v = qkv(1, 64, 64, 2, 1, 16)
+    sizes = {"seqlen_q": 64, "seqlen_k": 64, "block_q": 32, "block_k": 32}
+    schedule = BlockSchedule.from_blocks(torch.ones(2, 2, dtype=torch.bool), **sizes, lengths_k=torch.tensor([32, 9]))
+    call = partial(attention, return_lse=True, schedule=schedule)
+    want = gradients(call, (q, k, v), d_o := randn(*q.shape, seed=4))
+    k[:, 41:], v[:, 41:] = math.nan, math.inf
+    assert all(map(torch.equal, gradients(call, (q, k, v), d_o), want))
+
+
 def test_large_logits_and_large_gradients():
     """Weights of 0 and 1, and gradients of 1e4 over tiny weights."""
     check_dense(*qkv(1, 70, 90, 2, 1, 16, size=100.0), causal=True)

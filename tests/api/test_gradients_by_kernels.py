@@ -8,7 +8,7 @@ import pytest
 import torch
 from oracle import gradients, qkv, randn
 
-from tilewise import reference
+from tilewise import BlockSchedule, attention, attention_varlen, reference
 from tilewise.api import gradients as nodes
 from tilewise.gpu import backward
 from tilewise.gpu.backward_call import GradientCall, Gradients
@@ -142,9 +142,52 @@ def test_torch_may_ask_for_the_same_bits(calls):
     assert calls[0].deterministic
 
 
-def test_functions_and_schedules_travel_along(calls):
-    given = partial(nodes.functions.of, None, lambda s, b, h, q, k: s * 2)
-    state = [x.float() for x in reference.attention(*qkv(1, 3, 4, 2, 2, 8))]
-    node = nodes.Dense(None, {}, REST, function := given())
-    node.backward((*qkv(1, 3, 4, 2, 2, 8), None, None), state, (state[0], None))
-    assert calls[0].function is function
+SCHEDULES = {
+    "one": BlockSchedule.random(70, 90, block_q=16, block_k=32, sparsity=0.5, seed=1),
+    "by head": BlockSchedule.from_blocks(
+        torch.rand(4, 5, 3, generator=torch.Generator().manual_seed(0)) < 0.6,
+        seqlen_q=70, seqlen_k=90, block_q=16, block_k=32,
+        lengths_q=torch.tensor([16, 9, 16, 0, 6]), lengths_k=torch.tensor([32, 20, 26]),
+    ),
+}  # fmt: skip
+BEYOND = {
+    "mask": {"mask": lambda b, h, q, k: (q + k + h + b) % 3 != 0, "causal": True},
+    "score": {"score": lambda s, b, h, q, k: torch.tanh(s) * 3 - 0.01 * (q - k) * h, "window": (50, 3)},
+    "schedule": {"schedule": SCHEDULES["one"], "causal": True, "softcap": 2.0},
+    "schedule by head": {"schedule": SCHEDULES["by head"]},
+    "dropout": {"dropout_p": 0.2, "dropout_seed": torch.tensor(5), "alibi_slopes": randn(2, 4, seed=3).abs()},
+}
+
+
+@pytest.mark.parametrize("name", BEYOND)
+def test_what_kernels_do_not_do(calls, name):
+    """Functions, schedules and dropout go by torch's products on the device of the tensors."""
+    options = dict(BEYOND[name])
+    rest = {**REST, **{n: options.pop(n) for n in list(options) if n in REST}}
+    function = nodes.check(*qkv(1, 1, 1, 1, 1, 8)[:1], None, "emulator", mask=rest["mask"], score=rest["score"])
+    seed = options.pop("dropout_seed", None)
+    q, k, v, sinks = *qkv(2, 70, 90, 4, 2, 16), randn(4, seed=5)
+    if name == "schedule by head":
+        k[:, 52:64], v[:, 52:64] = torch.nan, torch.nan  # past a block's length
+    oracle = lambda q, k, v, s, **more: reference.attention(  # noqa: E731
+        q, k.nan_to_num(0.0), v.nan_to_num(0.0), sinks=s, **BEYOND[name], **more
+    )
+    node = nodes.Dense(None, options, rest, function)
+    check(node, (q, k, v, sinks, seed), range(4), oracle, randn(*q.shape, seed=8), randn(2, 4, 70, seed=9))
+    assert calls == []
+
+
+def test_dropout_where_kernels_run():
+    """Forward and backward, dense, packed and paged, are those of the CPU."""
+    q, k, v = (x.requires_grad_() for x in qkv(1, 20, 24, 4, 2, 16))
+    given = {"dropout_p": 0.3, "dropout_seed": torch.tensor(9), "causal": True, "return_lse": True}
+    starts, table = (torch.tensor([0, 8, 20]), torch.tensor([0, 10, 24])), torch.tensor([[0, 1, 2, 0], [3, 4, 5, 1]])
+    for call in (
+        partial(attention, q, k, v, sinks=randn(4, seed=2)),
+        partial(attention_varlen, q[0], k[0], v[0], *starts),
+        partial(attention_varlen, q[0], *(x[0].view(6, 4, 2, 16) for x in (k, v)), *starts, page_table=table.int()),
+    ):
+        states = [call(**given, backend=backend) for backend in ("emulator", "cpu")]
+        found = [torch.autograd.grad(o.square().sum() + lse.sum(), (q, k, v)) for o, lse in states]
+        for a, b in zip((*states[0], *found[0]), (*states[1], *found[1]), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)

@@ -13,6 +13,7 @@ from tilewise.gpu import (
     abi,
     append,
     backward_abi,
+    backward_hopper,
     decode_kernels,
     merge_rows,
     pattern,
@@ -29,6 +30,10 @@ RAGGED = (("Index", "int"), ("kTileQ", 128), ("kTileKv", 128), ("kPack", 1))
 FOLD = pattern.fold_spec(pattern.Pattern(64, 64), 128, 64, 1, False).constants
 KINDS = (("Function", "NoFunction"),)
 DECODE = (("kSelected", False),)
+BEFORE, BACKWARD, _ = (
+    spec.constants for spec in backward_hopper.specs_of(backward_hopper.Kind(torch.bfloat16, 128, Scores(), False))
+)
+LIST = backward_hopper.list_spec(torch.int32, False).constants
 APPEND, WIDEN, MERGE_ROWS = (room.specs()[0].constants for room in (append, widen, merge_rows))
 SELECT, SCATTER = (spec.constants for spec in (schedules.specs()[0], schedules.scatter_spec(torch.int32)))
 # The structures' source, the constants that it needs, and its structures: C++ name -> mirror
@@ -64,6 +69,7 @@ SOURCES: dict[str, tuple[tuple[tuple[str, Constant], ...], dict[str, type[ctypes
     "common/schedule_transpose.cu": ((), {"TransposeArgs": schedules.TransposeArgs}),
     "common/schedule_select.cu": (SELECT, {"SelectArgs": schedules.SelectArgs}),
     "backward/arguments.cuh": ((), {"BackwardArgs": backward_abi.BackwardArgs, "KeyTile": backward_abi.KeyTileArgs}),
+    "backward/list.cu": (LIST, {"KeyListArgs": backward_abi.KeyListArgs}),
     "learn/kernels/args.cuh": ((), {"AttentionArgs": ladder.AttentionArgs}),
 }
 # Constants that Python repeats: source -> C++ expression -> value
@@ -89,6 +95,17 @@ CONSTANTS = {
     "backward/arguments.cuh": {
         "kKeyTileWords": backward_abi.KEY_TILE_WORDS,
         "kKeyListHeader": backward_abi.KEY_LIST_HEADER,
+    },
+    "backward/list.cu": {"kThreads": backward_hopper.LIST_THREADS, "kBuckets": backward_hopper.BUCKETS},
+    "backward/layout.cuh": {
+        "kSharedBytes": backward_hopper.TILINGS[128].shared_bytes(128),
+        "kTileKv": backward_hopper.TILE_KV,
+        "kConsumers": backward_hopper.CONSUMERS,
+    },
+    "backward/ends.cu": {
+        "kBeforeThreads": backward_hopper.BEFORE_THREADS,
+        "kAfterThreads": backward_hopper.AFTER_THREADS,
+        "kShares": backward_hopper.CONSUMERS,
     },
     **{
         f"common/{name}.cu": {"kThreads": append.THREADS, "kChannels": append.CHANNELS}
@@ -171,7 +188,8 @@ def test_every_structure_is_compared():
 @pytest.mark.parametrize("source", CONSTANTS)
 def test_constants_are_the_kernels(source, tmp_path):
     wanted = CONSTANTS[source]
-    constants = SOURCES[source][0] if source in SOURCES else ()
+    apart = {"backward/layout.cuh": BACKWARD, "backward/ends.cu": BEFORE}
+    constants = SOURCES[source][0] if source in SOURCES else apart.get(source, ())
     assert dict(zip(wanted, evaluated(tmp_path, source, constants, list(wanted)), strict=True)) == wanted
 
 

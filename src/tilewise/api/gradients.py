@@ -168,7 +168,7 @@ class Dense(_Described):
         if (missing := past_lengths(call.schedule, starts_k)) is not None:
             k, v = (x.masked_fill(missing.view(batch, seqlen_k, 1, 1), 0.0) for x in (k, v))
         scoring = Scoring.of(call.scores, starts_q, starts_k, call.function, call.dropout)
-        made = walk(plan, q, [(k, v)], scoring, sinks, by_rows(state), by_rows(grads))
+        made = walk(plan, q, [(k, v)], scoring, sinks, backward.by_rows(state), backward.by_rows(grads))
         return made.d_q, *made.d_sources[0], made.d_sinks, None
 
 
@@ -202,7 +202,7 @@ class Packed(_Described):
             k, v = (x.masked_fill(missing[:, None, None], 0.0) for x in (k, v))
         plan = packed_plan_on_cpu(call, starts_q, starts_k, q.element_size())
         scoring = Scoring.of(call.scores, starts_q, starts_k, call.function, call.dropout)
-        made = walk(plan, q, [(k, v)], scoring, sinks, by_rows(state), by_rows(grads))
+        made = walk(plan, q, [(k, v)], scoring, sinks, backward.by_rows(state), backward.by_rows(grads))
         return made.d_q, *made.d_sources[0], made.d_sinks
 
     def _by_kernels(self, call: arguments.Call, tensors: Any, starts: Any, _: Any, state: State, grads: Grads) -> Any:
@@ -239,12 +239,12 @@ class SharedPrefix:
             (batch, seqlen_q, heads_q, head_dim), heads_kv = q.shape, k.shape[2]
             options = {"causal": self.scores["causal"], "io_bytes": q.element_size()}
             plan = plan_shared_prefix(batch, seqlen_q, shapes, heads_q, heads_kv, head_dim, **options)
-            made = walk(plan, q, sources, Scoring.of(scores), sinks, by_rows(state), by_rows(grads))
+            made = walk(plan, q, sources, Scoring.of(scores), sinks, backward.by_rows(state), backward.by_rows(grads))
         else:
             rest = (state, grads, self.rest["deterministic"])
             d_q, d_sources = by_levels(q, sources, self.lengths, scores, *rest)
-            rows = backward.Rows.of(d_q, *by_rows(state), *by_rows(grads))
-            made = Found(d_q, d_sources, of_sinks(sinks, rows))
+            rows = backward.Rows.of(d_q, *backward.by_rows(state), *backward.by_rows(grads))
+            made = Found(d_q, d_sources, backward.of_sinks(sinks, rows))
         *levels, own = made.d_sources
         return made.d_q, *own, made.d_sinks, *(x for level in levels for x in level)
 
@@ -273,19 +273,4 @@ def walk(
     (o, lse), (d_o, d_lse) = state, grads
     rows = backward.Rows.of(q.reshape(o.shape), o, lse, d_o, d_lse)
     d_q, d_sources = backward.gradients(plan, rows, sources, scoring)
-    return Found(d_q.view(q.shape), d_sources, of_sinks(sinks, rows))
-
-
-def of_sinks(sinks: torch.Tensor | None, rows: backward.Rows) -> torch.Tensor | None:
-    """(Hq,) float32. A sink is one more key of every row, whose value is 0: dP = 0."""
-    return None if sinks is None else -(torch.exp(sinks.float() - rows.lse) * rows.delta).sum(0)
-
-
-def by_rows(given: Any) -> Any:
-    """o and lse, or their gradients, dense or packed, as (rows, Hq, D) and (rows, Hq)."""
-    o, lse = given
-    if o is not None:
-        o = o.reshape(-1, *o.shape[-2:])
-    if lse is not None:
-        lse = lse.transpose(-1, -2).reshape(-1, lse.shape[-2])
-    return o, lse
+    return Found(d_q.view(q.shape), d_sources, backward.of_sinks(sinks, rows))

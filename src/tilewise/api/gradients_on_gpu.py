@@ -1,4 +1,7 @@
-"""Gradients by kernels, on a card or in the emulator: what the nodes of gradients.py ask `gpu.backward` for."""
+"""Gradients on a card or in the emulator: what the nodes of gradients.py ask `gpu.backward` for.
+
+What its kernels do not do (functions, schedules, dropout) is done by torch's products on the device, cpu/anywhere.py.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +13,12 @@ from typing import Any
 import torch
 
 from tilewise import arguments
+from tilewise.api.schedules import past_lengths
+from tilewise.cpu.anywhere import Problem
+from tilewise.cpu.backward import Rows, by_rows, of_sinks
+from tilewise.cpu.scoring import Scoring
 from tilewise.gpu import backward
 from tilewise.gpu.backward_call import GradientCall, Gradients
-from tilewise.gpu.pattern import stacked
 from tilewise.plan.schedule import BlockSchedule
 from tilewise.scores import Scores
 
@@ -36,15 +42,57 @@ def by_kernels(
 
     starts: where packed sequences start, on the device of q; longest: of their queries and of their keys, at most.
     """
-    q, k, _ = tensors
-    schedule = call.schedule
-    if schedule is not None and not isinstance(schedule, BlockSchedule):
-        schedule = stacked(schedule, q.shape[0], k.shape[0])
     scores = call.scores
     if scores.sinks is not None:
         scores = replace(scores, sinks=scores.sinks.float().contiguous())
-    rest = {"function": call.function, "schedule": schedule}
-    return _of(tensors, scores, state, grads, deterministic, starts, longest, **rest)
+    if unserved(call) and tensors[0].numel() and tensors[1].numel():
+        return _by_products(call, tensors, state, grads, starts)
+    return _of(tensors, scores, state, grads, deterministic, starts, longest)
+
+
+def unserved(call: arguments.Call) -> bool:
+    """Is something asked for that no backward kernel does?"""
+    return any(x is not None for x in (call.function, call.schedule, call.dropout))
+
+
+def dropped(call: arguments.Call, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, starts: Any = None) -> State:
+    """The state of a call with dropout, which no forward kernel does: o like q, lse (B, Hq, Nq) or (Hq, total_q)."""
+    o, lse = _problem(call, (q, k, v), starts).state()
+    return o.view(q.shape), _as_lse(lse, q)
+
+
+def _by_products(
+    call: arguments.Call, tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor], state: Any, grads: Any, starts: Any
+) -> Gradients:
+    """By torch's products on the device; where sequences start has to be known here, which makes the CPU wait."""
+    (o, lse), (d_o, d_lse) = by_rows(state), by_rows(grads)
+    found = _problem(call, tensors, starts).gradients(o, lse, d_o, d_lse)
+    d_q, d_k, d_v = (made.view(x.shape).to(x.dtype) for made, x in zip(found, tensors, strict=True))
+    return Gradients(
+        d_q, d_k, d_v, of_sinks(call.scores.sinks, Rows.of(tensors[0].reshape(o.shape), o, lse, d_o, d_lse))
+    )
+
+
+def _problem(call: arguments.Call, tensors: Any, starts: Any) -> Problem:
+    q, k, v = (x.reshape(-1, *x.shape[-2:]) for x in tensors)
+    if starts is None:
+        batch, seqlen_q, seqlen_k = call.sizes[:3]
+        starts_q, starts_k = ([b * n for b in range(batch + 1)] for n in (seqlen_q, seqlen_k))
+    else:
+        starts_q, starts_k = (x.tolist() for x in starts)
+    scoring = Scoring.of(call.scores, starts_q, starts_k, call.function, call.dropout)
+    schedule = call.schedule
+    on_host = [None if x is None else x.cpu() for x in schedule] if isinstance(schedule, (list, tuple)) else schedule
+    if isinstance(on_host, BlockSchedule):
+        on_host = on_host.cpu()
+    if (missing := past_lengths(on_host, starts_k)) is not None:
+        k, v = (x.masked_fill(missing.to(x.device)[:, None, None], 0.0) for x in (k, v))
+    return Problem(q, k, v, starts_q, starts_k, scoring, call.scores.window, schedule)
+
+
+def _as_lse(lse: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+    """(rows, Hq) as (B, Hq, Nq) or (Hq, rows)."""
+    return lse.view(q.shape[:-1]).transpose(-1, -2)
 
 
 def by_levels(
@@ -105,7 +153,6 @@ def _of(
     deterministic: bool,
     starts: Starts | None,
     longest: tuple[int, int] | None,
-    **rest: Any,
 ) -> Gradients:
     (q, k, v), (o, lse), (d_o, d_lse) = tensors, state, grads
     d_o = torch.zeros_like(o) if d_o is None else d_o.to(o.dtype)
@@ -117,7 +164,7 @@ def _of(
         return _of_nothing(q, k, v, scores.sinks, lse, d_lse)
     starts_q, starts_k = starts or (None, None)
     deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
-    given = {"d_lse": d_lse, "starts_q": starts_q, "starts_k": starts_k, "max_seqlens": longest, **rest}
+    given = {"d_lse": d_lse, "starts_q": starts_q, "starts_k": starts_k, "max_seqlens": longest}
     return backward.gradients(GradientCall(q, k, v, o, lse, d_o, scores, deterministic=deterministic, **given))
 
 

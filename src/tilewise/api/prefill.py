@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 import torch
 
 from tilewise import arguments, checks, cpu, functions, traced
-from tilewise.api import gradients
+from tilewise.api import gradients, gradients_on_gpu
 from tilewise.api.on_cpu import full_precision, packed_plan_on_cpu, plan_on_cpu
 from tilewise.api.options import (
     AttentionOptions,
@@ -103,9 +103,9 @@ def attention(
     are rounded to FP8 on a GPU that multiplies FP8, and to float16 on others.
     deterministic: gradients have the same bits in every run, on a GPU for a little of the speed; on the CPU they always
     do. torch.use_deterministic_algorithms(True) asks for it, too.
-    dropout_p: the share of the softmax's weights that is dropped, below 1, the others being divided by 1 − dropout_p
-    (CPU tensors only). dropout_seed: () int64; which weights are dropped follows from it and from where they stand,
-    and None draws one from torch's generator. The LSE stays as it is.
+    dropout_p: the share of the softmax's weights that is dropped, below 1, the others being divided by 1 − dropout_p.
+    dropout_seed: () int64; which weights are dropped follows from it and from where they stand, and None draws one from
+    torch's generator. The LSE stays as it is. On a GPU a call with dropout is made of torch's products, and waits.
     backend: "auto" (a GPU kernel for CUDA tensors, the CPU backend for CPU tensors), "cuda", "cpu", or "emulator": the
     GPU kernel's source run on CPU tensors, slow; "emulator:NAME" for a rung of the ladder by name.
 
@@ -153,6 +153,8 @@ def attention(
         o, lse = named.run(kernel, q, k, v, {**options, **pattern}, call.scores.scale)
     elif call.where == "cpu":
         o, lse = _dense_on_cpu(q, k, v, call, out)
+    elif call.dropout is not None:
+        o, lse = gradients_on_gpu.dropped(call, q, k, v)
     else:
         bound = calls.bind(q, call.where, call.scores.rule, return_lse, key)
         return bound(q, k, v, sinks, alibi_slopes, out, call.descales, schedule=schedule, function=call.function)
@@ -294,6 +296,8 @@ def attention_varlen(
     starts_q, starts_k = _checked_starts(cu_seqlens_q, cu_seqlens_k, k, page_table, call.sizes)
     if schedule is not None:
         arguments.check_schedules(schedule, starts_q, starts_k, call.sizes, q.device)
+    if call.where != "cpu" and call.dropout is not None:
+        return _dropped(q, k, v, call, (cu_seqlens_q, cu_seqlens_k), page_table, out, return_lse)
     if call.where != "cpu":
         bound = calls.bind(q, call.where, call.scores.rule, return_lse, key)
         starts = arguments.starts_like(q, cu_seqlens_q, cu_seqlens_k)
@@ -305,6 +309,23 @@ def attention_varlen(
         k, v = (arguments.gather(x, page_table, starts_k) for x in (k, v))
     o, lse = _packed_on_cpu(q, k, v, call, starts_q, starts_k, out)
     return result(o, lse, sinks, out, return_lse)
+
+
+def _dropped(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    call: arguments.Call,
+    starts: tuple[torch.Tensor, torch.Tensor],
+    page_table: torch.Tensor | None,
+    out: torch.Tensor | None,
+    return_lse: bool,
+) -> Result:
+    """`attention_varlen` with dropout where kernels run: those have none."""
+    if page_table is not None:
+        k, v = (arguments.gather(x, page_table, starts[1].tolist()) for x in (k, v))
+    o, lse = gradients_on_gpu.dropped(call, q, k, v, starts)
+    return result(o, lse, call.scores.sinks, out, return_lse)
 
 
 def _on_device(*tensors: object) -> bool:

@@ -254,7 +254,17 @@ def specs(names: Sequence[str], archs: Sequence[str], *, every: bool = False) ->
     product's come last, as each card gets them.
     """
     from tilewise.arch import ARCHS, hopper
-    from tilewise.gpu import append, decode_kernels, decode_small, merge_rows, planner, schedules, tilings, widen
+    from tilewise.gpu import (
+        append,
+        backward,
+        decode_kernels,
+        decode_small,
+        merge_rows,
+        planner,
+        schedules,
+        tilings,
+        widen,
+    )
 
     from .rungs import Shape, apart, steps
     from .workloads import DTYPES
@@ -262,7 +272,7 @@ def specs(names: Sequence[str], archs: Sequence[str], *, every: bool = False) ->
     rungs = [*(step for step in steps() if step.rung is not None), apart()]
     product: dict[KernelSpec, list[str]] = {}
     for card in ARCHS:
-        rooms = (tilings, decode_kernels, decode_small)
+        rooms = (tilings, backward, decode_kernels, decode_small)
         of_card = [spec for room in rooms for spec in room.specs(card, every=every)]
         others = [spec for room in (append, widen, merge_rows, schedules) for spec in room.specs(every=every)]
         for spec in (*of_card, *others, *planner.specs()):

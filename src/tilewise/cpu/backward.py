@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from itertools import product
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -60,6 +60,10 @@ class Rows(NamedTuple):
         d_lse, d_q = (None if x is None else x[rows, heads] for x in self[4:])
         return Rows(q, o, d_o, lse, d_lse, d_q)
 
+    def with_d_q(self) -> Rows:
+        """With zeros to add to."""
+        return self._replace(d_q=torch.zeros(self.q.shape, dtype=torch.float32, device=self.q.device))
+
     def added(self) -> torch.Tensor:
         """d_q, which whoever walks a plan has made."""
         assert self.d_q is not None
@@ -76,7 +80,7 @@ class Keys(NamedTuple):
 
     @classmethod
     def of(cls, k: torch.Tensor, v: torch.Tensor) -> Keys:
-        return cls(k, v, *(torch.zeros(x.shape, dtype=torch.float32) for x in (k, v)))
+        return cls(k, v, *(torch.zeros(x.shape, dtype=torch.float32, device=x.device) for x in (k, v)))
 
     def part(self, keys: slice, heads: slice = ALL) -> Keys:
         return Keys(*(x[keys, heads] for x in self))
@@ -98,7 +102,7 @@ def tile_gradients(at: Rows, over: Keys, scoring: Scoring, band: Band = OPEN, vi
         return
     if triangle:
         view = counted(rows, keys, band)
-    _product_gradients(at, over, scoring, view)
+    product_gradients(at, over, scoring, view)
 
 
 def by_flash(at: Rows, scoring: Scoring) -> bool:
@@ -131,12 +135,12 @@ def _flash_gradients(
     return d_q, d_k, d_v
 
 
-def _product_gradients(at: Rows, over: Keys, scoring: Scoring, view: View | None) -> None:
-    """By float32 products over strips of rows and keys."""
+def product_gradients(at: Rows, over: Keys, scoring: Scoring, view: View | None) -> None:
+    """Add the gradients of one tile by float32 products over strips of rows and keys, on any device."""
     rows, heads_q, _ = at.q.shape
     heads_kv = over.k.shape[1]
     group = heads_q // heads_kv
-    space = Space.of(rows, group, over.k[None], scoring.scored)
+    space = Space.of(rows, group, over.k[None], scoring.scored, kept=False)
     for head, row in product(range(0, heads_kv, space.heads), range(0, rows, space.rows)):
         kv = slice(head, min(head + space.heads, heads_kv))
         heads, strip = slice(kv.start * group, kv.stop * group), slice(row, min(row + space.rows, rows))
@@ -218,6 +222,21 @@ def _same(x: torch.Tensor) -> torch.Tensor:
     return x
 
 
+def of_sinks(sinks: torch.Tensor | None, rows: Rows) -> torch.Tensor | None:
+    """(Hq,) float32. A sink is one more key of every row, whose value is 0: dP = 0."""
+    return None if sinks is None else -(torch.exp(sinks.float() - rows.lse) * rows.delta).sum(0)
+
+
+def by_rows(given: Any) -> Any:
+    """o and lse, or their gradients, dense or packed, as (rows, Hq, D) and (rows, Hq)."""
+    o, lse = given
+    if o is not None:
+        o = o.reshape(-1, *o.shape[-2:])
+    if lse is not None:
+        lse = lse.transpose(-1, -2).reshape(-1, lse.shape[-2])
+    return o, lse
+
+
 # ---- plans -----------------------------------------------------------------------------------------------------------
 
 
@@ -233,8 +252,7 @@ def gradients(plan: Plan, at: Rows, sources: Sequence[KV], scoring: Scoring) -> 
         triangle = plan.work[0].band != OPEN
         d_q, d_k, d_v = (x.transpose(1, 2) for x in _flash_gradients(given, scoring.scale, triangle))
         return d_q.reshape(at.q.shape), [(d_k.reshape(k.shape), d_v.reshape(v.shape))]
-    d_q = torch.zeros(at.q.shape, dtype=torch.float32, device="cpu")
-    at = at._replace(d_q=d_q)
+    at = at.with_d_q()
     every = [Keys.of(*(x.reshape(-1, *x.shape[-2:]) for x in source)) for source in sources]
     for item in plan.work:
         if isinstance(item, Tiles):
@@ -248,7 +266,7 @@ def gradients(plan: Plan, at: Rows, sources: Sequence[KV], scoring: Scoring) -> 
         else:
             raise TypeError(f"a plan over tensors holds no {type(item).__name__}")
     shapes = [k.shape for k, _ in sources]
-    return d_q, [(keys.d_k.view(shape), keys.d_v.view(shape)) for keys, shape in zip(every, shapes, strict=True)]
+    return at.added(), [(keys.d_k.view(shape), keys.d_v.view(shape)) for keys, shape in zip(every, shapes, strict=True)]
 
 
 def _one_batch(plan: Plan, sources: Sequence[KV], scoring: Scoring) -> int:

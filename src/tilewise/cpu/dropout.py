@@ -55,7 +55,7 @@ class Dropout(NamedTuple):
     seed: int
 
     @classmethod
-    def checked(cls, p: Any, seed: Any, where: str) -> Dropout | None:
+    def checked(cls, p: Any, seed: Any) -> Dropout | None:
         """What the arguments of a call ask for; None if nothing is dropped. seed: from `drawn`."""
         share = checks.number("dropout_p", p, 0.0)
         if share >= 1.0:
@@ -64,11 +64,6 @@ class Dropout(NamedTuple):
             checks.tensor("dropout_seed", seed, shape=(), dtypes=(torch.int64,))
         if not share:
             return None
-        if where != "cpu":
-            raise NotImplementedError(
-                f"GPU kernels have no dropout, got dropout_p={p}; use dropout_p=0.0, CPU tensors, or "
-                "torch.nn.functional.scaled_dot_product_attention"
-            )
         return cls(share, int(seed))
 
     def kept(self, b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:

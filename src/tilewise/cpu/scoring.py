@@ -174,7 +174,7 @@ class View:
         if self.there is not None:
             allowed.append(self.there[:, None, None, :])
         if not allowed or self.there is not None:  # those tell nothing of rows
-            allowed.append(torch.ones((), dtype=torch.bool, device="cpu").expand(1, 1, q.shape[2], k.shape[3]))
+            allowed.append(torch.ones((), dtype=torch.bool, device=q.device).expand(1, 1, q.shape[2], k.shape[3]))
         return reduce(torch.logical_and, allowed)
 
     @cached_property
@@ -262,6 +262,6 @@ def counted(rows: int, keys: int, band: Band = OPEN) -> View:
     return View(count_up(0, rows)[None], count_up(0, keys)[None], band, steady=True)
 
 
-def count_up(start: int, stop: int) -> torch.Tensor:
+def count_up(start: int, stop: int, device: torch.device | str = "cpu") -> torch.Tensor:
     """start, …, stop − 1 as functions take them."""
-    return torch.arange(start, stop, dtype=torch.int32, device="cpu")
+    return torch.arange(start, stop, dtype=torch.int32, device=device)

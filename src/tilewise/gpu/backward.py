@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from tilewise.arch import card_of, hopper
+from tilewise.compiler.spec import KernelSpec
 from tilewise.gpu import backward_hopper
 from tilewise.gpu.backward_call import GradientCall as GradientCall
 from tilewise.gpu.backward_call import Gradients as Gradients
@@ -26,8 +27,17 @@ def kernel_of(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | 
 def gradients(call: GradientCall, **emulated: Any) -> Gradients:
     """The gradients of a call's q, k, v and sinks, on the current stream. emulated: options of emulator.launch."""
     device, dtype, head_dim = call.q.device, call.q.dtype, call.q.shape[-1]
+    if call.function is not None or call.schedule is not None:
+        raise NotImplementedError(
+            "mask and score functions and block schedules have no gradients on GPUs; use CPU tensors for them"
+        )
     if kernel_of(device, dtype, head_dim) is None:
         raise NotImplementedError(
             f"{card_of(device)} has no backward kernel for {dtype} and head_dim {head_dim}; use CPU tensors"
         )
     return backward_hopper.gradients(call, **emulated)
+
+
+def specs(card: str = "sm_90a", *, every: bool = False) -> list[KernelSpec]:
+    """The kernels as users of a card get them: bfloat16 and head dimension 128, or `every` one."""
+    return backward_hopper.specs(every=every) if hopper(card) else []

@@ -16,7 +16,7 @@ import torch
 from tilewise import compiler, emulator
 from tilewise.compiler.spec import Constant, KernelSpec
 from tilewise.compiler.tensor_maps import TensorMapSpec
-from tilewise.gpu.abi import ELEMENTS, MAP_NAMES, PANEL, PANEL_BYTES, ScoreArgs, Strides, score_rule
+from tilewise.gpu.abi import ELEMENTS, EVERY_RULE, MAP_NAMES, PANEL, PANEL_BYTES, ScoreArgs, Strides, score_rule
 from tilewise.gpu.backward_abi import KEY_LIST_HEADER, KEY_TILE_WORDS, BackwardArgs, KeyListArgs
 from tilewise.gpu.backward_call import GradientCall, Gradients
 from tilewise.gpu.prefill import tma_can
@@ -132,6 +132,21 @@ def list_spec(index: torch.dtype, in_turn: bool) -> KernelSpec:
     return KernelSpec("backward_list", "backward/list.cu", "list", constants, LIST_THREADS, 0, product=True)
 
 
+def specs(*, every: bool = False) -> list[KernelSpec]:
+    """The kernels as users get them: bfloat16 and head dimension 128, or `every` dtype, head dimension and feature."""
+    rules = EVERY_RULE if every else EVERY_RULE[:1]
+    kinds = [
+        Kind(dtype, head_dim, scores, masks, index, in_turn)
+        for dtype in (DTYPES if every else DTYPES[:1])
+        for head_dim in (TILINGS if every else (128,))
+        for scores in rules
+        for masks, index in ((False, None), (True, None), (True, torch.int32))
+        for in_turn in ((False, True) if every else (False,))
+    ]
+    lists = [list_spec(torch.int32, in_turn) for in_turn in (False, True)]
+    return list(dict.fromkeys([*(spec for kind in kinds for spec in specs_of(kind)), *lists]))
+
+
 @dataclass(frozen=True)
 class Shapes:
     """Of a call's tensors. Packed sequences have a batch of 1 and their lengths together."""
@@ -166,7 +181,7 @@ def gradients(call: GradientCall, **emulated: Any) -> Gradients:
     device = call.q.device
     if not call.q.numel() or not call.k.numel():
         none = None if sinks is None else torch.zeros(shapes.heads, dtype=torch.float32, device=device)
-        return Gradients(*(torch.zeros_like(getattr(call, n)) for n in "qkv"), none)
+        return Gradients(torch.zeros_like(call.q), torch.zeros_like(call.k), torch.zeros_like(call.v), none)
     dim, slots = padded(shapes.head_dim), shapes.batch * shapes.heads * shapes.q_tiles
     stats = torch.empty(shapes.batch, shapes.heads, shapes.q_tiles, 2, TILE_Q, dtype=torch.float32, device=device)
     dq_sum = torch.empty(slots * TILE_Q * dim, dtype=torch.float32, device=device)
@@ -231,7 +246,9 @@ def run(kind: Kind, shapes: Shapes, args: BackwardArgs, tensors: dict[str, torch
     specs, rows = specs_of(kind), shapes.batch * shapes.heads * shapes.q_tiles
     grids = [rows, shapes.kv_tiles * shapes.heads_kv * shapes.batch, rows]
     boxes = {"q": TILE_Q, "k": TILE_KV, "v": TILE_KV, "d_o": TILE_Q, "d_k": 64, "d_v": 64}
-    maps = [(_map_of(tensors[name], kind.index is not None, box), tensors[name].data_ptr()) for name, box in boxes.items()]
+    maps = [
+        (_map_of(tensors[name], kind.index is not None, box), tensors[name].data_ptr()) for name, box in boxes.items()
+    ]
     if kind.index is not None:
         at = tensors["list"].data_ptr()
         listed = KeyListArgs(at, at + 4 * (KEY_LIST_HEADER + KEY_TILE_WORDS * shapes.kv_tiles))
@@ -240,13 +257,13 @@ def run(kind: Kind, shapes: Shapes, args: BackwardArgs, tensors: dict[str, torch
         ends, main = compiler.Args(args), compiler.Args(*(compiler.encode(*m) for m in maps), args)
         if kind.index is not None:
             compiler.load(list_spec(kind.index, kind.in_turn), device).launch((1, 1, 1), compiler.Args(args, listed))
-        for spec, grid, given in zip(specs, grids, (ends, main, ends), strict=True):
+        for spec, grid, of in zip(specs, grids, (ends, main, ends), strict=True):
             # Those behind the first begin while the one before ends, and wait for what they read of it.
-            compiler.load(spec, device).launch((grid, 1, 1), given, pdl=spec is not specs[0])
+            compiler.load(spec, device).launch((grid, 1, 1), of, pdl=spec is not specs[0])
         return
     if kind.index is not None:
         emulator.launch(list_spec(kind.index, kind.in_turn), (1, 1, 1), [args, listed], tensors, **emulated)
-    of_main = [*(emulator.tensor_map(*m) for m in maps), args]
+    of_main: list[Any] = [*(emulator.tensor_map(*m) for m in maps), args]
     for spec, grid, given in zip(specs, grids, ([args], of_main, [args]), strict=True):
         resident = 2 if kind.in_turn and spec is specs[1] else 1  # a block waits for those that began before it
         emulator.launch(spec, (grid, 1, 1), given, tensors, resident=resident, **emulated)

@@ -45,7 +45,8 @@ struct Consumer {
         using Panel = SharedTile<Element, kTileKv, kPanel, Layout::swizzled>;
 #pragma unroll
         for (int step = 0; step < kHeadDim / 16; step++)
-            warp::load_a(r[step], Panel(at + step / 4 * kTileKv * kPanelRowBytes), threadIdx.x / 32 * 16 - 64, step % 4);
+            warp::load_a(r[step], Panel(at + step / 4 * kTileKv * kPanelRowBytes), threadIdx.x / 32 * 16 - 64,
+                         step % 4);
     }
     // The pair of a column's and the next one's −LSE (0) or −delta (1); n: eights of columns
     static TILE_DEVICE Two stat(uint32_t stage, int which, int n) {

@@ -41,7 +41,8 @@ struct Lister {
     }
     template <class Act> TILE_DEVICE void each_tile(Act act) const {
         for (int s = args.ends ? 0 : warp; s < args.sequences; s += args.ends ? 1 : kWarps) {
-            const Span queries = span_of(args.starts_q, s, args.seqlen_q), keys = span_of(args.starts_k, s, args.seqlen_k);
+            const Span queries = span_of(args.starts_q, s, args.seqlen_q);
+            const Span keys = span_of(args.starts_k, s, args.seqlen_k);
             const int length = keys.end - keys.begin, rows = queries.end - queries.begin;
             if (!args.ends) {
                 for (int key = lane * kTileKv; key < length; key += 32 * kTileKv)

@@ -11,8 +11,8 @@ struct Loader {
     TILE_DEVICE explicit Loader(const BackwardArgs& a) : args(a) {}
 
     // Copies go to one barrier: the ring's, if all rows are the sequence's own. Else to another, and the ring's is told
-    // when the others are zero: their weights are 0, and 0 · NaN would still be NaN. besides(barrier) copies kExtra bytes
-    // more.
+    // when the others are zero: their weights are 0, and 0 · NaN would still be NaN. besides(barrier) copies kExtra
+    // bytes more.
     template <int kRows, int kExtra, int kRingStages, class Besides>
     TILE_DEVICE void tile(const Ring<kRingStages>& ring, Turn<kRingStages> turn, const TensorMap& map, uint32_t at,
                           int row, int head, int rows, Besides besides) {

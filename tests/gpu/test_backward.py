@@ -1,0 +1,111 @@
+"""The Hopper backward in the emulator: gradients by the tolerance rule, whatever is asked of the scores."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from backward_cases import MODES, dense, ends_of, packed, spoil_second, tree
+from oracle import qkv, randn
+
+from tilewise import arguments
+from tilewise.compiler.spec import KernelSpec
+from tilewise.gpu import backward, backward_hopper
+from tilewise.gpu.backward import GradientCall
+from tilewise.scores import Scores
+
+BF16, FP16 = torch.bfloat16, torch.float16
+pytestmark = pytest.mark.usefixtures("own_card")
+
+# dtype, head_dim, Nq, Nk, options
+DENSE = {
+    "full": (BF16, 64, 128, 256, {}),
+    "cut": (BF16, 128, 70, 130, {}),
+    "causal": (BF16, 128, 200, 330, {"causal": True}),
+    "more queries": (FP16, 64, 330, 200, {"causal": True}),
+    "window": (BF16, 64, 300, 260, {"window": (40, 20)}),
+    "softcap": (BF16, 128, 100, 140, {"softcap": 2.0, "causal": True}),
+    "ALiBi": (BF16, 64, 130, 200, {"alibi_slopes": torch.tensor([0.5, 0.02]), "causal": True}),
+    "scale": (BF16, 40, 130, 70, {"scale": -0.2}),
+    "odd": (BF16, 37, 65, 66, {"causal": True}),
+}
+
+
+@pytest.mark.parametrize("name", DENSE)
+def test_dense(name):
+    """Two query heads of a KV head, and what came through the LSE too."""
+    dtype, head_dim, seqlen_q, seqlen_k, options = DENSE[name]
+    mode = MODES[list(DENSE).index(name) % 4]
+    dense(*qkv(1, seqlen_q, seqlen_k, 2, 1, head_dim, dtype=dtype), with_lse=True, mode=mode, **options)
+
+
+def test_strides_and_sinks():
+    """Heads before rows in memory, rows off 16 bytes, and a gradient of one element that is seen everywhere."""
+    q, k, v = qkv(2, 70, 90, 2, 2, 64, dtype=BF16)
+    apart = q.transpose(1, 2).contiguous().transpose(1, 2), torch.nn.functional.pad(k, (1, 0))[..., 1:], v
+    got = dense(*apart, randn(2, seed=5), causal=True)
+    assert torch.equal(got.d_k, dense(q, k, v, randn(2, seed=5), causal=True).d_k)
+    whole = torch.ones(1, dtype=BF16).expand(q.shape)
+    call = GradientCall(q, k, v, q, torch.zeros(2, 2, 70), whole, Scores(scale=0.1))
+    others = GradientCall(q, k, v, q, torch.zeros(2, 2, 70), whole.contiguous(), Scores(scale=0.1))
+    assert all(torch.equal(*pair) for pair in zip(*(backward.gradients(x)[1:3] for x in (call, others)), strict=True))
+
+
+def test_logits_far_below_0():
+    """Keys that do not exist have logits of 0, which are weights beyond float32 beside an LSE of −200."""
+    q, k, v = qkv(1, 70, 70, 1, 1, 64, dtype=BF16)
+    q, k = (40 * q.abs()).to(BF16), -k.abs()
+    dense(q, k, v, scale=0.125)
+
+
+def test_rows_without_keys():
+    """Their gradients are 0, and what came through their LSE, −inf, goes nowhere; so are those of keys nobody sees."""
+    got = dense(*qkv(1, 200, 70, 1, 1, 64, dtype=BF16), causal=True, with_lse=True)
+    assert (got.d_q[:, :130] == 0).all()
+    got = dense(*qkv(1, 30, 400, 1, 1, 64, dtype=BF16), window=(50, 0))
+    assert (got.d_k[:, :320] == 0).all()
+    assert (got.d_v[:, :320] == 0).all()
+
+
+RAGGED = [0, 70, 5, 130, 64], [9, 70, 0, 200, 129]
+
+
+@pytest.mark.parametrize(("number", "index"), [(0, torch.int32), (1, torch.int64)])
+def test_packed(number, index):
+    options = {"causal": True} if number else {"window": (50, 20), "softcap": 3.0}
+    packed(*RAGGED, 2, 1, (64, 128)[number], index=index, with_lse=True, mode=MODES[number], **options)
+
+
+def test_neighbours_stay_apart():
+    """What another sequence holds, NaN included, is nobody else's."""
+    packed([70, 40], [75, 60], 2, 1, 64, causal=True, spoil=spoil_second)
+    packed([70, 40], [75, 60], 2, 1, 64, causal=True, spoil=spoil_second, mode=MODES[3], deterministic=True)
+
+
+def test_trees():
+    ends = ends_of((70, (40,), (150, (20,), (64,)), (30,)), (5, (6,), (130,)))
+    got = tree(ends, 2, 1, 64, mode=MODES[2])
+    again = tree(ends, 2, 1, 64, mode=MODES[1], deterministic=True)
+    assert torch.equal(got.d_k, again.d_k)  # the order of dQ's sums is all that differs
+
+
+def test_in_turn():
+    """The same bits, in whatever order blocks get on; many tiles of keys add to each tile of dQ."""
+    q, k, v = qkv(1, 70, 600, 1, 1, 64, dtype=BF16)
+    first, second = (dense(q, k, v, deterministic=True, window=(400, None), mode=mode) for mode in MODES[:3:2])
+    assert all(torch.equal(*pair) for pair in zip(first[:3], second[:3], strict=True))
+
+
+def test_no_rows_or_keys():
+    for sizes in ((1, 0, 5), (1, 5, 0), (0, 5, 5)):
+        q, k, v = qkv(*sizes, 2, 1, 64, dtype=BF16)
+        scores = arguments.check_scores(q, len(q), sinks=randn(2))
+        call = GradientCall(q, k, v, q, torch.zeros(len(q), 2, q.shape[1]), q, scores)
+        assert all((x == 0).all() for x in backward.gradients(call))
+
+
+def test_each_kernel_is_known():
+    """`tilewise kernels` lists what calls launch."""
+    kinds = [backward_hopper.Kind(BF16, 128, Scores((None, 0)), masks=True)]
+    listed = backward_hopper.specs()
+    assert {spec for kind in kinds for spec in backward_hopper.specs_of(kind)} <= set(listed)
+    assert all(isinstance(spec, KernelSpec) and spec.product for spec in backward_hopper.specs(every=True))
