@@ -178,12 +178,6 @@ def test_a_training_step(make, sizes, pad, calls):
     assert (ours - exact).norm() <= 1.5 * (eager - exact).norm()
 
 
-def test_dropout_is_refused():
-    q, k, v = (x.transpose(1, 2).to(CUDA) for x in qkv(1, 5, 5, 4, 2, 64, dtype=torch.bfloat16))
-    with pytest.raises(NotImplementedError, match="dropout is not served here"):
-        attention_forward(LAYER, q, k, v, None, dropout=0.1)
-
-
 @pytest.mark.parametrize("with_sinks", [False, True])
 def test_gradients_of_padded_rows_are_finite(with_sinks):
     """A row without keys must not bring NaN into it."""

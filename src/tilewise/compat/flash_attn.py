@@ -6,8 +6,8 @@ They run on CUDA tensors (head_dim up to 256, every card since Ampere) and on CP
 get gradients, from out and from softmax_lse. What differs:
 
 - float32 is taken as well as bfloat16 and float16;
-- dropout_p > 0 is for CPU tensors: on a GPU it raises NotImplementedError. S_dmask, which is empty without dropout, has
-  flash_attn's signs, negative for weights that are dropped, but no weights: it is 1 or −1;
+- dropout_p > 0 runs on torch's products on a GPU, not on a kernel, and makes the CPU wait. S_dmask, which is empty
+  without dropout, has flash_attn's signs, negative for weights that are dropped, but no weights: it is 1 or −1;
 - pages may have any size, and every call takes `learnable_sink` (heads,), a logit that joins the softmax's
   denominator only;
 - alibi_slopes that require gradients raise NotImplementedError, where flash_attn gives them none without a word;

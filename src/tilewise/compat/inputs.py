@@ -51,6 +51,8 @@ def dropped_signs(inputs: Inputs, dropout: Dropout) -> torch.Tensor:
     else:
         longest = [int(x.diff().amax()) if len(x) > 1 else 0 for x in (starts_q, starts_k)]
         sizes = [len(starts_q) - 1, q.shape[1], *longest]
-    at = [torch.arange(n).view([-1 if i == dim else 1 for i in range(4)]) for dim, n in enumerate(sizes)]
+    at = [
+        torch.arange(n, device=q.device).view([-1 if i == dim else 1 for i in range(4)]) for dim, n in enumerate(sizes)
+    ]
     b, h, rows, keys = at
     return torch.where(dropout.kept(b, h[0], rows, keys), 1.0, -1.0).to(q.dtype)

@@ -72,13 +72,13 @@ def attention_forward(
 
     query: (B, Hq, Nq, D); key: (B, Hkv, Nk, D); value: (B, Hkv, Nk, Dv). attention_mask: what `make_mask` made, a
     (B, Nk) bool or int with 0 for padding, or None. is_causal (of the module if None) and sliding_window: looked at
-    where no Mask is given. softcap, dropout (CPU tensors only), s_aux or sinks (Hq,): as in `tilewise.attention`.
-    cu_seq_lens_q, cu_seq_lens_k: sequences packed in one batch row.
+    where no Mask is given. softcap, dropout, s_aux or sinks (Hq,): as in `tilewise.attention`. cu_seq_lens_q,
+    cu_seq_lens_k: sequences packed in one batch row.
 
     Returns (B, Nq, Hq, Dv) and None: attention weights are never formed. float32, bfloat16 and float16 are served.
     """
     checks.tensor("query", query, shape=("batch", "heads", "queries", "head_dim"))
-    refuse_unserved(dropout if query.is_cuda else 0.0, kwargs)
+    refuse_unserved(kwargs)
     if s_aux is not None and sinks is not None:
         raise ValueError("s_aux and sinks are two names of one argument, got both")
     mask = attention_mask
@@ -144,12 +144,7 @@ def _widened(x: torch.Tensor, head_dim: int) -> torch.Tensor:
     return x if x.shape[-1] == head_dim else F.pad(x, (0, head_dim - x.shape[-1]))
 
 
-def refuse_unserved(dropout: float, kwargs: dict[str, Any]) -> None:
-    if dropout:
-        raise NotImplementedError(
-            f"dropout is not served here, got {dropout}; call model.eval(), set the config's attention dropout to 0, "
-            f"or {INSTEAD}"
-        )
+def refuse_unserved(kwargs: dict[str, Any]) -> None:
     if kwargs.get("output_attentions"):
         raise NotImplementedError(
             'output_attentions is not served: attention weights are never formed; use attn_implementation="eager"'
