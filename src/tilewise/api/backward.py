@@ -5,15 +5,17 @@ Their call is no single node of autograd's graph: because keys travel, or becaus
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from tilewise.api import gradients
 from tilewise.api.on_cpu import full_precision
 from tilewise.api.prefill import attention
-from tilewise.plan import Window
 from tilewise.scores import ScoreOptions
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 class Gradients(NamedTuple):
@@ -33,24 +35,18 @@ def attention_backward(
     lse: torch.Tensor,
     *,
     d_lse: torch.Tensor | None = None,
-    causal: bool = False,
-    window: Window | None = None,
-    scale: float | None = None,
-    softcap: float = 0.0,
     deterministic: bool = False,
     backend: str = "auto",
+    **options: Unpack[ScoreOptions],
 ) -> Gradients:
-    """q, o, d_o: (B, Nq, Hq, D); k, v: (B, Nk, Hkv, D); lse, d_lse: (B, Hq, Nq) float32; the options as in `attention`.
+    """q, o, d_o: (B, Nq, Hq, D); k, v: (B, Nk, Hkv, D); lse, d_lse: (B, Hq, Nq) float32; options as in `attention`.
 
-    o and lse may be those of rows that see other keys beside these, and sinks: the gradients are then the share of
-    these keys, and shares add up. A gradient that is None is 0.
+    o and lse may be those of rows that see other keys beside these, and sinks, which are no option here: the gradients
+    are then the share of these keys, and shares add up. A gradient that is None is 0.
     """
-    scores: ScoreOptions = {
-        "causal": causal, "window": window, "scale": scale, "softcap": softcap, "sinks": None, "alibi_slopes": None,
-    }  # fmt: skip
     rest: dict[str, Any] = {"exact": False, "deterministic": deterministic, "dropout_p": 0.0, "backend": backend}
     rest |= {"schedule": None, "mask": None, "score": None}
-    node = gradients.Dense(attention, scores, rest)
+    node = gradients.Dense(attention, options, rest)
     with torch.no_grad(), full_precision():
         d_q, d_k, d_v, *_ = node.backward((q, k, v, None, None), (o, lse), (d_o, d_lse))
     assert d_q is not None

@@ -72,7 +72,7 @@ def check_asked(
 
 def without_mask(options: ScoreOptions) -> dict[str, Any]:
     """What is left to do over a piece of keys: the plan says which of them a row sees, and sinks join at the end."""
-    return {name: value for name, value in options.items() if name in ("scale", "softcap")}
+    return {name: value for name, value in options.items() if name not in ("causal", "window", "sinks")}
 
 
 def refuse_slopes(options: ScoreOptions) -> None:
