@@ -171,6 +171,20 @@ def test_gradients_change_no_value_and_come_only_where_asked():
         assert not fa.flash_attn_func(wanted, k, v).requires_grad
 
 
+def test_training_compiles_whole():
+    torch._dynamo.reset()
+    starts = starts_of([9, 0, 5])
+    tensors = [randn(14, h, 16, seed=s) for h, s in ((4, 0), (2, 1), (2, 2))]
+
+    def call(q, k, v):
+        return fa.flash_attn_varlen_func(q, k, v, starts, starts, 9, 9, causal=True, deterministic=True)
+
+    mine, eager = leaves(*tensors), leaves(*tensors)
+    torch.compile(call, fullgraph=True, backend="aot_eager")(*mine).square().sum().backward()
+    call(*eager).square().sum().backward()
+    assert all(torch.equal(a.grad, b.grad) for a, b in zip(mine, eager, strict=True))
+
+
 def test_gradients_under_autocast_are_float32():
     tensors = qkv(1, 9, 9, 2, 2, 16)
     mine, plain = leaves(*tensors), leaves(*tensors)

@@ -142,7 +142,8 @@ def flash_attn_varlen_func(
 
     q: (total_q, heads, head_dim); k, v: (total_k, heads_k, head_dim), or with block_table (batch, blocks a sequence)
     int32 the pages (blocks, page_size, heads_k, head_dim). cu_seqlens_q, cu_seqlens_k: (batch + 1,) int32 or int64,
-    where each sequence starts; rows after the last one belong to nobody, and what stands in their output is not told.
+    where each sequence starts; rows after the last one belong to nobody, and what stands in their output is not told
+    (compiled code on a CPU takes no such rows).
     max_seqlen_q, max_seqlen_k: accepted, and not needed: cu_seqlens has the lengths. Everything else as in
     `flash_attn_func`; alibi_slopes (heads,) or (batch, heads).
 
@@ -231,7 +232,7 @@ def _unpacked(name: str, x: Any, shape: tuple[int | str, ...]) -> tuple[torch.Te
 
 def _end(starts: torch.Tensor, x: torch.Tensor) -> int:
     """Where the last sequence ends, as far as that is known without waiting; else all of x."""
-    known = starts.device.type == "cpu" and len(starts) > 0
+    known = starts.device.type == "cpu" and len(starts) > 0 and not torch.compiler.is_compiling()
     return min(max(0, int(starts[-1])), x.shape[0]) if known else x.shape[0]
 
 

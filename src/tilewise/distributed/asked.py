@@ -25,6 +25,7 @@ class SplitOptions(ScoreOptions, total=False):
     layout: Layout
     seqlen: int | tuple[int, int] | None
     timeout: float | None
+    deterministic: bool
     backend: str
 
 

@@ -74,6 +74,7 @@ def context_attention(
     seqlen: int | tuple[int, int] | None = None,
     return_lse: bool = False,
     timeout: float | None = None,
+    deterministic: bool = False,
     backend: str = "auto",
     **options: Unpack[ScoreOptions],
 ) -> Result:
@@ -97,6 +98,7 @@ def context_attention(
     Gradients: of q, k and v those of the losses of all ranks together, so every rank runs its backward pass, in which
     the keys travel once more and their gradients, in float32, home. Of sinks each rank gets the share of its own rows,
     to be added up over ranks as those of a model's weights are. The LSE of every row is kept, and no key of others.
+    deterministic: as in `attention`; what ranks add up is added in one order in any case.
 
     group: None for the default one. CUDA tensors go by nccl, CPU tensors by gloo. With nccl, give init_process_group
     its device_id, so that ranks with nothing to send are part of the group from the beginning.
@@ -106,10 +108,11 @@ def context_attention(
     """
     asked = check_asked(q, k, v, layout, return_lse, backend, options)
     checks.choice("method", method, METHODS)
+    checks.flag("deterministic", deterministic)
     peers = Peers("context_attention", group, timeout, q.device)
     lengths = sequence_lengths(peers, q, k, seqlen, asked, method)
     plan = planned(*lengths, peers.rank, peers.world, method, layout, False, asked.scores.window)
-    call = Context(peers, plan, without_mask(options), backend)
+    call = Context(peers, plan, without_mask(options), deterministic, backend)
     given = (q, k, v, asked.scores.sinks)
     o, lse = gradients.apply(call, *given) if asked.gradients else call.forward(*given)
     return (o, lse) if return_lse else o
@@ -125,6 +128,7 @@ class Context:
     peers: Peers
     plan: ContextPlan
     options: dict[str, Any]
+    deterministic: bool
     backend: str
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None) -> State:
@@ -138,7 +142,8 @@ class Context:
     ) -> tuple[torch.Tensor | None, ...]:
         """Of q, of this rank's keys by all ranks' rows, and of sinks by this rank's rows."""
         q, k, v, sinks = tensors
-        rows = RowGradients(q, state, grads, self.options, self.backend)
+        rest = {"deterministic": self.deterministic, "backend": self.backend}
+        rows = RowGradients(q, state, grads, {**self.options, **rest})
         d_k, d_v = key_gradients(self.peers, self.plan, k, v, rows.share)
         return rows.d_q, d_k, d_v, None if sinks is None else rows.of_sinks(sinks)
 
@@ -147,6 +152,7 @@ class RowGradients:
     """Gradients that a rank's rows q (B, n, Hq, D) give, while blocks of keys come to them.
 
     state: the rows' o (B, n, Hq, D) and lse (B, Hq, n) over all keys, sinks in it; grads: of both, None for 0.
+    options: of `attention_backward`, but for the mask.
     """
 
     def __init__(
@@ -155,12 +161,11 @@ class RowGradients:
         state: State,
         grads: Sequence[torch.Tensor | None],
         options: dict[str, Any],
-        backend: str,
     ) -> None:
         self.q, (self.o, self.lse), (d_o, self.d_lse) = q, state, grads
         self.d_o = torch.zeros_like(self.o) if d_o is None else d_o
         self.d_q = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
-        self._options = {**options, "backend": backend}
+        self._options = options
 
     def share(self, block: Block) -> KV:
         """dK and dV of a block, float32; dQ is added to."""

@@ -57,6 +57,7 @@ def head_attention(
     seqlen: int | tuple[int, int] | None = None,
     return_lse: bool = False,
     timeout: float | None = None,
+    deterministic: bool = False,
     backend: str = "auto",
     **options: Unpack[ScoreOptions],
 ) -> Result:
@@ -87,7 +88,8 @@ def head_attention(
     heads, sinks = heads_q // world, asked.scores.sinks
     if sinks is not None:
         options["sinks"] = sinks[rank * heads : (rank + 1) * heads]
-    result = attention(whole_q, whole_k, whole_v, return_lse=asked.return_lse, backend=backend, **options)
+    rest: dict[str, Any] = {"deterministic": deterministic, "backend": backend}
+    result = attention(whole_q, whole_k, whole_v, return_lse=asked.return_lse, **rest, **options)
     given = (result,) if isinstance(result, torch.Tensor) else result
     o, *lse = _ToRows.apply(peers, layout, *given)  # type: ignore[no-untyped-call]
     return (o, lse[0]) if asked.return_lse else o
