@@ -160,8 +160,15 @@ BEYOND = {
 
 
 @pytest.mark.parametrize("name", BEYOND)
-def test_what_kernels_do_not_do(calls, name):
-    """Functions, schedules and dropout go by torch's products on the device of the tensors."""
+def test_what_kernels_do_not_do(monkeypatch, name):
+    """Dropout, and functions and schedules that are refused, go by torch's products on the device of the tensors."""
+    asked = []
+
+    def refuse(call):
+        asked.append(call)
+        raise NotImplementedError
+
+    monkeypatch.setattr(backward, "gradients", refuse)
     options = dict(BEYOND[name])
     rest = {**REST, **{n: options.pop(n) for n in list(options) if n in REST}}
     function = nodes.check(*qkv(1, 1, 1, 1, 1, 8)[:1], None, "emulator", mask=rest["mask"], score=rest["score"])
@@ -174,7 +181,7 @@ def test_what_kernels_do_not_do(calls, name):
     )
     node = nodes.Dense(None, options, rest, function)
     check(node, (q, k, v, sinks, seed), range(4), oracle, randn(*q.shape, seed=8), randn(2, 4, 70, seed=9))
-    assert calls == []
+    assert [(x.function, x.schedule) for x in asked] == ([(function, rest["schedule"])] if name != "dropout" else [])
 
 
 def test_dropout_where_kernels_run():

@@ -14,6 +14,7 @@ from tilewise.gpu import (
     append,
     backward_abi,
     backward_hopper,
+    backward_lists,
     decode_kernels,
     merge_rows,
     pattern,
@@ -34,6 +35,7 @@ BEFORE, BACKWARD, _ = (
     spec.constants for spec in backward_hopper.specs_of(backward_hopper.Kind(torch.bfloat16, 128, Scores(), False))
 )
 LIST = backward_hopper.list_spec(torch.int32, False).constants
+PAIRS = backward_lists.pairs_spec("", 64, 128, False).constants
 APPEND, WIDEN, MERGE_ROWS = (room.specs()[0].constants for room in (append, widen, merge_rows))
 SELECT, SCATTER = (spec.constants for spec in (schedules.specs()[0], schedules.scatter_spec(torch.int32)))
 # The structures' source, the constants that it needs, and its structures: C++ name -> mirror
@@ -68,8 +70,9 @@ SOURCES: dict[str, tuple[tuple[tuple[str, Constant], ...], dict[str, type[ctypes
     "common/schedule_lists.cu": ((), {"ListArgs": schedules.ListArgs}),
     "common/schedule_transpose.cu": ((), {"TransposeArgs": schedules.TransposeArgs}),
     "common/schedule_select.cu": (SELECT, {"SelectArgs": schedules.SelectArgs}),
-    "backward/arguments.cuh": ((), {"BackwardArgs": backward_abi.BackwardArgs, "KeyTile": backward_abi.KeyTileArgs}),
+    "backward/arguments.cuh": ((), {"BackwardArgs": backward_abi.BackwardArgs, "KeyTile": backward_abi.KeyTileArgs, "QueryLists": backward_abi.QueryListArgs}),
     "backward/list.cu": (LIST, {"KeyListArgs": backward_abi.KeyListArgs}),
+    "backward/pairs.cu": (PAIRS, {"PairArgs": backward_abi.PairArgs}),
     "learn/kernels/args.cuh": ((), {"AttentionArgs": ladder.AttentionArgs}),
 }
 # Constants that Python repeats: source -> C++ expression -> value
@@ -97,6 +100,7 @@ CONSTANTS = {
         "kKeyListHeader": backward_abi.KEY_LIST_HEADER,
     },
     "backward/list.cu": {"kThreads": backward_hopper.LIST_THREADS, "kBuckets": backward_hopper.BUCKETS},
+    "backward/pairs.cu": {"kThreads": backward_lists.THREADS, "kPairBytes": backward_lists.SHARED},
     "backward/layout.cuh": {
         "kSharedBytes": backward_hopper.TILINGS[128].shared_bytes(128),
         "kTileKv": backward_hopper.TILE_KV,

@@ -1,6 +1,6 @@
 """Gradients on a card or in the emulator: what the nodes of gradients.py ask `gpu.backward` for.
 
-What its kernels do not do (functions, schedules, dropout) is done by torch's products on the device, cpu/anywhere.py.
+Dropout, and functions and schedules that a card has no kernel for, go by torch's products there, cpu/anywhere.py.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from tilewise.cpu.backward import Rows, by_rows, of_sinks
 from tilewise.cpu.scoring import Scoring
 from tilewise.gpu import backward
 from tilewise.gpu.backward_call import GradientCall, Gradients
+from tilewise.gpu.pattern import AnySchedule, stacked
 from tilewise.plan.schedule import BlockSchedule
 from tilewise.scores import Scores
 
@@ -45,14 +46,22 @@ def by_kernels(
     scores = call.scores
     if scores.sinks is not None:
         scores = replace(scores, sinks=scores.sinks.float().contiguous())
-    if unserved(call) and tensors[0].numel() and tensors[1].numel():
+    given = (tensors, scores, state, grads, deterministic, starts, longest)
+    if call.dropout is not None:
         return _by_products(call, tensors, state, grads, starts)
-    return _of(tensors, scores, state, grads, deterministic, starts, longest)
+    if call.function is None and call.schedule is None:
+        return _of(*given)
+    try:
+        return _of(*given, function=call.function, schedule=_stacked(call.schedule, tensors))
+    except NotImplementedError:  # of this card's kernels
+        return _by_products(call, tensors, state, grads, starts)
 
 
-def unserved(call: arguments.Call) -> bool:
-    """Is something asked for that no backward kernel does?"""
-    return any(x is not None for x in (call.function, call.schedule, call.dropout))
+def _stacked(schedule: Any, tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) -> AnySchedule | None:
+    """Schedules of packed sequences as one."""
+    if schedule is None or isinstance(schedule, BlockSchedule):
+        return schedule
+    return stacked(schedule, tensors[0].shape[0], tensors[1].shape[0])
 
 
 def dropped(call: arguments.Call, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, starts: Any = None) -> State:
@@ -153,7 +162,9 @@ def _of(
     deterministic: bool,
     starts: Starts | None,
     longest: tuple[int, int] | None,
+    **rest: Any,
 ) -> Gradients:
+    """rest: what else a GradientCall has."""
     (q, k, v), (o, lse), (d_o, d_lse) = tensors, state, grads
     d_o = torch.zeros_like(o) if d_o is None else d_o.to(o.dtype)
     if d_o.stride(-1) != 1:  # what a sum hands down is one element, seen everywhere
@@ -164,7 +175,7 @@ def _of(
         return _of_nothing(q, k, v, scores.sinks, lse, d_lse)
     starts_q, starts_k = starts or (None, None)
     deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
-    given = {"d_lse": d_lse, "starts_q": starts_q, "starts_k": starts_k, "max_seqlens": longest}
+    given = {"d_lse": d_lse, "starts_q": starts_q, "starts_k": starts_k, "max_seqlens": longest, **rest}
     return backward.gradients(GradientCall(q, k, v, o, lse, d_o, scores, deterministic=deterministic, **given))
 
 

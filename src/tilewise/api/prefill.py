@@ -1,4 +1,4 @@
-"""Attention over tensors: dense and packed; and the plan of a dense call."""
+"""Attention over tensors: dense, packed, over shared prefixes; and the plan of a dense call."""
 
 from __future__ import annotations
 
@@ -9,21 +9,22 @@ import torch
 
 from tilewise import arguments, checks, cpu, functions, traced
 from tilewise.api import gradients, gradients_on_gpu
-from tilewise.api.on_cpu import full_precision, packed_plan_on_cpu, plan_on_cpu
+from tilewise.api.on_cpu import dense_on_cpu, full_precision, packed_on_cpu, plan_on_cpu
 from tilewise.api.options import (
     AttentionOptions,
+    Level,
     Mask,
     Result,
     Score,
+    SharedPrefixOptions,
     State,
     VarlenOptions,
 )
-from tilewise.api.schedules import past_lengths
 from tilewise.cpu import dropout
 from tilewise.cpu.scoring import Scoring
 from tilewise.gpu import calls, named, prefill
 from tilewise.gpu.abi import FP8
-from tilewise.plan import Plan, Window
+from tilewise.plan import Plan, Window, plan_shared_prefix
 from tilewise.plan.schedule import BlockSchedule
 from tilewise.scores import ScoreOptions
 from tilewise.state import add_sinks
@@ -152,36 +153,13 @@ def attention(
     if call.where == arguments.EMULATOR and (kernel := named.find(backend)):
         o, lse = named.run(kernel, q, k, v, {**options, **pattern}, call.scores.scale)
     elif call.where == "cpu":
-        o, lse = _dense_on_cpu(q, k, v, call, out)
+        o, lse = dense_on_cpu(q, k, v, call, out)
     elif call.dropout is not None:
         o, lse = gradients_on_gpu.dropped(call, q, k, v)
     else:
         bound = calls.bind(q, call.where, call.scores.rule, return_lse, key)
         return bound(q, k, v, sinks, alibi_slopes, out, call.descales, schedule=schedule, function=call.function)
     return result(o, lse, sinks, out, return_lse)
-
-
-def _dense_on_cpu(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    call: arguments.Call,
-    out: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """`attention` on the CPU: o like q (bfloat16 for FP8), lse (B, Hq, Nq)."""
-    batch, seqlen_q, seqlen_k, heads_q, heads_kv, _ = call.sizes
-    fp8 = q.dtype == FP8
-    if fp8:
-        q, k, v = (arguments.widened(x, by, heads_kv) for x, by in zip((q, k, v), call.descales, strict=True))
-    plan = plan_on_cpu(call, q.element_size())
-    starts_q, starts_k = ([b * n for b in range(batch + 1)] for n in (seqlen_q, seqlen_k))
-    if (missing := past_lengths(call.schedule, starts_k)) is not None:
-        k, v = (x.masked_fill(missing.view(batch, seqlen_k, 1, 1), 0.0) for x in (k, v))
-    scoring = Scoring.of(call.scores, starts_q, starts_k, call.function, call.dropout)
-    with full_precision():
-        place = None if fp8 else checks.place(out, q, k, v)
-        o, lse = cpu.run(plan, q, [(k, v)], scoring, place)
-    return o.bfloat16() if fp8 else o, lse.view(batch, seqlen_q, heads_q).transpose(1, 2)
 
 
 @overload
@@ -307,7 +285,7 @@ def attention_varlen(
     assert starts_k is not None
     if page_table is not None:
         k, v = (arguments.gather(x, page_table, starts_k) for x in (k, v))
-    o, lse = _packed_on_cpu(q, k, v, call, starts_q, starts_k, out)
+    o, lse = packed_on_cpu(q, k, v, call, starts_q, starts_k, out)
     return result(o, lse, sinks, out, return_lse)
 
 
@@ -350,32 +328,92 @@ def _checked_starts(
     return starts_q, starts_k
 
 
-def _packed_on_cpu(
+@overload
+def shared_prefix_attention(
     q: torch.Tensor,
+    levels: Sequence[Level],
     k: torch.Tensor,
     v: torch.Tensor,
-    call: arguments.Call,
-    starts_q: list[int],
-    starts_k: list[int],
-    out: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """`attention_varlen` on the CPU over packed k and v: o like q (bfloat16 for FP8), lse (Hq, total_q)."""
-    heads_kv = call.sizes.heads_kv
-    fp8 = q.dtype == FP8
-    if fp8:
-        counts = [torch.tensor(starts).diff() for starts in (starts_q, starts_k, starts_k)]
-        q, k, v = (
-            arguments.widened(x, None if descale is None else descale.repeat_interleave(count, 0), heads_kv)
-            for x, descale, count in zip((q, k, v), call.descales, counts, strict=True)
-        )
-    if (missing := past_lengths(call.schedule, starts_k)) is not None:
-        k, v = (x.masked_fill(missing[:, None, None], 0.0) for x in (k, v))
-    plan = packed_plan_on_cpu(call, starts_q, starts_k, q.element_size())
-    scoring = Scoring.of(call.scores, starts_q, starts_k, call.function, call.dropout)
+    *,
+    return_lse: Literal[False] = False,
+    **options: Unpack[SharedPrefixOptions],
+) -> torch.Tensor: ...
+@overload
+def shared_prefix_attention(
+    q: torch.Tensor,
+    levels: Sequence[Level],
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    return_lse: Literal[True],
+    **options: Unpack[SharedPrefixOptions],
+) -> State: ...
+@overload
+def shared_prefix_attention(
+    q: torch.Tensor,
+    levels: Sequence[Level],
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    return_lse: bool,
+    **options: Unpack[SharedPrefixOptions],
+) -> Result: ...
+def shared_prefix_attention(
+    q: torch.Tensor,
+    levels: Sequence[Level],
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    causal: bool = True,
+    lengths: Sequence[int] | torch.Tensor | None = None,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
+    deterministic: bool = False,
+    return_lse: bool = False,
+    out: torch.Tensor | None = None,
+    backend: str = "auto",
+) -> Result:
+    """Attention of sequences that share prefixes, each prefix read once for all of them.
+
+    q: (B, Nq, Hq, D); k, v: (B, Nk, Hkv, D), each sequence's own keys; lengths: (B,), how many of them are valid, all
+    if None. levels: from the root down, each (k, v) or (k, v, lengths) with k, v (B_level, N_level, Hkv, D). Each batch
+    size divides the next and the last divides B; sequence b belongs to member `b // (B // B_level)` of a level.
+    Prefixes are in full view of every query; `causal` lies over the own keys alone, bottom-right. Gradients go to q, to
+    every k and v, to sinks, and come from the LSE as well; deterministic as in `attention`.
+
+    Returns o (B, Nq, Hq, D), with return_lse also the LSE (B, Hq, Nq) float32.
+    """
+    batch, seqlen_q, _, heads_q, heads_kv, head_dim = arguments.check_qkv(q, k, v)
+    scores = arguments.check_scores(q, batch, causal=causal, scale=scale, softcap=softcap, sinks=sinks)
+    checks.flag("return_lse", return_lse)
+    checks.flag("deterministic", deterministic)
+    arguments.check_out(out, q)
+    sources, shapes = arguments.check_levels(levels, q, heads_kv)
+    of_levels = [x for source in sources for x in source]
+    own = None if lengths is None else arguments.check_lengths("lengths", lengths, *k.shape[:2])
+    valid = [*(shape[2] for shape in shapes), own]
+    if arguments.wants_gradients(q, k, v, sinks, *of_levels):
+        gradients.check(q, out, backend)
+        scoring = {"causal": causal, "scale": scale, "softcap": softcap}
+        rest = {"deterministic": deterministic, "backend": backend}
+        node = gradients.SharedPrefix(shared_prefix_attention, scoring, rest, valid)
+        return gradients.asked(gradients.apply(node, q, k, v, sinks, *of_levels), return_lse)
+    sources.append((k, v))
+    shapes.append((batch, k.shape[1], own))
+    where = arguments.check_backend(backend, q, [x for source in sources for x in source] + [sinks])
+    if where != "cpu":
+        calls.check_served(q, where)
+        o, lse = calls.shared_prefix(q, sources, valid, scores)
+        return result(o, lse, sinks, out, return_lse)
+
+    plan = plan_shared_prefix(
+        batch, seqlen_q, shapes, heads_q, heads_kv, head_dim, causal=causal, io_bytes=q.element_size()
+    )
     with full_precision():
-        place = None if fp8 else checks.place(out, q, k, v)
-        o, lse = cpu.run(plan, q, [(k, v)], scoring, place)
-    return o.bfloat16() if fp8 else o, lse.transpose(0, 1)
+        place = checks.place(out, q, *(x for source in sources for x in source))
+        o, lse = cpu.run(plan, q, sources, Scoring.of(scores), place)
+    return result(o, lse.view(batch, seqlen_q, heads_q).transpose(1, 2), sinks, out, return_lse)
 
 
 def plan_attention(

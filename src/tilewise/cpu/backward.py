@@ -14,7 +14,7 @@ as large as all scores. Every sum has its order: the same inputs give the same b
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -169,7 +169,7 @@ def _strip_gradients(at: Rows, over: Keys, scoring: Scoring, view: View | None, 
         part = over.part(those)
         k, v = (x.float().transpose(0, 1) for x in part[:2])  # (KV heads, keys, D)
         s = torch.baddbmm(q.new_empty(()), q, k.mT, beta=0, alpha=scoring.alpha)
-        scored, chain = score_with_derivative(s.view(heads, rows, -1), scoring, here)
+        scored, chain = scoring.with_derivative(s.view(heads, rows, -1), here)
         if here is not None and here.hides:
             here.hide(scored)
         p = scored.sub_(lse).exp_()
@@ -184,42 +184,6 @@ def _strip_gradients(at: Rows, over: Keys, scoring: Scoring, view: View | None, 
         d_q.baddbmm_(d_s, k, alpha=scoring.scale)
         part.d_k.add_((d_s.mT @ q).transpose(0, 1), alpha=scoring.scale)
     at.added().add_(d_q.unflatten(1, (-1, rows)).movedim(2, 0).flatten(1, 2))
-
-
-Chain = Callable[[torch.Tensor], torch.Tensor]
-
-
-def score_with_derivative(s: torch.Tensor, scoring: Scoring, view: View | None) -> tuple[torch.Tensor, Chain]:
-    """Scores of `alpha` times the products (heads, rows, keys), in new memory where s is still needed; and what takes
-    the gradient of a score to that of the scaled product, in place or not."""
-    if not scoring.needs_products:
-        return s, _same
-    slope = None
-    if scoring.softcap:
-        s = s.tanh_()
-        slope = s.square().neg_().add_(1.0)  # d cap · tanh(x / cap) = 1 − tanh²
-    plain = Scoring(scoring.scale, 0.0, scoring.slopes, None, scoring.sequences)
-    capped, _ = plain.apply(s * scoring.softcap if scoring.softcap else s, view)
-    function = scoring.function
-    if function is None or not function.scores or view is None:
-        return capped, _same if slope is None else slope.mul_
-    indices = view.indices()
-    with torch.enable_grad():
-        leaf = capped.detach().requires_grad_()
-        made = function.scored(leaf[None], *indices)[0]
-
-    def chain(d_s: torch.Tensor) -> torch.Tensor:
-        if made.requires_grad:
-            (d_s,) = torch.autograd.grad(made, leaf, d_s)
-        else:  # the score does not depend on the product
-            d_s = torch.zeros_like(d_s)
-        return d_s if slope is None else slope.mul_(d_s)
-
-    return made.detach().expand(capped.shape).clone(), chain
-
-
-def _same(x: torch.Tensor) -> torch.Tensor:
-    return x
 
 
 def of_sinks(sinks: torch.Tensor | None, rows: Rows) -> torch.Tensor | None:

@@ -79,8 +79,8 @@ class Space(NamedTuple):
             rows,
             keys,
             heads,
-            _floats(k, heads * group * rows * keys if kept else 0),
-            _floats(k, 2, heads * loaded * head_dim if kept else 0),
+            _floats(heads * group * rows * keys if kept else 0, device=k.device),
+            _floats(2, heads * loaded * head_dim if kept else 0, device=k.device),
         )
 
     def scores_of(self, *shape: int) -> torch.Tensor:
@@ -92,8 +92,8 @@ class Space(NamedTuple):
         return self.loaded[which, : x.numel()].view(x.shape).copy_(x)
 
 
-def _floats(like: torch.Tensor, *shape: int) -> torch.Tensor:
-    return torch.empty(shape, dtype=torch.float32, device=like.device)
+def _floats(*shape: int, device: torch.device) -> torch.Tensor:
+    return torch.empty(shape, dtype=torch.float32, device=device)
 
 
 def _strip_state(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, reduce
 from itertools import pairwise
@@ -21,6 +21,13 @@ if TYPE_CHECKING:
 ALL = slice(None)
 MINUS_INFINITY = -1 << 23  # its bits as a float32, in an int32
 FIRST = torch.zeros(1, dtype=torch.int32, device="cpu")
+
+
+Chain = Callable[[torch.Tensor], torch.Tensor]
+
+
+def _same(x: torch.Tensor) -> torch.Tensor:
+    return x
 
 
 @dataclass(frozen=True)
@@ -119,6 +126,31 @@ class Scoring:
             scored = self.function.scored(s[None], *view.indices())[0]
             s = scored if scored.is_contiguous() else s.copy_(scored)
         return s, factor
+
+    def with_derivative(self, s: torch.Tensor, view: View | None) -> tuple[torch.Tensor, Chain]:
+        """Scores of `alpha` times the products (heads, rows, keys), multiplied with everything; and what takes the
+        gradient of a score to that of the scaled product, in its memory or not."""
+        if not self.needs_products:
+            return s, _same
+        slope = None
+        if self.softcap:
+            s = s.tanh_()
+            slope = s.square().neg_().add_(1.0)  # d cap · tanh(x / cap) = 1 − tanh²
+        plain = replace(self, softcap=0.0, function=None)
+        capped, _ = plain.apply(s * self.softcap if self.softcap else s, view)
+        function = self.function
+        if function is None or not function.scores or view is None:
+            return capped, _same if slope is None else slope.mul_
+        with torch.enable_grad():
+            leaf = capped.detach().requires_grad_()
+            made = function.scored(leaf[None], *view.indices())[0]
+
+        def chain(d_s: torch.Tensor) -> torch.Tensor:
+            if not made.requires_grad:  # the score does not depend on the product
+                return torch.zeros_like(d_s)
+            return torch.autograd.grad(made, leaf, d_s)[0]
+
+        return made.detach().expand(capped.shape).clone(), chain
 
 
 @dataclass(frozen=True)

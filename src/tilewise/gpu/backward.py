@@ -27,10 +27,8 @@ def kernel_of(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | 
 def gradients(call: GradientCall, **emulated: Any) -> Gradients:
     """The gradients of a call's q, k, v and sinks, on the current stream. emulated: options of emulator.launch."""
     device, dtype, head_dim = call.q.device, call.q.dtype, call.q.shape[-1]
-    if call.function is not None or call.schedule is not None:
-        raise NotImplementedError(
-            "mask and score functions and block schedules have no gradients on GPUs; use CPU tensors for them"
-        )
+    if call.function is not None and call.function.scores:
+        raise NotImplementedError("score functions have no gradients on GPUs; use CPU tensors for them")
     if kernel_of(device, dtype, head_dim) is None:
         raise NotImplementedError(
             f"{card_of(device)} has no backward kernel for {dtype} and head_dim {head_dim}; use CPU tensors"

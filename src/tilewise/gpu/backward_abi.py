@@ -4,10 +4,20 @@ from __future__ import annotations
 
 import ctypes
 
-from tilewise.gpu.abi import ScoreArgs, Strides
+from tilewise.gpu.abi import Divisor, ScoreArgs, Strides
 
 KEY_TILE_WORDS, KEY_LIST_HEADER = 16, 16  # arguments.cuh: kKeyTileWords, kKeyListHeader
 STRIDED = ("q", "k", "v", "o", "do", "dq", "dk", "dv", "lse", "d_lse")
+
+
+class QueryListArgs(ctypes.Structure):
+    """backward/arguments.cuh: QueryLists."""
+
+    _fields_ = [
+        *((n, ctypes.c_void_p) for n in ("counts", "tiles", "bits", "visits")),
+        *((n, ctypes.c_int) for n in ("width", "words", "rows_each", "lists_batch")),
+        ("heads_each", Divisor),
+    ]
 
 
 class BackwardArgs(ctypes.Structure):
@@ -21,6 +31,7 @@ class BackwardArgs(ctypes.Structure):
         ("scale", ctypes.c_float),
         *((n, ctypes.c_int) for n in ("seqlen_q", "seqlen_k", "sequences", "heads", "kv_heads", "group", "head_dim")),
         *((n, ctypes.c_int) for n in ("q_tiles", "kv_tiles")),
+        ("lists", QueryListArgs),
     ]
 
 
@@ -38,3 +49,16 @@ class KeyListArgs(ctypes.Structure):
     """backward/list.cu: KeyListArgs."""
 
     _fields_ = [("list", ctypes.c_void_p), ("buckets", ctypes.c_void_p)]
+
+
+class PairArgs(ctypes.Structure):
+    """backward/pairs.cu: PairArgs."""
+
+    _fields_ = [
+        *((n, ctypes.c_void_p) for n in ("kept", "whole", "lengths_q", "lengths_k")),
+        *((n, ctypes.c_void_p) for n in ("counts", "tiles", "bits", "visits")),
+        ("kept_batch", ctypes.c_int64),
+        *((n, ctypes.c_int) for n in ("kept_head", "kept_row", "q_blocks", "k_blocks")),
+        *((n, ctypes.c_int) for n in ("lengths_q_batch", "lengths_k_batch", "list_heads")),
+        *((n, Divisor) for n in ("lists_each", "block_q", "block_k")),
+    ]

@@ -19,6 +19,7 @@ from tilewise.compiler.tensor_maps import TensorMapSpec
 from tilewise.gpu.abi import ELEMENTS, EVERY_RULE, MAP_NAMES, PANEL, PANEL_BYTES, ScoreArgs, Strides, score_rule
 from tilewise.gpu.backward_abi import KEY_LIST_HEADER, KEY_TILE_WORDS, BackwardArgs, KeyListArgs
 from tilewise.gpu.backward_call import GradientCall, Gradients
+from tilewise.gpu.backward_lists import QueryLists, Step, listed, query_lists
 from tilewise.gpu.prefill import tma_can
 from tilewise.scores import Scores
 
@@ -70,7 +71,8 @@ def padded(head_dim: int) -> int:
 
 @dataclass(frozen=True)
 class Kind:
-    """What the kernels are compiled for. index: of the starts, None if dense."""
+    """What the kernels are compiled for. index: of the starts, None if dense. listed: a schedule or a mask function says
+    which queries meet which keys."""
 
     dtype: torch.dtype
     head_dim: int
@@ -78,6 +80,7 @@ class Kind:
     masks: bool
     index: torch.dtype | None = None
     in_turn: bool = False
+    listed: bool = False
 
     @property
     def changed(self) -> bool:
@@ -101,6 +104,7 @@ def specs_of(kind: Kind) -> tuple[KernelSpec, KernelSpec, KernelSpec]:
         ("kStages", tiling.stages),
         ("kDsStages", tiling.ds_stages),
         ("kMasks", kind.masks),
+        ("kListed", kind.listed),
         ("kPingPong", tiling.ping_pong),
         ("kKvInRegisters", tiling.kv_registers),
         ("kScaleLate", tiling.scale_late),
@@ -192,10 +196,16 @@ def gradients(call: GradientCall, **emulated: Any) -> Gradients:
     if call.packed:
         words = KEY_LIST_HEADER + KEY_TILE_WORDS * shapes.kv_tiles + BUCKETS
         work["list"] = torch.empty(words, dtype=torch.int32, device=device)
-    masks = call.packed or call.scores.window != (None, None) or shapes.seqlen_k % TILE_KV > 0
-    kind = Kind(call.q.dtype, given["q"].shape[-1], call.scores.rule, masks, index, call.deterministic)
+    masks = listed(call) or call.packed or call.scores.window != (None, None) or shapes.seqlen_k % TILE_KV > 0
+    dims = given["q"].shape[-1]
+    kind = Kind(call.q.dtype, dims, call.scores.rule, masks, index, call.deterministic, listed(call))
     args, read = arguments(call, shapes, given | found | work)
-    run(kind, shapes, args, given | found | work | read, **emulated)
+    lists = query_lists(call, shapes.q_tiles, shapes.kv_tiles, TILE_Q, TILE_KV) if kind.listed else None
+    if lists is not None:
+        args.lists = lists.args
+        read |= lists.tensors
+    tensors = given | found | work | read
+    run(steps(kind, shapes, args, tensors, lists), kind, tensors, **emulated)
     d_sinks = None
     if sinks is not None:  # one more key per row, whose value is 0: dP = 0
         less, delta = stats.unbind(3)
@@ -241,32 +251,41 @@ def arguments(
     return args, read
 
 
-def run(kind: Kind, shapes: Shapes, args: BackwardArgs, tensors: dict[str, torch.Tensor], **emulated: Any) -> None:
-    """Launches the kernels one after another."""
-    specs, rows = specs_of(kind), shapes.batch * shapes.heads * shapes.q_tiles
-    grids = [rows, shapes.kv_tiles * shapes.heads_kv * shapes.batch, rows]
+def steps(
+    kind: Kind, shapes: Shapes, args: BackwardArgs, tensors: dict[str, torch.Tensor], lists: QueryLists | None
+) -> list[Step]:
+    """The launches, one after another."""
+    before, main, after = specs_of(kind)
+    rows, blocks = shapes.batch * shapes.heads * shapes.q_tiles, shapes.kv_tiles * shapes.heads_kv * shapes.batch
+    found = []
+    if kind.index is not None:
+        at = tensors["list"].data_ptr()
+        listing = KeyListArgs(at, at + 4 * (KEY_LIST_HEADER + KEY_TILE_WORDS * shapes.kv_tiles))
+        found.append(Step(list_spec(kind.index, kind.in_turn), (1, 1, 1), (args, listing)))
+    if lists is not None:
+        found.append(lists.step(args))
+    # The last two begin while the one before them ends, and wait for what they read of it.
+    found += [Step(before, (rows, 1, 1), (args,)), Step(main, (blocks, 1, 1), (args,), True)]
+    return [*found, Step(after, (rows, 1, 1), (args,), True)]
+
+
+def run(steps: list[Step], kind: Kind, tensors: dict[str, torch.Tensor], **emulated: Any) -> None:
+    """Launches on the card of the tensors, or in the emulator."""
     boxes = {"q": TILE_Q, "k": TILE_KV, "v": TILE_KV, "d_o": TILE_Q, "d_k": 64, "d_v": 64}
     maps = [
         (_map_of(tensors[name], kind.index is not None, box), tensors[name].data_ptr()) for name, box in boxes.items()
     ]
-    if kind.index is not None:
-        at = tensors["list"].data_ptr()
-        listed = KeyListArgs(at, at + 4 * (KEY_LIST_HEADER + KEY_TILE_WORDS * shapes.kv_tiles))
     device = tensors["q"].device
-    if device.type == "cuda":
-        ends, main = compiler.Args(args), compiler.Args(*(compiler.encode(*m) for m in maps), args)
-        if kind.index is not None:
-            compiler.load(list_spec(kind.index, kind.in_turn), device).launch((1, 1, 1), compiler.Args(args, listed))
-        for spec, grid, of in zip(specs, grids, (ends, main, ends), strict=True):
-            # Those behind the first begin while the one before ends, and wait for what they read of it.
-            compiler.load(spec, device).launch((grid, 1, 1), of, pdl=spec is not specs[0])
-        return
-    if kind.index is not None:
-        emulator.launch(list_spec(kind.index, kind.in_turn), (1, 1, 1), [args, listed], tensors, **emulated)
-    of_main: list[Any] = [*(emulator.tensor_map(*m) for m in maps), args]
-    for spec, grid, given in zip(specs, grids, ([args], of_main, [args]), strict=True):
-        resident = 2 if kind.in_turn and spec is specs[1] else 1  # a block waits for those that began before it
-        emulator.launch(spec, (grid, 1, 1), given, tensors, resident=resident, **emulated)
+    for step in steps:
+        main = step.spec.name == "backward"
+        if device.type == "cuda":
+            made = [compiler.encode(*m) for m in maps] if main else []
+            args = compiler.Args(*made, *step.args)
+            compiler.load(step.spec, device).launch(step.grid, args, pdl=step.overlaps)
+        else:
+            drawn = [emulator.tensor_map(*m) for m in maps] if main else []
+            resident = 2 if main and kind.in_turn else 1  # a block waits for those that began before it
+            emulator.launch(step.spec, step.grid, [*drawn, *step.args], tensors, resident=resident, **emulated)
 
 
 def _map_of(x: torch.Tensor, packed: bool, rows: int) -> TensorMapSpec:

@@ -10,6 +10,22 @@
 #include "common/functions.cuh"
 #include "common/scores.cuh"
 
+// Which query tiles each tile of keys meets, where a schedule or a mask function says so: pairs.cu makes it. A row is the
+// list of one key tile of those query heads, and sequences, that share it.
+struct QueryLists {
+    const int* counts;       // (rows, 2): query tiles of which not all is seen, and all of them; null without lists
+    const int* tiles;        // (rows, width): those of which not all is seen from the front, the others from the back
+    const uint32_t* bits;    // (rows, width, keys of a tile, 2): of the former, per key a bit for each query that sees it
+    const uint32_t* visits;  // (lists, q_tiles, words): per query tile a bit for each key tile that meets it; or null
+    int width, words;
+    int rows_each, lists_batch;  // rows per list; lists from one sequence to the next, 0 if they share them
+    Divisor heads_each;          // query heads per list
+    TILE_DEVICE int list_of(int sequence, int head) const { return sequence * lists_batch + heads_each.quotient(head); }
+    TILE_DEVICE int64_t row_of(int sequence, int head, int key_tile) const {
+        return int64_t(list_of(sequence, head)) * rows_each + key_tile;
+    }
+};
+
 // Batch strides of packed tensors are 0. delta = rowsum(dO ∘ O) − dLSE.
 struct BackwardArgs {
     const void *q, *k, *v, *o, *d_o;
@@ -30,6 +46,7 @@ struct BackwardArgs {
     int sequences, heads, kv_heads, group, head_dim;  // group: query heads per KV head
     int q_tiles;  // per head; packed: of all sequences, see first_slot
     int kv_tiles;  // per KV head; packed: as many as the list has room for
+    QueryLists lists;
 };
 
 // A tile of keys, and the query tiles [begin, end) in which some query sees some of them. Keys and tiles count within

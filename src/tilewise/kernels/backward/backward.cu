@@ -13,7 +13,7 @@
 //   dP | P = exp S | dV | dS = P dP, to shared memory | dK, dQ, next S | dQ to shared memory
 //
 // Constants: Element; Rule: scores.cuh; kHeadDim: padded; kTileQ; kStages: of Q and dO; kDsStages; kMasks: some queries
-// do not see some keys, or the last tile of keys is cut; kPacked; kInTurn: tiles of keys add to dQ in their order;
+// do not see some keys, or the last tile of keys is cut; kListed: which ones, pairs.cu has found out; kPacked; kInTurn: tiles of keys add to dQ in their order;
 // kPingPong: one warpgroup makes P and dS while the other has its dK, dQ and S; kKvInRegisters: K and V stay there;
 // kScaleLate: see step.
 #include "backward/producers.cuh"
@@ -104,28 +104,48 @@ struct Consumer {
     // ---- what is not a product --------------------------------------------------------------------------------------
     // The key of row h among those of the block
     TILE_DEVICE int key_of(int h) const { return group * 64 + threadIdx.x / 32 % 4 * 16 + warp::fragment_row(h); }
+    // What row h sees of the queries of step i: a span of them, or of the tile's, from the lane's first column on, bits
+    struct Sight {
+        Visible span;
+        uint32_t bits[2];
+    };
+    TILE_DEVICE Sight look(int g, int i, int h) const {
+        if constexpr (!kListed) return {shared_seen()[key_of(h)], {}};
+        const int64_t at = (Work(shared_work()[0]).row(args, g) * args.lists.width + i) * kTileKv + key_of(h);
+        const Global<const uint32_t> bits{args.lists.bits};
+        const uint32_t low = bits[2 * at], high = bits[2 * at + 1];
+        return {{}, {low >> warp::fragment_column(), high >> warp::fragment_column()}};
+    }
+    // Value i of its row, 2n + i counted, for the query of that column
+    static TILE_DEVICE bool sees(const Sight& sight, int n, int i, int query) {
+        return kListed ? sight.bits[n / 4] >> (n % 4 * 8 + i) & 1 : sight.span.has(query);
+    }
     // P of S, and what dP is to be multiplied with in place of S; tile: of the queries
-    template <bool kMasked> TILE_DEVICE void exponentiate(int tile) {
+    template <bool kMasked> TILE_DEVICE void exponentiate(int tile, const Sight (&sight)[2]) {
         if constexpr (!Rule::kChanges) {
             if constexpr (kMasked)
 #pragma unroll
-                for (int h = 0; h < 2; h++) warp::mask_row(s, h, tile * kTileQ, shared_seen()[key_of(h)]);
+                for (int h = 0; h < 2; h++) {
+                    if constexpr (!kListed) warp::mask_row(s, h, tile * kTileQ, sight[h].span);
+                    else
+#pragma unroll
+                        for (int j = 0; j < kTileQ / 4; j++)
+                            if (!sees(sight[h], j / 2, j % 2, 0)) s[j / 2 * 4 + 2 * h + j % 2] = -INFINITY;
+                }
 #pragma unroll
             for (int i = 0; i < kTileQ / 2; i++) s[i] = ptx::exp2_here(s[i] * factor);
             warp::to_operand<Element>(rP, s);
         } else {
-            exponentiate_changed<kMasked>(tile);
+            exponentiate_changed<kMasked>(tile, sight);
         }
     }
-    template <bool kMasked> TILE_DEVICE void exponentiate_changed(int tile) {
+    template <bool kMasked> TILE_DEVICE void exponentiate_changed(int tile, const Sight (&sight)[2]) {
         const float out = Rule::last_factor(args.scores, factor);
         const int query0 = tile * kTileQ + warp::fragment_column();
         Rule::apply_inner(s, factor);
 #pragma unroll
         for (int h = 0; h < 2; h++) {
-            Visible seen{};
             float distance = 0.0f;  // from the row's key to the first column's position
-            if constexpr (kMasked) seen = shared_seen()[key_of(h)];
             if constexpr (Rule::kAlibi) {
                 const KeyTile work = Work(shared_work()[0]).tile;
                 distance = float(position_of(query0, work.seqlen_q, work.seqlen_k) - work.key - key_of(h));
@@ -140,7 +160,7 @@ struct Consumer {
                     float bias = i ? less.y : less.x;
                     if constexpr (Rule::kAlibi) bias = ptx::mad(-slope, fabsf(distance + float(8 * n + i)), bias);
                     float logit = ptx::mad(x, out, bias);
-                    if (kMasked && !seen.has(query0 + 8 * n + i)) logit = -INFINITY;
+                    if (kMasked && !sees(sight[h], n, i, query0 + 8 * n + i)) logit = -INFINITY;
                     p[i] = ptx::exp2_here(logit);
                     x = Rule::kLinear ? p[i] : p[i] * ptx::mad(-x, x, 1.0f);
                 }
@@ -182,17 +202,23 @@ struct Consumer {
     // ---- the walk ---------------------------------------------------------------------------------------------------
     // One query tile, whose S is there and whose dP has begun to be filled; nothing is in flight before and after, as
     // ptxas wants it.
-    template <bool kMasked> TILE_DEVICE void step(int i) {
+    template <bool kMasked> TILE_DEVICE void step(int g, int i) {
         const bool first = left == total;
         Turn<kStages> next = turn;
         next.next();
+        Sight sight[2];
+        if constexpr (kMasked && kListed)  // from global memory: early
+            for (int h = 0; h < 2; h++) sight[h] = look(g, i, h);
         if constexpr (kPingPong) ptx::barrier_sync(kTurnBarrier + group, 256);
         issue_scores(dp, kAtV, kAtDo, turn.stage);
         // ptxas would put the exponentials among dP's products, which then come late. They follow from a load that
         // follows a branch.
         pipes.ds.wait_free(ds_turn);
         if constexpr (kScaleLate) factor = as_float(ptx::load_shared_here(ptx::shared_address(uint32_t(kAtScale))));
-        exponentiate<kMasked>(kMasked || Rule::kAlibi ? Work(shared_work()[0]).at(i) : 0);
+        if constexpr (kMasked && !kListed)
+            for (int h = 0; h < 2; h++) sight[h] = look(g, i, h);
+        constexpr bool kPlaced = Rule::kAlibi || (kMasked && !kListed);
+        exponentiate<kMasked>(kPlaced ? Work(shared_work()[0]).at(args, g, i) : 0, sight);
         issue_sum(dv, rP, kAtDo);
         if (total - left > 1) give_dq();
         ptx::wgmma_wait<1>();  // dP
@@ -269,8 +295,7 @@ struct Consumer {
     TILE_DEVICE void run(const TensorMap& mDk, const TensorMap& mDv) {
         warp::zero(dk);
         warp::zero(dv);
-        const int tiles = Work(shared_work()[0]).tiles();
-        left = total = tiles * args.group;
+        left = total = Work(shared_work()[0]).all_tiles(args);
         if (kPingPong && group == 1) ptx::barrier_arrive(kTurnBarrier, 256);
         pipes.k.wait({});
         if constexpr (kKvInRegisters) load_operand(rK, kAtK);
@@ -290,11 +315,12 @@ struct Consumer {
             int i = 0;
             if constexpr (kMasks)
 #pragma unroll 1
-                for (const int masked = Work(shared_work()[0]).masked(); i < masked; i++) step<true>(i);
+                for (const int masked = Work(shared_work()[0]).masked(args, g); i < masked; i++) step<true>(g, i);
+            const int tiles = Work(shared_work()[0]).tiles(args, g);
 #pragma unroll 1
-            for (; i < tiles; i++) step<false>(i);
+            for (; i < tiles; i++) step<false>(g, i);
         }
-        if (tiles > 0) last_dq();
+        if (total > 0) last_dq();
         ptx::wgmma_wait<0>();
 #pragma unroll
         for (int i = 0; i < kHeadDim / 2; i++) dk[i] *= args.scale;

@@ -58,20 +58,44 @@ struct alignas(64) Work {
     KeyTile tile;
     int kv_head, batch;  // batch: of the tensors, 0 if packed
     int kv_tile;         // number of the tile in its sequence
+    int entry;           // and among all that have lists
 
-    TILE_DEVICE int tiles() const { return tile.end - tile.begin; }
-    // Steps whose tiles need a mask: they come first, those before the whole ones and those behind them.
+    // The list of query head g of the group
+    TILE_DEVICE int64_t row(const BackwardArgs& args, int g) const {
+        return args.lists.row_of(kPacked ? 0 : tile.sequence, head(args, g), entry);
+    }
+    // Steps for query head g of the group
+    TILE_DEVICE int tiles(const BackwardArgs& args, int g) const {
+        if constexpr (kListed) return Global<const int>{args.lists.counts}[2 * row(args, g) + 1];
+        return tile.end - tile.begin;
+    }
+    TILE_DEVICE int all_tiles(const BackwardArgs& args) const {
+        if constexpr (!kListed) return tiles(args, 0) * args.group;
+        int all = 0;
+        for (int g = 0; g < args.group; g++) all += tiles(args, g);
+        return all;
+    }
+    // Those whose tiles need a mask come first: the ones before the whole ones, and the ones behind them.
     TILE_DEVICE int before() const { return tile.whole_begin - tile.begin; }
-    TILE_DEVICE int masked() const { return before() + tile.end - tile.whole_end; }
+    TILE_DEVICE int masked(const BackwardArgs& args, int g) const {
+        if constexpr (kListed) return Global<const int>{args.lists.counts}[2 * row(args, g)];
+        return before() + tile.end - tile.whole_end;
+    }
     // The query tile of step i. Blocks that see everything begin at different ones: what they add to is then apart.
-    TILE_DEVICE int at(int i) const {
+    TILE_DEVICE int at(const BackwardArgs& args, int g, int i) const {
+        if constexpr (kListed) {
+            const int64_t list = row(args, g), width = args.lists.width;
+            const int from_back = i - Global<const int>{args.lists.counts}[2 * list];
+            return Global<const int>{args.lists.tiles}[list * width + (from_back < 0 ? i : width - 1 - from_back)];
+        }
         if constexpr (!kMasks) {
             if (kInTurn) return i;
             const int t = i + kv_tile % tile.end;
             return t < tile.end ? t : t - tile.end;
         }
         if (i < before()) return tile.begin + i;
-        return i < masked() ? tile.whole_end + i - before() : tile.whole_begin + i - masked();
+        const int masks = before() + tile.end - tile.whole_end;
+        return i < masks ? tile.whole_end + i - before() : tile.whole_begin + i - masks;
     }
     TILE_DEVICE int head(const BackwardArgs& args, int g) const { return kv_head * args.group + g; }
     // The place of a query tile among those of all heads
@@ -95,6 +119,7 @@ TILE_DEVICE Work find_work(const BackwardArgs& args, int number) {
         if (entry >= Global<const int>{args.list}[0]) return work;
         work.tile = Global<const KeyTile>{reinterpret_cast<const KeyTile*>(args.list + kKeyListHeader)}[entry];
         work.kv_head = number - entry * args.kv_heads;
+        work.entry = entry;
     } else {
         // Tiles of a head one after another, the first, which most queries see, first; but where they add to dQ in
         // turn, the first tiles of all heads, so that few wait for each other.
@@ -109,6 +134,7 @@ TILE_DEVICE Work find_work(const BackwardArgs& args, int number) {
         find_queries<kTileQ, kTileKv>(args.scores, work.tile, args.seqlen_q, args.seqlen_q);
     }
     work.kv_tile = work.tile.key / kTileKv;
+    if (!kPacked) work.entry = work.kv_tile;
     return work;
 }
 
@@ -116,7 +142,7 @@ TILE_DEVICE Work find_work(const BackwardArgs& args, int number) {
 TILE_DEVICE void share_work(const BackwardArgs& args) {
     const Work work = find_work(args, blockIdx.x);
     if (ptx::elect_one()) shared_work()[0] = work;
-    if constexpr (kMasks) {
+    if constexpr (kMasks && !kListed) {
         const KeyTile& tile = work.tile;
         for (int i = threadIdx.x; i < kTileKv; i += 32) {
             const int key = tile.key + i;

@@ -40,11 +40,11 @@ struct Loader {
     TILE_DEVICE void rows(const Ring<kStages>& ring, Turn<kStages> turn, const TensorMap& map, int at, int stat, int g,
                           int i) {
         const Work work = shared_work()[0];
-        const int row = work.at(i) * kTileQ;
+        const int row = work.at(args, g, i) * kTileQ;
         const auto stats = [&](uint32_t barrier) {
             const Work there = shared_work()[0];
             ptx::bulk_load(ptx::shared_address(kAtStats + (2 * turn.stage + stat) * kStatBytes),
-                           args.stats + (there.number(args, g, there.at(i)) * 2 + stat) * kTileQ, kStatBytes, barrier);
+                           args.stats + (there.number(args, g, there.at(args, g, i)) * 2 + stat) * kTileQ, kStatBytes, barrier);
         };
         tile<kTileQ, kStatBytes>(ring, turn, map, at + turn.stage * kQBytes, work.tile.q_start + row,
                                  work.head(args, g), work.tile.seqlen_q - row, stats);
@@ -56,23 +56,38 @@ struct Loader {
     }
     static TILE_DEVICE int shared_batch() { return kPacked ? 0 : Work(shared_work()[0]).batch; }
     TILE_DEVICE void run(const TensorMap& mQ, const TensorMap& mK, const TensorMap& mV, const TensorMap& mDo) {
-        const int tiles = Work(shared_work()[0]).tiles();
         Turn<kStages> turn;
         keys(pipes.k, mK, kAtK);
-        if (tiles == 0) keys(pipes.v, mV, kAtV);
         ptx::wait_for_prerequisites();  // −LSE and −delta are there
-        for (int g = 0; g < args.group; g++)
+        bool waits = true;              // V, for the first dO
+        for (int g = 0; g < args.group; g++) {
+            const int tiles = Work(shared_work()[0]).tiles(args, g);
             for (int i = 0; i < tiles; i++, turn.next()) {
                 rows(pipes.q, turn, mQ, kAtQ, 0, g, i);
-                if (g == 0 && i == 0) keys(pipes.v, mV, kAtV);
+                if (waits) keys(pipes.v, mV, kAtV);
+                waits = false;
                 rows(pipes.d_o, turn, mDo, kAtDo, 1, g, i);
             }
+        }
+        if (waits) keys(pipes.v, mV, kAtV);
     }
 };
 
 // Key tiles of the sequence that see query tile `tile_q` and come before this one; by a warp
-TILE_DEVICE int turn_of(const BackwardArgs& args, const Work& work, int tile_q) {
+TILE_DEVICE int turn_of(const BackwardArgs& args, const Work& work, int head, int tile_q) {
     const KeyTile& tile = work.tile;
+    if constexpr (kListed) {
+        const int list = args.lists.list_of(kPacked ? 0 : tile.sequence, head);
+        const Global<const uint32_t> visits =
+            Global<const uint32_t>{args.lists.visits} +
+            (int64_t(list) * args.q_tiles + tile.slot + tile_q) * args.lists.words;
+        uint32_t before = 0;
+        for (int word = threadIdx.x % 32; word * 32 < work.kv_tile; word += 32) {
+            const int left = work.kv_tile - word * 32;
+            before += ptx::count_bits(visits[word] & (left < 32 ? (1u << left) - 1 : ~0u));
+        }
+        return ptx::reduce_add(before);
+    }
     if (kPacked && args.ends) {  // each ends where its keys do
         const Global<const KeyTile> list{reinterpret_cast<const KeyTile*>(args.list + kKeyListHeader)};
         const int own = first_slot<kTileKv>(tile.k_start, tile.sequence) + work.kv_tile;
@@ -89,14 +104,14 @@ TILE_DEVICE int turn_of(const BackwardArgs& args, const Work& work, int tile_q) 
 TILE_DEVICE void add_dq(const BackwardArgs& args, int consumer) {
     const Pipes pipes;
     const Ring<1> ring = pipes.dq(consumer);
-    const int tiles = Work(shared_work()[0]).tiles();
     Turn<1> turn;
     ptx::wait_for_prerequisites();  // zeros are there
-    for (int g = 0; g < args.group; g++)
+    for (int g = 0; g < args.group; g++) {
+        const int tiles = Work(shared_work()[0]).tiles(args, g);
         for (int i = 0; i < tiles; i++, turn.next()) {
             const Work work = shared_work()[0];
-            const int tile_q = work.at(i);
-            const int mine = kInTurn ? turn_of(args, work, tile_q) : 0;
+            const int tile_q = work.at(args, g, i);
+            const int mine = kInTurn ? turn_of(args, work, work.head(args, g), tile_q) : 0;
             const int64_t number = work.number(args, g, tile_q);
             int* const turns = args.turns + number * kConsumers + consumer;
             if (!ptx::elect_one()) continue;
@@ -115,5 +130,6 @@ TILE_DEVICE void add_dq(const BackwardArgs& args, int consumer) {
             }
             ptx::mbarrier_arrive(ring.empty);
         }
+    }
     if (ptx::elect_one()) ptx::bulk_wait<0>();
 }

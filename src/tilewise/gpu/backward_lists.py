@@ -1,0 +1,107 @@
+"""Which query tiles meet which tiles of keys in the backward, where a schedule or a mask function says so.
+
+kernels/backward/pairs.cu finds it on the device, with bits for tiles that are seen in part. The main kernels walk the
+lists and know nothing of functions, so that a new function compiles this one alone.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+
+from tilewise.compiler.spec import KernelSpec
+from tilewise.gpu.abi import Divisor, NoFunctionArgs
+from tilewise.gpu.backward_abi import PairArgs, QueryListArgs
+from tilewise.gpu.backward_call import GradientCall
+from tilewise.gpu.pattern import Pattern
+
+THREADS = 256  # pairs.cu
+SHARED = 4 * (THREADS + THREADS // 32)  # pairs.cu: kPairBytes
+
+
+class Step(NamedTuple):
+    """A launch to come. args: ctypes structures; overlaps: it may begin before the one ahead of it has ended."""
+
+    spec: KernelSpec
+    grid: tuple[int, int, int]
+    args: tuple[Any, ...]
+    overlaps: bool = False
+
+
+class QueryLists(NamedTuple):
+    """args: for BackwardArgs.lists; tensors: what kernels read and write of it, by name; the rest makes the lists."""
+
+    args: QueryListArgs
+    tensors: dict[str, torch.Tensor]
+    spec: KernelSpec
+    grid: tuple[int, int, int]
+    problem: PairArgs
+    values: Any
+
+    def step(self, args: Any) -> Step:
+        """args: the BackwardArgs, with these lists in it."""
+        return Step(self.spec, self.grid, (args, self.problem, self.values))
+
+
+def pairs_spec(text: str, tile_q: int, tile_kv: int, packed: bool) -> KernelSpec:
+    """The kernel that makes the lists. text: a mask function in C++, "" for none."""
+    function = ("Function", "UserFunction" if text else "NoFunction")
+    constants = (("kTileQ", tile_q), ("kTileKv", tile_kv), ("kPacked", packed), function)
+    source = "backward/pairs.cu"
+    # What a user's function takes of registers is the user's.
+    return KernelSpec(
+        "backward_pairs", source, "pairs", constants, THREADS, SHARED, product=not text, text=text
+    )  # fmt: skip
+
+
+def listed(call: GradientCall) -> bool:
+    """Does a schedule or a mask function say which queries meet which keys?"""
+    return call.schedule is not None or (call.function is not None and call.function.masks)
+
+
+def query_lists(call: GradientCall, q_tiles: int, kv_tiles: int, tile_q: int, tile_kv: int) -> QueryLists:
+    """The lists of a call that has some. q_tiles, kv_tiles: BackwardArgs'; tile_q, tile_kv: rows and keys of a tile."""
+    schedule, device, heads = call.schedule, call.q.device, call.q.shape[-2]
+    sequences = len(call.q) if call.starts_q is None else len(call.starts_q) - 1
+    longest = call.max_seqlens or (call.q.shape[-3], call.k.shape[-3])
+    function = call.function if call.function is not None and call.function.masks else None
+    pattern = Pattern.of(schedule, function, (sequences, heads, *longest))
+    own = heads if "h" in pattern.uses else min(pattern.heads, heads)
+    members = 1 if call.packed else sequences if "b" in pattern.uses else pattern.batch
+    lists, width = members * own, max(1, min(q_tiles, math.ceil(longest[0] / tile_q)))
+    words = math.ceil(math.ceil(longest[1] / tile_kv) / 32)
+    empty = lambda *shape: torch.empty(shape, dtype=torch.int32, device=device)  # noqa: E731
+    tensors = {"counts": empty(lists, kv_tiles, 2), "tiles": empty(lists, kv_tiles, width)}
+    tensors["bits"] = empty(lists, kv_tiles, width, tile_kv, 2)
+    if call.deterministic:
+        tensors["visits"] = torch.zeros(lists, q_tiles, words, dtype=torch.int32, device=device)
+    made = {name: x.data_ptr() for name, x in tensors.items()}
+    args = QueryListArgs(**made, width=width, words=words, rows_each=kv_tiles)
+    args.lists_batch, args.heads_each = own if members > 1 else 0, Divisor.by(heads // own)
+    problem = PairArgs(**made, list_heads=own, lists_each=Divisor.by(max(1, own // pattern.heads)))
+    problem.block_q, problem.block_k = (Divisor.by(max(1, n)) for n in (pattern.block_q, pattern.block_k))
+    if schedule is not None:
+        tensors |= _point(problem, schedule)
+    if function is not None:
+        tensors |= {f"captured {n}": x for n, x in enumerate(function.tensors)}
+    spec = pairs_spec(pattern.text, tile_q, tile_kv, call.packed)
+    values = NoFunctionArgs() if function is None else function.arguments()
+    return QueryLists(args, tensors, spec, (kv_tiles, lists, 1), problem, values)
+
+
+def _point(problem: PairArgs, schedule: Any) -> dict[str, torch.Tensor]:
+    """Points the arguments at a schedule; returns what is read of it."""
+    bits = schedule.bits
+    problem.kept_batch = bits.stride(0) if bits.shape[0] > 1 else 0
+    problem.kept_head = bits.stride(1) if bits.shape[1] > 1 else 0
+    problem.kept_row, problem.q_blocks, problem.k_blocks = bits.stride(2), bits.shape[2], schedule.num_k_blocks
+    planes = {"kept": bits, "whole": schedule.whole}
+    planes |= {name: getattr(schedule, name) for name in ("lengths_q", "lengths_k")}
+    read = {name: x for name, x in planes.items() if x is not None}
+    for name, x in read.items():
+        setattr(problem, name, x.data_ptr())
+        if name.startswith("lengths"):
+            setattr(problem, f"{name}_batch", x.stride(0) if x.shape[0] > 1 else 0)
+    return read
