@@ -106,6 +106,34 @@ def attention_varlen(
     return _asked(result, return_lse)
 
 
+def shared_prefix_attention(
+    q: torch.Tensor, levels: Any, k: torch.Tensor, v: torch.Tensor, lengths: Any, *, out: Any, **options: Any
+) -> Result:
+    """shared_prefix_attention() in a graph; options: those of the scores, deterministic, return_lse, backend."""
+    _refuse(out=out)
+    if not isinstance(levels, (list, tuple)) or any(len(level) not in (2, 3) for level in levels):
+        raise TypeError("levels must be a list of (k, v) or (k, v, lengths)")
+    _checked(q=q, k=k, v=v, **options)
+    of_levels = [x for level in levels for x in level[:2]]
+    valid = [*((level[0], level[2] if len(level) == 3 else None) for level in levels), (k, lengths)]
+    counts = None
+    if any(n is not None for _, n in valid):
+        counts = torch.cat([_counts(n, x) for x, n in valid])
+    sinks, return_lse = options.pop("sinks"), options.pop("return_lse")
+    with_lse = return_lse or arguments.wants_gradients(q, k, v, sinks, *of_levels)
+    given = (q, k, v, sinks, of_levels, counts)
+    return _asked(torch.ops.tilewise.shared_prefix_attention(*given, return_lse=with_lse, **options), return_lse)
+
+
+def _counts(lengths: Any, keys: torch.Tensor) -> torch.Tensor:
+    """(B,) int64 on the CPU: how many of keys (B, N, Hkv, D) are valid."""
+    if isinstance(lengths, torch.Tensor):
+        return lengths.to("cpu", torch.int64)
+    return torch.tensor(
+        [keys.shape[1]] * len(keys) if lengths is None else list(lengths), dtype=torch.int64, device="cpu"
+    )
+
+
 def outside(call: Callable[..., Result], tensors: tuple[torch.Tensor, ...], descales: Descales, **given: Any) -> Result:
     """The call itself, between two graphs: no graph holds a schedule or a function of the user's."""
     names = [name for name in ("schedule", "mask", "score") if given[name] is not None]

@@ -42,6 +42,8 @@ def test_opcheck():
     opcheck(OPS.attention.default, (q, k, v, sinks, slopes), {"deterministic": True})
     q, k, v = (x[0] for x in leaves(*qkv(1, 9, 20, 4, 2, 16)))
     opcheck(OPS.attention_varlen.default, (q, k, v, *STARTS, None, sinks), {"window_left": 3, "return_lse": True})
+    q, k, v, a, b = leaves(*qkv(4, 2, 3, 4, 2, 16), *(randn(2, 9, 2, 16, seed=n) for n in (1, 2)))
+    opcheck(OPS.shared_prefix_attention.default, (q, k, v, sinks, [a, b], torch.tensor([9, 4, 3, 3, 3, 3])), {})
 
 
 def test_operators_without_an_lse_make_it_again():
@@ -63,6 +65,19 @@ def test_compiled(fresh):
     got = torch.autograd.grad(torch.compile(layer, backend="aot_eager", fullgraph=True)(*inputs), inputs)
     for a, b in zip(got, torch.autograd.grad(layer(*inputs), inputs), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("lengths", [None, [3, 1, 0, 2], torch.tensor([3, 1, 3, 2])], ids=["all", "list", "tensor"])
+def test_shared_prefixes_compile(lengths, fresh):
+    inputs = leaves(*qkv(4, 2, 3, 4, 2, 16), *(randn(2, 9, 2, 16, seed=n) for n in (1, 2)), randn(4, seed=3))
+
+    def layer(q, k, v, a, b, sinks):
+        given = {"lengths": lengths, "sinks": sinks, "return_lse": True}
+        o, lse = shared_prefix_attention(q * 2, [(a, b, [9, 4])], k, v, **given)
+        return o.square().sum() + lse.masked_fill(lse == -torch.inf, 0.0).sum()
+
+    got = torch.autograd.grad(torch.compile(layer, backend="aot_eager", fullgraph=True)(*inputs), inputs)
+    assert_same(got, torch.autograd.grad(layer(*inputs), inputs))
 
 
 def test_compiled_code_has_no_second_derivatives_and_none_of_slopes(fresh):

@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 import torch
-from oracle import gradients, qkv, randn
+from oracle import assert_gradients, gradient_floors, gradients, qkv, randn
 
 from tilewise import BlockSchedule, attention, attention_varlen, reference
 from tilewise.api import gradients as nodes
@@ -198,3 +198,15 @@ def test_dropout_where_kernels_run():
         found = [torch.autograd.grad(o.square().sum() + lse.sum(), (q, k, v)) for o, lse in states]
         for a, b in zip((*states[0], *found[0]), (*states[1], *found[1]), strict=True):
             torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.usefixtures("own_card")
+def test_the_emulated_kernels_give_the_gradients_of_the_oracle():
+    q, k, v, sinks = *qkv(1, 128, 256, 2, 1, 64, dtype=torch.bfloat16), randn(2, seed=5)
+    ours = lambda q, k, v, s: attention(q, k, v, sinks=s, return_lse=True, backend="emulator")  # noqa: E731
+    oracle = lambda q, k, v, s, **more: reference.attention(q, k, v, sinks=s, **more)  # noqa: E731
+    d_o = randn(*q.shape, seed=6)
+    given = (q, k, v, sinks), d_o, randn(1, 2, 128, seed=7)
+    got, exact = gradients(ours, *given), gradients(oracle, *given, dtype=torch.float64)
+    honest = gradients(partial(oracle, dtype=torch.bfloat16), *given)
+    assert_gradients(got, exact, honest, gradient_floors(oracle, (q, k, v, sinks), d_o), oracle(q, k, v, sinks)[1])

@@ -65,6 +65,8 @@ class Node(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
         *tensors, o, lse = ctx.saved_tensors
+        if not torch.is_grad_enabled():  # nobody keeps the graph of this
+            return None, *found(ctx.call, tensors, (o, lse), grads)
         given = (ctx.call, len(tensors), *tensors, o, lse, *grads)
         return None, *NodeBackward.apply(*given)  # type: ignore[no-untyped-call]
 

@@ -384,8 +384,13 @@ def shared_prefix_attention(
 
     Returns o (B, Nq, Hq, D), with return_lse also the LSE (B, Hq, Nq) float32.
     """
+    scoring: dict[str, Any] = {"causal": causal, "scale": scale, "softcap": softcap}
+    rest: dict[str, Any] = {"deterministic": deterministic, "backend": backend}
+    if torch.compiler.is_compiling():
+        given = {"sinks": sinks, "out": out, "return_lse": return_lse, **scoring, **rest}
+        return traced.shared_prefix_attention(q, levels, k, v, lengths, **given)
     batch, seqlen_q, _, heads_q, heads_kv, head_dim = arguments.check_qkv(q, k, v)
-    scores = arguments.check_scores(q, batch, causal=causal, scale=scale, softcap=softcap, sinks=sinks)
+    scores = arguments.check_scores(q, batch, sinks=sinks, **scoring)
     checks.flag("return_lse", return_lse)
     checks.flag("deterministic", deterministic)
     arguments.check_out(out, q)
@@ -395,8 +400,6 @@ def shared_prefix_attention(
     valid = [*(shape[2] for shape in shapes), own]
     if arguments.wants_gradients(q, k, v, sinks, *of_levels):
         gradients.check(q, out, backend)
-        scoring = {"causal": causal, "scale": scale, "softcap": softcap}
-        rest = {"deterministic": deterministic, "backend": backend}
         node = gradients.SharedPrefix(shared_prefix_attention, scoring, rest, valid)
         return gradients.asked(gradients.apply(node, q, k, v, sinks, *of_levels), return_lse)
     sources.append((k, v))

@@ -66,12 +66,12 @@ def _attention(
 ) -> State:
     """attention(): q (B, Nq, Hq, D), k, v (B, Nk, Hkv, D) -> o (B, Nq, Hq, D), lse (B, Hq, Nq) float32 or (0,)."""
     options |= zip(TENSOR_NAMES, tensors, strict=False)
-    return _both(api.attention(q, k, v, window=(window_left, window_right), **options))
+    return both(api.attention(q, k, v, window=(window_left, window_right), **options))
 
 
 @_attention.register_fake
 def _(q: torch.Tensor, *others: torch.Tensor | None, return_lse: bool = False, **options: Any) -> State:
-    return _shapes(q, (q.shape[0], q.shape[2], q.shape[1]) if return_lse else None)
+    return shapes(q, (q.shape[0], q.shape[2], q.shape[1]) if return_lse else None)
 
 
 @torch.library.custom_op(
@@ -98,12 +98,12 @@ def _attention_varlen(
     """attention_varlen(): q (total_q, Hq, D), k, v packed or paged -> o (total_q, Hq, D), lse (Hq, total_q) or (0,)."""
     options |= zip(TENSOR_NAMES, tensors, strict=False)
     given = {"page_table": page_table, "window": (window_left, window_right), **options}
-    return _both(api.attention_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, **given))
+    return both(api.attention_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, **given))
 
 
 @_attention_varlen.register_fake
 def _(q: torch.Tensor, *others: torch.Tensor | None, return_lse: bool = False, **options: Any) -> State:
-    return _shapes(q, (q.shape[1], q.shape[0]) if return_lse else None)
+    return shapes(q, (q.shape[1], q.shape[0]) if return_lse else None)
 
 
 @torch.library.custom_op(
@@ -131,12 +131,12 @@ def _decode(
     """
     found, cache = traced.recall(plan)
     pages = _over(cache, k_pages, v_pages)
-    return _both(api.decode(q, pages, layer, found, sinks=sinks, tree_mask=tree_mask, **options))
+    return both(api.decode(q, pages, layer, found, sinks=sinks, tree_mask=tree_mask, **options))
 
 
 @_decode.register_fake
 def _(q: torch.Tensor, *others: Any, return_lse: bool = False, **options: Any) -> State:
-    return _shapes(q, (q.shape[0], q.shape[2], q.shape[1]) if return_lse else None)
+    return shapes(q, (q.shape[0], q.shape[2], q.shape[1]) if return_lse else None)
 
 
 @torch.library.custom_op(
@@ -159,12 +159,12 @@ def _attend(
 ) -> State:
     """attend(): q (rows, Hq, D) -> o like it, lse (Hq, rows) float32 or (0,). Pages and plan as in `_decode`."""
     found, cache = traced.recall(plan)
-    return _both(api.attend(q, _over(cache, k_pages, v_pages), layer, found, sinks=sinks, **options))
+    return both(api.attend(q, _over(cache, k_pages, v_pages), layer, found, sinks=sinks, **options))
 
 
 @_attend.register_fake
 def _(q: torch.Tensor, *others: Any, return_lse: bool = False, **options: Any) -> State:
-    return _shapes(q, (q.shape[1], q.shape[0]) if return_lse else None)
+    return shapes(q, (q.shape[1], q.shape[0]) if return_lse else None)
 
 
 # Gradients. The backward passes are operators themselves, so that a compiled graph holds them. Where the forward was
@@ -283,23 +283,23 @@ def _backward_of(operator: Any) -> Callable[..., tuple[torch.Tensor | None, ...]
     return backward
 
 
-def _no_second(ctx: Any, *grads: Any) -> NoReturn:
+def no_second(ctx: Any, *grads: Any) -> NoReturn:
     gradients.refuse_second()
 
 
 _attention.register_autograd(_backward_of(_attention_backward), setup_context=_keep)
 _attention_varlen.register_autograd(_backward_of(_attention_varlen_backward), setup_context=_keep)
 for _op in (_attention_backward, _attention_varlen_backward):
-    _op.register_autograd(_no_second)
+    _op.register_autograd(no_second)
 
 
-def _both(result: Result) -> State:
+def both(result: Result) -> State:
     if isinstance(result, torch.Tensor):
         return result.contiguous(), result.new_empty((0,), dtype=torch.float32)
     return result[0].contiguous(), result[1]
 
 
-def _shapes(q: torch.Tensor, lse: tuple[int, ...] | None) -> State:
+def shapes(q: torch.Tensor, lse: tuple[int, ...] | None) -> State:
     return q.new_empty(q.shape, dtype=calls.out_dtype(q.dtype)), q.new_empty(lse or (0,), dtype=torch.float32)
 
 
