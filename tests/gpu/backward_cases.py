@@ -10,7 +10,7 @@ from itertools import accumulate
 import torch
 from oracle import assert_gradients, gradient_floors, gradients, randn
 
-from tilewise import arguments, reference
+from tilewise import arguments, functions, reference
 from tilewise.gpu import backward
 from tilewise.gpu.backward import GradientCall
 
@@ -47,13 +47,19 @@ def judged(oracle, tensors, scores, *, scale=None, with_lse=False, device="cpu",
     return got
 
 
-def dense(q, k, v, sinks=None, *, scale=None, with_lse=False, device="cpu", mode=None, deterministic=False, **options):
+def dense(q, k, v, sinks=None, *, scale=None, with_lse=False, device="cpu", mode=None, deterministic=False,
+          mask=None, schedule=None, **options):  # fmt: skip
     """`attention`'s gradients. options: of the scores, by their public names."""
+    pattern = {"mask": mask, "schedule": schedule}
     tensors = (q, k, v) if sinks is None else (q, k, v, sinks)
-    oracle = lambda q, k, v, s=None, **more: reference.attention(q, k, v, sinks=s, scale=scale, **options, **more)  # noqa: E731
+
+    def oracle(q, k, v, s=None, **more):
+        return reference.attention(q, k, v, sinks=s, scale=scale, **pattern, **options, **more)
+
     scores = arguments.check_scores(q, len(q), sinks=sinks, scale=scale, **options)
     rest = {"with_lse": with_lse, "device": device, "mode": mode, "deterministic": deterministic}
-    return judged(oracle, tensors, scores, scale=scale, **rest)
+    function = None if mask is None else functions.of(mask, None)
+    return judged(oracle, tensors, scores, scale=scale, function=function, schedule=schedule, **rest)
 
 
 def starts_of(lengths, index=torch.int32):

@@ -70,7 +70,14 @@ SOURCES: dict[str, tuple[tuple[tuple[str, Constant], ...], dict[str, type[ctypes
     "common/schedule_lists.cu": ((), {"ListArgs": schedules.ListArgs}),
     "common/schedule_transpose.cu": ((), {"TransposeArgs": schedules.TransposeArgs}),
     "common/schedule_select.cu": (SELECT, {"SelectArgs": schedules.SelectArgs}),
-    "backward/arguments.cuh": ((), {"BackwardArgs": backward_abi.BackwardArgs, "KeyTile": backward_abi.KeyTileArgs, "QueryLists": backward_abi.QueryListArgs}),
+    "backward/arguments.cuh": (
+        (),
+        {
+            "BackwardArgs": backward_abi.BackwardArgs,
+            "KeyTile": backward_abi.KeyTileArgs,
+            "QueryLists": backward_abi.QueryListArgs,
+        },
+    ),
     "backward/list.cu": (LIST, {"KeyListArgs": backward_abi.KeyListArgs}),
     "backward/pairs.cu": (PAIRS, {"PairArgs": backward_abi.PairArgs}),
     "learn/kernels/args.cuh": ((), {"AttentionArgs": ladder.AttentionArgs}),

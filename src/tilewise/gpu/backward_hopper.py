@@ -19,7 +19,7 @@ from tilewise.compiler.tensor_maps import TensorMapSpec
 from tilewise.gpu.abi import ELEMENTS, EVERY_RULE, MAP_NAMES, PANEL, PANEL_BYTES, ScoreArgs, Strides, score_rule
 from tilewise.gpu.backward_abi import KEY_LIST_HEADER, KEY_TILE_WORDS, BackwardArgs, KeyListArgs
 from tilewise.gpu.backward_call import GradientCall, Gradients
-from tilewise.gpu.backward_lists import QueryLists, Step, listed, query_lists
+from tilewise.gpu.backward_lists import QueryLists, Step, listed, pairs_spec, query_lists
 from tilewise.gpu.prefill import tma_can
 from tilewise.scores import Scores
 
@@ -48,12 +48,12 @@ class Tiling:
     kv_registers: bool
     scale_late: bool
 
-    def shared_bytes(self, head_dim: int) -> int:
+    def shared_bytes(self, head_dim: int, listed: bool = False) -> int:
         """backward/layout.cuh: kSharedBytes."""
         keys, rows = 2 * TILE_KV * head_dim * 2, 2 * self.stages * TILE_Q * head_dim * 2
         sums = self.ds_stages * TILE_KV * TILE_Q * 2 + TILE_Q * head_dim * 4
-        small = 2 * self.stages * TILE_Q * 4 + TILE_KV * 8 + 128
-        return keys + rows + sums + small + 16 * (2 * self.stages + self.ds_stages + 5) + 16
+        small = 2 * self.stages * TILE_Q * 4 + (self.stages if listed else 1) * TILE_KV * 8 + 128
+        return keys + rows + sums + small + 16 * (3 * self.stages + self.ds_stages + 5) + 16 + 128
 
 
 # By padded head dimension.
@@ -71,8 +71,8 @@ def padded(head_dim: int) -> int:
 
 @dataclass(frozen=True)
 class Kind:
-    """What the kernels are compiled for. index: of the starts, None if dense. listed: a schedule or a mask function says
-    which queries meet which keys."""
+    """What the kernels are compiled for. index: of the starts, None if dense. listed: which queries meet which keys is
+    told by a schedule or a mask function."""
 
     dtype: torch.dtype
     head_dim: int
@@ -115,11 +115,12 @@ def specs_of(kind: Kind) -> tuple[KernelSpec, KernelSpec, KernelSpec]:
         ("kInitial", not kind.changed),
     )
     source = "backward/ends.cu"
+    # ALiBi beside lists takes a few registers more than there are.
     return (
         KernelSpec("backward_before", source, "before", common + ends, BEFORE_THREADS, BEFORE_SHARED, product=True),
         KernelSpec(
             "backward", "backward/backward.cu", "backward", common + main, 128 * (CONSUMERS + 1),
-            tiling.shared_bytes(dim), product=True,
+            tiling.shared_bytes(dim, kind.listed), product=not (kind.listed and kind.scores.alibi),
         ),
         KernelSpec("backward_after", source, "after", common + ends, AFTER_THREADS, 0, product=True),
     )  # fmt: skip
@@ -140,14 +141,18 @@ def specs(*, every: bool = False) -> list[KernelSpec]:
     """The kernels as users get them: bfloat16 and head dimension 128, or `every` dtype, head dimension and feature."""
     rules = EVERY_RULE if every else EVERY_RULE[:1]
     kinds = [
-        Kind(dtype, head_dim, scores, masks, index, in_turn)
+        Kind(dtype, head_dim, scores, masks, index, in_turn, listed)
         for dtype in (DTYPES if every else DTYPES[:1])
         for head_dim in (TILINGS if every else (128,))
         for scores in rules
-        for masks, index in ((False, None), (True, None), (True, torch.int32))
+        for masks, index, listed in (
+            *((False, None, False), (True, None, False), (True, torch.int32, False)),
+            *((True, None, True), (True, torch.int32, True)),
+        )
         for in_turn in ((False, True) if every else (False,))
     ]
     lists = [list_spec(torch.int32, in_turn) for in_turn in (False, True)]
+    lists += [pairs_spec("", TILE_Q, TILE_KV, packed) for packed in (False, True)]
     return list(dict.fromkeys([*(spec for kind in kinds for spec in specs_of(kind)), *lists]))
 
 

@@ -72,9 +72,8 @@ def query_lists(call: GradientCall, q_tiles: int, kv_tiles: int, tile_q: int, ti
     members = 1 if call.packed else sequences if "b" in pattern.uses else pattern.batch
     lists, width = members * own, max(1, min(q_tiles, math.ceil(longest[0] / tile_q)))
     words = math.ceil(math.ceil(longest[1] / tile_kv) / 32)
-    empty = lambda *shape: torch.empty(shape, dtype=torch.int32, device=device)  # noqa: E731
-    tensors = {"counts": empty(lists, kv_tiles, 2), "tiles": empty(lists, kv_tiles, width)}
-    tensors["bits"] = empty(lists, kv_tiles, width, tile_kv, 2)
+    shapes = {"counts": (2,), "tiles": (width,), "bits": (width, tile_kv, 2)}
+    tensors = {n: torch.empty(lists, kv_tiles, *x, dtype=torch.int32, device=device) for n, x in shapes.items()}
     if call.deterministic:
         tensors["visits"] = torch.zeros(lists, q_tiles, words, dtype=torch.int32, device=device)
     made = {name: x.data_ptr() for name, x in tensors.items()}

@@ -9,15 +9,15 @@
 #include "backward/arguments.cuh"
 
 struct PairArgs {
-    const uint32_t *kept, *whole;         // the schedule's bits: blocks that are kept, and those in which the function is
-                                          // not asked; null for all, and for none
-    const int *lengths_q, *lengths_k;     // (sequences or 1, blocks): valid rows of each block; null: all
-    int *counts, *tiles;                  // QueryLists, to be written
-    uint32_t *bits, *visits;              // visits: zero before; null if nobody asks
-    int64_t kept_batch;                   // words from one sequence's bits to the next, 0 if they share them
+    // The schedule's bits: blocks that are kept, and those in which the function is not asked; null for all and for none
+    const uint32_t *kept, *whole;
+    const int *lengths_q, *lengths_k;      // (sequences or 1, blocks): valid rows of each block; null: all
+    int *counts, *tiles;                   // QueryLists, to be written
+    uint32_t *bits, *visits;               // visits: zero before; null if nobody asks
+    int64_t kept_batch;                    // words from one sequence's bits to the next, 0 if they share them
     int kept_head, kept_row, q_blocks, k_blocks;
     int lengths_q_batch, lengths_k_batch;  // elements from one sequence to the next
-    int list_heads;                       // lists per sequence, or in all if they are shared by sequences
+    int list_heads;                        // lists per sequence, or in all if they are shared by sequences
     Divisor lists_each, block_q, block_k;  // lists_each: per head of the schedule
 };
 constexpr int kThreads = 256, kWarps = kThreads / 32;
