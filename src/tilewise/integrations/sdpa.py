@@ -275,7 +275,7 @@ def facts_of(
 
 def trains(device: torch.device, dtype: torch.dtype | None, query: Any, value: Any) -> bool:
     """Has a CUDA device that runs our kernels one for gradients of this?"""
-    head_dim = max((*query.shape[-1:], *value.shape[-1:]), default=0)
+    head_dim = max(0, *query.shape[-1:], *value.shape[-1:])
     return dtype is not None and backward.kernel_of(device, dtype, head_dim) is not None
 
 
