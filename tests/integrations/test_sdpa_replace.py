@@ -105,6 +105,24 @@ def test_a_model_that_calls_torchs_function(monkeypatch):
     torch.testing.assert_close(got, expected)
 
 
+def test_a_layer_of_torchs_trains(monkeypatch):
+    """Gradients of all its weights, with padding and without, by Tilewise where it was torch; dropout is drawn anew."""
+    torch.manual_seed(0)
+    layer = torch.nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True)
+    x, weights = randn(2, 9, 32), list(layer.parameters())
+    served = serves(monkeypatch)
+    for mask in (None, torch.arange(9) >= torch.tensor([[9], [5]])):
+        step = lambda: torch.autograd.grad(layer(x, src_key_padding_mask=mask).square().sum(), weights)  # noqa: B023, E731
+        torchs = step()
+        with replace_sdpa():
+            torch.testing.assert_close(step(), torchs, atol=1e-4, rtol=1e-4)
+    assert served[0] == "tilewise"
+    layer.self_attn.dropout = 0.5
+    with replace_sdpa():
+        assert not torch.equal(layer(x), layer(x))
+    assert served[-2:] == ["tilewise"] * 2
+
+
 # Behind torch's own flash attention.
 
 flash = pytest.mark.skipif(not replace.offers_flash(), reason="this torch takes no other flash attention")
