@@ -5,7 +5,8 @@
 
 Each rank holds an early and a late chunk of the sequence (zig-zag), which makes causal work even. Keys and values go
 round a ring; each rank attends to one block of them while it passes that on and receives the next, and the states
-`(o, lse)` of the blocks merge exactly. With a GPU for each process the same calls run there, over nccl.
+`(o, lse)` of the blocks merge exactly. In the backward pass the keys go round once more, and their gradients home. With
+a GPU for each process the same calls run there, over nccl.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ def run_rank(seqlen: int) -> None:
         torch.randn(1, seqlen, heads, HEAD_DIM, generator=generator).to(device, dtype)
         for heads in (HEADS, KV_HEADS, KV_HEADS)
     )
-    mine = [zigzag_split(x) for x in (q, k, v)]
+    mine = [zigzag_split(x).requires_grad_() for x in (q, k, v)]
     o, lse = context_attention(*mine, causal=True, return_lse=True, timeout=60)
 
     # What that did, from the plan it followed.
@@ -53,14 +54,22 @@ def run_rank(seqlen: int) -> None:
     reports: list[list[str] | None] = [None] * world
     dist.all_gather_object(reports, lines)
 
+    # Training: each rank's loss is that of its own positions, and keys get the gradients of all ranks' rows.
+    o.float().square().sum().backward()
+    whole = [zigzag_gather(x.grad) for x in mine if x.grad is not None]
+
     # The whole result, beside that of one process.
-    whole_o, whole_lse = zigzag_gather(o), zigzag_gather(lse, dim=2)
+    whole_o, whole_lse = zigzag_gather(o.detach()), zigzag_gather(lse.detach(), dim=2)
     if rank == 0:
         print("\n".join(line for report in reports if report for line in report))
+        leaves = [x.requires_grad_() for x in (q, k, v)]
         one_o, one_lse = tilewise.attention(q, k, v, causal=True, return_lse=True)
-        apart = [(a.float() - b.float()).abs().max().item() for a, b in ((whole_o, one_o), (whole_lse, one_lse))]
-        print(f"largest difference from one process: o {apart[0]:.1e}, lse {apart[1]:.1e}")
-        q, k, v = (x.cpu() for x in (q, k, v))
+        one = torch.autograd.grad(one_o.float().square().sum(), leaves)
+        pairs = zip((whole_o, whole_lse, *whole), (one_o, one_lse, *one), strict=True)
+        apart = [f"{(a.float() - b.float()).abs().max().item():.1e}" for a, b in pairs]
+        named = ", ".join(f"{name} {x}" for name, x in zip(("o", "lse", "dq", "dk", "dv"), apart, strict=True))
+        print(f"largest difference from one process: {named}")
+        q, k, v = (x.detach().cpu() for x in (q, k, v))
         exact = tilewise.reference.attention(q, k, v, causal=True)
         honest = tilewise.reference.baseline(q, k, v, causal=True)
         verdict = tilewise.reference.judge(whole_o.cpu(), exact[0], honest[0], lse=exact[1])

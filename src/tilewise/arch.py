@@ -89,11 +89,11 @@ def card_of(device: torch.device) -> str:
     Its own architecture, or what TILEWISE_CARD says: ValueError if that is none of ARCHS, or if the device cannot
     imitate it. The emulator imitates all of them.
     """
-    return _card(device, chosen)
+    # As in `capability`: the compiler does not follow a cache.
+    return _found_card(device, chosen) if torch.compiler.is_compiling() else _card(device, chosen)
 
 
-@lru_cache
-def _card(device: torch.device, chosen: str | None) -> str:
+def _found_card(device: torch.device, chosen: str | None) -> str:
     arch = arch_of_device(device)
     if chosen is None:
         return arch
@@ -101,6 +101,9 @@ def _card(device: torch.device, chosen: str | None) -> str:
     if device.type == "cuda" and (why := cannot_imitate(arch, chosen)):
         raise ValueError(f"TILEWISE_CARD={chosen}: {device} is {arch} and cannot behave as that card: {why}")
     return chosen
+
+
+_card = lru_cache(_found_card)
 
 
 def _check_card(name: str) -> None:

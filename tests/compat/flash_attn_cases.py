@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -211,6 +212,27 @@ LAYOUTS = ["rows", "heads", "slice", 16, 4]
 
 def leaves(*tensors, dtype=None):
     return [x.detach().to(dtype or x.dtype).clone().requires_grad_() for x in tensors]
+
+
+def assert_grads(call, tensors, oracle):
+    """Gradients of call(*tensors) -> (out, lse) against those of the oracle in float64, by the tolerance rule."""
+
+    def grads(run, dtype):
+        inputs = leaves(*tensors, dtype=dtype)
+        out, lse = run(*inputs)
+        weights = [randn(*x.shape, seed=50 + n).to(x.dtype) for n, x in enumerate((out, lse))]
+        finite = torch.where(lse.isfinite(), lse, 0.0)
+        return torch.autograd.grad((out * weights[0]).sum() + (finite * weights[1]).sum(), inputs)
+
+    got = grads(call, None)
+    exact, honest = (
+        grads(partial(oracle, dtype=torch.float64), torch.float64),
+        grads(partial(oracle, dtype=tensors[0].dtype), None),
+    )
+    for n, (mine, right, base) in enumerate(zip(got, exact, honest, strict=True)):
+        assert mine.dtype == tensors[n].dtype
+        verdict = reference.judge(mine, right, base)
+        assert verdict.ok, f"gradient {n}: {verdict.reason}"
 
 
 # ---- arguments that are as they should be, for refusals to change ----------------------------------------------------

@@ -6,7 +6,7 @@ from unittest import mock
 
 import torch
 import torch.nn.attention.flex_attention as torch_flex
-from oracle import assert_state, qkv
+from oracle import assert_gradients, assert_state, gradient_floors, gradients, qkv, randn
 
 import tilewise.compat.flex_attention as flex
 from tilewise import reference
@@ -48,6 +48,34 @@ def check(q, k, v, score_mod=None, block_mask=None, **options):
     got = flex.flex_attention(q, k, v, score_mod, block_mask, return_aux=AuxRequest(lse=True), **options)
     assert_flex(got, q, k, v, score_mod, block_mask, **options)
     return got[0]
+
+
+def check_gradients(tensors, score_mod=None, mask=None, lse=True, there=None, **options):
+    """dq, dk and dv of flex_attention, from the output and, with lse, from the LSE, against the oracle's in float64.
+
+    there: the functions and the mask on a card, where the call runs then; these ones are the oracle's.
+    """
+    device = "cpu" if there is None else "cuda"
+    score_there, mask_there = there or (score_mod, mask)
+    q, k, v = (x.transpose(1, 2) for x in tensors)
+    mask_mod = None if mask is None else mask.mask_mod
+
+    def ours(q, k, v):
+        given = (x.transpose(1, 2).to(device) for x in (q, k, v))
+        o, sums = flex.flex_attention(*given, score_there, mask_there, return_lse=True, enable_gqa=True, **options)
+        return o.transpose(1, 2).cpu(), sums.cpu()
+
+    def oracle(q, k, v, dtype=torch.float64):
+        wide = (x.expand(len(q), -1, -1, -1) for x in (k, v))
+        return reference.attention(q, *wide, mask=mask_mod, score=score_mod, dtype=dtype, **options)
+
+    d_o, d_lse = randn(*q.shape, dtype=q.dtype, seed=7), randn(*tensors[0].shape[:3], seed=8) if lse else None
+    got = gradients(ours, (q, k, v), d_o, d_lse)
+    exact = gradients(oracle, (q, k, v), d_o, d_lse, dtype=torch.float64)
+    honest = gradients(lambda *x: oracle(*x, dtype=q.dtype), (q, k, v), d_o, d_lse)
+    assert [x.dtype for x in got] == [q.dtype] * 3
+    sums = oracle(*(x.double() for x in (q, k, v)))[1]
+    assert_gradients(got, exact, honest, gradient_floors(oracle, (q, k, v), d_o), sums)
 
 
 def by_lists(mask: BlockMask) -> BlockMask:

@@ -16,7 +16,7 @@ CU = starts_of([8, 8])
 @pytest.mark.parametrize(
     ("changes", "error", "match"),
     [
-        ({"dropout_p": 0.1}, NotImplementedError, "no dropout"),
+        ({"dropout_p": 1.0}, ValueError, "dropout_p must be below 1"),
         ({"dropout_p": -0.1}, ValueError, "dropout_p"),
         ({"dropout_p": None}, TypeError, "dropout_p"),
         ({"softmax_scale": math.nan}, ValueError, "softmax_scale"),
@@ -45,7 +45,7 @@ def test_refusals(changes, error, match):
 @pytest.mark.parametrize(
     ("changes", "error", "match"),
     [
-        ({"dropout_p": 0.5}, NotImplementedError, "no dropout"),
+        ({"dropout_p": 2}, ValueError, "dropout_p must be below 1"),
         ({"max_seqlen_q": 8.5}, TypeError, "max_seqlen_q"),
         ({"max_seqlen_k": -1}, ValueError, "max_seqlen_k"),
         ({"cu_seqlens_q": [0, 8, 16]}, TypeError, "cu_seqlens_q"),
@@ -71,5 +71,5 @@ def test_packed_refusals():
         fa.flash_attn_kvpacked_func(Q, (K, V))
     with pytest.raises(ValueError, match="qkv must have 4 dimensions"):
         fa.flash_attn_varlen_qkvpacked_func(torch.stack((Q, Q, Q), 2), CU, 8)
-    with pytest.raises(NotImplementedError, match="no dropout"):
-        fa.flash_attn_varlen_kvpacked_func(Q.flatten(0, 1), torch.stack((K, V), 2).flatten(0, 1), CU, CU, 8, 8, 0.1)
+    with pytest.raises(ValueError, match="dropout_p must be below 1"):
+        fa.flash_attn_varlen_kvpacked_func(Q.flatten(0, 1), torch.stack((K, V), 2).flatten(0, 1), CU, CU, 8, 8, 1.0)

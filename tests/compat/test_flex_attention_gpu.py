@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.attention.flex_attention as torch_flex
-from flex_cases import MAKERS, assert_flex, by_lists, inputs
+from flex_cases import MAKERS, assert_flex, by_lists, check_gradients, inputs
 from variant_cases import variants
 
-from tilewise.compat.flex_attention import BlockMask, flex_attention
+from tilewise.compat.flex_attention import BlockMask, create_block_mask, flex_attention
 
 pytestmark = pytest.mark.gpu
 CUDA = "cuda"
@@ -27,6 +27,18 @@ def test_variants(name, lengths, maker):
     q, k, v = on_card(lengths)
     got = flex_attention(q, k, v, variant.score, mask, enable_gqa=True, return_lse=True)
     assert_flex(got, q, k, v, variant.score, mask, enable_gqa=True)
+
+
+@pytest.mark.parametrize("lengths", [(512, 512), (300, 1100)])
+@pytest.mark.parametrize("name", tuple(variants(1, 1, 1)))
+def test_gradients(name, lengths):
+    here, there = (variants(4, *lengths, batch=2, device=device)[name] for device in ("cpu", CUDA))
+    masks = [
+        None if x.mask is None else create_block_mask(x.mask, 2, 4, *lengths, device=device)
+        for x, device in ((here, "cpu"), (there, CUDA))
+    ]
+    given = inputs(2, lengths, (4, 2), 64, dtype=torch.bfloat16)
+    check_gradients(given, here.score, masks[0], there=(there.score, masks[1]))
 
 
 def test_keys_of_one_sequence_for_all():

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from oracle import assert_state, qkv, randn
+from oracle import assert_gradients, assert_state, gradient_floors, gradients, qkv, randn
 
 from tilewise import PagedKVCache, plan_decode, reference
 from tilewise import distributed as tw
@@ -147,6 +147,70 @@ def sequence_case(call, problem, group, layout, heads=None, with_seqlen=False, d
     assert_state(whole, *oracle(sum(sizes), q, k, v, **options))
 
 
+# What training asks for: a small table, for each of its problems is a backward pass too.
+TRAINED = (
+    "causal",
+    "full bf16",
+    "more keys",
+    "rows without keys",
+    "rows without keys, sinks",
+    "window causal bf16",
+    "window of one key",
+    "softcap and sinks",
+    "fewer than ranks",
+    "no queries",
+    "no keys",
+    "no sequences",
+)
+
+
+def gradient_case(call, problem, group, layout, heads=None, **more) -> None:
+    """Gradients of a call over a split sequence are those of the whole one, dsinks when all ranks' are added up."""
+    sizes, dtype, options = problem
+    heads = heads or sizes[3:5]
+    tensors = qkv(*sizes[:3], *heads, sizes[5], dtype=dtype, seed=sum(sizes))
+    options = dict(options)
+    names = ("q", "k", "v", "sinks") if options.pop("sinks", False) else ("q", "k", "v")
+    if "sinks" in names:
+        tensors = (*tensors, randn(heads[0], seed=7))
+    d_o = randn(*tensors[0].shape, dtype=dtype, seed=8)
+    d_lse = randn(d_o.shape[0], d_o.shape[2], d_o.shape[1], seed=9)
+
+    def ours(*given):
+        return call(*given[:3], **dict(zip(names[3:], given[3:], strict=True)), **there, return_lse=True)
+
+    def oracle(*given, **kind):
+        return reference.attention(*given[:3], **dict(zip(names[3:], given[3:], strict=True)), **options, **kind)
+
+    there = {**options, "group": group, "layout": layout, "timeout": 30, **more}
+    parts = [*(split(x, layout, group) for x in tensors[:3]), *tensors[3:]]
+    mine = split(d_o, layout, group), split(d_lse, layout, group, dim=2)
+    got = list(gradients(ours, parts, *mine))
+    assert [x.dtype for x in got] == [x.dtype for x in parts]
+    whole = [gather(x, layout, group) for x in got[:3]]
+    for x in got[3:]:
+        dist.all_reduce(x, group=group)
+        whole.append(x)
+    if not d_o.numel() or not tensors[1].numel():
+        assert not any(x.any() for x in whole[:3])
+        return
+    exact = gradients(oracle, tensors, d_o, d_lse, dtype=torch.float64)
+    honest = gradients(lambda *x: oracle(*x, dtype=dtype), tensors, d_o, d_lse)
+    lse = oracle(*(x.double() for x in tensors))[1]
+    assert_gradients(whole, exact, honest, gradient_floors(oracle, tensors, d_o, options.get("scale")), lse)
+
+
+def gathered_case(group) -> None:
+    """The gradient of what every rank gathers is the sum of what all ranks say of it."""
+    whole = randn(2, 13, 3)
+    x = tw.zigzag_split(whole, group=group).requires_grad_()
+    rank, world = dist.get_rank(group), dist.get_world_size(group)
+    got = tw.zigzag_gather(x, group=group, timeout=30)
+    assert torch.equal(got.detach(), whole)
+    (got * whole * (rank + 1)).sum().backward()
+    torch.testing.assert_close(x.grad, x.detach() * (world * (world + 1) // 2))
+
+
 def by_ranks(q, k, v, world, *, layout, method="ring", scale, softcap=0.0, sinks=None, backend="auto", **mask):
     """What all ranks of a context_attention compute, one after the other in one process: the whole (o, lse)."""
     share = lambda x, r: tw.zigzag_split(x, rank=r, world=world) if layout == "zigzag" else x.tensor_split(world, 1)[r]  # noqa: E731
@@ -237,6 +301,8 @@ def disagreement_cases(ranks: Ranks) -> None:
     longer = [torch.cat((x, x), 1) for x in parts] if odd else parts
     ranks.case("length differs", run, ("q must hold", "got 4; split with"), parts=longer)
     ranks.case("method differs", run, ("method must be", "'all_gather'"), method="all_gather" if odd else "ring")
+    leaf = [x.clone().requires_grad_() for x in parts] if odd else parts
+    ranks.case("gradients differ", run, ("gradients must be", "True on rank 2"), parts=leaf)
     ranks.case("seqlen is wrong", run, ("q must hold 5 of the 20 positions", "zigzag_split"), seqlen=20)
     other = tw.head_attention if odd else tw.context_attention
 
@@ -294,7 +360,25 @@ def equal(ranks: Ranks) -> None:
                     title = f"decode, {world} ranks, {rule}, {kv_format}, {tokens} tokens"
                     more = {"sinks": True} if rule != "in turns" else {"softcap": 4.0, "scale": 0.5}
                     ranks.case(title, decode_case, group, rule, kv_format, dtype, tokens, **more)
+        gradient_cases(ranks, world, group)
     disagreement_cases(ranks)
+
+
+def gradient_cases(ranks: Ranks, world, group) -> None:
+    """Every problem in one way of four, in another one for each number of ranks; two problems in all of them."""
+    ways = [(layout, method) for layout in ("zigzag", "contiguous") for method in ("ring", "all_gather")]
+    for n, name in enumerate(TRAINED):
+        every = world == 4 and name in ("causal", "window causal bf16")
+        for layout, method in ways if every else [ways[(n + world) % 4]]:
+            title = f"gradients, context, {world} ranks, {name}, {layout}, {method}"
+            ranks.case(title, gradient_case, tw.context_attention, PROBLEMS[name], group, layout, method=method)
+    for n, heads in enumerate(HEADS[world]):
+        name = HEAD_PROBLEMS[(n + world) % len(HEAD_PROBLEMS)]
+        title = f"gradients, heads, {world} ranks, {name}, {heads}"
+        ranks.case(
+            title, gradient_case, tw.head_attention, PROBLEMS[name], group, ("contiguous", "zigzag")[n % 2], heads
+        )
+    ranks.case(f"gradients of what is gathered, {world} ranks", gathered_case, group)
 
 
 def failures(ranks: Ranks) -> None:

@@ -291,13 +291,6 @@ def test_arguments_are_refused(options, error, message):
 
 
 @pytest.mark.usefixtures("alone")
-def test_inputs_that_require_gradients_are_refused_before_anything_travels():
-    q, k, v = qkv(1, 4, 4, 2, 1, 16)
-    with pytest.raises(NotImplementedError, match="requires gradients"):
-        tw.context_attention(q.requires_grad_(), k, v)
-
-
-@pytest.mark.usefixtures("alone")
 def test_decode_split_refuses():
     cache, seqs = cache_of([5, 9], [list(range(5)), list(range(9))], 2, 32, "fp32")
     q = randn(2, 2, 4, 32)

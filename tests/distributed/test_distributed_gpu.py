@@ -8,6 +8,7 @@ import torch.distributed as dist
 from distributed_cases import PROBLEMS, by_ranks, decode_case, sequence_case
 from oracle import assert_attention, qkv, randn
 
+from tilewise import attention
 from tilewise import distributed as tw
 from tilewise.distributed.peers import Peers
 
@@ -83,6 +84,15 @@ def test_with_seqlen_nothing_waits(method):
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+
+
+@pytest.mark.parametrize("call", [tw.context_attention, tw.head_attention])
+def test_gradients_of_one_rank_are_those_of_attention(call):
+    leaves = [x.to(CARD).requires_grad_() for x in qkv(1, 300, 300, 4, 2, 64, dtype=torch.bfloat16)]
+    d_o = randn(1, 300, 4, 64).to(CARD, torch.bfloat16)
+    got = torch.autograd.grad(call(*leaves, causal=True, seqlen=300), leaves, d_o)
+    for mine, whole in zip(got, torch.autograd.grad(attention(*leaves, causal=True), leaves, d_o), strict=True):
+        torch.testing.assert_close(mine, whole, atol=1e-2, rtol=2e-2)
 
 
 @pytest.mark.parametrize("timeout", [None, 30])

@@ -105,6 +105,24 @@ def test_a_model_that_calls_torchs_function(monkeypatch):
     torch.testing.assert_close(got, expected)
 
 
+def test_a_layer_of_torchs_trains(monkeypatch):
+    """Gradients of all its weights, with padding and without, by Tilewise where it was torch; dropout is drawn anew."""
+    torch.manual_seed(0)
+    layer = torch.nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True)
+    x, weights = randn(2, 9, 32), list(layer.parameters())
+    served = serves(monkeypatch)
+    for mask in (None, torch.arange(9) >= torch.tensor([[9], [5]])):
+        step = lambda: torch.autograd.grad(layer(x, src_key_padding_mask=mask).square().sum(), weights)  # noqa: B023, E731
+        torchs = step()
+        with replace_sdpa():
+            torch.testing.assert_close(step(), torchs, atol=1e-4, rtol=1e-4)
+    assert served[0] == "tilewise"
+    layer.self_attn.dropout = 0.5
+    with replace_sdpa():
+        assert not torch.equal(layer(x), layer(x))
+    assert served[-2:] == ["tilewise"] * 2
+
+
 # Behind torch's own flash attention.
 
 flash = pytest.mark.skipif(not replace.offers_flash(), reason="this torch takes no other flash attention")
@@ -136,18 +154,27 @@ def test_the_flash_operator(is_causal):
     operator = torch.ops.aten._scaled_dot_product_flash_attention
     query, key, value = make((2, 4, 9, 8), (2, 2, 9, 8))
     query = query.transpose(1, 2).contiguous().transpose(1, 2)
+    leaves = [x.clone().requires_grad_() for x in (query, key, value)]
+    d_o = randn(*query.shape, seed=9)
     kernel = FlashKernel("CPU")
     try:
         out, lse, *_, rows, keys, _, _, _ = operator(query, key, value, 0.0, is_causal, scale=0.3)
-        recorded = operator(query.requires_grad_(), key, value)[0]
+        got = torch.autograd.grad(operator(*leaves, 0.0, is_causal, scale=0.3)[0], leaves, d_o)
         with pytest.raises(NotImplementedError, match="dropout_p is not 0"):
             operator(query, key, value, 0.5)
         with pytest.raises(NotImplementedError, match="a debug mask"):
             operator(query, key, value, 0.0, False, True)
+        with pytest.raises(NotImplementedError, match=r"flash_attention_backward: .*dropout_p is not 0"):
+            torch.ops.aten._scaled_dot_product_flash_attention_backward(
+                d_o, query, key, value, out, lse, None, None, 9, 9, 0.5, is_causal, lse, lse
+            )
     finally:
         kernel.remove()
         kernel.remove()
-    assert recorded.requires_grad  # torch's own backward pass
+    wide = [x.detach().double().requires_grad_() for x in leaves]
+    exact = torch_sdpa(*wide, is_causal=is_causal, scale=0.3, enable_gqa=True)
+    for mine, right in zip(got, torch.autograd.grad(exact, wide, d_o.double()), strict=True):
+        torch.testing.assert_close(mine.double(), right, atol=1e-5, rtol=1e-5)
     assert (rows, keys) == (9, 9)
     assert out.stride() == query.stride()
     q, k, v = (x.detach().transpose(1, 2) for x in (query, key, value))

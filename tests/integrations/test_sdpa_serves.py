@@ -10,7 +10,7 @@ from oracle import randn
 from sdpa_cases import check, make, padding, serves
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from tilewise import arch
+from tilewise import arch, reference
 from tilewise.integrations import sdpa as module
 from tilewise.integrations.replace import replace_sdpa
 from tilewise.integrations.sdpa import Explanation, Facts, decide, explain, sdpa, torch_sdpa
@@ -24,8 +24,8 @@ CARD = Facts((2, 4, 8, 64), (2, 4, 8, 64), (2, 4, 8, 64), torch.bfloat16, "cuda"
 
 
 REFUSED = {
-    "an input requires gradients": lambda q, k, v: ((q.requires_grad_(), k, v), {}),
-    "dropout_p is not 0": lambda q, k, v: ((q, k, v), {"dropout_p": 0.5}),
+    "attn_mask and dropout_p": lambda q, k, v: ((q, k, v, torch.ones(1, 5, dtype=torch.bool)), {"dropout_p": 0.5}),
+    "value that only torch judges": lambda q, k, v: ((q, k, v), {"dropout_p": 1.0}),
     "no kernels take torch.float64": lambda q, k, v: ((q.double(), k.double(), v.double()), {}),
     "attn_mask differs from query to query": lambda q, k, v: ((q, k, v, torch.ones(5, 5, dtype=torch.bool)), {}),
     "attn_mask is added to the scores": lambda q, k, v: ((q, k, v, torch.zeros(1, 5)), {}),
@@ -87,7 +87,8 @@ def test_explain_says_why_tilewise_serves(shapes, options, reason, monkeypatch):
         ({"mask": (2, 1, 1, 8), "mask_is_bool": True}, False),
         ({"value": (2, 4, 8, 257)}, False),
         ({"dropout": True}, False),
-        ({"grad": True}, False),
+        ({"grad": True}, True),
+        ({"grad": True, "trains": False}, False),
         ({"fused": False}, False),
         ({"device": "xpu"}, False),
         ({"device": ""}, False),
@@ -118,14 +119,73 @@ def test_explain_names_the_kernel_of_the_card(card, dtype, kernel, why):
     assert why in str(told)
 
 
-def test_gradients_are_torchs():
+def test_explain_names_the_kernels_of_training():
+    told = module._explained(CARD._replace(grad=True), torch.device("cpu"), ("it is served",))
+    assert told.kernel == "the GPU kernel forward, then backward"
+    torch._dynamo.reset()
+    asked = torch.compile(  # in graphs, too: facts are found while they are traced
+        lambda x, y: x + module.trains(x.device, torch.float16, x, y), fullgraph=True, backend="eager"
+    )
+    with arch.as_card("sm_90a"):
+        assert (asked(torch.zeros(8, 64), torch.zeros(8, 64)) == 1).all()
+        assert (asked(torch.zeros(8, 64), torch.zeros(8, 300)) == 0).all()
+
+
+@pytest.mark.parametrize(
+    ("shapes", "options"),
+    [
+        (((2, 3, 70, 8),), {"is_causal": True}),
+        (((2, 3, 5, 8), (2, 3, 9, 8)), {"is_causal": True}),
+        (((2, 3, 9, 8), (2, 3, 5, 8)), {"is_causal": True, "scale": 0.3}),
+        (((2, 8, 5, 8), (1, 4, 6, 8), (1, 4, 6, 8)), {"enable_gqa": True}),
+        (((2, 1, 4, 5, 8), (3, 1, 6, 8), (1, 1, 3, 4, 6, 4)), {}),
+        (((3, 3, 5, 8), (3, 3, 9, 8)), {"attn_mask": padding(9, 4, 0)}),
+        (((2, 3, 5, 8), (2, 3, 33, 8), (2, 3, 33, 4)), {"attn_mask": randn(1, 33) > 0}),
+    ],
+)
+def test_gradients(shapes, options, monkeypatch):
+    """Of query, key and value, all of them ours: by the tolerance rule beside torch's in float64 and in float32."""
+    tensors = [x.requires_grad_() for x in make(*shapes)]
+    assert "its gradients are Tilewise's, too" in str(explain(*tensors, **options))
+    served = serves(monkeypatch)
+    out = sdpa(*tensors, **options)
+    assert set(served) == {"tilewise"}
+    d_o = randn(*out.shape, seed=9)
+    got = torch.autograd.grad(out, tensors, d_o)
+    wide = [x.detach().double().requires_grad_() for x in tensors]
+    exact = torch.autograd.grad(torch_sdpa(*wide, **options), wide, d_o.double())
+    torchs = torch.autograd.grad(torch_sdpa(*tensors, **options), tensors, d_o)
+    for mine, right, other in zip(got, exact, torchs, strict=True):
+        verdict = reference.judge(mine, right, other)
+        assert verdict.ok, verdict.reason
+
+
+def test_values_with_and_without_gradients_are_the_same():
     tensors = [x.requires_grad_() for x in make((2, 3, 5, 8))]
-    ours = torch.autograd.grad(sdpa(*tensors, is_causal=True).sum(), tensors)
-    assert all(map(torch.equal, ours, torch.autograd.grad(torch_sdpa(*tensors, is_causal=True).sum(), tensors)))
+    recorded = sdpa(*tensors, is_causal=True)
     with torch.no_grad():
-        check(*tensors)
+        assert torch.equal(check(*tensors, is_causal=True), recorded)
     with torch.inference_mode():
         check(*tensors)
+
+
+def test_dropout(monkeypatch):
+    """Ours, with as many weights dropped as asked for, from torch's generator, and the same ones in the gradients."""
+    query, key, _ = make((2, 3, 70, 64), (2, 3, 64, 64))
+    leaf = torch.eye(64).expand(2, 3, 64, 64).clone().requires_grad_()  # then the output are the weights
+    served = serves(monkeypatch)
+    torch.manual_seed(0)
+    weights = sdpa(query, key, leaf, dropout_p=0.3)
+    torch.manual_seed(0)
+    assert torch.equal(sdpa(query, key, leaf, dropout_p=0.3), weights)
+    assert set(served) == {"tilewise"}
+    whole = torch_sdpa(query, key, leaf).detach()
+    kept = weights != 0
+    assert abs(kept.double().mean().item() - 0.7) < 0.02
+    torch.testing.assert_close(weights, torch.where(kept, whole / 0.7, 0.0))
+    d_o = randn(2, 3, 70, 64, seed=9)
+    (grad,) = torch.autograd.grad(weights, leaf, d_o)
+    torch.testing.assert_close(grad, weights.detach().mT @ d_o, atol=1e-5, rtol=1e-5)
 
 
 def test_autocast():
@@ -197,9 +257,23 @@ def test_compiles_to_an_operator(shapes, options):
     assert graphs.operators() == [["attention_seen_keys" if "attn_mask" in options else "attention"]]
 
 
+@pytest.mark.parametrize("mask", [None, padding(5, 2)], ids=["causal", "padding"])
+def test_training_compiles_whole(mask):
+    torch._dynamo.reset()
+    tensors = [x.requires_grad_() for x in make((2, 4, 5, 8), (2, 2, 5, 8), (2, 2, 5, 4))]
+    options = {"attn_mask": mask, "is_causal": mask is None, "enable_gqa": True}
+    fast = torch.compile(lambda *x: F.scaled_dot_product_attention(*x, **options), fullgraph=True, backend="aot_eager")
+    with replace_sdpa():
+        got = torch.autograd.grad(fast(*tensors).square().sum(), tensors)
+        eager = F.scaled_dot_product_attention(*tensors, **options)
+    wanted = torch.autograd.grad(eager.square().sum(), tensors, create_graph=True)
+    torch.testing.assert_close(got, wanted)
+    with pytest.raises(NotImplementedError, match="second derivatives"):
+        wanted[0].sum().backward()
+
+
 def test_compiles_what_torch_serves():
     torch._dynamo.reset()
-    tensors = [x.requires_grad_() for x in make((2, 3, 5, 8))]
+    tensors = make((2, 3, 5, 8))
     fast = torch.compile(sdpa, fullgraph=True, backend="aot_eager")
-    torch.autograd.grad(fast(*tensors).sum(), tensors)
     torch.testing.assert_close(fast(*tensors, randn(5, 5)), torch_sdpa(*tensors, randn(5, 5)))

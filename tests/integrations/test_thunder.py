@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from oracle import DTYPES, randn
 from sdpa_cases import make, padding
 
-from tilewise import arch
+from tilewise import arch, reference
 from tilewise.integrations.replace import replace_sdpa
 from tilewise.integrations.sdpa import explain, sdpa, torch_sdpa
 
@@ -36,8 +36,14 @@ def jit(function):
     return thunder.jit(function, executors=[ours.executor, *thunder.get_default_executors()])
 
 
-def in_trace(jitted) -> bool:
-    return any(bsym.sym.name == "tilewise_sdpa" for bsym in thunder.last_traces(jitted)[-1].bound_symbols)
+def in_trace(jitted, name="tilewise_sdpa", traces=thunder.last_traces) -> bool:
+    return any(bsym.sym.name == name for bsym in traces(jitted)[-1].bound_symbols)
+
+
+def trains_in_trace(jitted) -> bool:
+    return in_trace(jitted, "tilewise_sdpa_forward") and in_trace(
+        jitted, "tilewise_sdpa_backward", thunder.last_backward_traces
+    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -78,8 +84,8 @@ def test_a_module():
     with torch.no_grad():
         torch.testing.assert_close(jitted(x), block(x))
         assert in_trace(jitted)
-    jitted(x).sum().backward()  # gradients are recorded: thunder's own
-    assert not in_trace(jitted)
+    jitted(x).sum().backward()
+    assert trains_in_trace(jitted)
     got = [p.grad.clone() for p in block.parameters()]
     block.zero_grad()
     block(x).sum().backward()
@@ -104,7 +110,7 @@ def test_a_padding_mask():
 )
 def test_refused_as_explain_says(mask, options, dtype):
     tensors = [*make((2, 3, 5, 8), dtype=dtype), mask]
-    assert explain(*tensors, **options).backend == "torch"
+    assert options or explain(*tensors).backend == "torch"  # dropout is refused by the trace alone
     jitted = jit(lambda *x: F.scaled_dot_product_attention(*x, **options) + 1)
     got = jitted(*tensors)
     assert not in_trace(jitted)
@@ -112,12 +118,44 @@ def test_refused_as_explain_says(mask, options, dtype):
         torch.testing.assert_close(got, torch_sdpa(*tensors) + 1)
 
 
-def test_refused_where_gradients_are_recorded():
+@pytest.mark.parametrize(
+    ("shapes", "options"),
+    [
+        (((2, 3, 70, 8),), {"is_causal": True, "scale": 0.3}),
+        (((2, 3, 5, 8), (2, 3, 9, 8), (2, 3, 9, 4)), {"is_causal": True}),
+        (((2, 3, 9, 8), (3, 5, 8)), {"is_causal": True}),
+        (((3, 2, 5, 8), (3, 2, 9, 8)), {"attn_mask": padding(9, 1, 0)}),
+        (((5, 8), (6, 8), (6, 8)), {}),
+    ],
+)
+def test_gradients(shapes, options):
+    """Those of torch's function in float64, by the tolerance rule."""
+    tensors = [x.requires_grad_() for x in make(*shapes)]
+    jitted = jit(lambda q, k, v: F.scaled_dot_product_attention(q * 2, k, v, **options))
+
+    def gradients(call, *given):
+        out = call(given[0] * 2, *given[1:], **options)
+        return torch.autograd.grad(out, given, randn(*out.shape, seed=9, dtype=out.dtype))
+
+    out = jitted(*tensors)
+    got = torch.autograd.grad(out, tensors, randn(*out.shape, seed=9))
+    assert trains_in_trace(jitted)
+    exact, other = (
+        gradients(torch_sdpa, *(x.detach().to(dtype).requires_grad_() for x in tensors))
+        for dtype in (torch.float64, torch.float32)
+    )
+    for mine, right, base in zip(got, exact, other, strict=True):
+        verdict = reference.judge(mine, right, base)
+        assert verdict.ok, verdict.reason
+
+
+def test_gradients_of_what_is_refused_are_thunders():
     query, key, value = make((2, 3, 5, 8))
+    bias = randn(5, 5)
     jitted = jit(lambda *x: F.scaled_dot_product_attention(*x))
-    got = torch.autograd.grad(jitted(query.requires_grad_(), key, value).sum(), query)
-    assert not in_trace(jitted)
-    torch.testing.assert_close(got, torch.autograd.grad(torch_sdpa(query, key, value).sum(), query))
+    got = torch.autograd.grad(jitted(query.requires_grad_(), key, value, bias).sum(), query)
+    assert not in_trace(jitted, "tilewise_sdpa_forward")
+    torch.testing.assert_close(got, torch.autograd.grad(torch_sdpa(query, key, value, bias).sum(), query))
 
 
 @pytest.mark.parametrize(
@@ -125,7 +163,7 @@ def test_refused_where_gradients_are_recorded():
     [
         ({}, True),
         ({"dropout_p": 0.1}, False),
-        ({"requires_grad": True}, False),
+        ({"requires_grad": True}, True),
         ({"device": "cuda:0", "dtype": "bfloat16"}, False),  # there are no kernels for the card
         ({"device": "meta"}, False),
         ({"dtype": "float8_e4m3fn"}, False),
@@ -150,8 +188,12 @@ def test_on_a_hopper_masks_are_refused_and_the_rest_is_not(monkeypatch):
     with thunder.core.trace.tracectx(thunder.core.trace.TraceCtx()):
         tensors = [thunder.TensorProxy(shape=(2, 3, 5, 64), device=device, dtype=dtype) for _ in range(3)]
         mask = thunder.TensorProxy(shape=(2, 1, 1, 5), device=device, dtype=thunder.dtypes.bool8)
+        leaves = [thunder.TensorProxy(like=x, requires_grad=True) for x in tensors]
     assert ours._served(*tensors, None, 0.0, True)
     assert not ours._served(*tensors, mask)
+    for has_backward in (True, False):
+        monkeypatch.setattr(ours, "trains", lambda *_, has=has_backward: has)
+        assert ours._served(*leaves, None, 0.0, True) == has_backward
 
 
 def test_register_once_for_all():

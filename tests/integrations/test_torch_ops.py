@@ -110,7 +110,8 @@ def test_opcheck_seen_keys():
     seen = torch.tensor([[True, False, True, True], [False] * 4])
     q, k, v = qkv(2, 3, 4, 4, 2, 16)
     opcheck(OPS.attention_seen_keys.default, (q, k, v, seen), {"scale": 0.3})
-    opcheck(OPS.attention_seen_keys.default, (q, k, v, seen[:1]))
+    given = [x.requires_grad_() for x in (q, k, v)]
+    opcheck(OPS.attention_seen_keys.default, (*given, seen[:1]))
 
 
 # Compiled code that calls the public names.

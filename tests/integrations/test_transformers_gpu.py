@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from types import SimpleNamespace
 
 import pytest
@@ -144,9 +145,42 @@ def test_float32(make, calls):
     assert calls == ["attention"] * cases.LAYERS
 
 
+def step(model, implementation, **inputs):
+    """All gradients of one training step, one after another, float64."""
+    model.set_attn_implementation(implementation)
+    model.requires_grad_(True).zero_grad()
+    model(**inputs, use_cache=False).loss.backward()
+    model.set_attn_implementation("tilewise")
+    return torch.cat([p.grad.double().cpu().flatten() for p in model.parameters() if p.grad is not None])
+
+
+@pytest.mark.parametrize("pad", [False, True])
+@pytest.mark.parametrize(
+    ("make", "sizes"),
+    [(cases.llama, 128), (cases.gemma2, 64), (cases.gpt_oss, 64)],
+    ids=lambda x: getattr(x, "__name__", x),
+)
+def test_a_training_step(make, sizes, pad, calls):
+    """As far from float64 as eager's step is, or little more; by our calls."""
+    model, ids = on_card(make, head_dim=sizes), tokens(2, 130)
+    inputs = {"input_ids": ids, "labels": ids}
+    if pad:
+        mask = padding([130, 67], 130, left=False)
+        inputs |= {"attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
+    exact_logits(model, input_ids=ids[:1, :1])  # registers the oracle
+    wide = copy.deepcopy(model).to("cpu", torch.float64)
+    wide.set_experts_implementation("eager")
+    exact = step(wide, cases.ORACLE, **inputs)
+    there = {name: x.to(CUDA) for name, x in inputs.items()}
+    calls.clear()
+    ours, eager = step(model, "tilewise", **there), step(model, "eager", **there)
+    assert calls == ["attention_varlen" if pad else "attention"] * cases.LAYERS
+    assert (ours - exact).norm() <= 1.5 * (eager - exact).norm()
+
+
 @pytest.mark.parametrize("with_sinks", [False, True])
 def test_gradients_of_padded_rows_are_finite(with_sinks):
-    """Torch's SDPA serves here, with the kernels' numbers; a row without keys must not bring NaN into it."""
+    """A row without keys must not bring NaN into it."""
     heads_last = qkv(2, 5, 5, 4, 2, 64, dtype=torch.bfloat16)
     q, k, v = (x.transpose(1, 2).to(CUDA).requires_grad_() for x in heads_last)
     sinks = randn(4, seed=3) if with_sinks else None

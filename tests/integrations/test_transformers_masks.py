@@ -24,11 +24,11 @@ from transformers.masking_utils import (
     sliding_window_bidirectional_mask_function,
     sliding_window_causal_mask_function,
 )
-from transformers_cases import LAYER, build, padding, run, tokens
+from transformers_cases import LAYER, build, padding, run, tokens, visible
 
 from tilewise import reference
 from tilewise.integrations.transformers import attention_forward
-from tilewise.integrations.transformers_mask import Mask, make_mask, visible
+from tilewise.integrations.transformers_mask import Mask, make_mask
 
 pytestmark = pytest.mark.usefixtures("registered")
 
@@ -76,7 +76,7 @@ def mask_arguments(draw):
 def test_masks_say_what_transformers_masks_say(arguments):
     expected = sdpa_mask(**arguments, allow_is_causal_skip=False).expand(arguments["batch_size"], -1, -1, -1)
     mask = make_mask(**arguments)
-    seen = visible(mask, torch.device("cpu")).expand(arguments["batch_size"], -1, -1, -1)
+    seen = visible(mask).expand(arguments["batch_size"], -1, -1, -1)
     assert not expected[..., mask.keys :].any()
     there = torch.ones(mask.batch, mask.queries, dtype=torch.bool)
     if arguments["attention_mask"] is not None and (mask.causal or mask.window is not None):
@@ -101,13 +101,13 @@ def test_packed_sequences_beside_padding_and_batches():
     mask = create_causal_mask(config, torch.zeros(2, 6, 1), None, None, position_ids=positions)
     expected = (documents[:, :, None] == documents[:, None, :]) & torch.ones(6, 6, dtype=torch.bool).tril()
     assert isinstance(mask, Mask)
-    assert torch.equal(visible(mask, torch.device("cpu"))[:, 0], expected)
+    assert torch.equal(visible(mask)[:, 0], expected)
     padded = make_mask(
         2, 6, 6,
         mask_function=packed_causal(documents), attention_mask=torch.tensor([[0, 1, 1, 1, 1, 1], [1, 1, 1, 1, 1, 0]]),
     )  # fmt: skip
     expected[0, 0], expected[0, :, 0], expected[1, 5] = False, False, False
-    assert torch.equal(visible(padded, torch.device("cpu"))[:, 0], expected)
+    assert torch.equal(visible(padded)[:, 0], expected)
 
 
 def packed_causal(documents):
@@ -116,7 +116,7 @@ def packed_causal(documents):
 
 def test_positions_that_a_mask_does_not_reach_are_padding():
     arguments = {"batch_size": 1, "q_length": 4, "kv_length": 4, "attention_mask": torch.ones(1, 2, dtype=torch.bool)}
-    seen = visible(make_mask(**arguments), torch.device("cpu"))
+    seen = visible(make_mask(**arguments))
     expected = sdpa_mask(**arguments, allow_is_causal_skip=False)
     assert torch.equal(seen[:, :, :2], expected[:, :, :2])
     assert not seen[:, :, 2:].any()

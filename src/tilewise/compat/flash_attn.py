@@ -2,13 +2,15 @@
 
     from tilewise.compat.flash_attn import flash_attn_func  # was: from flash_attn import flash_attn_func
 
-They run on CUDA tensors (head_dim up to 256, every card since Ampere) and on CPU tensors. Inputs that require gradients
-get them (`gradients.py`). What differs:
+They run on CUDA tensors (head_dim up to 256, every card since Ampere) and on CPU tensors. q, k, v and learnable_sink
+get gradients, from out and from softmax_lse. What differs:
 
 - float32 is taken as well as bfloat16 and float16;
-- dropout_p > 0 raises NotImplementedError; S_dmask is always the empty tensor that flash_attn returns without dropout;
+- dropout_p > 0 runs on torch's products on a GPU, not on a kernel, and makes the CPU wait. S_dmask, which is empty
+  without dropout, has flash_attn's signs, negative for weights that are dropped, but no weights: it is 1 or −1;
 - pages may have any size, and every call takes `learnable_sink` (heads,), a logit that joins the softmax's
   denominator only;
+- alibi_slopes that require gradients raise NotImplementedError, where flash_attn gives them none without a word;
 - the LSE counts the ALiBi bias as it is documented, −slope · |i + seqlen_k − seqlen_q − j|, also under `causal`.
 
 Meaning: causal and window_size align bottom-right. A row with no visible key gives output 0 and, as in flash_attn, an
@@ -24,10 +26,11 @@ import torch
 import torch.nn.functional as F
 
 from tilewise import checks
+from tilewise.cpu import dropout
 from tilewise.scores import ScoreOptions
 
-from .flash_options import NO_WINDOW, as_flash_attn, asked_of, check_dropout, check_sink, rows
-from .gradients import Inputs, attend
+from .flash_options import NO_WINDOW, as_flash_attn, asked_of, check_sink, rows
+from .inputs import Inputs, attend, dropped_signs
 from .kvcache import flash_attn_with_kvcache
 
 __all__ = [
@@ -63,17 +66,17 @@ def flash_attn_func(
     q: (batch, seqlen_q, heads, head_dim); k, v: (batch, seqlen_k, heads_k, head_dim), heads a multiple of heads_k.
     softmax_scale: `head_dim ** -0.5` if None. window_size: (left, right) keys seen to either side, −1 for no limit.
     softcap c > 0: scores become c · tanh(scores / c). alibi_slopes: (heads,) or (batch, heads), adds
-    −slope · |i + seqlen_k − seqlen_q − j|. learnable_sink: (heads,). deterministic: accepted; the forward always is,
-    and gradients are as far as torch's operations are.
+    −slope · |i + seqlen_k − seqlen_q − j|. learnable_sink: (heads,). deterministic: gradients have the same bits in
+    every run, as the output always has; on the CPU they always do.
 
     Returns out (batch, seqlen_q, heads, head_dim); with return_attn_probs (out, softmax_lse, S_dmask), softmax_lse
-    (batch, heads, seqlen_q) float32 and S_dmask empty.
+    (batch, heads, seqlen_q) float32 and S_dmask empty, or with dropout_p (batch, heads, seqlen_q, seqlen_k).
     """
-    asked = _asked(dropout_p, softmax_scale, causal, window_size, softcap, deterministic)
+    asked = asked_of(softmax_scale, causal, window_size, softcap)
     shape = ("batch", "seqlen", "heads", "head_dim")
     q, k, v = (rows(name, x, shape) for name, x in (("q", q), ("k", k), ("v", v)))
     check_sink(learnable_sink, q)
-    return _attend(Inputs(q, k, v, alibi_slopes, learnable_sink), asked, return_attn_probs)
+    return _attend(Inputs(q, k, v, alibi_slopes, learnable_sink), asked, dropout_p, deterministic, return_attn_probs)
 
 
 def flash_attn_kvpacked_func(
@@ -139,14 +142,15 @@ def flash_attn_varlen_func(
 
     q: (total_q, heads, head_dim); k, v: (total_k, heads_k, head_dim), or with block_table (batch, blocks a sequence)
     int32 the pages (blocks, page_size, heads_k, head_dim). cu_seqlens_q, cu_seqlens_k: (batch + 1,) int32 or int64,
-    where each sequence starts; rows after the last one belong to nobody, and what stands in their output is not told.
+    where each sequence starts; rows after the last one belong to nobody, and what stands in their output is not told
+    (compiled code on a CPU takes no such rows).
     max_seqlen_q, max_seqlen_k: accepted, and not needed: cu_seqlens has the lengths. Everything else as in
     `flash_attn_func`; alibi_slopes (heads,) or (batch, heads).
 
     Returns out (total_q, heads, head_dim); with return_attn_probs (out, softmax_lse, S_dmask), softmax_lse
-    (heads, total_q) float32 and S_dmask empty.
+    (heads, total_q) float32 and S_dmask empty, or with dropout_p (batch, heads, longest q, longest k).
     """
-    asked = _asked(dropout_p, softmax_scale, causal, window_size, softcap, deterministic)
+    asked = asked_of(softmax_scale, causal, window_size, softcap)
     for name, longest in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k)):
         if not isinstance(longest, torch.Tensor):  # one on a GPU stays unread: looking would make the CPU wait
             checks.integer(name, longest, 0)
@@ -171,7 +175,7 @@ def flash_attn_varlen_func(
         cu_seqlens_k,
         block_table,
     )
-    return _attend(inputs, asked, return_attn_probs, nobodys)
+    return _attend(inputs, asked, dropout_p, deterministic, return_attn_probs, nobodys)
 
 
 def flash_attn_varlen_kvpacked_func(
@@ -221,14 +225,6 @@ def flash_attn_varlen_qkvpacked_func(
     return flash_attn_varlen_func(q, k, v, *given, learnable_sink=learnable_sink)
 
 
-def _asked(
-    dropout_p: Any, softmax_scale: Any, causal: Any, window_size: Any, softcap: Any, deterministic: Any
-) -> ScoreOptions:
-    check_dropout(dropout_p)
-    checks.flag("deterministic", deterministic)
-    return asked_of(softmax_scale, causal, window_size, softcap)
-
-
 def _unpacked(name: str, x: Any, shape: tuple[int | str, ...]) -> tuple[torch.Tensor, ...]:
     """The tensors that are stacked three dimensions from the end."""
     return checks.tensor(name, x, shape=shape).unbind(-3)
@@ -236,15 +232,28 @@ def _unpacked(name: str, x: Any, shape: tuple[int | str, ...]) -> tuple[torch.Te
 
 def _end(starts: torch.Tensor, x: torch.Tensor) -> int:
     """Where the last sequence ends, as far as that is known without waiting; else all of x."""
-    known = starts.device.type == "cpu" and len(starts) > 0
+    known = starts.device.type == "cpu" and len(starts) > 0 and not torch.compiler.is_compiling()
     return min(max(0, int(starts[-1])), x.shape[0]) if known else x.shape[0]
 
 
-def _attend(inputs: Inputs, asked: ScoreOptions, return_attn_probs: bool, nobodys: int = 0) -> Result:
+def _attend(
+    inputs: Inputs,
+    asked: ScoreOptions,
+    dropout_p: float,
+    deterministic: bool,
+    return_attn_probs: bool,
+    nobodys: int = 0,
+) -> Result:
     """The result in flash_attn's form; nobodys: rows to add behind the last sequence."""
+    checks.flag("deterministic", deterministic)
     checks.flag("return_attn_probs", return_attn_probs)
-    o, lse = attend(inputs, asked, return_attn_probs)
+    seed = dropout.drawn(checks.number("dropout_p", dropout_p, 0.0), None, inputs.q)
+    rest = {"dropout_p": dropout_p, "dropout_seed": seed, "deterministic": deterministic}
+    o, lse = attend(inputs, asked, return_attn_probs, **rest)
     if nobodys:
         o = F.pad(o, (0, 0, 0, 0, 0, nobodys))
         lse = None if lse is None else F.pad(lse, (0, nobodys))
-    return o if lse is None else (o, as_flash_attn(lse), o.new_empty(0))
+    if lse is None:
+        return o
+    signs = o.new_empty(0) if seed is None else dropped_signs(inputs, dropout.Dropout(dropout_p, int(seed)))
+    return o, as_flash_attn(lse), signs

@@ -34,14 +34,6 @@ def _window(window_size: Any) -> Window | None:
     return None if left is None and right is None else (left, right)
 
 
-def check_dropout(dropout_p: Any) -> None:
-    if checks.number("dropout_p", dropout_p, 0.0) > 0:
-        raise NotImplementedError(
-            f"dropout_p must be 0.0, got {dropout_p}: Tilewise has no dropout. Pass 0.0, as in evaluation, or train "
-            "with torch.nn.functional.scaled_dot_product_attention(dropout_p=...)"
-        )
-
-
 def check_sink(learnable_sink: Any, q: torch.Tensor) -> None:
     if learnable_sink is not None:
         shape = (q.shape[-2],)

@@ -13,7 +13,9 @@ a mask may come from here or from torch, and go to either. What differs:
 - `create_block_mask` forms no mask of queries × keys. Where arithmetic on ranges cannot tell, a block counts as
   partial, so one may be listed of which nothing is seen; and a last block, shorter than the others, may be full.
 - Lists may be in any order, and entries that are out of range or twice there count not, or once.
-- There are no gradients, no max_scores, no FP8 and no float64 here: NotImplementedError says so.
+- query, key and value get gradients, from the output and from the LSE; tensors that score_mod or mask_mod capture get
+  none: one that requires them raises NotImplementedError.
+- There are no max_scores, no FP8 and no float64 here: NotImplementedError says so.
 
 Meaning: score_mod gets the scaled score and its result counts where the block mask shows the pair: in the blocks of the
 full lists all pairs, in those of the other lists what mask_mod allows, elsewhere none. h is the query head, q and k
@@ -174,6 +176,7 @@ def flex_attention(
 
     head_dim, value_dim = query.shape[-1], value.shape[-1]
     q, k, v = (_laid_out(x, max(head_dim, value_dim)) for x in (query, key, value))
+    recorded = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))  # autograd keeps the output
     result = attention(
         q,
         k.expand(len(q), -1, -1, -1),
@@ -182,10 +185,13 @@ def flex_attention(
         schedule=schedule,
         mask=mask_mod,
         score=score_mod,
+        deterministic=getattr(block_mask, "dq_write_order", None) is not None,
         return_lse=with_lse,
-        out=torch.empty_like(q),
+        out=None if recorded else torch.empty_like(q),
     )
     o, lse = result if isinstance(result, tuple) else (result, None)
+    if recorded:
+        o = torch.empty_like(q).copy_(o)
     o = o[..., :value_dim].transpose(1, 2)
     if return_aux is not None:
         return o, AuxOutput(lse=lse)
@@ -214,7 +220,8 @@ def create_block_mask(
     """
     if compute_dq_write_order:
         raise NotImplementedError(
-            "compute_dq_write_order is for a backward pass, which Tilewise has not; use torch's create_block_mask"
+            "compute_dq_write_order makes lists for torch's FLASH kernel, which Tilewise does not need; leave it out, "
+            "or use torch's create_block_mask"
         )
     batch, heads = (1 if n is None else checks.integer(name, n, 1) for name, n in (("B", B), ("H", H)))
     blocks = (BLOCK_SIZE, BLOCK_SIZE) if isinstance(BLOCK_SIZE, int) else BLOCK_SIZE
@@ -323,8 +330,8 @@ def _check_captured(mask_mod: Function | None, score_mod: Function | None) -> No
         return
     if any(x.requires_grad for x in functions.of(mask_mod, score_mod).tensors):
         raise NotImplementedError(
-            "score_mod or mask_mod captures a tensor that requires gradients, and Tilewise has no backward pass yet; "
-            "call it under torch.no_grad(), or use torch's flex_attention for training"
+            "score_mod or mask_mod captures a tensor that requires gradients, and what functions capture gets none; "
+            "use its detach(), or torch's flex_attention to train it"
         )
 
 

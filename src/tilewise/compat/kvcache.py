@@ -18,7 +18,7 @@ from tilewise import arguments, checks
 from tilewise.gpu import calls
 
 from .flash_options import NO_WINDOW, as_flash_attn, asked_of, check_sink, rows
-from .gradients import Inputs, forward
+from .inputs import Inputs, attend
 from .rotary import check_positions, check_tables, turn
 
 LARGEST_PAGE = 128  # of a contiguous cache: as many keys as the longest tile
@@ -132,7 +132,7 @@ def flash_attn_with_kvcache(
         cache.put(k, v, new)
         lengths = lengths + k.shape[1]
     inputs = _inputs(q, cache, lengths)._replace(slopes=alibi_slopes, sinks=learnable_sink)
-    o, lse = forward(inputs, asked, return_softmax_lse)
+    o, lse = attend(inputs, asked, return_softmax_lse)
     if lse is None:
         return o.view(q.shape)
     if inputs.starts_q is not None:
@@ -225,6 +225,11 @@ def _check_new(k: Any, v: Any, q: torch.Tensor, cache: Cache) -> tuple[torch.Ten
 def _check_served(q: torch.Tensor, others: Sequence[Any]) -> None:
     """Refuse what the kernels do not serve now: later the cache would already be changed."""
     tensors = [x for x in others if isinstance(x, torch.Tensor)]
+    if torch.is_grad_enabled() and any(x.requires_grad for x in (q, *tensors)):
+        raise NotImplementedError(
+            "flash_attn_with_kvcache has no backward pass, and an input requires gradients; call it under "
+            "torch.no_grad(), or use flash_attn_func or flash_attn_varlen_func for training"
+        )
     where = arguments.check_backend("auto", q, tensors)
     checks.head_dim("head_dim of q", q.shape[-1])
     if where != "cpu":

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from tilewise import arguments, checks
+from tilewise.api import gradients
 from tilewise.gpu import calls
 from tilewise.scores import ScoreOptions, Scores
 
@@ -24,6 +25,7 @@ class SplitOptions(ScoreOptions, total=False):
     layout: Layout
     seqlen: int | tuple[int, int] | None
     timeout: float | None
+    deterministic: bool
     backend: str
 
 
@@ -34,13 +36,15 @@ class Asked(NamedTuple):
     causal: bool
     scores: Scores
     return_lse: bool
+    gradients: bool
 
     @property
     def told(self) -> dict[str, Any]:
         """What ranks tell each other of it; of a tensor, whether there is one."""
         scores = {f.name: getattr(self.scores, f.name) for f in fields(Scores)}
         scores = {n: True if isinstance(x, torch.Tensor) else x for n, x in scores.items()}
-        return {"layout": self.layout, "causal": self.causal, **scores, "return_lse": self.return_lse}
+        flags = {"return_lse": self.return_lse, "gradients": self.gradients}
+        return {"layout": self.layout, "causal": self.causal, **scores, **flags}
 
 
 def check_asked(
@@ -57,10 +61,14 @@ def check_asked(
     checks.choice("layout", layout, LAYOUTS)
     refuse_slopes(options)
     scores = arguments.check_scores(q, sizes.batch, **options)
-    where = arguments.check_backend(backend, q, (k, v, scores.sinks))
+    with torch.no_grad():  # which refuses gradients, and here there are
+        where = arguments.check_backend(backend, q, (k, v, scores.sinks))
     if where == "cuda":
         calls.check_served(q, where)
-    return Asked(layout, options.get("causal", False), scores, checks.flag("return_lse", return_lse))
+    wanted = arguments.wants_gradients(q, k, v, scores.sinks)
+    if wanted:
+        gradients.check(q, None, backend)
+    return Asked(layout, options.get("causal", False), scores, checks.flag("return_lse", return_lse), wanted)
 
 
 def without_mask(options: ScoreOptions) -> dict[str, Any]:

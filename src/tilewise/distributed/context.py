@@ -1,10 +1,12 @@
 """Context-parallel attention: each rank has a part of the queries and of the keys, and keys travel.
 
-pieces.py says which rows meet which keys when; here the keys are moved, `attention` runs the pieces, and states meet.
+pieces.py says which rows meet which keys when, and ring.py moves the keys; here `attention` runs the pieces and states
+meet, and in the backward pass the pieces' gradients do.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, overload
@@ -13,14 +15,16 @@ import torch
 import torch.distributed as dist
 
 from tilewise import checks
-from tilewise.api import Result, State, attention
+from tilewise.api import Result, State, attention, gradients
+from tilewise.api.backward import attention_backward
 from tilewise.scores import ScoreOptions
 from tilewise.state import Accumulator, add_sinks
 
 from .asked import SplitOptions, check_asked, sequence_lengths, without_mask
-from .peers import Message, Peers
+from .peers import Peers
 from .pieces import METHODS, ContextPlan, Method, Piece, planned
-from .shards import Layout, gather_parts, merge_shards, shard_size
+from .ring import KV, Block, blocks, key_gradients
+from .shards import Layout
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -70,6 +74,7 @@ def context_attention(
     seqlen: int | tuple[int, int] | None = None,
     return_lse: bool = False,
     timeout: float | None = None,
+    deterministic: bool = False,
     backend: str = "auto",
     **options: Unpack[ScoreOptions],
 ) -> Result:
@@ -90,6 +95,11 @@ def context_attention(
     timeout: seconds that this rank waits for another, None for the group's own. On a card, with a timeout the CPU waits
     for each transfer; without, nothing waits but the stream, and errors come from nccl's watchdog.
 
+    Gradients: of q, k and v those of the losses of all ranks together, so every rank runs its backward pass, in which
+    the keys travel once more and their gradients, in float32, home. Of sinks each rank gets the share of its own rows,
+    to be added up over ranks as those of a model's weights are. The LSE of every row is kept, and no key of others.
+    deterministic: as in `attention`; what ranks add up is added in one order in any case.
+
     group: None for the default one. CUDA tensors go by nccl, CPU tensors by gloo. With nccl, give init_process_group
     its device_id, so that ranks with nothing to send are part of the group from the beginning.
 
@@ -98,17 +108,93 @@ def context_attention(
     """
     asked = check_asked(q, k, v, layout, return_lse, backend, options)
     checks.choice("method", method, METHODS)
+    checks.flag("deterministic", deterministic)
     peers = Peers("context_attention", group, timeout, q.device)
     lengths = sequence_lengths(peers, q, k, seqlen, asked, method)
     plan = planned(*lengths, peers.rank, peers.world, method, layout, False, asked.scores.window)
-
-    pieces = Pieces(q, without_mask(options), backend, exclusive=plan.exclusive)
-    if method == "ring":
-        _ring(peers, plan, pieces, k, v)
-    else:
-        _gathered(peers, plan, pieces, k, v)
-    o, lse = pieces.result(asked.scores.sinks)
+    call = Context(peers, plan, without_mask(options), deterministic, backend)
+    given = (q, k, v, asked.scores.sinks)
+    o, lse = gradients.apply(call, *given) if asked.gradients else call.forward(*given)
     return (o, lse) if return_lse else o
+
+
+@dataclass(frozen=True)
+class Context:
+    """A rank's part in a call of `context_attention`, as a node of autograd's graph.
+
+    options: of the scores, but for the mask and the sinks.
+    """
+
+    peers: Peers
+    plan: ContextPlan
+    options: dict[str, Any]
+    deterministic: bool
+    backend: str
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None) -> State:
+        pieces = Pieces(q, self.options, self.backend, exclusive=self.plan.exclusive)
+        for step, block_k, block_v in blocks(self.peers, self.plan, k, v):
+            pieces.add(block_k, block_v, step.pieces)
+        return pieces.result(sinks)
+
+    def backward(
+        self, tensors: Sequence[Any], state: State, grads: Sequence[torch.Tensor | None]
+    ) -> tuple[torch.Tensor | None, ...]:
+        """Of q, of this rank's keys by all ranks' rows, and of sinks by this rank's rows."""
+        q, k, v, sinks = tensors
+        rest = {"deterministic": self.deterministic, "backend": self.backend}
+        rows = RowGradients(q, state, grads, {**self.options, **rest})
+        d_k, d_v = key_gradients(self.peers, self.plan, k, v, rows.share)
+        return rows.d_q, d_k, d_v, None if sinks is None else rows.of_sinks(sinks)
+
+
+class RowGradients:
+    """Gradients that a rank's rows q (B, n, Hq, D) give, while blocks of keys come to them.
+
+    state: the rows' o (B, n, Hq, D) and lse (B, Hq, n) over all keys, sinks in it; grads: of both, None for 0.
+    options: of `attention_backward`, but for the mask.
+    """
+
+    def __init__(
+        self,
+        q: torch.Tensor,
+        state: State,
+        grads: Sequence[torch.Tensor | None],
+        options: dict[str, Any],
+    ) -> None:
+        self.q, (self.o, self.lse), (d_o, self.d_lse) = q, state, grads
+        self.d_o = torch.zeros_like(self.o) if d_o is None else d_o
+        self.d_q = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
+        self._options = options
+
+    def share(self, block: Block) -> KV:
+        """dK and dV of a block, float32; dQ is added to."""
+        d_k, d_v = (torch.zeros(x.shape, dtype=torch.float32, device=x.device) for x in (block.k, block.v))
+        for row, rows, key, keys, window in block.step.pieces:
+            these, those = slice(row, row + rows), slice(key, key + keys)
+            found = attention_backward(
+                self.d_o[:, these],
+                self.q[:, these],
+                block.k[:, those],
+                block.v[:, those],
+                self.o[:, these],
+                self.lse[:, :, these],
+                d_lse=None if self.d_lse is None else self.d_lse[:, :, these],
+                window=None if window == (None, None) else window,
+                **self._options,
+            )
+            self.d_q[:, these] += found.d_q
+            d_k[:, those] += found.d_k
+            d_v[:, those] += found.d_v
+        return d_k, d_v
+
+    def of_sinks(self, sinks: torch.Tensor) -> torch.Tensor:
+        """A sink is one more key, whose value is 0."""
+        weight = torch.exp(sinks.float()[:, None] - self.lse).masked_fill_(self.lse == -math.inf, 0.0)
+        delta = (self.d_o.float() * self.o.float()).sum(-1).transpose(1, 2)
+        if self.d_lse is not None:
+            delta = delta - self.d_lse
+        return -(weight * delta).sum((0, 2))
 
 
 @dataclass
@@ -153,40 +239,3 @@ class Pieces:
         if sinks is not None:
             o, lse = add_sinks(o, lse, sinks)
         return o.to(self.q.dtype), lse.contiguous()
-
-
-def _ring(peers: Peers, plan: ContextPlan, pieces: Pieces, k: torch.Tensor, v: torch.Tensor) -> None:
-    """Compute on one block of keys while it goes to the next rank and another comes from the one before."""
-
-    def message(keys: int) -> Message:
-        shape = (k.shape[0], keys, *k.shape[2:])
-        return Message([(shape, k.dtype), (shape, v.dtype)])
-
-    after, before = (peers.rank + 1) % peers.world, (peers.rank - 1) % peers.world
-    moves = any(step.sends or step.receives for step in plan.steps)
-    largest = message(max(step.keys for step in plan.steps))
-    # Two buffers: what is computed on and sent, and what comes meanwhile. They change places after each step.
-    here, coming = (peers.buffer(largest.nbytes if moves else 0) for _ in range(2))
-    if plan.steps[0].sends:
-        message(k.shape[1]).pack((k, v), here)
-    for n, step in enumerate(plan.steps):
-        size = message(step.keys).nbytes
-        following = message(plan.steps[n + 1].keys).nbytes if step.receives else 0
-        transfer = peers.start(
-            f"keys and values in step {n + 1} of {len(plan.steps)} of the ring",
-            (here[:size], after) if step.sends else None,
-            (coming[:following], before) if step.receives else None,
-        )
-        if step.pieces:
-            block_k, block_v = (k, v) if n == 0 else message(step.keys).views(here)
-            pieces.add(block_k, block_v, step.pieces)
-        transfer.wait()
-        here, coming = coming, here
-
-
-def _gathered(peers: Peers, plan: ContextPlan, pieces: Pieces, k: torch.Tensor, v: torch.Tensor) -> None:
-    """All keys on every rank, in order; then each chunk of rows is one call."""
-    sizes = [shard_size(plan.layout, plan.seqlen_k, rank, plan.world) for rank in range(plan.world)]
-    parts = gather_parts(peers, "keys and values", (k, v), (1, 1), sizes)
-    whole_k, whole_v = (merge_shards(x, plan.layout, 1) for x in parts)
-    pieces.add(whole_k, whole_v, plan.pieces)

@@ -109,7 +109,7 @@ def decode_split(
     peers = Peers("decode_split", group, timeout, q.device)
     if checks.flag("check", check):
         same = {"shape of q": list(q.shape), "dtype": str(q.dtype), "layer": int(layer)}
-        same |= Asked("", False, scores, bool(return_lse)).told
+        same |= Asked("", False, scores, bool(return_lse), gradients=False).told
         _check_tails(peers.agree(same, {"tails": None if tails is None else _bits(tails)}), count, tokens)
 
     sinks = options.pop("sinks", None)

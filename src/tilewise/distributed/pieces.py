@@ -55,7 +55,10 @@ class Step(NamedTuple):
 
 @dataclass(frozen=True)
 class ContextPlan:
-    """What one rank computes and what travels: steps in their order."""
+    """What one rank computes and what travels: steps in their order.
+
+    hops: how many ranks further its keys go in a ring; from the last of them their gradients come home.
+    """
 
     rank: int
     world: int
@@ -64,6 +67,7 @@ class ContextPlan:
     seqlen_q: int
     seqlen_k: int
     steps: tuple[Step, ...]
+    hops: int = 0
 
     @property
     def chunks(self) -> tuple[Chunk, ...]:
@@ -230,4 +234,4 @@ def _planned(
         source, following = (rank - t) % world, (rank - t - 1) % world
         pieces = _pieces(queries[rank], blocks[source], diagonal, window)
         ring.append(Step(source, sizes[source], pieces, sends=t < hops[source], receives=t < hops[following]))
-    return ContextPlan(rank, world, method, layout, seqlen_q, seqlen_k, tuple(ring))
+    return ContextPlan(rank, world, method, layout, seqlen_q, seqlen_k, tuple(ring), hops[rank])

@@ -17,8 +17,9 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch.autograd.function import once_differentiable
 
-from tilewise import checks
+from tilewise import arguments, checks
 
 from .peers import Message, Peers, check_group
 
@@ -79,6 +80,12 @@ def merge_shards(shards: Sequence[torch.Tensor], layout: str, dim: int) -> torch
     return torch.cat(early + late[::-1], dim)
 
 
+def rank_part(x: torch.Tensor, layout: str, rank: int, world: int, dim: int) -> torch.Tensor:
+    """A rank's shard of a whole sequence."""
+    chunks = chunks_of(layout, x.shape[dim], rank, world)
+    return torch.cat([x.narrow(dim, c.start, c.size) for c in chunks], dim)
+
+
 def zigzag_split(
     x: torch.Tensor,
     *,
@@ -100,7 +107,7 @@ def zigzag_split(
         rank, world = dist.get_rank(members), dist.get_world_size(members)
     checks.integer("world", world, 1)
     checks.integer("rank", rank, 0, world - 1)
-    return torch.cat([x.narrow(axis, c.start, c.size) for c in chunks_of("zigzag", x.shape[axis], rank, world)], axis)
+    return rank_part(x, "zigzag", rank, world, axis)
 
 
 def zigzag_merge(shards: Sequence[torch.Tensor], *, dim: int = 1) -> torch.Tensor:
@@ -126,15 +133,30 @@ def zigzag_gather(
     """The whole sequence, on every rank, from this rank's part of it.
 
     x: (..., n, ...), what `zigzag_split` gave or what `context_attention` made of it (an LSE with dim=2). Waits for the
-    other ranks: see `context_attention` about timeout.
+    other ranks: see `context_attention` about timeout. The gradient of x is the sum of what all ranks' losses say of
+    it, so every rank has to run its backward pass.
     """
     axis = _check_axis("x", x, dim)
     peers = Peers("zigzag_gather", group, timeout, x.device)
     rest = [n for d, n in enumerate(x.shape) if d != axis]
-    told = peers.agree({"shape": rest, "dtype": str(x.dtype), "dim": axis}, {"seqlen": x.shape[axis]})
-    sizes = [one["seqlen"] for one in told]
+    same = {"shape": rest, "dtype": str(x.dtype), "dim": axis, "gradients": arguments.wants_gradients(x)}
+    sizes = [one["seqlen"] for one in peers.agree(same, {"seqlen": x.shape[axis]})]
     check_sizes("x", "zigzag", sum(sizes), sizes)
-    return merge_shards(gather_parts(peers, "parts of x", [x], [axis], sizes)[0], "zigzag", axis)
+    whole: torch.Tensor = _Gathered.apply(x, peers, axis, sizes)  # type: ignore[no-untyped-call]
+    return whole
+
+
+class _Gathered(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, peers: Peers, axis: int, sizes: Sequence[int]) -> torch.Tensor:
+        ctx.peers, ctx.axis = peers, axis
+        return merge_shards(gather_parts(peers, "parts of x", [x], [axis], sizes)[0], "zigzag", axis)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_whole: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (d_x,) = sum_parts(ctx.peers, "gradients of x", [d_whole.float()], [ctx.axis], "zigzag")
+        return d_x.to(d_whole.dtype), None, None, None
 
 
 def gather_parts(
@@ -154,6 +176,32 @@ def gather_parts(
     found = peers.gather(f"gathering {what} of all ranks", outgoing)
     by_rank = [message(size).views(buffer) for size, buffer in zip(sizes, found, strict=True)]
     return [list(parts) for parts in zip(*by_rank, strict=True)]
+
+
+def deal_parts(
+    peers: Peers, what: str, tensors: Sequence[torch.Tensor], dims: Sequence[int], layout: str
+) -> list[list[torch.Tensor]]:
+    """This rank's part, along one dimension each, of every rank's whole tensors: for each tensor a list by rank."""
+    dealt = [
+        [rank_part(x, layout, rank, peers.world, d) for x, d in zip(tensors, dims, strict=True)]
+        for rank in range(peers.world)
+    ]
+    messages = [Message([(x.shape, x.dtype) for x in parts]) for parts in dealt]
+    sizes = [m.nbytes for m in messages]
+    outgoing = peers.buffer(sum(sizes))
+    for m, parts, into in zip(messages, dealt, outgoing.split(sizes), strict=True):
+        m.pack(parts, into)
+    mine = messages[peers.rank]
+    found = peers.all_to_all(what, outgoing, sizes, [mine.nbytes] * peers.world)
+    return [list(parts) for parts in zip(*(mine.views(buffer) for buffer in found), strict=True)]
+
+
+def sum_parts(
+    peers: Peers, what: str, tensors: Sequence[torch.Tensor], dims: Sequence[int], layout: str
+) -> list[torch.Tensor]:
+    """This rank's part of the sums over all ranks of whole tensors, added in the order of ranks."""
+    parts = deal_parts(peers, f"adding up {what} of all ranks", tensors, dims, layout)
+    return [torch.stack(by_rank).sum(0) for by_rank in parts]
 
 
 def _check_axis(name: str, x: Any, dim: Any) -> int:

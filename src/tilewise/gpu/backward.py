@@ -17,6 +17,14 @@ from tilewise.gpu.backward_call import GradientCall as GradientCall
 from tilewise.gpu.backward_call import Gradients as Gradients
 
 
+def kernel_of(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
+    """The kernel that gives gradients on a device, None if none does."""
+    if hopper(card_of(device)) and _in_hopper(dtype, head_dim):
+        return "backward"
+    served = dtype in backward_mma.DTYPES and head_dim <= max(backward_mma.WIDTHS)
+    return "backward_mma" if served else None
+
+
 def gradients(call: GradientCall, **emulated: Any) -> Gradients:
     """The gradients of a call's q, k, v and sinks, on the current stream. emulated: options of emulator.launch."""
     card, head_dim = card_of(call.q.device), call.q.shape[-1]

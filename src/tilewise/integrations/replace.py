@@ -3,22 +3,23 @@
 `install`, `uninstall` and `replace_sdpa` swap `torch.nn.functional.scaled_dot_product_attention` for `tilewise.sdpa`.
 `install(flash=True)`, or `torch.nn.attention.activate_flash_attention_impl("tilewise")` where torch has that, put
 Tilewise's kernel under `aten::_scaled_dot_product_flash_attention` on CUDA tensors, to which torch's function comes
-when it picks flash attention. So it reaches code that holds torch's own function, C++ code and compiled code, and
-training, since its log-sum-exp is the one that torch's backward kernel wants. What Tilewise does not serve goes to the
-kernel that was there.
+when it picks flash attention, and its backward kernel under the operator that gives the gradients. So it reaches code
+that holds torch's own function, C++ code, compiled code and training. What Tilewise does not serve goes to the kernels
+that were there; the log-sum-exp that both hand on is the same, so one may do the forward and the other the backward.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
 
 from tilewise import api, checks
-from tilewise.integrations.sdpa import decide, facts_of, sdpa, torch_sdpa
+from tilewise.api.backward import attention_backward
+from tilewise.integrations.sdpa import decide, facts_of, sdpa, torch_sdpa, trains
 
 FLASH = "tilewise"  # the implementation's name in torch.nn.attention
 OPERATOR = "_scaled_dot_product_flash_attention"
@@ -104,14 +105,15 @@ def offers_flash() -> bool:
 
 
 class FlashKernel:
-    """Tilewise's kernel in its place, until `remove` puts the one back that was there. device: a dispatch key."""
+    """Tilewise's kernels in their places, until `remove` puts those back that were there. device: a dispatch key."""
 
     def __init__(self, device: str = "CUDA") -> None:
-        self._before: Any = None
-        with suppress(RuntimeError):  # a torch without CUDA has none
-            self._before = torch.library.get_kernel(f"aten::{OPERATOR}", device)
+        self._before: dict[str, Any] = {}
         self._library: torch.library.Library | None = torch.library.Library("aten", "IMPL")
-        self._library.impl(OPERATOR, self, device, with_keyset=True)
+        for name, kernel in ((OPERATOR, self), (f"{OPERATOR}_backward", self.backward)):
+            with suppress(RuntimeError):  # a torch without CUDA has none
+                self._before[name] = torch.library.get_kernel(f"aten::{name}", device)
+            self._library.impl(name, kernel, device, with_keyset=True)
 
     def remove(self) -> None:
         """Put back what was there."""
@@ -135,23 +137,68 @@ class FlashKernel:
 
         Returns the output, laid out as query is, the LSE (B, Hq, L) float32, L and S, and what dropout would leave.
         """
-        facts = facts_of(query, key, value, None, dropout_p, is_causal, scale, query.shape[1] != key.shape[1])
-        path, reasons = decide(facts._replace(grad=False, fused=True))  # torch has chosen, and will do the backward
-        same = query.shape[-1] == value.shape[-1] and query.shape[0] == key.shape[0] == value.shape[0]
-        dense = all(x.dim() == 4 and x.stride(-1) == 1 for x in (query, key, value))
-        if path == "torch" or return_debug_mask or not (same and dense):
-            if self._before is None:
-                why = "; ".join(reasons) if path == "torch" else "a debug mask, or tensors that flash attention refuses"
-                raise NotImplementedError(f"{OPERATOR}: Tilewise does not serve this ({why}), and torch has no kernel")
-            return self._before.call_boxed(
-                keys, query, key, value, dropout_p, is_causal, return_debug_mask, scale=scale
-            )
+        why = _refused((query, key, value), dropout_p, is_causal, scale, grad=False)
+        if return_debug_mask:
+            why = why or "a debug mask"
+        if why:
+            given = (query, key, value, dropout_p, is_causal, return_debug_mask)
+            return self._by_torch(OPERATOR, why, keys, *given, scale=scale)
         out = torch.empty_like(query)
         q, k, v, o = (x.transpose(1, 2) for x in (query, key, value, out))
         with torch.no_grad():  # gradients are recorded above this
             _, lse = api.attention(q, k, v, causal=is_causal, scale=scale, out=o, return_lse=True)
         state = query.new_empty((2,), dtype=torch.uint64), query.new_empty((), dtype=torch.uint64)
         return out, lse, None, None, query.shape[2], key.shape[2], *state, query.new_empty((0,))
+
+    def backward(
+        self,
+        keys: Any,
+        d_out: torch.Tensor,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        cum_seq_q: torch.Tensor | None,
+        cum_seq_k: torch.Tensor | None,
+        max_q: int,
+        max_k: int,
+        dropout_p: float,
+        is_causal: bool,
+        *dropped: torch.Tensor,
+        scale: float | None = None,
+    ) -> Any:
+        """Gradients of query, key and value, of what `__call__` or torch's own kernel returned."""
+        why = _refused((query, key, value), dropout_p, is_causal, scale, grad=True)
+        if lse.shape != query.shape[:3]:
+            why = why or "an LSE of another shape"
+        if why:
+            given = (d_out, query, key, value, out, lse, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal)
+            return self._by_torch(f"{OPERATOR}_backward", why, keys, *given, *dropped, scale=scale)
+        d_o, q, k, v, o = (x.transpose(1, 2) for x in (d_out, query, key, value, out))
+        found = attention_backward(d_o, q, k, v, o, lse, causal=is_causal, scale=scale)
+        return tuple(x.to(query.dtype).transpose(1, 2) for x in found)
+
+    def _by_torch(self, name: str, why: str, keys: Any, *given: Any, **options: Any) -> Any:
+        before = self._before.get(name)
+        if before is None:
+            raise NotImplementedError(f"{name}: Tilewise does not serve this ({why}), and torch has no kernel")
+        return before.call_boxed(keys, *given, **options)
+
+
+def _refused(tensors: Sequence[torch.Tensor], dropout_p: float, is_causal: bool, scale: Any, *, grad: bool) -> str:
+    """Why Tilewise does not serve an operator of torch's flash attention; "" if it does."""
+    if dropout_p != 0:
+        return "dropout_p is not 0"
+    query, key, value = tensors
+    facts = facts_of(query, key, value, None, 0.0, is_causal, scale, query.shape[1] != key.shape[1])
+    able = not grad or not facts.kernels or trains(query.device, facts.dtype, query, value)
+    path, reasons = decide(facts._replace(grad=grad, trains=able, fused=True))  # torch has chosen
+    if path == "torch":
+        return "; ".join(reasons)
+    same = query.shape[-1] == value.shape[-1] and query.shape[0] == key.shape[0] == value.shape[0]
+    dense = all(x.dim() == 4 and x.stride(-1) == 1 for x in tensors)
+    return "" if same and dense else "tensors that flash attention refuses"
 
 
 if offers_flash():

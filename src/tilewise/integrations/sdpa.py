@@ -20,8 +20,9 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from tilewise import api, arch, arguments, checks
-from tilewise.gpu import tilings
+from tilewise.gpu import backward, tilings
 from tilewise.gpu.abi import FP8
+from tilewise.integrations import seen_keys as _seen_keys  # noqa: F401, registers an operator
 
 torch_sdpa = torch._C._nn.scaled_dot_product_attention  # F.scaled_dot_product_attention, whoever replaces that
 
@@ -43,10 +44,11 @@ class Facts(NamedTuple):
     kernels: bool = False  # of a CUDA device: there are kernels for its compute capability
     mask: Shape | None = None
     mask_is_bool: bool = False
-    dropout: bool = False
+    dropout: bool = False  # weights are dropped, not all of them
     causal: bool = False
     gqa: bool = False
     grad: bool = False  # gradients are recorded, and something requires them
+    trains: bool = True  # with grad, of a CUDA device: it has a backward kernel for these head dimensions and dtype
     plain: bool = True  # tensors, of no subclass, in no torch.func transform, and no torch.jit trace
     usual: bool = True  # the other arguments are of the kinds that torch declares, and scale is finite
     fused: bool = True  # torch is free to use flash kernels; in compiled code, which cannot ask, taken as true
@@ -88,7 +90,8 @@ def sdpa(
 
     Tilewise serves, on the CPU: float32, float16 and bfloat16, no mask or a boolean one that hides keys from all
     queries and heads alike (padding); on a GPU: the same dtypes without a mask. torch's own function serves the rest:
-    other masks, dropout, whatever needs gradients, tensor subclasses, calls that torch refuses.
+    other masks, dropout on a GPU or beside a mask, tensor subclasses, calls that torch refuses. Gradients come from the
+    one that serves. Which weights are dropped follows from a seed that torch's generator gives.
 
     Returns (..., Hq, L, Ev). A row that sees no key is 0.
     """
@@ -97,7 +100,7 @@ def sdpa(
         more = {"enable_gqa": enable_gqa} if enable_gqa else {}  # tracers of other makes do not know it
         result: torch.Tensor = torch_sdpa(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, **more)
         return result
-    return _run(query, key, value, attn_mask, is_causal, scale)
+    return _run(query, key, value, attn_mask, dropout_p, is_causal, scale)
 
 
 def explain(
@@ -128,6 +131,8 @@ def _explained(facts: Facts, device: torch.device, reasons: tuple[str, ...]) -> 
         return Explanation("tilewise", KERNELS["cpu"], reasons)
     assert facts.dtype is not None
     kernel, why = tilings.kernel_of(device, facts.dtype)
+    if facts.grad:
+        kernel += f", then {backward.kernel_of(device, facts.dtype, max(facts.query[-1], facts.value[-1]))}"
     return Explanation("tilewise", f"{KERNELS['cuda']} {kernel}", (*reasons, why))
 
 
@@ -138,6 +143,8 @@ def decide(facts: Facts) -> Decision:
         return Decision("torch", tuple(refused))
     seqlen_q, seqlen_k = facts.query[-2], facts.key[-2]
     notes = [f"{facts.dtype} on {facts.device} is served".replace("torch.", "")]
+    if facts.grad:
+        notes.append("its gradients are Tilewise's, too")
     if facts.causal and seqlen_q < seqlen_k:
         notes.append("is_causal aligns top-left, so the keys after the last query's are left out")
     elif facts.causal and seqlen_q > seqlen_k:
@@ -157,10 +164,12 @@ def _refusals(facts: Facts) -> list[str]:
     refused = []
     if not facts.usual:
         refused.append("an argument is of a kind or value that only torch judges")
-    if facts.grad:
-        refused.append("an input requires gradients, and Tilewise has no backward pass yet")
-    if facts.dropout:
-        refused.append("dropout_p is not 0")
+    if facts.grad and facts.device == "cuda" and not facts.trains:
+        refused.append("an input requires gradients, and the card has no backward kernel for this")
+    if facts.dropout and facts.device == "cuda":
+        refused.append("no GPU kernel has dropout")
+    elif facts.dropout and facts.mask is not None:
+        refused.append("attn_mask and dropout_p are both given")
     if not facts.fused:
         refused.append("sdpa_kernel() or torch.backends.cuda.enable_flash_sdp() has switched flash kernels off")
     if facts.device not in KERNELS:
@@ -238,26 +247,36 @@ def facts_of(
     device = query.device
     same_device = all(x.device == device for x in tensors)
     dtypes = [_dtype(x) for x in (query, key, value)]
+    kernels = device.type == "cuda" and arch.serves_prefill(device)
+    grad = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
     return Facts(
         query=tuple(query.shape),
         key=tuple(key.shape),
         value=tuple(value.shape),
         dtype=dtypes[0] if dtypes[0] == dtypes[1] == dtypes[2] else None,
         device=device.type if same_device else "",
-        kernels=device.type == "cuda" and arch.serves_prefill(device),
+        kernels=kernels,
         mask=None if mask is None else tuple(mask.shape),
         mask_is_bool=mask is not None and mask.dtype == torch.bool,
         dropout=dropout_p != 0,
         causal=bool(is_causal),
         gqa=bool(enable_gqa),
-        grad=torch.is_grad_enabled() and any(x.requires_grad for x in tensors),
+        grad=grad,
+        trains=not (grad and kernels) or trains(device, dtypes[0], query, value),
         usual=(
             isinstance(is_causal, bool)
             and isinstance(enable_gqa, bool)
+            and (dropout_p == 0 or (isinstance(dropout_p, (int, float)) and 0 < dropout_p < 1))
             and (scale is None or (isinstance(scale, (int, float)) and -math.inf < scale < math.inf))
         ),
         fused=torch.compiler.is_compiling() or torch.backends.cuda.flash_sdp_enabled(),
     )
+
+
+def trains(device: torch.device, dtype: torch.dtype | None, query: Any, value: Any) -> bool:
+    """Has a CUDA device that runs our kernels one for gradients of this?"""
+    head_dim = max(0, *query.shape[-1:], *value.shape[-1:])
+    return dtype is not None and backward.kernel_of(device, dtype, head_dim) is not None
 
 
 def _plain(tensors: Sequence[Any]) -> bool:
@@ -283,15 +302,28 @@ def _path(facts: Facts) -> Path:
     return (decide(facts) if torch.compiler.is_compiling() else _decided(facts)).path
 
 
-def _run(
+class Laid(NamedTuple):
+    """A call that `decide` has given to Tilewise, as `attention` takes it; enable_gqa has said all it has to say there.
+
+    q (B, L, Hq, D), k, v (B, keys, H, D), D the larger head dimension; seen: bool (B or 1, keys) of a padding mask.
+    """
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    seen: torch.Tensor | None
+    options: dict[str, Any]  # of `attention`; with `seen`, scale alone
+
+
+def laid(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
     mask: torch.Tensor | None,
     is_causal: bool,
     scale: float | None,
-) -> torch.Tensor:
-    """A call that `decide` has given to Tilewise. `enable_gqa` has said all it has to say there."""
+) -> Laid:
+    """The call as `attention` takes it: views where that is possible."""
     seqlen_q, seqlen_k, head_dim, value_dim = query.shape[-2], key.shape[-2], query.shape[-1], value.shape[-1]
     lead = _broadcast(query.shape[:-3], key.shape[:-3], value.shape[:-3]) or ()
     heads = [x.shape[-3] if x.dim() > 2 else 1 for x in (query, key, value)]
@@ -302,23 +334,45 @@ def _run(
         scale = head_dim**-0.5 if scale is None else scale
         widest = max(head_dim, value_dim)
         q, k, v = (_filled(x, widest) for x in (q, k, v))
+    options: dict[str, Any] = {"scale": scale}
     if mask is not None:
         every = all(n == 1 for n in mask.shape[:-1])  # the same for every sequence
         seen = mask if every else mask.expand(*lead, 1, 1, seqlen_k)
-        seen = seen.reshape(1 if every else math.prod(lead), seqlen_k)
-        o = torch.ops.tilewise.attention_seen_keys(q, k, v, seen, scale=scale)
-    elif is_causal and seqlen_q > seqlen_k:
-        o = api.attention(q, k, v, window=(None, seqlen_q - seqlen_k), scale=scale)
-    else:
-        if is_causal and seqlen_q < seqlen_k:
+        return Laid(q, k, v, seen.reshape(1 if every else math.prod(lead), seqlen_k), options)
+    if is_causal and seqlen_q > seqlen_k:
+        options["window"] = (None, seqlen_q - seqlen_k)
+    elif is_causal:
+        options["causal"] = True
+        if seqlen_q < seqlen_k:
             k, v = k[:, :seqlen_q], v[:, :seqlen_q]
-        o = api.attention(q, k, v, causal=is_causal, scale=scale)
-    if value_dim < head_dim:
-        o = o[..., :value_dim]
-    by_heads: torch.Tensor = o.transpose(1, 2)
+    return Laid(q, k, v, None, options)
+
+
+def _run(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+) -> torch.Tensor:
+    """A call that `decide` has given to Tilewise."""
+    q, k, v, seen, options = laid(query, key, value, mask, is_causal, scale)
+    if seen is None:
+        o = api.attention(q, k, v, dropout_p=dropout_p, **options)
+    else:
+        o = torch.ops.tilewise.attention_seen_keys(q, k, v, seen, **options)[0]
+    return as_torch(o, query, key, value)
+
+
+def as_torch(o: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """o (B, L, Hq, D) of these tensors as torch returns it, (..., Hq, L, Ev)."""
+    by_heads: torch.Tensor = o[..., : value.shape[-1]].transpose(1, 2)
     rank = max(query.dim(), key.dim(), value.dim())
     if rank == 4:
         return by_heads
+    lead = _broadcast(query.shape[:-3], key.shape[:-3], value.shape[:-3]) or ()
     return by_heads.reshape(*lead, *by_heads.shape[1:]) if rank > 2 else by_heads[0, 0]
 
 

@@ -167,38 +167,6 @@ def _(q: torch.Tensor, *others: Any, return_lse: bool = False, **options: Any) -
     return shapes(q, (q.shape[1], q.shape[0]) if return_lse else None)
 
 
-@torch.library.custom_op(
-    "tilewise::attention_seen_keys",
-    mutates_args=(),
-    tags=TAGS,
-    schema="(Tensor q, Tensor k, Tensor v, Tensor seen, *, float? scale=None) -> Tensor",
-)
-def _attention_seen_keys(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: torch.Tensor, *, scale: float | None = None
-) -> torch.Tensor:
-    """attention() over the keys that are seen, the others not being touched: what a padding mask means.
-
-    q (B, Nq, Hq, D), k, v (B, Nk, Hkv, D) on the CPU, seen bool (B, Nk), or (1, Nk) for every sequence the same.
-    Padding is at the ends: then no key is copied.
-    """
-    o = q.new_empty(q.shape)
-    step = 1 if len(seen) > 1 else q.shape[0]
-    for at, row in zip(range(0, q.shape[0], max(1, step)), seen, strict=False):
-        these = slice(at, at + step)
-        (keys,) = row.nonzero(as_tuple=True)
-        if len(keys) and int(keys[-1]) - int(keys[0]) == len(keys) - 1:
-            k_seen, v_seen = (x[these, int(keys[0]) : int(keys[-1]) + 1] for x in (k, v))
-        else:
-            k_seen, v_seen = (x[these].index_select(1, keys) for x in (k, v))
-        api.attention(q[these], k_seen, v_seen, scale=scale, out=o[these])
-    return o
-
-
-@_attention_seen_keys.register_fake
-def _(q: torch.Tensor, *others: Any, **options: Any) -> torch.Tensor:
-    return q.new_empty(q.shape)
-
-
 # Gradients. The backward passes are operators themselves, so that a compiled graph holds them. Where the forward was
 # not asked for the LSE, they make it again.
 
@@ -349,5 +317,5 @@ def _no_backward(ctx: Any, *grads: Any) -> NoReturn:
     )
 
 
-for _op in (_decode, _attend, _attention_seen_keys):
+for _op in (_decode, _attend):
     _op.register_autograd(_no_backward)

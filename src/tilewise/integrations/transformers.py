@@ -13,8 +13,7 @@ Padded queries of a causal or windowed mask give 0. Of a mask without either, ev
 padded query from one of a cross-attention. What a mask says beyond this (image tokens that see each other, chunks,
 masks of one's own) raises NotImplementedError.
 
-Gradients: the kernels have no backward, so with gradients wanted torch's own SDPA computes the same, over a mask
-that is formed for it; see `wants_gradient`.
+Training is the same calls: they have gradients of q, k, v and of sinks, also over padding and packed sequences.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ import torch.nn.functional as F
 
 from .. import api, checks
 from .extras import extra
-from .transformers_mask import INSTEAD, Mask, mask_of_flags, visible, with_given_sequences
+from .transformers_mask import INSTEAD, Mask, mask_of_flags, with_given_sequences
 from .transformers_tree import TreeMask, attend_tree, mask_of_pass
 from .transformers_tree import training_tree as training_tree
 
@@ -75,19 +74,19 @@ def attention_forward(
 
     query: (B, Hq, Nq, D); key: (B, Hkv, Nk, D); value: (B, Hkv, Nk, Dv). attention_mask: what `make_mask` made, a
     (B, Nk) bool or int with 0 for padding, or None. is_causal (of the module if None) and sliding_window: looked at
-    where no Mask is given. softcap, s_aux or sinks (Hq,): as in `tilewise.attention`. cu_seq_lens_q, cu_seq_lens_k:
-    sequences packed in one batch row.
+    where no Mask is given. softcap, dropout, s_aux or sinks (Hq,): as in `tilewise.attention`. cu_seq_lens_q,
+    cu_seq_lens_k: sequences packed in one batch row.
 
     Returns (B, Nq, Hq, Dv) and None: attention weights are never formed. float32, bfloat16 and float16 are served.
     """
-    refuse_unserved(dropout, kwargs)
+    checks.tensor("query", query, shape=("batch", "heads", "queries", "head_dim"))
+    refuse_unserved(kwargs)
     if s_aux is not None and sinks is not None:
         raise ValueError("s_aux and sinks are two names of one argument, got both")
     if isinstance(attention_mask, TreeMask):
         q, k, v = as_autocast((query, key, value))
         sinks = s_aux if sinks is None else sinks
         return attend_tree(q, k, v, attention_mask, scaling, softcap, sinks, dropout), None
-    checks.tensor("query", query, shape=("batch", "heads", "queries", "head_dim"))
     mask = attention_mask
     if not isinstance(mask, Mask):
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
@@ -104,22 +103,11 @@ def attention_forward(
     k, v = k[:, : mask.keys], v[:, : mask.keys]
     sinks = s_aux if sinks is None else sinks
     scale = head_dim**-0.5 if scaling is None else scaling
-    if wants_gradient(q, k, v, sinks):
-        o = _with_gradient(q, k, v, mask, scale, softcap, sinks)
-    else:
-        o = _without_gradient(q, k, v, mask, scale, softcap or 0.0, None if sinks is None else sinks.detach())
+    o = _attend(q, k, v, mask, scale, softcap or 0.0, sinks, dropout)
     return o[..., :value_dim], None
 
 
-def wants_gradient(*tensors: torch.Tensor | None) -> bool:
-    """Does torch's SDPA serve this call? Yes, if one of these is to get a gradient, which our kernels have none of.
-
-    Inference belongs under `torch.inference_mode()` or `torch.no_grad()`, as `generate` does it.
-    """
-    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
-
-
-def _without_gradient(
+def _attend(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -127,10 +115,12 @@ def _without_gradient(
     scale: float,
     softcap: float,
     sinks: torch.Tensor | None,
+    dropout: float,
 ) -> torch.Tensor:
     """The kernels: q (B, Nq, Hq, D), k, v (B, keys, Hkv, D) -> (B, Nq, Hq, D); rows of no sequence give 0."""
     options: dict[str, Any] = {
-        "causal": mask.causal, "window": mask.window, "scale": scale, "softcap": softcap, "sinks": sinks
+        "causal": mask.causal, "window": mask.window, "scale": scale, "softcap": softcap, "sinks": sinks,
+        "dropout_p": dropout,
     }  # fmt: skip
     ragged = mask.ragged
     if ragged is None:
@@ -147,35 +137,6 @@ def _without_gradient(
     return padded
 
 
-def _with_gradient(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    mask: Mask,
-    scale: float,
-    softcap: float | None,
-    sinks: torch.Tensor | None,
-) -> torch.Tensor:
-    """The same by torch's SDPA, which knows its backward."""
-    if softcap:
-        raise NotImplementedError(
-            'softcap with gradients is not served, torch\'s SDPA having none; use attn_implementation="eager", or '
-            "torch.no_grad() for inference"
-        )
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    seen = visible(mask, q.device)
-    if sinks is None:
-        blind = ~seen.any(-1, keepdim=True)  # such a row sees all and gives 0, so that no NaN enters the gradients
-        o = F.scaled_dot_product_attention(q, k, v, attn_mask=seen | blind, scale=scale, enable_gqa=True)
-        return o.masked_fill(blind, 0).transpose(1, 2)
-    # A sink is the score of one more key, whose value is 0.
-    bias = q.new_zeros(seen.shape).masked_fill(~seen, -torch.inf).expand(q.shape[0], q.shape[1], -1, -1)
-    sink = sinks.to(q.dtype)[None, :, None, None].expand(*bias.shape[:3], 1)
-    k, v = (F.pad(x, (0, 0, 0, 1)) for x in (k, v))
-    o = F.scaled_dot_product_attention(q, k, v, attn_mask=torch.cat((bias, sink), -1), scale=scale, enable_gqa=True)
-    return o.transpose(1, 2)
-
-
 def as_autocast(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
     """The tensors in autocast's dtype, where it is on: rotary embeddings leave q and k in float32, but not v."""
     kind = tensors[0].device.type
@@ -189,12 +150,7 @@ def _widened(x: torch.Tensor, head_dim: int) -> torch.Tensor:
     return x if x.shape[-1] == head_dim else F.pad(x, (0, head_dim - x.shape[-1]))
 
 
-def refuse_unserved(dropout: float, kwargs: dict[str, Any]) -> None:
-    if dropout:
-        raise NotImplementedError(
-            f"dropout is not served, got {dropout}; call model.eval(), set the config's attention dropout to 0, or "
-            f"{INSTEAD}"
-        )
+def refuse_unserved(kwargs: dict[str, Any]) -> None:
     if kwargs.get("output_attentions"):
         raise NotImplementedError(
             'output_attentions is not served: attention weights are never formed; use attn_implementation="eager"'

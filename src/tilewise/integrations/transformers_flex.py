@@ -5,7 +5,8 @@
 
 It stands where transformers' own "flex_attention" does. What "tilewise" refuses is served here: chunks, image tokens
 that see each other, masks of one's own, a bias on the scores; sinks too. The mask becomes a BlockMask, and one of
-queries × keys is never formed. BlockMasks that transformers has made are taken as well. There are no gradients here.
+queries × keys is never formed. BlockMasks that transformers has made are taken as well. q, k, v and sinks get
+gradients; a bias on the scores that requires them is refused.
 """
 
 from __future__ import annotations
@@ -95,7 +96,12 @@ def attention_forward(
 
     Returns (B, Nq, Hq, Dv) and None: attention weights are never formed.
     """
-    refuse_unserved(dropout, kwargs)
+    if dropout:
+        raise NotImplementedError(
+            f"dropout is not served here, got {dropout}; call model.eval(), set the config's attention dropout to 0, "
+            'or use attn_implementation="tilewise"'
+        )
+    refuse_unserved(kwargs)
     block_mask = attention_mask if isinstance(attention_mask, BlockMask) else None
     queries, keys = query.shape[2], key.shape[2]
     if attention_mask is None and (getattr(module, "is_causal", True) if is_causal is None else is_causal):

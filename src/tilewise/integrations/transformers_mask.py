@@ -15,7 +15,6 @@ from typing import Any, NoReturn
 import torch
 import torch.nn.functional as F
 
-from tilewise.plan.tiles import window_band
 from tilewise.scores import Window
 
 from .. import checks
@@ -323,36 +322,3 @@ def with_given_sequences(mask: Mask, starts_q: torch.Tensor | None, starts_k: to
             + (" and padding" if mask.ragged is not None else "")
         )
     return replace(mask, ragged=Ragged(None, None, starts_q, starts_k))
-
-
-def visible(mask: Mask, device: torch.device) -> torch.Tensor:
-    """Which key each query sees: bool (B or 1, 1, queries, keys)."""
-    if mask.ragged is None:
-        position_q = torch.arange(mask.keys - mask.queries, mask.keys, device=device)[None]
-        position_k = torch.arange(mask.keys, device=device)[None]
-        seen = torch.ones((1, mask.queries, mask.keys), dtype=torch.bool, device=device)
-    else:
-        ragged = mask.ragged
-        owner_q, position_q = _places(ragged.rows_q, ragged.starts_q, mask.batch, mask.queries, device)
-        owner_k, position_k = _places(ragged.rows_k, ragged.starts_k, mask.batch, mask.keys, device)
-        seen = (owner_q[:, :, None] == owner_k[:, None, :]) & (owner_q >= 0)[:, :, None]
-        ahead = F.pad(ragged.starts_k.diff() - ragged.starts_q.diff(), (0, 1)).to(device)  # the last for rows of none
-        position_q = position_q + ahead[owner_q]
-    offset = position_k[:, None, :] - position_q[:, :, None]
-    seen &= window_band(mask.window, mask.causal).allows(offset)
-    return seen[:, None]
-
-
-def _places(
-    rows: Rows | None, starts: torch.Tensor, batch: int, length: int, device: torch.device
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of each row of (batch, length) its sequence, −1 for none, and its place in it."""
-    packed = torch.arange(batch * length if rows is None else rows[0].shape[0], device=device)
-    starts = starts.to(device)
-    owner = torch.bucketize(packed, starts[1:], right=True)
-    place = packed - starts[owner]
-    if rows is None:
-        return owner.view(batch, length), place.view(batch, length)
-    full = packed.new_full((2, batch, length), -1)
-    full[0][rows], full[1][rows] = owner, place
-    return full[0], full[1]

@@ -1,0 +1,58 @@
+"""The tensors of a call under another package's names, and the public call that they make."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from tilewise import api
+from tilewise.cpu.dropout import Dropout
+from tilewise.scores import ScoreOptions
+
+
+class Inputs(NamedTuple):
+    """The tensors of a call: dense, q (B, Nq, Hq, D) and k, v (B, Nk, Hkv, D); or packed as in `attention_varlen`.
+
+    starts: cu_seqlens of q and of k, None if dense. page_table: None if k and v are not paged.
+    """
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    slopes: torch.Tensor | None = None
+    sinks: torch.Tensor | None = None
+    starts_q: torch.Tensor | None = None
+    starts_k: torch.Tensor | None = None
+    page_table: torch.Tensor | None = None
+
+
+def attend(
+    inputs: Inputs, asked: ScoreOptions, return_lse: bool, **rest: Any
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """o, and the LSE if asked for, of the one public call that these are; its gradients are that call's.
+
+    rest: other options that both calls have.
+    """
+    q, k, v, slopes, sinks, starts_q, starts_k, page_table = inputs
+    options: dict[str, Any] = {**asked, "alibi_slopes": slopes, "sinks": sinks, "return_lse": return_lse, **rest}
+    if starts_q is None or starts_k is None:
+        result = api.attention(q, k, v, **options)
+    else:
+        result = api.attention_varlen(q, k, v, starts_q, starts_k, page_table=page_table, **options)
+    return (result, None) if isinstance(result, torch.Tensor) else result
+
+
+def dropped_signs(inputs: Inputs, dropout: Dropout) -> torch.Tensor:
+    """(B, Hq, Nq, Nk), of the longest of packed sequences, in q's dtype: −1 for weights that are dropped, else 1."""
+    q, k, starts_q, starts_k = inputs.q, inputs.k, inputs.starts_q, inputs.starts_k
+    if starts_q is None or starts_k is None:
+        sizes = [q.shape[0], q.shape[2], q.shape[1], k.shape[1]]
+    else:
+        longest = [int(x.diff().amax()) if len(x) > 1 else 0 for x in (starts_q, starts_k)]
+        sizes = [len(starts_q) - 1, q.shape[1], *longest]
+    at = [
+        torch.arange(n, device=q.device).view([-1 if i == dim else 1 for i in range(4)]) for dim, n in enumerate(sizes)
+    ]
+    b, h, rows, keys = at
+    return torch.where(dropout.kept(b, h[0], rows, keys), 1.0, -1.0).to(q.dtype)
