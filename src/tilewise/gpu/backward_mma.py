@@ -22,6 +22,7 @@ from tilewise.gpu.backward_picks import SLOPE, Picked
 from tilewise.scores import Scores
 
 SOURCE, ENDS = "backward/backward_mma.cu", "backward/mma_ends.cu"
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 WIDTHS = (64, 128, 192, 256)  # head dimensions that the products run over; others are padded
 
 

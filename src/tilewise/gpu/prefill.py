@@ -285,9 +285,9 @@ class Forward:
             a.counter = self._counter.data_ptr()
         if self.packed and not listed:
             self.ragged_kernel.launch((1, 1, 1), self.ragged_launch_args, stream=stream)
-        listed = None if self.lists is None else self.lists.make(a, schedule, function, stream)
+        made_lists = None if self.lists is None else self.lists.make(a, schedule, function, stream)
         self.kernel.launch(self.grid, self.launch_args, stream=stream)
-        del listed  # what else needs its memory on this stream runs after the kernel
+        del made_lists  # what else needs its memory on this stream runs after the kernel
 
 
 class TileList:
