@@ -128,7 +128,7 @@ def specs_of(kind: Kind) -> tuple[KernelSpec, KernelSpec, KernelSpec]:
         KernelSpec("backward_before", source, "before", common + ends, BEFORE_THREADS, BEFORE_SHARED, product=True),
         KernelSpec(
             "backward", "backward/backward.cu", "backward", common + main, 128 * (CONSUMERS + 1),
-            tiling.shared_bytes(dim, listed=kind.listed, linear=not kind.scores.softcap),
+            tiling.shared_bytes(dim, listed=kind.listed, linear=kind.scores.linear),
             product=not (kind.listed and kind.scores.alibi),
         ),
         KernelSpec("backward_after", source, "after", common + ends, AFTER_THREADS, 0, product=True),
