@@ -68,6 +68,11 @@ class Scores:
         return self.softcap > 0 or self.alibi or self.scale <= 0
 
     @property
+    def linear(self) -> bool:
+        """Does a score follow its product in a straight line?"""
+        return not self.softcap
+
+    @property
     def unmasked(self) -> Scores:
         """The same with every key in view."""
         return replace(self, window=(None, None))

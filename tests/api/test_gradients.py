@@ -7,40 +7,15 @@ from functools import partial
 
 import pytest
 import torch
+from gradient_cases import check, check_dense
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from oracle import assert_gradients, gradient_floors, gradients, qkv, randn
+from oracle import assert_gradients, gradients, qkv, randn
 
 import tilewise
 from tilewise import BlockSchedule, attention, attention_varlen, merge_states, reference, shared_prefix_attention
 
 DOUBLE, FP8 = torch.float64, torch.float8_e4m3fn
-
-
-def check(ours, oracle, tensors, d_o, d_lse=None, scale=None):
-    """ours and oracle: calls of the tensors that return (o, lse). Returns our gradients."""
-    got = gradients(ours, tensors, d_o, d_lse)
-    exact = gradients(oracle, tensors, d_o, d_lse, dtype=DOUBLE)
-    honest = gradients(partial(oracle, dtype=tensors[0].dtype), tensors, d_o, d_lse)
-    assert [x.dtype for x in got] == [x.dtype for x in tensors]
-    _, lse = oracle(*(x.double() for x in tensors))
-    assert_gradients(got, exact, honest, gradient_floors(oracle, tensors, d_o, scale), lse)
-    return got
-
-
-def check_dense(q, k, v, sinks=None, *, with_lse=True, **options):
-    tensors = (q, k, v) if sinks is None else (q, k, v, sinks)
-    given = ("sinks",) if sinks is not None else ()
-
-    def ours(q, k, v, *rest):
-        return attention(q, k, v, return_lse=True, **dict(zip(given, rest, strict=True)), **options)
-
-    def oracle(q, k, v, *rest, **more):
-        return reference.attention(q, k, v, **dict(zip(given, rest, strict=True)), **options, **more)
-
-    d_lse = randn(q.shape[0], q.shape[2], q.shape[1], seed=8) if with_lse else None
-    d_o = randn(*q.shape, dtype=q.dtype, seed=7)
-    return check(ours, oracle, tensors, d_o, d_lse, options.get("scale"))
 
 
 LENGTHS = [(1, 1), (63, 65), (129, 127), (65, 200)]

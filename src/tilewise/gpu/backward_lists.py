@@ -17,9 +17,6 @@ from tilewise.gpu.backward_abi import PairArgs, QueryListArgs
 from tilewise.gpu.backward_call import GradientCall
 from tilewise.gpu.pattern import Pattern
 
-THREADS = 256  # pairs.cu
-SHARED = 4 * (THREADS + THREADS // 32)  # pairs.cu: kPairBytes
-
 
 class Step(NamedTuple):
     """A launch to come. args: ctypes structures; overlaps: it may begin before the one ahead of it has ended."""
@@ -51,9 +48,9 @@ def pairs_spec(text: str, tile_q: int, tile_kv: int, packed: bool) -> KernelSpec
     constants = (("kTileQ", tile_q), ("kTileKv", tile_kv), ("kPacked", packed), function)
     source = "backward/pairs.cu"
     # What a user's function takes of registers is the user's.
-    return KernelSpec(
-        "backward_pairs", source, "pairs", constants, THREADS, SHARED, product=not text, text=text
-    )  # fmt: skip
+    threads = tile_q * tile_kv // 32
+    shared = 4 * (threads + threads // 32)  # kPairBytes
+    return KernelSpec("backward_pairs", source, "pairs", constants, threads, shared, product=not text, text=text)
 
 
 def listed(call: GradientCall) -> bool:

@@ -21,8 +21,7 @@ struct PairArgs {
     int left;                              // where tokens have positions: how far back the window reaches among them
     Divisor lists_each, block_q, block_k;  // lists_each: per head of the schedule
 };
-constexpr int kThreads = 256, kWarps = kThreads / 32;
-static_assert(kThreads * 32 == kTileQ * kTileKv, "a word of bits per thread");
+constexpr int kThreads = kTileQ * kTileKv / 32, kWarps = kThreads / 32;  // a word of bits per thread
 // Shared memory: what threads found of their query tiles, and what warps found of one
 constexpr int kAtFound = 0, kAtWarps = 4 * kThreads, kPairBytes = kAtWarps + 4 * kWarps;
 enum Kind { kNone = 0, kSome = 1, kAll = 2 };
