@@ -115,7 +115,7 @@ def specs_of(kind: Kind) -> tuple[KernelSpec, KernelSpec, KernelSpec]:
         ("kListed", kind.listed),
         ("kPingPong", tiling.ping_pong),
         ("kKvInRegisters", tiling.kv_registers),
-        ("kScaleLate", tiling.scale_late),
+        ("kScaleLate", tiling.scale_late and not kind.scores.alibi),
     )
     ends = (
         ("Index", "int64_t" if kind.index == torch.int64 else "int"),
@@ -123,13 +123,13 @@ def specs_of(kind: Kind) -> tuple[KernelSpec, KernelSpec, KernelSpec]:
         ("kInitial", not kind.changed),
     )
     source = "backward/ends.cu"
-    # ALiBi beside lists takes a few registers more than there are.
+    # ALiBi beside lists, or in turn, takes a few registers more than there are.
     return (
         KernelSpec("backward_before", source, "before", common + ends, BEFORE_THREADS, BEFORE_SHARED, product=True),
         KernelSpec(
             "backward", "backward/backward.cu", "backward", common + main, 128 * (CONSUMERS + 1),
             tiling.shared_bytes(dim, listed=kind.listed, linear=kind.scores.linear),
-            product=not (kind.listed and kind.scores.alibi),
+            product=not (kind.scores.alibi and (kind.listed or kind.in_turn)),
         ),
         KernelSpec("backward_after", source, "after", common + ends, AFTER_THREADS, 0, product=True),
     )  # fmt: skip
