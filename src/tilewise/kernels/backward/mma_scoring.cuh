@@ -27,7 +27,7 @@ struct Scoring {
     TILE_DEVICE void weigh(const Fragments& s, Operand (&a)[kM], int stage, const TileDs& to, int row0) const {
         const Shared<Two> lse(kAtStats + 2 * stage * kStatBytes);
         const int column = warp::fragment_column();
-        const float factor = Rule::first_factor(args.scores), cap = args.scores.softcap_out;
+        const float factor = Rule::first_factor(args.scores), cap = Rule::last_factor(args.scores, factor);
         float slope = 0.0f, distance[kM][2];
         Visible seen[kM][2];
         if constexpr (Rule::kAlibi) slope = args.scores.slope(tile.sequence, head);
