@@ -10,7 +10,7 @@ from itertools import accumulate
 import torch
 from oracle import assert_gradients, gradient_floors, gradients, randn
 
-from tilewise import arguments, reference
+from tilewise import arguments, functions, reference
 from tilewise.gpu import backward
 from tilewise.gpu.backward import GradientCall
 
@@ -47,13 +47,19 @@ def judged(oracle, tensors, scores, *, scale=None, with_lse=False, device="cpu",
     return got
 
 
-def dense(q, k, v, sinks=None, *, scale=None, with_lse=False, device="cpu", mode=None, deterministic=False, **options):
+def dense(q, k, v, sinks=None, *, scale=None, with_lse=False, device="cpu", mode=None, deterministic=False,
+          mask=None, schedule=None, **options):  # fmt: skip
     """`attention`'s gradients. options: of the scores, by their public names."""
+    pattern = {"mask": mask, "schedule": schedule}
     tensors = (q, k, v) if sinks is None else (q, k, v, sinks)
-    oracle = lambda q, k, v, s=None, **more: reference.attention(q, k, v, sinks=s, scale=scale, **options, **more)  # noqa: E731
+
+    def oracle(q, k, v, s=None, **more):
+        return reference.attention(q, k, v, sinks=s, scale=scale, **pattern, **options, **more)
+
     scores = arguments.check_scores(q, len(q), sinks=sinks, scale=scale, **options)
     rest = {"with_lse": with_lse, "device": device, "mode": mode, "deterministic": deterministic}
-    return judged(oracle, tensors, scores, scale=scale, **rest)
+    function = None if mask is None else functions.of(mask, None)
+    return judged(oracle, tensors, scores, scale=scale, function=function, schedule=schedule, **rest)
 
 
 def starts_of(lengths, index=torch.int32):
@@ -89,21 +95,26 @@ def ends_of(*trees):
     return torch.tensor(ends, dtype=torch.int32)
 
 
-def tree(ends, heads_q, heads_kv, head_dim, *, dtype=torch.bfloat16, device="cpu", mode=None, deterministic=False):
-    """Gradients where query i sees the keys j ≤ i < ends[j]."""
+def tree(ends, heads_q, heads_kv, head_dim, *, left=None, dtype=torch.bfloat16, device="cpu", mode=None,
+         deterministic=False):  # fmt: skip
+    """Gradients where query i sees the keys j ≤ i < ends[j], with a window of those `left` before it on its path."""
     tokens = len(ends)
     places = torch.arange(tokens)
     visible = (places[None] <= places[:, None]) & (places[:, None] < ends[None])
+    positions = None
+    if left is not None:
+        positions = visible.sum(1, dtype=torch.int32) - 1
+        visible &= positions[:, None] - positions[None] <= left
 
     def oracle(q, k, v, **more):
         o, lse = reference.attention(q[None], k[None], v[None], mask=visible, **more)
         return o[0], lse[0]
 
     q, k, v = (randn(tokens, h, head_dim, dtype=dtype, seed=n) for n, h in enumerate((heads_q, heads_kv, heads_kv)))
-    scores = arguments.check_scores(q, 1, causal=True)
+    scores = arguments.check_scores(q, 1, causal=True, window=(left, 0))
     starts = torch.tensor([0, tokens], dtype=torch.int32)
     rest = {"device": device, "mode": mode, "deterministic": deterministic, "max_seqlens": (tokens, tokens)}
-    return judged(oracle, (q, k, v), scores, starts_q=starts, starts_k=starts, ends=ends, **rest)
+    return judged(oracle, (q, k, v), scores, starts_q=starts, starts_k=starts, ends=ends, positions=positions, **rest)
 
 
 def spoil_second(call):

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from backward_cases import MODES, dense, ends_of, packed, spoil_second, tree
+from backward_cases import MODES, dense, ends_of, judged, packed, spoil_second, starts_of, tree
 from oracle import qkv, randn
 
-from tilewise import arguments
-from tilewise.compiler.spec import KernelSpec
+from tilewise import BlockSchedule, arguments, functions, reference
 from tilewise.gpu import backward, backward_hopper
 from tilewise.gpu.backward import GradientCall
+from tilewise.gpu.pattern import stacked
 from tilewise.scores import Scores
 
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -86,6 +86,61 @@ def test_trees():
     got = tree(ends, 2, 1, 64, mode=MODES[2])
     again = tree(ends, 2, 1, 64, mode=MODES[1], deterministic=True)
     assert torch.equal(got.d_k, again.d_k)  # the order of dQ's sums is all that differs
+    tree(ends, 2, 1, 64, left=90)
+
+
+def blocks(seqlen_q, seqlen_k, block_q, block_k, *shape, seed=0, **more):
+    """A schedule of about half of all blocks."""
+    size = *shape, -(-seqlen_q // block_q), -(-seqlen_k // block_k)
+    kept = torch.rand(size, generator=torch.Generator().manual_seed(seed)) < 0.5
+    sizes = {"seqlen_q": seqlen_q, "seqlen_k": seqlen_k, "block_q": block_q, "block_k": block_k}
+    return BlockSchedule.from_blocks(kept, **sizes, **more)
+
+
+def test_masks():
+    """Of documents, whose tiles are none, whole or in part; and one that knows the head and the sequence."""
+    document = torch.tensor([0] * 70 + [1] * 200 + [2] * 60, dtype=torch.int32)
+    tensors = qkv(2, 330, 330, 2, 1, 64, dtype=BF16)
+    dense(*tensors, mask=lambda b, h, q, k: document[q] == document[k], causal=True, mode=MODES[3])
+    tensors = qkv(2, 100, 140, 2, 1, 64, dtype=BF16)
+    got = dense(*tensors, mask=lambda b, h, q, k: (q + k + h + b) % 3 != 0, deterministic=True, with_lse=True)
+    again = dense(
+        *tensors, mask=lambda b, h, q, k: (q + k + h + b) % 3 != 0, deterministic=True, with_lse=True, mode=MODES[2]
+    )
+    assert all(torch.equal(*pair) for pair in zip(got[:3], again[:3], strict=True))
+
+
+@pytest.mark.parametrize(("block_q", "block_k", "shape"), [(64, 64, (2,)), (16, 48, (2, 1)), (128, 128, ())])
+def test_schedules(block_q, block_k, shape):
+    tensors = qkv(2, 200, 300, 2, 1, 64, dtype=BF16)
+    dense(*tensors, schedule=blocks(200, 300, block_q, block_k, *shape))
+    if block_q == 64:
+        short = {"lengths_q": torch.tensor([10, 64, 64, 3]), "lengths_k": torch.tensor([64, 7, 30, 64, 44])}
+        schedule = blocks(200, 300, 64, 64, seed=1, **short)
+        dense(*tensors, schedule=schedule, mask=lambda b, h, q, k: (q + k + h + b) % 3 != 0)
+
+
+def test_schedules_of_packed_sequences():
+    """One has a schedule, the other a mask alone, in turn or not."""
+    lengths, mask = ([70, 130], [200, 150]), lambda b, h, q, k: (q + 2 * k + b) % 5 != 0
+    schedules = [blocks(70, 200, 32, 64, 2), None]
+    starts = [starts_of(x) for x in lengths]
+    tensors = [
+        randn(sum(n), 2, 64, dtype=BF16, seed=seed) for seed, n in enumerate((lengths[0], lengths[1], lengths[1]))
+    ]
+    scores = arguments.check_scores(tensors[0], 2, causal=True)
+    given = {
+        "starts_q": starts[0],
+        "starts_k": starts[1],
+        "max_seqlens": (130, 200),
+        "function": functions.of(mask, None),
+    }
+
+    def oracle(q, k, v, **more):
+        return reference.attention_varlen(q, k, v, *starts, schedule=schedules, mask=mask, causal=True, **more)
+
+    for in_turn in (False, True):
+        judged(oracle, tensors, scores, **given, schedule=stacked(schedules, 130, 200), deterministic=in_turn)
 
 
 def test_in_turn():
@@ -108,4 +163,6 @@ def test_each_kernel_is_known():
     kinds = [backward_hopper.Kind(BF16, 128, Scores((None, 0)), masks=True)]
     listed = backward_hopper.specs()
     assert {spec for kind in kinds for spec in backward_hopper.specs_of(kind)} <= set(listed)
-    assert all(isinstance(spec, KernelSpec) and spec.product for spec in backward_hopper.specs(every=True))
+    every = backward_hopper.specs(every=True)
+    assert set(listed) <= set(every)
+    assert all(spec.product for spec in listed)

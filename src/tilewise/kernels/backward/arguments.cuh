@@ -10,12 +10,12 @@
 #include "common/functions.cuh"
 #include "common/scores.cuh"
 
-// Which query tiles each tile of keys meets, where a schedule or a mask function says so: pairs.cu makes it. A row is the
-// list of one key tile of those query heads, and sequences, that share it.
+// Which query tiles each tile of keys meets, where a schedule or a mask function says so: pairs.cu makes it. A row is
+// the list of one key tile of those query heads, and sequences, that share it.
 struct QueryLists {
     const int* counts;       // (rows, 2): query tiles of which not all is seen, and all of them; null without lists
     const int* tiles;        // (rows, width): those of which not all is seen from the front, the others from the back
-    const uint32_t* bits;    // (rows, width, keys of a tile, 2): of the former, per key a bit for each query that sees it
+    const uint32_t* bits;    // (rows, width, keys of a tile, 2): of the former, per key a bit per query that sees it
     const uint32_t* visits;  // (lists, q_tiles, words): per query tile a bit for each key tile that meets it; or null
     int width, words;
     int rows_each, lists_batch;  // rows per list; lists from one sequence to the next, 0 if they share them
@@ -37,7 +37,7 @@ struct BackwardArgs {
     const void *starts_q, *starts_k;  // packed: (sequences + 1,) Index; null if dense
     const int* list;  // packed: kKeyListHeader ints, the first the number of tiles, then KeyTiles; or null
     const int* ends;  // (total_k,): the first query token that does not see a key any more; null if none
-    const int* positions;  // (total_q,): where windows look, of trees, whose tokens are queries and keys; or null
+    const int* positions;  // (total_q,): of tokens that are queries and keys, whose window looks there; or null
     Strides q_strides, k_strides, v_strides, o_strides, do_strides, dq_strides, dk_strides, dv_strides;
     Strides lse_strides, d_lse_strides;
     Scores scores;

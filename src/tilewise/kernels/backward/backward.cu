@@ -13,17 +13,12 @@
 //   dP | P = exp S | dV | dS = P dP, to shared memory | dK, dQ, next S | dQ to shared memory
 //
 // Constants: Element; Rule: scores.cuh; kHeadDim: padded; kTileQ; kStages: of Q and dO; kDsStages; kMasks: some queries
-// do not see some keys, or the last tile of keys is cut; kListed: which ones, pairs.cu has found out; kPacked; kInTurn: tiles of keys add to dQ in their order;
-// kPingPong: one warpgroup makes P and dS while the other has its dK, dQ and S; kKvInRegisters: K and V stay there;
-// kScaleLate: see step.
+// do not see some keys, or the last tile of keys is cut; kListed: which ones, pairs.cu has found out; kPacked; kInTurn:
+// tiles of keys add to dQ in their order; kPingPong: one warpgroup makes P and dS while the other has its dK, dQ and S;
+// kKvInRegisters: K and V stay there; kScaleLate: see step.
 #include "backward/producers.cuh"
-
-struct alignas(8) Two {
-    float x, y;
-};
-struct alignas(16) Four {
-    float x, y, z, w;
-};
+#include "backward/scoring.cuh"
+#include "backward/wide.cuh"
 
 struct Consumer {
     const BackwardArgs& args;
@@ -33,7 +28,7 @@ struct Consumer {
     Turn<kStages> turn;
     Turn<kDsStages> ds_turn, ds_read{kDsStages - 1, 1};  // ds_read: one behind
     Turn<1> dq_turn;
-    int left, total;  // steps
+    int done = 0, total = 0;  // steps
     float dk[kHeadDim / 2], dv[kHeadDim / 2], s[kTileQ / 2];
     float dp[kTileQ / 2];  // later dQ
     uint32_t rP[kTileQ / 16][4], rDs[kTileQ / 16][4];
@@ -48,20 +43,6 @@ struct Consumer {
             warp::load_a(r[step], Panel(at + step / 4 * kTileKv * kPanelRowBytes), threadIdx.x / 32 * 16 - 64,
                          step % 4);
     }
-    // The pair of a column's and the next one's −LSE (0) or −delta (1); n: eights of columns
-    static TILE_DEVICE Two stat(uint32_t stage, int which, int n) {
-        return Shared<Two>(kAtStats + (2 * stage + which) * kStatBytes)[4 * n + warp::lane() % 4];
-    }
-    // What S (0) or dP (1) of a stage begins with: every column's value, for both rows of a lane
-    static TILE_DEVICE void fill(float (&acc)[kTileQ / 2], uint32_t stage, int which) {
-#pragma unroll
-        for (int n = 0; n < kTileQ / 8; n++) {
-            const Two two = which == 0 && Rule::kChanges ? Two{0.0f, 0.0f} : stat(stage, which, n);
-            acc[4 * n] = acc[4 * n + 2] = two.x;
-            acc[4 * n + 1] = acc[4 * n + 3] = two.y;
-        }
-    }
-
     // ---- products: issued, not waited for ---------------------------------------------------------------------------
     // acc (64 keys × kTileQ) += rows of K or V times those of Q or dO
     TILE_DEVICE void issue_scores(float (&acc)[kTileQ / 2], uint32_t at_kv, uint32_t at_q, uint32_t stage) {
@@ -102,72 +83,6 @@ struct Consumer {
     }
 
     // ---- what is not a product --------------------------------------------------------------------------------------
-    // The key of row h among those of the block
-    TILE_DEVICE int key_of(int h) const { return group * 64 + threadIdx.x / 32 % 4 * 16 + warp::fragment_row(h); }
-    // What row h sees of the queries of step i: a span of them, or of the tile's, from the lane's first column on, bits
-    struct Sight {
-        Visible span;
-        uint32_t bits[2];
-    };
-    TILE_DEVICE Sight look(int g, int i, int h) const {
-        if constexpr (!kListed) return {shared_seen()[key_of(h)], {}};
-        const int64_t at = (Work(shared_work()[0]).row(args, g) * args.lists.width + i) * kTileKv + key_of(h);
-        const Global<const uint32_t> bits{args.lists.bits};
-        const uint32_t low = bits[2 * at], high = bits[2 * at + 1];
-        return {{}, {low >> warp::fragment_column(), high >> warp::fragment_column()}};
-    }
-    // Value i of its row, 2n + i counted, for the query of that column
-    static TILE_DEVICE bool sees(const Sight& sight, int n, int i, int query) {
-        return kListed ? sight.bits[n / 4] >> (n % 4 * 8 + i) & 1 : sight.span.has(query);
-    }
-    // P of S, and what dP is to be multiplied with in place of S; tile: of the queries
-    template <bool kMasked> TILE_DEVICE void exponentiate(int tile, const Sight (&sight)[2]) {
-        if constexpr (!Rule::kChanges) {
-            if constexpr (kMasked)
-#pragma unroll
-                for (int h = 0; h < 2; h++) {
-                    if constexpr (!kListed) warp::mask_row(s, h, tile * kTileQ, sight[h].span);
-                    else
-#pragma unroll
-                        for (int j = 0; j < kTileQ / 4; j++)
-                            if (!sees(sight[h], j / 2, j % 2, 0)) s[j / 2 * 4 + 2 * h + j % 2] = -INFINITY;
-                }
-#pragma unroll
-            for (int i = 0; i < kTileQ / 2; i++) s[i] = ptx::exp2_here(s[i] * factor);
-            warp::to_operand<Element>(rP, s);
-        } else {
-            exponentiate_changed<kMasked>(tile, sight);
-        }
-    }
-    template <bool kMasked> TILE_DEVICE void exponentiate_changed(int tile, const Sight (&sight)[2]) {
-        const float out = Rule::last_factor(args.scores, factor);
-        const int query0 = tile * kTileQ + warp::fragment_column();
-        Rule::apply_inner(s, factor);
-#pragma unroll
-        for (int h = 0; h < 2; h++) {
-            float distance = 0.0f;  // from the row's key to the first column's position
-            if constexpr (Rule::kAlibi) {
-                const KeyTile work = Work(shared_work()[0]).tile;
-                distance = float(position_of(query0, work.seqlen_q, work.seqlen_k) - work.key - key_of(h));
-            }
-#pragma unroll
-            for (int n = 0; n < kTileQ / 8; n++) {
-                const Two less = stat(turn.stage, 0, n);
-                float p[2];
-#pragma unroll
-                for (int i = 0; i < 2; i++) {
-                    float& x = s[4 * n + 2 * h + i];
-                    float bias = i ? less.y : less.x;
-                    if constexpr (Rule::kAlibi) bias = ptx::mad(-slope, fabsf(distance + float(8 * n + i)), bias);
-                    float logit = ptx::mad(x, out, bias);
-                    if (kMasked && !sees(sight[h], n, i, query0 + 8 * n + i)) logit = -INFINITY;
-                    p[i] = ptx::exp2_here(logit);
-                    x = Rule::kLinear ? p[i] : p[i] * ptx::mad(-x, x, 1.0f);
-                }
-                rP[n / 2][n % 2 * 2 + h] = pack<Element>(p[0], p[1]);
-            }
-        }
-    }
     TILE_DEVICE void differentiate() {
 #pragma unroll
         for (int i = 0; i < kTileQ / 2; i++) s[i] *= dp[i];
@@ -203,24 +118,21 @@ struct Consumer {
     // One query tile, whose S is there and whose dP has begun to be filled; nothing is in flight before and after, as
     // ptxas wants it.
     template <bool kMasked> TILE_DEVICE void step(int g, int i) {
-        const bool first = left == total;
+        const bool first = done == 0;
         Turn<kStages> next = turn;
         next.next();
-        Sight sight[2];
-        if constexpr (kMasked && kListed)  // from global memory: early
-            for (int h = 0; h < 2; h++) sight[h] = look(g, i, h);
         if constexpr (kPingPong) ptx::barrier_sync(kTurnBarrier + group, 256);
         issue_scores(dp, kAtV, kAtDo, turn.stage);
         // ptxas would put the exponentials among dP's products, which then come late. They follow from a load that
         // follows a branch.
         pipes.ds.wait_free(ds_turn);
         if constexpr (kScaleLate) factor = as_float(ptx::load_shared_here(ptx::shared_address(uint32_t(kAtScale))));
-        if constexpr (kMasked && !kListed)
-            for (int h = 0; h < 2; h++) sight[h] = look(g, i, h);
-        constexpr bool kPlaced = Rule::kAlibi || (kMasked && !kListed);
-        exponentiate<kMasked>(kPlaced ? Work(shared_work()[0]).at(args, g, i) : 0, sight);
+        constexpr bool kPlaced = Rule::kAlibi || (kMasked && !kListed);  // it matters which queries they are
+        if constexpr (kListed && Rule::kAlibi) slope = slope_of(step_at(args, g, i, done).head);
+        const Scoring scoring{args, factor, slope, int(group) * 64, turn.stage};
+        scoring.template exponentiate<kMasked>(s, rP, kPlaced ? step_at(args, g, i, done).tile : 0);
         issue_sum(dv, rP, kAtDo);
-        if (total - left > 1) give_dq();
+        if (done > 1) give_dq();
         ptx::wgmma_wait<1>();  // dP
         differentiate();
         put_ds();
@@ -228,99 +140,86 @@ struct Consumer {
         issue_sum(dk, rDs, kAtQ);
         if (!first) pipes.ds.wait(ds_read);
         ptx::wgmma_wait<1>();  // dV: P's registers are free
-        if (left > 1) pipes.q.wait(next);
-        fill(s, next.stage, 0);
+        if (left() > 1) pipes.q.wait(next);
+        Scoring::fill(s, next.stage, 0);
         issue_dq();  // the first time of a stage that nobody has written, and not looked at
         issue_scores(s, kAtK, kAtQ, next.stage);  // likewise the last time
         give_ds();
         ptx::wgmma_wait<1>();  // dK, dQ
         pipes.q.release(turn);
-        pipes.d_o.release(turn);
+        pipes.d_o.release(of_do(turn));
         if (!first) {
             pipes.ds.release(ds_read);
             put_dq();
         }
         ds_read.next();
-        if (left > 1) pipes.d_o.wait(next);
-        fill(dp, next.stage, 1);
+        if (left() > 1) pipes.d_o.wait(of_do(next));
+        Scoring::fill(dp, next.stage, 1);
         ptx::wgmma_wait<0>();  // S
-        left--;
+        done++;
         turn = next;
         ds_turn.next();
     }
     TILE_DEVICE void last_dq() {
         pipes.ds.wait(ds_read);
         issue_dq();
-        if (total > 1) give_dq();
+        if (done > 1) give_dq();
         ptx::wgmma_wait<0>();
         put_dq();
         give_dq();
     }
 
-    // dK or dV through shared memory: this warpgroup's rows of V, which nobody else reads, or its place for dQ. By TMA,
-    // but for a tile whose last rows are another sequence's.
     TILE_DEVICE void store(const TensorMap& map, void* to, const Strides& strides, uint32_t at, int panel_rows,
                            const float (&acc)[kHeadDim / 2]) const {
-        using Panel = SharedTile<Element, 64, kPanel, Layout::swizzled>;
-        const int row0 = threadIdx.x / 32 % 4 * 16, panel_bytes = panel_rows * kPanelRowBytes;
-#pragma unroll
-        for (int step = 0; step < kHeadDim / 16; step++) {
-            uint32_t a[1][4];
-            warp::to_operand<Element>(a, reinterpret_cast<const float (&)[8]>(acc[8 * step]));
-            warp::store_a(Panel(at + step / 4 * panel_bytes), row0, step % 4, a[0]);
-        }
-        const Work work = shared_work()[0];
-        const int key = work.tile.key + int(group) * 64;
-        if (kPacked && key + 64 > work.tile.seqlen_k) {
-            ptx::sync_warp();
-            const Global<Element> first = Global<Element>{static_cast<Element*>(to)} + work.kv_head * strides.head;
-            for (int i = warp::lane(); i < 16 * (kHeadDim / 8); i += 32) {
-                const int row = row0 + i / (kHeadDim / 8), chunk = i % (kHeadDim / 8);
-                if (key + row < work.tile.seqlen_k && chunk * 8 < args.head_dim)
-                    (first + ((work.tile.k_start + key + row) * strides.row + chunk * 8)).template as<Vector16>()[0] =
-                        Vector16(Panel(at + chunk / 8 * panel_bytes).chunk(row, chunk % 8));
-            }
-            return;
-        }
-        ptx::fence_async_proxy();
-        ptx::barrier_sync(kStoreBarrier + group, 128);
-        if (threadIdx.x % 128 == 0) {
-            for (int panel = 0; panel < kHeadDim / kPanel; panel++)
-                ptx::tma_store(&map, ptx::shared_address(at + panel * panel_bytes), panel * kPanel,
-                               work.tile.k_start + key, work.kv_head, work.batch);
-            ptx::bulk_commit();
-        }
+        store_keys<kHeadDim>(args, map, to, strides, at, panel_rows, acc, group, int(group) * 64, 0);
     }
-
+    // Steps to come. Lists take the registers that it would be kept in.
+    TILE_DEVICE int left() const { return (kListed ? Work(shared_work()[0]).steps : total) - done; }
+    // Steps from the one at hand on, whose tiles are all seen in part, or none is
+    TILE_DEVICE int run_of(bool in_part) const {
+        const Step at = step_at(args, 0, 0, done);
+        return left() > 0 && (at.bits >= 0) == in_part ? at.run : 0;
+    }
+    TILE_DEVICE float slope_of(int head) const {
+        return args.scores.slope(Work(shared_work()[0]).tile.sequence, head);
+    }
     TILE_DEVICE void run(const TensorMap& mDk, const TensorMap& mDv) {
         warp::zero(dk);
         warp::zero(dv);
-        left = total = Work(shared_work()[0]).all_tiles(args);
+        if constexpr (!kListed) total = Work(shared_work()[0]).steps;
         if (kPingPong && group == 1) ptx::barrier_arrive(kTurnBarrier, 256);
         pipes.k.wait({});
         if constexpr (kKvInRegisters) load_operand(rK, kAtK);
-        if (left > 0) pipes.q.wait(turn);
-        fill(s, turn.stage, 0);
+        if (left() > 0) pipes.q.wait(turn);
+        Scoring::fill(s, turn.stage, 0);
         issue_scores(s, kAtK, kAtQ, turn.stage);
         ptx::wgmma_wait<0>();
         pipes.v.wait({});
         if constexpr (kKvInRegisters) load_operand(rV, kAtV);
-        if (left > 0) pipes.d_o.wait(turn);
-        fill(dp, turn.stage, 1);
-        for (int g = 0; g < args.group; g++) {
-            if constexpr (Rule::kAlibi) {
-                const Work work = shared_work()[0];
-                slope = args.scores.slope(work.tile.sequence, work.head(args, g));
+        if (left() > 0) pipes.d_o.wait(of_do(turn));
+        Scoring::fill(dp, turn.stage, 1);
+        if constexpr (kListed) {
+            while (left() > 0) {
+                int run = run_of(true);
+#pragma unroll 1
+                for (; run > 0; run--) step<true>(0, 0);
+                run = run_of(false);
+#pragma unroll 1
+                for (; run > 0; run--) step<false>(0, 0);
             }
-            int i = 0;
-            if constexpr (kMasks)
+        } else {
+            const int tiles = Work(shared_work()[0]).tiles();
+            for (int g = 0; g < args.group; g++) {
+                if constexpr (Rule::kAlibi) slope = slope_of(Work(shared_work()[0]).head(args, g));
+                int i = 0;
+                if constexpr (kMasks)
 #pragma unroll 1
-                for (const int masked = Work(shared_work()[0]).masked(args, g); i < masked; i++) step<true>(g, i);
-            const int tiles = Work(shared_work()[0]).tiles(args, g);
+                    for (const int masked = Work(shared_work()[0]).masked(); i < masked; i++) step<true>(g, i);
 #pragma unroll 1
-            for (; i < tiles; i++) step<false>(g, i);
+                for (; i < tiles; i++) step<false>(g, i);
+            }
         }
-        if (total > 0) last_dq();
+        if (done > 0) last_dq();
         ptx::wgmma_wait<0>();
 #pragma unroll
         for (int i = 0; i < kHeadDim / 2; i++) dk[i] *= args.scale;
@@ -352,8 +251,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
         ptx::give_registers<kProducerRegisters>();
         if (threadIdx.x < 32) Loader(args).run(mQ, mK, mV, mDo);
         else if (threadIdx.x < 32 * (1 + kConsumers)) add_dq(args, ptx::uniform(threadIdx.x / 32 - 1));
+        else if (kListed && threadIdx.x % 32 == 0) list_steps(args);
     } else {
         ptx::take_registers<kConsumerRegisters>();
-        Consumer(args, role - 1).run(mDk, mDv);
+        if constexpr (!kWide) Consumer(args, role - 1).run(mDk, mDv);
+        else if (role == 1) Wide<0>(args).run(mDk, mDv);
+        else Wide<1>(args).run(mDk, mDv);
     }
 }

@@ -5,14 +5,17 @@
 #include "tile/hopper.cuh"
 #include "tile/tiles.cuh"
 
-constexpr int kConsumers = 2, kTileKv = 64 * kConsumers, kThreads = 128 * (kConsumers + 1);
+// Beyond 128 columns both consumers work on the same 64 keys: wide.cuh.
+constexpr bool kWide = kHeadDim > 128;
+constexpr int kConsumers = 2, kTileKv = kWide ? 64 : 64 * kConsumers, kThreads = 128 * (kConsumers + 1);
 constexpr int kKvBytes = kTileKv * kHeadDim * 2, kQBytes = kTileQ * kHeadDim * 2, kDsBytes = kTileKv * kTileQ * 2;
 constexpr int kStatBytes = kTileQ * 4;
 // Each consumer makes a share of dQ's columns. dQ of a tile lies as they have it in registers: share, four registers,
 // thread, register.
-constexpr int kDqColumns = kHeadDim / kConsumers, kDqFloats = kTileQ * kDqColumns, kDqBytes = kDqFloats * 4;
+constexpr int kDqColumns = kHeadDim / kConsumers, kDqFloats = kTileQ * kDqColumns;
+constexpr int kDqRounds = kWide ? 2 : 1, kDqBytes = kDqFloats * 4 / kDqRounds;  // of one round
 static_assert(kTileQ == 64, "a product's rows");
-static_assert(kDqBytes >= 64 * kHeadDim * 2, "dK goes out by way of dQ's place");
+static_assert(kDqBytes >= 64 * kHeadDim * 2 / kDqRounds, "dK goes out by way of dQ's place");
 // Registers per thread, moved from the producers to the consumers. Of the consumers' 240, dK and dV take 128, S 32, dP
 // or dQ 32, P 16, dS 16 at 128 columns. P's are free before dQ is issued, which makes it possible.
 constexpr int kProducerRegisters = 24, kConsumerRegisters = 240;
@@ -20,33 +23,52 @@ constexpr int kProducerRegisters = 24, kConsumerRegisters = 240;
 constexpr int kStoreBarrier = 2, kTurnBarrier = 5;
 
 constexpr int kAtK = 0, kAtV = kKvBytes, kAtQ = 2 * kKvBytes, kAtDo = kAtQ + kStages * kQBytes;
-constexpr int kAtDs = kAtDo + kStages * kQBytes, kAtDq = kAtDs + kDsStages * kDsBytes;
+constexpr int kAtDs = kAtDo + kDoStages * kQBytes, kAtP = kAtDs + kDsStages * kDsBytes;
+// Where P goes through shared memory: itself, and what dP is multiplied with where that is another
+constexpr int kAtFactor = kAtP + (kWide ? kDsBytes : 0);
+constexpr int kAtDq = kAtFactor + (kWide && !Rule::kLinear ? kDsBytes : 0);
+// Which queries see each key: spans of them, or per stage bits
+constexpr int kSightBytes = kTileKv * 8;
 constexpr int kAtStats = kAtDq + kConsumers * kDqBytes, kAtSeen = kAtStats + 2 * kStages * kStatBytes;
-constexpr int kAtWork = kAtSeen + kTileKv * 8, kAtBarriers = kAtWork + 128;
-constexpr int kAtScale = kAtBarriers + 16 * (2 * kStages + kDsStages + 5);
-constexpr int kSharedBytes = kAtScale + 16;
+constexpr int kAtWork = kAtSeen + (kListed ? kStages : 1) * kSightBytes, kAtBarriers = kAtWork + 128;
+constexpr int kAtScale = kAtBarriers + 16 * (2 * kStages + kDoStages + kDsStages + 6), kAtSteps = kAtScale + 16;
+constexpr int kSharedBytes = kAtSteps + 128;
+
+// The stage of dO: there may be one alone
+static_assert(kDoStages == kStages || (kDoStages == 1 && kStages == 2), "how of_do counts");
+TILE_DEVICE Turn<kDoStages> of_do(Turn<kStages> turn) {
+    constexpr bool kAlike = kDoStages == kStages;
+    return {kAlike ? turn.stage : 0, kAlike ? turn.lap : turn.stage};
+}
 
 struct Pipes {
-    Ring<kStages> q, d_o;  // with −LSE and −delta
+    Ring<kStages> q;        // with −LSE
+    Ring<kDoStages> d_o;    // with −delta
+    Ring<kStages> steps;    // where there are lists
     Ring<1> k, v;
-    Ring<kDsStages> ds;  // from all consumers to all of them
+    Ring<kDsStages> ds;  // to all consumers, from all of them or from one
+    Ring<1> p;           // where it goes through shared memory: from one consumer to both
     Ring<1> raw;         // rows of which some are another sequence's, until those are zero
     uint32_t dq_at;      // a ring of dQ for each consumer
     TILE_DEVICE Pipes()
         : q(ptx::shared_address(uint32_t(kAtBarriers))),
           d_o(q.full + q.kBytes),
-          k(d_o.full + d_o.kBytes),
+          steps(d_o.full + d_o.kBytes),
+          k(steps.full + steps.kBytes),
           v(k.full + k.kBytes),
           ds(v.full + v.kBytes),
-          raw(ds.full + ds.kBytes),
+          p(ds.full + ds.kBytes),
+          raw(p.full + p.kBytes),
           dq_at(raw.full + raw.kBytes) {}
     TILE_DEVICE Ring<1> dq(int consumer) const { return Ring<1>(dq_at + consumer * Ring<1>::kBytes); }
     TILE_DEVICE void init() const {
         q.init(4 * kConsumers);
         d_o.init(4 * kConsumers);
+        steps.init(1);
         k.init(1);
         v.init(1);
-        ds.init(4 * kConsumers, 4 * kConsumers);
+        ds.init(4 * kConsumers, kWide ? 4 : 4 * kConsumers);
+        p.init(4 * kConsumers, 4);
         raw.init(1);
         for (int g = 0; g < kConsumers; g++) dq(g).init(1, 4);
         ptx::fence_mbarrier_init();
@@ -59,54 +81,43 @@ struct alignas(64) Work {
     int kv_head, batch;  // batch: of the tensors, 0 if packed
     int kv_tile;         // number of the tile in its sequence
     int entry;           // and among all that have lists
+    int steps;           // of all query heads of the group together
 
-    // The list of query head g of the group
-    TILE_DEVICE int64_t row(const BackwardArgs& args, int g) const {
-        return args.lists.row_of(kPacked ? 0 : tile.sequence, head(args, g), entry);
-    }
-    // Steps for query head g of the group
-    TILE_DEVICE int tiles(const BackwardArgs& args, int g) const {
-        if constexpr (kListed) return Global<const int>{args.lists.counts}[2 * row(args, g) + 1];
-        return tile.end - tile.begin;
-    }
-    TILE_DEVICE int all_tiles(const BackwardArgs& args) const {
-        if constexpr (!kListed) return tiles(args, 0) * args.group;
-        int all = 0;
-        for (int g = 0; g < args.group; g++) all += tiles(args, g);
-        return all;
-    }
-    // Those whose tiles need a mask come first: the ones before the whole ones, and the ones behind them.
+    // Steps for each query head. Those whose tiles need a mask come first: the ones before the whole ones, and the ones
+    // behind them.
+    TILE_DEVICE int tiles() const { return tile.end - tile.begin; }
     TILE_DEVICE int before() const { return tile.whole_begin - tile.begin; }
-    TILE_DEVICE int masked(const BackwardArgs& args, int g) const {
-        if constexpr (kListed) return Global<const int>{args.lists.counts}[2 * row(args, g)];
-        return before() + tile.end - tile.whole_end;
-    }
+    TILE_DEVICE int masked() const { return before() + tile.end - tile.whole_end; }
     // The query tile of step i. Blocks that see everything begin at different ones: what they add to is then apart.
-    TILE_DEVICE int at(const BackwardArgs& args, int g, int i) const {
-        if constexpr (kListed) {
-            const int64_t list = row(args, g), width = args.lists.width;
-            const int from_back = i - Global<const int>{args.lists.counts}[2 * list];
-            return Global<const int>{args.lists.tiles}[list * width + (from_back < 0 ? i : width - 1 - from_back)];
-        }
+    TILE_DEVICE int at(int i) const {
         if constexpr (!kMasks) {
             if (kInTurn) return i;
             const int t = i + kv_tile % tile.end;
             return t < tile.end ? t : t - tile.end;
         }
         if (i < before()) return tile.begin + i;
-        const int masks = before() + tile.end - tile.whole_end;
-        return i < masks ? tile.whole_end + i - before() : tile.whole_begin + i - masks;
+        return i < masked() ? tile.whole_end + i - before() : tile.whole_begin + i - masked();
     }
     TILE_DEVICE int head(const BackwardArgs& args, int g) const { return kv_head * args.group + g; }
     // The place of a query tile among those of all heads
-    TILE_DEVICE int64_t number(const BackwardArgs& args, int g, int tile_q) const {
-        const int before = kPacked ? head(args, g) : batch * args.heads + head(args, g);
+    TILE_DEVICE int64_t number(const BackwardArgs& args, int of_head, int tile_q) const {
+        const int before = kPacked ? of_head : batch * args.heads + of_head;
         return int64_t(before) * args.q_tiles + tile.slot + tile_q;
     }
 };
 static_assert(sizeof(Work) <= 128, "its place");
 
+// A query tile of a query head, and which bits tell what it sees of the keys; −1 if it sees all. Where there are lists
+// a warp writes the steps to come, and those that others may still read stay: the loader is at most four ahead of
+// whoever adds dQ, and that warp two ahead of the loader.
+struct alignas(16) Step {
+    int tile, head, bits;
+    int run;  // how many from here on are seen in part, or are not, as this one
+};
+constexpr int kSteps = 8;
+
 TILE_DEVICE Shared<Work> shared_work() { return Shared<Work>(kAtWork); }
+TILE_DEVICE Shared<Step> shared_steps() { return Shared<Step>(kAtSteps); }
 TILE_DEVICE Shared<Visible> shared_seen() { return Shared<Visible>(kAtSeen); }
 
 // Block `number`: which keys, and who sees them. sequence is −1 if there is no such block.
@@ -138,9 +149,28 @@ TILE_DEVICE Work find_work(const BackwardArgs& args, int number) {
     return work;
 }
 
+// The list of query head g of the group
+TILE_DEVICE int64_t list_row(const BackwardArgs& args, const Work& work, int g) {
+    return args.lists.row_of(kPacked ? 0 : work.tile.sequence, work.head(args, g), work.entry);
+}
+// Step n of the block, for query head g the i-th
+TILE_DEVICE Step step_at(const BackwardArgs& args, int g, int i, int n) {
+    if constexpr (kListed) return shared_steps()[n % kSteps];
+    const Work work = shared_work()[0];
+    return {work.at(i), work.head(args, g), -1, 0};
+}
+
 // The first warp finds the block's work, and which queries each of its keys is seen by.
 TILE_DEVICE void share_work(const BackwardArgs& args) {
-    const Work work = find_work(args, blockIdx.x);
+    Work work = find_work(args, blockIdx.x);
+    work.steps = work.tiles() * args.group;
+    if constexpr (kListed) {
+        uint32_t steps = 0;
+        if (work.tile.sequence >= 0)
+            for (int g = threadIdx.x; g < args.group; g += 32)
+                steps += Global<const int>{args.lists.counts}[2 * list_row(args, work, g) + 1];
+        work.steps = ptx::reduce_add(steps);
+    }
     if (ptx::elect_one()) shared_work()[0] = work;
     if constexpr (kMasks && !kListed) {
         const KeyTile& tile = work.tile;

@@ -11,16 +11,16 @@ struct Loader {
     TILE_DEVICE explicit Loader(const BackwardArgs& a) : args(a) {}
 
     // Copies go to one barrier: the ring's, if all rows are the sequence's own. Else to another, and the ring's is told
-    // when the others are zero: their weights are 0, and 0 · NaN would still be NaN. besides(barrier) copies kExtra
+    // when the others are zero: their weights are 0, and 0 · NaN would still be NaN. besides(barrier) copies `extra`
     // bytes more.
-    template <int kRows, int kExtra, int kRingStages, class Besides>
+    template <int kRows, int kRingStages, class Besides>
     TILE_DEVICE void tile(const Ring<kRingStages>& ring, Turn<kRingStages> turn, const TensorMap& map, uint32_t at,
-                          int row, int head, int rows, Besides besides) {
+                          int row, int head, int rows, int extra, Besides besides) {
         const bool cut = kPacked && rows < kRows;
         if (ptx::elect_one()) {
             ring.wait_free(turn);
             const uint32_t barrier = cut ? pipes.raw.full : ring.full_at(turn);
-            ptx::mbarrier_arrive_expect(barrier, kRows * kHeadDim * 2 + (cut ? 0 : kExtra));
+            ptx::mbarrier_arrive_expect(barrier, kRows * kHeadDim * 2 + (cut ? 0 : extra));
             load_tile<kRows, kHeadDim>(ptx::shared_address(at), &map, barrier, row, head, shared_batch());
             if (!cut) besides(barrier);
         }
@@ -33,45 +33,81 @@ struct Loader {
         ptx::fence_async_proxy();
         ptx::sync_warp();
         if (!ptx::elect_one()) return;
-        ptx::mbarrier_arrive_expect(ring.full_at(turn), kExtra);
+        ptx::mbarrier_arrive_expect(ring.full_at(turn), extra);
         besides(ring.full_at(turn));
     }
-    // Q (0) or dO (1) of step i for query head g
-    TILE_DEVICE void rows(const Ring<kStages>& ring, Turn<kStages> turn, const TensorMap& map, int at, int stat, int g,
-                          int i) {
+    // Q (0) or dO (1) of a step. With Q come the bits of a tile that is seen in part.
+    template <int kRingStages>
+    TILE_DEVICE void rows(const Ring<kRingStages>& ring, Turn<kRingStages> place, Turn<kStages> turn,
+                          const TensorMap& map, int at, int stat, int g, int i, int n) {
         const Work work = shared_work()[0];
-        const int row = work.at(args, g, i) * kTileQ;
-        const auto stats = [&](uint32_t barrier) {
-            const Work there = shared_work()[0];
+        const Step step = step_at(args, g, i, n);
+        const bool part = kListed && stat == 0 && step.bits >= 0;
+        const auto besides = [&](uint32_t barrier) {
+            const Step again = step_at(args, g, i, n);
+            const int64_t number = Work(shared_work()[0]).number(args, again.head, again.tile);
             ptx::bulk_load(ptx::shared_address(kAtStats + (2 * turn.stage + stat) * kStatBytes),
-                           args.stats + (there.number(args, g, there.at(args, g, i)) * 2 + stat) * kTileQ, kStatBytes, barrier);
+                           args.stats + (number * 2 + stat) * kTileQ, kStatBytes, barrier);
+            if (part)
+                ptx::bulk_load(ptx::shared_address(kAtSeen + turn.stage * kSightBytes),
+                               args.lists.bits + int64_t(again.bits) * (2 * kTileKv), kSightBytes, barrier);
         };
-        tile<kTileQ, kStatBytes>(ring, turn, map, at + turn.stage * kQBytes, work.tile.q_start + row,
-                                 work.head(args, g), work.tile.seqlen_q - row, stats);
+        tile<kTileQ>(ring, place, map, at + place.stage * kQBytes, work.tile.q_start + step.tile * kTileQ, step.head,
+                     work.tile.seqlen_q - step.tile * kTileQ, kStatBytes + (part ? kSightBytes : 0), besides);
     }
     TILE_DEVICE void keys(const Ring<1>& ring, const TensorMap& map, int at) {
         const Work work = shared_work()[0];
-        tile<kTileKv, 0>(ring, Turn<1>{}, map, at, work.tile.k_start + work.tile.key, work.kv_head,
-                         work.tile.seqlen_k - work.tile.key, [](uint32_t) {});
+        tile<kTileKv>(ring, Turn<1>{}, map, at, work.tile.k_start + work.tile.key, work.kv_head,
+                      work.tile.seqlen_k - work.tile.key, 0, [](uint32_t) {});
     }
     static TILE_DEVICE int shared_batch() { return kPacked ? 0 : Work(shared_work()[0]).batch; }
     TILE_DEVICE void run(const TensorMap& mQ, const TensorMap& mK, const TensorMap& mV, const TensorMap& mDo) {
         Turn<kStages> turn;
         keys(pipes.k, mK, kAtK);
         ptx::wait_for_prerequisites();  // −LSE and −delta are there
-        bool waits = true;              // V, for the first dO
-        for (int g = 0; g < args.group; g++) {
-            const int tiles = Work(shared_work()[0]).tiles(args, g);
-            for (int i = 0; i < tiles; i++, turn.next()) {
-                rows(pipes.q, turn, mQ, kAtQ, 0, g, i);
-                if (waits) keys(pipes.v, mV, kAtV);
-                waits = false;
-                rows(pipes.d_o, turn, mDo, kAtDo, 1, g, i);
+        bool first = true;              // V comes between the first Q and the first dO
+        const auto step = [&](int g, int i, int n) {
+            rows(pipes.q, turn, turn, mQ, kAtQ, 0, g, i, n);
+            if (first) keys(pipes.v, mV, kAtV);
+            first = false;
+            rows(pipes.d_o, of_do(turn), turn, mDo, kAtDo, 1, g, i, n);
+        };
+        if constexpr (kListed) {
+            for (int n = 0; n < Work(shared_work()[0]).steps; n++, turn.next()) {
+                pipes.steps.wait(turn);
+                step(0, 0, n);
+                ptx::sync_warp();
+                pipes.steps.release(turn);
             }
+        } else {
+            const int tiles = Work(shared_work()[0]).tiles();
+            for (int g = 0; g < args.group; g++)
+                for (int i = 0; i < tiles; i++, turn.next()) step(g, i, 0);
         }
-        if (waits) keys(pipes.v, mV, kAtV);
+        if (first) keys(pipes.v, mV, kAtV);
     }
 };
+
+// A thread: where there are lists, the steps to come
+TILE_DEVICE void list_steps(const BackwardArgs& args) {
+    const Pipes pipes;
+    const Work work = shared_work()[0];
+    Turn<kStages> turn;
+    int n = 0;
+    for (int g = 0; g < args.group; g++) {
+        const int64_t row = list_row(args, work, g), width = args.lists.width;
+        const Global<const int> counts = Global<const int>{args.lists.counts} + 2 * row;
+        const int masked = counts[0], tiles = counts[1];
+        for (int i = 0; i < tiles; i++, n++, turn.next()) {
+            const int64_t at = row * width + (i < masked ? i : width - 1 - (i - masked));
+            const int tile = Global<const int>{args.lists.tiles}[at];
+            pipes.steps.wait_free(turn);
+            const int bits = i < masked ? int(at) : -1, run = (i < masked ? masked : tiles) - i;
+            shared_steps()[n % kSteps] = Step{tile, work.head(args, g), bits, run};
+            ptx::mbarrier_arrive(pipes.steps.full_at(turn));
+        }
+    }
+}
 
 // Key tiles of the sequence that see query tile `tile_q` and come before this one; by a warp
 TILE_DEVICE int turn_of(const BackwardArgs& args, const Work& work, int head, int tile_q) {
@@ -106,30 +142,40 @@ TILE_DEVICE void add_dq(const BackwardArgs& args, int consumer) {
     const Ring<1> ring = pipes.dq(consumer);
     Turn<1> turn;
     ptx::wait_for_prerequisites();  // zeros are there
-    for (int g = 0; g < args.group; g++) {
-        const int tiles = Work(shared_work()[0]).tiles(args, g);
-        for (int i = 0; i < tiles; i++, turn.next()) {
-            const Work work = shared_work()[0];
-            const int tile_q = work.at(args, g, i);
-            const int mine = kInTurn ? turn_of(args, work, work.head(args, g), tile_q) : 0;
-            const int64_t number = work.number(args, g, tile_q);
-            int* const turns = args.turns + number * kConsumers + consumer;
-            if (!ptx::elect_one()) continue;
-            ring.wait(turn);
-            if constexpr (kInTurn)
-                while (ptx::load_acquire(turns) < mine) ptx::spin();
-            ptx::bulk_add(args.dq_sum + number * (kTileQ * kHeadDim) + consumer * kDqFloats,
-                          ptx::shared_address(uint32_t(kAtDq + consumer * kDqBytes)), kDqBytes);
-            ptx::bulk_commit();
-            if constexpr (kInTurn) {
-                ptx::bulk_wait<0>();
-                ptx::fence_device();
-                ptx::atomic_add(turns, 1);
-            } else {
-                ptx::bulk_wait_read<0>();
-            }
-            ptx::mbarrier_arrive(ring.empty);
+    const auto add = [&](int g, int i, int n, int round) {
+        if constexpr (kListed) ring.wait(turn);
+        const Work work = shared_work()[0];
+        const Step step = step_at(args, g, i, n);
+        const int mine = kInTurn ? turn_of(args, work, step.head, step.tile) : 0;
+        const int64_t number = work.number(args, step.head, step.tile);
+        int* const turns = args.turns + number * kConsumers + consumer;
+        if (!ptx::elect_one()) return;
+        ring.wait(turn);
+        if (kInTurn && round == 0)
+            while (ptx::load_acquire(turns) < mine) ptx::spin();
+        ptx::bulk_add(args.dq_sum + number * (kTileQ * kHeadDim) + consumer * kDqFloats + round * (kDqBytes / 4),
+                      ptx::shared_address(uint32_t(kAtDq + consumer * kDqBytes)), kDqBytes);
+        ptx::bulk_commit();
+        if (kInTurn && round == kDqRounds - 1) {
+            ptx::bulk_wait<0>();
+            ptx::fence_device();
+            ptx::atomic_add(turns, 1);
+        } else {
+            ptx::bulk_wait_read<0>();
         }
+        ptx::mbarrier_arrive(ring.empty);
+    };
+    if constexpr (kListed) {
+        for (int n = 0; n < Work(shared_work()[0]).steps; n++)
+            for (int round = 0; round < kDqRounds; round++, turn.next()) {
+                add(0, 0, n, round);
+                ptx::sync_warp();
+            }
+    } else {
+        const int tiles = Work(shared_work()[0]).tiles();
+        for (int g = 0; g < args.group; g++)
+            for (int i = 0; i < tiles; i++)
+                for (int round = 0; round < kDqRounds; round++, turn.next()) add(g, i, 0, round);
     }
     if (ptx::elect_one()) ptx::bulk_wait<0>();
 }
