@@ -70,7 +70,7 @@ struct Scoring {
                         if constexpr (kMasked) {
                             bool is = seen[m][h].has(q);
                             if constexpr (kPicked)
-                                if (is && q < tile.seqlen_q) is = is_left(picks, function, tile.sequence, head, q, own);
+                                if (is && q < tile.seqlen_q) is = left(q, own);
                             if (!is) x = -INFINITY;
                         }
                         p[j] = ptx::exp2(x);
@@ -84,6 +84,14 @@ struct Scoring {
                 else put(to, row0 + 16 * m, k, a[m][k]);
             }
         }
+    }
+    // Of a pair that window and ends show: do the others too?
+    TILE_DEVICE bool left(int q, int k) const {
+        if (args.positions) {
+            const Global<const int> positions{args.positions};
+            if (positions[tile.q_start + q] - positions[tile.k_start + k] > picks.left) return false;
+        }
+        return is_left(picks, function, tile.sequence, head, q, k);
     }
     // The queries that see a key
     TILE_DEVICE Visible queries(int own) const {
