@@ -145,7 +145,8 @@ def specs_of(kind: Kind, tiling: BackwardTiling) -> tuple[KernelSpec, KernelSpec
         ("kPacked", kind.index is not None),
     )
     before, after = (
-        KernelSpec(name, ENDS, name, ends, tiling.threads, 0, product=True) for name in ("before_mma", "after_mma")
+        KernelSpec(f"backward_mma_{end}", ENDS, f"{end}_mma", ends, tiling.threads, 0, product=True)
+        for end in ("before", "after")
     )
     shared = tiling.shared_bytes(width, kind.dtype.itemsize)
     text = kind.function + kind.slope
