@@ -57,6 +57,7 @@ def test_trees():
     got = tree(ends, 2, 1, 64, mode=MODES[2])
     again = tree(ends, 2, 1, 64, mode=MODES[1], deterministic=True)
     assert torch.equal(got.d_k, again.d_k)  # the order of dQ's sums is all that differs
+    tree(ends, 2, 1, 64, left=90)
 
 
 @pytest.mark.usefixtures("sm_80")

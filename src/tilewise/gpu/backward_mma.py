@@ -73,11 +73,18 @@ def padded(head_dim: int) -> int:
     return next(d for d in WIDTHS if d >= head_dim)
 
 
-def choose(card: str, dtype: torch.dtype, head_dim: int, block_k: int = 0) -> BackwardTiling:
-    """The tiling for a head dimension on a card; block_k: keys of a schedule's blocks, which tiles do not exceed."""
+def choose(card: str, dtype: torch.dtype, head_dim: int, block_k: int = 0, crowded: bool = False) -> BackwardTiling:
+    """The tiling for a head dimension on a card.
+
+    block_k: keys of a schedule's blocks, which tiles do not exceed. crowded: scores take more than a factor, and
+    registers that S would have.
+    """
     width, size, most = padded(head_dim), dtype.itemsize, limits_of(card).shared_block
     fitting = [t for t in TILINGS[size, width] if t.shared_bytes(width, size) <= most]
-    return next((t for t in fitting if not block_k or t.tile_kv <= block_k), fitting[-1 if block_k else 0])
+    found = next((t for t in fitting if not block_k or t.tile_kv <= block_k), fitting[-1 if block_k else 0])
+    if crowded and found == TILINGS[2, 128][0]:
+        return replace(found, tile_q=32)
+    return found
 
 
 def new_card(device: torch.device) -> bool:
@@ -139,7 +146,8 @@ def specs_of(kind: Kind, tiling: BackwardTiling) -> tuple[KernelSpec, KernelSpec
         ("kPacked", kind.index is not None),
     )
     before, after = (
-        KernelSpec(name, ENDS, name, ends, tiling.threads, 0, product=True) for name in ("before_mma", "after_mma")
+        KernelSpec(f"backward_mma_{end}", ENDS, f"{end}_mma", ends, tiling.threads, 0, product=True)
+        for end in ("before", "after")
     )
     shared = tiling.shared_bytes(width, kind.dtype.itemsize)
     text = kind.function + kind.slope
@@ -171,10 +179,15 @@ def specs(card: str, *, every: bool = False) -> list[KernelSpec]:
         for index in (None, torch.int32)
         for in_turn in ((False, True) if every else (False,))
     ]
-    made = [spec for kind in kinds for spec in specs_of(kind, choose(card, kind.dtype, kind.head_dim))]
-    tilings = {choose(card, kind.dtype, kind.head_dim) for kind in kinds}
+    chosen = {kind: choose(card, kind.dtype, kind.head_dim, crowded=kind.scores.changed) for kind in kinds}
+    made = [spec for kind, tiling in chosen.items() for spec in specs_of(kind, tiling)]
+    tilings = dict.fromkeys(chosen.values())
     lists = [list_spec(torch.int32, tiling, in_turn) for tiling in tilings for in_turn in (False, True)]
     return list(dict.fromkeys([*made, *lists]))
+
+
+def _crowded(call: GradientCall) -> bool:
+    return call.scores.changed or (call.function is not None and call.function.scores)
 
 
 def shapes_of(call: GradientCall, tiling: BackwardTiling) -> Shapes:
@@ -200,7 +213,7 @@ def gradients(call: GradientCall, tiling: BackwardTiling | None = None, **emulat
     given = {name: loadable(getattr(call, name)) for name in ("q", "k", "v", "o", "d_o")}
     found = {f"d_{n}": torch.empty_like(given[n], memory_format=torch.contiguous_format) for n in "qkv"}
     block_k = 0 if call.schedule is None else call.schedule.block_k
-    tiling = tiling or choose(card_of(device), call.q.dtype, call.q.shape[-1], block_k)
+    tiling = tiling or choose(card_of(device), call.q.dtype, call.q.shape[-1], block_k, _crowded(call))
     shapes = shapes_of(call, tiling)
     if not call.q.numel() or not call.k.numel():
         none = None if sinks is None else torch.zeros(shapes.heads, dtype=torch.float32, device=device)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from tilewise.functions.derivative import slope_of
-from tilewise.gpu.abi import Divisor, NoFunctionArgs
+from tilewise.gpu.abi import FAR, Divisor, NoFunctionArgs
 from tilewise.gpu.backward_call import GradientCall
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ class PickArgs(ctypes.Structure):
     _fields_ = [
         *((n, ctypes.c_void_p) for n in ("kept", "whole", "lengths_k")),
         *((n, ctypes.c_int64) for n in ("kept_batch", "lengths_k_batch")),
-        *((n, ctypes.c_int) for n in ("kept_head", "kept_row", "q_blocks", "k_blocks")),
+        *((n, ctypes.c_int) for n in ("kept_head", "kept_row", "q_blocks", "k_blocks", "left")),
         *((n, Divisor) for n in ("heads_each", "block_q", "block_k")),
     ]
 
@@ -48,10 +48,14 @@ class Picked:
         function, schedule = call.function, call.schedule
         read: dict[str, torch.Tensor] = {}
         picks = PickArgs() if schedule is None else _picks(schedule, call.q.shape[-2], read)
+        picked = schedule is not None or call.positions is not None
+        if call.positions is not None:
+            left = call.scores.window[0]
+            picks.left = FAR if left is None else min(left, FAR)
         if function is None:
-            return cls((picks, NoFunctionArgs(), NoFunctionArgs()), picked=schedule is not None, tensors=read)
+            return cls((picks, NoFunctionArgs(), NoFunctionArgs()), picked=picked, tensors=read)
         read |= {f"captured {n}": x for n, x in enumerate(function.tensors)}
-        picked = schedule is not None or function.masks
+        picked = picked or function.masks
         text = function.text(_sizes(call))
         if not function.scores:
             return cls((picks, function.arguments(), NoFunctionArgs()), text, "", picked, read)

@@ -15,7 +15,7 @@
 // of dQ per warp, and side by side; kStages: places for Q and dO, 1 or 2; kOwnInRegisters: a warp keeps its rows of K
 // or V in registers; kNewCard: it has stmatrix and adds vectors; kInTurn: tiles of keys add to dQ in their order;
 // kBlocksEach: thread blocks that a multiprocessor is to hold; Rule: what is done to scores; Function, Slope: a user's
-// mask and score, and the score's derivative as a function like it; kPicked: a schedule or a mask leaves out tiles.
+// mask and score, and the score's derivative as a function like it; kPicked: a schedule, a mask or positions leave something out.
 // Rows lie on 16 bytes.
 #include "backward/mma_products.cuh"
 #include "backward/mma_scoring.cuh"
@@ -93,7 +93,8 @@ struct Worker {
         const KeyTile tile = work()[0];
         const int q0 = t * kTileQ, q1 = q0 + kTileQ < tile.seqlen_q ? q0 + kTileQ : tile.seqlen_q;
         const int k1 = key + kTileKv < tile.seqlen_k ? key + kTileKv : tile.seqlen_k;
-        return kind_of(picks, function, tile.sequence, head, q0, q1 - 1, key, k1 - 1);
+        const Kind kind = kind_of(picks, function, tile.sequence, head, q0, q1 - 1, key, k1 - 1);
+        return kind == kAll && args.positions ? kSome : kind;
     }
     TILE_DEVICE bool is_whole(const Step& at, const KeyTile& tile) const {
         const int t = tile_of(at);

@@ -27,7 +27,7 @@ struct Scoring {
     TILE_DEVICE void weigh(const Fragments& s, Operand (&a)[kM], int stage, const TileDs& to, int row0) const {
         const Shared<Two> lse(kAtStats + 2 * stage * kStatBytes);
         const int column = warp::fragment_column();
-        const float factor = Rule::first_factor(args.scores), cap = args.scores.softcap_out;
+        const float factor = Rule::first_factor(args.scores), cap = Rule::last_factor(args.scores, factor);
         float slope = 0.0f, distance[kM][2];
         Visible seen[kM][2];
         if constexpr (Rule::kAlibi) slope = args.scores.slope(tile.sequence, head);
@@ -54,9 +54,9 @@ struct Scoring {
 #pragma unroll
                     for (int j = 0; j < 2; j++) {
                         float x = s[m][2 * i + j], derivative = 1.0f;
-                        const int q = query + column + along + j, k = key + 16 * m + warp::fragment_row(h);
+                        const int q = query + column + along + j, own = key + 16 * m + warp::fragment_row(h);
                         if constexpr (Function::kScore) {
-                            score(x, derivative, q, k);
+                            score(x, derivative, q, own);
                             x = ptx::mad(x, kLog2e, less[r / 2].of[j]);
                         } else if constexpr (!Rule::kLinear) {
                             const float t = soft_capped<kFloats>(x, factor);
@@ -70,10 +70,11 @@ struct Scoring {
                         if constexpr (kMasked) {
                             bool is = seen[m][h].has(q);
                             if constexpr (kPicked)
-                                if (is && q < tile.seqlen_q) is = is_left(picks, function, tile.sequence, head, q, k);
+                                if (is && q < tile.seqlen_q) is = left(q, own);
                             if (!is) x = -INFINITY;
                         }
                         p[j] = ptx::exp2(x);
+                        // What the derivative is where there is no weight is not looked at: it may be NaN.
                         if constexpr (kDerived) derived[j] = p[j] == 0.0f ? 0.0f : p[j] * derivative;
                     }
                     set_two(a[m], i, p[0], p[1]);
@@ -83,6 +84,14 @@ struct Scoring {
                 else put(to, row0 + 16 * m, k, a[m][k]);
             }
         }
+    }
+    // Of a pair that window and ends show: do the others too?
+    TILE_DEVICE bool left(int q, int k) const {
+        if (args.positions) {
+            const Global<const int> positions{args.positions};
+            if (positions[tile.q_start + q] - positions[tile.k_start + k] > picks.left) return false;
+        }
+        return is_left(picks, function, tile.sequence, head, q, k);
     }
     // The queries that see a key
     TILE_DEVICE Visible queries(int own) const {

@@ -1,4 +1,4 @@
-// Which tiles of queries and keys a block schedule and a mask function leave, and which elements of those. The backward
+// Which tiles of queries and keys a block schedule, a mask function and positions leave, and which elements of those. The backward
 // asks when it walks over the tiles: nothing is listed before.
 #pragma once
 #include "backward/arguments.cuh"
@@ -11,6 +11,7 @@ struct Picks {
     int64_t kept_batch;            // words from one sequence's bits to the next, 0 if they share them
     int64_t lengths_k_batch;
     int kept_head, kept_row, q_blocks, k_blocks;
+    int left;                      // where tokens have positions: how far back the window reaches among them
     Divisor heads_each;            // query heads per head of the schedule
     Divisor block_q, block_k;
 
