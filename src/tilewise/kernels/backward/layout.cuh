@@ -91,8 +91,8 @@ struct alignas(64) Work {
 static_assert(sizeof(Work) <= 128, "its place");
 
 // A query tile of a query head, and which bits tell what it sees of the keys; −1 if it sees all. Where there are lists
-// a warp writes the steps to come, and those that others may still read stay: the loader is at most four ahead of whoever
-// adds dQ, and that warp two ahead of the loader.
+// a warp writes the steps to come, and those that others may still read stay: the loader is at most four ahead of
+// whoever adds dQ, and that warp two ahead of the loader.
 struct alignas(16) Step {
     int tile, head, bits;
     int run;  // how many from here on are seen in part, or are not, as this one

@@ -9,7 +9,7 @@
 #include "backward/arguments.cuh"
 
 struct PairArgs {
-    // The schedule's bits: blocks that are kept, and those in which the function is not asked; null for all, and for none
+    // The schedule's bits: blocks that are kept, and those in which the function is not asked; null for all and for none
     const uint32_t *kept, *whole;
     const int *lengths_q, *lengths_k;      // (sequences or 1, blocks): valid rows of each block; null: all
     int *counts, *tiles;                   // QueryLists, to be written
