@@ -95,21 +95,26 @@ def ends_of(*trees):
     return torch.tensor(ends, dtype=torch.int32)
 
 
-def tree(ends, heads_q, heads_kv, head_dim, *, dtype=torch.bfloat16, device="cpu", mode=None, deterministic=False):
-    """Gradients where query i sees the keys j ≤ i < ends[j]."""
+def tree(ends, heads_q, heads_kv, head_dim, *, left=None, dtype=torch.bfloat16, device="cpu", mode=None,
+         deterministic=False):  # fmt: skip
+    """Gradients where query i sees the keys j ≤ i < ends[j], with a window of those `left` before it on its path."""
     tokens = len(ends)
     places = torch.arange(tokens)
     visible = (places[None] <= places[:, None]) & (places[:, None] < ends[None])
+    positions = None
+    if left is not None:
+        positions = visible.sum(1, dtype=torch.int32) - 1
+        visible &= positions[:, None] - positions[None] <= left
 
     def oracle(q, k, v, **more):
         o, lse = reference.attention(q[None], k[None], v[None], mask=visible, **more)
         return o[0], lse[0]
 
     q, k, v = (randn(tokens, h, head_dim, dtype=dtype, seed=n) for n, h in enumerate((heads_q, heads_kv, heads_kv)))
-    scores = arguments.check_scores(q, 1, causal=True)
+    scores = arguments.check_scores(q, 1, causal=True, window=(left, 0))
     starts = torch.tensor([0, tokens], dtype=torch.int32)
     rest = {"device": device, "mode": mode, "deterministic": deterministic, "max_seqlens": (tokens, tokens)}
-    return judged(oracle, (q, k, v), scores, starts_q=starts, starts_k=starts, ends=ends, **rest)
+    return judged(oracle, (q, k, v), scores, starts_q=starts, starts_k=starts, ends=ends, positions=positions, **rest)
 
 
 def spoil_second(call):

@@ -35,7 +35,7 @@ BEFORE, BACKWARD, _ = (
     spec.constants for spec in backward_hopper.specs_of(backward_hopper.Kind(torch.bfloat16, 128, Scores(), False))
 )
 LIST = backward_hopper.list_spec(torch.int32, False).constants
-PAIRS = backward_lists.pairs_spec("", 64, 128, False).constants
+PAIRS = backward_lists.pairs_spec("", 64, 128, False)
 APPEND, WIDEN, MERGE_ROWS = (room.specs()[0].constants for room in (append, widen, merge_rows))
 SELECT, SCATTER = (spec.constants for spec in (schedules.specs()[0], schedules.scatter_spec(torch.int32)))
 # The structures' source, the constants that it needs, and its structures: C++ name -> mirror
@@ -79,7 +79,7 @@ SOURCES: dict[str, tuple[tuple[tuple[str, Constant], ...], dict[str, type[ctypes
         },
     ),
     "backward/list.cu": (LIST, {"KeyListArgs": backward_abi.KeyListArgs}),
-    "backward/pairs.cu": (PAIRS, {"PairArgs": backward_abi.PairArgs}),
+    "backward/pairs.cu": (PAIRS.constants, {"PairArgs": backward_abi.PairArgs}),
     "learn/kernels/args.cuh": ((), {"AttentionArgs": ladder.AttentionArgs}),
 }
 # Constants that Python repeats: source -> C++ expression -> value
@@ -107,10 +107,10 @@ CONSTANTS = {
         "kKeyListHeader": backward_abi.KEY_LIST_HEADER,
     },
     "backward/list.cu": {"kThreads": backward_hopper.LIST_THREADS, "kBuckets": backward_hopper.BUCKETS},
-    "backward/pairs.cu": {"kThreads": backward_lists.THREADS, "kPairBytes": backward_lists.SHARED},
+    "backward/pairs.cu": {"kThreads": PAIRS.threads, "kPairBytes": PAIRS.shared_bytes},
     "backward/layout.cuh": {
         "kSharedBytes": backward_hopper.TILINGS[128].shared_bytes(128),
-        "kTileKv": backward_hopper.TILE_KV,
+        "kTileKv": backward_hopper.TILINGS[128].tile_kv,
         "kConsumers": backward_hopper.CONSUMERS,
     },
     "backward/ends.cu": {

@@ -86,6 +86,7 @@ def test_trees():
     got = tree(ends, 2, 1, 64, mode=MODES[2])
     again = tree(ends, 2, 1, 64, mode=MODES[1], deterministic=True)
     assert torch.equal(got.d_k, again.d_k)  # the order of dQ's sums is all that differs
+    tree(ends, 2, 1, 64, left=90)
 
 
 def blocks(seqlen_q, seqlen_k, block_q, block_k, *shape, seed=0, **more):

@@ -59,6 +59,6 @@ class PairArgs(ctypes.Structure):
         *((n, ctypes.c_void_p) for n in ("counts", "tiles", "bits", "visits")),
         ("kept_batch", ctypes.c_int64),
         *((n, ctypes.c_int) for n in ("kept_head", "kept_row", "q_blocks", "k_blocks")),
-        *((n, ctypes.c_int) for n in ("lengths_q_batch", "lengths_k_batch", "list_heads")),
+        *((n, ctypes.c_int) for n in ("lengths_q_batch", "lengths_k_batch", "list_heads", "left")),
         *((n, Divisor) for n in ("lists_each", "block_q", "block_k")),
     ]

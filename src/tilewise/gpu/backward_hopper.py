@@ -16,14 +16,14 @@ import torch
 from tilewise import compiler, emulator
 from tilewise.compiler.spec import Constant, KernelSpec
 from tilewise.compiler.tensor_maps import TensorMapSpec
-from tilewise.gpu.abi import ELEMENTS, EVERY_RULE, MAP_NAMES, PANEL, PANEL_BYTES, ScoreArgs, Strides, score_rule
+from tilewise.gpu.abi import ELEMENTS, EVERY_RULE, FAR, MAP_NAMES, PANEL, PANEL_BYTES, ScoreArgs, Strides, score_rule
 from tilewise.gpu.backward_abi import KEY_LIST_HEADER, KEY_TILE_WORDS, BackwardArgs, KeyListArgs
 from tilewise.gpu.backward_call import GradientCall, Gradients
 from tilewise.gpu.backward_lists import QueryLists, Step, listed, pairs_spec, query_lists
 from tilewise.gpu.prefill import tma_can
 from tilewise.scores import Scores
 
-TILE_Q, TILE_KV = 64, 128  # rows of a query tile, keys of a block
+TILE_Q = 64  # rows of a query tile
 CONSUMERS = 2
 BEFORE_THREADS, AFTER_THREADS = 256, 128 * CONSUMERS
 BEFORE_SHARED = 4 * TILE_Q
@@ -38,28 +38,35 @@ STRIDED_FIELDS = {"d_o": "do"}
 class Tiling:
     """How the kernel works at one padded head dimension.
 
-    stages: of Q and dO; ds_stages: of dS. ping_pong: the warpgroups take turns at the tensor cores. kv_registers: K and
-    V stay in registers. scale_late: the exponentials wait for a load, so that none is put among products.
+    tile_kv: keys of a block. stages, do_stages, ds_stages: of Q, of dO and of dS. ping_pong: the warpgroups take turns
+    at the tensor cores. kv_registers: K and V stay in registers. scale_late: the exponentials wait for a load, so that
+    none is put among products.
     """
 
+    tile_kv: int
     stages: int
+    do_stages: int
     ds_stages: int
     ping_pong: bool
     kv_registers: bool
     scale_late: bool
 
-    def shared_bytes(self, head_dim: int, listed: bool = False) -> int:
-        """backward/layout.cuh: kSharedBytes."""
-        keys, rows = 2 * TILE_KV * head_dim * 2, 2 * self.stages * TILE_Q * head_dim * 2
-        sums = self.ds_stages * TILE_KV * TILE_Q * 2 + TILE_Q * head_dim * 4
-        small = 2 * self.stages * TILE_Q * 4 + (self.stages if listed else 1) * TILE_KV * 8 + 128
-        return keys + rows + sums + small + 16 * (3 * self.stages + self.ds_stages + 5) + 16 + 128
+    def shared_bytes(self, head_dim: int, *, listed: bool = False, linear: bool = True) -> int:
+        """backward/layout.cuh: kSharedBytes. linear: scores are scaled, and perhaps biased."""
+        keys, rows = 2 * self.tile_kv * head_dim * 2, (self.stages + self.do_stages) * TILE_Q * head_dim * 2
+        wide = head_dim > 128
+        squares = self.ds_stages + (wide and (1 if linear else 2))
+        sums = squares * self.tile_kv * TILE_Q * 2 + TILE_Q * head_dim * (2 if wide else 4)
+        small = 2 * self.stages * TILE_Q * 4 + (self.stages if listed else 1) * self.tile_kv * 8 + 128
+        barriers = 16 * (2 * self.stages + self.do_stages + self.ds_stages + 6)
+        return keys + rows + sums + small + barriers + 16 + 128
 
 
 # By padded head dimension.
 TILINGS = {
-    64: Tiling(2, 3, ping_pong=False, kv_registers=True, scale_late=False),
-    128: Tiling(2, 3, ping_pong=True, kv_registers=False, scale_late=True),
+    64: Tiling(128, 2, 2, 3, ping_pong=False, kv_registers=True, scale_late=False),
+    128: Tiling(128, 2, 2, 3, ping_pong=True, kv_registers=False, scale_late=True),
+    256: Tiling(64, 2, 1, 1, ping_pong=False, kv_registers=False, scale_late=False),
 }
 DTYPES = (torch.bfloat16, torch.float16)
 
@@ -102,6 +109,7 @@ def specs_of(kind: Kind) -> tuple[KernelSpec, KernelSpec, KernelSpec]:
     main = (
         score_rule(kind.scores),
         ("kStages", tiling.stages),
+        ("kDoStages", tiling.do_stages),
         ("kDsStages", tiling.ds_stages),
         ("kMasks", kind.masks),
         ("kListed", kind.listed),
@@ -120,18 +128,19 @@ def specs_of(kind: Kind) -> tuple[KernelSpec, KernelSpec, KernelSpec]:
         KernelSpec("backward_before", source, "before", common + ends, BEFORE_THREADS, BEFORE_SHARED, product=True),
         KernelSpec(
             "backward", "backward/backward.cu", "backward", common + main, 128 * (CONSUMERS + 1),
-            tiling.shared_bytes(dim, kind.listed), product=not (kind.listed and kind.scores.alibi),
+            tiling.shared_bytes(dim, listed=kind.listed, linear=not kind.scores.softcap),
+            product=not (kind.listed and kind.scores.alibi),
         ),
         KernelSpec("backward_after", source, "after", common + ends, AFTER_THREADS, 0, product=True),
     )  # fmt: skip
 
 
-def list_spec(index: torch.dtype, in_turn: bool) -> KernelSpec:
+def list_spec(index: torch.dtype, in_turn: bool, tile_kv: int = 128) -> KernelSpec:
     """The kernel that lists the key tiles of packed sequences; index: of the starts."""
     constants = (
         ("Index", "int64_t" if index == torch.int64 else "int"),
         ("kTileQ", TILE_Q),
-        ("kTileKv", TILE_KV),
+        ("kTileKv", tile_kv),
         ("kInTurn", in_turn),
     )
     return KernelSpec("backward_list", "backward/list.cu", "list", constants, LIST_THREADS, 0, product=True)
@@ -152,7 +161,7 @@ def specs(*, every: bool = False) -> list[KernelSpec]:
         for in_turn in ((False, True) if every else (False,))
     ]
     lists = [list_spec(torch.int32, in_turn) for in_turn in (False, True)]
-    lists += [pairs_spec("", TILE_Q, TILE_KV, packed) for packed in (False, True)]
+    lists += [pairs_spec("", TILE_Q, 128, packed) for packed in (False, True)]
     return list(dict.fromkeys([*(spec for kind in kinds for spec in specs_of(kind)), *lists]))
 
 
@@ -169,17 +178,19 @@ class Shapes:
     head_dim: int
     q_tiles: int
     kv_tiles: int
+    tile_kv: int
 
     @classmethod
     def of(cls, call: GradientCall) -> Shapes:
         (seqlen_q, heads, head_dim), (seqlen_k, heads_kv) = call.q.shape[-3:], call.k.shape[-3:-1]
+        tile_kv = TILINGS[padded(head_dim)].tile_kv
         if call.starts_q is None:
             batch = sequences = call.q.shape[0]
-            tiles = math.ceil(seqlen_q / TILE_Q), math.ceil(seqlen_k / TILE_KV)
+            tiles = math.ceil(seqlen_q / TILE_Q), math.ceil(seqlen_k / tile_kv)
         else:  # arguments.cuh: first_slot
             batch, sequences = 1, len(call.starts_q) - 1
-            tiles = seqlen_q // TILE_Q + sequences, seqlen_k // TILE_KV + sequences
-        return cls(batch, sequences, seqlen_q, seqlen_k, heads, heads_kv, head_dim, *tiles)
+            tiles = seqlen_q // TILE_Q + sequences, seqlen_k // tile_kv + sequences
+        return cls(batch, sequences, seqlen_q, seqlen_k, heads, heads_kv, head_dim, *tiles, tile_kv)
 
 
 def gradients(call: GradientCall, **emulated: Any) -> Gradients:
@@ -201,16 +212,16 @@ def gradients(call: GradientCall, **emulated: Any) -> Gradients:
     if call.packed:
         words = KEY_LIST_HEADER + KEY_TILE_WORDS * shapes.kv_tiles + BUCKETS
         work["list"] = torch.empty(words, dtype=torch.int32, device=device)
-    masks = listed(call) or call.packed or call.scores.window != (None, None) or shapes.seqlen_k % TILE_KV > 0
+    masks = listed(call) or call.packed or call.scores.window != (None, None) or shapes.seqlen_k % shapes.tile_kv > 0
     dims = given["q"].shape[-1]
     kind = Kind(call.q.dtype, dims, call.scores.rule, masks, index, call.deterministic, listed(call))
     args, read = arguments(call, shapes, given | found | work)
-    lists = query_lists(call, shapes.q_tiles, shapes.kv_tiles, TILE_Q, TILE_KV) if kind.listed else None
+    lists = query_lists(call, shapes.q_tiles, shapes.kv_tiles, TILE_Q, shapes.tile_kv) if kind.listed else None
     if lists is not None:
         args.lists = lists.args
         read |= lists.tensors
     tensors = given | found | work | read
-    run(steps(kind, shapes, args, tensors, lists), kind, tensors, **emulated)
+    run(steps(kind, shapes, args, tensors, lists), kind, shapes.tile_kv, tensors, **emulated)
     d_sinks = None
     if sinks is not None:  # one more key per row, whose value is 0: dP = 0
         less, delta = stats.unbind(3)
@@ -250,6 +261,8 @@ def arguments(
         if (x := getattr(call, name)) is not None:
             setattr(args, name, x.data_ptr())
             read[name] = x
+    if call.positions is not None:  # the window looks there, and not at how far apart tokens stand
+        args.scores.left = FAR
     if scores.slopes is not None:
         args.scores.slopes, args.scores.slopes_batch = scores.slopes.data_ptr(), scores.slopes.stride(0)
         read["slopes"] = scores.slopes
@@ -266,7 +279,7 @@ def steps(
     if kind.index is not None:
         at = tensors["list"].data_ptr()
         listing = KeyListArgs(at, at + 4 * (KEY_LIST_HEADER + KEY_TILE_WORDS * shapes.kv_tiles))
-        found.append(Step(list_spec(kind.index, kind.in_turn), (1, 1, 1), (args, listing)))
+        found.append(Step(list_spec(kind.index, kind.in_turn, shapes.tile_kv), (1, 1, 1), (args, listing)))
     if lists is not None:
         found.append(lists.step(args))
     # The last two begin while the one before them ends, and wait for what they read of it.
@@ -274,9 +287,9 @@ def steps(
     return [*found, Step(after, (rows, 1, 1), (args,), True)]
 
 
-def run(steps: list[Step], kind: Kind, tensors: dict[str, torch.Tensor], **emulated: Any) -> None:
+def run(steps: list[Step], kind: Kind, tile_kv: int, tensors: dict[str, torch.Tensor], **emulated: Any) -> None:
     """Launches on the card of the tensors, or in the emulator."""
-    boxes = {"q": TILE_Q, "k": TILE_KV, "v": TILE_KV, "d_o": TILE_Q, "d_k": 64, "d_v": 64}
+    boxes = {"q": TILE_Q, "k": tile_kv, "v": tile_kv, "d_o": TILE_Q, "d_k": 64, "d_v": 64}
     maps = [
         (_map_of(tensors[name], kind.index is not None, box), tensors[name].data_ptr()) for name, box in boxes.items()
     ]

@@ -1,4 +1,4 @@
-"""Which query tiles meet which tiles of keys in the backward, where a schedule or a mask function says so.
+"""Which query tiles meet which tiles of keys in the backward, where a schedule, a mask function or positions say so.
 
 kernels/backward/pairs.cu finds it on the device, with bits for tiles that are seen in part. The main kernels walk the
 lists and know nothing of functions, so that a new function compiles this one alone.
@@ -12,13 +12,10 @@ from typing import Any, NamedTuple
 import torch
 
 from tilewise.compiler.spec import KernelSpec
-from tilewise.gpu.abi import Divisor, NoFunctionArgs
+from tilewise.gpu.abi import FAR, Divisor, NoFunctionArgs
 from tilewise.gpu.backward_abi import PairArgs, QueryListArgs
 from tilewise.gpu.backward_call import GradientCall
 from tilewise.gpu.pattern import Pattern
-
-THREADS = 256  # pairs.cu
-SHARED = 4 * (THREADS + THREADS // 32)  # pairs.cu: kPairBytes
 
 
 class Step(NamedTuple):
@@ -51,14 +48,15 @@ def pairs_spec(text: str, tile_q: int, tile_kv: int, packed: bool) -> KernelSpec
     constants = (("kTileQ", tile_q), ("kTileKv", tile_kv), ("kPacked", packed), function)
     source = "backward/pairs.cu"
     # What a user's function takes of registers is the user's.
-    return KernelSpec(
-        "backward_pairs", source, "pairs", constants, THREADS, SHARED, product=not text, text=text
-    )  # fmt: skip
+    threads = tile_q * tile_kv // 32
+    shared = 4 * (threads + threads // 32)  # kPairBytes
+    return KernelSpec("backward_pairs", source, "pairs", constants, threads, shared, product=not text, text=text)
 
 
 def listed(call: GradientCall) -> bool:
-    """Does a schedule or a mask function say which queries meet which keys?"""
-    return call.schedule is not None or (call.function is not None and call.function.masks)
+    """Does more than the window and ends say which queries meet which keys?"""
+    masked = call.function is not None and call.function.masks
+    return masked or call.schedule is not None or call.positions is not None
 
 
 def query_lists(call: GradientCall, q_tiles: int, kv_tiles: int, tile_q: int, tile_kv: int) -> QueryLists:
@@ -81,6 +79,8 @@ def query_lists(call: GradientCall, q_tiles: int, kv_tiles: int, tile_q: int, ti
     args.lists_batch, args.heads_each = own if members > 1 else 0, Divisor.by(heads // own)
     problem = PairArgs(**made, list_heads=own, lists_each=Divisor.by(max(1, own // pattern.heads)))
     problem.block_q, problem.block_k = (Divisor.by(max(1, n)) for n in (pattern.block_q, pattern.block_k))
+    left = call.scores.window[0]
+    problem.left = FAR if left is None else min(left, FAR)
     if schedule is not None:
         tensors |= _point(problem, schedule)
     if function is not None:

@@ -37,7 +37,7 @@ struct BackwardArgs {
     const void *starts_q, *starts_k;  // packed: (sequences + 1,) Index; null if dense
     const int* list;  // packed: kKeyListHeader ints, the first the number of tiles, then KeyTiles; or null
     const int* ends;  // (total_k,): the first query token that does not see a key any more; null if none
-    const int* positions;  // (total_q,): where windows look, of trees, whose tokens are queries and keys; or null
+    const int* positions;  // (total_q,): of tokens that are queries and keys, whose window looks there; or null
     Strides q_strides, k_strides, v_strides, o_strides, do_strides, dq_strides, dk_strides, dv_strides;
     Strides lse_strides, d_lse_strides;
     Scores scores;

@@ -17,16 +17,8 @@
 // tiles of keys add to dQ in their order; kPingPong: one warpgroup makes P and dS while the other has its dK, dQ and S;
 // kKvInRegisters: K and V stay there; kScaleLate: see step.
 #include "backward/producers.cuh"
-
-struct alignas(8) Two {
-    float x, y;
-};
-struct alignas(8) Words {
-    uint32_t low, high;
-};
-struct alignas(16) Four {
-    float x, y, z, w;
-};
+#include "backward/scoring.cuh"
+#include "backward/wide.cuh"
 
 struct Consumer {
     const BackwardArgs& args;
@@ -51,20 +43,6 @@ struct Consumer {
             warp::load_a(r[step], Panel(at + step / 4 * kTileKv * kPanelRowBytes), threadIdx.x / 32 * 16 - 64,
                          step % 4);
     }
-    // The pair of a column's and the next one's −LSE (0) or −delta (1); n: eights of columns
-    static TILE_DEVICE Two stat(uint32_t stage, int which, int n) {
-        return Shared<Two>(kAtStats + (2 * stage + which) * kStatBytes)[4 * n + warp::lane() % 4];
-    }
-    // What S (0) or dP (1) of a stage begins with: every column's value, for both rows of a lane
-    static TILE_DEVICE void fill(float (&acc)[kTileQ / 2], uint32_t stage, int which) {
-#pragma unroll
-        for (int n = 0; n < kTileQ / 8; n++) {
-            const Two two = which == 0 && Rule::kChanges ? Two{0.0f, 0.0f} : stat(stage, which, n);
-            acc[4 * n] = acc[4 * n + 2] = two.x;
-            acc[4 * n + 1] = acc[4 * n + 3] = two.y;
-        }
-    }
-
     // ---- products: issued, not waited for ---------------------------------------------------------------------------
     // acc (64 keys × kTileQ) += rows of K or V times those of Q or dO
     TILE_DEVICE void issue_scores(float (&acc)[kTileQ / 2], uint32_t at_kv, uint32_t at_q, uint32_t stage) {
@@ -105,73 +83,6 @@ struct Consumer {
     }
 
     // ---- what is not a product --------------------------------------------------------------------------------------
-    // The key of row h among those of the block
-    TILE_DEVICE int key_of(int h) const { return group * 64 + threadIdx.x / 32 % 4 * 16 + warp::fragment_row(h); }
-    // What row h sees of the queries of a step: a span of them, or of the tile's, from the lane's first column on, bits
-    struct Sight {
-        Visible span;
-        uint32_t bits[2];
-    };
-    TILE_DEVICE Sight look(int h) const {
-        if constexpr (!kListed) return {shared_seen()[key_of(h)], {}};
-        const Words of = Shared<Words>(kAtSeen + turn.stage * kSightBytes)[key_of(h)];
-        return {{}, {of.low >> warp::fragment_column(), of.high >> warp::fragment_column()}};
-    }
-    // Value i of its row, 2n + i counted, for the query of that column
-    static TILE_DEVICE bool sees(const Sight& sight, int n, int i, int query) {
-        return kListed ? sight.bits[n / 4] >> (n % 4 * 8 + i) & 1 : sight.span.has(query);
-    }
-    // P of S, and what dP is to be multiplied with in place of S; tile: of the queries
-    template <bool kMasked> TILE_DEVICE void exponentiate(int tile) {
-        if constexpr (!Rule::kChanges) {
-            if constexpr (kMasked && !kListed)
-#pragma unroll
-                for (int h = 0; h < 2; h++) warp::mask_row(s, h, tile * kTileQ, look(h).span);
-#pragma unroll
-            for (int i = 0; i < kTileQ / 2; i++) s[i] = ptx::exp2_here(s[i] * factor);
-            if constexpr (kMasked && kListed)
-#pragma unroll
-                for (int h = 0; h < 2; h++) {
-                    const Sight sight = look(h);
-#pragma unroll
-                    for (int j = 0; j < kTileQ / 4; j++)
-                        if (!sees(sight, j / 2, j % 2, 0)) s[j / 2 * 4 + 2 * h + j % 2] = 0.0f;
-                }
-            warp::to_operand<Element>(rP, s);
-        } else {
-            exponentiate_changed<kMasked>(tile);
-        }
-    }
-    template <bool kMasked> TILE_DEVICE void exponentiate_changed(int tile) {
-        const float out = Rule::last_factor(args.scores, factor);
-        const int query0 = tile * kTileQ + warp::fragment_column();
-        Rule::apply_inner(s, factor);
-#pragma unroll
-        for (int h = 0; h < 2; h++) {
-            Sight sight{};
-            float distance = 0.0f;  // from the row's key to the first column's position
-            if constexpr (kMasked) sight = look(h);
-            if constexpr (Rule::kAlibi) {
-                const KeyTile work = Work(shared_work()[0]).tile;
-                distance = float(position_of(query0, work.seqlen_q, work.seqlen_k) - work.key - key_of(h));
-            }
-#pragma unroll
-            for (int n = 0; n < kTileQ / 8; n++) {
-                const Two less = stat(turn.stage, 0, n);
-                float p[2];
-#pragma unroll
-                for (int i = 0; i < 2; i++) {
-                    float& x = s[4 * n + 2 * h + i];
-                    float bias = i ? less.y : less.x;
-                    if constexpr (Rule::kAlibi) bias = ptx::mad(-slope, fabsf(distance + float(8 * n + i)), bias);
-                    p[i] = ptx::exp2_here(ptx::mad(x, out, bias));
-                    if (kMasked && !sees(sight, n, i, query0 + 8 * n + i)) p[i] = 0.0f;
-                    x = Rule::kLinear ? p[i] : p[i] * ptx::mad(-x, x, 1.0f);
-                }
-                rP[n / 2][n % 2 * 2 + h] = pack<Element>(p[0], p[1]);
-            }
-        }
-    }
     TILE_DEVICE void differentiate() {
 #pragma unroll
         for (int i = 0; i < kTileQ / 2; i++) s[i] *= dp[i];
@@ -218,7 +129,8 @@ struct Consumer {
         if constexpr (kScaleLate) factor = as_float(ptx::load_shared_here(ptx::shared_address(uint32_t(kAtScale))));
         constexpr bool kPlaced = Rule::kAlibi || (kMasked && !kListed);  // it matters which queries they are
         if constexpr (kListed && Rule::kAlibi) slope = slope_of(step_at(args, g, i, done).head);
-        exponentiate<kMasked>(kPlaced ? step_at(args, g, i, done).tile : 0);
+        const Scoring scoring{args, factor, slope, int(group) * 64, turn.stage};
+        scoring.template exponentiate<kMasked>(s, rP, kPlaced ? step_at(args, g, i, done).tile : 0);
         issue_sum(dv, rP, kAtDo);
         if (done > 1) give_dq();
         ptx::wgmma_wait<1>();  // dP
@@ -229,20 +141,20 @@ struct Consumer {
         if (!first) pipes.ds.wait(ds_read);
         ptx::wgmma_wait<1>();  // dV: P's registers are free
         if (left() > 1) pipes.q.wait(next);
-        fill(s, next.stage, 0);
+        Scoring::fill(s, next.stage, 0);
         issue_dq();  // the first time of a stage that nobody has written, and not looked at
         issue_scores(s, kAtK, kAtQ, next.stage);  // likewise the last time
         give_ds();
         ptx::wgmma_wait<1>();  // dK, dQ
         pipes.q.release(turn);
-        pipes.d_o.release(turn);
+        pipes.d_o.release(of_do(turn));
         if (!first) {
             pipes.ds.release(ds_read);
             put_dq();
         }
         ds_read.next();
-        if (left() > 1) pipes.d_o.wait(next);
-        fill(dp, next.stage, 1);
+        if (left() > 1) pipes.d_o.wait(of_do(next));
+        Scoring::fill(dp, next.stage, 1);
         ptx::wgmma_wait<0>();  // S
         done++;
         turn = next;
@@ -257,41 +169,10 @@ struct Consumer {
         give_dq();
     }
 
-    // dK or dV through shared memory: this warpgroup's rows of V, which nobody else reads, or its place for dQ. By TMA,
-    // but for a tile whose last rows are another sequence's.
     TILE_DEVICE void store(const TensorMap& map, void* to, const Strides& strides, uint32_t at, int panel_rows,
                            const float (&acc)[kHeadDim / 2]) const {
-        using Panel = SharedTile<Element, 64, kPanel, Layout::swizzled>;
-        const int row0 = threadIdx.x / 32 % 4 * 16, panel_bytes = panel_rows * kPanelRowBytes;
-#pragma unroll
-        for (int step = 0; step < kHeadDim / 16; step++) {
-            uint32_t a[1][4];
-            warp::to_operand<Element>(a, reinterpret_cast<const float (&)[8]>(acc[8 * step]));
-            warp::store_a(Panel(at + step / 4 * panel_bytes), row0, step % 4, a[0]);
-        }
-        const Work work = shared_work()[0];
-        const int key = work.tile.key + int(group) * 64;
-        if (kPacked && key + 64 > work.tile.seqlen_k) {
-            ptx::sync_warp();
-            const Global<Element> first = Global<Element>{static_cast<Element*>(to)} + work.kv_head * strides.head;
-            for (int i = warp::lane(); i < 16 * (kHeadDim / 8); i += 32) {
-                const int row = row0 + i / (kHeadDim / 8), chunk = i % (kHeadDim / 8);
-                if (key + row < work.tile.seqlen_k && chunk * 8 < args.head_dim)
-                    (first + ((work.tile.k_start + key + row) * strides.row + chunk * 8)).template as<Vector16>()[0] =
-                        Vector16(Panel(at + chunk / 8 * panel_bytes).chunk(row, chunk % 8));
-            }
-            return;
-        }
-        ptx::fence_async_proxy();
-        ptx::barrier_sync(kStoreBarrier + group, 128);
-        if (threadIdx.x % 128 == 0) {
-            for (int panel = 0; panel < kHeadDim / kPanel; panel++)
-                ptx::tma_store(&map, ptx::shared_address(at + panel * panel_bytes), panel * kPanel,
-                               work.tile.k_start + key, work.kv_head, work.batch);
-            ptx::bulk_commit();
-        }
+        store_keys<kHeadDim>(args, map, to, strides, at, panel_rows, acc, group, int(group) * 64, 0);
     }
-
     // Steps to come. Lists take the registers that it would be kept in.
     TILE_DEVICE int left() const { return (kListed ? Work(shared_work()[0]).steps : total) - done; }
     // Steps from the one at hand on, whose tiles are all seen in part, or none is
@@ -310,13 +191,13 @@ struct Consumer {
         pipes.k.wait({});
         if constexpr (kKvInRegisters) load_operand(rK, kAtK);
         if (left() > 0) pipes.q.wait(turn);
-        fill(s, turn.stage, 0);
+        Scoring::fill(s, turn.stage, 0);
         issue_scores(s, kAtK, kAtQ, turn.stage);
         ptx::wgmma_wait<0>();
         pipes.v.wait({});
         if constexpr (kKvInRegisters) load_operand(rV, kAtV);
-        if (left() > 0) pipes.d_o.wait(turn);
-        fill(dp, turn.stage, 1);
+        if (left() > 0) pipes.d_o.wait(of_do(turn));
+        Scoring::fill(dp, turn.stage, 1);
         if constexpr (kListed) {
             while (left() > 0) {
                 int run = run_of(true);
@@ -373,6 +254,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
         else if (kListed && threadIdx.x % 32 == 0) list_steps(args);
     } else {
         ptx::take_registers<kConsumerRegisters>();
-        Consumer(args, role - 1).run(mDk, mDv);
+        if constexpr (!kWide) Consumer(args, role - 1).run(mDk, mDv);
+        else if (role == 1) Wide<0>(args).run(mDk, mDv);
+        else Wide<1>(args).run(mDk, mDv);
     }
 }

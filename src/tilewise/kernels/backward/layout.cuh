@@ -5,14 +5,17 @@
 #include "tile/hopper.cuh"
 #include "tile/tiles.cuh"
 
-constexpr int kConsumers = 2, kTileKv = 64 * kConsumers, kThreads = 128 * (kConsumers + 1);
+// Beyond 128 columns both consumers work on the same 64 keys: wide.cuh.
+constexpr bool kWide = kHeadDim > 128;
+constexpr int kConsumers = 2, kTileKv = kWide ? 64 : 64 * kConsumers, kThreads = 128 * (kConsumers + 1);
 constexpr int kKvBytes = kTileKv * kHeadDim * 2, kQBytes = kTileQ * kHeadDim * 2, kDsBytes = kTileKv * kTileQ * 2;
 constexpr int kStatBytes = kTileQ * 4;
 // Each consumer makes a share of dQ's columns. dQ of a tile lies as they have it in registers: share, four registers,
 // thread, register.
-constexpr int kDqColumns = kHeadDim / kConsumers, kDqFloats = kTileQ * kDqColumns, kDqBytes = kDqFloats * 4;
+constexpr int kDqColumns = kHeadDim / kConsumers, kDqFloats = kTileQ * kDqColumns;
+constexpr int kDqRounds = kWide ? 2 : 1, kDqBytes = kDqFloats * 4 / kDqRounds;  // of one round
 static_assert(kTileQ == 64, "a product's rows");
-static_assert(kDqBytes >= 64 * kHeadDim * 2, "dK goes out by way of dQ's place");
+static_assert(kDqBytes >= 64 * kHeadDim * 2 / kDqRounds, "dK goes out by way of dQ's place");
 // Registers per thread, moved from the producers to the consumers. Of the consumers' 240, dK and dV take 128, S 32, dP
 // or dQ 32, P 16, dS 16 at 128 columns. P's are free before dQ is issued, which makes it possible.
 constexpr int kProducerRegisters = 24, kConsumerRegisters = 240;
@@ -20,19 +23,31 @@ constexpr int kProducerRegisters = 24, kConsumerRegisters = 240;
 constexpr int kStoreBarrier = 2, kTurnBarrier = 5;
 
 constexpr int kAtK = 0, kAtV = kKvBytes, kAtQ = 2 * kKvBytes, kAtDo = kAtQ + kStages * kQBytes;
-constexpr int kAtDs = kAtDo + kStages * kQBytes, kAtDq = kAtDs + kDsStages * kDsBytes;
+constexpr int kAtDs = kAtDo + kDoStages * kQBytes, kAtP = kAtDs + kDsStages * kDsBytes;
+// Where P goes through shared memory: itself, and what dP is multiplied with where that is another
+constexpr int kAtFactor = kAtP + (kWide ? kDsBytes : 0);
+constexpr int kAtDq = kAtFactor + (kWide && !Rule::kLinear ? kDsBytes : 0);
 // Which queries see each key: spans of them, or per stage bits
 constexpr int kSightBytes = kTileKv * 8;
 constexpr int kAtStats = kAtDq + kConsumers * kDqBytes, kAtSeen = kAtStats + 2 * kStages * kStatBytes;
 constexpr int kAtWork = kAtSeen + (kListed ? kStages : 1) * kSightBytes, kAtBarriers = kAtWork + 128;
-constexpr int kAtScale = kAtBarriers + 16 * (3 * kStages + kDsStages + 5), kAtSteps = kAtScale + 16;
+constexpr int kAtScale = kAtBarriers + 16 * (2 * kStages + kDoStages + kDsStages + 6), kAtSteps = kAtScale + 16;
 constexpr int kSharedBytes = kAtSteps + 128;
 
+// The stage of dO: there may be one alone
+static_assert(kDoStages == kStages || (kDoStages == 1 && kStages == 2), "how of_do counts");
+TILE_DEVICE Turn<kDoStages> of_do(Turn<kStages> turn) {
+    constexpr bool kAlike = kDoStages == kStages;
+    return {kAlike ? turn.stage : 0, kAlike ? turn.lap : turn.stage};
+}
+
 struct Pipes {
-    Ring<kStages> q, d_o;  // with −LSE and −delta
-    Ring<kStages> steps;   // where there are lists
+    Ring<kStages> q;        // with −LSE
+    Ring<kDoStages> d_o;    // with −delta
+    Ring<kStages> steps;    // where there are lists
     Ring<1> k, v;
-    Ring<kDsStages> ds;  // from all consumers to all of them
+    Ring<kDsStages> ds;  // to all consumers, from all of them or from one
+    Ring<1> p;           // where it goes through shared memory: from one consumer to both
     Ring<1> raw;         // rows of which some are another sequence's, until those are zero
     uint32_t dq_at;      // a ring of dQ for each consumer
     TILE_DEVICE Pipes()
@@ -42,7 +57,8 @@ struct Pipes {
           k(steps.full + steps.kBytes),
           v(k.full + k.kBytes),
           ds(v.full + v.kBytes),
-          raw(ds.full + ds.kBytes),
+          p(ds.full + ds.kBytes),
+          raw(p.full + p.kBytes),
           dq_at(raw.full + raw.kBytes) {}
     TILE_DEVICE Ring<1> dq(int consumer) const { return Ring<1>(dq_at + consumer * Ring<1>::kBytes); }
     TILE_DEVICE void init() const {
@@ -51,7 +67,8 @@ struct Pipes {
         steps.init(1);
         k.init(1);
         v.init(1);
-        ds.init(4 * kConsumers, 4 * kConsumers);
+        ds.init(4 * kConsumers, kWide ? 4 : 4 * kConsumers);
+        p.init(4 * kConsumers, 4);
         raw.init(1);
         for (int g = 0; g < kConsumers; g++) dq(g).init(1, 4);
         ptx::fence_mbarrier_init();

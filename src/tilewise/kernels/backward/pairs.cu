@@ -1,6 +1,6 @@
-// pairs: which query tiles each tile of keys meets, from a block schedule, the window, lengths of blocks and a mask
-// function, and which queries see which keys where a tile is seen in part. It runs on the device because schedules and
-// captured tensors are there. The main kernel then knows nothing of functions.
+// pairs: which query tiles each tile of keys meets, from a block schedule, the window, lengths of blocks, positions of
+// tokens and a mask function, and which queries see which keys where a tile is seen in part. It runs on the device
+// because schedules and captured tensors are there. The main kernel then knows nothing of functions.
 //
 // A block takes a key tile of a list. Its threads look at query tiles, one each: the schedule and interval arithmetic
 // tell most of them. Of the others they make the bits together, element by element, which tell the rest. Tiles stand in
@@ -9,7 +9,7 @@
 #include "backward/arguments.cuh"
 
 struct PairArgs {
-    // The schedule's bits: blocks that are kept, and those in which the function is not asked; null for all and for none
+    // The schedule's bits: blocks that are kept, and those in which no function is asked; null for all, and for none
     const uint32_t *kept, *whole;
     const int *lengths_q, *lengths_k;      // (sequences or 1, blocks): valid rows of each block; null: all
     int *counts, *tiles;                   // QueryLists, to be written
@@ -18,10 +18,10 @@ struct PairArgs {
     int kept_head, kept_row, q_blocks, k_blocks;
     int lengths_q_batch, lengths_k_batch;  // elements from one sequence to the next
     int list_heads;                        // lists per sequence, or in all if they are shared by sequences
+    int left;                              // where tokens have positions: how far back the window reaches among them
     Divisor lists_each, block_q, block_k;  // lists_each: per head of the schedule
 };
-constexpr int kThreads = 256, kWarps = kThreads / 32;
-static_assert(kThreads * 32 == kTileQ * kTileKv, "a word of bits per thread");
+constexpr int kThreads = kTileQ * kTileKv / 32, kWarps = kThreads / 32;  // a word of bits per thread
 // Shared memory: what threads found of their query tiles, and what warps found of one
 constexpr int kAtFound = 0, kAtWarps = 4 * kThreads, kPairBytes = kAtWarps + 4 * kWarps;
 enum Kind { kNone = 0, kSome = 1, kAll = 2 };
@@ -63,7 +63,7 @@ struct Pairs {
                     asks |= kept && asked(row, block);
                 }
         }
-        if (pairs.lengths_q || pairs.lengths_k) every = false;
+        if (pairs.lengths_q || pairs.lengths_k || args.positions) every = false;
         if (Function::kMask && any && asks) {
             const double sequence = tile.sequence, of = head;
             const Interval seen = function.seen({sequence, sequence}, {of, of}, {double(q0), double(q1)},
@@ -82,13 +82,21 @@ struct Pairs {
         const int64_t first_k = int64_t(tile.sequence) * pairs.lengths_k_batch;
         uint32_t bits = 0;
         beyond = 0;
-        Visible seen = queries_of(args.scores, key, tile.seqlen_q, tile.seqlen_k, tile.seqlen_q);
+        int end = tile.seqlen_q, position = 0;
+        if (key < tile.seqlen_k) {
+            const int token = tile.k_start + key;
+            if (args.ends) end = Global<const int>{args.ends}[token] - tile.q_start;
+            if (args.positions) position = Global<const int>{args.positions}[token];
+        }
+        if (end > tile.seqlen_q) end = tile.seqlen_q;
+        Visible seen = queries_of(args.scores, key, tile.seqlen_q, tile.seqlen_k, end);
         if (key < tile.seqlen_k && !there(pairs.lengths_k, first_k, pairs.block_k, key)) seen.count = 0;
         const int block = pairs.block_k.quotient(key);
         for (int i = 0; i < 32; i++) {
             const int q = q0 + i;
             if (q >= tile.seqlen_q) beyond |= 1u << i;
             if (!seen.has(q) || !there(pairs.lengths_q, first_q, pairs.block_q, q)) continue;
+            if (args.positions && Global<const int>{args.positions}[tile.q_start + q] - position > pairs.left) continue;
             const int row = pairs.block_q.quotient(q);
             if (pairs.kept && !bit(pairs.kept, row, block)) continue;
             if (Function::kMask && asked(row, block) &&

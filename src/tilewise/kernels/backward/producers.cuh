@@ -37,8 +37,9 @@ struct Loader {
         besides(ring.full_at(turn));
     }
     // Q (0) or dO (1) of a step. With Q come the bits of a tile that is seen in part.
-    TILE_DEVICE void rows(const Ring<kStages>& ring, Turn<kStages> turn, const TensorMap& map, int at, int stat, int g,
-                          int i, int n) {
+    template <int kRingStages>
+    TILE_DEVICE void rows(const Ring<kRingStages>& ring, Turn<kRingStages> place, Turn<kStages> turn,
+                          const TensorMap& map, int at, int stat, int g, int i, int n) {
         const Work work = shared_work()[0];
         const Step step = step_at(args, g, i, n);
         const bool part = kListed && stat == 0 && step.bits >= 0;
@@ -51,7 +52,7 @@ struct Loader {
                 ptx::bulk_load(ptx::shared_address(kAtSeen + turn.stage * kSightBytes),
                                args.lists.bits + int64_t(again.bits) * (2 * kTileKv), kSightBytes, barrier);
         };
-        tile<kTileQ>(ring, turn, map, at + turn.stage * kQBytes, work.tile.q_start + step.tile * kTileQ, step.head,
+        tile<kTileQ>(ring, place, map, at + place.stage * kQBytes, work.tile.q_start + step.tile * kTileQ, step.head,
                      work.tile.seqlen_q - step.tile * kTileQ, kStatBytes + (part ? kSightBytes : 0), besides);
     }
     TILE_DEVICE void keys(const Ring<1>& ring, const TensorMap& map, int at) {
@@ -66,10 +67,10 @@ struct Loader {
         ptx::wait_for_prerequisites();  // −LSE and −delta are there
         bool first = true;              // V comes between the first Q and the first dO
         const auto step = [&](int g, int i, int n) {
-            rows(pipes.q, turn, mQ, kAtQ, 0, g, i, n);
+            rows(pipes.q, turn, turn, mQ, kAtQ, 0, g, i, n);
             if (first) keys(pipes.v, mV, kAtV);
             first = false;
-            rows(pipes.d_o, turn, mDo, kAtDo, 1, g, i, n);
+            rows(pipes.d_o, of_do(turn), turn, mDo, kAtDo, 1, g, i, n);
         };
         if constexpr (kListed) {
             for (int n = 0; n < Work(shared_work()[0]).steps; n++, turn.next()) {
@@ -141,7 +142,7 @@ TILE_DEVICE void add_dq(const BackwardArgs& args, int consumer) {
     const Ring<1> ring = pipes.dq(consumer);
     Turn<1> turn;
     ptx::wait_for_prerequisites();  // zeros are there
-    const auto add = [&](int g, int i, int n) {
+    const auto add = [&](int g, int i, int n, int round) {
         if constexpr (kListed) ring.wait(turn);
         const Work work = shared_work()[0];
         const Step step = step_at(args, g, i, n);
@@ -150,12 +151,12 @@ TILE_DEVICE void add_dq(const BackwardArgs& args, int consumer) {
         int* const turns = args.turns + number * kConsumers + consumer;
         if (!ptx::elect_one()) return;
         ring.wait(turn);
-        if constexpr (kInTurn)
+        if (kInTurn && round == 0)
             while (ptx::load_acquire(turns) < mine) ptx::spin();
-        ptx::bulk_add(args.dq_sum + number * (kTileQ * kHeadDim) + consumer * kDqFloats,
+        ptx::bulk_add(args.dq_sum + number * (kTileQ * kHeadDim) + consumer * kDqFloats + round * (kDqBytes / 4),
                       ptx::shared_address(uint32_t(kAtDq + consumer * kDqBytes)), kDqBytes);
         ptx::bulk_commit();
-        if constexpr (kInTurn) {
+        if (kInTurn && round == kDqRounds - 1) {
             ptx::bulk_wait<0>();
             ptx::fence_device();
             ptx::atomic_add(turns, 1);
@@ -165,14 +166,16 @@ TILE_DEVICE void add_dq(const BackwardArgs& args, int consumer) {
         ptx::mbarrier_arrive(ring.empty);
     };
     if constexpr (kListed) {
-        for (int n = 0; n < Work(shared_work()[0]).steps; n++, turn.next()) {
-            add(0, 0, n);
-            ptx::sync_warp();
-        }
+        for (int n = 0; n < Work(shared_work()[0]).steps; n++)
+            for (int round = 0; round < kDqRounds; round++, turn.next()) {
+                add(0, 0, n, round);
+                ptx::sync_warp();
+            }
     } else {
         const int tiles = Work(shared_work()[0]).tiles();
         for (int g = 0; g < args.group; g++)
-            for (int i = 0; i < tiles; i++, turn.next()) add(g, i, 0);
+            for (int i = 0; i < tiles; i++)
+                for (int round = 0; round < kDqRounds; round++, turn.next()) add(g, i, 0, round);
     }
     if (ptx::elect_one()) ptx::bulk_wait<0>();
 }

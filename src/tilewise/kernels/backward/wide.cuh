@@ -1,0 +1,180 @@
+// The consumers of the Hopper backward for head dimensions beyond 128: dK and dV of 64 keys are more than the registers
+// of a warpgroup, so that both warpgroups work on the same 64 keys, and each owns half of the columns.
+//
+// The first makes S and P, the second dP and dS; both go through shared memory, as A operands of dV += Pᵀ dO and
+// dK += dSᵀ Q, of which each makes its columns, and of dQ = dS K, which leaves in kDqRounds rounds.
+#pragma once
+#include "backward/scoring.cuh"
+
+template <int kGroup> struct Wide {
+    static constexpr int kColumns = kHeadDim / 2, kRoundColumns = kColumns / kDqRounds;
+    const BackwardArgs& args;
+    const Pipes pipes;
+    float factor, slope = 0.0f;
+    Turn<kStages> turn;
+    Turn<1> p_turn, dq_turn;
+    Turn<kDsStages> ds_turn;
+    int done = 0;
+    float dk[kColumns / 2], dv[kColumns / 2];
+    float acc[kTileQ / 2];  // S or dP
+    float dq[kRoundColumns / 2];
+
+    TILE_DEVICE explicit Wide(const BackwardArgs& a) : args(a), factor(Rule::first_factor(a.scores)) {}
+    TILE_DEVICE int left() const { return Work(shared_work()[0]).steps - done; }
+    static TILE_DEVICE int row0() { return threadIdx.x / 32 % 4 * 16; }
+    using Square = SharedTile<Element, 64, kTileQ, Layout::swizzled>;  // P or dS: keys × queries
+
+    // acc = keys of K or V times rows of Q or dO, on what it begins with
+    TILE_DEVICE void issue_scores(uint32_t at_kv, uint32_t at_q) {
+        ptx::wgmma_fence();
+        const uint64_t a = k_major(ptx::shared_address(at_kv)), b = k_major(ptx::shared_address(at_q));
+#pragma unroll
+        for (int step = 0; step < kHeadDim / 16; step++)
+            ptx::Wgmma<Element, kTileQ>::template ss<false, false>(
+                acc, further(a, step / 4 * kTileKv * kPanelRowBytes + step % 4 * 32),
+                further(b, step / 4 * kTileQ * kPanelRowBytes + step % 4 * 32), true);
+        ptx::wgmma_commit();
+    }
+    // sum += this group's columns of a square times those of Q or dO
+    TILE_DEVICE void issue_sum(float (&sum)[kColumns / 2], uint32_t at_square, uint32_t at_rows) {
+        ptx::wgmma_fence();
+        const uint64_t a = k_major(ptx::shared_address(at_square));
+        const uint32_t own = kGroup * kColumns / kPanel * kTileQ * kPanelRowBytes;
+        const uint64_t b = mn_major<kTileQ>(ptx::shared_address(at_rows + own));
+#pragma unroll
+        for (int step = 0; step < kTileQ / 16; step++)
+            ptx::Wgmma<Element, kColumns>::template ss<false, true>(sum, further(a, step * 32),
+                                                                    further(b, step * 2 * kEightBytes), true);
+        ptx::wgmma_commit();
+    }
+    TILE_DEVICE void issue_dq(int round) {
+        ptx::wgmma_fence();
+        const uint64_t a = mn_major<kTileKv>(ptx::shared_address(uint32_t(kAtDs)));
+        const uint32_t panel = (kGroup * kColumns + round * kRoundColumns) / kPanel * kTileKv * kPanelRowBytes;
+        const uint64_t b = mn_major<kTileKv>(ptx::shared_address(kAtK + panel));
+#pragma unroll
+        for (int step = 0; step < kTileKv / 16; step++)
+            ptx::Wgmma<Element, kRoundColumns>::template ss<true, true>(dq, further(a, step * 2 * kEightBytes),
+                                                                        further(b, step * 2 * kEightBytes), step > 0);
+        ptx::wgmma_commit();
+    }
+    static_assert(!kWide || kRoundColumns == kPanel, "a round is a panel of K");
+
+    // ---- through shared memory --------------------------------------------------------------------------------------
+    static TILE_DEVICE void put(uint32_t at, const uint32_t (&r)[kTileQ / 16][4]) {
+#pragma unroll
+        for (int step = 0; step < kTileQ / 16; step++) warp::store_a(Square(at), row0(), step, r[step]);
+    }
+    TILE_DEVICE void give(uint32_t barrier) const {
+        ptx::fence_async_proxy();
+        ptx::sync_warp();
+        if (ptx::elect_one()) ptx::mbarrier_arrive(barrier);
+    }
+    // P, and what dP is to be multiplied with, of S; at: the step
+    TILE_DEVICE void give_p(const Step& at) {
+        uint32_t rP[kTileQ / 16][4];
+        const Scoring scoring{args, factor, slope, 0, turn.stage};
+        if (kMasks && (!kListed || at.bits >= 0)) scoring.template exponentiate<true>(acc, rP, at.tile);
+        else scoring.template exponentiate<false>(acc, rP, at.tile);
+        pipes.p.wait_free(p_turn);
+        put(kAtP, rP);
+        if constexpr (!Rule::kLinear) {
+            warp::to_operand<Element>(rP, acc);
+            put(kAtFactor, rP);
+        }
+        give(pipes.p.full);
+    }
+    TILE_DEVICE void give_ds() {
+        uint32_t r[kTileQ / 16][4];
+#pragma unroll
+        for (int step = 0; step < kTileQ / 16; step++) {
+            warp::load_a(r[step], Square(Rule::kLinear ? kAtP : kAtFactor), row0(), step);
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                const float low = unpack<Element>(r[step][i], 0), high = unpack<Element>(r[step][i], 1);
+                r[step][i] = pack<Element>(low * acc[8 * step + 2 * i], high * acc[8 * step + 2 * i + 1]);
+            }
+        }
+        pipes.ds.wait_free(ds_turn);
+        put(kAtDs, r);
+        give(pipes.ds.full_at(ds_turn));
+    }
+    TILE_DEVICE void add_dq() {
+#pragma unroll
+        for (int round = 0; round < kDqRounds; round++) {
+            issue_dq(round);
+            ptx::wgmma_wait<0>();
+            pipes.dq(kGroup).wait_free(dq_turn);
+            const Shared<Four> to(kAtDq + kGroup * kDqBytes);
+#pragma unroll
+            for (int n = 0; n < kRoundColumns / 8; n++)
+                to[n * 128 + threadIdx.x % 128] = Four{dq[4 * n], dq[4 * n + 1], dq[4 * n + 2], dq[4 * n + 3]};
+            give(pipes.dq(kGroup).full);
+            dq_turn.next();
+        }
+    }
+    // S of the tile at hand, or dP
+    TILE_DEVICE void score() {
+        if constexpr (kGroup == 0) {
+            pipes.q.wait(turn);
+            Scoring::fill(acc, turn.stage, 0);
+            issue_scores(kAtK, kAtQ + turn.stage * kQBytes);
+        } else {
+            pipes.d_o.wait(of_do(turn));
+            Scoring::fill(acc, turn.stage, 1);
+            issue_scores(kAtV, kAtDo);
+        }
+        ptx::wgmma_wait<0>();
+    }
+    TILE_DEVICE void step(const Step& at) {
+        if constexpr (Rule::kAlibi) slope = args.scores.slope(Work(shared_work()[0]).tile.sequence, at.head);
+        score();
+        if constexpr (kGroup == 0) give_p(at);
+        pipes.p.wait(p_turn);
+        if constexpr (kGroup == 1) give_ds();
+        if constexpr (kGroup == 0) pipes.d_o.wait(of_do(turn));
+        issue_sum(dv, kAtP, kAtDo);
+        pipes.ds.wait(ds_turn);
+        if constexpr (kGroup == 1) pipes.q.wait(turn);
+        issue_sum(dk, kAtDs, kAtQ + turn.stage * kQBytes);
+        ptx::wgmma_wait<1>();  // dV
+        pipes.p.release(p_turn);
+        pipes.d_o.release(of_do(turn));
+        ptx::wgmma_wait<0>();
+        pipes.q.release(turn);
+        add_dq();
+        pipes.ds.release(ds_turn);
+        p_turn.next();
+        ds_turn.next();
+        turn.next();
+        done++;
+    }
+
+    // dK or dV of this group's columns, through its place for dQ
+    TILE_DEVICE void store(const TensorMap& map, void* to, const Strides& strides, const float (&sum)[kColumns / 2]) {
+        pipes.dq(kGroup).wait_free(dq_turn);
+        store_keys<kColumns>(args, map, to, strides, kAtDq + kGroup * kDqBytes, kTileKv, sum, kGroup, 0,
+                             kGroup * kColumns);
+        if (threadIdx.x % 128 == 0) ptx::bulk_wait_read<0>();
+        ptx::barrier_sync(kStoreBarrier + kGroup, 128);
+    }
+    TILE_DEVICE void run(const TensorMap& mDk, const TensorMap& mDv) {
+        warp::zero(dk);
+        warp::zero(dv);
+        pipes.k.wait({});
+        pipes.v.wait({});
+        if constexpr (kListed) {
+#pragma unroll 1
+            while (left() > 0) step(step_at(args, 0, 0, done));
+        } else {
+            const int tiles = Work(shared_work()[0]).tiles();
+            for (int g = 0; g < args.group; g++)
+#pragma unroll 1
+                for (int i = 0; i < tiles; i++) step(step_at(args, g, i, 0));
+        }
+#pragma unroll
+        for (int i = 0; i < kColumns / 2; i++) dk[i] *= args.scale;
+        store(mDv, args.dv, args.dv_strides, dv);
+        store(mDk, args.dk, args.dk_strides, dk);
+    }
+};
