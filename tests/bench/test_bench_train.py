@@ -115,3 +115,13 @@ def test_the_command_shows_rows_and_bars(run, monkeypatch):
     assert code == 0, err
     assert "float32, N 2048, causal" in out
     assert "≥ 0.9×" in out
+
+
+def test_kernels_are_compiled_ahead_for_the_cards_of_the_rows(monkeypatch, own_card):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    rows = [replace(row, point=replace(row.point, device="cpu")) for row in train.rows("cuda")]
+    chosen = [row for row in rows if row.name in ("D 64, N 512, causal", "as sm_80, D 64, N 8192, full")]
+    names = [spec.name for spec in train.specs(chosen)]
+    assert len(set(names) & {"forward", "forward_mma"}) == 2
+    assert "backward" in names
+    assert "forward_mma" not in [spec.name for spec in train.specs(chosen[:1])]

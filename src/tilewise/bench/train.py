@@ -11,15 +11,23 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
+from typing import Any
 
 import torch
 
-from . import flex, peers, prefill, train_problems
+from tilewise import arch
+from tilewise.compiler.spec import KernelSpec
+from tilewise.gpu import backward
+from tilewise.gpu.abi import score_rule
+from tilewise.gpu.prefill import Forward, tma_can
+from tilewise.scores import Scores
+
+from . import flex, peers, prefill, train_problems, warm
 from .measure import Result, measure
 from .prefill import Goal, Row
 from .sweep import Sheet
 from .train_problems import BESIDE, CUDNN_ROWS, Problem, answers
-from .workloads import TRAIN, Point, complete, problem_of
+from .workloads import DTYPES, TRAIN, Point, complete, problem_of
 
 COLUMNS = ("ours", "beside", "cuDNN", "torch", "FA3", "Flex")
 TOKENS, WIDTH = 16384, 2048  # of the dense rows: batch × N and heads × D
@@ -176,7 +184,43 @@ def _cpu_rows(device: str) -> Iterator[Row]:
 
 def run(chosen: Sequence[Row], sheet: Sheet | None = None, loops: int | None = None) -> Iterator[prefill.Outcome]:
     """Measure the rows one after the other, those that the sheet does not have; it gets each as soon as it is done."""
-    return prefill.run(chosen, sheet, loops, Outcome)
+    todo = [row for row in chosen if sheet is None or not sheet.has(row.point)]
+    if todo and torch.device(todo[0].point.device).type == "cuda":
+        target = arch.arch_of_device(torch.device(todo[0].point.device))
+        warm.compile_all((spec, target) for spec in specs(todo))  # on all cores, not one by one at the first calls
+    return prefill.run(todo, sheet, loops, Outcome)
+
+
+def specs(chosen: Sequence[Row]) -> list[KernelSpec]:
+    """The kernels of the dense rows, and all backward kernels that leave scores as they are; a tree's forward, which
+    has a function in it, is compiled at its first call."""
+    found: list[KernelSpec] = []
+    plain, value = score_rule(Scores())
+    by_card: dict[str, list[Point]] = {}
+    for row in chosen:
+        older = row.name.startswith(OLDER)
+        points = by_card.setdefault("sm_80" if older else arch.card_of(torch.device(row.point.device)), [])
+        if older or _make(row) is train_problems.dense:
+            points.append(row.point)
+    for card, points in by_card.items():
+        for spec in backward.specs(card, every=True):
+            constants = dict(spec.constants)
+            if constants.get("Element") == "bf16" and constants.get(plain, value) == value:
+                found.append(spec)
+        with arch.as_card(card):
+            found += map(_forward, points)
+    return list(dict.fromkeys(found))
+
+
+def _make(row: Row) -> Any:
+    return row.measure.keywords["make"] if isinstance(row.measure, partial) else None
+
+
+def _forward(point: Point) -> KernelSpec:
+    """Found over tensors without contents."""
+    one = torch.empty(1, dtype=DTYPES[point.dtype])
+    q, k = (one.expand(point.batch, point.seq, heads, point.hdim) for heads in (point.heads, point.kv_heads))
+    return Forward(q, k, k, q, Scores((None, 0 if point.causal else None)), tma=tma_can(q)).spec
 
 
 def notes(outcomes: Sequence[prefill.Outcome]) -> list[str]:
