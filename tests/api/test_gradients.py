@@ -281,6 +281,7 @@ def test_refusals():
             "FP8 inputs",
             lambda: attention(*(x.to(FP8).requires_grad_() for x in (q.detach(), k, v))),
         ),
+        (ValueError, "q_descale goes with float8", lambda: attention(q, k, v, q_descale=torch.ones(2))),
         (NotImplementedError, "alibi_slopes", lambda: attention(q, k, v, alibi_slopes=slopes)),
         (NotImplementedError, "requires", lambda: attention(q, k, v, score=lambda s, b, h, q, k: s + table[h, k])),
     ):

@@ -7,6 +7,7 @@ tensors that a mask or score function captures are constants here. There are no 
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, NoReturn, Protocol
@@ -71,6 +72,10 @@ class Node(torch.autograd.Function):
         return None, *NodeBackward.apply(*given)  # type: ignore[no-untyped-call]
 
 
+# `apply` asks for it in every call, which is a third of the time that a node takes.
+Node.forward.__signature__ = inspect.signature(Node.forward)  # type: ignore[attr-defined]
+
+
 class NodeBackward(torch.autograd.Function):
     """The backward pass as a node of its own, for whoever keeps its graph (torch.func.grad always does)."""
 
@@ -108,7 +113,13 @@ def apply(call: Call, *tensors: Any) -> State:
 
 
 def check(
-    q: Any, out: Any, backend: Any, slopes: Any = None, mask: Any = None, score: Any = None
+    q: Any,
+    out: Any,
+    backend: Any,
+    slopes: Any = None,
+    mask: Any = None,
+    score: Any = None,
+    descales: arguments.Descales = (None, None, None),
 ) -> functions.Function | None:
     """Refuse what has no gradients; the call that the node makes checks everything else. The functions, traced."""
     if isinstance(q, torch.Tensor) and q.dtype == FP8:
@@ -119,6 +130,8 @@ def check(
         raise NotImplementedError("alibi_slopes have no gradients; use alibi_slopes.detach()")
     if isinstance(backend, str) and backend.startswith(f"{arguments.EMULATOR}:"):
         raise NotImplementedError(f'backend "{backend}" has no backward pass; use backend="emulator"')
+    if isinstance(q, torch.Tensor):
+        arguments.check_descales(q, descales, 1, 1)  # which are for FP8 alone
     if not isinstance(q, torch.Tensor) or (mask is None and score is None):
         return None
     function = functions.of(mask, score)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from tilewise import arguments
+from tilewise.api.on_cpu import full_precision
 from tilewise.api.schedules import past_lengths
 from tilewise.cpu.anywhere import Problem
 from tilewise.cpu.backward import Rows, by_rows, of_sinks
@@ -66,7 +67,8 @@ def _stacked(schedule: Any, tensors: tuple[torch.Tensor, torch.Tensor, torch.Ten
 
 def dropped(call: arguments.Call, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, starts: Any = None) -> State:
     """The state of a call with dropout, which no forward kernel does: o like q, lse (B, Hq, Nq) or (Hq, total_q)."""
-    o, lse = _problem(call, (q, k, v), starts).state()
+    with full_precision():
+        o, lse = _problem(call, (q, k, v), starts).state()
     return o.view(q.shape), _as_lse(lse, q)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
 import torch
@@ -33,7 +33,13 @@ def packed_plan_on_cpu(call: arguments.Call, starts_q: list[int], starts_k: list
 
 def full_precision() -> AbstractContextManager[Any]:
     """Autocast switched off: it would turn our float32 products into bfloat16 ones."""
-    return torch.autocast("cpu", enabled=False) if torch.is_autocast_enabled("cpu") else nullcontext()
+    kinds = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
+    if not kinds:
+        return nullcontext()
+    off = ExitStack()
+    for kind in kinds:
+        off.enter_context(torch.autocast(kind, enabled=False))
+    return off
 
 
 def dense_on_cpu(

@@ -146,7 +146,7 @@ def attention(
     if compiling:
         return traced.outside(attention, (q, k, v), descales, **pattern, **options, **rest)
     if arguments.wants_gradients(q, k, v, sinks, alibi_slopes):
-        function = gradients.check(q, out, backend, alibi_slopes, mask, score)
+        function = gradients.check(q, out, backend, alibi_slopes, mask, score, descales)
         node = gradients.Dense(attention, options, {**pattern, **gradients.kept(rest)}, function)
         return gradients.asked(gradients.apply(node, q, k, v, sinks, rest["dropout_seed"]), return_lse)
     call = arguments.check_call(q, k, v, options, descales=descales, rungs=True, **pattern, **rest)
@@ -264,7 +264,7 @@ def attention_varlen(
             starts = arguments.starts_like(q, cu_seqlens_q, cu_seqlens_k)
             return known(q, k, v, sinks, alibi_slopes, out, descales, starts, page_table)
     if arguments.wants_gradients(q, k, v, sinks, alibi_slopes):
-        function = gradients.check(q, out, backend, alibi_slopes, mask, score)
+        function = gradients.check(q, out, backend, alibi_slopes, mask, score, descales)
         node = gradients.Packed(attention_varlen, options, {**pattern, **gradients.kept(rest)}, function)
         constant = (cu_seqlens_q, cu_seqlens_k, page_table)
         return gradients.asked(gradients.apply(node, q, k, v, *constant, sinks, rest["dropout_seed"]), return_lse)
