@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -95,6 +96,7 @@ class Kind:
         return self.scores.changed
 
 
+@lru_cache(maxsize=256)
 def specs_of(kind: Kind) -> tuple[KernelSpec, KernelSpec, KernelSpec]:
     """The kernel before, the main one and the one after."""
     dim = padded(kind.head_dim)
@@ -299,7 +301,7 @@ def run(steps: list[Step], kind: Kind, tile_kv: int, tensors: dict[str, torch.Te
         if device.type == "cuda":
             made = [compiler.encode(*m) for m in maps] if main else []
             args = compiler.Args(*made, *step.args)
-            compiler.load(step.spec, device).launch(step.grid, args, pdl=step.overlaps)
+            _loaded(step.spec, device).launch(step.grid, args, pdl=step.overlaps)
         else:
             drawn = [emulator.tensor_map(*m) for m in maps] if main else []
             resident = 2 if main and kind.in_turn else 1  # a block waits for those that began before it
@@ -311,4 +313,12 @@ def _map_of(x: torch.Tensor, packed: bool, rows: int) -> TensorMapSpec:
     sizes = (x.shape[-1], x.shape[-3], x.shape[-2], 1 if packed else x.shape[0])
     strides = (x.stride(-3), x.stride(-2), 0 if packed else x.stride(0))
     used = tuple(s * x.element_size() if n > 1 else 16 for n, s in zip(sizes[1:], strides, strict=True))
-    return TensorMapSpec(MAP_NAMES[x.dtype], sizes, used, (PANEL, rows, 1, 1), PANEL_BYTES)
+    return _map_spec(MAP_NAMES[x.dtype], sizes, used, rows)
+
+
+@lru_cache(maxsize=1024)
+def _map_spec(dtype: str, sizes: tuple[int, ...], strides: tuple[int, ...], rows: int) -> TensorMapSpec:
+    return TensorMapSpec(dtype, sizes, strides, (PANEL, rows, 1, 1), PANEL_BYTES)
+
+
+_loaded = lru_cache(maxsize=256)(compiler.load)

@@ -249,9 +249,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     }
     if (role == 0) {
         ptx::give_registers<kProducerRegisters>();
-        if (threadIdx.x < 32) Loader(args).run(mQ, mK, mV, mDo);
-        else if (threadIdx.x < 32 * (1 + kConsumers)) add_dq(args, ptx::uniform(threadIdx.x / 32 - 1));
-        else if (kListed && threadIdx.x % 32 == 0) list_steps(args);
+        const uint32_t warp = ptx::uniform(threadIdx.x / 32);
+        const bool first = threadIdx.x % 32 == 0;
+        if (warp == 0 && (kLoadingWarp || first)) Loader(args).run(mQ, mK, mV, mDo);
+        else if (warp > 0 && warp <= kConsumers && (kAddingWarp || first)) add_dq(args, warp - 1);
+        else if (kListed && warp > kConsumers && first) list_steps(args);
     } else {
         ptx::take_registers<kConsumerRegisters>();
         if constexpr (!kWide) Consumer(args, role - 1).run(mDk, mDv);

@@ -78,25 +78,33 @@ struct Pipes {
 // What the block works on. Everyone reads it from shared memory where it is needed: registers are scarce.
 struct alignas(64) Work {
     KeyTile tile;
+    // The query tiles in the order in which everyone visits them, for each query head. Those that need a mask come first,
+    // the ones before the whole ones and the ones behind them. Blocks that see everything begin at different tiles: what
+    // they add to is then apart.
+    Span parts[3];
     int kv_head, batch;  // batch: of the tensors, 0 if packed
     int kv_tile;         // number of the tile in its sequence
     int entry;           // and among all that have lists
     int steps;           // of all query heads of the group together
 
-    // Steps for each query head. Those whose tiles need a mask come first: the ones before the whole ones, and the ones
-    // behind them.
     TILE_DEVICE int tiles() const { return tile.end - tile.begin; }
-    TILE_DEVICE int before() const { return tile.whole_begin - tile.begin; }
-    TILE_DEVICE int masked() const { return before() + tile.end - tile.whole_end; }
-    // The query tile of step i. Blocks that see everything begin at different ones: what they add to is then apart.
+    TILE_DEVICE int masked() const { return tiles() - (parts[2].end - parts[2].begin); }
+    // The query tile of step i for a query head
     TILE_DEVICE int at(int i) const {
-        if constexpr (!kMasks) {
-            if (kInTurn) return i;
-            const int t = i + kv_tile % tile.end;
-            return t < tile.end ? t : t - tile.end;
+        const int first = parts[0].end - parts[0].begin, second = parts[1].end - parts[1].begin;
+        if (i < first) return parts[0].begin + i;
+        return i < first + second ? parts[1].begin + i - first : parts[2].begin + i - first - second;
+    }
+    TILE_DEVICE void order() {
+        if constexpr (kMasks) {
+            parts[0] = {tile.begin, tile.whole_begin};
+            parts[1] = {tile.whole_end, tile.end};
+            parts[2] = {tile.whole_begin, tile.whole_end};
+        } else {
+            const int start = kInTurn || tile.end == 0 ? 0 : kv_tile % tile.end;
+            parts[0] = {start, tile.end};
+            parts[1] = {0, start};
         }
-        if (i < before()) return tile.begin + i;
-        return i < masked() ? tile.whole_end + i - before() : tile.whole_begin + i - masked();
     }
     TILE_DEVICE int head(const BackwardArgs& args, int g) const { return kv_head * args.group + g; }
     // The place of a query tile among those of all heads
@@ -146,6 +154,7 @@ TILE_DEVICE Work find_work(const BackwardArgs& args, int number) {
     }
     work.kv_tile = work.tile.key / kTileKv;
     if (!kPacked) work.entry = work.kv_tile;
+    work.order();
     return work;
 }
 
@@ -153,12 +162,30 @@ TILE_DEVICE Work find_work(const BackwardArgs& args, int number) {
 TILE_DEVICE int64_t list_row(const BackwardArgs& args, const Work& work, int g) {
     return args.lists.row_of(kPacked ? 0 : work.tile.sequence, work.head(args, g), work.entry);
 }
-// Step n of the block, for query head g the i-th
+// Step n of the block, for query head g the i-th; of consumers, who seldom ask
 TILE_DEVICE Step step_at(const BackwardArgs& args, int g, int i, int n) {
     if constexpr (kListed) return shared_steps()[n % kSteps];
     const Work work = shared_work()[0];
     return {work.at(i), work.head(args, g), -1, 0};
 }
+// Without lists: one query tile of a head after another, as Work::at has them; of producers, which have few registers
+struct Walk {
+    int tile = 0, end = 0, part = 0;
+    TILE_DEVICE Walk() { find(); }
+    TILE_DEVICE bool more() const { return tile < end; }
+    TILE_DEVICE void next() {
+        if (++tile == end) find();
+    }
+
+  private:
+    TILE_DEVICE void find() {
+        for (; tile == end && part < 3; part++) {
+            const Span span = Shared<Span>(kAtWork + sizeof(KeyTile))[part];  // Work::parts
+            tile = span.begin;
+            end = span.end;
+        }
+    }
+};
 
 // The first warp finds the block's work, and which queries each of its keys is seen by.
 TILE_DEVICE void share_work(const BackwardArgs& args) {

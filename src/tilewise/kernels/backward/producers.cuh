@@ -1,8 +1,10 @@
-// The producers of the Hopper backward: a warp that loads tiles, and one per consumer that adds its dQ to the sum.
+// The producers of the Hopper backward: one loads tiles, and one per consumer adds its dQ to the sum. They do next to
+// nothing per step, and by one thread where they can: what they issue, the consumers beside them do not.
 #pragma once
 #include "backward/layout.cuh"
 
-// A warp; its first lane asks TMA.
+// A thread; a warp where rows may be another sequence's or there are lists, of which the first lane asks TMA
+constexpr bool kLoadingWarp = kPacked || kListed;
 struct Loader {
     const BackwardArgs& args;
     const Pipes pipes;
@@ -17,11 +19,12 @@ struct Loader {
     TILE_DEVICE void tile(const Ring<kRingStages>& ring, Turn<kRingStages> turn, const TensorMap& map, uint32_t at,
                           int row, int head, int rows, int extra, Besides besides) {
         const bool cut = kPacked && rows < kRows;
-        if (ptx::elect_one()) {
+        if (!kLoadingWarp || threadIdx.x == 0) {
             ring.wait_free(turn);
             const uint32_t barrier = cut ? pipes.raw.full : ring.full_at(turn);
             ptx::mbarrier_arrive_expect(barrier, kRows * kHeadDim * 2 + (cut ? 0 : extra));
-            load_tile<kRows, kHeadDim>(ptx::shared_address(at), &map, barrier, row, head, shared_batch());
+            const int batch = kPacked ? 0 : Work(shared_work()[0]).batch;
+            load_tile<kRows, kHeadDim>(ptx::shared_address(at), &map, barrier, row, head, batch);
             if (!cut) besides(barrier);
         }
         if (!cut) return;
@@ -32,57 +35,60 @@ struct Loader {
                 Shared<Vector16>(at + panel * kRows * kPanelRowBytes)[i] = Vector16{};
         ptx::fence_async_proxy();
         ptx::sync_warp();
-        if (!ptx::elect_one()) return;
+        if (threadIdx.x > 0) return;
         ptx::mbarrier_arrive_expect(ring.full_at(turn), extra);
         besides(ring.full_at(turn));
     }
-    // Q (0) or dO (1) of a step. With Q come the bits of a tile that is seen in part.
+    // Q (0) or dO (1) of a step. stats: of the query tile. With Q come the bits of a tile that is seen in part.
     template <int kRingStages>
     TILE_DEVICE void rows(const Ring<kRingStages>& ring, Turn<kRingStages> place, Turn<kStages> turn,
-                          const TensorMap& map, int at, int stat, int g, int i, int n) {
+                          const TensorMap& map, int at, int which, const Step& step, const float* stats) {
         const Work work = shared_work()[0];
-        const Step step = step_at(args, g, i, n);
-        const bool part = kListed && stat == 0 && step.bits >= 0;
+        const int row = step.tile * kTileQ;
+        const bool part = kListed && which == 0 && step.bits >= 0;
         const auto besides = [&](uint32_t barrier) {
-            const Step again = step_at(args, g, i, n);
-            const int64_t number = Work(shared_work()[0]).number(args, again.head, again.tile);
-            ptx::bulk_load(ptx::shared_address(kAtStats + (2 * turn.stage + stat) * kStatBytes),
-                           args.stats + (number * 2 + stat) * kTileQ, kStatBytes, barrier);
+            ptx::bulk_load(ptx::shared_address(kAtStats + (2 * turn.stage + which) * kStatBytes),
+                           stats + which * kTileQ, kStatBytes, barrier);
             if (part)
                 ptx::bulk_load(ptx::shared_address(kAtSeen + turn.stage * kSightBytes),
-                               args.lists.bits + int64_t(again.bits) * (2 * kTileKv), kSightBytes, barrier);
+                               args.lists.bits + int64_t(step.bits) * (2 * kTileKv), kSightBytes, barrier);
         };
-        tile<kTileQ>(ring, place, map, at + place.stage * kQBytes, work.tile.q_start + step.tile * kTileQ, step.head,
-                     work.tile.seqlen_q - step.tile * kTileQ, kStatBytes + (part ? kSightBytes : 0), besides);
+        tile<kTileQ>(ring, place, map, at + place.stage * kQBytes, kPacked ? work.tile.q_start + row : row, step.head,
+                     work.tile.seqlen_q - row, kStatBytes + (part ? kSightBytes : 0), besides);
     }
     TILE_DEVICE void keys(const Ring<1>& ring, const TensorMap& map, int at) {
         const Work work = shared_work()[0];
         tile<kTileKv>(ring, Turn<1>{}, map, at, work.tile.k_start + work.tile.key, work.kv_head,
                       work.tile.seqlen_k - work.tile.key, 0, [](uint32_t) {});
     }
-    static TILE_DEVICE int shared_batch() { return kPacked ? 0 : Work(shared_work()[0]).batch; }
     TILE_DEVICE void run(const TensorMap& mQ, const TensorMap& mK, const TensorMap& mV, const TensorMap& mDo) {
         Turn<kStages> turn;
         keys(pipes.k, mK, kAtK);
         ptx::wait_for_prerequisites();  // −LSE and −delta are there
         bool first = true;              // V comes between the first Q and the first dO
-        const auto step = [&](int g, int i, int n) {
-            rows(pipes.q, turn, turn, mQ, kAtQ, 0, g, i, n);
+        const auto load = [&](const Step& step, const float* stats) {
+            rows(pipes.q, turn, turn, mQ, kAtQ, 0, step, stats);
             if (first) keys(pipes.v, mV, kAtV);
             first = false;
-            rows(pipes.d_o, of_do(turn), turn, mDo, kAtDo, 1, g, i, n);
+            rows(pipes.d_o, of_do(turn), turn, mDo, kAtDo, 1, step, stats);
         };
         if constexpr (kListed) {
             for (int n = 0; n < Work(shared_work()[0]).steps; n++, turn.next()) {
                 pipes.steps.wait(turn);
-                step(0, 0, n);
+                const Step step = shared_steps()[n % kSteps];
+                const int64_t number = Work(shared_work()[0]).number(args, step.head, step.tile);
+                load(step, args.stats + number * (2 * kTileQ));
                 ptx::sync_warp();
                 pipes.steps.release(turn);
             }
         } else {
-            const int tiles = Work(shared_work()[0]).tiles();
-            for (int g = 0; g < args.group; g++)
-                for (int i = 0; i < tiles; i++, turn.next()) step(g, i, 0);
+            for (int g = 0; g < args.group; g++) {
+                const Work work = shared_work()[0];
+                const int head = work.head(args, g);
+                const float* const stats = args.stats + work.number(args, head, 0) * (2 * kTileQ);
+                for (Walk walk; walk.more(); walk.next(), turn.next())
+                    load(Step{walk.tile, head, -1, 0}, stats + walk.tile * (2 * kTileQ));
+            }
         }
         if (first) keys(pipes.v, mV, kAtV);
     }
@@ -136,24 +142,22 @@ TILE_DEVICE int turn_of(const BackwardArgs& args, const Work& work, int head, in
     return work.kv_tile - args.scores.keys_at(position, {0, tile.seqlen_k}).first / kTileKv;
 }
 
-// A warp: a consumer's dQ, from shared memory onto the sum
+// A consumer's dQ, from shared memory onto the sum: by a thread, or by a warp's first lane where all find its turn
+constexpr bool kAddingWarp = kListed || (kPacked && kInTurn);
 TILE_DEVICE void add_dq(const BackwardArgs& args, int consumer) {
+    constexpr int kTileFloats = kTileQ * kHeadDim;
     const Pipes pipes;
     const Ring<1> ring = pipes.dq(consumer);
+    const bool adds = !kAddingWarp || threadIdx.x % 32 == 0;
     Turn<1> turn;
     ptx::wait_for_prerequisites();  // zeros are there
-    const auto add = [&](int g, int i, int n, int round) {
-        if constexpr (kListed) ring.wait(turn);
-        const Work work = shared_work()[0];
-        const Step step = step_at(args, g, i, n);
-        const int mine = kInTurn ? turn_of(args, work, step.head, step.tile) : 0;
-        const int64_t number = work.number(args, step.head, step.tile);
+    // number: of the query tile; mine: whose turn it is to be
+    const auto add = [&](int64_t number, int mine, int round) {
         int* const turns = args.turns + number * kConsumers + consumer;
-        if (!ptx::elect_one()) return;
         ring.wait(turn);
         if (kInTurn && round == 0)
             while (ptx::load_acquire(turns) < mine) ptx::spin();
-        ptx::bulk_add(args.dq_sum + number * (kTileQ * kHeadDim) + consumer * kDqFloats + round * (kDqBytes / 4),
+        ptx::bulk_add(args.dq_sum + number * kTileFloats + consumer * kDqFloats + round * (kDqBytes / 4),
                       ptx::shared_address(uint32_t(kAtDq + consumer * kDqBytes)), kDqBytes);
         ptx::bulk_commit();
         if (kInTurn && round == kDqRounds - 1) {
@@ -165,17 +169,28 @@ TILE_DEVICE void add_dq(const BackwardArgs& args, int consumer) {
         }
         ptx::mbarrier_arrive(ring.empty);
     };
-    if constexpr (kListed) {
-        for (int n = 0; n < Work(shared_work()[0]).steps; n++)
-            for (int round = 0; round < kDqRounds; round++, turn.next()) {
-                add(0, 0, n, round);
-                ptx::sync_warp();
-            }
-    } else {
-        const int tiles = Work(shared_work()[0]).tiles();
-        for (int g = 0; g < args.group; g++)
+    if constexpr (kAddingWarp) {
+        const int heads = kListed ? 1 : args.group;
+        const int tiles = kListed ? Work(shared_work()[0]).steps : Work(shared_work()[0]).tiles();
+        for (int g = 0; g < heads; g++)
             for (int i = 0; i < tiles; i++)
-                for (int round = 0; round < kDqRounds; round++, turn.next()) add(g, i, 0, round);
+                for (int round = 0; round < kDqRounds; round++, turn.next()) {
+                    if constexpr (kListed) ring.wait(turn);  // then the step was written
+                    const Step step = step_at(args, g, i, i);
+                    const int mine = kInTurn ? turn_of(args, shared_work()[0], step.head, step.tile) : 0;
+                    if (adds) add(Work(shared_work()[0]).number(args, step.head, step.tile), mine, round);
+                    ptx::sync_warp();
+                }
+    } else {
+        for (int g = 0; g < args.group; g++) {
+            const Work work = shared_work()[0];
+            const int head = work.head(args, g);
+            const int64_t number = work.number(args, head, 0);
+            for (Walk walk; walk.more(); walk.next()) {
+                const int mine = kInTurn ? turn_of(args, shared_work()[0], head, walk.tile) : 0;
+                for (int round = 0; round < kDqRounds; round++, turn.next()) add(number + walk.tile, mine, round);
+            }
+        }
     }
-    if (ptx::elect_one()) ptx::bulk_wait<0>();
+    if (adds) ptx::bulk_wait<0>();
 }
