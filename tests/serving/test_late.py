@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from card_like import capture_nothing, like_a_card
-from stub_model import VOCAB, Stub, engine_of
+from stub_model import VOCAB, Asked, Stub, check, engine_of
 from tiny_models import pages_are_back
 
 from tilewise.serving import Sampling
@@ -156,3 +156,22 @@ def test_more_than_a_graph_takes_goes_call_by_call_in_between(engine, monkeypatc
         tokens_of(served)
         answers.append([served.result(n).tokens for n in range(4)])
     assert answers[0] == answers[1]
+
+
+def test_by_kernels_in_the_emulator(engine, monkeypatch):
+    """Standing steps of a whole engine: what kernels read is what the host has put into memory for this step."""
+    stub = Stub(head_dim=64)
+    served = like_a_card(
+        engine_of(stub, monkeypatch, page_size=16, num_pages=40, max_sequences=4, token_budget=16, backend="emulator")
+    )
+    asked = {}
+    for n in range(3):
+        one = Asked(prompt(14 if n % 2 else 20, n % 2), 3, 1 + n % 2)
+        asked[served.submit(one.prompt, max_new_tokens=3, num_samples=one.num_samples)] = one
+        served.step()
+    tokens_of(served)
+    for number, one in asked.items():
+        result = served.result(number)
+        one.found = {n: sample.tokens for n, sample in enumerate(result.samples)}
+        check(stub, number, one, result, exact=False)
+    assert any(chunks for *_, chunks in engine.replays)
