@@ -175,3 +175,25 @@ def test_by_kernels_in_the_emulator(engine, monkeypatch):
         one.found = {n: sample.tokens for n, sample in enumerate(result.samples)}
         check(stub, number, one, result, exact=False)
     assert any(chunks for *_, chunks in engine.replays)
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_answers_can_be_asked_on(engine, late):
+    """What was fed is found in the cache under the tokens that it was, and what follows is what follows alone."""
+    served = engine(late)
+    whole = {}
+    for round_ in range(3):
+        numbers = []
+        for n in range(3):
+            asked = [*whole.get(n, prompt(7 + n, n)), *([5] if round_ else [])]
+            numbers.append((served.submit(asked, max_new_tokens=5 + n, num_samples=1 + n % 2), asked))
+            served.step()
+        tokens_of(served)
+        for n, (number, asked) in enumerate(numbers):
+            result = served.result(number)
+            if round_:
+                assert result.reused >= len(asked) - 2  # all but the last token of the answer, which was never fed
+            one = Asked(asked, 5 + n, 1 + n % 2, found={m: s.tokens for m, s in enumerate(result.samples)})
+            check(STUB, number, one, result)
+            whole[n] = asked + result.samples[0].tokens
+    assert pages_are_back(served)
