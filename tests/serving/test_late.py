@@ -197,3 +197,31 @@ def test_answers_can_be_asked_on(engine, late):
             check(STUB, number, one, result)
             whole[n] = asked + result.samples[0].tokens
     assert pages_are_back(served)
+
+
+def test_prompts_are_spread_over_steps_beside_decodes(monkeypatch):
+    """A long prompt comes in parts that cost little, many of them as the budget allows; where nobody waits, at once."""
+    stub = Stub(positions=2048)
+    served = like_a_card(engine_of(stub, monkeypatch, num_pages=4000, max_sequences=64, token_budget=512))
+    capture_nothing(monkeypatch, [])
+
+    def chunks():
+        counts, before = [], served.stats().prefill_tokens
+        while served._schedule.prefilling or served._schedule.waiting or served._arrived:
+            served.step()
+            counts.append(served.stats().prefill_tokens - before)
+            before += counts[-1]
+        return counts
+
+    served.submit(prompt(400), max_new_tokens=200)
+    assert chunks() == [400]
+    served.submit(prompt(600, 1), max_new_tokens=3)
+    assert chunks() == [255, 255, 90]
+    served.submit(prompt(600, 1), max_new_tokens=3)
+    assert chunks() == [1]  # the others are cached
+    for n in range(5):
+        served.submit(prompt(600, 2 + n), max_new_tokens=1)
+    found = chunks()
+    assert min(found[:2]) > 500
+    assert sum(found) == 3000
+    assert max(found[-3:]) <= 255

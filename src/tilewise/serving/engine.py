@@ -327,6 +327,8 @@ class Engine:
         budget, decoding = self.prefill_chunk, len(rows)
         if self.token_budget is not None:
             budget = min(budget, self.token_budget - decoding)
+        if self._graphs:
+            budget = schedule.even_budget(budget)
         parts, jobs = schedule.prefill(budget)
         if not parts and not decoding:
             return None
