@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from card_like import capture_nothing, like_a_card
-from stub_model import VOCAB, Stub, engine_of
+from stub_model import VOCAB, Asked, Stub, check, engine_of
 from tiny_models import pages_are_back
 
 from tilewise.serving import Sampling
@@ -156,3 +156,72 @@ def test_more_than_a_graph_takes_goes_call_by_call_in_between(engine, monkeypatc
         tokens_of(served)
         answers.append([served.result(n).tokens for n in range(4)])
     assert answers[0] == answers[1]
+
+
+def test_by_kernels_in_the_emulator(engine, monkeypatch):
+    """Standing steps of a whole engine: what kernels read is what the host has put into memory for this step."""
+    stub = Stub(head_dim=64)
+    served = like_a_card(
+        engine_of(stub, monkeypatch, page_size=16, num_pages=40, max_sequences=4, token_budget=16, backend="emulator")
+    )
+    asked = {}
+    for n in range(3):
+        one = Asked(prompt(14 if n % 2 else 20, n % 2), 3, 1 + n % 2)
+        asked[served.submit(one.prompt, max_new_tokens=3, num_samples=one.num_samples)] = one
+        served.step()
+    tokens_of(served)
+    for number, one in asked.items():
+        result = served.result(number)
+        one.found = {n: sample.tokens for n, sample in enumerate(result.samples)}
+        check(stub, number, one, result, exact=False)
+    assert any(chunks for *_, chunks in engine.replays)
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_answers_can_be_asked_on(engine, late):
+    """What was fed is found in the cache under the tokens that it was, and what follows is what follows alone."""
+    served = engine(late)
+    whole = {}
+    for round_ in range(3):
+        numbers = []
+        for n in range(3):
+            asked = [*whole.get(n, prompt(7 + n, n)), *([5] if round_ else [])]
+            numbers.append((served.submit(asked, max_new_tokens=5 + n, num_samples=1 + n % 2), asked))
+            served.step()
+        tokens_of(served)
+        for n, (number, asked) in enumerate(numbers):
+            result = served.result(number)
+            if round_:
+                assert result.reused >= len(asked) - 2  # all but the last token of the answer, which was never fed
+            one = Asked(asked, 5 + n, 1 + n % 2, found={m: s.tokens for m, s in enumerate(result.samples)})
+            check(STUB, number, one, result)
+            whole[n] = asked + result.samples[0].tokens
+    assert pages_are_back(served)
+
+
+def test_prompts_are_spread_over_steps_beside_decodes(monkeypatch):
+    """A long prompt comes in parts that cost little, many of them as the budget allows; where nobody waits, at once."""
+    stub = Stub(positions=2048)
+    served = like_a_card(engine_of(stub, monkeypatch, num_pages=4000, max_sequences=64, token_budget=512))
+    capture_nothing(monkeypatch, [])
+
+    def chunks():
+        counts, before = [], served.stats().prefill_tokens
+        while served._schedule.prefilling or served._schedule.waiting or served._arrived:
+            served.step()
+            counts.append(served.stats().prefill_tokens - before)
+            before += counts[-1]
+        return counts
+
+    served.submit(prompt(400), max_new_tokens=200)
+    assert chunks() == [400]
+    served.submit(prompt(600, 1), max_new_tokens=3)
+    assert chunks() == [255, 255, 90]
+    served.submit(prompt(600, 1), max_new_tokens=3)
+    assert chunks() == [1]  # the others are cached
+    for n in range(5):
+        served.submit(prompt(600, 2 + n), max_new_tokens=1)
+    found = chunks()
+    assert min(found[:2]) > 500
+    assert sum(found) == 3000
+    assert max(found[-3:]) <= 255

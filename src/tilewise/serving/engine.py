@@ -39,14 +39,14 @@ if TYPE_CHECKING:
 
 
 class InFlight(NamedTuple):
-    """A pass of which the host does not know what it chose. slots: of the tokens that it was fed from the pass before.
-    started: when, of time.perf_counter(), the host began with it. prefills: whether there are prompts in it."""
+    """A pass of which the host does not know what it chose. work: what it computes. untold: whether it was fed tokens
+    that the host did not know then. started: when, of time.perf_counter(), the host began with it."""
 
     flight: Flight
-    slots: Slots | None
+    work: Work
+    untold: bool
     chosen: Chosen
     started: float
-    prefills: bool
 
 
 class Engine:
@@ -127,6 +127,7 @@ class Engine:
         self._places: Slots | None = room_for(self.cache, most) if self._graphs else None  # of the newest tokens
         self._late = shape.device.type == "cuda"  # whether a pass may be in flight while nobody steps
         self._flight: InFlight | None = None
+        self._chosen: Tokens = np.zeros(0, np.int64)  # what the last pass chose, if none is in flight
         self._landed = 0.0  # when, of time.perf_counter(), the last pass had been computed and its tokens given out
         self._found: list[Token] = []  # that this step brings
         self._requests: dict[int, Request] = {}
@@ -306,7 +307,7 @@ class Engine:
             return self._found
         last, self._flight = self._flight, launched
         if last is not None:
-            self._land(last)
+            self._land(last, launched)
         if not self._late:
             self._settle()
         stats.peak_pages = max(stats.peak_pages, self._used)
@@ -322,9 +323,12 @@ class Engine:
             self._settle()
             schedule.make_way()
         slots, rows = self._reserve(), schedule.rows
+        untold = slots is not None and self._flight is not None
         budget, decoding = self.prefill_chunk, len(rows)
         if self.token_budget is not None:
             budget = min(budget, self.token_budget - decoding)
+        if self._graphs:
+            budget = schedule.even_budget(budget)
         parts, jobs = schedule.prefill(budget)
         if not parts and not decoding:
             return None
@@ -341,7 +345,7 @@ class Engine:
             drawn = np.concatenate([rows.uniforms(), uniforms([sample.draw for sample in new])])
             params = parameters([sample.request.sampling for sample in new])
             numbers = np.concatenate([drawn[None], np.concatenate([rows.params[:, :decoding], params], 1)])
-        work = Work(list(rows.seqs), slots, rows.sources[:decoding], prompts, parts, wanted, kind, numbers)
+        work = Work(list(rows.seqs), slots, rows.sources[:decoding].copy(), prompts, parts, wanted, kind, numbers)
         chosen = self._batches.run(work)
         stats.decode_tokens += decoding
         stats.prefill_tokens += sum(counts)
@@ -351,14 +355,15 @@ class Engine:
         schedule.start(finished, starting)
         flight, last = rows.fly()
         schedule.leave_late(last)
-        return InFlight(flight, slots, chosen, started, bool(parts))
+        return InFlight(flight, work, untold, chosen, started)
 
     def _reserve(self) -> Slots | None:
         """Room for the newest token of everybody who runs. Who cannot have it, for want of pages, waits."""
-        schedule = self._schedule
-        while schedule.rows.samples:
+        schedule, rows = self._schedule, self._schedule.rows
+        while rows.samples:
+            known = None if self._flight is not None else self._chosen[rows.sources[: len(rows)]]
             try:
-                slots = self.prefix.extend(schedule.rows.seqs, None, into=self._places)
+                slots = self.prefix.extend(rows.seqs, known, into=self._places)
             except OutOfPages:
                 if self._flight is not None:
                     self._settle()
@@ -376,19 +381,21 @@ class Engine:
             last, self._flight = self._flight, None
             self._land(last)
 
-    def _land(self, one: InFlight) -> None:
-        """Give everybody his token; those who are done leave."""
+    def _land(self, one: InFlight, then: InFlight | None = None) -> None:
+        """Give everybody his token; those who are done leave. then: the pass after it, if there is one, which was fed
+        these tokens."""
         waited = time.perf_counter()
         tokens = one.chosen.read()
         self._away += time.perf_counter() - waited
-        if one.slots is not None:
-            self.prefix.tell(one.slots, np.array(tokens[: len(one.slots)], np.int64))
+        self._chosen = np.array(tokens, np.int64)
+        if then is not None and then.untold and then.work.slots is not None:
+            self.prefix.tell(then.work.slots, self._chosen[then.work.sources])
         found, done = one.flight.land(tokens)
         self._found += found
         self._schedule.leave([sample for sample in done if sample.row >= 0])
         self._schedule.leave_now([sample for sample in one.flight.samples if sample.finish_reason is not None])
         begun, self._landed = max(one.started, self._landed), time.perf_counter()
-        if one.prefills:
+        if one.work.parts:
             self._stats.prefill_seconds += self._landed - begun
         else:
             self._stats.decode_seconds += self._landed - begun

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -13,6 +13,7 @@ import numpy.typing as npt
 from .requests import FinishReason, Sample, Token
 from .sampling import Kind, parameters, uniforms_of
 
+_parameters = lru_cache(1024)(lambda sampling: parameters([sampling])[:, 0])
 _token = partial(tuple.__new__, Token)  # from a tuple of its fields; a call by name takes three times as long
 
 
@@ -60,7 +61,7 @@ class Rows:
         self._requests.append(request.number)
         self._numbers.append(sample.number)
         self.priorities[row] = request.priority
-        self.params[:, row] = parameters([sampling])[:, 0]
+        self.params[:, row] = _parameters(sampling)
         self._keys[:, row] = sample.draw
         self._left[row] = ends.max_new_tokens - len(sample.tokens)
         self._looks[row] = bool(ends.stop_tokens or ends.stop_texts)

@@ -18,6 +18,13 @@ from ..kvcache import OutOfPages, PrefixCache, Slots
 from .requests import FinishReason, Job, Rank, Request, Sample
 from .rows import Rows
 
+# Tokens up to which a step takes a card little longer than for one, because reading the weights is what takes the time:
+# about its operations per second over the weights that it reads in one, which is from 150 to 400.
+CHEAP_TOKENS = 256
+LEAST_CHUNK = 64  # tokens of prompts that a step takes, however many decode
+SPREAD = 4  # steps over which more prompts than that are spread
+CROWD = 16  # prompts that wait: more are not counted, but computed as fast as the budget allows
+
 
 class Schedule:
     """Jobs that wait and are prefilled, in the order of their turns, and rows that run.
@@ -66,6 +73,25 @@ class Schedule:
             budget -= self._continue(chosen, budget, parts, jobs)
         self._admit(budget, None, parts, jobs)
         return parts, jobs
+
+    def even_budget(self, budget: int) -> int:
+        """How many of `budget` tokens of prompts to compute beside those who run, so that steps take about as long.
+
+        Up to CHEAP_TOKENS with the decodes; more if there is so much to do that it would take many steps.
+        """
+        if not self.rows.samples:
+            return budget
+        even = max(CHEAP_TOKENS - len(self.rows), self._backlog(SPREAD * budget) // SPREAD, LEAST_CHUNK)
+        return min(budget, even)
+
+    def _backlog(self, most: int) -> int:
+        """Tokens of prompts that are not computed yet; `most` if there are more, or too many to count."""
+        left = sum(job.left for job in self.prefilling)
+        for turn, job in enumerate(self.waiting):
+            if left >= most or turn == CROWD:
+                return most
+            left += len(job.tokens) - self.prefix.match(job.tokens)
+        return min(left, most)
 
     def _continue(self, chosen: list[Job], budget: int, parts: list[Slots], jobs: list[Job]) -> int:
         """Go on with prompts that are partly done, in one go; the number of tokens."""
