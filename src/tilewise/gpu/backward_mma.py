@@ -1,6 +1,7 @@
 """The backward by mma.sync, kernels/backward/backward_mma.cu and mma_ends.cu: which form of it serves, and its launch.
 
-It serves every card without wgmma. The choice is a pure function of the card's shared memory and the head dimension.
+It serves every card without wgmma, and on Hopper float32 and score functions. The choice is a pure function of the
+card's shared memory and of what a problem needs registers for.
 """
 
 from __future__ import annotations

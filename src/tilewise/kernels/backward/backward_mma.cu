@@ -15,8 +15,8 @@
 // of dQ per warp, and side by side; kStages: places for Q and dO, 1 or 2; kOwnInRegisters: a warp keeps its rows of K
 // or V in registers; kNewCard: it has stmatrix and adds vectors; kInTurn: tiles of keys add to dQ in their order;
 // kBlocksEach: thread blocks that a multiprocessor is to hold; Rule: what is done to scores; Function, Slope: a user's
-// mask and score, and the score's derivative as a function like it; kPicked: a schedule, a mask or positions leave something out.
-// Rows lie on 16 bytes.
+// mask and score, and the score's derivative as a function like it; kPicked: a schedule, a mask or positions leave
+// something out. Rows lie on 16 bytes.
 #include "backward/mma_products.cuh"
 #include "backward/mma_scoring.cuh"
 

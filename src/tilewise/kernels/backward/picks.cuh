@@ -1,5 +1,5 @@
-// Which tiles of queries and keys a block schedule, a mask function and positions leave, and which elements of those. The backward
-// asks when it walks over the tiles: nothing is listed before.
+// Which tiles of queries and keys a block schedule and a mask function leave, and which elements of those. The backward
+// by mma.sync asks when it walks over the tiles: nothing is listed before.
 #pragma once
 #include "backward/arguments.cuh"
 
