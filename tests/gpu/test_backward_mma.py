@@ -22,10 +22,8 @@ BENT = {"softcap": 2.0, "alibi_slopes": torch.tensor([0.5, 0.02]), "window": (60
 DENSE = {
     "full": ("sm_80", BF16, 64, 130, 200, FULL),
     "causal": ("sm_80", BF16, 128, 100, 170, CAUSAL),
-    "vectors": ("sm_120", BF16, 64, 100, 170, CAUSAL),
-    "bent": ("sm_80", BF16, 64, 130, 150, BENT),
+    "vectors": ("sm_120", FP16, 64, 100, 170, CAUSAL),
     "three pairs": ("sm_89", FP16, 160, 70, 100, {"scale": -0.1}),
-    "float": ("sm_90a", FP32, 40, 70, 140, CAUSAL),
     "wide float": ("sm_89", FP32, 200, 40, 40, BENT),
 }
 
