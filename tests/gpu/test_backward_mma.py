@@ -134,8 +134,11 @@ def test_tiles_fit_every_card():
         for (size, width), tilings in backward_mma.TILINGS.items():
             dtype = {2: BF16, 4: FP32}[size]
             chosen = backward_mma.choose(card, dtype, width)
-            assert chosen.shared_bytes(width, size) <= arch.shared_block(card)
-            assert (chosen == tilings[0]) == (tilings[0].shared_bytes(width, size) <= arch.shared_block(card))
+            room = arch.limits_of(card)
+            fits = [t.shared_bytes(width, size) <= room.shared_block for t in tilings]
+            together = [t.blocks_each * (t.shared_bytes(width, size) + 1024) <= room.shared_sm for t in tilings]
+            assert chosen == next(t for t, a, b in zip(tilings, fits, together, strict=True) if a and b)
+            assert (chosen == tilings[0]) == (fits[0] and together[0])
 
 
 def test_no_spills():

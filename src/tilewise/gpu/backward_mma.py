@@ -23,6 +23,7 @@ from tilewise.gpu.backward_picks import SLOPE, Picked
 from tilewise.scores import Scores
 
 SOURCE, ENDS = "backward/backward_mma.cu", "backward/mma_ends.cu"
+RESERVED = 1024  # bytes of shared memory that each block takes besides
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 WIDTHS = (64, 128, 192, 256)  # head dimensions that the products run over; others are padded
 
@@ -58,8 +59,16 @@ class BackwardTiling:
 # dK or dV of its pair's keys in registers, and S or dP of them. With 32 keys each fragment of Q and dO that is read
 # serves two products.
 TILINGS: dict[tuple[int, int], tuple[BackwardTiling, ...]] = {
-    (2, 64): (BackwardTiling(64, 128, 32, 2, own_registers=True), BackwardTiling(64, 64, 16, 2)),
-    (2, 128): (BackwardTiling(64, 128, 32, 4), BackwardTiling(64, 64, 16, 4), BackwardTiling(32, 64, 16, 4)),
+    (2, 64): (
+        BackwardTiling(32, 128, 64, 2, blocks_each=2),
+        BackwardTiling(64, 128, 32, 2, own_registers=True),
+        BackwardTiling(64, 64, 16, 2),
+    ),
+    (2, 128): (
+        BackwardTiling(64, 128, 32, 4),
+        BackwardTiling(32, 64, 32, 4, blocks_each=2),
+        BackwardTiling(32, 64, 16, 4),
+    ),
     (2, 192): (BackwardTiling(64, 64, 16, 2), BackwardTiling(32, 48, 16, 3)),
     (2, 256): (BackwardTiling(32, 64, 16, 4), BackwardTiling(32, 32, 16, 2, stages=1)),
     (4, 64): (BackwardTiling(32, 128, 32, 4), BackwardTiling(32, 64, 16, 4)),
@@ -77,11 +86,16 @@ def padded(head_dim: int) -> int:
 def choose(card: str, dtype: torch.dtype, head_dim: int, block_k: int = 0, crowded: bool = False) -> BackwardTiling:
     """The tiling for a head dimension on a card.
 
-    block_k: keys of a schedule's blocks, which tiles do not exceed. crowded: scores take more than a factor, and
-    registers that S would have.
+    block_k: keys of a schedule's blocks, which tiles do not exceed. crowded: scores take more than a factor, or masks
+    more than a span, and registers that S would have.
     """
-    width, size, most = padded(head_dim), dtype.itemsize, limits_of(card).shared_block
-    fitting = [t for t in TILINGS[size, width] if t.shared_bytes(width, size) <= most]
+    width, size, limits = padded(head_dim), dtype.itemsize, limits_of(card)
+    fitting = [
+        t
+        for t in TILINGS[size, width]
+        if t.shared_bytes(width, size) <= min(limits.shared_block, limits.shared_sm // t.blocks_each - RESERVED)
+        and not (crowded and t.pair_keys == 64)
+    ]
     found = next((t for t in fitting if not block_k or t.tile_kv <= block_k), fitting[-1 if block_k else 0])
     if crowded and found == TILINGS[2, 128][0]:
         return replace(found, tile_q=32)
@@ -188,7 +202,7 @@ def specs(card: str, *, every: bool = False) -> list[KernelSpec]:
 
 
 def _crowded(call: GradientCall) -> bool:
-    return call.scores.changed or (call.function is not None and call.function.scores)
+    return call.scores.changed or call.function is not None or call.schedule is not None
 
 
 def shapes_of(call: GradientCall, tiling: BackwardTiling) -> Shapes:
