@@ -68,6 +68,11 @@ class Scores:
         return self.softcap > 0 or self.alibi or self.scale <= 0
 
     @property
+    def linear(self) -> bool:
+        """Is a score a multiple of q · k, with or without something added?"""
+        return self.softcap == 0
+
+    @property
     def unmasked(self) -> Scores:
         """The same with every key in view."""
         return replace(self, window=(None, None))

@@ -51,14 +51,19 @@ class Tiling:
     kv_registers: bool
     scale_late: bool
 
+    def stages_of_do(self, linear: bool) -> int:
+        """One less where P times the score's derivative goes through shared memory too."""
+        return self.do_stages if linear or self.tile_kv > 64 else self.do_stages - 1
+
     def shared_bytes(self, head_dim: int, *, listed: bool = False, linear: bool = True) -> int:
-        """backward/layout.cuh: kSharedBytes. linear: scores are scaled, and perhaps biased."""
-        keys, rows = 2 * self.tile_kv * head_dim * 2, (self.stages + self.do_stages) * TILE_Q * head_dim * 2
+        """backward/layout.cuh: kSharedBytes. linear: as Scores has it."""
+        keys = 2 * self.tile_kv * head_dim * 2
+        rows = (self.stages + self.stages_of_do(linear)) * TILE_Q * head_dim * 2
         wide = head_dim > 128
         squares = self.ds_stages + (wide and (1 if linear else 2))
-        sums = squares * self.tile_kv * TILE_Q * 2 + TILE_Q * head_dim * (2 if wide else 4)
+        sums = squares * self.tile_kv * TILE_Q * 2 + TILE_Q * head_dim * (1 if wide else 4)
         small = 2 * self.stages * TILE_Q * 4 + (self.stages if listed else 1) * self.tile_kv * 8 + 128
-        barriers = 16 * (2 * self.stages + self.do_stages + self.ds_stages + 6)
+        barriers = 16 * (2 * self.stages + self.stages_of_do(linear) + self.ds_stages + 6)
         return keys + rows + sums + small + barriers + 16 + 128
 
 
@@ -66,7 +71,7 @@ class Tiling:
 TILINGS = {
     64: Tiling(128, 2, 2, 3, ping_pong=False, kv_registers=True, scale_late=False),
     128: Tiling(128, 2, 2, 3, ping_pong=True, kv_registers=False, scale_late=True),
-    256: Tiling(64, 2, 1, 1, ping_pong=False, kv_registers=False, scale_late=False),
+    256: Tiling(64, 2, 2, 1, ping_pong=False, kv_registers=False, scale_late=False),
 }
 DTYPES = (torch.bfloat16, torch.float16)
 
@@ -109,7 +114,7 @@ def specs_of(kind: Kind) -> tuple[KernelSpec, KernelSpec, KernelSpec]:
     main = (
         score_rule(kind.scores),
         ("kStages", tiling.stages),
-        ("kDoStages", tiling.do_stages),
+        ("kDoStages", tiling.stages_of_do(kind.scores.linear)),
         ("kDsStages", tiling.ds_stages),
         ("kMasks", kind.masks),
         ("kListed", kind.listed),
@@ -123,13 +128,13 @@ def specs_of(kind: Kind) -> tuple[KernelSpec, KernelSpec, KernelSpec]:
         ("kInitial", not kind.changed),
     )
     source = "backward/ends.cu"
-    # ALiBi beside lists, or in turn, takes a few registers more than there are.
+    # ALiBi beside lists, in turn or on wide heads takes a few registers more than there are.
     return (
         KernelSpec("backward_before", source, "before", common + ends, BEFORE_THREADS, BEFORE_SHARED, product=True),
         KernelSpec(
             "backward", "backward/backward.cu", "backward", common + main, 128 * (CONSUMERS + 1),
-            tiling.shared_bytes(dim, listed=kind.listed, linear=not kind.scores.softcap),
-            product=not (kind.scores.alibi and (kind.listed or kind.in_turn)),
+            tiling.shared_bytes(dim, listed=kind.listed, linear=kind.scores.linear),
+            product=not (kind.scores.alibi and (kind.listed or kind.in_turn or dim > 128)),
         ),
         KernelSpec("backward_after", source, "after", common + ends, AFTER_THREADS, 0, product=True),
     )  # fmt: skip
