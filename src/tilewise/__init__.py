@@ -18,7 +18,8 @@ from .api import (
     shared_prefix_attention,
 )
 from .gpu import schedules as _schedules  # noqa: F401, registers the kernels of schedules on a device
-from .integrations import torch_ops as _torch_ops  # noqa: F401, registers torch.ops.tilewise
+from .integrations import prefix_ops as _prefix_ops  # noqa: F401, registers torch.ops.tilewise
+from .integrations import torch_ops as _torch_ops  # noqa: F401, likewise
 from .integrations.replace import install, replace_sdpa, uninstall
 from .integrations.sdpa import explain, sdpa
 from .kvcache import OutOfPages, PagedKVCache, PrefixCache, Rotary, Slots

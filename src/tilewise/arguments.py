@@ -14,6 +14,7 @@ import numpy.typing as npt
 import torch
 
 from tilewise import checks, cpu, functions
+from tilewise.cpu.dropout import Dropout
 from tilewise.functions import Function
 from tilewise.gpu.abi import FP8
 from tilewise.gpu.tilings import out_dtype
@@ -169,6 +170,7 @@ class Call(NamedTuple):
     where: Where
     function: Function | None
     schedule: Any
+    dropout: Dropout | None = None
 
 
 def check_call(
@@ -181,7 +183,10 @@ def check_call(
     score: Any,
     schedule: Any,
     exact: bool,
+    deterministic: bool,
     descales: Descales,
+    dropout_p: float,
+    dropout_seed: torch.Tensor | None,
     return_lse: bool,
     out: torch.Tensor | None,
     backend: str,
@@ -200,13 +205,14 @@ def check_call(
     function = check_function(mask, score, scores, q.device)
     checked = check_descales(q, descales, sizes.batch, sizes.heads_kv)
     checks.flag("return_lse", return_lse)
+    checks.flag("deterministic", deterministic)
     check_out(out, q)
     captured = () if function is None else function.tensors
     given = (k, v, options.get("sinks"), options.get("alibi_slopes"), *captured)
     where = check_backend(backend, q, given, rungs=rungs)
     if batch is None and schedule is not None:
         check_schedule("schedule", schedule, *sizes[1:3], sizes, q.device)
-    return Call(sizes, scores, checked, where, function, schedule)
+    return Call(sizes, scores, checked, where, function, schedule, Dropout.checked(dropout_p, dropout_seed))
 
 
 def check_function(mask: Any, score: Any, scores: Scores, device: torch.device) -> Function | None:
@@ -277,6 +283,12 @@ def check_starts(name: str, starts: torch.Tensor, total: int | None, packed: str
     if total is not None and values[-1] != total:
         raise ValueError(f"{name} must end with {packed}'s total of {total} rows, got {values[-1]}")
     return values
+
+
+def starts_like(q: torch.Tensor, starts_q: torch.Tensor, starts_k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """As the kernels take them: where q is, of one dtype."""
+    device, dtype = q.device, starts_q.dtype
+    return starts_q.to(device, dtype).contiguous(), starts_k.to(device, dtype).contiguous()
 
 
 def check_lengths(name: str, lengths: Any, count: int, padded: int) -> list[int]:
@@ -430,7 +442,7 @@ def gather(x: torch.Tensor, page_table: torch.Tensor, starts: Sequence[int]) -> 
     return torch.cat(parts)
 
 
-def places(page_table: torch.Tensor, starts: Sequence[int], page_size: int) -> torch.Tensor:
+def places_in_pages(page_table: torch.Tensor, starts: Sequence[int], page_size: int) -> torch.Tensor:
     """(tokens,) int64: where each of the packed tokens lies when the pages stand one after another."""
     parts = [page_table.new_empty(0, dtype=torch.int64)]
     for b, (start, end) in enumerate(pairwise(starts)):
@@ -455,9 +467,14 @@ def check_backend(backend: str, q: torch.Tensor, others: Sequence[torch.Tensor |
     if cuda != (backend == "cuda") and backend != "auto":
         taken = "CUDA tensors" if backend == "cuda" else "CPU tensors"
         raise ValueError(f'backend "{backend}" takes {taken}, got q on {q.device}; backend="auto" takes both')
-    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, *others)):
+    if wants_gradients(q, *others):
         raise NotImplementedError(
-            "an input requires gradients, and Tilewise has no backward pass for this call here yet; call it under "
-            "torch.no_grad(), or use .cpu() tensors or torch.nn.functional.scaled_dot_product_attention for training"
+            "an input requires gradients, and this call has no backward pass; call it under torch.no_grad(), or use "
+            "attention() or attention_varlen() for training"
         )
     return EMULATOR if emulated else "cuda" if cuda else "cpu"
+
+
+def wants_gradients(*tensors: Any) -> bool:
+    """Does autograd ask for gradients of one of the tensors?"""
+    return torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in tensors)

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from tilewise import functions
+from tilewise.cpu.dropout import Dropout
 from tilewise.plan.schedule import BlockSchedule
 
 from .kvcache import PagedKVCache, PrefixCache
@@ -70,6 +71,8 @@ def attention(
     schedule: BlockSchedule | None = None,
     mask: torch.Tensor | Callable[..., Any] | None = None,
     score: Callable[..., Any] | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: torch.Tensor | None = None,
     dtype: torch.dtype = torch.float64,
     fp8_weights: bool = False,
     first: int = 0,
@@ -121,6 +124,9 @@ def attention(
     lse = torch.logsumexp(scores, dim=-1) if scores.shape[-1] else scores.new_zeros(scores.shape[:3])
     lse = lse.masked_fill(empty, -math.inf)
     weights = torch.softmax(scores, dim=-1).masked_fill(empty[..., None], 0.0)
+    if dropout_p and dropout_seed is not None and nk:
+        kept = Dropout(dropout_p, int(dropout_seed)).kept(*pairs)
+        weights = torch.cat((weights[..., :nk] * kept / (1 - dropout_p), weights[..., nk:]), dim=-1)
     if fp8_weights:
         weights = (weights * 256).float().to(torch.float8_e4m3fn).to(dtype) / 256
     return torch.einsum("bhij,bjhd->bihd", weights, v), lse

@@ -69,8 +69,8 @@ class Scores:
 
     @property
     def linear(self) -> bool:
-        """Is a score a multiple of q · k, with or without something added?"""
-        return self.softcap == 0
+        """Does a score follow its product in a straight line?"""
+        return not self.softcap
 
     @property
     def unmasked(self) -> Scores:

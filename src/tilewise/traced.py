@@ -24,18 +24,16 @@ from tilewise.plan.standing import StandingPlan
 from tilewise.scores import SCHEMA_OPTIONS, SCHEMA_TENSORS
 
 if TYPE_CHECKING:
-    from typing_extensions import Unpack
-
     from tilewise.arguments import Descales
     from tilewise.kvcache import PrefixCache
-    from tilewise.scores import ScoreOptions
 
 State = tuple[torch.Tensor, torch.Tensor]
 Result = torch.Tensor | State
 
 # What each argument is declared as in an operator's schema, and what that means in Python; bools are no numbers here.
-_DECLARED = f"""{SCHEMA_TENSORS}, {SCHEMA_OPTIONS}, bool exact, bool return_lse, str backend,
+_DECLARED = f"""{SCHEMA_TENSORS}, {SCHEMA_OPTIONS}, bool exact, bool deterministic, bool return_lse, str backend,
 Tensor q, Tensor k, Tensor v, Tensor? q_descale, Tensor? k_descale, Tensor? v_descale,
+Tensor? dropout_seed, float dropout_p,
 Tensor cu_seqlens_q, Tensor cu_seqlens_k, Tensor? page_table, Tensor? tree_mask, SymInt layer"""
 _KINDS = {name: kind for kind, name in (one.partition("=")[0].split() for one in _DECLARED.split(","))}
 _TAKEN: dict[str, tuple[tuple[type, ...], str]] = {
@@ -75,14 +73,13 @@ def attention(
     descales: Descales,
     *,
     out: Any,
-    exact: bool,
     return_lse: bool,
-    backend: str,
-    **options: Unpack[ScoreOptions],
+    **options: Any,
 ) -> Result:
-    """attention() in a graph."""
+    """attention() in a graph; options: those of the scores, exact, deterministic, backend."""
     _refuse(out=out)
-    given = _checked(exact=exact, return_lse=return_lse, backend=backend, **_named(descales), **_by_sides(options))
+    given = _checked(return_lse=return_lse, **_named(descales), **_by_sides(options))
+    given["return_lse"] |= arguments.wants_gradients(q, k, v, options["sinks"])  # the backward pass reads it
     result = torch.ops.tilewise.attention(**_checked(q=q, k=k, v=v), **given)
     return _asked(result, return_lse)
 
@@ -97,17 +94,44 @@ def attention_varlen(
     descales: Descales,
     *,
     out: Any,
-    exact: bool,
     return_lse: bool,
-    backend: str,
-    **options: Unpack[ScoreOptions],
+    **options: Any,
 ) -> Result:
-    """attention_varlen() in a graph."""
+    """attention_varlen() in a graph; options: as of attention()."""
     _refuse(out=out)
-    given = _checked(exact=exact, return_lse=return_lse, backend=backend, **_named(descales), **_by_sides(options))
+    given = _checked(return_lse=return_lse, **_named(descales), **_by_sides(options))
+    given["return_lse"] |= arguments.wants_gradients(q, k, v, options["sinks"])
     packed = _checked(q=q, k=k, v=v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, page_table=page_table)
     result = torch.ops.tilewise.attention_varlen(**packed, **given)
     return _asked(result, return_lse)
+
+
+def shared_prefix_attention(
+    q: torch.Tensor, levels: Any, k: torch.Tensor, v: torch.Tensor, lengths: Any, *, out: Any, **options: Any
+) -> Result:
+    """shared_prefix_attention() in a graph; options: those of the scores, deterministic, return_lse, backend."""
+    _refuse(out=out)
+    if not isinstance(levels, (list, tuple)) or any(len(level) not in (2, 3) for level in levels):
+        raise TypeError("levels must be a list of (k, v) or (k, v, lengths)")
+    _checked(q=q, k=k, v=v, **options)
+    of_levels = [x for level in levels for x in level[:2]]
+    valid = [*((level[0], level[2] if len(level) == 3 else None) for level in levels), (k, lengths)]
+    counts = None
+    if any(n is not None for _, n in valid):
+        counts = torch.cat([_counts(n, x) for x, n in valid])
+    sinks, return_lse = options.pop("sinks"), options.pop("return_lse")
+    with_lse = return_lse or arguments.wants_gradients(q, k, v, sinks, *of_levels)
+    given = (q, k, v, sinks, of_levels, counts)
+    return _asked(torch.ops.tilewise.shared_prefix_attention(*given, return_lse=with_lse, **options), return_lse)
+
+
+def _counts(lengths: Any, keys: torch.Tensor) -> torch.Tensor:
+    """(B,) int64 on the CPU: how many of keys (B, N, Hkv, D) are valid."""
+    if isinstance(lengths, torch.Tensor):
+        return lengths.to("cpu", torch.int64)
+    return torch.tensor(
+        [keys.shape[1]] * len(keys) if lengths is None else list(lengths), dtype=torch.int64, device="cpu"
+    )
 
 
 def outside(call: Callable[..., Result], tensors: tuple[torch.Tensor, ...], descales: Descales, **given: Any) -> Result:
@@ -120,7 +144,7 @@ def _named(descales: Descales) -> dict[str, torch.Tensor | None]:
     return {f"{name}_descale": x for name, x in zip("qkv", descales, strict=True)}
 
 
-def _by_sides(options: ScoreOptions) -> dict[str, Any]:
+def _by_sides(options: dict[str, Any]) -> dict[str, Any]:
     """The options as an operator takes them: a window is two numbers."""
     window = options.get("window")
     if window is not None and not (isinstance(window, (tuple, list)) and len(window) == 2):

@@ -340,14 +340,17 @@ def test_other_devices_say_what_to_use():
 
 
 def test_gradients_are_refused_not_lost():
-    q = Q.clone().requires_grad_()
+    cache = tilewise.PagedKVCache(8, 4, 2, 16)
+    seq = cache.allocate()
+    cache.write(0, cache.extend([seq], [5]), torch.randn(5, 2, 16), torch.randn(5, 2, 16))
+    plan = tilewise.plan_decode(cache, [seq], num_heads=4)
     with pytest.raises(NotImplementedError, match="no backward"):
-        attention(q, K, V)
+        tilewise.decode(torch.randn(1, 1, 4, 16, requires_grad=True), cache, 0, plan)
+    with pytest.raises(NotImplementedError, match="no backward"):
+        tilewise.decode(torch.randn(1, 1, 4, 16), cache, 0, plan, sinks=torch.zeros(4, requires_grad=True))
+    q = Q.clone().requires_grad_()
     with torch.no_grad():
         assert torch.equal(attention(q, K, V), attention(Q, K, V))
-    sinks = torch.zeros(4, requires_grad=True)
-    with pytest.raises(NotImplementedError, match="no backward"):
-        attention(Q, K, V, sinks=sinks)
 
 
 def test_cost_models_are_public():

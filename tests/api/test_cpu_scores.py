@@ -101,9 +101,9 @@ def test_scores_take_the_memory_of_a_tile(monkeypatch):
     made = []
     floats = tilewise.cpu.products._floats
 
-    def noted(*shape):
+    def noted(*shape, device):
         made.append(math.prod(shape))
-        return floats(*shape)
+        return floats(*shape, device=device)
 
     monkeypatch.setattr("tilewise.cpu.products._floats", noted)
     for length in (1024, 2048):

@@ -14,7 +14,7 @@ from tilewise.gpu.calls import known_call
 from tilewise.scores import Scores
 
 BF16 = torch.bfloat16
-FLAGS = (True, False, False, None, 0.125, 0.0)
+FLAGS = (True, False, False, False, None, 0.125, 0.0)
 NONE = (None,) * 6
 
 
@@ -83,7 +83,7 @@ def test_each_tensor_s_card_is_in_the_key(which, monkeypatch):
 
 @pytest.mark.parametrize("place", range(len(FLAGS)))
 def test_each_flag_is_in_the_key(place):
-    other = [False, True, True, (3, 0), 0.25, 9.0][place]
+    other = [False, True, True, True, (3, 0), 0.25, 9.0][place]
     flags = (*FLAGS[:place], other, *FLAGS[place + 1 :])
     assert key_of(*tensors(), flags=flags) != key_of(*tensors())
 
@@ -172,11 +172,13 @@ def test_what_a_kernel_depends_on_of_functions_is_in_the_key():
 
 def test_what_the_checks_refuse_has_no_key():
     q, k, v = tensors()
-    for flags in ((1, False, False), (True, 0, False), (True, False, None)):
-        assert key_of(q, k, v, flags=(*flags, *FLAGS[3:])) is None
+    good = (True, False, False, False)
+    for place, bad in enumerate((1, 0, None, 0)):
+        flags = (*good[:place], bad, *good[place + 1 :])
+        assert key_of(q, k, v, flags=(*flags, *FLAGS[4:])) is None
     assert key_of(q, [1], v) is None
     assert key_of(q, k, torch.nn.Parameter(v)) is None
-    assert known_call(q, k, v, NONE, (*FLAGS[:3], [3, 0])) == (None, None)
+    assert known_call(q, k, v, NONE, (*FLAGS[:4], [3, 0])) == (None, None)
 
 
 def test_a_call_that_was_kept_is_found_in_its_own_thread_alone():

@@ -286,11 +286,13 @@ def test_functions_between_two_graphs():
 
 
 def test_no_backward():
-    q, k, v = qkv(1, 5, 7, 4, 2, 16)
-    with pytest.raises(Exception, match="Tilewise has no backward pass yet"):
-        compiled(tilewise.attention, Graphs())(q.requires_grad_(), k, v).sum().backward()
-    with pytest.raises(NotImplementedError, match="Tilewise has no backward pass yet"):
-        OPS.attention(q, k, v)[0].sum().backward()
+    cache, seqs = make_cache()
+    plan = tilewise.plan_decode(cache, seqs, num_heads=4)
+    q = randn(3, 1, 4, 16).requires_grad_()
+    with pytest.raises(Exception, match="this call has no backward pass"):
+        compiled(tilewise.decode, Graphs())(q, cache, 0, plan).sum().backward()
+    with pytest.raises(NotImplementedError, match="this call has no backward pass"):
+        OPS.decode(q, *storage(cache), 0, plan.serial)[0].sum().backward()
 
 
 def test_a_plan_of_another_cache():

@@ -11,8 +11,9 @@ import torch
 
 from tilewise import arguments, checks, cpu, traced, tuned
 from tilewise.api import standing
+from tilewise.api.on_cpu import full_precision
 from tilewise.api.options import PagedOptions, Result, State
-from tilewise.api.prefill import full_precision, result
+from tilewise.api.prefill import result
 from tilewise.cpu.scoring import Scoring
 from tilewise.gpu import decode as kernel
 from tilewise.kvcache import PagedKVCache, PrefixCache

@@ -7,14 +7,17 @@ tensors that a mask or score function captures are constants here. There are no 
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, NoReturn, Protocol
 
 import torch
 
 from tilewise import arguments, functions
+from tilewise.api.gradients_on_gpu import by_kernels, by_levels
 from tilewise.api.on_cpu import full_precision, packed_plan_on_cpu, plan_on_cpu
+from tilewise.api.schedules import past_lengths
 from tilewise.cpu import backward
 from tilewise.cpu.scoring import Scoring
 from tilewise.gpu.abi import FP8
@@ -26,10 +29,9 @@ State = tuple[torch.Tensor, torch.Tensor]
 KV = tuple[torch.Tensor, torch.Tensor]
 
 
-def on_cpu(q: Any, *others: Any) -> bool:
-    """Is q on the CPU, and does autograd ask for gradients of one of the tensors?"""
-    tensors = [x for x in (q, *others) if isinstance(x, torch.Tensor)]
-    return torch.is_grad_enabled() and any(x.requires_grad for x in tensors) and tensors[0].device.type == "cpu"
+def kept(rest: dict[str, Any]) -> dict[str, Any]:
+    """Of a call's other options those that its node keeps: the node returns the LSE, and owns its output."""
+    return {name: value for name, value in rest.items() if name not in ("return_lse", "out", "dropout_seed")}
 
 
 def asked(state: State, return_lse: bool) -> torch.Tensor | State:
@@ -52,7 +54,8 @@ class Node(torch.autograd.Function):
 
     @staticmethod
     def forward(call: Call, *tensors: Any) -> State:
-        return call.forward(*tensors)
+        o, lse = (x.data if x._is_view() else x for x in call.forward(*tensors))  # views could not be written to
+        return o, lse
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: State) -> None:
@@ -63,8 +66,14 @@ class Node(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
         *tensors, o, lse = ctx.saved_tensors
-        found = NodeBackward.apply(ctx.call, len(tensors), *tensors, o, lse, *grads)  # type: ignore[no-untyped-call]
-        return None, *found
+        if not torch.is_grad_enabled():  # nobody keeps the graph of this
+            return None, *found(ctx.call, tensors, (o, lse), grads)
+        given = (ctx.call, len(tensors), *tensors, o, lse, *grads)
+        return None, *NodeBackward.apply(*given)  # type: ignore[no-untyped-call]
+
+
+# `apply` asks for it in every call, which is a third of the time that a node takes.
+Node.forward.__signature__ = inspect.signature(Node.forward)  # type: ignore[attr-defined]
 
 
 class NodeBackward(torch.autograd.Function):
@@ -72,11 +81,7 @@ class NodeBackward(torch.autograd.Function):
 
     @staticmethod
     def forward(call: Call, count: int, *given: Any) -> tuple[torch.Tensor | None, ...]:
-        tensors, (o, lse, *grads) = given[:count], given[count:]
-        with full_precision():
-            found = call.backward(tensors, (o, lse), grads)
-        pairs = zip(found, tensors, strict=True)
-        return tuple(None if grad is None else grad.to(x.dtype) for grad, x in pairs)
+        return found(call, given[:count], given[count : count + 2], given[count + 2 :])
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -84,10 +89,21 @@ class NodeBackward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
-        raise NotImplementedError(
-            "attention has no second derivatives; use torch.nn.functional.scaled_dot_product_attention with "
-            "torch.nn.attention.sdpa_kernel(SDPBackend.MATH) for them"
-        )
+        refuse_second()
+
+
+def found(call: Call, tensors: Sequence[Any], state: Any, grads: Grads) -> tuple[torch.Tensor | None, ...]:
+    """The gradients of the call's tensors, each of its tensor's dtype and contiguous."""
+    with full_precision():
+        made = zip(call.backward(tensors, state, grads), tensors, strict=True)
+        return tuple(None if grad is None else grad.to(x.dtype).contiguous() for grad, x in made)
+
+
+def refuse_second() -> NoReturn:
+    raise NotImplementedError(
+        "attention has no second derivatives; use torch.nn.functional.scaled_dot_product_attention with "
+        "torch.nn.attention.sdpa_kernel(SDPBackend.MATH) for them"
+    )
 
 
 def apply(call: Call, *tensors: Any) -> State:
@@ -96,76 +112,121 @@ def apply(call: Call, *tensors: Any) -> State:
     return o, lse
 
 
-def check(q: Any, out: Any, backend: Any, options: dict[str, Any]) -> None:
-    """Refuse what has no gradients."""
+def check(
+    q: Any,
+    out: Any,
+    backend: Any,
+    slopes: Any = None,
+    mask: Any = None,
+    score: Any = None,
+    descales: arguments.Descales = (None, None, None),
+) -> functions.Function | None:
+    """Refuse what has no gradients; the call that the node makes checks everything else. The functions, traced."""
     if isinstance(q, torch.Tensor) and q.dtype == FP8:
         raise NotImplementedError("FP8 inputs have no gradients; use bfloat16 inputs, or call it under torch.no_grad()")
     if out is not None:
         raise ValueError("out must be None where an input requires gradients: autograd keeps the output itself")
-    if backend not in ("auto", "cpu"):
-        raise NotImplementedError(f'backend "{backend}" has no backward pass; use backend="cpu" and CPU tensors')
-    slopes = options.get("alibi_slopes")
     if isinstance(slopes, torch.Tensor) and slopes.requires_grad:
-        raise NotImplementedError("alibi_slopes have no gradients here; detach() them, or write them as a score of ops")
-    if options.get("mask") is not None or options.get("score") is not None:
-        functions.of(options.get("mask"), options.get("score")).check(q.device)
+        raise NotImplementedError("alibi_slopes have no gradients; use alibi_slopes.detach()")
+    if isinstance(backend, str) and backend.startswith(f"{arguments.EMULATOR}:"):
+        raise NotImplementedError(f'backend "{backend}" has no backward pass; use backend="emulator"')
+    if isinstance(q, torch.Tensor):
+        arguments.check_descales(q, descales, 1, 1)  # which are for FP8 alone
+    if not isinstance(q, torch.Tensor) or (mask is None and score is None):
+        return None
+    function = functions.of(mask, score)
+    function.check(q.device)  # what they capture
+    return function
 
 
 # ---- the calls -------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Dense:
-    """attention(q, k, v, sinks). scores: options of the scores; rest: functions, schedule, exact."""
+class _Described:
+    """What `attention` and `attention_varlen` have in common. scores: options of the scores; rest: functions, schedule,
+    exact, deterministic, backend. function: as it was traced in the forward: what a lambda refers to may change."""
 
-    run: Callable[..., Any]
-    scores: ScoreOptions
-    rest: dict[str, Any]
+    def __init__(
+        self, run: Callable[..., Any], scores: ScoreOptions, rest: dict[str, Any], function: Any = None
+    ) -> None:
+        self.run, self.scores, self.rest, self.function = run, scores, rest, function
+        self.captured = None if function is None else function.key
 
-    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None) -> State:
-        o, lse = self.run(q, k, v, return_lse=True, **{**self.scores, "sinks": sinks}, **self.rest)
+    def checked(self, q: Any, k: Any, v: Any, sinks: Any, seed: Any, **packed: Any) -> arguments.Call:
+        """The call as the checks describe it."""
+        if self.function is not None and self.function.key != self.captured:
+            raise RuntimeError(
+                "a tensor that a mask or score function captures was written to after the forward; clone() it before"
+            )
+        rest = {**self.rest, "mask": None, "score": None, "descales": (None, None, None), "dropout_seed": seed}
+        scores: ScoreOptions = {**self.scores, "sinks": sinks}
+        call = arguments.check_call(q, k, v, scores, return_lse=True, out=None, **rest, **packed)
+        return call._replace(function=self.function)
+
+
+class Dense(_Described):
+    """attention(q, k, v, sinks, dropout_seed)."""
+
+    def forward(self, q: Any, k: Any, v: Any, sinks: Any, seed: Any) -> State:
+        given = {**self.scores, "sinks": sinks, "dropout_seed": seed, "return_lse": True}
+        o, lse = self.run(q, k, v, **given, **self.rest)
         return o, lse
 
     def backward(self, tensors: Sequence[Any], state: State, grads: Grads) -> Grads:
-        q, k, v, sinks = tensors
-        call = checked(self, q, k, v, sinks)
+        q, k, v, sinks, seed = tensors
+        call = self.checked(q, k, v, sinks, seed)
+        if call.where != "cpu":
+            return *by_kernels(call, (q, k, v), state, grads, deterministic=self.rest["deterministic"]), None
         plan = plan_on_cpu(call, q.element_size())
         batch, seqlen_q, seqlen_k = call.sizes[:3]
-        starts = ([b * n for b in range(batch + 1)] for n in (seqlen_q, seqlen_k))
-        scoring = Scoring.of(call.scores, *starts, call.function)
-        found = walk(plan, q, [(k, v)], scoring, sinks, by_rows(state), by_rows(grads))
-        return found.d_q, *found.d_sources[0], found.d_sinks
+        starts_q, starts_k = ([b * n for b in range(batch + 1)] for n in (seqlen_q, seqlen_k))
+        if (missing := past_lengths(call.schedule, starts_k)) is not None:
+            k, v = (x.masked_fill(missing.view(batch, seqlen_k, 1, 1), 0.0) for x in (k, v))
+        scoring = Scoring.of(call.scores, starts_q, starts_k, call.function, call.dropout)
+        made = walk(plan, q, [(k, v)], scoring, sinks, backward.by_rows(state), backward.by_rows(grads))
+        return made.d_q, *made.d_sources[0], made.d_sinks, None
 
 
-@dataclass(frozen=True)
-class Packed:
-    """attention_varlen(q, k, v, starts_q, starts_k, page_table, sinks), the starts and the table being constants."""
+class Packed(_Described):
+    """attention_varlen(q, k, v, starts_q, starts_k, page_table, sinks, dropout_seed)."""
 
-    run: Callable[..., Any]
-    scores: ScoreOptions
-    rest: dict[str, Any]
-
-    def forward(self, q: Any, k: Any, v: Any, starts_q: Any, starts_k: Any, page_table: Any, sinks: Any) -> State:
-        given = {**self.scores, "sinks": sinks, "page_table": page_table, "return_lse": True}
+    def forward(self, q: Any, k: Any, v: Any, starts_q: Any, starts_k: Any, *others: Any) -> State:
+        given = dict(zip(("page_table", "sinks", "dropout_seed"), others, strict=True))
+        given = {**self.scores, **given, "return_lse": True}
         o, lse = self.run(q, k, v, starts_q, starts_k, **given, **self.rest)
         return o, lse
 
     def backward(self, tensors: Sequence[Any], state: State, grads: Grads) -> Grads:
-        q, k, v, cu_q, cu_k, page_table, sinks = tensors
-        starts_q, starts_k = cu_q.tolist(), cu_k.tolist()
-        paged = page_table is not None
-        call = checked(self, q, k, v, sinks, batch=len(starts_q) - 1, paged=paged)
-        sources = k, v
-        if paged:
-            sources = tuple(arguments.gather(x, page_table, starts_k) for x in sources)
+        q, k, v, cu_q, cu_k, page_table, sinks, seed = tensors
+        call = self.checked(q, k, v, sinks, seed, batch=len(cu_q) - 1, paged=page_table is not None)
+        keys, values, of_pages = k, v, None
+        if page_table is not None:  # lengths have to be known, which on a GPU makes the CPU wait
+            of_pages = arguments.places_in_pages(page_table, cu_k.tolist(), k.shape[1])
+            keys, values = (x.flatten(0, 1)[of_pages] for x in (k, v))
+        by = self._on_cpu if call.where == "cpu" else self._by_kernels
+        d_q, d_k, d_v, d_sinks = by(call, (q, keys, values), (cu_q, cu_k), sinks, state, grads)
+        if of_pages is not None:  # a page may stand in the table twice
+            flat = torch.zeros(k.flatten(0, 1).shape, dtype=torch.float32, device=k.device)
+            d_k, d_v = (flat.index_add(0, of_pages, x.float()).view(k.shape) for x in (d_k, d_v))
+        return d_q, d_k, d_v, None, None, None, d_sinks, None
+
+    def _on_cpu(self, call: arguments.Call, tensors: Any, starts: Any, sinks: Any, state: State, grads: Grads) -> Any:
+        q, k, v = tensors
+        starts_q, starts_k = (x.tolist() for x in starts)
+        if (missing := past_lengths(call.schedule, starts_k)) is not None:
+            k, v = (x.masked_fill(missing[:, None, None], 0.0) for x in (k, v))
         plan = packed_plan_on_cpu(call, starts_q, starts_k, q.element_size())
-        scoring = Scoring.of(call.scores, starts_q, starts_k, call.function)
-        found = walk(plan, q, [sources], scoring, sinks, by_rows(state), by_rows(grads))
-        d_k, d_v = found.d_sources[0]
-        if paged:
-            index = arguments.places(page_table, starts_k, k.shape[1])
-            d_k, d_v = (_onto_pages(x, index, k.shape) for x in (d_k, d_v))
-        return found.d_q, d_k, d_v, None, None, None, found.d_sinks
+        scoring = Scoring.of(call.scores, starts_q, starts_k, call.function, call.dropout)
+        made = walk(plan, q, [(k, v)], scoring, sinks, backward.by_rows(state), backward.by_rows(grads))
+        return made.d_q, *made.d_sources[0], made.d_sinks
+
+    def _by_kernels(self, call: arguments.Call, tensors: Any, starts: Any, _: Any, state: State, grads: Grads) -> Any:
+        q, k, _ = tensors
+        longest = q.shape[0], k.shape[0]
+        if len(starts[0]) > 1 and not any(x.is_cuda for x in starts):
+            longest = int(starts[0].diff().max()), int(starts[1].diff().max())
+        rest = {"deterministic": self.rest["deterministic"], "longest": longest}
+        return by_kernels(call, tensors, state, grads, starts=arguments.starts_like(q, *starts), **rest)
 
 
 @dataclass(frozen=True)
@@ -173,29 +234,34 @@ class SharedPrefix:
     """shared_prefix_attention(q, k, v, sinks, k and v of each level …). lengths: of each level, and of the own keys."""
 
     run: Callable[..., Any]
-    options: dict[str, Any]
+    scores: dict[str, Any]
+    rest: dict[str, Any]
     lengths: Sequence[Any]
 
     def forward(self, q: Any, k: Any, v: Any, sinks: Any, *of_levels: torch.Tensor) -> State:
-        levels = list(zip(of_levels[::2], of_levels[1::2], self.lengths, strict=False))
-        kept = [(a, b) if n is None else (a, b, n) for a, b, n in levels]
+        pairs = zip(of_levels[::2], of_levels[1::2], self.lengths, strict=False)
+        levels = [(a, b) if n is None else (a, b, n) for a, b, n in pairs]
         given = {"sinks": sinks, "lengths": self.lengths[-1], "return_lse": True}
-        o, lse = self.run(q, kept, k, v, **given, **self.options)
+        o, lse = self.run(q, levels, k, v, **given, **self.scores, **self.rest)
         return o, lse
 
     def backward(self, tensors: Sequence[Any], state: State, grads: Grads) -> Grads:
         q, k, v, sinks, *of_levels = tensors
         sources = [*zip(of_levels[::2], of_levels[1::2], strict=True), (k, v)]
-        shapes = [
-            (len(x), x.shape[1], None if n is None else arguments.check_lengths("lengths", n, *x.shape[:2]))
-            for (x, _), n in zip(sources, self.lengths, strict=True)
-        ]
-        scores = arguments.check_scores(q, len(q), sinks=sinks, **self.options)
-        heads, causal = (q.shape[2], k.shape[2], q.shape[3]), self.options["causal"]
-        plan = plan_shared_prefix(*q.shape[:2], shapes, *heads, causal=causal, io_bytes=q.element_size())
-        found = walk(plan, q, sources, Scoring.of(scores), sinks, by_rows(state), by_rows(grads))
-        *levels, own = found.d_sources
-        return found.d_q, *own, found.d_sinks, *(x for level in levels for x in level)
+        scores = arguments.check_scores(q, len(q), sinks=sinks, **self.scores)
+        if arguments.check_backend(self.rest["backend"], q, []) == "cpu":
+            shapes = [(len(x), x.shape[1], n) for (x, _), n in zip(sources, self.lengths, strict=True)]
+            (batch, seqlen_q, heads_q, head_dim), heads_kv = q.shape, k.shape[2]
+            options = {"causal": self.scores["causal"], "io_bytes": q.element_size()}
+            plan = plan_shared_prefix(batch, seqlen_q, shapes, heads_q, heads_kv, head_dim, **options)
+            made = walk(plan, q, sources, Scoring.of(scores), sinks, backward.by_rows(state), backward.by_rows(grads))
+        else:
+            rest = (state, grads, self.rest["deterministic"])
+            d_q, d_sources = by_levels(q, sources, self.lengths, scores, *rest)
+            rows = backward.Rows.of(d_q, *backward.by_rows(state), *backward.by_rows(grads))
+            made = Found(d_q, d_sources, backward.of_sinks(sinks, rows))
+        *levels, own = made.d_sources
+        return made.d_q, *own, made.d_sinks, *(x for level in levels for x in level)
 
 
 # ---- what they have in common ----------------------------------------------------------------------------------------
@@ -220,32 +286,6 @@ def walk(
 ) -> Found:
     """state: o (rows, Hq, D) and lse (rows, Hq) with sinks in it; grads: of both, or None."""
     (o, lse), (d_o, d_lse) = state, grads
-    d_o = torch.zeros_like(o) if d_o is None else d_o
     rows = backward.Rows.of(q.reshape(o.shape), o, lse, d_o, d_lse)
-    d_sources = backward.gradients(plan, rows, sources, scoring, flash=d_lse is None)
-    d_sinks = None
-    if sinks is not None:  # one more key per row, whose value is 0: dP = 0
-        d_sinks = -(torch.exp(sinks.float() - rows.lse) * rows.delta).sum(0)
-    return Found(rows.d_q.view(q.shape), d_sources, d_sinks)
-
-
-def by_rows(given: Any) -> Any:
-    """o and lse, or their gradients, dense or packed, as (rows, Hq, D) and (rows, Hq)."""
-    o, lse = given
-    if o is not None:
-        o = o.reshape(-1, *o.shape[-2:])
-    if lse is not None:
-        lse = lse.transpose(-1, -2).reshape(-1, lse.shape[-2])
-    return o, lse
-
-
-def checked(of: Dense | Packed, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: Any, **packed: Any) -> Any:
-    """The call as the checks describe it."""
-    scores: ScoreOptions = {**of.scores, "sinks": sinks}
-    none: dict[str, Any] = {"descales": (None, None, None), "return_lse": True, "out": None, "backend": "auto"}
-    return arguments.check_call(q, k, v, scores, **of.rest, **none, **packed)
-
-
-def _onto_pages(x: torch.Tensor, index: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-    """Gradients of gathered tokens (tokens, heads, D) as those of the pages; a page may stand in the table twice."""
-    return x.new_zeros(shape).flatten(0, 1).index_add_(0, index, x).view(shape)
+    d_q, d_sources = backward.gradients(plan, rows, sources, scoring)
+    return Found(d_q.view(q.shape), d_sources, backward.of_sinks(sinks, rows))

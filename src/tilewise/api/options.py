@@ -27,9 +27,12 @@ class TensorOptions(ScoreOptions, total=False):
     mask: Mask | None
     score: Score | None
     exact: bool
+    deterministic: bool
     q_descale: torch.Tensor | None
     k_descale: torch.Tensor | None
     v_descale: torch.Tensor | None
+    dropout_p: float
+    dropout_seed: torch.Tensor | None
     out: torch.Tensor | None
     backend: str
 
@@ -51,6 +54,7 @@ class SharedPrefixOptions(DecodeOptions, total=False):
     """Of `shared_prefix_attention`."""
 
     causal: bool
+    deterministic: bool
     lengths: Sequence[int] | torch.Tensor | None
     out: torch.Tensor | None
     backend: str

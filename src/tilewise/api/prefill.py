@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 import torch
 
 from tilewise import arguments, checks, cpu, functions, traced
-from tilewise.api import gradients
-from tilewise.api.on_cpu import full_precision, packed_plan_on_cpu, plan_on_cpu
+from tilewise.api import gradients, gradients_on_gpu
+from tilewise.api.on_cpu import dense_on_cpu, full_precision, packed_on_cpu, plan_on_cpu
 from tilewise.api.options import (
     AttentionOptions,
     Level,
@@ -20,7 +20,7 @@ from tilewise.api.options import (
     State,
     VarlenOptions,
 )
-from tilewise.api.schedules import past_lengths
+from tilewise.cpu import dropout
 from tilewise.cpu.scoring import Scoring
 from tilewise.gpu import calls, named, prefill
 from tilewise.gpu.abi import FP8
@@ -75,9 +75,12 @@ def attention(
     mask: Mask | None = None,
     score: Score | None = None,
     exact: bool = False,
+    deterministic: bool = False,
     q_descale: torch.Tensor | None = None,
     k_descale: torch.Tensor | None = None,
     v_descale: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: torch.Tensor | None = None,
     return_lse: bool = False,
     out: torch.Tensor | None = None,
     backend: str = "auto",
@@ -99,11 +102,19 @@ def attention(
     q_descale, k_descale, v_descale: of FP8 inputs, (Hkv,) or (B, Hkv) float32: what the stored values stand for is
     values · descale, for q by the KV head that it reads. None is 1. The output is bfloat16. The weights of the softmax
     are rounded to FP8 on a GPU that multiplies FP8, and to float16 on others.
+    deterministic: gradients have the same bits in every run, on a GPU for a little of the speed; on the CPU they always
+    do. torch.use_deterministic_algorithms(True) asks for it, too.
+    dropout_p: the share of the softmax's weights that is dropped, below 1, the others being divided by 1 − dropout_p.
+    dropout_seed: () int64; which weights are dropped follows from it and from where they stand, and None draws one from
+    torch's generator. The LSE stays as it is. On a GPU a call with dropout is made of torch's products, and waits.
     backend: "auto" (a GPU kernel for CUDA tensors, the CPU backend for CPU tensors), "cuda", "cpu", or "emulator": the
     GPU kernel's source run on CPU tensors, slow; "emulator:NAME" for a rung of the ladder by name.
 
     CUDA tensors: these dtypes, head_dim up to 256, compute capability 8.x, 9.0, 10.x or 12.x (docs/guides/cards.md); a
     schedule and what functions capture are on their device. The call goes on the current stream and does not wait.
+
+    Gradients go to q, k, v and sinks, from o and from the LSE. There are none of alibi_slopes, of what functions
+    capture and of FP8 inputs: a call that is asked for them raises. There are no second derivatives.
 
     Returns o (B, Nq, Hq, D), with return_lse also the LSE (B, Hq, Nq) float32. A NaN or infinity in a key that a window
     or a mask (on a GPU also `causal`) hides may still reach the rows of its tile, as in other fused kernels.
@@ -112,7 +123,7 @@ def attention(
     compiling, regular = torch.compiler.is_compiling(), schedule is None and mask is None and score is None
     key = None
     if isinstance(q, torch.Tensor) and q.is_cuda and not compiling:
-        flags: tuple[Any, ...] = (causal, exact, return_lse, window, scale, softcap, backend)
+        flags: tuple[Any, ...] = (causal, exact, return_lse, deterministic, window, scale, softcap, backend, dropout_p)
         function = None if mask is None and score is None else functions.of(mask, score)
         if not regular:
             flags += calls.pattern_key(q, k, schedule, function)
@@ -125,47 +136,30 @@ def attention(
         "causal": causal, "window": window, "scale": scale, "softcap": softcap, "sinks": sinks,
         "alibi_slopes": alibi_slopes,
     }  # fmt: skip
-    rest: dict[str, Any] = {"exact": exact, "return_lse": return_lse, "out": out, "backend": backend}
+    rest: dict[str, Any] = {
+        "exact": exact, "deterministic": deterministic, "return_lse": return_lse, "out": out, "backend": backend,
+        "dropout_p": dropout_p, "dropout_seed": dropout.drawn(dropout_p, dropout_seed, q),
+    }  # fmt: skip
     pattern: dict[str, Any] = {"schedule": schedule, "mask": mask, "score": score}
     if compiling and regular:
         return traced.attention(q, k, v, descales, **options, **rest)
     if compiling:
         return traced.outside(attention, (q, k, v), descales, **pattern, **options, **rest)
-    if gradients.on_cpu(q, k, v, sinks):
-        gradients.check(q, out, backend, {**options, **pattern})
-        node = gradients.Dense(attention, options, {**pattern, "exact": exact})
-        return gradients.asked(gradients.apply(node, q, k, v, sinks), return_lse)
+    if arguments.wants_gradients(q, k, v, sinks, alibi_slopes):
+        function = gradients.check(q, out, backend, alibi_slopes, mask, score, descales)
+        node = gradients.Dense(attention, options, {**pattern, **gradients.kept(rest)}, function)
+        return gradients.asked(gradients.apply(node, q, k, v, sinks, rest["dropout_seed"]), return_lse)
     call = arguments.check_call(q, k, v, options, descales=descales, rungs=True, **pattern, **rest)
     if call.where == arguments.EMULATOR and (kernel := named.find(backend)):
         o, lse = named.run(kernel, q, k, v, {**options, **pattern}, call.scores.scale)
     elif call.where == "cpu":
-        o, lse = _dense_on_cpu(q, k, v, call, out)
+        o, lse = dense_on_cpu(q, k, v, call, out)
+    elif call.dropout is not None:
+        o, lse = gradients_on_gpu.dropped(call, q, k, v)
     else:
         bound = calls.bind(q, call.where, call.scores.rule, return_lse, key)
         return bound(q, k, v, sinks, alibi_slopes, out, call.descales, schedule=schedule, function=call.function)
     return result(o, lse, sinks, out, return_lse)
-
-
-def _dense_on_cpu(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    call: arguments.Call,
-    out: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """`attention` on the CPU: o like q (bfloat16 for FP8), lse (B, Hq, Nq)."""
-    batch, seqlen_q, seqlen_k, heads_q, heads_kv, _ = call.sizes
-    fp8 = q.dtype == FP8
-    if fp8:
-        q, k, v = (arguments.widened(x, by, heads_kv) for x, by in zip((q, k, v), call.descales, strict=True))
-    plan = plan_on_cpu(call, q.element_size())
-    starts_q, starts_k = ([b * n for b in range(batch + 1)] for n in (seqlen_q, seqlen_k))
-    if (missing := past_lengths(call.schedule, starts_k)) is not None:
-        k, v = (x.masked_fill(missing.view(batch, seqlen_k, 1, 1), 0.0) for x in (k, v))
-    with full_precision():
-        place = None if fp8 else checks.place(out, q, k, v)
-        o, lse = cpu.run(plan, q, [(k, v)], Scoring.of(call.scores, starts_q, starts_k, call.function), place)
-    return o.bfloat16() if fp8 else o, lse.view(batch, seqlen_q, heads_q).transpose(1, 2)
 
 
 @overload
@@ -219,9 +213,12 @@ def attention_varlen(
     score: Score | None = None,
     page_table: torch.Tensor | None = None,
     exact: bool = False,
+    deterministic: bool = False,
     q_descale: torch.Tensor | None = None,
     k_descale: torch.Tensor | None = None,
     v_descale: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: torch.Tensor | None = None,
     return_lse: bool = False,
     out: torch.Tensor | None = None,
     backend: str = "auto",
@@ -247,7 +244,10 @@ def attention_varlen(
         "alibi_slopes": alibi_slopes,
     }  # fmt: skip
     descales = (q_descale, k_descale, v_descale)
-    rest: dict[str, Any] = {"exact": exact, "return_lse": return_lse, "out": out, "backend": backend}
+    rest: dict[str, Any] = {
+        "exact": exact, "deterministic": deterministic, "return_lse": return_lse, "out": out, "backend": backend,
+        "dropout_p": dropout_p, "dropout_seed": dropout.drawn(dropout_p, dropout_seed, q),
+    }  # fmt: skip
     pattern: dict[str, Any] = {"schedule": schedule, "mask": mask, "score": score}
     compiling, regular = torch.compiler.is_compiling(), schedule is None and mask is None and score is None
     if compiling:
@@ -257,34 +257,53 @@ def attention_varlen(
         return traced.outside(attention_varlen, packed, descales, page_table=page_table, **pattern, **options, **rest)
     key = None
     if regular and _on_device(q, cu_seqlens_q, cu_seqlens_k):  # then nothing that is checked is a value
-        flags: tuple[Any, ...] = (causal, exact, return_lse, window, scale, softcap, backend)
+        flags: tuple[Any, ...] = (causal, exact, return_lse, deterministic, window, scale, softcap, backend, dropout_p)
         others = (sinks, alibi_slopes, out, *descales, cu_seqlens_q, cu_seqlens_k, page_table)
         key, known = calls.known_call(q, k, v, others, flags)
         if known is not None:
-            starts = _starts(q, cu_seqlens_q, cu_seqlens_k)
+            starts = arguments.starts_like(q, cu_seqlens_q, cu_seqlens_k)
             return known(q, k, v, sinks, alibi_slopes, out, descales, starts, page_table)
-    if gradients.on_cpu(q, k, v, sinks):
-        gradients.check(q, out, backend, {**options, **pattern})
-        node = gradients.Packed(attention_varlen, options, {**pattern, "exact": exact})
-        given = (q, k, v, cu_seqlens_q, cu_seqlens_k, page_table, sinks)
-        return gradients.asked(gradients.apply(node, *given), return_lse)
+    if arguments.wants_gradients(q, k, v, sinks, alibi_slopes):
+        function = gradients.check(q, out, backend, alibi_slopes, mask, score, descales)
+        node = gradients.Packed(attention_varlen, options, {**pattern, **gradients.kept(rest)}, function)
+        constant = (cu_seqlens_q, cu_seqlens_k, page_table)
+        return gradients.asked(gradients.apply(node, q, k, v, *constant, sinks, rest["dropout_seed"]), return_lse)
     batch = arguments.check_sequences(cu_seqlens_q, cu_seqlens_k)
     paged = page_table is not None
     call = arguments.check_call(q, k, v, options, descales=descales, batch=batch, paged=paged, **pattern, **rest)
     starts_q, starts_k = _checked_starts(cu_seqlens_q, cu_seqlens_k, k, page_table, call.sizes)
     if schedule is not None:
         arguments.check_schedules(schedule, starts_q, starts_k, call.sizes, q.device)
+    if call.where != "cpu" and call.dropout is not None:
+        return _dropped(q, k, v, call, (cu_seqlens_q, cu_seqlens_k), page_table, out, return_lse)
     if call.where != "cpu":
         bound = calls.bind(q, call.where, call.scores.rule, return_lse, key)
-        starts = _starts(q, cu_seqlens_q, cu_seqlens_k)
+        starts = arguments.starts_like(q, cu_seqlens_q, cu_seqlens_k)
         given = (q, k, v, sinks, alibi_slopes, out, call.descales, starts, page_table)
         return bound(*given, schedule=schedule, function=call.function)
     assert starts_q is not None  # on the CPU, as everything is here
     assert starts_k is not None
     if page_table is not None:
         k, v = (arguments.gather(x, page_table, starts_k) for x in (k, v))
-    o, lse = _packed_on_cpu(q, k, v, call, starts_q, starts_k, out)
+    o, lse = packed_on_cpu(q, k, v, call, starts_q, starts_k, out)
     return result(o, lse, sinks, out, return_lse)
+
+
+def _dropped(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    call: arguments.Call,
+    starts: tuple[torch.Tensor, torch.Tensor],
+    page_table: torch.Tensor | None,
+    out: torch.Tensor | None,
+    return_lse: bool,
+) -> Result:
+    """`attention_varlen` with dropout where kernels run: those have none."""
+    if page_table is not None:
+        k, v = (arguments.gather(x, page_table, starts[1].tolist()) for x in (k, v))
+    o, lse = gradients_on_gpu.dropped(call, q, k, v, starts)
+    return result(o, lse, call.scores.sinks, out, return_lse)
 
 
 def _on_device(*tensors: object) -> bool:
@@ -307,39 +326,6 @@ def _checked_starts(
     if page_table is not None and starts_k is not None:
         arguments.check_pages(page_table, k, starts_k)
     return starts_q, starts_k
-
-
-def _starts(q: torch.Tensor, starts_q: torch.Tensor, starts_k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """As the kernels take them: where q is, of one dtype."""
-    device, dtype = q.device, starts_q.dtype
-    return starts_q.to(device, dtype).contiguous(), starts_k.to(device, dtype).contiguous()
-
-
-def _packed_on_cpu(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    call: arguments.Call,
-    starts_q: list[int],
-    starts_k: list[int],
-    out: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """`attention_varlen` on the CPU over packed k and v: o like q (bfloat16 for FP8), lse (Hq, total_q)."""
-    heads_kv = call.sizes.heads_kv
-    fp8 = q.dtype == FP8
-    if fp8:
-        counts = [torch.tensor(starts).diff() for starts in (starts_q, starts_k, starts_k)]
-        q, k, v = (
-            arguments.widened(x, None if descale is None else descale.repeat_interleave(count, 0), heads_kv)
-            for x, descale, count in zip((q, k, v), call.descales, counts, strict=True)
-        )
-    if (missing := past_lengths(call.schedule, starts_k)) is not None:
-        k, v = (x.masked_fill(missing[:, None, None], 0.0) for x in (k, v))
-    plan = packed_plan_on_cpu(call, starts_q, starts_k, q.element_size())
-    with full_precision():
-        place = None if fp8 else checks.place(out, q, k, v)
-        o, lse = cpu.run(plan, q, [(k, v)], Scoring.of(call.scores, starts_q, starts_k, call.function), place)
-    return o.bfloat16() if fp8 else o, lse.transpose(0, 1)
 
 
 @overload
@@ -383,6 +369,7 @@ def shared_prefix_attention(
     scale: float | None = None,
     softcap: float = 0.0,
     sinks: torch.Tensor | None = None,
+    deterministic: bool = False,
     return_lse: bool = False,
     out: torch.Tensor | None = None,
     backend: str = "auto",
@@ -392,31 +379,35 @@ def shared_prefix_attention(
     q: (B, Nq, Hq, D); k, v: (B, Nk, Hkv, D), each sequence's own keys; lengths: (B,), how many of them are valid, all
     if None. levels: from the root down, each (k, v) or (k, v, lengths) with k, v (B_level, N_level, Hkv, D). Each batch
     size divides the next and the last divides B; sequence b belongs to member `b // (B // B_level)` of a level.
-    Prefixes are in full view of every query; `causal` lies over the own keys alone, bottom-right.
+    Prefixes are in full view of every query; `causal` lies over the own keys alone, bottom-right. Gradients go to q, to
+    every k and v, to sinks, and come from the LSE as well; deterministic as in `attention`.
 
     Returns o (B, Nq, Hq, D), with return_lse also the LSE (B, Hq, Nq) float32.
     """
+    scoring: dict[str, Any] = {"causal": causal, "scale": scale, "softcap": softcap}
+    rest: dict[str, Any] = {"deterministic": deterministic, "backend": backend}
+    if torch.compiler.is_compiling():
+        given = {"sinks": sinks, "out": out, "return_lse": return_lse, **scoring, **rest}
+        return traced.shared_prefix_attention(q, levels, k, v, lengths, **given)
     batch, seqlen_q, _, heads_q, heads_kv, head_dim = arguments.check_qkv(q, k, v)
-    scores = arguments.check_scores(q, batch, causal=causal, scale=scale, softcap=softcap, sinks=sinks)
+    scores = arguments.check_scores(q, batch, sinks=sinks, **scoring)
     checks.flag("return_lse", return_lse)
+    checks.flag("deterministic", deterministic)
     arguments.check_out(out, q)
     sources, shapes = arguments.check_levels(levels, q, heads_kv)
     of_levels = [x for source in sources for x in source]
-    if gradients.on_cpu(q, k, v, sinks, *of_levels):
-        gradients.check(q, out, backend, {})
-        given_lengths = [*(level[2] if len(level) > 2 else None for level in levels), lengths]
-        node = gradients.SharedPrefix(
-            shared_prefix_attention, {"causal": causal, "scale": scale, "softcap": softcap}, given_lengths
-        )
+    own = None if lengths is None else arguments.check_lengths("lengths", lengths, *k.shape[:2])
+    valid = [*(shape[2] for shape in shapes), own]
+    if arguments.wants_gradients(q, k, v, sinks, *of_levels):
+        gradients.check(q, out, backend)
+        node = gradients.SharedPrefix(shared_prefix_attention, scoring, rest, valid)
         return gradients.asked(gradients.apply(node, q, k, v, sinks, *of_levels), return_lse)
     sources.append((k, v))
-    shapes.append(
-        (batch, k.shape[1], None if lengths is None else arguments.check_lengths("lengths", lengths, *k.shape[:2]))
-    )
+    shapes.append((batch, k.shape[1], own))
     where = arguments.check_backend(backend, q, [x for source in sources for x in source] + [sinks])
     if where != "cpu":
         calls.check_served(q, where)
-        o, lse = calls.shared_prefix(q, sources, [shape[2] for shape in shapes], scores)
+        o, lse = calls.shared_prefix(q, sources, valid, scores)
         return result(o, lse, sinks, out, return_lse)
 
     plan = plan_shared_prefix(
@@ -445,7 +436,10 @@ def plan_attention(
     tiles of the GPU kernel: which one it is and why, their sizes, the heads packed into one, the order in which thread
     blocks take them.
     """
-    rest: dict[str, Any] = {"descales": (None, None, None), "return_lse": False, "out": None, "backend": backend}
+    rest: dict[str, Any] = {
+        "descales": (None, None, None), "deterministic": False, "return_lse": False, "out": None, "backend": backend,
+        "dropout_p": 0.0, "dropout_seed": None,
+    }  # fmt: skip
     pattern: dict[str, Any] = {"schedule": schedule, "mask": mask, "score": score}
     call = arguments.check_call(q, k, k, options, exact=exact, **pattern, **rest)
     if call.where != "cpu":

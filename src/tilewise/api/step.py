@@ -12,8 +12,8 @@ import torch
 from tilewise import arch, arguments, checks, cpu, traced, tuned
 from tilewise.api.chunks import attend_chunks
 from tilewise.api.decoding import DEQUANTISE, decode, plan_decode
+from tilewise.api.on_cpu import full_precision
 from tilewise.api.options import Result, State, StepOptions
-from tilewise.api.prefill import full_precision
 from tilewise.cpu.scoring import Scoring
 from tilewise.gpu import beside
 from tilewise.gpu.decode_shapes import check_served

@@ -33,7 +33,7 @@ def product_state(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scoring: Sc
     heads_kv = k.shape[2]
     group = heads_q // heads_kv
     space = Space.of(rows, group, k, scoring.scored)
-    o, lse = torch.empty_like(q), torch.empty(q.shape[:3], dtype=torch.float32, device="cpu")
+    o, lse = torch.empty_like(q), torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
     for b, head in product(range(n), range(0, heads_kv, space.heads)):
         kv = slice(head, min(head + space.heads, heads_kv))
         heads = slice(kv.start * group, kv.stop * group)
@@ -61,8 +61,8 @@ class Space(NamedTuple):
     loaded: torch.Tensor
 
     @classmethod
-    def of(cls, all_rows: int, group: int, k: torch.Tensor, scored: bool) -> Space:
-        """For all_rows rows of `group` query heads per KV head over k (n, keys, Hkv, D).
+    def of(cls, all_rows: int, group: int, k: torch.Tensor, scored: bool, kept: bool = True) -> Space:
+        """For all_rows rows of `group` query heads per KV head over k (n, keys, Hkv, D). kept: with the memory.
 
         scored: by a function. What that computes from row and key alone serves all heads of a tile, so a tile has many
         heads then, of fewer rows and keys.
@@ -75,7 +75,13 @@ class Space(NamedTuple):
         keys = max(1, min(all_keys, longest, most_keys, min(SCORES_PER_CORE, SCORES_PER_TILE) // (group * rows)))
         heads = max(1, min(heads_kv, at_once // (group * rows * keys)))
         loaded = all_keys if all_rows > rows else 0 if k.dtype == torch.float32 else keys
-        return cls(rows, keys, heads, _floats(heads * group * rows * keys), _floats(2, heads * loaded * head_dim))
+        return cls(
+            rows,
+            keys,
+            heads,
+            _floats(heads * group * rows * keys if kept else 0, device=k.device),
+            _floats(2, heads * loaded * head_dim if kept else 0, device=k.device),
+        )
 
     def scores_of(self, *shape: int) -> torch.Tensor:
         """Room for scores of this shape."""
@@ -86,8 +92,8 @@ class Space(NamedTuple):
         return self.loaded[which, : x.numel()].view(x.shape).copy_(x)
 
 
-def _floats(*shape: int) -> torch.Tensor:
-    return torch.empty(shape, dtype=torch.float32, device="cpu")
+def _floats(*shape: int, device: torch.device) -> torch.Tensor:
+    return torch.empty(shape, dtype=torch.float32, device=device)
 
 
 def _strip_state(
@@ -132,6 +138,8 @@ def _strip_state(
             hidden.clear(s.exp_())
         correction = torch.exp(old - reference)
         total = total * correction + s.sum(-1, keepdim=True)
+        if scoring.dropout is not None and here is not None:
+            s.mul_(scoring.dropout.factors(*here.indices()))
         o.mul_(correction.view(kv_heads, -1, 1)).baddbmm_(s.view(products.shape), v_j)
     o = o.view(heads, rows, head_dim) / torch.where(total == 0, 1.0, total)
     return o.transpose(0, 1), (reference + total.log())[..., 0].transpose(0, 1)

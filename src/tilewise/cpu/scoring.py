@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, reduce
 from itertools import pairwise
@@ -15,11 +15,19 @@ from tilewise.plan.tiles import OPEN, Band, seen_keys
 from tilewise.scores import Scores
 
 if TYPE_CHECKING:
+    from tilewise.cpu.dropout import Dropout
     from tilewise.functions import Function
 
 ALL = slice(None)
 MINUS_INFINITY = -1 << 23  # its bits as a float32, in an int32
 FIRST = torch.zeros(1, dtype=torch.int32, device="cpu")
+
+
+Chain = Callable[[torch.Tensor], torch.Tensor]
+
+
+def _same(x: torch.Tensor) -> torch.Tensor:
+    return x
 
 
 @dataclass(frozen=True)
@@ -43,7 +51,8 @@ class Scoring:
     softcap: float = 0.0
     slopes: torch.Tensor | None = None  # ALiBi's, (batch, heads) float32
     function: Function | None = None
-    sequences: Sequences | None = None  # with ALiBi and functions, which ask where a row and a key stand
+    sequences: Sequences | None = None  # with ALiBi, functions and dropout, which ask where a row and a key stand
+    dropout: Dropout | None = None
 
     @classmethod
     def of(
@@ -52,14 +61,16 @@ class Scoring:
         starts_q: Sequence[int] | None = None,
         starts_k: Sequence[int] | None = None,
         function: Function | None = None,
+        dropout: Dropout | None = None,
     ) -> Scoring:
         """starts_q, starts_k: where sequences start in the packed count, and the totals."""
         sequences = None
-        if (scores.slopes is not None or function is not None) and starts_q is not None and starts_k is not None:
+        asked = any(x is not None for x in (scores.slopes, function, dropout))
+        if asked and starts_q is not None and starts_k is not None:
             lengths = zip(pairwise(starts_q), pairwise(starts_k), strict=True)
             diagonals = [(k1 - k0) - (q1 - q0) for (q0, q1), (k0, k1) in lengths]
             sequences = Sequences(starts_q[:-1], starts_k[:-1], diagonals)
-        return cls(scores.scale, scores.softcap, scores.slopes, function, sequences)
+        return cls(scores.scale, scores.softcap, scores.slopes, function, sequences, dropout)
 
     @property
     def scored(self) -> bool:
@@ -69,12 +80,12 @@ class Scoring:
     @property
     def changes(self) -> bool:
         """Does it ask for more than something that is added to the scores?"""
-        return self.softcap != 0.0 or self.scored
+        return self.softcap != 0.0 or self.scored or self.dropout is not None
 
     @property
     def asks_places(self) -> bool:
         """Does it ask where a row and a key stand, and which head is computed?"""
-        return self.slopes is not None or self.scored
+        return self.slopes is not None or self.scored or self.dropout is not None
 
     @property
     def needs_products(self) -> bool:
@@ -115,6 +126,31 @@ class Scoring:
             scored = self.function.scored(s[None], *view.indices())[0]
             s = scored if scored.is_contiguous() else s.copy_(scored)
         return s, factor
+
+    def with_derivative(self, s: torch.Tensor, view: View | None) -> tuple[torch.Tensor, Chain]:
+        """Scores of `alpha` times the products (heads, rows, keys), multiplied with everything; and what takes the
+        gradient of a score to that of the scaled product, in its memory or not."""
+        if not self.needs_products:
+            return s, _same
+        slope = None
+        if self.softcap:
+            s = s.tanh_()
+            slope = s.square().neg_().add_(1.0)  # d cap · tanh(x / cap) = 1 − tanh²
+        plain = replace(self, softcap=0.0, function=None)
+        capped, _ = plain.apply(s * self.softcap if self.softcap else s, view)
+        function = self.function
+        if function is None or not function.scores or view is None:
+            return capped, _same if slope is None else slope.mul_
+        with torch.enable_grad():
+            leaf = capped.detach().requires_grad_()
+            made = function.scored(leaf[None], *view.indices())[0]
+
+        def chain(d_s: torch.Tensor) -> torch.Tensor:
+            if not made.requires_grad:  # the score does not depend on the product
+                return torch.zeros_like(d_s)
+            return torch.autograd.grad(made, leaf, d_s)[0]
+
+        return made.detach().expand(capped.shape).clone(), chain
 
 
 @dataclass(frozen=True)
@@ -170,7 +206,7 @@ class View:
         if self.there is not None:
             allowed.append(self.there[:, None, None, :])
         if not allowed or self.there is not None:  # those tell nothing of rows
-            allowed.append(torch.ones((), dtype=torch.bool, device="cpu").expand(1, 1, q.shape[2], k.shape[3]))
+            allowed.append(torch.ones((), dtype=torch.bool, device=q.device).expand(1, 1, q.shape[2], k.shape[3]))
         return reduce(torch.logical_and, allowed)
 
     @cached_property
@@ -258,6 +294,6 @@ def counted(rows: int, keys: int, band: Band = OPEN) -> View:
     return View(count_up(0, rows)[None], count_up(0, keys)[None], band, steady=True)
 
 
-def count_up(start: int, stop: int) -> torch.Tensor:
+def count_up(start: int, stop: int, device: torch.device | str = "cpu") -> torch.Tensor:
     """start, …, stop − 1 as functions take them."""
-    return torch.arange(start, stop, dtype=torch.int32, device="cpu")
+    return torch.arange(start, stop, dtype=torch.int32, device=device)

@@ -249,11 +249,10 @@ def known_call(
     """The key of a call on CUDA tensors: all that was checked about it; and the call, if one like it was made.
 
     others: tensors or None: sinks, slopes, out, three descales; of packed sequences also where they start, and the page
-    table. flags: three bools first, then whatever else the call depends on. 1 is not True here: the checks refuse it.
+    table. flags: four bools first, then whatever else the call depends on. 1 is not True here: the checks refuse it.
     """
-    if not (
-        type(q) is type(k) is type(v) is torch.Tensor and type(flags[0]) is type(flags[1]) is type(flags[2]) is bool
-    ):
+    a, b, c, d = flags[:4]
+    if not (type(q) is type(k) is type(v) is torch.Tensor and type(a) is type(b) is type(c) is type(d) is bool):
         return None, None
     grad = torch.is_grad_enabled()
     key: tuple[Any, ...] = (

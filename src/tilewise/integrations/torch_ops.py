@@ -15,13 +15,15 @@ compilation, and the cache's tensors, so that the compiler sees what is read and
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
 from tilewise import api, traced
+from tilewise.api import gradients
 from tilewise.gpu import calls
+from tilewise.gpu.abi import FP8
 from tilewise.kvcache import PagedKVCache
 from tilewise.scores import SCHEMA_OPTIONS, SCHEMA_SCALING, SCHEMA_TENSORS
 
@@ -29,11 +31,18 @@ if TYPE_CHECKING:
     from tilewise.api import Result
 
 State = tuple[torch.Tensor, torch.Tensor]
+Grads = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 # Operators want their tensors before the star.
-TENSORS = f"{SCHEMA_TENSORS}, Tensor? q_descale=None, Tensor? k_descale=None, Tensor? v_descale=None"
+TENSORS = (
+    f"{SCHEMA_TENSORS}, Tensor? q_descale=None, Tensor? k_descale=None, Tensor? v_descale=None, "
+    "Tensor? dropout_seed=None"
+)
 TENSOR_NAMES = tuple(declared.split()[1].removesuffix("=None") for declared in TENSORS.split(", "))
-OPTIONS = f'{SCHEMA_OPTIONS}, bool exact=False, bool return_lse=False, str backend="auto"'
+OPTIONS = (
+    f"{SCHEMA_OPTIONS}, float dropout_p=0.0, bool exact=False, bool deterministic=False, bool return_lse=False, "
+    'str backend="auto"'
+)
 
 # The operators: schema, what runs, and the shapes of what comes back. The compiler's own CUDA graphs go round them: a
 # launch keeps counters and buffers from call to call, which a graph's pool would have to own.
@@ -57,12 +66,12 @@ def _attention(
 ) -> State:
     """attention(): q (B, Nq, Hq, D), k, v (B, Nk, Hkv, D) -> o (B, Nq, Hq, D), lse (B, Hq, Nq) float32 or (0,)."""
     options |= zip(TENSOR_NAMES, tensors, strict=False)
-    return _both(api.attention(q, k, v, window=(window_left, window_right), **options))
+    return both(api.attention(q, k, v, window=(window_left, window_right), **options))
 
 
 @_attention.register_fake
 def _(q: torch.Tensor, *others: torch.Tensor | None, return_lse: bool = False, **options: Any) -> State:
-    return _shapes(q, (q.shape[0], q.shape[2], q.shape[1]) if return_lse else None)
+    return shapes(q, (q.shape[0], q.shape[2], q.shape[1]) if return_lse else None)
 
 
 @torch.library.custom_op(
@@ -89,12 +98,12 @@ def _attention_varlen(
     """attention_varlen(): q (total_q, Hq, D), k, v packed or paged -> o (total_q, Hq, D), lse (Hq, total_q) or (0,)."""
     options |= zip(TENSOR_NAMES, tensors, strict=False)
     given = {"page_table": page_table, "window": (window_left, window_right), **options}
-    return _both(api.attention_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, **given))
+    return both(api.attention_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, **given))
 
 
 @_attention_varlen.register_fake
 def _(q: torch.Tensor, *others: torch.Tensor | None, return_lse: bool = False, **options: Any) -> State:
-    return _shapes(q, (q.shape[1], q.shape[0]) if return_lse else None)
+    return shapes(q, (q.shape[1], q.shape[0]) if return_lse else None)
 
 
 @torch.library.custom_op(
@@ -122,12 +131,12 @@ def _decode(
     """
     found, cache = traced.recall(plan)
     pages = _over(cache, k_pages, v_pages)
-    return _both(api.decode(q, pages, layer, found, sinks=sinks, tree_mask=tree_mask, **options))
+    return both(api.decode(q, pages, layer, found, sinks=sinks, tree_mask=tree_mask, **options))
 
 
 @_decode.register_fake
 def _(q: torch.Tensor, *others: Any, return_lse: bool = False, **options: Any) -> State:
-    return _shapes(q, (q.shape[0], q.shape[2], q.shape[1]) if return_lse else None)
+    return shapes(q, (q.shape[0], q.shape[2], q.shape[1]) if return_lse else None)
 
 
 @torch.library.custom_op(
@@ -150,12 +159,12 @@ def _attend(
 ) -> State:
     """attend(): q (rows, Hq, D) -> o like it, lse (Hq, rows) float32 or (0,). Pages and plan as in `_decode`."""
     found, cache = traced.recall(plan)
-    return _both(api.attend(q, _over(cache, k_pages, v_pages), layer, found, sinks=sinks, **options))
+    return both(api.attend(q, _over(cache, k_pages, v_pages), layer, found, sinks=sinks, **options))
 
 
 @_attend.register_fake
 def _(q: torch.Tensor, *others: Any, return_lse: bool = False, **options: Any) -> State:
-    return _shapes(q, (q.shape[1], q.shape[0]) if return_lse else None)
+    return shapes(q, (q.shape[1], q.shape[0]) if return_lse else None)
 
 
 @torch.library.custom_op(
@@ -190,13 +199,139 @@ def _(q: torch.Tensor, *others: Any, **options: Any) -> torch.Tensor:
     return q.new_empty(q.shape)
 
 
-def _both(result: Result) -> State:
+# Gradients. The backward passes are operators themselves, so that a compiled graph holds them. Where the forward was
+# not asked for the LSE, they make it again.
+
+GRADS = "Tensor? sinks, Tensor? dropout_seed, Tensor? alibi_slopes, Tensor o, Tensor lse, Tensor? d_o, Tensor? d_lse"
+
+
+@torch.library.custom_op(
+    "tilewise::attention_backward",
+    mutates_args=(),
+    tags=TAGS,
+    schema=f"(Tensor q, Tensor k, Tensor v, {GRADS}, *, {OPTIONS}) -> (Tensor, Tensor, Tensor, Tensor)",
+)
+def _attention_backward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    sinks: torch.Tensor | None,
+    dropout_seed: torch.Tensor | None,
+    alibi_slopes: torch.Tensor | None,
+    *state: Any,
+    **options: Any,
+) -> Grads:
+    """Of q, k, v and sinks, each like it; the last (0,) without sinks. d_o like o, d_lse like lse, None for zeros."""
+    node = gradients.Dense(api.attention, *_split(alibi_slopes, **options))
+    return _gradients(node, (q, k, v, sinks, dropout_seed), *state)
+
+
+@torch.library.custom_op(
+    "tilewise::attention_varlen_backward",
+    mutates_args=(),
+    tags=TAGS,
+    schema=(
+        "(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor cu_seqlens_k, Tensor? page_table, "
+        f"{GRADS}, *, {OPTIONS}) -> (Tensor, Tensor, Tensor, Tensor)"
+    ),
+)
+def _attention_varlen_backward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    page_table: torch.Tensor | None,
+    sinks: torch.Tensor | None,
+    dropout_seed: torch.Tensor | None,
+    alibi_slopes: torch.Tensor | None,
+    *state: Any,
+    **options: Any,
+) -> Grads:
+    """As `_attention_backward`."""
+    node = gradients.Packed(api.attention_varlen, *_split(alibi_slopes, **options))
+    return _gradients(node, (q, k, v, cu_seqlens_q, cu_seqlens_k, page_table, sinks, dropout_seed), *state)
+
+
+def _split(
+    alibi_slopes: torch.Tensor | None,
+    *,
+    window_left: int | None = None,
+    window_right: int | None = None,
+    exact: bool = False,
+    deterministic: bool = False,
+    dropout_p: float = 0.0,
+    return_lse: bool = False,
+    backend: str = "auto",
+    **scores: Any,
+) -> tuple[Any, dict[str, Any]]:
+    """The options of the scores, and the others, as the nodes of the public calls keep them."""
+    pattern = {"schedule": None, "mask": None, "score": None}
+    rest = {"exact": exact, "deterministic": deterministic, "dropout_p": dropout_p, "backend": backend}
+    return {**scores, "window": (window_left, window_right), "alibi_slopes": alibi_slopes}, {**pattern, **rest}
+
+
+def _gradients(
+    node: gradients.Call,
+    tensors: tuple[torch.Tensor | None, ...],
+    o: torch.Tensor,
+    lse: torch.Tensor,
+    d_o: torch.Tensor | None,
+    d_lse: torch.Tensor | None,
+) -> Grads:
+    if lse.numel() * o.shape[-1] != o.numel():
+        lse, d_lse = node.forward(*tensors)[1], None
+    made: Any = gradients.found(node, tensors, (o, lse), (d_o, d_lse))
+    return made[0], made[1], made[2], o.new_empty(0) if made[-2] is None else made[-2]
+
+
+@_attention_backward.register_fake
+@_attention_varlen_backward.register_fake
+def _(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *others: torch.Tensor | None, **options: Any) -> Grads:
+    sinks = others[-7]
+    d_sinks = q.new_empty(0) if sinks is None else sinks.new_empty(sinks.shape)
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), d_sinks
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: State) -> None:
+    """inputs: those of the operators, which end in those of TENSORS."""
+    *tensors, slopes, _, _, _, seed = inputs
+    if inputs[0].dtype == FP8 or (slopes is not None and slopes.requires_grad):
+        gradients.check(inputs[0], None, "auto", slopes)
+    ctx.save_for_backward(*tensors, seed, slopes, *output)
+    ctx.options = keyword_only_inputs
+    ctx.set_materialize_grads(False)
+
+
+def _backward_of(operator: Any) -> Callable[..., tuple[torch.Tensor | None, ...]]:
+    """A backward pass by the operator: gradients of q, k, v and, the first of TENSORS, sinks; None for the others."""
+
+    def backward(ctx: Any, d_o: torch.Tensor | None, d_lse: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        *tensors, sinks, seed, slopes, o, lse = ctx.saved_tensors
+        d_q, d_k, d_v, d_sinks = operator(*tensors, sinks, seed, slopes, o, lse, d_o, d_lse, **ctx.options)
+        between, after = (None,) * (len(tensors) - 3), (None,) * (len(TENSOR_NAMES) - 1)
+        return d_q, d_k, d_v, *between, None if sinks is None else d_sinks, *after
+
+    return backward
+
+
+def no_second(ctx: Any, *grads: Any) -> NoReturn:
+    gradients.refuse_second()
+
+
+_attention.register_autograd(_backward_of(_attention_backward), setup_context=_keep)
+_attention_varlen.register_autograd(_backward_of(_attention_varlen_backward), setup_context=_keep)
+for _op in (_attention_backward, _attention_varlen_backward):
+    _op.register_autograd(no_second)
+
+
+def both(result: Result) -> State:
     if isinstance(result, torch.Tensor):
         return result.contiguous(), result.new_empty((0,), dtype=torch.float32)
     return result[0].contiguous(), result[1]
 
 
-def _shapes(q: torch.Tensor, lse: tuple[int, ...] | None) -> State:
+def shapes(q: torch.Tensor, lse: tuple[int, ...] | None) -> State:
     return q.new_empty(q.shape, dtype=calls.out_dtype(q.dtype)), q.new_empty(lse or (0,), dtype=torch.float32)
 
 
@@ -209,10 +344,10 @@ def _over(cache: PagedKVCache, k: Sequence[torch.Tensor], v: Sequence[torch.Tens
 
 def _no_backward(ctx: Any, *grads: Any) -> NoReturn:
     raise NotImplementedError(
-        "Tilewise has no backward pass yet; call it under torch.no_grad(), or use "
-        "torch.nn.functional.scaled_dot_product_attention for training"
+        "an input requires gradients, and this call has no backward pass; call it under torch.no_grad(), or use "
+        "attention() or attention_varlen() for training"
     )
 
 
-for _op in (_attention, _attention_varlen, _decode, _attend, _attention_seen_keys):
+for _op in (_decode, _attend, _attention_seen_keys):
     _op.register_autograd(_no_backward)
