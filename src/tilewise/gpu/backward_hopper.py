@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -29,9 +30,13 @@ BEFORE_THREADS, AFTER_THREADS = 256, 128 * CONSUMERS
 BEFORE_SHARED = 4 * TILE_Q
 LIST_THREADS, BUCKETS = 1024, 128  # list.cu
 LN2 = math.log(2)
-# Names of a call's and of its gradients' tensors in BackwardArgs, where they differ
-FIELDS = {"d_q": "dq", "d_k": "dk", "d_v": "dv"}
-STRIDED_FIELDS = {"d_o": "do"}
+# The fields of BackwardArgs for the address and the strides of a tensor
+FIELDS = {
+    **{name: (name, f"{name}_strides") for name in "qkvo"},
+    **{f"d_{name}": (f"d{name}", f"d{name}_strides") for name in "qkv"},
+    "d_o": ("d_o", "do_strides"),
+    **{name: (name, "") for name in ("stats", "dq_sum", "turns", "list")},
+}
 
 
 @dataclass(frozen=True)
@@ -100,6 +105,7 @@ class Kind:
         return self.scores.changed
 
 
+@lru_cache(maxsize=256)
 def specs_of(kind: Kind) -> tuple[KernelSpec, KernelSpec, KernelSpec]:
     """The kernel before, the main one and the one after."""
     dim = padded(kind.head_dim)
@@ -140,6 +146,7 @@ def specs_of(kind: Kind) -> tuple[KernelSpec, KernelSpec, KernelSpec]:
     )  # fmt: skip
 
 
+@lru_cache(maxsize=16)
 def list_spec(index: torch.dtype, in_turn: bool, tile_kv: int = 128) -> KernelSpec:
     """The kernel that lists the key tiles of packed sequences; index: of the starts."""
     constants = (
@@ -248,20 +255,23 @@ def arguments(
     call: GradientCall, shapes: Shapes, tensors: dict[str, torch.Tensor]
 ) -> tuple[BackwardArgs, dict[str, torch.Tensor]]:
     """The kernels' arguments, and those of the call's tensors that they read besides."""
-    scores = call.scores
+    scores, read = call.scores, {"lse": call.lse}
+    if call.d_lse is not None:
+        read["d_lse"] = call.d_lse
     args = BackwardArgs(scores=ScoreArgs.of(scores), scale=scores.scale)
     args.seqlen_q, args.seqlen_k, args.sequences = shapes.seqlen_q, shapes.seqlen_k, shapes.sequences
     args.heads, args.kv_heads, args.group = shapes.heads, shapes.heads_kv, shapes.heads // shapes.heads_kv
     args.head_dim, args.q_tiles, args.kv_tiles = tensors["q"].shape[-1], shapes.q_tiles, shapes.kv_tiles
     for name, x in tensors.items():
-        setattr(args, FIELDS.get(name, name), x.data_ptr())
-        if name not in ("stats", "dq_sum", "turns", "list"):
-            strides = Strides(0 if call.packed else x.stride(0), x.stride(-3), x.stride(-2))
-            setattr(args, f"{STRIDED_FIELDS.get(name, FIELDS.get(name, name))}_strides", strides)
-    read = {"lse": call.lse} | ({} if call.d_lse is None else {"d_lse": call.d_lse})
+        field, strides = FIELDS[name]
+        setattr(args, field, x.data_ptr())
+        if strides:
+            *batch, row, head, _ = x.stride()
+            setattr(args, strides, Strides(batch[0] if batch else 0, row, head))
     for name, x in read.items():
+        *batch, head, row = x.stride()
         setattr(args, name, x.data_ptr())
-        setattr(args, f"{name}_strides", Strides(0 if call.packed else x.stride(0), x.stride(-1), x.stride(-2)))
+        setattr(args, f"{name}_strides", Strides(batch[0] if batch else 0, row, head))
     for name in ("starts_q", "starts_k", "ends", "positions"):
         if (x := getattr(call, name)) is not None:
             setattr(args, name, x.data_ptr())
@@ -313,7 +323,13 @@ def run(steps: list[Step], kind: Kind, tile_kv: int, tensors: dict[str, torch.Te
 
 def _map_of(x: torch.Tensor, packed: bool, rows: int) -> TensorMapSpec:
     """(D, N, heads, B), of which a box is a panel of these rows. The stride of a dimension of size 1 is not used."""
-    sizes = (x.shape[-1], x.shape[-3], x.shape[-2], 1 if packed else x.shape[0])
-    strides = (x.stride(-3), x.stride(-2), 0 if packed else x.stride(0))
-    used = tuple(s * x.element_size() if n > 1 else 16 for n, s in zip(sizes[1:], strides, strict=True))
-    return TensorMapSpec(MAP_NAMES[x.dtype], sizes, used, (PANEL, rows, 1, 1), PANEL_BYTES)
+    (*batch, rows_each, heads, head_dim), (*far, row, head, _) = x.shape, x.stride()
+    sizes = (head_dim, rows_each, heads, 1 if packed else batch[0])
+    strides = (row, head, 0 if packed else far[0])
+    return _map(x.dtype, sizes, strides, rows)
+
+
+@lru_cache(maxsize=1024)
+def _map(dtype: torch.dtype, sizes: tuple[int, ...], strides: tuple[int, ...], rows: int) -> TensorMapSpec:
+    used = tuple(s * dtype.itemsize if n > 1 else 16 for n, s in zip(sizes[1:], strides, strict=True))
+    return TensorMapSpec(MAP_NAMES[dtype], sizes, used, (PANEL, rows, 1, 1), PANEL_BYTES)
