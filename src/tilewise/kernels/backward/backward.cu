@@ -249,9 +249,15 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     }
     if (role == 0) {
         ptx::give_registers<kProducerRegisters>();
-        if (threadIdx.x < 32) Loader(args).run(mQ, mK, mV, mDo);
-        else if (threadIdx.x < 32 * (1 + kConsumers)) add_dq(args, ptx::uniform(threadIdx.x / 32 - 1));
-        else if (kListed && threadIdx.x % 32 == 0) list_steps(args);
+        // A thread each, or a warp where lanes work together
+        const int warp = ptx::uniform(threadIdx.x / 32), lane = threadIdx.x % 32;
+        if (warp == 0) {
+            if (kPacked || kListed || lane == 0) Loader(args).run(mQ, mK, mV, mDo);
+        } else if (warp <= kConsumers) {
+            if (kInTurn || kListed || lane == 0) add_dq(args, warp - 1);
+        } else if (kListed && lane == 0) {
+            list_steps(args);
+        }
     } else {
         ptx::take_registers<kConsumerRegisters>();
         if constexpr (!kWide) Consumer(args, role - 1).run(mDk, mDv);

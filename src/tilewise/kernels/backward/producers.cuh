@@ -2,7 +2,7 @@
 #pragma once
 #include "backward/layout.cuh"
 
-// A warp; its first lane asks TMA.
+// A thread, or a warp whose first lane asks TMA
 struct Loader {
     const BackwardArgs& args;
     const Pipes pipes;
@@ -24,6 +24,7 @@ struct Loader {
             load_tile<kRows, kHeadDim>(ptx::shared_address(at), &map, barrier, row, head, shared_batch());
             if (!cut) besides(barrier);
         }
+        if constexpr (kPacked) ptx::sync_warp();
         if (!cut) return;
         pipes.raw.wait(raw);
         raw.next();
@@ -136,7 +137,7 @@ TILE_DEVICE int turn_of(const BackwardArgs& args, const Work& work, int head, in
     return work.kv_tile - args.scores.keys_at(position, {0, tile.seqlen_k}).first / kTileKv;
 }
 
-// A warp: a consumer's dQ, from shared memory onto the sum
+// A thread, or a warp: a consumer's dQ, from shared memory onto the sum
 TILE_DEVICE void add_dq(const BackwardArgs& args, int consumer) {
     const Pipes pipes;
     const Ring<1> ring = pipes.dq(consumer);
