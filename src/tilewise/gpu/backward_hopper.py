@@ -239,7 +239,7 @@ def gradients(call: GradientCall, **emulated: Any) -> Gradients:
         less, delta = stats.unbind(3)
         logs = less * (LN2 if kind.changed else call.scores.scale)
         d_sinks = (torch.exp(sinks.float()[:, None, None] + logs) * delta).sum((0, 2, 3))
-    d_q, d_k, d_v = (x[..., : shapes.head_dim] for x in found.values())
+    d_q, d_k, d_v = (x[..., : shapes.head_dim].contiguous() for x in found.values())
     return Gradients(d_q, d_k, d_v, d_sinks)
 
 
