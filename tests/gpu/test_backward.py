@@ -26,6 +26,8 @@ DENSE = {
     "softcap": (BF16, 128, 100, 140, {"softcap": 2.0, "causal": True}),
     "ALiBi": (BF16, 64, 130, 200, {"alibi_slopes": torch.tensor([0.5, 0.02]), "causal": True}),
     "scale": (BF16, 40, 130, 70, {"scale": -0.2}),
+    "wide": (BF16, 256, 130, 100, {"causal": True}),
+    "softcap of wide heads": (FP16, 192, 70, 80, {"softcap": 2.0, "window": (30, 5)}),
     "odd": (BF16, 37, 65, 66, {"causal": True}),
 }
 

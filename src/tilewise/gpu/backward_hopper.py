@@ -30,9 +30,13 @@ BEFORE_THREADS, AFTER_THREADS = 256, 128 * CONSUMERS
 BEFORE_SHARED = 4 * TILE_Q
 LIST_THREADS, BUCKETS = 1024, 128  # list.cu
 LN2 = math.log(2)
-# Names of a call's and of its gradients' tensors in BackwardArgs, where they differ
-FIELDS = {"d_q": "dq", "d_k": "dk", "d_v": "dv"}
-STRIDED_FIELDS = {"d_o": "do"}
+# The fields of BackwardArgs for the address and the strides of a tensor
+FIELDS = {
+    **{name: (name, f"{name}_strides") for name in "qkvo"},
+    **{f"d_{name}": (f"d{name}", f"d{name}_strides") for name in "qkv"},
+    "d_o": ("d_o", "do_strides"),
+    **{name: (name, "") for name in ("stats", "dq_sum", "turns", "list")},
+}
 
 
 @dataclass(frozen=True)
@@ -52,14 +56,19 @@ class Tiling:
     kv_registers: bool
     scale_late: bool
 
+    def stages_of_do(self, linear: bool) -> int:
+        """One less where P times the score's derivative goes through shared memory too."""
+        return self.do_stages if linear or self.tile_kv > 64 else self.do_stages - 1
+
     def shared_bytes(self, head_dim: int, *, listed: bool = False, linear: bool = True) -> int:
-        """backward/layout.cuh: kSharedBytes. linear: scores are scaled, and perhaps biased."""
-        keys, rows = 2 * self.tile_kv * head_dim * 2, (self.stages + self.do_stages) * TILE_Q * head_dim * 2
+        """backward/layout.cuh: kSharedBytes. linear: as Scores has it."""
+        keys = 2 * self.tile_kv * head_dim * 2
+        rows = (self.stages + self.stages_of_do(linear)) * TILE_Q * head_dim * 2
         wide = head_dim > 128
         squares = self.ds_stages + (wide and (1 if linear else 2))
-        sums = squares * self.tile_kv * TILE_Q * 2 + TILE_Q * head_dim * (2 if wide else 4)
+        sums = squares * self.tile_kv * TILE_Q * 2 + TILE_Q * head_dim * (1 if wide else 4)
         small = 2 * self.stages * TILE_Q * 4 + (self.stages if listed else 1) * self.tile_kv * 8 + 128
-        barriers = 16 * (2 * self.stages + self.do_stages + self.ds_stages + 6)
+        barriers = 16 * (2 * self.stages + self.stages_of_do(linear) + self.ds_stages + 6)
         return keys + rows + sums + small + barriers + 16 + 128
 
 
@@ -67,7 +76,7 @@ class Tiling:
 TILINGS = {
     64: Tiling(128, 2, 2, 3, ping_pong=False, kv_registers=True, scale_late=False),
     128: Tiling(128, 2, 2, 3, ping_pong=True, kv_registers=False, scale_late=True),
-    256: Tiling(64, 2, 1, 1, ping_pong=False, kv_registers=False, scale_late=False),
+    256: Tiling(64, 2, 2, 1, ping_pong=False, kv_registers=False, scale_late=False),
 }
 DTYPES = (torch.bfloat16, torch.float16)
 
@@ -111,7 +120,7 @@ def specs_of(kind: Kind) -> tuple[KernelSpec, KernelSpec, KernelSpec]:
     main = (
         score_rule(kind.scores),
         ("kStages", tiling.stages),
-        ("kDoStages", tiling.do_stages),
+        ("kDoStages", tiling.stages_of_do(kind.scores.linear)),
         ("kDsStages", tiling.ds_stages),
         ("kMasks", kind.masks),
         ("kListed", kind.listed),
@@ -125,18 +134,19 @@ def specs_of(kind: Kind) -> tuple[KernelSpec, KernelSpec, KernelSpec]:
         ("kInitial", not kind.changed),
     )
     source = "backward/ends.cu"
-    # ALiBi beside lists, or in turn, takes a few registers more than there are.
+    # ALiBi beside lists, in turn or on wide heads takes a few registers more than there are.
     return (
         KernelSpec("backward_before", source, "before", common + ends, BEFORE_THREADS, BEFORE_SHARED, product=True),
         KernelSpec(
             "backward", "backward/backward.cu", "backward", common + main, 128 * (CONSUMERS + 1),
             tiling.shared_bytes(dim, listed=kind.listed, linear=kind.scores.linear),
-            product=not (kind.scores.alibi and (kind.listed or kind.in_turn)),
+            product=not (kind.scores.alibi and (kind.listed or kind.in_turn or dim > 128)),
         ),
         KernelSpec("backward_after", source, "after", common + ends, AFTER_THREADS, 0, product=True),
     )  # fmt: skip
 
 
+@lru_cache(maxsize=16)
 def list_spec(index: torch.dtype, in_turn: bool, tile_kv: int = 128) -> KernelSpec:
     """The kernel that lists the key tiles of packed sequences; index: of the starts."""
     constants = (
@@ -229,7 +239,7 @@ def gradients(call: GradientCall, **emulated: Any) -> Gradients:
         less, delta = stats.unbind(3)
         logs = less * (LN2 if kind.changed else call.scores.scale)
         d_sinks = (torch.exp(sinks.float()[:, None, None] + logs) * delta).sum((0, 2, 3))
-    d_q, d_k, d_v = (x[..., : shapes.head_dim] for x in found.values())
+    d_q, d_k, d_v = (x[..., : shapes.head_dim].contiguous() for x in found.values())
     return Gradients(d_q, d_k, d_v, d_sinks)
 
 
@@ -245,20 +255,23 @@ def arguments(
     call: GradientCall, shapes: Shapes, tensors: dict[str, torch.Tensor]
 ) -> tuple[BackwardArgs, dict[str, torch.Tensor]]:
     """The kernels' arguments, and those of the call's tensors that they read besides."""
-    scores = call.scores
+    scores, read = call.scores, {"lse": call.lse}
+    if call.d_lse is not None:
+        read["d_lse"] = call.d_lse
     args = BackwardArgs(scores=ScoreArgs.of(scores), scale=scores.scale)
     args.seqlen_q, args.seqlen_k, args.sequences = shapes.seqlen_q, shapes.seqlen_k, shapes.sequences
     args.heads, args.kv_heads, args.group = shapes.heads, shapes.heads_kv, shapes.heads // shapes.heads_kv
     args.head_dim, args.q_tiles, args.kv_tiles = tensors["q"].shape[-1], shapes.q_tiles, shapes.kv_tiles
     for name, x in tensors.items():
-        setattr(args, FIELDS.get(name, name), x.data_ptr())
-        if name not in ("stats", "dq_sum", "turns", "list"):
-            strides = Strides(0 if call.packed else x.stride(0), x.stride(-3), x.stride(-2))
-            setattr(args, f"{STRIDED_FIELDS.get(name, FIELDS.get(name, name))}_strides", strides)
-    read = {"lse": call.lse} | ({} if call.d_lse is None else {"d_lse": call.d_lse})
+        field, strides = FIELDS[name]
+        setattr(args, field, x.data_ptr())
+        if strides:
+            *batch, row, head, _ = x.stride()
+            setattr(args, strides, Strides(batch[0] if batch else 0, row, head))
     for name, x in read.items():
+        *batch, head, row = x.stride()
         setattr(args, name, x.data_ptr())
-        setattr(args, f"{name}_strides", Strides(0 if call.packed else x.stride(0), x.stride(-1), x.stride(-2)))
+        setattr(args, f"{name}_strides", Strides(batch[0] if batch else 0, row, head))
     for name in ("starts_q", "starts_k", "ends", "positions"):
         if (x := getattr(call, name)) is not None:
             setattr(args, name, x.data_ptr())
@@ -310,15 +323,16 @@ def run(steps: list[Step], kind: Kind, tile_kv: int, tensors: dict[str, torch.Te
 
 def _map_of(x: torch.Tensor, packed: bool, rows: int) -> TensorMapSpec:
     """(D, N, heads, B), of which a box is a panel of these rows. The stride of a dimension of size 1 is not used."""
-    sizes = (x.shape[-1], x.shape[-3], x.shape[-2], 1 if packed else x.shape[0])
-    strides = (x.stride(-3), x.stride(-2), 0 if packed else x.stride(0))
-    used = tuple(s * x.element_size() if n > 1 else 16 for n, s in zip(sizes[1:], strides, strict=True))
-    return _map_spec(MAP_NAMES[x.dtype], sizes, used, rows)
+    (*batch, rows_each, heads, head_dim), (*far, row, head, _) = x.shape, x.stride()
+    sizes = (head_dim, rows_each, heads, 1 if packed else batch[0])
+    strides = (row, head, 0 if packed else far[0])
+    return _map(x.dtype, sizes, strides, rows)
 
 
 @lru_cache(maxsize=1024)
-def _map_spec(dtype: str, sizes: tuple[int, ...], strides: tuple[int, ...], rows: int) -> TensorMapSpec:
-    return TensorMapSpec(dtype, sizes, strides, (PANEL, rows, 1, 1), PANEL_BYTES)
+def _map(dtype: torch.dtype, sizes: tuple[int, ...], strides: tuple[int, ...], rows: int) -> TensorMapSpec:
+    used = tuple(s * dtype.itemsize if n > 1 else 16 for n, s in zip(sizes[1:], strides, strict=True))
+    return TensorMapSpec(MAP_NAMES[dtype], sizes, used, (PANEL, rows, 1, 1), PANEL_BYTES)
 
 
 _loaded = lru_cache(maxsize=256)(compiler.load)

@@ -7,6 +7,7 @@ lists and know nothing of functions, so that a new function compiles this one al
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -42,6 +43,7 @@ class QueryLists(NamedTuple):
         return Step(self.spec, self.grid, (args, self.problem, self.values))
 
 
+@lru_cache(maxsize=256)
 def pairs_spec(text: str, tile_q: int, tile_kv: int, packed: bool) -> KernelSpec:
     """The kernel that makes the lists. text: a mask function in C++, "" for none."""
     function = ("Function", "UserFunction" if text else "NoFunction")

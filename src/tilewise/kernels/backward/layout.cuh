@@ -13,12 +13,12 @@ constexpr int kStatBytes = kTileQ * 4;
 // Each consumer makes a share of dQ's columns. dQ of a tile lies as they have it in registers: share, four registers,
 // thread, register.
 constexpr int kDqColumns = kHeadDim / kConsumers, kDqFloats = kTileQ * kDqColumns;
-constexpr int kDqRounds = kWide ? 2 : 1, kDqBytes = kDqFloats * 4 / kDqRounds;  // of one round
+constexpr int kDqRounds = kWide ? 4 : 1, kDqBytes = kDqFloats * 4 / kDqRounds;  // of one round
 static_assert(kTileQ == 64, "a product's rows");
-static_assert(kDqBytes >= 64 * kHeadDim * 2 / kDqRounds, "dK goes out by way of dQ's place");
+static_assert(kWide || kDqBytes >= 64 * kHeadDim * 2, "dK goes out by way of dQ's place");
 // Registers per thread, moved from the producers to the consumers. Of the consumers' 240, dK and dV take 128, S 32, dP
 // or dQ 32, P 16, dS 16 at 128 columns. P's are free before dQ is issued, which makes it possible.
-constexpr int kProducerRegisters = 24, kConsumerRegisters = 240;
+constexpr int kProducerRegisters = kWide ? 40 : 24, kConsumerRegisters = kWide ? 232 : 240;
 // Named barriers: one per consumer from these numbers on
 constexpr int kStoreBarrier = 2, kTurnBarrier = 5;
 

@@ -27,6 +27,7 @@ struct Loader {
             load_tile<kRows, kHeadDim>(ptx::shared_address(at), &map, barrier, row, head, batch);
             if (!cut) besides(barrier);
         }
+        if constexpr (kPacked) ptx::sync_warp();
         if (!cut) return;
         pipes.raw.wait(raw);
         raw.next();

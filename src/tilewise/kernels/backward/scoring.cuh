@@ -1,4 +1,5 @@
-// What the consumers of the Hopper backward make of S, and how dK and dV leave. backward.cu says what the constants mean.
+// What the consumers of the Hopper backward make of S, and how dK and dV leave. backward.cu says what the constants
+// mean.
 #pragma once
 #include "backward/layout.cuh"
 #include "tile/mma.cuh"
@@ -109,8 +110,8 @@ struct Scoring {
 // tile whose last rows are another sequence's. first: the first of the keys among those of the block
 template <int kColumns>
 TILE_DEVICE void store_keys(const BackwardArgs& args, const TensorMap& map, void* to, const Strides& strides,
-                        uint32_t at, int panel_rows, const float (&acc)[kColumns / 2], int group, int first,
-                        int column0) {
+                            uint32_t at, int panel_rows, const float (&acc)[kColumns / 2], int group, int first,
+                            int column0) {
     using Panel = SharedTile<Element, 64, kPanel, Layout::swizzled>;
     const int row0 = threadIdx.x / 32 % 4 * 16, panel_bytes = panel_rows * kPanelRowBytes;
 #pragma unroll
@@ -127,8 +128,8 @@ TILE_DEVICE void store_keys(const BackwardArgs& args, const TensorMap& map, void
         for (int i = warp::lane(); i < 16 * (kColumns / 8); i += 32) {
             const int row = row0 + i / (kColumns / 8), chunk = i % (kColumns / 8);
             if (key + row < work.tile.seqlen_k && column0 + chunk * 8 < args.head_dim)
-                (base + ((work.tile.k_start + key + row) * strides.row + column0 + chunk * 8)).template as<Vector16>()[0] =
-                    Vector16(Panel(at + chunk / 8 * panel_bytes).chunk(row, chunk % 8));
+                (base + ((work.tile.k_start + key + row) * strides.row + column0 + chunk * 8))
+                    .template as<Vector16>()[0] = Vector16(Panel(at + chunk / 8 * panel_bytes).chunk(row, chunk % 8));
         }
         return;
     }

@@ -3,6 +3,8 @@
 //
 // The first makes S and P, the second dP and dS; both go through shared memory, as A operands of dV += Pᵀ dO and
 // dK += dSᵀ Q, of which each makes its columns, and of dQ = dS K, which leaves in kDqRounds rounds.
+//
+// A step: P | dV, dS | dK, dQ, next S and dP | dQ to shared memory, round by round
 #pragma once
 #include "backward/scoring.cuh"
 
@@ -47,18 +49,19 @@ template <int kGroup> struct Wide {
                                                                     further(b, step * 2 * kEightBytes), true);
         ptx::wgmma_commit();
     }
+    // A round of this group's columns of dQ = dS K
     TILE_DEVICE void issue_dq(int round) {
         ptx::wgmma_fence();
         const uint64_t a = mn_major<kTileKv>(ptx::shared_address(uint32_t(kAtDs)));
-        const uint32_t panel = (kGroup * kColumns + round * kRoundColumns) / kPanel * kTileKv * kPanelRowBytes;
-        const uint64_t b = mn_major<kTileKv>(ptx::shared_address(kAtK + panel));
+        const uint32_t column = kGroup * kColumns + round * kRoundColumns;
+        const uint32_t panel = column / kPanel * kTileKv * kPanelRowBytes;
+        const uint64_t b = mn_major<kTileKv>(ptx::shared_address(kAtK + panel + column % kPanel * 2));
 #pragma unroll
         for (int step = 0; step < kTileKv / 16; step++)
             ptx::Wgmma<Element, kRoundColumns>::template ss<true, true>(dq, further(a, step * 2 * kEightBytes),
                                                                         further(b, step * 2 * kEightBytes), step > 0);
         ptx::wgmma_commit();
     }
-    static_assert(!kWide || kRoundColumns == kPanel, "a round is a panel of K");
 
     // ---- through shared memory --------------------------------------------------------------------------------------
     static TILE_DEVICE void put(uint32_t at, const uint32_t (&r)[kTileQ / 16][4]) {
@@ -99,70 +102,72 @@ template <int kGroup> struct Wide {
         put(kAtDs, r);
         give(pipes.ds.full_at(ds_turn));
     }
-    TILE_DEVICE void add_dq() {
+    TILE_DEVICE void give_dq() {
+        pipes.dq(kGroup).wait_free(dq_turn);
+        const Shared<Four> to(kAtDq + kGroup * kDqBytes);
 #pragma unroll
-        for (int round = 0; round < kDqRounds; round++) {
-            issue_dq(round);
-            ptx::wgmma_wait<0>();
-            pipes.dq(kGroup).wait_free(dq_turn);
-            const Shared<Four> to(kAtDq + kGroup * kDqBytes);
-#pragma unroll
-            for (int n = 0; n < kRoundColumns / 8; n++)
-                to[n * 128 + threadIdx.x % 128] = Four{dq[4 * n], dq[4 * n + 1], dq[4 * n + 2], dq[4 * n + 3]};
-            give(pipes.dq(kGroup).full);
-            dq_turn.next();
-        }
+        for (int n = 0; n < kRoundColumns / 8; n++)
+            to[n * 128 + threadIdx.x % 128] = Four{dq[4 * n], dq[4 * n + 1], dq[4 * n + 2], dq[4 * n + 3]};
+        give(pipes.dq(kGroup).full);
+        dq_turn.next();
     }
-    // S of the tile at hand, or dP
-    TILE_DEVICE void score() {
-        if constexpr (kGroup == 0) {
-            pipes.q.wait(turn);
-            Scoring::fill(acc, turn.stage, 0);
-            issue_scores(kAtK, kAtQ + turn.stage * kQBytes);
-        } else {
-            pipes.d_o.wait(of_do(turn));
-            Scoring::fill(acc, turn.stage, 1);
-            issue_scores(kAtV, kAtDo);
-        }
-        ptx::wgmma_wait<0>();
+    // S or dP of a tile is issued, in the last step of something that is there. waits: there is such a tile
+    TILE_DEVICE void issue_own(Turn<kStages> of, bool waits) {
+        if (kGroup == 0 && waits) pipes.q.wait(of);
+        if (kGroup == 1 && waits) pipes.d_o.wait(of_do(of));
+        Scoring::fill(acc, of.stage, kGroup);
+        if constexpr (kGroup == 0) issue_scores(kAtK, kAtQ + of.stage * kQBytes);
+        else issue_scores(kAtV, kAtDo + of_do(of).stage * kQBytes);
     }
+    // One query tile, whose S or dP is there. Those of the next are in flight while dQ leaves, if their rows have a
+    // place of their own.
+    static constexpr bool kAhead = kGroup == 0 || kDoStages == kStages;
     TILE_DEVICE void step(const Step& at) {
-        if constexpr (Rule::kAlibi) slope = args.scores.slope(Work(shared_work()[0]).tile.sequence, at.head);
-        score();
-        if constexpr (kGroup == 0) give_p(at);
+        const bool more = left() > 1;
+        Turn<kStages> next = turn;
+        next.next();
+        if constexpr (kGroup == 0) {
+            if constexpr (Rule::kAlibi) slope = args.scores.slope(Work(shared_work()[0]).tile.sequence, at.head);
+            give_p(at);
+        }
         pipes.p.wait(p_turn);
         if constexpr (kGroup == 1) give_ds();
-        if constexpr (kGroup == 0) pipes.d_o.wait(of_do(turn));
-        issue_sum(dv, kAtP, kAtDo);
+        else pipes.d_o.wait(of_do(turn));
+        issue_sum(dv, kAtP, kAtDo + of_do(turn).stage * kQBytes);
         pipes.ds.wait(ds_turn);
         if constexpr (kGroup == 1) pipes.q.wait(turn);
         issue_sum(dk, kAtDs, kAtQ + turn.stage * kQBytes);
-        ptx::wgmma_wait<1>();  // dV
+        issue_dq(0);
+        if constexpr (kAhead) issue_own(next, more);
+        ptx::wgmma_wait<kAhead ? 1 : 0>();
         pipes.p.release(p_turn);
         pipes.d_o.release(of_do(turn));
-        ptx::wgmma_wait<0>();
         pipes.q.release(turn);
-        add_dq();
+        give_dq();
+#pragma unroll
+        for (int round = 1; round < kDqRounds; round++) {
+            issue_dq(round);
+            ptx::wgmma_wait<0>();
+            give_dq();
+        }
         pipes.ds.release(ds_turn);
+        if constexpr (!kAhead) {
+            issue_own(next, more);
+            ptx::wgmma_wait<0>();
+        }
         p_turn.next();
         ds_turn.next();
-        turn.next();
+        turn = next;
         done++;
     }
 
-    // dK or dV of this group's columns, through its place for dQ
-    TILE_DEVICE void store(const TensorMap& map, void* to, const Strides& strides, const float (&sum)[kColumns / 2]) {
-        pipes.dq(kGroup).wait_free(dq_turn);
-        store_keys<kColumns>(args, map, to, strides, kAtDq + kGroup * kDqBytes, kTileKv, sum, kGroup, 0,
-                             kGroup * kColumns);
-        if (threadIdx.x % 128 == 0) ptx::bulk_wait_read<0>();
-        ptx::barrier_sync(kStoreBarrier + kGroup, 128);
-    }
     TILE_DEVICE void run(const TensorMap& mDk, const TensorMap& mDv) {
         warp::zero(dk);
         warp::zero(dv);
         pipes.k.wait({});
         pipes.v.wait({});
+        issue_own(turn, left() > 0);
+        ptx::wgmma_wait<0>();
         if constexpr (kListed) {
 #pragma unroll 1
             while (left() > 0) step(step_at(args, 0, 0, done));
@@ -174,7 +179,12 @@ template <int kGroup> struct Wide {
         }
 #pragma unroll
         for (int i = 0; i < kColumns / 2; i++) dk[i] *= args.scale;
-        store(mDv, args.dv, args.dv_strides, dv);
-        store(mDk, args.dk, args.dk_strides, dk);
+        ptx::barrier_sync(kTurnBarrier, 256);  // nobody reads K and V any more
+        constexpr int kOwn = kGroup * kColumns / kPanel * kTileKv * kPanelRowBytes;
+        store_keys<kColumns>(args, mDv, args.dv, args.dv_strides, kAtV + kOwn, kTileKv, dv, kGroup, 0,
+                             kGroup * kColumns);
+        store_keys<kColumns>(args, mDk, args.dk, args.dk_strides, kAtK + kOwn, kTileKv, dk, kGroup, 0,
+                             kGroup * kColumns);
+        if (threadIdx.x % 128 == 0) ptx::bulk_wait_read<0>();
     }
 };
