@@ -120,12 +120,11 @@ def attention(
     or a mask (on a GPU also `causal`) hides may still reach the rows of its tile, as in other fused kernels.
     """
     descales = (q_descale, k_descale, v_descale)
-    compiling, regular = torch.compiler.is_compiling(), schedule is None and mask is None and score is None
     key = None
-    if isinstance(q, torch.Tensor) and q.is_cuda and not compiling:
+    if isinstance(q, torch.Tensor) and q.is_cuda and not torch.compiler.is_compiling():
         flags: tuple[Any, ...] = (causal, exact, return_lse, deterministic, window, scale, softcap, backend, dropout_p)
         function = None if mask is None and score is None else functions.of(mask, score)
-        if not regular:
+        if schedule is not None or function is not None:
             flags += calls.pattern_key(q, k, schedule, function)
         key, known = calls.known_call(q, k, v, (sinks, alibi_slopes, out, *descales), flags)
         if known is not None and known.plain:
@@ -140,13 +139,27 @@ def attention(
         "exact": exact, "deterministic": deterministic, "return_lse": return_lse, "out": out, "backend": backend,
         "dropout_p": dropout_p, "dropout_seed": dropout.drawn(dropout_p, dropout_seed, q),
     }  # fmt: skip
-    pattern: dict[str, Any] = {"schedule": schedule, "mask": mask, "score": score}
-    if compiling and regular:
-        return traced.attention(q, k, v, descales, **options, **rest)
-    if compiling:
+    return _dense(q, k, v, descales, key, options, {"schedule": schedule, "mask": mask, "score": score}, rest)
+
+
+def _dense(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    descales: arguments.Descales,
+    key: Any,
+    options: ScoreOptions,
+    pattern: dict[str, Any],
+    rest: dict[str, Any],
+) -> Result:
+    """A call of `attention` as it is made the first time. key: what it is kept under; options: of the scores."""
+    if torch.compiler.is_compiling():
+        if all(x is None for x in pattern.values()):
+            return traced.attention(q, k, v, descales, **options, **rest)
         return traced.outside(attention, (q, k, v), descales, **pattern, **options, **rest)
-    if arguments.wants_gradients(q, k, v, sinks, alibi_slopes):
-        function = gradients.check(q, out, backend, alibi_slopes, mask, score, descales)
+    sinks, slopes, out, backend, return_lse = options["sinks"], options["alibi_slopes"], *_of(rest)
+    if arguments.wants_gradients(q, k, v, sinks, slopes):
+        function = gradients.check(q, out, backend, slopes, pattern["mask"], pattern["score"], descales)
         node = gradients.Dense(attention, options, {**pattern, **gradients.kept(rest)}, function)
         return gradients.asked(gradients.apply(node, q, k, v, sinks, rest["dropout_seed"]), return_lse)
     call = arguments.check_call(q, k, v, options, descales=descales, rungs=True, **pattern, **rest)
@@ -158,8 +171,12 @@ def attention(
         o, lse = gradients_on_gpu.dropped(call, q, k, v)
     else:
         bound = calls.bind(q, call.where, call.scores.rule, return_lse, key)
-        return bound(q, k, v, sinks, alibi_slopes, out, call.descales, schedule=schedule, function=call.function)
+        return bound(q, k, v, sinks, slopes, out, call.descales, schedule=pattern["schedule"], function=call.function)
     return result(o, lse, sinks, out, return_lse)
+
+
+def _of(rest: dict[str, Any]) -> tuple[torch.Tensor | None, str, bool]:
+    return rest["out"], rest["backend"], rest["return_lse"]
 
 
 @overload
@@ -263,24 +280,42 @@ def attention_varlen(
         if known is not None:
             starts = arguments.starts_like(q, cu_seqlens_q, cu_seqlens_k)
             return known(q, k, v, sinks, alibi_slopes, out, descales, starts, page_table)
-    if arguments.wants_gradients(q, k, v, sinks, alibi_slopes):
-        function = gradients.check(q, out, backend, alibi_slopes, mask, score, descales)
+    return _packed(q, k, v, (cu_seqlens_q, cu_seqlens_k), page_table, descales, key, options, pattern, rest)
+
+
+def _packed(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens: tuple[torch.Tensor, torch.Tensor],
+    page_table: torch.Tensor | None,
+    descales: arguments.Descales,
+    key: Any,
+    options: ScoreOptions,
+    pattern: dict[str, Any],
+    rest: dict[str, Any],
+) -> Result:
+    """A call of `attention_varlen` as it is made the first time; arguments as of `_dense`."""
+    sinks, slopes, out, backend, return_lse = options["sinks"], options["alibi_slopes"], *_of(rest)
+    if arguments.wants_gradients(q, k, v, sinks, slopes):
+        function = gradients.check(q, out, backend, slopes, pattern["mask"], pattern["score"], descales)
         node = gradients.Packed(attention_varlen, options, {**pattern, **gradients.kept(rest)}, function)
-        constant = (cu_seqlens_q, cu_seqlens_k, page_table)
-        return gradients.asked(gradients.apply(node, q, k, v, *constant, sinks, rest["dropout_seed"]), return_lse)
-    batch = arguments.check_sequences(cu_seqlens_q, cu_seqlens_k)
+        given = (q, k, v, *cu_seqlens, page_table, sinks, rest["dropout_seed"])
+        return gradients.asked(gradients.apply(node, *given), return_lse)
+    batch, schedule = arguments.check_sequences(*cu_seqlens), pattern["schedule"]
     paged = page_table is not None
     call = arguments.check_call(q, k, v, options, descales=descales, batch=batch, paged=paged, **pattern, **rest)
-    starts_q, starts_k = _checked_starts(cu_seqlens_q, cu_seqlens_k, k, page_table, call.sizes)
+    starts_q, starts_k = _checked_starts(*cu_seqlens, k, page_table, call.sizes)
     if schedule is not None:
         arguments.check_schedules(schedule, starts_q, starts_k, call.sizes, q.device)
     if call.where != "cpu" and call.dropout is not None:
-        return _dropped(q, k, v, call, (cu_seqlens_q, cu_seqlens_k), page_table, out, return_lse)
+        return _dropped(q, k, v, call, cu_seqlens, page_table, out, return_lse)
     if call.where != "cpu":
         bound = calls.bind(q, call.where, call.scores.rule, return_lse, key)
-        starts = arguments.starts_like(q, cu_seqlens_q, cu_seqlens_k)
-        given = (q, k, v, sinks, alibi_slopes, out, call.descales, starts, page_table)
-        return bound(*given, schedule=schedule, function=call.function)
+        starts = arguments.starts_like(q, *cu_seqlens)
+        return bound(
+            q, k, v, sinks, slopes, out, call.descales, starts, page_table, schedule=schedule, function=call.function
+        )
     assert starts_q is not None  # on the CPU, as everything is here
     assert starts_k is not None
     if page_table is not None:

@@ -78,9 +78,9 @@ struct Pipes {
 // What the block works on. Everyone reads it from shared memory where it is needed: registers are scarce.
 struct alignas(64) Work {
     KeyTile tile;
-    // The query tiles in the order in which everyone visits them, for each query head. Those that need a mask come first,
-    // the ones before the whole ones and the ones behind them. Blocks that see everything begin at different tiles: what
-    // they add to is then apart.
+    // The query tiles in the order in which everyone visits them, for each query head. Those that need a mask come
+    // first, the ones before the whole ones and the ones behind them. Blocks that see everything begin at different
+    // tiles: what they add to is then apart.
     Span parts[3];
     int kv_head, batch;  // batch: of the tensors, 0 if packed
     int kv_tile;         // number of the tile in its sequence
