@@ -31,12 +31,13 @@ def ours(tree, q, k, v, *sinks, **options):
     return attention_tree(q, k, v, tree, return_lse=True, **given, **options)
 
 
-def check(tree, tensors, with_lse=True, backend="auto", device="cpu", **options):
+def check(tree, tensors, with_lse=True, backend="auto", device="cpu", deterministic=False, **options):
     """State and gradients; tensors and the oracle are on the CPU, and we compute on `device`."""
     there = tree.to(device)
 
     def by_us(*given):
-        return [x.cpu() for x in ours(there, *(x.to(device) for x in given), backend=backend, **options)]
+        there_too = (x.to(device) for x in given)
+        return [x.cpu() for x in ours(there, *there_too, backend=backend, deterministic=deterministic, **options)]
 
     oracle, dtype = partial(unshared, tree, **options), tensors[0].dtype
     exact, honest = oracle(*(x.double() for x in tensors)), oracle(*tensors, dtype=dtype)

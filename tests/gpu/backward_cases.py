@@ -10,7 +10,7 @@ from itertools import accumulate
 import torch
 from oracle import assert_gradients, gradient_floors, gradients, randn
 
-from tilewise import arguments, functions, reference
+from tilewise import BlockSchedule, arguments, functions, reference
 from tilewise.gpu import backward
 from tilewise.gpu.backward import GradientCall
 
@@ -33,7 +33,7 @@ def judged(oracle, tensors, scores, *, scale=None, with_lse=False, device="cpu",
     state = o.to(tensors[0].dtype), lse.float()
     q, k, v = tensors[:3]
     given = [x if x is None else x.to(device) for x in (q, k, v, *state, d_o, d_lse)]
-    at = {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in call.items()}
+    at = {name: x.to(device) if isinstance(x, torch.Tensor | BlockSchedule) else x for name, x in call.items()}
     scores = replace(
         scores, **{n: getattr(scores, n).to(device) for n in ("sinks", "slopes") if getattr(scores, n) is not None}
     )

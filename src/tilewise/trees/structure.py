@@ -27,7 +27,7 @@ def structure_of(offsets: torch.Tensor, parents: torch.Tensor, total: int) -> St
     number = torch.arange(nodes + 1, device=device)  # the last stands for "none"
     offsets = torch.cat([offsets, offsets.new_full((1,), total)]).clamp(0, total)
     sizes = offsets.diff().clamp(min=0)
-    sizes[nodes] = 0
+    sizes[nodes:].zero_()  # by a slice: a number would be sent to a card, which waits
     up = torch.full_like(number, nodes)
     up[:nodes] = torch.where((parents >= 0) & (parents < number[:nodes]), parents, nodes)
     # Of a node or, if it has no tokens, of the nearest one above it that has some: that one.
