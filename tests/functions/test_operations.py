@@ -40,11 +40,12 @@ INTEGER = meanings("""
 """)
 FLOATING = meanings("""
     f + g; f - g; f * g; f / g; -f; abs(f) => f.abs(); x + f => x.float() + f; f / 3.0; f ** 2 => f * f; f - 0.1
-    3.0 / f => torch.full_like(f, 3.0) / f; x / 7 => x.float() / 7; x / y => x.float() / y.float(); x.float(); f.sqrt()
+    3.0 / f => torch.full_like(f, 3.0) / f; x / 7 => x.float() / 7; x / y => x.float() / y.float(); x.float()
+    f.sqrt() => root(f)
     torch.minimum(f, g); torch.maximum(f, g); f.clamp(-2.5, 3.7); torch.where(c, f, g); f * c => f * c.float()
     f.floor(); f.ceil(); torch.trunc(f) => f.trunc(); torch.round(f) => f.round(); f.clamp(-99, 99) // g.clamp(0.3, 9)
     f.clamp(-99, 99) % g.clamp(-9, -0.3); f.clamp(-99, 99) % 7; f.clamp(-99, 99) // 2.5; f ** 3 => f * f * f
-    f ** 0.5 => f.sqrt(); torch.reciprocal(f) => 1 / f; c.float(); f.to(torch.float16) => f; torch.relu(f)
+    f ** 0.5 => root(f); torch.reciprocal(f) => 1 / f; c.float(); f.to(torch.float16) => f; torch.relu(f)
     torch.sign(f) => torch.where(f > 0, 1.0, torch.where(f < 0, -1.0, 0.0)); f // (c * 0.0) => f / (c * 0.0)
 """)
 # With another last bit on each backend
@@ -72,6 +73,11 @@ def whole(x: torch.Tensor) -> torch.Tensor:
     return x.double().nan_to_num(0.0).clamp(-(2.0**31), 2.0**31 - 1).trunc().long()
 
 
+def root(x: torch.Tensor) -> torch.Tensor:
+    """The square root rounded to nearest: in float32 torch's own is off by a bit on CPUs of some makers."""
+    return x.double().sqrt().float()
+
+
 def unit(x: torch.Tensor) -> torch.Tensor:
     """1 / x of integers: 0 unless x is 1 or -1."""
     return torch.where(x.abs() == 1, x, 0)
@@ -91,6 +97,7 @@ EAGER = {
     "k": _k,
     "torch": torch,
     "whole": whole,
+    "root": root,
     "unit": unit,
 }
 
