@@ -38,7 +38,7 @@ def attend(
     """
     q, k, v, slopes, sinks, starts_q, starts_k, page_table = inputs
     options: dict[str, Any] = {**asked, "alibi_slopes": slopes, "sinks": sinks, "return_lse": return_lse, **rest}
-    options = {n: x for n, x in options.items() if x or n not in ("qv", "chunk")}  # TEMP
+    options = {n: x for n, x in options.items() if n not in ("qv", "chunk") or x is not None and x is not 0}  # TEMP
     if starts_q is None or starts_k is None:
         result = api.attention(q, k, v, **options)
         return (result, None) if isinstance(result, torch.Tensor) else result
