@@ -184,6 +184,8 @@ def attend_cache(
         cache.put(k, v, positions)
         lengths = lengths + k.counts()
     inputs = cache.inputs(q, lengths)._replace(**others)
+    if inputs.qv is not None and inputs.q.dim() < inputs.qv.dim():  # the queries of all sequences were put end to end
+        inputs = inputs._replace(qv=inputs.qv.flatten(0, 1))
     o, lse = attend(inputs, asked, return_lse, **rest)
     o = o.view(*q.x.shape[:-1], o.shape[-1])
     if lse is not None and q.starts is None and inputs.starts_q is not None:

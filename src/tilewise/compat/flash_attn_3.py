@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from tilewise import checks, state
 
 from .flash_attn_3_cache import flash_attn_with_kvcache, get_scheduler_metadata
-from .flash_options import NO_WINDOW, asked_of, check_tuning, more_asked_of, rows
+from .flash_options import NO_WINDOW, asked_of, check_tuning, more_asked_of, rows, rows_of_qv
 from .inputs import Inputs, attend, end_of, sequence_of
 
 __all__ = [
@@ -77,9 +77,11 @@ def flash_attn_func(
     check_tuning(num_splits, pack_gqa, sm_margin)
     shape = ("batch", "seqlen", "heads", "head_dim")
     q, k, v = (rows(name, x, shape) for name, x in (("q", q), ("k", k), ("v", v)))
-    more = more_asked_of(q, v, qv, attention_chunk, (q_descale, k_descale, v_descale))
+    more = more_asked_of(q, attention_chunk, (q_descale, k_descale, v_descale))
     checks.flag("return_attn_probs", return_attn_probs)
-    o, lse = attend(Inputs(q, k, v), asked, return_attn_probs, deterministic=deterministic, **more)
+    o, lse = attend(
+        Inputs(q, k, v, qv=rows_of_qv(qv, q, v)), asked, return_attn_probs, deterministic=deterministic, **more
+    )
     return o if lse is None else (o, lse)
 
 
@@ -163,7 +165,8 @@ def flash_attn_varlen_func(
         if not isinstance(longest, torch.Tensor):  # one on a GPU stays unread: looking would make the CPU wait
             checks.integer(name, longest, 0)
     q, k, v = (rows(name, x, ("total", "heads", "head_dim")) for name, x in (("q", q), ("k", k), ("v", v)))
-    more = more_asked_of(q, v, qv, attention_chunk, (q_descale, k_descale, v_descale))
+    qv = rows_of_qv(qv, q, v)
+    more = more_asked_of(q, attention_chunk, (q_descale, k_descale, v_descale))
     checks.flag("return_attn_probs", return_attn_probs)
     for name, starts in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
         checks.tensor(name, starts, shape=("batch + 1",), dtypes=checks.INTEGERS)
@@ -171,10 +174,10 @@ def flash_attn_varlen_func(
     of_k = Used.of("seqused_k", seqused_k, cu_seqlens_k, k)
     if of_q is not None:
         q, cu_seqlens_q = of_q.taken(q), of_q.packed
-        more["qv"] = None if qv is None else of_q.taken(more["qv"])
+        qv = None if qv is None else of_q.taken(qv)
     if of_k is not None:
         k, v, cu_seqlens_k = of_k.taken(k), of_k.taken(v), of_k.packed
-    inputs = Inputs(q, k, v, starts_q=cu_seqlens_q, starts_k=cu_seqlens_k)
+    inputs = Inputs(q, k, v, starts_q=cu_seqlens_q, starts_k=cu_seqlens_k, qv=qv)
     o, lse = attend(inputs, asked, return_attn_probs, deterministic=deterministic, **more)
     if of_q is not None:
         o = of_q.put_back(o, 0.0)

@@ -20,7 +20,7 @@ from .caches import (
     check_served,
     check_starts,
 )
-from .flash_options import NO_WINDOW, asked_of, check_tuning, more_asked_of, rows
+from .flash_options import NO_WINDOW, asked_of, check_tuning, more_asked_of, rows, rows_of_qv
 
 TABLE = "page_table"
 CacheResult = torch.Tensor | tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
@@ -92,12 +92,13 @@ def flash_attn_with_kvcache(
     if cu_seqlens_k_new is not None and k is None:
         raise ValueError("cu_seqlens_k_new goes with k and v, got no k")
     new = check_new(k, v, queries, cache, cu_seqlens_k_new)
-    more = more_asked_of(queries.x, cache.v, qv, attention_chunk, (q_descale, k_descale, v_descale))
+    more = more_asked_of(queries.x, attention_chunk, (q_descale, k_descale, v_descale))
     check_served("flash_attn_with_kvcache", queries.x, (k_cache, v_cache, k, v, qv, rotary_cos, rotary_sin))
     for name in ("q_descale", "k_descale", "v_descale"):
         if more.get(name) is not None:
             shape = (batch, cache.k.shape[2])
             checks.tensor(name, more[name], shape=shape, dtypes=(torch.float32,), device=device)
+    others = {"qv": rows_of_qv(qv, queries.x, cache.v)}
     if scheduler_metadata is not None:
         checks.tensor("scheduler_metadata", scheduler_metadata, dtypes=(torch.int32,), device=device)
     lengths = check_lengths(cache_seqlens, cache, batch, new, TABLE)
@@ -106,7 +107,7 @@ def flash_attn_with_kvcache(
         first = checks.tensor("rotary_seqlens", rotary_seqlens, shape=(batch,), dtypes=checks.INTEGERS, device=device)
     tables = (rotary_cos, rotary_sin, rotary_interleaved)
     rotary = check_rotary(*tables, queries, new, first, 0 if page_table is None else cache.capacity)
-    o, lse = attend_cache(queries, cache, new, lengths, rotary, asked, return_softmax_lse, {}, **more)
+    o, lse = attend_cache(queries, cache, new, lengths, rotary, asked, return_softmax_lse, others, **more)
     if lse is None:
         return o
     none = torch.empty(0, device=device)

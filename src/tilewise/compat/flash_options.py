@@ -35,21 +35,20 @@ def _window(window_size: Any) -> Window | None:
     return None if left is None and right is None else (left, right)
 
 
-def more_asked_of(
-    q: torch.Tensor, v: torch.Tensor, qv: Any, attention_chunk: Any, descales: Sequence[torch.Tensor | None]
-) -> dict[str, Any]:
+def more_asked_of(q: torch.Tensor, attention_chunk: Any, descales: Sequence[torch.Tensor | None]) -> dict[str, Any]:
     """What FlashAttention-3's calls take beyond flash_attn 2's, under the names of `tilewise.attention`.
 
-    qv: as q with v's head_dim, or None. attention_chunk: 0 for none. descales: of q, k and v, left unread where these
-    are not FP8.
+    attention_chunk: 0 for none. descales: of q, k and v, left unread where these are not FP8.
     """
-    if qv is not None:
-        qv = rows("qv", qv, (*q.shape[:-1], v.shape[-1]))
     given = zip(("q_descale", "k_descale", "v_descale"), descales, strict=True)
     return {
-        "qv": qv, "chunk": checks.integer("attention_chunk", attention_chunk, 0),
-        **(dict(given) if q.dtype == FP8 else {}),
+        "chunk": checks.integer("attention_chunk", attention_chunk, 0), **(dict(given) if q.dtype == FP8 else {})
     }  # fmt: skip
+
+
+def rows_of_qv(qv: Any, q: torch.Tensor, v: torch.Tensor) -> torch.Tensor | None:
+    """The second query: as q, with v's head_dim."""
+    return None if qv is None else rows("qv", qv, (*q.shape[:-1], v.shape[-1]))
 
 
 def check_tuning(num_splits: Any, pack_gqa: Any, sm_margin: Any) -> None:

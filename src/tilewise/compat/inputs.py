@@ -16,7 +16,7 @@ class Inputs(NamedTuple):
     """The tensors of a call: dense, q (B, Nq, Hq, D), k (B, Nk, Hkv, D), v (B, Nk, Hkv, Dv); or packed as in
     `attention_varlen`, where rows after the last sequence belong to nobody.
 
-    starts: cu_seqlens of q and of k, None if dense. page_table: None if k and v are not paged.
+    starts: cu_seqlens of q and of k, None if dense. page_table: None if k and v are not paged. qv: as q, Dv channels.
     """
 
     q: torch.Tensor
@@ -27,6 +27,7 @@ class Inputs(NamedTuple):
     starts_q: torch.Tensor | None = None
     starts_k: torch.Tensor | None = None
     page_table: torch.Tensor | None = None
+    qv: torch.Tensor | None = None
 
 
 def attend(
@@ -36,11 +37,10 @@ def attend(
 
     rest: other options that both calls have.
     """
-    q, k, v, slopes, sinks, starts_q, starts_k, page_table = inputs
+    q, k, v, slopes, sinks, starts_q, starts_k, page_table, qv = inputs
     options: dict[str, Any] = {**asked, "alibi_slopes": slopes, "sinks": sinks, "return_lse": return_lse, **rest}
-    options = {n: x for n, x in options.items() if n not in ("qv", "chunk") or x is not None and x is not 0}  # TEMP
     if starts_q is None or starts_k is None:
-        result = api.attention(q, k, v, **options)
+        result = api.attention(q, k, v, qv=qv, **options)
         return (result, None) if isinstance(result, torch.Tensor) else result
     # `attention_varlen` takes rows after the last sequence where it does not see the lengths, and nowhere else.
     nobodys = q.shape[0] - end_of(starts_q, q)
@@ -48,7 +48,8 @@ def attend(
         used = end_of(starts_k, k)
         k, v = k[:used], v[:used]
     q = q[: q.shape[0] - nobodys]
-    result = api.attention_varlen(q, k, v, starts_q, starts_k, page_table=page_table, **options)
+    qv = None if qv is None else qv[: q.shape[0]]
+    result = api.attention_varlen(q, k, v, starts_q, starts_k, page_table=page_table, qv=qv, **options)
     o, lse = (result, None) if isinstance(result, torch.Tensor) else result
     if nobodys:
         o = F.pad(o, (0, 0, 0, 0, 0, nobodys))
