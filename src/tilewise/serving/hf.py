@@ -187,11 +187,6 @@ class ServedModel:
             raise NotImplementedError(
                 f"{name} has layers of {', '.join(sorted(kinds))}; {' and '.join(LAYER_TYPES)} are served; {instead}"
             )
-        if getattr(config, "index_topk", None):
-            raise NotImplementedError(
-                f"{name} chooses keys by an indexer, which has a cache of its own; attention over all keys is served; "
-                f"{instead}"
-            )
         rope = getattr(config, "rope_parameters", None) or {}
         nested = [rope, *(one for one in rope.values() if isinstance(one, dict))]
         changing = {one.get("rope_type") for one in nested} & set(LENGTH_DEPENDENT_ROPE)
