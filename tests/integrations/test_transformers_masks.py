@@ -24,7 +24,7 @@ from transformers.masking_utils import (
     sliding_window_bidirectional_mask_function,
     sliding_window_causal_mask_function,
 )
-from transformers_cases import LAYER, build, padding, run, tokens, visible
+from transformers_cases import LAYER, build, packed_causal, padding, run, tokens, visible
 
 from tilewise import reference
 from tilewise.integrations.transformers import attention_forward
@@ -111,10 +111,6 @@ def test_packed_sequences_beside_padding_and_batches():
     )  # fmt: skip
     expected[0, 0], expected[0, :, 0], expected[1, 5] = False, False, False
     assert torch.equal(visible(padded)[:, 0], expected)
-
-
-def packed_causal(documents):
-    return and_masks(causal_mask_function, packed_sequence_mask_function(documents))
 
 
 def test_positions_that_a_mask_does_not_reach_are_padding():

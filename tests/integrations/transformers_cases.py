@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import transformers
 from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.masking_utils import sdpa_mask
+from transformers.masking_utils import and_masks, causal_mask_function, packed_sequence_mask_function, sdpa_mask
 
 from tilewise import reference
 from tilewise.integrations.transformers_mask import Mask
@@ -199,3 +199,8 @@ def assert_like_eager(model: Any, rows: torch.Tensor | None = None, ulps: float 
 def visible(mask: Mask) -> torch.Tensor:
     """Which key each query sees: bool (B, 1, queries, keys)."""
     return mask.formed()[..., : mask.keys]
+
+
+def packed_causal(documents: torch.Tensor) -> Any:
+    """The mask function of sequences packed in a row."""
+    return and_masks(causal_mask_function, packed_sequence_mask_function(documents))
