@@ -128,6 +128,10 @@ def test_fp8():
     ]
     exact = reference.attention(*wide, causal=True)
     assert_state((out, lse), exact, reference.attention(*wide, causal=True, dtype=torch.float32, fp8_weights=True))
+    leaf = q.clone().requires_grad_()
+    again = fa3.flash_attn_func(leaf, k, v, None, True, None, *descales)
+    assert torch.equal(again, out)
+    assert not again.requires_grad
     plain = qkv(2, 33, 65, 4, 2, 32)  # descales of what is not FP8 are left unread, as there
     assert torch.equal(
         fa3.flash_attn_func(*plain, None, True, None, *descales), fa3.flash_attn_func(*plain, None, True)

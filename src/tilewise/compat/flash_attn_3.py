@@ -25,6 +25,7 @@ import torch
 import torch.nn.functional as F
 
 from tilewise import checks, state
+from tilewise.gpu.abi import FP8
 
 from .flash_attn_3_cache import flash_attn_with_kvcache, get_scheduler_metadata
 from .flash_options import NO_WINDOW, asked_of, check_tuning, more_asked_of, rows, rows_of_qv
@@ -76,7 +77,7 @@ def flash_attn_func(
     asked = asked_of(softmax_scale, causal, window_size, softcap)
     check_tuning(num_splits, pack_gqa, sm_margin)
     shape = ("batch", "seqlen", "heads", "head_dim")
-    q, k, v = (rows(name, x, shape) for name, x in (("q", q), ("k", k), ("v", v)))
+    q, k, v = (_rows(name, x, shape) for name, x in (("q", q), ("k", k), ("v", v)))
     more = more_asked_of(q, attention_chunk, (q_descale, k_descale, v_descale))
     checks.flag("return_attn_probs", return_attn_probs)
     o, lse = attend(
@@ -164,7 +165,7 @@ def flash_attn_varlen_func(
     for name, longest in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k)):
         if not isinstance(longest, torch.Tensor):  # one on a GPU stays unread: looking would make the CPU wait
             checks.integer(name, longest, 0)
-    q, k, v = (rows(name, x, ("total", "heads", "head_dim")) for name, x in (("q", q), ("k", k), ("v", v)))
+    q, k, v = (_rows(name, x, ("total", "heads", "head_dim")) for name, x in (("q", q), ("k", k), ("v", v)))
     qv = rows_of_qv(qv, q, v)
     more = more_asked_of(q, attention_chunk, (q_descale, k_descale, v_descale))
     checks.flag("return_attn_probs", return_attn_probs)
@@ -183,6 +184,13 @@ def flash_attn_varlen_func(
         o = of_q.put_back(o, 0.0)
         lse = None if lse is None else of_q.put_back(lse.T, -math.inf).T.contiguous()
     return o if lse is None else (o, lse)
+
+
+def _rows(name: str, x: Any, shape: Sequence[int | str]) -> torch.Tensor:
+    """x of this shape. FP8 is taken out of autograd's sight: there is no backward pass of it, here or there, and a call
+    is refused neither here nor there."""
+    x = rows(name, x, shape)
+    return x.detach() if x.dtype == FP8 else x
 
 
 class Used(NamedTuple):

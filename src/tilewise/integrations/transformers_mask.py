@@ -399,6 +399,6 @@ def chosen_keys(indices: torch.Tensor, mask: Mask) -> torch.Tensor:
         if rows is not None:  # a sequence's rows first, in their order
             none = torch.ones((mask.batch, chosen.shape[dim]), dtype=torch.uint8, device=chosen.device)
             none[rows] = 0
-            order = none.argsort(-1, stable=True)
+            order = none.argsort(dim=-1, stable=True)
             chosen = chosen.gather(dim, (order[:, :, None] if dim == 1 else order[:, None]).expand_as(chosen))
     return chosen
