@@ -161,11 +161,12 @@ def decode(
     plan: DecodePlan | StandingPlan,
     *,
     schedule: Any,
+    indices: Any,
     out: Any,
     **options: Any,
 ) -> Result:
     """decode() in a graph, which holds neither cache nor plan: each call brings its own."""
-    _refuse(schedule=schedule, out=out)
+    _refuse(schedule=schedule, indices=indices, out=out)
     pages = arguments.check_cache(cache)
     arguments.check_plan(plan, pages)
     _checked(q=q, layer=layer, **options)
