@@ -295,13 +295,7 @@ def decode(
     checks.tensor("q", q, shape=shape, dtypes=checks.FLOATS, unit_last_stride=True)
     if q.device != pages.device:
         raise ValueError(f"q must be on {pages.device} like the cache, got {q.device}")
-    changed = np.flatnonzero(pages.lengths_of(list(plan.seqs)) != plan.lengths)
-    if len(changed):
-        seq, length = plan.seqs[changed[0]], plan.lengths[changed[0]]
-        raise ValueError(
-            f"plan is out of date: sequence {seq} had {length} tokens and now has {pages.length(seq)}; "
-            "call plan_decode again after extending, or grow_plan"
-        )
+    _check_current(plan, pages)
     options: DecodeOptions = {"scale": scale, "softcap": softcap, "sinks": sinks}
     scores = arguments.check_scores(q, count, causal=True, window=plan.window, **options)
     checks.flag("return_lse", return_lse)
@@ -329,6 +323,16 @@ def decode(
             o = torch.empty_like(o).index_copy_(0, order, o)
             lse = torch.empty_like(lse).index_copy_(0, order, lse).transpose(1, 2)
     return result(o, lse, sinks, out, return_lse)
+
+
+def _check_current(plan: DecodePlan | StandingPlan, pages: PagedKVCache) -> None:
+    changed = np.flatnonzero(pages.lengths_of(list(plan.seqs)) != plan.lengths)
+    if len(changed):
+        seq, length = plan.seqs[changed[0]], plan.lengths[changed[0]]
+        raise ValueError(
+            f"plan is out of date: sequence {seq} had {length} tokens and now has {pages.length(seq)}; "
+            "call plan_decode again after extending, or grow_plan"
+        )
 
 
 def _decode_now(

@@ -37,8 +37,8 @@ struct AppendArgs {
     const void* cos;       // (positions, pairs)
     const void* sin;
     int64_t cos_row, cos_column, sin_row, sin_column;
-    // value_dim: of V; the channels of a latent row that are quantised. stored: 2 for K and V, 1 where both are one row.
-    // first: the channel from which on K and Q turn
+    // value_dim: of V; of a latent row, how many channels are quantised. stored: 2 for K and V, 1 where both are one
+    // row. first: the channel from which on K and Q turn
     int tokens, heads, heads_q, head_dim, value_dim, stored, first, pairs, page_size, page_shift, group_lanes;
     uint32_t vectors;
 };
