@@ -194,13 +194,17 @@ def decode(
     sinks: torch.Tensor | None = None,
     tree_mask: torch.Tensor | None = None,
     selected: torch.Tensor | None = None,
+    indices: torch.Tensor | None = None,
     dtype: torch.dtype = torch.float64,
 ) -> State:
-    """Each sequence alone over its own gathered keys. q (n, T, Hq, D) -> o (n, T, Hq, D), lse (n, Hq, T).
+    """Each sequence alone over its own gathered keys. q (n, T, Hq, D) -> o (n, T, Hq, Dv), lse (n, Hq, T).
 
     tree_mask: (n, T, T) bool, which of the last T tokens each query sees, the first of them being seen by all.
     selected: bool, broadcastable to (n, Hkv, pages), which pages of its list a sequence and KV head reads.
+    indices: (n, T, k), the positions that each query reads and no others, −1 for none.
     """
+    if indices is not None:
+        return _decode_listed(q, cache, layer, seqs, indices, scale=scale, softcap=softcap, sinks=sinks, dtype=dtype)
     pages = cache.cache if isinstance(cache, PrefixCache) else cache
     states = []
     for row, seq in enumerate(seqs):
@@ -229,6 +233,27 @@ def decode(
             )
         )
     return torch.cat([o for o, _ in states]), torch.cat([lse for _, lse in states])
+
+
+def _decode_listed(
+    q: torch.Tensor,
+    cache: PagedKVCache | PrefixCache,
+    layer: int,
+    seqs: Sequence[int],
+    indices: torch.Tensor,
+    **options: Any,
+) -> State:
+    """Each query alone over the keys that it names, as often as it names them."""
+    pages = cache.cache if isinstance(cache, PrefixCache) else cache
+    states = []
+    for row, seq in enumerate(seqs):
+        k, v = pages.gather(layer, seq)
+        for t, its in enumerate(indices[row].long()):
+            named = its[its >= 0]
+            states.append(attention(q[row : row + 1, t : t + 1], k[None, named], v[None, named], **options))
+    o, lse = torch.cat([o for o, _ in states]), torch.cat([lse for _, lse in states])
+    tokens = q.shape[1]
+    return o.view(len(seqs), tokens, *o.shape[2:]), lse.view(len(seqs), tokens, -1).transpose(1, 2)
 
 
 def shared_prefix_attention(

@@ -97,7 +97,8 @@ def run_paged(
 def run_tree(
     q: torch.Tensor, cache: PagedKVCache, layer: int, seqs: Sequence[int], scoring: Scoring, tree: torch.Tensor
 ) -> KV:
-    """Decode with a mask over the query tokens: q (n, T, Hq, D), tree (n, T, T) bool -> o like q, lse (n, Hq, T).
+    """Decode with a mask over the query tokens: q (n, T, Hq, D), tree (n, T, T) bool -> o (n, T, Hq, Dv), lse (n, Hq,
+    T).
 
     Sequence by sequence in float32: trees of speculated tokens are small, and a CPU is not where they pay.
     """
@@ -113,14 +114,14 @@ def run_tree(
         weights = torch.exp(s - torch.where(lse == -torch.inf, 0.0, lse)[..., None])
         states.append((torch.einsum("htk,khd->thd", weights, v).to(q.dtype), lse))
     if not states:
-        return torch.empty_like(q), q.new_empty((0, heads, tokens), dtype=torch.float32)
+        return q.new_empty((0, tokens, heads, cache.value_dim)), q.new_empty((0, heads, tokens), dtype=torch.float32)
     return torch.stack([o for o, _ in states]), torch.stack([lse for _, lse in states])
 
 
 def run_selected(
     q: torch.Tensor, cache: PagedKVCache, layer: int, plan: DecodePlan, scoring: Scoring, bits: torch.Tensor
 ) -> KV:
-    """Decode over selected pages: q (n, T, Hq, D) in the order of plan.seqs -> o like q, lse (n, Hq, T).
+    """Decode over selected pages: q (n, T, Hq, D) in the order of plan.seqs -> o (n, T, Hq, Dv), lse (n, Hq, T).
 
     bits: int32 (n or 1, Hkv or 1, words), of which the first plan.pages_per_seq count. The pages that some head of a
     sequence reads are brought together once, and each head takes its own of them.
@@ -130,7 +131,7 @@ def run_selected(
     compute = q.dtype if cache.format.dtype == q.dtype else torch.float32
     selected = (bits[..., None] >> count_up(0, 32) & 1).flatten(2)
     selected = (selected.bool() & (selected.cumsum(-1) <= plan.pages_per_seq)).expand(len(q), -1, -1)
-    o = torch.zeros_like(q)
+    o = q.new_zeros((*q.shape[:3], cache.value_dim))
     lse = torch.full((len(q), q.shape[2], tokens), -torch.inf, device="cpu")
     for n, seq in enumerate(plan.seqs):
         length, size = cache.length(seq), cache.page_size

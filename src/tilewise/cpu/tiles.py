@@ -50,7 +50,7 @@ def tile_state(
     another head dimension.
     """
     if not scoring.needs_products and v.shape[-1] != q.shape[-1]:
-        wide_q, wide_k, wide_v = evened(q, k, v)
+        wide_q, wide_k, wide_v = evened(q, k, k if _leads(v, k) else v)
         o, lse = tile_state(wide_q, wide_k, wide_v, scoring, band, view)
         return o[..., : v.shape[-1]], lse
     n, rows, heads_q, _ = q.shape
@@ -93,6 +93,11 @@ def tile_state(
         o, lse = flash(q[:, :, these].transpose(1, 2), k, v, scoring, triangle, hidden)
         o_all[:, :, these], lse_all[:, :, these] = o.transpose(1, 2), lse.transpose(1, 2)
     return o_all, lse_all
+
+
+def _leads(v: torch.Tensor, k: torch.Tensor) -> bool:
+    """Is v the first channels of k, in the same memory? Then k is v with something after it, and nothing is copied."""
+    return v.shape[-1] < k.shape[-1] and v.data_ptr() == k.data_ptr() and v.stride() == k.stride()
 
 
 def evened(*tensors: torch.Tensor) -> list[torch.Tensor]:

@@ -116,7 +116,8 @@ def _(
     tags=TAGS,
     schema=(
         "(Tensor q, Tensor[] k_pages, Tensor[] v_pages, SymInt layer, SymInt plan, Tensor? sinks=None, "
-        f'Tensor? tree_mask=None, *, {SCHEMA_SCALING}, bool return_lse=False, str backend="auto") -> (Tensor, Tensor)'
+        f"Tensor? tree_mask=None, *, {SCHEMA_SCALING}, SymInt? value_dim=None, bool return_lse=False, "
+        'str backend="auto") -> (Tensor, Tensor)'
     ),
 )
 def _decode(
@@ -127,11 +128,14 @@ def _decode(
     plan: int,
     sinks: torch.Tensor | None = None,
     tree_mask: torch.Tensor | None = None,
+    value_dim: int | None = None,
     **options: Any,
 ) -> State:
-    """decode(): q (num_seqs, tokens, Hq, D) -> o like it, lse (num_seqs, Hq, tokens) float32 or (0,).
+    """decode(): q (num_seqs, tokens, Hq, D) -> o (num_seqs, tokens, Hq, value_dim), lse (num_seqs, Hq, tokens) float32
+    or (0,).
 
     k_pages, v_pages: the components of the cache's storage, all layers. plan: the serial number of a living plan.
+    value_dim: the cache's, q's D if None: whoever traces the call has no other way to know the width of o.
     """
     found, cache = traced.recall(plan)
     pages = _over(cache, k_pages, v_pages)
@@ -139,8 +143,8 @@ def _decode(
 
 
 @_decode.register_fake
-def _(q: torch.Tensor, *others: Any, return_lse: bool = False, **options: Any) -> State:
-    return shapes(q, (q.shape[0], q.shape[2], q.shape[1]) if return_lse else None)
+def _(q: torch.Tensor, *others: Any, value_dim: int | None = None, return_lse: bool = False, **options: Any) -> State:
+    return shapes(q, (q.shape[0], q.shape[2], q.shape[1]) if return_lse else None, value_dim)
 
 
 @torch.library.custom_op(
@@ -149,7 +153,7 @@ def _(q: torch.Tensor, *others: Any, return_lse: bool = False, **options: Any) -
     tags=TAGS,
     schema=(
         "(Tensor q, Tensor[] k_pages, Tensor[] v_pages, SymInt layer, SymInt plan, Tensor? sinks=None, "
-        f'*, {SCHEMA_SCALING}, bool return_lse=False, str backend="auto") -> (Tensor, Tensor)'
+        f'*, {SCHEMA_SCALING}, SymInt? value_dim=None, bool return_lse=False, str backend="auto") -> (Tensor, Tensor)'
     ),
 )
 def _attend(
@@ -159,16 +163,17 @@ def _attend(
     layer: int,
     plan: int,
     sinks: torch.Tensor | None = None,
+    value_dim: int | None = None,
     **options: Any,
 ) -> State:
-    """attend(): q (rows, Hq, D) -> o like it, lse (Hq, rows) float32 or (0,). Pages and plan as in `_decode`."""
+    """attend(): q (rows, Hq, D) -> o (rows, Hq, value_dim), lse (Hq, rows) or (0,). Pages and plan as in `_decode`."""
     found, cache = traced.recall(plan)
     return both(api.attend(q, _over(cache, k_pages, v_pages), layer, found, sinks=sinks, **options))
 
 
 @_attend.register_fake
-def _(q: torch.Tensor, *others: Any, return_lse: bool = False, **options: Any) -> State:
-    return shapes(q, (q.shape[1], q.shape[0]) if return_lse else None)
+def _(q: torch.Tensor, *others: Any, value_dim: int | None = None, return_lse: bool = False, **options: Any) -> State:
+    return shapes(q, (q.shape[1], q.shape[0]) if return_lse else None, value_dim)
 
 
 # Gradients. The backward passes are operators themselves, so that a compiled graph holds them. Where the forward was
