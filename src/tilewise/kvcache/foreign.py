@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from copy import copy
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -135,3 +136,13 @@ def foreign_lists(
         if len(np.unique(used)) != len(used):
             raise ValueError(f"page_table[{seq}] names a page twice; one page cannot hold two places of a sequence")
         yield used.astype(np.int32), length
+
+
+def over_other_pages(cache: PagedKVCache, k_pages: torch.Tensor) -> PagedKVCache:
+    """The sequences of `cache`, whose rows from_pages() took, over other pages of the same shape: another layer's, only
+    to be read. A plan of one is a plan of the other."""
+    other = copy(cache)
+    other.serial = cache.serial
+    rows = k_pages.detach().unsqueeze(0)
+    other._k = cache.format.from_rows(rows) if cache.format.latent else [rows]
+    return other
