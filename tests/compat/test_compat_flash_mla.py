@@ -183,7 +183,7 @@ INDICES = torch.zeros(len(LENGTHS), 1, 3, dtype=torch.int32)
         ({"cache_seqlens": None}, ValueError, "cache_seqlens must be given"),
         ({"block_table": TABLE.long()}, ValueError, "block_table must be one of int32"),
         ({"block_table": TABLE + BLOCKS}, ValueError, "page_table.0. must name pages"),
-        ({"cache_seqlens": SEQLENS + 70}, ValueError, "lengths"),
+        ({"cache_seqlens": SEQLENS + 200}, ValueError, "lengths.0. must be between 0 and 192"),
         ({"is_fp8_kvcache": True}, ValueError, "k_cache must be one of float8_e4m3fn"),
         ({"is_fp8_kvcache": 1}, TypeError, "is_fp8_kvcache"),
         ({"attn_sink": torch.zeros(4)}, ValueError, "attn_sink goes with indices"),

@@ -41,9 +41,8 @@ def more_asked_of(q: torch.Tensor, attention_chunk: Any, descales: Sequence[torc
     attention_chunk: 0 for none. descales: of q, k and v, left unread where these are not FP8.
     """
     given = zip(("q_descale", "k_descale", "v_descale"), descales, strict=True)
-    return {
-        "chunk": checks.integer("attention_chunk", attention_chunk, 0), **(dict(given) if q.dtype == FP8 else {})
-    }  # fmt: skip
+    chunk = checks.integer("attention_chunk", attention_chunk, 0) or None
+    return {"chunk": chunk, **(dict(given) if q.dtype == FP8 else {})}
 
 
 def rows_of_qv(qv: Any, q: torch.Tensor, v: torch.Tensor) -> torch.Tensor | None:

@@ -128,7 +128,7 @@ def _attend(
     """
     options: dict[str, Any] = {
         "causal": mask.causal, "window": mask.window, "scale": scale, "softcap": softcap, "sinks": sinks,
-        "dropout_p": dropout, "chunk": mask.chunk,
+        "dropout_p": dropout, "chunk": mask.chunk or None,
         "mask": None if chosen is None else lambda b, h, q, k: chosen[b, q, k],
     }  # fmt: skip
     ragged = mask.ragged
