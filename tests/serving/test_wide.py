@@ -9,8 +9,8 @@ import wide_models as wide
 import tilewise
 from tilewise.serving import Engine
 
-PROMPTS = [list(range(3, 33)), list(range(3, 12)), [7]]  # of which two begin alike
-NEW = 8
+PROMPTS = [list(range(3, 28)), list(range(3, 9))]  # which begin alike
+NEW = 4
 
 
 def built(make, **settings):
@@ -34,9 +34,39 @@ def test_greedy_tokens_are_the_model_s_own(make):
     assert greedy(model, PROMPTS) == [expected(model, prompt) for prompt in PROMPTS]
 
 
-def test_a_query_projected_at_once():
+LATENT = [wide.deepseek_v3, wide.kimi_k2, wide.glm4_moe_lite]
+
+
+@pytest.mark.parametrize("make", LATENT, ids=lambda make: make.__name__)
+def test_latent_rows_are_what_is_kept(make):
+    """A row of 32 + 8 channels per token and layer, in place of 4 heads of 24 and 12."""
+    cache = Engine(built(make)).cache
+    assert (cache.shared_kv, cache.num_kv_heads, cache.head_dim, cache.value_dim) == (True, 1, 40, 32)
+    assert cache.bytes_per_token == 2 * 40 * 4
+
+
+def test_latent_rows_in_bytes_and_shared():
+    """Quantised rows, which two samples of a prompt share; a query that is projected at once; the model stays as it is."""
     model = built(wide.deepseek_v3, q_lora_rank=None)
-    assert greedy(model, PROMPTS) == [expected(model, prompt) for prompt in PROMPTS]
+    (found,) = tilewise.generate(model, PROMPTS[:1], max_new_tokens=NEW, kv_format="fp8", num_samples=2)
+    assert found.samples[0].tokens == found.samples[1].tokens
+    assert found.tokens[:1] == expected(model, PROMPTS[0], 1)
+    assert not any("expand_kv" in vars(module) for module in model.modules())
+
+
+def test_layers_of_another_kind_are_expanded():
+    """Where keys and values are not what the weights make of a latent vector, they are kept as the layer makes them."""
+    model = built(wide.deepseek_v3)
+    layer = model.model.layers[1].self_attn
+    before = layer.expand_kv
+
+    def other(kv_nope, k_rot):
+        k, v = before(kv_nope, k_rot)
+        return k, 2 * v
+
+    layer.expand_kv = other
+    assert not Engine(model).cache.shared_kv
+    assert greedy(model, PROMPTS[:1]) == [expected(model, PROMPTS[0])]
 
 
 def test_chunks_up_to_their_length():
@@ -49,7 +79,7 @@ def test_chunks_up_to_their_length():
     scaled = built(wide.llama4, floor_scale=12)
     assert Engine(scaled).shape.positions == 11  # from there on queries are scaled by their position
     with pytest.raises(NotImplementedError, match="smaller prefill_chunk"):
-        tilewise.generate(scaled, [prompt[:3] for prompt in PROMPTS] * 5, max_new_tokens=1)
+        tilewise.generate(scaled, [[3, 4, 5 + n] for n in range(5)], max_new_tokens=1)
 
 
 @pytest.mark.parametrize("make", wide.INDEXED, ids=lambda make: make.__name__)

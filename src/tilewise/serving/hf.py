@@ -7,9 +7,10 @@ which hands queries, keys and values of each layer to the step (steps.py) that c
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +19,8 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from ..integrations.transformers import as_autocast, refuse_unserved
 from ..plan import Window
+from ..scores import DecodeOptions
+from . import latent
 from .compiled import Heads, Segments, compiled_calls, fits
 from .steps import Step
 
@@ -28,6 +31,7 @@ LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
 LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
 
 # Forward passes under way, by the id of what is different during them: how many, and what it was before them.
+MISSING = object()
 _lock = threading.Lock()
 _under_way: dict[int, tuple[int, Any]] = {}
 
@@ -63,6 +67,9 @@ def attention(
     layer: int = module.layer_idx  # type: ignore[assignment]
     heads, head_dim, value_dim = tilewise_shape.kv_heads, tilewise_shape.head_dim, v.shape[-1]
     scaling = q.shape[-1] ** -0.5 if scaling is None else scaling
+    if tilewise_shape.shared_kv:
+        options: DecodeOptions = {"scale": scaling, "softcap": softcap or 0.0, "sinks": s_aux}
+        return latent.attend(module, q, k, partial(tilewise_step.attend, layer, window=window, **options))[None], None
     q, k, v = _widened(q, q.shape[1], head_dim), _widened(k, heads, head_dim), _widened(v, heads, head_dim)
     o = tilewise_step.attend(layer, q, k, v, window=window, scale=scaling, softcap=softcap or 0.0, sinks=s_aux)
     return o[None, ..., :value_dim], None
@@ -97,6 +104,7 @@ class ModelShape:
     """What the engine has to know of a model; `end_tokens` are those that end a sequence, by its own settings.
 
     kv_heads, head_dim: that the cache has room for, the most of any layer. positions: how long a sequence may be.
+    shared_kv: the cache has latent rows (latent.py). value_dim: channels of a value, 0 for head_dim.
     """
 
     layers: int
@@ -108,6 +116,8 @@ class ModelShape:
     end_tokens: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
+    value_dim: int = 0
+    shared_kv: bool = False
 
 
 class ServedModel:
@@ -127,7 +137,9 @@ class ServedModel:
         configs = {id(c): c for c in (model.config, model.config.get_text_config())}.values()
         self._swapped: list[tuple[Any, str, Any]] = [(c, "_attn_implementation_internal", NAME) for c in configs]
         self._check_served()
-        shape = self.shape = self._read_shape()
+        layers = latent.layers_of(model)
+        shape = self.shape = self._read_shape(layers)
+        self._swapped += [(layer, "expand_kv", latent.unexpanded) for layer in layers]
         self._segments: Segments | None = None
         heads = Heads(shape.heads, shape.kv_heads, shape.head_dim)
         if compile and fits(model, heads):
@@ -158,7 +170,7 @@ class ServedModel:
         """Tilewise's attention for the time of a forward pass, set behind the property, which walks all sub-configs."""
         with _lock:
             for owner, name, value in self._swapped:
-                passes, before = _under_way.get(id(owner), (0, getattr(owner, name)))
+                passes, before = _under_way.get(id(owner), (0, vars(owner).get(name, MISSING)))
                 _under_way[id(owner)] = passes + 1, before
                 setattr(owner, name, value)
         try:
@@ -169,6 +181,8 @@ class ServedModel:
                     passes, before = _under_way.pop(id(owner))
                     if passes > 1:
                         _under_way[id(owner)] = passes - 1, before
+                    elif before is MISSING:
+                        delattr(owner, name)  # its class's is back
                     else:
                         setattr(owner, name, before)
 
@@ -201,10 +215,13 @@ class ServedModel:
         if len(places) > 1:
             raise NotImplementedError(f"model lies on {len(places)} devices; one is served; {instead}")
 
-    def _read_shape(self) -> ModelShape:
+    def _read_shape(self, latent_layers: Sequence[Any]) -> ModelShape:
+        """latent_layers: those whose keys and values are kept as latent rows: all of the model's, or none."""
         model, config = self.model, self.model.config.get_text_config()
         heads = config.num_attention_heads
-        kv_heads, head_dim = _widest(config)
+        kv_heads, head_dim, value_dim = *_widest(config), 0
+        if latent_layers:
+            kv_heads, head_dim, value_dim = 1, config.kv_lora_rank + config.qk_rope_head_dim, config.kv_lora_rank
         settings = model.generation_config.eos_token_id if model.generation_config is not None else config.eos_token_id
         ends = settings if isinstance(settings, (list, tuple)) else [settings]
         return ModelShape(
@@ -217,6 +234,8 @@ class ServedModel:
             end_tokens=tuple(int(end) for end in ends if end is not None),
             dtype=model.dtype,
             device=model.device,
+            value_dim=value_dim,
+            shared_kv=bool(latent_layers),
         )
 
 
