@@ -9,7 +9,7 @@ from typing import Any
 
 import transformers
 
-VOCABULARY, WINDOW, CHUNK, CHOSEN = 97, 8, 16, 12
+VOCABULARY, WINDOW, CHUNK, CHOSEN = 97, 8, 12, 10
 COMMON: dict[str, Any] = {
     "vocab_size": VOCABULARY, "hidden_size": 64, "intermediate_size": 48, "num_hidden_layers": 2,
     "num_attention_heads": 4, "max_position_embeddings": 256, "initializer_range": 0.2,

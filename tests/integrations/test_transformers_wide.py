@@ -16,7 +16,7 @@ from tilewise.integrations.transformers_mask import make_mask
 
 pytestmark = pytest.mark.usefixtures("registered")
 
-LENGTH, ULPS = 41, 64  # longer than two chunks; eager's own logits are up to 30 units away from float64
+LENGTH, ULPS = 29, 64  # longer than two chunks; eager's own logits are up to 30 units away from float64
 
 
 def names(make):
@@ -24,13 +24,19 @@ def names(make):
 
 
 @pytest.mark.parametrize("make", wide.SERVED, ids=names)
-@pytest.mark.parametrize("pad", ["none", "left", "right"])
-def test_logits_are_eager_s(make, pad):
+def test_logits_are_eager_s(make):
     model, ids = build(make), tokens(3, LENGTH)
+    mask = padding([LENGTH, 17, 1], LENGTH)
+    assert_like_eager(model, mask.bool(), input_ids=ids, attention_mask=mask, ulps=ULPS)
+
+
+@pytest.mark.parametrize("pad", ["none", "right"])
+def test_chunks(pad):
+    model, ids = build(wide.llama4), tokens(3, LENGTH)
     if pad == "none":
         assert_like_eager(model, input_ids=ids, ulps=ULPS)
     else:
-        mask = padding([LENGTH, 25, 1], LENGTH, left=pad == "left")
+        mask = padding([LENGTH, 17, 1], LENGTH, left=False)
         assert_like_eager(model, mask.bool(), input_ids=ids, attention_mask=mask, ulps=ULPS)
 
 
@@ -40,7 +46,7 @@ def test_keys_that_an_indexer_chooses(make, pad):
     model, ids = build(make), tokens(3, LENGTH)
     mask = torch.ones(3, LENGTH, dtype=torch.long)
     if pad != "none":
-        mask = padding([LENGTH, 25, 1], LENGTH, left=pad == "left")
+        mask = padding([LENGTH, 17, 1], LENGTH, left=pad == "left")
     got, eager = (run(model, name, input_ids=ids, attention_mask=mask)[mask.bool()] for name in ("tilewise", "eager"))
     torch.testing.assert_close(got, eager, rtol=0, atol=ULPS * torch.finfo(got.dtype).eps * eager.abs().max().item())
     model.config.index_topk = LENGTH
@@ -76,32 +82,29 @@ def test_indices_beside_the_mask():
 
 def generated(model, implementation, **options):
     model.set_attn_implementation(implementation)
-    result = model.generate(max_new_tokens=24, do_sample=False, **options)
+    result = model.generate(max_new_tokens=18, do_sample=False, **options)
     model.set_attn_implementation("tilewise")
     return result
 
 
-@pytest.mark.parametrize("make", [*wide.SERVED, wide.glm_moe_dsa], ids=names)
-@pytest.mark.parametrize("lengths", [None, [12, 5, 1]], ids=["whole", "padded"])
-def test_generate_gives_eager_s_tokens(make, lengths):
-    """From within the first chunk to the third; with padding the rows leave a chunk one after the other."""
-    model, inputs = build(make), {"inputs": tokens(3, 12)}
-    if lengths is not None:
-        inputs["attention_mask"] = padding(lengths, 12)
+@pytest.mark.parametrize("make", [wide.deepseek_v3, wide.gemma4, wide.llama4, wide.glm_moe_dsa], ids=names)
+def test_generate_gives_eager_s_tokens(make):
+    """From within the first chunk to the third; the rows leave a chunk one after the other."""
+    model, inputs = build(make), {"inputs": tokens(2, 9), "attention_mask": padding([9, 4], 9)}
     assert torch.equal(generated(model, "tilewise", **inputs), generated(model, "eager", **inputs))
 
 
-@pytest.mark.parametrize("cuts", [[5, 14, 3, 19], [16, 25], [40, 1]])
-def test_a_prompt_in_parts_over_chunks(cuts):
+@pytest.mark.parametrize("static", [False, True])
+def test_a_prompt_in_parts_over_chunks(static):
     """Parts that begin and end within chunks, into caches that keep no more than a chunk."""
+    cuts = [5, 11, 3, 14]
     model, ids = build(wide.llama4), tokens(2, sum(cuts))
     whole = run(model, "eager", input_ids=ids)
-    cache = StaticCache(config=model.config, max_cache_len=64)
-    for past in (cache, None):
-        first, found = 0, []
-        for count in cuts:
-            with torch.no_grad():
-                out = model(ids[:, first : first + count], past_key_values=past, use_cache=True)
-            past, first = out.past_key_values, first + count
-            found.append(out.logits)
-        torch.testing.assert_close(torch.cat(found, 1), whole, rtol=1e-4, atol=1e-4)
+    past = StaticCache(config=model.config, max_cache_len=40) if static else None
+    first, found = 0, []
+    for count in cuts:
+        with torch.no_grad():
+            out = model(ids[:, first : first + count], past_key_values=past, use_cache=True)
+        past, first = out.past_key_values, first + count
+        found.append(out.logits)
+    torch.testing.assert_close(torch.cat(found, 1), whole, rtol=1e-4, atol=1e-4)

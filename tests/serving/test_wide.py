@@ -46,7 +46,7 @@ def test_latent_rows_are_what_is_kept(make):
 
 
 def test_latent_rows_in_bytes_and_shared():
-    """Quantised rows, which two samples of a prompt share; a query that is projected at once; the model stays as it is."""
+    """Quantised rows, which two samples of a prompt share; a query projected at once; the model stays as it is."""
     model = built(wide.deepseek_v3, q_lora_rank=None)
     (found,) = tilewise.generate(model, PROMPTS[:1], max_new_tokens=NEW, kv_format="fp8", num_samples=2)
     assert found.samples[0].tokens == found.samples[1].tokens

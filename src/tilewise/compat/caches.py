@@ -167,7 +167,7 @@ def attend_cache(
     rotary: Rotary | None,
     asked: ScoreOptions,
     return_lse: bool,
-    others: dict[str, torch.Tensor | None],
+    others: dict[str, Any],
     **rest: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Take in the new keys and values, if any, and attend over what then is in the cache.

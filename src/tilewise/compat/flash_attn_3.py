@@ -118,11 +118,9 @@ def flash_attn_qkvpacked_func(
             raise ValueError(f"qkv must have as many heads of K as of V, got {qkv.shape[2]} heads, {heads} of Q")
         heads_k = (qkv.shape[2] - heads) // 2
         q, k, v = qkv.split([heads, heads_k, heads_k], -2)
-    descales = {"q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale}
-    return flash_attn_func(
-        q, k, v, softmax_scale, causal, **descales, window_size=window_size, attention_chunk=attention_chunk,
-        softcap=softcap, deterministic=deterministic, sm_margin=sm_margin, return_attn_probs=return_attn_probs,
-    )  # fmt: skip
+    options = (softmax_scale, causal, None, q_descale, k_descale, v_descale, window_size, attention_chunk, softcap)
+    rest = {"deterministic": deterministic, "sm_margin": sm_margin, "return_attn_probs": return_attn_probs}
+    return flash_attn_func(q, k, v, *options, **rest)
 
 
 def flash_attn_varlen_func(
@@ -189,8 +187,8 @@ def flash_attn_varlen_func(
 def _rows(name: str, x: Any, shape: Sequence[int | str]) -> torch.Tensor:
     """x of this shape. FP8 is taken out of autograd's sight: there is no backward pass of it, here or there, and a call
     is refused neither here nor there."""
-    x = rows(name, x, shape)
-    return x.detach() if x.dtype == FP8 else x
+    taken = rows(name, x, shape)
+    return taken.detach() if taken.dtype == FP8 else taken
 
 
 class Used(NamedTuple):

@@ -136,8 +136,9 @@ def flash_mla_with_kvcache(
         _check_rows("extra_k_cache", extra_k_cache, q, is_fp8_kvcache)
     if attn_sink is not None:
         checks.tensor("attn_sink", attn_sink, shape=(q.shape[2],), dtypes=(torch.float32,), device=q.device)
+    batch, tokens, heads = q.shape[:3]
     config = Config(
-        *q.shape[:3], *k_cache.shape[1:3], causal, is_fp8_kvcache, _last(indices),
+        batch, tokens, heads, k_cache.shape[1], k_cache.shape[2], causal, is_fp8_kvcache, _last(indices),
         None if extra_k_cache is None else extra_k_cache.shape[1], _last(extra_indices_in_kvcache),
     )  # fmt: skip
     if meta.config not in (None, config):

@@ -53,7 +53,7 @@ def attention(
 ) -> tuple[torch.Tensor, None]:
     """Attention of one layer over packed tokens: query (1, Hq, T, D), key (1, Hkv, T, D), value (1, Hkv, T, Dv) ->
     (1, T, Hq, Dv). A layer with fewer KV heads or channels than the cache has room for is widened to it."""
-    if tilewise_step is None or tilewise_shape is None:
+    if tilewise_step is None:
         raise RuntimeError(f'attention implementation "{NAME}" serves tilewise.Engine alone; set another for this call')
     if attention_mask is not None:
         raise NotImplementedError(
@@ -61,6 +61,7 @@ def attention(
             "with or without a sliding window; use model.generate"
         )
     refuse_unserved(kwargs)
+    assert tilewise_shape is not None  # it comes along with the step
     _check_temperature(module, query.shape[2])
     window: Window | None = None if sliding_window is None else (sliding_window - 1, 0)
     q, k, v = (x[0].transpose(0, 1) for x in as_autocast((query, key, value)))
