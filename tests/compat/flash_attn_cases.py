@@ -135,7 +135,9 @@ class CacheCase:
                 self.table[b, :used] = table[b, :used]
                 for page in range(used, -(-(n + (new or 0)) // layout)):
                     self.table[b, page] = free.pop()
-            self.given["block_table"] = self.table
+            rows = torch.full((max(self.where) + 1, self.table.shape[1]), -7, dtype=torch.int32)
+            rows[self.where] = self.table
+            self.given["block_table"] = rows
         else:
             self.caches = [self._contiguous(capacity, x) for x in tokens]
         if leftpad:

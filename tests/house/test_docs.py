@@ -29,7 +29,7 @@ NEEDS_GPU = "# needs a GPU\n"
 PUBLIC = [
     *("tilewise", "tilewise.kvcache", "tilewise.plan", "tilewise.serving", "tilewise.distributed"),
     *("tilewise.reference", "tilewise.compat.flash_attn", "tilewise.compat.flex_attention"),
-    "tilewise.compat.bert_padding",
+    *("tilewise.compat.bert_padding", "tilewise.compat.flash_attn_3", "tilewise.compat.flash_mla"),
 ]
 
 

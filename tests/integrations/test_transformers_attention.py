@@ -97,7 +97,7 @@ def call(attention_mask=None, **options):
         (ValueError, "dropout_p must be below 1", {"dropout": 1.0}),
         (NotImplementedError, "output_attentions", {"output_attentions": True}),
         (NotImplementedError, "position_bias", {"position_bias": torch.zeros(1)}),
-        (NotImplementedError, "indices", {"indices": torch.zeros(1)}),
+        (ValueError, "indices must have 3 dimensions", {"indices": torch.zeros(1)}),
         (NotImplementedError, "block_indices", {"block_indices": torch.zeros(1)}),
         (NotImplementedError, "head_mask", {"head_mask": torch.zeros(1)}),
         (NotImplementedError, "paged cache", {"cache": object()}),

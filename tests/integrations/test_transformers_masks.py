@@ -24,7 +24,7 @@ from transformers.masking_utils import (
     sliding_window_bidirectional_mask_function,
     sliding_window_causal_mask_function,
 )
-from transformers_cases import LAYER, build, padding, run, tokens, visible
+from transformers_cases import LAYER, build, packed_causal, padding, run, tokens, visible
 
 from tilewise import reference
 from tilewise.integrations.transformers import attention_forward
@@ -36,14 +36,14 @@ pytestmark = pytest.mark.usefixtures("registered")
 @st.composite
 def mask_arguments(draw):
     """Arguments of a mask function, as caches of all kinds give them."""
-    kind = draw(st.sampled_from(["causal", "sliding", "bidirectional", "bidirectional window"]))
+    kind = draw(st.sampled_from(["causal", "sliding", "chunked", "bidirectional", "bidirectional window"]))
     batch, queries, past = draw(st.integers(1, 3)), draw(st.integers(1, 6)), draw(st.integers(0, 9))
     window = draw(st.integers(1, 6))
     room = kv_offset = 0
     if kind == "causal":
         function = causal_mask_function
         room = draw(st.integers(0, 5))
-    elif kind == "sliding":
+    elif kind in ("sliding", "chunked"):
         function = sliding_window_causal_mask_function(window)
         kv_offset = draw(st.sampled_from([0, max(past - window + 1, 0)]))
         room = draw(st.integers(0, 5))
@@ -63,6 +63,9 @@ def mask_arguments(draw):
             mask &= torch.tensor(draw(st.lists(st.booleans(), min_size=mask.numel(), max_size=mask.numel()))).view(
                 mask.shape
             )
+    if kind == "chunked":  # counted from a row's first token
+        begins = torch.zeros(batch, dtype=int) if mask is None else (mask.cumsum(-1) == 0).sum(-1)
+        function = chunked_causal_mask_function(window, begins)
     length = end - kv_offset + room
     q_offset = torch.tensor(past) if room and kind != "bidirectional" else past
     return {
@@ -110,10 +113,6 @@ def test_packed_sequences_beside_padding_and_batches():
     assert torch.equal(visible(padded)[:, 0], expected)
 
 
-def packed_causal(documents):
-    return and_masks(causal_mask_function, packed_sequence_mask_function(documents))
-
-
 def test_positions_that_a_mask_does_not_reach_are_padding():
     arguments = {"batch_size": 1, "q_length": 4, "kv_length": 4, "attention_mask": torch.ones(1, 2, dtype=torch.bool)}
     seen = visible(make_mask(**arguments))
@@ -148,6 +147,13 @@ def test_chunks_longer_than_the_text_change_nothing():
     assert mask.window is None
 
 
+CHUNKS = chunked_causal_mask_function(3, torch.zeros(1, dtype=int))
+
+
+def packed():
+    return packed_sequence_mask_function(torch.tensor([[0, 0, 1, 1]]))
+
+
 def image_tokens(batch, head, query, key):
     return query == key
 
@@ -158,7 +164,11 @@ def image_tokens(batch, head, query, key):
         ("block_sequence_ids", or_masks(causal_mask_function, blockwise_overlay(torch.tensor([[-1, 0, 0, -1]])))),
         ("or_mask_function .*image_tokens", or_masks(causal_mask_function, image_tokens)),
         ("mask_function .*image_tokens", image_tokens),
-        ("chunked attention", chunked_causal_mask_function(3, torch.zeros(1, dtype=int))),
+        (
+            "chunked attention over packed",
+            and_masks(packed(), chunked_causal_mask_function(3, torch.zeros(1, dtype=int))),
+        ),
+        ("into chunks twice", and_masks(*[chunked_causal_mask_function(3, torch.zeros(1, dtype=int))] * 2)),
     ],
 )
 def test_refused_masks(words, function):
@@ -168,8 +178,9 @@ def test_refused_masks(words, function):
 
 def test_refused_sizes_and_padding_of_masks():
     window = sliding_window_causal_mask_function(3)
-    with pytest.raises(NotImplementedError, match="padding between the tokens"):
-        make_mask(1, 4, 4, mask_function=window, attention_mask=torch.tensor([[True, False, True, True]]))
+    for function in (window, CHUNKS):
+        with pytest.raises(NotImplementedError, match="padding between the tokens"):
+            make_mask(1, 4, 4, mask_function=function, attention_mask=torch.tensor([[True, False, True, True]]))
     with pytest.raises(ValueError, match=r"attention_mask must be \(2, positions\)"):
         make_mask(2, 4, 4, attention_mask=torch.ones(1, 4, dtype=torch.bool))
     with pytest.raises(ValueError, match="reach to position 9"):
@@ -188,8 +199,7 @@ def test_models_cannot_compute_with_the_mask():
     mask = make_mask(1, 4, 4)
     with pytest.raises(NotImplementedError, match=r"computes \(add\) with its attention mask"):
         torch.zeros(4, 4) + mask
-    with pytest.raises(NotImplementedError, match="indexes its attention mask"):
-        mask[:, :, :, :4]
+    assert torch.equal(mask[:, 0, :, :3], torch.ones(1, 4, 3, dtype=torch.bool).tril())  # but look at it
     with pytest.raises(AttributeError, match="no tensor and has no 'logical_not'"):
         mask.logical_not()
 

@@ -8,14 +8,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 import transformers
 from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.masking_utils import sdpa_mask
+from transformers.masking_utils import and_masks, causal_mask_function, packed_sequence_mask_function, sdpa_mask
 
 from tilewise import reference
 from tilewise.integrations.transformers_mask import Mask
-from tilewise.plan.tiles import window_band
 
 VOCABULARY, WINDOW, LAYERS = 97, 8, 2
 ORACLE = "oracle"
@@ -199,30 +197,10 @@ def assert_like_eager(model: Any, rows: torch.Tensor | None = None, ulps: float 
 
 
 def visible(mask: Mask) -> torch.Tensor:
-    """Which key each query sees, told pair by pair: bool (B or 1, 1, queries, keys)."""
-    if mask.ragged is None:
-        position_q = torch.arange(mask.keys - mask.queries, mask.keys)[None]
-        position_k = torch.arange(mask.keys)[None]
-        seen = torch.ones((1, mask.queries, mask.keys), dtype=torch.bool)
-    else:
-        ragged = mask.ragged
-        owner_q, position_q = _places(ragged.rows_q, ragged.starts_q, mask.batch, mask.queries)
-        owner_k, position_k = _places(ragged.rows_k, ragged.starts_k, mask.batch, mask.keys)
-        seen = (owner_q[:, :, None] == owner_k[:, None, :]) & (owner_q >= 0)[:, :, None]
-        ahead = F.pad(ragged.starts_k.diff() - ragged.starts_q.diff(), (0, 1))  # the last for rows of none
-        position_q = position_q + ahead[owner_q]
-    offset = position_k[:, None, :] - position_q[:, :, None]
-    seen &= window_band(mask.window, mask.causal).allows(offset)
-    return seen[:, None]
+    """Which key each query sees: bool (B, 1, queries, keys)."""
+    return mask.formed()[..., : mask.keys]
 
 
-def _places(rows: Any, starts: torch.Tensor, batch: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of each row of (batch, length) its sequence, −1 for none, and its place in it."""
-    packed = torch.arange(batch * length if rows is None else rows[0].shape[0])
-    owner = torch.bucketize(packed, starts[1:], right=True)
-    place = packed - starts[owner]
-    if rows is None:
-        return owner.view(batch, length), place.view(batch, length)
-    full = packed.new_full((2, batch, length), -1)
-    full[0][rows], full[1][rows] = owner, place
-    return full[0], full[1]
+def packed_causal(documents: torch.Tensor) -> Any:
+    """The mask function of sequences packed in a row."""
+    return and_masks(causal_mask_function, packed_sequence_mask_function(documents))

@@ -23,7 +23,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 from tilewise import checks
 from tilewise.cpu import dropout
@@ -162,20 +161,8 @@ def flash_attn_varlen_func(
         checks.tensor(name, starts, shape=("batch + 1",), dtypes=checks.INTEGERS)
     if block_table is not None:
         block_table = rows("block_table", block_table, ("batch", "blocks a sequence"))
-    # `attention_varlen` takes rows after the last sequence where it does not see the lengths, and nowhere else.
-    nobodys = q.shape[0] - _end(cu_seqlens_q, q)
-    used_k = _end(cu_seqlens_k, k) if block_table is None else k.shape[0]
-    inputs = Inputs(
-        q[: q.shape[0] - nobodys],
-        k[:used_k],
-        v[:used_k],
-        alibi_slopes,
-        learnable_sink,
-        cu_seqlens_q,
-        cu_seqlens_k,
-        block_table,
-    )
-    return _attend(inputs, asked, dropout_p, deterministic, return_attn_probs, nobodys)
+    inputs = Inputs(q, k, v, alibi_slopes, learnable_sink, cu_seqlens_q, cu_seqlens_k, block_table)
+    return _attend(inputs, asked, dropout_p, deterministic, return_attn_probs)
 
 
 def flash_attn_varlen_kvpacked_func(
@@ -230,29 +217,15 @@ def _unpacked(name: str, x: Any, shape: tuple[int | str, ...]) -> tuple[torch.Te
     return checks.tensor(name, x, shape=shape).unbind(-3)
 
 
-def _end(starts: torch.Tensor, x: torch.Tensor) -> int:
-    """Where the last sequence ends, as far as that is known without waiting; else all of x."""
-    known = starts.device.type == "cpu" and len(starts) > 0 and not torch.compiler.is_compiling()
-    return min(max(0, int(starts[-1])), x.shape[0]) if known else x.shape[0]
-
-
 def _attend(
-    inputs: Inputs,
-    asked: ScoreOptions,
-    dropout_p: float,
-    deterministic: bool,
-    return_attn_probs: bool,
-    nobodys: int = 0,
+    inputs: Inputs, asked: ScoreOptions, dropout_p: float, deterministic: bool, return_attn_probs: bool
 ) -> Result:
-    """The result in flash_attn's form; nobodys: rows to add behind the last sequence."""
+    """The result in flash_attn's form."""
     checks.flag("deterministic", deterministic)
     checks.flag("return_attn_probs", return_attn_probs)
     seed = dropout.drawn(checks.number("dropout_p", dropout_p, 0.0), None, inputs.q)
     rest = {"dropout_p": dropout_p, "dropout_seed": seed, "deterministic": deterministic}
     o, lse = attend(inputs, asked, return_attn_probs, **rest)
-    if nobodys:
-        o = F.pad(o, (0, 0, 0, 0, 0, nobodys))
-        lse = None if lse is None else F.pad(lse, (0, nobodys))
     if lse is None:
         return o
     signs = o.new_empty(0) if seed is None else dropped_signs(inputs, dropout.Dropout(dropout_p, int(seed)))

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from tilewise import checks
+from tilewise.gpu.abi import FP8
 from tilewise.scores import ScoreOptions, Window
 
 NO_WINDOW = (-1, -1)
@@ -32,6 +33,29 @@ def _window(window_size: Any) -> Window | None:
     sides = [checks.integer("window_size", side) for side in (left, right)]
     left, right = (None if side < 0 else side for side in sides)
     return None if left is None and right is None else (left, right)
+
+
+def more_asked_of(q: torch.Tensor, attention_chunk: Any, descales: Sequence[torch.Tensor | None]) -> dict[str, Any]:
+    """What FlashAttention-3's calls take beyond flash_attn 2's, under the names of `tilewise.attention`.
+
+    attention_chunk: 0 for none. descales: of q, k and v, left unread where these are not FP8.
+    """
+    given = zip(("q_descale", "k_descale", "v_descale"), descales, strict=True)
+    chunk = checks.integer("attention_chunk", attention_chunk, 0) or None
+    return {"chunk": chunk, **(dict(given) if q.dtype == FP8 else {})}
+
+
+def rows_of_qv(qv: Any, q: torch.Tensor, v: torch.Tensor) -> torch.Tensor | None:
+    """The second query: as q, with v's head_dim."""
+    return None if qv is None else rows("qv", qv, (*q.shape[:-1], v.shape[-1]))
+
+
+def check_tuning(num_splits: Any, pack_gqa: Any, sm_margin: Any) -> None:
+    """How FlashAttention-3 is to cut its work: nothing that changes a result."""
+    checks.integer("num_splits", num_splits, 0)
+    checks.integer("sm_margin", sm_margin, 0)
+    if pack_gqa is not None:
+        checks.flag("pack_gqa", pack_gqa)
 
 
 def check_sink(learnable_sink: Any, q: torch.Tensor) -> None:

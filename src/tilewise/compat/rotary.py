@@ -6,6 +6,8 @@ import torch
 
 from tilewise import checks
 
+from .inputs import sequence_of
+
 
 def apply_rotary_emb(
     x: torch.Tensor,
@@ -44,10 +46,8 @@ def apply_rotary_emb(
     if cu_seqlens is None:
         positions = offsets[:, None] + torch.arange(x.shape[1], device=x.device)
     else:
-        token = torch.arange(x.shape[0], device=x.device)
-        # Tokens after the last sequence belong to none; those of the last one take them along.
-        sequence = (torch.searchsorted(cu_seqlens.long(), token, right=True) - 1).clamp_max(batch - 1)
-        positions = token - cu_seqlens.long()[sequence] + offsets[sequence]
+        sequence = sequence_of(cu_seqlens, x.shape[0])
+        positions = torch.arange(x.shape[0], device=x.device) - cu_seqlens.long()[sequence] + offsets[sequence]
     check_positions("cos", cos, positions)
     turned = turn(x, cos[positions], sin[positions], interleaved)
     return x.copy_(turned) if inplace else turned
@@ -65,10 +65,11 @@ def turn(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: boo
 
 
 def check_tables(cos_name: str, cos: torch.Tensor, sin_name: str, sin: torch.Tensor, x: torch.Tensor) -> None:
-    """Tables (positions, rotary_dim / 2) for x (..., head_dim)."""
+    """Tables (positions, rotary_dim / 2) for x (..., head_dim), whose dtype, FP8 too, they may have."""
     shape = ("positions", "rotary_dim / 2")
-    checks.tensor(cos_name, cos, shape=shape, dtypes=checks.FLOATS, device=x.device)
-    checks.tensor(sin_name, sin, shape=tuple(cos.shape), dtypes=checks.FLOATS, device=x.device)
+    dtypes = (*checks.FLOATS, x.dtype)
+    checks.tensor(cos_name, cos, shape=shape, dtypes=dtypes, device=x.device)
+    checks.tensor(sin_name, sin, shape=tuple(cos.shape), dtypes=dtypes, device=x.device)
     if 2 * cos.shape[1] > x.shape[-1]:
         raise ValueError(f"{cos_name} must turn at most head_dim {x.shape[-1]} channels, got {2 * cos.shape[1]}")
 

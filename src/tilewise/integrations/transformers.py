@@ -4,14 +4,15 @@
     model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="tilewise", dtype=torch.bfloat16)
 
 A model makes its masks once a forward pass and calls attention once a layer, so a function for each is registered.
-`make_mask` reads what the model asked for (causal, window, padding, packed sequences, how much of a static cache is
-filled) and finds the rows of each sequence; `attention_forward` runs `tilewise.attention`, or, where rows are missing
-or packed, `tilewise.attention_varlen` over the rows that are there. No mask is ever formed. As in eager attention, the
-mask is what counts: a model's `is_causal` and `sliding_window` are looked at only where it made no mask.
+`make_mask` reads what the model asked for (causal, window, chunk, padding, packed sequences, how much of a static cache
+is filled) and finds the rows of each sequence; `attention_forward` runs `tilewise.attention`, or, where rows are
+missing or packed, `tilewise.attention_varlen` over the rows that are there. No mask is formed, unless for a model that
+looks at it to choose keys for each query. As in eager attention, the mask is what counts: a model's `is_causal` and
+`sliding_window` are looked at only where it made no mask.
 
 Padded queries of a causal or windowed mask give 0. Of a mask without either, every query is computed: nothing tells a
-padded query from one of a cross-attention. What a mask says beyond this (image tokens that see each other, chunks,
-masks of one's own) raises NotImplementedError.
+padded query from one of a cross-attention. What a mask says beyond this (image tokens that see each other, masks of
+one's own) raises NotImplementedError.
 
 Training is the same calls: they have gradients of q, k, v and of sinks, also over padding and packed sequences.
 """
@@ -26,7 +27,7 @@ import torch.nn.functional as F
 
 from .. import api, checks
 from .extras import extra
-from .transformers_mask import INSTEAD, Mask, mask_of_flags, with_given_sequences
+from .transformers_mask import INSTEAD, Mask, chosen_keys, mask_of_flags, with_given_sequences
 from .transformers_tree import TreeMask, attend_tree, mask_of_pass
 from .transformers_tree import training_tree as training_tree
 
@@ -68,13 +69,15 @@ def attention_forward(
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
+    indices: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """Attention of one layer, for transformers' AttentionInterface.
 
     query: (B, Hq, Nq, D); key: (B, Hkv, Nk, D); value: (B, Hkv, Nk, Dv). attention_mask: what `make_mask` made, a
     (B, Nk) bool or int with 0 for padding, or None. is_causal (of the module if None) and sliding_window: looked at
-    where no Mask is given. softcap, dropout, s_aux or sinks (Hq,): as in `tilewise.attention`. cu_seq_lens_q,
+    where no Mask is given. softcap, dropout, s_aux or sinks (Hq,): as in `tilewise.attention`. indices: (B, Nq, n), the
+    keys that each query may see beside what the mask says, as DeepSeek's sparse attention chooses them. cu_seq_lens_q,
     cu_seq_lens_k: sequences packed in one batch row.
 
     Returns (B, Nq, Hq, Dv) and None: attention weights are never formed. float32, bfloat16 and float16 are served.
@@ -103,7 +106,8 @@ def attention_forward(
     k, v = k[:, : mask.keys], v[:, : mask.keys]
     sinks = s_aux if sinks is None else sinks
     scale = head_dim**-0.5 if scaling is None else scaling
-    o = _attend(q, k, v, mask, scale, softcap or 0.0, sinks, dropout)
+    chosen = None if indices is None else chosen_keys(indices, mask)
+    o = _attend(q, k, v, mask, scale, softcap or 0.0, sinks, dropout, chosen)
     return o[..., :value_dim], None
 
 
@@ -116,11 +120,16 @@ def _attend(
     softcap: float,
     sinks: torch.Tensor | None,
     dropout: float,
+    chosen: torch.Tensor | None,
 ) -> torch.Tensor:
-    """The kernels: q (B, Nq, Hq, D), k, v (B, keys, Hkv, D) -> (B, Nq, Hq, D); rows of no sequence give 0."""
+    """The kernels: q (B, Nq, Hq, D), k, v (B, keys, Hkv, D) -> (B, Nq, Hq, D); rows of no sequence give 0.
+
+    chosen: which keys each query may see, bool (sequences, queries of one, keys of one), or None for all.
+    """
     options: dict[str, Any] = {
         "causal": mask.causal, "window": mask.window, "scale": scale, "softcap": softcap, "sinks": sinks,
-        "dropout_p": dropout,
+        "dropout_p": dropout, "chunk": mask.chunk or None,
+        "mask": None if chosen is None else lambda b, h, q, k: chosen[b, q, k],
     }  # fmt: skip
     ragged = mask.ragged
     if ragged is None:

@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 import torch
 import torch.nn.functional as F
 
+from tilewise.plan.tiles import window_band
 from tilewise.scores import Window
 
 from .. import checks
@@ -54,10 +55,10 @@ class Mask:
     """What the queries of a forward pass see, as models carry it from `make_mask` to `attention_forward`.
 
     batch, queries, kv_length: the sizes of q, and of k as the cache hands it over; keys: how many of these are filled.
-    causal, window: as in `tilewise.attention`, bottom-right over the keys of each sequence. ragged: the sequences, None
-    for one in each batch row, without padding.
+    causal, window, chunk: as in `tilewise.attention`, bottom-right over the keys of each sequence. ragged: the
+    sequences, None for one in each batch row, without padding.
 
-    It passes for a tensor as far as moving it goes. A model that computes with its mask is told that it cannot.
+    It passes for a tensor as far as moving and indexing it goes. A model that computes with it is told that it cannot.
     """
 
     batch: int
@@ -67,6 +68,8 @@ class Mask:
     causal: bool
     window: Window | None
     ragged: Ragged | None = None
+    chunk: int = 0
+    device: torch.device | str = "cpu"
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
@@ -77,7 +80,8 @@ class Mask:
         return 4
 
     def to(self, *args: Any, **kwargs: Any) -> Mask:
-        return self if self.ragged is None else replace(self, ragged=self.ragged.to(*args, **kwargs))
+        device = torch.empty(0, device=self.device).to(*args, **kwargs).device
+        return replace(self, ragged=None if self.ragged is None else self.ragged.to(*args, **kwargs), device=device)
 
     def contiguous(self) -> Mask:
         return self
@@ -85,37 +89,79 @@ class Mask:
     def __getattr__(self, name: str) -> NoReturn:
         raise AttributeError(f"the attention mask of Tilewise is no tensor and has no {name!r}; {INSTEAD}")
 
-    def __getitem__(self, _: Any) -> NoReturn:
-        raise _cannot_compute("indexes")
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        """Of the mask as a tensor, bool (batch, 1, queries, kv_length), which is formed here: for models that choose
+        keys by it."""
+        return self.formed()[index]
+
+    def formed(self) -> torch.Tensor:
+        """What each query sees, bool (batch, 1, queries, kv_length)."""
+        owner_q, place_q = self._places("q", self.queries)
+        owner_k, place_k = self._places("k", self.keys)
+        if self.ragged is None:
+            at = place_q + self.keys - self.queries
+        else:
+            ahead = F.pad(
+                self.ragged.starts_k.diff() - self.ragged.starts_q.diff(), (0, 1)
+            )  # the last for rows of none
+            at = place_q + ahead[owner_q]
+        at, key = at[..., None], place_k[:, None, :]
+        seen = (owner_q[..., None] == owner_k[:, None, :]) & (owner_q >= 0)[..., None]
+        seen &= window_band(self.window, self.causal).allows(key - at)
+        if self.chunk:
+            seen &= key // self.chunk == at // self.chunk
+        return F.pad(seen, (0, self.kv_length - self.keys))[:, None]
+
+    def _places(self, side: str, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of each row of (batch, length) its sequence, −1 for none, and its place in it."""
+        if self.ragged is None:
+            owner = torch.arange(self.batch, device=self.device)[:, None].expand(self.batch, length)
+            return owner, torch.arange(length, device=self.device).expand(self.batch, length)
+        rows, starts = (getattr(self.ragged, f"{name}_{side}") for name in ("rows", "starts"))
+        packed = torch.arange(self.batch * length if rows is None else len(rows[0]), device=starts.device)
+        owner = torch.bucketize(packed, starts[1:], right=True)
+        place = packed - starts[owner]
+        if rows is None:
+            return owner.view(self.batch, length), place.view(self.batch, length)
+        full = packed.new_full((2, self.batch, length), -1)
+        full[0][rows], full[1][rows] = owner, place
+        return full[0], full[1]
 
     @classmethod
     def __torch_function__(cls, function: Any, *_: Any, **__: Any) -> NoReturn:
-        raise _cannot_compute(f"computes ({getattr(function, '__name__', function)}) with")
-
-
-def _cannot_compute(what: str) -> NotImplementedError:
-    return NotImplementedError(f"this model {what} its attention mask, which Tilewise never forms; {INSTEAD}")
+        name = getattr(function, "__name__", function)
+        raise NotImplementedError(
+            f"this model computes ({name}) with its attention mask, which Tilewise does not form; {INSTEAD}"
+        )
 
 
 @dataclass(frozen=True, eq=False)
 class Pattern:
-    """A mask function as it was read: causal, window as in `tilewise.attention`, and for packed sequences the number
-    of the sequence that each token belongs to, (B, N)."""
+    """A mask function as it was read: causal, window as in `tilewise.attention`; for packed sequences the number of the
+    sequence that each token belongs to, documents (B, N); for blocks of positions their size, chunk, and where those of
+    each batch row begin, begins (B,)."""
 
     causal: bool = False
     window: Window | None = None
     documents: torch.Tensor | None = None
+    chunk: int = 0
+    begins: torch.Tensor | None = None
 
     def narrowed(self, other: Pattern) -> Pattern:
         """What is seen by both."""
         if self.documents is not None and other.documents is not None:
             raise NotImplementedError(f"mask_function packs sequences twice; {INSTEAD}")
+        if self.chunk and other.chunk:
+            raise NotImplementedError(f"mask_function cuts positions into chunks twice; {INSTEAD}")
+        chunked = other if other.chunk else self
         windows = [p.window for p in (self, other) if p.window is not None]
         sides = [[side for side in sides if side is not None] for sides in zip(*windows, strict=True)]
         return Pattern(
             self.causal or other.causal,
             (min(sides[0], default=None), min(sides[1], default=None)) if windows else None,
             other.documents if self.documents is None else self.documents,
+            chunked.chunk,
+            chunked.begins,
         )
 
 
@@ -143,15 +189,11 @@ def read_pattern(mask_function: Callable[..., Any], end: int) -> Pattern:
             return Pattern(window=(size, size))
         case "packed_sequence_mask_function", {"packed_sequence_mask": torch.Tensor() as documents}:
             return Pattern(documents=documents)
-        case "chunked_overlay", {"chunk_size": int(size)}:
-            if end <= size:  # all in the first chunk
-                return Pattern()
-            raise NotImplementedError(
-                f"chunked attention is served up to the length of a chunk, {size} tokens, got {end}; {INSTEAD}"
-            )
+        case "chunked_overlay", {"chunk_size": int(size), "left_padding": torch.Tensor() as begins}:
+            return Pattern() if end <= size else Pattern(chunk=size, begins=begins)  # else all in the first chunk
     raise NotImplementedError(
         f"mask_function {_name(mask_function)} (an or_mask_function or and_mask_function of the model) is not served: "
-        f"masks are causal, windowed, padded or packed; {INSTEAD}"
+        f"masks are causal, windowed, chunked, padded or packed; {INSTEAD}"
     )
 
 
@@ -213,9 +255,9 @@ def make_mask(
         raise ValueError(
             f"the keys must reach to position {end} like the queries, got {kv_length} of them from {kv_offset}"
         )
-    if pattern.window is not None and kv_offset + keys != end:
+    if (pattern.window is not None or pattern.chunk) and kv_offset + keys != end:
         raise NotImplementedError(
-            f"a window needs the last query at the last key's position, got queries to {end} and keys to "
+            f"a window or a chunk needs the last query at the last key's position, got queries to {end} and keys to "
             f"{kv_offset + keys}; {INSTEAD}"
         )
     there = None
@@ -226,8 +268,22 @@ def make_mask(
             )
         there = attention_mask[:, kv_offset : kv_offset + keys].to(device=device, dtype=torch.bool)
         there = F.pad(there, (0, keys - there.shape[1]))
-    mask = Mask(batch_size, q_length, keys, kv_length, pattern.causal, pattern.window)
+    if pattern.chunk:
+        there = _in_chunks(pattern, there, int(q_offset), kv_offset + torch.arange(keys, device=device))
+    mask = Mask(batch_size, q_length, keys, kv_length, pattern.causal, pattern.window, None, pattern.chunk, device)
     return with_sequences(mask, there, pattern.documents)
+
+
+def _in_chunks(pattern: Pattern, there: torch.Tensor | None, first: int, positions: torch.Tensor) -> torch.Tensor:
+    """`there` without keys before the chunk of the first query, at position `first`: what is left begins with a chunk,
+    as a kernel counts them. positions: of the keys."""
+    if pattern.documents is not None:
+        raise NotImplementedError(f"chunked attention over packed sequences is not served; {INSTEAD}")
+    assert pattern.begins is not None
+    begins = pattern.begins.to(positions.device)[:, None]
+    chunk = begins + (first - begins).clamp_min(0) // pattern.chunk * pattern.chunk
+    near = positions >= chunk
+    return near if there is None else there & near
 
 
 def with_sequences(mask: Mask, there: torch.Tensor | None, documents: torch.Tensor | None) -> Mask:
@@ -256,14 +312,17 @@ def with_sequences(mask: Mask, there: torch.Tensor | None, documents: torch.Tens
         owner = first.flatten().cumsum(0).view(batch, keys) - 1
         sequences = int(first.sum())
     rows_k = _rows(there)
-    if rows_k is not None and mask.window is not None:
+    if rows_k is not None and (mask.window is not None or mask.chunk):
         same = owner[rows_k].diff() == 0
         if bool((same & (rows_k[1].diff() != 1)).any()):
             raise NotImplementedError(
-                f"attention_mask has padding between the tokens of a sequence, where a window cannot be told; {INSTEAD}"
+                f"attention_mask has padding between the tokens of a sequence, where no window and no chunk can "
+                f"be told; {INSTEAD}"
             )
     starts_k = _starts(owner, rows_k, sequences)
-    if documents is None and not mask.causal and mask.window is None:  # it may be a cross-attention: all queries count
+    if documents is None and not (
+        mask.causal or mask.window or mask.chunk
+    ):  # it may be a cross-attention: all queries count
         starts_q = torch.arange(batch + 1, device=owner.device, dtype=torch.int32) * queries
         return replace(mask, ragged=Ragged(None, rows_k, starts_q, starts_k))
     if queries > keys:
@@ -296,7 +355,7 @@ def mask_of_flags(
     if sliding_window is not None:
         reach = checks.integer("sliding_window", sliding_window, 1) - 1
         window = (reach, None if causal else reach)
-    mask = Mask(batch, queries, keys, keys, causal, window)
+    mask = Mask(batch, queries, keys, keys, causal, window, device=query.device)
     if padding is None:
         return mask
     if not isinstance(padding, torch.Tensor):
@@ -322,3 +381,24 @@ def with_given_sequences(mask: Mask, starts_q: torch.Tensor | None, starts_k: to
             + (" and padding" if mask.ragged is not None else "")
         )
     return replace(mask, ragged=Ragged(None, None, starts_q, starts_k))
+
+
+def chosen_keys(indices: torch.Tensor, mask: Mask) -> torch.Tensor:
+    """`indices` (batch, queries, n), the keys that each query may see, −1 for none, as bools over the rows of each
+    sequence: (sequences, queries of the longest, keys of the longest) or more."""
+    shape = (mask.batch, mask.queries, "keys")
+    checks.tensor("indices", indices, shape=shape, dtypes=checks.INTEGERS)
+    places = torch.where(indices < 0, mask.kv_length, indices).long()  # one place more, for none
+    chosen = places.new_zeros((mask.batch, mask.queries, mask.kv_length + 1), dtype=torch.bool)
+    chosen = chosen.scatter_(-1, places, True)[..., : mask.keys]
+    if mask.ragged is None:
+        return chosen
+    if len(mask.ragged.starts_q) - 1 != mask.batch:
+        raise NotImplementedError(f"indices over packed sequences are not served; {INSTEAD}")
+    for dim, rows in ((1, mask.ragged.rows_q), (2, mask.ragged.rows_k)):
+        if rows is not None:  # a sequence's rows first, in their order
+            none = torch.ones((mask.batch, chosen.shape[dim]), dtype=torch.uint8, device=chosen.device)
+            none[rows] = 0
+            order = none.argsort(dim=-1, stable=True)
+            chosen = chosen.gather(dim, (order[:, :, None] if dim == 1 else order[:, None]).expand_as(chosen))
+    return chosen

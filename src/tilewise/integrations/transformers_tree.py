@@ -87,6 +87,10 @@ def mask_of_pass(batch_size: int, q_length: int, kv_length: int, *args: Any, **g
     pattern = read_pattern(
         given.get("mask_function", causal_mask_function), q_length
     )  # restarting positions look like documents
+    if pattern.chunk:
+        raise NotImplementedError(
+            f"this model's attention keeps to chunks of positions, which a tree has none of; {INSTEAD}"
+        )
     if not pattern.causal:
         raise NotImplementedError(f"this model's attention is not causal, and that over a tree is; {INSTEAD}")
     here.asked = True

@@ -7,26 +7,31 @@ which hands queries, keys and values of each layer to the step (steps.py) that c
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from transformers import AttentionInterface, PreTrainedModel
 
-from ..integrations.transformers import as_autocast
+from ..integrations.transformers import as_autocast, refuse_unserved
 from ..plan import Window
+from ..scores import DecodeOptions
+from . import latent
 from .compiled import Heads, Segments, compiled_calls, fits
 from .steps import Step
 
 # Registered for attention alone: for a name that has no mask function, transformers makes no mask, and so does not look
 # at position ids on the host to make one, which a graph capture would not survive.
 NAME = "tilewise_serving"
-LAYER_TYPES = ("full_attention", "sliding_attention")
+LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
 LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
 
 # Forward passes under way, by the id of what is different during them: how many, and what it was before them.
+MISSING = object()
 _lock = threading.Lock()
 _under_way: dict[int, tuple[int, Any]] = {}
 
@@ -43,9 +48,11 @@ def attention(
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
     tilewise_step: Step | None = None,
-    **_: Any,
+    tilewise_shape: ModelShape | None = None,
+    **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attention of one layer over packed tokens: query (1, Hq, T, D), key and value (1, Hkv, T, D) -> (1, T, Hq, D)."""
+    """Attention of one layer over packed tokens: query (1, Hq, T, D), key (1, Hkv, T, D), value (1, Hkv, T, Dv) ->
+    (1, T, Hq, Dv). A layer with fewer KV heads or channels than the cache has room for is widened to it."""
     if tilewise_step is None:
         raise RuntimeError(f'attention implementation "{NAME}" serves tilewise.Engine alone; set another for this call')
     if attention_mask is not None:
@@ -53,11 +60,41 @@ def attention(
             f"{type(module).__name__} brings an attention mask of its own; tilewise.generate serves causal attention "
             "with or without a sliding window; use model.generate"
         )
+    refuse_unserved(kwargs)
+    assert tilewise_shape is not None  # it comes along with the step
+    _check_temperature(module, query.shape[2])
     window: Window | None = None if sliding_window is None else (sliding_window - 1, 0)
     q, k, v = (x[0].transpose(0, 1) for x in as_autocast((query, key, value)))
     layer: int = module.layer_idx  # type: ignore[assignment]
+    heads, head_dim, value_dim = tilewise_shape.kv_heads, tilewise_shape.head_dim, v.shape[-1]
+    scaling = q.shape[-1] ** -0.5 if scaling is None else scaling
+    if tilewise_shape.shared_kv:
+        options: DecodeOptions = {"scale": scaling, "softcap": softcap or 0.0, "sinks": s_aux}
+        return latent.attend(module, q, k, partial(tilewise_step.attend, layer, window=window, **options))[None], None
+    q, k, v = _widened(q, q.shape[1], head_dim), _widened(k, heads, head_dim), _widened(v, heads, head_dim)
     o = tilewise_step.attend(layer, q, k, v, window=window, scale=scaling, softcap=softcap or 0.0, sinks=s_aux)
-    return o[None], None
+    return o[None, ..., :value_dim], None
+
+
+def _widened(x: torch.Tensor, heads: int, head_dim: int) -> torch.Tensor:
+    """x (T, H, D) as (T, heads, head_dim): each head as often as it must be, zeros in further channels, which change no
+    score and no value. What fits into no such shape stays as it is, for the step to refuse."""
+    _, given, channels = x.shape
+    if given != heads and heads % given == 0:
+        x = x.repeat_interleave(heads // given, 1)
+    return F.pad(x, (0, head_dim - channels)) if channels < head_dim else x
+
+
+def _check_temperature(module: torch.nn.Module, tokens: int) -> None:
+    """Llama 4 scales queries by where they stand among the tokens of a pass, as if these were one sequence. Up to
+    floor_scale of them the scale is 1, wherever they stand."""
+    if getattr(module, "attn_temperature_tuning", False) and not getattr(module, "use_rope", True):
+        most: int = module.floor_scale  # type: ignore[assignment]
+        if tokens >= most:
+            raise NotImplementedError(
+                f"{type(module).__name__} scales queries by their place among the tokens of a pass, which then must be "
+                f"fewer than {most}, got {tokens}; give the engine a smaller prefill_chunk"
+            )
 
 
 AttentionInterface.register(NAME, torch.compiler.disable(attention))  # a step is no part of a compiled graph
@@ -65,7 +102,11 @@ AttentionInterface.register(NAME, torch.compiler.disable(attention))  # a step i
 
 @dataclass(frozen=True)
 class ModelShape:
-    """What the engine has to know of a model; `end_tokens` are those that end a sequence, by its own settings."""
+    """What the engine has to know of a model; `end_tokens` are those that end a sequence, by its own settings.
+
+    kv_heads, head_dim: that the cache has room for, the most of any layer. positions: how long a sequence may be.
+    shared_kv: the cache has latent rows (latent.py). value_dim: channels of a value, 0 for head_dim.
+    """
 
     layers: int
     heads: int
@@ -76,6 +117,8 @@ class ModelShape:
     end_tokens: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
+    value_dim: int = 0
+    shared_kv: bool = False
 
 
 class ServedModel:
@@ -95,7 +138,9 @@ class ServedModel:
         configs = {id(c): c for c in (model.config, model.config.get_text_config())}.values()
         self._swapped: list[tuple[Any, str, Any]] = [(c, "_attn_implementation_internal", NAME) for c in configs]
         self._check_served()
-        shape = self.shape = self._read_shape()
+        layers = latent.layers_of(model)
+        shape = self.shape = self._read_shape(layers)
+        self._swapped += [(layer, "expand_kv", latent.unexpanded) for layer in layers]
         self._segments: Segments | None = None
         heads = Heads(shape.heads, shape.kv_heads, shape.head_dim)
         if compile and fits(model, heads):
@@ -117,6 +162,7 @@ class ServedModel:
                 use_cache=False,
                 logits_to_keep=0 if keep is None else keep,
                 tilewise_step=step,
+                tilewise_shape=self.shape,
             ).logits
         return logits[0]
 
@@ -125,7 +171,7 @@ class ServedModel:
         """Tilewise's attention for the time of a forward pass, set behind the property, which walks all sub-configs."""
         with _lock:
             for owner, name, value in self._swapped:
-                passes, before = _under_way.get(id(owner), (0, getattr(owner, name)))
+                passes, before = _under_way.get(id(owner), (0, vars(owner).get(name, MISSING)))
                 _under_way[id(owner)] = passes + 1, before
                 setattr(owner, name, value)
         try:
@@ -136,6 +182,8 @@ class ServedModel:
                     passes, before = _under_way.pop(id(owner))
                     if passes > 1:
                         _under_way[id(owner)] = passes - 1, before
+                    elif before is MISSING:
+                        delattr(owner, name)  # its class's is back
                     else:
                         setattr(owner, name, before)
 
@@ -168,19 +216,47 @@ class ServedModel:
         if len(places) > 1:
             raise NotImplementedError(f"model lies on {len(places)} devices; one is served; {instead}")
 
-    def _read_shape(self) -> ModelShape:
+    def _read_shape(self, latent_layers: Sequence[Any]) -> ModelShape:
+        """latent_layers: those whose keys and values are kept as latent rows: all of the model's, or none."""
         model, config = self.model, self.model.config.get_text_config()
         heads = config.num_attention_heads
+        kv_heads, head_dim, value_dim = *_widest(config), 0
+        if latent_layers:
+            kv_heads, head_dim, value_dim = 1, config.kv_lora_rank + config.qk_rope_head_dim, config.kv_lora_rank
         settings = model.generation_config.eos_token_id if model.generation_config is not None else config.eos_token_id
         ends = settings if isinstance(settings, (list, tuple)) else [settings]
         return ModelShape(
             layers=config.num_hidden_layers,
             heads=heads,
-            kv_heads=getattr(config, "num_key_value_heads", None) or heads,
-            head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
+            kv_heads=kv_heads,
+            head_dim=head_dim,
             vocab=config.vocab_size,
-            positions=getattr(config, "max_position_embeddings", None) or 2**31,
+            positions=_positions(config),
             end_tokens=tuple(int(end) for end in ends if end is not None),
             dtype=model.dtype,
             device=model.device,
+            value_dim=value_dim,
+            shared_kv=bool(latent_layers),
         )
+
+
+def _widest(config: Any) -> tuple[int, int]:
+    """The most KV heads, and the most channels of a head, that a layer has."""
+    heads = config.num_attention_heads
+    if getattr(config, "kv_lora_rank", None):  # multi-head latent attention, as its layers hand it over
+        return heads, max(config.qk_nope_head_dim + config.qk_rope_head_dim, config.v_head_dim)
+    layers = getattr(config, "per_layer_config", None)
+    configs = [config] if layers is None else [layers[n] for n in range(config.num_hidden_layers)]
+    kv_heads = max(getattr(c, "num_key_value_heads", None) or heads for c in configs)
+    return kv_heads, max(getattr(c, "head_dim", None) or config.hidden_size // heads for c in configs)
+
+
+def _positions(config: Any) -> int:
+    """How long a sequence may be. Of Llama 4 no longer than a chunk: decoding has no chunks of positions; and not so
+    long that queries are scaled by their position."""
+    bounds = [getattr(config, "max_position_embeddings", None) or 2**31]
+    if "chunked_attention" in (getattr(config, "layer_types", None) or ()):
+        bounds.append(config.attention_chunk_size)
+    if getattr(config, "attn_temperature_tuning", False):
+        bounds.append(config.floor_scale - 1)
+    return min(bounds)

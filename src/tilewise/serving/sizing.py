@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from tilewise import checks
-from tilewise.formats import PLAIN
+from tilewise.formats import LATENT_FORMATS, PLAIN
 from tilewise.gpu import decode_kernels as decoding
 
 from ..kvcache import FORMATS, KVFormat
@@ -34,8 +34,9 @@ def affordable_pages(shape: ModelShape, kv_format: str | None, page_size: int, m
         memory = torch.cuda.mem_get_info(shape.device)[0] * 4 // 5
     elif memory is None:
         memory = _free_memory() // 2
-    form = KVFormat(format_of(shape, kv_format), shape.head_dim)
-    page = 2 * page_size * shape.layers * shape.kv_heads * form.bytes_per_token_head
+    name = format_of(shape, kv_format)
+    form = KVFormat(name, shape.head_dim, latent=shape.value_dim if shape.shared_kv and name in LATENT_FORMATS else 0)
+    page = (1 if shape.shared_kv else 2) * page_size * shape.layers * shape.kv_heads * form.bytes_per_token_head
     if checks.integer("memory", memory, 1) < page:
         raise ValueError(f"memory must hold at least one page of {page} bytes, got {memory}")
     return memory // page
@@ -78,7 +79,9 @@ def check_served(shape: ModelShape, kv_format: str, page_size: int) -> None:
         )
     if kv_format not in decoding.FORMATS:
         raise NotImplementedError(f"on a card kv_format {tuple(decoding.FORMATS)} is served, got {kv_format!r}")
-    if shape.head_dim not in decoding.HEAD_DIMS:
+    if shape.shared_kv and kv_format not in ("bf16", "fp16"):
+        raise NotImplementedError(f"on a card latent rows are bf16 or fp16, got kv_format {kv_format!r}")
+    if shape.head_dim not in decoding.HEAD_DIMS and not shape.shared_kv:
         raise NotImplementedError(
             f"on a card head_dim {decoding.HEAD_DIMS} is served, got {shape.head_dim}; move the model to the CPU"
         )

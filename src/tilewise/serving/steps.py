@@ -40,7 +40,8 @@ class Step(Protocol):
         rotary: Rotary | None = None,
         **options: Unpack[DecodeOptions],
     ) -> torch.Tensor:
-        """q (T, Hq, D), k and v (T, Hkv, D) of the step's tokens -> (T, Hq, D).
+        """q (T, Hq, D), k (T, Hkv, D) and v (T, Hkv, Dv) of the step's tokens -> (T, Hq, Dv); where a row of the cache
+        is both, v is the first channels of k.
 
         rotary: turn k by its tokens' positions as it is written, and q with it, in place.
         """
@@ -48,12 +49,17 @@ class Step(Protocol):
 
 def check_layer(cache: PagedKVCache, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
     """NotImplementedError for keys or values that are not as the model's configuration says all of them are."""
-    taken = (cache.num_kv_heads, cache.head_dim)
-    if k.shape[1:] != taken or v.shape[1:] != taken or layer >= cache.num_layers:
+    taken, values = (cache.num_kv_heads, cache.head_dim), (cache.num_kv_heads, cache.value_dim)
+    if k.shape[1:] != taken or v.shape[1:] != values or layer >= cache.num_layers:
         raise NotImplementedError(
             f"layer {layer} has keys of {tuple(k.shape[1:])} and values of {tuple(v.shape[1:])} heads and channels; "
             f"models whose {cache.num_layers} layers all have {taken} are served; use model.generate"
         )
+
+
+def stored(cache: PagedKVCache, v: torch.Tensor) -> torch.Tensor | None:
+    """The values that write() takes: none where a row is key and value at once."""
+    return None if cache.shared_kv else v
 
 
 class DecodeStep:
@@ -96,7 +102,8 @@ class DecodeStep:
     def write(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rotary: Rotary | None) -> None:
         """The new keys and values of a layer, turned by rotary, and q with them."""
         check_layer(self.cache, layer, k, v)
-        self.cache.write(layer, self.slots, k, v, rotary=rotary, q=None if rotary is None else q)
+        its = (k, stored(self.cache, v))
+        self.cache.write(layer, self.slots, *its, rotary=rotary, q=None if rotary is None else q)
 
     def plan(self, window: Window | None) -> DecodePlan:
         """Of the current step."""
@@ -175,7 +182,8 @@ class StandingRows:
         self.layers.add(layer)
         count = len(k) if self.slots.room else len(self.slots)  # places on a card have room for idle rows
         turned = None if rotary is None else q[:count]
-        self.cache.write(layer, self.slots, k[:count], v[:count], rotary=rotary, q=turned)
+        its = (k[:count], stored(self.cache, v[:count]))
+        self.cache.write(layer, self.slots, *its, rotary=rotary, q=turned)
         o: torch.Tensor
         if self.max_chunks:
             o = api.attend(q, self.cache, layer, self._plan(window), backend=self.backend, **options)
@@ -244,7 +252,7 @@ class MixedStep:
         for slots in self.parts:
             rows = slice(row, row + len(slots))
             turned = None if rotary is None else q[rows]
-            self.cache.write(layer, slots, k[rows], v[rows], rotary=rotary, q=turned)
+            self.cache.write(layer, slots, k[rows], stored(self.cache, v[rows]), rotary=rotary, q=turned)
             row = rows.stop
         if self.decode is not None:
             self.decode.write(layer, q[row:], k[row:], v[row:], rotary)

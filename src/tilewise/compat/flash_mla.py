@@ -1,0 +1,243 @@
+"""The decode calls of DeepSeek's FlashMLA, served by Tilewise: same names, arguments, defaults and shapes.
+
+    from tilewise.compat.flash_mla import flash_mla_with_kvcache, get_mla_metadata  # was: from flash_mla import …
+
+They attend over latent rows, `docs/guides/mla.md`: one KV head whose rows are keys, and whose first head_dim_v channels
+are values. What differs:
+
+- any number of heads and query tokens, pages of up to 256 tokens, head dimensions up to 576, float32 and float16 as
+  well as bfloat16 are taken; `indices` go with plain rows too, and an FP8 cache without `indices`;
+- an FP8 cache has rows of 656 bytes at (576, 512), or of the same kind at other sizes. DeepSeek-V4's rows of 584 bytes
+  are not served;
+- a plan of the work is made in the first call that is given a `FlashMLASchedMeta`, and kept in it for further layers
+  with the same block_table and cache_seqlens. On a GPU that first call waits to read both;
+- sequences whose block tables begin with the same pages share the reading of these.
+
+A row with no visible key gives output 0 and, as in FlashMLA, an LSE of +inf.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from tilewise import api, checks, state
+from tilewise.kvcache import PagedKVCache
+from tilewise.kvcache.foreign import over_other_pages
+from tilewise.plan import DecodePlan
+
+from .flash_options import as_flash_attn
+
+__all__ = ["FlashMLASchedMeta", "flash_mla_with_kvcache", "get_mla_metadata"]
+
+
+@dataclass(frozen=True)
+class Config:
+    """What calls that share a FlashMLASchedMeta have in common."""
+
+    b: int
+    s_q: int
+    h_q: int
+    page_block_size: int
+    h_k: int
+    causal: bool
+    is_fp8_kvcache: bool
+    topk: int | None
+    extra_page_block_size: int | None
+    extra_topk: int | None
+
+
+@dataclass
+class FlashMLASchedMeta:
+    """The plan of a decode step, empty until the first call that it is given to. Further calls with it are for layers
+    of the same step: of the same shapes and options, lengths and block table."""
+
+    have_initialized: bool = False
+    config: Config | None = None
+    tile_scheduler_metadata: torch.Tensor | None = None  # there; None here
+    num_splits: torch.Tensor | None = None
+    planned: Planned | None = field(default=None, repr=False)
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A cache, a plan of it, and what both were made of."""
+
+    cache: PagedKVCache
+    plan: DecodePlan
+    given: tuple[torch.Tensor, ...]
+    versions: tuple[Any, ...]
+
+    def holds(self, given: tuple[torch.Tensor, ...], k_cache: torch.Tensor) -> bool:
+        same = len(given) == len(self.given) and all(x is y for x, y in zip(given, self.given, strict=True))
+        return same and self.versions == _versions(given, k_cache)
+
+
+def _versions(given: tuple[torch.Tensor, ...], k_cache: torch.Tensor) -> tuple[Any, ...]:
+    """Of inference tensors, whose changes nobody counts, it is the caller's word that they are as they were."""
+    counted = (None if x.is_inference() else x._version for x in given)
+    return (*counted, tuple(k_cache.shape), k_cache.dtype)
+
+
+def get_mla_metadata(*args: Any, **kwargs: Any) -> tuple[FlashMLASchedMeta, None]:
+    """An empty FlashMLASchedMeta, and None. Arguments, which older versions had, are taken and left unread."""
+    return FlashMLASchedMeta(), None
+
+
+def flash_mla_with_kvcache(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    block_table: torch.Tensor | None,
+    cache_seqlens: torch.Tensor | None,
+    head_dim_v: int,
+    tile_scheduler_metadata: FlashMLASchedMeta,
+    num_splits: None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    is_fp8_kvcache: bool = False,
+    indices: torch.Tensor | None = None,
+    attn_sink: torch.Tensor | None = None,
+    extra_k_cache: torch.Tensor | None = None,
+    extra_indices_in_kvcache: torch.Tensor | None = None,
+    topk_length: torch.Tensor | None = None,
+    extra_topk_length: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention of new tokens, already in the cache, over latent rows.
+
+    q: (batch, seqlen_q, heads, head_dim). k_cache: (blocks, page_size, 1, head_dim); with is_fp8_kvcache rows of bytes,
+    (blocks, page_size, 1, 656) float8_e4m3fn or uint8. block_table: (batch, blocks a sequence) int32; cache_seqlens:
+    (batch,) int32, both None with `indices`. head_dim_v: the channels of a row that are values.
+    tile_scheduler_metadata: of `get_mla_metadata`; num_splits: None. softmax_scale: `head_dim ** -0.5` if None.
+    causal: the queries are a sequence's last tokens, and each sees those up to itself; else all of them.
+    indices: (batch, seqlen_q, n) int32, the rows that each query sees, as block · page_size + row in the block, −1 for
+    none. extra_k_cache, extra_indices_in_kvcache: a second cache, and the rows of it that are seen as well.
+    topk_length, extra_topk_length: (batch,), how many of a sequence's indices count. attn_sink: (heads,) float32, a
+    logit that joins the softmax's denominator of the output, not of the LSE.
+
+    Returns out (batch, seqlen_q, heads, head_dim_v) and the LSE (batch, heads, seqlen_q) float32.
+    """
+    meta = tile_scheduler_metadata
+    if not isinstance(meta, FlashMLASchedMeta):
+        raise TypeError(f"tile_scheduler_metadata must come from get_mla_metadata, got {type(meta).__name__}")
+    if num_splits is not None:
+        raise ValueError(f"num_splits must be None, as get_mla_metadata gives it, got {num_splits!r}")
+    checks.tensor("q", q, shape=("batch", "seqlen", "heads", "head_dim"), dtypes=checks.FLOATS)
+    _check_rows("k_cache", k_cache, q, checks.flag("is_fp8_kvcache", is_fp8_kvcache))
+    sparse = (attn_sink, extra_k_cache, extra_indices_in_kvcache, topk_length, extra_topk_length)
+    if indices is None:
+        _check_dense(sparse, block_table, cache_seqlens)
+    elif checks.flag("causal", causal):
+        raise ValueError("causal must be False with indices: they alone say what is seen")
+    if (extra_k_cache is None) != (extra_indices_in_kvcache is None):
+        raise ValueError("extra_k_cache and extra_indices_in_kvcache go together, got only one of them")
+    if extra_k_cache is not None:
+        _check_rows("extra_k_cache", extra_k_cache, q, is_fp8_kvcache)
+    if attn_sink is not None:
+        checks.tensor("attn_sink", attn_sink, shape=(q.shape[2],), dtypes=(torch.float32,), device=q.device)
+    batch, tokens, heads = q.shape[:3]
+    config = Config(
+        batch, tokens, heads, k_cache.shape[1], k_cache.shape[2], causal, is_fp8_kvcache, _last(indices),
+        None if extra_k_cache is None else extra_k_cache.shape[1], _last(extra_indices_in_kvcache),
+    )  # fmt: skip
+    if meta.config not in (None, config):
+        raise ValueError(f"tile_scheduler_metadata was first given to a call of {meta.config}, got {config}")
+
+    if indices is None:
+        assert block_table is not None
+        assert cache_seqlens is not None
+        o, lse = _dense(q, k_cache, (block_table, cache_seqlens), head_dim_v, meta, softmax_scale, causal)
+    else:
+        o, lse = _listed(q, k_cache, "indices", indices, topk_length, head_dim_v, softmax_scale)
+        if extra_k_cache is not None and extra_indices_in_kvcache is not None:
+            name = "extra_indices_in_kvcache"
+            its = (q, extra_k_cache, name, extra_indices_in_kvcache, extra_topk_length, head_dim_v, softmax_scale)
+            o, lse = state.merge(o.float(), lse, *(x.float() for x in _listed(*its)))
+        if attn_sink is not None:
+            o, _ = state.add_sinks(o, lse, attn_sink)
+        o = o.to(q.dtype)
+    meta.have_initialized, meta.config = True, config
+    return o, as_flash_attn(lse)
+
+
+def _dense(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    given: tuple[torch.Tensor, torch.Tensor],
+    value_dim: int,
+    meta: FlashMLASchedMeta,
+    scale: float | None,
+    causal: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """o (batch, tokens, heads, value_dim) and LSE (batch, heads, tokens) over the pages that a table names."""
+    batch, tokens, heads, head_dim = q.shape
+    if not causal:  # queries that see the same keys are no more than further heads
+        q = q.reshape(batch, 1, tokens * heads, head_dim)
+    known = meta.planned
+    if known is None or not known.holds(given, k_cache) or known.cache.value_dim != value_dim:
+        cache = _cache(k_cache, *given, value_dim)
+        plan = api.plan_decode(cache, list(range(batch)), num_heads=q.shape[2], tokens_per_seq=q.shape[1])
+        known = Planned(cache, plan, given, _versions(given, k_cache))
+    cache = over_other_pages(known.cache, k_cache)
+    o, lse = api.decode(q, cache, 0, known.plan, scale=scale, return_lse=True)
+    meta.planned = known
+    if not causal:
+        o = o.view(batch, tokens, heads, value_dim)
+        lse = lse.view(batch, tokens, heads).transpose(1, 2)
+    return o, lse
+
+
+def _listed(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    name: str,
+    indices: torch.Tensor,
+    counts: torch.Tensor | None,
+    value_dim: int,
+    scale: float | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same over the rows that `indices` names: positions in a sequence of all blocks in their order."""
+    batch, tokens, heads, _ = q.shape
+    shape = (batch, tokens, "n")
+    checks.tensor(name, indices, shape=shape, dtypes=(torch.int32,), device=q.device)
+    if counts is not None:
+        of = "topk_length" if name == "indices" else "extra_topk_length"
+        checks.tensor(of, counts, shape=(batch,), dtypes=checks.INTEGERS, device=q.device)
+        indices = indices.masked_fill(torch.arange(indices.shape[2], device=q.device) >= counts[:, None, None], -1)
+    blocks, page_size = k_cache.shape[:2]
+    table = torch.arange(blocks, dtype=torch.int32).expand(batch, blocks)
+    lengths = torch.full((batch,), blocks * page_size, dtype=torch.int32)
+    cache = _cache(k_cache, table.to(q.device), lengths.to(q.device), value_dim)
+    plan = api.plan_decode(cache, list(range(batch)), num_heads=heads, tokens_per_seq=tokens)
+    return api.decode(q, cache, 0, plan, scale=scale, indices=indices.contiguous(), return_lse=True)
+
+
+def _cache(k_cache: torch.Tensor, table: torch.Tensor, lengths: torch.Tensor, value_dim: int) -> PagedKVCache:
+    return PagedKVCache.from_pages(k_cache, None, table, lengths, value_dim=checks.integer("head_dim_v", value_dim, 1))
+
+
+def _check_rows(name: str, x: Any, q: torch.Tensor, fp8: bool) -> None:
+    bytes_ = (torch.float8_e4m3fn, torch.uint8)
+    dtypes = bytes_ if fp8 else checks.FLOATS
+    shape = ("blocks", "page_size", 1, "row" if fp8 else q.shape[-1])
+    checks.tensor(name, x, shape=shape, dtypes=dtypes, device=q.device)
+    if fp8 and q.shape[-1] == 512 and x.shape[-1] == 584:
+        raise NotImplementedError(
+            f"{name} has DeepSeek-V4's rows of 584 bytes, which are not served; use a bfloat16 cache"
+        )
+
+
+def _check_dense(sparse: tuple[Any, ...], block_table: Any, cache_seqlens: Any) -> None:
+    names = ("attn_sink", "extra_k_cache", "extra_indices_in_kvcache", "topk_length", "extra_topk_length")
+    for name, given in zip(names, sparse, strict=True):
+        if given is not None:
+            raise ValueError(f"{name} goes with indices, got none")
+    for name, given in (("block_table", block_table), ("cache_seqlens", cache_seqlens)):
+        if given is None:
+            raise ValueError(f"{name} must be given without indices, got None")
+        checks.tensor(name, given, dtypes=(torch.int32,))
+
+
+def _last(indices: Any) -> int | None:
+    return None if indices is None else checks.tensor("indices", indices).shape[-1]
