@@ -378,12 +378,13 @@ def _run_kernel(
     if isinstance(plan, StandingPlan):
         page_lists = partial(standing.batch_of, plan, pages)
     if v_parts is None:
+        run = _latent_kernel(tree, selected)
         given = (plan, q, pages.format, k_parts, page_lists, plan.lengths, o, lse, scores)
-        _latent_kernel(tree, selected)(*given, value_dim=pages.value_dim, indices=indices, room=plan.room)
+        run(*given, value_dim=pages.value_dim, indices=indices, room=plan.room)
     else:
         _check_apart(pages, indices)
-        given = (plan, q, pages.format, k_parts, v_parts, page_lists, plan.lengths, o, lse, scores)
-        kernel.run(*given, tree=tree, selected=selected, room=plan.room)
+        both = (plan, q, pages.format, k_parts, v_parts, page_lists, plan.lengths, o, lse, scores)
+        kernel.run(*both, tree=tree, selected=selected, room=plan.room)
     if out is not None and out is not o:
         o = out.copy_(o)
     return o if lse is None else (o, lse)
@@ -395,7 +396,7 @@ def _latent_kernel(tree: torch.Tensor | None, selected: torch.Tensor | None) -> 
         if given is not None:
             raise NotImplementedError(f"{name} has no kernel over a shared_kv cache; use CPU tensors and backend='cpu'")
     try:
-        from tilewise.gpu import mla
+        from tilewise.gpu import mla  # type: ignore[attr-defined, unused-ignore]
     except ImportError:
         raise NotImplementedError(
             "decode has no kernel over a shared_kv cache; use CPU tensors and backend='cpu'"
