@@ -351,9 +351,10 @@ def _decode_now(
     if sinks is not None:
         lse[:] = sinks[:, None]
     if count:
-        its: PagedOptions = {"tree_mask": None if tree is None else tree[:count], "backend": "cpu", **options}
-        its["indices"] = None if indices is None else indices[:count]
-        o[:count], lse[:count] = decode(q[:count], pages, layer, plan.now, return_lse=True, **its)
+        mask, its = (None if x is None else x[:count] for x in (tree, indices))
+        o[:count], lse[:count] = decode(
+            q[:count], pages, layer, plan.now, tree_mask=mask, indices=its, return_lse=True, backend="cpu", **options
+        )
     return o, lse
 
 

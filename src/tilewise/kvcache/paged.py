@@ -481,9 +481,13 @@ class PagedKVCache:
         if turn is None:
             return None
         checks.tensor("cos", turn.cos, device=self.device)
-        room = self.head_dim - self.value_dim if self.shared_kv else self.head_dim
-        if turn.rot_dim > room or slots.reach >= len(turn.cos):
-            turn.check(room, slots.host_positions)
+        if self.shared_kv and turn.rot_dim > self.head_dim - self.value_dim:
+            raise ValueError(
+                f"rotary turns {turn.rot_dim} channels but only {self.head_dim - self.value_dim} come after the "
+                f"{self.value_dim} that are values; cos must be narrower"
+            )
+        if turn.rot_dim > self.head_dim or slots.reach >= len(turn.cos):
+            turn.check(self.head_dim, slots.host_positions)
         if self._by_kernel and turn.cos.dtype != turn.sin.dtype:  # the kernel knows one dtype of tables
             return Rotary(turn.cos.float(), turn.sin.float(), turn.interleaved)
         return turn
