@@ -63,7 +63,7 @@ class KVFormat:
 
     def __post_init__(self) -> None:
         checks.choice("kv_format", self.name, FORMATS)
-        checks.integer("head_dim", self.head_dim, 1, 512)
+        checks.integer("head_dim", self.head_dim, 1, 576)
         checks.choice("group_size", checks.integer("group_size", self.group_size), GROUP_SIZES)
 
     @property

@@ -128,7 +128,8 @@ inline void spin() { emu::yield(); }
 // ---- ldmatrix, stmatrix -------------------------------------------------------------------------------------------
 inline void ldmatrix(uint32_t (&r)[4], uint32_t address) { emu::ldmatrix(r, address, false); }
 inline void ldmatrix_transposed(uint32_t (&r)[4], uint32_t address) { emu::ldmatrix(r, address, true); }
-inline void stmatrix(uint32_t address, const uint32_t (&r)[4]) { emu::stmatrix(address, r); }
+inline void stmatrix(uint32_t address, const uint32_t (&r)[4]) { emu::stmatrix(address, r, false); }
+inline void stmatrix_transposed(uint32_t address, const uint32_t (&r)[4]) { emu::stmatrix(address, r, true); }
 
 // ---- mma.sync -----------------------------------------------------------------------------------------------------
 template <class T> void mma_16x8x16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {

@@ -174,6 +174,12 @@ class DecodeArgs(ctypes.Structure):
     ]
 
 
+class MlaArgs(ctypes.Structure):
+    """mla/layout.cuh: MlaArgs."""
+
+    _fields_ = [("folds", ctypes.c_void_p)]
+
+
 class SmallSequence(ctypes.Structure):
     """decode/small_args.cuh: SmallSequence."""
 

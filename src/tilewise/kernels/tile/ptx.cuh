@@ -162,6 +162,13 @@ TILE_DEVICE void stmatrix(uint32_t address, const uint32_t (&r)[4]) {
                  : "memory");
 #endif
 }
+TILE_DEVICE void stmatrix_transposed(uint32_t address, const uint32_t (&r)[4]) {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(address), "r"(r[0]),
+                 "r"(r[1]), "r"(r[2]), "r"(r[3])
+                 : "memory");
+#endif
+}
 
 // ---- mma.sync: d (16 × 8, float) += a (16 × k) b (k × 8) ------------------------------------------------------------
 template <class T> TILE_DEVICE void mma_16x8x16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1);

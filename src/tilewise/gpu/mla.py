@@ -1,0 +1,250 @@
+"""Decode over rows that are keys and values at once (MLA), kernels/mla/mla_decode.cu: arguments and launches.
+
+`run` attends a plan's queries over one layer's rows, on a Hopper card or, over CPU tensors, in the emulator. A row of
+head_dim channels is stored once for its one KV head: all of it is the key, its first value_dim channels are the value.
+The plan and its work list are those of decode (decode.py); the items are those of one body, for what sequences share
+and for what is theirs.
+
+Unshared, a sequence's result is the same to the bit whatever else is decoded with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from tilewise import compiler, emulator
+from tilewise.arch import card_of, hopper, multiprocessors
+from tilewise.formats import KVFormat
+from tilewise.gpu.abi import DecodeArgs, Divisor, MlaArgs, Paged, ScoreArgs, Strides, decode_score_rule
+from tilewise.gpu.decode import Longs, Workspace, kept, list_of
+from tilewise.gpu.mla_kernels import (
+    DTYPES,
+    KEYS,
+    LONGEST,
+    MAX_DIM,
+    MAX_HEADS,
+    MAX_TOKENS,
+    NARROW,
+    ROWS,
+    WEIGHTS,
+    WIDE,
+    MlaTiling,
+    choose_tiling,
+    mla_spec,
+    row_map,
+)
+from tilewise.plan.flat import SEQUENCES
+from tilewise.plan.tiles import DecodePlan
+from tilewise.plan.worklist import PageLists, Shape, Splitting, WorkList
+from tilewise.scores import Scores
+
+Parts = Sequence[torch.Tensor]
+
+
+class Asked(NamedTuple):
+    """What a bound kernel depends on besides the plan."""
+
+    listed: int  # the id of the work list
+    device: torch.device
+    dtype: torch.dtype
+    head_dim: int
+    value_dim: int
+    tiling: MlaTiling
+    gather: bool
+    rule: tuple[str, str]
+    pages: int
+    page_size: int
+    strides: tuple[int, ...]
+
+
+class MlaDecode:
+    """The kernel, work list and scratch for one plan and kind of tensors; called once per layer."""
+
+    def __init__(self, plan: DecodePlan, rows: torch.Tensor, listed: WorkList, asked: Asked) -> None:
+        self.listed, self.asked, self.device = listed, asked, asked.device
+        self.spec = mla_spec(
+            asked.dtype, asked.head_dim, asked.value_dim, asked.page_size, asked.tiling,
+            gather=asked.gather, rule=asked.rule,
+        )  # fmt: skip
+        self.map_spec = None if asked.gather else row_map(rows)
+        self.rows_each = plan.tokens_per_seq * plan.heads_q
+        self.fixed = listed.tensors(self.device)
+        a = self.args = DecodeArgs()
+        for name in ("items", "order", "states", "pages"):
+            setattr(a, name, self.fixed[name].data_ptr())
+        a.lengths = self.fixed["live"].data_ptr()
+        a.tails = a.lengths + 4 * listed.sequences
+        a.slots, a.sequences = listed.items.shape[1], listed.sequences
+        a.kv_heads, a.tokens = 1, plan.tokens_per_seq
+        a.table_pages, a.tail_pages = listed.pages.shape[1], listed.tail_pages
+        a.merge_rows = self._merge_rows()
+        a.group, a.rows_each = Divisor.by(plan.heads_q), Divisor.by(self.rows_each)
+        a.merge_jobs = Divisor.by(-(-self.rows_each // max(1, a.merge_rows)))
+        self.more = MlaArgs()
+        self.grid = (listed.blocks, 1, 1)
+        self.workspaces: dict[int | None, Workspace] = {}
+        self.graph_barrier = self._barrier()
+        if self.device.type == "cuda":
+            self.kernel = compiler.load(self.spec, self.device)
+            self.launch_args = compiler.Args(compiler.TensorMap.blank(), a, self.more)
+
+    def _merge_rows(self) -> int:
+        """Rows per merging job, 0 if no row has several states: one where there are no more rows than blocks, whose
+        states four warps then share; else two."""
+        if not self.listed.total_states:
+            return 0
+        return 1 if self.listed.sequences * self.rows_each <= self.listed.blocks else 2
+
+    def _barrier(self) -> torch.Tensor:
+        return torch.zeros(1, dtype=torch.int32, device=self.device)
+
+    def _workspace(self, stream: int | None) -> Workspace:
+        """The scratch of a stream, whose launches follow each other; None: of graphs, which own what they allocate.
+        `lists` holds what blocks keep of the pieces that they have folded."""
+        found = self.workspaces.get(stream)
+        if found is None or stream is None:
+            rows, value_dim = self.listed.total_states * self.rows_each, self.asked.value_dim
+            folds = self.grid[0] * self.asked.tiling.rows * value_dim if self._folds() else 0
+            found = self.workspaces[stream] = Workspace(
+                torch.empty(rows * value_dim, dtype=torch.float32, device=self.device),
+                torch.empty(rows * 2, dtype=torch.float32, device=self.device),
+                torch.empty(folds, dtype=torch.float32, device=self.device),
+                self.graph_barrier if stream is None else self._barrier(),
+            )
+        return found
+
+    def _folds(self) -> bool:
+        """Does a block take a range whole that it computes in pieces?"""
+        return bool((self.listed.items[..., 7] & 0xFFFF).any())
+
+    def __call__(
+        self,
+        q: torch.Tensor,
+        rows: torch.Tensor,
+        o: torch.Tensor,
+        lse: torch.Tensor | None,
+        scores: Scores,
+        **emulated: Any,
+    ) -> None:
+        """Fills o, and lse if there is one. emulated: options of emulator.launch."""
+        a = self.args
+        sinks = None if scores.sinks is None else scores.sinks.float().contiguous()
+        a.q, a.o, a.lse = q.data_ptr(), o.data_ptr(), None if lse is None else lse.data_ptr()
+        a.scores = ScoreArgs.of(scores)
+        a.scores.sinks = None if sinks is None else sinks.data_ptr()
+        a.q_strides, a.o_strides = Strides.of(q), Strides.of(o)
+        a.k = Paged.of(rows, rows.element_size())
+        cuda = self.device.type == "cuda"
+        stream = compiler.raw_stream(self.kernel.ordinal) if cuda else 0
+        capturing = cuda and torch.cuda.is_current_stream_capturing()
+        space = self._workspace(None if capturing else stream)
+        a.state_o, a.state_ml, a.barrier_counter = (x.data_ptr() for x in (space.o, space.ml, space.barrier))
+        self.more.folds = space.lists.data_ptr()
+        if cuda:
+            if self.map_spec is not None:
+                self.launch_args.point(0, compiler.encode(self.map_spec, rows.data_ptr()))
+            self.kernel.launch(self.grid, self.launch_args, stream=stream, cooperative=bool(a.merge_rows))
+            return
+        tensors = {"q": q, "o": o, "lse": lse, "sinks": sinks, "rows": rows, **self.fixed}
+        tensors |= {"state_o": space.o, "state_ml": space.ml, "folds": space.lists, "barrier": space.barrier}
+        known = {name: x for name, x in tensors.items() if x is not None}
+        tensor_map = (
+            emulator.TensorMap() if self.map_spec is None else emulator.tensor_map(self.map_spec, rows.data_ptr())
+        )
+        resident = self.grid[0] if a.merge_rows else 1
+        emulator.launch(self.spec, self.grid, [tensor_map, a, self.more], known, resident=resident, **emulated)
+
+
+def check_served(q: torch.Tensor, form: KVFormat, plan: DecodePlan, rows: torch.Tensor, value_dim: int) -> None:
+    """NotImplementedError for what the kernel does not serve."""
+    instead = 'backend="cpu"' if q.device.type == "cpu" else ".cpu() tensors"
+    if not hopper(card_of(q.device)):
+        raise NotImplementedError(f"GPU decode over shared rows of K and V takes Hopper cards; use {instead}")
+    if q.dtype not in DTYPES or form.dtype != q.dtype:
+        raise NotImplementedError(
+            f"GPU decode over shared rows takes bfloat16 queries over bf16 caches and float16 ones over fp16 caches, "
+            f"got {q.dtype} over {form.name}; convert q, or use {instead}"
+        )
+    if form.head_dim % 64 or form.head_dim > MAX_DIM or value_dim % 128 or not 0 < value_dim <= form.head_dim:
+        raise NotImplementedError(
+            f"GPU decode over shared rows takes a head_dim up to {MAX_DIM} that is a multiple of 64, and a value_dim "
+            f"up to head_dim that is a multiple of 128, got {form.head_dim} and {value_dim}; use {instead}"
+        )
+    if plan.heads_kv != 1 or plan.heads_q > MAX_HEADS or plan.tokens_per_seq > MAX_TOKENS:
+        raise NotImplementedError(
+            f"GPU decode over shared rows takes one KV head, up to {MAX_HEADS} query heads and up to {MAX_TOKENS} "
+            f"tokens a sequence, got {plan.heads_kv}, {plan.heads_q} and {plan.tokens_per_seq}; use {instead}"
+        )
+    if rows.data_ptr() % 16 or rows.stride(3) != 1 or any(s * rows.element_size() % 16 for s in rows.stride()[:3]):
+        raise NotImplementedError(
+            f"GPU decode takes pages whose rows begin at multiples of 16 bytes, got strides {rows.stride()} of "
+            f"{rows.dtype} at {rows.data_ptr():#x}; use {instead}"
+        )
+
+
+def most_rows(plan: DecodePlan) -> int:
+    """Query rows of the widest range of the plan: of a sequence, or of all sequences of a shared node."""
+    each = plan.tokens_per_seq * plan.heads_q
+    return each * int(plan.arrays.nodes[:, SEQUENCES].max(initial=1))
+
+
+def run(
+    plan: DecodePlan,
+    q: torch.Tensor,
+    form: KVFormat,
+    parts: Parts,
+    page_lists: PageLists,
+    lengths: Sequence[int] | Longs,
+    o: torch.Tensor,
+    lse: torch.Tensor | None,
+    scores: Scores,
+    *,
+    value_dim: int,
+    splitting: Splitting | None = None,
+    room: int = 0,
+    **emulated: Any,
+) -> WorkList:
+    """Attention of a plan's queries over one layer's shared rows; returns the plan's list, for its `grow`.
+
+    q: (num_seqs, tokens_per_seq, Hq, head_dim), o: (num_seqs, tokens_per_seq, Hq, value_dim), in the order of
+    plan.seqs; lse: (num_seqs, Hq, tokens_per_seq) float32, contiguous, or None. parts: the components of the layer's
+    rows, (num_pages, page_size, 1, *trailing). page_lists, lengths: of the plan's sequences, in the order of plan.seqs,
+    looked at when the list is made. scores: its window is the one that the plan was made with. room: tokens that each
+    sequence may grow by under WorkList.grow before a new plan is needed. splitting: how ranges are cut, if not as the
+    width of the plan asks. emulated: options of emulator.launch.
+    """
+    (rows,) = parts
+    check_served(q, form, plan, rows, value_dim)
+    page_size = rows.shape[1]
+    tiling = choose_tiling(form.head_dim, value_dim, most_rows(plan), card_of(q.device))
+    splitting = splitting or (WIDE if tiling.rows == ROWS[-1] else NARROW)
+    shape = Shape(
+        tiling.rows, 1, multiprocessors(q.device), tiles=False, longest=LONGEST, chunk=KEYS, weights=WEIGHTS
+    )
+    listed = list_of(plan, page_lists, lengths, page_size, shape, q.device, splitting=splitting, room=room)
+    assert isinstance(listed, WorkList)
+    if not q.numel():
+        return listed
+    asked = Asked(
+        id(listed), q.device, q.dtype, form.head_dim, value_dim, tiling, page_size % 16 != 0,
+        decode_score_rule(scores), len(rows), page_size, rows.stride(),
+    )  # fmt: skip
+    bound = kept(plan).bound.get(asked)
+    if not isinstance(bound, MlaDecode):
+        bound = kept(plan).bound[asked] = MlaDecode(plan, rows, listed, asked)
+    if not _aligned(q):
+        q = q.clone(memory_format=torch.contiguous_format)
+    to = o if _aligned(o) else torch.empty_like(o, memory_format=torch.contiguous_format)
+    bound(q, rows, to, lse, scores, **emulated)
+    if to is not o:
+        o.copy_(to)
+    return listed
+
+
+def _aligned(x: torch.Tensor) -> bool:
+    """Do rows begin at multiples of 16 bytes? The kernel reads so many at a time."""
+    strides = [s for s, n in zip(x.stride()[:-1], x.shape[:-1], strict=True) if n > 1]
+    return x.stride(-1) == 1 and x.data_ptr() % 16 == 0 and all(s * x.element_size() % 16 == 0 for s in strides)

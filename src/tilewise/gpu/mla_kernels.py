@@ -1,0 +1,126 @@
+"""The kernel over rows that are keys and values at once, kernels/mla/mla_decode.cu: its shapes, constants and map.
+
+Everything here is a pure function of the sizes and the card; mla.py launches.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+
+from tilewise.arch import LIMITS
+from tilewise.compiler.spec import KernelSpec
+from tilewise.compiler.tensor_maps import TensorMapSpec
+from tilewise.gpu.abi import DECODE_RULES, ELEMENTS, MAP_NAMES, PANEL, PANEL_BYTES
+from tilewise.plan.cost import Weights
+from tilewise.plan.worklist import FAR, Splitting
+
+KEYS = 64  # mla/layout.cuh: of a block
+COMPUTING, THREADS = 256, 384  # mla/layout.cuh: threads that compute, threads of a block
+ROWS = (16, 32, 64)  # query rows of an item at most: widths of the products
+MAX_TOKENS, MAX_HEADS = 16, 128  # query tokens of a sequence, query heads
+MAX_DIM = 576
+DTYPES = (torch.bfloat16, torch.float16)
+
+# What the list of blocks is balanced by, in the time of 16 tokens, about 900 cycles: Q of an item is waited for, and
+# its result is written; a state is written and read again. One block streams faster while others are idle, though
+# products bound it soon. All are estimates, not measured.
+WEIGHTS = Weights(item_chunks=4.0, state_chunks=3.0, sprint=1.5)
+# Up to sixteen pieces, which is what merging folds in one run: a single sequence then spreads over sixteen
+# multiprocessors per 64 rows. Folding O of 64 rows takes about as long as a block of keys and a half, so their pieces
+# are twice as long.
+NARROW = Splitting(pieces=((1024, 64), (2048, 128), (4096, 256), (8192, 512), (16384, 1024), (FAR, 2048)), shared=256)
+WIDE = Splitting(pieces=((1024, 128), (2048, 256), (4096, 512), (8192, 1024), (16384, 2048), (FAR, 4096)), shared=512)
+LONGEST = 1024  # in chunks of 16 tokens: ranges that one block may take whole, which have sixteen pieces at most
+
+
+@dataclass(frozen=True)
+class MlaTiling:
+    """rows: query rows of an item at most. places: panels of 64 tokens × 64 channels in the ring."""
+
+    rows: int
+    places: int
+
+
+def block_places(head_dim: int, value_dim: int) -> int:
+    """Panels of a block of 64 tokens: mla/layout.cuh, kBlockPlaces."""
+    return max(head_dim // PANEL, value_dim // PANEL + 1)
+
+
+def shared_bytes(head_dim: int, tiling: MlaTiling) -> int:
+    """mla/layout.cuh: kSharedBytes."""
+    queries = head_dim // PANEL * tiling.rows * PANEL_BYTES
+    return tiling.places * (KEYS * PANEL_BYTES + 16) + queries + 64 + tiling.rows * 92
+
+
+@lru_cache(maxsize=64)
+def choose_tiling(head_dim: int, value_dim: int, rows: int, arch: str = "sm_90a") -> MlaTiling:
+    """The kernel's shape for items of so many rows: the narrowest product that holds them, and as many panels as fit.
+
+    Shared memory holds 25 panels of 576 channels beside 16 rows of Q, 23 beside 32, and 18, which are two blocks,
+    beside 64. More than four blocks would hide nothing more: 36 KB in flight hide the memory's latency.
+    """
+    width = next((n for n in ROWS if n >= rows), ROWS[-1])
+    room = LIMITS[arch].shared_block
+    most = 4 * block_places(head_dim, value_dim)
+    places = next(n for n in range(most, 0, -1) if shared_bytes(head_dim, MlaTiling(width, n)) <= room)
+    return MlaTiling(width, places)
+
+
+@lru_cache(maxsize=256)
+def mla_spec(
+    dtype: torch.dtype,
+    head_dim: int,
+    value_dim: int,
+    page_size: int,
+    tiling: MlaTiling,
+    *,
+    gather: bool = False,
+    rule: tuple[str, str] = DECODE_RULES[0],
+) -> KernelSpec:
+    """The kernel for queries and rows of `dtype`. gather: rows are copied one by one, from pages of any size."""
+    constants = (
+        ("Element", ELEMENTS[dtype]),
+        ("kQueryDim", head_dim),
+        ("kValueDim", value_dim),
+        ("kPageSize", page_size),
+        ("kRows", tiling.rows),
+        ("kPlaces", tiling.places),
+        ("kGather", gather),
+        rule,
+        ("kSelected", False),
+    )
+    return KernelSpec(
+        "mla_decode",
+        "mla/mla_decode.cu",
+        "mla_decode",
+        constants,
+        THREADS,
+        shared_bytes(head_dim, tiling),
+        product=True,
+    )
+
+
+def row_map(rows: torch.Tensor) -> TensorMapSpec:
+    """The map of a cache (num_pages, page_size, 1, head_dim): a box is a panel's tokens that lie in one page."""
+    pages, page_size, heads, head_dim = rows.shape
+    size = rows.element_size()
+    page, token, head = (s * size if n > 1 else 16 for s, n in zip(rows.stride()[:3], rows.shape[:3], strict=True))
+    box = next(n for n in (64, 32, 16) if page_size % n == 0)
+    sizes = (head_dim, page_size, heads, pages)
+    return TensorMapSpec(MAP_NAMES[rows.dtype], sizes, (token, head, page), (PANEL, box, 1, 1), 128)
+
+
+def specs(*, every: bool = False) -> list[KernelSpec]:
+    """The kernels as users of DeepSeek's shapes get them; with `every`, all widths, element types and rules."""
+    found = []
+    for dtype in DTYPES if every else DTYPES[:1]:
+        for rows in ROWS if every else (16, 64):
+            tiling = choose_tiling(MAX_DIM, 512, rows)
+            for page_size in (16, 64) if every else (64,):
+                found.append(mla_spec(dtype, MAX_DIM, 512, page_size, tiling))
+            if every:
+                found.append(mla_spec(dtype, MAX_DIM, 512, 64, tiling, rule=DECODE_RULES[1]))
+    return found
