@@ -13,9 +13,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
-from tilewise import compiler, emulator
+from tilewise import checks, compiler, emulator
 from tilewise.arch import card_of, hopper, multiprocessors
 from tilewise.formats import KVFormat
 from tilewise.gpu.abi import DecodeArgs, Divisor, MlaArgs, Paged, ScoreArgs, Strides, decode_score_rule
@@ -38,7 +39,8 @@ from tilewise.gpu.mla_kernels import (
 )
 from tilewise.plan.flat import SEQUENCES
 from tilewise.plan.tiles import DecodePlan
-from tilewise.plan.worklist import PageLists, Shape, Splitting, WorkList
+from tilewise.plan.tree import plan_tree
+from tilewise.plan.worklist import PageLists, Shape, Splitting, WorkList, work_list
 from tilewise.scores import Scores
 
 Parts = Sequence[torch.Tensor]
@@ -54,6 +56,7 @@ class Asked(NamedTuple):
     value_dim: int
     tiling: MlaTiling
     gather: bool
+    chosen: int  # positions per query token that choose theirs, 0 for all
     rule: tuple[str, str]
     pages: int
     page_size: int
@@ -61,15 +64,20 @@ class Asked(NamedTuple):
 
 
 class MlaDecode:
-    """The kernel, work list and scratch for one plan and kind of tensors; called once per layer."""
+    """The kernel, work list and scratch for one plan and kind of tensors; called once per layer.
 
-    def __init__(self, plan: DecodePlan, rows: torch.Tensor, listed: WorkList, asked: Asked) -> None:
+    cached: the list of the cache's sequences, where `plan` and `listed` are of query tokens that choose positions.
+    """
+
+    def __init__(
+        self, plan: DecodePlan, rows: torch.Tensor, listed: WorkList, asked: Asked, cached: WorkList | None = None
+    ) -> None:
         self.listed, self.asked, self.device = listed, asked, asked.device
         self.spec = mla_spec(
             asked.dtype, asked.head_dim, asked.value_dim, asked.page_size, asked.tiling,
-            gather=asked.gather, rule=asked.rule,
+            gather=asked.gather, chosen=asked.chosen > 0, rule=asked.rule,
         )  # fmt: skip
-        self.map_spec = None if asked.gather else row_map(rows)
+        self.map_spec = None if asked.gather or asked.chosen else row_map(rows)
         self.rows_each = plan.tokens_per_seq * plan.heads_q
         self.fixed = listed.tensors(self.device)
         a = self.args = DecodeArgs()
@@ -84,12 +92,27 @@ class MlaDecode:
         a.group, a.rows_each = Divisor.by(plan.heads_q), Divisor.by(self.rows_each)
         a.merge_jobs = Divisor.by(-(-self.rows_each // max(1, a.merge_rows)))
         self.more = MlaArgs()
+        self.tables = {} if cached is None else self._point_at(cached)
         self.grid = (listed.blocks, 1, 1)
         self.workspaces: dict[int | None, Workspace] = {}
         self.graph_barrier = self._barrier()
         if self.device.type == "cuda":
             self.kernel = compiler.load(self.spec, self.device)
             self.launch_args = compiler.Args(compiler.TensorMap.blank(), a, self.more)
+
+    def _point_at(self, cached: WorkList) -> dict[str, torch.Tensor]:
+        """The tables of the cache's sequences, which the kernel looks up chosen positions in."""
+        more, found = self.more, {f"cached_{name}": x for name, x in cached.tensors(self.device).items()}
+        places = np.empty_like(cached.order)
+        places[cached.order] = np.arange(cached.sequences, dtype=np.int32)
+        for name, array in (("places", places), ("tail_from", cached.tail_from)):
+            found[name] = torch.from_numpy(array).to(self.device)
+            setattr(more, name, found[name].data_ptr())
+        more.lengths, more.pages = found["cached_live"].data_ptr(), found["cached_pages"].data_ptr()
+        more.tails = more.lengths + 4 * cached.sequences
+        more.table_pages, more.tail_pages = cached.pages.shape[1], cached.tail_pages
+        more.queries, more.chosen = Divisor.by(self.listed.sequences // cached.sequences), self.asked.chosen
+        return found
 
     def _merge_rows(self) -> int:
         """Rows per merging job, 0 if no row has several states: one where there are no more rows than blocks, whose
@@ -127,9 +150,10 @@ class MlaDecode:
         o: torch.Tensor,
         lse: torch.Tensor | None,
         scores: Scores,
+        indices: torch.Tensor | None,
         **emulated: Any,
     ) -> None:
-        """Fills o, and lse if there is one. emulated: options of emulator.launch."""
+        """Fills o, and lse if there is one. indices: contiguous int32. emulated: options of emulator.launch."""
         a = self.args
         sinks = None if scores.sinks is None else scores.sinks.float().contiguous()
         a.q, a.o, a.lse = q.data_ptr(), o.data_ptr(), None if lse is None else lse.data_ptr()
@@ -143,12 +167,13 @@ class MlaDecode:
         space = self._workspace(None if capturing else stream)
         a.state_o, a.state_ml, a.barrier_counter = (x.data_ptr() for x in (space.o, space.ml, space.barrier))
         self.more.folds = space.lists.data_ptr()
+        self.more.indices = None if indices is None else indices.data_ptr()
         if cuda:
             if self.map_spec is not None:
                 self.launch_args.point(0, compiler.encode(self.map_spec, rows.data_ptr()))
             self.kernel.launch(self.grid, self.launch_args, stream=stream, cooperative=bool(a.merge_rows))
             return
-        tensors = {"q": q, "o": o, "lse": lse, "sinks": sinks, "rows": rows, **self.fixed}
+        tensors = {"q": q, "o": o, "lse": lse, "sinks": sinks, "rows": rows, "indices": indices, **self.fixed, **self.tables}
         tensors |= {"state_o": space.o, "state_ml": space.ml, "folds": space.lists, "barrier": space.barrier}
         known = {name: x for name, x in tensors.items() if x is not None}
         tensor_map = (
@@ -191,6 +216,12 @@ def most_rows(plan: DecodePlan) -> int:
     return each * int(plan.arrays.nodes[:, SEQUENCES].max(initial=1))
 
 
+def _shape(tiling: MlaTiling, device: torch.device) -> tuple[Shape, Splitting]:
+    """The shape of a kernel's list on `device`, and how ranges are cut for it."""
+    blocks, splitting = multiprocessors(device), WIDE if tiling.rows == ROWS[-1] else NARROW
+    return Shape(tiling.rows, 1, blocks, tiles=False, longest=LONGEST, chunk=KEYS, weights=WEIGHTS), splitting
+
+
 def run(
     plan: DecodePlan,
     q: torch.Tensor,
@@ -203,6 +234,7 @@ def run(
     scores: Scores,
     *,
     value_dim: int,
+    indices: torch.Tensor | None = None,
     splitting: Splitting | None = None,
     room: int = 0,
     **emulated: Any,
@@ -212,7 +244,9 @@ def run(
     q: (num_seqs, tokens_per_seq, Hq, head_dim), o: (num_seqs, tokens_per_seq, Hq, value_dim), in the order of
     plan.seqs; lse: (num_seqs, Hq, tokens_per_seq) float32, contiguous, or None. parts: the components of the layer's
     rows, (num_pages, page_size, 1, *trailing). page_lists, lengths: of the plan's sequences, in the order of plan.seqs,
-    looked at when the list is made. scores: its window is the one that the plan was made with. room: tokens that each
+    looked at when the list is made. scores: its window is the one that the plan was made with. indices: int32
+    (num_seqs, tokens_per_seq, k): the positions that each query token reads, in any order and each once; a position
+    that it does not see, such as −1, is none. The plan then says nothing but whose tokens they are. room: tokens that each
     sequence may grow by under WorkList.grow before a new plan is needed. splitting: how ranges are cut, if not as the
     width of the plan asks. emulated: options of emulator.launch.
     """
@@ -220,28 +254,81 @@ def run(
     check_served(q, form, plan, rows, value_dim)
     page_size = rows.shape[1]
     tiling = choose_tiling(form.head_dim, value_dim, most_rows(plan), card_of(q.device))
-    splitting = splitting or (WIDE if tiling.rows == ROWS[-1] else NARROW)
-    shape = Shape(
-        tiling.rows, 1, multiprocessors(q.device), tiles=False, longest=LONGEST, chunk=KEYS, weights=WEIGHTS
-    )
+    shape, as_wide = _shape(tiling, q.device)
+    splitting = splitting or as_wide
     listed = list_of(plan, page_lists, lengths, page_size, shape, q.device, splitting=splitting, room=room)
     assert isinstance(listed, WorkList)
     if not q.numel():
         return listed
     asked = Asked(
-        id(listed), q.device, q.dtype, form.head_dim, value_dim, tiling, page_size % 16 != 0,
+        id(listed), q.device, q.dtype, form.head_dim, value_dim, tiling, page_size % 16 != 0, 0,
         decode_score_rule(scores), len(rows), page_size, rows.stride(),
     )  # fmt: skip
+    if indices is not None:
+        _run_chosen(plan, listed, asked, q, rows, o, lse, scores, indices, **emulated)
+        return listed
     bound = kept(plan).bound.get(asked)
     if not isinstance(bound, MlaDecode):
         bound = kept(plan).bound[asked] = MlaDecode(plan, rows, listed, asked)
+    _launch(bound, q, rows, o, lse, scores, None, **emulated)
+    return listed
+
+
+def _launch(
+    bound: MlaDecode,
+    q: torch.Tensor,
+    rows: torch.Tensor,
+    o: torch.Tensor,
+    lse: torch.Tensor | None,
+    scores: Scores,
+    indices: torch.Tensor | None,
+    **emulated: Any,
+) -> None:
+    """The call with rows of q and o where the kernel can read and write them."""
     if not _aligned(q):
         q = q.clone(memory_format=torch.contiguous_format)
     to = o if _aligned(o) else torch.empty_like(o, memory_format=torch.contiguous_format)
-    bound(q, rows, to, lse, scores, **emulated)
+    bound(q, rows, to, lse, scores, indices, **emulated)
     if to is not o:
         o.copy_(to)
-    return listed
+
+
+def _run_chosen(
+    plan: DecodePlan,
+    cached: WorkList,
+    asked: Asked,
+    q: torch.Tensor,
+    rows: torch.Tensor,
+    o: torch.Tensor,
+    lse: torch.Tensor | None,
+    scores: Scores,
+    indices: torch.Tensor,
+    **emulated: Any,
+) -> None:
+    """`run` over chosen positions: every query token is a sequence of as many tokens as it chooses."""
+    sequences, tokens, heads = q.shape[:3]
+    checks.tensor("indices", indices, shape=(sequences, tokens, None), dtypes=(torch.int32,), device=q.device)
+    if plan.window is not None and plan.window[0] is not None:
+        raise NotImplementedError("indices together with a window are not served; leave out what the window hides")
+    count, device = indices.shape[2], q.device
+    tiling = choose_tiling(asked.head_dim, asked.value_dim, heads, card_of(device))
+    asked = asked._replace(tiling=tiling, chosen=count)
+    bound = kept(plan).bound.get(asked)
+    if not isinstance(bound, MlaDecode):
+        each, none = sequences * tokens, np.zeros((0,), np.int32)
+        of_tokens = plan_tree(
+            range(each), [none] * each, [count] * each, asked.page_size, heads_q=heads, heads_kv=1,
+            head_dim=asked.head_dim, kv_row_bytes=plan.kv_row_bytes, io_bytes=plan.io_bytes, share=False,
+        )  # fmt: skip
+        shape, splitting = _shape(tiling, device)
+        listed = work_list(of_tokens, [none] * each, [count] * each, asked.page_size, shape, splitting=splitting)
+        bound = kept(plan).bound[asked] = MlaDecode(of_tokens, rows, listed, asked, cached)
+    to = torch.empty(sequences * tokens, 1, heads, asked.value_dim, dtype=o.dtype, device=device)
+    sums = None if lse is None else torch.empty(sequences * tokens, heads, 1, device=device)
+    _launch(bound, q.flatten(0, 1)[:, None], rows, to, sums, scores, indices.contiguous(), **emulated)
+    o.copy_(to.view(o.shape))
+    if lse is not None and sums is not None:
+        lse.copy_(sums.view(sequences, tokens, heads).transpose(1, 2))
 
 
 def _aligned(x: torch.Tensor) -> bool:

@@ -50,9 +50,9 @@ def block_places(head_dim: int, value_dim: int) -> int:
 
 
 def shared_bytes(head_dim: int, tiling: MlaTiling) -> int:
-    """mla/layout.cuh: kSharedBytes."""
+    """mla/layout.cuh: kSharedBytes, with what is kept of chosen keys."""
     queries = head_dim // PANEL * tiling.rows * PANEL_BYTES
-    return tiling.places * (KEYS * PANEL_BYTES + 16) + queries + 64 + tiling.rows * 92
+    return tiling.places * (KEYS * PANEL_BYTES + 16) + queries + 64 + tiling.rows * 92 + 512
 
 
 @lru_cache(maxsize=64)
@@ -78,9 +78,11 @@ def mla_spec(
     tiling: MlaTiling,
     *,
     gather: bool = False,
+    chosen: bool = False,
     rule: tuple[str, str] = DECODE_RULES[0],
 ) -> KernelSpec:
-    """The kernel for queries and rows of `dtype`. gather: rows are copied one by one, from pages of any size."""
+    """The kernel for queries and rows of `dtype`. gather: rows are copied one by one, from pages of any size. chosen:
+    they are, and each query token says which."""
     constants = (
         ("Element", ELEMENTS[dtype]),
         ("kQueryDim", head_dim),
@@ -88,7 +90,8 @@ def mla_spec(
         ("kPageSize", page_size),
         ("kRows", tiling.rows),
         ("kPlaces", tiling.places),
-        ("kGather", gather),
+        ("kGather", gather or chosen),
+        ("kChosen", chosen),
         rule,
         ("kSelected", False),
     )
@@ -123,4 +126,6 @@ def specs(*, every: bool = False) -> list[KernelSpec]:
                 found.append(mla_spec(dtype, MAX_DIM, 512, page_size, tiling))
             if every:
                 found.append(mla_spec(dtype, MAX_DIM, 512, 64, tiling, rule=DECODE_RULES[1]))
+                found.append(mla_spec(dtype, MAX_DIM, 512, 24, tiling, gather=True))
+            found.append(mla_spec(dtype, MAX_DIM, 512, 64, tiling, chosen=True))
     return found

@@ -87,7 +87,7 @@ struct Body {
         const bool zero = Rule::kLinear && args.scores.scale_log2 == 0.0f;
         constexpr int kChunks = kPanels * 8;  // of 16 bytes in a row
 #pragma unroll 4
-        for (int n = threadIdx.x; n < kRows * kChunks; n += kComputing) {
+        for (int n = ptx::just_in_time(threadIdx.x); n < kRows * kChunks; n += kComputing) {
             const int row = n / kChunks, c = n % kChunks;
             Vector16 x{};
             if (row < item.rows && !zero) {
@@ -163,7 +163,7 @@ struct Body {
     // Zeroes the values of tokens outside the span: memory there may hold anything, and 0 · NaN is NaN.
     TILE_DEVICE void clear_outside(int first_token, Span span) const {
         if (first_token >= span.begin && first_token + kKeys <= span.end) return;
-        for (int n = threadIdx.x % 128; n < kKeys * 8 * kValuePanels; n += 128) {
+        for (int n = ptx::just_in_time(threadIdx.x) % 128; n < kKeys * 8 * kValuePanels; n += 128) {
             const int row = n / 8 % kKeys, token = first_token + row;
             if (token < span.begin || token >= span.end)
                 Shared<Vector16>(now.at(n / 8 / kKeys) + row * kPanelRowBytes)[n % 8] = Vector16{};
@@ -218,6 +218,12 @@ struct Body {
         issue_scores();
         ptx::wgmma_wait<0>();
         if constexpr (!Rule::kLinear) Rule::apply(acc_s, args.scores, Rule::first_factor(args.scores));
+        if constexpr (kChosen)
+#pragma unroll
+            for (int h = 0; h < 2; h++)
+                if (!sThere(block)[key(h)])
+#pragma unroll
+                    for (int j = 0; j < kRows / 4; j++) acc_s[j / 2 * 4 + 2 * h + j % 2] = -INFINITY;
     }
     // The scores of a block and their weights P, which go to shared memory
     TILE_DEVICE void weigh(int first_token, Span span) {
@@ -232,7 +238,7 @@ struct Body {
             group_sync();
             const Vector16 votes = Shared<Vector16>(kAtVotes)[group];
             moves = ptx::any((votes.word[0] | votes.word[1] | votes.word[2] | votes.word[3]) != 0);
-            if (moves) compute_scores();  // once more, for they have become weights that are of no use
+            if (moves) compute_scores();  // for they have become weights of no use
         }
         if (moves) {
             move_references();

@@ -15,13 +15,14 @@ constexpr int kBlockPlaces = kPanels > kValuePanels ? kPanels : kValuePanels + 1
 constexpr int kPanelBytes = kKeys * kPanelRowBytes;
 constexpr int kMine = kValuePanels / 2;  // panels of values, 64 channels of O each, that a warpgroup multiplies
 constexpr int kEights = kRows / 8;
+constexpr int kLag = 8;  // kGather: panels that are on their way while the next one is asked for
 static_assert(kQueryDim % kPanel == 0 && kValueDim % (2 * kPanel) == 0 && kValueDim <= kQueryDim, "whole panels");
 static_assert(kRows % 16 == 0 && kRows <= 64, "O of 64 rows fills the registers of two warpgroups");
-static_assert(kPlaces >= 2 * kBlockPlaces, "scores of a block are computed while the block before is still there");
+static_assert(kPlaces >= kBlockPlaces + kLag, "the panels of a block arrive before more than the others are asked for");
 
 // Threads: two warpgroups that compute, and one that loads
 constexpr int kComputing = 256, kThreads = kComputing + 128;
-constexpr int kLoadRegisters = 32, kComputeRegisters = 240;
+constexpr int kLoadRegisters = kGather ? 48 : 32, kComputeRegisters = kGather ? 232 : 240;
 constexpr int kAllBarrier = 1, kGroupBarriers = 2;  // named barriers: of both warpgroups, kMergeBarrier too; of each
 
 constexpr int kAtQ = kPlaces * kPanelBytes;  // panels of kRows rows
@@ -37,7 +38,10 @@ constexpr int kAtSeen = kAtSums + 32 * kRows;          // per row: Visible
 constexpr int kAtTarget = kAtSeen + 8 * kRows;         // per row: where its result goes, as Target says
 constexpr int kAtFactors = kAtTarget + 8 * kRows;      // per row: what pieces before and this piece are multiplied with
 constexpr int kAtFolded = kAtFactors + 8 * kRows;      // per row: MaxSum of the pieces before
-constexpr int kSharedBytes = kAtFolded + 8 * kRows;
+constexpr int kThere = 8;                              // kChosen: blocks for which it is kept, with bytes per key,
+constexpr int kAtThere = kAtFolded + 8 * kRows;        // which of their keys there are
+constexpr int kSharedBytes = kAtThere + (kChosen ? kThere * kKeys : 0);
+static_assert(kThere >= kPlaces / kBlockPlaces + 2, "those of a block that is not weighed yet stay");
 static_assert(kAtQ % 1024 == 0 && kAtReference % 16 == 0, "aligned");
 
 // Where the result of a row goes
@@ -54,6 +58,8 @@ TILE_DEVICE Shared<Visible> sSeen() { return Shared<Visible>(kAtSeen); }
 TILE_DEVICE Shared<Target> sTarget() { return Shared<Target>(kAtTarget); }
 TILE_DEVICE Shared<float> sFactors() { return Shared<float>(kAtFactors); }
 TILE_DEVICE Shared<float> sFolded() { return Shared<float>(kAtFolded); }
+
+TILE_DEVICE Shared<uint8_t> sThere(uint32_t block) { return Shared<uint8_t>(kAtThere + block % kThere * kKeys); }
 
 // Where the panels of a block lie. Both sides walk the ring in step: block after block, panel after panel.
 struct Places {
@@ -91,7 +97,15 @@ TILE_DEVICE void init_barriers() {
 
 // What DecodeArgs does not have
 struct MlaArgs {
-    float* folds;        // scratch: (blocks, kValueDim · kRows), O of the pieces before, thread by thread
+    float* folds;  // scratch: (blocks, kValueDim · kRows), O of the pieces before, thread by thread
+    // kChosen: each query token has a list of its own of the positions that it reads. To DecodeArgs it is a sequence of
+    // so many tokens; its caller's number is sequence · queries + token. What follows is of the cache's sequences.
+    const int* indices;  // (sequences, queries, chosen): positions; one that the token does not see, as −1, is no key
+    const int *lengths, *tails, *pages;  // as DecodeArgs has them
+    const int* tail_from;                // (sequences,): the number of the first page in each tail
+    const int* places;                   // (sequences,): the row of these tables for the caller's sequence
+    Divisor queries;                     // query tokens per sequence
+    int chosen, table_pages, tail_pages;
 };
 
 TILE_DEVICE DecodeItem mla_item(const DecodeArgs& args, int slot) {
