@@ -173,7 +173,16 @@ class MlaDecode:
                 self.launch_args.point(0, compiler.encode(self.map_spec, rows.data_ptr()))
             self.kernel.launch(self.grid, self.launch_args, stream=stream, cooperative=bool(a.merge_rows))
             return
-        tensors = {"q": q, "o": o, "lse": lse, "sinks": sinks, "rows": rows, "indices": indices, **self.fixed, **self.tables}
+        tensors = {
+            "q": q,
+            "o": o,
+            "lse": lse,
+            "sinks": sinks,
+            "rows": rows,
+            "indices": indices,
+            **self.fixed,
+            **self.tables,
+        }
         tensors |= {"state_o": space.o, "state_ml": space.ml, "folds": space.lists, "barrier": space.barrier}
         known = {name: x for name, x in tensors.items() if x is not None}
         tensor_map = (
