@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-
 import pytest
 import torch
 from mla_cases import BF16, CUT, DEEPSEEK, FOLDED, FP16, Problem
@@ -34,7 +33,8 @@ def test_every_panel_holds_values():
 def test_whole_or_cut_the_same_bits():
     problem = Problem((500, 300, 1), heads=8)
     whole, cut = problem.run(splitting=FOLDED), problem.run(splitting=CUT)
-    assert torch.equal(whole[0], cut[0]) and torch.equal(whole[1], cut[1])
+    assert torch.equal(whole[0], cut[0])
+    assert torch.equal(whole[1], cut[1])
     problem.check(splitting=CUT)
 
 
@@ -46,7 +46,8 @@ def test_the_same_bits_whatever_the_batch():
         setattr(alone, name, getattr(alone, name)[:1])
     alone.q = alone.q[:1]
     single = alone.run()
-    assert torch.equal(single[0][0], together[0][0]) and torch.equal(single[1][0], together[1][0])
+    assert torch.equal(single[0][0], together[0][0])
+    assert torch.equal(single[1][0], together[1][0])
 
 
 def test_a_shared_prefix_has_the_rows_of_all_its_sequences():
