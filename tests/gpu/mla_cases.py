@@ -141,13 +141,12 @@ class Problem:
         return got
 
     def chosen(self, count: int, seed: int = 0) -> torch.Tensor:
-        """(num_seqs, tokens, count): positions that each token sees, in no order, and −1 or far positions between."""
+        """(num_seqs, tokens, count): positions of the sequence in no order, and −1 or far positions between."""
         rng = np.random.default_rng(seed)
         found = np.full((len(self.lengths), self.tokens, count), -1, np.int32)
         for n, length in enumerate(self.lengths):
             for t in range(self.tokens):
-                sees = max(0, length - self.tokens + t + 1)
-                some = rng.permutation(sees)[: max(0, count - (n + t) % 4)]
+                some = rng.permutation(length)[: max(0, count - (n + t) % 4)]
                 found[n, t, rng.permutation(count)[: len(some)]] = some
                 none = found[n, t] < 0
                 found[n, t, none] = np.where(rng.random(int(none.sum())) < 0.5, -1, length + 1000)

@@ -64,6 +64,7 @@ template <class T> T shuffle(T x, int lane) {
 template <class T> T shuffle_xor(T x, int mask) { return shuffle(x, emu::self().lane ^ mask); }
 inline uint32_t uniform(uint32_t x) { return x; }
 inline int just_in_time(int x) { return x; }
+template <int kSize> void settle(float (&)[kSize]) {}
 inline uint32_t ballot(bool x) { return emu::ballot(x); }
 template <class F> uint32_t reduce(uint32_t x, F join) {
     for (int mask = 1; mask < 32; mask *= 2) x = join(x, shuffle_xor(x, mask));

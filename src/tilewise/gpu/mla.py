@@ -254,15 +254,16 @@ def run(
     plan.seqs; lse: (num_seqs, Hq, tokens_per_seq) float32, contiguous, or None. parts: the components of the layer's
     rows, (num_pages, page_size, 1, *trailing). page_lists, lengths: of the plan's sequences, in the order of plan.seqs,
     looked at when the list is made. scores: its window is the one that the plan was made with. indices: int32
-    (num_seqs, tokens_per_seq, k): the positions that each query token reads, in any order and each once; a position
-    that it does not see, such as −1, is none. The plan then says nothing but whose tokens they are. room: tokens that each
-    sequence may grow by under WorkList.grow before a new plan is needed. splitting: how ranges are cut, if not as the
-    width of the plan asks. emulated: options of emulator.launch.
+    (num_seqs, tokens_per_seq, k): the positions that each query token reads, in any order and each once; one that is
+    not a position of its sequence, such as −1, is none, and there is no other mask. The plan then says only whose
+    tokens they are. room: tokens that each sequence may grow by under WorkList.grow before a new plan is needed.
+    splitting: how ranges are cut, if not as the width of the plan asks. emulated: options of emulator.launch.
     """
     (rows,) = parts
     check_served(q, form, plan, rows, value_dim)
     page_size = rows.shape[1]
-    tiling = choose_tiling(form.head_dim, value_dim, most_rows(plan), card_of(q.device))
+    gather = page_size % 16 != 0  # a copy by TMA brings sixteen tokens or more, which must lie in one page
+    tiling = choose_tiling(form.head_dim, value_dim, most_rows(plan), card_of(q.device), gather=gather)
     shape, as_wide = _shape(tiling, q.device)
     splitting = splitting or as_wide
     listed = list_of(plan, page_lists, lengths, page_size, shape, q.device, splitting=splitting, room=room)
@@ -270,7 +271,7 @@ def run(
     if not q.numel():
         return listed
     asked = Asked(
-        id(listed), q.device, q.dtype, form.head_dim, value_dim, tiling, page_size % 16 != 0, 0,
+        id(listed), q.device, q.dtype, form.head_dim, value_dim, tiling, gather, 0,
         decode_score_rule(scores), len(rows), page_size, rows.stride(),
     )  # fmt: skip
     if indices is not None:
@@ -320,7 +321,7 @@ def _run_chosen(
     if plan.window is not None and plan.window[0] is not None:
         raise NotImplementedError("indices together with a window are not served; leave out what the window hides")
     count, device = indices.shape[2], q.device
-    tiling = choose_tiling(asked.head_dim, asked.value_dim, heads, card_of(device))
+    tiling = choose_tiling(asked.head_dim, asked.value_dim, heads, card_of(device), gather=True)
     asked = asked._replace(tiling=tiling, chosen=count)
     bound = kept(plan).bound.get(asked)
     if not isinstance(bound, MlaDecode):

@@ -38,10 +38,12 @@ LONGEST = 1024  # in chunks of 16 tokens: ranges that one block may take whole, 
 
 @dataclass(frozen=True)
 class MlaTiling:
-    """rows: query rows of an item at most. places: panels of 64 tokens × 64 channels in the ring."""
+    """rows: query rows of an item at most. places: panels of 64 tokens × 64 channels in the ring. ahead: scores of a
+    block are computed before the weights of the block before it are multiplied."""
 
     rows: int
     places: int
+    ahead: bool = False
 
 
 def block_places(head_dim: int, value_dim: int) -> int:
@@ -56,17 +58,21 @@ def shared_bytes(head_dim: int, tiling: MlaTiling) -> int:
 
 
 @lru_cache(maxsize=64)
-def choose_tiling(head_dim: int, value_dim: int, rows: int, arch: str = "sm_90a") -> MlaTiling:
+def choose_tiling(
+    head_dim: int, value_dim: int, rows: int, arch: str = "sm_90a", *, gather: bool = False
+) -> MlaTiling:
     """The kernel's shape for items of so many rows: the narrowest product that holds them, and as many panels as fit.
 
     Shared memory holds 25 panels of 576 channels beside 16 rows of Q, 23 beside 32, and 18, which are two blocks,
-    beside 64. More than four blocks would hide nothing more: 36 KB in flight hide the memory's latency.
+    beside 64. More than four blocks would hide nothing more: 36 KB in flight hide the memory's latency. Products bound
+    64 rows, so those of one warpgroup run ahead during the softmax of the other; fewer rows wait for the memory, which
+    wants panels back soon. A gathering loader needs them back, for it tells of a panel only after it asked for others.
     """
     width = next((n for n in ROWS if n >= rows), ROWS[-1])
     room = LIMITS[arch].shared_block
     most = 4 * block_places(head_dim, value_dim)
     places = next(n for n in range(most, 0, -1) if shared_bytes(head_dim, MlaTiling(width, n)) <= room)
-    return MlaTiling(width, places)
+    return MlaTiling(width, places, ahead=width == ROWS[-1] and not gather)
 
 
 @lru_cache(maxsize=256)
@@ -90,6 +96,7 @@ def mla_spec(
         ("kPageSize", page_size),
         ("kRows", tiling.rows),
         ("kPlaces", tiling.places),
+        ("kAhead", tiling.ahead),
         ("kGather", gather or chosen),
         ("kChosen", chosen),
         rule,
@@ -121,11 +128,11 @@ def specs(*, every: bool = False) -> list[KernelSpec]:
     found = []
     for dtype in DTYPES if every else DTYPES[:1]:
         for rows in ROWS if every else (16, 64):
-            tiling = choose_tiling(MAX_DIM, 512, rows)
+            boxes, copies = (choose_tiling(MAX_DIM, 512, rows, gather=gather) for gather in (False, True))
             for page_size in (16, 64) if every else (64,):
-                found.append(mla_spec(dtype, MAX_DIM, 512, page_size, tiling))
+                found.append(mla_spec(dtype, MAX_DIM, 512, page_size, boxes))
             if every:
-                found.append(mla_spec(dtype, MAX_DIM, 512, 64, tiling, rule=DECODE_RULES[1]))
-                found.append(mla_spec(dtype, MAX_DIM, 512, 24, tiling, gather=True))
-            found.append(mla_spec(dtype, MAX_DIM, 512, 64, tiling, chosen=True))
+                found.append(mla_spec(dtype, MAX_DIM, 512, 64, boxes, rule=DECODE_RULES[1]))
+                found.append(mla_spec(dtype, MAX_DIM, 512, 24, copies, gather=True))
+            found.append(mla_spec(dtype, MAX_DIM, 512, 64, copies, chosen=True))
     return found

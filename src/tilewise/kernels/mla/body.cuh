@@ -4,7 +4,9 @@
 //
 // Blocks of keys take turns: a warpgroup computes the scores and the weights of every other block, and leaves the
 // weights in shared memory. Both multiply them with the values, each with one half of the channels. So the softmax of
-// one warpgroup runs beside products of the other.
+// one warpgroup runs beside products of the other. With kAhead a warpgroup computes the scores of its next block before
+// it multiplies the weights that the other is computing: tensor cores then have work during every softmax, but a block
+// stays in the ring until the next one has come. Without, panels are free sooner, which is what the memory wants.
 //
 // The softmax is lazy (tile/lazy.cuh): weights are taken against a reference that moves only if they grow too large.
 // Who computes a block's weights owns the references, and hands them on with the weights.
@@ -123,12 +125,12 @@ struct Body {
         if constexpr (kBlockPlaces > kPanels) now.wait(kWeights);
     }
     // Oᵀ += Vᵀ Pᵀ, for this warpgroup's channels
-    TILE_DEVICE void issue_values() {
+    TILE_DEVICE void issue_values(const Places& of) {
         ptx::wgmma_fence();
-        const uint64_t p = k_major(ptx::uniform(ptx::shared_address(now.at(kWeights))));
+        const uint64_t p = k_major(ptx::uniform(ptx::shared_address(of.at(kWeights))));
 #pragma unroll
         for (int m = 0; m < kMine; m++) {
-            const uint64_t v = mn_major<kKeys>(ptx::uniform(ptx::shared_address(now.at(group * kMine + m))));
+            const uint64_t v = mn_major<kKeys>(ptx::uniform(ptx::shared_address(of.at(group * kMine + m))));
 #pragma unroll
             for (int step = 0; step < kKeys / 16; step++)
                 ptx::Wgmma<Element, kRows>::template ss<true, false>(acc_o[m], further(v, 2 * kEightBytes * step),
@@ -209,14 +211,15 @@ struct Body {
         }
         return over;
     }
-    TILE_DEVICE void scale_sums() {
+    TILE_DEVICE void scale_sums(uint32_t number) {
 #pragma unroll
         for (int j = 0; j < 2 * kEights; j++)
-            sum[j / 2][j % 2] *= sCorrection()[(block & 1) * kRows + 8 * (j / 2) + column() + j % 2];
+            sum[j / 2][j % 2] *= sCorrection()[(number & 1) * kRows + 8 * (j / 2) + column() + j % 2];
     }
     TILE_DEVICE void compute_scores() {
         issue_scores();
         ptx::wgmma_wait<0>();
+        ptx::settle(acc_s);
         if constexpr (!Rule::kLinear) Rule::apply(acc_s, args.scores, Rule::first_factor(args.scores));
         if constexpr (kChosen)
 #pragma unroll
@@ -225,9 +228,8 @@ struct Body {
 #pragma unroll
                     for (int j = 0; j < kRows / 4; j++) acc_s[j / 2 * 4 + 2 * h + j % 2] = -INFINITY;
     }
-    // The scores of a block and their weights P, which go to shared memory
+    // The weights P of a block, from its scores to shared memory
     TILE_DEVICE void weigh(int first_token, Span span) {
-        compute_scores();
         bool moves = ptx::any(first_token < whole_from || first_token + kKeys > whole_to);
         if (moves) {
             mask(first_token);
@@ -243,7 +245,7 @@ struct Body {
         if (moves) {
             move_references();
             exponentiate();
-            scale_sums();
+            scale_sums(block);
         }
         // No warp reads the panel any more that P takes the place of.
         const int l = lane(), chunk = 2 * warp_rank() + l / 8 % 2;
@@ -272,26 +274,56 @@ struct Body {
         for (int m = 0; m < kMine; m++) warp::zero(acc_o[m]);
 #pragma unroll
         for (int j = 0; j < 2 * kEights; j++) sum[j / 2][j % 2] = 0.0f;
+        if (begin == end) return;
+        if constexpr (kAhead) {
+            int n = begin + int(ptx::uniform((block & 1) != group));  // the first that is this warpgroup's own
+            Places before = now;
+            if (n > begin) now.next(), block++;
 #pragma unroll 1
-        for (int n = begin; n < end; n++, now.next(), block++) {
-            const bool mine = ptx::any((block & 1) == group);
-            if (mine) weigh(n * kKeys, span);
-            ptx::mbarrier_wait(ready_barrier(block), block >> 1 & 1);
-            release<false>(now);
-            if (ptx::any(sMoved()[block & 1] != 0)) {
-                if (!mine) scale_sums();
-                scale_output(kAtCorrection + (block & 1) * 4 * kRows, 1);
+            for (; n <= end; n += 2) {
+                const bool own = ptx::any(n < end);
+                if (own) compute_scores();
+                if (ptx::any(n > begin)) multiply(before, block - 1, false);
+                if (!own) break;
+                weigh(n * kKeys, span);
+                multiply(now, block, true);
+                now.next();
+                before = now;
+                now.next();
+                block += 2;
             }
-            issue_values();
-            ptx::wgmma_wait<0>();
-            release<true>(now);
+            if (n > end) now = before, block--;  // the last was this warpgroup's own
+        } else {
+#pragma unroll 1
+            for (int n = begin; n < end; n++, now.next(), block++) {
+                const bool mine = ptx::any((block & 1) == group);
+                if (mine) {
+                    compute_scores();
+                    weigh(n * kKeys, span);
+                }
+                multiply(now, block, mine);
+            }
         }
     }
-    // Multiplies each row of O with a value of shared memory, `step` floats from row to row
-    TILE_DEVICE void scale_output(uint32_t at, int step) {
+    // Adds a block's values, multiplied with its weights, to O. mine: this warpgroup has computed the weights
+    TILE_DEVICE void multiply(const Places& of, uint32_t number, bool mine) {
+        ptx::mbarrier_wait(ready_barrier(number), number >> 1 & 1);
+        release<false>(of);
+        if (ptx::any(sMoved()[number & 1] != 0)) {
+            if (!mine) scale_sums(number);
+            scale_output(kAtCorrection + (number & 1) * 4 * kRows);
+        }
+        issue_values(of);
+        ptx::wgmma_wait<0>();
+#pragma unroll
+        for (int m = 0; m < kMine; m++) ptx::settle(acc_o[m]);
+        release<true>(of);
+    }
+    // Multiplies each row of O with a float of shared memory
+    TILE_DEVICE void scale_output(uint32_t at) {
 #pragma unroll
         for (int j = 0; j < 2 * kEights; j++) {
-            const float factor = Shared<float>(at)[step * (8 * (j / 2) + column() + j % 2)];
+            const float factor = Shared<float>(at)[8 * (j / 2) + column() + j % 2];
 #pragma unroll
             for (int m = 0; m < kMine; m++)
 #pragma unroll

@@ -18,7 +18,8 @@ constexpr int kEights = kRows / 8;
 constexpr int kLag = 8;  // kGather: panels that are on their way while the next one is asked for
 static_assert(kQueryDim % kPanel == 0 && kValueDim % (2 * kPanel) == 0 && kValueDim <= kQueryDim, "whole panels");
 static_assert(kRows % 16 == 0 && kRows <= 64, "O of 64 rows fills the registers of two warpgroups");
-static_assert(kPlaces >= kBlockPlaces + kLag, "the panels of a block arrive before more than the others are asked for");
+static_assert(kPlaces >= (kAhead ? 2 : 1) * kBlockPlaces + (kGather ? kLag : 0),
+              "the panels that a block waits for have arrived before more are asked for than have a place");
 
 // Threads: two warpgroups that compute, and one that loads
 constexpr int kComputing = 256, kThreads = kComputing + 128;
@@ -100,7 +101,7 @@ struct MlaArgs {
     float* folds;  // scratch: (blocks, kValueDim · kRows), O of the pieces before, thread by thread
     // kChosen: each query token has a list of its own of the positions that it reads. To DecodeArgs it is a sequence of
     // so many tokens; its caller's number is sequence · queries + token. What follows is of the cache's sequences.
-    const int* indices;  // (sequences, queries, chosen): positions; one that the token does not see, as −1, is no key
+    const int* indices;  // (sequences, queries, chosen): positions; what is none of the sequence's, as −1, is no key
     const int *lengths, *tails, *pages;  // as DecodeArgs has them
     const int* tail_from;                // (sequences,): the number of the first page in each tail
     const int* places;                   // (sequences,): the row of these tables for the caller's sequence

@@ -10,20 +10,19 @@ static_assert(kGather || kPageSize % 16 == 0, "a box lies in one page");
 // The positions that a query token has chosen. caller: its number
 struct Chosen {
     const int* list;
-    int seen;  // positions that the token sees
+    int length;  // of the sequence
     PageTable table;
     TILE_DEVICE Chosen(const MlaArgs& mla, int caller) {
-        const int sequence = mla.queries.quotient(caller), token = caller - sequence * int(mla.queries.divisor);
-        const int place = Global<const int>{mla.places}[sequence];
+        const int place = Global<const int>{mla.places}[mla.queries.quotient(caller)];
         const int from = Global<const int>{mla.tail_from}[place];
         list = mla.indices + int64_t(caller) * mla.chosen;
-        seen = position_of(token, int(mla.queries.divisor), Global<const int>{mla.lengths}[place]) + 1;
+        length = Global<const int>{mla.lengths}[place];
         table = {mla.pages + int64_t(place) * mla.table_pages, mla.tails + int64_t(place) * mla.tail_pages - from, from};
     }
-    // The n-th of them, −1 if the token does not see it
+    // The n-th of them, −1 for none
     TILE_DEVICE int at(int n) const {
         const int position = Global<const int>{list}[n];
-        return position < seen ? position : -1;
+        return position < length ? position : -1;
     }
 };
 

@@ -3,7 +3,7 @@
 // is merged as in decode.cu.
 //
 // Constants: Element; kQueryDim, kValueDim: channels of a row, and how many of them are a value; kPageSize; kRows: query
-// rows of an item at most; kPlaces: panels in the ring; kGather: rows are copied one by one; kChosen: those that each
+// rows of an item at most; kPlaces: panels in the ring; kAhead: as body.cuh says; kGather: rows are copied one by one; kChosen: those that each
 // query token has chosen; Rule: what is done to scores; kSelected: false.
 #include "mla/body.cuh"
 

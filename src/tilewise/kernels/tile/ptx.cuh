@@ -97,6 +97,11 @@ TILE_DEVICE int just_in_time(int x) {
     asm volatile("" : "+r"(x));
     return x;
 }
+// The same for values that a product in flight writes: what is computed from them stays behind the wait for it.
+template <int kSize> TILE_DEVICE void settle(float (&x)[kSize]) {
+#pragma unroll
+    for (int i = 0; i < kSize; i++) asm volatile("" : "+f"(x[i])::"memory");
+}
 TILE_DEVICE bool any(bool x) { return __any_sync(~0u, x); }
 TILE_DEVICE bool all(bool x) { return __all_sync(~0u, x); }
 TILE_DEVICE uint32_t ballot(bool x) { return __ballot_sync(~0u, x); }
