@@ -77,7 +77,8 @@ def attention(
     fp8_weights: bool = False,
     first: int = 0,
 ) -> State:
-    """softmax(q kᵀ · scale) v. q (B, Nq, Hq, D), k and v (B, Nk, Hkv, D) -> o (B, Nq, Hq, D), lse (B, Hq, Nq).
+    """softmax(q kᵀ · scale) v. q (B, Nq, Hq, D), k (B, Nk, Hkv, D), v (B, Nk, Hkv, Dv) -> o (B, Nq, Hq, Dv),
+    lse (B, Hq, Nq).
 
     `mask`: a function (b, h, q, k) -> bool, or bools, broadcastable to (B, Hq, Nq, Nk): True = visible, on top of the
     other rules. `score`: a function (s, b, h, q, k) -> the score. `first`: the b of the first sequence. `dtype` is what
@@ -117,7 +118,7 @@ def attention(
     if sinks is not None:  # one more column, whose value is zero
         column = sinks.to(dtype)[None, :, None, None].expand(*scores.shape[:3], 1)
         scores = torch.cat((scores, column), dim=-1)
-        v = torch.cat((v, torch.zeros_like(v[:, :1])), dim=1) if nk else v.new_zeros(v.shape[0], 1, hq, head_dim)
+        v = torch.cat((v, torch.zeros_like(v[:, :1])), dim=1) if nk else v.new_zeros(v.shape[0], 1, *v.shape[2:])
     # A row that sees no key has the empty state, and gradients of 0: neither is left to a softmax of −inf alone.
     empty = (scores == -math.inf).all(-1)
     scores = scores.masked_fill(empty[..., None], 0.0)
@@ -155,8 +156,9 @@ def attention_varlen(
     dtype: torch.dtype = torch.float64,
     **options: Any,
 ) -> State:
-    """Each packed sequence alone: q (total_q, Hq, D), k, v (total_k, Hkv, D) -> o like q, lse (Hq, total_q)."""
-    o = torch.zeros(q.shape, dtype=dtype)
+    """Each packed sequence alone: q (total_q, Hq, D), k (total_k, Hkv, D), v (total_k, Hkv, Dv) -> o (total_q, Hq, Dv),
+    lse (Hq, total_q)."""
+    o = torch.zeros(*q.shape[:-1], v.shape[-1], dtype=dtype)
     lse = torch.full((q.shape[1], q.shape[0]), -math.inf, dtype=dtype)
     starts_q, starts_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
     for b in range(len(starts_q) - 1):
@@ -192,13 +194,17 @@ def decode(
     sinks: torch.Tensor | None = None,
     tree_mask: torch.Tensor | None = None,
     selected: torch.Tensor | None = None,
+    indices: torch.Tensor | None = None,
     dtype: torch.dtype = torch.float64,
 ) -> State:
-    """Each sequence alone over its own gathered keys. q (n, T, Hq, D) -> o (n, T, Hq, D), lse (n, Hq, T).
+    """Each sequence alone over its own gathered keys. q (n, T, Hq, D) -> o (n, T, Hq, Dv), lse (n, Hq, T).
 
     tree_mask: (n, T, T) bool, which of the last T tokens each query sees, the first of them being seen by all.
     selected: bool, broadcastable to (n, Hkv, pages), which pages of its list a sequence and KV head reads.
+    indices: (n, T, k), the positions that each query reads and no others, −1 for none.
     """
+    if indices is not None:
+        return _decode_listed(q, cache, layer, seqs, indices, scale=scale, softcap=softcap, sinks=sinks, dtype=dtype)
     pages = cache.cache if isinstance(cache, PrefixCache) else cache
     states = []
     for row, seq in enumerate(seqs):
@@ -229,6 +235,27 @@ def decode(
     return torch.cat([o for o, _ in states]), torch.cat([lse for _, lse in states])
 
 
+def _decode_listed(
+    q: torch.Tensor,
+    cache: PagedKVCache | PrefixCache,
+    layer: int,
+    seqs: Sequence[int],
+    indices: torch.Tensor,
+    **options: Any,
+) -> State:
+    """Each query alone over the keys that it names, as often as it names them."""
+    pages = cache.cache if isinstance(cache, PrefixCache) else cache
+    states = []
+    for row, seq in enumerate(seqs):
+        k, v = pages.gather(layer, seq)
+        for t, its in enumerate(indices[row].long()):
+            named = its[its >= 0]
+            states.append(attention(q[row : row + 1, t : t + 1], k[None, named], v[None, named], **options))
+    o, lse = torch.cat([o for o, _ in states]), torch.cat([lse for _, lse in states])
+    tokens = q.shape[1]
+    return o.view(len(seqs), tokens, *o.shape[2:]), lse.view(len(seqs), tokens, -1).transpose(1, 2)
+
+
 def shared_prefix_attention(
     q: torch.Tensor,
     levels: Sequence[tuple[torch.Tensor, ...]],
@@ -244,8 +271,8 @@ def shared_prefix_attention(
 ) -> State:
     """Every sequence over its own copy of its prefixes and of its own keys.
 
-    q (B, Nq, Hq, D) -> o (B, Nq, Hq, D), lse (B, Hq, Nq). Prefixes are in full view of every query; the causal rule
-    lies over the sequence's own keys alone, bottom-right.
+    q (B, Nq, Hq, D), values with Dv -> o (B, Nq, Hq, Dv), lse (B, Hq, Nq). Prefixes are in full view of every query;
+    the causal rule lies over the sequence's own keys alone, bottom-right.
     """
     batch, nq = q.shape[:2]
     states = []
@@ -277,18 +304,18 @@ def tiled_attention(
 ) -> State:
     """The Flash Attention loop in plain PyTorch, float32: the first rung of the ladder.
 
-    q (B, Nq, H, D), k and v (B, Nk, H, D), any lengths -> o (B, Nq, H, D), lse (B, H, Nq). Four things in this loop are
-    easily got wrong, and each was once: the probabilities P and the running sum l are two things; the old maximum is
-    taken inside the loop over key tiles, before the new one; O is divided by l once, at the end; the log-sum-exp is
-    m + log l, not l.
+    q (B, Nq, H, D), k and v (B, Nk, H, D or Dv), any lengths -> o (B, Nq, H, Dv), lse (B, H, Nq). Four things in this
+    loop are easily got wrong, and each was once: the probabilities P and the running sum l are two things; the old
+    maximum is taken inside the loop over key tiles, before the new one; O is divided by l once, at the end; the
+    log-sum-exp is m + log l, not l.
     """
     q, k, v = (x.transpose(1, 2).float() for x in (q, k, v))  # (B, H, N, D)
     nq, nk = q.shape[2], k.shape[2]
     scale = q.shape[3] ** -0.5 if scale is None else scale
-    o, lse = torch.zeros_like(q), torch.full(q.shape[:3], -math.inf)
+    o, lse = torch.zeros(*q.shape[:3], v.shape[3]), torch.full(q.shape[:3], -math.inf)
     for i in range(0, nq, tile_q):
         q_i = q[:, :, i : i + tile_q]  # the last tile may be shorter
-        o_i = torch.zeros_like(q_i)
+        o_i = torch.zeros(*q_i.shape[:3], v.shape[3])
         l_i = torch.zeros(*q_i.shape[:3], 1)
         m_i = torch.full_like(l_i, -math.inf)
         for j in range(0, nk, tile_kv):

@@ -161,15 +161,17 @@ def decode(
     plan: DecodePlan | StandingPlan,
     *,
     schedule: Any,
+    indices: Any,
     out: Any,
     **options: Any,
 ) -> Result:
     """decode() in a graph, which holds neither cache nor plan: each call brings its own."""
-    _refuse(schedule=schedule, out=out)
+    _refuse(schedule=schedule, indices=indices, out=out)
     pages = arguments.check_cache(cache)
     arguments.check_plan(plan, pages)
     _checked(q=q, layer=layer, **options)
-    result = torch.ops.tilewise.decode(q, pages._k, pages._v, layer, plan.serial, **options)
+    given = (q, pages._k, pages._v, layer, plan.serial)
+    result = torch.ops.tilewise.decode(*given, value_dim=pages.value_dim, **options)
     return _asked(result, options["return_lse"])
 
 
@@ -187,7 +189,8 @@ def attend(
     pages = arguments.check_cache(cache)
     arguments.check_step(plan, pages)
     _checked(q=q, layer=layer, **options)
-    result = torch.ops.tilewise.attend(q, pages._k, pages._v, layer, plan.serial, **options)
+    given = (q, pages._k, pages._v, layer, plan.serial)
+    result = torch.ops.tilewise.attend(*given, value_dim=pages.value_dim, **options)
     return _asked(result, options["return_lse"])
 
 

@@ -12,8 +12,9 @@ def grow(cache, seqs, counts, seed=0):
     slots = cache.extend(seqs, counts)
     for layer in range(cache.num_layers):
         k = randn(len(slots), cache.num_kv_heads, cache.head_dim, seed=1000 * seed + 2 * layer)
-        v = randn(len(slots), cache.num_kv_heads, cache.head_dim, seed=1000 * seed + 2 * layer + 1)
-        cache.write(layer, slots, k.to(cache.device), v.to(cache.device))
+        v = randn(len(slots), cache.num_kv_heads, cache.value_dim, seed=1000 * seed + 2 * layer + 1)
+        rows = (k,) if cache.shared_kv else (k, v)
+        cache.write(layer, slots, *(x.to(cache.device) for x in rows))
     return slots
 
 

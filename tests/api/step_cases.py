@@ -28,7 +28,8 @@ def assert_step(cache, prefill, decode, *, heads=4, layer=0, dtype=torch.float32
     """A step against the oracle, chunk by chunk and decode by decode; returns the plan, o and lse."""
     plan = plan_step(cache, prefill, decode, num_heads=heads, window=window, share_prefix=share, cost=cost)
     q = randn(plan.rows, heads, pages_of(cache).head_dim, dtype=dtype, seed=seed).to(pages_of(cache).device)
-    o, lse = attend(q, cache, layer, plan, return_lse=True, out=poison(q), backend=backend, **options)
+    out = poison(q.new_empty((*q.shape[:2], pages_of(cache).value_dim)))
+    o, lse = attend(q, cache, layer, plan, return_lse=True, out=out, backend=backend, **options)
     judge_step(q, o, lse, cache, layer, plan, window=window, **options)
     return plan, o, lse
 

@@ -149,7 +149,8 @@ def test_compiles_without_spills() -> None:
         for arch in ("sm_80", "sm_90a"):
             report = compiler.compile(spec, arch).report
             assert not report.spills, (str(spec), arch)
-            assert report.registers <= 64, "four blocks of 256 threads at least"
+            blocks = 4 if dict(spec.constants).get("kChunks", 1) == 1 else 3  # of 256 threads, at least
+            assert report.registers <= 65536 // (256 * blocks), (str(spec), arch)
 
 
 # ---- layouts ---------------------------------------------------------------------------------------------------------

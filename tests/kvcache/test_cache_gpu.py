@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import test_append
+import test_append_rows
 import test_paged
 import test_paged_places
 import test_paged_refusals
@@ -29,7 +30,7 @@ pytestmark = pytest.mark.gpu
 MODULES = (
     *(test_paged, test_paged_places, test_paged_refusals, test_paged_rotary),
     *(test_prefix, test_prefix_eviction, test_prefix_refusals),
-    test_append,
+    *(test_append, test_append_rows),
 )
 # These are about the host.
 NOT_HERE = {

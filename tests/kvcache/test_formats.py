@@ -229,7 +229,7 @@ def test_int4_of_one_byte_a_head_takes_any_strides(tokens: int, strides: tuple[i
     [
         (("int3", 64), ValueError, "kv_format"),
         (("int4", 0), ValueError, "head_dim"),
-        (("int4", 513), ValueError, "head_dim"),
+        (("int4", 577), ValueError, "head_dim"),
         (("int4", 64.0), TypeError, "head_dim"),
         (("int4", 64, 48), ValueError, "group_size"),
         (("int4", 64, 64.0), TypeError, "group_size"),

@@ -39,7 +39,8 @@ def attention_backward(
     backend: str = "auto",
     **options: Unpack[ScoreOptions],
 ) -> Gradients:
-    """q, o, d_o: (B, Nq, Hq, D); k, v: (B, Nk, Hkv, D); lse, d_lse: (B, Hq, Nq) float32; options as in `attention`.
+    """q: (B, Nq, Hq, D); o, d_o: (B, Nq, Hq, Dv); k, v: (B, Nk, Hkv, D or Dv); lse, d_lse: (B, Hq, Nq) float32; options
+    as in `attention`.
 
     o and lse may be those of rows that see other keys beside these, and sinks, which are no option here: the gradients
     are then the share of these keys, and shares add up. A gradient that is None is 0.

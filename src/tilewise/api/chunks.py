@@ -123,12 +123,13 @@ def attend_chunks(
     lse: torch.Tensor | None,
     backend: str,
 ) -> None:
-    """The chunks' rows q (rows, Hq, D): fills out, like q and no part of it, and lse (Hq, rows) if there is one."""
+    """The chunks' rows q (rows, Hq, D): fills out, no part of q, and lse (Hq, rows) if there is one."""
     tables = tables_of(plan, cache, cache.format.dtype != q.dtype)
     k_parts, v_parts = cache.parts(layer)
-    k, v = k_parts[0], v_parts[0]
+    k = k_parts[0]
+    v = k[..., : cache.value_dim] if v_parts is None else v_parts[0]
     if tables.widened is not None:
-        k, v = widen(cache.format, k_parts, v_parts, tables.widened, q.dtype)
+        k, v = widen(cache.format, k_parts, v_parts, tables.widened, q.dtype, cache.value_dim)
 
     def forward(rows: torch.Tensor, launch: Launch, **more: Any) -> Any:
         return attention_varlen(rows, k, v, *launch[:2], page_table=launch.page_table, backend=backend, **more)

@@ -14,6 +14,7 @@ from tilewise.api import standing
 from tilewise.api.on_cpu import full_precision
 from tilewise.api.options import PagedOptions, Result, State
 from tilewise.api.prefill import result
+from tilewise.cpu.listed import run_listed
 from tilewise.cpu.scoring import Scoring
 from tilewise.gpu import decode as kernel
 from tilewise.kvcache import PagedKVCache, PrefixCache
@@ -99,10 +100,7 @@ def plan_decode(
     members, at = pages.sequences.batch(check_seqs(seqs))
     window = arguments.check_window(window)
     most = _check_pages_per_seq(pages_per_seq, share_prefix, window)
-    on_card = pages.device.type == "cuda"
-    row_bytes = 2 * pages.format.bytes_per_token_head
-    if not on_card:  # there every format runs at float32's pace, and a quantised one is turned into it first
-        row_bytes = 2 * 4 * pages.head_dim * (1 if pages.format.dtype is not None else DEQUANTISE)
+    row_bytes = stream_row_bytes(pages)
     share = None if share_prefix == "auto" else bool(share_prefix)
     model = cost or tuned.cost(pages.device, pages.format)
     if rows is not None or max_length is not None:
@@ -111,7 +109,7 @@ def plan_decode(
             raise ValueError(f"rows goes without room and pages_per_seq, got {given}: renew_plan takes any growth")
         once = partial(plan_decode, num_heads=num_heads, tokens_per_seq=tokens_per_seq, share_prefix=share_prefix)
         rows_each, row = tokens_per_seq * num_heads, pages.num_kv_heads * row_bytes
-        judge = Judge(model, rows_each, pages.num_kv_heads, pages.head_dim, row)
+        judge = Judge(model, rows_each, pages.num_kv_heads, product_dim(pages), row)
         return standing.make(
             pages, members, partial(once, window=window, cost=cost), rows=rows, max_length=max_length, judge=judge,
             heads_q=num_heads, tokens_per_seq=tokens_per_seq, window=window, share=share,
@@ -125,11 +123,12 @@ def plan_decode(
         heads_q=num_heads,
         heads_kv=pages.num_kv_heads,
         head_dim=pages.head_dim,
-        kv_row_bytes=2 * pages.format.bytes_per_token_head,
+        value_dim=pages.value_dim,
+        kv_row_bytes=pages.kv_row_bytes,
         io_bytes=pages.format.dtype.itemsize if pages.format.dtype is not None else 2,
         stream_row_bytes=row_bytes,
         # On a CPU, below it copying pages together costs less than another item; selected pages are copied anyway.
-        shortest_run=0 if on_card or most else 64,
+        shortest_run=0 if pages.device.type == "cuda" or most else 64,
         cache_serial=pages.serial,
         tokens_per_seq=tokens_per_seq,
         window=window,
@@ -139,6 +138,21 @@ def plan_decode(
         pages_per_seq=most,
     )
     return traced.remember(plan, pages)
+
+
+def stream_row_bytes(pages: PagedKVCache) -> int:
+    """What the inner loop reads of a token in one KV head, for the cost model."""
+    if pages.device.type == "cuda":
+        return pages.kv_row_bytes
+    # On a CPU every format runs at float32's pace, and a quantised one is turned into it first. A row that is K and V
+    # is read once: its values come from the cores' caches.
+    channels = pages.head_dim + (0 if pages.shared_kv else pages.value_dim)
+    return 4 * channels * (1 if pages.format.dtype is not None else DEQUANTISE)
+
+
+def product_dim(pages: PagedKVCache) -> int:
+    """The head_dim at which two products of one width take as many FLOPs as q·k and p·v do."""
+    return -(-(pages.head_dim + pages.value_dim) // 2)
 
 
 def _check_sizes(
@@ -241,6 +255,7 @@ def decode(
     sinks: torch.Tensor | None = None,
     tree_mask: torch.Tensor | None = None,
     schedule: BlockSchedule | None = None,
+    indices: torch.Tensor | None = None,
     return_lse: bool = False,
     out: torch.Tensor | None = None,
     backend: str = "auto",
@@ -249,7 +264,8 @@ def decode(
 
     q: (num_seqs, tokens_per_seq, Hq, D) in the order of the plan's `seqs`, float32, float16 or bfloat16, whatever the
     cache's format; the queries' own tokens are already written. On a GPU head_dim is 64, 96, 128, 192 or 256, float32
-    queries read fp32 caches alone, and a bf16 cache takes bfloat16 queries alone. Other arguments as in `attention`.
+    queries read fp32 caches alone, and a bf16 cache takes bfloat16 queries alone. Over a shared_kv cache, MLA's
+    absorbed form, q is as wide as its rows. Other arguments as in `attention`; scale is D ** -0.5 if None.
     tree_mask: bool (T, T) or (num_seqs, T, T), T = tokens_per_seq: query t sees the sequence's query token j where it
     is True, in place of causality, for trees of speculated tokens. All see the first one, the tree's root.
     schedule: which pages each sequence and KV head reads, for a plan with `pages_per_seq`. Key block j, of page_size
@@ -257,13 +273,18 @@ def decode(
     page that is left out hides its tokens from every query, the query's own token too. Of more than `pages_per_seq`
     pages (`schedule.counts` tells) the first ones are read; what is selected past a sequence's end is ignored. On a GPU
     only kernels look at the contents, which may change between replays of a captured call.
+    indices: int32 (num_seqs, tokens_per_seq, k), the tokens that each query reads instead, by their positions in its
+    sequence, −1 for none; one that is named twice counts twice. The list alone says what is seen: nothing is shared,
+    and there is no causal order. On a GPU, where nobody waits for the contents, positions that a sequence does not
+    have are hidden; on a CPU they raise.
 
-    Returns o (num_seqs, tokens_per_seq, Hq, D), with return_lse also the LSE (num_seqs, Hq, tokens_per_seq) float32.
+    Returns o (num_seqs, tokens_per_seq, Hq, value_dim), with return_lse also the LSE (num_seqs, Hq, tokens_per_seq),
+    float32.
     """
     if torch.compiler.is_compiling():
         return traced.decode(
             q, cache, layer, plan, scale=scale, softcap=softcap, sinks=sinks, tree_mask=tree_mask, schedule=schedule,
-            return_lse=return_lse, out=out, backend=backend,
+            indices=indices, return_lse=return_lse, out=out, backend=backend,
         )  # fmt: skip
     pages = arguments.check_cache(cache)
     arguments.check_plan(plan, pages)
@@ -274,6 +295,37 @@ def decode(
     checks.tensor("q", q, shape=shape, dtypes=checks.FLOATS, unit_last_stride=True)
     if q.device != pages.device:
         raise ValueError(f"q must be on {pages.device} like the cache, got {q.device}")
+    _check_current(plan, pages)
+    options: DecodeOptions = {"scale": scale, "softcap": softcap, "sinks": sinks}
+    scores = arguments.check_scores(q, count, causal=True, window=plan.window, **options)
+    checks.flag("return_lse", return_lse)
+    arguments.check_out(out, q, pages.value_dim)
+    tree = arguments.check_tree_mask(tree_mask, plan, q.device)
+    selected = _check_schedule(schedule, plan, pages, tree)
+    _check_indices(indices, plan, pages, tree)
+    where = arguments.check_backend(backend, q, (sinks,))
+    if where != "cpu":
+        return _run_kernel(q, pages, layer, plan, scores, tree, selected, indices, return_lse, out)
+    if isinstance(plan, StandingPlan):
+        o, lse = _decode_now(q, pages, layer, plan, tree, indices, options)
+        return result(o, lse, None, out, return_lse)
+    with full_precision():
+        if indices is not None:
+            o, lse = run_listed(q, pages, layer, plan.seqs, Scoring.of(scores), indices)
+        elif tree is not None:
+            o, lse = cpu.run_tree(q, pages, layer, plan.seqs, Scoring.of(scores), tree)
+        elif selected is not None:
+            o, lse = cpu.run_selected(q, pages, layer, plan, Scoring.of(scores), selected)
+        else:
+            order = torch.from_numpy(plan.order).long()  # plan's rows -> the caller's
+            o, lse = cpu.run_paged(plan, q.index_select(0, order).flatten(0, 1), pages, layer, Scoring.of(scores))
+            o, lse = o.view(*q.shape[:3], pages.value_dim), lse.view(count, tokens, plan.heads_q)
+            o = torch.empty_like(o).index_copy_(0, order, o)
+            lse = torch.empty_like(lse).index_copy_(0, order, lse).transpose(1, 2)
+    return result(o, lse, sinks, out, return_lse)
+
+
+def _check_current(plan: DecodePlan | StandingPlan, pages: PagedKVCache) -> None:
     changed = np.flatnonzero(pages.lengths_of(list(plan.seqs)) != plan.lengths)
     if len(changed):
         seq, length = plan.seqs[changed[0]], plan.lengths[changed[0]]
@@ -281,30 +333,6 @@ def decode(
             f"plan is out of date: sequence {seq} had {length} tokens and now has {pages.length(seq)}; "
             "call plan_decode again after extending, or grow_plan"
         )
-    options: DecodeOptions = {"scale": scale, "softcap": softcap, "sinks": sinks}
-    scores = arguments.check_scores(q, count, causal=True, window=plan.window, **options)
-    checks.flag("return_lse", return_lse)
-    arguments.check_out(out, q)
-    tree = arguments.check_tree_mask(tree_mask, plan, q.device)
-    selected = _check_schedule(schedule, plan, pages, tree)
-    where = arguments.check_backend(backend, q, (sinks,))
-    if where != "cpu":
-        return _run_kernel(q, pages, layer, plan, scores, tree, selected, return_lse, out)
-    if isinstance(plan, StandingPlan):
-        o, lse = _decode_now(q, pages, layer, plan, tree, options)
-        return result(o, lse, None, out, return_lse)
-    with full_precision():
-        if tree is not None:
-            o, lse = cpu.run_tree(q, pages, layer, plan.seqs, Scoring.of(scores), tree)
-        elif selected is not None:
-            o, lse = cpu.run_selected(q, pages, layer, plan, Scoring.of(scores), selected)
-        else:
-            order = torch.from_numpy(plan.order).long()  # plan's rows -> the caller's
-            o, lse = cpu.run_paged(plan, q.index_select(0, order).flatten(0, 1), pages, layer, Scoring.of(scores))
-            o, lse = o.view(q.shape), lse.view(count, tokens, plan.heads_q)
-            o = torch.empty_like(o).index_copy_(0, order, o)
-            lse = torch.empty_like(lse).index_copy_(0, order, lse).transpose(1, 2)
-    return result(o, lse, sinks, out, return_lse)
 
 
 def _decode_now(
@@ -313,18 +341,19 @@ def _decode_now(
     layer: int,
     plan: StandingPlan,
     tree: torch.Tensor | None,
+    indices: torch.Tensor | None,
     options: DecodeOptions,
 ) -> State:
     """decode() of a standing plan on a CPU: the rows of its sequences by the plan as it is now, and the idle ones."""
     count, sinks = len(plan.seqs), options.get("sinks")
-    o = torch.zeros_like(q)
+    o = q.new_zeros((*q.shape[:3], pages.value_dim))
     lse = q.new_full((len(q), q.shape[2], q.shape[1]), -torch.inf, dtype=torch.float32)
     if sinks is not None:
         lse[:] = sinks[:, None]
     if count:
-        mask = None if tree is None else tree[:count]
+        mask, its = (None if x is None else x[:count] for x in (tree, indices))
         o[:count], lse[:count] = decode(
-            q[:count], pages, layer, plan.now, tree_mask=mask, return_lse=True, backend="cpu", **options
+            q[:count], pages, layer, plan.now, tree_mask=mask, indices=its, return_lse=True, backend="cpu", **options
         )
     return o, lse
 
@@ -337,32 +366,83 @@ def _run_kernel(
     scores: Scores,
     tree: torch.Tensor | None,
     selected: torch.Tensor | None,
+    indices: torch.Tensor | None,
     return_lse: bool,
     out: torch.Tensor | None,
 ) -> Result:
     """decode() on a GPU or in the emulator."""
-    o = out if out is not None and checks.place(out, q) is not None else q.new_empty(q.shape)
+    k_parts, v_parts = pages.parts(layer)
+    shape = (*q.shape[:3], pages.value_dim)
+    o = out if out is not None and checks.place(out, q) is not None else q.new_empty(shape)
     lse = q.new_empty((len(q), q.shape[2], q.shape[1]), dtype=torch.float32) if return_lse else None
     page_lists: Any = arguments.PageListsOf(pages, plan.seqs)
     if isinstance(plan, StandingPlan):
         page_lists = partial(standing.batch_of, plan, pages)
-    kernel.run(
-        plan,
-        q,
-        pages.format,
-        *pages.parts(layer),
-        page_lists,
-        plan.lengths,
-        o,
-        lse,
-        scores,
-        tree=tree,
-        selected=selected,
-        room=plan.room,
-    )
+    if v_parts is None:
+        run = _latent_kernel(tree, selected)
+        given = (plan, q, pages.format, k_parts, page_lists, plan.lengths, o, lse, scores)
+        run(*given, value_dim=pages.value_dim, indices=indices, room=plan.room)
+    else:
+        _check_apart(pages, indices)
+        both = (plan, q, pages.format, k_parts, v_parts, page_lists, plan.lengths, o, lse, scores)
+        kernel.run(*both, tree=tree, selected=selected, room=plan.room)
     if out is not None and out is not o:
         o = out.copy_(o)
     return o if lse is None else (o, lse)
+
+
+def _latent_kernel(tree: torch.Tensor | None, selected: torch.Tensor | None) -> Any:
+    """The kernel over rows that are K and V."""
+    for name, given in (("tree_mask", tree), ("schedule", selected)):
+        if given is not None:
+            raise NotImplementedError(f"{name} has no kernel over a shared_kv cache; use CPU tensors and backend='cpu'")
+    try:
+        from tilewise.gpu import mla  # type: ignore[attr-defined, unused-ignore]
+    except ImportError:
+        raise NotImplementedError(
+            "decode has no kernel over a shared_kv cache; use CPU tensors and backend='cpu'"
+        ) from None
+    return mla.run
+
+
+def _check_apart(pages: PagedKVCache, indices: torch.Tensor | None) -> None:
+    """NotImplementedError for what no kernel over K and V, stored apart, serves."""
+    if indices is not None:
+        raise NotImplementedError(
+            "indices have a kernel over shared_kv caches alone; use a schedule of pages, or CPU tensors, backend='cpu'"
+        )
+    if pages.value_dim != pages.head_dim:
+        raise NotImplementedError(
+            f"decode has no kernel for K and V of head_dim {pages.head_dim} and {pages.value_dim}; use a cache of one "
+            "head_dim with zeros after the narrower, or CPU tensors and backend='cpu'"
+        )
+
+
+def _check_indices(
+    indices: Any, plan: DecodePlan | StandingPlan, pages: PagedKVCache, tree: torch.Tensor | None
+) -> None:
+    """The tokens that queries read, if they are listed; on a CPU, that they are there."""
+    if indices is None:
+        return
+    shape = (arguments.places(plan), plan.tokens_per_seq, "k")
+    checks.tensor("indices", indices, shape=shape, dtypes=(torch.int32,), device=pages.device, unit_last_stride=True)
+    if tree is not None:
+        raise NotImplementedError("tree_mask and indices do not go together; leave out of the lists what is hidden")
+    if plan.pages_per_seq:
+        raise NotImplementedError("schedule and indices do not go together; list the tokens of the pages")
+    if plan.window is not None and plan.window[0] is not None:
+        raise ValueError("indices go with a plan without a window; leave out of the lists what is outside of it")
+    if indices.device.type != "cpu":
+        return
+    lengths = torch.tensor(plan.lengths, dtype=torch.int32)[:, None, None]
+    its = indices[: len(plan.lengths)]
+    wrong = ((its < -1) | (its >= lengths)).nonzero()
+    if len(wrong):
+        n, t, i = wrong[0].tolist()
+        raise ValueError(
+            f"indices must be positions in their sequence, or -1 for none, got {int(its[n, t, i])} at [{n}, {t}, {i}], "
+            f"where sequence {plan.seqs[n]} has {plan.lengths[n]} tokens"
+        )
 
 
 def _check_pages_per_seq(pages: int | None, share_prefix: Literal["auto"] | bool, window: Window | None) -> int:

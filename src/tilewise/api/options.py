@@ -73,6 +73,7 @@ class PagedOptions(DecodeOptions, total=False):
 
     tree_mask: torch.Tensor | None
     schedule: BlockSchedule | None
+    indices: torch.Tensor | None
     out: torch.Tensor | None
     backend: str
 

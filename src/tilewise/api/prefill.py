@@ -87,13 +87,13 @@ def attention(
 ) -> Result:
     """Attention over a batch of equally long sequences: softmax(q kᵀ · scale) v.
 
-    q: (B, Nq, Hq, D) float32, float16, bfloat16 or float8_e4m3fn; k, v: (B, Nk, Hkv, D) of the same dtype; Hq a
-    multiple of Hkv.
+    q: (B, Nq, Hq, D) float32, float16, bfloat16 or float8_e4m3fn; k: (B, Nk, Hkv, D), v: (B, Nk, Hkv, Dv) of the same
+    dtype; Hq a multiple of Hkv; D and Dv up to 576.
     causal: query i sees keys up to i + Nk − Nq. window: (left, right) keys seen to either side, None for no limit.
     scale: of the scores, `D ** -0.5` if None. softcap c > 0: scores become c · tanh(scores / c).
     sinks: (Hq,), a logit that joins the softmax denominator only; it counts in the LSE.
     alibi_slopes: (Hq,) or (B, Hq), adds −slope · |i + Nk − Nq − j| after soft-capping.
-    schedule: a BlockSchedule; keys outside its blocks are not seen. out: (B, Nq, Hq, D), written and returned.
+    schedule: a BlockSchedule; keys outside its blocks are not seen. out: (B, Nq, Hq, Dv), written and returned.
     mask: a function (b, h, q, k) -> bool, whether query q of head h of sequence b sees key k, counted from 0 (no
     bottom-right shift). score: a function (s, b, h, q, k) -> the score to take for s, the scaled product of q and k.
     Both are traced: docs/guides/masks.md says what they may do. causal, window, schedule and mask must all allow a key.
@@ -116,8 +116,8 @@ def attention(
     Gradients go to q, k, v and sinks, from o and from the LSE. There are none of alibi_slopes, of what functions
     capture and of FP8 inputs: a call that is asked for them raises. There are no second derivatives.
 
-    Returns o (B, Nq, Hq, D), with return_lse also the LSE (B, Hq, Nq) float32. A NaN or infinity in a key that a window
-    or a mask (on a GPU also `causal`) hides may still reach the rows of its tile, as in other fused kernels.
+    Returns o (B, Nq, Hq, Dv), with return_lse also the LSE (B, Hq, Nq) float32. A NaN or infinity in a key that a
+    window or a mask (on a GPU also `causal`) hides may still reach the rows of its tile, as in other fused kernels.
     """
     descales = (q_descale, k_descale, v_descale)
     key = None
@@ -170,7 +170,7 @@ def _dense(
     elif call.dropout is not None:
         o, lse = gradients_on_gpu.dropped(call, q, k, v)
     else:
-        bound = calls.bind(q, call.where, call.scores.rule, return_lse, key)
+        bound = calls.bind(q, call.where, call.scores.rule, return_lse, key, v)
         return bound(q, k, v, sinks, slopes, out, call.descales, schedule=pattern["schedule"], function=call.function)
     return result(o, lse, sinks, out, return_lse)
 
@@ -242,19 +242,19 @@ def attention_varlen(
 ) -> Result:
     """Attention over sequences of different lengths, packed end to end; empty ones are allowed.
 
-    q: (total_q, Hq, D); k, v: (total_k, Hkv, D). cu_seqlens_q, cu_seqlens_k: (B + 1,) int32 or int64, where each
+    q: (total_q, Hq, D); k, v: (total_k, Hkv, D or Dv). cu_seqlens_q, cu_seqlens_k: (B + 1,) int32 or int64, where each
     sequence starts, beginning with 0 and ending with the total. schedule: one BlockSchedule that fits every sequence,
     or one (or None) for each. mask, score: b is the sequence, q and k count within it. Everything else as in
     `attention`; alibi_slopes (Hq,) or (B, Hq).
 
-    page_table: (B, pages per sequence) int32; then k, v are (pages, page_size, Hkv, D), and token t of sequence b is
-    row t % page_size of page `page_table[b, t // page_size]`; cu_seqlens_k tells the lengths alone, and entries beyond
-    them may be anything. With queries that are a sequence's last tokens and causal=True this is chunked prefill.
+    page_table: (B, pages per sequence) int32; then k, v are (pages, page_size, Hkv, D or Dv), and token t of sequence b
+    is row t % page_size of page `page_table[b, t // page_size]`; cu_seqlens_k tells the lengths alone, and entries
+    beyond them may be anything. With queries that are a sequence's last tokens and causal=True this is chunked prefill.
 
     On a GPU cu_seqlens may be there or on the CPU. There, their values are not looked at, which would make the CPU
     wait; whatever they say, nothing outside of the tensors is touched.
 
-    Returns o (total_q, Hq, D), with return_lse also the LSE (Hq, total_q) float32.
+    Returns o (total_q, Hq, Dv), with return_lse also the LSE (Hq, total_q) float32.
     """
     options: ScoreOptions = {
         "causal": causal, "window": window, "scale": scale, "softcap": softcap, "sinks": sinks,
@@ -311,7 +311,7 @@ def _packed(
     if call.where != "cpu" and call.dropout is not None:
         return _dropped(q, k, v, call, cu_seqlens, page_table, out, return_lse)
     if call.where != "cpu":
-        bound = calls.bind(q, call.where, call.scores.rule, return_lse, key)
+        bound = calls.bind(q, call.where, call.scores.rule, return_lse, key, v)
         starts = arguments.starts_like(q, *cu_seqlens)
         return bound(
             q, k, v, sinks, slopes, out, call.descales, starts, page_table, schedule=schedule, function=call.function
@@ -411,25 +411,25 @@ def shared_prefix_attention(
 ) -> Result:
     """Attention of sequences that share prefixes, each prefix read once for all of them.
 
-    q: (B, Nq, Hq, D); k, v: (B, Nk, Hkv, D), each sequence's own keys; lengths: (B,), how many of them are valid, all
-    if None. levels: from the root down, each (k, v) or (k, v, lengths) with k, v (B_level, N_level, Hkv, D). Each batch
-    size divides the next and the last divides B; sequence b belongs to member `b // (B // B_level)` of a level.
-    Prefixes are in full view of every query; `causal` lies over the own keys alone, bottom-right. Gradients go to q, to
-    every k and v, to sinks, and come from the LSE as well; deterministic as in `attention`.
+    q: (B, Nq, Hq, D); k, v: (B, Nk, Hkv, D or Dv), each sequence's own keys; lengths: (B,), how many of them are valid,
+    all if None. levels: from the root down, each (k, v) or (k, v, lengths) with k, v (B_level, N_level, Hkv, D or Dv).
+    Each batch size divides the next and the last divides B; sequence b belongs to member `b // (B // B_level)` of a
+    level. Prefixes are in full view of every query; `causal` lies over the own keys alone, bottom-right. Gradients go
+    to q, to every k and v, to sinks, and come from the LSE as well; deterministic as in `attention`.
 
-    Returns o (B, Nq, Hq, D), with return_lse also the LSE (B, Hq, Nq) float32.
+    Returns o (B, Nq, Hq, Dv), with return_lse also the LSE (B, Hq, Nq) float32.
     """
     scoring: dict[str, Any] = {"causal": causal, "scale": scale, "softcap": softcap}
     rest: dict[str, Any] = {"deterministic": deterministic, "backend": backend}
     if torch.compiler.is_compiling():
         given = {"sinks": sinks, "out": out, "return_lse": return_lse, **scoring, **rest}
         return traced.shared_prefix_attention(q, levels, k, v, lengths, **given)
-    batch, seqlen_q, _, heads_q, heads_kv, head_dim = arguments.check_qkv(q, k, v)
+    batch, seqlen_q, _, heads_q, heads_kv, *dims = arguments.check_qkv(q, k, v)
     scores = arguments.check_scores(q, batch, sinks=sinks, **scoring)
     checks.flag("return_lse", return_lse)
     checks.flag("deterministic", deterministic)
-    arguments.check_out(out, q)
-    sources, shapes = arguments.check_levels(levels, q, heads_kv)
+    arguments.check_out(out, q, v.shape[-1])
+    sources, shapes = arguments.check_levels(levels, q, heads_kv, v.shape[-1])
     of_levels = [x for source in sources for x in source]
     own = None if lengths is None else arguments.check_lengths("lengths", lengths, *k.shape[:2])
     valid = [*(shape[2] for shape in shapes), own]
@@ -441,13 +441,12 @@ def shared_prefix_attention(
     shapes.append((batch, k.shape[1], own))
     where = arguments.check_backend(backend, q, [x for source in sources for x in source] + [sinks])
     if where != "cpu":
-        calls.check_served(q, where)
+        calls.check_served(q, where, v)
         o, lse = calls.shared_prefix(q, sources, valid, scores)
         return result(o, lse, sinks, out, return_lse)
 
-    plan = plan_shared_prefix(
-        batch, seqlen_q, shapes, heads_q, heads_kv, head_dim, causal=causal, io_bytes=q.element_size()
-    )
+    sizes = (heads_q, heads_kv, *dims)
+    plan = plan_shared_prefix(batch, seqlen_q, shapes, *sizes, causal=causal, io_bytes=q.element_size())
     with full_precision():
         place = checks.place(out, q, *(x for source in sources for x in source))
         o, lse = cpu.run(plan, q, sources, Scoring.of(scores), place)

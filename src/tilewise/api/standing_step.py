@@ -194,6 +194,10 @@ def attend_by_kernels(
             f"standing steps read pages of q's dtype, got {q.dtype} over {pages.format.name}; leave rows out of "
             "plan_step, which converts pages for each step"
         )
+    if pages.shared_kv or pages.value_dim != pages.head_dim:
+        raise NotImplementedError(
+            "standing steps read K and V of one head_dim, stored apart; leave rows out of plan_step, or use CPU tensors"
+        )
     room, rows, logs = _room_of(step, pages), step.decode.rows, lse is not None
     o.zero_()  # what no row is written to
     if lse is not None:
@@ -230,8 +234,8 @@ def _forward(
     backend: str,
 ) -> None:
     """The chunks' rows. Not by attention_varlen, whose first sequence starts at row 0."""
-    k_parts, v_parts = pages.parts(layer)
-    k, v, sinks = k_parts[0], v_parts[0], scores.sinks
+    k, v = (parts[0] for parts in pages.parts(layer) if parts is not None)
+    sinks = scores.sinks
     key = call = None
     if q.is_cuda:
         others = (sinks, None, o, None, None, None, room.starts_q, room.starts_k, room.table)

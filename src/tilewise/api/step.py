@@ -13,7 +13,7 @@ import torch
 from tilewise import arch, arguments, checks, cpu, traced, tuned
 from tilewise.api import standing_step
 from tilewise.api.chunks import attend_chunks
-from tilewise.api.decoding import DEQUANTISE, decode, plan_decode
+from tilewise.api.decoding import decode, plan_decode, product_dim, stream_row_bytes
 from tilewise.api.on_cpu import full_precision
 from tilewise.api.options import Result, State, StepOptions
 from tilewise.cpu.scoring import Scoring
@@ -150,11 +150,10 @@ def plan_prefill(
     judge: Judge
     split: Split | None = None
     if pages.device.type == "cuda":
-        tiles = TileJudge(used, arch.multiprocessors(pages.device), heads, num_heads // heads, pages.head_dim)
+        tiles = TileJudge(used, arch.multiprocessors(pages.device), heads, num_heads // heads, product_dim(pages))
         judge, split = tiles, tiles.split
-    else:  # every format runs at float32's pace, as in plan_decode
-        row_bytes = 2 * 4 * pages.head_dim * (1 if pages.format.dtype is not None else DEQUANTISE)
-        judge = CostJudge(used, num_heads, pages.head_dim, heads * row_bytes)
+    else:
+        judge = CostJudge(used, num_heads, product_dim(pages), heads * stream_row_bytes(pages))
     return plan_chunks(
         seqs,
         [tokens for _, tokens in chunks],
@@ -164,7 +163,8 @@ def plan_prefill(
         heads_q=num_heads,
         heads_kv=pages.num_kv_heads,
         head_dim=pages.head_dim,
-        kv_row_bytes=2 * pages.format.bytes_per_token_head,
+        value_dim=pages.value_dim,
+        kv_row_bytes=pages.kv_row_bytes,
         io_bytes=pages.format.dtype.itemsize if pages.format.dtype is not None else 2,
         window=window,
         judge=judge,
@@ -228,7 +228,7 @@ def attend(
     attention_varlen or decode takes; pages that only decode reads are converted once for all chunks. The call can be
     captured in a graph once it was made uncaptured, which compiles and uploads.
 
-    Returns o (rows, Hq, D), with return_lse also the LSE (Hq, rows) float32.
+    Returns o (rows, Hq, value_dim), with return_lse also the LSE (Hq, rows) float32.
     """
     if torch.compiler.is_compiling():
         given = {"scale": scale, "softcap": softcap, "sinks": sinks, "return_lse": return_lse, "backend": backend}
@@ -248,9 +248,9 @@ def attend(
     options: DecodeOptions = {"scale": scale, "softcap": softcap, "sinks": sinks}
     scores = arguments.check_scores(q, 1, causal=True, window=plan.window, **options)
     checks.flag("return_lse", return_lse)
-    arguments.check_out(out, q)
+    arguments.check_out(out, q, pages.value_dim)
     where = arguments.check_backend(backend, q, (sinks,))
-    o = q.new_empty(q.shape) if out is None or checks.place(out, q) is None else out
+    o = q.new_empty((*q.shape[:2], pages.value_dim)) if out is None or checks.place(out, q) is None else out
     lse = q.new_empty((q.shape[1], len(q)), dtype=torch.float32) if return_lse else None
     if isinstance(plan, StandingStep):
         if where == "cpu":
@@ -273,7 +273,7 @@ def _given(o: torch.Tensor, lse: torch.Tensor | None, out: torch.Tensor | None) 
 
 
 class Asked(NamedTuple):
-    """A checked call of `attend`, whose parts fill their rows of o (rows, Hq, D), and of lse (Hq, rows) if given.
+    """A checked call of `attend`, whose parts fill their rows of o (rows, Hq, Dv), and of lse (Hq, rows) if given.
 
     Both are the first stream's: memory that the second one would give out might be taken again while others read it.
     """
@@ -368,7 +368,9 @@ def _chunks(asked: Asked, plan: ChunkPlan) -> None:
 
 
 def _served(asked: Asked, plan: DecodePlan | StandingPlan) -> bool:
-    """Does the decode kernel serve the decodes? Where it does not, the forward may: it takes any head_dim and dtype."""
+    """Does a decode kernel serve the decodes? Where none does, the forward may: it takes any head_dim and dtype."""
+    if asked.pages.shared_kv or asked.pages.value_dim != asked.pages.head_dim:
+        return asked.pages.shared_kv  # by the kernel over rows, which says itself what it does not take
     serial = asked.plan.serial
     kind, served = _kinds.get(serial, (None, False))
     if kind == asked.q.dtype:
@@ -376,8 +378,8 @@ def _served(asked: Asked, plan: DecodePlan | StandingPlan) -> bool:
     if kind is None:
         weakref.finalize(asked.plan, _kinds.pop, serial, None)
     try:
-        k_parts, v_parts = asked.pages.parts(asked.layer)
-        check_served(asked.q, asked.pages.format, plan, (k_parts[0], v_parts[0]))
+        codes = [parts[0] for parts in asked.pages.parts(asked.layer) if parts is not None]
+        check_served(asked.q, asked.pages.format, plan, codes)
         served = True
     except NotImplementedError:
         served = False

@@ -34,13 +34,16 @@ LOAD_BYTES = 32 << 20  # K (and as much V) turned to float32 at once from a page
 
 
 def run(plan: Plan, q: torch.Tensor, sources: Sequence[KV], scoring: Scoring, out: torch.Tensor | None = None) -> KV:
-    """Run a dense, packed, sparse or shared-prefix plan: o like q (in `out` if given), lse (rows, heads) float32.
+    """Run a dense, packed, sparse or shared-prefix plan: o (in `out` if given), lse (rows, heads) float32.
 
-    q (B, Nq, Hq, D) or (rows, Hq, D); each source k, v (B, Nk, Hkv, D) or (keys, Hkv, D).
+    q (B, Nq, Hq, D) or (rows, Hq, D); each source k (B, Nk, Hkv, D) or (keys, Hkv, D), v the same with Dv -> o as q is,
+    with Dv.
     """
     whole = plan.work[0] if len(plan.work) == 1 else None
     if isinstance(whole, Tiles) and q.dim() == 4 and (whole.rows, whole.count) == (q.shape[1], q.shape[0]):
         o, lse = _regular_state(whole, q, *sources[whole.source], scoring)  # every row in one item: nothing to collect
+        if out is None and o.shape[-1] != q.shape[-1]:
+            o = o.contiguous()  # a part of wider rows
         return o if out is None else out.copy_(o), lse.reshape(plan.rows, plan.heads_q)
     states = _accumulator(plan, q, out)
     for item in plan.work:
@@ -63,7 +66,7 @@ def run_paged(
     layer: int,
     scoring: Scoring,
 ) -> KV:
-    """Run a plan over pages: q (rows, Hq, D) in the plan's order -> o like q, lse (rows, Hq) float32."""
+    """Run a plan over pages: q (rows, Hq, D) in the plan's order -> o (rows, Hq, Dv), lse (rows, Hq) float32."""
     stored = cache.format.dtype  # None for a quantised format
     compute = q.dtype if stored == q.dtype else torch.float32
     queries = q.to(compute)
@@ -94,7 +97,8 @@ def run_paged(
 def run_tree(
     q: torch.Tensor, cache: PagedKVCache, layer: int, seqs: Sequence[int], scoring: Scoring, tree: torch.Tensor
 ) -> KV:
-    """Decode with a mask over the query tokens: q (n, T, Hq, D), tree (n, T, T) bool -> o like q, lse (n, Hq, T).
+    """Decode with a mask over the query tokens: q (n, T, Hq, D), tree (n, T, T) bool -> o (n, T, Hq, Dv), lse (n, Hq,
+    T).
 
     Sequence by sequence in float32: trees of speculated tokens are small, and a CPU is not where they pay.
     """
@@ -110,14 +114,14 @@ def run_tree(
         weights = torch.exp(s - torch.where(lse == -torch.inf, 0.0, lse)[..., None])
         states.append((torch.einsum("htk,khd->thd", weights, v).to(q.dtype), lse))
     if not states:
-        return torch.empty_like(q), q.new_empty((0, heads, tokens), dtype=torch.float32)
+        return q.new_empty((0, tokens, heads, cache.value_dim)), q.new_empty((0, heads, tokens), dtype=torch.float32)
     return torch.stack([o for o, _ in states]), torch.stack([lse for _, lse in states])
 
 
 def run_selected(
     q: torch.Tensor, cache: PagedKVCache, layer: int, plan: DecodePlan, scoring: Scoring, bits: torch.Tensor
 ) -> KV:
-    """Decode over selected pages: q (n, T, Hq, D) in the order of plan.seqs -> o like q, lse (n, Hq, T).
+    """Decode over selected pages: q (n, T, Hq, D) in the order of plan.seqs -> o (n, T, Hq, Dv), lse (n, Hq, T).
 
     bits: int32 (n or 1, Hkv or 1, words), of which the first plan.pages_per_seq count. The pages that some head of a
     sequence reads are brought together once, and each head takes its own of them.
@@ -127,7 +131,7 @@ def run_selected(
     compute = q.dtype if cache.format.dtype == q.dtype else torch.float32
     selected = (bits[..., None] >> count_up(0, 32) & 1).flatten(2)
     selected = (selected.bool() & (selected.cumsum(-1) <= plan.pages_per_seq)).expand(len(q), -1, -1)
-    o = torch.zeros_like(q)
+    o = q.new_zeros((*q.shape[:3], cache.value_dim))
     lse = torch.full((len(q), q.shape[2], tokens), -torch.inf, device="cpu")
     for n, seq in enumerate(plan.seqs):
         length, size = cache.length(seq), cache.page_size
@@ -154,14 +158,15 @@ def _paged(plan: Plan) -> list[PagedTiles]:
 
 def _accumulator(plan: Plan, q: torch.Tensor, out: torch.Tensor | None, exclusive: bool | None = None) -> Accumulator:
     """States for the plan's rows; they lie in `out` itself where nothing has to be merged or converted."""
-    packed = (plan.rows, plan.heads_q, plan.head_dim)
+    packed = (plan.rows, plan.heads_q, plan.out_dim)
     exclusive = plan.exclusive if exclusive is None else exclusive
     o = out.view(packed) if exclusive and out is not None and out.is_contiguous() else None
     return Accumulator(packed, q.dtype if exclusive else torch.float32, exclusive=exclusive, o=o)
 
 
 def _finish(states: Accumulator, q: torch.Tensor, out: torch.Tensor | None) -> KV:
-    o = states.finish().view(q.shape)
+    o = states.finish()
+    o = o.view(*q.shape[:-1], o.shape[-1])
     if out is None:
         return o.to(q.dtype), states.lse
     if out.data_ptr() != o.data_ptr():

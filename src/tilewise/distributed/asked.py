@@ -59,6 +59,11 @@ def check_asked(
     """The checks of `attention`, made before anything travels: a rank that raises later leaves others waiting."""
     sizes = arguments.check_qkv(q, k, v)
     checks.choice("layout", layout, LAYOUTS)
+    if sizes.value_dim != sizes.head_dim:
+        raise NotImplementedError(
+            f"v has head_dim {sizes.value_dim} and k {sizes.head_dim}, which travel as one here; use "
+            "torch.nn.functional.pad for the smaller, with scale, and o[..., :n]"
+        )
     refuse_slopes(options)
     scores = arguments.check_scores(q, sizes.batch, **options)
     with torch.no_grad():  # which refuses gradients, and here there are

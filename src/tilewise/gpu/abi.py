@@ -259,8 +259,9 @@ class Store(ctypes.Structure):
     """append.cu: AppendStore."""
 
     _fields_ = [
-        *((n, ctypes.c_void_p) for n in ("codes", "scale", "zero")),
+        *((n, ctypes.c_void_p) for n in ("codes", "scale", "zero", "rotary")),
         *((n, ctypes.c_int64) for n in ("codes_token", "codes_head", "scale_page", "scale_token", "scale_head")),
+        *((n, ctypes.c_int64) for n in ("rotary_token", "rotary_head")),
     ]
 
 
@@ -272,8 +273,8 @@ class AppendArgs(ctypes.Structure):
         ("store", Store * 2),
         *((n, ctypes.c_void_p) for n in ("positions", "index", "cos", "sin")),
         *((n, ctypes.c_int64) for n in ("cos_row", "cos_column", "sin_row", "sin_column")),
-        *((n, ctypes.c_int) for n in ("tokens", "heads", "heads_q", "head_dim", "pairs")),
-        *((n, ctypes.c_int) for n in ("page_size", "page_shift", "group_lanes")),
+        *((n, ctypes.c_int) for n in ("tokens", "heads", "heads_q", "head_dim", "value_dim", "stored", "first")),
+        *((n, ctypes.c_int) for n in ("pairs", "page_size", "page_shift", "group_lanes")),
         ("vectors", ctypes.c_uint32),
     ]
 

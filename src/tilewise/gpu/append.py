@@ -16,7 +16,7 @@ import torch
 
 from tilewise import compiler, emulator
 from tilewise.compiler.spec import KernelSpec
-from tilewise.formats import FORMATS, KVFormat
+from tilewise.formats import FORMATS, LATENT_FORMATS, KVFormat
 from tilewise.gpu.abi import ELEMENTS, AppendArgs, CopyArgs, Source, Store
 
 if TYPE_CHECKING:
@@ -31,12 +31,15 @@ FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
 
 @lru_cache(maxsize=256)
-def append_spec(dtype: torch.dtype, form: KVFormat, rotary: int = 0, table: torch.dtype = torch.float32) -> KernelSpec:
+def append_spec(
+    dtype: torch.dtype, form: KVFormat, rotary: int = 0, table: torch.dtype = torch.float32, value_dim: int = 0
+) -> KernelSpec:
     """The kernel for k and v of `dtype`, stored as `form`.
 
-    rotary: 0 none, 1 half-split, 2 interleaved; table: the dtype of its cosines and sines.
+    rotary: 0 none, 1 half-split, 2 interleaved; table: the dtype of its cosines and sines. value_dim: of v; 0 where it
+    is no larger than k's.
     """
-    chunks = -(-form.head_dim // CHANNELS)
+    chunks = -(-max(form.head_dim, value_dim) // CHANNELS)
     lanes = min(32, max(4, 1 << (chunks - 1).bit_length()))
     kind, top = CODES.get(form.name, (0, 1.0))
     constants = (
@@ -45,6 +48,7 @@ def append_spec(dtype: torch.dtype, form: KVFormat, rotary: int = 0, table: torc
         ("Table", ELEMENTS[table]),
         ("kRotary", rotary),
         ("kFormat", kind),
+        ("kLatentRow", form.latent > 0),
         ("kTop", top),
         ("kMaxScale", float(np.float32(torch.finfo(torch.float32).max / top * (1 - 2.0**-22)))),  # as formats.py has it
         ("kLanes", lanes),
@@ -61,6 +65,8 @@ def specs(*, every: bool = False) -> list[KernelSpec]:
     dtypes, widths = (FLOATS, (32, 64, 128, 256, 512)) if every else ((torch.bfloat16,), (128,))
     turns = (0, 1, 2) if every else (0, 1)
     found = [append_spec(t, KVFormat(name, d), r) for name in FORMATS for d in widths for t in dtypes for r in turns]
+    latent = [KVFormat("bf16", 576), *(KVFormat(name, 576, latent=512) for name in LATENT_FORMATS)]
+    found += [append_spec(t, form, r) for form in latent for t in dtypes for r in turns]
     return [*dict.fromkeys(found), COPY_SPEC]
 
 
@@ -81,56 +87,64 @@ class _Append:
 
 
 @lru_cache(maxsize=256)
-def _bound(device: torch.device, dtype: torch.dtype, form: KVFormat, rotary: int, table: torch.dtype) -> _Append:
-    return _Append(append_spec(dtype, form, rotary, table), device, form)
+def _bound(
+    device: torch.device, dtype: torch.dtype, form: KVFormat, rotary: int, table: torch.dtype, value_dim: int
+) -> _Append:
+    return _Append(append_spec(dtype, form, rotary, table, value_dim), device, form)
 
 
 def append(
     form: KVFormat,
     k: torch.Tensor,
-    v: torch.Tensor,
+    v: torch.Tensor | None,
     k_parts: Parts,
-    v_parts: Parts,
+    v_parts: Parts | None,
     positions: torch.Tensor,
     index: torch.Tensor,
     rotary: Rotary | None = None,
     q: torch.Tensor | None = None,
+    first: int = 0,
     **emulated: Any,
 ) -> None:
-    """Write k, v (tokens, heads, D) into the pages at `index`, k turned by `rotary`.
+    """Write k, v (tokens, heads, D) into the pages at `index`, k turned by `rotary` in its channels from `first` on.
 
-    q: (tokens, query heads, D), turned too, in place. k_parts, v_parts: the components of `form`, each (pages, page
-    size, heads, …), tokens of codes one after another. positions, index: (tokens,) int64; a negative index is skipped.
-    The last strides of k, v, q are 1. emulated: options of emulator.launch.
+    q: (tokens, query heads, D), turned too, in place. k_parts: the components of `form`, v_parts: the same for the
+    head_dim of v, each (pages, page size, heads, …), tokens of codes one after another; both v and v_parts are None
+    where k is the rows of a shared_kv cache. positions, index: (tokens,) int64; a negative index is skipped. The last
+    strides of k, v, q are 1. emulated: options of emulator.launch.
     """
     tokens, heads, _ = k.shape
     if not tokens:
         return
     turned, table = (1 + rotary.interleaved, rotary.cos.dtype) if rotary is not None else (0, torch.float32)
-    bound = _bound(k.device, k.dtype, form, turned, table)
+    value_dim = v.shape[2] if v is not None else 0
+    bound = _bound(k.device, k.dtype, form, turned, table, value_dim if value_dim > form.head_dim else 0)
+    stored = [(k, k_parts), *([(v, v_parts)] if v is not None and v_parts is not None else ())]
     with bound.lock:
         a = bound.args
-        a.tokens, a.heads, a.heads_q = tokens, heads, 0
-        vectors = _set_source(a.source[0], k) | _set_source(a.source[1], v) << 1
+        a.tokens, a.heads, a.heads_q, a.stored, a.first = tokens, heads, 0, len(stored), first
+        a.value_dim = form.latent or value_dim
+        vectors = 0
+        for i, (x, parts) in enumerate(stored):
+            vectors |= (
+                _set_source(a.source[i], x) << i | VECTOR_STORE * _set_store(a.store[i], parts, form.latent > 0) << i
+            )
         if q is not None:
             a.heads_q = q.shape[1]
             vectors |= _set_source(a.source[2], q) << 2
         page_size = k_parts[0].shape[1]
         a.page_size, a.page_shift = page_size, page_size.bit_length() - 1 if page_size & (page_size - 1) == 0 else -1
-        for i, parts in enumerate((k_parts, v_parts)):
-            vectors |= VECTOR_STORE * _set_store(a.store[i], parts) << i
         a.positions, a.index = positions.data_ptr(), index.data_ptr()
         if rotary is not None:
             vectors |= VECTOR_TABLE * _set_tables(a, rotary)
         a.vectors = vectors
-        grid = (-(-tokens * (2 * heads + a.heads_q) // bound.rows_of_block), 1, 1)
+        grid = (-(-tokens * (len(stored) * heads + a.heads_q) // bound.rows_of_block), 1, 1)
         if k.device.type == "cuda":
             bound.kernel.launch(grid, bound.launch_args)
             return
-        known = {"k": k, "v": v, "positions": positions, "index": index}
-        known |= {
-            f"{name}{i}": x for name, parts in (("k_part", k_parts), ("v_part", v_parts)) for i, x in enumerate(parts)
-        }
+        known = {"positions": positions, "index": index}
+        for name, (x, parts) in zip("kv", stored, strict=False):
+            known |= {name: x, **{f"{name}_part{i}": part for i, part in enumerate(parts)}}
         if q is not None:
             known["q"] = q
         if rotary is not None:
@@ -145,8 +159,8 @@ def _set_source(source: Source, x: torch.Tensor) -> bool:
     return address % 16 == 0 and (token | head) * x.element_size() % 16 == 0
 
 
-def _set_store(store: Store, parts: Parts) -> bool:
-    """Also whether a chunk of eight codes can be stored as one vector, or two of float32."""
+def _set_store(store: Store, parts: Parts, latent: bool) -> bool:
+    """Also whether a chunk of eight codes can be stored as one vector, or two of float32. latent: of a latent row."""
     codes = parts[0]
     size, address, (page, token, head, _) = codes.element_size(), codes.data_ptr(), codes.stride()
     token = token if codes.shape[1] > 1 else page  # the stride of a dimension of size 1 may be anything
@@ -154,9 +168,14 @@ def _set_store(store: Store, parts: Parts) -> bool:
     if len(parts) > 1:
         store.scale = parts[1].data_ptr()
         store.scale_page, store.scale_token, store.scale_head, _ = parts[1].stride()
-    if len(parts) > 2:
+    if len(parts) > 2 and latent:  # the rotary part, by eight too
+        rotary, (page, rotary_token, rotary_head, _) = parts[2], parts[2].stride()
+        store.rotary, store.rotary_head = rotary.data_ptr(), rotary_head
+        store.rotary_token = rotary_token if rotary.shape[1] > 1 else page
+        address |= (store.rotary | 2 * store.rotary_token | 2 * rotary_head) % 16 and 1
+    elif len(parts) > 2:
         store.zero = parts[2].data_ptr()
-    wide = 4 if len(parts) > 2 else min(16, CHANNELS * size)
+    wide = 4 if len(parts) > 2 and not latent else min(16, CHANNELS * size)
     return (address | token * size | head * size) % wide == 0
 
 

@@ -28,8 +28,13 @@ KV = tuple[torch.Tensor, torch.Tensor]
 Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
 
-def check_served(q: torch.Tensor, where: str) -> None:
-    """NotImplementedError for what no forward kernel serves."""
+def serves_pair(head_dim: int, value_dim: int) -> bool:
+    """Is there a forward kernel for values of this head dimension beside queries and keys of that one?"""
+    return head_dim == value_dim
+
+
+def check_served(q: torch.Tensor, where: str, v: torch.Tensor | None = None) -> None:
+    """NotImplementedError for what no forward kernel serves; v: None where its head dimension is q's."""
     instead = 'backend="cpu"' if where == "emulator" else ".cpu() tensors"
     if q.dtype not in tilings.DTYPES:
         raise NotImplementedError(
@@ -40,6 +45,15 @@ def check_served(q: torch.Tensor, where: str) -> None:
         raise NotImplementedError(
             f"GPU kernels take head_dim up to {tilings.MAX_HEAD_DIM}, got {q.shape[-1]}; use {instead}"
         )
+    if v is not None and not serves_pair(q.shape[-1], v.shape[-1]):
+        mine, its, pad = v.shape[-1], q.shape[-1], "torch.nn.functional.pad"
+        if mine < its:
+            instead = f"use {pad}(v, (0, {its - mine})) and o[..., :{mine}]"
+        elif mine <= tilings.MAX_HEAD_DIM:
+            instead = f"use {pad}(x, (0, {mine - its})) of q and of k, and scale={its} ** -0.5"
+        else:
+            instead = f"use {instead}"
+        raise NotImplementedError(f"v has head_dim {mine} and q {its}, and GPU kernels have one for both; {instead}")
     if not arch.serves_prefill(q.device):
         raise NotImplementedError(
             f"GPU kernels are for compute capability 8.x, 9.0, 10.x and 12.x, {q.device} has "
@@ -243,9 +257,16 @@ def calls() -> dict[Any, GpuCall]:
     return found
 
 
-def bind(q: torch.Tensor, where: str, scores: Scores, return_lse: bool, key: tuple[Any, ...] | None = None) -> GpuCall:
+def bind(
+    q: torch.Tensor,
+    where: str,
+    scores: Scores,
+    return_lse: bool,
+    key: tuple[Any, ...] | None = None,
+    v: torch.Tensor | None = None,
+) -> GpuCall:
     """A new call; with a key it is kept for calls like it. NotImplementedError for what the forward does not serve."""
-    check_served(q, where)
+    check_served(q, where, v)
     made = GpuCall(scores, return_lse)
     if key is not None:
         calls()[key] = made

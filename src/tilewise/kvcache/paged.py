@@ -15,9 +15,10 @@ import numpy as np
 import torch
 
 from tilewise import checks
-from tilewise.formats import PLAIN, KVFormat
+from tilewise.formats import LATENT_FORMATS, KVFormat
 from tilewise.kvcache import storage
 from tilewise.kvcache.extending import ExtendPlan, commit_extend, plan_extend
+from tilewise.kvcache.foreign import check_shared, take_pages
 from tilewise.kvcache.pool import CacheStats, Ints, PagePool, Pages
 from tilewise.kvcache.rotation import Rotary
 from tilewise.kvcache.sequences import Sequences, several
@@ -34,7 +35,13 @@ class PagedKVCache:
     """Keys and values of many sequences in `num_pages` pages of `page_size` tokens (1 to 256), for `num_layers` layers.
 
     kv_format: "fp32", "fp16", "bf16", "fp8", "int8" or "int4" (see tilewise.kvcache.formats); group_size: 32, 64 or 128
-    channels that share an int4 scale. head_dim: 1 to 512. device: "cpu", or "cuda" for pages on a card.
+    channels that share an int4 scale. head_dim: 1 to 576. device: "cpu", or "cuda" for pages on a card. value_dim: V's
+    head_dim where it is not K's.
+
+    shared_kv: K and V are one row, stored once, as MLA's latent cache has it: K is all of it, V its first value_dim
+    channels, num_kv_heads is 1. write() takes the one tensor, and rotary turns the channels after value_dim. fp8 and
+    int8 quantise the first value_dim channels by scales of 128 each and leave the others in bfloat16: DeepSeek's row of
+    656 bytes at head_dim=576, value_dim=512.
 
     `serial` is a number that no other cache of this process has or had, so that a plan can tell which it was made for.
 
@@ -69,6 +76,8 @@ class PagedKVCache:
         kv_format: str = "bf16",
         group_size: int = 64,
         device: str | torch.device = "cpu",
+        value_dim: int | None = None,
+        shared_kv: bool = False,
     ) -> None:
         self.device = storage.check_device(device)
         self.num_pages = checks.integer("num_pages", num_pages, 1, 2**31 - 1)
@@ -76,12 +85,19 @@ class PagedKVCache:
         self.num_kv_heads = checks.integer("num_kv_heads", num_kv_heads, 1)
         self.num_layers = checks.integer("num_layers", num_layers, 1)
         self.head_dim = checks.head_dim("head_dim", head_dim)
-        self.format = KVFormat(kv_format, self.head_dim, group_size)
+        self.value_dim = self.head_dim if value_dim is None else checks.head_dim("value_dim", value_dim)
+        self.shared_kv = checks.flag("shared_kv", shared_kv)
+        if self.shared_kv:
+            check_shared(self.num_kv_heads, self.head_dim, self.value_dim, kv_format)
+        latent = self.value_dim if self.shared_kv and kv_format in LATENT_FORMATS else 0
+        self.format = KVFormat(kv_format, self.head_dim, group_size, latent)
+        self.value_format = self.format if self.shared_kv else KVFormat(kv_format, self.value_dim, group_size)
         self._by_kernel = storage.uses_kernels(self.device)
         lead = (self.num_layers, self.num_pages, self.page_size, self.num_kv_heads)
-        self._k, self._v = (
-            storage.allocate(self.format, lead, self.device, for_kernels=self._by_kernel) for _ in range(2)
-        )
+        self._k = storage.allocate(self.format, lead, self.device, for_kernels=self._by_kernel)
+        self._v: storage.Parts = []  # stays empty where K and V are one row
+        if not self.shared_kv:
+            self._v = storage.allocate(self.value_format, lead, self.device, for_kernels=self._by_kernel)
         self._start_empty()
 
     def _start_empty(self) -> None:
@@ -95,7 +111,9 @@ class PagedKVCache:
         self._late: Places | None = None  # of the last one, if they wait for renew_plan
 
     def __repr__(self) -> str:
-        names = ("num_pages", "page_size", "num_kv_heads", "head_dim", "num_layers")
+        names = ["num_pages", "page_size", "num_kv_heads", "head_dim", "num_layers"]
+        if self.shared_kv or self.value_dim != self.head_dim:
+            names[4:4] = ["value_dim", "shared_kv"]
         sizes = ", ".join(f"{name}={getattr(self, name)}" for name in names)
         used, seqs = self.num_pages - self.pool.free_pages, len(self.sequences.rows)
         where = f"kv_format={self.format.name!r}, device={str(self.device)!r}"
@@ -107,33 +125,27 @@ class PagedKVCache:
 
     @classmethod
     def from_pages(
-        cls, k_pages: torch.Tensor, v_pages: torch.Tensor, page_table: torch.Tensor, lengths: torch.Tensor
+        cls,
+        k_pages: torch.Tensor,
+        v_pages: torch.Tensor | None,
+        page_table: torch.Tensor,
+        lengths: torch.Tensor,
+        *,
+        value_dim: int | None = None,
     ) -> PagedKVCache:
         """A one-layer cache over somebody else's pages, without a copy: sequences 0 to n - 1 as the table says.
 
-        k_pages, v_pages: (num_pages, page_size, kv heads, D), float32, float16 or bfloat16. page_table: (n, max_pages)
-        int32 or int64; lengths: (n,) in tokens. Table entries beyond a length are ignored, whatever they hold. Pages
-        made under torch.inference_mode() are taken, and can be written, only under it. On a card the table and the
-        lengths are read here, which waits for them.
+        k_pages, v_pages: (num_pages, page_size, kv heads, D), float32, float16 or bfloat16, and V's D may be another.
+        page_table: (n, max_pages) int32 or int64; lengths: (n,) in tokens. Table entries beyond a length are ignored,
+        whatever they hold. Pages made under torch.inference_mode() are taken, and can be written, only under it. On a
+        card the table and the lengths are read here, which waits for them.
+
+        Of pages whose rows are both K and V (shared_kv) v_pages is None, and value_dim says how many channels of a row
+        are V. They may be quantised rows then, as bytes: uint8 or float8_e4m3fn for fp8, int8 for int8, DeepSeek's
+        being (num_pages, page_size, 1, 656) with value_dim=512.
         """
-        device = storage.check_foreign(k_pages, v_pages, page_table, lengths)
         cache = cls.__new__(cls)
-        cache.device, cache._by_kernel = device, storage.uses_kernels(device)
-        cache.num_pages = checks.integer("num_pages of k_pages", k_pages.shape[0], 1)
-        cache.page_size = checks.integer("page_size of k_pages", k_pages.shape[1], 1, 256)
-        cache.num_kv_heads = checks.integer("kv heads of k_pages", k_pages.shape[2], 1)
-        cache.head_dim = checks.head_dim("head_dim of k_pages", k_pages.shape[3])
-        cache.num_layers = 1
-        cache.format = KVFormat({dtype: name for name, dtype in PLAIN.items()}[k_pages.dtype], cache.head_dim)
-        cache._k, cache._v = [k_pages.detach().unsqueeze(0)], [v_pages.detach().unsqueeze(0)]
-        cache._start_empty()
-        for pages, length in storage.foreign_lists(page_table, lengths, cache.num_pages, cache.page_size):
-            cache.pool.retain(pages)
-            cache.adopt(pages, length)
-            fill = np.full(len(pages), cache.page_size, np.int32)
-            fill[-1:] -= len(pages) * cache.page_size - length
-            cache.pool.fill[pages] = np.maximum(cache.pool.fill[pages], fill)
-        cache._written.bits[..., 0] = np.arange(cache.page_size) < cache.pool.fill[:, None]
+        take_pages(cache, k_pages, v_pages, page_table, lengths, value_dim)
         return cache
 
     # What a sequence is.
@@ -237,28 +249,32 @@ class PagedKVCache:
         layer: int,
         slots: Slots,
         k: torch.Tensor,
-        v: torch.Tensor,
+        v: torch.Tensor | None = None,
         *,
         rotary: Rotary | tuple[torch.Tensor, torch.Tensor] | None = None,
         q: torch.Tensor | None = None,
     ) -> None:
         """Fill the slots in one layer: k, v (total new tokens, kv heads, D), float32, float16 or bfloat16.
 
-        rotary: turn k by its tokens' positions first; a plain (cos, sin) is taken as half-split. q (total new tokens,
-        query heads, D), of the dtype of k, is turned by it too, in place. Writing the same slots again overwrites, also
-        for the sequences that share them. On a card all this is one launch, and the last strides must be 1; k, v and q
-        may have as many rows as the slots have room for there (`slots.room`), of which those past len(slots) are idle.
+        With shared_kv k is the rows (total new tokens, 1, D), and there is no v. rotary: turn k by its tokens'
+        positions first, with shared_kv its channels from value_dim on; a plain (cos, sin) is taken as half-split. q
+        (total new tokens, query heads, D), of the dtype of k, is turned by it too, in the same channels, in place.
+        Writing the same slots again overwrites, also for the sequences that share them. On a card all this is one
+        launch, and the last strides must be 1; k, v and q may have as many rows as the slots have room for there
+        (`slots.room`), of which those past len(slots) are idle.
         """
         layer = self._check_layer(layer)
         check_slots(slots, self, layer)
         self.check_writable()
+        self._check_given(v)
         idle = len(slots) < slots.room and k.shape[:1] == (slots.room,)
         count = slots.room if idle else len(slots)
-        shape = (count, self.num_kv_heads, self.head_dim)
         dense = self._by_kernel
-        for name, x in (("k", k), ("v", v)):
-            checks.tensor(name, x, shape=shape, dtypes=checks.FLOATS, device=self.device, unit_last_stride=dense)
-        if k.dtype != v.dtype:
+        for name, x, width in (("k", k, self.head_dim), ("v", v, self.value_dim)):
+            if x is not None or name == "k":
+                shape = (count, self.num_kv_heads, width)
+                checks.tensor(name, x, shape=shape, dtypes=checks.FLOATS, device=self.device, unit_last_stride=dense)
+        if v is not None and k.dtype != v.dtype:
             raise ValueError(f"k and v must have the same dtype, got {k.dtype} and {v.dtype}")
         turn = self._check_rotary(rotary, slots)
         if q is not None:
@@ -268,19 +284,21 @@ class PagedKVCache:
             checks.tensor("q", q, shape=shape, dtypes=(k.dtype,), device=self.device, unit_last_stride=dense)
             storage.check_writable("q", q)
 
+        first = self.value_dim if self.shared_kv else 0  # the first channel that turns
+        k_parts, v_parts = self.parts(layer)
         if self._by_kernel:
             from tilewise.gpu import append  # it needs the compiler and the driver, which a cache on the CPU does not
 
             places = (slots.all_positions, slots.all_index) if idle else (slots.positions, slots.index)
-            append.append(self.format, k, v, *self.parts(layer), *places, turn, q)
+            append.append(self.format, k, v, k_parts, v_parts, *places, turn, q, first=first)
         else:
             if turn is not None:
-                k = turn.apply(k.detach(), slots.positions)
+                k = turn.apply(k.detach(), slots.positions, first)
                 if q is not None:
-                    q.detach().copy_(turn.apply(q.detach(), slots.positions))
-            for parts, x in zip(self.parts(layer), (k, v), strict=True):
-                for stored, part in zip(parts, self.format.encode(x.detach()), strict=True):
-                    storage.as_bytes(stored).flatten(0, 1).index_copy_(0, slots.index, storage.as_bytes(part))
+                    q.detach().copy_(turn.apply(q.detach(), slots.positions, first))
+            storage.write(self.format, k_parts, slots.index, k)
+            if v is not None and v_parts is not None:
+                storage.write(self.value_format, v_parts, slots.index, v)
         self._written.mark(slots.host_index, layer)
         if layer not in slots._layers:
             slots.note_written([layer])
@@ -293,14 +311,25 @@ class PagedKVCache:
 
     # Reading.
 
-    def parts(self, layer: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    def parts(self, layer: int) -> tuple[list[torch.Tensor], list[torch.Tensor] | None]:
         """The components of K and of V in one layer, as kernels read them: each (num_pages, page_size, heads, …).
 
-        What each holds per token and head, format.components tells. The first, values or codes, has its tokens one
-        after another. On a card the scales and zeros of one head of a page are contiguous: strides, not shapes, tell.
+        What each holds per token and head, format.components and value_format.components tell. The first, values or
+        codes, has its tokens one after another. On a card the scales and zeros of one head of a page are contiguous:
+        strides, not shapes, tell. With shared_kv they are the components of the rows, and None.
         """
         layer = self._check_layer(layer)
-        return [x[layer] for x in self._k], [x[layer] for x in self._v]
+        return [x[layer] for x in self._k], None if self.shared_kv else [x[layer] for x in self._v]
+
+    def rows(self, layer: int) -> torch.Tensor:
+        """(num_pages, page_size, 1, bytes of a row) uint8: a quantised shared_kv layer as the bytes that it is, a view.
+
+        See tilewise.formats for what is where in a row. from_pages() takes such pages.
+        """
+        if not self.format.latent:
+            raise ValueError(f"rows() is of quantised shared_kv caches, got {self!r}; parts() gives the values")
+        codes = self.parts(layer)[0][0].view(torch.uint8)
+        return codes.as_strided((*codes.shape[:3], self.format.bytes_per_token_head), codes.stride())
 
     def gather(self, layer: int, seq: int) -> tuple[torch.Tensor, torch.Tensor]:
         """k, v (length, kv heads, D) of one sequence as copies: the dtype of a plain format, else float32."""
@@ -332,20 +361,46 @@ class PagedKVCache:
             raise ValueError(
                 f"tokens {start} to {stop} are not all written in layer {layer}: write() them before reading"
             )
-        k, v = storage.read(self.format, (self._k, self._v), layer, touched, rows, dtype)
+        k, v = self._both(storage.read(self._storages, layer, touched, rows, dtype))
         return (k, v) if pages.ndim == 2 else (k[0], v[0])
+
+    def load_tokens(
+        self, layer: int, seq: int, positions: torch.Tensor, dtype: torch.dtype
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """k, v (n, kv heads, D) in `dtype`, copies: tokens of one sequence at `positions` (n,) int64, on the CPU."""
+        layer, size, places = self._check_layer(layer), self.page_size, positions.numpy()
+        if len(places) and not 0 <= int(places.min()) <= int(places.max()) < self.length(seq):
+            raise ValueError(f"positions must be between 0 and {self.length(seq) - 1}, got {positions.tolist()}")
+        pages = self.page_list(seq)[places // size].astype(np.int64)
+        if not self._written.are(layer, pages * size + places % size):
+            raise ValueError(f"tokens of sequence {seq} are not all written in layer {layer}: write() them first")
+        index = torch.from_numpy(pages * size + places % size)
+        return self._both(storage.read_tokens(self._storages, layer, index, dtype))
+
+    @property
+    def _storages(self) -> list[tuple[KVFormat, storage.Parts]]:
+        both = [(self.format, self._k), (self.value_format, self._v)]
+        return both[:1] if self.shared_kv else both
+
+    def _both(self, read: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        return (read[0], read[0][..., : self.value_dim]) if self.shared_kv else (read[0], read[1])
 
     # Memory.
 
     @property
     def bytes_per_token(self) -> int:
         """Bytes that one token takes: keys and values, all heads and layers, scales included."""
-        return 2 * self.num_layers * self.num_kv_heads * self.format.bytes_per_token_head
+        return self.num_layers * self.num_kv_heads * self.kv_row_bytes
+
+    @property
+    def kv_row_bytes(self) -> int:
+        """Bytes of one token's K and V in one KV head and layer; of a row that is both, once."""
+        return sum(form.bytes_per_token_head for form, _ in self._storages)
 
     @property
     def nbytes(self) -> int:
         """Real bytes of all storage, used or not."""
-        return sum(t.numel() * t.element_size() for t in (*self._k, *self._v))
+        return self.num_pages * self.page_size * self.bytes_per_token
 
     def stats(self) -> CacheStats:
         """Pages, tokens and bytes in use. A page is shared if more than one sequence, or the prefix tree, holds it."""
@@ -397,8 +452,8 @@ class PagedKVCache:
 
     def check_writable(self) -> None:
         """Raise ValueError where torch would not let pages be written, see from_pages()."""
-        storage.check_writable("the pages", self._k[0])
-        storage.check_writable("the pages", self._v[0])
+        for _, parts in self._storages:
+            storage.check_writable("the pages", parts[0])
 
     # Inside.
 
@@ -412,6 +467,12 @@ class PagedKVCache:
         self._next_seq += count
         return list(range(self._next_seq - count, self._next_seq))
 
+    def _check_given(self, v: torch.Tensor | None) -> None:
+        if self.shared_kv and v is not None:
+            raise ValueError("v must be left out with shared_kv: k is the rows, whose first value_dim channels are V")
+        if not self.shared_kv and v is None:
+            raise TypeError("v must be given: K and V of this cache are stored apart (shared_kv=False)")
+
     def _check_layer(self, layer: int) -> int:
         return checks.integer("layer", layer, 0, self.num_layers - 1)
 
@@ -420,6 +481,11 @@ class PagedKVCache:
         if turn is None:
             return None
         checks.tensor("cos", turn.cos, device=self.device)
+        if self.shared_kv and turn.rot_dim > self.head_dim - self.value_dim:
+            raise ValueError(
+                f"rotary turns {turn.rot_dim} channels but only {self.head_dim - self.value_dim} come after the "
+                f"{self.value_dim} that are values; cos must be narrower"
+            )
         if turn.rot_dim > self.head_dim or slots.reach >= len(turn.cos):
             turn.check(self.head_dim, slots.host_positions)
         if self._by_kernel and turn.cos.dtype != turn.sin.dtype:  # the kernel knows one dtype of tables

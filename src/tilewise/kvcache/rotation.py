@@ -53,21 +53,23 @@ class Rotary:
                 f"{int(positions.max())}; give longer cos and sin tables"
             )
 
-    def apply(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    def apply(self, x: torch.Tensor, positions: torch.Tensor, first: int = 0) -> torch.Tensor:
         """Turn x (tokens, heads, head_dim) by positions (tokens,): float32 inside, x's own dtype out.
 
-        Positions on a card are read to be checked, which waits for them; PagedKVCache.write() turns q without that.
+        first: where the channels that turn begin. Positions on a card are read to be checked, which waits for them;
+        PagedKVCache.write() turns q without that.
         """
         checks.tensor("x", x, shape=("tokens", "heads", "head_dim"), dtypes=checks.FLOATS, device=self.cos.device)
         checks.tensor("positions", positions, shape=(len(x),), dtypes=checks.INTEGERS, device=x.device)
-        self.check(x.shape[-1], positions)
+        self.check(x.shape[-1] - checks.integer("first", first, 0, x.shape[-1]), positions)
+        last = first + self.rot_dim
         if self.interleaved:
-            first, second = slice(0, self.rot_dim, 2), slice(1, self.rot_dim, 2)
+            one, other = slice(first, last, 2), slice(first + 1, last, 2)
         else:
-            first, second = slice(0, self.rot_dim // 2), slice(self.rot_dim // 2, self.rot_dim)
+            one, other = slice(first, first + self.rot_dim // 2), slice(first + self.rot_dim // 2, last)
         cos, sin = (table[positions].float().unsqueeze(1) for table in (self.cos, self.sin))
-        a, b = x[..., first].float(), x[..., second].float()
+        a, b = x[..., one].float(), x[..., other].float()
         out = x.clone()
-        out[..., first] = (a * cos - b * sin).to(x.dtype)
-        out[..., second] = (a * sin + b * cos).to(x.dtype)
+        out[..., one] = (a * cos - b * sin).to(x.dtype)
+        out[..., other] = (a * sin + b * cos).to(x.dtype)
         return out

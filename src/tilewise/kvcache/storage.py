@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from tilewise import checks
 from tilewise.formats import KVFormat
 from tilewise.kvcache.pool import Ints, Pages
 from tilewise.kvcache.slots import upload
@@ -29,11 +28,14 @@ def allocate(form: KVFormat, lead: tuple[int, int, int, int], device: torch.devi
 
     A run of consecutive pages of one layer is a plain view (tokens, heads, D), which attention reads without a copy.
     For kernels, scales and zeros lie as (layers, pages, heads, page_size, *trailing): those of one head are then
-    contiguous within a page, as a warp that reads one head wants them.
+    contiguous within a page, as a warp that reads one head wants them. The components of a quantised latent row lie
+    side by side, in the row's own bytes.
     """
     layers, pages, size, heads = lead
     made = []
     with torch.inference_mode(False):  # or only code under inference_mode could write to it
+        if form.latent:
+            return form.from_rows(torch.empty((*lead, form.bytes_per_token_head), dtype=torch.uint8, device=device))
         for number, c in enumerate(form.components):
             if for_kernels and number:
                 shape = (layers, pages, heads, size, *c.shape)
@@ -55,8 +57,14 @@ def copy_pages(storage: Sequence[torch.Tensor], old: Ints, new: Ints, *, by_kern
         stored.index_copy_(1, torch.from_numpy(new), stored.index_select(1, torch.from_numpy(old)))
 
 
+def write(form: KVFormat, parts: Parts, index: torch.Tensor, x: torch.Tensor) -> None:
+    """Store x (tokens, heads, D) at `index` of one layer's components, on the CPU."""
+    for stored, part in zip(parts, form.encode(x.detach()), strict=True):
+        as_bytes(stored).flatten(0, 1).index_copy_(0, index, as_bytes(part))
+
+
 def read(
-    form: KVFormat, storages: Sequence[Parts], layer: int, touched: Pages, rows: slice, dtype: torch.dtype
+    storages: Sequence[tuple[KVFormat, Parts]], layer: int, touched: Pages, rows: slice, dtype: torch.dtype
 ) -> list[torch.Tensor]:
     """(n, rows, heads, D) of each storage: rows of the tokens in n lists of pages `touched` (n, c), as load() says."""
     step = page_step(touched)
@@ -75,7 +83,18 @@ def read(
         gathered = as_bytes(stored).index_select(0, index).view(stored.dtype)
         return gathered.reshape(len(touched), touched.shape[1] * size, *stored.shape[2:])[:, rows]
 
-    return [form.decode([part(stored[layer]) for stored in storage], dtype) for storage in storages]
+    return [form.decode([part(stored[layer]) for stored in storage], dtype) for form, storage in storages]
+
+
+def read_tokens(
+    storages: Sequence[tuple[KVFormat, Parts]], layer: int, index: torch.Tensor, dtype: torch.dtype
+) -> list[torch.Tensor]:
+    """(tokens, heads, D) of each storage: the tokens at `index`, page · page_size + offset, int64."""
+
+    def part(stored: torch.Tensor) -> torch.Tensor:
+        return as_bytes(stored).flatten(0, 1).index_select(0, index).view(stored.dtype)
+
+    return [form.decode([part(stored[layer]) for stored in storage], dtype) for form, storage in storages]
 
 
 def as_bytes(x: torch.Tensor) -> torch.Tensor:
@@ -107,49 +126,6 @@ def check_writable(name: str, pages: torch.Tensor) -> None:
             f"{name} must be tensors that can be written here, got some made under torch.inference_mode(), which can "
             "be written only under it; make them outside of it, or clone() them here"
         )
-
-
-def check_foreign(
-    k_pages: torch.Tensor, v_pages: torch.Tensor, page_table: torch.Tensor, lengths: torch.Tensor
-) -> torch.device:
-    """Raise unless the arguments of from_pages() are of the right kind and shape; their device."""
-    shape = ("num_pages", "page_size", "kv_heads", "head_dim")
-    checks.tensor("k_pages", k_pages, shape=shape, dtypes=checks.FLOATS, unit_last_stride=True)
-    device = check_device(k_pages.device)
-    checks.tensor(
-        "v_pages", v_pages, shape=tuple(k_pages.shape), dtypes=(k_pages.dtype,), device=device, unit_last_stride=True
-    )
-    for name, pages in (("k_pages", k_pages), ("v_pages", v_pages)):
-        check_writable(name, pages)
-        try:
-            pages.view(-1, *pages.shape[2:])
-        except RuntimeError:
-            raise ValueError(
-                f"{name} must have its tokens one after another in memory, got strides {pages.stride()} for shape "
-                f"{tuple(pages.shape)}; use {name}.contiguous()"
-            ) from None
-    checks.tensor("page_table", page_table, shape=("n", "max_pages"), dtypes=checks.INTEGERS, device=device)
-    checks.tensor("lengths", lengths, shape=(len(page_table),), dtypes=checks.INTEGERS, device=device)
-    return device
-
-
-def foreign_lists(
-    page_table: torch.Tensor, lengths: torch.Tensor, num_pages: int, page_size: int
-) -> Iterator[tuple[Pages, int]]:
-    """The page list (int32) and the length in tokens of each sequence of from_pages(), which the table must name."""
-    for seq, (row, length) in enumerate(zip(page_table.cpu().numpy(), lengths.tolist(), strict=True)):
-        room = len(row) * page_size
-        if not 0 <= length <= room:
-            raise ValueError(f"lengths[{seq}] must be between 0 and {room}, what page_table has room for, got {length}")
-        used = row[: -(-length // page_size)]
-        if len(used) and (used.min() < 0 or used.max() >= num_pages):
-            raise ValueError(
-                f"page_table[{seq}] must name pages 0 to {num_pages - 1} in its first {len(used)} entries, "
-                f"got {used.min()} to {used.max()}"
-            )
-        if len(np.unique(used)) != len(used):
-            raise ValueError(f"page_table[{seq}] names a page twice; one page cannot hold two places of a sequence")
-        yield used.astype(np.int32), length
 
 
 class Written:
@@ -225,6 +201,10 @@ class Written:
         looked_at = slice(int(lists[0, 0]), int(lists[0, 0]) + count) if consecutive else lists
         written = self.bits[looked_at, :, layer // 64] & _bit(layer)
         return bool(written.reshape(len(lists), count * self.bits.shape[1])[:, rows].all())
+
+    def are(self, layer: int, index: Ints) -> bool:
+        """Whether the tokens at `index`, page · page_size + offset, were all written in the layer."""
+        return bool((self._by_token()[index, layer // 64] & _bit(layer)).all())
 
     def _by_token(self) -> npt.NDArray[np.uint64]:
         return self.bits.reshape(-1, self.bits.shape[2])

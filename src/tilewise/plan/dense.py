@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tilewise.plan.blocks import Kinds, Stretch, cut_schedule
 from tilewise.plan.tiles import (
@@ -93,6 +93,17 @@ def _exclusive(tiles: Sequence[Tiles]) -> bool:
     return all(a[1] <= b[0] for a, b in pairwise(spans))
 
 
+def plan_sizes(
+    heads_q: int, heads_kv: int, head_dim: int, value_dim: int, exclusive: bool, io_bytes: int
+) -> dict[str, Any]:
+    """What plans over tensors have in common, by the names of `Plan`; value_dim: 0 for head_dim."""
+    value_dim = value_dim or head_dim
+    return {
+        "heads_q": heads_q, "heads_kv": heads_kv, "head_dim": head_dim, "value_dim": value_dim, "exclusive": exclusive,
+        "kv_row_bytes": (head_dim + value_dim) * io_bytes, "io_bytes": io_bytes,
+    }  # fmt: skip
+
+
 def plan_dense(
     batch: int,
     seqlen_q: int,
@@ -100,6 +111,7 @@ def plan_dense(
     heads_q: int,
     heads_kv: int,
     head_dim: int,
+    value_dim: int = 0,
     *,
     causal: bool = False,
     window: Window | None = None,
@@ -107,7 +119,7 @@ def plan_dense(
     io_bytes: int = 2,
 ) -> Plan:
     """`batch` equal sequences: one sequence's tiles, repeated by formula."""
-    sizes = (batch, seqlen_q, seqlen_k, heads_q, heads_kv, head_dim)
+    sizes = (batch, seqlen_q, seqlen_k, heads_q, heads_kv, head_dim, value_dim or head_dim)
     if isinstance(schedule, Kinds):
         return _plan_dense(*sizes, causal, window, schedule, io_bytes)
     # One on a device is equal to itself alone.
@@ -121,6 +133,7 @@ def _plan_dense(
     heads_q: int,
     heads_kv: int,
     head_dim: int,
+    value_dim: int,
     causal: bool,
     window: Window | None,
     schedule: BlockSchedule | Kinds | None,
@@ -129,12 +142,12 @@ def _plan_dense(
     if schedule is not None:
         band = band_of(seqlen_q, seqlen_k, causal, window)
         blocks, exclusive = cut_schedule(schedule, band, Stretch(0, 0, seqlen_q, seqlen_k, batch), heads_q)
-        sizes = (heads_q, heads_kv, head_dim, exclusive, 2 * head_dim * io_bytes, io_bytes)
-        return Plan("sparse", tuple(blocks), batch * seqlen_q, (batch * seqlen_k,), *sizes)
+        sizes = plan_sizes(heads_q, heads_kv, head_dim, value_dim, exclusive, io_bytes)
+        return Plan("sparse", tuple(blocks), batch * seqlen_q, (batch * seqlen_k,), **sizes)
     tiles = cut(seqlen_q, seqlen_k, band_of(seqlen_q, seqlen_k, causal, window))
     work = [same for t in tiles for same in repeat(t, batch, seqlen_q, seqlen_k)]
-    sizes = (heads_q, heads_kv, head_dim, _exclusive(tiles), 2 * head_dim * io_bytes, io_bytes)
-    return Plan("dense", tuple(work), batch * seqlen_q, (batch * seqlen_k,), *sizes)
+    sizes = plan_sizes(heads_q, heads_kv, head_dim, value_dim, _exclusive(tiles), io_bytes)
+    return Plan("dense", tuple(work), batch * seqlen_q, (batch * seqlen_k,), **sizes)
 
 
 _kept_plan = lru_cache(maxsize=256)(_plan_dense)  # every layer of a model asks for the same plan
@@ -153,6 +166,7 @@ def plan_tiled(
     window: Window,
     io_bytes: int,
     out_bytes: int,
+    value_dim: int = 0,
 ) -> Plan:
     """A dense problem as a GPU kernel takes it: query tiles in the order in which thread blocks take them.
 
@@ -177,8 +191,9 @@ def plan_tiled(
                 Tiles(b * seqlen_q + row, rows, b * seqlen_k + key, keys, local, heads=count * launch.packed)
                 for b, count in owners.items()
             ]
-    sizes = (heads_q, heads_kv, head_dim, True, 2 * head_dim * io_bytes, io_bytes)
-    return Plan("dense", tuple(work), batch * seqlen_q, (batch * seqlen_k,), *sizes, out_bytes, launch)
+    sizes = plan_sizes(heads_q, heads_kv, head_dim, value_dim, True, io_bytes)
+    whole = batch * seqlen_q, (batch * seqlen_k,)
+    return Plan("dense", tuple(work), *whole, **sizes, out_bytes=out_bytes, launch=launch)
 
 
 def repeat(tile: Tiles, batch: int, row_step: int, key_step: int) -> list[Tiles]:
@@ -194,6 +209,7 @@ def plan_varlen(
     heads_q: int,
     heads_kv: int,
     head_dim: int,
+    value_dim: int = 0,
     *,
     causal: bool = False,
     window: Window | None = None,
@@ -220,8 +236,8 @@ def plan_varlen(
         tiles = cut(nq, nk, band)
         exclusive = exclusive and _exclusive(tiles)
         work += [replace(t, row=t.row + row, key=t.key + key) for t in tiles]
-    sizes = (heads_q, heads_kv, head_dim, exclusive, 2 * head_dim * io_bytes, io_bytes)
-    return Plan("varlen", tuple(work), starts_q[-1], (starts_k[-1],), *sizes)
+    sizes = plan_sizes(heads_q, heads_kv, head_dim, value_dim, exclusive, io_bytes)
+    return Plan("varlen", tuple(work), starts_q[-1], (starts_k[-1],), **sizes)
 
 
 def plan_shared_prefix(
@@ -231,6 +247,7 @@ def plan_shared_prefix(
     heads_q: int,
     heads_kv: int,
     head_dim: int,
+    value_dim: int = 0,
     *,
     causal: bool,
     io_bytes: int = 2,
@@ -255,5 +272,5 @@ def plan_shared_prefix(
                 replace(t, row=t.row + m * rows, key=t.key + m * padded, source=source) for t in cut(rows, length, band)
             ]
     keys = tuple(members * padded for members, padded, _ in levels)
-    sizes = (heads_q, heads_kv, head_dim, False, 2 * head_dim * io_bytes, io_bytes)
-    return Plan("shared prefix", tuple(work), batch * seqlen_q, keys, *sizes)
+    sizes = plan_sizes(heads_q, heads_kv, head_dim, value_dim, False, io_bytes)
+    return Plan("shared prefix", tuple(work), batch * seqlen_q, keys, **sizes)

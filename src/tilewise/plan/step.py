@@ -146,6 +146,7 @@ def plan_chunks(
     judge: Judge | None = None,
     share: bool | None = True,
     split: Split | None = None,
+    value_dim: int = 0,
 ) -> ChunkPlan:
     """The plan of the last `tokens` of each of `seqs`; page_lists, lengths: of each of them.
 
@@ -188,6 +189,7 @@ def plan_chunks(
         heads_q=heads_q,
         heads_kv=heads_kv,
         head_dim=head_dim,
+        value_dim=value_dim,
         exclusive=exclusive,
         kv_row_bytes=kv_row_bytes,
         io_bytes=io_bytes,

@@ -50,6 +50,7 @@ def plan_tree(
     cost: CostModel = CPU_COST,
     room: int = 0,
     pages_per_seq: int = 0,
+    value_dim: int = 0,
 ) -> DecodePlan:
     """The plan of one decode step.
 
@@ -59,6 +60,7 @@ def plan_tree(
     if that is not what is stored (`kv_row_bytes`). shortest_run: cut ranges where their pages are not consecutive, if
     the parts have at least this many tokens on average; 0 never cuts. A backend that reads consecutive pages in place
     wants that. pages_per_seq: how many pages a sequence reads at most, 0 for all; without `share` and `window`.
+    value_dim: of V, 0 for head_dim.
 
     A node is shared only as far as every row of the group sees all of it, so shared items need no mask. What is left
     of each sequence, with its causal end, are its own items.
@@ -72,7 +74,8 @@ def plan_tree(
     nodes = np.zeros((0, NODE_WORDS), np.int64)
     if share is not False and spans.first:
         kv_bytes = heads_kv * (stream_row_bytes or kv_row_bytes)
-        judge = Judge(cost, tokens_per_seq * heads_q, heads_kv, head_dim, kv_bytes) if share is None else None
+        mean_dim = -(-(head_dim + (value_dim or head_dim)) // 2)
+        judge = Judge(cost, tokens_per_seq * heads_q, heads_kv, mean_dim, kv_bytes) if share is None else None
         nodes = choose_nodes(common, length, page_size, tokens_per_seq, left, judge, spans)
     own = own_ranges(nodes, length, tokens_per_seq, left, pages_per_seq * page_size)
     pages = table[order, : -(-int(length.max(initial=0)) // page_size)]
@@ -90,6 +93,7 @@ def plan_tree(
         heads_q=heads_q,
         heads_kv=heads_kv,
         head_dim=head_dim,
+        value_dim=value_dim,
         exclusive=not len(nodes) and bool((own[0, 1:] != own[0, :-1]).all()),
         kv_row_bytes=kv_row_bytes,
         io_bytes=io_bytes,

@@ -4,17 +4,19 @@
 //
 // A row is one head of one token. kLanes lanes have kChunks chunks of 8 channels each, so that a 16-bit row of 128
 // channels is one 16-byte load by 16 lanes. The rows of a token are neighbours (heads of K, of V, of Q) and share its
-// cosines in the L1 cache.
+// cosines in the L1 cache. Where K and V are one row, there are no rows of V.
 #include "common/chunk.cuh"
 
 constexpr int kThreads = 256;
 constexpr int kPlain = 0, kFp8 = 1, kInt8 = 2, kInt4 = 3;  // kFormat
 constexpr int kUnturned = 0, kInterleaved = 2;             // kRotary; 1: halves
 constexpr uint32_t kInfinity = 0x7f800000u, kNan = 0x7fc00000u;
-constexpr float kInt4Limit = 0x1p126f, kMinScale = 0x1p-126f;  // kvcache/formats.py says why
+constexpr float kInt4Limit = 0x1p126f, kMinScale = 0x1p-126f;  // formats.py says why
 // Bits of AppendArgs::vectors, which tell where 16-byte accesses are possible: 1, 2, 4: loads of K, V, Q; 8: loads of
 // the cosine and sine tables; 16, 32: stores of K, V
 constexpr uint32_t kVectorTable = 8;
+constexpr int kGroupLanes = 16;           // a scale of a latent row is that of 128 channels
+constexpr float kMaxRowScale = 0x1p119f;  // formats.py says why
 
 struct AppendSource {  // (tokens, heads, D): strides in elements, the channels are dense
     void* base;
@@ -23,8 +25,9 @@ struct AppendSource {  // (tokens, heads, D): strides in elements, the channels 
 struct AppendStore {  // (pages, page size, heads, …): strides in elements; codes have one token stride across all pages
     void* codes;
     void* scale;
-    void* zero;
-    int64_t codes_token, codes_head, scale_page, scale_token, scale_head;
+    void* zero;    // of int4
+    void* rotary;  // of a latent row: like codes
+    int64_t codes_token, codes_head, scale_page, scale_token, scale_head, rotary_token, rotary_head;
 };
 struct AppendArgs {
     AppendSource source[3];  // K, V, Q
@@ -34,7 +37,9 @@ struct AppendArgs {
     const void* cos;       // (positions, pairs)
     const void* sin;
     int64_t cos_row, cos_column, sin_row, sin_column;
-    int tokens, heads, heads_q, head_dim, pairs, page_size, page_shift, group_lanes;
+    // value_dim: of V; of a latent row, how many channels are quantised. stored: 2 for K and V, 1 where both are one
+    // row. first: the channel from which on K and Q turn
+    int tokens, heads, heads_q, head_dim, value_dim, stored, first, pairs, page_size, page_shift, group_lanes;
     uint32_t vectors;
 };
 
@@ -73,8 +78,12 @@ TILE_DEVICE float clamp(float x, float low, float high) { return fminf(fmaxf(x, 
 struct Angles {
     Global<const Table> gCos, gSin;
     int64_t cos_column, sin_column;
-    int pairs;
+    int first, pairs;
     bool vectors;
+    // Does a pair lie in the chunk that begins at `channel`?
+    TILE_DEVICE bool turns(int channel) const {
+        return channel + kChannels > first && channel < first + 2 * pairs;
+    }
 };
 
 // Rotates the pairs of the chunk that begins at `channel`. Each value needs its partner, which this lane reads again
@@ -84,8 +93,10 @@ TILE_DEVICE void rotate_chunk(Chunk<Element>& x, Global<const Element> gRow, int
     float own[kChannels], other[kChannels], cosine[kChannels], sine[kChannels];
 #pragma unroll
     for (int i = 0; i < kChannels; i++) own[i] = x.get(i);
+    gRow = gRow + t.first;
+    channel -= t.first;  // from here on channels count from the first that turns
     // The chunk lies in one half of the channels, and its partners are a chunk of the other half.
-    const bool aligned = kRotary != kInterleaved && t.pairs % kChannels == 0;
+    const bool aligned = kRotary != kInterleaved && t.pairs % kChannels == 0 && t.first % kChannels == 0;
     if (aligned) {
         Chunk<Element> partner;
         partner.load(gRow + (channel < t.pairs ? channel + t.pairs : channel - t.pairs), kChannels, vectors);
@@ -103,11 +114,12 @@ TILE_DEVICE void rotate_chunk(Chunk<Element>& x, Global<const Element> gRow, int
 #pragma unroll
     for (int i = 0; i < kChannels; i++) {
         const int ch = channel + i;
-        if (ch >= 2 * t.pairs) continue;
-        const bool first = kRotary == kInterleaved ? i % 2 == 0 : ch < t.pairs;  // of its pair
+        if (ch < 0 || ch >= 2 * t.pairs) continue;
+        const bool first = kRotary == kInterleaved ? ch % 2 == 0 : ch < t.pairs;  // of its pair
         const int pair = kRotary == kInterleaved ? ch / 2 : first ? ch : ch - t.pairs;
-        if (!aligned)
-            other[i] = kRotary == kInterleaved ? x.get(i ^ 1) : to_float(Element(gRow[first ? ch + t.pairs : pair]));
+        if (kRotary == kInterleaved && t.first % 2 == 0) other[i] = x.get(i ^ 1);
+        else if (!aligned)
+            other[i] = to_float(Element(gRow[kRotary == kInterleaved ? ch ^ 1 : first ? ch + t.pairs : pair]));
         if (!(aligned && t.vectors)) {
             cosine[i] = to_float(Table(t.gCos[pair * t.cos_column]));
             sine[i] = to_float(Table(t.gSin[pair * t.sin_column]));
@@ -159,6 +171,71 @@ TILE_DEVICE void store_codes(const Chunk<Element> (&x)[kChunks], int lane, int h
 #pragma unroll
         for (int i = 0; i < kChannels; i++)
             if (i < count) gCodes[channel + i] = uint8_t(word[i / 4] >> (i % 4 * 8));
+    }
+}
+
+// Stores a latent row: codes of one byte for the first `latent` channels, a scale for each 128 of them, and the other
+// channels as bfloat16
+TILE_DEVICE void store_row(const Chunk<Element> (&x)[kChunks], int lane, int head_dim, int latent,
+                           Global<uint8_t> gCodes, Global<float> gScale, Global<bf16> gRotary, bool there,
+                           bool vectors) {
+    uint32_t amax[kChunks];  // |x| as bits
+    int finite = 1;
+#pragma unroll
+    for (int c = 0; c < kChunks; c++) {
+        const int channel = (c * kLanes + lane) * kChannels;
+        amax[c] = 0;
+#pragma unroll
+        for (int i = 0; i < kChannels; i++) {
+            const uint32_t bits = as_bits(x[c].get(i)) & 0x7fffffffu;
+            if (bits >= kInfinity) finite = 0;
+            if (channel + i < latent && bits > amax[c]) amax[c] = bits;
+        }
+#pragma unroll
+        for (int mask = 1; mask < kGroupLanes && mask < kLanes; mask *= 2) {
+            const uint32_t bits = ptx::shuffle_xor(amax[c], mask);
+            amax[c] = bits > amax[c] ? bits : amax[c];
+        }
+    }
+#pragma unroll
+    for (int mask = 1; mask < kLanes; mask *= 2) finite &= ptx::shuffle_xor(finite, mask);
+    if (!there) return;
+#pragma unroll
+    for (int c = 0; c < kChunks; c++) {
+        const int chunk = c * kLanes + lane, channel = chunk * kChannels, count = head_dim - channel;
+        if (count <= 0) continue;
+        float scale = clamp(as_float(amax[c]) / kTop, kMinScale, kMaxScale);
+        // The next power of two: a carry out of the mantissa, unless that is 0, into the exponent
+        if (kFormat == kFp8) scale = fminf(as_float((as_bits(scale) + 0x7fffffu) & kInfinity), kMaxRowScale);
+        if (chunk % kGroupLanes == 0 && channel < latent)
+            gScale[chunk / kGroupLanes] = finite ? scale : as_float(kNan);
+        const Division steps(scale);
+        uint32_t word[2] = {0, 0};
+        float values[kChannels];
+#pragma unroll
+        for (int i = 0; i < kChannels; i++) {
+            values[i] = finite ? x[c].get(i) : as_float(kNan);
+            const float step = clamp(steps(x[c].get(i)), -kTop, kTop);
+            uint32_t code;
+            if constexpr (kFormat == kFp8) code = finite ? to_e4m3(step) : 0x7fu;
+            else code = finite ? uint32_t(int(rintf(step))) & 0xffu : 0u;
+            word[i / 4] |= code << (i % 4 * 8);
+        }
+        if (vectors && channel + kChannels <= latent) {
+            (gCodes + channel).template as<Vector8>()[0] = Vector8{{word[0], word[1]}};
+            continue;
+        }
+        if (vectors && channel >= latent && latent % kChannels == 0) {
+            Chunk<bf16> y;
+            y.set(values);
+            y.store(gRotary + (channel - latent), count, true);
+            continue;
+        }
+#pragma unroll
+        for (int i = 0; i < kChannels; i++) {
+            if (channel + i < latent) gCodes[channel + i] = uint8_t(word[i / 4] >> (i % 4 * 8));
+            else if (i < count) gRotary[channel + i - latent] = from_float<bf16>(values[i]);
+        }
     }
 }
 
@@ -234,9 +311,10 @@ template <> struct Plain<Element> {
 extern "C" __global__ void __launch_bounds__(kThreads, 3) append(const __grid_constant__ AppendArgs a) {
     const int lane = threadIdx.x % kLanes;
     const uint32_t row = blockIdx.x * (kThreads / kLanes) + threadIdx.x / kLanes;
-    const uint32_t rows = 2 * a.heads + a.heads_q, token = row / rows, place = row % rows;
-    const int kind = place < uint32_t(a.heads) ? 0 : place < 2u * a.heads ? 1 : 2;
-    const int head = int(place) - kind * a.heads;
+    const uint32_t written = a.stored * a.heads, rows = written + a.heads_q, token = row / rows, place = row % rows;
+    const int kind = place >= written ? 2 : place < uint32_t(a.heads) ? 0 : 1;
+    const int head = int(place) - (kind == 2 ? a.stored : kind) * a.heads;
+    const int width = kind == 1 ? a.value_dim : a.head_dim;
     const bool inside = token < uint32_t(a.tokens);
 
     // The values are loaded without waiting for the index, so padding is read too.
@@ -248,23 +326,20 @@ extern "C" __global__ void __launch_bounds__(kThreads, 3) append(const __grid_co
 #pragma unroll
     for (int c = 0; c < kChunks; c++) {
         const int channel = (c * kLanes + lane) * kChannels;
-        x[c].load(gIn + channel, inside ? a.head_dim - channel : 0, vectors);
+        x[c].load(gIn + channel, inside ? width - channel : 0, vectors);
     }
     const int64_t index = inside ? int64_t(Global<const int64_t>{a.index}[token]) : -1;
     const bool there = index >= 0;
 
+    Angles angles{{nullptr}, {nullptr}, a.cos_column, a.sin_column, a.first, a.pairs, (a.vectors & kVectorTable) != 0};
     if (kRotary != kUnturned && kind != 1 && there) {
         const int64_t position = Global<const int64_t>{a.positions}[token];
-        const Angles angles{{static_cast<const Table*>(a.cos) + position * a.cos_row},
-                            {static_cast<const Table*>(a.sin) + position * a.sin_row},
-                            a.cos_column,
-                            a.sin_column,
-                            a.pairs,
-                            (a.vectors & kVectorTable) != 0};
+        angles.gCos = {static_cast<const Table*>(a.cos) + position * a.cos_row};
+        angles.gSin = {static_cast<const Table*>(a.sin) + position * a.sin_row};
 #pragma unroll
         for (int c = 0; c < kChunks; c++) {
             const int channel = (c * kLanes + lane) * kChannels;
-            if (channel < 2 * a.pairs) rotate_chunk(x[c], gIn, channel, angles, vectors);
+            if (angles.turns(channel)) rotate_chunk(x[c], gIn, channel, angles, vectors);
         }
     }
     if (a.heads_q) {
@@ -273,7 +348,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 3) append(const __grid_co
 #pragma unroll
             for (int c = 0; c < kChunks; c++) {
                 const int channel = (c * kLanes + lane) * kChannels;
-                if (channel < 2 * a.pairs) x[c].store(gRow + channel, a.head_dim - channel, vectors);
+                if (angles.turns(channel)) x[c].store(gRow + channel, a.head_dim - channel, vectors);
             }
         }
     }
@@ -287,17 +362,21 @@ extern "C" __global__ void __launch_bounds__(kThreads, 3) append(const __grid_co
         for (int c = 0; c < kChunks; c++) {
             const int channel = (c * kLanes + lane) * kChannels;
             const Global<Stored> gOut{static_cast<Stored*>(store.codes) + codes + channel};
-            if (channel < a.head_dim) Plain<Stored>::store(x[c], gOut, a.head_dim - channel, vector_store);
+            if (channel < width) Plain<Stored>::store(x[c], gOut, width - channel, vector_store);
         }
     } else {
         const int64_t page = a.page_shift >= 0 ? index >> a.page_shift : index / a.page_size;
         const int64_t at =
             page * store.scale_page + (index - page * a.page_size) * store.scale_token + head * store.scale_head;
         const Global<uint8_t> gCodes{static_cast<uint8_t*>(store.codes) + codes};
-        if constexpr (kFormat == kInt4)
-            store_nibbles(x, lane, a.head_dim, a.group_lanes, gCodes, {static_cast<bf16*>(store.scale) + at},
+        if constexpr (kLatentRow) {
+            const int64_t rotary = index * store.rotary_token + head * store.rotary_head;
+            store_row(x, lane, a.head_dim, a.value_dim, gCodes, {static_cast<float*>(store.scale) + at},
+                      {static_cast<bf16*>(store.rotary) + rotary}, stored, vector_store);
+        } else if constexpr (kFormat == kInt4)
+            store_nibbles(x, lane, width, a.group_lanes, gCodes, {static_cast<bf16*>(store.scale) + at},
                           {static_cast<bf16*>(store.zero) + at}, stored, vector_store);
         else
-            store_codes(x, lane, a.head_dim, gCodes, {static_cast<float*>(store.scale) + at}, stored, vector_store);
+            store_codes(x, lane, width, gCodes, {static_cast<float*>(store.scale) + at}, stored, vector_store);
     }
 }

@@ -1,0 +1,137 @@
+"""Somebody else's pages as a cache: what from_pages() takes, and how it is checked."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from tilewise import checks
+from tilewise.formats import FORMATS, LATENT_FORMATS, PLAIN, KVFormat
+from tilewise.kvcache.pool import Pages
+from tilewise.kvcache.storage import check_device, check_writable, uses_kernels
+
+if TYPE_CHECKING:
+    from tilewise.kvcache.paged import PagedKVCache
+
+# Latent rows as bytes, by the dtype that they come in
+ROWS = {torch.uint8: "fp8", torch.float8_e4m3fn: "fp8", torch.int8: "int8"}
+
+
+def take_pages(
+    cache: PagedKVCache,
+    k_pages: torch.Tensor,
+    v_pages: torch.Tensor | None,
+    page_table: torch.Tensor,
+    lengths: torch.Tensor,
+    value_dim: int | None,
+) -> None:
+    """Make `cache`, of which nothing is there yet, the cache of from_pages()."""
+    if v_pages is None and value_dim is None:
+        raise ValueError("value_dim must be given with v_pages None: how many channels of a row of k_pages are V")
+    if v_pages is not None and value_dim is not None:
+        raise ValueError("value_dim goes with v_pages None, of rows that are K and V; v_pages tells its own")
+    device = check_foreign(k_pages, v_pages, page_table, lengths)
+    cache.device, cache._by_kernel = device, uses_kernels(device)
+    cache.num_pages = checks.integer("num_pages of k_pages", k_pages.shape[0], 1)
+    cache.page_size = checks.integer("page_size of k_pages", k_pages.shape[1], 1, 256)
+    cache.num_kv_heads = checks.integer("kv heads of k_pages", k_pages.shape[2], 1)
+    cache.num_layers, cache.shared_kv = 1, v_pages is None
+    given = value_dim if v_pages is None else v_pages.shape[3]
+    cache.value_dim = checks.head_dim("value_dim" if v_pages is None else "head_dim of v_pages", given)
+    cache.format = cache.value_format = foreign_format("k_pages", k_pages, value_dim)
+    cache.head_dim = cache.format.head_dim
+    rows = k_pages.detach().unsqueeze(0)
+    cache._k = cache.format.from_rows(rows) if cache.format.latent else [rows]
+    cache._v = []
+    if v_pages is None:
+        check_shared(cache.num_kv_heads, cache.head_dim, cache.value_dim, cache.format.name)
+    else:
+        cache.value_format, cache._v = foreign_format("v_pages", v_pages, None), [v_pages.detach().unsqueeze(0)]
+    cache._start_empty()
+    for pages, length in foreign_lists(page_table, lengths, cache.num_pages, cache.page_size):
+        cache.pool.retain(pages)
+        cache.adopt(pages, length)
+        fill = np.full(len(pages), cache.page_size, np.int32)
+        fill[-1:] -= len(pages) * cache.page_size - length
+        cache.pool.fill[pages] = np.maximum(cache.pool.fill[pages], fill)
+    cache._written.bits[..., 0] = np.arange(cache.page_size) < cache.pool.fill[:, None]
+
+
+def check_shared(num_kv_heads: int, head_dim: int, value_dim: int, kv_format: str) -> None:
+    """Raise unless a row of these sizes can be K and V at once."""
+    if num_kv_heads != 1:
+        raise ValueError(f"num_kv_heads must be 1 with shared_kv: all heads read one row, got {num_kv_heads}")
+    if value_dim > head_dim:
+        raise ValueError(
+            f"value_dim must be at most head_dim {head_dim} with shared_kv: V is the first channels of the row, got "
+            f"{value_dim}"
+        )
+    if checks.choice("kv_format", kv_format, FORMATS) not in (*PLAIN, *LATENT_FORMATS):
+        raise NotImplementedError(f'kv_format "{kv_format}" is not served with shared_kv: use "fp8" or "int8"')
+
+
+def check_foreign(
+    k_pages: torch.Tensor, v_pages: torch.Tensor | None, page_table: torch.Tensor, lengths: torch.Tensor
+) -> torch.device:
+    """Raise unless the arguments of from_pages() are of the right kind and shape; their device."""
+    shape = ("num_pages", "page_size", "kv_heads", "head_dim")
+    dtypes = checks.FLOATS if v_pages is not None else (*checks.FLOATS, *ROWS)
+    checks.tensor("k_pages", k_pages, shape=shape, dtypes=dtypes, unit_last_stride=True)
+    device = check_device(k_pages.device)
+    given = [("k_pages", k_pages)]
+    if v_pages is not None:
+        shape = (*map(int, k_pages.shape[:3]), "value_dim")  # type: ignore[assignment]
+        checks.tensor("v_pages", v_pages, shape=shape, dtypes=(k_pages.dtype,), device=device, unit_last_stride=True)
+        given.append(("v_pages", v_pages))
+    for name, pages in given:
+        check_writable(name, pages)
+        try:
+            pages.view(-1, *pages.shape[2:])
+        except RuntimeError:
+            raise ValueError(
+                f"{name} must have its tokens one after another in memory, got strides {pages.stride()} for shape "
+                f"{tuple(pages.shape)}; use {name}.contiguous()"
+            ) from None
+    checks.tensor("page_table", page_table, shape=("n", "max_pages"), dtypes=checks.INTEGERS, device=device)
+    checks.tensor("lengths", lengths, shape=(len(page_table),), dtypes=checks.INTEGERS, device=device)
+    return device
+
+
+def foreign_format(name: str, pages: torch.Tensor, value_dim: int | None) -> KVFormat:
+    """The format of pages (num_pages, page_size, kv heads, width): values, or with a value_dim latent rows as bytes."""
+    width = pages.shape[3]
+    if pages.dtype not in ROWS or value_dim is None:
+        plain = {dtype: plain for plain, dtype in PLAIN.items()}[pages.dtype]
+        return KVFormat(plain, checks.head_dim(f"head_dim of {name}", width))
+    without = KVFormat(ROWS[pages.dtype], value_dim, latent=value_dim)  # a row that has no rotary part
+    rotary = max(0, width - without.bytes_per_token_head) // 2
+    form = replace(without, head_dim=checks.head_dim(f"head_dim of {name}", value_dim + rotary))
+    if form.bytes_per_token_head != width:
+        raise ValueError(
+            f"{name} must hold rows of {without.bytes_per_token_head} bytes for value_dim {value_dim}, and two more "
+            f"for each channel of the rotary part, got {width}"
+        )
+    return form
+
+
+def foreign_lists(
+    page_table: torch.Tensor, lengths: torch.Tensor, num_pages: int, page_size: int
+) -> Iterator[tuple[Pages, int]]:
+    """The page list (int32) and the length in tokens of each sequence of from_pages(), which the table must name."""
+    for seq, (row, length) in enumerate(zip(page_table.cpu().numpy(), lengths.tolist(), strict=True)):
+        room = len(row) * page_size
+        if not 0 <= length <= room:
+            raise ValueError(f"lengths[{seq}] must be between 0 and {room}, what page_table has room for, got {length}")
+        used = row[: -(-length // page_size)]
+        if len(used) and (used.min() < 0 or used.max() >= num_pages):
+            raise ValueError(
+                f"page_table[{seq}] must name pages 0 to {num_pages - 1} in its first {len(used)} entries, "
+                f"got {used.min()} to {used.max()}"
+            )
+        if len(np.unique(used)) != len(used):
+            raise ValueError(f"page_table[{seq}] names a page twice; one page cannot hold two places of a sequence")
+        yield used.astype(np.int32), length
