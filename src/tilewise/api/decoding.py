@@ -396,12 +396,8 @@ def _latent_kernel(tree: torch.Tensor | None, selected: torch.Tensor | None) -> 
     for name, given in (("tree_mask", tree), ("schedule", selected)):
         if given is not None:
             raise NotImplementedError(f"{name} has no kernel over a shared_kv cache; use CPU tensors and backend='cpu'")
-    try:
-        from tilewise.gpu import mla  # type: ignore[attr-defined, unused-ignore]
-    except ImportError:
-        raise NotImplementedError(
-            "decode has no kernel over a shared_kv cache; use CPU tensors and backend='cpu'"
-        ) from None
+    from tilewise.gpu import mla
+
     return mla.run
 
 

@@ -20,7 +20,8 @@ from tilewise import checks, compiler, emulator
 from tilewise.arch import card_of, hopper, multiprocessors
 from tilewise.formats import KVFormat
 from tilewise.gpu.abi import DecodeArgs, Divisor, MlaArgs, Paged, ScoreArgs, Strides, decode_score_rule
-from tilewise.gpu.decode import Longs, Workspace, kept, list_of
+from tilewise.gpu.decode import AnyList, FindBatch, Longs, Workspace, kept, list_of
+from tilewise.gpu.decode_shapes import AnyPlan
 from tilewise.gpu.mla_kernels import (
     DTYPES,
     KEYS,
@@ -37,10 +38,12 @@ from tilewise.gpu.mla_kernels import (
     mla_spec,
     row_map,
 )
+from tilewise.gpu.planner import PlannedList
 from tilewise.plan.flat import SEQUENCES
-from tilewise.plan.tiles import DecodePlan
+from tilewise.plan.items import Word
+from tilewise.plan.standing import StandingPlan
 from tilewise.plan.tree import plan_tree
-from tilewise.plan.worklist import PageLists, Shape, Splitting, WorkList, work_list
+from tilewise.plan.worklist import FAR, PageLists, Shape, Splitting, work_list
 from tilewise.scores import Scores
 
 Parts = Sequence[torch.Tensor]
@@ -70,7 +73,7 @@ class MlaDecode:
     """
 
     def __init__(
-        self, plan: DecodePlan, rows: torch.Tensor, listed: WorkList, asked: Asked, cached: WorkList | None = None
+        self, plan: AnyPlan, rows: torch.Tensor, listed: AnyList, asked: Asked, cached: AnyList | None = None
     ) -> None:
         self.listed, self.asked, self.device = listed, asked, asked.device
         self.spec = mla_spec(
@@ -92,6 +95,7 @@ class MlaDecode:
         a.group, a.rows_each = Divisor.by(plan.heads_q), Divisor.by(self.rows_each)
         a.merge_jobs = Divisor.by(-(-self.rows_each // max(1, a.merge_rows)))
         self.more = MlaArgs()
+        self.cached = cached
         self.tables = {} if cached is None else self._point_at(cached)
         self.grid = (listed.blocks, 1, 1)
         self.workspaces: dict[int | None, Workspace] = {}
@@ -100,19 +104,26 @@ class MlaDecode:
             self.kernel = compiler.load(self.spec, self.device)
             self.launch_args = compiler.Args(compiler.TensorMap.blank(), a, self.more)
 
-    def _point_at(self, cached: WorkList) -> dict[str, torch.Tensor]:
+    def _point_at(self, cached: AnyList) -> dict[str, torch.Tensor]:
         """The tables of the cache's sequences, which the kernel looks up chosen positions in."""
         more, found = self.more, {f"cached_{name}": x for name, x in cached.tensors(self.device).items()}
-        places = np.empty_like(cached.order)
-        places[cached.order] = np.arange(cached.sequences, dtype=np.int32)
-        for name, array in (("places", places), ("tail_from", cached.tail_from)):
-            found[name] = torch.from_numpy(array).to(self.device)
-            setattr(more, name, found[name].data_ptr())
+        # The pages of a standing plan stand in no tails.
+        tail_from = np.full(cached.sequences, FAR, np.int32) if isinstance(cached, PlannedList) else cached.tail_from
+        found["tail_from"] = torch.from_numpy(tail_from).to(self.device)
+        found["places"] = torch.empty(cached.sequences, dtype=torch.int32, device=self.device)
+        found["numbers"] = torch.arange(cached.sequences, dtype=torch.int32, device=self.device)
+        more.tail_from, more.places = found["tail_from"].data_ptr(), found["places"].data_ptr()
         more.lengths, more.pages = found["cached_live"].data_ptr(), found["cached_pages"].data_ptr()
         more.tails = more.lengths + 4 * cached.sequences
         more.table_pages, more.tail_pages = cached.pages.shape[1], cached.tail_pages
         more.queries, more.chosen = Divisor.by(self.listed.sequences // cached.sequences), self.asked.chosen
+        self._place(found)
         return found
+
+    @staticmethod
+    def _place(tables: dict[str, torch.Tensor]) -> None:
+        """Where each of the caller's sequences stands in the tables."""
+        tables["places"].scatter_(0, tables["cached_order"].long(), tables["numbers"])
 
     def _merge_rows(self) -> int:
         """Rows per merging job, 0 if no row has several states: one where there are no more rows than blocks, whose
@@ -140,8 +151,9 @@ class MlaDecode:
         return found
 
     def _folds(self) -> bool:
-        """Does a block take a range whole that it computes in pieces?"""
-        return bool((self.listed.items[..., 7] & 0xFFFF).any())
+        """Does a block take a range whole that it computes in pieces? In a standing plan's list one may."""
+        listed = self.listed
+        return isinstance(listed, PlannedList) or bool((listed.items[..., Word.STATE_FOLD] & 0xFFFF).any())
 
     def __call__(
         self,
@@ -164,6 +176,11 @@ class MlaDecode:
         cuda = self.device.type == "cuda"
         stream = compiler.raw_stream(self.kernel.ordinal) if cuda else 0
         capturing = cuda and torch.cuda.is_current_stream_capturing()
+        for listed in (self.listed, self.cached):
+            if isinstance(listed, PlannedList):
+                listed.make(stream, capturing)
+        if isinstance(self.cached, PlannedList):
+            self._place(self.tables)
         space = self._workspace(None if capturing else stream)
         a.state_o, a.state_ml, a.barrier_counter = (x.data_ptr() for x in (space.o, space.ml, space.barrier))
         self.more.folds = space.lists.data_ptr()
@@ -192,7 +209,7 @@ class MlaDecode:
         emulator.launch(self.spec, self.grid, [tensor_map, a, self.more], known, resident=resident, **emulated)
 
 
-def check_served(q: torch.Tensor, form: KVFormat, plan: DecodePlan, rows: torch.Tensor, value_dim: int) -> None:
+def check_served(q: torch.Tensor, form: KVFormat, plan: AnyPlan, rows: torch.Tensor, value_dim: int) -> None:
     """NotImplementedError for what the kernel does not serve."""
     instead = 'backend="cpu"' if q.device.type == "cpu" else ".cpu() tensors"
     if not hopper(card_of(q.device)):
@@ -219,9 +236,12 @@ def check_served(q: torch.Tensor, form: KVFormat, plan: DecodePlan, rows: torch.
         )
 
 
-def most_rows(plan: DecodePlan) -> int:
-    """Query rows of the widest range of the plan: of a sequence, or of all sequences of a shared node."""
+def most_rows(plan: AnyPlan) -> int:
+    """Query rows of the widest range of the plan: of a sequence, or of all sequences of a node that is shared, or may
+    be after the plan was renewed."""
     each = plan.tokens_per_seq * plan.heads_q
+    if isinstance(plan, StandingPlan):
+        return each * (1 if plan.share is False else plan.rows)
     return each * int(plan.arrays.nodes[:, SEQUENCES].max(initial=1))
 
 
@@ -232,11 +252,11 @@ def _shape(tiling: MlaTiling, device: torch.device) -> tuple[Shape, Splitting]:
 
 
 def run(
-    plan: DecodePlan,
+    plan: AnyPlan,
     q: torch.Tensor,
     form: KVFormat,
     parts: Parts,
-    page_lists: PageLists,
+    page_lists: PageLists | FindBatch,
     lengths: Sequence[int] | Longs,
     o: torch.Tensor,
     lse: torch.Tensor | None,
@@ -247,11 +267,12 @@ def run(
     splitting: Splitting | None = None,
     room: int = 0,
     **emulated: Any,
-) -> WorkList:
-    """Attention of a plan's queries over one layer's shared rows; returns the plan's list, for its `grow`.
+) -> AnyList:
+    """Attention of a plan's queries over one layer's shared rows; returns the plan's list, for its `grow` or `renew`.
 
     q: (num_seqs, tokens_per_seq, Hq, head_dim), o: (num_seqs, tokens_per_seq, Hq, value_dim), in the order of
-    plan.seqs; lse: (num_seqs, Hq, tokens_per_seq) float32, contiguous, or None. parts: the components of the layer's
+    plan.seqs; lse: (num_seqs, Hq, tokens_per_seq) float32, contiguous, or None; of a standing plan num_seqs is its
+    `rows`, and page_lists finds the batch. parts: the components of the layer's
     rows, (num_pages, page_size, 1, *trailing). page_lists, lengths: of the plan's sequences, in the order of plan.seqs,
     looked at when the list is made. scores: its window is the one that the plan was made with. indices: int32
     (num_seqs, tokens_per_seq, k): the positions that each query token reads, in any order and each once; one that is
@@ -267,7 +288,6 @@ def run(
     shape, as_wide = _shape(tiling, q.device)
     splitting = splitting or as_wide
     listed = list_of(plan, page_lists, lengths, page_size, shape, q.device, splitting=splitting, room=room)
-    assert isinstance(listed, WorkList)
     if not q.numel():
         return listed
     asked = Asked(
@@ -304,8 +324,8 @@ def _launch(
 
 
 def _run_chosen(
-    plan: DecodePlan,
-    cached: WorkList,
+    plan: AnyPlan,
+    cached: AnyList,
     asked: Asked,
     q: torch.Tensor,
     rows: torch.Tensor,
@@ -328,7 +348,7 @@ def _run_chosen(
         each, none = sequences * tokens, np.zeros((0,), np.int32)
         of_tokens = plan_tree(
             range(each), [none] * each, [count] * each, asked.page_size, heads_q=heads, heads_kv=1,
-            head_dim=asked.head_dim, kv_row_bytes=plan.kv_row_bytes, io_bytes=plan.io_bytes, share=False,
+            head_dim=asked.head_dim, kv_row_bytes=asked.head_dim * q.element_size(), io_bytes=q.element_size(), share=False,
         )  # fmt: skip
         shape, splitting = _shape(tiling, device)
         listed = work_list(of_tokens, [none] * each, [count] * each, asked.page_size, shape, splitting=splitting)

@@ -10,7 +10,7 @@ from functools import lru_cache
 
 import torch
 
-from tilewise.arch import LIMITS
+from tilewise.arch import LIMITS, hopper
 from tilewise.compiler.spec import KernelSpec
 from tilewise.compiler.tensor_maps import TensorMapSpec
 from tilewise.gpu.abi import DECODE_RULES, ELEMENTS, MAP_NAMES, PANEL, PANEL_BYTES
@@ -31,8 +31,8 @@ WEIGHTS = Weights(item_chunks=4.0, state_chunks=3.0, sprint=1.5)
 # Up to sixteen pieces, which is what merging folds in one run: a single sequence then spreads over sixteen
 # multiprocessors per 64 rows. Folding O of 64 rows takes about as long as a block of keys and a half, so their pieces
 # are twice as long.
-NARROW = Splitting(pieces=((1024, 64), (2048, 128), (4096, 256), (8192, 512), (16384, 1024), (FAR, 2048)), shared=256)
-WIDE = Splitting(pieces=((1024, 128), (2048, 256), (4096, 512), (8192, 1024), (16384, 2048), (FAR, 4096)), shared=512)
+NARROW = Splitting(pieces=((1024, 64), (2048, 128), (4096, 256), (8192, 512), (FAR, 1024)), shared=256)
+WIDE = Splitting(pieces=((1024, 128), (2048, 256), (4096, 512), (8192, 1024), (FAR, 2048)), shared=512)
 LONGEST = 1024  # in chunks of 16 tokens: ranges that one block may take whole, which have sixteen pieces at most
 
 
@@ -58,9 +58,7 @@ def shared_bytes(head_dim: int, tiling: MlaTiling) -> int:
 
 
 @lru_cache(maxsize=64)
-def choose_tiling(
-    head_dim: int, value_dim: int, rows: int, arch: str = "sm_90a", *, gather: bool = False
-) -> MlaTiling:
+def choose_tiling(head_dim: int, value_dim: int, rows: int, arch: str = "sm_90a", *, gather: bool = False) -> MlaTiling:
     """The kernel's shape for items of so many rows: the narrowest product that holds them, and as many panels as fit.
 
     Shared memory holds 25 panels of 576 channels beside 16 rows of Q, 23 beside 32, and 18, which are two blocks,
@@ -123,9 +121,12 @@ def row_map(rows: torch.Tensor) -> TensorMapSpec:
     return TensorMapSpec(MAP_NAMES[rows.dtype], sizes, (token, head, page), (PANEL, box, 1, 1), 128)
 
 
-def specs(*, every: bool = False) -> list[KernelSpec]:
-    """The kernels as users of DeepSeek's shapes get them; with `every`, all widths, element types and rules."""
-    found = []
+def specs(card: str = "sm_90a", *, every: bool = False) -> list[KernelSpec]:
+    """The kernels as users of DeepSeek's shapes get them on a Hopper card; with `every`, all widths, element types and
+    rules."""
+    found: list[KernelSpec] = []
+    if not hopper(card):
+        return found
     for dtype in DTYPES if every else DTYPES[:1]:
         for rows in ROWS if every else (16, 64):
             boxes, copies = (choose_tiling(MAX_DIM, 512, rows, gather=gather) for gather in (False, True))

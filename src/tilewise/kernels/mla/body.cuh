@@ -1,6 +1,6 @@
-// What the two warpgroups of a block compute. The products are transposed, so that few query rows do not leave a product
-// of 64 rows empty: Sᵀ = K Qᵀ has 64 keys by kRows query rows, and Oᵀ += Vᵀ Pᵀ has 64 channels by kRows query rows. K
-// and Vᵀ are the same bytes: a panel read along its rows, and along its columns.
+// What the two warpgroups of a block compute. The products are transposed, so that few query rows do not leave the 64
+// rows of a product empty: Sᵀ = K Qᵀ has 64 keys by kRows query rows, and Oᵀ += Vᵀ Pᵀ has 64 channels by kRows query
+// rows. K and Vᵀ are the same bytes: a panel read along its rows, and along its columns.
 //
 // Blocks of keys take turns: a warpgroup computes the scores and the weights of every other block, and leaves the
 // weights in shared memory. Both multiply them with the values, each with one half of the channels. So the softmax of

@@ -17,7 +17,8 @@ struct Chosen {
         const int from = Global<const int>{mla.tail_from}[place];
         list = mla.indices + int64_t(caller) * mla.chosen;
         length = Global<const int>{mla.lengths}[place];
-        table = {mla.pages + int64_t(place) * mla.table_pages, mla.tails + int64_t(place) * mla.tail_pages - from, from};
+        table = {mla.pages + int64_t(place) * mla.table_pages,
+                 mla.tails + int64_t(place) * mla.tail_pages - from, from};
     }
     // The n-th of them, −1 for none
     TILE_DEVICE int at(int n) const {

@@ -1,10 +1,10 @@
 // mla_decode: decode over rows that are keys and values at once, on Hopper. One persistent launch walks the items of a
-// decode plan: query rows over a range of a sequence's tokens, or over a node that many sequences share; what they leave
-// is merged as in decode.cu.
+// decode plan: query rows over a range of a sequence's tokens, or over a node that many sequences share. What they
+// leave is merged as in decode.cu.
 //
-// Constants: Element; kQueryDim, kValueDim: channels of a row, and how many of them are a value; kPageSize; kRows: query
-// rows of an item at most; kPlaces: panels in the ring; kAhead: as body.cuh says; kGather: rows are copied one by one; kChosen: those that each
-// query token has chosen; Rule: what is done to scores; kSelected: false.
+// Constants: Element; kQueryDim, kValueDim: channels of a row, and how many of them are a value; kPageSize; kRows:
+// query rows of an item at most; kPlaces: panels in the ring; kAhead: as body.cuh says; kGather: rows are copied one by
+// one; kChosen: those that each query token has chosen; Rule: what is done to scores; kSelected: false.
 #include "mla/body.cuh"
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
