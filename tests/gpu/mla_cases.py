@@ -31,7 +31,8 @@ CUT = Splitting(pieces=((FAR, 128),), whole=False, shared=64)
 class Problem:
     """Sequences over pages (num_pages, page_size, 1, head_dim), with NaN wherever no sequence has a token.
 
-    prefixes: per sequence the number of a prefix and how many of its pages it has, or None.
+    prefixes: per sequence the number of a prefix and how many of its pages it has, or None. stored: "fp8" or "int8" for
+    rows of codes; `rows` is then what they are widened to.
     """
 
     def __init__(
@@ -44,6 +45,7 @@ class Problem:
         page_size: int = 16,
         dtype: torch.dtype = BF16,
         prefixes: Sequence[tuple[int, int] | None] = (),
+        stored: str = "",
         size: float = 1.0,
         seed: int = 0,
     ) -> None:
@@ -68,6 +70,12 @@ class Problem:
             for n, page in enumerate(pages.tolist()):
                 held[page, : length - n * page_size] = True
         self.rows[held] = randn(int(held.sum()), 1, self.head_dim, dtype=dtype, seed=seed + 1) * size
+        self.format = KVFormat(NAMES[dtype], self.head_dim)
+        self.parts: Sequence[torch.Tensor] | None = None
+        if stored:
+            self.format = KVFormat(stored, self.head_dim, latent=self.value_dim)
+            self.parts = self.format.encode(self.rows)
+            self.rows = self.format.decode(self.parts, dtype)
         self.q = randn(len(lengths), tokens, heads, self.head_dim, dtype=dtype, seed=seed + 2)
 
     def gathered(self, n: int) -> torch.Tensor:
@@ -107,7 +115,7 @@ class Problem:
         )
         beyond = np.array([-7, 2**31 - 1], np.int32)  # page lists may have anything after their end
         mla.run(
-            plan or self.plan(share, window), q, KVFormat(NAMES[self.dtype], self.head_dim), (self.rows.to(device),),
+            plan or self.plan(share, window), q, self.format, [x.to(device) for x in self.parts or (self.rows,)],
             [np.concatenate([pages, beyond]) for pages in self.lists], self.lengths, o, lse, scores,
             value_dim=self.value_dim, indices=None if indices is None else indices.to(device), **options,
         )  # fmt: skip

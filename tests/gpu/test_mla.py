@@ -7,6 +7,7 @@ import torch
 from mla_cases import BF16, CUT, DEEPSEEK, FOLDED, FP16, Problem
 from oracle import randn
 
+from tilewise import PagedKVCache, decode, plan_decode
 from tilewise.gpu import mla_kernels
 from tilewise.gpu.decode import grow
 
@@ -23,7 +24,11 @@ def test_deepseek_sizes_with_several_tokens():
 
 
 def test_128_heads_are_two_tiles_of_rows():
-    Problem((70, 129), heads=128, page_size=64).check(splitting=CUT)
+    problem = Problem((70, 329), heads=128, page_size=64)
+    cut = problem.check(splitting=CUT)
+    whole = problem.run(splitting=FOLDED, late=False, seed=3)
+    assert torch.equal(cut[0], whole[0])
+    assert torch.equal(cut[1], whole[1])
 
 
 def test_every_panel_holds_values():
@@ -97,6 +102,17 @@ def test_chosen_positions():
     Problem((300,), heads=8).check_chosen(0)
 
 
+@pytest.mark.parametrize(("stored", "late", "seed"), [("fp8", True, 0), ("fp8", False, 5), ("int8", True, 0)])
+def test_codes_are_widened(stored, late, seed):
+    Problem((130, 1, 65, 0), heads=8, sizes=DEEPSEEK, page_size=24, stored=stored).check(late=late, seed=seed)
+
+
+def test_codes_of_a_shared_prefix_and_of_chosen_positions():
+    problem = Problem((170, 200), heads=24, sizes=DEEPSEEK, prefixes=[(0, 8)] * 2, stored="fp8")
+    problem.check(share=True, splitting=CUT)
+    Problem((130, 40), heads=8, sizes=DEEPSEEK, stored="int8").check_chosen(70)
+
+
 def test_a_list_grows():
     problem = Problem((100, 31, 16), heads=8)
     more = Problem((103, 34, 19), heads=8)
@@ -108,6 +124,25 @@ def test_a_list_grows():
     problem.check(plan=plan, room=8)
 
 
+def test_standing_plans_and_the_public_call():
+    cache = PagedKVCache(60, 16, 1, 192, value_dim=128, shared_kv=True)
+    seqs = [cache.allocate()]
+    cache.write(0, cache.extend(seqs, 70), randn(70, 1, 192, dtype=BF16))
+    seqs += [cache.fork(seqs[0]), cache.fork(seqs[0])]
+    cache.write(0, cache.extend(seqs, [3, 70, 1]), randn(74, 1, 192, dtype=BF16, seed=1))
+    q = randn(5, 1, 8, 192, dtype=BF16, seed=2)
+    indices = torch.arange(60, dtype=torch.int32).expand(5, 1, 60).contiguous()
+    for plan, rows in (
+        (plan_decode(cache, seqs, num_heads=8, rows=5, max_length=200), 5),
+        (plan_decode(cache, seqs, num_heads=8, share_prefix=True), 3),
+    ):
+        for options in ({}, {"indices": indices[:rows]}):
+            got = decode(q[:rows], cache, 0, plan, return_lse=True, backend="emulator", **options)
+            exact = decode(q[:rows].float(), cache, 0, plan, return_lse=True, backend="cpu", **options)
+            torch.testing.assert_close(got[1], exact[1], rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(got[0].float(), exact[0], rtol=1e-2, atol=1e-2)
+
+
 def test_strides_of_queries_and_output():
     problem = Problem((70, 9), heads=8)
     exact = problem.run()
@@ -117,7 +152,10 @@ def test_strides_of_queries_and_output():
 
 
 def test_batch_of_65():
-    Problem([3 + n % 7 for n in range(65)], heads=8).check()
+    problem = Problem([3 + n % 7 for n in range(65)], heads=2)
+    got = problem.run()
+    for n in (0, 33, 64):
+        problem.judge(got, n, slice(None), problem.gathered(n))
 
 
 def test_what_is_not_served_says_so():

@@ -102,7 +102,7 @@ def plan_decode(
     most = _check_pages_per_seq(pages_per_seq, share_prefix, window)
     row_bytes = stream_row_bytes(pages)
     share = None if share_prefix == "auto" else bool(share_prefix)
-    model = cost or tuned.cost(pages.device, pages.format)
+    model = cost or tuned.cost(pages.device, pages.format, shared_kv=pages.shared_kv)
     if rows is not None or max_length is not None:
         if room or most:
             given = f"room {room}" if room else f"pages_per_seq {most}"

@@ -59,6 +59,7 @@ class Asked(NamedTuple):
     value_dim: int
     tiling: MlaTiling
     gather: bool
+    stored: str  # the format of rows of codes, else empty
     chosen: int  # positions per query token that choose theirs, 0 for all
     rule: tuple[str, str]
     pages: int
@@ -78,9 +79,9 @@ class MlaDecode:
         self.listed, self.asked, self.device = listed, asked, asked.device
         self.spec = mla_spec(
             asked.dtype, asked.head_dim, asked.value_dim, asked.page_size, asked.tiling,
-            gather=asked.gather, chosen=asked.chosen > 0, rule=asked.rule,
+            gather=asked.gather, chosen=asked.chosen > 0, stored=asked.stored, rule=asked.rule,
         )  # fmt: skip
-        self.map_spec = None if asked.gather or asked.chosen else row_map(rows)
+        self.map_spec = None if asked.gather or asked.chosen or asked.stored else row_map(rows)
         self.rows_each = plan.tokens_per_seq * plan.heads_q
         self.fixed = listed.tensors(self.device)
         a = self.args = DecodeArgs()
@@ -158,7 +159,7 @@ class MlaDecode:
     def __call__(
         self,
         q: torch.Tensor,
-        rows: torch.Tensor,
+        parts: Parts,
         o: torch.Tensor,
         lse: torch.Tensor | None,
         scores: Scores,
@@ -172,7 +173,12 @@ class MlaDecode:
         a.scores = ScoreArgs.of(scores)
         a.scores.sinks = None if sinks is None else sinks.data_ptr()
         a.q_strides, a.o_strides = Strides.of(q), Strides.of(o)
+        rows = parts[0]
         a.k = Paged.of(rows, rows.element_size())
+        if self.asked.stored:
+            a.k_scale = Paged.of(parts[1], parts[1].element_size())
+        if len(parts) > 2:
+            a.v = Paged.of(parts[2], parts[2].element_size())
         cuda = self.device.type == "cuda"
         stream = compiler.raw_stream(self.kernel.ordinal) if cuda else 0
         capturing = cuda and torch.cuda.is_current_stream_capturing()
@@ -195,10 +201,10 @@ class MlaDecode:
             "o": o,
             "lse": lse,
             "sinks": sinks,
-            "rows": rows,
             "indices": indices,
             **self.fixed,
             **self.tables,
+            **{f"rows{n}": x for n, x in enumerate(parts)},
         }
         tensors |= {"state_o": space.o, "state_ml": space.ml, "folds": space.lists, "barrier": space.barrier}
         known = {name: x for name, x in tensors.items() if x is not None}
@@ -209,15 +215,21 @@ class MlaDecode:
         emulator.launch(self.spec, self.grid, [tensor_map, a, self.more], known, resident=resident, **emulated)
 
 
-def check_served(q: torch.Tensor, form: KVFormat, plan: AnyPlan, rows: torch.Tensor, value_dim: int) -> None:
+def check_served(q: torch.Tensor, form: KVFormat, plan: AnyPlan, parts: Parts, value_dim: int) -> None:
     """NotImplementedError for what the kernel does not serve."""
     instead = 'backend="cpu"' if q.device.type == "cpu" else ".cpu() tensors"
     if not hopper(card_of(q.device)):
         raise NotImplementedError(f"GPU decode over shared rows of K and V takes Hopper cards; use {instead}")
-    if q.dtype not in DTYPES or form.dtype != q.dtype:
+    codes = form.name in ("fp8", "int8") and q.dtype == torch.bfloat16
+    if q.dtype not in DTYPES or not (codes or form.dtype == q.dtype):
         raise NotImplementedError(
-            f"GPU decode over shared rows takes bfloat16 queries over bf16 caches and float16 ones over fp16 caches, "
-            f"got {q.dtype} over {form.name}; convert q, or use {instead}"
+            f"GPU decode over shared rows takes bfloat16 queries over bf16, fp8 and int8 caches, and float16 ones over "
+            f"fp16 caches, got {q.dtype} over {form.name}; convert q, or use {instead}"
+        )
+    if codes and (form.head_dim, form.latent, value_dim) not in ((576, 512, 512), (512, 512, 512)):
+        raise NotImplementedError(
+            f"GPU decode over shared rows of codes takes 512 channels of them, all of them values, and 0 or 64 more, "
+            f"got {form.latent} of {form.head_dim}, and value_dim {value_dim}; use {instead}"
         )
     if form.head_dim % 64 or form.head_dim > MAX_DIM or value_dim % 128 or not 0 < value_dim <= form.head_dim:
         raise NotImplementedError(
@@ -229,11 +241,12 @@ def check_served(q: torch.Tensor, form: KVFormat, plan: AnyPlan, rows: torch.Ten
             f"GPU decode over shared rows takes one KV head, up to {MAX_HEADS} query heads and up to {MAX_TOKENS} "
             f"tokens a sequence, got {plan.heads_kv}, {plan.heads_q} and {plan.tokens_per_seq}; use {instead}"
         )
-    if rows.data_ptr() % 16 or rows.stride(3) != 1 or any(s * rows.element_size() % 16 for s in rows.stride()[:3]):
-        raise NotImplementedError(
-            f"GPU decode takes pages whose rows begin at multiples of 16 bytes, got strides {rows.stride()} of "
-            f"{rows.dtype} at {rows.data_ptr():#x}; use {instead}"
-        )
+    for x in parts:
+        if x.data_ptr() % 16 or x.stride(3) != 1 or any(s * x.element_size() % 16 for s in x.stride()[:2]):
+            raise NotImplementedError(
+                f"GPU decode takes pages whose rows begin at multiples of 16 bytes, got strides {x.stride()} of "
+                f"{x.dtype} at {x.data_ptr():#x}; use {instead}"
+            )
 
 
 def most_rows(plan: AnyPlan) -> int:
@@ -280,34 +293,33 @@ def run(
     tokens they are. room: tokens that each sequence may grow by under WorkList.grow before a new plan is needed.
     splitting: how ranges are cut, if not as the width of the plan asks. emulated: options of emulator.launch.
     """
-    (rows,) = parts
-    check_served(q, form, plan, rows, value_dim)
-    page_size = rows.shape[1]
+    check_served(q, form, plan, parts, value_dim)
+    rows, page_size, codes = parts[0], parts[0].shape[1], not form.plain
     gather = page_size % 16 != 0  # a copy by TMA brings sixteen tokens or more, which must lie in one page
-    tiling = choose_tiling(form.head_dim, value_dim, most_rows(plan), card_of(q.device), gather=gather)
+    tiling = choose_tiling(form.head_dim, value_dim, most_rows(plan), card_of(q.device), gather=gather, codes=codes)
     shape, as_wide = _shape(tiling, q.device)
     splitting = splitting or as_wide
     listed = list_of(plan, page_lists, lengths, page_size, shape, q.device, splitting=splitting, room=room)
     if not q.numel():
         return listed
     asked = Asked(
-        id(listed), q.device, q.dtype, form.head_dim, value_dim, tiling, gather, 0,
+        id(listed), q.device, q.dtype, form.head_dim, value_dim, tiling, gather, form.name if codes else "", 0,
         decode_score_rule(scores), len(rows), page_size, rows.stride(),
     )  # fmt: skip
     if indices is not None:
-        _run_chosen(plan, listed, asked, q, rows, o, lse, scores, indices, **emulated)
+        _run_chosen(plan, listed, asked, q, parts, o, lse, scores, indices, **emulated)
         return listed
     bound = kept(plan).bound.get(asked)
     if not isinstance(bound, MlaDecode):
         bound = kept(plan).bound[asked] = MlaDecode(plan, rows, listed, asked)
-    _launch(bound, q, rows, o, lse, scores, None, **emulated)
+    _launch(bound, q, parts, o, lse, scores, None, **emulated)
     return listed
 
 
 def _launch(
     bound: MlaDecode,
     q: torch.Tensor,
-    rows: torch.Tensor,
+    parts: Parts,
     o: torch.Tensor,
     lse: torch.Tensor | None,
     scores: Scores,
@@ -318,7 +330,7 @@ def _launch(
     if not _aligned(q):
         q = q.clone(memory_format=torch.contiguous_format)
     to = o if _aligned(o) else torch.empty_like(o, memory_format=torch.contiguous_format)
-    bound(q, rows, to, lse, scores, indices, **emulated)
+    bound(q, parts, to, lse, scores, indices, **emulated)
     if to is not o:
         o.copy_(to)
 
@@ -328,7 +340,7 @@ def _run_chosen(
     cached: AnyList,
     asked: Asked,
     q: torch.Tensor,
-    rows: torch.Tensor,
+    parts: Parts,
     o: torch.Tensor,
     lse: torch.Tensor | None,
     scores: Scores,
@@ -341,21 +353,23 @@ def _run_chosen(
     if plan.window is not None and plan.window[0] is not None:
         raise NotImplementedError("indices together with a window are not served; leave out what the window hides")
     count, device = indices.shape[2], q.device
-    tiling = choose_tiling(asked.head_dim, asked.value_dim, heads, card_of(device), gather=True)
+    tiling = choose_tiling(
+        asked.head_dim, asked.value_dim, heads, card_of(device), gather=True, codes=bool(asked.stored)
+    )
     asked = asked._replace(tiling=tiling, chosen=count)
     bound = kept(plan).bound.get(asked)
     if not isinstance(bound, MlaDecode):
         each, none = sequences * tokens, np.zeros((0,), np.int32)
         of_tokens = plan_tree(
-            range(each), [none] * each, [count] * each, asked.page_size, heads_q=heads, heads_kv=1,
-            head_dim=asked.head_dim, kv_row_bytes=asked.head_dim * q.element_size(), io_bytes=q.element_size(), share=False,
+            range(each), [none] * each, [count] * each, asked.page_size, heads_q=heads, heads_kv=1, share=False,
+            head_dim=asked.head_dim, kv_row_bytes=asked.head_dim * q.element_size(), io_bytes=q.element_size(),
         )  # fmt: skip
         shape, splitting = _shape(tiling, device)
         listed = work_list(of_tokens, [none] * each, [count] * each, asked.page_size, shape, splitting=splitting)
-        bound = kept(plan).bound[asked] = MlaDecode(of_tokens, rows, listed, asked, cached)
+        bound = kept(plan).bound[asked] = MlaDecode(of_tokens, parts[0], listed, asked, cached)
     to = torch.empty(sequences * tokens, 1, heads, asked.value_dim, dtype=o.dtype, device=device)
     sums = None if lse is None else torch.empty(sequences * tokens, heads, 1, device=device)
-    _launch(bound, q.flatten(0, 1)[:, None], rows, to, sums, scores, indices.contiguous(), **emulated)
+    _launch(bound, q.flatten(0, 1)[:, None], parts, to, sums, scores, indices.contiguous(), **emulated)
     o.copy_(to.view(o.shape))
     if lse is not None and sums is not None:
         lse.copy_(sums.view(sequences, tokens, heads).transpose(1, 2))

@@ -19,6 +19,8 @@ from tilewise.plan.worklist import FAR, Splitting
 
 KEYS = 64  # mla/layout.cuh: of a block
 COMPUTING, THREADS = 256, 384  # mla/layout.cuh: threads that compute, threads of a block
+THERE, SCALED_BLOCKS = 8, 4  # mla/layout.cuh: blocks for which chosen keys, and scales, are kept
+FORMATS = {"bf16": 0, "fp16": 0, "fp8": 1, "int8": 2}  # tile/quant.cuh: Format
 ROWS = (16, 32, 64)  # query rows of an item at most: widths of the products
 MAX_TOKENS, MAX_HEADS = 16, 128  # query tokens of a sequence, query heads
 MAX_DIM = 576
@@ -39,11 +41,13 @@ LONGEST = 1024  # in chunks of 16 tokens: ranges that one block may take whole, 
 @dataclass(frozen=True)
 class MlaTiling:
     """rows: query rows of an item at most. places: panels of 64 tokens × 64 channels in the ring. ahead: scores of a
-    block are computed before the weights of the block before it are multiplied."""
+    block are computed before the weights of the block before it are multiplied. slots: raw panels of 64 tokens × 64
+    bytes on their way to become 16-bit values, 0 where rows are that."""
 
     rows: int
     places: int
     ahead: bool = False
+    slots: int = 0
 
 
 def block_places(head_dim: int, value_dim: int) -> int:
@@ -54,23 +58,28 @@ def block_places(head_dim: int, value_dim: int) -> int:
 def shared_bytes(head_dim: int, tiling: MlaTiling) -> int:
     """mla/layout.cuh: kSharedBytes, with what is kept of chosen keys."""
     queries = head_dim // PANEL * tiling.rows * PANEL_BYTES
-    return tiling.places * (KEYS * PANEL_BYTES + 16) + queries + 64 + tiling.rows * 92 + 512
+    fixed = tiling.places * (KEYS * PANEL_BYTES + 16) + queries + 64 + tiling.rows * 92 + KEYS * THERE
+    return fixed + tiling.slots * KEYS * PANEL + (SCALED_BLOCKS * KEYS * 16 if tiling.slots else 0)
 
 
 @lru_cache(maxsize=64)
-def choose_tiling(head_dim: int, value_dim: int, rows: int, arch: str = "sm_90a", *, gather: bool = False) -> MlaTiling:
+def choose_tiling(
+    head_dim: int, value_dim: int, rows: int, arch: str = "sm_90a", *, gather: bool = False, codes: bool = False
+) -> MlaTiling:
     """The kernel's shape for items of so many rows: the narrowest product that holds them, and as many panels as fit.
 
     Shared memory holds 25 panels of 576 channels beside 16 rows of Q, 23 beside 32, and 18, which are two blocks,
     beside 64. More than four blocks would hide nothing more: 36 KB in flight hide the memory's latency. Products bound
     64 rows, so those of one warpgroup run ahead during the softmax of the other; fewer rows wait for the memory, which
     wants panels back soon. A gathering loader needs them back, for it tells of a panel only after it asked for others.
+    Of codes twelve raw panels, 44 KB, are on their way, or eight beside 64 rows, which are not bound by the memory.
     """
     width = next((n for n in ROWS if n >= rows), ROWS[-1])
     room = LIMITS[arch].shared_block
     most = 4 * block_places(head_dim, value_dim)
-    places = next(n for n in range(most, 0, -1) if shared_bytes(head_dim, MlaTiling(width, n)) <= room)
-    return MlaTiling(width, places, ahead=width == ROWS[-1] and not gather)
+    slots = 0 if not codes else 8 if width == ROWS[-1] else 12
+    sizes = (MlaTiling(width, n, width == ROWS[-1] and not (gather or codes), slots) for n in range(most, 0, -1))
+    return next(tiling for tiling in sizes if shared_bytes(head_dim, tiling) <= room)
 
 
 @lru_cache(maxsize=256)
@@ -83,10 +92,13 @@ def mla_spec(
     *,
     gather: bool = False,
     chosen: bool = False,
+    stored: str = "",
     rule: tuple[str, str] = DECODE_RULES[0],
 ) -> KernelSpec:
-    """The kernel for queries and rows of `dtype`. gather: rows are copied one by one, from pages of any size. chosen:
-    they are, and each query token says which."""
+    """The kernel for queries of `dtype` over rows of it, or of the format `stored`, which is one of codes.
+
+    gather: rows are copied one by one, from pages of any size. chosen: they are, and each query token says which.
+    """
     constants = (
         ("Element", ELEMENTS[dtype]),
         ("kQueryDim", head_dim),
@@ -95,8 +107,10 @@ def mla_spec(
         ("kRows", tiling.rows),
         ("kPlaces", tiling.places),
         ("kAhead", tiling.ahead),
-        ("kGather", gather or chosen),
+        ("kGather", gather or chosen or tiling.slots > 0),
         ("kChosen", chosen),
+        ("kStoredAs", FORMATS.get(stored, 0)),
+        ("kSlots", tiling.slots),
         rule,
         ("kSelected", False),
     )
@@ -136,4 +150,10 @@ def specs(card: str = "sm_90a", *, every: bool = False) -> list[KernelSpec]:
                 found.append(mla_spec(dtype, MAX_DIM, 512, 64, boxes, rule=DECODE_RULES[1]))
                 found.append(mla_spec(dtype, MAX_DIM, 512, 24, copies, gather=True))
             found.append(mla_spec(dtype, MAX_DIM, 512, 64, copies, chosen=True))
+            if dtype == torch.bfloat16:
+                codes = choose_tiling(MAX_DIM, 512, rows, codes=True)
+                found.append(mla_spec(dtype, MAX_DIM, 512, 64, codes, stored="fp8"))
+                if every:
+                    found.append(mla_spec(dtype, MAX_DIM, 512, 64, codes, stored="fp8", chosen=True))
+                    found.append(mla_spec(dtype, MAX_DIM, 512, 64, codes, stored="int8"))
     return found

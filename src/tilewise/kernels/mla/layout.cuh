@@ -6,6 +6,10 @@
 #pragma once
 #include "decode/work.cuh"
 #include "tile/hopper.cuh"
+#include "tile/quant.cuh"
+
+constexpr Format kFormat = static_cast<Format>(kStoredAs);
+constexpr bool kScaled = kFormat != Format::bits16;  // codes of the values, with scales; the other channels are 16-bit
 
 constexpr int kKeys = 64;  // of a block
 constexpr int kPanels = kQueryDim / kPanel, kValuePanels = kValueDim / kPanel;
@@ -18,13 +22,15 @@ constexpr int kEights = kRows / 8;
 constexpr int kLag = 8;  // kGather: panels that are on their way while the next one is asked for
 static_assert(kQueryDim % kPanel == 0 && kValueDim % (2 * kPanel) == 0 && kValueDim <= kQueryDim, "whole panels");
 static_assert(kRows % 16 == 0 && kRows <= 64, "O of 64 rows fills the registers of two warpgroups");
-static_assert(kPlaces >= (kAhead ? 2 : 1) * kBlockPlaces + (kGather ? kLag : 0),
+static_assert(kPlaces >= (kAhead ? 2 : 1) * kBlockPlaces + (kGather && !kScaled ? kLag : 0),
               "the panels that a block waits for have arrived before more are asked for than have a place");
+static_assert(kScaled == (kSlots > 0), "raw panels on their way");
 
 // Threads: two warpgroups that compute, and one that loads
 constexpr int kComputing = 256, kThreads = kComputing + 128;
 constexpr int kLoadRegisters = kGather ? 48 : 32, kComputeRegisters = kGather ? 232 : 240;
-constexpr int kAllBarrier = 1, kGroupBarriers = 2;  // named barriers: of both warpgroups, kMergeBarrier too; of each
+// Named barriers: of both warpgroups, kMergeBarrier too; of each of them; of the threads that load
+constexpr int kAllBarrier = 1, kGroupBarriers = 2, kLoadBarrier = 4;
 
 constexpr int kAtQ = kPlaces * kPanelBytes;  // panels of kRows rows
 constexpr int kAtFull = kAtQ + kPanels * kRows * kPanelRowBytes, kAtEmpty = kAtFull + 8 * kPlaces;
@@ -41,7 +47,15 @@ constexpr int kAtFactors = kAtTarget + 8 * kRows;      // per row: what pieces b
 constexpr int kAtFolded = kAtFactors + 8 * kRows;      // per row: MaxSum of the pieces before
 constexpr int kThere = 8;                              // kChosen: blocks for which it is kept, with bytes per key,
 constexpr int kAtThere = kAtFolded + 8 * kRows;        // which of their keys there are
-constexpr int kSharedBytes = kAtThere + (kChosen ? kThere * kKeys : 0);
+// kScaled: codes come as raw panels, as many bytes per key as there are channels in a panel, and so do the 16-bit
+// channels after them, in two halves per panel. A thread copies and widens the same bytes, so nobody waits for another.
+constexpr int kRawBytes = kPanelBytes / 2, kRawPanels = kValuePanels + 2 * (kPanels - kValuePanels);
+constexpr int kGroup = 128, kRawScales = kScaled ? 4 : 0;  // channels per scale; blocks for which scales are kept
+constexpr int kAtRaw = (kAtThere + kThere * kKeys + 15) / 16 * 16, kAtScales = kAtRaw + kSlots * kRawBytes;
+constexpr int kScaleRow = kValueDim / kGroup * 4;  // bytes per key
+constexpr int kSharedBytes = kAtScales + kRawScales * kKeys * kScaleRow;
+static_assert(!kScaled || (kGather && kScaleRow == 16 && kRawScales * kRawPanels >= kSlots + 2 * kRawPanels),
+              "a row's scales are one copy, and those of blocks on their way stay");
 static_assert(kThere >= kPlaces / kBlockPlaces + 2, "those of a block that is not weighed yet stay");
 static_assert(kAtQ % 1024 == 0 && kAtReference % 16 == 0, "aligned");
 

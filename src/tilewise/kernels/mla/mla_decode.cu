@@ -4,7 +4,8 @@
 //
 // Constants: Element; kQueryDim, kValueDim: channels of a row, and how many of them are a value; kPageSize; kRows:
 // query rows of an item at most; kPlaces: panels in the ring; kAhead: as body.cuh says; kGather: rows are copied one by
-// one; kChosen: those that each query token has chosen; Rule: what is done to scores; kSelected: false.
+// one; kChosen: those that each query token has chosen; kStoredAs: a Format; kSlots: raw panels on their way where it
+// is one of codes; Rule: what is done to scores; kSelected: false.
 #include "mla/body.cuh"
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
@@ -21,7 +22,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
         else if (args.merge_rows) merge_apart<RowLanes<16>, 2>(args, all);
     } else {
         ptx::give_registers<kLoadRegisters>();
-        if constexpr (kGather) load_rows(args, mla);
+        if constexpr (kScaled) load_codes(args, mla);
+        else if constexpr (kGather) load_rows(args, mla);
         else if (ptx::uniform(threadIdx.x / 32) == kComputing / 32) load_boxes(args, mRows);
     }
 }
