@@ -31,7 +31,7 @@ from tilewise import arch
 from tilewise.compiler import cache
 from tilewise.compiler.spec import KERNELS_ROOT, headers
 from tilewise.formats import KVFormat
-from tilewise.plan.cost import CPU_COST, GPU_COST, MMA_COST, CostModel, Weights, streamed
+from tilewise.plan.cost import CPU_COST, GPU_COST, MLA_COST, MMA_COST, CostModel, Weights, streamed
 from tilewise.scores import Scores
 
 FORMAT = 1
@@ -166,10 +166,13 @@ def weights(device: torch.device) -> Weights:
     return UNTUNED if tuned is None else tuned.weights
 
 
-def cost(device: torch.device, fmt: KVFormat | None = None) -> CostModel:
-    """The cost model of this device, over a cache of this format: by default, one that there are tiles for."""
+def cost(device: torch.device, fmt: KVFormat | None = None, *, shared_kv: bool = False) -> CostModel:
+    """The cost model of this device, over a cache of this format: by default, one that there are tiles for. shared_kv:
+    its rows are keys and values at once."""
     if device.type != "cuda":
         return CPU_COST
+    if shared_kv:
+        return MLA_COST
     card, tuned = arch.card_of(device), of(device)
     found = base_cost(card) if tuned is None else tuned.cost_over(base_cost(card))
     return found if arch.hopper(card) or fmt is None or fmt.name in TILED else streamed(found)

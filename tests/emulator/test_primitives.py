@@ -20,7 +20,7 @@ from tilewise.compiler.tensor_maps import TensorMapSpec
 KERNELS = Path(__file__).parents[1] / "kernels"
 PRIMITIVES = (
     *("ldmatrix", "ldmatrix_transposed", "mma_bf16", "mma_f16", "mma_tf32", "mma_s8", "shuffle", "vote"),
-    *("copy_async", "exp2", "stmatrix", "dp4a", "convert", "mma_e4m3", "fp8"),
+    *("copy_async", "exp2", "stmatrix", "dp4a", "convert", "mma_e4m3", "fp8", "stmatrix_transposed"),
 )
 # A card adds FP8 products up with some 14 bits.
 INEXACT = {"mma_bf16": 1e-5, "mma_f16": 1e-5, "mma_tf32": 1e-5, "exp2": 3e-7, "mma_e4m3": 5e-3}
@@ -70,9 +70,11 @@ def test_ldmatrix_and_stmatrix():
             [[values[m, lane // 4, lane % 4 * 2 + h] for m in range(4) for h in range(2)] for lane in range(32)]
         )
         assert np.array_equal(got.reshape(32, 8), expected)
-    stored = emulated("stmatrix", torch.from_numpy(words.view(np.int32)))
-    loaded = emulated("ldmatrix", torch.from_numpy(np.concatenate([stored, words[:, 4:]], 1).view(np.int32)))
-    assert np.array_equal(loaded, words[:, :4])  # the one undoes the other
+    for turned in ("", "_transposed"):
+        stored = emulated(f"stmatrix{turned}", torch.from_numpy(words.view(np.int32)))
+        again = torch.from_numpy(np.concatenate([stored, words[:, 4:]], 1).view(np.int32))
+        loaded = emulated(f"ldmatrix{turned}", again)
+        assert np.array_equal(loaded, words[:, :4])  # the one undoes the other
 
 
 @pytest.mark.parametrize(("name", "dtype", "k"), [("mma_bf16", torch.bfloat16, 16), ("mma_f16", torch.float16, 16)])

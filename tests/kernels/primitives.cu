@@ -2,7 +2,8 @@
 #include "tile/memory.cuh"
 
 constexpr int kLdmatrix = 0, kLdmatrixTransposed = 1, kMmaBf16 = 2, kMmaF16 = 3, kMmaTf32 = 4, kMmaS8 = 5, kShuffle = 6,
-              kVote = 7, kCopyAsync = 8, kExp2 = 9, kStmatrix = 10, kDp4a = 11, kConvert = 12, kMmaE4m3 = 13, kFp8 = 14;
+              kVote = 7, kCopyAsync = 8, kExp2 = 9, kStmatrix = 10, kDp4a = 11, kConvert = 12, kMmaE4m3 = 13, kFp8 = 14,
+              kStmatrixTransposed = 15;
 
 // One warp. in: 32 lanes × 16 words; out: 32 lanes × 4 words.
 extern "C" __global__ void __launch_bounds__(32) primitive(const uint32_t* in, uint32_t* out) {
@@ -21,8 +22,9 @@ extern "C" __global__ void __launch_bounds__(32) primitive(const uint32_t* in, u
         const uint32_t row = sWords.address((lane * 5 % 32) * 4);  // rows in a scrambled order
         if (kPrimitive == kLdmatrix) ptx::ldmatrix(r, row);
         else ptx::ldmatrix_transposed(r, row);
-    } else if (kPrimitive == kStmatrix) {
-        ptx::stmatrix(sWords.address((lane * 5 % 32) * 4), a);
+    } else if (kPrimitive == kStmatrix || kPrimitive == kStmatrixTransposed) {
+        if (kPrimitive == kStmatrix) ptx::stmatrix(sWords.address((lane * 5 % 32) * 4), a);
+        else ptx::stmatrix_transposed(sWords.address((lane * 5 % 32) * 4), a);
         ptx::sync_warp();
         for (int i = 0; i < 4; i++) r[i] = sWords[lane * 4 + i];
     } else if (kPrimitive == kMmaBf16 || kPrimitive == kMmaF16 || kPrimitive == kMmaTf32 || kPrimitive == kMmaE4m3) {

@@ -102,7 +102,7 @@ def plan_decode(
     most = _check_pages_per_seq(pages_per_seq, share_prefix, window)
     row_bytes = stream_row_bytes(pages)
     share = None if share_prefix == "auto" else bool(share_prefix)
-    model = cost or tuned.cost(pages.device, pages.format)
+    model = cost or tuned.cost(pages.device, pages.format, shared_kv=pages.shared_kv)
     if rows is not None or max_length is not None:
         if room or most:
             given = f"room {room}" if room else f"pages_per_seq {most}"
@@ -396,12 +396,8 @@ def _latent_kernel(tree: torch.Tensor | None, selected: torch.Tensor | None) -> 
     for name, given in (("tree_mask", tree), ("schedule", selected)):
         if given is not None:
             raise NotImplementedError(f"{name} has no kernel over a shared_kv cache; use CPU tensors and backend='cpu'")
-    try:
-        from tilewise.gpu import mla  # type: ignore[attr-defined, unused-ignore]
-    except ImportError:
-        raise NotImplementedError(
-            "decode has no kernel over a shared_kv cache; use CPU tensors and backend='cpu'"
-        ) from None
+    from tilewise.gpu import mla
+
     return mla.run
 
 

@@ -146,7 +146,7 @@ def plan_prefill(
     """The plan of checked chunks alone. share: None where it pays."""
     seqs = [seq for seq, _ in chunks]
     heads = pages.num_kv_heads
-    used = cost or tuned.cost(pages.device, pages.format)
+    used = cost or tuned.cost(pages.device, pages.format, shared_kv=pages.shared_kv)
     judge: Judge
     split: Split | None = None
     if pages.device.type == "cuda":

@@ -319,6 +319,27 @@ def bench_serve(
     show_rows(serve, title, serve.notes, serve_plots.draw, only, sheet, _gpu("serve", device), loops, json)
 
 
+@bench.command("mla")
+def bench_mla(
+    only: Only = "",
+    csv: TableCsv = None,
+    resume: Resume = False,
+    force: Force = False,
+    device: TableDevice = None,
+    loops: Loops = None,
+    json: Json = False,
+) -> None:
+    """Decode over rows that are keys and values at once (MLA) on a GPU, row by row with the bars and the floor.
+
+    A minute on an H200, of which it takes 4 GB of memory. Ctrl-C keeps what is done in the CSV.
+    """
+    from . import mla, plots
+
+    title = "MLA decode on {machine}: µs, graph replay, L2 flushed, kernels alternated, bfloat16"
+    sheet = SheetOptions(csv, False, resume, force)
+    show_rows(mla, title, mla.notes, plots.draw, only, sheet, _gpu("mla", device), loops, json)
+
+
 @bench.command("churn")
 def bench_churn(
     only: Only = "",

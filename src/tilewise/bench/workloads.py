@@ -78,7 +78,7 @@ class Point:
             checks.choice("workload", self.workload, WORKLOADS)
         for name in ("batch", "seq", "heads", "kv_heads", "hdim", "tokens"):
             checks.integer(name, getattr(self, name), 1)
-        checks.integer("hdim", self.hdim, 1, 512)
+        checks.integer("hdim", self.hdim, 1, checks.MAX_HEAD_DIM)
         checks.integer("page_size", self.page_size, 1, 256)
         checks.integer("prefix", self.prefix, 0)
         checks.integer("window", self.window, 0)

@@ -64,6 +64,7 @@ template <class T> T shuffle(T x, int lane) {
 template <class T> T shuffle_xor(T x, int mask) { return shuffle(x, emu::self().lane ^ mask); }
 inline uint32_t uniform(uint32_t x) { return x; }
 inline int just_in_time(int x) { return x; }
+template <int kSize> void settle(float (&)[kSize]) {}
 inline uint32_t ballot(bool x) { return emu::ballot(x); }
 template <class F> uint32_t reduce(uint32_t x, F join) {
     for (int mask = 1; mask < 32; mask *= 2) x = join(x, shuffle_xor(x, mask));
@@ -128,7 +129,8 @@ inline void spin() { emu::yield(); }
 // ---- ldmatrix, stmatrix -------------------------------------------------------------------------------------------
 inline void ldmatrix(uint32_t (&r)[4], uint32_t address) { emu::ldmatrix(r, address, false); }
 inline void ldmatrix_transposed(uint32_t (&r)[4], uint32_t address) { emu::ldmatrix(r, address, true); }
-inline void stmatrix(uint32_t address, const uint32_t (&r)[4]) { emu::stmatrix(address, r); }
+inline void stmatrix(uint32_t address, const uint32_t (&r)[4]) { emu::stmatrix(address, r, false); }
+inline void stmatrix_transposed(uint32_t address, const uint32_t (&r)[4]) { emu::stmatrix(address, r, true); }
 
 // ---- mma.sync -----------------------------------------------------------------------------------------------------
 template <class T> void mma_16x8x16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {

@@ -87,7 +87,7 @@ uint64_t shuffle(uint64_t x, int lane);
 uint32_t ballot(bool x);
 uint32_t transpose_matrix(uint32_t x);
 void ldmatrix(uint32_t* r, uint32_t address, bool transposed);
-void stmatrix(uint32_t address, const uint32_t* r);
+void stmatrix(uint32_t address, const uint32_t* r, bool transposed);
 // d (16 × 8) += a (16 × 32 bytes) b (32 bytes × 8), in the layout of mma.sync
 enum class Type { half, bf16, e4m3, tf32, s8 };
 void mma(float* d, const uint32_t* a, uint32_t b0, uint32_t b1, Type type);

@@ -174,6 +174,16 @@ class DecodeArgs(ctypes.Structure):
     ]
 
 
+class MlaArgs(ctypes.Structure):
+    """mla/layout.cuh: MlaArgs."""
+
+    _fields_ = [
+        *((n, ctypes.c_void_p) for n in ("folds", "indices", "lengths", "tails", "pages", "tail_from", "places")),
+        ("queries", Divisor),
+        *((n, ctypes.c_int) for n in ("chosen", "table_pages", "tail_pages")),
+    ]
+
+
 class SmallSequence(ctypes.Structure):
     """decode/small_args.cuh: SmallSequence."""
 

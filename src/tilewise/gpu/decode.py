@@ -247,7 +247,7 @@ class Kept(NamedTuple):
     """What a plan has: its work lists, by device and shape, and the kernels that are bound to them."""
 
     lists: dict[Any, Any]  # WorkLists, of a standing plan PlannedLists
-    bound: dict[Asked, Decode | SmallDecode]
+    bound: dict[Any, Any]  # by what a call asks for; mla.py keeps its own here too
 
 
 # By a plan's serial number, for as long as the plan lives: a plan itself is a value, and keeps nothing of a device.

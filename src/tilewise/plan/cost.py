@@ -144,6 +144,18 @@ GPU_COST = CostModel(
     wide_rows=WIDE_ROWS,
 )
 
+# Rows that are keys and values at once (MLA), whose kernel has one body for nodes and own tokens: an estimate, not
+# measured: the head_dim that it is asked about is the mean of a key's and a value's. Sequences that read the same pages
+# one by one find most of them in L2.
+MLA_COST = CostModel(
+    item_us=0.5,
+    kv_bytes_per_us=5.5e6,
+    flops_per_us=620e6,
+    row_state_us=0.0015,
+    launch_us=10.0,
+    own_bytes_per_us=4.0e6,
+)
+
 # Cards without wgmma, where nodes go through tiles by mma.sync: an estimate, not measured. An A100 multiplies at 312
 # TFLOP/s and reads 2 TB/s at most: two thirds of the one and 85% of the other are reckoned with. Sequences that read
 # the same pages one by one are taken to be twice as fast as the memory, as they are on an H200 with these kernels. A

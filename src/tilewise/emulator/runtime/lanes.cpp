@@ -73,10 +73,18 @@ void ldmatrix(uint32_t* r, uint32_t address, bool transposed) {
         }
     note_matrix_load(address);
 }
-void stmatrix(uint32_t address, const uint32_t* r) {
+void stmatrix(uint32_t address, const uint32_t* r, bool transposed) {
     MatrixSlot s{address, {}, {}};
-    meet(s, "stmatrix", [](MatrixSlot* const* lanes) { trade_addresses(lanes, false); });
-    for (int m = 0; m < 4; m++) std::memcpy(shared_store(s.word[m], 4), &r[m], 4);
+    if (transposed) meet(s, "stmatrix.trans", [](MatrixSlot* const* lanes) { trade_addresses(lanes, true); });
+    else meet(s, "stmatrix", [](MatrixSlot* const* lanes) { trade_addresses(lanes, false); });
+    for (int m = 0; m < 4; m++)
+        if (transposed) {
+            const uint16_t pair[2] = {uint16_t(r[m]), uint16_t(r[m] >> 16)};
+            std::memcpy(shared_store(s.word[m], 2), &pair[0], 2);
+            std::memcpy(shared_store(s.upper[m], 2), &pair[1], 2);
+        } else {
+            std::memcpy(shared_store(s.word[m], 4), &r[m], 4);
+        }
 }
 
 // ---- mma.sync: lane l holds rows l / 4 and l / 4 + 8 of a and d, column l / 4 of b --------------------------------

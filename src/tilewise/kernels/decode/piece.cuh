@@ -1,23 +1,16 @@
 // The state that a streaming warp holds of its rows over one piece of their range, and how states of pieces are folded.
-//
-// A state is (O, m, l) with O = Σ 2^(s − m) v and l = Σ 2^(s − m), not divided. m is the reference of the softmax; it
-// need not be the maximum. The empty state has m = kLowest, l = 0 and O = 0.
+// states.cuh says what a state is.
 #pragma once
 #include "decode/load.cuh"
 
+constexpr int kValueDim = kHeadDim, kAtParts = kAtRings;  // the rings are free when states are merged
+constexpr int kRowAtOnce =
+    kTileStages > 0 || kHeadDim > 128 || kWarps * kBlocksPerSm > 8 ? 8 : 16;  // as registers allow
+constexpr bool kLongRuns = kTilesByMma;
+#include "decode/states.cuh"
+
 constexpr int kBlocks = kRows / 8;     // blocks of eight query rows
 constexpr int kSteps = kHeadDim / 16;  // steps of depth sixteen, and tiles of sixteen output channels
-
-// Two states over different keys as one, with the same bits wherever it is done. An empty state leaves the other as it
-// is.
-struct Fold {
-    float max, before, after;  // the new reference, and the factors of the two states
-    TILE_DEVICE float join(float x, float y) const { return ptx::mad(y, after, ptx::multiply(x, before)); }
-};
-TILE_DEVICE Fold fold_of(float max_before, float max_after) {
-    const float max = fmaxf(max_before, max_after);
-    return {max, ptx::exp2(max_before - max), ptx::exp2(max_after - max)};
-}
 
 // Exact arithmetic with powers of two
 TILE_DEVICE float inverse_power(float x) { return as_float(0x7f000000u - as_bits(x)); }

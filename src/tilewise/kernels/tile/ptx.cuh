@@ -97,6 +97,11 @@ TILE_DEVICE int just_in_time(int x) {
     asm volatile("" : "+r"(x));
     return x;
 }
+// The same for values that a product in flight writes: what is computed from them stays behind the wait for it.
+template <int kSize> TILE_DEVICE void settle(float (&x)[kSize]) {
+#pragma unroll
+    for (int i = 0; i < kSize; i++) asm volatile("" : "+f"(x[i])::"memory");
+}
 TILE_DEVICE bool any(bool x) { return __any_sync(~0u, x); }
 TILE_DEVICE bool all(bool x) { return __all_sync(~0u, x); }
 TILE_DEVICE uint32_t ballot(bool x) { return __ballot_sync(~0u, x); }
@@ -159,6 +164,13 @@ TILE_DEVICE void stmatrix(uint32_t address, const uint32_t (&r)[4]) {
 #if __CUDA_ARCH__ >= 900
     asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(address), "r"(r[0]), "r"(r[1]),
                  "r"(r[2]), "r"(r[3])
+                 : "memory");
+#endif
+}
+TILE_DEVICE void stmatrix_transposed(uint32_t address, const uint32_t (&r)[4]) {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(address), "r"(r[0]),
+                 "r"(r[1]), "r"(r[2]), "r"(r[3])
                  : "memory");
 #endif
 }

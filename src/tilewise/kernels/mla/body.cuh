@@ -1,0 +1,456 @@
+// What the two warpgroups of a block compute. The products are transposed, so that few query rows do not leave the 64
+// rows of a product empty: Sᵀ = K Qᵀ has 64 keys by kRows query rows, and Oᵀ += Vᵀ Pᵀ has 64 channels by kRows query
+// rows. K and Vᵀ are the same bytes: a panel read along its rows, and along its columns.
+//
+// Blocks of keys take turns: a warpgroup computes the scores and the weights of every other block, and leaves the
+// weights in shared memory. Both multiply them with the values, each with one half of the channels. So the softmax of
+// one warpgroup runs beside products of the other. With kAhead a warpgroup computes the scores of its next block before
+// it multiplies the weights that the other is computing: tensor cores then have work during every softmax, but a block
+// stays in the ring until the next one has come. Without, panels are free sooner, which is what the memory wants.
+//
+// The softmax is lazy (tile/lazy.cuh): weights are taken against a reference that moves only if they grow too large.
+// Who computes a block's weights owns the references, and hands them on with the weights.
+//
+// Of Sᵀ a thread has value [4j + 2h + i]: key 16 w + g + 8h of the block, query row 8j + 2t + i, with w the warp of its
+// warpgroup, g = lane / 4 and t = lane % 4; of Oᵀ the same with channels in place of keys.
+#pragma once
+#include "mla/load.cuh"
+
+constexpr int kAtParts = 0, kRowAtOnce = 4;  // the ring is free when states are merged
+constexpr bool kLongRuns = false;
+#include "decode/states.cuh"
+
+constexpr float kWitness = 256.0f;  // the sum of two weights up to which a reference stays
+
+struct Body {
+    const DecodeArgs& args;
+    const MlaArgs& mla;
+    const uint32_t group;  // of the two warpgroups
+    Places now;            // of the block that comes next
+    uint32_t block = 0;    // its number in the life of the thread block
+    float scale_log2;
+    int whole_from, whole_to;  // every row sees the tokens between these
+    float acc_o[kMine][kRows / 2], acc_s[kRows / 2];
+    float sum[kEights][2];  // this thread's share of l
+
+    TILE_DEVICE Body(const DecodeArgs& a, const MlaArgs& m, uint32_t g)
+        : args(a), mla(m), group(g) {
+        // A positive scale keeps the order of scores and goes into the exponential's multiply-add. Q takes a negative
+        // scale's sign, and is 0 for a scale of 0.
+        scale_log2 = !Rule::kLinear ? 1.0f : args.scores.scale_log2 == 0.0f ? 1.0f : fabsf(args.scores.scale_log2);
+    }
+    static TILE_DEVICE int lane() { return ptx::just_in_time(threadIdx.x) & 31; }
+    static TILE_DEVICE int warp_rank() { return ptx::just_in_time(threadIdx.x) >> 5 & 3; }  // in the warpgroup
+    static TILE_DEVICE int column() { return (ptx::just_in_time(threadIdx.x) & 3) * 2; }    // the first row of eight
+    static TILE_DEVICE int key(int h) { return 16 * warp_rank() + lane() / 4 + 8 * h; }     // or channel
+    TILE_DEVICE void group_sync() const { ptx::barrier_sync(kGroupBarriers + group, 128); }
+    static TILE_DEVICE void all_sync() { ptx::barrier_sync(kAllBarrier, kComputing); }
+
+    // ---- an item ----------------------------------------------------------------------------------------------------
+    // Brings Q to shared memory, and finds what its rows see and where they go
+    TILE_DEVICE void begin(const DecodeItem& item, Span span) {
+        int from = span.begin, to = span.end;
+#pragma unroll 1
+        for (int n = warp::lane(); n < kRows; n += 32) {  // every warp, so that it knows what all rows see
+            Visible seen{span.begin, span.end - span.begin};
+            int64_t target = -1;
+            if (n < item.rows) {
+                const DecodeRow row = row_of(args, item, n);
+                const int length = Global<const int>{args.lengths}[row.sequence];
+                const States states = states_of(args, row.sequence);
+                if (!(item.is(kAllSee) && args.scores.sees_back_to_first())) seen = seen_by(args, row, length, span);
+                if (states.count == 1)
+                    target = 2 * (caller_of(args, item, row) * args.o_strides.batch +
+                                  row.token * args.o_strides.row + row.head * args.o_strides.head);
+                else if (item.state() < states.count)
+                    target = 2 * state_row(args, states, item.kv_head(), item.state(), row.row) * kValueDim + 1;
+            }
+            from = seen.first > from ? seen.first : from;
+            to = seen.first + seen.count < to ? seen.first + seen.count : to;
+            if (threadIdx.x < 32) {
+                sSeen()[n] = seen;
+                sTarget()[n] = Target{target};
+                sReference()[n] = -INFINITY;
+            }
+        }
+#pragma unroll
+        for (int mask = 1; mask < 32; mask *= 2) {
+            const int other_from = ptx::shuffle_xor(from, mask), other_to = ptx::shuffle_xor(to, mask);
+            from = other_from > from ? other_from : from;
+            to = other_to < to ? other_to : to;
+        }
+        whole_from = ptx::uniform(from);
+        whole_to = ptx::uniform(to);
+        if (span.end > span.begin) load_queries(item);
+        all_sync();
+    }
+    TILE_DEVICE void load_queries(const DecodeItem& item) const {
+        const uint32_t sign = Rule::kLinear && args.scores.scale_log2 < 0.0f ? 0x80008000u : 0u;
+        const bool zero = Rule::kLinear && args.scores.scale_log2 == 0.0f;
+        constexpr int kChunks = kPanels * 8;  // of 16 bytes in a row
+#pragma unroll 4
+        for (int n = ptx::just_in_time(threadIdx.x); n < kRows * kChunks; n += kComputing) {
+            const int row = n / kChunks, c = n % kChunks;
+            Vector16 x{};
+            if (row < item.rows && !zero) {
+                const DecodeRow of = row_of(args, item, row);
+                const Element* q = static_cast<const Element*>(args.q) +
+                                   caller_of(args, item, of) * args.q_strides.batch + of.token * args.q_strides.row +
+                                   of.head * args.q_strides.head;
+                x = Global<const Element>{q}.template as<const Vector16>()[c];
+#pragma unroll
+                for (int i = 0; i < 4; i++) x.word[i] ^= sign;
+            }
+            Shared<Vector16>(kAtQ + (c / 8 * kRows + row) * kPanelRowBytes + (c % 8 ^ row % 8) * 16)[0] = x;
+        }
+        ptx::fence_async_proxy();
+    }
+
+    // ---- products ---------------------------------------------------------------------------------------------------
+    // Sᵀ = K Qᵀ, panel after panel as they come
+    TILE_DEVICE void issue_scores() {
+        const uint64_t q = k_major(ptx::shared_address(kAtQ));
+#pragma unroll
+        for (int panel = 0; panel < kPanels; panel++) {
+            now.wait(panel);
+            ptx::wgmma_fence();
+            const uint64_t k = k_major(ptx::uniform(ptx::shared_address(now.at(panel))));
+#pragma unroll
+            for (int step = 0; step < 4; step++)
+                ptx::Wgmma<Element, kRows>::template ss<false, false>(
+                    acc_s, further(k, 32 * step), further(q, panel * kRows * kPanelRowBytes + 32 * step),
+                    panel + step > 0);
+        }
+        ptx::wgmma_commit();
+        if constexpr (kBlockPlaces > kPanels) now.wait(kWeights);
+    }
+    // Oᵀ += Vᵀ Pᵀ, for this warpgroup's channels
+    TILE_DEVICE void issue_values(const Places& of) {
+        ptx::wgmma_fence();
+        const uint64_t p = k_major(ptx::uniform(ptx::shared_address(of.at(kWeights))));
+#pragma unroll
+        for (int m = 0; m < kMine; m++) {
+            const uint64_t v = mn_major<kKeys>(ptx::uniform(ptx::shared_address(of.at(group * kMine + m))));
+#pragma unroll
+            for (int step = 0; step < kKeys / 16; step++)
+                ptx::Wgmma<Element, kRows>::template ss<true, false>(acc_o[m], further(v, 2 * kEightBytes * step),
+                                                                     further(p, 32 * step), true);
+        }
+        ptx::wgmma_commit();
+    }
+    // Lets go of panels of a block: those whose values this warpgroup has multiplied and the weights, or before that
+    // the others, which only scores are made of
+    template <bool kMultiplied> TILE_DEVICE void release(const Places& of) const {
+        ptx::sync_warp();
+        if (!ptx::elect_one()) return;
+#pragma unroll
+        for (int panel = 0; panel < kBlockPlaces; panel++) {
+            const bool multiplied = panel == kWeights || (panel < kValuePanels && panel / kMine == int(group));
+            if (multiplied == kMultiplied) ptx::mbarrier_arrive(of.empty(panel));
+        }
+    }
+
+    // ---- the softmax of a block -------------------------------------------------------------------------------------
+    TILE_DEVICE void mask(int first_token) {
+#pragma unroll
+        for (int j = 0; j < kEights; j++)
+#pragma unroll
+            for (int i = 0; i < 2; i++) {
+                const Visible seen = sSeen()[8 * j + column() + i];
+#pragma unroll
+                for (int h = 0; h < 2; h++)
+                    if (!seen.has(first_token + key(h))) acc_s[4 * j + 2 * h + i] = -INFINITY;
+            }
+    }
+    // Zeroes the values of tokens outside the span: memory there may hold anything, and 0 · NaN is NaN.
+    TILE_DEVICE void clear_outside(int first_token, Span span) const {
+        if (first_token >= span.begin && first_token + kKeys <= span.end) return;
+        for (int n = ptx::just_in_time(threadIdx.x) % 128; n < kKeys * 8 * kValuePanels; n += 128) {
+            const int row = n / 8 % kKeys, token = first_token + row;
+            if (token < span.begin || token >= span.end)
+                Shared<Vector16>(now.at(n / 8 / kKeys) + row * kPanelRowBytes)[n % 8] = Vector16{};
+        }
+    }
+    // References move up to the largest scores of the block, and what O and l are to be multiplied with is left beside
+    // them.
+    TILE_DEVICE void move_references() {
+#pragma unroll
+        for (int j = 0; j < kEights; j++)
+#pragma unroll
+            for (int i = 0; i < 2; i++) {
+                float top = fmaxf(acc_s[4 * j + i], acc_s[4 * j + 2 + i]);
+#pragma unroll
+                for (int lanes = 4; lanes < 32; lanes *= 2) top = fmaxf(top, ptx::shuffle_xor(top, lanes));
+                if (lane() < 4) sTops()[warp_rank() * kRows + 8 * j + column() + i] = top;
+            }
+        group_sync();
+        const int row = threadIdx.x % 128;
+        if (row < kRows) {
+            const Shared<float> tops = sTops(), references = sReference();
+            float top = tops[row];
+#pragma unroll
+            for (int w = 1; w < 4; w++) top = fmaxf(top, tops[w * kRows + row]);
+            const float old = references[row], max = fmaxf(old, top * scale_log2);
+            // No key seen yet: −inf − (−inf) would be NaN, any finite reference gives 2^−inf = 0.
+            sCorrection()[(block & 1) * kRows + row] = ptx::exp2(old - (max == -INFINITY ? 0.0f : max));
+            references[row] = max;
+        }
+        group_sync();
+    }
+    // P in place of S. True if a reference no longer serves one of this thread's rows.
+    TILE_DEVICE bool exponentiate() {
+        bool over = false;
+#pragma unroll
+        for (int j = 0; j < 2 * kEights; j++) {
+            const float reference = sReference()[8 * (j / 2) + column() + j % 2];
+            const float finite = reference == -INFINITY ? 0.0f : reference;
+            float &low = acc_s[j / 2 * 4 + j % 2], &high = acc_s[j / 2 * 4 + 2 + j % 2];
+            low = ptx::exp2(ptx::mad(low, scale_log2, -finite));
+            high = ptx::exp2(ptx::mad(high, scale_log2, -finite));
+            over |= !(low + high <= kWitness) || reference == -INFINITY;
+        }
+        return over;
+    }
+    TILE_DEVICE void scale_sums(uint32_t number) {
+#pragma unroll
+        for (int j = 0; j < 2 * kEights; j++)
+            sum[j / 2][j % 2] *= sCorrection()[(number & 1) * kRows + 8 * (j / 2) + column() + j % 2];
+    }
+    TILE_DEVICE void compute_scores() {
+        issue_scores();
+        ptx::wgmma_wait<0>();
+        ptx::settle(acc_s);
+        if constexpr (!Rule::kLinear) Rule::apply(acc_s, args.scores, Rule::first_factor(args.scores));
+        if constexpr (kChosen)
+#pragma unroll
+            for (int h = 0; h < 2; h++)
+                if (!sThere(block)[key(h)])
+#pragma unroll
+                    for (int j = 0; j < kRows / 4; j++) acc_s[j / 2 * 4 + 2 * h + j % 2] = -INFINITY;
+    }
+    // The weights P of a block, from its scores to shared memory
+    TILE_DEVICE void weigh(int first_token, Span span) {
+        bool moves = ptx::any(first_token < whole_from || first_token + kKeys > whole_to);
+        if (moves) {
+            mask(first_token);
+            group_sync();
+        } else {
+            const bool over = ptx::any(exponentiate());
+            if (lane() == 0) sVotes()[4 * group + warp_rank()] = over;
+            group_sync();
+            const Vector16 votes = Shared<Vector16>(kAtVotes)[group];
+            moves = ptx::any((votes.word[0] | votes.word[1] | votes.word[2] | votes.word[3]) != 0);
+            if (moves) compute_scores();  // for they have become weights of no use
+        }
+        if (moves) {
+            move_references();
+            exponentiate();
+            scale_sums(block);
+        }
+        // No warp reads the panel any more that P takes the place of.
+        const int l = lane(), chunk = 2 * warp_rank() + l / 8 % 2;
+#pragma unroll
+        for (int j = 0; j < kEights; j += 2) {
+            uint32_t four[4];
+#pragma unroll
+            for (int n = 0; n < 4; n++) four[n] = pack<Element>(acc_s[4 * j + 2 * n], acc_s[4 * j + 2 * n + 1]);
+            const int row = 8 * j + 8 * (l / 16) + l % 8;
+            ptx::stmatrix_transposed(
+                ptx::shared_address(now.at(kWeights) + row * kPanelRowBytes + (chunk ^ row % 8) * 16), four);
+        }
+#pragma unroll
+        for (int j = 0; j < 2 * kEights; j++)
+            sum[j / 2][j % 2] += acc_s[j / 2 * 4 + j % 2] + acc_s[j / 2 * 4 + 2 + j % 2];
+        if constexpr (!kGather) clear_outside(first_token, span);
+        if (threadIdx.x % 128 == 0) sMoved()[block & 1] = moves;
+        ptx::fence_async_proxy();
+        ptx::mbarrier_arrive(ready_barrier(block));
+    }
+
+    // ---- a piece ----------------------------------------------------------------------------------------------------
+    // Adds the blocks to O, m and l
+    TILE_DEVICE void add_blocks(int begin, int end, Span span) {
+#pragma unroll
+        for (int m = 0; m < kMine; m++) warp::zero(acc_o[m]);
+#pragma unroll
+        for (int j = 0; j < 2 * kEights; j++) sum[j / 2][j % 2] = 0.0f;
+        if (begin == end) return;
+        if constexpr (kAhead) {
+            int n = begin + int(ptx::uniform((block & 1) != group));  // the first that is this warpgroup's own
+            Places before = now;
+            if (n > begin) now.next(), block++;
+#pragma unroll 1
+            for (; n <= end; n += 2) {
+                const bool own = ptx::any(n < end);
+                if (own) compute_scores();
+                if (ptx::any(n > begin)) multiply(before, block - 1, false);
+                if (!own) break;
+                weigh(n * kKeys, span);
+                multiply(now, block, true);
+                now.next();
+                before = now;
+                now.next();
+                block += 2;
+            }
+            if (n > end) now = before, block--;  // the last was this warpgroup's own
+        } else {
+#pragma unroll 1
+            for (int n = begin; n < end; n++, now.next(), block++) {
+                const bool mine = ptx::any((block & 1) == group);
+                if (mine) {
+                    compute_scores();
+                    weigh(n * kKeys, span);
+                }
+                multiply(now, block, mine);
+            }
+        }
+    }
+    // Adds a block's values, multiplied with its weights, to O. mine: this warpgroup has computed the weights
+    TILE_DEVICE void multiply(const Places& of, uint32_t number, bool mine) {
+        ptx::mbarrier_wait(ready_barrier(number), number >> 1 & 1);
+        release<false>(of);
+        if (ptx::any(sMoved()[number & 1] != 0)) {
+            if (!mine) scale_sums(number);
+            scale_output(kAtCorrection + (number & 1) * 4 * kRows);
+        }
+        issue_values(of);
+        ptx::wgmma_wait<0>();
+#pragma unroll
+        for (int m = 0; m < kMine; m++) ptx::settle(acc_o[m]);
+        release<true>(of);
+    }
+    // Multiplies each row of O with a float of shared memory
+    TILE_DEVICE void scale_output(uint32_t at) {
+#pragma unroll
+        for (int j = 0; j < 2 * kEights; j++) {
+            const float factor = Shared<float>(at)[8 * (j / 2) + column() + j % 2];
+#pragma unroll
+            for (int m = 0; m < kMine; m++)
+#pragma unroll
+                for (int h = 0; h < 2; h++) acc_o[m][j / 2 * 4 + 2 * h + j % 2] *= factor;
+        }
+    }
+    // Where this thread keeps four values of O while the next piece is computed: beside those of its neighbours
+    TILE_DEVICE Global<Vector16> fold_place(int n) const {
+        const int64_t at = (int64_t(blockIdx.x) * (kMine * kRows / 8) + n) * kComputing + threadIdx.x;
+        return Global<float>{mla.folds + 4 * at}.template as<Vector16>();
+    }
+    // The state of a piece is folded into that of the pieces before it, as merging does. last: nothing follows
+    TILE_DEVICE void end_piece(bool first, bool last) {
+#pragma unroll
+        for (int j = 0; j < 2 * kEights; j++) {
+            float x = sum[j / 2][j % 2];
+#pragma unroll
+            for (int lanes = 4; lanes < 32; lanes *= 2) x += ptx::shuffle_xor(x, lanes);
+            if (lane() < 4) sSums()[(4 * group + warp_rank()) * kRows + 8 * (j / 2) + column() + j % 2] = x;
+        }
+        all_sync();
+        const int row = threadIdx.x;
+        if (row < kRows) {
+            const Shared<float> sums = sSums(), reference = sReference(), factors = sFactors(), folded = sFolded();
+            float each[2];
+#pragma unroll
+            for (int g = 0; g < 2; g++) {
+                each[g] = sums[4 * g * kRows + row];
+#pragma unroll
+                for (int w = 1; w < 4; w++) each[g] += sums[(4 * g + w) * kRows + row];
+            }
+            float all = each[0] + each[1], max = all == 0.0f ? kLowest : float(reference[row]);
+            reference[row] = -INFINITY;
+            if (!first) {
+                const Fold fold = fold_of(folded[2 * row], max);
+                factors[2 * row] = fold.before;
+                factors[2 * row + 1] = fold.after;
+                all = fold.join(folded[2 * row + 1], all);
+                max = fold.max;
+            }
+            folded[2 * row] = max;
+            folded[2 * row + 1] = all;
+        }
+        all_sync();
+        if (!first) {
+#pragma unroll
+            for (int n = 0; n < kMine * kEights; n++) {
+                const Vector16 old = fold_place(n)[0];
+                const Shared<float> factors(kAtFactors + 8 * (8 * (n % kEights) + column()));
+#pragma unroll
+                for (int i = 0; i < 4; i++) {
+                    float& x = acc_o[n / kEights][n % kEights * 4 + i];
+                    const Fold fold{0.0f, factors[2 * (i % 2)], factors[2 * (i % 2) + 1]};
+                    x = fold.join(as_float(old.word[i]), x);
+                }
+            }
+        }
+        if (!last)
+#pragma unroll
+            for (int n = 0; n < kMine * kEights; n++) {
+                const float* x = &acc_o[n / kEights][n % kEights * 4];
+                fold_place(n)[0] = Vector16{{as_bits(x[0]), as_bits(x[1]), as_bits(x[2]), as_bits(x[3])}};
+            }
+    }
+    // The result of the item's rows, or their states
+    TILE_DEVICE void store(const DecodeItem& item) {
+        // Not where end_piece has its factors, which other threads may still read
+        const Shared<float> factors = sSums(), folded = sFolded();
+        const int n = threadIdx.x;
+        if (n < item.rows) {
+            const int64_t target = Target(sTarget()[n]).at;
+            const float max = folded[2 * n], all = folded[2 * n + 1];
+            factors[n] = 1.0f;
+            if (target >= 0 && target % 2) {
+                put_ml(args, target / (2 * kValueDim), max, all);
+            } else if (target >= 0) {
+                const DecodeRow row = row_of(args, item, n);
+                const RowEnd end = end_row(args, row.head, max, all);
+                factors[n] = end.factor;
+                store_lse(args, row, caller_of(args, item, row), end.lse);
+            }
+        }
+        all_sync();
+        const int first = group * kMine * kPanel + key(0);
+#pragma unroll
+        for (int j = 0; j < 2 * kEights; j++) {
+            const int row = 8 * (j / 2) + column() + j % 2;
+            if (row >= item.rows) continue;
+            const int64_t target = Target(sTarget()[row]).at;
+            if (target < 0) continue;
+            const float factor = factors[row];
+            const Global<float> gState{args.state_o + target / 2 + first};
+            const Global<Element> gO{static_cast<Element*>(args.o) + target / 2 + first};
+#pragma unroll
+            for (int m = 0; m < kMine; m++)
+#pragma unroll
+                for (int h = 0; h < 2; h++) {
+                    const float x = acc_o[m][j / 2 * 4 + 2 * h + j % 2];
+                    if (target % 2) gState[m * kPanel + 8 * h] = x;
+                    else gO[m * kPanel + 8 * h] = from_float<Element>(x * factor);
+                }
+        }
+        all_sync();  // the next item's rows take the places of these
+    }
+    TILE_DEVICE void run() {
+        for (int slot = 0; slot < args.slots; slot++) {
+            const DecodeItem item = mla_item(args, slot);
+            if (ptx::uniform(item.rows) == 0) break;  // no item follows an empty one
+            const Span span = mla_span(args, item), blocks = blocks_of(span);
+            begin(item, span);
+            // Pieces are counted from the range's first block, even if a window hides it.
+            int at = ptx::uniform(blocks.begin);
+            const int end = ptx::uniform(blocks.end), fold = ptx::uniform(item.fold());
+            int piece_end = fold > 0 ? at + fold - (at - item.start / kKeys) % fold : end;
+            bool first = true;
+#pragma unroll 1
+            while (true) {
+                const int stop = ptx::uniform(piece_end < end ? piece_end : end);
+                add_blocks(at, stop, span);
+                end_piece(first, stop == end);
+                if (stop == end) break;
+                first = false;
+                at = stop;
+                piece_end += fold;
+            }
+            // The item is read again: kept, it would take registers from the products.
+            store(mla_item(args, ptx::just_in_time(slot)));
+        }
+    }
+};

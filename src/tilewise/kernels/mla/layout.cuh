@@ -1,0 +1,136 @@
+// Decode over rows that are keys and values at once (MLA): what lies where in a block's shared memory.
+//
+// A row of the cache has kQueryDim channels. All of them are a key, the first kValueDim of them are a value, and there
+// is one KV head. The cache comes in blocks of 64 rows, a block in panels of 64 rows × 64 channels, and panels lie in a
+// ring of kPlaces places. A panel comes, is read twice, as K and as Vᵀ, and goes by itself.
+#pragma once
+#include "decode/work.cuh"
+#include "tile/hopper.cuh"
+#include "tile/quant.cuh"
+
+constexpr Format kFormat = static_cast<Format>(kStoredAs);
+constexpr bool kScaled = kFormat != Format::bits16;  // codes of the values, with scales; the other channels are 16-bit
+
+constexpr int kKeys = 64;  // of a block
+constexpr int kPanels = kQueryDim / kPanel, kValuePanels = kValueDim / kPanel;
+// The weights P of a block take the place of its last panel, which holds no values: nobody reads it once S is there.
+// Where every panel holds values, a block has one place more.
+constexpr int kBlockPlaces = kPanels > kValuePanels ? kPanels : kValuePanels + 1, kWeights = kBlockPlaces - 1;
+constexpr int kPanelBytes = kKeys * kPanelRowBytes;
+constexpr int kMine = kValuePanels / 2;  // panels of values, 64 channels of O each, that a warpgroup multiplies
+constexpr int kEights = kRows / 8;
+constexpr int kLag = 8;  // kGather: panels that are on their way while the next one is asked for
+static_assert(kQueryDim % kPanel == 0 && kValueDim % (2 * kPanel) == 0 && kValueDim <= kQueryDim, "whole panels");
+static_assert(kRows % 16 == 0 && kRows <= 64, "O of 64 rows fills the registers of two warpgroups");
+static_assert(kPlaces >= (kAhead ? 2 : 1) * kBlockPlaces + (kGather && !kScaled ? kLag : 0),
+              "the panels that a block waits for have arrived before more are asked for than have a place");
+static_assert(kScaled == (kSlots > 0), "raw panels on their way");
+
+// Threads: two warpgroups that compute, and one that loads
+constexpr int kComputing = 256, kThreads = kComputing + 128;
+constexpr int kLoadRegisters = kGather ? 48 : 32, kComputeRegisters = kGather ? 232 : 240;
+// Named barriers: of both warpgroups, kMergeBarrier too; of each of them; of the threads that load
+constexpr int kAllBarrier = 1, kGroupBarriers = 2, kLoadBarrier = 4;
+
+constexpr int kAtQ = kPlaces * kPanelBytes;  // panels of kRows rows
+constexpr int kAtFull = kAtQ + kPanels * kRows * kPanelRowBytes, kAtEmpty = kAtFull + 8 * kPlaces;
+constexpr int kAtReady = kAtEmpty + 8 * kPlaces;       // two barriers: the weights of a block are there
+constexpr int kAtMoved = kAtReady + 16;                // per block of two: have the rows' references moved?
+constexpr int kAtVotes = kAtMoved + 16;                // per computing warp: must they?
+constexpr int kAtReference = kAtVotes + 32;            // per row, base 2; −inf before its first key
+constexpr int kAtCorrection = kAtReference + 4 * kRows;  // per block of two and row, where references moved
+constexpr int kAtTops = kAtCorrection + 8 * kRows;     // per warp of a warpgroup and row: the largest score of a block
+constexpr int kAtSums = kAtTops + 16 * kRows;          // per computing warp and row: Σ P
+constexpr int kAtSeen = kAtSums + 32 * kRows;          // per row: Visible
+constexpr int kAtTarget = kAtSeen + 8 * kRows;         // per row: where its result goes, as Target says
+constexpr int kAtFactors = kAtTarget + 8 * kRows;      // per row: what pieces before and this piece are multiplied with
+constexpr int kAtFolded = kAtFactors + 8 * kRows;      // per row: MaxSum of the pieces before
+constexpr int kThere = 8;                              // kChosen: blocks for which it is kept, with bytes per key,
+constexpr int kAtThere = kAtFolded + 8 * kRows;        // which of their keys there are
+// kScaled: codes come as raw panels, as many bytes per key as there are channels in a panel, and so do the 16-bit
+// channels after them, in two halves per panel. A thread copies and widens the same bytes, so nobody waits for another.
+constexpr int kRawBytes = kPanelBytes / 2, kRawPanels = kValuePanels + 2 * (kPanels - kValuePanels);
+constexpr int kGroup = 128, kRawScales = kScaled ? 4 : 0;  // channels per scale; blocks for which scales are kept
+constexpr int kAtRaw = (kAtThere + kThere * kKeys + 15) / 16 * 16, kAtScales = kAtRaw + kSlots * kRawBytes;
+constexpr int kScaleRow = kValueDim / kGroup * 4;  // bytes per key
+constexpr int kSharedBytes = kAtScales + kRawScales * kKeys * kScaleRow;
+static_assert(!kScaled || (kGather && kScaleRow == 16 && kRawScales * kRawPanels >= kSlots + 2 * kRawPanels),
+              "a row's scales are one copy, and those of blocks on their way stay");
+static_assert(kThere >= kPlaces / kBlockPlaces + 2, "those of a block that is not weighed yet stay");
+static_assert(kAtQ % 1024 == 0 && kAtReference % 16 == 0, "aligned");
+
+// Where the result of a row goes
+struct alignas(8) Target {
+    int64_t at;  // −1: nowhere; else twice the offset in the output, or twice that in state_o and 1
+};
+TILE_DEVICE Shared<int> sMoved() { return Shared<int>(kAtMoved); }
+TILE_DEVICE Shared<int> sVotes() { return Shared<int>(kAtVotes); }
+TILE_DEVICE Shared<float> sReference() { return Shared<float>(kAtReference); }
+TILE_DEVICE Shared<float> sCorrection() { return Shared<float>(kAtCorrection); }
+TILE_DEVICE Shared<float> sTops() { return Shared<float>(kAtTops); }
+TILE_DEVICE Shared<float> sSums() { return Shared<float>(kAtSums); }
+TILE_DEVICE Shared<Visible> sSeen() { return Shared<Visible>(kAtSeen); }
+TILE_DEVICE Shared<Target> sTarget() { return Shared<Target>(kAtTarget); }
+TILE_DEVICE Shared<float> sFactors() { return Shared<float>(kAtFactors); }
+TILE_DEVICE Shared<float> sFolded() { return Shared<float>(kAtFolded); }
+
+TILE_DEVICE Shared<uint8_t> sThere(uint32_t block) { return Shared<uint8_t>(kAtThere + block % kThere * kKeys); }
+
+// Where the panels of a block lie. Both sides walk the ring in step: block after block, panel after panel.
+struct Places {
+    uint32_t first = 0, lap = 0;
+    TILE_DEVICE uint32_t place(int panel) const {
+        const uint32_t n = first + panel;
+        return n < kPlaces ? n : n - kPlaces;
+    }
+    TILE_DEVICE uint32_t lap_of(int panel) const { return lap ^ (first + panel >= kPlaces); }
+    TILE_DEVICE void next() {
+        first += kBlockPlaces;
+        if (first >= kPlaces) {
+            first -= kPlaces;
+            lap ^= 1;
+        }
+    }
+    TILE_DEVICE uint32_t full(int panel) const { return ptx::shared_address(kAtFull + 8 * place(panel)); }
+    TILE_DEVICE uint32_t empty(int panel) const { return ptx::shared_address(kAtEmpty + 8 * place(panel)); }
+    TILE_DEVICE uint32_t at(int panel) const { return place(panel) * kPanelBytes; }
+    TILE_DEVICE void wait(int panel) const { ptx::mbarrier_wait(full(panel), lap_of(panel)); }
+    // A fresh barrier's previous phase counts as completed: the first lap does not wait.
+    TILE_DEVICE void wait_free(int panel) const { ptx::mbarrier_wait(empty(panel), lap_of(panel) ^ 1); }
+};
+TILE_DEVICE uint32_t ready_barrier(uint32_t block) { return ptx::shared_address(kAtReady + 8 * (block & 1)); }
+
+TILE_DEVICE void init_barriers() {
+    // Every computing warp lets go of every panel, of those that it does not multiply as soon as scores are made.
+    for (int n = 0; n < kPlaces; n++) {
+        ptx::mbarrier_init(ptx::shared_address(kAtFull + 8 * n), kGather ? 128 : 1);
+        ptx::mbarrier_init(ptx::shared_address(kAtEmpty + 8 * n), 8);
+    }
+    for (int n = 0; n < 2; n++) ptx::mbarrier_init(ready_barrier(n), 128);
+    ptx::fence_mbarrier_init();
+}
+
+// What DecodeArgs does not have
+struct MlaArgs {
+    float* folds;  // scratch: (blocks, kValueDim · kRows), O of the pieces before, thread by thread
+    // kChosen: each query token has a list of its own of the positions that it reads. To DecodeArgs it is a sequence of
+    // so many tokens; its caller's number is sequence · queries + token. What follows is of the cache's sequences.
+    const int* indices;  // (sequences, queries, chosen): positions; what is none of the sequence's, as −1, is no key
+    const int *lengths, *tails, *pages;  // as DecodeArgs has them
+    const int* tail_from;                // (sequences,): the number of the first page in each tail
+    const int* places;                   // (sequences,): the row of these tables for the caller's sequence
+    Divisor queries;                     // query tokens per sequence
+    int chosen, table_pages, tail_pages;
+};
+
+TILE_DEVICE DecodeItem mla_item(const DecodeArgs& args, int slot) {
+    return load_item(args.items, int64_t(blockIdx.x) * args.slots + slot);
+}
+TILE_DEVICE Span mla_span(const DecodeArgs& args, const DecodeItem& item) {
+    return span_of(args, item, length_of(args, item.sequence, item.kv_head()));
+}
+// The blocks that have a token of a span
+TILE_DEVICE Span blocks_of(Span span) {
+    const int begin = span.begin / kKeys;
+    return {begin, span.end > span.begin ? (span.end + kKeys - 1) / kKeys : begin};
+}

@@ -1,0 +1,257 @@
+// How rows of the cache come into the ring: by TMA, a box per panel and page, or row by row where a box does not lie in
+// one page.
+#pragma once
+#include "mla/layout.cuh"
+
+constexpr int kBox = kPageSize % 64 == 0 ? 64 : kPageSize % 32 == 0 ? 32 : 16;  // tokens per copy
+constexpr int kBoxes = kKeys / kBox;
+static_assert(kGather || kPageSize % 16 == 0, "a box lies in one page");
+
+// The positions that a query token has chosen. caller: its number
+struct Chosen {
+    const int* list;
+    int length;  // of the sequence
+    PageTable table;
+    TILE_DEVICE Chosen(const MlaArgs& mla, int caller) {
+        const int place = Global<const int>{mla.places}[mla.queries.quotient(caller)];
+        const int from = Global<const int>{mla.tail_from}[place];
+        list = mla.indices + int64_t(caller) * mla.chosen;
+        length = Global<const int>{mla.lengths}[place];
+        table = {mla.pages + int64_t(place) * mla.table_pages,
+                 mla.tails + int64_t(place) * mla.tail_pages - from, from};
+    }
+    // The n-th of them, −1 for none
+    TILE_DEVICE int at(int n) const {
+        const int position = Global<const int>{list}[n];
+        return position < length ? position : -1;
+    }
+};
+
+// Where a token of an item lies; page −1: nowhere
+struct RowPlace {
+    int page, slot;
+    TILE_DEVICE RowPlace(const DecodeArgs& args, const MlaArgs& mla, const DecodeItem& item, Span span, int token)
+        : page(-1), slot(0) {
+        if (token < span.begin || token >= span.end) return;
+        if constexpr (kChosen) {
+            const Chosen chosen(mla, item.caller());
+            const int position = chosen.at(token);
+            if (position < 0) return;
+            page = chosen.table.page(position / kPageSize);
+            slot = position % kPageSize;
+        } else {
+            page = page_table(args, item.table, item.kv_head(), item.tail_from).page(token / kPageSize);
+            slot = token % kPageSize;
+        }
+    }
+    TILE_DEVICE const uint8_t* in(const Paged& part) const {  // whose strides are in bytes
+        return static_cast<const uint8_t*>(part.base) + page * part.page + slot * part.token;
+    }
+};
+
+// Four warps. Each thread copies 16 bytes of every sixteenth row of a panel, and tells that they are there when kLag
+// more panels have been asked for. What is no row of the span becomes zeros.
+TILE_DEVICE void load_rows(const DecodeArgs& args, const MlaArgs& mla) {
+    constexpr int kStep = 128 / 8, kEach = kKeys / kStep;
+    const int thread = threadIdx.x - kComputing, first = thread / 8, c = thread % 8;
+    Places now, arrived;
+    uint32_t number = 0;  // of the block in the life of the thread block
+    int ahead = 0, panel_arrived = 0;  // panels asked for that have not arrived; the next one to arrive
+    const auto arrive = [&] {
+        ptx::fence_async_proxy();
+        ptx::mbarrier_arrive(arrived.full(panel_arrived));
+        if (++panel_arrived == kBlockPlaces) {
+            panel_arrived = 0;
+            arrived.next();
+        }
+        ahead--;
+    };
+    for (int slot = 0; slot < args.slots; slot++) {
+        const DecodeItem item = mla_item(args, slot);
+        if (item.rows == 0) break;  // no item follows an empty one
+        const Span span = mla_span(args, item), blocks = blocks_of(span);
+        for (int block = blocks.begin; block < blocks.end; block++, number++, now.next()) {
+            const uint8_t* from[kEach];
+#pragma unroll
+            for (int n = 0; n < kEach; n++) {
+                const int row = n * kStep + first;
+                const RowPlace place(args, mla, item, span, block * kKeys + row);
+                if (kChosen && c == 0) sThere(number)[row] = place.page >= 0;
+                from[n] = place.page < 0 ? nullptr : place.in(args.k) + 16 * c;
+            }
+#pragma unroll 1
+            for (int panel = 0; panel < kBlockPlaces; panel++) {
+                now.wait_free(panel);
+                if (panel < kPanels)
+#pragma unroll
+                    for (int n = 0; n < kEach; n++) {
+                        const int row = n * kStep + first;
+                        // Of zero bytes nothing is read, but the address must be one.
+                        const void* at = from[n] ? from[n] + panel * kPanelRowBytes : args.k.base;
+                        ptx::copy_async_16(
+                            ptx::shared_address(now.at(panel) + row * kPanelRowBytes + (c ^ row % 8) * 16), at,
+                            from[n] ? 16 : 0);
+                    }
+                ptx::copy_async_commit();
+                if (++ahead > kLag) {
+                    ptx::copy_async_wait<kLag>();
+                    arrive();
+                }
+            }
+        }
+    }
+    ptx::copy_async_wait<0>();
+    while (ahead > 0) arrive();
+}
+
+// One warp. A panel is requested as soon as its place is free. A box without a token of the span is not requested: its
+// page number may be anything.
+TILE_DEVICE void load_boxes(const DecodeArgs& args, const TensorMap& mRows) {
+    Places now;
+    const int box = warp::lane();
+    for (int slot = 0; slot < args.slots; slot++) {
+        const DecodeItem item = mla_item(args, slot);
+        if (item.rows == 0) break;  // no item follows an empty one
+        const Span span = mla_span(args, item), blocks = blocks_of(span);
+        const PageTable table = page_table(args, item.table, item.kv_head(), item.tail_from);
+        const auto wanted = [&](int block, int b) {
+            const int token = block * kKeys + b * kBox;
+            return b < kBoxes && token < span.end && token + kBox > span.begin;
+        };
+        const auto page_of = [&](int block) {
+            return block < blocks.end && wanted(block, box) ? table.page((block * kKeys + box * kBox) / kPageSize) : 0;
+        };
+        int page = page_of(blocks.begin);
+        for (int block = blocks.begin; block < blocks.end; block++, now.next()) {
+            const int here = page, token = (block * kKeys + box * kBox) % kPageSize;
+            const bool mine = wanted(block, box);
+            page = page_of(block + 1);
+            int boxes = 0;
+#pragma unroll
+            for (int b = 0; b < kBoxes; b++) boxes += wanted(block, b);
+#pragma unroll 1
+            for (int panel = 0; panel < kBlockPlaces; panel++) {
+                now.wait_free(panel);
+                ptx::sync_warp();  // or a lane still waiting on the barrier could find it two phases on
+                const uint32_t full = now.full(panel);
+                if (box == 0)
+                    ptx::mbarrier_arrive_expect(full, panel < kPanels ? boxes * kBox * kPanelRowBytes : 0);
+                ptx::sync_warp();
+                if (mine && panel < kPanels)
+                    ptx::tma_load(ptx::shared_address(now.at(panel) + box * kBox * kPanelRowBytes), &mRows, full,
+                                  panel * kPanel, token, item.kv_head(), here);
+            }
+        }
+    }
+}
+
+// ---- codes that become 16-bit values --------------------------------------------------------------------------------
+// Sixteen codes, multiplied with their scale, as two times eight values
+TILE_DEVICE void widen_codes(Vector16 (&to)[2], const Vector16& codes, float scale) {
+#pragma unroll
+    for (int w = 0; w < 4; w++) {
+        uint32_t halves[2];
+        if constexpr (kFormat == Format::fp8) {
+            halves[0] = quant::from_fp8<false>(codes.word[w]);
+            halves[1] = quant::from_fp8<true>(codes.word[w]);
+        } else {
+            const uint32_t x = codes.word[w] ^ 0x80808080u;
+            halves[0] = quant::from_int8<0x4140>(x);
+            halves[1] = quant::from_int8<0x4342>(x);
+        }
+#pragma unroll
+        for (int i = 0; i < 2; i++)
+            to[w / 2].word[w % 2 * 2 + i] =
+                pack<Element>(unpack<half>(halves[i], 0) * scale, unpack<half>(halves[i], 1) * scale);
+    }
+}
+// Four warps. Each thread has 16 bytes of two rows of every raw panel, and widens those that it copied kSlots − 1 raw
+// panels ago. args.k: codes; args.k_scale; args.v: the 16-bit channels after those of codes.
+TILE_DEVICE void load_codes(const DecodeArgs& args, const MlaArgs& mla) {
+    constexpr int kStep = 128 / 4, kEach = kKeys / kStep;
+    const int thread = threadIdx.x - kComputing, first = thread / 4, c = thread % 4;
+    const auto raw_at = [&](int slot, int n) { return kAtRaw + slot * kRawBytes + (n * 128 + thread) * 16; };
+    const auto scales_at = [](uint32_t number, int row) {
+        return kAtScales + (number % kRawScales * kKeys + row) * kScaleRow;
+    };
+    Places to;
+    uint32_t number = 0, number_widened = 0;  // blocks that were asked for, that were widened
+    int slot = 0, slot_widened = 0, raw_widened = 0, ahead = 0;
+    const auto widen = [&] {
+        if (raw_widened == 0) ptx::barrier_sync(kLoadBarrier, 128);  // the scales that other threads copied are there
+        const int over = raw_widened - kValuePanels, panel = over < 0 ? raw_widened : kValuePanels + over / 2;
+        const bool begins = over < 0 || over % 2 == 0, ends = over < 0 || over % 2 == 1;
+        if (begins) to.wait_free(panel);
+#pragma unroll 1
+        for (int n = 0; n < kEach; n++) {
+            const int row = n * kStep + first;
+            const Vector16 x = Shared<Vector16>(raw_at(slot_widened, n))[0];
+            const auto put = [&](int chunk, const Vector16& y) {
+                Shared<Vector16>(to.at(panel) + row * kPanelRowBytes + (chunk ^ row % 8) * 16)[0] = y;
+            };
+            if (over >= 0) {
+                put(over % 2 * 4 + c, x);
+            } else {
+                Vector16 wide[2];
+                widen_codes(wide, x, Shared<float>(scales_at(number_widened, row))[panel * kPanel / kGroup]);
+                put(2 * c, wide[0]);
+                put(2 * c + 1, wide[1]);
+            }
+        }
+        if (ends) {
+            ptx::fence_async_proxy();
+            ptx::mbarrier_arrive(to.full(panel));
+        }
+        slot_widened = slot_widened + 1 == kSlots ? 0 : slot_widened + 1;
+        if (++raw_widened == kRawPanels) {
+            if (kBlockPlaces > kPanels) {
+                to.wait_free(kWeights);
+                ptx::mbarrier_arrive(to.full(kWeights));
+            }
+            raw_widened = 0;
+            number_widened++;
+            to.next();
+        }
+        ahead--;
+    };
+    for (int at = 0; at < args.slots; at++) {
+        const DecodeItem item = mla_item(args, at);
+        if (item.rows == 0) break;  // no item follows an empty one
+        const Span span = mla_span(args, item), blocks = blocks_of(span);
+        for (int block = blocks.begin; block < blocks.end; block++, number++) {
+            const RowPlace places[kEach] = {{args, mla, item, span, block * kKeys + first},
+                                            {args, mla, item, span, block * kKeys + kStep + first}};
+            if (c == 0)
+#pragma unroll
+                for (int n = 0; n < kEach; n++) {
+                    const RowPlace& place = places[n];
+                    const int row = n * kStep + first;
+                    if (kChosen) sThere(number)[row] = place.page >= 0;
+                    ptx::copy_async_16(ptx::shared_address(scales_at(number, row)),
+                                       place.page < 0 ? args.k_scale.base : place.in(args.k_scale),
+                                       place.page < 0 ? 0 : 16);
+                }
+#pragma unroll 1
+            for (int raw = 0; raw < kRawPanels; raw++) {
+#pragma unroll
+                for (int n = 0; n < kEach; n++) {
+                    const RowPlace& place = places[n];
+                    // Of zero bytes nothing is read, but the address must be one.
+                    const uint8_t* from = raw < kValuePanels
+                                              ? place.in(args.k) + raw * kPanel
+                                              : place.in(args.v) + (raw - kValuePanels) * kPanelRowBytes / 2;
+                    ptx::copy_async_16(ptx::shared_address(raw_at(slot, n)),
+                                       place.page < 0 ? args.k.base : from + 16 * c, place.page < 0 ? 0 : 16);
+                }
+                ptx::copy_async_commit();
+                slot = slot + 1 == kSlots ? 0 : slot + 1;
+                if (++ahead == kSlots) {
+                    ptx::copy_async_wait<(kSlots > 0 ? kSlots - 1 : 0)>();
+                    widen();
+                }
+            }
+        }
+    }
+    ptx::copy_async_wait<0>();
+    while (ahead > 0) widen();
+}

@@ -1,0 +1,29 @@
+// mla_decode: decode over rows that are keys and values at once, on Hopper. One persistent launch walks the items of a
+// decode plan: query rows over a range of a sequence's tokens, or over a node that many sequences share. What they
+// leave is merged as in decode.cu.
+//
+// Constants: Element; kQueryDim, kValueDim: channels of a row, and how many of them are a value; kPageSize; kRows:
+// query rows of an item at most; kPlaces: panels in the ring; kAhead: as body.cuh says; kGather: rows are copied one by
+// one; kChosen: those that each query token has chosen; kStoredAs: a Format; kSlots: raw panels on their way where it
+// is one of codes; Rule: what is done to scores; kSelected: false.
+#include "mla/body.cuh"
+
+extern "C" __global__ void __launch_bounds__(kThreads, 1)
+    mla_decode(const __grid_constant__ TensorMap mRows, const __grid_constant__ DecodeArgs args,
+               const __grid_constant__ MlaArgs mla) {
+    if (threadIdx.x == 0) init_barriers();
+    ptx::sync_threads();
+    const uint32_t role = ptx::uniform(threadIdx.x / 128);
+    if (role < 2) {
+        ptx::take_registers<kComputeRegisters>();
+        Body(args, mla, role).run();
+        const Mergers all{int(ptx::uniform(threadIdx.x / 32)), kComputing / 32};
+        if (args.merge_rows == 1) merge_together(args, all);
+        else if (args.merge_rows) merge_apart<RowLanes<16>, 2>(args, all);
+    } else {
+        ptx::give_registers<kLoadRegisters>();
+        if constexpr (kScaled) load_codes(args, mla);
+        else if constexpr (kGather) load_rows(args, mla);
+        else if (ptx::uniform(threadIdx.x / 32) == kComputing / 32) load_boxes(args, mRows);
+    }
+}

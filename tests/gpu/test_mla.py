@@ -1,0 +1,183 @@
+"""Decode over rows that are keys and values at once, in the emulator: kernels/mla by the oracle."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from mla_cases import BF16, CUT, DEEPSEEK, FOLDED, FP16, Problem
+from oracle import randn
+
+from tilewise import PagedKVCache, decode, plan_decode
+from tilewise.gpu import mla_kernels
+from tilewise.gpu.decode import grow
+
+EDGES = (1, 63, 64, 65, 127, 129, 0, 300)
+
+
+@pytest.mark.parametrize(("late", "seed"), [(True, 0), (False, 7), (True, 3)])
+def test_lengths_at_edges_whatever_the_order_of_events(late, seed):
+    Problem(EDGES, heads=8).check(late=late, seed=seed)
+
+
+def test_deepseek_sizes_with_several_tokens():
+    Problem((130, 65, 2), heads=8, tokens=2, sizes=DEEPSEEK, page_size=64).check()
+
+
+def test_128_heads_are_two_tiles_of_rows():
+    problem = Problem((70, 329), heads=128, page_size=64)
+    cut = problem.check(splitting=CUT)
+    whole = problem.run(splitting=FOLDED, late=False, seed=3)
+    assert torch.equal(cut[0], whole[0])
+    assert torch.equal(cut[1], whole[1])
+
+
+def test_every_panel_holds_values():
+    Problem((100, 64), heads=16, sizes=(128, 128)).check()
+
+
+def test_whole_or_cut_the_same_bits():
+    problem = Problem((500, 300, 1), heads=8)
+    whole, cut = problem.run(splitting=FOLDED), problem.run(splitting=CUT)
+    assert torch.equal(whole[0], cut[0])
+    assert torch.equal(whole[1], cut[1])
+    problem.check(splitting=CUT)
+
+
+def test_the_same_bits_whatever_the_batch():
+    problem = Problem((700, 5, 64, 200, 33), heads=8)
+    together = problem.run()
+    alone = Problem((700, 5, 64, 200, 33), heads=8)
+    for name in ("lists", "lengths"):
+        setattr(alone, name, getattr(alone, name)[:1])
+    alone.q = alone.q[:1]
+    single = alone.run()
+    assert torch.equal(single[0][0], together[0][0])
+    assert torch.equal(single[1][0], together[1][0])
+
+
+def test_a_shared_prefix_has_the_rows_of_all_its_sequences():
+    prefixes = [None, (0, 9), (0, 9), (0, 9), (1, 4), (1, 4)]  # the first sequence shares nothing
+    lengths = (40, 9 * 16, 9 * 16 + 1, 9 * 16 + 70, 4 * 16 + 5, 4 * 16 + 65)
+    for tokens in (1, 3):
+        problem = Problem([n + tokens for n in lengths], heads=8, tokens=tokens, prefixes=prefixes)
+        plan = problem.plan(share=True)
+        assert plan.shared_nodes == 2
+        problem.check(plan=plan)
+
+
+def test_a_window_over_a_shared_prefix():
+    problem = Problem((200, 260, 170), heads=8, tokens=2, prefixes=[(0, 10)] * 3)
+    problem.check(share=True, window=100)
+    problem.check(window=30)
+
+
+def test_softcap_sinks_and_float16():
+    problem = Problem((129, 70), heads=24, dtype=FP16)
+    problem.check(softcap=5.0, sinks=randn(24, seed=5))
+
+
+@pytest.mark.parametrize("scale", [1e3, -0.5, 0.0])
+def test_scales(scale):
+    Problem((200, 66), heads=8).check(scale=scale)
+
+
+def test_references_move_when_scores_rise():
+    """Later keys with larger and larger scores, up to ±1e4 and beyond, block after block."""
+    problem = Problem((448,), heads=8)
+    rise = torch.linspace(0, 60, 448)
+    for n, page in enumerate(problem.lists[0].tolist()):
+        problem.rows[page] *= rise[16 * n : 16 * n + 16, None, None]
+    problem.check(scale=1.0)
+    problem.check(scale=1.0, splitting=FOLDED)
+
+
+@pytest.mark.parametrize("page_size", [1, 24])
+def test_pages_of_any_size_are_gathered(page_size):
+    Problem((130, 1, 64, 0), heads=8, tokens=2, page_size=page_size).check(late=page_size == 1)
+
+
+def test_chosen_positions():
+    Problem((130, 70, 2, 0), heads=8, tokens=2).check_chosen(100)
+    Problem((300, 40), heads=8).check_chosen(129, late=False)
+    Problem((300,), heads=8).check_chosen(0)
+
+
+@pytest.mark.parametrize(("stored", "late", "seed"), [("fp8", True, 0), ("fp8", False, 5), ("int8", True, 0)])
+def test_codes_are_widened(stored, late, seed):
+    Problem((130, 1, 65, 0), heads=8, sizes=DEEPSEEK, page_size=24, stored=stored).check(late=late, seed=seed)
+
+
+def test_codes_of_a_shared_prefix_and_of_chosen_positions():
+    problem = Problem((170, 200), heads=24, sizes=DEEPSEEK, prefixes=[(0, 8)] * 2, stored="fp8")
+    problem.check(share=True, splitting=CUT)
+    Problem((130, 40), heads=8, sizes=DEEPSEEK, stored="int8").check_chosen(70)
+
+
+def test_a_list_grows():
+    problem = Problem((100, 31, 16), heads=8)
+    more = Problem((103, 34, 19), heads=8)
+    plan = problem.plan()
+    problem.lists, problem.rows = more.lists, more.rows
+    problem.run(plan=plan, room=8)
+    problem.lengths, problem.q = more.lengths, more.q
+    grow(plan, torch.tensor(more.lengths).numpy(), more.lists)
+    problem.check(plan=plan, room=8)
+
+
+def test_standing_plans_and_the_public_call():
+    cache = PagedKVCache(60, 16, 1, 192, value_dim=128, shared_kv=True)
+    seqs = [cache.allocate()]
+    cache.write(0, cache.extend(seqs, 70), randn(70, 1, 192, dtype=BF16))
+    seqs += [cache.fork(seqs[0]), cache.fork(seqs[0])]
+    cache.write(0, cache.extend(seqs, [3, 70, 1]), randn(74, 1, 192, dtype=BF16, seed=1))
+    q = randn(5, 1, 8, 192, dtype=BF16, seed=2)
+    indices = torch.arange(60, dtype=torch.int32).expand(5, 1, 60).contiguous()
+    for plan, rows in (
+        (plan_decode(cache, seqs, num_heads=8, rows=5, max_length=200), 5),
+        (plan_decode(cache, seqs, num_heads=8, share_prefix=True), 3),
+    ):
+        for options in ({}, {"indices": indices[:rows]}):
+            got = decode(q[:rows], cache, 0, plan, return_lse=True, backend="emulator", **options)
+            exact = decode(q[:rows].float(), cache, 0, plan, return_lse=True, backend="cpu", **options)
+            torch.testing.assert_close(got[1], exact[1], rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(got[0].float(), exact[0], rtol=1e-2, atol=1e-2)
+
+
+def test_strides_of_queries_and_output():
+    problem = Problem((70, 9), heads=8)
+    exact = problem.run()
+    problem.q = randn(2, 1, 8, 200, dtype=BF16)[..., 3:195].copy_(problem.q)
+    found = problem.run()
+    assert torch.equal(found[0], exact[0])
+
+
+def test_batch_of_65():
+    problem = Problem([3 + n % 7 for n in range(65)], heads=2)
+    got = problem.run()
+    for n in (0, 33, 64):
+        problem.judge(got, n, slice(None), problem.gathered(n))
+
+
+def test_what_is_not_served_says_so():
+    problem = Problem((20,), heads=8)
+    problem.value_dim = 96
+    with pytest.raises(NotImplementedError, match="multiple of 128"):
+        problem.run()
+    problem = Problem((20,), heads=8)
+    problem.q = problem.q.half()
+    with pytest.raises(NotImplementedError, match="float16 over bf16"):
+        problem.run()
+    problem = Problem((20,), heads=8)
+    with pytest.raises(ValueError, match="indices must have shape"):
+        problem.run(indices=torch.zeros(1, 2, 5, dtype=torch.int32))
+    with pytest.raises(ValueError, match="int32"):
+        problem.run(indices=torch.zeros(1, 1, 5, dtype=torch.int64))
+    with pytest.raises(NotImplementedError, match="window"):
+        problem.run(indices=torch.zeros(1, 1, 5, dtype=torch.int32), window=3)
+
+
+def test_tilings_fill_shared_memory():
+    for rows, places in ((1, 25), (16, 25), (17, 23), (33, 18), (1000, 18)):
+        tiling = mla_kernels.choose_tiling(576, 512, rows)
+        assert tiling.places == places
+        assert mla_kernels.shared_bytes(576, tiling) <= 227 << 10

@@ -1,0 +1,76 @@
+"""MLA decode on a card: random problems, DeepSeek's sizes, the same bits, graphs over growing sequences."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from mla_cases import CUT, DEEPSEEK, FOLDED, SIZES, Problem, chance
+from oracle import randn
+
+from tilewise import PagedKVCache, decode, grow_plan, plan_decode
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.parametrize("begin", range(0, 300, 100))
+def test_chance(begin):
+    """300 random problems."""
+    for seed in range(begin, begin + 100):
+        chance(30_000 + seed, DEEPSEEK if seed % 3 else SIZES, device="cuda")
+
+
+@pytest.mark.parametrize("heads", [8, 16, 32, 64, 128])
+@pytest.mark.parametrize("page_size", [16, 64])
+def test_heads_and_pages(heads, page_size):
+    problem = Problem((700, 1, 64, 4000, 129, 0), heads=heads, sizes=DEEPSEEK, page_size=page_size)
+    whole = problem.check(splitting=FOLDED, device="cuda")
+    cut = problem.check(splitting=CUT, device="cuda")
+    assert torch.equal(whole[0], cut[0])
+    assert torch.equal(whole[1], cut[1])
+
+
+@pytest.mark.parametrize("stored", ["fp8", "int8"])
+@pytest.mark.parametrize("heads", [16, 128])
+def test_codes(stored, heads):
+    problem = Problem((700, 1, 64, 1500), heads=heads, sizes=DEEPSEEK, page_size=64, stored=stored)
+    problem.check(device="cuda")
+    problem.check_chosen(500, device="cuda")
+
+
+def test_a_sequence_has_the_same_bits_whatever_stands_beside_it():
+    lengths = (3000, 1, 64, 700, 65)
+    problem = Problem(lengths, heads=16, sizes=DEEPSEEK, page_size=64)
+    together = problem.run(device="cuda")
+    lists, q = problem.lists, problem.q
+    for n, length in enumerate(lengths):
+        problem.lists, problem.lengths, problem.q = lists[n : n + 1], [length], q[n : n + 1]
+        alone = problem.run(device="cuda")
+        assert torch.equal(alone[0][0], together[0][n])
+        assert torch.equal(alone[1][0], together[1][n])
+
+
+def test_many_sequences_under_one_prefix():
+    problem = Problem(
+        [64 * 40 + n for n in range(1, 33)], heads=16, sizes=DEEPSEEK, page_size=64, prefixes=[(0, 40)] * 32
+    )
+    problem.check(share=True, device="cuda")
+
+
+def test_a_graph_replays_over_growing_sequences():
+    cache = PagedKVCache(200, 64, 1, 576, value_dim=512, shared_kv=True, device="cuda")
+    seqs = [cache.allocate() for _ in range(3)]
+    total = sum(counts := [300, 64, 1])
+    cache.write(0, cache.extend(seqs, counts), randn(total, 1, 576, dtype=torch.bfloat16).cuda())
+    q = randn(3, 1, 16, 576, dtype=torch.bfloat16).cuda()
+    plan = plan_decode(cache, seqs, num_heads=16, room=80)
+    out = torch.empty(3, 1, 16, 512, dtype=torch.bfloat16, device="cuda")
+    decode(q, cache, 0, plan, out=out)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        decode(q, cache, 0, plan, out=out)
+    for step in range(70):
+        cache.write(0, cache.extend(seqs, 1), randn(3, 1, 576, dtype=torch.bfloat16, seed=step).cuda())
+        grow_plan(plan, cache)
+        graph.replay()
+    exact = decode(q, cache, 0, plan_decode(cache, seqs, num_heads=16))
+    torch.testing.assert_close(out.float(), exact.float(), rtol=1e-2, atol=1e-2)
