@@ -49,8 +49,8 @@ class Scores:
     """Checked options. Equality and hash are those of the rule; the tensors only come along.
 
     window: (left, right) keys seen to either side, None for no limit; causal is right = 0. exact: the standard softmax
-    where a kernel would use the lazy one. chunk: positions of a block that no row sees out of, 0 for none; kernels get
-    it as a mask function. sinks: (Hq,). slopes: (B, Hq) float32; alibi: whether there are any.
+    where a kernel would use the lazy one. chunk: positions of a block that no row sees out of, 0 for none, as
+    kernels always have it (api/rewritten.py). sinks: (Hq,). slopes: (B, Hq) float32; alibi: whether there are any.
     """
 
     window: Window = (None, None)

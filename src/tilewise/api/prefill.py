@@ -123,6 +123,13 @@ def attention(
     if qv is not None:
         q, k = rewritten.with_qv(q, k, v, qv)
     if chunk is not None and not torch.compiler.is_compiling():
+        others = (schedule, mask, score, dropout_p or None)
+        if rewritten.packs(q, k, v, backend, others, (out, alibi_slopes, q_descale, k_descale, v_descale)):
+            return _in_chunks(
+                q, k, v, arguments.check_chunk(chunk), out, return_lse, causal=causal, window=window, scale=scale,
+                softcap=softcap, sinks=sinks, alibi_slopes=alibi_slopes, exact=exact, deterministic=deterministic,
+                q_descale=q_descale, k_descale=k_descale, v_descale=v_descale, backend=backend,
+            )  # fmt: skip
         chunk, mask = rewritten.chunked(q, k, chunk, mask, schedule, backend)
     descales = (q_descale, k_descale, v_descale)
     key = None
@@ -178,6 +185,28 @@ def _dense(
         bound = calls.bind(q, call.where, call.scores.rule, return_lse, key, v)
         return bound(q, k, v, sinks, slopes, out, call.descales, schedule=pattern["schedule"], function=call.function)
     return result(o, lse, sinks, out, return_lse)
+
+
+def _in_chunks(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    chunk: int,
+    out: torch.Tensor | None,
+    return_lse: bool,
+    **options: Any,
+) -> Result:
+    """A call of `attention` for kernels, each of its blocks of positions being a packed sequence."""
+    sizes = arguments.check_qkv(q, k, v, fp8=True)
+    arguments.check_out(out, q, sizes.value_dim)
+    starts = rewritten.packed_starts(*sizes[:3], chunk, q.device)
+    into = None if out is None else out.flatten(0, 1)
+    made = attention_varlen(
+        q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), *starts, out=into, return_lse=return_lse, **options
+    )
+    o, lse = made if isinstance(made, tuple) else (made, None)
+    o = o.unflatten(0, q.shape[:2]) if out is None else out
+    return o if lse is None else (o, lse.unflatten(1, q.shape[:2]).transpose(0, 1).contiguous())
 
 
 def _of(rest: dict[str, Any]) -> tuple[torch.Tensor | None, str, bool]:
