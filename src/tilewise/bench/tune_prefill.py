@@ -17,7 +17,6 @@ from tilewise.gpu.abi import FP8
 from tilewise.gpu.mma_tilings import BLOCK_OVERHEAD, MmaTiling
 from tilewise.gpu.pattern import NO_PATTERN, Pattern
 from tilewise.gpu.tilings import (
-    MAX_HEAD_DIM,
     SHORT_64,
     SMALL_64,
     TILINGS,
@@ -25,9 +24,9 @@ from tilewise.gpu.tilings import (
     geometry,
     out_dtype,
     pack_of,
-    padded,
     spec_of,
 )
+from tilewise.gpu.widths import MAX_HEAD_DIM, widths_of
 from tilewise.plan.schedule import BlockSchedule
 from tilewise.scores import Scores
 from tilewise.tuned import Tuned, Value
@@ -148,7 +147,7 @@ def candidates(tiling: Any, width: int, scores: Scores, dtype: torch.dtype) -> l
     for one, other in combinations(kinds, 2):
         found += [replace(tiling, **first, **second) for first, second in product(one, other)]
     if isinstance(tiling, Tiling) and not tiling.unit and dtype != FP8:
-        found += [TILINGS[width], *((SMALL_64, SHORT_64) if width == 64 else ())]
+        found += [TILINGS.get(width, tiling), *((SMALL_64, SHORT_64) if width == 64 else ())]
     return [other for other in dict.fromkeys(found) if other != tiling]
 
 
@@ -208,7 +207,7 @@ def _problem(
     card = arch.card_of(device)
     made = geometry(card, *sized, sequences=sequences, **loads)  # as it is chosen without a table
     plain = tma and not shape.paged
-    family, key = tuned.key_of(dtype, padded(shape.hdim), shape.seq, scores, plain=plain, pattern=pattern)
+    family, key = tuned.key_of(dtype, widths_of(shape.hdim).key, shape.seq, scores, plain=plain, pattern=pattern)
     limits = arch.limits_of(card)
 
     def specs(tiling: Any) -> list[KernelSpec]:
@@ -216,7 +215,7 @@ def _problem(
         packs = [pack, *(p for p in PACKS if p != pack and tiling.tile_q % p == 0)]
         return [spec_of(dtype, shape.hdim, tiling, scores, pack=pack, **loads) for pack in packs]
 
-    others = candidates(made.tiling, padded(shape.hdim), scores, dtype)
+    others = candidates(made.tiling, widths_of(shape.hdim).width, scores, dtype)
     fitting = tuple(t for t in others if _fits(t, specs(t)[0].shared_bytes, limits))
     name = str(shape) if family == "prefill" else f"{shape}, {key.split('/')[2]}"
     data = _Data(shape, dtype, device, scores, pattern, schedule, function)

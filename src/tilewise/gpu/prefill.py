@@ -44,15 +44,23 @@ BUCKETS = 128  # by length, into which ragged.cu sorts tiles
 MAPS_KEPT = 1024
 
 
-def plan_of(q: torch.Tensor, k: torch.Tensor, scores: Scores) -> Plan:
-    """The tiles of a dense call on q (B, Nq, Hq, D) and k (B, Nk, Hkv, D), V being laid out as K, in their order."""
+def plan_of(q: torch.Tensor, k: torch.Tensor, scores: Scores, value_dim: int | None = None) -> Plan:
+    """The tiles of a dense call on q (B, Nq, Hq, D) and k (B, Nk, Hkv, D), V being laid out as K, in their order.
+
+    value_dim: the head dimension of V, if it is another.
+    """
     (batch, seqlen_q, heads_q, head_dim), (seqlen_k, heads_kv) = q.shape, k.shape[1:3]
     card, tma = card_of(q.device), tma_can(q, k)
-    g = geometry(card, q.dtype, batch, seqlen_q, heads_q, heads_kv, head_dim, scores, tma=tma, table=tuned.of(q.device))
-    tiles, each = g.q_tiles * batch * g.heads, multiprocessors(q.device) * g.tiling.blocks_each
+    sized = (q.dtype, batch, seqlen_q, heads_q, heads_kv, head_dim, scores)
+    g = geometry(card, *sized, tma=tma, table=tuned.of(q.device), value_dim=value_dim)
+    tiles, each = g.q_tiles * batch * g.heads * g.slices, multiprocessors(q.device) * g.tiling.blocks_each
     blocks = tiles if isinstance(g.tiling, MmaTiling) else min(tiles, each)
     name, why = kernel_of(q.device, q.dtype)
     what = f"{name}, {ELEMENTS[q.dtype]}, D {head_dim}"
+    if value_dim not in (None, head_dim):
+        what += f" and {value_dim}"
+    if g.slices > 1:
+        what += f", in {g.slices} slices of V's columns"
     launch = Launch(what, g.tiling.tile_q, g.tiling.tile_kv, g.pack, blocks, why)
     sizes = (batch, seqlen_q, seqlen_k, heads_q, heads_kv, head_dim)
     size, out_size = q.element_size(), out_dtype(q.dtype).itemsize
@@ -72,8 +80,9 @@ def tma_can(*tensors: torch.Tensor) -> bool:
 class Forward:
     """The kernel, its launch and its arguments but for the addresses, for tensors like these.
 
-    q: (B, Nq, Hq, D), k and v: (B, Nk, Hkv, D); or packed, with `sequences` of them: q (total_q, Hq, D), k and v
-    (total_k, Hkv, D), or (pages, page size, Hkv, D) if `paged`. o: like q. tma: whether `tma_can` of them all.
+    q: (B, Nq, Hq, D), k: (B, Nk, Hkv, D), v: (B, Nk, Hkv, Dv); or packed, with `sequences` of them: q (total_q, Hq, D),
+    k and v (total_k, Hkv, D and Dv), or (pages, page size, Hkv, D and Dv) if `paged`. o: as q is, with Dv. tma: whether
+    `tma_can` of them all.
     """
 
     def __init__(
@@ -97,7 +106,8 @@ class Forward:
         seqlen_k, heads_kv = k.shape[-3:-1]
         sized = (q.dtype, batch, seqlen_q, heads, heads_kv, head_dim, scores)
         page_size = k.shape[1] if paged else 0
-        loads: dict[str, Any] = {"page_size": page_size, "tma": tma, "pattern": pattern}
+        value_dim = v.shape[-1]
+        loads: dict[str, Any] = {"page_size": page_size, "tma": tma, "pattern": pattern, "value_dim": value_dim}
         keys = page_size * min(k.shape[0], (sequences or 1) * table_pages) if paged else seqlen_k
         g = geometry(card_of(q.device), *sized, sequences=sequences, seqlen_k=keys, table=tuned.of(q.device), **loads)
         tiling, pack = g.tiling, g.pack
@@ -105,12 +115,12 @@ class Forward:
         self.mapped = not isinstance(tiling, MmaTiling)  # the kernel takes tensor maps, blank ones without TMA
         # Rows of (D, heads of a tile, N, the other heads, B), a box being the rows of a tile; of K and V (D, N, H, B).
         box = (pack, tiling.tile_q // pack, 1, 1)
-        sizes = (head_dim, pack, seqlen_q, g.heads, batch)
+        sizes = (pack, seqlen_q, g.heads, batch)
         self._maps: list[tuple[TensorMapSpec, dict[int, Any]]] = []
         if tma and self.mapped:
             q_map, o_map = (
                 _map_spec(
-                    x, sizes, (x.stride(-2), x.stride(-3), x.stride(-2) * pack, 0 if packed else x.stride(0)), box
+                    x, (x.shape[-1], *sizes), (x.stride(-2), x.stride(-3), x.stride(-2) * pack, 0 if packed else x.stride(0)), box
                 )
                 for x in (q, o)
             )
@@ -118,12 +128,12 @@ class Forward:
             box_rows = tiling.unit or (math.gcd(page_size, tiling.tile_kv) if paged else tiling.tile_kv)
             for x in (k, v):
                 outer = 0 if packed and not paged else x.stride(0)
-                kv_sizes = (head_dim, seqlen_k, heads_kv, x.shape[0] if paged else batch)
+                kv_sizes = (x.shape[-1], seqlen_k, heads_kv, x.shape[0] if paged else batch)
                 strides = (x.stride(-3), x.stride(-2), outer)
                 self._maps.append((_map_spec(x, kv_sizes, strides, (box_rows, 1, 1)), {}))
             self._maps.append((o_map, {}))
         self.list_tiles = g.q_tiles + (sequences or 0)  # at most
-        self.tiles = g.heads * (self.list_tiles if packed else g.q_tiles * batch)
+        self.tiles = g.heads * (self.list_tiles if packed else g.q_tiles * batch) * g.slices
         # The Hopper forward is persistent; the other has a block per tile.
         each = multiprocessors(self.device) * tiling.blocks_each
         self.blocks = min(self.tiles, each) if self.mapped else self.tiles
