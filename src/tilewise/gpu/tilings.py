@@ -39,7 +39,8 @@ class Tiling:
     ping_pong: they take turns at the tensor cores. q_registers: they keep Q in registers. lazy: the lazy softmax. It
     keeps K until the softmax is done, in case S has to be computed again, and so needs one more stage of K.
     stages_raw: stages of FP8's V before it is transposed; stages_v are those after it. unit: keys that one entry of a
-    list stands for, 0 if blocks follow each other. parts: in which a block of K comes, each in a stage of its own.
+    list stands for, 0 if blocks follow each other. parts: in which a block of K comes, each in
+    a stage of its own.
     """
 
     tile_q: int
@@ -69,17 +70,19 @@ TILINGS = {
     192: Tiling(128, 112, 1, 2, 2, ping_pong=True, q_registers=False, lazy=False),
     256: Tiling(128, 64, 1, 2, 2, ping_pong=True, q_registers=False, lazy=True),
 }
-# By the padded head dimensions of Q and K, and of V: where O takes less room than S, blocks of keys may be longer. Of
-# (192, 128) Q takes 48 KB, a block of K 48 and one of V 32: of each ring two, and one Q.
+# By the padded head dimensions of Q and K, and of V, where another tiling than that of the wider one serves. (192, 128)
+# is made as 128 is: Q in registers, so that shared memory is read for K and V alone, and in two stages, so that tiles
+# overlap. That leaves room for blocks of 96 keys. With 128 keys Q would not fit the registers, nor its second stage.
 PAIRS = {
-    (192, 128): Tiling(128, 128, 1, 2, 2, ping_pong=True, q_registers=True, lazy=True),
+    (192, 128): Tiling(128, 96, 2, 2, 2, ping_pong=True, q_registers=True, lazy=True),
 }
-# Q and K of more than 256: K comes in panels of 64 columns, so that the next block's travel while this one's are used;
-# there is no room for two. S could not be computed again, but the softmax takes little beside such products anyway.
+# Q and K of more than 256: there is room for one block of K only, which comes in panels of 64 columns. A panel of the
+# next block travels as soon as this one's is multiplied. S could not be computed again, but the softmax takes little
+# beside such products anyway. docs/lab-notes.md has the arithmetic.
 WIDE = {
-    384: Tiling(128, 64, 1, 8, 2, ping_pong=False, q_registers=False, lazy=False, parts=6),
+    384: Tiling(128, 64, 1, 6, 2, ping_pong=False, q_registers=False, lazy=False, parts=6),
     512: Tiling(128, 64, 1, 8, 1, ping_pong=False, q_registers=False, lazy=False, parts=8),
-    576: Tiling(128, 64, 1, 6, 1, ping_pong=False, q_registers=False, lazy=False, parts=9),
+    576: Tiling(128, 48, 1, 9, 1, ping_pong=False, q_registers=False, lazy=False, parts=9),
 }
 # For scores that are more than scaled, and loads without TMA or from pages: three warpgroups leave too few registers.
 SMALL_64 = Tiling(128, 128, 2, 3, 2, ping_pong=False, q_registers=True, lazy=True)
@@ -165,7 +168,7 @@ def _patterned_tiling(
     if dtype == FP8:
         most = 32 if width == 256 and pattern.text and pattern.listed else min(96, most)
     elif width > 128:
-        most = 48 if width >= 256 and pattern.text else 64
+        most = 48 if width >= 256 and pattern.text else min(64, most)
     tiling = replace(
         tiling, q_registers=False, lazy=tiling.lazy and not (scores.changed and width >= 256), tile_kv=most
     )

@@ -103,13 +103,12 @@ struct Consumer : Scoring<Consumer> {
 
     // Issues S = Q Kᵀ when K is there and it is this warpgroup's turn
     TILE_DEVICE void issue_qk() {
+        if constexpr (kParts > 1) return issue_parts();
         pipes.k.wait(k_turn);
         my_turn();
         ptx::wgmma_fence();
         const uint64_t k = further(k_major(ptx::shared_address(uint32_t(kAtK))), k_turn.stage * kKBytes);
-        if constexpr (kParts > 1) {
-            issue_parts();
-        } else if constexpr (kQInRegisters) {
+        if constexpr (kQInRegisters) {
             warpgroup::mma_qk<Element, kTileKv, kHeadDim>(acc_s, rQ, k);
         } else {
             const uint64_t q = k_major(ptx::shared_address(group * 64 * kPanelRowBytes));
@@ -117,28 +116,26 @@ struct Consumer : Scoring<Consumer> {
         }
         ptx::wgmma_commit();
     }
-    // The same where K comes in parts. Each is given back when its product is done and the next one's runs; the last
-    // stays, as a whole block would.
+    // The same where K comes in parts, part i in stage i. Each is given back when its product is done and the next one's
+    // runs; the last stays, as a whole block would.
     TILE_DEVICE void issue_parts() {
-        const uint64_t k = k_major(ptx::shared_address(uint32_t(kAtK)));
-        const uint64_t q = further(k_major(ptx::shared_address(group * 64 * kPanelRowBytes)), q_turn.stage * kQStage);
-        Turn<kStagesK> before = k_turn;
+        // Descriptors made before the loop would hold registers in it.
+        const uint64_t q = k_major(ptx::shared_address(ptx::just_in_time(group * 64 * kPanelRowBytes)));
+        const uint64_t k = k_major(ptx::shared_address(ptx::just_in_time(kAtK)));
 #pragma unroll
-        for (int part = 0; part < kParts; part++) {
-            if (part > 0) {
-                ptx::wgmma_commit();
-                k_turn.next();
-                pipes.k.wait(k_turn);
-            }
+        for (uint32_t part = 0; part < kParts; part++) {
+            pipes.k.wait({part, k_turn.lap});
+            if (part == 0) my_turn();
+            ptx::wgmma_fence();
             warpgroup::mma_qk<Element, kTileKv, kHeadDim / kParts, kTileQ>(
-                acc_s, further(q, part * kPartPanels * kTileQ * kPanelRowBytes),
-                further(k, k_turn.stage * kKBytes), part > 0);
+                acc_s, further(q, part * kPartPanels * kTileQ * kPanelRowBytes), further(k, part * kKBytes), part > 0);
+            ptx::wgmma_commit();
             if (part > 0) {
                 ptx::wgmma_wait<1>();
-                pipes.k.release(before);
-                before.next();
+                pipes.k.release({part - 1, k_turn.lap});
             }
         }
+        k_turn.stage = kParts - 1;
     }
     // Issues O += P V. The fence comes after the wait: otherwise ptxas cannot tell that the registers are not touched
     // in between.
