@@ -43,7 +43,9 @@ def scores_of(q, causal=False, window=None, softcap=0.0, alibi_slopes=None, exac
     return Scores((left, right), q.shape[-1] ** -0.5, softcap, alibi_slopes is not None, exact)
 
 
-def check_pair(q, k, v, *, mode=MODES[0], starts=None, page_table=None, out=None, exact=False, schedule=None, **options):
+def check_pair(
+    q, k, v, *, mode=MODES[0], starts=None, page_table=None, out=None, exact=False, schedule=None, **options
+):
     """(o, lse) by the kernel, judged; starts: of packed sequences, k and v in pages if there is a page table."""
     call = GpuCall(scores_of(q, exact=exact, **options), True)
     sinks, slopes = options.get("sinks"), options.get("alibi_slopes")

@@ -1,4 +1,4 @@
-"""V of another head dimension than Q and K, and wide ones, in the emulator: which kernels serve them, and their answers."""
+"""V of another head dimension than Q and K, and wide ones, in the emulator: which kernels there are, and answers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ def test_widths():
     assert (widths_of(192, 128).key, widths_of(40, 33).key, widths_of(512).key) == ("192x128", "64", "512")
     for d, dv in product((1, 64, 97, 256, 257, 512, 513, 576), (1, 40, 256, 257, 384, 385, 512, 513, 576)):
         found = widths_of(d, dv)
-        assert found.width >= d and found.width in (*NARROW, *WIDE)
+        assert found.width in (*NARROW, *WIDE)
+        assert found.width >= d
         assert found.value_width in NARROW
         assert found.slices * found.value_width >= dv > (found.slices - 1) * found.value_width
         assert found.slices == 1 or found.value_width % 64 == 0
@@ -39,7 +40,9 @@ def test_widths():
 def test_every_pair_fits(card):
     """Within the shared memory of a thread block, with every kind of load."""
     loads = ({}, {"page_size": 16}, {"tma": False}, {"pattern": Pattern(64, 64, lengths=True)})
-    for d, dv, dtype, load in product((64, 128, 192, 256, 384, 512, 576), (64, 128, 256, 512, 576), (BF16, FP32), loads):
+    for d, dv, dtype, load in product(
+        (64, 128, 192, 256, 384, 512, 576), (64, 128, 256, 512, 576), (BF16, FP32), loads
+    ):
         tiling, spec = tilings.spec_for(card, dtype, d, 4096, CAUSAL, value_dim=dv, **load)
         limits = arch.limits_of(card)
         assert spec.shared_bytes <= limits.shared_block, (d, dv, dtype, load)
@@ -50,8 +53,7 @@ def test_every_pair_fits(card):
     ("card", "dims", "load"),
     [
         ("sm_90a", (192, 128), {}),
-        ("sm_90a", (512, 512), {}),
-        ("sm_90a", (576, 512), {"page_size": 64}),
+        ("sm_90a", (512, 512), {"page_size": 64}),
         ("sm_80", (512, 512), {}),
     ],
     ids=str,
@@ -87,11 +89,11 @@ def test_a_plan_says_what_is_made():
 
 def test_what_no_kernel_serves():
     q = torch.empty(1, 8, 1, MAX_HEAD_DIM + 1, dtype=BF16)
-    with pytest.raises(NotImplementedError, match=r"head_dim up to 576 in bfloat16, got 577; use backend=\"cpu\""):
+    with pytest.raises(NotImplementedError, match='head_dim up to 576 in bfloat16, got 577; use backend="cpu"'):
         check_served(q, "emulator")
-    with pytest.raises(NotImplementedError, match="head_dim of v up to 576 .*got 600"):
+    with pytest.raises(NotImplementedError, match="head_dim of v up to 576 in bfloat16, got 600"):
         check_served(q[..., :64], "emulator", 600)
-    with pytest.raises(NotImplementedError, match="up to 256 in float8_e4m3fn, got 512; use .* or bfloat16"):
+    with pytest.raises(NotImplementedError, match=r"up to 256 in float8_e4m3fn, got 512; use .* or bfloat16"):
         check_served(q[..., :64].to(FP8), "emulator", 512)
     q = q[..., :64]
     with pytest.raises(NotImplementedError, match="head_dim of v up to 576"):
@@ -101,7 +103,7 @@ def test_what_no_kernel_serves():
 # ---- answers ---------------------------------------------------------------------------------------------------------
 def test_lengths():
     """The pair of DeepSeek's prefill, whole blocks and rests, rows that see nothing, in any order of threads."""
-    for number, (nq, nk) in enumerate(product(LENGTHS, (1, 65, 129, 300))):
+    for number, (nq, nk) in enumerate(product(LENGTHS, (1, 65, 200))):
         q, k, v = tensors((1, nq), (1, nk), (2, 1), (192, 128), seed=number)
         (o, lse), _ = check_pair(q, k, v, causal=number % 2 == 0, mode=MODES[number % 4])
         blind = max(0, nq - nk) if number % 2 == 0 else 0
@@ -109,7 +111,7 @@ def test_lengths():
         assert lse[:, :, blind:].isfinite().all()
 
 
-@pytest.mark.parametrize("dims", [(64, 128), (256, 96), (33, 50), (64, 512)], ids=str)
+@pytest.mark.parametrize("dims", [(64, 128), (256, 96), (33, 300)], ids=str)
 def test_pairs(dims):
     """V wider and narrower, rows off 16 bytes, slices under a narrow Q; NaN stands around the tensors."""
     for number, (nq, nk) in enumerate(((129, 65), (1, 200), (130, 131))):
@@ -117,7 +119,7 @@ def test_pairs(dims):
         check_pair(q, k, v, window=(70, 3) if number else None, causal=number == 2, mode=MODES[number])
 
 
-@pytest.mark.parametrize("dims", [(512, 512), (576, 512), (300, 320)], ids=str)
+@pytest.mark.parametrize("dims", [(512, 512), (576, 320)], ids=str)
 def test_wide(dims):
     """K in panels, V in slices, the last of them cut where V ends within it; one key's weight, and scores of ±1e4."""
     for number, (nq, nk, size) in enumerate(((129, 65, 1.0), (3, 200, 1.0), (65, 70, 400.0))):
@@ -143,7 +145,7 @@ def test_features(kind):
         PairChance(seed, kind, longest=200).check()
 
 
-@pytest.mark.parametrize(("dims", "dtype"), [((192, 128), BF16), ((512, 512), BF16), ((300, 320), FP32)], ids=str)
+@pytest.mark.parametrize(("dims", "dtype"), [((192, 128), BF16), ((512, 320), BF16), ((65, 300), FP32)], ids=str)
 def test_cards_without_wgmma(dims, dtype):
     with arch.as_card("sm_86"):
         for seed in range(2):

@@ -15,6 +15,7 @@ import torch
 
 from tilewise import arch, checks
 from tilewise.gpu import prefill, tilings, widths
+from tilewise.gpu.abi import FP8
 from tilewise.gpu.pattern import NO_PATTERN, SLAB, AnySchedule, Pattern, stacked
 from tilewise.plan.schedule import BlockSchedule
 from tilewise.scores import Scores
@@ -29,7 +30,7 @@ Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
 
 def check_served(q: torch.Tensor, where: str, value_dim: int | None = None) -> None:
-    """NotImplementedError for what no forward kernel serves; value_dim: the head_dim of v, if it is another than q's."""
+    """NotImplementedError for what no forward kernel serves; value_dim: the head_dim of v, if it is another."""
     instead = 'backend="cpu"' if where == "emulator" else ".cpu() tensors"
     if q.dtype not in tilings.DTYPES:
         raise NotImplementedError(
@@ -46,13 +47,13 @@ def check_served(q: torch.Tensor, where: str, value_dim: int | None = None) -> N
 
 
 def _check_head_dims(q: torch.Tensor, value_dim: int, instead: str) -> None:
-    most = widths.NARROW[-1] if q.dtype == tilings.FP8 else widths.MAX_HEAD_DIM
+    most = widths.NARROW[-1] if q.dtype == FP8 else widths.MAX_HEAD_DIM
     for name, head_dim in (("", q.shape[-1]), (" of v", value_dim)):
         if head_dim > most:
             also = ", or bfloat16" if head_dim <= widths.MAX_HEAD_DIM else ""
+            kind = str(q.dtype).removeprefix("torch.")
             raise NotImplementedError(
-                f"GPU kernels take head_dim{name} up to {most} in {str(q.dtype).removeprefix('torch.')}, got {head_dim}; "
-                f"use {instead}{also}"
+                f"GPU kernels take head_dim{name} up to {most} in {kind}, got {head_dim}; use {instead}{also}"
             )
 
 

@@ -57,10 +57,10 @@ def _tiling(
     return MmaTiling(torch.bfloat16, tile_q, tile_kv, warp_rows, stages, q_registers, blocks)
 
 
-# By bytes of an operand and padded head dimension, the wider one where V has another: the first that fits the card's shared memory is taken. A warp holds
-# S and O of its rows in registers. With 32 rows each fragment of K and V that is read serves two products, which takes
-# shared memory out of the way; where O leaves no registers for that, warps have sixteen. Two blocks per multiprocessor
-# hide each other's barriers and softmax, and come before longer key blocks.
+# By bytes of an operand and padded head dimension, the wider one where V has another: the first that fits the card's
+# shared memory is taken. A warp holds S and O of its rows in registers. With 32 rows each fragment of K and V that is
+# read serves two products, which takes shared memory out of the way; where O leaves no registers for that, warps have
+# sixteen. Two blocks per multiprocessor hide each other's barriers and softmax, and come before longer key blocks.
 TILINGS: dict[tuple[int, int], tuple[MmaTiling, ...]] = {
     (2, 64): (_tiling(128, 64, 32, 2, 2, q_registers=True),),
     (2, 96): (_tiling(128, 64, 32, 1, 2),),

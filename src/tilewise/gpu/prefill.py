@@ -120,7 +120,10 @@ class Forward:
         if tma and self.mapped:
             q_map, o_map = (
                 _map_spec(
-                    x, (x.shape[-1], *sizes), (x.stride(-2), x.stride(-3), x.stride(-2) * pack, 0 if packed else x.stride(0)), box
+                    x,
+                    (x.shape[-1], *sizes),
+                    (x.stride(-2), x.stride(-3), x.stride(-2) * pack, 0 if packed else x.stride(0)),
+                    box,
                 )
                 for x in (q, o)
             )

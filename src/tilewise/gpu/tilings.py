@@ -61,8 +61,9 @@ class Tiling:
         return 2 if self.tile_q == 64 else 1
 
 
-# By padded head dimension, the wider one where V has another. A warpgroup holds S (64 × tile_kv), P of the block before it and O at once; a block holds Q
-# and rings of K and V. At 64 the softmax takes longer than the products: three warpgroups hide it.
+# By padded head dimension, the wider one where V has another. A warpgroup holds S (64 × tile_kv), P of the block before
+# it and O at once; a block holds Q and rings of K and V. At 64 the softmax takes longer than the products: three
+# warpgroups hide it.
 TILINGS = {
     64: Tiling(192, 128, 2, 4, 3, ping_pong=True, q_registers=False, lazy=True),
     96: Tiling(128, 128, 2, 3, 2, ping_pong=True, q_registers=True, lazy=True),
@@ -327,7 +328,7 @@ def spec_of(
 def spec_for(
     card: str, dtype: torch.dtype, head_dim: int, seqlen_q: float, scores: Scores, **loads: Any
 ) -> tuple[AnyTiling, KernelSpec]:
-    """The tiling that a problem gets, and its kernel. loads: tma, page_size, pattern and value_dim, as `choose` has them."""
+    """The tiling that a problem gets, and its kernel. loads: tma, page_size, pattern, value_dim, as in `choose`."""
     tiling = choose(card, dtype, head_dim, seqlen_q, scores, **loads)
     return tiling, spec_of(dtype, head_dim, tiling, scores, **loads)
 
