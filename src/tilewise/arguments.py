@@ -42,6 +42,7 @@ class Sizes(NamedTuple):
     heads_q: int
     heads_kv: int
     head_dim: int
+    value_dim: int
 
 
 Schedules = BlockSchedule | Sequence[BlockSchedule | None] | None
@@ -61,10 +62,11 @@ def check_qkv(
     seqlen_q, heads_q, head_dim = q.shape[-3:]
     shape = ("pages", "page_size", "heads", head_dim) if paged else (*batch, lead[-1], "heads", head_dim)
     checks.tensor("k", k, shape=shape, dtypes=(q.dtype,), device=q.device, unit_last_stride=True, like="q")
-    _check_one_head_dim(k, v)
-    checks.tensor("v", v, shape=tuple(k.shape), dtypes=(q.dtype,), device=q.device, unit_last_stride=True, like="q")
+    of_v = (*k.shape[:-1], "value_dim")
+    checks.tensor("v", v, shape=of_v, dtypes=(q.dtype,), device=q.device, unit_last_stride=True, like="q")
     seqlen_k, heads_kv = k.shape[-3:-1]
     checks.head_dim("head_dim of q", head_dim)
+    value_dim = checks.head_dim("head_dim of v", v.shape[-1])
     checks.integer("heads of k", heads_kv, 1)
     if heads_q == 0 or heads_q % heads_kv:
         order = ", ".join((*lead, "heads", "head_dim"))
@@ -72,22 +74,7 @@ def check_qkv(
             f"q must have a multiple of k's {heads_kv} heads, got {heads_q}; tensors are ({order}), those of torch's "
             "scaled_dot_product_attention need .transpose(-2, -3)"
         )
-    return Sizes(1 if packed else q.shape[0], seqlen_q, seqlen_k, heads_q, heads_kv, head_dim)
-
-
-def _check_one_head_dim(k: torch.Tensor, v: Any) -> None:
-    """Refuse a v that only has another head_dim than k: that means something, but no kernel has two."""
-    if not isinstance(v, torch.Tensor) or v.shape[:-1] != k.shape[:-1] or v.shape[-1] == k.shape[-1] or not v.shape[-1]:
-        return
-    mine, its = v.shape[-1], k.shape[-1]
-    pad = "torch.nn.functional.pad"
-    if max(mine, its) > MAX_HEAD_DIM:
-        instead = "use torch.nn.functional.scaled_dot_product_attention"
-    elif mine < its:
-        instead = f"use {pad}(v, (0, {its - mine})) and o[..., :{mine}]"
-    else:
-        instead = f"use {pad}(x, (0, {mine - its})) of q and of k, and scale={its} ** -0.5"
-    raise NotImplementedError(f"v has head_dim {mine} and k {its}, and kernels have one for both; {instead}")
+    return Sizes(1 if packed else q.shape[0], seqlen_q, seqlen_k, heads_q, heads_kv, head_dim, value_dim)
 
 
 def check_descales(q: torch.Tensor, descales: Descales, batch: int, heads_kv: int) -> Descales:
@@ -130,6 +117,7 @@ def check_scores(
     *,
     causal: bool = False,
     window: Any = None,
+    chunk: Any = None,
     scale: float | None = None,
     softcap: float = 0.0,
     sinks: torch.Tensor | None = None,
@@ -145,8 +133,13 @@ def check_scores(
     slopes = check_slopes(alibi_slopes, batch, heads_q, q.device)
     if sinks is not None:
         checks.tensor("sinks", sinks, shape=(heads_q,), dtypes=checks.FLOATS, device=q.device)
-    exact = checks.flag("exact", exact)
-    return Scores((left, right), scale, softcap, slopes is not None, exact, sinks, slopes)
+    exact, chunk = checks.flag("exact", exact), check_chunk(chunk)
+    return Scores((left, right), scale, softcap, slopes is not None, exact, chunk, sinks, slopes)
+
+
+def check_chunk(chunk: Any) -> int:
+    """The positions of a block; 0 for none, which callers say by None."""
+    return 0 if chunk is None else checks.integer("chunk", chunk, 1, hint="None means no blocks")
 
 
 def check_slopes(slopes: torch.Tensor | None, batch: int, heads_q: int, device: torch.device) -> torch.Tensor | None:
@@ -207,7 +200,7 @@ def check_call(
     checked = check_descales(q, descales, sizes.batch, sizes.heads_kv)
     checks.flag("return_lse", return_lse)
     checks.flag("deterministic", deterministic)
-    check_out(out, q)
+    check_out(out, q, sizes.value_dim)
     captured = () if function is None else function.tensors
     given = (k, v, options.get("sinks"), options.get("alibi_slopes"), *captured)
     where = check_backend(backend, q, given, rungs=rungs)
@@ -303,7 +296,7 @@ def check_lengths(name: str, lengths: Any, count: int, padded: int) -> list[int]
     return [checks.integer(name, n, 0, padded) for n in lengths]
 
 
-def check_levels(levels: Any, q: torch.Tensor, heads_kv: int) -> tuple[list[cpu.KV], list[LevelShape]]:
+def check_levels(levels: Any, q: torch.Tensor, heads_kv: int, value_dim: int) -> tuple[list[cpu.KV], list[LevelShape]]:
     """The (k, v) of each level and its (batch, padded length, valid lengths or None)."""
     if not isinstance(levels, (list, tuple)):
         raise TypeError(f"levels must be a list of (k, v) or (k, v, lengths), got {type(levels).__name__}")
@@ -317,7 +310,7 @@ def check_levels(levels: Any, q: torch.Tensor, heads_kv: int) -> tuple[list[cpu.
         rest: dict[str, Any] = {"dtypes": (q.dtype,), "device": q.device, "unit_last_stride": True, "like": "q"}
         checks.tensor(f"levels[{n}][0]", k, shape=shape, **rest)
         same = tuple(k.shape)
-        checks.tensor(f"levels[{n}][1]", v, shape=same, **rest)
+        checks.tensor(f"levels[{n}][1]", v, shape=(*same[:-1], value_dim), **rest)
         valid = check_lengths(f"levels[{n}][2]", level[2], *same[:2]) if len(level) == 3 else None
         sources.append((k, v))
         shapes.append((same[0], same[1], valid))
@@ -398,17 +391,18 @@ class PageListsOf:
         return np.where(at <= last, sequences.table[rows[:, None], np.minimum(at, last)], 0)
 
 
-def check_out(out: torch.Tensor | None, q: torch.Tensor) -> None:
+def check_out(out: torch.Tensor | None, q: torch.Tensor, value_dim: int | None = None) -> None:
+    """value_dim: of the values, q's head_dim if None."""
     if out is None:
         return
-    dtype = out_dtype(q.dtype)
-    checks.tensor("out", out, shape=tuple(q.shape), dtypes=(dtype,), device=q.device, unit_last_stride=True)
+    shape = (*q.shape[:-1], q.shape[-1] if value_dim is None else value_dim)
+    checks.tensor("out", out, shape=shape, dtypes=(out_dtype(q.dtype),), device=q.device, unit_last_stride=True)
     if any(stride == 0 and size > 1 for stride, size in zip(out.stride(), out.shape, strict=True)):
         raise ValueError(f"out must have a place for every element, got strides {out.stride()}; use torch.empty")
     if out.requires_grad or (out.is_inference() and not torch.is_inference_mode_enabled()):
         raise ValueError(
             "out must be writable here, got one that requires gradients or was made in inference mode; "
-            "use torch.empty_like(q) under the same mode"
+            f"use q.new_empty({shape}) under the same mode"
         )
 
 

@@ -18,7 +18,7 @@ import torch
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 INTEGERS = (torch.int32, torch.int64)
-MAX_HEAD_DIM = 512
+MAX_HEAD_DIM = 576
 
 
 def _names(dtypes: Collection[torch.dtype]) -> str:

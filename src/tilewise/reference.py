@@ -31,9 +31,13 @@ def visible(
     *,
     causal: bool = False,
     window: Window | None = None,
+    chunk: int | None = None,
     device: torch.device | None = None,
 ) -> torch.Tensor:
-    """Which key each query sees: bool (seqlen_q, seqlen_k), aligned bottom-right (the last query sees the last key)."""
+    """Which key each query sees: bool (seqlen_q, seqlen_k), aligned bottom-right (the last query sees the last key).
+
+    chunk: blocks of so many positions, of which a query sees its own alone.
+    """
     key = torch.arange(seqlen_k, device=device)
     query = torch.arange(seqlen_q, device=device)[:, None] + seqlen_k - seqlen_q  # the query's position among the keys
     seen = torch.ones(seqlen_q, seqlen_k, dtype=torch.bool, device=device)
@@ -44,6 +48,8 @@ def visible(
         seen &= key >= query - left
     if right is not None:
         seen &= key <= query + right
+    if chunk is not None:
+        seen &= key // chunk == query // chunk  # of a query before the first key: rounded down, no key's block
     return seen
 
 
@@ -62,8 +68,10 @@ def attention(
     k: torch.Tensor,
     v: torch.Tensor,
     *,
+    qv: torch.Tensor | None = None,
     causal: bool = False,
     window: Window | None = None,
+    chunk: int | None = None,
     scale: float | None = None,
     softcap: float = 0.0,
     sinks: torch.Tensor | None = None,
@@ -77,12 +85,13 @@ def attention(
     fp8_weights: bool = False,
     first: int = 0,
 ) -> State:
-    """softmax(q kᵀ · scale) v. q (B, Nq, Hq, D), k and v (B, Nk, Hkv, D) -> o (B, Nq, Hq, D), lse (B, Hq, Nq).
+    """softmax(q kᵀ · scale) v. q (B, Nq, Hq, D), k (B, Nk, Hkv, D), v (B, Nk, Hkv, Dv) -> o (B, Nq, Hq, Dv),
+    lse (B, Hq, Nq).
 
-    `mask`: a function (b, h, q, k) -> bool, or bools, broadcastable to (B, Hq, Nq, Nk): True = visible, on top of the
-    other rules. `score`: a function (s, b, h, q, k) -> the score. `first`: the b of the first sequence. `dtype` is what
-    the arithmetic runs in: float64 for the oracle, the inputs' own for `baseline`. `fp8_weights`: the softmax's weights
-    are rounded to e4m3, 256 standing for 1.
+    `qv` (B, Nq, Hq, Dv): scores are (q kᵀ + qv vᵀ) · scale. `mask`: a function (b, h, q, k) -> bool, or bools,
+    broadcastable to (B, Hq, Nq, Nk): True = visible, on top of the other rules. `score`: a function (s, b, h, q, k) ->
+    the score. `first`: the b of the first sequence. `dtype` is what the arithmetic runs in: float64 for the oracle, the
+    inputs' own for `baseline`. `fp8_weights`: the softmax's weights are rounded to e4m3, 256 standing for 1.
     """
     batch, nq, hq, head_dim = q.shape
     nk, hkv = k.shape[1], k.shape[2]
@@ -90,7 +99,11 @@ def attention(
     q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
     k, v = k.repeat_interleave(hq // hkv, dim=2), v.repeat_interleave(hq // hkv, dim=2)
 
-    scores = torch.einsum("bihd,bjhd->bhij", q, k) * (head_dim**-0.5 if scale is None else scale)
+    products = torch.einsum("bihd,bjhd->bhij", q, k)
+    if qv is not None:
+        head_dim += qv.shape[-1]
+        products = products + torch.einsum("bihd,bjhd->bhij", qv.to(dtype), v)
+    scores = products * (head_dim**-0.5 if scale is None else scale)
     if softcap:
         scores = softcap * torch.tanh(scores / softcap)
     if alibi_slopes is not None:
@@ -105,7 +118,7 @@ def attention(
     if function is not None and function.score is not None:
         scores = function.scored(scores, *pairs).expand_as(scores)
 
-    seen = visible(nq, nk, causal=causal, window=window, device=q.device)
+    seen = visible(nq, nk, causal=causal, window=window, chunk=chunk, device=q.device)
     if schedule is not None:
         seen = seen & _scheduled(schedule, slice(first, first + batch), hq).to(seen.device)
     if isinstance(mask, torch.Tensor):
@@ -117,7 +130,7 @@ def attention(
     if sinks is not None:  # one more column, whose value is zero
         column = sinks.to(dtype)[None, :, None, None].expand(*scores.shape[:3], 1)
         scores = torch.cat((scores, column), dim=-1)
-        v = torch.cat((v, torch.zeros_like(v[:, :1])), dim=1) if nk else v.new_zeros(v.shape[0], 1, hq, head_dim)
+        v = torch.cat((v, torch.zeros_like(v[:, :1])), dim=1) if nk else v.new_zeros(v.shape[0], 1, *v.shape[2:])
     # A row that sees no key has the empty state, and gradients of 0: neither is left to a softmax of −inf alone.
     empty = (scores == -math.inf).all(-1)
     scores = scores.masked_fill(empty[..., None], 0.0)
@@ -150,13 +163,15 @@ def attention_varlen(
     cu_seqlens_q: torch.Tensor,
     cu_seqlens_k: torch.Tensor,
     *,
+    qv: torch.Tensor | None = None,
     alibi_slopes: torch.Tensor | None = None,
     schedule: BlockSchedule | Sequence[BlockSchedule | None] | None = None,
     dtype: torch.dtype = torch.float64,
     **options: Any,
 ) -> State:
-    """Each packed sequence alone: q (total_q, Hq, D), k, v (total_k, Hkv, D) -> o like q, lse (Hq, total_q)."""
-    o = torch.zeros(q.shape, dtype=dtype)
+    """Each packed sequence alone: q (total_q, Hq, D), k (total_k, Hkv, D), v (total_k, Hkv, Dv) -> o (total_q, Hq, Dv),
+    lse (Hq, total_q)."""
+    o = torch.zeros(*q.shape[:-1], v.shape[-1], dtype=dtype)
     lse = torch.full((q.shape[1], q.shape[0]), -math.inf, dtype=dtype)
     starts_q, starts_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
     for b in range(len(starts_q) - 1):
@@ -164,6 +179,7 @@ def attention_varlen(
         slopes = alibi_slopes[b] if alibi_slopes is not None and alibi_slopes.dim() == 2 else alibi_slopes
         one = schedule[b] if isinstance(schedule, Sequence) else schedule
         given = {"alibi_slopes": slopes, "schedule": one, "first": b, "dtype": dtype, **options}
+        given["qv"] = None if qv is None else qv[None, rows]
         state = attention(q[None, rows], k[None, keys], v[None, keys], **given)
         o[rows], lse[:, rows] = state[0][0], state[1][0]
     return o, lse
@@ -244,8 +260,8 @@ def shared_prefix_attention(
 ) -> State:
     """Every sequence over its own copy of its prefixes and of its own keys.
 
-    q (B, Nq, Hq, D) -> o (B, Nq, Hq, D), lse (B, Hq, Nq). Prefixes are in full view of every query; the causal rule
-    lies over the sequence's own keys alone, bottom-right.
+    q (B, Nq, Hq, D), values with Dv -> o (B, Nq, Hq, Dv), lse (B, Hq, Nq). Prefixes are in full view of every query;
+    the causal rule lies over the sequence's own keys alone, bottom-right.
     """
     batch, nq = q.shape[:2]
     states = []
@@ -277,18 +293,18 @@ def tiled_attention(
 ) -> State:
     """The Flash Attention loop in plain PyTorch, float32: the first rung of the ladder.
 
-    q (B, Nq, H, D), k and v (B, Nk, H, D), any lengths -> o (B, Nq, H, D), lse (B, H, Nq). Four things in this loop are
-    easily got wrong, and each was once: the probabilities P and the running sum l are two things; the old maximum is
-    taken inside the loop over key tiles, before the new one; O is divided by l once, at the end; the log-sum-exp is
-    m + log l, not l.
+    q (B, Nq, H, D), k and v (B, Nk, H, D or Dv), any lengths -> o (B, Nq, H, Dv), lse (B, H, Nq). Four things in this
+    loop are easily got wrong, and each was once: the probabilities P and the running sum l are two things; the old
+    maximum is taken inside the loop over key tiles, before the new one; O is divided by l once, at the end; the
+    log-sum-exp is m + log l, not l.
     """
     q, k, v = (x.transpose(1, 2).float() for x in (q, k, v))  # (B, H, N, D)
     nq, nk = q.shape[2], k.shape[2]
     scale = q.shape[3] ** -0.5 if scale is None else scale
-    o, lse = torch.zeros_like(q), torch.full(q.shape[:3], -math.inf)
+    o, lse = torch.zeros(*q.shape[:3], v.shape[3]), torch.full(q.shape[:3], -math.inf)
     for i in range(0, nq, tile_q):
         q_i = q[:, :, i : i + tile_q]  # the last tile may be shorter
-        o_i = torch.zeros_like(q_i)
+        o_i = torch.zeros(*q_i.shape[:3], v.shape[3])
         l_i = torch.zeros(*q_i.shape[:3], 1)
         m_i = torch.full_like(l_i, -math.inf)
         for j in range(0, nk, tile_kv):

@@ -92,9 +92,9 @@ def test_what_no_kernel_serves():
     with pytest.raises(NotImplementedError, match='head_dim up to 576 in bfloat16, got 577; use backend="cpu"'):
         check_served(q, "emulator")
     with pytest.raises(NotImplementedError, match="head_dim of v up to 576 in bfloat16, got 600"):
-        check_served(q[..., :64], "emulator", 600)
+        check_served(q[..., :64], "emulator", torch.empty(1, 8, 1, 600))
     with pytest.raises(NotImplementedError, match=r"up to 256 in float8_e4m3fn, got 512; use .* or bfloat16"):
-        check_served(q[..., :64].to(FP8), "emulator", 512)
+        check_served(q[..., :64].to(FP8), "emulator", torch.empty(1, 8, 1, 512))
     q = q[..., :64]
     with pytest.raises(NotImplementedError, match="head_dim of v up to 576"):
         GpuCall(Scores(), False)(q, q, torch.empty(1, 8, 1, 600, dtype=BF16), None, None, None)

@@ -206,8 +206,9 @@ class Packed(_Described):
         by = self._on_cpu if call.where == "cpu" else self._by_kernels
         d_q, d_k, d_v, d_sinks = by(call, (q, keys, values), (cu_q, cu_k), sinks, state, grads)
         if of_pages is not None:  # a page may stand in the table twice
-            flat = torch.zeros(k.flatten(0, 1).shape, dtype=torch.float32, device=k.device)
-            d_k, d_v = (flat.index_add(0, of_pages, x.float()).view(k.shape) for x in (d_k, d_v))
+            zeros = [torch.zeros(x.flatten(0, 1).shape, dtype=torch.float32, device=x.device) for x in (k, v)]
+            d_k = zeros[0].index_add_(0, of_pages, d_k.float()).view(k.shape)
+            d_v = zeros[1].index_add_(0, of_pages, d_v.float()).view(v.shape)
         return d_q, d_k, d_v, None, None, None, d_sinks, None
 
     def _on_cpu(self, call: arguments.Call, tensors: Any, starts: Any, sinks: Any, state: State, grads: Grads) -> Any:
@@ -251,9 +252,9 @@ class SharedPrefix:
         scores = arguments.check_scores(q, len(q), sinks=sinks, **self.scores)
         if arguments.check_backend(self.rest["backend"], q, []) == "cpu":
             shapes = [(len(x), x.shape[1], n) for (x, _), n in zip(sources, self.lengths, strict=True)]
-            (batch, seqlen_q, heads_q, head_dim), heads_kv = q.shape, k.shape[2]
+            (batch, seqlen_q, heads_q, head_dim), (heads_kv, value_dim) = q.shape, v.shape[2:]
             options = {"causal": self.scores["causal"], "io_bytes": q.element_size()}
-            plan = plan_shared_prefix(batch, seqlen_q, shapes, heads_q, heads_kv, head_dim, **options)
+            plan = plan_shared_prefix(batch, seqlen_q, shapes, heads_q, heads_kv, head_dim, value_dim, **options)
             made = walk(plan, q, sources, Scoring.of(scores), sinks, backward.by_rows(state), backward.by_rows(grads))
         else:
             rest = (state, grads, self.rest["deterministic"])
@@ -284,8 +285,8 @@ def walk(
     state: State,
     grads: Grads,
 ) -> Found:
-    """state: o (rows, Hq, D) and lse (rows, Hq) with sinks in it; grads: of both, or None."""
+    """state: o (rows, Hq, Dv) and lse (rows, Hq) with sinks in it; grads: of both, or None."""
     (o, lse), (d_o, d_lse) = state, grads
-    rows = backward.Rows.of(q.reshape(o.shape), o, lse, d_o, d_lse)
+    rows = backward.Rows.of(q.reshape(*o.shape[:-1], q.shape[-1]), o, lse, d_o, d_lse)
     d_q, d_sources = backward.gradients(plan, rows, sources, scoring)
     return Found(d_q.view(q.shape), d_sources, backward.of_sinks(sinks, rows))

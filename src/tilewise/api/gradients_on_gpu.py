@@ -66,10 +66,10 @@ def _stacked(schedule: Any, tensors: tuple[torch.Tensor, torch.Tensor, torch.Ten
 
 
 def dropped(call: arguments.Call, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, starts: Any = None) -> State:
-    """The state of a call with dropout, which no forward kernel does: o like q, lse (B, Hq, Nq) or (Hq, total_q)."""
+    """The state of a call with dropout, which no forward kernel does: o, lse (B, Hq, Nq) or (Hq, total_q)."""
     with full_precision():
         o, lse = _problem(call, (q, k, v), starts).state()
-    return o.view(q.shape), _as_lse(lse, q)
+    return o.view(*q.shape[:-1], v.shape[-1]), _as_lse(lse, q)
 
 
 def _by_products(
@@ -79,9 +79,8 @@ def _by_products(
     (o, lse), (d_o, d_lse) = by_rows(state), by_rows(grads)
     found = _problem(call, tensors, starts).gradients(o, lse, d_o, d_lse)
     d_q, d_k, d_v = (made.view(x.shape).to(x.dtype) for made, x in zip(found, tensors, strict=True))
-    return Gradients(
-        d_q, d_k, d_v, of_sinks(call.scores.sinks, Rows.of(tensors[0].reshape(o.shape), o, lse, d_o, d_lse))
-    )
+    rows = Rows.of(tensors[0].flatten(0, -3), o, lse, d_o, d_lse)
+    return Gradients(d_q, d_k, d_v, of_sinks(call.scores.sinks, rows))
 
 
 def _problem(call: arguments.Call, tensors: Any, starts: Any) -> Problem:

@@ -18,17 +18,16 @@ def plan_on_cpu(call: arguments.Call, io_bytes: int) -> Plan:
     """The plan of `attention` on the CPU."""
     batch, seqlen_q, seqlen_k, heads_q = call.sizes[:4]
     pattern = together(call.schedule, call.function, batch, heads_q, seqlen_q, seqlen_k)
-    return plan_dense(*call.sizes, window=call.scores.window, schedule=pattern, io_bytes=io_bytes)
+    scores = call.scores
+    return plan_dense(*call.sizes, window=scores.window, chunk=scores.chunk, schedule=pattern, io_bytes=io_bytes)
 
 
 def packed_plan_on_cpu(call: arguments.Call, starts_q: list[int], starts_k: list[int], io_bytes: int) -> Plan:
     """The plan of `attention_varlen` on the CPU."""
-    heads_q, heads_kv, head_dim = call.sizes[3:]
+    heads_q, heads_kv, *dims = call.sizes[3:]
     schedules = together_packed(call.schedule, call.function, starts_q, starts_k, heads_q)
-    window = call.scores.window
-    return plan_varlen(
-        starts_q, starts_k, heads_q, heads_kv, head_dim, window=window, schedules=schedules, io_bytes=io_bytes
-    )
+    rules: dict[str, Any] = {"window": call.scores.window, "chunk": call.scores.chunk}
+    return plan_varlen(starts_q, starts_k, heads_q, heads_kv, *dims, **rules, schedules=schedules, io_bytes=io_bytes)
 
 
 def full_precision() -> AbstractContextManager[Any]:
@@ -49,8 +48,8 @@ def dense_on_cpu(
     call: arguments.Call,
     out: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`attention` on the CPU: o like q (bfloat16 for FP8), lse (B, Hq, Nq)."""
-    batch, seqlen_q, seqlen_k, heads_q, heads_kv, _ = call.sizes
+    """`attention` on the CPU: o (B, Nq, Hq, Dv) like q (bfloat16 for FP8), lse (B, Hq, Nq)."""
+    batch, seqlen_q, seqlen_k, heads_q, heads_kv = call.sizes[:5]
     fp8 = q.dtype == FP8
     if fp8:
         q, k, v = (arguments.widened(x, by, heads_kv) for x, by in zip((q, k, v), call.descales, strict=True))
@@ -74,7 +73,8 @@ def packed_on_cpu(
     starts_k: list[int],
     out: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`attention_varlen` on the CPU over packed k and v: o like q (bfloat16 for FP8), lse (Hq, total_q)."""
+    """`attention_varlen` on the CPU, k and v packed: o (total_q, Hq, Dv) like q (bfloat16 for FP8), lse (Hq,
+    total_q)."""
     heads_kv = call.sizes.heads_kv
     fp8 = q.dtype == FP8
     if fp8:

@@ -73,7 +73,8 @@ def attention_tree(
     """Causal attention of sequences that share beginnings, over a tree of their tokens: each token sees itself and what
     comes before it in its sequence, as `attention_varlen` would have it of the unshared sequences.
 
-    q: (total, Hq, D) float32, float16 or bfloat16; k, v: (total, Hkv, D) of the same dtype; total = tree.num_tokens.
+    q: (total, Hq, D) float32, float16 or bfloat16; k, v: (total, Hkv, D or Dv) of the same dtype; total =
+    tree.num_tokens.
     window: (left, right); a token sees `left` tokens before its own in its sequence, None for all; what comes after it
     is never seen. scale, softcap, sinks, backend: as in `attention`.
     Gradients of q, k, v, sinks, o and the LSE are served; those of k and v of shared tokens are summed in float32.
@@ -81,7 +82,7 @@ def attention_tree(
 
     What the tree looks like is told by tensors: other lengths and branches compile nothing, and on a GPU nothing waits.
 
-    Returns o (total, Hq, D), with return_lse also the LSE (Hq, total) float32.
+    Returns o (total, Hq, Dv), with return_lse also the LSE (Hq, total) float32.
     """
     given: dict[str, Any] = {"window": window, "scale": scale, "softcap": softcap}
     rest: dict[str, Any] = {"deterministic": deterministic, "backend": backend}
@@ -129,11 +130,11 @@ class Tree:
     deterministic: bool
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None) -> State:
-        """o like q and lse (Hq, total), sinks joined."""
+        """o (total, Hq, Dv) and lse (Hq, total), sinks joined."""
         if self.where != "cpu":
             return self.under_blocks(q, k, v, sinks)
         with full_precision():
-            o, lse = cpu.run(self.plan(q, k), q, [(k, v)], Scoring.of(self.scores))
+            o, lse = cpu.run(self.plan(q, v), q, [(k, v)], Scoring.of(self.scores))
         state = result(o, lse.transpose(0, 1), sinks, None, True)
         assert isinstance(state, tuple)
         return state
@@ -143,13 +144,13 @@ class Tree:
         if self.where != "cpu":
             return self._by_kernels(q, k, v, sinks, state, grads)
         scoring = Scoring.of(replace(self.scores, sinks=sinks))
-        found = gradients.walk(self.plan(q, k), q, [(k, v)], scoring, sinks, by_rows(state), by_rows(grads))
+        found = gradients.walk(self.plan(q, v), q, [(k, v)], scoring, sinks, by_rows(state), by_rows(grads))
         return found.d_q, *found.d_sources[0], found.d_sinks
 
-    def plan(self, q: torch.Tensor, k: torch.Tensor) -> Plan:
+    def plan(self, q: torch.Tensor, v: torch.Tensor) -> Plan:
         """The plan that the CPU walks forward and backward; kept with the tree, for every layer asks for the same."""
-        sizes, left, io_bytes = (q.shape[1], k.shape[1], q.shape[2]), self.scores.window[0], q.element_size()
-        ends = self.tree.host_ends
+        sizes = (q.shape[1], v.shape[1], q.shape[2], v.shape[2])
+        ends, left, io_bytes = self.tree.host_ends, self.scores.window[0], q.element_size()
         key = ("plan", sizes, left, io_bytes)
         return self.tree.keep(key, lambda: plan_branches(ends, *sizes, left=left, io_bytes=io_bytes))
 

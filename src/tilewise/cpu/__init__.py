@@ -34,13 +34,16 @@ LOAD_BYTES = 32 << 20  # K (and as much V) turned to float32 at once from a page
 
 
 def run(plan: Plan, q: torch.Tensor, sources: Sequence[KV], scoring: Scoring, out: torch.Tensor | None = None) -> KV:
-    """Run a dense, packed, sparse or shared-prefix plan: o like q (in `out` if given), lse (rows, heads) float32.
+    """Run a dense, packed, sparse or shared-prefix plan: o (in `out` if given), lse (rows, heads) float32.
 
-    q (B, Nq, Hq, D) or (rows, Hq, D); each source k, v (B, Nk, Hkv, D) or (keys, Hkv, D).
+    q (B, Nq, Hq, D) or (rows, Hq, D); each source k (B, Nk, Hkv, D) or (keys, Hkv, D), v the same with Dv -> o as q is,
+    with Dv.
     """
     whole = plan.work[0] if len(plan.work) == 1 else None
     if isinstance(whole, Tiles) and q.dim() == 4 and (whole.rows, whole.count) == (q.shape[1], q.shape[0]):
         o, lse = _regular_state(whole, q, *sources[whole.source], scoring)  # every row in one item: nothing to collect
+        if out is None and o.shape[-1] != q.shape[-1]:
+            o = o.contiguous()  # a part of wider rows
         return o if out is None else out.copy_(o), lse.reshape(plan.rows, plan.heads_q)
     states = _accumulator(plan, q, out)
     for item in plan.work:
@@ -63,7 +66,7 @@ def run_paged(
     layer: int,
     scoring: Scoring,
 ) -> KV:
-    """Run a plan over pages: q (rows, Hq, D) in the plan's order -> o like q, lse (rows, Hq) float32."""
+    """Run a plan over pages: q (rows, Hq, D) in the plan's order -> o (rows, Hq, Dv), lse (rows, Hq) float32."""
     stored = cache.format.dtype  # None for a quantised format
     compute = q.dtype if stored == q.dtype else torch.float32
     queries = q.to(compute)
@@ -154,14 +157,15 @@ def _paged(plan: Plan) -> list[PagedTiles]:
 
 def _accumulator(plan: Plan, q: torch.Tensor, out: torch.Tensor | None, exclusive: bool | None = None) -> Accumulator:
     """States for the plan's rows; they lie in `out` itself where nothing has to be merged or converted."""
-    packed = (plan.rows, plan.heads_q, plan.head_dim)
+    packed = (plan.rows, plan.heads_q, plan.out_dim)
     exclusive = plan.exclusive if exclusive is None else exclusive
     o = out.view(packed) if exclusive and out is not None and out.is_contiguous() else None
     return Accumulator(packed, q.dtype if exclusive else torch.float32, exclusive=exclusive, o=o)
 
 
 def _finish(states: Accumulator, q: torch.Tensor, out: torch.Tensor | None) -> KV:
-    o = states.finish().view(q.shape)
+    o = states.finish()
+    o = o.view(*q.shape[:-1], o.shape[-1])
     if out is None:
         return o.to(q.dtype), states.lse
     if out.data_ptr() != o.data_ptr():

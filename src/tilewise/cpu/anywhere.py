@@ -54,8 +54,8 @@ class Seen(NamedTuple):
 
 
 class Problem(NamedTuple):
-    """Packed sequences: q (rows, Hq, D), k and v (keys, Hkv, D), and where each starts in them, on the host. schedules:
-    one per sequence, or one for all, or None."""
+    """Packed sequences: q (rows, Hq, D), k (keys, Hkv, D) and v (keys, Hkv, Dv), and where each starts in them, on the
+    host. schedules: one per sequence, or one for all, or None."""
 
     q: torch.Tensor
     k: torch.Tensor
@@ -90,8 +90,8 @@ class Problem(NamedTuple):
         return View(*places, band, mask, None, sequence, count_up(0, heads, device), steady=True)
 
     def state(self) -> KV:
-        """o (rows, Hq, D) and lse (rows, Hq) float32."""
-        o = torch.zeros_like(self.q)
+        """o (rows, Hq, Dv) and lse (rows, Hq) float32."""
+        o = self.q.new_zeros(*self.q.shape[:2], self.v.shape[-1])
         lse = torch.full(self.q.shape[:2], -torch.inf, dtype=torch.float32, device=self.q.device)
         for rows, keys, view in self.parts():
             made = product_state(self.q[None, rows], self.k[None, keys], self.v[None, keys], self.scoring, view)
@@ -101,7 +101,7 @@ class Problem(NamedTuple):
     def gradients(
         self, o: torch.Tensor, lse: torch.Tensor, d_o: torch.Tensor | None, d_lse: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Of q, k and v, float32. o, d_o (rows, Hq, D); lse, d_lse (rows, Hq)."""
+        """Of q, k and v, float32. o, d_o (rows, Hq, Dv); lse, d_lse (rows, Hq)."""
         at = Rows.of(self.q, o, lse, d_o, d_lse).with_d_q()
         over = Keys.of(self.k, self.v)
         for rows, keys, view in self.parts():

@@ -23,14 +23,14 @@ import torch
 from tilewise.cpu.blocks import blocks_view
 from tilewise.cpu.products import Space
 from tilewise.cpu.scoring import ALL, Scoring, View, count_up, counted
-from tilewise.cpu.tiles import KV, MASK_VALUES
+from tilewise.cpu.tiles import KV, MASK_VALUES, evened
 from tilewise.plan.tiles import OPEN, Band, BlockTiles, Plan, Tiles
 
 FLASH_ROWS = 64  # fewer rows of a tile are worth no call of torch's flash backward per query head of a group
 
 
 class Rows(NamedTuple):
-    """Of some query rows, (rows, Hq, D) or (rows, Hq): all that the backward pass needs of them."""
+    """Of some query rows, (rows, Hq, D), of o and dO (rows, Hq, Dv), or (rows, Hq): all that the backward needs."""
 
     q: torch.Tensor
     o: torch.Tensor
@@ -43,7 +43,7 @@ class Rows(NamedTuple):
     def of(
         cls, q: torch.Tensor, o: torch.Tensor, lse: torch.Tensor, d_o: torch.Tensor | None, d_lse: torch.Tensor | None
     ) -> Rows:
-        """q, o, d_o (rows, Hq, D); lse, d_lse (rows, Hq) float32. A row that sees no key has no gradients."""
+        """q (rows, Hq, D); o, d_o (rows, Hq, Dv); lse, d_lse (rows, Hq) float32. A row that sees no key has none."""
         empty = lse == -math.inf
         d_o = torch.zeros_like(o) if d_o is None else d_o
         d_lse = None if d_lse is None else d_lse.masked_fill(empty, 0.0)
@@ -71,7 +71,7 @@ class Rows(NamedTuple):
 
 
 class Keys(NamedTuple):
-    """Some keys, (keys, Hkv, D) each: K, V, and float32 sums of their gradients."""
+    """Some keys: K (keys, Hkv, D), V (keys, Hkv, Dv), and float32 sums of their gradients."""
 
     k: torch.Tensor
     v: torch.Tensor
@@ -120,10 +120,12 @@ def _flash_gradients(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """dQ, dK, dV of q, k, v in float32, by one call of torch's CPU kernel.
 
-    tensors: q (n, Hq, rows, D), k, v (n, Hkv, keys, D), o, d_o like q, lse (n, Hq, rows). The kernel gets float32
-    whatever they are: of 16 bits it takes 2.5 times as long on a CPU that multiplies float32.
+    tensors: q (n, Hq, rows, D), k (n, Hkv, keys, D), v (n, Hkv, keys, Dv), o, d_o (n, Hq, rows, Dv), lse (n, Hq, rows).
+    The kernel gets float32 whatever they are: of 16 bits it takes 2.5 times as long on a CPU that multiplies float32.
     """
-    q, k, v, o, d_o, lse = (x.float() for x in tensors)
+    head_dim, value_dim = tensors[0].shape[-1], tensors[2].shape[-1]
+    q, k, v, o, d_o = evened(*(x.float() for x in tensors[:5]))
+    lse = tensors[5].float()
     heads, group = k.shape[1], q.shape[1] // k.shape[1]
     if group > 1:
         k, v = (x.repeat_interleave(group, 1) for x in (k, v))
@@ -132,7 +134,7 @@ def _flash_gradients(
     )
     if group > 1:
         d_k, d_v = (x.unflatten(1, (heads, group)).sum(2) for x in (d_k, d_v))
-    return d_q, d_k, d_v
+    return d_q[..., :head_dim], d_k[..., :head_dim], d_v[..., :value_dim]
 
 
 def product_gradients(at: Rows, over: Keys, scoring: Scoring, view: View | None) -> None:
@@ -140,7 +142,9 @@ def product_gradients(at: Rows, over: Keys, scoring: Scoring, view: View | None)
     rows, heads_q, _ = at.q.shape
     heads_kv = over.k.shape[1]
     group = heads_q // heads_kv
-    space = Space.of(rows, group, over.k[None], scoring.scored, kept=False)
+    space = Space.of(
+        rows, group, (over.k if at.q.shape[-1] > over.v.shape[-1] else over.v)[None], scoring.scored, kept=False
+    )
     for head, row in product(range(0, heads_kv, space.heads), range(0, rows, space.rows)):
         kv = slice(head, min(head + space.heads, heads_kv))
         heads, strip = slice(kv.start * group, kv.stop * group), slice(row, min(row + space.rows, rows))
@@ -192,7 +196,7 @@ def of_sinks(sinks: torch.Tensor | None, rows: Rows) -> torch.Tensor | None:
 
 
 def by_rows(given: Any) -> Any:
-    """o and lse, or their gradients, dense or packed, as (rows, Hq, D) and (rows, Hq)."""
+    """o and lse, or their gradients, dense or packed, as (rows, Hq, Dv) and (rows, Hq)."""
     o, lse = given
     if o is not None:
         o = o.reshape(-1, *o.shape[-2:])
@@ -207,7 +211,7 @@ def by_rows(given: Any) -> Any:
 def gradients(plan: Plan, at: Rows, sources: Sequence[KV], scoring: Scoring) -> tuple[torch.Tensor, list[KV]]:
     """Walk a dense, packed, sparse or shared-prefix plan: dQ (rows, Hq, D), and (dK, dV) of each source, float32.
 
-    at: the plan's rows, packed. Each source k, v (B, Nk, Hkv, D) or (keys, Hkv, D); dK and dV are like them.
+    at: the plan's rows, packed. Each source k, v (B, Nk, Hkv, D or Dv) or (keys, Hkv, D or Dv); dK, dV are like them.
     """
     if by_flash(at, scoring) and (batch := _one_batch(plan, sources, scoring)):
         k, v = sources[0]
@@ -229,8 +233,8 @@ def gradients(plan: Plan, at: Rows, sources: Sequence[KV], scoring: Scoring) -> 
             _block_gradients(item, at, every[0], scoring)
         else:
             raise TypeError(f"a plan over tensors holds no {type(item).__name__}")
-    shapes = [k.shape for k, _ in sources]
-    return at.added(), [(keys.d_k.view(shape), keys.d_v.view(shape)) for keys, shape in zip(every, shapes, strict=True)]
+    of_sources = zip(every, sources, strict=True)
+    return at.added(), [(keys.d_k.view(k.shape), keys.d_v.view(v.shape)) for keys, (k, v) in of_sources]
 
 
 def _one_batch(plan: Plan, sources: Sequence[KV], scoring: Scoring) -> int:

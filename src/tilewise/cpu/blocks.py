@@ -34,7 +34,7 @@ def run_blocks(
     else:  # one KV head at a time, so that what is gathered stays in the caches
         runs = [(slice(start, min(start + at_once, tiles)), 0) for start in range(0, tiles, at_once)]
         shares = [slice(head, head + 1) for head in range(kv_heads.start, kv_heads.stop)]
-        space = torch.empty(2, at_once, keys, q.shape[-1], dtype=k.dtype, device="cpu")
+        space = [torch.empty(at_once, keys, x.shape[-1], dtype=x.dtype, device="cpu") for x in (k, v)]
     # A head's keys stay in the caches from one run to the next; what rows see serves all heads, and is worth more.
     hidden = item.masked or item.partial
     order = list(product(runs, shares)) if hidden else [(run, share) for share in shares for run in runs]

@@ -14,7 +14,7 @@ import math
 import torch
 
 from tilewise.cpu.scoring import Scoring, count_up
-from tilewise.cpu.tiles import KV, Hidden, flash
+from tilewise.cpu.tiles import KV, Hidden, evened, flash
 from tilewise.plan.tiles import OPEN, Band, seen_keys
 
 STRIP = 256  # rows under a band that go over their keys together: as many as torch's kernel takes at once
@@ -31,12 +31,14 @@ def line_state(
 ) -> KV:
     """The state of n tiles: q (n, rows, Hq, D) over k, v (n, keys, Hkv, D) -> o (n, rows, Hq, D), lse (n, rows, Hq).
 
-    Rows and keys count from 0 under the band; row 0 stands at key `origin`. slopes: (n or 1, Hq) float32.
+    v and o may have another head dimension. Rows and keys count from 0 under the band; row 0 stands at key `origin`.
+    slopes: (n or 1, Hq) float32.
     """
     (rows, heads_q), (keys, heads_kv) = q.shape[1:3], k.shape[1:3]
     band = band.opened(rows, keys)
     height, group = rows if band == OPEN else STRIP, heads_q // heads_kv
-    k, v = k.flip(1), v.flip(1)
+    value_dim = v.shape[-1]
+    q, k, v = evened(q, k.flip(1), v.flip(1))
     o_all, lse_all = torch.empty_like(q), torch.empty(q.shape[:3], dtype=torch.float32, device="cpu")
     for first in range(0, rows, max(1, height)):
         strip = slice(first, min(first + height, rows))
@@ -51,7 +53,7 @@ def line_state(
             hidden = _line(slopes[:, these], origin + first - start, band.shifted(first - start), count, stop - start)
             o, lse = flash(q[:, strip, these].transpose(1, 2), these_k, these_v, scoring, False, hidden)
             o_all[:, strip, these], lse_all[:, strip, these] = o.transpose(1, 2), lse.transpose(1, 2)
-    return o_all, lse_all
+    return o_all[..., :value_dim], lse_all
 
 
 def _line(slopes: torch.Tensor, origin: int, band: Band, rows: int, keys: int) -> Hidden:

@@ -28,12 +28,13 @@ LEAST_WEIGHT = 1.01 * math.exp(LEAST_EXPONENT)
 
 
 def product_state(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scoring: Scoring, view: View | None) -> KV:
-    """The state of n tiles: q (n, rows, Hq, D) over k, v (n, keys, Hkv, D) -> o (n, rows, Hq, D), lse (n, rows, Hq)."""
+    """The state of n tiles: q (n, rows, Hq, D) over k, v (n, keys, Hkv, D or Dv) -> o (n, rows, Hq, Dv), lse (n, rows,
+    Hq)."""
     n, rows, heads_q, _ = q.shape
     heads_kv = k.shape[2]
     group = heads_q // heads_kv
-    space = Space.of(rows, group, k, scoring.scored)
-    o, lse = torch.empty_like(q), torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+    space = Space.of(rows, group, k if k.shape[-1] > v.shape[-1] else v, scoring.scored)
+    o, lse = q.new_empty(*q.shape[:3], v.shape[-1]), torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
     for b, head in product(range(n), range(0, heads_kv, space.heads)):
         kv = slice(head, min(head + space.heads, heads_kv))
         heads = slice(kv.start * group, kv.stop * group)
@@ -62,7 +63,8 @@ class Space(NamedTuple):
 
     @classmethod
     def of(cls, all_rows: int, group: int, k: torch.Tensor, scored: bool, kept: bool = True) -> Space:
-        """For all_rows rows of `group` query heads per KV head over k (n, keys, Hkv, D). kept: with the memory.
+        """For all_rows rows of `group` query heads per KV head over k (n, keys, Hkv, D), or v if its D is larger. kept:
+        with the memory.
 
         scored: by a function. What that computes from row and key alone serves all heads of a tile, so a tile has many
         heads then, of fewer rows and keys.
@@ -99,15 +101,16 @@ def _floats(*shape: int, device: torch.device) -> torch.Tensor:
 def _strip_state(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scoring: Scoring, view: View | None, space: Space
 ) -> KV:
-    """q (rows, Hq, D) over k, v (Hkv, keys, D), space.keys of them after the other -> o (rows, Hq, D), lse (rows, Hq).
+    """q (rows, Hq, D) over k, v (Hkv, keys, D or Dv), space.keys of them after the other -> o (rows, Hq, Dv), lse
+    (rows, Hq).
 
     The online softmax: o and total are relative to e^reference, which grows to the largest score yet.
     """
-    rows, heads, head_dim = q.shape
+    rows, heads, _ = q.shape
     kv_heads, count = k.shape[:2]
     # (rows, heads, D) -> (KV heads, group · rows, D): one product per KV head
     queries = q.float().unflatten(1, (kv_heads, -1)).permute(1, 2, 0, 3).flatten(1, 2)
-    o = torch.zeros_like(queries)
+    o = queries.new_zeros(*queries.shape[:2], v.shape[-1])
     total = torch.zeros_like(o[..., 0]).view(heads, rows, 1)
     top, reference = torch.full_like(total, -math.inf), torch.zeros_like(total)
     keys = slice(0, count) if view is None else view.span()
@@ -141,5 +144,5 @@ def _strip_state(
         if scoring.dropout is not None and here is not None:
             s.mul_(scoring.dropout.factors(*here.indices()))
         o.mul_(correction.view(kv_heads, -1, 1)).baddbmm_(s.view(products.shape), v_j)
-    o = o.view(heads, rows, head_dim) / torch.where(total == 0, 1.0, total)
+    o = o.view(heads, rows, -1) / torch.where(total == 0, 1.0, total)
     return o.transpose(0, 1), (reference + total.log())[..., 0].transpose(0, 1)

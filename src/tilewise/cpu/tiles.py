@@ -6,6 +6,7 @@ import math
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 
 from tilewise.cpu.products import product_state
 from tilewise.cpu.scoring import ALL, Scoring, View, counted
@@ -45,8 +46,13 @@ def tile_state(
 ) -> KV:
     """The state of n tiles: q (n, rows, Hq, D) over k, v (n, keys, Hkv, D) -> o (n, rows, Hq, D), lse (n, rows, Hq).
 
-    Rows and keys count from 0 under the band, or stand where `view` says and see what it shows.
+    Rows and keys count from 0 under the band, or stand where `view` says and see what it shows. v and o may have
+    another head dimension.
     """
+    if not scoring.needs_products and v.shape[-1] != q.shape[-1]:
+        wide_q, wide_k, wide_v = evened(q, k, v)
+        o, lse = tile_state(wide_q, wide_k, wide_v, scoring, band, view)
+        return o[..., : v.shape[-1]], lse
     n, rows, heads_q, _ = q.shape
     keys, heads_kv = k.shape[1:3]
     # The kernel hides before it scales, so only a positive scale leaves its triangle hidden.
@@ -87,6 +93,15 @@ def tile_state(
         o, lse = flash(q[:, :, these].transpose(1, 2), k, v, scoring, triangle, hidden)
         o_all[:, :, these], lse_all[:, :, these] = o.transpose(1, 2), lse.transpose(1, 2)
     return o_all, lse_all
+
+
+def evened(*tensors: torch.Tensor) -> list[torch.Tensor]:
+    """Tensors (…, D) with zeros up to the largest D: torch's flash kernel knows one head dimension only.
+
+    Its products over zeros still cost less than products by hand, docs/lab-notes.md says by how much.
+    """
+    widest = max(x.shape[-1] for x in tensors)
+    return [x if x.shape[-1] == widest else F.pad(x, (0, widest - x.shape[-1])) for x in tensors]
 
 
 def _joined(dim: int, states: list[KV]) -> KV:

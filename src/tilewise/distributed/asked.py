@@ -59,7 +59,14 @@ def check_asked(
     """The checks of `attention`, made before anything travels: a rank that raises later leaves others waiting."""
     sizes = arguments.check_qkv(q, k, v)
     checks.choice("layout", layout, LAYOUTS)
+    if sizes.value_dim != sizes.head_dim:
+        raise NotImplementedError(
+            f"v has head_dim {sizes.value_dim} and k {sizes.head_dim}, which travel as one here; use "
+            "torch.nn.functional.pad for the smaller, with scale, and o[..., :n]"
+        )
     refuse_slopes(options)
+    if options.get("chunk") is not None:
+        raise NotImplementedError("chunk over a sequence that is split across ranks is not served; use window")
     scores = arguments.check_scores(q, sizes.batch, **options)
     with torch.no_grad():  # which refuses gradients, and here there are
         where = arguments.check_backend(backend, q, (k, v, scores.sinks))

@@ -6,6 +6,7 @@ by backward_mma.py.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -27,11 +28,21 @@ def kernel_of(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | 
 
 def gradients(call: GradientCall, **emulated: Any) -> Gradients:
     """The gradients of a call's q, k, v and sinks, on the current stream. emulated: options of emulator.launch."""
-    card, head_dim = card_of(call.q.device), call.q.shape[-1]
+    card, head_dim, value_dim = card_of(call.q.device), call.q.shape[-1], call.v.shape[-1]
+    if value_dim != head_dim:  # the kernels have one for both: zeros add nothing to any product
+        widest = max(head_dim, value_dim)
+        even: Any = {name: _filled(getattr(call, name), widest) for name in ("q", "k", "v", "o", "d_o")}
+        d_q, d_k, d_v, d_sinks = gradients(replace(call, **even), **emulated)
+        d_q, d_k = (x[..., :head_dim].contiguous() for x in (d_q, d_k))
+        return Gradients(d_q, d_k, d_v[..., :value_dim].contiguous(), d_sinks)
     scored = call.function is not None and call.function.scores
     if hopper(card) and not scored and _in_hopper(call.q.dtype, head_dim):
         return backward_hopper.gradients(call, **emulated)
     return backward_mma.gradients(call, **emulated)
+
+
+def _filled(x: torch.Tensor, width: int) -> torch.Tensor:
+    return x if x.shape[-1] == width else torch.nn.functional.pad(x, (0, width - x.shape[-1]))
 
 
 def _in_hopper(dtype: torch.dtype, head_dim: int) -> bool:

@@ -29,15 +29,20 @@ KV = tuple[torch.Tensor, torch.Tensor]
 Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
 
-def check_served(q: torch.Tensor, where: str, value_dim: int | None = None) -> None:
-    """NotImplementedError for what no forward kernel serves; value_dim: the head_dim of v, if it is another."""
+def serves_pair(head_dim: int, value_dim: int) -> bool:
+    """Is there a forward kernel for values of this head dimension beside queries and keys of that one?"""
+    return max(head_dim, value_dim) <= widths.MAX_HEAD_DIM
+
+
+def check_served(q: torch.Tensor, where: str, v: torch.Tensor | None = None) -> None:
+    """NotImplementedError for what no forward kernel serves; v: None where its head dimension is q's."""
     instead = 'backend="cpu"' if where == "emulator" else ".cpu() tensors"
     if q.dtype not in tilings.DTYPES:
         raise NotImplementedError(
             f"GPU kernels take bfloat16, float16, float8_e4m3fn and float32, got {q.dtype}; convert q, k and v, or use "
             f"{instead}"
         )
-    _check_head_dims(q, q.shape[-1] if value_dim is None else value_dim, instead)
+    _check_head_dims(q, (q if v is None else v).shape[-1], instead)
     if not arch.serves_prefill(q.device):
         raise NotImplementedError(
             f"GPU kernels are for compute capability 8.x, 9.0, 10.x and 12.x, {q.device} has "
@@ -253,9 +258,16 @@ def calls() -> dict[Any, GpuCall]:
     return found
 
 
-def bind(q: torch.Tensor, where: str, scores: Scores, return_lse: bool, key: tuple[Any, ...] | None = None) -> GpuCall:
+def bind(
+    q: torch.Tensor,
+    where: str,
+    scores: Scores,
+    return_lse: bool,
+    key: tuple[Any, ...] | None = None,
+    v: torch.Tensor | None = None,
+) -> GpuCall:
     """A new call; with a key it is kept for calls like it. NotImplementedError for what the forward does not serve."""
-    check_served(q, where)
+    check_served(q, where, v)
     made = GpuCall(scores, return_lse)
     if key is not None:
         calls()[key] = made

@@ -43,6 +43,8 @@ def run(
     """The state before sinks join. NotImplementedError for an option that such a kernel does not know."""
     known = ("causal", "scale", "sinks")
     more = [name for name, value in options.items() if name not in known and not _unset(value)]
+    if v.shape[-1] != q.shape[-1]:
+        more.append("v of another head_dim")
     if more or scale <= 0:
         what = ", ".join(more) or "a scale that is not positive"
         raise NotImplementedError(f'rung {kernel.name} of the ladder has no {what}; use backend="cpu"')

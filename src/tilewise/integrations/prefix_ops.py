@@ -32,7 +32,7 @@ def _attention(
     lengths: torch.Tensor | None,
     **options: Any,
 ) -> State:
-    """q (B, Nq, Hq, D), k, v (B, Nk, Hkv, D) -> o (B, Nq, Hq, D), lse (B, Hq, Nq) float32 or (0,)."""
+    """q (B, Nq, Hq, D), k, v (B, Nk, Hkv, D or Dv) -> o (B, Nq, Hq, Dv), lse (B, Hq, Nq) float32 or (0,)."""
     *of_levels, own = _lengths(lengths, [*levels[::2], k])
     pairs = zip(levels[::2], levels[1::2], of_levels, strict=True)
     given = [(a, b) if n is None else (a, b, n) for a, b, n in pairs]
@@ -40,8 +40,10 @@ def _attention(
 
 
 @_attention.register_fake
-def _(q: torch.Tensor, *others: Any, return_lse: bool = False, **options: Any) -> State:
-    return shapes(q, (q.shape[0], q.shape[2], q.shape[1]) if return_lse else None)
+def _(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *others: Any, return_lse: bool = False, **options: Any
+) -> State:
+    return shapes(q, (q.shape[0], q.shape[2], q.shape[1]) if return_lse else None, v.shape[-1])
 
 
 @torch.library.custom_op(

@@ -20,7 +20,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from tilewise import api, arch, arguments, checks
-from tilewise.gpu import backward, tilings
+from tilewise.gpu import backward, calls, tilings
 from tilewise.gpu.abi import FP8
 from tilewise.integrations import seen_keys as _seen_keys  # noqa: F401, registers an operator
 
@@ -149,7 +149,7 @@ def decide(facts: Facts) -> Decision:
         notes.append("is_causal aligns top-left, so the keys after the last query's are left out")
     elif facts.causal and seqlen_q > seqlen_k:
         notes.append("is_causal aligns top-left, which is a window that ends L − S after the bottom-right diagonal")
-    if facts.query[-1] != facts.value[-1]:
+    if facts.device == "cuda" and not calls.serves_pair(facts.query[-1], facts.value[-1]):
         notes.append("value's head dimension differs, so the smaller one is filled up with zeros")
     if facts.mask is not None:
         notes.append("attn_mask hides keys from all queries and heads alike, so they are left out")
@@ -305,7 +305,8 @@ def _path(facts: Facts) -> Path:
 class Laid(NamedTuple):
     """A call that `decide` has given to Tilewise, as `attention` takes it; enable_gqa has said all it has to say there.
 
-    q (B, L, Hq, D), k, v (B, keys, H, D), D the larger head dimension; seen: bool (B or 1, keys) of a padding mask.
+    q (B, L, Hq, D), k, v (B, keys, H, D or Dv), on a GPU filled up with zeros where no kernel has both; seen: bool (B
+    or 1, keys) of a padding mask.
     """
 
     q: torch.Tensor
@@ -330,7 +331,7 @@ def laid(
     if heads[1] != heads[2] or heads[0] % heads[1]:  # not what grouped heads are: broadcast
         heads = [max(heads)] * 3
     q, k, v = (_laid_out(x, lead, n) for x, n in zip((query, key, value), heads, strict=True))
-    if value_dim != head_dim:
+    if query.is_cuda and not calls.serves_pair(head_dim, value_dim):
         scale = head_dim**-0.5 if scale is None else scale
         widest = max(head_dim, value_dim)
         q, k, v = (_filled(x, widest) for x in (q, k, v))
@@ -367,7 +368,7 @@ def _run(
 
 
 def as_torch(o: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """o (B, L, Hq, D) of these tensors as torch returns it, (..., Hq, L, Ev)."""
+    """o (B, L, Hq, Dv) of these tensors as torch returns it, (..., Hq, L, Ev)."""
     by_heads: torch.Tensor = o[..., : value.shape[-1]].transpose(1, 2)
     rank = max(query.dim(), key.dim(), value.dim())
     if rank == 4:

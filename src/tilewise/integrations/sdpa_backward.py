@@ -53,7 +53,7 @@ def sdpa_backward(
         # What lies between these and our call are views, copies and zeros, whose gradients autograd knows.
         of = laid(query, key, value, attn_mask, is_causal, scale)
     q, k, v = (x.detach() for x in of[:3])
-    o, d_o = (_laid_out(x, q) for x in (out, d_out))
+    o, d_o = (_laid_out(x, q, v.shape[-1]) for x in (out, d_out))
     if of.seen is None:
         found: tuple[torch.Tensor, ...] = attention_backward(d_o, q, k, v, o, lse, **of.options)
     else:
@@ -62,7 +62,7 @@ def sdpa_backward(
     return torch.autograd.grad([of.q, of.k, of.v], leaves, grads)
 
 
-def _laid_out(x: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
-    """x (..., Hq, L, Ev) as q (B, L, Hq, D) is; o is 0 beyond Ev, as v is."""
-    batch, rows, heads, head_dim = q.shape
-    return F.pad(x.reshape(batch, heads, rows, x.shape[-1]).transpose(1, 2), (0, head_dim - x.shape[-1]))
+def _laid_out(x: torch.Tensor, q: torch.Tensor, value_dim: int) -> torch.Tensor:
+    """x (..., Hq, L, Ev) as q (B, L, Hq, D) is, with value_dim: o is 0 beyond Ev, as v is."""
+    batch, rows, heads, _ = q.shape
+    return F.pad(x.reshape(batch, heads, rows, x.shape[-1]).transpose(1, 2), (0, value_dim - x.shape[-1]))

@@ -30,10 +30,10 @@ def attention_seen_keys(
 ) -> State:
     """attention() over the keys that are seen, the others not being touched: what a padding mask means.
 
-    q (B, Nq, Hq, D), k, v (B, Nk, Hkv, D) on the CPU, seen bool (B, Nk), or (1, Nk) for every sequence the same ->
-    o (B, Nq, Hq, D), lse (B, Hq, Nq) float32.
+    q (B, Nq, Hq, D), k, v (B, Nk, Hkv, D or Dv) on the CPU, seen bool (B, Nk), or (1, Nk) for all sequences alike ->
+    o (B, Nq, Hq, Dv), lse (B, Hq, Nq) float32.
     """
-    o = q.new_empty(q.shape)
+    o = q.new_empty((*q.shape[:-1], v.shape[-1]))
     lse = q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=torch.float32)
     for these, keys in _sequences(len(q), seen):
         _, lse[these] = api.attention(
@@ -43,8 +43,9 @@ def attention_seen_keys(
 
 
 @attention_seen_keys.register_fake
-def _(q: torch.Tensor, *others: Any, **options: Any) -> State:
-    return q.new_empty(q.shape), q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=torch.float32)
+def _(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *others: Any, **options: Any) -> State:
+    o = q.new_empty((*q.shape[:-1], v.shape[-1]))
+    return o, q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=torch.float32)
 
 
 @torch.library.custom_op(

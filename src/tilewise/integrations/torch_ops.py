@@ -64,14 +64,16 @@ def _attention(
     window_right: int | None = None,
     **options: Any,
 ) -> State:
-    """attention(): q (B, Nq, Hq, D), k, v (B, Nk, Hkv, D) -> o (B, Nq, Hq, D), lse (B, Hq, Nq) float32 or (0,)."""
+    """attention(): q (B, Nq, Hq, D), k, v (B, Nk, Hkv, D or Dv) -> o (B, Nq, Hq, Dv), lse (B, Hq, Nq) or (0,)."""
     options |= zip(TENSOR_NAMES, tensors, strict=False)
     return both(api.attention(q, k, v, window=(window_left, window_right), **options))
 
 
 @_attention.register_fake
-def _(q: torch.Tensor, *others: torch.Tensor | None, return_lse: bool = False, **options: Any) -> State:
-    return shapes(q, (q.shape[0], q.shape[2], q.shape[1]) if return_lse else None)
+def _(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *others: Any, return_lse: bool = False, **options: Any
+) -> State:
+    return shapes(q, (q.shape[0], q.shape[2], q.shape[1]) if return_lse else None, v.shape[-1])
 
 
 @torch.library.custom_op(
@@ -95,15 +97,17 @@ def _attention_varlen(
     window_right: int | None = None,
     **options: Any,
 ) -> State:
-    """attention_varlen(): q (total_q, Hq, D), k, v packed or paged -> o (total_q, Hq, D), lse (Hq, total_q) or (0,)."""
+    """attention_varlen(): q (total_q, Hq, D), k, v packed or paged -> o (total_q, Hq, Dv), lse (Hq, total_q)."""
     options |= zip(TENSOR_NAMES, tensors, strict=False)
     given = {"page_table": page_table, "window": (window_left, window_right), **options}
     return both(api.attention_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, **given))
 
 
 @_attention_varlen.register_fake
-def _(q: torch.Tensor, *others: torch.Tensor | None, return_lse: bool = False, **options: Any) -> State:
-    return shapes(q, (q.shape[1], q.shape[0]) if return_lse else None)
+def _(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *others: Any, return_lse: bool = False, **options: Any
+) -> State:
+    return shapes(q, (q.shape[1], q.shape[0]) if return_lse else None, v.shape[-1])
 
 
 @torch.library.custom_op(
@@ -299,8 +303,10 @@ def both(result: Result) -> State:
     return result[0].contiguous(), result[1]
 
 
-def shapes(q: torch.Tensor, lse: tuple[int, ...] | None) -> State:
-    return q.new_empty(q.shape, dtype=calls.out_dtype(q.dtype)), q.new_empty(lse or (0,), dtype=torch.float32)
+def shapes(q: torch.Tensor, lse: tuple[int, ...] | None, value_dim: int | None = None) -> State:
+    """o and lse of a call; value_dim: of the values, q's head_dim if None."""
+    o = (*q.shape[:-1], q.shape[-1] if value_dim is None else value_dim)
+    return q.new_empty(o, dtype=calls.out_dtype(q.dtype)), q.new_empty(lse or (0,), dtype=torch.float32)
 
 
 def _over(cache: PagedKVCache, k: Sequence[torch.Tensor], v: Sequence[torch.Tensor]) -> PagedKVCache:

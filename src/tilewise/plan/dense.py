@@ -7,11 +7,11 @@ them with a step. Only a schedule's blocks are listed one by one.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tilewise.plan.blocks import Kinds, Stretch, cut_schedule
 from tilewise.plan.tiles import (
@@ -34,15 +34,18 @@ if TYPE_CHECKING:
 WINDOW_TILE_MIN, WINDOW_TILE_MAX = 64, 256
 
 
-def cut(seqlen_q: int, seqlen_k: int, band: Band) -> list[Tiles]:
+def cut(seqlen_q: int, seqlen_k: int, band: Band, chunk: int = 0) -> list[Tiles]:
     """One sequence as regular tiles, none of which is fully hidden.
 
     No band: one rectangle. Only `high` (causal): the rectangle left of the diagonal and the triangle on it, which the
     executor masks; rows that see everything or nothing are cut off first. `low` too (a window): row tiles over just
-    the keys they can see, the equal ones in the middle as one item.
+    the keys they can see, the equal ones in the middle as one item. chunk: positions of a block, to whose keys the rows
+    in it are confined; 0 for no such blocks.
     """
     if seqlen_q == 0 or seqlen_k == 0:
         return []
+    if chunk:
+        return _cut_chunks(seqlen_q, seqlen_k, band, chunk)
     if band == OPEN:
         return [Tiles(0, seqlen_q, 0, seqlen_k)]
     if band.low is None:
@@ -87,10 +90,50 @@ def _cut_window(seqlen_q: int, seqlen_k: int, band: Band) -> list[Tiles]:
     return tiles
 
 
+def _cut_chunks(seqlen_q: int, seqlen_k: int, band: Band, chunk: int) -> list[Tiles]:
+    """Each block's rows over its keys, as a sequence of their own under the band."""
+    shift = seqlen_k - seqlen_q  # row i stands at key i + shift; rows before key 0 see nothing
+    tiles: list[Tiles] = []
+    for key in range(max(0, shift) // chunk * chunk, seqlen_k, chunk):
+        row, end, keys = max(0, key - shift), min(seqlen_q, key + chunk - shift), min(chunk, seqlen_k - key)
+        local = band.shifted(row - key).opened(end - row, keys)
+        tiles += [replace(t, row=t.row + row, key=t.key + key) for t in cut(end - row, keys, local)]
+    return together(tiles)
+
+
+def together(tiles: Iterable[Tiles]) -> list[Tiles]:
+    """Equal ones that follow each other down the diagonal, with no row between them, as one."""
+    found: list[Tiles] = []
+    for tile in tiles:
+        before, step = found[-1] if found else None, tile.rows
+        if (
+            before is not None
+            and (tile.rows, tile.keys, tile.band) == (before.rows, before.keys, before.band)
+            and (tile.count, before.row_step or step) == (1, step)
+            and tile.row == before.row + before.count * step
+            and tile.key == before.key + before.count * step
+        ):
+            found[-1] = replace(before, count=before.count + 1, row_step=step, key_step=step)
+        else:
+            found.append(tile)
+    return found
+
+
 def _exclusive(tiles: Sequence[Tiles]) -> bool:
     """Is no row of one sequence's tiles in two of them? (`count` copies never overlap.)"""
     spans = sorted((t.row, t.row + (t.count - 1) * t.row_step + t.rows) for t in tiles)
     return all(a[1] <= b[0] for a, b in pairwise(spans))
+
+
+def plan_sizes(
+    heads_q: int, heads_kv: int, head_dim: int, value_dim: int, exclusive: bool, io_bytes: int
+) -> dict[str, Any]:
+    """What plans over tensors have in common, by the names of `Plan`; value_dim: 0 for head_dim."""
+    value_dim = value_dim or head_dim
+    return {
+        "heads_q": heads_q, "heads_kv": heads_kv, "head_dim": head_dim, "value_dim": value_dim, "exclusive": exclusive,
+        "kv_row_bytes": (head_dim + value_dim) * io_bytes, "io_bytes": io_bytes,
+    }  # fmt: skip
 
 
 def plan_dense(
@@ -100,18 +143,21 @@ def plan_dense(
     heads_q: int,
     heads_kv: int,
     head_dim: int,
+    value_dim: int = 0,
     *,
     causal: bool = False,
     window: Window | None = None,
+    chunk: int = 0,
     schedule: BlockSchedule | Kinds | None = None,
     io_bytes: int = 2,
 ) -> Plan:
-    """`batch` equal sequences: one sequence's tiles, repeated by formula."""
-    sizes = (batch, seqlen_q, seqlen_k, heads_q, heads_kv, head_dim)
+    """`batch` equal sequences: one sequence's tiles, repeated by formula. chunk: as `cut` has it, without a
+    schedule."""
+    sizes = (batch, seqlen_q, seqlen_k, heads_q, heads_kv, head_dim, value_dim or head_dim)
     if isinstance(schedule, Kinds):
-        return _plan_dense(*sizes, causal, window, schedule, io_bytes)
+        return _plan_dense(*sizes, causal, window, chunk, schedule, io_bytes)
     # One on a device is equal to itself alone.
-    return _kept_plan(*sizes, causal, window, None if schedule is None else schedule.cpu(), io_bytes)
+    return _kept_plan(*sizes, causal, window, chunk, None if schedule is None else schedule.cpu(), io_bytes)
 
 
 def _plan_dense(
@@ -121,20 +167,22 @@ def _plan_dense(
     heads_q: int,
     heads_kv: int,
     head_dim: int,
+    value_dim: int,
     causal: bool,
     window: Window | None,
+    chunk: int,
     schedule: BlockSchedule | Kinds | None,
     io_bytes: int,
 ) -> Plan:
     if schedule is not None:
         band = band_of(seqlen_q, seqlen_k, causal, window)
         blocks, exclusive = cut_schedule(schedule, band, Stretch(0, 0, seqlen_q, seqlen_k, batch), heads_q)
-        sizes = (heads_q, heads_kv, head_dim, exclusive, 2 * head_dim * io_bytes, io_bytes)
-        return Plan("sparse", tuple(blocks), batch * seqlen_q, (batch * seqlen_k,), *sizes)
-    tiles = cut(seqlen_q, seqlen_k, band_of(seqlen_q, seqlen_k, causal, window))
+        sizes = plan_sizes(heads_q, heads_kv, head_dim, value_dim, exclusive, io_bytes)
+        return Plan("sparse", tuple(blocks), batch * seqlen_q, (batch * seqlen_k,), **sizes)
+    tiles = cut(seqlen_q, seqlen_k, band_of(seqlen_q, seqlen_k, causal, window), chunk)
     work = [same for t in tiles for same in repeat(t, batch, seqlen_q, seqlen_k)]
-    sizes = (heads_q, heads_kv, head_dim, _exclusive(tiles), 2 * head_dim * io_bytes, io_bytes)
-    return Plan("dense", tuple(work), batch * seqlen_q, (batch * seqlen_k,), *sizes)
+    sizes = plan_sizes(heads_q, heads_kv, head_dim, value_dim, _exclusive(tiles), io_bytes)
+    return Plan("dense", tuple(work), batch * seqlen_q, (batch * seqlen_k,), **sizes)
 
 
 _kept_plan = lru_cache(maxsize=256)(_plan_dense)  # every layer of a model asks for the same plan
@@ -153,6 +201,7 @@ def plan_tiled(
     window: Window,
     io_bytes: int,
     out_bytes: int,
+    value_dim: int = 0,
 ) -> Plan:
     """A dense problem as a GPU kernel takes it: query tiles in the order in which thread blocks take them.
 
@@ -177,8 +226,9 @@ def plan_tiled(
                 Tiles(b * seqlen_q + row, rows, b * seqlen_k + key, keys, local, heads=count * launch.packed)
                 for b, count in owners.items()
             ]
-    sizes = (heads_q, heads_kv, head_dim, True, 2 * head_dim * io_bytes, io_bytes)
-    return Plan("dense", tuple(work), batch * seqlen_q, (batch * seqlen_k,), *sizes, out_bytes, launch)
+    sizes = plan_sizes(heads_q, heads_kv, head_dim, value_dim, True, io_bytes)
+    whole = batch * seqlen_q, (batch * seqlen_k,)
+    return Plan("dense", tuple(work), *whole, **sizes, out_bytes=out_bytes, launch=launch)
 
 
 def repeat(tile: Tiles, batch: int, row_step: int, key_step: int) -> list[Tiles]:
@@ -194,15 +244,17 @@ def plan_varlen(
     heads_q: int,
     heads_kv: int,
     head_dim: int,
+    value_dim: int = 0,
     *,
     causal: bool = False,
     window: Window | None = None,
+    chunk: int = 0,
     schedules: Sequence[BlockSchedule | Kinds | None] | None = None,
     io_bytes: int = 2,
 ) -> Plan:
     """Packed sequences: sequence b has rows starts_q[b]:starts_q[b+1] and keys starts_k[b]:starts_k[b+1].
 
-    A schedule that has a batch serves sequence b with its entry b.
+    A schedule that has a batch serves sequence b with its entry b. chunk: as `cut` has it, of sequences without one.
     """
     work: list[Work] = []
     exclusive = True
@@ -217,11 +269,11 @@ def plan_varlen(
             exclusive = exclusive and alone
             work += blocks
             continue
-        tiles = cut(nq, nk, band)
+        tiles = cut(nq, nk, band, chunk)
         exclusive = exclusive and _exclusive(tiles)
         work += [replace(t, row=t.row + row, key=t.key + key) for t in tiles]
-    sizes = (heads_q, heads_kv, head_dim, exclusive, 2 * head_dim * io_bytes, io_bytes)
-    return Plan("varlen", tuple(work), starts_q[-1], (starts_k[-1],), *sizes)
+    sizes = plan_sizes(heads_q, heads_kv, head_dim, value_dim, exclusive, io_bytes)
+    return Plan("varlen", tuple(work), starts_q[-1], (starts_k[-1],), **sizes)
 
 
 def plan_shared_prefix(
@@ -231,6 +283,7 @@ def plan_shared_prefix(
     heads_q: int,
     heads_kv: int,
     head_dim: int,
+    value_dim: int = 0,
     *,
     causal: bool,
     io_bytes: int = 2,
@@ -255,5 +308,5 @@ def plan_shared_prefix(
                 replace(t, row=t.row + m * rows, key=t.key + m * padded, source=source) for t in cut(rows, length, band)
             ]
     keys = tuple(members * padded for members, padded, _ in levels)
-    sizes = (heads_q, heads_kv, head_dim, False, 2 * head_dim * io_bytes, io_bytes)
-    return Plan("shared prefix", tuple(work), batch * seqlen_q, keys, *sizes)
+    sizes = plan_sizes(heads_q, heads_kv, head_dim, value_dim, False, io_bytes)
+    return Plan("shared prefix", tuple(work), batch * seqlen_q, keys, **sizes)

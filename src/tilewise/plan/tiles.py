@@ -328,7 +328,7 @@ class Plan(Value):
 
     rows: query rows in all; keys: key rows of each source. `exclusive`: no row is in two work items, so no states
     need merging. kv_row_bytes: bytes of one token's K and V in one KV head; io_bytes, out_bytes: bytes of a query and
-    of an output value. launch: how a GPU kernel takes the list, None on a CPU.
+    of an output value. launch: how a GPU kernel takes the list, None on a CPU. value_dim: the head_dim of V and o.
     """
 
     kind: str
@@ -343,6 +343,7 @@ class Plan(Value):
     io_bytes: int
     out_bytes: int = 0  # as io_bytes
     launch: Launch | None = None
+    value_dim: int = 0  # as head_dim
 
     def __getstate__(self) -> dict[str, Any]:
         return {f.name: getattr(self, f.name) for f in fields(self) if f.init}
@@ -356,6 +357,11 @@ class Plan(Value):
     def stored(self) -> int:
         """Key rows that lie in memory, each counted once."""
         return sum(self.keys)
+
+    @property
+    def out_dim(self) -> int:
+        """The head dimension of V and o."""
+        return self.value_dim or self.head_dim
 
     @cached_property
     def summary(self) -> PlanSummary:
@@ -372,8 +378,9 @@ class Plan(Value):
             ranges.setdefault((r.source, head), set()).add(r.seen)
         met = sum(_covered(of) * (1 if head is not None else self.heads_kv) for (_, head), of in ranges.items())
         least_keys = min(met, self.stored * self.heads_kv)
-        q_and_o = self.rows * self.heads_q * self.head_dim * (self.io_bytes + (self.out_bytes or self.io_bytes))
-        partial = 0 if self.exclusive else 2 * states * (self.head_dim + 1) * 4
+        q_and_o = self.head_dim * self.io_bytes + self.out_dim * (self.out_bytes or self.io_bytes)
+        q_and_o *= self.rows * self.heads_q
+        partial = 0 if self.exclusive else 2 * states * (self.out_dim + 1) * 4
         return PlanSummary(
             kind=self.kind,
             items=len(self.work),
@@ -385,7 +392,7 @@ class Plan(Value):
             keys_read=keys_read // self.heads_kv,
             bytes=int(keys_read * self.kv_row_bytes) + q_and_o + partial,
             least_bytes=int(least_keys * self.kv_row_bytes) + q_and_o,
-            flops=4 * pairs * self.head_dim,
+            flops=2 * pairs * (self.head_dim + self.out_dim),
             states_merged=0 if self.exclusive else states // self.heads_q,
             fp8=self.io_bytes == 1,
         )
