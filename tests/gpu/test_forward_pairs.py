@@ -64,6 +64,12 @@ def test_nothing_spills(card, dims, load):
     assert (row.error, row.spill_stores, row.spill_loads, row.serialised) == (None, 0, 0, ())
 
 
+def test_pairs_that_models_have_are_listed():
+    listed = set(tilings.specs(every=True))
+    for dims, load in product(tilings.EVERY_PAIR, ({}, {"page_size": 16})):
+        assert tilings.spec_for("sm_90a", BF16, dims[0], 1 << 20, CAUSAL, value_dim=dims[1], **load)[1] in listed
+
+
 def test_a_pair_is_made_as_128_is():
     """Q in registers, two of its stages, turns at the tensor cores, the lazy softmax."""
     pair, equal = (tilings.choose("sm_90a", BF16, d, 8192, CAUSAL, value_dim=128) for d in (192, 128))

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import product
 from typing import Any
 
 import torch
@@ -101,6 +102,7 @@ TILINGS_FP8 = {
     256: Tiling(128, 64, 1, 3, 2, ping_pong=False, q_registers=False, lazy=False, stages_raw=2),
 }
 AnyTiling = Tiling | MmaTiling
+EVERY_PAIR = ((192, 128), (64, 512), (512, 512), (576, 512))  # head dimensions of Q and K, and V, that models have
 SHORT = 1024  # query rows, up to which a sequence counts as short
 # Schedules with fewer than 128 rows per block: rows that are in a tile together would otherwise visit each other's
 # blocks. Two such blocks of threads share a multiprocessor.
@@ -362,6 +364,9 @@ def specs(card: str = "sm_90a", *, every: bool = False) -> list[KernelSpec]:
             for scores in asked:
                 for rows in (SHORT, 1 << 20):
                     found += [spec_for(card, dtype, head_dim, rows, scores, **load)[1] for load in loads]
+    for head_dim, value_dim in EVERY_PAIR if every else ():
+        for dtype, load in product((torch.bfloat16, torch.float32), loads):
+            found.append(spec_for(card, dtype, head_dim, 1 << 20, asked[0], value_dim=value_dim, **load)[1])
     tile = choose(card, torch.bfloat16, 128, 1 << 20, Scores())
     found += [ragged_spec(torch.int32, tile, 1), *_patterned_specs(card, every)]
     return list(dict.fromkeys(found))
