@@ -32,7 +32,7 @@ from tilewise.gpu.abi import (
 )
 from tilewise.gpu.mma_tilings import MmaTiling
 from tilewise.gpu.pattern import NO_PATTERN, AnySchedule, Lists, Pattern
-from tilewise.gpu.tilings import geometry, kernel_of, out_dtype, ragged_spec, spec_of
+from tilewise.gpu.tilings import Geometry, geometry, kernel_of, out_dtype, ragged_spec, spec_of
 from tilewise.plan.dense import plan_tiled
 from tilewise.plan.tiles import Launch, Plan
 from tilewise.scores import Scores
@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 
 BUCKETS = 128  # by length, into which ragged.cu sorts tiles
 MAPS_KEPT = 1024
+Maps = list[tuple[TensorMapSpec, dict[int, Any]]]  # each with what was encoded for an address
 
 
 def plan_of(q: torch.Tensor, k: torch.Tensor, scores: Scores, value_dim: int | None = None) -> Plan:
@@ -113,28 +114,10 @@ class Forward:
         tiling, pack = g.tiling, g.pack
         self.spec = spec_of(q.dtype, head_dim, tiling, scores, pack=pack, **loads)
         self.mapped = not isinstance(tiling, MmaTiling)  # the kernel takes tensor maps, blank ones without TMA
-        # Rows of (D, heads of a tile, N, the other heads, B), a box being the rows of a tile; of K and V (D, N, H, B).
-        box = (pack, tiling.tile_q // pack, 1, 1)
-        sizes = (pack, seqlen_q, g.heads, batch)
-        self._maps: list[tuple[TensorMapSpec, dict[int, Any]]] = []
+        self._maps: Maps = []
         if tma and self.mapped:
-            q_map, o_map = (
-                _map_spec(
-                    x,
-                    (x.shape[-1], *sizes),
-                    (x.stride(-2), x.stride(-3), x.stride(-2) * pack, 0 if packed else x.stride(0)),
-                    box,
-                )
-                for x in (q, o)
-            )
-            self._maps = [(q_map, {})]
-            box_rows = tiling.unit or (math.gcd(page_size, tiling.tile_kv) if paged else tiling.tile_kv)
-            for x in (k, v):
-                outer = 0 if packed and not paged else x.stride(0)
-                kv_sizes = (x.shape[-1], seqlen_k, heads_kv, x.shape[0] if paged else batch)
-                strides = (x.stride(-3), x.stride(-2), outer)
-                self._maps.append((_map_spec(x, kv_sizes, strides, (box_rows, 1, 1)), {}))
-            self._maps.append((o_map, {}))
+            rows = tiling.unit or (math.gcd(page_size, tiling.tile_kv) if paged else tiling.tile_kv)
+            self._maps = _map_specs(q, k, v, o, g, rows)
         self.list_tiles = g.q_tiles + (sequences or 0)  # at most
         self.tiles = g.heads * (self.list_tiles if packed else g.q_tiles * batch) * g.slices
         # The Hopper forward is persistent; the other has a block per tile.
@@ -333,6 +316,30 @@ class TileList:
             return
         known = {"work": self.words, "starts_q": self._starts[0], "starts_k": self._starts[1]}
         emulator.launch(self._spec, (1, 1, 1), [self._args, self._ragged], known)
+
+
+def _map_specs(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, g: Geometry, box_rows: int) -> Maps:
+    """The maps of q, k, v and o, each with those that were made of it.
+
+    Of q and o: rows of (D, heads of a tile, N, the other heads, B), a box being the rows of a tile. Of k and v: (D, N,
+    H, B or pages), in boxes of box_rows.
+    """
+
+    def outer(x: torch.Tensor) -> tuple[int, int]:
+        """How many there are of the outermost dimension, and its stride."""
+        return (1, 0) if x.dim() == 3 else (x.shape[0], x.stride(0))
+
+    def of_rows(x: torch.Tensor) -> TensorMapSpec:
+        count, stride = outer(x)
+        sizes, strides = (g.pack, x.shape[-3], g.heads, count), (x.stride(-2), x.stride(-3), x.stride(-2) * g.pack)
+        return _map_spec(x, (x.shape[-1], *sizes), (*strides, stride), (g.pack, g.tiling.tile_q // g.pack, 1, 1))
+
+    def of_keys(x: torch.Tensor) -> TensorMapSpec:
+        count, stride = outer(x)
+        sizes = (x.shape[-1], *x.shape[-3:-1], count)
+        return _map_spec(x, sizes, (x.stride(-3), x.stride(-2), stride), (box_rows, 1, 1))
+
+    return [(found, {}) for found in (of_rows(q), of_keys(k), of_keys(v), of_rows(o))]
 
 
 def _map_spec(x: torch.Tensor, sizes: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...]) -> TensorMapSpec:

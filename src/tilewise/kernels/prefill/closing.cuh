@@ -34,7 +34,8 @@ TILE_DEVICE Closing close_rows(const Rows& rows, const WorkTile& done, const war
                 sum == 0.0f ? -INFINITY : (max + ptx::log2(sum)) * kLn2;
         if constexpr (kAddresses)
             closing.rows[h] = Global<Out>{static_cast<Out*>(args.o)} + (done.sequence * args.o_strides.batch +
-                              (done.q_start + token) * args.o_strides.row + head * args.o_strides.head + TileValues(done).first);
+                              (done.q_start + token) * args.o_strides.row + head * args.o_strides.head +
+                              TileValues(done).first);
     }
     return closing;
 }

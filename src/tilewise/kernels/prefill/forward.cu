@@ -116,8 +116,8 @@ struct Consumer : Scoring<Consumer> {
         }
         ptx::wgmma_commit();
     }
-    // The same where K comes in parts, part i in stage i. Each is given back when its product is done and the next one's
-    // runs; the last stays, as a whole block would.
+    // The same where K comes in parts, part i in stage i. Each is given back when its product is done and the next
+    // one's runs; the last stays, as a whole block would.
     TILE_DEVICE void issue_parts() {
         // Descriptors made before the loop would hold registers in it.
         const uint64_t q = k_major(ptx::shared_address(ptx::just_in_time(group * 64 * kPanelRowBytes)));

@@ -205,8 +205,9 @@ struct Worker {
             if constexpr (kFp8Products || kCudaCores) warp::in_order(acc_o[m]);
             const Closing closing = close_rows<true>(Sixteen(args, function, 0, m), tile, state[m], acc_o[m]);
             warp::scale_rows(acc_o[m], closing.inverse);
-            if constexpr (!kVectors || sizeof(Out) == 4) store_elements<Out>(closing, acc_o[m], TileValues(tile).count());
-            else warp::store_rows<kValueColumns>(closing.rows, closing.exists, acc_o[m], TileValues(tile).count());
+            const int columns = TileValues(tile).count();
+            if constexpr (!kVectors || sizeof(Out) == 4) store_elements<Out>(closing, acc_o[m], columns);
+            else warp::store_rows<kValueColumns>(closing.rows, closing.exists, acc_o[m], columns);
         }
     }
 };

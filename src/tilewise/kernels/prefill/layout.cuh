@@ -33,7 +33,8 @@ constexpr int kRawBytes = kValuePanels * kTileKv * kPanelRowBytes;
 constexpr int kVPanels = (kTileKv + 127) / 128, kVBytes = kFp8 ? kVPanels * kValueDim * kPanelRowBytes : kRawBytes;
 constexpr int kOPanels = (kValueDim + kPanel - 1) / kPanel, kOBytes = kOPanels * kTileQ * kPanelRowBytes;
 static_assert(!kListed || kBoxes <= 32, "a lane per box");
-static_assert(kPanels % kParts == 0 && (kParts == 1 || (kExact && !kQInRegisters && kStagesQ == 1 && kStagesK == kParts)));
+static_assert(kPanels % kParts == 0);
+static_assert(kParts == 1 || (kExact && !kQInRegisters && kStagesQ == 1 && kStagesK == kParts), "see issue_parts");
 // Named barriers: two per consumer warpgroup, from these numbers on, and one of the loaders
 constexpr int kTurnBarrier = 1, kGroupBarrier = 5, kLoaderBarrier = 9;
 

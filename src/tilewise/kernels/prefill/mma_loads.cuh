@@ -174,7 +174,8 @@ template <int kSource> struct Copies {
     TILE_DEVICE void one(int i, int64_t further, bool there) const {
         // Where the swizzle comes round with the rows of a step, a thread's copies lie a constant apart.
         constexpr bool kEvenly = Dealt::kStep % Tile::kTurns == 0 && Dealt::kAlong == 1;
-        const int row = Dealt::first_row() + i / Dealt::kAlong * Dealt::kStep, along = i % Dealt::kAlong * Dealt::kAcross;
+        const int row = Dealt::first_row() + i / Dealt::kAlong * Dealt::kStep;
+        const int along = i % Dealt::kAlong * Dealt::kAcross;
         const int chunk = Dealt::first_chunk() + along;
         const uint32_t at = kWiden ? begin + i * kThreads * 16
                             : kEvenly ? begin + i * Dealt::kStep * Tile::kRowBytes

@@ -305,8 +305,9 @@ TILE_DEVICE void store_tiles(const ForwardArgs& args, const TensorMap& mO) {
                 ptx::bulk_wait_read<0>();
             }
         } else {  // TMA would overwrite the rows past the end, which belong to the next packed sequence
-            const Global<Out> o{static_cast<Out*>(args.o) + tile.sequence * args.o_strides.batch + TileValues(tile).first};
-            const int columns = TileValues(tile).count();
+            const TileValues values(tile);
+            const Global<Out> o{static_cast<Out*>(args.o) + tile.sequence * args.o_strides.batch + values.first};
+            const int columns = values.count();
 #pragma unroll 1
             for (int row = 0; row < kTileQ && tile.row + row < tile.seqlen_q * kPack; row++) {
                 const int token = (tile.row + row) / kPack, head = tile.head * kPack + (tile.row + row) % kPack;
