@@ -9,7 +9,7 @@ import torch
 from forward_cases import BF16, MODES
 from pair_cases import FP32, PairChance, PairKind, check_pair, tensors
 
-from tilewise import arch, compiler
+from tilewise import arch, attention, compiler, plan_attention
 from tilewise.gpu import prefill, tilings
 from tilewise.gpu.abi import FP8
 from tilewise.gpu.calls import GpuCall, check_served, shared_prefix
@@ -86,7 +86,9 @@ def test_equal_head_dims_are_no_pair():
 
 def test_a_plan_says_what_is_made():
     q, k = torch.empty(1, 300, 2, 192, dtype=BF16), torch.empty(1, 300, 2, 192, dtype=BF16)
-    assert "D 192 and 128" in prefill.plan_of(q, k, CAUSAL, 128).launch.kernel
+    plan = plan_attention(q, k, causal=True, value_dim=128, backend="emulator")
+    assert "D 192 and 128" in plan.launch.kernel
+    assert plan.flops == 2 * (192 + 128) * 2 * (300 * 301 // 2)
     q = torch.empty(1, 300, 2, 512, dtype=BF16)
     plan = prefill.plan_of(q, q, CAUSAL)
     assert "2 slices" in plan.launch.kernel
@@ -132,6 +134,7 @@ def test_wide(dims):
         q, k, v = tensors((1, nq), (1, nk), (2, 1), dims, seed=number, size=size, layouts=("wide", "wide", "heads"))
         (_, lse), launches = check_pair(q, k, v, causal=number == 1, mode=MODES[number])
         assert number < 2 or lse.abs().max() > 1e3
+    check_pair(q, k, k[..., : dims[1]], mode=MODES[3])  # one row for both, as latent attention has it
     constants = dict(launches[-1].spec.constants)
     assert constants["kParts"] == constants["kHeadDim"] // 64
 
@@ -166,6 +169,12 @@ def test_levels_of_prefixes():
     both = [torch.cat([x.repeat_interleave(2, 0), own], 1) for x, own in ((k, own_k), (v, own_v))]
     (whole, _), _ = check_pair(q, *both)
     torch.testing.assert_close(o, whole, atol=2e-2, rtol=2e-2)
+
+
+def test_the_public_call():
+    q, k, v = tensors((1, 70), (1, 90), (2, 1), (192, 128))
+    (wanted, _), _ = check_pair(q, k, v, causal=True)
+    assert torch.equal(attention(q, k, v, causal=True, backend="emulator"), wanted)
 
 
 def test_fp8():

@@ -430,8 +430,8 @@ def plan_attention(
     if value_dim is not None:
         call = call._replace(sizes=call.sizes._replace(value_dim=checks.head_dim("value_dim", value_dim)))
     if call.where != "cpu":
-        calls.check_served(q, call.where)
-        return prefill.plan_of(q, k, call.scores)
+        calls.check_served(q, call.where, k.new_empty(0, call.sizes.value_dim))
+        return prefill.plan_of(q, k, call.scores, call.sizes.value_dim)
     io_bytes = 4 if q.dtype == FP8 else q.element_size()  # FP8 is widened first
     return plan_on_cpu(call, io_bytes)
 

@@ -64,8 +64,8 @@ def plan_of(q: torch.Tensor, k: torch.Tensor, scores: Scores, value_dim: int | N
         what += f", in {g.slices} slices of V's columns"
     launch = Launch(what, g.tiling.tile_q, g.tiling.tile_kv, g.pack, blocks, why)
     sizes = (batch, seqlen_q, seqlen_k, heads_q, heads_kv, head_dim)
-    size, out_size = q.element_size(), out_dtype(q.dtype).itemsize
-    return plan_tiled(*sizes, launch, g.together, window=scores.window, io_bytes=size, out_bytes=out_size)
+    bytes_each = {"io_bytes": q.element_size(), "out_bytes": out_dtype(q.dtype).itemsize}
+    return plan_tiled(*sizes, launch, g.together, window=scores.window, value_dim=value_dim or 0, **bytes_each)
 
 
 def tma_can(*tensors: torch.Tensor) -> bool:
