@@ -44,7 +44,7 @@ def test_prefill_rows_are_the_ones_promised(monkeypatch):
         (n, 8, "≥ 1.04×") for n in (4096, 16384, 32768)
     ]
     assert {bars[f"D 192 and 128, N {n}, {m}"][0] for n in (2048, 8192) for m in ("full", "causal")} == {"≥ 1.05×"}
-    assert {(rows[name].point.hdim, rows[name].point.vdim) for name in rows if "192" in name} == {(192, 128)}
+    assert {(rows[name].point.hdim, rows[name].point.vdim) for name in rows if "192 and" in name} == {(192, 128)}
     assert bars["D 512, N 8192, causal"] == ["≥ 450 TFLOP/s"]
     assert bars["varlen 100-16384, causal"] == ["≥ 1.15×", "≥ 0.9×"]
     assert rows["varlen 100-16384, causal"].beside[1] == rows["D 128, N 16384, causal"].point

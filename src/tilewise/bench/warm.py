@@ -57,7 +57,7 @@ class Need:
     @classmethod
     def of_shape(cls, shape: Shape, dtype: torch.dtype) -> Need:
         scores = Scores((None, 0 if shape.causal else None), scale=shape.hdim**-0.5)
-        return cls(shape.heads, shape.kv_heads, shape.hdim, dtype, (scores,), (shape.seq,))
+        return cls(shape.heads, shape.kv_heads, shape.hdim, dtype, (scores,), (shape.seq,), value_dim=shape.values)
 
     @property
     def form(self) -> KVFormat:
@@ -69,15 +69,15 @@ class Need:
 def specs(need: Need, card: str) -> list[KernelSpec]:
     """Every kernel that these calls take on such a card, each once: prefill (dense, packed and paged), decode, both in
     one step, and writing and copying pages. NotImplementedError where no kernel serves them."""
+    q, _, v, _ = _like(need, 1)
     with arch.as_card(card):
+        calls.check_served(q[None], "emulator", v[None])
         writing = [append.append_spec(need.dtype, need.form), append.COPY_SPEC]
         found = [*_prefill(need), *_decode(need, card), *_step(need), *writing]
     return list(dict.fromkeys(found))
 
 
 def _prefill(need: Need) -> Iterator[KernelSpec]:
-    q, _, v, _ = _like(need, 1)
-    calls.check_served(q[None], "emulator", v[None])
     for scores in need.scores:
         for rows in need.lengths:
             q, k, v, o = (x[None] for x in _like(need, rows))

@@ -78,6 +78,8 @@ TILINGS = {
 PAIRS = {
     (192, 128): Tiling(128, 96, 2, 2, 2, ping_pong=True, q_registers=True, lazy=True),
 }
+# What `tilewise tune` measures beside it: longer blocks, for which Q stays in shared memory, in one stage.
+LONG_PAIR = Tiling(128, 128, 1, 2, 2, ping_pong=True, q_registers=False, lazy=True)
 # Q and K of more than 256: there is room for one block of K only, which comes in panels of 64 columns. A panel of the
 # next block travels as soon as this one's is multiplied. S could not be computed again, but the softmax takes little
 # beside such products anyway. docs/lab-notes.md has the arithmetic.
