@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from oracle import assert_attention, assert_state, poison, randn
+from oracle import assert_attention, assert_gradients, assert_state, gradient_floors, gradients, poison, randn
 
 from tilewise import (
     BlockSchedule,
@@ -26,6 +26,7 @@ from tilewise import (
     sdpa,
     shared_prefix_attention,
 )
+from tilewise.api.backward import attention_backward
 from tilewise.gpu.abi import FP8
 
 DIMS = st.integers(1, 40) | st.sampled_from([63, 64, 65, 127, 129, 192, 512, 576])
@@ -142,6 +143,20 @@ def test_gradients(head_dim, value_dim, options, with_lse):
     d_lse = randn(1, 4, 66, seed=8) if with_lse else None
     d_o = randn(1, 66, 4, value_dim, seed=7)
     gradient_cases.check(ours, oracle, (q, k, v), d_o, d_lse, scale=options.get("scale"))
+
+
+@pytest.mark.parametrize(("head_dim", "value_dim"), [(40, 32), (24, 40)])
+def test_gradients_by_kernels(head_dim, value_dim):
+    """Whose kernels have one head dimension: zeros are added, and taken away again."""
+    q, k, v = tensors(1, 40, 50, head_dim, value_dim, torch.float16)
+    o, lse = attention(q, k, v, causal=True, return_lse=True)
+    d_o = randn(*o.shape, seed=7, dtype=q.dtype)
+    got = attention_backward(d_o, q, k, v, o, lse, causal=True, backend="emulator")
+    call = partial(reference.attention, causal=True)
+    exact = gradients(call, (q, k, v), d_o, dtype=torch.float64)
+    honest = gradients(partial(call, dtype=q.dtype), (q, k, v), d_o)
+    assert_gradients(got, exact, honest, gradient_floors(call, (q, k, v), d_o), lse.double())
+    assert all(x.is_contiguous() for x in got)
 
 
 def test_blocks_of_a_schedule():

@@ -22,7 +22,7 @@ from tilewise.kvcache import PagedKVCache
         ({"page_size": 257}, ValueError, "page_size"),
         ({"page_size": 16.0}, TypeError, "page_size"),
         ({"num_kv_heads": 0}, ValueError, "num_kv_heads"),
-        ({"head_dim": 513}, NotImplementedError, "head_dim is 513, .*; use torch"),
+        ({"head_dim": 577}, NotImplementedError, "head_dim is 577, .*; use torch"),
         ({"num_layers": 0}, ValueError, "num_layers"),
         ({"kv_format": "int5"}, ValueError, "kv_format"),
         ({"group_size": 16}, ValueError, "group_size"),
