@@ -79,7 +79,7 @@ def head_dim(name: str, x: Any) -> int:
     value = integer(name, x, 1)
     if value > MAX_HEAD_DIM:
         raise NotImplementedError(
-            f"{name} is {value}, and kernels take at most {MAX_HEAD_DIM} (256 on a GPU); use "
+            f"{name} is {value}, and kernels take at most {MAX_HEAD_DIM}; use "
             "torch.nn.functional.scaled_dot_product_attention"
         )
     return value

@@ -195,9 +195,10 @@ def trying(tuned: Tuned | None) -> Iterator[None]:
 
 
 def key_of(
-    dtype: torch.dtype, width: int, rows: float, scores: Scores, *, plain: bool, pattern: Blocks
+    dtype: torch.dtype, width: int | str, rows: float, scores: Scores, *, plain: bool, pattern: Blocks
 ) -> tuple[str, str]:
-    """The family and the key of a prefill problem; width: the padded head dimension, plain: as choose_tiling has it.
+    """The family and the key of a prefill problem; plain: as choose_tiling has it; width: the padded head dimension,
+    "192x128" where V has another.
 
     "bfloat16/128/causal/plain/long", or of a schedule or a function "bfloat16/128/64x64/plain".
     """

@@ -128,11 +128,13 @@ def test_tokens_that_are_not_written():
         attend(randn(6, 4, 16), cache, 1, plan)
 
 
-def test_a_wide_head_dim_has_no_kernel():
+def test_a_wide_head_dim_is_served():
+    """Decode has no kernel of its own for it; the forward over pages serves all rows."""
     cache = make_cache(head_dim=300)
     seqs = [cache.allocate(), cache.allocate()]
     grow(cache, seqs, [5, 3])
     for prefill, decodes in (([(seqs[0], 2)], seqs[1:]), ([], seqs)):
         plan = plan_step(PrefixCache(cache), prefill, decodes, num_heads=4)
-        with pytest.raises(NotImplementedError, match='head_dim up to 256, got 300; use backend="cpu"'):
-            attend(randn(plan.rows, 4, 300), cache, 0, plan, backend="emulator")
+        q = randn(plan.rows, 4, 300)
+        states = [attend(q, cache, 0, plan, backend=name) for name in ("emulator", "cpu")]
+        torch.testing.assert_close(*states, atol=2e-2, rtol=2e-2)

@@ -21,7 +21,7 @@ from tilewise.bench.workloads import Point, complete
 def test_prefill_rows_are_the_ones_promised(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     rows = {row.name: row for row in prefill.rows("cuda")}
-    assert len(rows) == 1 + 24 + 3 + 2 + 1 + 2
+    assert len(rows) == 1 + 24 + 3 + 6 + 2 + 1 + 2
     assert len({row.point for row in rows.values()}) == len(rows)  # a resumed CSV tells them apart
     dtypes = {name: row.point.dtype for name, row in rows.items()}
     assert all(dtype == ("float8" if name.startswith("FP8") else "bfloat16") for name, dtype in dtypes.items())
@@ -43,6 +43,9 @@ def test_prefill_rows_are_the_ones_promised(monkeypatch):
     assert [(row.point.seq, row.point.kv_heads, row.goals[0].text) for row in grouped] == [
         (n, 8, "≥ 1.04×") for n in (4096, 16384, 32768)
     ]
+    assert {bars[f"D 192 and 128, N {n}, {m}"][0] for n in (2048, 8192) for m in ("full", "causal")} == {"≥ 1.05×"}
+    assert {(rows[name].point.hdim, rows[name].point.vdim) for name in rows if "192 and" in name} == {(192, 128)}
+    assert bars["D 512, N 8192, causal"] == ["≥ 450 TFLOP/s"]
     assert bars["varlen 100-16384, causal"] == ["≥ 1.15×", "≥ 0.9×"]
     assert rows["varlen 100-16384, causal"].beside[1] == rows["D 128, N 16384, causal"].point
     assert rows["varlen 100-16384, full"].beside[1] == rows["D 128, N 16384, full"].point

@@ -82,6 +82,7 @@ def test_flops_count_visible_pairs_only():
     dense = Point(seq=48, heads=4, kv_heads=2, hdim=16)
     assert flops(dense) == 4 * 16 * 4 * 48 * 48
     assert flops(replace(dense, causal=True)) == 4 * 16 * 4 * (48 * 49 // 2)
+    assert flops(complete(replace(dense, workload="values: 8"))) == 2 * (16 + 8) * 4 * 48 * 48
     # Of 48 rows all but the first 9 see 10 keys.
     assert flops(complete(replace(dense, window=9))) == 4 * 16 * 4 * (sum(range(1, 10)) + 39 * 10)
     ragged = complete(Point("varlen", batch=2, lengths="10-20", heads=2, kv_heads=2, hdim=16))
@@ -178,7 +179,7 @@ def test_options_say_which_workload():
     [
         ({"seq": 0}, "seq"),
         ({"heads": 6, "kv_heads": 4}, "kv_heads"),
-        ({"hdim": 513}, "hdim"),
+        ({"hdim": 577}, "hdim"),
         ({"dtype": "float64"}, "dtype"),
         ({"sparsity": 1.0}, "sparsity"),
         ({"kv_format": "fp4"}, "kv_format"),

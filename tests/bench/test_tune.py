@@ -18,7 +18,7 @@ from tilewise.bench.measure import Timing
 from tilewise.bench.tune_prefill import Shape, parse
 from tilewise.gpu import prefill
 from tilewise.gpu.mma_tilings import MmaTiling
-from tilewise.gpu.tilings import Tiling
+from tilewise.gpu.tilings import LONG_PAIR, Tiling
 from tilewise.scores import Scores
 
 BF16, CPU = torch.bfloat16, torch.device("cpu")
@@ -82,10 +82,22 @@ def test_shapes_are_read_one_by_one_or_together() -> None:
         Shape(1, 16, 4, 4, 64),
         Shape(2, 32, 4, 4, 64, True),
     ]
+    assert parse(["1,16,4,4,192:128,causal"]) == [Shape(1, 16, 4, 4, 192, True, vdim=128)]
 
 
 @pytest.mark.parametrize(
-    "text", ["1,2,3", "1,2,3,4,5,6", "a,2,3,4,5", "1,2,3,4,5,full", "1,,3,4,5", "1,2,3,4,5,paged,causal", "-1,2,3,4,5"]
+    "text",
+    [
+        "1,2,3",
+        "1,2,3,4,5,6",
+        "a,2,3,4,5",
+        "1,2,3,4,5,full",
+        "1,,3,4,5",
+        "1,2,3,4,5,paged,causal",
+        "-1,2,3,4,5",
+        "1,2,3,4,5:",
+        "1,2,3,4,5:6:7",
+    ],
 )
 def test_what_is_no_shape_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="a shape must be B,N,Hq,Hkv,D"):
@@ -97,6 +109,15 @@ def test_shapes_have_sizes_and_whole_groups() -> None:
         parse(["1,0,4,4,64"])
     with pytest.raises(ValueError, match="Hq must be a multiple of Hkv in '1,16,4,3,64'"):
         parse(["1,16,4,3,64"])
+
+
+def test_pairs_of_head_dims_have_keys_and_tilings_of_their_own() -> None:
+    pair, equal, wide = tune_prefill.problems(parse(["1,8192,2,2,192:128;1,8192,2,2,192;1,8192,2,2,512"]), BF16, CPU)
+    assert [made.key.split("/")[1] for made in (pair, equal, wide)] == ["192x128", "192", "512"]
+    assert LONG_PAIR in pair.others
+    assert LONG_PAIR not in equal.others
+    assert wide.others
+    assert all(t.stages_k == t.parts == 8 and not t.lazy for t in wide.others)
 
 
 def test_the_defaults_are_a_key_each() -> None:
@@ -315,7 +336,7 @@ def test_there_is_nothing_to_tune_on_a_cpu(run: Any, monkeypatch: pytest.MonkeyP
     [
         (("everything",), "'everything' is not one of prefill, decode, sparse and all"),
         (("prefill", "--shapes", "1,2"), "a shape must be B,N,Hq,Hkv,D"),
-        (("prefill", "--shapes", "1,16,1,1,512"), "D must be at most 256 for prefill, got 512"),
+        (("prefill", "--shapes", "1,16,1,1,600"), "D must be at most 576 for prefill, got 600"),
         (("prefill", "--shapes", "1,24,1,1,64,paged"), "N must be whole pages of 16 tokens with paged, got 24"),
         (("decode", "--shapes", "1,16,1,1,80"), "D must be one of 64, 96, 128, 192, 256 for decode, got 80"),
         (("prefill", "--dtype", "int8"), "'int8' is not one of bfloat16"),

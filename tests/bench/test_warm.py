@@ -220,8 +220,8 @@ def test_a_table_of_the_card_is_followed() -> None:
 
 
 def test_what_no_kernel_serves_is_refused() -> None:
-    with pytest.raises(NotImplementedError, match="head_dim up to 256"):
-        warm.specs(Need(1, 1, 300, torch.bfloat16, (Scores(),)), "sm_90a")
+    with pytest.raises(NotImplementedError, match="head_dim up to 576"):
+        warm.specs(Need(1, 1, 600, torch.bfloat16, (Scores(),)), "sm_90a")
 
 
 def test_the_form_is_that_of_the_dtype() -> None:
@@ -306,7 +306,7 @@ def test_what_does_not_compile_is_said(run: Any, builds: list[str], monkeypatch:
         (("--shapes", "1,64,1,1,64", "--dtype", "int8"), 2, "dtype must be"),
         (("--shapes", "1,64,1,1,64", "--kv-format", "x", "--arch", "sm_80"), 2, "kv_format must be"),
         (("--model", "no.json", "--arch", "sm_80"), 1, "No such file or directory: no.json"),
-        (("--shapes", "1,64,1,1,300", "--arch", "sm_80"), 1, "head_dim up to 256"),
+        (("--shapes", "1,64,1,1,600", "--arch", "sm_80"), 1, "head_dim up to 576"),
     ],
 )
 def test_mistakes(run: Any, words: tuple[str, ...], code: int, said: str) -> None:

@@ -95,7 +95,7 @@ def test_options_that_change_the_kernel_change_the_plan():
 def test_it_refuses_what_attention_refuses():
     for call in (plan_attention, lambda *xs, **options: attention(*xs, xs[1], **options)):
         with pytest.raises(NotImplementedError, match="head_dim up to 256"):
-            call(*[torch.zeros(1, 8, 1, 320).bfloat16()] * 2, backend="emulator")
+            call(*[torch.zeros(1, 8, 1, 320).to(FP8)] * 2, backend="emulator")
 
 
 def test_the_launch_names_the_kernel_of_the_card_and_the_dtype():

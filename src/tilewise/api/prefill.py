@@ -111,8 +111,9 @@ def attention(
     CPU backend for CPU tensors), "cuda", "cpu", or "emulator": the GPU kernel's source run on CPU tensors, slow;
     "emulator:NAME" for a rung of the ladder by name.
 
-    CUDA tensors: these dtypes, head_dim up to 256, compute capability 8.x, 9.0, 10.x or 12.x (docs/guides/cards.md); a
-    schedule and what functions capture are on their device. The call goes on the current stream and does not wait.
+    CUDA tensors: these dtypes, head_dim up to 576 (FP8: 256), compute capability 8.x, 9.0, 10.x or 12.x
+    (docs/guides/cards.md); a schedule and what functions capture are on their device. The call goes on the current
+    stream and does not wait.
 
     Gradients go to q, k, v and sinks, from o and from the LSE. There are none of alibi_slopes, of what functions
     capture and of FP8 inputs: a call that is asked for them raises. There are no second derivatives.
@@ -459,8 +460,8 @@ def plan_attention(
     if value_dim is not None:
         call = call._replace(sizes=call.sizes._replace(value_dim=checks.head_dim("value_dim", value_dim)))
     if call.where != "cpu":
-        calls.check_served(q, call.where)
-        return prefill.plan_of(q, k, call.scores)
+        calls.check_served(q, call.where, k.new_empty(0, call.sizes.value_dim))
+        return prefill.plan_of(q, k, call.scores, call.sizes.value_dim)
     io_bytes = 4 if q.dtype == FP8 else q.element_size()  # FP8 is widened first
     return plan_on_cpu(call, io_bytes)
 

@@ -373,6 +373,8 @@ def _kernel_line(spec: KernelSpec) -> str:
     constants = dict(spec.constants)
     words = [spec.name, str(constants.get("Element", ""))]
     words += [f"D {constants['kHeadDim']}"] if "kHeadDim" in constants else []
+    if constants.get("kValueColumns", constants.get("kColumns")) != constants.get("kColumns"):
+        words.append(f"{constants['kValueColumns']} of V")
     if "kTileQ" in constants and "kTileKv" in constants:
         words.append(f"tiles {constants['kTileQ']} × {constants['kTileKv']}")
     known = (("kExact", "exact"), ("kTree", "tree mask"), ("kUnit", "block lists"), ("kSelected", "selected pages"))

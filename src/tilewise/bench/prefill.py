@@ -16,7 +16,7 @@ from . import peers
 from .measure import OK, WRONG, Kernel, Result, host_cost, measure
 from .records import records
 from .sweep import Sheet, attempt
-from .workloads import DTYPES, FLOAT8, Point, backends, build, complete
+from .workloads import DTYPES, FLOAT8, VALUES, Point, backends, build, complete
 
 PEERS = (peers.CUDNN, peers.FA3)
 COLUMNS = ("ours", "exact", "cuDNN", "FA3")
@@ -134,6 +134,7 @@ def rows(device: str) -> list[Row]:
     for n in (4096, 16384, 32768):
         point = replace(dense, seq=n, heads=64, kv_heads=8, causal=True)
         chosen.append(Row(f"64/8 heads, N {n}, causal", point, (Goal(over_best, 1.04),)))
+    chosen += _wide_rows(dense)
     long = replace(dense, seq=TOKENS, heads=16, kv_heads=16)
     for causal in (False, True):
         point = replace(long, workload="varlen", batch=16, lengths="100-16384", causal=causal)
@@ -147,6 +148,20 @@ def rows(device: str) -> list[Row]:
     chosen.append(Row("FP8, D 128, N 16384, full", fp8, (Goal(rate, 900, unit=" TFLOP/s"),)))
     chosen.append(Row("FP8, D 128, N 16384, causal", replace(fp8, causal=True), ()))
     return [replace(row, point=complete(row.point)) for row in chosen]
+
+
+def _wide_rows(dense: Point) -> list[Row]:
+    """V of fewer columns than Q and K, as DeepSeek's prefill has it, and heads of 512, which no peer has."""
+    chosen = []
+    for causal in (False, True):
+        how = "causal" if causal else "full"
+        for n in (2048, 8192):
+            point = replace(dense, batch=TOKENS // n, seq=n, heads=16, kv_heads=16, hdim=192, causal=causal)
+            goals = (Goal(over_best, 1.05), Goal(exact_over_best, 0.97, what="exact"))
+            chosen.append(Row(f"D 192 and 128, N {n}, {how}", replace(point, workload=f"{VALUES}128"), goals))
+        point = replace(dense, batch=TOKENS // 8192, seq=8192, heads=8, kv_heads=8, hdim=512, causal=causal)
+        chosen.append(Row(f"D 512, N 8192, {how}", point, (Goal(rate, 450, unit=" TFLOP/s"),)))
+    return chosen
 
 
 def _host_row(dense: Point) -> Row:

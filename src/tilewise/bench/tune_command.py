@@ -23,7 +23,9 @@ CONSTANTS = 4  # problems whose share of the time decode's constants get
 Shapes = Annotated[
     list[str] | None,
     typer.Option(
-        "--shapes", help="B,N,Hq,Hkv,D[,causal][,paged], several with ; between; may be given again.", metavar="TEXT"
+        "--shapes",
+        help="B,N,Hq,Hkv,D[:Dv][,causal][,paged], several with ; between; may be given again.",
+        metavar="TEXT",
     ),
 ]
 

@@ -17,7 +17,8 @@ from tilewise.gpu.abi import FP8
 from tilewise.gpu.mma_tilings import BLOCK_OVERHEAD, MmaTiling
 from tilewise.gpu.pattern import NO_PATTERN, Pattern
 from tilewise.gpu.tilings import (
-    MAX_HEAD_DIM,
+    LONG_PAIR,
+    PAIRS,
     SHORT_64,
     SMALL_64,
     TILINGS,
@@ -25,9 +26,9 @@ from tilewise.gpu.tilings import (
     geometry,
     out_dtype,
     pack_of,
-    padded,
     spec_of,
 )
+from tilewise.gpu.widths import MAX_HEAD_DIM, Widths, widths_of
 from tilewise.plan.schedule import BlockSchedule
 from tilewise.scores import Scores
 from tilewise.tuned import Tuned, Value
@@ -40,12 +41,13 @@ KINDS = ("128x128", "64x64", "mask")
 KEPT = 0.5  # of the blocks of a schedule
 PACKS = (1, 4)  # query heads of a KV head per tile that a tiling has to serve, as grouped heads may have it
 PAGE = 16
-FORM = "B,N,Hq,Hkv,D[,causal][,paged]"
+FORM = "B,N,Hq,Hkv,D[:Dv][,causal][,paged]"
 
 
 @dataclass(frozen=True)
 class Shape:
-    """q (batch, seq, heads, hdim) over k and v (batch, seq, kv_heads, hdim); paged: in pages of 16 tokens."""
+    """q (batch, seq, heads, hdim) over k and v (batch, seq, kv_heads, hdim); paged: in pages of 16 tokens; vdim: the
+    head dimension of v, 0 for that of k."""
 
     batch: int
     seq: int
@@ -54,11 +56,18 @@ class Shape:
     hdim: int
     causal: bool = False
     paged: bool = False
+    vdim: int = 0
+
+    @property
+    def values(self) -> int:
+        """The head dimension of v."""
+        return self.vdim or self.hdim
 
     def __str__(self) -> str:
         heads = f"{self.heads}" if self.heads == self.kv_heads else f"{self.heads}/{self.kv_heads}"
         more = ", causal" * self.causal + ", paged" * self.paged
-        return f"{self.batch} × {self.seq}, {heads} heads, D {self.hdim}{more}"
+        dims = f"{self.hdim}" if self.values == self.hdim else f"{self.hdim} and {self.values}"
+        return f"{self.batch} × {self.seq}, {heads} heads, D {dims}{more}"
 
 
 def parse(texts: Sequence[str]) -> list[Shape]:
@@ -68,13 +77,14 @@ def parse(texts: Sequence[str]) -> list[Shape]:
         words = text.split(",")
         causal, paged = "causal" in words[5:], "paged" in words[5:]
         said = ["causal"] * causal + ["paged"] * paged
-        if len(words) < 5 or words[5:] != said or not all(word.isascii() and word.isdigit() for word in words[:5]):
+        numbers = [*words[:4], *":".join(words[4:5]).split(":")]
+        if len(numbers) not in (5, 6) or words[5:] != said or not all(x.isascii() and x.isdigit() for x in numbers):
             raise ValueError(f"a shape must be {FORM} in whole numbers, got {text!r}")
-        batch, seq, heads, kv_heads, hdim = (
+        batch, seq, heads, kv_heads, hdim, *vdim = (
             checks.integer(f"{name} of {text!r}", int(word), 1)
-            for name, word in zip(("B", "N", "Hq", "Hkv", "D"), words[:5], strict=True)
+            for name, word in zip(("B", "N", "Hq", "Hkv", "D", "Dv"), numbers, strict=False)
         )
-        shape = Shape(batch, seq, heads, kv_heads, hdim, causal, paged)
+        shape = Shape(batch, seq, heads, kv_heads, hdim, causal, paged, *vdim)
         if shape.heads % shape.kv_heads:
             raise ValueError(f"Hq must be a multiple of Hkv in {text!r}")
         found.append(shape)
@@ -109,10 +119,13 @@ def hopper_changes(t: Tiling, scores: Scores, dtype: torch.dtype) -> list[list[C
     step = t.unit or (32 if dtype == FP8 else 16)
     longest = 128 if t.unit else 192  # a list has a word of bits per row
     sizes = [t.tile_kv + n * step for n in (-2, -1, 1, 2)]
-    depths = [(max(2, t.stages_k + k), max(2, t.stages_v + v)) for k, v in ((1, 0), (0, 1), (1, 1), (-1, 0), (0, -1))]
+    if t.parts > 1:  # K has a stage per part, and is gone before the softmax; V's slice has one place or two
+        depths = [{"stages_v": 3 - t.stages_v}]
+        return [[{"tile_kv": n} for n in sizes if 32 <= n <= 96], depths, [{"ping_pong": not t.ping_pong}]]
+    rings = [(max(2, t.stages_k + k), max(2, t.stages_v + v)) for k, v in ((1, 0), (0, 1), (1, 1), (-1, 0), (0, -1))]
     return [
         [{"tile_kv": n} for n in sizes if 32 <= n <= longest],
-        [{"stages_k": k, "stages_v": v} for k, v in depths],
+        [{"stages_k": k, "stages_v": v} for k, v in rings],
         [{"stages_raw": t.stages_raw + 1}] if t.stages_raw else [],
         [{"ping_pong": not t.ping_pong}] if t.tile_q > 64 else [],  # one warpgroup has nobody to take turns with
         [{"q_registers": not t.q_registers}],
@@ -141,14 +154,16 @@ CHANGES: dict[type, Callable[[Any, Scores, torch.dtype], list[list[Change]]]] = 
 }
 
 
-def candidates(tiling: Any, width: int, scores: Scores, dtype: torch.dtype) -> list[Any]:
+def candidates(tiling: Any, widths: Widths, scores: Scores, dtype: torch.dtype) -> list[Any]:
     """The tilings to be measured beside the chosen one: one thing is different, or two."""
     kinds = CHANGES[type(tiling)](tiling, scores, dtype)
     found = [replace(tiling, **change) for kind in kinds for change in kind]
     for one, other in combinations(kinds, 2):
         found += [replace(tiling, **first, **second) for first, second in product(one, other)]
     if isinstance(tiling, Tiling) and not tiling.unit and dtype != FP8:
-        found += [TILINGS[width], *((SMALL_64, SHORT_64) if width == 64 else ())]
+        found += [TILINGS[widths.widest]] if widths.widest in TILINGS else []
+        found += (SMALL_64, SHORT_64) if widths.widest == 64 else ()
+        found += [LONG_PAIR] if (widths.width, widths.value_width) in PAIRS else []
     return [other for other in dict.fromkeys(found) if other != tiling]
 
 
@@ -186,8 +201,9 @@ def _documents(tokens: int, device: torch.device) -> functions.Function | None:
 def check(shapes: Sequence[Shape]) -> None:
     """ValueError for shapes that no kernel serves."""
     for shape in shapes:
-        if shape.hdim > MAX_HEAD_DIM:
-            raise ValueError(f"D must be at most {MAX_HEAD_DIM} for prefill, got {shape.hdim}")
+        for name, dim in (("D", shape.hdim), ("Dv", shape.values)):
+            if dim > MAX_HEAD_DIM:
+                raise ValueError(f"{name} must be at most {MAX_HEAD_DIM} for prefill, got {dim}")
         if shape.paged and shape.seq % PAGE:
             raise ValueError(f"N must be whole pages of {PAGE} tokens with paged, got {shape.seq}")
 
@@ -203,12 +219,17 @@ def _problem(
         (1, shape.batch * shape.seq, shape.batch) if shape.paged else (shape.batch, shape.seq, None)
     )
     sized = (dtype, batch, rows, shape.heads, shape.kv_heads, shape.hdim, scores)
-    tma = shape.hdim * dtype.itemsize % 16 == 0
-    loads: dict[str, Any] = {"tma": tma, "page_size": PAGE * shape.paged, "pattern": pattern}
+    widths, tma = (
+        widths_of(shape.hdim, shape.values),
+        all(d * dtype.itemsize % 16 == 0 for d in (shape.hdim, shape.values)),
+    )
+    loads: dict[str, Any] = {
+        "tma": tma, "page_size": PAGE * shape.paged, "pattern": pattern, "value_dim": shape.values,
+    }  # fmt: skip
     card = arch.card_of(device)
     made = geometry(card, *sized, sequences=sequences, **loads)  # as it is chosen without a table
     plain = tma and not shape.paged
-    family, key = tuned.key_of(dtype, padded(shape.hdim), shape.seq, scores, plain=plain, pattern=pattern)
+    family, key = tuned.key_of(dtype, widths.key, shape.seq, scores, plain=plain, pattern=pattern)
     limits = arch.limits_of(card)
 
     def specs(tiling: Any) -> list[KernelSpec]:
@@ -216,7 +237,7 @@ def _problem(
         packs = [pack, *(p for p in PACKS if p != pack and tiling.tile_q % p == 0)]
         return [spec_of(dtype, shape.hdim, tiling, scores, pack=pack, **loads) for pack in packs]
 
-    others = candidates(made.tiling, padded(shape.hdim), scores, dtype)
+    others = candidates(made.tiling, widths, scores, dtype)
     fitting = tuple(t for t in others if _fits(t, specs(t)[0].shared_bytes, limits))
     name = str(shape) if family == "prefill" else f"{shape}, {key.split('/')[2]}"
     data = _Data(shape, dtype, device, scores, pattern, schedule, function)
@@ -249,12 +270,11 @@ class _Data:
         """A call of `spec`, which is what is bound where this is the table."""
         if not self.tensors:
             generator = torch.Generator(self.device).manual_seed(0)
-            sizes = [
-                (self.shape.batch, self.shape.seq, heads, self.shape.hdim)
-                for heads in (self.shape.heads, *[self.shape.kv_heads] * 2)
-            ]
-            made = [torch.randn(size, generator=generator, device=self.device).to(self.dtype) for size in sizes]
-            self.tensors = (*made, torch.empty(sizes[0], dtype=out_dtype(self.dtype), device=self.device))
+            shape, lead = self.shape, (self.shape.batch, self.shape.seq)
+            kinds = ((shape.heads, shape.hdim), (shape.kv_heads, shape.hdim), (shape.kv_heads, shape.values))
+            made = [torch.randn(*lead, *kind, generator=generator, device=self.device).to(self.dtype) for kind in kinds]
+            o = torch.empty(*lead, shape.heads, shape.values, dtype=out_dtype(self.dtype), device=self.device)
+            self.tensors = (*made, o)
         q, k, v, o = self.tensors
         bound: dict[str, Any] = {"pattern": self.pattern}
         given: dict[str, Any] = {"schedule": self.schedule, "function": self.function}

@@ -38,7 +38,7 @@ INDEX = (torch.int32, torch.int64)  # of cumulative lengths
 @dataclass(frozen=True)
 class Need:
     """Calls to be compiled for: heads, and what is done to scores; lengths: query rows of a sequence; page_size and
-    kv_format: of the cache."""
+    kv_format: of the cache; value_dim: of V, if it has another head dimension than Q and K."""
 
     heads: int
     kv_heads: int
@@ -48,6 +48,7 @@ class Need:
     lengths: tuple[int, ...] = LENGTHS
     page_size: int = 16
     kv_format: str | None = None
+    value_dim: int | None = None
 
     @classmethod
     def of_model(cls, model: AttentionShape) -> Need:
@@ -56,7 +57,7 @@ class Need:
     @classmethod
     def of_shape(cls, shape: Shape, dtype: torch.dtype) -> Need:
         scores = Scores((None, 0 if shape.causal else None), scale=shape.hdim**-0.5)
-        return cls(shape.heads, shape.kv_heads, shape.hdim, dtype, (scores,), (shape.seq,))
+        return cls(shape.heads, shape.kv_heads, shape.hdim, dtype, (scores,), (shape.seq,), value_dim=shape.values)
 
     @property
     def form(self) -> KVFormat:
@@ -68,22 +69,22 @@ class Need:
 def specs(need: Need, card: str) -> list[KernelSpec]:
     """Every kernel that these calls take on such a card, each once: prefill (dense, packed and paged), decode, both in
     one step, and writing and copying pages. NotImplementedError where no kernel serves them."""
+    q, _, v, _ = _like(need, 1)
     with arch.as_card(card):
+        calls.check_served(q[None], "emulator", v[None])
         writing = [append.append_spec(need.dtype, need.form), append.COPY_SPEC]
         found = [*_prefill(need), *_decode(need, card), *_step(need), *writing]
     return list(dict.fromkeys(found))
 
 
 def _prefill(need: Need) -> Iterator[KernelSpec]:
-    calls.check_served(_like(need, 1)[0][None], "emulator")
     for scores in need.scores:
         for rows in need.lengths:
-            q, k, o = (x[None] for x in _like(need, rows))
-            yield from _bound(q, k, o, scores)
+            q, k, v, o = (x[None] for x in _like(need, rows))
+            yield from _bound(q, k, v, o, scores)
             for index in INDEX:
-                yield from _bound(q[0], k[0], o[0], scores, sequences=1, index=index)
-            pages = _pages(need, rows)
-            yield from _bound(q[0], pages, o[0], scores, sequences=1, paged=True, table_pages=len(pages))
+                yield from _bound(q[0], k[0], v[0], o[0], scores, sequences=1, index=index)
+            yield from _bound_to_pages(need, rows, scores)
 
 
 def _step(need: Need) -> Iterator[KernelSpec]:
@@ -97,28 +98,30 @@ def _step(need: Need) -> Iterator[KernelSpec]:
         if scores.window[0] is not None:
             continue
         for rows in need.lengths:
-            q, _, o = _like(need, rows)
-            pages = _pages(need, rows)
-            yield from _bound(q, pages, o, scores.unmasked, sequences=1, paged=True, table_pages=len(pages))
+            yield from _bound_to_pages(need, rows, scores.unmasked)
 
 
-def _pages(need: Need, rows: int) -> torch.Tensor:
-    """K of (pages, page size, heads, D) that takes no memory."""
-    shape = (1 + rows // need.page_size, need.page_size, need.kv_heads, need.head_dim)
-    return torch.empty(1, dtype=need.dtype).expand(shape)
+def _bound_to_pages(need: Need, rows: int, scores: Scores) -> Iterator[KernelSpec]:
+    """The forward over K and V of (pages, page size, heads, D)."""
+    q, k, v, o = _like(need, rows)
+    pages = 1 + rows // need.page_size
+    k, v = (x[:1].expand(pages, need.page_size, *x.shape[1:]) for x in (k, v))
+    yield from _bound(q, k, v, o, scores, sequences=1, paged=True, table_pages=pages)
 
 
-def _like(need: Need, rows: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """q, k and o of (rows, heads, D) that take no memory."""
+def _like(need: Need, rows: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """q, k, v and o of (rows, heads, D) that take no memory."""
     one, out = torch.empty(1, dtype=need.dtype), torch.empty(1, dtype=out_dtype(need.dtype))
-    q = one.expand(rows, need.heads, need.head_dim)
-    return q, one.expand(rows, need.kv_heads, need.head_dim), out.expand(q.shape)
+    dims = (need.head_dim, need.head_dim if need.value_dim is None else need.value_dim)
+    q, o = one.expand(rows, need.heads, dims[0]), out.expand(rows, need.heads, dims[1])
+    k, v = (one.expand(rows, need.kv_heads, dim) for dim in dims)
+    return q, k, v, o
 
 
 def _bound(
-    q: torch.Tensor, k: torch.Tensor, o: torch.Tensor, scores: Scores, **options: object
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, scores: Scores, **options: object
 ) -> Iterator[KernelSpec]:
-    forward = prefill.Forward(q, k, k, o, scores, tma=prefill.tma_can(q, k, o), **options)  # type: ignore[arg-type]
+    forward = prefill.Forward(q, k, v, o, scores, tma=prefill.tma_can(q, k, v, o), **options)  # type: ignore[arg-type]
     yield forward.spec
     if forward.packed:
         yield forward.ragged_spec

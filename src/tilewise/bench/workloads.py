@@ -38,6 +38,7 @@ FORMAT_OF = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
 WORKLOADS = ("dense", "sparse", "varlen", "decode", "prefix")
 FUNCTION = "function: "  # what the workloads of bench variants start with
 TRAIN = "train: "  # and those of bench train
+VALUES = "values: "  # and a number: dense, V having this head dimension and Q and K another
 LOSSLESS = {"fp32": ("float32", "float16", "bfloat16"), "fp16": ("float16",), "bf16": ("bfloat16",)}
 
 
@@ -49,7 +50,7 @@ class Point:
     `batch` packed sequences, `lengths` "100-4096" spaced geometrically between the two, in no order; decode: `tokens`
     queries over a paged cache; prefix: the same where the first `prefix` tokens are shared. With a `window` a query
     sees so many keys before its own and none after it. FUNCTION and a name: what `variants` measures; TRAIN
-    and a name: what `train` does.
+    and a name: what `train` does; VALUES and a number: dense, with V of that head dimension.
     """
 
     workload: str = "dense"
@@ -74,11 +75,12 @@ class Point:
 
     def validate(self) -> Point:
         """The point itself, or ValueError on the first dimension that no problem can have."""
-        if not self.workload.startswith((FUNCTION, TRAIN)):
+        if not self.workload.startswith((FUNCTION, TRAIN, VALUES)):
             checks.choice("workload", self.workload, WORKLOADS)
         for name in ("batch", "seq", "heads", "kv_heads", "hdim", "tokens"):
             checks.integer(name, getattr(self, name), 1)
         checks.integer("hdim", self.hdim, 1, checks.MAX_HEAD_DIM)
+        checks.integer("head dimension of the values", self.vdim, 1, checks.MAX_HEAD_DIM)
         checks.integer("page_size", self.page_size, 1, 256)
         checks.integer("prefix", self.prefix, 0)
         checks.integer("window", self.window, 0)
@@ -122,6 +124,11 @@ class Point:
             raise ValueError(f"backend {self.backend!r} takes tensors on device {wanted}, got device {self.device}")
 
     @property
+    def vdim(self) -> int:
+        """The head dimension of V."""
+        return int(self.workload.removeprefix(VALUES)) if self.workload.startswith(VALUES) else self.hdim
+
+    @property
     def band(self) -> Window | None:
         """The window as the library takes it."""
         return (self.window, 0) if self.window else None
@@ -134,7 +141,8 @@ class Point:
         parts[0] += (
             f"{self.prefix} shared + {self.seq} own tokens" if self.prefix else f"{self.lengths or self.seq} tokens"
         )
-        parts += [f"{heads} heads", f"D {self.hdim}", self.dtype]
+        parts += [f"{heads} heads", f"D {self.hdim}", *([f"{self.vdim} of V"] if self.vdim != self.hdim else [])]
+        parts += [self.dtype]
         parts += ["causal"] if self.causal and self.workload not in ("decode", "prefix") else []
         parts += [f"window {self.window}"] if self.window else []
         parts += [f"schedule {self.sched}"] if self.sched else []
@@ -143,7 +151,7 @@ class Point:
         if self.workload in ("decode", "prefix"):
             parts += [f"{self.kv_format} KV", f"pages of {self.page_size}"]
             parts += [f"{self.tokens} tokens a step"] if self.tokens > 1 else []
-        return f"{self.workload}: " + ", ".join(parts)
+        return f"{'dense' if self.workload.startswith(VALUES) else self.workload}: " + ", ".join(parts)
 
 
 def check_device(device: str) -> torch.device:
@@ -205,7 +213,7 @@ def build(point: Point, *, seed: int = 0) -> Problem:
     """The problem at `point`, with random data: nothing here is ever zeros, which run faster than what people have."""
     generator = torch.Generator(point.device).manual_seed(seed)
     makers = {"dense": _dense, "sparse": _dense, "varlen": _varlen, "decode": _decode, "prefix": _decode}
-    return makers[point.workload](point, generator)
+    return makers["dense" if point.workload.startswith(VALUES) else point.workload](point, generator)
 
 
 def random_like(point: Point, generator: torch.Generator, *shape: int) -> torch.Tensor:
@@ -231,11 +239,12 @@ def _dense(point: Point, generator: torch.Generator) -> Problem:
     batch, n, heads, kv_heads, hdim = point.batch, point.seq, point.heads, point.kv_heads, point.hdim
     causal, window = point.causal, point.band
     q = random_like(point, generator, batch, n, heads, hdim)
-    k, v = (random_like(point, generator, batch, n, kv_heads, hdim) for _ in range(2))
+    k, v = (random_like(point, generator, batch, n, kv_heads, dim) for dim in (hdim, point.vdim))
     schedule = _schedule(point)
-    size = q.element_size()
-    nbytes = hdim * batch * n * (size * (heads + 2 * kv_heads) + out_dtype(q.dtype).itemsize * heads)
-    sizes = (batch, n, n, heads, kv_heads, hdim)
+    size, out_size = q.element_size(), out_dtype(q.dtype).itemsize
+    each = size * (hdim * (heads + kv_heads) + point.vdim * kv_heads) + out_size * point.vdim * heads
+    nbytes = batch * n * each
+    sizes = (batch, n, n, heads, kv_heads, hdim, point.vdim)
     flops = plan_dense(*sizes, causal=causal, window=window, schedule=schedule, io_bytes=size).flops
     dense_flops = plan_dense(*sizes, causal=causal, io_bytes=size).flops
 
@@ -269,7 +278,7 @@ def _dense(point: Point, generator: torch.Generator) -> Problem:
         kernels += [Kernel(name, run, False, flops, nbytes) for name, run in runs.items()]
     else:
         absent = f"not measured: {', '.join(peers.CUDA_PEERS)} (no block-sparse form of theirs is called here)"
-    return problem_of(point, kernels, check, (batch, n, heads, hdim), absent)
+    return problem_of(point, kernels, check, (batch, n, heads, point.vdim), absent)
 
 
 def _varlen(point: Point, generator: torch.Generator) -> Problem:

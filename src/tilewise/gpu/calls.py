@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tilewise import arch, checks
-from tilewise.gpu import prefill, tilings
+from tilewise.gpu import prefill, tilings, widths
+from tilewise.gpu.abi import FP8
 from tilewise.gpu.pattern import NO_PATTERN, SLAB, AnySchedule, Pattern, stacked
 from tilewise.plan.schedule import BlockSchedule
 from tilewise.scores import Scores
@@ -30,7 +31,7 @@ Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
 def serves_pair(head_dim: int, value_dim: int) -> bool:
     """Is there a forward kernel for values of this head dimension beside queries and keys of that one?"""
-    return head_dim == value_dim
+    return max(head_dim, value_dim) <= widths.MAX_HEAD_DIM
 
 
 def check_served(q: torch.Tensor, where: str, v: torch.Tensor | None = None) -> None:
@@ -41,25 +42,24 @@ def check_served(q: torch.Tensor, where: str, v: torch.Tensor | None = None) -> 
             f"GPU kernels take bfloat16, float16, float8_e4m3fn and float32, got {q.dtype}; convert q, k and v, or use "
             f"{instead}"
         )
-    if q.shape[-1] > tilings.MAX_HEAD_DIM:
-        raise NotImplementedError(
-            f"GPU kernels take head_dim up to {tilings.MAX_HEAD_DIM}, got {q.shape[-1]}; use {instead}"
-        )
-    if v is not None and not serves_pair(q.shape[-1], v.shape[-1]):
-        mine, its, pad = v.shape[-1], q.shape[-1], "torch.nn.functional.pad"
-        if mine < its:
-            instead = f"use {pad}(v, (0, {its - mine})) and o[..., :{mine}]"
-        elif mine <= tilings.MAX_HEAD_DIM:
-            instead = f"use {pad}(x, (0, {mine - its})) of q and of k, and scale={its} ** -0.5"
-        else:
-            instead = f"use {instead}"
-        raise NotImplementedError(f"v has head_dim {mine} and q {its}, and GPU kernels have one for both; {instead}")
+    _check_head_dims(q, (q if v is None else v).shape[-1], instead)
     if not arch.serves_prefill(q.device):
         raise NotImplementedError(
             f"GPU kernels are for compute capability 8.x, 9.0, 10.x and 12.x, {q.device} has "
             f"{'.'.join(map(str, arch.capability(q.device)))}; use {instead}, or "
             "torch.nn.functional.scaled_dot_product_attention"
         )
+
+
+def _check_head_dims(q: torch.Tensor, value_dim: int, instead: str) -> None:
+    most = widths.NARROW[-1] if q.dtype == FP8 else widths.MAX_HEAD_DIM
+    for name, head_dim in (("", q.shape[-1]), (" of v", value_dim)):
+        if head_dim > most:
+            also = ", or bfloat16" if head_dim <= widths.MAX_HEAD_DIM else ""
+            kind = str(q.dtype).removeprefix("torch.")
+            raise NotImplementedError(
+                f"GPU kernels take head_dim{name} up to {most} in {kind}, got {head_dim}; use {instead}{also}"
+            )
 
 
 class GpuCall:
@@ -107,7 +107,7 @@ class GpuCall:
             blocks = stacked(schedule, q.shape[0], _longest(k, page_table))
         o = out
         if o is None:
-            o = q.new_empty(q.shape, dtype=out_dtype(q.dtype))
+            o = q.new_empty((*q.shape[:-1], v.shape[-1]), dtype=out_dtype(q.dtype))
         lse = None
         if self.return_lse:
             shape = (q.shape[1], q.shape[0]) if starts is not None else (q.shape[0], q.shape[2], q.shape[1])
@@ -115,6 +115,7 @@ class GpuCall:
         if self.bound is None:
             like_q = q.is_contiguous() and q.dtype == o.dtype
             self.plain = like_q and all(x is None for x in (sinks, slopes, out, starts, lse))
+            _check_head_dims(q, v.shape[-1], ".cpu() tensors" if q.is_cuda else 'backend="cpu"')
             if not q.numel() or not k.numel():
                 self.plain = False
                 return _nothing_to_see(o, lse, sinks)
@@ -155,7 +156,7 @@ class GpuCall:
         function: Function | None = None,
     ) -> torch.Tensor:
         """The same as calling it, of a plain call that was made before, by the shortest way."""
-        o = torch.empty_like(q)
+        o = torch.empty_like(q) if v.shape[-1] == q.shape[-1] else q.new_empty((*q.shape[:-1], v.shape[-1]))
         assert self.bound is not None
         self.bound.launch((q.data_ptr(), k.data_ptr(), v.data_ptr(), o.data_ptr()), schedule, function)
         return o
@@ -209,7 +210,7 @@ def shared_prefix(
     """Levels of prefixes, then each sequence's own keys: (k, v) (members, N, Hkv, D), and the lengths of each or None.
 
     One launch of the forward per level, in which the rows of all sequences under a member stand over its keys; the
-    states are merged. q: (B, Nq, Hq, D) -> o like it, lse (B, Hq, Nq).
+    states are merged. q: (B, Nq, Hq, D) -> o like it, with the head_dim of v, lse (B, Hq, Nq).
     """
     batch, seqlen_q, heads, _ = q.shape
     states = []
@@ -230,7 +231,7 @@ def shared_prefix(
             lse = lse.view(heads, members, rows).transpose(0, 1)
         # (members, heads, sequences of a member, rows of a sequence) -> (sequences, heads, rows)
         lse = lse.reshape(members, heads, -1, seqlen_q).transpose(1, 2).reshape(batch, heads, seqlen_q)
-        states.append((o.view(q.shape), lse))
+        states.append((o.view(*q.shape[:-1], o.shape[-1]), lse))
     if len(states) == 1:
         return states[0]
     return merge_states(*(torch.stack(x) for x in zip(*states, strict=True)))

@@ -15,9 +15,9 @@ from tilewise.arch import fp8_products, hopper, limits_of, tf32_products
 from tilewise.compiler.spec import Constant, KernelSpec
 from tilewise.gpu.abi import ELEMENTS, FP8, TILE_WORDS
 from tilewise.gpu.pattern import NO_PATTERN, Pattern, block_keys, problem_constants
+from tilewise.gpu.widths import WIDE, Widths, widths_of
 from tilewise.scores import Scores
 
-WIDTHS = (64, 96, 128, 192, 256)  # head dimensions that the products run over; others are padded
 BLOCK_OVERHEAD = 1024  # bytes of shared memory per block that the driver reserves
 
 
@@ -57,10 +57,10 @@ def _tiling(
     return MmaTiling(torch.bfloat16, tile_q, tile_kv, warp_rows, stages, q_registers, blocks)
 
 
-# By bytes of an operand and padded head dimension: the first that fits the card's shared memory is taken. A warp holds
-# S and O of its rows in registers. With 32 rows each fragment of K and V that is read serves two products, which takes
-# shared memory out of the way; where O leaves no registers for that, warps have sixteen. Two blocks per multiprocessor
-# hide each other's barriers and softmax, and come before longer key blocks.
+# By bytes of an operand and padded head dimension, the wider one where V has another: the first that fits the card's
+# shared memory is taken. A warp holds S and O of its rows in registers. With 32 rows each fragment of K and V that is
+# read serves two products, which takes shared memory out of the way; where O leaves no registers for that, warps have
+# sixteen. Two blocks per multiprocessor hide each other's barriers and softmax, and come before longer key blocks.
 TILINGS: dict[tuple[int, int], tuple[MmaTiling, ...]] = {
     (2, 64): (_tiling(128, 64, 32, 2, 2, q_registers=True),),
     (2, 96): (_tiling(128, 64, 32, 1, 2),),
@@ -79,6 +79,11 @@ TILINGS: dict[tuple[int, int], tuple[MmaTiling, ...]] = {
     (4, 192): (_tiling(64, 16, 16, 1, 2), _tiling(64, 16, 16, 1, 1)),
     (4, 256): (_tiling(64, 16, 16, 1, 1),),
 }
+# Q and K of more than 256: Q takes most of the shared memory, and O no more registers than at 256 (widths.py: slices).
+WIDE_TILINGS = {
+    2: (_tiling(64, 64, 16, 1, 1), _tiling(64, 32, 16, 1, 1), _tiling(64, 16, 16, 1, 1)),
+    4: (_tiling(64, 16, 16, 1, 1), _tiling(32, 16, 16, 1, 1), _tiling(16, 16, 16, 1, 1)),
+}
 
 
 def operand_of(card: str, dtype: torch.dtype) -> torch.dtype:
@@ -95,18 +100,20 @@ def choose(
     vectors: bool = True,
     pattern: Pattern = NO_PATTERN,
     page_size: int = 0,
+    value_dim: int | None = None,
 ) -> MmaTiling:
-    """The tiling for a problem on a card; vectors: rows lie on 16 bytes."""
+    """The tiling for a problem on a card; vectors: rows lie on 16 bytes; value_dim: of V, if it has another."""
     operand = operand_of(card, dtype)
-    width, limits = padded(head_dim, operand), limits_of(card)
+    widths, limits = padded(head_dim, operand, value_dim), limits_of(card)
+    width = widths.widest
     # Wider heads have no registers for what CUDA cores load together.
     cuda_cores = operand == torch.float32 and not tf32_products(card) and width <= 128
     crowded = scores.changed or pattern.listed or pattern.score or not vectors or (scores.exact and operand == FP8)
     found = []
-    for base in TILINGS[operand.itemsize, width]:
+    for base in WIDE_TILINGS[operand.itemsize] if width in WIDE else TILINGS[operand.itemsize, width]:
         tiling = replace(base, operand=operand, cuda_cores=cuda_cores)
         tiling = _for_pattern(tiling, dtype, width, crowded, pattern, page_size)
-        shared = shared_bytes(dtype, width, tiling, told=_told(tiling, pattern, page_size))
+        shared = shared_bytes(dtype, widths, tiling, told=_told(tiling, pattern, page_size))
         fits = limits.shared_sm // (shared + BLOCK_OVERHEAD) if shared <= limits.shared_block else 0
         if fits >= tiling.blocks_each:
             return tiling
@@ -145,22 +152,23 @@ def _most_keys(tiling: MmaTiling, width: int, crowded: bool, pattern: Pattern) -
     return min(tiling.tile_kv, 32 if pattern.listed else 48)
 
 
-def padded(head_dim: int, operand: torch.dtype) -> int:
-    """The head dimension that the products run over."""
+def padded(head_dim: int, operand: torch.dtype, value_dim: int | None = None) -> Widths:
+    """The head dimensions that the products run over."""
     # Rows of 96 bytes are no multiple of 64, which the swizzle of shared memory wants.
-    return next(d for d in WIDTHS if d >= head_dim and d * operand.itemsize % 64 == 0)
+    return widths_of(head_dim, value_dim, multiple=64 // operand.itemsize)
 
 
-def shared_bytes(dtype: torch.dtype, width: int, tiling: MmaTiling, *, told: int = 0, vectors: bool = True) -> int:
+def shared_bytes(dtype: torch.dtype, widths: Widths, tiling: MmaTiling, *, told: int = 0, vectors: bool = True) -> int:
     """Shared memory per block, as prefill/mma_loads.cuh lays it out; told: ints per block about where its keys lie."""
-    row = width * tiling.operand.itemsize
-    tiles = row * (tiling.tile_q + 2 * tiling.stages * tiling.tile_kv)
+    both = (widths.width, widths.value_width)
+    tiles = (widths.width * tiling.tile_q + sum(both) * tiling.stages * tiling.tile_kv) * tiling.operand.itemsize
     raw = 0
     if tiling.operand != dtype and vectors:  # K and V as they arrive
-        arriving = width * dtype.itemsize // 16
-        across = min(32, arriving & -arriving)
-        step = tiling.threads // across
-        raw = 2 * -(-tiling.tile_kv // step) * (arriving // across) * tiling.threads * 16
+        for width in both:
+            arriving = width * dtype.itemsize // 16
+            across = min(32, arriving & -arriving)
+            step = tiling.threads // across
+            raw += -(-tiling.tile_kv // step) * (arriving // across) * tiling.threads * 16
     return tiles + raw + 4 * (TILE_WORDS + 4 + 4 * told)  # the tile, where K and V begin, four blocks' boxes
 
 
@@ -175,15 +183,18 @@ def forward_mma_spec(
     page_size: int = 0,
     vectors: bool = True,
     pattern: Pattern = NO_PATTERN,
+    value_dim: int | None = None,
 ) -> KernelSpec:
-    """The kernel for one dtype, head dimension, tiling and choice of features; vectors: rows lie on 16 bytes."""
-    width = padded(head_dim, tiling.operand)
+    """The kernel for one dtype, head dimension, tiling and choice of features; vectors, value_dim: as in `choose`."""
+    widths = padded(head_dim, tiling.operand, value_dim)
     constants: tuple[tuple[str, Constant], ...] = (
         ("Element", ELEMENTS[dtype]),
         ("Operand", ELEMENTS[tiling.operand]),
         ("Out", ELEMENTS[torch.bfloat16 if dtype == FP8 else dtype]),
-        ("kHeadDim", width),
+        ("kHeadDim", widths.width),
         ("kColumns", head_dim),
+        ("kValueDim", widths.value_width),
+        ("kValueColumns", widths.value_dim),
         ("kTileQ", tiling.tile_q),
         ("kTileKv", tiling.tile_kv),
         ("kWarpRows", tiling.warp_rows),
@@ -196,7 +207,7 @@ def forward_mma_spec(
             scores, pattern, tile_q=tiling.tile_q, unit=tiling.unit, lazy=tiling.lazy, pack=pack, page_size=page_size
         ),
     )
-    shared = shared_bytes(dtype, width, tiling, told=_told(tiling, pattern, page_size), vectors=vectors)
+    shared = shared_bytes(dtype, widths, tiling, told=_told(tiling, pattern, page_size), vectors=vectors)
     source = "prefill/forward_mma.cu"
     return KernelSpec(
         "forward_mma", source, "forward_mma", constants, tiling.threads, shared, product=True, text=pattern.text

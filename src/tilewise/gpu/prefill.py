@@ -32,7 +32,7 @@ from tilewise.gpu.abi import (
 )
 from tilewise.gpu.mma_tilings import MmaTiling
 from tilewise.gpu.pattern import NO_PATTERN, AnySchedule, Lists, Pattern
-from tilewise.gpu.tilings import geometry, kernel_of, out_dtype, ragged_spec, spec_of
+from tilewise.gpu.tilings import Geometry, geometry, kernel_of, out_dtype, ragged_spec, spec_of
 from tilewise.plan.dense import plan_tiled
 from tilewise.plan.tiles import Launch, Plan
 from tilewise.scores import Scores
@@ -42,21 +42,30 @@ if TYPE_CHECKING:
 
 BUCKETS = 128  # by length, into which ragged.cu sorts tiles
 MAPS_KEPT = 1024
+Maps = list[tuple[TensorMapSpec, dict[int, Any]]]  # each with what was encoded for an address
 
 
-def plan_of(q: torch.Tensor, k: torch.Tensor, scores: Scores) -> Plan:
-    """The tiles of a dense call on q (B, Nq, Hq, D) and k (B, Nk, Hkv, D), V being laid out as K, in their order."""
+def plan_of(q: torch.Tensor, k: torch.Tensor, scores: Scores, value_dim: int | None = None) -> Plan:
+    """The tiles of a dense call on q (B, Nq, Hq, D) and k (B, Nk, Hkv, D), V being laid out as K, in their order.
+
+    value_dim: the head dimension of V, if it is another.
+    """
     (batch, seqlen_q, heads_q, head_dim), (seqlen_k, heads_kv) = q.shape, k.shape[1:3]
     card, tma = card_of(q.device), tma_can(q, k)
-    g = geometry(card, q.dtype, batch, seqlen_q, heads_q, heads_kv, head_dim, scores, tma=tma, table=tuned.of(q.device))
-    tiles, each = g.q_tiles * batch * g.heads, multiprocessors(q.device) * g.tiling.blocks_each
+    sized = (q.dtype, batch, seqlen_q, heads_q, heads_kv, head_dim, scores)
+    g = geometry(card, *sized, tma=tma, table=tuned.of(q.device), value_dim=value_dim)
+    tiles, each = g.q_tiles * batch * g.heads * g.slices, multiprocessors(q.device) * g.tiling.blocks_each
     blocks = tiles if isinstance(g.tiling, MmaTiling) else min(tiles, each)
     name, why = kernel_of(q.device, q.dtype)
     what = f"{name}, {ELEMENTS[q.dtype]}, D {head_dim}"
+    if value_dim not in (None, head_dim):
+        what += f" and {value_dim}"
+    if g.slices > 1:
+        what += f", in {g.slices} slices of V's columns"
     launch = Launch(what, g.tiling.tile_q, g.tiling.tile_kv, g.pack, blocks, why)
     sizes = (batch, seqlen_q, seqlen_k, heads_q, heads_kv, head_dim)
-    size, out_size = q.element_size(), out_dtype(q.dtype).itemsize
-    return plan_tiled(*sizes, launch, g.together, window=scores.window, io_bytes=size, out_bytes=out_size)
+    bytes_each = {"io_bytes": q.element_size(), "out_bytes": out_dtype(q.dtype).itemsize}
+    return plan_tiled(*sizes, launch, g.together, window=scores.window, value_dim=value_dim or 0, **bytes_each)
 
 
 def tma_can(*tensors: torch.Tensor) -> bool:
@@ -72,8 +81,9 @@ def tma_can(*tensors: torch.Tensor) -> bool:
 class Forward:
     """The kernel, its launch and its arguments but for the addresses, for tensors like these.
 
-    q: (B, Nq, Hq, D), k and v: (B, Nk, Hkv, D); or packed, with `sequences` of them: q (total_q, Hq, D), k and v
-    (total_k, Hkv, D), or (pages, page size, Hkv, D) if `paged`. o: like q. tma: whether `tma_can` of them all.
+    q: (B, Nq, Hq, D), k: (B, Nk, Hkv, D), v: (B, Nk, Hkv, Dv); or packed, with `sequences` of them: q (total_q, Hq, D),
+    k and v (total_k, Hkv, D and Dv), or (pages, page size, Hkv, D and Dv) if `paged`. o: as q is, with Dv. tma: whether
+    `tma_can` of them all.
     """
 
     def __init__(
@@ -97,33 +107,19 @@ class Forward:
         seqlen_k, heads_kv = k.shape[-3:-1]
         sized = (q.dtype, batch, seqlen_q, heads, heads_kv, head_dim, scores)
         page_size = k.shape[1] if paged else 0
-        loads: dict[str, Any] = {"page_size": page_size, "tma": tma, "pattern": pattern}
+        value_dim = v.shape[-1]
+        loads: dict[str, Any] = {"page_size": page_size, "tma": tma, "pattern": pattern, "value_dim": value_dim}
         keys = page_size * min(k.shape[0], (sequences or 1) * table_pages) if paged else seqlen_k
         g = geometry(card_of(q.device), *sized, sequences=sequences, seqlen_k=keys, table=tuned.of(q.device), **loads)
         tiling, pack = g.tiling, g.pack
         self.spec = spec_of(q.dtype, head_dim, tiling, scores, pack=pack, **loads)
         self.mapped = not isinstance(tiling, MmaTiling)  # the kernel takes tensor maps, blank ones without TMA
-        # Rows of (D, heads of a tile, N, the other heads, B), a box being the rows of a tile; of K and V (D, N, H, B).
-        box = (pack, tiling.tile_q // pack, 1, 1)
-        sizes = (head_dim, pack, seqlen_q, g.heads, batch)
-        self._maps: list[tuple[TensorMapSpec, dict[int, Any]]] = []
+        self._maps: Maps = []
         if tma and self.mapped:
-            q_map, o_map = (
-                _map_spec(
-                    x, sizes, (x.stride(-2), x.stride(-3), x.stride(-2) * pack, 0 if packed else x.stride(0)), box
-                )
-                for x in (q, o)
-            )
-            self._maps = [(q_map, {})]
-            box_rows = tiling.unit or (math.gcd(page_size, tiling.tile_kv) if paged else tiling.tile_kv)
-            for x in (k, v):
-                outer = 0 if packed and not paged else x.stride(0)
-                kv_sizes = (head_dim, seqlen_k, heads_kv, x.shape[0] if paged else batch)
-                strides = (x.stride(-3), x.stride(-2), outer)
-                self._maps.append((_map_spec(x, kv_sizes, strides, (box_rows, 1, 1)), {}))
-            self._maps.append((o_map, {}))
+            rows = tiling.unit or (math.gcd(page_size, tiling.tile_kv) if paged else tiling.tile_kv)
+            self._maps = _map_specs(q, k, v, o, g, rows)
         self.list_tiles = g.q_tiles + (sequences or 0)  # at most
-        self.tiles = g.heads * (self.list_tiles if packed else g.q_tiles * batch)
+        self.tiles = g.heads * (self.list_tiles if packed else g.q_tiles * batch) * g.slices
         # The Hopper forward is persistent; the other has a block per tile.
         each = multiprocessors(self.device) * tiling.blocks_each
         self.blocks = min(self.tiles, each) if self.mapped else self.tiles
@@ -320,6 +316,30 @@ class TileList:
             return
         known = {"work": self.words, "starts_q": self._starts[0], "starts_k": self._starts[1]}
         emulator.launch(self._spec, (1, 1, 1), [self._args, self._ragged], known)
+
+
+def _map_specs(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, g: Geometry, box_rows: int) -> Maps:
+    """The maps of q, k, v and o, each with those that were made of it.
+
+    Of q and o: rows of (D, heads of a tile, N, the other heads, B), a box being the rows of a tile. Of k and v: (D, N,
+    H, B or pages), in boxes of box_rows.
+    """
+
+    def outer(x: torch.Tensor) -> tuple[int, int]:
+        """How many there are of the outermost dimension, and its stride."""
+        return (1, 0) if x.dim() == 3 else (x.shape[0], x.stride(0))
+
+    def of_rows(x: torch.Tensor) -> TensorMapSpec:
+        count, stride = outer(x)
+        sizes, strides = (g.pack, x.shape[-3], g.heads, count), (x.stride(-2), x.stride(-3), x.stride(-2) * g.pack)
+        return _map_spec(x, (x.shape[-1], *sizes), (*strides, stride), (g.pack, g.tiling.tile_q // g.pack, 1, 1))
+
+    def of_keys(x: torch.Tensor) -> TensorMapSpec:
+        count, stride = outer(x)
+        sizes = (x.shape[-1], *x.shape[-3:-1], count)
+        return _map_spec(x, sizes, (x.stride(-3), x.stride(-2), stride), (box_rows, 1, 1))
+
+    return [(found, {}) for found in (of_rows(q), of_keys(k), of_keys(v), of_rows(o))]
 
 
 def _map_spec(x: torch.Tensor, sizes: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...]) -> TensorMapSpec:

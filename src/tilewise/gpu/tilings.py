@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import product
 from typing import Any
 
 import torch
@@ -20,10 +21,11 @@ from tilewise.gpu.abi import ELEMENTS, EVERY_RULE, FP8, PANEL_BYTES, TILE_WORDS
 from tilewise.gpu.kinds import kinds_spec
 from tilewise.gpu.mma_tilings import MmaTiling
 from tilewise.gpu.pattern import NO_PATTERN, Pattern, block_keys, fold_spec, problem_constants
+from tilewise.gpu.widths import MAX_HEAD_DIM as MAX_HEAD_DIM
+from tilewise.gpu.widths import Widths, widths_of
 from tilewise.scores import Scores
 
 DTYPES = (torch.bfloat16, torch.float16, FP8, torch.float32)
-MAX_HEAD_DIM = 256
 # Heads whose tiles are taken side by side, the heaviest first, so that no heavy tile is left for the end: as many heads
 # × head_dim as this, whose tiles walk the same keys at the same time; and of packed sequences, whose tiles do not, as
 # many as have so many bytes of K and V, which stay in L2.
@@ -38,7 +40,8 @@ class Tiling:
     ping_pong: they take turns at the tensor cores. q_registers: they keep Q in registers. lazy: the lazy softmax. It
     keeps K until the softmax is done, in case S has to be computed again, and so needs one more stage of K.
     stages_raw: stages of FP8's V before it is transposed; stages_v are those after it. unit: keys that one entry of a
-    list stands for, 0 if blocks follow each other.
+    list stands for, 0 if blocks follow each other. parts: in which a block of K comes, each in
+    a stage of its own.
     """
 
     tile_q: int
@@ -51,6 +54,7 @@ class Tiling:
     lazy: bool
     stages_raw: int = 0
     unit: int = 0
+    parts: int = 1
 
     @property
     def blocks_each(self) -> int:
@@ -58,14 +62,31 @@ class Tiling:
         return 2 if self.tile_q == 64 else 1
 
 
-# By padded head dimension. A warpgroup holds S (64 × tile_kv), P of the block before it and O at once; a block holds Q
-# and rings of K and V. At 64 the softmax takes longer than the products: three warpgroups hide it.
+# By padded head dimension, the wider one where V has another. A warpgroup holds S (64 × tile_kv), P of the block before
+# it and O at once; a block holds Q and rings of K and V. At 64 the softmax takes longer than the products: three
+# warpgroups hide it.
 TILINGS = {
     64: Tiling(192, 128, 2, 4, 3, ping_pong=True, q_registers=False, lazy=True),
     96: Tiling(128, 128, 2, 3, 2, ping_pong=True, q_registers=True, lazy=True),
     128: Tiling(128, 128, 2, 3, 2, ping_pong=True, q_registers=True, lazy=True),
     192: Tiling(128, 112, 1, 2, 2, ping_pong=True, q_registers=False, lazy=False),
     256: Tiling(128, 64, 1, 2, 2, ping_pong=True, q_registers=False, lazy=True),
+}
+# By the padded head dimensions of Q and K, and of V, where another tiling than that of the wider one serves. (192, 128)
+# is made as 128 is: Q in registers, so that shared memory is read for K and V alone, and in two stages, so that tiles
+# overlap. That leaves room for blocks of 96 keys. With 128 keys Q would not fit the registers, nor its second stage.
+PAIRS = {
+    (192, 128): Tiling(128, 96, 2, 2, 2, ping_pong=True, q_registers=True, lazy=True),
+}
+# What `tilewise tune` measures beside it: longer blocks, for which Q stays in shared memory, in one stage.
+LONG_PAIR = Tiling(128, 128, 1, 2, 2, ping_pong=True, q_registers=False, lazy=True)
+# Q and K of more than 256: there is room for one block of K only, which comes in panels of 64 columns. A panel of the
+# next block travels as soon as this one's is multiplied. S could not be computed again, but the softmax takes little
+# beside such products anyway. docs/lab-notes.md has the arithmetic.
+WIDE = {
+    384: Tiling(128, 64, 1, 6, 2, ping_pong=False, q_registers=False, lazy=False, parts=6),
+    512: Tiling(128, 64, 1, 8, 1, ping_pong=False, q_registers=False, lazy=False, parts=8),
+    576: Tiling(128, 48, 1, 9, 1, ping_pong=False, q_registers=False, lazy=False, parts=9),
 }
 # For scores that are more than scaled, and loads without TMA or from pages: three warpgroups leave too few registers.
 SMALL_64 = Tiling(128, 128, 2, 3, 2, ping_pong=False, q_registers=True, lazy=True)
@@ -83,6 +104,7 @@ TILINGS_FP8 = {
     256: Tiling(128, 64, 1, 3, 2, ping_pong=False, q_registers=False, lazy=False, stages_raw=2),
 }
 AnyTiling = Tiling | MmaTiling
+EVERY_PAIR = ((192, 128), (64, 512), (512, 512), (576, 512))  # head dimensions of Q and K, and V, that models have
 SHORT = 1024  # query rows, up to which a sequence counts as short
 # Schedules with fewer than 128 rows per block: rows that are in a tile together would otherwise visit each other's
 # blocks. Two such blocks of threads share a multiprocessor.
@@ -94,11 +116,6 @@ def out_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.bfloat16 if dtype == FP8 else dtype
 
 
-def padded(head_dim: int) -> int:
-    """The head dimension that the products run over: the smallest with a tiling."""
-    return next(d for d in TILINGS if d >= head_dim)
-
-
 def choose_tiling(
     dtype: torch.dtype,
     head_dim: int,
@@ -108,17 +125,19 @@ def choose_tiling(
     plain: bool,
     pattern: Pattern = NO_PATTERN,
     page_size: int = 0,
+    value_dim: int | None = None,
 ) -> Tiling:
     """The tiling for sequences of about `seqlen_q` rows; plain: K and V come by TMA and are not paged."""
-    width = padded(head_dim)
+    widths = widths_of(head_dim, value_dim)
     if pattern != NO_PATTERN:
-        return _patterned_tiling(dtype, width, scores, pattern, plain, page_size)
+        return _patterned_tiling(dtype, widths, scores, pattern, plain, page_size)
+    width = widths.widest
     if dtype == FP8:
         tiling = TILINGS_FP8[width]
         if scores.changed or not plain:
             tiling = replace(tiling, q_registers=False, tile_kv=min(96, tiling.tile_kv))
         return tiling
-    tiling, short = TILINGS[width], seqlen_q <= SHORT
+    tiling, short = _base(widths), seqlen_q <= SHORT
     if width == 64 and (scores.changed or not plain):
         tiling = SMALL_64
     elif width == 64 and short and scores.window[1] is not None:
@@ -132,23 +151,31 @@ def choose_tiling(
     return tiling
 
 
+def _base(widths: Widths) -> Tiling:
+    """The tiling of 16-bit inputs with nothing special about them."""
+    if widths.width in WIDE:
+        return WIDE[widths.width]
+    return PAIRS.get((widths.width, widths.value_width), TILINGS[widths.widest])
+
+
 def _patterned_tiling(
-    dtype: torch.dtype, width: int, scores: Scores, pattern: Pattern, plain: bool, page_size: int
+    dtype: torch.dtype, widths: Widths, scores: Scores, pattern: Pattern, plain: bool, page_size: int
 ) -> Tiling:
     """The tiling with lists or functions: both take registers, so Q stays in shared memory.
 
     The blocks of a schedule arrive less evenly than neighbouring ones, and waiting for turns costs more than it gains.
     """
-    tiling = TILINGS_FP8[width] if dtype == FP8 else SMALL_64 if width == 64 else TILINGS[width]
+    width = widths.widest
+    tiling = TILINGS_FP8[width] if dtype == FP8 else SMALL_64 if width == 64 else _base(widths)
     if pattern.block_q % 128 and width <= 128 and dtype != FP8 and plain:
         tiling = FEW_ROWS
     most = tiling.tile_kv
     if dtype == FP8:
         most = 32 if width == 256 and pattern.text and pattern.listed else min(96, most)
     elif width > 128:
-        most = 48 if width == 256 and pattern.text else 64
+        most = 48 if width >= 256 and pattern.text else min(64, most)
     tiling = replace(
-        tiling, q_registers=False, lazy=tiling.lazy and not (scores.changed and width == 256), tile_kv=most
+        tiling, q_registers=False, lazy=tiling.lazy and not (scores.changed and width >= 256), tile_kv=most
     )
     if not pattern.listed:
         return tiling
@@ -167,27 +194,32 @@ def forward_spec(
     page_size: int = 0,
     tma: bool = True,
     pattern: Pattern = NO_PATTERN,
+    value_dim: int | None = None,
 ) -> KernelSpec:
-    """The kernel for one dtype, head dimension, tiling and choice of features."""
-    width, fp8 = padded(head_dim), dtype == FP8
-    row = -(-width * dtype.itemsize // PANEL_BYTES) * PANEL_BYTES
-    kv, raw = row * tiling.tile_kv, tiling.stages_raw
-    tiles = tiling.stages_q * row * tiling.tile_q + tiling.stages_k * kv
-    if fp8:  # Vᵀ, V, and O if it goes by way of shared memory
-        tiles += tiling.stages_v * -(-tiling.tile_kv // PANEL_BYTES) * width * PANEL_BYTES + raw * kv
-        tiles += (tiling.stages_q > 1) * -(-width * 2 // PANEL_BYTES) * PANEL_BYTES * tiling.tile_q
-    else:
-        tiles += tiling.stages_v * kv
+    """The kernel for one dtype, head dimension, tiling and choice of features; value_dim: as `choose` has it."""
+    widths, fp8 = widths_of(head_dim, value_dim), dtype == FP8
+    row, value_row = (_panels(x * dtype.itemsize) for x in (widths.width, widths.value_width))
+    out_row = _panels(widths.value_width * 2) if tiling.stages_q > 1 else 0  # O goes by way of shared memory
+    values, raw = value_row * tiling.tile_kv, tiling.stages_raw
+    tiles = tiling.stages_k * row * tiling.tile_kv // tiling.parts
+    if fp8:  # Vᵀ, V, and O
+        tiles += tiling.stages_v * _panels(tiling.tile_kv) * widths.value_width + raw * values
+        tiles += (tiling.stages_q * row + out_row) * tiling.tile_q
+    else:  # O stands where Q was
+        tiles += tiling.stages_v * values + tiling.stages_q * max(row, out_row) * tiling.tile_q
     stages_o = 1 if fp8 else tiling.stages_q
     barriers = 16 * (tiling.stages_q + tiling.stages_k + tiling.stages_v + max(1, raw) + stages_o + 1)
     threads = 2 * tiling.tile_q + (256 if fp8 else 128)
     constants: tuple[tuple[str, Constant], ...] = (
         ("Element", ELEMENTS[dtype]),
         ("Out", ELEMENTS[out_dtype(dtype)]),
-        ("kHeadDim", width),
+        ("kHeadDim", widths.width),
         ("kColumns", head_dim),
+        ("kValueDim", widths.value_width),
+        ("kValueColumns", widths.value_dim),
         ("kTileQ", tiling.tile_q),
         ("kTileKv", tiling.tile_kv),
+        ("kParts", tiling.parts),
         ("kStagesQ", tiling.stages_q),
         ("kStagesK", tiling.stages_k),
         ("kStagesV", tiling.stages_v),
@@ -207,6 +239,11 @@ def forward_spec(
     )
 
 
+def _panels(size: int) -> int:
+    """Bytes that `size` of them take in whole panels."""
+    return -(-size // PANEL_BYTES) * PANEL_BYTES
+
+
 def choose(
     card: str,
     dtype: torch.dtype,
@@ -217,13 +254,14 @@ def choose(
     tma: bool = True,
     page_size: int = 0,
     pattern: Pattern = NO_PATTERN,
+    value_dim: int | None = None,
 ) -> AnyTiling:
-    """The tiling, and with it the kernel, for sequences of about `seqlen_q` rows; tma: rows lie on 16 bytes."""
+    """The tiling, and with it the kernel, for sequences of about `seqlen_q` rows; tma: rows lie on 16 bytes;
+    value_dim: the head dimension of V, if it is another than that of Q and K."""
+    loads: dict[str, Any] = {"pattern": pattern, "page_size": page_size, "value_dim": value_dim}
     if mma_tilings.serves(card, dtype):
-        loads: dict[str, Any] = {"vectors": tma, "pattern": pattern, "page_size": page_size}
-        return mma_tilings.choose(card, dtype, head_dim, scores, **loads)
-    plain = tma and not page_size
-    return choose_tiling(dtype, head_dim, seqlen_q, scores, plain=plain, pattern=pattern, page_size=page_size)
+        return mma_tilings.choose(card, dtype, head_dim, scores, vectors=tma, **loads)
+    return choose_tiling(dtype, head_dim, seqlen_q, scores, plain=tma and not page_size, **loads)
 
 
 def kernel_of(device: torch.device, dtype: torch.dtype) -> tuple[str, str]:
@@ -256,14 +294,16 @@ def as_measured(
     tma: bool = True,
     page_size: int = 0,
     pattern: Pattern = NO_PATTERN,
+    value_dim: int | None = None,
 ) -> AnyTiling:
     """What was measured to be fastest on the card in place of `tiling`, if such problems were measured and it fits."""
-    plain = tma and not page_size
-    family, key = tuned.key_of(dtype, padded(head_dim), seqlen_q, scores, plain=plain, pattern=pattern)
+    plain, width = tma and not page_size, widths_of(head_dim, value_dim).key
+    family, key = tuned.key_of(dtype, width, seqlen_q, scores, plain=plain, pattern=pattern)
     limits = limits_of(card)
+    loads: dict[str, Any] = {"tma": tma, "page_size": page_size, "pattern": pattern, "value_dim": value_dim}
 
     def fits(other: AnyTiling) -> bool:
-        spec = spec_of(dtype, head_dim, other, scores, tma=tma, page_size=page_size, pattern=pattern)
+        spec = spec_of(dtype, head_dim, other, scores, **loads)
         room = other.blocks_each * (spec.shared_bytes + mma_tilings.BLOCK_OVERHEAD) <= limits.shared_sm
         return room and spec.shared_bytes <= limits.shared_block
 
@@ -280,18 +320,19 @@ def spec_of(
     page_size: int = 0,
     tma: bool = True,
     pattern: Pattern = NO_PATTERN,
+    value_dim: int | None = None,
 ) -> KernelSpec:
     """The kernel of a tiling."""
+    loads: dict[str, Any] = {"page_size": page_size, "pattern": pattern, "value_dim": value_dim}
     if isinstance(tiling, MmaTiling):
-        loads = {"page_size": page_size, "vectors": tma}
-        return mma_tilings.forward_mma_spec(dtype, head_dim, tiling, scores, pack=pack, pattern=pattern, **loads)
-    return forward_spec(dtype, head_dim, tiling, scores, pack=pack, page_size=page_size, tma=tma, pattern=pattern)
+        return mma_tilings.forward_mma_spec(dtype, head_dim, tiling, scores, pack=pack, vectors=tma, **loads)
+    return forward_spec(dtype, head_dim, tiling, scores, pack=pack, tma=tma, **loads)
 
 
 def spec_for(
     card: str, dtype: torch.dtype, head_dim: int, seqlen_q: float, scores: Scores, **loads: Any
 ) -> tuple[AnyTiling, KernelSpec]:
-    """The tiling that a problem gets, and its kernel. loads: tma, page_size and pattern, as `choose` has them."""
+    """The tiling that a problem gets, and its kernel. loads: tma, page_size, pattern, value_dim, as in `choose`."""
     tiling = choose(card, dtype, head_dim, seqlen_q, scores, **loads)
     return tiling, spec_of(dtype, head_dim, tiling, scores, **loads)
 
@@ -325,6 +366,9 @@ def specs(card: str = "sm_90a", *, every: bool = False) -> list[KernelSpec]:
             for scores in asked:
                 for rows in (SHORT, 1 << 20):
                     found += [spec_for(card, dtype, head_dim, rows, scores, **load)[1] for load in loads]
+    for head_dim, value_dim in EVERY_PAIR if every else ():
+        for dtype, load in product((torch.bfloat16, torch.float32), loads):
+            found.append(spec_for(card, dtype, head_dim, 1 << 20, asked[0], value_dim=value_dim, **load)[1])
     tile = choose(card, torch.bfloat16, 128, 1 << 20, Scores())
     found += [ragged_spec(torch.int32, tile, 1), *_patterned_specs(card, every)]
     return list(dict.fromkeys(found))
@@ -379,7 +423,7 @@ class Geometry:
 
     pack: query heads of a KV head that stand in a tile as neighbouring rows. heads: that a sequence has tiles of, in
     units of `pack` query heads. q_tiles: per sequence and such head. together: such heads of all sequences whose tiles
-    are taken side by side, the heaviest first.
+    are taken side by side, the heaviest first. slices: of V's columns, each of which takes a thread block of its own.
     """
 
     tiling: AnyTiling
@@ -387,6 +431,7 @@ class Geometry:
     heads: int
     q_tiles: int
     together: int
+    slices: int = 1
 
 
 def geometry(
@@ -405,11 +450,13 @@ def geometry(
     pattern: Pattern = NO_PATTERN,
     page_size: int = 0,
     table: tuned.Tuned | None = None,
+    value_dim: int | None = None,
 ) -> Geometry:
-    """The geometry of dense rows, or of `sequences` packed ones with `seqlen_k` keys in all, on a card; tma: as
-    `choose` has it. table: what was measured on it."""
+    """The geometry of dense rows, or of `sequences` packed ones with `seqlen_k` keys in all, on a card; tma and
+    value_dim: as `choose` has them. table: what was measured on it."""
     rows = seqlen_q if sequences is None else seqlen_q / max(1, sequences)  # of a sequence, about
-    loads: dict[str, Any] = {"tma": tma, "pattern": pattern, "page_size": page_size}
+    widths = widths_of(head_dim, value_dim)
+    loads: dict[str, Any] = {"tma": tma, "pattern": pattern, "page_size": page_size, "value_dim": value_dim}
     tiling = choose(card, dtype, head_dim, rows, scores, **loads)
     if table is not None:
         tiling = as_measured(table, card, dtype, head_dim, rows, tiling, scores, **loads)
@@ -421,9 +468,10 @@ def geometry(
     if scores.window[1] is not None or pattern.mask or sequences is not None:  # tiles differ in weight
         # Tiles of a listed problem that run together need not walk the same keys together: fewer heads stay in L2.
         most = HEADS_TOGETHER // 4 if pattern.mask else HEADS_TOGETHER
-        wanted = max(1, most // padded(head_dim))
+        wanted = max(1, 2 * most // (widths.width + widths.value_width * widths.slices))
         if sequences is not None:
-            each = 2 * max(1, seqlen_k) * head_dim * dtype.itemsize * pack * heads_kv // heads_q  # per head of tiles
+            row = (head_dim + widths.value_dim) * dtype.itemsize
+            each = max(1, seqlen_k) * row * pack * heads_kv // heads_q  # per head of tiles
             wanted = min(wanted, max(1, BYTES_TOGETHER // each))
         together = next(d for d in range(min(wanted, batch * heads), 0, -1) if batch * heads % d == 0)
-    return Geometry(tiling, pack, heads, math.ceil(seqlen_q * pack / tiling.tile_q), together)
+    return Geometry(tiling, pack, heads, math.ceil(seqlen_q * pack / tiling.tile_q), together, widths.slices)

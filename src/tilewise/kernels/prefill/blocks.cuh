@@ -13,3 +13,20 @@ constexpr int kBoxRows = kListed ? kUnit : kPageSize ? common_divisor(kPageSize,
 constexpr int kBoxes = kTileKv / kBoxRows;
 static_assert(kTileKv % kBoxRows == 0 && kPage % kBoxRows * kPageSize == 0);
 static_assert(!kListed || kTileKv <= 128, "a word of bits per row");
+// The wider of the two head dimensions, by which registers go
+constexpr int kWidest = kHeadDim > kValueDim ? kHeadDim : kValueDim;
+// O of wide V does not fit the registers: a tile makes kValueDim of its columns, and others the rest.
+constexpr int kSlices = (kValueColumns + kValueDim - 1) / kValueDim;
+static_assert(kSlices == 1 || (!kFp8 && kValueDim % 64 == 0), "slices are whole panels, and an FP8 tile tells none");
+// A tile's columns of V and O: the first of them, and how many there are
+template <int kCount> struct Values {
+    int first;
+    TILE_DEVICE explicit Values(const WorkTile& tile) : first(tile.slice() * kValueDim) {}
+    TILE_DEVICE int count() const { return kValueColumns - first < kValueDim ? kValueColumns - first : kValueDim; }
+};
+template <> struct Values<1> {
+    static constexpr int first = 0;
+    TILE_DEVICE explicit Values(const WorkTile&) {}
+    static constexpr int count() { return kValueColumns; }
+};
+using TileValues = Values<kSlices>;

@@ -13,7 +13,7 @@ struct Closing {
 // of their block have in acc_o. kAddresses: whether `rows` of the result is wanted
 template <bool kAddresses, class Rows>
 TILE_DEVICE Closing close_rows(const Rows& rows, const WorkTile& done, const warp::RowState& of,
-                               float (&acc_o)[kHeadDim / 2]) {
+                               float (&acc_o)[kValueDim / 2]) {
     const ForwardArgs& args = rows.args;
     Closing closing;
 #pragma unroll
@@ -25,7 +25,7 @@ TILE_DEVICE Closing close_rows(const Rows& rows, const WorkTile& done, const war
         if (kLengths && exists && !row_there(args.lists, done, token)) {
             sum = 0.0f;
             max = kLowest;
-            for (int i = 0; i < kHeadDim / 4; i++) acc_o[i / 2 * 4 + 2 * h + i % 2] = 0.0f;
+            for (int i = 0; i < kValueDim / 4; i++) acc_o[i / 2 * 4 + 2 * h + i % 2] = 0.0f;
         }
         if (args.scores.sinks && exists) weight = args.scores.join_sink(head, max, sum);
         closing.inverse[h] = sum == 0.0f ? 0.0f : weight * ptx::reciprocal(sum) * (kFp8 ? done.descale_v : 1.0f);
@@ -34,15 +34,17 @@ TILE_DEVICE Closing close_rows(const Rows& rows, const WorkTile& done, const war
                 sum == 0.0f ? -INFINITY : (max + ptx::log2(sum)) * kLn2;
         if constexpr (kAddresses)
             closing.rows[h] = Global<Out>{static_cast<Out*>(args.o)} + (done.sequence * args.o_strides.batch +
-                              (done.q_start + token) * args.o_strides.row + head * args.o_strides.head);
+                              (done.q_start + token) * args.o_strides.row + head * args.o_strides.head +
+                              TileValues(done).first);
     }
     return closing;
 }
-// O / l element by element, for rows that do not begin at multiples of 16 bytes
-template <class T, int kSize> TILE_DEVICE void store_elements(const Closing& to, const float (&acc_o)[kSize]) {
+// O / l element by element, for rows that do not begin at multiples of 16 bytes; columns: as many as the tile has
+template <class T, int kSize>
+TILE_DEVICE void store_elements(const Closing& to, const float (&acc_o)[kSize], int columns) {
 #pragma unroll
     for (int i = 0; i < kSize; i++) {
         const int column = i / 4 * 8 + warp::fragment_column() + i % 2;
-        if (to.exists[i / 2 % 2] && column < kColumns) to.rows[i / 2 % 2][column] = from_float<T>(acc_o[i]);
+        if (to.exists[i / 2 % 2] && column < columns) to.rows[i / 2 % 2][column] = from_float<T>(acc_o[i]);
     }
 }

@@ -8,8 +8,10 @@
 // masked.
 //
 // Constants:
-// Element, Out: of the inputs and of O. kColumns: the head dimension; kHeadDim: the same, padded.
+// Element, Out: of the inputs and of O. kColumns: the head dimension of Q and K; kHeadDim: the same, padded.
+// kValueColumns: that of V and O; kValueDim: the same, padded, or as many of its columns as one tile makes (kSlices).
 // kTileQ, kTileKv: query rows of a tile, keys of a block. kStagesQ, kStagesK, kStagesV: stages in shared memory;
+// kParts: in which a block of K comes, a stage each.
 // kStagesRaw: of V before it is transposed. kPack: query heads of a KV head that stand in a tile as neighbouring rows.
 // kPageSize: tokens per page of K and V, 0 if they are not paged. kTma: rows begin at multiples of 16 bytes, as TMA
 // wants. kQInRegisters: consumers keep Q in registers. kExact: the standard softmax instead of the lazy one. kPingPong:
@@ -41,7 +43,7 @@ struct Consumer : Scoring<Consumer> {
     Turn<kStagesV> v_turn;
     int begin;                 // the last block of the tile: blocks come in descending order
     int full_begin, full_end;  // every row of this warpgroup sees the blocks [full_begin, full_end) whole
-    float acc_o[kHeadDim / 2];
+    float acc_o[kValueDim / 2];
     uint32_t rP[kTileKv / kStepDepth][4];
     uint32_t rQ[kHeadDim / kStepDepth][4];  // kQInRegisters
     warp::RowState state;
@@ -101,17 +103,39 @@ struct Consumer : Scoring<Consumer> {
 
     // Issues S = Q Kᵀ when K is there and it is this warpgroup's turn
     TILE_DEVICE void issue_qk() {
+        if constexpr (kParts > 1) return issue_parts();
         pipes.k.wait(k_turn);
         my_turn();
         ptx::wgmma_fence();
-        const uint64_t k = further(k_major(ptx::shared_address(uint32_t(kAtK))), k_turn.stage * kKvBytes);
+        const uint64_t k = further(k_major(ptx::shared_address(uint32_t(kAtK))), k_turn.stage * kKBytes);
         if constexpr (kQInRegisters) {
             warpgroup::mma_qk<Element, kTileKv, kHeadDim>(acc_s, rQ, k);
         } else {
             const uint64_t q = k_major(ptx::shared_address(group * 64 * kPanelRowBytes));
-            warpgroup::mma_qk<Element, kTileKv, kHeadDim, kTileQ>(acc_s, further(q, q_turn.stage * kQBytes), k);
+            warpgroup::mma_qk<Element, kTileKv, kHeadDim, kTileQ>(acc_s, further(q, q_turn.stage * kQStage), k);
         }
         ptx::wgmma_commit();
+    }
+    // The same where K comes in parts, part i in stage i. Each is given back when its product is done and the next
+    // one's runs; the last stays, as a whole block would.
+    TILE_DEVICE void issue_parts() {
+        // Descriptors made before the loop would hold registers in it.
+        const uint64_t q = k_major(ptx::shared_address(ptx::just_in_time(group * 64 * kPanelRowBytes)));
+        const uint64_t k = k_major(ptx::shared_address(ptx::just_in_time(kAtK)));
+#pragma unroll
+        for (uint32_t part = 0; part < kParts; part++) {
+            pipes.k.wait({part, k_turn.lap});
+            if (part == 0) my_turn();
+            ptx::wgmma_fence();
+            warpgroup::mma_qk<Element, kTileKv, kHeadDim / kParts, kTileQ>(
+                acc_s, further(q, part * kPartPanels * kTileQ * kPanelRowBytes), further(k, part * kKBytes), part > 0);
+            ptx::wgmma_commit();
+            if (part > 0) {
+                ptx::wgmma_wait<1>();
+                pipes.k.release({part - 1, k_turn.lap});
+            }
+        }
+        k_turn.stage = kParts - 1;
     }
     // Issues O += P V. The fence comes after the wait: otherwise ptxas cannot tell that the registers are not touched
     // in between.
@@ -120,7 +144,7 @@ struct Consumer : Scoring<Consumer> {
         ptx::wgmma_fence();
         const uint32_t at = ptx::shared_address(uint32_t(kAtV));
         const uint64_t v = kFp8 ? k_major(at) : mn_major<kTileKv>(at);
-        warpgroup::mma_pv<Element, kTileKv, kHeadDim>(acc_o, rP, further(v, v_turn.stage * kVBytes));
+        warpgroup::mma_pv<Element, kTileKv, kValueDim>(acc_o, rP, further(v, v_turn.stage * kVBytes));
         ptx::wgmma_commit();
     }
     TILE_DEVICE void release_k() {
@@ -269,7 +293,7 @@ struct Consumer : Scoring<Consumer> {
         ptx::barrier_sync(kGroupBarrier + group, 128);
     }
     TILE_DEVICE void clear_rows(int from, int to) const {
-        for (int panel = 0; panel < kPanels; panel++) {
+        for (int panel = 0; panel < kValuePanels; panel++) {
             const Shared<Vector16> rows(kAtV + v_turn.stage * kVBytes + panel * kTileKv * kPanelRowBytes);
             for (int i = from * 8 + threadIdx.x % 128; i < to * 8; i += 128) rows[i] = Vector16{};
         }
@@ -295,7 +319,7 @@ struct Consumer : Scoring<Consumer> {
             const int row0 = warp_row(), lane = ptx::just_in_time(warp::lane());
             if constexpr (kFp8) pipes.o.wait_free(o_turn);
 #pragma unroll
-            for (int step = 0; step < kHeadDim / 16; step++) {
+            for (int step = 0; step < kValueDim / 16; step++) {
                 const float (&eight)[8] = reinterpret_cast<const float (&)[8]>(acc_o[8 * step]);
                 uint32_t a[1][4];
                 warp::to_operand<Out>(a, eight);
@@ -306,9 +330,9 @@ struct Consumer : Scoring<Consumer> {
             if (ptx::elect_one()) ptx::mbarrier_arrive(pipes.o.full + (kFp8 ? 0 : 8 * stage));
             if constexpr (kFp8) o_turn.next();
         } else if constexpr (kTma) {
-            warp::store_rows<kColumns>(closing.rows, closing.exists, acc_o);
+            warp::store_rows<kValueColumns>(closing.rows, closing.exists, acc_o, TileValues(done).count());
         } else {
-            store_elements<Out>(closing, acc_o);
+            store_elements<Out>(closing, acc_o, TileValues(done).count());
         }
     }
 

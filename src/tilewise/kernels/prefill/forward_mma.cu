@@ -10,7 +10,7 @@
 // V travel while this block's are used, and one barrier per block is enough; they are asked for between the products of
 // Q Kᵀ, which leave the time for it.
 //
-// Constants, besides those that forward.cu has:
+// Constants, besides those that forward.cu has (of which it takes no parts):
 // kWarpRows: query rows per warp. kStages: places for K, and for V: 1 or 2.
 // Operand: what products are made of, Element or half in place of FP8. kVectors: rows begin at multiples of 16 bytes.
 // kCudaCores: products on CUDA cores, of float32. kBlocksEach: thread blocks that a multiprocessor is to hold.
@@ -23,7 +23,7 @@ constexpr int kM = kWarpRows / 16, kSteps = kHeadDim / warp::kDepth<Operand>, kT
 // Steps of Q Kᵀ that stand in the code: all of them, but for float32, whose splits would all be made at once
 constexpr int kUnrolled = sizeof(Operand) == 4 ? 1 : kSteps;
 // Wide float32 heads leave no registers for a second softmax; the exact one is the careful one, to the bit
-constexpr bool kOneWay = kExact && sizeof(Operand) == 4 && kHeadDim > 128 && !kCudaCores;
+constexpr bool kOneWay = kExact && sizeof(Operand) == 4 && kWidest > 128 && !kCudaCores;
 constexpr bool kFp8Products = sizeof(Operand) == 1;
 constexpr int kLift = lift_of<Operand>(), kWitness = witness_of<Operand>();
 static_assert(kStages <= 2 && (kStages == 1 || !kWiden));
@@ -51,7 +51,7 @@ struct Worker {
     const Function& function;
     const float scale_log2;
     Span met, full;  // blocks in which this warp's rows see some key, and those that all of them see whole
-    float acc_o[kM][kHeadDim / 2], acc_s[kM][kTileKv / 2];
+    float acc_o[kM][kValueDim / 2], acc_s[kM][kTileKv / 2];
     uint32_t rP[kM][kTileKv / warp::kDepth<Operand>][4];
     uint32_t rQ[kQInRegisters ? kSteps : 1][kM][4];
     warp::RowState state[kM];
@@ -90,7 +90,7 @@ struct Worker {
     // S = Q Kᵀ; between(part): what is done after the first products of each of kParts parts
     static constexpr int kParts = kSteps < 4 ? kSteps : kSteps % 4 == 0 ? 4 : 3;
     static_assert(kSteps % kParts == 0);
-    template <class Between> TILE_DEVICE void multiply_qk(const TileKv& sK, Between between) {
+    template <class Between> TILE_DEVICE void multiply_qk(const TileK& sK, Between between) {
 #pragma unroll
         for (int m = 0; m < kM; m++) warp::zero(acc_s[m]);
         if constexpr (kCudaCores) return warp::ffma_qk(acc_s, TileQ(0), first_row(), sK);
@@ -111,7 +111,7 @@ struct Worker {
         else warp::load_a(a, TileQ(0), first_row() + 16 * m, step);
     }
     // S of one sixteen once more: both operands are still in shared memory
-    TILE_DEVICE void again(int m, const TileKv& sK, const Sixteen& rows) {
+    TILE_DEVICE void again(int m, const TileK& sK, const Sixteen& rows) {
         const int lane = ptx::just_in_time(warp::lane());
         float (&s)[1][kTileKv / 2] = reinterpret_cast<float (&)[1][kTileKv / 2]>(acc_s[m]);
         warp::zero(s[0]);
@@ -128,7 +128,7 @@ struct Worker {
     }
 
     // O += P V
-    TILE_DEVICE void multiply_pv(const TileKv& sV) {
+    TILE_DEVICE void multiply_pv(const TileV& sV) {
         if constexpr (kCudaCores) warp::ffma_pv(acc_o, rP, sV);
         else warp::mma_pv(acc_o, rP, sV);
     }
@@ -156,7 +156,7 @@ struct Worker {
         }
     }
     // The short way: references move only when they no longer serve
-    template <bool kInside> TILE_DEVICE void quick(int n, const TileKv& sK) {
+    template <bool kInside> TILE_DEVICE void quick(int n, const TileK& sK) {
         float sum[kM][2];
         bool over = false;
 #pragma unroll
@@ -183,14 +183,14 @@ struct Worker {
         }
     }
     // References of these sixteen rows no longer serve, and P of them is rounded already: the standard step, from S on
-    TILE_DEVICE void start_over(int n, int m, const TileKv& sK) {
+    TILE_DEVICE void start_over(int n, int m, const TileK& sK) {
         float correction[2];
         again(m, sK, Sixteen(args, function, n, m));
         warp::online_softmax<kLift>(acc_s[m], correction, state[m], scale_log2);
         warp::scale_rows(acc_o[m], correction);
         warp::to_weights<Operand>(rP[m], acc_s[m]);
     }
-    template <class Between> TILE_DEVICE void weigh(int n, const TileKv& sK, Between between) {
+    template <class Between> TILE_DEVICE void weigh(int n, const TileK& sK, Between between) {
         multiply_qk(sK, between);
         if (kOneWay || n == met.end - 1 || n >= full.end || n < full.begin) careful(n);
         else if (Function::kScore && Function::kByRow && Sixteen(args, function, n, 0).all_inside()) quick<true>(n, sK);
@@ -205,8 +205,9 @@ struct Worker {
             if constexpr (kFp8Products || kCudaCores) warp::in_order(acc_o[m]);
             const Closing closing = close_rows<true>(Sixteen(args, function, 0, m), tile, state[m], acc_o[m]);
             warp::scale_rows(acc_o[m], closing.inverse);
-            if constexpr (!kVectors || sizeof(Out) == 4) store_elements<Out>(closing, acc_o[m]);
-            else warp::store_rows<kColumns>(closing.rows, closing.exists, acc_o[m]);
+            const int columns = TileValues(tile).count();
+            if constexpr (!kVectors || sizeof(Out) == 4) store_elements<Out>(closing, acc_o[m], columns);
+            else warp::store_rows<kValueColumns>(closing.rows, closing.exists, acc_o[m], columns);
         }
     }
 };
@@ -218,7 +219,7 @@ template <int kParts, class Each> TILE_DEVICE void each_part(Each each) {
 
 extern "C" __global__ void __launch_bounds__(kThreads, kBlocksEach)
     forward_mma(const __grid_constant__ ForwardArgs args, const __grid_constant__ Function function) {
-    WorkTile tile = work_tile<kTileQ, kTileKv, kPack, kListed>(args, blockIdx.x);
+    WorkTile tile = work_tile<kTileQ, kTileKv, kPack, kListed, kSlices>(args, blockIdx.x);
     if (tile.row < 0) return;
     if (kListed) find_listed<kBoxRows, kBoxes>(args.lists, tile);
     if (kFp8) {
@@ -235,25 +236,27 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksEach)
     loader.tell_first(tile);
     load_q(args, tile);
     ptx::sync_threads();
-    loader.load(tile, 0, n);
-    if constexpr (kStages == 2) loader.load(tile, 1, n);
+    loader.load<0>(tile, n);
+    if constexpr (kStages == 2) loader.load<1>(tile, n);
     ptx::copy_async_commit();
     Worker worker(args, function, tile);
     for (bool first = true;; first = false) {
         ptx::copy_async_wait<0>();
-        loader.widen_k(n);
+        loader.widen<0>(n);
         ptx::sync_threads();  // K of this block is there, and P V of the one before is done
         if (first) worker.take_q();
         const bool sees = worker.sees(n), more = n > begin;
-        const TileKv sK(place_of(0, n)), sV(place_of(1, n));
+        const TileK sK(place_of<0>(n));
+        const TileV sV(place_of<1>(n));
         if constexpr (!kWoven) {
-            if (kStages == 1 || more) loader.load(work()[0], 1, kStages == 1 ? n : n - 1);
-            if (kStages == 2 && more) loader.load(work()[0], 0, n - 1);
+            if (kStages == 1 || more) loader.load<1>(work()[0], kStages == 1 ? n : n - 1);
+            if (kStages == 2 && more) loader.load<0>(work()[0], n - 1);
             ptx::copy_async_commit();
         }
         loader.tell_next(work()[0], n);
         if constexpr (kWoven) {
-            const Copies k(0, args.k_strides, n - 1), v(1, args.v_strides, n - 1);
+            const Copies<0> k(args.k_strides, n - 1);
+            const Copies<1> v(args.v_strides, n - 1);
             auto ask = [&](int part) {
                 k.some<Worker::kParts>(n - 1, part, more);
                 v.some<Worker::kParts>(n - 1, part, more);
@@ -266,9 +269,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksEach)
         }
         if constexpr (kStages == 1) {
             ptx::copy_async_wait<0>();
-            loader.widen_v(n);
+            loader.widen<1>(n);
             ptx::sync_threads();  // V is there, and nobody needs K any more
-            if (more) loader.load(work()[0], 0, n - 1);
+            if (more) loader.load<0>(work()[0], n - 1);
             ptx::copy_async_commit();
         }
         if (sees) worker.multiply_pv(sV);

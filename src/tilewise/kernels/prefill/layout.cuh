@@ -14,7 +14,7 @@ constexpr int kBlocksEach = kConsumers == 1 ? 2 : 1;
 // Registers per thread, in steps of eight, moved from the producers to the consumers. The blocks of a multiprocessor
 // share 64 K; taking more than others gave back would wait for ever.
 // Does the loader have more to keep?
-constexpr bool kManyLoads = !kTma || kLengths || (kListed && (kHeadDim > 192 || (kFp8 && kPageSize > 0)));
+constexpr bool kManyLoads = !kTma || kLengths || (kListed && (kWidest > 192 || (kFp8 && kPageSize > 0)));
 constexpr int kProducerRegisters = kConsumers == 3 ? 32 : kManyLoads ? 56 : 40;
 constexpr int kTransposerRegisters = !kFp8 ? 0 : kLengths ? 56 : 40;
 constexpr int kConsumerRegisters =
@@ -24,26 +24,32 @@ constexpr int kConsumerRegisters =
 constexpr int kAllRegisters = kProducerRegisters + kTransposerRegisters + kConsumers * kConsumerRegisters;
 static_assert(kAllRegisters <= kGroups * (65536 / kBlocksEach / kThreads / 8 * 8), "a deadlock");
 constexpr int kPanelColumns = kPanelRowBytes / sizeof(Element);
-constexpr int kPanels = (kHeadDim + kPanelColumns - 1) / kPanelColumns;
-constexpr int kQBytes = kPanels * kTileQ * kPanelRowBytes, kKvBytes = kPanels * kTileKv * kPanelRowBytes;
+// Panels of Q and K, of one of the parts in which K comes, and of V as it is loaded
+constexpr int kPanels = (kHeadDim + kPanelColumns - 1) / kPanelColumns, kPartPanels = kPanels / kParts;
+constexpr int kValuePanels = (kValueDim + kPanelColumns - 1) / kPanelColumns;
+constexpr int kQBytes = kPanels * kTileQ * kPanelRowBytes, kKBytes = kPartPanels * kTileKv * kPanelRowBytes;
+constexpr int kRawBytes = kValuePanels * kTileKv * kPanelRowBytes;
 // V as consumers read it: as it was loaded, or in FP8 Vᵀ in panels of 128 keys
-constexpr int kVPanels = (kTileKv + 127) / 128, kVBytes = kFp8 ? kVPanels * kHeadDim * kPanelRowBytes : kKvBytes;
-constexpr int kOPanels = (kHeadDim + kPanel - 1) / kPanel;
+constexpr int kVPanels = (kTileKv + 127) / 128, kVBytes = kFp8 ? kVPanels * kValueDim * kPanelRowBytes : kRawBytes;
+constexpr int kOPanels = (kValueDim + kPanel - 1) / kPanel, kOBytes = kOPanels * kTileQ * kPanelRowBytes;
 static_assert(!kListed || kBoxes <= 32, "a lane per box");
+static_assert(kPanels % kParts == 0);
+static_assert(kParts == 1 || (kExact && !kQInRegisters && kStagesQ == 1 && kStagesK == kParts), "see issue_parts");
 // Named barriers: two per consumer warpgroup, from these numbers on, and one of the loaders
 constexpr int kTurnBarrier = 1, kGroupBarrier = 5, kLoaderBarrier = 9;
 
 // Where the next Q has a stage of its own, O goes out through shared memory and another warp stores it from there. It
 // lies in the stage of the Q it came from; of FP8, where O is twice as large as Q, in a place of its own.
 constexpr bool kStaged = kStagesQ > 1;
+constexpr int kQStage = kStaged && !kFp8 && kOBytes > kQBytes ? kOBytes : kQBytes;  // bytes of a stage of Q
 constexpr int kStagesO = kFp8 ? 1 : kStagesQ, kStagesBefore = kFp8 ? kStagesRaw : 1;
 constexpr int kStagesLoaded = kFp8 ? kStagesRaw : kStagesV;
 
 // Shared memory, in this order: data on 1024 bytes, as the swizzle wants; barriers; the scale; the number of valid rows
 // of V per stage; and WorkTiles, one per stage of Q and one that is planned.
-constexpr int kAtK = kStagesQ * kQBytes, kAtV = kAtK + kStagesK * kKvBytes, kAtRaw = kAtV + kStagesV * kVBytes;
-constexpr int kAtO = kAtRaw + (kFp8 ? kStagesRaw * kKvBytes : 0);
-constexpr int kAtBarriers = kAtO + (kFp8 && kStaged ? kOPanels * kTileQ * kPanelRowBytes : 0);
+constexpr int kAtK = kStagesQ * kQStage, kAtV = kAtK + kStagesK * kKBytes, kAtRaw = kAtV + kStagesV * kVBytes;
+constexpr int kAtO = kAtRaw + (kFp8 ? kStagesRaw * kRawBytes : 0);
+constexpr int kAtBarriers = kAtO + (kFp8 && kStaged ? kOBytes : 0);
 constexpr int kBarrierBytes = 16 * (kStagesQ + kStagesK + kStagesV + kStagesBefore + kStagesO + 1);
 constexpr int kAtScale = kAtBarriers + kBarrierBytes, kAtValid = kAtScale + 128;
 // Listed blocks: their units, and where blocks have lengths how many keys of each unit are there, per stage of K, and
@@ -91,13 +97,13 @@ TILE_DEVICE Shared<WorkTile> planned() {
 
 template <int kRows> using Panel = SharedTile<Element, kRows, kPanelColumns, Layout::swizzled>;
 using OPanel = SharedTile<Out, kTileQ, kPanel, Layout::swizzled>;
-using TransposedPanel = SharedTile<Element, kHeadDim, kPanelColumns, Layout::swizzled>;
+using TransposedPanel = SharedTile<Element, kValueDim, kPanelColumns, Layout::swizzled>;
 TILE_DEVICE Panel<kTileQ> q_panel(uint32_t stage, int panel) {
-    return Panel<kTileQ>(stage * kQBytes + panel * kTileQ * kPanelRowBytes);
+    return Panel<kTileQ>(stage * kQStage + panel * kTileQ * kPanelRowBytes);
 }
 TILE_DEVICE Panel<kTileKv> k_panel(uint32_t stage, int panel) {
-    return Panel<kTileKv>(kAtK + stage * kKvBytes + panel * kTileKv * kPanelRowBytes);
+    return Panel<kTileKv>(kAtK + stage * kKBytes + panel * kTileKv * kPanelRowBytes);
 }
 TILE_DEVICE OPanel o_panel(uint32_t stage, int panel) {  // stage: of the Q that O came from
-    return OPanel((kFp8 ? kAtO : stage * kQBytes) + panel * kTileQ * kPanelRowBytes);
+    return OPanel((kFp8 ? kAtO : stage * kQStage) + panel * kTileQ * kPanelRowBytes);
 }

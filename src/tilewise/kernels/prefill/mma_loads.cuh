@@ -11,23 +11,44 @@ constexpr bool kWiden = sizeof(Operand) > sizeof(Element);
 constexpr int kWarps = kTileQ / kWarpRows, kThreads = 32 * kWarps;
 static_assert(kTileQ % kWarpRows == 0 && kWarpRows % 16 == 0, "whole warps of sixteens of rows");
 
-template <int kRows> using Tile = SharedTile<Operand, kRows, kHeadDim, Layout::swizzled>;
-using TileQ = Tile<kTileQ>;
-using TileKv = Tile<kTileKv>;
+template <int kRows, int kDim> using Tile = SharedTile<Operand, kRows, kDim, Layout::swizzled>;
+using TileQ = Tile<kTileQ, kHeadDim>;
+using TileK = Tile<kTileKv, kHeadDim>;
+using TileV = Tile<kTileKv, kValueDim>;
 
-// A tile's rows and chunks of 16 bytes as they come, dealt to the threads: kAcross neighbouring threads copy
-// neighbouring chunks of a row, and all threads kStep rows at a time.
-constexpr int kArriving = kHeadDim * int(sizeof(Element)) / 16;                        // chunks per row
-constexpr int kValid = kColumns * int(sizeof(Element)) / 16;                           // of them, those with columns
-constexpr int kAcross = (kArriving & -kArriving) < 32 ? (kArriving & -kArriving) : 32;  // a power of two
-constexpr int kStep = kThreads / kAcross, kInChunk = 16 / int(sizeof(Element));
-template <int kRows> constexpr int kCopies = (kRows + kStep - 1) / kStep * (kArriving / kAcross);  // per thread
+// The rows of a tile of kRows × kDim and their chunks of 16 bytes as they come, dealt to the threads: kAcross
+// neighbouring threads copy neighbouring chunks of a row, and all threads kStep rows at a time.
+constexpr int kInChunk = 16 / int(sizeof(Element));
+template <int kRows, int kDim> struct Dealt {
+    static constexpr int kArriving = kDim / kInChunk;                                              // chunks per row
+    static constexpr int kAcross = (kArriving & -kArriving) < 32 ? (kArriving & -kArriving) : 32;  // a power of two
+    static constexpr int kStep = kThreads / kAcross, kAlong = kArriving / kAcross;
+    static constexpr int kCopies = (kRows + kStep - 1) / kStep * kAlong;  // per thread
+    static TILE_DEVICE int first_row() { return threadIdx.x / kAcross; }
+    static TILE_DEVICE int first_chunk() { return threadIdx.x % kAcross; }
+    // Each of this thread's copies: each(row, chunk, i), i the copy's number. The first is that of first_row() and
+    // first_chunk().
+    template <class Each> static TILE_DEVICE void each_copy(Each each) {
+        const int row = first_row(), chunk = first_chunk();
+        int i = 0;
+#pragma unroll
+        for (int r = 0; r < kRows; r += kStep)
+#pragma unroll
+            for (int c = 0; c < kArriving; c += kAcross, i++)
+                if (kRows % kStep == 0 || row + r < kRows) each(row + r, chunk + c, i);
+    }
+    // Does a chunk hold some of a row's `columns`?
+    static TILE_DEVICE bool has(int chunk, int columns) { return chunk < kArriving && chunk * kInChunk < columns; }
+};
+using DealtQ = Dealt<kTileQ, kHeadDim>;
+template <int kSource> using DealtKv = Dealt<kTileKv, kSource ? kValueDim : kHeadDim>;  // source 0 is K, 1 is V
 
 // Shared memory: Q, K, V; K and V as they arrive, if they are widened; the tile; where its K and V begin; what the
 // boxes of four blocks hold
-constexpr int kRawBytes = kWiden && kVectors ? kCopies<kTileKv> * kThreads * 16 : 0;
-constexpr int kRing = kStages * TileKv::kBytes, kAtK = TileQ::kBytes, kAtV = kAtK + kRing, kAtRaw = kAtV + kRing;
-constexpr int kAtTile = kAtRaw + 2 * kRawBytes, kAtSources = kAtTile + int(sizeof(WorkTile));
+template <int kSource>
+constexpr int kRawBytes = kWiden && kVectors ? DealtKv<kSource>::kCopies * kThreads * 16 : 0;
+constexpr int kAtK = TileQ::kBytes, kAtV = kAtK + kStages * TileK::kBytes, kAtRaw = kAtV + kStages * TileV::kBytes;
+constexpr int kAtTile = kAtRaw + kRawBytes<0> + kRawBytes<1>, kAtSources = kAtTile + int(sizeof(WorkTile));
 constexpr int kAtUnits = kAtSources + 16;
 constexpr int kSlots = 4, kSlotBytes = 4 * kBoxes;
 constexpr int kAtPages = kAtUnits + (kListed ? kSlots * kSlotBytes : 0);
@@ -46,7 +67,7 @@ TILE_DEVICE void find_sources(const ForwardArgs& args, const WorkTile& tile) {
         return static_cast<const Element*>(base) + first;
     };
     sources()[0] = find(args.k, args.k_strides);
-    sources()[1] = find(args.v, args.v_strides);
+    sources()[1] = find(args.v, args.v_strides) + TileValues(tile).first;
 }
 // By the last bits of a block's number: its boxes' units, as lists have them; the pages that hold them; and where
 // blocks of keys have lengths, how many of their keys are there
@@ -80,30 +101,15 @@ template <class T, class E> TILE_DEVICE void put_element(const T& tile, int row,
     }
 }
 
-// Each of this thread's copies of a tile of kRows rows: each(row, chunk, i), i the copy's number. The first is that
-// of row first_row_copied() and chunk first_chunk_copied().
-TILE_DEVICE int first_row_copied() { return threadIdx.x / kAcross; }
-TILE_DEVICE int first_chunk_copied() { return threadIdx.x % kAcross; }
-template <int kRows, class Each> TILE_DEVICE void each_copy(Each each) {
-    const int row = first_row_copied(), chunk = first_chunk_copied();
-    int i = 0;
-#pragma unroll
-    for (int r = 0; r < kRows; r += kStep)
-#pragma unroll
-        for (int c = 0; c < kArriving; c += kAcross, i++)
-            if (kRows % kStep == 0 || row + r < kRows) each(row + r, chunk + c, i);
-}
-TILE_DEVICE bool has_columns(int chunk) { return kValid == kArriving || chunk < kValid; }
-
-// Element by element, where rows do not begin at multiples of 16 bytes: a warp takes a row. at(row): the row's address,
-// null for a row of zeros
-template <int kRows, class At> TILE_DEVICE void load_elements(const Tile<kRows>& tile, At at) {
+// Element by element, where rows do not begin at multiples of 16 bytes: a warp takes a row. columns: that are there;
+// at(row): the row's address, null for a row of zeros
+template <class T, class At> TILE_DEVICE void load_elements(const T& tile, int columns, At at) {
 #pragma unroll 1
-    for (int row = threadIdx.x / 32; row < kRows; row += kWarps) {
+    for (int row = threadIdx.x / 32; row < T::kRows; row += kWarps) {
         const Global<const Element> g{at(row)};
 #pragma unroll 2
-        for (int column = threadIdx.x % 32; column < kHeadDim; column += 32)
-            put_element(tile, row, column, g.base && column < kColumns ? Element(g[column]) : Element{});
+        for (int column = threadIdx.x % 32; column < T::kColumns; column += 32)
+            put_element(tile, row, column, g.base && column < columns ? Element(g[column]) : Element{});
     }
 }
 
@@ -122,60 +128,67 @@ TILE_DEVICE void load_q(const ForwardArgs& args, const WorkTile& tile) {
         return token < tile.seqlen_q && (!kLengths || row_there(args.lists, tile, token));
     };
     if constexpr (!kVectors) {
-        load_elements<kTileQ>(sQ, [&](int row) { return is_there(row) ? q + from(row) : nullptr; });
+        load_elements(sQ, kColumns, [&](int row) { return is_there(row) ? q + from(row) : nullptr; });
     } else if constexpr (kWiden) {
-        each_copy<kTileQ>([&](int row, int chunk, int) {
+        DealtQ::each_copy([&](int row, int chunk, int) {
             const Global<const Vector16> g{reinterpret_cast<const Vector16*>(q + (from(row) + chunk * kInChunk))};
-            put_wide(sQ, row, chunk, is_there(row) && has_columns(chunk) ? Vector16(g[0]) : Vector16{});
+            put_wide(sQ, row, chunk, is_there(row) && DealtQ::has(chunk, kColumns) ? Vector16(g[0]) : Vector16{});
         });
     } else {
-        const int row0 = first_row_copied();
+        const int row0 = DealtQ::first_row();
         const int64_t from0 = from(row0);
-        each_copy<kTileQ>([&](int row, int chunk, int) {
+        DealtQ::each_copy([&](int row, int chunk, int) {
             const int64_t at = kPack == 1 ? from0 + (row - row0) * strides.row : from(row);
             ptx::copy_async_16(sQ.address(row, chunk), q + (at + chunk * kInChunk),
-                               is_there(row) && has_columns(chunk) ? 16 : 0);
+                               is_there(row) && DealtQ::has(chunk, kColumns) ? 16 : 0);
         });
     }
 }
 
 // ---- blocks of K and V ------------------------------------------------------------------------------------------
 // Where block n of K or V (source 0 or 1) goes; n may be −1, of which nothing is there
-TILE_DEVICE uint32_t place_of(int source, int n) {
-    return (source ? kAtV : kAtK) + (n & (kStages - 1)) * TileKv::kBytes;
+template <int kSource> using TileOf = Tile<kTileKv, kSource ? kValueDim : kHeadDim>;
+template <int kSource> TILE_DEVICE uint32_t place_of(int n) {
+    return (kSource ? kAtV : kAtK) + (n & (kStages - 1)) * TileOf<kSource>::kBytes;
 }
 // This thread's copies of one block. Where blocks follow each other in memory and have two places, the copies are made
 // between products (kWoven).
-constexpr int kAlong = kArriving / kAcross, kBlockCopies = kCopies<kTileKv>;
 constexpr bool kWoven = !kTold && kVectors && kStages == 2;
-struct Copies {
+template <int kSource> struct Copies {
+    using Dealt = DealtKv<kSource>;
+    using Tile = TileOf<kSource>;
     const Strides& strides;
     const Element* first;  // this thread's first row and chunk of the block that begins where the source does
+    const int columns;     // of a row that are there
     uint32_t to, begin;
 
-    TILE_DEVICE Copies(int source, const Strides& s, int n)
-        : strides(s), first(sources()[source]), to(place_of(source, n)) {
-        first += first_row_copied() * strides.row + first_chunk_copied() * kInChunk;
-        begin = kWiden ? ptx::shared_address(kAtRaw + source * kRawBytes) + threadIdx.x * 16
-                       : TileKv(to).address(first_row_copied(), first_chunk_copied());
+    TILE_DEVICE Copies(const Strides& s, int n)
+        : strides(s), first(sources()[kSource]),
+          columns(!kSource ? kColumns : kValueColumns % kValueDim ? TileValues(work()[0]).count() : kValueDim),
+          to(place_of<kSource>(n)) {
+        first += Dealt::first_row() * strides.row + Dealt::first_chunk() * kInChunk;
+        begin = kWiden ? ptx::shared_address(kAtRaw + kSource * kRawBytes<0>) + threadIdx.x * 16
+                       : Tile(to).address(Dealt::first_row(), Dealt::first_chunk());
     }
     // Copy i, `further` elements on. Of what is not there no byte is read, wherever it would lie.
     TILE_DEVICE void one(int i, int64_t further, bool there) const {
         // Where the swizzle comes round with the rows of a step, a thread's copies lie a constant apart.
-        constexpr bool kEvenly = kStep % TileKv::kTurns == 0 && kAlong == 1;
-        const int row = first_row_copied() + i / kAlong * kStep, along = i % kAlong * kAcross;
-        const int chunk = first_chunk_copied() + along;
+        constexpr bool kEvenly = Dealt::kStep % Tile::kTurns == 0 && Dealt::kAlong == 1;
+        const int row = Dealt::first_row() + i / Dealt::kAlong * Dealt::kStep;
+        const int along = i % Dealt::kAlong * Dealt::kAcross;
+        const int chunk = Dealt::first_chunk() + along;
         const uint32_t at = kWiden ? begin + i * kThreads * 16
-                            : kEvenly ? begin + i * kStep * TileKv::kRowBytes
-                                      : TileKv(to).address(row, chunk);
-        ptx::copy_async_16(at, first + (further + along * kInChunk), there && has_columns(chunk) ? 16 : 0);
+                            : kEvenly ? begin + i * Dealt::kStep * Tile::kRowBytes
+                                      : Tile(to).address(row, chunk);
+        const bool has = columns == Tile::kColumns || Dealt::has(chunk, columns);
+        ptx::copy_async_16(at, first + (further + along * kInChunk), there && has ? 16 : 0);
     }
     // Part `part` of kParts of block n, if it is there, and all of its rows with it
     template <int kParts> TILE_DEVICE void some(int n, int part, bool there) const {
 #pragma unroll
-        for (int i = part * kBlockCopies / kParts; i < (part + 1) * kBlockCopies / kParts; i++) {
-            const int r = i / kAlong * kStep, row = first_row_copied() + r;
-            if (kTileKv % kStep == 0 || row < kTileKv)
+        for (int i = part * Dealt::kCopies / kParts; i < (part + 1) * Dealt::kCopies / kParts; i++) {
+            const int r = i / Dealt::kAlong * Dealt::kStep, row = Dealt::first_row() + r;
+            if (kTileKv % Dealt::kStep == 0 || row < kTileKv)
                 one(i, (int64_t(n) * kTileKv + r) * strides.row, there);
         }
     }
@@ -259,38 +272,40 @@ struct Loader {
     };
 
     // Asks for block n of K or V (source 0 or 1)
-    TILE_DEVICE void load(const WorkTile& tile, int source, int n) const {
-        const Strides& strides = source ? args.v_strides : args.k_strides;
+    template <int kSource> TILE_DEVICE void load(const WorkTile& tile, int n) const {
+        const Strides& strides = kSource ? args.v_strides : args.k_strides;
         if constexpr (!kVectors) {
-            const Element* first = sources()[source];
-            load_elements<kTileKv>(TileKv(place_of(source, n)), [&](int row) -> const Element* {
+            const Element* first = sources()[kSource];
+            const int columns = kSource ? TileValues(tile).count() : kColumns;
+            load_elements(TileOf<kSource>(place_of<kSource>(n)), columns, [&](int row) -> const Element* {
                 const Box box(n, row / kBoxRows);
                 const int inside = row % kBoxRows, key = box.key(n, row / kBoxRows);
                 return inside < box.rows(tile.seqlen_k - key) ? first + (box.from(strides, key) + inside * strides.row)
                                                               : nullptr;
             });
         } else if (!kTold && (n + 1) * kTileKv <= tile.seqlen_k) {
-            copy<true>(tile, source, strides, n);
+            copy<kSource, true>(tile, strides, n);
         } else {
-            copy<false>(tile, source, strides, n);
+            copy<kSource, false>(tile, strides, n);
         }
     }
     // kWhole: all rows of the block are there.
-    template <bool kWhole>
-    TILE_DEVICE void copy(const WorkTile& tile, int source, const Strides& strides, int n) const {
+    template <int kSource, bool kWhole>
+    TILE_DEVICE void copy(const WorkTile& tile, const Strides& strides, int n) const {
+        using Dealt = DealtKv<kSource>;
         // Do all of a thread's copies of some rows lie in one box, the same for every thread? Then what was told of the
         // boxes is read first: a copy would hold up what is read after it.
-        constexpr bool kSteady = kBoxRows % kStep == 0;
-        constexpr int kCopiesEach = kSteady ? kBoxRows / kStep * kAlong : 1;
-        const Copies copies(source, strides, n);
-        const int row0 = first_row_copied(), seqlen_k = tile.seqlen_k;
+        constexpr bool kSteady = kBoxRows % Dealt::kStep == 0;
+        constexpr int kCopiesEach = kSteady ? kBoxRows / Dealt::kStep * Dealt::kAlong : 1;
+        const Copies<kSource> copies(strides, n);
+        const int row0 = Dealt::first_row(), seqlen_k = tile.seqlen_k;
         Box told[kSteady ? kBoxes : 1];
         if constexpr (kSteady && kTold)
 #pragma unroll
             for (int box = 0; box < kBoxes; box++) told[box] = Box(n, box);
         int64_t from = 0;
         int rows = 0;
-        each_copy<kTileKv>([&](int row, int, int i) {
+        Dealt::each_copy([&](int row, int, int i) {
             const int r = row - row0, inside = kSteady ? row0 + r % kBoxRows : row % kBoxRows;
             if (i % kCopiesEach == 0) {  // another box
                 const int box = kSteady ? r / kBoxRows : row / kBoxRows;
@@ -303,12 +318,11 @@ struct Loader {
         });
     }
     // Widens what this thread has asked for and waited for
-    static TILE_DEVICE void widen(uint32_t to, uint32_t raw) {
+    template <int kSource> static TILE_DEVICE void widen(int n) {
+        const uint32_t to = place_of<kSource>(n), raw = kAtRaw + kSource * kRawBytes<0>;
         if constexpr (kWiden && kVectors)
-            each_copy<kTileKv>([&](int row, int chunk, int i) {
-                put_wide(TileKv(to), row, chunk, Vector16(Shared<Vector16>(raw)[i * kThreads + threadIdx.x]));
+            DealtKv<kSource>::each_copy([&](int row, int chunk, int i) {
+                put_wide(TileOf<kSource>(to), row, chunk, Vector16(Shared<Vector16>(raw)[i * kThreads + threadIdx.x]));
             });
     }
-    static TILE_DEVICE void widen_k(int n) { widen(place_of(0, n), kAtRaw); }
-    static TILE_DEVICE void widen_v(int n) { widen(place_of(1, n), kAtRaw + kRawBytes); }
 };

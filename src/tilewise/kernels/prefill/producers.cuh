@@ -11,7 +11,7 @@ TILE_DEVICE void plan(const ForwardArgs& args) {
     const Pipes pipes;
     Turn<1> turn;
     for (int number = blockIdx.x;; number = gridDim.x + ptx::atomic_add(&args.counter->handed_out, 1), turn.next()) {
-        WorkTile tile = work_tile<kTileQ, kTileKv, kPack, kListed>(args, number);
+        WorkTile tile = work_tile<kTileQ, kTileKv, kPack, kListed, kSlices>(args, number);
         if (kListed && tile.row >= 0) find_listed<kBoxRows, kBoxes>(args.lists, tile);
         if (kFp8 && tile.row >= 0) {
             tile.descale_qk = descale_of(args.descale_q, tile) * descale_of(args.descale_k, tile);
@@ -39,7 +39,7 @@ struct Loader {
         if constexpr (kTma) ptx::sync_warp();
         else ptx::barrier_sync(kLoaderBarrier, kLoaders);
     }
-    struct Block {  // block n of the keys that a tile visits
+    struct Block : TileValues {  // block n of the keys that a tile visits
         int n, kv_head, sequence, k_start, seqlen_k;
         int unit, boxes, valid;  // listed: this lane's unit, how many units the block has, and rows up to the last key
         TILE_DEVICE int key() const { return (unit & kUnitMask) * kBoxRows; }
@@ -47,14 +47,14 @@ struct Loader {
     TILE_DEVICE int batch_of(int sequence) const { return args.list ? 0 : sequence; }
 
     // Without TMA: copies element by element to the places where TMA would write. at(row): the row's address, null for
-    // a row of zeros
-    template <int kRows, class At> TILE_DEVICE void copy(uint32_t to, At at) {
+    // a row of zeros; columns: of them that are there
+    template <int kRows, int kWidth, class At> TILE_DEVICE void copy(uint32_t to, int columns, At at) {
         for (int row = threadIdx.x / 32; row < kRows; row += kLoaders / 32) {
             const Global<const Element> g{at(row)};
 #pragma unroll 2
-            for (int column = threadIdx.x % 32; column < kPanels * kPanelColumns; column += 32) {
+            for (int column = threadIdx.x % 32; column < kWidth; column += 32) {
                 const Panel<kRows> panel(to + column / kPanelColumns * kRows * kPanelRowBytes);
-                const bool there = g.base && column < kColumns;
+                const bool there = g.base && column < columns;
                 panel.element(row, column % kPanelColumns) = there ? Element(g[column]) : Element{};
             }
         }
@@ -63,7 +63,7 @@ struct Loader {
     }
 
     TILE_DEVICE void load_q(const TensorMap& map, const WorkTile& tile) {
-        const uint32_t barrier = pipes.q.full_at(q_turn), to = q_turn.stage * kQBytes;
+        const uint32_t barrier = pipes.q.full_at(q_turn), to = q_turn.stage * kQStage;
         if constexpr (kTma) {
             if (threadIdx.x == 0) {
                 ptx::mbarrier_arrive_expect(barrier, kQBytes);
@@ -74,7 +74,7 @@ struct Loader {
             }
         } else {
             const Element* q = static_cast<const Element*>(args.q) + batch_of(tile.sequence) * args.q_strides.batch;
-            copy<kTileQ>(to, [&](int row) {
+            copy<kTileQ, kPanels * kPanelColumns>(to, kColumns, [&](int row) {
                 const int token = (tile.row + row) / kPack, head = tile.head * kPack + (tile.row + row) % kPack;
                 const int64_t at = (tile.q_start + token) * args.q_strides.row + head * args.q_strides.head;
                 return token < tile.seqlen_q ? q + at : nullptr;
@@ -83,20 +83,23 @@ struct Loader {
         }
     }
 
-    // Loads a block of K or V into the ring's next stage
-    template <int kStages>
+    // Loads a block of V, or part `part` of one of K, into the ring's next stage
+    template <bool kOfV, int kStages>
     TILE_DEVICE void load_kv(const TensorMap& map, const void* base, const Strides& strides, const Ring<kStages>& ring,
-                             Turn<kStages>& turn, uint32_t at, const Block& block) {
+                             Turn<kStages>& turn, uint32_t at, const Block& block, int part = 0) {
+        constexpr int kPanelsHere = kOfV ? kValuePanels : kPartPanels;
+        constexpr int kStageBytes = kPanelsHere * kTileKv * kPanelRowBytes;
+        const int first = kOfV ? block.first : part * kPartPanels * kPanelColumns;  // column
         ring.wait_free(turn);
         sync();  // or a lane still waiting on the barrier could find it two phases on
-        const uint32_t barrier = ring.full_at(turn), to = at + turn.stage * kKvBytes;
+        const uint32_t barrier = ring.full_at(turn), to = at + turn.stage * kStageBytes;
         if (kFp8 && at == kAtRaw && threadIdx.x == 0)
             valid_rows()[turn.stage] = kListed ? block.valid : block.seqlen_k - block.n * kTileKv;
         if constexpr (kListed) tell_units(block, at, turn.stage);
         if constexpr (kTma && kListed) {
             // Units that are missing from the block are not requested: consumers mask them.
             if (threadIdx.x == 0)
-                ptx::mbarrier_arrive_expect(barrier, block.boxes * kPanels * kBoxRows * kPanelRowBytes);
+                ptx::mbarrier_arrive_expect(barrier, block.boxes * kPanelsHere * kBoxRows * kPanelRowBytes);
             ptx::sync_warp();
             if (int(threadIdx.x) < block.boxes) {
                 int row = block.k_start + block.key(), outer = batch_of(block.sequence);
@@ -106,46 +109,47 @@ struct Loader {
                     row = block.key() % kPage;
                 }
 #pragma unroll 1
-                for (int panel = 0; panel < kPanels; panel++)
+                for (int panel = 0; panel < kPanelsHere; panel++)
                     ptx::tma_load(
                         ptx::shared_address(to + (panel * kTileKv + threadIdx.x * kBoxRows) * kPanelRowBytes), &map,
-                        barrier, panel * kPanelColumns, row, block.kv_head, outer);
+                        barrier, first + panel * kPanelColumns, row, block.kv_head, outer);
             }
         } else if constexpr (kTma && kPageSize > 0) {
             // Boxes wholly past the end are not requested: their page numbers may be anything.
             const int left = block.seqlen_k - block.n * kTileKv, needed = (left + kBoxRows - 1) / kBoxRows;
             const int boxes = needed < kBoxes ? needed : kBoxes;
-            if (threadIdx.x == 0) ptx::mbarrier_arrive_expect(barrier, boxes * kPanels * kBoxRows * kPanelRowBytes);
+            if (threadIdx.x == 0) ptx::mbarrier_arrive_expect(barrier, boxes * kPanelsHere * kBoxRows * kPanelRowBytes);
             ptx::sync_warp();
             const Global<const int> pages{args.page_table + block.sequence * args.page_table_stride};
 #pragma unroll 1
             for (int box = threadIdx.x; box < boxes; box += 32) {
                 const int token = block.n * kTileKv + box * kBoxRows, page = pages[token / kPage];
 #pragma unroll 1
-                for (int panel = 0; panel < kPanels; panel++)
+                for (int panel = 0; panel < kPanelsHere; panel++)
                     ptx::tma_load(ptx::shared_address(to + (panel * kTileKv + box * kBoxRows) * kPanelRowBytes), &map,
-                                  barrier, panel * kPanelColumns, token % kPage, block.kv_head, page);
+                                  barrier, first + panel * kPanelColumns, token % kPage, block.kv_head, page);
             }
         } else if constexpr (kTma) {
             if (threadIdx.x == 0) {
-                ptx::mbarrier_arrive_expect(barrier, kKvBytes);
-                for (int panel = 0; panel < kPanels; panel++)
+                ptx::mbarrier_arrive_expect(barrier, kStageBytes);
+                for (int panel = 0; panel < kPanelsHere; panel++)
                     ptx::tma_load(ptx::shared_address(to + panel * kTileKv * kPanelRowBytes), &map, barrier,
-                                  panel * kPanelColumns, block.k_start + block.n * kTileKv, block.kv_head,
+                                  first + panel * kPanelColumns, block.k_start + block.n * kTileKv, block.kv_head,
                                   batch_of(block.sequence));
             }
         } else {
-            const Element* first = static_cast<const Element*>(base) + block.kv_head * strides.head;
+            const Element* rows = static_cast<const Element*>(base) + block.kv_head * strides.head + first;
+            const int columns = kOfV ? block.count() : kColumns - first;
             const Global<const int> pages{args.page_table + block.sequence * args.page_table_stride};
-            copy<kTileKv>(to, [&](int row) -> const Element* {
+            copy<kTileKv, kPanelsHere * kPanelColumns>(to, columns, [&](int row) -> const Element* {
                 int key = block.n * kTileKv + row;
                 if constexpr (kListed) {
                     if (row / kBoxRows >= block.boxes) return nullptr;
                     key = (ptx::shuffle(block.unit, row / kBoxRows) & kUnitMask) * kBoxRows + row % kBoxRows;
                 }
                 if (key >= block.seqlen_k) return nullptr;
-                if (kPageSize > 0) return first + pages[key / kPage] * strides.batch + key % kPage * strides.row;
-                return first + batch_of(block.sequence) * strides.batch + (block.k_start + key) * strides.row;
+                if (kPageSize > 0) return rows + pages[key / kPage] * strides.batch + key % kPage * strides.row;
+                return rows + batch_of(block.sequence) * strides.batch + (block.k_start + key) * strides.row;
             });
             if (threadIdx.x == 0) ptx::mbarrier_arrive(barrier);
         }
@@ -171,11 +175,11 @@ struct Loader {
     }
 
     TILE_DEVICE void run(const TensorMap& mQ, const TensorMap& mK, const TensorMap& mV) {
-        Block before{
-            -1};  // the block whose V is still to be loaded: K of a block is needed before V of the one before it
+        // The block whose V is still to be loaded: K of a block is needed before V of the one before it
+        Block before{TileValues(WorkTile{}), -1};
         auto load_v = [&] {
             if (before.n >= 0)
-                load_kv(mV, args.v, args.v_strides, pipes.loaded, v_turn, kFp8 ? kAtRaw : kAtV, before);
+                load_kv<true>(mV, args.v, args.v_strides, pipes.loaded, v_turn, kFp8 ? kAtRaw : kAtV, before);
             before.n = -1;
         };
         for (Turn<1> turn;; turn.next()) {
@@ -200,14 +204,16 @@ struct Loader {
             };
             int next = kListed ? unit_of(tile.end - 1) : 0;
             for (int n = tile.end - 1; n >= tile.begin; n--) {
-                Block block{n, tile.kv_head, tile.sequence, tile.k_start, tile.seqlen_k, next};
+                Block block{TileValues(tile), n, tile.kv_head, tile.sequence, tile.k_start, tile.seqlen_k, next};
                 if constexpr (kListed) {
                     const int left = tile.units - n * kBoxes;
                     block.boxes = left < kBoxes ? left : kBoxes;
                     block.valid = n == tile.end - 1 ? tile.valid : kTileKv;
                     if (n > tile.begin) next = unit_of(n - 1);
                 }
-                load_kv(mK, args.k, args.k_strides, pipes.k, k_turn, kAtK, block);
+#pragma unroll 1
+                for (int part = 0; part < kParts; part++)
+                    load_kv<false>(mK, args.k, args.k_strides, pipes.k, k_turn, kAtK, block, part);
                 load_v();
                 before = block;
                 // Loading the last blocks of a tile takes about as long as planning the next tile; for a listed one,
@@ -248,11 +254,11 @@ TILE_DEVICE void transpose_tiles() {
         const uint32_t even = lane < 16 ? 0x6420 : 0x7531, odd = even ^ 0x1111;
         // The column, a row of Vᵀ, whose address this lane gives to stmatrix
         const int column = 2 * row + ((row < 4) == (which % 2 == 0) ? 0 : 1);
-        constexpr int kAcross = kHeadDim / 16;
+        constexpr int kAcross = kValueDim / 16;
 #pragma unroll 2
         for (int step = threadIdx.x / 32 % kTransposers; step < kTileKv / 32 * kAcross; step += kTransposers) {
             const int keys = step / kAcross, across = step % kAcross;
-            const Panel<kTileKv> from(kAtRaw + turn.stage * kKvBytes + across / 8 * kTileKv * kPanelRowBytes);
+            const Panel<kTileKv> from(kAtRaw + turn.stage * kRawBytes + across / 8 * kTileKv * kPanelRowBytes);
             uint32_t r[4];
             ptx::ldmatrix_transposed(r, from.address(32 * keys + lane, across % 8));
             if (valid < kTileKv || kLengths) {  // memory that holds no keys may hold anything, and 0 · NaN is NaN
@@ -270,7 +276,7 @@ TILE_DEVICE void transpose_tiles() {
             }
             const uint32_t turned[4] = {ptx::permute_bytes(r[0], r[1], even), ptx::permute_bytes(r[0], r[1], odd),
                                         ptx::permute_bytes(r[2], r[3], even), ptx::permute_bytes(r[2], r[3], odd)};
-            const TransposedPanel to(kAtV + to_turn.stage * kVBytes + keys / 4 * kHeadDim * kPanelRowBytes);
+            const TransposedPanel to(kAtV + to_turn.stage * kVBytes + keys / 4 * kValueDim * kPanelRowBytes);
             ptx::stmatrix(to.address(16 * across + column, keys % 4 * 2 + which / 2), turned);
         }
         ptx::fence_async_proxy();
@@ -292,26 +298,29 @@ TILE_DEVICE void store_tiles(const ForwardArgs& args, const TensorMap& mO) {
         if (kTma && (!args.list || tile.row + kTileQ <= tile.seqlen_q * kPack)) {
             if (warp::lane() == 0) {
                 for (int panel = 0; panel < kOPanels; panel++)
-                    ptx::tma_store(&mO, ptx::shared_address(o_panel(turn.stage, panel).offset), panel * kPanel, 0,
+                    ptx::tma_store(&mO, ptx::shared_address(o_panel(turn.stage, panel).offset),
+                                   TileValues(tile).first + panel * kPanel, 0,
                                    tile.q_start + tile.row / kPack, tile.head, args.list ? 0 : tile.sequence);
                 ptx::bulk_commit();
                 ptx::bulk_wait_read<0>();
             }
         } else {  // TMA would overwrite the rows past the end, which belong to the next packed sequence
-            const Global<Out> o{static_cast<Out*>(args.o) + tile.sequence * args.o_strides.batch};
+            const TileValues values(tile);
+            const Global<Out> o{static_cast<Out*>(args.o) + tile.sequence * args.o_strides.batch + values.first};
+            const int columns = values.count();
 #pragma unroll 1
             for (int row = 0; row < kTileQ && tile.row + row < tile.seqlen_q * kPack; row++) {
                 const int token = (tile.row + row) / kPack, head = tile.head * kPack + (tile.row + row) % kPack;
                 const Global<Out> to = o + ((tile.q_start + token) * args.o_strides.row + head * args.o_strides.head);
                 if constexpr (kTma) {
 #pragma unroll 1
-                    for (int chunk = warp::lane(); chunk * 8 < kColumns; chunk += 32) {
+                    for (int chunk = warp::lane(); chunk * 8 < columns; chunk += 32) {
                         const OPanel panel = o_panel(turn.stage, chunk / 8);
                         (to + chunk * 8).template as<Vector16>()[0] = Vector16(panel.chunk(row, chunk % 8));
                     }
                 } else {
 #pragma unroll 1
-                    for (int column = warp::lane(); column < kColumns; column += 32)
+                    for (int column = warp::lane(); column < columns; column += 32)
                         to[column] = Out(o_panel(turn.stage, column / kPanel).element(row, column % kPanel));
                 }
             }

@@ -13,7 +13,7 @@ template <class P> constexpr int lift_of() { return sizeof(P) > 1 ? 0 : kExact ?
 template <class P> constexpr int witness_of() { return sizeof(P) > 1 ? 256 : 448; }
 
 // Looking up all keys of a block at once would take a register each.
-constexpr int kSeenAtOnce = !Function::kByKey ? kTileKv / 8 : kHeadDim > 128 ? 2 : 8;
+constexpr int kSeenAtOnce = !Function::kByKey ? kTileKv / 8 : kWidest > 128 ? 2 : 8;
 
 // Self has args, function and tile(), the tile at hand; warp_row(), the first of the sixteen rows of the tile that the
 // warp's fragments hold; key_of(box), the first key of box `box` of the block at hand, past every key if these rows do
@@ -132,7 +132,7 @@ template <class Self> struct Scoring {
 
     // ---- blocks whose keys all lie on one side of the rows ----------------------------------------------------------
     // Are scores computed otherwise there? Is a row's score a line? Wider heads leave no registers for it.
-    static constexpr bool kSided = kHeadDim <= 128 && (Function::kScore ? Function::kSided : Rule::kAlibi);
+    static constexpr bool kSided = kWidest <= 128 && (Function::kScore ? Function::kSided : Rule::kAlibi);
     template <int kSide>
     static constexpr bool kLine = kSide != kAround && (Function::kScore ? Function::kLine[kSide] : Rule::kAlibi);
 

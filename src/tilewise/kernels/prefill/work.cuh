@@ -58,9 +58,10 @@ struct ForwardArgs {
 // kPack + head.
 struct alignas(64) WorkTile {
     int row, head, sequence, q_start, k_start, seqlen_q, seqlen_k, begin, end, kv_head;
-    float descale_qk, descale_v;
+    float descale_qk, descale_v;  // of FP8. Of other types descale_v has the bits of slice(), an integer
     int list, whole, units;  // of a listed tile: its row, units that are seen whole, all units
     int valid;               // rows of its first block, as blocks are visited, that hold keys
+    TILE_DEVICE int slice() const { return int(as_bits(descale_v)); }  // which of V's columns (blocks.cuh: kSlices)
 };
 constexpr int kTileWords = sizeof(WorkTile) / 4;
 constexpr int kListHeader = 16;  // ints before the tiles of a list, which begin with a ListHead
@@ -99,9 +100,12 @@ TILE_DEVICE float descale_of(const Descale& of, const WorkTile& tile) {
 }
 
 // Tile `number`; row is −1 if there is none. kListed: its list's row is found, and which blocks it visits is left open.
-template <int kTileQ, int kTileKv, int kPack, bool kListed = false>
+// kSlices: as many tiles that follow each other have the same rows and other columns of V.
+template <int kTileQ, int kTileKv, int kPack, bool kListed = false, int kSlices = 1>
 TILE_DEVICE WorkTile work_tile(const ForwardArgs& args, int number) {
     WorkTile tile{-1};
+    const int slice = number % kSlices;
+    number /= kSlices;
     if (args.list) {
         const ListHead list = Global<const ListHead>{reinterpret_cast<const ListHead*>(args.list)}[0];
         const Divisor tiles = list.tiles;
@@ -135,6 +139,7 @@ TILE_DEVICE WorkTile work_tile(const ForwardArgs& args, int number) {
         }
     }
     tile.kv_head = args.tile_heads_per_kv.quotient(tile.head);
+    if constexpr (kSlices > 1) tile.descale_v = as_float(uint32_t(slice));
     return tile;
 }
 

@@ -28,14 +28,15 @@ namespace warpgroup {
 // Values per step of depth, which is 32 bytes: 16, or 32 of FP8
 template <class T> constexpr int kDepth = 32 / sizeof(T);
 
-// S (64 × kKeys) = Q (64 × kDim) Kᵀ; Q and K are K-major. Only issues: the caller commits and waits.
+// S (64 × kKeys) = Q (64 × kDim) Kᵀ, or += if it is to accumulate; Q and K are K-major. Only issues: the caller commits
+// and waits.
 template <class T, int kKeys, int kDim, int kRowsOfQ>
-TILE_DEVICE void mma_qk(float (&acc_s)[kKeys / 2], uint64_t q, uint64_t k) {
+TILE_DEVICE void mma_qk(float (&acc_s)[kKeys / 2], uint64_t q, uint64_t k, bool accumulate = false) {
 #pragma unroll
     for (int step = 0; step < kDim / kDepth<T>; step++) {
-        const uint32_t panel = step / 4, inside = step % 4 * 32;
-        ptx::Wgmma<T, kKeys>::template ss<false, false>(acc_s, further(q, panel * kRowsOfQ * kPanelRowBytes + inside),
-                                                        further(k, panel * kKeys * kPanelRowBytes + inside), step > 0);
+        const uint32_t panel = step / 4 * kPanelRowBytes, inside = step % 4 * 32;
+        ptx::Wgmma<T, kKeys>::template ss<false, false>(acc_s, further(q, panel * kRowsOfQ + inside),
+                                                        further(k, panel * kKeys + inside), accumulate || step > 0);
     }
 }
 

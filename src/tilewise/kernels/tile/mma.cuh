@@ -140,9 +140,10 @@ template <class T, int kSize> TILE_DEVICE void store(Global<T> g, int64_t stride
                     from_float<T>(acc[j / 2 * 4 + 2 * h + j % 2]);
 }
 // The same in 16 bytes per lane, without shared memory: the four lanes of a row exchange words until each has eight
-// neighbouring columns. Row h of a lane goes to g[h] if exists[h]; columns from kColumns on are padding.
+// neighbouring columns. Row h of a lane goes to g[h] if exists[h]; columns from `columns` on are padding.
 template <int kColumns, class T, int kSize>
-TILE_DEVICE void store_rows(const Global<T> (&g)[2], const bool (&exists)[2], const float (&acc)[kSize]) {
+TILE_DEVICE void store_rows(const Global<T> (&g)[2], const bool (&exists)[2], const float (&acc)[kSize],
+                            int columns = kColumns) {
     static_assert(kSize % 16 == 0 && kColumns % 8 == 0, "quads of lanes store 32 columns, a lane eight");
     const int place = lane() % 4;
     const bool odd = place & 1, high = place & 2;
@@ -162,7 +163,7 @@ TILE_DEVICE void store_rows(const Global<T> (&g)[2], const bool (&exists)[2], co
             y = ptx::shuffle_xor(high ? w.word[1] : w.word[3], 2);
             (high ? w.word[0] : w.word[2]) = x;
             (high ? w.word[1] : w.word[3]) = y;
-            if (exists[h] && 32 * n + 8 * place < kColumns)
+            if (exists[h] && 32 * n + 8 * place < columns)
                 (g[h] + (32 * n + 8 * place)).template as<Vector16>()[0] = w;
         }
 }
