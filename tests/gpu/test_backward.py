@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from backward_cases import MODES, dense, ends_of, judged, packed, spoil_second, starts_of, tree
+from backward_cases import MODES, between_others, dense, ends_of, judged, packed, spoil_second, starts_of, tree
 from oracle import qkv, randn
 
 from tilewise import BlockSchedule, arguments, functions, reference
@@ -81,6 +81,11 @@ def test_neighbours_stay_apart():
     """What another sequence holds, NaN included, is nobody else's."""
     packed([70, 40], [75, 60], 2, 1, 64, causal=True, spoil=spoil_second)
     packed([70, 40], [75, 60], 2, 1, 64, causal=True, spoil=spoil_second, mode=MODES[3], deterministic=True)
+
+
+@pytest.mark.parametrize("head_dim", [64, 200])
+def test_tokens_of_no_sequence(monkeypatch, head_dim):
+    between_others(monkeypatch, head_dim, causal=True, alibi_slopes=randn(3, 2, seed=8).abs(), mode=MODES[2])
 
 
 def test_trees():

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from backward_cases import MODES, dense, ends_of, judged, packed, spoil_second, tree
+from backward_cases import MODES, between_others, dense, ends_of, judged, packed, spoil_second, tree
 from oracle import qkv, randn
 
 from tilewise import BlockSchedule, arch, arguments, functions, reference
@@ -47,6 +47,11 @@ def test_packed_sequences_stay_apart():
     """Some are empty, lengths of queries and keys differ, and what the second holds, NaN included, is nobody else's."""
     packed([0, 70, 5, 130], [9, 70, 0, 200], 2, 1, 64, causal=True, with_lse=True, index=torch.int64)
     packed([70, 40], [75, 60], 2, 1, 64, causal=True, spoil=spoil_second)
+
+
+@pytest.mark.usefixtures("sm_80")
+def test_tokens_of_no_sequence(monkeypatch):
+    between_others(monkeypatch, 64, causal=True, alibi_slopes=randn(3, 2, seed=8).abs(), mode=MODES[2])
 
 
 @pytest.mark.usefixtures("sm_80")

@@ -201,7 +201,7 @@ class Shapes:
             tiles = math.ceil(seqlen_q / TILE_Q), math.ceil(seqlen_k / tile_kv)
         else:  # arguments.cuh: first_slot
             batch, sequences = 1, len(call.starts_q) - 1
-            tiles = seqlen_q // TILE_Q + sequences, seqlen_k // tile_kv + sequences
+            tiles = seqlen_q // TILE_Q + sequences + 2, seqlen_k // tile_kv + sequences + 2
         return cls(batch, sequences, seqlen_q, seqlen_k, heads, heads_kv, head_dim, *tiles, tile_kv)
 
 
@@ -211,7 +211,7 @@ def gradients(call: GradientCall, **emulated: Any) -> Gradients:
     given = {name: loadable(getattr(call, name)) for name in ("q", "k", "v", "o", "d_o")}
     found = {f"d_{n}": torch.empty_like(given[n], memory_format=torch.contiguous_format) for n in "qkv"}
     device = call.q.device
-    if not call.q.numel() or not call.k.numel():
+    if not call.q.numel() or not call.k.numel() or not shapes.sequences:
         none = None if sinks is None else torch.zeros(shapes.heads, dtype=torch.float32, device=device)
         return Gradients(torch.zeros_like(call.q), torch.zeros_like(call.k), torch.zeros_like(call.v), none)
     dim, slots = padded(shapes.head_dim), shapes.batch * shapes.heads * shapes.q_tiles

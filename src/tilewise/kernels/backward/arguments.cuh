@@ -62,9 +62,10 @@ struct alignas(64) KeyTile {
 constexpr int kKeyTileWords = sizeof(KeyTile) / 4;
 constexpr int kKeyListHeader = 16;  // ints before a list's tiles, of which the first is their number
 
-// Query tiles of packed sequences have slots of their own: those of a sequence from here on, and none has another's.
-// start: of the sequence among the queries. In all there are first_slot(total_q, sequences) slots at most.
-template <int kTileQ> TILE_DEVICE int first_slot(int start, int sequence) { return start / kTileQ + sequence; }
+// Tiles of packed sequences have slots of their own: those of a sequence from here on, and none has another's. start: of
+// the sequence among the tokens. Tokens before the first start are sequence −1, and those behind the last one sequence
+// `sequences`: nobody sees them, and their gradients are 0. In all there are first_slot(total, sequences + 1) slots.
+template <int kTile> TILE_DEVICE int first_slot(int start, int sequence) { return start / kTile + sequence + 1; }
 
 // The queries [first, first + count) of a sequence that see key `key` of it. end: args.ends of it, or seqlen_q
 TILE_DEVICE Visible queries_of(const Scores& scores, int key, int seqlen_q, int seqlen_k, int end) {
