@@ -20,8 +20,9 @@ class GradientCall:
 
     Dense: q, o, d_o (B, Nq, Hq, D), k and v (B, Nk, Hkv, D), lse and d_lse (B, Hq, Nq) float32. Packed: q, o, d_o
     (total_q, Hq, D), k and v (total_k, Hkv, D), lse and d_lse (Hq, total_q); starts_q, starts_k (sequences + 1,) int32
-    or int64 on the device, max_seqlens the longest query and key that they hold, or more. q, k, v, o and d_o have one
-    dtype; any strides, but the last is 1. lse: natural, with sinks in it, −inf for rows that see no key.
+    or int64 on the device, max_seqlens the longest query and key that they hold, or more. v, o and d_o may have another
+    D than q and k. q, k, v, o and d_o have one dtype; any strides, but the last is 1. lse: natural, with sinks in it,
+    −inf for rows that see no key.
     d_lse: None where no gradient came through the LSE. scores: with its tensors, sinks (Hq,) and slopes (B, Hq).
     ends: (total_k,) int32, of one packed sequence: the first query that does not see a key any more; positions:
     (total_q,) int32, what a window measures there. deterministic: the same bits in every run.
