@@ -8,7 +8,7 @@ from backward_cases import MODES, between_others, dense, ends_of, judged, packed
 from oracle import qkv, randn
 
 from tilewise import BlockSchedule, arguments, functions, reference
-from tilewise.gpu import backward, backward_hopper
+from tilewise.gpu import backward, backward_hopper, backward_lists
 from tilewise.gpu.backward import GradientCall
 from tilewise.gpu.pattern import stacked
 from tilewise.scores import Scores
@@ -125,6 +125,19 @@ def test_schedules(block_q, block_k, shape):
         short = {"lengths_q": torch.tensor([10, 64, 64, 3]), "lengths_k": torch.tensor([64, 7, 30, 64, 44])}
         schedule = blocks(200, 300, 64, 64, seed=1, **short)
         dense(*tensors, schedule=schedule, mask=lambda b, h, q, k: (q + k + h + b) % 3 != 0)
+
+
+def test_rounds(monkeypatch):
+    """Bits of few key tiles at a time, where those of all would be too large, in turn or not."""
+    tensors, mask = qkv(2, 100, 300, 2, 1, 64, dtype=BF16), lambda b, h, q, k: (q + k + h + b) % 3 != 0
+    want = dense(*tensors, mask=mask, deterministic=True)
+    monkeypatch.setattr(backward_lists, "BITS_BYTES", 2 * 2 * 2 * 2 * 1024)  # of two key tiles, by sequence and head
+    made, steps = [], backward_hopper.steps
+    monkeypatch.setattr(backward_hopper, "steps", lambda *given: made.append(steps(*given)) or made[-1])
+    got = dense(*tensors, mask=mask, deterministic=True, mode=MODES[2])
+    assert all(torch.equal(*pair) for pair in zip(got[:3], want[:3], strict=True))
+    assert [step.spec.name for step in made[0]].count("backward") == 2
+    test_schedules_of_packed_sequences()
 
 
 def test_schedules_of_packed_sequences():

@@ -15,7 +15,7 @@ class QueryListArgs(ctypes.Structure):
 
     _fields_ = [
         *((n, ctypes.c_void_p) for n in ("counts", "tiles", "bits", "visits")),
-        *((n, ctypes.c_int) for n in ("width", "words", "rows_each", "lists_batch")),
+        *((n, ctypes.c_int) for n in ("width", "words", "rows_each", "lists_batch", "first")),
         ("heads_each", Divisor),
     ]
 

@@ -230,7 +230,6 @@ def gradients(call: GradientCall, **emulated: Any) -> Gradients:
     args, read = arguments(call, shapes, given | found | work)
     lists = query_lists(call, shapes.q_tiles, shapes.kv_tiles, TILE_Q, shapes.tile_kv) if kind.listed else None
     if lists is not None:
-        args.lists = lists.args
         read |= lists.tensors
     tensors = given | found | work | read
     run(steps(kind, shapes, args, tensors, lists), kind, shapes.tile_kv, tensors, **emulated)
@@ -289,16 +288,20 @@ def steps(
 ) -> list[Step]:
     """The launches, one after another."""
     before, main, after = specs_of(kind)
-    rows, blocks = shapes.batch * shapes.heads * shapes.q_tiles, shapes.kv_tiles * shapes.heads_kv * shapes.batch
+    rows, heads = shapes.batch * shapes.heads * shapes.q_tiles, shapes.heads_kv * shapes.batch
     found = []
     if kind.index is not None:
         at = tensors["list"].data_ptr()
         listing = KeyListArgs(at, at + 4 * (KEY_LIST_HEADER + KEY_TILE_WORDS * shapes.kv_tiles))
         found.append(Step(list_spec(kind.index, kind.in_turn, shapes.tile_kv), (1, 1, 1), (args, listing)))
-    if lists is not None:
-        found.append(lists.step(args))
+    rounds = [] if lists is None else lists.rounds(args)
+    if rounds:  # a block looks at its list at once: that is made before the kernel before, which the main one overlaps
+        args, making = rounds[0]
+        found.append(making)
     # The last two begin while the one before them ends, and wait for what they read of it.
-    found += [Step(before, (rows, 1, 1), (args,)), Step(main, (blocks, 1, 1), (args,), True)]
+    found += [Step(before, (rows, 1, 1), (args,)), Step(main, (args.kv_tiles * heads, 1, 1), (args,), True)]
+    for here, making in rounds[1:]:
+        found += [making, Step(main, (here.kv_tiles * heads, 1, 1), (here,))]
     return [*found, Step(after, (rows, 1, 1), (args,), True)]
 
 

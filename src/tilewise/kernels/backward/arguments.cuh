@@ -11,7 +11,8 @@
 #include "common/scores.cuh"
 
 // Which query tiles each tile of keys meets, where a schedule or a mask function says so: pairs.cu makes it. A row is
-// the list of one key tile of those query heads, and sequences, that share it.
+// the list of one key tile of those query heads, and sequences, that share it. Where all bits would be too large, key
+// tiles come in rounds, one after another, whose rows have the same place.
 struct QueryLists {
     const int* counts;       // (rows, 2): query tiles of which not all is seen, and all of them; null without lists
     const int* tiles;        // (rows, width): those of which not all is seen from the front, the others from the back
@@ -19,10 +20,11 @@ struct QueryLists {
     const uint32_t* visits;  // (lists, q_tiles, words): per query tile a bit for each key tile that meets it; or null
     int width, words;
     int rows_each, lists_batch;  // rows per list; lists from one sequence to the next, 0 if they share them
+    int first;                   // key tile of the round, among all
     Divisor heads_each;          // query heads per list
     TILE_DEVICE int list_of(int sequence, int head) const { return sequence * lists_batch + heads_each.quotient(head); }
-    TILE_DEVICE int64_t row_of(int sequence, int head, int key_tile) const {
-        return int64_t(list_of(sequence, head)) * rows_each + key_tile;
+    TILE_DEVICE int64_t row_of(int sequence, int head, int in_round) const {
+        return int64_t(list_of(sequence, head)) * rows_each + in_round;
     }
 };
 
@@ -45,7 +47,7 @@ struct BackwardArgs {
     int seqlen_q, seqlen_k;  // packed: of all sequences together
     int sequences, heads, kv_heads, group, head_dim;  // group: query heads per KV head
     int q_tiles;  // per head; packed: of all sequences, see first_slot
-    int kv_tiles;  // per KV head; packed: as many as the list has room for
+    int kv_tiles;  // per KV head, of the round where there are rounds; packed: as many as the list has room for
     QueryLists lists;
 };
 

@@ -84,7 +84,7 @@ struct alignas(64) Work {
     Span parts[3];
     int kv_head, batch;  // batch: of the tensors, 0 if packed
     int kv_tile;         // number of the tile in its sequence
-    int entry;           // and among all that have lists
+    int in_round;        // and among those of the round that have lists
     int steps;           // of all query heads of the group together
 
     TILE_DEVICE int tiles() const { return tile.end - tile.begin; }
@@ -133,18 +133,19 @@ TILE_DEVICE Work find_work(const BackwardArgs& args, int number) {
     Work work{};
     if constexpr (kPacked) {
         // All heads of the heaviest tile come first.
-        const int entry = number / args.kv_heads;
+        work.in_round = number / args.kv_heads;
+        const int entry = work.in_round + (kListed ? args.lists.first : 0);
         work.tile.sequence = -1;
         if (entry >= Global<const int>{args.list}[0]) return work;
         work.tile = Global<const KeyTile>{reinterpret_cast<const KeyTile*>(args.list + kKeyListHeader)}[entry];
-        work.kv_head = number - entry * args.kv_heads;
-        work.entry = entry;
+        work.kv_head = number - work.in_round * args.kv_heads;
     } else {
         // Tiles of a head one after another, the first, which most queries see, first; but where they add to dQ in
         // turn, the first tiles of all heads, so that few wait for each other.
         const int heads = gridDim.x / args.kv_tiles;
         const int head = kInTurn ? number % heads : number / args.kv_tiles;
-        const int kv_tile = kInTurn ? number / heads : number % args.kv_tiles;
+        work.in_round = kInTurn ? number / heads : number % args.kv_tiles;
+        const int kv_tile = work.in_round + (kListed ? args.lists.first : 0);
         work.batch = work.tile.sequence = head / args.kv_heads;
         work.kv_head = head - work.batch * args.kv_heads;
         work.tile.key = kv_tile * kTileKv;
@@ -153,14 +154,13 @@ TILE_DEVICE Work find_work(const BackwardArgs& args, int number) {
         find_queries<kTileQ, kTileKv>(args.scores, work.tile, args.seqlen_q, args.seqlen_q);
     }
     work.kv_tile = work.tile.key / kTileKv;
-    if (!kPacked) work.entry = work.kv_tile;
     work.order();
     return work;
 }
 
 // The list of query head g of the group
 TILE_DEVICE int64_t list_row(const BackwardArgs& args, const Work& work, int g) {
-    return args.lists.row_of(kPacked ? 0 : work.tile.sequence, work.head(args, g), work.entry);
+    return args.lists.row_of(kPacked ? 0 : work.tile.sequence, work.head(args, g), work.in_round);
 }
 // Step n of the block, for query head g the i-th; of consumers, who seldom ask
 TILE_DEVICE Step step_at(const BackwardArgs& args, int g, int i, int n) {
