@@ -187,7 +187,7 @@ struct Walk {
     }
 };
 
-// The first warp finds the block's work, and which queries each of its keys is seen by.
+// The first warp finds the block's work.
 TILE_DEVICE void share_work(const BackwardArgs& args) {
     Work work = find_work(args, blockIdx.x);
     work.steps = work.tiles() * args.group;
@@ -199,16 +199,19 @@ TILE_DEVICE void share_work(const BackwardArgs& args) {
         work.steps = ptx::reduce_add(steps);
     }
     if (ptx::elect_one()) shared_work()[0] = work;
-    if constexpr (kMasks && !kListed) {
-        const KeyTile& tile = work.tile;
-        for (int i = threadIdx.x; i < kTileKv; i += 32) {
-            const int key = tile.key + i;
-            int end = tile.seqlen_q;
-            if (kPacked && args.ends && key < tile.seqlen_k) {
-                const int own = Global<const int>{args.ends}[tile.k_start + key] - tile.q_start;
-                end = own < end ? own : end;
-            }
-            shared_seen()[i] = queries_of(args.scores, key, tile.seqlen_q, tile.seqlen_k, end);
+}
+// A warpgroup finds which queries see each of the 64 keys that it makes P of, while K is on its way. key0: the first
+TILE_DEVICE void share_seen(const BackwardArgs& args, int group, int key0) {
+    const int i = key0 + threadIdx.x % 128;
+    if (threadIdx.x % 128 < 64) {
+        const KeyTile tile = Work(shared_work()[0]).tile;
+        const int key = tile.key + i;
+        int end = tile.seqlen_q;
+        if (kPacked && args.ends && key < tile.seqlen_k) {
+            const int own = Global<const int>{args.ends}[tile.k_start + key] - tile.q_start;
+            end = own < end ? own : end;
         }
+        shared_seen()[i] = queries_of(args.scores, key, tile.seqlen_q, tile.seqlen_k, end);
     }
+    ptx::barrier_sync(kStoreBarrier + group, 128);
 }
