@@ -69,6 +69,9 @@ def test_in_turn():
     q, k, v = qkv(1, 70, 600, 1, 1, 64, dtype=BF16)
     first, second = (dense(q, k, v, deterministic=True, window=(400, None), mode=mode) for mode in MODES[:3:2])
     assert all(torch.equal(*pair) for pair in zip(first[:3], second[:3], strict=True))
+    q, k, v = qkv(1, 200, 270, 3, 3, 64, dtype=BF16)  # of three heads two begin together
+    first, second = (dense(q, k, v, deterministic=True, causal=True, mode=mode) for mode in MODES[:3:2])
+    assert torch.equal(first.d_q, second.d_q)
 
 
 @pytest.mark.usefixtures("sm_80")

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from tilewise import compiler, emulator
+from tilewise.arch import multiprocessors
 from tilewise.compiler.spec import Constant, KernelSpec
 from tilewise.compiler.tensor_maps import TensorMapSpec
 from tilewise.gpu.abi import ELEMENTS, EVERY_RULE, FAR, MAP_NAMES, PANEL, PANEL_BYTES, ScoreArgs, Strides, score_rule
@@ -261,6 +262,9 @@ def arguments(
     args.seqlen_q, args.seqlen_k, args.sequences = shapes.seqlen_q, shapes.seqlen_k, shapes.sequences
     args.heads, args.kv_heads, args.group = shapes.heads, shapes.heads_kv, shapes.heads // shapes.heads_kv
     args.head_dim, args.q_tiles, args.kv_tiles = tensors["q"].shape[-1], shapes.q_tiles, shapes.kv_tiles
+    if call.deterministic:  # twice as far apart as blocks would begin that a step takes to hand on
+        steps = shapes.q_tiles * args.group
+        args.together = min(shapes.batch * shapes.heads_kv, math.ceil(2 * multiprocessors(call.q.device) / steps))
     for name, x in tensors.items():
         field, strides = FIELDS[name]
         setattr(args, field, x.data_ptr())

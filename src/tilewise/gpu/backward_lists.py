@@ -18,7 +18,6 @@ from tilewise.gpu.backward_abi import BackwardArgs, PairArgs, QueryListArgs
 from tilewise.gpu.backward_call import GradientCall
 from tilewise.gpu.pattern import Pattern
 
-
 BITS_BYTES = 1 << 28  # at most, of one round: the longest sequences would have gigabytes of them
 
 
@@ -34,7 +33,7 @@ class Step(NamedTuple):
 class QueryLists(NamedTuple):
     """args: for BackwardArgs.lists; tensors: what kernels read and write of it, by name; the rest makes the lists.
 
-    kv_tiles: all of them; rounds: of at most so many key tiles each.
+    kv_tiles: all of them; backwards: those behind come first, as key tiles of dense problems add in turn.
     """
 
     args: QueryListArgs
@@ -42,13 +41,15 @@ class QueryLists(NamedTuple):
     spec: KernelSpec
     lists: int
     kv_tiles: int
+    backwards: bool
     problem: PairArgs
     values: Any
 
     def rounds(self, args: BackwardArgs) -> list[tuple[BackwardArgs, Step]]:
         """The arguments of each round, and the launch that makes its lists. args: of the call."""
         found = []
-        for first in range(0, self.kv_tiles, self.args.rows_each):
+        firsts = range(0, self.kv_tiles, self.args.rows_each)
+        for first in reversed(firsts) if self.backwards else firsts:
             here = BackwardArgs.from_buffer_copy(args)
             here.lists, here.kv_tiles = self.args, min(self.args.rows_each, self.kv_tiles - first)
             here.lists.first = first
@@ -104,7 +105,8 @@ def query_lists(call: GradientCall, q_tiles: int, kv_tiles: int, tile_q: int, ti
         tensors |= {f"captured {n}": x for n, x in enumerate(function.tensors)}
     spec = pairs_spec(pattern.text, tile_q, tile_kv, call.packed)
     values = NoFunctionArgs() if function is None else function.arguments()
-    return QueryLists(args, tensors, spec, lists, kv_tiles, problem, values)
+    backwards = call.deterministic and not call.packed
+    return QueryLists(args, tensors, spec, lists, kv_tiles, backwards, problem, values)
 
 
 def _point(problem: PairArgs, schedule: Any) -> dict[str, torch.Tensor]:

@@ -48,6 +48,7 @@ struct BackwardArgs {
     int sequences, heads, kv_heads, group, head_dim;  // group: query heads per KV head
     int q_tiles;  // per head; packed: of all sequences, see first_slot
     int kv_tiles;  // per KV head, of the round where there are rounds; packed: as many as the list has room for
+    int together;  // dense, in turn: heads whose key tiles begin side by side
     QueryLists lists;
 };
 
@@ -75,6 +76,39 @@ TILE_DEVICE Visible queries_of(const Scores& scores, int key, int seqlen_q, int 
     const int first = own - scores.right, last = own + scores.left;
     const int begin = first > 0 ? first : 0, stop = last < end - 1 ? last + 1 : end;
     return {begin, key < seqlen_k && stop > begin ? stop - begin : 0};
+}
+
+// ---- in turn --------------------------------------------------------------------------------------------------------
+// Where sums have to be the same in every run, the key tiles that see a query tile add to its dQ from the last one down.
+// Blocks begin in that order, too, so that none ever waits for one that has not begun. Under a causal mask a key tile's
+// first query tile lies behind that of the key tile before it: blocks that begin together are at different query tiles,
+// the later ones ahead, and do not wait. Without one, blocks get apart as they begin one after another: those of
+// `together` heads take turns to begin, so that the next of a head finds the sums that it needs.
+
+// The KV head, of those of all sequences, and the key tile of block `number` of a dense problem
+struct Place {
+    int head, tile;
+};
+template <bool kInTurn> TILE_DEVICE Place place_of(const BackwardArgs& args, int number, int heads) {
+    if constexpr (!kInTurn) {  // tiles of a head one after another, the first, which most queries see, first
+        const int head = number / args.kv_tiles;
+        return {head, number - head * args.kv_tiles};
+    }
+    const int each = args.together * args.kv_tiles, share = number / each, rest = number - share * each;
+    const int first = share * args.together, left = heads - first, side = left < args.together ? left : args.together;
+    const int row = rest / side;
+    return {first + rest - row * side, args.kv_tiles - 1 - row};
+}
+// Without lists and ends: the last key tile that sees query tile `tile_q`
+template <int kTileQ, int kTileKv>
+TILE_DEVICE int last_key_tile(const Scores& scores, const KeyTile& tile, int tile_q) {
+    const int beyond = tile_q * kTileQ + kTileQ, last = (beyond < tile.seqlen_q ? beyond : tile.seqlen_q) - 1;
+    const int key = position_of(last, tile.seqlen_q, tile.seqlen_k) + scores.right;
+    return (key < tile.seqlen_k ? key : tile.seqlen_k - 1) / kTileKv;
+}
+// The place of a key tile of a packed sequence in a list of those that add in turn
+template <int kTileKv> TILE_DEVICE int listed_at(const BackwardArgs& args, int start, int sequence, int tile) {
+    return args.kv_tiles - 1 - (first_slot<kTileKv>(start, sequence) + tile);
 }
 
 // Which query tiles see the tile of kTileKv keys from tile.key on. Without ends, both sides of what a key sees move on

@@ -219,12 +219,19 @@ struct Consumer {
             const int tiles = Work(shared_work()[0]).tiles();
             for (int g = 0; g < args.group; g++) {
                 if constexpr (Rule::kAlibi) slope = slope_of(Work(shared_work()[0]).head(args, g));
-                int i = 0;
-                if constexpr (kMasks)
+                if constexpr (kMasks) {
+                    for (int i = 0; i < tiles;) {
+                        const int masked = Work(shared_work()[0]).masked_until(i);
 #pragma unroll 1
-                    for (const int masked = Work(shared_work()[0]).masked(); i < masked; i++) step<true>(g, i);
+                        for (; i < masked; i++) step<true>(g, i);
+                        const int whole = Work(shared_work()[0]).whole_until(i);
 #pragma unroll 1
-                for (; i < tiles; i++) step<false>(g, i);
+                        for (; i < whole; i++) step<false>(g, i);
+                    }
+                } else {
+#pragma unroll 1
+                    for (int i = 0; i < tiles; i++) step<false>(g, i);
+                }
             }
         }
         if (done > 0) last_dq();

@@ -78,9 +78,9 @@ struct Pipes {
 // What the block works on. Everyone reads it from shared memory where it is needed: registers are scarce.
 struct alignas(64) Work {
     KeyTile tile;
-    // The query tiles in the order in which everyone visits them, for each query head. Those that need a mask come
-    // first, the ones before the whole ones and the ones behind them. Blocks that see everything begin at different
-    // tiles: what they add to is then apart.
+    // The query tiles in the order in which everyone visits them, for each query head: those that need a mask, the whole
+    // ones, and those behind them that need one. Blocks that see everything begin at different tiles: what they add to
+    // is then apart.
     Span parts[3];
     int kv_head, batch;  // batch: of the tensors, 0 if packed
     int kv_tile;         // number of the tile in its sequence
@@ -88,18 +88,26 @@ struct alignas(64) Work {
     int steps;           // of all query heads of the group together
 
     TILE_DEVICE int tiles() const { return tile.end - tile.begin; }
-    TILE_DEVICE int masked() const { return tiles() - (parts[2].end - parts[2].begin); }
+    // From step i of a query head on, up to which step tiles need a mask, or are whole
+    TILE_DEVICE int masked_until(int i) const {
+        const int front = parts[0].end - parts[0].begin, whole = front + parts[1].end - parts[1].begin;
+        return i < front ? front : i < whole ? i : tiles();
+    }
+    TILE_DEVICE int whole_until(int i) const {
+        const int whole = parts[0].end - parts[0].begin + parts[1].end - parts[1].begin;
+        return i < whole ? whole : i;
+    }
     // The query tile of step i for a query head
     TILE_DEVICE int at(int i) const {
-        const int first = parts[0].end - parts[0].begin, second = parts[1].end - parts[1].begin;
-        if (i < first) return parts[0].begin + i;
-        return i < first + second ? parts[1].begin + i - first : parts[2].begin + i - first - second;
+        if constexpr (kMasks) return tile.begin + i;
+        const int first = parts[0].end - parts[0].begin;
+        return i < first ? parts[0].begin + i : i - first;
     }
     TILE_DEVICE void order() {
         if constexpr (kMasks) {
             parts[0] = {tile.begin, tile.whole_begin};
-            parts[1] = {tile.whole_end, tile.end};
-            parts[2] = {tile.whole_begin, tile.whole_end};
+            parts[1] = {tile.whole_begin, tile.whole_end};
+            parts[2] = {tile.whole_end, tile.end};
         } else {
             const int start = kInTurn || tile.end == 0 ? 0 : kv_tile % tile.end;
             parts[0] = {start, tile.end};
@@ -140,14 +148,11 @@ TILE_DEVICE Work find_work(const BackwardArgs& args, int number) {
         work.tile = Global<const KeyTile>{reinterpret_cast<const KeyTile*>(args.list + kKeyListHeader)}[entry];
         work.kv_head = number - work.in_round * args.kv_heads;
     } else {
-        // Tiles of a head one after another, the first, which most queries see, first; but where they add to dQ in
-        // turn, the first tiles of all heads, so that few wait for each other.
-        const int heads = gridDim.x / args.kv_tiles;
-        const int head = kInTurn ? number % heads : number / args.kv_tiles;
-        work.in_round = kInTurn ? number / heads : number % args.kv_tiles;
+        const Place place = place_of<kInTurn>(args, number, gridDim.x / args.kv_tiles);
+        work.in_round = place.tile;
         const int kv_tile = work.in_round + (kListed ? args.lists.first : 0);
-        work.batch = work.tile.sequence = head / args.kv_heads;
-        work.kv_head = head - work.batch * args.kv_heads;
+        work.batch = work.tile.sequence = place.head / args.kv_heads;
+        work.kv_head = place.head - work.batch * args.kv_heads;
         work.tile.key = kv_tile * kTileKv;
         work.tile.seqlen_q = args.seqlen_q;
         work.tile.seqlen_k = args.seqlen_k;

@@ -5,7 +5,7 @@
 // tile goes into a bucket by the number of query tiles that see it, with four buckets per power of two, and the buckets
 // stand in the list from the heaviest down. The order within a bucket is a race between threads: it changes when a tile
 // runs, never what it computes. kInTurn: tiles stand in the order in which they add to dQ instead, so that none waits
-// for one that begins later; there are gaps between sequences.
+// for one that begins later: the last of the last sequence first, with gaps between sequences.
 // Constants: Index (int or int64_t), kTileQ, kTileKv, kInTurn.
 #include "backward/arguments.cuh"
 
@@ -81,8 +81,8 @@ extern "C" __global__ void __launch_bounds__(kThreads)
         if (threadIdx.x == 0) head[0] = args.kv_tiles;
         ptx::sync_threads();
         lister.each_tile([&](const KeyTile& tile, int sequence) {
-            const int place = first_slot<kTileKv>(tile.k_start, sequence) + tile.key / kTileKv;
-            if (place < args.kv_tiles) tiles[place] = tile;
+            const int place = listed_at<kTileKv>(args, tile.k_start, sequence, tile.key / kTileKv);
+            if (place >= 0) tiles[place] = tile;
         });
         return;
     }
