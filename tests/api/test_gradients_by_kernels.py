@@ -8,10 +8,20 @@ import pytest
 import torch
 from oracle import assert_gradients, gradient_floors, gradients, qkv, randn
 
-from tilewise import BlockSchedule, attention, attention_varlen, reference
+from tilewise import (
+    BlockSchedule,
+    TokenTree,
+    attention,
+    attention_tree,
+    attention_varlen,
+    reference,
+    shared_prefix_attention,
+)
 from tilewise.api import gradients as nodes
 from tilewise.gpu import backward
+from tilewise.gpu import calls as calls_of_kernels
 from tilewise.gpu.backward_call import GradientCall, Gradients
+from tilewise.scores import Scores
 
 PATTERN = {"schedule": None, "mask": None, "score": None}
 REST = {**PATTERN, "exact": False, "deterministic": False, "dropout_p": 0.0, "backend": "emulator"}
@@ -199,6 +209,55 @@ def test_dropout_where_kernels_run():
         found = [torch.autograd.grad(o.square().sum() + lse.sum(), (q, k, v)) for o, lse in states]
         for a, b in zip((*states[0], *found[0]), (*states[1], *found[1]), strict=True):
             torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+def test_what_no_backward_serves_is_refused_by_the_forward(monkeypatch):
+    """Before anything runs; without gradients, and with dropout, which goes by torch's products, it is served."""
+    q, k, v = (x.to(torch.bfloat16) for x in qkv(1, 5, 9, 2, 1, 16))
+    starts = torch.tensor([0, 5], dtype=torch.int32), torch.tensor([0, 9], dtype=torch.int32)
+    tree = TokenTree.from_sequences([[1, 2, 3, 4, 5]])
+    ran = []
+    monkeypatch.setattr(backward, "kernel_of", lambda *_: None)
+    monkeypatch.setattr(calls_of_kernels, "bind", lambda *_, **__: ran.append(1))
+    monkeypatch.setattr(calls_of_kernels, "shared_prefix", lambda *_, **__: ran.append(1))
+    q.requires_grad_()
+    at = {"backend": "emulator"}
+    for call in (
+        lambda: attention(q, k, v, **at),
+        lambda: attention(q, k, v, mask=lambda b, h, q, k: q != k, **at),
+        lambda: attention_varlen(q[0], k[0], v[0], *starts, **at),
+        lambda: shared_prefix_attention(q, [(k, v)], k, v, **at),
+        lambda: attention_tree(q[0], k[0, :5], v[0, :5], tree, **at),
+    ):
+        with pytest.raises(
+            NotImplementedError, match=r'backward kernels take .* got torch.bfloat16, 16 .*backend="cpu"'
+        ):
+            call()
+    assert not ran
+    compiled = torch.compile(lambda q: attention(q, k, v, **at), backend="aot_eager", fullgraph=True)
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="backward kernels take"):  # when it is compiled
+        compiled(q)
+    attention(q, k, v, dropout_p=0.5, **at).float().sum().backward()
+    monkeypatch.undo()
+    assert attention(q.detach(), k, v, **at).shape == q.shape
+
+
+@pytest.mark.usefixtures("own_card")
+def test_values_of_another_head_dim():
+    """Wider or narrower than q and k: the gradients are those of zeros beside them."""
+    for dims in ((40, 64), (64, 24)):
+        q, k, v = randn(1, 30, 2, dims[0]), randn(1, 20, 1, dims[0], seed=1), randn(1, 20, 1, dims[1], seed=2)
+        d_o, scale = randn(1, 30, 2, dims[1], seed=3), 0.2
+        wide = lambda x: torch.nn.functional.pad(x, (0, 64 - x.shape[-1]))  # noqa: E731
+        o, lse = reference.attention(*(wide(x) for x in (q, k, v)), scale=scale)
+        o, lse = o.float(), lse.float()
+        given = (*(x.to(torch.bfloat16) for x in (q, k, v, o[..., : dims[1]])), lse, d_o.to(torch.bfloat16))
+        scores = Scores(scale=scale)
+        got = backward.gradients(GradientCall(*given, scores))
+        want = backward.gradients(GradientCall(*(x if x is lse else wide(x) for x in given), scores))
+        for ours, theirs, dim in zip(got[:3], want[:3], (dims[0], *dims), strict=True):
+            assert ours.is_contiguous()
+            torch.testing.assert_close(ours, theirs[..., :dim])
 
 
 @pytest.mark.usefixtures("own_card")

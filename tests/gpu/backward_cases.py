@@ -129,3 +129,35 @@ def spoil_second(call):
         x[starts[1] : starts[2]] = math.nan
     call.lse[:, call.starts_q[1] : call.starts_q[2]] = math.nan
     return slice(0, int(min(call.starts_q[1], call.starts_k[1])))
+
+
+def between_others(monkeypatch, head_dim, *, mode=None, **options):
+    """Packed sequences with tokens before the first start and behind the last one, which hold NaN, as all memory that
+    is asked for does: their gradients are 0, those of the sequences what they are without them."""
+    empty = torch.empty_like
+
+    def spoilt(*given, **more):
+        return empty(*given, **more).fill_(math.nan)
+
+    lengths, (before, behind) = ([70, 5, 63], [90, 0, 129]), ([30, 65], [140, 1])
+    starts = [starts_of(x) for x in lengths]
+    tensors = [randn(sum(lengths[n > 0]), 2 - (n > 0), head_dim, dtype=torch.bfloat16, seed=n) for n in range(3)]
+    d_o, sinks = randn(*tensors[0].shape, dtype=torch.bfloat16, seed=5), randn(2, seed=6)
+    o, lse = reference.attention_varlen(*tensors, *starts, sinks=sinks, **options)
+    scores = arguments.check_scores(tensors[0], 3, sinks=sinks, **options)
+
+    def found(q, k, v, o, lse, d_o, starts):
+        given = {"starts_q": starts[0], "starts_k": starts[1], "max_seqlens": (70, 129), "deterministic": True}
+        return backward.gradients(GradientCall(q, k, v, o, lse, d_o, scores, **given), **(mode or {}))
+
+    o, lse = o.to(torch.bfloat16), lse.float()
+    want = found(*tensors, o, lse, d_o, starts)
+    monkeypatch.setattr(torch, "empty_like", spoilt)
+    wide = lambda x, n: torch.nn.functional.pad(x, (0, 0, 0, 0, before[n], behind[n]), value=math.nan)  # noqa: E731
+    places = [wide(x, n) for x, n in zip((*tensors, o, d_o), (0, 1, 1, 0, 0), strict=True)]
+    lse = torch.nn.functional.pad(lse, (before[0], behind[0]), value=math.nan)
+    got = found(*places[:4], lse, places[4], [x + before[n] for n, x in enumerate(starts)])
+    for n, (ours, theirs) in enumerate(zip(got[:3], want[:3], strict=True)):
+        side = int(n > 0)
+        torch.testing.assert_close(ours, wide(theirs, side).nan_to_num(0.0), rtol=0, atol=0)
+    torch.testing.assert_close(got.d_sinks, want.d_sinks)

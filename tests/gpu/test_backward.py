@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from backward_cases import MODES, dense, ends_of, judged, packed, spoil_second, starts_of, tree
+from backward_cases import MODES, between_others, dense, ends_of, judged, packed, spoil_second, starts_of, tree
 from oracle import qkv, randn
 
 from tilewise import BlockSchedule, arguments, functions, reference
-from tilewise.gpu import backward, backward_hopper
+from tilewise.gpu import backward, backward_hopper, backward_lists
 from tilewise.gpu.backward import GradientCall
 from tilewise.gpu.pattern import stacked
 from tilewise.scores import Scores
@@ -83,6 +83,11 @@ def test_neighbours_stay_apart():
     packed([70, 40], [75, 60], 2, 1, 64, causal=True, spoil=spoil_second, mode=MODES[3], deterministic=True)
 
 
+@pytest.mark.parametrize("head_dim", [64, 200])
+def test_tokens_of_no_sequence(monkeypatch, head_dim):
+    between_others(monkeypatch, head_dim, causal=True, alibi_slopes=randn(3, 2, seed=8).abs(), mode=MODES[2])
+
+
 def test_trees():
     ends = ends_of((70, (40,), (150, (20,), (64,)), (30,)), (5, (6,), (130,)))
     got = tree(ends, 2, 1, 64, mode=MODES[2])
@@ -122,6 +127,19 @@ def test_schedules(block_q, block_k, shape):
         dense(*tensors, schedule=schedule, mask=lambda b, h, q, k: (q + k + h + b) % 3 != 0)
 
 
+def test_rounds(monkeypatch):
+    """Bits of few key tiles at a time, where those of all would be too large, in turn or not."""
+    tensors, mask = qkv(2, 100, 300, 2, 1, 64, dtype=BF16), lambda b, h, q, k: (q + k + h + b) % 3 != 0
+    want = dense(*tensors, mask=mask, deterministic=True)
+    monkeypatch.setattr(backward_lists, "BITS_BYTES", 2 * 2 * 2 * 2 * 1024)  # of two key tiles, by sequence and head
+    made, steps = [], backward_hopper.steps
+    monkeypatch.setattr(backward_hopper, "steps", lambda *given: made.append(steps(*given)) or made[-1])
+    got = dense(*tensors, mask=mask, deterministic=True, mode=MODES[2])
+    assert all(torch.equal(*pair) for pair in zip(got[:3], want[:3], strict=True))
+    assert [step.spec.name for step in made[0]].count("backward") == 2
+    test_schedules_of_packed_sequences()
+
+
 def test_schedules_of_packed_sequences():
     """One has a schedule, the other a mask alone, in turn or not."""
     lengths, mask = ([70, 130], [200, 150]), lambda b, h, q, k: (q + 2 * k + b) % 5 != 0
@@ -150,6 +168,9 @@ def test_in_turn():
     q, k, v = qkv(1, 70, 600, 1, 1, 64, dtype=BF16)
     first, second = (dense(q, k, v, deterministic=True, window=(400, None), mode=mode) for mode in MODES[:3:2])
     assert all(torch.equal(*pair) for pair in zip(first[:3], second[:3], strict=True))
+    q, k, v = qkv(1, 200, 270, 3, 3, 256, dtype=BF16)  # of three heads two begin together
+    first, second = (dense(q, k, v, deterministic=True, causal=True, mode=mode) for mode in MODES[:3:2])
+    assert torch.equal(first.d_q, second.d_q)
 
 
 def test_no_rows_or_keys():

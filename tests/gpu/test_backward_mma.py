@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from backward_cases import MODES, dense, ends_of, judged, packed, spoil_second, tree
+from backward_cases import MODES, between_others, dense, ends_of, judged, packed, spoil_second, tree
 from oracle import qkv, randn
 
 from tilewise import BlockSchedule, arch, arguments, functions, reference
@@ -50,6 +50,11 @@ def test_packed_sequences_stay_apart():
 
 
 @pytest.mark.usefixtures("sm_80")
+def test_tokens_of_no_sequence(monkeypatch):
+    between_others(monkeypatch, 64, causal=True, alibi_slopes=randn(3, 2, seed=8).abs(), mode=MODES[2])
+
+
+@pytest.mark.usefixtures("sm_80")
 def test_trees():
     ends = ends_of((70, (40,), (150, (20,), (64,)), (30,)), (5, (6,), (130,)))
     got = tree(ends, 2, 1, 64, mode=MODES[2])
@@ -64,6 +69,9 @@ def test_in_turn():
     q, k, v = qkv(1, 70, 600, 1, 1, 64, dtype=BF16)
     first, second = (dense(q, k, v, deterministic=True, window=(400, None), mode=mode) for mode in MODES[:3:2])
     assert all(torch.equal(*pair) for pair in zip(first[:3], second[:3], strict=True))
+    q, k, v = qkv(1, 200, 270, 3, 3, 64, dtype=BF16)  # of three heads two begin together
+    first, second = (dense(q, k, v, deterministic=True, causal=True, mode=mode) for mode in MODES[:3:2])
+    assert torch.equal(first.d_q, second.d_q)
 
 
 @pytest.mark.usefixtures("sm_80")

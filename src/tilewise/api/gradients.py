@@ -20,6 +20,7 @@ from tilewise.api.on_cpu import full_precision, packed_plan_on_cpu, plan_on_cpu
 from tilewise.api.schedules import past_lengths
 from tilewise.cpu import backward
 from tilewise.cpu.scoring import Scoring
+from tilewise.gpu import backward as gpu_backward
 from tilewise.gpu.abi import FP8
 from tilewise.plan import Plan, plan_shared_prefix
 from tilewise.scores import ScoreOptions
@@ -139,6 +140,12 @@ def check(
     return function
 
 
+def check_kernels(q: Any, v: Any, backend: Any) -> None:
+    """Refuse, before the forward runs, what no kernel would give gradients of; nothing to say of tensors on the CPU."""
+    if all(isinstance(x, torch.Tensor) and x.dim() for x in (q, v)) and (q.is_cuda or backend == arguments.EMULATOR):
+        gpu_backward.check_served(q, v, "cuda" if q.is_cuda else backend)
+
+
 # ---- the calls -------------------------------------------------------------------------------------------------------
 
 
@@ -151,6 +158,10 @@ class _Described:
     ) -> None:
         self.run, self.scores, self.rest, self.function = run, scores, rest, function
         self.captured = None if function is None else function.key
+
+    def check_kernels(self, q: Any, v: Any) -> None:
+        if not self.rest["dropout_p"]:  # which goes by torch's products
+            check_kernels(q, v, self.rest["backend"])
 
     def checked(self, q: Any, k: Any, v: Any, sinks: Any, seed: Any, **packed: Any) -> arguments.Call:
         """The call as the checks describe it."""
@@ -168,6 +179,7 @@ class Dense(_Described):
     """attention(q, k, v, sinks, dropout_seed)."""
 
     def forward(self, q: Any, k: Any, v: Any, sinks: Any, seed: Any) -> State:
+        self.check_kernels(q, v)
         given = {**self.scores, "sinks": sinks, "dropout_seed": seed, "return_lse": True}
         o, lse = self.run(q, k, v, **given, **self.rest)
         return o, lse
@@ -191,6 +203,7 @@ class Packed(_Described):
     """attention_varlen(q, k, v, starts_q, starts_k, page_table, sinks, dropout_seed)."""
 
     def forward(self, q: Any, k: Any, v: Any, starts_q: Any, starts_k: Any, *others: Any) -> State:
+        self.check_kernels(q, v)
         given = dict(zip(("page_table", "sinks", "dropout_seed"), others, strict=True))
         given = {**self.scores, **given, "return_lse": True}
         o, lse = self.run(q, k, v, starts_q, starts_k, **given, **self.rest)
@@ -240,6 +253,7 @@ class SharedPrefix:
     lengths: Sequence[Any]
 
     def forward(self, q: Any, k: Any, v: Any, sinks: Any, *of_levels: torch.Tensor) -> State:
+        check_kernels(q, v, self.rest["backend"])
         pairs = zip(of_levels[::2], of_levels[1::2], self.lengths, strict=False)
         levels = [(a, b) if n is None else (a, b, n) for a, b, n in pairs]
         given = {"sinks": sinks, "lengths": self.lengths[-1], "return_lse": True}

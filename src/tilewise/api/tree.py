@@ -98,8 +98,10 @@ def attention_tree(
     checks.flag("deterministic", deterministic)
     with torch.no_grad():  # it refuses inputs that require gradients of calls that have none
         where = arguments.check_backend(backend, q, (k, v, sinks))
-    node = Tree(tree, scores.rule, where, deterministic)
-    if not arguments.wants_gradients(q, k, v, sinks):
+    node, wanted = Tree(tree, scores.rule, where, deterministic), arguments.wants_gradients(q, k, v, sinks)
+    if wanted:
+        gradients.check_kernels(q, v, where)
+    if not wanted:
         state = node.forward(q, k, v, sinks)
     elif where != "cpu" and scores.window[0] is not None:
         state = node.under_blocks(q, k, v, sinks)  # a key is not seen by one range of queries: it has a node of its own

@@ -27,6 +27,7 @@ from tilewise.cpu.tiles import KV, MASK_VALUES, evened, far_apart
 from tilewise.plan.tiles import OPEN, Band, BlockTiles, Plan, Tiles
 
 FLASH_ROWS = 64  # fewer rows of a tile are worth no call of torch's flash backward per query head of a group
+FLASH_KEYS = 4  # per row: more keys than these are worth no copy of K and V for each query head of a group
 
 
 class Rows(NamedTuple):
@@ -247,7 +248,8 @@ def _one_batch(plan: Plan, sources: Sequence[KV], scoring: Scoring) -> int:
     steps = item.count == 1 or (item.row_step, item.key_step) == (item.rows, item.keys)
     keys = math.prod(sources[0][0].shape[:-2])
     covers = (item.row, item.key, item.rows * item.count, item.keys * item.count) == (0, 0, plan.rows, keys)
-    return item.count if steps and covers and item.rows >= FLASH_ROWS else 0
+    pays = item.rows >= FLASH_ROWS or plan.heads_q == plan.heads_kv or item.keys <= FLASH_KEYS * item.rows
+    return item.count if steps and covers and pays else 0
 
 
 def _regular_view(item: Tiles, row: int, key: int, scoring: Scoring, heads: int) -> View | None:

@@ -75,6 +75,7 @@ def check_asked(
     wanted = arguments.wants_gradients(q, k, v, scores.sinks)
     if wanted:
         gradients.check(q, None, backend)
+        gradients.check_kernels(q, v, where)
     return Asked(layout, options.get("causal", False), scores, checks.flag("return_lse", return_lse), wanted)
 
 

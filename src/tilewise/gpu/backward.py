@@ -26,6 +26,17 @@ def kernel_of(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | 
     return "backward_mma" if served else None
 
 
+def check_served(q: torch.Tensor, v: torch.Tensor, where: str) -> None:
+    """NotImplementedError for q (…, D) and v (…, Dv) whose gradients no kernel gives. where: "cuda" or "emulator"."""
+    if kernel_of(q.device, q.dtype, max(q.shape[-1], v.shape[-1])) is None:
+        instead = 'backend="cpu"' if where == "emulator" else ".cpu() tensors"
+        raise NotImplementedError(
+            "an input requires gradients, and backward kernels take bfloat16, float16 and float32 with head_dim up to "
+            f"{max(backward_mma.WIDTHS)}, got {q.dtype}, {q.shape[-1]} of q and {v.shape[-1]} of v; use {instead}, or "
+            "call it under torch.no_grad()"
+        )
+
+
 def gradients(call: GradientCall, **emulated: Any) -> Gradients:
     """The gradients of a call's q, k, v and sinks, on the current stream. emulated: options of emulator.launch."""
     card, head_dim, value_dim = card_of(call.q.device), call.q.shape[-1], call.v.shape[-1]

@@ -15,7 +15,7 @@ class QueryListArgs(ctypes.Structure):
 
     _fields_ = [
         *((n, ctypes.c_void_p) for n in ("counts", "tiles", "bits", "visits")),
-        *((n, ctypes.c_int) for n in ("width", "words", "rows_each", "lists_batch")),
+        *((n, ctypes.c_int) for n in ("width", "words", "rows_each", "lists_batch", "first")),
         ("heads_each", Divisor),
     ]
 
@@ -30,7 +30,7 @@ class BackwardArgs(ctypes.Structure):
         ("scores", ScoreArgs),
         ("scale", ctypes.c_float),
         *((n, ctypes.c_int) for n in ("seqlen_q", "seqlen_k", "sequences", "heads", "kv_heads", "group", "head_dim")),
-        *((n, ctypes.c_int) for n in ("q_tiles", "kv_tiles")),
+        *((n, ctypes.c_int) for n in ("q_tiles", "kv_tiles", "together")),
         ("lists", QueryListArgs),
     ]
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from tilewise import compiler, emulator
+from tilewise.arch import multiprocessors
 from tilewise.compiler.spec import Constant, KernelSpec
 from tilewise.compiler.tensor_maps import TensorMapSpec
 from tilewise.gpu.abi import ELEMENTS, EVERY_RULE, FAR, MAP_NAMES, PANEL, PANEL_BYTES, ScoreArgs, Strides, score_rule
@@ -201,7 +202,7 @@ class Shapes:
             tiles = math.ceil(seqlen_q / TILE_Q), math.ceil(seqlen_k / tile_kv)
         else:  # arguments.cuh: first_slot
             batch, sequences = 1, len(call.starts_q) - 1
-            tiles = seqlen_q // TILE_Q + sequences, seqlen_k // tile_kv + sequences
+            tiles = seqlen_q // TILE_Q + sequences + 2, seqlen_k // tile_kv + sequences + 2
         return cls(batch, sequences, seqlen_q, seqlen_k, heads, heads_kv, head_dim, *tiles, tile_kv)
 
 
@@ -211,7 +212,7 @@ def gradients(call: GradientCall, **emulated: Any) -> Gradients:
     given = {name: loadable(getattr(call, name)) for name in ("q", "k", "v", "o", "d_o")}
     found = {f"d_{n}": torch.empty_like(given[n], memory_format=torch.contiguous_format) for n in "qkv"}
     device = call.q.device
-    if not call.q.numel() or not call.k.numel():
+    if not call.q.numel() or not call.k.numel() or not shapes.sequences:
         none = None if sinks is None else torch.zeros(shapes.heads, dtype=torch.float32, device=device)
         return Gradients(torch.zeros_like(call.q), torch.zeros_like(call.k), torch.zeros_like(call.v), none)
     dim, slots = padded(shapes.head_dim), shapes.batch * shapes.heads * shapes.q_tiles
@@ -230,7 +231,6 @@ def gradients(call: GradientCall, **emulated: Any) -> Gradients:
     args, read = arguments(call, shapes, given | found | work)
     lists = query_lists(call, shapes.q_tiles, shapes.kv_tiles, TILE_Q, shapes.tile_kv) if kind.listed else None
     if lists is not None:
-        args.lists = lists.args
         read |= lists.tensors
     tensors = given | found | work | read
     run(steps(kind, shapes, args, tensors, lists), kind, shapes.tile_kv, tensors, **emulated)
@@ -262,6 +262,9 @@ def arguments(
     args.seqlen_q, args.seqlen_k, args.sequences = shapes.seqlen_q, shapes.seqlen_k, shapes.sequences
     args.heads, args.kv_heads, args.group = shapes.heads, shapes.heads_kv, shapes.heads // shapes.heads_kv
     args.head_dim, args.q_tiles, args.kv_tiles = tensors["q"].shape[-1], shapes.q_tiles, shapes.kv_tiles
+    if call.deterministic:  # twice as far apart as blocks would begin that a step takes to hand on
+        steps = shapes.q_tiles * args.group
+        args.together = min(shapes.batch * shapes.heads_kv, math.ceil(2 * multiprocessors(call.q.device) / steps))
     for name, x in tensors.items():
         field, strides = FIELDS[name]
         setattr(args, field, x.data_ptr())
@@ -289,16 +292,20 @@ def steps(
 ) -> list[Step]:
     """The launches, one after another."""
     before, main, after = specs_of(kind)
-    rows, blocks = shapes.batch * shapes.heads * shapes.q_tiles, shapes.kv_tiles * shapes.heads_kv * shapes.batch
+    rows, heads = shapes.batch * shapes.heads * shapes.q_tiles, shapes.heads_kv * shapes.batch
     found = []
     if kind.index is not None:
         at = tensors["list"].data_ptr()
         listing = KeyListArgs(at, at + 4 * (KEY_LIST_HEADER + KEY_TILE_WORDS * shapes.kv_tiles))
         found.append(Step(list_spec(kind.index, kind.in_turn, shapes.tile_kv), (1, 1, 1), (args, listing)))
-    if lists is not None:
-        found.append(lists.step(args))
+    rounds = [] if lists is None else lists.rounds(args)
+    if rounds:  # a block looks at its list at once: that is made before the kernel before, which the main one overlaps
+        args, making = rounds[0]
+        found.append(making)
     # The last two begin while the one before them ends, and wait for what they read of it.
-    found += [Step(before, (rows, 1, 1), (args,)), Step(main, (blocks, 1, 1), (args,), True)]
+    found += [Step(before, (rows, 1, 1), (args,)), Step(main, (args.kv_tiles * heads, 1, 1), (args,), True)]
+    for here, making in rounds[1:]:
+        found += [making, Step(main, (here.kv_tiles * heads, 1, 1), (here,))]
     return [*found, Step(after, (rows, 1, 1), (args,), True)]
 
 

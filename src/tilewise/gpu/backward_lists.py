@@ -14,9 +14,11 @@ import torch
 
 from tilewise.compiler.spec import KernelSpec
 from tilewise.gpu.abi import FAR, Divisor, NoFunctionArgs
-from tilewise.gpu.backward_abi import PairArgs, QueryListArgs
+from tilewise.gpu.backward_abi import BackwardArgs, PairArgs, QueryListArgs
 from tilewise.gpu.backward_call import GradientCall
 from tilewise.gpu.pattern import Pattern
+
+BITS_BYTES = 1 << 28  # at most, of one round: the longest sequences would have gigabytes of them
 
 
 class Step(NamedTuple):
@@ -29,18 +31,30 @@ class Step(NamedTuple):
 
 
 class QueryLists(NamedTuple):
-    """args: for BackwardArgs.lists; tensors: what kernels read and write of it, by name; the rest makes the lists."""
+    """args: for BackwardArgs.lists; tensors: what kernels read and write of it, by name; the rest makes the lists.
+
+    kv_tiles: all of them; backwards: those behind come first, as key tiles of dense problems add in turn.
+    """
 
     args: QueryListArgs
     tensors: dict[str, torch.Tensor]
     spec: KernelSpec
-    grid: tuple[int, int, int]
+    lists: int
+    kv_tiles: int
+    backwards: bool
     problem: PairArgs
     values: Any
 
-    def step(self, args: Any) -> Step:
-        """args: the BackwardArgs, with these lists in it."""
-        return Step(self.spec, self.grid, (args, self.problem, self.values))
+    def rounds(self, args: BackwardArgs) -> list[tuple[BackwardArgs, Step]]:
+        """The arguments of each round, and the launch that makes its lists. args: of the call."""
+        found = []
+        firsts = range(0, self.kv_tiles, self.args.rows_each)
+        for first in reversed(firsts) if self.backwards else firsts:
+            here = BackwardArgs.from_buffer_copy(args)
+            here.lists, here.kv_tiles = self.args, min(self.args.rows_each, self.kv_tiles - first)
+            here.lists.first = first
+            found.append((here, Step(self.spec, (here.kv_tiles, self.lists, 1), (here, self.problem, self.values))))
+        return found
 
 
 @lru_cache(maxsize=256)
@@ -73,11 +87,13 @@ def query_lists(call: GradientCall, q_tiles: int, kv_tiles: int, tile_q: int, ti
     lists, width = members * own, max(1, min(q_tiles, math.ceil(longest[0] / tile_q)))
     words = math.ceil(math.ceil(longest[1] / tile_kv) / 32)
     shapes = {"counts": (2,), "tiles": (width,), "bits": (width, tile_kv, 2)}
-    tensors = {n: torch.empty(lists, kv_tiles, *x, dtype=torch.int32, device=device) for n, x in shapes.items()}
+    rounds = math.ceil(4 * lists * kv_tiles * math.prod(shapes["bits"]) / BITS_BYTES)
+    rows = math.ceil(kv_tiles / rounds)
+    tensors = {n: torch.empty(lists, rows, *x, dtype=torch.int32, device=device) for n, x in shapes.items()}
     if call.deterministic:
         tensors["visits"] = torch.zeros(lists, q_tiles, words, dtype=torch.int32, device=device)
     made = {name: x.data_ptr() for name, x in tensors.items()}
-    args = QueryListArgs(**made, width=width, words=words, rows_each=kv_tiles)
+    args = QueryListArgs(**made, width=width, words=words, rows_each=rows)
     args.lists_batch, args.heads_each = own if members > 1 else 0, Divisor.by(heads // own)
     problem = PairArgs(**made, list_heads=own, lists_each=Divisor.by(max(1, own // pattern.heads)))
     problem.block_q, problem.block_k = (Divisor.by(max(1, n)) for n in (pattern.block_q, pattern.block_k))
@@ -89,7 +105,8 @@ def query_lists(call: GradientCall, q_tiles: int, kv_tiles: int, tile_q: int, ti
         tensors |= {f"captured {n}": x for n, x in enumerate(function.tensors)}
     spec = pairs_spec(pattern.text, tile_q, tile_kv, call.packed)
     values = NoFunctionArgs() if function is None else function.arguments()
-    return QueryLists(args, tensors, spec, (kv_tiles, lists, 1), problem, values)
+    backwards = call.deterministic and not call.packed
+    return QueryLists(args, tensors, spec, lists, kv_tiles, backwards, problem, values)
 
 
 def _point(problem: PairArgs, schedule: Any) -> dict[str, torch.Tensor]:

@@ -209,7 +209,7 @@ def shapes_of(call: GradientCall, tiling: BackwardTiling) -> Shapes:
     """The call's shapes, and how many tiles there are, at most."""
     shapes = Shapes.of(call)
     if call.packed:  # arguments.cuh: first_slot
-        tiles = [n // tile + shapes.sequences for n, tile in _lengths(shapes, tiling)]
+        tiles = [n // tile + shapes.sequences + 2 for n, tile in _lengths(shapes, tiling)]
     else:
         tiles = [-(-n // tile) for n, tile in _lengths(shapes, tiling)]
     return replace(shapes, q_tiles=tiles[0], kv_tiles=tiles[1])
@@ -230,7 +230,7 @@ def gradients(call: GradientCall, tiling: BackwardTiling | None = None, **emulat
     block_k = 0 if call.schedule is None else call.schedule.block_k
     tiling = tiling or choose(card_of(device), call.q.dtype, call.q.shape[-1], block_k, _crowded(call))
     shapes = shapes_of(call, tiling)
-    if not call.q.numel() or not call.k.numel():
+    if not call.q.numel() or not call.k.numel() or not shapes.sequences:
         none = None if sinks is None else torch.zeros(shapes.heads, dtype=torch.float32, device=device)
         return Gradients(torch.zeros_like(call.q), torch.zeros_like(call.k), torch.zeros_like(call.v), none)
     rows = shapes.batch, shapes.heads, shapes.q_tiles

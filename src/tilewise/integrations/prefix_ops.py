@@ -97,6 +97,7 @@ def _lengths(lengths: torch.Tensor | None, keys: Sequence[torch.Tensor]) -> list
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: State) -> None:
     q, k, v, sinks, levels, lengths = inputs
+    gradients.check_kernels(q, v, keyword_only_inputs["backend"])
     ctx.save_for_backward(q, k, v, sinks, lengths, *output, *levels)
     ctx.options = keyword_only_inputs
     ctx.set_materialize_grads(False)

@@ -275,6 +275,8 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any]
     *tensors, slopes, _, _, _, seed = inputs
     if inputs[0].dtype == FP8 or (slopes is not None and slopes.requires_grad):
         gradients.check(inputs[0], None, "auto", slopes)
+    if not keyword_only_inputs["dropout_p"]:
+        gradients.check_kernels(inputs[0], inputs[2], keyword_only_inputs["backend"])
     ctx.save_for_backward(*tensors, seed, slopes, *output)
     ctx.options = keyword_only_inputs
     ctx.set_materialize_grads(False)

@@ -11,7 +11,8 @@
 #include "common/scores.cuh"
 
 // Which query tiles each tile of keys meets, where a schedule or a mask function says so: pairs.cu makes it. A row is
-// the list of one key tile of those query heads, and sequences, that share it.
+// the list of one key tile of those query heads, and sequences, that share it. Where all bits would be too large, key
+// tiles come in rounds, one after another, whose rows have the same place.
 struct QueryLists {
     const int* counts;       // (rows, 2): query tiles of which not all is seen, and all of them; null without lists
     const int* tiles;        // (rows, width): those of which not all is seen from the front, the others from the back
@@ -19,10 +20,11 @@ struct QueryLists {
     const uint32_t* visits;  // (lists, q_tiles, words): per query tile a bit for each key tile that meets it; or null
     int width, words;
     int rows_each, lists_batch;  // rows per list; lists from one sequence to the next, 0 if they share them
+    int first;                   // key tile of the round, among all
     Divisor heads_each;          // query heads per list
     TILE_DEVICE int list_of(int sequence, int head) const { return sequence * lists_batch + heads_each.quotient(head); }
-    TILE_DEVICE int64_t row_of(int sequence, int head, int key_tile) const {
-        return int64_t(list_of(sequence, head)) * rows_each + key_tile;
+    TILE_DEVICE int64_t row_of(int sequence, int head, int in_round) const {
+        return int64_t(list_of(sequence, head)) * rows_each + in_round;
     }
 };
 
@@ -45,7 +47,8 @@ struct BackwardArgs {
     int seqlen_q, seqlen_k;  // packed: of all sequences together
     int sequences, heads, kv_heads, group, head_dim;  // group: query heads per KV head
     int q_tiles;  // per head; packed: of all sequences, see first_slot
-    int kv_tiles;  // per KV head; packed: as many as the list has room for
+    int kv_tiles;  // per KV head, of the round where there are rounds; packed: as many as the list has room for
+    int together;  // dense, in turn: heads whose key tiles begin side by side
     QueryLists lists;
 };
 
@@ -62,9 +65,10 @@ struct alignas(64) KeyTile {
 constexpr int kKeyTileWords = sizeof(KeyTile) / 4;
 constexpr int kKeyListHeader = 16;  // ints before a list's tiles, of which the first is their number
 
-// Query tiles of packed sequences have slots of their own: those of a sequence from here on, and none has another's.
-// start: of the sequence among the queries. In all there are first_slot(total_q, sequences) slots at most.
-template <int kTileQ> TILE_DEVICE int first_slot(int start, int sequence) { return start / kTileQ + sequence; }
+// Tiles of packed sequences have slots of their own: those of a sequence from here on, and none has another's. start: of
+// the sequence among the tokens. Tokens before the first start are sequence −1, and those behind the last one sequence
+// `sequences`: nobody sees them, and their gradients are 0. In all there are first_slot(total, sequences + 1) slots.
+template <int kTile> TILE_DEVICE int first_slot(int start, int sequence) { return start / kTile + sequence + 1; }
 
 // The queries [first, first + count) of a sequence that see key `key` of it. end: args.ends of it, or seqlen_q
 TILE_DEVICE Visible queries_of(const Scores& scores, int key, int seqlen_q, int seqlen_k, int end) {
@@ -72,6 +76,39 @@ TILE_DEVICE Visible queries_of(const Scores& scores, int key, int seqlen_q, int 
     const int first = own - scores.right, last = own + scores.left;
     const int begin = first > 0 ? first : 0, stop = last < end - 1 ? last + 1 : end;
     return {begin, key < seqlen_k && stop > begin ? stop - begin : 0};
+}
+
+// ---- in turn --------------------------------------------------------------------------------------------------------
+// Where sums have to be the same in every run, the key tiles that see a query tile add to its dQ from the last one down.
+// Blocks begin in that order, too, so that none ever waits for one that has not begun. Under a causal mask a key tile's
+// first query tile lies behind that of the key tile before it: blocks that begin together are at different query tiles,
+// the later ones ahead, and do not wait. Without one, blocks get apart as they begin one after another: those of
+// `together` heads take turns to begin, so that the next of a head finds the sums that it needs.
+
+// The KV head, of those of all sequences, and the key tile of block `number` of a dense problem
+struct Place {
+    int head, tile;
+};
+template <bool kInTurn> TILE_DEVICE Place place_of(const BackwardArgs& args, int number, int heads) {
+    if constexpr (!kInTurn) {  // tiles of a head one after another, the first, which most queries see, first
+        const int head = number / args.kv_tiles;
+        return {head, number - head * args.kv_tiles};
+    }
+    const int each = args.together * args.kv_tiles, share = number / each, rest = number - share * each;
+    const int first = share * args.together, left = heads - first, side = left < args.together ? left : args.together;
+    const int row = rest / side;
+    return {first + rest - row * side, args.kv_tiles - 1 - row};
+}
+// Without lists and ends: the last key tile that sees query tile `tile_q`
+template <int kTileQ, int kTileKv>
+TILE_DEVICE int last_key_tile(const Scores& scores, const KeyTile& tile, int tile_q) {
+    const int beyond = tile_q * kTileQ + kTileQ, last = (beyond < tile.seqlen_q ? beyond : tile.seqlen_q) - 1;
+    const int key = position_of(last, tile.seqlen_q, tile.seqlen_k) + scores.right;
+    return (key < tile.seqlen_k ? key : tile.seqlen_k - 1) / kTileKv;
+}
+// The place of a key tile of a packed sequence in a list of those that add in turn
+template <int kTileKv> TILE_DEVICE int listed_at(const BackwardArgs& args, int start, int sequence, int tile) {
+    return args.kv_tiles - 1 - (first_slot<kTileKv>(start, sequence) + tile);
 }
 
 // Which query tiles see the tile of kTileKv keys from tile.key on. Without ends, both sides of what a key sees move on

@@ -24,6 +24,9 @@ struct Consumer {
     const BackwardArgs& args;
     const Pipes pipes;
     const uint32_t group;  // of the consumers
+    // threadIdx.x as a value of its own: ptxas reads the special register again in every step, and waits for it, to save
+    // a register that there is
+    const int thread = ptx::shuffle_xor(threadIdx.x, 0);
     float factor, slope;  // factor: what S is multiplied with first
     Turn<kStages> turn;
     Turn<kDsStages> ds_turn, ds_read{kDsStages - 1, 1};  // ds_read: one behind
@@ -93,24 +96,28 @@ struct Consumer {
     TILE_DEVICE void put_ds() {
         const SharedTile<Element, kTileKv, kTileQ, Layout::swizzled> tile(kAtDs + ds_turn.stage * kDsBytes);
 #pragma unroll
-        for (int step = 0; step < kTileQ / 16; step++) warp::store_a(tile, threadIdx.x / 32 * 16 - 64, step, rDs[step]);
+        for (int step = 0; step < kTileQ / 16; step++)
+            warp::store_a(tile, thread / 32 * 16 - 64, step, rDs[step], thread % 32);
     }
     TILE_DEVICE void give_ds() {
         ptx::fence_async_proxy();
         ptx::sync_warp();
-        if (ptx::elect_one()) ptx::mbarrier_arrive(pipes.ds.full_at(ds_turn));
+        if (thread % 32 == 0) ptx::mbarrier_arrive(pipes.ds.full_at(ds_turn));
+    }
+    template <int kOf> TILE_DEVICE void release(const Ring<kOf>& ring, Turn<kOf> of) const {
+        if (thread % 32 == 0) ptx::mbarrier_arrive(ring.empty + 8 * of.stage);
     }
     TILE_DEVICE void put_dq() {
         pipes.dq(group).wait_free(dq_turn);
         const Shared<Four> to(kAtDq + group * kDqBytes);
 #pragma unroll
         for (int n = 0; n < kDqColumns / 8; n++)
-            to[n * 128 + threadIdx.x % 128] = Four{dp[4 * n], dp[4 * n + 1], dp[4 * n + 2], dp[4 * n + 3]};
+            to[n * 128 + thread % 128] = Four{dp[4 * n], dp[4 * n + 1], dp[4 * n + 2], dp[4 * n + 3]};
     }
     TILE_DEVICE void give_dq() {
         ptx::fence_async_proxy();
         ptx::sync_warp();
-        if (ptx::elect_one()) ptx::mbarrier_arrive(pipes.dq(group).full_at(dq_turn));
+        if (thread % 32 == 0) ptx::mbarrier_arrive(pipes.dq(group).full_at(dq_turn));
         dq_turn.next();
     }
 
@@ -141,20 +148,20 @@ struct Consumer {
         if (!first) pipes.ds.wait(ds_read);
         ptx::wgmma_wait<1>();  // dV: P's registers are free
         if (left() > 1) pipes.q.wait(next);
-        Scoring::fill(s, next.stage, 0);
+        Scoring::fill(s, next.stage, 0, thread % 4);
         issue_dq();  // the first time of a stage that nobody has written, and not looked at
         issue_scores(s, kAtK, kAtQ, next.stage);  // likewise the last time
         give_ds();
         ptx::wgmma_wait<1>();  // dK, dQ
-        pipes.q.release(turn);
-        pipes.d_o.release(of_do(turn));
+        release(pipes.q, turn);
+        release(pipes.d_o, of_do(turn));
         if (!first) {
-            pipes.ds.release(ds_read);
+            release(pipes.ds, ds_read);
             put_dq();
         }
         ds_read.next();
         if (left() > 1) pipes.d_o.wait(of_do(next));
-        Scoring::fill(dp, next.stage, 1);
+        Scoring::fill(dp, next.stage, 1, thread % 4);
         ptx::wgmma_wait<0>();  // S
         done++;
         turn = next;
@@ -187,6 +194,7 @@ struct Consumer {
         warp::zero(dk);
         warp::zero(dv);
         if constexpr (!kListed) total = Work(shared_work()[0]).steps;
+        if constexpr (kMasks && !kListed) share_seen(args, group, group * 64);
         if (kPingPong && group == 1) ptx::barrier_arrive(kTurnBarrier, 256);
         pipes.k.wait({});
         if constexpr (kKvInRegisters) load_operand(rK, kAtK);
@@ -211,12 +219,19 @@ struct Consumer {
             const int tiles = Work(shared_work()[0]).tiles();
             for (int g = 0; g < args.group; g++) {
                 if constexpr (Rule::kAlibi) slope = slope_of(Work(shared_work()[0]).head(args, g));
-                int i = 0;
-                if constexpr (kMasks)
+                if constexpr (kMasks) {
+                    for (int i = 0; i < tiles;) {
+                        const int masked = Work(shared_work()[0]).masked_until(i);
 #pragma unroll 1
-                    for (const int masked = Work(shared_work()[0]).masked(); i < masked; i++) step<true>(g, i);
+                        for (; i < masked; i++) step<true>(g, i);
+                        const int whole = Work(shared_work()[0]).whole_until(i);
 #pragma unroll 1
-                for (; i < tiles; i++) step<false>(g, i);
+                        for (; i < whole; i++) step<false>(g, i);
+                    }
+                } else {
+#pragma unroll 1
+                    for (int i = 0; i < tiles; i++) step<false>(g, i);
+                }
             }
         }
         if (done > 0) last_dq();

@@ -100,21 +100,20 @@ struct Worker {
         const int t = tile_of(at);
         return t >= tile.whole_begin && t < tile.whole_end && (!kPicked || at.whole >> at.i % 32 & 1);
     }
-    // Key tiles of the sequence that add to dQ of this step's queries before this one does; by a warp
+    // Key tiles of the sequence that add to dQ of this step's queries before this one does, those behind it; by a warp
     TILE_DEVICE int turn_of(const Step& at) const {
         const KeyTile tile = work()[0];
         const int own = tile.key / kTileKv, t = tile_of(at);
-        const int position = position_of(t * kTileQ, tile.seqlen_q, tile.seqlen_k);
-        const int first_key = args.scores.keys_at(position, {0, tile.seqlen_k}).first / kTileKv;
-        if (!kPicked && !args.ends) return own - first_key;
+        const int behind = last_key_tile<kTileQ, kTileKv>(args.scores, tile, t) - own;
+        if (!kPicked && !args.ends) return behind;
         const Global<const KeyTile> list{reinterpret_cast<const KeyTile*>(args.list + kKeyListHeader)};
-        const int listed = first_slot<kTileKv>(tile.k_start, tile.sequence);
+        const int listed = args.ends ? listed_at<kTileKv>(args, tile.k_start, tile.sequence, own) : 0;
         int before = 0;
-        for (int j = first_key; j < own; j += 32) {
+        for (int j = 1; j <= behind; j += 32) {
             const int other = j + warp::lane();
-            bool adds = other < own;
-            if (adds && args.ends) adds = Global<const int>{&list.address(listed + other)->end}[0] > t;
-            if (kPicked && adds) adds = kind_of_tile(head_of(at), t, other * kTileKv) != kNone;
+            bool adds = other <= behind;
+            if (adds && args.ends) adds = Global<const int>{&list.address(listed - other)->end}[0] > t;
+            if (kPicked && adds) adds = kind_of_tile(head_of(at), t, (own + other) * kTileKv) != kNone;
             before += ptx::count_bits(ptx::ballot(adds));
         }
         return before;

@@ -11,7 +11,7 @@ constexpr int kShares = 2, kDqColumns = kHeadDim / kShares, kDqFloats = kTileQ *
 constexpr int kBeforeThreads = 256, kAfterThreads = 128 * kShares;
 
 extern "C" __global__ void __launch_bounds__(kBeforeThreads) before(const __grid_constant__ BackwardArgs args) {
-    const QueryTile tile(args);
+    const QueryTile tile(args, false);
     constexpr int kLanes = kHeadDim / 8, kRows = kBeforeThreads / kLanes;  // lanes of a row, rows together
     const int lane = threadIdx.x % kLanes, row0 = threadIdx.x / kLanes;
     const auto at = [&](const void* base, const Strides& strides) {
@@ -67,7 +67,7 @@ extern "C" __global__ void __launch_bounds__(kBeforeThreads) before(const __grid
 }
 
 extern "C" __global__ void __launch_bounds__(kAfterThreads) after(const __grid_constant__ BackwardArgs args) {
-    const QueryTile tile(args);
+    const QueryTile tile(args, true);
     ptx::wait_for_prerequisites();
     const int share = threadIdx.x / 128;
     const Global<const Vector16> sum{reinterpret_cast<const Vector16*>(

@@ -78,28 +78,36 @@ struct Pipes {
 // What the block works on. Everyone reads it from shared memory where it is needed: registers are scarce.
 struct alignas(64) Work {
     KeyTile tile;
-    // The query tiles in the order in which everyone visits them, for each query head. Those that need a mask come
-    // first, the ones before the whole ones and the ones behind them. Blocks that see everything begin at different
-    // tiles: what they add to is then apart.
+    // The query tiles in the order in which everyone visits them, for each query head: those that need a mask, the whole
+    // ones, and those behind them that need one. Blocks that see everything begin at different tiles: what they add to
+    // is then apart.
     Span parts[3];
     int kv_head, batch;  // batch: of the tensors, 0 if packed
     int kv_tile;         // number of the tile in its sequence
-    int entry;           // and among all that have lists
+    int in_round;        // and among those of the round that have lists
     int steps;           // of all query heads of the group together
 
     TILE_DEVICE int tiles() const { return tile.end - tile.begin; }
-    TILE_DEVICE int masked() const { return tiles() - (parts[2].end - parts[2].begin); }
+    // From step i of a query head on, up to which step tiles need a mask, or are whole
+    TILE_DEVICE int masked_until(int i) const {
+        const int front = parts[0].end - parts[0].begin, whole = front + parts[1].end - parts[1].begin;
+        return i < front ? front : i < whole ? i : tiles();
+    }
+    TILE_DEVICE int whole_until(int i) const {
+        const int whole = parts[0].end - parts[0].begin + parts[1].end - parts[1].begin;
+        return i < whole ? whole : i;
+    }
     // The query tile of step i for a query head
     TILE_DEVICE int at(int i) const {
-        const int first = parts[0].end - parts[0].begin, second = parts[1].end - parts[1].begin;
-        if (i < first) return parts[0].begin + i;
-        return i < first + second ? parts[1].begin + i - first : parts[2].begin + i - first - second;
+        if constexpr (kMasks) return tile.begin + i;
+        const int first = parts[0].end - parts[0].begin;
+        return i < first ? parts[0].begin + i : i - first;
     }
     TILE_DEVICE void order() {
         if constexpr (kMasks) {
             parts[0] = {tile.begin, tile.whole_begin};
-            parts[1] = {tile.whole_end, tile.end};
-            parts[2] = {tile.whole_begin, tile.whole_end};
+            parts[1] = {tile.whole_begin, tile.whole_end};
+            parts[2] = {tile.whole_end, tile.end};
         } else {
             const int start = kInTurn || tile.end == 0 ? 0 : kv_tile % tile.end;
             parts[0] = {start, tile.end};
@@ -133,34 +141,31 @@ TILE_DEVICE Work find_work(const BackwardArgs& args, int number) {
     Work work{};
     if constexpr (kPacked) {
         // All heads of the heaviest tile come first.
-        const int entry = number / args.kv_heads;
+        work.in_round = number / args.kv_heads;
+        const int entry = work.in_round + (kListed ? args.lists.first : 0);
         work.tile.sequence = -1;
         if (entry >= Global<const int>{args.list}[0]) return work;
         work.tile = Global<const KeyTile>{reinterpret_cast<const KeyTile*>(args.list + kKeyListHeader)}[entry];
-        work.kv_head = number - entry * args.kv_heads;
-        work.entry = entry;
+        work.kv_head = number - work.in_round * args.kv_heads;
     } else {
-        // Tiles of a head one after another, the first, which most queries see, first; but where they add to dQ in
-        // turn, the first tiles of all heads, so that few wait for each other.
-        const int heads = gridDim.x / args.kv_tiles;
-        const int head = kInTurn ? number % heads : number / args.kv_tiles;
-        const int kv_tile = kInTurn ? number / heads : number % args.kv_tiles;
-        work.batch = work.tile.sequence = head / args.kv_heads;
-        work.kv_head = head - work.batch * args.kv_heads;
+        const Place place = place_of<kInTurn>(args, number, gridDim.x / args.kv_tiles);
+        work.in_round = place.tile;
+        const int kv_tile = work.in_round + (kListed ? args.lists.first : 0);
+        work.batch = work.tile.sequence = place.head / args.kv_heads;
+        work.kv_head = place.head - work.batch * args.kv_heads;
         work.tile.key = kv_tile * kTileKv;
         work.tile.seqlen_q = args.seqlen_q;
         work.tile.seqlen_k = args.seqlen_k;
         find_queries<kTileQ, kTileKv>(args.scores, work.tile, args.seqlen_q, args.seqlen_q);
     }
     work.kv_tile = work.tile.key / kTileKv;
-    if (!kPacked) work.entry = work.kv_tile;
     work.order();
     return work;
 }
 
 // The list of query head g of the group
 TILE_DEVICE int64_t list_row(const BackwardArgs& args, const Work& work, int g) {
-    return args.lists.row_of(kPacked ? 0 : work.tile.sequence, work.head(args, g), work.entry);
+    return args.lists.row_of(kPacked ? 0 : work.tile.sequence, work.head(args, g), work.in_round);
 }
 // Step n of the block, for query head g the i-th; of consumers, who seldom ask
 TILE_DEVICE Step step_at(const BackwardArgs& args, int g, int i, int n) {
@@ -187,7 +192,7 @@ struct Walk {
     }
 };
 
-// The first warp finds the block's work, and which queries each of its keys is seen by.
+// The first warp finds the block's work.
 TILE_DEVICE void share_work(const BackwardArgs& args) {
     Work work = find_work(args, blockIdx.x);
     work.steps = work.tiles() * args.group;
@@ -199,16 +204,19 @@ TILE_DEVICE void share_work(const BackwardArgs& args) {
         work.steps = ptx::reduce_add(steps);
     }
     if (ptx::elect_one()) shared_work()[0] = work;
-    if constexpr (kMasks && !kListed) {
-        const KeyTile& tile = work.tile;
-        for (int i = threadIdx.x; i < kTileKv; i += 32) {
-            const int key = tile.key + i;
-            int end = tile.seqlen_q;
-            if (kPacked && args.ends && key < tile.seqlen_k) {
-                const int own = Global<const int>{args.ends}[tile.k_start + key] - tile.q_start;
-                end = own < end ? own : end;
-            }
-            shared_seen()[i] = queries_of(args.scores, key, tile.seqlen_q, tile.seqlen_k, end);
+}
+// A warpgroup finds which queries see each of the 64 keys that it makes P of, while K is on its way. key0: the first
+TILE_DEVICE void share_seen(const BackwardArgs& args, int group, int key0) {
+    const int i = key0 + threadIdx.x % 128;
+    if (threadIdx.x % 128 < 64) {
+        const KeyTile tile = Work(shared_work()[0]).tile;
+        const int key = tile.key + i;
+        int end = tile.seqlen_q;
+        if (kPacked && args.ends && key < tile.seqlen_k) {
+            const int own = Global<const int>{args.ends}[tile.k_start + key] - tile.q_start;
+            end = own < end ? own : end;
         }
+        shared_seen()[i] = queries_of(args.scores, key, tile.seqlen_q, tile.seqlen_k, end);
     }
+    ptx::barrier_sync(kStoreBarrier + group, 128);
 }

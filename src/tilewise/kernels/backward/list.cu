@@ -5,7 +5,7 @@
 // tile goes into a bucket by the number of query tiles that see it, with four buckets per power of two, and the buckets
 // stand in the list from the heaviest down. The order within a bucket is a race between threads: it changes when a tile
 // runs, never what it computes. kInTurn: tiles stand in the order in which they add to dQ instead, so that none waits
-// for one that begins later; there are gaps between sequences.
+// for one that begins later: the last of the last sequence first, with gaps between sequences.
 // Constants: Index (int or int64_t), kTileQ, kTileKv, kInTurn.
 #include "backward/arguments.cuh"
 
@@ -28,25 +28,28 @@ struct Lister {
 
     // Whatever the starts say, no tile reaches outside the tensors.
     static TILE_DEVICE int within(int64_t x, int low, int high) { return x < low ? low : x > high ? high : int(x); }
-    static TILE_DEVICE Span span_of(const void* starts, int sequence, int total) {
+    TILE_DEVICE Span span_of(const void* starts, int sequence, int total) const {
         const Global<const Index> of{static_cast<const Index*>(starts)};
-        const int begin = within(of[sequence], 0, total);
-        return {begin, within(of[sequence + 1], begin, total)};
+        const int begin = sequence < 0 ? 0 : within(of[sequence], 0, total);
+        return {begin, sequence < args.sequences ? within(of[sequence + 1], begin, total) : total};
     }
     TILE_DEVICE KeyTile tile_of(int sequence, Span queries, Span keys, int key, int least, int most) const {
-        KeyTile tile{sequence, key, queries.begin, keys.begin, queries.end - queries.begin, keys.end - keys.begin};
+        const int known = within(sequence, 0, args.sequences - 1);
+        KeyTile tile{known, key, queries.begin, keys.begin, queries.end - queries.begin, keys.end - keys.begin};
         tile.slot = first_slot<kTileQ>(queries.begin, sequence);
         find_queries<kTileQ, kTileKv>(args.scores, tile, least, most);
         return tile;
     }
+    // act(tile, sequence): of sequences −1 and args.sequences, too, which have keys and no queries
     template <class Act> TILE_DEVICE void each_tile(Act act) const {
-        for (int s = args.ends ? 0 : warp; s < args.sequences; s += args.ends ? 1 : kWarps) {
-            const Span queries = span_of(args.starts_q, s, args.seqlen_q);
+        for (int s = args.ends ? -1 : warp - 1; s <= args.sequences; s += args.ends ? 1 : kWarps) {
+            Span queries = span_of(args.starts_q, s, args.seqlen_q);
+            if (s < 0 || s == args.sequences) queries.end = queries.begin;
             const Span keys = span_of(args.starts_k, s, args.seqlen_k);
             const int length = keys.end - keys.begin, rows = queries.end - queries.begin;
             if (!args.ends) {
                 for (int key = lane * kTileKv; key < length; key += 32 * kTileKv)
-                    act(tile_of(s, queries, keys, key, rows, rows));
+                    act(tile_of(s, queries, keys, key, rows, rows), s);
                 continue;
             }
             for (int key = warp * kTileKv; key < length; key += kWarps * kTileKv) {
@@ -60,7 +63,7 @@ struct Lister {
                 }
                 least = rows - ptx::reduce_max(rows - least);
                 most = ptx::reduce_max(most);
-                if (lane == 0) act(tile_of(s, queries, keys, key, least, most));
+                if (lane == 0) act(tile_of(s, queries, keys, key, least, most), s);
             }
         }
     }
@@ -77,15 +80,15 @@ extern "C" __global__ void __launch_bounds__(kThreads)
         for (int i = threadIdx.x; i < args.kv_tiles; i += kThreads) tiles[i] = none;
         if (threadIdx.x == 0) head[0] = args.kv_tiles;
         ptx::sync_threads();
-        lister.each_tile([&](const KeyTile& tile) {
-            const int place = first_slot<kTileKv>(tile.k_start, tile.sequence) + tile.key / kTileKv;
-            if (place < args.kv_tiles) tiles[place] = tile;
+        lister.each_tile([&](const KeyTile& tile, int sequence) {
+            const int place = listed_at<kTileKv>(args, tile.k_start, sequence, tile.key / kTileKv);
+            if (place >= 0) tiles[place] = tile;
         });
         return;
     }
     if (threadIdx.x < kBuckets) buckets[threadIdx.x] = 0;
     ptx::sync_threads();
-    lister.each_tile([&](const KeyTile& tile) {
+    lister.each_tile([&](const KeyTile& tile, int) {
         ptx::atomic_add(buckets.address(bucket_of(tile.end - tile.begin)), 1);
     });
     ptx::sync_threads();
@@ -99,7 +102,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
         head[0] = total < args.kv_tiles ? total : args.kv_tiles;
     }
     ptx::sync_threads();
-    lister.each_tile([&](const KeyTile& tile) {
+    lister.each_tile([&](const KeyTile& tile, int) {
         const int place = ptx::atomic_add(buckets.address(bucket_of(tile.end - tile.begin)), 1);
         if (place < args.kv_tiles) tiles[place] = tile;
     });

@@ -13,7 +13,7 @@ TILE_DEVICE Global<T> row_of(const QueryTile& tile, T* base, const Strides& stri
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads) before_mma(const __grid_constant__ BackwardArgs args) {
-    const QueryTile tile(args);
+    const QueryTile tile(args, false);
     const Global<Vector16> sum{reinterpret_cast<Vector16*>(args.dq_sum + tile.number * (kTileQ * kHeadDim))};
 #pragma unroll 4
     for (int i = threadIdx.x; i < kTileQ * kHeadDim / 4; i += kThreads) sum[i] = Vector16{};
@@ -63,7 +63,7 @@ extern "C" __global__ void __launch_bounds__(kThreads) before_mma(const __grid_c
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads) after_mma(const __grid_constant__ BackwardArgs args) {
-    const QueryTile tile(args);
+    const QueryTile tile(args, true);
     const Global<const float> sum{args.dq_sum + tile.number * (kTileQ * kHeadDim)};
 #pragma unroll 1
     for (int part = threadIdx.x / 32 * kDqEach, end = part + kDqEach; part < end; part++) {

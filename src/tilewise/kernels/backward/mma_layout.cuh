@@ -51,13 +51,10 @@ TILE_DEVICE KeyTile key_tile(const BackwardArgs& args, int number, int& kv_head)
             tile = Global<const KeyTile>{reinterpret_cast<const KeyTile*>(args.list + kKeyListHeader)}[entry];
         return tile;
     }
-    // Tiles of a head one after another, the first, which most queries see, first; but where they add to dQ in turn,
-    // the first tiles of all heads, so that few wait for each other.
-    const int heads = args.sequences * args.kv_heads;
-    const int head = kInTurn ? number % heads : number / args.kv_tiles;
-    tile.sequence = head / args.kv_heads;
-    kv_head = head - tile.sequence * args.kv_heads;
-    tile.key = (kInTurn ? number / heads : number % args.kv_tiles) * kTileKv;
+    const Place place = place_of<kInTurn>(args, number, args.sequences * args.kv_heads);
+    tile.sequence = place.head / args.kv_heads;
+    kv_head = place.head - tile.sequence * args.kv_heads;
+    tile.key = place.tile * kTileKv;
     tile.seqlen_q = args.seqlen_q;
     tile.seqlen_k = args.seqlen_k;
     find_queries<kTileQ, kTileKv>(args.scores, tile, args.seqlen_q, args.seqlen_q);

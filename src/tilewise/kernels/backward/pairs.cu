@@ -163,13 +163,14 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     pairs(const __grid_constant__ BackwardArgs args, const __grid_constant__ PairArgs problem,
           const __grid_constant__ Function function) {
     const int list = blockIdx.y, sequence = kPacked ? 0 : list / problem.list_heads;
+    const int entry = args.lists.first + blockIdx.x;
     KeyTile tile{};
     if constexpr (kPacked) {
-        if (int(blockIdx.x) >= Global<const int>{args.list}[0]) return;
-        tile = Global<const KeyTile>{reinterpret_cast<const KeyTile*>(args.list + kKeyListHeader)}[blockIdx.x];
+        if (entry >= Global<const int>{args.list}[0]) return;
+        tile = Global<const KeyTile>{reinterpret_cast<const KeyTile*>(args.list + kKeyListHeader)}[entry];
         if (tile.sequence < 0) return;
     } else {
-        tile = KeyTile{sequence, int(blockIdx.x) * kTileKv, 0, 0, args.seqlen_q, args.seqlen_k};
+        tile = KeyTile{sequence, entry * kTileKv, 0, 0, args.seqlen_q, args.seqlen_k};
         find_queries<kTileQ, kTileKv>(args.scores, tile, args.seqlen_q, args.seqlen_q);
     }
     // Heads share a list only if they see the same: one is asked for all.

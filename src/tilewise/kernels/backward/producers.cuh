@@ -116,7 +116,7 @@ TILE_DEVICE void list_steps(const BackwardArgs& args) {
     }
 }
 
-// Key tiles of the sequence that see query tile `tile_q` and come before this one; by a warp
+// Key tiles of the sequence that see query tile `tile_q` and add to it before this one: those behind it; by a warp
 TILE_DEVICE int turn_of(const BackwardArgs& args, const Work& work, int head, int tile_q) {
     const KeyTile& tile = work.tile;
     if constexpr (kListed) {
@@ -125,22 +125,20 @@ TILE_DEVICE int turn_of(const BackwardArgs& args, const Work& work, int head, in
             Global<const uint32_t>{args.lists.visits} +
             (int64_t(list) * args.q_tiles + tile.slot + tile_q) * args.lists.words;
         uint32_t before = 0;
-        for (int word = threadIdx.x % 32; word * 32 < work.kv_tile; word += 32) {
-            const int left = work.kv_tile - word * 32;
-            before += ptx::count_bits(visits[word] & (left < 32 ? (1u << left) - 1 : ~0u));
-        }
+        for (int word = work.kv_tile / 32 + threadIdx.x % 32; word < args.lists.words; word += 32)
+            before += ptx::count_bits(visits[word] & (word > work.kv_tile / 32 ? ~0u : ~1u << work.kv_tile % 32));
         return ptx::reduce_add(before);
     }
+    const int behind = last_key_tile<kTileQ, kTileKv>(args.scores, tile, tile_q) - work.kv_tile;
     if (kPacked && args.ends) {  // each ends where its keys do
         const Global<const KeyTile> list{reinterpret_cast<const KeyTile*>(args.list + kKeyListHeader)};
-        const int own = first_slot<kTileKv>(tile.k_start, tile.sequence) + work.kv_tile;
+        const int own = listed_at<kTileKv>(args, tile.k_start, tile.sequence, work.kv_tile);
         uint32_t before = 0;
-        for (int i = own - work.kv_tile + threadIdx.x % 32; i < own; i += 32)
-            before += Global<const int>{&list.address(i)->end}[0] > tile_q;
+        for (int i = 1 + threadIdx.x % 32; i <= behind; i += 32)
+            before += Global<const int>{&list.address(own - i)->end}[0] > tile_q;
         return ptx::reduce_add(before);
     }
-    const int position = position_of(tile_q * kTileQ, tile.seqlen_q, tile.seqlen_k);
-    return work.kv_tile - args.scores.keys_at(position, {0, tile.seqlen_k}).first / kTileKv;
+    return behind;
 }
 
 // A consumer's dQ, from shared memory onto the sum: by a thread, or by a warp's first lane where all find its turn
@@ -152,23 +150,25 @@ TILE_DEVICE void add_dq(const BackwardArgs& args, int consumer) {
     const bool adds = !kAddingWarp || threadIdx.x % 32 == 0;
     Turn<1> turn;
     ptx::wait_for_prerequisites();  // zeros are there
-    // number: of the query tile; mine: whose turn it is to be
-    const auto add = [&](int64_t number, int mine, int round) {
-        int* const turns = args.turns + number * kConsumers + consumer;
+    // number: of the query tile
+    const auto turns_of = [&](int64_t number) { return args.turns + number * kConsumers + consumer; };
+    const auto add = [&](int64_t number, int round) {
         ring.wait(turn);
-        if (kInTurn && round == 0)
-            while (ptx::load_acquire(turns) < mine) ptx::spin();
         ptx::bulk_add(args.dq_sum + number * kTileFloats + consumer * kDqFloats + round * (kDqBytes / 4),
                       ptx::shared_address(uint32_t(kAtDq + consumer * kDqBytes)), kDqBytes);
         ptx::bulk_commit();
-        if (kInTurn && round == kDqRounds - 1) {
-            ptx::bulk_wait<0>();
-            ptx::fence_device();
-            ptx::atomic_add(turns, 1);
-        } else {
-            ptx::bulk_wait_read<0>();
-        }
+        ptx::bulk_wait_read<0>();
         ptx::mbarrier_arrive(ring.empty);
+    };
+    // In turn: one waits before there is something to add, and hands on after its place in shared memory is free again,
+    // so that the consumer waits for neither. mine: how many have added when it may
+    const auto await = [&](int64_t number, int mine) {
+        while (ptx::load_acquire(turns_of(number)) < mine) ptx::spin();
+    };
+    const auto hand_on = [&](int64_t number) {
+        ptx::bulk_wait<0>();
+        ptx::fence_device();
+        ptx::atomic_add(turns_of(number), 1);
     };
     if constexpr (kAddingWarp) {
         const int heads = kListed ? 1 : args.group;
@@ -178,8 +178,13 @@ TILE_DEVICE void add_dq(const BackwardArgs& args, int consumer) {
                 for (int round = 0; round < kDqRounds; round++, turn.next()) {
                     if constexpr (kListed) ring.wait(turn);  // then the step was written
                     const Step step = step_at(args, g, i, i);
-                    const int mine = kInTurn ? turn_of(args, shared_work()[0], step.head, step.tile) : 0;
-                    if (adds) add(Work(shared_work()[0]).number(args, step.head, step.tile), mine, round);
+                    const int64_t number = Work(shared_work()[0]).number(args, step.head, step.tile);
+                    if (kInTurn && round == 0) {
+                        const int mine = turn_of(args, shared_work()[0], step.head, step.tile);
+                        if (adds) await(number, mine);
+                    }
+                    if (adds) add(number, round);
+                    if (kInTurn && adds && round == kDqRounds - 1) hand_on(number);
                     ptx::sync_warp();
                 }
     } else {
@@ -188,8 +193,9 @@ TILE_DEVICE void add_dq(const BackwardArgs& args, int consumer) {
             const int head = work.head(args, g);
             const int64_t number = work.number(args, head, 0);
             for (Walk walk; walk.more(); walk.next()) {
-                const int mine = kInTurn ? turn_of(args, shared_work()[0], head, walk.tile) : 0;
-                for (int round = 0; round < kDqRounds; round++, turn.next()) add(number + walk.tile, mine, round);
+                if (kInTurn) await(number + walk.tile, turn_of(args, shared_work()[0], head, walk.tile));
+                for (int round = 0; round < kDqRounds; round++, turn.next()) add(number + walk.tile, round);
+                if (kInTurn) hand_on(number + walk.tile);
             }
         }
     }

@@ -22,14 +22,14 @@ struct Scoring {
     uint32_t stage;       // of Q
 
     // The pair of a column's and the next one's −LSE (0) or −delta (1); n: eights of columns
-    static TILE_DEVICE Two stat(uint32_t stage, int which, int n) {
-        return Shared<Two>(kAtStats + (2 * stage + which) * kStatBytes)[4 * n + warp::lane() % 4];
+    static TILE_DEVICE Two stat(uint32_t stage, int which, int n, int place = warp::lane() % 4) {
+        return Shared<Two>(kAtStats + (2 * stage + which) * kStatBytes)[4 * n + place];
     }
     // What S (0) or dP (1) of a stage begins with: every column's value, for both rows of a lane
-    static TILE_DEVICE void fill(float (&acc)[kTileQ / 2], uint32_t stage, int which) {
+    static TILE_DEVICE void fill(float (&acc)[kTileQ / 2], uint32_t stage, int which, int place = warp::lane() % 4) {
 #pragma unroll
         for (int n = 0; n < kTileQ / 8; n++) {
-            const Two two = which == 0 && Rule::kChanges ? Two{0.0f, 0.0f} : stat(stage, which, n);
+            const Two two = which == 0 && Rule::kChanges ? Two{0.0f, 0.0f} : stat(stage, which, n, place);
             acc[4 * n] = acc[4 * n + 2] = two.x;
             acc[4 * n + 1] = acc[4 * n + 3] = two.y;
         }

@@ -164,6 +164,7 @@ template <int kGroup> struct Wide {
     TILE_DEVICE void run(const TensorMap& mDk, const TensorMap& mDv) {
         warp::zero(dk);
         warp::zero(dv);
+        if constexpr (kMasks && !kListed && kGroup == 0) share_seen(args, kGroup, 0);
         pipes.k.wait({});
         pipes.v.wait({});
         issue_own(turn, left() > 0);
