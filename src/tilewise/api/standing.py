@@ -89,8 +89,7 @@ def renew_plan(plan: StandingPlan, cache: PagedKVCache | PrefixCache, seqs: Sequ
     if len(named) > plan.rows:
         raise ValueError(f"seqs must be at most the plan's {plan.rows} rows, got {len(named)}")
     lengths, longest = pages.sequences.lengths_now(at)
-    if longest > plan.max_length:
-        long = int(lengths.argmax())
+    if longest > plan.max_length and lengths[long := int(lengths.argmax())] > plan.max_length:
         raise ValueError(
             f"seqs must have at most the plan's max_length of {plan.max_length} tokens, but sequence {named[long]} has "
             f"{lengths[long]}"

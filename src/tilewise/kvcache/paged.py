@@ -86,11 +86,13 @@ class PagedKVCache:
 
     def _start_empty(self) -> None:
         self.serial = next(_serials)
+        self._inference = self._k[0].is_inference() or self._v[0].is_inference()  # made under inference_mode()
         self.sequences = Sequences()
         self._managed: set[int] = set()  # those that a PrefixCache made: it alone may grow, fork and end them
         self._next_seq = 0
         self.pool = PagePool(self.num_pages)
         self._written = storage.Written(self.num_pages, self.page_size, self.num_layers)
+        self._foreign = False  # whether sequences of different lengths may have a page that is not full
         self._extends = 0  # counts them
         self._late: Places | None = None  # of the last one, if they wait for renew_plan
 
@@ -127,6 +129,7 @@ class PagedKVCache:
         cache.format = KVFormat({dtype: name for name, dtype in PLAIN.items()}[k_pages.dtype], cache.head_dim)
         cache._k, cache._v = [k_pages.detach().unsqueeze(0)], [v_pages.detach().unsqueeze(0)]
         cache._start_empty()
+        cache._foreign = True
         for pages, length in storage.foreign_lists(page_table, lengths, cache.num_pages, cache.page_size):
             cache.pool.retain(pages)
             cache.adopt(pages, length)
@@ -370,6 +373,8 @@ class PagedKVCache:
         """
         (seq,) = self._number(1)
         self.sequences.add(seq, pages, length)
+        if length % self.page_size:  # whoever has this page shares it now
+            self.sequences.moved[:] = True
         if managed:
             self._managed.add(seq)
         return seq
@@ -397,6 +402,8 @@ class PagedKVCache:
 
     def check_writable(self) -> None:
         """Raise ValueError where torch would not let pages be written, see from_pages()."""
+        if not self._inference:
+            return
         storage.check_writable("the pages", self._k[0])
         storage.check_writable("the pages", self._v[0])
 
