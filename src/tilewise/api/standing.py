@@ -105,6 +105,7 @@ def renew_plan(plan: StandingPlan, cache: PagedKVCache | PrefixCache, seqs: Sequ
 def batch_of(plan: StandingPlan, pages: PagedKVCache) -> Batch:
     """The plan's sequences as the planner takes them."""
     of, arranged = pages.sequences, plan.arrange()
+    known = of.last_batch(plan.rows_of)
     return Batch(
         plan.rows_of,
         plan.lengths,
@@ -116,4 +117,5 @@ def batch_of(plan: StandingPlan, pages: PagedKVCache) -> Batch:
         of.last_stamp,
         of.grown(plan.rows_of),
         None if pages._late is None else late_places(pages, plan.seqs),
+        None if known is None else (known.before, known.at),
     )

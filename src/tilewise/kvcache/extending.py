@@ -129,7 +129,7 @@ def commit_extend(cache: PagedKVCache, plan: ExtendPlan, into: Slots | None) -> 
     sequences, pool, rows, size, counts = cache.sequences, cache.pool, plan.rows, cache.page_size, plan.more
     places = into._places if into is not None else None
     if cache._by_kernel and places is None:
-        places = Places(sum(plan.counts), cache.device)  # first: it may run out of memory
+        places = Places(sum(plan.counts), cache.device, lazy=cache.lazy_places)  # first: it may run out of memory
     if plan.run is not None:
         positions = plan.run.lengths
         plan.run.step(cache)
@@ -175,9 +175,9 @@ def _slots(cache: PagedKVCache, plan: ExtendPlan, places: Places | None, positio
         cache._late.settle()
         cache._late = None
     if places is not None:
-        if places.planned and plan.single:
+        if places.lazy:
             places.fill_late(Late(plan.seqs, positions, index, cache._extends))
-            cache._late = places
+            cache._late = places if places.planned and plan.single else None
         else:
             places.fill(positions, index)
         step = places.step

@@ -93,6 +93,7 @@ class PagedKVCache:
         self.pool = PagePool(self.num_pages)
         self._written = storage.Written(self.num_pages, self.page_size, self.num_layers)
         self._foreign = False  # whether sequences of different lengths may have a page that is not full
+        self.lazy_places = False  # whether slots are sent to a card when they are asked for; for who sends them otherwise
         self._extends = 0  # counts them
         self._late: Places | None = None  # of the last one, if they wait for renew_plan
 
@@ -168,6 +169,8 @@ class PagedKVCache:
         named, rows = self.sequences.some(seq)
         each = 1 if count is None else checks.integer("count", count, 0)
         self._check_unmanaged(named, "fork")
+        if named.count(named[0] if named else 0) == len(named) > 1:  # all of one: what they share is looked at once
+            rows, each = rows[:1], each * len(named)
         children = self.copy_rows(rows, each)
         return children[0] if count is None and not several(seq) else children
 

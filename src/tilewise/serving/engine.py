@@ -124,7 +124,8 @@ class Engine:
         most = min(self.max_sequences, self.token_budget or self.max_sequences)
         self._schedule = Schedule(self.prefix, most)
         self._batches = self._make_batches()
-        self._places: Slots | None = room_for(self.cache, most) if self._graphs else None  # of the newest tokens
+        self.cache.lazy_places = self._graphs  # a pass with a graph has places of its own
+        self._places = self._make_places()  # of the newest tokens
         self._late = shape.device.type == "cuda"  # whether a pass may be in flight while nobody steps
         self._flight: InFlight | None = None
         self._chosen: Tokens = np.zeros(0, np.int64)  # what the last pass chose, if none is in flight
@@ -430,8 +431,7 @@ class Engine:
             self._deadlines.clear()
             self._stats.graph_captures += self._batches.captures
             self._batches = self._make_batches()
-            if self._places is not None:
-                self._places = room_for(self.cache, self._schedule.max_rows)
+            self._places = self._make_places()
         except Exception as why:  # of the card: nothing can be computed there any more
             self._failed = why
             for request in self._requests.values():
@@ -445,6 +445,9 @@ class Engine:
         rows = self._schedule.max_rows
         most = self.token_budget or rows + self.prefill_chunk
         return Batches(self._model, self.prefix, rows, most, static=self._graphs, backend=self._backend)
+
+    def _make_places(self) -> Slots | None:
+        return room_for(self.cache, self._schedule.max_rows, lazy=True) if self._graphs else None
 
     @property
     def _running(self) -> list[Sample]:
