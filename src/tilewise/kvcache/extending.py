@@ -190,7 +190,7 @@ def _take_pages(cache: PagedKVCache, plan: ExtendPlan) -> None:
     wanted = growth if plan.copies is None else growth + plan.copies
     (asking,) = wanted.nonzero()
     rows, wanted = rows[asking], wanted[asking]
-    taken = cache.pool.take(sequences.last[rows], wanted).astype(np.int64)
+    taken = cache.pool.take(sequences.last[rows], wanted)
     cache._written.clear_pages(taken, cache.pool.losses)
     if plan.copies is not None:
         copying, growth = plan.copies[asking], growth[asking]

@@ -93,7 +93,7 @@ class PagedKVCache:
         self.pool = PagePool(self.num_pages)
         self._written = storage.Written(self.num_pages, self.page_size, self.num_layers)
         self._foreign = False  # whether sequences of different lengths may have a page that is not full
-        self.lazy_places = False  # whether slots are sent to a card when they are asked for; for who sends them otherwise
+        self.lazy_places = False  # whether slots are sent to a card only when somebody asks for them there
         self._extends = 0  # counts them
         self._late: Places | None = None  # of the last one, if they wait for renew_plan
 

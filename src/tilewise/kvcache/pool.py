@@ -112,7 +112,7 @@ class PagePool:
             self._lowest = min(self._lowest, int(np.minimum.reduce(pages)))
             self._known = _NONE
 
-    def take(self, last_pages: Ints, wanted: Ints) -> Pages:
+    def take(self, last_pages: Ints, wanted: Ints) -> Ints:
         """Hold `wanted` free pages, one at least, for each sequence, whose last page is given or -1; enough are free.
 
         The pages of all, one sequence after another. Consecutive pages are read without a copy. So a sequence gets the
@@ -136,7 +136,7 @@ class PagePool:
             lengths = np.concatenate([lengths, runs[:, 2]])[order]
         pages = ranges(starts, lengths)
         self.refs[pages] = 1
-        return pages.astype(np.int32)
+        return pages
 
     def _take_next(self, last_pages: Ints, wanted: Ints) -> npt.NDArray[np.bool_]:
         """Take the pages right after the last one where all that are wanted are free; for which sequences they are."""
@@ -167,7 +167,7 @@ class PagePool:
         self._lowest = holes.lowest()
         return found
 
-    def _take_ones(self, last_pages: Ints) -> Pages:
+    def _take_ones(self, last_pages: Ints) -> Ints:
         """take() of one page for each, without a loop over them."""
         pages = last_pages + 1
         # The page after the last of all is out of range, and the one after -1 is no neighbour.
@@ -182,9 +182,9 @@ class PagePool:
             self.refs[pages[at]] = 1
         if len(at) < len(pages):
             pages[taken] = self._take_lowest(len(pages) - len(at))
-        return pages.astype(np.int32)
+        return pages
 
-    def take_single(self, last_pages: Ints) -> Pages:
+    def take_single(self, last_pages: Ints) -> Ints:
         """take() of one page for each."""
         self.free_pages -= len(last_pages)
         return self._take_ones(last_pages)

@@ -64,7 +64,8 @@ class Sequences:
         self.moved = np.zeros(8, bool)
         self._stamp = 0  # the last one given
         self._unused: list[int] = []
-        # The batches asked for last, no two of the same size, the last one first: steps mostly go over the same sequences, or most of them.
+        # The batches asked for last, no two of the same size, the latest first: steps mostly go over the same ones,
+        # or most of them.
         self._known: list[Batch] = []
 
     def add(self, seq: int, pages: Pages, length: int) -> None:
@@ -217,7 +218,7 @@ class Sequences:
         width = int(counts.max(initial=0))
         return np.where(np.arange(width) < counts[:, None], self.table[rows, :width], np.int32(fill))
 
-    def grow(self, rows: Ints, growth: Ints, pages: Pages) -> None:
+    def grow(self, rows: Ints, growth: Ints, pages: Ints) -> None:
         """Add `growth` pages at the end of each, all of them one after another in `pages`."""
         counts = self.counts[rows]
         self._widen(int(np.maximum.reduce(counts + growth)))
@@ -231,7 +232,7 @@ class Sequences:
             self.last[rows] = pages[ends - 1]
         self.counts[rows] = counts + growth
 
-    def add_pages(self, rows: Ints, counts: Ints, pages: Ints | Pages) -> None:
+    def add_pages(self, rows: Ints, counts: Ints, pages: Ints) -> None:
         """One page more at the end of each, which has `counts` so far."""
         try:
             self.table[rows, counts] = pages
