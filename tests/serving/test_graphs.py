@@ -22,10 +22,10 @@ def test_sizes():
     assert batch._sizes(1) == [1]
     assert batch._sizes(8) == [1, 2, 4, 8]
     assert batch._sizes(100) == [1, 2, 4, 8, 16, 32, 64, 100]
-    assert batch._mixed_sizes(1) == [1]
-    assert batch._mixed_sizes(40) == [16, 32, 40]
-    assert batch._mixed_sizes(512) == [16, 32, 64, 128, 256, 320, 384, 448, 512]
-    assert batch._mixed_sizes(700) == [16, 32, 64, 128, 256, 320, 384, 448, 512, 640, 700]
+    assert batch.mixed_sizes(1) == [1]
+    assert batch.mixed_sizes(40) == [16, 32, 40]
+    assert batch.mixed_sizes(512) == [16, 32, 64, 128, 160, 192, 224, 256, 320, 384, 448, 512]
+    assert batch.mixed_sizes(700) == [16, 32, 64, 128, 160, 192, 224, 256, 320, 384, 448, 512, 640, 700]
 
 
 def test_one_graph_serves_those_who_come_and_go(llama, answers, replays):

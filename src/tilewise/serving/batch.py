@@ -31,6 +31,7 @@ LARGEST = 1024  # rows of a standing plan; steps that decode more go call by cal
 LONGEST = 2**24  # tokens of a sequence in one
 MOST_TOKENS = 2048  # of a graph with prompts: in a larger pass the card is as slow as the host
 LEAST_TOKENS = 16
+QUARTERED = 128  # tokens from which on such graphs have sizes a quarter apart
 SHRINK_AFTER = 16  # steps in which fewer rows would do before a smaller batch takes over: its plan is another one
 _capturing = threading.Lock()  # one graph at a time, also where several engines have a thread each
 
@@ -282,7 +283,7 @@ class Batches:
         self.sizes = _sizes(self.max_rows) if static else []
         # Pages of another dtype than the model's are converted for prompts, step by step.
         mixed = static and cache.format.dtype == model.shape.dtype
-        self.mixed_sizes = _mixed_sizes(min(most_tokens, MOST_TOKENS)) if mixed else []
+        self.mixed_sizes = mixed_sizes(min(most_tokens, MOST_TOKENS)) if mixed else []
         self._passes: dict[tuple[int, bool], Pass] = {}
         self._decodes: dict[int, Decodes] = {}
         self._calls = Calls(model, prefix, self.chosen, backend)
@@ -356,8 +357,8 @@ def _sizes(most: int) -> list[int]:
     return [*(1 << n for n in range((most - 1).bit_length())), most]
 
 
-def _mixed_sizes(most: int) -> list[int]:
-    """Powers of two, from 256 on in quarters of them, and the most: there a row that is idle takes a card's time."""
+def mixed_sizes(most: int) -> list[int]:
+    """Powers of two, from 128 on in quarters of them, and the most: there a row that is idle takes a card's time."""
     powers = [1 << n for n in range(LEAST_TOKENS.bit_length() - 1, most.bit_length())]
-    sizes = [power * n // 4 for power in powers for n in (range(4, 8) if power >= 256 else [4])]
+    sizes = [power * n // 4 for power in powers for n in (range(4, 8) if power >= QUARTERED else [4])]
     return [*(size for size in sizes if size < most), most]
