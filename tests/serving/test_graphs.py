@@ -94,6 +94,22 @@ def test_graphs_can_be_made_before_anybody_comes(llama, answers, replays):
     assert served.stats().graph_captures == 8
 
 
+def test_graphs_of_drawn_tokens_can_be_made_before_too(llama, replays):
+    served = Engine(llama, num_pages=200, max_sequences=4, token_budget=20)
+    with pytest.raises(TypeError, match=r"sampling must be a tilewise\.Sampling"):
+        served.prepare(0.7)
+    drawn, filtered = Sampling(0.8, seed=1), Sampling(0.9, top_k=5, seed=2)
+    served.prepare(drawn, filtered, drawn)
+    assert served.stats().graph_captures == 3 * 5  # of 20, 16, 4, 2 and 1 rows
+    for n, sampling in enumerate((drawn, filtered, Sampling())):
+        served.submit(PROMPTS[n], max_new_tokens=6, sampling=sampling)
+    found = run(served)
+    assert served.stats().graph_captures == 3 * 5
+    alone = Engine(llama, num_pages=200, max_sequences=4, token_budget=20)
+    alone.submit(PROMPTS[0], max_new_tokens=6, sampling=drawn)
+    assert run(alone)[0, 0] == found[0, 0]
+
+
 @pytest.mark.parametrize("family", ["gemma3", "gpt_oss"])
 def test_idle_rows_beside_windows_and_sinks(family, replays):
     model = tiny_model(family)

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +22,7 @@ import torch
 from ..kvcache import PrefixCache, Slots
 from ..kvcache.slots import upload
 from .requests import Tokens
+from .rows import Flight
 from .sampling import Kind, choose
 from .steps import Decodes, DecodeStep, MixedStep, StandingRows
 
@@ -101,6 +103,17 @@ class Chosen:
         return found
 
 
+class InFlight(NamedTuple):
+    """A pass of which the host does not know what it chose. work: what it computes. untold: whether it was fed tokens
+    that the host did not know then. started: when, of time.perf_counter(), the host began with it."""
+
+    flight: Flight
+    work: Work
+    untold: bool
+    chosen: Chosen
+    started: float
+
+
 def fed_tokens(sources: torch.Tensor, given: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
     """(T,) tokens: the one that was chosen at `sources` (T,), or where that is -1 the given one, (T,)."""
     return torch.where(sources < 0, given, chosen[sources.clamp_min(0)])
@@ -129,11 +142,11 @@ class Pass:
         self._fill(work)
         return self._run(work.kind)
 
-    def prepare(self) -> None:
-        """Compile and capture what greedy choices take, without a sequence."""
-        self._fill(Work())
-        while Kind.GREEDY not in self._graphs:
-            self._run(Kind.GREEDY)
+    def prepare(self, kind: Kind) -> None:
+        """Compile and capture what such choices take, without a sequence."""
+        self._fill(Work(kind=kind, numbers=np.zeros((5, 0))))
+        while kind not in self._graphs:
+            self._run(kind)
 
     def _fill(self, work: Work) -> None:
         """Put a step where the graph looks for it."""
@@ -309,12 +322,15 @@ class Batches:
                 self._prefix.cache.mark_written(slots)
         return Chosen(self.chosen[: work.choices])
 
-    def prepare(self) -> None:
+    def prepare(self, kinds: Sequence[Kind]) -> None:
         """Capture the graphs of all sizes, largest first, whose memory the others then use, too."""
-        for size in reversed(self.mixed_sizes):
-            self._pass(size, mixed=True).prepare()
-        for size in reversed(self.sizes):
-            self._pass(size, mixed=False).prepare()
+        passes = [
+            *((size, True) for size in reversed(self.mixed_sizes)),
+            *((size, False) for size in reversed(self.sizes)),
+        ]
+        for size, mixed in passes:
+            for kind in kinds:
+                self._pass(size, mixed=mixed).prepare(kind)
 
     def _find(self, work: Work) -> Pass | None:
         """The pass that a step fits into; None: it goes call by call."""
