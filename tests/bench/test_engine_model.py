@@ -55,3 +55,12 @@ def test_one_request_alone() -> None:
     one = engine_model.simulate(1, 1.0, seed=1, costs=engine_model.Costs(decode=2, row=0, mixed=3, token=0))
     assert one.first == (3, 3, 3)
     assert one.between == (2, 2, 2)
+
+
+def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+    words = "34 none 64 --requests 20 --decode 2 --row 0 --mixed 3 --token 0"
+    engine_model.main(words.split())
+    _, free, tight = (line.split() for line in capsys.readouterr().out.splitlines())
+    assert (free[0], tight[0]) == ("none", "64")
+    assert free[1] == "2.0"
+    assert float(tight[-1]) > float(free[-1])

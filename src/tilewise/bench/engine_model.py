@@ -4,14 +4,17 @@ Requests arrive, prompts are computed in chunks beside those who decode, as serv
 what `Costs` says. The costs are those of an 8B Llama on an H200, and with them the model gives what
 docs/results/engine-8b-h200.txt has: some 50 requests/s at once, and at 70% of that 6.4, 12.9 and 12.9 ms between tokens
 (p50, p95, p99) where steps are filled up to 256 tokens.
+
+    python -m tilewise.bench.engine_model 34 none 512 192    # 34 requests/s; token budgets
 """
 
 from __future__ import annotations
 
+import argparse
 import math
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
 
@@ -110,3 +113,24 @@ def simulate(
         running = [one for one in (*running, *done) if one.tokens]
     found = (tuple(np.percentile(x, (50, 95, 99)).tolist()) for x in (between, first))
     return Latencies(requests / now * 1e3, *found)
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    """Print what budgets do, as the command above asks."""
+    asked = argparse.ArgumentParser(prog="python -m tilewise.bench.engine_model", description="Latencies by budget.")
+    asked.add_argument("rate", type=float, help="requests per second")
+    asked.add_argument("budgets", nargs="+", type=lambda word: None if word == "none" else int(word))
+    asked.add_argument("--requests", type=int, default=2000)
+    for one in fields(Costs):
+        asked.add_argument(f"--{one.name}", type=float, default=one.default, help="ms, see Costs")
+    given = asked.parse_args(words)
+    costs = Costs(**{one.name: getattr(given, one.name) for one in fields(Costs)})
+    print("budget  ms between tokens p50 / p95 / p99  ms to the first token p50 / p95 / p99")
+    for budget in given.budgets:
+        run = simulate(given.requests, given.rate, token_budget=budget, costs=costs)
+        between, first = (" / ".join(f"{value:.1f}" for value in x) for x in (run.between, run.first))
+        print(f"{budget or 'none':>6}  {between:>34}  {first:>37}")
+
+
+if __name__ == "__main__":
+    main()
