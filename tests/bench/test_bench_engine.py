@@ -261,6 +261,12 @@ def test_the_command_in_parts(tiny, capsys):
     assert (row["row"], row["unit"], row["bar"]) == ("decode step 4 × (32 + 8)", "ms", None)
 
 
+def test_several_parts_in_their_order():
+    assert bench.case("cpu", only="load,step").parts == ("step", "load")
+    assert bench.case("cpu", only=" churn").parts == ("churn",)
+    assert bench.case("cpu").parts == bench.PARTS
+
+
 def test_a_peer_that_fails_is_a_note(tiny, model, monkeypatch):
     def broken(*_):
         raise OSError("no such thing\nat all")
@@ -280,6 +286,7 @@ def test_refusals(capsys):
         (["--loads", "0.5,3"], "loads must be above 0 and below 1.5, got 0.5, 3.0"),
         (["--loads", "much"], "could not convert string to float: 'much'"),
         (["--only", "prefill"], "only must be in one of step, churn, load, got 'prefill'"),
+        (["--only", "step,prefill"], "only must be in one of step, churn, load, got 'prefill'"),
         (["--device", "tpu"], "device must be cpu or cuda, got 'tpu'"),
     ):
         assert cli.main(["bench", "engine", *words]) == 2

@@ -6,7 +6,7 @@ import copy
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import event, given, settings
 from hypothesis import strategies as st
 from paged_cases import check_pages, snapshot
 
@@ -92,6 +92,74 @@ def test_a_run_is_step_after_step(data: st.DataObject) -> None:
         assert equal(cache, other)
         check_pages(cache)
     assert other.sequences.run is None
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_a_run_goes_on_while_sequences_take_the_places_of_others(data: st.DataObject) -> None:
+    """Some of a batch leave in every step, ended or not, and others join: forks that share their last page, and ones
+    that had a place before, among them."""
+    size = data.draw(st.sampled_from([1, 2, 4]))
+    cache = PagedKVCache(400, size, 1, 1)
+    root = cache.allocate()
+    cache.mark_written(cache.extend([root], data.draw(st.integers(1, 2 * size))))
+    seqs = cache.fork(root, 5)
+    away: list[int] = []
+    other = copy.deepcopy(cache)
+    draw = data.draw
+    followed = 0
+    for _ in range(draw(st.integers(2, 10))):
+        forget(other)
+        for place in draw(st.lists(st.integers(0, 4), max_size=2, unique=True)):
+            leaving = seqs[place]
+            what = draw(st.sampled_from(["free", "stay", "swap"]))
+            if what == "swap":  # the order changes, and nothing else
+                seqs[place], seqs[0] = seqs[0], leaving
+                continue
+            joining = away.pop() if away and draw(st.booleans()) else None
+            if joining is None:
+                parent = draw(st.sampled_from([root, *seqs]))
+                joining = cache.fork(parent)
+                assert other.fork(parent) == joining
+                more = draw(st.integers(0, 2))
+                for one in (cache, other):
+                    one.mark_written(one.extend([joining], more))
+            seqs[place] = joining
+            if what == "stay":
+                away.append(leaving)
+            else:
+                cache.free(leaving)
+                other.free(leaving)
+        run = cache.sequences.run
+        slots, expected = cache.extend(seqs, 1), other.extend(seqs, 1)
+        followed += run is not None and cache.sequences.run is run
+        assert same_slots(slots, expected)
+        cache.mark_written(slots)
+        other.mark_written(expected)
+        assert equal(cache, other)
+        check_pages(cache)
+    event(f"steps of a run that was there: {followed}")
+
+
+def test_a_run_survives_who_leaves_and_joins() -> None:
+    cache = PagedKVCache(100, 4, 1, 1)
+    seqs = cache.allocate(6)
+    new = cache.allocate(1)
+    cache.mark_written(cache.extend([*seqs, *new], 3))
+    for _ in range(3):
+        cache.mark_written(cache.extend(seqs, 1))
+    run = cache.sequences.run
+    assert run is not None
+    cache.free(seqs[2])
+    seqs[2] = new[0]
+    other = cache.fork(new[0])  # shares its last page: it takes a copy, and the run is over
+    cache.free(other)
+    cache.mark_written(cache.extend(seqs, 1))
+    assert cache.sequences.run is run
+    cache.fork(seqs[1])
+    cache.mark_written(cache.extend(seqs, 1))
+    assert cache.sequences.run is not run
+    assert cache.lengths_of(seqs).tolist() == [8, 8, 5, 8, 8, 8]
 
 
 def test_pages_of_a_run_are_taken_as_unwritten() -> None:

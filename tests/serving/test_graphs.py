@@ -22,10 +22,10 @@ def test_sizes():
     assert batch._sizes(1) == [1]
     assert batch._sizes(8) == [1, 2, 4, 8]
     assert batch._sizes(100) == [1, 2, 4, 8, 16, 32, 64, 100]
-    assert batch._mixed_sizes(1) == [1]
-    assert batch._mixed_sizes(40) == [16, 32, 40]
-    assert batch._mixed_sizes(512) == [16, 32, 64, 128, 256, 320, 384, 448, 512]
-    assert batch._mixed_sizes(700) == [16, 32, 64, 128, 256, 320, 384, 448, 512, 640, 700]
+    assert batch.mixed_sizes(1) == [1]
+    assert batch.mixed_sizes(40) == [16, 32, 40]
+    assert batch.mixed_sizes(512) == [16, 32, 64, 128, 160, 192, 224, 256, 320, 384, 448, 512]
+    assert batch.mixed_sizes(700) == [16, 32, 64, 128, 160, 192, 224, 256, 320, 384, 448, 512, 640, 700]
 
 
 def test_one_graph_serves_those_who_come_and_go(llama, answers, replays):
@@ -92,6 +92,22 @@ def test_graphs_can_be_made_before_anybody_comes(llama, answers, replays):
         served.submit(prompt, max_new_tokens=NEW)
     assert run(served) == {(n, 0): right for n, right in enumerate(answers)}
     assert served.stats().graph_captures == 8
+
+
+def test_graphs_of_drawn_tokens_can_be_made_before_too(llama, replays):
+    served = Engine(llama, num_pages=200, max_sequences=4, token_budget=20)
+    with pytest.raises(TypeError, match=r"sampling must be a tilewise\.Sampling"):
+        served.prepare(0.7)
+    drawn, filtered = Sampling(0.8, seed=1), Sampling(0.9, top_k=5, seed=2)
+    served.prepare(drawn, filtered, drawn)
+    assert served.stats().graph_captures == 3 * 5  # of 20, 16, 4, 2 and 1 rows
+    for n, sampling in enumerate((drawn, filtered, Sampling())):
+        served.submit(PROMPTS[n], max_new_tokens=6, sampling=sampling)
+    found = run(served)
+    assert served.stats().graph_captures == 3 * 5
+    alone = Engine(llama, num_pages=200, max_sequences=4, token_budget=20)
+    alone.submit(PROMPTS[0], max_new_tokens=6, sampling=drawn)
+    assert run(alone)[0, 0] == found[0, 0]
 
 
 @pytest.mark.parametrize("family", ["gemma3", "gpt_oss"])

@@ -108,6 +108,27 @@ def test_an_error_ends_what_is_in_flight(engine):
     assert pages_are_back(served)
 
 
+def test_tokens_that_came_before_an_error_are_not_lost(engine):
+    """A step that waits for what is in flight, because somebody lacks a row, and then raises."""
+    served = engine(max_sequences=1)
+    first = served.submit(prompt(9), max_new_tokens=20)
+    found = [token for _ in range(3) for token in served.step()]
+    assert len(found) == 2
+    served.submit(prompt(5, 3), max_new_tokens=2, priority=1)
+    STUB.fail = RuntimeError("broken")
+    try:
+        with pytest.raises(RuntimeError, match="broken"):
+            served.step()
+    finally:
+        STUB.fail = None
+    assert served.busy  # one token is left to be given out
+    kept = served.step()
+    assert [token.token for token in found + kept] == served.result(first).tokens
+    assert len(kept) == 1
+    assert not served.busy
+    assert served.step() == []
+
+
 def test_the_last_token_of_a_prompt_stands_with_the_decodes(engine):
     """A question that is asked again has one token to compute, which takes no chunk; its samples follow it."""
     served = engine()
@@ -216,12 +237,12 @@ def test_prompts_are_spread_over_steps_beside_decodes(monkeypatch):
     served.submit(prompt(400), max_new_tokens=200)
     assert chunks() == [400]
     served.submit(prompt(600, 1), max_new_tokens=3)
-    assert chunks() == [255, 255, 90]
+    assert chunks() == [223, 223, 154]
     served.submit(prompt(600, 1), max_new_tokens=3)
     assert chunks() == [1]  # the others are cached
     for n in range(5):
         served.submit(prompt(600, 2 + n), max_new_tokens=1)
     found = chunks()
-    assert min(found[:2]) > 500
+    assert found[:2] == [500, 416]  # a sixth of what is left
     assert sum(found) == 3000
-    assert max(found[-3:]) <= 255
+    assert max(found[-3:]) <= 223

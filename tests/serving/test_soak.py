@@ -8,10 +8,14 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
+import sys
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from card_like import capture_nothing, like_a_card
 from stub_model import Stub, Traffic, check, engine_of
 from tiny_models import pages_are_back
 
@@ -89,6 +93,32 @@ def soak(monkeypatch, clock, requests, seed):
 
 def test_a_hundred_requests(monkeypatch, clock):
     soak(monkeypatch, clock, 120, 1)
+
+
+def test_two_engines_in_threads(monkeypatch, clock):
+    """One model, a cache each, steps of one between those of the other: as on a card and not. serve() checks every
+    answer against the model alone."""
+    stub = Stub()
+    capture_nothing(monkeypatch, [])
+    options = {"num_pages": 40, "page_size": 4, "max_sequences": 12, "token_budget": 40, "max_waiting": 30}
+    engines = [like_a_card(engine_of(stub, monkeypatch, **options)), engine_of(stub, monkeypatch, **options)]
+    barrier = threading.Barrier(2)
+
+    def run(served, seed):
+        barrier.wait()
+        return serve(served, stub, Traffic(seed), lambda count: count < 60)
+
+    switching = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)  # or one would often be done before the other begins
+    try:
+        with ThreadPoolExecutor(2) as pool:
+            for one in [pool.submit(run, served, seed) for seed, served in enumerate(engines, 11)]:
+                one.result()
+    finally:
+        sys.setswitchinterval(switching)
+    for served in engines:
+        assert served.stats().mixed_steps > 0
+        assert pages_are_back(served)
 
 
 @pytest.mark.soak

@@ -89,8 +89,7 @@ def renew_plan(plan: StandingPlan, cache: PagedKVCache | PrefixCache, seqs: Sequ
     if len(named) > plan.rows:
         raise ValueError(f"seqs must be at most the plan's {plan.rows} rows, got {len(named)}")
     lengths, longest = pages.sequences.lengths_now(at)
-    if longest > plan.max_length:
-        long = int(lengths.argmax())
+    if longest > plan.max_length and lengths[long := int(lengths.argmax())] > plan.max_length:
         raise ValueError(
             f"seqs must have at most the plan's max_length of {plan.max_length} tokens, but sequence {named[long]} has "
             f"{lengths[long]}"
@@ -106,6 +105,7 @@ def renew_plan(plan: StandingPlan, cache: PagedKVCache | PrefixCache, seqs: Sequ
 def batch_of(plan: StandingPlan, pages: PagedKVCache) -> Batch:
     """The plan's sequences as the planner takes them."""
     of, arranged = pages.sequences, plan.arrange()
+    known = of.last_batch(plan.rows_of)
     return Batch(
         plan.rows_of,
         plan.lengths,
@@ -117,4 +117,5 @@ def batch_of(plan: StandingPlan, pages: PagedKVCache) -> Batch:
         of.last_stamp,
         of.grown(plan.rows_of),
         None if pages._late is None else late_places(pages, plan.seqs),
+        None if known is None else (known.before, known.at),
     )

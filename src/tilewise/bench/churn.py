@@ -112,7 +112,9 @@ class Crowd:
             self.roots = self.cache.fork([one for one in self.roots for _ in range(children)])
             self._fill(self.roots, [tokens] * len(self.roots))
         self.seqs = self.begin(self.draw(point.batch))
-        self.slots = room_for(self.cache, point.batch, planned=True)  # where a captured step looks for its places
+        # Where a captured step looks for its places.
+        self.slots = room_for(self.cache, point.batch, planned=True)
+        self.chunks = room_for(self.cache, row.leaving * CHUNK)
         self.new: list[int] = []
         self.finish(self.seqs)
         self.most = SHARED + sum(tokens for _, tokens in TREE) + point.seq + 2 * STEPS
@@ -151,7 +153,9 @@ class Crowd:
             self.cache.free([self.seqs[n] for n in self.gone])
             for n, seq in zip(self.gone, self.new, strict=True):  # others keep their rows
                 self.seqs[n] = seq
-            self.new = self.begin(self.coming)
+            self.new = self.cache.fork(self.coming)
+            self.chunks = self.cache.extend(self.new, [CHUNK] * len(self.new), into=self.chunks)
+            self.cache.mark_written(self.chunks)
         self.slots = self.cache.extend(self.seqs, 1, into=self.slots)
         self.cache.mark_written(self.slots)
 

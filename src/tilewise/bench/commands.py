@@ -413,7 +413,9 @@ def bench_engine(
     token_budget: Annotated[
         int | None, typer.Option(help="Tokens of a step under load.", show_default="64; on cuda 512", min=1)
     ] = None,
-    only: Annotated[str, typer.Option(help="Only step, churn or load.", metavar="TEXT")] = "",
+    only: Annotated[
+        str, typer.Option(help="Only step, churn or load, or several of them: step,load.", metavar="TEXT")
+    ] = "",
     peers: Annotated[bool, typer.Option(help="Measure other servers that are installed, too.")] = True,
     out: Annotated[Path | None, typer.Option(help="Write a CSV, the table and the plot into this folder.")] = None,
     json: Json = False,

@@ -139,14 +139,16 @@ def case(
     token_budget: int | None = None,
     only: str = "",
 ) -> Case:
-    """The problem with what was not given filled in for the device."""
+    """The problem with what was not given filled in for the device. only: parts of it, with commas between them."""
     card = check_device(device).type == "cuda"
     config = config or ("8b" if card else "small")
     if config not in CONFIGS:
         raise ValueError(f"config must be one of {', '.join(CONFIGS)}, got {config!r}")
-    parts = tuple(part for part in PARTS if only in part)
-    if not parts:
-        raise ValueError(f"only must be in one of {', '.join(PARTS)}, got {only!r}")
+    words = [word.strip() for word in only.split(",")]
+    for word in words:
+        if not any(word in part for part in PARTS):
+            raise ValueError(f"only must be in one of {', '.join(PARTS)}, got {word!r}")
+    parts = tuple(part for part in PARTS if any(word in part for word in words))
     if any(not 0 < load < 1.5 for load in loads):
         raise ValueError(f"loads must be above 0 and below 1.5, got {', '.join(map(str, loads))}")
     if card:

@@ -33,7 +33,8 @@ class Batch(NamedTuple):
     nodes: (m, 5) as plan/flat.py has them. last_stamp: the last number that was given as a stamp. `rows`, `order` and
     `nodes` are the very arrays of the step before where they are the same. grown: what the last step did, if that is
     all that happened since the one before it. places: (2, room) int64 on the device, the positions and the index of
-    each sequence's last token, to be filled in."""
+    each sequence's last token, to be filled in. replaced: the `rows` of an earlier step, of as many sequences, and the
+    places (u,) at which this one has others."""
 
     rows: Longs
     lengths: Longs
@@ -45,6 +46,7 @@ class Batch(NamedTuple):
     last_stamp: int
     grown: Grown | None = None
     places: torch.Tensor | None = None
+    replaced: tuple[Longs, Longs] | None = None
 
 
 class PageMirror:
@@ -71,7 +73,9 @@ class PageMirror:
         if self._late:
             self._settle()
         if others:
-            self._places, self._rows = self._find_places(rows, len(batch.table)), rows
+            if not self._replace(batch):
+                self._places = self._find_places(rows, len(batch.table))
+            self._rows = rows
         places = self._places
         counts, sent = batch.counts[rows], self._sent[places]
         # A row that joins may have been stamped while another batch was followed: the last stamp need not be new.
@@ -101,6 +105,20 @@ class PageMirror:
         for places, before in self._late:
             self._sent[places] = before + 1
         self._late.clear()
+
+    def _replace(self, batch: Batch) -> bool:
+        """Give sequences that are new in the batch the places of those that they replaced; False if that is not all
+        that is new."""
+        if batch.replaced is None or batch.replaced[0] is not self._rows or len(self._place) < len(batch.table):
+            return False
+        at = batch.replaced[1]
+        joining, places = batch.rows[at], self._places[at]
+        if np.count_nonzero(self._place[joining] >= 0):  # some only changed their order, or have a row of one that left
+            return False
+        self._place[self._rows[at]] = -1
+        self._row[places], self._place[joining] = joining, places
+        self._stamp[places] = 0  # no row's: all of its pages are sent
+        return True
 
     def _find_places(self, rows: Longs, cache_rows: int) -> Longs:
         if len(self._place) < cache_rows:
@@ -241,13 +259,13 @@ class Stage:
 
     def _head_of(self, batch: Batch, places: Longs) -> Ints:
         """The header, sequences and nodes of a step, all but the lengths."""
-        made_of = (places, batch.order, batch.nodes)
-        if self._head is None or any(a is not b for a, b in zip(self._head[0], made_of, strict=True)):
+        known = self._head
+        if known is None or not (known[0][0] is places and known[0][1] is batch.order and known[0][2] is batch.nodes):
             count, nodes = len(batch.rows), len(batch.nodes)
             head = np.zeros(STEP_WORDS + -(-(4 * count + 5 * nodes) // 4) * 4, np.int32)
             head[:2] = count, nodes
             sequences = head[STEP_WORDS : STEP_WORDS + 4 * count].reshape(count, 4)
             sequences[:, 0], sequences[:, 1] = batch.order, places[batch.order]
             head[STEP_WORDS + 4 * count : STEP_WORDS + 4 * count + 5 * nodes] = batch.nodes.ravel()
-            self._head = made_of, head
-        return self._head[1]
+            known = self._head = (places, batch.order, batch.nodes), head
+        return known[1]

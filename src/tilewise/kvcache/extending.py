@@ -12,8 +12,8 @@ import torch
 
 from tilewise.kvcache import storage
 from tilewise.kvcache.pool import Ints, ranges
-from tilewise.kvcache.runs import Run
-from tilewise.kvcache.sequences import check_counts
+from tilewise.kvcache.runs import Run, have_own_pages
+from tilewise.kvcache.sequences import NOWHERE, check_counts
 from tilewise.kvcache.slots import Late, Places, Slots, check_into
 
 if TYPE_CHECKING:
@@ -34,6 +34,7 @@ class ExtendPlan:
     copies: Flags | None  # whether its last page has to be copied first; None: no page has
     pages: int  # free pages it takes
     single: bool  # whether every sequence gets one token
+    ones: bool  # whether every sequence takes a page at most, and none of them a copy
     starts: Ints  # lengths of the sequences
     last: Ints  # their last pages, -1 for none
     run: Run | None = None  # whose next step it is; `growth`, `starts` and `last` are not looked at then
@@ -45,20 +46,17 @@ def plan_extend(
     """Check an extend() and count its pages without changing anything; holds until the cache changes."""
     named, rows = cache.sequences.batch(seqs)
     one = type(counts) is int and counts == 1
-    if one and (run := _run_of(cache, named, rows)) is not None:
+    if one and (run := _run_of(cache, rows)) is not None:
         _check_now(cache, into, len(named))
-        return ExtendPlan(named, run.counts, rows, run.ones, run.ones, None, run.pages, True, rows, rows, run)
+        return ExtendPlan(named, run.counts, rows, run.ones, run.ones, None, run.pages, True, True, rows, rows, run)
     counts, more = check_counts(counts, len(named))
     _check_now(cache, into, sum(counts))
     size, starts, last = cache.page_size, cache.sequences.lengths[rows], cache.sequences.last[rows]
     room = -starts % size  # in the last page: 0 to size - 1
-    single = one or np.count_nonzero(more == 1) == len(more)
-    if single:
-        growth = (room == 0).astype(np.int64)
-        pages = int(np.count_nonzero(growth))
-    else:
-        growth = (more - room + (size - 1)) // size
-        pages = int(np.add.reduce(growth))
+    single = one or counts.count(1) == len(counts)
+    growth = (room == 0).astype(np.int64) if single else (more - room + (size - 1)) // size
+    asking = int(np.count_nonzero(growth))
+    pages = asking if single else int(np.add.reduce(growth))
     copies = None
     shared = cache.pool.refs[last] > 1
     if np.count_nonzero(shared):
@@ -77,7 +75,8 @@ def plan_extend(
         pages += len(at)
         if not len(at):
             copies = None
-    return ExtendPlan(named, counts, rows, more, growth, copies, pages, single, starts, last)
+    ones = pages == asking and copies is None
+    return ExtendPlan(named, counts, rows, more, growth, copies, pages, single, ones, starts, last)
 
 
 def _check_now(cache: PagedKVCache, into: Slots | None, tokens: int) -> None:
@@ -88,16 +87,28 @@ def _check_now(cache: PagedKVCache, into: Slots | None, tokens: int) -> None:
         raise RuntimeError("extend() within a graph capture: its places would be the same in every replay")
 
 
-def _run_of(cache: PagedKVCache, seqs: tuple[int, ...], rows: Ints) -> Run | None:
-    """The run whose next step this is, a new one if it is the second step in a row over these sequences."""
+def _run_of(cache: PagedKVCache, rows: Ints) -> Run | None:
+    """The run whose next step this is, a new one if it is the second step in a row over this batch, or most of it."""
     sequences = cache.sequences
-    run, stepped, changes = sequences.run, sequences.stepped, sequences.changes
-    if run is not None and run.changes == changes and run.rows is rows:
+    run, stepped = sequences.run, sequences.stepped
+    if run is not None and run.rows is rows and run.changes == sequences.changes:
         return run
-    if stepped is None or stepped[0] is not rows or stepped[1] != changes or not len(rows):
+    if (run is None and stepped is None) or (batch := sequences.last_batch(rows)) is None:
         return None
-    sequences.run = Run(cache, seqs, rows)
-    return sequences.run
+    if run is not None and (run.rows is rows or run.rows is batch.before):
+        if run.follow(cache, batch, NOWHERE if run.rows is rows else batch.at):
+            return run
+    elif stepped is not None and len(rows) and (stepped is rows or stepped is batch.before):
+        moved = sequences.moved[rows]
+        if stepped is not rows:
+            moved[batch.at] = False
+            if not have_own_pages(cache, rows[batch.at]):
+                return None
+        if not np.count_nonzero(moved):
+            sequences.moved[:] = False
+            sequences.run, sequences.stepped = Run(cache, rows), None
+            return sequences.run
+    return None
 
 
 def _copied(cache: PagedKVCache, last: Ints) -> Flags:
@@ -118,17 +129,19 @@ def commit_extend(cache: PagedKVCache, plan: ExtendPlan, into: Slots | None) -> 
     sequences, pool, rows, size, counts = cache.sequences, cache.pool, plan.rows, cache.page_size, plan.more
     places = into._places if into is not None else None
     if cache._by_kernel and places is None:
-        places = Places(sum(plan.counts), cache.device)  # first: it may run out of memory
+        places = Places(sum(plan.counts), cache.device, lazy=cache.lazy_places)  # first: it may run out of memory
     if plan.run is not None:
         positions = plan.run.lengths
         plan.run.step(cache)
         return _slots(cache, plan, places, positions, plan.run.index)
     sequences.changes += 1
+    sequences.moved[rows] = True
     starts, last = plan.starts, plan.last
-    if plan.pages and plan.single and plan.copies is None:
+    if plan.pages and plan.ones:
         (at,) = plan.growth.nonzero()
         taken, asking = pool.take_single(last[at]), rows[at]
         sequences.add_pages(asking, sequences.counts[asking], taken)
+        cache._written.clear_pages(taken, pool.losses)
         last[at] = taken
     elif plan.pages:
         _take_pages(cache, plan)
@@ -137,8 +150,7 @@ def commit_extend(cache: PagedKVCache, plan: ExtendPlan, into: Slots | None) -> 
         positions = starts
         offsets = starts % size
         index = last * size + offsets
-        pool.fill[last] = offsets + 1
-        sequences.stepped = rows, sequences.changes
+        sequences.moved[rows], sequences.run, sequences.stepped = False, None, rows
     else:
         # Token t of the packed list is the i-th new one of its sequence s; positions = starts[s] + i.
         positions = ranges(starts, counts)
@@ -146,17 +158,10 @@ def commit_extend(cache: PagedKVCache, plan: ExtendPlan, into: Slots | None) -> 
         pages = sequences.table[rows.repeat(counts), number].astype(np.int64)
         number *= -size
         number += positions  # the places in their pages
-        fill = pool.fill
-        fill[pages] = size
-        ends = (starts + counts - 1) % size + 1
-        if np.count_nonzero(counts) < len(counts):
-            (grown,) = counts.nonzero()
-            last, ends = last[grown], ends[grown]
-        fill[last] = ends
         pages *= size
         index = pages + number
 
-    cache._written.forget(index)
+    pool.reserve(index, size)
     sequences.lengths[rows] = starts + counts
     return _slots(cache, plan, places, positions, index)
 
@@ -164,13 +169,15 @@ def commit_extend(cache: PagedKVCache, plan: ExtendPlan, into: Slots | None) -> 
 def _slots(cache: PagedKVCache, plan: ExtendPlan, places: Places | None, positions: Ints, index: Ints) -> Slots:
     step, losses = 0, cache.pool.losses
     cache._extends += 1
+    if cache._foreign:  # or tokens after those of a sequence are unwritten as long as its last page is its own
+        cache._written.forget(index)
     if cache._late is not None and cache._late is not places:
         cache._late.settle()
         cache._late = None
     if places is not None:
-        if places.planned and plan.single:
+        if places.lazy:
             places.fill_late(Late(plan.seqs, positions, index, cache._extends))
-            cache._late = places
+            cache._late = places if places.planned and plan.single else None
         else:
             places.fill(positions, index)
         step = places.step
@@ -184,10 +191,11 @@ def _take_pages(cache: PagedKVCache, plan: ExtendPlan) -> None:
     (asking,) = wanted.nonzero()
     rows, wanted = rows[asking], wanted[asking]
     taken = cache.pool.take(sequences.last[rows], wanted)
+    cache._written.clear_pages(taken, cache.pool.losses)
     if plan.copies is not None:
         copying, growth = plan.copies[asking], growth[asking]
         firsts = (np.cumsum(wanted) - wanted)[copying]
-        _copy_last_pages(cache, rows[copying], taken[firsts].astype(np.int64))
+        _copy_last_pages(cache, rows[copying], taken[firsts])
         rows, wanted, taken = rows[growth > 0], growth[growth > 0], np.delete(taken, firsts)
     if len(taken):
         sequences.grow(rows, wanted, taken)
@@ -195,9 +203,11 @@ def _take_pages(cache: PagedKVCache, plan: ExtendPlan) -> None:
 
 def _copy_last_pages(cache: PagedKVCache, rows: Ints, new: Ints) -> None:
     """Copy on write, for all layers at once: `new` become the last pages of the sequences."""
-    old = cache.sequences.last[rows]
+    old, size = cache.sequences.last[rows], cache.page_size
     storage.copy_pages((*cache._k, *cache._v), old, new, by_kernel=cache._by_kernel)
+    last_tokens = new * size + cache.sequences.lengths[rows] % size - 1
     cache._written.copy_pages(old, new)
-    cache.pool.fill[new] = cache.sequences.lengths[rows] % cache.page_size
+    cache._written.clear_after(last_tokens)  # whoever has the old page may have written more there
+    cache.pool.reserve(last_tokens, size)
     cache.pool.leave(old)
     cache.sequences.replace_last(rows, new)

@@ -53,6 +53,7 @@ def take_pages(
     else:
         cache.value_format, cache._v = foreign_format("v_pages", v_pages, None), [v_pages.detach().unsqueeze(0)]
     cache._start_empty()
+    cache._foreign = True
     for pages, length in foreign_lists(page_table, lengths, cache.num_pages, cache.page_size):
         cache.pool.retain(pages)
         cache.adopt(pages, length)

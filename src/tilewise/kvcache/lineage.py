@@ -19,6 +19,7 @@ from tilewise.kvcache.pool import Ints
 from tilewise.kvcache.sequences import Sequences
 
 Places = npt.NDArray[np.int32]
+EMPTY = -1
 
 
 class Lineage:
@@ -49,7 +50,7 @@ class Lineage:
         assert kinship is not None
         if kinship.version == self._version and (rows is self._rows or np.array_equal(rows, self._rows)):
             return self._found
-        places = np.full(len(self._sequences.lengths), -1, np.int32)
+        places = np.full(len(self._sequences.lengths) + 1, -1, np.int32)  # one more: of a place that is empty
         places[rows] = np.arange(len(rows), dtype=np.int32)
         order = places[kinship.order]
         (at,) = (order >= 0).nonzero()
@@ -64,12 +65,13 @@ class Lineage:
 class Kinship:
     """The tree order of all living sequences, which Sequences tells of every change.
 
-    order (n,): rows. common (n,): how many leading pages each has in common with the next; 0 for the last. version:
-    another number after every change of either.
+    order (n,): rows, and EMPTY where one has ended, as long as few have. common (n,): how many leading pages each has,
+    or had, in common with the next; 0 for the last. version: another number after every change of either, but that
+    places became empty.
     """
 
     def __init__(self, sequences: Sequences) -> None:
-        self.version = 0
+        self.version, self._empty = 0, 0
         self._sequences = sequences
         self._at = np.empty(0, np.int64)  # the place of a row in the order
         rows = np.fromiter(sequences.rows.values(), np.int64, len(sequences.rows))
@@ -90,8 +92,8 @@ class Kinship:
     def _place(self, order: Ints, common: Ints) -> None:
         self.version += 1
         self.order, self.common = order, common
-        if len(self._at) < len(self._sequences.lengths):
-            self._at = np.zeros(len(self._sequences.lengths), np.int64)
+        if len(self._at) <= len(self._sequences.lengths):
+            self._at = np.zeros(len(self._sequences.lengths) + 1, np.int64)  # the last one: of EMPTY
         self._at[order] = np.arange(len(order))
 
     def shared_by(self, rows: Ints) -> int:
@@ -129,13 +131,21 @@ class Kinship:
 
     def leave(self, rows: Ints) -> None:
         """Sequences that have ended."""
-        gone = np.zeros(len(self.order), bool)
-        gone[self._at[rows]] = True
-        (at,) = (~gone).nonzero()
-        self._place(self.order[at], np.minimum.reduceat(self.common, at) if len(at) else self.common[:0])
+        self.order[self._at[rows]] = EMPTY
+        self._empty += len(rows)
+        if 2 * self._empty > len(self.order):
+            self._close_up()
+
+    def _close_up(self) -> None:
+        """Leave out what is empty."""
+        if self._empty:
+            self._empty = 0
+            (at,) = (self.order != EMPTY).nonzero()
+            self._place(self.order[at], np.minimum.reduceat(self.common, at) if len(at) else self.common[:0])
 
     def join(self, row: int) -> None:
         """A new sequence with pages, some of which others may have, too."""
+        self._close_up()
         at, shared = self._nearest(row)
         self._insert_block(self._end(at, shared) + 1 if shared else len(self.order), np.array([row]), shared)
 

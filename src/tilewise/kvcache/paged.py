@@ -102,11 +102,14 @@ class PagedKVCache:
 
     def _start_empty(self) -> None:
         self.serial = next(_serials)
+        self._inference = any(x.is_inference() for x in (*self._k, *self._v))  # made under inference_mode()
         self.sequences = Sequences()
         self._managed: set[int] = set()  # those that a PrefixCache made: it alone may grow, fork and end them
         self._next_seq = 0
         self.pool = PagePool(self.num_pages)
         self._written = storage.Written(self.num_pages, self.page_size, self.num_layers)
+        self._foreign = False  # whether sequences of different lengths may have a page that is not full
+        self.lazy_places = False  # whether slots are sent to a card only when somebody asks for them there
         self._extends = 0  # counts them
         self._late: Places | None = None  # of the last one, if they wait for renew_plan
 
@@ -182,6 +185,8 @@ class PagedKVCache:
         named, rows = self.sequences.some(seq)
         each = 1 if count is None else checks.integer("count", count, 0)
         self._check_unmanaged(named, "fork")
+        if named.count(named[0] if named else 0) == len(named) > 1:  # all of one: what they share is looked at once
+            rows, each = rows[:1], each * len(named)
         children = self.copy_rows(rows, each)
         return children[0] if count is None and not several(seq) else children
 
@@ -429,6 +434,8 @@ class PagedKVCache:
         """
         (seq,) = self._number(1)
         self.sequences.add(seq, pages, length)
+        if length % self.page_size:  # whoever has this page shares it now
+            self.sequences.moved[:] = True
         if managed:
             self._managed.add(seq)
         return seq
@@ -456,8 +463,9 @@ class PagedKVCache:
 
     def check_writable(self) -> None:
         """Raise ValueError where torch would not let pages be written, see from_pages()."""
-        for _, parts in self._storages:
-            storage.check_writable("the pages", parts[0])
+        if self._inference:
+            for _, parts in self._storages:
+                storage.check_writable("the pages", parts[0])
 
     # Inside.
 

@@ -10,6 +10,8 @@ import numpy.typing as npt
 Pages = npt.NDArray[np.int32]
 Ints = npt.NDArray[np.int64]
 
+LATE = 64  # reservations that are noted before the pages' fill is set
+LATE_TOKENS = 65536
 SCAN = 1024  # pages looked at together when single free ones are wanted
 ONE = np.int32(1)  # of the references' own dtype, or add.at is twenty times slower
 _NONE = np.empty(0, np.int64)
@@ -25,25 +27,37 @@ class PagePool:
         self.freed = np.zeros(num_pages, np.int64)  # `losses` when the page was freed last
         self.losses = 0  # counts calls that took pages from a holder: while it stands still, slots cannot go stale
         self._fill = np.zeros(num_pages, np.int32)
-        self._late: tuple[Ints, int] | None = None  # places of last tokens, and page_size: their pages' fill is not set
+        self._late: list[Ints] = []  # of reservations that are not in _fill yet, the oldest first: see reserve()
+        self._size = 1  # tokens of a page
+        self._losses = 0  # when pages that are free had no fill
         self._lowest = 0  # no page below is free
         self._known: Ints = _NONE  # pages from there on that were free, no free one between them left out
 
     @property
     def fill(self) -> Pages:
         """(num_pages,): tokens reserved in the page."""
-        if self._late is not None:
-            (index, size), self._late = self._late, None
-            pages = index // size
-            self._fill[pages] = index - pages * size + 1
+        self._settle()
+        if self._losses != self.losses:
+            self._losses = self.losses
+            self._fill[self.refs == 0] = 0
         return self._fill
 
-    def fill_up(self, full: Ints | None, index: Ints, size: int) -> None:
-        """Sequences grew by a token each, which are at `index`, page · size + offset; the last call was for the tokens
-        before them, and the pages `full` were full then. Their fill is set when somebody looks."""
-        if full is not None:
-            self._fill[full] = size
-        self._late = index, size
+    def reserve(self, index: Ints, size: int) -> None:
+        """Take note of tokens at page · size + offset, in a page one after the other. Its fill is set when somebody
+        looks."""
+        self._size = size
+        self._late.append(index)
+        if len(self._late) > LATE or len(index) > LATE_TOKENS:
+            self._settle()
+
+    def _settle(self) -> None:
+        if self._late:
+            index = np.concatenate(self._late)
+            self._late.clear()
+            pages = index // self._size
+            index -= pages * self._size
+            index += 1
+            self._fill[pages] = index  # of a page that is named again the last one counts
 
     def retain(self, pages: Pages) -> None:
         """Hold the pages once more."""
@@ -58,7 +72,8 @@ class PagePool:
         """Hold pages that somebody holds `times` more: those of `lead`, named once each, and once more for every time
         that it is named each page of `rest`."""
         self.refs[lead.astype(np.int64)] += np.int32(times)
-        np.add.at(self.refs, rest, ONE)
+        if len(rest):
+            np.add.at(self.refs, rest, ONE)
 
     def release(self, pages: Pages | Ints) -> None:
         """Hold the pages once less; those that nobody holds are free again."""
@@ -93,12 +108,11 @@ class PagePool:
     def _note_free(self, pages: Pages | Ints) -> None:
         if len(pages):
             self.freed[pages] = self.losses
-            self.fill[pages] = 0
             self.free_pages += len(pages)
             self._lowest = min(self._lowest, int(np.minimum.reduce(pages)))
             self._known = _NONE
 
-    def take(self, last_pages: Ints, wanted: Ints) -> Pages:
+    def take(self, last_pages: Ints, wanted: Ints) -> Ints:
         """Hold `wanted` free pages, one at least, for each sequence, whose last page is given or -1; enough are free.
 
         The pages of all, one sequence after another. Consecutive pages are read without a copy. So a sequence gets the
@@ -122,7 +136,7 @@ class PagePool:
             lengths = np.concatenate([lengths, runs[:, 2]])[order]
         pages = ranges(starts, lengths)
         self.refs[pages] = 1
-        return pages.astype(np.int32)
+        return pages
 
     def _take_next(self, last_pages: Ints, wanted: Ints) -> npt.NDArray[np.bool_]:
         """Take the pages right after the last one where all that are wanted are free; for which sequences they are."""
@@ -153,7 +167,7 @@ class PagePool:
         self._lowest = holes.lowest()
         return found
 
-    def _take_ones(self, last_pages: Ints) -> Pages:
+    def _take_ones(self, last_pages: Ints) -> Ints:
         """take() of one page for each, without a loop over them."""
         pages = last_pages + 1
         # The page after the last of all is out of range, and the one after -1 is no neighbour.
@@ -168,9 +182,9 @@ class PagePool:
             self.refs[pages[at]] = 1
         if len(at) < len(pages):
             pages[taken] = self._take_lowest(len(pages) - len(at))
-        return pages.astype(np.int32)
+        return pages
 
-    def take_single(self, last_pages: Ints) -> Pages:
+    def take_single(self, last_pages: Ints) -> Ints:
         """take() of one page for each."""
         self.free_pages -= len(last_pages)
         return self._take_ones(last_pages)

@@ -15,7 +15,6 @@ from tilewise.kvcache.slots import Slots
 if TYPE_CHECKING:
     from tilewise.kvcache.extending import ExtendPlan
     from tilewise.kvcache.paged import PagedKVCache
-    from tilewise.kvcache.runs import Run
 
 
 Tokens = npt.NDArray[np.int64]
@@ -47,7 +46,7 @@ class Progress:
         self._born = 0  # counts sequences; the birth of a row without one of the tree's is 0
         self._steps: list[Step] = []  # those that are not complete, oldest first
         self.untold: set[Slots] = set()  # whose tokens have no ids yet
-        self._run: tuple[Run | None, Ints] = None, self._births  # a run of the tree's sequences, and their births
+        self._run: tuple[Ints, Ints] = self._births, self._births  # rows of a run, all the tree's, and their births
 
     def begin(self, rows: Ints, complete: Ints | int, limit: Ints | int) -> None:
         """New sequences."""
@@ -69,21 +68,21 @@ class Progress:
 
     def all_of_the_tree(self, plan: ExtendPlan) -> bool:
         """Whether the sequences that a step extends are all the tree's."""
-        if plan.run is not None and plan.run is self._run[0]:
-            return True  # or one of them would have ended, and the run with it
         rows = plan.rows
+        if plan.run is not None and rows is self._run[0]:
+            return True  # or one of them would have ended, and the batch would have other rows
         if len(rows) and int(np.maximum.reduce(rows)) >= len(self._births):
             return False
         births = self._births[rows]
         if np.count_nonzero(births) < len(rows):
             return False
-        self._run = plan.run, births
+        self._run = rows, births
         return True
 
     def add(self, slots: Slots, plan: ExtendPlan) -> Step | None:
         """Take note of the tokens that a step has added to sequences, `slots`; None if there are none."""
         rows, counts = plan.rows, plan.more
-        if plan.run is not None and plan.run is self._run[0]:
+        if plan.run is not None and rows is self._run[0]:
             step = Step(slots, rows, self._run[1], slots.host_positions, plan.run.lengths)
             self._steps.append(step)
             return step

@@ -20,7 +20,22 @@ if TYPE_CHECKING:
 
 LARGE = 2**20  # entries of a table that is not copied as a whole
 MANY = 2**40  # a count of tokens that no cache has room for
+KNOWN = 4  # batches that are remembered: of those who decode, and a few of those whose prompts are computed
 MOST_GONE = 4096  # sequences that ended, which are remembered
+NOWHERE: Ints = np.zeros(0, np.int64)
+
+
+class Batch:
+    """Sequences that were asked for together. seqs, named: their numbers, as a list and as a tuple. rows (n,): theirs;
+    with `before` (n,) from the last time and `at` (u,), the places that have another sequence since. members: the
+    numbers as a set. gone: sequences that ended since."""
+
+    __slots__ = ("at", "before", "gone", "members", "named", "rows", "seqs")
+
+    def __init__(self, seqs: list[int], named: tuple[int, ...], rows: Ints, members: set[int]) -> None:
+        self.seqs, self.named, self.rows, self.members = seqs, named, rows, members
+        self.gone: set[int] = set()
+        self.before, self.at = rows, NOWHERE
 
 
 class Sequences:
@@ -43,13 +58,15 @@ class Sequences:
         self.kinship: Kinship | None = None  # who shares pages with whom, kept once somebody asks for it
         self.changes = 0  # counts what became of sequences; steps of `run` are none
         self.run: Run | None = None  # of the sequences that grow step by step; over when `changes` is not its own
-        self.stepped: tuple[Ints, int] | None = None  # the rows that got a token each in the last step, `changes` then
+        self.stepped: Ints | None = None  # the rows that got a token each in the last step that was not one of `run`
+        # Rows of which something became since then that a step of a token each has to look at: they grew otherwise, or
+        # others may share their last page.
+        self.moved = np.zeros(8, bool)
         self._stamp = 0  # the last one given
         self._unused: list[int] = []
-        # The sequences asked for last, and their rows: steps mostly go over the same ones, or most of them.
-        self._batch: tuple[list[int], tuple[int, ...], Ints] | None = None
-        self._members: set[int] = set()  # those sequences
-        self._gone: set[int] = set()  # sequences that ended since
+        # The batches asked for last, no two of the same size, the latest first: steps mostly go over the same ones,
+        # or most of them.
+        self._known: list[Batch] = []
 
     def add(self, seq: int, pages: Pages, length: int) -> None:
         """A sequence with this page list."""
@@ -75,16 +92,17 @@ class Sequences:
         width = max(counts.tolist(), default=0)
         self.table[rows, :width] = self.table[sources, :width]
         self.lengths[rows], self.counts[rows], self.last[rows] = self.lengths[sources], counts, self.last[sources]
+        self.moved[sources] = True
         if self.kinship is not None:
             self.kinship.fork(rows, sources)
 
     def end(self, seqs: Sequence[int]) -> Ints:
         """The rows of sequences that live no longer. Their page lists stay until clear() is told of the rows."""
         self.changes += 1
-        self._gone.update(seqs)
-        if len(self._gone) > MOST_GONE:  # nobody asks for a batch
-            self._batch = None
-            self._gone.clear()
+        for batch in self._known:
+            batch.gone.update(seqs)
+            if len(batch.gone) > MOST_GONE:  # nobody asks for it
+                self._known = [one for one in self._known if one is not batch]
         return np.fromiter(map(self.rows.pop, seqs), np.int64, len(seqs))
 
     def clear(self, rows: Ints) -> None:
@@ -123,45 +141,52 @@ class Sequences:
         return self._stamp
 
     def batch(self, seqs: Any) -> tuple[tuple[int, ...], Ints]:
-        """named() of sequences that are named once each; the very same tuple and array if they are those of the call
+        """named() of sequences that are named once each; the very same tuple and array if they are those of a call
         before. The tuple is taken as well as the list."""
-        known = self._batch
-        if known is not None:
-            listed = type(seqs) is list
-            if (known[1] is seqs or (listed and known[0] == seqs)) and self._gone.isdisjoint(self._members):
-                self._gone.clear()
-                return known[1:]
-            if listed and len(seqs) == len(known[0]):
-                self._batch = self._replaced(*known, seqs)
-                if self._batch is not None:
-                    return self._batch[1:]
+        listed = type(seqs) is list
+        for turn, batch in enumerate(self._known):
+            same = batch.named is seqs or (listed and batch.seqs == seqs)
+            if same and batch.gone.isdisjoint(batch.members):
+                batch.gone.clear()
+            elif same or not listed or len(seqs) != len(batch.seqs) or not self._replace(batch, seqs):
+                continue
+            if turn:
+                self._known.insert(0, self._known.pop(turn))
+            return batch.named, batch.rows
         named, rows = self.named(seqs)
         members = set(named)
         if len(members) != len(named):
             raise ValueError("seqs must name each sequence once, got one twice; add up its counts")
-        if type(seqs) is not list:
+        if not listed:
             return tuple(named), rows
-        self._batch, self._members = (named.copy(), tuple(named), rows), members
-        self._gone.clear()
-        return self._batch[1:]
+        made = Batch(named.copy(), tuple(named), rows, members)
+        self._known = [made, *(one for one in self._known if len(one.seqs) != len(named))][:KNOWN]
+        return made.named, rows
 
-    def _replaced(
-        self, old: list[int], named: tuple[int, ...], rows: Ints, seqs: list[int]
-    ) -> tuple[list[int], tuple[int, ...], Ints] | None:
-        """What batch() keeps of `seqs`, where some stand in the places of others; None if it has to look at all."""
+    def last_batch(self, rows: Ints) -> Batch | None:
+        """The batch asked for last, if it has just these rows."""
+        return self._known[0] if self._known and self._known[0].rows is rows else None
+
+    def _replace(self, batch: Batch, seqs: list[int]) -> bool:
+        """Make it the batch `seqs`, of as many sequences; False, with nothing changed, if one has to look at all."""
+        old, half = batch.seqs, len(seqs) // 2
+        if not (seqs[0] is old[0] or seqs[half] is old[half] or seqs[-1] is old[-1]):  # others altogether, mostly
+            return False
         at = list(compress(range(len(seqs)), map(is_not, old, seqs)))
-        new = [seqs[n] for n in at]
-        if 2 * len(at) > len(seqs) or not _all_ints(new) or not self.rows.keys() >= set(new):
-            return None
-        members = self._members
-        members.difference_update([old[n] for n in at])
+        new, left = [seqs[n] for n in at], [old[n] for n in at]
+        if len(at) > half or not _all_ints(new) or not self.rows.keys() >= set(new):
+            return False
+        members = batch.members
+        members.difference_update(left)
         members.update(new)
-        if len(members) != len(seqs) or not members.isdisjoint(self._gone):
-            return None
-        self._gone.clear()
-        found = rows.copy()
-        found[at] = [self.rows[seq] for seq in new]
-        return seqs.copy(), tuple(seqs), found
+        if len(members) != len(seqs) or not members.isdisjoint(batch.gone):
+            batch.members = set(old)
+            return False
+        batch.gone.clear()
+        batch.before, batch.at, batch.rows = batch.rows, np.array(at, np.int64), batch.rows.copy()
+        batch.rows[batch.at] = [self.rows[seq] for seq in new]
+        batch.seqs, batch.named = seqs.copy(), tuple(seqs)
+        return True
 
     def pages(self, seq: int, name: str = "seq") -> Pages:
         """The page list of one sequence: a copy, read-only."""
@@ -193,7 +218,7 @@ class Sequences:
         width = int(counts.max(initial=0))
         return np.where(np.arange(width) < counts[:, None], self.table[rows, :width], np.int32(fill))
 
-    def grow(self, rows: Ints, growth: Ints, pages: Pages) -> None:
+    def grow(self, rows: Ints, growth: Ints, pages: Ints) -> None:
         """Add `growth` pages at the end of each, all of them one after another in `pages`."""
         counts = self.counts[rows]
         self._widen(int(np.maximum.reduce(counts + growth)))
@@ -207,7 +232,7 @@ class Sequences:
             self.last[rows] = pages[ends - 1]
         self.counts[rows] = counts + growth
 
-    def add_pages(self, rows: Ints, counts: Ints, pages: Ints | Pages) -> None:
+    def add_pages(self, rows: Ints, counts: Ints, pages: Ints) -> None:
         """One page more at the end of each, which has `counts` so far."""
         try:
             self.table[rows, counts] = pages
@@ -218,7 +243,7 @@ class Sequences:
         self.counts[rows] = counts + 1
 
     def lengths_now(self, rows: Ints) -> tuple[Ints, int]:
-        """The lengths of rows, and the longest of them. The array is not changed by later steps."""
+        """The lengths of rows, and how long the longest of them is at most. The array is not changed by later steps."""
         run = self.run
         if run is not None and run.rows is rows and run.changes == self.changes:
             return run.lengths, run.longest
@@ -250,6 +275,7 @@ class Sequences:
                 np.concatenate([x, np.zeros(more - len(x), np.int64)])
                 for x in (self.lengths, self.counts, self.last, self.stamps)
             )
+            self.moved = np.concatenate([self.moved, np.zeros(more - len(self.moved), bool)])
             self._resize(more, self.table.shape[1])
         first += len(unused)
         rows = unused[len(unused) - count + fresh :] + list(range(first, first + fresh))

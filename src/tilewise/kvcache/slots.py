@@ -30,21 +30,29 @@ class Late(NamedTuple):
 class Places:
     """(2, capacity) int64 on a card: the positions and the index of a step's tokens; index -1 where there is none.
 
-    planned: steps of a token each wait in `late` for renew_plan(), which sends them with what the plan takes.
+    lazy: what a step puts there waits in `late` until somebody asks for it. planned: that may be renew_plan(), which
+    sends steps of a token each with what the plan takes.
     """
 
-    __slots__ = ("late", "planned", "rows", "step", "tensor")
+    __slots__ = ("_tensor", "capacity", "device", "late", "lazy", "planned", "rows", "step")
 
-    def __init__(self, capacity: int, device: torch.device, planned: bool = False) -> None:
-        if torch.is_inference_mode_enabled():
-            with torch.inference_mode(False):  # or a later step outside of it could not refresh them
-                self.tensor = torch.empty((2, capacity), dtype=torch.int64, device=device)
-        else:
-            self.tensor = torch.empty((2, capacity), dtype=torch.int64, device=device)
+    def __init__(self, capacity: int, device: torch.device, *, lazy: bool = False, planned: bool = False) -> None:
+        self.capacity, self.device = capacity, device
+        self._tensor: torch.Tensor | None = None
         self.rows: tuple[torch.Tensor, ...] = ()  # views, kept because making one costs as much as a launch
         self.step = 0  # counts the steps that were in them
-        self.planned = planned
+        self.lazy, self.planned = lazy or planned, planned
         self.late: Late | None = None
+        if not lazy:
+            self.tensor  # noqa: B018  (it may run out of memory, and nothing has changed yet)
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """The arrays themselves, whatever is late."""
+        if self._tensor is None:
+            with torch.inference_mode(False):  # or a later step outside of it could not refresh them
+                self._tensor = torch.empty((2, self.capacity), dtype=torch.int64, device=self.device)
+        return self._tensor
 
     def fill(self, positions: Ints, index: Ints) -> None:
         self.step += 1
@@ -153,7 +161,7 @@ class Slots:
     @property
     def room(self) -> int:
         """Tokens that the arrays on the card have places for, those past len() to be skipped; 0 without a card."""
-        return 0 if self._places is None else self._places.tensor.shape[1]
+        return 0 if self._places is None else self._places.capacity
 
     @property
     def all_positions(self) -> torch.Tensor:
@@ -217,17 +225,19 @@ class Slots:
         return not np.array_equal(now, self._pages)
 
 
-def room_for(cache: PagedKVCache, tokens: int, *, planned: bool = False) -> Slots:
+def room_for(cache: PagedKVCache, tokens: int, *, lazy: bool = False, planned: bool = False) -> Slots:
     """Slots of no token, whose arrays on a card have room for steps of so many: for extend(into=), before any step.
 
-    planned: the arrays are filled by renew_plan() of a standing plan of the same sequences, with what that sends
-    anyway, and otherwise when somebody asks for them: it has to come before a graph that reads them is replayed.
+    lazy: the arrays are filled when somebody asks for them, for who mostly has the places elsewhere. planned: by
+    renew_plan() of a standing plan of the same sequences, with what that sends anyway, and otherwise when somebody asks
+    for them: it has to come before a graph that reads them is replayed.
     """
     nothing: Ints = np.zeros(0, np.int64)
     places = None
     if cache._by_kernel:
-        places = Places(tokens, cache.device, planned)
-        places.fill(nothing, nothing)
+        places = Places(tokens, cache.device, lazy=lazy, planned=planned)
+        if not lazy:
+            places.fill(nothing, nothing)
     step = places.step if places is not None else 0
     losses = cache.pool.losses
     return Slots.of((), (), nothing, nothing, cache, places, step, losses)
@@ -252,7 +262,10 @@ def gather(into: Slots, seqs: Sequence[int], counts: Sequence[int], positions: I
     """
     cache, places = into._cache, into._places
     check_into(into, cache, len(index))
-    if places is not None:
+    if places is not None and places.planned and len(seqs) == len(index):
+        places.fill_late(Late(tuple(seqs), positions, index, cache._extends))
+        cache._late = places
+    elif places is not None:
         places.fill(positions, index)
     step, losses = 0 if places is None else places.step, cache.pool.losses
     return Slots(tuple(seqs), tuple(counts), positions, index, cache, places, step, losses, [losses])
@@ -289,6 +302,6 @@ def check_into(into: Any, cache: PagedKVCache, tokens: int) -> None:
     if not into.complete:
         raise ValueError("into must be written in every layer first; mark_written() says that a graph has done so")
     into._check_own_places()
-    if into._places is not None and tokens > into._places.tensor.shape[1]:
-        room = into._places.tensor.shape[1]
+    if into._places is not None and tokens > into._places.capacity:
+        room = into._places.capacity
         raise ValueError(f"into has room for {room} tokens, got {tokens}; extend() without it, and capture again")

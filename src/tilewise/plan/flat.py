@@ -115,10 +115,12 @@ def tree_order(table: Ints, counts: Longs) -> tuple[Ints, Longs]:
 
 def find_spans(common: Longs) -> Spans:
     """All nodes of the tree. It looks only where `common` changes."""
-    if not common.any():
+    if not len(common):
         return Spans([], [], [], [])
     changes = [0, *((common[1:] != common[:-1]).nonzero()[0] + 1).tolist(), len(common)]
     depths = [*common[changes[:-1]].tolist(), 0]
+    if len(depths) == 2 and not depths[0]:
+        return Spans([], [], [], [])
     found: list[tuple[int, int, int, int]] = []  # first, -end, depth, over: sorted, parents come before children
     opened: list[tuple[int, int]] = []  # depth and first of the nodes around the place that is looked at
     deepest = 0

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +22,7 @@ import torch
 from ..kvcache import PrefixCache, Slots
 from ..kvcache.slots import upload
 from .requests import Tokens
+from .rows import Flight
 from .sampling import Kind, choose
 from .steps import Decodes, DecodeStep, MixedStep, StandingRows
 
@@ -31,6 +33,7 @@ LARGEST = 1024  # rows of a standing plan; steps that decode more go call by cal
 LONGEST = 2**24  # tokens of a sequence in one
 MOST_TOKENS = 2048  # of a graph with prompts: in a larger pass the card is as slow as the host
 LEAST_TOKENS = 16
+QUARTERED = 128  # tokens from which on such graphs have sizes a quarter apart
 SHRINK_AFTER = 16  # steps in which fewer rows would do before a smaller batch takes over: its plan is another one
 _capturing = threading.Lock()  # one graph at a time, also where several engines have a thread each
 
@@ -100,6 +103,17 @@ class Chosen:
         return found
 
 
+class InFlight(NamedTuple):
+    """A pass of which the host does not know what it chose. work: what it computes. untold: whether it was fed tokens
+    that the host did not know then. started: when, of time.perf_counter(), the host began with it."""
+
+    flight: Flight
+    work: Work
+    untold: bool
+    chosen: Chosen
+    started: float
+
+
 def fed_tokens(sources: torch.Tensor, given: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
     """(T,) tokens: the one that was chosen at `sources` (T,), or where that is -1 the given one, (T,)."""
     return torch.where(sources < 0, given, chosen[sources.clamp_min(0)])
@@ -128,11 +142,11 @@ class Pass:
         self._fill(work)
         return self._run(work.kind)
 
-    def prepare(self) -> None:
-        """Compile and capture what greedy choices take, without a sequence."""
-        self._fill(Work())
-        while Kind.GREEDY not in self._graphs:
-            self._run(Kind.GREEDY)
+    def prepare(self, kind: Kind) -> None:
+        """Compile and capture what such choices take, without a sequence."""
+        self._fill(Work(kind=kind, numbers=np.zeros((5, 0))))
+        while kind not in self._graphs:
+            self._run(kind)
 
     def _fill(self, work: Work) -> None:
         """Put a step where the graph looks for it."""
@@ -282,7 +296,7 @@ class Batches:
         self.sizes = _sizes(self.max_rows) if static else []
         # Pages of another dtype than the model's are converted for prompts, step by step.
         mixed = static and cache.format.dtype == model.shape.dtype
-        self.mixed_sizes = _mixed_sizes(min(most_tokens, MOST_TOKENS)) if mixed else []
+        self.mixed_sizes = mixed_sizes(min(most_tokens, MOST_TOKENS)) if mixed else []
         self._passes: dict[tuple[int, bool], Pass] = {}
         self._decodes: dict[int, Decodes] = {}
         self._calls = Calls(model, prefix, self.chosen, backend)
@@ -308,12 +322,15 @@ class Batches:
                 self._prefix.cache.mark_written(slots)
         return Chosen(self.chosen[: work.choices])
 
-    def prepare(self) -> None:
+    def prepare(self, kinds: Sequence[Kind]) -> None:
         """Capture the graphs of all sizes, largest first, whose memory the others then use, too."""
-        for size in reversed(self.mixed_sizes):
-            self._pass(size, mixed=True).prepare()
-        for size in reversed(self.sizes):
-            self._pass(size, mixed=False).prepare()
+        passes = [
+            *((size, True) for size in reversed(self.mixed_sizes)),
+            *((size, False) for size in reversed(self.sizes)),
+        ]
+        for size, mixed in passes:
+            for kind in kinds:
+                self._pass(size, mixed=mixed).prepare(kind)
 
     def _find(self, work: Work) -> Pass | None:
         """The pass that a step fits into; None: it goes call by call."""
@@ -356,8 +373,8 @@ def _sizes(most: int) -> list[int]:
     return [*(1 << n for n in range((most - 1).bit_length())), most]
 
 
-def _mixed_sizes(most: int) -> list[int]:
-    """Powers of two, from 256 on in quarters of them, and the most: there a row that is idle takes a card's time."""
+def mixed_sizes(most: int) -> list[int]:
+    """Powers of two, from 128 on in quarters of them, and the most: there a row that is idle takes a card's time."""
     powers = [1 << n for n in range(LEAST_TOKENS.bit_length() - 1, most.bit_length())]
-    sizes = [power * n // 4 for power in powers for n in (range(4, 8) if power >= 256 else [4])]
+    sizes = [power * n // 4 for power in powers for n in (range(4, 8) if power >= QUARTERED else [4])]
     return [*(size for size in sizes if size < most), most]

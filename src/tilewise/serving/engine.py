@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -25,10 +25,9 @@ import torch
 from .. import checks
 from ..kvcache import OutOfPages, PagedKVCache, PrefixCache, Slots
 from ..kvcache.slots import room_for
-from .batch import Batches, Chosen, Work
+from .batch import Batches, InFlight, Work
 from .requests import GREEDY, EngineFull, Generation, Job, Request, Sample, Token, Tokens, make_request
-from .rows import Flight
-from .sampling import Kind, Sampling, parameters, uniforms
+from .sampling import Kind, Sampling, check_sampling, parameters, uniforms
 from .schedule import Schedule
 from .sizing import affordable_pages, check_served, format_of
 from .stats import EngineStats
@@ -36,17 +35,6 @@ from .streams import Streams
 
 if TYPE_CHECKING:
     from .hf import ServedModel
-
-
-class InFlight(NamedTuple):
-    """A pass of which the host does not know what it chose. work: what it computes. untold: whether it was fed tokens
-    that the host did not know then. started: when, of time.perf_counter(), the host began with it."""
-
-    flight: Flight
-    work: Work
-    untold: bool
-    chosen: Chosen
-    started: float
 
 
 class Engine:
@@ -127,12 +115,14 @@ class Engine:
         most = min(self.max_sequences, self.token_budget or self.max_sequences)
         self._schedule = Schedule(self.prefix, most)
         self._batches = self._make_batches()
-        self._places: Slots | None = room_for(self.cache, most) if self._graphs else None  # of the newest tokens
+        self.cache.lazy_places = self._graphs  # a pass with a graph has places of its own
+        self._places = self._make_places()  # of the newest tokens
         self._late = shape.device.type == "cuda"  # whether a pass may be in flight while nobody steps
         self._flight: InFlight | None = None
         self._chosen: Tokens = np.zeros(0, np.int64)  # what the last pass chose, if none is in flight
         self._landed = 0.0  # when, of time.perf_counter(), the last pass had been computed and its tokens given out
         self._found: list[Token] = []  # that this step brings
+        self._kept: list[Token] = []  # that a step had found which then raised
         self._requests: dict[int, Request] = {}
         self._deadlines: list[tuple[float, int]] = []  # a heap, with the numbers of the requests
         self._arrived: deque[Request] = deque()  # since the last step; all else belongs to whoever holds _lock
@@ -197,25 +187,30 @@ class Engine:
         On a card they are those of the pass before, which was computed meanwhile. An empty list says that the step
         brought none, not that all is done: see `busy`, and done() of a request, which may also have ended for want of
         time. What it raises comes from the model or the card: whatever was under way or waited has ended then, with
-        finish_reason "error". The engine can be used again, unless the card itself failed.
+        finish_reason "error". The engine can be used again, unless the card itself failed; tokens that had come before
+        the error are what the next step() returns first, for which the engine is `busy`.
         """
         with self._turn():
             self._check_usable()
-            started = time.perf_counter()
+            started, self._found = time.perf_counter(), []
             try:
                 with self._on_device():
-                    found = self._step(started)
+                    self._step(started)
             except BaseException as error:
-                self._streams.tell(self._found)  # what came before it
+                self._streams.tell(self._found)
+                self._kept += self._found
                 self._fail(error)
                 raise
-            self._streams.tell(found)
-            return found
+            self._streams.tell(self._found)
+            kept, self._kept = self._kept, []
+            return kept + self._found
 
-    def prepare(self) -> None:
-        """On a card, compile and capture the graphs of all numbers of rows now, not when each is needed first."""
+    def prepare(self, *sampling: Sampling) -> None:
+        """On a card, compile and capture the graphs of all numbers of rows now, not when each is needed first: those of
+        greedy choices, and of what requests with these `sampling` take."""
+        kinds = {Kind.GREEDY, *(check_sampling(one).kind for one in sampling)}
         with self._turn(), self._on_device():
-            self._batches.prepare()
+            self._batches.prepare(sorted(kinds))
 
     def cancel(self, number: int) -> None:
         """End what is left of a request; result() then gives what there is of it."""
@@ -227,7 +222,8 @@ class Engine:
     @property
     def busy(self) -> bool:
         """Is anything still to be done?"""
-        return self._failed is None and (bool(self._arrived) or self._schedule.busy or self._flight is not None)
+        left = self._arrived or self._schedule.busy or self._flight is not None or self._kept
+        return self._failed is None and bool(left)
 
     def done(self, number: int) -> bool:
         """Has every sample of a request ended, so that result() can be asked for?"""
@@ -295,19 +291,19 @@ class Engine:
 
     # A step.
 
-    def _step(self, started: float) -> list[Token]:
+    def _step(self, started: float) -> None:
         self._let_in()
         for number in self._streams.forget_left():
             request = self._requests.pop(number, None)
             if request is not None and request.left:
                 self._schedule.end(request, "cancelled")
         self._end_overdue()
-        stats, self._found = self._stats, []
+        stats = self._stats
         away = self._away + self._batches.away
         launched = self._launch(started)
         if launched is None:  # nothing is left to do, or everybody waits for pages that were given up just now
             self._settle()
-            return self._found
+            return
         last, self._flight = self._flight, launched
         if last is not None:
             self._land(last, launched)
@@ -315,7 +311,6 @@ class Engine:
             self._settle()
         stats.peak_pages = max(stats.peak_pages, self._used)
         stats.host_seconds += time.perf_counter() - started - (self._away + self._batches.away - away)
-        return self._found
 
     def _launch(self, started: float) -> InFlight | None:
         """Compute the next token of everybody who runs, and chunks of prompts; None if there is nothing to compute."""
@@ -433,8 +428,7 @@ class Engine:
             self._deadlines.clear()
             self._stats.graph_captures += self._batches.captures
             self._batches = self._make_batches()
-            if self._places is not None:
-                self._places = room_for(self.cache, self._schedule.max_rows)
+            self._places = self._make_places()
         except Exception as why:  # of the card: nothing can be computed there any more
             self._failed = why
             for request in self._requests.values():
@@ -448,6 +442,9 @@ class Engine:
         rows = self._schedule.max_rows
         most = self.token_budget or rows + self.prefill_chunk
         return Batches(self._model, self.prefix, rows, most, static=self._graphs, backend=self._backend)
+
+    def _make_places(self) -> Slots | None:
+        return room_for(self.cache, self._schedule.max_rows, lazy=True) if self._graphs else None
 
     @property
     def _running(self) -> list[Sample]:

@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 
 from .. import checks
-from .sampling import Sampling
+from .sampling import Sampling, check_sampling
 
 Tokens = npt.NDArray[np.int64]
 FinishReason = Literal["eos", "stop", "length", "cancelled", "timeout", "error"]
@@ -249,8 +249,7 @@ def make_request(
         raise ValueError(
             f"tokens must be from 0 to {vocab - 1}, the model's vocabulary, got {prompt.min()} to {prompt.max()}"
         )
-    if not isinstance(sampling, Sampling):
-        raise TypeError(f"sampling must be a tilewise.Sampling, got {type(sampling).__name__}")
+    check_sampling(sampling)
     request = Request(-1, prompt, check_ends(max_new_tokens, eos_token_id, stop, ends, decode), sampling)
     request.priority = checks.integer("priority", priority, -(2**31), 2**31)
     request.samples = [Sample(request, n) for n in range(checks.integer("num_samples", num_samples, 1))]

@@ -54,6 +54,13 @@ class Sampling:
         return Kind.FILTERED if self.top_k or self.top_p < 1 else Kind.DRAWN
 
 
+def check_sampling(sampling: object) -> Sampling:
+    """`sampling`, TypeError unless it is one."""
+    if not isinstance(sampling, Sampling):
+        raise TypeError(f"sampling must be a tilewise.Sampling, got {type(sampling).__name__}")
+    return sampling
+
+
 def parameters(rows: Sequence[Sampling]) -> npt.NDArray[np.float64]:
     """(4, len(rows)): temperature, top_k, top_p of each, and 1 where the likeliest token is taken, else 0."""
     values = [(max(r.temperature, COLDEST), r.top_k or ALL, r.top_p, r.temperature == 0) for r in rows]

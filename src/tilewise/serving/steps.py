@@ -155,7 +155,7 @@ class StandingRows:
         self.chunks: list[tuple[int, int]] = []
         self.plans: dict[Window | None, StandingStep] = {}
         self.layers: set[int] = set()
-        self.slots = room_for(self.cache, rows)
+        self.slots = room_for(self.cache, rows, planned=not max_chunks)
 
     def renew(self, seqs: list[int], chunks: list[tuple[int, int]], positions: Longs, index: Longs) -> None:
         """Begin the step of the last token of `seqs`, and (seq, tokens) of chunks, all of whose tokens have these
