@@ -1,9 +1,9 @@
 """What is done to the scores, as one value that travels from the call to the kernel.
 
     s = q · k · scale        softcap: s = c · tanh(s / c)        ALiBi: s −= slope · |row + Nk − Nq − key|
-    window: −inf outside of it        chunk: −inf outside of the row's block of positions        sinks: a logit per head
-    that joins the softmax's denominator only mask and score functions of the user's own (functions/) travel beside it;
-    a score function stands where softcap does
+    window: −inf outside of it        sinks: a logit per head that joins the softmax's denominator only
+    chunk: −inf outside of the row's own block of positions
+    mask and score functions of the user's own (functions/) travel beside it; a score function stands where softcap does
 
 A new option is declared here (its field, its public name, its place in an operator's schema), checked in arguments.py,
 documented in api/, told in reference.py, and done in cpu/scoring.py, gpu/abi.py and kernels/common/scores.cuh.
