@@ -147,6 +147,24 @@ def test_plans_count_a_row_once():
     assert standing.judge.head_dim == (576 + 512) // 2
 
 
+def test_plans_that_grow_and_a_prefix_cache():
+    prefix = tw.PrefixCache(make_cache(kv_format="int8", **SMALL))
+    seqs = []
+    for last in range(3):
+        seq, reused, slots = prefix.insert([*range(30), 100 + last])
+        prefix.cache.write(0, slots, randn(len(slots), 1, 24, seed=last))
+        assert reused == (30 if last else 0)
+        seqs.append(seq)
+    plan = check(prefix, seqs, share=True)
+    assert plan.shared_nodes == 1
+    slots = prefix.extend(seqs, [1, 2, 3])
+    prefix.cache.write(0, slots, randn(3, 1, 24, seed=9))
+    grown = tw.grow_plan(plan, prefix)
+    q = randn(3, 1, 4, 24)
+    exact, honest = (reference.decode(q, prefix, 0, seqs, dtype=t) for t in (torch.float64, torch.float32))
+    assert_state(tw.decode(q, prefix, 0, grown, return_lse=True), exact, honest)
+
+
 # ---- standing plans and steps ----------------------------------------------------------------------------------------
 
 
@@ -192,6 +210,14 @@ def test_standing_steps(sizes):
     other = tw.attend(torch.cat([q[4 : 4 + chunks], q[:4]]), cache, 0, once)
     torch.testing.assert_close(o[: 4 + chunks], torch.cat([other[chunks:], other[:chunks]]))
     assert not o[4 + chunks :].any()
+
+
+@pytest.mark.parametrize("name", ["bf16", "fp8", "int8"])
+def test_chunks_by_the_forward_kernel(name):
+    """Rows are pages of K, and V is a part of them; quantised ones are widened first."""
+    cache = make_cache(kv_heads=1, head_dim=64, value_dim=64, shared_kv=True, kv_format=name, page_size=16, pages=30)
+    seqs = tree(cache, [1, 2], [40, 9])
+    assert_step(cache, [(seqs[0], 12), (seqs[1], 3)], [], heads=2, dtype=torch.bfloat16, share=True, backend="emulator")
 
 
 # ---- lists of tokens -------------------------------------------------------------------------------------------------

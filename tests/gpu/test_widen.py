@@ -40,6 +40,32 @@ def test_every_value_is_what_decode_makes(name, dtype, head_dim):
             assert_same(got, wanted)
 
 
+@pytest.mark.parametrize(("head_dim", "latent"), [(576, 512), (40, 33), (130, 130), (264, 260)])
+@pytest.mark.parametrize("name", ["fp8", "int8"])
+def test_rows_that_are_keys_and_values(name, head_dim, latent):
+    form = KVFormat(name, head_dim, latent=latent)
+    parts = stored(form, 5, 3, 1, 1, True)
+    pages = torch.tensor([4, 1, 0, 2, 1], dtype=torch.int32)
+    for dtype in (BF16, FP32):
+        k, v = widen(form, parts, None, pages, dtype, latent)
+        wanted = form.decode([storage.as_bytes(x)[pages.long()].view(x.dtype) for x in parts], dtype)
+        assert_same(k, wanted)
+        assert_same(v, wanted[..., :latent])
+        assert v.data_ptr() == k.data_ptr()
+
+
+@pytest.mark.parametrize("name", ["int8", "fp32", "int4"])
+@pytest.mark.parametrize("widths", [(192, 128), (24, 40), (8, 300)])
+def test_k_and_v_of_different_widths(name, widths):
+    forms = [KVFormat(name, d) for d in widths]
+    parts = [stored(form, 5, 2, 2, form.head_dim, True) for form in forms]
+    pages = torch.tensor([3, 0, 1], dtype=torch.int32)
+    for got, form, of in zip(widen(forms[0], *parts, pages, BF16, widths[1]), forms, parts, strict=True):
+        wanted = form.decode([storage.as_bytes(x)[pages.long()].view(x.dtype) for x in of], BF16)
+        assert got.shape == (3, 2, 2, form.head_dim)
+        assert_same(got, wanted)
+
+
 def test_pages_anywhere_in_memory():
     """Neither aligned nor dense: eight channels are then read one by one."""
     form = KVFormat("fp16", 16)

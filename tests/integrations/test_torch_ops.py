@@ -205,6 +205,26 @@ def test_inductor():
     assert graphs.operators() == [["attention", "attention_varlen", "decode"]]
 
 
+@pytest.mark.parametrize("kv_format", ["fp32", "fp8"])
+def test_decode_and_attend_over_rows_that_are_keys_and_values(kv_format):
+    cache = PagedKVCache(8, 4, 1, 24, value_dim=16, shared_kv=True, kv_format=kv_format)
+    seqs = cache.allocate(3)
+    cache.write(0, cache.extend(seqs, [5, 1, 9]), randn(15, 1, 24))
+    plan = tilewise.plan_decode(cache, seqs, num_heads=4)
+    step = tilewise.plan_step(cache, [(seqs[2], 4)], seqs[:2], num_heads=4)
+
+    def both(q, rows):
+        return tilewise.decode(q, cache, 0, plan) * 2, *tilewise.attend(rows, cache, 0, step, return_lse=True)
+
+    args, graphs = (randn(3, 1, 4, 24), randn(6, 4, 24, seed=1)), Graphs()
+    assert_same(compiled(both, graphs)(*args), both(*args))
+    assert graphs.operators() == [["decode", "attend"]]
+    with pytest.raises(Exception, match="indices cannot be part of a compiled graph"):
+        compiled(lambda q, its: tilewise.decode(q, cache, 0, plan, indices=its), Graphs())(
+            args[0], torch.zeros(3, 1, 1, dtype=torch.int32)
+        )
+
+
 def test_decode_sees_pages_that_the_graph_has_written():
     """The compiler may put what a graph writes elsewhere until its end: decode reads from there."""
     pages = randn(6, 4, 2, 16), randn(6, 4, 2, 16, seed=1)

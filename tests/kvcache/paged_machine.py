@@ -14,9 +14,15 @@ from tilewise.kvcache import FORMATS, OutOfPages, PagedKVCache, Slots
 class PagedCacheMachine(RuleBasedStateMachine):
     """Sequences are modelled as lists of rows; whatever the order of calls, the cache holds just those."""
 
-    @initialize(page_size=st.sampled_from([1, 2, 4, 5]), num_pages=st.integers(3, 14), name=st.sampled_from(FORMATS))
-    def start(self, page_size: int, num_pages: int, name: str) -> None:
-        self.cache = PagedKVCache(num_pages, page_size, 1, 3, num_layers=2, kv_format=name)
+    @initialize(
+        page_size=st.sampled_from([1, 2, 4, 5]),
+        num_pages=st.integers(3, 14),
+        name=st.sampled_from(FORMATS),
+        shared=st.booleans(),  # rows that are keys and, but for their last channel, values
+    )
+    def start(self, page_size: int, num_pages: int, name: str, shared: bool) -> None:
+        more = {"value_dim": 2, "shared_kv": True} if shared and name != "int4" else {}
+        self.cache = PagedKVCache(num_pages, page_size, 1, 3, num_layers=2, kv_format=name, **more)
         self.model: dict[int, list[int]] = {}  # the number of each token's row
         self.rows = 0
         # Per layer, (2, rows, 1, 3): the keys and values of every row as the format gives them back, made once.
@@ -75,7 +81,7 @@ class PagedCacheMachine(RuleBasedStateMachine):
         slots, numbers = data.draw(st.sampled_from(self.slots))
         values = self.row_values(numbers, layer)
         try:
-            self.cache.write(layer, slots, values[0], values[1])
+            self.cache.write(layer, slots, *values[: 1 if self.cache.shared_kv else 2])
         except ValueError as error:
             if "stale" not in str(error):
                 raise
@@ -111,7 +117,9 @@ class PagedCacheMachine(RuleBasedStateMachine):
         for seq, rows in self.model.items():
             for layer in range(2):
                 if all((n, layer) in self.written for n in rows):
-                    want = self.right[layer][:, rows]
+                    want = list(self.right[layer][:, rows])
+                    if self.cache.shared_kv:
+                        want[1] = want[0][..., :2]
                     for got, x in zip(self.cache.gather(layer, seq), want, strict=True):
                         assert torch.equal(got, x)
                 else:

@@ -124,18 +124,12 @@ def attend_chunks(
     backend: str,
 ) -> None:
     """The chunks' rows q (rows, Hq, D): fills out, no part of q, and lse (Hq, rows) if there is one."""
-    wide = cache.format.dtype != q.dtype
-    if wide and cache.value_dim != cache.head_dim:
-        raise NotImplementedError(
-            f"prefill over pages with K and V of head_dim {cache.head_dim} and {cache.value_dim} takes a cache of q's "
-            f"dtype, {q.dtype}, got {cache.format.name}; use CPU tensors"
-        )
-    tables = tables_of(plan, cache, wide)
+    tables = tables_of(plan, cache, cache.format.dtype != q.dtype)
     k_parts, v_parts = cache.parts(layer)
     k = k_parts[0]
     v = k[..., : cache.value_dim] if v_parts is None else v_parts[0]
     if tables.widened is not None:
-        k, v = widen(cache.format, k_parts, v_parts, tables.widened, q.dtype)
+        k, v = widen(cache.format, k_parts, v_parts, tables.widened, q.dtype, cache.value_dim)
 
     def forward(rows: torch.Tensor, launch: Launch, **more: Any) -> Any:
         return attention_varlen(rows, k, v, *launch[:2], page_table=launch.page_table, backend=backend, **more)

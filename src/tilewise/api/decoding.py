@@ -351,9 +351,10 @@ def _decode_now(
     if sinks is not None:
         lse[:] = sinks[:, None]
     if count:
-        its: PagedOptions = {"tree_mask": None if tree is None else tree[:count], "backend": "cpu", **options}
-        its["indices"] = None if indices is None else indices[:count]
-        o[:count], lse[:count] = decode(q[:count], pages, layer, plan.now, return_lse=True, **its)
+        mask, its = (None if x is None else x[:count] for x in (tree, indices))
+        o[:count], lse[:count] = decode(
+            q[:count], pages, layer, plan.now, tree_mask=mask, indices=its, return_lse=True, backend="cpu", **options
+        )
     return o, lse
 
 
@@ -378,12 +379,13 @@ def _run_kernel(
     if isinstance(plan, StandingPlan):
         page_lists = partial(standing.batch_of, plan, pages)
     if v_parts is None:
+        run = _latent_kernel(tree, selected)
         given = (plan, q, pages.format, k_parts, page_lists, plan.lengths, o, lse, scores)
-        _latent_kernel(tree, selected)(*given, value_dim=pages.value_dim, indices=indices, room=plan.room)
+        run(*given, value_dim=pages.value_dim, indices=indices, room=plan.room)
     else:
         _check_apart(pages, indices)
-        given = (plan, q, pages.format, k_parts, v_parts, page_lists, plan.lengths, o, lse, scores)
-        kernel.run(*given, tree=tree, selected=selected, room=plan.room)
+        both = (plan, q, pages.format, k_parts, v_parts, page_lists, plan.lengths, o, lse, scores)
+        kernel.run(*both, tree=tree, selected=selected, room=plan.room)
     if out is not None and out is not o:
         o = out.copy_(o)
     return o if lse is None else (o, lse)
@@ -395,7 +397,7 @@ def _latent_kernel(tree: torch.Tensor | None, selected: torch.Tensor | None) -> 
         if given is not None:
             raise NotImplementedError(f"{name} has no kernel over a shared_kv cache; use CPU tensors and backend='cpu'")
     try:
-        from tilewise.gpu import mla
+        from tilewise.gpu import mla  # type: ignore[attr-defined, unused-ignore]
     except ImportError:
         raise NotImplementedError(
             "decode has no kernel over a shared_kv cache; use CPU tensors and backend='cpu'"

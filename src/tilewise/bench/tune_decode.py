@@ -203,9 +203,11 @@ class Bench:
         q = q.to(torch.bfloat16)
         o, scores = torch.empty_like(q), Scores((None, 0), scale=model.head_dim**-0.5)
         lists = arguments.PageListsOf(cache, plan.seqs)
+        k_parts, v_parts = cache.parts(0)
+        assert v_parts is not None  # K and V are stored apart
 
         def call() -> torch.Tensor:
-            given = (plan, q, cache.format, *cache.parts(0), lists, plan.lengths, o, None, scores)
+            given = (plan, q, cache.format, k_parts, v_parts, lists, plan.lengths, o, None, scores)
             kernel.run(*given, splitting=step.splitting)
             return o
 

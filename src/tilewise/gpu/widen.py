@@ -15,7 +15,7 @@ import torch
 
 from tilewise import compiler, emulator
 from tilewise.compiler.spec import KernelSpec
-from tilewise.formats import FORMATS, KVFormat
+from tilewise.formats import FORMATS, LATENT_FORMATS, KVFormat
 from tilewise.gpu.abi import ELEMENTS
 from tilewise.gpu.append import CHANNELS, CODES, FLOATS, THREADS
 
@@ -27,8 +27,8 @@ class WidenStore(ctypes.Structure):
     """widen.cu: WidenStore."""
 
     _fields_ = [
-        *((n, ctypes.c_void_p) for n in ("codes", "scale", "zero")),
-        *((f"{x}_{n}", ctypes.c_int64) for x in ("codes", "scale") for n in ("page", "token", "head")),
+        *((n, ctypes.c_void_p) for n in ("codes", "scale", "zero", "rotary")),
+        *((f"{x}_{n}", ctypes.c_int64) for x in ("codes", "scale", "rotary") for n in ("page", "token", "head")),
     ]
 
 
@@ -40,20 +40,21 @@ class WidenArgs(ctypes.Structure):
         ("out", ctypes.c_void_p * 2),
         ("pages", ctypes.c_void_p),
         ("rows", ctypes.c_int64),
-        *((n, ctypes.c_int) for n in ("page_size", "heads", "head_dim", "group_lanes")),
+        *((n, ctypes.c_int) for n in ("page_size", "heads", "head_dim", "value_dim", "stored", "group_lanes")),
         ("vectors", ctypes.c_uint32),
     ]
 
 
 @lru_cache(maxsize=256)
-def widen_spec(dtype: torch.dtype, form: KVFormat) -> KernelSpec:
-    """The kernel that makes pages of `dtype` from those of `form`."""
-    chunks = -(-form.head_dim // CHANNELS)
+def widen_spec(dtype: torch.dtype, form: KVFormat, value_dim: int = 0) -> KernelSpec:
+    """The kernel that makes pages of `dtype` from those of `form`. value_dim: V's, 0 where it is no larger than K's."""
+    chunks = -(-max(form.head_dim, value_dim) // CHANNELS)
     lanes = min(32, max(4, 1 << (chunks - 1).bit_length()))
     constants = (
         ("Element", ELEMENTS[dtype]),
         ("Stored", ELEMENTS[form.dtype] if form.dtype else "uint8_t"),
         ("kFormat", CODES.get(form.name, (0, 1.0))[0]),
+        ("kLatentRow", form.latent > 0),
         ("kLanes", lanes),
         ("kChunks", -(-chunks // lanes)),
     )
@@ -64,6 +65,7 @@ def specs(*, every: bool = False) -> list[KernelSpec]:
     """The kernels as users get them: bfloat16 and head dimension 128, or `every` dtype, format and width."""
     dtypes, widths = (FLOATS, (32, 64, 128, 256)) if every else ((torch.bfloat16,), (128,))
     forms = [KVFormat(name, d) for name in FORMATS for d in widths]
+    forms += [KVFormat(name, 576, latent=512) for name in LATENT_FORMATS]
     return list(dict.fromkeys(widen_spec(t, form) for form in forms for t in dtypes if form.dtype != t))
 
 
@@ -81,43 +83,59 @@ class _Widen:
 
 
 @lru_cache(maxsize=256)
-def _bound(device: torch.device, dtype: torch.dtype, form: KVFormat) -> _Widen:
-    return _Widen(widen_spec(dtype, form), device, form)
+def _bound(device: torch.device, dtype: torch.dtype, form: KVFormat, value_dim: int) -> _Widen:
+    return _Widen(widen_spec(dtype, form, value_dim), device, form)
 
 
 def widen(
-    form: KVFormat, k_parts: Parts, v_parts: Parts, pages: torch.Tensor, dtype: torch.dtype, **emulated: Any
+    form: KVFormat,
+    k_parts: Parts,
+    v_parts: Parts | None,
+    pages: torch.Tensor,
+    dtype: torch.dtype,
+    value_dim: int | None = None,
+    **emulated: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """K and V of `pages` (n,) int32 as new pages (n, page size, heads, D) of `dtype`.
 
-    k_parts, v_parts: the components of `form`, each (pages, page size, heads, …). emulated: options of emulator.launch.
+    k_parts: the components of `form`, v_parts: the same for V's head_dim, each (pages, page size, heads, …).
+    value_dim: V's head_dim, K's if None. v_parts is None where K's rows are both: V is then the first value_dim
+    channels of the new K. emulated: options of emulator.launch.
     """
     page_size, heads = k_parts[0].shape[1:3]
-    shape = (len(pages), page_size, heads, form.head_dim)
-    k, v = (torch.empty(shape, dtype=dtype, device=pages.device) for _ in range(2))
+    value_dim = form.head_dim if value_dim is None else value_dim
+    k, v = (
+        torch.empty((len(pages), page_size, heads, d), dtype=dtype, device=pages.device)
+        for d in (form.head_dim, value_dim if v_parts is not None else 0)
+    )
+    v = k[..., :value_dim] if v_parts is None else v
     if not len(pages):
         return k, v
-    bound = _bound(pages.device, dtype, form)
+    made = [("k", k, k_parts), *([("v", v, v_parts)] if v_parts is not None else ())]
+    bound = _bound(pages.device, dtype, form, value_dim if value_dim > form.head_dim else 0)
     with bound.lock:
         a = bound.args
-        a.rows, a.page_size, a.heads = k.numel() // form.head_dim, page_size, heads
-        a.pages, a.out[0], a.out[1] = pages.data_ptr(), k.data_ptr(), v.data_ptr()
-        vectors = VECTOR_STORE * (form.head_dim * dtype.itemsize % 16 == 0)
-        for i, parts in enumerate((k_parts, v_parts)):
-            vectors |= _set_store(a.store[i], parts) << i
-        a.vectors = vectors
-        grid = (-(-2 * a.rows // bound.rows_of_block), 1, 1)
+        a.rows, a.page_size, a.heads, a.pages = k.numel() // form.head_dim, page_size, heads, pages.data_ptr()
+        a.value_dim, a.stored = form.latent or value_dim, len(made)
+        a.vectors = 0
+        for i, (_, out, parts) in enumerate(made):
+            a.out[i] = out.data_ptr()
+            a.vectors |= VECTOR_STORE * (out.shape[3] * dtype.itemsize % 16 == 0) << i
+            a.vectors |= _set_store(a.store[i], parts, form.latent > 0) << i
+        grid = (-(-len(made) * a.rows // bound.rows_of_block), 1, 1)
         if pages.device.type == "cuda":
             bound.kernel.launch(grid, bound.launch_args)
             return k, v
-        known = {"k": k, "v": v, "pages": pages}
-        known |= {f"{name}_part{i}": x for name, parts in (("k", k_parts), ("v", v_parts)) for i, x in enumerate(parts)}
+        known = {"pages": pages}
+        for name, out, parts in made:
+            known |= {name: out, **{f"{name}_part{i}": x for i, x in enumerate(parts)}}
         emulator.launch(bound.spec, grid, [a], known, **emulated)
     return k, v
 
 
-def _set_store(store: WidenStore, parts: Parts) -> bool:
-    """Also whether eight channels can be loaded as one vector, or as two of float32."""
+def _set_store(store: WidenStore, parts: Parts, latent: bool) -> bool:
+    """Also whether eight channels can be loaded as one vector, or as two of float32. latent: of a latent row, whose
+    rotary part is read value by value: it is a ninth of what is read."""
     codes = parts[0]
     size, address = codes.element_size(), codes.data_ptr()
     store.codes, strides = address, codes.stride()[:3]
@@ -125,7 +143,10 @@ def _set_store(store: WidenStore, parts: Parts) -> bool:
     if len(parts) > 1:
         store.scale = parts[1].data_ptr()
         store.scale_page, store.scale_token, store.scale_head = parts[1].stride()[:3]
-    if len(parts) > 2:
+    if len(parts) > 2 and latent:
+        store.rotary = parts[2].data_ptr()
+        store.rotary_page, store.rotary_token, store.rotary_head = parts[2].stride()[:3]
+    elif len(parts) > 2:
         store.zero = parts[2].data_ptr()
-    wide = 4 if len(parts) > 2 else min(16, CHANNELS * size)
+    wide = 4 if len(parts) > 2 and not latent else min(16, CHANNELS * size)
     return address % wide == 0 and all(s * size % wide == 0 for s in strides)

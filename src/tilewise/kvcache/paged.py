@@ -119,8 +119,13 @@ class PagedKVCache:
         where = f"kv_format={self.format.name!r}, device={str(self.device)!r}"
         return f"PagedKVCache({sizes}, {where}, pages_in_use={used}, sequences={seqs})"
 
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | ({"_k": storage.bytes_of(self.format, self._k)} if self.format.latent else {})
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
+        if self.format.latent:  # or the components of a row would no longer lie side by side
+            self._k = self.format.from_rows(state["_k"])
         self.serial = next(_serials)  # a copy goes its own way
 
     @classmethod
@@ -328,8 +333,7 @@ class PagedKVCache:
         """
         if not self.format.latent:
             raise ValueError(f"rows() is of quantised shared_kv caches, got {self!r}; parts() gives the values")
-        codes = self.parts(layer)[0][0].view(torch.uint8)
-        return codes.as_strided((*codes.shape[:3], self.format.bytes_per_token_head), codes.stride())
+        return storage.bytes_of(self.format, self._k)[self._check_layer(layer)]
 
     def gather(self, layer: int, seq: int) -> tuple[torch.Tensor, torch.Tensor]:
         """k, v (length, kv heads, D) of one sequence as copies: the dtype of a plain format, else float32."""
@@ -481,9 +485,13 @@ class PagedKVCache:
         if turn is None:
             return None
         checks.tensor("cos", turn.cos, device=self.device)
-        room = self.head_dim - self.value_dim if self.shared_kv else self.head_dim
-        if turn.rot_dim > room or slots.reach >= len(turn.cos):
-            turn.check(room, slots.host_positions)
+        if self.shared_kv and turn.rot_dim > self.head_dim - self.value_dim:
+            raise ValueError(
+                f"rotary turns {turn.rot_dim} channels but only {self.head_dim - self.value_dim} come after the "
+                f"{self.value_dim} that are values; cos must be narrower"
+            )
+        if turn.rot_dim > self.head_dim or slots.reach >= len(turn.cos):
+            turn.check(self.head_dim, slots.host_positions)
         if self._by_kernel and turn.cos.dtype != turn.sin.dtype:  # the kernel knows one dtype of tables
             return Rotary(turn.cos.float(), turn.sin.float(), turn.interleaved)
         return turn
