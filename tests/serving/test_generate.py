@@ -371,14 +371,14 @@ def test_models_that_are_not_served():
     rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
     refused(tiny_model(rope_parameters=rope), "rotary embeddings of type dynamic, which change with the longest")
     odd = tiny_model()
-    odd.config.layer_types = ["full_attention", "chunked_attention"]
-    refused(odd, "has layers of chunked_attention; full_attention and sliding_attention are served")
+    odd.config.layer_types = ["full_attention", "indexed_attention"]
+    refused(odd, "has layers of indexed_attention; full_attention, sliding_attention, chunked_attention are served")
     bare = tiny_model()
     bare.model.layers[1].self_attn.forward = lambda hidden_states, **_: (hidden_states, None)
     refused(bare, r"layers \[1\] of the model called no attention")
     narrow = tiny_model()
-    narrow.config.num_key_value_heads = 4
-    refused(narrow, r"layer 0 has keys of \(2, 40\) .* all have \(4, 40\) are served")
+    narrow.config.num_key_value_heads = 1
+    refused(narrow, r"layer 0 has keys of \(2, 40\) .* all have \(1, 40\) are served")
 
 
 def test_a_mask_of_the_models_own_is_refused(llama):

@@ -118,9 +118,9 @@ def flash_attn_qkvpacked_func(
             raise ValueError(f"qkv must have as many heads of K as of V, got {qkv.shape[2]} heads, {heads} of Q")
         heads_k = (qkv.shape[2] - heads) // 2
         q, k, v = qkv.split([heads, heads_k, heads_k], -2)
-    options = (softmax_scale, causal, None, q_descale, k_descale, v_descale, window_size, attention_chunk, softcap)
-    rest = {"deterministic": deterministic, "sm_margin": sm_margin, "return_attn_probs": return_attn_probs}
-    return flash_attn_func(q, k, v, *options, **rest)
+    scoring = (softmax_scale, causal, None, q_descale, k_descale, v_descale, window_size, attention_chunk, softcap)
+    tail = (1, None, deterministic, sm_margin, return_attn_probs)
+    return flash_attn_func(q, k, v, *scoring, *tail)
 
 
 def flash_attn_varlen_func(

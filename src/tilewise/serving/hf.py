@@ -200,7 +200,7 @@ class ServedModel:
         kinds = set(getattr(config, "layer_types", None) or ()) - set(LAYER_TYPES)
         if kinds:
             raise NotImplementedError(
-                f"{name} has layers of {', '.join(sorted(kinds))}; {' and '.join(LAYER_TYPES)} are served; {instead}"
+                f"{name} has layers of {', '.join(sorted(kinds))}; {', '.join(LAYER_TYPES)} are served; {instead}"
             )
         rope = getattr(config, "rope_parameters", None) or {}
         nested = [rope, *(one for one in rope.values() if isinstance(one, dict))]

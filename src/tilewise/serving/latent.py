@@ -11,7 +11,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
 
 from tilewise import checks
 
@@ -21,9 +20,9 @@ SIZES = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
-def layers_of(model: PreTrainedModel) -> list[Any]:
+def layers_of(model: Any) -> list[Any]:
     """The layers that the absorbed form serves: all of the model's, or none."""
-    config: Any = model.config.get_text_config()
+    config = model.config.get_text_config()
     layers: list[Any] = [m for m in model.modules() if hasattr(m, "expand_kv")]
     if len(layers) != config.num_hidden_layers or not all(map(_absorbable, layers)):
         return []
