@@ -154,9 +154,13 @@ def test_features(kind):
         PairChance(seed, kind, longest=200).check()
 
 
-@pytest.mark.parametrize(("dims", "dtype"), [((192, 128), BF16), ((512, 320), BF16), ((65, 300), FP32)], ids=str)
-def test_cards_without_wgmma(dims, dtype):
-    with arch.as_card("sm_86"):
+@pytest.mark.parametrize(
+    ("card", "dims", "dtype"),
+    [("sm_80", (192, 128), BF16), ("sm_86", (512, 320), BF16), ("sm_86", (65, 300), FP32)],
+    ids=str,
+)
+def test_cards_without_wgmma(card, dims, dtype):
+    with arch.as_card(card):
         for seed in range(2):
             PairChance(seed, PairKind(dims, dtype), longest=150).check()
 
