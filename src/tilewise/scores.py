@@ -1,9 +1,9 @@
 """What is done to the scores, as one value that travels from the call to the kernel.
 
     s = q · k · scale        softcap: s = c · tanh(s / c)        ALiBi: s −= slope · |row + Nk − Nq − key|
-    window: −inf outside of it        chunk: −inf outside of the row's block of positions        sinks: a logit per head
-    that joins the softmax's denominator only mask and score functions of the user's own (functions/) travel beside it;
-    a score function stands where softcap does
+    window: −inf outside of it        sinks: a logit per head that joins the softmax's denominator only
+    chunk: −inf outside of the row's own block of positions
+    mask and score functions of the user's own (functions/) travel beside it; a score function stands where softcap does
 
 A new option is declared here (its field, its public name, its place in an operator's schema), checked in arguments.py,
 documented in api/, told in reference.py, and done in cpu/scoring.py, gpu/abi.py and kernels/common/scores.cuh.
@@ -49,8 +49,8 @@ class Scores:
     """Checked options. Equality and hash are those of the rule; the tensors only come along.
 
     window: (left, right) keys seen to either side, None for no limit; causal is right = 0. exact: the standard softmax
-    where a kernel would use the lazy one. chunk: positions of a block that no row sees out of, 0 for none; kernels get
-    it as a mask function. sinks: (Hq,). slopes: (B, Hq) float32; alibi: whether there are any.
+    where a kernel would use the lazy one. chunk: positions of a block that no row sees out of, 0 for none, as
+    kernels always have it (api/rewritten.py). sinks: (Hq,). slopes: (B, Hq) float32; alibi: whether there are any.
     """
 
     window: Window = (None, None)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from oracle import assert_attention, assert_state, qkv, randn
+from oracle import assert_attention, assert_state, poison, qkv, randn
 
 from tilewise import BlockSchedule, attention, attention_varlen, plan_attention, reference
 from tilewise.api.backward import attention_backward
@@ -105,12 +105,30 @@ def test_the_plan_of_a_call():
     assert masked.summary.tiles == 4
 
 
-@pytest.mark.parametrize("options", [{}, {"causal": True, "mask": lambda b, h, q, k: (q + k) % 3 > 0}])
-def test_kernels_take_it_as_a_mask(options):
-    q, k, v = qkv(1, 70, 90, 2, 1, 32, dtype=torch.float16)
+@pytest.mark.parametrize("options", [{"mask": lambda b, h, q, k: (q + k) % 3 > 0}, {"causal": True}])
+def test_kernels_take_it_as_a_mask_where_places_count(options):
+    q, k, v = qkv(2, 70, 90, 2, 1, 32, dtype=torch.float16)
+    k = k.transpose(1, 2).contiguous().transpose(1, 2)[:, :80]  # whose sequences do not stand one behind another
     options = {**options, "chunk": 32}
-    got = attention(q, k, v, return_lse=True, backend="emulator", **options)
-    assert_attention(got, q, k, v, **options)
+    got = attention(q, k, v[:, :80], return_lse=True, backend="emulator", **options)
+    assert_attention(got, q, k, v[:, :80], **options)
+
+
+@pytest.mark.parametrize(("seqlen_q", "seqlen_k"), [(70, 90), (90, 70), (1, 65), (64, 64)])
+def test_kernels_take_blocks_as_packed_sequences(seqlen_q, seqlen_k, monkeypatch):
+    q, k, v = qkv(3, seqlen_q, seqlen_k, 2, 1, 32, dtype=torch.float16)
+    monkeypatch.setattr("tilewise.api.rewritten.chunked", lambda *given: pytest.fail("a mask was made"))
+    for options in ({"causal": True}, {"window": (9, 3), "sinks": torch.tensor([0.5, -1.0])}):
+        out = poison(q)
+        options = {**options, "chunk": 32, "alibi_slopes": torch.tensor([0.1, 0.4])}
+        got = attention(q, k, v, return_lse=True, out=out, backend="emulator", **options)
+        assert got[0] is out
+        assert_attention(got, q, k, v, **options)
+    assert torch.equal(attention(q, k, v, backend="emulator", **options), out)
+    with pytest.raises(ValueError, match=r"k must have shape \(3, seqlen, heads, 32\)"):
+        attention(q, k[..., :31], v, chunk=32, backend="emulator")
+    with pytest.raises(ValueError, match=r"out must have shape"):
+        attention(q, k, v, chunk=32, out=out[..., :31], backend="emulator")
 
 
 def test_kernels_take_it_of_packed_sequences():

@@ -91,25 +91,28 @@ def attention(
     causal: query i sees keys up to i + Nk − Nq. window: (left, right) keys seen to either side, None for no limit.
     chunk: blocks of so many positions, None for none; query i sees keys of the block of position i + Nk − Nq alone.
     qv: (B, Nq, Hq, Dv), a second query, for the values: scores are (q · k + qv · v) · scale. D + Dv is at most 576
-    then, and K and V are copied side by side. scale: of the scores, `D ** -0.5` if None, with qv `(D + Dv) ** -0.5`.
-    softcap c > 0: scores become c · tanh(scores / c). sinks: (Hq,), a logit that joins the softmax denominator only; it
-    counts in the LSE. alibi_slopes: (Hq,) or (B, Hq), adds −slope · |i + Nk − Nq − j| after soft-capping. schedule: a
-    BlockSchedule; keys outside its blocks are not seen. out: (B, Nq, Hq, Dv), written and returned. mask: a function
-    (b, h, q, k) -> bool, whether query q of head h of sequence b sees key k, counted from 0 (no bottom-right shift).
-    score: a function (s, b, h, q, k) -> the score to take for s, the scaled product of q and k. Both are traced:
-    docs/guides/masks.md says what they may do. causal, window, chunk, schedule and mask must all allow a key. exact:
-    the standard softmax where a GPU kernel would use the lazy one, whose weights may be 2^8 times larger before they
-    are divided by their sum; both hold to the same tolerance, as long as |q · k · scale| · log2 e is below 2^24.
+    then, and K and V are copied side by side.
+    scale: of the scores, `D ** -0.5` if None, with qv `(D + Dv) ** -0.5`.
+    softcap c > 0: scores become c · tanh(scores / c).
+    sinks: (Hq,), a logit that joins the softmax denominator only; it counts in the LSE.
+    alibi_slopes: (Hq,) or (B, Hq), adds −slope · |i + Nk − Nq − j| after soft-capping.
+    schedule: a BlockSchedule; keys outside its blocks are not seen. out: (B, Nq, Hq, Dv), written and returned.
+    mask: a function (b, h, q, k) -> bool, whether query q of head h of sequence b sees key k, counted from 0 (no
+    bottom-right shift). score: a function (s, b, h, q, k) -> the score to take for s, the scaled product of q and k.
+    Both are traced: docs/guides/masks.md says what they may do. causal, window, chunk, schedule and mask must all allow
+    a key.
+    exact: the standard softmax where a GPU kernel would use the lazy one, whose weights may be 2^8 times larger before
+    they are divided by their sum; both hold to the same tolerance, as long as |q · k · scale| · log2 e is below 2^24.
     q_descale, k_descale, v_descale: of FP8 inputs, (Hkv,) or (B, Hkv) float32: what the stored values stand for is
     values · descale, for q by the KV head that it reads. None is 1. The output is bfloat16. The weights of the softmax
-    are rounded to FP8 on a GPU that multiplies FP8, and to float16 on others. deterministic: gradients have the same
-    bits in every run, on a GPU for a little of the speed; on the CPU they always do.
-    torch.use_deterministic_algorithms(True) asks for it, too. dropout_p: the share of the softmax's weights that is
-    dropped, below 1, the others being divided by 1 − dropout_p. dropout_seed: () int64; which weights are dropped
-    follows from it and from where they stand, and None draws one from torch's generator. The LSE stays as it is. On a
-    GPU a call with dropout is made of torch's products, and waits. backend: "auto" (a GPU kernel for CUDA tensors, the
-    CPU backend for CPU tensors), "cuda", "cpu", or "emulator": the GPU kernel's source run on CPU tensors, slow;
-    "emulator:NAME" for a rung of the ladder by name.
+    are rounded to FP8 on a GPU that multiplies FP8, and to float16 on others.
+    deterministic: gradients have the same bits in every run, on a GPU for a little of the speed; on the CPU they always
+    do. torch.use_deterministic_algorithms(True) asks for it, too.
+    dropout_p: the share of the softmax's weights that is dropped, below 1, the others being divided by 1 − dropout_p.
+    dropout_seed: () int64; which weights are dropped follows from it and from where they stand, and None draws one from
+    torch's generator. The LSE stays as it is. On a GPU a call with dropout is made of torch's products, and waits.
+    backend: "auto" (a GPU kernel for CUDA tensors, the CPU backend for CPU tensors), "cuda", "cpu", or "emulator": the
+    GPU kernel's source run on CPU tensors, slow; "emulator:NAME" for a rung of the ladder by name.
 
     CUDA tensors: these dtypes, head_dim up to 576 (FP8: 256), compute capability 8.x, 9.0, 10.x or 12.x
     (docs/guides/cards.md); a schedule and what functions capture are on their device. The call goes on the current
@@ -124,6 +127,14 @@ def attention(
     if qv is not None:
         q, k = rewritten.with_qv(q, k, v, qv)
     if chunk is not None and not torch.compiler.is_compiling():
+        others = (schedule, mask, score, dropout_p or None)
+        if rewritten.packs(q, k, v, backend, others, (out, alibi_slopes, q_descale, k_descale, v_descale)):
+            return _in_chunks(
+                q, k, v, arguments.check_chunk(chunk), out, return_lse, causal=causal, window=window, scale=scale,
+                softcap=softcap, sinks=sinks, alibi_slopes=alibi_slopes, exact=exact, deterministic=deterministic,
+                q_descale=q_descale, k_descale=k_descale, v_descale=v_descale, backend=backend, dropout_p=dropout_p,
+                dropout_seed=dropout_seed,
+            )  # fmt: skip
         chunk, mask = rewritten.chunked(q, k, chunk, mask, schedule, backend)
     descales = (q_descale, k_descale, v_descale)
     key = None
@@ -179,6 +190,28 @@ def _dense(
         bound = calls.bind(q, call.where, call.scores.rule, return_lse, key, v)
         return bound(q, k, v, sinks, slopes, out, call.descales, schedule=pattern["schedule"], function=call.function)
     return result(o, lse, sinks, out, return_lse)
+
+
+def _in_chunks(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    chunk: int,
+    out: torch.Tensor | None,
+    return_lse: bool,
+    **options: Any,
+) -> Result:
+    """A call of `attention` for kernels, each of its blocks of positions being a packed sequence."""
+    sizes = arguments.check_qkv(q, k, v, fp8=True)
+    arguments.check_out(out, q, sizes.value_dim)
+    starts = rewritten.packed_starts(*sizes[:3], chunk, q.device)
+    into = None if out is None else out.flatten(0, 1)
+    made = attention_varlen(
+        q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), *starts, out=into, return_lse=return_lse, **options
+    )
+    o, lse = made if isinstance(made, tuple) else (made, None)
+    o = o.unflatten(0, q.shape[:2]) if out is None else out
+    return o if lse is None else (o, lse.unflatten(1, q.shape[:2]).transpose(0, 1).contiguous())
 
 
 def _of(rest: dict[str, Any]) -> tuple[torch.Tensor | None, str, bool]:

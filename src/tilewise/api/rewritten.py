@@ -1,13 +1,16 @@
-"""Arguments that become others before a call is made: `qv` becomes a part of q and k, `chunk` a mask function.
+"""Arguments that become others before a call is made: `qv` a part of q and k, `chunk` packed sequences or a mask.
 
 A second query beside the values is one longer dot product, (q | qv) · (k | v) = q · k + qv · v, so nothing below has to
 know it: autograd takes the gradients through the concatenation. Blocks of positions are a choice of tiles where a plan
-is cut for them (plan/dense.py, on the CPU); beside a schedule or a mask, and for kernels, they are one more condition
-of the mask, whose blocks are judged and left out as those of every mask are.
+is cut for them (plan/dense.py, on the CPU). For kernels the blocks of dense tensors are packed sequences: queries and
+keys of a block end together, so that bottom-right means the same. Beside a schedule, a function or dropout, which count
+places in the whole sequence, and where packed sequences are given, they are one more condition of the mask, whose
+blocks are judged and left out as those of every mask are.
 """
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -61,6 +64,38 @@ def chunked(
         return chunk, mask
     shifts = (starts[1].diff().to(q.device) - starts[0].diff().to(q.device)).int()
     return None, _of_packed(mask, chunk, shifts)
+
+
+def packs(q: Any, k: Any, v: Any, backend: Any, others: tuple[Any, ...], tensors: tuple[Any, ...]) -> bool:
+    """Can the blocks of a dense call be packed sequences without a copy?
+
+    others: what counts places in the whole sequence, or belongs to one, if given. tensors: `out` and those that may be
+    there once per sequence, or None.
+    """
+    dense = [q, k, v, *(x for x in tensors[:1] if x is not None)]
+    if any(x is not None for x in others) or any(isinstance(x, torch.Tensor) and x.dim() != 1 for x in tensors[1:]):
+        return False
+    if not all(isinstance(x, torch.Tensor) and x.dim() == 4 and x.numel() for x in dense) or on_cpu(q, backend):
+        return False
+    return backend in arguments.BACKENDS and all(len(x) == 1 or x.stride(0) == x.shape[1] * x.stride(1) for x in dense)
+
+
+@lru_cache(maxsize=64)
+def packed_starts(
+    batch: int, seqlen_q: int, seqlen_k: int, chunk: int, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Where the queries and the keys of each block start, int32 on the device, which is sent them once."""
+    shift = seqlen_k - seqlen_q
+    ends_q, ends_k = ([0], [0]) if shift >= 0 else ([0, -shift], [0, 0])  # rows before key 0 see nothing
+    for key in range(0, seqlen_k, chunk):
+        ends_k.append(min(key + chunk, seqlen_k))
+        ends_q.append(max(0, ends_k[-1] - shift))
+    whole = torch.arange(batch, dtype=torch.int32)[:, None]
+    of_q, of_k = (
+        torch.cat([(torch.tensor(ends[:-1], dtype=torch.int32) + whole * n).flatten(), whole[-1] * n + n])
+        for ends, n in ((ends_q, seqlen_q), (ends_k, seqlen_k))
+    )
+    return of_q.to(device), of_k.to(device)
 
 
 def on_cpu(q: torch.Tensor, backend: Any) -> bool:

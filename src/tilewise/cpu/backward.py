@@ -43,7 +43,8 @@ class Rows(NamedTuple):
     def of(
         cls, q: torch.Tensor, o: torch.Tensor, lse: torch.Tensor, d_o: torch.Tensor | None, d_lse: torch.Tensor | None
     ) -> Rows:
-        """q (rows, Hq, D); o, d_o (rows, Hq, Dv); lse, d_lse (rows, Hq) float32. A row that sees no key has none."""
+        """q (rows, Hq, D); o, d_o (rows, Hq, Dv); lse, d_lse (rows, Hq) float32. A row that sees no key has no
+        gradients."""
         empty = lse == -math.inf
         d_o = torch.zeros_like(o) if d_o is None else d_o
         d_lse = None if d_lse is None else d_lse.masked_fill(empty, 0.0)

@@ -66,7 +66,9 @@ def check_asked(
         )
     refuse_slopes(options)
     if options.get("chunk") is not None:
-        raise NotImplementedError("chunk over a sequence that is split across ranks is not served; use window")
+        raise NotImplementedError(
+            "chunk over a sequence that is split across ranks is not served; gather it and use attention()"
+        )
     scores = arguments.check_scores(q, sizes.batch, **options)
     with torch.no_grad():  # which refuses gradients, and here there are
         where = arguments.check_backend(backend, q, (k, v, scores.sinks))
