@@ -54,7 +54,6 @@ def test_every_pair_fits(card):
     [
         ("sm_90a", (192, 128), {}),
         ("sm_90a", (512, 512), {"page_size": 64}),
-        ("sm_80", (512, 512), {}),
     ],
     ids=str,
 )
@@ -111,7 +110,7 @@ def test_what_no_kernel_serves():
 # ---- answers ---------------------------------------------------------------------------------------------------------
 def test_lengths():
     """The pair of DeepSeek's prefill, whole blocks and rests, rows that see nothing, in any order of threads."""
-    for number, (nq, nk) in enumerate(product(LENGTHS, (1, 65, 200))):
+    for number, (nq, nk) in enumerate(product(LENGTHS, (65, 200))):
         q, k, v = tensors((1, nq), (1, nk), (2, 1), (192, 128), seed=number)
         (o, lse), _ = check_pair(q, k, v, causal=number % 2 == 0, mode=MODES[number % 4])
         blind = max(0, nq - nk) if number % 2 == 0 else 0
@@ -150,13 +149,17 @@ def test_wide(dims):
     ids=str,
 )
 def test_features(kind):
-    for seed in range(3):
+    for seed in range(2):
         PairChance(seed, kind, longest=200).check()
 
 
-@pytest.mark.parametrize(("dims", "dtype"), [((192, 128), BF16), ((512, 320), BF16), ((65, 300), FP32)], ids=str)
-def test_cards_without_wgmma(dims, dtype):
-    with arch.as_card("sm_86"):
+@pytest.mark.parametrize(
+    ("card", "dims", "dtype"),
+    [("sm_80", (192, 128), BF16), ("sm_86", (512, 320), BF16), ("sm_86", (65, 300), FP32)],
+    ids=str,
+)
+def test_cards_without_wgmma(card, dims, dtype):
+    with arch.as_card(card):
         for seed in range(2):
             PairChance(seed, PairKind(dims, dtype), longest=150).check()
 

@@ -79,6 +79,8 @@ TILINGS: dict[tuple[int, int], tuple[MmaTiling, ...]] = {
     (4, 192): (_tiling(64, 16, 16, 1, 2), _tiling(64, 16, 16, 1, 1)),
     (4, 256): (_tiling(64, 16, 16, 1, 1),),
 }
+# The same by both head dimensions, where the narrower V leaves registers for 32 rows per warp.
+PAIRS = {(2, 192, 128): (_tiling(128, 48, 32, 1, 2), _tiling(64, 32, 16, 1, 2))}
 # Q and K of more than 256: Q takes most of the shared memory, and O no more registers than at 256 (widths.py: slices).
 WIDE_TILINGS = {
     2: (_tiling(64, 64, 16, 1, 1), _tiling(64, 32, 16, 1, 1), _tiling(64, 16, 16, 1, 1)),
@@ -110,7 +112,7 @@ def choose(
     cuda_cores = operand == torch.float32 and not tf32_products(card) and width <= 128
     crowded = scores.changed or pattern.listed or pattern.score or not vectors or (scores.exact and operand == FP8)
     found = []
-    for base in WIDE_TILINGS[operand.itemsize] if width in WIDE else TILINGS[operand.itemsize, width]:
+    for base in _bases(operand, widths):
         tiling = replace(base, operand=operand, cuda_cores=cuda_cores)
         tiling = _for_pattern(tiling, dtype, width, crowded, pattern, page_size)
         shared = shared_bytes(dtype, widths, tiling, told=_told(tiling, pattern, page_size))
@@ -119,6 +121,14 @@ def choose(
             return tiling
         found += [replace(tiling, blocks_each=fits)] if fits else []
     return found[0]
+
+
+def _bases(operand: torch.dtype, widths: Widths) -> tuple[MmaTiling, ...]:
+    """The tilings to be tried, the best first."""
+    if widths.width in WIDE:
+        return WIDE_TILINGS[operand.itemsize]
+    pair = PAIRS.get((operand.itemsize, widths.width, widths.value_width))
+    return pair or TILINGS[operand.itemsize, widths.widest]
 
 
 def _for_pattern(
