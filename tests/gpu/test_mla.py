@@ -7,7 +7,7 @@ import torch
 from mla_cases import BF16, CUT, DEEPSEEK, FOLDED, FP16, Problem
 from oracle import randn
 
-from tilewise import PagedKVCache, decode, plan_decode
+from tilewise import PagedKVCache, compiler, decode, plan_decode
 from tilewise.gpu import mla_kernels
 from tilewise.gpu.decode import grow
 
@@ -179,3 +179,12 @@ def test_tilings_fill_shared_memory():
         tiling = mla_kernels.choose_tiling(576, 512, rows)
         assert tiling.places == places
         assert mla_kernels.shared_bytes(576, tiling) <= 227 << 10
+
+
+def test_no_kernel_spills_and_no_product_is_serialised():
+    """As users get them; `tilewise kernels --kernel mla_decode --all` looks at every variant."""
+    for spec in (mla_kernels.specs()[n] for n in (0, -3)):  # boxes for 16 rows, and for 64
+        (row,) = compiler.resource_rows([(spec, "sm_90a")])
+        assert row.error is None
+        assert (row.spill_stores, row.spill_loads, row.serialised) == (0, 0, ())
+    assert not mla_kernels.specs("sm_80")
