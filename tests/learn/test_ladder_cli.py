@@ -11,7 +11,18 @@ from cli_cases import assert_one_line_and_hint
 
 from tilewise import compiler
 from tilewise.bench import ladder_commands, ladder_tables, peers, rungs, tables
-from tilewise.gpu import append, backward, decode_kernels, decode_small, merge_rows, planner, schedules, tilings, widen
+from tilewise.gpu import (
+    append,
+    backward,
+    decode_kernels,
+    decode_small,
+    merge_rows,
+    mla_kernels,
+    planner,
+    schedules,
+    tilings,
+    widen,
+)
 from tilewise.learn import ladder
 
 NAIVE = next(rung for rung in ladder.RUNGS if rung.name == "flash_naive")
@@ -281,7 +292,8 @@ def test_product_kernels_are_among_them_and_spill_nothing(run):
 
 def without_products(monkeypatch):
     """The kernels of the ladder alone."""
-    for product in (append, backward, decode_kernels, decode_small, merge_rows, planner, schedules, tilings, widen):
+    products = (append, backward, decode_kernels, decode_small, merge_rows, mla_kernels, planner, schedules, tilings)
+    for product in (*products, widen):
         monkeypatch.setattr(product, "specs", lambda card="", every=False: [])
 
 

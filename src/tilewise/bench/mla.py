@@ -162,7 +162,7 @@ def _time(row: Row, loops: int | None) -> list[Result]:
         lists = [torch.randperm(point.seq)[: row.chosen] for _ in range(point.batch * point.tokens)]
         indices = torch.stack(lists).view(point.batch, point.tokens, -1).to(point.device, torch.int32)
     calls: dict[str, Callable[[], torch.Tensor]] = {}
-    caches = []
+    caches: list[tuple[PagedKVCache, list[int]]] = []
 
     def add(name: str, kv_format: str, share: Literal["auto"] | bool = "auto") -> None:
         cache, seqs = caches[-1] if caches and caches[-1][0].format.name == kv_format else _filled(point, kv_format)
@@ -170,7 +170,7 @@ def _time(row: Row, loops: int | None) -> list[Result]:
         plan = api.plan_decode(
             cache, seqs, num_heads=point.heads, tokens_per_seq=point.tokens, share_prefix=share
         )  # fmt: skip
-        calls[name] = lambda: api.decode(q, cache, 0, plan, indices=indices)  # type: ignore[return-value]
+        calls[name] = lambda: api.decode(q, cache, 0, plan, indices=indices)
 
     add(ours, point.kv_format)
     if point.prefix:

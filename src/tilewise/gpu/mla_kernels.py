@@ -30,10 +30,11 @@ DTYPES = (torch.bfloat16, torch.float16)
 # its result is written; a state is written and read again. One block streams faster while others are idle, though
 # products bound it soon. All are estimates, not measured.
 WEIGHTS = Weights(item_chunks=4.0, state_chunks=3.0, sprint=1.5)
-# Up to sixteen pieces, which is what merging folds in one run: a single sequence then spreads over sixteen
-# multiprocessors per 64 rows. Folding O of 64 rows takes about as long as a block of keys and a half, so their pieces
-# are twice as long.
-NARROW = Splitting(pieces=((1024, 64), (2048, 128), (4096, 256), (8192, 512), (FAR, 1024)), shared=256)
+# Up to sixteen pieces, which is what merging folds in one run: a single sequence of 4096 tokens spreads over sixteen
+# multiprocessors. Longer ones come in batches that fill the card, where a state costs: those of 16 rows in pieces of
+# 512 tokens would be a ninth of the bytes that are read. Folding O of 64 rows takes about as long as a block and a half
+# of keys, so their pieces are twice as long.
+NARROW = Splitting(pieces=((1024, 64), (2048, 128), (4096, 256), (8192, 1024), (FAR, 2048)), shared=256)
 WIDE = Splitting(pieces=((1024, 128), (2048, 256), (4096, 512), (8192, 1024), (FAR, 2048)), shared=512)
 LONGEST = 1024  # in chunks of 16 tokens: ranges that one block may take whole, which have sixteen pieces at most
 
