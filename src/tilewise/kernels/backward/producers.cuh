@@ -176,7 +176,10 @@ TILE_DEVICE void add_dq(const BackwardArgs& args, int consumer) {
         for (int g = 0; g < heads; g++)
             for (int i = 0; i < tiles; i++)
                 for (int round = 0; round < kDqRounds; round++, turn.next()) {
-                    if constexpr (kListed) ring.wait(turn);  // then the step was written
+                    if constexpr (kListed) {  // then the step was written
+                        ring.wait(turn);
+                        ptx::sync_warp();  // the first lane gives the place back: a slow one would wait for the next lap
+                    }
                     const Step step = step_at(args, g, i, i);
                     const int mine = kInTurn ? turn_of(args, shared_work()[0], step.head, step.tile) : 0;
                     if (adds) add(Work(shared_work()[0]).number(args, step.head, step.tile), mine, round);
