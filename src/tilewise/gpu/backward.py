@@ -1,7 +1,7 @@
 """Gradients on a card or in the emulator: `gradients` asks the kernels that the card runs.
 
-backward_call.py says what a call is. Hopper is served by backward_hopper.py; other cards, float32 and score functions
-by backward_mma.py.
+backward_call.py says what a call is. Hopper is served by backward_hopper.py; other cards, float32, score functions, and
+softcap with ALiBi on wide heads by backward_mma.py.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tilewise.gpu.backward_call import Gradients as Gradients
 
 def kernel_of(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
     """The kernel that gives gradients on a device, None if none does."""
-    if hopper(card_of(device)) and _in_hopper(dtype, head_dim):
+    if hopper(card_of(device)) and backward_hopper.serves(dtype, head_dim):
         return "backward"
     served = dtype in backward_mma.DTYPES and head_dim <= max(backward_mma.WIDTHS)
     return "backward_mma" if served else None
@@ -47,17 +47,13 @@ def gradients(call: GradientCall, **emulated: Any) -> Gradients:
         d_q, d_k = (x[..., :head_dim].contiguous() for x in (d_q, d_k))
         return Gradients(d_q, d_k, d_v[..., :value_dim].contiguous(), d_sinks)
     scored = call.function is not None and call.function.scores
-    if hopper(card) and not scored and _in_hopper(call.q.dtype, head_dim):
+    if hopper(card) and not scored and backward_hopper.serves(call.q.dtype, head_dim, call.scores):
         return backward_hopper.gradients(call, **emulated)
     return backward_mma.gradients(call, **emulated)
 
 
 def _filled(x: torch.Tensor, width: int) -> torch.Tensor:
     return x if x.shape[-1] == width else torch.nn.functional.pad(x, (0, width - x.shape[-1]))
-
-
-def _in_hopper(dtype: torch.dtype, head_dim: int) -> bool:
-    return dtype in backward_hopper.DTYPES and head_dim <= max(backward_hopper.TILINGS)
 
 
 def specs(card: str = "sm_90a", *, every: bool = False) -> list[KernelSpec]:

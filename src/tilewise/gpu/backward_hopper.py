@@ -80,11 +80,18 @@ TILINGS = {
     256: Tiling(64, 2, 2, 1, ping_pong=False, kv_registers=False, scale_late=False),
 }
 DTYPES = (torch.bfloat16, torch.float16)
+PLAIN = Scores()
 
 
 def padded(head_dim: int) -> int:
     """The head dimension that the kernel computes with; more than the largest of TILINGS if none serves."""
     return next((n for n in TILINGS if n >= head_dim), head_dim)
+
+
+def serves(dtype: torch.dtype, head_dim: int, scores: Scores = PLAIN) -> bool:
+    """Does the kernel take such a problem? Softcap with ALiBi needs registers that heads beyond 64 do not leave."""
+    room = padded(head_dim) <= 64 or scores.linear or not scores.alibi
+    return dtype in DTYPES and head_dim <= max(TILINGS) and room
 
 
 @dataclass(frozen=True)
@@ -135,13 +142,11 @@ def specs_of(kind: Kind) -> tuple[KernelSpec, KernelSpec, KernelSpec]:
         ("kInitial", not kind.changed),
     )
     source = "backward/ends.cu"
-    # ALiBi beside lists, in turn or on wide heads takes a few registers more than there are.
     return (
         KernelSpec("backward_before", source, "before", common + ends, BEFORE_THREADS, BEFORE_SHARED, product=True),
         KernelSpec(
             "backward", "backward/backward.cu", "backward", common + main, 128 * (CONSUMERS + 1),
-            tiling.shared_bytes(dim, listed=kind.listed, linear=kind.scores.linear),
-            product=not (kind.scores.alibi and (kind.listed or kind.in_turn or dim > 128)),
+            tiling.shared_bytes(dim, listed=kind.listed, linear=kind.scores.linear), product=True,
         ),
         KernelSpec("backward_after", source, "after", common + ends, AFTER_THREADS, 0, product=True),
     )  # fmt: skip
@@ -161,12 +166,13 @@ def list_spec(index: torch.dtype, in_turn: bool, tile_kv: int = 128) -> KernelSp
 
 def specs(*, every: bool = False) -> list[KernelSpec]:
     """The kernels as users get them: bfloat16 and head dimension 128, or `every` dtype, head dimension and feature."""
-    rules = EVERY_RULE if every else EVERY_RULE[:1]
+    rules = (*EVERY_RULE, Scores(softcap=30.0), Scores(alibi=True)) if every else EVERY_RULE[:1]
     kinds = [
         Kind(dtype, head_dim, scores, masks, index, in_turn, listed)
         for dtype in (DTYPES if every else DTYPES[:1])
         for head_dim in (TILINGS if every else (128,))
         for scores in rules
+        if serves(dtype, head_dim, scores)
         for masks, index, listed in (
             *((False, None, False), (True, None, False), (True, torch.int32, False)),
             *((True, None, True), (True, torch.int32, True)),

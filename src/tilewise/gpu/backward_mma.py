@@ -1,6 +1,6 @@
 """The backward by mma.sync, kernels/backward/backward_mma.cu and mma_ends.cu: which form of it serves, and its launch.
 
-It serves every card without wgmma, and on Hopper float32 and score functions. The choice is a pure function of the
+It serves every card without wgmma, and on Hopper what backward_hopper.py does not. The choice is a pure function of the
 card's shared memory and of what a problem needs registers for.
 """
 
@@ -18,7 +18,7 @@ from tilewise.compiler.spec import Constant, KernelSpec
 from tilewise.gpu.abi import ELEMENTS, EVERY_RULE, score_rule
 from tilewise.gpu.backward_abi import KEY_LIST_HEADER, KEY_TILE_WORDS, BackwardArgs, KeyListArgs
 from tilewise.gpu.backward_call import GradientCall, Gradients
-from tilewise.gpu.backward_hopper import BUCKETS, LIST_THREADS, LN2, Shapes, arguments, loadable
+from tilewise.gpu.backward_hopper import BUCKETS, LIST_THREADS, LN2, Shapes, arguments, loadable, serves
 from tilewise.gpu.backward_picks import SLOPE, Picked
 from tilewise.scores import Scores
 
@@ -183,14 +183,14 @@ def list_spec(index: torch.dtype, tiling: BackwardTiling, in_turn: bool) -> Kern
 
 
 def specs(card: str, *, every: bool = False) -> list[KernelSpec]:
-    """The kernels as users of a card get them: bfloat16 and head dimension 128, or `every` one; on Hopper float32's."""
-    sixteen = () if hopper(card) else (torch.bfloat16, torch.float16)
-    dtypes = (*sixteen, torch.float32) if every else (sixteen or (torch.float32,))[:1]
+    """The kernels as a card's users get them: bfloat16 and head dimension 128, or `every` one; on Hopper the others."""
+    dtypes = DTYPES if every else (torch.float32 if hopper(card) else torch.bfloat16,)
     kinds = [
         Kind(dtype, head_dim, scores, _newer(card), index, in_turn)
         for dtype in dtypes
         for head_dim in (WIDTHS if every else (128,))
         for scores in (EVERY_RULE if every else EVERY_RULE[:1])
+        if not (hopper(card) and serves(dtype, head_dim, scores))
         for index in (None, torch.int32)
         for in_turn in ((False, True) if every else (False,))
     ]

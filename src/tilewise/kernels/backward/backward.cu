@@ -26,7 +26,7 @@ struct Consumer {
     const uint32_t group;  // of the consumers
     // threadIdx.x as a value of its own: ptxas reads the special register again in every step, and waits for it, to save
     // a register that there is
-    const int thread = ptx::shuffle_xor(threadIdx.x, 0);
+    const int thread = Rule::kLinear ? ptx::shuffle_xor(threadIdx.x, 0) : threadIdx.x;
     float factor, slope;  // factor: what S is multiplied with first
     Turn<kStages> turn;
     Turn<kDsStages> ds_turn, ds_read{kDsStages - 1, 1};  // ds_read: one behind
@@ -180,8 +180,10 @@ struct Consumer {
                            const float (&acc)[kHeadDim / 2]) const {
         store_keys<kHeadDim>(args, map, to, strides, at, panel_rows, acc, group, int(group) * 64, 0);
     }
-    // Steps to come. Lists take the registers that it would be kept in.
-    TILE_DEVICE int left() const { return (kListed ? Work(shared_work()[0]).steps : total) - done; }
+    // Steps to come. Lists, and softcap in turn, take the registers that it would be kept in.
+    TILE_DEVICE int left() const {
+        return (kListed || (kInTurn && !Rule::kLinear) ? Work(shared_work()[0]).steps : total) - done;
+    }
     // Steps from the one at hand on, whose tiles are all seen in part, or none is
     TILE_DEVICE int run_of(bool in_part) const {
         const Step at = step_at(args, 0, 0, done);
@@ -193,7 +195,7 @@ struct Consumer {
     TILE_DEVICE void run(const TensorMap& mDk, const TensorMap& mDv) {
         warp::zero(dk);
         warp::zero(dv);
-        if constexpr (!kListed) total = Work(shared_work()[0]).steps;
+        total = Work(shared_work()[0]).steps;
         if constexpr (kMasks && !kListed) share_seen(args, group, group * 64);
         if (kPingPong && group == 1) ptx::barrier_arrive(kTurnBarrier, 256);
         pipes.k.wait({});
@@ -219,19 +221,18 @@ struct Consumer {
             const int tiles = Work(shared_work()[0]).tiles();
             for (int g = 0; g < args.group; g++) {
                 if constexpr (Rule::kAlibi) slope = slope_of(Work(shared_work()[0]).head(args, g));
-                if constexpr (kMasks) {
-                    for (int i = 0; i < tiles;) {
-                        const int masked = Work(shared_work()[0]).masked_until(i);
+                int i = 0;
+                if constexpr (kMasks)
 #pragma unroll 1
-                        for (; i < masked; i++) step<true>(g, i);
-                        const int whole = Work(shared_work()[0]).whole_until(i);
+                    for (const int masked = Work(shared_work()[0]).masked(); i < masked; i++) step<true>(g, i);
+                if constexpr (!kAllMasked) {
+                    const int whole = kMasks && kInTurn ? Work(shared_work()[0]).masked_and_whole() : tiles;
 #pragma unroll 1
-                        for (; i < whole; i++) step<false>(g, i);
-                    }
-                } else {
-#pragma unroll 1
-                    for (int i = 0; i < tiles; i++) step<false>(g, i);
+                    for (; i < whole; i++) step<false>(g, i);
                 }
+                if constexpr (kMasks && kInTurn && !kAllMasked)
+#pragma unroll 1
+                    for (; i < tiles; i++) step<true>(g, i);
             }
         }
         if (done > 0) last_dq();

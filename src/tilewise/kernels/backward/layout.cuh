@@ -75,12 +75,15 @@ struct Pipes {
     }
 };
 
+// Softcap in turn: three loops would take more registers than there are
+constexpr bool kAllMasked = kMasks && !kListed && kInTurn && !Rule::kLinear;
+
 // What the block works on. Everyone reads it from shared memory where it is needed: registers are scarce.
 struct alignas(64) Work {
     KeyTile tile;
-    // The query tiles in the order in which everyone visits them, for each query head: those that need a mask, the whole
-    // ones, and those behind them that need one. Blocks that see everything begin at different tiles: what they add to
-    // is then apart.
+    // The query tiles in the order in which everyone visits them, for each query head. Those that need a mask come
+    // first, the ones before the whole ones and the ones behind them; but these come last where blocks add in turn, so
+    // that all go the same way. Blocks that see everything begin at different tiles: what they add to is then apart.
     Span parts[3];
     int kv_head, batch;  // batch: of the tensors, 0 if packed
     int kv_tile;         // number of the tile in its sequence
@@ -88,26 +91,25 @@ struct alignas(64) Work {
     int steps;           // of all query heads of the group together
 
     TILE_DEVICE int tiles() const { return tile.end - tile.begin; }
-    // From step i of a query head on, up to which step tiles need a mask, or are whole
-    TILE_DEVICE int masked_until(int i) const {
-        const int front = parts[0].end - parts[0].begin, whole = front + parts[1].end - parts[1].begin;
-        return i < front ? front : i < whole ? i : tiles();
+    // Up to which step of a query head tiles need a mask, and then are whole
+    TILE_DEVICE int masked() const {
+        if constexpr (kAllMasked) return tiles();
+        return kInTurn ? tile.whole_begin - tile.begin : tiles() - whole();
     }
-    TILE_DEVICE int whole_until(int i) const {
-        const int whole = parts[0].end - parts[0].begin + parts[1].end - parts[1].begin;
-        return i < whole ? whole : i;
-    }
+    TILE_DEVICE int masked_and_whole() const { return masked() + whole(); }
+    TILE_DEVICE int whole() const { return tile.whole_end - tile.whole_begin; }
     // The query tile of step i for a query head
     TILE_DEVICE int at(int i) const {
-        if constexpr (kMasks) return tile.begin + i;
-        const int first = parts[0].end - parts[0].begin;
-        return i < first ? parts[0].begin + i : i - first;
+        if constexpr (kMasks && kInTurn) return tile.begin + i;
+        const int first = parts[0].end - parts[0].begin, second = parts[1].end - parts[1].begin;
+        if (i < first) return parts[0].begin + i;
+        return i < first + second ? parts[1].begin + i - first : parts[2].begin + i - first - second;
     }
     TILE_DEVICE void order() {
         if constexpr (kMasks) {
             parts[0] = {tile.begin, tile.whole_begin};
-            parts[1] = {tile.whole_begin, tile.whole_end};
-            parts[2] = {tile.whole_end, tile.end};
+            parts[kInTurn ? 2 : 1] = {tile.whole_end, tile.end};
+            parts[kInTurn ? 1 : 2] = {tile.whole_begin, tile.whole_end};
         } else {
             const int start = kInTurn || tile.end == 0 ? 0 : kv_tile % tile.end;
             parts[0] = {start, tile.end};

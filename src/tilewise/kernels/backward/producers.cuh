@@ -125,6 +125,7 @@ TILE_DEVICE int turn_of(const BackwardArgs& args, const Work& work, int head, in
             Global<const uint32_t>{args.lists.visits} +
             (int64_t(list) * args.q_tiles + tile.slot + tile_q) * args.lists.words;
         uint32_t before = 0;
+#pragma unroll 1
         for (int word = work.kv_tile / 32 + threadIdx.x % 32; word < args.lists.words; word += 32)
             before += ptx::count_bits(visits[word] & (word > work.kv_tile / 32 ? ~0u : ~1u << work.kv_tile % 32));
         return ptx::reduce_add(before);
@@ -134,6 +135,7 @@ TILE_DEVICE int turn_of(const BackwardArgs& args, const Work& work, int head, in
         const Global<const KeyTile> list{reinterpret_cast<const KeyTile*>(args.list + kKeyListHeader)};
         const int own = listed_at<kTileKv>(args, tile.k_start, tile.sequence, work.kv_tile);
         uint32_t before = 0;
+#pragma unroll 1
         for (int i = 1 + threadIdx.x % 32; i <= behind; i += 32)
             before += Global<const int>{&list.address(own - i)->end}[0] > tile_q;
         return ptx::reduce_add(before);
@@ -150,25 +152,23 @@ TILE_DEVICE void add_dq(const BackwardArgs& args, int consumer) {
     const bool adds = !kAddingWarp || threadIdx.x % 32 == 0;
     Turn<1> turn;
     ptx::wait_for_prerequisites();  // zeros are there
-    // number: of the query tile
-    const auto turns_of = [&](int64_t number) { return args.turns + number * kConsumers + consumer; };
-    const auto add = [&](int64_t number, int round) {
-        ring.wait(turn);
+    // In turn: one waits before there is something to add, and hands on after its place in shared memory is free again,
+    // so that the consumer waits for neither. number: of the query tile; mine: how many have added to it before
+    const auto add = [&](int64_t number, int mine, int round) {
+        int* const turns = args.turns + number * kConsumers + consumer;
+        if (kInTurn && round == 0)
+            while (ptx::load_acquire(turns) < mine) ptx::spin();
+        if constexpr (!kListed) ring.wait(turn);
         ptx::bulk_add(args.dq_sum + number * kTileFloats + consumer * kDqFloats + round * (kDqBytes / 4),
                       ptx::shared_address(uint32_t(kAtDq + consumer * kDqBytes)), kDqBytes);
         ptx::bulk_commit();
         ptx::bulk_wait_read<0>();
         ptx::mbarrier_arrive(ring.empty);
-    };
-    // In turn: one waits before there is something to add, and hands on after its place in shared memory is free again,
-    // so that the consumer waits for neither. mine: how many have added when it may
-    const auto await = [&](int64_t number, int mine) {
-        while (ptx::load_acquire(turns_of(number)) < mine) ptx::spin();
-    };
-    const auto hand_on = [&](int64_t number) {
-        ptx::bulk_wait<0>();
-        ptx::fence_device();
-        ptx::atomic_add(turns_of(number), 1);
+        if (kInTurn && round == kDqRounds - 1) {
+            ptx::bulk_wait<0>();
+            ptx::fence_device();
+            ptx::atomic_add(turns, 1);
+        }
     };
     if constexpr (kAddingWarp) {
         const int heads = kListed ? 1 : args.group;
@@ -176,15 +176,13 @@ TILE_DEVICE void add_dq(const BackwardArgs& args, int consumer) {
         for (int g = 0; g < heads; g++)
             for (int i = 0; i < tiles; i++)
                 for (int round = 0; round < kDqRounds; round++, turn.next()) {
-                    if constexpr (kListed) ring.wait(turn);  // then the step was written
-                    const Step step = step_at(args, g, i, i);
-                    const int64_t number = Work(shared_work()[0]).number(args, step.head, step.tile);
-                    if (kInTurn && round == 0) {
-                        const int mine = turn_of(args, shared_work()[0], step.head, step.tile);
-                        if (adds) await(number, mine);
+                    if constexpr (kListed) {  // then the step was written
+                        ring.wait(turn);
+                        ptx::sync_warp();  // the first lane gives the place back: a slow one would wait for the next lap
                     }
-                    if (adds) add(number, round);
-                    if (kInTurn && adds && round == kDqRounds - 1) hand_on(number);
+                    const Step step = step_at(args, g, i, i);
+                    const int mine = kInTurn ? turn_of(args, shared_work()[0], step.head, step.tile) : 0;
+                    if (adds) add(Work(shared_work()[0]).number(args, step.head, step.tile), mine, round);
                     ptx::sync_warp();
                 }
     } else {
@@ -193,9 +191,8 @@ TILE_DEVICE void add_dq(const BackwardArgs& args, int consumer) {
             const int head = work.head(args, g);
             const int64_t number = work.number(args, head, 0);
             for (Walk walk; walk.more(); walk.next()) {
-                if (kInTurn) await(number + walk.tile, turn_of(args, shared_work()[0], head, walk.tile));
-                for (int round = 0; round < kDqRounds; round++, turn.next()) add(number + walk.tile, round);
-                if (kInTurn) hand_on(number + walk.tile);
+                const int mine = kInTurn ? turn_of(args, shared_work()[0], head, walk.tile) : 0;
+                for (int round = 0; round < kDqRounds; round++, turn.next()) add(number + walk.tile, mine, round);
             }
         }
     }

@@ -18,7 +18,7 @@ struct QueryTile {
     // The sequence whose tiles have this slot, by all lanes together: 32 candidates in a round
     TILE_DEVICE void find(const BackwardArgs& args, int slot, bool outside) {
         const Global<const Index> starts{static_cast<const Index*>(args.starts_q)};
-        int low = -1, high = args.sequences + 1;  // it is in [low, high)
+        int low = outside ? -1 : 0, high = args.sequences + outside;  // it is in [low, high)
         while (high - low > 1) {
             const int step = (high - low + 31) / 32, candidate = low + step * (threadIdx.x % 32);
             const bool before = candidate < high && slot_of(starts, args, candidate) <= slot;
@@ -29,7 +29,7 @@ struct QueryTile {
         const int start = start_at(starts, args, low), length = start_at(starts, args, low + 1) - start;
         const int row = (slot - slot_of(starts, args, low)) * kTileQ;
         first = start + row;
-        rows = row < 0 || (!outside && (low < 0 || low == args.sequences)) ? 0 : length - row;
+        rows = row < 0 ? 0 : length - row;
     }
     static TILE_DEVICE int slot_of(const Global<const Index>& starts, const BackwardArgs& args, int sequence) {
         return first_slot<kTileQ>(start_at(starts, args, sequence), sequence);

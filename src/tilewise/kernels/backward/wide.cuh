@@ -173,10 +173,11 @@ template <int kGroup> struct Wide {
 #pragma unroll 1
             while (left() > 0) step(step_at(args, 0, 0, done));
         } else {
-            const int tiles = Work(shared_work()[0]).tiles();
-            for (int g = 0; g < args.group; g++)
 #pragma unroll 1
-                for (int i = 0; i < tiles; i++) step(step_at(args, g, i, 0));
+            for (int g = 0, i = 0; left() > 0; i++) {
+                if (i == Work(shared_work()[0]).tiles()) i = 0, g++;
+                step(step_at(args, g, i, 0));
+            }
         }
 #pragma unroll
         for (int i = 0; i < kColumns / 2; i++) dk[i] *= args.scale;
