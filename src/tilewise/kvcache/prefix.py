@@ -33,6 +33,7 @@ from tilewise.kvcache.tree import (
     check_new_tokens,
     check_prompt,
     common_prefix,
+    common_tokens,
     key_of,
     path_of,
     token_array,
@@ -144,14 +145,15 @@ class PrefixCache:
         living = [self._living(one) for one in (check_seqs(seq, "seq") if several(seq) else [cast("int", seq)])]
         if len(set(living)) < len(living):
             raise ValueError("seq must name each sequence once, got one twice")
+        rows = np.array([live.row for live in living], np.int64)
         given_up: dict[int, int] = {}  # last pages of those that are done, and how many held them
-        for live in living:
-            last = int(self.cache.sequences.last[live.row])
-            self._leave_tail(live, last, given_up.get(last, 0))
+        facts = (self._progress.complete, self.cache.sequences.lengths, self.cache.sequences.last)
+        for live, complete, length, last in zip(living, *(x[rows].tolist() for x in facts), strict=True):
+            self._leave_tail(live, complete, complete == length, last, given_up.get(last, 0))
             given_up[last] = given_up.get(last, 0) + 1
             live.anchor.live.remove(live)
             del self._live[live.seq], self._by_row[live.row]
-        self._progress.end(np.array([live.row for live in living], np.int64))
+        self._progress.end(rows)
         self.cache.drop([live.seq for live in living])
 
     def clear(self) -> None:
@@ -272,14 +274,13 @@ class PrefixCache:
 
     def _nearest(self, node: Node, tokens: Tokens) -> tuple[Node | None, int]:
         """The child whose first page has the longest prefix in common with `tokens`, and its length."""
-        size = self.cache.page_size
-        at = bisect_left(node.keys, key_of(tokens, size))
+        asked = key_of(tokens, self.cache.page_size)
+        at = bisect_left(node.keys, asked)
         best: tuple[Node | None, int] = (None, 0)
         for key in node.keys[max(at - 1, 0) : at + 1]:
-            child = node.children[key]
-            common = common_prefix(child.tokens[:size], tokens)
+            common = common_tokens(key, asked)
             if common > best[1]:
-                best = child, common
+                best = node.children[key], common
         return best
 
     def _nearest_tail(self, node: Node, tokens: Tokens) -> tuple[int, int]:
@@ -389,19 +390,16 @@ class PrefixCache:
             node.live.add(live)
         self._progress.limit[live.row] = node.end + size
 
-    def _leave_tail(self, live: Live, last: int, given_up: int) -> None:
-        """What a sequence that ends leaves to the tree. given_up: how many that shared its last page end with it."""
-        anchor, complete = live.anchor, live.complete
+    def _leave_tail(self, live: Live, complete: int, whole: bool, last: int, given_up: int) -> None:
+        """What a sequence that ends leaves to the tree. complete: its tokens that are written; whole: if all are. last:
+        its last page. given_up: how many that shared this end with it."""
+        anchor = live.anchor
         self._clock += 1
         self._touch(anchor)
         # The partly filled last page stays too, unless tokens in it are still to come, a fork goes on in it (and will
         # leave it here in its turn), or the tree has its tokens already.
-        if (
-            complete > anchor.end
-            and complete == self._progress.length(live.row)
-            and self.cache.pool.refs[last] - given_up == 1
-        ):
-            tail = self._progress.tokens(live.row, anchor.end, complete)
+        if whole and complete > anchor.end and self.cache.pool.refs[last] - given_up == 1:
+            tail = self._progress.ids[last, : complete - anchor.end].copy()
             if self._nearest(anchor, tail)[1] < len(tail):
                 self._add_child(anchor, tail, np.array([last], np.int32))
 

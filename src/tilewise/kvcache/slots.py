@@ -121,7 +121,7 @@ class Slots:
     _places: Places | None = field(repr=False)  # None: the host reads the cache
     _step: int = field(repr=False)  # of _places
     _born: int = field(repr=False)  # pool.losses when they were reserved: pages freed since mean stale slots
-    _losses: list[int] = field(repr=False)  # pool.losses when last known good
+    _losses: list[int] = field(repr=False)  # pool.losses when last known good: to be written again, and at all
     _layers: set[int] = field(repr=False, default_factory=set)  # the layers written
     _when_complete: list[Callable[[], None]] = field(repr=False, default_factory=list)
 
@@ -141,7 +141,7 @@ class Slots:
         made = cls.__new__(cls)
         made.__dict__.update(
             seqs=seqs, counts=counts, host_positions=positions, host_index=index, _cache=cache, _places=places,
-            _step=step, _born=losses, _losses=[losses], _layers=set(), _when_complete=[],
+            _step=step, _born=losses, _losses=[losses, losses], _layers=set(), _when_complete=[],
         )  # fmt: skip
         return made
 
@@ -268,7 +268,7 @@ def gather(into: Slots, seqs: Sequence[int], counts: Sequence[int], positions: I
     elif places is not None:
         places.fill(positions, index)
     step, losses = 0 if places is None else places.step, cache.pool.losses
-    return Slots(tuple(seqs), tuple(counts), positions, index, cache, places, step, losses, [losses])
+    return Slots(tuple(seqs), tuple(counts), positions, index, cache, places, step, losses, [losses, losses])
 
 
 def check_slots(slots: Any, cache: PagedKVCache, layer: int) -> None:
@@ -279,18 +279,21 @@ def check_slots(slots: Any, cache: PagedKVCache, layer: int) -> None:
         raise ValueError("slots belong to another cache; write them to the cache whose extend() made them")
     slots._check_own_places()
     pool = cache.pool
-    if slots._losses[0] == pool.losses:
-        return
-    void = [seq for seq in slots.seqs if seq not in cache.sequences.rows]
     again = layer in slots._layers
+    if slots._losses[not again] == pool.losses:
+        return
     # Forks may live on and wait for what a freed sequence reserved, so slots die with their pages, not with their
     # sequence. To write again is another thing: the tokens must still belong to their sequences, in the same place.
-    moved = not void and slots._moved()
-    if (pool.freed[slots._pages] > slots._born).any() or (again and (void or moved)):
+    gone = bool((pool.freed[slots._pages] > slots._born).any())
+    if not gone:
+        slots._losses[1] = pool.losses
+        if not again:
+            return
+    void = [seq for seq in slots.seqs if seq not in cache.sequences.rows]
+    if gone or void or slots._moved():
         why = f"sequence {void[0]} was freed" if void else "their sequence has copied its page since they were written"
         raise ValueError(f"slots are stale: {why}; extend() again")
-    if not void and not moved:
-        slots._losses[0] = pool.losses
+    slots._losses[0] = pool.losses
 
 
 def check_into(into: Any, cache: PagedKVCache, tokens: int) -> None:
