@@ -413,17 +413,7 @@ class PagedKVCache:
 
     def stats(self) -> CacheStats:
         """Pages, tokens and bytes in use. A page is shared if more than one sequence, or the prefix tree, holds it."""
-        used = self.num_pages - self.pool.free_pages
-        return CacheStats(
-            pages_total=self.num_pages,
-            pages_used=used,
-            pages_shared=int((self.pool.refs > 1).sum()),
-            tokens_stored=int(self.pool.fill.sum()),
-            tokens_logical=sum(self.lengths.values()),
-            bytes_total=self.nbytes,
-            bytes_used=used * self.page_size * self.bytes_per_token,
-            page_size=self.page_size,
-        )
+        return self.pool.stats(self.page_size, self.bytes_per_token, sum(self.lengths.values()))
 
     # For whoever holds pages beside the sequences, as the prefix tree does; also plan_extend, commit_extend and `pool`.
 

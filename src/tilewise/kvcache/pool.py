@@ -42,6 +42,20 @@ class PagePool:
             self._fill[self.refs == 0] = 0
         return self._fill
 
+    def stats(self, page_size: int, bytes_per_token: int, tokens_logical: int) -> CacheStats:
+        """What PagedKVCache.stats() tells of pages of so many tokens, each of so many bytes."""
+        used = self.num_pages - self.free_pages
+        return CacheStats(
+            pages_total=self.num_pages,
+            pages_used=used,
+            pages_shared=int((self.refs > 1).sum()),
+            tokens_stored=int(self.fill.sum()),
+            tokens_logical=tokens_logical,
+            bytes_total=self.num_pages * page_size * bytes_per_token,
+            bytes_used=used * page_size * bytes_per_token,
+            page_size=page_size,
+        )
+
     def reserve(self, index: Ints, size: int) -> None:
         """Take note of tokens at page · size + offset, in a page one after the other. Its fill is set when somebody
         looks."""
