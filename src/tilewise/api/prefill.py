@@ -57,6 +57,7 @@ def attention(
     return_lse: bool,
     **options: Unpack[AttentionOptions],
 ) -> Result: ...
+# More than 80 lines: its arguments and what they mean take that many.
 def attention(
     q: torch.Tensor,
     k: torch.Tensor,
