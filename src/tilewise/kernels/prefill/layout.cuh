@@ -42,6 +42,7 @@ constexpr int kTurnBarrier = 1, kGroupBarrier = 5, kLoaderBarrier = 9;
 // lies in the stage of the Q it came from; of FP8, where O is twice as large as Q, in a place of its own.
 constexpr bool kStaged = kStagesQ > 1;
 constexpr int kQStage = kStaged && !kFp8 && kOBytes > kQBytes ? kOBytes : kQBytes;  // bytes of a stage of Q
+static_assert(!kStaged || kFp8 || kOBytes <= kQStage, "O lies where its Q was");
 constexpr int kStagesO = kFp8 ? 1 : kStagesQ, kStagesBefore = kFp8 ? kStagesRaw : 1;
 constexpr int kStagesLoaded = kFp8 ? kStagesRaw : kStagesV;
 
