@@ -117,6 +117,7 @@ def check_scores(
     *,
     causal: bool = False,
     window: Any = None,
+    chunk: Any = None,
     scale: float | None = None,
     softcap: float = 0.0,
     sinks: torch.Tensor | None = None,
@@ -132,8 +133,13 @@ def check_scores(
     slopes = check_slopes(alibi_slopes, batch, heads_q, q.device)
     if sinks is not None:
         checks.tensor("sinks", sinks, shape=(heads_q,), dtypes=checks.FLOATS, device=q.device)
-    exact = checks.flag("exact", exact)
-    return Scores((left, right), scale, softcap, slopes is not None, exact, sinks, slopes)
+    exact, chunk = checks.flag("exact", exact), check_chunk(chunk)
+    return Scores((left, right), scale, softcap, slopes is not None, exact, chunk, sinks, slopes)
+
+
+def check_chunk(chunk: Any) -> int:
+    """The positions of a block; 0 for none, which callers say by None."""
+    return 0 if chunk is None else checks.integer("chunk", chunk, 1, hint="None means no blocks")
 
 
 def check_slopes(slopes: torch.Tensor | None, batch: int, heads_q: int, device: torch.device) -> torch.Tensor | None:

@@ -22,8 +22,8 @@ rotary part, are key alone. Quantised it is one run of bytes, in this order:
 
 The rotary part stays bfloat16 because its errors would reach the scores of all heads alike, and it is a ninth of the
 row. The fp8 row is what DeepSeek's kernels read. Scales that are powers of two cost fp8 nothing, a float keeps its bits
-under any of them, and they make every decoded channel a bfloat16 without another rounding; kernels for Blackwell take
-no others. Any float32 scale is read. int8 would lose a bit to them, so its scales are what they are.
+under any of them, and they make every decoded channel a bfloat16 without another rounding; DeepSeek's kernels round
+other scales. Any float32 scale is read. int8 would lose a bit to them, so its scales are what they are.
 """
 
 from __future__ import annotations

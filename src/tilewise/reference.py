@@ -31,9 +31,13 @@ def visible(
     *,
     causal: bool = False,
     window: Window | None = None,
+    chunk: int | None = None,
     device: torch.device | None = None,
 ) -> torch.Tensor:
-    """Which key each query sees: bool (seqlen_q, seqlen_k), aligned bottom-right (the last query sees the last key)."""
+    """Which key each query sees: bool (seqlen_q, seqlen_k), aligned bottom-right (the last query sees the last key).
+
+    chunk: blocks of so many positions, of which a query sees its own alone.
+    """
     key = torch.arange(seqlen_k, device=device)
     query = torch.arange(seqlen_q, device=device)[:, None] + seqlen_k - seqlen_q  # the query's position among the keys
     seen = torch.ones(seqlen_q, seqlen_k, dtype=torch.bool, device=device)
@@ -44,6 +48,8 @@ def visible(
         seen &= key >= query - left
     if right is not None:
         seen &= key <= query + right
+    if chunk is not None:
+        seen &= key // chunk == query // chunk  # of a query before the first key: rounded down, no key's block
     return seen
 
 
@@ -62,8 +68,10 @@ def attention(
     k: torch.Tensor,
     v: torch.Tensor,
     *,
+    qv: torch.Tensor | None = None,
     causal: bool = False,
     window: Window | None = None,
+    chunk: int | None = None,
     scale: float | None = None,
     softcap: float = 0.0,
     sinks: torch.Tensor | None = None,
@@ -80,10 +88,10 @@ def attention(
     """softmax(q kᵀ · scale) v. q (B, Nq, Hq, D), k (B, Nk, Hkv, D), v (B, Nk, Hkv, Dv) -> o (B, Nq, Hq, Dv),
     lse (B, Hq, Nq).
 
-    `mask`: a function (b, h, q, k) -> bool, or bools, broadcastable to (B, Hq, Nq, Nk): True = visible, on top of the
-    other rules. `score`: a function (s, b, h, q, k) -> the score. `first`: the b of the first sequence. `dtype` is what
-    the arithmetic runs in: float64 for the oracle, the inputs' own for `baseline`. `fp8_weights`: the softmax's weights
-    are rounded to e4m3, 256 standing for 1.
+    `qv` (B, Nq, Hq, Dv): scores are (q kᵀ + qv vᵀ) · scale. `mask`: a function (b, h, q, k) -> bool, or bools,
+    broadcastable to (B, Hq, Nq, Nk): True = visible, on top of the other rules. `score`: a function (s, b, h, q, k) ->
+    the score. `first`: the b of the first sequence. `dtype` is what the arithmetic runs in: float64 for the oracle, the
+    inputs' own for `baseline`. `fp8_weights`: the softmax's weights are rounded to e4m3, 256 standing for 1.
     """
     batch, nq, hq, head_dim = q.shape
     nk, hkv = k.shape[1], k.shape[2]
@@ -91,7 +99,11 @@ def attention(
     q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
     k, v = k.repeat_interleave(hq // hkv, dim=2), v.repeat_interleave(hq // hkv, dim=2)
 
-    scores = torch.einsum("bihd,bjhd->bhij", q, k) * (head_dim**-0.5 if scale is None else scale)
+    products = torch.einsum("bihd,bjhd->bhij", q, k)
+    if qv is not None:
+        head_dim += qv.shape[-1]
+        products = products + torch.einsum("bihd,bjhd->bhij", qv.to(dtype), v)
+    scores = products * (head_dim**-0.5 if scale is None else scale)
     if softcap:
         scores = softcap * torch.tanh(scores / softcap)
     if alibi_slopes is not None:
@@ -106,7 +118,7 @@ def attention(
     if function is not None and function.score is not None:
         scores = function.scored(scores, *pairs).expand_as(scores)
 
-    seen = visible(nq, nk, causal=causal, window=window, device=q.device)
+    seen = visible(nq, nk, causal=causal, window=window, chunk=chunk, device=q.device)
     if schedule is not None:
         seen = seen & _scheduled(schedule, slice(first, first + batch), hq).to(seen.device)
     if isinstance(mask, torch.Tensor):
@@ -151,6 +163,7 @@ def attention_varlen(
     cu_seqlens_q: torch.Tensor,
     cu_seqlens_k: torch.Tensor,
     *,
+    qv: torch.Tensor | None = None,
     alibi_slopes: torch.Tensor | None = None,
     schedule: BlockSchedule | Sequence[BlockSchedule | None] | None = None,
     dtype: torch.dtype = torch.float64,
@@ -166,6 +179,7 @@ def attention_varlen(
         slopes = alibi_slopes[b] if alibi_slopes is not None and alibi_slopes.dim() == 2 else alibi_slopes
         one = schedule[b] if isinstance(schedule, Sequence) else schedule
         given = {"alibi_slopes": slopes, "schedule": one, "first": b, "dtype": dtype, **options}
+        given["qv"] = None if qv is None else qv[None, rows]
         state = attention(q[None, rows], k[None, keys], v[None, keys], **given)
         o[rows], lse[:, rows] = state[0][0], state[1][0]
     return o, lse

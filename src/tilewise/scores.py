@@ -1,8 +1,9 @@
 """What is done to the scores, as one value that travels from the call to the kernel.
 
     s = q · k · scale        softcap: s = c · tanh(s / c)        ALiBi: s −= slope · |row + Nk − Nq − key|
-    window: −inf outside of it        sinks: a logit per head that joins the softmax's denominator only
-    mask and score functions of the user's own (functions/) travel beside it; a score function stands where softcap does
+    window: −inf outside of it        chunk: −inf outside of the row's block of positions        sinks: a logit per head
+    that joins the softmax's denominator only mask and score functions of the user's own (functions/) travel beside it;
+    a score function stands where softcap does
 
 A new option is declared here (its field, its public name, its place in an operator's schema), checked in arguments.py,
 documented in api/, told in reference.py, and done in cpu/scoring.py, gpu/abi.py and kernels/common/scores.cuh.
@@ -32,13 +33,15 @@ class ScoreOptions(DecodeOptions, total=False):
 
     causal: bool
     window: Window | None
+    chunk: int | None
     alibi_slopes: torch.Tensor | None
 
 
 # The same names in a PyTorch operator's schema, where tensors stand before the star; decode's window is its plan's.
 SCHEMA_TENSORS = "Tensor? sinks=None, Tensor? alibi_slopes=None"
 SCHEMA_SCALING = "float? scale=None, float softcap=0.0"
-SCHEMA_OPTIONS = f"bool causal=False, SymInt? window_left=None, SymInt? window_right=None, {SCHEMA_SCALING}"
+SCHEMA_SEEN = "bool causal=False, SymInt? window_left=None, SymInt? window_right=None, SymInt? chunk=None"
+SCHEMA_OPTIONS = f"{SCHEMA_SEEN}, {SCHEMA_SCALING}"
 
 
 @dataclass(frozen=True)
@@ -46,7 +49,8 @@ class Scores:
     """Checked options. Equality and hash are those of the rule; the tensors only come along.
 
     window: (left, right) keys seen to either side, None for no limit; causal is right = 0. exact: the standard softmax
-    where a kernel would use the lazy one. sinks: (Hq,). slopes: (B, Hq) float32; alibi: whether there are any.
+    where a kernel would use the lazy one. chunk: positions of a block that no row sees out of, 0 for none; kernels get
+    it as a mask function. sinks: (Hq,). slopes: (B, Hq) float32; alibi: whether there are any.
     """
 
     window: Window = (None, None)
@@ -54,6 +58,7 @@ class Scores:
     softcap: float = 0.0
     alibi: bool = False
     exact: bool = False
+    chunk: int = 0
     sinks: torch.Tensor | None = field(default=None, compare=False, repr=False)
     slopes: torch.Tensor | None = field(default=None, compare=False, repr=False)
 
@@ -75,4 +80,4 @@ class Scores:
     @property
     def unmasked(self) -> Scores:
         """The same with every key in view."""
-        return replace(self, window=(None, None))
+        return replace(self, window=(None, None), chunk=0)

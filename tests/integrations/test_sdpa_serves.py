@@ -31,7 +31,7 @@ REFUSED = {
     "attn_mask is added to the scores": lambda q, k, v: ((q, k, v, torch.zeros(1, 5)), {}),
     "attn_mask and is_causal": lambda q, k, v: ((q, k, v, torch.ones(1, 5, dtype=torch.bool)), {"is_causal": True}),
     "only torch judges": lambda q, k, v: ((q, k, v), {"scale": float("inf")}),
-    "head dimensions are served from 1 to 512": lambda q, k, v: (make((1, 1, 2, 513)), {}),
+    "head dimensions are served from 1 to 576": lambda q, k, v: (make((1, 1, 2, 577)), {}),
     "key and value differ in heads": lambda q, k, v: ((q, k[:, :2], v), {"enable_gqa": True}),
     "plain tensors": lambda q, k, v: ((q.as_subclass(Sub), k, v), {}),
 }
@@ -59,7 +59,7 @@ def test_explain_says_why_torch_serves(reason, monkeypatch):
         (((2, 4, 5, 8),), {}, "float32 on cpu is served"),
         (((2, 4, 5, 8), (2, 4, 9, 8)), {"is_causal": True}, "keys after the last query's are left out"),
         (((2, 4, 9, 8), (2, 4, 5, 8)), {"is_causal": True}, "a window that ends L − S after"),
-        (((2, 4, 9, 8), (2, 4, 5, 8), (2, 4, 5, 16)), {}, "filled up with zeros"),
+        (((2, 4, 9, 8), (2, 4, 5, 8), (2, 4, 5, 16)), {}, "float32 on cpu is served"),
         (((2, 4, 9, 8),), {"attn_mask": torch.ones(2, 1, 1, 9, dtype=torch.bool)}, "hides keys from all queries"),
     ],
 )

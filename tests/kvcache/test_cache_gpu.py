@@ -243,6 +243,32 @@ def test_a_captured_step_is_replayed(name: str) -> None:
     check_pages(mine)
 
 
+@pytest.mark.parametrize("name", ["bf16", "fp8", "int8"])
+def test_rows_that_are_keys_and_values(name: str) -> None:
+    """DeepSeek's rows, written, turned, forked and copied on the card, are the CPU's to the bit."""
+    sizes: dict[str, Any] = {"head_dim": 576, "value_dim": 512, "shared_kv": True, "num_layers": 2, "kv_format": name}
+    caches = [PagedKVCache(24, 16, 1, device=device, **sizes) for device in ("cuda", "cpu")]
+    queries = []
+    for cache in caches:
+        turns = angles(200, 32)
+        rotary = Rotary(turns.cos.to(cache.device), turns.sin.to(cache.device))
+        root = cache.allocate()
+        for step, seqs in enumerate(([root], [root, *cache.fork(root, 2)])):
+            slots = cache.extend(seqs, [37] if step == 0 else [1, 5, 20])
+            for layer in range(2):
+                kv = noise(len(slots), 1, 576, seed=10 * step + layer, dtype=torch.bfloat16).to(cache.device)
+                q = noise(len(slots), 3, 576, seed=99, dtype=torch.bfloat16).to(cache.device)
+                cache.write(layer, slots, kv, rotary=rotary, q=q)
+                queries.append(q.cpu())
+    half = len(queries) // 2
+    for mine, plain in zip(queries[:half], queries[half:], strict=True):
+        assert torch.equal(mine, plain)
+    for seq in caches[0].lengths:
+        for layer in range(2):
+            for mine, plain in zip(*(cache.gather(layer, seq) for cache in caches), strict=True):
+                assert torch.equal(mine.cpu(), plain)
+
+
 def test_steps_into_the_same_arrays_do_not_overtake_each_other() -> None:
     """Many steps under way at once: each copy of places comes after the write that reads the ones before it."""
     cache = PagedKVCache(600, 1, 1, 8, kv_format="fp32")

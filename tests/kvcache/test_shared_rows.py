@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import math
+import pickle
 import re
 from typing import Any
 
@@ -174,6 +176,22 @@ def test_a_fork_copies_the_page_that_it_grows_into(name: str) -> None:
     assert torch.equal(cache.gather(0, b)[0][:6], before)
     assert torch.equal(cache.gather(0, a)[0], before)
     check_pages(cache)
+
+
+@pytest.mark.parametrize("name", ["bf16", "fp8", "int8"])
+def test_a_copy_goes_its_own_way(name: str) -> None:
+    cache = latent(kv_format=name)
+    seq = cache.allocate()
+    cache.write(0, cache.extend([seq], 6), noise(6, 1, 24))
+    for made in (copy.deepcopy(cache), pickle.loads(pickle.dumps(cache))):
+        made.write(0, made.extend([seq], 1), noise(1, 1, 24, seed=1))
+        assert torch.equal(made.gather(0, seq)[0][:6], cache.gather(0, seq)[0])
+        assert cache.length(seq) == 6
+        if name != "bf16":  # the bytes of the rows are what is written
+            page, place = int(made.page_list(seq)[1]), 2
+            assert torch.equal(
+                made.rows(0)[page, place], made.format.to_rows(made.format.encode(noise(1, 1, 24, seed=1)))[0]
+            )
 
 
 def test_a_prefix_cache_over_rows_finds_what_it_has() -> None:

@@ -8,8 +8,9 @@ last key. Query head h reads KV head `h // (heads_q // heads_kv)`. Softmax and a
 
 from tilewise.api.decoding import decode, grow_plan, plan_decode
 from tilewise.api.options import Level, Result, State
-from tilewise.api.prefill import attention, attention_varlen, plan_attention, shared_prefix_attention
+from tilewise.api.prefill import attention, attention_varlen, plan_attention
 from tilewise.api.schedules import schedule_of
+from tilewise.api.shared_prefix import shared_prefix_attention
 from tilewise.api.standing import renew_plan
 from tilewise.api.step import attend, plan_step, renew_step
 from tilewise.api.tree import attention_tree

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from tilewise.api import gradients
+from tilewise import functions
+from tilewise.api import gradients, rewritten
 from tilewise.api.on_cpu import full_precision
 from tilewise.api.prefill import attention
 from tilewise.scores import ScoreOptions
@@ -47,7 +48,11 @@ def attention_backward(
     """
     rest: dict[str, Any] = {"exact": False, "deterministic": deterministic, "dropout_p": 0.0, "backend": backend}
     rest |= {"schedule": None, "mask": None, "score": None}
-    node = gradients.Dense(attention, options, rest)
+    function = None
+    if (chunk := options.get("chunk")) is not None:
+        chunk, mask = rewritten.chunked(q, k, chunk, None, None, backend)
+        options, function = {**options, "chunk": chunk}, None if mask is None else functions.of(mask, None)
+    node = gradients.Dense(attention, options, rest, function)
     with torch.no_grad(), full_precision():
         d_q, d_k, d_v, *_ = node.backward((q, k, v, None, None), (o, lse), (d_o, d_lse))
     assert d_q is not None

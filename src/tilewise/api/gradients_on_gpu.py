@@ -139,7 +139,10 @@ def by_levels(
         d_q += found.d_q.view(q.shape)
         d_k, d_v = found.d_k, found.d_v
         if there is not None:
-            d_k, d_v = (x.new_zeros(k.shape).flatten(0, 1).index_copy_(0, there, x).view(k.shape) for x in (d_k, d_v))
+            d_k, d_v = (
+                x.new_zeros(of.shape).flatten(0, 1).index_copy_(0, there, x).view(of.shape)
+                for x, of in ((d_k, k), (d_v, v))
+            )
         d_sources.append((d_k, d_v))
     return d_q, d_sources
 

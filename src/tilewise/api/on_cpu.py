@@ -18,17 +18,16 @@ def plan_on_cpu(call: arguments.Call, io_bytes: int) -> Plan:
     """The plan of `attention` on the CPU."""
     batch, seqlen_q, seqlen_k, heads_q = call.sizes[:4]
     pattern = together(call.schedule, call.function, batch, heads_q, seqlen_q, seqlen_k)
-    return plan_dense(*call.sizes, window=call.scores.window, schedule=pattern, io_bytes=io_bytes)
+    scores = call.scores
+    return plan_dense(*call.sizes, window=scores.window, chunk=scores.chunk, schedule=pattern, io_bytes=io_bytes)
 
 
 def packed_plan_on_cpu(call: arguments.Call, starts_q: list[int], starts_k: list[int], io_bytes: int) -> Plan:
     """The plan of `attention_varlen` on the CPU."""
     heads_q, heads_kv, *dims = call.sizes[3:]
     schedules = together_packed(call.schedule, call.function, starts_q, starts_k, heads_q)
-    window = call.scores.window
-    return plan_varlen(
-        starts_q, starts_k, heads_q, heads_kv, *dims, window=window, schedules=schedules, io_bytes=io_bytes
-    )
+    rules: dict[str, Any] = {"window": call.scores.window, "chunk": call.scores.chunk}
+    return plan_varlen(starts_q, starts_k, heads_q, heads_kv, *dims, **rules, schedules=schedules, io_bytes=io_bytes)
 
 
 def full_precision() -> AbstractContextManager[Any]:

@@ -24,6 +24,7 @@ Level = State | tuple[torch.Tensor, torch.Tensor, Sequence[int] | torch.Tensor]
 class TensorOptions(ScoreOptions, total=False):
     """What `attention` and `attention_varlen` take alike."""
 
+    qv: torch.Tensor | None
     mask: Mask | None
     score: Score | None
     exact: bool

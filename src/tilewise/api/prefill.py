@@ -1,4 +1,4 @@
-"""Attention over tensors: dense, packed, over shared prefixes; and the plan of a dense call."""
+"""Attention over tensors, dense and packed; and the plan of a dense call."""
 
 from __future__ import annotations
 
@@ -7,24 +7,21 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 
-from tilewise import arguments, checks, cpu, functions, traced
-from tilewise.api import gradients, gradients_on_gpu
-from tilewise.api.on_cpu import dense_on_cpu, full_precision, packed_on_cpu, plan_on_cpu
+from tilewise import arguments, checks, functions, traced
+from tilewise.api import gradients, gradients_on_gpu, rewritten
+from tilewise.api.on_cpu import dense_on_cpu, packed_on_cpu, plan_on_cpu
 from tilewise.api.options import (
     AttentionOptions,
-    Level,
     Mask,
     Result,
     Score,
-    SharedPrefixOptions,
     State,
     VarlenOptions,
 )
 from tilewise.cpu import dropout
-from tilewise.cpu.scoring import Scoring
 from tilewise.gpu import calls, named, prefill
 from tilewise.gpu.abi import FP8
-from tilewise.plan import Plan, Window, plan_shared_prefix
+from tilewise.plan import Plan, Window
 from tilewise.plan.schedule import BlockSchedule
 from tilewise.scores import ScoreOptions
 from tilewise.state import add_sinks
@@ -65,8 +62,10 @@ def attention(
     k: torch.Tensor,
     v: torch.Tensor,
     *,
+    qv: torch.Tensor | None = None,
     causal: bool = False,
     window: Window | None = None,
+    chunk: int | None = None,
     scale: float | None = None,
     softcap: float = 0.0,
     sinks: torch.Tensor | None = None,
@@ -90,25 +89,27 @@ def attention(
     q: (B, Nq, Hq, D) float32, float16, bfloat16 or float8_e4m3fn; k: (B, Nk, Hkv, D), v: (B, Nk, Hkv, Dv) of the same
     dtype; Hq a multiple of Hkv; D and Dv up to 576.
     causal: query i sees keys up to i + Nk − Nq. window: (left, right) keys seen to either side, None for no limit.
-    scale: of the scores, `D ** -0.5` if None. softcap c > 0: scores become c · tanh(scores / c).
-    sinks: (Hq,), a logit that joins the softmax denominator only; it counts in the LSE.
-    alibi_slopes: (Hq,) or (B, Hq), adds −slope · |i + Nk − Nq − j| after soft-capping.
-    schedule: a BlockSchedule; keys outside its blocks are not seen. out: (B, Nq, Hq, Dv), written and returned.
-    mask: a function (b, h, q, k) -> bool, whether query q of head h of sequence b sees key k, counted from 0 (no
-    bottom-right shift). score: a function (s, b, h, q, k) -> the score to take for s, the scaled product of q and k.
-    Both are traced: docs/guides/masks.md says what they may do. causal, window, schedule and mask must all allow a key.
-    exact: the standard softmax where a GPU kernel would use the lazy one, whose weights may be 2^8 times larger before
-    they are divided by their sum; both hold to the same tolerance, as long as |q · k · scale| · log2 e is below 2^24.
+    chunk: blocks of so many positions, None for none; query i sees keys of the block of position i + Nk − Nq alone.
+    qv: (B, Nq, Hq, Dv), a second query, for the values: scores are (q · k + qv · v) · scale. D + Dv is at most 576
+    then, and K and V are copied side by side. scale: of the scores, `D ** -0.5` if None, with qv `(D + Dv) ** -0.5`.
+    softcap c > 0: scores become c · tanh(scores / c). sinks: (Hq,), a logit that joins the softmax denominator only; it
+    counts in the LSE. alibi_slopes: (Hq,) or (B, Hq), adds −slope · |i + Nk − Nq − j| after soft-capping. schedule: a
+    BlockSchedule; keys outside its blocks are not seen. out: (B, Nq, Hq, Dv), written and returned. mask: a function
+    (b, h, q, k) -> bool, whether query q of head h of sequence b sees key k, counted from 0 (no bottom-right shift).
+    score: a function (s, b, h, q, k) -> the score to take for s, the scaled product of q and k. Both are traced:
+    docs/guides/masks.md says what they may do. causal, window, chunk, schedule and mask must all allow a key. exact:
+    the standard softmax where a GPU kernel would use the lazy one, whose weights may be 2^8 times larger before they
+    are divided by their sum; both hold to the same tolerance, as long as |q · k · scale| · log2 e is below 2^24.
     q_descale, k_descale, v_descale: of FP8 inputs, (Hkv,) or (B, Hkv) float32: what the stored values stand for is
     values · descale, for q by the KV head that it reads. None is 1. The output is bfloat16. The weights of the softmax
-    are rounded to FP8 on a GPU that multiplies FP8, and to float16 on others.
-    deterministic: gradients have the same bits in every run, on a GPU for a little of the speed; on the CPU they always
-    do. torch.use_deterministic_algorithms(True) asks for it, too.
-    dropout_p: the share of the softmax's weights that is dropped, below 1, the others being divided by 1 − dropout_p.
-    dropout_seed: () int64; which weights are dropped follows from it and from where they stand, and None draws one from
-    torch's generator. The LSE stays as it is. On a GPU a call with dropout is made of torch's products, and waits.
-    backend: "auto" (a GPU kernel for CUDA tensors, the CPU backend for CPU tensors), "cuda", "cpu", or "emulator": the
-    GPU kernel's source run on CPU tensors, slow; "emulator:NAME" for a rung of the ladder by name.
+    are rounded to FP8 on a GPU that multiplies FP8, and to float16 on others. deterministic: gradients have the same
+    bits in every run, on a GPU for a little of the speed; on the CPU they always do.
+    torch.use_deterministic_algorithms(True) asks for it, too. dropout_p: the share of the softmax's weights that is
+    dropped, below 1, the others being divided by 1 − dropout_p. dropout_seed: () int64; which weights are dropped
+    follows from it and from where they stand, and None draws one from torch's generator. The LSE stays as it is. On a
+    GPU a call with dropout is made of torch's products, and waits. backend: "auto" (a GPU kernel for CUDA tensors, the
+    CPU backend for CPU tensors), "cuda", "cpu", or "emulator": the GPU kernel's source run on CPU tensors, slow;
+    "emulator:NAME" for a rung of the ladder by name.
 
     CUDA tensors: these dtypes, head_dim up to 256, compute capability 8.x, 9.0, 10.x or 12.x (docs/guides/cards.md); a
     schedule and what functions capture are on their device. The call goes on the current stream and does not wait.
@@ -119,6 +120,10 @@ def attention(
     Returns o (B, Nq, Hq, Dv), with return_lse also the LSE (B, Hq, Nq) float32. A NaN or infinity in a key that a
     window or a mask (on a GPU also `causal`) hides may still reach the rows of its tile, as in other fused kernels.
     """
+    if qv is not None:
+        q, k = rewritten.with_qv(q, k, v, qv)
+    if chunk is not None and not torch.compiler.is_compiling():
+        chunk, mask = rewritten.chunked(q, k, chunk, mask, schedule, backend)
     descales = (q_descale, k_descale, v_descale)
     key = None
     if isinstance(q, torch.Tensor) and q.is_cuda and not torch.compiler.is_compiling():
@@ -132,7 +137,7 @@ def attention(
         if known is not None:
             return known(q, k, v, sinks, alibi_slopes, out, descales, schedule=schedule, function=function)
     options: ScoreOptions = {
-        "causal": causal, "window": window, "scale": scale, "softcap": softcap, "sinks": sinks,
+        "causal": causal, "window": window, "chunk": chunk, "scale": scale, "softcap": softcap, "sinks": sinks,
         "alibi_slopes": alibi_slopes,
     }  # fmt: skip
     rest: dict[str, Any] = {
@@ -219,8 +224,10 @@ def attention_varlen(
     cu_seqlens_q: torch.Tensor,
     cu_seqlens_k: torch.Tensor,
     *,
+    qv: torch.Tensor | None = None,
     causal: bool = False,
     window: Window | None = None,
+    chunk: int | None = None,
     scale: float | None = None,
     softcap: float = 0.0,
     sinks: torch.Tensor | None = None,
@@ -245,7 +252,7 @@ def attention_varlen(
     q: (total_q, Hq, D); k, v: (total_k, Hkv, D or Dv). cu_seqlens_q, cu_seqlens_k: (B + 1,) int32 or int64, where each
     sequence starts, beginning with 0 and ending with the total. schedule: one BlockSchedule that fits every sequence,
     or one (or None) for each. mask, score: b is the sequence, q and k count within it. Everything else as in
-    `attention`; alibi_slopes (Hq,) or (B, Hq).
+    `attention`; qv (total_q, Hq, Dv), alibi_slopes (Hq,) or (B, Hq).
 
     page_table: (B, pages per sequence) int32; then k, v are (pages, page_size, Hkv, D or Dv), and token t of sequence b
     is row t % page_size of page `page_table[b, t // page_size]`; cu_seqlens_k tells the lengths alone, and entries
@@ -257,9 +264,13 @@ def attention_varlen(
     Returns o (total_q, Hq, Dv), with return_lse also the LSE (Hq, total_q) float32.
     """
     options: ScoreOptions = {
-        "causal": causal, "window": window, "scale": scale, "softcap": softcap, "sinks": sinks,
+        "causal": causal, "window": window, "chunk": chunk, "scale": scale, "softcap": softcap, "sinks": sinks,
         "alibi_slopes": alibi_slopes,
     }  # fmt: skip
+    if qv is not None:
+        q, k, v, page_table = _with_qv(q, k, v, qv, (cu_seqlens_q, cu_seqlens_k), page_table, backend)
+    if chunk is not None and not torch.compiler.is_compiling():
+        chunk, mask = rewritten.chunked(q, k, chunk, mask, schedule, backend, (cu_seqlens_q, cu_seqlens_k))
     descales = (q_descale, k_descale, v_descale)
     rest: dict[str, Any] = {
         "exact": exact, "deterministic": deterministic, "return_lse": return_lse, "out": out, "backend": backend,
@@ -324,6 +335,32 @@ def _packed(
     return result(o, lse, sinks, out, return_lse)
 
 
+def _with_qv(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    qv: torch.Tensor,
+    cu_seqlens: tuple[torch.Tensor, torch.Tensor],
+    page_table: torch.Tensor | None,
+    backend: str,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """q and k with qv and v behind them; v; the page table: on the CPU None, for only the tokens there are, are copied.
+
+    A kernel does not know here how many those are: of its pages all are copied.
+    """
+    if page_table is None:
+        return *rewritten.with_qv(q, k, v, qv, packed=True), v, None
+    if torch.compiler.is_compiling() or not (isinstance(q, torch.Tensor) and rewritten.on_cpu(q, backend)):
+        return *rewritten.with_qv(q, k, v, qv, packed=True, paged=True), v, page_table
+    sizes = arguments.check_qkv(q, k, v, packed=True, paged=True)
+    arguments.check_sequences(*cu_seqlens)
+    _, starts_k = _checked_starts(*cu_seqlens, k, page_table, sizes)
+    if starts_k is not None:
+        k, v = rewritten.out_of_pages(k, v, page_table, starts_k)
+        page_table = None
+    return *rewritten.with_qv(q, k, v, qv, packed=True, paged=page_table is not None), v, page_table
+
+
 def _dropped(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -363,96 +400,6 @@ def _checked_starts(
     return starts_q, starts_k
 
 
-@overload
-def shared_prefix_attention(
-    q: torch.Tensor,
-    levels: Sequence[Level],
-    k: torch.Tensor,
-    v: torch.Tensor,
-    *,
-    return_lse: Literal[False] = False,
-    **options: Unpack[SharedPrefixOptions],
-) -> torch.Tensor: ...
-@overload
-def shared_prefix_attention(
-    q: torch.Tensor,
-    levels: Sequence[Level],
-    k: torch.Tensor,
-    v: torch.Tensor,
-    *,
-    return_lse: Literal[True],
-    **options: Unpack[SharedPrefixOptions],
-) -> State: ...
-@overload
-def shared_prefix_attention(
-    q: torch.Tensor,
-    levels: Sequence[Level],
-    k: torch.Tensor,
-    v: torch.Tensor,
-    *,
-    return_lse: bool,
-    **options: Unpack[SharedPrefixOptions],
-) -> Result: ...
-def shared_prefix_attention(
-    q: torch.Tensor,
-    levels: Sequence[Level],
-    k: torch.Tensor,
-    v: torch.Tensor,
-    *,
-    causal: bool = True,
-    lengths: Sequence[int] | torch.Tensor | None = None,
-    scale: float | None = None,
-    softcap: float = 0.0,
-    sinks: torch.Tensor | None = None,
-    deterministic: bool = False,
-    return_lse: bool = False,
-    out: torch.Tensor | None = None,
-    backend: str = "auto",
-) -> Result:
-    """Attention of sequences that share prefixes, each prefix read once for all of them.
-
-    q: (B, Nq, Hq, D); k, v: (B, Nk, Hkv, D or Dv), each sequence's own keys; lengths: (B,), how many of them are valid,
-    all if None. levels: from the root down, each (k, v) or (k, v, lengths) with k, v (B_level, N_level, Hkv, D or Dv).
-    Each batch size divides the next and the last divides B; sequence b belongs to member `b // (B // B_level)` of a
-    level. Prefixes are in full view of every query; `causal` lies over the own keys alone, bottom-right. Gradients go
-    to q, to every k and v, to sinks, and come from the LSE as well; deterministic as in `attention`.
-
-    Returns o (B, Nq, Hq, Dv), with return_lse also the LSE (B, Hq, Nq) float32.
-    """
-    scoring: dict[str, Any] = {"causal": causal, "scale": scale, "softcap": softcap}
-    rest: dict[str, Any] = {"deterministic": deterministic, "backend": backend}
-    if torch.compiler.is_compiling():
-        given = {"sinks": sinks, "out": out, "return_lse": return_lse, **scoring, **rest}
-        return traced.shared_prefix_attention(q, levels, k, v, lengths, **given)
-    batch, seqlen_q, _, heads_q, heads_kv, *dims = arguments.check_qkv(q, k, v)
-    scores = arguments.check_scores(q, batch, sinks=sinks, **scoring)
-    checks.flag("return_lse", return_lse)
-    checks.flag("deterministic", deterministic)
-    arguments.check_out(out, q, v.shape[-1])
-    sources, shapes = arguments.check_levels(levels, q, heads_kv, v.shape[-1])
-    of_levels = [x for source in sources for x in source]
-    own = None if lengths is None else arguments.check_lengths("lengths", lengths, *k.shape[:2])
-    valid = [*(shape[2] for shape in shapes), own]
-    if arguments.wants_gradients(q, k, v, sinks, *of_levels):
-        gradients.check(q, out, backend)
-        node = gradients.SharedPrefix(shared_prefix_attention, scoring, rest, valid)
-        return gradients.asked(gradients.apply(node, q, k, v, sinks, *of_levels), return_lse)
-    sources.append((k, v))
-    shapes.append((batch, k.shape[1], own))
-    where = arguments.check_backend(backend, q, [x for source in sources for x in source] + [sinks])
-    if where != "cpu":
-        calls.check_served(q, where, v)
-        o, lse = calls.shared_prefix(q, sources, valid, scores)
-        return result(o, lse, sinks, out, return_lse)
-
-    sizes = (heads_q, heads_kv, *dims)
-    plan = plan_shared_prefix(batch, seqlen_q, shapes, *sizes, causal=causal, io_bytes=q.element_size())
-    with full_precision():
-        place = checks.place(out, q, *(x for source in sources for x in source))
-        o, lse = cpu.run(plan, q, sources, Scoring.of(scores), place)
-    return result(o, lse.view(batch, seqlen_q, heads_q).transpose(1, 2), sinks, out, return_lse)
-
-
 def plan_attention(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -460,22 +407,28 @@ def plan_attention(
     schedule: BlockSchedule | None = None,
     mask: Mask | None = None,
     score: Score | None = None,
+    value_dim: int | None = None,
     exact: bool = False,
     backend: str = "auto",
     **options: Unpack[ScoreOptions],
 ) -> Plan:
     """The plan that `attention` makes for q (B, Nq, Hq, D), k (B, Nk, Hkv, D), to look at: `.show()`, `.draw(path)`.
 
-    The other arguments as in `attention`. For CUDA tensors, and with backend="emulator" for CPU tensors, these are the
-    tiles of the GPU kernel: which one it is and why, their sizes, the heads packed into one, the order in which thread
-    blocks take them.
+    value_dim: the head_dim of v, k's if None. The other arguments as in `attention`. For CUDA tensors, and with
+    backend="emulator" for CPU tensors, these are the tiles of the GPU kernel: which one it is and why, their sizes, the
+    heads packed into one, the order in which thread blocks take them.
     """
     rest: dict[str, Any] = {
         "descales": (None, None, None), "deterministic": False, "return_lse": False, "out": None, "backend": backend,
         "dropout_p": 0.0, "dropout_seed": None,
     }  # fmt: skip
+    if (chunk := options.get("chunk")) is not None:
+        chunk, mask = rewritten.chunked(q, k, chunk, mask, schedule, backend)
+        options = {**options, "chunk": chunk}
     pattern: dict[str, Any] = {"schedule": schedule, "mask": mask, "score": score}
     call = arguments.check_call(q, k, k, options, exact=exact, **pattern, **rest)
+    if value_dim is not None:
+        call = call._replace(sizes=call.sizes._replace(value_dim=checks.head_dim("value_dim", value_dim)))
     if call.where != "cpu":
         calls.check_served(q, call.where)
         return prefill.plan_of(q, k, call.scores)

@@ -23,7 +23,7 @@ import torch
 from tilewise.cpu.blocks import blocks_view
 from tilewise.cpu.products import Space
 from tilewise.cpu.scoring import ALL, Scoring, View, count_up, counted
-from tilewise.cpu.tiles import KV, MASK_VALUES, evened
+from tilewise.cpu.tiles import KV, MASK_VALUES, evened, far_apart
 from tilewise.plan.tiles import OPEN, Band, BlockTiles, Plan, Tiles
 
 FLASH_ROWS = 64  # fewer rows of a tile are worth no call of torch's flash backward per query head of a group
@@ -106,8 +106,9 @@ def tile_gradients(at: Rows, over: Keys, scoring: Scoring, band: Band = OPEN, vi
 
 
 def by_flash(at: Rows, scoring: Scoring) -> bool:
-    """Does torch's flash backward know all that is asked for? It knows no gradient of the LSE."""
-    return at.d_lse is None and not scoring.needs_products
+    """Does torch's flash backward know all that is asked for? It knows no gradient of the LSE, and one head
+    dimension."""
+    return at.d_lse is None and not scoring.needs_products and not far_apart(at.q.shape[-1], at.o.shape[-1])
 
 
 def is_triangle(band: Band, scoring: Scoring) -> bool:

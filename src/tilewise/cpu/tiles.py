@@ -49,17 +49,18 @@ def tile_state(
     Rows and keys count from 0 under the band, or stand where `view` says and see what it shows. v and o may have
     another head dimension.
     """
-    if not scoring.needs_products and v.shape[-1] != q.shape[-1]:
+    n, rows, heads_q, head_dim = q.shape
+    keys, heads_kv, value_dim = v.shape[1:]
+    by_products = scoring.needs_products or far_apart(head_dim, value_dim)
+    if value_dim != head_dim and not by_products:
         wide_q, wide_k, wide_v = evened(q, k, k if _leads(v, k) else v)
         o, lse = tile_state(wide_q, wide_k, wide_v, scoring, band, view)
-        return o[..., : v.shape[-1]], lse
-    n, rows, heads_q, _ = q.shape
-    keys, heads_kv = k.shape[1:3]
+        return o[..., :value_dim], lse
     # The kernel hides before it scales, so only a positive scale leaves its triangle hidden.
-    triangle = band == (None, 0) and scoring.scale > 0 and not scoring.needs_products
+    triangle = band == (None, 0) and scoring.scale > 0 and not by_products
     if view is None and band != OPEN and not triangle:
         view = counted(rows, keys, band)
-    if scoring.needs_products:
+    if by_products:
         return product_state(q, k, v, scoring, view)
     group = heads_q // heads_kv
     # A triangle lets no NaN of a hidden key through; a mask would.
@@ -100,11 +101,13 @@ def _leads(v: torch.Tensor, k: torch.Tensor) -> bool:
     return v.shape[-1] < k.shape[-1] and v.data_ptr() == k.data_ptr() and v.stride() == k.stride()
 
 
-def evened(*tensors: torch.Tensor) -> list[torch.Tensor]:
-    """Tensors (…, D) with zeros up to the largest D: torch's flash kernel knows one head dimension only.
+def far_apart(head_dim: int, value_dim: int) -> bool:
+    """Are there so many zeros in `evened` tensors that products by hand take less time? docs/lab-notes.md has both."""
+    return max(head_dim, value_dim) > 3 * min(head_dim, value_dim)
 
-    Its products over zeros still cost less than products by hand, docs/lab-notes.md says by how much.
-    """
+
+def evened(*tensors: torch.Tensor) -> list[torch.Tensor]:
+    """Tensors (…, D) with zeros up to the largest D: torch's flash kernel knows one head dimension only."""
     widest = max(x.shape[-1] for x in tensors)
     return [x if x.shape[-1] == widest else F.pad(x, (0, widest - x.shape[-1])) for x in tensors]
 

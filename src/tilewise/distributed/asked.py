@@ -65,6 +65,8 @@ def check_asked(
             "torch.nn.functional.pad for the smaller, with scale, and o[..., :n]"
         )
     refuse_slopes(options)
+    if options.get("chunk") is not None:
+        raise NotImplementedError("chunk over a sequence that is split across ranks is not served; use window")
     scores = arguments.check_scores(q, sizes.batch, **options)
     with torch.no_grad():  # which refuses gradients, and here there are
         where = arguments.check_backend(backend, q, (k, v, scores.sinks))

@@ -168,14 +168,14 @@ def _set_store(store: Store, parts: Parts, latent: bool) -> bool:
     if len(parts) > 1:
         store.scale = parts[1].data_ptr()
         store.scale_page, store.scale_token, store.scale_head, _ = parts[1].stride()
-    if len(parts) > 2 and latent:  # the rotary part, by eight too
-        rotary, (page, rotary_token, rotary_head, _) = parts[2], parts[2].stride()
-        store.rotary, store.rotary_head = rotary.data_ptr(), rotary_head
-        store.rotary_token = rotary_token if rotary.shape[1] > 1 else page
-        address |= (store.rotary | 2 * store.rotary_token | 2 * rotary_head) % 16 and 1
+    wide = min(16, CHANNELS * size)
+    if len(parts) > 2 and latent:
+        place, (page, turned, store.rotary_head, _) = parts[2].data_ptr(), parts[2].stride()
+        store.rotary, store.rotary_token = place, turned if codes.shape[1] > 1 else page
+        if (place | 2 * store.rotary_token | 2 * store.rotary_head) % 16:  # it is stored by eight channels too
+            return False
     elif len(parts) > 2:
-        store.zero = parts[2].data_ptr()
-    wide = 4 if len(parts) > 2 and not latent else min(16, CHANNELS * size)
+        store.zero, wide = parts[2].data_ptr(), 4
     return (address | token * size | head * size) % wide == 0
 
 

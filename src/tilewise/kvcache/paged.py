@@ -119,8 +119,13 @@ class PagedKVCache:
         where = f"kv_format={self.format.name!r}, device={str(self.device)!r}"
         return f"PagedKVCache({sizes}, {where}, pages_in_use={used}, sequences={seqs})"
 
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | ({"_k": storage.bytes_of(self.format, self._k)} if self.format.latent else {})
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
+        if self.format.latent:  # or the components of a row would no longer lie side by side
+            self._k = self.format.from_rows(state["_k"])
         self.serial = next(_serials)  # a copy goes its own way
 
     @classmethod
@@ -328,8 +333,7 @@ class PagedKVCache:
         """
         if not self.format.latent:
             raise ValueError(f"rows() is of quantised shared_kv caches, got {self!r}; parts() gives the values")
-        codes = self.parts(layer)[0][0].view(torch.uint8)
-        return codes.as_strided((*codes.shape[:3], self.format.bytes_per_token_head), codes.stride())
+        return storage.bytes_of(self.format, self._k)[self._check_layer(layer)]
 
     def gather(self, layer: int, seq: int) -> tuple[torch.Tensor, torch.Tensor]:
         """k, v (length, kv heads, D) of one sequence as copies: the dtype of a plain format, else float32."""

@@ -97,6 +97,12 @@ def read_tokens(
     return [form.decode([part(stored[layer]) for stored in storage], dtype) for form, storage in storages]
 
 
+def bytes_of(form: KVFormat, parts: Parts) -> torch.Tensor:
+    """The rows whose components these are, (…, bytes of a row) uint8: a view."""
+    codes = parts[0].view(torch.uint8)
+    return codes.as_strided((*codes.shape[:-1], form.bytes_per_token_head), codes.stride())
+
+
 def as_bytes(x: torch.Tensor) -> torch.Tensor:
     """One-byte dtypes as uint8: torch copies float8 by index only so."""
     return x.view(torch.uint8) if x.element_size() == 1 else x

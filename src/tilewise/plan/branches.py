@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from tilewise.plan.dense import cut, plan_sizes
+from tilewise.plan.dense import cut, plan_sizes, together
 from tilewise.plan.tiles import Band, Plan, Tiles
 
 Ends = npt.NDArray[np.int32]
@@ -61,7 +61,7 @@ def plan_branches(
     """The causal plan of a packed tree; left: how many tokens before its own a query sees, None for all."""
     runs = runs_of(ends)
     below = list(_below(runs) if left is None else _below_within(runs, left))
-    tiles = _together(_own(runs, left)) + below
+    tiles = together(_own(runs, left)) + below
     sizes = plan_sizes(heads_q, heads_kv, head_dim, value_dim, not below and left is None, io_bytes)
     return Plan("tree", tuple(tiles), len(ends), (len(ends),), **sizes)
 
@@ -72,24 +72,6 @@ def _own(runs: list[Run], left: int | None) -> Iterator[Tiles]:
         tokens = stop - start
         for tile in cut(tokens, tokens, Band(None if left is None else -left, 0).opened(tokens, tokens)):
             yield replace(tile, row=start + tile.row, key=start + tile.key)
-
-
-def _together(tiles: Iterator[Tiles]) -> list[Tiles]:
-    """Equal ones that follow each other down the diagonal as one."""
-    found: list[Tiles] = []
-    for tile in tiles:
-        before, step = found[-1] if found else None, tile.rows
-        if (
-            before is not None
-            and (tile.rows, tile.keys, tile.band) == (before.rows, before.keys, before.band)
-            and (tile.count, before.row_step or step) == (1, step)
-            and tile.row == before.row + before.count * step
-            and tile.key == before.key + before.count * step
-        ):
-            found[-1] = replace(before, count=before.count + 1, row_step=step, key_step=step)
-        else:
-            found.append(tile)
-    return found
 
 
 def _below(runs: list[Run]) -> Iterator[Tiles]:

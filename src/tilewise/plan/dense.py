@@ -7,7 +7,7 @@ them with a step. Only a schedule's blocks are listed one by one.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from itertools import pairwise
@@ -34,15 +34,18 @@ if TYPE_CHECKING:
 WINDOW_TILE_MIN, WINDOW_TILE_MAX = 64, 256
 
 
-def cut(seqlen_q: int, seqlen_k: int, band: Band) -> list[Tiles]:
+def cut(seqlen_q: int, seqlen_k: int, band: Band, chunk: int = 0) -> list[Tiles]:
     """One sequence as regular tiles, none of which is fully hidden.
 
     No band: one rectangle. Only `high` (causal): the rectangle left of the diagonal and the triangle on it, which the
     executor masks; rows that see everything or nothing are cut off first. `low` too (a window): row tiles over just
-    the keys they can see, the equal ones in the middle as one item.
+    the keys they can see, the equal ones in the middle as one item. chunk: positions of a block, to whose keys the rows
+    in it are confined; 0 for no such blocks.
     """
     if seqlen_q == 0 or seqlen_k == 0:
         return []
+    if chunk:
+        return _cut_chunks(seqlen_q, seqlen_k, band, chunk)
     if band == OPEN:
         return [Tiles(0, seqlen_q, 0, seqlen_k)]
     if band.low is None:
@@ -87,6 +90,35 @@ def _cut_window(seqlen_q: int, seqlen_k: int, band: Band) -> list[Tiles]:
     return tiles
 
 
+def _cut_chunks(seqlen_q: int, seqlen_k: int, band: Band, chunk: int) -> list[Tiles]:
+    """Each block's rows over its keys, as a sequence of their own under the band."""
+    shift = seqlen_k - seqlen_q  # row i stands at key i + shift; rows before key 0 see nothing
+    tiles: list[Tiles] = []
+    for key in range(max(0, shift) // chunk * chunk, seqlen_k, chunk):
+        row, end, keys = max(0, key - shift), min(seqlen_q, key + chunk - shift), min(chunk, seqlen_k - key)
+        local = band.shifted(row - key).opened(end - row, keys)
+        tiles += [replace(t, row=t.row + row, key=t.key + key) for t in cut(end - row, keys, local)]
+    return together(tiles)
+
+
+def together(tiles: Iterable[Tiles]) -> list[Tiles]:
+    """Equal ones that follow each other down the diagonal, with no row between them, as one."""
+    found: list[Tiles] = []
+    for tile in tiles:
+        before, step = found[-1] if found else None, tile.rows
+        if (
+            before is not None
+            and (tile.rows, tile.keys, tile.band) == (before.rows, before.keys, before.band)
+            and (tile.count, before.row_step or step) == (1, step)
+            and tile.row == before.row + before.count * step
+            and tile.key == before.key + before.count * step
+        ):
+            found[-1] = replace(before, count=before.count + 1, row_step=step, key_step=step)
+        else:
+            found.append(tile)
+    return found
+
+
 def _exclusive(tiles: Sequence[Tiles]) -> bool:
     """Is no row of one sequence's tiles in two of them? (`count` copies never overlap.)"""
     spans = sorted((t.row, t.row + (t.count - 1) * t.row_step + t.rows) for t in tiles)
@@ -115,15 +147,17 @@ def plan_dense(
     *,
     causal: bool = False,
     window: Window | None = None,
+    chunk: int = 0,
     schedule: BlockSchedule | Kinds | None = None,
     io_bytes: int = 2,
 ) -> Plan:
-    """`batch` equal sequences: one sequence's tiles, repeated by formula."""
+    """`batch` equal sequences: one sequence's tiles, repeated by formula. chunk: as `cut` has it, without a
+    schedule."""
     sizes = (batch, seqlen_q, seqlen_k, heads_q, heads_kv, head_dim, value_dim or head_dim)
     if isinstance(schedule, Kinds):
-        return _plan_dense(*sizes, causal, window, schedule, io_bytes)
+        return _plan_dense(*sizes, causal, window, chunk, schedule, io_bytes)
     # One on a device is equal to itself alone.
-    return _kept_plan(*sizes, causal, window, None if schedule is None else schedule.cpu(), io_bytes)
+    return _kept_plan(*sizes, causal, window, chunk, None if schedule is None else schedule.cpu(), io_bytes)
 
 
 def _plan_dense(
@@ -136,6 +170,7 @@ def _plan_dense(
     value_dim: int,
     causal: bool,
     window: Window | None,
+    chunk: int,
     schedule: BlockSchedule | Kinds | None,
     io_bytes: int,
 ) -> Plan:
@@ -144,7 +179,7 @@ def _plan_dense(
         blocks, exclusive = cut_schedule(schedule, band, Stretch(0, 0, seqlen_q, seqlen_k, batch), heads_q)
         sizes = plan_sizes(heads_q, heads_kv, head_dim, value_dim, exclusive, io_bytes)
         return Plan("sparse", tuple(blocks), batch * seqlen_q, (batch * seqlen_k,), **sizes)
-    tiles = cut(seqlen_q, seqlen_k, band_of(seqlen_q, seqlen_k, causal, window))
+    tiles = cut(seqlen_q, seqlen_k, band_of(seqlen_q, seqlen_k, causal, window), chunk)
     work = [same for t in tiles for same in repeat(t, batch, seqlen_q, seqlen_k)]
     sizes = plan_sizes(heads_q, heads_kv, head_dim, value_dim, _exclusive(tiles), io_bytes)
     return Plan("dense", tuple(work), batch * seqlen_q, (batch * seqlen_k,), **sizes)
@@ -213,12 +248,13 @@ def plan_varlen(
     *,
     causal: bool = False,
     window: Window | None = None,
+    chunk: int = 0,
     schedules: Sequence[BlockSchedule | Kinds | None] | None = None,
     io_bytes: int = 2,
 ) -> Plan:
     """Packed sequences: sequence b has rows starts_q[b]:starts_q[b+1] and keys starts_k[b]:starts_k[b+1].
 
-    A schedule that has a batch serves sequence b with its entry b.
+    A schedule that has a batch serves sequence b with its entry b. chunk: as `cut` has it, of sequences without one.
     """
     work: list[Work] = []
     exclusive = True
@@ -233,7 +269,7 @@ def plan_varlen(
             exclusive = exclusive and alone
             work += blocks
             continue
-        tiles = cut(nq, nk, band)
+        tiles = cut(nq, nk, band, chunk)
         exclusive = exclusive and _exclusive(tiles)
         work += [replace(t, row=t.row + row, key=t.key + key) for t in tiles]
     sizes = plan_sizes(heads_q, heads_kv, head_dim, value_dim, exclusive, io_bytes)

@@ -23,7 +23,8 @@ struct WidenArgs {
     void* out[2];         // (count, page size, heads, head_dim or value_dim), dense
     const int* pages;     // (count,)
     int64_t rows;         // of K, and as many of V
-    // value_dim: of V; of a latent row, how many channels are quantised. stored: 2 for K and V, 1 for rows that are both
+    // value_dim: of V; of a latent row, how many channels are quantised. stored: 2 for K and V, 1 where both are one
+    // row
     int page_size, heads, head_dim, value_dim, stored, group_lanes;
     uint32_t vectors;  // 1, 2: eight channels of K, of V are loaded at once; 4, 8: and stored
 };
