@@ -24,6 +24,7 @@ from tilewise.scores import Scores
 BF16, FP16 = torch.bfloat16, torch.float16
 NAMES = {BF16: "bf16", FP16: "fp16"}
 SIZES, DEEPSEEK = (192, 128), (576, 512)  # (head_dim, value_dim)
+LONG = Splitting(pieces=((FAR, 1 << 16),))  # short ranges in one piece, over which references stay or move
 FOLDED = Splitting(pieces=((FAR, 128),), whole=True)
 CUT = Splitting(pieces=((FAR, 128),), whole=False, shared=64)
 
@@ -197,6 +198,6 @@ def chance(seed: int, sizes: tuple[int, int] = SIZES, device: str = "cpu") -> No
         window=rng.choice((None, None, rng.randint(0, 150))),
         scale=rng.choice((None, None, 0.3, -0.1, 0.0)),
         sinks=rng.choice((None, randn(heads, seed=seed))),
-        splitting=rng.choice((None, FOLDED, CUT)),
+        splitting=rng.choice((None, LONG, FOLDED, CUT)),
         device=device,
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from mla_cases import BF16, CUT, DEEPSEEK, FOLDED, FP16, Problem
+from mla_cases import BF16, CUT, DEEPSEEK, FOLDED, FP16, LONG, Problem
 from oracle import randn
 
 from tilewise import PagedKVCache, compiler, decode, plan_decode
@@ -16,7 +16,7 @@ EDGES = (1, 63, 64, 65, 127, 129, 0, 300)
 
 @pytest.mark.parametrize(("late", "seed"), [(True, 0), (False, 7), (True, 3)])
 def test_lengths_at_edges_whatever_the_order_of_events(late, seed):
-    Problem(EDGES, heads=8).check(late=late, seed=seed)
+    Problem(EDGES, heads=8).check(splitting=LONG, late=late, seed=seed)
 
 
 def test_deepseek_sizes_with_several_tokens():
@@ -25,6 +25,7 @@ def test_deepseek_sizes_with_several_tokens():
 
 def test_128_heads_are_two_tiles_of_rows():
     problem = Problem((70, 329), heads=128)
+    problem.check(splitting=LONG)
     cut = problem.check(splitting=CUT)
     whole = problem.run(splitting=FOLDED, late=False, seed=3)
     assert torch.equal(cut[0], whole[0])
@@ -85,13 +86,22 @@ def test_references_move_when_scores_rise():
     rise = torch.linspace(0, 60, 448)
     for n, page in enumerate(problem.lists[0].tolist()):
         problem.rows[page] *= rise[16 * n : 16 * n + 16, None, None]
-    problem.check(scale=1.0)
+    problem.check(scale=1.0, splitting=LONG)
     problem.check(scale=1.0, splitting=FOLDED)
+
+
+@pytest.mark.parametrize("of_warp", [0, 3])
+def test_one_warp_alone_finds_that_references_must_move(of_warp):
+    """The other warps of its warpgroup have to hear of it."""
+    problem = Problem((448,), heads=8)
+    for block in (4, 5):  # of either warpgroup, after one in which no reference moved
+        problem.rows[problem.lists[0][4 * block + of_warp]] *= 10 * block  # sixteen keys of a block: a warp's
+    problem.check(splitting=LONG)
 
 
 @pytest.mark.parametrize("page_size", [1, 24])
 def test_pages_of_any_size_are_gathered(page_size):
-    Problem((130, 1, 64, 0), heads=8, tokens=2, page_size=page_size).check(late=page_size == 1)
+    Problem((130, 1, 64, 0), heads=8, tokens=2, page_size=page_size).check(splitting=LONG, late=page_size == 1)
 
 
 def test_chosen_positions():
@@ -102,7 +112,9 @@ def test_chosen_positions():
 
 @pytest.mark.parametrize(("stored", "late", "seed"), [("fp8", True, 0), ("fp8", False, 5), ("int8", True, 0)])
 def test_codes_are_widened(stored, late, seed):
-    Problem((130, 1, 65, 0), heads=8, sizes=DEEPSEEK, page_size=24, stored=stored).check(late=late, seed=seed)
+    Problem((130, 1, 65, 0), heads=8, sizes=DEEPSEEK, page_size=24, stored=stored).check(
+        splitting=LONG, late=late, seed=seed
+    )
 
 
 def test_codes_of_a_shared_prefix_and_of_chosen_positions():

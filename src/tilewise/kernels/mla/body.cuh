@@ -233,7 +233,6 @@ struct Body {
         bool moves = ptx::any(first_token < whole_from || first_token + kKeys > whole_to);
         if (moves) {
             mask(first_token);
-            group_sync();
         } else {
             const bool over = ptx::any(exponentiate());
             if (lane() == 0) sVotes()[4 * group + warp_rank()] = over;
@@ -247,7 +246,7 @@ struct Body {
             exponentiate();
             scale_sums(block);
         }
-        // No warp reads the panel any more that P takes the place of.
+        // Either way the warpgroup has met since: no warp reads the panel any more that P takes the place of.
         const int l = lane(), chunk = 2 * warp_rank() + l / 8 % 2;
 #pragma unroll
         for (int j = 0; j < kEights; j += 2) {
