@@ -26,6 +26,7 @@ TABLE = "page_table"
 CacheResult = torch.Tensor | tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
+# More than 80 lines: FlashAttention-3 has given it thirty arguments.
 def flash_attn_with_kvcache(
     q: torch.Tensor,
     k_cache: torch.Tensor,
