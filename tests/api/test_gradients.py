@@ -14,6 +14,7 @@ from oracle import assert_gradients, gradients, qkv, randn
 
 import tilewise
 from tilewise import BlockSchedule, attention, attention_varlen, merge_states, reference, shared_prefix_attention
+from tilewise.cpu import backward
 
 DOUBLE, FP8 = torch.float64, torch.float8_e4m3fn
 
@@ -232,6 +233,17 @@ def test_a_second_derivative_says_that_there_is_none():
     (d_q,) = torch.autograd.grad(attention(q, k, v).sum(), q, create_graph=True)
     with pytest.raises(NotImplementedError, match="second derivatives"):
         d_q.sum().backward()
+
+
+def test_a_batch_of_small_tiles_is_one_call(monkeypatch):
+    """Of torch's kernel; not where K and V would be copied for a few rows of each query head of a group."""
+    made, flash = [], backward._flash_gradients
+    monkeypatch.setattr(backward, "_flash_gradients", lambda *given: made.append(1) or flash(*given))
+    for sizes, count in (((8, 20, 20, 4, 4, 16), 1), ((8, 20, 40, 4, 2, 16), 1), ((3, 2, 40, 4, 2, 16), 0)):
+        made.clear()
+        q, k, v = (x.requires_grad_() for x in qkv(*sizes))
+        attention(q, k, v).sum().backward()
+        assert len(made) == count
 
 
 def test_only_what_requires_gradients_gets_them():

@@ -8,7 +8,7 @@ from backward_cases import MODES, between_others, dense, ends_of, judged, packed
 from oracle import qkv, randn
 
 from tilewise import BlockSchedule, arguments, functions, reference
-from tilewise.gpu import backward, backward_hopper, backward_lists
+from tilewise.gpu import backward, backward_hopper, backward_lists, backward_mma
 from tilewise.gpu.backward import GradientCall
 from tilewise.gpu.pattern import stacked
 from tilewise.scores import Scores
@@ -29,6 +29,7 @@ DENSE = {
     "wide": (BF16, 256, 130, 100, {"causal": True}),
     "softcap of wide heads": (FP16, 192, 70, 80, {"softcap": 2.0, "window": (30, 5)}),
     "odd": (BF16, 37, 65, 66, {"causal": True}),
+    "softcap and ALiBi": (BF16, 128, 40, 70, {"softcap": 2.0, "alibi_slopes": torch.tensor([0.5, 0.02])}),
 }
 
 
@@ -188,4 +189,14 @@ def test_each_kernel_is_known():
     assert {spec for kind in kinds for spec in backward_hopper.specs_of(kind)} <= set(listed)
     every = backward_hopper.specs(every=True)
     assert set(listed) <= set(every)
-    assert all(spec.product for spec in listed)
+    assert all(spec.product for spec in every)
+
+
+def test_what_has_no_registers_goes_by_mma():
+    """Softcap with ALiBi on wide heads: calls launch that kernel, and `tilewise kernels` lists it."""
+    both = Scores(softcap=2.0, alibi=True)
+    assert [backward_hopper.serves(BF16, n, both) for n in (64, 65, 128, 256)] == [True, False, False, False]
+    assert all(backward_hopper.serves(BF16, 256, x) for x in (Scores(softcap=2.0), Scores(alibi=True)))
+    names = [(spec.name, dict(spec.constants).get("Element")) for spec in backward_mma.specs("sm_90a", every=True)]
+    assert ("backward_mma", "bf16") in names
+    assert not any(spec.name == "backward_mma" for spec in backward_hopper.specs(every=True))
