@@ -279,7 +279,7 @@ def check_rotary(
     return Rotary(cos, sin, interleaved, first)
 
 
-def check_served(call: str, q: torch.Tensor, others: Sequence[Any]) -> None:
+def check_served(call: str, q: torch.Tensor, v: torch.Tensor, others: Sequence[Any]) -> None:
     """Refuse what the kernels do not serve now: later the cache would already be changed."""
     tensors = [x for x in others if isinstance(x, torch.Tensor)]
     if arguments.wants_gradients(q, *tensors):
@@ -290,7 +290,7 @@ def check_served(call: str, q: torch.Tensor, others: Sequence[Any]) -> None:
     where = arguments.check_backend("auto", q, tensors)
     checks.head_dim("head_dim of q", q.shape[-1])
     if where != "cpu":
-        calls.check_served(q, where)
+        calls.check_served(q, where, v)
 
 
 def check_lengths(given: Any, cache: Cache, batch: int, new: tuple[Tokens, Tokens] | None, table_name: str) -> Lengths:

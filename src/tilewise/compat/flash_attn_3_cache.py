@@ -94,7 +94,8 @@ def flash_attn_with_kvcache(
         raise ValueError("cu_seqlens_k_new goes with k and v, got no k")
     new = check_new(k, v, queries, cache, cu_seqlens_k_new)
     more = more_asked_of(queries.x, attention_chunk, (q_descale, k_descale, v_descale))
-    check_served("flash_attn_with_kvcache", queries.x, (k_cache, v_cache, k, v, qv, rotary_cos, rotary_sin))
+    given = (k_cache, v_cache, k, v, qv, rotary_cos, rotary_sin)
+    check_served("flash_attn_with_kvcache", queries.x, v_cache, given)
     for name in ("q_descale", "k_descale", "v_descale"):
         if more.get(name) is not None:
             shape = (batch, cache.k.shape[2])

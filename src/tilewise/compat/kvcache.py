@@ -65,7 +65,7 @@ def flash_attn_with_kvcache(
     cache = check_cache(queries, k_cache, v_cache, cache_batch_idx, cache_leftpad, block_table, TABLE)
     new = check_new(k, v, queries, cache)
     given = (k_cache, v_cache, k, v, rotary_cos, rotary_sin, alibi_slopes, learnable_sink)
-    check_served("flash_attn_with_kvcache", q, given)
+    check_served("flash_attn_with_kvcache", q, v_cache, given)
     arguments.check_slopes(alibi_slopes, q.shape[0], q.shape[2], q.device)
     check_sink(learnable_sink, q)
     lengths = check_lengths(cache_seqlens, cache, q.shape[0], new, TABLE)
