@@ -193,16 +193,11 @@ def beside_itself(point: Point, ours: dict[str, Any], beside: dict[str, Any]) ->
 
 
 def two_head_dims(point: Point, value_dim: int) -> Problem:
-    """V with fewer values than Q and K: padded for Tilewise, whose kernels have one head_dim; as it is for cuDNN."""
+    """V with fewer values than Q and K."""
     data = _dense_data(point)
     v, d_o = (x[..., :value_dim].contiguous() for x in (data.v, data.d_o))
     narrow = replace(data, v=v, d_o=d_o, flops=data.flops * (point.hdim + value_dim) // (2 * point.hdim))
-
-    def padded(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
-        o = _attention(point)(q, k, F.pad(v, (0, point.hdim - value_dim)))
-        return o[..., :value_dim]
-
-    kernels = [narrow.kernel(data.ours, padded), *torch_kernels(narrow)[:2]]
+    kernels = [narrow.kernel(data.ours, _attention(point)), *torch_kernels(narrow)[:2]]
     return narrow.problem(kernels, banded(point.causal, None))
 
 

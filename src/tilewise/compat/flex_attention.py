@@ -30,7 +30,6 @@ from collections.abc import Callable
 from typing import Any, Literal, ParamSpec, TypeVar, overload
 
 import torch
-import torch.nn.functional as F
 from torch.nn.attention.flex_attention import (
     AuxOutput,
     AuxRequest,
@@ -174,25 +173,24 @@ def flex_attention(
         raise ValueError(f"key must have query's batch size {len(query)} without a block_mask, got {len(key)}")
     _check_captured(mask_mod, score_mod)
 
-    head_dim, value_dim = query.shape[-1], value.shape[-1]
-    q, k, v = (_laid_out(x, max(head_dim, value_dim)) for x in (query, key, value))
+    q, k, v = (rows("x", x, x.shape).transpose(1, 2) for x in (query, key, value))
     recorded = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))  # autograd keeps the output
     result = attention(
         q,
         k.expand(len(q), -1, -1, -1),
         v.expand(len(q), -1, -1, -1),
-        scale=head_dim**-0.5 if scale is None else scale,
+        scale=scale,
         schedule=schedule,
         mask=mask_mod,
         score=score_mod,
         deterministic=getattr(block_mask, "dq_write_order", None) is not None,
         return_lse=with_lse,
-        out=None if recorded else torch.empty_like(q),
+        out=None if recorded else _out_like(q, v.shape[-1]),
     )
     o, lse = result if isinstance(result, tuple) else (result, None)
     if recorded:
-        o = torch.empty_like(q).copy_(o)
-    o = o[..., :value_dim].transpose(1, 2)
+        o = _out_like(q, v.shape[-1]).copy_(o)
+    o = o.transpose(1, 2)
     if return_aux is not None:
         return o, AuxOutput(lse=lse)
     return o if lse is None else (o, lse)
@@ -343,8 +341,9 @@ def _as_autocast(name: str, x: torch.Tensor) -> torch.Tensor:
     return x
 
 
-def _laid_out(x: torch.Tensor, head_dim: int) -> torch.Tensor:
-    """x (B, H, N, D) as (B, N, H, head_dim): a view where that is possible."""
-    if x.shape[-1] < head_dim:  # zeros change no score and no value
-        x = F.pad(x, (0, head_dim - x.shape[-1]))
-    return rows("x", x, x.shape).transpose(1, 2)
+def _out_like(q: torch.Tensor, value_dim: int) -> torch.Tensor:
+    """(B, N, H, value_dim), its dimensions in memory in q's order, as torch's own function has them."""
+    if value_dim == q.shape[-1]:
+        return torch.empty_like(q)
+    order = sorted(range(4), key=q.stride, reverse=True)
+    return torch.empty_permuted((*q.shape[:-1], value_dim), order, dtype=q.dtype, device=q.device)

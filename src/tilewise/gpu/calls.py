@@ -29,11 +29,6 @@ KV = tuple[torch.Tensor, torch.Tensor]
 Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
 
-def serves_pair(head_dim: int, value_dim: int) -> bool:
-    """Is there a forward kernel for values of this head dimension beside queries and keys of that one?"""
-    return max(head_dim, value_dim) <= widths.MAX_HEAD_DIM
-
-
 def check_served(q: torch.Tensor, where: str, v: torch.Tensor | None = None) -> None:
     """NotImplementedError for what no forward kernel serves; v: None where its head dimension is q's."""
     instead = 'backend="cpu"' if where == "emulator" else ".cpu() tensors"

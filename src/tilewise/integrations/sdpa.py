@@ -20,7 +20,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from tilewise import api, arch, arguments, checks
-from tilewise.gpu import backward, calls, tilings
+from tilewise.gpu import backward, tilings
 from tilewise.gpu.abi import FP8
 from tilewise.integrations import seen_keys as _seen_keys  # noqa: F401, registers an operator
 
@@ -149,8 +149,6 @@ def decide(facts: Facts) -> Decision:
         notes.append("is_causal aligns top-left, so the keys after the last query's are left out")
     elif facts.causal and seqlen_q > seqlen_k:
         notes.append("is_causal aligns top-left, which is a window that ends L − S after the bottom-right diagonal")
-    if facts.device == "cuda" and not calls.serves_pair(facts.query[-1], facts.value[-1]):
-        notes.append("value's head dimension differs, so the smaller one is filled up with zeros")
     if facts.mask is not None:
         notes.append("attn_mask hides keys from all queries and heads alike, so they are left out")
         return Decision("seen keys", tuple(notes))
@@ -325,16 +323,12 @@ def laid(
     scale: float | None,
 ) -> Laid:
     """The call as `attention` takes it: views where that is possible."""
-    seqlen_q, seqlen_k, head_dim, value_dim = query.shape[-2], key.shape[-2], query.shape[-1], value.shape[-1]
+    seqlen_q, seqlen_k = query.shape[-2], key.shape[-2]
     lead = _broadcast(query.shape[:-3], key.shape[:-3], value.shape[:-3]) or ()
     heads = [x.shape[-3] if x.dim() > 2 else 1 for x in (query, key, value)]
     if heads[1] != heads[2] or heads[0] % heads[1]:  # not what grouped heads are: broadcast
         heads = [max(heads)] * 3
     q, k, v = (_laid_out(x, lead, n) for x, n in zip((query, key, value), heads, strict=True))
-    if query.is_cuda and not calls.serves_pair(head_dim, value_dim):
-        scale = head_dim**-0.5 if scale is None else scale
-        widest = max(head_dim, value_dim)
-        q, k, v = (_filled(x, widest) for x in (q, k, v))
     options: dict[str, Any] = {"scale": scale}
     if mask is not None:
         every = all(n == 1 for n in mask.shape[:-1])  # the same for every sequence
@@ -369,7 +363,7 @@ def _run(
 
 def as_torch(o: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     """o (B, L, Hq, Dv) of these tensors as torch returns it, (..., Hq, L, Ev)."""
-    by_heads: torch.Tensor = o[..., : value.shape[-1]].transpose(1, 2)
+    by_heads: torch.Tensor = o.transpose(1, 2)
     rank = max(query.dim(), key.dim(), value.dim())
     if rank == 4:
         return by_heads
@@ -386,7 +380,3 @@ def _laid_out(x: torch.Tensor, lead: Shape, heads: int) -> torch.Tensor:
     if x.stride(-1) == 1 or x.shape[-1] == 1:
         return x
     return x.clone(memory_format=torch.contiguous_format)  # contiguous() leaves an empty tensor its strides
-
-
-def _filled(x: torch.Tensor, width: int) -> torch.Tensor:
-    return x if x.shape[-1] == width else torch.nn.functional.pad(x, (0, width - x.shape[-1]))

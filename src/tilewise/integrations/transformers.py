@@ -23,7 +23,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 from .. import api, checks
 from .extras import extra
@@ -101,14 +100,11 @@ def attention_forward(
         )
     mask = with_given_sequences(mask, kwargs.get("cu_seq_lens_q"), kwargs.get("cu_seq_lens_k"))
 
-    head_dim, value_dim = query.shape[-1], value.shape[-1]
-    q, k, v = (_widened(x, max(head_dim, value_dim)).transpose(1, 2) for x in as_autocast((query, key, value)))
+    q, k, v = (x.transpose(1, 2) for x in as_autocast((query, key, value)))
     k, v = k[:, : mask.keys], v[:, : mask.keys]
     sinks = s_aux if sinks is None else sinks
-    scale = head_dim**-0.5 if scaling is None else scaling
     chosen = None if indices is None else chosen_keys(indices, mask)
-    o = _attend(q, k, v, mask, scale, softcap or 0.0, sinks, dropout, chosen)
-    return o[..., :value_dim], None
+    return _attend(q, k, v, mask, scaling, softcap or 0.0, sinks, dropout, chosen), None
 
 
 def _attend(
@@ -116,13 +112,14 @@ def _attend(
     k: torch.Tensor,
     v: torch.Tensor,
     mask: Mask,
-    scale: float,
+    scale: float | None,
     softcap: float,
     sinks: torch.Tensor | None,
     dropout: float,
     chosen: torch.Tensor | None,
 ) -> torch.Tensor:
-    """The kernels: q (B, Nq, Hq, D), k, v (B, keys, Hkv, D) -> (B, Nq, Hq, D); rows of no sequence give 0.
+    """The kernels: q (B, Nq, Hq, D), k (B, keys, Hkv, D), v (B, keys, Hkv, Dv) -> (B, Nq, Hq, Dv); rows of no
+    sequence give 0.
 
     chosen: which keys each query may see, bool (sequences, queries of one, keys of one), or None for all.
     """
@@ -140,8 +137,8 @@ def _attend(
         o = api.attention_varlen(q1, k1, v1, ragged.starts_q, ragged.starts_k, **options)
     assert isinstance(o, torch.Tensor)
     if ragged is None or ragged.rows_q is None:
-        return o.view(q.shape)
-    padded = o.new_zeros(q.shape)
+        return o.view(*q.shape[:-1], v.shape[-1])
+    padded = o.new_zeros((*q.shape[:-1], v.shape[-1]))
     padded[ragged.rows_q] = o
     return padded
 
@@ -152,11 +149,6 @@ def as_autocast(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
     if not torch.is_autocast_enabled(kind):
         return tensors
     return [x.to(torch.get_autocast_dtype(kind)) for x in tensors]
-
-
-def _widened(x: torch.Tensor, head_dim: int) -> torch.Tensor:
-    """x (..., D) with zeros up to `head_dim`, which change no score and no value."""
-    return x if x.shape[-1] == head_dim else F.pad(x, (0, head_dim - x.shape[-1]))
 
 
 def refuse_unserved(kwargs: dict[str, Any]) -> None:
