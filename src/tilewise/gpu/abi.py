@@ -83,6 +83,7 @@ def decode_score_rule(scores: Scores) -> tuple[str, str]:
 
 # One of each kind that a kernel is made for.
 EVERY_RULE = (Scores(), Scores(softcap=30.0, alibi=True), Scores(scale=-1.0))
+APART_RULES = (Scores(softcap=30.0), Scores(alibi=True))  # for kernels that do not take both together
 DECODE_RULES = (decode_score_rule(Scores()), decode_score_rule(Scores(softcap=30.0)))
 
 

@@ -1,7 +1,7 @@
 """Gradients on a card or in the emulator: `gradients` asks the kernels that the card runs.
 
-backward_call.py says what a call is. Hopper is served by backward_hopper.py; other cards, float32, score functions, and
-softcap with ALiBi on wide heads by backward_mma.py.
+backward_call.py says what a call is. Hopper is served by backward_hopper.py; other cards, and what that does not take,
+by backward_mma.py.
 """
 
 from __future__ import annotations

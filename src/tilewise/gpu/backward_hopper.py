@@ -18,7 +18,18 @@ from tilewise import compiler, emulator
 from tilewise.arch import multiprocessors
 from tilewise.compiler.spec import Constant, KernelSpec
 from tilewise.compiler.tensor_maps import TensorMapSpec
-from tilewise.gpu.abi import ELEMENTS, EVERY_RULE, FAR, MAP_NAMES, PANEL, PANEL_BYTES, ScoreArgs, Strides, score_rule
+from tilewise.gpu.abi import (
+    APART_RULES,
+    ELEMENTS,
+    EVERY_RULE,
+    FAR,
+    MAP_NAMES,
+    PANEL,
+    PANEL_BYTES,
+    ScoreArgs,
+    Strides,
+    score_rule,
+)
 from tilewise.gpu.backward_abi import KEY_LIST_HEADER, KEY_TILE_WORDS, BackwardArgs, KeyListArgs
 from tilewise.gpu.backward_call import GradientCall, Gradients
 from tilewise.gpu.backward_lists import QueryLists, Step, listed, pairs_spec, query_lists
@@ -89,7 +100,7 @@ def padded(head_dim: int) -> int:
 
 
 def serves(dtype: torch.dtype, head_dim: int, scores: Scores = PLAIN) -> bool:
-    """Does the kernel take such a problem? Softcap with ALiBi needs registers that heads beyond 64 do not leave."""
+    """Does the kernel take such a problem? Curved scores with ALiBi need registers that heads beyond 64 lack."""
     room = padded(head_dim) <= 64 or scores.linear or not scores.alibi
     return dtype in DTYPES and head_dim <= max(TILINGS) and room
 
@@ -166,7 +177,7 @@ def list_spec(index: torch.dtype, in_turn: bool, tile_kv: int = 128) -> KernelSp
 
 def specs(*, every: bool = False) -> list[KernelSpec]:
     """The kernels as users get them: bfloat16 and head dimension 128, or `every` dtype, head dimension and feature."""
-    rules = (*EVERY_RULE, Scores(softcap=30.0), Scores(alibi=True)) if every else EVERY_RULE[:1]
+    rules = (*EVERY_RULE, *APART_RULES) if every else EVERY_RULE[:1]
     kinds = [
         Kind(dtype, head_dim, scores, masks, index, in_turn, listed)
         for dtype in (DTYPES if every else DTYPES[:1])

@@ -180,7 +180,7 @@ struct Consumer {
                            const float (&acc)[kHeadDim / 2]) const {
         store_keys<kHeadDim>(args, map, to, strides, at, panel_rows, acc, group, int(group) * 64, 0);
     }
-    // Steps to come. Lists, and softcap in turn, take the registers that it would be kept in.
+    // Steps to come. Lists, and curved scores in turn, take the registers that it would be kept in.
     TILE_DEVICE int left() const {
         return (kListed || (kInTurn && !Rule::kLinear) ? Work(shared_work()[0]).steps : total) - done;
     }

@@ -10,7 +10,9 @@
 constexpr int kShares = 2, kDqColumns = kHeadDim / kShares, kDqFloats = kTileQ * kDqColumns;
 constexpr int kBeforeThreads = 256, kAfterThreads = 128 * kShares;
 
-extern "C" __global__ void __launch_bounds__(kBeforeThreads) before(const __grid_constant__ BackwardArgs args) {
+// Blocks per multiprocessor: without a number ptxas aims at eight of them, and spills.
+extern "C" __global__ void __launch_bounds__(kBeforeThreads, kHeadDim > 128 ? 2 : 4)
+    before(const __grid_constant__ BackwardArgs args) {
     const QueryTile tile(args, false);
     constexpr int kLanes = kHeadDim / 8, kRows = kBeforeThreads / kLanes;  // lanes of a row, rows together
     const int lane = threadIdx.x % kLanes, row0 = threadIdx.x / kLanes;

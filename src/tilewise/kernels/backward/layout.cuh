@@ -75,7 +75,7 @@ struct Pipes {
     }
 };
 
-// Softcap in turn: three loops would take more registers than there are
+// Scores that do not follow S in a line, in turn: three loops would take more registers than there are
 constexpr bool kAllMasked = kMasks && !kListed && kInTurn && !Rule::kLinear;
 
 // What the block works on. Everyone reads it from shared memory where it is needed: registers are scarce.
