@@ -48,7 +48,7 @@ void check_global(const void* address, size_t size, Access access) {
     const char* verb = access == Access::load ? "read" : access == Access::store ? "write" : "atomic";
     for (uint32_t i = 0; i < o.num_ranges; i++)
         if (p >= o.ranges[i].begin && p + size <= o.ranges[i].end) {
-            // A structure of three words is stored word by word: what has to be aligned is the power of two in its size.
+            // A structure of three words is stored word by word: what has to be aligned is the power of two in it.
             if (uintptr_t(p) % (size & -size)) fail("global %s of %zu bytes is not aligned to them", verb, size);
             return;
         }

@@ -65,7 +65,7 @@ struct alignas(64) KeyTile {
 constexpr int kKeyTileWords = sizeof(KeyTile) / 4;
 constexpr int kKeyListHeader = 16;  // ints before a list's tiles, of which the first is their number
 
-// Tiles of packed sequences have slots of their own: those of a sequence from here on, and none has another's. start: of
+// Tiles of packed sequences have slots of their own: those of a sequence from here on, none has another's. start: of
 // the sequence among the tokens. Tokens before the first start are sequence −1, and those behind the last one sequence
 // `sequences`: nobody sees them, and their gradients are 0. In all there are first_slot(total, sequences + 1) slots.
 template <int kTile> TILE_DEVICE int first_slot(int start, int sequence) { return start / kTile + sequence + 1; }
@@ -79,7 +79,7 @@ TILE_DEVICE Visible queries_of(const Scores& scores, int key, int seqlen_q, int 
 }
 
 // ---- in turn --------------------------------------------------------------------------------------------------------
-// Where sums have to be the same in every run, the key tiles that see a query tile add to its dQ from the last one down.
+// Where sums have to be the same in every run, key tiles that see a query tile add to its dQ from the last one down.
 // Blocks begin in that order, too, so that none ever waits for one that has not begun. Under a causal mask a key tile's
 // first query tile lies behind that of the key tile before it: blocks that begin together are at different query tiles,
 // the later ones ahead, and do not wait. Without one, blocks get apart as they begin one after another: those of

@@ -24,8 +24,8 @@ struct Consumer {
     const BackwardArgs& args;
     const Pipes pipes;
     const uint32_t group;  // of the consumers
-    // threadIdx.x as a value of its own: ptxas reads the special register again in every step, and waits for it, to save
-    // a register that there is
+    // threadIdx.x as a value of its own: ptxas reads the special register again in every step, and waits for it, to
+    // save a register that there is
     const int thread = Rule::kLinear ? ptx::shuffle_xor(threadIdx.x, 0) : threadIdx.x;
     float factor, slope;  // factor: what S is multiplied with first
     Turn<kStages> turn;

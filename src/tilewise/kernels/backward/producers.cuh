@@ -178,7 +178,7 @@ TILE_DEVICE void add_dq(const BackwardArgs& args, int consumer) {
                 for (int round = 0; round < kDqRounds; round++, turn.next()) {
                     if constexpr (kListed) {  // then the step was written
                         ring.wait(turn);
-                        ptx::sync_warp();  // the first lane gives the place back: a slow one would wait for the next lap
+                        ptx::sync_warp();  // the first lane gives the place back; a slow one would wait a lap
                     }
                     const Step step = step_at(args, g, i, i);
                     const int mine = kInTurn ? turn_of(args, shared_work()[0], step.head, step.tile) : 0;
