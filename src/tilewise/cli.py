@@ -406,6 +406,7 @@ COMMANDS = (
         "generate",
         "engine",
         "churn",
+        "mla",
         "make",
         "show",
         "check",

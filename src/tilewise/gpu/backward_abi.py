@@ -40,8 +40,8 @@ class KeyTileArgs(ctypes.Structure):
 
     _fields_ = [
         *((n, ctypes.c_int) for n in ("sequence", "key", "q_start", "k_start", "seqlen_q", "seqlen_k", "slot")),
-        *((n, ctypes.c_int) for n in ("begin", "end", "whole_begin", "whole_end", "turn")),
-        ("reserved", ctypes.c_int * 4),
+        *((n, ctypes.c_int) for n in ("begin", "end", "whole_begin", "whole_end")),
+        ("reserved", ctypes.c_int * 5),
     ]
 
 

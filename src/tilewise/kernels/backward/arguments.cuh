@@ -59,8 +59,7 @@ struct alignas(64) KeyTile {
     int slot;  // of the sequence's first query tile among the q_tiles
     int begin, end;
     int whole_begin, whole_end;  // of those, the ones whose queries all see all keys of a full tile
-    int turn;  // of kernels that add in turn: key tiles of this sequence before this one
-    int reserved[4];
+    int reserved[5];
 };
 constexpr int kKeyTileWords = sizeof(KeyTile) / 4;
 constexpr int kKeyListHeader = 16;  // ints before a list's tiles, of which the first is their number
