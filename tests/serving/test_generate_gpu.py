@@ -83,13 +83,13 @@ def test_graphs_made_before_anybody_comes():
     model = on_card()
     served = Engine(model, num_pages=400, max_sequences=8, token_budget=300)
     served.prepare()
-    assert served.stats().graph_captures == 4 + 6
+    assert served.stats().graph_captures == 4 + 9
     for prompt in PROMPTS:
         served.submit(prompt, max_new_tokens=NEW)
     found = run(served)
     for n, prompt in enumerate(PROMPTS):
         assert_likeliest(model, prompt, found[n, 0])
-    assert served.stats().graph_captures == 4 + 6
+    assert served.stats().graph_captures == 4 + 9
 
 
 def test_a_budget_mixes_prompts_and_rows():

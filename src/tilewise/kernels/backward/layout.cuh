@@ -19,6 +19,8 @@ static_assert(kWide || kDqBytes >= 64 * kHeadDim * 2, "dK goes out by way of dQ'
 // Registers per thread, moved from the producers to the consumers. Of the consumers' 240, dK and dV take 128, S 32, dP
 // or dQ 32, P 16, dS 16 at 128 columns. P's are free before dQ is issued, which makes it possible.
 constexpr int kProducerRegisters = kWide ? 40 : 24, kConsumerRegisters = kWide ? 232 : 240;
+static_assert(kProducerRegisters + kConsumers * kConsumerRegisters <= (kConsumers + 1) * (65536 / kThreads / 8 * 8),
+              "taking more than others gave back would wait for ever");
 // Named barriers: one per consumer from these numbers on
 constexpr int kStoreBarrier = 2, kTurnBarrier = 5;
 

@@ -28,7 +28,10 @@ static_assert(kScaled == (kSlots > 0), "raw panels on their way");
 
 // Threads: two warpgroups that compute, and one that loads
 constexpr int kComputing = 256, kThreads = kComputing + 128;
-constexpr int kLoadRegisters = kGather ? 48 : 32, kComputeRegisters = kGather ? 232 : 240;
+// Registers per thread, moved from the warps that load to those that compute: what a block is launched with is all
+// that it ever has, and taking more than others gave back would wait for ever.
+constexpr int kLoadRegisters = kGather ? 40 : 24, kComputeRegisters = kGather ? 232 : 240;
+static_assert(kLoadRegisters + 2 * kComputeRegisters <= 3 * (65536 / kThreads / 8 * 8), "a deadlock");
 // Named barriers: of both warpgroups, kMergeBarrier too; of each of them; of the threads that load
 constexpr int kAllBarrier = 1, kGroupBarriers = 2, kLoadBarrier = 4;
 
