@@ -23,6 +23,13 @@ def test_deepseek_sizes_with_several_tokens():
     Problem((130, 65, 2), heads=8, tokens=2, sizes=DEEPSEEK, page_size=64).check()
 
 
+def test_more_heads_than_any_model_has():
+    """Tokens that see the same keys come as more heads."""
+    Problem((65,), heads=256).check()
+    with pytest.raises(NotImplementedError, match="up to 2048 query heads of all of them, got 1, 16 and 129 of each"):
+        Problem((20,), heads=129, tokens=16).run()
+
+
 def test_128_heads_are_two_tiles_of_rows():
     problem = Problem((70, 329), heads=128)
     problem.check(splitting=LONG)

@@ -65,7 +65,8 @@ def row_check(
 ) -> Callable[[torch.Tensor], Check]:
     """Judge an answer by the tolerance rule, against float64 and PyTorch's own math in q's dtype.
 
-    q, k and v and the answer are (B, N, H, D) or packed (total, H, D), `sizes` the queries and keys of each sequence.
+    q and k are (B, N, H, D) or packed (total, H, D), v and the answer as well with v's D, and `sizes` are the queries
+    and keys of each sequence.
     The oracle forms whole score matrices, so it sees one sequence and some rows at a time: rows [a, b) with the keys
     they can see are a bottom-right aligned problem of their own.
     """
@@ -87,8 +88,8 @@ def row_check(
 
     def check(answer: torch.Tensor) -> Check:
         answer = answer.detach().flatten(0, -3)
-        if answer.shape != q.shape:
-            return Check(False, math.inf, 0.0, f"shape {tuple(answer.shape)} instead of {tuple(q.shape)}, packed")
+        if answer.shape != (shape := (*q.shape[:-1], v.shape[-1])):
+            return Check(False, math.inf, 0.0, f"shape {tuple(answer.shape)} instead of {shape}, packed")
         if not torch.isfinite(answer).all():
             return Check(False, math.inf, 0.0, "NaN or infinity in the output")
         parts = []

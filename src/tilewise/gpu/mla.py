@@ -27,7 +27,7 @@ from tilewise.gpu.mla_kernels import (
     KEYS,
     LONGEST,
     MAX_DIM,
-    MAX_HEADS,
+    MAX_ROWS,
     MAX_TOKENS,
     NARROW,
     ROWS,
@@ -236,10 +236,11 @@ def check_served(q: torch.Tensor, form: KVFormat, plan: AnyPlan, parts: Parts, v
             f"GPU decode over shared rows takes a head_dim up to {MAX_DIM} that is a multiple of 64, and a value_dim "
             f"up to head_dim that is a multiple of 128, got {form.head_dim} and {value_dim}; use {instead}"
         )
-    if plan.heads_kv != 1 or plan.heads_q > MAX_HEADS or plan.tokens_per_seq > MAX_TOKENS:
+    if plan.heads_kv != 1 or plan.tokens_per_seq > MAX_TOKENS or plan.heads_q * plan.tokens_per_seq > MAX_ROWS:
         raise NotImplementedError(
-            f"GPU decode over shared rows takes one KV head, up to {MAX_HEADS} query heads and up to {MAX_TOKENS} "
-            f"tokens a sequence, got {plan.heads_kv}, {plan.heads_q} and {plan.tokens_per_seq}; use {instead}"
+            f"GPU decode over shared rows takes one KV head, up to {MAX_TOKENS} tokens a sequence and up to {MAX_ROWS} "
+            f"query heads of all of them, got {plan.heads_kv}, {plan.tokens_per_seq} and {plan.heads_q} of each; "
+            f"use {instead}"
         )
     for x in parts:
         if x.data_ptr() % 16 or x.stride(3) != 1 or any(s * x.element_size() % 16 for s in x.stride()[:2]):

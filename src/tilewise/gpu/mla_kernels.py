@@ -22,7 +22,7 @@ COMPUTING, THREADS = 256, 384  # mla/layout.cuh: threads that compute, threads o
 THERE, SCALED_BLOCKS = 8, 4  # mla/layout.cuh: blocks for which chosen keys, and scales, are kept
 FORMATS = {"bf16": 0, "fp16": 0, "fp8": 1, "int8": 2}  # tile/quant.cuh: Format
 ROWS = (16, 32, 64)  # query rows of an item at most: widths of the products
-MAX_TOKENS, MAX_HEADS = 16, 128  # query tokens of a sequence, query heads
+MAX_TOKENS, MAX_ROWS = 16, 2048  # query tokens of a sequence; its query rows, a head of a token each
 MAX_DIM = 576
 DTYPES = (torch.bfloat16, torch.float16)
 

@@ -211,10 +211,13 @@ struct Body {
         }
         return over;
     }
+    // Rounded: fused with the sum that follows in one warpgroup and not in the other, the bits would tell whose turn it
+    // was.
     TILE_DEVICE void scale_sums(uint32_t number) {
 #pragma unroll
         for (int j = 0; j < 2 * kEights; j++)
-            sum[j / 2][j % 2] *= sCorrection()[(number & 1) * kRows + 8 * (j / 2) + column() + j % 2];
+            sum[j / 2][j % 2] = ptx::multiply(
+                sum[j / 2][j % 2], sCorrection()[(number & 1) * kRows + 8 * (j / 2) + column() + j % 2]);
     }
     TILE_DEVICE void compute_scores() {
         issue_scores();
