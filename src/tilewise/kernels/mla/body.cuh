@@ -20,6 +20,7 @@ constexpr int kAtParts = 0, kRowAtOnce = 4;  // the ring is free when states are
 constexpr bool kLongRuns = false;
 #include "decode/states.cuh"
 
+constexpr int kChains = kRows <= 32 ? 2 : 1;  // sums of which scores are made
 constexpr float kWitness = 256.0f;  // the sum of two weights up to which a reference stays
 
 struct Body {
@@ -50,12 +51,15 @@ struct Body {
     // Brings Q to shared memory, and finds what its rows see and where they go
     TILE_DEVICE void begin(const DecodeItem& item, Span span) {
         int from = span.begin, to = span.end;
+        const Shared<int64_t> queries(kAtFactors);  // where the rows of Q begin, until they have come
 #pragma unroll 1
         for (int n = warp::lane(); n < kRows; n += 32) {  // every warp, so that it knows what all rows see
             Visible seen{span.begin, span.end - span.begin};
-            int64_t target = -1;
+            int64_t target = -1, query = 0;
             if (n < item.rows) {
                 const DecodeRow row = row_of(args, item, n);
+                query = caller_of(args, item, row) * args.q_strides.batch + row.token * args.q_strides.row +
+                        row.head * args.q_strides.head;
                 const int length = Global<const int>{args.lengths}[row.sequence];
                 const States states = states_of(args, row.sequence);
                 if (!(item.is(kAllSee) && args.scores.sees_back_to_first())) seen = seen_by(args, row, length, span);
@@ -71,6 +75,7 @@ struct Body {
                 sSeen()[n] = seen;
                 sTarget()[n] = Target{target};
                 sReference()[n] = -INFINITY;
+                queries[n] = query;
             }
         }
 #pragma unroll
@@ -81,61 +86,71 @@ struct Body {
         }
         whole_from = ptx::uniform(from);
         whole_to = ptx::uniform(to);
-        if (span.end > span.begin) load_queries(item);
+        all_sync();
+        if (span.end > span.begin) load_queries(item.rows, queries);
         all_sync();
     }
-    TILE_DEVICE void load_queries(const DecodeItem& item) const {
-        const uint32_t sign = Rule::kLinear && args.scores.scale_log2 < 0.0f ? 0x80008000u : 0u;
-        const bool zero = Rule::kLinear && args.scores.scale_log2 == 0.0f;
+    // All copies are on their way before the first is waited for.
+    TILE_DEVICE void load_queries(int rows, Shared<int64_t> queries) const {
         constexpr int kChunks = kPanels * 8;  // of 16 bytes in a row
-#pragma unroll 4
-        for (int n = ptx::just_in_time(threadIdx.x); n < kRows * kChunks; n += kComputing) {
+        const auto at = [](int row, int c) {
+            return kAtQ + (c / 8 * kRows + row) * kPanelRowBytes + (c % 8 ^ row % 8) * 16;
+        };
+        const int thread = ptx::just_in_time(threadIdx.x);
+        for (int n = thread; n < kRows * kChunks; n += kComputing) {
             const int row = n / kChunks, c = n % kChunks;
-            Vector16 x{};
-            if (row < item.rows && !zero) {
-                const DecodeRow of = row_of(args, item, row);
-                const Element* q = static_cast<const Element*>(args.q) +
-                                   caller_of(args, item, of) * args.q_strides.batch + of.token * args.q_strides.row +
-                                   of.head * args.q_strides.head;
-                x = Global<const Element>{q}.template as<const Vector16>()[c];
+            const int64_t from = int64_t(queries[row]) + 8 * c;
+            ptx::copy_async_16(ptx::shared_address(at(row, c)), static_cast<const Element*>(args.q) + from,
+                               row < rows ? 16 : 0);
+        }
+        ptx::copy_async_commit();
+        ptx::copy_async_wait<0>();
+        if (Rule::kLinear && args.scores.scale_log2 <= 0.0f) {
+            const uint32_t sign = args.scores.scale_log2 < 0.0f ? 0x80008000u : 0u, kept = sign ? ~0u : 0u;
+            for (int n = thread; n < kRows * kChunks; n += kComputing) {
+                const Shared<Vector16> to(at(n / kChunks, n % kChunks));
+                Vector16 x = to[0];
 #pragma unroll
-                for (int i = 0; i < 4; i++) x.word[i] ^= sign;
+                for (int i = 0; i < 4; i++) x.word[i] = (x.word[i] & kept) ^ sign;
+                to[0] = x;
             }
-            Shared<Vector16>(kAtQ + (c / 8 * kRows + row) * kPanelRowBytes + (c % 8 ^ row % 8) * 16)[0] = x;
         }
         ptx::fence_async_proxy();
     }
 
     // ---- products ---------------------------------------------------------------------------------------------------
-    // Sᵀ = K Qᵀ, panel after panel as they come
-    TILE_DEVICE void issue_scores() {
+    // Sᵀ = K Qᵀ, panel after panel as they come. A narrow product is shorter than the time until its sums can be added
+    // to, so those of even and of odd steps are summed apart.
+    TILE_DEVICE void issue_scores(float (&acc)[kChains][kRows / 2]) {
+        const Places here{ptx::uniform(now.first), now.lap};
         const uint64_t q = k_major(ptx::shared_address(kAtQ));
 #pragma unroll
         for (int panel = 0; panel < kPanels; panel++) {
-            now.wait(panel);
+            here.wait(panel);
             ptx::wgmma_fence();
-            const uint64_t k = k_major(ptx::uniform(ptx::shared_address(now.at(panel))));
+            const uint64_t k = k_major(ptx::shared_address(here.at(panel)));
 #pragma unroll
             for (int step = 0; step < 4; step++)
                 ptx::Wgmma<Element, kRows>::template ss<false, false>(
-                    acc_s, further(k, 32 * step), further(q, panel * kRows * kPanelRowBytes + 32 * step),
-                    panel + step > 0);
+                    acc[step % kChains], further(k, 32 * step), further(q, panel * kRows * kPanelRowBytes + 32 * step),
+                    panel > 0 || step >= kChains);
         }
         ptx::wgmma_commit();
-        if constexpr (kBlockPlaces > kPanels) now.wait(kWeights);
+        if constexpr (kBlockPlaces > kPanels) here.wait(kWeights);
     }
     // Oᵀ += Vᵀ Pᵀ, for this warpgroup's channels
     TILE_DEVICE void issue_values(const Places& of) {
         ptx::wgmma_fence();
-        const uint64_t p = k_major(ptx::uniform(ptx::shared_address(of.at(kWeights))));
+        const Places here{ptx::uniform(of.first), of.lap};
+        const uint64_t p = k_major(ptx::shared_address(here.at(kWeights)));
 #pragma unroll
-        for (int m = 0; m < kMine; m++) {
-            const uint64_t v = mn_major<kKeys>(ptx::uniform(ptx::shared_address(of.at(group * kMine + m))));
+        for (int step = 0; step < kKeys / 16; step++)
 #pragma unroll
-            for (int step = 0; step < kKeys / 16; step++)
+            for (int m = 0; m < kMine; m++) {
+                const uint64_t v = mn_major<kKeys>(ptx::shared_address(here.at(group * kMine + m)));
                 ptx::Wgmma<Element, kRows>::template ss<true, false>(acc_o[m], further(v, 2 * kEightBytes * step),
                                                                      further(p, 32 * step), true);
-        }
+            }
         ptx::wgmma_commit();
     }
     // Lets go of panels of a block: those whose values this warpgroup has multiplied and the weights, or before that
@@ -200,9 +215,13 @@ struct Body {
     // P in place of S. True if a reference no longer serves one of this thread's rows.
     TILE_DEVICE bool exponentiate() {
         bool over = false;
+        const Shared<Vector8> references(kAtReference + 4 * column());
+        Vector8 two[kEights];  // asked for together: products of the other warpgroup keep shared memory busy
+#pragma unroll
+        for (int j = 0; j < kEights; j++) two[j] = references[4 * j];
 #pragma unroll
         for (int j = 0; j < 2 * kEights; j++) {
-            const float reference = sReference()[8 * (j / 2) + column() + j % 2];
+            const float reference = as_float(two[j / 2].word[j % 2]);
             const float finite = reference == -INFINITY ? 0.0f : reference;
             float &low = acc_s[j / 2 * 4 + j % 2], &high = acc_s[j / 2 * 4 + 2 + j % 2];
             low = ptx::exp2(ptx::mad(low, scale_log2, -finite));
@@ -220,9 +239,13 @@ struct Body {
                 sum[j / 2][j % 2], sCorrection()[(number & 1) * kRows + 8 * (j / 2) + column() + j % 2]);
     }
     TILE_DEVICE void compute_scores() {
-        issue_scores();
+        float acc[kChains][kRows / 2];
+        issue_scores(acc);
         ptx::wgmma_wait<0>();
-        ptx::settle(acc_s);
+#pragma unroll
+        for (int n = 0; n < kChains; n++) ptx::settle(acc[n]);
+#pragma unroll
+        for (int i = 0; i < kRows / 2; i++) acc_s[i] = kChains == 2 ? acc[0][i] + acc[kChains - 1][i] : acc[0][i];
         if constexpr (!Rule::kLinear) Rule::apply(acc_s, args.scores, Rule::first_factor(args.scores));
         if constexpr (kChosen)
 #pragma unroll
@@ -231,12 +254,14 @@ struct Body {
 #pragma unroll
                     for (int j = 0; j < kRows / 4; j++) acc_s[j / 2 * 4 + 2 * h + j % 2] = -INFINITY;
     }
-    // The weights P of a block, from its scores to shared memory
-    TILE_DEVICE void weigh(int first_token, Span span) {
-        bool moves = ptx::any(first_token < whole_from || first_token + kKeys > whole_to);
-        if (moves) {
+    // The weights P of a block, from its scores to shared memory. fresh: no row has a reference yet
+    TILE_DEVICE void weigh(int first_token, Span span, bool fresh) {
+        bool moves = ptx::any(fresh);
+        if (ptx::any(first_token < whole_from || first_token + kKeys > whole_to)) {
+            moves = true;
             mask(first_token);
-        } else {
+        }
+        if (!moves) {
             const bool over = ptx::any(exponentiate());
             if (lane() == 0) sVotes()[4 * group + warp_rank()] = over;
             group_sync();
@@ -287,7 +312,7 @@ struct Body {
                 if (own) compute_scores();
                 if (ptx::any(n > begin)) multiply(before, block - 1, false);
                 if (!own) break;
-                weigh(n * kKeys, span);
+                weigh(n * kKeys, span, n == begin);
                 multiply(now, block, true);
                 now.next();
                 before = now;
@@ -301,7 +326,7 @@ struct Body {
                 const bool mine = ptx::any((block & 1) == group);
                 if (mine) {
                     compute_scores();
-                    weigh(n * kKeys, span);
+                    weigh(n * kKeys, span, n == begin);
                 }
                 multiply(now, block, mine);
             }
