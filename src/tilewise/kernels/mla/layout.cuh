@@ -30,7 +30,8 @@ static_assert(kScaled == (kSlots > 0), "raw panels on their way");
 constexpr int kComputing = 256, kThreads = kComputing + 128;
 // Registers per thread, moved from the warps that load to those that compute: what a block is launched with is all
 // that it ever has, and taking more than others gave back would wait for ever.
-constexpr int kLoadRegisters = kGather ? 40 : 24, kComputeRegisters = kGather ? 232 : 240;
+constexpr int kLoadRegisters = !kGather ? 24 : !kScaled ? 40 : kRows > 16 ? 56 : 72;
+constexpr int kComputeRegisters = (3 * (65536 / kThreads / 8 * 8) - kLoadRegisters) / 16 * 8;
 static_assert(kLoadRegisters + 2 * kComputeRegisters <= 3 * (65536 / kThreads / 8 * 8), "a deadlock");
 // Named barriers: of both warpgroups, kMergeBarrier too; of each of them; of the threads that load
 constexpr int kAllBarrier = 1, kGroupBarriers = 2, kLoadBarrier = 4;
@@ -57,6 +58,7 @@ constexpr int kGroup = 128, kRawScales = kScaled ? 4 : 0;  // channels per scale
 constexpr int kAtRaw = (kAtThere + kThere * kKeys + 15) / 16 * 16, kAtScales = kAtRaw + kSlots * kRawBytes;
 constexpr int kScaleRow = kValueDim / kGroup * 4;  // bytes per key
 constexpr int kSharedBytes = kAtScales + kRawScales * kKeys * kScaleRow;
+static_assert(!kScaled || (kGather && kSlots % 2 == 0 && kValuePanels % 2 == 0 && kGroup == 2 * kPanel), "pairs");
 static_assert(!kScaled || (kGather && kScaleRow == 16 && kRawScales * kRawPanels >= kSlots + 2 * kRawPanels),
               "a row's scales are one copy, and those of blocks on their way stay");
 static_assert(kThere >= kPlaces / kBlockPlaces + 2, "those of a block that is not weighed yet stay");

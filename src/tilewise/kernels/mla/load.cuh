@@ -171,50 +171,53 @@ TILE_DEVICE void widen_codes(Vector16 (&to)[2], const Vector16& codes, float sca
                 pack<Element>(unpack<half>(halves[i], 0) * scale, unpack<half>(halves[i], 1) * scale);
     }
 }
-// Four warps. Each thread has 16 bytes of two rows of every raw panel, and widens those that it copied kSlots − 1 raw
-// panels ago. args.k: codes; args.k_scale; args.v: the 16-bit channels after those of codes.
+// Four warps. Each thread has 16 bytes of two rows of every raw panel, and widens those that it copied kSlots − 2 raw
+// panels ago: two raw panels at a time, which are 128 channels of codes under one scale, or one panel of the others.
+// args.k: codes; args.k_scale; args.v: the 16-bit channels after those of codes.
 TILE_DEVICE void load_codes(const DecodeArgs& args, const MlaArgs& mla) {
-    constexpr int kStep = 128 / 4, kEach = kKeys / kStep;
+    constexpr int kStep = 128 / 4, kEach = kKeys / kStep, kPairs = kRawPanels / 2, kPairSlots = kSlots / 2;
     const int thread = threadIdx.x - kComputing, first = thread / 4, c = thread % 4;
-    const auto raw_at = [&](int slot, int n) { return kAtRaw + slot * kRawBytes + (n * 128 + thread) * 16; };
+    const auto raw_at = [&](int slot, int half, int n) {
+        return kAtRaw + (2 * slot + half) * kRawBytes + (n * 128 + thread) * 16;
+    };
     const auto scales_at = [](uint32_t number, int row) {
         return kAtScales + (number % kRawScales * kKeys + row) * kScaleRow;
     };
     Places to;
     uint32_t number = 0, number_widened = 0;  // blocks that were asked for, that were widened
-    int slot = 0, slot_widened = 0, raw_widened = 0, ahead = 0;
+    int slot = 0, slot_widened = 0, pair_widened = 0, ahead = 0;
+    const auto put = [&](int panel, int row, int chunk, const Vector16& x) {
+        Shared<Vector16>(to.at(panel) + row * kPanelRowBytes + (chunk ^ row % 8) * 16)[0] = x;
+    };
     const auto widen = [&] {
-        if (raw_widened == 0) ptx::barrier_sync(kLoadBarrier, 128);  // the scales that other threads copied are there
-        const int over = raw_widened - kValuePanels, panel = over < 0 ? raw_widened : kValuePanels + over / 2;
-        const bool begins = over < 0 || over % 2 == 0, ends = over < 0 || over % 2 == 1;
-        if (begins) to.wait_free(panel);
-#pragma unroll 1
-        for (int n = 0; n < kEach; n++) {
-            const int row = n * kStep + first;
-            const Vector16 x = Shared<Vector16>(raw_at(slot_widened, n))[0];
-            const auto put = [&](int chunk, const Vector16& y) {
-                Shared<Vector16>(to.at(panel) + row * kPanelRowBytes + (chunk ^ row % 8) * 16)[0] = y;
-            };
-            if (over >= 0) {
-                put(over % 2 * 4 + c, x);
-            } else {
+        if (pair_widened == 0) ptx::barrier_sync(kLoadBarrier, 128);  // the scales that other threads copied are there
+        const bool coded = 2 * pair_widened < kValuePanels;
+        const int panel = coded ? 2 * pair_widened : kValuePanels + pair_widened - kValuePanels / 2;
+        to.wait_free(panel);
+        if (coded) to.wait_free(panel + 1);
+#pragma unroll(kLoadRegisters < 72 ? 1 : 2 * kEach)
+        for (int i = 0; i < 2 * kEach; i++) {
+            const int n = i / 2, half = i % 2, row = n * kStep + first;
+            const Vector16 x = Shared<Vector16>(raw_at(slot_widened, half, n))[0];
+            if (coded) {
                 Vector16 wide[2];
-                widen_codes(wide, x, Shared<float>(scales_at(number_widened, row))[panel * kPanel / kGroup]);
-                put(2 * c, wide[0]);
-                put(2 * c + 1, wide[1]);
+                widen_codes(wide, x, Shared<float>(scales_at(number_widened, row))[pair_widened]);
+                put(panel + half, row, 2 * c, wide[0]);
+                put(panel + half, row, 2 * c + 1, wide[1]);
+            } else {
+                put(panel, row, half * 4 + c, x);
             }
         }
-        if (ends) {
-            ptx::fence_async_proxy();
-            ptx::mbarrier_arrive(to.full(panel));
-        }
-        slot_widened = slot_widened + 1 == kSlots ? 0 : slot_widened + 1;
-        if (++raw_widened == kRawPanels) {
+        ptx::fence_async_proxy();
+        ptx::mbarrier_arrive(to.full(panel));
+        if (coded) ptx::mbarrier_arrive(to.full(panel + 1));
+        slot_widened = slot_widened + 1 == kPairSlots ? 0 : slot_widened + 1;
+        if (++pair_widened == kPairs) {
             if (kBlockPlaces > kPanels) {
                 to.wait_free(kWeights);
                 ptx::mbarrier_arrive(to.full(kWeights));
             }
-            raw_widened = 0;
+            pair_widened = 0;
             number_widened++;
             to.next();
         }
@@ -238,21 +241,24 @@ TILE_DEVICE void load_codes(const DecodeArgs& args, const MlaArgs& mla) {
                                        place.page < 0 ? 0 : 16);
                 }
 #pragma unroll 1
-            for (int raw = 0; raw < kRawPanels; raw++) {
+            for (int pair = 0; pair < kPairs; pair++) {
 #pragma unroll
                 for (int n = 0; n < kEach; n++) {
                     const RowPlace& place = places[n];
                     // Of zero bytes nothing is read, but the address must be one.
-                    const uint8_t* from = raw < kValuePanels
-                                              ? place.in(args.k) + raw * kPanel
-                                              : place.in(args.v) + (raw - kValuePanels) * kPanelRowBytes / 2;
-                    ptx::copy_async_16(ptx::shared_address(raw_at(slot, n)),
-                                       place.page < 0 ? args.k.base : from + 16 * c, place.page < 0 ? 0 : 16);
+                    const uint8_t* from = 2 * pair < kValuePanels
+                                              ? place.in(args.k) + pair * kPanelRowBytes
+                                              : place.in(args.v) + (pair - kValuePanels / 2) * kPanelRowBytes;
+#pragma unroll
+                    for (int half = 0; half < 2; half++)
+                        ptx::copy_async_16(ptx::shared_address(raw_at(slot, half, n)),
+                                           place.page < 0 ? args.k.base : from + half * kPanel + 16 * c,
+                                           place.page < 0 ? 0 : 16);
                 }
                 ptx::copy_async_commit();
-                slot = slot + 1 == kSlots ? 0 : slot + 1;
-                if (++ahead == kSlots) {
-                    ptx::copy_async_wait<(kSlots > 0 ? kSlots - 1 : 0)>();
+                slot = slot + 1 == kPairSlots ? 0 : slot + 1;
+                if (++ahead == kPairSlots) {
+                    ptx::copy_async_wait<(kSlots > 0 ? kPairSlots - 1 : 0)>();
                     widen();
                 }
             }
