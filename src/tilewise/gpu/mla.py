@@ -92,9 +92,9 @@ class MlaDecode:
         a.slots, a.sequences = listed.items.shape[1], listed.sequences
         a.kv_heads, a.tokens = 1, plan.tokens_per_seq
         a.table_pages, a.tail_pages = listed.pages.shape[1], listed.tail_pages
-        a.merge_rows = self._merge_rows()
+        a.merge_rows = int(listed.total_states > 0)  # per job
         a.group, a.rows_each = Divisor.by(plan.heads_q), Divisor.by(self.rows_each)
-        a.merge_jobs = Divisor.by(-(-self.rows_each // max(1, a.merge_rows)))
+        a.merge_jobs = Divisor.by(self.rows_each)
         self.more = MlaArgs()
         self.cached = cached
         self.tables = {} if cached is None else self._point_at(cached)
@@ -125,13 +125,6 @@ class MlaDecode:
     def _place(tables: dict[str, torch.Tensor]) -> None:
         """Where each of the caller's sequences stands in the tables."""
         tables["places"].scatter_(0, tables["cached_order"].long(), tables["numbers"])
-
-    def _merge_rows(self) -> int:
-        """Rows per merging job, 0 if no row has several states: one where there are no more rows than blocks, whose
-        states four warps then share; else two."""
-        if not self.listed.total_states:
-            return 0
-        return 1 if self.listed.sequences * self.rows_each <= self.listed.blocks else 2
 
     def _barrier(self) -> torch.Tensor:
         return torch.zeros(1, dtype=torch.int32, device=self.device)

@@ -18,7 +18,6 @@ from tilewise.plan.cost import Weights
 from tilewise.plan.worklist import FAR, Splitting
 
 KEYS = 64  # mla/layout.cuh: of a block
-COMPUTING, THREADS = 256, 384  # mla/layout.cuh: threads that compute, threads of a block
 THERE, SCALED_BLOCKS = 8, 4  # mla/layout.cuh: blocks for which chosen keys, and scales, are kept
 FORMATS = {"bf16": 0, "fp16": 0, "fp8": 1, "int8": 2}  # tile/quant.cuh: Format
 ROWS = (16, 32, 64)  # query rows of an item at most: widths of the products
@@ -41,13 +40,13 @@ LONGEST = 1024  # in chunks of 16 tokens: ranges that one block may take whole, 
 
 @dataclass(frozen=True)
 class MlaTiling:
-    """rows: query rows of an item at most. places: panels of 64 tokens × 64 channels in the ring. ahead: scores of a
-    block are computed before the weights of the block before it are multiplied. slots: raw panels of 64 tokens × 64
+    """rows: query rows of an item at most. places: panels of 64 tokens × 64 channels in the ring. pairs: both
+    warpgroups compute scores at once, of two blocks that lie in the ring. slots: raw panels of 64 tokens × 64
     bytes on their way to become 16-bit values, 0 where rows are that."""
 
     rows: int
     places: int
-    ahead: bool = False
+    pairs: bool = False
     slots: int = 0
 
 
@@ -70,16 +69,16 @@ def choose_tiling(
     """The kernel's shape for items of so many rows: the narrowest product that holds them, and as many panels as fit.
 
     Shared memory holds 25 panels of 576 channels beside 16 rows of Q, 23 beside 32, and 18, which are two blocks,
-    beside 64. More than four blocks would hide nothing more: 36 KB in flight hide the memory's latency. Products bound
-    64 rows, so those of one warpgroup run ahead during the softmax of the other; fewer rows wait for the memory, which
-    wants panels back soon. A gathering loader needs them back, for it tells of a panel only after it asked for others.
-    Of codes twelve raw panels, 44 KB, are on their way, or eight beside 64 rows, which are not bound by the memory.
+    beside 64. More than four blocks would hide nothing more: 36 KB in flight hide the memory's latency. Blocks are
+    computed in pairs where two fit. A gathering loader needs panels back sooner, for it tells of one only after it
+    asked for others. Of codes twelve raw panels, 44 KB, are on their way, or eight beside 64 rows, which are not bound
+    by the memory.
     """
     width = next((n for n in ROWS if n >= rows), ROWS[-1])
     room = LIMITS[arch].shared_block
-    most = 4 * block_places(head_dim, value_dim)
+    block = block_places(head_dim, value_dim)
     slots = 0 if not codes else 8 if width == ROWS[-1] else 12
-    sizes = (MlaTiling(width, n, width == ROWS[-1] and not (gather or codes), slots) for n in range(most, 0, -1))
+    sizes = (MlaTiling(width, n, n >= 2 * block and not gather, slots) for n in range(4 * block, 0, -1))
     return next(tiling for tiling in sizes if shared_bytes(head_dim, tiling) <= room)
 
 
@@ -107,7 +106,7 @@ def mla_spec(
         ("kPageSize", page_size),
         ("kRows", tiling.rows),
         ("kPlaces", tiling.places),
-        ("kAhead", tiling.ahead),
+        ("kPairs", tiling.pairs),
         ("kGather", gather or chosen or tiling.slots > 0),
         ("kChosen", chosen),
         ("kStoredAs", FORMATS.get(stored, 0)),
@@ -120,7 +119,7 @@ def mla_spec(
         "mla/mla_decode.cu",
         "mla_decode",
         constants,
-        THREADS,
+        512 if tiling.slots and tiling.rows < ROWS[-1] else 384,  # mla/layout.cuh: kThreads
         shared_bytes(head_dim, tiling),
         product=True,
     )

@@ -3,10 +3,11 @@
 // rows. K and Vᵀ are the same bytes: a panel read along its rows, and along its columns.
 //
 // Blocks of keys take turns: a warpgroup computes the scores and the weights of every other block, and leaves the
-// weights in shared memory. Both multiply them with the values, each with one half of the channels. So the softmax of
-// one warpgroup runs beside products of the other. With kAhead a warpgroup computes the scores of its next block before
-// it multiplies the weights that the other is computing: tensor cores then have work during every softmax, but a block
-// stays in the ring until the next one has come. Without, panels are free sooner, which is what the memory wants.
+// weights in shared memory. Both multiply them with the values, each with one half of the channels. They go through
+// pairs of blocks: both compute scores, each of its own block; the first warpgroup weighs its block, and both multiply
+// it; while they do, or just after, the second weighs its own, and both multiply that. So each softmax runs beside
+// products of the other, and no block stays in the ring for longer than a pair takes. Where the ring does not hold two
+// blocks, they go through single blocks (kPairs).
 //
 // The softmax is lazy (tile/lazy.cuh): weights are taken against a reference that moves only if they grow too large.
 // Who computes a block's weights owns the references, and hands them on with the weights.
@@ -301,35 +302,28 @@ struct Body {
         for (int m = 0; m < kMine; m++) warp::zero(acc_o[m]);
 #pragma unroll
         for (int j = 0; j < 2 * kEights; j++) sum[j / 2][j % 2] = 0.0f;
-        if (begin == end) return;
-        if constexpr (kAhead) {
-            int n = begin + int(ptx::uniform((block & 1) != group));  // the first that is this warpgroup's own
-            Places before = now;
-            if (n > begin) now.next(), block++;
+        // A pair begins with a block of an even number, which the first warpgroup owns. One loop over blocks with one
+        // call of each step serves both: ptxas spills where there are more.
+        bool scored = false;
 #pragma unroll 1
-            for (; n <= end; n += 2) {
-                const bool own = ptx::any(n < end);
-                if (own) compute_scores();
-                if (ptx::any(n > begin)) multiply(before, block - 1, false);
-                if (!own) break;
-                weigh(n * kKeys, span, n == begin);
-                multiply(now, block, true);
-                now.next();
-                before = now;
-                now.next();
-                block += 2;
-            }
-            if (n > end) now = before, block--;  // the last was this warpgroup's own
-        } else {
-#pragma unroll 1
-            for (int n = begin; n < end; n++, now.next(), block++) {
-                const bool mine = ptx::any((block & 1) == group);
-                if (mine) {
+        for (int n = begin; n < end; n++, now.next(), block++) {
+            const bool mine = ptx::any((block & 1) == group);
+            if constexpr (kPairs) {
+                const bool next = ptx::any(!mine && group == 1 && n + 1 < end);
+                if (ptx::any(next || (mine && !scored))) {
+                    const Places here = now;
+                    if (next) now.next();
+                    block += next;
                     compute_scores();
-                    weigh(n * kKeys, span, n == begin);
+                    now = here;
+                    block -= next;
                 }
-                multiply(now, block, mine);
+                scored = next;
+            } else if (mine) {
+                compute_scores();
             }
+            if (mine) weigh(n * kKeys, span, n == begin);
+            multiply(now, block, mine);
         }
     }
     // Adds a block's values, multiplied with its weights, to O. mine: this warpgroup has computed the weights

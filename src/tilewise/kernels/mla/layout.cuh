@@ -22,17 +22,18 @@ constexpr int kEights = kRows / 8;
 constexpr int kLag = 8;  // kGather: panels that are on their way while the next one is asked for
 static_assert(kQueryDim % kPanel == 0 && kValueDim % (2 * kPanel) == 0 && kValueDim <= kQueryDim, "whole panels");
 static_assert(kRows % 16 == 0 && kRows <= 64, "O of 64 rows fills the registers of two warpgroups");
-static_assert(kPlaces >= (kAhead ? 2 : 1) * kBlockPlaces + (kGather && !kScaled ? kLag : 0),
+static_assert(kPlaces >= (kPairs ? 2 : 1) * kBlockPlaces + (kGather && !kScaled ? kLag : 0),
               "the panels that a block waits for have arrived before more are asked for than have a place");
 static_assert(kScaled == (kSlots > 0), "raw panels on their way");
 
-// Threads: two warpgroups that compute, and one that loads
-constexpr int kComputing = 256, kThreads = kComputing + 128;
+// Threads: two warpgroups that compute, and one that loads; two where codes have to be widened faster than one can
+constexpr int kComputing = 256, kLoading = kScaled && kRows < 64 ? 256 : 128, kThreads = kComputing + kLoading;
 // Registers per thread, moved from the warps that load to those that compute: what a block is launched with is all
 // that it ever has, and taking more than others gave back would wait for ever.
-constexpr int kLoadRegisters = !kGather ? 24 : !kScaled ? 40 : kRows > 16 ? 56 : 72;
-constexpr int kComputeRegisters = (3 * (65536 / kThreads / 8 * 8) - kLoadRegisters) / 16 * 8;
-static_assert(kLoadRegisters + 2 * kComputeRegisters <= 3 * (65536 / kThreads / 8 * 8), "a deadlock");
+constexpr int kLoadRegisters = !kGather ? 24 : !kScaled ? 40 : kRows < 64 ? 48 : 56;
+constexpr int kAllRegisters = kThreads / 128 * (65536 / kThreads / 8 * 8);
+constexpr int kComputeRegisters = (kAllRegisters - kLoading / 128 * kLoadRegisters) / 16 * 8;
+static_assert(kLoading / 128 * kLoadRegisters + 2 * kComputeRegisters <= kAllRegisters, "a deadlock");
 // Named barriers: of both warpgroups, kMergeBarrier too; of each of them; of the threads that load
 constexpr int kAllBarrier = 1, kGroupBarriers = 2, kLoadBarrier = 4;
 
@@ -108,7 +109,7 @@ TILE_DEVICE uint32_t ready_barrier(uint32_t block) { return ptx::shared_address(
 TILE_DEVICE void init_barriers() {
     // Every computing warp lets go of every panel, of those that it does not multiply as soon as scores are made.
     for (int n = 0; n < kPlaces; n++) {
-        ptx::mbarrier_init(ptx::shared_address(kAtFull + 8 * n), kGather ? 128 : 1);
+        ptx::mbarrier_init(ptx::shared_address(kAtFull + 8 * n), kGather ? kLoading : 1);
         ptx::mbarrier_init(ptx::shared_address(kAtEmpty + 8 * n), 8);
     }
     for (int n = 0; n < 2; n++) ptx::mbarrier_init(ready_barrier(n), 128);

@@ -29,9 +29,9 @@ struct Chosen {
 
 // Where a token of an item lies; page −1: nowhere
 struct RowPlace {
-    int page, slot;
-    TILE_DEVICE RowPlace(const DecodeArgs& args, const MlaArgs& mla, const DecodeItem& item, Span span, int token)
-        : page(-1), slot(0) {
+    int page = -1, slot = 0;
+    RowPlace() = default;
+    TILE_DEVICE RowPlace(const DecodeArgs& args, const MlaArgs& mla, const DecodeItem& item, Span span, int token) {
         if (token < span.begin || token >= span.end) return;
         if constexpr (kChosen) {
             const Chosen chosen(mla, item.caller());
@@ -171,14 +171,14 @@ TILE_DEVICE void widen_codes(Vector16 (&to)[2], const Vector16& codes, float sca
                 pack<Element>(unpack<half>(halves[i], 0) * scale, unpack<half>(halves[i], 1) * scale);
     }
 }
-// Four warps. Each thread has 16 bytes of two rows of every raw panel, and widens those that it copied kSlots − 2 raw
+// kLoading threads. Each has 16 bytes of one or two rows of every raw panel, and widens those that it copied kSlots − 2 raw
 // panels ago: two raw panels at a time, which are 128 channels of codes under one scale, or one panel of the others.
 // args.k: codes; args.k_scale; args.v: the 16-bit channels after those of codes.
 TILE_DEVICE void load_codes(const DecodeArgs& args, const MlaArgs& mla) {
-    constexpr int kStep = 128 / 4, kEach = kKeys / kStep, kPairs = kRawPanels / 2, kPairSlots = kSlots / 2;
+    constexpr int kStep = kLoading / 4, kEach = kKeys / kStep, kRawPairs = kRawPanels / 2, kPairSlots = kSlots / 2;
     const int thread = threadIdx.x - kComputing, first = thread / 4, c = thread % 4;
     const auto raw_at = [&](int slot, int half, int n) {
-        return kAtRaw + (2 * slot + half) * kRawBytes + (n * 128 + thread) * 16;
+        return kAtRaw + (2 * slot + half) * kRawBytes + (n * kLoading + thread) * 16;
     };
     const auto scales_at = [](uint32_t number, int row) {
         return kAtScales + (number % kRawScales * kKeys + row) * kScaleRow;
@@ -190,12 +190,12 @@ TILE_DEVICE void load_codes(const DecodeArgs& args, const MlaArgs& mla) {
         Shared<Vector16>(to.at(panel) + row * kPanelRowBytes + (chunk ^ row % 8) * 16)[0] = x;
     };
     const auto widen = [&] {
-        if (pair_widened == 0) ptx::barrier_sync(kLoadBarrier, 128);  // the scales that other threads copied are there
+        if (pair_widened == 0) ptx::barrier_sync(kLoadBarrier, kLoading);  // the scales that other threads copied are there
         const bool coded = 2 * pair_widened < kValuePanels;
         const int panel = coded ? 2 * pair_widened : kValuePanels + pair_widened - kValuePanels / 2;
         to.wait_free(panel);
         if (coded) to.wait_free(panel + 1);
-#pragma unroll(kLoadRegisters < 72 ? 1 : 2 * kEach)
+#pragma unroll(kEach == 1 ? 2 : 1)
         for (int i = 0; i < 2 * kEach; i++) {
             const int n = i / 2, half = i % 2, row = n * kStep + first;
             const Vector16 x = Shared<Vector16>(raw_at(slot_widened, half, n))[0];
@@ -212,7 +212,7 @@ TILE_DEVICE void load_codes(const DecodeArgs& args, const MlaArgs& mla) {
         ptx::mbarrier_arrive(to.full(panel));
         if (coded) ptx::mbarrier_arrive(to.full(panel + 1));
         slot_widened = slot_widened + 1 == kPairSlots ? 0 : slot_widened + 1;
-        if (++pair_widened == kPairs) {
+        if (++pair_widened == kRawPairs) {
             if (kBlockPlaces > kPanels) {
                 to.wait_free(kWeights);
                 ptx::mbarrier_arrive(to.full(kWeights));
@@ -228,8 +228,10 @@ TILE_DEVICE void load_codes(const DecodeArgs& args, const MlaArgs& mla) {
         if (item.rows == 0) break;  // no item follows an empty one
         const Span span = mla_span(args, item), blocks = blocks_of(span);
         for (int block = blocks.begin; block < blocks.end; block++, number++) {
-            const RowPlace places[kEach] = {{args, mla, item, span, block * kKeys + first},
-                                            {args, mla, item, span, block * kKeys + kStep + first}};
+            RowPlace places[kEach];
+#pragma unroll
+            for (int n = 0; n < kEach; n++)
+                places[n] = RowPlace(args, mla, item, span, block * kKeys + n * kStep + first);
             if (c == 0)
 #pragma unroll
                 for (int n = 0; n < kEach; n++) {
@@ -241,7 +243,7 @@ TILE_DEVICE void load_codes(const DecodeArgs& args, const MlaArgs& mla) {
                                        place.page < 0 ? 0 : 16);
                 }
 #pragma unroll 1
-            for (int pair = 0; pair < kPairs; pair++) {
+            for (int pair = 0; pair < kRawPairs; pair++) {
 #pragma unroll
                 for (int n = 0; n < kEach; n++) {
                     const RowPlace& place = places[n];

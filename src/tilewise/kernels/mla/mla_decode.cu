@@ -3,7 +3,7 @@
 // leave is merged as in decode.cu.
 //
 // Constants: Element; kQueryDim, kValueDim: channels of a row, and how many of them are a value; kPageSize; kRows:
-// query rows of an item at most; kPlaces: panels in the ring; kAhead: as body.cuh says; kGather: rows are copied one by
+// query rows of an item at most; kPlaces: panels in the ring; kPairs: as body.cuh says; kGather: rows are copied one by
 // one; kChosen: those that each query token has chosen; kStoredAs: a Format; kSlots: raw panels on their way where it
 // is one of codes; Rule: what is done to scores; kSelected: false.
 #include "mla/body.cuh"
@@ -18,8 +18,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
         ptx::take_registers<kComputeRegisters>();
         Body(args, mla, role).run();
         const Mergers all{int(ptx::uniform(threadIdx.x / 32)), kComputing / 32};
-        if (args.merge_rows == 1) merge_together(args, all);
-        else if (args.merge_rows) merge_apart<RowLanes<16>, 2>(args, all);
+        if (!args.merge_rows) return;
+        if (args.sequences * int(args.merge_jobs.divisor) <= int(gridDim.x)) merge_together(args, all);
+        else merge_apart<WholeRow, kRowAtOnce>(args, all);
     } else {
         ptx::give_registers<kLoadRegisters>();
         if constexpr (kScaled) load_codes(args, mla);
