@@ -6,51 +6,13 @@ import math
 
 import pytest
 import torch
-from flash_attn_cases import INF, SLOPES, leaves, paged, starts_of
+from flash_attn_cases import INF, SLOPES, by_hand, leaves, lse_of, normalised, paged, scores_of, starts_of
 from oracle import qkv, randn
 
-from tilewise import reference
 from tilewise.compat import flash_attn as fa
 
 P = 0.17
 WIDTHS = {16: 128, 32: 128, 40: 64, 96: 64, 111: 32, 128: 32, 160: 64}  # keys of a block, by head_dim
-
-
-def scores_of(q, k, *, causal=False, window=None, softcap=0.0, slopes=None):
-    """(B, Hq, Nq, Nk) of q (B, Nq, Hq, D) over k (B, Nk, Hkv, D), in float64; −inf where a key is hidden."""
-    rows, keys = q.shape[1], k.shape[1]
-    wide = k.double().repeat_interleave(q.shape[2] // k.shape[2], 2)
-    s = torch.einsum("bihd,bjhd->bhij", q.double(), wide) * q.shape[-1] ** -0.5
-    s = softcap * torch.tanh(s / softcap) if softcap else s
-    if slopes is not None:
-        distance = (torch.arange(rows)[:, None] + keys - rows - torch.arange(keys)).abs()
-        s = s - slopes.double().expand(*s.shape[:2])[..., None, None] * distance
-    return s.masked_fill(~reference.visible(rows, keys, causal=causal, window=window), -INF)
-
-
-def lse_of(scores, sink=None):
-    """(B, Hq, Nq, 1): +inf, flash_attn's value, where a row sees no key."""
-    lse = scores.logsumexp(-1, keepdim=True)
-    if sink is not None:
-        lse = torch.logaddexp(lse, sink.double()[:, None, None])
-    return lse.masked_fill(lse == -INF, INF)
-
-
-def normalised(probs, scores, width):
-    """The softmax's weights out of S_dmask's: e^(score − top), where a block's top is the largest score of its row from
-    its first key on, times e^(top − LSE)."""
-    found = [
-        probs[..., j : j + width].double().abs() * (scores[..., j:].amax(-1, keepdim=True) - lse_of(scores)).exp()
-        for j in range(0, scores.shape[-1], width)
-    ]
-    return torch.cat(found, -1)
-
-
-def by_hand(kept, v, scores, sink=None):
-    """out (B, Nq, Hq, D) in float64 with the weights that were kept."""
-    wide = v.double().repeat_interleave(scores.shape[1] // v.shape[2], 2)
-    return torch.einsum("bhij,bjhd->bihd", (scores - lse_of(scores, sink)).exp() * kept / (1 - P), wide)
-
 
 CASES = [
     (113, 203, 32, {"causal": True}, {"causal": True}),
@@ -86,7 +48,7 @@ def test_weights_and_signs(rows, keys, head_dim, given, meant, dtype):
     torch.testing.assert_close(weights, right, rtol=40 * ulp if dtype == torch.float32 else ulp, atol=ulp / 8)
     sink = given.get("learnable_sink")
     torch.testing.assert_close(lse.double(), lse_of(scores, sink)[..., 0], atol=1e-5, rtol=1e-5)
-    exact = by_hand(~probs.signbit(), v, scores, sink)
+    exact = by_hand(P, ~probs.signbit(), v, scores, sink)
     torch.testing.assert_close(out.double(), exact, atol=max(1e-5, ulp), rtol=max(1e-5, ulp))
     torch.manual_seed(5)
     assert torch.equal(fa.flash_attn_func(q, k, v, dropout_p=P, **given), out)
@@ -98,7 +60,7 @@ def test_as_many_as_asked_for_and_gradients_of_that_mask():
     kept = ~probs[:, :, :113, :203].signbit()
     assert abs(kept.double().mean().item() - (1 - P)) < 0.01
     wide = leaves(*given, dtype=torch.float64)
-    exact = by_hand(kept, wide[2], scores_of(*wide[:2], causal=True))
+    exact = by_hand(P, kept, wide[2], scores_of(*wide[:2], causal=True))
     weight = randn(*out.shape, seed=9)
     grads = torch.autograd.grad(exact, wide, weight.double())
     for mine, right in zip(torch.autograd.grad(out, given, weight), grads, strict=True):
@@ -146,7 +108,7 @@ def test_packed_sequences(page_size):
         torch.testing.assert_close(
             normalised(probs[b : b + 1, :, :n, :m], scores, 128), (scores - lse_of(scores)).exp()
         )
-        exact = by_hand(~probs[b, :, :n, :m].signbit(), v[None, those], scores)
+        exact = by_hand(P, ~probs[b, :, :n, :m].signbit(), v[None, those], scores)
         torch.testing.assert_close(out[rows].double(), exact[0], atol=1e-5, rtol=1e-5)
     assert torch.equal(rest, torch.zeros_like(rest))
 
