@@ -42,10 +42,11 @@ def dropped_weights(
     packed sequences, what the caller says of their queries and keys; lengths beyond it count.
     """
     problem = _problem(inputs, asked, dropout)
-    lengths = [
-        max((end - start for start, end in pairwise(x)), default=0) for x in (problem.starts_q, problem.starts_k)
+    most = [
+        max([said, *(end - start for start, end in pairwise(starts))])
+        for said, starts in zip(longest, (problem.starts_q, problem.starts_k), strict=True)
     ]
-    rounded = [-(-max(said, n) // ROUNDED) * ROUNDED for said, n in zip(longest, lengths, strict=True)]
+    rounded = [-(-n // ROUNDED) * ROUNDED for n in most]
     found = problem.q.new_zeros(len(problem.starts_q) - 1, problem.q.shape[1], *rounded)
     with torch.autocast(found.device.type, enabled=False):  # it would make bfloat16 products of float32 ones
         for rows, keys, view in problem.parts():
