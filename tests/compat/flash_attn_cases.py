@@ -85,6 +85,45 @@ def paged(k, v, lengths, page_size, spare=2):
     return *pages, table
 
 
+# ---- dropout ---------------------------------------------------------------------------------------------------------
+
+
+def scores_of(q, k, *, causal=False, window=None, softcap=0.0, slopes=None):
+    """(B, Hq, Nq, Nk) of q (B, Nq, Hq, D) over k (B, Nk, Hkv, D), in float64; −inf where a key is hidden."""
+    rows, keys = q.shape[1], k.shape[1]
+    wide = k.double().repeat_interleave(q.shape[2] // k.shape[2], 2)
+    s = torch.einsum("bihd,bjhd->bhij", q.double(), wide) * q.shape[-1] ** -0.5
+    s = softcap * torch.tanh(s / softcap) if softcap else s
+    if slopes is not None:
+        distance = (torch.arange(rows)[:, None] + keys - rows - torch.arange(keys)).abs()
+        s = s - slopes.double().expand(*s.shape[:2])[..., None, None] * distance
+    return s.masked_fill(~reference.visible(rows, keys, causal=causal, window=window), -INF)
+
+
+def lse_of(scores, sink=None):
+    """(B, Hq, Nq, 1): +inf, flash_attn's value, where a row sees no key."""
+    lse = scores.logsumexp(-1, keepdim=True)
+    if sink is not None:
+        lse = torch.logaddexp(lse, sink.double()[:, None, None])
+    return lse.masked_fill(lse == -INF, INF)
+
+
+def normalised(probs, scores, width):
+    """The softmax's weights out of S_dmask's: e^(score − top), where a block's top is the largest score of its row from
+    its first key on, times e^(top − LSE)."""
+    found = [
+        probs[..., j : j + width].double().abs() * (scores[..., j:].amax(-1, keepdim=True) - lse_of(scores)).exp()
+        for j in range(0, scores.shape[-1], width)
+    ]
+    return torch.cat(found, -1)
+
+
+def by_hand(p, kept, v, scores, sink=None):
+    """out (B, Nq, Hq, D) in float64 with the weights that were kept of a share 1 − p."""
+    wide = v.double().repeat_interleave(scores.shape[1] // v.shape[2], 2)
+    return torch.einsum("bhij,bjhd->bihd", (scores - lse_of(scores, sink)).exp() * kept / (1 - p), wide)
+
+
 # ---- a cache ---------------------------------------------------------------------------------------------------------
 
 HEADS, KV_HEADS, DIM = 4, 2, 32

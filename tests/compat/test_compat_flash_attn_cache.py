@@ -181,7 +181,12 @@ TABLE = torch.tensor([[0], [1]], dtype=torch.int32)
         ({"block_table": TABLE.long()}, ValueError, "block_table must be one of int32"),
         ({"block_table": TABLE + 1}, ValueError, "block_table.1. must be at least 0 and at most 1, got 2"),
         ({"block_table": TABLE - 1}, ValueError, "block_table.0. must be at least 0"),
-        ({"block_table": TABLE, "cache_seqlens": lengths(3, 33)}, ValueError, "at most 32, got 33"),
+        (
+            {"block_table": TABLE, "cache_seqlens": lengths(3, 33)},
+            ValueError,
+            "at most 32, got 33; block_table has room",
+        ),
+        ({"block_table": TABLE, "cache_seqlens": 33}, ValueError, "at most 32, got 33; block_table has room for 40"),
         ({"rotary_cos": COS}, ValueError, "rotary_cos and rotary_sin must be given together"),
         ({"rotary_cos": COS, "rotary_sin": SIN, "k": None, "v": None}, ValueError, "go with k and v"),
         ({"rotary_cos": COS[:39], "rotary_sin": SIN[:39]}, ValueError, "rows of rotary_cos must be at least 40"),

@@ -16,9 +16,12 @@ from flash_attn_cases import (
     assert_flash,
     assert_grads,
     assert_varlen,
+    by_hand,
     minus,
+    normalised,
     paged,
     ragged,
+    scores_of,
 )
 from oracle import assert_state, qkv, randn
 
@@ -262,3 +265,23 @@ def test_rows_without_keys():
     assert (lse[:, :, :130] == math.inf).all()
     assert (out[:, :130] == 0).all()
     assert lse[:, :, 130:].isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+def test_dropout_and_its_weights(dtype):
+    """S_dmask normalises to the softmax's weights, and its signs are the mask of out and of the gradients."""
+    q, k, v = qkv(2, 113, 203, 4, 2, 64, dtype=dtype)
+    given = [x.to(CUDA).requires_grad_() for x in (q, k, v)]
+    out, _, probs = fa.flash_attn_func(*given, dropout_p=0.17, causal=True, return_attn_probs=True)
+    assert probs.shape == (2, 4, 128, 256)
+    probs = probs.cpu()[:, :, :113, :203]
+    wide = [x.double().requires_grad_() for x in (q, k, v)]
+    scores = scores_of(*wide[:2], causal=True)
+    ulp = torch.finfo(dtype).eps
+    torch.testing.assert_close(normalised(probs, scores, 64), scores.softmax(-1), rtol=ulp, atol=ulp / 8)
+    exact = by_hand(0.17, ~probs.signbit(), wide[2], scores)
+    torch.testing.assert_close(out.cpu().double(), exact, rtol=ulp, atol=ulp)
+    weight = randn(*q.shape, dtype=dtype, seed=9)
+    grads = torch.autograd.grad(exact, wide, weight.double())
+    for mine, right in zip(torch.autograd.grad(out, given, weight.to(CUDA)), grads, strict=True):
+        torch.testing.assert_close(mine.cpu().double(), right, rtol=4 * ulp, atol=4 * ulp)

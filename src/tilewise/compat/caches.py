@@ -305,15 +305,16 @@ def check_lengths(given: Any, cache: Cache, batch: int, new: tuple[Tokens, Token
         )
     if given is None and new is not None:
         raise ValueError("cache_seqlens must tell where k and v go in the cache, got None")
+    hint = "" if cache.table is None else f"{table_name} has room for {cache.capacity} tokens of a sequence"
     lengths: Lengths
     if isinstance(given, torch.Tensor):
         lengths = checks.tensor("cache_seqlens", given, shape=(batch,), dtypes=checks.INTEGERS, device=cache.k.device)
     else:
-        lengths = cache.capacity if given is None else checks.integer("cache_seqlens", given, 0, room)
+        lengths = cache.capacity if given is None else checks.integer("cache_seqlens", given, 0, room, hint)
     if on_cpu:
         values = lengths.tolist() if isinstance(lengths, torch.Tensor) else [lengths] * batch
         for value, count in zip(values, counts, strict=True):
-            checks.integer("cache_seqlens", value, 0, cache.capacity - count)
+            checks.integer("cache_seqlens", value, 0, cache.capacity - count, hint)
         _check_pages(cache, [n + count for n, count in zip(values, counts, strict=True)], table_name)
         if cache.leftpad is not None:
             for pad, n in zip(cache.leftpad.tolist(), values, strict=True):

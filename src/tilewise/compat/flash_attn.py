@@ -6,8 +6,8 @@ They run on CUDA tensors (head_dim up to 256, every card since Ampere) and on CP
 get gradients, from out and from softmax_lse. What differs:
 
 - float32 is taken as well as bfloat16 and float16;
-- dropout_p > 0 runs on torch's products on a GPU, not on a kernel, and makes the CPU wait. S_dmask, which is empty
-  without dropout, has flash_attn's signs, negative for weights that are dropped, but no weights: it is 1 or −1;
+- dropout_p > 0 runs on torch's products on a GPU, not on a kernel, and makes the CPU wait. S_dmask is flash_attn's
+  (dropped.py), with 0 where memory stays uninitialised there;
 - pages may have any size, and every call takes `learnable_sink` (heads,), a logit that joins the softmax's
   denominator only;
 - alibi_slopes that require gradients raise NotImplementedError, where flash_attn gives them none without a word;
@@ -28,8 +28,9 @@ from tilewise import checks
 from tilewise.cpu import dropout
 from tilewise.scores import ScoreOptions
 
+from .dropped import dropped_weights
 from .flash_options import NO_WINDOW, as_flash_attn, asked_of, check_sink, rows
-from .inputs import Inputs, attend, dropped_signs
+from .inputs import Inputs, attend
 from .kvcache import flash_attn_with_kvcache
 
 __all__ = [
@@ -69,7 +70,9 @@ def flash_attn_func(
     every run, as the output always has; on the CPU they always do.
 
     Returns out (batch, seqlen_q, heads, head_dim); with return_attn_probs (out, softmax_lse, S_dmask), softmax_lse
-    (batch, heads, seqlen_q) float32 and S_dmask empty, or with dropout_p (batch, heads, seqlen_q, seqlen_k).
+    (batch, heads, seqlen_q) float32 and S_dmask empty, or with dropout_p (batch, heads, seqlen_q, seqlen_k), both
+    lengths rounded up to multiples of 128, in q's dtype: weights before normalisation, the sign bit of those that were
+    dropped being set, so that S_dmask.signbit() tells which these are.
     """
     asked = asked_of(softmax_scale, causal, window_size, softcap)
     shape = ("batch", "seqlen", "heads", "head_dim")
@@ -147,7 +150,8 @@ def flash_attn_varlen_func(
     `flash_attn_func`; alibi_slopes (heads,) or (batch, heads).
 
     Returns out (total_q, heads, head_dim); with return_attn_probs (out, softmax_lse, S_dmask), softmax_lse
-    (heads, total_q) float32 and S_dmask empty, or with dropout_p (batch, heads, longest q, longest k).
+    (heads, total_q) float32 and S_dmask empty, or with dropout_p as there, (batch, heads, max_seqlen_q, max_seqlen_k)
+    rounded up.
     """
     asked = asked_of(softmax_scale, causal, window_size, softcap)
     for name, longest in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k)):
@@ -162,7 +166,7 @@ def flash_attn_varlen_func(
     if block_table is not None:
         block_table = rows("block_table", block_table, ("batch", "blocks a sequence"))
     inputs = Inputs(q, k, v, alibi_slopes, learnable_sink, cu_seqlens_q, cu_seqlens_k, block_table)
-    return _attend(inputs, asked, dropout_p, deterministic, return_attn_probs)
+    return _attend(inputs, asked, dropout_p, deterministic, return_attn_probs, (max_seqlen_q, max_seqlen_k))
 
 
 def flash_attn_varlen_kvpacked_func(
@@ -218,9 +222,14 @@ def _unpacked(name: str, x: Any, shape: tuple[int | str, ...]) -> tuple[torch.Te
 
 
 def _attend(
-    inputs: Inputs, asked: ScoreOptions, dropout_p: float, deterministic: bool, return_attn_probs: bool
+    inputs: Inputs,
+    asked: ScoreOptions,
+    dropout_p: float,
+    deterministic: bool,
+    return_attn_probs: bool,
+    longest: tuple[int, int] = (0, 0),
 ) -> Result:
-    """The result in flash_attn's form."""
+    """The result in flash_attn's form. longest: of packed sequences, as the caller says."""
     checks.flag("deterministic", deterministic)
     checks.flag("return_attn_probs", return_attn_probs)
     seed = dropout.drawn(checks.number("dropout_p", dropout_p, 0.0), None, inputs.q)
@@ -228,5 +237,8 @@ def _attend(
     o, lse = attend(inputs, asked, return_attn_probs, **rest)
     if lse is None:
         return o
-    signs = o.new_empty(0) if seed is None else dropped_signs(inputs, dropout.Dropout(dropout_p, int(seed)))
-    return o, as_flash_attn(lse), signs
+    if seed is None:
+        return o, as_flash_attn(lse), o.new_empty(0)
+    said = int(longest[0]), int(longest[1])  # the call has waited for the seed already
+    weights = dropped_weights(inputs, asked, dropout.Dropout(dropout_p, int(seed)), said)
+    return o, as_flash_attn(lse), weights

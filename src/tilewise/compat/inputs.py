@@ -8,7 +8,6 @@ import torch
 import torch.nn.functional as F
 
 from tilewise import api
-from tilewise.cpu.dropout import Dropout
 from tilewise.scores import ScoreOptions
 
 
@@ -68,18 +67,3 @@ def sequence_of(starts: torch.Tensor, rows: int) -> torch.Tensor:
     row = torch.arange(rows, device=starts.device)
     found = torch.searchsorted(starts.long(), row, right=True) - 1
     return found.clamp_max(max(0, len(starts) - 2))
-
-
-def dropped_signs(inputs: Inputs, dropout: Dropout) -> torch.Tensor:
-    """(B, Hq, Nq, Nk), of the longest of packed sequences, in q's dtype: −1 for weights that are dropped, else 1."""
-    q, k, starts_q, starts_k = inputs.q, inputs.k, inputs.starts_q, inputs.starts_k
-    if starts_q is None or starts_k is None:
-        sizes = [q.shape[0], q.shape[2], q.shape[1], k.shape[1]]
-    else:
-        longest = [int(x.diff().amax()) if len(x) > 1 else 0 for x in (starts_q, starts_k)]
-        sizes = [len(starts_q) - 1, q.shape[1], *longest]
-    at = [
-        torch.arange(n, device=q.device).view([-1 if i == dim else 1 for i in range(4)]) for dim, n in enumerate(sizes)
-    ]
-    b, h, rows, keys = at
-    return torch.where(dropout.kept(b, h[0], rows, keys), 1.0, -1.0).to(q.dtype)
