@@ -3,8 +3,8 @@
 Each is an entry of the cache (compiler/cache.py), keyed by its whole source, every header, the flags, the compiler and
 the CPU that -march=native means. Where the cache cannot be written, builds live in a temporary folder of this process.
 
-What every kernel includes first is compiled once, into an entry of its own: g++ then reads it in 10 ms, not in 65. It
-makes builds quicker and never different, so it is no part of a key, and a build that fails with it is tried without.
+What every kernel includes first is compiled once, into an entry of its own: g++ then saves some 60 ms of
+each build. The code is the same, so it is no part of a key, and a build that fails with it is tried without.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ FLAGS = (
     "-DTILEWISE_EMULATOR=1",
     "-ftls-model=initial-exec",  # one variable of one library for all kernels: the thread that runs
 )
-# Most of a launch goes to the runtime, so kernels are as fast by -Og as by -O2 and built in a third of the time. Nor does
-# -Og let several lines share their code, so that a report names the line it happened on. The second flag has every
+# Most of a launch goes to the runtime, so kernels are as fast by -Og as by -O1 and built in two thirds of the time. Nor
+# does -Og let several lines share their code, so that a report names the line it happened on. The second flag has every
 # compiler fuse a product with a sum only where the source says so: the bits do not depend on what it inlines.
 KERNEL_FLAGS = ("-Og", "-ffp-contract=off")
 RUNTIME_FLAGS = ("-O3",)
