@@ -1,7 +1,5 @@
 // The way in from Python: unpacks the arguments and runs the kernel that TILEWISE_ENTRY names.
 #pragma once
-#include <utility>
-
 #include "emulator/runtime.h"
 
 namespace emu {

@@ -16,6 +16,7 @@
 #include <cstdint>
 #include <cstring>
 #include <type_traits>
+#include <utility>
 // C's math.h as it is: libstdc++ would make it <cmath>, which takes longer to read than all the rest of a kernel.
 #ifndef _GLIBCXX_INCLUDE_NEXT_C_HEADERS
 #define _GLIBCXX_INCLUDE_NEXT_C_HEADERS
