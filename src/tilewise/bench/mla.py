@@ -12,10 +12,11 @@ from typing import Any, Literal
 
 import torch
 
-from .. import api, reference
+from .. import api, arch, reference
+from ..gpu import mla_kernels
 from ..kvcache import PagedKVCache
 from ..plan.show import find_card
-from . import prefill
+from . import prefill, warm
 from .measure import OK, WRONG, Result, time_replays
 from .prefill import Goal
 from .records import records
@@ -119,9 +120,11 @@ def rows(device: str) -> list[Row]:
 
 def run(chosen: Sequence[Row], sheet: Sheet | None = None, loops: int | None = None) -> Iterator[Outcome]:
     """Measure the rows one after the other, those that the sheet does not have; it gets each as soon as it is done."""
-    for row in chosen:
-        if sheet is not None and sheet.has(row.point):
-            continue
+    todo = [row for row in chosen if sheet is None or not sheet.has(row.point)]
+    if todo:
+        target = arch.arch_of_device(torch.device(todo[0].point.device))
+        warm.compile_all((spec, target) for spec in mla_kernels.specs(every=True))  # on all cores, not one by one
+    for row in todo:
         outcome = Outcome(row, attempt(_time, row, loops))
         if sheet is not None:
             sheet.append(records(row.point, outcome.results))

@@ -31,9 +31,9 @@ DTYPES = (torch.bfloat16, torch.float16)
 WEIGHTS = Weights(item_chunks=4.0, state_chunks=3.0, sprint=1.5)
 # Up to sixteen pieces, which is what merging folds in one run: a single sequence of 4096 tokens spreads over sixteen
 # multiprocessors. Longer ones come in batches that fill the card, where a state costs: those of 16 rows in pieces of
-# 512 tokens would be a ninth of the bytes that are read. Where one block takes a range whole, folding O of 64 rows takes
-# as long as three blocks of keys, so their pieces are twice as long: on an H200 64 sequences of 8192 tokens with 128
-# heads take 369 µs in pieces of 1024 tokens, 328 in pieces of 2048 and 308 in pieces of 4096.
+# 512 tokens would be a ninth of the bytes that are read. Where one block takes a range whole, folding O of 64 rows
+# takes as long as three blocks of keys, so their pieces are twice as long: on an H200 64 sequences of 8192 tokens with
+# 128 heads take 369 µs in pieces of 1024 tokens, 328 in pieces of 2048 and 308 in pieces of 4096.
 NARROW = Splitting(pieces=((1024, 64), (2048, 128), (4096, 256), (8192, 1024), (FAR, 2048)), shared=256)
 WIDE = Splitting(pieces=((1024, 128), (2048, 256), (4096, 512), (8192, 2048), (FAR, 4096)), shared=512)
 LONGEST = 1024  # in chunks of 16 tokens: ranges that one block may take whole, which have sixteen pieces at most
