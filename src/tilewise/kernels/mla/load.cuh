@@ -121,7 +121,8 @@ TILE_DEVICE void load_boxes(const DecodeArgs& args, const TensorMap& mRows) {
             return box < kBoxes && token < span.end && token + kBox > span.begin;
         };
         const auto page_of = [&](int block) {
-            return block < blocks.end && wanted(block, lane) ? table.page((block * kKeys + lane * kBox) / kPageSize) : 0;
+            const bool mine = block < blocks.end && wanted(block, lane);
+            return mine ? table.page((block * kKeys + lane * kBox) / kPageSize) : 0;
         };
         int page = page_of(blocks.begin);
         for (int block = blocks.begin; block < blocks.end; block++, now.next()) {
