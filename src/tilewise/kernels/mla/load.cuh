@@ -172,8 +172,8 @@ TILE_DEVICE void widen_codes(Vector16 (&to)[2], const Vector16& codes, float sca
                 pack<Element>(unpack<half>(halves[i], 0) * scale, unpack<half>(halves[i], 1) * scale);
     }
 }
-// kLoading threads. Each has 16 bytes of one or two rows of every raw panel, and widens those that it copied kSlots − 2 raw
-// panels ago: two raw panels at a time, which are 128 channels of codes under one scale, or one panel of the others.
+// kLoading threads. Each has 16 bytes of one or two rows of every raw panel, and widens those that it copied kSlots − 2
+// raw panels ago: two raw panels at a time, which are 128 channels of codes under one scale, or one panel of the others.
 // args.k: codes; args.k_scale; args.v: the 16-bit channels after those of codes.
 TILE_DEVICE void load_codes(const DecodeArgs& args, const MlaArgs& mla) {
     constexpr int kStep = kLoading / 4, kEach = kKeys / kStep, kRawPairs = kRawPanels / 2, kPairSlots = kSlots / 2;
@@ -191,7 +191,7 @@ TILE_DEVICE void load_codes(const DecodeArgs& args, const MlaArgs& mla) {
         Shared<Vector16>(to.at(panel) + row * kPanelRowBytes + (chunk ^ row % 8) * 16)[0] = x;
     };
     const auto widen = [&] {
-        if (pair_widened == 0) ptx::barrier_sync(kLoadBarrier, kLoading);  // the scales that other threads copied are there
+        if (pair_widened == 0) ptx::barrier_sync(kLoadBarrier, kLoading);  // the scales of other threads are there
         const bool coded = 2 * pair_widened < kValuePanels;
         const int panel = coded ? 2 * pair_widened : kValuePanels + pair_widened - kValuePanels / 2;
         to.wait_free(panel);
