@@ -173,7 +173,8 @@ TILE_DEVICE void widen_codes(Vector16 (&to)[2], const Vector16& codes, float sca
     }
 }
 // kLoading threads. Each has 16 bytes of one or two rows of every raw panel, and widens those that it copied kSlots − 2
-// raw panels ago: two raw panels at a time, which are 128 channels of codes under one scale, or one panel of the others.
+// raw panels ago: two raw panels at a time, which are 128 channels of codes under one scale, or one panel of the
+// others.
 // args.k: codes; args.k_scale; args.v: the 16-bit channels after those of codes.
 TILE_DEVICE void load_codes(const DecodeArgs& args, const MlaArgs& mla) {
     constexpr int kStep = kLoading / 4, kEach = kKeys / kStep, kRawPairs = kRawPanels / 2, kPairSlots = kSlots / 2;
