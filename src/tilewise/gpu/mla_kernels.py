@@ -33,7 +33,7 @@ WEIGHTS = Weights(item_chunks=4.0, state_chunks=3.0, sprint=1.5)
 # multiprocessors. Longer ones come in batches that fill the card, where a state costs: those of 16 rows in pieces of
 # 512 tokens would be a ninth of the bytes that are read. Where one block takes a range whole, folding O of 64 rows
 # takes as long as three blocks of keys, so their pieces are twice as long: on an H200 64 sequences of 8192 tokens with
-# 128 heads take 369 µs in pieces of 1024 tokens, 328 in pieces of 2048 and 308 in pieces of 4096.
+# 128 heads took 369 µs in pieces of 1024 tokens, 328 of 2048 and 308 of 4096 (with blocks of keys in pairs).
 NARROW = Splitting(pieces=((1024, 64), (2048, 128), (4096, 256), (8192, 1024), (FAR, 2048)), shared=256)
 WIDE = Splitting(pieces=((1024, 128), (2048, 256), (4096, 512), (8192, 2048), (FAR, 4096)), shared=512)
 LONGEST = 1024  # in chunks of 16 tokens: ranges that one block may take whole, which have sixteen pieces at most
@@ -41,13 +41,11 @@ LONGEST = 1024  # in chunks of 16 tokens: ranges that one block may take whole, 
 
 @dataclass(frozen=True)
 class MlaTiling:
-    """rows: query rows of an item at most. places: panels of 64 tokens × 64 channels in the ring. pairs: both
-    warpgroups compute scores at once, of two blocks that lie in the ring. slots: raw panels of 64 tokens × 64
-    bytes on their way to become 16-bit values, 0 where rows are that."""
+    """rows: query rows of an item at most. places: panels of 64 tokens × 64 channels in the ring. slots: raw panels of
+    64 tokens × 64 bytes on their way to become 16-bit values, 0 where rows are that."""
 
     rows: int
     places: int
-    pairs: bool = False
     slots: int = 0
 
 
@@ -64,22 +62,18 @@ def shared_bytes(head_dim: int, tiling: MlaTiling) -> int:
 
 
 @lru_cache(maxsize=64)
-def choose_tiling(
-    head_dim: int, value_dim: int, rows: int, arch: str = "sm_90a", *, gather: bool = False, codes: bool = False
-) -> MlaTiling:
+def choose_tiling(head_dim: int, value_dim: int, rows: int, arch: str = "sm_90a", *, codes: bool = False) -> MlaTiling:
     """The kernel's shape for items of so many rows: the narrowest product that holds them, and as many panels as fit.
 
     Shared memory holds 25 panels of 576 channels beside 16 rows of Q, 23 beside 32, and 18, which are two blocks,
-    beside 64. More than four blocks would hide nothing more: 36 KB in flight hide the memory's latency. Blocks are
-    computed in pairs where two fit. A gathering loader needs panels back sooner, for it tells of one only after it
-    asked for others. Of codes twelve raw panels, 44 KB, are on their way, or eight beside 64 rows, which are not bound
-    by the memory.
+    beside 64. More than four blocks would hide nothing more: 36 KB in flight hide the memory's latency. Of codes
+    twelve raw panels, 44 KB, are on their way, or eight beside 64 rows, which are not bound by the memory.
     """
     width = next((n for n in ROWS if n >= rows), ROWS[-1])
     room = LIMITS[arch].shared_block
-    block = block_places(head_dim, value_dim)
+    most = 4 * block_places(head_dim, value_dim)
     slots = 0 if not codes else 8 if width == ROWS[-1] else 12
-    sizes = (MlaTiling(width, n, n >= 2 * block and not gather, slots) for n in range(4 * block, 0, -1))
+    sizes = (MlaTiling(width, n, slots) for n in range(most, 0, -1))
     return next(tiling for tiling in sizes if shared_bytes(head_dim, tiling) <= room)
 
 
@@ -107,7 +101,6 @@ def mla_spec(
         ("kPageSize", page_size),
         ("kRows", tiling.rows),
         ("kPlaces", tiling.places),
-        ("kPairs", tiling.pairs),
         ("kGather", gather or chosen or tiling.slots > 0),
         ("kChosen", chosen),
         ("kStoredAs", FORMATS.get(stored, 0)),
@@ -144,13 +137,13 @@ def specs(card: str = "sm_90a", *, every: bool = False) -> list[KernelSpec]:
         return found
     for dtype in DTYPES if every else DTYPES[:1]:
         for rows in ROWS if every else (16, 64):
-            boxes, copies = (choose_tiling(MAX_DIM, 512, rows, gather=gather) for gather in (False, True))
+            tiling = choose_tiling(MAX_DIM, 512, rows)
             for page_size in (16, 64) if every else (64,):
-                found.append(mla_spec(dtype, MAX_DIM, 512, page_size, boxes))
+                found.append(mla_spec(dtype, MAX_DIM, 512, page_size, tiling))
             if every:
-                found.append(mla_spec(dtype, MAX_DIM, 512, 64, boxes, rule=DECODE_RULES[1]))
-                found.append(mla_spec(dtype, MAX_DIM, 512, 24, copies, gather=True))
-            found.append(mla_spec(dtype, MAX_DIM, 512, 64, copies, chosen=True))
+                found.append(mla_spec(dtype, MAX_DIM, 512, 64, tiling, rule=DECODE_RULES[1]))
+                found.append(mla_spec(dtype, MAX_DIM, 512, 24, tiling, gather=True))
+            found.append(mla_spec(dtype, MAX_DIM, 512, 64, tiling, chosen=True))
             if dtype == torch.bfloat16:
                 codes = choose_tiling(MAX_DIM, 512, rows, codes=True)
                 found.append(mla_spec(dtype, MAX_DIM, 512, 64, codes, stored="fp8"))

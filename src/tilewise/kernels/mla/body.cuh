@@ -3,11 +3,9 @@
 // rows. K and Vᵀ are the same bytes: a panel read along its rows, and along its columns.
 //
 // Blocks of keys take turns: a warpgroup computes the scores and the weights of every other block, and leaves the
-// weights in shared memory. Both multiply them with the values, each with one half of the channels. They go through
-// pairs of blocks: both compute scores, each of its own block; the first warpgroup weighs its block, and both multiply
-// it; while they do, or just after, the second weighs its own, and both multiply that. So each softmax runs beside
-// products of the other, and no block stays in the ring for longer than a pair takes. Where the ring does not hold two
-// blocks, they go through single blocks (kPairs).
+// weights in shared memory. Both multiply them with the values, each with one half of the channels. Scores of a block
+// before the products of the one before it would fill the tensor cores during the softmax, but a block would stay in
+// the ring for longer: that was slower.
 //
 // The softmax is lazy (tile/lazy.cuh): weights are taken against a reference that moves only if they grow too large.
 // Who computes a block's weights owns the references, and hands them on with the weights.
@@ -302,27 +300,13 @@ struct Body {
         for (int m = 0; m < kMine; m++) warp::zero(acc_o[m]);
 #pragma unroll
         for (int j = 0; j < 2 * kEights; j++) sum[j / 2][j % 2] = 0.0f;
-        // A pair begins with a block of an even number, which the first warpgroup owns. One loop over blocks with one
-        // call of each step serves both: ptxas spills where there are more.
-        bool scored = false;
 #pragma unroll 1
         for (int n = begin; n < end; n++, now.next(), block++) {
             const bool mine = ptx::any((block & 1) == group);
-            if constexpr (kPairs) {
-                const bool next = ptx::any(!mine && group == 1 && n + 1 < end);
-                if (ptx::any(next || (mine && !scored))) {
-                    const Places here = now;
-                    if (next) now.next();
-                    block += next;
-                    compute_scores();
-                    now = here;
-                    block -= next;
-                }
-                scored = next;
-            } else if (mine) {
+            if (mine) {
                 compute_scores();
+                weigh(n * kKeys, span, n == begin);
             }
-            if (mine) weigh(n * kKeys, span, n == begin);
             multiply(now, block, mine);
         }
     }

@@ -22,7 +22,7 @@ constexpr int kEights = kRows / 8;
 constexpr int kLag = 8;  // kGather: panels that are on their way while the next one is asked for
 static_assert(kQueryDim % kPanel == 0 && kValueDim % (2 * kPanel) == 0 && kValueDim <= kQueryDim, "whole panels");
 static_assert(kRows % 16 == 0 && kRows <= 64, "O of 64 rows fills the registers of two warpgroups");
-static_assert(kPlaces >= (kPairs ? 2 : 1) * kBlockPlaces + (kGather && !kScaled ? kLag : 0),
+static_assert(kPlaces >= kBlockPlaces + (kGather && !kScaled ? kLag : 0),
               "the panels that a block waits for have arrived before more are asked for than have a place");
 static_assert(kScaled == (kSlots > 0), "raw panels on their way");
 
