@@ -137,7 +137,7 @@ def test_cards_without_wgmma_get_it_and_hopper_for_float32():
 
 
 def test_tiles_fit_every_card():
-    """Each card's first choice fits its shared memory, and large cards get the large tiles."""
+    """Each card's first choice fits its shared memory, and large cards get the large tiles, but where those spill."""
     for card in arch.ARCHS:
         for (size, width), tilings in backward_mma.TILINGS.items():
             dtype = {2: BF16, 4: FP32}[size]
@@ -145,11 +145,24 @@ def test_tiles_fit_every_card():
             room = arch.limits_of(card)
             fits = [t.shared_bytes(width, size) <= room.shared_block for t in tilings]
             together = [t.blocks_each * (t.shared_bytes(width, size) + 1024) <= room.shared_sm for t in tilings]
-            assert chosen == next(t for t, a, b in zip(tilings, fits, together, strict=True) if a and b)
-            assert (chosen == tilings[0]) == (fits[0] and together[0])
+            good = [a and b for a, b in zip(fits, together, strict=True)]
+            good[0] &= (size, width) not in backward_mma.TOO_WIDE.get(card, ())
+            assert chosen == next(t for t, taken in zip(tilings, good, strict=True) if taken)
+            assert (chosen == tilings[0]) == good[0]
 
 
-def test_no_spills():
-    spec = backward_mma.specs_of(Kind(BF16, 128, Scores(), new=False), backward_mma.choose("sm_80", BF16, 128))[1]
-    report = nvrtc.compile(spec, "sm_80").report
-    assert not report.spills, report
+@pytest.mark.parametrize(("card", "dtype"), [("sm_80", BF16), ("sm_100", FP32), ("sm_120", FP32)])
+def test_no_spills(card, dtype):
+    tiling, new = backward_mma.choose(card, dtype, 128), card != "sm_80"
+    for in_turn in (False, True):
+        spec = backward_mma.specs_of(Kind(dtype, 128, Scores(), new=new, in_turn=in_turn), tiling)[1]
+        report = nvrtc.compile(spec, card).report
+        assert not report.spills, report
+
+
+def test_no_spills_of_the_list():
+    """Its one block has 1024 threads, with 64 registers each at most."""
+    tiling = backward_mma.choose("sm_120", BF16, 128)
+    for in_turn in (False, True):
+        report = nvrtc.compile(backward_mma.list_spec(torch.int32, tiling, in_turn), "sm_120").report
+        assert not report.spills, report

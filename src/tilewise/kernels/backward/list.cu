@@ -47,14 +47,18 @@ struct Lister {
             if (s < 0 || s == args.sequences) queries.end = queries.begin;
             const Span keys = span_of(args.starts_k, s, args.seqlen_k);
             const int length = keys.end - keys.begin, rows = queries.end - queries.begin;
+            // Unrolled, these loops would take more than the 64 registers that a thread of 1024 may have.
             if (!args.ends) {
+#pragma unroll 1
                 for (int key = lane * kTileKv; key < length; key += 32 * kTileKv)
                     act(tile_of(s, queries, keys, key, rows, rows), s);
                 continue;
             }
+#pragma unroll 1
             for (int key = warp * kTileKv; key < length; key += kWarps * kTileKv) {
                 // The first and the last end of the tile's keys, as numbers from 0 to rows
                 uint32_t least = rows, most = 0;
+#pragma unroll 1
                 for (int i = key + lane; i < key + kTileKv && i < length; i += 32) {
                     const int end = Global<const int>{args.ends}[keys.begin + i];
                     const uint32_t own = within(int64_t(end) - queries.begin, 0, rows);
