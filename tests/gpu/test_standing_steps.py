@@ -9,6 +9,7 @@ from oracle import poison, randn
 from recorded import Recorded
 
 from tilewise import attend, plan_decode, plan_step, renew_plan, renew_step
+from tilewise.api import standing_step
 from tilewise.gpu import beside
 
 pytestmark = pytest.mark.usefixtures("own_card")
@@ -78,6 +79,17 @@ def test_on_the_cpu(window):
             q[used:] = float("nan")
             got = attend(q, cache, 0, step, return_lse=True, out=poison(q), sinks=sinks)
             check(q, got, asked(cache, prefill, decode, q, window=window, sinks=sinks), sinks)
+
+
+def test_layers_and_steps_share_a_list_of_tiles():
+    """Tiles are listed once per step: not by each layer, and not once more for each step that was."""
+    cache, seqs = small(num_layers=3)
+    step = standing(cache)
+    for n, (prefill, decode) in enumerate(steps_of(seqs)[:3]):
+        renew_step(step, cache, prefill, decode)
+        for layer in range(3):
+            attend(randn(ROWS, 2, 64, seed=n).to(BF16), cache, layer, step, backend="emulator")
+    assert len(standing_step._rooms[step.serial].tiles) == 1
 
 
 @pytest.mark.parametrize("order", ["decodes first", "chunks first", "apart"])

@@ -236,11 +236,9 @@ def _forward(
     """The chunks' rows. Not by attention_varlen, whose first sequence starts at row 0."""
     k, v = (parts[0] for parts in pages.parts(layer) if parts is not None)
     sinks = scores.sinks
-    key = call = None
-    if q.is_cuda:
-        others = (sinks, None, o, None, None, None, room.starts_q, room.starts_k, room.table)
-        flags = (True, False, lse is not None, "standing", scores.rule)
-        key, call = calls.known_call(q, k, v, others, flags)
+    # One call for all layers, in the emulator as on a card: each call that is bound lists its tiles once per step.
+    others = (sinks, None, o, None, None, None, room.starts_q, room.starts_k, room.table)
+    key, call = calls.known_call(q, k, v, others, (True, False, lse is not None, True, "standing", scores.rule))
     if call is None:
         call = calls.bind(q, backend, scores.rule, lse is not None, key)
     starts = (room.starts_q, room.starts_k)
