@@ -17,12 +17,12 @@ from typing import Any, NamedTuple
 import torch
 
 from tilewise import checks
+from tilewise.scores import DROPOUT_LEVELS, dropped_below
 
 WORD = 0xFFFFFFFF
 MULTIPLIERS = 0xD2511F53, 0xCD9E8D57
 STEPS = 0x9E3779B9, 0xBB67AE85  # from round to round, of the key's two words
 ROUNDS = 7
-LEVELS = 1 << 16  # of a weight's 16 bits: it is kept if they are not below p of these
 
 Words = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -69,18 +69,13 @@ class Dropout(NamedTuple):
             return None
         return cls(share, seed)
 
-    @property
-    def threshold(self) -> int:
-        """A weight is dropped if its bits are below this."""
-        return min(round(self.p * LEVELS), LEVELS - 1)
-
     def kept(self, b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
         """Bools (n, heads, rows, keys): b (n, 1, 1, 1), h (heads, 1, 1), q: rows of them, k: keys, in any shape."""
         b, h, q, k = b.long().view(-1, 1, 1, 1), h.long(), q.long().flatten(), k.long().flatten()
         rows, row = torch.unique(q // 16 * 8 + q % 8, return_inverse=True)
         keys, key = torch.unique(k // 16 * 4 + k % 8 // 2, return_inverse=True)
         words = torch.stack(torch.broadcast_tensors(*philox((keys, rows[:, None], h, b), int(self.seed))), dim=-1)
-        halves = torch.stack((words % LEVELS, words // LEVELS), dim=-1) >= self.threshold
+        halves = torch.stack((words % DROPOUT_LEVELS, words // DROPOUT_LEVELS), dim=-1) >= dropped_below(self.p)
         # (…, rows, keys, key's parity, row's half, key's half), and with rows and keys that lie together:
         table = halves.unflatten(-2, (2, 2)).permute(0, 1, 2, 5, 3, 6, 4).flatten(4).flatten(2, 3)
         return table[:, :, row * 2 + q // 8 % 2][..., key * 4 + k // 8 % 2 * 2 + k % 2]

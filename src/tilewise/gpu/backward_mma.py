@@ -152,6 +152,7 @@ def specs_of(kind: Kind, tiling: BackwardTiling) -> tuple[KernelSpec, KernelSpec
         ("Function", "UserFunction" if kind.function else "NoFunction"),
         ("Slope", SLOPE if kind.slope else "NoFunction"),
         ("kPicked", kind.picked),
+        ("kDropout", kind.scores.dropout > 0),
         ("kOwnInRegisters", tiling.own_registers),
         ("kBlocksEach", tiling.blocks_each),
     )
@@ -194,7 +195,7 @@ def specs(card: str, *, every: bool = False) -> list[KernelSpec]:
         for index in (None, torch.int32)
         for in_turn in ((False, True) if every else (False,))
     ]
-    chosen = {kind: choose(card, kind.dtype, kind.head_dim, crowded=kind.scores.changed) for kind in kinds}
+    chosen = {kind: choose(card, kind.dtype, kind.head_dim, crowded=_bent(kind.scores)) for kind in kinds}
     made = [spec for kind, tiling in chosen.items() for spec in specs_of(kind, tiling)]
     tilings = dict.fromkeys(chosen.values())
     lists = [list_spec(torch.int32, tiling, in_turn) for tiling in tilings for in_turn in (False, True)]
@@ -202,7 +203,12 @@ def specs(card: str, *, every: bool = False) -> list[KernelSpec]:
 
 
 def _crowded(call: GradientCall) -> bool:
-    return call.scores.changed or call.function is not None or call.schedule is not None
+    return _bent(call.scores) or call.function is not None or call.schedule is not None
+
+
+def _bent(scores: Scores) -> bool:
+    """Is more done to scores and weights than a multiplication?"""
+    return scores.changed or scores.dropout > 0
 
 
 def shapes_of(call: GradientCall, tiling: BackwardTiling) -> Shapes:

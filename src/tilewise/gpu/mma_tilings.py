@@ -18,12 +18,14 @@ from tilewise.gpu.pattern import NO_PATTERN, Pattern, block_keys, problem_consta
 from tilewise.gpu.widths import WIDE, Widths, widths_of
 from tilewise.scores import Scores
 
+PLAIN = Scores()
 BLOCK_OVERHEAD = 1024  # bytes of shared memory per block that the driver reserves
 
 
-def serves(card: str, dtype: torch.dtype) -> bool:
-    """Does this kernel serve the dtype on the card? On Hopper it does where wgmma has no product: in float32."""
-    return not hopper(card) or dtype == torch.float32
+def serves(card: str, dtype: torch.dtype, scores: Scores = PLAIN) -> bool:
+    """Does this kernel serve the dtype on the card? On Hopper it does where wgmma has no product, in float32, and
+    where weights are dropped."""
+    return not hopper(card) or dtype == torch.float32 or scores.dropout > 0
 
 
 @dataclass(frozen=True)
@@ -111,6 +113,7 @@ def choose(
     # Wider heads have no registers for what CUDA cores load together.
     cuda_cores = operand == torch.float32 and not tf32_products(card) and width <= 128
     crowded = scores.changed or pattern.listed or pattern.score or not vectors or (scores.exact and operand == FP8)
+    crowded = crowded or scores.dropout > 0
     found = []
     for base in _bases(operand, widths):
         tiling = replace(base, operand=operand, cuda_cores=cuda_cores)
@@ -213,6 +216,7 @@ def forward_mma_spec(
         ("kCudaCores", tiling.cuda_cores),
         ("kBlocksEach", tiling.blocks_each),
         ("kVectors", vectors),
+        ("kDropout", scores.dropout > 0),
         *problem_constants(
             scores, pattern, tile_q=tiling.tile_q, unit=tiling.unit, lazy=tiling.lazy, pack=pack, page_size=page_size
         ),

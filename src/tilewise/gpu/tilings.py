@@ -259,7 +259,7 @@ def choose(
     """The tiling, and with it the kernel, for sequences of about `seqlen_q` rows; tma: rows lie on 16 bytes;
     value_dim: the head dimension of V, if it is another than that of Q and K."""
     loads: dict[str, Any] = {"pattern": pattern, "page_size": page_size, "value_dim": value_dim}
-    if mma_tilings.serves(card, dtype):
+    if mma_tilings.serves(card, dtype, scores):
         return mma_tilings.choose(card, dtype, head_dim, scores, vectors=tma, **loads)
     return choose_tiling(dtype, head_dim, seqlen_q, scores, plain=tma and not page_size, **loads)
 
@@ -458,12 +458,13 @@ def geometry(
     widths = widths_of(head_dim, value_dim)
     loads: dict[str, Any] = {"tma": tma, "pattern": pattern, "page_size": page_size, "value_dim": value_dim}
     tiling = choose(card, dtype, head_dim, rows, scores, **loads)
-    if table is not None:
+    if table is not None and not scores.dropout:
         tiling = as_measured(table, card, dtype, head_dim, rows, tiling, scores, **loads)
     group = heads_q // heads_kv
     # Slabs are whole tokens, and the heads of a tile share its list.
     apart = pattern.listed and (pattern.heads > heads_kv or group & (group - 1) != 0)
-    pack = 1 if apart else pack_of(tiling.tile_q, rows, group)
+    # Where weights are dropped, a lane draws for two rows of a head.
+    pack = 1 if apart or scores.dropout else pack_of(tiling.tile_q, rows, group)
     heads, together = heads_q // pack, 1
     if scores.window[1] is not None or pattern.mask or sequences is not None:  # tiles differ in weight
         # Tiles of a listed problem that run together need not walk the same keys together: fewer heads stay in L2.
