@@ -186,11 +186,12 @@ def list_spec(index: torch.dtype, tiling: BackwardTiling, in_turn: bool) -> Kern
 def specs(card: str, *, every: bool = False) -> list[KernelSpec]:
     """The kernels as a card's users get them: bfloat16 and head dimension 128, or `every` one; on Hopper the others."""
     dtypes = DTYPES if every else (torch.float32 if hopper(card) else torch.bfloat16,)
+    rules = (*EVERY_RULE, *(replace(rule, dropout=0.1) for rule in EVERY_RULE)) if every else EVERY_RULE[:1]
     kinds = [
         Kind(dtype, head_dim, scores, _newer(card), index, in_turn)
         for dtype in dtypes
         for head_dim in (WIDTHS if every else (128,))
-        for scores in (EVERY_RULE if every else EVERY_RULE[:1])
+        for scores in rules
         if not (hopper(card) and serves(dtype, head_dim, scores))
         for index in (None, torch.int32)
         for in_turn in ((False, True) if every else (False,))

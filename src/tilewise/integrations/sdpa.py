@@ -90,7 +90,7 @@ def sdpa(
 
     Tilewise serves, on the CPU: float32, float16 and bfloat16, no mask or a boolean one that hides keys from all
     queries and heads alike (padding); on a GPU: the same dtypes without a mask. torch's own function serves the rest:
-    other masks, dropout on a GPU or beside a mask, tensor subclasses, calls that torch refuses. Gradients come from the
+    other masks, dropout beside a mask, tensor subclasses, calls that torch refuses. Gradients come from the
     one that serves. Which weights are dropped follows from a seed that torch's generator gives.
 
     Returns (..., Hq, L, Ev). A row that sees no key is 0.
@@ -130,9 +130,10 @@ def _explained(facts: Facts, device: torch.device, reasons: tuple[str, ...]) -> 
     if facts.device == "cpu":
         return Explanation("tilewise", KERNELS["cpu"], reasons)
     assert facts.dtype is not None
-    kernel, why = tilings.kernel_of(device, facts.dtype)
+    kernel, why = tilings.kernel_of(device, facts.dtype, facts.dropout)
     if facts.grad:
-        kernel += f", then {backward.kernel_of(device, facts.dtype, max(facts.query[-1], facts.value[-1]))}"
+        widest = max(facts.query[-1], facts.value[-1])
+        kernel += f", then {backward.kernel_of(device, facts.dtype, widest, facts.dropout)}"
     return Explanation("tilewise", f"{KERNELS['cuda']} {kernel}", (*reasons, why))
 
 
@@ -164,9 +165,7 @@ def _refusals(facts: Facts) -> list[str]:
         refused.append("an argument is of a kind or value that only torch judges")
     if facts.grad and facts.device == "cuda" and not facts.trains:
         refused.append("an input requires gradients, and the card has no backward kernel for this")
-    if facts.dropout and facts.device == "cuda":
-        refused.append("no GPU kernel has dropout")
-    elif facts.dropout and facts.mask is not None:
+    if facts.dropout and facts.mask is not None:
         refused.append("attn_mask and dropout_p are both given")
     if not facts.fused:
         refused.append("sdpa_kernel() or torch.backends.cuda.enable_flash_sdp() has switched flash kernels off")
