@@ -69,9 +69,9 @@ class Scores:
     alibi: bool = False
     exact: bool = False
     chunk: int = 0
-    dropout: float = 0.0
     sinks: torch.Tensor | None = field(default=None, compare=False, repr=False)
     slopes: torch.Tensor | None = field(default=None, compare=False, repr=False)
+    dropout: float = 0.0
     seed: torch.Tensor | None = field(default=None, compare=False, repr=False)
 
     @property

@@ -77,7 +77,7 @@ class Dropout(NamedTuple):
         words = torch.stack(torch.broadcast_tensors(*philox((keys, rows[:, None], h, b), int(self.seed))), dim=-1)
         halves = torch.stack((words % DROPOUT_LEVELS, words // DROPOUT_LEVELS), dim=-1) >= dropped_below(self.p)
         # (…, rows, keys, key's parity, row's half, key's half), and with rows and keys that lie together:
-        table = halves.unflatten(-2, (2, 2)).permute(0, 1, 2, 5, 3, 6, 4).flatten(4).flatten(2, 3)
+        table: torch.Tensor = halves.unflatten(-2, (2, 2)).permute(0, 1, 2, 5, 3, 6, 4).flatten(4).flatten(2, 3)
         return table[:, :, row * 2 + q // 8 % 2][..., key * 4 + k // 8 % 2 * 2 + k % 2]
 
     def factors(self, b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:

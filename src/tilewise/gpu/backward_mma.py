@@ -83,23 +83,25 @@ def padded(head_dim: int) -> int:
     return next(d for d in WIDTHS if d >= head_dim)
 
 
-def choose(card: str, dtype: torch.dtype, head_dim: int, block_k: int = 0, crowded: bool = False) -> BackwardTiling:
+def choose(
+    card: str, dtype: torch.dtype, head_dim: int, block_k: int = 0, crowded: bool = False, dropped: bool = False
+) -> BackwardTiling:
     """The tiling for a head dimension on a card.
 
     block_k: keys of a schedule's blocks, which tiles do not exceed. crowded: scores take more than a factor, or masks
-    more than a span, and registers that S would have.
+    more than a span, and registers that S would have; dropped: weights are dropped, which takes some, too.
     """
     width, size, limits = padded(head_dim), dtype.itemsize, limits_of(card)
     fitting = [
         t
         for t in TILINGS[size, width]
         if t.shared_bytes(width, size) <= min(limits.shared_block, limits.shared_sm // t.blocks_each - RESERVED)
-        and not (crowded and t.pair_keys == 64)
+        and not ((crowded or dropped) and t.pair_keys == 64)
     ]
     found = next((t for t in fitting if not block_k or t.tile_kv <= block_k), fitting[-1 if block_k else 0])
-    if crowded and found == TILINGS[2, 128][0]:
+    if (crowded or dropped) and found == TILINGS[2, 128][0]:
         return replace(found, tile_q=32)
-    return found
+    return replace(found, own_registers=found.own_registers and not (crowded and dropped))
 
 
 def new_card(device: torch.device) -> bool:
@@ -196,20 +198,16 @@ def specs(card: str, *, every: bool = False) -> list[KernelSpec]:
         for index in (None, torch.int32)
         for in_turn in ((False, True) if every else (False,))
     ]
-    chosen = {kind: choose(card, kind.dtype, kind.head_dim, crowded=_bent(kind.scores)) for kind in kinds}
+    chosen = {kind: choose(card, kind.dtype, kind.head_dim, 0, *_takes(kind.scores)) for kind in kinds}
     made = [spec for kind, tiling in chosen.items() for spec in specs_of(kind, tiling)]
     tilings = dict.fromkeys(chosen.values())
     lists = [list_spec(torch.int32, tiling, in_turn) for tiling in tilings for in_turn in (False, True)]
     return list(dict.fromkeys([*made, *lists]))
 
 
-def _crowded(call: GradientCall) -> bool:
-    return _bent(call.scores) or call.function is not None or call.schedule is not None
-
-
-def _bent(scores: Scores) -> bool:
-    """Is more done to scores and weights than a multiplication?"""
-    return scores.changed or scores.dropout > 0
+def _takes(scores: Scores, picks: bool = False) -> tuple[bool, bool]:
+    """What registers are taken for: crowded and dropped, of `choose`. picks: there are functions or a schedule."""
+    return scores.changed or picks, scores.dropout > 0
 
 
 def shapes_of(call: GradientCall, tiling: BackwardTiling) -> Shapes:
@@ -235,7 +233,8 @@ def gradients(call: GradientCall, tiling: BackwardTiling | None = None, **emulat
     given = {name: loadable(getattr(call, name)) for name in ("q", "k", "v", "o", "d_o")}
     found = {f"d_{n}": torch.empty_like(given[n], memory_format=torch.contiguous_format) for n in "qkv"}
     block_k = 0 if call.schedule is None else call.schedule.block_k
-    tiling = tiling or choose(card_of(device), call.q.dtype, call.q.shape[-1], block_k, _crowded(call))
+    takes = _takes(call.scores, call.function is not None or call.schedule is not None)
+    tiling = tiling or choose(card_of(device), call.q.dtype, call.q.shape[-1], block_k, *takes)
     shapes = shapes_of(call, tiling)
     if not call.q.numel() or not call.k.numel() or not shapes.sequences:
         none = None if sinks is None else torch.zeros(shapes.heads, dtype=torch.float32, device=device)

@@ -118,6 +118,8 @@ def choose(
     for base in _bases(operand, widths):
         tiling = replace(base, operand=operand, cuda_cores=cuda_cores)
         tiling = _for_pattern(tiling, dtype, width, crowded, pattern, page_size)
+        if scores.dropout and width == 96:  # draws take what longer blocks would need
+            tiling = replace(tiling, tile_kv=min(tiling.tile_kv, 48))
         shared = shared_bytes(dtype, widths, tiling, told=_told(tiling, pattern, page_size))
         fits = limits.shared_sm // (shared + BLOCK_OVERHEAD) if shared <= limits.shared_block else 0
         if fits >= tiling.blocks_each:
