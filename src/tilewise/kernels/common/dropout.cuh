@@ -47,6 +47,7 @@ struct Draws {
 #pragma unroll
         for (int c = 0; c < kSize / 8; c++) {
             uint32_t words[4];
+            if (c > 0 && c % 2 == 0) ptx::sync_warp();  // later draws stay behind it, and take no registers before
             draw(words, uint32_t(row + warp::fragment_row(0)), uint32_t(key + warp::fragment_column() + 16 * c));
 #pragma unroll
             for (int i = 0; i < 8; i++)  // the key's half, the row's half, the key's parity
