@@ -23,8 +23,8 @@ struct Scoring {
         derivative = slope_of.score(x, args.scale, tile.sequence, head, q, k, float(q), float(k), q, 0, k, 0);
     }
     // Sᵀ of a warp's keys becomes Pᵀ, an A operand, and what dP is to be multiplied with goes into shared memory, from
-    // row0 on: P, or P times the derivative of the score by S where that is not the scale alone; negative where a weight
-    // is dropped.
+    // row0 on: P, or P times the derivative of the score by S where that is not the scale alone; negative where the
+    // weight is dropped.
     template <bool kMasked>
     TILE_DEVICE void weigh(const Fragments& s, Operand (&a)[kM], int stage, const TileDs& to, int row0) const {
         const Shared<Two> lse(kAtStats + 2 * stage * kStatBytes);
@@ -85,7 +85,10 @@ struct Scoring {
                         if constexpr (kDerived) derived[j] = p[j] == 0.0f ? 0.0f : p[j] * derivative;
                         else derived[j] = p[j];
                         if constexpr (kDropout)
-                            if (!args.dropout.keeps(drawn[m][j][along / 8 % 2], h)) p[j] = 0.0f, derived[j] = -derived[j];
+                            if (!args.dropout.keeps(drawn[m][j][along / 8 % 2], h)) {
+                                p[j] = 0.0f;
+                                derived[j] = -derived[j];
+                            }
                     }
                     set_two(a[m], i, p[0], p[1]);
                     if constexpr (kDerived || kDropout) set_two(given, i, derived[0], derived[1]);

@@ -1,5 +1,5 @@
 // Which of the softmax's weights are dropped: a function of a seed and of where a weight stands, the same in every
-// kernel and on the CPU; tilewise/cpu/dropout.py says what it is. tilewise.gpu.abi.DropoutArgs is the mirror of Dropout.
+// kernel and on the CPU; tilewise/cpu/dropout.py says what it is. tilewise.gpu.abi.DropoutArgs mirrors Dropout.
 //
 // One draw of Philox4x32-7 serves a group of eight weights: rows r and r + 8 of sixteen, keys k, k + 1, k + 8 and k + 9
 // of sixteen. Those are what a lane holds of a 16 × 16 fragment whose rows are queries. Where rows are keys, two lanes
