@@ -126,6 +126,7 @@ def test_kernels_are_compiled_ahead_for_the_cards_of_the_rows(monkeypatch, own_c
     names = [spec.name for spec in train.specs(chosen)]
     assert len(set(names) & {"forward", "forward_mma"}) == 2
     assert "backward" in names
+    assert not any(dict(spec.constants).get("kDropout") for spec in train.specs(chosen))
     (dropping,) = (row for row in rows if row.name == "dropout 0.1, D 128, N 16384, causal")
     made = [(spec.name, dict(spec.constants).get("kDropout")) for spec in train.specs([dropping])]
     assert {("forward", None), ("forward_mma", True), ("backward_mma", True)} <= set(made)

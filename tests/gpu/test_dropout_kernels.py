@@ -81,6 +81,15 @@ def test_hopper_drops_by_mma_sync():
 SPILLING = [("sm_90a", BF16, 128), ("sm_80", BF16, 64), ("sm_100", FP32, 128), ("sm_89", BF16, 256)]
 
 
+def test_kernels_are_listed():
+    """`tilewise kernels --all` compiles what calls launch."""
+    dropping = Scores((None, 0), dropout=0.3)
+    assert tilings.spec_for("sm_80", FP16, 96, 1 << 20, dropping)[1] in tilings.specs("sm_80", every=True)
+    tiling = backward_mma.choose("sm_80", FP16, 192, 0, False, True)
+    kind = backward_mma.Kind(FP16, 192, dropping, False, in_turn=True)
+    assert set(backward_mma.specs_of(kind, tiling)) <= set(backward.specs("sm_80", every=True))
+
+
 @pytest.mark.parametrize(("card", "dtype", "head_dim"), SPILLING)
 def test_nothing_spills(card, dtype, head_dim):
     """A sample; `tilewise kernels --all` has every kernel of every card."""

@@ -88,6 +88,7 @@ def test_explain_says_why_tilewise_serves(shapes, options, reason, monkeypatch):
         ({"value": (2, 4, 8, 576)}, True),
         ({"value": (2, 4, 8, 577)}, False),
         ({"dropout": True}, True),
+        ({"dropout": True, "value": (2, 4, 8, 257)}, False),
         ({"dropout": True, "grad": True, "trains": False}, False),
         ({"grad": True}, True),
         ({"grad": True, "trains": False}, False),

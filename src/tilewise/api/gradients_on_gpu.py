@@ -30,7 +30,7 @@ State = tuple[torch.Tensor, torch.Tensor]
 Grads = Sequence[torch.Tensor | None]
 KV = tuple[torch.Tensor, torch.Tensor]
 Starts = tuple[torch.Tensor, torch.Tensor]
-DROPPING = (torch.bfloat16, torch.float16, torch.float32)
+DROPPING, WIDEST = (torch.bfloat16, torch.float16, torch.float32), 256  # of dropout by kernels
 
 
 def by_kernels(
@@ -72,8 +72,9 @@ def _stacked(schedule: Any, tensors: tuple[torch.Tensor, torch.Tensor, torch.Ten
 
 
 def kernels_drop(call: arguments.Call, q: torch.Tensor) -> bool:
-    """Do kernels serve a call with dropout? They do unless there is a schedule or a function, or FP8."""
-    return call.function is None and call.schedule is None and q.dtype in DROPPING and serves_prefill(q.device)
+    """Do kernels serve a call with dropout? They do unless there is a schedule, a function, FP8 or a wide head."""
+    plain = call.function is None and call.schedule is None and q.dtype in DROPPING
+    return plain and max(call.sizes.head_dim, call.sizes.value_dim) <= WIDEST and serves_prefill(q.device)
 
 
 def dropping(call: arguments.Call, scores: Scores, q: torch.Tensor) -> Scores:

@@ -112,8 +112,8 @@ def attention(
     do. torch.use_deterministic_algorithms(True) asks for it, too.
     dropout_p: the share of the softmax's weights that is dropped, below 1, the others being divided by 1 − dropout_p.
     dropout_seed: () int64; which weights are dropped follows from it and from where they stand, and None draws one from
-    torch's generator. The LSE stays as it is. On a GPU kernels by mma.sync do it; FP8, and dropout beside a schedule, a
-    mask or a score function, go by torch's products, which are slow and wait.
+    torch's generator. The LSE stays as it is. On a GPU kernels by mma.sync do it; FP8, head_dim above 256, and dropout
+    beside a schedule, a mask or a score function, go by torch's products, which are slow and wait.
     backend: "auto" (a GPU kernel for CUDA tensors, the CPU backend for CPU tensors), "cuda", "cpu", or "emulator": the
     GPU kernel's source run on CPU tensors, slow; "emulator:NAME" for a rung of the ladder by name.
 

@@ -203,6 +203,7 @@ def specs(chosen: Sequence[Row]) -> list[KernelSpec]:
     found: list[KernelSpec] = []
     plain, value = score_rule(Scores())
     by_card: dict[str, list[tuple[Point, float]]] = {}
+    dropping = any(row.name.startswith("dropout") for row in chosen)
     for row in chosen:
         older = row.name.startswith(OLDER)
         points = by_card.setdefault("sm_80" if older else arch.card_of(torch.device(row.point.device)), [])
@@ -213,7 +214,8 @@ def specs(chosen: Sequence[Row]) -> list[KernelSpec]:
     for card, points in by_card.items():
         for spec in backward.specs(card, every=True):
             constants = dict(spec.constants)
-            if constants.get("Element") == "bf16" and constants.get(plain, value) == value:
+            wanted = dropping or not constants.get("kDropout", False)
+            if wanted and constants.get("Element") == "bf16" and constants.get(plain, value) == value:
                 found.append(spec)
         with arch.as_card(card):
             found += [_forward(*point) for point in points]

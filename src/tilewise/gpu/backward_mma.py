@@ -101,8 +101,8 @@ def choose(
     found = next((t for t in fitting if not block_k or t.tile_kv <= block_k), fitting[-1 if block_k else 0])
     if (crowded or dropped) and found == TILINGS[2, 128][0]:
         return replace(found, tile_q=32)
-    if dropped and (size, width) == (4, 128) and found.tile_kv == 64:
-        return replace(found, tile_q=16, dq_across=8)
+    if dropped and (size, width) == (4, 128):
+        return replace(found, tile_q=16, dq_across=found.threads // 32)
     return replace(found, own_registers=found.own_registers and not (crowded and dropped))
 
 

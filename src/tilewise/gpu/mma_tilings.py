@@ -83,6 +83,8 @@ TILINGS: dict[tuple[int, int], tuple[MmaTiling, ...]] = {
 }
 # The same by both head dimensions, where the narrower V leaves registers for 32 rows per warp.
 PAIRS = {(2, 192, 128): (_tiling(128, 48, 32, 1, 2), _tiling(64, 32, 16, 1, 2))}
+# Keys of a block, at most, where warps of 32 rows draw what is dropped, by padded head dimension.
+DROPPING = {96: 48, 192: 32}
 # Q and K of more than 256: Q takes most of the shared memory, and O no more registers than at 256 (widths.py: slices).
 WIDE_TILINGS = {
     2: (_tiling(64, 64, 16, 1, 1), _tiling(64, 32, 16, 1, 1), _tiling(64, 16, 16, 1, 1)),
@@ -118,8 +120,8 @@ def choose(
     for base in _bases(operand, widths):
         tiling = replace(base, operand=operand, cuda_cores=cuda_cores)
         tiling = _for_pattern(tiling, dtype, width, crowded, pattern, page_size)
-        if scores.dropout and width == 96:  # draws take what longer blocks would need
-            tiling = replace(tiling, tile_kv=min(tiling.tile_kv, 48))
+        if scores.dropout and tiling.warp_rows == 32:
+            tiling = replace(tiling, tile_kv=min(tiling.tile_kv, DROPPING.get(width, tiling.tile_kv)))
         shared = shared_bytes(dtype, widths, tiling, told=_told(tiling, pattern, page_size))
         fits = limits.shared_sm // (shared + BLOCK_OVERHEAD) if shared <= limits.shared_block else 0
         if fits >= tiling.blocks_each:
