@@ -122,6 +122,8 @@ def choose(
         tiling = _for_pattern(tiling, dtype, width, crowded, pattern, page_size)
         if scores.dropout and tiling.warp_rows == 32:
             tiling = replace(tiling, tile_kv=min(tiling.tile_kv, DROPPING.get(width, tiling.tile_kv)))
+            if page_size:  # pages take their own, and are rare beside dropout
+                tiling = replace(tiling, tile_kv=min(tiling.tile_kv, 32), q_registers=False)
         shared = shared_bytes(dtype, widths, tiling, told=_told(tiling, pattern, page_size))
         fits = limits.shared_sm // (shared + BLOCK_OVERHEAD) if shared <= limits.shared_block else 0
         if fits >= tiling.blocks_each:
