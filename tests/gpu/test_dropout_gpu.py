@@ -71,11 +71,12 @@ def test_16k_tokens_take_no_more_memory_than_their_tensors():
 def test_nothing_waits_for_the_seed():
     q, k, v = (x.to(CUDA).requires_grad_() for x in qkv(1, 200, 200, 4, 2, 64, dtype=BF16))
     call = lambda **given: attention(q, k, v, dropout_p=0.3, causal=True, **given)  # noqa: E731
-    want = call(dropout_seed=SEED.to(CUDA))
+    there = SEED.to(CUDA)
+    want = call(dropout_seed=there)
     want.sum().backward()
     try:
         torch.cuda.set_sync_debug_mode("error")
-        given, filled, drawn = call(dropout_seed=SEED.to(CUDA, non_blocking=True)), call(dropout_seed=SEED), call()
+        given, filled, drawn = call(dropout_seed=there), call(dropout_seed=SEED), call()
         drawn.sum().backward()
     finally:
         torch.cuda.set_sync_debug_mode("default")

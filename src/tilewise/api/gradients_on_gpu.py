@@ -109,7 +109,10 @@ def _problem(call: arguments.Call, tensors: Any, starts: Any) -> Problem:
         starts_q, starts_k = ([b * n for b in range(batch + 1)] for n in (seqlen_q, seqlen_k))
     else:
         starts_q, starts_k = (x.tolist() for x in starts)
-    scoring = Scoring.of(call.scores, starts_q, starts_k, call.function, call.dropout)
+    dropout = call.dropout
+    if dropout is not None:  # which waits, once
+        dropout = dropout._replace(seed=int(dropout.seed))
+    scoring = Scoring.of(call.scores, starts_q, starts_k, call.function, dropout)
     schedule = call.schedule
     on_host = [None if x is None else x.cpu() for x in schedule] if isinstance(schedule, (list, tuple)) else schedule
     if isinstance(on_host, BlockSchedule):

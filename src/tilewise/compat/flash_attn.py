@@ -240,5 +240,5 @@ def _attend(
     if seed is None:
         return o, as_flash_attn(lse), o.new_empty(0)
     said = int(longest[0]), int(longest[1])  # torch's products wait, too
-    weights = dropped_weights(inputs, asked, dropout.Dropout(dropout_p, seed), said)
+    weights = dropped_weights(inputs, asked, dropout.Dropout(dropout_p, int(seed)), said)
     return o, as_flash_attn(lse), weights
