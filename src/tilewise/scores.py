@@ -44,6 +44,14 @@ SCHEMA_SEEN = "bool causal=False, SymInt? window_left=None, SymInt? window_right
 SCHEMA_OPTIONS = f"{SCHEMA_SEEN}, {SCHEMA_SCALING}"
 
 
+DROPOUT_LEVELS = 1 << 16  # of a weight's 16 bits: it is kept if they are not below p of these
+
+
+def dropped_below(p: float) -> int:
+    """A weight is dropped if its bits are below this."""
+    return min(round(p * DROPOUT_LEVELS), DROPOUT_LEVELS - 1)
+
+
 @dataclass(frozen=True)
 class Scores:
     """Checked options. Equality and hash are those of the rule; the tensors only come along.
@@ -51,6 +59,8 @@ class Scores:
     window: (left, right) keys seen to either side, None for no limit; causal is right = 0. exact: the standard softmax
     where a kernel would use the lazy one. chunk: positions of a block that no row sees out of, 0 for none, as
     kernels always have it (api/rewritten.py). sinks: (Hq,). slopes: (B, Hq) float32; alibi: whether there are any.
+    dropout: the share of the weights that a kernel drops, and seed, () int64 on its device, says which; on the CPU
+    cpu/dropout.py has both.
     """
 
     window: Window = (None, None)
@@ -61,11 +71,13 @@ class Scores:
     chunk: int = 0
     sinks: torch.Tensor | None = field(default=None, compare=False, repr=False)
     slopes: torch.Tensor | None = field(default=None, compare=False, repr=False)
+    dropout: float = 0.0
+    seed: torch.Tensor | None = field(default=None, compare=False, repr=False)
 
     @property
     def rule(self) -> Scores:
         """Without the tensors, to be kept."""
-        return replace(self, sinks=None, slopes=None)
+        return replace(self, sinks=None, slopes=None, seed=None)
 
     @property
     def changed(self) -> bool:

@@ -165,13 +165,19 @@ BEYOND = {
     "score": {"score": lambda s, b, h, q, k: torch.tanh(s) * 3 - 0.01 * (q - k) * h, "window": (50, 3)},
     "schedule": {"schedule": SCHEDULES["one"], "causal": True, "softcap": 2.0},
     "schedule by head": {"schedule": SCHEDULES["by head"]},
-    "dropout": {"dropout_p": 0.2, "dropout_seed": torch.tensor(5), "alibi_slopes": randn(2, 4, seed=3).abs()},
+    "dropout": {
+        "dropout_p": 0.2,
+        "dropout_seed": torch.tensor(5),
+        "alibi_slopes": randn(2, 4, seed=3).abs(),
+        "mask": lambda b, h, q, k: (q + k) % 5 != 0,
+    },
 }
 
 
 @pytest.mark.parametrize("name", BEYOND)
 def test_what_kernels_do_not_do(monkeypatch, name):
-    """Dropout, and functions and schedules that are refused, go by torch's products on the device of the tensors."""
+    """Functions and schedules beside dropout, and those that are refused, go by torch's products on the device of the
+    tensors."""
     asked = []
 
     def refuse(call):
@@ -194,13 +200,15 @@ def test_what_kernels_do_not_do(monkeypatch, name):
     assert [(x.function, x.schedule) for x in asked] == ([(function, rest["schedule"])] if name != "dropout" else [])
 
 
+@pytest.mark.usefixtures("own_card")
 def test_dropout_where_kernels_run():
-    """Forward and backward, dense, packed and paged, are those of the CPU."""
+    """Forward and backward, dense, packed and paged, are those of the CPU; also beside a mask, by torch's products."""
     q, k, v = (x.requires_grad_() for x in qkv(1, 20, 24, 4, 2, 16))
     given = {"dropout_p": 0.3, "dropout_seed": torch.tensor(9), "causal": True, "return_lse": True}
     starts, table = (torch.tensor([0, 8, 20]), torch.tensor([0, 10, 24])), torch.tensor([[0, 1, 2, 0], [3, 4, 5, 1]])
     for call in (
         partial(attention, q, k, v, sinks=randn(4, seed=2)),
+        partial(attention, q, k, v, mask=lambda b, h, q, k: (q + k) % 5 != 0),
         partial(attention_varlen, q[0], k[0], v[0], *starts),
         partial(attention_varlen, q[0], *(x[0].view(6, 4, 2, 16) for x in (k, v)), *starts, page_table=table.int()),
     ):
@@ -212,7 +220,7 @@ def test_dropout_where_kernels_run():
 
 
 def test_what_no_backward_serves_is_refused_by_the_forward(monkeypatch):
-    """Before anything runs; without gradients, and with dropout, which goes by torch's products, it is served."""
+    """Before anything runs; without gradients, and with dropout, which then goes by torch's products, it is served."""
     q, k, v = (x.to(torch.bfloat16) for x in qkv(1, 5, 9, 2, 1, 16))
     starts = torch.tensor([0, 5], dtype=torch.int32), torch.tensor([0, 9], dtype=torch.int32)
     tree = TokenTree.from_sequences([[1, 2, 3, 4, 5]])
@@ -237,8 +245,9 @@ def test_what_no_backward_serves_is_refused_by_the_forward(monkeypatch):
     compiled = torch.compile(lambda q: attention(q, k, v, **at), backend="aot_eager", fullgraph=True)
     with pytest.raises(torch._dynamo.exc.Unsupported, match="backward kernels take"):  # when it is compiled
         compiled(q)
-    attention(q, k, v, dropout_p=0.5, **at).float().sum().backward()
     monkeypatch.undo()
+    monkeypatch.setattr(backward, "kernel_of", lambda *_: None)
+    attention(q, k, v, dropout_p=0.5, **at).float().sum().backward()
     assert attention(q.detach(), k, v, **at).shape == q.shape
 
 

@@ -28,6 +28,7 @@ def test_rows_are_the_ones_promised(monkeypatch):
     assert bars["D 64, N 512, causal"] == [("≥ 1.2×", "")]
     assert bars["D 128, N 16384, full"] == [("≥ 1.18×", "")]
     assert bars["deterministic, N 16384, causal"] == [("≥ 0.85×", "of not")]
+    assert bars["dropout 0.1, D 128, N 16384, causal"] == [("≥ 1×", "FA2")]
     assert bars["window 1024, N 16384, causal"] == [("≥ 4×", "causal's speed")]
     assert bars["64 × 64 blocks, 10% kept, N 16384"] == [("≥ 6×", "dense's speed")]
     assert bars["as sm_80, D 64, N 8192, full"] == [("≥ 1.05×", "FA2")]
@@ -64,6 +65,7 @@ PROBLEMS = {
     "dense": (train_problems.dense, TINY),
     "packed": (train_problems.ragged, replace(TINY, workload="varlen", lengths="5-60", batch=3)),
     "window": (partial(train_problems.beside_itself, ours={}, beside={"window": None}), replace(TINY, window=9)),
+    "dropout": (partial(train_problems.with_dropout, p=0.3), TINY),
     "two head dims": (partial(train_problems.two_head_dims, value_dim=8), TINY),
     "blocks": (train_problems.in_blocks, replace(TINY, causal=False, sparsity=0.5, block=16)),
     "tree": (partial(train._over_tree, sizes=(40, 3, 10)), replace(TINY, dtype="bfloat16")),
@@ -124,4 +126,8 @@ def test_kernels_are_compiled_ahead_for_the_cards_of_the_rows(monkeypatch, own_c
     names = [spec.name for spec in train.specs(chosen)]
     assert len(set(names) & {"forward", "forward_mma"}) == 2
     assert "backward" in names
+    assert not any(dict(spec.constants).get("kDropout") for spec in train.specs(chosen))
+    (dropping,) = (row for row in rows if row.name == "dropout 0.1, D 128, N 16384, causal")
+    made = [(spec.name, dict(spec.constants).get("kDropout")) for spec in train.specs([dropping])]
+    assert {("forward", None), ("forward_mma", True), ("backward_mma", True)} <= set(made)
     assert "forward_mma" not in [spec.name for spec in train.specs(chosen[:1])]

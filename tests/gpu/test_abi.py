@@ -47,6 +47,7 @@ SELECT, SCATTER = (spec.constants for spec in (schedules.specs()[0], schedules.s
 SOURCES: dict[str, tuple[tuple[tuple[str, Constant], ...], dict[str, type[ctypes.Structure]]]] = {
     "common/args.cuh": ((), {"Strides": abi.Strides, "Divisor": abi.Divisor}),
     "common/scores.cuh": ((), {"Scores": abi.ScoreArgs}),
+    "common/dropout.cuh": ((), {"Dropout": abi.DropoutArgs}),
     "prefill/ragged.cu": (
         RAGGED,
         {

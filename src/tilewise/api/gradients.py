@@ -160,7 +160,7 @@ class _Described:
         self.captured = None if function is None else function.key
 
     def check_kernels(self, q: Any, v: Any) -> None:
-        if not self.rest["dropout_p"]:  # which goes by torch's products
+        if not self.rest["dropout_p"]:  # what no kernel drops goes by torch's products
             check_kernels(q, v, self.rest["backend"])
 
     def checked(self, q: Any, k: Any, v: Any, sinks: Any, seed: Any, **packed: Any) -> arguments.Call:

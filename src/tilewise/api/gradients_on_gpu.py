@@ -1,6 +1,7 @@
 """Gradients on a card or in the emulator: what the nodes of gradients.py ask `gpu.backward` for.
 
-Dropout, and functions and schedules that a card has no kernel for, go by torch's products there, cpu/anywhere.py.
+Functions and schedules that a card has no kernel for, with dropout all of them, go by torch's products there,
+cpu/anywhere.py.
 """
 
 from __future__ import annotations
@@ -15,10 +16,11 @@ import torch
 from tilewise import arguments
 from tilewise.api.on_cpu import full_precision
 from tilewise.api.schedules import past_lengths
+from tilewise.arch import serves_prefill
 from tilewise.cpu.anywhere import Problem
 from tilewise.cpu.backward import Rows, by_rows, of_sinks
 from tilewise.cpu.scoring import Scoring
-from tilewise.gpu import backward
+from tilewise.gpu import backward, calls
 from tilewise.gpu.backward_call import GradientCall, Gradients
 from tilewise.gpu.pattern import AnySchedule, stacked
 from tilewise.plan.schedule import BlockSchedule
@@ -28,6 +30,7 @@ State = tuple[torch.Tensor, torch.Tensor]
 Grads = Sequence[torch.Tensor | None]
 KV = tuple[torch.Tensor, torch.Tensor]
 Starts = tuple[torch.Tensor, torch.Tensor]
+DROPPING, WIDEST = (torch.bfloat16, torch.float16, torch.float32), 256  # of dropout by kernels
 
 
 def by_kernels(
@@ -47,9 +50,12 @@ def by_kernels(
     scores = call.scores
     if scores.sinks is not None:
         scores = replace(scores, sinks=scores.sinks.float().contiguous())
-    given = (tensors, scores, state, grads, deterministic, starts, longest)
     if call.dropout is not None:
-        return _by_products(call, tensors, state, grads, starts)
+        q, _, v = tensors
+        if not kernels_drop(call, q) or backward.kernel_of(q.device, q.dtype, max(q.shape[-1], v.shape[-1])) is None:
+            return _by_products(call, tensors, state, grads, starts)
+        scores = dropping(call, scores, q)
+    given = (tensors, scores, state, grads, deterministic, starts, longest)
     if call.function is None and call.schedule is None:
         return _of(*given)
     try:
@@ -65,8 +71,21 @@ def _stacked(schedule: Any, tensors: tuple[torch.Tensor, torch.Tensor, torch.Ten
     return stacked(schedule, tensors[0].shape[0], tensors[1].shape[0])
 
 
+def kernels_drop(call: arguments.Call, q: torch.Tensor) -> bool:
+    """Do kernels serve a call with dropout? They do unless there is a schedule, a function, FP8 or a wide head."""
+    plain = call.function is None and call.schedule is None and q.dtype in DROPPING
+    return plain and max(call.sizes.head_dim, call.sizes.value_dim) <= WIDEST and serves_prefill(q.device)
+
+
+def dropping(call: arguments.Call, scores: Scores, q: torch.Tensor) -> Scores:
+    """The scores with what the call drops of their weights."""
+    assert call.dropout is not None
+    seed = calls.on_device(torch.as_tensor(call.dropout.seed), q)
+    return replace(scores, dropout=call.dropout.p, seed=seed)
+
+
 def dropped(call: arguments.Call, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, starts: Any = None) -> State:
-    """The state of a call with dropout, which no forward kernel does: o, lse (B, Hq, Nq) or (Hq, total_q)."""
+    """The state of a call with dropout that no forward kernel does: o, lse (B, Hq, Nq) or (Hq, total_q)."""
     with full_precision():
         o, lse = _problem(call, (q, k, v), starts).state()
     return o.view(*q.shape[:-1], v.shape[-1]), _as_lse(lse, q)
@@ -90,7 +109,10 @@ def _problem(call: arguments.Call, tensors: Any, starts: Any) -> Problem:
         starts_q, starts_k = ([b * n for b in range(batch + 1)] for n in (seqlen_q, seqlen_k))
     else:
         starts_q, starts_k = (x.tolist() for x in starts)
-    scoring = Scoring.of(call.scores, starts_q, starts_k, call.function, call.dropout)
+    dropout = call.dropout
+    if dropout is not None:  # which waits, once
+        dropout = dropout._replace(seed=int(dropout.seed))
+    scoring = Scoring.of(call.scores, starts_q, starts_k, call.function, dropout)
     schedule = call.schedule
     on_host = [None if x is None else x.cpu() for x in schedule] if isinstance(schedule, (list, tuple)) else schedule
     if isinstance(on_host, BlockSchedule):

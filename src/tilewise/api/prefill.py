@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
@@ -111,7 +112,8 @@ def attention(
     do. torch.use_deterministic_algorithms(True) asks for it, too.
     dropout_p: the share of the softmax's weights that is dropped, below 1, the others being divided by 1 − dropout_p.
     dropout_seed: () int64; which weights are dropped follows from it and from where they stand, and None draws one from
-    torch's generator. The LSE stays as it is. On a GPU a call with dropout is made of torch's products, and waits.
+    torch's generator. The LSE stays as it is. On a GPU kernels by mma.sync do it; FP8, head_dim above 256, and dropout
+    beside a schedule, a mask or a score function, go by torch's products, which are slow and wait.
     backend: "auto" (a GPU kernel for CUDA tensors, the CPU backend for CPU tensors), "cuda", "cpu", or "emulator": the
     GPU kernel's source run on CPU tensors, slow; "emulator:NAME" for a rung of the ladder by name.
 
@@ -144,11 +146,12 @@ def attention(
         function = None if mask is None and score is None else functions.of(mask, score)
         if schedule is not None or function is not None:
             flags += calls.pattern_key(q, k, schedule, function)
-        key, known = calls.known_call(q, k, v, (sinks, alibi_slopes, out, *descales), flags)
+        key, known = calls.known_call(q, k, v, (sinks, alibi_slopes, out, *descales, dropout_seed), flags)
         if known is not None and known.plain:
             return known.again(q, k, v, schedule, function)
         if known is not None:
-            return known(q, k, v, sinks, alibi_slopes, out, descales, schedule=schedule, function=function)
+            seed = dropout.drawn(dropout_p, dropout_seed, q)
+            return known(q, k, v, sinks, alibi_slopes, out, descales, schedule=schedule, function=function, seed=seed)
     options: ScoreOptions = {
         "causal": causal, "window": window, "chunk": chunk, "scale": scale, "softcap": softcap, "sinks": sinks,
         "alibi_slopes": alibi_slopes,
@@ -185,12 +188,26 @@ def _dense(
         o, lse = named.run(kernel, q, k, v, {**options, **pattern}, call.scores.scale)
     elif call.where == "cpu":
         o, lse = dense_on_cpu(q, k, v, call, out)
-    elif call.dropout is not None:
+    elif call.dropout is not None and not gradients_on_gpu.kernels_drop(call, q):
         o, lse = gradients_on_gpu.dropped(call, q, k, v)
     else:
-        bound = calls.bind(q, call.where, call.scores.rule, return_lse, key, v)
-        return bound(q, k, v, sinks, slopes, out, call.descales, schedule=pattern["schedule"], function=call.function)
+        return _bound(q, v, call, return_lse, key)(
+            q, k, v, sinks, slopes, out, call.descales, schedule=pattern["schedule"], function=call.function,
+            seed=_seed(call),
+        )  # fmt: skip
     return result(o, lse, sinks, out, return_lse)
+
+
+def _bound(q: torch.Tensor, v: torch.Tensor, call: arguments.Call, return_lse: bool, key: Any) -> calls.GpuCall:
+    """The call bound to its kernel."""
+    rule = call.scores.rule
+    if call.dropout is not None:
+        rule = replace(rule, dropout=call.dropout.p)
+    return calls.bind(q, call.where, rule, return_lse, key, v)
+
+
+def _seed(call: arguments.Call) -> torch.Tensor | None:
+    return None if call.dropout is None else torch.as_tensor(call.dropout.seed)
 
 
 def _in_chunks(
@@ -321,11 +338,11 @@ def attention_varlen(
     key = None
     if regular and _on_device(q, cu_seqlens_q, cu_seqlens_k):  # then nothing that is checked is a value
         flags: tuple[Any, ...] = (causal, exact, return_lse, deterministic, window, scale, softcap, backend, dropout_p)
-        others = (sinks, alibi_slopes, out, *descales, cu_seqlens_q, cu_seqlens_k, page_table)
+        others = (sinks, alibi_slopes, out, *descales, cu_seqlens_q, cu_seqlens_k, page_table, dropout_seed)
         key, known = calls.known_call(q, k, v, others, flags)
         if known is not None:
             starts = arguments.starts_like(q, cu_seqlens_q, cu_seqlens_k)
-            return known(q, k, v, sinks, alibi_slopes, out, descales, starts, page_table)
+            return known(q, k, v, sinks, alibi_slopes, out, descales, starts, page_table, seed=rest["dropout_seed"])
     return _packed(q, k, v, (cu_seqlens_q, cu_seqlens_k), page_table, descales, key, options, pattern, rest)
 
 
@@ -354,14 +371,14 @@ def _packed(
     starts_q, starts_k = _checked_starts(*cu_seqlens, k, page_table, call.sizes)
     if schedule is not None:
         arguments.check_schedules(schedule, starts_q, starts_k, call.sizes, q.device)
-    if call.where != "cpu" and call.dropout is not None:
+    if call.where != "cpu" and call.dropout is not None and not gradients_on_gpu.kernels_drop(call, q):
         return _dropped(q, k, v, call, cu_seqlens, page_table, out, return_lse)
     if call.where != "cpu":
-        bound = calls.bind(q, call.where, call.scores.rule, return_lse, key, v)
         starts = arguments.starts_like(q, *cu_seqlens)
-        return bound(
-            q, k, v, sinks, slopes, out, call.descales, starts, page_table, schedule=schedule, function=call.function
-        )
+        return _bound(q, v, call, return_lse, key)(
+            q, k, v, sinks, slopes, out, call.descales, starts, page_table, schedule=schedule, function=call.function,
+            seed=_seed(call),
+        )  # fmt: skip
     assert starts_q is not None  # on the CPU, as everything is here
     assert starts_k is not None
     if page_table is not None:
@@ -406,7 +423,7 @@ def _dropped(
     out: torch.Tensor | None,
     return_lse: bool,
 ) -> Result:
-    """`attention_varlen` with dropout where kernels run: those have none."""
+    """`attention_varlen` with dropout where kernels run that do not have it."""
     if page_table is not None:
         k, v = (arguments.gather(x, page_table, starts[1].tolist()) for x in (k, v))
     o, lse = gradients_on_gpu.dropped(call, q, k, v, starts)

@@ -40,6 +40,7 @@ BARS: dict[int, tuple[tuple[float | None, ...], ...]] = {
     256: ((None, 1.0, 1.0, 1.0), (None, 1.0, 1.05, 1.05)),
 }
 OLDER = "as sm_80"
+DROPOUT = 0.1
 
 
 @dataclass(frozen=True)
@@ -137,6 +138,11 @@ def _card_rows(device: str) -> Iterator[Row]:
     make = partial(train_problems.beside_itself, ours={}, beside={"window": None})
     goal = Goal(speed_over, 4, what="causal's speed")
     yield _row("window 1024, N 16384, causal", replace(long, window=1024), make, goal)
+    for hdim in (64, 128):
+        point = replace(long, heads=WIDTH // hdim, kv_heads=WIDTH // hdim, hdim=hdim)
+        make = partial(train_problems.with_dropout, p=DROPOUT)
+        goal = Goal(partial(over_peer, peer=peers.FA2), 1.0, what="FA2")
+        yield _row(f"dropout {DROPOUT}, D {hdim}, N {TOKENS}, causal", point, make, goal)
     blocks = replace(long, causal=False, sparsity=0.9, block=64)
     goal = Goal(speed_over, 6, what="dense's speed")
     yield _row("64 × 64 blocks, 10% kept, N 16384", blocks, train_problems.in_blocks, goal)
@@ -192,23 +198,27 @@ def run(chosen: Sequence[Row], sheet: Sheet | None = None, loops: int | None = N
 
 
 def specs(chosen: Sequence[Row]) -> list[KernelSpec]:
-    """The kernels of the dense rows, and all backward kernels that leave scores as they are; a tree's forward, which
-    has a function in it, is compiled at its first call."""
+    """The kernels of the dense rows and of those with dropout, and all backward kernels that leave scores as they are;
+    a tree's forward, which has a function in it, is compiled at its first call."""
     found: list[KernelSpec] = []
     plain, value = score_rule(Scores())
-    by_card: dict[str, list[Point]] = {}
+    by_card: dict[str, list[tuple[Point, float]]] = {}
+    dropping = any(row.name.startswith("dropout") for row in chosen)
     for row in chosen:
         older = row.name.startswith(OLDER)
         points = by_card.setdefault("sm_80" if older else arch.card_of(torch.device(row.point.device)), [])
         if older or _make(row) is train_problems.dense:
-            points.append(row.point)
+            points.append((row.point, 0.0))
+        if row.name.startswith("dropout"):
+            points += [(row.point, 0.0), (row.point, DROPOUT)]
     for card, points in by_card.items():
         for spec in backward.specs(card, every=True):
             constants = dict(spec.constants)
-            if constants.get("Element") == "bf16" and constants.get(plain, value) == value:
+            wanted = dropping or not constants.get("kDropout", False)
+            if wanted and constants.get("Element") == "bf16" and constants.get(plain, value) == value:
                 found.append(spec)
         with arch.as_card(card):
-            found += map(_forward, points)
+            found += [_forward(*point) for point in points]
     return list(dict.fromkeys(found))
 
 
@@ -216,11 +226,12 @@ def _make(row: Row) -> Any:
     return row.measure.keywords["make"] if isinstance(row.measure, partial) else None
 
 
-def _forward(point: Point) -> KernelSpec:
+def _forward(point: Point, dropout: float = 0.0) -> KernelSpec:
     """Found over tensors without contents."""
     one = torch.empty(1, dtype=DTYPES[point.dtype])
     q, k = (one.expand(point.batch, point.seq, heads, point.hdim) for heads in (point.heads, point.kv_heads))
-    return Forward(q, k, k, q, Scores((None, 0 if point.causal else None)), tma=tma_can(q)).spec
+    scores = Scores((None, 0 if point.causal else None), dropout=dropout)
+    return Forward(q, k, k, q, scores, tma=tma_can(q)).spec
 
 
 def notes(outcomes: Sequence[prefill.Outcome]) -> list[str]:

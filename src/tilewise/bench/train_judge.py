@@ -16,6 +16,8 @@ from .measure import Check
 PAIRS_AT_ONCE = {"cpu": 1 << 22, "cuda": 1 << 25}
 Gradients = Sequence[torch.Tensor]  # of q, k and v
 Seen = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # (rows, 1) and (1, keys) of a sequence -> which are seen
+# What dropout multiplies weights with: sequence, query head, rows and keys as above -> (rows, keys)
+Factors = Callable[[int, int, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 def banded(causal: bool, window: Window | None) -> Seen:
@@ -24,7 +26,13 @@ def banded(causal: bool, window: Window | None) -> Seen:
 
 
 def gradient_check(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, d_o: torch.Tensor, starts: Sequence[int], seen: Seen
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    d_o: torch.Tensor,
+    starts: Sequence[int],
+    seen: Seen,
+    factors: Factors | None = None,
 ) -> Callable[..., Check]:
     """q, d_o (total, Hq, D), k and v (total, Hkv, D), packed; sequence b has rows and keys starts[b] … starts[b + 1].
 
@@ -41,9 +49,10 @@ def gradient_check(
         rows, heads = slice(starts[b], starts[b + 1]), slice(head * group, (head + 1) * group)
         given = [x[rows, h].detach() for x, h in ((q, heads), (k, slice(head, head + 1)), (v, slice(head, head + 1)))]
         of_o = d_o[rows, heads]
+        dropped = None if factors is None else lambda h, rows, keys: factors(b, head * group + h, rows, keys)
         return (
-            _gradients(given, of_o, seen, torch.float64),
-            _gradients(given, of_o, seen, q.dtype),
+            _gradients(given, of_o, seen, dropped, torch.float64),
+            _gradients(given, of_o, seen, dropped, q.dtype),
         )
 
     def check(answer: Any, leeway: float = 1.0) -> Check:
@@ -73,7 +82,13 @@ def gradient_check(
     return check
 
 
-def _gradients(given: Gradients, d_o: torch.Tensor, seen: Seen, dtype: torch.dtype) -> Gradients:
+def _gradients(
+    given: Gradients,
+    d_o: torch.Tensor,
+    seen: Seen,
+    dropped: Callable[[int, torch.Tensor, torch.Tensor], torch.Tensor] | None,
+    dtype: torch.dtype,
+) -> Gradients:
     """Of one sequence's q (N, group, D) and k, v (N, 1, D), by autograd through plain mathematics in `dtype`, some rows
     at a time; sums over rows and query heads are float64."""
     q, k, v = (x.to(dtype) for x in given)
@@ -87,7 +102,10 @@ def _gradients(given: Gradients, d_o: torch.Tensor, seen: Seen, dtype: torch.dty
             leaves = [x.detach().requires_grad_() for x in (q[some, head], k[:, 0], v[:, 0])]
             with torch.enable_grad():
                 s = (leaves[0] @ leaves[1].T * scale).masked_fill(~seen(place[some, None], place[None]), -math.inf)
-                o = s.softmax(-1) @ leaves[2]
+                p = s.softmax(-1)
+                if dropped is not None:
+                    p = p * dropped(head, place[some, None], place[None]).to(dtype)
+                o = p @ leaves[2]
                 found = torch.autograd.grad(o, leaves, d_o[some, head].to(dtype))
             d_q[some, head] = found[0]
             d_k[:, 0] += found[1]

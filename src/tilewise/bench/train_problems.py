@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tilewise import arch
+from tilewise.cpu.dropout import Dropout
 from tilewise.plan.schedule import BlockSchedule
 from tilewise.trees import TokenTree
 
@@ -26,7 +27,7 @@ from ..plan import plan_dense, plan_varlen
 from ..plan.branches import plan_branches
 from . import flex, peers
 from .measure import Check, Kernel
-from .train_judge import Seen, banded, gradient_check
+from .train_judge import Factors, Seen, banded, gradient_check
 from .workloads import DTYPES, Point, backends, lengths_of, random_like
 
 BACKWARD, STEP = 2.5, 3.5  # times the forward's FLOPs: five products, and seven
@@ -102,25 +103,31 @@ class Data:
         flops = int((self.flops if work is None else work) * (STEP if step else BACKWARD))
         return Kernel(name, run, ours, flops, self.nbytes, same_answer=same)
 
-    def problem(self, kernels: Sequence[Kernel], seen: Seen, starts: Sequence[int] | None = None) -> Problem:
-        """The kernels with their judge. starts: of packed sequences, those of a batch if None."""
+    def problem(
+        self,
+        kernels: Sequence[Kernel],
+        seen: Seen,
+        starts: Sequence[int] | None = None,
+        factors: Factors | None = None,
+    ) -> Problem:
+        """The kernels with their judge. starts: of packed sequences, those of a batch if None. factors: of dropout."""
         if starts is None:
             starts = [n * self.q.shape[1] for n in range(self.q.shape[0] + 1)]
         q, k, v, d_o = (x.flatten(0, -3) for x in (self.q, self.k, self.v, self.d_o))
-        check = gradient_check(q, k, v, d_o, starts, seen)
+        check = gradient_check(q, k, v, d_o, starts, seen, factors)
         peers_check = partial(check, leeway=PEERS_LEEWAY)
         judged = [kernel if kernel.ours else replace(kernel, check=peers_check) for kernel in kernels]
         return Problem(judged, check, tuple(self.q.shape))
 
 
-def sdpa(point: Point, backend: SDPBackend | None) -> Call:
+def sdpa(point: Point, backend: SDPBackend | None, dropout_p: float = 0.0) -> Call:
     """torch's, called on (B, N, H, D)."""
     grouped = point.heads != point.kv_heads
 
     def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         with nullcontext() if backend is None else sdpa_kernel(backend):
-            o = F.scaled_dot_product_attention(q, k, v, is_causal=point.causal, enable_gqa=grouped)
+            o = F.scaled_dot_product_attention(q, k, v, None, dropout_p, point.causal, enable_gqa=grouped)
         return o.transpose(1, 2)
 
     return call
@@ -190,6 +197,24 @@ def beside_itself(point: Point, ours: dict[str, Any], beside: dict[str, Any]) ->
         data.kernel(f"{data.ours}, {BESIDE}", _attention(point, **beside), same=False, work=whole),
     ]
     return data.problem(kernels, banded(point.causal, point.band))
+
+
+def with_dropout(point: Point, p: float) -> Problem:
+    """A step with dropout beside the same without it, and beside FlashAttention-2 or torch, whose mask is another."""
+    data, seed = _dense_data(point), torch.tensor(7, device=point.device)
+    dropout = Dropout(p, seed)
+
+    def factors(b: int, h: int, rows: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+        sequence, head = (torch.tensor(x, device=rows.device) for x in (b, h))
+        return dropout.factors(sequence, head.view(1, 1, 1), rows, keys)[0]
+
+    backend, peer = (SDPBackend.FLASH_ATTENTION, peers.FA2) if data.q.is_cuda else (None, peers.SDPA)
+    kernels = [
+        data.kernel(data.ours, _attention(point, dropout_p=p, dropout_seed=seed), step=True),
+        data.kernel(f"{data.ours}, {BESIDE}", _attention(point), step=True, same=False),
+        data.kernel(peer, sdpa(point, backend, p), ours=False, step=True, same=False),
+    ]
+    return data.problem(kernels, banded(point.causal, None), factors=factors)
 
 
 def two_head_dims(point: Point, value_dim: int) -> Problem:

@@ -6,8 +6,8 @@ They run on CUDA tensors (head_dim up to 256, every card since Ampere) and on CP
 get gradients, from out and from softmax_lse. What differs:
 
 - float32 is taken as well as bfloat16 and float16;
-- dropout_p > 0 runs on torch's products on a GPU, not on a kernel, and makes the CPU wait. S_dmask is flash_attn's
-  (dropped.py), with 0 where memory stays uninitialised there;
+- dropout_p > 0 drops other weights for the same seed of torch's generator. S_dmask is flash_attn's (dropped.py), with 0
+  where memory stays uninitialised there;
 - pages may have any size, and every call takes `learnable_sink` (heads,), a logit that joins the softmax's
   denominator only;
 - alibi_slopes that require gradients raise NotImplementedError, where flash_attn gives them none without a word;
@@ -239,6 +239,6 @@ def _attend(
         return o
     if seed is None:
         return o, as_flash_attn(lse), o.new_empty(0)
-    said = int(longest[0]), int(longest[1])  # the call has waited for the seed already
+    said = int(longest[0]), int(longest[1])  # torch's products wait, too
     weights = dropped_weights(inputs, asked, dropout.Dropout(dropout_p, int(seed)), said)
     return o, as_flash_attn(lse), weights

@@ -11,7 +11,7 @@ import math
 import torch
 
 from tilewise.functions.layout import Divisor as Divisor  # users' functions divide as the kernels do
-from tilewise.scores import Scores
+from tilewise.scores import Scores, dropped_below
 
 FP8 = torch.float8_e4m3fn
 LOG2E = math.log2(math.e)
@@ -87,6 +87,18 @@ APART_RULES = (Scores(softcap=30.0), Scores(alibi=True))  # for kernels that do 
 DECODE_RULES = (decode_score_rule(Scores()), decode_score_rule(Scores(softcap=30.0)))
 
 
+class DropoutArgs(ctypes.Structure):
+    """common/dropout.cuh: Dropout. The seed's address is set per call."""
+
+    _fields_ = [("seed", ctypes.c_void_p), ("below", ctypes.c_uint32), ("factor", ctypes.c_float)]
+
+    @classmethod
+    def of(cls, scores: Scores) -> DropoutArgs:
+        if not scores.dropout:
+            return cls()
+        return cls(below=dropped_below(scores.dropout) << 16, factor=1.0 / (1.0 - scores.dropout))
+
+
 class TileListArgs(ctypes.Structure):
     """prefill/work.cuh: TileLists."""
 
@@ -135,6 +147,7 @@ class ForwardArgs(ctypes.Structure):
         *((n, ctypes.c_int) for n in ("seqlen_q", "seqlen_k", "tiles", "q_tiles")),
         *((n, Divisor) for n in ("tile_heads", "tile_heads_per_kv", "together", "tiles_together")),
         ("lists", TileListArgs),
+        ("dropout", DropoutArgs),
     ]
 
 

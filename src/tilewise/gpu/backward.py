@@ -18,9 +18,9 @@ from tilewise.gpu.backward_call import GradientCall as GradientCall
 from tilewise.gpu.backward_call import Gradients as Gradients
 
 
-def kernel_of(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
-    """The kernel that gives gradients on a device, None if none does."""
-    if hopper(card_of(device)) and backward_hopper.serves(dtype, head_dim):
+def kernel_of(device: torch.device, dtype: torch.dtype, head_dim: int, dropout: bool = False) -> str | None:
+    """The kernel that gives gradients on a device, None if none does; dropout: of a call that drops weights."""
+    if hopper(card_of(device)) and backward_hopper.serves(dtype, head_dim) and not dropout:
         return "backward"
     served = dtype in backward_mma.DTYPES and head_dim <= max(backward_mma.WIDTHS)
     return "backward_mma" if served else None

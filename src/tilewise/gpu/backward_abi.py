@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 
-from tilewise.gpu.abi import Divisor, ScoreArgs, Strides
+from tilewise.gpu.abi import Divisor, DropoutArgs, ScoreArgs, Strides
 
 KEY_TILE_WORDS, KEY_LIST_HEADER = 16, 16  # arguments.cuh: kKeyTileWords, kKeyListHeader
 STRIDED = ("q", "k", "v", "o", "do", "dq", "dk", "dv", "lse", "d_lse")
@@ -32,6 +32,7 @@ class BackwardArgs(ctypes.Structure):
         *((n, ctypes.c_int) for n in ("seqlen_q", "seqlen_k", "sequences", "heads", "kv_heads", "group", "head_dim")),
         *((n, ctypes.c_int) for n in ("q_tiles", "kv_tiles", "together")),
         ("lists", QueryListArgs),
+        ("dropout", DropoutArgs),
     ]
 
 

@@ -26,6 +26,7 @@ from tilewise.gpu.abi import (
     MAP_NAMES,
     PANEL,
     PANEL_BYTES,
+    DropoutArgs,
     ScoreArgs,
     Strides,
     score_rule,
@@ -100,9 +101,10 @@ def padded(head_dim: int) -> int:
 
 
 def serves(dtype: torch.dtype, head_dim: int, scores: Scores = PLAIN) -> bool:
-    """Does the kernel take such a problem? Curved scores with ALiBi need registers that heads beyond 64 lack."""
+    """Does the kernel take such a problem? Curved scores with ALiBi need registers that heads beyond 64 lack, and
+    dropout is done by the other one."""
     room = padded(head_dim) <= 64 or scores.linear or not scores.alibi
-    return dtype in DTYPES and head_dim <= max(TILINGS) and room
+    return dtype in DTYPES and head_dim <= max(TILINGS) and room and not scores.dropout
 
 
 @dataclass(frozen=True)
@@ -301,6 +303,10 @@ def arguments(
     if scores.slopes is not None:
         args.scores.slopes, args.scores.slopes_batch = scores.slopes.data_ptr(), scores.slopes.stride(0)
         read["slopes"] = scores.slopes
+    args.dropout = DropoutArgs.of(scores)
+    if scores.seed is not None:
+        args.dropout.seed = scores.seed.data_ptr()
+        read["seed"] = scores.seed
     return args, read
 
 

@@ -85,23 +85,27 @@ def padded(head_dim: int) -> int:
     return next(d for d in WIDTHS if d >= head_dim)
 
 
-def choose(card: str, dtype: torch.dtype, head_dim: int, block_k: int = 0, crowded: bool = False) -> BackwardTiling:
+def choose(
+    card: str, dtype: torch.dtype, head_dim: int, block_k: int = 0, crowded: bool = False, dropped: bool = False
+) -> BackwardTiling:
     """The tiling for a head dimension on a card.
 
     block_k: keys of a schedule's blocks, which tiles do not exceed. crowded: scores take more than a factor, or masks
-    more than a span, and registers that S would have.
+    more than a span, and registers that S would have; dropped: weights are dropped, which takes some, too.
     """
     width, size, limits = padded(head_dim), dtype.itemsize, limits_of(card)
     fitting = [
         t
         for t in TILINGS[size, width][(size, width) in TOO_WIDE.get(card, ()) :]
         if t.shared_bytes(width, size) <= min(limits.shared_block, limits.shared_sm // t.blocks_each - RESERVED)
-        and not (crowded and t.pair_keys == 64)
+        and not ((crowded or dropped) and t.pair_keys == 64)
     ]
     found = next((t for t in fitting if not block_k or t.tile_kv <= block_k), fitting[-1 if block_k else 0])
-    if crowded and found == TILINGS[2, 128][0]:
+    if (crowded or dropped) and found == TILINGS[2, 128][0]:
         return replace(found, tile_q=32)
-    return found
+    if dropped and (size, width) == (4, 128):
+        return replace(found, tile_q=16, dq_across=found.threads // 32)
+    return replace(found, own_registers=found.own_registers and not (crowded and dropped))
 
 
 def new_card(device: torch.device) -> bool:
@@ -154,6 +158,7 @@ def specs_of(kind: Kind, tiling: BackwardTiling) -> tuple[KernelSpec, KernelSpec
         ("Function", "UserFunction" if kind.function else "NoFunction"),
         ("Slope", SLOPE if kind.slope else "NoFunction"),
         ("kPicked", kind.picked),
+        ("kDropout", kind.scores.dropout > 0),
         ("kOwnInRegisters", tiling.own_registers),
         ("kBlocksEach", tiling.blocks_each),
     )
@@ -187,24 +192,26 @@ def list_spec(index: torch.dtype, tiling: BackwardTiling, in_turn: bool) -> Kern
 def specs(card: str, *, every: bool = False) -> list[KernelSpec]:
     """The kernels as a card's users get them: bfloat16 and head dimension 128, or `every` one; on Hopper the others."""
     dtypes = DTYPES if every else (torch.float32 if hopper(card) else torch.bfloat16,)
+    rules = (*EVERY_RULE, *(replace(rule, dropout=0.1) for rule in EVERY_RULE)) if every else EVERY_RULE[:1]
     kinds = [
         Kind(dtype, head_dim, scores, _newer(card), index, in_turn)
         for dtype in dtypes
         for head_dim in (WIDTHS if every else (128,))
-        for scores in (EVERY_RULE if every else EVERY_RULE[:1])
+        for scores in rules
         if not (hopper(card) and serves(dtype, head_dim, scores))
         for index in (None, torch.int32)
         for in_turn in ((False, True) if every else (False,))
     ]
-    chosen = {kind: choose(card, kind.dtype, kind.head_dim, crowded=kind.scores.changed) for kind in kinds}
+    chosen = {kind: choose(card, kind.dtype, kind.head_dim, 0, *_takes(kind.scores)) for kind in kinds}
     made = [spec for kind, tiling in chosen.items() for spec in specs_of(kind, tiling)]
     tilings = dict.fromkeys(chosen.values())
     lists = [list_spec(torch.int32, tiling, in_turn) for tiling in tilings for in_turn in (False, True)]
     return list(dict.fromkeys([*made, *lists]))
 
 
-def _crowded(call: GradientCall) -> bool:
-    return call.scores.changed or call.function is not None or call.schedule is not None
+def _takes(scores: Scores, picks: bool = False) -> tuple[bool, bool]:
+    """What registers are taken for: crowded and dropped, of `choose`. picks: there are functions or a schedule."""
+    return scores.changed or picks, scores.dropout > 0
 
 
 def shapes_of(call: GradientCall, tiling: BackwardTiling) -> Shapes:
@@ -230,7 +237,8 @@ def gradients(call: GradientCall, tiling: BackwardTiling | None = None, **emulat
     given = {name: loadable(getattr(call, name)) for name in ("q", "k", "v", "o", "d_o")}
     found = {f"d_{n}": torch.empty_like(given[n], memory_format=torch.contiguous_format) for n in "qkv"}
     block_k = 0 if call.schedule is None else call.schedule.block_k
-    tiling = tiling or choose(card_of(device), call.q.dtype, call.q.shape[-1], block_k, _crowded(call))
+    takes = _takes(call.scores, call.function is not None or call.schedule is not None)
+    tiling = tiling or choose(card_of(device), call.q.dtype, call.q.shape[-1], block_k, *takes)
     shapes = shapes_of(call, tiling)
     if not call.q.numel() or not call.k.numel() or not shapes.sequences:
         none = None if sinks is None else torch.zeros(shapes.heads, dtype=torch.float32, device=device)

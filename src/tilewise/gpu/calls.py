@@ -85,13 +85,14 @@ class GpuCall:
         schedule: BlockSchedule | Sequence[BlockSchedule | None] | None = None,
         function: Function | None = None,
         listed: dict[prefill.Forward, prefill.TileList] | None = None,
+        seed: torch.Tensor | None = None,
     ) -> Result:
-        """listed: the tiles of calls with these starts and this page table, by the kernel that walks them; those of a
-        kernel that is not there are listed, and put there."""
+        """seed: of dropout, () int64. listed: the tiles of calls with these starts and this page table, by the kernel
+        that walks them; those of a kernel that is not there are listed, and put there."""
         if out is not None and checks.place(out, q, k, v) is None:  # it is read from as well: by way of another
             again = GpuCall(self.scores, self.return_lse)
             given = (q, k, v, sinks, slopes, None, descales, starts, page_table)
-            result = again(*given, schedule=schedule, function=function)
+            result = again(*given, schedule=schedule, function=function, seed=seed)
             if isinstance(result, torch.Tensor):
                 return out.copy_(result)
             return out.copy_(result[0]), result[1]
@@ -109,7 +110,7 @@ class GpuCall:
             lse = q.new_empty(shape, dtype=torch.float32)
         if self.bound is None:
             like_q = q.is_contiguous() and q.dtype == o.dtype
-            self.plain = like_q and all(x is None for x in (sinks, slopes, out, starts, lse))
+            self.plain = like_q and all(x is None for x in (sinks, slopes, out, starts, lse, seed))
             _check_head_dims(q, v.shape[-1], ".cpu() tensors" if q.is_cuda else 'backend="cpu"')
             if not q.numel() or not k.numel():
                 self.plain = False
@@ -139,7 +140,9 @@ class GpuCall:
             if tiles is None:
                 tiles = listed[self.bound] = prefill.TileList(self.bound, starts, page_table, k.shape[1])
                 tiles.make()
-        self.bound(q, k, v, o, lse, sinks, slopes, starts, page_table, descales, blocks, function, tiles)
+        if seed is not None:
+            seed = on_device(seed, q)
+        self.bound(q, k, v, o, lse, sinks, slopes, starts, page_table, descales, blocks, function, tiles, seed)
         return o if lse is None else (o, lse)
 
     def again(
@@ -155,6 +158,15 @@ class GpuCall:
         assert self.bound is not None
         self.bound.launch((q.data_ptr(), k.data_ptr(), v.data_ptr(), o.data_ptr()), schedule, function)
         return o
+
+
+def on_device(seed: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+    """The seed of dropout where q is, without a wait: it is filled in, not copied, if it came from the CPU."""
+    if seed.device == q.device:
+        return seed
+    if seed.device.type == "cpu":
+        return torch.full((), int(seed), dtype=seed.dtype, device=q.device)
+    return seed.to(q.device)
 
 
 def _longest(k: torch.Tensor, page_table: torch.Tensor | None) -> int:

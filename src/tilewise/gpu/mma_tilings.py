@@ -18,12 +18,14 @@ from tilewise.gpu.pattern import NO_PATTERN, Pattern, block_keys, problem_consta
 from tilewise.gpu.widths import WIDE, Widths, widths_of
 from tilewise.scores import Scores
 
+PLAIN = Scores()
 BLOCK_OVERHEAD = 1024  # bytes of shared memory per block that the driver reserves
 
 
-def serves(card: str, dtype: torch.dtype) -> bool:
-    """Does this kernel serve the dtype on the card? On Hopper it does where wgmma has no product: in float32."""
-    return not hopper(card) or dtype == torch.float32
+def serves(card: str, dtype: torch.dtype, scores: Scores = PLAIN) -> bool:
+    """Does this kernel serve the dtype on the card? On Hopper it does where wgmma has no product, in float32, and
+    where weights are dropped."""
+    return not hopper(card) or dtype == torch.float32 or scores.dropout > 0
 
 
 @dataclass(frozen=True)
@@ -81,6 +83,8 @@ TILINGS: dict[tuple[int, int], tuple[MmaTiling, ...]] = {
 }
 # The same by both head dimensions, where the narrower V leaves registers for 32 rows per warp.
 PAIRS = {(2, 192, 128): (_tiling(128, 48, 32, 1, 2), _tiling(64, 32, 16, 1, 2))}
+# Keys of a block, at most, where warps of 32 rows draw what is dropped, by padded head dimension.
+DROPPING = {96: 48, 192: 32}
 # Q and K of more than 256: Q takes most of the shared memory, and O no more registers than at 256 (widths.py: slices).
 WIDE_TILINGS = {
     2: (_tiling(64, 64, 16, 1, 1), _tiling(64, 32, 16, 1, 1), _tiling(64, 16, 16, 1, 1)),
@@ -111,10 +115,15 @@ def choose(
     # Wider heads have no registers for what CUDA cores load together.
     cuda_cores = operand == torch.float32 and not tf32_products(card) and width <= 128
     crowded = scores.changed or pattern.listed or pattern.score or not vectors or (scores.exact and operand == FP8)
+    crowded = crowded or scores.dropout > 0
     found = []
     for base in _bases(operand, widths):
         tiling = replace(base, operand=operand, cuda_cores=cuda_cores)
         tiling = _for_pattern(tiling, dtype, width, crowded, pattern, page_size)
+        if scores.dropout and tiling.warp_rows == 32:
+            tiling = replace(tiling, tile_kv=min(tiling.tile_kv, DROPPING.get(width, tiling.tile_kv)))
+            if page_size:  # pages take their own, and are rare beside dropout
+                tiling = replace(tiling, tile_kv=min(tiling.tile_kv, 32), q_registers=False)
         shared = shared_bytes(dtype, widths, tiling, told=_told(tiling, pattern, page_size))
         fits = limits.shared_sm // (shared + BLOCK_OVERHEAD) if shared <= limits.shared_block else 0
         if fits >= tiling.blocks_each:
@@ -213,6 +222,7 @@ def forward_mma_spec(
         ("kCudaCores", tiling.cuda_cores),
         ("kBlocksEach", tiling.blocks_each),
         ("kVectors", vectors),
+        ("kDropout", scores.dropout > 0),
         *problem_constants(
             scores, pattern, tile_q=tiling.tile_q, unit=tiling.unit, lazy=tiling.lazy, pack=pack, page_size=page_size
         ),

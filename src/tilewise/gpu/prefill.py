@@ -24,6 +24,7 @@ from tilewise.gpu.abi import (
     TILE_WORDS,
     Descale,
     Divisor,
+    DropoutArgs,
     ForwardArgs,
     NoFunctionArgs,
     RaggedArgs,
@@ -136,6 +137,7 @@ class Forward:
             *(g.q_tiles * batch * g.heads, g.q_tiles),
             *(Divisor.by(n) for n in (g.heads, per_kv, g.together, beside)),
         )
+        self.args.dropout = DropoutArgs.of(scores)
         self.lists: Lists | None = None
         if pattern.listed:
             self.lists = Lists(
@@ -182,9 +184,11 @@ class Forward:
         schedule: AnySchedule | None = None,
         function: Function | None = None,
         tiles: TileList | None = None,
+        seed: torch.Tensor | None = None,
         **emulated: Any,
     ) -> None:
-        """Fills o, and lse if there is one. sinks, slopes: float32. emulated: options of emulator.launch.
+        """Fills o, and lse if there is one. sinks, slopes: float32; seed: of dropout. emulated: options of
+        emulator.launch.
 
         descales: of q, k and v in FP8, (sequences, KV heads) float32 with the last stride 1. tiles: of just these
         starts and this page table, listed already.
@@ -197,6 +201,8 @@ class Forward:
             a.scores.sinks = sinks.data_ptr()
         if slopes is not None:
             a.scores.slopes, a.scores.slopes_batch = slopes.data_ptr(), slopes.stride(0)
+        if seed is not None:
+            a.dropout.seed = seed.data_ptr()
         if page_table is not None:
             a.page_table, a.page_table_stride = page_table.data_ptr(), page_table.stride(0)
         for field, descale in zip((a.descale_q, a.descale_k, a.descale_v), descales, strict=True):
@@ -217,7 +223,7 @@ class Forward:
         counter = torch.zeros(2, dtype=torch.int32)
         a.counter = counter.data_ptr()
         tensors = {"q": q, "k": k, "v": v, "o": o, "lse": lse, "sinks": sinks, "slopes": slopes, "work": work}
-        tensors |= {"page_table": page_table, "counter": counter}
+        tensors |= {"page_table": page_table, "counter": counter, "seed": seed}
         tensors |= {f"descale_{name}": x for name, x in zip("qkv", descales, strict=True)}
         if starts is not None:
             tensors |= {"starts_q": starts[0], "starts_k": starts[1]}

@@ -6,6 +6,7 @@ Here stands what the Hopper forward takes; mma_tilings.py has the same of the on
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import product
@@ -259,16 +260,19 @@ def choose(
     """The tiling, and with it the kernel, for sequences of about `seqlen_q` rows; tma: rows lie on 16 bytes;
     value_dim: the head dimension of V, if it is another than that of Q and K."""
     loads: dict[str, Any] = {"pattern": pattern, "page_size": page_size, "value_dim": value_dim}
-    if mma_tilings.serves(card, dtype):
+    if mma_tilings.serves(card, dtype, scores):
         return mma_tilings.choose(card, dtype, head_dim, scores, vectors=tma, **loads)
     return choose_tiling(dtype, head_dim, seqlen_q, scores, plain=tma and not page_size, **loads)
 
 
-def kernel_of(device: torch.device, dtype: torch.dtype) -> tuple[str, str]:
-    """The kernel that serves a dtype on a device, forward or forward_mma, and why it is that one."""
+def kernel_of(device: torch.device, dtype: torch.dtype, dropout: bool = False) -> tuple[str, str]:
+    """The kernel that serves a dtype on a device, forward or forward_mma, and why it is that one; dropout: weights are
+    dropped."""
     card = card_of(device)
     asked = "" if card == arch_of_device(device) else ", which TILEWISE_CARD asks for,"
     if not mma_tilings.serves(card, dtype):
+        if dropout:
+            return "forward_mma", f"{card}{asked} drops weights in the kernel by mma.sync"
         return "forward", f"{card}{asked} has wgmma and TMA"
     if dtype == torch.float32:
         tf32 = "as three TF32 products of mma.sync each"
@@ -366,12 +370,20 @@ def specs(card: str = "sm_90a", *, every: bool = False) -> list[KernelSpec]:
             for scores in asked:
                 for rows in (SHORT, 1 << 20):
                     found += [spec_for(card, dtype, head_dim, rows, scores, **load)[1] for load in loads]
+    for dtype, head_dim, scores in _dropping(asked) if every else ():
+        found += [spec_for(card, dtype, head_dim, 1 << 20, scores, **load)[1] for load in loads]
     for head_dim, value_dim in EVERY_PAIR if every else ():
         for dtype, load in product((torch.bfloat16, torch.float32), loads):
             found.append(spec_for(card, dtype, head_dim, 1 << 20, asked[0], value_dim=value_dim, **load)[1])
     tile = choose(card, torch.bfloat16, 128, 1 << 20, Scores())
     found += [ragged_spec(torch.int32, tile, 1), *_patterned_specs(card, every)]
     return list(dict.fromkeys(found))
+
+
+def _dropping(asked: Sequence[Scores]) -> Iterator[tuple[torch.dtype, int, Scores]]:
+    """The same problems with dropout, which FP8 has none of."""
+    kinds = product((x for x in DTYPES if x != FP8), TILINGS, asked)
+    return ((dtype, head_dim, replace(scores, dropout=0.1)) for dtype, head_dim, scores in kinds)
 
 
 def _patterned_specs(card: str, every: bool) -> list[KernelSpec]:
@@ -458,12 +470,13 @@ def geometry(
     widths = widths_of(head_dim, value_dim)
     loads: dict[str, Any] = {"tma": tma, "pattern": pattern, "page_size": page_size, "value_dim": value_dim}
     tiling = choose(card, dtype, head_dim, rows, scores, **loads)
-    if table is not None:
+    if table is not None and not scores.dropout:
         tiling = as_measured(table, card, dtype, head_dim, rows, tiling, scores, **loads)
     group = heads_q // heads_kv
     # Slabs are whole tokens, and the heads of a tile share its list.
     apart = pattern.listed and (pattern.heads > heads_kv or group & (group - 1) != 0)
-    pack = 1 if apart else pack_of(tiling.tile_q, rows, group)
+    # Where weights are dropped, a lane draws for two rows of a head.
+    pack = 1 if apart or scores.dropout else pack_of(tiling.tile_q, rows, group)
     heads, together = heads_q // pack, 1
     if scores.window[1] is not None or pattern.mask or sequences is not None:  # tiles differ in weight
         # Tiles of a listed problem that run together need not walk the same keys together: fewer heads stay in L2.

@@ -20,6 +20,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from tilewise import api, arch, arguments, checks
+from tilewise.api.gradients_on_gpu import WIDEST
 from tilewise.gpu import backward, tilings
 from tilewise.gpu.abi import FP8
 from tilewise.integrations import seen_keys as _seen_keys  # noqa: F401, registers an operator
@@ -90,7 +91,7 @@ def sdpa(
 
     Tilewise serves, on the CPU: float32, float16 and bfloat16, no mask or a boolean one that hides keys from all
     queries and heads alike (padding); on a GPU: the same dtypes without a mask. torch's own function serves the rest:
-    other masks, dropout on a GPU or beside a mask, tensor subclasses, calls that torch refuses. Gradients come from the
+    other masks, dropout beside a mask, tensor subclasses, calls that torch refuses. Gradients come from the
     one that serves. Which weights are dropped follows from a seed that torch's generator gives.
 
     Returns (..., Hq, L, Ev). A row that sees no key is 0.
@@ -130,9 +131,10 @@ def _explained(facts: Facts, device: torch.device, reasons: tuple[str, ...]) -> 
     if facts.device == "cpu":
         return Explanation("tilewise", KERNELS["cpu"], reasons)
     assert facts.dtype is not None
-    kernel, why = tilings.kernel_of(device, facts.dtype)
+    kernel, why = tilings.kernel_of(device, facts.dtype, facts.dropout)
     if facts.grad:
-        kernel += f", then {backward.kernel_of(device, facts.dtype, max(facts.query[-1], facts.value[-1]))}"
+        widest = max(facts.query[-1], facts.value[-1])
+        kernel += f", then {backward.kernel_of(device, facts.dtype, widest, facts.dropout)}"
     return Explanation("tilewise", f"{KERNELS['cuda']} {kernel}", (*reasons, why))
 
 
@@ -164,9 +166,7 @@ def _refusals(facts: Facts) -> list[str]:
         refused.append("an argument is of a kind or value that only torch judges")
     if facts.grad and facts.device == "cuda" and not facts.trains:
         refused.append("an input requires gradients, and the card has no backward kernel for this")
-    if facts.dropout and facts.device == "cuda":
-        refused.append("no GPU kernel has dropout")
-    elif facts.dropout and facts.mask is not None:
+    if facts.dropout and facts.mask is not None:
         refused.append("attn_mask and dropout_p are both given")
     if not facts.fused:
         refused.append("sdpa_kernel() or torch.backends.cuda.enable_flash_sdp() has switched flash kernels off")
@@ -197,6 +197,8 @@ def _shape_refusals(facts: Facts) -> list[str]:
     most = tilings.MAX_HEAD_DIM if facts.device == "cuda" else arguments.MAX_HEAD_DIM
     if not (1 <= query[-1] <= most and 1 <= value[-1] <= most):
         return [f"head dimensions are served from 1 to {most}"]
+    if facts.dropout and facts.device == "cuda" and max(query[-1], value[-1]) > WIDEST:
+        return [f"no GPU kernel has dropout of head dimensions above {WIDEST}"]
     lead = _broadcast(query[:-3], key[:-3], value[:-3])
     heads = _heads(query, key, value, facts.gqa)
     if lead is None or heads is None or heads == 0:

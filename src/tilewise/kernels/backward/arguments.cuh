@@ -7,6 +7,7 @@
 // reads per query row, and one after rounds dQ.
 #pragma once
 #include "common/args.cuh"
+#include "common/dropout.cuh"
 #include "common/functions.cuh"
 #include "common/scores.cuh"
 
@@ -50,6 +51,7 @@ struct BackwardArgs {
     int kv_tiles;  // per KV head, of the round where there are rounds; packed: as many as the list has room for
     int together;  // dense, in turn: heads whose key tiles begin side by side
     QueryLists lists;
+    Dropout dropout;  // for backward_mma
 };
 
 // A tile of keys, and the query tiles [begin, end) in which some query sees some of them. Keys and tiles count within

@@ -16,7 +16,10 @@
 // or V in registers; kNewCard: it has stmatrix and adds vectors; kInTurn: tiles of keys add to dQ in their order;
 // kBlocksEach: thread blocks that a multiprocessor is to hold; Rule: what is done to scores; Function, Slope: a user's
 // mask and score, and the score's derivative as a function like it; kPicked: a schedule, a mask or positions leave
-// something out. Rows lie on 16 bytes.
+// something out; kDropout: weights are dropped. Rows lie on 16 bytes.
+//
+// With dropout by the factors F, dV = (P ∘ F)ᵀ dO and dS = P ∘ (F ∘ dP − delta): the first warp of a pair draws, and
+// tells the second by the sign of what it leaves of P.
 #include "backward/mma_products.cuh"
 #include "backward/mma_scoring.cuh"
 
@@ -183,11 +186,25 @@ struct Worker {
         warp::mma_pv(sum, a, TileQ(kAtDo + stage * TileQ::kBytes));
         if (more_dq) add_dq(before_ds);
     }
+    static TILE_DEVICE float weight(float p) { return kDropout ? fabsf(p) : p; }
+    // Values 2i and 2i + 1 of dP become F ∘ dP − delta; p has the sign of those that are dropped
+    TILE_DEVICE void drop(float (&dp)[kTileQ / 2], int stage, int i, const Two& p) const {
+        const Shared<Two> less(kAtStats + (2 * stage + 1) * kStatBytes);
+        const Two delta = less[i / 2 * 4 + warp::fragment_column() / 2];
+#pragma unroll
+        for (int j = 0; j < 2; j++) {
+            float& x = dp[2 * i + j];
+            x = int(as_bits(p.of[j])) < 0 ? delta.of[j] : ptx::mad(x, args.dropout.factor, delta.of[j]);
+        }
+    }
     // One step's dS and dK
     TILE_DEVICE void differ(int stage, const TileDs& ds, bool more_dq, const TileDs& before_ds) {
         if (more_dq) add_dq(before_ds);
         Fragments dp;
-        fill(dp, stage, 1);
+        if constexpr (kDropout)
+#pragma unroll
+            for (int m = 0; m < kM; m++) warp::zero(dp[m]);
+        else fill(dp, stage, 1);
         own.multiply(dp, TileKv(kAtV), first_key(), TileQ(kAtDo + stage * TileQ::kBytes));
         ptx::barrier_sync(kPairBarrier + pair, 64);
 #pragma unroll
@@ -197,7 +214,8 @@ struct Worker {
 #pragma unroll
             for (int i = 0; i < kTileQ / 4; i++) {
                 const Two p = two_of(a[m], i);
-                set_two(a[m], i, p.of[0] * dp[m][2 * i], p.of[1] * dp[m][2 * i + 1]);
+                if constexpr (kDropout) drop(dp[m], stage, i, p);
+                set_two(a[m], i, weight(p.of[0]) * dp[m][2 * i], weight(p.of[1]) * dp[m][2 * i + 1]);
             }
 #pragma unroll
             for (int k = 0; k < kTileQ / kDepth; k++) put(ds, first_key() + 16 * m, k, a[m][k]);
@@ -281,6 +299,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksEach)
         if (weighs) worker.run<true>(at);
         else worker.run<false>(at);
     }
-    if (weighs) store(args, work()[0], kv_head, args.dv, args.dv_strides, worker.sum, worker.first_key(), 1.0f);
+    const float kept = kDropout ? args.dropout.factor : 1.0f;
+    if (weighs) store(args, work()[0], kv_head, args.dv, args.dv_strides, worker.sum, worker.first_key(), kept);
     else store(args, work()[0], kv_head, args.dk, args.dk_strides, worker.sum, worker.first_key(), args.scale);
 }

@@ -12,6 +12,7 @@ struct Scoring {
     int query, head, key;  // the first of the tile's queries; the query head; the first of the warp's keys
 
     static constexpr bool kDerived = Function::kScore || !Rule::kLinear;
+    static_assert(!(kDropout && Function::kScore), "a derivative has to be positive: signs tell what is dropped");
 
     // A user's score of s, natural, and its derivative. What does not exist looks up what the last one does.
     TILE_DEVICE void score(float& s, float& derivative, int q, int k) const {
@@ -22,7 +23,8 @@ struct Scoring {
         derivative = slope_of.score(x, args.scale, tile.sequence, head, q, k, float(q), float(k), q, 0, k, 0);
     }
     // Sᵀ of a warp's keys becomes Pᵀ, an A operand, and what dP is to be multiplied with goes into shared memory, from
-    // row0 on: P, or P times the derivative of the score by S where that is not the scale alone.
+    // row0 on: P, or P times the derivative of the score by S where that is not the scale alone; negative where the
+    // weight is dropped.
     template <bool kMasked>
     TILE_DEVICE void weigh(const Fragments& s, Operand (&a)[kM], int stage, const TileDs& to, int row0) const {
         const Shared<Two> lse(kAtStats + 2 * stage * kStatBytes);
@@ -39,6 +41,7 @@ struct Scoring {
                 distance[m][h] = float(query + column + tile.seqlen_k - tile.seqlen_q - own);
         }
         constexpr int kEights = kDepth / 8;  // of columns, per step of depth
+        uint32_t drawn[kM][2][2];
 #pragma unroll
         for (int k = 0; k < kTileQ / kDepth; k++) {
             Two less[kEights];
@@ -47,6 +50,10 @@ struct Scoring {
 #pragma unroll
             for (int m = 0; m < kM; m++) {
                 Operand given;
+                if constexpr (kDropout)
+                    if (k * kDepth % 16 == 0)
+                        Draws(args.dropout, tile.sequence, head)
+                            .draw_transposed(drawn[m], query + k * kDepth, key + 16 * m);
 #pragma unroll
                 for (int r = 0; r < 2 * kEights; r++) {
                     const int i = 2 * kEights * k + r, h = r % 2, along = 8 * (kEights * k + r / 2);
@@ -76,11 +83,17 @@ struct Scoring {
                         p[j] = ptx::exp2(x);
                         // What the derivative is where there is no weight is not looked at: it may be NaN.
                         if constexpr (kDerived) derived[j] = p[j] == 0.0f ? 0.0f : p[j] * derivative;
+                        else derived[j] = p[j];
+                        if constexpr (kDropout)
+                            if (!args.dropout.keeps(drawn[m][j][along / 8 % 2], h)) {
+                                p[j] = 0.0f;
+                                derived[j] = -derived[j];
+                            }
                     }
                     set_two(a[m], i, p[0], p[1]);
-                    if constexpr (kDerived) set_two(given, i, derived[0], derived[1]);
+                    if constexpr (kDerived || kDropout) set_two(given, i, derived[0], derived[1]);
                 }
-                if constexpr (kDerived) put(to, row0 + 16 * m, k, given[k]);
+                if constexpr (kDerived || kDropout) put(to, row0 + 16 * m, k, given[k]);
                 else put(to, row0 + 16 * m, k, a[m][k]);
             }
         }

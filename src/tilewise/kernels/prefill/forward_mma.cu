@@ -14,6 +14,7 @@
 // kWarpRows: query rows per warp. kStages: places for K, and for V: 1 or 2.
 // Operand: what products are made of, Element or half in place of FP8. kVectors: rows begin at multiples of 16 bytes.
 // kCudaCores: products on CUDA cores, of float32. kBlocksEach: thread blocks that a multiprocessor is to hold.
+// kDropout: weights are dropped; heads are not packed then, and there are no lists.
 #include "prefill/closing.cuh"
 #include "prefill/mma_loads.cuh"
 #include "tile/lazy.cuh"
@@ -26,7 +27,7 @@ constexpr int kUnrolled = sizeof(Operand) == 4 ? 1 : kSteps;
 constexpr bool kOneWay = kExact && sizeof(Operand) == 4 && kWidest > 128 && !kCudaCores;
 constexpr bool kFp8Products = sizeof(Operand) == 1;
 constexpr int kLift = lift_of<Operand>(), kWitness = witness_of<Operand>();
-static_assert(kStages <= 2 && (kStages == 1 || !kWiden));
+static_assert(kStages <= 2 && (kStages == 1 || !kWiden) && !(kDropout && (kListed || kPack > 1)));
 
 // Sixteen of a warp's rows, and the block of keys at hand
 struct Sixteen : Scoring<Sixteen> {
@@ -44,6 +45,14 @@ struct Sixteen : Scoring<Sixteen> {
         return key_of_unit(unit);
     }
     TILE_DEVICE int there_of(int box) const { return kLengths ? int(there_of_block(n)[box]) : kBoxRows; }
+    // P as the operand of P V. The sum of the weights, which are those before dropout, is taken already.
+    TILE_DEVICE void weights(uint32_t (&rP)[kTileKv / warp::kDepth<Operand>][4], float (&p)[kTileKv / 2]) const {
+        if constexpr (kDropout) {
+            const WorkTile tile = this->tile();
+            Draws(args.dropout, tile.sequence, tile.head).drop(p, tile.row + warp_row(), n * kTileKv);
+        }
+        warp::to_weights<Operand>(rP, p);
+    }
 };
 
 struct Worker {
@@ -152,7 +161,7 @@ struct Worker {
             }
             warp::online_softmax<kLift>(acc_s[m], correction, state[m], scale_log2);
             warp::scale_rows(acc_o[m], correction);
-            warp::to_weights<Operand>(rP[m], acc_s[m]);
+            rows.weights(rP[m], acc_s[m]);
         }
     }
     // The short way: references move only when they no longer serve
@@ -161,7 +170,8 @@ struct Worker {
         bool over = false;
 #pragma unroll
         for (int m = 0; m < kM; m++) {
-            Sixteen(args, function, n, m).score<false, kInside>(acc_s[m]);
+            const Sixteen rows(args, function, n, m);
+            rows.score<false, kInside>(acc_s[m]);
             if constexpr (kExact) {
                 float correction[2];
                 if (warp::standing_softmax<kLift>(acc_s[m], correction, state[m], scale_log2))
@@ -170,7 +180,7 @@ struct Worker {
                 warp::exponentiate(acc_s[m], sum[m], state[m], scale_log2);
                 over = over || warp::overflows<kWitness>(sum[m]);
             }
-            warp::to_weights<Operand>(rP[m], acc_s[m]);
+            rows.weights(rP[m], acc_s[m]);
         }
         if constexpr (!kExact) {
             // One vote for all rows of the warp: it stands between the exponentials and P V.
@@ -185,10 +195,11 @@ struct Worker {
     // References of these sixteen rows no longer serve, and P of them is rounded already: the standard step, from S on
     TILE_DEVICE void start_over(int n, int m, const TileK& sK) {
         float correction[2];
-        again(m, sK, Sixteen(args, function, n, m));
+        const Sixteen rows(args, function, n, m);
+        again(m, sK, rows);
         warp::online_softmax<kLift>(acc_s[m], correction, state[m], scale_log2);
         warp::scale_rows(acc_o[m], correction);
-        warp::to_weights<Operand>(rP[m], acc_s[m]);
+        rows.weights(rP[m], acc_s[m]);
     }
     template <class Between> TILE_DEVICE void weigh(int n, const TileK& sK, Between between) {
         multiply_qk(sK, between);
@@ -203,7 +214,10 @@ struct Worker {
 #pragma unroll
         for (int m = 0; m < kM; m++) {
             if constexpr (kFp8Products || kCudaCores) warp::in_order(acc_o[m]);
-            const Closing closing = close_rows<true>(Sixteen(args, function, 0, m), tile, state[m], acc_o[m]);
+            Closing closing = close_rows<true>(Sixteen(args, function, 0, m), tile, state[m], acc_o[m]);
+            if constexpr (kDropout)
+#pragma unroll
+                for (int h = 0; h < 2; h++) closing.inverse[h] *= args.dropout.factor;
             warp::scale_rows(acc_o[m], closing.inverse);
             const int columns = TileValues(tile).count();
             if constexpr (!kVectors || sizeof(Out) == 4) store_elements<Out>(closing, acc_o[m], columns);

@@ -2,6 +2,7 @@
 // mirror of ForwardArgs in Python.
 #pragma once
 #include "common/args.cuh"
+#include "common/dropout.cuh"
 #include "common/functions.cuh"
 #include "common/scores.cuh"
 
@@ -51,6 +52,7 @@ struct ForwardArgs {
     Divisor together;  // heads, over all sequences, whose tiles run together, the heaviest tiles of all of them first
     Divisor tiles_together;  // tiles of that many heads
     TileLists lists;
+    Dropout dropout;  // for forward_mma
 };
 
 // A tile of query rows of one sequence, and the key blocks [begin, end) that it visits: at least one, which is fully
