@@ -45,7 +45,8 @@ struct BackwardArgs {
     Scores scores;
     float scale;  // natural: what dS is multiplied with in the end
     int seqlen_q, seqlen_k;  // packed: of all sequences together
-    int sequences, heads, kv_heads, group, head_dim;  // group: query heads per KV head
+    int sequences, heads, kv_heads, group;  // group: query heads per KV head
+    int head_dim, value_dim;  // of Q and K, and of V and O
     int q_tiles;  // per head; packed: of all sequences, see first_slot
     int kv_tiles;  // per KV head, of the round where there are rounds; packed: as many as the list has room for
     int together;  // dense, in turn: heads whose key tiles begin side by side

@@ -2,8 +2,8 @@
 //
 // before: what S and dP begin with, −LSE and −delta = dLSE − rowsum(dO ∘ O), and zeros for dQ's sum and for the turns.
 // after: dQ from its sum, which lies in the order of fragments.
-// Constants: Element, Index, kHeadDim, kColumns: padded and not; kTileQ, kPacked; kInitial: −LSE in the units of S, or
-// in those of base-2 logits; kInTurn: as the backward's.
+// Constants: Element, Index; kHeadDim, kColumns: of Q, padded and not; kValueDim, kValueColumns: of O; kTileQ, kPacked;
+// kInitial: −LSE in the units of S, or in those of base-2 logits; kInTurn: as the backward's.
 #include "backward/query_tile.cuh"
 #include "tile/mma.cuh"
 
@@ -11,10 +11,11 @@ constexpr int kShares = 2, kDqColumns = kHeadDim / kShares, kDqFloats = kTileQ *
 constexpr int kBeforeThreads = 256, kAfterThreads = 128 * kShares;
 
 // Blocks per multiprocessor: without a number ptxas aims at eight of them, and spills.
-extern "C" __global__ void __launch_bounds__(kBeforeThreads, kHeadDim > 128 ? 2 : 4)
+extern "C" __global__ void __launch_bounds__(kBeforeThreads, kValueDim > 128 ? 2 : 4)
     before(const __grid_constant__ BackwardArgs args) {
     const QueryTile tile(args, false);
-    constexpr int kLanes = kHeadDim / 8, kRows = kBeforeThreads / kLanes;  // lanes of a row, rows together
+    // Lanes of a row, a power of 2, and rows together
+    constexpr int kLanes = kValueDim > 128 ? 32 : kValueDim / 8, kRows = kBeforeThreads / kLanes;
     const int lane = threadIdx.x % kLanes, row0 = threadIdx.x / kLanes;
     const auto at = [&](const void* base, const Strides& strides) {
         return Global<const Element>{static_cast<const Element*>(base)} +
@@ -25,7 +26,7 @@ extern "C" __global__ void __launch_bounds__(kBeforeThreads, kHeadDim > 128 ? 2 
 #pragma unroll
     for (int r = 0; r < kTileQ / kRows; r++) {
         o[r] = d[r] = Vector16{};
-        if (r * kRows + row0 < tile.rows && lane * 8 < kColumns) {
+        if (r * kRows + row0 < tile.rows && lane * 8 < kValueColumns) {
             o[r] = (of_o + r * kRows * args.o_strides.row).template as<const Vector16>()[0];
             d[r] = (of_do + r * kRows * args.do_strides.row).template as<const Vector16>()[0];
         }
