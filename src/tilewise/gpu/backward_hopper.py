@@ -8,7 +8,7 @@ call, so calls of several threads and streams do not meet.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -78,21 +78,27 @@ class Tiling:
     def wide(self) -> bool:
         return self.tile_kv == 64
 
-    def stages_of_do(self, *, listed: bool = False, linear: bool = True) -> int:
-        """One less where there is no room: for P times the score's derivative, or for a list's bits."""
-        return self.do_stages - (self._bytes(self.do_stages, listed, linear) > SHARED_LIMIT)
+    @property
+    def serial(self) -> bool:
+        """Has S the registers of dP? Then there are none for the derivative of curved scores."""
+        return not self.wide and self.width > 128
+
+    def fitted(self, *, listed: bool = False, linear: bool = True) -> Tiling:
+        """Itself, or with one stage less of dO or dS where there is no room: for P times the score's derivative, or for
+        a list's bits. linear: as Scores has it."""
+        if self.shared_bytes(listed=listed, linear=linear) <= SHARED_LIMIT:
+            return self
+        name = "do_stages" if self.do_stages > 1 else "ds_stages"
+        return replace(self, **{name: getattr(self, name) - 1})
 
     def shared_bytes(self, *, listed: bool = False, linear: bool = True) -> int:
-        """backward/layout.cuh: kSharedBytes. linear: as Scores has it."""
-        return self._bytes(self.stages_of_do(listed=listed, linear=linear), listed, linear)
-
-    def _bytes(self, do_stages: int, listed: bool, linear: bool) -> int:
+        """backward/layout.cuh: kSharedBytes."""
         keys = self.tile_kv * (self.width + self.value_width) * 2
-        rows = TILE_Q * (self.stages * self.width + do_stages * self.value_width) * 2
+        rows = TILE_Q * (self.stages * self.width + self.do_stages * self.value_width) * 2
         squares = self.ds_stages + (self.wide and (1 if linear else 2))
         sums = squares * self.tile_kv * TILE_Q * 2 + CONSUMERS * TILE_Q * self.dq_columns * 4
         small = 2 * self.stages * TILE_Q * 4 + (self.stages if listed else 1) * self.tile_kv * 8 + 128
-        barriers = 16 * (2 * self.stages + do_stages + self.ds_stages + 6)
+        barriers = 16 * (2 * self.stages + self.do_stages + self.ds_stages + 6)
         return keys + rows + sums + small + barriers + 16 + 128
 
 
@@ -101,7 +107,7 @@ SHARED_LIMIT = limits_of("sm_90a").shared_block
 TILINGS = (
     Tiling(64, 64, 128, 2, 2, 3, 32, kv_registers=True),
     Tiling(128, 128, 128, 2, 2, 3, 64, ping_pong=True, scale_late=True),
-    Tiling(192, 128, 128, 2, 2, 2, 64, ping_pong=True, scale_late=True),
+    Tiling(192, 128, 128, 2, 1, 3, 64, ping_pong=True),
     Tiling(192, 192, 64, 2, 2, 1, 64),
     Tiling(256, 256, 64, 2, 2, 1, 32),
 )
@@ -109,15 +115,17 @@ DTYPES = (torch.bfloat16, torch.float16)
 PLAIN = Scores()
 
 
-def tiling_of(head_dim: int, value_dim: int | None = None) -> Tiling | None:
-    """For Q and K of one head dimension and V of another, by default the same; None if none serves."""
+def tiling_of(head_dim: int, value_dim: int | None = None, linear: bool = True) -> Tiling | None:
+    """For Q and K of one head dimension and V of another, by default the same; None if none serves. linear: as Scores
+    has it."""
     values = head_dim if value_dim is None else value_dim
-    return next((t for t in TILINGS if t.width >= head_dim and t.value_width >= values), None)
+    fit = (t for t in TILINGS if t.width >= head_dim and t.value_width >= values and (linear or not t.serial))
+    return next(fit, None)
 
 
 def serves(dtype: torch.dtype, head_dim: int, scores: Scores = PLAIN, value_dim: int | None = None) -> bool:
     """Does the kernel take such a problem? Curved scores with ALiBi need registers that heads beyond 64 lack."""
-    tiling = tiling_of(head_dim, value_dim)
+    tiling = tiling_of(head_dim, value_dim, scores.linear)
     if tiling is None or dtype not in DTYPES:
         return False
     return tiling.width <= 64 or scores.linear or not scores.alibi
@@ -139,7 +147,7 @@ class Kind:
 
     @property
     def tiling(self) -> Tiling:
-        found = tiling_of(self.head_dim, self.value_dim)
+        found = tiling_of(self.head_dim, self.value_dim, self.scores.linear)
         assert found is not None  # who asks for a kernel has asked `serves`
         return found
 
@@ -152,8 +160,8 @@ class Kind:
 @lru_cache(maxsize=256)
 def specs_of(kind: Kind) -> tuple[KernelSpec, KernelSpec, KernelSpec]:
     """The kernel before, the main one and the one after."""
-    tiling, packed = kind.tiling, kind.index is not None
-    room = {"listed": kind.listed, "linear": kind.scores.linear}
+    room, packed = {"listed": kind.listed, "linear": kind.scores.linear}, kind.index is not None
+    tiling = kind.tiling.fitted(**room)
     common: tuple[tuple[str, Constant], ...] = (
         ("Element", ELEMENTS[kind.dtype]),
         ("kHeadDim", tiling.width),
@@ -165,7 +173,7 @@ def specs_of(kind: Kind) -> tuple[KernelSpec, KernelSpec, KernelSpec]:
     main = (
         score_rule(kind.scores),
         ("kStages", tiling.stages),
-        ("kDoStages", tiling.stages_of_do(**room)),
+        ("kDoStages", tiling.do_stages),
         ("kDsStages", tiling.ds_stages),
         ("kDqColumns", tiling.dq_columns),
         ("kWide", tiling.wide),
@@ -247,7 +255,7 @@ class Shapes:
     @classmethod
     def of(cls, call: GradientCall) -> Shapes:
         (seqlen_q, heads, head_dim), (seqlen_k, heads_kv, value_dim) = call.q.shape[-3:], call.v.shape[-3:]
-        tiling = tiling_of(head_dim, value_dim)
+        tiling = tiling_of(head_dim, value_dim, call.scores.linear)
         tile_kv = 128 if tiling is None else tiling.tile_kv
         if call.starts_q is None:
             batch = sequences = call.q.shape[0]

@@ -37,12 +37,9 @@ struct Consumer {
     Turn<1> dq_turn;
     int done = 0, total = 0;  // steps
     float dk[kHeadDim / 2], dv[kValueDim / 2], s[kTileQ / 2];
-    float dp[kTileQ / 2];  // later dQ, or its first round
-    float dq_last[kTileQ / 4];
+    float dp[kTileQ / 2];  // later dQ
     uint32_t rP[kTileQ / 16][4], rDs[kTileQ / 16][4];
     uint32_t rK[kHeadDim / 16][4], rV[kValueDim / 16][4];  // if they stay in registers
-    // Is dS made of P, or of what stands in its place, as rounded to 16 bits? Then S need not be kept.
-    static constexpr bool kRounded = kHeadDim > 128;
     static_assert(kWide || (kDqRounds <= 2 && dq_columns(kDqRounds - 1) <= (kDqRounds == 2 ? 32 : 64)), "what holds dQ");
 
     TILE_DEVICE Consumer(const BackwardArgs& a, uint32_t g) : args(a), group(g), factor(Rule::first_factor(a.scores)) {}
@@ -98,21 +95,17 @@ struct Consumer {
 
     // ---- what is not a product --------------------------------------------------------------------------------------
     TILE_DEVICE void differentiate() {
-        if constexpr (kRounded) {
-            multiply(rDs, Rule::kLinear ? rP : rDs, dp);
-        } else {
 #pragma unroll
-            for (int i = 0; i < kTileQ / 2; i++) s[i] *= dp[i];
-            warp::to_operand<Element>(rDs, s);
-        }
+        for (int i = 0; i < kTileQ / 2; i++) s[i] *= dp[i];
+        warp::to_operand<Element>(rDs, s);
     }
     // dS and dQ are put into shared memory where registers are to be free, and given to who reads them later: a fence
     // waits for the stores.
-    TILE_DEVICE void put_ds() {
+    TILE_DEVICE void put_ds(const uint32_t (&ds)[kTileQ / 16][4]) {
         const SharedTile<Element, kTileKv, kTileQ, Layout::swizzled> tile(kAtDs + ds_turn.stage * kDsBytes);
 #pragma unroll
         for (int step = 0; step < kTileQ / 16; step++)
-            warp::store_a(tile, thread / 32 * 16 - 64, step, rDs[step], thread % 32);
+            warp::store_a(tile, thread / 32 * 16 - 64, step, ds[step], thread % 32);
     }
     TILE_DEVICE void give_ds() {
         ptx::fence_async_proxy();
@@ -147,54 +140,33 @@ struct Consumer {
         issue_scores<1>(dp, of_do(turn).stage);
         // ptxas would put the exponentials among dP's products, which then come late. They follow from a load that
         // follows a branch.
-        if constexpr (kDqRounds == 1) pipes.ds.wait_free(ds_turn);
+        pipes.ds.wait_free(ds_turn);
         if constexpr (kScaleLate) factor = as_float(ptx::load_shared_here(ptx::shared_address(uint32_t(kAtScale))));
         constexpr bool kPlaced = Rule::kAlibi || (kMasked && !kListed);  // it matters which queries they are
         if constexpr (kListed && Rule::kAlibi) slope = slope_of(step_at(args, g, i, done).head);
         const Scoring scoring{args, factor, slope, int(group) * 64, turn.stage};
         scoring.template exponentiate<kMasked>(s, rP, kPlaced ? step_at(args, g, i, done).tile : 0);
-        if constexpr (kRounded && !Rule::kLinear) warp::to_operand<Element>(rDs, s);
         issue_sum(dv, rP, kAtDo, of_do(turn).stage);
         if (done > 1) give_dq();
         ptx::wgmma_wait<1>();  // dP
         differentiate();
-        // With two stages the other warpgroup may still read what this one is to write.
-        if constexpr (kDqRounds > 1) pipes.ds.wait_free(ds_turn);
-        put_ds();
+        put_ds(rDs);
         if constexpr (kPingPong) ptx::barrier_arrive(kTurnBarrier + 1 - group, 256);
-        if constexpr (kDqRounds == 1) {
-            issue_sum(dk, rDs, kAtQ, turn.stage);
-            if (!first) pipes.ds.wait(ds_read);
-            ptx::wgmma_wait<1>();  // dV: P's registers are free
-            if (left() > 1) pipes.q.wait(next);
-            Scoring::fill(s, next.stage, 0, thread % 4);
-            issue_dq<0>(dp);  // the first time of a stage that nobody has written, and not looked at
-            issue_scores<0>(s, next.stage);  // likewise the last time
-            give_ds();
-            ptx::wgmma_wait<1>();  // dK, dQ
-            release(pipes.d_o, of_do(turn));
-            if (!first) release(pipes.ds, ds_read);
-        } else {
-            if (!first) pipes.ds.wait(ds_read);
-            issue_dq<0>(dp);
-            ptx::wgmma_wait<1>();  // dV
-            release(pipes.d_o, of_do(turn));
-            issue_dq<1>(dq_last);
-            issue_sum(dk, rDs, kAtQ, turn.stage);
-            give_ds();
-            ptx::wgmma_wait<1>();  // dQ
-            if (!first) {
-                release(pipes.ds, ds_read);
-                put_dq<0>(dp);
-            }
-            if (left() > 1) pipes.q.wait(next);
-            Scoring::fill(s, next.stage, 0, thread % 4);
-            if (!first) give_dq();
-            issue_scores<0>(s, next.stage);
-            ptx::wgmma_wait<1>();  // dK
-        }
+        issue_sum(dk, rDs, kAtQ, turn.stage);
+        if (!first) pipes.ds.wait(ds_read);
+        ptx::wgmma_wait<1>();  // dV: P's registers are free
+        if (left() > 1) pipes.q.wait(next);
+        Scoring::fill(s, next.stage, 0, thread % 4);
+        issue_dq<0>(dp);  // the first time of a stage that nobody has written, and not looked at
+        issue_scores<0>(s, next.stage);  // likewise the last time
+        give_ds();
+        ptx::wgmma_wait<1>();  // dK, dQ
         release(pipes.q, turn);
-        if (!first) put_last_dq();
+        release(pipes.d_o, of_do(turn));
+        if (!first) {
+            release(pipes.ds, ds_read);
+            put_dq<0>(dp);
+        }
         ds_read.next();
         if (left() > 1) pipes.d_o.wait(of_do(next));
         Scoring::fill(dp, next.stage, 1, thread % 4);
@@ -203,22 +175,64 @@ struct Consumer {
         turn = next;
         ds_turn.next();
     }
-    TILE_DEVICE void put_last_dq() {
-        if constexpr (kDqRounds > 1) put_dq<1>(dq_last);
-        else put_dq<0>(dp);
+    // The same with one accumulator, which is S, then dP, then dQ's first round: dP is issued when P is made, and the
+    // next S when that round has left. The other warpgroup has products in flight meanwhile.
+    TILE_DEVICE void serial_step(const Step& at) {
+        const bool first = done == 0;
+        Turn<kStages> next = turn;
+        next.next();
+        if constexpr (kPingPong) ptx::barrier_sync(kTurnBarrier + group, 256);
+        if constexpr (Rule::kAlibi) slope = slope_of(at.head);
+        const Scoring scoring{args, factor, slope, int(group) * 64, turn.stage};
+        scoring.exponentiate(at.bits >= 0, s, rP, at.tile);
+        pipes.d_o.wait(of_do(turn));
+        issue_sum(dv, rP, kAtDo, of_do(turn).stage);
+        Scoring::fill(s, turn.stage, 1, thread % 4);
+        issue_scores<1>(s, of_do(turn).stage);
+        if (done > 1) give_dq();
+        pipes.ds.wait_free(ds_turn);
+        ptx::wgmma_wait<0>();  // dV, dP
+        release(pipes.d_o, of_do(turn));
+        multiply(rP, rP, s);
+        put_ds(rP);
+        if constexpr (kPingPong) ptx::barrier_arrive(kTurnBarrier + 1 - group, 256);
+        if (!first) pipes.ds.wait(ds_read);
+        issue_dq<0>(s);
+        issue_sum(dk, rP, kAtQ, turn.stage);
+        give_ds();
+        ptx::wgmma_wait<1>();  // dQ's first round
+        if (!first) put_dq<0>(s);
+        if (left() > 1) pipes.q.wait(next);
+        Scoring::fill(s, next.stage, 0, thread % 4);
+        if (!first) give_dq();
+        issue_scores<0>(s, next.stage);
+        ptx::wgmma_wait<1>();  // dK
+        release(pipes.q, turn);
+        float dq_last[kTileQ / 4];
+        issue_dq<1>(dq_last);
+        ptx::wgmma_wait<0>();  // S, dQ
+        if (!first) {
+            release(pipes.ds, ds_read);
+            put_dq<1>(dq_last);
+        }
+        ds_read.next();
+        done++;
+        turn = next;
+        ds_turn.next();
     }
     TILE_DEVICE void last_dq() {
         pipes.ds.wait(ds_read);
-        issue_dq<0>(dp);
-        if constexpr (kDqRounds > 1) issue_dq<1>(dq_last);
+        issue_dq<0>(s);
         if (done > 1) give_dq();
         ptx::wgmma_wait<0>();
+        put_dq<0>(s);
+        give_dq();
         if constexpr (kDqRounds > 1) {
-            put_dq<0>(dp);
+            issue_dq<1>(s);
+            ptx::wgmma_wait<0>();
+            put_dq<1>(s);
             give_dq();
         }
-        put_last_dq();
-        give_dq();
     }
 
     template <int kSize>
@@ -252,9 +266,17 @@ struct Consumer {
         ptx::wgmma_wait<0>();
         pipes.v.wait({});
         if constexpr (kKvInRegisters) load_operand(rV, kAtV);
-        if (left() > 0) pipes.d_o.wait(of_do(turn));
-        Scoring::fill(dp, turn.stage, 1);
-        if constexpr (kListed) {
+        if constexpr (!kSerial) {
+            if (left() > 0) pipes.d_o.wait(of_do(turn));
+            Scoring::fill(dp, turn.stage, 1);
+        }
+        if constexpr (kSerial) {
+#pragma unroll 1
+            for (int g = 0, i = 0; left() > 0; i++) {
+                if (!kListed && i == Work(shared_work()[0]).tiles()) i = 0, g++;
+                serial_step(step_at(args, g, i, done));
+            }
+        } else if constexpr (kListed) {
             while (left() > 0) {
                 int run = run_of(true);
 #pragma unroll 1

@@ -24,6 +24,8 @@ static_assert(kTileQ == 64, "a product's rows");
 static_assert(kPanel % kDqColumns == 0 && kPanel % dq_columns(kDqRounds - 1) == 0, "no round lies in two panels");
 // Does dK go out by way of dQ's place? Otherwise of K's, when nobody reads that any more.
 constexpr bool kDkByDq = !kWide && kDqBytes >= 64 * kHeadDim * 2;
+// Does one accumulator serve S and dP one after the other? Then dS is made of P as rounded to 16 bits.
+constexpr bool kSerial = !kWide && kHeadDim > 128;
 // Registers per thread, moved from the producers to the consumers. Of the consumers' 240, dK and dV take 128, S 32, dP
 // or dQ 32, P 16, dS 16 at 128 columns. P's are free before dQ is issued, which makes it possible. With 192 and 128
 // columns dK and dV take 160, and S is not kept beside P.

@@ -51,6 +51,18 @@ struct Scoring {
     static TILE_DEVICE bool sees(const Sight& sight, int n, int i, int query) {
         return kListed ? sight.bits[n / 4] >> (n % 4 * 8 + i) & 1 : sight.span.has(query);
     }
+    // −∞ for what is not seen, where S is scaled by a positive number and nothing else
+    TILE_DEVICE void hide(float (&s)[kTileQ / 2], int tile) const {
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+            const Sight sight = look(h);
+            if constexpr (!kListed) warp::mask_row(s, h, tile * kTileQ, sight.span);
+            else
+#pragma unroll
+                for (int j = 0; j < kTileQ / 4; j++)
+                    if (!sees(sight, j / 2, j % 2, 0)) s[j / 2 * 4 + 2 * h + j % 2] = -INFINITY;
+        }
+    }
     // P of S, and what dP is to be multiplied with in place of S; tile: of the queries
     template <bool kMasked>
     TILE_DEVICE void exponentiate(float (&s)[kTileQ / 2], uint32_t (&rP)[kTileQ / 16][4], int tile) const {
@@ -72,6 +84,12 @@ struct Scoring {
         } else {
             exponentiate_changed<kMasked>(s, rP, tile);
         }
+    }
+    // The same where it is known here whether a tile needs a mask
+    TILE_DEVICE void exponentiate(bool masked, float (&s)[kTileQ / 2], uint32_t (&rP)[kTileQ / 16][4], int tile) const {
+        if (!Rule::kChanges && kMasks && masked) hide(s, tile);
+        if (Rule::kChanges && kMasks && masked) exponentiate<true>(s, rP, tile);
+        else exponentiate<false>(s, rP, tile);
     }
     template <bool kMasked>
     TILE_DEVICE void exponentiate_changed(float (&s)[kTileQ / 2], uint32_t (&rP)[kTileQ / 16][4], int tile) const {

@@ -87,8 +87,7 @@ template <int kGroup> struct Wide {
     TILE_DEVICE void give_p(const Step& at) {
         uint32_t rP[kTileQ / 16][4];
         const Scoring scoring{args, factor, slope, 0, turn.stage};
-        if (kMasks && (!(kListed || kMaskApart) || at.bits >= 0)) scoring.template exponentiate<true>(acc, rP, at.tile);
-        else scoring.template exponentiate<false>(acc, rP, at.tile);
+        scoring.exponentiate(!(kListed || kMaskApart) || at.bits >= 0, acc, rP, at.tile);
         pipes.p.wait_free(p_turn);
         put(kAtP, rP);
         if constexpr (!Rule::kLinear) {
