@@ -78,6 +78,17 @@ TILE_DEVICE Visible queries_of(const Scores& scores, int key, int seqlen_q, int 
     return {begin, key < seqlen_k && stop > begin ? stop - begin : 0};
 }
 
+// Each of the Hopper backward's two consumers makes a share of dQ's columns, in rounds of kMost, of which the last may
+// have fewer. Rounds of both lie side by side, so that none is in two panels of K. In memory a share's rounds come one
+// after another, and of a tile eight columns, thread, four registers, as a consumer holds them.
+template <int kWidth, int kMost> struct DqShare {
+    static constexpr int kColumns = kWidth / 2, kRounds = (kColumns + kMost - 1) / kMost;
+    static TILE_DEVICE constexpr int columns(int round) {
+        return round < kRounds - 1 ? kMost : kColumns - (kRounds - 1) * kMost;
+    }
+    static TILE_DEVICE constexpr int first(int share, int round) { return 2 * kMost * round + share * columns(round); }
+};
+
 // ---- in turn --------------------------------------------------------------------------------------------------------
 // Where sums have to be the same in every run, key tiles that see a query tile add to its dQ from the last one down.
 // Blocks begin in that order, too, so that none ever waits for one that has not begun. Under a causal mask a key tile's

@@ -40,7 +40,7 @@ struct Consumer {
     float dp[kTileQ / 2];  // later dQ
     uint32_t rP[kTileQ / 16][4], rDs[kTileQ / 16][4];
     uint32_t rK[kHeadDim / 16][4], rV[kValueDim / 16][4];  // if they stay in registers
-    static_assert(kWide || (kDqRounds <= 2 && dq_columns(kDqRounds - 1) <= (kDqRounds == 2 ? 32 : 64)), "what holds dQ");
+    static_assert(kWide || (kDqRounds <= 2 && Share::columns(kDqRounds - 1) <= (kDqRounds == 2 ? 32 : 64)), "what holds dQ");
 
     TILE_DEVICE Consumer(const BackwardArgs& a, uint32_t g) : args(a), group(g), factor(Rule::first_factor(a.scores)) {}
 
@@ -79,11 +79,11 @@ struct Consumer {
     }
     // A round of this warpgroup's columns of dQ = dS K, over all keys of the block
     template <int kRound, int kSize> TILE_DEVICE void issue_dq(float (&to)[kSize]) {
-        constexpr int kColumns = dq_columns(kRound);
+        constexpr int kColumns = Share::columns(kRound);
         ptx::wgmma_fence();
         const uint64_t a =
             further(mn_major<kTileKv>(ptx::shared_address(uint32_t(kAtDs))), ds_read.stage * kDsBytes);
-        const uint32_t column = dq_column(group, kRound), panel = column / kPanel * kTileKv * kPanelRowBytes;
+        const uint32_t column = Share::first(group, kRound), panel = column / kPanel * kTileKv * kPanelRowBytes;
         const uint64_t b = mn_major<kTileKv>(ptx::shared_address(kAtK + panel + column % kPanel * 2));
         float (&acc)[kColumns / 2] = reinterpret_cast<float (&)[kColumns / 2]>(to);
 #pragma unroll
@@ -119,7 +119,7 @@ struct Consumer {
         pipes.dq(group).wait_free(dq_turn);
         const Shared<Four> to(kAtDq + group * kDqBytes);
 #pragma unroll
-        for (int n = 0; n < dq_columns(kRound) / 8; n++)
+        for (int n = 0; n < Share::columns(kRound) / 8; n++)
             to[n * 128 + thread % 128] = Four{dq[4 * n], dq[4 * n + 1], dq[4 * n + 2], dq[4 * n + 3]};
     }
     TILE_DEVICE void give_dq() {
@@ -222,15 +222,16 @@ struct Consumer {
     }
     TILE_DEVICE void last_dq() {
         pipes.ds.wait(ds_read);
-        issue_dq<0>(s);
+        float (&dq)[kTileQ / 2] = kSerial ? s : dp;
+        issue_dq<0>(dq);
         if (done > 1) give_dq();
         ptx::wgmma_wait<0>();
-        put_dq<0>(s);
+        put_dq<0>(dq);
         give_dq();
         if constexpr (kDqRounds > 1) {
-            issue_dq<1>(s);
+            issue_dq<1>(dq);
             ptx::wgmma_wait<0>();
-            put_dq<1>(s);
+            put_dq<1>(dq);
             give_dq();
         }
     }

@@ -3,11 +3,12 @@
 // before: what S and dP begin with, −LSE and −delta = dLSE − rowsum(dO ∘ O), and zeros for dQ's sum and for the turns.
 // after: dQ from its sum, which lies in the order of fragments.
 // Constants: Element, Index; kHeadDim, kColumns: of Q, padded and not; kValueDim, kValueColumns: of O; kTileQ, kPacked;
-// kInitial: −LSE in the units of S, or in those of base-2 logits; kInTurn: as the backward's.
+// kInitial: −LSE in the units of S, or in those of base-2 logits; kDqColumns, kInTurn: as the backward's.
 #include "backward/query_tile.cuh"
 #include "tile/mma.cuh"
 
-constexpr int kShares = 2, kDqColumns = kHeadDim / kShares, kDqFloats = kTileQ * kDqColumns;
+using Share = DqShare<kHeadDim, kDqColumns>;
+constexpr int kShares = 2, kDqFloats = kTileQ * Share::kColumns;
 constexpr int kBeforeThreads = 256, kAfterThreads = 128 * kShares;
 
 // Blocks per multiprocessor: without a number ptxas aims at eight of them, and spills.
@@ -69,18 +70,32 @@ extern "C" __global__ void __launch_bounds__(kBeforeThreads, kValueDim > 128 ? 2
     }
 }
 
+// dQ's columns of a share, round by round; those from kColumns on are padding
+template <int kRound = 0>
+TILE_DEVICE void store_rounds(const Global<Element> (&rows)[2], const bool (&exists)[2],
+                              const float (&acc)[Share::kColumns / 2], int share) {
+    if constexpr (kRound < Share::kRounds) {
+        constexpr int kOwn = Share::columns(kRound);
+        const int first = Share::first(share, kRound);
+        const Global<Element> at[2] = {rows[0] + first, rows[1] + first};
+        warp::store_rows<kOwn>(at, exists, reinterpret_cast<const float (&)[kOwn / 2]>(acc[kRound * kDqColumns / 2]),
+                               kColumns - first);
+        store_rounds<kRound + 1>(rows, exists, acc, share);
+    }
+}
+
 extern "C" __global__ void __launch_bounds__(kAfterThreads) after(const __grid_constant__ BackwardArgs args) {
     const QueryTile tile(args, true);
     ptx::wait_for_prerequisites();
     const int share = threadIdx.x / 128;
     const Global<const Vector16> sum{reinterpret_cast<const Vector16*>(
         args.dq_sum + tile.number * (kTileQ * kHeadDim) + share * kDqFloats)};
-    Vector16 four[kDqColumns / 8];
+    Vector16 four[Share::kColumns / 8];
 #pragma unroll
-    for (int n = 0; n < kDqColumns / 8; n++) four[n] = sum[n * 128 + threadIdx.x % 128];
-    float acc[kDqColumns / 2];
+    for (int n = 0; n < Share::kColumns / 8; n++) four[n] = sum[n * 128 + threadIdx.x % 128];
+    float acc[Share::kColumns / 2];
 #pragma unroll
-    for (int i = 0; i < kDqColumns / 2; i++) acc[i] = as_float(four[i / 4].word[i % 4]) * args.scale;
+    for (int i = 0; i < Share::kColumns / 2; i++) acc[i] = as_float(four[i / 4].word[i % 4]) * args.scale;
     Global<Element> rows[2];
     bool exists[2];
 #pragma unroll
@@ -89,10 +104,7 @@ extern "C" __global__ void __launch_bounds__(kAfterThreads) after(const __grid_c
         exists[h] = row < tile.rows;
         rows[h] = Global<Element>{static_cast<Element*>(args.dq)} +
                   (tile.batch * args.dq_strides.batch + (tile.first + row) * args.dq_strides.row +
-                   tile.head * args.dq_strides.head + share * kDqColumns);
+                   tile.head * args.dq_strides.head);
     }
-    // Columns from kColumns on are padding.
-    constexpr int kFirst = kColumns < kDqColumns ? kColumns : kDqColumns;
-    if (share == 0) warp::store_rows<kFirst>(rows, exists, acc);
-    else if constexpr (kColumns > kFirst) warp::store_rows<kColumns - kFirst>(rows, exists, acc);
+    store_rounds(rows, exists, acc, share);
 }

@@ -10,18 +10,10 @@ constexpr int kConsumers = 2, kTileKv = kWide ? 64 : 64 * kConsumers, kThreads =
 constexpr int kKBytes = kTileKv * kHeadDim * 2, kVBytes = kTileKv * kValueDim * 2;
 constexpr int kQBytes = kTileQ * kHeadDim * 2, kDoBytes = kTileQ * kValueDim * 2, kDsBytes = kTileKv * kTileQ * 2;
 constexpr int kStatBytes = kTileQ * 4;
-// Each consumer makes a share of dQ's columns, in rounds of kDqColumns, of which the last may have fewer; no round lies
-// in two panels. dQ of a tile lies as they have it in registers: eight columns, thread, four registers.
-constexpr int kDqShare = kHeadDim / kConsumers, kDqRounds = (kDqShare + kDqColumns - 1) / kDqColumns;
-constexpr int kDqBytes = kTileQ * kDqColumns * 4;
-TILE_DEVICE constexpr int dq_columns(int round) {
-    return round < kDqRounds - 1 ? kDqColumns : kDqShare - (kDqRounds - 1) * kDqColumns;
-}
-TILE_DEVICE constexpr int dq_column(int consumer, int round) {  // the first
-    return round * kConsumers * kDqColumns + consumer * dq_columns(round);
-}
+using Share = DqShare<kHeadDim, kDqColumns>;  // of dQ
+constexpr int kDqShare = Share::kColumns, kDqRounds = Share::kRounds, kDqBytes = kTileQ * kDqColumns * 4;
 static_assert(kTileQ == 64, "a product's rows");
-static_assert(kPanel % kDqColumns == 0 && kPanel % dq_columns(kDqRounds - 1) == 0, "no round lies in two panels");
+static_assert(kPanel % kDqColumns == 0 && kPanel % Share::columns(kDqRounds - 1) == 0, "no round lies in two panels");
 // Does dK go out by way of dQ's place? Otherwise of K's, when nobody reads that any more.
 constexpr bool kDkByDq = !kWide && kDqBytes >= 64 * kHeadDim * 2;
 // Does one accumulator serve S and dP one after the other? Then dS is made of P as rounded to 16 bits.

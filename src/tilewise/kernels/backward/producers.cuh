@@ -157,13 +157,13 @@ TILE_DEVICE void add_dq(const BackwardArgs& args, int consumer) {
     ptx::wait_for_prerequisites();  // zeros are there
     // In turn: one waits before there is something to add, and hands on after its place in shared memory is free again,
     // so that the consumer waits for neither. number: of the query tile; mine: how many have added to it before
-    const auto add = [&](int number, int mine, int round) {
-        int* const turns = args.turns + int64_t(number) * kConsumers + consumer;
+    const auto add = [&](int64_t number, int mine, int round) {
+        int* const turns = args.turns + number * kConsumers + consumer;
         if (kInTurn && round == 0)
             while (ptx::load_acquire(turns) < mine) ptx::spin();
         if constexpr (!kListed) ring.wait(turn);
-        ptx::bulk_add(args.dq_sum + int64_t(number) * kTileFloats + dq_column(consumer, round) * kTileQ,
-                      ptx::shared_address(uint32_t(kAtDq + consumer * kDqBytes)), dq_columns(round) * kTileQ * 4);
+        ptx::bulk_add(args.dq_sum + number * kTileFloats + consumer * (kDqShare * kTileQ) + round * (kDqColumns * kTileQ),
+                      ptx::shared_address(uint32_t(kAtDq + consumer * kDqBytes)), Share::columns(round) * kTileQ * 4);
         ptx::bulk_commit();
         ptx::bulk_wait_read<0>();
         ptx::mbarrier_arrive(ring.empty);
@@ -185,17 +185,16 @@ TILE_DEVICE void add_dq(const BackwardArgs& args, int consumer) {
                     }
                     const Step step = step_at(args, g, i, i);
                     const int mine = kInTurn ? turn_of(args, shared_work()[0], step.head, step.tile) : 0;
-                    if (adds) add(int(Work(shared_work()[0]).number(args, step.head, step.tile)), mine, round);
+                    if (adds) add(Work(shared_work()[0]).number(args, step.head, step.tile), mine, round);
                     ptx::sync_warp();
                 }
     } else {
         for (int g = 0; g < args.group; g++) {
             const Work work = shared_work()[0];
             const int head = work.head(args, g);
-            const int number = int(work.number(args, head, 0));
+            const int64_t number = work.number(args, head, 0);
             for (Walk walk; walk.more(); walk.next()) {
                 const int mine = kInTurn ? turn_of(args, shared_work()[0], head, walk.tile) : 0;
-#pragma unroll 1
                 for (int round = 0; round < kDqRounds; round++, turn.next()) add(number + walk.tile, mine, round);
             }
         }

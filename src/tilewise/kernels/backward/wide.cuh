@@ -26,7 +26,6 @@ template <int kGroup> struct Wide {
     int done = 0;
     float dk[kWide ? kDkColumns / 2 : 1], dv[kWide ? kDvColumns / 2 : 1];  // narrow ones would have none
     float acc[kTileQ / 2];  // S or dP
-    float dq[kDqColumns / 2];
 
     TILE_DEVICE explicit Wide(const BackwardArgs& a) : args(a), factor(Rule::first_factor(a.scores)) {}
     TILE_DEVICE int left() const { return Work(shared_work()[0]).steps - done; }
@@ -58,18 +57,16 @@ template <int kGroup> struct Wide {
         ptx::wgmma_commit();
     }
     // A round of this group's columns of dQ = dS K
-    template <int kRound> TILE_DEVICE void issue_dq() {
-        constexpr int kColumns = dq_columns(kRound);
-        float (&to)[kColumns / 2] = reinterpret_cast<float (&)[kColumns / 2]>(dq);
+    template <int kRound> TILE_DEVICE void issue_dq(float (&dq)[Share::columns(kRound) / 2]) {
         ptx::wgmma_fence();
         const uint64_t a = mn_major<kTileKv>(ptx::shared_address(uint32_t(kAtDs)));
-        const uint32_t column = dq_column(kGroup, kRound);
+        const uint32_t column = Share::first(kGroup, kRound);
         const uint32_t panel = column / kPanel * kTileKv * kPanelRowBytes;
         const uint64_t b = mn_major<kTileKv>(ptx::shared_address(kAtK + panel + column % kPanel * 2));
 #pragma unroll
         for (int step = 0; step < kTileKv / 16; step++)
-            ptx::Wgmma<Element, kColumns>::template ss<true, true>(to, further(a, step * 2 * kEightBytes),
-                                                                   further(b, step * 2 * kEightBytes), step > 0);
+            ptx::Wgmma<Element, Share::columns(kRound)>::template ss<true, true>(
+                dq, further(a, step * 2 * kEightBytes), further(b, step * 2 * kEightBytes), step > 0);
         ptx::wgmma_commit();
     }
 
@@ -106,20 +103,21 @@ template <int kGroup> struct Wide {
         put(kAtDs, r);
         give(pipes.ds.full_at(ds_turn));
     }
-    template <int kRound> TILE_DEVICE void give_dq() {
+    template <int kRound> TILE_DEVICE void give_dq(const float (&dq)[Share::columns(kRound) / 2]) {
         pipes.dq(kGroup).wait_free(dq_turn);
         const Shared<Four> to(kAtDq + kGroup * kDqBytes);
 #pragma unroll
-        for (int n = 0; n < dq_columns(kRound) / 8; n++)
+        for (int n = 0; n < Share::columns(kRound) / 8; n++)
             to[n * 128 + threadIdx.x % 128] = Four{dq[4 * n], dq[4 * n + 1], dq[4 * n + 2], dq[4 * n + 3]};
         give(pipes.dq(kGroup).full);
         dq_turn.next();
     }
     template <int kRound> TILE_DEVICE void later_dq() {
         if constexpr (kRound < kDqRounds) {
-            issue_dq<kRound>();
+            float dq[Share::columns(kRound) / 2];
+            issue_dq<kRound>(dq);
             ptx::wgmma_wait<0>();
-            give_dq<kRound>();
+            give_dq<kRound>(dq);
             later_dq<kRound + 1>();
         }
     }
@@ -149,13 +147,14 @@ template <int kGroup> struct Wide {
         pipes.ds.wait(ds_turn);
         if constexpr (kGroup == 1) pipes.q.wait(turn);
         issue_sum(dk, kAtDs, kAtQ + turn.stage * kQBytes, kDkFirst);
-        issue_dq<0>();
+        float dq[Share::columns(0) / 2];
+        issue_dq<0>(dq);
         if constexpr (kAhead) issue_own(next, more);
         ptx::wgmma_wait<kAhead ? 1 : 0>();
         pipes.p.release(p_turn);
         pipes.d_o.release(of_do(turn));
         pipes.q.release(turn);
-        give_dq<0>();
+        give_dq<0>(dq);
         later_dq<1>();
         pipes.ds.release(ds_turn);
         if constexpr (!kAhead) {
