@@ -84,12 +84,10 @@ class Tiling:
         return not self.wide and self.width > 128
 
     def fitted(self, *, listed: bool = False, linear: bool = True) -> Tiling:
-        """Itself, or with one stage less of dO or dS where there is no room: for P times the score's derivative, or for
-        a list's bits. linear: as Scores has it."""
-        if self.shared_bytes(listed=listed, linear=linear) <= SHARED_LIMIT:
-            return self
-        name = "do_stages" if self.do_stages > 1 else "ds_stages"
-        return replace(self, **{name: getattr(self, name) - 1})
+        """Itself, or with one stage less of dO: where P times the score's derivative takes its room, or the bits of a
+        list come with it. linear: as Scores has it."""
+        full = self.shared_bytes(listed=listed, linear=linear) > SHARED_LIMIT or (listed and self.serial)
+        return replace(self, do_stages=self.do_stages - 1) if full and self.do_stages > 1 else self
 
     def shared_bytes(self, *, listed: bool = False, linear: bool = True) -> int:
         """backward/layout.cuh: kSharedBytes."""
@@ -97,7 +95,7 @@ class Tiling:
         rows = TILE_Q * (self.stages * self.width + self.do_stages * self.value_width) * 2
         squares = self.ds_stages + (self.wide and (1 if linear else 2))
         sums = squares * self.tile_kv * TILE_Q * 2 + CONSUMERS * TILE_Q * self.dq_columns * 4
-        small = 2 * self.stages * TILE_Q * 4 + (self.stages if listed else 1) * self.tile_kv * 8 + 128
+        small = 2 * self.stages * TILE_Q * 4 + (self.stages if listed and not self.serial else 1) * self.tile_kv * 8 + 128
         barriers = 16 * (2 * self.stages + self.do_stages + self.ds_stages + 6)
         return keys + rows + sums + small + barriers + 16 + 128
 
@@ -113,6 +111,9 @@ TILINGS = (
 )
 DTYPES = (torch.bfloat16, torch.float16)
 PLAIN = Scores()
+# Under a causal mask the last heads' key tiles begin side by side, the longest first, so that multiprocessors end
+# together: about so many blocks for each of them. 0: heads come one after another up to the last.
+LAST_BLOCKS = 4
 
 
 def tiling_of(head_dim: int, value_dim: int | None = None, linear: bool = True) -> Tiling | None:
@@ -289,6 +290,9 @@ def gradients(call: GradientCall, **emulated: Any) -> Gradients:
         words = KEY_LIST_HEADER + KEY_TILE_WORDS * shapes.kv_tiles + BUCKETS
         work["list"] = torch.empty(words, dtype=torch.int32, device=device)
     args, read = arguments(call, shapes, given | found | work)
+    if not call.deterministic and not call.packed and not kind.listed and call.scores.window == (None, 0):
+        blocks = LAST_BLOCKS * multiprocessors(device)
+        args.together = min(shapes.batch * shapes.heads_kv, math.ceil(blocks / shapes.kv_tiles))
     lists = query_lists(call, shapes.q_tiles, shapes.kv_tiles, TILE_Q, shapes.tile_kv) if kind.listed else None
     if lists is not None:
         read |= lists.tensors

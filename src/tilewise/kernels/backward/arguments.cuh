@@ -49,7 +49,7 @@ struct BackwardArgs {
     int head_dim, value_dim;  // of Q and K, and of V and O
     int q_tiles;  // per head; packed: of all sequences, see first_slot
     int kv_tiles;  // per KV head, of the round where there are rounds; packed: as many as the list has room for
-    int together;  // dense, in turn: heads whose key tiles begin side by side
+    int together;  // dense: heads whose key tiles begin side by side; not in turn, the last ones alone
     QueryLists lists;
 };
 
@@ -102,6 +102,8 @@ struct Place {
 };
 template <bool kInTurn> TILE_DEVICE Place place_of(const BackwardArgs& args, int number, int heads) {
     if constexpr (!kInTurn) {  // tiles of a head one after another, the first, which most queries see, first
+        const int alone = heads - args.together, rest = number - alone * args.kv_tiles;
+        if (rest >= 0) return {alone + rest % args.together, rest / args.together};
         const int head = number / args.kv_tiles;
         return {head, number - head * args.kv_tiles};
     }

@@ -183,9 +183,10 @@ struct Consumer {
         next.next();
         if constexpr (kPingPong) ptx::barrier_sync(kTurnBarrier + group, 256);
         if constexpr (Rule::kAlibi) slope = slope_of(at.head);
+        if constexpr (kListed) pipes.d_o.wait(of_do(turn));  // and with it bits
         const Scoring scoring{args, factor, slope, int(group) * 64, turn.stage};
         scoring.exponentiate(at.bits >= 0, s, rP, at.tile);
-        pipes.d_o.wait(of_do(turn));
+        if constexpr (!kListed) pipes.d_o.wait(of_do(turn));
         issue_sum(dv, rP, kAtDo, of_do(turn).stage);
         Scoring::fill(s, turn.stage, 1, thread % 4);
         issue_scores<1>(s, of_do(turn).stage);

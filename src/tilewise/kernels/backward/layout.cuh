@@ -33,10 +33,12 @@ constexpr int kAtDs = kAtDo + kDoStages * kDoBytes, kAtP = kAtDs + kDsStages * k
 // Where P goes through shared memory: itself, and what dP is multiplied with where that is another
 constexpr int kAtFactor = kAtP + (kWide ? kDsBytes : 0);
 constexpr int kAtDq = kAtFactor + (kWide && !Rule::kLinear ? kDsBytes : 0);
-// Which queries see each key: spans of them, or per stage bits
-constexpr int kSightBytes = kTileKv * 8;
+// Which queries see each key: spans of them, or bits of a step. Those come with Q, per stage, or where there is no room
+// with dO's only one
+constexpr int kSightBytes = kTileKv * 8, kSightStages = kListed && !kSerial ? kStages : 1;
+static_assert(!kListed || !kSerial || kDoStages == 1, "bits come and go with dO");
 constexpr int kAtStats = kAtDq + kConsumers * kDqBytes, kAtSeen = kAtStats + 2 * kStages * kStatBytes;
-constexpr int kAtWork = kAtSeen + (kListed ? kStages : 1) * kSightBytes, kAtBarriers = kAtWork + 128;
+constexpr int kAtWork = kAtSeen + kSightStages * kSightBytes, kAtBarriers = kAtWork + 128;
 constexpr int kAtScale = kAtBarriers + 16 * (2 * kStages + kDoStages + kDsStages + 6), kAtSteps = kAtScale + 16;
 constexpr int kSharedBytes = kAtSteps + 128;
 

@@ -41,7 +41,7 @@ struct Loader {
         ptx::mbarrier_arrive_expect(ring.full_at(turn), extra);
         besides(ring.full_at(turn));
     }
-    // Q (0) or dO (1) of a step. stats: of the query tile. With Q come the bits of a tile that is seen in part.
+    // Q (0) or dO (1) of a step. stats: of the query tile. With one come the bits of a tile that is seen in part.
     template <int kWhich, int kRingStages>
     TILE_DEVICE void rows(const Ring<kRingStages>& ring, Turn<kRingStages> place, Turn<kStages> turn,
                           const TensorMap& map, const Step& step, const float* stats) {
@@ -49,12 +49,12 @@ struct Loader {
         const Work work = shared_work()[0];
         const int row = step.tile * kTileQ;
         const int at = kWhich == 0 ? kAtQ + place.stage * kQBytes : kAtDo + place.stage * kDoBytes;
-        const bool part = kListed && kWhich == 0 && step.bits >= 0;
+        const bool part = kListed && kWhich == (kSerial ? 1 : 0) && step.bits >= 0;
         const auto besides = [&](uint32_t barrier) {
             ptx::bulk_load(ptx::shared_address(kAtStats + (2 * turn.stage + kWhich) * kStatBytes),
                            stats + kWhich * kTileQ, kStatBytes, barrier);
             if (part)
-                ptx::bulk_load(ptx::shared_address(kAtSeen + turn.stage * kSightBytes),
+                ptx::bulk_load(ptx::shared_address(kAtSeen + turn.stage % kSightStages * kSightBytes),
                                args.lists.bits + int64_t(step.bits) * (2 * kTileKv), kSightBytes, barrier);
         };
         tile<kTileQ, kColumns>(ring, place, map, at, kPacked ? work.tile.q_start + row : row, step.head,

@@ -44,7 +44,7 @@ struct Scoring {
     };
     TILE_DEVICE Sight look(int h) const {
         if constexpr (!kListed) return {shared_seen()[key_of(h)], {}};
-        const Words of = Shared<Words>(kAtSeen + stage * kSightBytes)[key_of(h)];
+        const Words of = Shared<Words>(kAtSeen + stage % kSightStages * kSightBytes)[key_of(h)];
         return {{}, {of.low >> warp::fragment_column(), of.high >> warp::fragment_column()}};
     }
     // Value i of its row, 2n + i counted, for the query of that column
