@@ -1,4 +1,4 @@
-"""The Hopper backward with 192 columns, and with V of another head dimension, in the emulator: by the tolerance rule."""
+"""The Hopper backward with 192 columns, and with V of another head dimension, in the emulator."""
 
 from __future__ import annotations
 
@@ -86,10 +86,11 @@ def test_equal_and_odd_head_dims(value_dim):
     dense(*qkv(1, 130, 150, 2, 1, 170, value_dim, dtype=BF16), causal=True, with_lse=True, mode=MODES[value_dim % 4])
 
 
-def test_curved_scores():
-    """Their derivative has no registers beside 192 and 128 columns."""
+def test_changed_scores():
+    """What is more than scaled has no registers beside 192 and 128 columns."""
     dense(*qkv(1, 70, 80, 2, 1), softcap=2.0, window=(30, 5), mode=MODES[3])
-    assert tiling_of(192, 128, linear=False) == tiling_of(192)
+    assert tiling_of(192, 128, crowded=True) == tiling_of(192)
+    assert tiling_of(192, 128, CURVED) == tiling_of(192, 128, Scores(alibi=True)) == tiling_of(192)
 
 
 def test_which_tiling():

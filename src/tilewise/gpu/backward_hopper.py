@@ -55,9 +55,9 @@ FIELDS = {
 class Tiling:
     """How the kernel works at one pair of padded head dimensions.
 
-    width, value_width: of Q and K, and of V and O, padded. tile_kv: keys of a block; with 64 both warpgroups work on the
-    same ones. stages, do_stages, ds_stages: of Q, of dO and of dS. dq_columns: of each round in which a warpgroup's dQ
-    leaves. ping_pong: the warpgroups take turns at the tensor cores. kv_registers: K and V stay in registers.
+    width, value_width: of Q and K, and of V and O, padded. tile_kv: keys of a block; with 64 both warpgroups work on
+    the same ones. stages, do_stages, ds_stages: of Q, of dO and of dS. dq_columns: of each round in which a warpgroup's
+    dQ leaves. ping_pong: the warpgroups take turns at the tensor cores. kv_registers: K and V stay in registers.
     scale_late: the exponentials wait for a load, so that none is put among products. mask_apart: with 64 keys, masks
     are computed for those tiles alone that need one; with 128 they always are.
     """
@@ -80,7 +80,7 @@ class Tiling:
 
     @property
     def serial(self) -> bool:
-        """Has S the registers of dP? Then there are none for the derivative of curved scores."""
+        """Has S the registers of dP? Then there are none left: `tiling_of` says for what."""
         return not self.wide and self.width > 128
 
     def fitted(self, *, listed: bool = False, linear: bool = True) -> Tiling:
@@ -95,7 +95,8 @@ class Tiling:
         rows = TILE_Q * (self.stages * self.width + self.do_stages * self.value_width) * 2
         squares = self.ds_stages + (self.wide and (1 if linear else 2))
         sums = squares * self.tile_kv * TILE_Q * 2 + CONSUMERS * TILE_Q * self.dq_columns * 4
-        small = 2 * self.stages * TILE_Q * 4 + (self.stages if listed and not self.serial else 1) * self.tile_kv * 8 + 128
+        sights = self.stages if listed and not self.serial else 1
+        small = 2 * self.stages * TILE_Q * 4 + sights * self.tile_kv * 8 + 128
         barriers = 16 * (2 * self.stages + self.do_stages + self.ds_stages + 6)
         return keys + rows + sums + small + barriers + 16 + 128
 
@@ -116,17 +117,26 @@ PLAIN = Scores()
 LAST_BLOCKS = 4
 
 
-def tiling_of(head_dim: int, value_dim: int | None = None, linear: bool = True) -> Tiling | None:
-    """For Q and K of one head dimension and V of another, by default the same; None if none serves. linear: as Scores
-    has it."""
+def tiling_of(
+    head_dim: int, value_dim: int | None = None, scores: Scores = PLAIN, *, crowded: bool = False
+) -> Tiling | None:
+    """For Q and K of one head dimension and V of another, by default the same; None if none serves.
+
+    Scores that are more than scaled, and what is `crowded`, find no registers in a serial one.
+    """
     values = head_dim if value_dim is None else value_dim
-    fit = (t for t in TILINGS if t.width >= head_dim and t.value_width >= values and (linear or not t.serial))
-    return next(fit, None)
+    fit = (t for t in TILINGS if t.width >= head_dim and t.value_width >= values)
+    return next((t for t in fit if not (t.serial and (scores.changed or crowded))), None)
+
+
+def is_crowded(dtype: torch.dtype, packed: bool, listed: bool, in_turn: bool) -> bool:
+    """Packed sequences leave registers for one of these three: float16, lists, turns."""
+    return packed and (dtype == torch.float16) + listed + in_turn > 1
 
 
 def serves(dtype: torch.dtype, head_dim: int, scores: Scores = PLAIN, value_dim: int | None = None) -> bool:
     """Does the kernel take such a problem? Curved scores with ALiBi need registers that heads beyond 64 lack."""
-    tiling = tiling_of(head_dim, value_dim, scores.linear)
+    tiling = tiling_of(head_dim, value_dim, scores)
     if tiling is None or dtype not in DTYPES:
         return False
     return tiling.width <= 64 or scores.linear or not scores.alibi
@@ -148,7 +158,8 @@ class Kind:
 
     @property
     def tiling(self) -> Tiling:
-        found = tiling_of(self.head_dim, self.value_dim, self.scores.linear)
+        crowded = is_crowded(self.dtype, self.index is not None, self.listed, self.in_turn)
+        found = tiling_of(self.head_dim, self.value_dim, self.scores, crowded=crowded)
         assert found is not None  # who asks for a kernel has asked `serves`
         return found
 
@@ -256,7 +267,8 @@ class Shapes:
     @classmethod
     def of(cls, call: GradientCall) -> Shapes:
         (seqlen_q, heads, head_dim), (seqlen_k, heads_kv, value_dim) = call.q.shape[-3:], call.v.shape[-3:]
-        tiling = tiling_of(head_dim, value_dim, call.scores.linear)
+        crowded = is_crowded(call.q.dtype, call.packed, listed(call), call.deterministic)
+        tiling = tiling_of(head_dim, value_dim, call.scores, crowded=crowded)
         tile_kv = 128 if tiling is None else tiling.tile_kv
         if call.starts_q is None:
             batch = sequences = call.q.shape[0]

@@ -242,9 +242,9 @@ struct Consumer {
                            int panel_rows, const float (&acc)[kSize]) const {
         store_keys<2 * kSize>(args, map, to, strides, columns, at, panel_rows, acc, group, int(group) * 64, 0);
     }
-    // Steps to come. Lists, and curved scores in turn, take the registers that it would be kept in.
+    // Steps to come. Wide heads, lists, and curved scores in turn take the register that it would be kept in.
     TILE_DEVICE int left() const {
-        return (kListed || (kInTurn && !Rule::kLinear) ? Work(shared_work()[0]).steps : total) - done;
+        return (kSerial || kListed || (kInTurn && !Rule::kLinear) ? Work(shared_work()[0]).steps : total) - done;
     }
     // Steps from the one at hand on, whose tiles are all seen in part, or none is
     TILE_DEVICE int run_of(bool in_part) const {
