@@ -242,6 +242,9 @@ def specs(*, every: bool = False) -> list[KernelSpec]:
     ]
     lists = [list_spec(torch.int32, in_turn) for in_turn in (False, True)]
     lists += [pairs_spec("", TILE_Q, 128, packed) for packed in (False, True)]
+    if every:
+        lists += [list_spec(torch.int32, in_turn, 64) for in_turn in (False, True)]
+        lists += [pairs_spec("", TILE_Q, 64, packed) for packed in (False, True)]
     return list(dict.fromkeys([*(spec for kind in kinds for spec in specs_of(kind)), *lists]))
 
 

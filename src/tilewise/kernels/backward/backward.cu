@@ -12,8 +12,8 @@
 // warpgroups need not meet:
 //   dP | P = exp S | dV | dS = P dP, to shared memory | dK, dQ, next S | dQ to shared memory
 //
-// With 192 columns of Q and K and 128 of V dQ's share is more than the registers of dP. It leaves in two rounds, both
-// made before dK, so that the first one's place is free again when the second comes.
+// With 192 columns of Q and K and 128 of V there are registers for one accumulator, and dQ leaves in two rounds:
+//   P = exp S | dV, dP | dS, to shared memory | dQ, dK | dQ to shared memory | next S, dQ | dQ to shared memory
 //
 // Constants: Element; Rule: scores.cuh; kHeadDim: of Q and K, padded, kValueDim: of V and dO; kTileQ; kWide: wide.cuh;
 // kStages: of Q; kDoStages; kDsStages; kDqColumns: of a round of dQ; kMasks: some queries do not see some keys, or the
@@ -40,7 +40,7 @@ struct Consumer {
     float dp[kTileQ / 2];  // later dQ
     uint32_t rP[kTileQ / 16][4], rDs[kTileQ / 16][4];
     uint32_t rK[kHeadDim / 16][4], rV[kValueDim / 16][4];  // if they stay in registers
-    static_assert(kWide || (kDqRounds <= 2 && Share::columns(kDqRounds - 1) <= (kDqRounds == 2 ? 32 : 64)), "what holds dQ");
+    static_assert(kWide || kDqRounds == (kSerial ? 2 : 1), "what holds dQ");
 
     TILE_DEVICE Consumer(const BackwardArgs& a, uint32_t g) : args(a), group(g), factor(Rule::first_factor(a.scores)) {}
 
@@ -182,9 +182,8 @@ struct Consumer {
         Turn<kStages> next = turn;
         next.next();
         if constexpr (kPingPong) ptx::barrier_sync(kTurnBarrier + group, 256);
-        if constexpr (Rule::kAlibi) slope = slope_of(at.head);
         if constexpr (kListed) pipes.d_o.wait(of_do(turn));  // and with it bits
-        const Scoring scoring{args, factor, slope, int(group) * 64, turn.stage};
+        const Scoring scoring{args, factor, 0.0f, int(group) * 64, turn.stage};
         scoring.exponentiate(at.bits >= 0, s, rP, at.tile);
         if constexpr (!kListed) pipes.d_o.wait(of_do(turn));
         issue_sum(dv, rP, kAtDo, of_do(turn).stage);
@@ -242,7 +241,7 @@ struct Consumer {
                            int panel_rows, const float (&acc)[kSize]) const {
         store_keys<2 * kSize>(args, map, to, strides, columns, at, panel_rows, acc, group, int(group) * 64, 0);
     }
-    // Steps to come. Wide heads, lists, and curved scores in turn take the register that it would be kept in.
+    // Steps to come. One accumulator, lists, and curved scores in turn: there is no register to keep it in.
     TILE_DEVICE int left() const {
         return (kSerial || kListed || (kInTurn && !Rule::kLinear) ? Work(shared_work()[0]).steps : total) - done;
     }

@@ -18,9 +18,10 @@ static_assert(kPanel % kDqColumns == 0 && kPanel % Share::columns(kDqRounds - 1)
 constexpr bool kDkByDq = !kWide && kDqBytes >= 64 * kHeadDim * 2;
 // Does one accumulator serve S and dP one after the other? Then dS is made of P as rounded to 16 bits.
 constexpr bool kSerial = !kWide && kHeadDim > 128;
+static_assert(!kSerial || !Rule::kChanges, "scores that are more than scaled find no registers");
 // Registers per thread, moved from the producers to the consumers. Of the consumers' 240, dK and dV take 128, S 32, dP
 // or dQ 32, P 16, dS 16 at 128 columns. P's are free before dQ is issued, which makes it possible. With 192 and 128
-// columns dK and dV take 160, and S is not kept beside P.
+// columns dK and dV take 160, S, dP and dQ 32, P and dS 16.
 constexpr int kProducerRegisters = kWide ? 40 : 24, kConsumerRegisters = kWide ? 232 : 240;
 static_assert(kProducerRegisters + kConsumers * kConsumerRegisters <= (kConsumers + 1) * (65536 / kThreads / 8 * 8),
               "taking more than others gave back would wait for ever");
