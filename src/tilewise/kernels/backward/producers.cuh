@@ -162,7 +162,8 @@ TILE_DEVICE void add_dq(const BackwardArgs& args, int consumer) {
         if (kInTurn && round == 0)
             while (ptx::load_acquire(turns) < mine) ptx::spin();
         if constexpr (!kListed) ring.wait(turn);
-        ptx::bulk_add(args.dq_sum + number * kTileFloats + consumer * (kDqShare * kTileQ) + round * (kDqColumns * kTileQ),
+        const int64_t first = number * kTileFloats + consumer * (kDqShare * kTileQ) + round * (kDqColumns * kTileQ);
+        ptx::bulk_add(args.dq_sum + first,
                       ptx::shared_address(uint32_t(kAtDq + consumer * kDqBytes)), Share::columns(round) * kTileQ * 4);
         ptx::bulk_commit();
         ptx::bulk_wait_read<0>();
