@@ -24,7 +24,7 @@ def judged(oracle, tensors, scores, *, scale=None, with_lse=False, device="cpu",
 
     o and the LSE are the exact ones, rounded.
     """
-    d_o = randn(*tensors[0].shape, dtype=tensors[0].dtype, seed=97)
+    d_o = randn(*tensors[0].shape[:-1], tensors[2].shape[-1], dtype=tensors[0].dtype, seed=97)
     o, lse = oracle(*(x.double() for x in tensors))
     d_lse = randn(*lse.shape, seed=98) if with_lse else None
     exact = gradients(oracle, tensors, d_o, d_lse, dtype=DOUBLE)
@@ -67,10 +67,13 @@ def starts_of(lengths, index=torch.int32):
 
 
 def packed(lengths_q, lengths_k, heads_q, heads_kv, head_dim, *, dtype=torch.bfloat16, index=torch.int32, device="cpu",
-           mode=None, with_lse=False, deterministic=False, spoil=None, **options):  # fmt: skip
-    """`attention_varlen`'s gradients."""
+           mode=None, with_lse=False, deterministic=False, spoil=None, value_dim=None, **options):  # fmt: skip
+    """`attention_varlen`'s gradients. value_dim: of v, by default as head_dim."""
     q = randn(sum(lengths_q), heads_q, head_dim, dtype=dtype)
-    k, v = (randn(sum(lengths_k), heads_kv, head_dim, dtype=dtype, seed=seed) for seed in (1, 2))
+    k, v = (
+        randn(sum(lengths_k), heads_kv, dim, dtype=dtype, seed=seed)
+        for seed, dim in ((1, head_dim), (2, value_dim or head_dim))
+    )
     starts = starts_of(lengths_q, index), starts_of(lengths_k, index)
     oracle = lambda q, k, v, **more: reference.attention_varlen(q, k, v, *starts, **options, **more)  # noqa: E731
     scores = arguments.check_scores(q, len(lengths_q), **options)
@@ -96,7 +99,7 @@ def ends_of(*trees):
 
 
 def tree(ends, heads_q, heads_kv, head_dim, *, left=None, dtype=torch.bfloat16, device="cpu", mode=None,
-         deterministic=False):  # fmt: skip
+         deterministic=False, value_dim=None):  # fmt: skip
     """Gradients where query i sees the keys j ≤ i < ends[j], with a window of those `left` before it on its path."""
     tokens = len(ends)
     places = torch.arange(tokens)
@@ -110,7 +113,8 @@ def tree(ends, heads_q, heads_kv, head_dim, *, left=None, dtype=torch.bfloat16, 
         o, lse = reference.attention(q[None], k[None], v[None], mask=visible, **more)
         return o[0], lse[0]
 
-    q, k, v = (randn(tokens, h, head_dim, dtype=dtype, seed=n) for n, h in enumerate((heads_q, heads_kv, heads_kv)))
+    sizes = (heads_q, head_dim), (heads_kv, head_dim), (heads_kv, value_dim or head_dim)
+    q, k, v = (randn(tokens, *size, dtype=dtype, seed=n) for n, size in enumerate(sizes))
     scores = arguments.check_scores(q, 1, causal=True, window=(left, 0))
     starts = torch.tensor([0, tokens], dtype=torch.int32)
     rest = {"device": device, "mode": mode, "deterministic": deterministic, "max_seqlens": (tokens, tokens)}
@@ -131,7 +135,7 @@ def spoil_second(call):
     return slice(0, int(min(call.starts_q[1], call.starts_k[1])))
 
 
-def between_others(monkeypatch, head_dim, *, mode=None, **options):
+def between_others(monkeypatch, head_dim, *, mode=None, value_dim=None, **options):
     """Packed sequences with tokens before the first start and behind the last one, which hold NaN, as all memory that
     is asked for does: their gradients are 0, those of the sequences what they are without them."""
     empty = torch.empty_like
@@ -141,8 +145,9 @@ def between_others(monkeypatch, head_dim, *, mode=None, **options):
 
     lengths, (before, behind) = ([70, 5, 63], [90, 0, 129]), ([30, 65], [140, 1])
     starts = [starts_of(x) for x in lengths]
-    tensors = [randn(sum(lengths[n > 0]), 2 - (n > 0), head_dim, dtype=torch.bfloat16, seed=n) for n in range(3)]
-    d_o, sinks = randn(*tensors[0].shape, dtype=torch.bfloat16, seed=5), randn(2, seed=6)
+    dims = head_dim, head_dim, value_dim or head_dim
+    tensors = [randn(sum(lengths[n > 0]), 2 - (n > 0), dims[n], dtype=torch.bfloat16, seed=n) for n in range(3)]
+    d_o, sinks = randn(*tensors[0].shape[:-1], dims[2], dtype=torch.bfloat16, seed=5), randn(2, seed=6)
     o, lse = reference.attention_varlen(*tensors, *starts, sinks=sinks, **options)
     scores = arguments.check_scores(tensors[0], 3, sinks=sinks, **options)
 

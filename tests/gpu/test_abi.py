@@ -35,9 +35,9 @@ RAGGED = (("Index", "int"), ("kTileQ", 128), ("kTileKv", 128), ("kPack", 1))
 FOLD = pattern.fold_spec(pattern.Pattern(64, 64), 128, 64, 1, False).constants
 KINDS = (("Function", "NoFunction"),)
 DECODE = (("kSelected", False),)
-BEFORE, BACKWARD, _ = (
-    spec.constants for spec in backward_hopper.specs_of(backward_hopper.Kind(torch.bfloat16, 128, Scores(), False))
-)
+BACKWARD_KIND = backward_hopper.Kind(torch.bfloat16, 192, Scores(), False, value_dim=128)
+BACKWARD_TILING = BACKWARD_KIND.tiling
+BEFORE, BACKWARD, _ = (spec.constants for spec in backward_hopper.specs_of(BACKWARD_KIND))
 MMA = backward_mma.specs("sm_89")[1]
 LIST = backward_hopper.list_spec(torch.int32, False).constants
 PAIRS = backward_lists.pairs_spec("", 64, 128, False)
@@ -118,8 +118,8 @@ CONSTANTS = {
     "backward/list.cu": {"kThreads": backward_hopper.LIST_THREADS, "kBuckets": backward_hopper.BUCKETS},
     "backward/pairs.cu": {"kThreads": PAIRS.threads, "kPairBytes": PAIRS.shared_bytes},
     "backward/layout.cuh": {
-        "kSharedBytes": backward_hopper.TILINGS[128].shared_bytes(128),
-        "kTileKv": backward_hopper.TILINGS[128].tile_kv,
+        "kSharedBytes": BACKWARD_TILING.shared_bytes(),
+        "kTileKv": BACKWARD_TILING.tile_kv,
         "kConsumers": backward_hopper.CONSUMERS,
     },
     "backward/mma_layout.cuh": {"kSharedBytes": MMA.shared_bytes, "kThreads": MMA.threads},

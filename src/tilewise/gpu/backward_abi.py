@@ -29,8 +29,8 @@ class BackwardArgs(ctypes.Structure):
         *((f"{name}_strides", Strides) for name in STRIDED),
         ("scores", ScoreArgs),
         ("scale", ctypes.c_float),
-        *((n, ctypes.c_int) for n in ("seqlen_q", "seqlen_k", "sequences", "heads", "kv_heads", "group", "head_dim")),
-        *((n, ctypes.c_int) for n in ("q_tiles", "kv_tiles", "together")),
+        *((n, ctypes.c_int) for n in ("seqlen_q", "seqlen_k", "sequences", "heads", "kv_heads", "group")),
+        *((n, ctypes.c_int) for n in ("head_dim", "value_dim", "q_tiles", "kv_tiles", "together")),
         ("lists", QueryListArgs),
         ("dropout", DropoutArgs),
     ]

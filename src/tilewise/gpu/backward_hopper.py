@@ -8,14 +8,14 @@ call, so calls of several threads and streams do not meet.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
 import torch
 
 from tilewise import compiler, emulator
-from tilewise.arch import multiprocessors
+from tilewise.arch import limits_of, multiprocessors
 from tilewise.compiler.spec import Constant, KernelSpec
 from tilewise.compiler.tensor_maps import TensorMapSpec
 from tilewise.gpu.abi import (
@@ -54,63 +54,100 @@ FIELDS = {
 
 @dataclass(frozen=True)
 class Tiling:
-    """How the kernel works at one padded head dimension.
+    """How the kernel works at one pair of padded head dimensions.
 
-    tile_kv: keys of a block. stages, do_stages, ds_stages: of Q, of dO and of dS. ping_pong: the warpgroups take turns
-    at the tensor cores. kv_registers: K and V stay in registers. scale_late: the exponentials wait for a load, so that
-    none is put among products.
+    width, value_width: of Q and K, and of V and O, padded. tile_kv: keys of a block; with 64 both warpgroups work on
+    the same ones. stages, do_stages, ds_stages: of Q, of dO and of dS. dq_columns: of each round in which a warpgroup's
+    dQ leaves. ping_pong: the warpgroups take turns at the tensor cores. kv_registers: K and V stay in registers.
+    scale_late: the exponentials wait for a load, so that none is put among products. mask_apart: with 64 keys, masks
+    are computed for those tiles alone that need one; with 128 they always are.
     """
 
+    width: int
+    value_width: int
     tile_kv: int
     stages: int
     do_stages: int
     ds_stages: int
-    ping_pong: bool
-    kv_registers: bool
-    scale_late: bool
+    dq_columns: int
+    ping_pong: bool = False
+    kv_registers: bool = False
+    scale_late: bool = False
+    mask_apart: bool = True
 
-    def stages_of_do(self, linear: bool) -> int:
-        """One less where P times the score's derivative goes through shared memory too."""
-        return self.do_stages if linear or self.tile_kv > 64 else self.do_stages - 1
+    @property
+    def wide(self) -> bool:
+        return self.tile_kv == 64
 
-    def shared_bytes(self, head_dim: int, *, listed: bool = False, linear: bool = True) -> int:
-        """backward/layout.cuh: kSharedBytes. linear: as Scores has it."""
-        keys = 2 * self.tile_kv * head_dim * 2
-        rows = (self.stages + self.stages_of_do(linear)) * TILE_Q * head_dim * 2
-        wide = head_dim > 128
-        squares = self.ds_stages + (wide and (1 if linear else 2))
-        sums = squares * self.tile_kv * TILE_Q * 2 + TILE_Q * head_dim * (1 if wide else 4)
-        small = 2 * self.stages * TILE_Q * 4 + (self.stages if listed else 1) * self.tile_kv * 8 + 128
-        barriers = 16 * (2 * self.stages + self.stages_of_do(linear) + self.ds_stages + 6)
+    @property
+    def serial(self) -> bool:
+        """Has S the registers of dP? Then there are none left: `tiling_of` says for what."""
+        return not self.wide and self.width > 128
+
+    def fitted(self, *, listed: bool = False, linear: bool = True) -> Tiling:
+        """Itself, or with one stage less of dO: where P times the score's derivative takes its room, or the bits of a
+        list come with it. linear: as Scores has it."""
+        full = self.shared_bytes(listed=listed, linear=linear) > SHARED_LIMIT or (listed and self.serial)
+        return replace(self, do_stages=self.do_stages - 1) if full and self.do_stages > 1 else self
+
+    def shared_bytes(self, *, listed: bool = False, linear: bool = True) -> int:
+        """backward/layout.cuh: kSharedBytes."""
+        keys = self.tile_kv * (self.width + self.value_width) * 2
+        rows = TILE_Q * (self.stages * self.width + self.do_stages * self.value_width) * 2
+        squares = self.ds_stages + (self.wide and (1 if linear else 2))
+        sums = squares * self.tile_kv * TILE_Q * 2 + CONSUMERS * TILE_Q * self.dq_columns * 4
+        sights = self.stages if listed and not self.serial else 1
+        small = 2 * self.stages * TILE_Q * 4 + sights * self.tile_kv * 8 + 128
+        barriers = 16 * (2 * self.stages + self.do_stages + self.ds_stages + 6)
         return keys + rows + sums + small + barriers + 16 + 128
 
 
-# By padded head dimension.
-TILINGS = {
-    64: Tiling(128, 2, 2, 3, ping_pong=False, kv_registers=True, scale_late=False),
-    128: Tiling(128, 2, 2, 3, ping_pong=True, kv_registers=False, scale_late=True),
-    256: Tiling(64, 2, 2, 1, ping_pong=False, kv_registers=False, scale_late=False),
-}
+SHARED_LIMIT = limits_of("sm_90a").shared_block
+# The first that is wide enough serves.
+TILINGS = (
+    Tiling(64, 64, 128, 2, 2, 3, 32, kv_registers=True),
+    Tiling(128, 128, 128, 2, 2, 3, 64, ping_pong=True, scale_late=True),
+    Tiling(192, 128, 128, 2, 1, 3, 64, ping_pong=True),
+    Tiling(192, 192, 64, 2, 2, 1, 64),
+    Tiling(256, 256, 64, 2, 2, 1, 32),
+)
 DTYPES = (torch.bfloat16, torch.float16)
 PLAIN = Scores()
+# Under a causal mask the last heads' key tiles begin side by side, the longest first, so that multiprocessors end
+# together: about so many blocks for each of them. 0: heads come one after another up to the last.
+LAST_BLOCKS = 4
 
 
-def padded(head_dim: int) -> int:
-    """The head dimension that the kernel computes with; more than the largest of TILINGS if none serves."""
-    return next((n for n in TILINGS if n >= head_dim), head_dim)
+def tiling_of(
+    head_dim: int, value_dim: int | None = None, scores: Scores = PLAIN, *, crowded: bool = False
+) -> Tiling | None:
+    """For Q and K of one head dimension and V of another, by default the same; None if none serves.
+
+    Scores that are more than scaled, and what is `crowded`, find no registers in a serial one.
+    """
+    values = head_dim if value_dim is None else value_dim
+    fit = (t for t in TILINGS if t.width >= head_dim and t.value_width >= values)
+    return next((t for t in fit if not (t.serial and (scores.changed or crowded))), None)
 
 
-def serves(dtype: torch.dtype, head_dim: int, scores: Scores = PLAIN) -> bool:
+def is_crowded(dtype: torch.dtype, packed: bool, listed: bool, in_turn: bool) -> bool:
+    """Packed sequences leave registers for one of these three: float16, lists, turns."""
+    return packed and (dtype == torch.float16) + listed + in_turn > 1
+
+
+def serves(dtype: torch.dtype, head_dim: int, scores: Scores = PLAIN, value_dim: int | None = None) -> bool:
     """Does the kernel take such a problem? Curved scores with ALiBi need registers that heads beyond 64 lack, and
     dropout is done by the other one."""
-    room = padded(head_dim) <= 64 or scores.linear or not scores.alibi
-    return dtype in DTYPES and head_dim <= max(TILINGS) and room and not scores.dropout
+    tiling = tiling_of(head_dim, value_dim, scores)
+    if tiling is None or dtype not in DTYPES or scores.dropout:
+        return False
+    return tiling.width <= 64 or scores.linear or not scores.alibi
 
 
 @dataclass(frozen=True)
 class Kind:
     """What the kernels are compiled for. index: of the starts, None if dense. listed: which queries meet which keys is
-    told by a schedule or a mask function."""
+    told by a schedule or a mask function. value_dim: of V, None if as head_dim."""
 
     dtype: torch.dtype
     head_dim: int
@@ -119,6 +156,14 @@ class Kind:
     index: torch.dtype | None = None
     in_turn: bool = False
     listed: bool = False
+    value_dim: int | None = None
+
+    @property
+    def tiling(self) -> Tiling:
+        crowded = is_crowded(self.dtype, self.index is not None, self.listed, self.in_turn)
+        found = tiling_of(self.head_dim, self.value_dim, self.scores, crowded=crowded)
+        assert found is not None  # who asks for a kernel has asked `serves`
+        return found
 
     @property
     def changed(self) -> bool:
@@ -129,11 +174,13 @@ class Kind:
 @lru_cache(maxsize=256)
 def specs_of(kind: Kind) -> tuple[KernelSpec, KernelSpec, KernelSpec]:
     """The kernel before, the main one and the one after."""
-    dim = padded(kind.head_dim)
-    tiling, packed = TILINGS[dim], kind.index is not None
+    room, packed = {"listed": kind.listed, "linear": kind.scores.linear}, kind.index is not None
+    tiling = kind.tiling.fitted(**room)
     common: tuple[tuple[str, Constant], ...] = (
         ("Element", ELEMENTS[kind.dtype]),
-        ("kHeadDim", dim),
+        ("kHeadDim", tiling.width),
+        ("kValueDim", tiling.value_width),
+        ("kDqColumns", tiling.dq_columns),
         ("kTileQ", TILE_Q),
         ("kPacked", packed),
         ("kInTurn", kind.in_turn),
@@ -141,8 +188,10 @@ def specs_of(kind: Kind) -> tuple[KernelSpec, KernelSpec, KernelSpec]:
     main = (
         score_rule(kind.scores),
         ("kStages", tiling.stages),
-        ("kDoStages", tiling.stages_of_do(kind.scores.linear)),
+        ("kDoStages", tiling.do_stages),
         ("kDsStages", tiling.ds_stages),
+        ("kWide", tiling.wide),
+        ("kMaskApart", tiling.mask_apart),
         ("kMasks", kind.masks),
         ("kListed", kind.listed),
         ("kPingPong", tiling.ping_pong),
@@ -152,6 +201,7 @@ def specs_of(kind: Kind) -> tuple[KernelSpec, KernelSpec, KernelSpec]:
     ends = (
         ("Index", "int64_t" if kind.index == torch.int64 else "int"),
         ("kColumns", kind.head_dim),
+        ("kValueColumns", kind.head_dim if kind.value_dim is None else kind.value_dim),
         ("kInitial", not kind.changed),
     )
     source = "backward/ends.cu"
@@ -159,7 +209,7 @@ def specs_of(kind: Kind) -> tuple[KernelSpec, KernelSpec, KernelSpec]:
         KernelSpec("backward_before", source, "before", common + ends, BEFORE_THREADS, BEFORE_SHARED, product=True),
         KernelSpec(
             "backward", "backward/backward.cu", "backward", common + main, 128 * (CONSUMERS + 1),
-            tiling.shared_bytes(dim, listed=kind.listed, linear=kind.scores.linear), product=True,
+            tiling.shared_bytes(**room), product=True,
         ),
         KernelSpec("backward_after", source, "after", common + ends, AFTER_THREADS, 0, product=True),
     )  # fmt: skip
@@ -181,11 +231,11 @@ def specs(*, every: bool = False) -> list[KernelSpec]:
     """The kernels as users get them: bfloat16 and head dimension 128, or `every` dtype, head dimension and feature."""
     rules = (*EVERY_RULE, *APART_RULES) if every else EVERY_RULE[:1]
     kinds = [
-        Kind(dtype, head_dim, scores, masks, index, in_turn, listed)
+        Kind(dtype, t.width, scores, masks, index, in_turn, listed, t.value_width)
         for dtype in (DTYPES if every else DTYPES[:1])
-        for head_dim in (TILINGS if every else (128,))
+        for t in (TILINGS if every else TILINGS[1:2])
         for scores in rules
-        if serves(dtype, head_dim, scores)
+        if serves(dtype, t.width, scores, t.value_width)
         for masks, index, listed in (
             *((False, None, False), (True, None, False), (True, torch.int32, False)),
             *((True, None, True), (True, torch.int32, True)),
@@ -194,12 +244,18 @@ def specs(*, every: bool = False) -> list[KernelSpec]:
     ]
     lists = [list_spec(torch.int32, in_turn) for in_turn in (False, True)]
     lists += [pairs_spec("", TILE_Q, 128, packed) for packed in (False, True)]
+    if every:
+        lists += [list_spec(torch.int32, in_turn, 64) for in_turn in (False, True)]
+        lists += [pairs_spec("", TILE_Q, 64, packed) for packed in (False, True)]
     return list(dict.fromkeys([*(spec for kind in kinds for spec in specs_of(kind)), *lists]))
 
 
 @dataclass(frozen=True)
 class Shapes:
-    """Of a call's tensors. Packed sequences have a batch of 1 and their lengths together."""
+    """Of a call's tensors. Packed sequences have a batch of 1 and their lengths together.
+
+    head_dim: of Q and K, value_dim: of V and O.
+    """
 
     batch: int
     sequences: int
@@ -208,21 +264,24 @@ class Shapes:
     heads: int
     heads_kv: int
     head_dim: int
+    value_dim: int
     q_tiles: int
     kv_tiles: int
     tile_kv: int
 
     @classmethod
     def of(cls, call: GradientCall) -> Shapes:
-        (seqlen_q, heads, head_dim), (seqlen_k, heads_kv) = call.q.shape[-3:], call.k.shape[-3:-1]
-        tile_kv = TILINGS[padded(head_dim)].tile_kv
+        (seqlen_q, heads, head_dim), (seqlen_k, heads_kv, value_dim) = call.q.shape[-3:], call.v.shape[-3:]
+        crowded = is_crowded(call.q.dtype, call.packed, listed(call), call.deterministic)
+        tiling = tiling_of(head_dim, value_dim, call.scores, crowded=crowded)
+        tile_kv = 128 if tiling is None else tiling.tile_kv
         if call.starts_q is None:
             batch = sequences = call.q.shape[0]
             tiles = math.ceil(seqlen_q / TILE_Q), math.ceil(seqlen_k / tile_kv)
         else:  # arguments.cuh: first_slot
             batch, sequences = 1, len(call.starts_q) - 1
             tiles = seqlen_q // TILE_Q + sequences + 2, seqlen_k // tile_kv + sequences + 2
-        return cls(batch, sequences, seqlen_q, seqlen_k, heads, heads_kv, head_dim, *tiles, tile_kv)
+        return cls(batch, sequences, seqlen_q, seqlen_k, heads, heads_kv, head_dim, value_dim, *tiles, tile_kv)
 
 
 def gradients(call: GradientCall, **emulated: Any) -> Gradients:
@@ -234,20 +293,23 @@ def gradients(call: GradientCall, **emulated: Any) -> Gradients:
     if not call.q.numel() or not call.k.numel() or not shapes.sequences:
         none = None if sinks is None else torch.zeros(shapes.heads, dtype=torch.float32, device=device)
         return Gradients(torch.zeros_like(call.q), torch.zeros_like(call.k), torch.zeros_like(call.v), none)
-    dim, slots = padded(shapes.head_dim), shapes.batch * shapes.heads * shapes.q_tiles
+    slots = shapes.batch * shapes.heads * shapes.q_tiles
+    index = None if call.starts_q is None else call.starts_q.dtype
+    masks = listed(call) or call.packed or call.scores.window != (None, None) or shapes.seqlen_k % shapes.tile_kv > 0
+    dims, rule = [given[name].shape[-1] for name in "qv"], call.scores.rule
+    kind = Kind(call.q.dtype, dims[0], rule, masks, index, call.deterministic, listed(call), dims[1])
     stats = torch.empty(shapes.batch, shapes.heads, shapes.q_tiles, 2, TILE_Q, dtype=torch.float32, device=device)
-    dq_sum = torch.empty(slots * TILE_Q * dim, dtype=torch.float32, device=device)
+    dq_sum = torch.empty(slots * TILE_Q * kind.tiling.width, dtype=torch.float32, device=device)
     work = {"stats": stats, "dq_sum": dq_sum}
     if call.deterministic:
         work["turns"] = torch.empty(slots * CONSUMERS, dtype=torch.int32, device=device)
-    index = None if call.starts_q is None else call.starts_q.dtype
     if call.packed:
         words = KEY_LIST_HEADER + KEY_TILE_WORDS * shapes.kv_tiles + BUCKETS
         work["list"] = torch.empty(words, dtype=torch.int32, device=device)
-    masks = listed(call) or call.packed or call.scores.window != (None, None) or shapes.seqlen_k % shapes.tile_kv > 0
-    dims = given["q"].shape[-1]
-    kind = Kind(call.q.dtype, dims, call.scores.rule, masks, index, call.deterministic, listed(call))
     args, read = arguments(call, shapes, given | found | work)
+    if not call.deterministic and not call.packed and not kind.listed and call.scores.window == (None, 0):
+        blocks = LAST_BLOCKS * multiprocessors(device)
+        args.together = min(shapes.batch * shapes.heads_kv, math.ceil(blocks / shapes.kv_tiles))
     lists = query_lists(call, shapes.q_tiles, shapes.kv_tiles, TILE_Q, shapes.tile_kv) if kind.listed else None
     if lists is not None:
         read |= lists.tensors
@@ -258,7 +320,7 @@ def gradients(call: GradientCall, **emulated: Any) -> Gradients:
         less, delta = stats.unbind(3)
         logs = less * (LN2 if kind.changed else call.scores.scale)
         d_sinks = (torch.exp(sinks.float()[:, None, None] + logs) * delta).sum((0, 2, 3))
-    d_q, d_k, d_v = (x[..., : shapes.head_dim].contiguous() for x in found.values())
+    d_q, d_k, d_v = (found[f"d_{n}"][..., : getattr(call, n).shape[-1]].contiguous() for n in "qkv")
     return Gradients(d_q, d_k, d_v, d_sinks)
 
 
@@ -280,7 +342,8 @@ def arguments(
     args = BackwardArgs(scores=ScoreArgs.of(scores), scale=scores.scale)
     args.seqlen_q, args.seqlen_k, args.sequences = shapes.seqlen_q, shapes.seqlen_k, shapes.sequences
     args.heads, args.kv_heads, args.group = shapes.heads, shapes.heads_kv, shapes.heads // shapes.heads_kv
-    args.head_dim, args.q_tiles, args.kv_tiles = tensors["q"].shape[-1], shapes.q_tiles, shapes.kv_tiles
+    args.head_dim, args.value_dim = tensors["q"].shape[-1], tensors["v"].shape[-1]
+    args.q_tiles, args.kv_tiles = shapes.q_tiles, shapes.kv_tiles
     if call.deterministic:  # twice as far apart as blocks would begin that a step takes to hand on
         steps = shapes.q_tiles * args.group
         args.together = min(shapes.batch * shapes.heads_kv, math.ceil(2 * multiprocessors(call.q.device) / steps))

@@ -134,7 +134,7 @@ def _explained(facts: Facts, device: torch.device, reasons: tuple[str, ...]) -> 
     kernel, why = tilings.kernel_of(device, facts.dtype, facts.dropout)
     if facts.grad:
         widest = max(facts.query[-1], facts.value[-1])
-        kernel += f", then {backward.kernel_of(device, facts.dtype, widest, facts.dropout)}"
+        kernel += f", then {backward.kernel_of(device, facts.dtype, widest, dropout=facts.dropout)}"
     return Explanation("tilewise", f"{KERNELS['cuda']} {kernel}", (*reasons, why))
 
 

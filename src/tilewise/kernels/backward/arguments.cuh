@@ -46,10 +46,11 @@ struct BackwardArgs {
     Scores scores;
     float scale;  // natural: what dS is multiplied with in the end
     int seqlen_q, seqlen_k;  // packed: of all sequences together
-    int sequences, heads, kv_heads, group, head_dim;  // group: query heads per KV head
+    int sequences, heads, kv_heads, group;  // group: query heads per KV head
+    int head_dim, value_dim;  // of Q and K, and of V and O
     int q_tiles;  // per head; packed: of all sequences, see first_slot
     int kv_tiles;  // per KV head, of the round where there are rounds; packed: as many as the list has room for
-    int together;  // dense, in turn: heads whose key tiles begin side by side
+    int together;  // dense: heads whose key tiles begin side by side; not in turn, the last ones alone
     QueryLists lists;
     Dropout dropout;  // for backward_mma
 };
@@ -79,6 +80,17 @@ TILE_DEVICE Visible queries_of(const Scores& scores, int key, int seqlen_q, int 
     return {begin, key < seqlen_k && stop > begin ? stop - begin : 0};
 }
 
+// Each of the Hopper backward's two consumers makes a share of dQ's columns, in rounds of kMost, of which the last may
+// have fewer. Rounds of both lie side by side, so that none is in two panels of K. In memory a share's rounds come one
+// after another, and of a tile eight columns, thread, four registers, as a consumer holds them.
+template <int kWidth, int kMost> struct DqShare {
+    static constexpr int kColumns = kWidth / 2, kRounds = (kColumns + kMost - 1) / kMost;
+    static TILE_DEVICE constexpr int columns(int round) {
+        return round < kRounds - 1 ? kMost : kColumns - (kRounds - 1) * kMost;
+    }
+    static TILE_DEVICE constexpr int first(int share, int round) { return 2 * kMost * round + share * columns(round); }
+};
+
 // ---- in turn --------------------------------------------------------------------------------------------------------
 // Where sums have to be the same in every run, key tiles that see a query tile add to its dQ from the last one down.
 // Blocks begin in that order, too, so that none ever waits for one that has not begun. Under a causal mask a key tile's
@@ -92,6 +104,8 @@ struct Place {
 };
 template <bool kInTurn> TILE_DEVICE Place place_of(const BackwardArgs& args, int number, int heads) {
     if constexpr (!kInTurn) {  // tiles of a head one after another, the first, which most queries see, first
+        const int alone = heads - args.together, rest = number - alone * args.kv_tiles;
+        if (rest >= 0) return {alone + rest % args.together, rest / args.together};
         const int head = number / args.kv_tiles;
         return {head, number - head * args.kv_tiles};
     }

@@ -2,19 +2,21 @@
 //
 // before: what S and dP begin with, −LSE and −delta = dLSE − rowsum(dO ∘ O), and zeros for dQ's sum and for the turns.
 // after: dQ from its sum, which lies in the order of fragments.
-// Constants: Element, Index, kHeadDim, kColumns: padded and not; kTileQ, kPacked; kInitial: −LSE in the units of S, or
-// in those of base-2 logits; kInTurn: as the backward's.
+// Constants: Element, Index; kHeadDim, kColumns: of Q, padded and not; kValueDim, kValueColumns: of O; kTileQ, kPacked;
+// kInitial: −LSE in the units of S, or in those of base-2 logits; kDqColumns, kInTurn: as the backward's.
 #include "backward/query_tile.cuh"
 #include "tile/mma.cuh"
 
-constexpr int kShares = 2, kDqColumns = kHeadDim / kShares, kDqFloats = kTileQ * kDqColumns;
+using Share = DqShare<kHeadDim, kDqColumns>;
+constexpr int kShares = 2, kDqFloats = kTileQ * Share::kColumns;
 constexpr int kBeforeThreads = 256, kAfterThreads = 128 * kShares;
 
 // Blocks per multiprocessor: without a number ptxas aims at eight of them, and spills.
-extern "C" __global__ void __launch_bounds__(kBeforeThreads, kHeadDim > 128 ? 2 : 4)
+extern "C" __global__ void __launch_bounds__(kBeforeThreads, kValueDim > 128 ? 2 : 4)
     before(const __grid_constant__ BackwardArgs args) {
     const QueryTile tile(args, false);
-    constexpr int kLanes = kHeadDim / 8, kRows = kBeforeThreads / kLanes;  // lanes of a row, rows together
+    // Lanes of a row, a power of 2, and rows together
+    constexpr int kLanes = kValueDim > 128 ? 32 : kValueDim / 8, kRows = kBeforeThreads / kLanes;
     const int lane = threadIdx.x % kLanes, row0 = threadIdx.x / kLanes;
     const auto at = [&](const void* base, const Strides& strides) {
         return Global<const Element>{static_cast<const Element*>(base)} +
@@ -25,7 +27,7 @@ extern "C" __global__ void __launch_bounds__(kBeforeThreads, kHeadDim > 128 ? 2 
 #pragma unroll
     for (int r = 0; r < kTileQ / kRows; r++) {
         o[r] = d[r] = Vector16{};
-        if (r * kRows + row0 < tile.rows && lane * 8 < kColumns) {
+        if (r * kRows + row0 < tile.rows && lane * 8 < kValueColumns) {
             o[r] = (of_o + r * kRows * args.o_strides.row).template as<const Vector16>()[0];
             d[r] = (of_do + r * kRows * args.do_strides.row).template as<const Vector16>()[0];
         }
@@ -68,18 +70,32 @@ extern "C" __global__ void __launch_bounds__(kBeforeThreads, kHeadDim > 128 ? 2 
     }
 }
 
+// dQ's columns of a share, round by round; those from kColumns on are padding
+template <int kRound = 0>
+TILE_DEVICE void store_rounds(const Global<Element> (&rows)[2], const bool (&exists)[2],
+                              const float (&acc)[Share::kColumns / 2], int share) {
+    if constexpr (kRound < Share::kRounds) {
+        constexpr int kOwn = Share::columns(kRound);
+        const int first = Share::first(share, kRound);
+        const Global<Element> at[2] = {rows[0] + first, rows[1] + first};
+        warp::store_rows<kOwn>(at, exists, reinterpret_cast<const float (&)[kOwn / 2]>(acc[kRound * kDqColumns / 2]),
+                               kColumns - first);
+        store_rounds<kRound + 1>(rows, exists, acc, share);
+    }
+}
+
 extern "C" __global__ void __launch_bounds__(kAfterThreads) after(const __grid_constant__ BackwardArgs args) {
     const QueryTile tile(args, true);
     ptx::wait_for_prerequisites();
     const int share = threadIdx.x / 128;
     const Global<const Vector16> sum{reinterpret_cast<const Vector16*>(
         args.dq_sum + tile.number * (kTileQ * kHeadDim) + share * kDqFloats)};
-    Vector16 four[kDqColumns / 8];
+    Vector16 four[Share::kColumns / 8];
 #pragma unroll
-    for (int n = 0; n < kDqColumns / 8; n++) four[n] = sum[n * 128 + threadIdx.x % 128];
-    float acc[kDqColumns / 2];
+    for (int n = 0; n < Share::kColumns / 8; n++) four[n] = sum[n * 128 + threadIdx.x % 128];
+    float acc[Share::kColumns / 2];
 #pragma unroll
-    for (int i = 0; i < kDqColumns / 2; i++) acc[i] = as_float(four[i / 4].word[i % 4]) * args.scale;
+    for (int i = 0; i < Share::kColumns / 2; i++) acc[i] = as_float(four[i / 4].word[i % 4]) * args.scale;
     Global<Element> rows[2];
     bool exists[2];
 #pragma unroll
@@ -88,10 +104,7 @@ extern "C" __global__ void __launch_bounds__(kAfterThreads) after(const __grid_c
         exists[h] = row < tile.rows;
         rows[h] = Global<Element>{static_cast<Element*>(args.dq)} +
                   (tile.batch * args.dq_strides.batch + (tile.first + row) * args.dq_strides.row +
-                   tile.head * args.dq_strides.head + share * kDqColumns);
+                   tile.head * args.dq_strides.head);
     }
-    // Columns from kColumns on are padding.
-    constexpr int kFirst = kColumns < kDqColumns ? kColumns : kDqColumns;
-    if (share == 0) warp::store_rows<kFirst>(rows, exists, acc);
-    else if constexpr (kColumns > kFirst) warp::store_rows<kColumns - kFirst>(rows, exists, acc);
+    store_rounds(rows, exists, acc, share);
 }

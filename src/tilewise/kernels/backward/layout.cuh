@@ -5,34 +5,41 @@
 #include "tile/hopper.cuh"
 #include "tile/tiles.cuh"
 
-// Beyond 128 columns both consumers work on the same 64 keys: wide.cuh.
-constexpr bool kWide = kHeadDim > 128;
+// Where dK and dV of 64 keys are more than a warpgroup's registers, both consumers work on the same 64: wide.cuh.
 constexpr int kConsumers = 2, kTileKv = kWide ? 64 : 64 * kConsumers, kThreads = 128 * (kConsumers + 1);
-constexpr int kKvBytes = kTileKv * kHeadDim * 2, kQBytes = kTileQ * kHeadDim * 2, kDsBytes = kTileKv * kTileQ * 2;
+constexpr int kKBytes = kTileKv * kHeadDim * 2, kVBytes = kTileKv * kValueDim * 2;
+constexpr int kQBytes = kTileQ * kHeadDim * 2, kDoBytes = kTileQ * kValueDim * 2, kDsBytes = kTileKv * kTileQ * 2;
 constexpr int kStatBytes = kTileQ * 4;
-// Each consumer makes a share of dQ's columns. dQ of a tile lies as they have it in registers: share, four registers,
-// thread, register.
-constexpr int kDqColumns = kHeadDim / kConsumers, kDqFloats = kTileQ * kDqColumns;
-constexpr int kDqRounds = kWide ? 4 : 1, kDqBytes = kDqFloats * 4 / kDqRounds;  // of one round
+using Share = DqShare<kHeadDim, kDqColumns>;  // of dQ
+constexpr int kDqShare = Share::kColumns, kDqRounds = Share::kRounds, kDqBytes = kTileQ * kDqColumns * 4;
 static_assert(kTileQ == 64, "a product's rows");
-static_assert(kWide || kDqBytes >= 64 * kHeadDim * 2, "dK goes out by way of dQ's place");
+static_assert(kPanel % kDqColumns == 0 && kPanel % Share::columns(kDqRounds - 1) == 0, "no round lies in two panels");
+// Does dK go out by way of dQ's place? Otherwise of K's, when nobody reads that any more.
+constexpr bool kDkByDq = !kWide && kDqBytes >= 64 * kHeadDim * 2;
+// Does one accumulator serve S and dP one after the other? Then dS is made of P as rounded to 16 bits.
+constexpr bool kSerial = !kWide && kHeadDim > 128;
+static_assert(!kSerial || !Rule::kChanges, "scores that are more than scaled find no registers");
 // Registers per thread, moved from the producers to the consumers. Of the consumers' 240, dK and dV take 128, S 32, dP
-// or dQ 32, P 16, dS 16 at 128 columns. P's are free before dQ is issued, which makes it possible.
+// or dQ 32, P 16, dS 16 at 128 columns. P's are free before dQ is issued, which makes it possible. With 192 and 128
+// columns dK and dV take 160, S, dP and dQ 32, P and dS 16.
 constexpr int kProducerRegisters = kWide ? 40 : 24, kConsumerRegisters = kWide ? 232 : 240;
 static_assert(kProducerRegisters + kConsumers * kConsumerRegisters <= (kConsumers + 1) * (65536 / kThreads / 8 * 8),
               "taking more than others gave back would wait for ever");
 // Named barriers: one per consumer from these numbers on
 constexpr int kStoreBarrier = 2, kTurnBarrier = 5;
+constexpr int kEndBarrier = 7;  // and this one for all of them
 
-constexpr int kAtK = 0, kAtV = kKvBytes, kAtQ = 2 * kKvBytes, kAtDo = kAtQ + kStages * kQBytes;
-constexpr int kAtDs = kAtDo + kDoStages * kQBytes, kAtP = kAtDs + kDsStages * kDsBytes;
+constexpr int kAtK = 0, kAtV = kKBytes, kAtQ = kKBytes + kVBytes, kAtDo = kAtQ + kStages * kQBytes;
+constexpr int kAtDs = kAtDo + kDoStages * kDoBytes, kAtP = kAtDs + kDsStages * kDsBytes;
 // Where P goes through shared memory: itself, and what dP is multiplied with where that is another
 constexpr int kAtFactor = kAtP + (kWide ? kDsBytes : 0);
 constexpr int kAtDq = kAtFactor + (kWide && !Rule::kLinear ? kDsBytes : 0);
-// Which queries see each key: spans of them, or per stage bits
-constexpr int kSightBytes = kTileKv * 8;
+// Which queries see each key: spans of them, or bits of a step. Those come with Q, per stage, or where there is no room
+// with dO's only one
+constexpr int kSightBytes = kTileKv * 8, kSightStages = kListed && !kSerial ? kStages : 1;
+static_assert(!kListed || !kSerial || kDoStages == 1, "bits come and go with dO");
 constexpr int kAtStats = kAtDq + kConsumers * kDqBytes, kAtSeen = kAtStats + 2 * kStages * kStatBytes;
-constexpr int kAtWork = kAtSeen + (kListed ? kStages : 1) * kSightBytes, kAtBarriers = kAtWork + 128;
+constexpr int kAtWork = kAtSeen + kSightStages * kSightBytes, kAtBarriers = kAtWork + 128;
 constexpr int kAtScale = kAtBarriers + 16 * (2 * kStages + kDoStages + kDsStages + 6), kAtSteps = kAtScale + 16;
 constexpr int kSharedBytes = kAtSteps + 128;
 
@@ -100,6 +107,7 @@ struct alignas(64) Work {
     }
     TILE_DEVICE int masked_and_whole() const { return masked() + whole(); }
     TILE_DEVICE int whole() const { return tile.whole_end - tile.whole_begin; }
+    TILE_DEVICE bool needs_mask(int i) const { return i < masked() || i >= masked_and_whole(); }
     // The query tile of step i for a query head
     TILE_DEVICE int at(int i) const {
         if constexpr (kMasks && kInTurn) return tile.begin + i;
@@ -127,9 +135,9 @@ struct alignas(64) Work {
 };
 static_assert(sizeof(Work) <= 128, "its place");
 
-// A query tile of a query head, and which bits tell what it sees of the keys; −1 if it sees all. Where there are lists
-// a warp writes the steps to come, and those that others may still read stay: the loader is at most four ahead of
-// whoever adds dQ, and that warp two ahead of the loader.
+// A query tile of a query head, and which bits tell what it sees of the keys, without lists just 0; −1 if it sees all.
+// Where there are lists a warp writes the steps to come, and those that others may still read stay: the loader is at
+// most four ahead of whoever adds dQ, and that warp two ahead of the loader.
 struct alignas(16) Step {
     int tile, head, bits;
     int run;  // how many from here on are seen in part, or are not, as this one
@@ -175,7 +183,7 @@ TILE_DEVICE int64_t list_row(const BackwardArgs& args, const Work& work, int g) 
 TILE_DEVICE Step step_at(const BackwardArgs& args, int g, int i, int n) {
     if constexpr (kListed) return shared_steps()[n % kSteps];
     const Work work = shared_work()[0];
-    return {work.at(i), work.head(args, g), -1, 0};
+    return {work.at(i), work.head(args, g), kMasks && work.needs_mask(i) ? 0 : -1, 0};
 }
 // Without lists: one query tile of a head after another, as Work::at has them; of producers, which have few registers
 struct Walk {

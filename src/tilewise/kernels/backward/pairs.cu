@@ -159,7 +159,8 @@ struct Pairs {
     }
 };
 
-extern "C" __global__ void __launch_bounds__(kThreads)
+// Blocks per multiprocessor: without a number ptxas aims at twelve of 128 threads, and spills.
+extern "C" __global__ void __launch_bounds__(kThreads, 1024 / kThreads)
     pairs(const __grid_constant__ BackwardArgs args, const __grid_constant__ PairArgs problem,
           const __grid_constant__ Function function) {
     const int list = blockIdx.y, sequence = kPacked ? 0 : list / problem.list_heads;

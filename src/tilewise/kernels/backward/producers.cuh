@@ -15,16 +15,16 @@ struct Loader {
     // Copies go to one barrier: the ring's, if all rows are the sequence's own. Else to another, and the ring's is told
     // when the others are zero: their weights are 0, and 0 · NaN would still be NaN. besides(barrier) copies `extra`
     // bytes more.
-    template <int kRows, int kRingStages, class Besides>
+    template <int kRows, int kColumns, int kRingStages, class Besides>
     TILE_DEVICE void tile(const Ring<kRingStages>& ring, Turn<kRingStages> turn, const TensorMap& map, uint32_t at,
                           int row, int head, int rows, int extra, Besides besides) {
         const bool cut = kPacked && rows < kRows;
         if (!kLoadingWarp || threadIdx.x == 0) {
             ring.wait_free(turn);
             const uint32_t barrier = cut ? pipes.raw.full : ring.full_at(turn);
-            ptx::mbarrier_arrive_expect(barrier, kRows * kHeadDim * 2 + (cut ? 0 : extra));
+            ptx::mbarrier_arrive_expect(barrier, kRows * kColumns * 2 + (cut ? 0 : extra));
             const int batch = kPacked ? 0 : Work(shared_work()[0]).batch;
-            load_tile<kRows, kHeadDim>(ptx::shared_address(at), &map, barrier, row, head, batch);
+            load_tile<kRows, kColumns>(ptx::shared_address(at), &map, barrier, row, head, batch);
             if (!cut) besides(barrier);
         }
         if constexpr (kPacked) ptx::sync_warp();
@@ -32,7 +32,8 @@ struct Loader {
         pipes.raw.wait(raw);
         raw.next();
         for (int i = rows * 8 + threadIdx.x; i < kRows * 8; i += 32)  // 16 bytes; rows are swizzled within themselves
-            for (int panel = 0; panel < kHeadDim / kPanel; panel++)
+#pragma unroll 1
+            for (int panel = 0; panel < kColumns / kPanel; panel++)
                 Shared<Vector16>(at + panel * kRows * kPanelRowBytes)[i] = Vector16{};
         ptx::fence_async_proxy();
         ptx::sync_warp();
@@ -40,38 +41,40 @@ struct Loader {
         ptx::mbarrier_arrive_expect(ring.full_at(turn), extra);
         besides(ring.full_at(turn));
     }
-    // Q (0) or dO (1) of a step. stats: of the query tile. With Q come the bits of a tile that is seen in part.
-    template <int kRingStages>
+    // Q (0) or dO (1) of a step. stats: of the query tile. With one come the bits of a tile that is seen in part.
+    template <int kWhich, int kRingStages>
     TILE_DEVICE void rows(const Ring<kRingStages>& ring, Turn<kRingStages> place, Turn<kStages> turn,
-                          const TensorMap& map, int at, int which, const Step& step, const float* stats) {
+                          const TensorMap& map, const Step& step, const float* stats) {
+        constexpr int kColumns = kWhich == 0 ? kHeadDim : kValueDim;
         const Work work = shared_work()[0];
         const int row = step.tile * kTileQ;
-        const bool part = kListed && which == 0 && step.bits >= 0;
+        const int at = kWhich == 0 ? kAtQ + place.stage * kQBytes : kAtDo + place.stage * kDoBytes;
+        const bool part = kListed && kWhich == (kSerial ? 1 : 0) && step.bits >= 0;
         const auto besides = [&](uint32_t barrier) {
-            ptx::bulk_load(ptx::shared_address(kAtStats + (2 * turn.stage + which) * kStatBytes),
-                           stats + which * kTileQ, kStatBytes, barrier);
+            ptx::bulk_load(ptx::shared_address(kAtStats + (2 * turn.stage + kWhich) * kStatBytes),
+                           stats + kWhich * kTileQ, kStatBytes, barrier);
             if (part)
-                ptx::bulk_load(ptx::shared_address(kAtSeen + turn.stage * kSightBytes),
+                ptx::bulk_load(ptx::shared_address(kAtSeen + turn.stage % kSightStages * kSightBytes),
                                args.lists.bits + int64_t(step.bits) * (2 * kTileKv), kSightBytes, barrier);
         };
-        tile<kTileQ>(ring, place, map, at + place.stage * kQBytes, kPacked ? work.tile.q_start + row : row, step.head,
-                     work.tile.seqlen_q - row, kStatBytes + (part ? kSightBytes : 0), besides);
+        tile<kTileQ, kColumns>(ring, place, map, at, kPacked ? work.tile.q_start + row : row, step.head,
+                               work.tile.seqlen_q - row, kStatBytes + (part ? kSightBytes : 0), besides);
     }
-    TILE_DEVICE void keys(const Ring<1>& ring, const TensorMap& map, int at) {
+    template <int kColumns> TILE_DEVICE void keys(const Ring<1>& ring, const TensorMap& map, int at) {
         const Work work = shared_work()[0];
-        tile<kTileKv>(ring, Turn<1>{}, map, at, work.tile.k_start + work.tile.key, work.kv_head,
-                      work.tile.seqlen_k - work.tile.key, 0, [](uint32_t) {});
+        tile<kTileKv, kColumns>(ring, Turn<1>{}, map, at, work.tile.k_start + work.tile.key, work.kv_head,
+                                work.tile.seqlen_k - work.tile.key, 0, [](uint32_t) {});
     }
     TILE_DEVICE void run(const TensorMap& mQ, const TensorMap& mK, const TensorMap& mV, const TensorMap& mDo) {
         Turn<kStages> turn;
-        keys(pipes.k, mK, kAtK);
+        keys<kHeadDim>(pipes.k, mK, kAtK);
         ptx::wait_for_prerequisites();  // −LSE and −delta are there
         bool first = true;              // V comes between the first Q and the first dO
         const auto load = [&](const Step& step, const float* stats) {
-            rows(pipes.q, turn, turn, mQ, kAtQ, 0, step, stats);
-            if (first) keys(pipes.v, mV, kAtV);
+            rows<0>(pipes.q, turn, turn, mQ, step, stats);
+            if (first) keys<kValueDim>(pipes.v, mV, kAtV);
             first = false;
-            rows(pipes.d_o, of_do(turn), turn, mDo, kAtDo, 1, step, stats);
+            rows<1>(pipes.d_o, of_do(turn), turn, mDo, step, stats);
         };
         if constexpr (kListed) {
             for (int n = 0; n < Work(shared_work()[0]).steps; n++, turn.next()) {
@@ -91,7 +94,7 @@ struct Loader {
                     load(Step{walk.tile, head, -1, 0}, stats + walk.tile * (2 * kTileQ));
             }
         }
-        if (first) keys(pipes.v, mV, kAtV);
+        if (first) keys<kValueDim>(pipes.v, mV, kAtV);
     }
 };
 
@@ -159,8 +162,9 @@ TILE_DEVICE void add_dq(const BackwardArgs& args, int consumer) {
         if (kInTurn && round == 0)
             while (ptx::load_acquire(turns) < mine) ptx::spin();
         if constexpr (!kListed) ring.wait(turn);
-        ptx::bulk_add(args.dq_sum + number * kTileFloats + consumer * kDqFloats + round * (kDqBytes / 4),
-                      ptx::shared_address(uint32_t(kAtDq + consumer * kDqBytes)), kDqBytes);
+        const int64_t first = number * kTileFloats + consumer * (kDqShare * kTileQ) + round * (kDqColumns * kTileQ);
+        ptx::bulk_add(args.dq_sum + first,
+                      ptx::shared_address(uint32_t(kAtDq + consumer * kDqBytes)), Share::columns(round) * kTileQ * 4);
         ptx::bulk_commit();
         ptx::bulk_wait_read<0>();
         ptx::mbarrier_arrive(ring.empty);

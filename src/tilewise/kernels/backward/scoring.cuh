@@ -44,12 +44,24 @@ struct Scoring {
     };
     TILE_DEVICE Sight look(int h) const {
         if constexpr (!kListed) return {shared_seen()[key_of(h)], {}};
-        const Words of = Shared<Words>(kAtSeen + stage * kSightBytes)[key_of(h)];
+        const Words of = Shared<Words>(kAtSeen + stage % kSightStages * kSightBytes)[key_of(h)];
         return {{}, {of.low >> warp::fragment_column(), of.high >> warp::fragment_column()}};
     }
     // Value i of its row, 2n + i counted, for the query of that column
     static TILE_DEVICE bool sees(const Sight& sight, int n, int i, int query) {
         return kListed ? sight.bits[n / 4] >> (n % 4 * 8 + i) & 1 : sight.span.has(query);
+    }
+    // −∞ for what is not seen, where S is scaled by a positive number and nothing else
+    TILE_DEVICE void hide(float (&s)[kTileQ / 2], int tile) const {
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+            const Sight sight = look(h);
+            if constexpr (!kListed) warp::mask_row(s, h, tile * kTileQ, sight.span);
+            else
+#pragma unroll
+                for (int j = 0; j < kTileQ / 4; j++)
+                    if (!sees(sight, j / 2, j % 2, 0)) s[j / 2 * 4 + 2 * h + j % 2] = -INFINITY;
+        }
     }
     // P of S, and what dP is to be multiplied with in place of S; tile: of the queries
     template <bool kMasked>
@@ -72,6 +84,12 @@ struct Scoring {
         } else {
             exponentiate_changed<kMasked>(s, rP, tile);
         }
+    }
+    // The same where it is known here whether a tile needs a mask
+    TILE_DEVICE void exponentiate(bool masked, float (&s)[kTileQ / 2], uint32_t (&rP)[kTileQ / 16][4], int tile) const {
+        if (!Rule::kChanges && kMasks && masked) hide(s, tile);
+        if (Rule::kChanges && kMasks && masked) exponentiate<true>(s, rP, tile);
+        else exponentiate<false>(s, rP, tile);
     }
     template <bool kMasked>
     TILE_DEVICE void exponentiate_changed(float (&s)[kTileQ / 2], uint32_t (&rP)[kTileQ / 16][4], int tile) const {
@@ -106,12 +124,23 @@ struct Scoring {
     }
 };
 
+// r = a ∘ acc, of which a and r are rounded, as A operands
+TILE_DEVICE void multiply(uint32_t (&r)[kTileQ / 16][4], const uint32_t (&a)[kTileQ / 16][4],
+                          const float (&acc)[kTileQ / 2]) {
+#pragma unroll
+    for (int i = 0; i < kTileQ / 4; i++) {
+        const float low = unpack<Element>(a[i / 4][i % 4], 0), high = unpack<Element>(a[i / 4][i % 4], 1);
+        r[i / 4][i % 4] = pack<Element>(low * acc[2 * i], high * acc[2 * i + 1]);
+    }
+}
+
 // dK or dV of 64 keys through shared memory, kColumns of them from column0 on, by warpgroup `group`. By TMA, but for a
-// tile whose last rows are another sequence's. first: the first of the keys among those of the block
+// tile whose last rows are another sequence's. columns: that there are; first: the first of the keys among those of the
+// block
 template <int kColumns>
 TILE_DEVICE void store_keys(const BackwardArgs& args, const TensorMap& map, void* to, const Strides& strides,
-                            uint32_t at, int panel_rows, const float (&acc)[kColumns / 2], int group, int first,
-                            int column0) {
+                            int columns, uint32_t at, int panel_rows, const float (&acc)[kColumns / 2], int group,
+                            int first, int column0) {
     using Panel = SharedTile<Element, 64, kPanel, Layout::swizzled>;
     const int row0 = threadIdx.x / 32 % 4 * 16, panel_bytes = panel_rows * kPanelRowBytes;
 #pragma unroll
@@ -127,7 +156,7 @@ TILE_DEVICE void store_keys(const BackwardArgs& args, const TensorMap& map, void
         const Global<Element> base = Global<Element>{static_cast<Element*>(to)} + work.kv_head * strides.head;
         for (int i = warp::lane(); i < 16 * (kColumns / 8); i += 32) {
             const int row = row0 + i / (kColumns / 8), chunk = i % (kColumns / 8);
-            if (key + row < work.tile.seqlen_k && column0 + chunk * 8 < args.head_dim)
+            if (key + row < work.tile.seqlen_k && column0 + chunk * 8 < columns)
                 (base + ((work.tile.k_start + key + row) * strides.row + column0 + chunk * 8))
                     .template as<Vector16>()[0] = Vector16(Panel(at + chunk / 8 * panel_bytes).chunk(row, chunk % 8));
         }

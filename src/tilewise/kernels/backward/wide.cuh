@@ -1,15 +1,22 @@
-// The consumers of the Hopper backward for head dimensions beyond 128: dK and dV of 64 keys are more than the registers
-// of a warpgroup, so that both warpgroups work on the same 64 keys, and each owns half of the columns.
+// The consumers of the Hopper backward where dK and dV of 64 keys are more than the registers of a warpgroup: both
+// warpgroups work on the same 64 keys, and each owns half of the columns' panels. Of three panels the first has two of
+// dK and the second two of dV.
 //
 // The first makes S and P, the second dP and dS; both go through shared memory, as A operands of dV += Pᵀ dO and
 // dK += dSᵀ Q, of which each makes its columns, and of dQ = dS K, which leaves in kDqRounds rounds.
 //
 // A step: P | dV, dS | dK, dQ, next S and dP | dQ to shared memory, round by round
+//
+// kMaskApart: tiles that are seen whole have no mask; otherwise it is computed for all, by one piece of code.
 #pragma once
 #include "backward/scoring.cuh"
 
 template <int kGroup> struct Wide {
-    static constexpr int kColumns = kHeadDim / 2, kRoundColumns = kColumns / kDqRounds;
+    // The panels of dK and dV that this group owns
+    static constexpr int kDkHalf = (kHeadDim / kPanel + 1) / 2, kDvHalf = kValueDim / kPanel / 2;
+    static constexpr int kDkFirst = kGroup * kDkHalf * kPanel, kDvFirst = kGroup * kDvHalf * kPanel;
+    static constexpr int kDkColumns = kGroup ? kHeadDim - kDkFirst : kDkHalf * kPanel;
+    static constexpr int kDvColumns = kGroup ? kValueDim - kDvFirst : kDvHalf * kPanel;
     const BackwardArgs& args;
     const Pipes pipes;
     float factor, slope = 0.0f;
@@ -17,9 +24,8 @@ template <int kGroup> struct Wide {
     Turn<1> p_turn, dq_turn;
     Turn<kDsStages> ds_turn;
     int done = 0;
-    float dk[kColumns / 2], dv[kColumns / 2];
+    float dk[kWide ? kDkColumns / 2 : 1], dv[kWide ? kDvColumns / 2 : 1];  // narrow ones would have none
     float acc[kTileQ / 2];  // S or dP
-    float dq[kRoundColumns / 2];
 
     TILE_DEVICE explicit Wide(const BackwardArgs& a) : args(a), factor(Rule::first_factor(a.scores)) {}
     TILE_DEVICE int left() const { return Work(shared_work()[0]).steps - done; }
@@ -31,35 +37,36 @@ template <int kGroup> struct Wide {
         ptx::wgmma_fence();
         const uint64_t a = k_major(ptx::shared_address(at_kv)), b = k_major(ptx::shared_address(at_q));
 #pragma unroll
-        for (int step = 0; step < kHeadDim / 16; step++)
+        for (int step = 0; step < (kGroup == 0 ? kHeadDim : kValueDim) / 16; step++)
             ptx::Wgmma<Element, kTileQ>::template ss<false, false>(
                 acc, further(a, step / 4 * kTileKv * kPanelRowBytes + step % 4 * 32),
                 further(b, step / 4 * kTileQ * kPanelRowBytes + step % 4 * 32), true);
         ptx::wgmma_commit();
     }
-    // sum += this group's columns of a square times those of Q or dO
-    TILE_DEVICE void issue_sum(float (&sum)[kColumns / 2], uint32_t at_square, uint32_t at_rows) {
+    // sum += a square times columns of Q or dO from `first` on
+    template <int kSize>
+    TILE_DEVICE void issue_sum(float (&sum)[kSize], uint32_t at_square, uint32_t at_rows, int first) {
         ptx::wgmma_fence();
         const uint64_t a = k_major(ptx::shared_address(at_square));
-        const uint32_t own = kGroup * kColumns / kPanel * kTileQ * kPanelRowBytes;
+        const uint32_t own = first / kPanel * kTileQ * kPanelRowBytes;
         const uint64_t b = mn_major<kTileQ>(ptx::shared_address(at_rows + own));
 #pragma unroll
         for (int step = 0; step < kTileQ / 16; step++)
-            ptx::Wgmma<Element, kColumns>::template ss<false, true>(sum, further(a, step * 32),
-                                                                    further(b, step * 2 * kEightBytes), true);
+            ptx::Wgmma<Element, 2 * kSize>::template ss<false, true>(sum, further(a, step * 32),
+                                                                     further(b, step * 2 * kEightBytes), true);
         ptx::wgmma_commit();
     }
     // A round of this group's columns of dQ = dS K
-    TILE_DEVICE void issue_dq(int round) {
+    template <int kRound> TILE_DEVICE void issue_dq(float (&dq)[Share::columns(kRound) / 2]) {
         ptx::wgmma_fence();
         const uint64_t a = mn_major<kTileKv>(ptx::shared_address(uint32_t(kAtDs)));
-        const uint32_t column = kGroup * kColumns + round * kRoundColumns;
+        const uint32_t column = Share::first(kGroup, kRound);
         const uint32_t panel = column / kPanel * kTileKv * kPanelRowBytes;
         const uint64_t b = mn_major<kTileKv>(ptx::shared_address(kAtK + panel + column % kPanel * 2));
 #pragma unroll
         for (int step = 0; step < kTileKv / 16; step++)
-            ptx::Wgmma<Element, kRoundColumns>::template ss<true, true>(dq, further(a, step * 2 * kEightBytes),
-                                                                        further(b, step * 2 * kEightBytes), step > 0);
+            ptx::Wgmma<Element, Share::columns(kRound)>::template ss<true, true>(
+                dq, further(a, step * 2 * kEightBytes), further(b, step * 2 * kEightBytes), step > 0);
         ptx::wgmma_commit();
     }
 
@@ -77,8 +84,7 @@ template <int kGroup> struct Wide {
     TILE_DEVICE void give_p(const Step& at) {
         uint32_t rP[kTileQ / 16][4];
         const Scoring scoring{args, factor, slope, 0, turn.stage};
-        if (kMasks && (!kListed || at.bits >= 0)) scoring.template exponentiate<true>(acc, rP, at.tile);
-        else scoring.template exponentiate<false>(acc, rP, at.tile);
+        scoring.exponentiate(!(kListed || kMaskApart) || at.bits >= 0, acc, rP, at.tile);
         pipes.p.wait_free(p_turn);
         put(kAtP, rP);
         if constexpr (!Rule::kLinear) {
@@ -90,26 +96,30 @@ template <int kGroup> struct Wide {
     TILE_DEVICE void give_ds() {
         uint32_t r[kTileQ / 16][4];
 #pragma unroll
-        for (int step = 0; step < kTileQ / 16; step++) {
+        for (int step = 0; step < kTileQ / 16; step++)
             warp::load_a(r[step], Square(Rule::kLinear ? kAtP : kAtFactor), row0(), step);
-#pragma unroll
-            for (int i = 0; i < 4; i++) {
-                const float low = unpack<Element>(r[step][i], 0), high = unpack<Element>(r[step][i], 1);
-                r[step][i] = pack<Element>(low * acc[8 * step + 2 * i], high * acc[8 * step + 2 * i + 1]);
-            }
-        }
+        multiply(r, r, acc);
         pipes.ds.wait_free(ds_turn);
         put(kAtDs, r);
         give(pipes.ds.full_at(ds_turn));
     }
-    TILE_DEVICE void give_dq() {
+    template <int kRound> TILE_DEVICE void give_dq(const float (&dq)[Share::columns(kRound) / 2]) {
         pipes.dq(kGroup).wait_free(dq_turn);
         const Shared<Four> to(kAtDq + kGroup * kDqBytes);
 #pragma unroll
-        for (int n = 0; n < kRoundColumns / 8; n++)
+        for (int n = 0; n < Share::columns(kRound) / 8; n++)
             to[n * 128 + threadIdx.x % 128] = Four{dq[4 * n], dq[4 * n + 1], dq[4 * n + 2], dq[4 * n + 3]};
         give(pipes.dq(kGroup).full);
         dq_turn.next();
+    }
+    template <int kRound> TILE_DEVICE void later_dq() {
+        if constexpr (kRound < kDqRounds) {
+            float dq[Share::columns(kRound) / 2];
+            issue_dq<kRound>(dq);
+            ptx::wgmma_wait<0>();
+            give_dq<kRound>(dq);
+            later_dq<kRound + 1>();
+        }
     }
     // S or dP of a tile is issued, in the last step of something that is there. waits: there is such a tile
     TILE_DEVICE void issue_own(Turn<kStages> of, bool waits) {
@@ -117,7 +127,7 @@ template <int kGroup> struct Wide {
         if (kGroup == 1 && waits) pipes.d_o.wait(of_do(of));
         Scoring::fill(acc, of.stage, kGroup);
         if constexpr (kGroup == 0) issue_scores(kAtK, kAtQ + of.stage * kQBytes);
-        else issue_scores(kAtV, kAtDo + of_do(of).stage * kQBytes);
+        else issue_scores(kAtV, kAtDo + of_do(of).stage * kDoBytes);
     }
     // One query tile, whose S or dP is there. Those of the next are in flight while dQ leaves, if their rows have a
     // place of their own.
@@ -133,23 +143,19 @@ template <int kGroup> struct Wide {
         pipes.p.wait(p_turn);
         if constexpr (kGroup == 1) give_ds();
         else pipes.d_o.wait(of_do(turn));
-        issue_sum(dv, kAtP, kAtDo + of_do(turn).stage * kQBytes);
+        issue_sum(dv, kAtP, kAtDo + of_do(turn).stage * kDoBytes, kDvFirst);
         pipes.ds.wait(ds_turn);
         if constexpr (kGroup == 1) pipes.q.wait(turn);
-        issue_sum(dk, kAtDs, kAtQ + turn.stage * kQBytes);
-        issue_dq(0);
+        issue_sum(dk, kAtDs, kAtQ + turn.stage * kQBytes, kDkFirst);
+        float dq[Share::columns(0) / 2];
+        issue_dq<0>(dq);
         if constexpr (kAhead) issue_own(next, more);
         ptx::wgmma_wait<kAhead ? 1 : 0>();
         pipes.p.release(p_turn);
         pipes.d_o.release(of_do(turn));
         pipes.q.release(turn);
-        give_dq();
-#pragma unroll
-        for (int round = 1; round < kDqRounds; round++) {
-            issue_dq(round);
-            ptx::wgmma_wait<0>();
-            give_dq();
-        }
+        give_dq<0>(dq);
+        later_dq<1>();
         pipes.ds.release(ds_turn);
         if constexpr (!kAhead) {
             issue_own(next, more);
@@ -180,13 +186,13 @@ template <int kGroup> struct Wide {
             }
         }
 #pragma unroll
-        for (int i = 0; i < kColumns / 2; i++) dk[i] *= args.scale;
-        ptx::barrier_sync(kTurnBarrier, 256);  // nobody reads K and V any more
-        constexpr int kOwn = kGroup * kColumns / kPanel * kTileKv * kPanelRowBytes;
-        store_keys<kColumns>(args, mDv, args.dv, args.dv_strides, kAtV + kOwn, kTileKv, dv, kGroup, 0,
-                             kGroup * kColumns);
-        store_keys<kColumns>(args, mDk, args.dk, args.dk_strides, kAtK + kOwn, kTileKv, dk, kGroup, 0,
-                             kGroup * kColumns);
+        for (int i = 0; i < kDkColumns / 2; i++) dk[i] *= args.scale;
+        ptx::barrier_sync(kEndBarrier, 256);  // nobody reads K and V any more
+        constexpr int kPanelBytes = kTileKv * kPanelRowBytes;
+        store_keys<kDvColumns>(args, mDv, args.dv, args.dv_strides, args.value_dim,
+                               kAtV + kDvFirst / kPanel * kPanelBytes, kTileKv, dv, kGroup, 0, kDvFirst);
+        store_keys<kDkColumns>(args, mDk, args.dk, args.dk_strides, args.head_dim,
+                               kAtK + kDkFirst / kPanel * kPanelBytes, kTileKv, dk, kGroup, 0, kDkFirst);
         if (threadIdx.x % 128 == 0) ptx::bulk_wait_read<0>();
     }
 };
