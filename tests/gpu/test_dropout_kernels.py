@@ -74,7 +74,7 @@ def test_hopper_drops_by_mma_sync():
     for dropout in (False, True):
         with arch.as_card("sm_90a"):
             device = torch.device("cpu")
-            names = tilings.kernel_of(device, BF16, dropout)[0], backward.kernel_of(device, BF16, 128, dropout)
+            names = tilings.kernel_of(device, BF16, dropout)[0], backward.kernel_of(device, BF16, 128, dropout=dropout)
         assert names == (("forward_mma", "backward_mma") if dropout else ("forward", "backward"))
 
 
