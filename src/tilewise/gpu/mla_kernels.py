@@ -5,7 +5,7 @@ Everything here is a pure function of the sizes and the card; mla.py launches.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
@@ -20,7 +20,9 @@ from tilewise.plan.worklist import FAR, Splitting
 KEYS = 64  # mla/layout.cuh: of a block
 THERE, SCALED_BLOCKS = 8, 4  # mla/layout.cuh: blocks for which chosen keys, and scales, are kept
 FORMATS = {"bf16": 0, "fp16": 0, "fp8": 1, "int8": 2}  # tile/quant.cuh: Format
-ROWS = (16, 32, 64)  # query rows of an item at most: widths of the products
+ROWS = (16, 32, 64)  # query rows of a block at most: widths of the products
+PEERS = 2  # blocks that share items of more rows than that, and what they load of them
+AHEAD = (False, False, True)  # by the width: are scores computed ahead of the products of the tokens before?
 MAX_TOKENS, MAX_ROWS = 16, 2048  # query tokens of a sequence; its query rows, a head of a token each
 MAX_DIM = 576
 DTYPES = (torch.bfloat16, torch.float16)
@@ -41,12 +43,15 @@ LONGEST = 1024  # in chunks of 16 tokens: ranges that one block may take whole, 
 
 @dataclass(frozen=True)
 class MlaTiling:
-    """rows: query rows of an item at most. places: panels of 64 tokens × 64 channels in the ring. slots: raw panels of
+    """rows: query rows that a block computes at most. peers: blocks of a cluster, which share an item of so many times
+    its rows, and what they load. ahead: scores of a block of tokens before the products of the one before it. places: panels of 64 tokens × 64 channels in the ring. slots: raw panels of
     64 tokens × 64 bytes on their way to become 16-bit values, 0 where rows are that."""
 
     rows: int
     places: int
     slots: int = 0
+    peers: int = 1
+    ahead: bool = False
 
 
 def block_places(head_dim: int, value_dim: int) -> int:
@@ -57,13 +62,16 @@ def block_places(head_dim: int, value_dim: int) -> int:
 def shared_bytes(head_dim: int, tiling: MlaTiling) -> int:
     """mla/layout.cuh: kSharedBytes, with what is kept of chosen keys."""
     queries = head_dim // PANEL * tiling.rows * PANEL_BYTES
-    fixed = tiling.places * (KEYS * PANEL_BYTES + 16) + queries + 64 + tiling.rows * 92 + KEYS * THERE
+    fixed = tiling.places * (KEYS * PANEL_BYTES + 16) + queries + 32 + tiling.rows * 92 + KEYS * THERE
     return fixed + tiling.slots * KEYS * PANEL + (SCALED_BLOCKS * KEYS * 16 if tiling.slots else 0)
 
 
 @lru_cache(maxsize=64)
-def choose_tiling(head_dim: int, value_dim: int, rows: int, arch: str = "sm_90a", *, codes: bool = False) -> MlaTiling:
+def choose_tiling(
+    head_dim: int, value_dim: int, rows: int, arch: str = "sm_90a", *, codes: bool = False, boxes: bool = True
+) -> MlaTiling:
     """The kernel's shape for items of so many rows: the narrowest product that holds them, and as many panels as fit.
+    boxes: rows come by TMA. Then blocks in pairs take items of more rows than one holds.
 
     Shared memory holds 25 panels of 576 channels beside 16 rows of Q, 23 beside 32, and 18, which are two blocks,
     beside 64. More than four blocks would hide nothing more: 36 KB in flight hide the memory's latency. Of codes
@@ -73,8 +81,12 @@ def choose_tiling(head_dim: int, value_dim: int, rows: int, arch: str = "sm_90a"
     room = LIMITS[arch].shared_block
     most = 4 * block_places(head_dim, value_dim)
     slots = 0 if not codes else 8 if width == ROWS[-1] else 12
+    pairs = boxes and not codes and head_dim > value_dim  # or a block would have a place that nothing comes to
+    peers = PEERS if pairs and rows > width else 1
     sizes = (MlaTiling(width, n, slots) for n in range(most, 0, -1))
-    return next(tiling for tiling in sizes if shared_bytes(head_dim, tiling) <= room)
+    tiling = next(tiling for tiling in sizes if shared_bytes(head_dim, tiling) <= room)
+    places = tiling.places - (tiling.places % block_places(head_dim, value_dim) if peers > 1 else 0)
+    return replace(tiling, places=places, peers=peers, ahead=pairs and AHEAD[ROWS.index(width)])
 
 
 @lru_cache(maxsize=256)
@@ -100,6 +112,8 @@ def mla_spec(
         ("kValueDim", value_dim),
         ("kPageSize", page_size),
         ("kRows", tiling.rows),
+        ("kPeers", tiling.peers),
+        ("kAhead", tiling.ahead),
         ("kPlaces", tiling.places),
         ("kGather", gather or chosen or tiling.slots > 0),
         ("kChosen", chosen),
@@ -136,12 +150,16 @@ def specs(card: str = "sm_90a", *, every: bool = False) -> list[KernelSpec]:
     if not hopper(card):
         return found
     for dtype in DTYPES if every else DTYPES[:1]:
-        for rows in ROWS if every else (16, 64):
+        for rows in (*ROWS, 128) if every else (16, 64, 128):
             tiling = choose_tiling(MAX_DIM, 512, rows)
             for page_size in (16, 64) if every else (64,):
                 found.append(mla_spec(dtype, MAX_DIM, 512, page_size, tiling))
             if every:
                 found.append(mla_spec(dtype, MAX_DIM, 512, 64, tiling, rule=DECODE_RULES[1]))
+            if rows > ROWS[-1]:
+                continue
+            tiling = choose_tiling(MAX_DIM, 512, rows, boxes=False)
+            if every:
                 found.append(mla_spec(dtype, MAX_DIM, 512, 24, tiling, gather=True))
             found.append(mla_spec(dtype, MAX_DIM, 512, 64, tiling, chosen=True))
             if dtype == torch.bfloat16:

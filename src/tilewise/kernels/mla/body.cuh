@@ -3,9 +3,12 @@
 // rows. K and Vᵀ are the same bytes: a panel read along its rows, and along its columns.
 //
 // Blocks of keys take turns: a warpgroup computes the scores and the weights of every other block, and leaves the
-// weights in shared memory. Both multiply them with the values, each with one half of the channels. Scores of a block
-// before the products of the one before it would fill the tensor cores during the softmax, but a block would stay in
-// the ring for longer: that was slower.
+// weights in shared memory. Both multiply them with the values, each with one half of the channels.
+//
+// kAhead: a warpgroup computes the scores of its next block while the other one weighs the block before, which fills
+// the tensor cores during the softmax. But a block must not stay in the ring for longer, or the next one comes late: as
+// soon as weights are there, they are multiplied before more panels are waited for. And scores are weighed while the
+// products of the block before are computed.
 //
 // The softmax is lazy (tile/lazy.cuh): weights are taken against a reference that moves only if they grow too large.
 // Who computes a block's weights owns the references, and hands them on with the weights.
@@ -20,6 +23,8 @@ constexpr bool kLongRuns = false;
 #include "decode/states.cuh"
 
 constexpr int kChains = kRows <= 32 ? 2 : 1;  // sums of which scores are made
+static_assert(!kAhead || (kChains == 1 && !kGather && kBlockPlaces == kPanels), "scores as they are, in boxes");
+constexpr int kAtOnce = kPanels % 3 ? 1 : 3;  // kAhead: panels that scores are made of before weights are looked for again
 constexpr float kWitness = 256.0f;  // the sum of two weights up to which a reference stays
 
 struct Body {
@@ -124,7 +129,8 @@ struct Body {
         const Places here{ptx::uniform(now.first), now.lap};
         const uint64_t q = k_major(ptx::shared_address(kAtQ));
 #pragma unroll
-        for (int panel = 0; panel < kPanels; panel++) {
+        for (int n = 0; n < kPanels; n++) {
+            const int panel = nth_panel(n);
             here.wait(panel);
             ptx::wgmma_fence();
             const uint64_t k = k_major(ptx::shared_address(here.at(panel)));
@@ -132,36 +138,90 @@ struct Body {
             for (int step = 0; step < 4; step++)
                 ptx::Wgmma<Element, kRows>::template ss<false, false>(
                     acc[step % kChains], further(k, 32 * step), further(q, panel * kRows * kPanelRowBytes + 32 * step),
-                    panel > 0 || step >= kChains);
+                    n > 0 || step >= kChains);
         }
         ptx::wgmma_commit();
         if constexpr (kBlockPlaces > kPanels) here.wait(kWeights);
     }
-    // Oᵀ += Vᵀ Pᵀ, for this warpgroup's channels
-    TILE_DEVICE void issue_values(const Places& of) {
+    // The same into acc_s, from panel n of the order on. until_weights: but no further than to where the weights of the
+    // block before are there sooner than the next panel. Returns the first panel that is left.
+    TILE_DEVICE int add_scores(int n, bool until_weights) {
+        const Places here{ptx::uniform(now.first), now.lap};
+        const uint64_t q = k_major(ptx::shared_address(kAtQ));
+#pragma unroll 1
+        for (; n < kPanels; n += kAtOnce) {
+            if (until_weights && weights_first(nth_panel(n + kAtOnce - 1))) break;
+            ptx::wgmma_fence();
+#pragma unroll
+            for (int i = 0; i < kAtOnce; i++) {
+                const int panel = ptx::uniform(nth_panel(n + i));
+                here.wait(panel);
+                const uint64_t k = k_major(ptx::shared_address(here.at(panel)));
+#pragma unroll
+                for (int step = 0; step < 4; step++)
+                    ptx::Wgmma<Element, kRows>::template ss<false, false>(
+                        acc_s, further(k, 32 * step), further(q, panel * kRows * kPanelRowBytes + 32 * step),
+                        n > 0 || i > 0 || step > 0);
+            }
+            ptx::wgmma_commit();
+            ptx::wgmma_wait<0>();
+            ptx::settle(acc_s);
+        }
+        return n;
+    }
+    // What comes first, the weights of the block before or the panel? One warp asks for each, and all four of the
+    // warpgroup hear the same, for they have to issue the same products.
+    TILE_DEVICE bool weights_first(int panel) const {
+        const int rank = warp_rank(), of_weights = 2, of_panel = 1;
+        while (true) {
+            bool vote = false;
+            if (rank == 0)
+                vote = ptx::any(ptx::mbarrier_test(ready_barrier(block - 1), (block - 1) >> 1 & 1)) && lane() < of_weights;
+            if (rank == 1)
+                vote = ptx::any(ptx::mbarrier_test(now.full(panel), now.lap_of(panel))) && lane() < of_panel;
+            const int votes = ptx::uniform(ptx::barrier_count(kGroupBarriers + group, 128, vote));
+            if (votes) return votes >= of_weights;
+        }
+    }
+    // Oᵀ += Vᵀ Pᵀ, for this warpgroup's channels: a group of products per panel. fresh: O is nothing yet. What is there
+    // is not waited for, so laps do not matter.
+    TILE_DEVICE void issue_values(const Places& of, bool fresh) {
         ptx::wgmma_fence();
-        const Places here{ptx::uniform(of.first), of.lap};
+        const Places here{ptx::uniform(of.first), 0};
         const uint64_t p = k_major(ptx::shared_address(here.at(kWeights)));
 #pragma unroll
-        for (int step = 0; step < kKeys / 16; step++)
+        for (int m = 0; m < kMine; m++) {
+            const uint64_t v = mn_major<kKeys>(ptx::shared_address(here.at(group * kMine + m)));
 #pragma unroll
-            for (int m = 0; m < kMine; m++) {
-                const uint64_t v = mn_major<kKeys>(ptx::shared_address(here.at(group * kMine + m)));
+            for (int step = 0; step < kKeys / 16; step++)
                 ptx::Wgmma<Element, kRows>::template ss<true, false>(acc_o[m], further(v, 2 * kEightBytes * step),
-                                                                     further(p, 32 * step), true);
-            }
-        ptx::wgmma_commit();
+                                                                     further(p, 32 * step), !fresh || step > 0);
+            ptx::wgmma_commit();
+        }
     }
-    // Lets go of panels of a block: those whose values this warpgroup has multiplied and the weights, or before that
-    // the others, which only scores are made of
-    template <bool kMultiplied> TILE_DEVICE void release(const Places& of) const {
+    // Waits for the products of a block and lets go of its panels, one after the other, and of the weights
+    TILE_DEVICE void finish_values(const Places& of, bool let_go = true) {
+#pragma unroll
+        for (int m = 0; m < kMine; m++) {
+            if (m == 0) ptx::wgmma_wait<kMine - 1>();
+            else if (m == 1) ptx::wgmma_wait<(kMine > 2 ? kMine - 2 : 0)>();
+            else if (m == 2) ptx::wgmma_wait<(kMine > 3 ? kMine - 3 : 0)>();
+            else ptx::wgmma_wait<0>();
+            ptx::settle(acc_o[m]);
+            ptx::sync_warp();
+            if (let_go && ptx::elect_one()) {
+                of.let_go(group * kMine + m);
+                if (m == kMine - 1) of.let_go(kWeights);
+            }
+        }
+    }
+    // Lets go of the panels of a block that only scores are made of in this warpgroup
+    TILE_DEVICE void release_others(const Places& of) const {
         ptx::sync_warp();
         if (!ptx::elect_one()) return;
 #pragma unroll
-        for (int panel = 0; panel < kBlockPlaces; panel++) {
-            const bool multiplied = panel == kWeights || (panel < kValuePanels && panel / kMine == int(group));
-            if (multiplied == kMultiplied) ptx::mbarrier_arrive(of.empty(panel));
-        }
+        for (int panel = 0; panel < kWeights; panel++)
+            if (panel >= kValuePanels || panel / kMine != int(group)) of.let_go(panel);
     }
 
     // ---- the softmax of a block -------------------------------------------------------------------------------------
@@ -238,13 +298,20 @@ struct Body {
                 sum[j / 2][j % 2], sCorrection()[(number & 1) * kRows + 8 * (j / 2) + column() + j % 2]);
     }
     TILE_DEVICE void compute_scores() {
-        float acc[kChains][kRows / 2];
-        issue_scores(acc);
-        ptx::wgmma_wait<0>();
+        if constexpr (kAhead) {
+            add_scores(0, false);
+        } else {
+            float acc[kChains][kRows / 2];
+            issue_scores(acc);
+            ptx::wgmma_wait<0>();
 #pragma unroll
-        for (int n = 0; n < kChains; n++) ptx::settle(acc[n]);
+            for (int n = 0; n < kChains; n++) ptx::settle(acc[n]);
 #pragma unroll
-        for (int i = 0; i < kRows / 2; i++) acc_s[i] = kChains == 2 ? acc[0][i] + acc[kChains - 1][i] : acc[0][i];
+            for (int i = 0; i < kRows / 2; i++) acc_s[i] = kChains == 2 ? acc[0][i] + acc[kChains - 1][i] : acc[0][i];
+        }
+        finish_scores();
+    }
+    TILE_DEVICE void finish_scores() {
         if constexpr (!Rule::kLinear) Rule::apply(acc_s, args.scores, Rule::first_factor(args.scores));
         if constexpr (kChosen)
 #pragma unroll
@@ -253,19 +320,19 @@ struct Body {
 #pragma unroll
                     for (int j = 0; j < kRows / 4; j++) acc_s[j / 2 * 4 + 2 * h + j % 2] = -INFINITY;
     }
-    // The weights P of a block, from its scores to shared memory. fresh: no row has a reference yet
-    TILE_DEVICE void weigh(int first_token, Span span, bool fresh) {
+    // The weights P of a block, from its scores to shared memory. fresh: no row has a reference yet. meanwhile(): what
+    // is to be done when most exponentials are computed, and at the latest before scores are computed again
+    template <class Meanwhile>
+    TILE_DEVICE void weigh(int first_token, Span span, bool fresh, const Meanwhile& meanwhile) {
         bool moves = ptx::any(fresh);
         if (ptx::any(first_token < whole_from || first_token + kKeys > whole_to)) {
             moves = true;
             mask(first_token);
         }
+        const bool over = !moves && exponentiate();
+        meanwhile();
         if (!moves) {
-            const bool over = ptx::any(exponentiate());
-            if (lane() == 0) sVotes()[4 * group + warp_rank()] = over;
-            group_sync();
-            const Vector16 votes = Shared<Vector16>(kAtVotes)[group];
-            moves = ptx::any((votes.word[0] | votes.word[1] | votes.word[2] | votes.word[3]) != 0);
+            moves = ptx::any(ptx::barrier_count(kGroupBarriers + group, 128, over) > 0);
             if (moves) compute_scores();  // for they have become weights of no use
         }
         if (moves) {
@@ -300,29 +367,51 @@ struct Body {
         for (int m = 0; m < kMine; m++) warp::zero(acc_o[m]);
 #pragma unroll
         for (int j = 0; j < 2 * kEights; j++) sum[j / 2][j % 2] = 0.0f;
+        Places before = now;
 #pragma unroll 1
-        for (int n = begin; n < end; n++, now.next(), block++) {
-            const bool mine = ptx::any((block & 1) == group);
+        for (int n = begin; n < end; n++, block++) {
+            const bool mine = ptx::any((block & 1) == group), last = ptx::any(n + 1 == end);
             if (mine) {
-                compute_scores();
-                weigh(n * kKeys, span, n == begin);
+                if constexpr (kAhead) {
+                    score_and_weigh(n * kKeys, span, n - begin, before);
+                } else {
+                    compute_scores();
+                    weigh(n * kKeys, span, n == begin, [] {});
+                }
             }
-            multiply(now, block, mine);
+            if (!kAhead || mine || last) {  // else it is done when the scores of the next block are
+                await_weights(now, block, mine);
+                issue_values(now, n == begin);
+                finish_values(now);
+            }
+            before = now;
+            now.next();
         }
     }
-    // Adds a block's values, multiplied with its weights, to O. mine: this warpgroup has computed the weights
-    TILE_DEVICE void multiply(const Places& of, uint32_t number, bool mine) {
+    // kAhead, for block number n of the piece. Before the first there is none to be multiplied, so that one is, with
+    // what is no weights, and what comes of it is thrown away: products that are issued on one path alone would all be
+    // computed one by one.
+    TILE_DEVICE void score_and_weigh(int first_token, Span span, int n, const Places& before) {
+        const bool first = ptx::any(n == 0);
+        const int scored = add_scores(0, !first);
+        if (!first) await_weights(before, block - 1, false);
+        issue_values({first ? now.first : before.first, 0}, n <= 1);
+        const bool together = ptx::any(scored == kPanels);  // those products run during the softmax
+        if (!together) {
+            finish_values(before, true);
+            add_scores(scored, false);
+        }
+        finish_scores();
+        weigh(first_token, span, first, [&] { finish_values(before, together && !first); });
+    }
+    // Until a block's weights are there, and O is what they can be added to. mine: this warpgroup has computed them
+    TILE_DEVICE void await_weights(const Places& of, uint32_t number, bool mine) {
         ptx::mbarrier_wait(ready_barrier(number), number >> 1 & 1);
-        release<false>(of);
+        release_others(of);
         if (ptx::any(sMoved()[number & 1] != 0)) {
             if (!mine) scale_sums(number);
             scale_output(kAtCorrection + (number & 1) * 4 * kRows);
         }
-        issue_values(of);
-        ptx::wgmma_wait<0>();
-#pragma unroll
-        for (int m = 0; m < kMine; m++) ptx::settle(acc_o[m]);
-        release<true>(of);
     }
     // Multiplies each row of O with a float of shared memory
     TILE_DEVICE void scale_output(uint32_t at) {
@@ -438,7 +527,7 @@ struct Body {
             const DecodeItem item = mla_item(args, slot);
             if (ptx::uniform(item.rows) == 0) break;  // no item follows an empty one
             const Span span = mla_span(args, item), blocks = blocks_of(span);
-            begin(item, span);
+            begin(mla_part(args, slot), span);
             // Pieces are counted from the range's first block, even if a window hides it.
             int at = ptx::uniform(blocks.begin);
             const int end = ptx::uniform(blocks.end), fold = ptx::uniform(item.fold());
@@ -455,7 +544,7 @@ struct Body {
                 piece_end += fold;
             }
             // The item is read again: kept, it would take registers from the products.
-            store(mla_item(args, ptx::just_in_time(slot)));
+            store(mla_part(args, ptx::just_in_time(slot)));
         }
     }
 };
