@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from decode_cases import MODES, decode, make_cache, queries
+from mla_cases import LONG, Problem
 from test_fences import found, planted, with_source
 
 from tilewise.gpu.decode_small import SmallShape
@@ -38,4 +39,33 @@ def test_planted_bug_is_caught(name, tmp_path):
         assert got.equal(want), "wrong bits"
 
     with with_source("decode_small", source):
+        assert found(run, MODES)
+
+
+# name: (file of mla/, old, new)
+SENT = {
+    "loads before the other block has begun": (
+        "mla_decode.cu", "        ptx::cluster_arrive();\n        ptx::cluster_wait();\n    }\n    const", "    }\n    const",
+    ),
+    "a block that ends before the other has let go": (
+        "mla_decode.cu", "            ptx::cluster_arrive();\n            ptx::cluster_wait();\n", "",
+    ),
+    "a panel over one that the other block still reads": ("layout.cuh", "kAtEmpty + 8 * n), 8 * kPeers);", "kAtEmpty + 8 * n), 8);"),
+    "a barrier that is told twice what comes": ("load.cuh", "                    else now.wait_came(panel);\n", ""),
+    "nobody hears that the other block let go": ("layout.cuh", "empty(panel), asks(panel))", "empty(panel), peer())"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SENT)
+def test_planted_bug_of_boxes_for_two_blocks_is_caught(name, tmp_path):
+    file, old, new = SENT[name]
+    source = planted("mla/mla_decode.cu", f"mla/{file}", old, new, tmp_path)
+    problem = Problem((400,), heads=66)
+
+    def run(mode) -> None:
+        late, seed = mode
+        problem.check(splitting=LONG, late=late, seed=seed)
+
+    run(MODES[0])
+    with with_source("mla_decode", source):
         assert found(run, MODES)

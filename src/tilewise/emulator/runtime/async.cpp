@@ -121,7 +121,7 @@ void tma_store(const TensorMap* map, uint32_t from, const int* at, int rank) {
     else c.land();
 }
 
-// ---- copies and stores to other blocks of the cluster --------------------------------------------------------------------------
+// ---- copies and stores to other blocks of the cluster ---------------------------------------------------------------
 void tma_load_for(uint32_t ranks, uint32_t to, const TensorMap* map, uint32_t barrier, const int* at, int rank) {
     Thread* const asks = current;
     for (uint32_t to_rank = 0; ranks >> to_rank; to_rank++) {

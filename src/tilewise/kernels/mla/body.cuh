@@ -1,6 +1,4 @@
-// What the two warpgroups of a block compute. The products are transposed, so that few query rows do not leave the 64
-// rows of a product empty: Sᵀ = K Qᵀ has 64 keys by kRows query rows, and Oᵀ += Vᵀ Pᵀ has 64 channels by kRows query
-// rows. K and Vᵀ are the same bytes: a panel read along its rows, and along its columns.
+// What the two warpgroups of a block compute: items, pieces of them, and their blocks of keys.
 //
 // Blocks of keys take turns: a warpgroup computes the scores and the weights of every other block, and leaves the
 // weights in shared memory. Both multiply them with the values, each with one half of the channels.
@@ -12,40 +10,27 @@
 //
 // The softmax is lazy (tile/lazy.cuh): weights are taken against a reference that moves only if they grow too large.
 // Who computes a block's weights owns the references, and hands them on with the weights.
-//
-// Of Sᵀ a thread has value [4j + 2h + i]: key 16 w + g + 8h of the block, query row 8j + 2t + i, with w the warp of its
-// warpgroup, g = lane / 4 and t = lane % 4; of Oᵀ the same with channels in place of keys.
 #pragma once
-#include "mla/load.cuh"
+#include "mla/products.cuh"
 
 constexpr int kAtParts = 0, kRowAtOnce = 4;  // the ring is free when states are merged
 constexpr bool kLongRuns = false;
 #include "decode/states.cuh"
 
-constexpr int kChains = kRows <= 32 ? 2 : 1;  // sums of which scores are made
-static_assert(!kAhead || (kChains == 1 && !kGather && kBlockPlaces == kPanels), "scores as they are, in boxes");
-constexpr int kAtOnce = kPanels % 3 ? 1 : 3;  // kAhead: panels that scores are made of before weights are looked for again
 constexpr float kWitness = 256.0f;  // the sum of two weights up to which a reference stays
 
-struct Body {
+struct Body : Products {
     const DecodeArgs& args;
     const MlaArgs& mla;
-    const uint32_t group;  // of the two warpgroups
-    Places now;            // of the block that comes next
-    uint32_t block = 0;    // its number in the life of the thread block
     float scale_log2;
     int whole_from, whole_to;  // every row sees the tokens between these
-    float acc_o[kMine][kRows / 2], acc_s[kRows / 2];
     float sum[kEights][2];  // this thread's share of l
 
-    TILE_DEVICE Body(const DecodeArgs& a, const MlaArgs& m, uint32_t g)
-        : args(a), mla(m), group(g) {
+    TILE_DEVICE Body(const DecodeArgs& a, const MlaArgs& m, uint32_t g) : Products(g), args(a), mla(m) {
         // A positive scale keeps the order of scores and goes into the exponential's multiply-add. Q takes a negative
         // scale's sign, and is 0 for a scale of 0.
         scale_log2 = !Rule::kLinear ? 1.0f : args.scores.scale_log2 == 0.0f ? 1.0f : fabsf(args.scores.scale_log2);
     }
-    static TILE_DEVICE int lane() { return ptx::just_in_time(threadIdx.x) & 31; }
-    static TILE_DEVICE int warp_rank() { return ptx::just_in_time(threadIdx.x) >> 5 & 3; }  // in the warpgroup
     static TILE_DEVICE int column() { return (ptx::just_in_time(threadIdx.x) & 3) * 2; }    // the first row of eight
     static TILE_DEVICE int key(int h) { return 16 * warp_rank() + lane() / 4 + 8 * h; }     // or channel
     TILE_DEVICE void group_sync() const { ptx::barrier_sync(kGroupBarriers + group, 128); }
@@ -120,108 +105,6 @@ struct Body {
             }
         }
         ptx::fence_async_proxy();
-    }
-
-    // ---- products ---------------------------------------------------------------------------------------------------
-    // Sᵀ = K Qᵀ, panel after panel as they come. A narrow product is shorter than the time until its sums can be added
-    // to, so those of even and of odd steps are summed apart.
-    TILE_DEVICE void issue_scores(float (&acc)[kChains][kRows / 2]) {
-        const Places here{ptx::uniform(now.first), now.lap};
-        const uint64_t q = k_major(ptx::shared_address(kAtQ));
-#pragma unroll
-        for (int n = 0; n < kPanels; n++) {
-            const int panel = nth_panel(n);
-            here.wait(panel);
-            ptx::wgmma_fence();
-            const uint64_t k = k_major(ptx::shared_address(here.at(panel)));
-#pragma unroll
-            for (int step = 0; step < 4; step++)
-                ptx::Wgmma<Element, kRows>::template ss<false, false>(
-                    acc[step % kChains], further(k, 32 * step), further(q, panel * kRows * kPanelRowBytes + 32 * step),
-                    n > 0 || step >= kChains);
-        }
-        ptx::wgmma_commit();
-        if constexpr (kBlockPlaces > kPanels) here.wait(kWeights);
-    }
-    // The same into acc_s, from panel n of the order on. until_weights: but no further than to where the weights of the
-    // block before are there sooner than the next panel. Returns the first panel that is left.
-    TILE_DEVICE int add_scores(int n, bool until_weights) {
-        const Places here{ptx::uniform(now.first), now.lap};
-        const uint64_t q = k_major(ptx::shared_address(kAtQ));
-#pragma unroll 1
-        for (; n < kPanels; n += kAtOnce) {
-            if (until_weights && weights_first(nth_panel(n + kAtOnce - 1))) break;
-            ptx::wgmma_fence();
-#pragma unroll
-            for (int i = 0; i < kAtOnce; i++) {
-                const int panel = ptx::uniform(nth_panel(n + i));
-                here.wait(panel);
-                const uint64_t k = k_major(ptx::shared_address(here.at(panel)));
-#pragma unroll
-                for (int step = 0; step < 4; step++)
-                    ptx::Wgmma<Element, kRows>::template ss<false, false>(
-                        acc_s, further(k, 32 * step), further(q, panel * kRows * kPanelRowBytes + 32 * step),
-                        n > 0 || i > 0 || step > 0);
-            }
-            ptx::wgmma_commit();
-            ptx::wgmma_wait<0>();
-            ptx::settle(acc_s);
-        }
-        return n;
-    }
-    // What comes first, the weights of the block before or the panel? One warp asks for each, and all four of the
-    // warpgroup hear the same, for they have to issue the same products.
-    TILE_DEVICE bool weights_first(int panel) const {
-        const int rank = warp_rank(), of_weights = 2, of_panel = 1;
-        while (true) {
-            bool vote = false;
-            if (rank == 0)
-                vote = ptx::any(ptx::mbarrier_test(ready_barrier(block - 1), (block - 1) >> 1 & 1)) && lane() < of_weights;
-            if (rank == 1)
-                vote = ptx::any(ptx::mbarrier_test(now.full(panel), now.lap_of(panel))) && lane() < of_panel;
-            const int votes = ptx::uniform(ptx::barrier_count(kGroupBarriers + group, 128, vote));
-            if (votes) return votes >= of_weights;
-        }
-    }
-    // Oᵀ += Vᵀ Pᵀ, for this warpgroup's channels: a group of products per panel. fresh: O is nothing yet. What is there
-    // is not waited for, so laps do not matter.
-    TILE_DEVICE void issue_values(const Places& of, bool fresh) {
-        ptx::wgmma_fence();
-        const Places here{ptx::uniform(of.first), 0};
-        const uint64_t p = k_major(ptx::shared_address(here.at(kWeights)));
-#pragma unroll
-        for (int m = 0; m < kMine; m++) {
-            const uint64_t v = mn_major<kKeys>(ptx::shared_address(here.at(group * kMine + m)));
-#pragma unroll
-            for (int step = 0; step < kKeys / 16; step++)
-                ptx::Wgmma<Element, kRows>::template ss<true, false>(acc_o[m], further(v, 2 * kEightBytes * step),
-                                                                     further(p, 32 * step), !fresh || step > 0);
-            ptx::wgmma_commit();
-        }
-    }
-    // Waits for the products of a block and lets go of its panels, one after the other, and of the weights
-    TILE_DEVICE void finish_values(const Places& of, bool let_go = true) {
-#pragma unroll
-        for (int m = 0; m < kMine; m++) {
-            if (m == 0) ptx::wgmma_wait<kMine - 1>();
-            else if (m == 1) ptx::wgmma_wait<(kMine > 2 ? kMine - 2 : 0)>();
-            else if (m == 2) ptx::wgmma_wait<(kMine > 3 ? kMine - 3 : 0)>();
-            else ptx::wgmma_wait<0>();
-            ptx::settle(acc_o[m]);
-            ptx::sync_warp();
-            if (let_go && ptx::elect_one()) {
-                of.let_go(group * kMine + m);
-                if (m == kMine - 1) of.let_go(kWeights);
-            }
-        }
-    }
-    // Lets go of the panels of a block that only scores are made of in this warpgroup
-    TILE_DEVICE void release_others(const Places& of) const {
-        ptx::sync_warp();
-        if (!ptx::elect_one()) return;
-#pragma unroll
-        for (int panel = 0; panel < kWeights; panel++)
-            if (panel >= kValuePanels || panel / kMine != int(group)) of.let_go(panel);
     }
 
     // ---- the softmax of a block -------------------------------------------------------------------------------------
@@ -332,7 +215,7 @@ struct Body {
         const bool over = !moves && exponentiate();
         meanwhile();
         if (!moves) {
-            moves = ptx::any(ptx::barrier_count(kGroupBarriers + group, 128, over) > 0);
+            moves = ptx::any(group_count(over) > 0);
             if (moves) compute_scores();  // for they have become weights of no use
         }
         if (moves) {
