@@ -62,7 +62,9 @@ def block_places(head_dim: int, value_dim: int) -> int:
 def shared_bytes(head_dim: int, tiling: MlaTiling) -> int:
     """mla/layout.cuh: kSharedBytes, with what is kept of chosen keys."""
     queries = head_dim // PANEL * tiling.rows * PANEL_BYTES
-    fixed = tiling.places * (KEYS * PANEL_BYTES + 16) + queries + 32 + tiling.rows * 92 + KEYS * THERE
+    ahead = not tiling.slots and tiling.rows < ROWS[-1]  # what is known of the next item
+    table = 2 * (96 + 24 * tiling.rows) if ahead else 96 + 16 * tiling.rows
+    fixed = tiling.places * (KEYS * PANEL_BYTES + 16) + queries + 32 + tiling.rows * 76 + table + KEYS * THERE
     return fixed + tiling.slots * KEYS * PANEL + (SCALED_BLOCKS * KEYS * 16 if tiling.slots else 0)
 
 

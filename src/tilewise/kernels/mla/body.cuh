@@ -11,6 +11,7 @@
 // The softmax is lazy (tile/lazy.cuh): weights are taken against a reference that moves only if they grow too large.
 // Who computes a block's weights owns the references, and hands them on with the weights.
 #pragma once
+#include "mla/items.cuh"
 #include "mla/products.cuh"
 
 constexpr int kAtParts = 0, kRowAtOnce = 4;  // the ring is free when states are merged
@@ -23,6 +24,7 @@ struct Body : Products {
     const DecodeArgs& args;
     const MlaArgs& mla;
     float scale_log2;
+    Table table{0};            // of the item
     int whole_from, whole_to;  // every row sees the tokens between these
     float sum[kEights][2];  // this thread's share of l
 
@@ -37,55 +39,32 @@ struct Body : Products {
     static TILE_DEVICE void all_sync() { ptx::barrier_sync(kAllBarrier, kComputing); }
 
     // ---- an item ----------------------------------------------------------------------------------------------------
-    // Brings Q to shared memory, and finds what its rows see and where they go
-    TILE_DEVICE void begin(const DecodeItem& item, Span span) {
-        int from = span.begin, to = span.end;
-        const Shared<int64_t> queries(kAtFactors);  // where the rows of Q begin, until they have come
-#pragma unroll 1
-        for (int n = warp::lane(); n < kRows; n += 32) {  // every warp, so that it knows what all rows see
-            Visible seen{span.begin, span.end - span.begin};
-            int64_t target = -1, query = 0;
-            if (n < item.rows) {
-                const DecodeRow row = row_of(args, item, n);
-                query = caller_of(args, item, row) * args.q_strides.batch + row.token * args.q_strides.row +
-                        row.head * args.q_strides.head;
-                const int length = Global<const int>{args.lengths}[row.sequence];
-                const States states = states_of(args, row.sequence);
-                if (!(item.is(kAllSee) && args.scores.sees_back_to_first())) seen = seen_by(args, row, length, span);
-                if (states.count == 1)
-                    target = 2 * (caller_of(args, item, row) * args.o_strides.batch +
-                                  row.token * args.o_strides.row + row.head * args.o_strides.head);
-                else if (item.state() < states.count)
-                    target = 2 * state_row(args, states, item.kv_head(), item.state(), row.row) * kValueDim + 1;
-            }
-            from = seen.first > from ? seen.first : from;
-            to = seen.first + seen.count < to ? seen.first + seen.count : to;
-            if (threadIdx.x < 32) {
-                sSeen()[n] = seen;
-                sTarget()[n] = Target{target};
-                sReference()[n] = -INFINITY;
-                queries[n] = query;
-            }
+    // Waits for what is known of the item, and brings Q to shared memory. False if there is no item.
+    TILE_DEVICE bool begin(int slot) {
+        table = Table(slot);
+        if constexpr (kLooksAhead) {
+            ptx::barrier_sync(kFilledBarriers + slot % 2, kComputing + 32);
+        } else {
+            // One warp, or every warp the same: ptxas spills with the one here, with the other there.
+            if (!kScaled || threadIdx.x < 32) table.fill(args, ptx::just_in_time(slot));
+            all_sync();
         }
-#pragma unroll
-        for (int mask = 1; mask < 32; mask *= 2) {
-            const int other_from = ptx::shuffle_xor(from, mask), other_to = ptx::shuffle_xor(to, mask);
-            from = other_from > from ? other_from : from;
-            to = other_to < to ? other_to : to;
-        }
-        whole_from = ptx::uniform(from);
-        whole_to = ptx::uniform(to);
+        const Shared<int> words = table.words();
+        if (ptx::uniform(words[kAllRowsWord]) == 0) return false;
+        whole_from = ptx::uniform(words[kWholeFromWord]);
+        whole_to = ptx::uniform(words[kWholeToWord]);
+        if (words[kEndWord] > words[kBeginWord]) load_queries(words[kRowsWord]);
         all_sync();
-        if (span.end > span.begin) load_queries(item.rows, queries);
-        all_sync();
+        return true;
     }
     // All copies are on their way before the first is waited for.
-    TILE_DEVICE void load_queries(int rows, Shared<int64_t> queries) const {
+    TILE_DEVICE void load_queries(int rows) const {
         constexpr int kChunks = kPanels * 8;  // of 16 bytes in a row
         const auto at = [](int row, int c) {
             return kAtQ + (c / 8 * kRows + row) * kPanelRowBytes + (c % 8 ^ row % 8) * 16;
         };
         const int thread = ptx::just_in_time(threadIdx.x);
+        const Shared<int64_t> queries = table.queries();
         for (int n = thread; n < kRows * kChunks; n += kComputing) {
             const int row = n / kChunks, c = n % kChunks;
             const int64_t from = int64_t(queries[row]) + 8 * c;
@@ -113,7 +92,7 @@ struct Body : Products {
         for (int j = 0; j < kEights; j++)
 #pragma unroll
             for (int i = 0; i < 2; i++) {
-                const Visible seen = sSeen()[8 * j + column() + i];
+                const Visible seen = table.seen()[8 * j + column() + i];
 #pragma unroll
                 for (int h = 0; h < 2; h++)
                     if (!seen.has(first_token + key(h))) acc_s[4 * j + 2 * h + i] = -INFINITY;
@@ -366,12 +345,13 @@ struct Body : Products {
             }
     }
     // The result of the item's rows, or their states
-    TILE_DEVICE void store(const DecodeItem& item) {
+    TILE_DEVICE void store(int slot) const {
+        const DecodeItem item = table.item();
         // Not where end_piece has its factors, which other threads may still read
         const Shared<float> factors = sSums(), folded = sFolded();
         const int n = threadIdx.x;
         if (n < item.rows) {
-            const int64_t target = Target(sTarget()[n]).at;
+            const int64_t target = Target(table.target()[n]).at;
             const float max = folded[2 * n], all = folded[2 * n + 1];
             factors[n] = 1.0f;
             if (target >= 0 && target % 2) {
@@ -389,7 +369,7 @@ struct Body : Products {
         for (int j = 0; j < 2 * kEights; j++) {
             const int row = 8 * (j / 2) + column() + j % 2;
             if (row >= item.rows) continue;
-            const int64_t target = Target(sTarget()[row]).at;
+            const int64_t target = Target(table.target()[row]).at;
             if (target < 0) continue;
             const float factor = factors[row];
             const Global<float> gState{args.state_o + target / 2 + first};
@@ -403,18 +383,19 @@ struct Body : Products {
                     else gO[m * kPanel + 8 * h] = from_float<Element>(x * factor);
                 }
         }
-        all_sync();  // the next item's rows take the places of these
+        // The rows of another item take the places of these.
+        if constexpr (kLooksAhead) ptx::barrier_arrive(kFreeBarriers + slot % 2, kComputing + 32);
+        else all_sync();
     }
     TILE_DEVICE void run() {
+        for (int row = threadIdx.x; row < kRows; row += kComputing) sReference()[row] = -INFINITY;
         for (int slot = 0; slot < args.slots; slot++) {
-            const DecodeItem item = mla_item(args, slot);
-            if (ptx::uniform(item.rows) == 0) break;  // no item follows an empty one
-            const Span span = mla_span(args, item), blocks = blocks_of(span);
-            begin(mla_part(args, slot), span);
+            if (!begin(slot)) break;  // no item follows an empty one
+            const Span span = table.span(), blocks = blocks_of(span);
             // Pieces are counted from the range's first block, even if a window hides it.
             int at = ptx::uniform(blocks.begin);
-            const int end = ptx::uniform(blocks.end), fold = ptx::uniform(item.fold());
-            int piece_end = fold > 0 ? at + fold - (at - item.start / kKeys) % fold : end;
+            const int end = ptx::uniform(blocks.end), fold = ptx::uniform(table.words()[kStateFoldWord] & 0xffff);
+            int piece_end = fold > 0 ? at + fold - (at - table.words()[kStartWord] / kKeys) % fold : end;
             bool first = true;
 #pragma unroll 1
             while (true) {
@@ -426,8 +407,7 @@ struct Body : Products {
                 at = stop;
                 piece_end += fold;
             }
-            // The item is read again: kept, it would take registers from the products.
-            store(mla_part(args, ptx::just_in_time(slot)));
+            store(slot);
         }
     }
 };

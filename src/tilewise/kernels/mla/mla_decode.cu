@@ -36,5 +36,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
         if constexpr (kScaled) load_codes(args, mla);
         else if constexpr (kGather) load_rows(args, mla);
         else if (ptx::uniform(threadIdx.x / 32) == kComputing / 32) load_boxes(args, mRows);
+        else if (kLooksAhead && ptx::uniform(threadIdx.x / 32) == kComputing / 32 + 1) look_ahead(args);
     }
 }
