@@ -43,9 +43,10 @@ LONGEST = 1024  # in chunks of 16 tokens: ranges that one block may take whole, 
 
 @dataclass(frozen=True)
 class MlaTiling:
-    """rows: query rows that a block computes at most. peers: blocks of a cluster, which share an item of so many times
-    its rows, and what they load. ahead: scores of a block of tokens before the products of the one before it. places: panels of 64 tokens × 64 channels in the ring. slots: raw panels of
-    64 tokens × 64 bytes on their way to become 16-bit values, 0 where rows are that."""
+    """rows: query rows that a block computes at most. places: panels of 64 tokens × 64 channels in the ring. slots: raw
+    panels of 64 tokens × 64 bytes on their way to become 16-bit values, 0 where rows are that. peers: blocks of a
+    cluster, which share an item of so many times their rows, and what they load. ahead: scores of a block of tokens
+    before the products of the one before it."""
 
     rows: int
     places: int

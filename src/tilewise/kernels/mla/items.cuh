@@ -1,6 +1,6 @@
-// What is looked up of an item before it is computed, load after load that wait for each other: its words, what its rows
-// see, where their queries lie and where their results go. kLooksAhead: a warp that does not load does it while the item
-// before is computed.
+// What is looked up of an item before it is computed, load after load that wait for each other: its words, what its
+// rows see, where their queries lie and where their results go. kLooksAhead: a warp that does not load does it while
+// the item before is computed.
 #pragma once
 #include "mla/layout.cuh"
 
