@@ -17,7 +17,8 @@ extern "C" __global__ void __launch_bounds__(128)
         if (thread == 0) {
             if (lap > 0) ptx::mbarrier_wait(read, 0);  // the other block has read what comes from here
             ptx::mbarrier_arrive_expect(full, 2 * kBoxBytes);
-            ptx::tma_load_for(3, ptx::shared_address(rank * kBoxBytes), &map, full, 0, kBoxRows * (2 * lap + rank), 0, 0);
+            const uint32_t to = ptx::shared_address(rank * kBoxBytes);
+            ptx::tma_load_for(3, to, &map, full, 0, kBoxRows * (2 * lap + rank), 0, 0);
         }
         while (ptx::barrier_count(1, 128, ptx::mbarrier_test(full, lap)) < 128) {}
         for (int n = thread; n < 2 * kBoxBytes / 4; n += 128)
