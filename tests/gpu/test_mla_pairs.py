@@ -103,6 +103,11 @@ def test_a_standing_plan_that_may_share():
     torch.testing.assert_close(got[0].float(), exact[0], rtol=1e-2, atol=1e-2)
 
 
+def test_items_that_nobody_looks_up_ahead(chosen):
+    chosen(LOOKS=(False, False, False))
+    Problem((200, 65, 0), heads=8).check(splitting=CUT)
+
+
 def test_who_gets_pairs():
     assert mla_kernels.choose_tiling(576, 512, 64).peers == 1
     for rows in (65, 128, 1024):

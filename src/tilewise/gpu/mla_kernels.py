@@ -23,6 +23,7 @@ FORMATS = {"bf16": 0, "fp16": 0, "fp8": 1, "int8": 2}  # tile/quant.cuh: Format
 ROWS = (16, 32, 64)  # query rows of a block at most: widths of the products
 PEERS = 2  # blocks that share items of more rows than that, and what they load of them
 AHEAD = (False, False, True)  # by the width: are scores computed ahead of the products of the tokens before?
+LOOKS = (True, True, False)  # and does a warp look up the next item? 64 rows leave no registers for that
 MAX_TOKENS, MAX_ROWS = 16, 2048  # query tokens of a sequence; its query rows, a head of a token each
 MAX_DIM = 576
 DTYPES = (torch.bfloat16, torch.float16)
@@ -46,13 +47,14 @@ class MlaTiling:
     """rows: query rows that a block computes at most. places: panels of 64 tokens × 64 channels in the ring. slots: raw
     panels of 64 tokens × 64 bytes on their way to become 16-bit values, 0 where rows are that. peers: blocks of a
     cluster, which share an item of so many times their rows, and what they load. ahead: scores of a block of tokens
-    before the products of the one before it."""
+    before the products of the one before it. looks: a warp looks up the next item while one is computed."""
 
     rows: int
     places: int
     slots: int = 0
     peers: int = 1
     ahead: bool = False
+    looks: bool = False
 
 
 def block_places(head_dim: int, value_dim: int) -> int:
@@ -63,8 +65,7 @@ def block_places(head_dim: int, value_dim: int) -> int:
 def shared_bytes(head_dim: int, tiling: MlaTiling) -> int:
     """mla/layout.cuh: kSharedBytes, with what is kept of chosen keys."""
     queries = head_dim // PANEL * tiling.rows * PANEL_BYTES
-    ahead = not tiling.slots and tiling.rows < ROWS[-1]  # what is known of the next item
-    table = 2 * (96 + 24 * tiling.rows) if ahead else 96 + 16 * tiling.rows
+    table = 2 * (96 + 24 * tiling.rows) if tiling.looks else 96 + 16 * tiling.rows
     fixed = tiling.places * (KEYS * PANEL_BYTES + 16) + queries + 32 + tiling.rows * 76 + table + KEYS * THERE
     return fixed + tiling.slots * KEYS * PANEL + (SCALED_BLOCKS * KEYS * 16 if tiling.slots else 0)
 
@@ -84,12 +85,14 @@ def choose_tiling(
     room = LIMITS[arch].shared_block
     most = 4 * block_places(head_dim, value_dim)
     slots = 0 if not codes else 8 if width == ROWS[-1] else 12
-    pairs = boxes and not codes and head_dim > value_dim  # or a block would have a place that nothing comes to
+    boxes, number = boxes and not codes, ROWS.index(width)
+    pairs = boxes and head_dim > value_dim  # or a block would have a place that nothing comes to
     peers = PEERS if pairs and rows > width else 1
-    sizes = (MlaTiling(width, n, slots) for n in range(most, 0, -1))
+    base = MlaTiling(width, 0, slots, peers, pairs and AHEAD[number], boxes and LOOKS[number])
+    sizes = (replace(base, places=n) for n in range(most, 0, -1))
     tiling = next(tiling for tiling in sizes if shared_bytes(head_dim, tiling) <= room)
-    places = tiling.places - (tiling.places % block_places(head_dim, value_dim) if peers > 1 else 0)
-    return replace(tiling, places=places, peers=peers, ahead=pairs and AHEAD[ROWS.index(width)])
+    extra = tiling.places % block_places(head_dim, value_dim) if peers > 1 else 0  # rings of pairs are whole blocks
+    return replace(tiling, places=tiling.places - extra)
 
 
 @lru_cache(maxsize=256)
@@ -117,6 +120,7 @@ def mla_spec(
         ("kRows", tiling.rows),
         ("kPeers", tiling.peers),
         ("kAhead", tiling.ahead),
+        ("kLooksAhead", tiling.looks),
         ("kPlaces", tiling.places),
         ("kGather", gather or chosen or tiling.slots > 0),
         ("kChosen", chosen),

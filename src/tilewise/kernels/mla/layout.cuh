@@ -32,8 +32,7 @@ static_assert(kScaled == (kSlots > 0), "raw panels on their way");
 static_assert(kPeers == 1 || (kPeers == 2 && !kGather && kBlockPlaces == kPanels && kPlaces % kBlockPlaces == 0),
               "a place has panels that one of the two blocks asks for, and nothing else");
 
-// A warp that does not load looks up what is known of the next item. 64 rows leave it no registers.
-constexpr bool kLooksAhead = !kGather && kRows < 64;
+static_assert(!kLooksAhead || !kGather, "a warp that does not load looks ahead");
 // Threads: two warpgroups that compute, and one that loads; two where codes have to be widened faster than one can
 constexpr int kComputing = 256, kLoading = kScaled && kRows < 64 ? 256 : 128, kThreads = kComputing + kLoading;
 // Registers per thread, moved from the warps that load to those that compute: what a block is launched with is all

@@ -4,9 +4,9 @@
 //
 // Constants: Element; kQueryDim, kValueDim: channels of a row, and how many of them are a value; kPageSize; kRows:
 // query rows of a block's item at most; kPeers: blocks per cluster; kAhead: scores are computed ahead of the products
-// of the block before; kPlaces: panels in the ring; kGather: rows are copied one by one; kChosen: those that
-// each query token has chosen; kStoredAs: a Format; kSlots: raw panels on their way where it is one of codes; Rule:
-// what is done to scores; kSelected: false.
+// of the block before; kLooksAhead: a warp looks up the next item; kPlaces: panels in the ring; kGather: rows are
+// copied one by one; kChosen: those that each query token has chosen; kStoredAs: a Format; kSlots: raw panels on their
+// way where it is one of codes; Rule: what is done to scores; kSelected: false.
 #include "mla/body.cuh"
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
