@@ -2,18 +2,10 @@
 
 from __future__ import annotations
 
-import ctypes
-from pathlib import Path
-
 import pytest
-import torch
 from decode_cases import MODES, decode, make_cache, queries
-from mla_cases import LONG, Problem
 from test_fences import found, planted, with_source
 
-from tilewise import compiler, emulator
-from tilewise.compiler.spec import KernelSpec
-from tilewise.compiler.tensor_maps import TensorMapSpec
 from tilewise.gpu.decode_small import SmallShape
 from tilewise.plan.worklist import FAR, Splitting
 
@@ -47,71 +39,3 @@ def test_planted_bug_is_caught(name, tmp_path):
 
     with with_source("decode_small", source):
         assert found(run, MODES)
-
-
-# name: (file of mla/, old, new)
-SENT = {
-    "loads before the other block has begun": (
-        "mla_decode.cu", "        ptx::cluster_arrive();\n        ptx::cluster_wait();\n    }\n    const",
-        "    }\n    const",
-    ),
-    "a block that ends before the other has let go": (
-        "mla_decode.cu", "            ptx::cluster_arrive();\n            ptx::cluster_wait();\n", "",
-    ),
-    "a panel over one that the other block still reads": (
-        "layout.cuh", "kAtEmpty + 8 * n), 8 * kPeers);", "kAtEmpty + 8 * n), 8);",
-    ),
-    "a barrier that is told twice what comes": ("load.cuh", "                    else now.wait_came(panel);\n", ""),
-    "nobody hears that the other block let go": ("layout.cuh", "empty(panel), asks(panel))", "empty(panel), peer())"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", SENT)
-def test_planted_bug_of_boxes_for_two_blocks_is_caught(name, tmp_path):
-    file, old, new = SENT[name]
-    source = planted("mla/mla_decode.cu", f"mla/{file}", old, new, tmp_path)
-    problem = Problem((400,), heads=66)
-
-    def run(mode) -> None:
-        late, seed = mode
-        problem.check(splitting=LONG, late=late, seed=seed)
-
-    run(MODES[0])
-    with with_source("mla_decode", source):
-        assert found(run, MODES)
-
-
-# ---- boxes for both blocks of a cluster, arrivals at the other's barrier, barriers that are tested and that count ----
-BOX_ROWS, COLUMNS = 8, 64
-BOX = TensorMapSpec("bf16", (COLUMNS, 4 * BOX_ROWS, 1, 1), (2 * COLUMNS, 16, 16), (COLUMNS, BOX_ROWS, 1, 1), 0)
-
-
-def boxes_case() -> tuple[KernelSpec, torch.Tensor, torch.Tensor]:
-    """The kernel of two clusters, the tensor, and what the blocks should have (4, 2, 2 boxes' words)."""
-    source = Path(__file__).parents[1] / "kernels" / "cluster_boxes.cu"
-    constants = (("kBoxBytes", BOX.box_bytes), ("kBoxRows", BOX_ROWS))
-    kernel = KernelSpec("cluster_boxes", str(source), "cluster_boxes", constants, 128, 2 * BOX.box_bytes + 64)
-    words = torch.randint(-(2**31), 2**31, (4 * BOX_ROWS, COLUMNS // 2), dtype=torch.int64).int()
-    return kernel, words, words.reshape(1, 2, -1).expand(4, 2, -1)
-
-
-@pytest.mark.parametrize(("late", "seed"), MODES)
-def test_boxes_come_to_both_blocks(late, seed):
-    kernel, words, expected = boxes_case()
-    out, counts = torch.zeros(expected.shape, dtype=torch.int32), torch.zeros(4, dtype=torch.int32)
-    args = [emulator.tensor_map(BOX, words.data_ptr()), *(ctypes.c_void_p(x.data_ptr()) for x in (out, counts))]
-    tensors = {"words": words, "out": out, "counts": counts}
-    emulator.launch(kernel, (4, 1, 1), args, tensors, cluster=2, late=late, seed=seed)
-    assert torch.equal(out, expected)
-    assert counts.tolist() == [43, 43, 43, 43]
-
-
-@pytest.mark.gpu
-def test_boxes_come_to_both_blocks_of_a_card():
-    kernel, words, expected = boxes_case()
-    there, out = words.cuda(), torch.zeros(expected.shape, dtype=torch.int32, device="cuda")
-    counts = torch.zeros(4, dtype=torch.int32, device="cuda")
-    args = compiler.Args(compiler.encode(BOX, there.data_ptr()), out, counts)
-    compiler.load(kernel).launch((4, 1, 1), args, cluster=(2, 1, 1))
-    assert torch.equal(out.cpu(), expected)
-    assert counts.tolist() == [43, 43, 43, 43]

@@ -158,7 +158,6 @@ inline void mbarrier_init(uint32_t address, int arrivals) { emu::mbarrier_init(a
 inline void mbarrier_arrive(uint32_t address) { emu::mbarrier_arrive(address, 1); }
 inline void mbarrier_arrive_expect(uint32_t address, int bytes) { emu::mbarrier_expect_tx(address, bytes); }
 inline void mbarrier_wait(uint32_t address, int parity) { emu::mbarrier_wait(address, parity); }
-inline bool mbarrier_test(uint32_t address, int parity) { return emu::mbarrier_test(address, parity); }
 inline void fence_mbarrier_init() { emu::fence_mbarrier_init(); }
 inline void fence_async_proxy() { emu::fence_async_proxy(); }
 
@@ -189,12 +188,6 @@ inline void wait_for_prerequisites() {}
 inline uint32_t address_in(uint32_t address, int rank) { return emu::address_in(address, rank); }
 inline void cluster_arrive() { emu::cluster_arrive(); }
 inline void cluster_wait() { emu::cluster_wait(); }
-inline void mbarrier_arrive_in(uint32_t address) { emu::mbarrier_arrive_in(address); }
-template <class... At>
-void tma_load_for(uint32_t ranks, uint32_t to, const TensorMap* map, uint32_t barrier, At... at) {
-    const int places[] = {at...};
-    emu::tma_load_for(ranks, to, map, barrier, places, sizeof...(at));
-}
 inline void store_async(uint32_t to, float x, uint32_t barrier) { emu::store_async(to, &x, 4, barrier); }
 inline void store_async(uint32_t to, float x, float y, uint32_t barrier) {
     const float both[] = {x, y};

@@ -104,7 +104,6 @@ void mbarrier_arrive(uint32_t address, int count);
 void mbarrier_expect_tx(uint32_t address, int bytes);  // arrives as well
 void mbarrier_complete_tx(uint32_t address, int bytes);
 void mbarrier_wait(uint32_t address, int parity);
-bool mbarrier_test(uint32_t address, int parity);  // lets others run before it says no
 
 // ---- asynchronous work --------------------------------------------------------------------------------------------
 void copy_async_16(uint32_t to, const void* from, int bytes);  // joins the thread's open group
@@ -126,8 +125,6 @@ uint32_t address_in(uint32_t address, int rank);
 void cluster_arrive();
 void cluster_wait();
 void store_async(uint32_t to, const void* from, int bytes, uint32_t barrier);  // lands on its own, like a TMA load
-void mbarrier_arrive_in(uint32_t address);
-void tma_load_for(uint32_t ranks, uint32_t to, const TensorMap* map, uint32_t barrier, const int* at, int rank);
 
 // wgmma: each thread issues; a warp's sixteen rows are computed at the commit (early) or at the wait (late). The four
 // warps of a warpgroup go at their own pace, as on a card, but must issue the same.

@@ -98,8 +98,7 @@ class MlaDecode:
         self.more = MlaArgs()
         self.cached = cached
         self.tables = {} if cached is None else self._point_at(cached)
-        self.peers = asked.tiling.peers
-        self.grid = (listed.blocks * self.peers, 1, 1)
+        self.grid = (listed.blocks, 1, 1)
         self.workspaces: dict[int | None, Workspace] = {}
         self.graph_barrier = self._barrier()
         if self.device.type == "cuda":
@@ -188,10 +187,7 @@ class MlaDecode:
         if cuda:
             if self.map_spec is not None:
                 self.launch_args.point(0, compiler.encode(self.map_spec, rows.data_ptr()))
-            cluster = (self.peers, 1, 1) if self.peers > 1 else None
-            self.kernel.launch(
-                self.grid, self.launch_args, stream=stream, cluster=cluster, cooperative=bool(a.merge_rows)
-            )
+            self.kernel.launch(self.grid, self.launch_args, stream=stream, cooperative=bool(a.merge_rows))
             return
         tensors = {
             "q": q,
@@ -209,9 +205,7 @@ class MlaDecode:
             emulator.TensorMap() if self.map_spec is None else emulator.tensor_map(self.map_spec, rows.data_ptr())
         )
         resident = self.grid[0] if a.merge_rows else 1
-        emulator.launch(
-            self.spec, self.grid, [tensor_map, a, self.more], known, resident=resident, cluster=self.peers, **emulated
-        )
+        emulator.launch(self.spec, self.grid, [tensor_map, a, self.more], known, resident=resident, **emulated)
 
 
 def check_served(q: torch.Tensor, form: KVFormat, plan: AnyPlan, parts: Parts, value_dim: int) -> None:
@@ -259,11 +253,9 @@ def most_rows(plan: AnyPlan) -> int:
 
 
 def _shape(tiling: MlaTiling, device: torch.device) -> tuple[Shape, Splitting]:
-    """The shape of a kernel's list on `device`, and how ranges are cut for it. What a warp takes of other lists, a
-    cluster takes of this one."""
-    takers, splitting = max(1, multiprocessors(device) // tiling.peers), WIDE if tiling.rows == ROWS[-1] else NARROW
-    rows = tiling.rows * tiling.peers
-    return Shape(rows, 1, takers, tiles=False, longest=LONGEST, chunk=KEYS, weights=WEIGHTS), splitting
+    """The shape of a kernel's list on `device`, and how ranges are cut for it."""
+    blocks, splitting = multiprocessors(device), WIDE if tiling.rows == ROWS[-1] else NARROW
+    return Shape(tiling.rows, 1, blocks, tiles=False, longest=LONGEST, chunk=KEYS, weights=WEIGHTS), splitting
 
 
 def run(
@@ -298,7 +290,7 @@ def run(
     check_served(q, form, plan, parts, value_dim)
     rows, page_size, codes = parts[0], parts[0].shape[1], not form.plain
     gather = page_size % 16 != 0  # a copy by TMA brings sixteen tokens or more, which must lie in one page
-    boxes = not gather and not codes and indices is None
+    boxes = not gather and indices is None
     tiling = choose_tiling(form.head_dim, value_dim, most_rows(plan), card_of(q.device), codes=codes, boxes=boxes)
     shape, as_wide = _shape(tiling, q.device)
     splitting = splitting or as_wide

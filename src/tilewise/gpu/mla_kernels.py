@@ -20,10 +20,8 @@ from tilewise.plan.worklist import FAR, Splitting
 KEYS = 64  # mla/layout.cuh: of a block
 THERE, SCALED_BLOCKS = 8, 4  # mla/layout.cuh: blocks for which chosen keys, and scales, are kept
 FORMATS = {"bf16": 0, "fp16": 0, "fp8": 1, "int8": 2}  # tile/quant.cuh: Format
-ROWS = (16, 32, 64)  # query rows of a block at most: widths of the products
-PEERS = 2  # blocks that share items of more rows than that, and what they load of them
-AHEAD = (False, False, True)  # by the width: are scores computed ahead of the products of the tokens before?
-LOOKS = (True, True, False)  # and does a warp look up the next item? 64 rows leave no registers for that
+ROWS = (16, 32, 64)  # query rows of an item at most: widths of the products
+LOOKS = (True, True, False)  # by the width: does a warp look up the next item? 64 rows leave no registers for that
 MAX_TOKENS, MAX_ROWS = 16, 2048  # query tokens of a sequence; its query rows, a head of a token each
 MAX_DIM = 576
 DTYPES = (torch.bfloat16, torch.float16)
@@ -44,16 +42,13 @@ LONGEST = 1024  # in chunks of 16 tokens: ranges that one block may take whole, 
 
 @dataclass(frozen=True)
 class MlaTiling:
-    """rows: query rows that a block computes at most. places: panels of 64 tokens × 64 channels in the ring. slots: raw
-    panels of 64 tokens × 64 bytes on their way to become 16-bit values, 0 where rows are that. peers: blocks of a
-    cluster, which share an item of so many times their rows, and what they load. ahead: scores of a block of tokens
-    before the products of the one before it. looks: a warp looks up the next item while one is computed."""
+    """rows: query rows of an item at most. places: panels of 64 tokens × 64 channels in the ring. slots: raw panels of
+    64 tokens × 64 bytes on their way to become 16-bit values, 0 where rows are that. looks: a warp looks up the next
+    item while one is computed."""
 
     rows: int
     places: int
     slots: int = 0
-    peers: int = 1
-    ahead: bool = False
     looks: bool = False
 
 
@@ -75,7 +70,7 @@ def choose_tiling(
     head_dim: int, value_dim: int, rows: int, arch: str = "sm_90a", *, codes: bool = False, boxes: bool = True
 ) -> MlaTiling:
     """The kernel's shape for items of so many rows: the narrowest product that holds them, and as many panels as fit.
-    boxes: rows come by TMA. Then blocks in pairs take items of more rows than one holds.
+    boxes: rows come by TMA.
 
     Shared memory holds 25 panels of 576 channels beside 16 rows of Q, 23 beside 32, and 18, which are two blocks,
     beside 64. More than four blocks would hide nothing more: 36 KB in flight hide the memory's latency. Of codes
@@ -85,14 +80,9 @@ def choose_tiling(
     room = LIMITS[arch].shared_block
     most = 4 * block_places(head_dim, value_dim)
     slots = 0 if not codes else 8 if width == ROWS[-1] else 12
-    boxes, number = boxes and not codes, ROWS.index(width)
-    pairs = boxes and head_dim > value_dim  # or a block would have a place that nothing comes to
-    peers = PEERS if pairs and rows > width else 1
-    base = MlaTiling(width, 0, slots, peers, pairs and AHEAD[number], boxes and LOOKS[number])
+    base = MlaTiling(width, 0, slots, boxes and not codes and LOOKS[ROWS.index(width)])
     sizes = (replace(base, places=n) for n in range(most, 0, -1))
-    tiling = next(tiling for tiling in sizes if shared_bytes(head_dim, tiling) <= room)
-    extra = tiling.places % block_places(head_dim, value_dim) if peers > 1 else 0  # rings of pairs are whole blocks
-    return replace(tiling, places=tiling.places - extra)
+    return next(tiling for tiling in sizes if shared_bytes(head_dim, tiling) <= room)
 
 
 @lru_cache(maxsize=256)
@@ -118,8 +108,6 @@ def mla_spec(
         ("kValueDim", value_dim),
         ("kPageSize", page_size),
         ("kRows", tiling.rows),
-        ("kPeers", tiling.peers),
-        ("kAhead", tiling.ahead),
         ("kLooksAhead", tiling.looks),
         ("kPlaces", tiling.places),
         ("kGather", gather or chosen or tiling.slots > 0),
@@ -157,14 +145,12 @@ def specs(card: str = "sm_90a", *, every: bool = False) -> list[KernelSpec]:
     if not hopper(card):
         return found
     for dtype in DTYPES if every else DTYPES[:1]:
-        for rows in (*ROWS, 128) if every else (16, 64, 128):
+        for rows in ROWS if every else (16, 64):
             tiling = choose_tiling(MAX_DIM, 512, rows)
             for page_size in (16, 64) if every else (64,):
                 found.append(mla_spec(dtype, MAX_DIM, 512, page_size, tiling))
             if every:
                 found.append(mla_spec(dtype, MAX_DIM, 512, 64, tiling, rule=DECODE_RULES[1]))
-            if rows > ROWS[-1]:
-                continue
             tiling = choose_tiling(MAX_DIM, 512, rows, boxes=False)
             if every:
                 found.append(mla_spec(dtype, MAX_DIM, 512, 24, tiling, gather=True))

@@ -46,7 +46,7 @@ void Copy::land() const {
         uint8_t* shared = shared_store(to, 16);  // an ordinary store to the async proxy
         if (bytes) std::memcpy(shared, from, size_t(bytes));
         std::memset(shared + bytes, 0, size_t(16 - bytes));
-    } else if (kind == load || kind == cluster_load) {
+    } else if (kind == load) {
         walk_box(box, [](uint8_t* shared, const uint8_t* global, size_t first, size_t end) {
             std::memset(shared, 0, 16);
             if (first < end) std::memcpy(shared + first, global + first, end - first);
@@ -121,25 +121,14 @@ void tma_store(const TensorMap* map, uint32_t from, const int* at, int rank) {
     else c.land();
 }
 
-// ---- copies and stores to other blocks of the cluster ---------------------------------------------------------------
-void tma_load_for(uint32_t ranks, uint32_t to, const TensorMap* map, uint32_t barrier, const int* at, int rank) {
-    Thread* const asks = current;
-    for (uint32_t to_rank = 0; ranks >> to_rank; to_rank++) {
-        if (!(ranks >> to_rank & 1)) continue;
-        Block& block = block_in(to_rank, "TMA load");
-        if (&block != asks->block) current = &block.fibers.back()->thread;  // there is where it is checked, and lands
-        const Copy c{Copy::cluster_load, current, make_box(to, map, barrier, at, rank, "TMA load"), 0, nullptr, 0, {}};
-        check_overwrite(to, box_bytes(*map), "TMA load");
-        check_mbarrier_for_tma(barrier);
-        current = asks;
-        if (late()) scheduler->in_flight.push_back(c);
-        else c.land();
-    }
-}
+// ---- stores to other blocks of the cluster --------------------------------------------------------------------------
 void store_async(uint32_t to, const void* from, int bytes, uint32_t barrier) {
     const uint32_t rank = to & kClusterAddress ? to << 1 >> (kRankShift + 1) : self().block->rank;
     if ((to ^ barrier) >> kRankShift) fail("store_async to one block of the cluster and the mbarrier of another");
-    const Block* block = &block_in(rank, "store_async");
+    if (rank != self().block->rank && !self().fiber->met_cluster)
+        fail("store_async to block %u of the cluster, which may not have begun: no cluster_wait before it", rank);
+    const Block* block = self().block->cluster->blocks[rank];
+    if (!block || !block->live) fail("store_async to block %u of the cluster, which has ended", rank);
     const uint32_t offset = to & ((1u << kRankShift) - 1);
     check_shared(offset, size_t(bytes));
     if (counters) counters->async_bytes += uint64_t(bytes);

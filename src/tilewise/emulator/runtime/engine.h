@@ -54,8 +54,8 @@ struct Box {
     int at[5];
 };
 struct Copy {
-    enum Kind { cp_async, load, cluster_load, store, cluster_store, bulk_load, bulk_add } kind;
-    Thread* issuer;    // of a cluster_load and a cluster_store: a thread of the block that it goes to
+    enum Kind { cp_async, load, store, cluster_store, bulk_load, bulk_add } kind;
+    Thread* issuer;    // of a cluster_store: a thread of the block that it goes to
     Box box;           // of TMA; of a cluster_store and a bulk_load their barrier
     uint32_t to;       // the place in shared memory, but for TMA's
     const void* from;
@@ -164,7 +164,6 @@ struct Scheduler {
     Fiber* running = nullptr;
     bool yielded = false;            // the fiber that ran last gave up its turn: it waits for another in a loop
     uint64_t idle = 0;               // turns in a row that ended so
-    uint32_t asked = 0;              // questions for mbarriers since one of them went on
     void* sp = nullptr;
     uint64_t random;
     Counters counted{};
@@ -201,7 +200,6 @@ std::string place(const Thread& t);
 void land_all(std::vector<Copy>& work);
 void check_mbarrier_for_tma(uint32_t address);
 void leave_cluster(Fiber& f);        // its thread has ended
-Block& block_in(uint32_t rank, const char* what);  // of the cluster, for something that goes there
 uint32_t swizzled(uint32_t address, uint32_t span);
 void tally(Block& block, Counters& c);
 void add(Counters& total, const Counters& c);

@@ -166,10 +166,8 @@ static void retire(Scheduler& s, Block& block) {
         if (!group.issued.empty()) report(s.launch, "the warps of a warpgroup issued different numbers of wgmma");
     if (counters) tally(block, *counters);
     for (const Copy& c : s.in_flight)
-        if ((c.kind == Copy::cluster_store || c.kind == Copy::cluster_load) && c.issuer->block == &block)
-            report(s.launch, std::string("a block ended while ") +
-                                 (c.kind == Copy::cluster_load ? "a box for the cluster" : "store_async to it") +
-                                 " was under way: it did not wait on its mbarrier");
+        if (c.kind == Copy::cluster_store && c.issuer->block == &block)
+            report(s.launch, "a block ended while store_async to it was under way: it did not wait on its mbarrier");
     block.cluster->blocks[block.rank] = nullptr;
     std::erase_if(s.in_flight, [&](const Copy& c) { return c.issuer->block == &block; });
     for (auto& f : block.fibers)

@@ -52,12 +52,11 @@ void barrier_arrive(int id, int count) {
     barrier_reach(b, id, count);
     barrier_open(b);
 }
-
 int barrier_count(int id, int count, bool x) {
     NamedBarrier& b = self().block->barriers[id];
     b.votes += x;
     barrier_sync(id, count);
-    return b.voted;  // no thread begins the next phase before this one has read it
+    return b.voted;  // the next phase does not end before this thread has come to it
 }
 
 // ---- clusters -------------------------------------------------------------------------------------------------------
@@ -65,14 +64,6 @@ uint32_t address_in(uint32_t address, int rank) {
     if (rank < 0 || size_t(rank) >= self().block->cluster->blocks.size())
         fail("block %d of a cluster of %zu", rank, self().block->cluster->blocks.size());
     return kClusterAddress | uint32_t(rank) << kRankShift | address;
-}
-Block& block_in(uint32_t rank, const char* what) {
-    if (rank != self().block->rank && !self().fiber->met_cluster)
-        fail("%s to block %u of the cluster, which may not have begun: no cluster_wait before it", what, rank);
-    const auto& blocks = self().block->cluster->blocks;
-    Block* block = rank < blocks.size() ? blocks[rank] : nullptr;
-    if (!block || !block->live) fail("%s to block %u of the cluster, which has ended or never was", what, rank);
-    return *block;
 }
 static void open_cluster(Cluster& c) {
     if (c.pending) return;
@@ -108,18 +99,16 @@ void leave_cluster(Fiber& f) {
 }
 
 // ---- mbarriers ------------------------------------------------------------------------------------------------------
-static Mbarrier& mbarrier(Block& block, uint32_t address) {
-    auto& all = block.mbarriers;
+static Mbarrier& mbarrier(uint32_t address) {
+    auto& all = self().block->mbarriers;
     auto found = all.find(address);
     if (found == all.end()) fail("mbarrier at shared offset %u was never initialised", address);
     return found->second;
 }
-static Mbarrier& mbarrier(uint32_t address) { return mbarrier(*self().block, address); }
 static void settle(Mbarrier& b) {
     if (b.pending || b.bytes) return;
     b.pending = b.expected;
     b.phase ^= 1;
-    scheduler->asked = 0;
     scheduler->wake_all(b.waiting);
 }
 static void arrive(Mbarrier& b, uint32_t address, int count) {
@@ -154,25 +143,6 @@ void mbarrier_wait(uint32_t address, int parity) {
         b.waiting.push_back(self().fiber);
         suspend("mbarrier at shared offset " + std::to_string(address) + ", parity " + std::to_string(parity));
     }
-}
-static constexpr uint32_t kAskedPerCopy = 256, kAskedInVain = 1 << 20;
-bool mbarrier_test(uint32_t address, int parity) {
-    const Mbarrier& b = mbarrier(address);
-    if (b.phase == (parity & 1)) {
-        // Who asks may meet others between two questions, so that it is not seen to wait: time goes by all the same.
-        if (++scheduler->asked % kAskedPerCopy == 0 && !scheduler->in_flight.empty()) scheduler->land();
-        if (scheduler->asked > kAskedInVain)
-            fail("mbarrier_test at shared offset %u, parity %d: no mbarrier has gone on since it was asked %u times",
-                 address, parity, kAskedInVain);
-        yield();
-    }
-    return b.phase != (parity & 1);
-}
-void mbarrier_arrive_in(uint32_t address) {
-    const bool elsewhere = address & kClusterAddress;
-    const uint32_t offset = address & ((1u << kRankShift) - 1);
-    const uint32_t rank = elsewhere ? address << 1 >> (kRankShift + 1) : self().block->rank;
-    arrive(mbarrier(block_in(rank, "arrival"), offset), offset, 1);
 }
 void check_mbarrier_for_tma(uint32_t address) {
     const Mbarrier& b = mbarrier(address);

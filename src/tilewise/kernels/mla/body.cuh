@@ -1,12 +1,9 @@
 // What the two warpgroups of a block compute: items, pieces of them, and their blocks of keys.
 //
 // Blocks of keys take turns: a warpgroup computes the scores and the weights of every other block, and leaves the
-// weights in shared memory. Both multiply them with the values, each with one half of the channels.
-//
-// kAhead: a warpgroup computes the scores of its next block while the other one weighs the block before, which fills
-// the tensor cores during the softmax. But a block must not stay in the ring for longer, or the next one comes late: as
-// soon as weights are there, they are multiplied before more panels are waited for. And scores are weighed while the
-// products of the block before are computed.
+// weights in shared memory. Both multiply them with the values, each with one half of the channels. Scores of a
+// block before the products of the one before it would fill the tensor cores during the softmax, but a block would stay
+// in the ring for longer: that was slower.
 //
 // The softmax is lazy (tile/lazy.cuh): weights are taken against a reference that moves only if they grow too large.
 // Who computes a block's weights owns the references, and hands them on with the weights.
@@ -160,20 +157,13 @@ struct Body : Products {
                 sum[j / 2][j % 2], sCorrection()[(number & 1) * kRows + 8 * (j / 2) + column() + j % 2]);
     }
     TILE_DEVICE void compute_scores() {
-        if constexpr (kAhead) {
-            add_scores(0, false);
-        } else {
-            float acc[kChains][kRows / 2];
-            issue_scores(acc);
-            ptx::wgmma_wait<0>();
+        float acc[kChains][kRows / 2];
+        issue_scores(acc);
+        ptx::wgmma_wait<0>();
 #pragma unroll
-            for (int n = 0; n < kChains; n++) ptx::settle(acc[n]);
+        for (int n = 0; n < kChains; n++) ptx::settle(acc[n]);
 #pragma unroll
-            for (int i = 0; i < kRows / 2; i++) acc_s[i] = kChains == 2 ? acc[0][i] + acc[kChains - 1][i] : acc[0][i];
-        }
-        finish_scores();
-    }
-    TILE_DEVICE void finish_scores() {
+        for (int i = 0; i < kRows / 2; i++) acc_s[i] = kChains == 2 ? acc[0][i] + acc[kChains - 1][i] : acc[0][i];
         if constexpr (!Rule::kLinear) Rule::apply(acc_s, args.scores, Rule::first_factor(args.scores));
         if constexpr (kChosen)
 #pragma unroll
@@ -182,19 +172,15 @@ struct Body : Products {
 #pragma unroll
                     for (int j = 0; j < kRows / 4; j++) acc_s[j / 2 * 4 + 2 * h + j % 2] = -INFINITY;
     }
-    // The weights P of a block, from its scores to shared memory. fresh: no row has a reference yet. meanwhile(): what
-    // is to be done when most exponentials are computed, and at the latest before scores are computed again
-    template <class Meanwhile>
-    TILE_DEVICE void weigh(int first_token, Span span, bool fresh, const Meanwhile& meanwhile) {
+    // The weights P of a block, from its scores to shared memory. fresh: no row has a reference yet
+    TILE_DEVICE void weigh(int first_token, Span span, bool fresh) {
         bool moves = ptx::any(fresh);
         if (ptx::any(first_token < whole_from || first_token + kKeys > whole_to)) {
             moves = true;
             mask(first_token);
         }
-        const bool over = !moves && exponentiate();
-        meanwhile();
         if (!moves) {
-            moves = ptx::any(group_count(over) > 0);
+            moves = ptx::any(group_count(exponentiate()) > 0);
             if (moves) compute_scores();  // for they have become weights of no use
         }
         if (moves) {
@@ -229,42 +215,17 @@ struct Body : Products {
         for (int m = 0; m < kMine; m++) warp::zero(acc_o[m]);
 #pragma unroll
         for (int j = 0; j < 2 * kEights; j++) sum[j / 2][j % 2] = 0.0f;
-        Places before = now;
 #pragma unroll 1
-        for (int n = begin; n < end; n++, block++) {
-            const bool mine = ptx::any((block & 1) == group), last = ptx::any(n + 1 == end);
+        for (int n = begin; n < end; n++, now.next(), block++) {
+            const bool mine = ptx::any((block & 1) == group);
             if (mine) {
-                if constexpr (kAhead) {
-                    score_and_weigh(n * kKeys, span, n - begin, before);
-                } else {
-                    compute_scores();
-                    weigh(n * kKeys, span, n == begin, [] {});
-                }
+                compute_scores();
+                weigh(n * kKeys, span, n == begin);
             }
-            if (!kAhead || mine || last) {  // else it is done when the scores of the next block are
-                await_weights(now, block, mine);
-                issue_values(now, n == begin);
-                finish_values(now);
-            }
-            before = now;
-            now.next();
+            await_weights(now, block, mine);
+            issue_values(now, n == begin);
+            finish_values(now);
         }
-    }
-    // kAhead, for block number n of the piece. Before the first there is none to be multiplied, so that one is, with
-    // what is no weights, and what comes of it is thrown away: products that are issued on one path alone would all be
-    // computed one by one.
-    TILE_DEVICE void score_and_weigh(int first_token, Span span, int n, const Places& before) {
-        const bool first = ptx::any(n == 0);
-        const int scored = add_scores(0, !first);
-        if (!first) await_weights(before, block - 1, false);
-        issue_values({first ? now.first : before.first, 0}, n <= 1);
-        const bool together = ptx::any(scored == kPanels);  // those products run during the softmax
-        if (!together) {
-            finish_values(before, true);
-            add_scores(scored, false);
-        }
-        finish_scores();
-        weigh(first_token, span, first, [&] { finish_values(before, together && !first); });
     }
     // Until a block's weights are there, and O is what they can be added to. mine: this warpgroup has computed them
     TILE_DEVICE void await_weights(const Places& of, uint32_t number, bool mine) {

@@ -29,7 +29,7 @@ struct Table {
         const int all_rows = mla_item(args, slot).rows, lane = ptx::just_in_time(warp::lane());
         if (lane == 0) words()[kAllRowsWord] = all_rows;
         if (all_rows == 0) return false;
-        const DecodeItem item = mla_part(args, slot);
+        const DecodeItem item = mla_item(args, slot);
         const Span span = mla_span(args, item);
         int from = span.begin, to = span.end;
 #pragma unroll 1

@@ -3,10 +3,6 @@
 // A row of the cache has kQueryDim channels. All of them are a key, the first kValueDim of them are a value, and there
 // is one KV head. The cache comes in blocks of 64 rows, a block in panels of 64 rows × 64 channels, and panels lie in a
 // ring of kPlaces places. A panel comes, is read twice, as K and as Vᵀ, and goes by itself.
-//
-// kPeers = 2: blocks of threads are in clusters of two, which have the same items. Each computes one half of an item's
-// rows and asks for one half of its panels, which come to both: L2 is read once for two tiles of rows. The rings of the
-// two go in step.
 #pragma once
 #include "decode/work.cuh"
 #include "tile/hopper.cuh"
@@ -29,9 +25,6 @@ static_assert(kRows % 16 == 0 && kRows <= 64, "O of 64 rows fills the registers 
 static_assert(kPlaces >= kBlockPlaces + (kGather && !kScaled ? kLag : 0),
               "the panels that a block waits for have arrived before more are asked for than have a place");
 static_assert(kScaled == (kSlots > 0), "raw panels on their way");
-static_assert(kPeers == 1 || (kPeers == 2 && !kGather && kBlockPlaces == kPanels && kPlaces % kBlockPlaces == 0),
-              "a place has panels that one of the two blocks asks for, and nothing else");
-
 static_assert(!kLooksAhead || !kGather, "a warp that does not load looks ahead");
 // Threads: two warpgroups that compute, and one that loads; two where codes have to be widened faster than one can
 constexpr int kComputing = 256, kLoading = kScaled && kRows < 64 ? 256 : 128, kThreads = kComputing + kLoading;
@@ -88,13 +81,6 @@ TILE_DEVICE Shared<float> sFolded() { return Shared<float>(kAtFolded); }
 
 TILE_DEVICE Shared<uint8_t> sThere(uint32_t block) { return Shared<uint8_t>(kAtThere + block % kThere * kKeys); }
 
-// The order in which panels come and scores are summed up: kAhead, that in which two warpgroups let go of the panels of
-// the block before, the first of either half, the second of either half, and so on
-TILE_DEVICE constexpr int nth_panel(int n) { return kAhead && n < kValuePanels ? n % 2 * kMine + n / 2 : n; }
-
-// Which of the blocks of the cluster this is
-TILE_DEVICE uint32_t peer() { return kPeers == 1 ? 0 : blockIdx.x % kPeers; }
-
 // Where the panels of a block lie. Both sides walk the ring in step: block after block, panel after panel.
 struct Places {
     uint32_t first = 0, lap = 0;
@@ -113,27 +99,19 @@ struct Places {
     TILE_DEVICE uint32_t full(int panel) const { return ptx::shared_address(kAtFull + 8 * place(panel)); }
     TILE_DEVICE uint32_t empty(int panel) const { return ptx::shared_address(kAtEmpty + 8 * place(panel)); }
     TILE_DEVICE uint32_t at(int panel) const { return place(panel) * kPanelBytes; }
-    // The peer that asks for the panels of this place; from block to block another one asks for more
-    TILE_DEVICE uint32_t asks(int panel) const { return kPeers == 1 ? 0 : (panel + (first > 0)) % kPeers; }
     TILE_DEVICE void wait(int panel) const { ptx::mbarrier_wait(full(panel), lap_of(panel)); }
     // A fresh barrier's previous phase counts as completed: the first lap does not wait.
     TILE_DEVICE void wait_free(int panel) const { ptx::mbarrier_wait(empty(panel), lap_of(panel) ^ 1); }
-    // The panel before has come: its barrier can be told what comes next.
-    TILE_DEVICE void wait_came(int panel) const { ptx::mbarrier_wait(full(panel), lap_of(panel) ^ 1); }
-    // One computing warp lets go of the panel; who is to ask for the next one hears of it.
-    TILE_DEVICE void let_go(int panel) const {
-        if constexpr (kPeers == 1) ptx::mbarrier_arrive(empty(panel));
-        else ptx::mbarrier_arrive_in(ptx::address_in(empty(panel), asks(panel)));
-    }
+    // One computing warp lets go of the panel.
+    TILE_DEVICE void let_go(int panel) const { ptx::mbarrier_arrive(empty(panel)); }
 };
 TILE_DEVICE uint32_t ready_barrier(uint32_t block) { return ptx::shared_address(kAtReady + 8 * (block & 1)); }
 
 TILE_DEVICE void init_barriers() {
-    // Every computing warp lets go of every panel, of those that it does not multiply as soon as scores are made; so do
-    // the peer's.
+    // Every computing warp lets go of every panel, of those that it does not multiply as soon as scores are made.
     for (int n = 0; n < kPlaces; n++) {
         ptx::mbarrier_init(ptx::shared_address(kAtFull + 8 * n), kGather ? kLoading : 1);
-        ptx::mbarrier_init(ptx::shared_address(kAtEmpty + 8 * n), 8 * kPeers);
+        ptx::mbarrier_init(ptx::shared_address(kAtEmpty + 8 * n), 8);
     }
     for (int n = 0; n < 2; n++) ptx::mbarrier_init(ready_barrier(n), 128);
     ptx::fence_mbarrier_init();
@@ -153,17 +131,7 @@ struct MlaArgs {
 };
 
 TILE_DEVICE DecodeItem mla_item(const DecodeArgs& args, int slot) {
-    return load_item(args.items, int64_t(blockIdx.x / kPeers) * args.slots + slot);
-}
-// The same with the rows that this block computes, of which there may be none
-TILE_DEVICE DecodeItem mla_part(const DecodeArgs& args, int slot) {
-    DecodeItem item = mla_item(args, slot);
-    if constexpr (kPeers > 1) {
-        const int first = peer() * kRows, left = item.rows - first;
-        item.row += first;
-        item.rows = left < 0 ? 0 : left < kRows ? left : kRows;
-    }
-    return item;
+    return load_item(args.items, int64_t(blockIdx.x) * args.slots + slot);
 }
 TILE_DEVICE Span mla_span(const DecodeArgs& args, const DecodeItem& item) {
     return span_of(args, item, length_of(args, item.sequence, item.kv_head()));

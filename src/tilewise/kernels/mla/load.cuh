@@ -104,15 +104,9 @@ TILE_DEVICE void load_rows(const DecodeArgs& args, const MlaArgs& mla) {
     while (ahead > 0) arrive();
 }
 
-// To this block and its peer
-template <class... At>
-TILE_DEVICE void load_box(uint32_t to, const TensorMap& mRows, uint32_t full, At... at) {
-    if constexpr (kPeers == 1) ptx::tma_load(ptx::shared_address(to), &mRows, full, at...);
-    else ptx::tma_load_for((1 << kPeers) - 1, ptx::shared_address(to), &mRows, full, at...);
-}
 // One warp. A panel is requested as soon as its place is free. A box without a token of the span is not requested: its
 // page number may be anything. One lane asks for everything: for lanes that take turns, the warp would have to meet
-// twice per panel, which takes longer than the panel. Of panels that the peer asks for, it only says what will come.
+// twice per panel, which takes longer than the panel.
 TILE_DEVICE void load_boxes(const DecodeArgs& args, const TensorMap& mRows) {
     Places now;
     const int lane = warp::lane();
@@ -141,19 +135,17 @@ TILE_DEVICE void load_boxes(const DecodeArgs& args, const TensorMap& mRows) {
             page = page_of(block + 1);
             if (ptx::elect_one())
 #pragma unroll 1
-                for (int n = 0; n < kBlockPlaces; n++) {
-                    const int panel = nth_panel(n);
-                    const bool mine = now.asks(panel) == peer();
-                    if (mine) now.wait_free(panel);
-                    else now.wait_came(panel);
+                for (int panel = 0; panel < kBlockPlaces; panel++) {
+                    now.wait_free(panel);
                     const uint32_t full = now.full(panel);
                     ptx::mbarrier_arrive_expect(full, panel < kPanels ? boxes * kBox * kPanelRowBytes : 0);
-                    if (panel < kPanels && mine)
+                    if (panel < kPanels)
 #pragma unroll
                         for (int b = 0; b < kBoxes; b++)
                             if (wanted(block, b))
-                                load_box(now.at(panel) + b * kBox * kPanelRowBytes, mRows, full, panel * kPanel,
-                                         (block * kKeys + b * kBox) % kPageSize, item.kv_head(), pages[b]);
+                                ptx::tma_load(ptx::shared_address(now.at(panel) + b * kBox * kPanelRowBytes), &mRows,
+                                              full, panel * kPanel, (block * kKeys + b * kBox) % kPageSize,
+                                              item.kv_head(), pages[b]);
                 }
             ptx::sync_warp();
         }

@@ -3,30 +3,20 @@
 // leave is merged as in decode.cu.
 //
 // Constants: Element; kQueryDim, kValueDim: channels of a row, and how many of them are a value; kPageSize; kRows:
-// query rows of a block's item at most; kPeers: blocks per cluster; kAhead: scores are computed ahead of the products
-// of the block before; kLooksAhead: a warp looks up the next item; kPlaces: panels in the ring; kGather: rows are
-// copied one by one; kChosen: those that each query token has chosen; kStoredAs: a Format; kSlots: raw panels on their
-// way where it is one of codes; Rule: what is done to scores; kSelected: false.
+// query rows of an item at most; kLooksAhead: a warp looks up the next item; kPlaces: panels in the ring; kGather: rows
+// are copied one by one; kChosen: those that each query token has chosen; kStoredAs: a Format; kSlots: raw panels on
+// their way where it is one of codes; Rule: what is done to scores; kSelected: false.
 #include "mla/body.cuh"
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
     mla_decode(const __grid_constant__ TensorMap mRows, const __grid_constant__ DecodeArgs args,
                const __grid_constant__ MlaArgs mla) {
     if (threadIdx.x == 0) init_barriers();
-    if constexpr (kPeers == 1) {
-        ptx::sync_threads();
-    } else {  // no block sends anything to one that is not there
-        ptx::cluster_arrive();
-        ptx::cluster_wait();
-    }
+    ptx::sync_threads();
     const uint32_t role = ptx::uniform(threadIdx.x / 128);
     if (role < 2) {
         ptx::take_registers<kComputeRegisters>();
         Body(args, mla, role).run();
-        if constexpr (kPeers > 1) {  // the peer may still be letting go of panels, and this block hears of it
-            ptx::cluster_arrive();
-            ptx::cluster_wait();
-        }
         const Mergers all{int(ptx::uniform(threadIdx.x / 32)), kComputing / 32};
         if (!args.merge_rows) return;
         if (args.sequences * int(args.merge_jobs.divisor) <= int(gridDim.x)) merge_together(args, all);

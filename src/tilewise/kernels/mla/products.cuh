@@ -8,9 +8,6 @@
 #include "mla/load.cuh"
 
 constexpr int kChains = kRows <= 32 ? 2 : 1;  // sums of which scores are made
-// kAhead: panels that scores are made of before weights are looked for again
-constexpr int kAtOnce = kPanels % 3 ? 1 : 3;
-static_assert(!kAhead || (kChains == 1 && !kGather && kBlockPlaces == kPanels), "scores as they are, in boxes");
 
 struct Products {
     const uint32_t group;  // of the two warpgroups
@@ -30,8 +27,7 @@ struct Products {
         const Places here{ptx::uniform(now.first), now.lap};
         const uint64_t q = k_major(ptx::shared_address(kAtQ));
 #pragma unroll
-        for (int n = 0; n < kPanels; n++) {
-            const int panel = nth_panel(n);
+        for (int panel = 0; panel < kPanels; panel++) {
             here.wait(panel);
             ptx::wgmma_fence();
             const uint64_t k = k_major(ptx::shared_address(here.at(panel)));
@@ -39,52 +35,10 @@ struct Products {
             for (int step = 0; step < 4; step++)
                 ptx::Wgmma<Element, kRows>::template ss<false, false>(
                     acc[step % kChains], further(k, 32 * step), further(q, panel * kRows * kPanelRowBytes + 32 * step),
-                    n > 0 || step >= kChains);
+                    panel > 0 || step >= kChains);
         }
         ptx::wgmma_commit();
         if constexpr (kBlockPlaces > kPanels) here.wait(kWeights);
-    }
-    // The same into acc_s, from panel n of the order on. until_weights: but no further than to where the weights of the
-    // block before are there sooner than the next panel. Returns the first panel that is left.
-    TILE_DEVICE int add_scores(int n, bool until_weights) {
-        const Places here{ptx::uniform(now.first), now.lap};
-        const uint64_t q = k_major(ptx::shared_address(kAtQ));
-#pragma unroll 1
-        for (; n < kPanels; n += kAtOnce) {
-            if (until_weights && weights_first(nth_panel(n + kAtOnce - 1))) break;
-            ptx::wgmma_fence();
-#pragma unroll
-            for (int i = 0; i < kAtOnce; i++) {
-                const int panel = ptx::uniform(nth_panel(n + i));
-                here.wait(panel);
-                const uint64_t k = k_major(ptx::shared_address(here.at(panel)));
-#pragma unroll
-                for (int step = 0; step < 4; step++)
-                    ptx::Wgmma<Element, kRows>::template ss<false, false>(
-                        acc_s, further(k, 32 * step), further(q, panel * kRows * kPanelRowBytes + 32 * step),
-                        n > 0 || i > 0 || step > 0);
-            }
-            ptx::wgmma_commit();
-            ptx::wgmma_wait<0>();
-            ptx::settle(acc_s);
-        }
-        return n;
-    }
-    // What comes first, the weights of the block before or the panel? One warp asks for each, and all four of the
-    // warpgroup hear the same, for they have to issue the same products.
-    TILE_DEVICE bool weights_first(int panel) const {
-        constexpr int kForWeights = 2, kForPanel = 1;  // votes
-        const int rank = warp_rank();
-        const uint32_t before = block - 1;
-        while (true) {
-            bool vote = false;
-            if (rank == 0)
-                vote = ptx::any(ptx::mbarrier_test(ready_barrier(before), before >> 1 & 1)) && lane() < kForWeights;
-            if (rank == 1)
-                vote = ptx::any(ptx::mbarrier_test(now.full(panel), now.lap_of(panel))) && lane() < kForPanel;
-            const int votes = ptx::uniform(group_count(vote));
-            if (votes) return votes >= kForWeights;
-        }
     }
     // Oᵀ += Vᵀ Pᵀ, for this warpgroup's channels: a group of products per panel. fresh: O is nothing yet. What is there
     // is not waited for, so laps do not matter.
@@ -103,7 +57,7 @@ struct Products {
         }
     }
     // Waits for the products of a block and lets go of its panels, one after the other, and of the weights
-    TILE_DEVICE void finish_values(const Places& of, bool let_go = true) {
+    TILE_DEVICE void finish_values(const Places& of) {
 #pragma unroll
         for (int m = 0; m < kMine; m++) {
             if (m == 0) ptx::wgmma_wait<kMine - 1>();
@@ -112,7 +66,7 @@ struct Products {
             else ptx::wgmma_wait<0>();
             ptx::settle(acc_o[m]);
             ptx::sync_warp();
-            if (let_go && ptx::elect_one()) {
+            if (ptx::elect_one()) {
                 of.let_go(group * kMine + m);
                 if (m == kMine - 1) of.let_go(kWeights);
             }

@@ -74,7 +74,7 @@ TILE_DEVICE void barrier_sync(int id, int threads) {
 TILE_DEVICE void barrier_arrive(int id, int threads) {
     asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
-// The same, and for how many of the threads x holds
+// barrier_sync, and for how many of the threads x holds
 TILE_DEVICE int barrier_count(int id, int threads, bool x) {
     int count;
     asm volatile("{.reg .pred p; setp.ne.u32 p, %3, 0; bar.red.popc.u32 %0, %1, %2, p;}"
@@ -247,15 +247,6 @@ TILE_DEVICE void mbarrier_wait(uint32_t address, int parity) {
                      : "r"(address), "r"(parity)
                      : "memory");
 }
-// Has it? Threads may hear of it at different times.
-TILE_DEVICE bool mbarrier_test(uint32_t address, int parity) {
-    int done;
-    asm volatile("{.reg .pred p; mbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2; selp.b32 %0, 1, 0, p;}"
-                 : "=r"(done)
-                 : "r"(address), "r"(parity)
-                 : "memory");
-    return done;
-}
 TILE_DEVICE void fence_mbarrier_init() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 TILE_DEVICE void fence_async_proxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
@@ -333,20 +324,6 @@ TILE_DEVICE uint32_t address_in(uint32_t address, int rank) {
 // fence_mbarrier_init has published is all that the others may count on.
 TILE_DEVICE void cluster_arrive() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
 TILE_DEVICE void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
-// Arrives on the mbarrier at an address of address_in
-TILE_DEVICE void mbarrier_arrive_in(uint32_t address) {
-    asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(address) : "memory");
-}
-// A box for several blocks of the cluster, a bit of `ranks` for each: it comes to the same place in all of them, and
-// counts on the mbarrier at the same place there.
-TILE_DEVICE void tma_load_for(uint32_t ranks, uint32_t to, const TensorMap* map, uint32_t barrier, int c0, int c1,
-                              int c2, int c3) {
-    asm volatile(
-        "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], "
-        "[%1, {%4, %5, %6, %7}], [%2], %3;" ::"r"(to),
-        "l"(map), "r"(barrier), "h"(uint16_t(ranks)), "r"(c0), "r"(c1), "r"(c2), "r"(c3)
-        : "memory");
-}
 // Stores to an address of address_in on their own time. They count on an mbarrier of the same block when they are
 // there.
 TILE_DEVICE void store_async(uint32_t to, float x, uint32_t barrier) {
