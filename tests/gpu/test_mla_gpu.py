@@ -38,9 +38,10 @@ def test_codes(stored, heads):
     problem.check_chosen(500, device="cuda")
 
 
-def test_a_sequence_has_the_same_bits_whatever_stands_beside_it():
+@pytest.mark.parametrize("heads", [16, 128])
+def test_a_sequence_has_the_same_bits_whatever_stands_beside_it(heads):
     lengths = (3000, 1, 64, 700, 65)
-    problem = Problem(lengths, heads=16, sizes=DEEPSEEK, page_size=64)
+    problem = Problem(lengths, heads=heads, sizes=DEEPSEEK, page_size=64)
     together = problem.run(device="cuda")
     lists, q = problem.lists, problem.q
     for n, length in enumerate(lengths):
@@ -57,14 +58,15 @@ def test_many_sequences_under_one_prefix():
     problem.check(share=True, device="cuda")
 
 
-def test_a_graph_replays_over_growing_sequences():
+@pytest.mark.parametrize("heads", [16, 128])
+def test_a_graph_replays_over_growing_sequences(heads):
     cache = PagedKVCache(200, 64, 1, 576, value_dim=512, shared_kv=True, device="cuda")
     seqs = [cache.allocate() for _ in range(3)]
     total = sum(counts := [300, 64, 1])
     cache.write(0, cache.extend(seqs, counts), randn(total, 1, 576, dtype=torch.bfloat16).cuda())
-    q = randn(3, 1, 16, 576, dtype=torch.bfloat16).cuda()
-    plan = plan_decode(cache, seqs, num_heads=16, room=80)
-    out = torch.empty(3, 1, 16, 512, dtype=torch.bfloat16, device="cuda")
+    q = randn(3, 1, heads, 576, dtype=torch.bfloat16).cuda()
+    plan = plan_decode(cache, seqs, num_heads=heads, room=80)
+    out = torch.empty(3, 1, heads, 512, dtype=torch.bfloat16, device="cuda")
     decode(q, cache, 0, plan, out=out)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -73,5 +75,5 @@ def test_a_graph_replays_over_growing_sequences():
         cache.write(0, cache.extend(seqs, 1), randn(3, 1, 576, dtype=torch.bfloat16, seed=step).cuda())
         grow_plan(plan, cache)
         graph.replay()
-    exact = decode(q, cache, 0, plan_decode(cache, seqs, num_heads=16))
+    exact = decode(q, cache, 0, plan_decode(cache, seqs, num_heads=heads))
     torch.testing.assert_close(out.float(), exact.float(), rtol=1e-2, atol=1e-2)

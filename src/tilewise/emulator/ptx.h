@@ -48,6 +48,7 @@ inline void sync_threads() {
 inline void sync_warp() { emu::sync_warp(); }
 inline void barrier_sync(int id, int threads) { emu::barrier_sync(id, threads); }
 inline void barrier_arrive(int id, int threads) { emu::barrier_arrive(id, threads); }
+inline int barrier_count(int id, int threads, bool x) { return emu::barrier_count(id, threads, x); }
 inline bool elect_one() { return emu::self().lane == 0; }
 template <int kRegisters> void give_registers() {}
 template <int kRegisters> void take_registers() {}

@@ -80,6 +80,7 @@ template <class Slot, class F> void meet(Slot& slot, const char* what, F&& act) 
 void sync_warp();
 void barrier_sync(int id, int count);
 void barrier_arrive(int id, int count);
+int barrier_count(int id, int count, bool x);  // syncs; how many came with x
 // Let other threads run: what a spinning thread does between two looks.
 void yield();
 

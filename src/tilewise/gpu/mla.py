@@ -290,7 +290,8 @@ def run(
     check_served(q, form, plan, parts, value_dim)
     rows, page_size, codes = parts[0], parts[0].shape[1], not form.plain
     gather = page_size % 16 != 0  # a copy by TMA brings sixteen tokens or more, which must lie in one page
-    tiling = choose_tiling(form.head_dim, value_dim, most_rows(plan), card_of(q.device), codes=codes)
+    boxes = not gather and indices is None
+    tiling = choose_tiling(form.head_dim, value_dim, most_rows(plan), card_of(q.device), codes=codes, boxes=boxes)
     shape, as_wide = _shape(tiling, q.device)
     splitting = splitting or as_wide
     listed = list_of(plan, page_lists, lengths, page_size, shape, q.device, splitting=splitting, room=room)
@@ -347,7 +348,8 @@ def _run_chosen(
     if plan.window is not None and plan.window[0] is not None:
         raise NotImplementedError("indices together with a window are not served; leave out what the window hides")
     count, device = indices.shape[2], q.device
-    tiling = choose_tiling(asked.head_dim, asked.value_dim, heads, card_of(device), codes=bool(asked.stored))
+    card, codes = card_of(device), bool(asked.stored)
+    tiling = choose_tiling(asked.head_dim, asked.value_dim, heads, card, codes=codes, boxes=False)
     asked = asked._replace(tiling=tiling, chosen=count)
     bound = kept(plan).bound.get(asked)
     if not isinstance(bound, MlaDecode):

@@ -5,7 +5,7 @@ Everything here is a pure function of the sizes and the card; mla.py launches.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
@@ -21,14 +21,15 @@ KEYS = 64  # mla/layout.cuh: of a block
 THERE, SCALED_BLOCKS = 8, 4  # mla/layout.cuh: blocks for which chosen keys, and scales, are kept
 FORMATS = {"bf16": 0, "fp16": 0, "fp8": 1, "int8": 2}  # tile/quant.cuh: Format
 ROWS = (16, 32, 64)  # query rows of an item at most: widths of the products
+LOOKS = (True, True, False)  # by the width: does a warp look up the next item? 64 rows leave no registers for that
 MAX_TOKENS, MAX_ROWS = 16, 2048  # query tokens of a sequence; its query rows, a head of a token each
 MAX_DIM = 576
 DTYPES = (torch.bfloat16, torch.float16)
 
 # What the list of blocks is balanced by, in the time of 16 tokens, about 900 cycles: Q of an item is waited for, and
-# its result is written; a state is written and read again. One block streams faster while others are idle, though
-# products bound it soon. All are estimates, not measured.
-WEIGHTS = Weights(item_chunks=4.0, state_chunks=3.0, sprint=1.5)
+# its result is written; a state is written and read again. Both were measured on an H200, when nothing was looked up
+# ahead. One block streams faster while others are idle, though products bound it soon: an estimate.
+WEIGHTS = Weights(item_chunks=9.0, state_chunks=6.0, sprint=1.5)
 # Up to sixteen pieces, which is what merging folds in one run: a single sequence of 4096 tokens spreads over sixteen
 # multiprocessors. Longer ones come in batches that fill the card, where a state costs: those of 16 rows in pieces of
 # 512 tokens would be a ninth of the bytes that are read. Where one block takes a range whole, folding O of 64 rows
@@ -42,11 +43,13 @@ LONGEST = 1024  # in chunks of 16 tokens: ranges that one block may take whole, 
 @dataclass(frozen=True)
 class MlaTiling:
     """rows: query rows of an item at most. places: panels of 64 tokens × 64 channels in the ring. slots: raw panels of
-    64 tokens × 64 bytes on their way to become 16-bit values, 0 where rows are that."""
+    64 tokens × 64 bytes on their way to become 16-bit values, 0 where rows are that. looks: a warp looks up the next
+    item while one is computed."""
 
     rows: int
     places: int
     slots: int = 0
+    looks: bool = False
 
 
 def block_places(head_dim: int, value_dim: int) -> int:
@@ -57,13 +60,17 @@ def block_places(head_dim: int, value_dim: int) -> int:
 def shared_bytes(head_dim: int, tiling: MlaTiling) -> int:
     """mla/layout.cuh: kSharedBytes, with what is kept of chosen keys."""
     queries = head_dim // PANEL * tiling.rows * PANEL_BYTES
-    fixed = tiling.places * (KEYS * PANEL_BYTES + 16) + queries + 64 + tiling.rows * 92 + KEYS * THERE
+    table = 2 * (96 + 24 * tiling.rows) if tiling.looks else 96 + 16 * tiling.rows
+    fixed = tiling.places * (KEYS * PANEL_BYTES + 16) + queries + 32 + tiling.rows * 76 + table + KEYS * THERE
     return fixed + tiling.slots * KEYS * PANEL + (SCALED_BLOCKS * KEYS * 16 if tiling.slots else 0)
 
 
 @lru_cache(maxsize=64)
-def choose_tiling(head_dim: int, value_dim: int, rows: int, arch: str = "sm_90a", *, codes: bool = False) -> MlaTiling:
+def choose_tiling(
+    head_dim: int, value_dim: int, rows: int, arch: str = "sm_90a", *, codes: bool = False, boxes: bool = True
+) -> MlaTiling:
     """The kernel's shape for items of so many rows: the narrowest product that holds them, and as many panels as fit.
+    boxes: rows come by TMA.
 
     Shared memory holds 25 panels of 576 channels beside 16 rows of Q, 23 beside 32, and 18, which are two blocks,
     beside 64. More than four blocks would hide nothing more: 36 KB in flight hide the memory's latency. Of codes
@@ -73,7 +80,8 @@ def choose_tiling(head_dim: int, value_dim: int, rows: int, arch: str = "sm_90a"
     room = LIMITS[arch].shared_block
     most = 4 * block_places(head_dim, value_dim)
     slots = 0 if not codes else 8 if width == ROWS[-1] else 12
-    sizes = (MlaTiling(width, n, slots) for n in range(most, 0, -1))
+    base = MlaTiling(width, 0, slots, boxes and not codes and LOOKS[ROWS.index(width)])
+    sizes = (replace(base, places=n) for n in range(most, 0, -1))
     return next(tiling for tiling in sizes if shared_bytes(head_dim, tiling) <= room)
 
 
@@ -100,6 +108,7 @@ def mla_spec(
         ("kValueDim", value_dim),
         ("kPageSize", page_size),
         ("kRows", tiling.rows),
+        ("kLooksAhead", tiling.looks),
         ("kPlaces", tiling.places),
         ("kGather", gather or chosen or tiling.slots > 0),
         ("kChosen", chosen),
@@ -142,6 +151,8 @@ def specs(card: str = "sm_90a", *, every: bool = False) -> list[KernelSpec]:
                 found.append(mla_spec(dtype, MAX_DIM, 512, page_size, tiling))
             if every:
                 found.append(mla_spec(dtype, MAX_DIM, 512, 64, tiling, rule=DECODE_RULES[1]))
+            tiling = choose_tiling(MAX_DIM, 512, rows, boxes=False)
+            if every:
                 found.append(mla_spec(dtype, MAX_DIM, 512, 24, tiling, gather=True))
             found.append(mla_spec(dtype, MAX_DIM, 512, 64, tiling, chosen=True))
             if dtype == torch.bfloat16:

@@ -101,6 +101,7 @@ struct Warpgroup {  // the wgmma its warps have issued, until all four have: the
 };
 struct NamedBarrier {
     int arrived = 0, count = 0;
+    int votes = 0, voted = 0;  // arrived with true; those of the phase that ended last
     std::vector<Fiber*> waiting;
 };
 struct Mbarrier {

@@ -35,6 +35,7 @@ static void barrier_reach(NamedBarrier& b, int id, int count) {
 static bool barrier_open(NamedBarrier& b) {
     if (b.arrived < b.count) return false;
     b.arrived = 0;
+    b.voted = std::exchange(b.votes, 0);
     scheduler->wake_all(b.waiting);
     return true;
 }
@@ -50,6 +51,12 @@ void barrier_arrive(int id, int count) {
     NamedBarrier& b = self().block->barriers[id];
     barrier_reach(b, id, count);
     barrier_open(b);
+}
+int barrier_count(int id, int count, bool x) {
+    NamedBarrier& b = self().block->barriers[id];
+    b.votes += x;
+    barrier_sync(id, count);
+    return b.voted;  // the next phase does not end before this thread has come to it
 }
 
 // ---- clusters -------------------------------------------------------------------------------------------------------

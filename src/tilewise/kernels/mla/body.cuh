@@ -1,101 +1,67 @@
-// What the two warpgroups of a block compute. The products are transposed, so that few query rows do not leave the 64
-// rows of a product empty: Sᵀ = K Qᵀ has 64 keys by kRows query rows, and Oᵀ += Vᵀ Pᵀ has 64 channels by kRows query
-// rows. K and Vᵀ are the same bytes: a panel read along its rows, and along its columns.
+// What the two warpgroups of a block compute: items, pieces of them, and their blocks of keys.
 //
 // Blocks of keys take turns: a warpgroup computes the scores and the weights of every other block, and leaves the
-// weights in shared memory. Both multiply them with the values, each with one half of the channels. Scores of a block
-// before the products of the one before it would fill the tensor cores during the softmax, but a block would stay in
-// the ring for longer: that was slower.
+// weights in shared memory. Both multiply them with the values, each with one half of the channels. Scores of a
+// block before the products of the one before it would fill the tensor cores during the softmax, but a block would stay
+// in the ring for longer: that was slower.
 //
 // The softmax is lazy (tile/lazy.cuh): weights are taken against a reference that moves only if they grow too large.
 // Who computes a block's weights owns the references, and hands them on with the weights.
-//
-// Of Sᵀ a thread has value [4j + 2h + i]: key 16 w + g + 8h of the block, query row 8j + 2t + i, with w the warp of its
-// warpgroup, g = lane / 4 and t = lane % 4; of Oᵀ the same with channels in place of keys.
 #pragma once
-#include "mla/load.cuh"
+#include "mla/items.cuh"
+#include "mla/products.cuh"
 
 constexpr int kAtParts = 0, kRowAtOnce = 4;  // the ring is free when states are merged
 constexpr bool kLongRuns = false;
 #include "decode/states.cuh"
 
-constexpr int kChains = kRows <= 32 ? 2 : 1;  // sums of which scores are made
 constexpr float kWitness = 256.0f;  // the sum of two weights up to which a reference stays
 
-struct Body {
+struct Body : Products {
     const DecodeArgs& args;
     const MlaArgs& mla;
-    const uint32_t group;  // of the two warpgroups
-    Places now;            // of the block that comes next
-    uint32_t block = 0;    // its number in the life of the thread block
     float scale_log2;
+    Table table{0};            // of the item
     int whole_from, whole_to;  // every row sees the tokens between these
-    float acc_o[kMine][kRows / 2], acc_s[kRows / 2];
     float sum[kEights][2];  // this thread's share of l
 
-    TILE_DEVICE Body(const DecodeArgs& a, const MlaArgs& m, uint32_t g)
-        : args(a), mla(m), group(g) {
+    TILE_DEVICE Body(const DecodeArgs& a, const MlaArgs& m, uint32_t g) : Products(g), args(a), mla(m) {
         // A positive scale keeps the order of scores and goes into the exponential's multiply-add. Q takes a negative
         // scale's sign, and is 0 for a scale of 0.
         scale_log2 = !Rule::kLinear ? 1.0f : args.scores.scale_log2 == 0.0f ? 1.0f : fabsf(args.scores.scale_log2);
     }
-    static TILE_DEVICE int lane() { return ptx::just_in_time(threadIdx.x) & 31; }
-    static TILE_DEVICE int warp_rank() { return ptx::just_in_time(threadIdx.x) >> 5 & 3; }  // in the warpgroup
     static TILE_DEVICE int column() { return (ptx::just_in_time(threadIdx.x) & 3) * 2; }    // the first row of eight
     static TILE_DEVICE int key(int h) { return 16 * warp_rank() + lane() / 4 + 8 * h; }     // or channel
     TILE_DEVICE void group_sync() const { ptx::barrier_sync(kGroupBarriers + group, 128); }
     static TILE_DEVICE void all_sync() { ptx::barrier_sync(kAllBarrier, kComputing); }
 
     // ---- an item ----------------------------------------------------------------------------------------------------
-    // Brings Q to shared memory, and finds what its rows see and where they go
-    TILE_DEVICE void begin(const DecodeItem& item, Span span) {
-        int from = span.begin, to = span.end;
-        const Shared<int64_t> queries(kAtFactors);  // where the rows of Q begin, until they have come
-#pragma unroll 1
-        for (int n = warp::lane(); n < kRows; n += 32) {  // every warp, so that it knows what all rows see
-            Visible seen{span.begin, span.end - span.begin};
-            int64_t target = -1, query = 0;
-            if (n < item.rows) {
-                const DecodeRow row = row_of(args, item, n);
-                query = caller_of(args, item, row) * args.q_strides.batch + row.token * args.q_strides.row +
-                        row.head * args.q_strides.head;
-                const int length = Global<const int>{args.lengths}[row.sequence];
-                const States states = states_of(args, row.sequence);
-                if (!(item.is(kAllSee) && args.scores.sees_back_to_first())) seen = seen_by(args, row, length, span);
-                if (states.count == 1)
-                    target = 2 * (caller_of(args, item, row) * args.o_strides.batch +
-                                  row.token * args.o_strides.row + row.head * args.o_strides.head);
-                else if (item.state() < states.count)
-                    target = 2 * state_row(args, states, item.kv_head(), item.state(), row.row) * kValueDim + 1;
-            }
-            from = seen.first > from ? seen.first : from;
-            to = seen.first + seen.count < to ? seen.first + seen.count : to;
-            if (threadIdx.x < 32) {
-                sSeen()[n] = seen;
-                sTarget()[n] = Target{target};
-                sReference()[n] = -INFINITY;
-                queries[n] = query;
-            }
+    // Waits for what is known of the item, and brings Q to shared memory. False if there is no item.
+    TILE_DEVICE bool begin(int slot) {
+        table = Table(slot);
+        if constexpr (kLooksAhead) {
+            ptx::barrier_sync(kFilledBarriers + slot % 2, kComputing + 32);
+        } else {
+            // One warp, or every warp the same: ptxas spills with the one here, with the other there.
+            if (!kScaled || threadIdx.x < 32) table.fill(args, ptx::just_in_time(slot));
+            all_sync();
         }
-#pragma unroll
-        for (int mask = 1; mask < 32; mask *= 2) {
-            const int other_from = ptx::shuffle_xor(from, mask), other_to = ptx::shuffle_xor(to, mask);
-            from = other_from > from ? other_from : from;
-            to = other_to < to ? other_to : to;
-        }
-        whole_from = ptx::uniform(from);
-        whole_to = ptx::uniform(to);
+        const Shared<int> words = table.words();
+        if (ptx::uniform(words[kAllRowsWord]) == 0) return false;
+        whole_from = ptx::uniform(words[kWholeFromWord]);
+        whole_to = ptx::uniform(words[kWholeToWord]);
+        if (words[kEndWord] > words[kBeginWord]) load_queries(words[kRowsWord]);
         all_sync();
-        if (span.end > span.begin) load_queries(item.rows, queries);
-        all_sync();
+        return true;
     }
     // All copies are on their way before the first is waited for.
-    TILE_DEVICE void load_queries(int rows, Shared<int64_t> queries) const {
+    TILE_DEVICE void load_queries(int rows) const {
         constexpr int kChunks = kPanels * 8;  // of 16 bytes in a row
         const auto at = [](int row, int c) {
             return kAtQ + (c / 8 * kRows + row) * kPanelRowBytes + (c % 8 ^ row % 8) * 16;
         };
         const int thread = ptx::just_in_time(threadIdx.x);
+        const Shared<int64_t> queries = table.queries();
         for (int n = thread; n < kRows * kChunks; n += kComputing) {
             const int row = n / kChunks, c = n % kChunks;
             const int64_t from = int64_t(queries[row]) + 8 * c;
@@ -117,60 +83,13 @@ struct Body {
         ptx::fence_async_proxy();
     }
 
-    // ---- products ---------------------------------------------------------------------------------------------------
-    // Sᵀ = K Qᵀ, panel after panel as they come. A narrow product is shorter than the time until its sums can be added
-    // to, so those of even and of odd steps are summed apart.
-    TILE_DEVICE void issue_scores(float (&acc)[kChains][kRows / 2]) {
-        const Places here{ptx::uniform(now.first), now.lap};
-        const uint64_t q = k_major(ptx::shared_address(kAtQ));
-#pragma unroll
-        for (int panel = 0; panel < kPanels; panel++) {
-            here.wait(panel);
-            ptx::wgmma_fence();
-            const uint64_t k = k_major(ptx::shared_address(here.at(panel)));
-#pragma unroll
-            for (int step = 0; step < 4; step++)
-                ptx::Wgmma<Element, kRows>::template ss<false, false>(
-                    acc[step % kChains], further(k, 32 * step), further(q, panel * kRows * kPanelRowBytes + 32 * step),
-                    panel > 0 || step >= kChains);
-        }
-        ptx::wgmma_commit();
-        if constexpr (kBlockPlaces > kPanels) here.wait(kWeights);
-    }
-    // Oᵀ += Vᵀ Pᵀ, for this warpgroup's channels
-    TILE_DEVICE void issue_values(const Places& of) {
-        ptx::wgmma_fence();
-        const Places here{ptx::uniform(of.first), of.lap};
-        const uint64_t p = k_major(ptx::shared_address(here.at(kWeights)));
-#pragma unroll
-        for (int step = 0; step < kKeys / 16; step++)
-#pragma unroll
-            for (int m = 0; m < kMine; m++) {
-                const uint64_t v = mn_major<kKeys>(ptx::shared_address(here.at(group * kMine + m)));
-                ptx::Wgmma<Element, kRows>::template ss<true, false>(acc_o[m], further(v, 2 * kEightBytes * step),
-                                                                     further(p, 32 * step), true);
-            }
-        ptx::wgmma_commit();
-    }
-    // Lets go of panels of a block: those whose values this warpgroup has multiplied and the weights, or before that
-    // the others, which only scores are made of
-    template <bool kMultiplied> TILE_DEVICE void release(const Places& of) const {
-        ptx::sync_warp();
-        if (!ptx::elect_one()) return;
-#pragma unroll
-        for (int panel = 0; panel < kBlockPlaces; panel++) {
-            const bool multiplied = panel == kWeights || (panel < kValuePanels && panel / kMine == int(group));
-            if (multiplied == kMultiplied) ptx::mbarrier_arrive(of.empty(panel));
-        }
-    }
-
     // ---- the softmax of a block -------------------------------------------------------------------------------------
     TILE_DEVICE void mask(int first_token) {
 #pragma unroll
         for (int j = 0; j < kEights; j++)
 #pragma unroll
             for (int i = 0; i < 2; i++) {
-                const Visible seen = sSeen()[8 * j + column() + i];
+                const Visible seen = table.seen()[8 * j + column() + i];
 #pragma unroll
                 for (int h = 0; h < 2; h++)
                     if (!seen.has(first_token + key(h))) acc_s[4 * j + 2 * h + i] = -INFINITY;
@@ -261,11 +180,7 @@ struct Body {
             mask(first_token);
         }
         if (!moves) {
-            const bool over = ptx::any(exponentiate());
-            if (lane() == 0) sVotes()[4 * group + warp_rank()] = over;
-            group_sync();
-            const Vector16 votes = Shared<Vector16>(kAtVotes)[group];
-            moves = ptx::any((votes.word[0] | votes.word[1] | votes.word[2] | votes.word[3]) != 0);
+            moves = ptx::any(group_count(exponentiate()) > 0);
             if (moves) compute_scores();  // for they have become weights of no use
         }
         if (moves) {
@@ -307,22 +222,19 @@ struct Body {
                 compute_scores();
                 weigh(n * kKeys, span, n == begin);
             }
-            multiply(now, block, mine);
+            await_weights(now, block, mine);
+            issue_values(now, n == begin);
+            finish_values(now);
         }
     }
-    // Adds a block's values, multiplied with its weights, to O. mine: this warpgroup has computed the weights
-    TILE_DEVICE void multiply(const Places& of, uint32_t number, bool mine) {
+    // Until a block's weights are there, and O is what they can be added to. mine: this warpgroup has computed them
+    TILE_DEVICE void await_weights(const Places& of, uint32_t number, bool mine) {
         ptx::mbarrier_wait(ready_barrier(number), number >> 1 & 1);
-        release<false>(of);
+        release_others(of);
         if (ptx::any(sMoved()[number & 1] != 0)) {
             if (!mine) scale_sums(number);
             scale_output(kAtCorrection + (number & 1) * 4 * kRows);
         }
-        issue_values(of);
-        ptx::wgmma_wait<0>();
-#pragma unroll
-        for (int m = 0; m < kMine; m++) ptx::settle(acc_o[m]);
-        release<true>(of);
     }
     // Multiplies each row of O with a float of shared memory
     TILE_DEVICE void scale_output(uint32_t at) {
@@ -394,12 +306,13 @@ struct Body {
             }
     }
     // The result of the item's rows, or their states
-    TILE_DEVICE void store(const DecodeItem& item) {
+    TILE_DEVICE void store(int slot) const {
+        const DecodeItem item = table.item();
         // Not where end_piece has its factors, which other threads may still read
         const Shared<float> factors = sSums(), folded = sFolded();
         const int n = threadIdx.x;
         if (n < item.rows) {
-            const int64_t target = Target(sTarget()[n]).at;
+            const int64_t target = Target(table.target()[n]).at;
             const float max = folded[2 * n], all = folded[2 * n + 1];
             factors[n] = 1.0f;
             if (target >= 0 && target % 2) {
@@ -417,7 +330,7 @@ struct Body {
         for (int j = 0; j < 2 * kEights; j++) {
             const int row = 8 * (j / 2) + column() + j % 2;
             if (row >= item.rows) continue;
-            const int64_t target = Target(sTarget()[row]).at;
+            const int64_t target = Target(table.target()[row]).at;
             if (target < 0) continue;
             const float factor = factors[row];
             const Global<float> gState{args.state_o + target / 2 + first};
@@ -431,18 +344,19 @@ struct Body {
                     else gO[m * kPanel + 8 * h] = from_float<Element>(x * factor);
                 }
         }
-        all_sync();  // the next item's rows take the places of these
+        // The rows of another item take the places of these.
+        if constexpr (kLooksAhead) ptx::barrier_arrive(kFreeBarriers + slot % 2, kComputing + 32);
+        else all_sync();
     }
     TILE_DEVICE void run() {
+        for (int row = threadIdx.x; row < kRows; row += kComputing) sReference()[row] = -INFINITY;
         for (int slot = 0; slot < args.slots; slot++) {
-            const DecodeItem item = mla_item(args, slot);
-            if (ptx::uniform(item.rows) == 0) break;  // no item follows an empty one
-            const Span span = mla_span(args, item), blocks = blocks_of(span);
-            begin(item, span);
+            if (!begin(slot)) break;  // no item follows an empty one
+            const Span span = table.span(), blocks = blocks_of(span);
             // Pieces are counted from the range's first block, even if a window hides it.
             int at = ptx::uniform(blocks.begin);
-            const int end = ptx::uniform(blocks.end), fold = ptx::uniform(item.fold());
-            int piece_end = fold > 0 ? at + fold - (at - item.start / kKeys) % fold : end;
+            const int end = ptx::uniform(blocks.end), fold = ptx::uniform(table.words()[kStateFoldWord] & 0xffff);
+            int piece_end = fold > 0 ? at + fold - (at - table.words()[kStartWord] / kKeys) % fold : end;
             bool first = true;
 #pragma unroll 1
             while (true) {
@@ -454,8 +368,7 @@ struct Body {
                 at = stop;
                 piece_end += fold;
             }
-            // The item is read again: kept, it would take registers from the products.
-            store(mla_item(args, ptx::just_in_time(slot)));
+            store(slot);
         }
     }
 };

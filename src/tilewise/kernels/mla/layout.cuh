@@ -25,33 +25,35 @@ static_assert(kRows % 16 == 0 && kRows <= 64, "O of 64 rows fills the registers 
 static_assert(kPlaces >= kBlockPlaces + (kGather && !kScaled ? kLag : 0),
               "the panels that a block waits for have arrived before more are asked for than have a place");
 static_assert(kScaled == (kSlots > 0), "raw panels on their way");
-
+static_assert(!kLooksAhead || !kGather, "a warp that does not load looks ahead");
 // Threads: two warpgroups that compute, and one that loads; two where codes have to be widened faster than one can
 constexpr int kComputing = 256, kLoading = kScaled && kRows < 64 ? 256 : 128, kThreads = kComputing + kLoading;
 // Registers per thread, moved from the warps that load to those that compute: what a block is launched with is all
 // that it ever has, and taking more than others gave back would wait for ever.
-constexpr int kLoadRegisters = !kGather ? 24 : !kScaled ? 40 : kRows < 64 ? 48 : 56;
+constexpr int kLoadRegisters = !kGather ? (kLooksAhead ? 40 : 24) : !kScaled ? 40 : kRows < 64 ? 48 : 56;
 constexpr int kAllRegisters = kThreads / 128 * (65536 / kThreads / 8 * 8);
 constexpr int kComputeRegisters = (kAllRegisters - kLoading / 128 * kLoadRegisters) / 16 * 8;
 static_assert(kLoading / 128 * kLoadRegisters + 2 * kComputeRegisters <= kAllRegisters, "a deadlock");
-// Named barriers: of both warpgroups, kMergeBarrier too; of each of them; of the threads that load
-constexpr int kAllBarrier = 1, kGroupBarriers = 2, kLoadBarrier = 4;
+// Named barriers: of both warpgroups, kMergeBarrier too; of each of them; of the threads that load; of both warpgroups
+// and the warp that looks ahead, two each: a table is filled, it is free
+constexpr int kAllBarrier = 1, kGroupBarriers = 2, kLoadBarrier = 4, kFilledBarriers = 5, kFreeBarriers = 7;
 
 constexpr int kAtQ = kPlaces * kPanelBytes;  // panels of kRows rows
 constexpr int kAtFull = kAtQ + kPanels * kRows * kPanelRowBytes, kAtEmpty = kAtFull + 8 * kPlaces;
 constexpr int kAtReady = kAtEmpty + 8 * kPlaces;       // two barriers: the weights of a block are there
 constexpr int kAtMoved = kAtReady + 16;                // per block of two: have the rows' references moved?
-constexpr int kAtVotes = kAtMoved + 16;                // per computing warp: must they?
-constexpr int kAtReference = kAtVotes + 32;            // per row, base 2; −inf before its first key
+constexpr int kAtReference = kAtMoved + 16;            // per row, base 2; −inf before its first key
 constexpr int kAtCorrection = kAtReference + 4 * kRows;  // per block of two and row, where references moved
 constexpr int kAtTops = kAtCorrection + 8 * kRows;     // per warp of a warpgroup and row: the largest score of a block
 constexpr int kAtSums = kAtTops + 16 * kRows;          // per computing warp and row: Σ P
-constexpr int kAtSeen = kAtSums + 32 * kRows;          // per row: Visible
-constexpr int kAtTarget = kAtSeen + 8 * kRows;         // per row: where its result goes, as Target says
-constexpr int kAtFactors = kAtTarget + 8 * kRows;      // per row: what pieces before and this piece are multiplied with
+constexpr int kAtFactors = kAtSums + 32 * kRows;       // per row: what pieces before and this piece are multiplied with
 constexpr int kAtFolded = kAtFactors + 8 * kRows;      // per row: MaxSum of the pieces before
+// What is known of an item (items.cuh): its words and a few more, and per row the keys that it sees, where its result
+// goes and where its query lies. Where there is one table, queries lie where factors do until Q is loaded.
+constexpr int kTables = kLooksAhead ? 2 : 1, kTableWords = 24, kOfRow = kLooksAhead ? 24 : 16;
+constexpr int kAtTables = kAtFolded + 8 * kRows, kTableBytes = 4 * kTableWords + kOfRow * kRows;
 constexpr int kThere = 8;                              // kChosen: blocks for which it is kept, with bytes per key,
-constexpr int kAtThere = kAtFolded + 8 * kRows;        // which of their keys there are
+constexpr int kAtThere = kAtTables + kTables * kTableBytes;  // which of their keys there are
 // kScaled: codes come as raw panels, as many bytes per key as there are channels in a panel, and so do the 16-bit
 // channels after them, in two halves per panel. A thread copies and widens the same bytes, so nobody waits for another.
 constexpr int kRawBytes = kPanelBytes / 2, kRawPanels = kValuePanels + 2 * (kPanels - kValuePanels);
@@ -70,13 +72,10 @@ struct alignas(8) Target {
     int64_t at;  // −1: nowhere; else twice the offset in the output, or twice that in state_o and 1
 };
 TILE_DEVICE Shared<int> sMoved() { return Shared<int>(kAtMoved); }
-TILE_DEVICE Shared<int> sVotes() { return Shared<int>(kAtVotes); }
 TILE_DEVICE Shared<float> sReference() { return Shared<float>(kAtReference); }
 TILE_DEVICE Shared<float> sCorrection() { return Shared<float>(kAtCorrection); }
 TILE_DEVICE Shared<float> sTops() { return Shared<float>(kAtTops); }
 TILE_DEVICE Shared<float> sSums() { return Shared<float>(kAtSums); }
-TILE_DEVICE Shared<Visible> sSeen() { return Shared<Visible>(kAtSeen); }
-TILE_DEVICE Shared<Target> sTarget() { return Shared<Target>(kAtTarget); }
 TILE_DEVICE Shared<float> sFactors() { return Shared<float>(kAtFactors); }
 TILE_DEVICE Shared<float> sFolded() { return Shared<float>(kAtFolded); }
 
@@ -103,6 +102,8 @@ struct Places {
     TILE_DEVICE void wait(int panel) const { ptx::mbarrier_wait(full(panel), lap_of(panel)); }
     // A fresh barrier's previous phase counts as completed: the first lap does not wait.
     TILE_DEVICE void wait_free(int panel) const { ptx::mbarrier_wait(empty(panel), lap_of(panel) ^ 1); }
+    // One computing warp lets go of the panel.
+    TILE_DEVICE void let_go(int panel) const { ptx::mbarrier_arrive(empty(panel)); }
 };
 TILE_DEVICE uint32_t ready_barrier(uint32_t block) { return ptx::shared_address(kAtReady + 8 * (block & 1)); }
 

@@ -3,9 +3,9 @@
 // leave is merged as in decode.cu.
 //
 // Constants: Element; kQueryDim, kValueDim: channels of a row, and how many of them are a value; kPageSize; kRows:
-// query rows of an item at most; kPlaces: panels in the ring; kGather: rows are copied one by one; kChosen: those that
-// each query token has chosen; kStoredAs: a Format; kSlots: raw panels on their way where it is one of codes; Rule:
-// what is done to scores; kSelected: false.
+// query rows of an item at most; kLooksAhead: a warp looks up the next item; kPlaces: panels in the ring; kGather: rows
+// are copied one by one; kChosen: those that each query token has chosen; kStoredAs: a Format; kSlots: raw panels on
+// their way where it is one of codes; Rule: what is done to scores; kSelected: false.
 #include "mla/body.cuh"
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
@@ -26,5 +26,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
         if constexpr (kScaled) load_codes(args, mla);
         else if constexpr (kGather) load_rows(args, mla);
         else if (ptx::uniform(threadIdx.x / 32) == kComputing / 32) load_boxes(args, mRows);
+        else if (kLooksAhead && ptx::uniform(threadIdx.x / 32) == kComputing / 32 + 1) look_ahead(args);
     }
 }

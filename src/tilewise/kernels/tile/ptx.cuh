@@ -74,6 +74,15 @@ TILE_DEVICE void barrier_sync(int id, int threads) {
 TILE_DEVICE void barrier_arrive(int id, int threads) {
     asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
+// barrier_sync, and for how many of the threads x holds
+TILE_DEVICE int barrier_count(int id, int threads, bool x) {
+    int count;
+    asm volatile("{.reg .pred p; setp.ne.u32 p, %3, 0; bar.red.popc.u32 %0, %1, %2, p;}"
+                 : "=r"(count)
+                 : "r"(id), "r"(threads), "r"(int(x))
+                 : "memory");
+    return count;
+}
 TILE_DEVICE bool elect_one() { return threadIdx.x % 32 == 0; }
 template <int kRegisters> TILE_DEVICE void give_registers() {
 #if __CUDA_ARCH__ >= 900

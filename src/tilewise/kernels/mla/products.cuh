@@ -1,0 +1,83 @@
+// The products of a block, for two warpgroups. They are transposed, so that few query rows do not leave the 64 rows of
+// a product empty: Sᵀ = K Qᵀ has 64 keys by kRows query rows, and Oᵀ += Vᵀ Pᵀ has 64 channels by kRows query rows. K
+// and Vᵀ are the same bytes: a panel read along its rows, and along its columns.
+//
+// Of Sᵀ a thread has value [4j + 2h + i]: key 16 w + g + 8h of the block, query row 8j + 2t + i, with w the warp of its
+// warpgroup, g = lane / 4 and t = lane % 4; of Oᵀ the same with channels in place of keys.
+#pragma once
+#include "mla/load.cuh"
+
+constexpr int kChains = kRows <= 32 ? 2 : 1;  // sums of which scores are made
+
+struct Products {
+    const uint32_t group;  // of the two warpgroups
+    Places now;            // of the block that comes next
+    uint32_t block = 0;    // its number in the life of the thread block
+    float acc_o[kMine][kRows / 2], acc_s[kRows / 2];
+
+    TILE_DEVICE explicit Products(uint32_t g) : group(g) {}
+    static TILE_DEVICE int lane() { return ptx::just_in_time(threadIdx.x) & 31; }
+    static TILE_DEVICE int warp_rank() { return ptx::just_in_time(threadIdx.x) >> 5 & 3; }  // in the warpgroup
+    // How many of the warpgroup's threads come with x
+    TILE_DEVICE int group_count(bool x) const { return ptx::barrier_count(kGroupBarriers + group, 128, x); }
+
+    // Sᵀ = K Qᵀ, panel after panel as they come. A narrow product is shorter than the time until its sums can be added
+    // to, so those of even and of odd steps are summed apart.
+    TILE_DEVICE void issue_scores(float (&acc)[kChains][kRows / 2]) {
+        const Places here{ptx::uniform(now.first), now.lap};
+        const uint64_t q = k_major(ptx::shared_address(kAtQ));
+#pragma unroll
+        for (int panel = 0; panel < kPanels; panel++) {
+            here.wait(panel);
+            ptx::wgmma_fence();
+            const uint64_t k = k_major(ptx::shared_address(here.at(panel)));
+#pragma unroll
+            for (int step = 0; step < 4; step++)
+                ptx::Wgmma<Element, kRows>::template ss<false, false>(
+                    acc[step % kChains], further(k, 32 * step), further(q, panel * kRows * kPanelRowBytes + 32 * step),
+                    panel > 0 || step >= kChains);
+        }
+        ptx::wgmma_commit();
+        if constexpr (kBlockPlaces > kPanels) here.wait(kWeights);
+    }
+    // Oᵀ += Vᵀ Pᵀ, for this warpgroup's channels: a group of products per panel. fresh: O is nothing yet. What is there
+    // is not waited for, so laps do not matter.
+    TILE_DEVICE void issue_values(const Places& of, bool fresh) {
+        ptx::wgmma_fence();
+        const Places here{ptx::uniform(of.first), 0};
+        const uint64_t p = k_major(ptx::shared_address(here.at(kWeights)));
+#pragma unroll
+        for (int m = 0; m < kMine; m++) {
+            const uint64_t v = mn_major<kKeys>(ptx::shared_address(here.at(group * kMine + m)));
+#pragma unroll
+            for (int step = 0; step < kKeys / 16; step++)
+                ptx::Wgmma<Element, kRows>::template ss<true, false>(acc_o[m], further(v, 2 * kEightBytes * step),
+                                                                     further(p, 32 * step), !fresh || step > 0);
+            ptx::wgmma_commit();
+        }
+    }
+    // Waits for the products of a block and lets go of its panels, one after the other, and of the weights
+    TILE_DEVICE void finish_values(const Places& of) {
+#pragma unroll
+        for (int m = 0; m < kMine; m++) {
+            if (m == 0) ptx::wgmma_wait<kMine - 1>();
+            else if (m == 1) ptx::wgmma_wait<(kMine > 2 ? kMine - 2 : 0)>();
+            else if (m == 2) ptx::wgmma_wait<(kMine > 3 ? kMine - 3 : 0)>();
+            else ptx::wgmma_wait<0>();
+            ptx::settle(acc_o[m]);
+            ptx::sync_warp();
+            if (ptx::elect_one()) {
+                of.let_go(group * kMine + m);
+                if (m == kMine - 1) of.let_go(kWeights);
+            }
+        }
+    }
+    // Lets go of the panels of a block that only scores are made of in this warpgroup
+    TILE_DEVICE void release_others(const Places& of) const {
+        ptx::sync_warp();
+        if (!ptx::elect_one()) return;
+#pragma unroll
+        for (int panel = 0; panel < kWeights; panel++)
+            if (panel >= kValuePanels || panel / kMine != int(group)) of.let_go(panel);
+    }
+};
