@@ -14,34 +14,33 @@ REQUESTS = 2000
 
 def judged(**options: int) -> engine_model.Latencies:
     """At 70% of what the engine was measured to take."""
-    return engine_model.simulate(REQUESTS, 34, seed=5, **options)
+    return engine_model.simulate(REQUESTS, 35.6, seed=5, **options)
 
 
-def as_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The schedule that the figures are of."""
+def fuller(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A schedule that fills steps up to 256 tokens, and spreads a rush over four."""
     monkeypatch.setattr(schedule, "CHEAP_TOKENS", 256)
     monkeypatch.setattr(schedule, "SPREAD", 4)
     monkeypatch.setattr(engine_model, "SPREAD", 4)
     monkeypatch.setattr(batch, "QUARTERED", 256)
 
 
-def test_the_model_gives_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """docs/results/engine-8b-h200.txt: 48.6 requests/s at once; at 70% 6.39, 12.9 and 13.2 ms between tokens."""
-    as_measured(monkeypatch)
+def test_the_model_gives_what_was_measured() -> None:
+    """docs/results/engine-8b-h200.txt: 50.8 requests/s at once; at 70% 6.26, 10.1 and 10.5 ms between tokens."""
     at_once = engine_model.simulate(256, math.inf, seed=2, token_budget=512)
-    assert at_once.requests_per_s == pytest.approx(48.6, rel=0.05)
-    assert judged(token_budget=512).between == pytest.approx((6.39, 12.9, 13.2), rel=0.05)
+    assert at_once.requests_per_s == pytest.approx(50.8, rel=0.05)
+    assert judged(token_budget=512).between == pytest.approx((6.26, 10.1, 10.5), rel=0.05)
 
 
 @pytest.mark.parametrize("token_budget", [None, 512])
 def test_time_between_tokens_is_even_by_default(token_budget: int | None) -> None:
     p50, _, p99 = judged(token_budget=token_budget).between
-    assert p99 <= 1.95 * p50
+    assert p99 <= 1.7 * p50
 
 
 def test_even_steps_cost_no_throughput(monkeypatch: pytest.MonkeyPatch) -> None:
     now = engine_model.simulate(256, math.inf, seed=2)
-    as_measured(monkeypatch)
+    fuller(monkeypatch)
     assert now.requests_per_s > 0.98 * engine_model.simulate(256, math.inf, seed=2).requests_per_s
 
 

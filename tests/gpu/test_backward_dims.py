@@ -123,7 +123,7 @@ def test_registers(dtype):
 
 def test_last_heads_side_by_side(monkeypatch):
     """Whatever the order in which blocks begin, each key tile is visited once."""
-    tensors = qkv(3, 130, 270, 2, 1)
+    tensors = qkv(3, 130, 270, 2, 2)
     made = []
     for blocks in (0, 1, 4):
         monkeypatch.setattr(backward_hopper, "LAST_BLOCKS", blocks)

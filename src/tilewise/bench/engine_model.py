@@ -2,8 +2,8 @@
 
 Requests arrive, prompts are computed in chunks beside those who decode, as serving/schedule.py has it, and a step takes
 what `Costs` says. The costs are those of an 8B Llama on an H200, and with them the model gives what
-docs/results/engine-8b-h200.txt has: some 50 requests/s at once, and at 70% of that 6.4, 12.9 and 12.9 ms between tokens
-(p50, p95, p99) where steps are filled up to 256 tokens.
+docs/results/engine-8b-h200.txt has: some 51 requests/s at once, and at 70% of that 6.3, 10.1 and 10.5 ms between tokens
+(p50, p95, p99).
 
     python -m tilewise.bench.engine_model 34 none 512 192    # 34 requests/s; token budgets
 """
@@ -32,7 +32,7 @@ class Costs:
 
     decode: float = 5.9
     row: float = 0.0109
-    mixed: float = 6.9
+    mixed: float = 4.9
     token: float = 0.0235
 
     def step(self, rows: int, prompts: int, sizes: Sequence[int]) -> float:
