@@ -125,16 +125,18 @@ def test_inline_ptx_stands_in_one_place():
     sources = [*PACKAGE.rglob("*.cu"), *PACKAGE.rglob("*.cuh")]
     assert len(sources) > 25
     with_asm = {p.name for p in sources if re.search(r"\basm\b", p.read_text())}
-    assert with_asm == {"ptx.cuh", "ptx_wgmma.cuh"}
+    assert with_asm == {"ptx.cuh", "ptx_copies.cuh", "ptx_wgmma.cuh"}
 
 
 def test_the_emulator_mirrors_ptx_name_for_name():
-    names = {
-        world: set(re.findall(r"(?:TILE_DEVICE|inline|>)\s+[\w<>]+\s+(\w+)\(", locate(file).read_text()))
-        for world, file in (("card", "tile/ptx.cuh"), ("emulator", "emulator/ptx.h"))
-    }
-    assert len(names["card"]) > 30
-    assert names["card"] - names["emulator"] <= {"shared_base"}
+    def names(*files):
+        text = "".join(locate(file).read_text() for file in files)
+        return set(re.findall(r"(?:TILE_DEVICE|EMU_INLINE|inline|>)\s+(?:static\s+)?[\w<>]+\s+(\w+)\(", text))
+
+    card = names("tile/ptx.cuh", "tile/ptx_copies.cuh", "tile/ptx_wgmma.cuh")
+    assert len(card) > 30
+    assert "copy_async_arrive" in card
+    assert card - names("emulator/ptx.h") <= {"shared_base"}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

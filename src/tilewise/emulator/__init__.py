@@ -5,6 +5,6 @@ launcher.py runs them and reads their reports.
 """
 
 from tilewise.emulator.builder import EmulatorError, build, compiler
-from tilewise.emulator.launcher import Counters, TensorMap, launch, tensor_map
+from tilewise.emulator.launcher import Counters, TensorMap, launch, tensor_map, watching_races
 
-__all__ = ["Counters", "EmulatorError", "TensorMap", "build", "compiler", "launch", "tensor_map"]
+__all__ = ["Counters", "EmulatorError", "TensorMap", "build", "compiler", "launch", "tensor_map", "watching_races"]

@@ -38,7 +38,7 @@ FLAGS = (
 KERNEL_FLAGS = ("-Og", "-ffp-contract=off")
 RUNTIME_FLAGS = ("-O3",)
 FIRST = '#include "tile/types.cuh"\n'  # how every kernel's unit begins: what is precompiled
-RUNTIME = ("fibers", "sync", "memory", "counters", "lanes", "async", "wgmma")  # runtime/*.cpp
+RUNTIME = ("fibers", "sync", "memory", "counters", "lanes", "async", "wgmma", "races")  # runtime/*.cpp
 
 
 class EmulatorError(RuntimeError):

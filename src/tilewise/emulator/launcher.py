@@ -6,7 +6,9 @@ import ctypes
 import os
 import re
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -73,6 +75,7 @@ class _Options(ctypes.Structure):
         ("cluster", ctypes.c_uint32),
         ("seed", ctypes.c_uint64),
         ("count", ctypes.c_uint32),
+        ("races", ctypes.c_uint32),
         ("num_ranges", ctypes.c_uint32),
         ("ranges", ctypes.POINTER(_Range)),
     ]
@@ -90,12 +93,15 @@ def launch(
     resident: int = 1,
     cluster: int = 1,
     os_threads: int | None = None,
+    races: bool | None = None,
 ) -> Counters | None:
     """Run a kernel over CPU memory. args: its parameters, ctypes objects by value. tensors: what it may touch, by name.
 
     late: asynchronous work lands as late as the program allows, or at once. seed: of the order threads run in, 0 for
     round robin. resident: blocks in flight together, for kernels whose blocks wait for each other. cluster: blocks per
-    cluster, which see each other's shared memory. Raises EmulatorError with a report; returns the counters if `count`.
+    cluster, which see each other's shared memory. races: look for accesses to shared memory that nothing orders, which
+    takes several times as long; None: if within `watching_races()`. Raises EmulatorError with a report; returns the
+    counters if `count`.
     """
     if cluster < 1 or grid[0] % cluster:
         raise ValueError(f"cluster must be a size that divides the first of the grid {tuple(grid)}, got {cluster}")
@@ -114,6 +120,7 @@ def launch(
         cluster,
         seed,
         count,
+        _watching.get() if races is None else races,
         len(tensors),
         ranges,
     )
@@ -125,6 +132,19 @@ def launch(
     return Counters(*(getattr(counters, f.name) for f in fields(Counters))) if count else None
 
 
+_watching: ContextVar[bool] = ContextVar("watching", default=os.environ.get("TILEWISE_RACES") == "1")
+
+
+@contextmanager
+def watching_races() -> Iterator[None]:
+    """Within it, every launch looks for races in shared memory."""
+    before = _watching.set(True)
+    try:
+        yield
+    finally:
+        _watching.reset(before)
+
+
 def _extent(x: torch.Tensor) -> tuple[int, int]:
     """The addresses from a tensor's first byte to past its last, whatever its strides."""
     if not x.numel():
@@ -134,14 +154,17 @@ def _extent(x: torch.Tensor) -> tuple[int, int]:
 
 
 def _with_lines(report: str, library: str) -> str:
-    """The report with its line of addresses turned into places in the kernels' sources."""
-    found = re.search(r"\n  at((?: 0x[0-9a-f]+)+)", report)
-    if not found:
-        return report
+    """The report with its lines of addresses turned into places in the kernels' sources."""
+    mapped = _mapped(library)
+    return re.sub(r"at((?: 0x[0-9a-f]+)+)", lambda found: f"at {_lines_of(found[1].split(), library, mapped)}", report)
+
+
+def _lines_of(addresses: Sequence[str], library: str, mapped: tuple[int, int]) -> str:
+    """The places in the kernels' sources of return addresses, innermost first."""
     places = []
-    begin, end = _mapped(library)
+    begin, end = mapped
     # The kernel's own frames; a return address stands behind its call.
-    offsets = [hex(int(a, 16) - begin - 1) for a in found[1].split() if begin < int(a, 16) < end]
+    offsets = [hex(int(a, 16) - begin - 1) for a in addresses if begin < int(a, 16) < end]
     try:
         command = ["addr2line", "-i", "-e", library, *offsets]
         lines = subprocess.run(command, capture_output=True, text=True).stdout.splitlines() if offsets else []
@@ -154,8 +177,7 @@ def _with_lines(report: str, library: str) -> str:
         generated = path.startswith("/usr") or "<stdin>" in path or name.startswith(("emulator", "tile/memory"))
         if number.isdigit() and not generated:
             places.append(f"{name}:{number}")
-    where = ", called from ".join(dict.fromkeys(places)) or "an unknown line (addr2line from binutils would tell)"
-    return report.replace(found[0], f"\n  at {where}")
+    return ", called from ".join(dict.fromkeys(places)) or "an unknown line (addr2line from binutils would tell)"
 
 
 def _mapped(library: str) -> tuple[int, int]:

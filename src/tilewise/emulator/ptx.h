@@ -86,10 +86,12 @@ inline bool all(bool x) { return ballot(x) == ~0u; }
 // ---- atomics ------------------------------------------------------------------------------------------------------
 inline int atomic_add(int* p, int x) {
     emu::check_global(p, 4, emu::Access::atomic);
+    if (emu::self().watched) emu::note_relaxed(p);
     return __atomic_fetch_add(p, x, __ATOMIC_SEQ_CST);
 }
 inline void atomic_or(uint32_t* p, uint32_t x) {
     emu::check_global(p, 4, emu::Access::atomic);
+    if (emu::self().watched) emu::note_relaxed(p);
     __atomic_fetch_or(p, x, __ATOMIC_SEQ_CST);
 }
 inline void add_to(float* p, float x) {
@@ -103,17 +105,21 @@ inline void add_to(float* p, float x) {
 inline void add_to(float* p, const float (&x)[4]) {
     for (int i = 0; i < 4; i++) add_to(p + i, x[i]);
 }
-inline int atomic_add_shared(uint32_t address, int x) {  // a block's threads take turns
+EMU_INLINE int atomic_add_shared(uint32_t address, int x) {  // a block's threads take turns
+    emu::check_shared(address, 4);
+    if (emu::self().watched) emu::note_atomic(address);
+    uint8_t* place = emu::mark_stored(address, 4);
     int before, after;
-    std::memcpy(&before, emu::shared_load(address, 4), 4);
+    std::memcpy(&before, place, 4);
     after = before + x;
-    std::memcpy(emu::shared_store(address, 4), &after, 4);
+    std::memcpy(place, &after, 4);
     emu::release();
     return before;
 }
 inline uint32_t count_up(uint32_t* p, uint32_t last) {
     emu::check_global(p, 4, emu::Access::atomic);
     emu::release();
+    if (emu::self().watched) emu::note_release(p);
     uint32_t before = __atomic_load_n(p, __ATOMIC_RELAXED);
     while (!__atomic_compare_exchange_n(p, &before, before >= last ? 0 : before + 1, false, __ATOMIC_ACQ_REL,
                                         __ATOMIC_RELAXED)) {
@@ -121,17 +127,22 @@ inline uint32_t count_up(uint32_t* p, uint32_t last) {
     return before;
 }
 template <class T> T load_acquire(const T* p) {
-    emu::check_global(p, 4, emu::Access::load);
+    emu::check_global(p, 4, emu::Access::atomic);
+    if (emu::self().watched) emu::note_acquire(p);
     return __atomic_load_n(p, __ATOMIC_ACQUIRE);
 }
-inline uint32_t load_relaxed(const uint32_t* p) { return load_acquire(p); }
+inline uint32_t load_relaxed(const uint32_t* p) {
+    emu::check_global(p, 4, emu::Access::atomic);
+    if (emu::self().watched) emu::note_relaxed_load(p);
+    return __atomic_load_n(p, __ATOMIC_RELAXED);
+}
 inline void spin() { emu::yield(); }
 
 // ---- ldmatrix, stmatrix -------------------------------------------------------------------------------------------
-inline void ldmatrix(uint32_t (&r)[4], uint32_t address) { emu::ldmatrix(r, address, false); }
-inline void ldmatrix_transposed(uint32_t (&r)[4], uint32_t address) { emu::ldmatrix(r, address, true); }
-inline void stmatrix(uint32_t address, const uint32_t (&r)[4]) { emu::stmatrix(address, r, false); }
-inline void stmatrix_transposed(uint32_t address, const uint32_t (&r)[4]) { emu::stmatrix(address, r, true); }
+EMU_INLINE void ldmatrix(uint32_t (&r)[4], uint32_t address) { emu::ldmatrix(r, address, false); }
+EMU_INLINE void ldmatrix_transposed(uint32_t (&r)[4], uint32_t address) { emu::ldmatrix(r, address, true); }
+EMU_INLINE void stmatrix(uint32_t address, const uint32_t (&r)[4]) { emu::stmatrix(address, r, false); }
+EMU_INLINE void stmatrix_transposed(uint32_t address, const uint32_t (&r)[4]) { emu::stmatrix(address, r, true); }
 
 // ---- mma.sync -----------------------------------------------------------------------------------------------------
 template <class T> void mma_16x8x16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
@@ -146,12 +157,13 @@ inline void mma_16x8x32_e4m3(float (&d)[4], const uint32_t (&a)[4], uint32_t b0,
 inline void mma_16x8x32_s8(int (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) { emu::mma_s8(d, a, b0, b1); }
 
 // ---- cp.async -----------------------------------------------------------------------------------------------------
-inline void copy_async_16(uint32_t to, const void* from, int bytes) {
+EMU_INLINE void copy_async_16(uint32_t to, const void* from, int bytes) {
     if (emu::counters && bytes) emu::count_global(from, size_t(bytes));
     emu::copy_async_16(to, from, bytes);
 }
 inline void copy_async_commit() { emu::copy_async_commit(); }
 template <int kGroupsLeft> void copy_async_wait() { emu::copy_async_wait(kGroupsLeft); }
+inline void copy_async_arrive(uint32_t barrier) { emu::copy_async_arrive(barrier); }
 
 // ---- mbarriers ----------------------------------------------------------------------------------------------------
 inline void mbarrier_init(uint32_t address, int arrivals) { emu::mbarrier_init(address, arrivals); }
@@ -162,22 +174,22 @@ inline void fence_mbarrier_init() { emu::fence_mbarrier_init(); }
 inline void fence_async_proxy() { emu::fence_async_proxy(); }
 
 // ---- TMA ----------------------------------------------------------------------------------------------------------
-template <class... At> void tma_load(uint32_t to, const TensorMap* map, uint32_t barrier, At... at) {
+template <class... At> EMU_INLINE void tma_load(uint32_t to, const TensorMap* map, uint32_t barrier, At... at) {
     const int places[] = {at...};
     emu::tma_load(to, map, barrier, places, sizeof...(at));
 }
-template <class... At> void tma_load_once(uint32_t to, const TensorMap* map, uint32_t barrier, At... at) {
+template <class... At> EMU_INLINE void tma_load_once(uint32_t to, const TensorMap* map, uint32_t barrier, At... at) {
     tma_load(to, map, barrier, at...);
 }
-template <class... At> void tma_store(const TensorMap* map, uint32_t from, At... at) {
+template <class... At> EMU_INLINE void tma_store(const TensorMap* map, uint32_t from, At... at) {
     const int places[] = {at...};
     emu::tma_store(map, from, places, sizeof...(at));
 }
 inline void prefetch_tensor_map(const TensorMap*) {}
-inline void bulk_load(uint32_t to, const void* from, int bytes, uint32_t barrier) {
+EMU_INLINE void bulk_load(uint32_t to, const void* from, int bytes, uint32_t barrier) {
     emu::bulk_load(to, from, bytes, barrier);
 }
-inline void bulk_add(float* to, uint32_t from, int bytes) { emu::bulk_add(to, from, bytes); }
+EMU_INLINE void bulk_add(float* to, uint32_t from, int bytes) { emu::bulk_add(to, from, bytes); }
 inline void bulk_commit() { emu::bulk_commit(); }
 template <int kGroupsLeft> void bulk_wait() { emu::bulk_wait(kGroupsLeft); }
 template <int kGroupsLeft> void bulk_wait_read() { emu::bulk_wait(kGroupsLeft); }
@@ -188,8 +200,8 @@ inline void wait_for_prerequisites() {}
 inline uint32_t address_in(uint32_t address, int rank) { return emu::address_in(address, rank); }
 inline void cluster_arrive() { emu::cluster_arrive(); }
 inline void cluster_wait() { emu::cluster_wait(); }
-inline void store_async(uint32_t to, float x, uint32_t barrier) { emu::store_async(to, &x, 4, barrier); }
-inline void store_async(uint32_t to, float x, float y, uint32_t barrier) {
+EMU_INLINE void store_async(uint32_t to, float x, uint32_t barrier) { emu::store_async(to, &x, 4, barrier); }
+EMU_INLINE void store_async(uint32_t to, float x, float y, uint32_t barrier) {
     const float both[] = {x, y};
     emu::store_async(to, both, 8, barrier);
 }
@@ -200,10 +212,11 @@ inline void wgmma_commit() { emu::wgmma_commit(); }
 template <int kGroupsLeft> void wgmma_wait() { emu::wgmma_wait(kGroupsLeft); }
 template <class T, int N> struct Wgmma {
     template <bool kAMnMajor, bool kBMnMajor>
-    static void ss(float (&d)[N / 2], uint64_t a, uint64_t b, bool accumulate) {
+    EMU_INLINE static void ss(float (&d)[N / 2], uint64_t a, uint64_t b, bool accumulate) {
         emu::wgmma_issue({d, {}, a, b, N, false, kAMnMajor, kBMnMajor, accumulate, emu::element_type<T>()});
     }
-    template <bool kBMnMajor> static void rs(float (&d)[N / 2], const uint32_t (&a)[4], uint64_t b, bool accumulate) {
+    template <bool kBMnMajor>
+    EMU_INLINE static void rs(float (&d)[N / 2], const uint32_t (&a)[4], uint64_t b, bool accumulate) {
         emu::wgmma_issue({d, {a[0], a[1], a[2], a[3]}, 0, b, N, true, false, kBMnMajor, accumulate,
                           emu::element_type<T>()});
     }
@@ -233,20 +246,21 @@ inline uint32_t max_pairs(uint32_t a, uint32_t b) {
     };
     return larger(0) | larger(16);
 }
-template <class T> uint32_t load_shared_as(uint32_t address) {
+template <class T> EMU_INLINE uint32_t load_shared_as(uint32_t address) {
     T x;
     std::memcpy(&x, emu::shared_load(address, sizeof(T)), sizeof(T));
     emu::note_matrix_load(address);
     if (emu::counters) emu::count_shared(address, sizeof(T));
     return x;
 }
-inline uint32_t load_shared(uint32_t address) { return load_shared_as<uint32_t>(address); }
-inline uint32_t load_shared_here(uint32_t address) { return load_shared(address); }
-inline uint32_t load_shared_16(uint32_t address) { return load_shared_as<uint16_t>(address); }
+EMU_INLINE uint32_t load_shared(uint32_t address) { return load_shared_as<uint32_t>(address); }
+EMU_INLINE uint32_t load_shared_here(uint32_t address) { return load_shared(address); }
+EMU_INLINE uint32_t load_shared_16(uint32_t address) { return load_shared_as<uint16_t>(address); }
 inline bool elect_leader() { return elect_one(); }
 inline void touch(const void* p) { emu::check_global(p, 1, emu::Access::load); }
 inline void fence_device() {
     emu::release();
+    if (emu::self().watched) emu::note_fence();
     __atomic_thread_fence(__ATOMIC_SEQ_CST);
 }
 inline void load_fresh(float& x, float& y, const float* p) {

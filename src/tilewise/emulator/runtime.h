@@ -5,6 +5,8 @@
 // the program allows or as early as possible, by launch option, so a missing wait shows as a wrong number in one of
 // the two.
 //
+// Accesses to shared memory that nothing orders are reported if the launch asks for it: runtime/races.cpp.
+//
 // Missing fences are reported. Every 4 bytes of shared memory carry the mark of the thread that stored there last by
 // ordinary means, so TMA and wgmma, which go through the async proxy, are caught when they touch what no
 // fence.proxy.async has handed over.
@@ -31,6 +33,8 @@
 #define __launch_bounds__(...)
 #define __grid_constant__
 #define __restrict__
+// Part of its caller whatever the optimisation, so that what it calls returns to the kernel's own line
+#define EMU_INLINE inline __attribute__((always_inline))
 
 struct dim3 {
     unsigned x = 1, y = 1, z = 1;
@@ -58,6 +62,7 @@ struct Thread {
     uint32_t load_mark;       // counts its releases: barriers and the like, which let others see what it did
     uint32_t handed_over;     // its proxy fences that a release has followed
     uint32_t init_fences;     // fences after mbarrier_init
+    bool watched;             // for races
     Fiber* fiber;
     Block* block;
 };
@@ -102,13 +107,13 @@ extern const E4m3Values kE4m3;
 void mbarrier_init(uint32_t address, int count);
 void mbarrier_arrive(uint32_t address, int count);
 void mbarrier_expect_tx(uint32_t address, int bytes);  // arrives as well
-void mbarrier_complete_tx(uint32_t address, int bytes);
 void mbarrier_wait(uint32_t address, int parity);
 
 // ---- asynchronous work --------------------------------------------------------------------------------------------
 void copy_async_16(uint32_t to, const void* from, int bytes);  // joins the thread's open group
 void copy_async_commit();
 void copy_async_wait(int groups_left);
+void copy_async_arrive(uint32_t barrier);  // at an mbarrier, when all that the thread has asked for has landed
 // A box of a tensor map with its coordinates: loads land on their own, stores join the thread's open bulk group.
 void tma_load(uint32_t to, const TensorMap* map, uint32_t barrier, const int* at, int rank);
 void tma_store(const TensorMap* map, uint32_t from, const int* at, int rank);
@@ -147,28 +152,37 @@ void wgmma_wait(int groups_left);
 [[noreturn]] void fail_shared(uint32_t address, size_t size);
 enum class Access { load, store, atomic };
 void check_global(const void* address, size_t size, Access access);
+void check_store(void* address, const void* from, size_t size);  // the same of a store, with what is stored
 inline void check_shared(uint32_t address, size_t size) {
     if (address + size > self().shared_bytes || address % size) fail_shared(address, size);
 }
-inline const uint8_t* shared_load(uint32_t address, size_t size) {
+// For races, if the launch looks for them: runtime/races.cpp. line: of the kernel, a return address; the caller's if 0
+// from: what is about to be stored.
+void note_load(uint32_t address, size_t size, const void* line = nullptr);
+void note_store(uint32_t address, const void* from, size_t size, const void* line = nullptr);
+void note_atomic(uint32_t address);
+// What atomics in global memory and fences order among threads, of all blocks that are in flight together
+void note_release(const void* address);  // this thread's accesses so far
+void note_relaxed(const void* address);  // those before its last fence; and from its next one on, those of others
+void note_relaxed_load(const void* address);  // the latter
+void note_acquire(const void* address);  // those of others
+void note_fence();
+EMU_INLINE const uint8_t* shared_load(uint32_t address, size_t size) {
     check_shared(address, size);
+    if (self().watched) note_load(address, size);
     return self().shared + address;
 }
-inline uint8_t* shared_store(uint32_t address, size_t size) {
-    check_shared(address, size);
+// Bytes that are stored by ordinary means, as far as the async proxy goes
+inline uint8_t* mark_stored(uint32_t address, size_t size) {
     Thread& t = self();
     for (size_t i = 0; i < size; i += 4) t.stored[(address + i) / 4] = t.store_mark;
     return t.shared + address;
 }
-// Bytes that are about to be loaded or stored. memcpy takes a const void* to read from and a void* to write to, which
-// tells the one from the other.
-struct SharedBytes {
-    uint32_t address;
-    size_t size;
-    operator const void*() const { return shared_load(address, size); }
-    operator void*() const { return shared_store(address, size); }
-};
-inline SharedBytes shared_at(uint32_t address, size_t size) { return {address, size}; }
+EMU_INLINE void shared_store(uint32_t address, const void* from, size_t size) {
+    check_shared(address, size);
+    if (self().watched) note_store(address, from, size);
+    std::memcpy(mark_stored(address, size), from, size);
+}
 
 // What this thread did is seen by whoever synchronises with it from here on.
 inline void release() {
@@ -218,6 +232,7 @@ struct Options {
     uint32_t cluster;      // blocks per cluster
     uint64_t seed;         // of the order fibers run in; 0 is round robin
     uint32_t count;        // whether to count
+    uint32_t races;        // whether to look for races in shared memory
     uint32_t num_ranges;
     const Range* ranges;   // the tensors that may be touched
 };

@@ -70,7 +70,7 @@ template <class T> void store(Shared<float> tile, int at, int pitch, const Accum
         if (emu::counters) emu::count_shared(accumulator_pair(tile, at, pitch, pair), 8);
     for (int e = 0; e < 8; e++) {
         int i = e * 32 + emu::self().lane;
-        std::memcpy(emu::shared_store(tile.address(at + i / 16 * pitch + i % 16), 4), &acc.x[e], 4);
+        emu::shared_store(tile.address(at + i / 16 * pitch + i % 16), &acc.x[e], 4);
     }
 }
 template <class T> void zero(Accumulator<T>& acc) {

@@ -12,6 +12,7 @@
 #include <memory>
 #include <mutex>
 #include <string>
+#include <tuple>
 #include <unordered_map>
 #include <utility>
 #include <vector>
@@ -46,6 +47,29 @@ struct StackPool {
     }
 };
 
+// ---- races: races.cpp -----------------------------------------------------------------------------------------------
+struct Clocks {
+    std::vector<uint32_t> of;  // by agent: up to which of its times everything is known; 0 for what is not listed
+    void join(const Clocks& other);
+    void raise(uint32_t agent, uint32_t time);
+    bool knows(uint32_t agent, uint32_t time) const { return agent < of.size() && of[agent] >= time; }
+};
+struct Touch {  // an access to bytes of a word of shared memory
+    const void* line;  // of the kernel: a return address
+    uint32_t agent, time;
+    Access access;
+    bool same = false;  // a store of what is there already
+    uint8_t bytes = 0;  // a bit each
+};
+// The groups of asynchronous work that a thread commits and waits for, by the times of their agent
+struct AsyncGroups {
+    uint32_t agent = 0;  // 0 until there is one: that is a thread's
+    uint32_t time = 1;   // of the open group
+    std::vector<uint32_t> ends = {};  // the times of those that were committed
+    void commit();
+    uint32_t done(int groups_left) const;  // the time up to which all is done when so many groups are left
+};
+
 // One asynchronous copy that has not landed. The issuer is the thread whose block and shared memory it works on.
 struct Box {
     uint32_t shared;
@@ -54,13 +78,15 @@ struct Box {
     int at[5];
 };
 struct Copy {
-    enum Kind { cp_async, load, store, cluster_store, bulk_load, bulk_add } kind;
+    enum Kind { cp_async, cp_async_arrive, load, store, cluster_store, bulk_load, bulk_add } kind;
     Thread* issuer;    // of a cluster_store: a thread of the block that it goes to
-    Box box;           // of TMA; of a cluster_store and a bulk_load their barrier
+    Box box;           // of TMA; of a cluster_store, a bulk_load and a cp_async_arrive their barrier
     uint32_t to;       // the place in shared memory, but for TMA's
     const void* from;
     int bytes;
     uint32_t word[2];  // of a cluster_store
+    std::vector<Copy> before = {};  // of a cp_async_arrive: what lands first
+    uint32_t agent = 0, time = 0;   // of what its mbarrier counts, for races
     void land() const;
 };
 
@@ -84,7 +110,12 @@ struct Fiber {
     bool cluster_arrived = false;                   // at the cluster's barrier, and has not waited there since
     uint32_t cluster_phase = 0;                     // the barrier's phase that it arrived in
     bool met_cluster = false;                       // it has waited there: all blocks have begun
+    std::shared_ptr<Clocks> cluster_known = {};     // of that phase, for races
     std::unordered_map<const void*, uint32_t> occurrences;  // of each counted call site
+    uint32_t agent = 0;                             // for races: itself,
+    Clocks known = {};                              // what it has synchronised with,
+    Clocks fenced = {}, coming = {};                // what it knew at its last fence, and will know at the next
+    AsyncGroups copied = {}, stored = {}, multiplied = {};  // its cp.async, bulk stores and its warp's wgmma
 };
 
 struct Meeting {  // a rendezvous in progress
@@ -103,6 +134,7 @@ struct NamedBarrier {
     int arrived = 0, count = 0;
     int votes = 0, voted = 0;  // arrived with true; those of the phase that ended last
     std::vector<Fiber*> waiting;
+    std::shared_ptr<Clocks> known = std::make_shared<Clocks>();  // in this phase, for races
 };
 struct Mbarrier {
     int pending = 0, expected = 0;
@@ -111,6 +143,11 @@ struct Mbarrier {
     Thread* initialiser = nullptr;
     uint32_t init_fences = 0;  // of the initialiser, then
     std::vector<Fiber*> waiting;
+    // For races: when it was initialised, what those that arrived knew, and what they did when the last phase ended;
+    // and of the copies that it counts
+    uint32_t init_time = 0;
+    Clocks known = {}, ended = {};
+    uint32_t agent = 0, time = 0;
 };
 struct Request {
     uint64_t address[32];  // by lane
@@ -125,6 +162,7 @@ struct Cluster {
     unsigned live = 0;             // threads that have not ended
     unsigned pending = 0;          // those of them that have yet to arrive in this phase
     std::vector<Fiber*> waiting;
+    std::shared_ptr<Clocks> known = std::make_shared<Clocks>();  // at its barrier, in this phase, for races
 };
 struct Block {
     std::shared_ptr<Cluster> cluster;
@@ -140,6 +178,9 @@ struct Block {
     std::map<uint32_t, Mbarrier> mbarriers;
     std::map<std::pair<const void*, std::pair<int, uint32_t>>, Request> global_requests, shared_requests;
     unsigned live = 0;
+    std::vector<std::vector<Touch>> words;         // for races: by 4 bytes of shared memory, the accesses that count
+    std::map<uint32_t, Clocks> atomics;
+    std::vector<uint32_t> multipliers;             // agents of the warps' wgmma
     ~Block();
 };
 
@@ -167,6 +208,10 @@ struct Scheduler {
     void* sp = nullptr;
     uint64_t random;
     Counters counted{};
+    // For races, of all blocks since there was none: the agents' names, "" of threads, and global memory by 4 bytes
+    std::vector<std::string> agents;
+    std::unordered_map<uintptr_t, std::vector<Touch>> words;
+    std::unordered_map<uintptr_t, Clocks> atomics;
     // A warp's operands while they are multiplied: a by row and k, b by k and column
     float wgmma_a[16][32], wgmma_b[32][256];
 
@@ -199,10 +244,28 @@ void report(Launch* launch, const std::string& text);
 std::string place(const Thread& t);
 void land_all(std::vector<Copy>& work);
 void check_mbarrier_for_tma(uint32_t address);
+// By what works beside threads, whose agent and time come with it: an arrival, and bytes that have come
+void mbarrier_arrive_after(uint32_t address, uint32_t agent, uint32_t time);
+void mbarrier_complete_tx(uint32_t address, int bytes, uint32_t agent, uint32_t time);
 void leave_cluster(Fiber& f);        // its thread has ended
 uint32_t swizzled(uint32_t address, uint32_t span);
 void tally(Block& block, Counters& c);
 void add(Counters& total, const Counters& c);
+
+// Races. All but `watch` belong where self().watched.
+void watch(Block& block);                            // from its beginning
+uint32_t add_agent(Block& block, std::string name);
+uint32_t agent_of(uint32_t& agent, const char* what);  // of the running thread, one of whose agents this is
+void tell(Clocks& to);                               // a release: what the running thread knows
+void learn(const Clocks& from);                      // an acquire
+// An access by an agent beside the threads, which the running thread asks for
+void touch_beside(uint32_t address, uint32_t size, Access access, uint32_t agent, uint32_t time, const void* line);
+// from: what an ordinary store is about to put there
+void touch_shared(Block& block, uint32_t address, uint32_t size, Touch now, const Clocks& known,
+                  const void* from = nullptr);
+void touch_global(const void* address, size_t size, Access access, const void* from, const void* line);
+// A copy to shared memory that the mbarrier there counts: its agent and time
+std::pair<uint32_t, uint32_t> counted_copy(Block& block, uint32_t barrier);
 
 // The async proxy is about to read or write bytes of shared memory: what ordinary stores left there must be fenced.
 // `size` and `address` are multiples of 16.

@@ -68,6 +68,9 @@ Fiber* Scheduler::pick() {
 }
 void Scheduler::land() {
     size_t at = launch->options.seed ? next_random() % in_flight.size() : 0;
+    // A thread's arrivals follow each other: each is of all copies that it has asked for until then.
+    for (size_t i = 0; in_flight[at].kind == Copy::cp_async_arrive && i < at; i++)
+        if (in_flight[i].kind == Copy::cp_async_arrive && in_flight[i].issuer == in_flight[at].issuer) at = i;
     const Copy c = in_flight[at];
     in_flight.erase(in_flight.begin() + long(at));
     c.land();
@@ -135,6 +138,7 @@ static std::unique_ptr<Block> make_block(Scheduler& s, uint32_t number) {
     unsigned threads = o.block[0] * o.block[1] * o.block[2];
     block->warps.resize((threads + 31) / 32);
     block->warpgroups.resize((threads + 127) / 128);
+    block->multipliers.resize((threads + 31) / 32);
     block->live = threads;
     for (unsigned t = 0; t < threads; t++) {
         auto f = std::make_unique<Fiber>();
@@ -230,6 +234,11 @@ static void work(Launch* launch, uint64_t seed) {
     uint32_t total = launch->options.grid[0] * launch->options.grid[1] * launch->options.grid[2];
     while (!launch->failed) {
         const uint32_t each = launch->options.cluster;
+        if (s.blocks.empty()) {  // what blocks did that are gone is before all that others do
+            s.agents.clear();
+            s.words.clear();
+            s.atomics.clear();
+        }
         while (s.blocks.size() + each <= std::max(each, launch->options.resident)) {
             const uint32_t n = launch->next_block.fetch_add(each);
             if (n >= total) break;
@@ -240,6 +249,7 @@ static void work(Launch* launch, uint64_t seed) {
                 block.cluster = cluster;
                 block.rank = rank;
                 cluster->blocks.push_back(&block);
+                if (launch->options.races) watch(block);
                 cluster->live = cluster->pending = cluster->live + block.live;
             }
         }

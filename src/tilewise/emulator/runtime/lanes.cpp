@@ -62,6 +62,11 @@ void ldmatrix(uint32_t* r, uint32_t address, bool transposed) {
     if (transposed) meet(s, "ldmatrix.trans", [](MatrixSlot* const* lanes) { trade_addresses(lanes, true); });
     else meet(s, "ldmatrix", [](MatrixSlot* const* lanes) { trade_addresses(lanes, false); });
     const uint8_t* shared = self().shared;
+    if (self().watched)
+        for (int m = 0; m < 4; m++) {
+            note_load(s.word[m], transposed ? 2 : 4, __builtin_return_address(0));
+            if (transposed) note_load(s.upper[m], 2, __builtin_return_address(0));
+        }
     for (int m = 0; m < 4; m++)
         if (transposed) {
             uint16_t pair[2];
@@ -77,13 +82,17 @@ void stmatrix(uint32_t address, const uint32_t* r, bool transposed) {
     MatrixSlot s{address, {}, {}};
     if (transposed) meet(s, "stmatrix.trans", [](MatrixSlot* const* lanes) { trade_addresses(lanes, true); });
     else meet(s, "stmatrix", [](MatrixSlot* const* lanes) { trade_addresses(lanes, false); });
+    const auto store = [line = __builtin_return_address(0)](uint32_t to, const void* from, size_t size) {
+        if (self().watched) note_store(to, from, size, line);
+        std::memcpy(mark_stored(to, size), from, size);
+    };
     for (int m = 0; m < 4; m++)
         if (transposed) {
             const uint16_t pair[2] = {uint16_t(r[m]), uint16_t(r[m] >> 16)};
-            std::memcpy(shared_store(s.word[m], 2), &pair[0], 2);
-            std::memcpy(shared_store(s.upper[m], 2), &pair[1], 2);
+            store(s.word[m], &pair[0], 2);
+            store(s.upper[m], &pair[1], 2);
         } else {
-            std::memcpy(shared_store(s.word[m], 4), &r[m], 4);
+            store(s.word[m], &r[m], 4);
         }
 }
 

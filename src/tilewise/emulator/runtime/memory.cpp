@@ -42,7 +42,7 @@ void fail(const char* format, ...) {
 void fail_shared(uint32_t address, size_t size) {
     fail("shared memory access of %zu bytes at offset %u: the block has %u bytes", size, address, self().shared_bytes);
 }
-void check_global(const void* address, size_t size, Access access) {
+static void check_bounds(const void* address, size_t size, Access access) {
     auto* p = static_cast<const uint8_t*>(address);
     const Options& o = scheduler->launch->options;
     const char* verb = access == Access::load ? "read" : access == Access::store ? "write" : "atomic";
@@ -59,6 +59,14 @@ void check_global(const void* address, size_t size, Access access) {
         fail("global %s of %zu bytes outside every tensor: %td bytes past the end of %s", verb, size,
              p + size - nearest->end, nearest->name);
     fail("global %s of %zu bytes outside every tensor, at %p", verb, size, address);
+}
+void check_global(const void* address, size_t size, Access access) {
+    check_bounds(address, size, access);
+    if (self().watched) touch_global(address, size, access, nullptr, __builtin_return_address(0));
+}
+void check_store(void* address, const void* from, size_t size) {
+    check_bounds(address, size, Access::store);
+    if (self().watched) touch_global(address, size, Access::store, from, __builtin_return_address(0));
 }
 
 // ---- order --------------------------------------------------------------------------------------------------------

@@ -21,14 +21,24 @@ void rendezvous(void* slot, const char* what, Act act, void* context) {
 }
 void sync_warp() {
     release();
-    int slot = 0;
-    meet(slot, "__syncwarp", [](int* const*) {});
+    Fiber* slot = self().fiber;
+    meet(slot, "__syncwarp", [](Fiber** const* lanes) {
+        if (!self().watched) return;
+        Clocks all;
+        for (int l = 0; l < 32; l++) all.join((*lanes[l])->known);
+        for (int l = 0; l < 32; l++) {
+            Fiber& f = **lanes[l];
+            f.known = all;
+            f.known.of[f.agent]++;
+        }
+    });
 }
 
 static void barrier_reach(NamedBarrier& b, int id, int count) {
     if (b.arrived && b.count != count)
         fail("barrier %d is used with %d threads here and %d elsewhere", id, count, b.count);
     release();
+    if (self().watched) tell(*b.known);
     b.count = count;
     b.arrived++;
 }
@@ -36,6 +46,7 @@ static bool barrier_open(NamedBarrier& b) {
     if (b.arrived < b.count) return false;
     b.arrived = 0;
     b.voted = std::exchange(b.votes, 0);
+    if (self().watched) b.known = std::make_shared<Clocks>();
     scheduler->wake_all(b.waiting);
     return true;
 }
@@ -43,9 +54,12 @@ void barrier_sync(int id, int count) {
     NamedBarrier& b = self().block->barriers[id];
     if (counters) counters->barriers++;
     barrier_reach(b, id, count);
-    if (barrier_open(b)) return;
-    b.waiting.push_back(self().fiber);
-    suspend("barrier " + std::to_string(id) + " of " + std::to_string(count) + " threads");
+    const std::shared_ptr<Clocks> phase = b.known;
+    if (!barrier_open(b)) {
+        b.waiting.push_back(self().fiber);
+        suspend("barrier " + std::to_string(id) + " of " + std::to_string(count) + " threads");
+    }
+    if (self().watched) learn(*phase);
 }
 void barrier_arrive(int id, int count) {
     NamedBarrier& b = self().block->barriers[id];
@@ -69,6 +83,7 @@ static void open_cluster(Cluster& c) {
     if (c.pending) return;
     c.phase++;
     c.pending = c.live;
+    if (self().watched) c.known = std::make_shared<Clocks>();
     scheduler->wake_all(c.waiting);
 }
 void cluster_arrive() {
@@ -77,6 +92,8 @@ void cluster_arrive() {
     if (f.cluster_arrived) fail("cluster_arrive twice without a cluster_wait between");
     f.cluster_arrived = true;
     f.cluster_phase = c.phase;
+    f.cluster_known = c.known;
+    if (self().watched) tell(*c.known);
     c.pending--;
     open_cluster(c);
 }
@@ -90,6 +107,7 @@ void cluster_wait() {
     }
     f.cluster_arrived = false;
     f.met_cluster = true;
+    if (self().watched) learn(*f.cluster_known);
 }
 void leave_cluster(Fiber& f) {
     Cluster& c = *f.thread.block->cluster;
@@ -107,9 +125,15 @@ static Mbarrier& mbarrier(uint32_t address) {
 }
 static void settle(Mbarrier& b) {
     if (b.pending || b.bytes) return;
+    b.ended = b.known;
     b.pending = b.expected;
     b.phase ^= 1;
     scheduler->wake_all(b.waiting);
+}
+static void check_ready(const Mbarrier& b, uint32_t address) {
+    if (self().watched && !self().fiber->known.knows(b.initialiser->fiber->agent, b.init_time))
+        fail("race: the mbarrier at shared offset %u is used, which %s initialised, and nothing orders the two",
+             address, place(*b.initialiser).c_str());
 }
 static void arrive(Mbarrier& b, uint32_t address, int count) {
     release();
@@ -124,25 +148,47 @@ void mbarrier_init(uint32_t address, int count) {
     b.pending = b.expected = count;
     b.initialiser = &self();
     b.init_fences = self().init_fences;
+    if (self().watched) b.init_time = self().fiber->known.of[self().fiber->agent];
 }
-void mbarrier_arrive(uint32_t address, int count) { arrive(mbarrier(address), address, count); }
-void mbarrier_expect_tx(uint32_t address, int bytes) {
+void mbarrier_arrive(uint32_t address, int count) {
     Mbarrier& b = mbarrier(address);
-    b.bytes += bytes;
+    check_ready(b, address);
+    if (self().watched) tell(b.known);
+    arrive(b, address, count);
+}
+void mbarrier_arrive_after(uint32_t address, uint32_t agent, uint32_t time) {
+    Mbarrier& b = mbarrier(address);
+    if (self().watched) b.known.raise(agent, time);
     arrive(b, address, 1);
 }
-void mbarrier_complete_tx(uint32_t address, int bytes) {
+void mbarrier_expect_tx(uint32_t address, int bytes) {
+    mbarrier(address).bytes += bytes;
+    mbarrier_arrive(address, 1);
+}
+void mbarrier_complete_tx(uint32_t address, int bytes, uint32_t agent, uint32_t time) {
     Mbarrier& b = mbarrier(address);
+    if (self().watched) b.known.raise(agent, time);
     b.bytes -= bytes;
     settle(b);
+}
+std::pair<uint32_t, uint32_t> counted_copy(Block& block, uint32_t address) {
+    const auto found = block.mbarriers.find(address);
+    if (found == block.mbarriers.end()) fail("mbarrier at shared offset %u was never initialised", address);
+    Mbarrier& b = found->second;
+    check_ready(b, address);
+    const std::string name = "the copies that the mbarrier at shared offset " + std::to_string(address) + " counts";
+    if (!b.agent) b.agent = add_agent(block, name);
+    return {b.agent, ++b.time};
 }
 void mbarrier_wait(uint32_t address, int parity) {
     if (counters) counters->mbarrier_waits++;
     Mbarrier& b = mbarrier(address);
+    check_ready(b, address);
     while (b.phase == (parity & 1)) {
         b.waiting.push_back(self().fiber);
         suspend("mbarrier at shared offset " + std::to_string(address) + ", parity " + std::to_string(parity));
     }
+    if (self().watched) learn(b.ended);
 }
 void check_mbarrier_for_tma(uint32_t address) {
     const Mbarrier& b = mbarrier(address);

@@ -38,7 +38,8 @@ template <class T, class F>
 static void load_operand(uint64_t descriptor, bool mn_major, uint32_t first, uint32_t count, F put) {
     walk_operand(descriptor, mn_major, first, count, sizeof(T), [&](uint32_t address, uint32_t mn, uint32_t k) {
         T x[16 / sizeof(T)];
-        std::memcpy(x, shared_load(address, 16), 16);
+        check_shared(address, 16);
+        std::memcpy(x, self().shared + address, 16);
         for (uint32_t i = 0; i < 16 / sizeof(T); i++)
             if (mn_major) put(mn + i, k, to_float(x[i]));
             else put(mn, k + i, to_float(x[i]));
@@ -114,6 +115,16 @@ void wgmma_issue(const WgmmaOp& op) {
         if (!op.a_in_registers) walk_operand(op.a_desc, op.a_mn_major, first_row(), 16, element_bytes(op), check);
         if (self().warp % 4 == 0) walk_operand(op.b_desc, op.b_mn_major, 0, uint32_t(op.n), element_bytes(op), check);
     }
+    if (self().watched && self().lane == 0) {
+        uint32_t& agent = self().block->multipliers[size_t(self().warp)];
+        if (!agent) agent = add_agent(*self().block, "the wgmma of the warp of " + place(self()));
+        const void* line = __builtin_return_address(0);
+        const auto touch = [&](uint32_t address, uint32_t, uint32_t) {
+            touch_beside(address, 16, Access::load, agent, f.multiplied.time, line);
+        };
+        if (!op.a_in_registers) walk_operand(op.a_desc, op.a_mn_major, first_row(), 16, element_bytes(op), touch);
+        walk_operand(op.b_desc, op.b_mn_major, 0, uint32_t(op.n), element_bytes(op), touch);
+    }
     f.wgmma.back().ops.push_back(op);
 }
 static void run_oldest_group() {
@@ -135,6 +146,7 @@ void wgmma_commit() {
     Fiber& f = *self().fiber;
     f.fragments_fenced = false;
     f.wgmma.emplace_back();
+    f.multiplied.commit();
     if (!late())
         while (f.wgmma.size() > 1) run_oldest_group();
 }
@@ -142,6 +154,8 @@ void wgmma_wait(int groups_left) {
     Fiber& f = *self().fiber;
     f.accumulators_fenced = f.fragments_fenced = false;
     while (int(f.wgmma.size()) - 1 > groups_left) run_oldest_group();
+    const uint32_t agent = self().block->multipliers[size_t(self().warp)];
+    if (self().watched && agent) f.known.raise(agent, f.multiplied.done(groups_left));
 }
 
 }  // namespace emu

@@ -192,6 +192,7 @@ struct Consumer {
         if (done > 1) give_dq();
         pipes.ds.wait_free(ds_turn);
         ptx::wgmma_wait<0>();  // dV, dP
+        if constexpr (kListed) ptx::sync_warp();  // all lanes have read their bits
         release(pipes.d_o, of_do(turn));
         multiply(rP, rP, s);
         put_ds(rP);

@@ -10,7 +10,14 @@ struct Cuts {
 
     TILE_DEVICE Shared<PlanNode> nodes() const { return Shared<PlanNode>(args.room.nodes); }
     TILE_DEVICE Shared<PlanRange> ranges() const { return Shared<PlanRange>(args.room.ranges); }
+    // The sequence of a range, and nothing else of it: another thread may be storing the rest
+    TILE_DEVICE int sequence_of(int range) const {
+        return Shared<int>(args.room.ranges)[range * int(sizeof(PlanRange) / 4) + kRangeSequenceWord];
+    }
     TILE_DEVICE PlanNode node(int n) const { return nodes()[n]; }
+    TILE_DEVICE int above(int n) const {  // likewise
+        return Shared<int>(args.room.nodes)[n * int(sizeof(PlanNode) / 4) + kAboveWord];
+    }
     // States that a sequence has of the nodes above it
     TILE_DEVICE int node_states(int sequence) const {
         const int under = Shared<int>(args.room.under)[sequence];
@@ -21,7 +28,7 @@ struct Cuts {
     TILE_DEVICE int depth_of(int n) const {
         int depth = 0;
 #pragma unroll 1
-        for (int up = node(n).above; up >= 0; up = node(up).above) depth++;
+        for (int up = above(n); up >= 0; up = above(up)) depth++;
         return depth;
     }
     // pieces, tiles: what there is, for streaming warps and for tiles; with the nodes' added
@@ -247,11 +254,11 @@ struct Cuts {
 #pragma unroll 1
             while (first < high) {
                 const int middle = (first + high) / 2;
-                if (PlanRange(ranges()[middle]).sequence < n) first = middle + 1;
+                if (sequence_of(middle) < n) first = middle + 1;
                 else high = middle;
             }
         }
-        const auto mine = [&](int i) { return there && i < count && PlanRange(ranges()[i]).sequence == n; };
+        const auto mine = [&](int i) { return there && i < count && sequence_of(i) == n; };
 #pragma unroll 1
         for (int i = first; mine(i); i++) own += PlanRange(ranges()[i]).parts;
         const int before = there ? node_states(n) : 0, total = before + own;

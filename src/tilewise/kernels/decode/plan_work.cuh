@@ -75,7 +75,8 @@ struct alignas(16) PlanRange {
     int sequence, start, stop, parts;  // parts: 0 if nodes cover all of the sequence
     int unit, state, whole, unused;    // pieces before its own, the first of its states
 };
-enum { kUnitWord = 13, kTileUnitWord = 14, kRangeUnitWord = 4 };  // of a PlanNode and of a PlanRange
+enum { kAboveWord = 4, kUnitWord = 13, kTileUnitWord = 14 };   // of a PlanNode
+enum { kRangeSequenceWord = 0, kRangeUnitWord = 4 };            // of a PlanRange
 // How a range is cut
 struct RangeCut {
     int size_bits, chunks, pieces, begin, cut_parts;

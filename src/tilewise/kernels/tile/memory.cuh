@@ -12,35 +12,35 @@ namespace emu {
 template <class T> struct GlobalRef {
     T* p;
     using Value = std::remove_const_t<T>;
-    operator Value() const {
+    EMU_INLINE operator Value() const {
         check_global(p, sizeof(T), Access::load);
         if (counters) count_global(p, sizeof(T));
         return *p;
     }
-    const GlobalRef& operator=(const Value& x) const {
-        check_global(p, sizeof(T), Access::store);
+    EMU_INLINE const GlobalRef& operator=(const Value& x) const {
+        check_store(p, &x, sizeof(T));
         if (counters) count_global(p, sizeof(T));
         *p = x;
         return *this;
     }
-    const GlobalRef& operator=(const GlobalRef& x) const { return *this = Value(x); }
+    EMU_INLINE const GlobalRef& operator=(const GlobalRef& x) const { return *this = Value(x); }
 };
 template <class T> struct SharedRef {
     uint32_t address;
-    operator T() const {
+    EMU_INLINE operator T() const {
         T x;
-        std::memcpy(&x, shared_at(address, sizeof(T)), sizeof(T));
+        std::memcpy(&x, shared_load(address, sizeof(T)), sizeof(T));
         if (counters) count_shared(address, sizeof(T));
         return x;
     }
-    const SharedRef& operator=(const T& x) const {
-        std::memcpy(shared_at(address, sizeof(T)), &x, sizeof(T));
+    EMU_INLINE const SharedRef& operator=(const T& x) const {
+        shared_store(address, &x, sizeof(T));
         if (counters) count_shared(address, sizeof(T));
         return *this;
     }
-    const SharedRef& operator=(const SharedRef& x) const { return *this = T(x); }
-    const SharedRef& operator+=(const T& x) const { return *this = T(*this) + x; }
-    const SharedRef& operator*=(const T& x) const { return *this = T(*this) * x; }
+    EMU_INLINE const SharedRef& operator=(const SharedRef& x) const { return *this = T(x); }
+    EMU_INLINE const SharedRef& operator+=(const T& x) const { return *this = T(*this) + x; }
+    EMU_INLINE const SharedRef& operator*=(const T& x) const { return *this = T(*this) * x; }
 };
 }  // namespace emu
 #endif
