@@ -129,6 +129,28 @@ def test_the_same_bits_as_alone_and_in_any_order_of_threads():
             assert torch.equal(alone[0], states[0][0][q0:q1])
 
 
+@pytest.mark.parametrize(("head_dim", "heads", "paging"), [(64, 2, 0), (128, 8, 16), (256, 2, 0)])
+def test_the_same_bits_beside_any_others(head_dim, heads, paging):
+    """Rows behind a sequence's end, which are the next one's, share a warp with its last rows. Where theirs grow from
+    block to block, or are NaN, references move; those of this sequence's rows must not."""
+    lengths = [21, 16, 90], [700, 30, 100]
+    q, k, v, starts_q, starts_k = packed(*lengths, heads, 2, head_dim)
+    # Scores creep up from block to block, which are visited from the last one down: a reference may move, or stay.
+    k[:700] *= torch.linspace(3.0, 0.3, 700)[:, None, None].to(k.dtype)
+    keys = paged(k, v, starts_k, paging) if paging else (k, v, None)
+    outcomes = []
+    for others in (0.0, 40.0, NAN):
+        q[21:] = others
+        with nan_in_new_memory():
+            o, lse = attention_varlen(
+                q, *keys[:2], starts_q, starts_k, page_table=keys[2], return_lse=True, backend="emulator"
+            )
+        outcomes.append((o[:21], lse[:, :21]))
+    for o, lse in outcomes[1:]:
+        assert torch.equal(o, outcomes[0][0])
+        assert torch.equal(lse, outcomes[0][1])
+
+
 def test_no_sequences_no_queries_no_keys():
     for lengths in (([], []), ([0, 0], [0, 0]), ([0], [5]), ([5], [0])):
         q, k, v, *starts = packed(*lengths, 2, 2, 64)

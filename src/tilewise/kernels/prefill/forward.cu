@@ -75,6 +75,7 @@ struct Consumer : Scoring<Consumer> {
         pipes.q.wait(q_turn);
         const WorkTile tile = tile_of_stage()[q_turn.stage];
         if (tile.row < 0) return false;
+        if constexpr (kTma && !kExact) clear_beyond(tile);
         begin = tile.begin;
         n = tile.end - 1;
         if constexpr (kListed) {
@@ -92,6 +93,19 @@ struct Consumer : Scoring<Consumer> {
             for (int step = 0; step < kHeadDim / kStepDepth; step++)
                 warp::load_a(rQ[step], q_panel(q_turn.stage, step / 4), warp_row(), step % 4);
         return true;
+    }
+
+    // Zeroes the rows of Q past the sequence's end, which are another's where sequences are packed: a warp's rows move
+    // their references together, and what lies behind a sequence must not change its bits. Without TMA the loader
+    // writes zeros there, and the standard softmax takes every row by itself.
+    TILE_DEVICE void clear_beyond(const WorkTile& tile) const {
+        const int first = group * 64, there = tile.seqlen_q * kPack - tile.row;
+        if (!args.list || there >= first + 64) return;
+        const Shared<Vector16> rows(q_turn.stage * kQStage);
+        for (int i = (there > first ? there : first) * 8 + threadIdx.x % 128; i < (first + 64) * 8; i += 128)
+            for (int panel = 0; panel < kPanels; panel++) rows[panel * kTileQ * 8 + i] = Vector16{};
+        ptx::fence_async_proxy();
+        ptx::barrier_sync(kGroupBarrier + group, 128);
     }
 
     TILE_DEVICE void my_turn() const {
@@ -148,6 +162,7 @@ struct Consumer : Scoring<Consumer> {
         ptx::wgmma_commit();
     }
     TILE_DEVICE void release_k() {
+        if constexpr (kListed) ptx::sync_warp();  // all lanes have read which keys it holds
         pipes.k.release(k_turn);
         k_turn.next();
     }
@@ -168,6 +183,7 @@ struct Consumer : Scoring<Consumer> {
             warp::load_a(a, q_panel(q_turn.stage, step / 4), warp_row(), step % 4, lane);
             warp::mma_abt_step(s, a, k_panel(k_turn.stage, step / 4), step % 4, lane);
         }
+        ptx::sync_warp();  // all lanes have read K, which one of them gives back
         score<false, false>(s);
     }
 
