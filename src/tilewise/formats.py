@@ -30,7 +30,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from math import prod
 
 import torch
@@ -88,6 +88,20 @@ class KVFormat:
         checks.choice("group_size", checks.integer("group_size", self.group_size), GROUP_SIZES)
         if checks.integer("latent", self.latent, 0, self.head_dim) and self.name not in LATENT_FORMATS:
             raise ValueError(f"latent goes with {' and '.join(LATENT_FORMATS)}, got {self.name!r}")
+
+    @property
+    def values(self) -> KVFormat:
+        """The format of V where this is that of K: the same, unless V has another head_dim (PairFormat)."""
+        return self
+
+    @property
+    def dims(self) -> str:
+        """The head_dim of K and V, as tables name it: "128", or "192x128"."""
+        return str(self.head_dim)
+
+    def beside(self, values: KVFormat) -> KVFormat:
+        """One format that tells of K in this one and of V in `values`, which differs in its head_dim at most."""
+        return self if values.head_dim == self.head_dim else _pair(self, values.head_dim)
 
     @property
     def plain(self) -> bool:
@@ -301,6 +315,33 @@ class KVFormat:
     def _per_channel(self, per_group: torch.Tensor) -> torch.Tensor:
         step, end = (LATENT_GROUP, self.latent) if self.latent else (self.group_size, self.head_dim)
         return per_group.repeat_interleave(step, -1)[..., :end]
+
+
+@dataclass(frozen=True)
+class PairFormat(KVFormat):
+    """The format of K, and how many channels V has, which is stored in the same way."""
+
+    value_dim: int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        checks.integer("value_dim", self.value_dim, 1, checks.MAX_HEAD_DIM)
+
+    @cached_property
+    def values(self) -> KVFormat:
+        return KVFormat(self.name, self.value_dim, self.group_size)
+
+    @property
+    def dims(self) -> str:
+        return f"{self.head_dim}x{self.value_dim}"
+
+    def beside(self, values: KVFormat) -> KVFormat:
+        return KVFormat(self.name, self.head_dim, self.group_size).beside(values)
+
+
+@lru_cache(maxsize=256)
+def _pair(keys: KVFormat, value_dim: int) -> PairFormat:
+    return PairFormat(keys.name, keys.head_dim, keys.group_size, value_dim=value_dim)
 
 
 def _rounding(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

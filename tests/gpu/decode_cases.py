@@ -35,7 +35,8 @@ def grow(cache: PagedKVCache, seqs: Sequence[int], counts: Any, seed: int = 0, s
     """Extend and write normal values; `size` scales the keys, and so the logits."""
     slots = cache.extend(seqs, counts)
     for layer in range(cache.num_layers):
-        k, v = (randn(len(slots), cache.num_kv_heads, cache.head_dim, seed=1000 * seed + 2 * layer + i) for i in (0, 1))
+        dims = (cache.head_dim, cache.value_dim)
+        k, v = (randn(len(slots), cache.num_kv_heads, d, seed=1000 * seed + 2 * layer + i) for i, d in enumerate(dims))
         cache.write(layer, slots, k * size, v)
 
 
@@ -132,7 +133,8 @@ def decode(
         )
     k_parts, v_parts = parts or stored(cache, runs=runs)
     k_parts, v_parts = ([_moved(x, device) for x in of] for of in (k_parts, v_parts))
-    q, o = q.to(device), poison(q).to(device)
+    like = q if cache.value_dim == q.shape[-1] else q.new_empty((*q.shape[:3], cache.value_dim))
+    q, o = q.to(device), poison(like).to(device)
     lse = torch.full((q.shape[0], q.shape[2], q.shape[1]), math.nan, device=device)
     for name in ("sinks", "tree", "selected"):
         if options.get(name) is not None:
@@ -142,7 +144,7 @@ def decode(
     decoding.run(
         plan,
         q,
-        cache.format,
+        cache.format.beside(cache.value_format),
         k_parts,
         v_parts,
         [garbage_pages(cache.page_list(s)) for s in seqs],
@@ -269,19 +271,23 @@ def check(
 
 
 # ---- random problems -------------------------------------------------------------------------------------------------
-# What costs a compilation: (format, head_dim, page_size), as few as will do, each with many problems.
-KINDS = (("bf16", 64, 16), ("bf16", 128, 64), ("int8", 64, 16), ("int4", 64, 16), ("bf16", 64, 3))
+# What costs a compilation: (format, head_dim or that of K and that of V, page_size), as few as will do, each with many
+# problems.
+Kind = tuple[str, int | tuple[int, int], int]
+KINDS: tuple[Kind, ...] = (("bf16", 64, 16), ("bf16", 128, 64), ("int8", 64, 16), ("int4", 64, 16), ("bf16", 64, 3))
 
 
-def chance(seed: int, kinds: Sequence[tuple[str, int, int]] = KINDS, device: str = "cpu") -> None:
+def chance(seed: int, kinds: Sequence[Kind] = KINDS, device: str = "cpu") -> None:
     """One random forest of sequences, decoded with random options and judged. The same for the same seed."""
     rng = random.Random(seed)
-    kv_format, head_dim, page_size = rng.choice(kinds)
+    kv_format, dims, page_size = rng.choice(kinds)
+    head_dim, value_dim = (dims, dims) if isinstance(dims, int) else dims
     cache = empty_cache(
         4000 // page_size + 60,
         page_size=page_size,
         kv_heads=rng.choice((1, 2, 3)),
         head_dim=head_dim,
+        value_dim=value_dim,
         kv_format=kv_format,
     )
     seqs: list[int] = []

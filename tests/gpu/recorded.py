@@ -36,19 +36,22 @@ class Recorded(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         given = kwargs or {}
         found = func(*args, **given)
-        fresh = isinstance(found, torch.Tensor) and not any(
-            isinstance(x, torch.Tensor) and x.untyped_storage().data_ptr() == found.untyped_storage().data_ptr()
-            for x in (*args, *given.values())
-        )
+        outputs = found if isinstance(found, tuple) else (found,)
+        known = {x.untyped_storage().data_ptr() for x in (*args, *given.values()) if isinstance(x, torch.Tensor)}
+        fresh = [isinstance(x, torch.Tensor) and x.untyped_storage().data_ptr() not in known for x in outputs]
 
         def again():
             result = func(*args, **given)
-            if fresh and "empty" not in func.name():
-                found.copy_(result)
+            if "empty" not in func.name():
+                results = result if isinstance(result, tuple) else (result,)
+                for old, now, new in zip(outputs, results, fresh, strict=True):
+                    if new:
+                        old.copy_(now)
 
         self.steps.append(again)
         return found
 
+    @torch.no_grad()
     def replay(self):
         for step in self.steps:
             step()

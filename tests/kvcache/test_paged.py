@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -18,6 +21,18 @@ def test_an_empty_sequence_gives_empty_tensors(name: str, heads: int, head_dim: 
     cache = PagedKVCache(2, 4, heads, head_dim, kv_format=name)
     k, v = cache.gather(0, cache.allocate())
     assert k.shape == v.shape == (0, heads, head_dim)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_copy_goes_its_own_way(name: str) -> None:
+    cache = PagedKVCache(8, 4, 2, 64, value_dim=32, kv_format=name)
+    seq = cache.allocate()
+    cache.write(0, cache.extend([seq], 6), noise(6, 2, 64), noise(6, 2, 32))
+    for made in (copy.deepcopy(cache), pickle.loads(pickle.dumps(cache))):
+        assert [x.dtype for x in (*made._k, *made._v)] == [x.dtype for x in (*cache._k, *cache._v)]
+        made.write(0, made.extend([seq], 1), noise(1, 2, 64, seed=1), noise(1, 2, 32, seed=1))
+        assert all(map(torch.equal, (x[:6] for x in made.gather(0, seq)), cache.gather(0, seq)))
+        assert (made.length(seq), cache.length(seq)) == (7, 6)
 
 
 @pytest.mark.usefixtures("written_by")

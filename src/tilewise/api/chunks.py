@@ -113,6 +113,13 @@ def _uploaded(arrays: Sequence[Ints], device: torch.device) -> list[torch.Tensor
     return [there[at : at + x.size].view(x.shape) for at, x in zip(places, arrays, strict=False)]
 
 
+def plain_pages(cache: PagedKVCache, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """K and V of a plain format where they lie, (pages, page size, KV heads, D and Dv); of rows that are both, V is the
+    first channels of K."""
+    k_parts, v_parts = cache.parts(layer)
+    return k_parts[0], k_parts[0][..., : cache.value_dim] if v_parts is None else v_parts[0]
+
+
 def attend_chunks(
     q: torch.Tensor,
     cache: PagedKVCache,
@@ -125,11 +132,10 @@ def attend_chunks(
 ) -> None:
     """The chunks' rows q (rows, Hq, D): fills out, no part of q, and lse (Hq, rows) if there is one."""
     tables = tables_of(plan, cache, cache.format.dtype != q.dtype)
-    k_parts, v_parts = cache.parts(layer)
-    k = k_parts[0]
-    v = k[..., : cache.value_dim] if v_parts is None else v_parts[0]
-    if tables.widened is not None:
-        k, v = widen(cache.format, k_parts, v_parts, tables.widened, q.dtype, cache.value_dim)
+    if tables.widened is None:
+        k, v = plain_pages(cache, layer)
+    else:
+        k, v = widen(cache.format, *cache.parts(layer), tables.widened, q.dtype, cache.value_dim)
 
     def forward(rows: torch.Tensor, launch: Launch, **more: Any) -> Any:
         return attention_varlen(rows, k, v, *launch[:2], page_table=launch.page_table, backend=backend, **more)

@@ -102,7 +102,8 @@ def plan_decode(
     most = _check_pages_per_seq(pages_per_seq, share_prefix, window)
     row_bytes = stream_row_bytes(pages)
     share = None if share_prefix == "auto" else bool(share_prefix)
-    model = cost or tuned.cost(pages.device, pages.format, shared_kv=pages.shared_kv)
+    form = pages.format.beside(pages.value_format)
+    model = cost or tuned.cost(pages.device, form, shared_kv=pages.shared_kv)
     if rows is not None or max_length is not None:
         if room or most:
             given = f"room {room}" if room else f"pages_per_seq {most}"
@@ -263,9 +264,10 @@ def decode(
     """Attention of the plan's sequences over their cached keys in one layer.
 
     q: (num_seqs, tokens_per_seq, Hq, D) in the order of the plan's `seqs`, float32, float16 or bfloat16, whatever the
-    cache's format; the queries' own tokens are already written. On a GPU head_dim is 64, 96, 128, 192 or 256, float32
-    queries read fp32 caches alone, and a bf16 cache takes bfloat16 queries alone. Over a shared_kv cache, MLA's
-    absorbed form, q is as wide as its rows. Other arguments as in `attention`; scale is D ** -0.5 if None.
+    cache's format; the queries' own tokens are already written. On a GPU head_dim is 64, 96, 128, 192 or 256, value_dim
+    any of these, or up to 512 one that is 256 more than one of them; float32 queries read fp32 caches alone, and a bf16
+    cache takes bfloat16 queries alone. Over a shared_kv cache, MLA's absorbed form, q is as wide as its rows. Other
+    arguments as in `attention`; scale is D ** -0.5 if None.
     tree_mask: bool (T, T) or (num_seqs, T, T), T = tokens_per_seq: query t sees the sequence's query token j where it
     is True, in place of causality, for trees of speculated tokens. All see the first one, the tree's root.
     schedule: which pages each sequence and KV head reads, for a plan with `pages_per_seq`. Key block j, of page_size
@@ -311,7 +313,7 @@ def decode(
         return result(o, lse, None, out, return_lse)
     with full_precision():
         if indices is not None:
-            o, lse = run_listed(q, pages, layer, plan.seqs, Scoring.of(scores), indices)
+            o, lse = _decode_listed(q, pages, layer, plan, Scoring.of(scores), indices)
         elif tree is not None:
             o, lse = cpu.run_tree(q, pages, layer, plan.seqs, Scoring.of(scores), tree)
         elif selected is not None:
@@ -358,6 +360,18 @@ def _decode_now(
     return o, lse
 
 
+def _decode_listed(
+    q: torch.Tensor, pages: PagedKVCache, layer: int, plan: DecodePlan, scoring: Scoring, indices: torch.Tensor
+) -> State:
+    """decode() over lists of tokens on a CPU. Tokens are decoded if need be."""
+    compute = q.dtype if pages.format.dtype == q.dtype else torch.float32
+
+    def load(n: int, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return pages.load_tokens(layer, plan.seqs[n], positions, compute)
+
+    return run_listed(q, load, scoring, indices, value_dim=pages.value_dim, compute=compute)
+
+
 def _run_kernel(
     q: torch.Tensor,
     pages: PagedKVCache,
@@ -383,8 +397,9 @@ def _run_kernel(
         given = (plan, q, pages.format, k_parts, page_lists, plan.lengths, o, lse, scores)
         run(*given, value_dim=pages.value_dim, indices=indices, room=plan.room)
     else:
-        _check_apart(pages, indices)
-        both = (plan, q, pages.format, k_parts, v_parts, page_lists, plan.lengths, o, lse, scores)
+        _check_apart(indices)
+        form = pages.format.beside(pages.value_format)
+        both = (plan, q, form, k_parts, v_parts, page_lists, plan.lengths, o, lse, scores)
         kernel.run(*both, tree=tree, selected=selected, room=plan.room)
     if out is not None and out is not o:
         o = out.copy_(o)
@@ -401,16 +416,11 @@ def _latent_kernel(tree: torch.Tensor | None, selected: torch.Tensor | None) -> 
     return mla.run
 
 
-def _check_apart(pages: PagedKVCache, indices: torch.Tensor | None) -> None:
+def _check_apart(indices: torch.Tensor | None) -> None:
     """NotImplementedError for what no kernel over K and V, stored apart, serves."""
     if indices is not None:
         raise NotImplementedError(
             "indices have a kernel over shared_kv caches alone; use a schedule of pages, or CPU tensors, backend='cpu'"
-        )
-    if pages.value_dim != pages.head_dim:
-        raise NotImplementedError(
-            f"decode has no kernel for K and V of head_dim {pages.head_dim} and {pages.value_dim}; use a cache of one "
-            "head_dim with zeros after the narrower, or CPU tensors and backend='cpu'"
         )
 
 

@@ -32,12 +32,23 @@ from tilewise.gpu.decode_kernels import (
     chunk_tokens,
     decode_spec,
     line_heads,
+    row_bytes,
     scales_in_runs,
     tile_map,
+    tile_tokens,
     tiles_can,
     tiles_whole,
+    widest,
 )
-from tilewise.gpu.decode_shapes import AnyPlan, as_measured, check_served, has_wide_nodes, shape_of
+from tilewise.gpu.decode_shapes import (
+    AnyPlan,
+    as_measured,
+    check_served,
+    has_wide_nodes,
+    shape_of,
+    slice_of_values,
+    value_slices,
+)
 from tilewise.gpu.decode_shapes import fills_one_block as fills_one_block
 from tilewise.gpu.decode_small import SmallDecode, SmallShape, small_shape
 from tilewise.gpu.plan_step import Batch
@@ -89,9 +100,10 @@ class Decode:
         # that several sequences have, warps are not kept in step: 64 × (8192 + 256) unshared takes 242 µs, not 288.
         apart = BITS[fmt.name] == 16 and isinstance(plan, DecodePlan) and plan.stored_tokens < sum(plan.lengths)
         in_step = tma and listed.in_step and not apart and asked.selections <= 1  # else heads read different pages
-        row_bytes, lines = fmt.head_dim * BITS[fmt.name] // 8, 1
-        if in_step and all(x.stride(2) * x.element_size() == row_bytes for x in codes):
-            lines = line_heads(row_bytes, tiling.warps)
+        sides, lines = (fmt, fmt.values), (1, 1)
+        packed = all(x.stride(2) * x.element_size() == row_bytes(f) for x, f in zip(codes, sides, strict=True))
+        if in_step and packed:
+            lines = line_heads(fmt, tiling.warps), line_heads(fmt.values, tiling.warps)
         self.spec = decode_spec(
             asked.dtype,
             fmt,
@@ -109,9 +121,12 @@ class Decode:
         self.map_specs: list[TensorMapSpec | None] = [None, None]
         if tma:
             heads = tiling.warps if in_step else 1
-            self.map_specs = [chunk_map(x, row_bytes, chunk_tokens(fmt), heads, lines) for x in codes]
+            self.map_specs = [
+                chunk_map(x, row_bytes(side), chunk_tokens(fmt), heads, line)
+                for x, side, line in zip(codes, sides, lines, strict=True)
+            ]
         if tiling.tile_stages and tma:
-            self.map_specs += [tile_map(x, tiles_whole(codes)) for x in codes]
+            self.map_specs += [tile_map(x, tile_tokens(fmt), tiles_whole(codes)) for x in codes]
         group = plan.heads_q // plan.heads_kv
         self.rows_each = plan.tokens_per_seq * group
         self.fixed = listed.tensors(self.device)
@@ -158,7 +173,7 @@ class Decode:
         if found is None or stream is None:
             rows = max(1, self.listed.total_states * self.heads_kv * self.rows_each)
             found = self.workspaces[stream] = Workspace(
-                torch.empty(rows * self.fmt.head_dim, dtype=torch.float32, device=self.device),
+                torch.empty(rows * self.fmt.values.head_dim, dtype=torch.float32, device=self.device),
                 torch.empty(rows * 2, dtype=torch.float32, device=self.device),
                 torch.empty(self.select.words if self.select else 0, dtype=torch.int32, device=self.device),
                 self.graph_barrier if stream is None else self._barrier(),
@@ -299,7 +314,7 @@ def bind(
         many_rows and not tiles and not hopper(card)
     ):  # without tiles, sixteen rows at a time: the node is read half as often
         rows = max(rows, 16)
-    deep = tma and not tiles and fmt.head_dim <= 128 and fills_one_block(plan, fmt, processors)
+    deep = tma and not tiles and widest(fmt) <= 128 and fills_one_block(plan, fmt, processors)
     tiling = choose_tiling(fmt, rows, tiles, tma, card, deep)
     if not tiles and (table := tuned.of(q.device)) is not None:
         tiling = as_measured(table, fmt, tiling, card)
@@ -308,7 +323,8 @@ def bind(
     listed = list_of(plan, page_lists, lengths, page_size, shape, q.device, splitting=splitting, room=room)
     if not q.numel():
         return listed, None
-    runs = len(k_parts) > 1 and scales_in_runs(fmt, page_size, (*k_parts[1:], *v_parts[1:]))
+    runs = len(k_parts) > 1 and scales_in_runs(fmt, page_size, k_parts[1:])
+    runs = runs and scales_in_runs(fmt.values, page_size, v_parts[1:])
     codes = (k_parts[0], v_parts[0])
     strides = (codes[0].stride(), codes[1].stride())
     few = None
@@ -351,18 +367,29 @@ def run(
 ) -> AnyList:
     """Attention of a plan's queries over one layer's pages; returns the plan's list, for its `grow` or `renew`.
 
-    q, o: (num_seqs, tokens_per_seq, Hq, D) in the order of plan.seqs; lse: (num_seqs, Hq, tokens_per_seq) float32,
-    contiguous, or None; of a standing plan num_seqs is its `rows`. k_parts, v_parts: the format's components of the
-    layer, (num_pages, page_size, Hkv, *trailing). page_lists, lengths: of the plan's sequences, in the order of
-    plan.seqs, looked at when the list is made; of a standing plan page_lists finds the batch. scores: its window is the
-    one that the plan was made with. tree: (num_seqs, T, T) bool, which query tokens each row sees, the first being seen
-    by all; causal if None. selected: int32 (num_seqs or 1, Hkv or 1, words), for a plan with pages_per_seq: bit j % 32
-    of word j // 32 tells whether the sequence and KV head read page j of the sequence's list; bits past its end may be
-    anything. room: tokens that each sequence may grow by under WorkList.grow before a new plan is needed. tma, tiles:
-    whether to load by TMA, and to put shared nodes through tiles; None for whatever the pages and the plan allow.
-    small: whether the kernel for few sequences serves (a shape: that one); None for whatever is faster. emulated:
-    options of emulator.launch.
+    q: (num_seqs, tokens_per_seq, Hq, D) in the order of plan.seqs; o: the same of V's head_dim; lse: (num_seqs, Hq,
+    tokens_per_seq) float32, contiguous, or None; of a standing plan num_seqs is its `rows`. fmt: of K, and of V beside
+    it (KVFormat.values). k_parts, v_parts: its components of the layer, (num_pages, page_size, Hkv, *trailing).
+    page_lists, lengths: of the plan's sequences, in the order of plan.seqs, looked at when the list is made; of a
+    standing plan page_lists finds the batch. scores: its window is the one that the plan was made with. tree:
+    (num_seqs, T, T) bool, which query tokens each row sees, the first being seen by all; causal if None. selected:
+    int32 (num_seqs or 1, Hkv or 1, words), for a plan with pages_per_seq: bit j % 32 of word j // 32 tells whether the
+    sequence and KV head read page j of the sequence's list; bits past its end may be anything. room: tokens that each
+    sequence may grow by under WorkList.grow before a new plan is needed. tma, tiles: whether to load by TMA, and to put
+    shared nodes through tiles; None for whatever the pages and the plan allow. small: whether the kernel for few
+    sequences serves (a shape: that one); None for whatever is faster. emulated: options of emulator.launch.
     """
+    slices = value_slices(fmt.values.head_dim)
+    if len(slices) > 1:
+        check_served(q, fmt, plan, (k_parts[0], v_parts[0]))
+        for start, stop in slices:
+            cut, values = slice_of_values(fmt, v_parts, start, stop)
+            part, logs = o[..., start:stop], None if start else lse
+            listed = run(
+                plan, q, cut, k_parts, values, page_lists, lengths, part, logs, scores, tree=tree, selected=selected,
+                splitting=splitting, room=room, tma=tma, tiles=tiles, small=small, **emulated,
+            )  # fmt: skip
+        return listed
     listed, bound = bind(
         plan, q, fmt, k_parts, v_parts, page_lists, lengths, scores,
         tree=tree is not None, selections=0 if selected is None else selected.shape[1], splitting=splitting, room=room,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache
 
 import torch
@@ -18,6 +19,7 @@ from tilewise.gpu.decode_kernels import (
     DecodeTiling,
     Parts,
     fits,
+    scale_groups,
 )
 from tilewise.plan.standing import StandingPlan
 from tilewise.plan.tiles import DecodePlan
@@ -32,6 +34,11 @@ def check_served(q: torch.Tensor, fmt: KVFormat, plan: AnyPlan, codes: Parts) ->
     group = plan.heads_q // plan.heads_kv
     if fmt.head_dim not in HEAD_DIMS:
         raise NotImplementedError(f"GPU decode takes head_dim {HEAD_DIMS}, got {fmt.head_dim}; use {instead}")
+    if any(stop - start not in HEAD_DIMS for start, stop in value_slices(fmt.values.head_dim)):
+        raise NotImplementedError(
+            f"GPU decode takes a head_dim of V {HEAD_DIMS}, or up to 512 one that is 256 more than one of them, got "
+            f"{fmt.values.head_dim}; write zeros after the channels of V up to such a one, or use {instead}"
+        )
     if q.dtype not in DTYPES or fmt.name not in FORMATS or (q.dtype == torch.float32 and fmt.name != "fp32"):
         raise NotImplementedError(
             f"GPU decode takes bfloat16 and float16 queries over bf16, fp16, fp8, int8, int4 and fp32 caches, and "
@@ -50,6 +57,23 @@ def check_served(q: torch.Tensor, fmt: KVFormat, plan: AnyPlan, codes: Parts) ->
                 f"GPU decode takes pages whose rows begin at multiples of 16 bytes, got strides {x.stride()} of "
                 f"{x.dtype} at {x.data_ptr():#x}; use {instead}"
             )
+
+
+def value_slices(value_dim: int) -> tuple[tuple[int, int], ...]:
+    """The columns of V, and of O, that are computed by one launch each: all of them up to 256, of which a warp has
+    registers for O; else 256 and the rest, whose launch reads K once more."""
+    return ((0, value_dim),) if value_dim <= HEAD_DIMS[-1] else ((0, HEAD_DIMS[-1]), (HEAD_DIMS[-1], value_dim))
+
+
+def slice_of_values(fmt: KVFormat, v_parts: Parts, start: int, stop: int) -> tuple[KVFormat, list[torch.Tensor]]:
+    """The format and V's components of the channels [start, stop); start is a multiple of every group of them."""
+    cut = replace(fmt.values, head_dim=stop - start)
+    size = {"int4": 2}.get(fmt.name, 1)  # codes of a stored value
+    found = [v_parts[0][..., start // size : stop // size]]
+    for x in v_parts[1:]:  # scales and zero points
+        first = start // fmt.group_size if fmt.name == "int4" else 0
+        found.append(x[..., first : first + scale_groups(cut)])
+    return fmt.beside(cut), found
 
 
 def fills_one_block(plan: AnyPlan, fmt: KVFormat, multiprocessors: int) -> bool:

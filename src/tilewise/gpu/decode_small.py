@@ -40,6 +40,7 @@ from tilewise.gpu.decode_kernels import (
     Parts,
     chunk_map,
     decode_spec,
+    row_bytes,
     stage_bytes,
 )
 from tilewise.plan.ranges import Longs
@@ -91,7 +92,8 @@ class SmallAsked(Protocol):
 def serves_pages(dtype: torch.dtype, fmt: KVFormat, page_size: int, rows: int, card: str) -> bool:
     """Is there a kernel for such pages and so many query rows per sequence and KV head? It takes 16-bit pages on Hopper
     and few rows."""
-    pages = fmt.dtype == dtype and BITS[fmt.name] == 16 and fmt.head_dim in HEAD_DIMS and page_size % CHUNK == 0
+    pages = fmt.dtype == dtype and BITS[fmt.name] == 16 and page_size % CHUNK == 0
+    pages = pages and fmt.head_dim in HEAD_DIMS and fmt.values.head_dim in HEAD_DIMS
     return hopper(card) and pages and rows <= ROWS
 
 
@@ -167,7 +169,7 @@ def choose_shape(fmt: KVFormat, rows: int, units: int, states: int, chunks: int,
     multiprocessor: they get rings of which two or three fit.
     """
     rows = _power_above(rows)
-    widest = max(c for c in (1, 2, 4, 8, 16) if c < 2 * states and rows * fmt.head_dim % (4 * c) == 0)
+    widest = max(c for c in (1, 2, 4, 8, 16) if c < 2 * states and rows * fmt.values.head_dim % (4 * c) == 0)
 
     def ringed(cluster: int, together: int, ring: int) -> SmallShape:
         """With rounds of `together` chunks in a ring of so many bytes, or of two rounds."""
@@ -199,7 +201,7 @@ def _power_above(n: int) -> int:
 def shared_bytes(fmt: KVFormat, shape: SmallShape) -> int:
     """Shared memory per block, as decode/small.cuh lays it out."""
     ring = shape.depth * shape.round * stage_bytes(fmt)
-    slice_bytes = shape.rows * fmt.head_dim // shape.cluster * 4
+    slice_bytes = shape.rows * fmt.values.head_dim // shape.cluster * 4
     barriers = shape.depth * (shape.warps + 1) + 1
     return ring + 2 * shape.round * 512 + shape.states * (slice_bytes + 8 * shape.rows) + 8 * barriers
 
@@ -230,13 +232,15 @@ def small_spec(
 
 def specs(card: str = "sm_90a", *, every: bool = False) -> list[KernelSpec]:
     """The kernels as users of a card get them: bfloat16, D 128, four rows, pages of 16, for one sequence of 1024 tokens
-    and for eight of 8192; with `every`, all 16-bit formats and head dimensions, and cp.async."""
+    and for eight of 8192; with `every`, all 16-bit formats and head dimensions, K and V of 192 and 128, cp.async."""
     if not hopper(card):
         return []
     found = []
     for name, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16)) if every else (("bf16", torch.bfloat16),):
-        for head_dim in HEAD_DIMS if every else (128,):
-            fmt = KVFormat(name, head_dim)
+        forms = [KVFormat(name, head_dim) for head_dim in (HEAD_DIMS if every else (128,))]
+        if every:
+            forms.append(KVFormat(name, 192).beside(KVFormat(name, 128)))
+        for fmt in forms:
             for units, chunks in ((8, 4), (64, 32)):
                 shape = choose_shape(fmt, 4, units, 16, chunks, 132)
                 assert shape is not None
@@ -288,10 +292,11 @@ class SmallDecode:
         fmt, shape, device = asked.fmt, asked.small, asked.device
         self.listed, self.device, self.shape = listed, device, shape
         self.spec = small_spec(asked.dtype, fmt, asked.page_size, shape, asked.rule)
-        row_bytes = fmt.head_dim * BITS[fmt.name] // 8
         self.map_specs: list[TensorMapSpec | None] = [None, None]
         if shape.tma:
-            self.map_specs = [chunk_map(x, row_bytes, CHUNK) for x in codes]
+            self.map_specs = [
+                chunk_map(x, row_bytes(side), CHUNK) for x, side in zip(codes, (fmt, fmt.values), strict=True)
+            ]
         self.fixed = {name: listed.tensors(device)[name] for name in ("pages", "live")}
         group = plan.heads_q // plan.heads_kv
         a = self.args = DecodeArgs()

@@ -123,12 +123,16 @@ class PagedKVCache:
         return f"PagedKVCache({sizes}, {where}, pages_in_use={used}, sequences={seqs})"
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | ({"_k": storage.bytes_of(self.format, self._k)} if self.format.latent else {})
+        return self.__dict__ | {
+            "_k": storage.kept(self.format, self._k),
+            "_v": storage.kept(self.value_format, self._v),
+        }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        if self.format.latent:  # or the components of a row would no longer lie side by side
-            self._k = self.format.from_rows(state["_k"])
+        self._k, self._v = (
+            storage.found(form, x) for form, x in ((self.format, self._k), (self.value_format, self._v))
+        )
         self.serial = next(_serials)  # a copy goes its own way
 
     @classmethod

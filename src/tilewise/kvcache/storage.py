@@ -103,6 +103,19 @@ def bytes_of(form: KVFormat, parts: Parts) -> torch.Tensor:
     return codes.as_strided((*codes.shape[:-1], form.bytes_per_token_head), codes.stride())
 
 
+def kept(form: KVFormat, parts: Parts) -> Parts:
+    """Components as a copy of the cache is made of them: the rows of a latent format, whose components lie side by
+    side, and bytes, since torch pickles no float8."""
+    return [bytes_of(form, parts)] if form.latent and parts else [as_bytes(x) for x in parts]
+
+
+def found(form: KVFormat, parts: Parts) -> Parts:
+    """The components of which kept() made these."""
+    if form.latent and parts:
+        return form.from_rows(parts[0])
+    return [x.view(part.dtype) for x, part in zip(parts, form.components, strict=False)]  # of no values none
+
+
 def as_bytes(x: torch.Tensor) -> torch.Tensor:
     """One-byte dtypes as uint8: torch copies float8 by index only so."""
     return x.view(torch.uint8) if x.element_size() == 1 else x

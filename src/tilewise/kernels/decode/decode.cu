@@ -6,12 +6,14 @@
 // that cover only a part of their row's keys are merged (merge.cuh).
 //
 // Constants:
-// Element: of q and o. Operand: of the products, bf16 or half. kStoredAs: the cache's Format. kHeadDim.
+// Element: of q and o. Operand: of the products, bf16 or half. kStoredAs: the cache's Format.
+// kHeadDim: channels of q and K. kValueDim: channels of V and o.
 // kGroupSize: channels per int4 scale. kPageSize: tokens per page. kRows: query rows per item, at most.
 // kWarps: streaming warps per block. kStages: chunks in a warp's ring. kBlocksPerSm.
 // kTma: chunks come by TMA; without it, by cp.async. kScaleRuns: the scales of a page's tokens are contiguous.
 // Rule: what is done to scores. kTree: query tokens see each other by a mask. kInStep: the warps of a block work on
-// neighbouring heads, and one copy brings a chunk for all of them. kLineHeads: heads whose rows make up 128 bytes.
+// neighbouring heads, and one copy brings a chunk for all of them. kLineHeads, kValueLineHeads: heads whose rows of K,
+// and of V, make up 128 bytes.
 // kSelected: sequences read the pages that select.cu has listed.
 // kTileStages, kJoiners: 0 here; decode_tree.cu and decode_tree_mma.cu have them.
 #include "tile/quant.cuh"

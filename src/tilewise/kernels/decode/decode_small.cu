@@ -52,7 +52,7 @@ extern "C" __global__ void __launch_bounds__(32 * kWarps, kBlocksPerSm)
     body.begin_rows(item, length, {0, length});
     body.avoid_zero();
     body.begin_piece();
-    if (threadIdx.x == 0)
+    if (!kAlone && threadIdx.x == 0)
         ptx::mbarrier_arrive_expect(loader.window + kAtLanded, share.states * (kSlice * 4 + kHeadRows * 8));
     ptx::cluster_wait();  // all blocks have their barriers
 
@@ -74,6 +74,10 @@ extern "C" __global__ void __launch_bounds__(32 * kWarps, kBlocksPerSm)
         body.begin_piece();
     }
     if (length == 0 && block == 0) body.send(0);  // the empty state
+    if constexpr (kAlone) {
+        ptx::sync_warp();
+        if (warp::lane() == 0) ptx::mbarrier_arrive(loader.window + kAtLanded);
+    }
     if (rank * 128 >= kSlice) return;             // no column to merge
     ptx::mbarrier_wait(loader.window + kAtLanded, 0);
     merge_slice(args, item, block, share.states);

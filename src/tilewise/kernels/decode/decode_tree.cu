@@ -5,7 +5,8 @@
 // loads their keys and values, and three more widen them if they are quantised (tile_widen.cuh); the last four stream
 // what sequences have of their own at the same time, from a list of their own. When the tiles are done, kJoiners of the
 // first eight warps help the streaming warps. A sequence's own tokens are split and computed as in decode.cu, to the
-// bit. Above head_dim 128 there is one warpgroup for tiles, of 64 rows, and kWarps of the last four warps stream.
+// bit. Where V has more than 128 channels there is one warpgroup for tiles, of 64 rows, and kWarps of the last four
+// warps stream.
 //
 // Constants: as in decode.cu, and kTileStages: tiles in the ring; kTileWhole: one copy brings all panels of a head's
 // rows, which needs heads that are contiguous; kJoiners; kRawStages: tiles of codes in the ring before it.

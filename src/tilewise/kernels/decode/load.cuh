@@ -3,136 +3,10 @@
 // place, across the ends of items. So a chunk was requested kStages chunks before the warp waits for it, and no warp
 // depends on another.
 //
-// A chunk is one box of tokens, or two boxes of sixteen where a page may end between them. A box lies in panels of
-// kPanelBytes of each of its rows: the largest power of two that divides a row and has a swizzle. With kTma a box comes
-// by a tensor map; on cards without it, or if a box may lie in several pages, by cp.async in units of 16 bytes.
+// With kTma a box of a chunk comes by a tensor map; on cards without it, or if a box may lie in several pages, by
+// cp.async in units of 16 bytes. layout.cuh says where it goes.
 #pragma once
-#include "decode/work.cuh"
-#include "tile/hopper.cuh"
-#include "tile/mma.cuh"
-#include "tile/quant.cuh"
-
-constexpr bool kScaled = kFormat != Format::bits16 && kFormat != Format::bits32, kZeros = kFormat == Format::int4;
-constexpr int kGroups = kZeros ? (kHeadDim + kGroupSize - 1) / kGroupSize : 1;
-// Tokens per chunk. Sixteen tokens of int4 are so few bytes that waiting, requesting and bookkeeping would be half of
-// the work; with more than two groups of channels there are no registers for 32.
-constexpr int kChunk = kZeros && kHeadDim <= 128 && kGroups <= 2 ? 32 : 16, kTiles = kChunk / 16;
-constexpr int kBox = kPageSize % kChunk == 0 ? kChunk : 16, kBoxes = kChunk / kBox;
-constexpr int kRowBytes = kHeadDim * bits_of_format(kFormat) / 8;
-constexpr int panel_bytes() {
-    return kRowBytes % 128 == 0 ? 128 : kRowBytes % 64 == 0 ? 64 : kRowBytes % 32 == 0 ? 32 : 16;
-}
-constexpr int kPanelBytes = kLineHeads > 1 ? 128 : panel_bytes(), kPanelChunks = kPanelBytes / 16;
-constexpr int kRowChunks = kRowBytes / 16;
-constexpr bool kWholeBoxes = kPageSize % kBox == 0;  // a box lies in one page
-constexpr int kChunkBytes = kChunk * kRowBytes, kStageBytes = 2 * kChunkBytes, kBoxBytes = kBox * kRowBytes;
-static_assert(!kTma || kWholeBoxes, "a tensor map brings what lies in one page");
-// Without TMA: rows per copy of a warp, 16 bytes per lane
-constexpr int kCopyRows = 32 / kPanelChunks < kBox ? 32 / kPanelChunks : kBox;
-// kInStep: the warps of a block stream the same tokens of neighbouring heads, and one copy brings a chunk for all of
-// them. The last warp to be done with a stage requests its next chunk. A row of int4 is only 64 bytes: warps that drift
-// apart would request such short pieces from places all over the memory.
-static_assert(!kInStep || (kTma && kTileStages == 0), "boxes of several heads");
-constexpr int kHeads = kInStep ? kWarps : 1, kBoxStep = kHeads * kBoxBytes;  // heads per box; bytes from box to box
-// kLineHeads: the rows of this many heads are one line of 128 bytes and are copied as one, because L2 serves a limited
-// number of requests however short they are.
-static_assert(kLineHeads == 1 || (kInStep && kLineHeads * kRowBytes == 128 && kWarps % kLineHeads == 0), "whole lines");
-
-// Scales of a chunk, in parts: those of K, those of V, then the zero points of both
-constexpr int kScaleSize = kZeros ? 2 : 4, kTokenScales = kGroups * kScaleSize;  // bytes of one scale, and of a token's
-constexpr int kScalePart = kChunk * kTokenScales;
-template <bool kHalf> struct BitsOf { using Type = uint32_t; };
-template <> struct BitsOf<true> { using Type = uint16_t; };
-using ScaleBits = BitsOf<kZeros>::Type;
-constexpr int kScaleParts = !kScaled ? 0 : kZeros ? 4 : 2;
-constexpr int kScaleBytes = kScaleParts * kScalePart;
-// A run is the scales of sixteen tokens of one part. It is copied 16 bytes per lane, which takes kTokenScales lanes.
-constexpr int kRunLanes = 32 / kTiles;  // lanes that share a run's sixteen tokens
-constexpr int kScaleRounds = kScaleRuns ? (kScaleParts * kTokenScales + kRunLanes - 1) / kRunLanes : 0;
-struct ScaleRun {
-    const uint8_t* from;  // a lane's 16 bytes in page 0
-    uint32_t page_bytes;
-};
-constexpr bool kCopies = !kTma || (kScaled && kScaleRuns);  // something comes by cp.async
-
-// Shared memory, in this order: the ring of tiles if there is one (tile_load.cuh), what of Q tiles read there, and the
-// ring of codes that become tiles (tile_widen.cuh); the rings of the warps, on 1024 bytes as the swizzle wants; their
-// scales; barriers and counters; what the threads of tiles look up rarely; what the tokens of quantised tiles are
-// multiplied with, the scales of the codes that become tiles, and the sums of their rows; and per warp the saved state
-// of a range that it folds piece by piece: O, then the MaxSum, lane by lane.
-//
-// Tiles by mma.sync (tile_mma.cuh) are computed while no warp of the block streams, in the same memory: Q, the ring of
-// K and V, what is looked up of the rows, and where the tokens of the ring's tiles come from. The counter lies after
-// both.
-constexpr bool kTilesByMma = kTileStages > 0 && !kTma;
-constexpr int kMmaTile = 32, kTileWarps = 4;
-constexpr int kMmaQBytes = kTileRows * kHeadDim * 2, kMmaStageBytes = 2 * kMmaTile * kHeadDim * 2;
-constexpr int kAtMmaRows = kMmaQBytes + kTileStages * kMmaStageBytes, kAtMmaSources = kAtMmaRows + 20 * kTileRows;
-constexpr int kMmaBytes = kTilesByMma ? kAtMmaSources + kTileStages * 2 * kMmaTile * 8 : 0;
-constexpr bool kTilesByWgmma = kTileStages > 0 && kTma;
-// Tiles by wgmma: warpgroups of 64 rows that compute them, tokens of a tile, and how many of Q's sixteens of channels
-// come from shared memory, the last ones, because registers hold only the others
-constexpr int kTileGroups = kHeadDim > 128 ? 1 : 2, kTileTokens = kHeadDim > 128 ? 32 : 64;
-constexpr int kTileSharedQ = kHeadDim > 128 ? kHeadDim / 16 : kScaled && kHeadDim > 96 ? (kZeros ? 8 : 4) : 0;
-constexpr int kTileQPanels = (kTileSharedQ + 3) / 4;  // of 64 rows and 64 channels, per warpgroup
-constexpr int kTileQBytes = kTilesByWgmma ? kTileGroups * kTileQPanels * 64 * 128 : 0;
-constexpr int kAtTileQ = kTilesByMma ? 0 : kTileStages * 2 * kTileTokens * ((kHeadDim + 63) / 64 * 128);
-constexpr int kAtRaw = kAtTileQ + kTileQBytes;
-constexpr int kAtRings = kAtRaw + kRawStages * 2 * kTileTokens * kRowBytes;
-static_assert(kAtRings % 1024 == 0 && (kRawStages > 0) == (kTilesByWgmma && kScaled), "codes become tiles");
-constexpr int kAtScales = (kAtRings + kWarps * kStages * kStageBytes + 1023) / 1024 * 1024;
-constexpr int kStreamers = kWarps + kJoiners;  // joiners are the last of them
-constexpr int kAtStreamBarriers = kAtScales + kStreamers * kStages * kScaleBytes;
-constexpr int kAtTileBarriers = kAtStreamBarriers + kStreamers * kStages * 8;
-// Counters. Beside tiles: one, of the items that have been taken. In step: one per stage, of the warps that are done.
-constexpr int kFoldBytes = kRows * kHeadDim * 4 + kRows / 8 * 2 * 32 * 8;
-constexpr int kAtRawBarriers = kAtTileBarriers + (kTilesByMma ? 0 : kTileStages * (kRawStages > 0 ? 32 : 16));
-constexpr int kAfterRings = kAtRawBarriers + kRawStages * 16 + 4 * kStages;
-constexpr int kAtTileSeen = (kAfterRings + 15) / 16 * 16;  // per thread of warpgroups: what its rows see,
-constexpr int kAtTilePlace = kAtTileSeen + (kTilesByWgmma ? 256 * 16 : 0);  // and where their results go
-constexpr int kAtTileRows = kAtTilePlace + (kTilesByWgmma ? 256 * 8 : 0);  // int4: per group and row, Σ q
-constexpr int kAtTileFactors = kAtTileRows + (kRawStages > 0 && kZeros ? kGroups * 128 * 4 : 0);
-// Per tile of the ring, as tile_factors.cuh has it: a factor for each token of K and of V, and a limit; of int4 also
-// what zero points add, and a scale, for each group of channels
-constexpr int kTileFactorBytes = kRawStages > 0 ? kTileTokens * (8 + (kZeros ? 12 * kGroups : 0)) + 16 : 0;
-constexpr int kScaleWords = kZeros ? kGroups : 1;  // of a token's scales beside a tile of codes
-constexpr int kRawScaleBytes = 2 * kTileTokens * 4 * kScaleWords;
-constexpr int kAtRawScales = kAtTileFactors + kTileStages * kTileFactorBytes;
-constexpr int kAtTileSums = kAtRawScales + kRawStages * kRawScaleBytes;  // per thread: Σ P of its two rows
-constexpr int kAtFold = kAtTileSums + (kRawStages > 0 ? 256 * 8 : 0);
-constexpr int kStreamEnd = kAtFold + kWarps * kFoldBytes;
-constexpr int kAtCounters = !kTilesByMma ? kAfterRings - 4 * kStages : kStreamEnd > kMmaBytes ? kStreamEnd : kMmaBytes;
-// Where a float32 Q would take too many registers, each warp has it there (stream32.cuh): rows that begin in different
-// banks.
-constexpr int kQueryRow = kHeadDim + 4;
-constexpr int kQueryBytes = kFormat == Format::bits32 && kRows * kHeadDim > 1024 ? kRows * kQueryRow * 4 : 0;
-TILE_DEVICE uint32_t queries_of_warp(int rank) { return kAtFold + kWarps * kFoldBytes + rank * kQueryBytes; }
-// A joiner has its ring and its saved state where the tiles were.
-constexpr int kJoinerBytes = (kStages * kStageBytes + kFoldBytes + 1023) / 1024 * 1024;
-static_assert(kJoiners * kJoinerBytes <= kAtRings, "no room where the tiles were");
-TILE_DEVICE uint32_t ring_of(int rank) {
-    return rank < kWarps ? kAtRings + rank * kStages * kStageBytes : (rank - kWarps) * kJoinerBytes;
-}
-TILE_DEVICE uint32_t fold_of_warp(int rank) {
-    return rank < kWarps ? kAtFold + rank * kFoldBytes : (rank - kWarps) * kJoinerBytes + kStages * kStageBytes;
-}
-
-// The offset within a chunk of the c-th 16 bytes of row `row`; rank: of the warp, whose head stands in the line
-TILE_DEVICE uint32_t place_of(int row, int c, int rank) {
-    c += rank % kLineHeads * kRowChunks;
-    const int turn = kPanelBytes == 128  ? row & 7
-                     : kPanelBytes == 64 ? row >> 1 & 3
-                     : kPanelBytes == 32 ? row >> 2 & 1
-                                         : 0;
-    const int panel = c / kPanelChunks * (kBox * kPanelBytes);
-    return row / kBox * kBoxStep + panel + row % kBox * kPanelBytes + ((c % kPanelChunks) ^ turn) * 16;
-}
-// From the place of (row r, c) with c = 0 or 1 to that of (row 16t + r, c + 2p)
-TILE_DEVICE uint32_t place_further(uint32_t first, int p, int t) {
-    const int panel = 2 * p / kPanelChunks, in_panel = 2 * p % kPanelChunks;
-    const int row = 16 * t / kBox * kBoxStep + 16 * t % kBox * kPanelBytes;
-    return (first ^ (in_panel * 16)) + panel * (kBox * kPanelBytes) + row;
-}
+#include "decode/layout.cuh"
 
 // Leaves the result of an item that has no tokens: merge.cuh
 TILE_DEVICE void put_empty(const DecodeArgs& args, const DecodeItem& item);
@@ -162,12 +36,13 @@ struct Loader {
 
     // Offsets in shared memory. scales: part 0 has the scales of K, 1 those of V, 2 and 3 their zero points
     TILE_DEVICE uint32_t boxes(int stage) const { return ring_of(kInStep ? 0 : rank) + stage * kHeads * kStageBytes; }
-    TILE_DEVICE uint32_t keys(int stage) const {
-        return boxes(stage) + (kInStep ? rank / kLineHeads * kLineHeads * kBoxBytes : 0);
+    TILE_DEVICE uint32_t keys(int stage) const { return boxes(stage) + KeyRows::head_at(rank); }
+    TILE_DEVICE uint32_t values(int stage) const {
+        if constexpr (kOneDim) return keys(stage) + kHeads * KeyRows::kPlaceBytes;
+        else return boxes(stage) + kHeads * KeyRows::kPlaceBytes + ValueRows::head_at(rank);
     }
-    TILE_DEVICE uint32_t values(int stage) const { return keys(stage) + kHeads * kChunkBytes; }
     TILE_DEVICE uint32_t scales(int stage, int part = 0) const {
-        return kAtScales + (rank * kStages + stage) * kScaleBytes + part * kScalePart;
+        return kAtScales + (rank * kStages + stage) * kScaleBytes + kChunk * scales_before(part);
     }
     TILE_DEVICE uint32_t barrier(int stage) const {
         return window + uint32_t(kAtStreamBarriers + ((kInStep ? 0 : rank) * kStages + stage) * 8);
@@ -336,19 +211,23 @@ struct Loader {
         }
         if (!ptx::elect_leader()) return;
         const uint32_t full = barrier(stage);
-        ptx::mbarrier_arrive_expect(full, kHeads * kStageBytes);
-        request_box(window + boxes(stage), full, chunk * kChunk, first);
-        if constexpr (kBoxes == 2) request_box(window + boxes(stage) + kBoxStep, full, chunk * kChunk + 16, second);
+        ptx::mbarrier_arrive_expect(full, kHeads * (KeyRows::kChunkBytes + ValueRows::kChunkBytes));
+        request_box<0>(window + boxes(stage), full, chunk * kChunk, first);
+        if constexpr (kBoxes == 2)
+            request_box<1>(window + boxes(stage) + KeyRows::kBoxStep, full, chunk * kChunk + 16, second);
     }
-    TILE_DEVICE void request_box(uint32_t to, uint32_t full, int token, int of) const {
+    // to: the place of K's box
+    template <int kNumber> TILE_DEVICE void request_box(uint32_t to, uint32_t full, int token, int of) const {
         token %= kPageSize;
+        constexpr int kApart = kHeads * KeyRows::kPlaceBytes + kNumber * (ValueRows::kBoxStep - KeyRows::kBoxStep);
         const int head = kInStep ? (kv_head - rank) / kLineHeads : kv_head;
+        const int head_v = kInStep ? (kv_head - rank) / kValueLineHeads : kv_head;
         if constexpr (kTileStages > 0) {  // what is read once must not push shared nodes out of the L2 cache
             ptx::tma_load_once(to, &mK, full, 0, token, 0, head, of);
-            ptx::tma_load_once(to + kHeads * kChunkBytes, &mV, full, 0, token, 0, head, of);
+            ptx::tma_load_once(to + kApart, &mV, full, 0, token, 0, head_v, of);
         } else {
             ptx::tma_load(to, &mK, full, 0, token, 0, head, of);
-            ptx::tma_load(to + kHeads * kChunkBytes, &mV, full, 0, token, 0, head, of);
+            ptx::tma_load(to + kApart, &mV, full, 0, token, 0, head_v, of);
         }
     }
 
@@ -356,34 +235,50 @@ struct Loader {
     // All lanes share one run of sixteen tokens; in chunks of 32 tokens each half of the lanes has a run.
     TILE_DEVICE int sixteen() const { return kTiles == 2 ? lane / 16 : 0; }
     TILE_DEVICE int piece_of_run(int round) const { return lane % kRunLanes + kRunLanes * round; }
+    // K and V of two scalings: which part the n-th 16 bytes of all runs belong to
+    static TILE_DEVICE int part_of(int n) { return n / kPairScales * 2 + (n % kPairScales >= kKeyScales); }
     TILE_DEVICE void point_at_scales() {
 #pragma unroll
         for (int i = 0; i < kScaleRounds; i++) {
-            const int n = piece_of_run(i), part = n / kTokenScales < kScaleParts ? n / kTokenScales : 0;
+            const int n = piece_of_run(i), its = kOneScaling ? n / kKeyScales : part_of(n);
+            const int part = its < kScaleParts ? its : 0, at = kOneScaling ? n % kKeyScales : n - scales_before(its);
             const Paged& of = scale_part(part);
-            runs[i] = {scale_of(of, 0, 0) + n % kTokenScales * 16, uint32_t(of.page) * kScaleSize};
+            runs[i] = {scale_of(of, 0, 0) + at * 16, uint32_t(of.page) * kScaleSize};
         }
     }
-    TILE_DEVICE void copy_scales(int stage, int at) const {
+    TILE_DEVICE void copy_scales(int stage, int of) const {
         const int token = (chunk * kChunk + 16 * sixteen()) % kPageSize;
 #pragma unroll
         for (int i = 0; i < kScaleRounds; i++) {
             const int n = piece_of_run(i);
-            if (n >= kScaleParts * kTokenScales) break;
-            const uint32_t to = n / kTokenScales * kScalePart + (sixteen() * kTokenScales + n % kTokenScales) * 16;
-            const uint8_t* page = runs[i].from + uint64_t(uint32_t(at)) * runs[i].page_bytes;
-            ptx::copy_async_16(window + scales(stage) + to, page + token * kTokenScales, 16);
+            if (n >= kRunPieces) break;
+            const int part = kOneScaling ? n / kKeyScales : part_of(n), each = scales_of(part);
+            const int at = kOneScaling ? n % kKeyScales : n - scales_before(part);
+            const int before = kOneScaling ? part * (kChunk * kKeyScales) : kChunk * scales_before(part);
+            const uint32_t to = before + (sixteen() * each + at) * 16;
+            const uint8_t* from = runs[i].from + uint64_t(uint32_t(of)) * runs[i].page_bytes;
+            ptx::copy_async_16(window + scales(stage) + to, from + token * each, 16);
         }
+    }
+    // Panels of one width are copied for K and V in turn, so that addresses are computed once for both.
+    TILE_DEVICE void request_by_copies(int stage) const {
+        if constexpr (KeyRows::kPanelBytes == ValueRows::kPanelBytes) {
+            copy_rows<KeyRows, true, true>(stage);
+        } else {
+            copy_rows<KeyRows, true, false>(stage);
+            copy_rows<ValueRows, false, true>(stage);
+        }
+        if constexpr (kScaled && kScaleRuns) copy_scales(stage, kBoxes == 2 ? page : ptx::shuffle(page, 0));
     }
     // A copy of all lanes brings one panel of kCopyRows neighbouring rows; the panels of a row come one after another.
     // Addresses are computed once per box, and then go on from row to row. Tokens outside the span become zeros and are
-    // not read.
-    TILE_DEVICE void request_by_copies(int stage) const {
-        const int r = lane / kPanelChunks, c = lane % kPanelChunks;
-        const uint32_t first = window + place_of(r, c, rank);
+    // not read. Of: whose panels these are; kKeys, kValues: what is copied
+    template <class Of, bool kKeys, bool kValues> TILE_DEVICE void copy_rows(int stage) const {
+        const int r = lane / Of::kPanelUnits, c = lane % Of::kPanelUnits;
+        const uint32_t first = window + Of::place_of(r, c, rank);
         const uint8_t* from[2];
 #pragma unroll
-        for (int row = 0; row < kChunk; row += kCopyRows) {
+        for (int row = 0; row < kChunk; row += Of::kCopyRows) {
             const int token = chunk * kChunk + row + r;
             if (!kWholeBoxes || row % kBox == 0) {
                 const int64_t at = ptx::shuffle(page, kWholeBoxes ? row / kBox * 16 : (row + r) % kChunk);
@@ -395,38 +290,45 @@ struct Loader {
                               kv_head * of.head + 16 * c;
                 }
             } else {
-                from[0] += kCopyRows * args.k.token;
-                from[1] += kCopyRows * args.v.token;
+                from[0] += Of::kCopyRows * args.k.token;
+                from[1] += Of::kCopyRows * args.v.token;
             }
             const int bytes = token >= span.begin && token < span.end ? 16 : 0;
-            if (kPanelChunks * kBox < 32 && r >= kBox) continue;
+            if (Of::kPanelUnits * kBox < 32 && r >= kBox) continue;
             // The swizzle of `row` leaves alone what that of r turns: kCopyRows is a power of two.
-            const uint32_t to = (first ^ (kPanelBytes == 128 ? row % 8 * 16 : 0)) + row / kBox * kBoxStep +
-                                row % kBox * kPanelBytes;
+            const uint32_t to = (first ^ (Of::kPanelBytes == 128 ? row % 8 * 16 : 0)) + row / kBox * Of::kBoxStep +
+                                row % kBox * Of::kPanelBytes;
+            constexpr int kMost = (kWidest == kHeadDim ? KeyRows::kBytes : ValueRows::kBytes) / Of::kPanelBytes;
 #pragma unroll
-            for (int panel = 0; panel < kRowBytes / kPanelBytes; panel++)
+            for (int panel = 0; panel < kMost; panel++)
 #pragma unroll
-                for (int p = 0; p < 2; p++)
-                    ptx::copy_async_16(to + (p ? values(stage) : keys(stage)) + panel * (kBox * kPanelBytes),
-                                       from[p] + panel * kPanelBytes, bytes);
+                for (int p = 0; p < 2; p++) {
+                    if (panel >= (p ? ValueRows::kBytes : KeyRows::kBytes) / Of::kPanelBytes) continue;
+                    if (!(p ? kValues : kKeys)) continue;
+                    const int further = row / kBox * ((p ? ValueRows::kBoxStep : KeyRows::kBoxStep) - Of::kBoxStep);
+                    ptx::copy_async_16(to + (p ? values(stage) : keys(stage)) +
+                                           (panel * (kBox * Of::kPanelBytes) + further),
+                                       from[p] + panel * Of::kPanelBytes, bytes);
+                }
         }
-        if constexpr (kScaled && kScaleRuns) copy_scales(stage, kBoxes == 2 ? page : ptx::shuffle(page, 0));
     }
     // Scales that are not in runs, one by one
     TILE_DEVICE void fetch_scales(int stage) const {
-        constexpr int kAll = kChunk * kGroups;
+        constexpr int kGroups = groups_of(kWidest), kAll = kChunk * kGroups;
         for (int i = 0; i < (kAll + 31) / 32; i++) {
             const int n = i * 32 + lane, row = n / kGroups % kChunk, group = n % kGroups, token = chunk * kChunk + row;
             const int at = ptx::shuffle(page, !kWholeBoxes ? row : kBoxes == 2 ? row & 16 : 0);
             const bool there = n < kAll && token >= span.begin && token < span.end;
 #pragma unroll
             for (int part = 0; part < kScaleParts; part++) {
+                const int groups = part % 2 ? kValueGroups : kKeyGroups;
+                if (groups < kGroups && group >= groups) continue;
                 ScaleBits x = 0;
                 if (there) {
                     const uint8_t* from = scale_of(scale_part(part), at, token % kPageSize, group);
                     x = Global<const ScaleBits>{reinterpret_cast<const ScaleBits*>(from)}[0];
                 }
-                if (n < kAll) Shared<ScaleBits>(scales(stage, part))[n] = x;
+                if (n < kAll) Shared<ScaleBits>(scales(stage, part))[groups < kGroups ? row * groups + group : n] = x;
             }
         }
     }
@@ -436,15 +338,15 @@ struct Loader {
     TILE_DEVICE void clear_outside(int stage, int first_token, Span of) const {
         if constexpr (kTma) {
             const auto outside = [&](int row) { return first_token + row < of.begin || first_token + row >= of.end; };
-            for (int n = lane; n < kChunk * kRowChunks; n += 32)
-                if (outside(n / kRowChunks)) {
-                    const uint32_t place = place_of(n / kRowChunks, n % kRowChunks, rank);
+            for (int n = lane; n < kChunk * ValueRows::kUnits; n += 32)
+                if (outside(n / ValueRows::kUnits)) {
+                    const uint32_t place = ValueRows::place_of(n / ValueRows::kUnits, n % ValueRows::kUnits, rank);
                     Shared<Vector16>(values(stage) + place)[0] = Vector16{};
                 }
         }
         if constexpr (kScaled && kScaleRuns)
-            for (int n = lane; n < kChunk * kGroups; n += 32)
-                if (first_token + n / kGroups < of.begin || first_token + n / kGroups >= of.end) {
+            for (int n = lane; n < kChunk * kValueGroups; n += 32)
+                if (first_token + n / kValueGroups < of.begin || first_token + n / kValueGroups >= of.end) {
                     Shared<ScaleBits>(scales(stage, 1))[n] = 0;
                     if constexpr (kZeros) Shared<ScaleBits>(scales(stage, 3))[n] = 0;
                 }

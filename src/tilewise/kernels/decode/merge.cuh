@@ -17,7 +17,7 @@ struct Staged {
             for (int i = 0; i < 2; i++) {
                 const int row = 8 * b + lane % 4 * 2 + i;
 #pragma unroll
-                for (int n = 0; n < 2 * kSteps; n++) {
+                for (int n = 0; n < 2 * kOutTiles; n++) {
                     const int channel = quant::output_channel<kFormat>(n / 2, n % 2, lane);
                     to[row * kStagedRow + channel] = body.acc_o[b][n / 2][n % 2 * 2 + i];
                 }
@@ -73,6 +73,6 @@ TILE_DEVICE void put_empty(const DecodeArgs& args, const DecodeItem& item) {
 
 // merge_states of streaming warps. kRoomy: warps with more than 128 registers per thread
 template <bool kRoomy = false> TILE_DEVICE void merge_all(const DecodeArgs& args, Mergers of) {
-    constexpr int kAtOnce = kHeadDim > 192 ? 1 : kHeadDim > 96 ? 2 + kRoomy : kHeadDim > 64 ? (kScaled ? 2 : 3) : 6;
+    constexpr int kAtOnce = kValueDim > 192 ? 1 : kValueDim > 96 ? 2 + kRoomy : kValueDim > 64 ? (kScaled ? 2 : 3) : 6;
     merge_states<2 * kAtOnce, (kZeros || (kScaled && kSelected) ? 1 : kAtOnce)>(args, of);
 }

@@ -3,14 +3,15 @@
 #pragma once
 #include "decode/load.cuh"
 
-constexpr int kValueDim = kHeadDim, kAtParts = kAtRings;  // the rings are free when states are merged
+constexpr int kAtParts = kAtRings;  // the rings are free when states are merged
 constexpr int kRowAtOnce =
-    kTileStages > 0 || kHeadDim > 128 || kWarps * kBlocksPerSm > 8 ? 8 : 16;  // as registers allow
+    kTileStages > 0 || kValueDim > 128 || kWarps * kBlocksPerSm > 8 ? 8 : 16;  // as registers allow
 constexpr bool kLongRuns = kTilesByMma;
 #include "decode/states.cuh"
 
-constexpr int kBlocks = kRows / 8;     // blocks of eight query rows
-constexpr int kSteps = kHeadDim / 16;  // steps of depth sixteen, and tiles of sixteen output channels
+constexpr int kBlocks = kRows / 8;         // blocks of eight query rows
+constexpr int kSteps = kHeadDim / 16;      // steps of depth sixteen
+constexpr int kOutTiles = kValueDim / 16;  // tiles of sixteen output channels
 
 // Exact arithmetic with powers of two
 TILE_DEVICE float inverse_power(float x) { return as_float(0x7f000000u - as_bits(x)); }
@@ -28,9 +29,9 @@ TILE_DEVICE float power_above(float x, int place, int most = 120) {
 // lanes with the same lane % 4 share them.
 struct Piece {
     const int lane;
-    float acc_o[kBlocks][kSteps][4];
+    float acc_o[kBlocks][kOutTiles][4];
     float max[kBlocks][2], sum[kBlocks][2];  // m, and this lane's share of l
-    float zero_sum[kBlocks][2][kGroups];     // int4: this lane's share of Σ P · zero point
+    float zero_sum[kBlocks][2][kValueGroups];     // int4: this lane's share of Σ P · zero point
 
     TILE_DEVICE Piece() : lane(warp::lane()) {}
 
@@ -56,10 +57,10 @@ struct Piece {
                 sum[b][i] = 0.0f;
                 if constexpr (kZeros)
 #pragma unroll
-                    for (int g = 0; g < kGroups; g++) zero_sum[b][i][g] = 0.0f;
+                    for (int g = 0; g < kValueGroups; g++) zero_sum[b][i][g] = 0.0f;
             }
 #pragma unroll
-            for (int n = 0; n < kSteps; n++) warp::zero(acc_o[b][n]);
+            for (int n = 0; n < kOutTiles; n++) warp::zero(acc_o[b][n]);
         }
     }
 
@@ -69,13 +70,13 @@ struct Piece {
         max[b][i] = to;
         sum[b][i] *= by;
 #pragma unroll
-        for (int n = 0; n < kSteps; n++) {
+        for (int n = 0; n < kOutTiles; n++) {
             acc_o[b][n][i] *= by;
             acc_o[b][n][2 + i] *= by;
         }
         if constexpr (kZeros)
 #pragma unroll
-            for (int g = 0; g < kGroups; g++) zero_sum[b][i][g] *= by;
+            for (int g = 0; g < kValueGroups; g++) zero_sum[b][i][g] *= by;
     }
 
     // The end of a piece: l is summed over the lanes, and O comes out in its own units, not yet divided
@@ -91,12 +92,12 @@ struct Piece {
                     const float down = power_above(sum[b][i], 1);
                     sum[b][i] *= down;
                     max[b][i] -= log2_of_power(down);
-                    float zero[kGroups];
+                    float zero[kValueGroups];
                     if constexpr (kZeros)
 #pragma unroll
-                        for (int g = 0; g < kGroups; g++) zero[g] = row_sum(zero_sum[b][i][g]) * down;
+                        for (int g = 0; g < kValueGroups; g++) zero[g] = row_sum(zero_sum[b][i][g]) * down;
 #pragma unroll
-                    for (int n = 0; n < kSteps; n++)
+                    for (int n = 0; n < kOutTiles; n++)
 #pragma unroll
                         for (int upper = 0; upper < 2; upper++) {
                             float& x = acc_o[b][n][2 * upper + i];
@@ -109,7 +110,7 @@ struct Piece {
 
     // Folds this finished piece into the state of the pieces before it, which `save` left in shared memory.
     TILE_DEVICE void fold(int rank) {
-        const Shared<float> before(fold_of_warp(rank)), ml(fold_of_warp(rank) + kRows * kHeadDim * 4);
+        const Shared<float> before(fold_of_warp(rank)), ml(fold_of_warp(rank) + kRows * kValueDim * 4);
 #pragma unroll
         for (int b = 0; b < kBlocks; b++)
 #pragma unroll
@@ -119,14 +120,14 @@ struct Piece {
                 max[b][i] = of.max;
                 sum[b][i] = of.join(ml[2 * at + 1], sum[b][i]);
 #pragma unroll
-                for (int n = 0; n < 2 * kSteps; n++) {
+                for (int n = 0; n < 2 * kOutTiles; n++) {
                     float& x = acc_o[b][n / 2][n % 2 * 2 + i];
-                    x = of.join(before[(2 * kSteps * (2 * b + i) + n) * 32 + lane], x);
+                    x = of.join(before[(2 * kOutTiles * (2 * b + i) + n) * 32 + lane], x);
                 }
             }
     }
     TILE_DEVICE void save(int rank) const {
-        const Shared<float> to(fold_of_warp(rank)), ml(fold_of_warp(rank) + kRows * kHeadDim * 4);
+        const Shared<float> to(fold_of_warp(rank)), ml(fold_of_warp(rank) + kRows * kValueDim * 4);
 #pragma unroll
         for (int b = 0; b < kBlocks; b++)
 #pragma unroll
@@ -135,8 +136,8 @@ struct Piece {
                 ml[2 * at] = max[b][i];
                 ml[2 * at + 1] = sum[b][i];
 #pragma unroll
-                for (int n = 0; n < 2 * kSteps; n++)
-                    to[(2 * kSteps * (2 * b + i) + n) * 32 + lane] = acc_o[b][n / 2][n % 2 * 2 + i];
+                for (int n = 0; n < 2 * kOutTiles; n++)
+                    to[(2 * kOutTiles * (2 * b + i) + n) * 32 + lane] = acc_o[b][n / 2][n % 2 * 2 + i];
             }
     }
 };

@@ -8,10 +8,13 @@
 static_assert(kFormat == Format::bits16 && !kNormalised && kBlocks == 1, "16-bit pages, up to eight rows");
 static_assert(!kTree && !kSelected && kWholeBoxes && kTiles == 1, "chunks of sixteen tokens in one page");
 static_assert(kHeadRows <= kRows && kRound % kWarps == 0, "every warp has its chunks of a round");
-constexpr int kMine = kRound / kWarps;                     // chunks of a round per warp
-constexpr int kOwnTiles = (kSteps + kWarps - 1) / kWarps;       // tiles of sixteen channels of O per warp
-constexpr int kSlice = kHeadRows * kHeadDim / kCluster;    // values of a state per block that merges
-static_assert(kHeadRows * kHeadDim % (4 * kCluster) == 0 && kDepth * kMine <= 32, "vectors; a page per lane");
+constexpr int kMine = kRound / kWarps;                        // chunks of a round per warp
+constexpr int kOwnTiles = (kOutTiles + kWarps - 1) / kWarps;  // tiles of sixteen channels of O per warp
+constexpr int kSlice = kHeadRows * kValueDim / kCluster;      // values of a state per block that merges
+// The only block of its cluster has nobody to send to: it stores its states itself, and its warps arrive at the barrier
+// of the states when they have no more.
+constexpr bool kAlone = kCluster == 1;
+static_assert(kHeadRows * kValueDim % (4 * kCluster) == 0 && kDepth * kMine <= 32, "vectors; a page per lane");
 
 // Shared memory, in this order: the ring, a chunk's K and then its V; the scores of two rounds, lane by lane; the
 // block's slice of all states; their MaxSums; barriers of the ring, per stage one for the keys of each warp and one for
@@ -23,12 +26,14 @@ constexpr int kAtFull = kAtMaxSums + kMostStates * kHeadRows * 8;
 constexpr int kAtLanded = kAtFull + kDepth * (kWarps + 1) * 8;
 constexpr int kSmallBytes = kAtLanded + 8;
 TILE_DEVICE uint32_t keys_in(int stage, int chunk) { return (stage * kRound + chunk) * kStageBytes; }
-TILE_DEVICE uint32_t values_in(int stage, int chunk) { return keys_in(stage, chunk) + kChunkBytes; }
+TILE_DEVICE uint32_t values_in(int stage, int chunk) {
+    return keys_in(stage, chunk) + KeyRows::kPlaceBytes;
+}
 TILE_DEVICE uint32_t keys_barrier(int stage, int rank) { return kAtFull + (stage * (kWarps + 1) + rank) * 8; }
 TILE_DEVICE uint32_t values_barrier(int stage) { return keys_barrier(stage, kWarps); }
 // By one thread, whose addresses are then uniform: threads that do one each take turns.
 TILE_DEVICE void init_barriers(uint32_t window) {
-    ptx::mbarrier_init(window + kAtLanded, 1);
+    ptx::mbarrier_init(window + kAtLanded, kAlone ? kWarps : 1);
     if constexpr (kTma)
 #pragma unroll
         for (int n = 0; n < kDepth * (kWarps + 1); n++)
@@ -117,7 +122,7 @@ struct SmallLoader {
 #pragma unroll
             for (int p = 0; p < 2; p++) {
                 const uint32_t full = window + (p ? values_barrier(stage) : keys_barrier(stage, rank));
-                ptx::mbarrier_arrive_expect(full, live * kChunkBytes);
+                ptx::mbarrier_arrive_expect(full, live * (p ? ValueRows::kChunkBytes : KeyRows::kChunkBytes));
 #pragma unroll
                 for (int j = 0; j < kMine; j++) {
                     if (j >= live) break;
@@ -131,32 +136,40 @@ struct SmallLoader {
             for (int p = 0; p < 2; p++) {
 #pragma unroll
                 for (int j = 0; j < kMine; j++)
-                    if (j < live) copy_chunk(p ? args.v : args.k, page[j], round.first, rank + j * kWarps, stage, p,
-                                             share.length);
+                    if (j < live) copy_part(p ? args.v : args.k, page[j], round.first, rank + j * kWarps, stage, p,
+                                            share.length);
                 ptx::copy_async_commit();  // an empty group too: waiting counts groups
             }
         }
     }
     // A copy of all lanes brings one panel of kCopyRows neighbouring rows. Tokens past the end become zeros and are not
     // read.
+    template <class Of>
     TILE_DEVICE void copy_chunk(const Paged& part, int page, int first, int chunk, int stage, bool values,
                                 int length) const {
-        const int r = lane / kPanelChunks, c = lane % kPanelChunks, token = first + chunk * kChunk + r;
-        const uint32_t place = window + (values ? values_in(stage, chunk) : keys_in(stage, chunk)) + place_of(r, c, 0);
+        const int r = lane / Of::kPanelUnits, c = lane % Of::kPanelUnits, token = first + chunk * kChunk + r;
+        const uint32_t place = window + (values ? values_in(stage, chunk) : keys_in(stage, chunk)) +
+                               Of::place_of(r, c, 0);
         const uint8_t* from = static_cast<const uint8_t*>(part.base) + int64_t(page) * part.page +
                               token % kPageSize * part.token + kv_head * part.head + 16 * c;
 #pragma unroll
-        for (int row = 0; row < kChunk; row += kCopyRows) {
-            if (kPanelChunks * kBox < 32 && r >= kBox) continue;
+        for (int row = 0; row < kChunk; row += Of::kCopyRows) {
+            if (Of::kPanelUnits * kBox < 32 && r >= kBox) continue;
             // The swizzle of `row` leaves alone what that of r turns: kCopyRows is a power of two.
-            const int turn = kPanelBytes == 128 ? row % 8 : kPanelBytes == 64 ? row / 2 % 4 : 0;
-            const uint32_t to = (place ^ (turn * 16)) + row * kPanelBytes;
+            const int turn = Of::kPanelBytes == 128 ? row % 8 : Of::kPanelBytes == 64 ? row / 2 % 4 : 0;
+            const uint32_t to = (place ^ (turn * 16)) + row * Of::kPanelBytes;
 #pragma unroll
-            for (int panel = 0; panel < kRowBytes / kPanelBytes; panel++)
-                ptx::copy_async_16(to + panel * (kBox * kPanelBytes), from + panel * kPanelBytes,
+            for (int panel = 0; panel < Of::kBytes / Of::kPanelBytes; panel++)
+                ptx::copy_async_16(to + panel * (kBox * Of::kPanelBytes), from + panel * Of::kPanelBytes,
                                    token + row < length ? 16 : 0);
-            from += kCopyRows * part.token;
+            from += Of::kCopyRows * part.token;
         }
+    }
+    TILE_DEVICE void copy_part(const Paged& part, int page, int first, int chunk, int stage, bool values,
+                               int length) const {
+        if constexpr (kOneDim) copy_chunk<KeyRows>(part, page, first, chunk, stage, values, length);
+        else if (values) copy_chunk<ValueRows>(part, page, first, chunk, stage, true, length);
+        else copy_chunk<KeyRows>(part, page, first, chunk, stage, false, length);
     }
     // Waits for this warp's own keys of a round: the first round of a block, or a later one
     TILE_DEVICE void wait_keys(Turn<kDepth> turn, bool first) const {
@@ -182,9 +195,10 @@ struct SmallLoader {
         if constexpr (kTma) {
             ptx::mbarrier_wait(window + values_barrier(turn.stage), turn.lap);
 #pragma unroll 1
-            for (int n = lane + tokens * kRowChunks; n < kChunk * kRowChunks; n += 32)
-                Shared<Vector16>(values_in(turn.stage, chunk) + place_of(n / kRowChunks, n % kRowChunks, 0))[0] =
-                    Vector16{};
+            for (int n = lane + tokens * ValueRows::kUnits; n < kChunk * ValueRows::kUnits; n += 32) {
+                const uint32_t place = ValueRows::place_of(n / ValueRows::kUnits, n % ValueRows::kUnits, 0);
+                Shared<Vector16>(values_in(turn.stage, chunk) + place)[0] = Vector16{};
+            }
             ptx::fence_async_proxy();  // before TMA writes there again
         }
     }
@@ -266,9 +280,9 @@ struct SmallStream : Stream {
 #pragma unroll
         for (int j = 0; j < kOwnTiles; j++) {
             const int tile = rank * kOwnTiles + j;
-            if (kSteps % kWarps && tile >= kSteps) break;
+            if (kOutTiles % kWarps && tile >= kOutTiles) break;
             uint32_t f[4];
-            ptx::ldmatrix_transposed(f, pair_at(values_at + values_in(stage, chunk), tile, 0));
+            ptx::ldmatrix_transposed(f, pair_at<ValueRows>(values_at + values_in(stage, chunk), tile, 0));
             ptx::mma_16x8x16<Operand>(acc_o[0][j], f, b0, b1);
         }
     }
@@ -302,10 +316,13 @@ struct SmallStream : Stream {
 #pragma unroll
         for (int j = 0; j < 4 * kOwnTiles; j++) {
             const int tile = rank * kOwnTiles + j / 4, row = lane % 4 * 2 + j % 2;
-            const int at = row * kHeadDim + quant::output_channel<kFormat>(tile, j % 4 / 2, lane), to = at / kSlice;
-            if (row >= kHeadRows || (kSteps % kWarps && tile >= kSteps)) continue;
-            ptx::store_async(ptx::address_in(window + kAtStates + (state * kSlice + at % kSlice) * 4, to),
-                             acc_o[0][j / 4][j % 4], ptx::address_in(window + kAtLanded, to));
+            const int at = row * kValueDim + quant::output_channel<kFormat>(tile, j % 4 / 2, lane), to = at / kSlice;
+            if (row >= kHeadRows || (kOutTiles % kWarps && tile >= kOutTiles)) continue;
+            if constexpr (kAlone)
+                (Shared<float>(kAtStates))[state * kSlice + at] = acc_o[0][j / 4][j % 4];
+            else
+                ptx::store_async(ptx::address_in(window + kAtStates + (state * kSlice + at % kSlice) * 4, to),
+                                 acc_o[0][j / 4][j % 4], ptx::address_in(window + kAtLanded, to));
         }
         if (rank != kWarps - 1) return;
 #pragma unroll
@@ -313,7 +330,10 @@ struct SmallStream : Stream {
             const int n = first + lane, row = n % kHeadRows, to = n / kHeadRows;
             const float m0 = ptx::shuffle(max[0][0], row / 2), m1 = ptx::shuffle(max[0][1], row / 2);
             const float l0 = ptx::shuffle(sum[0][0], row / 2), l1 = ptx::shuffle(sum[0][1], row / 2);
-            if (to < kCluster)
+            if (to >= kCluster) continue;
+            if constexpr (kAlone)
+                (Shared<MaxSum>(kAtMaxSums))[state * kHeadRows + row] = MaxSum{row % 2 ? m1 : m0, row % 2 ? l1 : l0};
+            else
                 ptx::store_async(ptx::address_in(window + kAtMaxSums + (state * kHeadRows + row) * 8, to),
                                  row % 2 ? m1 : m0, row % 2 ? l1 : l0, ptx::address_in(window + kAtLanded, to));
         }
@@ -323,7 +343,7 @@ struct SmallStream : Stream {
 // Merges the block's slice of all states, which have landed: four columns of a row per thread
 TILE_DEVICE void merge_slice(const DecodeArgs& args, const DecodeItem& item, int block, int states) {
     for (int n = threadIdx.x; n < kSlice / 4; n += 32 * kWarps) {
-        const int at = block * kSlice + 4 * n, row = at / kHeadDim, column = at % kHeadDim;
+        const int at = block * kSlice + 4 * n, row = at / kValueDim, column = at % kValueDim;
         if (row >= item.rows) return;
         using State = RowState4<1>;
         constexpr int kAtOnce = 8;  // as registers allow

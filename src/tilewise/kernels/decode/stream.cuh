@@ -19,7 +19,8 @@
 #pragma once
 #include "decode/rows.cuh"
 
-constexpr int kPairSteps = steps_of_pair(kFormat), kPairs = (kRowChunks + 1) / 2;
+constexpr int kPairSteps = steps_of_pair(kFormat);
+constexpr int kKeyPairs = (KeyRows::kUnits + 1) / 2, kValuePairs = (ValueRows::kUnits + 1) / 2;
 template <class A, class B> struct Same { static constexpr bool value = false; };
 template <class A> struct Same<A, A> { static constexpr bool value = true; };
 constexpr bool kNormalised = kScaled || !Same<Element, Operand>::value;  // Q is scaled row by row
@@ -29,7 +30,7 @@ constexpr float kMostSum = 1.329228e36f;
 
 struct Stream : Rows {
     uint32_t rQ[kBlocks][kSteps][2];
-    float q_sum[kBlocks][2][kGroups];  // int4: Σ q over a group of channels
+    float q_sum[kBlocks][2][kKeyGroups];  // int4: Σ q over a group of channels
     // Where this lane reads within a stage. The first two pass through a shuffle, or the compiler would compute them
     // again for every chunk.
     const uint32_t keys_at, values_at, scales_at;
@@ -37,11 +38,11 @@ struct Stream : Rows {
     TILE_DEVICE Stream(const DecodeArgs& a, const Loader& loader) : Stream(a, loader.window, loader.rank) {}
     // window: the address of shared memory
     TILE_DEVICE Stream(const DecodeArgs& a, uint32_t window, int rank)
-        : Rows(a), keys_at(ptx::shuffle(window + place_of(lane % 16, lane / 16, rank), lane)),
-          values_at(kFormat == Format::bits16
-                        ? ptx::shuffle(window + place_of(value_row(), value_chunk(), rank), lane)
+        : Rows(a), keys_at(ptx::shuffle(window + KeyRows::place_of(lane % 16, lane / 16, rank), lane)),
+          values_at(kFormat == Format::bits16 || !kOneDim
+                        ? ptx::shuffle(window + ValueRows::place_of(value_row(), value_chunk(), rank), lane)
                         : keys_at),
-          scales_at(kScaled ? window + lane / 4 * kTokenScales : 0) {}
+          scales_at(kScaled ? window + lane / 4 * kKeyScales : 0) {}
     TILE_DEVICE int value_row() const { return quant::value_row<kFormat>(lane); }
     TILE_DEVICE int value_chunk() const { return quant::value_chunk<kFormat>(lane); }
 
@@ -93,7 +94,7 @@ struct Stream : Rows {
 #pragma unroll
             for (int i = 0; i < 2; i++)
                 factor[b][i] = quant::key_unit<kFormat>() * ptx::shuffle(back, (lane % 4 * 2 + i) * 4);
-            float group_sum[kGroups] = {};
+            float group_sum[kKeyGroups] = {};
 #pragma unroll
             for (int s = 0; s < kSteps; s++)
 #pragma unroll
@@ -106,7 +107,7 @@ struct Stream : Rows {
                 }
             if constexpr (kZeros)
 #pragma unroll
-                for (int g = 0; g < kGroups; g++) {
+                for (int g = 0; g < kKeyGroups; g++) {
                     group_sum[g] = warp::row_sum(group_sum[g]) * (1.0f / quant::kKeyUnit4);  // S is in this unit
 #pragma unroll
                     for (int i = 0; i < 2; i++) q_sum[b][i][g] = ptx::shuffle(group_sum[g], (lane % 4 * 2 + i) * 4);
@@ -120,7 +121,7 @@ struct Stream : Rows {
     struct Weights {
         ScoreTiles p;
         // P times the scale of V: rows 2t and 2t + 1 of token g in one word, of token g + 8 in the next
-        uint32_t packed[kTiles][kGroups][kBlocks][2];
+        uint32_t packed[kTiles][kValueGroups][kBlocks][2];
         float sum[kBlocks][2];  // the row sums with these added
     };
 
@@ -150,7 +151,7 @@ struct Stream : Rows {
         // Chains of dependent products. Their number does not depend on kRows, so that a row's sums do not either.
         constexpr int kChains = kZeros ? 1 : 2;
         float acc[kTiles][kChains][kBlocks][4] = {};
-        float scale[kTiles][2][kGroups], zero[kTiles][2][kGroups];
+        float scale[kTiles][2][kKeyGroups], zero[kTiles][2][kKeyGroups];
         if constexpr (kScaled)
 #pragma unroll
             for (int h = 0; h < 2 * kTiles; h++) {
@@ -158,11 +159,11 @@ struct Stream : Rows {
                 if constexpr (kZeros) load_scales(zero[h / 2][h % 2], scales, 2, 8 * h);
             }
 #pragma unroll
-        for (int p = 0; p < kPairs; p++)
+        for (int p = 0; p < kKeyPairs; p++)
 #pragma unroll
             for (int t = 0; t < kTiles; t++) {
                 uint32_t f[4];
-                ptx::ldmatrix(f, pair_at(keys, p, t));
+                ptx::ldmatrix(f, pair_at<KeyRows>(keys, p, t));
 #pragma unroll
                 for (int i = 0; i < kPairSteps; i++) {
                     const int n = p * kPairSteps + i;
@@ -199,13 +200,15 @@ struct Stream : Rows {
                 }
     }
     // Pair p of a row's 16-byte units in tile t. Where a row has an odd number of units, the last one is read twice.
-    TILE_DEVICE uint32_t pair_at(uint32_t first, int p, int t) const {
-        const uint32_t at = place_further(first, p, t);
-        return 2 * p + 1 < kRowChunks ? at : at - lane / 16 * (kBox * kPanelBytes);
+    template <class Of> TILE_DEVICE uint32_t pair_at(uint32_t first, int p, int t) const {
+        const uint32_t at = Of::place_further(first, p, t);
+        return 2 * p + 1 < Of::kUnits ? at : at - lane / 16 * (kBox * Of::kPanelBytes);
     }
-    // The scales of token lane / 4 + `row` of the chunk, for all groups of channels; at: where those of lane / 4 stand
-    static TILE_DEVICE void load_scales(float (&x)[kGroups], uint32_t at, int part, int row) {
-        at += part * kScalePart + row * kTokenScales;
+    // The scales of token lane / 4 + `row` of the chunk, for all groups of channels; at: where those of K's lane / 4
+    // stand
+    template <int kGroups> static TILE_DEVICE void load_scales(float (&x)[kGroups], uint32_t at, int part, int row) {
+        if constexpr (!kOneScaling) at += part % 2 * (warp::lane() / 4 * (kValueScales - kKeyScales));
+        at += kChunk * scales_before(part) + row * scales_of(part);
         if constexpr (!kZeros) {
             x[0] = as_float(ptx::load_shared(at));
         } else if constexpr (kGroups % 2 == 0) {
@@ -228,7 +231,7 @@ struct Stream : Rows {
         for (int b = 0; b < kBlocks; b++) w.sum[b][0] = sum[b][0], w.sum[b][1] = sum[b][1];
 #pragma unroll
         for (int t = 0; t < kTiles; t++) {
-            float scale[2][kGroups];
+            float scale[2][kValueGroups];
             if constexpr (kScaled)
 #pragma unroll
                 for (int h = 0; h < 2; h++) load_scales(scale[h], scales, 1, 16 * t + 8 * h);
@@ -244,7 +247,7 @@ struct Stream : Rows {
                     }
                     const float x = w.p[t][b][2 * h], y = w.p[t][b][2 * h + 1];
 #pragma unroll
-                    for (int g = 0; g < kGroups; g++)
+                    for (int g = 0; g < kValueGroups; g++)
                         w.packed[t][g][b][h] =
                             kScaled ? pack<Operand>(x * scale[h][g], y * scale[h][g]) : pack<Operand>(x, y);
                 }
@@ -253,12 +256,12 @@ struct Stream : Rows {
     }
     // Does some value reach 2^kSlack? Non-negative floats are in the order of their bits, and NaN is above all.
     static TILE_DEVICE bool too_large(const Weights& w) {
-        constexpr int kEach = kGroups * kBlocks * 2;
+        constexpr int kEach = kValueGroups * kBlocks * 2;
         uint32_t top = w.packed[0][0][0][0];
         bool found = false;
 #pragma unroll
         for (int j = 1; j < kTiles * kEach; j++)
-            top = ptx::max_pairs(top, w.packed[j / kEach][j / 2 / kBlocks % kGroups][j / 2 % kBlocks][j % 2]);
+            top = ptx::max_pairs(top, w.packed[j / kEach][j / 2 / kBlocks % kValueGroups][j / 2 % kBlocks][j % 2]);
         if constexpr (kScaled)
 #pragma unroll
             for (int j = 0; j < 2 * kBlocks; j++) found |= w.sum[j / 2][j % 2] > kMostSum;
@@ -273,19 +276,21 @@ struct Stream : Rows {
             const int b = j / 2, i = j % 2;
             bool found = kScaled && w.sum[b][i] > kMostSum;
 #pragma unroll
-            for (int n = 0; n < kTiles * kGroups * 2; n++)
-                found |= (w.packed[n / 2 / kGroups][n / 2 % kGroups][b][n % 2] >> 16 * i & 0xffff) >= kTooLarge;
+            for (int n = 0; n < kTiles * kValueGroups * 2; n++) {
+                const uint32_t pair = w.packed[n / 2 / kValueGroups][n / 2 % kValueGroups][b][n % 2];
+                found |= (pair >> 16 * i & 0xffff) >= kTooLarge;
+            }
             moves[b][i] = ptx::ballot(found) & 0x11111111u << lane % 4;
         }
         float most[kTiles][2];  // the largest scale of V over the groups of channels, per token
         if constexpr (kScaled)
 #pragma unroll
             for (int h = 0; h < 2 * kTiles; h++) {
-                float scale[kGroups];
+                float scale[kValueGroups];
                 load_scales(scale, scales, 1, 8 * h);
                 most[h / 2][h % 2] = scale[0];
 #pragma unroll
-                for (int g = 1; g < kGroups; g++) most[h / 2][h % 2] = fmaxf(most[h / 2][h % 2], scale[g]);
+                for (int g = 1; g < kValueGroups; g++) most[h / 2][h % 2] = fmaxf(most[h / 2][h % 2], scale[g]);
             }
 #pragma unroll
         for (int b = 0; b < kBlocks; b++)
@@ -314,32 +319,32 @@ struct Stream : Rows {
 #pragma unroll
         for (int t = 0; t < kTiles; t++)
 #pragma unroll
-            for (int j = 0; j < kGroups * kBlocks * 2; j++) {
+            for (int j = 0; j < kValueGroups * kBlocks * 2; j++) {
                 uint32_t& x = w.packed[t][j / 2 / kBlocks][j / 2 % kBlocks][j % 2];
                 x = ptx::transpose_matrix(x);  // into a B operand
             }
         if constexpr (kZeros)
 #pragma unroll
             for (int h = 0; h < 2 * kTiles; h++) {
-                float zero[kGroups];
+                float zero[kValueGroups];
                 load_scales(zero, scales, 3, 8 * h);
 #pragma unroll
                 for (int j = 0; j < 2 * kBlocks; j++)
 #pragma unroll
-                    for (int g = 0; g < kGroups; g++)
+                    for (int g = 0; g < kValueGroups; g++)
                         zero_sum[j / 2][j % 2][g] =
                             ptx::mad(w.p[h / 2][j / 2][h % 2 * 2 + j % 2], zero[g], zero_sum[j / 2][j % 2][g]);
             }
 #pragma unroll
-        for (int n = 0; n < kPairs; n++)
+        for (int n = 0; n < kValuePairs; n++)
 #pragma unroll
             for (int t = 0; t < kTiles; t++) {
                 uint32_t f[4];
-                ptx::ldmatrix_transposed(f, pair_at(values, n, t));
+                ptx::ldmatrix_transposed(f, pair_at<ValueRows>(values, n, t));
 #pragma unroll
                 for (int i = 0; i < kPairSteps; i++) {
                     const int tile = n * kPairSteps + i, g = kZeros ? tile / 2 * 32 / kGroupSize : 0;
-                    if (tile >= kSteps) break;
+                    if (tile >= kOutTiles) break;
                     uint32_t a[4];
                     quant::value_step<kFormat>(a, f, i);
 #pragma unroll

@@ -11,7 +11,8 @@
 #include "decode/rows.cuh"
 #include "tile/tf32.cuh"
 
-static_assert(kFormat == Format::bits32 && kTiles == 1 && kPanelBytes == 128, "panels of 32 channels");
+static_assert(kFormat == Format::bits32 && kTiles == 1, "float32 pages");
+static_assert(KeyRows::kPanelBytes == 128 && ValueRows::kPanelBytes == 128, "panels of 32 channels");
 
 using tf32::Part, tf32::Split, tf32::SplitStep;
 
@@ -24,8 +25,8 @@ struct Stream32 : Rows {
 
     TILE_DEVICE Stream32(const DecodeArgs& a, const Loader& loader)
         : Rows(a), sQ(queries_of_warp(loader.rank) + lane / 4 * kQueryRow * 4 + lane % 4 * 4),
-          keys_at(ptx::shuffle(loader.window + place_of(lane % 16, lane / 16, loader.rank), lane)),
-          values_at(ptx::shuffle(place_of(lane % 4 * 2, lane / 4, loader.rank), lane)) {}
+          keys_at(ptx::shuffle(loader.window + KeyRows::place_of(lane % 16, lane / 16, loader.rank), lane)),
+          values_at(ptx::shuffle(ValueRows::place_of(lane % 4 * 2, lane / 4, loader.rank), lane)) {}
 
     TILE_DEVICE void begin(const DecodeItem& item, int length, Span span) {
         begin_rows(item, length, span);
@@ -78,7 +79,7 @@ struct Stream32 : Rows {
 #pragma unroll
             for (int k = 0; k < 2; k++) {
                 uint32_t f[4];
-                ptx::ldmatrix(f, place_further(keys, 2 * n + k, 0));
+                ptx::ldmatrix(f, KeyRows::place_further(keys, 2 * n + k, 0));
                 const SplitStep a(f[0], f[1], f[2], f[3]);
 #pragma unroll
                 for (int b = 0; b < kBlocks; b++) {
@@ -143,13 +144,14 @@ struct Stream32 : Rows {
                 weights[b][k][0] = Split(ptx::permute_bytes(lower, upper, 0x5410));
                 weights[b][k][1] = Split(ptx::permute_bytes(lower, upper, 0x7632));
             }
+        constexpr int kRow = ValueRows::kPanelBytes;
 #pragma unroll
-        for (int panel = 0; panel < kHeadDim / 32; panel++) {
+        for (int panel = 0; panel < kValueDim / 32; panel++) {
             Part part[kBlocks][2];  // of two tiles of sixteen channels
 #pragma unroll
             for (int k = 0; k < 2; k++) {
-                const uint32_t at = values + panel * (kBox * kPanelBytes) + 8 * k * kPanelBytes;
-                const Vector16 even = Shared<Vector16>(at)[0], odd = Shared<Vector16>((at ^ 16) + kPanelBytes)[0];
+                const uint32_t at = values + panel * (kBox * kRow) + 8 * k * kRow;
+                const Vector16 even = Shared<Vector16>(at)[0], odd = Shared<Vector16>((at ^ 16) + kRow)[0];
 #pragma unroll
                 for (int n = 0; n < 2; n++) {
                     const SplitStep a(even.word[2 * n], even.word[2 * n + 1], odd.word[2 * n], odd.word[2 * n + 1]);

@@ -1,7 +1,7 @@
 // The tile body, for nodes of the prefix tree that many rows share: two warpgroups with 64 rows each, over tiles of 64
-// tokens that a producer warp brings by TMA; for head dimensions above 128 one warpgroup, over tiles of 32 tokens. It
-// runs beside the streaming warps of the same blocks: those wait for memory most of the time, this body for the tensor
-// cores.
+// tokens that a producer warp brings by TMA. Tiles have 32 tokens for head dimensions above 128, and there is one
+// warpgroup where V's is above it. The body runs beside the streaming warps of the same blocks: those wait for memory
+// most of the time, this body for the tensor cores.
 //
 // A warpgroup holds Q in registers, as A operands, or in shared memory what they have no room for. S = Q Kᵀ of a tile
 // runs together with O += P V of the tile before, and the softmax runs under the latter. The rows may belong to any
@@ -32,7 +32,7 @@ struct TileBody {
     const TileRing ring, values;  // the same but for quantised tiles
     Turn<kTileStages> turn;
     float scale_log2, s_factor;  // s_factor: what S is to be multiplied with because of Q's power of two
-    float acc_o[kHeadDim / 2], acc_s[kTile / 2];
+    float acc_o[kValueDim / 2], acc_s[kTile / 2];
     uint32_t rQ[kRegisterQ > 0 ? kRegisterQ : 1][4], rP[kTile / 16][4];
     warp::RowState state;
     float zero_sum[2][kGroups];  // int4: this lane's share of Σ P · zero point
@@ -190,7 +190,7 @@ struct TileBody {
     TILE_DEVICE void issue_qk() {
         ring.wait(turn);
         ptx::wgmma_fence();
-        const uint64_t k = further(k_major(ptx::shared_address(0u), kTileEight), tile_keys(turn.stage));
+        const uint64_t k = further(k_major(ptx::shared_address(0u), KeyTile::kEight), tile_keys(turn.stage));
         // Made anew in each step: descriptors that are kept would be kept in ordinary registers, all of them.
         const uint64_t q = kTileSharedQ > 0 ? k_major(ptx::uniform(ptx::shared_address(query_place(0, 0)))) : 0;
 #pragma unroll
@@ -208,8 +208,8 @@ struct TileBody {
     TILE_DEVICE void issue_pv(Turn<kTileStages> of) {
         if constexpr (kScaled) values.wait(of);
         ptx::wgmma_fence();
-        const uint64_t v = descriptor(ptx::shared_address(0u), kTilePanelStep, kTileEight);
-        warpgroup::mma_pv<Operand, kTile, kHeadDim, kTileEight>(acc_o, rP, further(v, tile_values(of.stage)));
+        const uint64_t v = descriptor(ptx::shared_address(0u), kTilePanelStep, ValueTile::kEight);
+        warpgroup::mma_pv<Operand, kTile, kValueDim, ValueTile::kEight>(acc_o, rP, further(v, tile_values(of.stage)));
         ptx::wgmma_commit();
     }
     // Zeroes the rows of V outside the span: memory there may hold anything, and 0 · NaN is NaN. Both warpgroups write
@@ -217,10 +217,10 @@ struct TileBody {
     TILE_DEVICE void clear_outside(uint32_t stage, int first_token, Span span) const {
         if (kScaled) return;  // widened as zeros
         if (first_token >= span.begin && first_token + kTile <= span.end) return;
-        for (int n = threadIdx.x % 128; n < kTile * 8 * kTilePanels; n += 128) {
+        for (int n = threadIdx.x % 128; n < kTile * ValueTile::kUnits; n += 128) {
             const int row = n % kTile, token = first_token + row;
             if (token < span.begin || token >= span.end)
-                Shared<Vector16>(tile_place(tile_values(stage), row, n / kTile))[0] = Vector16{};
+                Shared<Vector16>(ValueTile::place(tile_values(stage), row, n / kTile))[0] = Vector16{};
         }
         ptx::fence_async_proxy();
         ptx::barrier_sync(kGroupBarriers + group, 128);
@@ -253,7 +253,7 @@ struct TileBody {
             const int pair = n / (kTile / 8), eight = n % (kTile / 8);  // two steps of depth; eight tokens
             uint32_t f[4];
             const int token = 8 * eight + lane() % 8, c = 4 * pair + lane() / 8;
-            ptx::ldmatrix(f, ptx::shared_address(tile_place(tile_keys(turn.stage), token, c)));
+            ptx::ldmatrix(f, ptx::shared_address(KeyTile::place(tile_keys(turn.stage), token, c)));
             float(&s)[4] = reinterpret_cast<float(&)[4]>(acc_s[4 * eight]);
 #pragma unroll
             for (int i = 0; i < 2; i++) {
@@ -412,7 +412,7 @@ struct TileBody {
 #pragma unroll
             for (int g = 0; g < kGroups; g++) zero[g] = warp::row_sum(zero_sum[h][g]) * down;
 #pragma unroll
-        for (int i = 0; i < kHeadDim / 4; i++) {
+        for (int i = 0; i < kValueDim / 4; i++) {
             float& x = acc_o[4 * (i / 2) + 2 * h + i % 2];
             x = x * down + zero[kZeros ? i / 2 * 8 / kGroupSize : 0];
         }
@@ -434,14 +434,14 @@ struct TileBody {
                 const int64_t caller = Global<const int>{args.order}[at.sequence];
                 const Global<uint32_t> gO = output_row(args, at, caller).template as<uint32_t>();
 #pragma unroll
-                for (int n = 0; n < kHeadDim / 8; n++)
+                for (int n = 0; n < kValueDim / 8; n++)
                     gO[4 * n + column] =
                         pack<Element>(acc_o[4 * n + 2 * h] * end.factor, acc_o[4 * n + 2 * h + 1] * end.factor);
                 if (column == 0) store_lse(args, at, caller, end.lse);
             } else {
-                const Global<Vector8> gO = Global<float>{args.state_o + to * kHeadDim}.template as<Vector8>();
+                const Global<Vector8> gO = Global<float>{args.state_o + to * kValueDim}.template as<Vector8>();
 #pragma unroll
-                for (int n = 0; n < kHeadDim / 8; n++)
+                for (int n = 0; n < kValueDim / 8; n++)
                     gO[4 * n + column] = Vector8{{as_bits(acc_o[4 * n + 2 * h]), as_bits(acc_o[4 * n + 2 * h + 1])}};
                 if (column == 0) put_ml(args, to, max, sum);
             }

@@ -19,6 +19,10 @@
 #include "decode/warps.cuh"
 #include "tile/softmax.cuh"
 
+// Two head dimensions leave no registers for any of this: streaming warps take the nodes of such caches.
+static_assert(!kTilesByWgmma || !kScaled || kOneDim, "quantised K and V of one head dimension");
+constexpr int kGroups = kKeyGroups, kRowBytes = KeyRows::kBytes;  // and of V as well
+
 constexpr float kMostProduct = 32768.0f, kMostWeight = 1.2676506002e30f;  // 2^15; 2^100
 constexpr int kMostLift = 90;  // references stand at most 2^90 below the largest score: a lane's sum is then in range
 

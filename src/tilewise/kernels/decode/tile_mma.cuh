@@ -17,8 +17,9 @@ static_assert(kTileStages >= 2, "a tile is loaded while the one before is comput
 constexpr int kWitness = 256;  // a lane's sum up to which the lazy softmax keeps its reference: tile/lazy.cuh
 
 using TileQ = SharedTile<Element, kTileRows, kHeadDim, Layout::swizzled>;
-using TileKv = SharedTile<Element, kTile, kHeadDim, Layout::swizzled>;
-static_assert(TileQ::kBytes == kMmaQBytes && 2 * TileKv::kBytes == kMmaStageBytes, "as load.cuh lays it out");
+using TileK = SharedTile<Element, kTile, kHeadDim, Layout::swizzled>;
+using TileV = SharedTile<Element, kTile, kValueDim, Layout::swizzled>;
+static_assert(TileQ::kBytes == kMmaQBytes && TileK::kBytes + TileV::kBytes == kMmaStageBytes, "as layout.cuh has it");
 
 TILE_DEVICE DecodeItem tile_item(const DecodeArgs& args, int round) {
     return load_item(args.tile_items, int64_t(round) * gridDim.x + blockIdx.x);
@@ -30,16 +31,15 @@ TILE_DEVICE Shared<const Element*> queries_of_rows() { return Shared<const Eleme
 TILE_DEVICE Shared<int> places_of_rows() { return Shared<int>(kAtMmaRows + 16 * kTileRows); }
 
 // ---- K and V --------------------------------------------------------------------------------------------------------
-// Chunks of 16 bytes are dealt to the threads: kAcross neighbouring threads copy neighbouring chunks of a row.
-constexpr int kTileChunks = TileKv::kChunks;
-constexpr int kAcross = (kTileChunks & -kTileChunks) < 32 ? (kTileChunks & -kTileChunks) : 32;
-constexpr int kStep = kTileThreads / kAcross;  // rows at a time
-template <int kRowsOf, class Each> TILE_DEVICE void each_chunk(Each each) {
+// A tile's chunks of 16 bytes are dealt to the threads: kAcross neighbouring threads copy neighbouring chunks of a row.
+template <class Tile, class Each> TILE_DEVICE void each_chunk(Each each) {
+    constexpr int kChunks = Tile::kChunks, kAcross = (kChunks & -kChunks) < 32 ? (kChunks & -kChunks) : 32;
+    constexpr int kStep = kTileThreads / kAcross;  // rows at a time
     const int row = threadIdx.x / kAcross, chunk = threadIdx.x % kAcross;
 #pragma unroll 8
-    for (int i = 0; i < (kRowsOf + kStep - 1) / kStep * (kTileChunks / kAcross); i++) {
-        const int at = row + i / (kTileChunks / kAcross) * kStep;
-        if (kRowsOf % kStep == 0 || at < kRowsOf) each(at, chunk + i % (kTileChunks / kAcross) * kAcross);
+    for (int i = 0; i < (Tile::kRows + kStep - 1) / kStep * (kChunks / kAcross); i++) {
+        const int at = row + i / (kChunks / kAcross) * kStep;
+        if (Tile::kRows % kStep == 0 || at < Tile::kRows) each(at, chunk + i % (kChunks / kAcross) * kAcross);
     }
 }
 
@@ -57,7 +57,7 @@ struct TileLoader {
     TILE_DEVICE int first() const { return span.begin / kTile; }
     TILE_DEVICE int end() const { return span.end > span.begin ? (span.end + kTile - 1) / kTile : first(); }
     static TILE_DEVICE uint32_t keys(int n) { return kMmaQBytes + n % kTileStages * kMmaStageBytes; }
-    static TILE_DEVICE uint32_t values(int n) { return keys(n) + TileKv::kBytes; }
+    static TILE_DEVICE uint32_t values(int n) { return keys(n) + TileK::kBytes; }
 
     // The first 2 · kTile threads have a token each, first of K and then of V.
     static TILE_DEVICE bool has_token() { return threadIdx.x < 2 * kTile; }
@@ -83,17 +83,18 @@ struct TileLoader {
     // Asks for tile n, of which was told before a barrier. There is a group of copies for every tile, even one past the
     // end.
     TILE_DEVICE void load(int n) const {
-        if (n < end())
-#pragma unroll
-            for (int is_v = 0; is_v < 2; is_v++) {
-                const TileKv to(is_v ? values(n) : keys(n));
-                const Shared<const uint8_t*> rows = sources(n);
-                each_chunk<kTile>([&](int row, int chunk) {
-                    const uint8_t* from = rows[is_v * kTile + row];
-                    ptx::copy_async_16(to.address(row, chunk), from ? from + 16 * chunk : args.k.base, from ? 16 : 0);
-                });
-            }
+        if (n < end()) {
+            load_part(TileK(keys(n)), n, 0);
+            load_part(TileV(values(n)), n, 1);
+        }
         ptx::copy_async_commit();
+    }
+    template <class Tile> TILE_DEVICE void load_part(const Tile& to, int n, int is_v) const {
+        const Shared<const uint8_t*> rows = sources(n);
+        each_chunk<Tile>([&](int row, int chunk) {
+            const uint8_t* from = rows[is_v * kTile + row];
+            ptx::copy_async_16(to.address(row, chunk), from ? from + 16 * chunk : args.k.base, from ? 16 : 0);
+        });
     }
     // Before a barrier, and after it
     TILE_DEVICE void tell_first() {
@@ -122,7 +123,7 @@ struct TileBody {
     const DecodeArgs& args;
     const int rank;  // of the warp
     float scale_log2;
-    float acc_o[kM][kHeadDim / 2], acc_s[kM][kTile / 2];
+    float acc_o[kM][kValueDim / 2], acc_s[kM][kTile / 2];
     uint32_t rP[kM][kTile / 16][4];
     warp::RowState state[kM];
     int whole_from, whole_to;  // every row of the warp sees the tokens between these
@@ -159,7 +160,7 @@ struct TileBody {
         const uint32_t sign = Rule::kLinear && args.scores.scale_log2 < 0.0f ? 0x80008000u : 0u;
         const bool zero = Rule::kLinear && args.scores.scale_log2 == 0.0f;
         const TileQ sQ(0);
-        each_chunk<kTileRows>([&](int row, int chunk) {
+        each_chunk<TileQ>([&](int row, int chunk) {
             const Element* q = queries_of_rows()[row];
             Vector16 x{};
             if (q && !zero) {
@@ -196,7 +197,7 @@ struct TileBody {
             const int m = i / 2, h = i % 2, n = row(m, h);
             const float sum = warp::row_sum(state[m].sum[h]), max = sum == 0.0f ? kLowest : state[m].max[h];
             if (n >= item.rows) continue;
-            const float(&o)[kHeadDim / 2] = acc_o[m];
+            const float(&o)[kValueDim / 2] = acc_o[m];
             const int column = warp::lane() % 4;
             const int64_t to = places_of_rows()[n];
             if (to < 0) {
@@ -205,14 +206,14 @@ struct TileBody {
                 const int64_t caller = Global<const int>{args.order}[at.sequence];
                 const Global<uint32_t> gO = output_row(args, at, caller).template as<uint32_t>();
 #pragma unroll
-                for (int c = 0; c < kHeadDim / 8; c++)
+                for (int c = 0; c < kValueDim / 8; c++)
                     gO[4 * c + column] =
                         pack<Element>(o[4 * c + 2 * h] * end.factor, o[4 * c + 2 * h + 1] * end.factor);
                 if (column == 0) store_lse(args, at, caller, end.lse);
             } else {
-                const Global<Vector8> gO = Global<float>{args.state_o + to * kHeadDim}.template as<Vector8>();
+                const Global<Vector8> gO = Global<float>{args.state_o + to * kValueDim}.template as<Vector8>();
 #pragma unroll
-                for (int c = 0; c < kHeadDim / 8; c++)
+                for (int c = 0; c < kValueDim / 8; c++)
                     gO[4 * c + column] = Vector8{{as_bits(o[4 * c + 2 * h]), as_bits(o[4 * c + 2 * h + 1])}};
                 if (column == 0) put_ml(args, to, max, sum);
             }
@@ -225,7 +226,7 @@ struct TileBody {
         return reinterpret_cast<T(&)[kCount][kSize]>(x);
     }
     // S = Q Kᵀ
-    template <int kCount> TILE_DEVICE void multiply_qk(const TileKv& sK) {
+    template <int kCount> TILE_DEVICE void multiply_qk(const TileK& sK) {
         const int lane = ptx::just_in_time(warp::lane());  // addresses kept from tile to tile would take registers
 #pragma unroll
         for (int m = 0; m < kCount; m++) warp::zero(acc_s[m]);
@@ -238,7 +239,7 @@ struct TileBody {
         }
     }
     // S of one sixteen once more: both operands are still in shared memory
-    TILE_DEVICE void again(int m, const TileKv& sK) {
+    TILE_DEVICE void again(int m, const TileK& sK) {
         const int lane = ptx::just_in_time(warp::lane());
         float(&s)[1][kTile / 2] = reinterpret_cast<float(&)[1][kTile / 2]>(acc_s[m]);
         warp::zero(s[0]);
@@ -264,7 +265,7 @@ struct TileBody {
         warp::scale_rows(acc_o[m], correction);
     }
     // The lazy softmax, which looks for no maximum: tile/lazy.cuh
-    TILE_DEVICE void quick(int m, const TileKv& sK) {
+    TILE_DEVICE void quick(int m, const TileK& sK) {
         float sum[2], correction[2];
         score(m);
         if (!warp::lazy_softmax<kWitness>(acc_s[m], sum, state[m], scale_log2)) {
@@ -275,7 +276,8 @@ struct TileBody {
         warp::scale_rows(acc_o[m], correction);
     }
     template <int kCount> TILE_DEVICE void add_tile(int n, bool first) {
-        const TileKv sK(TileLoader::keys(n)), sV(TileLoader::values(n));
+        const TileK sK(TileLoader::keys(n));
+        const TileV sV(TileLoader::values(n));
         multiply_qk<kCount>(sK);
         const bool whole = n * kTile >= whole_from && (n + 1) * kTile <= whole_to;
         if (first || !whole) {

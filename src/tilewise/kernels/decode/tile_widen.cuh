@@ -29,7 +29,7 @@ constexpr int kWideners = 96;  // threads
 constexpr int kWidenBarrier = 5;
 // A token's scale, or int4's scale and zero point of group g, of a tile of codes: n of K's 64 tokens or of V's
 TILE_DEVICE Shared<uint32_t> raw_scales(uint32_t stage, int is_v, int g) {
-    return Shared<uint32_t>(kAtRawScales + stage * kRawScaleBytes + (is_v * kScaleWords + g) * kTileTokens * 4);
+    return Shared<uint32_t>(kAtRawScales + stage * kRawScaleBytes + (is_v * kGroups + g) * kTileTokens * 4);
 }
 
 // How scales come to a tile of codes: by the warp that requests the codes, which asks for them a tile ahead and for
@@ -41,7 +41,7 @@ struct TileScales {
     const PageTable& table;
     const int kv_head, lane;
     int page[2];
-    uint32_t words[2][2][kScaleWords];  // of K and of V
+    uint32_t words[2][2][kGroups];  // of K and of V
 
     TILE_DEVICE TileScales(const DecodeArgs& a, const DecodeItem& item, const PageTable& pages)
         : args(a), span{item.start, item.stop}, table(pages), kv_head(item.kv_head()), lane(warp::lane()) {
@@ -67,8 +67,8 @@ struct TileScales {
     // Of this tile, and the pages of the next
     TILE_DEVICE void fetch(int tile) {
 #pragma unroll
-        for (int n = 0; n < 4 * kScaleWords; n++) {
-            const int is_v = n / (2 * kScaleWords), i = n / kScaleWords % 2, g = n % kScaleWords;
+        for (int n = 0; n < 4 * kGroups; n++) {
+            const int is_v = n / (2 * kGroups), i = n / kGroups % 2, g = n % kGroups;
             const int token = tile * kTileTokens + lane + 32 * i;
             uint32_t& to = words[is_v][i][g];
             to = 0;
@@ -83,8 +83,8 @@ struct TileScales {
     // Leaves the tile's scales beside its codes
     TILE_DEVICE void put(uint32_t stage) const {
 #pragma unroll
-        for (int n = 0; n < 4 * kScaleWords; n++) {
-            const int is_v = n / (2 * kScaleWords), i = n / kScaleWords % 2, g = n % kScaleWords;
+        for (int n = 0; n < 4 * kGroups; n++) {
+            const int is_v = n / (2 * kGroups), i = n / kGroups % 2, g = n % kGroups;
             raw_scales(stage, is_v, g)[lane + 32 * i] = words[is_v][i][g];
         }
     }
