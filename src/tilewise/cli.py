@@ -47,7 +47,7 @@ Tilewise: attention kernels for LLM inference, planned once as a list of tiles.
                       what they cost on any machine; --rung NAME --plot PATH --profile --json
   tilewise kernels    registers, spills, shared memory and occupancy of every kernel; needs no GPU
   tilewise tune       what is fastest on this card, measured into a table that later calls look up;
-                      prefill | decode | sparse | all, --budget --shapes --dtype
+                      prefill | decode | sparse | mla | all, --budget --shapes --dtype
   tilewise warm       compile ahead on all cores what a model or shapes need; without a GPU with --arch;
                       --model CONFIG | --shapes B,N,Hq,Hkv,D
   tilewise cache show | clear | export | import

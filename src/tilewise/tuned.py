@@ -9,8 +9,9 @@ file of one card, with a section per family of kernels:
 
 `of(device)` gives the sections that hold for a device: of the user's table (<cache folder>/tables), else of the one
 that the package ships (tables/). A section holds if its table is of a card of this name that behaves as this target
-(arch.card_of), and if the kernels' sources are those that were measured. Without a table everything is chosen as if
-there were none. Files are read once per process; calls look up when they are bound to their kernel.
+(arch.card_of), and if the kernels' sources are those that were measured, or others that "carried" names: {digest: why
+what was measured holds for them too}. Without a table everything is chosen as if there were none. Files are read once
+per process; calls look up when they are bound to their kernel.
 """
 
 from __future__ import annotations
@@ -35,11 +36,13 @@ from tilewise.plan.cost import CPU_COST, GPU_COST, MLA_COST, MMA_COST, CostModel
 from tilewise.scores import Scores
 
 FORMAT = 1
-FAMILIES = ("prefill", "decode", "sparse")
+FAMILIES = ("prefill", "decode", "sparse", "mla")
 SHIPPED = Path(__file__).parent / "tables"
+ROOMS = {"prefill": "prefill", "decode": "decode", "sparse": "prefill", "mla": "mla"}  # folders of kernels
 # What a tiling may not get from a table: how lists are made is chosen by the schedule. Of decode nothing else than the
-# depth of its rings, because the cuts of shared ranges, and with them the bits of the result, follow from the rest.
-FIXED = {"prefill": ("unit", "operand"), "sparse": ("unit", "operand")}
+# depth of its rings, because the cuts of shared ranges, and with them the bits of the result, follow from the rest. How
+# ranges are cut for MLA decode follows from its rows alone.
+FIXED = {"prefill": ("unit", "operand"), "sparse": ("unit", "operand"), "mla": ("rows",)}
 DECODE_FREE = ("stages",)
 COSTS = (
     "item_us",
@@ -76,12 +79,14 @@ class Blocks(Protocol):
 @dataclass(frozen=True)
 class Section:
     """One family's part of a table. source: digest of the kernels that were measured; tilings: key -> fields of the
-    fastest tiling, none where it is the one that is chosen anyway; constants: of CostModel and Weights, by name."""
+    fastest tiling, none where it is the one that is chosen anyway; constants: of CostModel and Weights, by name;
+    carried: digest of other kernels -> why the section holds for them."""
 
     date: str
     source: str
     tilings: Mapping[str, Mapping[str, Value]] = field(default_factory=dict)
     constants: Mapping[str, float] = field(default_factory=dict)
+    carried: Mapping[str, str] = field(default_factory=dict)
     record: Mapping[str, Any] = field(default_factory=dict)  # the section as it stands in the file
 
 
@@ -175,7 +180,8 @@ def cost(device: torch.device, fmt: KVFormat | None = None, *, shared_kv: bool =
         return MLA_COST
     card, tuned = arch.card_of(device), of(device)
     found = base_cost(card) if tuned is None else tuned.cost_over(base_cost(card))
-    return found if arch.hopper(card) or fmt is None or fmt.name in TILED else streamed(found)
+    tiled = fmt is None or fmt.name in TILED or (arch.hopper(card) and fmt.values is fmt)
+    return found if tiled else streamed(found)
 
 
 def base_cost(card: str) -> CostModel:
@@ -226,8 +232,17 @@ class Streaming(Protocol):
 
 
 def decode_key(form: KVFormat, tiling: Streaming) -> str:
-    """The key of a decode kernel without tiles: "bf16/128/8 rows/4 warps/2 blocks"."""
-    return f"{form.name}/{form.head_dim}/{tiling.rows} rows/{tiling.warps} warps/{tiling.blocks} blocks"
+    """The key of a decode kernel without tiles: "bf16/128/8 rows/4 warps/2 blocks", or "bf16/192x128/…"."""
+    return f"{form.name}/{form.dims}/{tiling.rows} rows/{tiling.warps} warps/{tiling.blocks} blocks"
+
+
+MLA_WAYS = ("boxes", "gather", "chosen")  # how rows come: by TMA; one by one; those that each query token has chosen
+
+
+def mla_key(stored: str, head_dim: int, value_dim: int, rows: int, way: str) -> str:
+    """The key of an MLA decode kernel: "bf16/576x512/64 rows/boxes". stored: the cache's format; rows: query rows of an
+    item at most."""
+    return f"{stored}/{head_dim}x{value_dim}/{rows} rows/{way}"
 
 
 # ---- files ------------------------------------------------------------------------------------------------------
@@ -264,7 +279,8 @@ def refusal(table: Table, family: str, card: str, target: str) -> str:
     """Why a table's section is not used on such a card; "" if it is."""
     if (table.card, table.target) != (card, target):
         return f"it is of another card: {table.card} as {table.target}"
-    if table.families[family].source != source(family):
+    section, now = table.families[family], source(family)
+    if section.source != now and now not in section.carried:
         return "it was measured with other kernels than this version has"
     return ""
 
@@ -272,7 +288,7 @@ def refusal(table: Table, family: str, card: str, target: str) -> str:
 @lru_cache
 def source(family: str) -> str:
     """The digest of the sources of a family's kernels, as they are installed."""
-    room = "decode" if family == "decode" else "prefill"
+    room = ROOMS[family]
     files = sorted((KERNELS_ROOT / room).glob("*.cu"))
     found = headers("".join(f'#include "{room}/{file.name}"\n' for file in files), emulator=False)
     return cache.digest(*(part for item in sorted(found.items()) for part in item))
@@ -299,7 +315,8 @@ def _section(record: Any) -> Section:
         for key, entry in record.get("tilings", {}).items()
     }
     constants = {_text(name): _positive(name, value) for name, value in record.get("constants", {}).items()}
-    return Section(_text(record["date"]), _text(record["source"]), tilings, constants, record)
+    carried = {_text(name): _text(why) for name, why in record.get("carried", {}).items()}
+    return Section(_text(record["date"]), _text(record["source"]), tilings, constants, carried, record)
 
 
 def _text(value: Any) -> str:

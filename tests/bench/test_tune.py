@@ -13,7 +13,7 @@ import torch
 from cli_cases import assert_one_line_and_hint
 
 from tilewise import arch, tuned
-from tilewise.bench import smi, tune, tune_command, tune_decode, tune_prefill
+from tilewise.bench import smi, tune, tune_command, tune_decode, tune_mla, tune_prefill
 from tilewise.bench.measure import Timing
 from tilewise.bench.tune_prefill import Shape, parse
 from tilewise.gpu import prefill
@@ -334,11 +334,14 @@ def test_there_is_nothing_to_tune_on_a_cpu(run: Any, monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("everything",), "'everything' is not one of prefill, decode, sparse and all"),
+        (("everything",), "'everything' is not one of prefill, decode, sparse, mla and all"),
         (("prefill", "--shapes", "1,2"), "a shape must be B,N,Hq,Hkv,D"),
         (("prefill", "--shapes", "1,16,1,1,600"), "D must be at most 576 for prefill, got 600"),
         (("prefill", "--shapes", "1,24,1,1,64,paged"), "N must be whole pages of 16 tokens with paged, got 24"),
         (("decode", "--shapes", "1,16,1,1,80"), "D must be one of 64, 96, 128, 192, 256 for decode, got 80"),
+        (("mla", "--shapes", "1,16,8,1,576"), "D must be a multiple of 64 up to 576 and Dv one of 128 up to D for mla"),
+        (("mla", "--shapes", "1,16,8,2,576:512"), "a shape of mla must be B,N,Hq,1,D:Dv, which is decoded from pages"),
+        (("mla", "--dtype", "float32"), "--dtype must be bfloat16 or float16 for mla, got float32"),
         (("prefill", "--dtype", "int8"), "'int8' is not one of bfloat16"),
         (("--budget", "0"), "Invalid value for '--budget'"),
     ],
@@ -390,6 +393,7 @@ def test_all_families_share_the_time(card: Path, tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(tune_prefill, "problems", lambda shapes, dtype, device: map(problem, shapes))
     monkeypatch.setattr(tune_prefill, "sparse_problems", lambda shapes, dtype, device: [problem()] * 3 * len(shapes))
     monkeypatch.setattr(tune_decode, "problems", lambda shapes, device: map(problem, shapes))
+    monkeypatch.setattr(tune_mla, "problems", lambda shapes, dtype, device: map(problem, shapes))
     monkeypatch.setattr(tune_decode, "Bench", lambda *given: None)
     monkeypatch.setattr(
         tune_decode,
@@ -405,13 +409,14 @@ def test_all_families_share_the_time(card: Path, tmp_path: Path, monkeypatch: py
         next = begun.append
 
     book, outcome = tune.Book(machine, tmp_path), tune.Outcome(0)
-    tune_command.run(tune_command.FAMILIES, [LONG], BF16, CPU, machine, book, outcome, 90.0, Bar())
-    assert (outcome.asked, outcome.solved, outcome.out_of_time) == (6, 6, False)
-    assert begun[0] == 6
-    assert len(begun) == 1 + 6
-    # Nine shares: one of prefill, four of decode's constants and one of its problem, three of sparse, of which the
-    # later ones get what the earlier ones leave: here all of it.
-    assert shares == pytest.approx([10, 40, 10, 10, 15, 30], rel=0.1)
+    assert tune_command.FAMILIES == tuned.FAMILIES
+    tune_command.run(tune_command.FAMILIES, [LONG], BF16, CPU, machine, book, outcome, 100.0, Bar())
+    assert (outcome.asked, outcome.solved, outcome.out_of_time) == (7, 7, False)
+    assert begun[0] == 7
+    assert len(begun) == 1 + 7
+    # Ten shares: one of prefill, four of decode's constants and one of its problem, three of sparse, of which the
+    # later ones get what the earlier ones leave, here all of it, and one of mla.
+    assert shares == pytest.approx([10, 40, 10, 10, 15, 30, 10], rel=0.1)
     assert tuned.read(book.path).families["decode"].constants == {"launch_us": 5.0}
 
 

@@ -13,7 +13,7 @@ from tune_cases import tables
 
 import tilewise
 from tilewise import tuned
-from tilewise.bench import tune_decode, tune_prefill
+from tilewise.bench import tune_decode, tune_mla, tune_prefill
 from tilewise.bench.tune import Card
 from tilewise.bench.tune_decode import Bench, Model, Step
 from tilewise.compiler import cache as store
@@ -65,6 +65,20 @@ def test_what_was_measured_is_looked_up_and_right(run: Any, fresh: Any, monkeypa
     assert bound != chosen
     o, lse = tilewise.attention(q, k, v, causal=True, return_lse=True)
     assert_attention((o.cpu(), lse.cpu()), q.cpu(), k.cpu(), v.cpu(), causal=True)
+
+
+def test_bodies_of_mla_decode_are_measured(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    candidates = tune_mla.candidates
+    monkeypatch.setattr(tune_mla, "candidates", lambda *given, **options: candidates(*given, **options)[4:8])
+    code, out, _ = run("tune", "mla", "--shapes", "8,2048,128,1,576:512", "--budget", "20")
+    assert code == 0
+    assert "1 of 1 problems measured" in out
+    folder = tuned.folder()
+    assert folder is not None
+    (path,) = folder.iterdir()
+    timings = tuned.read(path).families["mla"].record["timings"]
+    assert [timing["status"] for timing in timings] == ["ok"] * 5, "both bodies give the same but for rounding"
+    assert any(timing["tiling"].get("seesaw") for timing in timings)
 
 
 def test_steps_are_timed_and_make_constants() -> None:

@@ -112,7 +112,10 @@ def test_doctor_says_what_is_used(tmp_path: Path, shipped: Path, monkeypatch: py
     monkeypatch.setattr(tuned, "folder", lambda: tmp_path)
     here = [CardAt("cuda:0", CARD, TARGET)]
     lines = findings(here)
-    assert [line.state for line in lines] == ["note"] * 3
+    assert [line.state for line in lines] == ["note"] * 4
+    assert lines[-1].text.startswith("mla: no table of NVIDIA H200")
+    without = findings([CardAt("cuda:0", "A100", "sm_80")])
+    assert not any("mla" in line.text for line in without), "no other card has such a kernel"
     assert lines[0].text == "prefill: no table of NVIDIA H200 as sm_90a; kernels are chosen without one"
     assert lines[0].remedy == "tilewise tune prefill"
     path = write(tmp_path, table())
@@ -130,6 +133,22 @@ def test_doctor_says_what_is_used(tmp_path: Path, shipped: Path, monkeypatch: py
 
 def test_doctor_needs_no_card() -> None:
     assert [line.state for line in findings([])] == ["note"]
+
+
+def test_a_section_may_be_carried_over_to_other_kernels(
+    tmp_path: Path, shipped: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To those that it names, and to no others; the doctor says so."""
+    monkeypatch.setattr(tuned, "folder", lambda: tmp_path)
+    here = [CardAt("cuda:0", CARD, TARGET)]
+    for digest, holds in ((tuned.source("prefill"), True), ("another", False)):
+        write(tmp_path, table({"prefill": {"source": "old", "carried": {digest: "only comments changed"}}}))
+        assert ("prefill" in tuned.held(CARD, TARGET, tmp_path).sections) is holds
+        told = [line.text for line in findings(here) if line.state == "ok"]
+        assert len(told) == holds
+        assert all(text.endswith("with earlier kernels (only comments changed)") for text in told)
+    write(tmp_path, table({"prefill": {"carried": {"x": 1}}}))
+    assert not tuned.held(CARD, TARGET, tmp_path).sections
 
 
 def test_each_family_is_looked_up_in_the_users_table_first(tmp_path: Path, shipped: Path) -> None:
@@ -183,6 +202,8 @@ def test_a_card_is_looked_up_once(tmp_path: Path, shipped: Path, monkeypatch: py
         assert first.sections.keys() == {"prefill"}
         assert len(reads) == 2  # the user's, and the package's
         assert tuned.cost(device) == GPU_COST
+        pair = KVFormat("int8", 128).beside(KVFormat("int8", 64))  # which has no tiles on Hopper either
+        assert tuned.cost(device, pair) == streamed(GPU_COST)
         with arch.as_card("sm_80"):  # behaves as another card: that has no table
             assert tuned.of(device) is None
             assert tuned.weights(device) is tuned.UNTUNED

@@ -110,24 +110,28 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[KernelSpec]:
 def attend(need: Need, rows: int) -> None:
     """Dense, packed and paged calls as users make them."""
     q, k = (torch.zeros(1, rows, heads, need.head_dim, dtype=need.dtype) for heads in (need.heads, need.kv_heads))
+    v = torch.zeros(1, rows, need.kv_heads, need.values, dtype=need.dtype)
     starts = torch.tensor([0, rows], dtype=torch.int32)
-    pages = torch.zeros(1 + rows // 16, 16, need.kv_heads, need.head_dim, dtype=need.dtype)
-    table = torch.arange(len(pages), dtype=torch.int32)[None]
+    count = 1 + rows // 16
+    pages = [torch.zeros(count, 16, need.kv_heads, d, dtype=need.dtype) for d in (need.head_dim, need.values)]
+    table = torch.arange(count, dtype=torch.int32)[None]
     for rule in need.scores:
         options: Any = {"causal": True, "softcap": rule.softcap, "backend": "emulator"}
         options["window"] = None if rule.window[0] is None else rule.window
-        tilewise.attention(q, k, k, **options)
+        tilewise.attention(q, k, v, **options)
         for index in (starts, starts.long()):
-            tilewise.attention_varlen(q[0], k[0], k[0], index, index, **options)
-        tilewise.attention_varlen(q[0], pages, pages, starts, starts, page_table=table, **options)
+            tilewise.attention_varlen(q[0], k[0], v[0], index, index, **options)
+        tilewise.attention_varlen(q[0], *pages, starts, starts, page_table=table, **options)
 
 
 def decode(need: Need, sequences: int) -> None:
     """A step over pages that are laid out as on a card, shared and not, and writing its tokens."""
-    form = need.form
-    pages = tilewise.PagedKVCache(8 + 2 * sequences, 16, need.kv_heads, need.head_dim, kv_format=form.name)
+    form, values = need.form, need.values
+    sizes = (8 + 2 * sequences, 16, need.kv_heads, need.head_dim)
+    pages = tilewise.PagedKVCache(*sizes, kv_format=form.name, value_dim=values)
     lead = (1, pages.num_pages, 16, need.kv_heads)
-    stored = [storage.allocate(form, lead, pages.device, for_kernels=True) for _ in range(2)]
+    forms = (form, pages.value_format)
+    stored = [storage.allocate(form, lead, pages.device, for_kernels=True) for form in forms]
     pages.parts = lambda layer: tuple([part[layer] for part in parts] for parts in stored)  # type: ignore[assignment]
     first = pages.allocate()
     pages.extend([first], 112)
@@ -139,15 +143,16 @@ def decode(need: Need, sequences: int) -> None:
         for share in (False, True):
             plan = tilewise.plan_decode(pages, seqs, num_heads=need.heads, share_prefix=share, window=window)
             tilewise.decode(q, pages, 0, plan, softcap=rule.softcap, backend="emulator")
-    k = torch.zeros(sequences, need.kv_heads, need.head_dim, dtype=need.dtype)
+    k, v = (torch.zeros(sequences, need.kv_heads, d, dtype=need.dtype) for d in (need.head_dim, values))
     positions = torch.arange(sequences)
-    append.append(form, k, k, *(tuple(part[0] for part in parts) for parts in stored), positions, positions)
+    append.append(form, k, v, *(tuple(part[0] for part in parts) for parts in stored), positions, positions)
     assert len(slots)
 
 
 def step(need: Need, tokens: int) -> None:
     """Chunks of prompts, sharing a prefix and not."""
-    pages = tilewise.PagedKVCache(tokens // 4 + 40, 16, need.kv_heads, need.head_dim, kv_format=need.form.name)
+    sizes = (tokens // 4 + 40, 16, need.kv_heads, need.head_dim)
+    pages = tilewise.PagedKVCache(*sizes, kv_format=need.form.name, value_dim=need.values)
     first = pages.allocate()
     pages.extend([first], 64)
     seqs = [pages.fork(first) for _ in range(2)]
@@ -166,6 +171,7 @@ NEEDS = {
     "gemma": Need.of_model(attention_shape(GEMMA, "gemma")),
     "int4": Need(8, 2, 64, torch.bfloat16, (Scores((None, 0)),), kv_format="int4"),
     "fp16": Need(4, 4, 80, torch.float16, (Scores((None, 0)),)),
+    "pair": Need(8, 2, 64, torch.bfloat16, (Scores((None, 0)),), value_dim=320),
 }
 
 
@@ -197,6 +203,7 @@ def test_decode_is_warm_for_all_ways_to_fill_a_card() -> None:
     constants = [dict(s.constants) for s in found if s.name in ("decode", "decode_tree")]
     assert {c["kBlocksPerSm"] for c in constants if not c["kTileStages"]} == {1, 2}
     assert any(c["kTileStages"] for c in constants)
+    assert {c["kValueDim"] for c in constants} == {64}
     few = [dict(s.constants) for s in found if s.name == "decode_small"]
     assert {c["kCluster"] for c in few} == {1, 8, 16}
 

@@ -7,19 +7,24 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import numpy as np
 import torch
 from oracle import assert_elements, assert_state, logit_error, poison, randn
 
-from tilewise import reference
+from tilewise import reference, tuned
+from tilewise.bench.tune import entry_of
 from tilewise.formats import KVFormat
-from tilewise.gpu import mla
+from tilewise.gpu import mla, mla_kernels
 from tilewise.plan.tree import plan_tree
 from tilewise.plan.worklist import FAR, Splitting
 from tilewise.scores import Scores
+from tilewise.tuned import Section, Tuned
 
 BF16, FP16 = torch.bfloat16, torch.float16
 NAMES = {BF16: "bf16", FP16: "fp16"}
@@ -27,6 +32,23 @@ SIZES, DEEPSEEK = (192, 128), (576, 512)  # (head_dim, value_dim)
 LONG = Splitting(pieces=((FAR, 1 << 16),))  # short ranges in one piece, over which references stay or move
 FOLDED = Splitting(pieces=((FAR, 128),), whole=True)
 CUT = Splitting(pieces=((FAR, 128),), whole=False, shared=64)
+
+
+@contextmanager
+def shaped(sizes: tuple[int, int], rows: Sequence[int], *, seesaw: bool = False, **fields: Any) -> Iterator[None]:
+    """Within it kernels for items of so many rows of these sizes have these fields of their tiling."""
+    entries = {}
+    for name, way, width in product(("bf16", "fp16", "fp8", "int8"), tuned.MLA_WAYS, rows):
+        codes, boxes = name.endswith("8"), way == "boxes"
+        tiling = mla_kernels.choose_tiling(*sizes, width, codes=codes, boxes=boxes and not codes, seesaw=seesaw)
+        entries[tuned.mla_key(name, *sizes, width, way)] = entry_of("mla", replace(tiling, **fields))
+    with tuned.trying(Tuned({"mla": Section("", "", entries)})):
+        yield
+
+
+def seesaw(sizes: tuple[int, int] = SIZES, **fields: Any) -> AbstractContextManager[None]:
+    """Within it items of 64 rows are computed by the other body."""
+    return shaped(sizes, (64,), seesaw=True, **fields)
 
 
 class Problem:

@@ -117,6 +117,11 @@ def test_chosen_positions():
     Problem((300,), heads=8).check_chosen(0)
 
 
+def test_chosen_positions_of_many_tokens():
+    """Each of them is a sequence by itself, so that a sequence may have as many as it likes."""
+    Problem((40,), heads=2, tokens=17).check_chosen(30)
+
+
 @pytest.mark.parametrize(("stored", "late", "seed"), [("fp8", True, 0), ("fp8", False, 5), ("int8", True, 0)])
 def test_codes_are_widened(stored, late, seed):
     Problem((130, 1, 65, 0), heads=8, sizes=DEEPSEEK, page_size=24, stored=stored).check(

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
-from mla_cases import CUT, DEEPSEEK, FOLDED, SIZES, Problem, chance
+from mla_cases import CUT, DEEPSEEK, FOLDED, SIZES, Problem, chance, seesaw, shaped
 from oracle import randn
 
 from tilewise import PagedKVCache, decode, grow_plan, plan_decode
@@ -12,34 +14,66 @@ from tilewise import PagedKVCache, decode, grow_plan, plan_decode
 pytestmark = pytest.mark.gpu
 
 
+def body(wide, sizes=DEEPSEEK, **fields):
+    """Within it items of 64 rows have the other body, if it is asked for."""
+    return seesaw(sizes, **fields) if wide else nullcontext()
+
+
+@pytest.mark.parametrize("wide", [False, True])
 @pytest.mark.parametrize("begin", range(0, 300, 100))
-def test_chance(begin):
-    """300 random problems."""
+def test_chance(begin, wide):
+    """300 random problems, by either body."""
     for seed in range(begin, begin + 100):
-        chance(30_000 + seed, DEEPSEEK if seed % 3 else SIZES, device="cuda")
+        sizes = DEEPSEEK if seed % 3 else SIZES
+        with body(wide, sizes):
+            chance(30_000 + seed, sizes, device="cuda")
 
 
-@pytest.mark.parametrize("heads", [8, 16, 32, 64, 128])
+@pytest.mark.parametrize(("heads", "wide"), [(8, False), (16, False), (32, False), (64, False), (128, False),
+                                             (64, True), (128, True)])  # fmt: skip
 @pytest.mark.parametrize("page_size", [16, 64])
-def test_heads_and_pages(heads, page_size):
+def test_heads_and_pages(heads, page_size, wide):
     lengths = (700, 1, 64, 2000, 129, 0)  # sixteen pieces at most: ranges of more are never taken whole
     problem = Problem(lengths, heads=heads, sizes=DEEPSEEK, page_size=page_size)
-    whole = problem.check(splitting=FOLDED, device="cuda")
-    cut = problem.check(splitting=CUT, device="cuda")
+    with body(wide):
+        whole = problem.check(splitting=FOLDED, device="cuda")
+        cut = problem.check(splitting=CUT, device="cuda")
     assert torch.equal(whole[0], cut[0])
     assert torch.equal(whole[1], cut[1])
 
 
+def test_how_far_ahead_and_how_wide_products_are_changes_no_bit():
+    problem, found = Problem((700, 2000, 129), heads=128, sizes=DEEPSEEK, page_size=64), []
+    for ahead in (0, 2, 9):
+        for together in (1, 2, 4):
+            with body(True, ahead=ahead, together=together):
+                found.append(problem.run(device="cuda"))
+    for o, lse in found:
+        assert torch.equal(o, found[0][0])
+        assert torch.equal(lse, found[0][1])
+
+
 @pytest.mark.parametrize("stored", ["fp8", "int8"])
-@pytest.mark.parametrize("heads", [16, 128])
-def test_codes(stored, heads):
+@pytest.mark.parametrize(("heads", "wide"), [(16, False), (128, False), (128, True)])
+def test_codes(stored, heads, wide):
     problem = Problem((700, 1, 64, 1500), heads=heads, sizes=DEEPSEEK, page_size=64, stored=stored)
-    problem.check(device="cuda")
-    problem.check_chosen(500, device="cuda")
+    with body(wide):
+        expected = problem.check(device="cuda")
+        problem.check_chosen(500, device="cuda")
+    with shaped(DEEPSEEK, (16, 64) if not wide else (64,), seesaw=wide, apart=True):
+        found = problem.run(device="cuda")
+        problem.check_chosen(500, device="cuda")
+    assert torch.equal(found[0], expected[0])
+    assert torch.equal(found[1], expected[1])
 
 
-@pytest.mark.parametrize("heads", [16, 128])
-def test_a_sequence_has_the_same_bits_whatever_stands_beside_it(heads):
+@pytest.mark.parametrize(("heads", "wide"), [(16, False), (128, False), (128, True)])
+def test_a_sequence_has_the_same_bits_whatever_stands_beside_it(heads, wide):
+    with body(wide):
+        same_bits(heads)
+
+
+def same_bits(heads):
     lengths = (3000, 1, 64, 700, 65)
     problem = Problem(lengths, heads=heads, sizes=DEEPSEEK, page_size=64)
     together = problem.run(device="cuda")
@@ -58,8 +92,13 @@ def test_many_sequences_under_one_prefix():
     problem.check(share=True, device="cuda")
 
 
-@pytest.mark.parametrize("heads", [16, 128])
-def test_a_graph_replays_over_growing_sequences(heads):
+@pytest.mark.parametrize(("heads", "wide"), [(16, False), (128, False), (128, True)])
+def test_a_graph_replays_over_growing_sequences(heads, wide):
+    with body(wide):
+        replays(heads)
+
+
+def replays(heads):
     cache = PagedKVCache(200, 64, 1, 576, value_dim=512, shared_kv=True, device="cuda")
     seqs = [cache.allocate() for _ in range(3)]
     total = sum(counts := [300, 64, 1])

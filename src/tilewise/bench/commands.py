@@ -417,6 +417,9 @@ def bench_engine(
         str, typer.Option(help="Only step, churn or load, or several of them: step,load.", metavar="TEXT")
     ] = "",
     peers: Annotated[bool, typer.Option(help="Measure other servers that are installed, too.")] = True,
+    peer_seconds: Annotated[
+        float, typer.Option(help="Of each run of another server; one that takes longer is a note.", min=1)
+    ] = 120.0,
     out: Annotated[Path | None, typer.Option(help="Write a CSV, the table and the plot into this folder.")] = None,
     json: Json = False,
 ) -> None:
@@ -430,7 +433,7 @@ def bench_engine(
         shares = [float(load) for load in loads.split(",")]
         problem = engine.case(
             _device(device), config, requests=requests, loads=shares, compile=compile, token_budget=token_budget,
-            only=only,
+            only=only, peer_seconds=peer_seconds,
         )  # fmt: skip
     generate.require_transformers()
     busy = tables.busy_note()

@@ -12,8 +12,10 @@ from typing import Any, Literal
 
 import torch
 
-from .. import api, arch, reference
+from .. import api, arch, reference, tuned
+from ..gpu import mla as kernel
 from ..gpu import mla_kernels
+from ..gpu.decode import kept
 from ..kvcache import PagedKVCache
 from ..plan.show import find_card
 from . import prefill, warm
@@ -21,11 +23,12 @@ from .measure import OK, WRONG, Result, time_replays
 from .prefill import Goal
 from .records import records
 from .sweep import Sheet, attempt
+from .tune import entry_of, holding
 from .workloads import Point, backends, complete
 
 HEAD_DIM, VALUE_DIM, PAGE_SIZE = 576, 512, 64
-UNSHARED, BF16 = "unshared", "bf16"
-COLUMNS = ("ours", UNSHARED, BF16, "floor")
+OTHER, UNSHARED, BF16 = "other body", "unshared", "bf16"
+COLUMNS = ("ours", UNSHARED, BF16, OTHER, "floor")
 BUDGET = 0.3  # seconds of replays per row
 WRITTEN = 1 << 16  # tokens that are written at a time
 
@@ -63,7 +66,7 @@ class Outcome(prefill.Outcome):
     def rates(self) -> list[float | None]:
         """The microseconds of COLUMNS."""
         assert isinstance(self.row, Row)
-        return [*(_microseconds(self, name) for name in ("", UNSHARED, BF16)), self.row.floor_us]
+        return [*(_microseconds(self, name) for name in ("", UNSHARED, BF16, OTHER)), self.row.floor_us]
 
 
 def _microseconds(outcome: prefill.Outcome, part: str = "") -> float | None:
@@ -121,7 +124,7 @@ def rows(device: str) -> list[Row]:
 def run(chosen: Sequence[Row], sheet: Sheet | None = None, loops: int | None = None) -> Iterator[Outcome]:
     """Measure the rows one after the other, those that the sheet does not have; it gets each as soon as it is done."""
     todo = [row for row in chosen if sheet is None or not sheet.has(row.point)]
-    if todo:
+    if todo and todo[0].point.device != "cpu":
         target = arch.arch_of_device(torch.device(todo[0].point.device))
         warm.compile_all((spec, target) for spec in mla_kernels.specs(every=True))  # on all cores, not one by one
     for row in todo:
@@ -131,11 +134,11 @@ def run(chosen: Sequence[Row], sheet: Sheet | None = None, loops: int | None = N
         yield outcome
 
 
-def _filled(point: Point, kv_format: str) -> tuple[PagedKVCache, list[int]]:
-    """A cache of random rows, and its sequences."""
+def filled(point: Point, kv_format: str, value_dim: int = VALUE_DIM) -> tuple[PagedKVCache, list[int]]:
+    """A cache of random rows of point.hdim channels, and its sequences."""
     tokens = point.prefix + point.batch * (point.seq + point.page_size)
     cache = PagedKVCache(
-        -(-tokens // point.page_size) + 1, point.page_size, 1, HEAD_DIM, value_dim=VALUE_DIM, shared_kv=True,
+        -(-tokens // point.page_size) + 1, point.page_size, 1, point.hdim, value_dim=value_dim, shared_kv=True,
         kv_format=kv_format, device=point.device,
     )  # fmt: skip
     generator = torch.Generator(point.device).manual_seed(0)
@@ -144,8 +147,8 @@ def _filled(point: Point, kv_format: str) -> tuple[PagedKVCache, list[int]]:
         step = max(1, WRITTEN // len(seqs))
         for begin in range(0, count, step):
             slots = cache.extend(seqs, min(step, count - begin))
-            rows = torch.randn(len(slots), 1, HEAD_DIM, generator=generator, device=point.device)
-            cache.write(0, slots, rows.to(torch.bfloat16))
+            rows = torch.randn(len(slots), 1, point.hdim, generator=generator, device=point.device)
+            cache.write(0, slots, rows.to(torch.float16 if kv_format == "fp16" else torch.bfloat16))
 
     root = cache.allocate()
     if point.prefix:
@@ -155,27 +158,63 @@ def _filled(point: Point, kv_format: str) -> tuple[PagedKVCache, list[int]]:
     return cache, seqs
 
 
+def chosen_positions(point: Point, count: int) -> torch.Tensor:
+    """int32 (batch, tokens, count): random positions of each query token's sequence, each once."""
+    lists = [torch.randperm(point.seq)[:count] for _ in range(point.batch * point.tokens)]
+    return torch.stack(lists).view(point.batch, point.tokens, -1).to(point.device, torch.int32)
+
+
+def other_body(plan: Any) -> tuned.Tuned | None:
+    """A table by which items of 64 rows are computed by the body that those of this plan's last call were not computed
+    by, in the shape that it has where nothing was measured; None where items have fewer rows, or no kernel ran."""
+    found = next((made for made in reversed(kept(plan).bound.values()) if isinstance(made, kernel.MlaDecode)), None)
+    if found is None or found.asked.tiling.rows < mla_kernels.ROWS[-1]:
+        return None
+    asked = found.asked
+    stored = asked.stored or ("fp16" if asked.dtype == torch.float16 else "bf16")
+    way = "chosen" if asked.chosen else "gather" if asked.gather or asked.stored else "boxes"
+    tiling = mla_kernels.choose_tiling(
+        asked.head_dim, asked.value_dim, asked.tiling.rows, arch.card_of(asked.device), codes=bool(asked.stored),
+        boxes=way == "boxes", seesaw=not asked.tiling.seesaw,
+    )  # fmt: skip
+    key = tuned.mla_key(stored, asked.head_dim, asked.value_dim, tiling.rows, way)
+    return holding("mla", key, entry_of("mla", tiling))
+
+
+def under(table: tuned.Tuned, call: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
+    """The call where this is the table."""
+
+    def made() -> torch.Tensor:
+        with tuned.trying(table):
+            return call()
+
+    return made
+
+
 def _time(row: Row, loops: int | None) -> list[Result]:
     point, ours = row.point, next(iter(backends(row.point)))
     generator = torch.Generator(point.device).manual_seed(1)
     q = torch.randn(point.batch, point.tokens, point.heads, HEAD_DIM, generator=generator, device=point.device)
     q = q.to(torch.bfloat16)
-    indices = None
-    if row.chosen:
-        lists = [torch.randperm(point.seq)[: row.chosen] for _ in range(point.batch * point.tokens)]
-        indices = torch.stack(lists).view(point.batch, point.tokens, -1).to(point.device, torch.int32)
+    indices = chosen_positions(point, row.chosen) if row.chosen else None
     calls: dict[str, Callable[[], torch.Tensor]] = {}
     caches: list[tuple[PagedKVCache, list[int]]] = []
 
-    def add(name: str, kv_format: str, share: Literal["auto"] | bool = "auto") -> None:
-        cache, seqs = caches[-1] if caches and caches[-1][0].format.name == kv_format else _filled(point, kv_format)
+    def add(name: str, kv_format: str, share: Literal["auto"] | bool = "auto") -> Any:
+        cache, seqs = caches[-1] if caches and caches[-1][0].format.name == kv_format else filled(point, kv_format)
         caches.append((cache, seqs))
         plan = api.plan_decode(
             cache, seqs, num_heads=point.heads, tokens_per_seq=point.tokens, share_prefix=share
         )  # fmt: skip
         calls[name] = lambda: api.decode(q, cache, 0, plan, indices=indices)
+        return plan
 
-    add(ours, point.kv_format)
+    plan = add(ours, point.kv_format)
+    calls[ours]()
+    table = other_body(plan)
+    if table is not None:
+        caches.append(caches[-1])
+        calls[f"{ours}, {OTHER}"] = under(table, calls[ours])
     if point.prefix:
         add(f"{ours}, {UNSHARED}", point.kv_format, False)
     if point.kv_format != "bf16":
@@ -219,5 +258,6 @@ def _error(
 def notes(outcomes: Sequence[Outcome]) -> list[str]:
     """What the table's numbers do not say."""
     return [
-        f"rows of {HEAD_DIM} channels, {VALUE_DIM} of them values; floor: of an H200, by its memory or its products"
+        f"rows of {HEAD_DIM} channels, {VALUE_DIM} of them values; floor: of an H200, by its memory or its products; "
+        f"{OTHER}: of 64 query rows, the one that is not chosen, untuned (tilewise tune mla)"
     ]

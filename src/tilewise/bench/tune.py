@@ -168,6 +168,7 @@ class Book:
         """Take what was found about a family in place of what stood there of the same keys, and write the file."""
         section: Record = self.record["families"].setdefault(family, {})
         section |= {"date": datetime.now(timezone.utc).isoformat(timespec="seconds"), "source": tuned.source(family)}
+        section.pop("carried", None)
         section |= self.machine.state()
         section["tilings"] = {**section.get("tilings", {}), **(tilings or {})}
         section["constants"] = {**section.get("constants", {}), **(constants or {})}

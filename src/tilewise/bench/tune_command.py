@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from .tune import Book, Machine, Outcome
     from .tune_prefill import Shape
 
-FAMILIES = ("prefill", "decode", "sparse")
+FAMILIES = ("prefill", "decode", "sparse", "mla")  # tuned.FAMILIES
 BUDGET = 300.0  # seconds
 CONSTANTS = 4  # problems whose share of the time decode's constants get
 
@@ -24,17 +24,20 @@ Shapes = Annotated[
     list[str] | None,
     typer.Option(
         "--shapes",
-        help="B,N,Hq,Hkv,D[:Dv][,causal][,paged], several with ; between; may be given again.",
+        help="B,N,Hq,Hkv,D[:Dv][,causal][,paged], several with ; between; may be given again. Of mla only if it is "
+        "named: B,N,Hq,1,D:Dv.",
         metavar="TEXT",
     ),
 ]
 
 
 def tune(
-    family: Annotated[str, typer.Argument(help="prefill, decode, sparse or all.")] = "all",
+    family: Annotated[str, typer.Argument(help="prefill, decode, sparse, mla or all.")] = "all",
     budget: Annotated[float, typer.Option(help="Seconds that measuring may take, about.", min=1.0)] = BUDGET,
     shapes: Shapes = None,
-    dtype: Annotated[str, typer.Option(help="Of prefill and sparse: bfloat16, float16, float32, float8.")] = "bfloat16",
+    dtype: Annotated[
+        str, typer.Option(help="Of prefill, sparse and mla: bfloat16, float16; not of mla: float32, float8.")
+    ] = "bfloat16",
 ) -> None:
     """Measure which tilings are fastest on this card, and what decode's work costs here, into a table for later calls.
 
@@ -52,16 +55,20 @@ def tune(
         raise typer.BadParameter(f"{family!r} is not one of {', '.join(FAMILIES)} and all", param_hint="FAMILY")
     if dtype not in tune_prefill.DTYPES:
         raise typer.BadParameter(f"{dtype!r} is not one of {', '.join(tune_prefill.DTYPES)}", param_hint="--dtype")
-    families = FAMILIES if family == "all" else (family,)
+    families = families_of(family, given=bool(shapes), dtype=dtype)
     with usage():
         asked = tune_prefill.parse(shapes) if shapes else None
-        check(families, asked)
+        check(families, asked, tune_prefill.DTYPES[dtype])
     if not torch.cuda.is_available():
         raise NotImplementedError("there is nothing to tune on a CPU: tables are of cards, and torch sees no GPU here")
     folder = tuned.folder()
     if folder is None:
         raise NotADirectoryError("you have no home folder for the table: set TILEWISE_CACHE to a folder")
     device = torch.device("cuda", torch.cuda.current_device())
+    if not arch.hopper(arch.card_of(device)):
+        if family == "mla":
+            raise NotImplementedError("MLA decode takes Hopper cards, and this is none: there is nothing to tune")
+        families = without_mla(families)
     machine = Card(device)
     book, outcome = Book(machine, folder), Outcome(0)
     out = tables.console()
@@ -79,12 +86,26 @@ def tune(
         raise typer.Exit(130)
 
 
-def check(families: Sequence[str], shapes: Sequence[Shape] | None) -> None:
+def families_of(family: str, *, given: bool, dtype: str) -> tuple[str, ...]:
+    """What is measured; given: with shapes of the user's. No other family serves the shapes and few the dtypes of MLA:
+    of "all" it is left out where these are not its own."""
+    if family != "all":
+        return (family,)
+    return without_mla(FAMILIES) if given or dtype not in ("bfloat16", "float16") else FAMILIES
+
+
+def without_mla(families: Sequence[str]) -> tuple[str, ...]:
+    return tuple(name for name in families if name != "mla")
+
+
+def check(families: Sequence[str], shapes: Sequence[Shape] | None, dtype: torch.dtype) -> None:
     """ValueError for shapes that a family's kernels do not serve."""
     from tilewise.gpu.decode_kernels import HEAD_DIMS
 
-    from . import tune_prefill
+    from . import tune_mla, tune_prefill
 
+    if "mla" in families:
+        tune_mla.check(shapes or [], dtype)
     if "prefill" in families or "sparse" in families:
         tune_prefill.check(shapes or [])
     for shape in shapes or [] if "decode" in families else []:
@@ -105,12 +126,13 @@ def run(
 ) -> None:
     """Measure the families, each with these shapes or its own, within about `budget` seconds."""
     from . import tune as tuning
-    from . import tune_decode, tune_prefill
+    from . import tune_decode, tune_mla, tune_prefill
 
-    makers: dict[str, tuple[Callable[..., Any], Sequence[Shape]]] = {
+    makers: dict[str, tuple[Callable[..., Any], Sequence[Any]]] = {
         "prefill": (tune_prefill.problems, shapes or tune_prefill.defaults()),
         "decode": (tune_decode.problems, shapes or tune_decode.defaults()),
         "sparse": (tune_prefill.sparse_problems, shapes or tune_prefill.sparse_defaults()),
+        "mla": (tune_mla.problems, shapes or tune_mla.defaults(dtype)),
     }
     counts = {name: len(makers[name][1]) * (len(tune_prefill.KINDS) if name == "sparse" else 1) for name in families}
     shares = {name: count + (CONSTANTS if name == "decode" else 0) for name, count in counts.items()}

@@ -12,6 +12,7 @@ import torch
 
 from tilewise import arch, tuned
 from tilewise.formats import KVFormat
+from tilewise.gpu import mla_kernels
 from tilewise.gpu.decode_kernels import DecodeTiling, fits
 from tilewise.gpu.pattern import Pattern
 from tilewise.gpu.tilings import choose, spec_of
@@ -85,10 +86,13 @@ def _of_card(card: CardAt, tables: Sequence[tuple[Path, Table | str]]) -> list[F
             used.add(family)
             what = _count(len(section.tilings), "tiling") if section.tilings else ""
             what += (", " if what else "") + _count(len(section.constants), "constant") if section.constants else ""
-            found.append(Found(card.device, "ok", f"{family} by {path}: {what}, measured {_age(section.date)}"))
+            text = f"{family} by {path}: {what}, measured {_age(section.date)}"
+            if reason := section.carried.get(tuned.source(family)):
+                text += f", with earlier kernels ({reason})"
+            found.append(Found(card.device, "ok", text))
             found += [Found(card.device, "note", text) for text in _faults(family, section, card.target)]
     for family in tuned.FAMILIES:
-        if family not in used:
+        if family not in used and (family != "mla" or arch.hopper(card.target)):  # which no other card serves
             text = f"{family}: no table of {card.name} as {card.target}; kernels are chosen without one"
             found.append(Found(card.device, "note", text, f"{REMEDY} {family}"))
     return found
@@ -117,9 +121,24 @@ def entry_fault(family: str, key: str, entry: Mapping[str, Value], target: str) 
                 return why
             ring = DecodeTiling(rows, warps, int(entry.get("stages", 2)), blocks)
             return "" if fits(form, ring, target) else "it does not fit the card's shared memory"
+        if family == "mla":
+            return _mla_fault(parts, entry, target)
         return _forward_fault(family, parts, entry, target)
     except (ValueError, IndexError, KeyError, AttributeError, StopIteration):
         return "no problem of this version has this key"
+
+
+def _mla_fault(parts: Sequence[str], entry: Mapping[str, Value], target: str) -> str:
+    stored, dims, rows, way = parts
+    head_dim, value_dim = map(int, dims.split("x"))
+    boxes = tuned.MLA_WAYS.index(way) == 0
+    codes = stored not in ("bf16", "fp16")
+    width = int(rows.removesuffix(" rows"))
+    tiling = mla_kernels.choose_tiling(head_dim, value_dim, width, target, codes=codes, boxes=boxes)
+    if why := tuned.unknown("mla", tiling, entry):
+        return why
+    changed: Any = replace(tiling, **entry)  # type: ignore[arg-type]
+    return "" if mla_kernels.fits(head_dim, value_dim, changed, target, boxes=boxes) else "no kernel has this shape"
 
 
 def _forward_fault(family: str, parts: Sequence[str], entry: Mapping[str, Value], target: str) -> str:

@@ -21,6 +21,8 @@ from tilewise.gpu import append, calls, decode, decode_small, merge_rows, prefil
 from tilewise.gpu.abi import decode_score_rule
 from tilewise.gpu.decode_kernels import DTYPES as DECODE_DTYPES
 from tilewise.gpu.decode_kernels import HEAD_DIMS as DECODE_HEAD_DIMS
+from tilewise.gpu.decode_kernels import Parts
+from tilewise.gpu.decode_shapes import slice_of_values, value_slices
 from tilewise.gpu.tilings import out_dtype
 from tilewise.kvcache import PagedKVCache, storage
 from tilewise.scores import Scores
@@ -32,6 +34,7 @@ from .tune_prefill import Shape
 LENGTHS = tuple(sorted(n * 2**power for power in range(14) for n in (1, 3)))
 PREFIX = 128  # tokens that sequences share at least
 PROCESSORS = 128  # of a card that is not at hand; only how sequences fill it counts, and every way is bound
+CPU = torch.device("cpu")
 INDEX = (torch.int32, torch.int64)  # of cumulative lengths
 
 
@@ -60,8 +63,13 @@ class Need:
         return cls(shape.heads, shape.kv_heads, shape.hdim, dtype, (scores,), (shape.seq,), value_dim=shape.values)
 
     @property
+    def values(self) -> int:
+        """The head_dim of V."""
+        return self.head_dim if self.value_dim is None else self.value_dim
+
+    @property
     def form(self) -> KVFormat:
-        """How K and V are stored: as asked, or in the dtype of the queries."""
+        """How K is stored: as asked, or in the dtype of the queries."""
         plain = next((name for name, dtype in PLAIN.items() if dtype == self.dtype), "bf16")
         return KVFormat(self.kv_format or plain, self.head_dim)
 
@@ -72,7 +80,7 @@ def specs(need: Need, card: str) -> list[KernelSpec]:
     q, _, v, _ = _like(need, 1)
     with arch.as_card(card):
         calls.check_served(q[None], "emulator", v[None])
-        writing = [append.append_spec(need.dtype, need.form), append.COPY_SPEC]
+        writing = [append.append_spec(need.dtype, need.form, value_dim=need.values), append.COPY_SPEC]
         found = [*_prefill(need), *_decode(need, card), *_step(need), *writing]
     return list(dict.fromkeys(found))
 
@@ -92,8 +100,8 @@ def _step(need: Need) -> Iterator[KernelSpec]:
     if need.dtype not in FLOATS:
         return
     if need.form.dtype != need.dtype:
-        yield widen.widen_spec(need.dtype, need.form)
-    yield merge_rows.merge_spec(need.dtype, need.head_dim)
+        yield widen.widen_spec(need.dtype, need.form, need.values)
+    yield merge_rows.merge_spec(need.dtype, need.values)
     for scores in need.scores:
         if scores.window[0] is not None:
             continue
@@ -112,7 +120,7 @@ def _bound_to_pages(need: Need, rows: int, scores: Scores) -> Iterator[KernelSpe
 def _like(need: Need, rows: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """q, k, v and o of (rows, heads, D) that take no memory."""
     one, out = torch.empty(1, dtype=need.dtype), torch.empty(1, dtype=out_dtype(need.dtype))
-    dims = (need.head_dim, need.head_dim if need.value_dim is None else need.value_dim)
+    dims = (need.head_dim, need.values)
     q, o = one.expand(rows, need.heads, dims[0]), out.expand(rows, need.heads, dims[1])
     k, v = (one.expand(rows, need.kv_heads, dim) for dim in dims)
     return q, k, v, o
@@ -129,37 +137,50 @@ def _bound(
 
 def _decode(need: Need, card: str) -> Iterator[KernelSpec]:
     """Few sequences, as many as fill the card, and more; behind a prefix, shared or not, and with nothing in common."""
-    if need.head_dim not in DECODE_HEAD_DIMS or need.dtype not in DECODE_DTYPES:
+    slices = value_slices(need.values)
+    widths = (need.head_dim, *(stop - start for start, stop in slices))
+    if any(width not in DECODE_HEAD_DIMS for width in widths) or need.dtype not in DECODE_DTYPES:
         return
+    pair = need.form.beside(KVFormat(need.form.name, need.values))
     rules = [decode_score_rule(scores) for scores in need.scores if scores.window[0] is None]
-    yield from decode_small.likely_specs(
-        need.heads // need.kv_heads, need.kv_heads, need.dtype, need.form, need.page_size, rules, PROCESSORS, card
-    )
     filling = max(2, 4 * PROCESSORS // need.kv_heads)
+    lead = (need.page_size, need.kv_heads, need.head_dim)
+    stored = [storage.allocate(form, (1, 1, *lead[:2]), CPU, for_kernels=True) for form in (need.form, pair.values)]
+    sliced = [slice_of_values(pair, stored[1], *of) if len(slices) > 1 else (pair, stored[1]) for of in slices]
+    for cut, _ in sliced:
+        group = need.heads // need.kv_heads
+        yield from decode_small.likely_specs(
+            group, need.kv_heads, need.dtype, cut, need.page_size, rules, PROCESSORS, card
+        )
     for sequences in dict.fromkeys((1, 2, filling, 4 * filling)):
-        prefix, lead = PREFIX // need.page_size + 1, (need.page_size, need.kv_heads, need.head_dim)
-        cache = PagedKVCache(prefix + 2 * sequences, *lead, kv_format=need.form.name)
+        prefix = PREFIX // need.page_size + 1
+        cache = PagedKVCache(prefix + 2 * sequences, *lead, kv_format=need.form.name, value_dim=need.values)
         first = cache.allocate()
         cache.extend([first], prefix * need.page_size)
         shared = [cache.fork(first) for _ in range(sequences)]
-        parts = storage.allocate(need.form, (1, 1, *lead[:2]), cache.device, for_kernels=True)
-        pages = [part[0].expand(cache.num_pages, *part.shape[2:]) for part in parts]
         apart = [cache.allocate() for _ in range(sequences)]
         cache.extend([*shared, *apart], 1)
-        for seqs, share in ((shared, True), (shared, False), (apart, False)):
-            for scores in need.scores:
-                yield _decode_spec(cache, pages, seqs, need, scores, share)
+        for cut, values in sliced:
+            k, v = ([x[0].expand(cache.num_pages, *x.shape[2:]) for x in parts] for parts in (stored[0], values))
+            for seqs, share in ((shared, True), (shared, False), (apart, False)):
+                for scores in need.scores:
+                    yield _decode_spec(cache, cut, (k, v), seqs, need, scores, share)
 
 
 def _decode_spec(
-    cache: PagedKVCache, pages: list[torch.Tensor], seqs: list[int], need: Need, scores: Scores, share: bool
+    cache: PagedKVCache,
+    form: KVFormat,
+    pages: tuple[Parts, Parts],
+    seqs: list[int],
+    need: Need,
+    scores: Scores,
+    share: bool,
 ) -> KernelSpec:
     window = None if scores.window[0] is None else scores.window
     plan = api.plan_decode(cache, seqs, num_heads=need.heads, share_prefix=share, window=window)
     q = torch.empty(1, dtype=need.dtype).expand(len(seqs), 1, need.heads, need.head_dim)
     lists = arguments.PageListsOf(cache, plan.seqs)
-    asked = (plan, q, cache.format, pages, pages, lists, plan.lengths, scores)
-    bound = decode.bind(*asked, processors=PROCESSORS)[1]
+    bound = decode.bind(plan, q, form, *pages, lists, plan.lengths, scores, processors=PROCESSORS)[1]
     assert bound is not None
     return bound.spec
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from tilewise import checks, compiler, emulator
+from tilewise import checks, compiler, emulator, tuned
 from tilewise.arch import card_of, hopper, multiprocessors
 from tilewise.formats import KVFormat
 from tilewise.gpu.abi import DecodeArgs, Divisor, MlaArgs, Paged, ScoreArgs, Strides, decode_score_rule
@@ -35,6 +35,7 @@ from tilewise.gpu.mla_kernels import (
     WIDE,
     MlaTiling,
     choose_tiling,
+    fits,
     mla_spec,
     row_map,
 )
@@ -42,11 +43,12 @@ from tilewise.gpu.planner import PlannedList
 from tilewise.plan.flat import SEQUENCES
 from tilewise.plan.items import Word
 from tilewise.plan.standing import StandingPlan
-from tilewise.plan.tree import plan_tree
-from tilewise.plan.worklist import FAR, PageLists, Shape, Splitting, work_list
+from tilewise.plan.tiles import DecodePlan
+from tilewise.plan.worklist import FAR, PageLists, Shape, Splitting, WorkList, equal_lists
 from tilewise.scores import Scores
 
 Parts = Sequence[torch.Tensor]
+MAX_LISTS = 1 << 19  # query tokens that choose positions: decode/work.cuh, what an item's caller_head has room for
 
 
 class Asked(NamedTuple):
@@ -68,13 +70,20 @@ class Asked(NamedTuple):
 
 
 class MlaDecode:
-    """The kernel, work list and scratch for one plan and kind of tensors; called once per layer.
+    """The kernel, work list and scratch for one list and kind of tensors; called once per layer.
 
-    cached: the list of the cache's sequences, where `plan` and `listed` are of query tokens that choose positions.
+    tokens, heads: query tokens of each of the list's sequences, and query heads. rows: a layer's, for their shape and
+    strides. cached: the list of the cache's sequences, where `listed` is of query tokens that choose positions.
     """
 
     def __init__(
-        self, plan: AnyPlan, rows: torch.Tensor, listed: AnyList, asked: Asked, cached: AnyList | None = None
+        self,
+        tokens: int,
+        heads: int,
+        rows: torch.Tensor,
+        listed: AnyList,
+        asked: Asked,
+        cached: AnyList | None = None,
     ) -> None:
         self.listed, self.asked, self.device = listed, asked, asked.device
         self.spec = mla_spec(
@@ -82,23 +91,24 @@ class MlaDecode:
             gather=asked.gather, chosen=asked.chosen > 0, stored=asked.stored, rule=asked.rule,
         )  # fmt: skip
         self.map_spec = None if asked.gather or asked.chosen or asked.stored else row_map(rows)
-        self.rows_each = plan.tokens_per_seq * plan.heads_q
+        self.rows_each = tokens * heads
         self.fixed = listed.tensors(self.device)
         a = self.args = DecodeArgs()
         for name in ("items", "order", "states", "pages"):
             setattr(a, name, self.fixed[name].data_ptr())
-        a.lengths = self.fixed["live"].data_ptr()
-        a.tails = a.lengths + 4 * listed.sequences
+        self.lengths = self.fixed["live"].data_ptr()
+        a.tails = self.lengths + 4 * listed.sequences
         a.slots, a.sequences = listed.items.shape[1], listed.sequences
-        a.kv_heads, a.tokens = 1, plan.tokens_per_seq
+        a.kv_heads, a.tokens = 1, tokens
         a.table_pages, a.tail_pages = listed.pages.shape[1], listed.tail_pages
         a.merge_rows = int(listed.total_states > 0)  # per job
-        a.group, a.rows_each = Divisor.by(plan.heads_q), Divisor.by(self.rows_each)
+        a.group, a.rows_each = Divisor.by(heads), Divisor.by(self.rows_each)
         a.merge_jobs = Divisor.by(self.rows_each)
         self.more = MlaArgs()
         self.cached = cached
         self.tables = {} if cached is None else self._point_at(cached)
         self.grid = (listed.blocks, 1, 1)
+        self.folds = self._folds()
         self.workspaces: dict[int | None, Workspace] = {}
         self.graph_barrier = self._barrier()
         if self.device.type == "cuda":
@@ -132,17 +142,21 @@ class MlaDecode:
     def _workspace(self, stream: int | None) -> Workspace:
         """The scratch of a stream, whose launches follow each other; None: of graphs, which own what they allocate.
         `lists` holds what blocks keep of the pieces that they have folded."""
+        if stream is None:
+            self.workspaces.pop(None, None)  # of the layer before, whose memory this one takes
         found = self.workspaces.get(stream)
-        if found is None or stream is None:
-            rows, value_dim = self.listed.total_states * self.rows_each, self.asked.value_dim
-            folds = self.grid[0] * self.asked.tiling.rows * value_dim if self._folds() else 0
-            found = self.workspaces[stream] = Workspace(
-                torch.empty(rows * value_dim, dtype=torch.float32, device=self.device),
-                torch.empty(rows * 2, dtype=torch.float32, device=self.device),
-                torch.empty(folds, dtype=torch.float32, device=self.device),
-                self.graph_barrier if stream is None else self._barrier(),
-            )
+        if found is None:
+            barrier = self.graph_barrier if stream is None else self._barrier()
+            found = self.workspaces[stream] = self._scratch(barrier)
         return found
+
+    def _scratch(self, barrier: torch.Tensor) -> Workspace:
+        rows, value_dim = self.listed.total_states * self.rows_each, self.asked.value_dim
+        folds = self.grid[0] * self.asked.tiling.rows * value_dim if self.folds else 0
+        o, ml, lists = (
+            torch.empty(n, dtype=torch.float32, device=self.device) for n in (rows * value_dim, rows * 2, folds)
+        )
+        return Workspace(o, ml, lists, barrier)
 
     def _folds(self) -> bool:
         """Does a block take a range whole that it computes in pieces? In a standing plan's list one may."""
@@ -157,10 +171,13 @@ class MlaDecode:
         lse: torch.Tensor | None,
         scores: Scores,
         indices: torch.Tensor | None,
+        counts: torch.Tensor | None = None,
         **emulated: Any,
     ) -> None:
-        """Fills o, and lse if there is one. indices: contiguous int32. emulated: options of emulator.launch."""
+        """Fills o, and lse if there is one. indices: contiguous int32. counts: (query tokens,) int32, contiguous, how
+        many of its positions each token reads, if not all. emulated: options of emulator.launch."""
         a = self.args
+        a.lengths = self.lengths if counts is None else counts.data_ptr()
         sinks = None if scores.sinks is None else scores.sinks.float().contiguous()
         a.q, a.o, a.lse = q.data_ptr(), o.data_ptr(), None if lse is None else lse.data_ptr()
         a.scores = ScoreArgs.of(scores)
@@ -195,6 +212,7 @@ class MlaDecode:
             "lse": lse,
             "sinks": sinks,
             "indices": indices,
+            "counts": counts,
             **self.fixed,
             **self.tables,
             **{f"rows{n}": x for n, x in enumerate(parts)},
@@ -208,8 +226,8 @@ class MlaDecode:
         emulator.launch(self.spec, self.grid, [tensor_map, a, self.more], known, resident=resident, **emulated)
 
 
-def check_served(q: torch.Tensor, form: KVFormat, plan: AnyPlan, parts: Parts, value_dim: int) -> None:
-    """NotImplementedError for what the kernel does not serve."""
+def check_served(q: torch.Tensor, form: KVFormat, parts: Parts, value_dim: int) -> None:
+    """NotImplementedError for what the kernel does not serve. q: (…, heads, head_dim)."""
     instead = 'backend="cpu"' if q.device.type == "cpu" else ".cpu() tensors"
     if not hopper(card_of(q.device)):
         raise NotImplementedError(f"GPU decode over shared rows of K and V takes Hopper cards; use {instead}")
@@ -229,11 +247,9 @@ def check_served(q: torch.Tensor, form: KVFormat, plan: AnyPlan, parts: Parts, v
             f"GPU decode over shared rows takes a head_dim up to {MAX_DIM} that is a multiple of 64, and a value_dim "
             f"up to head_dim that is a multiple of 128, got {form.head_dim} and {value_dim}; use {instead}"
         )
-    if plan.heads_kv != 1 or plan.tokens_per_seq > MAX_TOKENS or plan.heads_q * plan.tokens_per_seq > MAX_ROWS:
+    if q.shape[-2] > MAX_ROWS:
         raise NotImplementedError(
-            f"GPU decode over shared rows takes one KV head, up to {MAX_TOKENS} tokens a sequence and up to {MAX_ROWS} "
-            f"query heads of all of them, got {plan.heads_kv}, {plan.tokens_per_seq} and {plan.heads_q} of each; "
-            f"use {instead}"
+            f"GPU decode over shared rows takes up to {MAX_ROWS} query heads, got {q.shape[-2]}; use {instead}"
         )
     for x in parts:
         if x.data_ptr() % 16 or x.stride(3) != 1 or any(s * x.element_size() % 16 for s in x.stride()[:2]):
@@ -241,6 +257,23 @@ def check_served(q: torch.Tensor, form: KVFormat, plan: AnyPlan, parts: Parts, v
                 f"GPU decode takes pages whose rows begin at multiples of 16 bytes, got strides {x.stride()} of "
                 f"{x.dtype} at {x.data_ptr():#x}; use {instead}"
             )
+
+
+def _check_plan(q: torch.Tensor, plan: AnyPlan, chosen: bool) -> None:
+    """The same of the plan's sizes. chosen: each query token is a sequence by itself."""
+    tokens = 1 if chosen and isinstance(plan, DecodePlan) else plan.tokens_per_seq
+    if plan.heads_kv != 1 or tokens > MAX_TOKENS or plan.heads_q * tokens > MAX_ROWS:
+        instead = 'backend="cpu"' if q.device.type == "cpu" else ".cpu() tensors"
+        raise NotImplementedError(
+            f"GPU decode over shared rows takes one KV head, up to {MAX_TOKENS} tokens a sequence and up to {MAX_ROWS} "
+            f"query heads of all of them, got {plan.heads_kv}, {plan.tokens_per_seq} and {plan.heads_q} of each; "
+            f"use {instead}"
+        )
+    if chosen and len(q) * plan.tokens_per_seq >= MAX_LISTS:
+        raise NotImplementedError(
+            f"GPU decode takes indices of fewer than {MAX_LISTS} query tokens at once, got "
+            f"{len(q) * plan.tokens_per_seq}; decode some at a time"
+        )
 
 
 def most_rows(plan: AnyPlan) -> int:
@@ -256,6 +289,17 @@ def _shape(tiling: MlaTiling, device: torch.device) -> tuple[Shape, Splitting]:
     """The shape of a kernel's list on `device`, and how ranges are cut for it."""
     blocks, splitting = multiprocessors(device), WIDE if tiling.rows == ROWS[-1] else NARROW
     return Shape(tiling.rows, 1, blocks, tiles=False, longest=LONGEST, chunk=KEYS, weights=WEIGHTS), splitting
+
+
+def tiling_of(form: KVFormat, value_dim: int, rows: int, device: torch.device, *, way: str) -> MlaTiling:
+    """The kernel's shape for items of so many rows over a cache of this format: what was measured, else as it is chosen
+    without a table. way: how rows come, one of tuned.MLA_WAYS."""
+    card, codes, boxes = card_of(device), not form.plain, way == "boxes"
+    tiling, table = choose_tiling(form.head_dim, value_dim, rows, card, codes=codes, boxes=boxes), tuned.of(device)
+    if table is None:
+        return tiling
+    key = tuned.mla_key(form.name, form.head_dim, value_dim, tiling.rows, way)
+    return table.prefer("mla", key, tiling, lambda t: fits(form.head_dim, value_dim, t, card, boxes=boxes))
 
 
 def run(
@@ -287,13 +331,16 @@ def run(
     tokens they are. room: tokens that each sequence may grow by under WorkList.grow before a new plan is needed.
     splitting: how ranges are cut, if not as the width of the plan asks. emulated: options of emulator.launch.
     """
-    check_served(q, form, plan, parts, value_dim)
+    check_served(q, form, parts, value_dim)
+    _check_plan(q, plan, indices is not None)
     rows, page_size, codes = parts[0], parts[0].shape[1], not form.plain
     gather = page_size % 16 != 0  # a copy by TMA brings sixteen tokens or more, which must lie in one page
-    boxes = not gather and indices is None
-    tiling = choose_tiling(form.head_dim, value_dim, most_rows(plan), card_of(q.device), codes=codes, boxes=boxes)
+    way = "chosen" if indices is not None else "gather" if gather or codes else "boxes"
+    tiling = tiling_of(form, value_dim, most_rows(plan), q.device, way=way)
     shape, as_wide = _shape(tiling, q.device)
     splitting = splitting or as_wide
+    if indices is not None and isinstance(plan, DecodePlan):
+        shape = shape._replace(rows=FAR)  # of this list the tables alone are looked at: one item per range will do
     listed = list_of(plan, page_lists, lengths, page_size, shape, q.device, splitting=splitting, room=room)
     if not q.numel():
         return listed
@@ -302,16 +349,16 @@ def run(
         decode_score_rule(scores), len(rows), page_size, rows.stride(),
     )  # fmt: skip
     if indices is not None:
-        _run_chosen(plan, listed, asked, q, parts, o, lse, scores, indices, **emulated)
+        _run_chosen(plan, listed, asked, form, q, parts, o, lse, scores, indices, **emulated)
         return listed
     bound = kept(plan).bound.get(asked)
     if not isinstance(bound, MlaDecode):
-        bound = kept(plan).bound[asked] = MlaDecode(plan, rows, listed, asked)
-    _launch(bound, q, parts, o, lse, scores, None, **emulated)
+        bound = kept(plan).bound[asked] = MlaDecode(plan.tokens_per_seq, plan.heads_q, rows, listed, asked)
+    launch(bound, q, parts, o, lse, scores, None, **emulated)
     return listed
 
 
-def _launch(
+def launch(
     bound: MlaDecode,
     q: torch.Tensor,
     parts: Parts,
@@ -319,21 +366,31 @@ def _launch(
     lse: torch.Tensor | None,
     scores: Scores,
     indices: torch.Tensor | None,
+    counts: torch.Tensor | None = None,
     **emulated: Any,
 ) -> None:
     """The call with rows of q and o where the kernel can read and write them."""
     if not _aligned(q):
         q = q.clone(memory_format=torch.contiguous_format)
     to = o if _aligned(o) else torch.empty_like(o, memory_format=torch.contiguous_format)
-    bound(q, parts, to, lse, scores, indices, **emulated)
+    bound(q, parts, to, lse, scores, indices, counts, **emulated)
     if to is not o:
         o.copy_(to)
+
+
+def chosen_list(
+    each: int, count: int, heads: int, tiling: MlaTiling, device: torch.device, *, folds: bool = True
+) -> WorkList:
+    """The list of `each` query tokens that choose `count` positions each. folds: as equal_lists says."""
+    shape, splitting = _shape(tiling, device)
+    return equal_lists(each, count, heads, shape, splitting=splitting, folds=folds)
 
 
 def _run_chosen(
     plan: AnyPlan,
     cached: AnyList,
     asked: Asked,
+    form: KVFormat,
     q: torch.Tensor,
     parts: Parts,
     o: torch.Tensor,
@@ -348,22 +405,15 @@ def _run_chosen(
     if plan.window is not None and plan.window[0] is not None:
         raise NotImplementedError("indices together with a window are not served; leave out what the window hides")
     count, device = indices.shape[2], q.device
-    card, codes = card_of(device), bool(asked.stored)
-    tiling = choose_tiling(asked.head_dim, asked.value_dim, heads, card, codes=codes, boxes=False)
+    tiling = tiling_of(form, asked.value_dim, heads, device, way="chosen")
     asked = asked._replace(tiling=tiling, chosen=count)
     bound = kept(plan).bound.get(asked)
     if not isinstance(bound, MlaDecode):
-        each, none = sequences * tokens, np.zeros((0,), np.int32)
-        of_tokens = plan_tree(
-            range(each), [none] * each, [count] * each, asked.page_size, heads_q=heads, heads_kv=1, share=False,
-            head_dim=asked.head_dim, kv_row_bytes=asked.head_dim * q.element_size(), io_bytes=q.element_size(),
-        )  # fmt: skip
-        shape, splitting = _shape(tiling, device)
-        listed = work_list(of_tokens, [none] * each, [count] * each, asked.page_size, shape, splitting=splitting)
-        bound = kept(plan).bound[asked] = MlaDecode(of_tokens, parts[0], listed, asked, cached)
+        listed = chosen_list(sequences * tokens, count, heads, tiling, device)
+        bound = kept(plan).bound[asked] = MlaDecode(1, heads, parts[0], listed, asked, cached)
     to = torch.empty(sequences * tokens, 1, heads, asked.value_dim, dtype=o.dtype, device=device)
     sums = None if lse is None else torch.empty(sequences * tokens, heads, 1, device=device)
-    _launch(bound, q.flatten(0, 1)[:, None], parts, to, sums, scores, indices.contiguous(), **emulated)
+    launch(bound, q.flatten(0, 1)[:, None], parts, to, sums, scores, indices.contiguous(), **emulated)
     o.copy_(to.view(o.shape))
     if lse is not None and sums is not None:
         lse.copy_(sums.view(sequences, tokens, heads).transpose(1, 2))

@@ -19,9 +19,11 @@ from tilewise.plan.worklist import FAR, Splitting
 
 KEYS = 64  # mla/layout.cuh: of a block
 THERE, SCALED_BLOCKS = 8, 4  # mla/layout.cuh: blocks for which chosen keys, and scales, are kept
+LAG = 8  # mla/layout.cuh: panels on their way where rows are copied one by one
 FORMATS = {"bf16": 0, "fp16": 0, "fp8": 1, "int8": 2}  # tile/quant.cuh: Format
 ROWS = (16, 32, 64)  # query rows of an item at most: widths of the products
 LOOKS = (True, True, False)  # by the width: does a warp look up the next item? 64 rows leave no registers for that
+AHEAD, TOGETHER = 2, 2  # of the seesaw where nothing was measured: by the cycles in docs/inside/mla.md
 MAX_TOKENS, MAX_ROWS = 16, 2048  # query tokens of a sequence; its query rows, a head of a token each
 MAX_DIM = 576
 DTYPES = (torch.bfloat16, torch.float16)
@@ -44,12 +46,22 @@ LONGEST = 1024  # in chunks of 16 tokens: ranges that one block may take whole, 
 class MlaTiling:
     """rows: query rows of an item at most. places: panels of 64 tokens × 64 channels in the ring. slots: raw panels of
     64 tokens × 64 bytes on their way to become 16-bit values, 0 where rows are that. looks: a warp looks up the next
-    item while one is computed."""
+    item while one is computed.
+
+    seesaw: the body for 64 rows in which these are the rows of products (wide.cuh), not their columns. It sums in
+    another order: of all that is said here, it alone changes bits of the result. ahead: panels of a block that it
+    scores before it multiplies the block before. together: panels of values in one of its products.
+
+    apart: of the warps that load codes, some copy and the others widen (widen.cuh)."""
 
     rows: int
     places: int
     slots: int = 0
     looks: bool = False
+    seesaw: bool = False
+    ahead: int = 0
+    together: int = 1
+    apart: bool = False
 
 
 def block_places(head_dim: int, value_dim: int) -> int:
@@ -62,15 +74,49 @@ def shared_bytes(head_dim: int, tiling: MlaTiling) -> int:
     queries = head_dim // PANEL * tiling.rows * PANEL_BYTES
     table = 2 * (96 + 24 * tiling.rows) if tiling.looks else 96 + 16 * tiling.rows
     fixed = tiling.places * (KEYS * PANEL_BYTES + 16) + queries + 32 + tiling.rows * 76 + table + KEYS * THERE
-    return fixed + tiling.slots * KEYS * PANEL + (SCALED_BLOCKS * KEYS * 16 if tiling.slots else 0)
+    raw = tiling.slots * KEYS * PANEL + (SCALED_BLOCKS * KEYS * 16 if tiling.slots else 0)
+    return fixed + raw + (10 * tiling.slots if tiling.apart else 0)
+
+
+def most_ahead(head_dim: int, value_dim: int, tiling: MlaTiling, *, boxes: bool) -> int:
+    """Panels that are there while the block before is, as mla/layout.cuh has it: of rows that are copied one by one it
+    is told kLag panels later, and codes are widened two panels at a time. Less than 0: too few places."""
+    beside = tiling.places - block_places(head_dim, value_dim) - (0 if boxes or tiling.slots else LAG)
+    return min(head_dim // PANEL, beside // 2 * 2 if tiling.slots else beside)
+
+
+def _wideners(tiling: MlaTiling) -> int:
+    """mla/widen.cuh: kWideners, warps that widen and do not copy."""
+    return 2 if tiling.rows == ROWS[-1] else 6
+
+
+def fits(head_dim: int, value_dim: int, tiling: MlaTiling, arch: str = "sm_90a", *, boxes: bool = True) -> bool:
+    """Is there a kernel of this shape? boxes: rows come by TMA."""
+    wide = tiling.seesaw and tiling.rows == ROWS[-1]
+    return (
+        0 <= tiling.ahead <= most_ahead(head_dim, value_dim, tiling, boxes=boxes)
+        and (wide or not (tiling.seesaw or tiling.ahead or tiling.together > 1))
+        and tiling.together >= 1
+        and (boxes or not tiling.looks)
+        and tiling.slots % 2 == 0
+        and (not tiling.apart or 2 * _wideners(tiling) <= tiling.slots <= tiling.places // 2 * 2)
+        and shared_bytes(head_dim, tiling) <= LIMITS[arch].shared_block
+    )
 
 
 @lru_cache(maxsize=64)
 def choose_tiling(
-    head_dim: int, value_dim: int, rows: int, arch: str = "sm_90a", *, codes: bool = False, boxes: bool = True
+    head_dim: int,
+    value_dim: int,
+    rows: int,
+    arch: str = "sm_90a",
+    *,
+    codes: bool = False,
+    boxes: bool = True,
+    seesaw: bool = False,
 ) -> MlaTiling:
     """The kernel's shape for items of so many rows: the narrowest product that holds them, and as many panels as fit.
-    boxes: rows come by TMA.
+    boxes: rows come by TMA, which those of codes do not. seesaw: the other body, for more than 32 rows.
 
     Shared memory holds 25 panels of 576 channels beside 16 rows of Q, 23 beside 32, and 18, which are two blocks,
     beside 64. More than four blocks would hide nothing more: 36 KB in flight hide the memory's latency. Of codes
@@ -80,9 +126,16 @@ def choose_tiling(
     room = LIMITS[arch].shared_block
     most = 4 * block_places(head_dim, value_dim)
     slots = 0 if not codes else 8 if width == ROWS[-1] else 12
-    base = MlaTiling(width, 0, slots, boxes and not codes and LOOKS[ROWS.index(width)])
+    base = MlaTiling(width, 0, slots, boxes and not codes and (seesaw or LOOKS[ROWS.index(width)]), seesaw)
     sizes = (replace(base, places=n) for n in range(most, 0, -1))
-    return next(tiling for tiling in sizes if shared_bytes(head_dim, tiling) <= room)
+    found = next(tiling for tiling in sizes if shared_bytes(head_dim, tiling) <= room)
+    if not seesaw:
+        return found
+    block = block_places(head_dim, value_dim)
+    if found.places >= 2 * block:  # whole blocks, of which panels that are multiplied together are neighbours
+        found = replace(found, places=found.places // block * block)
+    ahead = min(AHEAD, most_ahead(head_dim, value_dim, found, boxes=boxes and not codes))
+    return replace(found, ahead=ahead, together=1 if found.places % block else TOGETHER)
 
 
 @lru_cache(maxsize=256)
@@ -110,10 +163,14 @@ def mla_spec(
         ("kRows", tiling.rows),
         ("kLooksAhead", tiling.looks),
         ("kPlaces", tiling.places),
+        ("kSeesaw", tiling.seesaw),
+        ("kAhead", tiling.ahead),
+        ("kTogether", tiling.together),
         ("kGather", gather or chosen or tiling.slots > 0),
         ("kChosen", chosen),
         ("kStoredAs", FORMATS.get(stored, 0)),
         ("kSlots", tiling.slots),
+        ("kApart", tiling.apart),
         rule,
         ("kSelected", False),
     )
@@ -139,26 +196,27 @@ def row_map(rows: torch.Tensor) -> TensorMapSpec:
 
 
 def specs(card: str = "sm_90a", *, every: bool = False) -> list[KernelSpec]:
-    """The kernels as users of DeepSeek's shapes get them on a Hopper card; with `every`, all widths, element types and
-    rules."""
+    """The kernels as users of DeepSeek's shapes get them on a Hopper card; with `every`, all widths, bodies, element
+    types and rules."""
     found: list[KernelSpec] = []
     if not hopper(card):
         return found
+    bodies = [(rows, False) for rows in ROWS] + [(ROWS[-1], True)] if every else [(16, False), (64, False)]
     for dtype in DTYPES if every else DTYPES[:1]:
-        for rows in ROWS if every else (16, 64):
-            tiling = choose_tiling(MAX_DIM, 512, rows)
+        for rows, seesaw in bodies:
+            tiling = choose_tiling(MAX_DIM, 512, rows, seesaw=seesaw)
             for page_size in (16, 64) if every else (64,):
                 found.append(mla_spec(dtype, MAX_DIM, 512, page_size, tiling))
             if every:
                 found.append(mla_spec(dtype, MAX_DIM, 512, 64, tiling, rule=DECODE_RULES[1]))
-            tiling = choose_tiling(MAX_DIM, 512, rows, boxes=False)
+            tiling = choose_tiling(MAX_DIM, 512, rows, boxes=False, seesaw=seesaw)
             if every:
                 found.append(mla_spec(dtype, MAX_DIM, 512, 24, tiling, gather=True))
             found.append(mla_spec(dtype, MAX_DIM, 512, 64, tiling, chosen=True))
             if dtype == torch.bfloat16:
-                codes = choose_tiling(MAX_DIM, 512, rows, codes=True)
+                codes = choose_tiling(MAX_DIM, 512, rows, codes=True, seesaw=seesaw)
                 found.append(mla_spec(dtype, MAX_DIM, 512, 64, codes, stored="fp8"))
-                if every:
-                    found.append(mla_spec(dtype, MAX_DIM, 512, 64, codes, stored="fp8", chosen=True))
-                    found.append(mla_spec(dtype, MAX_DIM, 512, 64, codes, stored="int8"))
+                for tiling in (codes, replace(codes, apart=True)) if every else ():
+                    found.append(mla_spec(dtype, MAX_DIM, 512, 64, tiling, stored="fp8", chosen=True))
+                    found.append(mla_spec(dtype, MAX_DIM, 512, 64, tiling, stored="int8"))
     return found

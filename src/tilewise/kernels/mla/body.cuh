@@ -8,80 +8,14 @@
 // The softmax is lazy (tile/lazy.cuh): weights are taken against a reference that moves only if they grow too large.
 // Who computes a block's weights owns the references, and hands them on with the weights.
 #pragma once
-#include "mla/items.cuh"
 #include "mla/products.cuh"
 
-constexpr int kAtParts = 0, kRowAtOnce = 4;  // the ring is free when states are merged
-constexpr bool kLongRuns = false;
-#include "decode/states.cuh"
-
-constexpr float kWitness = 256.0f;  // the sum of two weights up to which a reference stays
-
 struct Body : Products {
-    const DecodeArgs& args;
-    const MlaArgs& mla;
-    float scale_log2;
-    Table table{0};            // of the item
-    int whole_from, whole_to;  // every row sees the tokens between these
     float sum[kEights][2];  // this thread's share of l
 
-    TILE_DEVICE Body(const DecodeArgs& a, const MlaArgs& m, uint32_t g) : Products(g), args(a), mla(m) {
-        // A positive scale keeps the order of scores and goes into the exponential's multiply-add. Q takes a negative
-        // scale's sign, and is 0 for a scale of 0.
-        scale_log2 = !Rule::kLinear ? 1.0f : args.scores.scale_log2 == 0.0f ? 1.0f : fabsf(args.scores.scale_log2);
-    }
+    using Products::Products;
     static TILE_DEVICE int column() { return (ptx::just_in_time(threadIdx.x) & 3) * 2; }    // the first row of eight
     static TILE_DEVICE int key(int h) { return 16 * warp_rank() + lane() / 4 + 8 * h; }     // or channel
-    TILE_DEVICE void group_sync() const { ptx::barrier_sync(kGroupBarriers + group, 128); }
-    static TILE_DEVICE void all_sync() { ptx::barrier_sync(kAllBarrier, kComputing); }
-
-    // ---- an item ----------------------------------------------------------------------------------------------------
-    // Waits for what is known of the item, and brings Q to shared memory. False if there is no item.
-    TILE_DEVICE bool begin(int slot) {
-        table = Table(slot);
-        if constexpr (kLooksAhead) {
-            ptx::barrier_sync(kFilledBarriers + slot % 2, kComputing + 32);
-        } else {
-            // One warp, or every warp the same: ptxas spills with the one here, with the other there.
-            if (!kScaled || threadIdx.x < 32) table.fill(args, ptx::just_in_time(slot));
-            all_sync();
-        }
-        const Shared<int> words = table.words();
-        if (ptx::uniform(words[kAllRowsWord]) == 0) return false;
-        whole_from = ptx::uniform(words[kWholeFromWord]);
-        whole_to = ptx::uniform(words[kWholeToWord]);
-        if (words[kEndWord] > words[kBeginWord]) load_queries(words[kRowsWord]);
-        all_sync();
-        return true;
-    }
-    // All copies are on their way before the first is waited for.
-    TILE_DEVICE void load_queries(int rows) const {
-        constexpr int kChunks = kPanels * 8;  // of 16 bytes in a row
-        const auto at = [](int row, int c) {
-            return kAtQ + (c / 8 * kRows + row) * kPanelRowBytes + (c % 8 ^ row % 8) * 16;
-        };
-        const int thread = ptx::just_in_time(threadIdx.x);
-        const Shared<int64_t> queries = table.queries();
-        for (int n = thread; n < kRows * kChunks; n += kComputing) {
-            const int row = n / kChunks, c = n % kChunks;
-            const int64_t from = int64_t(queries[row]) + 8 * c;
-            ptx::copy_async_16(ptx::shared_address(at(row, c)), static_cast<const Element*>(args.q) + from,
-                               row < rows ? 16 : 0);
-        }
-        ptx::copy_async_commit();
-        ptx::copy_async_wait<0>();
-        if (Rule::kLinear && args.scores.scale_log2 <= 0.0f) {
-            const uint32_t sign = args.scores.scale_log2 < 0.0f ? 0x80008000u : 0u, kept = sign ? ~0u : 0u;
-            for (int n = thread; n < kRows * kChunks; n += kComputing) {
-                const Shared<Vector16> to(at(n / kChunks, n % kChunks));
-                Vector16 x = to[0];
-#pragma unroll
-                for (int i = 0; i < 4; i++) x.word[i] = (x.word[i] & kept) ^ sign;
-                to[0] = x;
-            }
-        }
-        ptx::fence_async_proxy();
-    }
 
     // ---- the softmax of a block -------------------------------------------------------------------------------------
     TILE_DEVICE void mask(int first_token) {
@@ -94,15 +28,6 @@ struct Body : Products {
                 for (int h = 0; h < 2; h++)
                     if (!seen.has(first_token + key(h))) acc_s[4 * j + 2 * h + i] = -INFINITY;
             }
-    }
-    // Zeroes the values of tokens outside the span: memory there may hold anything, and 0 · NaN is NaN.
-    TILE_DEVICE void clear_outside(int first_token, Span span) const {
-        if (first_token >= span.begin && first_token + kKeys <= span.end) return;
-        for (int n = ptx::just_in_time(threadIdx.x) % 128; n < kKeys * 8 * kValuePanels; n += 128) {
-            const int row = n / 8 % kKeys, token = first_token + row;
-            if (token < span.begin || token >= span.end)
-                Shared<Vector16>(now.at(n / 8 / kKeys) + row * kPanelRowBytes)[n % 8] = Vector16{};
-        }
     }
     // References move up to the largest scores of the block, and what O and l are to be multiplied with is left beside
     // them.
@@ -202,7 +127,7 @@ struct Body : Products {
 #pragma unroll
         for (int j = 0; j < 2 * kEights; j++)
             sum[j / 2][j % 2] += acc_s[j / 2 * 4 + j % 2] + acc_s[j / 2 * 4 + 2 + j % 2];
-        if constexpr (!kGather) clear_outside(first_token, span);
+        if constexpr (!kGather) clear_outside(now, first_token, span);
         if (threadIdx.x % 128 == 0) sMoved()[block & 1] = moves;
         ptx::fence_async_proxy();
         ptx::mbarrier_arrive(ready_barrier(block));
@@ -247,11 +172,6 @@ struct Body : Products {
                 for (int h = 0; h < 2; h++) acc_o[m][j / 2 * 4 + 2 * h + j % 2] *= factor;
         }
     }
-    // Where this thread keeps four values of O while the next piece is computed: beside those of its neighbours
-    TILE_DEVICE Global<Vector16> fold_place(int n) const {
-        const int64_t at = (int64_t(blockIdx.x) * (kMine * kRows / 8) + n) * kComputing + threadIdx.x;
-        return Global<float>{mla.folds + 4 * at}.template as<Vector16>();
-    }
     // The state of a piece is folded into that of the pieces before it, as merging does. last: nothing follows
     TILE_DEVICE void end_piece(bool first, bool last) {
 #pragma unroll
@@ -264,7 +184,7 @@ struct Body : Products {
         all_sync();
         const int row = threadIdx.x;
         if (row < kRows) {
-            const Shared<float> sums = sSums(), reference = sReference(), factors = sFactors(), folded = sFolded();
+            const Shared<float> sums = sSums(), reference = sReference();
             float each[2];
 #pragma unroll
             for (int g = 0; g < 2; g++) {
@@ -272,17 +192,9 @@ struct Body : Products {
 #pragma unroll
                 for (int w = 1; w < 4; w++) each[g] += sums[(4 * g + w) * kRows + row];
             }
-            float all = each[0] + each[1], max = all == 0.0f ? kLowest : float(reference[row]);
+            const float all = each[0] + each[1], max = all == 0.0f ? kLowest : float(reference[row]);
             reference[row] = -INFINITY;
-            if (!first) {
-                const Fold fold = fold_of(folded[2 * row], max);
-                factors[2 * row] = fold.before;
-                factors[2 * row + 1] = fold.after;
-                all = fold.join(folded[2 * row + 1], all);
-                max = fold.max;
-            }
-            folded[2 * row] = max;
-            folded[2 * row + 1] = all;
+            join_row(row, first, all, max);
         }
         all_sync();
         if (!first) {
@@ -308,23 +220,7 @@ struct Body : Products {
     // The result of the item's rows, or their states
     TILE_DEVICE void store(int slot) const {
         const DecodeItem item = table.item();
-        // Not where end_piece has its factors, which other threads may still read
-        const Shared<float> factors = sSums(), folded = sFolded();
-        const int n = threadIdx.x;
-        if (n < item.rows) {
-            const int64_t target = Target(table.target()[n]).at;
-            const float max = folded[2 * n], all = folded[2 * n + 1];
-            factors[n] = 1.0f;
-            if (target >= 0 && target % 2) {
-                put_ml(args, target / (2 * kValueDim), max, all);
-            } else if (target >= 0) {
-                const DecodeRow row = row_of(args, item, n);
-                const RowEnd end = end_row(args, row.head, max, all);
-                factors[n] = end.factor;
-                store_lse(args, row, caller_of(args, item, row), end.lse);
-            }
-        }
-        all_sync();
+        const Shared<float> factors = end_rows(item);
         const int first = group * kMine * kPanel + key(0);
 #pragma unroll
         for (int j = 0; j < 2 * kEights; j++) {
@@ -344,31 +240,10 @@ struct Body : Products {
                     else gO[m * kPanel + 8 * h] = from_float<Element>(x * factor);
                 }
         }
-        // The rows of another item take the places of these.
-        if constexpr (kLooksAhead) ptx::barrier_arrive(kFreeBarriers + slot % 2, kComputing + 32);
-        else all_sync();
+        leave_table(slot);
     }
     TILE_DEVICE void run() {
         for (int row = threadIdx.x; row < kRows; row += kComputing) sReference()[row] = -INFINITY;
-        for (int slot = 0; slot < args.slots; slot++) {
-            if (!begin(slot)) break;  // no item follows an empty one
-            const Span span = table.span(), blocks = blocks_of(span);
-            // Pieces are counted from the range's first block, even if a window hides it.
-            int at = ptx::uniform(blocks.begin);
-            const int end = ptx::uniform(blocks.end), fold = ptx::uniform(table.words()[kStateFoldWord] & 0xffff);
-            int piece_end = fold > 0 ? at + fold - (at - table.words()[kStartWord] / kKeys) % fold : end;
-            bool first = true;
-#pragma unroll 1
-            while (true) {
-                const int stop = ptx::uniform(piece_end < end ? piece_end : end);
-                add_blocks(at, stop, span);
-                end_piece(first, stop == end);
-                if (stop == end) break;
-                first = false;
-                at = stop;
-                piece_end += fold;
-            }
-            store(slot);
-        }
+        walk_items(*this);
     }
 };

@@ -26,8 +26,15 @@ static_assert(kPlaces >= kBlockPlaces + (kGather && !kScaled ? kLag : 0),
               "the panels that a block waits for have arrived before more are asked for than have a place");
 static_assert(kScaled == (kSlots > 0), "raw panels on their way");
 static_assert(!kLooksAhead || !kGather, "a warp that does not load looks ahead");
+static_assert(!kSeesaw || kRows == 64, "products of 64 rows");
+// Panels that are there while the block before them is: of those that are told of kLag panels later, or two at a time,
+// not all
+constexpr int kBeside = kPlaces - kBlockPlaces - (kGather && !kScaled ? kLag : 0);
+static_assert(kAhead <= (kScaled ? kBeside / 2 * 2 : kBeside) && kAhead <= kPanels, "scores that wait for ever");
 // Threads: two warpgroups that compute, and one that loads; two where codes have to be widened faster than one can
 constexpr int kComputing = 256, kLoading = kScaled && kRows < 64 ? 256 : 128, kThreads = kComputing + kLoading;
+constexpr int kCopying = kApart ? 64 : 0;  // of those that load: they copy, and the others widen
+static_assert(!kApart || kScaled, "what is not widened is there as soon as it is copied");
 // Registers per thread, moved from the warps that load to those that compute: what a block is launched with is all
 // that it ever has, and taking more than others gave back would wait for ever.
 constexpr int kLoadRegisters = !kGather ? (kLooksAhead ? 40 : 24) : !kScaled ? 40 : kRows < 64 ? 48 : 56;
@@ -41,7 +48,7 @@ constexpr int kAllBarrier = 1, kGroupBarriers = 2, kLoadBarrier = 4, kFilledBarr
 constexpr int kAtQ = kPlaces * kPanelBytes;  // panels of kRows rows
 constexpr int kAtFull = kAtQ + kPanels * kRows * kPanelRowBytes, kAtEmpty = kAtFull + 8 * kPlaces;
 constexpr int kAtReady = kAtEmpty + 8 * kPlaces;       // two barriers: the weights of a block are there
-constexpr int kAtMoved = kAtReady + 16;                // per block of two: have the rows' references moved?
+constexpr int kAtMoved = kAtReady + 16;  // per block of two: have the rows' references moved? kSeesaw: and per warp
 constexpr int kAtReference = kAtMoved + 16;            // per row, base 2; −inf before its first key
 constexpr int kAtCorrection = kAtReference + 4 * kRows;  // per block of two and row, where references moved
 constexpr int kAtTops = kAtCorrection + 8 * kRows;     // per warp of a warpgroup and row: the largest score of a block
@@ -60,11 +67,15 @@ constexpr int kRawBytes = kPanelBytes / 2, kRawPanels = kValuePanels + 2 * (kPan
 constexpr int kGroup = 128, kRawScales = kScaled ? 4 : 0;  // channels per scale; blocks for which scales are kept
 constexpr int kAtRaw = (kAtThere + kThere * kKeys + 15) / 16 * 16, kAtScales = kAtRaw + kSlots * kRawBytes;
 constexpr int kScaleRow = kValueDim / kGroup * 4;  // bytes per key
-constexpr int kSharedBytes = kAtScales + kRawScales * kKeys * kScaleRow;
+// kApart: per pair of raw panels, barriers that tell that it has landed and that it was taken, and a mark
+constexpr int kAtLanded = kAtScales + kRawScales * kKeys * kScaleRow, kAtTaken = kAtLanded + 4 * kSlots;
+constexpr int kAtMarks = kAtTaken + 4 * kSlots;
+constexpr int kSharedBytes = kAtLanded + (kApart ? 10 * kSlots : 0);
 static_assert(!kScaled || (kGather && kSlots % 2 == 0 && kValuePanels % 2 == 0 && kGroup == 2 * kPanel), "pairs");
 static_assert(!kScaled || (kGather && kScaleRow == 16 && kRawScales * kRawPanels >= kSlots + 2 * kRawPanels),
               "a row's scales are one copy, and those of blocks on their way stay");
-static_assert(kThere >= kPlaces / kBlockPlaces + 2, "those of a block that is not weighed yet stay");
+static_assert(kThere >= kPlaces / kBlockPlaces + 2 + (kApart ? kSlots / kRawPanels + 1 : 0),
+              "those of a block that is not weighed yet stay");
 static_assert(kAtQ % 1024 == 0 && kAtReference % 16 == 0, "aligned");
 
 // Where the result of a row goes
@@ -79,7 +90,10 @@ TILE_DEVICE Shared<float> sSums() { return Shared<float>(kAtSums); }
 TILE_DEVICE Shared<float> sFactors() { return Shared<float>(kAtFactors); }
 TILE_DEVICE Shared<float> sFolded() { return Shared<float>(kAtFolded); }
 
-TILE_DEVICE Shared<uint8_t> sThere(uint32_t block) { return Shared<uint8_t>(kAtThere + block % kThere * kKeys); }
+// kChosen: a byte per key of a block, 1 if there is such a key; T: several of them
+template <class T = uint8_t> TILE_DEVICE Shared<T> sThere(uint32_t block) {
+    return Shared<T>(kAtThere + block % kThere * kKeys);
+}
 
 // Where the panels of a block lie. Both sides walk the ring in step: block after block, panel after panel.
 struct Places {
@@ -109,11 +123,18 @@ TILE_DEVICE uint32_t ready_barrier(uint32_t block) { return ptx::shared_address(
 
 TILE_DEVICE void init_barriers() {
     // Every computing warp lets go of every panel, of those that it does not multiply as soon as scores are made.
+    // kSeesaw: those of the warpgroup that is the last to read it do.
     for (int n = 0; n < kPlaces; n++) {
-        ptx::mbarrier_init(ptx::shared_address(kAtFull + 8 * n), kGather ? kLoading : 1);
-        ptx::mbarrier_init(ptx::shared_address(kAtEmpty + 8 * n), 8);
+        ptx::mbarrier_init(ptx::shared_address(kAtFull + 8 * n), kGather && !kApart ? kLoading : 1);
+        ptx::mbarrier_init(ptx::shared_address(kAtEmpty + 8 * n), kSeesaw ? 4 : 8);
     }
     for (int n = 0; n < 2; n++) ptx::mbarrier_init(ready_barrier(n), 128);
+    const Shared<int> marks(kAtMarks);
+    for (int n = 0; n < (kApart ? kSlots / 2 : 0); n++) {
+        ptx::mbarrier_init(ptx::shared_address(kAtLanded + 8 * n), 2 * kCopying);
+        ptx::mbarrier_init(ptx::shared_address(kAtTaken + 8 * n), 1);
+        marks[n] = 1;
+    }
     ptx::fence_mbarrier_init();
 }
 

@@ -3,10 +3,14 @@
 // leave is merged as in decode.cu.
 //
 // Constants: Element; kQueryDim, kValueDim: channels of a row, and how many of them are a value; kPageSize; kRows:
-// query rows of an item at most; kLooksAhead: a warp looks up the next item; kPlaces: panels in the ring; kGather: rows
-// are copied one by one; kChosen: those that each query token has chosen; kStoredAs: a Format; kSlots: raw panels on
-// their way where it is one of codes; Rule: what is done to scores; kSelected: false.
+// query rows of an item at most; kLooksAhead: a warp looks up the next item; kPlaces: panels in the ring; kSeesaw:
+// query rows are the rows of products (wide.cuh), not their columns (body.cuh), and then kAhead: panels of a block that
+// are scored before the block before is multiplied, kTogether: panels of values per product; kGather: rows are copied
+// one by one; kChosen: those that each query token has chosen; kStoredAs: a Format; kSlots: raw panels on their way
+// where it is one of codes, kApart: and warps that copy do not widen; Rule: what is done to scores; kSelected: false.
 #include "mla/body.cuh"
+#include "mla/wide.cuh"
+#include "mla/widen.cuh"
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
     mla_decode(const __grid_constant__ TensorMap mRows, const __grid_constant__ DecodeArgs args,
@@ -16,14 +20,16 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     const uint32_t role = ptx::uniform(threadIdx.x / 128);
     if (role < 2) {
         ptx::take_registers<kComputeRegisters>();
-        Body(args, mla, role).run();
+        if constexpr (kSeesaw) Wide(args, mla, role).run();
+        else Body(args, mla, role).run();
         const Mergers all{int(ptx::uniform(threadIdx.x / 32)), kComputing / 32};
         if (!args.merge_rows) return;
         if (args.sequences * int(args.merge_jobs.divisor) <= int(gridDim.x)) merge_together(args, all);
         else merge_apart<WholeRow, kRowAtOnce>(args, all);
     } else {
         ptx::give_registers<kLoadRegisters>();
-        if constexpr (kScaled) load_codes(args, mla);
+        if constexpr (kApart) load_codes_apart(args, mla);
+        else if constexpr (kScaled) load_codes(args, mla);
         else if constexpr (kGather) load_rows(args, mla);
         else if (ptx::uniform(threadIdx.x / 32) == kComputing / 32) load_boxes(args, mRows);
         else if (kLooksAhead && ptx::uniform(threadIdx.x / 32) == kComputing / 32 + 1) look_ahead(args);

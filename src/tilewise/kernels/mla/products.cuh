@@ -5,21 +5,14 @@
 // Of Sᵀ a thread has value [4j + 2h + i]: key 16 w + g + 8h of the block, query row 8j + 2t + i, with w the warp of its
 // warpgroup, g = lane / 4 and t = lane % 4; of Oᵀ the same with channels in place of keys.
 #pragma once
-#include "mla/load.cuh"
+#include "mla/walk.cuh"
 
 constexpr int kChains = kRows <= 32 ? 2 : 1;  // sums of which scores are made
 
-struct Products {
-    const uint32_t group;  // of the two warpgroups
-    Places now;            // of the block that comes next
-    uint32_t block = 0;    // its number in the life of the thread block
+struct Products : Walk {
     float acc_o[kMine][kRows / 2], acc_s[kRows / 2];
 
-    TILE_DEVICE explicit Products(uint32_t g) : group(g) {}
-    static TILE_DEVICE int lane() { return ptx::just_in_time(threadIdx.x) & 31; }
-    static TILE_DEVICE int warp_rank() { return ptx::just_in_time(threadIdx.x) >> 5 & 3; }  // in the warpgroup
-    // How many of the warpgroup's threads come with x
-    TILE_DEVICE int group_count(bool x) const { return ptx::barrier_count(kGroupBarriers + group, 128, x); }
+    using Walk::Walk;
 
     // Sᵀ = K Qᵀ, panel after panel as they come. A narrow product is shorter than the time until its sums can be added
     // to, so those of even and of odd steps are summed apart.

@@ -1,0 +1,163 @@
+// What the two warpgroups of a block do whatever the form of their products: they walk over items and pieces, bring Q
+// to shared memory, join a row's pieces, and find out what the rows of an item end with.
+#pragma once
+#include "mla/items.cuh"
+#include "mla/load.cuh"
+
+constexpr int kAtParts = 0, kRowAtOnce = 4;  // the ring is free when states are merged
+constexpr bool kLongRuns = false;
+#include "decode/states.cuh"
+
+constexpr float kWitness = 256.0f;  // the sum of a few weights up to which a reference stays
+
+struct Walk {
+    const uint32_t group;  // of the two warpgroups
+    const DecodeArgs& args;
+    const MlaArgs& mla;
+    Places now;          // of the block that comes next
+    uint32_t block = 0;  // its number in the life of the thread block
+    float scale_log2;
+    Table table{0};            // of the item
+    int whole_from, whole_to;  // every row sees the tokens between these
+
+    TILE_DEVICE Walk(const DecodeArgs& a, const MlaArgs& m, uint32_t g) : group(g), args(a), mla(m) {
+        // A positive scale keeps the order of scores and goes into the exponential's multiply-add. Q takes a negative
+        // scale's sign, and is 0 for a scale of 0.
+        scale_log2 = !Rule::kLinear ? 1.0f : args.scores.scale_log2 == 0.0f ? 1.0f : fabsf(args.scores.scale_log2);
+    }
+    static TILE_DEVICE int lane() { return ptx::just_in_time(threadIdx.x) & 31; }
+    static TILE_DEVICE int warp_rank() { return ptx::just_in_time(threadIdx.x) >> 5 & 3; }  // in the warpgroup
+    // How many of the warpgroup's threads come with x
+    TILE_DEVICE int group_count(bool x) const { return ptx::barrier_count(kGroupBarriers + group, 128, x); }
+    TILE_DEVICE void group_sync() const { ptx::barrier_sync(kGroupBarriers + group, 128); }
+    static TILE_DEVICE void all_sync() { ptx::barrier_sync(kAllBarrier, kComputing); }
+
+    // ---- an item ----------------------------------------------------------------------------------------------------
+    // Waits for what is known of the item, and brings Q to shared memory. False if there is no item.
+    TILE_DEVICE bool begin(int slot) {
+        table = Table(slot);
+        if constexpr (kLooksAhead) {
+            ptx::barrier_sync(kFilledBarriers + slot % 2, kComputing + 32);
+        } else {
+            // One warp, or every warp the same: ptxas spills with the one here, with the other there.
+            if (!kScaled || threadIdx.x < 32) table.fill(args, ptx::just_in_time(slot));
+            all_sync();
+        }
+        const Shared<int> words = table.words();
+        if (ptx::uniform(words[kAllRowsWord]) == 0) return false;
+        whole_from = ptx::uniform(words[kWholeFromWord]);
+        whole_to = ptx::uniform(words[kWholeToWord]);
+        if (words[kEndWord] > words[kBeginWord]) load_queries(words[kRowsWord]);
+        all_sync();
+        return true;
+    }
+    // All copies are on their way before the first is waited for.
+    TILE_DEVICE void load_queries(int rows) const {
+        constexpr int kChunks = kPanels * 8;  // of 16 bytes in a row
+        const auto at = [](int row, int c) {
+            return kAtQ + (c / 8 * kRows + row) * kPanelRowBytes + (c % 8 ^ row % 8) * 16;
+        };
+        const int thread = ptx::just_in_time(threadIdx.x);
+        const Shared<int64_t> queries = table.queries();
+        for (int n = thread; n < kRows * kChunks; n += kComputing) {
+            const int row = n / kChunks, c = n % kChunks;
+            const int64_t from = int64_t(queries[row]) + 8 * c;
+            ptx::copy_async_16(ptx::shared_address(at(row, c)), static_cast<const Element*>(args.q) + from,
+                               row < rows ? 16 : 0);
+        }
+        ptx::copy_async_commit();
+        ptx::copy_async_wait<0>();
+        if (Rule::kLinear && args.scores.scale_log2 <= 0.0f) {
+            const uint32_t sign = args.scores.scale_log2 < 0.0f ? 0x80008000u : 0u, kept = sign ? ~0u : 0u;
+            for (int n = thread; n < kRows * kChunks; n += kComputing) {
+                const Shared<Vector16> to(at(n / kChunks, n % kChunks));
+                Vector16 x = to[0];
+#pragma unroll
+                for (int i = 0; i < 4; i++) x.word[i] = (x.word[i] & kept) ^ sign;
+                to[0] = x;
+            }
+        }
+        ptx::fence_async_proxy();
+    }
+
+    // ---- a piece ----------------------------------------------------------------------------------------------------
+    // Zeroes the values of tokens outside the span: memory there may hold anything, and 0 · NaN is NaN.
+    TILE_DEVICE void clear_outside(const Places& of, int first_token, Span span) const {
+        if (first_token >= span.begin && first_token + kKeys <= span.end) return;
+        for (int n = ptx::just_in_time(threadIdx.x) % 128; n < kKeys * 8 * kValuePanels; n += 128) {
+            const int row = n / 8 % kKeys, token = first_token + row;
+            if (token < span.begin || token >= span.end)
+                Shared<Vector16>(of.at(n / 8 / kKeys) + row * kPanelRowBytes)[n % 8] = Vector16{};
+        }
+    }
+    // Where this thread keeps four values of O while the next piece is computed: beside those of its neighbours
+    TILE_DEVICE Global<Vector16> fold_place(int n) const {
+        const int64_t at = (int64_t(blockIdx.x) * (kMine * kRows / 8) + n) * kComputing + threadIdx.x;
+        return Global<float>{mla.folds + 4 * at}.template as<Vector16>();
+    }
+    // A row's sum of weights in this piece, against the reference max, is joined with those of the pieces before
+    TILE_DEVICE void join_row(int row, bool first, float all, float max) const {
+        const Shared<float> factors = sFactors(), folded = sFolded();
+        if (!first) {
+            const Fold fold = fold_of(folded[2 * row], max);
+            factors[2 * row] = fold.before;
+            factors[2 * row + 1] = fold.after;
+            all = fold.join(folded[2 * row + 1], all);
+            max = fold.max;
+        }
+        folded[2 * row] = max;
+        folded[2 * row + 1] = all;
+    }
+    // What each row of O is to be multiplied with, to shared memory, for all pieces are in; and the rows' LSE, or the
+    // sums of their states
+    TILE_DEVICE Shared<float> end_rows(const DecodeItem& item) const {
+        // Not where end_piece has its factors, which other threads may still read
+        const Shared<float> factors = sSums(), folded = sFolded();
+        const int n = threadIdx.x;
+        if (n < item.rows) {
+            const int64_t target = Target(table.target()[n]).at;
+            const float max = folded[2 * n], all = folded[2 * n + 1];
+            factors[n] = 1.0f;
+            if (target >= 0 && target % 2) {
+                put_ml(args, target / (2 * kValueDim), max, all);
+            } else if (target >= 0) {
+                const DecodeRow row = row_of(args, item, n);
+                const RowEnd end = end_row(args, row.head, max, all);
+                factors[n] = end.factor;
+                store_lse(args, row, caller_of(args, item, row), end.lse);
+            }
+        }
+        all_sync();
+        return factors;
+    }
+    // The table of an item is no longer read: the rows of another take the places of these.
+    TILE_DEVICE void leave_table(int slot) const {
+        if constexpr (kLooksAhead) ptx::barrier_arrive(kFreeBarriers + slot % 2, kComputing + 32);
+        else all_sync();
+    }
+};
+
+// All items of this block. A body begins, adds blocks of keys to a piece, ends a piece, and stores an item's result.
+template <class Body> TILE_DEVICE void walk_items(Body& body) {
+    for (int slot = 0; slot < body.args.slots; slot++) {
+        if (!body.begin(slot)) break;  // no item follows an empty one
+        const Table& table = body.table;
+        const Span span = table.span(), blocks = blocks_of(span);
+        // Pieces are counted from the range's first block, even if a window hides it.
+        int at = ptx::uniform(blocks.begin);
+        const int end = ptx::uniform(blocks.end), fold = ptx::uniform(table.words()[kStateFoldWord] & 0xffff);
+        int piece_end = fold > 0 ? at + fold - (at - table.words()[kStartWord] / kKeys) % fold : end;
+        bool first = true;
+#pragma unroll 1
+        while (true) {
+            const int stop = ptx::uniform(piece_end < end ? piece_end : end);
+            body.add_blocks(at, stop, span);
+            body.end_piece(first, stop == end);
+            if (stop == end) break;
+            first = false;
+            at = stop;
+            piece_end += fold;
+        }
+        body.store(slot);
+    }
+}
