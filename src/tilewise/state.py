@@ -73,9 +73,14 @@ def add_sinks(o: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> tuple[
     gets lse = sink, the log of its denominator.
     """
     sink = sinks.to(lse.dtype)[:, None]
-    # exp(lse) / (exp(lse) + exp(sink)), and 0 for an empty row even when its sink is −inf too
-    keep = torch.where(lse == -math.inf, 0.0, torch.sigmoid(lse - sink))
+    keep = beside_sinks(lse, sink)
     return (o * keep.transpose(-1, -2).unsqueeze(-1)).to(o.dtype), torch.logaddexp(lse, sink.expand_as(lse))
+
+
+def beside_sinks(lse: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
+    """What is left of rows beside their sinks: exp(lse) / (exp(lse) + exp(sink)), and 0 for an empty row even when its
+    sink is −inf too. Both have the same shape, or one that can be expanded to it."""
+    return torch.where(lse == -math.inf, 0.0, torch.sigmoid(lse - sinks))
 
 
 class Accumulator:

@@ -1,6 +1,7 @@
-"""The decode calls of DeepSeek's FlashMLA, served by Tilewise: same names, arguments, defaults and shapes.
+"""The calls of DeepSeek's FlashMLA, decode and sparse prefill: same names, arguments, defaults and shapes.
 
     from tilewise.compat.flash_mla import flash_mla_with_kvcache, get_mla_metadata  # was: from flash_mla import …
+    from tilewise.compat.flash_mla import flash_mla_sparse_fwd
 
 They attend over latent rows, `docs/guides/mla.md`: one KV head whose rows are keys, and whose first head_dim_v channels
 are values. What differs:
@@ -11,26 +12,32 @@ are values. What differs:
   are not served;
 - a plan of the work is made in the first call that is given a `FlashMLASchedMeta`, and kept in it for further layers
   with the same block_table and cache_seqlens. On a GPU that first call waits to read both;
-- sequences whose block tables begin with the same pages share the reading of these.
+- calls with `indices` wait for nothing. After a first one with as many query tokens, heads and indices, which makes a
+  list of the work that further ones share, they can be captured in CUDA graphs;
+- sequences whose block tables begin with the same pages share the reading of these;
+- `flash_mla_sparse_fwd` computes `max_logits` when they are read.
 
 A row with no visible key gives output 0 and, as in FlashMLA, an LSE of +inf.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from tilewise import api, checks, state
+from tilewise import api, checks, graphs, state
+from tilewise.api.rows import attend_rows, beyond, largest_logits
 from tilewise.kvcache import PagedKVCache
-from tilewise.kvcache.foreign import over_other_pages
+from tilewise.kvcache.foreign import check_shared, foreign_format, over_other_pages
 from tilewise.plan import DecodePlan
 
 from .flash_options import as_flash_attn
+from .later import Later
 
-__all__ = ["FlashMLASchedMeta", "flash_mla_with_kvcache", "get_mla_metadata"]
+__all__ = ["FlashMLASchedMeta", "flash_mla_sparse_fwd", "flash_mla_with_kvcache", "get_mla_metadata"]
 
 
 @dataclass(frozen=True)
@@ -76,9 +83,13 @@ class Planned:
 
 
 def _versions(given: tuple[torch.Tensor, ...], k_cache: torch.Tensor) -> tuple[Any, ...]:
-    """Of inference tensors, whose changes nobody counts, it is the caller's word that they are as they were."""
-    counted = (None if x.is_inference() else x._version for x in given)
-    return (*counted, tuple(k_cache.shape), k_cache.dtype)
+    return (*_written(given), tuple(k_cache.shape), k_cache.dtype)
+
+
+def _written(given: Sequence[torch.Tensor | None]) -> tuple[int | None, ...]:
+    """How often each was written. Of inference tensors, whose changes nobody counts, it is the caller's word that they
+    are as they were."""
+    return tuple(None if x is None or x.is_inference() else x._version for x in given)
 
 
 def get_mla_metadata(*args: Any, **kwargs: Any) -> tuple[FlashMLASchedMeta, None]:
@@ -149,10 +160,9 @@ def flash_mla_with_kvcache(
         assert cache_seqlens is not None
         o, lse = _dense(q, k_cache, (block_table, cache_seqlens), head_dim_v, meta, softmax_scale, causal)
     else:
-        o, lse = _listed(q, k_cache, "indices", indices, topk_length, head_dim_v, softmax_scale)
+        o, lse = _listed(q, "", k_cache, indices, topk_length, head_dim_v, softmax_scale)
         if extra_k_cache is not None and extra_indices_in_kvcache is not None:
-            name = "extra_indices_in_kvcache"
-            its = (q, extra_k_cache, name, extra_indices_in_kvcache, extra_topk_length, head_dim_v, softmax_scale)
+            its = (q, "extra_", extra_k_cache, extra_indices_in_kvcache, extra_topk_length, head_dim_v, softmax_scale)
             o, lse = state.merge(o.float(), lse, *(x.float() for x in _listed(*its)))
         if attn_sink is not None:
             o, _ = state.add_sinks(o, lse, attn_sink)
@@ -190,27 +200,103 @@ def _dense(
 
 def _listed(
     q: torch.Tensor,
+    kind: str,
     k_cache: torch.Tensor,
-    name: str,
     indices: torch.Tensor,
     counts: torch.Tensor | None,
     value_dim: int,
     scale: float | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same over the rows that `indices` names: positions in a sequence of all blocks in their order."""
-    batch, tokens, heads, _ = q.shape
-    shape = (batch, tokens, "n")
-    checks.tensor(name, indices, shape=shape, dtypes=(torch.int32,), device=q.device)
+    """The same over the rows that `indices` names, in blocks that follow each other. kind: "extra_" for the second
+    cache, whose arguments' names begin so."""
+    batch, tokens, heads, head_dim = q.shape
+    cache_name, name = f"{kind}k_cache", "extra_indices_in_kvcache" if kind else "indices"
+    checks.tensor("q", q, unit_last_stride=True)
+    checks.tensor(cache_name, k_cache, unit_last_stride=True)
+    checks.tensor(name, indices, shape=(batch, tokens, "n"), dtypes=(torch.int32,), device=q.device)
+    form = foreign_format(cache_name, k_cache, checks.integer("head_dim_v", value_dim, 1))
+    check_shared(1, form.head_dim, value_dim, form.name)
+    if form.head_dim != head_dim:
+        raise ValueError(f"q must have the {form.head_dim} channels of the rows of {cache_name}, got {head_dim}")
+    try:
+        rows = k_cache.view(-1, k_cache.shape[-1])
+    except RuntimeError:
+        raise ValueError(
+            f"{cache_name} must have its tokens one after another in memory, got strides {k_cache.stride()} for shape "
+            f"{tuple(k_cache.shape)}; use {cache_name}.contiguous()"
+        ) from None
     if counts is not None:
-        of = "topk_length" if name == "indices" else "extra_topk_length"
-        checks.tensor(of, counts, shape=(batch,), dtypes=checks.INTEGERS, device=q.device)
-        indices = indices.masked_fill(torch.arange(indices.shape[2], device=q.device) >= counts[:, None, None], -1)
-    blocks, page_size = k_cache.shape[:2]
-    table = torch.arange(blocks, dtype=torch.int32).expand(batch, blocks)
-    lengths = torch.full((batch,), blocks * page_size, dtype=torch.int32)
-    cache = _cache(k_cache, table.to(q.device), lengths.to(q.device), value_dim)
-    plan = api.plan_decode(cache, list(range(batch)), num_heads=heads, tokens_per_seq=tokens)
-    return api.decode(q, cache, 0, plan, scale=scale, indices=indices.contiguous(), return_lse=True)
+        checks.tensor(f"{kind}topk_length", counts, shape=(batch,), dtypes=checks.INTEGERS, device=q.device)
+        counts = counts[:, None].expand(batch, tokens)
+    if indices.device.type == "cpu":
+        its = indices if counts is None else indices.masked_fill(beyond(indices, counts), -1)
+        wrong = ((its < -1) | (its >= len(rows))).nonzero()
+        if len(wrong):
+            at = wrong[0].tolist()
+            raise ValueError(
+                f"{name} must be positions of {len(rows)} rows, or -1 for none, got {int(indices[tuple(at)])} at {at}"
+            )
+    o, lse = attend_rows(
+        q.flatten(0, 1), rows, form, indices.flatten(0, 1), None if counts is None else counts.flatten(),
+        value_dim=value_dim, scale=scale,
+    )  # fmt: skip
+    return o.view(batch, tokens, heads, value_dim), lse.view(batch, tokens, heads).transpose(1, 2)
+
+
+@graphs.outside
+def flash_mla_sparse_fwd(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    indices: torch.Tensor,
+    sm_scale: float,
+    d_v: int = 512,
+    attn_sink: torch.Tensor | None = None,
+    topk_length: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Attention of query tokens over the latent rows that each of them names: sparse prefill, absorbed.
+
+    q: (s_q, h_q, d_qk). kv: (s_kv, 1, d_qk) like q. indices: (s_q, 1, topk) int32, the rows that each query token sees,
+    in any order; a negative one and one of s_kv or more name none, and a row that is named twice counts twice. They
+    alone say what is seen: causality is theirs. sm_scale: what scores are multiplied with. d_v: the channels of a row
+    that are values. attn_sink: (h_q,) float32, a logit that joins the softmax's denominator of the output, not of
+    max_logits and the LSE. topk_length: (s_q,) integers: of token i the first topk_length[i] indices count.
+
+    Returns out (s_q, h_q, d_v) like q, max_logits and the LSE, both (s_q, h_q) float32: the largest scaled score of a
+    row, and the natural log of the sum of their exponentials. A row that sees nothing has 0, −inf and +inf.
+
+    max_logits is a tensor that is computed when it is first read, by torch's own products, and holds q, kv, indices and
+    topk_length until then; if one of them was written in the meantime, reading it raises RuntimeError. Servers drop it,
+    and the kernel does not know it: weights are taken against references that are near the largest score, so that
+    most blocks need no maximum.
+
+    On a GPU the lists of few tokens are cut among several multiprocessors. With more of them, one multiprocessor takes
+    the list of a token and 64 heads, and its result has the same bits whatever s_q is.
+    """
+    checks.tensor("q", q, shape=("s_q", "h_q", "d_qk"), dtypes=checks.FLOATS, unit_last_stride=True)
+    s_q, h_q, d_qk = q.shape
+    checks.head_dim("d_qk", d_qk)
+    row = ("s_kv", 1, d_qk)
+    checks.tensor("kv", kv, shape=row, dtypes=(q.dtype,), device=q.device, unit_last_stride=True, like="q")
+    checks.tensor("indices", indices, shape=(s_q, 1, "topk"), dtypes=(torch.int32,), device=q.device)
+    checks.number("sm_scale", sm_scale)
+    checks.integer("d_v", d_v, 1, d_qk)
+    if attn_sink is not None:
+        checks.tensor("attn_sink", attn_sink, shape=(h_q,), dtypes=(torch.float32,), device=q.device)
+    if topk_length is not None:
+        checks.tensor("topk_length", topk_length, shape=(s_q,), dtypes=checks.INTEGERS, device=q.device)
+    rows, its, form = kv[:, 0], indices[:, 0], foreign_format("kv", kv[None], d_v)
+    out, lse = attend_rows(q, rows, form, its, topk_length, value_dim=d_v, scale=sm_scale, folds=False)
+    if attn_sink is not None:
+        out *= state.beside_sinks(lse, attn_sink)[..., None]
+    given = (q, kv, indices, topk_length)
+    then = _written(given)
+
+    def largest() -> torch.Tensor:
+        if _written(given) != then:
+            raise RuntimeError("max_logits must be read before q, kv, indices or topk_length are written again")
+        return largest_logits(q.detach(), rows.detach(), its, topk_length, sm_scale)
+
+    return out, Later(largest, (s_q, h_q), torch.float32, q.device), as_flash_attn(lse)
 
 
 def _cache(k_cache: torch.Tensor, table: torch.Tensor, lengths: torch.Tensor, value_dim: int) -> PagedKVCache:

@@ -17,7 +17,7 @@ import torch
 
 from tilewise.plan.cost import DEEP_CHUNKS, WHOLE_CHUNKS
 from tilewise.plan.deal import are_in_step, deal_beside_tiles, deal_chains, deal_streams, stream_chunks
-from tilewise.plan.items import STATE_WORDS, Ints, Sequences, cut_plan, first_tile_pages, items_of_heads
+from tilewise.plan.items import STATE_WORDS, Ints, Sequences, Word, cut_plan, first_tile_pages, items_of_heads
 from tilewise.plan.ranges import (
     CHUNK,
     FAR,
@@ -25,6 +25,7 @@ from tilewise.plan.ranges import (
     TILE_TOKENS,
     Cutter,
     Longs,
+    Own,
     Shape,
     Splitting,
     find_own,
@@ -43,6 +44,7 @@ __all__ = [
     "Shape",
     "Splitting",
     "WorkList",
+    "equal_lists",
     "uses_tiles",
     "work_list",
 ]
@@ -228,6 +230,46 @@ def work_list(
         in_step=not shape.tiles and are_in_step(len(items), heads, blocks, shape.warps),
         copies=getattr(page_lists, "copies", None),
         selected_pages=min(plan.pages_per_seq, 1 + int((length + room).max(initial=0)) // page_size),
+    )
+
+
+def equal_lists(
+    count: int, tokens: int, heads: int, shape: Shape, *, splitting: Splitting, folds: bool = True
+) -> WorkList:
+    """The work list of `count` query tokens, each with `heads` query rows over `tokens` keys of its own, which no page
+    table names. It follows from these numbers alone.
+
+    To the list every query token is a sequence, in the caller's order; a kernel may find that one has fewer keys.
+    folds: keys that one block takes whole are computed in the pieces that several blocks would take, with the same
+    bits; else at once.
+    """
+    numbers, whole = np.arange(count), np.full(count, tokens)
+    own = Own(numbers, np.zeros_like(whole), whole, whole)
+    cutter = Cutter(heads, 1, shape, splitting)
+    at_once = not folds and bool(cutter.cut_own(own).whole.all())
+    if at_once:
+        cutter = cutter._replace(splitting=Splitting(pieces=((FAR, -(-tokens // shape.chunk) * shape.chunk),)))
+    cut = cut_plan(np.zeros((0, 5), np.int64), own, cutter, whole, chaining=False)
+    order, none = numbers.astype(np.int32), np.zeros(count, np.int32)
+    pages, states = none[:, None], cut.states.table()
+    items = items_of_heads(cut.streamed, 1, heads, Sequences(order, states, pages, none, FAR, shape.chunk))
+    if at_once:
+        items[:, Word.STATE_FOLD] = 0
+    blocks = max(1, min(shape.blocks, len(items)))
+    chunks = stream_chunks(items, whole)
+    return WorkList(
+        items=deal_streams(items, chunks, 1, blocks, shape.warps, shape.weights.item_chunks),
+        tile_items=np.zeros((0, blocks, len(Word)), np.int32),
+        order=order,
+        states=states,
+        pages=pages,
+        live=whole.astype(np.int32),
+        tail_from=none,
+        tail_pages=0,
+        page_size=FAR,
+        capacity=whole,
+        total_states=cut.total_states,
+        in_step=False,
     )
 
 
