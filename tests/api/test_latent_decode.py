@@ -314,7 +314,7 @@ def test_bad_shapes_are_named():
 def test_what_no_kernel_serves():
     apart, shared = make_cache(**APART), make_cache(**SMALL)
     for cache, options, says in (
-        (apart, {}, "no kernel for K and V of head_dim 24 and 40; use a cache of one head_dim"),
+        (apart, {}, r"GPU decode takes head_dim \(64, 96, 128, 192, 256\), got 24"),
         (apart, {"indices": torch.zeros(2, 1, 3, dtype=torch.int32)}, "indices have a kernel over shared_kv"),
         (shared, {"tree_mask": torch.ones(1, 1, dtype=torch.bool)}, "tree_mask has no kernel over a shared_kv"),
     ):

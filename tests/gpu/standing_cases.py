@@ -10,7 +10,10 @@ import tilewise as tw
 
 
 class Churn:
-    """A cache whose sequences come, go, fork, grow and copy the last page that they share, all at random."""
+    """A cache whose sequences come, go, fork, grow and copy the last page that they share, all at random.
+
+    value_dim: of rows that are K and V at once; None for K and V apart, of one width.
+    """
 
     def __init__(
         self,
@@ -22,10 +25,12 @@ class Churn:
         dim: int = 64,
         pages: int = 400,
         device: str = "cpu",
+        value_dim: int | None = None,
     ) -> None:
         self.r, self.dtype, self.heads, self.dim = random.Random(seed), dtype, heads, dim
         torch.manual_seed(seed)
-        self.cache = tw.PagedKVCache(pages, page_size, heads, dim, kv_format=kv_format, device=device)
+        rows = {"value_dim": value_dim, "shared_kv": value_dim is not None}
+        self.cache = tw.PagedKVCache(pages, page_size, heads, dim, kv_format=kv_format, device=device, **rows)
         self.roots = [self.new(self.r.randrange(40, 200)) for _ in range(2)]
         self.seqs: list[int] = []
 
@@ -36,7 +41,8 @@ class Churn:
 
     def grow(self, seqs: list[int], counts: int | list[int]) -> None:
         slots = self.cache.extend(seqs, counts)
-        x = torch.randn(2, len(slots), self.heads, self.dim, device=self.cache.device).to(self.dtype)
+        both = 1 if self.cache.shared_kv else 2
+        x = torch.randn(both, len(slots), self.heads, self.dim, device=self.cache.device).to(self.dtype)
         self.cache.write(0, slots, *x)
 
     def step(self, rows: int) -> None:

@@ -15,12 +15,17 @@ HEADS, GROUP, ROWS = 8, 4, 24
 
 
 @pytest.mark.parametrize("share", [False, True])
-def test_one_graph_serves_sequences_that_come_and_go(share):
-    of = Churn(1, "bf16", torch.bfloat16, HEADS, 16, dim=128, pages=4000, device="cuda")
-    options = {"num_heads": HEADS * GROUP, "share_prefix": share}
+@pytest.mark.parametrize(
+    ("kv_format", "heads", "kv_heads", "dim", "value_dim"),
+    [("bf16", 32, 8, 128, None), *((name, 16, 1, 576, 512) for name in ("bf16", "fp8", "int8"))],
+    ids=["plain", "latent", "latent-fp8", "latent-int8"],
+)
+def test_one_graph_serves_sequences_that_come_and_go(kv_format, heads, kv_heads, dim, value_dim, share):
+    of = Churn(1, kv_format, torch.bfloat16, kv_heads, 16, dim=dim, value_dim=value_dim, pages=4000, device="cuda")
+    options = {"num_heads": heads, "share_prefix": share}
     plan = tw.plan_decode(of.cache, [], rows=ROWS, max_length=2000, **options)
-    q = torch.randn(ROWS, 1, HEADS * GROUP, 128, device="cuda").bfloat16()
-    out = torch.empty_like(q)
+    q = torch.randn(ROWS, 1, heads, dim, device="cuda").bfloat16()
+    out = q.new_empty(ROWS, 1, heads, of.cache.value_dim)
     tw.decode(q, of.cache, 0, plan, out=out)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -33,7 +38,7 @@ def test_one_graph_serves_sequences_that_come_and_go(share):
         graph.replay()
         count = len(of.seqs)
         assert not out[count:].any()
-        alone = tw.plan_decode(of.cache, of.seqs, num_heads=HEADS * GROUP, share_prefix=False)
+        alone = tw.plan_decode(of.cache, of.seqs, num_heads=heads, share_prefix=False)
         expected = tw.decode(q[:count], of.cache, 0, alone)
         if not share:
             assert torch.equal(out[:count], expected)

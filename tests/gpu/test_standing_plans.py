@@ -42,16 +42,21 @@ def plan_as_on_a_card(cache: tw.PagedKVCache, seqs: list[int], heads: int, **opt
         ("int8", torch.bfloat16, 2, 4, 16, {"share_prefix": True}),
         ("int4", torch.float16, 1, 4, 24, {"share_prefix": False, "window": (50, 0)}),
         ("fp32", torch.float32, 1, 2, 16, {"share_prefix": True, "tokens_per_seq": 3}),
+        ("bf16", torch.bfloat16, 1, 8, 16, {"share_prefix": False, "value_dim": 128}),
+        ("fp16", torch.float16, 1, 8, 24, {"share_prefix": True, "window": (50, 0), "value_dim": 128}),
     ],
 )
 def test_every_step_is_that_of_a_fresh_plan(kv_format, dtype, heads, group, page_size, options):
-    of = Churn(7, kv_format, dtype, heads, page_size)
+    """value_dim: of latent rows."""
+    value_dim = options.get("value_dim")
+    options = {name: x for name, x in options.items() if name != "value_dim"}
+    of = Churn(7, kv_format, dtype, heads, page_size, dim=192 if value_dim else 64, value_dim=value_dim)
     rows, tokens = 6, options.get("tokens_per_seq", 1)
     plan = tw.plan_decode(of.cache, [], num_heads=heads * group, rows=rows, max_length=400, **options)
     for _ in range(3):
         of.step(rows)
         tw.renew_plan(plan, of.cache, of.seqs)
-        q = torch.randn(rows, tokens, heads * group, 64).to(dtype)
+        q = torch.randn(rows, tokens, heads * group, of.dim).to(dtype)
         o, lse = tw.decode(q, of.cache, 0, plan, return_lse=True, backend="emulator")
         n = len(of.seqs)
         assert not o[n:].any()

@@ -4,9 +4,21 @@ from __future__ import annotations
 
 import pytest
 import torch
-from decode_tree_cases import grow, make_cache
-from oracle import poison, randn
+from decode_tree_cases import grow
+from oracle import randn
 from recorded import Recorded
+from standing_step_cases import (
+    BF16,
+    LATENT,
+    ROWS,
+    asked,
+    check,
+    queries,
+    room_for,
+    small,
+    standing,
+    steps_of,
+)
 
 from tilewise import attend, plan_decode, plan_step, renew_plan, renew_step
 from tilewise.api import standing_step
@@ -14,86 +26,44 @@ from tilewise.gpu import beside
 
 pytestmark = pytest.mark.usefixtures("own_card")
 
-BF16 = torch.bfloat16
-ROWS = 40
+APART = {"head_dim": 64, "value_dim": 96}
 
 
-def small(**options):
-    """Sequences of 37, 50, 33, 7, 40 and 21 tokens, the first three of which share 32."""
-    cache = make_cache(**{"page_size": 16, "pages": 60, "kv_heads": 1, "head_dim": 64, "kv_format": "bf16"} | options)
-    root = cache.allocate()
-    grow(cache, [root], [32], seed=1)
-    seqs = [root, *(cache.fork(root) for _ in range(2)), *(cache.allocate() for _ in range(3))]
-    grow(cache, seqs, [5, 18, 1, 7, 40, 21], seed=2)
-    return cache, seqs
+def kind(x):
+    """The name of a test's parameter."""
+    return ("latent" if "shared_kv" in x else "apart" if x else "plain") if isinstance(x, dict) else str(x)
 
 
-def standing(cache, prefill=(), decode=(), *, rows=ROWS, decodes=6, max_chunks=3, **options):
-    plan = plan_decode(cache, decode, num_heads=2, rows=decodes, max_length=100, share_prefix=False, **options)
-    return plan_step(cache, prefill, plan, num_heads=2, rows=rows, max_chunks=max_chunks, **options)
-
-
-def steps_of(seqs):
-    """Chunks and decodes of some steps: many and few of both, all rows in use, only one kind, nothing."""
-    a, b, c, d, e, f = seqs
-    return [
-        ([(a, 3), (e, 20), (b, 13)], [c, d, f]),
-        ([(f, 21)], [e, a]),
-        ([(d, 1)], [a, b, c, e, f]),
-        ([], [b, d]),
-        ([(c, 33), (b, 1)], []),
-        ([], []),
-        ([(e, 40)], []),
-    ]
-
-
-def asked(cache, prefill, decode, q, *, window=None, backend="auto", **options):
-    """(o, lse) of the rows in use by a plan of just this step, chunks first, put in a standing step's order."""
-    plan = plan_step(cache, prefill, decode, num_heads=2, window=window, share_prefix=False)
-    tokens, count = sum(n for _, n in prefill), len(decode)
-    rows = torch.cat([torch.arange(count, count + tokens), torch.arange(count)])
-    o, lse = attend(q[rows], cache, 0, plan, return_lse=True, backend=backend, **options)
-    back = rows.argsort()
-    return o[back], lse[:, back]
-
-
-def check(q, got, expected, sinks=None):
-    """To the bit where rows are in use, and nothing in the others."""
-    (o, lse), used = got, len(expected[0])
-    assert torch.equal(o[:used], expected[0])
-    assert torch.equal(lse[:, :used], expected[1])
-    assert (o[used:] == 0).all()
-    idle = torch.full((2, len(q) - used), -torch.inf) if sinks is None else sinks[:, None].expand(2, len(q) - used)
-    assert torch.equal(lse[:, used:], idle)
-
-
-@pytest.mark.parametrize("window", [None, (9, 0)])
-def test_on_the_cpu(window):
-    cache, seqs = small(kv_format="fp32")
+@pytest.mark.parametrize(("window", "sizes"), [(None, {}), ((9, 0), {}), ((9, 0), LATENT), (None, APART)], ids=kind)
+def test_on_the_cpu(window, sizes):
+    cache, seqs = small(kv_format="fp32", **sizes)
     step = standing(cache, window=window)
     for sinks in (None, randn(2)):
         for n, (prefill, decode) in enumerate(steps_of(seqs)):
             assert renew_step(step, cache, prefill, decode) is step
-            q = randn(ROWS, 2, 64, seed=n)
-            used = len(decode) + sum(tokens for _, tokens in prefill)
-            q[used:] = float("nan")
-            got = attend(q, cache, 0, step, return_lse=True, out=poison(q), sinks=sinks)
+            q = queries(cache, prefill, decode, dtype=torch.float32, seed=n)
+            got = attend(q, cache, 0, step, return_lse=True, out=room_for(q, cache), sinks=sinks)
             check(q, got, asked(cache, prefill, decode, q, window=window, sinks=sinks), sinks)
 
 
-def test_layers_and_steps_share_a_list_of_tiles():
+@pytest.mark.parametrize("sizes", [{}, LATENT], ids=kind)
+def test_layers_and_steps_share_a_list_of_tiles(sizes):
     """Tiles are listed once per step: not by each layer, and not once more for each step that was."""
-    cache, seqs = small(num_layers=3)
+    cache, seqs = small(num_layers=3, **sizes)
     step = standing(cache)
     for n, (prefill, decode) in enumerate(steps_of(seqs)[:3]):
         renew_step(step, cache, prefill, decode)
         for layer in range(3):
-            attend(randn(ROWS, 2, 64, seed=n).to(BF16), cache, layer, step, backend="emulator")
+            attend(queries(cache, prefill, decode, seed=n), cache, layer, step, backend="emulator")
     assert len(standing_step._rooms[step.serial].tiles) == 1
 
 
-@pytest.mark.parametrize("order", ["decodes first", "chunks first", "apart"])
-def test_a_recorded_call_serves_steps_that_come_and_go(order, monkeypatch):
+@pytest.mark.parametrize(
+    ("order", "sizes"),
+    [("decodes first", {}), ("chunks first", {}), ("apart", {}), ("chunks first", LATENT), ("apart", LATENT)],
+    ids=kind,
+)
+def test_a_recorded_call_serves_steps_that_come_and_go(order, sizes, monkeypatch):
     """Sequences join, leave and change sides, in other numbers and lengths: all is read from memory that stays."""
 
     class Beside:
@@ -112,10 +82,11 @@ def test_a_recorded_call_serves_steps_that_come_and_go(order, monkeypatch):
     monkeypatch.setattr(beside, "side_by_side", lambda device: order != "apart")
     monkeypatch.setattr(beside, "Beside", Beside)
     monkeypatch.setattr(beside, "ORDER", order)
-    cache, seqs = small()
+    cache, seqs = small(**sizes)
     sinks = None if order == "apart" else randn(2)
     step = standing(cache)
-    q, out = randn(ROWS, 2, 64, dtype=BF16), torch.zeros(ROWS, 2, 64, dtype=BF16)
+    q = randn(ROWS, 2, cache.head_dim, dtype=BF16)
+    out = room_for(q, cache)
     call = {"return_lse": True, "out": out, "backend": "emulator", "sinks": sinks}
     attend(q, cache, 0, step, **call)  # compiles, and makes what stays
     renew_step(step, cache, [], [])  # whatever a call does once per step is recorded
@@ -126,9 +97,8 @@ def test_a_recorded_call_serves_steps_that_come_and_go(order, monkeypatch):
         if n == 2:
             grow(cache, seqs, [3, 20, 1, 16, 2, 1], seed=9)
         renew_step(step, cache, prefill, decode)
-        q.copy_(randn(ROWS, 2, 64, dtype=BF16, seed=n))
-        used = len(decode) + sum(tokens for _, tokens in prefill)
-        q[used:] = float("nan")
+        q.copy_(queries(cache, prefill, decode, seed=n))
+        out.fill_(float("nan"))
         recorded.replay()
         check(q, (o, lse), asked(cache, prefill, decode, q, backend="emulator", sinks=sinks), sinks)
 

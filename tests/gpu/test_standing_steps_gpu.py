@@ -10,27 +10,34 @@ import tilewise as tw
 from tilewise.gpu import beside
 
 pytestmark = pytest.mark.gpu
-HEADS, GROUP, DECODES, ROWS = 8, 4, 24, 200
+DECODES, ROWS = 24, 200
 
 
 @pytest.mark.parametrize("order", ["decodes first", "chunks first", "apart"])
 @pytest.mark.parametrize("window", [None, (40, 0)])
-def test_one_graph_serves_chunks_and_decodes_that_come_and_go(window, order, monkeypatch):
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim", "value_dim"),
+    [(32, 8, 128, None), (16, 1, 576, 512), (128, 1, 576, 512)],
+    ids=["plain", "latent-16", "latent-128"],
+)
+def test_one_graph_serves_chunks_and_decodes_that_come_and_go(
+    heads, kv_heads, dim, value_dim, window, order, monkeypatch
+):
     """To the bit of plans that are made for each step, two layers in a row; what is idle gives 0."""
     monkeypatch.setattr(beside, "ORDER", order)
-    of = Churn(1, "bf16", torch.bfloat16, HEADS, 16, dim=128, pages=4000, device="cuda")
-    options = {"num_heads": HEADS * GROUP, "share_prefix": False, "window": window}
+    of = Churn(1, "bf16", torch.bfloat16, kv_heads, 16, dim=dim, value_dim=value_dim, pages=4000, device="cuda")
+    options = {"num_heads": heads, "share_prefix": False, "window": window}
     plan = tw.plan_decode(of.cache, [], rows=DECODES, max_length=4000, **options)
     step = tw.plan_step(of.cache, [], plan, rows=ROWS, max_chunks=6, **options)
-    q = torch.randn(ROWS, HEADS * GROUP, 128, device="cuda").bfloat16()
-    sinks = torch.randn(HEADS * GROUP, device="cuda")
+    q = torch.randn(ROWS, heads, dim, device="cuda").bfloat16()
+    sinks = torch.randn(heads, device="cuda")
     call = {"return_lse": True, "sinks": sinks}
-    out = torch.empty_like(q)
+    out = q.new_empty(ROWS, heads, of.cache.value_dim)
     tw.attend(q, of.cache, 0, step, out=out, **call)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        tw.attend(q, of.cache, 0, step, out=torch.empty_like(q), **call)
+        tw.attend(q, of.cache, 0, step, out=torch.empty_like(out), **call)
         _, lse = tw.attend(q, of.cache, 0, step, out=out, **call)
     for _ in range(30):
         of.step(DECODES)

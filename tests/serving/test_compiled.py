@@ -6,6 +6,7 @@ from itertools import pairwise
 
 import pytest
 import torch
+import wide_models as latent_models
 from tiny_models import FAMILIES, NEW, SHARED, WINDOW, expected, tiny_model, tokens
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
@@ -76,6 +77,20 @@ def test_other_models_are_compiled_layer_by_layer(graphs):
     assert sum(map(products, graphs)) >= 7  # of one layer; the graph breaks at attention
     assert all(layer._compiled_call_impl is None for layer in model.model.layers)
     assert model.config._attn_implementation != "tilewise_serving"
+
+
+def test_layers_of_latent_attention(graphs):
+    """Compiled with rows in place of keys and values: no graph has the product that would expand them."""
+    model = latent_models.deepseek_v3(num_hidden_layers=1, first_k_dense_replace=0).eval()
+    prompts = [list(range(3, 28)), list(range(3, 9))]
+    found = generate(model, prompts, max_new_tokens=3, compile=True)
+    assert [one.tokens for one in found] == [expected(model, prompt, 3) for prompt in prompts]
+    given = [n.meta["example_value"] for graph in graphs for n in graph.graph.nodes if n.op == "placeholder"]
+    weights = [x.shape for x in given if isinstance(x, torch.nn.Parameter)]
+    attention = model.model.layers[0].self_attn
+    assert attention.kv_a_proj_with_mqa.weight.shape in weights
+    assert attention.kv_b_proj.weight.shape not in weights
+    assert not any("expand_kv" in vars(module) for module in model.modules())
 
 
 def test_weights_lie_side_by_side_and_are_the_same(graphs):

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from tilewise import arguments, checks, traced
+from tilewise.api.chunks import plain_pages
 from tilewise.api.decoding import decode
 from tilewise.api.options import StepOptions
 from tilewise.api.standing import renew_plan
@@ -183,7 +184,7 @@ def attend_by_kernels(
     lse: torch.Tensor | None,
     backend: str,
 ) -> None:
-    """The rows q (rows, Hq, D) by kernels: fills o, like q and no part of it, and lse (Hq, rows) if there is one.
+    """The rows q (rows, Hq, D) by kernels: fills o (rows, Hq, Dv), no part of q, and lse (Hq, rows) if there is one.
 
     Decodes and chunks run side by side. Rows that either kernel leaves to the other, or that are idle, it may write
     where the other writes, so decodes write apart, and their rows are put in their places when both are done.
@@ -194,15 +195,11 @@ def attend_by_kernels(
             f"standing steps read pages of q's dtype, got {q.dtype} over {pages.format.name}; leave rows out of "
             "plan_step, which converts pages for each step"
         )
-    if pages.shared_kv or pages.value_dim != pages.head_dim:
-        raise NotImplementedError(
-            "standing steps read K and V of one head_dim, stored apart; leave rows out of plan_step, or use CPU tensors"
-        )
     room, rows, logs = _room_of(step, pages), step.decode.rows, lse is not None
     o.zero_()  # what no row is written to
     if lse is not None:
         lse.fill_(-torch.inf) if scores.sinks is None else lse.copy_(scores.sinks[:, None].expand_as(lse))
-    apart = q.new_empty((rows, 1, *q.shape[1:]))
+    apart = q.new_empty((rows, 1, q.shape[1], pages.value_dim))
     more: StepOptions = {**options, "out": apart, "backend": backend}
     got: Any = None
     if beside.side_by_side(q.device):
@@ -234,13 +231,13 @@ def _forward(
     backend: str,
 ) -> None:
     """The chunks' rows. Not by attention_varlen, whose first sequence starts at row 0."""
-    k, v = (parts[0] for parts in pages.parts(layer) if parts is not None)
+    k, v = plain_pages(pages, layer)
     sinks = scores.sinks
     # One call for all layers, in the emulator as on a card: each call that is bound lists its tiles once per step.
     others = (sinks, None, o, None, None, None, room.starts_q, room.starts_k, room.table)
     key, call = calls.known_call(q, k, v, others, (True, False, lse is not None, True, "standing", scores.rule))
     if call is None:
-        call = calls.bind(q, backend, scores.rule, lse is not None, key)
+        call = calls.bind(q, backend, scores.rule, lse is not None, key, v)
     starts = (room.starts_q, room.starts_k)
     got = call(q, k, v, sinks, None, o, starts=starts, page_table=room.table, listed=room.tiles)
     if lse is not None:

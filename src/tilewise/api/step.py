@@ -84,7 +84,7 @@ def plan_step(
     rows, max_chunks: make a StandingStep instead, for a step of so many rows in all, up to max_chunks of them chunks,
     whose memory on a GPU stays where it is, so that one captured attend() is replayed over chunks and decodes that come
     and go; `renew_step` brings it up to date. decode must be a standing plan then, and q has its rows first. Chunks
-    share nothing there.
+    share nothing there. On a GPU the cache has the dtype of q.
 
     The plan holds until one of its sequences changes.
     """
@@ -369,8 +369,8 @@ def _chunks(asked: Asked, plan: ChunkPlan) -> None:
 
 def _served(asked: Asked, plan: DecodePlan | StandingPlan) -> bool:
     """Does a decode kernel serve the decodes? Where none does, the forward may: it takes any head_dim and dtype."""
-    if asked.pages.shared_kv or asked.pages.value_dim != asked.pages.head_dim:
-        return asked.pages.shared_kv  # by the kernel over rows, which says itself what it does not take
+    if asked.pages.shared_kv:
+        return True  # by the kernel over rows, which says itself what it does not take
     serial = asked.plan.serial
     kind, served = _kinds.get(serial, (None, False))
     if kind == asked.q.dtype:
@@ -379,7 +379,7 @@ def _served(asked: Asked, plan: DecodePlan | StandingPlan) -> bool:
         weakref.finalize(asked.plan, _kinds.pop, serial, None)
     try:
         codes = [parts[0] for parts in asked.pages.parts(asked.layer) if parts is not None]
-        check_served(asked.q, asked.pages.format, plan, codes)
+        check_served(asked.q, asked.pages.format.beside(asked.pages.value_format), plan, codes)
         served = True
     except NotImplementedError:
         served = False

@@ -89,8 +89,7 @@ class Engine:
         self.prefill_chunk = checks.integer("prefill_chunk", prefill_chunk, 1)
         self.token_budget = None if token_budget is None else checks.integer("token_budget", token_budget, 1)
         self.max_waiting = None if max_waiting is None else checks.integer("max_waiting", max_waiting, 1)
-        # Steps that stand in a graph read K and V that are stored apart.
-        self._graphs = checks.flag("cuda_graphs", cuda_graphs) and shape.device.type == "cuda" and not shape.shared_kv
+        self._graphs = checks.flag("cuda_graphs", cuda_graphs) and shape.device.type == "cuda"
         self._backend, self._decode = backend, None if tokenizer is None else tokenizer.decode
         kv_format = format_of(shape, kv_format)
         check_served(shape, kv_format, page_size)

@@ -19,6 +19,9 @@ from .requests import Tokens
 if TYPE_CHECKING:
     from .hf import ModelShape
 
+# What a card's kernels read as latent rows, by the dtype of the queries: gpu/mla.py, check_served.
+LATENT_ROWS = {torch.bfloat16: ("bf16", *LATENT_FORMATS), torch.float16: ("fp16",)}
+
 
 def format_of(shape: ModelShape, kv_format: str | None) -> str:
     """The format asked for, or that of the model's dtype."""
@@ -79,8 +82,11 @@ def check_served(shape: ModelShape, kv_format: str, page_size: int) -> None:
         )
     if kv_format not in decoding.FORMATS:
         raise NotImplementedError(f"on a card kv_format {tuple(decoding.FORMATS)} is served, got {kv_format!r}")
-    if shape.shared_kv and kv_format not in ("bf16", "fp16"):
-        raise NotImplementedError(f"on a card latent rows are bf16 or fp16, got kv_format {kv_format!r}")
+    if shape.shared_kv and kv_format not in LATENT_ROWS.get(shape.dtype, ()):
+        raise NotImplementedError(
+            "on a card latent rows are bf16, fp8 or int8 of a model in bfloat16, and fp16 of one in float16, got "
+            f"{shape.dtype} with kv_format {kv_format!r}"
+        )
     if shape.head_dim not in decoding.HEAD_DIMS and not shape.shared_kv:
         raise NotImplementedError(
             f"on a card head_dim {decoding.HEAD_DIMS} is served, got {shape.head_dim}; move the model to the CPU"
