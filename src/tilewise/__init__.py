@@ -20,6 +20,7 @@ from .api import (
     shared_prefix_attention,
 )
 from .gpu import schedules as _schedules  # noqa: F401, registers the kernels of schedules on a device
+from .integrations import graph_cache as _graph_cache
 from .integrations import prefix_ops as _prefix_ops  # noqa: F401, registers torch.ops.tilewise
 from .integrations import torch_ops as _torch_ops  # noqa: F401, likewise
 from .integrations.replace import install, replace_sdpa, uninstall
@@ -34,6 +35,8 @@ from .state import merge, merge_states
 from .trees import TokenTree
 
 __version__ = "0.1.0"
+
+_graph_cache.mark()
 
 __all__ = [
     "BlockSchedule",

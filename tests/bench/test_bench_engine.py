@@ -6,6 +6,7 @@ import csv
 import json
 import math
 import sys
+import threading
 import time
 import types
 from dataclasses import replace
@@ -119,6 +120,12 @@ def test_drive_submits_in_time_and_notes_when_tokens_come():
     assert drive.seconds >= max(stamps[-1] for stamps in drive.stamps)
 
 
+def test_a_server_that_takes_too_long_is_cut_off():
+    late = [*REQUESTS, Request([1], 1000, 0.0)]
+    with pytest.raises(servers.TooSlow, match=r"^0 s over, 3 of 4 requests done, \d+ tokens/s$"):
+        servers.drive(Slow(), late, limit=0.3)
+
+
 def test_our_engine_as_a_server(tiny, model):
     server = servers.Ours(bench._serving_engine(model, tiny("cpu")))
     drive = servers.drive(server, REQUESTS)
@@ -137,6 +144,21 @@ def test_transformers_as_a_server(model):
     server.close()
     assert [len(stamps) for stamps in drive.stamps] == [3, 2, 2]
     assert all(sorted(stamps) == stamps for stamps in drive.stamps)
+
+
+def test_transformers_is_stopped_while_it_has_much_to_do(tiny, model, monkeypatch):
+    """Not after it has answered everything; and where it does not stop, the process ends without it."""
+    monkeypatch.setattr(servers, "STOP", 5.0)
+    before = set(threading.enumerate())
+    server = servers.Transformers(model, 60, 4)
+    (thread,) = set(threading.enumerate()) - before
+    assert thread.daemon
+    for number in range(4000):
+        server.submit(number, Request([1, 2], 50, 0.0))
+    while not server.poll(0.1):
+        pass
+    server.close()
+    assert not thread.is_alive()
 
 
 class FakeEngine:
@@ -278,6 +300,13 @@ def test_a_peer_that_fails_is_a_note(tiny, model, monkeypatch):
     assert [one.share for one in found.loads] == [None, 0.5]
     assert "odd: OSError: no such thing" in engine_tables.text(found)
     assert not list(engine_tables.engine_plots.draw(found, None))  # one load is no line
+
+
+def test_a_peer_that_is_cut_off_is_a_note(tiny, model, monkeypatch):
+    monkeypatch.setitem(servers.PEERS, "odd", ("sys", lambda *_: Slow()))
+    problem = replace(tiny("cpu", requests=2, loads=[0.5]), peer_seconds=0.001)
+    found = bench.under_load(model, bench.Outcome(problem, [], [], {}, ""), lambda _: None, ["odd"])
+    assert found.missing["odd"].startswith("TooSlow: 0 s over, 0 of 2 requests done")
 
 
 def test_refusals(capsys):

@@ -48,7 +48,8 @@ class Still:
 
 @dataclass(frozen=True)
 class Case:
-    """What is measured, where. loads: shares of the capacity. judged: whether bars are set on it."""
+    """What is measured, where. loads: shares of the capacity. judged: whether bars are set on it. peer_seconds: that
+    each run of another server may take."""
 
     device: str
     config: str
@@ -63,6 +64,7 @@ class Case:
     max_sequences: int
     token_budget: int
     judged: bool
+    peer_seconds: float
 
     @property
     def title(self) -> str:
@@ -138,6 +140,7 @@ def case(
     compile: bool | None = None,
     token_budget: int | None = None,
     only: str = "",
+    peer_seconds: float = 120.0,
 ) -> Case:
     """The problem with what was not given filled in for the device. only: parts of it, with commas between them."""
     card = check_device(device).type == "cuda"
@@ -169,6 +172,7 @@ def case(
         max_sequences=256 if card else 16,
         token_budget=token_budget or (512 if card else 64),
         judged=card and config == "8b",
+        peer_seconds=peer_seconds,
     )
 
 
@@ -305,14 +309,15 @@ def _measure(
 ) -> list[Load]:
     """One run, which without a load comes after one that is not counted."""
     share, rate = load if load is not None else (None, math.inf)
+    limit = None if isinstance(server, servers.Ours) else problem.peer_seconds
     if share is None:
-        servers.drive(server, _requests(problem, math.inf, FIRST_SEED - 1))
+        servers.drive(server, _requests(problem, math.inf, FIRST_SEED - 1), limit)
     say(f"{server.name}: " + ("all at once" if share is None else f"{rate:.3g} requests/s, {share:.0%}"))
     engine = server.engine if isinstance(server, servers.Ours) else None
     before = engine.stats() if engine is not None else None
     seed = FIRST_SEED + (0 if share is None else 1 + problem.loads.index(share))
     requests = _requests(problem, rate, seed)
-    drive = servers.drive(server, requests)
+    drive = servers.drive(server, requests, limit)
     first = [stamps[0] - one.arrival for one, stamps in zip(requests, drive.stamps, strict=True)]
     between = np.concatenate([np.diff(stamps) for stamps in drive.stamps])
     host = _host(engine, before) if engine is not None else None

@@ -6,8 +6,10 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import json
 import queue
+import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -20,6 +22,7 @@ from .engine_traffic import Request
 OURS, TRANSFORMERS, VLLM, SGLANG = "tilewise.Engine", "transformers", "vLLM", "SGLang"
 POLL = 0.02  # seconds that a server of its own threads is waited for at a time
 SHARE_OF_CARD = 0.5  # of a card's memory, for servers that load the model once more
+STOP = 10.0  # seconds that a server has to stop
 
 
 class Server(Protocol):
@@ -47,14 +50,22 @@ class Drive(NamedTuple):
     seconds: float
 
 
-def drive(server: Server, requests: Sequence[Request]) -> Drive:
-    """Submit the requests as they arrive, and read until all are answered."""
+class TooSlow(RuntimeError):
+    """A server whose time was over before all requests were answered."""
+
+
+def drive(server: Server, requests: Sequence[Request], limit: float | None = None) -> Drive:
+    """Submit the requests as they arrive, and read until all are answered. limit: seconds after which TooSlow is
+    raised, which tells how far the server had come."""
     stamps: list[list[float]] = [[] for _ in requests]
     left = [request.new_tokens for request in requests]
     coming, under_way = 0, 0
     started = time.perf_counter()
     while coming < len(requests) or under_way:
         now = time.perf_counter() - started
+        if limit is not None and now > limit:
+            done, tokens = left.count(0), sum(map(len, stamps))
+            raise TooSlow(f"{limit:.0f} s over, {done} of {len(requests)} requests done, {tokens / now:.0f} tokens/s")
         while coming < len(requests) and requests[coming].arrival <= now:
             server.submit(coming, requests[coming])
             coming, under_way = coming + 1, under_way + 1
@@ -116,7 +127,10 @@ class Transformers:
         self._manager = model.init_continuous_batching(
             generation_config=settings, continuous_batching_config=ContinuousBatchingConfig(**options)
         )
-        self._manager.start()
+        # A thread of a daemon is one: a run that is cut off ends without it.
+        starter = threading.Thread(target=self._manager.start, daemon=True)
+        starter.start()
+        starter.join()
         self._given: dict[str, int] = {}  # tokens of each request so far
 
     @property
@@ -140,7 +154,10 @@ class Transformers:
         return _new(self._given, result.request_id, len(result.generated_tokens))
 
     def close(self) -> None:
-        self._manager.stop(block=True)
+        stop = self._manager.stop
+        # Otherwise it answers first what it was given, which may be why it is stopped.
+        at_once = {"hard_stop": True} if "hard_stop" in inspect.signature(stop).parameters else {}
+        stop(block=True, timeout=STOP, **at_once)
 
 
 class Vllm:
@@ -191,7 +208,6 @@ class Sglang:
 
     def __init__(self, model: Any, longest: int, max_sequences: int) -> None:
         import asyncio
-        import threading
 
         sglang = importlib.import_module("sglang")
         self._folder = _config_folder(model)
