@@ -102,3 +102,18 @@ def test_lists_are_held_and_given_up_together(data: st.DataObject) -> None:
     assert (cache.pool.freed > known).tolist() == freed.tolist()
     assert cache.pool.free_pages == after.count(0)
     assert not cache.pool.fill[freed].any()
+
+
+def test_reservations_are_noted_by_page() -> None:
+    """Tokens of long prompts are many: to keep them all until somebody looks took milliseconds every few steps."""
+    cache = PagedKVCache(400, 16, 1, 1)
+    seqs = cache.allocate(4)
+    cache.mark_written(cache.extend(seqs, [1, 0, 37, 16 * 200 + 5]))
+    cache.mark_written(cache.extend(seqs, [15, 3, 0, 11]))
+    noted = [len(index) for index in cache.pool._late]
+    assert noted == [1 + 0 + 3 + 201, 1 + 1 + 0 + 1]
+    fill = np.zeros(400, np.int64)
+    for seq in seqs:
+        pages, length = cache.page_list(seq), cache.length(seq)
+        fill[pages] = np.minimum(16, length - 16 * np.arange(len(pages)))
+    assert cache.pool.fill.tolist() == fill.tolist()

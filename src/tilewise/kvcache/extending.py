@@ -149,7 +149,7 @@ def commit_extend(cache: PagedKVCache, plan: ExtendPlan, into: Slots | None) -> 
     if plan.single:  # in its last page
         positions = starts
         offsets = starts % size
-        index = last * size + offsets
+        index = ends = last * size + offsets
         sequences.moved[rows], sequences.run, sequences.stepped = False, None, rows
     else:
         # Token t of the packed list is the i-th new one of its sequence s; positions = starts[s] + i.
@@ -160,8 +160,11 @@ def commit_extend(cache: PagedKVCache, plan: ExtendPlan, into: Slots | None) -> 
         number += positions  # the places in their pages
         pages *= size
         index = pages + number
+        last_of_page = number == size - 1
+        last_of_page[counts.cumsum()[counts > 0] - 1] = True
+        ends = index[last_of_page]
 
-    pool.reserve(index, size)
+    pool.reserve(ends, size)
     sequences.lengths[rows] = starts + counts
     return _slots(cache, plan, places, positions, index)
 

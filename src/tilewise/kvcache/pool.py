@@ -11,7 +11,6 @@ Pages = npt.NDArray[np.int32]
 Ints = npt.NDArray[np.int64]
 
 LATE = 64  # reservations that are noted before the pages' fill is set
-LATE_TOKENS = 65536
 SCAN = 1024  # pages looked at together when single free ones are wanted
 ONE = np.int32(1)  # of the references' own dtype, or add.at is twenty times slower
 _NONE = np.empty(0, np.int64)
@@ -57,11 +56,11 @@ class PagePool:
         )
 
     def reserve(self, index: Ints, size: int) -> None:
-        """Take note of tokens at page · size + offset, in a page one after the other. Its fill is set when somebody
-        looks."""
+        """Take note of the last token of each page that grew, at page · size + offset. Its fill is set when somebody
+        looks, and after some calls."""
         self._size = size
         self._late.append(index)
-        if len(self._late) > LATE or len(index) > LATE_TOKENS:
+        if len(self._late) > LATE:
             self._settle()
 
     def _settle(self) -> None:
