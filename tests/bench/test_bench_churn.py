@@ -63,3 +63,7 @@ def test_command_shows_rows_and_bars(tiny, capsys):
     assert out.count("≤ 2000 µs") == 3
     for word in ("step", "of it cache", "first plan", "planner", "16 leave and join", "plans anew", "µs, medians"):
         assert word in out
+    lines = [line for line in out.splitlines() if "slowest step" in line]
+    assert [line.split(": ")[1].split()[::2][:5] for line in lines[1:]] == [list(churn.PARTS)] * 2
+    assert "tokens" in lines[0]
+    assert "free" not in lines[0]  # nobody leaves

@@ -29,6 +29,8 @@ from .workloads import DTYPES, Point, backends, complete
 
 COLUMNS = ("step", "of it cache", "first plan", "planner")
 STEP, CACHE, FIRST, PLANNER = "a step", "its cache", "first plan", "planner"
+PARTS = ("free", "fork", "prompts", "tokens", "renew")  # of a step, in their order
+SLOWEST = "slowest step"  # medians do not show what happens every twenty steps
 STEPS = 60  # that are timed, after WARM
 WARM = 8
 SHARED, LONGEST = 8192, 4096  # tokens of the prefix, and of a sequence's own at most
@@ -147,17 +149,22 @@ class Crowd:
         self.coming = self.draw(self.row.leaving)
         self.gone = self.random.choice(len(self.seqs), self.row.leaving, replace=False).tolist()
 
-    def change(self) -> None:
-        """What a step does to the cache."""
+    def change(self) -> list[float]:
+        """What a step does to the cache; when each of PARTS but the last was done."""
+        ends = []
         if self.row.leaving:
             self.cache.free([self.seqs[n] for n in self.gone])
+            ends.append(time.perf_counter())
             for n, seq in zip(self.gone, self.new, strict=True):  # others keep their rows
                 self.seqs[n] = seq
             self.new = self.cache.fork(self.coming)
+            ends.append(time.perf_counter())
             self.chunks = self.cache.extend(self.new, [CHUNK] * len(self.new), into=self.chunks)
             self.cache.mark_written(self.chunks)
+            ends.append(time.perf_counter())
         self.slots = self.cache.extend(self.seqs, 1, into=self.slots)
         self.cache.mark_written(self.slots)
+        return [*ends, time.perf_counter()]
 
 
 def _time(row: Row, loops: int | None) -> list[Result]:
@@ -170,23 +177,24 @@ def _time(row: Row, loops: int | None) -> list[Result]:
     q = torch.randn((point.batch, 1, point.heads, point.hdim), device=point.device).to(DTYPES[point.dtype])
     if cuda:  # a layer that asks for it makes the list that renew_plan keeps up to date
         api.decode(q, crowd.cache, 0, plan, backend=backend)
-    seconds: list[tuple[float, float]] = []
+    times: list[list[float]] = []
     for _ in range(WARM + steps):
         crowd.prepare()
         wait()
         start = time.perf_counter()
-        crowd.change()
-        changed = time.perf_counter()
+        ends = crowd.change()
         api.renew_plan(plan, crowd.cache, crowd.seqs)
-        seconds.append((time.perf_counter() - start, changed - start))
-    whole, cache = np.array(seconds[WARM:]).T
+        times.append([start, *ends, time.perf_counter()])
+    parts = np.diff(times[WARM:]).T
 
     def first() -> None:
         fresh = api.plan_decode(crowd.cache, crowd.seqs, num_heads=point.heads)
         if cuda:  # the list is made, and sent, when a layer first asks for it
             api.decode(q, crowd.cache, 0, fresh, backend=backend)
 
-    found = {STEP: timing_of(whole), CACHE: timing_of(cache), FIRST: _repeated(first, steps, wait)}
+    found = {STEP: timing_of(parts.sum(0)), CACHE: timing_of(parts[:-1].sum(0)), FIRST: _repeated(first, steps, wait)}
+    found |= {name: timing_of(part) for name, part in zip(PARTS[-len(parts) :], parts, strict=True)}
+    found[SLOWEST] = timing_of([parts.sum(0).max()])
     results = [Result(f"{ours}, {part}", True, OK, timing=timing) for part, timing in found.items()]
     if cuda:
         (listed,) = kept(plan).lists.values()
@@ -212,6 +220,10 @@ def _repeated(call: Callable[[], None], steps: int, wait: Callable[[], object]) 
 def notes(outcomes: Sequence[Outcome]) -> list[str]:
     """What the table's numbers do not say."""
     lines = [f"lengths of their own: 1 to {LONGEST} tokens, evenly, seed 0, and {SHARED} shared; pages of 16"]
+    for outcome in outcomes:
+        found = ((part, microseconds(outcome, part)) for part in (*PARTS, SLOWEST))
+        parts = ", ".join(f"{part} {us:,.0f}" for part, us in found if us is not None)
+        lines.append(f"{outcome.row.name}: {parts} µs")
     if outcomes and outcomes[0].row.point.device == "cpu":
         lines.append("a CPU makes plans anew: a step is the cache's work alone, its plan is the first plan")
     return lines
