@@ -186,15 +186,16 @@ def _time(row: Row, loops: int | None) -> list[Result]:
         api.renew_plan(plan, crowd.cache, crowd.seqs)
         times.append([start, *ends, time.perf_counter()])
     parts = np.diff(times[WARM:]).T
+    whole: list[float] = parts.sum(0).tolist()
 
     def first() -> None:
         fresh = api.plan_decode(crowd.cache, crowd.seqs, num_heads=point.heads)
         if cuda:  # the list is made, and sent, when a layer first asks for it
             api.decode(q, crowd.cache, 0, fresh, backend=backend)
 
-    found = {STEP: timing_of(parts.sum(0)), CACHE: timing_of(parts[:-1].sum(0)), FIRST: _repeated(first, steps, wait)}
-    found |= {name: timing_of(part) for name, part in zip(PARTS[-len(parts) :], parts, strict=True)}
-    found[SLOWEST] = timing_of([parts.sum(0).max()])
+    found = {STEP: timing_of(whole), CACHE: timing_of(parts[:-1].sum(0).tolist())}
+    found |= {FIRST: _repeated(first, steps, wait), SLOWEST: timing_of([max(whole)])}
+    found |= {name: timing_of(part) for name, part in zip(PARTS[-len(parts) :], parts.tolist(), strict=True)}
     results = [Result(f"{ours}, {part}", True, OK, timing=timing) for part, timing in found.items()]
     if cuda:
         (listed,) = kept(plan).lists.values()
