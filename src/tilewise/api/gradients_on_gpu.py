@@ -30,7 +30,6 @@ State = tuple[torch.Tensor, torch.Tensor]
 Grads = Sequence[torch.Tensor | None]
 KV = tuple[torch.Tensor, torch.Tensor]
 Starts = tuple[torch.Tensor, torch.Tensor]
-DROPPING, WIDEST = (torch.bfloat16, torch.float16, torch.float32), 256  # of dropout by kernels
 
 
 def by_kernels(
@@ -51,17 +50,12 @@ def by_kernels(
     if scores.sinks is not None:
         scores = replace(scores, sinks=scores.sinks.float().contiguous())
     if call.dropout is not None:
-        q, _, v = tensors
-        if not kernels_drop(call, q) or backward.kernel_of(q.device, q.dtype, max(q.shape[-1], v.shape[-1])) is None:
+        if not kernels_drop(call, tensors[0]):
             return _by_products(call, tensors, state, grads, starts)
-        scores = dropping(call, scores, q)
+        scores = dropping(call, scores, tensors[0])
+    schedule = _stacked(call.schedule, tensors)
     given = (tensors, scores, state, grads, deterministic, starts, longest)
-    if call.function is None and call.schedule is None:
-        return _of(*given)
-    try:
-        return _of(*given, function=call.function, schedule=_stacked(call.schedule, tensors))
-    except NotImplementedError:  # of this card's kernels
-        return _by_products(call, tensors, state, grads, starts)
+    return _of(*given, function=call.function, schedule=schedule)
 
 
 def _stacked(schedule: Any, tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) -> AnySchedule | None:
@@ -73,8 +67,10 @@ def _stacked(schedule: Any, tensors: tuple[torch.Tensor, torch.Tensor, torch.Ten
 
 def kernels_drop(call: arguments.Call, q: torch.Tensor) -> bool:
     """Do kernels serve a call with dropout? They do unless there is a schedule, a function, FP8 or a wide head."""
-    plain = call.function is None and call.schedule is None and q.dtype in DROPPING
-    return plain and max(call.sizes.head_dim, call.sizes.value_dim) <= WIDEST and serves_prefill(q.device)
+    if call.function is not None or call.schedule is not None or not serves_prefill(q.device):
+        return False
+    dims = call.sizes.head_dim, call.sizes.value_dim
+    return backward.kernel_of(q.device, q.dtype, *dims, dropout=True) is not None
 
 
 def dropping(call: arguments.Call, scores: Scores, q: torch.Tensor) -> Scores:

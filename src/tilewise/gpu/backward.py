@@ -17,6 +17,8 @@ from tilewise.gpu import backward_hopper, backward_mma
 from tilewise.gpu.backward_call import GradientCall as GradientCall
 from tilewise.gpu.backward_call import Gradients as Gradients
 
+WIDEST = max(backward_mma.WIDTHS)  # head dimension
+
 
 def kernel_of(
     device: torch.device, dtype: torch.dtype, head_dim: int, value_dim: int | None = None, *, dropout: bool = False
@@ -25,7 +27,7 @@ def kernel_of(
     of a call that drops weights."""
     if hopper(card_of(device)) and backward_hopper.serves(dtype, head_dim, value_dim=value_dim) and not dropout:
         return "backward"
-    served = dtype in backward_mma.DTYPES and max(head_dim, value_dim or 0) <= max(backward_mma.WIDTHS)
+    served = dtype in backward_mma.DTYPES and max(head_dim, value_dim or 0) <= WIDEST
     return "backward_mma" if served else None
 
 
@@ -35,7 +37,7 @@ def check_served(q: torch.Tensor, v: torch.Tensor, where: str) -> None:
         instead = 'backend="cpu"' if where == "emulator" else ".cpu() tensors"
         raise NotImplementedError(
             "an input requires gradients, and backward kernels take bfloat16, float16 and float32 with head_dim up to "
-            f"{max(backward_mma.WIDTHS)}, got {q.dtype}, {q.shape[-1]} of q and {v.shape[-1]} of v; use {instead}, or "
+            f"{WIDEST}, got {q.dtype}, {q.shape[-1]} of q and {v.shape[-1]} of v; use {instead}, or "
             "call it under torch.no_grad()"
         )
 

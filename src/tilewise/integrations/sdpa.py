@@ -20,7 +20,6 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from tilewise import api, arch, arguments, checks
-from tilewise.api.gradients_on_gpu import WIDEST
 from tilewise.gpu import backward, tilings
 from tilewise.gpu.abi import FP8
 from tilewise.integrations import seen_keys as _seen_keys  # noqa: F401, registers an operator
@@ -197,8 +196,8 @@ def _shape_refusals(facts: Facts) -> list[str]:
     most = tilings.MAX_HEAD_DIM if facts.device == "cuda" else arguments.MAX_HEAD_DIM
     if not (1 <= query[-1] <= most and 1 <= value[-1] <= most):
         return [f"head dimensions are served from 1 to {most}"]
-    if facts.dropout and facts.device == "cuda" and max(query[-1], value[-1]) > WIDEST:
-        return [f"no GPU kernel has dropout of head dimensions above {WIDEST}"]
+    if facts.dropout and facts.device == "cuda" and max(query[-1], value[-1]) > backward.WIDEST:
+        return [f"no GPU kernel has dropout of head dimensions above {backward.WIDEST}"]
     lead = _broadcast(query[:-3], key[:-3], value[:-3])
     heads = _heads(query, key, value, facts.gqa)
     if lead is None or heads is None or heads == 0:
