@@ -65,3 +65,6 @@ def test_shapes_whose_barriers_tell_laps_apart():
     assert not mla_kernels.fits(*DEEPSEEK, replace(few, slots=10), boxes=False), "six warps have a pair each"
     assert mla_kernels.fits(*DEEPSEEK, replace(many, slots=4), boxes=False)
     assert not mla_kernels.fits(*DEEPSEEK, replace(many, slots=16, places=10), boxes=False), "a place comes too soon"
+    tight = replace(few, slots=16, places=17)
+    assert mla_kernels.fits(*DEEPSEEK, tight, boxes=False)
+    assert not mla_kernels.fits(512, 512, tight, boxes=False), "two of the places are of weights"

@@ -170,6 +170,15 @@ def test_shapes_that_fit():
     assert mla_kernels.fits(*DEEPSEEK, replace(codes, ahead=4), boxes=False)
     assert not mla_kernels.fits(*DEEPSEEK, replace(codes, ahead=5), boxes=False), "codes come two panels at a time"
     assert mla_kernels.choose_tiling(512, 512, 64, seesaw=True).places == 18, "whole blocks"
+    values = mla_kernels.MlaTiling(64, 21, seesaw=True, ahead=5)  # every panel holds values, and weights have a place
+    assert mla_kernels.fits(384, 384, values, boxes=False)
+    assert not mla_kernels.fits(384, 384, replace(values, ahead=6), boxes=False), "a deadlock"
+    assert mla_kernels.fits(384, 384, replace(values, ahead=6))
+
+
+def test_as_many_panels_ahead_as_fit_where_weights_have_a_place():
+    with seesaw((384, 384), places=21, ahead=5):
+        Problem((1500,), heads=64, sizes=(384, 384), page_size=24).check(splitting=LONG)
 
 
 def test_no_kernel_spills_and_no_product_is_serialised():

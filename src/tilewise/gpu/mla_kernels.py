@@ -80,9 +80,19 @@ def shared_bytes(head_dim: int, tiling: MlaTiling) -> int:
 
 def most_ahead(head_dim: int, value_dim: int, tiling: MlaTiling, *, boxes: bool) -> int:
     """Panels that are there while the block before is, as mla/layout.cuh has it: of rows that are copied one by one it
-    is told kLag panels later, and codes are widened two panels at a time. Less than 0: too few places."""
-    beside = tiling.places - block_places(head_dim, value_dim) - (0 if boxes or tiling.slots else LAG)
-    return min(head_dim // PANEL, beside // 2 * 2 if tiling.slots else beside)
+    is told kLag panels later, and codes are widened two panels at a time. With all panels of a block the place of its
+    weights has to be there. Less than 0: too few places."""
+    panels, block = head_dim // PANEL, block_places(head_dim, value_dim)
+    beside = tiling.places - block - (0 if boxes or tiling.slots else LAG)
+    beside = beside // 2 * 2 if tiling.slots else beside
+    return panels if beside >= block else min(beside, panels - (block > panels))
+
+
+def _most_slots(head_dim: int, value_dim: int, places: int) -> int:
+    """mla/widen.cuh: raw panels, of which a lap through the places has as many at least."""
+    block = block_places(head_dim, value_dim)
+    weights = -(-places // block) if block > head_dim // PANEL else 0
+    return (places - weights) // 2 * 2
 
 
 def _wideners(tiling: MlaTiling) -> int:
@@ -93,13 +103,14 @@ def _wideners(tiling: MlaTiling) -> int:
 def fits(head_dim: int, value_dim: int, tiling: MlaTiling, arch: str = "sm_90a", *, boxes: bool = True) -> bool:
     """Is there a kernel of this shape? boxes: rows come by TMA."""
     wide = tiling.seesaw and tiling.rows == ROWS[-1]
+    slots = range(2 * _wideners(tiling), _most_slots(head_dim, value_dim, tiling.places) + 1)
     return (
         0 <= tiling.ahead <= most_ahead(head_dim, value_dim, tiling, boxes=boxes)
         and (wide or not (tiling.seesaw or tiling.ahead or tiling.together > 1))
         and tiling.together >= 1
         and (boxes or not tiling.looks)
         and tiling.slots % 2 == 0
-        and (not tiling.apart or 2 * _wideners(tiling) <= tiling.slots <= tiling.places // 2 * 2)
+        and (not tiling.apart or tiling.slots in slots)
         and shared_bytes(head_dim, tiling) <= LIMITS[arch].shared_block
     )
 

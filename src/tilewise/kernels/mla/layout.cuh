@@ -30,7 +30,9 @@ static_assert(!kSeesaw || kRows == 64, "products of 64 rows");
 // Panels that are there while the block before them is: of those that are told of kLag panels later, or two at a time,
 // not all
 constexpr int kBeside = kPlaces - kBlockPlaces - (kGather && !kScaled ? kLag : 0);
-static_assert(kAhead <= (kScaled ? kBeside / 2 * 2 : kBeside) && kAhead <= kPanels, "scores that wait for ever");
+// All scores of a block wait for the place of its weights, too, where these have one of their own.
+constexpr int kAheadPlaces = kAhead + (kAhead == kPanels && kBlockPlaces > kPanels);
+static_assert(kAheadPlaces <= (kScaled ? kBeside / 2 * 2 : kBeside) && kAhead <= kPanels, "scores that wait for ever");
 // Threads: two warpgroups that compute, and one that loads; two where codes have to be widened faster than one can
 constexpr int kComputing = 256, kLoading = kScaled && kRows < 64 ? 256 : 128, kThreads = kComputing + kLoading;
 constexpr int kCopying = kApart ? 64 : 0;  // of those that load: they copy, and the others widen

@@ -15,7 +15,8 @@ constexpr int kWideners = kApart ? (kLoading - kCopying) / 32 : 1;  // warps
 // pairs before it, and is asked for when all that are kPairSlots before it were widened. So a warp that waits for its
 // next pair, or for the panels that it becomes, must not be further ahead than that of who is last.
 static_assert(!kApart || kPairSlots >= kWideners, "the pair before in its slot has landed: this warp had a later one");
-static_assert(!kApart || kPlaces / 2 >= kPairSlots, "the panels before in their places are there");
+constexpr int kWeightPlaces = kBlockPlaces > kPanels ? (kPlaces + kBlockPlaces - 1) / kBlockPlaces : 0;  // of a lap
+static_assert(!kApart || (kPlaces - kWeightPlaces) / 2 >= kPairSlots, "the panels before in their places are there");
 
 struct RawPair {
     Turn<kPairSlots> turn;
