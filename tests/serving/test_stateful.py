@@ -104,12 +104,15 @@ class EngineMachine(RuleBasedStateMachine):
     def fail(self):
         STUB.fail = Broken()
         try:
-            for token in self.served.step():  # it may be that nothing is computed
-                self.asked[token.request].found.setdefault(token.sample, []).append(token.token)
+            tokens = self.served.step()  # it may be that nothing is computed
         except Broken:
+            STUB.fail = None
+            tokens = self.served.step()  # those that had come before the error
             assert not self.served.busy
         finally:
             STUB.fail = None
+        for token in tokens:
+            self.asked[token.request].found.setdefault(token.sample, []).append(token.token)
         for number in [number for number in self.asked if self.served.done(number)]:
             self.finish(number)
 
