@@ -14,6 +14,7 @@ from tilewise.api.options import State
 from tilewise.cpu.listed import run_listed
 from tilewise.cpu.scoring import Scoring
 from tilewise.formats import KVFormat
+from tilewise.state import add_sinks
 
 AT_ONCE = 1 << 25  # rows' channels, and scores, that largest_logits holds: 128 MiB
 
@@ -28,19 +29,21 @@ def attend_rows(
     *,
     value_dim: int,
     scale: float | None = None,
+    softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
     folds: bool = True,
     backend: str = "auto",
 ) -> State:
     """q: (n, heads, D). rows: (m, width) as `form` stores them, the last stride 1. indices: int32 (n, k): the rows that
     each query token reads; one that is named twice counts twice, and one that is not there, such as −1, is none.
     counts: integers (n,): how many of its indices count, all if None. value_dim: the channels of a row that are values.
-    scale: D ** -0.5 if None. folds: a token's result has the same bits whatever n is.
+    scale: D ** -0.5 if None. softcap, sinks: as in `decode`. folds: a token's result has the same bits whatever n is.
 
     Returns o (n, heads, value_dim) and the LSE (n, heads) float32, 0 and −inf for a token that reads nothing. On a card
     nobody looks at what is in the tensors, and nobody waits.
     """
-    where = arguments.check_backend(backend, q, (rows,))
-    scores = arguments.check_scores(q, len(q), causal=True, scale=scale)
+    where = arguments.check_backend(backend, q, (rows, sinks))
+    scores = arguments.check_scores(q, len(q), causal=True, scale=scale, softcap=softcap, sinks=sinks)
     pages = rows[None, :, None]
     parts = form.from_rows(pages) if form.latent else [pages]
     if where != "cpu":
@@ -60,6 +63,8 @@ def attend_rows(
     its = indices.masked_fill(unnamed(indices, counts, len(rows)), -1)[:, None]
     with full_precision():
         o, lse = run_listed(q[:, None], load, Scoring.of(scores), its, value_dim=value_dim, compute=compute)
+        if sinks is not None:
+            o, lse = add_sinks(o, lse, sinks)
     return o[:, 0], lse[..., 0]
 
 
