@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tilewise import checks
+from tilewise.kvcache.pool import Ints
 from tilewise.kvcache.slots import Slots, check_slots, upload
 from tilewise.kvcache.storage import copy_pages
-from tilewise.kvcache.pool import Ints
 
 if TYPE_CHECKING:
     from tilewise.kvcache.paged import PagedKVCache

@@ -331,7 +331,7 @@ class PagedKVCache:
             slots.note_written([layer])
 
     def mark_written(self, slots: Slots) -> None:
-        """Take note that every layer of the slots was written, index keys too, by the replay of a graph that captured write()."""
+        """Take note that every layer of the slots was written, with index keys, by a replay of a graph of write()."""
         check_slots(slots, self, 0)
         self._written.mark_all(slots.host_index)
         slots.note_written(range(self.planes))

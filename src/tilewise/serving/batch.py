@@ -268,8 +268,9 @@ class Calls:
         shape = self._model.shape
         if shape.indexers is None:
             return MixedStep(self._prefix, parts, decode, num_heads=shape.heads, backend=self._backend)
-        its = {"num_heads": shape.heads, "indexers": shape.indexers, "backend": self._backend}
-        return IndexedStep(self._prefix, parts, decode, **its)
+        return IndexedStep(
+            self._prefix, parts, decode, num_heads=shape.heads, indexers=shape.indexers, backend=self._backend
+        )
 
 
 def with_graphs(shape: ModelShape, cuda_graphs: bool | None) -> bool:

@@ -27,7 +27,7 @@ from .steps import Step
 # Registered for attention alone: for a name that has no mask function, transformers makes no mask, and so does not look
 # at position ids on the host to make one, which a graph capture would not survive.
 NAME = "tilewise_serving"
-LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
+LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention", *indexed.LAYER_TYPES)
 LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
 
 # Forward passes under way, by the id of what is different during them: how many, and what it was before them.
@@ -57,13 +57,13 @@ def attention(
     if tilewise_step is None:
         raise RuntimeError(f'attention implementation "{NAME}" serves tilewise.Engine alone; set another for this call')
     assert tilewise_shape is not None  # it comes along with the step
-    chosen = {} if tilewise_shape.indexers is None else {"indices": indices}
-    if attention_mask is not None and not chosen:
+    lists = isinstance(tilewise_step, indexed.IndexedStep)
+    if attention_mask is not None and not lists:
         raise NotImplementedError(
             f"{type(module).__name__} brings an attention mask of its own; tilewise.generate serves causal attention "
             "with or without a sliding window; use model.generate"
         )
-    refuse_unserved(kwargs if chosen else {**kwargs, "indices": indices})
+    refuse_unserved(kwargs if lists else {**kwargs, "indices": indices})
     _check_temperature(module, query.shape[2])
     window: Window | None = None if sliding_window is None else (sliding_window - 1, 0)
     q, k, v = (x[0].transpose(0, 1) for x in as_autocast((query, key, value)))
@@ -72,8 +72,8 @@ def attention(
     scaling = q.shape[-1] ** -0.5 if scaling is None else scaling
     if tilewise_shape.shared_kv:
         options: DecodeOptions = {"scale": scaling, "softcap": softcap or 0.0, "sinks": s_aux}
-        attend = partial(tilewise_step.attend, layer, window=window, **chosen, **options)
-        return latent.attend(module, q, k, attend)[None], None
+        attend = partial(tilewise_step.attend, layer, window=window, **options)
+        return latent.attend(module, q, k, partial(attend, indices=indices) if lists else attend)[None], None
     q, k, v = _widened(q, q.shape[1], head_dim), _widened(k, heads, head_dim), _widened(v, heads, head_dim)
     o = tilewise_step.attend(layer, q, k, v, window=window, scale=scaling, softcap=softcap or 0.0, sinks=s_aux)
     return o[None, ..., :value_dim], None
@@ -207,7 +207,7 @@ class ServedModel:
             raise NotImplementedError(f"{name} has attention that cannot be replaced by transformers' means; {instead}")
         if not getattr(config, "is_causal", True) or getattr(config, "use_bidirectional_attention", None):
             raise NotImplementedError(f"{name} attends in both directions; causal attention is served; {instead}")
-        kinds = set(getattr(config, "layer_types", None) or ()) - {*LAYER_TYPES, *indexed.LAYER_TYPES}
+        kinds = set(getattr(config, "layer_types", None) or ()) - set(LAYER_TYPES)
         if kinds:
             raise NotImplementedError(
                 f"{name} has layers of {', '.join(sorted(kinds))}; {', '.join(LAYER_TYPES)} are served; {instead}"

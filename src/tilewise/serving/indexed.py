@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 
 from .. import api
 from ..api.rows import attend_rows
@@ -73,7 +72,9 @@ def modules_of(model: Any, latent_layers: Sequence[Any]) -> dict[int, Any]:
             )
     sizes = {tuple(getattr(indexer, size) for size in SIZES) for indexer in found.values()}
     if len(sizes) != 1:
-        raise NotImplementedError(f"{name} has indexers of {len(sizes)} kinds {sorted(sizes)}; one is served; {instead}")
+        raise NotImplementedError(
+            f"{name} has indexers of {len(sizes)} kinds {sorted(sizes)}; one is served; {instead}"
+        )
     return found
 
 
@@ -177,7 +178,6 @@ class IndexedStep(MixedStep):
         listed = np.zeros(len(self._positions), bool)
         for group in self._groups:
             listed[group.rows] = group.places is not None
-        self._lists, self._all_listed = int(listed.sum()), bool(listed.all())
         self._listed, self._seeing = (upload(np.flatnonzero(x), self.cache.device) for x in (listed, ~listed))
         chunks = sum(self.counts)
         # With folds a token's bits are the same in any batch of decodes; lists of prompts are computed faster without.
@@ -232,11 +232,12 @@ class IndexedStep(MixedStep):
             yield Group(slice(row + first, row + first + len(some)), slots, first, len(some), places)
 
     def choose(self, layer: int, indexer: Callable[..., Any], name: str) -> torch.Tensor:
-        """(1, tokens with lists, topk) int32: the rows of the cache's storage that each of them reads, −1 for none.
+        """(1, tokens, topk) int32: the rows of the cache's storage that each reads, −1 for none; of tokens that see all
+        keys, anything.
 
         indexer: its forward, of a group and with what is replaced; `name` is its class's.
         """
-        found = [self._positions.new_empty((0, self.indexers.topk), dtype=torch.int32)]
+        found = self._positions.new_empty((len(self._positions), self.indexers.topk), dtype=torch.int32)
         for group in self._groups:
             at = self._positions[group.rows].view(group.batch, -1, 1)
             keys = _Keys(self.cache, layer, group)
@@ -253,9 +254,9 @@ class IndexedStep(MixedStep):
                 )
             if group.places is not None:
                 its = group.places.gather(1, chosen.flatten(1).long()).view(chosen.shape)
-                its = its.masked_fill(chosen > at, -1).int().flatten(0, 1)  # what had to be taken for want of keys
-                found.append(F.pad(its, (0, self.indexers.topk - its.shape[1]), value=-1))
-        return torch.cat(found)[None]
+                found[group.rows, : shape[2]] = its.masked_fill(chosen > at, -1).flatten(0, 1)  # taken for want of keys
+                found[group.rows, shape[2] :] = -1
+        return found[None]
 
     def attend(
         self,
@@ -269,22 +270,23 @@ class IndexedStep(MixedStep):
         indices: torch.Tensor | None = None,
         **options: Unpack[DecodeOptions],
     ) -> torch.Tensor:
-        """indices: (1, lists, topk), what choose() gave this layer's indexer, or that of a layer before."""
-        if indices is None or indices.shape != (1, self._lists, self.indexers.topk) or window is not None:
+        """indices: (1, tokens, topk), what choose() gave this layer's indexer, or that of a layer before."""
+        if indices is None or indices.shape != (1, len(q), self.indexers.topk) or window is not None:
             given = None if indices is None else tuple(indices.shape)
             raise NotImplementedError(
-                f"layer {layer} came with indices {given} and window {window}; layers that read the keys that an indexer "
-                "chose, without a window, are served; use model.generate"
+                f"layer {layer} came with indices {given} and window {window}; layers that read the keys that an "
+                "indexer chose, without a window, are served; use model.generate"
             )
-        if not self._lists:
+        if not len(self._listed):
             return super().attend(layer, q, k, v, window=window, rotary=rotary, **options)
         self.write(layer, q, k, v, rotary)
-        its = q if self._all_listed else q[self._listed]
+        everybody = not len(self._seeing)
+        its = (q, indices[0]) if everybody else (q[self._listed], indices[0, self._listed])
         o, _ = attend_rows(
-            its, self._rows(layer), self.cache.format, indices[0], value_dim=self.cache.value_dim,
+            its[0], self._rows(layer), self.cache.format, its[1], value_dim=self.cache.value_dim,
             folds=self._folds, backend=self.backend, **options,
         )  # fmt: skip
-        if self._all_listed:
+        if everybody:
             return o
         if self._plan is None:
             self._plan = self._planned(self._short, self._seeing_decode, None)
