@@ -175,6 +175,14 @@ def test_by_kernels(kv_format, rank, monkeypatch):
     assert served.cache.bytes_per_token == 2 * served.cache.format.bytes_per_token_head + 80 * 2
 
 
+def test_compiled_layers():
+    """The graph breaks at the indexer and at attention, which are not compiled."""
+    model = model_of("deepseek_v32", num_hidden_layers=1)
+    prompts, right = own_answers(model, lambda seed: [tokens(33, seed)])
+    found = tilewise.generate(model, prompts, max_new_tokens=NEW, prefill_chunk=20, compile=True)
+    assert [one.tokens for one in found] == right
+
+
 def test_what_the_cache_takes():
     """The layers that have an indexer keep its keys; memory is counted with them."""
     model = model_of("glm_moe_dsa")

@@ -48,9 +48,10 @@ class Engine:
     one keeps the time between tokens short while prompts arrive, a large one computes prompts faster; None: as many as
     run and prefill_chunk more. max_waiting: how many requests may wait before submit() raises EngineFull; None: any
     number. tokenizer: of transformers, for stop strings and text in results. cuda_graphs: whether a card replays
-    steps from graphs; for models whose forward pass cannot be captured, False. compile: fuse what lies between
-    attention by torch.compile, which takes its time in the first steps of each size; the weights of a layer's q, k and
-    v, and of its gate and up, then lie side by side in memory. backend: as `decode` takes it.
+    steps from graphs; None: unless an indexer chooses the model's keys; False for models whose forward pass cannot be
+    captured. compile: fuse what lies between attention by torch.compile, which takes its time in the first steps of
+    each size; the weights of a layer's q, k and v, and of its gate and up, then lie side by side in memory. backend: as
+    `decode` takes it.
 
         engine = Engine(model)
         number = engine.submit(tokens, max_new_tokens=100)
