@@ -56,7 +56,6 @@ def attention(
     (1, T, Hq, Dv). A layer with fewer KV heads or channels than the cache has room for is widened to it."""
     if tilewise_step is None:
         raise RuntimeError(f'attention implementation "{NAME}" serves tilewise.Engine alone; set another for this call')
-    assert tilewise_shape is not None  # it comes along with the step
     lists = isinstance(tilewise_step, indexed.IndexedStep)
     if attention_mask is not None and not lists:
         raise NotImplementedError(
@@ -64,6 +63,7 @@ def attention(
             "with or without a sliding window; use model.generate"
         )
     refuse_unserved(kwargs if lists else {**kwargs, "indices": indices})
+    assert tilewise_shape is not None  # it comes along with the step
     _check_temperature(module, query.shape[2])
     window: Window | None = None if sliding_window is None else (sliding_window - 1, 0)
     q, k, v = (x[0].transpose(0, 1) for x in as_autocast((query, key, value)))
