@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tilewise import checks
+from tilewise.formats import KVFormat
 from tilewise.kvcache.pool import Ints
 from tilewise.kvcache.slots import Slots, check_slots, upload
 from tilewise.kvcache.storage import copy_pages
@@ -32,7 +33,7 @@ class IndexKeys:
         if not self.layers or len(set(self.layers)) < len(self.layers):
             raise ValueError(f"index_layers must name layers, each once, got {self.layers}")
         self.dim = checks.integer("index_dim", dim, 1)
-        self.dtype = cache.format.dtype or torch.bfloat16
+        self.dtype = index_dtype(cache.format)
         self._cache = cache
         lead = (len(self.layers), cache.num_pages, cache.page_size, 1)
         with torch.inference_mode(False):  # or only code under inference_mode could write to it
@@ -41,7 +42,7 @@ class IndexKeys:
     @property
     def bytes_per_token(self) -> int:
         """In all layers."""
-        return index_bytes(len(self.layers), self.dim, self.dtype)
+        return index_bytes(len(self.layers), self.dim, self._cache.format)
 
     def write(self, layer: int, slots: Slots, keys: torch.Tensor, first: int = 0) -> None:
         """Keys (n, dim) of the tokens [first, first + n) of the slots. Whoever writes a step in parts does so in order:
@@ -92,9 +93,14 @@ class IndexKeys:
         return f"IndexKeys(dim={self.dim}, layers={self.layers}, dtype={self.dtype})"
 
 
-def index_bytes(layers: int, dim: int, dtype: torch.dtype) -> int:
+def index_dtype(form: KVFormat) -> torch.dtype:
+    """Of index keys beside rows of this format."""
+    return form.dtype or torch.bfloat16
+
+
+def index_bytes(layers: int, dim: int, form: KVFormat) -> int:
     """Bytes that index keys of so many layers take per token."""
-    return layers * dim * torch.empty(0, dtype=dtype).element_size()
+    return layers * dim * index_dtype(form).itemsize
 
 
 def index_keys_of(cache: PagedKVCache, dim: Any, layers: Any) -> IndexKeys | None:

@@ -89,15 +89,20 @@ def sizes_of(modules: dict[int, Any]) -> Indexers | None:
 def swapped(modules: dict[int, Any]) -> list[tuple[Any, str, Any]]:
     """(owner, attribute, value) for the time of a forward pass."""
     return [
-        (module, "forward", torch.compiler.disable(partial(_forward, module, layer)))
-        for layer, module in modules.items()
+        (module, "forward", torch.compiler.disable(_forward_of(module, layer))) for layer, module in modules.items()
     ]
 
 
-def _forward(module: Any, layer: int, *args: Any, **kwargs: Any) -> torch.Tensor:
+def _forward_of(module: Any, layer: int) -> Callable[..., torch.Tensor]:
     """In the place of an indexer's forward, which the class still has: what the step makes of it."""
     forward = type(module).forward
-    given = inspect.signature(forward).bind(module, *args, **kwargs).arguments
+    return partial(_forward, layer, module, forward, inspect.signature(forward))
+
+
+def _forward(
+    layer: int, module: Any, forward: Callable[..., Any], signature: inspect.Signature, *args: Any, **kwargs: Any
+) -> torch.Tensor:
+    given = signature.bind(module, *args, **kwargs).arguments
     del given["self"]
     step: IndexedStep = given["past_key_values"].step
 
