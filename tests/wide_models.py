@@ -69,6 +69,16 @@ def deepseek_v32(**more: Any) -> Any:
     return _made("DeepseekV32", COMMON, LATENT, EXPERTS, INDEXER, more)
 
 
+def hy_v4(**more: Any) -> Any:
+    """As GLM-5, with sinks, and an indexer that turns its last channels. Not every release of transformers has it."""
+    return _made("HYV4", COMMON, LATENT, EXPERTS, INDEXER, more)
+
+
+def axk2(**more: Any) -> Any:
+    """As DeepSeek-V3.2, with a gate. Not every release of transformers has it."""
+    return _made("AXK2", COMMON, LATENT, EXPERTS, INDEXER, more)
+
+
 def gemma4(**more: Any) -> Any:
     """Window layers of 4 KV heads with 16 channels beside a layer of all keys, of 2 with 32, whose V is its K; the last
     two layers read the keys of those before them."""

@@ -14,6 +14,7 @@ import torch
 from flash_mla_cases import BF16, DEEPSEEK, SMALL, Sparse
 from oracle import randn
 
+from tilewise import reference
 from tilewise.api import rows
 from tilewise.compat import flash_mla
 from tilewise.compat.flash_mla import flash_mla_sparse_fwd
@@ -90,6 +91,26 @@ def test_nothing_to_see(s_q, s_kv, topk, backend, monkeypatch):
     assert (out == 0).all()
     assert (largest == -INF).all()
     assert (lse == INF).all()
+
+
+@pytest.mark.parametrize("backend", ["cpu", "emulator"])
+def test_sinks_and_caps_of_rows(backend):
+    """attend_rows itself, as servers call it: by the oracle, with a token that reads nothing, and none to be read."""
+    q, kv = randn(5, 16, 192, dtype=BF16), randn(40, 192, dtype=BF16)
+    its = torch.stack([torch.randperm(40, generator=torch.Generator().manual_seed(n))[:7] for n in range(5)]).int()
+    its[1, 3:], its[4] = -1, -1
+    chosen = torch.zeros(5, 41, dtype=torch.bool).scatter_(1, its.long() % 41, value=True)[:, :40]
+    sinks = torch.linspace(-2, 4, 16)
+    options = {"scale": 0.2, "softcap": 3.0, "sinks": sinks}
+    form = KVFormat("bf16", 192)
+    o, lse = rows.attend_rows(q, kv, form, its, value_dim=128, backend=backend, **options)
+    given = (q[None], kv[None, :, None], kv[None, :, None, :128])
+    exact, honest = (f(*given, mask=chosen[None, None], **options) for f in (reference.attention, reference.baseline))
+    verdict = reference.judge(o, exact[0][0], honest[0][0])
+    assert verdict.ok, verdict.reason
+    torch.testing.assert_close(lse, exact[1][0].T.float(), rtol=1e-5, atol=1e-5)
+    _, lse = rows.attend_rows(q, kv, form, its[:, :0], value_dim=128, backend=backend, **options)
+    assert torch.equal(lse, sinks.expand(5, 16))
 
 
 # ---- max_logits ------------------------------------------------------------------------------------------------------

@@ -371,8 +371,10 @@ def test_models_that_are_not_served():
     rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
     refused(tiny_model(rope_parameters=rope), "rotary embeddings of type dynamic, which change with the longest")
     odd = tiny_model()
+    odd.config.layer_types = ["full_attention", "linear_attention"]
+    refused(odd, "has layers of linear_attention; full_attention, sliding_attention, chunked_attention, .* are served")
     odd.config.layer_types = ["full_attention", "indexed_attention"]
-    refused(odd, "has layers of indexed_attention; full_attention, sliding_attention, chunked_attention are served")
+    refused(odd, "LlamaForCausalLM has layers whose keys an indexer chooses; they are served over latent rows")
     bare = tiny_model()
     bare.model.layers[1].self_attn.forward = lambda hidden_states, **_: (hidden_states, None)
     refused(bare, r"layers \[1\] of the model called no attention")

@@ -80,9 +80,3 @@ def test_chunks_up_to_their_length():
     assert Engine(scaled).shape.positions == 11  # from there on queries are scaled by their position
     with pytest.raises(NotImplementedError, match="smaller prefill_chunk"):
         tilewise.generate(scaled, [[3, 4, 5 + n] for n in range(5)], max_new_tokens=1)
-
-
-@pytest.mark.parametrize("make", wide.INDEXED, ids=lambda make: make.__name__)
-def test_an_indexer_is_refused(make):
-    with pytest.raises(NotImplementedError, match="layers of indexed_attention"):
-        tilewise.generate(built(make), PROMPTS, max_new_tokens=NEW)

@@ -6,6 +6,8 @@ theirs.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 
 from tilewise import arguments, graphs
@@ -14,6 +16,11 @@ from tilewise.api.options import State
 from tilewise.cpu.listed import run_listed
 from tilewise.cpu.scoring import Scoring
 from tilewise.formats import KVFormat
+from tilewise.scores import DecodeOptions
+from tilewise.state import add_sinks
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 AT_ONCE = 1 << 25  # rows' channels, and scores, that largest_logits holds: 128 MiB
 
@@ -27,20 +34,20 @@ def attend_rows(
     counts: torch.Tensor | None = None,
     *,
     value_dim: int,
-    scale: float | None = None,
     folds: bool = True,
     backend: str = "auto",
+    **options: Unpack[DecodeOptions],
 ) -> State:
     """q: (n, heads, D). rows: (m, width) as `form` stores them, the last stride 1. indices: int32 (n, k): the rows that
     each query token reads; one that is named twice counts twice, and one that is not there, such as −1, is none.
     counts: integers (n,): how many of its indices count, all if None. value_dim: the channels of a row that are values.
-    scale: D ** -0.5 if None. folds: a token's result has the same bits whatever n is.
+    folds: a token's result has the same bits whatever n is. options: as in `decode`; scale is D ** -0.5 if None.
 
-    Returns o (n, heads, value_dim) and the LSE (n, heads) float32, 0 and −inf for a token that reads nothing. On a card
-    nobody looks at what is in the tensors, and nobody waits.
+    Returns o (n, heads, value_dim) and the LSE (n, heads) float32, 0 and −inf, or its sink, for a token that reads
+    nothing. On a card nobody looks at what is in the tensors, and nobody waits.
     """
-    where = arguments.check_backend(backend, q, (rows,))
-    scores = arguments.check_scores(q, len(q), causal=True, scale=scale)
+    where = arguments.check_backend(backend, q, (rows, options.get("sinks")))
+    scores = arguments.check_scores(q, len(q), causal=True, **options)
     pages = rows[None, :, None]
     parts = form.from_rows(pages) if form.latent else [pages]
     if where != "cpu":
@@ -60,6 +67,8 @@ def attend_rows(
     its = indices.masked_fill(unnamed(indices, counts, len(rows)), -1)[:, None]
     with full_precision():
         o, lse = run_listed(q[:, None], load, Scoring.of(scores), its, value_dim=value_dim, compute=compute)
+        if scores.sinks is not None:
+            o, lse = add_sinks(o, lse, scores.sinks)
     return o[:, 0], lse[..., 0]
 
 

@@ -121,7 +121,7 @@ def run_rows(
     if not rows.shape[1] or not indices.shape[1]:  # no address to read from, or no list
         o.zero_()
         if lse is not None:
-            lse.fill_(-torch.inf)
+            lse[:] = -torch.inf if scores.sinks is None else scores.sinks.float()
         return
     tiling = tiling_of(form, value_dim, heads, q.device, way="chosen")
     asked = Asked(

@@ -208,6 +208,8 @@ def _copy_last_pages(cache: PagedKVCache, rows: Ints, new: Ints) -> None:
     """Copy on write, for all layers at once: `new` become the last pages of the sequences."""
     old, size = cache.sequences.last[rows], cache.page_size
     storage.copy_pages((*cache._k, *cache._v), old, new, by_kernel=cache._by_kernel)
+    if cache.index_keys is not None:
+        cache.index_keys.copy_pages(old, new)
     last_tokens = new * size + cache.sequences.lengths[rows] % size - 1
     cache._written.copy_pages(old, new)
     cache._written.clear_after(last_tokens)  # whoever has the old page may have written more there

@@ -19,8 +19,9 @@ from tilewise.formats import LATENT_FORMATS, KVFormat
 from tilewise.kvcache import storage
 from tilewise.kvcache.extending import ExtendPlan, commit_extend, plan_extend
 from tilewise.kvcache.foreign import check_shared, take_pages
+from tilewise.kvcache.index_keys import IndexKeys, index_keys_of
 from tilewise.kvcache.pool import CacheStats, Ints, PagePool, Pages
-from tilewise.kvcache.rotation import Rotary
+from tilewise.kvcache.rotation import Rotary, checked_rotary
 from tilewise.kvcache.sequences import Sequences, several
 from tilewise.kvcache.slots import Places, Slots, check_slots, upload
 
@@ -43,6 +44,9 @@ class PagedKVCache:
     int8 quantise the first value_dim channels by scales of 128 each and leave the others in bfloat16: DeepSeek's row of
     656 bytes at head_dim=576, value_dim=512.
 
+    index_dim: keep a key of so many channels per token for an indexer, in `index_layers` (all if None), in the same
+    pages: `index_keys` writes and reads them.
+
     `serial` is a number that no other cache of this process has or had, so that a plan can tell which it was made for.
 
     On a card, extend(), write() and page copies go on the current stream and wait for nothing. Pages that free() gives
@@ -64,6 +68,7 @@ class PagedKVCache:
     """
 
     serial: int
+    index_keys: IndexKeys | None = None
 
     def __init__(
         self,
@@ -78,6 +83,8 @@ class PagedKVCache:
         device: str | torch.device = "cpu",
         value_dim: int | None = None,
         shared_kv: bool = False,
+        index_dim: int | None = None,
+        index_layers: Sequence[int] | None = None,
     ) -> None:
         self.device = storage.check_device(device)
         self.num_pages = checks.integer("num_pages", num_pages, 1, 2**31 - 1)
@@ -98,6 +105,7 @@ class PagedKVCache:
         self._v: storage.Parts = []  # stays empty where K and V are one row
         if not self.shared_kv:
             self._v = storage.allocate(self.value_format, lead, self.device, for_kernels=self._by_kernel)
+        self.index_keys = index_keys_of(self, index_dim, index_layers)
         self._start_empty()
 
     def _start_empty(self) -> None:
@@ -107,7 +115,7 @@ class PagedKVCache:
         self._managed: set[int] = set()  # those that a PrefixCache made: it alone may grow, fork and end them
         self._next_seq = 0
         self.pool = PagePool(self.num_pages)
-        self._written = storage.Written(self.num_pages, self.page_size, self.num_layers)
+        self._written = storage.Written(self.num_pages, self.page_size, self.planes)
         self._foreign = False  # whether sequences of different lengths may have a page that is not full
         self.lazy_places = False  # whether slots are sent to a card only when somebody asks for them there
         self._extends = 0  # counts them
@@ -159,6 +167,11 @@ class PagedKVCache:
         cache = cls.__new__(cls)
         take_pages(cache, k_pages, v_pages, page_table, lengths, value_dim)
         return cache
+
+    @property
+    def planes(self) -> int:
+        """What a token has to be given: a plane for each layer, and one for each layer's index keys."""
+        return self.num_layers + (0 if self.index_keys is None else len(self.index_keys.layers))
 
     # What a sequence is.
 
@@ -290,7 +303,7 @@ class PagedKVCache:
                 checks.tensor(name, x, shape=shape, dtypes=checks.FLOATS, device=self.device, unit_last_stride=dense)
         if v is not None and k.dtype != v.dtype:
             raise ValueError(f"k and v must have the same dtype, got {k.dtype} and {v.dtype}")
-        turn = self._check_rotary(rotary, slots)
+        turn = checked_rotary(rotary, slots, self)
         if q is not None:
             if turn is None:
                 raise ValueError("q is turned in place by rotary, which is None; give both or leave q out")
@@ -318,10 +331,10 @@ class PagedKVCache:
             slots.note_written([layer])
 
     def mark_written(self, slots: Slots) -> None:
-        """Take note that every layer of the slots was written, by the replay of a graph that captured write()."""
+        """Take note that every layer of the slots was written, with index keys, by a replay of a graph of write()."""
         check_slots(slots, self, 0)
         self._written.mark_all(slots.host_index)
-        slots.note_written(range(self.num_layers))
+        slots.note_written(range(self.planes))
 
     # Reading.
 
@@ -402,8 +415,9 @@ class PagedKVCache:
 
     @property
     def bytes_per_token(self) -> int:
-        """Bytes that one token takes: keys and values, all heads and layers, scales included."""
-        return self.num_layers * self.num_kv_heads * self.kv_row_bytes
+        """Bytes that one token takes: keys and values, all heads and layers, scales and index keys included."""
+        index = 0 if self.index_keys is None else self.index_keys.bytes_per_token
+        return self.num_layers * self.num_kv_heads * self.kv_row_bytes + index
 
     @property
     def kv_row_bytes(self) -> int:
@@ -481,19 +495,3 @@ class PagedKVCache:
 
     def _check_layer(self, layer: int) -> int:
         return checks.integer("layer", layer, 0, self.num_layers - 1)
-
-    def _check_rotary(self, rotary: Any, slots: Slots) -> Rotary | None:
-        turn = Rotary.of(rotary)
-        if turn is None:
-            return None
-        checks.tensor("cos", turn.cos, device=self.device)
-        if self.shared_kv and turn.rot_dim > self.head_dim - self.value_dim:
-            raise ValueError(
-                f"rotary turns {turn.rot_dim} channels but only {self.head_dim - self.value_dim} come after the "
-                f"{self.value_dim} that are values; cos must be narrower"
-            )
-        if turn.rot_dim > self.head_dim or slots.reach >= len(turn.cos):
-            turn.check(self.head_dim, slots.host_positions)
-        if self._by_kernel and turn.cos.dtype != turn.sin.dtype:  # the kernel knows one dtype of tables
-            return Rotary(turn.cos.float(), turn.sin.float(), turn.interleaved)
-        return turn

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from tilewise import checks
+
+if TYPE_CHECKING:
+    from tilewise.kvcache.paged import PagedKVCache
+    from tilewise.kvcache.slots import Slots
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,3 +77,21 @@ class Rotary:
         out[..., one] = (a * cos - b * sin).to(x.dtype)
         out[..., other] = (a * sin + b * cos).to(x.dtype)
         return out
+
+
+def checked_rotary(rotary: Any, slots: Slots, cache: PagedKVCache) -> Rotary | None:
+    """What PagedKVCache.write() was given, for these slots."""
+    turn = Rotary.of(rotary)
+    if turn is None:
+        return None
+    checks.tensor("cos", turn.cos, device=cache.device)
+    if cache.shared_kv and turn.rot_dim > cache.head_dim - cache.value_dim:
+        raise ValueError(
+            f"rotary turns {turn.rot_dim} channels but only {cache.head_dim - cache.value_dim} come after the "
+            f"{cache.value_dim} that are values; cos must be narrower"
+        )
+    if turn.rot_dim > cache.head_dim or slots.reach >= len(turn.cos):
+        turn.check(cache.head_dim, slots.host_positions)
+    if cache._by_kernel and turn.cos.dtype != turn.sin.dtype:  # the kernel knows one dtype of tables
+        return Rotary(turn.cos.float(), turn.sin.float(), turn.interleaved)
+    return turn

@@ -122,7 +122,7 @@ class Slots:
     _step: int = field(repr=False)  # of _places
     _born: int = field(repr=False)  # pool.losses when they were reserved: pages freed since mean stale slots
     _losses: list[int] = field(repr=False)  # pool.losses when last known good: to be written again, and at all
-    _layers: set[int] = field(repr=False, default_factory=set)  # the layers written
+    _layers: set[int] = field(repr=False, default_factory=set)  # the layers written, by their planes
     _when_complete: list[Callable[[], None]] = field(repr=False, default_factory=list)
 
     @classmethod
@@ -175,8 +175,8 @@ class Slots:
 
     @property
     def complete(self) -> bool:
-        """Whether every layer has been written."""
-        return len(self._layers) == self._cache.num_layers or len(self.host_index) == 0
+        """Whether every layer has been written, index keys too."""
+        return len(self._layers) == self._cache.planes or len(self.host_index) == 0
 
     @cached_property
     def reach(self) -> int:

@@ -19,15 +19,17 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from .. import checks
 from ..kvcache import PrefixCache, Slots
 from ..kvcache.slots import upload
+from .indexed import IndexedStep
 from .requests import Tokens
 from .rows import Flight
 from .sampling import Kind, choose
 from .steps import Decodes, DecodeStep, MixedStep, StandingRows
 
 if TYPE_CHECKING:
-    from .hf import ServedModel
+    from .hf import ModelShape, ServedModel
 
 LARGEST = 1024  # rows of a standing plan; steps that decode more go call by call
 LONGEST = 2**24  # tokens of a sequence in one
@@ -235,8 +237,10 @@ class Calls:
         device, decode, kind = self.chosen.device, None, work.kind
         if work.slots is not None:
             decode = self._decode
+            if self._model.shape.indexers is not None:
+                decode.plans.clear()  # who reads lists asks for none
             decode.take(work.seqs, work.slots)
-        step = MixedStep(self._prefix, work.parts, decode, num_heads=self._model.shape.heads, backend=self._backend)
+        step = self._step(work.parts, decode)
         count, cut = len(work.seqs), sum(step.counts)
         values = np.zeros((3, cut + count), np.int64)
         values[0, :cut], values[0, cut:] = -1, work.sources
@@ -247,7 +251,7 @@ class Calls:
         given = upload(np.concatenate([values.ravel(), keep]), device)
         sources, tokens, positions = given[: values.size].view(3, -1).unbind()
         tokens = fed_tokens(sources, tokens, self.chosen)
-        used: Any = decode if decode is not None and not work.parts else step
+        used: Any = decode if decode is not None and not work.parts and type(step) is MixedStep else step
         logits = self._model.forward(tokens, positions, used, given[values.size :])
         if work.parts:
             check_layers(step.layers, self._model.shape.layers)
@@ -259,6 +263,25 @@ class Calls:
             numbers = upload(work.numbers.view(np.int64), device).view(torch.float64)
         drawn, params = (None, torch.empty(4, 0)) if numbers is None else (numbers[0], numbers[1:])
         self.chosen[: work.choices].copy_(choose(kind, logits, drawn, params))
+
+    def _step(self, parts: Sequence[Slots], decode: DecodeStep | None) -> MixedStep:
+        shape = self._model.shape
+        if shape.indexers is None:
+            return MixedStep(self._prefix, parts, decode, num_heads=shape.heads, backend=self._backend)
+        return IndexedStep(
+            self._prefix, parts, decode, num_heads=shape.heads, indexers=shape.indexers, backend=self._backend
+        )
+
+
+def with_graphs(shape: ModelShape, cuda_graphs: bool | None) -> bool:
+    """Whether passes are replayed from graphs: where that is asked for, or None, and can be."""
+    if shape.indexers is not None and cuda_graphs:
+        raise NotImplementedError(
+            "cuda_graphs=True is not served for models with an indexer: how many keys it scores changes from step to "
+            "step, and a graph has fixed sizes; leave cuda_graphs out, and steps go call by call"
+        )
+    wanted = True if cuda_graphs is None else checks.flag("cuda_graphs", cuda_graphs)
+    return wanted and shape.indexers is None and shape.device.type == "cuda"
 
 
 def check_layers(came: set[int], layers: int) -> None:

@@ -25,7 +25,7 @@ import torch
 from .. import checks
 from ..kvcache import OutOfPages, PagedKVCache, PrefixCache, Slots
 from ..kvcache.slots import room_for
-from .batch import Batches, InFlight, Work
+from .batch import Batches, InFlight, Work, with_graphs
 from .requests import GREEDY, EngineFull, Generation, Job, Request, Sample, Token, Tokens, make_request
 from .sampling import Kind, Sampling, check_sampling, parameters, uniforms
 from .schedule import Schedule
@@ -48,9 +48,10 @@ class Engine:
     one keeps the time between tokens short while prompts arrive, a large one computes prompts faster; None: as many as
     run and prefill_chunk more. max_waiting: how many requests may wait before submit() raises EngineFull; None: any
     number. tokenizer: of transformers, for stop strings and text in results. cuda_graphs: whether a card replays
-    steps from graphs; for models whose forward pass cannot be captured, False. compile: fuse what lies between
-    attention by torch.compile, which takes its time in the first steps of each size; the weights of a layer's q, k and
-    v, and of its gate and up, then lie side by side in memory. backend: as `decode` takes it.
+    steps from graphs; None: unless an indexer chooses the model's keys; False for models whose forward pass cannot be
+    captured. compile: fuse what lies between attention by torch.compile, which takes its time in the first steps of
+    each size; the weights of a layer's q, k and v, and of its gate and up, then lie side by side in memory. backend: as
+    `decode` takes it.
 
         engine = Engine(model)
         number = engine.submit(tokens, max_new_tokens=100)
@@ -79,7 +80,7 @@ class Engine:
         token_budget: int | None = None,
         max_waiting: int | None = None,
         tokenizer: Any = None,
-        cuda_graphs: bool = True,
+        cuda_graphs: bool | None = None,
         compile: bool = False,
         backend: str = "auto",
     ) -> None:
@@ -89,7 +90,7 @@ class Engine:
         self.prefill_chunk = checks.integer("prefill_chunk", prefill_chunk, 1)
         self.token_budget = None if token_budget is None else checks.integer("token_budget", token_budget, 1)
         self.max_waiting = None if max_waiting is None else checks.integer("max_waiting", max_waiting, 1)
-        self._graphs = checks.flag("cuda_graphs", cuda_graphs) and shape.device.type == "cuda"
+        self._graphs = with_graphs(shape, cuda_graphs)
         self._backend, self._decode = backend, None if tokenizer is None else tokenizer.decode
         kv_format = format_of(shape, kv_format)
         check_served(shape, kv_format, page_size)
@@ -108,6 +109,8 @@ class Engine:
             device=shape.device,
             value_dim=shape.value_dim or None,
             shared_kv=shape.shared_kv,
+            index_dim=None if shape.indexers is None else shape.indexers.dim,
+            index_layers=None if shape.indexers is None else shape.indexers.layers,
         )
         self.prefix = PrefixCache(self.cache)
         # Whoever runs takes a token of the budget, so no more run than it has.

@@ -20,14 +20,14 @@ from transformers import AttentionInterface, PreTrainedModel
 from ..integrations.transformers import as_autocast, refuse_unserved
 from ..plan import Window
 from ..scores import DecodeOptions
-from . import latent
+from . import indexed, latent
 from .compiled import Heads, Segments, compiled_calls, fits
 from .steps import Step
 
 # Registered for attention alone: for a name that has no mask function, transformers makes no mask, and so does not look
 # at position ids on the host to make one, which a graph capture would not survive.
 NAME = "tilewise_serving"
-LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
+LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention", *indexed.LAYER_TYPES)
 LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
 
 # Forward passes under way, by the id of what is different during them: how many, and what it was before them.
@@ -47,6 +47,7 @@ def attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
+    indices: torch.Tensor | None = None,
     tilewise_step: Step | None = None,
     tilewise_shape: ModelShape | None = None,
     **kwargs: Any,
@@ -55,12 +56,13 @@ def attention(
     (1, T, Hq, Dv). A layer with fewer KV heads or channels than the cache has room for is widened to it."""
     if tilewise_step is None:
         raise RuntimeError(f'attention implementation "{NAME}" serves tilewise.Engine alone; set another for this call')
-    if attention_mask is not None:
+    lists = isinstance(tilewise_step, indexed.IndexedStep)
+    if attention_mask is not None and not lists:
         raise NotImplementedError(
             f"{type(module).__name__} brings an attention mask of its own; tilewise.generate serves causal attention "
             "with or without a sliding window; use model.generate"
         )
-    refuse_unserved(kwargs)
+    refuse_unserved(kwargs if lists else {**kwargs, "indices": indices})
     assert tilewise_shape is not None  # it comes along with the step
     _check_temperature(module, query.shape[2])
     window: Window | None = None if sliding_window is None else (sliding_window - 1, 0)
@@ -70,7 +72,8 @@ def attention(
     scaling = q.shape[-1] ** -0.5 if scaling is None else scaling
     if tilewise_shape.shared_kv:
         options: DecodeOptions = {"scale": scaling, "softcap": softcap or 0.0, "sinks": s_aux}
-        return latent.attend(module, q, k, partial(tilewise_step.attend, layer, window=window, **options))[None], None
+        attend = partial(tilewise_step.attend, layer, window=window, **options)
+        return latent.attend(module, q, k, partial(attend, indices=indices) if lists else attend)[None], None
     q, k, v = _widened(q, q.shape[1], head_dim), _widened(k, heads, head_dim), _widened(v, heads, head_dim)
     o = tilewise_step.attend(layer, q, k, v, window=window, scale=scaling, softcap=softcap or 0.0, sinks=s_aux)
     return o[None, ..., :value_dim], None
@@ -105,7 +108,8 @@ class ModelShape:
     """What the engine has to know of a model; `end_tokens` are those that end a sequence, by its own settings.
 
     kv_heads, head_dim: that the cache has room for, the most of any layer. positions: how long a sequence may be.
-    shared_kv: the cache has latent rows (latent.py). value_dim: channels of a value, 0 for head_dim.
+    shared_kv: the cache has latent rows (latent.py). value_dim: channels of a value, 0 for head_dim. indexers: what
+    chooses the keys of a query (indexed.py), if anything does.
     """
 
     layers: int
@@ -119,6 +123,7 @@ class ModelShape:
     device: torch.device
     value_dim: int = 0
     shared_kv: bool = False
+    indexers: indexed.Indexers | None = None
 
 
 class ServedModel:
@@ -139,8 +144,9 @@ class ServedModel:
         self._swapped: list[tuple[Any, str, Any]] = [(c, "_attn_implementation_internal", NAME) for c in configs]
         self._check_served()
         layers = latent.layers_of(model)
-        shape = self.shape = self._read_shape(layers)
-        self._swapped += [(layer, "expand_kv", latent.unexpanded) for layer in layers]
+        indexers = indexed.modules_of(model, layers)
+        shape = self.shape = self._read_shape(layers, indexed.sizes_of(indexers))
+        self._swapped += [(layer, "expand_kv", latent.unexpanded) for layer in layers] + indexed.swapped(indexers)
         self._segments: Segments | None = None
         heads = Heads(shape.heads, shape.kv_heads, shape.head_dim)
         if compile and fits(model, heads):
@@ -155,6 +161,9 @@ class ServedModel:
         if self._segments is not None:
             with torch.no_grad():
                 return self._segments.forward(tokens, step, keep)
+        more: dict[str, Any] = {}
+        if isinstance(step, indexed.IndexedStep):  # its layers cut a mask for their indexers, which have another one
+            more = {"past_key_values": indexed.Past(step), "attention_mask": tokens.new_zeros((1, 1, 1, 1))}
         with self._own_attention(), torch.no_grad():
             logits: torch.Tensor = self.model(
                 input_ids=tokens[None],
@@ -163,6 +172,7 @@ class ServedModel:
                 logits_to_keep=0 if keep is None else keep,
                 tilewise_step=step,
                 tilewise_shape=self.shape,
+                **more,
             ).logits
         return logits[0]
 
@@ -216,7 +226,7 @@ class ServedModel:
         if len(places) > 1:
             raise NotImplementedError(f"model lies on {len(places)} devices; one is served; {instead}")
 
-    def _read_shape(self, latent_layers: Sequence[Any]) -> ModelShape:
+    def _read_shape(self, latent_layers: Sequence[Any], indexers: indexed.Indexers | None) -> ModelShape:
         """latent_layers: those whose keys and values are kept as latent rows: all of the model's, or none."""
         model, config = self.model, self.model.config.get_text_config()
         heads = config.num_attention_heads
@@ -237,6 +247,7 @@ class ServedModel:
             device=model.device,
             value_dim=value_dim,
             shared_kv=bool(latent_layers),
+            indexers=indexers,
         )
 
 

@@ -14,6 +14,7 @@ from tilewise.formats import LATENT_FORMATS, PLAIN
 from tilewise.gpu import decode_kernels as decoding
 
 from ..kvcache import FORMATS, KVFormat
+from ..kvcache.index_keys import index_bytes
 from .requests import Tokens
 
 if TYPE_CHECKING:
@@ -40,6 +41,8 @@ def affordable_pages(shape: ModelShape, kv_format: str | None, page_size: int, m
     name = format_of(shape, kv_format)
     form = KVFormat(name, shape.head_dim, latent=shape.value_dim if shape.shared_kv and name in LATENT_FORMATS else 0)
     page = (1 if shape.shared_kv else 2) * page_size * shape.layers * shape.kv_heads * form.bytes_per_token_head
+    if shape.indexers is not None:
+        page += page_size * index_bytes(len(shape.indexers.layers), shape.indexers.dim, form)
     if checks.integer("memory", memory, 1) < page:
         raise ValueError(f"memory must hold at least one page of {page} bytes, got {memory}")
     return memory // page

@@ -246,6 +246,17 @@ class MixedStep:
         rotary: Rotary | None = None,
         **options: Unpack[DecodeOptions],
     ) -> torch.Tensor:
+        self.write(layer, q, k, v, rotary)
+        plan = self._plans.get(window)
+        if plan is None:
+            chunks = list(zip(self.seqs, self.counts, strict=True))
+            plan = self._plans[window] = self._planned(chunks, self.decode, window)
+        o = api.attend(q, self.cache, layer, plan, backend=self.backend, **options)
+        assert isinstance(o, torch.Tensor)
+        return o
+
+    def write(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rotary: Rotary | None) -> None:
+        """The new keys and values of a layer, turned by rotary, and q with them."""
         check_layer(self.cache, layer, k, v)
         self.layers.add(layer)
         row = 0
@@ -256,15 +267,13 @@ class MixedStep:
             row = rows.stop
         if self.decode is not None:
             self.decode.write(layer, q[row:], k[row:], v[row:], rotary)
-        plan = self._plans.get(window)
-        if plan is None:
-            plan = self._plans[window] = api.plan_step(
-                self.prefix,
-                list(zip(self.seqs, self.counts, strict=True)),
-                () if self.decode is None else self.decode.plan(window),
-                num_heads=self.num_heads,
-                window=window,
-            )
-        o = api.attend(q, self.cache, layer, plan, backend=self.backend, **options)
-        assert isinstance(o, torch.Tensor)
-        return o
+
+    def _planned(self, chunks: list[tuple[int, int]], decode: DecodeStep | None, window: Window | None) -> StepPlan:
+        """The plan of (seq, tokens) of chunks beside a decode step."""
+        return api.plan_step(
+            self.prefix,
+            chunks,
+            () if decode is None else decode.plan(window),
+            num_heads=self.num_heads,
+            window=window,
+        )

@@ -1,0 +1,307 @@
+"""Models whose layers attend to the keys that an indexer chooses for each query (docs/guides/mla.md).
+
+The indexer is the model's own module, and so is what it computes: its keys, its scores, its choice. While the engine
+runs the model, its forward is called for groups of the step's tokens, and where it would ask transformers' cache for
+the keys of a sequence it is given those of the paged cache, in the pages of the latent rows. Layers without an indexer
+are handed by the model what the layer before them chose.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from .. import api
+from ..api.rows import attend_rows
+from ..kvcache import PagedKVCache, PrefixCache, Rotary, Slots
+from ..kvcache.slots import upload
+from ..plan import StepPlan
+from ..scores import DecodeOptions, Window
+from .steps import DecodeStep, MixedStep
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+LAYER_TYPES = ("indexed_attention", "deepseek_sparse_attention")  # two names of one kind, of different releases
+AT_ONCE = 1 << 26  # scores of an indexer's heads, in one call of it: 256 MiB
+# What an indexer's forward must take, and what it may: tensors with a row for each token, (1, tokens, …).
+NEEDED = {"hidden_states", "position_embeddings", "attention_mask", "past_key_values"}
+KNOWN = NEEDED | {"q_resid", "position_ids"}
+SIZES = ("n_heads", "head_dim", "index_topk")
+
+
+@dataclass(frozen=True)
+class Indexers:
+    """What the engine has to know of them: the layers that have one, the channels of a key, how many keys are chosen
+    for a query, and heads of which each scores every key."""
+
+    layers: tuple[int, ...]
+    dim: int
+    topk: int
+    heads: int
+
+
+def modules_of(model: Any, latent_layers: Sequence[Any]) -> dict[int, Any]:
+    """The indexers by their layers; none where no layer has one. NotImplementedError for what is not understood.
+
+    latent_layers: those of latent.layers_of().
+    """
+    name, instead = type(model).__name__, "use model.generate"
+    kinds = set(getattr(model.config.get_text_config(), "layer_types", None) or ()) & set(LAYER_TYPES)
+    if not kinds and not any(isinstance(getattr(m, "indexer", None), torch.nn.Module) for m in model.modules()):
+        return {}
+    if not latent_layers:
+        raise NotImplementedError(
+            f"{name} has layers whose keys an indexer chooses; they are served over latent rows, on a CPU or, in "
+            f"bfloat16 or float16, rows of 576 channels with values of 512 on a Hopper card; {instead}"
+        )
+    found = {layer.layer_idx: layer.indexer for layer in latent_layers if getattr(layer, "indexer", None) is not None}
+    for indexer in found.values():
+        taken = set(inspect.signature(type(indexer).forward).parameters) - {"self"}
+        unknown = sorted((taken ^ NEEDED) - (KNOWN - NEEDED)) + [x for x in SIZES if not hasattr(indexer, x)]
+        if unknown:
+            raise NotImplementedError(
+                f"{name} has an indexer, {type(indexer).__name__}, that is not of the kind that is served: "
+                f"{', '.join(unknown)}; {instead}"
+            )
+    sizes = {tuple(getattr(indexer, size) for size in SIZES) for indexer in found.values()}
+    if len(sizes) != 1:
+        raise NotImplementedError(
+            f"{name} has indexers of {len(sizes)} kinds {sorted(sizes)}; one is served; {instead}"
+        )
+    return found
+
+
+def sizes_of(modules: dict[int, Any]) -> Indexers | None:
+    """Of modules_of(), which are all alike."""
+    if not modules:
+        return None
+    one = next(iter(modules.values()))
+    return Indexers(tuple(sorted(modules)), dim=one.head_dim, topk=one.index_topk, heads=one.n_heads)
+
+
+def swapped(modules: dict[int, Any]) -> list[tuple[Any, str, Any]]:
+    """(owner, attribute, value) for the time of a forward pass."""
+    return [
+        (module, "forward", torch.compiler.disable(_forward_of(module, layer))) for layer, module in modules.items()
+    ]
+
+
+def _forward_of(module: Any, layer: int) -> Callable[..., torch.Tensor]:
+    """In the place of an indexer's forward, which the class still has: what the step makes of it."""
+    forward = type(module).forward
+    return partial(_forward, layer, module, forward, inspect.signature(forward))
+
+
+def _forward(
+    layer: int, module: Any, forward: Callable[..., Any], signature: inspect.Signature, *args: Any, **kwargs: Any
+) -> torch.Tensor:
+    given = signature.bind(module, *args, **kwargs).arguments
+    del given["self"]
+    step: IndexedStep = given["past_key_values"].step
+
+    def call(group: Group, **replaced: Any) -> Any:
+        its = {name: x if x is None else group.cut(x) for name, x in given.items() if name not in replaced}
+        return forward(module, **its, **replaced)
+
+    return step.choose(layer, call, type(module).__name__)
+
+
+class Past:
+    """In the place of past_key_values during a pass: layers get their own rows back from it, and indexers the step."""
+
+    def __init__(self, step: IndexedStep) -> None:
+        self.step = step
+
+    def update(self, k: torch.Tensor, v: torch.Tensor, *_: Any, **__: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        return k, v
+
+
+@dataclass(frozen=True, eq=False)
+class Group:
+    """Tokens whose keys are chosen in one call of an indexer: `batch` sequences with equally many of them.
+
+    rows: where they stand among the step's. slots, first: they are tokens of these slots, from `first` on. places:
+    (batch, keys) int64, where the tokens that they may see are stored; None if they see all that there are.
+    """
+
+    rows: slice
+    slots: Slots
+    first: int
+    batch: int = 1
+    places: torch.Tensor | None = None
+
+    def cut(self, x: Any) -> Any:
+        """(1, tokens, …) -> (batch, tokens of each, …), also of a tuple."""
+        if isinstance(x, tuple):
+            return tuple(self.cut(one) for one in x)
+        x = x[0, self.rows]
+        return x.view(self.batch, -1, *x.shape[1:])
+
+
+class _Keys:
+    """In the place of past_key_values in one call of an indexer: the cache's keys for its own."""
+
+    def __init__(self, cache: PagedKVCache, layer: int, group: Group) -> None:
+        self.cache, self.layer, self.group, self.asked = cache, layer, group, 0
+
+    def update_indexer(self, keys: torch.Tensor, *_: Any) -> torch.Tensor:
+        """The new keys (batch, n, dim) -> those of all tokens of each sequence, (batch, keys, dim)."""
+        its, group = self.cache.index_keys, self.group
+        assert its is not None
+        self.asked += 1
+        its.write(self.layer, group.slots, keys.flatten(0, 1), group.first)
+        # Who sees all keys needs no score; one key is enough to be asked about.
+        return keys[:, :1] if group.places is None else its.read(self.layer, group.places)
+
+
+class IndexedStep(MixedStep):
+    """MixedStep of a model with indexers. Tokens of sequences that are no longer than what an indexer chooses see all
+    keys, by the plan that other models have; the others name the rows that they read."""
+
+    def __init__(
+        self,
+        prefix: PrefixCache,
+        parts: Sequence[Slots],
+        decode: DecodeStep | None = None,
+        *,
+        num_heads: int,
+        indexers: Indexers,
+        backend: str = "auto",
+    ) -> None:
+        super().__init__(prefix, parts, decode, num_heads=num_heads, backend=backend)
+        self.indexers = indexers
+        self._positions = upload(self.host_positions, self.cache.device)
+        self._short: list[tuple[int, int]] = []  # chunks that see all keys
+        self._groups = [*self._chunk_groups(), *self._decode_groups()]
+        listed = np.zeros(len(self._positions), bool)
+        for group in self._groups:
+            listed[group.rows] = group.places is not None
+        self._listed, self._seeing = (upload(np.flatnonzero(x), self.cache.device) for x in (listed, ~listed))
+        chunks = sum(self.counts)
+        # With folds a token's bits are the same in any batch of decodes; lists of prompts are computed faster without.
+        self._folds = not listed[:chunks].any()
+        self._seeing_decode = None if listed[chunks:].any() else decode
+        self._plan: StepPlan | None = None
+
+    def _chunk_groups(self) -> Iterator[Group]:
+        """Chunks of prompts: neighbours that see all keys together, others alone, in pieces that fit."""
+        row = 0
+        for slots in self.parts:
+            first = seen = 0  # tokens of the slots that have a group, and after them those that wait for theirs
+            for seq, count, length in zip(slots.seqs, slots.counts, self.cache.lengths_of(slots.seqs), strict=True):
+                if length <= self.indexers.topk:
+                    self._short.append((seq, count))
+                    seen += count
+                    continue
+                if seen:
+                    yield Group(slice(row + first, row + first + seen), slots, first)
+                    first, seen = first + seen, 0
+                yield from self._pieces(row, slots, first, seq, count)
+                first += count
+            if seen:
+                yield Group(slice(row + first, row + first + seen), slots, first)
+            row += len(slots)
+
+    def _pieces(self, row: int, slots: Slots, first: int, seq: int, count: int) -> Iterator[Group]:
+        """`count` tokens, the last ones of `seq`, which are those of the slots from `first` on."""
+        assert self.cache.index_keys is not None
+        places = self.cache.index_keys.places([seq])
+        before = places.shape[1] - count
+        most = max(1, AT_ONCE // (self.indexers.heads * places.shape[1]))
+        for done in range(0, count, most):
+            stop = min(done + most, count)
+            rows = slice(row + first + done, row + first + stop)
+            yield Group(rows, slots, first + done, places=places[:, : before + stop])
+
+    def _decode_groups(self) -> Iterator[Group]:
+        """Decodes: all of them see all keys, or all have lists, those of short sequences with −1 in them."""
+        if self.decode is None:
+            return
+        assert self.cache.index_keys is not None
+        row, slots, seqs = sum(self.counts), self.decode.slots, self.decode.seqs
+        longest = int(self.cache.lengths_of(seqs).max())
+        if longest <= self.indexers.topk:
+            yield Group(slice(row, row + len(seqs)), slots, 0)
+            return
+        most = max(1, AT_ONCE // (self.indexers.heads * longest))
+        for first in range(0, len(seqs), most):
+            some = seqs[first : first + most]
+            places = self.cache.index_keys.places(some)
+            yield Group(slice(row + first, row + first + len(some)), slots, first, len(some), places)
+
+    def choose(self, layer: int, indexer: Callable[..., Any], name: str) -> torch.Tensor:
+        """(1, tokens, topk) int32: the rows of the cache's storage that each reads, −1 for none; of tokens that see all
+        keys, anything.
+
+        indexer: its forward, of a group and with what is replaced; `name` is its class's.
+        """
+        found = self._positions.new_empty((len(self._positions), self.indexers.topk), dtype=torch.int32)
+        for group in self._groups:
+            at = self._positions[group.rows].view(group.batch, -1, 1)
+            keys = _Keys(self.cache, layer, group)
+            length = 1 if group.places is None else group.places.shape[1]
+            hidden = torch.arange(length, device=at.device) > at
+            # Added to scores, as every release takes it
+            mask = torch.zeros(hidden.shape, device=at.device).masked_fill_(hidden, -torch.inf)
+            chosen = indexer(group, attention_mask=mask, past_key_values=keys)
+            shape = (*hidden.shape[:2], min(self.indexers.topk, length))
+            if keys.asked != 1 or chosen.shape != shape or chosen.is_floating_point():
+                raise NotImplementedError(
+                    f"{name} is served if it asks for keys once and gives the positions {shape} of those that it "
+                    f"chose, got {keys.asked} and {chosen.dtype} {tuple(chosen.shape)}; use model.generate"
+                )
+            if group.places is not None:
+                its = group.places.gather(1, chosen.flatten(1).long()).view(chosen.shape)
+                found[group.rows, : shape[2]] = its.masked_fill(chosen > at, -1).flatten(0, 1)  # taken for want of keys
+                found[group.rows, shape[2] :] = -1
+        return found[None]
+
+    def attend(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        *,
+        window: Window | None,
+        rotary: Rotary | None = None,
+        indices: torch.Tensor | None = None,
+        **options: Unpack[DecodeOptions],
+    ) -> torch.Tensor:
+        """indices: (1, tokens, topk), what choose() gave this layer's indexer, or that of a layer before."""
+        if indices is None or indices.shape != (1, len(q), self.indexers.topk) or window is not None:
+            given = None if indices is None else tuple(indices.shape)
+            raise NotImplementedError(
+                f"layer {layer} came with indices {given} and window {window}; layers that read the keys that an "
+                "indexer chose, without a window, are served; use model.generate"
+            )
+        if not len(self._listed):
+            return super().attend(layer, q, k, v, window=window, rotary=rotary, **options)
+        self.write(layer, q, k, v, rotary)
+        everybody = not len(self._seeing)
+        its = (q, indices[0]) if everybody else (q[self._listed], indices[0, self._listed])
+        o, _ = attend_rows(
+            its[0], self._rows(layer), self.cache.format, its[1], value_dim=self.cache.value_dim,
+            folds=self._folds, backend=self.backend, **options,
+        )  # fmt: skip
+        if everybody:
+            return o
+        if self._plan is None:
+            self._plan = self._planned(self._short, self._seeing_decode, None)
+        seen = api.attend(q[self._seeing], self.cache, layer, self._plan, backend=self.backend, **options)
+        assert isinstance(seen, torch.Tensor)
+        both = q.new_empty((*q.shape[:2], self.cache.value_dim))
+        both[self._listed], both[self._seeing] = o, seen
+        return both
+
+    def _rows(self, layer: int) -> torch.Tensor:
+        """(pages · page_size, width): a layer's rows as they are stored."""
+        pages = self.cache.rows(layer) if self.cache.format.latent else self.cache.parts(layer)[0][0]
+        return pages.flatten(0, 2)
