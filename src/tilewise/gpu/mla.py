@@ -302,9 +302,7 @@ def _shape(tiling: MlaTiling | MmaTiling, device: torch.device) -> tuple[Shape, 
     return Shape(tiling.rows, 1, blocks, tiles=False, longest=LONGEST, chunk=KEYS, weights=WEIGHTS), splitting
 
 
-def tiling_of(
-    form: KVFormat, value_dim: int, rows: int, device: torch.device, *, way: str
-) -> MlaTiling | MmaTiling:
+def tiling_of(form: KVFormat, value_dim: int, rows: int, device: torch.device, *, way: str) -> MlaTiling | MmaTiling:
     """The kernel's shape for items of so many rows over a cache of this format: on Hopper what was measured, else as it
     is chosen without a table. way: how rows come, one of tuned.MLA_WAYS; to other cards all of them come one by one."""
     card, codes, boxes = card_of(device), not form.plain, way == "boxes"

@@ -40,8 +40,8 @@ def shared_bytes(head_dim: int, value_dim: int, tiling: MmaTiling, *, codes: boo
     rows, keys, groups = tiling.rows, tiling.keys, tiling.warps * 16 // tiling.rows
     raw = value_dim + 2 * (head_dim - value_dim) + value_dim // 32 if codes else 0
     slices = keys * (2 * head_dim * (1 if codes else tiling.stages) + raw * tiling.stages)
-    table = 96 + 16 * rows
-    return slices + 2 * rows * (head_dim + max(keys, 32)) + rows * (8 * groups + 20) + table + (tiling.stages + 1) * keys
+    per_row = 2 * (head_dim + max(keys, 32)) + 8 * groups + 36
+    return slices + rows * per_row + 96 + (tiling.stages + 1) * keys
 
 
 @lru_cache(maxsize=64)
