@@ -1,8 +1,8 @@
 """Decode over rows that are keys and values at once by mma.sync, kernels/mla/mla_decode_mma.cu, in the emulator: as
 cards without wgmma run it.
 
-TILEWISE_CARD=sm_80 runs all of test_mla.py so, here and test_mla_gpu.py on a card; here stands what is its own, and most
-of those cases, each as one card.
+TILEWISE_CARD=sm_80 runs all of test_mla.py so, and on a card test_mla_gpu.py; here stands what is its own, and most of
+those cases, each as one card.
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ struct MmaBody : Walk {
         warp::zero(acc[1]);
         // Eight keys: 32 channels of them per ldmatrix
         const uint32_t eight = sK.address(key_group() * 8 + lane % 8, lane / 8);
-#pragma unroll
+#pragma unroll 6  // three panels: of all nine so many operands are asked for ahead that 64 rows spill on some cards
         for (int step = 0; step < kQueryDim / 16; step += 2) {
             uint32_t a[2][4], b[2][4];
 #pragma unroll
@@ -214,6 +214,7 @@ struct MmaBody : Walk {
                     x[i] = Fold{0.0f, factors[2 * its], factors[2 * its + 1]}.join(as_float(old.word[i]), x[i]);
                 }
             }
+            if (n % 4 == 3) ptx::sync_warp();  // ptxas would ask for all old values at once, and spill
             if (!last) fold_place(n)[0] = Vector16{{as_bits(x[0]), as_bits(x[1]), as_bits(x[2]), as_bits(x[3])}};
         }
     }

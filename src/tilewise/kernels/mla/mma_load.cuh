@@ -84,7 +84,7 @@ struct Copies {
         for (int n = 0; n < kEach; n++) {
             const uint32_t from = raw_at(of, row(n));
             const Shared<Vector16> raw(from + 16 * chunk());
-#pragma unroll
+#pragma unroll 2
             for (int i = 0; i < kValueDim / 128; i++) {
                 Vector16 wide[2];
                 widen_codes(wide, raw[8 * i], Shared<float>(from + kAtScales)[i]);
