@@ -26,8 +26,8 @@ MOST_STAGES = 4
 
 @dataclass(frozen=True)
 class MmaTiling:
-    """rows: query rows of an item at most. keys: of a slice, which are computed at once. stages: slices in shared
-    memory, or raw slices beside one that is widened where rows are codes."""
+    """rows: query rows of an item at most. keys: of a slice, which are computed at once. warps: of a block. stages:
+    slices in shared memory, or raw slices beside one that is widened where rows are codes."""
 
     rows: int
     keys: int
@@ -49,19 +49,11 @@ def choose_tiling(head_dim: int, value_dim: int, rows: int, card: str, *, codes:
     """The kernel's shape for items of so many rows: the narrowest product that holds them and fits the card, and as
     many stages as fit. Rows of 576 channels have products of up to 64 rows beside 163 KB of shared memory, and of up to
     32 beside 99."""
-    found: MmaTiling | None = None
-    for width in ROWS:
-        if found is not None and found.rows >= rows:
-            break
-        for keys, warps in SHAPES[width]:
-            sizes = (MmaTiling(width, keys, warps, n) for n in range(MOST_STAGES, 1, -1))
-            room = limits_of(card).shared_block
-            fitting = (tiling for tiling in sizes if shared_bytes(head_dim, value_dim, tiling, codes=codes) <= room)
-            if fits := next(fitting, None):
-                found = fits
-                break
-    assert found is not None, f"16 rows of {MAX_DIM} channels fit every card"
-    return found
+    shapes = ((width, *shape) for width in ROWS for shape in SHAPES[width])
+    tilings = [MmaTiling(*shape, stages) for shape in shapes for stages in range(MOST_STAGES, 1, -1)]
+    room = limits_of(card).shared_block
+    fitting = [tiling for tiling in tilings if shared_bytes(head_dim, value_dim, tiling, codes=codes) <= room]
+    return next(tiling for tiling in fitting if tiling.rows >= min(rows, fitting[-1].rows))
 
 
 @lru_cache(maxsize=256)

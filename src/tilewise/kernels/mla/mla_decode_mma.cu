@@ -1,5 +1,5 @@
-// mla_decode_mma: mla_decode on cards without wgmma and TMA, by mma.sync and cp.async. The list, the states and the merge
-// are the same.
+// mla_decode_mma: mla_decode on cards without wgmma and TMA, by mma.sync and cp.async. The list, the states and the
+// merge are the same.
 //
 // Constants: Element; kQueryDim, kValueDim: channels of a row, and how many of them are a value; kPageSize; kRows:
 // query rows of an item at most; kSlice: keys that are computed at once; kWarps; kStages: slices in the ring; kChosen:

@@ -232,7 +232,7 @@ struct MmaBody : Walk {
             const Global<Element> gO{static_cast<Element*>(args.o) + target / 2 + column()};
 #pragma unroll
             for (int n = 0; n < kMyColumns / 8; n++) {
-                const float *x = &acc_o[m][4 * n + 2 * h];
+                const float* x = &acc_o[m][4 * n + 2 * h];
                 if (target % 2) (gState + 8 * n).template as<Vector8>()[0] = Vector8{{as_bits(x[0]), as_bits(x[1])}};
                 else (gO + 8 * n).template as<uint32_t>()[0] = pack<Element>(x[0] * factor, x[1] * factor);
             }

@@ -91,7 +91,8 @@ struct Copies {
                 to.chunk(row(n), 16 * i + 2 * chunk()) = wide[0];
                 to.chunk(row(n), 16 * i + 2 * chunk() + 1) = wide[1];
             }
-            if constexpr (kQueryDim > kValueDim) to.chunk(row(n), kValueDim / 8 + chunk()) = Vector16(raw[kAtRest / 16]);
+            if constexpr (kQueryDim > kValueDim)
+                to.chunk(row(n), kValueDim / 8 + chunk()) = Vector16(raw[kAtRest / 16]);
         }
     }
 };

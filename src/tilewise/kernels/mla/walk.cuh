@@ -1,6 +1,6 @@
 // What the threads that compute do whatever the form of their products: they walk over items and pieces, bring Q to
-// shared memory, join a row's pieces, and find out what the rows of an item end with. Whoever includes this has included
-// a layout of shared memory: layout.cuh or mma_layout.cuh.
+// shared memory, join a row's pieces, and find out what the rows of an item end with. Whoever includes this has
+// included a layout of shared memory: layout.cuh or mma_layout.cuh.
 #pragma once
 #include "mla/items.cuh"
 
