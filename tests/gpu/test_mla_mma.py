@@ -70,7 +70,7 @@ def test_which_kernel(card, monkeypatch):
 @pytest.mark.parametrize(("card", "heads"), [("sm_89", 20), ("sm_80", 33), ("sm_80", 17)])
 def test_deepseek_sizes_in_every_shape(card, heads):
     """32 rows in slices of 16 keys beside 99 KB, of 32 keys beside 163 KB, and 64 rows there; pieces have the same bits
-    wherever they are computed. The second block of 64 keys begins in the middle of a window."""
+    wherever they are computed. The window begins within a block of 64 keys."""
     problem = Problem((200, 130), heads=heads, sizes=DEEPSEEK, page_size=64)
     with arch.as_card(card):
         cut, whole = problem.check(splitting=CUT), problem.run(splitting=FOLDED, late=False, seed=3)
