@@ -24,6 +24,7 @@ if __name__ == "__main__":
 
 import decode_cases
 import forward_cases
+import mla_cases
 import torch
 from forward_cases import BF16, FP16, MORE_KINDS, Chance
 from forward_cases import Kind as Dense
@@ -76,7 +77,17 @@ STEPS = {
     "decode over int4": ("sm_86", "int4"),
     "decode over fp32": ("sm_80", "fp32"),
 }
-EVERY = (*BODIES, *STEPS)
+# Decode steps over rows that are keys and values at once, of 576 and 512 channels: the card, the format of codes, heads
+LATENT = {
+    "latent rows": ("sm_80", "", 16),
+    "latent rows, 32 heads": ("sm_80", "", 32),
+    "latent rows, 64 heads": ("sm_80", "", 64),
+    "latent rows within 99 KB": ("sm_89", "", 16),
+    "latent rows within 99 KB, 64 heads": ("sm_86", "", 64),
+    "latent rows of fp8": ("sm_120", "fp8", 16),
+    "latent rows of int8, 64 heads": ("sm_89", "int8", 64),
+}
+EVERY = (*BODIES, *STEPS, *LATENT)
 
 
 def body(name: str) -> tuple[str, Problem]:
@@ -98,15 +109,18 @@ def imitable(device: str) -> list[str]:
 
 def check_bodies(device: str, names: Sequence[str] = EVERY) -> int:
     """Each judged on the CPU; returns how many."""
-    cards, there = {name: card for name, (card, _) in (*BODIES.items(), *STEPS.items())}, imitable(device)
+    every, there = BODIES | STEPS | LATENT, imitable(device)
+    cards = {name: card for name, (card, *_) in every.items()}
     chosen = [name for name in names if cards[name] in there]
     for name in chosen:
         print(f"{name}, as {cards[name]}", flush=True)
         with arch.as_card(cards[name]):
             if name in BODIES:
                 body(name)[1].check(device, judge_on="cpu")
-            else:
+            elif name in STEPS:
                 check_step(STEPS[name][1], device)
+            else:
+                check_latent(*LATENT[name][1:], device)
     return len(chosen)
 
 
@@ -116,6 +130,14 @@ def check_step(kv_format: str, device: str) -> None:
     dtype = FP32 if kv_format == "fp32" else BF16
     decode_cases.check(cache, seqs, share=True, dtype=dtype, runs=kv_format.startswith("int"), device=device)
     decode_cases.check(cache, seqs[:3], share=False, dtype=dtype, group=2, window=(70, 0), device=device)
+
+
+def check_latent(stored: str, heads: int, device: str) -> None:
+    """Several pieces, which blocks compute each or one after the other; and rows that query tokens choose."""
+    problem = mla_cases.Problem((330, 65), heads=heads, sizes=mla_cases.DEEPSEEK, page_size=64, stored=stored)
+    for splitting in (mla_cases.CUT, mla_cases.FOLDED):
+        problem.check(splitting=splitting, device=device)
+    problem.check_chosen(70, device=device)
 
 
 # ---- random problems -------------------------------------------------------------------------------------------------
@@ -202,6 +224,7 @@ def kernels_of(card: str, counts: tuple[int, int, int]) -> Iterable[KernelSpec]:
         *(partial(decoded, card, n, "cpu") for n in range(counts[2])),
         *(body(name)[1].check for name, (of, _) in BODIES.items() if of == card),
         *(partial(check_step, kv_format, "cpu") for of, kv_format in STEPS.values() if of == card),
+        *(partial(check_latent, *kind, "cpu") for of, *kind in LATENT.values() if of == card),
     ]
     with recording() as found, arch.as_card(card):
         for check in checks:

@@ -20,6 +20,7 @@ from tilewise.gpu import (
     decode_kernels,
     merge_rows,
     mla_kernels,
+    mla_mma,
     pattern,
     plan_step,
     planner,
@@ -39,6 +40,7 @@ BACKWARD_KIND = backward_hopper.Kind(torch.bfloat16, 192, Scores(), False, value
 BACKWARD_TILING = BACKWARD_KIND.tiling
 BEFORE, BACKWARD, _ = (spec.constants for spec in backward_hopper.specs_of(BACKWARD_KIND))
 MMA = backward_mma.specs("sm_89")[1]
+MLA_MMA = mla_mma.specs("sm_89")[-1]
 LIST = backward_hopper.list_spec(torch.int32, False).constants
 PAIRS = backward_lists.pairs_spec("", 64, 128, False)
 APPEND, WIDEN, MERGE_ROWS = (room.specs()[0].constants for room in (append, widen, merge_rows))
@@ -61,7 +63,7 @@ SOURCES: dict[str, tuple[tuple[tuple[str, Constant], ...], dict[str, type[ctypes
     "prefill/kinds.cu": (KINDS, {"KindsArgs": abi.KindsArgs}),
     "common/functions.cuh": ((), {"NoFunction": abi.NoFunctionArgs}),
     "decode/work.cuh": (DECODE, {"Paged": abi.Paged, "DecodeArgs": abi.DecodeArgs}),
-    "mla/layout.cuh": (mla_kernels.specs()[0].constants, {"MlaArgs": abi.MlaArgs}),
+    "mla/work.cuh": (mla_kernels.specs()[0].constants, {"MlaArgs": abi.MlaArgs}),
     "decode/select.cu": ((), {"SelectArgs": abi.SelectArgs}),
     "decode/small_args.cuh": ((), {"SmallSequence": abi.SmallSequence, "SmallArgs": abi.SmallArgs}),
     "decode/plan_work.cuh": (planner.specs()[0].constants, {"PlanArgs": abi.PlanArgs, "PlanRoom": abi.PlanRoom}),
@@ -123,6 +125,7 @@ CONSTANTS = {
         "kConsumers": backward_hopper.CONSUMERS,
     },
     "backward/mma_layout.cuh": {"kSharedBytes": MMA.shared_bytes, "kThreads": MMA.threads},
+    "mla/mma_layout.cuh": {"kSharedBytes": MLA_MMA.shared_bytes, "kComputing": MLA_MMA.threads},
     "backward/ends.cu": {
         "kBeforeThreads": backward_hopper.BEFORE_THREADS,
         "kAfterThreads": backward_hopper.AFTER_THREADS,
@@ -214,6 +217,7 @@ def test_constants_are_the_kernels(source, tmp_path):
         "backward/layout.cuh": BACKWARD,
         "backward/ends.cu": BEFORE,
         "backward/mma_layout.cuh": MMA.constants,
+        "mla/mma_layout.cuh": MLA_MMA.constants,
     }
     constants = SOURCES[source][0] if source in SOURCES else apart.get(source, ())
     assert dict(zip(wanted, evaluated(tmp_path, source, constants, list(wanted)), strict=True)) == wanted

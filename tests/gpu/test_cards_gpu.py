@@ -11,6 +11,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
+import mla_cases
 import pytest
 import test_append
 import torch
@@ -35,6 +36,7 @@ pytestmark = [
 CUDA = "cuda"
 # Of each card: prefill, with patterns or FP8, decode, append. 125 of four cards each.
 PREFILL, PATTERNS, DECODE, APPEND = 70, 32, 18, 5
+LATENT = 40  # more, over rows that are keys and values at once
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -85,6 +87,15 @@ def test_random_forests(card: str) -> None:
             decoded(card, number, CUDA)
         except AssertionError as error:
             raise AssertionError(f"decoded({card!r}, {number}): {error}") from error
+
+
+def test_random_latent_rows(card: str) -> None:
+    for number in range(LATENT):
+        seed, sizes = 1000 * (60 + CARDS.index(card)) + number, (mla_cases.DEEPSEEK, mla_cases.SIZES)[number % 3 == 0]
+        try:
+            mla_cases.chance(seed, sizes, device=CUDA)
+        except AssertionError as error:
+            raise AssertionError(f"chance({seed}, {sizes}) as {card}: {error}") from error
 
 
 def test_random_tokens_are_written(card: str) -> None:

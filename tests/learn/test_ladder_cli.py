@@ -18,6 +18,7 @@ from tilewise.gpu import (
     decode_small,
     merge_rows,
     mla_kernels,
+    mla_mma,
     planner,
     schedules,
     tilings,
@@ -292,8 +293,8 @@ def test_product_kernels_are_among_them_and_spill_nothing(run):
 
 def without_products(monkeypatch):
     """The kernels of the ladder alone."""
-    products = (append, backward, decode_kernels, decode_small, merge_rows, mla_kernels, planner, schedules, tilings)
-    for product in (*products, widen):
+    products = (append, backward, decode_kernels, decode_small, merge_rows, mla_kernels, mla_mma, planner, schedules)
+    for product in (*products, tilings, widen):
         monkeypatch.setattr(product, "specs", lambda card="", every=False: [])
 
 

@@ -261,6 +261,7 @@ def specs(names: Sequence[str], archs: Sequence[str], *, every: bool = False) ->
         decode_small,
         merge_rows,
         mla_kernels,
+        mla_mma,
         planner,
         schedules,
         tilings,
@@ -273,7 +274,7 @@ def specs(names: Sequence[str], archs: Sequence[str], *, every: bool = False) ->
     rungs = [*(step for step in steps() if step.rung is not None), apart()]
     product: dict[KernelSpec, list[str]] = {}
     for card in ARCHS:
-        rooms = (tilings, backward, decode_kernels, decode_small, mla_kernels)
+        rooms = (tilings, backward, decode_kernels, decode_small, mla_kernels, mla_mma)
         of_card = [spec for room in rooms for spec in room.specs(card, every=every)]
         others = [spec for room in (append, widen, merge_rows, schedules) for spec in room.specs(every=every)]
         for spec in (*of_card, *others, *planner.specs()):

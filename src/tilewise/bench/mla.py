@@ -14,7 +14,7 @@ import torch
 
 from .. import api, arch, reference, tuned
 from ..gpu import mla as kernel
-from ..gpu import mla_kernels
+from ..gpu import mla_kernels, mla_mma
 from ..gpu.decode import kept
 from ..kvcache import PagedKVCache
 from ..plan.show import find_card
@@ -125,8 +125,10 @@ def run(chosen: Sequence[Row], sheet: Sheet | None = None, loops: int | None = N
     """Measure the rows one after the other, those that the sheet does not have; it gets each as soon as it is done."""
     todo = [row for row in chosen if sheet is None or not sheet.has(row.point)]
     if todo and todo[0].point.device != "cpu":
-        target = arch.arch_of_device(torch.device(todo[0].point.device))
-        warm.compile_all((spec, target) for spec in mla_kernels.specs(every=True))  # on all cores, not one by one
+        device = torch.device(todo[0].point.device)
+        target, card = arch.arch_of_device(device), arch.card_of(device)
+        specs = (*mla_kernels.specs(card, every=True), *mla_mma.specs(card, every=True))
+        warm.compile_all((spec, target) for spec in specs)  # on all cores, not one by one
     for row in todo:
         outcome = Outcome(row, attempt(_time, row, loops))
         if sheet is not None:
@@ -166,16 +168,18 @@ def chosen_positions(point: Point, count: int) -> torch.Tensor:
 
 def other_body(plan: Any) -> tuned.Tuned | None:
     """A table by which items of 64 rows are computed by the body that those of this plan's last call were not computed
-    by, in the shape that it has where nothing was measured; None where items have fewer rows, or no kernel ran."""
+    by, in the shape that it has where nothing was measured; None where items have fewer rows, or no kernel of Hopper's
+    ran."""
     found = next((made for made in reversed(kept(plan).bound.values()) if isinstance(made, kernel.MlaDecode)), None)
-    if found is None or found.asked.tiling.rows < mla_kernels.ROWS[-1]:
+    tiling = found.asked.tiling if found else None
+    if found is None or not isinstance(tiling, mla_kernels.MlaTiling) or tiling.rows < mla_kernels.ROWS[-1]:
         return None
     asked = found.asked
     stored = asked.stored or ("fp16" if asked.dtype == torch.float16 else "bf16")
     way = "chosen" if asked.chosen else "gather" if asked.gather or asked.stored else "boxes"
     tiling = mla_kernels.choose_tiling(
-        asked.head_dim, asked.value_dim, asked.tiling.rows, arch.card_of(asked.device), codes=bool(asked.stored),
-        boxes=way == "boxes", seesaw=not asked.tiling.seesaw,
+        asked.head_dim, asked.value_dim, tiling.rows, arch.card_of(asked.device), codes=bool(asked.stored),
+        boxes=way == "boxes", seesaw=not tiling.seesaw,
     )  # fmt: skip
     key = tuned.mla_key(stored, asked.head_dim, asked.value_dim, tiling.rows, way)
     return holding("mla", key, entry_of("mla", tiling))

@@ -67,7 +67,9 @@ def tune(
     device = torch.device("cuda", torch.cuda.current_device())
     if not arch.hopper(arch.card_of(device)):
         if family == "mla":
-            raise NotImplementedError("MLA decode takes Hopper cards, and this is none: there is nothing to tune")
+            raise NotImplementedError(
+                "MLA decode has one shape for each width on this card, so there is nothing to tune"
+            )
         families = without_mla(families)
     machine = Card(device)
     book, outcome = Book(machine, folder), Outcome(0)

@@ -92,7 +92,7 @@ def _of_card(card: CardAt, tables: Sequence[tuple[Path, Table | str]]) -> list[F
             found.append(Found(card.device, "ok", text))
             found += [Found(card.device, "note", text) for text in _faults(family, section, card.target)]
     for family in tuned.FAMILIES:
-        if family not in used and (family != "mla" or arch.hopper(card.target)):  # which no other card serves
+        if family not in used and (family != "mla" or arch.hopper(card.target)):  # others: nothing to measure
             text = f"{family}: no table of {card.name} as {card.target}; kernels are chosen without one"
             found.append(Found(card.device, "note", text, f"{REMEDY} {family}"))
     return found

@@ -189,7 +189,7 @@ class DecodeArgs(ctypes.Structure):
 
 
 class MlaArgs(ctypes.Structure):
-    """mla/layout.cuh: MlaArgs."""
+    """mla/work.cuh: MlaArgs."""
 
     _fields_ = [
         *((n, ctypes.c_void_p) for n in ("folds", "indices", "lengths", "tails", "pages", "tail_from", "places")),

@@ -1,9 +1,10 @@
-"""Decode over rows that are keys and values at once (MLA), kernels/mla/mla_decode.cu: arguments and launches.
+"""Decode over rows that are keys and values at once (MLA), kernels/mla: arguments and launches.
 
-`run` attends a plan's queries over one layer's rows, on a Hopper card or, over CPU tensors, in the emulator. A row of
+`run` attends a plan's queries over one layer's rows, on a card or, over CPU tensors, in the emulator. A row of
 head_dim channels is stored once for its one KV head: all of it is the key, its first value_dim channels are the value.
 The plan and its work list are those of decode (decode.py); the items are those of one body, for what sequences share
-and for what is theirs.
+and for what is theirs. Hopper cards walk the list by mla_decode (mla_kernels.py), others by mla_decode_mma
+(mla_mma.py), which takes no map of the rows for TMA; all else is the same.
 
 Unshared, a sequence's result is the same to the bit whatever else is decoded with it.
 """
@@ -18,7 +19,9 @@ import torch
 
 from tilewise import checks, compiler, emulator, tuned
 from tilewise.arch import card_of, hopper, multiprocessors
+from tilewise.compiler.spec import KernelSpec
 from tilewise.formats import KVFormat
+from tilewise.gpu import mla_mma
 from tilewise.gpu.abi import DecodeArgs, Divisor, MlaArgs, Paged, ScoreArgs, Strides, decode_score_rule
 from tilewise.gpu.decode import AnyList, FindBatch, Longs, Workspace, kept, list_of
 from tilewise.gpu.decode_shapes import AnyPlan
@@ -39,6 +42,7 @@ from tilewise.gpu.mla_kernels import (
     mla_spec,
     row_map,
 )
+from tilewise.gpu.mla_mma import MmaTiling
 from tilewise.gpu.planner import PlannedList
 from tilewise.plan.flat import SEQUENCES
 from tilewise.plan.items import Word
@@ -59,7 +63,7 @@ class Asked(NamedTuple):
     dtype: torch.dtype
     head_dim: int
     value_dim: int
-    tiling: MlaTiling
+    tiling: MlaTiling | MmaTiling
     gather: bool
     stored: str  # the format of rows of codes, else empty
     chosen: int  # positions per query token that choose theirs, 0 for all
@@ -86,11 +90,10 @@ class MlaDecode:
         cached: AnyList | None = None,
     ) -> None:
         self.listed, self.asked, self.device = listed, asked, asked.device
-        self.spec = mla_spec(
-            asked.dtype, asked.head_dim, asked.value_dim, asked.page_size, asked.tiling,
-            gather=asked.gather, chosen=asked.chosen > 0, stored=asked.stored, rule=asked.rule,
-        )  # fmt: skip
-        self.map_spec = None if asked.gather or asked.chosen or asked.stored else row_map(rows)
+        self.spec = _spec(asked)
+        self.maps = isinstance(asked.tiling, MlaTiling)  # does the kernel take a map, be it of nothing?
+        boxes = self.maps and not (asked.gather or asked.chosen or asked.stored)
+        self.map_spec = row_map(rows) if boxes else None
         self.rows_each = tokens * heads
         self.fixed = listed.tensors(self.device)
         a = self.args = DecodeArgs()
@@ -113,7 +116,7 @@ class MlaDecode:
         self.graph_barrier = self._barrier()
         if self.device.type == "cuda":
             self.kernel = compiler.load(self.spec, self.device)
-            self.launch_args = compiler.Args(compiler.TensorMap.blank(), a, self.more)
+            self.launch_args = compiler.Args(*([compiler.TensorMap.blank()] if self.maps else []), a, self.more)
 
     def _point_at(self, cached: AnyList) -> dict[str, torch.Tensor]:
         """The tables of the cache's sequences, which the kernel looks up chosen positions in."""
@@ -219,18 +222,26 @@ class MlaDecode:
         }
         tensors |= {"state_o": space.o, "state_ml": space.ml, "folds": space.lists, "barrier": space.barrier}
         known = {name: x for name, x in tensors.items() if x is not None}
-        tensor_map = (
-            emulator.TensorMap() if self.map_spec is None else emulator.tensor_map(self.map_spec, rows.data_ptr())
-        )
+        given: list[Any] = [a, self.more]
+        if self.maps:
+            mapped = self.map_spec and emulator.tensor_map(self.map_spec, rows.data_ptr())
+            given.insert(0, mapped or emulator.TensorMap())
         resident = self.grid[0] if a.merge_rows else 1
-        emulator.launch(self.spec, self.grid, [tensor_map, a, self.more], known, resident=resident, **emulated)
+        emulator.launch(self.spec, self.grid, given, known, resident=resident, **emulated)
+
+
+def _spec(asked: Asked) -> KernelSpec:
+    """The kernel of the card whose tiling it is."""
+    sizes = asked.dtype, asked.head_dim, asked.value_dim, asked.page_size
+    kind: dict[str, Any] = {"chosen": asked.chosen > 0, "stored": asked.stored, "rule": asked.rule}
+    if isinstance(asked.tiling, MmaTiling):
+        return mla_mma.mma_spec(*sizes, asked.tiling, **kind)
+    return mla_spec(*sizes, asked.tiling, gather=asked.gather, **kind)
 
 
 def check_served(q: torch.Tensor, form: KVFormat, parts: Parts, value_dim: int) -> None:
     """NotImplementedError for what the kernel does not serve. q: (…, heads, head_dim)."""
     instead = 'backend="cpu"' if q.device.type == "cpu" else ".cpu() tensors"
-    if not hopper(card_of(q.device)):
-        raise NotImplementedError(f"GPU decode over shared rows of K and V takes Hopper cards; use {instead}")
     codes = form.name in ("fp8", "int8") and q.dtype == torch.bfloat16
     if q.dtype not in DTYPES or not (codes or form.dtype == q.dtype):
         raise NotImplementedError(
@@ -285,16 +296,18 @@ def most_rows(plan: AnyPlan) -> int:
     return each * int(plan.arrays.nodes[:, SEQUENCES].max(initial=1))
 
 
-def _shape(tiling: MlaTiling, device: torch.device) -> tuple[Shape, Splitting]:
+def _shape(tiling: MlaTiling | MmaTiling, device: torch.device) -> tuple[Shape, Splitting]:
     """The shape of a kernel's list on `device`, and how ranges are cut for it."""
     blocks, splitting = multiprocessors(device), WIDE if tiling.rows == ROWS[-1] else NARROW
     return Shape(tiling.rows, 1, blocks, tiles=False, longest=LONGEST, chunk=KEYS, weights=WEIGHTS), splitting
 
 
-def tiling_of(form: KVFormat, value_dim: int, rows: int, device: torch.device, *, way: str) -> MlaTiling:
-    """The kernel's shape for items of so many rows over a cache of this format: what was measured, else as it is chosen
-    without a table. way: how rows come, one of tuned.MLA_WAYS."""
+def tiling_of(form: KVFormat, value_dim: int, rows: int, device: torch.device, *, way: str) -> MlaTiling | MmaTiling:
+    """The kernel's shape for items of so many rows over a cache of this format: on Hopper what was measured, else as it
+    is chosen without a table. way: how rows come, one of tuned.MLA_WAYS; to other cards all of them come one by one."""
     card, codes, boxes = card_of(device), not form.plain, way == "boxes"
+    if not hopper(card):
+        return mla_mma.choose_tiling(form.head_dim, value_dim, rows, card, codes=codes)
     tiling, table = choose_tiling(form.head_dim, value_dim, rows, card, codes=codes, boxes=boxes), tuned.of(device)
     if table is None:
         return tiling
@@ -379,7 +392,7 @@ def launch(
 
 
 def chosen_list(
-    each: int, count: int, heads: int, tiling: MlaTiling, device: torch.device, *, folds: bool = True
+    each: int, count: int, heads: int, tiling: MlaTiling | MmaTiling, device: torch.device, *, folds: bool = True
 ) -> WorkList:
     """The list of `each` query tokens that choose `count` positions each. folds: as equal_lists says."""
     shape, splitting = _shape(tiling, device)

@@ -1,9 +1,9 @@
 """Attention over rows of one tensor that are keys and values at once: each query token names the rows that it reads.
 
-`run_rows` runs kernels/mla/mla_decode.cu, on a Hopper card or, over CPU tensors, in the emulator, without a plan and a
-cache. The tensor is one page, longer than any tensor, so that there is no table of pages. All query tokens are of one
-sequence, and to the work list each of them is a sequence as long as its list (mla.py). That work list follows from the
-sizes alone, so it is kept by them. Nothing is read from a card, and nobody waits for one.
+`run_rows` runs the kernels of mla.py, on a card or, over CPU tensors, in the emulator, without a plan and a cache. The
+tensor is one page, longer than any tensor, so that there is no table of pages. All query tokens are of one sequence,
+and to the work list each of them is a sequence as long as its list (mla.py). That work list follows from the sizes
+alone, so it is kept by them. Nothing is read from a card, and nobody waits for one.
 """
 
 from __future__ import annotations

@@ -13,9 +13,8 @@ from typing import Any
 import torch
 
 from tilewise import checks
-from tilewise.arch import card_of, hopper
 
-KERNEL = (576, 512)  # the row and its values that Hopper cards have a kernel for
+KERNEL = (576, 512)  # the row and its values that models are served with on a card
 SIZES = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "kv_b_proj", "layer_idx")
 
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -32,11 +31,11 @@ def layers_of(model: Any) -> list[Any]:
 
 
 def _served(row: tuple[int, int], dtype: torch.dtype, device: torch.device) -> bool:
-    """Is there a kernel for such rows and their values? Cards that have none are served keys and values of every head,
-    which all of them have kernels for."""
+    """Is there a kernel for such rows and their values? Other models are served keys and values of every head, which
+    all cards have kernels for."""
     if device.type != "cuda":
         return row[0] <= checks.MAX_HEAD_DIM
-    return row == KERNEL and dtype in (torch.bfloat16, torch.float16) and hopper(card_of(device))
+    return row == KERNEL and dtype in (torch.bfloat16, torch.float16)
 
 
 def unexpanded(latent: torch.Tensor, rotary: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,8 +1,8 @@
 // What is looked up of an item before it is computed, load after load that wait for each other: its words, what its
 // rows see, where their queries lie and where their results go. kLooksAhead: a warp that does not load does it while
-// the item before is computed.
+// the item before is computed. Whoever includes this has included a layout of shared memory.
 #pragma once
-#include "mla/layout.cuh"
+#include "mla/work.cuh"
 
 // Words of a table after those of the item
 enum TableWord { kAllRowsWord = kItemWords, kBeginWord, kEndWord, kWholeFromWord, kWholeToWord, kWordsUsed };

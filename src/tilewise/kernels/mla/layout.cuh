@@ -1,17 +1,12 @@
-// Decode over rows that are keys and values at once (MLA): what lies where in a block's shared memory.
+// mla_decode, on Hopper: what lies where in a block's shared memory.
 //
 // A row of the cache has kQueryDim channels. All of them are a key, the first kValueDim of them are a value, and there
 // is one KV head. The cache comes in blocks of 64 rows, a block in panels of 64 rows × 64 channels, and panels lie in a
 // ring of kPlaces places. A panel comes, is read twice, as K and as Vᵀ, and goes by itself.
 #pragma once
-#include "decode/work.cuh"
+#include "mla/work.cuh"
 #include "tile/hopper.cuh"
-#include "tile/quant.cuh"
 
-constexpr Format kFormat = static_cast<Format>(kStoredAs);
-constexpr bool kScaled = kFormat != Format::bits16;  // codes of the values, with scales; the other channels are 16-bit
-
-constexpr int kKeys = 64;  // of a block
 constexpr int kPanels = kQueryDim / kPanel, kValuePanels = kValueDim / kPanel;
 // The weights P of a block take the place of its last panel, which holds no values: nobody reads it once S is there.
 // Where every panel holds values, a block has one place more.
@@ -43,9 +38,7 @@ constexpr int kLoadRegisters = !kGather ? (kLooksAhead ? 40 : 24) : !kScaled ? 4
 constexpr int kAllRegisters = kThreads / 128 * (65536 / kThreads / 8 * 8);
 constexpr int kComputeRegisters = (kAllRegisters - kLoading / 128 * kLoadRegisters) / 16 * 8;
 static_assert(kLoading / 128 * kLoadRegisters + 2 * kComputeRegisters <= kAllRegisters, "a deadlock");
-// Named barriers: of both warpgroups, kMergeBarrier too; of each of them; of the threads that load; of both warpgroups
-// and the warp that looks ahead, two each: a table is filled, it is free
-constexpr int kAllBarrier = 1, kGroupBarriers = 2, kLoadBarrier = 4, kFilledBarriers = 5, kFreeBarriers = 7;
+constexpr int kGroupBarriers = 2, kLoadBarrier = 4;  // named barriers: of each warpgroup; of the threads that load
 
 constexpr int kAtQ = kPlaces * kPanelBytes;  // panels of kRows rows
 constexpr int kAtFull = kAtQ + kPanels * kRows * kPanelRowBytes, kAtEmpty = kAtFull + 8 * kPlaces;
@@ -57,18 +50,15 @@ constexpr int kAtTops = kAtCorrection + 8 * kRows;     // per warp of a warpgrou
 constexpr int kAtSums = kAtTops + 16 * kRows;          // per computing warp and row: Σ P
 constexpr int kAtFactors = kAtSums + 32 * kRows;       // per row: what pieces before and this piece are multiplied with
 constexpr int kAtFolded = kAtFactors + 8 * kRows;      // per row: MaxSum of the pieces before
-// What is known of an item (items.cuh): its words and a few more, and per row the keys that it sees, where its result
-// goes and where its query lies. Where there is one table, queries lie where factors do until Q is loaded.
-constexpr int kTables = kLooksAhead ? 2 : 1, kTableWords = 24, kOfRow = kLooksAhead ? 24 : 16;
-constexpr int kAtTables = kAtFolded + 8 * kRows, kTableBytes = 4 * kTableWords + kOfRow * kRows;
+constexpr bool kFillsAlone = kScaled;  // does one warp fill a table that no warp fills ahead?
+constexpr int kAtTables = kAtFolded + 8 * kRows;       // what is known of an item
 constexpr int kThere = 8;                              // kChosen: blocks for which it is kept, with bytes per key,
 constexpr int kAtThere = kAtTables + kTables * kTableBytes;  // which of their keys there are
 // kScaled: codes come as raw panels, as many bytes per key as there are channels in a panel, and so do the 16-bit
 // channels after them, in two halves per panel. A thread copies and widens the same bytes, so nobody waits for another.
 constexpr int kRawBytes = kPanelBytes / 2, kRawPanels = kValuePanels + 2 * (kPanels - kValuePanels);
-constexpr int kGroup = 128, kRawScales = kScaled ? 4 : 0;  // channels per scale; blocks for which scales are kept
+constexpr int kRawScales = kScaled ? 4 : 0;  // blocks for which scales are kept
 constexpr int kAtRaw = (kAtThere + kThere * kKeys + 15) / 16 * 16, kAtScales = kAtRaw + kSlots * kRawBytes;
-constexpr int kScaleRow = kValueDim / kGroup * 4;  // bytes per key
 // kApart: per pair of raw panels, barriers that tell that it has landed and that it was taken, and a mark
 constexpr int kAtLanded = kAtScales + kRawScales * kKeys * kScaleRow, kAtTaken = kAtLanded + 4 * kSlots;
 constexpr int kAtMarks = kAtTaken + 4 * kSlots;
@@ -80,17 +70,10 @@ static_assert(kThere >= kPlaces / kBlockPlaces + 2 + (kApart ? kSlots / kRawPane
               "those of a block that is not weighed yet stay");
 static_assert(kAtQ % 1024 == 0 && kAtReference % 16 == 0, "aligned");
 
-// Where the result of a row goes
-struct alignas(8) Target {
-    int64_t at;  // −1: nowhere; else twice the offset in the output, or twice that in state_o and 1
-};
 TILE_DEVICE Shared<int> sMoved() { return Shared<int>(kAtMoved); }
 TILE_DEVICE Shared<float> sReference() { return Shared<float>(kAtReference); }
 TILE_DEVICE Shared<float> sCorrection() { return Shared<float>(kAtCorrection); }
 TILE_DEVICE Shared<float> sTops() { return Shared<float>(kAtTops); }
-TILE_DEVICE Shared<float> sSums() { return Shared<float>(kAtSums); }
-TILE_DEVICE Shared<float> sFactors() { return Shared<float>(kAtFactors); }
-TILE_DEVICE Shared<float> sFolded() { return Shared<float>(kAtFolded); }
 
 // kChosen: a byte per key of a block, 1 if there is such a key; T: several of them
 template <class T = uint8_t> TILE_DEVICE Shared<T> sThere(uint32_t block) {
@@ -138,29 +121,4 @@ TILE_DEVICE void init_barriers() {
         marks[n] = 1;
     }
     ptx::fence_mbarrier_init();
-}
-
-// What DecodeArgs does not have
-struct MlaArgs {
-    float* folds;  // scratch: (blocks, kValueDim · kRows), O of the pieces before, thread by thread
-    // kChosen: each query token has a list of its own of the positions that it reads. To DecodeArgs it is a sequence of
-    // so many tokens; its caller's number is sequence · queries + token. What follows is of the cache's sequences.
-    const int* indices;  // (sequences, queries, chosen): positions; what is none of the sequence's, as −1, is no key
-    const int *lengths, *tails, *pages;  // as DecodeArgs has them
-    const int* tail_from;                // (sequences,): the number of the first page in each tail
-    const int* places;                   // (sequences,): the row of these tables for the caller's sequence
-    Divisor queries;                     // query tokens per sequence
-    int chosen, table_pages, tail_pages;
-};
-
-TILE_DEVICE DecodeItem mla_item(const DecodeArgs& args, int slot) {
-    return load_item(args.items, int64_t(blockIdx.x) * args.slots + slot);
-}
-TILE_DEVICE Span mla_span(const DecodeArgs& args, const DecodeItem& item) {
-    return span_of(args, item, length_of(args, item.sequence, item.kv_head()));
-}
-// The blocks that have a token of a span
-TILE_DEVICE Span blocks_of(Span span) {
-    const int begin = span.begin / kKeys;
-    return {begin, span.end > span.begin ? (span.end + kKeys - 1) / kKeys : begin};
 }

@@ -23,9 +23,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
         if constexpr (kSeesaw) Wide(args, mla, role).run();
         else Body(args, mla, role).run();
         const Mergers all{int(ptx::uniform(threadIdx.x / 32)), kComputing / 32};
-        if (!args.merge_rows) return;
-        if (args.sequences * int(args.merge_jobs.divisor) <= int(gridDim.x)) merge_together(args, all);
-        else merge_apart<WholeRow, kRowAtOnce>(args, all);
+        if (args.merge_rows) merge_items(args, all);
     } else {
         ptx::give_registers<kLoadRegisters>();
         if constexpr (kApart) load_codes_apart(args, mla);

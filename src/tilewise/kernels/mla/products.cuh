@@ -5,14 +5,14 @@
 // Of Sᵀ a thread has value [4j + 2h + i]: key 16 w + g + 8h of the block, query row 8j + 2t + i, with w the warp of its
 // warpgroup, g = lane / 4 and t = lane % 4; of Oᵀ the same with channels in place of keys.
 #pragma once
-#include "mla/walk.cuh"
+#include "mla/groups.cuh"
 
 constexpr int kChains = kRows <= 32 ? 2 : 1;  // sums of which scores are made
 
-struct Products : Walk {
+struct Products : Grouped {
     float acc_o[kMine][kRows / 2], acc_s[kRows / 2];
 
-    using Walk::Walk;
+    using Grouped::Grouped;
 
     // Sᵀ = K Qᵀ, panel after panel as they come. A narrow product is shorter than the time until its sums can be added
     // to, so those of even and of odd steps are summed apart.

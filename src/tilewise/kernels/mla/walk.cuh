@@ -1,8 +1,8 @@
-// What the two warpgroups of a block do whatever the form of their products: they walk over items and pieces, bring Q
-// to shared memory, join a row's pieces, and find out what the rows of an item end with.
+// What the threads that compute do whatever the form of their products: they walk over items and pieces, bring Q to
+// shared memory, join a row's pieces, and find out what the rows of an item end with. Whoever includes this has
+// included a layout of shared memory: layout.cuh or mma_layout.cuh.
 #pragma once
 #include "mla/items.cuh"
-#include "mla/load.cuh"
 
 constexpr int kAtParts = 0, kRowAtOnce = 4;  // the ring is free when states are merged
 constexpr bool kLongRuns = false;
@@ -10,26 +10,24 @@ constexpr bool kLongRuns = false;
 
 constexpr float kWitness = 256.0f;  // the sum of a few weights up to which a reference stays
 
+constexpr int kFoldPlaces = kRows * kValueDim / (4 * kComputing);  // of a thread, four values of O each
+TILE_DEVICE Shared<float> sSums() { return Shared<float>(kAtSums); }
+TILE_DEVICE Shared<float> sFactors() { return Shared<float>(kAtFactors); }
+TILE_DEVICE Shared<float> sFolded() { return Shared<float>(kAtFolded); }
+
 struct Walk {
-    const uint32_t group;  // of the two warpgroups
     const DecodeArgs& args;
     const MlaArgs& mla;
-    Places now;          // of the block that comes next
-    uint32_t block = 0;  // its number in the life of the thread block
     float scale_log2;
     Table table{0};            // of the item
     int whole_from, whole_to;  // every row sees the tokens between these
 
-    TILE_DEVICE Walk(const DecodeArgs& a, const MlaArgs& m, uint32_t g) : group(g), args(a), mla(m) {
+    TILE_DEVICE Walk(const DecodeArgs& a, const MlaArgs& m) : args(a), mla(m) {
         // A positive scale keeps the order of scores and goes into the exponential's multiply-add. Q takes a negative
         // scale's sign, and is 0 for a scale of 0.
         scale_log2 = !Rule::kLinear ? 1.0f : args.scores.scale_log2 == 0.0f ? 1.0f : fabsf(args.scores.scale_log2);
     }
     static TILE_DEVICE int lane() { return ptx::just_in_time(threadIdx.x) & 31; }
-    static TILE_DEVICE int warp_rank() { return ptx::just_in_time(threadIdx.x) >> 5 & 3; }  // in the warpgroup
-    // How many of the warpgroup's threads come with x
-    TILE_DEVICE int group_count(bool x) const { return ptx::barrier_count(kGroupBarriers + group, 128, x); }
-    TILE_DEVICE void group_sync() const { ptx::barrier_sync(kGroupBarriers + group, 128); }
     static TILE_DEVICE void all_sync() { ptx::barrier_sync(kAllBarrier, kComputing); }
 
     // ---- an item ----------------------------------------------------------------------------------------------------
@@ -40,7 +38,7 @@ struct Walk {
             ptx::barrier_sync(kFilledBarriers + slot % 2, kComputing + 32);
         } else {
             // One warp, or every warp the same: ptxas spills with the one here, with the other there.
-            if (!kScaled || threadIdx.x < 32) table.fill(args, ptx::just_in_time(slot));
+            if (!kFillsAlone || threadIdx.x < 32) table.fill(args, ptx::just_in_time(slot));
             all_sync();
         }
         const Shared<int> words = table.words();
@@ -81,18 +79,9 @@ struct Walk {
     }
 
     // ---- a piece ----------------------------------------------------------------------------------------------------
-    // Zeroes the values of tokens outside the span: memory there may hold anything, and 0 · NaN is NaN.
-    TILE_DEVICE void clear_outside(const Places& of, int first_token, Span span) const {
-        if (first_token >= span.begin && first_token + kKeys <= span.end) return;
-        for (int n = ptx::just_in_time(threadIdx.x) % 128; n < kKeys * 8 * kValuePanels; n += 128) {
-            const int row = n / 8 % kKeys, token = first_token + row;
-            if (token < span.begin || token >= span.end)
-                Shared<Vector16>(of.at(n / 8 / kKeys) + row * kPanelRowBytes)[n % 8] = Vector16{};
-        }
-    }
     // Where this thread keeps four values of O while the next piece is computed: beside those of its neighbours
     TILE_DEVICE Global<Vector16> fold_place(int n) const {
-        const int64_t at = (int64_t(blockIdx.x) * (kMine * kRows / 8) + n) * kComputing + threadIdx.x;
+        const int64_t at = (int64_t(blockIdx.x) * kFoldPlaces + n) * kComputing + threadIdx.x;
         return Global<float>{mla.folds + 4 * at}.template as<Vector16>();
     }
     // A row's sum of weights in this piece, against the reference max, is joined with those of the pieces before
@@ -160,4 +149,10 @@ template <class Body> TILE_DEVICE void walk_items(Body& body) {
         }
         body.store(slot);
     }
+}
+
+// After its items, if there are such sequences: the results of those that have several states
+TILE_DEVICE void merge_items(const DecodeArgs& args, Mergers all) {
+    if (args.sequences * int(args.merge_jobs.divisor) <= int(gridDim.x)) merge_together(args, all);
+    else merge_apart<WholeRow, kRowAtOnce>(args, all);
 }

@@ -18,9 +18,9 @@
 // warpgroup, g = lane / 4 and t = lane % 4; of O the same with channels in place of keys. So warp w has the same rows
 // of O as warp w of the other warpgroup, and hears of references from that warp alone.
 #pragma once
-#include "mla/walk.cuh"
+#include "mla/groups.cuh"
 
-struct Wide : Walk {
+struct Wide : Grouped {
     // Panels of values side by side in one product: neighbours in the ring, unless a block goes around its end
     static constexpr int kSide = kPlaces % kBlockPlaces == 0 && kMine % kTogether == 0 ? kTogether : 1;
     static constexpr int kGroups = kMine / kSide, kColumns = kSide * kPanel;
@@ -30,7 +30,7 @@ struct Wide : Walk {
     warp::RowState state;  // of this thread's rows: references in base 2, and its share of l
     uint32_t rP[kSteps][4];
 
-    using Walk::Walk;
+    using Grouped::Grouped;
     static TILE_DEVICE int row(int h) { return 16 * warp_rank() + lane() / 4 + 8 * h; }
     // The flag of a block's weights that tells a warp whether its rows' references have moved
     static TILE_DEVICE Shared<uint8_t> sMovedRows(uint32_t number) {
