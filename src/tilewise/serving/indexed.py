@@ -59,7 +59,7 @@ def modules_of(model: Any, latent_layers: Sequence[Any]) -> dict[int, Any]:
     if not latent_layers:
         raise NotImplementedError(
             f"{name} has layers whose keys an indexer chooses; they are served over latent rows, on a CPU or, in "
-            f"bfloat16 or float16, rows of 576 channels with values of 512 on a Hopper card; {instead}"
+            f"bfloat16 or float16, rows of 576 channels with values of 512 on a card; {instead}"
         )
     found = {layer.layer_idx: layer.indexer for layer in latent_layers if getattr(layer, "indexer", None) is not None}
     for indexer in found.values():
