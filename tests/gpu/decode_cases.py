@@ -18,7 +18,7 @@ from oracle import assert_elements, assert_state, logit_error, poison, randn
 
 from tilewise import PagedKVCache, plan_decode, reference
 from tilewise.gpu import decode as decoding
-from tilewise.plan.worklist import FAR, Splitting
+from tilewise.plan.worklist import FAR, Splitting, WorkList
 from tilewise.scores import Scores
 
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -269,6 +269,28 @@ def check(
     except AssertionError as error:
         told = {"format": cache.format, "page_size": cache.page_size, "lengths": [cache.length(s) for s in seqs][:9]}
         raise AssertionError(f"{told}, {group=}, {tokens=}, {dtype}, {scoring}, {options}: {error}") from None
+    return got
+
+
+def kept(plan: Any, kind: Any) -> list[Any]:
+    """What of this kind is kept on a plan."""
+    kept = decoding.kept(plan)
+    return [x for x in (*kept.bound.values(), *kept.lists.values()) if isinstance(x, kind)]
+
+
+def check_growth(
+    cache, seqs, steps, *, window=None, chunk=None, share=False, group=4, tokens=1, room=60, grown=None, **options
+):
+    """Decode, grow by the steps under the same list, judge every time; the last (o, lse). grown: who, all if None."""
+    q, seen = queries(cache, seqs, group=group, tokens=tokens), {"window": window, "chunk": chunk}
+    plan = plan_decode(cache, seqs, num_heads=q.shape[2], tokens_per_seq=tokens, share_prefix=share, **seen)
+    for number, step in enumerate((0, *steps)):
+        if step:
+            grow(cache, seqs if grown is None else grown, step, seed=70 + number)
+            (listed,) = kept(plan, WorkList)
+            listed.grow([cache.length(s) for s in seqs], [cache.page_list(s) for s in seqs])
+        got = decode(cache, seqs, q, plan=plan, room=room, mode=MODES[number % 4], **seen, **options)
+        assert_decoded(got, q, cache, seqs, **seen)
     return got
 
 
