@@ -57,6 +57,8 @@ def room_for(plan: StandingPlan, shape: Shape, splitting: Splitting) -> Room:
     that is for batches that are faster in more pieces, and for shared nodes.
     """
     heads, rows, longest = plan.heads_kv, plan.rows, plan.max_length
+    if plan.chunk:  # what a sequence's rows see begins with a block of positions
+        longest = min(longest, plan.chunk + plan.tokens_per_seq - 1)
     rows_each = plan.tokens_per_seq * (plan.heads_q // heads)
     passes = -(-rows_each // shape.rows)
     together = shape.warps if heads % shape.warps == 0 and rows * heads * passes > shape.blocks else 1
