@@ -1,11 +1,12 @@
 """Decode inside blocks of positions, in the emulator: rows on both sides of a boundary, shared nodes that lie partly
-before it, lists that grow across it, plans that stand over it, and the list that the planner makes."""
+before it, lists that grow across it, plans that stand over it, latent rows. test_planner.py has the planner's lists."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 from decode_cases import (
+    BF16,
     FOLDED,
     MODES,
     SMALL,
@@ -25,18 +26,25 @@ from standing_step_cases import asked, judge, room_for, small, standing, steps_o
 from standing_step_cases import queries as step_queries
 
 import tilewise as tw
-from tilewise import attend, plan_decode, renew_plan, renew_step
+from tilewise import arch, attend, compiler, plan_decode, renew_plan, renew_step
+from tilewise.formats import KVFormat
+from tilewise.gpu import mla_kernels
+from tilewise.gpu.abi import decode_score_rule
+from tilewise.gpu.decode_kernels import choose_tiling, decode_spec
 from tilewise.plan.worklist import FAR, Splitting
+from tilewise.scores import Scores
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 EDGES = (1, 63, 64, 65, 127, 129, 0, 16, 17)  # at, before and after a boundary of blocks of 1, 16, 17 and 64
 
 
 @pytest.mark.parametrize("chunk", [1, 16, 17, 64, 1000])
 def test_lengths_around_a_boundary(chunk):
-    """One token, and five with a boundary between them, which are more than some sequences have."""
+    """One token, and several with boundaries between them, which are more than some sequences have."""
     cache, seqs = make_cache(EDGES)
-    for n, tokens in enumerate((1, 5)):
-        check(cache, seqs, chunk=chunk, tokens=tokens, mode=MODES[n], splitting=(SMALL, FOLDED)[n])
+    for n, tokens in enumerate((1, 5, 16)):
+        check(cache, seqs, chunk=chunk, tokens=tokens, mode=MODES[n], splitting=(SMALL, FOLDED, UNCUT)[n])
 
 
 def test_a_chunk_beside_a_window_sinks_and_a_softcap():
@@ -99,6 +107,18 @@ def test_rows_of_a_shared_node_leave_it_behind_one_after_another(tiles):
         check_growth(cache, seqs, (1, 3, 20), **options, splitting=SMALL)
 
 
+def test_other_cards_and_formats():
+    """Tiles by mma.sync, quantised pages and float32 ones."""
+    with arch.as_card("sm_80"):
+        cache, seqs = make_tree([1, 3], [120, 9])
+        grow(cache, seqs[:1], 9, seed=5)
+        check_growth(cache, seqs, (1, 3, 20), share=True, chunk=140, group=8, tokens=2, splitting=SMALL)
+    for kv_format, dtype in (("int8", BF16), ("fp32", torch.float32)):
+        cache, seqs = make_cache((1, 16, 63, 0, 190), kv_format=kv_format, spare=40)
+        check(cache, seqs, chunk=64, tokens=3, dtype=dtype)
+        check(cache, seqs, chunk=17, tokens=3, dtype=dtype)
+
+
 # ---- plans that stand ------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("share", [True, False])
 def test_a_standing_plan_over_many_steps(share):
@@ -152,3 +172,25 @@ def test_latent_rows():
     shared.check(chunk=100, share=True)
     with pytest.raises(NotImplementedError, match="a window or a chunk"):
         shared.run(indices=torch.zeros(3, 1, 5, dtype=torch.int32), chunk=3)
+
+
+# ---- what it costs ---------------------------------------------------------------------------------------------------
+def test_kernels_keep_their_registers():
+    """No form with blocks of positions spills: streams, tiles of codes, tiles by mma.sync, latent rows."""
+    rule = decode_score_rule(Scores(chunk=8192))
+    plain, codes = KVFormat("bf16", 128), KVFormat("int8", 128)
+    mixed = KVFormat("bf16", 192).beside(plain)
+    streams, tiles = choose_tiling(plain, 4), choose_tiling(codes, 4, True)
+    by_mma, latent = choose_tiling(mixed, 4, True, False, "sm_80"), mla_kernels.choose_tiling(576, 512, 64)
+    for spec, card in (
+        (decode_spec(BF16, plain, 16, streams, rule=rule), "sm_90a"),
+        (
+            decode_spec(BF16, codes, 16, tiles, rule=rule),
+            "sm_90a",
+        ),
+        (decode_spec(BF16, mixed, 16, by_mma, tma=False, rule=rule), "sm_80"),
+        (mla_kernels.mla_spec(BF16, 576, 512, 64, latent, rule=rule), "sm_90a"),
+    ):
+        report = compiler.compile(spec, card).report
+        assert not report.spills, spec
+        assert not report.serialised, spec
