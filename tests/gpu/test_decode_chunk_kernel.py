@@ -22,12 +22,15 @@ from decode_cases import (
     stored,
 )
 from mla_cases import Problem
+from oracle import assert_state, randn
 from standing_step_cases import asked, judge, room_for, small, standing, steps_of
 from standing_step_cases import queries as step_queries
 
 import tilewise as tw
-from tilewise import arch, attend, compiler, plan_decode, renew_plan, renew_step
+from tilewise import PagedKVCache, arch, attend, compiler, plan_decode, reference, renew_plan, renew_step
+from tilewise.arguments import PageListsOf
 from tilewise.formats import KVFormat
+from tilewise.gpu import decode as decoding
 from tilewise.gpu import mla_kernels
 from tilewise.gpu.abi import decode_score_rule
 from tilewise.gpu.decode_kernels import choose_tiling, decode_spec
@@ -170,6 +173,34 @@ def test_latent_rows():
     Problem(EDGES, tokens=3).check(chunk=64)
     shared = Problem((150, 141, 139), prefixes=[(0, 8)] * 3)
     shared.check(chunk=100, share=True)
+
+
+def test_latent_rows_of_a_node_that_is_left_behind():
+    """A list that grows: one sequence, and then both, come to the next block and see nothing of the node."""
+    cache = PagedKVCache(40, 16, 1, 192, value_dim=128, shared_kv=True)
+    root = cache.allocate()
+    write_rows(cache, [root], [32])
+    seqs = [root, cache.fork(root)]
+    write_rows(cache, seqs, [15, 10])
+    plan = plan_decode(cache, seqs, num_heads=8, chunk=48, share_prefix=True, room=20)
+    assert plan.shared_nodes == 1
+    for step in (0, 2, 5):
+        if step:
+            write_rows(cache, seqs, [step] * 2)
+            decoding.grow(plan, cache.lengths_of(seqs), PageListsOf(cache, seqs))
+        q = randn(2, 1, 8, 192, dtype=BF16, seed=step)
+        got = tw.decode(q, cache, 0, plan, return_lse=True, backend="emulator")
+        exact, honest = (reference.decode(q, cache, 0, seqs, chunk=48, dtype=d) for d in (torch.float64, BF16))
+        assert_state(got, exact, honest)
+
+
+def write_rows(cache, seqs, counts):
+    slots = cache.extend(seqs, counts)
+    cache.write(0, slots, randn(len(slots), 1, cache.head_dim, seed=len(slots)))
+
+
+def test_chosen_rows_have_no_blocks():
+    shared = Problem((150, 141, 139))
     with pytest.raises(NotImplementedError, match="a window or a chunk"):
         shared.run(indices=torch.zeros(3, 1, 5, dtype=torch.int32), chunk=3)
 
@@ -184,10 +215,7 @@ def test_kernels_keep_their_registers():
     by_mma, latent = choose_tiling(mixed, 4, True, False, "sm_80"), mla_kernels.choose_tiling(576, 512, 64)
     for spec, card in (
         (decode_spec(BF16, plain, 16, streams, rule=rule), "sm_90a"),
-        (
-            decode_spec(BF16, codes, 16, tiles, rule=rule),
-            "sm_90a",
-        ),
+        (decode_spec(BF16, codes, 16, tiles, rule=rule), "sm_90a"),
         (decode_spec(BF16, mixed, 16, by_mma, tma=False, rule=rule), "sm_80"),
         (mla_kernels.mla_spec(BF16, 576, 512, 64, latent, rule=rule), "sm_90a"),
     ):

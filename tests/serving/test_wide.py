@@ -77,7 +77,7 @@ def test_layers_of_another_kind_are_expanded():
 def test_many_chunks_of_positions():
     """Prompts in pieces, and tokens that come to the next chunk and the one after it. From floor_scale positions on
     queries are scaled by theirs, of whatever pass they are a part; and the model stays as it is."""
-    model = built(wide.llama4, floor_scale=5)
+    model = built(wide.llama4, floor_scale=5, attn_scale=2.0)
     prompts, new = [[*range(3, 33), 4], [*range(3, 33), 5], [7] * (wide.CHUNK - 1)], wide.CHUNK + 3
     engine = Engine(model, prefill_chunk=9)
     for prompt in prompts:
