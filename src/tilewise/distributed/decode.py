@@ -80,9 +80,9 @@ def decode_split(
     """`decode` over sequences of which every rank's own cache holds a part; every rank makes the same call.
 
     q: (num_seqs, tokens_per_seq, Hq, D), the same on every rank, its sequences in the same order. cache, plan: this
-    rank's own; `plan_decode` over the tokens that it holds, without window and chunk. Which rank holds which tokens does not
-    matter, as long as one of them holds each: the queries see all of them. A rank that holds none of a sequence has it
-    in its cache with no tokens.
+    rank's own; `plan_decode` over the tokens that it holds, without window and chunk. Which rank holds which tokens
+    does not matter, as long as one of them holds each: the queries see all of them. A rank that holds none of a
+    sequence has it in its cache with no tokens.
     tails: with more than one query token a sequence, whether this rank holds the last tokens of each sequence, which
     are the queries' own: one rank holds all of them, and there they see each other causally.
     options: what is done to scores, as in `decode`; the same on every rank, sinks (Hq,) counted once.

@@ -89,7 +89,7 @@ def _widened(x: torch.Tensor, heads: int, head_dim: int) -> torch.Tensor:
 
 def _is_chunked(module: Any, layer: int) -> bool:
     """Does the layer keep attention inside blocks of positions?"""
-    kinds = getattr(module.config, "layer_types", None) or ()
+    kinds = getattr(getattr(module, "config", None), "layer_types", None) or ()
     return layer < len(kinds) and kinds[layer] == "chunked_attention"
 
 
