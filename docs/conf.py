@@ -25,6 +25,7 @@ nitpick_ignore_regex = [
     (r"py:.*", r"(torch|numpy|np|npt|dist|collections|typing|pathlib|thunder)\..*"),
     (r"py:class", r"\w+"),
     (r"py:class", r"tilewise\.\w+\.\w+\.\w+"),
+    (r"py:class", r"tilewise\.scores\.\w+"),
 ]
 
 myst_enable_extensions = ["colon_fence", "dollarmath"]

@@ -357,9 +357,9 @@ def check_tree_mask(mask: Any, plan: DecodePlan | StandingPlan, device: torch.de
     if tuple(given.shape) not in ((tokens, tokens), (count, tokens, tokens)):
         shapes = f"({tokens}, {tokens}) or ({count}, {tokens}, {tokens})"
         raise ValueError(f"tree_mask must be {shapes}, got {tuple(given.shape)}")
-    if plan.window is not None:
+    if plan.window is not None or plan.chunk:
         raise ValueError(
-            "tree_mask goes with a plan without a window: which token is how far away, a tree does not say"
+            "tree_mask goes with a plan without a window and a chunk: which token is how far away, a tree does not say"
         )
     return given.expand(count, tokens, tokens)
 

@@ -13,15 +13,46 @@ Everything between passes a `Scores`, or the public names as `ScoreOptions`, alo
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import TypedDict
+from typing import Any, NamedTuple, TypedDict
 
+import numpy as np
 import torch
 
 Window = tuple[int | None, int | None]
 
 
+class Reach(NamedTuple):
+    """How far back the rows of causal attention see: `left` keys before their own position, None for all of them, and
+    no key before the block of `chunk` positions that they stand in, 0 for no blocks."""
+
+    left: int | None = None
+    chunk: int = 0
+
+    @classmethod
+    def of(cls, window: Window | None, chunk: int = 0) -> Reach:
+        """Of a window, whose right side says nothing to a causal row."""
+        return cls(None if window is None else window[0], chunk)
+
+    @property
+    def window(self) -> Window | None:
+        """What `of` takes."""
+        return None if self.left is None else (self.left, 0)
+
+    @property
+    def whole(self) -> bool:
+        """Does every row see back to the first key?"""
+        return self.left is None and not self.chunk
+
+    def first(self, position: Any) -> Any:
+        """The first key that the row at `position` sees, or those of an array of positions. It never moves back while
+        positions go on; a row before key 0 sees none, and its first is 0."""
+        left = 0 if self.left is None else position - self.left
+        block = position // self.chunk * self.chunk if self.chunk else 0
+        return np.maximum(np.maximum(left, block), 0)
+
+
 class DecodeOptions(TypedDict, total=False):
-    """decode()'s keyword arguments that concern the scores; api/ says what they mean. The window is the plan's."""
+    """decode()'s keyword arguments that concern the scores; api/ says what they mean. What rows see is the plan's."""
 
     scale: float | None
     softcap: float
@@ -37,7 +68,8 @@ class ScoreOptions(DecodeOptions, total=False):
     alibi_slopes: torch.Tensor | None
 
 
-# The same names in a PyTorch operator's schema, where tensors stand before the star; decode's window is its plan's.
+# The same names in a PyTorch operator's schema, where tensors stand before the star; decode's window and chunk are its
+# plan's.
 SCHEMA_TENSORS = "Tensor? sinks=None, Tensor? alibi_slopes=None"
 SCHEMA_SCALING = "float? scale=None, float softcap=0.0"
 SCHEMA_SEEN = "bool causal=False, SymInt? window_left=None, SymInt? window_right=None, SymInt? chunk=None"
@@ -58,9 +90,9 @@ class Scores:
 
     window: (left, right) keys seen to either side, None for no limit; causal is right = 0. exact: the standard softmax
     where a kernel would use the lazy one. chunk: positions of a block that no row sees out of, 0 for none, as
-    kernels always have it (api/rewritten.py). sinks: (Hq,). slopes: (B, Hq) float32; alibi: whether there are any.
-    dropout: the share of the weights that a kernel drops, and seed, () int64 on its device, says which; on the CPU
-    cpu/dropout.py has both.
+    kernels other than decode's always have it (api/rewritten.py). sinks: (Hq,). slopes: (B, Hq) float32; alibi: whether
+    there are any. dropout: the share of the weights that a kernel drops, and seed, () int64 on its device, says which;
+    on the CPU cpu/dropout.py has both.
     """
 
     window: Window = (None, None)

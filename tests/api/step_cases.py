@@ -23,18 +23,19 @@ def mixed(**options):
     return cache, [(seqs[0], 7), (seqs[4], 33), (seqs[1], 21)], [seqs[2], seqs[5], seqs[3], seqs[6]]
 
 
-def assert_step(cache, prefill, decode, *, heads=4, layer=0, dtype=torch.float32, share="auto", window=None, seed=5,
-                backend="auto", cost=None, **options):  # fmt: skip
+def assert_step(cache, prefill, decode, *, heads=4, layer=0, dtype=torch.float32, share="auto", window=None, chunk=None,
+                seed=5, backend="auto", cost=None, **options):  # fmt: skip
     """A step against the oracle, chunk by chunk and decode by decode; returns the plan, o and lse."""
-    plan = plan_step(cache, prefill, decode, num_heads=heads, window=window, share_prefix=share, cost=cost)
+    seen = {"window": window, "chunk": chunk}
+    plan = plan_step(cache, prefill, decode, num_heads=heads, share_prefix=share, cost=cost, **seen)
     q = randn(plan.rows, heads, pages_of(cache).head_dim, dtype=dtype, seed=seed).to(pages_of(cache).device)
     out = poison(q.new_empty((*q.shape[:2], pages_of(cache).value_dim)))
     o, lse = attend(q, cache, layer, plan, return_lse=True, out=out, backend=backend, **options)
-    judge_step(q, o, lse, cache, layer, plan, window=window, **options)
+    judge_step(q, o, lse, cache, layer, plan, **seen, **options)
     return plan, o, lse
 
 
-def judge_step(q, o, lse, cache, layer, plan, *, window=None, **options):
+def judge_step(q, o, lse, cache, layer, plan, *, window=None, chunk=None, **options):
     """(o, lse) of a step's rows q, each sequence alone over its own gathered keys."""
     assert o.dtype == q.dtype
     assert lse.shape == (q.shape[1], len(q))
@@ -47,8 +48,8 @@ def judge_step(q, o, lse, cache, layer, plan, *, window=None, **options):
         rows = slice(row, row + tokens)
         asked = (q[None, rows].cpu(), *(x[None].cpu() for x in pages_of(cache).gather(layer, seq)))
         got = (o[None, rows].cpu(), lse[None, :, rows].cpu())
-        exact = reference.attention(*asked, causal=True, window=window, **more)
-        honest = reference.attention(*asked, causal=True, window=window, dtype=q.dtype, **more)
+        exact = reference.attention(*asked, causal=True, window=window, chunk=chunk, **more)
+        honest = reference.attention(*asked, causal=True, window=window, chunk=chunk, dtype=q.dtype, **more)
         states.append((got, exact, honest))
         if q.dtype != torch.float32:  # a long sequence's output is small, and must not be excused by a short one's
             verdict = reference.judge(got[0], exact[0], honest[0], lse=exact[1])

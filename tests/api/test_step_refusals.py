@@ -57,8 +57,12 @@ def test_a_decode_plan_of_another_kind():
     (cache, seqs), (other, _) = made(), made()
     for error, match, plan in (
         (ValueError, "decode is a plan for another cache", plan_decode(other, seqs, num_heads=4)),
-        (ValueError, "num_heads 4 and window None, got one with 8", plan_decode(cache, seqs, num_heads=8)),
-        (ValueError, "and window None, got one with 4 and", plan_decode(cache, seqs, num_heads=4, window=(3, 0))),
+        (ValueError, "num_heads 4, window None and chunk None, got one with 8", plan_decode(cache, seqs, num_heads=8)),
+        (
+            ValueError,
+            "window None and chunk None, got one with 4, .3, 0. and None",
+            plan_decode(cache, seqs, num_heads=4, window=(3, 0)),
+        ),
         (NotImplementedError, "for selected pages", plan_decode(cache, seqs, num_heads=4, pages_per_seq=2)),
     ):
         with pytest.raises(error, match=match):

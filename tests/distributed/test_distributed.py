@@ -303,9 +303,10 @@ def test_decode_split_refuses():
         tw.decode_split(q, cache, 0, plan, tails=True)
     with pytest.raises(ValueError, match="layer must be at least 0 and at most 1"):
         tw.decode_split(q, cache, 2, plan, tails=[True, True])
-    windowed = plan_decode(cache, seqs, num_heads=4, window=(3, 0))
-    with pytest.raises(NotImplementedError, match="a window over a cache that is split"):
-        tw.decode_split(q[:, :1], cache, 0, windowed)
+    for seen in ({"window": (3, 0)}, {"chunk": 3}):
+        near = plan_decode(cache, seqs, num_heads=4, **seen)
+        with pytest.raises(NotImplementedError, match="a window or a chunk over a cache that is split"):
+            tw.decode_split(q[:, :1], cache, 0, near)
 
 
 def test_helpers_refuse():

@@ -18,7 +18,7 @@ from oracle import assert_elements, assert_state, logit_error, poison, randn
 
 from tilewise import PagedKVCache, plan_decode, reference
 from tilewise.gpu import decode as decoding
-from tilewise.plan.worklist import FAR, Splitting
+from tilewise.plan.worklist import FAR, Splitting, WorkList
 from tilewise.scores import Scores
 
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -115,6 +115,7 @@ def decode(
     share: bool = False,
     mode: tuple[bool, int] = MODES[0],
     window: tuple[int | None, int | None] | None = None,
+    chunk: int | None = None,
     splitting: Splitting | None = SMALL,
     scale: float | None = None,
     runs: bool = False,
@@ -128,9 +129,8 @@ def decode(
     device: where it runs; what goes in and comes out is on the CPU.
     """
     if plan is None:
-        plan = plan_decode(
-            cache, seqs, num_heads=q.shape[2], tokens_per_seq=q.shape[1], window=window, share_prefix=share
-        )
+        asked = {"window": window, "chunk": chunk, "share_prefix": share}
+        plan = plan_decode(cache, seqs, num_heads=q.shape[2], tokens_per_seq=q.shape[1], **asked)
     k_parts, v_parts = parts or stored(cache, runs=runs)
     k_parts, v_parts = ([_moved(x, device) for x in of] for of in (k_parts, v_parts))
     like = q if cache.value_dim == q.shape[-1] else q.new_empty((*q.shape[:3], cache.value_dim))
@@ -155,6 +155,7 @@ def decode(
             (None if window is None else window[0], 0),
             q.shape[-1] ** -0.5 if scale is None else scale,
             options.pop("softcap", 0.0),
+            chunk=chunk or 0,
             sinks=options.pop("sinks", None),
         ),
         splitting=splitting,
@@ -252,6 +253,7 @@ def check(
     seed: int = 7,
     size: float = 1.0,
     window: tuple[int | None, int | None] | None = None,
+    chunk: int | None = None,
     scale: float | None = None,
     softcap: float = 0.0,
     sinks: torch.Tensor | None = None,
@@ -260,13 +262,35 @@ def check(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(o, lse) by the kernel, judged by the oracle over what the pages decode to."""
     q = queries(cache, seqs, group=group, tokens=tokens, dtype=dtype, seed=seed, size=size)
-    scoring: dict[str, Any] = {"window": window, "scale": scale, "softcap": softcap, "sinks": sinks}
+    scoring: dict[str, Any] = {"window": window, "chunk": chunk, "scale": scale, "softcap": softcap, "sinks": sinks}
     got = decode(cache, seqs, q, tree=tree, **scoring, **options)
     try:
         assert_decoded(got, q, cache, seqs, tree_mask=tree, **scoring)
     except AssertionError as error:
         told = {"format": cache.format, "page_size": cache.page_size, "lengths": [cache.length(s) for s in seqs][:9]}
         raise AssertionError(f"{told}, {group=}, {tokens=}, {dtype}, {scoring}, {options}: {error}") from None
+    return got
+
+
+def kept(plan: Any, kind: Any) -> list[Any]:
+    """What of this kind is kept on a plan."""
+    kept = decoding.kept(plan)
+    return [x for x in (*kept.bound.values(), *kept.lists.values()) if isinstance(x, kind)]
+
+
+def check_growth(
+    cache, seqs, steps, *, window=None, chunk=None, share=False, group=4, tokens=1, room=60, grown=None, **options
+):
+    """Decode, grow by the steps under the same list, judge every time; the last (o, lse). grown: who, all if None."""
+    q, seen = queries(cache, seqs, group=group, tokens=tokens), {"window": window, "chunk": chunk}
+    plan = plan_decode(cache, seqs, num_heads=q.shape[2], tokens_per_seq=tokens, share_prefix=share, **seen)
+    for number, step in enumerate((0, *steps)):
+        if step:
+            grow(cache, seqs if grown is None else grown, step, seed=70 + number)
+            (listed,) = kept(plan, WorkList)
+            listed.grow([cache.length(s) for s in seqs], [cache.page_list(s) for s in seqs])
+        got = decode(cache, seqs, q, plan=plan, room=room, mode=MODES[number % 4], **seen, **options)
+        assert_decoded(got, q, cache, seqs, **seen)
     return got
 
 

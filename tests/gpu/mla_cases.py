@@ -106,11 +106,11 @@ class Problem:
         pages = torch.from_numpy(self.lists[n].astype(np.int64))
         return self.rows[pages].flatten(0, 1)[: self.lengths[n], 0]
 
-    def plan(self, share: bool | None = None, window: int | None = None) -> Any:
+    def plan(self, share: bool | None = None, window: int | None = None, chunk: int = 0) -> Any:
         return plan_tree(
             range(len(self.lengths)), self.lists, self.lengths, self.page_size, heads_q=self.heads, heads_kv=1,
             head_dim=self.head_dim, kv_row_bytes=2 * self.head_dim, io_bytes=2, tokens_per_seq=self.tokens,
-            share=share, window=None if window is None else (window, 0),
+            share=share, window=None if window is None else (window, 0), chunk=chunk,
         )  # fmt: skip
 
     def run(
@@ -118,6 +118,7 @@ class Problem:
         *,
         share: bool | None = False,
         window: int | None = None,
+        chunk: int = 0,
         scale: float | None = None,
         softcap: float = 0.0,
         sinks: torch.Tensor | None = None,
@@ -134,11 +135,12 @@ class Problem:
             (window, 0),
             self.head_dim**-0.5 if scale is None else scale,
             softcap,
+            chunk=chunk,
             sinks=None if sinks is None else sinks.to(device),
         )
         beyond = np.array([-7, 2**31 - 1], np.int32)  # page lists may have anything after their end
         mla.run(
-            plan or self.plan(share, window), q, self.format, [x.to(device) for x in self.parts or (self.rows,)],
+            plan or self.plan(share, window, chunk), q, self.format, [x.to(device) for x in self.parts or (self.rows,)],
             [np.concatenate([pages, beyond]) for pages in self.lists], self.lengths, o, lse, scores,
             value_dim=self.value_dim, indices=None if indices is None else indices.to(device), **options,
         )  # fmt: skip
@@ -159,11 +161,13 @@ class Problem:
         assert_state(found, exact, honest, in_logits)
         assert_elements(found, exact, honest[0], magnitude, len(keys), self.dtype, in_logits)
 
-    def check(self, *, window: int | None = None, sinks: torch.Tensor | None = None, **options: Any) -> Any:
+    def check(
+        self, *, window: int | None = None, chunk: int = 0, sinks: torch.Tensor | None = None, **options: Any
+    ) -> Any:
         """(o, lse) by the kernel, judged sequence by sequence."""
-        got = self.run(window=window, sinks=sinks, **options)
+        got = self.run(window=window, chunk=chunk, sinks=sinks, **options)
         scoring = {name: options[name] for name in ("scale", "softcap") if name in options}
-        seen = {} if window is None else {"window": (window, 0)}
+        seen = {"window": None if window is None else (window, 0), "chunk": chunk or None}
         for n in range(len(self.lengths)):
             try:
                 self.judge(got, n, slice(None), self.gathered(n), causal=True, sinks=sinks, **seen, **scoring)

@@ -25,7 +25,7 @@ STAMPS = count_from(1)
 
 
 def standing_plan(rows: int, max_length: int, heads: int, group: int, page_size: int, **options) -> StandingPlan:
-    given = {"tokens_per_seq": 1, "window": None, "share": True, **options}
+    given = {"tokens_per_seq": 1, "window": None, "chunk": 0, "share": True, **options}
     judge = Judge(CPU_COST, 1, heads, 64, 256.0)
     return StandingPlan(
         rows=rows, max_length=max_length, heads_q=heads * group, heads_kv=heads, head_dim=64, page_size=page_size,
@@ -67,8 +67,7 @@ def random_batch(r: random.Random, plan: StandingPlan, count: int, *, tree: bool
     order, nodes = np.arange(count, dtype=np.int32), np.zeros((0, 5), np.int64)
     if plan.share is not False:
         order, common = tree_order(table[rows], counts[rows])
-        left = plan.window[0] if plan.window else None
-        nodes = choose_nodes(common, length[order], size, plan.tokens_per_seq, left, None)
+        nodes = choose_nodes(common, length[order], size, plan.tokens_per_seq, plan.reach, None)
     stamps = np.array([next(STAMPS) for _ in table], np.int64)
     return Batch(rows, length, order, nodes, table, counts, stamps, int(stamps[-1]))
 
@@ -89,7 +88,7 @@ def expected(plan: StandingPlan, batch: Batch, listed: PlannedList, nodes: np.nd
     order = np.concatenate([batch.order, np.arange(count, rows)]).astype(np.int32)
     length = np.concatenate([batch.lengths[batch.order], np.zeros(rows - count, np.int64)])
     cutter = Cutter(rows_each, heads, shape, Splitting())
-    cut = cut_plan(nodes, own_ranges(plan, length, nodes), cutter, length, chaining=plan.window is None)
+    cut = cut_plan(nodes, own_ranges(plan, length, nodes), cutter, length, chaining=plan.reach.whole)
     states = cut.states.table()
     zeros = np.zeros(rows, np.int32)
     of = Sequences(order, states, np.zeros((rows, 1), np.int32), zeros, plan.page_size, shape.chunk)
@@ -131,7 +130,9 @@ def own_ranges(plan: StandingPlan, length: np.ndarray, nodes: np.ndarray) -> Own
     """By sequence, ascending."""
     found = []
     for n, end in enumerate(length.tolist()):
-        at = 0 if plan.window is None else max(0, end - plan.tokens_per_seq - plan.window[0])
+        first = max(0, end - plan.tokens_per_seq)  # the position of the first row
+        at = 0 if plan.window is None else max(0, first - plan.window[0])
+        at = max(at, first - first % plan.chunk) if plan.chunk else at
         above = [node for node in nodes.tolist() if node[0] <= n < node[0] + node[1]]
         for _, _, start, stop, _ in above:
             if start > at:

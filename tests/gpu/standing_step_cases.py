@@ -69,20 +69,21 @@ def chunks_first(prefill, decode):
     return torch.cat([torch.arange(count, used), torch.arange(count)])
 
 
-def asked(cache, prefill, decode, q, *, window=None, backend="auto", **options):
+def asked(cache, prefill, decode, q, *, window=None, chunk=None, backend="auto", **options):
     """(o, lse) of the rows in use by a plan of just this step, put in a standing step's order."""
-    plan = plan_step(cache, prefill, decode, num_heads=q.shape[1], window=window, share_prefix=False)
+    plan = plan_step(cache, prefill, decode, num_heads=q.shape[1], window=window, chunk=chunk, share_prefix=False)
     rows = chunks_first(prefill, decode)
     o, lse = attend(q[rows], cache, 0, plan, return_lse=True, backend=backend, **options)
     back = rows.argsort()
     return o[back], lse[:, back]
 
 
-def judge(cache, prefill, decode, q, got, *, window=None, sinks=None, **options):
+def judge(cache, prefill, decode, q, got, *, window=None, chunk=None, sinks=None, **options):
     """(o, lse) of a standing step's rows q by the oracle, and nothing in idle ones."""
-    plan = plan_step(cache, prefill, decode, num_heads=q.shape[1], window=window)
+    seen = {"window": window, "chunk": chunk}
+    plan = plan_step(cache, prefill, decode, num_heads=q.shape[1], **seen)
     rows, (o, lse) = chunks_first(prefill, decode), got
-    judge_step(q[rows], o[rows], lse[:, rows], cache, 0, plan, window=window, sinks=sinks, **options)
+    judge_step(q[rows], o[rows], lse[:, rows], cache, 0, plan, sinks=sinks, **seen, **options)
     check_idle(q, got, len(rows), sinks)
 
 

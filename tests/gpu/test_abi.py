@@ -35,7 +35,7 @@ from tilewise.scores import Scores
 RAGGED = (("Index", "int"), ("kTileQ", 128), ("kTileKv", 128), ("kPack", 1))
 FOLD = pattern.fold_spec(pattern.Pattern(64, 64), 128, 64, 1, False).constants
 KINDS = (("Function", "NoFunction"),)
-DECODE = (("kSelected", False),)
+DECODE = (("kSelected", False), abi.DECODE_RULES[0])
 BACKWARD_KIND = backward_hopper.Kind(torch.bfloat16, 192, Scores(), False, value_dim=128)
 BACKWARD_TILING = BACKWARD_KIND.tiling
 BEFORE, BACKWARD, _ = (spec.constants for spec in backward_hopper.specs_of(BACKWARD_KIND))

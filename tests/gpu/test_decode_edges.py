@@ -17,8 +17,10 @@ from decode_cases import (
     UNCUT,
     assert_decoded,
     check,
+    check_growth,
     decode,
     grow,
+    kept,
     make_cache,
     make_tree,
     queries,
@@ -32,27 +34,7 @@ from tilewise.gpu import decode_kernels
 from tilewise.plan.worklist import FAR, Splitting, WorkList
 
 
-def kept(plan, kind):
-    """What of this kind is kept on a plan."""
-    kept = decoding.kept(plan)
-    return [x for x in (*kept.bound.values(), *kept.lists.values()) if isinstance(x, kind)]
-
-
 # ---- lists that grow -------------------------------------------------------------------------------------------------
-def check_growth(cache, seqs, steps, *, window=None, share=False, group=4, tokens=1, room=60, grown=None, **options):
-    """Decode, grow by the steps under the same list, judge every time; the last (o, lse). grown: who, all if None."""
-    q = queries(cache, seqs, group=group, tokens=tokens)
-    plan = plan_decode(cache, seqs, num_heads=q.shape[2], tokens_per_seq=tokens, window=window, share_prefix=share)
-    for number, step in enumerate((0, *steps)):
-        if step:
-            grow(cache, seqs if grown is None else grown, step, seed=70 + number)
-            (listed,) = kept(plan, WorkList)
-            listed.grow([cache.length(s) for s in seqs], [cache.page_list(s) for s in seqs])
-        got = decode(cache, seqs, q, plan=plan, window=window, room=room, mode=MODES[number % 4], **options)
-        assert_decoded(got, q, cache, seqs, window=window)
-    return got
-
-
 @pytest.mark.parametrize("splitting", [SMALL, UNCUT, FOLDED], ids=["cut", "uncut", "folded"])
 def test_the_window_moves_when_a_sequence_grows(splitting):
     """What was an item's first chunk is hidden after a step, or after several."""

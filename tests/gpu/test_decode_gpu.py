@@ -48,8 +48,8 @@ def test_many_heads_in_step(kv_format, page_size):
     """More pieces than blocks: neighbouring heads come as one; the same bits as alone, where they stand apart."""
     lengths = [1, 15, 16, 17, 31, 33, 64, 129, 200, 257, 300, 0] * 5
     cache, seqs = make_cache(lengths, page_size=page_size, kv_heads=8, head_dim=128, kv_format=kv_format)
-    for window, tokens in ((None, 1), ((70, 0), 2)):
-        options = {"tokens": tokens, "window": window, "splitting": SMALL, "device": "cuda", "runs": True}
+    for seen, tokens in (({}, 1), ({"window": (70, 0)}, 2), ({"chunk": 64}, 3)):
+        options = {"tokens": tokens, **seen, "splitting": SMALL, "device": "cuda", "runs": True}
         together, lse = check(cache, seqs, **options)
         q = queries(cache, seqs, tokens=tokens)
         del options["tokens"]

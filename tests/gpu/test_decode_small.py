@@ -120,9 +120,9 @@ def test_sequences_that_grow():
 
 def served(cache, seqs, *, share=False, tokens=1, group=4, dtype=BF16, **options) -> bool:
     """Does decode_small take the call, if it is asked to?"""
-    window = options.get("window")
+    seen = {name: options.get(name) for name in ("window", "chunk")}
     plan = plan_decode(
-        cache, seqs, num_heads=group * cache.num_kv_heads, tokens_per_seq=tokens, share_prefix=share, window=window
+        cache, seqs, num_heads=group * cache.num_kv_heads, tokens_per_seq=tokens, share_prefix=share, **seen
     )
     small = []
     with (
@@ -138,6 +138,7 @@ def test_what_it_does_not_serve_goes_to_decode():
     assert served(cache, seqs, small=True)
     assert not served(cache, seqs)  # the emulator has to be asked
     assert not served(cache, seqs, small=True, window=(20, 0))
+    assert not served(cache, seqs, small=True, chunk=20, splitting=Splitting(whole=True))
     assert not served(cache, seqs, small=True, tokens=3)  # twelve rows
     tree = torch.ones(2, 2, 2, dtype=torch.bool).tril()
     assert not served(cache, seqs, small=True, tokens=2, tree=tree)

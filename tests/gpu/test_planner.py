@@ -28,6 +28,11 @@ TILES, MMA = Shape(8, 4, 5, True, joiners=8), Shape(8, 2, 4, True, tile_rows=64,
         (TILES, 4, 4, 16, {"rows": 300}),
         (TILES, 1, 8, 64, {"window": (150, 0), "tokens_per_seq": 2}),
         (MMA, 2, 4, 16, {}),
+        (WIDE, 2, 4, 24, {"chunk": 64, "share": False, "tokens_per_seq": 3}),
+        (PLAIN, 2, 4, 8, {"chunk": 17}),
+        (TILES, 4, 4, 16, {"chunk": 200}),
+        (TILES, 1, 8, 64, {"chunk": 128, "window": (150, 0), "tokens_per_seq": 2}),
+        (TILES, 1, 8, 16, {"chunk": 1}),
     ],
 )
 def test_list_is_the_one_that_python_makes(shape, heads, group, page_size, options):

@@ -14,15 +14,16 @@ pytestmark = pytest.mark.gpu
 HEADS, GROUP, ROWS = 8, 4, 24
 
 
+@pytest.mark.parametrize("chunk", [None, 200])
 @pytest.mark.parametrize("share", [False, True])
 @pytest.mark.parametrize(
     ("kv_format", "heads", "kv_heads", "dim", "value_dim"),
     [("bf16", 32, 8, 128, None), *((name, 16, 1, 576, 512) for name in ("bf16", "fp8", "int8"))],
     ids=["plain", "latent", "latent-fp8", "latent-int8"],
 )
-def test_one_graph_serves_sequences_that_come_and_go(kv_format, heads, kv_heads, dim, value_dim, share):
+def test_one_graph_serves_sequences_that_come_and_go(kv_format, heads, kv_heads, dim, value_dim, share, chunk):
     of = Churn(1, kv_format, torch.bfloat16, kv_heads, 16, dim=dim, value_dim=value_dim, pages=4000, device="cuda")
-    options = {"num_heads": heads, "share_prefix": share}
+    options = {"num_heads": heads, "share_prefix": share, "chunk": chunk}
     plan = tw.plan_decode(of.cache, [], rows=ROWS, max_length=2000, **options)
     q = torch.randn(ROWS, 1, heads, dim, device="cuda").bfloat16()
     out = q.new_empty(ROWS, 1, heads, of.cache.value_dim)
@@ -38,7 +39,7 @@ def test_one_graph_serves_sequences_that_come_and_go(kv_format, heads, kv_heads,
         graph.replay()
         count = len(of.seqs)
         assert not out[count:].any()
-        alone = tw.plan_decode(of.cache, of.seqs, num_heads=heads, share_prefix=False)
+        alone = tw.plan_decode(of.cache, of.seqs, num_heads=heads, share_prefix=False, chunk=chunk)
         expected = tw.decode(q[:count], of.cache, 0, alone)
         if not share:
             assert torch.equal(out[:count], expected)

@@ -14,19 +14,19 @@ DECODES, ROWS = 24, 200
 
 
 @pytest.mark.parametrize("order", ["decodes first", "chunks first", "apart"])
-@pytest.mark.parametrize("window", [None, (40, 0)])
+@pytest.mark.parametrize("seen", [{}, {"window": (40, 0)}, {"chunk": 64}], ids=["all", "window", "chunk"])
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "dim", "value_dim"),
     [(32, 8, 128, None), (16, 1, 576, 512), (128, 1, 576, 512)],
     ids=["plain", "latent-16", "latent-128"],
 )
 def test_one_graph_serves_chunks_and_decodes_that_come_and_go(
-    heads, kv_heads, dim, value_dim, window, order, monkeypatch
+    heads, kv_heads, dim, value_dim, seen, order, monkeypatch
 ):
     """To the bit of plans that are made for each step, two layers in a row; what is idle gives 0."""
     monkeypatch.setattr(beside, "ORDER", order)
     of = Churn(1, "bf16", torch.bfloat16, kv_heads, 16, dim=dim, value_dim=value_dim, pages=4000, device="cuda")
-    options = {"num_heads": heads, "share_prefix": False, "window": window}
+    options = {"num_heads": heads, "share_prefix": False, **seen}
     plan = tw.plan_decode(of.cache, [], rows=DECODES, max_length=4000, **options)
     step = tw.plan_step(of.cache, [], plan, rows=ROWS, max_chunks=6, **options)
     q = torch.randn(ROWS, heads, dim, device="cuda").bfloat16()

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tree_cases import random_lists, tree_lists
+from tree_cases import first_seen, random_lists, tree_lists
 
 from tilewise.plan.cost import CPU_COST, GPU_COST, MMA_COST, CostModel
 from tilewise.plan.flat import (
@@ -21,6 +21,7 @@ from tilewise.plan.flat import (
     tree_order,
 )
 from tilewise.plan.tiles import Ints
+from tilewise.scores import Reach
 
 Group = tuple[tuple[int, ...], int]  # members, and how many leading pages all of them have
 
@@ -37,14 +38,14 @@ def groups_of(lists: list[Ints]) -> list[Group]:
 
 
 def chosen_of(
-    groups: list[Group], lengths: list[int], page_size: int, tokens: int, left: int | None, judge: Judge | None
+    groups: list[Group], lengths: list[int], page_size: int, tokens: int, reach: Reach, judge: Judge | None
 ) -> set[tuple[tuple[int, ...], int, int]]:
     """What choose_nodes says of itself, in plain words: members, start and stop."""
     shared: dict[tuple[int, ...], tuple[int, int]] = {}
     alone_us = saved_us = 0.0
     for members, depth in groups:
         above = max((stop for other, (_, stop) in shared.items() if set(members) <= set(other)), default=0)
-        start = above if left is None else max(above, max(lengths[m] for m in members) - 1 - left)
+        start = max(above, first_seen(max(lengths[m] for m in members) - 1, *reach))
         stop = min(depth * page_size, min(lengths[m] for m in members) - tokens + 1)
         if stop <= start:
             continue
@@ -54,7 +55,7 @@ def chosen_of(
             if judge is not None:
                 alone_us, saved_us = (x + y for x, y in zip((alone_us, saved_us), judge.node_us(*asked), strict=True))
     if judge is not None and shared:
-        own = sum(n if left is None else min(n, tokens + left) for n in lengths)
+        own = sum(n - first_seen(n - tokens, *reach) for n in lengths)
         own -= sum(len(members) * (stop - start) for members, (start, stop) in shared.items())
         widest = max(len(members) for members in shared) * judge.rows_each // judge.heads_kv
         if not judge.cost.pays(alone_us, saved_us, own * judge.kv_bytes, widest):
@@ -62,13 +63,14 @@ def chosen_of(
     return {(members, start, stop) for members, (start, stop) in shared.items()}
 
 
-def random_batch(seed: int) -> tuple[list[Ints], list[int], int, int, int | None]:
+def random_batch(seed: int) -> tuple[list[Ints], list[int], int, int, Reach]:
     rng = np.random.default_rng(seed)
     page_size, long = int(rng.choice([1, 4, 16])), int(rng.choice([1, 25]))
     lists, lengths = random_lists(rng, page_size)
     lists = [(x[:, None] * long + np.arange(long)).astype(np.int32).ravel() for x in lists]
     left = None if rng.random() < 0.5 else int(rng.choice([0, 3, 20, 500]))
-    return lists, [n * long for n in lengths], page_size, int(rng.choice([1, 1, 2, 5])), left
+    tokens, chunk = int(rng.choice([1, 1, 2, 5])), int(rng.choice([0, 0, 0, 17, 64, 300]))
+    return lists, [n * long for n in lengths], page_size, tokens, Reach(left, chunk)
 
 
 def test_the_order_puts_lists_with_a_common_prefix_side_by_side() -> None:
@@ -93,7 +95,7 @@ def test_of_a_list_and_its_continuation_by_page_0_the_shorter_comes_first() -> N
 def test_no_or_one_list_has_no_neighbours(count: int) -> None:
     order, common = tree_order(*PageTable.of([np.arange(3, dtype=np.int32)] * count))
     assert (order.tolist(), common.tolist()) == (list(range(count)), [])
-    assert choose_nodes(common, np.full(count, 40), 16, 1, None, None).shape == (0, 5)
+    assert choose_nodes(common, np.full(count, 40), 16, 1, Reach(), None).shape == (0, 5)
 
 
 def test_a_node_knows_the_depth_of_the_one_around_it() -> None:
@@ -104,14 +106,14 @@ def test_a_node_knows_the_depth_of_the_one_around_it() -> None:
 @pytest.mark.parametrize("cost", [None, CPU_COST, GPU_COST, MMA_COST])
 def test_the_nodes_that_are_shared(cost: CostModel | None) -> None:
     met = 0
-    for seed in range(120):
-        lists, lengths, page_size, tokens, left = random_batch(seed)
+    for seed in range(250):
+        lists, lengths, page_size, tokens, reach = random_batch(seed)
         judge = None if cost is None else Judge(cost, 32 * tokens, 8, 128, 4096.0)
         order, common = tree_order(*PageTable.of(lists))
         length = np.array(lengths, np.int64)[order]
-        nodes = choose_nodes(common, length, page_size, tokens, left, judge)
+        nodes = choose_nodes(common, length, page_size, tokens, reach, judge)
         found = {(tuple(sorted(order[a : a + n].tolist())), start, stop) for a, n, start, stop, _ in nodes.tolist()}
-        assert found == chosen_of(groups_of(lists), lengths, page_size, tokens, left, judge)
+        assert found == chosen_of(groups_of(lists), lengths, page_size, tokens, reach, judge)
         for n, (first, size, start, _, above) in enumerate(nodes.tolist()):
             assert above < n
             around = [m for m, (a, k, *_) in enumerate(nodes[:n].tolist()) if a <= first and first + size <= a + k]
@@ -141,8 +143,8 @@ def test_a_cost_model_of_one_s_own_is_asked() -> None:
     lists = tree_lists([1, 3, 2], [4, 4, 1])
     _, common = tree_order(*PageTable.of(lists))
     lengths = np.full(6, 144)
-    assert len(choose_nodes(common, lengths, 16, 1, None, Judge(CostModel(0.0, 1.0, 1e12, 0.0), 1, 1, 8, 1.0))) == 4
-    nodes = choose_nodes(common, lengths, 16, 1, None, Judge(Pairs(0.0, 1.0, 1e12, 0.0), 1, 1, 8, 1.0))
+    assert len(choose_nodes(common, lengths, 16, 1, Reach(), Judge(CostModel(0.0, 1.0, 1e12, 0.0), 1, 1, 8, 1.0))) == 4
+    nodes = choose_nodes(common, lengths, 16, 1, Reach(), Judge(Pairs(0.0, 1.0, 1e12, 0.0), 1, 1, 8, 1.0))
     assert nodes.tolist() == [[2 * n, 2, 0, 128, -1] for n in range(3)]
 
 
@@ -158,7 +160,7 @@ def test_a_node_is_judged_to_the_bit_as_the_model_says(flops_per_us: float) -> N
         common, lengths = np.full(size - 1, pages), np.full(size, 16 * pages + 5000)
         for near in (np.nextafter(margin, 0), margin, np.nextafter(margin, np.inf)):
             model = replace(cost, margin=float(near))
-            nodes = choose_nodes(common, lengths, 16, 1, None, Judge(model, rows, 1, 96, 700.5))
+            nodes = choose_nodes(common, lengths, 16, 1, Reach(), Judge(model, rows, 1, 96, 700.5))
             assert (len(nodes) > 0) == model.shares(*asked)
 
 

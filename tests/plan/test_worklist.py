@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from cpu_seconds import cpu_seconds
-from tree_cases import make_plan, random_lists, tree_lists
+from tree_cases import first_seen, make_plan, random_lists, tree_lists
 
 from tilewise import PagedKVCache, plan_decode
 from tilewise.arguments import PageListsOf
@@ -42,7 +42,7 @@ def states_now(row: np.ndarray, length: int) -> int:
 def check_items(listed: WorkList, plan: DecodePlan, lists: list[Ints], lengths: list[int], chunk: int) -> None:
     """All items of a list against what its sequences see now; lists and lengths in the caller's order."""
     tokens, group, heads = plan.tokens_per_seq, plan.heads_q // plan.heads_kv, plan.heads_kv
-    each, left = tokens * group, FAR if plan.window is None else plan.window[0]
+    each, first = tokens * group, lambda position: first_seen(position, *plan.reach)
     length = [lengths[n] for n in plan.order]
     size, most = listed.page_size, max(length, default=0) + 1
     met = np.zeros((len(length), heads, each, most), np.int64)
@@ -56,7 +56,7 @@ def check_items(listed: WorkList, plan: DecodePlan, lists: list[Ints], lengths: 
         assert item[Word.START] in starts or item[Word.START] % (64 if tile else chunk) == 0
         start, stop = item[Word.START], item[Word.STOP]
         if own:
-            start = max(start, length[table] - tokens - left)
+            start = max(start, first(length[table] - tokens))
             stop = max(start, min(stop, length[table]))
         for number in range(start // size, -(-stop // size) if stop > start else 0):
             assert page_at(listed, table, number) == lists[plan.order[table]][number]
@@ -64,7 +64,7 @@ def check_items(listed: WorkList, plan: DecodePlan, lists: list[Ints], lengths: 
         for flat in range(item[Word.ROW], item[Word.ROW] + item[Word.ROWS]):
             sequence, row = item[Word.SEQUENCE] + flat // each, flat % each
             position = length[sequence] - tokens + row // group
-            met[sequence, head, row, max(start, position - left) : max(start, min(stop, position + 1))] += 1
+            met[sequence, head, row, max(start, first(position)) : max(start, min(stop, position + 1))] += 1
             all_see = all_see and position + 1 >= stop
             state, now = item[Word.STATE_FOLD] >> 16, states_now(listed.states[sequence], length[sequence])
             assert state < now or (own and stop == start)
@@ -75,7 +75,7 @@ def check_items(listed: WorkList, plan: DecodePlan, lists: list[Ints], lengths: 
         for row in range(each):
             position = end - tokens + row // group
             seen = np.zeros(most, np.int64)
-            seen[max(0, position - left) : max(0, position + 1)] = 1
+            seen[first(position) : max(0, position + 1)] = 1
             assert (met[sequence, :, row] == seen).all(), (sequence, row)
             for head in range(heads):
                 for state in range(states_now(listed.states[sequence], end)):
@@ -132,6 +132,7 @@ def test_any_list_before_and_after_growing(seed: int) -> None:
     lists, lengths = random_lists(rng, page_size)
     window = None if rng.random() < 0.6 else (int(rng.choice([0, 20, 70])), 0)
     options: dict[str, Any] = {"tokens_per_seq": int(rng.choice([1, 1, 3])), "window": window, "room": room}
+    options["chunk"] = int(rng.choice([0, 0, 1, 17, 64]))
     options["shortest_run"] = int(rng.choice([0, 0, page_size]))  # plans for a CPU have several ranges per sequence
     plan = make_plan(lists, lengths, page_size, heads=(int(rng.choice([4, 8])), 2), **options)
     shape = Shape(8, 2, int(rng.choice([3, 9])), bool(rng.random() < 0.6), joiners=2, chunk=int(rng.choice([16, 32])))

@@ -52,3 +52,8 @@ def make_plan(
     """heads: of the queries, of K and V. Every node is shared unless `share` says something else."""
     sizes = {"heads_q": heads[0], "heads_kv": heads[1], "head_dim": 64, "kv_row_bytes": 256.0, "io_bytes": 2}
     return plan_tree(range(len(lengths)), lists, lengths, page_size, **{**sizes, "share": True, **options})
+
+
+def first_seen(position: int, left: int | None, chunk: int) -> int:
+    """The first key that the row at a position sees, in plain words."""
+    return max(0, 0 if left is None else position - left, position - position % chunk if chunk else 0)

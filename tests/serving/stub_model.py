@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from tilewise.scores import Reach
 from tilewise.serving import Engine, Sampling, engine
 from tilewise.serving.hf import ModelShape
 from tilewise.serving.sampling import choose, parameters, uniforms
@@ -42,7 +43,7 @@ class Stub:
         self.most = max(self.most, len(tokens))
 
         def attend(layer, q, k, v):
-            o = step.attend(layer, q, k, v, window=None, scale=None, softcap=0.0, sinks=None)
+            o = step.attend(layer, q, k, v, reach=Reach(), scale=None, softcap=0.0, sinks=None)
             if self.fail is not None:
                 raise self.fail
             return o

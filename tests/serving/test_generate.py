@@ -32,6 +32,7 @@ from transformers.generation.logits_process import TopKLogitsWarper, TopPLogitsW
 from tilewise import OutOfPages, PagedKVCache, PrefixCache, api, cli
 from tilewise.bench import generate as bench
 from tilewise.bench.generate import share_of_equal
+from tilewise.scores import Reach
 from tilewise.serving import Engine, Sampling, generate, hf, steps, stream
 from tilewise.serving.requests import check_tokens
 from tilewise.serving.sampling import uniforms
@@ -61,13 +62,12 @@ def test_what_is_special_about_a_family_reaches_the_kernels(family, monkeypatch)
     """The families' tests would notice if a window, a soft cap or sinks were left out."""
     model = tiny_model(family)
     plain = [one.tokens for one in generate(model, PROMPTS, max_new_tokens=NEW)]
-    dropped = {"mistral": "window", "gemma2": "softcap", "gpt_oss": "sinks"}[family]
+    dropped = {"mistral": {"reach": Reach()}, "gemma2": {"softcap": 0.0}, "gpt_oss": {"sinks": None}}[family]
     for step in (steps.MixedStep, steps.DecodeStep):
         attend = step.attend
 
         def without(self, *args, attend=attend, **kwargs):
-            kwargs[dropped] = 0.0 if dropped == "softcap" else None
-            return attend(self, *args, **kwargs)
+            return attend(self, *args, **(kwargs | dropped))
 
         monkeypatch.setattr(step, "attend", without)
     assert [one.tokens for one in generate(model, PROMPTS, max_new_tokens=NEW)] != plain

@@ -5,9 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 import wide_models as wide
+from card_like import all_taped
+from latent_cases import served_late
+from tiny_models import assert_likeliest, run
 
 import tilewise
 from tilewise.serving import Engine
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 PROMPTS = [list(range(3, 28)), list(range(3, 9))]  # which begin alike
 NEW = 4
@@ -28,7 +33,7 @@ def greedy(model, prompts):
     return [generation.tokens for generation in tilewise.generate(model, prompts, max_new_tokens=NEW)]
 
 
-@pytest.mark.parametrize("make", [x for x in wide.SERVED if x is not wide.llama4], ids=lambda make: make.__name__)
+@pytest.mark.parametrize("make", wide.SERVED, ids=lambda make: make.__name__)
 def test_greedy_tokens_are_the_model_s_own(make):
     model = built(make)
     assert greedy(model, PROMPTS) == [expected(model, prompt) for prompt in PROMPTS]
@@ -69,14 +74,32 @@ def test_layers_of_another_kind_are_expanded():
     assert greedy(model, PROMPTS[:1]) == [expected(model, PROMPTS[0])]
 
 
-def test_chunks_up_to_their_length():
-    """Decoding has no chunks of positions: a sequence is at most as long as one."""
-    model = built(wide.llama4)
-    prompts = [prompt[: wide.CHUNK - NEW] for prompt in PROMPTS]
-    assert greedy(model, prompts) == [expected(model, prompt) for prompt in prompts]
-    with pytest.raises(ValueError, match=f"at most {wide.CHUNK} together"):
-        tilewise.generate(model, PROMPTS, max_new_tokens=NEW)
-    scaled = built(wide.llama4, floor_scale=12)
-    assert Engine(scaled).shape.positions == 11  # from there on queries are scaled by their position
-    with pytest.raises(NotImplementedError, match="smaller prefill_chunk"):
-        tilewise.generate(scaled, [[3, 4, 5 + n] for n in range(5)], max_new_tokens=1)
+def test_many_chunks_of_positions():
+    """Prompts in pieces, and tokens that come to the next chunk and the one after it. From floor_scale positions on
+    queries are scaled by theirs, of whatever pass they are a part; and the model stays as it is."""
+    model = built(wide.llama4, floor_scale=5, attn_scale=2.0)
+    prompts, new = [[*range(3, 33), 4], [*range(3, 33), 5], [7] * (wide.CHUNK - 1)], wide.CHUNK + 3
+    engine = Engine(model, prefill_chunk=9)
+    for prompt in prompts:
+        engine.submit(prompt, max_new_tokens=new)
+    for (n, _), tokens in run(engine).items():
+        ids = torch.tensor([[*prompts[n], *tokens]])
+        with torch.no_grad():
+            likeliest = model(ids, use_cache=False).logits[0, len(prompts[n]) - 1 : -1].argmax(-1)
+        assert tokens == likeliest.tolist()
+    assert all(m.attn_temperature_tuning for m in model.modules() if hasattr(m, "attn_temperature_tuning"))
+
+
+@pytest.mark.parametrize("chunk", [32, 24])
+def test_chunks_of_positions_as_on_a_card(chunk, monkeypatch):
+    """A whole pass by kernels, replayed over memory that stays; where chunks do not begin with a page of 16 tokens,
+    passes of decodes alone."""
+    replays = all_taped(monkeypatch)
+    settings = {"head_dim": 64, "num_local_experts": 1, "floor_scale": 20}  # rounding chooses no other experts
+    model = built(wide.llama4, attention_chunk_size=chunk, **settings).to(torch.bfloat16)
+    served = Engine(model, num_pages=60, max_sequences=4, token_budget=32, backend="emulator")
+    prompts = [[*range(3, 60)], [*range(3, 32)], [*range(40, 70)]]
+    for prompt, found in zip(prompts, served_late(served, prompts), strict=True):
+        assert_likeliest(model, prompt, found)
+    assert any(decodes for _, decodes, _ in replays)
+    assert any(chunks for *_, chunks in replays) == (chunk == 32)

@@ -15,7 +15,7 @@ from tilewise.gpu.merge_rows import merge_rows
 from tilewise.gpu.widen import widen
 from tilewise.kvcache import PagedKVCache
 from tilewise.kvcache.slots import upload
-from tilewise.plan.step import ChunkPlan
+from tilewise.plan.step import ChunkPlan, parts_of
 from tilewise.plan.tiles import Ints
 from tilewise.scores import DecodeOptions
 
@@ -41,8 +41,9 @@ class Nodes(NamedTuple):
 
 
 class Tables(NamedTuple):
-    """A plan's tables on a device. own: of what each chunk reads that is in no node. widened: the pages of all chunks,
-    each once, whose widened copies the tables name by their places in it; None where they name the cache's pages."""
+    """A plan's tables on a device. own: of what each chunk, or part of it, reads that is in no node. widened: the pages
+    of all chunks, each once, whose widened copies the tables name by their places in it; None where they name the
+    cache's pages."""
 
     own: Launch
     nodes: Nodes | None
@@ -72,8 +73,14 @@ def _make_tables(plan: ChunkPlan, cache: PagedKVCache, wide: bool) -> Tables:
     if wide:
         pages = np.unique(np.concatenate(lists))
         lists = [np.searchsorted(pages, its).astype(np.int32) for its in lists]
-    keys = [length - at for length, at in zip(plan.lengths, plan.own, strict=True)]
-    arrays += _launch(plan.tokens, keys, [its[at // size :] for its, at in zip(lists, plan.own, strict=True)])
+    given = zip(lists, plan.tokens, plan.own, plan.lengths, strict=True)
+    chunk = 0 if plan.chunk % size else plan.chunk
+    parts = [(its, part) for its, rows, at, end in given for part in parts_of(rows, at, end, chunk)]
+    arrays += _launch(
+        [part.rows for _, part in parts],
+        [part.stop - part.start for _, part in parts],
+        [its[part.start // size : -(-part.stop // size)] for its, part in parts],
+    )
     if plan.nodes:
         rows_of = [plan.row_order(node.first, node.end) for node in plan.nodes]
         asked = np.concatenate(rows_of)
@@ -142,7 +149,9 @@ def attend_chunks(
 
     nodes = tables.nodes
     logs = lse is not None or nodes is not None
-    got = forward(q, tables.own, causal=True, window=plan.window, out=out, return_lse=logs, **options)
+    # Blocks of positions that begin with a page are in the tables, as parts of the chunks; others are left to a mask.
+    chunk = plan.chunk if plan.chunk % cache.page_size else None
+    got = forward(q, tables.own, causal=True, window=plan.window, chunk=chunk, out=out, return_lse=logs, **options)
     if nodes is not None:
         # A sink is a key without a value: it is in one of the sets of keys, the chunks' own.
         rest = {name: x for name, x in options.items() if name != "sinks"}

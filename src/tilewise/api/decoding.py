@@ -6,11 +6,10 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, overload
 
-import numpy as np
 import torch
 
 from tilewise import arguments, checks, cpu, traced, tuned
-from tilewise.api import standing
+from tilewise.api import decode_checks, standing
 from tilewise.api.on_cpu import full_precision
 from tilewise.api.options import PagedOptions, Result, State
 from tilewise.api.prefill import result
@@ -24,7 +23,7 @@ from tilewise.plan.cost import CostModel
 from tilewise.plan.flat import Judge, PageTable
 from tilewise.plan.standing import StandingPlan
 from tilewise.plan.tree import plan_tree
-from tilewise.scores import DecodeOptions, Scores, Window
+from tilewise.scores import DecodeOptions, Reach, Scores, Window
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -41,6 +40,7 @@ def plan_decode(
     tokens_per_seq: int = 1,
     share_prefix: Literal["auto"] | bool = "auto",
     window: Window | None = None,
+    chunk: int | None = None,
     cost: CostModel | None = None,
     room: int = 0,
     pages_per_seq: int | None = None,
@@ -56,6 +56,7 @@ def plan_decode(
     tokens_per_seq: int = 1,
     share_prefix: Literal["auto"] | bool = "auto",
     window: Window | None = None,
+    chunk: int | None = None,
     cost: CostModel | None = None,
     rows: int,
     max_length: int,
@@ -68,6 +69,7 @@ def plan_decode(
     tokens_per_seq: int = 1,
     share_prefix: Literal["auto"] | bool = "auto",
     window: Window | None = None,
+    chunk: int | None = None,
     cost: CostModel | None = None,
     room: int = 0,
     pages_per_seq: int | None = None,
@@ -78,9 +80,11 @@ def plan_decode(
 
     num_heads: query heads. tokens_per_seq: query tokens a sequence has, which are its last cached ones; each sees the
     tokens up to itself (of a sequence with fewer tokens the first rows see nothing). window: (left, right) as in
-    `attention`. share_prefix: True puts the rows of all sequences under a node of the page tree over its tokens once,
-    False never, "auto" where `cost` (a CostModel, the device's by default) says that it pays. The plan holds until one
-    of its sequences changes. room: on a GPU, tokens that each sequence may grow by under `grow_plan`.
+    `attention`. chunk: blocks of so many positions, None for none; a token sees those of its own block alone, as in
+    `attention`: positions count from the sequence's first token. share_prefix: True puts the rows of all sequences
+    under a node of the page tree over its tokens once, False never, "auto" where `cost` (a CostModel, the device's by
+    default) says that it pays. The plan holds until one of its sequences changes. room: on a GPU, tokens that each
+    sequence may grow by under `grow_plan`.
     pages_per_seq: for `decode` with a schedule, the most pages that a sequence reads under a KV head; no prefix is
     shared then, because sequences select differently.
 
@@ -96,10 +100,10 @@ def plan_decode(
         renew_plan(plan, cache, seqs); graph.replay()
     """
     pages = arguments.check_cache(cache)
-    _check_sizes(pages, seqs, num_heads, tokens_per_seq, share_prefix, cost, room)
+    decode_checks.check_sizes(pages, seqs, num_heads, tokens_per_seq, share_prefix, cost, room)
     members, at = pages.sequences.batch(check_seqs(seqs))
-    window = arguments.check_window(window)
-    most = _check_pages_per_seq(pages_per_seq, share_prefix, window)
+    window, block = arguments.check_window(window), arguments.check_chunk(chunk)
+    most = decode_checks.check_pages_per_seq(pages_per_seq, share_prefix, Reach.of(window, block))
     row_bytes = stream_row_bytes(pages)
     share = None if share_prefix == "auto" else bool(share_prefix)
     form = pages.format.beside(pages.value_format)
@@ -112,8 +116,8 @@ def plan_decode(
         rows_each, row = tokens_per_seq * num_heads, pages.num_kv_heads * row_bytes
         judge = Judge(model, rows_each, pages.num_kv_heads, product_dim(pages), row)
         return standing.make(
-            pages, members, partial(once, window=window, cost=cost), rows=rows, max_length=max_length, judge=judge,
-            heads_q=num_heads, tokens_per_seq=tokens_per_seq, window=window, share=share,
+            pages, members, partial(once, window=window, chunk=chunk, cost=cost), rows=rows, max_length=max_length,
+            judge=judge, heads_q=num_heads, tokens_per_seq=tokens_per_seq, window=window, chunk=block, share=share,
         )  # fmt: skip
     counts = pages.sequences.counts[at]
     plan = plan_tree(
@@ -133,6 +137,7 @@ def plan_decode(
         cache_serial=pages.serial,
         tokens_per_seq=tokens_per_seq,
         window=window,
+        chunk=block,
         share=False if most else share,
         cost=model,
         room=room,
@@ -154,29 +159,6 @@ def stream_row_bytes(pages: PagedKVCache) -> int:
 def product_dim(pages: PagedKVCache) -> int:
     """The head_dim at which two products of one width take as many FLOPs as q·k and p·v do."""
     return -(-(pages.head_dim + pages.value_dim) // 2)
-
-
-def _check_sizes(
-    pages: PagedKVCache,
-    seqs: Any,
-    num_heads: Any,
-    tokens_per_seq: Any,
-    share_prefix: Any,
-    cost: Any,
-    room: Any,
-) -> None:
-    """What plan_decode asks of its arguments, one by one."""
-    checks.integer("num_heads", num_heads, 1)
-    checks.integer("tokens_per_seq", tokens_per_seq, 1)
-    checks.integer("room", room, 0)
-    if num_heads % pages.num_kv_heads:
-        raise ValueError(f"num_heads must be a multiple of the cache's {pages.num_kv_heads} KV heads, got {num_heads}")
-    if not isinstance(share_prefix, bool) and not (isinstance(share_prefix, str) and share_prefix == "auto"):
-        raise ValueError(f'share_prefix must be "auto", True or False, got {share_prefix!r}')
-    if cost is not None and not isinstance(cost, CostModel):
-        raise TypeError(f"cost must be a tilewise.CostModel, got {type(cost).__name__}")
-    if not isinstance(seqs, (Sequence, torch.Tensor, np.ndarray)):
-        raise TypeError(f"seqs must be a list of sequences, got {type(seqs).__name__}")
 
 
 def grow_plan(plan: DecodePlan, cache: PagedKVCache | PrefixCache) -> DecodePlan:
@@ -208,6 +190,7 @@ def grow_plan(plan: DecodePlan, cache: PagedKVCache | PrefixCache) -> DecodePlan
             tokens_per_seq=plan.tokens_per_seq,
             share_prefix=plan.shared_nodes > 0,
             window=plan.window,
+            chunk=plan.chunk or None,
             room=plan.room,
             pages_per_seq=plan.pages_per_seq or None,
         )
@@ -297,14 +280,14 @@ def decode(
     checks.tensor("q", q, shape=shape, dtypes=checks.FLOATS, unit_last_stride=True)
     if q.device != pages.device:
         raise ValueError(f"q must be on {pages.device} like the cache, got {q.device}")
-    _check_current(plan, pages)
+    decode_checks.check_current(plan, pages)
     options: DecodeOptions = {"scale": scale, "softcap": softcap, "sinks": sinks}
-    scores = arguments.check_scores(q, count, causal=True, window=plan.window, **options)
+    scores = arguments.check_scores(q, count, causal=True, window=plan.window, chunk=plan.chunk or None, **options)
     checks.flag("return_lse", return_lse)
     arguments.check_out(out, q, pages.value_dim)
     tree = arguments.check_tree_mask(tree_mask, plan, q.device)
-    selected = _check_schedule(schedule, plan, pages, tree)
-    _check_indices(indices, plan, pages, tree)
+    selected = decode_checks.check_schedule(schedule, plan, pages, tree)
+    decode_checks.check_indices(indices, plan, pages, tree)
     where = arguments.check_backend(backend, q, (sinks,))
     if where != "cpu":
         return _run_kernel(q, pages, layer, plan, scores, tree, selected, indices, return_lse, out)
@@ -325,16 +308,6 @@ def decode(
             o = torch.empty_like(o).index_copy_(0, order, o)
             lse = torch.empty_like(lse).index_copy_(0, order, lse).transpose(1, 2)
     return result(o, lse, sinks, out, return_lse)
-
-
-def _check_current(plan: DecodePlan | StandingPlan, pages: PagedKVCache) -> None:
-    changed = np.flatnonzero(pages.lengths_of(list(plan.seqs)) != plan.lengths)
-    if len(changed):
-        seq, length = plan.seqs[changed[0]], plan.lengths[changed[0]]
-        raise ValueError(
-            f"plan is out of date: sequence {seq} had {length} tokens and now has {pages.length(seq)}; "
-            "call plan_decode again after extending, or grow_plan"
-        )
 
 
 def _decode_now(
@@ -422,78 +395,3 @@ def _check_apart(indices: torch.Tensor | None) -> None:
         raise NotImplementedError(
             "indices have a kernel over shared_kv caches alone; use a schedule of pages, or CPU tensors, backend='cpu'"
         )
-
-
-def _check_indices(
-    indices: Any, plan: DecodePlan | StandingPlan, pages: PagedKVCache, tree: torch.Tensor | None
-) -> None:
-    """The tokens that queries read, if they are listed; on a CPU, that they are there."""
-    if indices is None:
-        return
-    shape = (arguments.places(plan), plan.tokens_per_seq, "k")
-    checks.tensor("indices", indices, shape=shape, dtypes=(torch.int32,), device=pages.device, unit_last_stride=True)
-    if tree is not None:
-        raise NotImplementedError("tree_mask and indices do not go together; leave out of the lists what is hidden")
-    if plan.pages_per_seq:
-        raise NotImplementedError("schedule and indices do not go together; list the tokens of the pages")
-    if plan.window is not None and plan.window[0] is not None:
-        raise ValueError("indices go with a plan without a window; leave out of the lists what is outside of it")
-    if indices.device.type != "cpu":
-        return
-    lengths = torch.tensor(plan.lengths, dtype=torch.int32)[:, None, None]
-    its = indices[: len(plan.lengths)]
-    wrong = ((its < -1) | (its >= lengths)).nonzero()
-    if len(wrong):
-        n, t, i = wrong[0].tolist()
-        raise ValueError(
-            f"indices must be positions in their sequence, or -1 for none, got {int(its[n, t, i])} at [{n}, {t}, {i}], "
-            f"where sequence {plan.seqs[n]} has {plan.lengths[n]} tokens"
-        )
-
-
-def _check_pages_per_seq(pages: int | None, share_prefix: Literal["auto"] | bool, window: Window | None) -> int:
-    """0 for None."""
-    if pages is None:
-        return 0
-    if share_prefix is True:
-        raise ValueError('share_prefix must be False or "auto" with pages_per_seq: sequences select pages of their own')
-    if window is not None and window[0] is not None:
-        raise NotImplementedError("pages_per_seq goes without a window; leave the pages before it out of the schedule")
-    return checks.integer("pages_per_seq", pages, 1)
-
-
-def _check_schedule(
-    schedule: Any, plan: DecodePlan | StandingPlan, pages: PagedKVCache, tree: torch.Tensor | None
-) -> torch.Tensor | None:
-    """The selection's bits: int32 (num_seqs or 1, Hkv or 1, words)."""
-    if schedule is None:
-        if plan.pages_per_seq:
-            raise ValueError("schedule must be given: the plan was made with pages_per_seq, for selected pages")
-        return None
-    if not isinstance(schedule, BlockSchedule):
-        raise TypeError(f"schedule must be a tilewise.BlockSchedule or None, got {type(schedule).__name__}")
-    if not plan.pages_per_seq:
-        raise ValueError("schedule takes a plan of plan_decode(..., pages_per_seq=...), got one over all pages")
-    if tree is not None:
-        raise NotImplementedError("tree_mask and schedule do not go together; decode a tree over all pages")
-    if schedule.lengths_q is not None or schedule.lengths_k is not None:
-        raise NotImplementedError("decode takes no schedule with lengths of blocks; the sequences' lengths hold")
-    bits, count = schedule.bits, len(plan.seqs)
-    if bits.device != pages.device:
-        raise ValueError(
-            f"schedule must be on {pages.device} like the cache, got one on {bits.device}; use .to(device)"
-        )
-    for name, got, taken in (
-        ("block_k", schedule.block_k, (pages.page_size,)),
-        ("num_q_blocks", schedule.num_q_blocks, (1,)),
-        ("batch", schedule.batch, (None, 1, count)),
-        ("heads", schedule.heads, (None, 1, pages.num_kv_heads)),
-    ):
-        if got not in taken:
-            raise ValueError(f"schedule must have {name} {' or '.join(map(str, taken))} for this plan, got {got}")
-    longest = max(plan.lengths, default=0)
-    if schedule.num_k_blocks * pages.page_size < longest:
-        raise ValueError(
-            f"schedule must reach the longest sequence, of {longest} tokens, got seqlen_k {schedule.seqlen_k}"
-        )
-    return bits[:, :, 0]

@@ -32,6 +32,7 @@ def make(
     heads_q: int,
     tokens_per_seq: int,
     window: Window | None,
+    chunk: int,
     share: bool | None,
 ) -> StandingPlan:
     """plan_decode(..., rows=, max_length=). plan_once: makes the plan of sequences as they are."""
@@ -56,6 +57,7 @@ def make(
         page_size=pages.page_size,
         tokens_per_seq=tokens_per_seq,
         window=window,
+        chunk=chunk,
         share=share,
         judge=judge,
         cache_serial=pages.serial,

@@ -21,6 +21,7 @@ from tilewise.kvcache.slots import upload
 from tilewise.plan import StepPlan
 from tilewise.plan.standing import StandingPlan
 from tilewise.plan.standing_step import StandingStep
+from tilewise.plan.step import parts_of
 from tilewise.plan.tiles import Ints
 from tilewise.scores import DecodeOptions, Scores, Window
 
@@ -30,42 +31,45 @@ MOST_ROWS = 2**20
 class Room:
     """What a standing step's forward is told of its chunks, in memory that never moves, and one copy fills.
 
-    starts_q, starts_k: (max_chunks + 1,) int32, as attention_varlen takes them, but that the first chunk starts where
-    the decodes end; chunks that are not there are empty. table: (max_chunks, pages of the longest sequence) int32.
+    starts_q, starts_k: (most_parts + 1,) int32, of the chunks' parts, as attention_varlen takes them, but that the
+    first one starts where the decodes end; parts that are not there are empty. table: (most_parts, table_pages) int32.
     decoding: (decode rows, 1, 1) bool, whether a row is a decode's; chunked: (rows,) bool, whether it is a chunk's.
     tiles: the chunks' tiles by the kernels that walk them, listed once per step for all layers.
     """
 
     def __init__(self, step: StandingStep, device: torch.device) -> None:
-        chunks, width, rows = step.max_chunks, step.table_pages, step.decode.rows
-        each = -(-(chunks + 1) // 4) * 4  # all arrays begin at a multiple of 16 bytes
+        parts, width, rows = step.most_parts, step.table_pages, step.decode.rows
+        each = -(-(parts + 1) // 4) * 4  # all arrays begin at a multiple of 16 bytes
         flags = -(-rows // 16) * 4
         more = -(-step.rows // 16) * 4
         self._starts_k, self._decoding, self._chunked = each, 2 * each, 2 * each + flags
         self._table = self._chunked + more
         with torch.inference_mode(False):  # so that a step may be renewed under either mode
-            self._words = torch.zeros(self._table + chunks * width, dtype=torch.int32, device=device)
-        self.starts_q, self.starts_k = (self._words[at : at + chunks + 1] for at in (0, each))
+            self._words = torch.zeros(self._table + parts * width, dtype=torch.int32, device=device)
+        self.starts_q, self.starts_k = (self._words[at : at + parts + 1] for at in (0, each))
         self.decoding = self._words[self._decoding : self._chunked].view(torch.bool)[:rows].view(rows, 1, 1)
         self.chunked = self._words[self._chunked : self._table].view(torch.bool)[: step.rows]
-        self.table = self._words[self._table :].view(chunks, width)
+        self.table = self._words[self._table :].view(parts, width)
         self.tiles: dict[Forward, TileList] = {}
 
     def renew(self, step: StandingStep, lists: Sequence[Ints]) -> None:
         """Take the step as it is now. lists: the pages of each chunk's sequence."""
-        count, width = len(step.chunks), self.table.shape[1]
+        given, size = zip(lists, step.chunks, step.lengths, strict=True), step.page_size
+        parts = [(its, part) for its, (_, rows), stop in given for part in parts_of(rows, 0, stop, step.chunk)]
+        count, width = len(parts), self.table.shape[1]
         values = np.zeros(self._table + count * width, np.int32)
-        counts = [step.first_row, *(tokens for _, tokens in step.chunks)]
+        counts = [step.first_row, *(part.rows for _, part in parts)]
         starts_q = values[: len(self.starts_q)]
         starts_q[: count + 1] = np.cumsum(counts)
         starts_q[count + 1 :] = starts_q[count]
         starts_k = values[self._starts_k :][: len(self.starts_k)]
-        starts_k[1 : count + 1] = np.cumsum(step.lengths)
+        starts_k[1 : count + 1] = np.cumsum([part.stop - part.start for _, part in parts])
         starts_k[count + 1 :] = starts_k[count]
         values[self._decoding : self._chunked].view(np.bool_)[: step.first_row] = True
         values[self._chunked : self._table].view(np.bool_)[step.first_row : starts_q[count]] = True
-        for row, its in zip(values[self._table :].reshape(count, width), lists, strict=True):
-            row[: len(its)] = its
+        for row, (its, part) in zip(values[self._table :].reshape(count, width), parts, strict=True):
+            read = its[part.start // size : -(-part.stop // size)]
+            row[: len(read)] = read
         upload(values, self._words.device, into=self._words[: len(values)])
         for tiles in self.tiles.values():
             tiles.make()
@@ -81,6 +85,7 @@ def make(
     plan: Any,
     heads_q: int,
     window: Window | None,
+    chunk: int,
     share: bool | None,
 ) -> StandingStep:
     """plan_step(..., rows=, max_chunks=). plan: of the decodes. plan_once: makes the plan of chunks as they are."""
@@ -105,7 +110,8 @@ def make(
             raise ValueError("plan outlived its cache; keep the cache while the plan is used")
         return plan_once(cache, now)
 
-    step = StandingStep(rows, max_chunks, plan, heads_q, pages.page_size, window, share, pages.serial, plan_now)
+    seen = (window, chunk)
+    step = StandingStep(rows, max_chunks, plan, heads_q, pages.page_size, *seen, share, pages.serial, plan_now)
     hold(step, pages, chunks)
     return traced.remember(step, pages)
 
@@ -194,6 +200,11 @@ def attend_by_kernels(
         raise NotImplementedError(
             f"standing steps read pages of q's dtype, got {q.dtype} over {pages.format.name}; leave rows out of "
             "plan_step, which converts pages for each step"
+        )
+    if step.chunk % pages.page_size:
+        raise NotImplementedError(
+            f"standing steps take a chunk that is a multiple of the page size, {pages.page_size}, got {step.chunk}; "
+            "leave rows out of plan_step, or use pages of another size"
         )
     room, rows, logs = _room_of(step, pages), step.decode.rows, lse is not None
     o.zero_()  # what no row is written to

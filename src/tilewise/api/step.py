@@ -25,7 +25,7 @@ from tilewise.plan.cost import CostModel
 from tilewise.plan.standing import StandingPlan
 from tilewise.plan.standing_step import StandingStep
 from tilewise.plan.step import ChunkPlan, CostJudge, Judge, Split, StepPlan, TileJudge, plan_chunks
-from tilewise.scores import DecodeOptions, Scores, Window
+from tilewise.scores import DecodeOptions, Reach, Scores, Window
 from tilewise.state import add_sinks
 
 if TYPE_CHECKING:
@@ -42,6 +42,7 @@ def plan_step(
     *,
     num_heads: int,
     window: Window | None = ...,
+    chunk: int | None = ...,
     share_prefix: Literal["auto"] | bool = ...,
     cost: CostModel | None = ...,
     rows: None = None,
@@ -55,6 +56,7 @@ def plan_step(
     *,
     num_heads: int,
     window: Window | None = ...,
+    chunk: int | None = ...,
     share_prefix: Literal["auto"] | bool = ...,
     cost: CostModel | None = ...,
     rows: int,
@@ -67,6 +69,7 @@ def plan_step(
     *,
     num_heads: int,
     window: Window | None = None,
+    chunk: int | None = None,
     share_prefix: Literal["auto"] | bool = "auto",
     cost: CostModel | None = None,
     rows: int | None = None,
@@ -76,15 +79,16 @@ def plan_step(
 
     prefill: (seq, tokens) for each chunk, whose queries are the last `tokens` cached tokens of `seq`, each of which
     sees the sequence up to itself. decode: sequences whose query is their last token, or a plan of theirs by
-    plan_decode, of this cache, these heads and this window (a standing plan's idle rows are the step's last ones).
+    plan_decode, of this cache, these heads, this window and chunk (a standing plan's idle rows are the step's last).
     Either may be empty; a sequence is named once.
-    num_heads, window, cost: as in plan_decode. share_prefix: whether prefixes that several sequences have in common are
-    computed once for the rows of all of them, chunks among themselves and decodes among themselves: True, False, or
-    "auto" where it pays. Chunks share whole pages, and nothing under a window that ends to the left.
+    num_heads, window, chunk, cost: as in plan_decode. share_prefix: whether prefixes that several sequences have in
+    common are computed once for the rows of all of them, chunks among themselves and decodes among themselves: True,
+    False, or "auto" where it pays. Chunks of prompts share whole pages, and nothing under a window that ends to the
+    left or blocks of positions.
     rows, max_chunks: make a StandingStep instead, for a step of so many rows in all, up to max_chunks of them chunks,
     whose memory on a GPU stays where it is, so that one captured attend() is replayed over chunks and decodes that come
     and go; `renew_step` brings it up to date. decode must be a standing plan then, and q has its rows first. Chunks
-    share nothing there. On a GPU the cache has the dtype of q.
+    share nothing there. On a GPU the cache has the dtype of q, and `chunk` is a multiple of its page size.
 
     The plan holds until one of its sequences changes.
     """
@@ -96,16 +100,16 @@ def plan_step(
         raise ValueError(f'share_prefix must be "auto", True or False, got {share_prefix!r}')
     if cost is not None and not isinstance(cost, CostModel):
         raise TypeError(f"cost must be a tilewise.CostModel, got {type(cost).__name__}")
-    window = arguments.check_window(window)
+    window, block = arguments.check_window(window), arguments.check_chunk(chunk)
     chunks = check_chunks(prefill, pages)
     share = None if share_prefix == "auto" else share_prefix
     known = decode if isinstance(decode, (DecodePlan, StandingPlan)) else None
     if known is not None:
-        _check_decode_plan(known, pages, num_heads, window)
+        _check_decode_plan(known, pages, num_heads, Reach.of(window, block))
     if rows is not None or max_chunks is not None:
         given: dict[str, Any] = {"rows": rows, "max_chunks": max_chunks, "plan": decode, "heads_q": num_heads}
-        plan_now = partial(_chunks_now, num_heads, window, cost)
-        return standing_step.make(pages, chunks, plan_now, window=window, share=share, **given)
+        plan_now = partial(_chunks_now, num_heads, window, block, cost)
+        return standing_step.make(pages, chunks, plan_now, window=window, chunk=block, share=share, **given)
     if known is not None:
         seqs = list(known.seqs)
     else:
@@ -118,21 +122,23 @@ def plan_step(
         raise ValueError(f"prefill and decode must name each sequence once, got sequence {twice} twice")
     planned = known
     if known is None and seqs:
-        planned = plan_decode(cache, seqs, num_heads=num_heads, window=window, share_prefix=share_prefix, cost=cost)
-    chunked = plan_prefill(pages, chunks, num_heads, window, share, cost) if chunks else None
-    return traced.remember(StepPlan(chunked, planned, num_heads, window, share, pages.serial), pages)
+        given = {"window": window, "chunk": chunk, "share_prefix": share_prefix, "cost": cost}
+        planned = plan_decode(cache, seqs, num_heads=num_heads, **given)
+    chunked = plan_prefill(pages, chunks, num_heads, window, block, share, cost) if chunks else None
+    return traced.remember(StepPlan(chunked, planned, num_heads, window, block, share, pages.serial), pages)
 
 
 def _chunks_now(
     num_heads: int,
     window: Window | None,
+    chunk: int,
     cost: CostModel | None,
     pages: PagedKVCache,
     chunks: list[tuple[int, int]],
 ) -> StepPlan:
     """A standing step's chunks as they are, which share nothing."""
-    chunked = plan_prefill(pages, chunks, num_heads, window, False, cost) if chunks else None
-    return StepPlan(chunked, None, num_heads, window, False, pages.serial)
+    chunked = plan_prefill(pages, chunks, num_heads, window, chunk, False, cost) if chunks else None
+    return StepPlan(chunked, None, num_heads, window, chunk, False, pages.serial)
 
 
 def plan_prefill(
@@ -140,6 +146,7 @@ def plan_prefill(
     chunks: Sequence[tuple[int, int]],
     num_heads: int,
     window: Window | None,
+    chunk: int,
     share: bool | None,
     cost: CostModel | None = None,
 ) -> ChunkPlan:
@@ -167,6 +174,7 @@ def plan_prefill(
         kv_row_bytes=pages.kv_row_bytes,
         io_bytes=pages.format.dtype.itemsize if pages.format.dtype is not None else 2,
         window=window,
+        chunk=chunk,
         judge=judge,
         share=share,
         split=split,
@@ -246,7 +254,7 @@ def attend(
     if q.device != pages.device:
         raise ValueError(f"q must be on {pages.device} like the cache, got {q.device}")
     options: DecodeOptions = {"scale": scale, "softcap": softcap, "sinks": sinks}
-    scores = arguments.check_scores(q, 1, causal=True, window=plan.window, **options)
+    scores = arguments.check_scores(q, 1, causal=True, window=plan.window, **options)  # a chunk is in the lists
     checks.flag("return_lse", return_lse)
     arguments.check_out(out, q, pages.value_dim)
     where = arguments.check_backend(backend, q, (sinks,))
@@ -310,7 +318,8 @@ def _standing_on_cpu(asked: Asked, step: StandingStep) -> None:
         if isinstance(of, ChunkPlan):
             _chunks_on_cpu(part, of)
         elif of is not None:
-            _decodes(part._replace(plan=StepPlan(None, of, step.heads_q, step.window, None, step.cache_serial)), of)
+            decodes = StepPlan(None, of, step.heads_q, step.window, step.chunk, None, step.cache_serial)
+            _decodes(part._replace(plan=decodes), of)
 
 
 def _chunks_on_cpu(asked: Asked, plan: ChunkPlan) -> None:
@@ -401,7 +410,7 @@ def _all_as_chunks(asked: Asked, decodes: DecodePlan | StandingPlan) -> None:
         if found is None:
             weakref.finalize(plan, _whole.pop, plan.serial, None)
         if found is None or found.seqs != tuple(seq for seq, _ in chunks) or found.lengths != lengths:
-            found = plan_prefill(asked.pages, chunks, plan.heads_q, plan.window, plan.share_prefix)
+            found = plan_prefill(asked.pages, chunks, plan.heads_q, plan.window, plan.chunk, plan.share_prefix)
             _whole[plan.serial] = found
         _chunks(asked, found)
     idle = sum(tokens for _, tokens in chunks)
@@ -430,15 +439,13 @@ def check_chunks(prefill: Any, pages: PagedKVCache) -> list[tuple[int, int]]:
     return chunks
 
 
-def _check_decode_plan(
-    plan: DecodePlan | StandingPlan, pages: PagedKVCache, num_heads: int, window: Window | None
-) -> None:
+def _check_decode_plan(plan: DecodePlan | StandingPlan, pages: PagedKVCache, num_heads: int, reach: Reach) -> None:
     if plan.cache_serial != pages.serial:
         raise ValueError("decode is a plan for another cache; call plan_decode with this one")
-    if plan.heads_q != num_heads or (plan.window or (None, None))[0] != (window or (None, None))[0]:
+    if (plan.heads_q, plan.reach) != (num_heads, reach):
         raise ValueError(
-            f"decode must be a plan with num_heads {num_heads} and window {window}, got one with {plan.heads_q} and "
-            f"{plan.window}"
+            f"decode must be a plan with num_heads {num_heads}, window {reach.window} and chunk {reach.chunk or None}, "
+            f"got one with {plan.heads_q}, {plan.window} and {plan.chunk or None}"
         )
     if plan.pages_per_seq:
         raise NotImplementedError("decode is a plan for selected pages, which goes with decode() alone; leave it out")

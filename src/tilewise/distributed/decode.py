@@ -80,9 +80,9 @@ def decode_split(
     """`decode` over sequences of which every rank's own cache holds a part; every rank makes the same call.
 
     q: (num_seqs, tokens_per_seq, Hq, D), the same on every rank, its sequences in the same order. cache, plan: this
-    rank's own; `plan_decode` over the tokens that it holds, without a window. Which rank holds which tokens does not
-    matter, as long as one of them holds each: the queries see all of them. A rank that holds none of a sequence has it
-    in its cache with no tokens.
+    rank's own; `plan_decode` over the tokens that it holds, without window and chunk. Which rank holds which tokens
+    does not matter, as long as one of them holds each: the queries see all of them. A rank that holds none of a
+    sequence has it in its cache with no tokens.
     tails: with more than one query token a sequence, whether this rank holds the last tokens of each sequence, which
     are the queries' own: one rank holds all of them, and there they see each other causally.
     options: what is done to scores, as in `decode`; the same on every rank, sinks (Hq,) counted once.
@@ -97,10 +97,10 @@ def decode_split(
     checks.tensor(
         "q", q, shape=(count, tokens, plan.heads_q, pages.head_dim), dtypes=checks.FLOATS, device=pages.device
     )
-    if plan.window is not None:
+    if plan.window is not None or plan.chunk:
         raise NotImplementedError(
-            "a window over a cache that is split across ranks: a rank does not know how far from the end its tokens "
-            "are; plan without a window, over a cache that holds the window's tokens alone"
+            "a window or a chunk over a cache that is split across ranks: a rank does not know where in a sequence its "
+            "tokens are; plan without, over a cache that holds those tokens alone that the queries see"
         )
     mask = _mask(tails, count, tokens, q.device)
     checks.integer("layer", layer, 0, pages.num_layers - 1)

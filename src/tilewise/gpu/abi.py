@@ -51,11 +51,12 @@ class ScoreArgs(ctypes.Structure):
         ("slopes_batch", ctypes.c_int64),
         *((n, ctypes.c_int) for n in ("left", "right")),
         *((n, ctypes.c_float) for n in ("scale_log2", "softcap_in", "softcap_out")),
+        ("chunk", ctypes.c_int),
     ]
 
     @classmethod
     def of(cls, scores: Scores) -> ScoreArgs:
-        """The softmax scale, the softcap and the window in the kernels' terms.
+        """The softmax scale, the softcap, the window and the chunk in the kernels' terms.
 
         Scores are in base 2: the scale becomes scale · log2 e, and softcap · tanh(S · scale / softcap) becomes
         softcap_out · tanh(S · softcap_in), whose argument the kernels take as 2 log2 e times itself.
@@ -67,18 +68,19 @@ class ScoreArgs(ctypes.Structure):
             scale_log2=scale * LOG2E,
             softcap_in=2 * LOG2E * scale / softcap if softcap else 0.0,
             softcap_out=softcap * LOG2E,
+            chunk=min(scores.chunk, FAR),
         )
 
 
 def score_rule(scores: Scores) -> tuple[str, str]:
     """The constant that says what a kernel does to scores, a type: common/scores.cuh."""
-    flags = (scores.softcap > 0, scores.alibi, scores.scale <= 0)
+    flags = (scores.softcap > 0, scores.alibi, scores.scale <= 0, *([True] if scores.chunk else []))
     return "Rule", f"ScoreRule<{', '.join(str(flag).lower() for flag in flags)}>"
 
 
 def decode_score_rule(scores: Scores) -> tuple[str, str]:
     """The same of decode's kernels, which have no ALiBi and multiply with any scale."""
-    return score_rule(Scores(softcap=scores.softcap))
+    return score_rule(Scores(softcap=scores.softcap, chunk=scores.chunk))
 
 
 # One of each kind that a kernel is made for.
@@ -249,6 +251,7 @@ class PlanArgs(ctypes.Structure):
         *((n, Divisor) for n in ("page_size", "heads", "rows_each", "blocks", "groups", "passes")),
         ("room", PlanRoom),
         *((n, ctypes.c_double) for n in ("item_chunks", "state_chunks", "sprint")),
+        ("positions", ctypes.c_int),
     ]
 
 

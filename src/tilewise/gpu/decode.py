@@ -371,7 +371,7 @@ def run(
     tokens_per_seq) float32, contiguous, or None; of a standing plan num_seqs is its `rows`. fmt: of K, and of V beside
     it (KVFormat.values). k_parts, v_parts: its components of the layer, (num_pages, page_size, Hkv, *trailing).
     page_lists, lengths: of the plan's sequences, in the order of plan.seqs, looked at when the list is made; of a
-    standing plan page_lists finds the batch. scores: its window is the one that the plan was made with. tree:
+    standing plan page_lists finds the batch. scores: its window and chunk are those of the plan. tree:
     (num_seqs, T, T) bool, which query tokens each row sees, the first being seen by all; causal if None. selected:
     int32 (num_seqs or 1, Hkv or 1, words), for a plan with pages_per_seq: bit j % 32 of word j // 32 tells whether the
     sequence and KV head read page j of the sequence's list; bits past its end may be anything. room: tokens that each

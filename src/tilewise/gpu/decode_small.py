@@ -100,7 +100,7 @@ def serves_pages(dtype: torch.dtype, fmt: KVFormat, page_size: int, rows: int, c
 def serves_small(plan: DecodePlan, dtype: torch.dtype, fmt: KVFormat, page_size: int, card: str) -> bool:
     """Can the kernel compute this plan? There may not be many sequences, and nothing may be shared or hidden."""
     rows = plan.tokens_per_seq * (plan.heads_q // plan.heads_kv)
-    simple = plan.shared_nodes == 0 and plan.window is None and plan.pages_per_seq == 0
+    simple = plan.shared_nodes == 0 and plan.window is None and not plan.chunk and plan.pages_per_seq == 0
     return simple and 0 < len(plan.seqs) <= MOST_SMALL and serves_pages(dtype, fmt, page_size, rows, card)
 
 

@@ -338,7 +338,7 @@ def run(
     plan.seqs; lse: (num_seqs, Hq, tokens_per_seq) float32, contiguous, or None; of a standing plan num_seqs is its
     `rows`, and page_lists finds the batch. parts: the components of the layer's
     rows, (num_pages, page_size, 1, *trailing). page_lists, lengths: of the plan's sequences, in the order of plan.seqs,
-    looked at when the list is made. scores: its window is the one that the plan was made with. indices: int32
+    looked at when the list is made. scores: its window and chunk are those that the plan was made with. indices: int32
     (num_seqs, tokens_per_seq, k): the positions that each query token reads, in any order and each once; one that is
     not a position of its sequence, such as −1, is none, and there is no other mask. The plan then says only whose
     tokens they are. room: tokens that each sequence may grow by under WorkList.grow before a new plan is needed.
@@ -415,8 +415,8 @@ def _run_chosen(
     """`run` over chosen positions: every query token is a sequence of as many tokens as it chooses."""
     sequences, tokens, heads = q.shape[:3]
     checks.tensor("indices", indices, shape=(sequences, tokens, None), dtypes=(torch.int32,), device=q.device)
-    if plan.window is not None and plan.window[0] is not None:
-        raise NotImplementedError("indices together with a window are not served; leave out what the window hides")
+    if not plan.reach.whole:
+        raise NotImplementedError("indices with a window or a chunk are not served; leave out what these hide")
     count, device = indices.shape[2], q.device
     tiling = tiling_of(form, asked.value_dim, heads, device, way="chosen")
     asked = asked._replace(tiling=tiling, chosen=count)

@@ -14,12 +14,13 @@ import torch
 from tilewise import compiler, emulator
 from tilewise.arch import LIMITS, card_of
 from tilewise.compiler.spec import KernelSpec
-from tilewise.gpu.abi import FAR, PLAN_LIMITS, Divisor, PlanArgs, PlanRoom
+from tilewise.gpu.abi import FAR, PLAN_LIMITS, Divisor, PlanArgs, PlanRoom, decode_score_rule
 from tilewise.gpu.plan_step import SPEC, STEP_WORDS, Batch, Stage
 from tilewise.plan.cost import MMA_STEP_CHUNKS, WHOLE_LIMITS
 from tilewise.plan.items import ITEM_WORDS
 from tilewise.plan.standing import StandingPlan
 from tilewise.plan.worklist import CHUNK, Shape, Splitting
+from tilewise.scores import Scores
 
 # decode/plan_block.cuh: kPlanThreads, at least one per row, by the most rows that get so many. On an H200 256 rows take
 # 26 to 47 µs with 512 threads, 31 to 50 with 256 and 28 to 55 with 1024; 64 rows 13 to 29 with 256, 14 to 29 with 512.
@@ -32,7 +33,7 @@ NODE_BYTES, RANGE_BYTES = 64, 32  # decode/plan_work.cuh: PlanNode, PlanRange
 TILE_ROUNDS = 64  # tile items of a block, at most: a batch that has more is not shared
 CUT_PIECES = 2048  # pieces of own ranges that there is room for where ranges could as well stay whole
 LEVELS = 3  # of the tree: a batch with more nodes above its sequences may find no room for their states
-WINDOW_GAPS = 512  # ranges that windows leave between nodes, at most
+WINDOW_GAPS = 512  # ranges that windows, or blocks of positions, leave between nodes, at most
 
 
 class Room(NamedTuple):
@@ -56,6 +57,8 @@ def room_for(plan: StandingPlan, shape: Shape, splitting: Splitting) -> Room:
     that is for batches that are faster in more pieces, and for shared nodes.
     """
     heads, rows, longest = plan.heads_kv, plan.rows, plan.max_length
+    if plan.chunk:  # what a sequence's rows see begins with a block of positions
+        longest = min(longest, plan.chunk + plan.tokens_per_seq - 1)
     rows_each = plan.tokens_per_seq * (plan.heads_q // heads)
     passes = -(-rows_each // shape.rows)
     together = shape.warps if heads % shape.warps == 0 and rows * heads * passes > shape.blocks else 1
@@ -77,11 +80,10 @@ def room_for(plan: StandingPlan, shape: Shape, splitting: Splitting) -> Room:
     states = own + (node_states if shares else 0)
     rounds = TILE_ROUNDS if shape.tiles else 0
     each = -(-pieces * (heads // together) // bins)
-    windowed = plan.window is not None and plan.window[0] is not None
     return Room(
         together=together,
         bins=bins,
-        ranges=-(-rows // 2) * 2 + (WINDOW_GAPS if windowed and shares else 0),
+        ranges=-(-rows // 2) * 2 + (WINDOW_GAPS if shares and not plan.reach.whole else 0),
         pieces=pieces,
         tiles=min(MOST_KEYS, rounds * shape.blocks // heads),
         states=states,
@@ -118,10 +120,10 @@ def _bits(size: int) -> int:
     return size.bit_length() - 1
 
 
-def planner_spec(rows: int, shared: int) -> KernelSpec:
-    """The planner of so many rows, with so many bytes of shared memory."""
+def planner_spec(rows: int, shared: int, chunk: int = 0) -> KernelSpec:
+    """The planner of so many rows, with so many bytes of shared memory; chunk: as of StandingPlan."""
     threads = next(n for most, n in THREADS.items() if most >= rows)
-    constants = (("kSelected", False), ("kPlanThreads", threads))
+    constants = (("kSelected", False), decode_score_rule(Scores(chunk=chunk)), ("kPlanThreads", threads))
     return KernelSpec("decode_plan", "decode/plan.cu", "decode_plan", constants, threads, shared, product=True)
 
 
@@ -172,7 +174,7 @@ class PlannedList:
                 f"standing plans on {card} take fewer than {plan.rows} rows: the planner would need {shared} bytes of "
                 f"shared memory, and a block has {LIMITS[card].shared_block}; use fewer rows"
             )
-        self.spec = planner_spec(plan.rows, shared)
+        self.spec = planner_spec(plan.rows, shared, plan.chunk)
         self._args = self._arguments(plan, splitting)
         if device.type == "cuda":
             self._kernel = compiler.load(self.spec, device)
@@ -180,7 +182,7 @@ class PlannedList:
 
     def _arguments(self, plan: StandingPlan, splitting: Splitting) -> PlanArgs:
         shape, room = self.shape, self.room
-        weights, left = shape.weights, plan.window[0] if plan.window is not None else None
+        weights, (left, chunk) = shape.weights, plan.reach
         if len(splitting.pieces) != PLAN_LIMITS or len(WHOLE_LIMITS) != PLAN_LIMITS:
             raise AssertionError(f"the planner takes {PLAN_LIMITS} sizes of pieces, got {splitting.pieces}")
         a = PlanArgs(
@@ -228,6 +230,7 @@ class PlannedList:
             item_chunks=weights.item_chunks,
             state_chunks=weights.state_chunks,
             sprint=weights.sprint,
+            positions=min(chunk, FAR),
         )
         for n, (limit, size) in enumerate(splitting.pieces):
             a.limits[n], a.size_bits[n] = limit, _bits(size)

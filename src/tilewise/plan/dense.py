@@ -23,6 +23,7 @@ from tilewise.plan.tiles import (
     Window,
     Work,
     band_of,
+    blocks_of,
     window_band,
 )
 
@@ -92,12 +93,10 @@ def _cut_window(seqlen_q: int, seqlen_k: int, band: Band) -> list[Tiles]:
 
 def _cut_chunks(seqlen_q: int, seqlen_k: int, band: Band, chunk: int) -> list[Tiles]:
     """Each block's rows over its keys, as a sequence of their own under the band."""
-    shift = seqlen_k - seqlen_q  # row i stands at key i + shift; rows before key 0 see nothing
     tiles: list[Tiles] = []
-    for key in range(max(0, shift) // chunk * chunk, seqlen_k, chunk):
-        row, end, keys = max(0, key - shift), min(seqlen_q, key + chunk - shift), min(chunk, seqlen_k - key)
-        local = band.shifted(row - key).opened(end - row, keys)
-        tiles += [replace(t, row=t.row + row, key=t.key + key) for t in cut(end - row, keys, local)]
+    for row, end, key, stop in blocks_of(seqlen_q, seqlen_k, chunk):
+        local = band.shifted(row - key).opened(end - row, stop - key)
+        tiles += [replace(t, row=t.row + row, key=t.key + key) for t in cut(end - row, stop - key, local)]
     return together(tiles)
 
 

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tilewise.plan.cost import CostModel
+from tilewise.scores import Reach
 
 Ints = npt.NDArray[np.int32]
 Longs = npt.NDArray[np.int64]
@@ -143,15 +144,15 @@ def choose_nodes(
     lengths: Longs,
     page_size: int,
     tokens_per_seq: int,
-    left: int | None,
+    reach: Reach,
     judge: Judge | None,
     spans: Spans | None = None,
 ) -> Longs:
     """(m, 5): the nodes to share, as FIRST … ABOVE say.
 
-    common: (n - 1,), lengths: (n,) in tokens, both in the plan's order. left: how many tokens before its own a row
-    sees, None for all. judge: says which nodes are worth sharing, and whether the plan as a whole is; None shares every
-    node that has tokens which all of its rows see. spans: find_spans(common), for who has them already.
+    common: (n - 1,), lengths: (n,) in tokens, both in the plan's order. reach: how far back rows see. judge: says which
+    nodes are worth sharing, and whether the plan as a whole is; None shares every node that has tokens which all of its
+    rows see. spans: find_spans(common), for who has them already.
 
     A node is shared only as far as every row of its sequences sees all of it: what is shared needs no mask.
     """
@@ -159,7 +160,7 @@ def choose_nodes(
     if not spans.first:
         return np.zeros((0, NODE_WORDS), np.int64)
     # The first row of the shortest sequence and the last row of the longest one see the least.
-    if left is None and len(spans.first) <= FEW:
+    if reach.whole and len(spans.first) <= FEW:
         each = zip(spans.first, spans.end, spans.depth, strict=True)
         lows = [min(depth * page_size, int(lengths[a:b].min()) - (tokens_per_seq - 1)) for a, b, depth in each]
         tokens = (spans.first, spans.end, [0] * len(lows), lows)
@@ -168,13 +169,11 @@ def choose_nodes(
         padded = np.append(lengths, 0)  # reduceat takes no index past the end
         stops = np.minimum.reduceat(padded, edges)[::2] - (tokens_per_seq - 1)
         stops = np.minimum(np.array(spans.depth) * page_size, stops)
-        starts = np.zeros_like(stops)
-        if left is not None:
-            starts = np.maximum(0, np.maximum.reduceat(padded, edges)[::2] - 1 - left)
+        starts = np.zeros_like(stops) if reach.whole else reach.first(np.maximum.reduceat(padded, edges)[::2] - 1)
         tokens = (spans.first, spans.end, starts.tolist(), stops.tolist())
     if judge is None:
         return np.array(_all_nodes(*tokens), np.int64).reshape(-1, NODE_WORDS)
-    seen = lengths if left is None else np.minimum(lengths, tokens_per_seq + left)
+    seen = lengths if reach.whole else lengths - reach.first(lengths - tokens_per_seq)
     return np.array(_judged(*tokens, int(seen.sum()), judge), np.int64).reshape(-1, NODE_WORDS)
 
 
@@ -250,17 +249,17 @@ def _is_plain(kind: type[CostModel]) -> bool:
     return found
 
 
-def own_ranges(nodes: Longs, lengths: Longs, tokens_per_seq: int, left: int | None, most: int = 0) -> Longs:
+def own_ranges(nodes: Longs, lengths: Longs, tokens_per_seq: int, reach: Reach, most: int = 0) -> Longs:
     """(3, k): sequence, start and stop of the tokens that some row of a sequence sees and that no node shares; by
     sequence, and ascending.
 
-    nodes, lengths, left: as in choose_nodes. most: how many tokens a sequence reads at most, 0 for all.
+    nodes, lengths, reach: as in choose_nodes. most: how many tokens a sequence reads at most, 0 for all.
     """
-    at = np.zeros_like(lengths) if left is None else np.maximum(0, lengths - tokens_per_seq - left)
-    before = [np.zeros((3, 0), np.int64)]  # what a window leaves before the first node that covers it
+    at = np.zeros_like(lengths) if reach.whole else reach.first(lengths - tokens_per_seq)
+    before = [np.zeros((3, 0), np.int64)]  # what some rows see before the first node that all rows see
     for first, sequences, start, stop, _ in nodes.tolist():
         span = at[first : first + sequences]
-        if left is not None:
+        if not reach.whole:
             short = (span < start).nonzero()[0]
             before.append(np.stack(np.broadcast_arrays(short + first, span[short], start)))
         span[:] = stop

@@ -13,6 +13,7 @@ from tilewise.plan.flat import NODE_WORDS, Judge, choose_nodes
 from tilewise.plan.schedule_files import AnyPath
 from tilewise.plan.show import Card
 from tilewise.plan.tiles import DecodePlan, Window, _serials
+from tilewise.scores import Reach
 
 Ints = npt.NDArray[np.int32]
 Longs = npt.NDArray[np.int64]
@@ -71,6 +72,7 @@ class StandingPlan:
     page_size: int
     tokens_per_seq: int
     window: Window | None
+    chunk: int
     share: bool | None
     judge: Judge
     cache_serial: int
@@ -84,7 +86,14 @@ class StandingPlan:
     serial: int = field(default_factory=_serials.__next__, init=False)
     _arranged: Arranged | None = field(default=None, init=False, repr=False)
     _kept: int = field(default=0, init=False, repr=False)  # how often the batch only grew since nodes were chosen
+    # Of positions, those in which each sequence then ended; none if rows do not keep to blocks.
+    _blocks: Longs = field(default_factory=lambda: np.zeros(0, np.int64), init=False, repr=False)
     _now: DecodePlan | None = field(default=None, init=False, repr=False)
+
+    @property
+    def reach(self) -> Reach:
+        """How far back rows see."""
+        return Reach.of(self.window, self.chunk)
 
     @property
     def now(self) -> DecodePlan:
@@ -101,7 +110,7 @@ class StandingPlan:
         """The order of the sequences as they are now and the nodes that they share.
 
         A batch that only grew keeps its nodes for some steps: they stay right, and choosing anew would seldom choose
-        differently.
+        differently; but where a row has come to the next block of positions, nothing of what came before is seen.
         """
         known, count = self._arranged, len(self.seqs)
         if self.tree is None:
@@ -110,13 +119,14 @@ class StandingPlan:
                 known = Arranged(np.arange(count, dtype=np.int32), none[:, 0], none)
         else:
             order, common = self.tree.update(self.seqs)
-            if known is not None and known.order is order and known.common is common and self._kept < KEPT_STEPS:
+            blocks = (self.lengths - 1) // self.chunk if self.chunk else self._blocks
+            same = known is not None and known.order is order and known.common is common
+            if known is not None and same and self._kept < KEPT_STEPS and np.array_equal(blocks, self._blocks):
                 self._kept += 1
             else:
-                left = self.window[0] if self.window is not None else None
-                judge = None if self.share else self.judge
-                nodes = choose_nodes(common, self.lengths[order], self.page_size, self.tokens_per_seq, left, judge)
-                known, self._kept = Arranged(order, common, nodes), 0
+                judge, sizes = None if self.share else self.judge, (self.page_size, self.tokens_per_seq)
+                nodes = choose_nodes(common, self.lengths[order], *sizes, self.reach, judge)
+                known, self._kept, self._blocks = Arranged(order, common, nodes), 0, blocks
         self._arranged = known
         return known
 

@@ -29,6 +29,7 @@ class StandingStep:
     heads_q: int
     page_size: int
     window: Window | None
+    chunk: int
     share: bool | None
     cache_serial: int
     plan_once: Callable[[list[tuple[int, int]]], StepPlan] = field(repr=False)
@@ -48,9 +49,16 @@ class StandingStep:
         return sum(tokens for _, tokens in self.chunks)
 
     @property
+    def most_parts(self) -> int:
+        """Of the chunks at most: each of them is one, but that rows in several blocks of positions are as many."""
+        more = self.max_chunks + self.rows // self.chunk if self.chunk else 0
+        return min(self.rows, self.max_chunks + more)
+
+    @property
     def table_pages(self) -> int:
-        """Pages of the longest sequence."""
-        return -(-self.decode.max_length // self.page_size)
+        """Pages of what a part reads at most: of a block of positions, or of the longest sequence."""
+        longest = self.decode.max_length
+        return -(-min(longest, self.chunk or longest) // self.page_size)
 
     @property
     def now(self) -> StepPlan:

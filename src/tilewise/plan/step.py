@@ -20,7 +20,36 @@ from tilewise.plan.dense import cut
 from tilewise.plan.flat import PageTable, tree_order
 from tilewise.plan.show import Card, find_card
 from tilewise.plan.standing import StandingPlan
-from tilewise.plan.tiles import OPEN, Band, DecodePlan, Ints, PagedTiles, Plan, Value, Window, _serials, band_of
+from tilewise.plan.tiles import (
+    OPEN,
+    Band,
+    DecodePlan,
+    Ints,
+    PagedTiles,
+    Plan,
+    Value,
+    Window,
+    _serials,
+    band_of,
+    blocks_of,
+)
+from tilewise.scores import Reach
+
+
+class Part(NamedTuple):
+    """Rows of a chunk that read the tokens [start, stop) of its sequence; the last of them stands at the last token."""
+
+    rows: int
+    start: int
+    stop: int
+
+
+def parts_of(rows: int, start: int, stop: int, chunk: int) -> list[Part]:
+    """`rows` rows over tokens [start, stop), as one part, or with blocks of `chunk` positions, 0 for none, as one for
+    each block that they stand in; start is 0 then."""
+    if not chunk:
+        return [Part(rows, start, stop)]
+    return [Part(end - row, key, last) for row, end, key, last in blocks_of(rows, stop, chunk)]
 
 
 class ChunkNode(NamedTuple):
@@ -42,7 +71,8 @@ class ChunkPlan(Plan):
     """Chunks over a cache's pages: the last `tokens[n]` tokens of `seqs[n]`, which has `lengths[n]`.
 
     Rows stand in the plan's order: first the chunk order[0] of `seqs`, then order[1], …; where nothing is shared that
-    is the order given. own: for each chunk of `seqs`, the token from which it reads what is in no node.
+    is the order given. own: for each chunk of `seqs`, the token from which it reads what is in no node. chunk: as of
+    DecodePlan.
     """
 
     seqs: tuple[int, ...] = ()
@@ -52,6 +82,7 @@ class ChunkPlan(Plan):
     nodes: tuple[ChunkNode, ...] = ()
     own: tuple[int, ...] = ()
     window: Window | None = None
+    chunk: int = 0
     stored_tokens: int = 0
 
     @property
@@ -82,6 +113,7 @@ class StepPlan(Value):
     decode: DecodePlan | StandingPlan | None
     heads_q: int
     window: Window | None
+    chunk: int
     share_prefix: bool | None
     cache_serial: int
     serial: int = field(default_factory=_serials.__next__, init=False, compare=False)
@@ -143,6 +175,7 @@ def plan_chunks(
     kv_row_bytes: float,
     io_bytes: int,
     window: Window | None = None,
+    chunk: int = 0,
     judge: Judge | None = None,
     share: bool | None = True,
     split: Split | None = None,
@@ -152,16 +185,16 @@ def plan_chunks(
 
     share: True shares every node, as far as every row of the group sees all of it, False none, None those that `judge`
     says. split: into which pieces the tokens of a node, and those before a chunk, are cut, where the judge says so.
-    With a window that ends to the left there is neither: what a row sees is its own.
+    With a window that ends to the left, or blocks of `chunk` positions, there is neither: what a row sees is its own.
     """
-    left = None if window is None else window[0]
+    reach = Reach.of(window, chunk)
     order, common = (x.tolist() for x in tree_order(*PageTable.of(page_lists)))  # who share pages are neighbours
     again = sum(min(c * page_size, lengths[a], lengths[b]) for c, (a, b) in zip(common, pairwise(order), strict=True))
     nodes: list[ChunkNode] = []
-    if share is not False and left is None:
+    if share is not False and reach.whole:
         nodes = _find_nodes([(lengths[n] - tokens[n] + 1) // page_size for n in order], common, page_size)
-    cuts = split is not None and left is None
-    if judge is not None and left is None:
+    cuts = split is not None and reach.whole
+    if judge is not None and reach.whole:
         judged, pays = judge(Chunks(*([of[n] for n in order] for of in (tokens, lengths))), nodes)
         nodes = nodes if share else judged
         cuts = cuts and pays
@@ -180,7 +213,7 @@ def plan_chunks(
             if len(pieces) > 1:
                 own[n] = seen
                 nodes += pieces
-    work, exclusive, tokens_read = _lay_out(order, nodes, own, tokens, page_lists, lengths, page_size, left)
+    work, exclusive, tokens_read = _lay_out(order, nodes, own, tokens, page_lists, lengths, page_size, reach)
     return ChunkPlan(
         kind="prefill",
         work=tuple(work),
@@ -200,6 +233,7 @@ def plan_chunks(
         nodes=tuple(nodes),
         own=tuple(own),
         window=window,
+        chunk=chunk,
         stored_tokens=sum(lengths) - again,
     )
 
@@ -247,7 +281,7 @@ def _lay_out(
     page_lists: Sequence[Ints],
     lengths: Sequence[int],
     page_size: int,
-    left: int | None,
+    reach: Reach,
 ) -> tuple[list[PagedTiles], bool, int]:
     """The items of the nodes and of what each chunk reads for itself, whether no row is in two, and the tokens read."""
     rows = np.concatenate([[0], np.cumsum([tokens[n] for n in order])]).tolist()  # where each chunk starts
@@ -265,7 +299,7 @@ def _lay_out(
     for place, n in enumerate(order):
         keys = lengths[n] - own[n]
         at = set()
-        for t in cut(tokens[n], keys, band_of(tokens[n], keys, True, (left, 0))):
+        for t in cut(tokens[n], keys, band_of(tokens[n], keys, True, reach.window), reach.chunk):
             for copy in range(t.count):
                 row, key = t.row + copy * t.row_step, t.key + copy * t.key_step
                 start = own[n] + key

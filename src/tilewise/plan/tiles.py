@@ -25,6 +25,7 @@ import numpy.typing as npt
 from tilewise.plan.pictures import draw_plan
 from tilewise.plan.schedule_files import AnyPath
 from tilewise.plan.show import Card, PlanSummary, find_card
+from tilewise.scores import Reach
 from tilewise.scores import Window as Window
 
 Ints = npt.NDArray[np.int32]
@@ -68,6 +69,14 @@ def window_band(window: Window | None, causal: bool = False) -> Band:
 def band_of(seqlen_q: int, seqlen_k: int, causal: bool, window: Window | None) -> Band:
     """The band of one sequence: bottom-right, so row i stands at key i + seqlen_k - seqlen_q."""
     return window_band(window, causal).shifted(seqlen_k - seqlen_q).opened(seqlen_q, seqlen_k)
+
+
+def blocks_of(rows: int, keys: int, chunk: int) -> Iterator[tuple[int, int, int, int]]:
+    """The blocks of `chunk` positions in which rows stand, the last of them at the last key: of each its rows
+    [row, end) and its keys [key, stop) up to the last row's. Rows before key 0 are in none."""
+    shift = keys - rows
+    for key in range(max(0, shift) // chunk * chunk, keys, chunk):
+        yield max(0, key - shift), min(rows, key + chunk - shift), key, min(key + chunk, keys)
 
 
 def visible_pairs(rows: int, keys: int, band: Band) -> int:
@@ -225,8 +234,7 @@ class PagedWork(Value):
     """The work of a decode plan as arrays; n sequences stand in the plan's order. `tiles` makes items of them.
 
     pages (n, width): the page lists, with zeros after them. lengths (n,): in tokens. nodes (m, 5): as choose_nodes in
-    flat.py returns them. own (3, k): as own_ranges returns them. left: how many tokens before its own a row sees, None
-    for all.
+    flat.py returns them. own (3, k): as own_ranges returns them. reach: how far back rows see.
     """
 
     pages: Ints
@@ -235,7 +243,7 @@ class PagedWork(Value):
     own: npt.NDArray[np.int64]
     page_size: int
     tokens_per_seq: int
-    left: int | None
+    reach: Reach
 
     def tiles(self) -> tuple[PagedTiles, ...]:
         """The nodes, then the own ranges; those of neighbours with the same tokens and the same band are one item."""
@@ -244,32 +252,37 @@ class PagedWork(Value):
         for n, (first, members, start, stop, _) in enumerate(self.nodes.tolist()):
             pages = self.pages[first : first + 1, start // size : -(-stop // size)]
             made.append(PagedTiles(first * rows, members * rows, pages, start, stop, keys[n : n + 1]))
-        owners, starts, stops = self.own.tolist()
-        batches: dict[tuple[int, int, Band], list[list[int]]] = {}
-        for n, key in enumerate(zip(starts, stops, self._bands(), strict=True)):
-            runs = batches.setdefault(key, [])
-            if runs and owners[n] == owners[runs[-1][-1]] + 1:
-                runs[-1].append(n)
+        own_keys = (keys[len(made) :] - self.own[1]).tolist()  # where token 0 of each sequence would stand
+        batches: dict[tuple[int, int, int, int, Band], list[list[tuple[int, int]]]] = {}
+        for n, owner, part in self._own_parts():
+            runs, tile = batches.setdefault(part, []), (owner, own_keys[n] + part[2])
+            if runs and owner == runs[-1][-1][0] + 1 and part[1] == rows:  # tiles stand `rows` after each other
+                runs[-1].append(tile)
             else:
-                runs.append([n])
-        own_keys = keys[len(made) :]
-        for (start, stop, band), runs in batches.items():
+                runs.append([tile])
+        for (row, its, start, stop, band), runs in batches.items():
             for run in runs:
-                first = owners[run[0]]
+                first = run[0][0]
                 pages = self.pages[first : first + len(run), start // size : -(-stop // size)]
-                made.append(PagedTiles(first * rows, rows, pages, start, stop, own_keys[run], band))
+                at = np.array([key for _, key in run], np.int32)
+                made.append(PagedTiles(first * rows + row, its, pages, start, stop, at, band))
         return tuple(made)
 
-    def _bands(self) -> list[Band]:
-        """Of each own range."""
-        rows, left = self.tokens_per_seq, self.left
-        if rows == 1 and left is None:
-            return [OPEN] * self.own.shape[1]
-        keys, diagonals = self.own[2] - self.own[1], self.lengths[self.own[0]] - rows - self.own[1]
-        return [
-            Band(None if left is None else diagonal - left, diagonal).opened(rows, count)
-            for diagonal, count in zip(diagonals.tolist(), keys.tolist(), strict=True)
-        ]
+    def _own_parts(self) -> Iterator[tuple[int, int, tuple[int, int, int, int, Band]]]:
+        """The own ranges, each as one part, or where its rows stand in several blocks of positions as one for each
+        block: number and sequence of the range; the first of the sequence's rows, how many, their tokens, the band."""
+        rows, (left, chunk) = self.tokens_per_seq, self.reach
+        lengths = self.lengths[self.own[0]].tolist()
+        for n, (owner, start, stop, length) in enumerate(zip(*self.own.tolist(), lengths, strict=True)):
+            if rows == 1 and left is None:
+                yield n, owner, (0, 1, start, stop, OPEN)
+                continue
+            for row, end, key, last in blocks_of(rows, length, chunk) if chunk else ((0, rows, start, stop),):
+                first, last = max(start, key), min(stop, last)
+                if first < last:
+                    diagonal = length - rows + row - first
+                    band = Band(None if left is None else diagonal - left, diagonal).opened(end - row, last - first)
+                    yield n, owner, (row, end - row, first, last, band)
 
     def _keys_at(self) -> Ints:
         """(m + k,): where the tokens of each node and own range stand when every token read is counted once, as a walk
@@ -436,9 +449,10 @@ class DecodePlan(Plan):
     """A plan over a cache's pages. Rows stand in tree order: row (n, t) is token t of sequence `order[n]` of `seqs`.
 
     arrays: the work, whose items in `work` are made when they are first looked at. cache_serial: which cache it was
-    made for. stored_tokens: tokens that lie in the pages, each counted once. room: how many tokens each sequence may
-    grow by under `grow_plan` before a kernel's list of work has to be made anew. pages_per_seq: for decode() with a
-    schedule of pages, how many of them a sequence reads at most, 0 for all; the work stands over the first ones.
+    made for. chunk: positions of a block that no row sees out of, 0 for no blocks. stored_tokens: tokens that lie in
+    the pages, each counted once. room: how many tokens each sequence may grow by under `grow_plan` before a kernel's
+    list of work has to be made anew. pages_per_seq: for decode() with a schedule of pages, how many of them a sequence
+    reads at most, 0 for all; the work stands over the first ones.
     serial: a number that no other plan of this process has or had, by which compiled code finds it.
     """
 
@@ -450,6 +464,7 @@ class DecodePlan(Plan):
     tokens_per_seq: int = 1
     shared_nodes: int = 0
     window: Window | None = None
+    chunk: int = 0
     room: int = 0
     pages_per_seq: int = 0
     cache_serial: int = -1
@@ -468,3 +483,8 @@ class DecodePlan(Plan):
     @property
     def stored(self) -> int:
         return self.stored_tokens
+
+    @property
+    def reach(self) -> Reach:
+        """How far back rows see."""
+        return self.arrays.reach

@@ -28,6 +28,7 @@ from tilewise.plan.flat import (
     tree_order,
 )
 from tilewise.plan.tiles import DecodePlan, Ints, PagedWork, Window
+from tilewise.scores import Reach
 
 
 def plan_tree(
@@ -46,6 +47,7 @@ def plan_tree(
     cache_serial: int = -1,
     tokens_per_seq: int = 1,
     window: Window | None = None,
+    chunk: int = 0,
     share: bool | None = None,
     cost: CostModel = CPU_COST,
     room: int = 0,
@@ -59,13 +61,13 @@ def plan_tree(
     then takes the K and V of one token in one KV head as `stream_row_bytes` bytes, which is what the inner loop reads
     if that is not what is stored (`kv_row_bytes`). shortest_run: cut ranges where their pages are not consecutive, if
     the parts have at least this many tokens on average; 0 never cuts. A backend that reads consecutive pages in place
-    wants that. pages_per_seq: how many pages a sequence reads at most, 0 for all; without `share` and `window`.
-    value_dim: of V, 0 for head_dim.
+    wants that. pages_per_seq: how many pages a sequence reads at most, 0 for all; without `share`, `window` and
+    `chunk`. value_dim: of V, 0 for head_dim. chunk: positions of a block that no row sees out of, 0 for no blocks.
 
     A node is shared only as far as every row of the group sees all of it, so shared items need no mask. What is left
     of each sequence, with its causal end, are its own items.
     """
-    left = window[0] if window is not None else None
+    reach = Reach.of(window, chunk)
     table, counts = page_lists if isinstance(page_lists, PageTable) else PageTable.of(page_lists)
     order, common = tree_order(table, counts)
     given = np.asarray(lengths, np.int64)
@@ -76,8 +78,8 @@ def plan_tree(
         kv_bytes = heads_kv * (stream_row_bytes or kv_row_bytes)
         mean_dim = -(-(head_dim + (value_dim or head_dim)) // 2)
         judge = Judge(cost, tokens_per_seq * heads_q, heads_kv, mean_dim, kv_bytes) if share is None else None
-        nodes = choose_nodes(common, length, page_size, tokens_per_seq, left, judge, spans)
-    own = own_ranges(nodes, length, tokens_per_seq, left, pages_per_seq * page_size)
+        nodes = choose_nodes(common, length, page_size, tokens_per_seq, reach, judge, spans)
+    own = own_ranges(nodes, length, tokens_per_seq, reach, pages_per_seq * page_size)
     pages = table[order, : -(-int(length.max(initial=0)) // page_size)]
     shared_nodes = len(nodes)
     if shortest_run:
@@ -87,7 +89,7 @@ def plan_tree(
     nodes_read, own_read = nodes[:, 3] - nodes[:, 2], own[2] - own[1]
     return DecodePlan(
         kind="decode",
-        arrays=PagedWork(pages, length, nodes, own, page_size, tokens_per_seq, left),
+        arrays=PagedWork(pages, length, nodes, own, page_size, tokens_per_seq, reach),
         rows=len(order) * tokens_per_seq,
         keys=(int(nodes_read.sum() + own_read.sum()),),
         heads_q=heads_q,
@@ -103,6 +105,7 @@ def plan_tree(
         tokens_per_seq=tokens_per_seq,
         shared_nodes=shared_nodes,
         window=window,
+        chunk=chunk,
         room=room,
         pages_per_seq=pages_per_seq,
         cache_serial=cache_serial,

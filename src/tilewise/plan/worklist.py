@@ -198,8 +198,9 @@ def work_list(
     own = find_own(plan, read, room)
     own = own._replace(stop=np.minimum(own.stop, most))
     cutter = Cutter(rows_each, heads, shape, splitting or Splitting())
-    # With a window, rows of one node see different parts of it: its tiles need their own states.
-    cut = cut_plan(plan.arrays.nodes, own, cutter, read, chaining=plan.window is None)
+    # When sequences grow, rows that do not see back to the first key come to see different parts of one node: its
+    # tiles need their own states.
+    cut = cut_plan(plan.arrays.nodes, own, cutter, read, chaining=plan.reach.whole)
     states = cut.states.table()
     tables = _page_tables(page_lists, order, length, page_size, room)
 

@@ -317,8 +317,9 @@ class Batches:
             self.chosen = torch.zeros(max_rows, dtype=torch.int64, device=cache.device)
         self.max_rows, self.away = min(max_rows, LARGEST), 0.0
         self.sizes = _sizes(self.max_rows) if static else []
-        # Pages of another dtype than the model's are converted for prompts, step by step.
-        mixed = static and cache.format.dtype == model.shape.dtype
+        # Pages of another dtype than the model's are converted for prompts, step by step; and blocks of positions that
+        # do not begin with a page are masked.
+        mixed = static and cache.format.dtype == model.shape.dtype and not model.shape.chunk % cache.page_size
         self.mixed_sizes = mixed_sizes(min(most_tokens, MOST_TOKENS)) if mixed else []
         self._passes: dict[tuple[int, bool], Pass] = {}
         self._decodes: dict[int, Decodes] = {}

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 
 from ..integrations.transformers import as_autocast
 from ..kvcache import Rotary
-from ..plan import Window
+from ..scores import Reach
 from .steps import Step
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
@@ -110,7 +110,7 @@ class Segments:
         self._embedding = inner.embed_tokens.weight.detach()
         self._before = [_before(layer) for layer in self._layers]
         self._after = [_after(layer) for layer in self._layers]
-        self._windows = [_window(type(model), layer.self_attn) for layer in self._layers]
+        self._reaches = [_reach(type(model), layer.self_attn) for layer in self._layers]
         self._norm, self._head = _norm(inner.norm), _linear(model.lm_head)
         self._rotary = rotary_table(inner, model.dtype, model.device, positions)
         if model not in _functions:
@@ -139,7 +139,7 @@ class Segments:
     def _attend(self, layer: int, projected: Sequence[torch.Tensor], step: Step) -> torch.Tensor:
         q, k, v = as_autocast(projected)
         scale = self._layers[layer].self_attn.scaling
-        return step.attend(layer, q, k, v, window=self._windows[layer], rotary=self._rotary, scale=scale)
+        return step.attend(layer, q, k, v, reach=self._reaches[layer], rotary=self._rotary, scale=scale)
 
     def _compiled(self) -> Functions:
         """The three segments, for any number of rows: their products choose kernels by it when they run."""
@@ -279,11 +279,11 @@ def _norm(layer: Any) -> Norm:
     return layer.weight.detach(), layer.variance_epsilon
 
 
-def _window(kind: type, attention: Any) -> Window | None:
+def _reach(kind: type, attention: Any) -> Reach:
     """A Mistral has its window in its configuration, a Qwen has it layer by layer, a Llama has none."""
     place = attention.config if kind.__name__.startswith("Mistral") else attention
-    reach: int | None = getattr(place, "sliding_window", None)
-    return None if reach is None else (reach - 1, 0)
+    window: int | None = getattr(place, "sliding_window", None)
+    return Reach(None if window is None else window - 1)
 
 
 def _apart(function: Any) -> Any:

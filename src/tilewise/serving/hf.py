@@ -18,8 +18,7 @@ import torch.nn.functional as F
 from transformers import AttentionInterface, PreTrainedModel
 
 from ..integrations.transformers import as_autocast, refuse_unserved
-from ..plan import Window
-from ..scores import DecodeOptions
+from ..scores import DecodeOptions, Reach
 from . import indexed, latent
 from .compiled import Heads, Segments, compiled_calls, fits
 from .steps import Step
@@ -50,6 +49,7 @@ def attention(
     indices: torch.Tensor | None = None,
     tilewise_step: Step | None = None,
     tilewise_shape: ModelShape | None = None,
+    tilewise_positions: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """Attention of one layer over packed tokens: query (1, Hq, T, D), key (1, Hkv, T, D), value (1, Hkv, T, Dv) ->
@@ -60,22 +60,24 @@ def attention(
     if attention_mask is not None and not lists:
         raise NotImplementedError(
             f"{type(module).__name__} brings an attention mask of its own; tilewise.generate serves causal attention "
-            "with or without a sliding window; use model.generate"
+            "with or without a sliding window or chunks of positions; use model.generate"
         )
     refuse_unserved(kwargs if lists else {**kwargs, "indices": indices})
-    assert tilewise_shape is not None  # it comes along with the step
-    _check_temperature(module, query.shape[2])
-    window: Window | None = None if sliding_window is None else (sliding_window - 1, 0)
-    q, k, v = (x[0].transpose(0, 1) for x in as_autocast((query, key, value)))
+    assert tilewise_shape is not None  # they come along with the step
+    assert tilewise_positions is not None
     layer: int = module.layer_idx  # type: ignore[assignment]
+    chunk = tilewise_shape.chunk if _is_chunked(module, layer) else 0
+    reach = Reach(None if sliding_window is None else sliding_window - 1, chunk)
+    query = _tempered(module, query, tilewise_positions)
+    q, k, v = (x[0].transpose(0, 1) for x in as_autocast((query, key, value)))
     heads, head_dim, value_dim = tilewise_shape.kv_heads, tilewise_shape.head_dim, v.shape[-1]
     scaling = q.shape[-1] ** -0.5 if scaling is None else scaling
     if tilewise_shape.shared_kv:
         options: DecodeOptions = {"scale": scaling, "softcap": softcap or 0.0, "sinks": s_aux}
-        attend = partial(tilewise_step.attend, layer, window=window, **options)
+        attend = partial(tilewise_step.attend, layer, reach=reach, **options)
         return latent.attend(module, q, k, partial(attend, indices=indices) if lists else attend)[None], None
     q, k, v = _widened(q, q.shape[1], head_dim), _widened(k, heads, head_dim), _widened(v, heads, head_dim)
-    o = tilewise_step.attend(layer, q, k, v, window=window, scale=scaling, softcap=softcap or 0.0, sinks=s_aux)
+    o = tilewise_step.attend(layer, q, k, v, reach=reach, scale=scaling, softcap=softcap or 0.0, sinks=s_aux)
     return o[None, ..., :value_dim], None
 
 
@@ -88,16 +90,28 @@ def _widened(x: torch.Tensor, heads: int, head_dim: int) -> torch.Tensor:
     return F.pad(x, (0, head_dim - channels)) if channels < head_dim else x
 
 
-def _check_temperature(module: torch.nn.Module, tokens: int) -> None:
-    """Llama 4 scales queries by where they stand among the tokens of a pass, as if these were one sequence. Up to
-    floor_scale of them the scale is 1, wherever they stand."""
-    if getattr(module, "attn_temperature_tuning", False) and not getattr(module, "use_rope", True):
-        most: int = module.floor_scale  # type: ignore[assignment]
-        if tokens >= most:
-            raise NotImplementedError(
-                f"{type(module).__name__} scales queries by their place among the tokens of a pass, which then must be "
-                f"fewer than {most}, got {tokens}; give the engine a smaller prefill_chunk"
-            )
+def _is_chunked(module: Any, layer: int) -> bool:
+    """Does the layer keep attention inside blocks of positions?"""
+    kinds = getattr(getattr(module, "config", None), "layer_types", None) or ()
+    return layer < len(kinds) and kinds[layer] == "chunked_attention"
+
+
+def _scales_queries(module: Any) -> bool:
+    """Llama 4's layers without rotary embedding scale queries by where they stand among the tokens of a pass, as if
+    these were one sequence. `_tempered` does it in their place."""
+    config = getattr(module, "config", None)
+    tuned = hasattr(module, "attn_temperature_tuning") and getattr(config, "attn_temperature_tuning", False)
+    return bool(tuned) and not getattr(module, "use_rope", True)
+
+
+def _tempered(module: Any, query: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """The queries (1, Hq, T, D) of such a layer, scaled by their positions (T,) in their own sequences."""
+    if not _scales_queries(module):
+        return query
+    floors = torch.floor((positions.float() + 1.0) / module.floor_scale)
+    scales = torch.log1p(floors) * module.attn_scale + 1.0
+    tempered: torch.Tensor = (query * scales[:, None]).to(query.dtype)
+    return tempered
 
 
 AttentionInterface.register(NAME, torch.compiler.disable(attention))  # a step is no part of a compiled graph
@@ -108,7 +122,8 @@ class ModelShape:
     """What the engine has to know of a model; `end_tokens` are those that end a sequence, by its own settings.
 
     kv_heads, head_dim: that the cache has room for, the most of any layer. positions: how long a sequence may be.
-    shared_kv: the cache has latent rows (latent.py). value_dim: channels of a value, 0 for head_dim. indexers: what
+    shared_kv: the cache has latent rows (latent.py). value_dim: channels of a value, 0 for head_dim. chunk: of
+    layers of chunked attention, positions of a block that tokens do not see out of; 0 if there are none. indexers: what
     chooses the keys of a query (indexed.py), if anything does.
     """
 
@@ -123,6 +138,7 @@ class ModelShape:
     device: torch.device
     value_dim: int = 0
     shared_kv: bool = False
+    chunk: int = 0
     indexers: indexed.Indexers | None = None
 
 
@@ -147,6 +163,7 @@ class ServedModel:
         indexers = indexed.modules_of(model, layers)
         shape = self.shape = self._read_shape(layers, indexed.sizes_of(indexers))
         self._swapped += [(layer, "expand_kv", latent.unexpanded) for layer in layers] + indexed.swapped(indexers)
+        self._swapped += [(m, "attn_temperature_tuning", False) for m in model.modules() if _scales_queries(m)]
         self._segments: Segments | None = None
         heads = Heads(shape.heads, shape.kv_heads, shape.head_dim)
         if compile and fits(model, heads):
@@ -172,6 +189,7 @@ class ServedModel:
                 logits_to_keep=0 if keep is None else keep,
                 tilewise_step=step,
                 tilewise_shape=self.shape,
+                tilewise_positions=positions,
                 **more,
             ).logits
         return logits[0]
@@ -229,7 +247,7 @@ class ServedModel:
     def _read_shape(self, latent_layers: Sequence[Any], indexers: indexed.Indexers | None) -> ModelShape:
         """latent_layers: those whose keys and values are kept as latent rows: all of the model's, or none."""
         model, config = self.model, self.model.config.get_text_config()
-        heads = config.num_attention_heads
+        heads, kinds = config.num_attention_heads, getattr(config, "layer_types", None) or ()
         kv_heads, head_dim, value_dim = *_widest(config), 0
         if latent_layers:
             kv_heads, head_dim, value_dim = 1, config.kv_lora_rank + config.qk_rope_head_dim, config.kv_lora_rank
@@ -241,12 +259,13 @@ class ServedModel:
             kv_heads=kv_heads,
             head_dim=head_dim,
             vocab=config.vocab_size,
-            positions=_positions(config),
+            positions=getattr(config, "max_position_embeddings", None) or 2**31,
             end_tokens=tuple(int(end) for end in ends if end is not None),
             dtype=model.dtype,
             device=model.device,
             value_dim=value_dim,
             shared_kv=bool(latent_layers),
+            chunk=config.attention_chunk_size if "chunked_attention" in kinds else 0,
             indexers=indexers,
         )
 
@@ -260,14 +279,3 @@ def _widest(config: Any) -> tuple[int, int]:
     configs = [config] if layers is None else [layers[n] for n in range(config.num_hidden_layers)]
     kv_heads = max(getattr(c, "num_key_value_heads", None) or heads for c in configs)
     return kv_heads, max(getattr(c, "head_dim", None) or config.hidden_size // heads for c in configs)
-
-
-def _positions(config: Any) -> int:
-    """How long a sequence may be. Of Llama 4 no longer than a chunk: decoding has no chunks of positions; and not so
-    long that queries are scaled by their position."""
-    bounds = [getattr(config, "max_position_embeddings", None) or 2**31]
-    if "chunked_attention" in (getattr(config, "layer_types", None) or ()):
-        bounds.append(config.attention_chunk_size)
-    if getattr(config, "attn_temperature_tuning", False):
-        bounds.append(config.floor_scale - 1)
-    return min(bounds)

@@ -22,7 +22,7 @@ from ..api.rows import attend_rows
 from ..kvcache import PagedKVCache, PrefixCache, Rotary, Slots
 from ..kvcache.slots import upload
 from ..plan import StepPlan
-from ..scores import DecodeOptions, Window
+from ..scores import DecodeOptions, Reach
 from .steps import DecodeStep, MixedStep
 
 if TYPE_CHECKING:
@@ -270,20 +270,20 @@ class IndexedStep(MixedStep):
         k: torch.Tensor,
         v: torch.Tensor,
         *,
-        window: Window | None,
+        reach: Reach,
         rotary: Rotary | None = None,
         indices: torch.Tensor | None = None,
         **options: Unpack[DecodeOptions],
     ) -> torch.Tensor:
         """indices: (1, tokens, topk), what choose() gave this layer's indexer, or that of a layer before."""
-        if indices is None or indices.shape != (1, len(q), self.indexers.topk) or window is not None:
+        if indices is None or indices.shape != (1, len(q), self.indexers.topk) or not reach.whole:
             given = None if indices is None else tuple(indices.shape)
             raise NotImplementedError(
-                f"layer {layer} came with indices {given} and window {window}; layers that read the keys that an "
-                "indexer chose, without a window, are served; use model.generate"
+                f"layer {layer} came with indices {given} and {reach}; layers that read the keys that an indexer "
+                "chose, without a window or chunks, are served; use model.generate"
             )
         if not len(self._listed):
-            return super().attend(layer, q, k, v, window=window, rotary=rotary, **options)
+            return super().attend(layer, q, k, v, reach=reach, rotary=rotary, **options)
         self.write(layer, q, k, v, rotary)
         everybody = not len(self._seeing)
         its = (q, indices[0]) if everybody else (q[self._listed], indices[0, self._listed])
@@ -294,7 +294,7 @@ class IndexedStep(MixedStep):
         if everybody:
             return o
         if self._plan is None:
-            self._plan = self._planned(self._short, self._seeing_decode, None)
+            self._plan = self._planned(self._short, self._seeing_decode, reach)
         seen = api.attend(q[self._seeing], self.cache, layer, self._plan, backend=self.backend, **options)
         assert isinstance(seen, torch.Tensor)
         both = q.new_empty((*q.shape[:2], self.cache.value_dim))

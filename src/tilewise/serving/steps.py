@@ -6,7 +6,7 @@ A step is made once for all layers. Within a layer all tokens are written before
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, TypedDict
 
 import numpy as np
 import numpy.typing as npt
@@ -18,12 +18,23 @@ from ..kvcache.slots import gather, room_for
 from ..plan import DecodePlan, StepPlan
 from ..plan.standing import StandingPlan
 from ..plan.standing_step import StandingStep
-from ..scores import DecodeOptions, Window
+from ..scores import DecodeOptions, Reach, Window
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 Longs = npt.NDArray[np.int64]
+
+
+class Seen(TypedDict):
+    """How far back rows see, as plan_decode and plan_step take it."""
+
+    window: Window | None
+    chunk: int | None
+
+
+def seen(reach: Reach) -> Seen:
+    return {"window": reach.window, "chunk": reach.chunk or None}
 
 
 class Step(Protocol):
@@ -36,14 +47,15 @@ class Step(Protocol):
         k: torch.Tensor,
         v: torch.Tensor,
         *,
-        window: Window | None,
+        reach: Reach,
         rotary: Rotary | None = None,
         **options: Unpack[DecodeOptions],
     ) -> torch.Tensor:
         """q (T, Hq, D), k (T, Hkv, D) and v (T, Hkv, Dv) of the step's tokens -> (T, Hq, Dv); where a row of the cache
         is both, v is the first channels of k.
 
-        rotary: turn k by its tokens' positions as it is written, and q with it, in place.
+        reach: how far back the layer's tokens see. rotary: turn k by its tokens' positions as it is written, and q with
+        it, in place.
         """
 
 
@@ -63,12 +75,12 @@ def stored(cache: PagedKVCache, v: torch.Tensor) -> torch.Tensor | None:
 
 
 class DecodeStep:
-    """The next token of each of `seqs`, whose places are `slots`. Layers with the same window share a plan."""
+    """The next token of each of `seqs`, whose places are `slots`. Layers that see as far back share a plan."""
 
     def __init__(self, prefix: PrefixCache, *, num_heads: int, backend: str = "auto") -> None:
         self.prefix, self.cache, self.num_heads, self.backend = prefix, prefix.cache, num_heads, backend
         self.seqs: list[int] = []
-        self.plans: dict[Window | None, DecodePlan] = {}
+        self.plans: dict[Reach, DecodePlan] = {}
         self._slots: Slots | None = None
 
     @property
@@ -80,8 +92,8 @@ class DecodeStep:
     def take(self, seqs: list[int], slots: Slots) -> None:
         """Begin the step whose tokens have these places."""
         self.seqs, self._slots = seqs, slots
-        for window in self.plans:
-            self.plans[window] = self._plan(window)
+        for reach in self.plans:
+            self.plans[reach] = self._plan(reach)
 
     def attend(
         self,
@@ -90,12 +102,12 @@ class DecodeStep:
         k: torch.Tensor,
         v: torch.Tensor,
         *,
-        window: Window | None,
+        reach: Reach,
         rotary: Rotary | None = None,
         **options: Unpack[DecodeOptions],
     ) -> torch.Tensor:
         self.write(layer, q, k, v, rotary)
-        o = api.decode(q[:, None], self.cache, layer, self.plan(window), backend=self.backend, **options)
+        o = api.decode(q[:, None], self.cache, layer, self.plan(reach), backend=self.backend, **options)
         assert isinstance(o, torch.Tensor)
         return o[:, 0]
 
@@ -105,23 +117,23 @@ class DecodeStep:
         its = (k, stored(self.cache, v))
         self.cache.write(layer, self.slots, *its, rotary=rotary, q=None if rotary is None else q)
 
-    def plan(self, window: Window | None) -> DecodePlan:
+    def plan(self, reach: Reach) -> DecodePlan:
         """Of the current step."""
-        if window not in self.plans:
-            self.plans[window] = self._plan(window)
-        return self.plans[window]
+        if reach not in self.plans:
+            self.plans[reach] = self._plan(reach)
+        return self.plans[reach]
 
-    def _plan(self, window: Window | None) -> DecodePlan:
-        return api.plan_decode(self.prefix, self.seqs, num_heads=self.num_heads, window=window)
+    def _plan(self, reach: Reach) -> DecodePlan:
+        return api.plan_decode(self.prefix, self.seqs, num_heads=self.num_heads, **seen(reach))
 
 
 class Decodes:
-    """Standing plans of up to `rows` sequences of up to max_length tokens, one for each window that asked."""
+    """Standing plans of up to `rows` sequences of up to max_length tokens, one for each reach that asked."""
 
     def __init__(self, prefix: PrefixCache, rows: int, *, num_heads: int, max_length: int) -> None:
         self.prefix, self.rows, self.num_heads, self.max_length = prefix, rows, num_heads, max_length
         self.seqs: list[int] = []
-        self.plans: dict[Window | None, StandingPlan] = {}
+        self.plans: dict[Reach, StandingPlan] = {}
 
     def renew(self, seqs: list[int]) -> None:
         """The sequences as they are now."""
@@ -129,17 +141,17 @@ class Decodes:
         for plan in self.plans.values():
             api.renew_plan(plan, self.prefix, seqs)
 
-    def plan(self, window: Window | None) -> StandingPlan:
-        if window not in self.plans:
-            self.plans[window] = api.plan_decode(
+    def plan(self, reach: Reach) -> StandingPlan:
+        if reach not in self.plans:
+            self.plans[reach] = api.plan_decode(
                 self.prefix,
                 self.seqs,
                 num_heads=self.num_heads,
-                window=window,
+                **seen(reach),
                 rows=self.rows,
                 max_length=self.max_length,
             )
-        return self.plans[window]
+        return self.plans[reach]
 
 
 class StandingRows:
@@ -153,7 +165,7 @@ class StandingRows:
         self.prefix, self.cache, self.decodes = decodes.prefix, decodes.prefix.cache, decodes
         self.rows, self.max_chunks, self.backend = rows, max_chunks, backend
         self.chunks: list[tuple[int, int]] = []
-        self.plans: dict[Window | None, StandingStep] = {}
+        self.plans: dict[Reach, StandingStep] = {}
         self.layers: set[int] = set()
         self.slots = room_for(self.cache, rows, planned=not max_chunks)
 
@@ -174,7 +186,7 @@ class StandingRows:
         k: torch.Tensor,
         v: torch.Tensor,
         *,
-        window: Window | None,
+        reach: Reach,
         rotary: Rotary | None = None,
         **options: Unpack[DecodeOptions],
     ) -> torch.Tensor:
@@ -186,24 +198,24 @@ class StandingRows:
         self.cache.write(layer, self.slots, *its, rotary=rotary, q=turned)
         o: torch.Tensor
         if self.max_chunks:
-            o = api.attend(q, self.cache, layer, self._plan(window), backend=self.backend, **options)
+            o = api.attend(q, self.cache, layer, self._plan(reach), backend=self.backend, **options)
         else:
-            plan = self.decodes.plan(window)
+            plan = self.decodes.plan(reach)
             o = api.decode(q[:, None], self.cache, layer, plan, backend=self.backend, **options)[:, 0]
         return o
 
-    def _plan(self, window: Window | None) -> StandingStep:
-        if window not in self.plans:
-            self.plans[window] = api.plan_step(
+    def _plan(self, reach: Reach) -> StandingStep:
+        if reach not in self.plans:
+            self.plans[reach] = api.plan_step(
                 self.prefix,
                 self.chunks,
-                self.decodes.plan(window),
+                self.decodes.plan(reach),
                 num_heads=self.decodes.num_heads,
-                window=window,
+                **seen(reach),
                 rows=self.rows,
                 max_chunks=self.max_chunks,
             )
-        return self.plans[window]
+        return self.plans[reach]
 
 
 class MixedStep:
@@ -227,7 +239,7 @@ class MixedStep:
         self.seqs = [seq for slots in parts for seq in slots.seqs]
         self.counts = [count for slots in parts for count in slots.counts]
         self.last_rows: Longs = np.cumsum(self.counts, dtype=np.int64) - 1
-        self._plans: dict[Window | None, StepPlan] = {}
+        self._plans: dict[Reach, StepPlan] = {}
 
     @property
     def host_positions(self) -> Longs:
@@ -242,15 +254,15 @@ class MixedStep:
         k: torch.Tensor,
         v: torch.Tensor,
         *,
-        window: Window | None,
+        reach: Reach,
         rotary: Rotary | None = None,
         **options: Unpack[DecodeOptions],
     ) -> torch.Tensor:
         self.write(layer, q, k, v, rotary)
-        plan = self._plans.get(window)
+        plan = self._plans.get(reach)
         if plan is None:
             chunks = list(zip(self.seqs, self.counts, strict=True))
-            plan = self._plans[window] = self._planned(chunks, self.decode, window)
+            plan = self._plans[reach] = self._planned(chunks, self.decode, reach)
         o = api.attend(q, self.cache, layer, plan, backend=self.backend, **options)
         assert isinstance(o, torch.Tensor)
         return o
@@ -268,12 +280,7 @@ class MixedStep:
         if self.decode is not None:
             self.decode.write(layer, q[row:], k[row:], v[row:], rotary)
 
-    def _planned(self, chunks: list[tuple[int, int]], decode: DecodeStep | None, window: Window | None) -> StepPlan:
+    def _planned(self, chunks: list[tuple[int, int]], decode: DecodeStep | None, reach: Reach) -> StepPlan:
         """The plan of (seq, tokens) of chunks beside a decode step."""
-        return api.plan_step(
-            self.prefix,
-            chunks,
-            () if decode is None else decode.plan(window),
-            num_heads=self.num_heads,
-            window=window,
-        )
+        beside = () if decode is None else decode.plan(reach)
+        return api.plan_step(self.prefix, chunks, beside, num_heads=self.num_heads, **seen(reach))

@@ -17,6 +17,7 @@ struct Scores {
     int left, right;       // the window: keys seen before and after a row's own position, kFar for no limit
     float scale_log2;
     float softcap_in, softcap_out;  // the softcap: softcap_out · tanh(S · softcap_in), softcap_in for tanh_from_log2
+    int chunk;             // decode, where Rule::kChunked: positions of a block that no row sees out of
 
     // Of the keys of a span, those that a row at `position` sees
     TILE_DEVICE Keys keys_at(int position, Span span) const { return ::keys_at(position, left, right, span); }
@@ -49,6 +50,7 @@ template <bool kFine = false> TILE_DEVICE float soft_capped(float s, float in) {
 // multiplied by it before a maximum is taken.
 template <bool kSoftcap, bool kAlibiBias, bool kAnyScale> struct ScoreRule<kSoftcap, kAlibiBias, kAnyScale> {
     static constexpr bool kAlibi = kAlibiBias;
+    static constexpr bool kChunked = false;
     static constexpr bool kLinear = !kSoftcap;  // S is multiplied, and nothing else happens before the bias
     // Is S made a base-2 logit before the softmax? Else the scale goes into the exponential's multiply-add.
     static constexpr bool kChanges = kSoftcap || kAlibiBias || kAnyScale;
@@ -75,6 +77,12 @@ template <bool kSoftcap, bool kAlibiBias, bool kAnyScale> struct ScoreRule<kSoft
 #pragma unroll
             for (int i = 0; i < kSize; i++) acc_s[i] = soft_capped<kFine>(acc_s[i], in);
     }
+};
+
+// With one more flag, in decode alone: rows keep to blocks of positions.
+template <bool kSoftcap, bool kAlibiBias, bool kAnyScale>
+struct ScoreRule<kSoftcap, kAlibiBias, kAnyScale, true> : ScoreRule<kSoftcap, kAlibiBias, kAnyScale> {
+    static constexpr bool kChunked = true;
 };
 
 // What becomes of the scores of a row over neighbouring keys, where that is a line: s · factor + (base + step · d), d

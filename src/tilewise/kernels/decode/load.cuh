@@ -130,7 +130,7 @@ struct Loader {
             if constexpr (kScaled && kScaleRuns) point_at_scales();
             page = ptx::shuffle(word, kBoxes == 2 && lane >= 16 ? kSecondPageWord : kPageWord);
             fresh = kTma && !kSelected && (!kScaled || kScaleRuns) && field(word, kPageWord) >= 0 &&
-                    args.scores.sees_back_to_first();
+                    sees_back_to_first(args);
             if (!fresh) {
                 if constexpr (kSelected) ptx::touch(table.pages + field(word, kStartWord) / kPageSize);
                 measure(word);

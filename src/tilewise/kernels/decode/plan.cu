@@ -13,7 +13,7 @@
 // Everything stands once in the code, and what stands in a loop is not unrolled: the planner runs once per step, and
 // fetching its instructions takes as long as running them.
 //
-// Constants: kSelected, false; kPlanThreads, as many as there are rows or more.
+// Constants: kSelected, false; Rule, whose kChunked counts; kPlanThreads, as many as there are rows or more.
 #include "decode/plan_cut.cuh"
 #include "decode/plan_deal.cuh"
 

@@ -6,7 +6,13 @@
 struct Cuts {
     const PlanArgs& args;
 
-    TILE_DEVICE bool windowed() const { return args.left < kFar; }
+    // May rows not see back to the first token?
+    TILE_DEVICE bool windowed() const { return Rule::kChunked || args.left < kFar; }
+    // The first token that the row at `position` sees
+    TILE_DEVICE int first_seen(int position) const {
+        const int first = larger(0, position - args.left);
+        return Rule::kChunked ? larger(first, position / args.positions * args.positions) : first;
+    }
 
     TILE_DEVICE Shared<PlanNode> nodes() const { return Shared<PlanNode>(args.room.nodes); }
     TILE_DEVICE Shared<PlanRange> ranges() const { return Shared<PlanRange>(args.room.ranges); }
@@ -127,7 +133,7 @@ struct Cuts {
     }
 
     // ---- what sequences have of their own ---------------------------------------------------------------------------
-    // What a window leaves before and between nodes, and what comes after the last; their number
+    // What rows see before and between nodes, where that is not all, and what comes after the last; their number
     TILE_DEVICE int find_ranges() const {
         const int n = threadIdx.x;
         const bool there = n < args.rows;
@@ -135,7 +141,7 @@ struct Cuts {
         if (there) {
             length = Shared<int>(args.room.length)[n];
             under = Shared<int>(args.room.under)[n];
-            if (windowed()) begin = larger(0, length - args.tokens - args.left);
+            if (windowed()) begin = first_seen(length - args.tokens);
 #pragma unroll 1
             for (int at = under; windowed() && at >= 0; at = node(at).above)
                 gaps += node(at).start > gap_from(at, begin);

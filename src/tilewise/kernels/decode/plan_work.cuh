@@ -55,6 +55,7 @@ struct PlanArgs {
     Divisor groups, passes;    // units of a piece, of `together` heads each; passes over the rows of one sequence
     PlanRoom room;
     double item_chunks, state_chunks, sprint;  // Weights
+    int positions;             // Rule::kChunked: of a block that no row sees out of
 };
 
 enum PlanMade { kPieces, kStates, kSlots, kRounds, kNodes, kInTurn };  // kInTurn: 1 if units were dealt in turn

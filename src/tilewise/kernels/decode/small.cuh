@@ -7,6 +7,7 @@
 
 static_assert(kFormat == Format::bits16 && !kNormalised && kBlocks == 1, "16-bit pages, up to eight rows");
 static_assert(!kTree && !kSelected && kWholeBoxes && kTiles == 1, "chunks of sixteen tokens in one page");
+static_assert(!Rule::kChunked, "sequences are read from their first token on");
 static_assert(kHeadRows <= kRows && kRound % kWarps == 0, "every warp has its chunks of a round");
 constexpr int kMine = kRound / kWarps;                        // chunks of a round per warp
 constexpr int kOwnTiles = (kOutTiles + kWarps - 1) / kWarps;  // tiles of sixteen channels of O per warp

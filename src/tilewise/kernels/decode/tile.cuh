@@ -87,7 +87,7 @@ struct TileBody {
             const States states = states_of(args, at.sequence);
             sPlace()[h] = states.count == 1 ? -1 : int(state_row(args, states, item.kv_head(), item.state(), at.row));
             seen.row[h] = {span.begin, span.end - span.begin};
-            if (exists && !(item.is(kAllSee) && args.scores.sees_back_to_first())) {
+            if (exists && !(item.is(kAllSee) && sees_back_to_first(args))) {
                 const Visible keys = seen_by(args, at, Global<const int>{args.lengths}[at.sequence], span);
                 seen.row[h] = keys;
                 from = keys.first > from ? keys.first : from;

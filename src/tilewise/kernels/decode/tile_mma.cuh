@@ -145,7 +145,7 @@ struct TileBody {
         const DecodeRow at = row_of(args, item, exists ? n : 0);
         const States states = states_of(args, at.sequence);
         Visible seen{span.begin, span.end - span.begin};
-        if (exists && !(item.is(kAllSee) && args.scores.sees_back_to_first()))
+        if (exists && !(item.is(kAllSee) && sees_back_to_first(args)))
             seen = seen_by(args, at, Global<const int>{args.lengths}[at.sequence], span);
         const int64_t caller = Global<const int>{args.order}[at.sequence];
         const Element* q = static_cast<const Element*>(args.q) + caller * args.q_strides.batch +

@@ -11,7 +11,7 @@
 
 enum ItemKind {
     kOwn = 1,     // rows of one sequence over tokens of its own; without it, rows over a node of the prefix tree
-    kAllSee = 2,  // every row sees all tokens of the node, unless a window hides some
+    kAllSee = 2,  // every row sees all tokens of the node, unless a window or a block of positions hides some
     kGoesOn = 4,  // tile items only: the block's next item has the same rows, which see all of its tokens
 };
 // The work of one warp: query rows [row, row + rows), counted from the first row of `sequence`, over the tokens
@@ -110,13 +110,26 @@ TILE_DEVICE DecodeItem load_item(const DecodeItem* items, int64_t n) {
             int(d.word[0]), int(d.word[1]), int(d.word[2]), int(d.word[3])};  // grows_from … second_page
 }
 
+// How many keys before its own a row at `position` sees at most. Rule::kChunked: none before its block of positions
+TILE_DEVICE int left_of(const DecodeArgs& args, int position) {
+    if constexpr (Rule::kChunked) {
+        const int within = position % args.scores.chunk;
+        return within < args.scores.left ? within : args.scores.left;
+    }
+    return args.scores.left;
+}
+// Does every row see all keys before its own?
+TILE_DEVICE bool sees_back_to_first(const DecodeArgs& args) {
+    return !Rule::kChunked && args.scores.sees_back_to_first();
+}
+
 // The tokens of an item's range that exist and that some row may see. An own range ends where its sequence ends now and
-// begins where its sequence's window begins. A node does not grow, and the windows of its rows differ: it is taken
-// whole.
+// begins with the first token that a row sees. A node does not grow, and what its rows see differs: it is taken whole.
 TILE_DEVICE Span span_of(const DecodeArgs& args, bool own, int start, int stop, int length) {
     if (!own) return {start, stop};
     // The first query token sees the farthest back.
-    const int begin = args.scores.keys_at(position_of(0, args.tokens, length), {start, stop}).first;
+    const int position = position_of(0, args.tokens, length);
+    const int begin = keys_at(position, left_of(args, position), args.scores.right, {start, stop}).first;
     const int end = stop < length ? stop : length;
     return {begin, end > begin ? end : begin};
 }
@@ -150,7 +163,7 @@ TILE_DEVICE int64_t caller_of(const DecodeArgs& args, const DecodeItem& item, co
 }
 // The keys of the span that a row at `position` sees. right = 0 as a constant saves an addition per row.
 TILE_DEVICE Visible seen_to(const DecodeArgs& args, int position, Span span) {
-    return keys_at(position, args.scores.left, 0, span).visible();
+    return keys_at(position, left_of(args, position), 0, span).visible();
 }
 TILE_DEVICE Visible seen_by(const DecodeArgs& args, const DecodeRow& row, int length, Span span) {
     if constexpr (kSelected) {  // the row does not see the selected keys of the query tokens after it, which come last

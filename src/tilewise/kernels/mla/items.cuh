@@ -42,7 +42,7 @@ struct Table {
                 query = caller * args.q_strides.batch + row.token * args.q_strides.row + row.head * args.q_strides.head;
                 const int length = Global<const int>{args.lengths}[row.sequence];
                 const States states = states_of(args, row.sequence);
-                if (!(item.is(kAllSee) && args.scores.sees_back_to_first()))
+                if (!(item.is(kAllSee) && sees_back_to_first(args)))
                     row_sees = seen_by(args, row, length, span);
                 if (states.count == 1)
                     goes = 2 * (caller * args.o_strides.batch + row.token * args.o_strides.row +
