@@ -12,7 +12,7 @@ from tilewise import arguments, checks
 from tilewise.kvcache import PagedKVCache
 from tilewise.plan import BlockSchedule, DecodePlan
 from tilewise.plan.cost import CostModel
-from tilewise.plan.standing import StandingPlan
+from tilewise.plan.standing import Longs, StandingPlan
 from tilewise.scores import Reach
 
 
@@ -39,13 +39,14 @@ def check_sizes(
         raise TypeError(f"seqs must be a list of sequences, got {type(seqs).__name__}")
 
 
-def check_current(plan: DecodePlan | StandingPlan, pages: PagedKVCache) -> None:
-    changed = np.flatnonzero(pages.lengths_of(list(plan.seqs)) != plan.lengths)
+def check_current(seqs: Sequence[int], lengths: Sequence[int] | Longs, pages: PagedKVCache, instead: str) -> None:
+    """ValueError, which says to call `instead`, unless the sequences of a plan have the lengths that it was made for.
+    Given as a list, the cache remembers them."""
+    changed = np.flatnonzero(pages.lengths_of(seqs) != lengths)
     if len(changed):
-        seq, length = plan.seqs[changed[0]], plan.lengths[changed[0]]
+        seq, length = seqs[changed[0]], lengths[changed[0]]
         raise ValueError(
-            f"plan is out of date: sequence {seq} had {length} tokens and now has {pages.length(seq)}; "
-            "call plan_decode again after extending, or grow_plan"
+            f"plan is out of date: sequence {seq} had {length} tokens and now has {pages.length(seq)}; call {instead}"
         )
 
 

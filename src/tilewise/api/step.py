@@ -13,6 +13,7 @@ import torch
 from tilewise import arch, arguments, checks, cpu, traced, tuned
 from tilewise.api import standing_step
 from tilewise.api.chunks import attend_chunks
+from tilewise.api.decode_checks import check_current
 from tilewise.api.decoding import decode, plan_decode, product_dim, stream_row_bytes
 from tilewise.api.on_cpu import full_precision
 from tilewise.api.options import Result, State, StepOptions
@@ -455,15 +456,9 @@ def _check_lengths(plan: StepPlan, pages: PagedKVCache) -> None:
     for part in (plan.prefill, plan.decode):
         if part is None:
             continue
-        # As a list the cache remembers them, which is for the decodes, whose call asks again.
+        # A list is for the decodes, whose call asks again.
         seqs = part.seqs if part is plan.prefill else list(part.seqs)
-        changed = np.flatnonzero(pages.lengths_of(seqs) != part.lengths)
-        if len(changed):
-            seq, length = part.seqs[changed[0]], part.lengths[changed[0]]
-            raise ValueError(
-                f"plan is out of date: sequence {seq} had {length} tokens and now has {pages.length(seq)}; "
-                "call plan_step again after extending"
-            )
+        check_current(seqs, part.lengths, pages, "plan_step again after extending")
 
 
 def renew_step(
