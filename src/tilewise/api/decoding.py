@@ -79,14 +79,12 @@ def plan_decode(
     """Plan one decode step of `seqs` for all layers.
 
     num_heads: query heads. tokens_per_seq: query tokens a sequence has, which are its last cached ones; each sees the
-    tokens up to itself (of a sequence with fewer tokens the first rows see nothing). window: (left, right) as in
-    `attention`. chunk: blocks of so many positions, None for none; a token sees those of its own block alone, as in
-    `attention`: positions count from the sequence's first token. share_prefix: True puts the rows of all sequences
-    under a node of the page tree over its tokens once, False never, "auto" where `cost` (a CostModel, the device's by
-    default) says that it pays. The plan holds until one of its sequences changes. room: on a GPU, tokens that each
-    sequence may grow by under `grow_plan`.
-    pages_per_seq: for `decode` with a schedule, the most pages that a sequence reads under a KV head; no prefix is
-    shared then, because sequences select differently.
+    tokens up to itself (of a sequence with fewer tokens the first rows see nothing). window, chunk: as in `attention`;
+    positions count from the sequence's first token. share_prefix: True puts the rows of all sequences under a node of
+    the page tree over its tokens once, False never, "auto" where `cost` (a CostModel, the device's by default) says
+    that it pays. The plan holds until one of its sequences changes. room: on a GPU, tokens that each sequence may grow
+    by under `grow_plan`. pages_per_seq: for `decode` with a schedule, the most pages that a sequence reads under a KV
+    head; no prefix is shared then, because sequences select differently.
 
     rows, max_length: make a StandingPlan instead, for up to `rows` sequences (1 to 1024) of up to `max_length` tokens,
     which `renew_plan` brings up to date after sequences came, went or grew. q then has `rows` rows; those past
@@ -109,8 +107,7 @@ def plan_decode(
     form = pages.format.beside(pages.value_format)
     model = cost or tuned.cost(pages.device, form, shared_kv=pages.shared_kv)
     if rows is not None or max_length is not None:
-        if room or most:
-            given = f"room {room}" if room else f"pages_per_seq {most}"
+        if given := f"room {room}" if room else f"pages_per_seq {most}" if most else "":
             raise ValueError(f"rows goes without room and pages_per_seq, got {given}: renew_plan takes any growth")
         once = partial(plan_decode, num_heads=num_heads, tokens_per_seq=tokens_per_seq, share_prefix=share_prefix)
         rows_each, row = tokens_per_seq * num_heads, pages.num_kv_heads * row_bytes
