@@ -277,8 +277,7 @@ def decode(
     checks.tensor("q", q, shape=shape, dtypes=checks.FLOATS, unit_last_stride=True)
     if q.device != pages.device:
         raise ValueError(f"q must be on {pages.device} like the cache, got {q.device}")
-    again = "plan_decode again after extending, or grow_plan"
-    decode_checks.check_current(list(plan.seqs), plan.lengths, pages, again)
+    decode_checks.check_current(list(plan.seqs), plan.lengths, pages, "plan_decode again after extending, or grow_plan")
     options: DecodeOptions = {"scale": scale, "softcap": softcap, "sinks": sinks}
     scores = arguments.check_scores(q, count, causal=True, window=plan.window, chunk=plan.chunk or None, **options)
     checks.flag("return_lse", return_lse)
