@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -10,6 +11,7 @@ import transformers_cases as cases
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracle import qkv
+from transformers import masking_utils
 from transformers.masking_utils import (
     and_masks,
     bidirectional_mask_function,
@@ -18,6 +20,7 @@ from transformers.masking_utils import (
     chunked_causal_mask_function,
     create_bidirectional_mask,
     create_causal_mask,
+    create_chunked_causal_mask,
     or_masks,
     packed_sequence_mask_function,
     sdpa_mask,
@@ -111,6 +114,54 @@ def test_packed_sequences_beside_padding_and_batches():
     )  # fmt: skip
     expected[0, 0], expected[0, :, 0], expected[1, 5] = False, False, False
     assert torch.equal(visible(padded)[:, 0], expected)
+
+
+@pytest.mark.parametrize("chunk", [2, 3, 4])
+def test_chunks_of_packed_sequences_begin_with_them(chunk):
+    positions = torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2], [*range(chunk, 5 + chunk), 0, 1, 2]])  # whole chunks before it
+    text = {"attention_chunk_size": chunk, "get_text_config": lambda: config}
+    config = SimpleNamespace(_attn_implementation="tilewise", is_causal=True, **text)
+    ask = partial(create_chunked_causal_mask, config, torch.zeros(2, 8, 1), None, None)
+    if not hasattr(masking_utils, "remap_positions_for_packed_sequence"):  # before 5.23 they began with the batch row
+        with pytest.raises(NotImplementedError, match="chunks begin with them"):
+            ask(position_ids=positions)
+        return
+    mask = ask(position_ids=positions)
+    documents = torch.tensor([[0] * 5 + [1] * 3] * 2)
+    near = positions[:, :, None] // chunk == positions[:, None, :] // chunk
+    expected = (documents[:, :, None] == documents[:, None, :]) & near & torch.ones(8, 8, dtype=torch.bool).tril()
+    assert torch.equal(visible(mask)[:, 0], expected)
+    with pytest.raises(NotImplementedError, match="chunks begin with them"):
+        ask(position_ids=positions + 1)
+
+
+LEFT, RIGHT = torch.tensor([[0, 0, 1, 1, 1, 1], [1] * 6]), torch.tensor([[1] * 6, [1, 1, 0, 0, 0, 0]])
+DOCUMENTS = torch.tensor([[0, 0, 0, 1, 1, 2], [0, 1, 1, 1, 1, 1]])
+MASKS = {
+    "causal": {},
+    "earlier keys": {"kv_length": 9, "q_offset": 3},
+    "static cache": {"kv_length": 20, "q_offset": 3},
+    "window": {"mask_function": sliding_window_causal_mask_function(3)},
+    "chunks": {"mask_function": chunked_causal_mask_function(4, torch.zeros(2, dtype=int))},
+    "bidirectional": {"mask_function": bidirectional_mask_function, "attention_mask": RIGHT},
+    "left": {"attention_mask": LEFT},
+    "right, window": {"attention_mask": RIGHT, "mask_function": sliding_window_causal_mask_function(3)},
+    "packed": {"mask_function": packed_causal(DOCUMENTS)},
+    "packed, right": {"mask_function": packed_causal(DOCUMENTS), "attention_mask": RIGHT},
+}
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_the_last_queries_of_a_mask(name):
+    """Models leave out the others where only the last logits count; what is cut otherwise is formed."""
+    mask = make_mask(**{"batch_size": 2, "q_length": 6, "kv_length": 6, **MASKS[name]})
+    whole = mask.formed()
+    for rows in (slice(None), slice(0, None), slice(-1, None), slice(-4, None), slice(5, 6)):
+        cut = mask[:, :, rows, :]
+        assert isinstance(cut, Mask)
+        assert torch.equal(cut.formed(), whole[:, :, rows])
+    for index in ((slice(None), 0), (..., slice(2, None)), (slice(None), slice(None), slice(0, 3), slice(None))):
+        assert torch.equal(mask[index], whole[index])
 
 
 def test_positions_that_a_mask_does_not_reach_are_padding():

@@ -10,6 +10,7 @@ from transformers_cases import build
 
 from tilewise import TokenTree
 from tilewise.integrations.transformers import training_tree
+from tilewise.integrations.transformers_tree import mask_of_pass
 
 pytestmark = pytest.mark.usefixtures("registered")
 SEQUENCES = [[3 + t % 90 for t in s] for s in [*answers(19, 7, 12, 3), *answers(5, 4, 6, seed=1)]]
@@ -76,6 +77,11 @@ def test_what_cannot_be_over_a_tree_says_so():
     padding = torch.ones(1, tree.num_tokens).index_fill_(1, torch.tensor([0]), 0)
     with pytest.raises(ValueError, match="attention_mask marks padding"), training_tree(tree):
         model(tree.tokens[None], attention_mask=padding)
+    with training_tree(tree):
+        mask = mask_of_pass(1, tree.num_tokens, tree.num_tokens)
+        assert mask[:, :, 0:, :] is mask
+        with pytest.raises(NotImplementedError, match="logits_to_keep=0"):
+            mask[:, :, -1:, :]
     model.config.attention_dropout = 0.1
     for layer in model.model.layers:
         layer.self_attn.attention_dropout = 0.1

@@ -89,10 +89,26 @@ class Mask:
     def __getattr__(self, name: str) -> NoReturn:
         raise AttributeError(f"the attention mask of Tilewise is no tensor and has no {name!r}; {INSTEAD}")
 
-    def __getitem__(self, index: Any) -> torch.Tensor:
-        """Of the mask as a tensor, bool (batch, 1, queries, kv_length), which is formed here: for models that choose
-        keys by it."""
+    def __getitem__(self, index: Any) -> torch.Tensor | Mask:
+        """The mask of the last queries, where the index cuts off the others and nothing else. Otherwise of the mask as
+        a tensor, bool (batch, 1, queries, kv_length), which is formed here: for models that choose keys by it."""
+        rows = index[2] if isinstance(index, tuple) and len(index) == 4 else None
+        if isinstance(rows, slice) and all(index[n] == slice(None) for n in (0, 1, 3)):
+            first, stop, step = rows.indices(self.queries)
+            if first < stop == self.queries and step == 1:
+                return self if first == 0 else self.from_query(first)
         return self.formed()[index]
+
+    def from_query(self, first: int) -> Mask:
+        """Of the queries from `first` on: what they see is counted from where they end, which is where they did."""
+        mask = replace(self, queries=self.queries - first)
+        if self.ragged is None:
+            return mask
+        owner = self._places("q", self.queries)[0][:, first:]
+        there = owner >= 0
+        rows = None if bool(there.all()) else _rows(there)
+        starts = _starts(owner, rows, len(self.ragged.starts_q) - 1)
+        return replace(mask, ragged=replace(self.ragged, rows_q=rows, starts_q=starts))
 
     def formed(self) -> torch.Tensor:
         """What each query sees, bool (batch, 1, queries, kv_length)."""
@@ -139,13 +155,14 @@ class Mask:
 class Pattern:
     """A mask function as it was read: causal, window as in `tilewise.attention`; for packed sequences the number of the
     sequence that each token belongs to, documents (B, N); for blocks of positions their size, chunk, and where those of
-    each batch row begin, begins (B,)."""
+    each batch row begin, begins (B,), or of packed sequences the tokens' positions in these, positions (B, N)."""
 
     causal: bool = False
     window: Window | None = None
     documents: torch.Tensor | None = None
     chunk: int = 0
     begins: torch.Tensor | None = None
+    positions: torch.Tensor | None = None
 
     def narrowed(self, other: Pattern) -> Pattern:
         """What is seen by both."""
@@ -162,6 +179,7 @@ class Pattern:
             other.documents if self.documents is None else self.documents,
             chunked.chunk,
             chunked.begins,
+            chunked.positions,
         )
 
 
@@ -189,6 +207,9 @@ def read_pattern(mask_function: Callable[..., Any], end: int) -> Pattern:
             return Pattern(window=(size, size))
         case "packed_sequence_mask_function", {"packed_sequence_mask": torch.Tensor() as documents}:
             return Pattern(documents=documents)
+        case "remap_positions_for_packed_sequence", {"mask_function": inner, "position_ids": torch.Tensor() as its}:
+            # Packed sequences are found by positions that go on by one: tokens are as far apart there as they lie.
+            return replace(read_pattern(inner, int(its.max()) + 1), positions=its)
         case "chunked_overlay", {"chunk_size": int(size), "left_padding": torch.Tensor() as begins}:
             return Pattern() if end <= size else Pattern(chunk=size, begins=begins)  # else all in the first chunk
     raise NotImplementedError(
@@ -274,12 +295,29 @@ def make_mask(
     return with_sequences(mask, there, pattern.documents)
 
 
-def _in_chunks(pattern: Pattern, there: torch.Tensor | None, first: int, positions: torch.Tensor) -> torch.Tensor:
+def _check_packed_chunks(pattern: Pattern) -> None:
+    """NotImplementedError unless the chunks of each packed sequence are counted from its first token, as a kernel does,
+    or from one that is whole chunks before it."""
+    assert pattern.documents is not None
+    assert pattern.begins is not None
+    if pattern.positions is not None and not bool(pattern.begins.any()):
+        first = F.pad(pattern.documents.diff(dim=-1) > 0, (1, 0), value=True)
+        if not bool((pattern.positions.expand_as(first)[first] % pattern.chunk).any()):
+            return
+    raise NotImplementedError(
+        f"chunked attention over packed sequences is served where their chunks begin with them; {INSTEAD}"
+    )
+
+
+def _in_chunks(
+    pattern: Pattern, there: torch.Tensor | None, first: int, positions: torch.Tensor
+) -> torch.Tensor | None:
     """`there` without keys before the chunk of the first query, at position `first`: what is left begins with a chunk,
     as a kernel counts them. positions: of the keys."""
-    if pattern.documents is not None:
-        raise NotImplementedError(f"chunked attention over packed sequences is not served; {INSTEAD}")
     assert pattern.begins is not None
+    if pattern.documents is not None:
+        _check_packed_chunks(pattern)
+        return there
     begins = pattern.begins.to(positions.device)[:, None]
     chunk = begins + (first - begins).clamp_min(0) // pattern.chunk * pattern.chunk
     near = positions >= chunk

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -36,6 +36,12 @@ class TreeMask(Mask):
     def to(self, *args: Any, **kwargs: Any) -> TreeMask:
         """Itself: the tree is where the model's inputs are."""
         return self
+
+    def from_query(self, first: int) -> NoReturn:
+        raise NotImplementedError(
+            f"this model leaves out the first {first} tokens of the tree in some of its layers, which is not served; "
+            "call it with logits_to_keep=0"
+        )
 
 
 class _Entered:
