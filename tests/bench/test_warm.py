@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import types
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from cli_cases import assert_one_line_and_hint
 
 import tilewise
 from tilewise import arch, compiler, emulator, tuned
+from tilewise.api.rows import attend_rows
 from tilewise.bench import warm
 from tilewise.bench.tune_prefill import Shape
 from tilewise.bench.warm import Need
@@ -34,6 +36,11 @@ GEMMA = {
     **LLAMA, "head_dim": 128, "sliding_window": 100, "attn_logit_softcapping": 50.0,
     "layer_types": ["sliding_attention", "full_attention"],
 }  # fmt: skip
+DEEPSEEK = {
+    **LLAMA, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128,
+    "num_key_value_heads": 8,
+}  # fmt: skip
+CHUNKED = {**LLAMA, "attention_chunk_size": 64, "layer_types": ["chunked_attention", "full_attention"]}
 REPORT = compiler.ResourceReport(1, 0, 0, 0, 0, 0, (), 0.1)
 
 
@@ -46,6 +53,16 @@ def test_a_configuration_says_what_attention_is() -> None:
     assert shape.head_dim == 128
     assert [rule.window for rule in shape.scores] == [(None, 0), (99, 0)]
     assert {rule.softcap for rule in shape.scores} == {50.0}
+
+
+def test_latent_rows_and_chunks() -> None:
+    shape = attention_shape(DEEPSEEK, "deepseek")
+    assert (shape.heads, shape.kv_heads, shape.head_dim, shape.value_dim, shape.latent) == (8, 8, 192, 128, (576, 512))
+    for config in (CHUNKED, {**CHUNKED, "layer_types": None}):
+        assert [rule.chunk for rule in attention_shape(config, "llama4").scores] == [0, 64]
+    assert [rule.chunk for rule in attention_shape({**LLAMA, "attention_chunk_size": None}, "x").scores] == [0]
+    for config in (LLAMA, {**DEEPSEEK, "kv_lora_rank": 256}, {**DEEPSEEK, "torch_dtype": "float32"}):
+        assert Need.of_latent(attention_shape(config, "heads of its own")) is None
 
 
 def test_other_names_and_parts_of_models() -> None:
@@ -118,6 +135,8 @@ def attend(need: Need, rows: int) -> None:
     for rule in need.scores:
         options: Any = {"causal": True, "softcap": rule.softcap, "backend": "emulator"}
         options["window"] = None if rule.window[0] is None else rule.window
+        if rule.chunk:
+            continue  # of the forward's own mask; steps have no need of it
         tilewise.attention(q, k, v, **options)
         for index in (starts, starts.long()):
             tilewise.attention_varlen(q[0], k[0], v[0], index, index, **options)
@@ -128,31 +147,39 @@ def decode(need: Need, sequences: int) -> None:
     """A step over pages that are laid out as on a card, shared and not, and writing its tokens."""
     form, values = need.form, need.values
     sizes = (8 + 2 * sequences, 16, need.kv_heads, need.head_dim)
-    pages = tilewise.PagedKVCache(*sizes, kv_format=form.name, value_dim=values)
+    pages = tilewise.PagedKVCache(*sizes, kv_format=form.name, value_dim=values, shared_kv=need.shared_kv)
     lead = (1, pages.num_pages, 16, need.kv_heads)
-    forms = (form, pages.value_format)
+    forms = (form,) if need.shared_kv else (form, pages.value_format)
     stored = [storage.allocate(form, lead, pages.device, for_kernels=True) for form in forms]
-    pages.parts = lambda layer: tuple([part[layer] for part in parts] for parts in stored)  # type: ignore[assignment]
+    parts = [[part[0] for part in one] for one in stored]
+    pages.parts = lambda layer: (parts[0], None if need.shared_kv else parts[1])  # type: ignore[assignment]
     first = pages.allocate()
     pages.extend([first], 112)
     seqs = [pages.fork(first) for _ in range(sequences)]
     slots = pages.extend(seqs, 1)
-    q = torch.zeros(sequences, 1, need.heads, need.head_dim, dtype=need.dtype)
     for rule in need.scores:
         window = None if rule.window[0] is None else rule.window
         for share in (False, True):
-            plan = tilewise.plan_decode(pages, seqs, num_heads=need.heads, share_prefix=share, window=window)
-            tilewise.decode(q, pages, 0, plan, softcap=rule.softcap, backend="emulator")
+            given = {"num_heads": need.heads, "share_prefix": share, "window": window, "chunk": rule.chunk or None}
+            for plan in (
+                tilewise.plan_decode(pages, seqs, **given),
+                tilewise.plan_decode(pages, seqs, **given, rows=sequences + 4, max_length=400),
+            ):
+                q = torch.zeros(plan.rows, 1, need.heads, need.head_dim, dtype=need.dtype)
+                tilewise.decode(q, pages, 0, plan, softcap=rule.softcap, backend="emulator")
+    if need.chosen:
+        indices = torch.zeros(sequences, 32, dtype=torch.int32)
+        attend_rows(q[:sequences, 0], parts[0][0].flatten(0, 2), form, indices, value_dim=values, backend="emulator")
     k, v = (torch.zeros(sequences, need.kv_heads, d, dtype=need.dtype) for d in (need.head_dim, values))
     positions = torch.arange(sequences)
-    append.append(form, k, v, *(tuple(part[0] for part in parts) for parts in stored), positions, positions)
+    append.append(form, k, None if need.shared_kv else v, *pages.parts(0), positions, positions)
     assert len(slots)
 
 
 def step(need: Need, tokens: int) -> None:
     """Chunks of prompts, sharing a prefix and not."""
     sizes = (tokens // 4 + 40, 16, need.kv_heads, need.head_dim)
-    pages = tilewise.PagedKVCache(*sizes, kv_format=need.form.name, value_dim=need.values)
+    pages = tilewise.PagedKVCache(*sizes, kv_format=need.form.name, value_dim=need.values, shared_kv=need.shared_kv)
     first = pages.allocate()
     pages.extend([first], 64)
     seqs = [pages.fork(first) for _ in range(2)]
@@ -161,7 +188,8 @@ def step(need: Need, tokens: int) -> None:
     for rule in need.scores:
         window = None if rule.window[0] is None else rule.window
         for share in (False, True):
-            plan = tilewise.plan_step(pages, prefill, num_heads=need.heads, share_prefix=share, window=window)
+            given = {"num_heads": need.heads, "share_prefix": share, "window": window, "chunk": rule.chunk or None}
+            plan = tilewise.plan_step(pages, prefill, **given)
             q = torch.zeros(plan.rows, need.heads, need.head_dim, dtype=need.dtype)
             tilewise.attend(q, pages, 0, plan, softcap=rule.softcap, backend="emulator")
 
@@ -172,6 +200,10 @@ NEEDS = {
     "int4": Need(8, 2, 64, torch.bfloat16, (Scores((None, 0)),), kv_format="int4"),
     "fp16": Need(4, 4, 80, torch.float16, (Scores((None, 0)),)),
     "pair": Need(8, 2, 64, torch.bfloat16, (Scores((None, 0)),), value_dim=320),
+    "chunked": Need.of_model(attention_shape(CHUNKED, "llama4")),
+    "latent": Need.of_latent(attention_shape(DEEPSEEK, "deepseek")),
+    "latent fp8": replace(Need.of_latent(attention_shape(DEEPSEEK, "deepseek")), kv_format="fp8"),
+    "chosen": Need.of_latent(attention_shape({**DEEPSEEK, "index_topk": 32}, "deepseek")),
 }
 
 
@@ -188,8 +220,9 @@ def test_every_kernel_that_a_call_asks_for_is_warm(card: str, name: str, asked: 
         if need.head_dim != 80:  # not a head dimension of decode
             for sequences in (1, 3, 33):
                 decode(need, sequences)
-    assert {"decode", "append"} <= {spec.name for spec in asked} or need.head_dim == 80
-    assert set(asked) <= warmed
+    decoding = "decode" if not need.shared_kv else "mla_decode" if card == "sm_90a" else "mla_decode_mma"
+    assert {decoding, "decode_plan", "append"} <= {spec.name for spec in asked} or need.head_dim == 80
+    assert {spec.translation_unit() for spec in asked} <= {spec.translation_unit() for spec in warmed}
     assert {spec.name for spec in warmed} >= {spec.name for spec in asked} | {"ragged", "copy_pages"}
 
 
@@ -229,6 +262,11 @@ def test_a_table_of_the_card_is_followed() -> None:
 def test_what_no_kernel_serves_is_refused() -> None:
     with pytest.raises(NotImplementedError, match="head_dim up to 576"):
         warm.specs(Need(1, 1, 600, torch.bfloat16, (Scores(),)), "sm_90a")
+
+
+def test_latent_rows_that_no_kernel_reads_are_refused() -> None:
+    with pytest.raises(NotImplementedError, match="over int4"):
+        warm.specs(replace(NEEDS["latent"], kv_format="int4"), "sm_90a")
 
 
 def test_the_form_is_that_of_the_dtype() -> None:

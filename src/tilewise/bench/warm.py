@@ -9,25 +9,30 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import product
 
 import torch
 
 from tilewise import api, arch, arguments, compiler
 from tilewise.checks import FLOATS
 from tilewise.compiler.spec import KernelSpec
-from tilewise.formats import PLAIN, KVFormat
-from tilewise.gpu import append, calls, decode, decode_small, merge_rows, prefill, widen
+from tilewise.formats import LATENT_FORMATS, PLAIN, KVFormat
+from tilewise.gpu import append, calls, decode, decode_small, merge_rows, mla, plan_step, planner, prefill, widen
 from tilewise.gpu.abi import decode_score_rule
 from tilewise.gpu.decode_kernels import DTYPES as DECODE_DTYPES
 from tilewise.gpu.decode_kernels import HEAD_DIMS as DECODE_HEAD_DIMS
 from tilewise.gpu.decode_kernels import Parts
 from tilewise.gpu.decode_shapes import slice_of_values, value_slices
+from tilewise.gpu.mla_kernels import ROWS
+from tilewise.gpu.mla_rows import ONE_PAGE
 from tilewise.gpu.tilings import out_dtype
 from tilewise.kvcache import PagedKVCache, storage
 from tilewise.scores import Scores
 
 from ..integrations.transformers_config import AttentionShape
+from ..serving.latent import KERNEL
+from ..serving.sizing import LATENT_ROWS
 from .tune_prefill import Shape
 
 # Query rows of a sequence. A kernel is one for short or long sequences, with grouped heads together or apart.
@@ -41,7 +46,8 @@ INDEX = (torch.int32, torch.int64)  # of cumulative lengths
 @dataclass(frozen=True)
 class Need:
     """Calls to be compiled for: heads, and what is done to scores; lengths: query rows of a sequence; page_size and
-    kv_format: of the cache; value_dim: of V, if it has another head dimension than Q and K."""
+    kv_format: of the cache; value_dim: of V, if it has another head dimension than Q and K; shared_kv: V is the first
+    channels of K; chosen: query tokens choose the rows that they read."""
 
     heads: int
     kv_heads: int
@@ -52,10 +58,23 @@ class Need:
     page_size: int = 16
     kv_format: str | None = None
     value_dim: int | None = None
+    shared_kv: bool = False
+    chosen: bool = False
 
     @classmethod
     def of_model(cls, model: AttentionShape) -> Need:
-        return cls(model.heads, model.kv_heads, model.head_dim, model.dtype, model.scores)
+        """Its own heads."""
+        sizes = model.heads, model.kv_heads, model.head_dim
+        return cls(*sizes, model.dtype, model.scores, value_dim=model.value_dim or None)
+
+    @classmethod
+    def of_latent(cls, model: AttentionShape) -> Need | None:
+        """All of its heads over latent rows, as the engine serves it; None where that has heads of its own."""
+        if model.latent != KERNEL or model.dtype not in LATENT_ROWS:
+            return None
+        width, values = KERNEL
+        found = cls(model.heads, 1, width, model.dtype, model.scores, value_dim=values, shared_kv=True)
+        return replace(found, chosen=model.indexed)
 
     @classmethod
     def of_shape(cls, shape: Shape, dtype: torch.dtype) -> Need:
@@ -71,7 +90,8 @@ class Need:
     def form(self) -> KVFormat:
         """How K is stored: as asked, or in the dtype of the queries."""
         plain = next((name for name, dtype in PLAIN.items() if dtype == self.dtype), "bf16")
-        return KVFormat(self.kv_format or plain, self.head_dim)
+        name = self.kv_format or plain
+        return KVFormat(name, self.head_dim, latent=self.values if self.shared_kv and name in LATENT_FORMATS else 0)
 
 
 def specs(need: Need, card: str) -> list[KernelSpec]:
@@ -80,13 +100,17 @@ def specs(need: Need, card: str) -> list[KernelSpec]:
     q, _, v, _ = _like(need, 1)
     with arch.as_card(card):
         calls.check_served(q[None], "emulator", v[None])
-        writing = [append.append_spec(need.dtype, need.form, value_dim=need.values), append.COPY_SPEC]
-        found = [*_prefill(need), *_decode(need, card), *_step(need), *writing]
+        # The width of V counts where it is stored apart.
+        widest = 0 if need.shared_kv else need.values
+        writing = [append.append_spec(need.dtype, need.form, value_dim=widest), append.COPY_SPEC]
+        decoding = _latent(need) if need.shared_kv else _decode(need, card)
+        found = [*_prefill(need), *decoding, *_step(need), *_planner(need), *writing]
     return list(dict.fromkeys(found))
 
 
 def _prefill(need: Need) -> Iterator[KernelSpec]:
-    for scores in need.scores:
+    # Blocks of positions are sequences of their own to the forward.
+    for scores in dict.fromkeys(replace(scores, chunk=0) for scores in need.scores):
         for rows in need.lengths:
             q, k, v, o = (x[None] for x in _like(need, rows))
             yield from _bound(q, k, v, o, scores)
@@ -102,7 +126,7 @@ def _step(need: Need) -> Iterator[KernelSpec]:
     if need.form.dtype != need.dtype:
         yield widen.widen_spec(need.dtype, need.form, need.values)
     yield merge_rows.merge_spec(need.dtype, need.values)
-    for scores in need.scores:
+    for scores in dict.fromkeys(replace(scores, chunk=0) for scores in need.scores):
         if scores.window[0] is not None:
             continue
         for rows in need.lengths:
@@ -142,7 +166,7 @@ def _decode(need: Need, card: str) -> Iterator[KernelSpec]:
     if any(width not in DECODE_HEAD_DIMS for width in widths) or need.dtype not in DECODE_DTYPES:
         return
     pair = need.form.beside(KVFormat(need.form.name, need.values))
-    rules = [decode_score_rule(scores) for scores in need.scores if scores.window[0] is None]
+    rules = [decode_score_rule(x) for x in need.scores if x.window[0] is None and not x.chunk]
     filling = max(2, 4 * PROCESSORS // need.kv_heads)
     lead = (need.page_size, need.kv_heads, need.head_dim)
     stored = [storage.allocate(form, (1, 1, *lead[:2]), CPU, for_kernels=True) for form in (need.form, pair.values)]
@@ -167,6 +191,23 @@ def _decode(need: Need, card: str) -> Iterator[KernelSpec]:
                     yield _decode_spec(cache, cut, (k, v), seqs, need, scores, share)
 
 
+def _latent(need: Need) -> Iterator[KernelSpec]:
+    """Decode over rows that are keys and values at once: of one sequence, and of few or many that share a node."""
+    mla.check_served(_like(need, 1)[0], need.form, (), need.values)
+    for scores, more in product(need.scores, (0, *ROWS)):
+        rule, rows, form = decode_score_rule(scores), max(need.heads, more), (need.dtype, need.form, need.values)
+        yield mla.spec_of(*form, rows, need.page_size, CPU, rule)
+        if need.chosen and not more:
+            yield mla.spec_of(*form, rows, ONE_PAGE, CPU, rule, chosen=True)
+
+
+def _planner(need: Need) -> Iterator[KernelSpec]:
+    """What makes the lists of standing plans; its shared memory changes nothing of the code."""
+    yield plan_step.SPEC
+    for rows, scores in product(planner.THREADS, need.scores):
+        yield planner.planner_spec(rows, 0, scores.chunk)
+
+
 def _decode_spec(
     cache: PagedKVCache,
     form: KVFormat,
@@ -177,7 +218,8 @@ def _decode_spec(
     share: bool,
 ) -> KernelSpec:
     window = None if scores.window[0] is None else scores.window
-    plan = api.plan_decode(cache, seqs, num_heads=need.heads, share_prefix=share, window=window)
+    chunk = scores.chunk or None
+    plan = api.plan_decode(cache, seqs, num_heads=need.heads, share_prefix=share, window=window, chunk=chunk)
     q = torch.empty(1, dtype=need.dtype).expand(len(seqs), 1, need.heads, need.head_dim)
     lists = arguments.PageListsOf(cache, plan.seqs)
     bound = decode.bind(plan, q, form, *pages, lists, plan.lengths, scores, processors=PROCESSORS)[1]

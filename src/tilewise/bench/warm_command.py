@@ -85,8 +85,9 @@ def _needs(
     if kv_format is not None:
         checks.choice("kv_format", kv_format, tuple(FORMATS))
     if model is not None:
-        needs = [Need.of_model(read_config(model))]
-        needs = [replace(need, dtype=DTYPES[dtype]) for need in needs] if dtype else needs
+        shape = read_config(model)
+        shape = replace(shape, dtype=DTYPES[dtype]) if dtype else shape
+        needs = [need for need in (Need.of_model(shape), Need.of_latent(shape)) if need is not None]
     else:
         needs = [Need.of_shape(shape, DTYPES[dtype or "bfloat16"]) for shape in tune_prefill.parse(shapes)]
     return [replace(need, kv_format=kv_format, page_size=page_size) for need in needs]

@@ -239,6 +239,32 @@ def _spec(asked: Asked) -> KernelSpec:
     return mla_spec(*sizes, asked.tiling, gather=asked.gather, **kind)
 
 
+def one_by_one(page_size: int) -> bool:
+    """Do rows of such pages come one by one? A copy by TMA brings sixteen or more, which must lie in one page."""
+    return page_size % 16 != 0
+
+
+def spec_of(
+    dtype: torch.dtype,
+    form: KVFormat,
+    value_dim: int,
+    rows: int,
+    page_size: int,
+    device: torch.device,
+    rule: tuple[str, str],
+    *,
+    chosen: bool = False,
+) -> KernelSpec:
+    """The kernel that `run` takes for queries of `dtype` and items of so many query rows."""
+    gather, codes = one_by_one(page_size), not form.plain
+    way = "chosen" if chosen else "gather" if gather or codes else "boxes"
+    tiling = tiling_of(form, value_dim, rows, device, way=way)
+    stored = form.name if codes else ""
+    return _spec(
+        Asked(0, device, dtype, form.head_dim, value_dim, tiling, gather, stored, int(chosen), rule, 0, page_size, ())
+    )
+
+
 def check_served(q: torch.Tensor, form: KVFormat, parts: Parts, value_dim: int) -> None:
     """NotImplementedError for what the kernel does not serve. q: (…, heads, head_dim)."""
     instead = 'backend="cpu"' if q.device.type == "cpu" else ".cpu() tensors"
@@ -347,7 +373,7 @@ def run(
     check_served(q, form, parts, value_dim)
     _check_plan(q, plan, indices is not None)
     rows, page_size, codes = parts[0], parts[0].shape[1], not form.plain
-    gather = page_size % 16 != 0  # a copy by TMA brings sixteen tokens or more, which must lie in one page
+    gather = one_by_one(page_size)
     way = "chosen" if indices is not None else "gather" if gather or codes else "boxes"
     tiling = tiling_of(form, value_dim, most_rows(plan), q.device, way=way)
     shape, as_wide = _shape(tiling, q.device)

@@ -22,6 +22,7 @@ from tilewise.gpu.mla import MAX_LISTS, Asked, MlaDecode, Parts, check_served, c
 from tilewise.plan.worklist import FAR
 from tilewise.scores import Scores
 
+ONE_PAGE = FAR  # tokens: all rows are in it
 KEPT = 32  # sizes for which a thread keeps kernels and lists, which take 64 bytes per query token and tile of 64 heads
 
 
@@ -126,7 +127,7 @@ def run_rows(
     tiling = tiling_of(form, value_dim, heads, q.device, way="chosen")
     asked = Asked(
         0, q.device, q.dtype, form.head_dim, value_dim, tiling, False, form.name if codes else "", indices.shape[1],
-        decode_score_rule(scores), 1, FAR, (),
+        decode_score_rule(scores), 1, ONE_PAGE, (),
     )  # fmt: skip
     indices, counts = indices.contiguous(), None if counts is None else counts.contiguous()
     for first in range(0, len(q), MAX_LISTS - 1):

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ..scores import Scores
+from ..scores import Reach, Scores
 
 FILE = "config.json"
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -22,7 +22,9 @@ DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch
 @dataclass(frozen=True)
 class AttentionShape:
     """heads, kv_heads, head_dim: of every layer. dtype: that the weights are stored in. scores: one per kind of layer,
-    causal: what is done to scores, and which keys a row sees."""
+    causal: what is done to scores, and which keys a row sees. value_dim: of V, 0 for head_dim. latent: of models of
+    latent attention, the channels of a row that stands for all heads, and how many of them are values. indexed: an
+    indexer chooses the rows that a query reads."""
 
     name: str
     heads: int
@@ -30,6 +32,9 @@ class AttentionShape:
     head_dim: int
     dtype: torch.dtype
     scores: tuple[Scores, ...]
+    value_dim: int = 0
+    latent: tuple[int, int] | None = None
+    indexed: bool = False
 
 
 def read_config(source: str) -> AttentionShape:
@@ -60,25 +65,41 @@ def attention_shape(config: Any, name: str) -> AttentionShape:
     config = {**config, **(config.get("text_config") or {})}
     heads = _whole(config, name, "num_attention_heads", "n_head", "num_heads")
     kv_heads = _whole(config, name, "num_key_value_heads", "n_head_kv", default=heads)
-    head_dim = _whole(config, name, "head_dim", default=0)
-    head_dim = head_dim or _whole(config, name, "hidden_size", "n_embd", "d_model") // heads
+    value_dim, latent = 0, None
+    if config.get("kv_lora_rank") is not None:
+        rank, rope = (_whole(config, name, size) for size in ("kv_lora_rank", "qk_rope_head_dim"))
+        head_dim, value_dim = _whole(config, name, "qk_nope_head_dim") + rope, _whole(config, name, "v_head_dim")
+        kv_heads, latent = heads, (rank + rope, rank)
+    else:
+        head_dim = _whole(config, name, "head_dim", default=0)
+        head_dim = head_dim or _whole(config, name, "hidden_size", "n_embd", "d_model") // heads
     if heads % kv_heads:
         raise ValueError(f"{name}: {heads} query heads are no multiple of {kv_heads} KV heads")
     stored = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16").removeprefix("torch.")
     if stored not in DTYPES:
         raise ValueError(f"{name}: dtype must be one of {', '.join(DTYPES)}, got {stored!r}")
     cap = float(config.get("attn_logit_softcapping") or 0.0)
-    rules = [Scores((left, 0), head_dim**-0.5, cap, bool(config.get("alibi"))) for left in _windows(config)]
-    return AttentionShape(name, heads, kv_heads, head_dim, DTYPES[stored], tuple(dict.fromkeys(rules)))
+    rules = [
+        Scores((left, 0), head_dim**-0.5, cap, bool(config.get("alibi")), chunk=chunk)
+        for left, chunk in _reaches(config)
+    ]
+    rules = list(dict.fromkeys(rules))
+    indexed = config.get("index_topk") is not None
+    return AttentionShape(name, heads, kv_heads, head_dim, DTYPES[stored], tuple(rules), value_dim, latent, indexed)
 
 
-def _windows(config: Mapping[str, Any]) -> list[int | None]:
-    """Keys that each kind of layer sees to the left, None for all."""
-    size = config.get("sliding_window")
-    if not size or config.get("use_sliding_window") is False:
-        return [None]
-    kinds = set(config.get("layer_types") or ("sliding_attention",))
-    return [None] * ("full_attention" in kinds) + [int(size) - 1] * ("sliding_attention" in kinds) or [None]
+def _reaches(config: Mapping[str, Any]) -> list[Reach]:
+    """How far back each kind of layer sees."""
+    size, chunk = config.get("sliding_window"), config.get("attention_chunk_size")
+    if config.get("use_sliding_window") is False:
+        size = None
+    kinds = config.get("layer_types") or (["sliding_attention"] if size else ["full_attention", "chunked_attention"])
+    found = [Reach()] if "full_attention" in kinds else []
+    if size and "sliding_attention" in kinds:
+        found.append(Reach(int(size) - 1))
+    if chunk and "chunked_attention" in kinds:
+        found.append(Reach(chunk=int(chunk)))
+    return found or [Reach()]
 
 
 def _whole(config: Mapping[str, Any], where: str, *names: str, default: int | None = None) -> int:
