@@ -26,17 +26,22 @@ def check_sizes(
     room: Any,
 ) -> None:
     """What plan_decode asks of its arguments, one by one."""
-    checks.integer("num_heads", num_heads, 1)
+    check_sharing(pages, num_heads, share_prefix, cost)
     checks.integer("tokens_per_seq", tokens_per_seq, 1)
     checks.integer("room", room, 0)
+    if not isinstance(seqs, (Sequence, torch.Tensor, np.ndarray)):
+        raise TypeError(f"seqs must be a list of sequences, got {type(seqs).__name__}")
+
+
+def check_sharing(pages: PagedKVCache, num_heads: Any, share_prefix: Any, cost: Any) -> None:
+    """What plan_decode and plan_step ask of these."""
+    checks.integer("num_heads", num_heads, 1)
     if num_heads % pages.num_kv_heads:
         raise ValueError(f"num_heads must be a multiple of the cache's {pages.num_kv_heads} KV heads, got {num_heads}")
     if not isinstance(share_prefix, bool) and not (isinstance(share_prefix, str) and share_prefix == "auto"):
         raise ValueError(f'share_prefix must be "auto", True or False, got {share_prefix!r}')
     if cost is not None and not isinstance(cost, CostModel):
         raise TypeError(f"cost must be a tilewise.CostModel, got {type(cost).__name__}")
-    if not isinstance(seqs, (Sequence, torch.Tensor, np.ndarray)):
-        raise TypeError(f"seqs must be a list of sequences, got {type(seqs).__name__}")
 
 
 def check_current(seqs: Sequence[int], lengths: Sequence[int] | Longs, pages: PagedKVCache, instead: str) -> None:

@@ -13,7 +13,7 @@ import torch
 from tilewise import arch, arguments, checks, cpu, traced, tuned
 from tilewise.api import standing_step
 from tilewise.api.chunks import attend_chunks
-from tilewise.api.decode_checks import check_current
+from tilewise.api.decode_checks import check_current, check_sharing
 from tilewise.api.decoding import decode, plan_decode, product_dim, stream_row_bytes
 from tilewise.api.on_cpu import full_precision
 from tilewise.api.options import Result, State, StepOptions
@@ -94,13 +94,7 @@ def plan_step(
     The plan holds until one of its sequences changes.
     """
     pages = arguments.check_cache(cache)
-    checks.integer("num_heads", num_heads, 1)
-    if num_heads % pages.num_kv_heads:
-        raise ValueError(f"num_heads must be a multiple of the cache's {pages.num_kv_heads} KV heads, got {num_heads}")
-    if not isinstance(share_prefix, bool) and not (isinstance(share_prefix, str) and share_prefix == "auto"):
-        raise ValueError(f'share_prefix must be "auto", True or False, got {share_prefix!r}')
-    if cost is not None and not isinstance(cost, CostModel):
-        raise TypeError(f"cost must be a tilewise.CostModel, got {type(cost).__name__}")
+    check_sharing(pages, num_heads, share_prefix, cost)
     window, block = arguments.check_window(window), arguments.check_chunk(chunk)
     chunks = check_chunks(prefill, pages)
     share = None if share_prefix == "auto" else share_prefix
