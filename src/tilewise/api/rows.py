@@ -1,7 +1,7 @@
 """Attention over rows of one tensor that are keys and values at once, each query token naming those that it reads.
 
-What tilewise.compat.flash_mla is made of: no cache, no plan. The callers have checked the arguments, whose names are
-theirs.
+What tilewise.compat.flash_mla is made of, and how models with an indexer read the rows of a cache: no plan. The callers
+have checked the arguments, whose names are theirs.
 """
 
 from __future__ import annotations

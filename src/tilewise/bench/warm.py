@@ -87,6 +87,11 @@ class Need:
         return self.head_dim if self.value_dim is None else self.value_dim
 
     @property
+    def of_forward(self) -> list[Scores]:
+        """What the forward does to scores: blocks of positions are sequences of their own there."""
+        return list(dict.fromkeys(replace(scores, chunk=0) for scores in self.scores))
+
+    @property
     def form(self) -> KVFormat:
         """How K is stored: as asked, or in the dtype of the queries."""
         plain = next((name for name, dtype in PLAIN.items() if dtype == self.dtype), "bf16")
@@ -109,8 +114,7 @@ def specs(need: Need, card: str) -> list[KernelSpec]:
 
 
 def _prefill(need: Need) -> Iterator[KernelSpec]:
-    # Blocks of positions are sequences of their own to the forward.
-    for scores in dict.fromkeys(replace(scores, chunk=0) for scores in need.scores):
+    for scores in need.of_forward:
         for rows in need.lengths:
             q, k, v, o = (x[None] for x in _like(need, rows))
             yield from _bound(q, k, v, o, scores)
@@ -126,7 +130,7 @@ def _step(need: Need) -> Iterator[KernelSpec]:
     if need.form.dtype != need.dtype:
         yield widen.widen_spec(need.dtype, need.form, need.values)
     yield merge_rows.merge_spec(need.dtype, need.values)
-    for scores in dict.fromkeys(replace(scores, chunk=0) for scores in need.scores):
+    for scores in need.of_forward:
         if scores.window[0] is not None:
             continue
         for rows in need.lengths:

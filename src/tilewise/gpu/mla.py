@@ -239,9 +239,14 @@ def _spec(asked: Asked) -> KernelSpec:
     return mla_spec(*sizes, asked.tiling, gather=asked.gather, **kind)
 
 
-def one_by_one(page_size: int) -> bool:
+def _one_by_one(page_size: int) -> bool:
     """Do rows of such pages come one by one? A copy by TMA brings sixteen or more, which must lie in one page."""
     return page_size % 16 != 0
+
+
+def _way(form: KVFormat, page_size: int, chosen: bool) -> str:
+    """How rows come, of tuned.MLA_WAYS."""
+    return "chosen" if chosen else "gather" if _one_by_one(page_size) or not form.plain else "boxes"
 
 
 def spec_of(
@@ -256,10 +261,8 @@ def spec_of(
     chosen: bool = False,
 ) -> KernelSpec:
     """The kernel that `run` takes for queries of `dtype` and items of so many query rows."""
-    gather, codes = one_by_one(page_size), not form.plain
-    way = "chosen" if chosen else "gather" if gather or codes else "boxes"
-    tiling = tiling_of(form, value_dim, rows, device, way=way)
-    stored = form.name if codes else ""
+    tiling = tiling_of(form, value_dim, rows, device, way=_way(form, page_size, chosen))
+    gather, stored = _one_by_one(page_size), "" if form.plain else form.name
     return _spec(
         Asked(0, device, dtype, form.head_dim, value_dim, tiling, gather, stored, int(chosen), rule, 0, page_size, ())
     )
@@ -373,8 +376,7 @@ def run(
     check_served(q, form, parts, value_dim)
     _check_plan(q, plan, indices is not None)
     rows, page_size, codes = parts[0], parts[0].shape[1], not form.plain
-    gather = one_by_one(page_size)
-    way = "chosen" if indices is not None else "gather" if gather or codes else "boxes"
+    gather, way = _one_by_one(page_size), _way(form, page_size, indices is not None)
     tiling = tiling_of(form, value_dim, most_rows(plan), q.device, way=way)
     shape, as_wide = _shape(tiling, q.device)
     splitting = splitting or as_wide
