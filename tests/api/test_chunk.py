@@ -146,6 +146,18 @@ def test_gradients_by_kernels():
     gradient_cases.check(ours, partial(reference.attention, chunk=16), (q, k, v), randn(1, 40, 2, 32, seed=7).half())
 
 
+def test_blocks_that_were_packed_under_inference_mode_are_trained_over():
+    """Where the blocks start is kept from call to call."""
+    q, k, v = qkv(1, 24, 24, 2, 1, 32, dtype=torch.float16)
+    call = partial(attention, chunk=9, backend="emulator")
+    with torch.inference_mode():
+        drawn = call(q, k, v)
+    o = call(q.requires_grad_(), k, v)
+    o.sum().backward()
+    assert torch.equal(o, drawn)
+    assert q.grad is not None
+
+
 def test_other_sizes_of_blocks_trace_nothing_anew(monkeypatch):
     q, k, v = qkv(1, 40, 50, 2, 1, 8)
     mask = BlockSchedule.strided(40, 50, block_q=16, block_k=16, stride=2)

@@ -158,6 +158,15 @@ def test_functions_mean_in_the_backward_what_they_meant_in_the_forward():
         loss.backward()
 
 
+def test_a_captured_tensor_of_inference_mode_is_named_as_such():
+    q = torch.randn(1, 8, 1, 8, requires_grad=True)
+    with torch.inference_mode():
+        ids = torch.arange(8) // 3
+    o = attention(q, q, q, mask=lambda b, h, q, k: ids[q] == ids[k])
+    with pytest.raises(RuntimeError, match="inference_mode"):
+        o.sum().backward()
+
+
 def test_parts_merge_into_the_gradients_of_the_whole():
     """Attention over two halves of the keys, merged: through o and the LSE of both."""
     q, k, v = leaves(*qkv(2, 9, 20, 4, 2, 16))

@@ -156,6 +156,24 @@ def test_a_tree_is_sent_to_another_process_after_it_was_used():
     assert copy.deepcopy(tree).lengths == tree.lengths
 
 
+@pytest.mark.parametrize("made", ["sequences", "nodes"])
+def test_a_tree_of_inference_mode_is_trained_over(made):
+    """The policy that draws the answers runs under it, and asks the tree first."""
+    with torch.inference_mode():
+        tree = TokenTree.from_sequences(answers(10, 4, 5))
+        if made == "nodes":
+            tree = TokenTree.from_nodes(tree.tokens.clone(), tree._offsets.clone(), tree._parents.clone())
+        x = torch.randn(tree.num_tokens, 1, 8)
+        drawn = attention_tree(x, x, x, tree), tree.logprobs(x[:, 0].repeat(1, 99)), tree.unpack(x)
+    x = x.clone().requires_grad_()
+    again = attention_tree(x, x, x, tree), tree.logprobs(x[:, 0].repeat(1, 99)), tree.unpack(x)
+    for ours, theirs in zip(again, drawn, strict=True):
+        assert torch.equal(ours, theirs)
+        (grad,) = torch.autograd.grad(ours.square().sum(), x, retain_graph=True)
+        assert grad.isfinite().all()
+    assert not any(x.is_inference() for x in (tree.tokens, tree.positions, tree.ends, tree.previous, tree.index))
+
+
 def test_trees_are_drawn_and_moved(tmp_path):
     tree = TokenTree.from_sequences([*answers(40, 10, 10, 20), [7, 7]])
     tree.draw(tmp_path / "tree.svg")

@@ -167,7 +167,8 @@ class _Described:
         """The call as the checks describe it."""
         if self.function is not None and self.function.key != self.captured:
             raise RuntimeError(
-                "a tensor that a mask or score function captures was written to after the forward; clone() it before"
+                "a tensor that a mask or score function captures was written to after the forward, or made under "
+                "torch.inference_mode(), where writes are not counted; clone() it before the call, outside of that mode"
             )
         rest = {**self.rest, "mask": None, "score": None, "descales": (None, None, None), "dropout_seed": seed}
         scores: ScoreOptions = {**self.scores, "sinks": sinks}

@@ -90,12 +90,13 @@ def packed_starts(
     for key in range(0, seqlen_k, chunk):
         ends_k.append(min(key + chunk, seqlen_k))
         ends_q.append(max(0, ends_k[-1] - shift))
-    whole = torch.arange(batch, dtype=torch.int32)[:, None]
-    of_q, of_k = (
-        torch.cat([(torch.tensor(ends[:-1], dtype=torch.int32) + whole * n).flatten(), whole[-1] * n + n])
-        for ends, n in ((ends_q, seqlen_q), (ends_k, seqlen_k))
-    )
-    return of_q.to(device), of_k.to(device)
+    with torch.inference_mode(False):  # they are kept: a later backward pass must be able to save them
+        whole = torch.arange(batch, dtype=torch.int32)[:, None]
+        of_q, of_k = (
+            torch.cat([(torch.tensor(ends[:-1], dtype=torch.int32) + whole * n).flatten(), whole[-1] * n + n])
+            for ends, n in ((ends_q, seqlen_q), (ends_k, seqlen_k))
+        )
+        return of_q.to(device), of_k.to(device)
 
 
 def on_cpu(q: torch.Tensor, backend: Any) -> bool:

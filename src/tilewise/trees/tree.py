@@ -40,9 +40,10 @@ class TokenTree:
         self, tokens: torch.Tensor, offsets: torch.Tensor, parents: torch.Tensor, nodes: trie.Nodes | None
     ) -> None:
         """`from_sequences` and `from_nodes` make trees."""
-        self.tokens = tokens
-        self.positions, self.ends, self.previous = structure_of(offsets, parents, tokens.shape[0])
-        self._offsets, self._parents, self._given_nodes = offsets, parents, nodes
+        with torch.inference_mode(False):  # or a tree that was made under it could not be trained over
+            tokens, offsets, parents = (x.clone() if x.is_inference() else x for x in (tokens, offsets, parents))
+            self.positions, self.ends, self.previous = structure_of(offsets, parents, tokens.shape[0])
+        self.tokens, self._offsets, self._parents, self._given_nodes = tokens, offsets, parents, nodes
         self._kept: dict[Hashable, Any] = {}
 
     def __getstate__(self) -> dict[str, Any]:
@@ -150,7 +151,8 @@ class TokenTree:
     def keep(self, key: Hashable, make: Callable[[], Kept]) -> Kept:
         """What `make` makes, once per key: every layer of a model asks for the same."""
         if key not in self._kept:
-            self._kept[key] = make()
+            with torch.inference_mode(False):  # the policy that drew the answers asks first, under it; training follows
+                self._kept[key] = make()
         found: Kept = self._kept[key]
         return found
 
