@@ -67,7 +67,7 @@ def test_what_was_measured_is_looked_up_and_right(run: Any, fresh: Any, monkeypa
     assert_attention((o.cpu(), lse.cpu()), q.cpu(), k.cpu(), v.cpu(), causal=True)
 
 
-def test_bodies_of_mla_decode_are_measured(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shapes_of_mla_decode_are_measured(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     candidates = tune_mla.candidates
     monkeypatch.setattr(tune_mla, "candidates", lambda *given, **options: candidates(*given, **options)[4:8])
     code, out, _ = run("tune", "mla", "--shapes", "8,2048,128,1,576:512", "--budget", "20")
@@ -77,8 +77,7 @@ def test_bodies_of_mla_decode_are_measured(run: Any, monkeypatch: pytest.MonkeyP
     assert folder is not None
     (path,) = folder.iterdir()
     timings = tuned.read(path).families["mla"].record["timings"]
-    assert [timing["status"] for timing in timings] == ["ok"] * 5, "both bodies give the same but for rounding"
-    assert any(timing["tiling"].get("seesaw") for timing in timings)
+    assert [timing["status"] for timing in timings] == ["ok"] * 5, "no shape changes a bit"
 
 
 def test_steps_are_timed_and_make_constants() -> None:

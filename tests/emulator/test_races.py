@@ -114,13 +114,12 @@ def listed() -> None:
 
 
 def wide() -> None:
-    with mla_cases.seesaw():
-        mla_cases.Problem((330, 1, 65), heads=64).check(splitting=mla_cases.LONG)
+    mla_cases.Problem((330, 1, 65), heads=64).check(splitting=mla_cases.LONG)
 
 
-def codes_apart() -> None:
-    with mla_cases.shaped(mla_cases.DEEPSEEK, (16,), apart=True):
-        problem = mla_cases.Problem((330, 65), heads=8, sizes=mla_cases.DEEPSEEK, page_size=24, stored="fp8")
+def codes() -> None:
+    for page_size in (24, 16):
+        problem = mla_cases.Problem((330, 65), heads=8, sizes=mla_cases.DEEPSEEK, page_size=page_size, stored="fp8")
         problem.check(splitting=mla_cases.LONG)
 
 
@@ -143,7 +142,7 @@ PLANTED = {
         "mla/mla_decode.cu", "mla_decode", "mla/wide.cuh", "group_sync();  // no warp reads", "// no warp reads", wide,
     ),
     "codes are widened over keys that products read": (
-        "mla/mla_decode.cu", "mla_decode", "mla/widen.cuh", "            to.wait_free(panel);\n", "", codes_apart,
+        "mla/mla_decode.cu", "mla_decode", "mla/widen.cuh", "            to.wait_free(panel);\n", "", codes,
     ),
     "dO is given back while lanes read their bits": (
         "backward/backward.cu", "backward", "backward/backward.cu", "if constexpr (kListed) ptx::sync_warp();", "",

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import product
 from typing import Any
@@ -35,20 +35,15 @@ CUT = Splitting(pieces=((FAR, 128),), whole=False, shared=64)
 
 
 @contextmanager
-def shaped(sizes: tuple[int, int], rows: Sequence[int], *, seesaw: bool = False, **fields: Any) -> Iterator[None]:
+def shaped(sizes: tuple[int, int], rows: Sequence[int], **fields: Any) -> Iterator[None]:
     """Within it kernels for items of so many rows of these sizes have these fields of their tiling."""
     entries = {}
     for name, way, width in product(("bf16", "fp16", "fp8", "int8"), tuned.MLA_WAYS, rows):
         codes, boxes = name.endswith("8"), way == "boxes"
-        tiling = mla_kernels.choose_tiling(*sizes, width, codes=codes, boxes=boxes and not codes, seesaw=seesaw)
+        tiling = mla_kernels.choose_tiling(*sizes, width, codes=codes, boxes=boxes)
         entries[tuned.mla_key(name, *sizes, width, way)] = entry_of("mla", replace(tiling, **fields))
     with tuned.trying(Tuned({"mla": Section("", "", entries)})):
         yield
-
-
-def seesaw(sizes: tuple[int, int] = SIZES, **fields: Any) -> AbstractContextManager[None]:
-    """Within it items of 64 rows are computed by the other body."""
-    return shaped(sizes, (64,), seesaw=True, **fields)
 
 
 class Problem:

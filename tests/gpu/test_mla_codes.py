@@ -1,70 +1,78 @@
-"""Codes of latent rows whose loading warps copy or widen, kernels/mla/widen.cuh, in the emulator: the same bits as by
-warps that do both, which test_mla.py judges by the oracle."""
+"""Codes of latent rows on their way to 16-bit values, kernels/mla/widen.cuh, in the emulator: by TMA and one by one the
+same bits, which test_mla.py judges by the oracle."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
 from mla_cases import CUT, DEEPSEEK, FOLDED, LONG, Problem, shaped
 
-from tilewise.gpu import mla_kernels
+from tilewise.gpu import mla, mla_kernels
 
 
-def apart(rows: int, sizes: tuple[int, int] = DEEPSEEK, **fields):
-    return shaped(sizes, (rows,), apart=True, **fields)
+@pytest.mark.parametrize("heads", [8, 33])
+def test_by_boxes_or_one_by_one_the_same_bits_whatever_the_order_of_events(heads):
+    problem = Problem((330, 1, 65, 0), heads=heads, sizes=DEEPSEEK, page_size=16, stored="fp8")
+    expected = problem.check(splitting=LONG)
+    found = [problem.run(splitting=LONG, late=False, seed=5), problem.run(splitting=LONG, seed=3)]
+    with mock.patch.object(mla, "_one_by_one", return_value=True):
+        found += [problem.run(splitting=LONG, late=late, seed=seed) for late, seed in ((True, 0), (False, 2))]
+    for o, lse in found:
+        assert torch.equal(o, expected[0])
+        assert torch.equal(lse, expected[1])
 
 
-def test_the_same_bits_whatever_the_order_of_events():
-    problem = Problem((330, 1, 65, 0), heads=8, sizes=DEEPSEEK, page_size=24, stored="fp8")
-    expected = problem.run(splitting=LONG)
-    for late, seed in ((True, 0), (False, 5), (True, 3)):
-        with apart(16):
-            found = problem.run(splitting=LONG, late=late, seed=seed)
-        assert torch.equal(found[0], expected[0])
-        assert torch.equal(found[1], expected[1])
-
-
-def test_of_other_scales_and_in_pieces():
+@pytest.mark.parametrize("page_size", [24, 64])
+def test_of_other_scales_and_in_pieces(page_size):
     """int8 codes, whose scales are no powers of two; several items of a block."""
-    problem = Problem((200, 330, 70), heads=8, sizes=DEEPSEEK, page_size=24, stored="int8")
-    with apart(16, slots=14, places=18):
+    problem = Problem((200, 330, 70), heads=8, sizes=DEEPSEEK, page_size=page_size, stored="int8")
+    with shaped(DEEPSEEK, (16,), slots=14, places=17):
         cut, whole = problem.check(splitting=CUT, seed=2), problem.run(splitting=FOLDED)
     assert torch.equal(cut[0], whole[0])
     assert torch.equal(cut[1], whole[1])
 
 
-@pytest.mark.parametrize("wide", [False, True])
-def test_64_rows_of_either_body(wide):
-    problem = Problem((330, 65), heads=33, sizes=DEEPSEEK, page_size=24, stored="fp8")
-    with apart(64, seesaw=wide):  # copies that land at once: places of the ring are what is waited for
-        problem.check(splitting=LONG, late=False, seed=4)
+@pytest.mark.parametrize("page_size", [24, 32])
+def test_64_rows_where_copies_land_at_once(page_size):
+    """Places of the ring are what is waited for."""
+    problem = Problem((330, 65), heads=33, sizes=DEEPSEEK, page_size=page_size, stored="fp8")
+    problem.check(splitting=LONG, late=False, seed=4)
 
 
 def test_chosen_positions():
-    problem = Problem((300, 40), heads=8, sizes=DEEPSEEK, stored="fp8")
-    with apart(16):
-        problem.check_chosen(270, seed=1)
+    Problem((300, 40), heads=8, sizes=DEEPSEEK, stored="fp8").check_chosen(270, seed=1)
 
 
-def test_every_channel_is_a_code():
+@pytest.mark.parametrize("page_size", [24, 16])
+def test_every_channel_is_a_code(page_size):
     """The place of weights is no panel's."""
-    with apart(16, (512, 512)):
-        Problem((400,), heads=8, sizes=(512, 512), page_size=24, stored="fp8").check(splitting=LONG)
+    Problem((400,), heads=8, sizes=(512, 512), page_size=page_size, stored="fp8").check(splitting=LONG)
 
 
-def test_what_is_no_code_is_not_widened():
-    assert not mla_kernels.fits(*DEEPSEEK, mla_kernels.MlaTiling(16, 18, apart=True))
+def test_a_window_over_a_shared_prefix():
+    """Rows begin and end inside of boxes, beside which memory holds NaN."""
+    problem = Problem((200, 260, 40), heads=8, sizes=DEEPSEEK, prefixes=[(0, 10), (0, 10), None], stored="fp8")
+    problem.check(share=True, window=100)
 
 
 def test_shapes_whose_barriers_tell_laps_apart():
-    few, many = (replace(mla_kernels.choose_tiling(*DEEPSEEK, rows, codes=True), apart=True) for rows in (16, 64))
-    assert mla_kernels.fits(*DEEPSEEK, few, boxes=False)
-    assert mla_kernels.fits(*DEEPSEEK, many, boxes=False)
-    assert not mla_kernels.fits(*DEEPSEEK, replace(few, slots=10), boxes=False), "six warps have a pair each"
-    assert mla_kernels.fits(*DEEPSEEK, replace(many, slots=4), boxes=False)
-    assert not mla_kernels.fits(*DEEPSEEK, replace(many, slots=16, places=10), boxes=False), "a place comes too soon"
-    tight = replace(few, slots=16, places=17)
-    assert mla_kernels.fits(*DEEPSEEK, tight, boxes=False)
-    assert not mla_kernels.fits(512, 512, tight, boxes=False), "two of the places are of weights"
+    few, many = (mla_kernels.choose_tiling(*DEEPSEEK, rows, codes=True) for rows in (16, 64))
+    assert mla_kernels.fits(*DEEPSEEK, few)
+    assert mla_kernels.fits(*DEEPSEEK, many)
+    one_by_one = {"boxes": False}
+    for slots, by_boxes, copied in ((6, False, False), (8, False, True), (12, False, True), (14, True, True)):
+        other = replace(few, slots=slots, places=few.places - 1)
+        assert mla_kernels.fits(*DEEPSEEK, other) == by_boxes, "of seven warps each has a slot of its own"
+        assert mla_kernels.fits(*DEEPSEEK, other, **one_by_one) == copied, "of four warps each has a pair"
+    many = replace(many, fetches=0, ahead=0)
+    for slots, by_boxes, copied in ((2, False, False), (4, False, True), (6, True, True), (8, False, True)):
+        other = replace(many, slots=slots, places=14)
+        assert mla_kernels.fits(*DEEPSEEK, other) == by_boxes
+        assert mla_kernels.fits(*DEEPSEEK, other, **one_by_one) == copied
+    few = replace(few, slots=16, places=17)
+    assert mla_kernels.fits(*DEEPSEEK, few, **one_by_one)
+    assert not mla_kernels.fits(512, 512, few, **one_by_one), "two of the places are of weights"
+    assert not mla_kernels.fits(*DEEPSEEK, replace(few, places=15), **one_by_one), "a place comes too soon"

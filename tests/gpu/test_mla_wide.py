@@ -1,4 +1,4 @@
-"""The other body of the MLA decode, kernels/mla/wide.cuh, in the emulator by the oracle: 64 query rows as rows of
+"""The body of the MLA decode for 64 query rows, kernels/mla/wide.cuh, in the emulator by the oracle: rows as rows of
 products, a seesaw of two warpgroups."""
 
 from __future__ import annotations
@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from mla_cases import BF16, CUT, DEEPSEEK, FOLDED, FP16, LONG, SIZES, Problem, seesaw
+from mla_cases import BF16, CUT, DEEPSEEK, FOLDED, FP16, LONG, SIZES, Problem, shaped
 from oracle import randn
 
 from tilewise import PagedKVCache, compiler, decode, plan_decode, tuned
@@ -16,12 +16,6 @@ from tilewise.gpu import mla, mla_kernels
 from tilewise.gpu.decode import kept
 
 EDGES = (1, 63, 64, 65, 127, 129, 0, 300)
-
-
-@pytest.fixture(autouse=True)
-def body():
-    with seesaw():
-        yield
 
 
 def test_lengths_at_edges_whatever_the_order_of_events():
@@ -97,26 +91,24 @@ def test_chosen_positions():
 
 
 def test_codes_are_widened():
-    with seesaw(DEEPSEEK, ahead=4):  # as many panels as there can be beside a block
+    with shaped(DEEPSEEK, (64,), ahead=4):  # as many panels as there can be beside a block
         problem = Problem((260, 1, 65, 0), heads=40, sizes=DEEPSEEK, page_size=24, stored="fp8")
         problem.check(splitting=LONG, late=False)
 
 
 def test_deepseek_sizes_with_several_tokens():
-    with seesaw(DEEPSEEK):
-        Problem((130, 2), heads=20, tokens=2, sizes=DEEPSEEK, page_size=64).check()
+    Problem((130, 2), heads=20, tokens=2, sizes=DEEPSEEK, page_size=64).check()
 
 
 @pytest.mark.parametrize("sizes", [(128, 128), (320, 128)])
 def test_panels_that_are_all_values_or_mostly_none(sizes):
-    with seesaw(sizes):
-        Problem((400, 64), heads=40, sizes=sizes).check(splitting=LONG)
+    Problem((400, 64), heads=40, sizes=sizes).check(splitting=LONG)
 
 
 def test_how_far_ahead_and_how_wide_products_are_changes_no_bit():
     sizes, found = (320, 256), []
-    for ahead, together, looks in ((0, 1, False), (5, 2, True)):
-        with seesaw(sizes, ahead=ahead, together=together, looks=looks):
+    for ahead, together, looks, fetches in ((0, 1, False, 0), (5, 2, True, 2)):
+        with shaped(sizes, (64,), ahead=ahead, together=together, looks=looks, fetches=fetches):
             found.append(Problem((300, 129), heads=40, sizes=sizes).check(splitting=LONG))
     assert torch.equal(found[0][0], found[1][0])
     assert torch.equal(found[0][1], found[1][1])
@@ -136,7 +128,7 @@ def test_standing_plans_and_the_public_call():
     torch.testing.assert_close(got[0].float(), exact[0], rtol=1e-2, atol=1e-2)
 
 
-# ---- which body serves a call ------------------------------------------------------------------------------------
+# ---- what a table says -------------------------------------------------------------------------------------------
 def bound(problem: Problem) -> mla_kernels.MlaTiling:
     plan = problem.plan()
     problem.run(plan=plan)
@@ -145,46 +137,50 @@ def bound(problem: Problem) -> mla_kernels.MlaTiling:
     return made.asked.tiling
 
 
-def test_a_table_says_which_body_serves_items_of_64_rows():
-    problem = Problem((20,), heads=40)
-    assert bound(problem).seesaw
-    assert not bound(Problem((20,), heads=8)).seesaw
-    with tuned.trying(None):
-        assert not bound(problem).seesaw
-    entry = entry_of("mla", mla_kernels.choose_tiling(*SIZES, 64, seesaw=True))
+def test_a_table_says_how_far_ahead_scores_are():
+    problem, chosen = Problem((20,), heads=40), mla_kernels.choose_tiling(*SIZES, 64)
+    assert bound(problem) == chosen
+    entry = entry_of("mla", replace(chosen, ahead=1))
+    with tuned.trying(holding("mla", tuned.mla_key("bf16", *SIZES, 64, "boxes"), entry)):
+        assert bound(problem).ahead == 1
+        assert bound(Problem((20,), heads=8)).rows == 16
     with tuned.trying(holding("mla", tuned.mla_key("bf16", *SIZES, 64, "gather"), entry)):
-        assert not bound(problem).seesaw, "rows of this key come by boxes"
-    for wrong in ({"ahead": 4}, {"places": 99}, {"rows": 32}, {"seesaw": 1}):
+        assert bound(problem) == chosen, "rows of this key come by boxes"
+    for wrong in ({"ahead": 4}, {"places": 99}, {"rows": 32}, {"looks": 1}, {"fetches": 5}):
         with tuned.trying(holding("mla", tuned.mla_key("bf16", *SIZES, 64, "boxes"), {**entry, **wrong})):
-            assert not bound(problem).seesaw, f"{wrong} is none"
+            assert bound(problem) == chosen, f"{wrong} is none"
 
 
 def test_shapes_that_fit():
-    boxes = mla_kernels.choose_tiling(*DEEPSEEK, 128, seesaw=True)
+    boxes = mla_kernels.choose_tiling(*DEEPSEEK, 128)
     assert (boxes.places, boxes.looks) == (18, True)
     assert mla_kernels.fits(*DEEPSEEK, replace(boxes, ahead=9))
-    assert not mla_kernels.fits(*DEEPSEEK, replace(boxes, ahead=9), boxes=False), "a panel is told of eight later"
+    assert not mla_kernels.fits(*DEEPSEEK, boxes, boxes=False), "a warp looks ahead that loads"
+    gathered = mla_kernels.choose_tiling(*DEEPSEEK, 128, boxes=False)
+    assert mla_kernels.fits(*DEEPSEEK, replace(gathered, ahead=9), boxes=False)
+    assert not mla_kernels.fits(*DEEPSEEK, replace(gathered, fetches=1), boxes=False), "L2 is asked for boxes"
     assert not mla_kernels.fits(*DEEPSEEK, replace(boxes, rows=32))
     assert not mla_kernels.fits(*DEEPSEEK, replace(boxes, places=19))
-    codes = mla_kernels.choose_tiling(*DEEPSEEK, 128, codes=True, seesaw=True)
-    assert mla_kernels.fits(*DEEPSEEK, replace(codes, ahead=4), boxes=False)
-    assert not mla_kernels.fits(*DEEPSEEK, replace(codes, ahead=5), boxes=False), "codes come two panels at a time"
-    assert mla_kernels.choose_tiling(512, 512, 64, seesaw=True).places == 18, "whole blocks"
-    values = mla_kernels.MlaTiling(64, 21, seesaw=True, ahead=5)  # every panel holds values, and weights have a place
-    assert mla_kernels.fits(384, 384, values, boxes=False)
-    assert not mla_kernels.fits(384, 384, replace(values, ahead=6), boxes=False), "a deadlock"
-    assert mla_kernels.fits(384, 384, replace(values, ahead=6))
+    codes = mla_kernels.choose_tiling(*DEEPSEEK, 128, codes=True)
+    assert mla_kernels.fits(*DEEPSEEK, replace(codes, ahead=6))
+    assert not mla_kernels.fits(*DEEPSEEK, replace(codes, ahead=7)), "codes come two panels at a time"
+    assert mla_kernels.choose_tiling(512, 512, 64).places == 18, "whole blocks"
+    values = mla_kernels.MlaTiling(64, 21, ahead=5)  # every panel holds values, and weights have a place
+    assert mla_kernels.fits(384, 384, replace(values, ahead=6), boxes=False)
+    narrow = replace(values, places=13)
+    assert mla_kernels.fits(384, 384, narrow, boxes=False)
+    assert not mla_kernels.fits(384, 384, replace(narrow, ahead=6), boxes=False), "a deadlock"
 
 
 def test_as_many_panels_ahead_as_fit_where_weights_have_a_place():
-    with seesaw((384, 384), places=21, ahead=5):
+    with shaped((384, 384), (64,), places=13, ahead=5):
         Problem((1500,), heads=64, sizes=(384, 384), page_size=24).check(splitting=LONG)
 
 
 def test_no_kernel_spills_and_no_product_is_serialised():
     """`tilewise kernels --kernel mla_decode --all` looks at every variant."""
-    specs = [s for s in mla_kernels.specs(every=True) if dict(s.constants)["kSeesaw"]]
-    assert len(specs) == 15
+    specs = [s for s in mla_kernels.specs(every=True) if dict(s.constants)["kRows"] == 64]
+    assert len(specs) == 14
     (row,) = compiler.resource_rows([(specs[1], "sm_90a")])  # boxes
     assert row.error is None
     assert (row.spill_stores, row.spill_loads, row.serialised) == (0, 0, ())

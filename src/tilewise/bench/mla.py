@@ -13,9 +13,7 @@ from typing import Any, Literal
 import torch
 
 from .. import api, arch, reference, tuned
-from ..gpu import mla as kernel
 from ..gpu import mla_kernels, mla_mma
-from ..gpu.decode import kept
 from ..kvcache import PagedKVCache
 from ..plan.show import find_card
 from . import prefill, warm
@@ -23,12 +21,11 @@ from .measure import OK, WRONG, Result, time_replays
 from .prefill import Goal
 from .records import records
 from .sweep import Sheet, attempt
-from .tune import entry_of, holding
 from .workloads import Point, backends, complete
 
 HEAD_DIM, VALUE_DIM, PAGE_SIZE = 576, 512, 64
-OTHER, UNSHARED, BF16 = "other body", "unshared", "bf16"
-COLUMNS = ("ours", UNSHARED, BF16, OTHER, "floor")
+UNSHARED, BF16 = "unshared", "bf16"
+COLUMNS = ("ours", UNSHARED, BF16, "floor")
 BUDGET = 0.3  # seconds of replays per row
 WRITTEN = 1 << 16  # tokens that are written at a time
 
@@ -66,7 +63,7 @@ class Outcome(prefill.Outcome):
     def rates(self) -> list[float | None]:
         """The microseconds of COLUMNS."""
         assert isinstance(self.row, Row)
-        return [*(_microseconds(self, name) for name in ("", UNSHARED, BF16, OTHER)), self.row.floor_us]
+        return [*(_microseconds(self, name) for name in ("", UNSHARED, BF16)), self.row.floor_us]
 
 
 def _microseconds(outcome: prefill.Outcome, part: str = "") -> float | None:
@@ -166,25 +163,6 @@ def chosen_positions(point: Point, count: int) -> torch.Tensor:
     return torch.stack(lists).view(point.batch, point.tokens, -1).to(point.device, torch.int32)
 
 
-def other_body(plan: Any) -> tuned.Tuned | None:
-    """A table by which items of 64 rows are computed by the body that those of this plan's last call were not computed
-    by, in the shape that it has where nothing was measured; None where items have fewer rows, or no kernel of Hopper's
-    ran."""
-    found = next((made for made in reversed(kept(plan).bound.values()) if isinstance(made, kernel.MlaDecode)), None)
-    tiling = found.asked.tiling if found else None
-    if found is None or not isinstance(tiling, mla_kernels.MlaTiling) or tiling.rows < mla_kernels.ROWS[-1]:
-        return None
-    asked = found.asked
-    stored = asked.stored or ("fp16" if asked.dtype == torch.float16 else "bf16")
-    way = "chosen" if asked.chosen else "gather" if asked.gather or asked.stored else "boxes"
-    tiling = mla_kernels.choose_tiling(
-        asked.head_dim, asked.value_dim, tiling.rows, arch.card_of(asked.device), codes=bool(asked.stored),
-        boxes=way == "boxes", seesaw=not tiling.seesaw,
-    )  # fmt: skip
-    key = tuned.mla_key(stored, asked.head_dim, asked.value_dim, tiling.rows, way)
-    return holding("mla", key, entry_of("mla", tiling))
-
-
 def under(table: tuned.Tuned, call: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
     """The call where this is the table."""
 
@@ -204,21 +182,15 @@ def _time(row: Row, loops: int | None) -> list[Result]:
     calls: dict[str, Callable[[], torch.Tensor]] = {}
     caches: list[tuple[PagedKVCache, list[int]]] = []
 
-    def add(name: str, kv_format: str, share: Literal["auto"] | bool = "auto") -> Any:
+    def add(name: str, kv_format: str, share: Literal["auto"] | bool = "auto") -> None:
         cache, seqs = caches[-1] if caches and caches[-1][0].format.name == kv_format else filled(point, kv_format)
         caches.append((cache, seqs))
         plan = api.plan_decode(
             cache, seqs, num_heads=point.heads, tokens_per_seq=point.tokens, share_prefix=share
         )  # fmt: skip
         calls[name] = lambda: api.decode(q, cache, 0, plan, indices=indices)
-        return plan
 
-    plan = add(ours, point.kv_format)
-    calls[ours]()
-    table = other_body(plan)
-    if table is not None:
-        caches.append(caches[-1])
-        calls[f"{ours}, {OTHER}"] = under(table, calls[ours])
+    add(ours, point.kv_format)
     if point.prefix:
         add(f"{ours}, {UNSHARED}", point.kv_format, False)
     if point.kv_format != "bf16":
@@ -262,6 +234,5 @@ def _error(
 def notes(outcomes: Sequence[Outcome]) -> list[str]:
     """What the table's numbers do not say."""
     return [
-        f"rows of {HEAD_DIM} channels, {VALUE_DIM} of them values; floor: of an H200, by its memory or its products; "
-        f"{OTHER}: of 64 query rows, the one that is not chosen, untuned (tilewise tune mla)"
+        f"rows of {HEAD_DIM} channels, {VALUE_DIM} of them values; floor: of an H200, by its memory or its products"
     ]

@@ -1,7 +1,6 @@
-"""What `tilewise tune mla` measures: which body serves 64 query rows best, and the shapes of rings for all widths.
+"""What `tilewise tune mla` measures: the shapes of rings, and for 64 query rows how far ahead of products scores are.
 
-Another body sums in another order, so what is measured here may change bits of a result, and is the same for all calls
-of a key. Nothing else that is tried does.
+Nothing of it changes bits of a result.
 """
 
 from __future__ import annotations
@@ -26,8 +25,9 @@ from .tune_prefill import Shape
 from .workloads import Point
 
 PAGE, VALUE_DIM = mla.PAGE_SIZE, mla.VALUE_DIM
-AHEAD, TOGETHER = (0, 1, 2, 3, 4, 6, 9), (1, 2, 4)  # of the seesaw
-SLOTS = (4, 8, 12, 16)  # raw panels of codes
+AHEAD, TOGETHER = (0, 1, 2, 3, 4, 5, 6), (1, 2)  # of 64 rows
+FETCHES = (0, 1, 2)  # blocks ahead that L2 is asked for
+SLOTS = (6, 8, 10, 12, 14, 16)  # raw panels of codes
 
 
 @dataclass(frozen=True)
@@ -44,16 +44,17 @@ class Case:
     @property
     def way(self) -> str:
         """How rows come: tuned.MLA_WAYS."""
-        return "chosen" if self.chosen else "boxes" if self.stored in ("bf16", "fp16") else "gather"
+        return "chosen" if self.chosen else "boxes"
 
 
 def defaults(dtype: torch.dtype) -> list[Case]:
     """A step per key that DeepSeek's models ask for; rows of codes are read with bfloat16 queries."""
     few, some, many = (Shape(64, 8192, heads, 1, MAX_DIM, vdim=VALUE_DIM) for heads in (16, 32, 128))
     plain = _stored(dtype)
-    chosen = [Case(replace(shape, seq=16384), plain, chosen=2048) for shape in (few, many)]
-    codes = [Case(few, "fp8"), Case(many, "fp8")] if dtype == torch.bfloat16 else []
-    return [*(Case(shape, plain) for shape in (many, few, some)), *chosen, *codes]
+    stored = (plain, "fp8") if dtype == torch.bfloat16 else (plain,)
+    codes = [Case(shape, name) for name in stored[1:] for shape in (few, many)]
+    chosen = [Case(replace(shape, seq=16384), name, chosen=2048) for name in stored for shape in (few, many)]
+    return [*(Case(shape, plain) for shape in (many, few, some)), *codes, *chosen]
 
 
 def _stored(dtype: torch.dtype) -> str:
@@ -76,23 +77,18 @@ def check(shapes: Sequence[Shape], dtype: torch.dtype) -> None:
 
 
 def candidates(head_dim: int, value_dim: int, tiling: MlaTiling, card: str, *, boxes: bool) -> list[MlaTiling]:
-    """The tilings to be measured beside the chosen one: for 64 rows the other body, for fewer a ring with fewer places,
-    and nobody who looks ahead; of codes, warps that copy apart from those that widen, and more or fewer raw panels."""
-    block, found, bodies = block_places(head_dim, value_dim), [], [tiling]
+    """The tilings to be measured beside the chosen one: a ring with other numbers of places, other distances, and of
+    codes more or fewer raw panels."""
+    block, found = block_places(head_dim, value_dim), [tiling]
     if tiling.rows == ROWS[-1]:
-        wide = choose_tiling(head_dim, value_dim, tiling.rows, card, codes=tiling.slots > 0, boxes=boxes, seesaw=True)
-        widths = TOGETHER if wide.places % block == 0 else TOGETHER[:1]
-        found += [replace(wide, ahead=ahead, together=n) for ahead, n in product(AHEAD, widths)]
-        found.append(replace(wide, looks=False))
-        bodies.append(wide)
+        widths = TOGETHER if tiling.places % block == 0 else TOGETHER[:1]
+        found += [replace(tiling, ahead=ahead, together=n) for ahead, n in product(AHEAD, widths)]
     else:
-        found += [replace(tiling, looks=not tiling.looks)]
         found += [replace(tiling, places=n) for n in (2 * block, (2 * block + tiling.places) // 2)]
-    if tiling.slots:
-        found += [replace(base, apart=True) for base in (tiling, *found)]
-        for base, slots in product(bodies, SLOTS):
-            places = base.places - (slots - base.slots + 1) // 2  # a raw panel is half of a place
-            found += [replace(base, slots=slots, places=places, apart=apart) for apart in (False, True)]
+    if tiling.slots:  # a raw panel is half of a place
+        found += [replace(tiling, slots=n, places=tiling.places - (n - tiling.slots + 1) // 2) for n in SLOTS]
+    if boxes:
+        found = [replace(one, fetches=n) for one, n in product(found, FETCHES)]
     fitting = (t for t in found if fits(head_dim, value_dim, t, card, boxes=boxes))
     return [other for other in dict.fromkeys(fitting) if other != tiling]
 
@@ -154,9 +150,8 @@ class _Data:
         return call
 
     def same(self, chosen: Call, other: Call) -> bool:
-        """Are the results equal but for rounding? Another body sums in another order."""
+        """Are the results the same to the bit?"""
         expected, found = chosen(), other()
         assert isinstance(expected, torch.Tensor)
         assert isinstance(found, torch.Tensor)
-        most = 4 * torch.finfo(self.dtype).eps * expected.float().abs().max()
-        return bool(((found.float() - expected.float()).abs() <= most).all())
+        return torch.equal(found, expected)

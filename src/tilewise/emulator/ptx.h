@@ -186,6 +186,7 @@ template <class... At> EMU_INLINE void tma_store(const TensorMap* map, uint32_t 
     emu::tma_store(map, from, places, sizeof...(at));
 }
 inline void prefetch_tensor_map(const TensorMap*) {}
+template <class... At> void prefetch_box(const TensorMap*, At...) {}
 EMU_INLINE void bulk_load(uint32_t to, const void* from, int bytes, uint32_t barrier) {
     emu::bulk_load(to, from, bytes, barrier);
 }

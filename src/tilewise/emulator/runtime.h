@@ -47,7 +47,8 @@ namespace emu {
 struct Block;
 struct Fiber;
 
-// A mark: which thread of the block, plus one, and which of its fences or releases came before.
+// A mark: which thread of the block, plus one, and which of its fences or releases came before. With no thread: copies
+// that an mbarrier was told of by themselves, and the number of that announcement.
 constexpr uint32_t kMarkStep = 1 << 11;
 
 // The part of a fiber's state that kernels touch all the time.
@@ -62,6 +63,8 @@ struct Thread {
     uint32_t load_mark;       // counts its releases: barriers and the like, which let others see what it did
     uint32_t handed_over;     // its proxy fences that a release has followed
     uint32_t init_fences;     // fences after mbarrier_init
+    uint32_t learned;         // announcements (Block) that there were when its last wait for an mbarrier ended
+    uint32_t fenced;          // those that a proxy fence of this thread has followed
     bool watched;             // for races
     Fiber* fiber;
     Block* block;
@@ -192,7 +195,9 @@ inline void release() {
 }
 inline void fence_mbarrier_init() { self().init_fences++; }
 inline void fence_async_proxy() {
-    self().store_mark += kMarkStep;
+    Thread& t = self();
+    t.store_mark += kMarkStep;
+    t.fenced = t.learned;
     fence_mbarrier_init();
 }
 inline void note_matrix_load(uint32_t address) { self().loaded[address / 16] = self().load_mark; }

@@ -29,6 +29,7 @@ from tilewise.gpu.mla_kernels import (
     DTYPES,
     KEYS,
     LONGEST,
+    MAPS,
     MAX_DIM,
     MAX_ROWS,
     MAX_TOKENS,
@@ -70,30 +71,30 @@ class Asked(NamedTuple):
     rule: tuple[str, str]
     pages: int
     page_size: int
-    strides: tuple[int, ...]
+    strides: tuple[tuple[int, ...], ...]  # of each part of the rows
 
 
 class MlaDecode:
     """The kernel, work list and scratch for one list and kind of tensors; called once per layer.
 
-    tokens, heads: query tokens of each of the list's sequences, and query heads. rows: a layer's, for their shape and
-    strides. cached: the list of the cache's sequences, where `listed` is of query tokens that choose positions.
+    tokens, heads: query tokens of each of the list's sequences, and query heads. parts: of a layer's rows, for their
+    shapes and strides. cached: the list of the cache's sequences, where `listed` is of query tokens that choose theirs.
     """
 
     def __init__(
         self,
         tokens: int,
         heads: int,
-        rows: torch.Tensor,
+        parts: Parts,
         listed: AnyList,
         asked: Asked,
         cached: AnyList | None = None,
     ) -> None:
         self.listed, self.asked, self.device = listed, asked, asked.device
         self.spec = _spec(asked)
-        self.maps = isinstance(asked.tiling, MlaTiling)  # does the kernel take a map, be it of nothing?
-        boxes = self.maps and not (asked.gather or asked.chosen or asked.stored)
-        self.map_spec = row_map(rows) if boxes else None
+        self.maps = MAPS if isinstance(asked.tiling, MlaTiling) else 0  # that the kernel takes, be they of nothing
+        boxes = self.maps and not (asked.gather or asked.chosen)
+        self.map_specs = [row_map(x) for x in parts] if boxes else []
         self.rows_each = tokens * heads
         self.fixed = listed.tensors(self.device)
         a = self.args = DecodeArgs()
@@ -116,7 +117,7 @@ class MlaDecode:
         self.graph_barrier = self._barrier()
         if self.device.type == "cuda":
             self.kernel = compiler.load(self.spec, self.device)
-            self.launch_args = compiler.Args(*([compiler.TensorMap.blank()] if self.maps else []), a, self.more)
+            self.launch_args = compiler.Args(*[compiler.TensorMap.blank()] * self.maps, a, self.more)
 
     def _point_at(self, cached: AnyList) -> dict[str, torch.Tensor]:
         """The tables of the cache's sequences, which the kernel looks up chosen positions in."""
@@ -205,8 +206,8 @@ class MlaDecode:
         self.more.folds = space.lists.data_ptr()
         self.more.indices = None if indices is None else indices.data_ptr()
         if cuda:
-            if self.map_spec is not None:
-                self.launch_args.point(0, compiler.encode(self.map_spec, rows.data_ptr()))
+            for n, spec in enumerate(self.map_specs):
+                self.launch_args.point(n, compiler.encode(spec, parts[n].data_ptr()))
             self.kernel.launch(self.grid, self.launch_args, stream=stream, cooperative=bool(a.merge_rows))
             return
         tensors = {
@@ -222,12 +223,10 @@ class MlaDecode:
         }
         tensors |= {"state_o": space.o, "state_ml": space.ml, "folds": space.lists, "barrier": space.barrier}
         known = {name: x for name, x in tensors.items() if x is not None}
-        given: list[Any] = [a, self.more]
-        if self.maps:
-            mapped = self.map_spec and emulator.tensor_map(self.map_spec, rows.data_ptr())
-            given.insert(0, mapped or emulator.TensorMap())
+        maps: list[Any] = [emulator.tensor_map(s, x.data_ptr()) for s, x in zip(self.map_specs, parts, strict=False)]
+        maps += [emulator.TensorMap()] * (self.maps - len(maps))
         resident = self.grid[0] if a.merge_rows else 1
-        emulator.launch(self.spec, self.grid, given, known, resident=resident, **emulated)
+        emulator.launch(self.spec, self.grid, [*maps, a, self.more], known, resident=resident, **emulated)
 
 
 def _spec(asked: Asked) -> KernelSpec:
@@ -244,9 +243,9 @@ def _one_by_one(page_size: int) -> bool:
     return page_size % 16 != 0
 
 
-def _way(form: KVFormat, page_size: int, chosen: bool) -> str:
+def _way(page_size: int, chosen: bool) -> str:
     """How rows come, of tuned.MLA_WAYS."""
-    return "chosen" if chosen else "gather" if _one_by_one(page_size) or not form.plain else "boxes"
+    return "chosen" if chosen else "gather" if _one_by_one(page_size) else "boxes"
 
 
 def spec_of(
@@ -261,7 +260,7 @@ def spec_of(
     chosen: bool = False,
 ) -> KernelSpec:
     """The kernel that `run` takes for queries of `dtype` and items of so many query rows."""
-    tiling = tiling_of(form, value_dim, rows, device, way=_way(form, page_size, chosen))
+    tiling = tiling_of(form, value_dim, rows, device, way=_way(page_size, chosen))
     gather, stored = _one_by_one(page_size), "" if form.plain else form.name
     return _spec(
         Asked(0, device, dtype, form.head_dim, value_dim, tiling, gather, stored, int(chosen), rule, 0, page_size, ())
@@ -376,7 +375,7 @@ def run(
     check_served(q, form, parts, value_dim)
     _check_plan(q, plan, indices is not None)
     rows, page_size, codes = parts[0], parts[0].shape[1], not form.plain
-    gather, way = _one_by_one(page_size), _way(form, page_size, indices is not None)
+    gather, way = _one_by_one(page_size), _way(page_size, indices is not None)
     tiling = tiling_of(form, value_dim, most_rows(plan), q.device, way=way)
     shape, as_wide = _shape(tiling, q.device)
     splitting = splitting or as_wide
@@ -387,14 +386,14 @@ def run(
         return listed
     asked = Asked(
         id(listed), q.device, q.dtype, form.head_dim, value_dim, tiling, gather, form.name if codes else "", 0,
-        decode_score_rule(scores), len(rows), page_size, rows.stride(),
+        decode_score_rule(scores), len(rows), page_size, tuple(x.stride() for x in parts),
     )  # fmt: skip
     if indices is not None:
         _run_chosen(plan, listed, asked, form, q, parts, o, lse, scores, indices, **emulated)
         return listed
     bound = kept(plan).bound.get(asked)
     if not isinstance(bound, MlaDecode):
-        bound = kept(plan).bound[asked] = MlaDecode(plan.tokens_per_seq, plan.heads_q, rows, listed, asked)
+        bound = kept(plan).bound[asked] = MlaDecode(plan.tokens_per_seq, plan.heads_q, parts, listed, asked)
     launch(bound, q, parts, o, lse, scores, None, **emulated)
     return listed
 
@@ -451,7 +450,7 @@ def _run_chosen(
     bound = kept(plan).bound.get(asked)
     if not isinstance(bound, MlaDecode):
         listed = chosen_list(sequences * tokens, count, heads, tiling, device)
-        bound = kept(plan).bound[asked] = MlaDecode(1, heads, parts[0], listed, asked, cached)
+        bound = kept(plan).bound[asked] = MlaDecode(1, heads, parts, listed, asked, cached)
     to = torch.empty(sequences * tokens, 1, heads, asked.value_dim, dtype=o.dtype, device=device)
     sums = None if lse is None else torch.empty(sequences * tokens, heads, 1, device=device)
     launch(bound, q.flatten(0, 1)[:, None], parts, to, sums, scores, indices.contiguous(), **emulated)

@@ -29,9 +29,9 @@ KEPT = 32  # sizes for which a thread keeps kernels and lists, which take 64 byt
 class RowsDecode(MlaDecode):
     """The kernel and work list for query tokens over rows of one tensor."""
 
-    def __init__(self, count: int, heads: int, rows: torch.Tensor, asked: Asked, folds: bool) -> None:
+    def __init__(self, count: int, heads: int, parts: Parts, asked: Asked, folds: bool) -> None:
         listed = chosen_list(count, asked.chosen, heads, asked.tiling, asked.device, folds=folds)
-        super().__init__(1, heads, rows, listed, asked)
+        super().__init__(1, heads, parts, listed, asked)
         # One sequence, whose place is 0 and whose one page is page 0, which stands in its tail
         self.zero = torch.zeros(1, dtype=torch.int32, device=self.device)
         more = self.more
@@ -70,7 +70,7 @@ _local = threading.local()  # a bound kernel has arguments of its own, which two
 _captured: dict[int, RowsDecode] = {}  # by their ids: a graph that was captured reads their lists for as long as it is
 
 
-def _bound(key: tuple[Any, ...], rows: torch.Tensor) -> RowsDecode:
+def _bound(key: tuple[Any, ...], parts: Parts) -> RowsDecode:
     """The kernel for this number of query tokens and heads, Asked and folds, made once."""
     if not hasattr(_local, "kept"):
         _local.kept = OrderedDict()
@@ -84,7 +84,7 @@ def _bound(key: tuple[Any, ...], rows: torch.Tensor) -> RowsDecode:
                 f"a graph cannot capture the first call of {count} query tokens of {heads} heads with "
                 f"{asked.chosen} indices each, for it compiles and makes a list; make one before the capture"
             )
-        found = kept[key] = RowsDecode(count, heads, rows, asked, folds)
+        found = kept[key] = RowsDecode(count, heads, parts, asked, folds)
         if len(kept) > KEPT:
             kept.popitem(last=False)
     kept.move_to_end(key)
@@ -132,7 +132,7 @@ def run_rows(
     indices, counts = indices.contiguous(), None if counts is None else counts.contiguous()
     for first in range(0, len(q), MAX_LISTS - 1):
         some = slice(first, first + MAX_LISTS - 1)
-        bound = _bound((len(q[some]), heads, asked, folds), rows)
+        bound = _bound((len(q[some]), heads, asked, folds), parts)
         bound.over(rows.shape[1])
         launch(
             bound, q[some, None], parts, o[some, None], None if lse is None else lse[some], scores, indices[some],

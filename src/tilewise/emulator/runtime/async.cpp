@@ -48,6 +48,8 @@ void Copy::land() const {
         std::memset(shared + bytes, 0, size_t(16 - bytes));
     } else if (kind == cp_async_arrive) {
         for (const Copy& c : before) c.land();
+        const uint32_t mark = ++issuer->block->announcements * kMarkStep;
+        for (const uint32_t address : announced) std::fill_n(issuer->stored + address / 4, 4, mark);
         mbarrier_arrive_after(box.barrier, agent, time);
     } else if (kind == load) {
         walk_box(box, [](uint8_t* shared, const uint8_t* global, size_t first, size_t end) {
@@ -108,6 +110,7 @@ void copy_async_16(uint32_t to, const void* from, int bytes) {
     check_overwrite(to, 16, "cp.async");
     if (self().watched) touch_by(self().fiber->copied, "cp.async", to, 16, Access::store, __builtin_return_address(0));
     const Copy c{Copy::cp_async, current, {}, to, from, bytes, {}};
+    self().fiber->unannounced.push_back(to);
     if (late()) self().fiber->copies.back().push_back(c);
     else c.land();
 }
@@ -117,11 +120,13 @@ void copy_async_commit() {
 }
 void copy_async_wait(int groups_left) {
     wait_for(self().fiber->copies, groups_left);
+    if (groups_left == 0) self().fiber->unannounced.clear();
     learn_of(self().fiber->copied, groups_left);
 }
 void copy_async_arrive(uint32_t barrier) {
     Copy c{Copy::cp_async_arrive, current, {}, 0, nullptr, 0, {}};
     c.box.barrier = barrier;
+    c.announced.swap(self().fiber->unannounced);
     for (auto& group : self().fiber->copies) {  // none of them waits for the thread any more
         c.before.insert(c.before.end(), group.begin(), group.end());
         group.clear();

@@ -86,6 +86,7 @@ struct Copy {
     int bytes;
     uint32_t word[2];  // of a cluster_store
     std::vector<Copy> before = {};  // of a cp_async_arrive: what lands first
+    std::vector<uint32_t> announced = {};  // and the places of all that it tells of
     uint32_t agent = 0, time = 0;   // of what its mbarrier counts, for races
     void land() const;
 };
@@ -105,6 +106,7 @@ struct Fiber {
     bool accumulators_fenced = false, fragments_fenced = false;
     std::string waiting;                            // what it waits on, for the deadlock report
     std::deque<std::vector<Copy>> copies{1};        // cp.async groups; the last is open
+    std::vector<uint32_t> unannounced;              // where copies went that no wait or arrival has covered
     std::deque<std::vector<Copy>> stores{1};        // bulk store groups
     std::deque<WgmmaGroup> wgmma{1};
     bool cluster_arrived = false;                   // at the cluster's barrier, and has not waited there since
@@ -171,6 +173,7 @@ struct Block {
     dim3 index;
     std::vector<uint8_t> arena;
     std::vector<uint32_t> stored, loaded;  // marks, see Thread
+    uint32_t announcements = 0;            // cp_async_arrive that have landed
     std::vector<std::unique_ptr<Fiber>> fibers;
     std::vector<Meeting> warps;
     std::vector<Warpgroup> warpgroups;

@@ -74,7 +74,16 @@ static Thread& author(uint32_t mark) { return self().block->fibers[mark % kMarkS
 
 // Of one word whose last ordinary store has this mark. A store is handed over by the storing thread's fence and then,
 // unless that thread itself asks the async proxy, by one of its releases: a barrier or an arrival.
+//
+// Copies that an mbarrier was told of by themselves are handed over by whoever has waited for it, and fenced since.
 static void check_store(uint32_t& mark, uint32_t address, const char* what) {
+    if (mark % kMarkStep == 0) {
+        if (self().fenced < mark / kMarkStep)
+            fail("%s of 4 bytes at shared offset %u, which cp.async brought, without a fence_async_proxy after the wait "
+                 "for the mbarrier that tells so", what, address);
+        mark = 0;
+        return;
+    }
     const Thread& by = author(mark);
     const uint32_t fences = mark / kMarkStep;
     const bool fenced = fences < by.store_mark / kMarkStep;

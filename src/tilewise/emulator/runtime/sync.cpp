@@ -188,6 +188,7 @@ void mbarrier_wait(uint32_t address, int parity) {
         b.waiting.push_back(self().fiber);
         suspend("mbarrier at shared offset " + std::to_string(address) + ", parity " + std::to_string(parity));
     }
+    self().learned = self().block->announcements;
     if (self().watched) learn(b.ended);
 }
 void check_mbarrier_for_tma(uint32_t address) {

@@ -14,36 +14,39 @@ constexpr int kBlockPlaces = kPanels > kValuePanels ? kPanels : kValuePanels + 1
 constexpr int kPanelBytes = kKeys * kPanelRowBytes;
 constexpr int kMine = kValuePanels / 2;  // panels of values, 64 channels of O each, that a warpgroup multiplies
 constexpr int kEights = kRows / 8;
-constexpr int kLag = 8;  // kGather: panels that are on their way while the next one is asked for
+constexpr bool kWide = kRows == 64;  // the query rows are those of products (wide.cuh), not their columns (body.cuh)
 static_assert(kQueryDim % kPanel == 0 && kValueDim % (2 * kPanel) == 0 && kValueDim <= kQueryDim, "whole panels");
 static_assert(kRows % 16 == 0 && kRows <= 64, "O of 64 rows fills the registers of two warpgroups");
-static_assert(kPlaces >= kBlockPlaces + (kGather && !kScaled ? kLag : 0),
-              "the panels that a block waits for have arrived before more are asked for than have a place");
+static_assert(kPlaces >= kBlockPlaces, "the panels that a block waits for have a place");
 static_assert(kScaled == (kSlots > 0), "raw panels on their way");
 static_assert(!kLooksAhead || !kGather, "a warp that does not load looks ahead");
-static_assert(!kSeesaw || kRows == 64, "products of 64 rows");
-// Panels that are there while the block before them is: of those that are told of kLag panels later, or two at a time,
-// not all
-constexpr int kBeside = kPlaces - kBlockPlaces - (kGather && !kScaled ? kLag : 0);
+// Panels that are there while the block before them is: of those that are told of two at a time, not all
+constexpr int kBeside = kPlaces - kBlockPlaces;
 // All scores of a block wait for the place of its weights, too, where these have one of their own.
 constexpr int kAheadPlaces = kAhead + (kAhead == kPanels && kBlockPlaces > kPanels);
 static_assert(kAheadPlaces <= (kScaled ? kBeside / 2 * 2 : kBeside) && kAhead <= kPanels, "scores that wait for ever");
 // Threads: two warpgroups that compute, and one that loads; two where codes have to be widened faster than one can
 constexpr int kComputing = 256, kLoading = kScaled && kRows < 64 ? 256 : 128, kThreads = kComputing + kLoading;
-constexpr int kCopying = kApart ? 64 : 0;  // of those that load: they copy, and the others widen
-static_assert(!kApart || kScaled, "what is not widened is there as soon as it is copied");
+// kScaled: of those that load these copy, and the others widen. By TMA one warp does.
+constexpr int kCopying = !kScaled ? 0 : !kGather ? 32 : kRows < 64 ? 128 : 64;
 // Registers per thread, moved from the warps that load to those that compute: what a block is launched with is all
 // that it ever has, and taking more than others gave back would wait for ever.
-constexpr int kLoadRegisters = !kGather ? (kLooksAhead ? 40 : 24) : !kScaled ? 40 : kRows < 64 ? 48 : 56;
+constexpr int kLoadRegisters = kScaled ? (kRows < 64 ? 64 : 56) : kGather || kLooksAhead ? 40 : 24;
 constexpr int kAllRegisters = kThreads / 128 * (65536 / kThreads / 8 * 8);
 constexpr int kComputeRegisters = (kAllRegisters - kLoading / 128 * kLoadRegisters) / 16 * 8;
 static_assert(kLoading / 128 * kLoadRegisters + 2 * kComputeRegisters <= kAllRegisters, "a deadlock");
-constexpr int kGroupBarriers = 2, kLoadBarrier = 4;  // named barriers: of each warpgroup; of the threads that load
+constexpr int kGroupBarriers = 2;  // named barriers, of each warpgroup
 
 constexpr int kAtQ = kPlaces * kPanelBytes;  // panels of kRows rows
-constexpr int kAtFull = kAtQ + kPanels * kRows * kPanelRowBytes, kAtEmpty = kAtFull + 8 * kPlaces;
+// kScaled: codes come as raw panels, as many bytes per key as there are channels in a panel, and so do the 16-bit
+// channels after them, in two halves per panel
+constexpr int kAtRaw = kAtQ + kPanels * kRows * kPanelRowBytes;
+constexpr int kRawBytes = kPanelBytes / 2, kRawPanels = kValuePanels + 2 * (kPanels - kValuePanels);
+constexpr int kRawScales = kScaled ? 4 : 0;  // blocks for which scales are kept
+constexpr int kAtScales = kAtRaw + kSlots * kRawBytes;
+constexpr int kAtFull = kAtScales + kRawScales * kKeys * kScaleRow, kAtEmpty = kAtFull + 8 * kPlaces;
 constexpr int kAtReady = kAtEmpty + 8 * kPlaces;       // two barriers: the weights of a block are there
-constexpr int kAtMoved = kAtReady + 16;  // per block of two: have the rows' references moved? kSeesaw: and per warp
+constexpr int kAtMoved = kAtReady + 16;  // per block of two: have the rows' references moved? kWide: and per warp
 constexpr int kAtReference = kAtMoved + 16;            // per row, base 2; −inf before its first key
 constexpr int kAtCorrection = kAtReference + 4 * kRows;  // per block of two and row, where references moved
 constexpr int kAtTops = kAtCorrection + 8 * kRows;     // per warp of a warpgroup and row: the largest score of a block
@@ -54,21 +57,18 @@ constexpr bool kFillsAlone = kScaled;  // does one warp fill a table that no war
 constexpr int kAtTables = kAtFolded + 8 * kRows;       // what is known of an item
 constexpr int kThere = 8;                              // kChosen: blocks for which it is kept, with bytes per key,
 constexpr int kAtThere = kAtTables + kTables * kTableBytes;  // which of their keys there are
-// kScaled: codes come as raw panels, as many bytes per key as there are channels in a panel, and so do the 16-bit
-// channels after them, in two halves per panel. A thread copies and widens the same bytes, so nobody waits for another.
-constexpr int kRawBytes = kPanelBytes / 2, kRawPanels = kValuePanels + 2 * (kPanels - kValuePanels);
-constexpr int kRawScales = kScaled ? 4 : 0;  // blocks for which scales are kept
-constexpr int kAtRaw = (kAtThere + kThere * kKeys + 15) / 16 * 16, kAtScales = kAtRaw + kSlots * kRawBytes;
-// kApart: per pair of raw panels, barriers that tell that it has landed and that it was taken, and a mark
-constexpr int kAtLanded = kAtScales + kRawScales * kKeys * kScaleRow, kAtTaken = kAtLanded + 4 * kSlots;
-constexpr int kAtMarks = kAtTaken + 4 * kSlots;
-constexpr int kSharedBytes = kAtLanded + (kApart ? 10 * kSlots : 0);
-static_assert(!kScaled || (kGather && kSlots % 2 == 0 && kValuePanels % 2 == 0 && kGroup == 2 * kPanel), "pairs");
-static_assert(!kScaled || (kGather && kScaleRow == 16 && kRawScales * kRawPanels >= kSlots + 2 * kRawPanels),
+// Per pair of raw panels: barriers that tell that it has landed and that it was taken, and a mark. Per block of scales:
+// a barrier that tells that they have landed
+constexpr int kAtLanded = kAtThere + kThere * kKeys, kAtTaken = kAtLanded + 4 * kSlots;
+constexpr int kAtScaled = kAtTaken + 4 * kSlots, kAtMarks = kAtScaled + 8 * kRawScales;
+constexpr int kSharedBytes = kAtMarks + 2 * kSlots;
+static_assert(!kScaled || (kSlots % 2 == 0 && kValuePanels % 2 == 0 && kGroup == 2 * kPanel), "pairs");
+static_assert(!kScaled || (kScaleRow == 16 && kRawScales * kRawPanels >= kSlots + 2 * kRawPanels),
               "a row's scales are one copy, and those of blocks on their way stay");
-static_assert(kThere >= kPlaces / kBlockPlaces + 2 + (kApart ? kSlots / kRawPanels + 1 : 0),
+static_assert(kThere >= kPlaces / kBlockPlaces + 2 + (kScaled ? kSlots / kRawPanels + 1 : 0),
               "those of a block that is not weighed yet stay");
-static_assert(kAtQ % 1024 == 0 && kAtReference % 16 == 0, "aligned");
+static_assert(kAtQ % 1024 == 0 && kAtRaw % 1024 == 0 && kAtScales % 1024 == 0 && kAtReference % 16 == 0, "aligned");
+static_assert(kAtLanded % 8 == 0, "barriers");
 
 TILE_DEVICE Shared<int> sMoved() { return Shared<int>(kAtMoved); }
 TILE_DEVICE Shared<float> sReference() { return Shared<float>(kAtReference); }
@@ -99,6 +99,11 @@ struct Places {
     TILE_DEVICE uint32_t empty(int panel) const { return ptx::shared_address(kAtEmpty + 8 * place(panel)); }
     TILE_DEVICE uint32_t at(int panel) const { return place(panel) * kPanelBytes; }
     TILE_DEVICE void wait(int panel) const { ptx::mbarrier_wait(full(panel), lap_of(panel)); }
+    // For products. Rows that were copied one by one came by ordinary means, and nobody fenced them yet.
+    TILE_DEVICE void wait_rows(int panel) const {
+        wait(panel);
+        if (kGather && !kScaled) ptx::fence_async_proxy();
+    }
     // A fresh barrier's previous phase counts as completed: the first lap does not wait.
     TILE_DEVICE void wait_free(int panel) const { ptx::mbarrier_wait(empty(panel), lap_of(panel) ^ 1); }
     // One computing warp lets go of the panel.
@@ -108,17 +113,18 @@ TILE_DEVICE uint32_t ready_barrier(uint32_t block) { return ptx::shared_address(
 
 TILE_DEVICE void init_barriers() {
     // Every computing warp lets go of every panel, of those that it does not multiply as soon as scores are made.
-    // kSeesaw: those of the warpgroup that is the last to read it do.
+    // kWide: those of the warpgroup that is the last to read it do.
     for (int n = 0; n < kPlaces; n++) {
-        ptx::mbarrier_init(ptx::shared_address(kAtFull + 8 * n), kGather && !kApart ? kLoading : 1);
-        ptx::mbarrier_init(ptx::shared_address(kAtEmpty + 8 * n), kSeesaw ? 4 : 8);
+        ptx::mbarrier_init(ptx::shared_address(kAtFull + 8 * n), kGather && !kScaled ? (1 + kChosen) * kLoading : 1);
+        ptx::mbarrier_init(ptx::shared_address(kAtEmpty + 8 * n), kWide ? 4 : 8);
     }
     for (int n = 0; n < 2; n++) ptx::mbarrier_init(ready_barrier(n), 128);
     const Shared<int> marks(kAtMarks);
-    for (int n = 0; n < (kApart ? kSlots / 2 : 0); n++) {
-        ptx::mbarrier_init(ptx::shared_address(kAtLanded + 8 * n), 2 * kCopying);
+    for (int n = 0; n < kSlots / 2; n++) {
+        ptx::mbarrier_init(ptx::shared_address(kAtLanded + 8 * n), kGather ? 2 * kCopying : 1);
         ptx::mbarrier_init(ptx::shared_address(kAtTaken + 8 * n), 1);
         marks[n] = 1;
     }
+    for (int n = 0; n < kRawScales; n++) ptx::mbarrier_init(ptx::shared_address(kAtScaled + 8 * n), 1);
     ptx::fence_mbarrier_init();
 }

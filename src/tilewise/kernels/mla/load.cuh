@@ -3,41 +3,40 @@
 #pragma once
 #include "mla/layout.cuh"
 #include "mla/rows.cuh"
+#include "tile/ptx_copies.cuh"
 
 constexpr int kBox = kPageSize % 64 == 0 ? 64 : kPageSize % 32 == 0 ? 32 : 16;  // tokens per copy
 constexpr int kBoxes = kKeys / kBox;
 static_assert(kGather || kPageSize % 16 == 0, "a box lies in one page");
 
-// Four warps. Each thread copies 16 bytes of every sixteenth row of a panel, and tells that they are there when kLag
-// more panels have been asked for. What is no row of the span becomes zeros.
+// Four warps. Each thread copies 16 bytes of every sixteenth row of a panel, and the copies tell the panel's barrier by
+// themselves when they are there: a warp that waited for them, or fenced, would wait for those of later panels too. So
+// the fence is the readers' (Places::wait_rows). Where the rows of the next block lie is looked up meanwhile, by loads
+// that wait for each other. What is no row of the span becomes zeros.
 TILE_DEVICE void load_rows(const DecodeArgs& args, const MlaArgs& mla) {
     constexpr int kStep = 128 / 8, kEach = kKeys / kStep;
     const int thread = threadIdx.x - kComputing, first = thread / 8, c = thread % 8;
-    Places now, arrived;
+    Places now;
     uint32_t number = 0;  // of the block in the life of the thread block
-    int ahead = 0, panel_arrived = 0;  // panels asked for that have not arrived; the next one to arrive
-    const auto arrive = [&] {
-        ptx::fence_async_proxy();
-        ptx::mbarrier_arrive(arrived.full(panel_arrived));
-        if (++panel_arrived == kBlockPlaces) {
-            panel_arrived = 0;
-            arrived.next();
-        }
-        ahead--;
-    };
     for (int slot = 0; slot < args.slots; slot++) {
         const DecodeItem item = mla_item(args, slot);
         if (item.rows == 0) break;  // no item follows an empty one
         const Span span = mla_span(args, item), blocks = blocks_of(span);
+        RowPlace places[kEach];
+        const auto look = [&](int block) {
+#pragma unroll
+            for (int n = 0; n < kEach; n++)
+                places[n] = RowPlace(args, mla, item, span, block * kKeys + n * kStep + first);
+        };
+        look(blocks.begin);
         for (int block = blocks.begin; block < blocks.end; block++, number++, now.next()) {
             const uint8_t* from[kEach];
 #pragma unroll
             for (int n = 0; n < kEach; n++) {
-                const int row = n * kStep + first;
-                const RowPlace place(args, mla, item, span, block * kKeys + row);
-                if (kChosen && c == 0) sThere(number)[row] = place.page >= 0;
-                from[n] = place.page < 0 ? nullptr : place.in(args.k) + 16 * c;
+                if (kChosen && c == 0) sThere(number)[n * kStep + first] = places[n].page >= 0;
+                from[n] = places[n].page < 0 ? nullptr : places[n].in(args.k) + 16 * c;
             }
+            look(block + 1);  // beyond the span's end there is nothing to be found
 #pragma unroll 1
             for (int panel = 0; panel < kBlockPlaces; panel++) {
                 now.wait_free(panel);
@@ -51,163 +50,86 @@ TILE_DEVICE void load_rows(const DecodeArgs& args, const MlaArgs& mla) {
                             ptx::shared_address(now.at(panel) + row * kPanelRowBytes + (c ^ row % 8) * 16), at,
                             from[n] ? 16 : 0);
                     }
-                ptx::copy_async_commit();
-                if (++ahead > kLag) {
-                    ptx::copy_async_wait<kLag>();
-                    arrive();
-                }
+                ptx::copy_async_arrive(now.full(panel));
+                if (kChosen) ptx::mbarrier_arrive(now.full(panel));  // for what was stored
             }
         }
     }
     ptx::copy_async_wait<0>();
-    while (ahead > 0) arrive();
 }
 
-// One warp. A panel is requested as soon as its place is free. A box without a token of the span is not requested: its
-// page number may be anything. One lane asks for everything: for lanes that take turns, the warp would have to meet
-// twice per panel, which takes longer than the panel.
-TILE_DEVICE void load_boxes(const DecodeArgs& args, const TensorMap& mRows) {
-    Places now;
+// The boxes of a block of keys, of kBox tokens each, all of which lie in one page. Those without a token of the span
+// are not requested: their page number may be anything.
+struct Boxes {
+    Span span;
+    int block, page;  // of box number `lane`
+    TILE_DEVICE int token(int b) const { return block * kKeys + b * kBox; }
+    TILE_DEVICE bool wanted(int b) const {
+        return b < kBoxes && token(b) < span.end && token(b) + kBox > span.begin;
+    }
+    TILE_DEVICE int slot(int b) const { return token(b) % kPageSize; }
+};
+
+// A warp walks over all blocks of all items: load(boxes of a block, boxes of the block kAhead blocks later)
+template <int kAhead, class F> TILE_DEVICE void each_block(const DecodeArgs& args, const F& load) {
     const int lane = warp::lane();
-    ptx::prefetch_tensor_map(&mRows);
     for (int slot = 0; slot < args.slots; slot++) {
         const DecodeItem item = mla_item(args, slot);
         if (item.rows == 0) break;  // no item follows an empty one
         const Span span = mla_span(args, item), blocks = blocks_of(span);
         const PageTable table = page_table(args, item.table, item.kv_head(), item.tail_from);
-        const auto wanted = [&](int block, int box) {
-            const int token = block * kKeys + box * kBox;
-            return box < kBoxes && token < span.end && token + kBox > span.begin;
+        const auto look_up = [&](int block) {
+            Boxes found{span, block, 0};
+            if (found.wanted(lane)) found.page = table.page(found.token(lane) / kPageSize);
+            return found;
         };
-        const auto page_of = [&](int block) {
-            const bool mine = block < blocks.end && wanted(block, lane);
-            return mine ? table.page((block * kKeys + lane * kBox) / kPageSize) : 0;
-        };
-        int page = page_of(blocks.begin);
-        for (int block = blocks.begin; block < blocks.end; block++, now.next()) {
-            int pages[kBoxes], boxes = 0;
+        Boxes boxes[kAhead + 2];  // a block more, whose pages are on their way
 #pragma unroll
-            for (int b = 0; b < kBoxes; b++) {
-                pages[b] = ptx::shuffle(page, b);
-                boxes += wanted(block, b);
-            }
-            page = page_of(block + 1);
-            if (ptx::elect_one())
-#pragma unroll 1
-                for (int panel = 0; panel < kBlockPlaces; panel++) {
-                    now.wait_free(panel);
-                    const uint32_t full = now.full(panel);
-                    ptx::mbarrier_arrive_expect(full, panel < kPanels ? boxes * kBox * kPanelRowBytes : 0);
-                    if (panel < kPanels)
+        for (int n = 0; n < kAhead + 1; n++) boxes[n] = look_up(blocks.begin + n);
+        for (int block = blocks.begin; block < blocks.end; block++) {
+            boxes[kAhead + 1] = look_up(block + kAhead + 1);
+            load(boxes[0], boxes[kAhead]);
 #pragma unroll
-                        for (int b = 0; b < kBoxes; b++)
-                            if (wanted(block, b))
-                                ptx::tma_load(ptx::shared_address(now.at(panel) + b * kBox * kPanelRowBytes), &mRows,
-                                              full, panel * kPanel, (block * kKeys + b * kBox) % kPageSize,
-                                              item.kv_head(), pages[b]);
-                }
-            ptx::sync_warp();
+            for (int n = 0; n < kAhead + 1; n++) boxes[n] = boxes[n + 1];
         }
     }
 }
 
-// ---- codes that become 16-bit values --------------------------------------------------------------------------------
-// kLoading threads. Each has 16 bytes of one or two rows of every raw panel, and widens those that it copied kSlots − 2
-// raw panels ago: two raw panels at a time, which are 128 channels of codes under one scale, or one panel of the
-// others.
-// args.k: codes; args.k_scale; args.v: the 16-bit channels after those of codes.
-TILE_DEVICE void load_codes(const DecodeArgs& args, const MlaArgs& mla) {
-    constexpr int kStep = kLoading / 4, kEach = kKeys / kStep, kRawPairs = kRawPanels / 2, kPairSlots = kSlots / 2;
-    const int thread = threadIdx.x - kComputing, first = thread / 4, c = thread % 4;
-    const auto raw_at = [&](int slot, int half, int n) {
-        return kAtRaw + (2 * slot + half) * kRawBytes + (n * kLoading + thread) * 16;
-    };
-    const auto scales_at = [](uint32_t number, int row) {
-        return kAtScales + (number % kRawScales * kKeys + row) * kScaleRow;
-    };
-    Places to;
-    uint32_t number = 0, number_widened = 0;  // blocks that were asked for, that were widened
-    int slot = 0, slot_widened = 0, pair_widened = 0, ahead = 0;
-    const auto put = [&](int panel, int row, int chunk, const Vector16& x) {
-        Shared<Vector16>(to.at(panel) + row * kPanelRowBytes + (chunk ^ row % 8) * 16)[0] = x;
-    };
-    const auto widen = [&] {
-        if (pair_widened == 0) ptx::barrier_sync(kLoadBarrier, kLoading);  // the scales of other threads are there
-        const bool coded = 2 * pair_widened < kValuePanels;
-        const int panel = coded ? 2 * pair_widened : kValuePanels + pair_widened - kValuePanels / 2;
-        to.wait_free(panel);
-        if (coded) to.wait_free(panel + 1);
-#pragma unroll(kEach == 1 ? 2 : 1)
-        for (int i = 0; i < 2 * kEach; i++) {
-            const int n = i / 2, half = i % 2, row = n * kStep + first;
-            const Vector16 x = Shared<Vector16>(raw_at(slot_widened, half, n))[0];
-            if (coded) {
-                Vector16 wide[2];
-                widen_codes(wide, x, Shared<float>(scales_at(number_widened, row))[pair_widened]);
-                put(panel + half, row, 2 * c, wide[0]);
-                put(panel + half, row, 2 * c + 1, wide[1]);
-            } else {
-                put(panel, row, half * 4 + c, x);
-            }
-        }
-        ptx::fence_async_proxy();
-        ptx::mbarrier_arrive(to.full(panel));
-        if (coded) ptx::mbarrier_arrive(to.full(panel + 1));
-        slot_widened = slot_widened + 1 == kPairSlots ? 0 : slot_widened + 1;
-        if (++pair_widened == kRawPairs) {
-            if (kBlockPlaces > kPanels) {
-                to.wait_free(kWeights);
-                ptx::mbarrier_arrive(to.full(kWeights));
-            }
-            pair_widened = 0;
-            number_widened++;
-            to.next();
-        }
-        ahead--;
-    };
-    for (int at = 0; at < args.slots; at++) {
-        const DecodeItem item = mla_item(args, at);
-        if (item.rows == 0) break;  // no item follows an empty one
-        const Span span = mla_span(args, item), blocks = blocks_of(span);
-        for (int block = blocks.begin; block < blocks.end; block++, number++) {
-            RowPlace places[kEach];
+// Two warps, each for some panels of every block: a warp takes about 225 cycles for a panel, and the warpgroups let go
+// of two at a time. A panel is requested as soon as its place is free. One lane asks for everything: for lanes that
+// take turns, the warp would have to meet twice per panel, which takes longer than the panel.
+//
+// kFetches: the first of these warps brings the panels of so many blocks ahead to L2, which then answers in half the
+// memory's time: a place in the ring is empty for as long as that.
+template <int kFrom, int kTo> TILE_DEVICE void load_boxes(const DecodeArgs& args, const TensorMap& mRows) {
+    Places now;
+    ptx::prefetch_tensor_map(&mRows);
+    each_block<kFrom == 0 ? kFetches : 0>(args, [&](const Boxes& here, const Boxes& ahead) {
+        if constexpr (kFrom == 0 && kFetches > 0) {
+            const int lane = warp::lane(), b = lane % kBoxes, page = ptx::shuffle(ahead.page, b);
 #pragma unroll
-            for (int n = 0; n < kEach; n++)
-                places[n] = RowPlace(args, mla, item, span, block * kKeys + n * kStep + first);
-            if (c == 0)
+            for (int panel = lane / kBoxes; panel < kPanels; panel += 32 / kBoxes)  // a lane for each box
+                if (ahead.wanted(b)) ptx::prefetch_box(&mRows, panel * kPanel, ahead.slot(b), 0, page);
+        }
+        int pages[kBoxes], bytes = 0;
 #pragma unroll
-                for (int n = 0; n < kEach; n++) {
-                    const RowPlace& place = places[n];
-                    const int row = n * kStep + first;
-                    if (kChosen) sThere(number)[row] = place.page >= 0;
-                    ptx::copy_async_16(ptx::shared_address(scales_at(number, row)),
-                                       place.page < 0 ? args.k_scale.base : place.in(args.k_scale),
-                                       place.page < 0 ? 0 : 16);
-                }
+        for (int b = 0; b < kBoxes; b++) {
+            pages[b] = ptx::shuffle(here.page, b);
+            bytes += here.wanted(b) * kBox * kPanelRowBytes;
+        }
+        if (ptx::elect_one())
 #pragma unroll 1
-            for (int pair = 0; pair < kRawPairs; pair++) {
+            for (int panel = kFrom; panel < kTo; panel++) {
+                now.wait_free(panel);
+                ptx::mbarrier_arrive_expect(now.full(panel), panel < kPanels ? bytes : 0);
+                if (panel < kPanels)
 #pragma unroll
-                for (int n = 0; n < kEach; n++) {
-                    const RowPlace& place = places[n];
-                    // Of zero bytes nothing is read, but the address must be one.
-                    const uint8_t* from = 2 * pair < kValuePanels
-                                              ? place.in(args.k) + pair * kPanelRowBytes
-                                              : place.in(args.v) + (pair - kValuePanels / 2) * kPanelRowBytes;
-#pragma unroll
-                    for (int half = 0; half < 2; half++)
-                        ptx::copy_async_16(ptx::shared_address(raw_at(slot, half, n)),
-                                           place.page < 0 ? args.k.base : from + half * kPanel + 16 * c,
-                                           place.page < 0 ? 0 : 16);
-                }
-                ptx::copy_async_commit();
-                slot = slot + 1 == kPairSlots ? 0 : slot + 1;
-                if (++ahead == kPairSlots) {
-                    ptx::copy_async_wait<(kSlots > 0 ? kPairSlots - 1 : 0)>();
-                    widen();
-                }
+                    for (int b = 0; b < kBoxes; b++)
+                        if (here.wanted(b))
+                            ptx::tma_load(ptx::shared_address(now.at(panel) + b * kBox * kPanelRowBytes), &mRows,
+                                          now.full(panel), panel * kPanel, here.slot(b), 0, pages[b]);
             }
-        }
-    }
-    ptx::copy_async_wait<0>();
-    while (ahead > 0) widen();
+        ptx::sync_warp();
+        now.next();
+    });
 }

@@ -3,33 +3,43 @@
 // leave is merged as in decode.cu.
 //
 // Constants: Element; kQueryDim, kValueDim: channels of a row, and how many of them are a value; kPageSize; kRows:
-// query rows of an item at most; kLooksAhead: a warp looks up the next item; kPlaces: panels in the ring; kSeesaw:
-// query rows are the rows of products (wide.cuh), not their columns (body.cuh), and then kAhead: panels of a block that
-// are scored before the block before is multiplied, kTogether: panels of values per product; kGather: rows are copied
-// one by one; kChosen: those that each query token has chosen; kStoredAs: a Format; kSlots: raw panels on their way
-// where it is one of codes, kApart: and warps that copy do not widen; Rule: what is done to scores; kSelected: false.
+// query rows of an item at most; kLooksAhead: a warp looks up the next item; kPlaces: panels in the ring; of 64 rows
+// kAhead: panels of a block that are scored before the block before is multiplied, kTogether: panels of values per
+// product; kFetches: blocks ahead that L2 is asked for; kGather: rows are copied one by one; kChosen: those that each
+// query token has chosen; kStoredAs: a Format; kSlots: raw panels on their way where it is one of codes; Rule: what is
+// done to scores; kSelected: false.
+//
+// mRows: 16-bit rows, or codes, with mScales and mRest; kGather: none of them is looked at.
 #include "mla/body.cuh"
 #include "mla/wide.cuh"
 #include "mla/widen.cuh"
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
-    mla_decode(const __grid_constant__ TensorMap mRows, const __grid_constant__ DecodeArgs args,
+    mla_decode(const __grid_constant__ TensorMap mRows, const __grid_constant__ TensorMap mScales,
+               const __grid_constant__ TensorMap mRest, const __grid_constant__ DecodeArgs args,
                const __grid_constant__ MlaArgs mla) {
     if (threadIdx.x == 0) init_barriers();
     ptx::sync_threads();
     const uint32_t role = ptx::uniform(threadIdx.x / 128);
     if (role < 2) {
         ptx::take_registers<kComputeRegisters>();
-        if constexpr (kSeesaw) Wide(args, mla, role).run();
+        if constexpr (kWide) Wide(args, mla, role).run();
         else Body(args, mla, role).run();
         const Mergers all{int(ptx::uniform(threadIdx.x / 32)), kComputing / 32};
         if (args.merge_rows) merge_items(args, all);
     } else {
         ptx::give_registers<kLoadRegisters>();
-        if constexpr (kApart) load_codes_apart(args, mla);
-        else if constexpr (kScaled) load_codes(args, mla);
-        else if constexpr (kGather) load_rows(args, mla);
-        else if (ptx::uniform(threadIdx.x / 32) == kComputing / 32) load_boxes(args, mRows);
-        else if (kLooksAhead && ptx::uniform(threadIdx.x / 32) == kComputing / 32 + 1) look_ahead(args);
+        const uint32_t loader = ptx::uniform(threadIdx.x / 32) - kComputing / 32;
+        if constexpr (kScaled) {
+            if (loader >= kCopying / 32) Widener().run();
+            else if constexpr (kGather) copy_codes(args, mla);
+            else load_code_boxes(args, mRows, mScales, mRest);
+        } else if constexpr (kGather) {
+            load_rows(args, mla);
+        } else {
+            if (loader == 0) load_boxes<0, kMine>(args, mRows);
+            else if (loader == 1) load_boxes<kMine, kBlockPlaces>(args, mRows);
+            else if (kLooksAhead && loader == 2) look_ahead(args);
+        }
     }
 }

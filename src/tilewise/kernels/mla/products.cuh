@@ -21,7 +21,7 @@ struct Products : Grouped {
         const uint64_t q = k_major(ptx::shared_address(kAtQ));
 #pragma unroll
         for (int panel = 0; panel < kPanels; panel++) {
-            here.wait(panel);
+            here.wait_rows(panel);
             ptx::wgmma_fence();
             const uint64_t k = k_major(ptx::shared_address(here.at(panel)));
 #pragma unroll

@@ -1,5 +1,5 @@
-// The other body, for 64 query rows (kSeesaw): S = Q Kᵀ has 64 query rows by 64 keys, O += P V 64 query rows by this
-// warpgroup's channels. A row's scores lie in four lanes of one warp, so no warp asks another for a maximum or a sum.
+// The body for 64 query rows: S = Q Kᵀ has 64 query rows by 64 keys, O += P V 64 query rows by this warpgroup's
+// channels. A row's scores lie in four lanes of one warp, so no warp asks another for a maximum or a sum.
 //
 // Blocks of keys take turns, counted from the piece's first: a warpgroup computes the scores and the weights of every
 // other block. It multiplies them with its half of the values from registers, and leaves them in shared memory for the
@@ -26,7 +26,8 @@ struct Wide : Grouped {
     static constexpr int kGroups = kMine / kSide, kColumns = kSide * kPanel;
     static constexpr int kSteps = kKeys / 16;
     using Weights = SharedTile<Element, kRows, kKeys, Layout::swizzled>;
-    float acc_o[kGroups][kColumns / 2], acc_s[kKeys / 2];
+    using Scores = float[kKeys / 2];  // no member, which would take registers from block to block
+    float acc_o[kGroups][kColumns / 2];
     warp::RowState state;  // of this thread's rows: references in base 2, and its share of l
     uint32_t rP[kSteps][4];
 
@@ -39,13 +40,13 @@ struct Wide : Grouped {
 
     // ---- products ---------------------------------------------------------------------------------------------------
     // S = Q Kᵀ over some panels of a block, as they come
-    template <int kFrom, int kTo> TILE_DEVICE void add_scores(const Places& of) {
+    template <int kFrom, int kTo> TILE_DEVICE void add_scores(Scores& acc_s, const Places& of) {
         if constexpr (kFrom < kTo) {
             const Places here{ptx::uniform(of.first), of.lap};
             const uint64_t q = k_major(ptx::shared_address(kAtQ));
 #pragma unroll
             for (int panel = kFrom; panel < kTo; panel++) {
-                here.wait(panel);
+                here.wait_rows(panel);
                 ptx::wgmma_fence();
                 const uint64_t k = k_major(ptx::shared_address(here.at(panel)));
 #pragma unroll
@@ -122,14 +123,14 @@ struct Wide : Grouped {
 #pragma unroll
         for (int g = 0; g < kGroups; g++) warp::scale_rows(acc_o[g], factor);
     }
-    TILE_DEVICE float largest(int h) const {
+    static TILE_DEVICE float largest(const Scores& acc_s, int h) {
         float top = -INFINITY;
 #pragma unroll
         for (int n = 0; n < kKeys / 8; n++) top = fmaxf(top, fmaxf(acc_s[4 * n + 2 * h], acc_s[4 * n + 2 * h + 1]));
         return warp::row_max(top);
     }
     // P of S, which stays as it is, and this thread's sums of it. True if a reference no longer serves one of its rows.
-    TILE_DEVICE bool exponentiate(float (&sum)[2]) {
+    TILE_DEVICE bool exponentiate(const Scores& acc_s, float (&sum)[2]) {
         const float reference[2] = {finite(state.max[0]), finite(state.max[1])};
         float part[2][2] = {};  // even and odd keys: two chains of additions per row
 #pragma unroll
@@ -150,7 +151,7 @@ struct Wide : Grouped {
         return over;
     }
     // What is done to scores, and −inf for keys that a row does not see. True if rows may not see the whole block.
-    TILE_DEVICE bool finish_scores(uint32_t number, int first_token) {
+    TILE_DEVICE bool finish_scores(Scores& acc_s, uint32_t number, int first_token) {
         if constexpr (!Rule::kLinear) Rule::apply(acc_s, args.scores, Rule::first_factor(args.scores));
         if constexpr (kChosen)
 #pragma unroll
@@ -166,16 +167,16 @@ struct Wide : Grouped {
         return true;
     }
     // The weights P of a block, from its scores to registers and to shared memory. fresh: no row has a reference yet
-    TILE_DEVICE void weigh(const Places& of, uint32_t number, int first_token, Span span, bool fresh) {
+    TILE_DEVICE void weigh(Scores& acc_s, const Places& of, uint32_t number, int first_token, Span span, bool fresh) {
         float sum[2];
-        bool moves = finish_scores(number, first_token);
-        moves = ptx::any(moves || fresh) || ptx::any(exponentiate(sum));
+        bool moves = finish_scores(acc_s, number, first_token);
+        moves = ptx::any(moves || fresh) || ptx::any(exponentiate(acc_s, sum));
         if (moves) {
             float to[2];
 #pragma unroll
-            for (int h = 0; h < 2; h++) to[h] = fmaxf(state.max[h], largest(h) * scale_log2);
+            for (int h = 0; h < 2; h++) to[h] = fmaxf(state.max[h], largest(acc_s, h) * scale_log2);
             move_references(to[0], to[1]);
-            exponentiate(sum);
+            exponentiate(acc_s, sum);
             if (lane() % 4 == 0)
 #pragma unroll
                 for (int h = 0; h < 2; h++) sReference()[row(h)] = to[h];
@@ -213,10 +214,11 @@ struct Wide : Grouped {
         uint32_t number = block + group;
 #pragma unroll 1
         for (int n = begin + int(group); n < end; n += 2, number += 2) {
-            add_scores<0, kAhead>(here);
+            Scores acc_s;
+            add_scores<0, kAhead>(acc_s, here);
             if (ptx::any(n > begin)) multiply_other(before, number - 1);
-            add_scores<kAhead, kPanels>(here);
-            weigh(here, number, n * kKeys, span, n == begin);
+            add_scores<kAhead, kPanels>(acc_s, here);
+            weigh(acc_s, here, number, n * kKeys, span, n == begin);
             multiply<true>(here);
             before = here;
             before.next();
@@ -231,6 +233,12 @@ struct Wide : Grouped {
     }
     // The state of a piece is folded into that of the pieces before it, as merging does. last: nothing follows
     TILE_DEVICE void end_piece(bool first, bool last) {
+        // Some loads at a time, as many as registers hold; the first ones while rows are joined
+        constexpr int kFolds = kMine * 8, kTogetherFolds = kFolds < 6 ? kFolds : 6;
+        Vector16 old[kTogetherFolds];
+        if (!first)
+#pragma unroll
+            for (int n = 0; n < kTogetherFolds; n++) old[n] = fold_place(n)[0];
 #pragma unroll
         for (int h = 0; h < 2; h++) {
             const float sum = warp::row_sum(state.sum[h]);
@@ -251,13 +259,14 @@ struct Wide : Grouped {
 #pragma unroll
             for (int h = 0; h < 2; h++) folds[h] = {0.0f, factors[2 * row(h)], factors[2 * row(h) + 1]};
 #pragma unroll
-            for (int n = 0; n < kMine * 8; n++) {
-                const Vector16 old = fold_place(n)[0];
+            for (int n = 0; n < kFolds; n++) {
+                Vector16& before = old[n % kTogetherFolds];
 #pragma unroll
                 for (int i = 0; i < 4; i++) {
                     float& x = acc_o[n * 4 / (kColumns / 2)][n * 4 % (kColumns / 2) + i];
-                    x = folds[i / 2].join(as_float(old.word[i]), x);
+                    x = folds[i / 2].join(as_float(before.word[i]), x);
                 }
+                if (n + kTogetherFolds < kFolds) before = fold_place(n + kTogetherFolds)[0];
             }
         }
         if (!last)

@@ -1,42 +1,111 @@
-// Codes that become 16-bit values, by warps of their own (kApart). Some warps copy rows into raw pairs of panels and do
-// nothing else; the others widen, each a raw pair end to end. Of a warp that does both, every fence of the async proxy
-// seems to wait for all copies that it has asked for, also those of pairs to come, as long as the memory takes.
+// Codes that become 16-bit values. Some warps bring rows into raw pairs of panels and do nothing else; the others
+// widen, each a raw pair end to end. A warp that did both would wait, at every fence of the async proxy, for all copies
+// that it has asked for, also those of pairs to come, as long as the memory takes.
 //
 // A raw pair is 128 bytes of every key of a block: the codes under one scale, which become two panels, or the 16-bit
 // channels of one. It lies in one of kPairSlots places. Their barriers tell that it has landed, and that it was taken.
 #pragma once
 #include "mla/load.cuh"
-#include "tile/ptx_copies.cuh"
 
 constexpr int kPairBytes = 2 * kRawBytes, kRawPairs = kRawPanels / 2, kCodedPairs = kValuePanels / 2;
 constexpr int kPairSlots = kSlots > 0 ? kSlots / 2 : 1;
-constexpr int kWideners = kApart ? (kLoading - kCopying) / 32 : 1;  // warps
-// Barriers have parities, and tell a lap from the one before, not from the one before that. A pair lands after all
-// pairs before it, and is asked for when all that are kPairSlots before it were widened. So a warp that waits for its
-// next pair, or for the panels that it becomes, must not be further ahead than that of who is last.
-static_assert(!kApart || kPairSlots >= kWideners, "the pair before in its slot has landed: this warp had a later one");
+constexpr int kWideners = kScaled ? (kLoading - kCopying) / 32 : 1;  // warps
+// Barriers have parities, and tell a lap from the one before, not from the one before that. So who waits for a pair
+// must know that the one before in its slot has landed. Pairs that are copied one by one land in their order, those that
+// come by TMA do not: there the pair before is one that the same warp has widened. And who waits for the panels that a
+// pair becomes must know that those before in their places were there: a pair is asked for when all that are kPairSlots
+// before it were widened.
+constexpr bool kLandBefore = kGather ? kPairSlots >= kWideners : kPairSlots % kWideners == 0;
+static_assert(!kScaled || kLandBefore, "the pair before in its slot has landed");
 constexpr int kWeightPlaces = kBlockPlaces > kPanels ? (kPlaces + kBlockPlaces - 1) / kBlockPlaces : 0;  // of a lap
-static_assert(!kApart || (kPlaces - kWeightPlaces) / 2 >= kPairSlots, "the panels before in their places are there");
+static_assert(!kScaled || (kPlaces - kWeightPlaces) / 2 >= kPairSlots, "the panels before in their places are there");
 
 struct RawPair {
     Turn<kPairSlots> turn;
     TILE_DEVICE uint32_t landed() const { return ptx::shared_address(kAtLanded + 8 * turn.stage); }
     TILE_DEVICE uint32_t taken() const { return ptx::shared_address(kAtTaken + 8 * turn.stage); }
+    TILE_DEVICE void wait_free() const { ptx::mbarrier_wait(taken(), turn.lap ^ 1); }
     // 0: no pair comes any more
     TILE_DEVICE Shared<int> mark() const { return Shared<int>(kAtMarks + 4 * turn.stage); }
-    // Where 16 bytes of a row lie, and in a panel of 16-bit values too
+    // Where 16 bytes of a row lie, and in a panel of 16-bit values too, as TMA leaves them
     static TILE_DEVICE int place(int row, int chunk) { return row * kPanelRowBytes + (chunk ^ row % 8) * 16; }
     TILE_DEVICE int at(int place) const { return kAtRaw + turn.stage * kPairBytes + place; }
 };
 TILE_DEVICE int scales_at(uint32_t number, int row) {
     return kAtScales + (number % kRawScales * kKeys + row) * kScaleRow;
 }
+// By TMA a block's scales may land after its pairs. Those of one by one are copied before them, and told of with them.
+TILE_DEVICE uint32_t scaled_barrier(uint32_t number) {
+    return ptx::shared_address(kAtScaled + 8 * (number % kRawScales));
+}
 
-// Two warps. A lane looks up where one row of a block lies, while the block before is copied, and copies 16 bytes of
-// every fourth row of its warp.
+// ---- who brings codes -----------------------------------------------------------------------------------------------
+// One warp: the scales of a block by TMA, and its raw pairs. Scales of four blocks ago are not read any more: a pair is
+// asked for when all that are kPairSlots before it were taken.
+TILE_DEVICE void load_code_boxes(const DecodeArgs& args, const TensorMap& mCodes, const TensorMap& mScales,
+                                 const TensorMap& mRest) {
+    RawPair raw;
+    uint32_t number = 0;  // of the block in the life of the thread block
+    each_block<kFetches>(args, [&](const Boxes& here, const Boxes& ahead) {
+        if constexpr (kFetches > 0) {
+            const int lane = warp::lane(), pair = lane / kBoxes, b = lane % kBoxes;
+            const int page = ptx::shuffle(ahead.page, b);
+            static_assert(kRawPairs * kBoxes <= 32, "a lane for each box");
+            if (pair < kRawPairs && ahead.wanted(b)) {
+                if (pair < kCodedPairs) ptx::prefetch_box(&mCodes, pair * kPanelRowBytes, ahead.slot(b), 0, page);
+                else ptx::prefetch_box(&mRest, (pair - kCodedPairs) * kPanel, ahead.slot(b), 0, page);
+            }
+        }
+        int pages[kBoxes], tokens = 0;
+#pragma unroll
+        for (int b = 0; b < kBoxes; b++) {
+            pages[b] = ptx::shuffle(here.page, b);
+            tokens += here.wanted(b) * kBox;
+        }
+        if (ptx::elect_one()) {
+            RawPair next = raw;
+#pragma unroll 1
+            for (int pair = 0; pair < kRawPairs; pair++, next.turn.next()) {
+                next.wait_free();
+                if (pair == 0) {
+                    ptx::mbarrier_arrive_expect(scaled_barrier(number), tokens * kScaleRow);
+#pragma unroll
+                    for (int b = 0; b < kBoxes; b++)
+                        if (here.wanted(b))
+                            ptx::tma_load(ptx::shared_address(scales_at(number, b * kBox)), &mScales,
+                                          scaled_barrier(number), 0, here.slot(b), 0, pages[b]);
+                }
+                ptx::mbarrier_arrive_expect(next.landed(), tokens * kPanelRowBytes);
+#pragma unroll
+                for (int b = 0; b < kBoxes; b++) {
+                    if (!here.wanted(b)) continue;
+                    const uint32_t to = ptx::shared_address(next.at(b * kBox * kPanelRowBytes));
+                    if (pair < kCodedPairs)
+                        ptx::tma_load(to, &mCodes, next.landed(), pair * kPanelRowBytes, here.slot(b), 0, pages[b]);
+                    else
+                        ptx::tma_load(to, &mRest, next.landed(), (pair - kCodedPairs) * kPanel, here.slot(b), 0,
+                                      pages[b]);
+                }
+            }
+        }
+        ptx::sync_warp();
+        for (int pair = 0; pair < kRawPairs; pair++) raw.turn.next();
+        number++;
+    });
+    if (ptx::elect_one())
+#pragma unroll 1
+        for (int n = 0; n < kWideners; n++, raw.turn.next()) {
+            raw.wait_free();
+            raw.mark()[0] = 0;
+            ptx::mbarrier_arrive(raw.landed());
+        }
+}
+
+// Some warps, where rows come one by one. A lane looks up where one row of a block lies, while the block before is
+// copied, and copies 16 bytes of every fourth row of its warp.
 TILE_DEVICE void copy_codes(const DecodeArgs& args, const MlaArgs& mla) {
-    constexpr int kRowsEach = 32, kEach = kRowsEach / 4;  // rows of a warp, of a lane
-    const int lane = warp::lane(), first = (threadIdx.x - kComputing) / 32 * kRowsEach;
+    constexpr int kRowsEach = kCopying > 0 ? kKeys * 32 / kCopying : 32, kEach = kRowsEach / 4;  // of a warp, of a lane
+    const int lane = warp::lane(), first = (threadIdx.x - kComputing) / 32 * kRowsEach, mine = first + lane % kRowsEach;
     const int place = RawPair::place(first + lane / 8, lane % 8);
     RawPair raw;
     uint32_t number = 0;  // of the block in the life of the thread block
@@ -49,29 +118,38 @@ TILE_DEVICE void copy_codes(const DecodeArgs& args, const MlaArgs& mla) {
         const DecodeItem item = mla_item(args, at);
         if (item.rows == 0) break;  // no item follows an empty one
         const Span span = mla_span(args, item), blocks = blocks_of(span);
-        const auto look = [&](int block) {
-            return RowPlace(args, mla, item, span, block * kKeys + first + lane);
-        };
+        const auto look = [&](int block) { return RowPlace(args, mla, item, span, block * kKeys + mine); };
         RowPlace next = look(blocks.begin);
         for (int block = blocks.begin; block < blocks.end; block++, number++) {
             const RowPlace here = next;
             next = look(block + 1);  // beyond the span's end there is nothing to be found
             const bool there = here.page >= 0;
-            if (kChosen) sThere(number)[first + lane] = there;
-            // Of zero bytes nothing is read, but the address must be one.
-            ptx::copy_async_16(ptx::shared_address(scales_at(number, first + lane)),
-                               there ? here.in(args.k_scale) : args.k_scale.base, there ? 16 : 0);
+            if (lane < kRowsEach) {
+                if (kChosen) sThere(number)[mine] = there;
+                // Of zero bytes nothing is read, but the address must be one.
+                ptx::copy_async_16(ptx::shared_address(scales_at(number, mine)),
+                                   there ? here.in(args.k_scale) : args.k_scale.base, there ? 16 : 0);
+            }
             const uint32_t exist = ptx::ballot(there);
             const auto copy = [&](const Paged& part, int pairs) {
-                auto mine = reinterpret_cast<uint64_t>(there ? here.in(part) : part.base);
+                auto of_mine = reinterpret_cast<uint64_t>(there ? here.in(part) : part.base);
 #pragma unroll 1
-                for (int pair = 0; pair < pairs; pair++, mine += kPanelRowBytes) {
-                    ptx::mbarrier_wait(raw.taken(), raw.turn.lap ^ 1);
-#pragma unroll 4
-                    for (int n = 0; n < kEach; n++) {  // four rows further the fourth chunk from here is in its place
-                        const int row = 4 * n + lane / 8, to = (place ^ n % 2 * 64) + 4 * n * kPanelRowBytes;
-                        const auto* from = reinterpret_cast<const uint8_t*>(ptx::shuffle(mine, row)) + lane % 8 * 16;
-                        ptx::copy_async_16(ptx::shared_address(raw.at(to)), from, exist >> row & 1 ? 16 : 0);
+                for (int pair = 0; pair < pairs; pair++, of_mine += kPanelRowBytes) {
+                    raw.wait_free();
+#pragma unroll 1
+                    for (int from = 0; from < kEach; from += 4) {
+                        const uint8_t* rows[4];  // asked for together: a shuffle takes as long as all four
+#pragma unroll
+                        for (int n = 0; n < 4; n++)
+                            rows[n] = reinterpret_cast<const uint8_t*>(
+                                          ptx::shuffle(of_mine, 4 * (from + n) + lane / 8)) + lane % 8 * 16;
+#pragma unroll
+                        for (int n = 0; n < 4; n++) {
+                            // Four rows further the fourth chunk from here is in its place.
+                            const int row = 4 * (from + n), to = (place ^ n % 2 * 64) + row * kPanelRowBytes;
+                            ptx::copy_async_16(ptx::shared_address(raw.at(to)), rows[n],
+                                               exist >> (row + lane / 8) & 1 ? 16 : 0);
+                        }
                     }
                     tell();
                 }
@@ -82,13 +160,14 @@ TILE_DEVICE void copy_codes(const DecodeArgs& args, const MlaArgs& mla) {
     }
 #pragma unroll 1
     for (int n = 0; n < kWideners; n++) {
-        ptx::mbarrier_wait(raw.taken(), raw.turn.lap ^ 1);
+        raw.wait_free();
         if (threadIdx.x == kComputing) raw.mark()[0] = 0;
         tell();
     }
     ptx::copy_async_wait<0>();
 }
 
+// ---- who widens them ------------------------------------------------------------------------------------------------
 // The other warps: of all raw pairs, each has every kWideners-th.
 struct Widener {
     RawPair raw;
@@ -109,7 +188,7 @@ struct Widener {
     // Eight rows of a lane's column at a time, so that neither loads nor stores meet in a bank. kCoded: into two panels
     template <bool kCoded> TILE_DEVICE void widen(int lane, int panel) const {
         const int row = lane % 8, from = RawPair::place(row, lane / 8), low = RawPair::place(row, lane / 8 * 2);
-#pragma unroll 1
+#pragma unroll(kCoded ? 2 : 4)
         for (int eight = 0; eight < kKeys / 8; eight++) {
             const int rows = eight * kEightBytes;
             Vector16 x[2];
@@ -135,6 +214,7 @@ struct Widener {
         while (true) {
             ptx::mbarrier_wait(raw.landed(), raw.turn.lap);
             if (ptx::any(raw.mark()[0] == 0)) break;
+            if (!kGather) ptx::mbarrier_wait(scaled_barrier(number), number / kRawScales & 1);
             const bool coded = pair < kCodedPairs, weights = kBlockPlaces > kPanels && pair == kRawPairs - 1;
             const int panel = coded ? 2 * pair : kValuePanels + pair - kCodedPairs;
             to.wait_free(panel);
@@ -154,8 +234,3 @@ struct Widener {
         }
     }
 };
-
-TILE_DEVICE void load_codes_apart(const DecodeArgs& args, const MlaArgs& mla) {
-    if (threadIdx.x < kComputing + kCopying) copy_codes(args, mla);
-    else Widener().run();
-}
