@@ -159,7 +159,7 @@ def test_shapes_that_fit():
     gathered = mla_kernels.choose_tiling(*DEEPSEEK, 128, boxes=False)
     assert mla_kernels.fits(*DEEPSEEK, replace(gathered, ahead=9), boxes=False)
     assert not mla_kernels.fits(*DEEPSEEK, replace(gathered, fetches=1), boxes=False), "L2 is asked for boxes"
-    assert not mla_kernels.fits(*DEEPSEEK, replace(boxes, rows=32))
+    assert not mla_kernels.fits(*DEEPSEEK, replace(boxes, rows=32, together=2))
     assert not mla_kernels.fits(*DEEPSEEK, replace(boxes, places=19))
     codes = mla_kernels.choose_tiling(*DEEPSEEK, 128, codes=True)
     assert mla_kernels.fits(*DEEPSEEK, replace(codes, ahead=6))

@@ -25,7 +25,7 @@ from .tune_prefill import Shape
 from .workloads import Point
 
 PAGE, VALUE_DIM = mla.PAGE_SIZE, mla.VALUE_DIM
-AHEAD, TOGETHER = (0, 1, 2, 3, 4, 5, 6), (1, 2)  # of 64 rows
+AHEAD, TOGETHER = (0, 2, 4, 5, 6, 7, 8, 9), (1, 2)
 FETCHES = (0, 1, 2)  # blocks ahead that L2 is asked for
 SLOTS = (6, 8, 10, 12, 14, 16)  # raw panels of codes
 
@@ -79,11 +79,10 @@ def check(shapes: Sequence[Shape], dtype: torch.dtype) -> None:
 def candidates(head_dim: int, value_dim: int, tiling: MlaTiling, card: str, *, boxes: bool) -> list[MlaTiling]:
     """The tilings to be measured beside the chosen one: a ring with other numbers of places, other distances, and of
     codes more or fewer raw panels."""
-    block, found = block_places(head_dim, value_dim), [tiling]
-    if tiling.rows == ROWS[-1]:
-        widths = TOGETHER if tiling.places % block == 0 else TOGETHER[:1]
-        found += [replace(tiling, ahead=ahead, together=n) for ahead, n in product(AHEAD, widths)]
-    else:
+    block, wide = block_places(head_dim, value_dim), tiling.rows == ROWS[-1]
+    widths = TOGETHER if wide and tiling.places % block == 0 else TOGETHER[:1]
+    found = [tiling, *(replace(tiling, ahead=ahead, together=n) for ahead, n in product(AHEAD, widths))]
+    if not wide:
         found += [replace(tiling, places=n) for n in (2 * block, (2 * block + tiling.places) // 2)]
     if tiling.slots:  # a raw panel is half of a place
         found += [replace(tiling, slots=n, places=tiling.places - (n - tiling.slots + 1) // 2) for n in SLOTS]

@@ -22,7 +22,9 @@ KEYS = 64  # mla/layout.cuh: of a block
 THERE, SCALED_BLOCKS = 8, 4  # mla/layout.cuh: blocks for which chosen keys, and scales, are kept
 FORMATS = {"bf16": 0, "fp16": 0, "fp8": 1, "int8": 2}  # tile/quant.cuh: Format
 ROWS = (16, 32, 64)  # query rows of an item at most: widths of the products
-AHEAD, TOGETHER, FETCHES = 4, 1, 1  # of 64 rows where nothing was measured: docs/inside/mla.md has the cycles
+# Where nothing was measured: docs/inside/mla.md has the cycles. Of 64 rows the ring holds two blocks, and panels ahead
+# wait for their places; of fewer it holds more.
+AHEAD, TOGETHER, FETCHES = (9, 9, 6), 1, 1
 MAX_TOKENS, MAX_ROWS = 16, 2048  # query tokens of a sequence; its query rows, a head of a token each
 MAX_DIM = 576
 MAPS = 3  # mla_decode.cu: of rows, or of their codes, scales and 16-bit channels
@@ -47,10 +49,9 @@ LONGEST = 1024  # in chunks of 16 tokens: ranges that one block may take whole, 
 class MlaTiling:
     """rows: query rows of an item at most. places: panels of 64 tokens × 64 channels in the ring. slots: raw panels of
     64 tokens × 64 bytes on their way to become 16-bit values, 0 where rows are that. looks: a warp looks up the next
-    item while one is computed. fetches: blocks of keys ahead of those that come to the ring, which L2 is asked for.
-
-    Of 64 rows, ahead: panels of a block that are scored before the block before is multiplied; together: panels of
-    values in one product. Nothing but the number of rows changes bits of the result."""
+    item while one is computed. ahead: panels of a block that are scored before the block before is multiplied.
+    together: panels of values in one product of 64 rows. fetches: blocks of keys ahead of those that come to the ring,
+    which L2 is asked for. Nothing but the number of rows changes bits of the result."""
 
     rows: int
     places: int
@@ -102,8 +103,7 @@ def fits(head_dim: int, value_dim: int, tiling: MlaTiling, arch: str = "sm_90a",
     pairs = slots % wideners == 0 if boxes else slots >= wideners
     return (
         0 <= tiling.ahead <= most_ahead(head_dim, value_dim, tiling)
-        and (wide or not (tiling.ahead or tiling.together > 1))
-        and tiling.together >= 1
+        and (tiling.together == 1 or (wide and tiling.together > 1))
         and 0 <= tiling.fetches <= (MOST_FETCHES if boxes else 0)
         and (not tiling.looks or (boxes and not tiling.slots))
         and tiling.slots % 2 == 0
@@ -130,13 +130,11 @@ def choose_tiling(
     base = MlaTiling(width, 0, slots, boxes and not codes)
     sizes = (replace(base, places=n) for n in range(4 * block, 0, -1))
     found = next(tiling for tiling in sizes if shared_bytes(head_dim, tiling) <= room)
-    if not wide:
-        return found
-    if found.places >= 2 * block:  # whole blocks, of which panels that are multiplied together are neighbours
+    if wide and found.places >= 2 * block:  # whole blocks, of which panels multiplied together are neighbours
         found = replace(found, places=found.places // block * block)
-    ahead = min(AHEAD, most_ahead(head_dim, value_dim, found))
-    together = 1 if found.places % block else TOGETHER
-    return replace(found, ahead=ahead, together=together, fetches=FETCHES if boxes else 0)
+    ahead = min(AHEAD[ROWS.index(width)], most_ahead(head_dim, value_dim, found))
+    together = TOGETHER if wide and found.places % block == 0 else 1
+    return replace(found, ahead=ahead, together=together, fetches=FETCHES if wide and boxes else 0)
 
 
 @lru_cache(maxsize=256)

@@ -1,9 +1,5 @@
-// What the two warpgroups of a block compute: items, pieces of them, and their blocks of keys.
-//
-// Blocks of keys take turns: a warpgroup computes the scores and the weights of every other block, and leaves the
-// weights in shared memory. Both multiply them with the values, each with one half of the channels. Scores of a
-// block before the products of the one before it would fill the tensor cores during the softmax, but a block would stay
-// in the ring for longer: that was slower.
+// The body for up to 32 query rows: what the two warpgroups of a block compute, by transposed products. Who computes a
+// block's weights leaves them in shared memory.
 //
 // The softmax is lazy (tile/lazy.cuh): weights are taken against a reference that moves only if they grow too large.
 // Who computes a block's weights owns the references, and hands them on with the weights.
@@ -18,7 +14,7 @@ struct Body : Products {
     static TILE_DEVICE int key(int h) { return 16 * warp_rank() + lane() / 4 + 8 * h; }     // or channel
 
     // ---- the softmax of a block -------------------------------------------------------------------------------------
-    TILE_DEVICE void mask(int first_token) {
+    TILE_DEVICE void mask(float (&acc_s)[kRows / 2], int first_token) {
 #pragma unroll
         for (int j = 0; j < kEights; j++)
 #pragma unroll
@@ -31,7 +27,7 @@ struct Body : Products {
     }
     // References move up to the largest scores of the block, and what O and l are to be multiplied with is left beside
     // them.
-    TILE_DEVICE void move_references() {
+    TILE_DEVICE void move_references(const float (&acc_s)[kRows / 2], uint32_t number) {
 #pragma unroll
         for (int j = 0; j < kEights; j++)
 #pragma unroll
@@ -50,13 +46,13 @@ struct Body : Products {
             for (int w = 1; w < 4; w++) top = fmaxf(top, tops[w * kRows + row]);
             const float old = references[row], max = fmaxf(old, top * scale_log2);
             // No key seen yet: −inf − (−inf) would be NaN, any finite reference gives 2^−inf = 0.
-            sCorrection()[(block & 1) * kRows + row] = ptx::exp2(old - (max == -INFINITY ? 0.0f : max));
+            sCorrection()[(number & 1) * kRows + row] = ptx::exp2(old - (max == -INFINITY ? 0.0f : max));
             references[row] = max;
         }
         group_sync();
     }
     // P in place of S. True if a reference no longer serves one of this thread's rows.
-    TILE_DEVICE bool exponentiate() {
+    TILE_DEVICE bool exponentiate(float (&acc_s)[kRows / 2]) {
         bool over = false;
         const Shared<Vector8> references(kAtReference + 4 * column());
         Vector8 two[kEights];  // asked for together: products of the other warpgroup keep shared memory busy
@@ -81,37 +77,40 @@ struct Body : Products {
             sum[j / 2][j % 2] = ptx::multiply(
                 sum[j / 2][j % 2], sCorrection()[(number & 1) * kRows + 8 * (j / 2) + column() + j % 2]);
     }
-    TILE_DEVICE void compute_scores() {
-        float acc[kChains][kRows / 2];
-        issue_scores(acc);
-        ptx::wgmma_wait<0>();
+    // What is done to the scores of a block, in acc[0]
+    TILE_DEVICE void finish_scores(Scores& acc, uint32_t number) {
+        float(&acc_s)[kRows / 2] = acc[0];
+        if constexpr (kChains == 2)
 #pragma unroll
-        for (int n = 0; n < kChains; n++) ptx::settle(acc[n]);
-#pragma unroll
-        for (int i = 0; i < kRows / 2; i++) acc_s[i] = kChains == 2 ? acc[0][i] + acc[kChains - 1][i] : acc[0][i];
+            for (int i = 0; i < kRows / 2; i++) acc_s[i] += acc[kChains - 1][i];
         if constexpr (!Rule::kLinear) Rule::apply(acc_s, args.scores, Rule::first_factor(args.scores));
         if constexpr (kChosen)
 #pragma unroll
             for (int h = 0; h < 2; h++)
-                if (!sThere(block)[key(h)])
+                if (!sThere(number)[key(h)])
 #pragma unroll
                     for (int j = 0; j < kRows / 4; j++) acc_s[j / 2 * 4 + 2 * h + j % 2] = -INFINITY;
     }
     // The weights P of a block, from its scores to shared memory. fresh: no row has a reference yet
-    TILE_DEVICE void weigh(int first_token, Span span, bool fresh) {
+    TILE_DEVICE void weigh(Scores& acc, const Places& of, uint32_t number, int first_token, Span span, bool fresh) {
+        float(&acc_s)[kRows / 2] = acc[0];
+        finish_scores(acc, number);
         bool moves = ptx::any(fresh);
         if (ptx::any(first_token < whole_from || first_token + kKeys > whole_to)) {
             moves = true;
-            mask(first_token);
+            mask(acc_s, first_token);
         }
         if (!moves) {
-            moves = ptx::any(group_count(exponentiate()) > 0);
-            if (moves) compute_scores();  // for they have become weights of no use
+            moves = ptx::any(group_count(exponentiate(acc_s)) > 0);
+            if (moves) {  // for they have become weights of no use
+                add_scores<0, kPanels>(acc, of);
+                finish_scores(acc, number);
+            }
         }
         if (moves) {
-            move_references();
-            exponentiate();
-            scale_sums(block);
+            move_references(acc_s, number);
+            exponentiate(acc_s);
+            scale_sums(number);
         }
         // Either way the warpgroup has met since: no warp reads the panel any more that P takes the place of.
         const int l = lane(), chunk = 2 * warp_rank() + l / 8 % 2;
@@ -122,15 +121,15 @@ struct Body : Products {
             for (int n = 0; n < 4; n++) four[n] = pack<Element>(acc_s[4 * j + 2 * n], acc_s[4 * j + 2 * n + 1]);
             const int row = 8 * j + 8 * (l / 16) + l % 8;
             ptx::stmatrix_transposed(
-                ptx::shared_address(now.at(kWeights) + row * kPanelRowBytes + (chunk ^ row % 8) * 16), four);
+                ptx::shared_address(of.at(kWeights) + row * kPanelRowBytes + (chunk ^ row % 8) * 16), four);
         }
 #pragma unroll
         for (int j = 0; j < 2 * kEights; j++)
             sum[j / 2][j % 2] += acc_s[j / 2 * 4 + j % 2] + acc_s[j / 2 * 4 + 2 + j % 2];
-        if constexpr (!kGather) clear_outside(now, first_token, span);
-        if (threadIdx.x % 128 == 0) sMoved()[block & 1] = moves;
+        if constexpr (!kGather) clear_outside(of, first_token, span);
+        if (threadIdx.x % 128 == 0) sMoved()[number & 1] = moves;
         ptx::fence_async_proxy();
-        ptx::mbarrier_arrive(ready_barrier(block));
+        ptx::mbarrier_arrive(ready_barrier(number));
     }
 
     // ---- a piece ----------------------------------------------------------------------------------------------------
@@ -140,27 +139,22 @@ struct Body : Products {
         for (int m = 0; m < kMine; m++) warp::zero(acc_o[m]);
 #pragma unroll
         for (int j = 0; j < 2 * kEights; j++) sum[j / 2][j % 2] = 0.0f;
-#pragma unroll 1
-        for (int n = begin; n < end; n++, now.next(), block++) {
-            const bool mine = ptx::any((block & 1) == group);
-            if (mine) {
-                compute_scores();
-                weigh(n * kKeys, span, n == begin);
-            }
-            await_weights(now, block, mine);
-            issue_values(now, n == begin);
-            finish_values(now);
-        }
+        seesaw(*this, begin, end, span);
     }
-    // Until a block's weights are there, and O is what they can be added to. mine: this warpgroup has computed them
-    TILE_DEVICE void await_weights(const Places& of, uint32_t number, bool mine) {
+    // Both multiply the weights of a block as soon as they are there, and O is what they can be added to. kOwn: this
+    // warpgroup has computed them
+    template <bool kOwn> TILE_DEVICE void multiply(const Places& of, uint32_t number) {
         ptx::mbarrier_wait(ready_barrier(number), number >> 1 & 1);
         release_others(of);
         if (ptx::any(sMoved()[number & 1] != 0)) {
-            if (!mine) scale_sums(number);
+            if (!kOwn) scale_sums(number);
             scale_output(kAtCorrection + (number & 1) * 4 * kRows);
         }
+        issue_values(of);
+        finish_values(of);
     }
+    TILE_DEVICE void multiply_own(const Places& of, uint32_t number) { multiply<true>(of, number); }
+    TILE_DEVICE void multiply_other(const Places& of, uint32_t number) { multiply<false>(of, number); }
     // Multiplies each row of O with a float of shared memory
     TILE_DEVICE void scale_output(uint32_t at) {
 #pragma unroll

@@ -28,3 +28,38 @@ struct Grouped : Warpgroup, Walk {
         }
     }
 };
+
+// Adds the blocks of a piece to O, m and l, for both bodies. Blocks take turns, counted from the piece's first: a
+// warpgroup computes the scores and the weights of every other block, and both multiply them with the values, each with
+// one half of the channels. What a warpgroup does for a block of its own, number n:
+//
+//   S of n, the first kAhead panels | O += P V of n − 1 | S of n, the others | softmax | O += P V of n
+//
+// While one warpgroup is at its softmax, the tensor cores have the other's first panels of S; then both multiply at
+// once, and panels are free again. The more panels come first, the less the tensor cores wait, and the longer the block
+// before stays in the ring if those panels are late: docs/inside/mla.md has the arithmetic.
+template <class Body> TILE_DEVICE void seesaw(Body& body, int begin, int end, Span span) {
+    if (begin == end) return;
+    const uint32_t group = body.group;
+    Places before = body.now, here = body.now;
+    if (group == 1) here.next();
+    uint32_t number = body.block + group;
+#pragma unroll 1
+    for (int n = begin + int(group); n < end; n += 2, number += 2) {
+        typename Body::Scores acc_s;
+        body.template add_scores<0, kAhead>(acc_s, here);
+        if (ptx::any(n > begin)) body.multiply_other(before, number - 1);
+        body.template add_scores<kAhead, kPanels>(acc_s, here);
+        body.weigh(acc_s, here, number, n * kKeys, span, n == begin);
+        body.multiply_own(here, number);
+        before = here;
+        before.next();
+        here = before;
+        here.next();
+    }
+    // `before` is the block after the last one of this warpgroup: the other's last, or the next piece's first.
+    const bool more = ptx::any(((end - begin - 1) & 1) != int(group));
+    if (more) body.multiply_other(before, number - 1);
+    body.now = more ? here : before;
+    body.block += end - begin;
+}

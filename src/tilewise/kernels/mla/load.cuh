@@ -38,16 +38,17 @@ TILE_DEVICE void load_rows(const DecodeArgs& args, const MlaArgs& mla) {
             }
             look(block + 1);  // beyond the span's end there is nothing to be found
 #pragma unroll 1
-            for (int panel = 0; panel < kBlockPlaces; panel++) {
+            for (int at = 0; at < kBlockPlaces; at++) {
+                const int panel = nth_panel(at);
                 now.wait_free(panel);
                 if (panel < kPanels)
 #pragma unroll
                     for (int n = 0; n < kEach; n++) {
                         const int row = n * kStep + first;
                         // Of zero bytes nothing is read, but the address must be one.
-                        const void* at = from[n] ? from[n] + panel * kPanelRowBytes : args.k.base;
+                        const void* source = from[n] ? from[n] + panel * kPanelRowBytes : args.k.base;
                         ptx::copy_async_16(
-                            ptx::shared_address(now.at(panel) + row * kPanelRowBytes + (c ^ row % 8) * 16), at,
+                            ptx::shared_address(now.at(panel) + row * kPanelRowBytes + (c ^ row % 8) * 16), source,
                             from[n] ? 16 : 0);
                     }
                 ptx::copy_async_arrive(now.full(panel));
@@ -62,7 +63,8 @@ TILE_DEVICE void load_rows(const DecodeArgs& args, const MlaArgs& mla) {
 // are not requested: their page number may be anything.
 struct Boxes {
     Span span;
-    int block, page;  // of box number `lane`
+    int block, row;  // of keys; the first query row of the item
+    int page = 0;    // of box number `lane`
     TILE_DEVICE int token(int b) const { return block * kKeys + b * kBox; }
     TILE_DEVICE bool wanted(int b) const {
         return b < kBoxes && token(b) < span.end && token(b) + kBox > span.begin;
@@ -79,7 +81,7 @@ template <int kAhead, class F> TILE_DEVICE void each_block(const DecodeArgs& arg
         const Span span = mla_span(args, item), blocks = blocks_of(span);
         const PageTable table = page_table(args, item.table, item.kv_head(), item.tail_from);
         const auto look_up = [&](int block) {
-            Boxes found{span, block, 0};
+            Boxes found{span, block, item.row};
             if (found.wanted(lane)) found.page = table.page(found.token(lane) / kPageSize);
             return found;
         };
@@ -100,7 +102,7 @@ template <int kAhead, class F> TILE_DEVICE void each_block(const DecodeArgs& arg
 // take turns, the warp would have to meet twice per panel, which takes longer than the panel.
 //
 // kFetches: the first of these warps brings the panels of so many blocks ahead to L2, which then answers in half the
-// memory's time: a place in the ring is empty for as long as that.
+// memory's time: a place in the ring is empty for as long as that. Items of other rows of the sequences come along.
 template <int kFrom, int kTo> TILE_DEVICE void load_boxes(const DecodeArgs& args, const TensorMap& mRows) {
     Places now;
     ptx::prefetch_tensor_map(&mRows);
@@ -109,7 +111,7 @@ template <int kFrom, int kTo> TILE_DEVICE void load_boxes(const DecodeArgs& args
             const int lane = warp::lane(), b = lane % kBoxes, page = ptx::shuffle(ahead.page, b);
 #pragma unroll
             for (int panel = lane / kBoxes; panel < kPanels; panel += 32 / kBoxes)  // a lane for each box
-                if (ahead.wanted(b)) ptx::prefetch_box(&mRows, panel * kPanel, ahead.slot(b), 0, page);
+                if (ahead.row == 0 && ahead.wanted(b)) ptx::prefetch_box(&mRows, panel * kPanel, ahead.slot(b), 0, page);
         }
         int pages[kBoxes], bytes = 0;
 #pragma unroll

@@ -10,32 +10,39 @@
 constexpr int kChains = kRows <= 32 ? 2 : 1;  // sums of which scores are made
 
 struct Products : Grouped {
-    float acc_o[kMine][kRows / 2], acc_s[kRows / 2];
+    using Scores = float[kChains][kRows / 2];  // no member, which would take registers from block to block
+    float acc_o[kMine][kRows / 2];
 
     using Grouped::Grouped;
 
-    // Sᵀ = K Qᵀ, panel after panel as they come. A narrow product is shorter than the time until its sums can be added
-    // to, so those of even and of odd steps are summed apart.
-    TILE_DEVICE void issue_scores(float (&acc)[kChains][kRows / 2]) {
-        const Places here{ptx::uniform(now.first), now.lap};
-        const uint64_t q = k_major(ptx::shared_address(kAtQ));
+    // Sᵀ = K Qᵀ over some panels of a block, as they come. A narrow product is shorter than the time until its sums can
+    // be added to, so those of even and of odd steps are summed apart.
+    template <int kFrom, int kTo> TILE_DEVICE void add_scores(Scores& acc, const Places& of) {
+        if constexpr (kFrom < kTo) {
+            const Places here{ptx::uniform(of.first), of.lap};
+            const uint64_t q = k_major(ptx::shared_address(kAtQ));
 #pragma unroll
-        for (int panel = 0; panel < kPanels; panel++) {
-            here.wait_rows(panel);
-            ptx::wgmma_fence();
-            const uint64_t k = k_major(ptx::shared_address(here.at(panel)));
+            for (int n = kFrom; n < kTo; n++) {
+                const int panel = nth_panel(n);
+                here.wait_rows(panel);
+                ptx::wgmma_fence();
+                const uint64_t k = k_major(ptx::shared_address(here.at(panel)));
 #pragma unroll
-            for (int step = 0; step < 4; step++)
-                ptx::Wgmma<Element, kRows>::template ss<false, false>(
-                    acc[step % kChains], further(k, 32 * step), further(q, panel * kRows * kPanelRowBytes + 32 * step),
-                    panel > 0 || step >= kChains);
+                for (int step = 0; step < 4; step++)
+                    ptx::Wgmma<Element, kRows>::template ss<false, false>(
+                        acc[step % kChains], further(k, 32 * step),
+                        further(q, panel * kRows * kPanelRowBytes + 32 * step), n > 0 || step >= kChains);
+            }
+            ptx::wgmma_commit();
+            if constexpr (kBlockPlaces > kPanels && kTo == kPanels) here.wait(kWeights);
+            ptx::wgmma_wait<0>();
+#pragma unroll
+            for (int n = 0; n < kChains; n++) ptx::settle(acc[n]);
         }
-        ptx::wgmma_commit();
-        if constexpr (kBlockPlaces > kPanels) here.wait(kWeights);
     }
-    // Oᵀ += Vᵀ Pᵀ, for this warpgroup's channels: a group of products per panel. fresh: O is nothing yet. What is there
-    // is not waited for, so laps do not matter.
-    TILE_DEVICE void issue_values(const Places& of, bool fresh) {
+    // Oᵀ += Vᵀ Pᵀ, for this warpgroup's channels: a group of products per panel. What is there is not waited for, so
+    // laps do not matter.
+    TILE_DEVICE void issue_values(const Places& of) {
         ptx::wgmma_fence();
         const Places here{ptx::uniform(of.first), 0};
         const uint64_t p = k_major(ptx::shared_address(here.at(kWeights)));
@@ -45,7 +52,7 @@ struct Products : Grouped {
 #pragma unroll
             for (int step = 0; step < kKeys / 16; step++)
                 ptx::Wgmma<Element, kRows>::template ss<true, false>(acc_o[m], further(v, 2 * kEightBytes * step),
-                                                                     further(p, 32 * step), !fresh || step > 0);
+                                                                     further(p, 32 * step), true);
             ptx::wgmma_commit();
         }
     }

@@ -1,18 +1,10 @@
 // The body for 64 query rows: S = Q Kᵀ has 64 query rows by 64 keys, O += P V 64 query rows by this warpgroup's
 // channels. A row's scores lie in four lanes of one warp, so no warp asks another for a maximum or a sum.
 //
-// Blocks of keys take turns, counted from the piece's first: a warpgroup computes the scores and the weights of every
-// other block. It multiplies them with its half of the values from registers, and leaves them in shared memory for the
-// other warpgroup, which does the same with its half. What a warpgroup does for a block of its own, number n:
-//
-//   S of n, the first kAhead panels | O += P V of n − 1, P from shared memory | S of n, the others | softmax |
-//   O += P V of n, P from registers
-//
-// While one warpgroup is at its softmax, the tensor cores have the other's first panels of S; then both multiply at
-// once, and panels are free again. The more panels come first, the less the tensor cores wait, and the longer the block
-// before stays in the ring if those panels are late: docs/inside/mla.md has the arithmetic. All products are waited for
-// before anything else is issued that could change what they add to: products in flight around a branch are serialised
-// by ptxas.
+// A warpgroup multiplies the weights that it has computed with its half of the values from registers, and leaves them
+// in shared memory for the other warpgroup, which does the same with its half. All products are waited for before
+// anything else is issued that could change what they add to: products in flight around a branch are serialised by
+// ptxas.
 //
 // Of S a thread has value [4n + 2h + i]: query row 16 w + g + 8h, key 8n + 2t + i of the block, with w the warp of its
 // warpgroup, g = lane / 4 and t = lane % 4; of O the same with channels in place of keys. So warp w has the same rows
@@ -45,7 +37,8 @@ struct Wide : Grouped {
             const Places here{ptx::uniform(of.first), of.lap};
             const uint64_t q = k_major(ptx::shared_address(kAtQ));
 #pragma unroll
-            for (int panel = kFrom; panel < kTo; panel++) {
+            for (int n = kFrom; n < kTo; n++) {
+                const int panel = nth_panel(n);
                 here.wait_rows(panel);
                 ptx::wgmma_fence();
                 const uint64_t k = k_major(ptx::shared_address(here.at(panel)));
@@ -53,7 +46,7 @@ struct Wide : Grouped {
                 for (int step = 0; step < 4; step++)
                     ptx::Wgmma<Element, kKeys>::template ss<false, false>(
                         acc_s, further(q, panel * kRows * kPanelRowBytes + 32 * step), further(k, 32 * step),
-                        panel > 0 || step > 0);
+                        n > 0 || step > 0);
             }
             ptx::wgmma_commit();
             if constexpr (kBlockPlaces > kPanels && kTo == kPanels) here.wait(kWeights);
@@ -97,6 +90,7 @@ struct Wide : Grouped {
         if (!kRegisters && ptx::elect_one()) of.let_go(kWeights);
     }
     static_assert(kGroups <= 4, "groups that are waited for one by one");
+    TILE_DEVICE void multiply_own(const Places& of, uint32_t) { multiply<true>(of); }
     // The same for a block whose weights the other warpgroup computes, once they are there
     TILE_DEVICE void multiply_other(const Places& of, uint32_t number) {
         ptx::mbarrier_wait(ready_barrier(number), number >> 1 & 1);
@@ -208,37 +202,10 @@ struct Wide : Grouped {
 #pragma unroll
         for (int g = 0; g < kGroups; g++) warp::zero(acc_o[g]);
         state = {};
-        if (begin == end) return;
-        Places before = now, here = now;
-        if (group == 1) here.next();
-        uint32_t number = block + group;
-#pragma unroll 1
-        for (int n = begin + int(group); n < end; n += 2, number += 2) {
-            Scores acc_s;
-            add_scores<0, kAhead>(acc_s, here);
-            if (ptx::any(n > begin)) multiply_other(before, number - 1);
-            add_scores<kAhead, kPanels>(acc_s, here);
-            weigh(acc_s, here, number, n * kKeys, span, n == begin);
-            multiply<true>(here);
-            before = here;
-            before.next();
-            here = before;
-            here.next();
-        }
-        // `before` is the block after the last one of this warpgroup: the other's last, or the next piece's first.
-        const bool more = ptx::any(((end - begin - 1) & 1) != int(group));
-        if (more) multiply_other(before, number - 1);
-        now = more ? here : before;
-        block += end - begin;
+        seesaw(*this, begin, end, span);
     }
     // The state of a piece is folded into that of the pieces before it, as merging does. last: nothing follows
     TILE_DEVICE void end_piece(bool first, bool last) {
-        // Some loads at a time, as many as registers hold; the first ones while rows are joined
-        constexpr int kFolds = kMine * 8, kTogetherFolds = kFolds < 6 ? kFolds : 6;
-        Vector16 old[kTogetherFolds];
-        if (!first)
-#pragma unroll
-            for (int n = 0; n < kTogetherFolds; n++) old[n] = fold_place(n)[0];
 #pragma unroll
         for (int h = 0; h < 2; h++) {
             const float sum = warp::row_sum(state.sum[h]);
@@ -259,14 +226,13 @@ struct Wide : Grouped {
 #pragma unroll
             for (int h = 0; h < 2; h++) folds[h] = {0.0f, factors[2 * row(h)], factors[2 * row(h) + 1]};
 #pragma unroll
-            for (int n = 0; n < kFolds; n++) {
-                Vector16& before = old[n % kTogetherFolds];
+            for (int n = 0; n < kMine * 8; n++) {
+                const Vector16 old = fold_place(n)[0];
 #pragma unroll
                 for (int i = 0; i < 4; i++) {
                     float& x = acc_o[n * 4 / (kColumns / 2)][n * 4 % (kColumns / 2) + i];
-                    x = folds[i / 2].join(as_float(before.word[i]), x);
+                    x = folds[i / 2].join(as_float(old.word[i]), x);
                 }
-                if (n + kTogetherFolds < kFolds) before = fold_place(n + kTogetherFolds)[0];
             }
         }
         if (!last)

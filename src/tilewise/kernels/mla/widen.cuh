@@ -11,10 +11,10 @@ constexpr int kPairBytes = 2 * kRawBytes, kRawPairs = kRawPanels / 2, kCodedPair
 constexpr int kPairSlots = kSlots > 0 ? kSlots / 2 : 1;
 constexpr int kWideners = kScaled ? (kLoading - kCopying) / 32 : 1;  // warps
 // Barriers have parities, and tell a lap from the one before, not from the one before that. So who waits for a pair
-// must know that the one before in its slot has landed. Pairs that are copied one by one land in their order, those that
-// come by TMA do not: there the pair before is one that the same warp has widened. And who waits for the panels that a
-// pair becomes must know that those before in their places were there: a pair is asked for when all that are kPairSlots
-// before it were widened.
+// must know that the one before in its slot has landed. Pairs that are copied one by one land in their order, those
+// that come by TMA do not: there the pair before is one that the same warp has widened. And who waits for the panels
+// that a pair becomes must know that those before in their places were there: a pair is asked for when all that are
+// kPairSlots before it were widened.
 constexpr bool kLandBefore = kGather ? kPairSlots >= kWideners : kPairSlots % kWideners == 0;
 static_assert(!kScaled || kLandBefore, "the pair before in its slot has landed");
 constexpr int kWeightPlaces = kBlockPlaces > kPanels ? (kPlaces + kBlockPlaces - 1) / kBlockPlaces : 0;  // of a lap
@@ -51,7 +51,7 @@ TILE_DEVICE void load_code_boxes(const DecodeArgs& args, const TensorMap& mCodes
             const int lane = warp::lane(), pair = lane / kBoxes, b = lane % kBoxes;
             const int page = ptx::shuffle(ahead.page, b);
             static_assert(kRawPairs * kBoxes <= 32, "a lane for each box");
-            if (pair < kRawPairs && ahead.wanted(b)) {
+            if (ahead.row == 0 && pair < kRawPairs && ahead.wanted(b)) {
                 if (pair < kCodedPairs) ptx::prefetch_box(&mCodes, pair * kPanelRowBytes, ahead.slot(b), 0, page);
                 else ptx::prefetch_box(&mRest, (pair - kCodedPairs) * kPanel, ahead.slot(b), 0, page);
             }
