@@ -29,7 +29,7 @@ def test_by_boxes_or_one_by_one_the_same_bits_whatever_the_order_of_events(heads
 def test_of_other_scales_and_in_pieces(page_size):
     """int8 codes, whose scales are no powers of two; several items of a block."""
     problem = Problem((200, 330, 70), heads=8, sizes=DEEPSEEK, page_size=page_size, stored="int8")
-    with shaped(DEEPSEEK, (16,), slots=14, places=17):
+    with shaped(DEEPSEEK, (16,), places=11, ahead=2):
         cut, whole = problem.check(splitting=CUT, seed=2), problem.run(splitting=FOLDED)
     assert torch.equal(cut[0], whole[0])
     assert torch.equal(cut[1], whole[1])
@@ -58,21 +58,11 @@ def test_a_window_over_a_shared_prefix():
     problem.check(share=True, window=100)
 
 
-def test_shapes_whose_barriers_tell_laps_apart():
+def test_shapes_that_fit():
     few, many = (mla_kernels.choose_tiling(*DEEPSEEK, rows, codes=True) for rows in (16, 64))
-    assert mla_kernels.fits(*DEEPSEEK, few)
-    assert mla_kernels.fits(*DEEPSEEK, many)
-    one_by_one = {"boxes": False}
-    for slots, by_boxes, copied in ((6, False, False), (8, False, True), (12, False, True), (14, True, True)):
-        other = replace(few, slots=slots, places=few.places - 1)
-        assert mla_kernels.fits(*DEEPSEEK, other) == by_boxes, "of seven warps each has a slot of its own"
-        assert mla_kernels.fits(*DEEPSEEK, other, **one_by_one) == copied, "of four warps each has a pair"
-    many = replace(many, fetches=0, ahead=0)
-    for slots, by_boxes, copied in ((2, False, False), (4, False, True), (6, True, True), (8, False, True)):
-        other = replace(many, slots=slots, places=14)
-        assert mla_kernels.fits(*DEEPSEEK, other) == by_boxes
-        assert mla_kernels.fits(*DEEPSEEK, other, **one_by_one) == copied
-    few = replace(few, slots=16, places=17)
-    assert mla_kernels.fits(*DEEPSEEK, few, **one_by_one)
-    assert not mla_kernels.fits(512, 512, few, **one_by_one), "two of the places are of weights"
-    assert not mla_kernels.fits(*DEEPSEEK, replace(few, places=15), **one_by_one), "a place comes too soon"
+    assert (few.places, many.places) == (25, 18)
+    for tiling in (few, many):
+        assert mla_kernels.fits(*DEEPSEEK, tiling)
+        assert not mla_kernels.fits(*DEEPSEEK, replace(tiling, places=tiling.places + 1))
+        assert not mla_kernels.fits(*DEEPSEEK, replace(tiling, looks=True)), "no warp is free"
+    assert not mla_kernels.fits(192, 128, replace(few, places=12, ahead=0)), "scales of five blocks"

@@ -162,8 +162,8 @@ def test_shapes_that_fit():
     assert not mla_kernels.fits(*DEEPSEEK, replace(boxes, rows=32, together=2))
     assert not mla_kernels.fits(*DEEPSEEK, replace(boxes, places=19))
     codes = mla_kernels.choose_tiling(*DEEPSEEK, 128, codes=True)
-    assert mla_kernels.fits(*DEEPSEEK, replace(codes, ahead=6))
-    assert not mla_kernels.fits(*DEEPSEEK, replace(codes, ahead=7)), "codes come two panels at a time"
+    assert mla_kernels.fits(*DEEPSEEK, replace(codes, ahead=8))
+    assert not mla_kernels.fits(*DEEPSEEK, replace(codes, ahead=9)), "codes come two panels at a time"
     assert mla_kernels.choose_tiling(512, 512, 64).places == 18, "whole blocks"
     values = mla_kernels.MlaTiling(64, 21, ahead=5)  # every panel holds values, and weights have a place
     assert mla_kernels.fits(384, 384, replace(values, ahead=6), boxes=False)

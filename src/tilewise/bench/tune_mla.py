@@ -27,7 +27,6 @@ from .workloads import Point
 PAGE, VALUE_DIM = mla.PAGE_SIZE, mla.VALUE_DIM
 AHEAD, TOGETHER = (0, 2, 4, 5, 6, 7, 8, 9), (1, 2)
 FETCHES = (0, 1, 2)  # blocks ahead that L2 is asked for
-SLOTS = (6, 8, 10, 12, 14, 16)  # raw panels of codes
 
 
 @dataclass(frozen=True)
@@ -84,8 +83,6 @@ def candidates(head_dim: int, value_dim: int, tiling: MlaTiling, card: str, *, b
     found = [tiling, *(replace(tiling, ahead=ahead, together=n) for ahead, n in product(AHEAD, widths))]
     if not wide:
         found += [replace(tiling, places=n) for n in (2 * block, (2 * block + tiling.places) // 2)]
-    if tiling.slots:  # a raw panel is half of a place
-        found += [replace(tiling, slots=n, places=tiling.places - (n - tiling.slots + 1) // 2) for n in SLOTS]
     if boxes:
         found = [replace(one, fetches=n) for one, n in product(found, FETCHES)]
     fitting = (t for t in found if fits(head_dim, value_dim, t, card, boxes=boxes))

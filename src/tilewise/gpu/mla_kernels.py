@@ -20,6 +20,7 @@ from tilewise.plan.worklist import FAR, Splitting
 
 KEYS = 64  # mla/layout.cuh: of a block
 THERE, SCALED_BLOCKS = 8, 4  # mla/layout.cuh: blocks for which chosen keys, and scales, are kept
+LANDINGS = 16  # mla/layout.cuh: barriers of codes
 FORMATS = {"bf16": 0, "fp16": 0, "fp8": 1, "int8": 2}  # tile/quant.cuh: Format
 ROWS = (16, 32, 64)  # query rows of an item at most: widths of the products
 # Where nothing was measured: docs/inside/mla.md has the cycles. Of 64 rows the ring holds two blocks, and panels ahead
@@ -47,15 +48,15 @@ LONGEST = 1024  # in chunks of 16 tokens: ranges that one block may take whole, 
 
 @dataclass(frozen=True)
 class MlaTiling:
-    """rows: query rows of an item at most. places: panels of 64 tokens × 64 channels in the ring. slots: raw panels of
-    64 tokens × 64 bytes on their way to become 16-bit values, 0 where rows are that. looks: a warp looks up the next
-    item while one is computed. ahead: panels of a block that are scored before the block before is multiplied.
-    together: panels of values in one product of 64 rows. fetches: blocks of keys ahead of those that come to the ring,
-    which L2 is asked for. Nothing but the number of rows changes bits of the result."""
+    """rows: query rows of an item at most. places: panels of 64 tokens × 64 channels in the ring. codes: rows are codes
+    that become 16-bit values in the ring. looks: a warp looks up the next item while one is computed. ahead: panels of
+    a block that are scored before the block before is multiplied. together: panels of values in one product of 64 rows.
+    fetches: blocks of keys ahead of those that come to the ring, which L2 is asked for. Nothing but the number of rows
+    changes bits of the result."""
 
     rows: int
     places: int
-    slots: int = 0
+    codes: bool = False
     looks: bool = False
     ahead: int = 0
     together: int = 1
@@ -72,7 +73,7 @@ def shared_bytes(head_dim: int, tiling: MlaTiling) -> int:
     queries = head_dim // PANEL * tiling.rows * PANEL_BYTES
     table = 2 * (96 + 24 * tiling.rows) if tiling.looks else 96 + 16 * tiling.rows
     fixed = tiling.places * (KEYS * PANEL_BYTES + 16) + queries + 32 + tiling.rows * 76 + table + KEYS * THERE
-    return fixed + tiling.slots * (KEYS * PANEL + 10) + (SCALED_BLOCKS * (KEYS * 16 + 8) if tiling.slots else 0)
+    return fixed + (8 * LANDINGS + SCALED_BLOCKS * (KEYS * 16 + 8) if tiling.codes else 0)
 
 
 def most_ahead(head_dim: int, value_dim: int, tiling: MlaTiling) -> int:
@@ -80,34 +81,19 @@ def most_ahead(head_dim: int, value_dim: int, tiling: MlaTiling) -> int:
     time. With all panels of a block the place of its weights has to be there. Less than 0: too few places."""
     panels, block = head_dim // PANEL, block_places(head_dim, value_dim)
     beside = tiling.places - block
-    beside = beside // 2 * 2 if tiling.slots else beside
+    beside = beside // 2 * 2 if tiling.codes else beside
     return panels if beside >= block else min(beside, panels - (block > panels))
-
-
-def _most_slots(head_dim: int, value_dim: int, places: int) -> int:
-    """mla/widen.cuh: raw panels, of which a lap through the places has as many at least."""
-    block = block_places(head_dim, value_dim)
-    weights = -(-places // block) if block > head_dim // PANEL else 0
-    return (places - weights) // 2 * 2
-
-
-def _wideners(rows: int, boxes: bool) -> int:
-    """mla/widen.cuh: kWideners, warps that widen and do not copy."""
-    return (3 if boxes else 2) if rows == ROWS[-1] else (7 if boxes else 4)
 
 
 def fits(head_dim: int, value_dim: int, tiling: MlaTiling, arch: str = "sm_90a", *, boxes: bool = True) -> bool:
     """Is there a kernel of this shape? boxes: rows come by TMA."""
     wide = tiling.rows == ROWS[-1]
-    wideners, slots = _wideners(tiling.rows, boxes), tiling.slots // 2
-    pairs = slots % wideners == 0 if boxes else slots >= wideners
     return (
         0 <= tiling.ahead <= most_ahead(head_dim, value_dim, tiling)
         and (tiling.together == 1 or (wide and tiling.together > 1))
         and 0 <= tiling.fetches <= (MOST_FETCHES if boxes else 0)
-        and (not tiling.looks or (boxes and not tiling.slots))
-        and tiling.slots % 2 == 0
-        and (not tiling.slots or (pairs and tiling.slots <= _most_slots(head_dim, value_dim, tiling.places)))
+        and (not tiling.looks or (boxes and not tiling.codes))
+        and (not tiling.codes or tiling.places // block_places(head_dim, value_dim) + 1 < SCALED_BLOCKS)
         and shared_bytes(head_dim, tiling) <= LIMITS[arch].shared_block
     )
 
@@ -120,15 +106,13 @@ def choose_tiling(
     boxes: rows come by TMA.
 
     Shared memory holds 25 panels of 576 channels beside 16 rows of Q, 23 beside 32, and 18, which are two blocks,
-    beside 64. More than four blocks would hide nothing more: 36 KB in flight hide the memory's latency. Of codes
-    fourteen raw panels, 56 KB, are on their way, or six to eight beside 64 rows, which are not bound by the memory.
+    beside 64. More than four blocks would hide nothing more: 36 KB in flight hide the memory's latency.
     """
     width = next((n for n in ROWS if n >= rows), ROWS[-1])
     room = LIMITS[arch].shared_block
     wide, block = width == ROWS[-1], block_places(head_dim, value_dim)
-    slots = 0 if not codes else 14 if not wide else 6 if boxes else 8
-    base = MlaTiling(width, 0, slots, boxes and not codes)
-    sizes = (replace(base, places=n) for n in range(4 * block, 0, -1))
+    base = MlaTiling(width, 0, codes, boxes and not codes)
+    sizes = (replace(base, places=n) for n in range((3 if codes else 4) * block - codes, 0, -1))
     found = next(tiling for tiling in sizes if shared_bytes(head_dim, tiling) <= room)
     if wide and found.places >= 2 * block:  # whole blocks, of which panels multiplied together are neighbours
         found = replace(found, places=found.places // block * block)
@@ -168,7 +152,6 @@ def mla_spec(
         ("kGather", gather or chosen),
         ("kChosen", chosen),
         ("kStoredAs", FORMATS.get(stored, 0)),
-        ("kSlots", tiling.slots),
         rule,
         ("kSelected", False),
     )
@@ -177,7 +160,7 @@ def mla_spec(
         "mla/mla_decode.cu",
         "mla_decode",
         constants,
-        512 if tiling.slots and tiling.rows < ROWS[-1] else 384,  # mla/layout.cuh: kThreads
+        512 if tiling.codes else 384,  # mla/layout.cuh: kThreads
         shared_bytes(head_dim, tiling),
         product=True,
     )

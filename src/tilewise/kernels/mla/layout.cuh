@@ -18,33 +18,26 @@ constexpr bool kWide = kRows == 64;  // the query rows are those of products (wi
 static_assert(kQueryDim % kPanel == 0 && kValueDim % (2 * kPanel) == 0 && kValueDim <= kQueryDim, "whole panels");
 static_assert(kRows % 16 == 0 && kRows <= 64, "O of 64 rows fills the registers of two warpgroups");
 static_assert(kPlaces >= kBlockPlaces, "the panels that a block waits for have a place");
-static_assert(kScaled == (kSlots > 0), "raw panels on their way");
 static_assert(!kLooksAhead || !kGather, "a warp that does not load looks ahead");
 // Panels that are there while the block before them is: of those that are told of two at a time, not all
 constexpr int kBeside = kPlaces - kBlockPlaces;
 // All scores of a block wait for the place of its weights, too, where these have one of their own.
 constexpr int kAheadPlaces = kAhead + (kAhead == kPanels && kBlockPlaces > kPanels);
 static_assert(kAheadPlaces <= (kScaled ? kBeside / 2 * 2 : kBeside) && kAhead <= kPanels, "scores that wait for ever");
-// Threads: two warpgroups that compute, and one that loads; two where codes have to be widened faster than one can
-constexpr int kComputing = 256, kLoading = kScaled && kRows < 64 ? 256 : 128, kThreads = kComputing + kLoading;
-// kScaled: of those that load these copy, and the others widen. By TMA one warp does.
-constexpr int kCopying = !kScaled ? 0 : !kGather ? 32 : kRows < 64 ? 128 : 64;
+// Threads: two warpgroups that compute, and one that brings rows; where these are codes, one more that widens them
+constexpr int kComputing = 256, kBringing = 128, kThreads = kComputing + (kScaled ? 2 : 1) * kBringing;
 // Registers per thread, moved from the warps that load to those that compute: what a block is launched with is all
 // that it ever has, and taking more than others gave back would wait for ever.
-constexpr int kLoadRegisters = kScaled ? (kRows < 64 ? 64 : 56) : kGather || kLooksAhead ? 40 : 24;
+constexpr int kLoadRegisters = kGather || kLooksAhead ? 40 : 24, kWidenRegisters = kScaled ? 56 : 0;
 constexpr int kAllRegisters = kThreads / 128 * (65536 / kThreads / 8 * 8);
-constexpr int kComputeRegisters = (kAllRegisters - kLoading / 128 * kLoadRegisters) / 16 * 8;
-static_assert(kLoading / 128 * kLoadRegisters + 2 * kComputeRegisters <= kAllRegisters, "a deadlock");
+constexpr int kComputeRegisters = (kAllRegisters - kLoadRegisters - kWidenRegisters) / 16 * 8;
+static_assert(kLoadRegisters + kWidenRegisters + 2 * kComputeRegisters <= kAllRegisters, "a deadlock");
 constexpr int kGroupBarriers = 2;  // named barriers, of each warpgroup
 
 constexpr int kAtQ = kPlaces * kPanelBytes;  // panels of kRows rows
-// kScaled: codes come as raw panels, as many bytes per key as there are channels in a panel, and so do the 16-bit
-// channels after them, in two halves per panel
-constexpr int kAtRaw = kAtQ + kPanels * kRows * kPanelRowBytes;
-constexpr int kRawBytes = kPanelBytes / 2, kRawPanels = kValuePanels + 2 * (kPanels - kValuePanels);
-constexpr int kRawScales = kScaled ? 4 : 0;  // blocks for which scales are kept
-constexpr int kAtScales = kAtRaw + kSlots * kRawBytes;
-constexpr int kAtFull = kAtScales + kRawScales * kKeys * kScaleRow, kAtEmpty = kAtFull + 8 * kPlaces;
+constexpr int kScaleBlocks = kScaled ? 4 : 0;  // blocks for which scales of codes are kept
+constexpr int kAtScales = kAtQ + kPanels * kRows * kPanelRowBytes;
+constexpr int kAtFull = kAtScales + kScaleBlocks * kKeys * kScaleRow, kAtEmpty = kAtFull + 8 * kPlaces;
 constexpr int kAtReady = kAtEmpty + 8 * kPlaces;       // two barriers: the weights of a block are there
 constexpr int kAtMoved = kAtReady + 16;  // per block of two: have the rows' references moved? kWide: and per warp
 constexpr int kAtReference = kAtMoved + 16;            // per row, base 2; −inf before its first key
@@ -57,18 +50,17 @@ constexpr bool kFillsAlone = kScaled;  // does one warp fill a table that no war
 constexpr int kAtTables = kAtFolded + 8 * kRows;       // what is known of an item
 constexpr int kThere = 8;                              // kChosen: blocks for which it is kept, with bytes per key,
 constexpr int kAtThere = kAtTables + kTables * kTableBytes;  // which of their keys there are
-// Per pair of raw panels: barriers that tell that it has landed and that it was taken, and a mark. Per block of scales:
-// a barrier that tells that they have landed
-constexpr int kAtLanded = kAtThere + kThere * kKeys, kAtTaken = kAtLanded + 4 * kSlots;
-constexpr int kAtScaled = kAtTaken + 4 * kSlots, kAtMarks = kAtScaled + 8 * kRawScales;
-constexpr int kSharedBytes = kAtMarks + 2 * kSlots;
-static_assert(!kScaled || (kSlots % 2 == 0 && kValuePanels % 2 == 0 && kGroup == 2 * kPanel), "pairs");
-static_assert(!kScaled || (kScaleRow == 16 && kRawScales * kRawPanels >= kSlots + 2 * kRawPanels),
-              "a row's scales are one copy, and those of blocks on their way stay");
-static_assert(kThere >= kPlaces / kBlockPlaces + 2 + (kScaled ? kSlots / kRawPanels + 1 : 0),
-              "those of a block that is not weighed yet stay");
-static_assert(kAtQ % 1024 == 0 && kAtRaw % 1024 == 0 && kAtScales % 1024 == 0 && kAtReference % 16 == 0, "aligned");
-static_assert(kAtLanded % 8 == 0, "barriers");
+// kScaled: barriers that tell that a pair of panels of codes has landed, and the scales of a block
+constexpr int kLandings = kScaled ? 16 : 0;
+constexpr int kAtLanded = kAtThere + kThere * kKeys, kAtScaled = kAtLanded + 8 * kLandings;
+constexpr int kSharedBytes = kAtScaled + 8 * kScaleBlocks;
+static_assert(!kScaled || (kValuePanels % 2 == 0 && kGroup == 2 * kPanel && kScaleRow == 16), "pairs, and one copy");
+static_assert(!kScaled || 2 * kLandings > kPlaces, "a pair that is asked for when the one before has been widened");
+static_assert(!kScaled || kScaleBlocks > kPlaces / kBlockPlaces + 1, "scales of blocks on their way stay");
+static_assert(kThere >= kPlaces / kBlockPlaces + 2, "those of a block that is not weighed yet stay");
+static_assert(kAtQ % 1024 == 0 && kAtScales % 1024 == 0 && kAtReference % 16 == 0 && kAtLanded % 8 == 0, "aligned");
+// Arrivals that tell that a panel is there: of the copies of every thread; of warps, or threads, that widen
+constexpr int kTellers = kScaled ? (kGather ? kBringing : kBringing / 32) : kGather ? (1 + kChosen) * kBringing : 1;
 
 TILE_DEVICE Shared<int> sMoved() { return Shared<int>(kAtMoved); }
 TILE_DEVICE Shared<float> sReference() { return Shared<float>(kAtReference); }
@@ -102,7 +94,7 @@ struct Places {
     // For products. Rows that were copied one by one came by ordinary means, and nobody fenced them yet.
     TILE_DEVICE void wait_rows(int panel) const {
         wait(panel);
-        if (kGather && !kScaled) ptx::fence_async_proxy();
+        if (kGather && (!kScaled || panel >= kValuePanels)) ptx::fence_async_proxy();
     }
     // A fresh barrier's previous phase counts as completed: the first lap does not wait.
     TILE_DEVICE void wait_free(int panel) const { ptx::mbarrier_wait(empty(panel), lap_of(panel) ^ 1); }
@@ -120,16 +112,12 @@ TILE_DEVICE void init_barriers() {
     // Every computing warp lets go of every panel, of those that it does not multiply as soon as scores are made.
     // kWide: those of the warpgroup that is the last to read it do.
     for (int n = 0; n < kPlaces; n++) {
-        ptx::mbarrier_init(ptx::shared_address(kAtFull + 8 * n), kGather && !kScaled ? (1 + kChosen) * kLoading : 1);
+        ptx::mbarrier_init(ptx::shared_address(kAtFull + 8 * n), kTellers);
         ptx::mbarrier_init(ptx::shared_address(kAtEmpty + 8 * n), kWide ? 4 : 8);
     }
     for (int n = 0; n < 2; n++) ptx::mbarrier_init(ready_barrier(n), 128);
-    const Shared<int> marks(kAtMarks);
-    for (int n = 0; n < kSlots / 2; n++) {
-        ptx::mbarrier_init(ptx::shared_address(kAtLanded + 8 * n), kGather ? 2 * kCopying : 1);
-        ptx::mbarrier_init(ptx::shared_address(kAtTaken + 8 * n), 1);
-        marks[n] = 1;
-    }
-    for (int n = 0; n < kRawScales; n++) ptx::mbarrier_init(ptx::shared_address(kAtScaled + 8 * n), 1);
+    for (int n = 0; n < kLandings; n++)
+        ptx::mbarrier_init(ptx::shared_address(kAtLanded + 8 * n), kGather ? 2 * kBringing : 1);
+    for (int n = 0; n < kScaleBlocks; n++) ptx::mbarrier_init(ptx::shared_address(kAtScaled + 8 * n), 1);
     ptx::fence_mbarrier_init();
 }

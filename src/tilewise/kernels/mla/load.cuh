@@ -111,7 +111,8 @@ template <int kFrom, int kTo> TILE_DEVICE void load_boxes(const DecodeArgs& args
             const int lane = warp::lane(), b = lane % kBoxes, page = ptx::shuffle(ahead.page, b);
 #pragma unroll
             for (int panel = lane / kBoxes; panel < kPanels; panel += 32 / kBoxes)  // a lane for each box
-                if (ahead.row == 0 && ahead.wanted(b)) ptx::prefetch_box(&mRows, panel * kPanel, ahead.slot(b), 0, page);
+                if (ahead.row == 0 && ahead.wanted(b))
+                    ptx::prefetch_box(&mRows, panel * kPanel, ahead.slot(b), 0, page);
         }
         int pages[kBoxes], bytes = 0;
 #pragma unroll

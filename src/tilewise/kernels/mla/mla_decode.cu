@@ -6,8 +6,7 @@
 // query rows of an item at most; kLooksAhead: a warp looks up the next item; kPlaces: panels in the ring; of 64 rows
 // kAhead: panels of a block that are scored before the block before is multiplied, kTogether: panels of values per
 // product; kFetches: blocks ahead that L2 is asked for; kGather: rows are copied one by one; kChosen: those that each
-// query token has chosen; kStoredAs: a Format; kSlots: raw panels on their way where it is one of codes; Rule: what is
-// done to scores; kSelected: false.
+// query token has chosen; kStoredAs: a Format; Rule: what is done to scores; kSelected: false.
 //
 // mRows: 16-bit rows, or codes, with mScales and mRest; kGather: none of them is looked at.
 #include "mla/body.cuh"
@@ -28,12 +27,17 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
         const Mergers all{int(ptx::uniform(threadIdx.x / 32)), kComputing / 32};
         if (args.merge_rows) merge_items(args, all);
     } else {
+        if constexpr (kScaled)
+            if (role == 3) {
+                ptx::give_registers<kWidenRegisters>();
+                widen(args);
+                return;
+            }
         ptx::give_registers<kLoadRegisters>();
         const uint32_t loader = ptx::uniform(threadIdx.x / 32) - kComputing / 32;
         if constexpr (kScaled) {
-            if (loader >= kCopying / 32) Widener().run();
-            else if constexpr (kGather) copy_codes(args, mla);
-            else load_code_boxes(args, mRows, mScales, mRest);
+            if constexpr (kGather) copy_codes(args, mla);
+            else if (loader == 0) load_code_boxes(args, mRows, mScales, mRest);
         } else if constexpr (kGather) {
             load_rows(args, mla);
         } else {
