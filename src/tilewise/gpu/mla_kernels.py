@@ -23,9 +23,9 @@ THERE, SCALED_BLOCKS = 8, 4  # mla/layout.cuh: blocks for which chosen keys, and
 LANDINGS = 16  # mla/layout.cuh: barriers of codes
 FORMATS = {"bf16": 0, "fp16": 0, "fp8": 1, "int8": 2}  # tile/quant.cuh: Format
 ROWS = (16, 32, 64)  # query rows of an item at most: widths of the products
-# Where nothing was measured: docs/inside/mla.md has the cycles. Of 64 rows the ring holds two blocks, and panels ahead
-# wait for their places; of fewer it holds more.
-AHEAD, TOGETHER, FETCHES = (9, 9, 6), 1, 1
+# Where nothing was measured on the card at hand: what was best on an H200. Panels ahead hold the ring for longer, so
+# there are fewer of rows that come more slowly.
+AHEAD, AHEAD_SLOW, TOGETHER, FETCHES = (3, 3, 7), 3, 1, 1
 MAX_TOKENS, MAX_ROWS = 16, 2048  # query tokens of a sequence; its query rows, a head of a token each
 MAX_DIM = 576
 MAPS = 3  # mla_decode.cu: of rows, or of their codes, scales and 16-bit channels
@@ -116,7 +116,8 @@ def choose_tiling(
     found = next(tiling for tiling in sizes if shared_bytes(head_dim, tiling) <= room)
     if wide and found.places >= 2 * block:  # whole blocks, of which panels multiplied together are neighbours
         found = replace(found, places=found.places // block * block)
-    ahead = min(AHEAD[ROWS.index(width)], most_ahead(head_dim, value_dim, found))
+    ahead = AHEAD[ROWS.index(width)] if boxes and not codes else AHEAD_SLOW
+    ahead = min(ahead, most_ahead(head_dim, value_dim, found))
     together = TOGETHER if wide and found.places % block == 0 else 1
     return replace(found, ahead=ahead, together=together, fetches=FETCHES if wide and boxes else 0)
 

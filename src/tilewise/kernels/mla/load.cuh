@@ -70,6 +70,9 @@ struct Boxes {
         return b < kBoxes && token(b) < span.end && token(b) + kBox > span.begin;
     }
     TILE_DEVICE int slot(int b) const { return token(b) % kPageSize; }
+    TILE_DEVICE bool fetched(const DecodeArgs& args, int b) const {
+        return row == 0 && int(args.rows_each.divisor) > kRows && wanted(b);
+    }
 };
 
 // A warp walks over all blocks of all items: load(boxes of a block, boxes of the block kAhead blocks later)
@@ -102,7 +105,8 @@ template <int kAhead, class F> TILE_DEVICE void each_block(const DecodeArgs& arg
 // take turns, the warp would have to meet twice per panel, which takes longer than the panel.
 //
 // kFetches: the first of these warps brings the panels of so many blocks ahead to L2, which then answers in half the
-// memory's time: a place in the ring is empty for as long as that. Items of other rows of the sequences come along.
+// memory's time: a place in the ring is empty for as long as that. That is for those who share the rows with others, who
+// come along: with more than kRows query rows. Where each row is read once, the memory is what is waited for.
 template <int kFrom, int kTo> TILE_DEVICE void load_boxes(const DecodeArgs& args, const TensorMap& mRows) {
     Places now;
     ptx::prefetch_tensor_map(&mRows);
@@ -111,7 +115,7 @@ template <int kFrom, int kTo> TILE_DEVICE void load_boxes(const DecodeArgs& args
             const int lane = warp::lane(), b = lane % kBoxes, page = ptx::shuffle(ahead.page, b);
 #pragma unroll
             for (int panel = lane / kBoxes; panel < kPanels; panel += 32 / kBoxes)  // a lane for each box
-                if (ahead.row == 0 && ahead.wanted(b))
+                if (ahead.fetched(args, b))
                     ptx::prefetch_box(&mRows, panel * kPanel, ahead.slot(b), 0, page);
         }
         int pages[kBoxes], bytes = 0;

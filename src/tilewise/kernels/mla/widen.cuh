@@ -1,16 +1,16 @@
 // Codes that become 16-bit values. Four warps bring rows, four others widen them.
 //
 // A pair of panels of codes is 128 bytes of every key of a block, under one scale per key, as many bytes as one panel
-// of 16-bit values. It comes to the place of the first of its two panels in the ring. The warps that widen read all of
-// it to registers, meet, and write both panels. So codes need no room of their own, and as many are on their way as
-// places are free. The channels that are 16 bits wide come to their panel as they are.
+// of 16-bit values. It comes to the place of the first of its two panels in the ring. A warp that widens reads all codes
+// of its rows to registers, and writes the rows of both panels, of which one has the codes' place. So codes need no room
+// of their own, and as many are on their way as places are free. The channels that are 16 bits wide come to their panel
+// as they are.
 //
 // Barriers of their own tell that pairs have landed. Who asked for them knew both panels' places to be free.
 #pragma once
 #include "mla/load.cuh"
 
 constexpr int kCodedPairs = kValuePanels / 2;
-constexpr int kWidening = 128, kWidenBarrier = 4;  // threads, and the named barrier at which they meet
 
 using Landing = Turn<kScaled ? kLandings : 1>;  // of the next pair
 TILE_DEVICE uint32_t landed(const Landing& at) { return ptx::shared_address(kAtLanded + 8 * at.stage); }
@@ -37,7 +37,7 @@ TILE_DEVICE void load_code_boxes(const DecodeArgs& args, const TensorMap& mCodes
             static_assert(kColumns * kBoxes <= 32, "a lane for each box");
             const int lane = warp::lane(), column = lane / kBoxes, b = lane % kBoxes;
             const int page = ptx::shuffle(ahead.page, b);
-            if (ahead.row == 0 && column < kColumns && ahead.wanted(b)) {
+            if (column < kColumns && ahead.fetched(args, b)) {
                 if (column < kCodedPairs)
                     ptx::prefetch_box(&mCodes, column * kPanelRowBytes, ahead.slot(b), 0, page);
                 else ptx::prefetch_box(&mRest, (column - kCodedPairs) * kPanel, ahead.slot(b), 0, page);
@@ -145,8 +145,8 @@ TILE_DEVICE void copy_codes(const DecodeArgs& args, const MlaArgs& mla) {
 }
 
 // ---- who widens them ------------------------------------------------------------------------------------------------
-// Four warps, sixteen rows each. Eight rows of a lane's column at a time, so that neither loads nor stores meet in a
-// bank.
+// Four warps, of which each widens sixteen rows for itself. Eight rows of a lane's column at a time, so that neither loads
+// nor stores meet in a bank.
 TILE_DEVICE void widen(const DecodeArgs& args) {
     const int lane = warp::lane(), first = (threadIdx.x - kComputing - kBringing) / 32 * 16, row = lane % 8;
     const int from = place_of(first + row, lane / 8), low = place_of(first + row, lane / 8 * 2);
@@ -173,7 +173,7 @@ TILE_DEVICE void widen(const DecodeArgs& args) {
                             Shared<Vector16>(now.at(panel) + eight * kEightBytes + (from ^ half * 64))[0];
                     scale[eight] = Shared<float>(scales_at(number, first + 8 * eight + row))[panel / 2];
                 }
-                ptx::barrier_sync(kWidenBarrier, kWidening);  // all codes are read that panels take the place of
+                ptx::sync_warp();  // all codes are read of the rows whose place these take
 #pragma unroll
                 for (int eight = 0; eight < 2; eight++)
 #pragma unroll
@@ -185,7 +185,7 @@ TILE_DEVICE void widen(const DecodeArgs& args) {
                         Shared<Vector16>(to + (low ^ 16))[0] = wide[1];
                     }
                 ptx::fence_async_proxy();
-                if (!kGather) ptx::sync_warp();
+                ptx::sync_warp();
                 if (kGather || ptx::elect_one()) {
                     ptx::mbarrier_arrive(now.full(panel));
                     ptx::mbarrier_arrive(now.full(panel + 1));
