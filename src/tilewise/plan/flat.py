@@ -78,7 +78,9 @@ def tree_order(table: Ints, counts: Longs) -> tuple[Ints, Longs]:
     common = np.zeros(max(0, count - 1), np.int64)
     if not count or not table.shape[1]:
         return order, common
-    key = table[:, 0].byteswap().view(np.uint32).astype(np.int64)
+    if skip := _prefix_of_all(table, counts):
+        return _order_behind(table, counts, skip)
+    key = _as_bytes(table[:, 0]).astype(np.int64)
     key[counts == 0] = -1
     order = key.argsort(kind="stable").astype(np.int32)
     key = key[order]
@@ -98,20 +100,62 @@ def tree_order(table: Ints, counts: Longs) -> tuple[Ints, Longs]:
         differs &= together[:, None]
     apart = differs.any(0)
     skip = int(apart.argmax()) if apart.any() else width
-    # Filled up with zeros, a list equals itself with page 0 after it: the shorter one comes first.
-    by = own.argsort(kind="stable")
-    if skip < width:
-        by = by[np.ascontiguousarray(lists[by, skip:]).view(f"V{4 * (width - skip)}")[:, 0].argsort(kind="stable")]
+    by = _by_bytes(lists[:, skip:], own)
     by = by[group[by].argsort(kind="stable")]
-    members, own, rest = members[by], own[by], lists[by, skip:]
-    order[places] = members
-    first = np.full(len(together), width)
-    if skip < width:
-        differs = rest[1:] != rest[:-1]
-        found = differs.argmax(1)
-        first = np.where(differs[np.arange(len(found)), found], found + skip, width)
-    common[same] = np.minimum(first, np.minimum(own[1:], own[:-1]))[together]
+    order[places], own = members[by], own[by]
+    common[same] = np.minimum(_first_difference(lists[by], skip), np.minimum(own[1:], own[:-1]))[together]
     return order, common
+
+
+def _prefix_of_all(table: Ints, counts: Longs) -> int:
+    """How many leading pages all lists have in common, if every list has another page after them; else 0."""
+    if len(table) < 2 or table[0, 0] != table[-1, 0]:
+        return 0
+    width = int(np.minimum.reduce(counts))
+    whole = width // 8 * 8  # truth values are looked at eight at a time
+    differs = (table[1:, :whole] != table[:-1, :whole]).view(np.uint64)
+    (blocks,) = np.bitwise_or.reduce(differs, axis=0).nonzero()
+    first = 8 * int(blocks[0]) if len(blocks) else whole
+    columns = table[:, first : min(first + 8, width)]
+    (apart,) = np.logical_or.reduce(columns[1:] != columns[:-1]).nonzero()
+    return first + int(apart[0]) if len(apart) else 0
+
+
+def _order_behind(lists: Ints, counts: Longs, skip: int) -> tuple[Ints, Longs]:
+    """tree_order() of lists that have their first `skip` pages in common."""
+    key = _as_bytes(lists[:, skip])
+    by = key.argsort()
+    key = key[by]
+    if not np.count_nonzero(key[1:] == key[:-1]):  # mostly each goes its own way there
+        return by.astype(np.int32), np.full(len(by) - 1, skip)
+    by = _by_bytes(lists[:, skip:], counts)
+    own = counts[by]
+    return by.astype(np.int32), np.minimum(_first_difference(lists[by], skip), np.minimum(own[1:], own[:-1]))
+
+
+def _as_bytes(pages: Ints) -> npt.NDArray[np.uint32]:
+    """(n,) numbers that are ordered as the bytes of these pages are."""
+    return pages.byteswap().view(np.uint32)
+
+
+def _by_bytes(lists: Ints, counts: Longs) -> Longs:
+    """(n,): the order of the lists' bytes. Filled up with zeros, a list equals itself with page 0 after it: the shorter
+    one comes first."""
+    by = counts.argsort(kind="stable")
+    if lists.shape[1]:
+        whole = np.ascontiguousarray(lists[by]).view(f"V{4 * lists.shape[1]}")[:, 0]
+        by = by[whole.argsort(kind="stable")]
+    return by
+
+
+def _first_difference(lists: Ints, skip: int) -> Longs:
+    """(n - 1,): the first page in which each list differs from the next one, which is none of the first `skip`."""
+    width = lists.shape[1]
+    if skip == width:
+        return np.full(len(lists) - 1, width)
+    differs = lists[1:, skip:] != lists[:-1, skip:]
+    found = differs.argmax(1)
+    return np.where(differs[np.arange(len(found)), found], found + skip, width)
 
 
 def find_spans(common: Longs) -> Spans:
