@@ -293,23 +293,42 @@ def _is_plain(kind: type[CostModel]) -> bool:
     return found
 
 
+def of_deepest(nodes: Longs, values: Longs, count: int) -> Longs:
+    """(count,): of each sequence what `values` (m,) says of the deepest node (m, 5) that it is below, 0 if it is below
+    none."""
+    if len(nodes) <= FEW:
+        found = np.zeros(count, np.int64)
+        for (first, sequences, *_), value in zip(nodes.tolist(), values.tolist(), strict=True):
+            found[first : first + sequences] = value
+        return found
+    # Where a node begins and ends, what it says goes up and down by what it says more than the node around it.
+    more = values - np.append(values, 0)[nodes[:, ABOVE]]
+    steps = np.zeros(count + 1, np.int64)
+    np.add.at(steps, nodes[:, FIRST], more)
+    np.subtract.at(steps, nodes[:, FIRST] + nodes[:, SEQUENCES], more)
+    return steps.cumsum()[:-1]
+
+
 def own_ranges(nodes: Longs, lengths: Longs, tokens_per_seq: int, reach: Reach, most: int = 0) -> Longs:
     """(3, k): sequence, start and stop of the tokens that some row of a sequence sees and that no node shares; by
     sequence, and ascending.
 
     nodes, lengths, reach: as in choose_nodes. most: how many tokens a sequence reads at most, 0 for all.
     """
-    at = np.zeros_like(lengths) if reach.whole else reach.first(lengths - tokens_per_seq)
     before = [np.zeros((3, 0), np.int64)]  # what some rows see before the first node that all rows see
-    for first, sequences, start, stop, _ in nodes.tolist():
-        span = at[first : first + sequences]
-        if not reach.whole:
+    if reach.whole:
+        at = of_deepest(nodes, nodes[:, STOP], len(lengths))
+    else:
+        at = reach.first(lengths - tokens_per_seq)
+        for first, sequences, start, stop, _ in nodes.tolist():
+            span = at[first : first + sequences]
             short = (span < start).nonzero()[0]
             before.append(np.stack(np.broadcast_arrays(short + first, span[short], start)))
-        span[:] = stop
+            span[:] = stop
     ends = np.minimum(lengths, most) if most else lengths
-    owners = (ends > at).nonzero()[0]
-    own = np.stack([owners, at[owners], ends[owners]])
+    (owners,) = (ends > at).nonzero()
+    own = np.empty((3, len(owners)), np.int64)
+    own[0], own[1], own[2] = owners, at[owners], ends[owners]
     if len(before) > 1:
         own = np.concatenate([*before, own], axis=1)
         own = own[:, np.lexsort((own[1], own[0]))]
