@@ -276,29 +276,34 @@ def own_pieces(own: Own, cut: OwnCut, node_states: Longs, cutter: Cutter) -> Lon
 
 def items_of_heads(pieces: Longs, heads: int, rows_each: int, of: Sequences) -> Ints:
     """(n · heads, 16): the DecodeItems of pieces (9, n), one item per KV head, heads of a piece side by side."""
-    part = Pieces(*pieces)
-    sequence, table = part.sequence + part.row // rows_each, part.table
+    part, count = Pieces(*pieces), pieces.shape[1]
+    if not count:
+        return np.empty((0, ITEM_WORDS), np.int32)
+    turns = part.row // rows_each
+    sequence, table = part.sequence + turns, part.table
     # The pages of the first chunk's two halves, unless one of them may be replaced while the list is in use: those
     # that stand in the tail.
-    begin, tail_from = part.start // of.chunk * of.chunk, of.tail_from[table].astype(np.int64)
-    number, second = begin // of.page_size, (begin + of.chunk - CHUNK) // of.page_size
+    begin, tail_from = part.start // of.chunk * of.chunk, of.tail_from[table]
+    number = begin // of.page_size
+    second = number if of.chunk == CHUNK else (begin + of.chunk - CHUNK) // of.page_size
     last, fixed = of.pages.shape[1] - 1, second < tail_from
-    items = np.empty((pieces.shape[1], heads, ITEM_WORDS), np.int32)
-    item = np.empty((pieces.shape[1], ITEM_WORDS), np.int32)
-    item[:, Word.SEQUENCE] = sequence
-    item[:, Word.ROW] = part.row % rows_each
-    item[:, Word.ROWS] = part.rows
-    item[:, Word.CALLER_HEAD] = of.order[sequence] << 12
-    item[:, Word.TABLE] = table
-    item[:, Word.START] = part.start
-    item[:, Word.STOP] = part.stop
-    item[:, Word.STATE_FOLD] = part.state << 16 | part.fold
-    item[:, Word.PAGE] = np.where(fixed, of.pages[table, np.minimum(number, last)], -1)
-    item[:, Word.TAIL_FROM] = tail_from
-    item[:, STATE_WORDS] = of.states[sequence]
-    item[:, Word.KIND] = part.kind
-    item[:, Word.SECOND_PAGE] = np.where(fixed, of.pages[table, np.minimum(second, last)], -1)
-    items[:] = item[:, None]
+    page = np.where(fixed, of.pages[table, np.minimum(number, last)], -1)
+    items = np.empty((count, heads, ITEM_WORDS), np.int32)
+    item = np.empty((ITEM_WORDS, count), np.int32)
+    item[Word.SEQUENCE] = sequence
+    item[Word.ROW] = part.row - turns * rows_each
+    item[Word.ROWS] = part.rows
+    item[Word.CALLER_HEAD] = of.order[sequence] << 12
+    item[Word.TABLE] = table
+    item[Word.START] = part.start
+    item[Word.STOP] = part.stop
+    item[Word.STATE_FOLD] = part.state << 16 | part.fold
+    item[Word.PAGE] = page
+    item[Word.TAIL_FROM] = tail_from
+    item[STATE_WORDS] = of.states[sequence].T
+    item[Word.KIND] = part.kind
+    item[Word.SECOND_PAGE] = page if second is number else np.where(fixed, of.pages[table, np.minimum(second, last)], -1)
+    items[:] = item.T[:, None]
     items[:, :, Word.CALLER_HEAD] += np.arange(heads, dtype=np.int32)
     return items.reshape(-1, ITEM_WORDS)
 
