@@ -100,10 +100,11 @@ def tree_order(table: Ints, counts: Longs) -> tuple[Ints, Longs]:
         differs &= together[:, None]
     apart = differs.any(0)
     skip = int(apart.argmax()) if apart.any() else width
-    by = _by_bytes(lists[:, skip:], own)
+    rest = lists[:, skip:]
+    by = _by_bytes(rest, own)
     by = by[group[by].argsort(kind="stable")]
     order[places], own = members[by], own[by]
-    common[same] = np.minimum(_first_difference(lists[by], skip), np.minimum(own[1:], own[:-1]))[together]
+    common[same] = np.minimum(_first_difference(rest[by]) + skip, np.minimum(own[1:], own[:-1]))[together]
     return order, common
 
 
@@ -128,9 +129,11 @@ def _order_behind(lists: Ints, counts: Longs, skip: int) -> tuple[Ints, Longs]:
     key = key[by]
     if not np.count_nonzero(key[1:] == key[:-1]):  # mostly each goes its own way there
         return by.astype(np.int32), np.full(len(by) - 1, skip)
-    by = _by_bytes(lists[:, skip:], counts)
+    rest = lists[:, skip:]
+    by = _by_bytes(rest, counts)
     own = counts[by]
-    return by.astype(np.int32), np.minimum(_first_difference(lists[by], skip), np.minimum(own[1:], own[:-1]))
+    first = _first_difference(rest[by]) + skip
+    return by.astype(np.int32), np.minimum(first, np.minimum(own[1:], own[:-1]))
 
 
 def _as_bytes(pages: Ints) -> npt.NDArray[np.uint32]:
@@ -148,14 +151,14 @@ def _by_bytes(lists: Ints, counts: Longs) -> Longs:
     return by
 
 
-def _first_difference(lists: Ints, skip: int) -> Longs:
-    """(n - 1,): the first page in which each list differs from the next one, which is none of the first `skip`."""
+def _first_difference(lists: Ints) -> Longs:
+    """(n - 1,): the first column in which each list differs from the next one, the number of columns if none does."""
     width = lists.shape[1]
-    if skip == width:
-        return np.full(len(lists) - 1, width)
-    differs = lists[1:, skip:] != lists[:-1, skip:]
+    if not width:
+        return np.zeros(len(lists) - 1, np.int64)
+    differs = lists[1:] != lists[:-1]
     found = differs.argmax(1)
-    return np.where(differs[np.arange(len(found)), found], found + skip, width)
+    return np.where(differs[np.arange(len(found)), found], found, width)
 
 
 def find_spans(common: Longs) -> Spans:

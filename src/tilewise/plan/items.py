@@ -118,32 +118,30 @@ class NodeCut(NamedTuple):
 
 def cut_nodes(nodes: Longs, cutter: Cutter, chaining: bool) -> NodeCut:
     """How nodes (m, 5) are cut. chaining: whether pieces of tiles may continue others."""
-    rows, by_tiles = nodes.tolist(), cutter.by_tiles(nodes)  # few nodes: numbers of Python cost less than arrays
-    tiled = by_tiles.tolist()
-    sizes, passes, share = cutter.size_nodes(rows, tiled)
-    most, each, chunk = cutter.shape.tile_rows, cutter.rows_each, cutter.shape.chunk
-    limit = CHAIN_SHARE * share
-    begin, parts, states, continues = [], [], [], [-1] * len(rows)
-    last = [0] * len(rows)  # tokens of the chain up to a node's end
-    counts = [0] * len(rows)  # states of the node's sequences up to its end
-    for n, ((first, sequences, start, stop, above), piece) in enumerate(zip(rows, sizes, strict=True)):
-        step = TILE_TOKENS if tiled[n] else chunk
-        begun = start // step * step
-        pieces = -(-(stop - begun) // piece)
+    by_tiles = cutter.by_tiles(nodes)
+    sizes, passes, share = cutter.size_nodes(nodes, by_tiles)
+    start = nodes[:, START]
+    begin = start - start % np.where(by_tiles, TILE_TOKENS, cutter.shape.chunk)
+    parts = -(-(nodes[:, STOP] - begin) // sizes)
+    most, each, limit = cutter.shape.tile_rows, cutter.rows_each, CHAIN_SHARE * share
+    rows, tiled, pieces = nodes.tolist(), by_tiles.tolist(), parts.tolist()
+    # Of the first piece and of the last one, the tokens.
+    opening = np.minimum(sizes, nodes[:, STOP] - begin).tolist()
+    last = (nodes[:, STOP] - begin - (parts - 1) * sizes).tolist()  # and then of the chain up to a node's end
+    states, continues = [], [-1] * len(rows)
+    counts: list[int] = []  # states of the node's sequences up to its end
+    for n, (first, sequences, start_n, _, above) in enumerate(rows):
         state = counts[above] if above >= 0 else 0
-        last[n] = stop - (begun + (pieces - 1) * piece)
-        if tiled[n] and chaining and above >= 0 and start == rows[above][STOP]:
+        if above >= 0 and tiled[n] and chaining and start_n == rows[above][STOP]:
             begins, ends = rows[above][FIRST], rows[above][FIRST] + rows[above][SEQUENCES]
             # Each of its passes has to be one of its parent's.
             fits = (first - begins) * each % most == 0 and (sequences * each % most == 0 or first + sequences == ends)
-            if fits and last[above] + min(piece, stop - begun) <= limit:
+            if fits and last[above] + opening[n] <= limit:
                 continues[n], state = above, state - 1
-                last[n] += last[above] if pieces == 1 else 0
-        counts[n] = state + pieces
-        begin.append(begun)
-        parts.append(pieces)
+                last[n] += last[above] if pieces[n] == 1 else 0
+        counts.append(state + pieces[n])
         states.append(state)
-    return NodeCut(by_tiles, *np.array([sizes, begin, parts, passes, states, continues], np.int64))
+    return NodeCut(by_tiles, sizes, begin, parts, passes, *np.array([states, continues], np.int64))
 
 
 def node_states(nodes: Longs, cut: NodeCut, sequences: int) -> Longs:

@@ -134,31 +134,26 @@ class Cutter(NamedTuple):
         found: Flags = nodes[:, SEQUENCES] * self.rows_each >= self.splitting.tile_rows
         return found & self.shape.tiles
 
-    def size_nodes(self, nodes: list[list[int]], by_tiles: list[bool]) -> tuple[list[int], list[int], float]:
-        """The tokens of a piece of each node, and the passes over its rows; and for nodes that go through tiles the
-        tokens per block if all of them were dealt out evenly. The tokens of a node count once for each KV head and
-        each pass.
+    def size_nodes(self, nodes: Longs, by_tiles: Flags) -> tuple[Longs, Longs, float]:
+        """The tokens of a piece of each node, (m,), and the passes over its rows, (m,); and for nodes that go through
+        tiles the tokens per block if all of them were dealt out evenly. The tokens of a node count once for each KV
+        head and each pass.
 
         Pieces of a node are equal, multiples of 64 tokens, and have about an even share per block.
         """
-        shape, each, least = self.shape, self.rows_each, self.splitting.shared
-        passes = [
-            -(-count * each // (shape.tile_rows if tiled else shape.rows))
-            for (_, count, *_), tiled in zip(nodes, by_tiles, strict=True)
-        ]
-        work = [0, 0]  # of nodes that streaming warps compute, and of those that go through tiles
-        for (_, _, start, stop, *_), turns, tiled in zip(nodes, passes, by_tiles, strict=True):
-            work[tiled] += (stop - start) * turns
-        shares = [max(least, all_of_it * self.heads / shape.blocks) for all_of_it in work]
-        sizes = []
-        for (_, _, start, stop, *_), tiled in zip(nodes, by_tiles, strict=True):
-            pieces = max(1, int((stop - start) / shares[tiled] + 1e-9))
-            sizes.append(-(-(stop - start) // (pieces * TILE_TOKENS)) * TILE_TOKENS)
-        return sizes, passes, shares[True]
+        shape, tokens = self.shape, nodes[:, STOP] - nodes[:, START]
+        most = np.where(by_tiles, shape.tile_rows, shape.rows)
+        passes: Longs = -(-nodes[:, SEQUENCES] * self.rows_each // most)
+        work = tokens * passes
+        of_tiles = int(np.add.reduce(work * by_tiles))
+        others = int(np.add.reduce(work)) - of_tiles
+        streams, tiles = (max(self.splitting.shared, x * self.heads / shape.blocks) for x in (others, of_tiles))
+        pieces = np.maximum(1, (tokens / np.where(by_tiles, tiles, streams) + 1e-9).astype(np.int64))
+        return -(-tokens // (pieces * TILE_TOKENS)) * TILE_TOKENS, passes, tiles
 
     def node_sizes(self, nodes: Longs) -> Longs:
         """(m,): size_nodes' tokens of a piece of each node."""
-        return np.array(self.size_nodes(nodes.tolist(), self.by_tiles(nodes).tolist())[0], np.int64)
+        return self.size_nodes(nodes, self.by_tiles(nodes))[0]
 
     def cut_own(self, own: Own) -> OwnCut:
         """How each own range is cut. The room to grow does not change the size of its pieces."""
