@@ -38,14 +38,16 @@ class Lineage:
         self._version = -1  # of the kinship then
         self._found: tuple[Places, Ints] = np.empty(0, np.int32), np.empty(0, np.int64)
 
-    def update(self, seqs: Sequence[int]) -> tuple[Places, Ints]:
+    def update(self, seqs: Sequence[int], rows: Ints | None = None) -> tuple[Places, Ints]:
         """(order, common) of the sequences as they are now, living ones that are named once each.
 
-        order (n,) int32: places in `seqs`, in a tree order. common (n - 1,) int64: how many leading pages each has in
+        rows: those that the cache's sequences have for them, where they are known. order (n,) int32: places in `seqs`,
+        in a tree order. common (n - 1,) int64: how many leading pages each has in
         common with the next. Both are read-only, and the very arrays of the last call if nothing changed since but
         that sequences grew.
         """
-        rows = self._sequences.batch(seqs)[1]
+        if rows is None:
+            rows = self._sequences.batch(seqs)[1]
         kinship = self._sequences.kinship
         assert kinship is not None
         if kinship.version == self._version and (rows is self._rows or np.array_equal(rows, self._rows)):

@@ -207,7 +207,7 @@ class Slots:
     def note_written(self, layers: Iterable[int]) -> None:
         """Take note of layers that were written; whoever waits for the last of them is told."""
         self._layers.update(layers)
-        if self.complete:
+        if self._when_complete and self.complete:
             for tell in self._when_complete:
                 tell()
             self._when_complete.clear()
