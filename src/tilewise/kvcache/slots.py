@@ -16,6 +16,8 @@ from tilewise.kvcache.pool import Ints, ranges
 if TYPE_CHECKING:
     from tilewise.kvcache.paged import PagedKVCache
 
+STAGED_BYTES = 1 << 16  # of the host's memory, taken at a time for copies of places to a card
+
 
 class Late(NamedTuple):
     """A step that is not in its arrays on the card yet: a token for each of `seqs`, (n,) each. extends: the cache's
@@ -34,7 +36,7 @@ class Places:
     sends steps of a token each with what the plan takes.
     """
 
-    __slots__ = ("_tensor", "capacity", "device", "late", "lazy", "planned", "rows", "step")
+    __slots__ = ("_staged", "_tensor", "capacity", "device", "late", "lazy", "planned", "rows", "step")
 
     def __init__(self, capacity: int, device: torch.device, *, lazy: bool = False, planned: bool = False) -> None:
         self.capacity, self.device = capacity, device
@@ -43,6 +45,7 @@ class Places:
         self.step = 0  # counts the steps that were in them
         self.lazy, self.planned = lazy or planned, planned
         self.late: Late | None = None
+        self._staged: list[tuple[torch.Tensor, Ints]] = []  # of the host, for copies to come
         if not lazy:
             self.tensor  # noqa: B018  (it may run out of memory, and nothing has changed yet)
 
@@ -77,9 +80,13 @@ class Places:
         if not self.tensor.numel():
             return
         count, room = len(index), self.tensor.shape[1]
-        # New pinned memory in each call: torch does not hand it out again before the copy is done.
-        host = torch.empty((2, room), dtype=torch.int64, device="cpu", pin_memory=self.tensor.is_cuda)
-        values = host.numpy()
+        if not self._staged:
+            # New pinned memory for each copy: torch does not hand it out again before the copies from it are done. Many
+            # pieces of it at a time, because one takes as long as the copy itself.
+            pieces = max(1, STAGED_BYTES // (16 * room))
+            block = torch.empty((pieces, 2, room), dtype=torch.int64, device="cpu", pin_memory=self.tensor.is_cuda)
+            self._staged = list(zip(block.unbind(), block.numpy(), strict=True))
+        host, values = self._staged.pop()
         values[0, :count], values[1, :count] = positions, index
         if count < room:
             values[0, count:], values[1, count:] = 0, -1
