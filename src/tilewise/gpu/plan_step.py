@@ -233,33 +233,29 @@ class Stage:
         head, count = self._head_of(batch, places), len(batch.rows)
         head[STEP_WORDS + 2 : STEP_WORDS * (1 + count) : STEP_WORDS] = batch.lengths[batch.order]
         updates, sizes = len(update), end - begin
-        total, at_pages = int(np.add.reduce(sizes)), len(head) + 4 * updates
+        ends = sizes.cumsum()
+        total, at_pages = int(ends[-1]) if updates else 0, len(head) + 4 * updates
         message, a.message = self._messages.next(at_pages + total)
         a.sequences, a.nodes, a.updates, a.grown = count, len(batch.nodes), updates, 0
         message[: len(head)] = head
         if not updates:
             return
         changes = message[len(head) : at_pages].reshape(4, updates)
-        changes[0], changes[1], changes[2] = places[update], begin, sizes
-        self._write_pages(batch.table, batch.rows[update], begin, end, message[at_pages : at_pages + total], changes[3])
+        changes[0], changes[1], changes[2], changes[3] = places[update], begin, sizes, ends - sizes
+        self._write_pages(batch, batch.rows[update], begin, sizes, ends, message[at_pages : at_pages + total])
 
-    def _write_pages(self, table: Ints, rows: Longs, begin: Longs, end: Longs, pages: Ints, where: Ints) -> None:
-        """Of each row the pages from `begin` on up to `end`, (u,) each; and where they are written, (u,). Rows with
-        several pages come first: they are sequences that join, and most others have one."""
+    def _write_pages(self, batch: Batch, rows: Longs, begin: Longs, sizes: Longs, ends: Longs, pages: Ints) -> None:
+        """Of each row `sizes` pages from `begin` on, up to `ends` of what is written, (u,) each."""
+        table = batch.table
         if len(pages) == len(rows):
-            pages[:], where[:] = table[rows, begin], np.arange(len(rows))
+            pages[:] = table[rows, begin]
             return
-        sizes = end - begin
         long = sizes > 1
-        (many,), (ones,) = long.nonzero(), (~long).nonzero()
-        sizes = sizes[many]
-        ends = sizes.cumsum()
-        most = int(ends[-1])
-        where[many], where[ones] = ends - sizes, np.arange(most, len(pages))
-        spans = zip(*(x[many].tolist() for x in (rows, begin, end)), strict=True)
-        np.concatenate([table[row, first:last] for row, first, last in spans], out=pages[:most])
+        (ones,), (many,) = (~long).nonzero(), long.nonzero()
         if len(ones):
-            pages[most:] = table[rows[ones], begin[ones]]
+            pages[ends[ones] - 1] = table[rows[ones], begin[ones]]
+        for row, first, size, to in zip(*(x[many].tolist() for x in (rows, begin, sizes, ends)), strict=True):
+            pages[to - size : to] = table[row, first : first + size]
 
     def _head_of(self, batch: Batch, places: Longs) -> Ints:
         """The header, sequences and nodes of a step, all but the lengths."""

@@ -52,7 +52,8 @@ class Lineage:
         assert kinship is not None
         if kinship.version == self._version and (rows is self._rows or np.array_equal(rows, self._rows)):
             return self._found
-        places = np.full(len(self._sequences.lengths) + 1, -1, np.int32)  # one more: of a place that is empty
+        places = np.empty(len(self._sequences.lengths) + 1, np.int32)  # one more: of a place that is empty
+        places.fill(-1)
         places[rows] = np.arange(len(rows), dtype=np.int32)
         order = places[kinship.order]
         (at,) = (order >= 0).nonzero()
@@ -195,9 +196,9 @@ class Kinship:
         with what comes next what that has."""
         order = np.concatenate([self.order[:at], rows, self.order[at:]])
         if at:
-            common = np.concatenate(
-                [self.common[: at - 1], np.full(len(rows), shared, np.int64), self.common[at - 1 :]]
-            )
+            common = np.empty(len(order), np.int64)
+            common[: at - 1], common[at - 1 + len(rows) :] = self.common[: at - 1], self.common[at - 1 :]
+            common[at - 1 : at - 1 + len(rows)] = shared
         else:
             common = np.zeros(len(rows), np.int64)
         self._place(order, common)

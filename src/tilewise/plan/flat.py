@@ -129,11 +129,13 @@ def _order_behind(lists: Ints, counts: Longs, skip: int) -> tuple[Ints, Longs]:
     key = key[by]
     if not np.count_nonzero(key[1:] == key[:-1]):  # mostly each goes its own way there
         return by.astype(np.int32), np.full(len(by) - 1, skip)
-    rest = lists[:, skip:]
-    by = _by_bytes(rest, counts)
+    rest = np.ascontiguousarray(lists[:, skip:])
+    by = _by_bytes(rest)
+    first = _first_difference(rest[by])
+    if np.maximum.reduce(first) == rest.shape[1]:  # some are equal but for their lengths
+        by = _by_bytes(rest, counts)
     own = counts[by]
-    first = _first_difference(rest[by]) + skip
-    return by.astype(np.int32), np.minimum(first, np.minimum(own[1:], own[:-1]))
+    return by.astype(np.int32), np.minimum(first + skip, np.minimum(own[1:], own[:-1]))
 
 
 def _as_bytes(pages: Ints) -> npt.NDArray[np.uint32]:
@@ -141,13 +143,13 @@ def _as_bytes(pages: Ints) -> npt.NDArray[np.uint32]:
     return pages.byteswap().view(np.uint32)
 
 
-def _by_bytes(lists: Ints, counts: Longs) -> Longs:
-    """(n,): the order of the lists' bytes. Filled up with zeros, a list equals itself with page 0 after it: the shorter
-    one comes first."""
-    by = counts.argsort(kind="stable")
+def _by_bytes(lists: Ints, counts: Longs | None = None) -> Longs:
+    """(n,): the order of the lists' bytes. Filled up with zeros, a list equals itself with page 0 after it: with
+    `counts`, the lists' lengths, the shorter one comes first."""
+    by = np.arange(len(lists)) if counts is None else counts.argsort(kind="stable")
     if lists.shape[1]:
-        whole = np.ascontiguousarray(lists[by]).view(f"V{4 * lists.shape[1]}")[:, 0]
-        by = by[whole.argsort(kind="stable")]
+        chosen = np.ascontiguousarray(lists if counts is None else lists[by])
+        by = by[chosen.view(f"V{4 * lists.shape[1]}")[:, 0].argsort(kind="stable")]
     return by
 
 
