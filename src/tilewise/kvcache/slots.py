@@ -16,7 +16,7 @@ from tilewise.kvcache.pool import Ints, ranges
 if TYPE_CHECKING:
     from tilewise.kvcache.paged import PagedKVCache
 
-STAGED_BYTES = 1 << 16  # of the host's memory, taken at a time for copies of places to a card
+STAGED_BYTES = 1 << 18  # of the host's memory, taken at a time for copies of places to a card
 
 
 class Late(NamedTuple):
@@ -146,10 +146,12 @@ class Slots:
     ) -> Slots:
         """Slots as extend() makes them, in a fifth of the time that a call of a frozen class takes."""
         made = cls.__new__(cls)
-        made.__dict__.update(
-            seqs=seqs, counts=counts, host_positions=positions, host_index=index, _cache=cache, _places=places,
-            _step=step, _born=losses, _losses=[losses, losses], _layers=set(), _when_complete=[],
-        )  # fmt: skip
+        fields = {
+            "seqs": seqs, "counts": counts, "host_positions": positions, "host_index": index, "_cache": cache,
+            "_places": places, "_step": step, "_born": losses, "_losses": [losses, losses], "_layers": set(),
+            "_when_complete": [],
+        }  # fmt: skip
+        object.__setattr__(made, "__dict__", fields)
         return made
 
     def __len__(self) -> int:
@@ -255,7 +257,8 @@ def late_places(cache: PagedKVCache, seqs: tuple[int, ...]) -> torch.Tensor | No
     places, cache._late = cache._late, None
     if places is None or places.late is None:
         return None
-    if places.late.extends != cache._extends or places.late.seqs != seqs:
+    late = places.late
+    if late.extends != cache._extends or not (late.seqs is seqs or late.seqs == seqs):
         places.settle()
         return None
     places.late = None

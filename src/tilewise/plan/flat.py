@@ -160,7 +160,8 @@ def _first_difference(lists: Ints) -> Longs:
         return np.zeros(len(lists) - 1, np.int64)
     differs = lists[1:] != lists[:-1]
     found = differs.argmax(1)
-    return np.where(differs[np.arange(len(found)), found], found, width)
+    first: Longs = np.where(differs[np.arange(len(found)), found], found, width)
+    return first
 
 
 def find_spans(common: Longs) -> Spans:

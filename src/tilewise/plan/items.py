@@ -257,7 +257,8 @@ def own_pieces(own: Own, cut: OwnCut, node_states: Longs, cutter: Cutter) -> Lon
     if total > len(parts):
         index = np.arange(len(parts)).repeat(parts)  # the range of each piece
         number = np.arange(total) - begun[index]  # which piece of its range it is
-        sequence, size, whole, start, stop = (x[index] for x in (sequence, size, whole, start, stop))
+        sequence, size, start, stop = (x[index] for x in (sequence, size, start, stop))
+        whole = whole[index]
         begin, state = begin[index] + number * size, state[index] + number
     row = np.arange(0, rows_each, shape.rows)
     made = np.empty((PIECE_FIELDS, total, len(row)), np.int64)
@@ -285,7 +286,9 @@ def items_of_heads(pieces: Longs, heads: int, rows_each: int, of: Sequences) -> 
     number = begin // of.page_size
     second = number if of.chunk == CHUNK else (begin + of.chunk - CHUNK) // of.page_size
     last, fixed = of.pages.shape[1] - 1, second < tail_from
-    page = np.where(fixed, of.pages[table, np.minimum(number, last)], -1)
+    page = second_page = np.where(fixed, of.pages[table, np.minimum(number, last)], -1)
+    if second is not number:
+        second_page = np.where(fixed, of.pages[table, np.minimum(second, last)], -1)
     items = np.empty((count, heads, ITEM_WORDS), np.int32)
     item = np.empty((ITEM_WORDS, count), np.int32)
     item[Word.SEQUENCE] = sequence
@@ -300,7 +303,7 @@ def items_of_heads(pieces: Longs, heads: int, rows_each: int, of: Sequences) -> 
     item[Word.TAIL_FROM] = tail_from
     item[STATE_WORDS] = of.states[sequence].T
     item[Word.KIND] = part.kind
-    item[Word.SECOND_PAGE] = page if second is number else np.where(fixed, of.pages[table, np.minimum(second, last)], -1)
+    item[Word.SECOND_PAGE] = second_page
     items[:] = item.T[:, None]
     items[:, :, Word.CALLER_HEAD] += np.arange(heads, dtype=np.int32)
     return items.reshape(-1, ITEM_WORDS)

@@ -45,7 +45,8 @@ class TreeOrder(Protocol):
     """Who keeps the order of a batch: kvcache/lineage.py."""
 
     def update(self, seqs: Sequence[int], rows: Longs, /) -> tuple[Ints, Longs]:
-        """order and common of sequences that have these rows in the cache's arrays; the very arrays of the last call if sequences only grew since."""
+        """order and common of sequences that have these rows in the cache's arrays; the very arrays of the last call
+        if sequences only grew since."""
         ...
 
 

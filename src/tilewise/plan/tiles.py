@@ -233,9 +233,9 @@ class PagedTiles(Value):
 class PagedWork(Value):
     """The work of a decode plan as arrays; n sequences stand in the plan's order. `tiles` makes items of them.
 
-    table (n, width): the page lists in the caller's order, with zeros after them, and order (n,) its rows in the plan's.
-    lengths (n,): in tokens. nodes (m, 5): as choose_nodes in flat.py returns them. own (3, k): as own_ranges returns
-    them. reach: how far back rows see.
+    table (n, width): the page lists in the caller's order, with zeros after them; order (n,): their numbers in the
+    plan's. lengths (n,): in tokens. nodes (m, 5): as choose_nodes in flat.py returns them. own (3, k): as own_ranges
+    returns them. reach: how far back rows see.
     """
 
     table: Ints

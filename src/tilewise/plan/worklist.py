@@ -17,7 +17,16 @@ import torch
 
 from tilewise.plan.cost import DEEP_CHUNKS, WHOLE_CHUNKS
 from tilewise.plan.deal import are_in_step, deal_beside_tiles, deal_chains, deal_streams, stream_chunks
-from tilewise.plan.items import ITEM_WORDS, STATE_WORDS, Ints, Sequences, Word, cut_plan, first_tile_pages, items_of_heads
+from tilewise.plan.items import (
+    ITEM_WORDS,
+    STATE_WORDS,
+    Ints,
+    Sequences,
+    Word,
+    cut_plan,
+    first_tile_pages,
+    items_of_heads,
+)
 from tilewise.plan.ranges import (
     CHUNK,
     FAR,
