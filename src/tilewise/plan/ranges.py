@@ -9,6 +9,7 @@ same bits whatever else is in the batch.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -45,9 +46,15 @@ class Splitting:
 
     def of(self, tokens: Longs) -> Longs:
         """(n,) → (n,): tokens per piece for own ranges of so many tokens."""
-        limits, sizes = np.array(self.pieces, np.int64).T
+        limits, sizes = _columns(self.pieces)
         found: Longs = sizes[limits.searchsorted(np.minimum(tokens, limits[-1]))]
         return found
+
+
+@lru_cache(maxsize=64)
+def _columns(pieces: tuple[tuple[int, int], ...]) -> tuple[Longs, Longs]:
+    limits, sizes = np.array(pieces, np.int64).T
+    return limits, sizes
 
 
 class Shape(NamedTuple):
