@@ -9,7 +9,7 @@ import torch
 
 import tilewise
 from tilewise.kvcache import PagedKVCache, storage
-from tilewise.kvcache.slots import Places, gather, room_for
+from tilewise.kvcache.slots import STAGED_BYTES, Places, gather, room_for
 
 ROWS = 6
 
@@ -61,6 +61,17 @@ def test_a_lazy_step_is_sent_when_somebody_asks(sent):
     assert len(sent) == 1
     assert slots.positions.tolist() == slots.host_positions.tolist()
     assert len(sent) == 2
+
+
+def test_each_copy_has_memory_of_its_own():
+    """Of pinned memory that copies may still be read from: many pieces are taken at a time, and each is used once."""
+    places, pieces = Places(1000, torch.device("cpu")), STAGED_BYTES // 16000
+    for step in range(2 * pieces + 1):
+        positions = np.arange(step, step + 7)
+        places.fill(positions, 3 * positions)
+        assert places.tensor[:, :8].tolist() == [[*positions.tolist(), 0], [*(3 * positions).tolist(), -1]]
+        left = [host.data_ptr() for host, _ in places._staged]
+        assert len(set(left)) == len(left) == -(step + 1) % pieces
 
 
 def test_places_go_with_the_plan_while_sequences_come_and_go(sent):

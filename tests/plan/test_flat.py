@@ -12,11 +12,13 @@ from tree_cases import first_seen, random_lists, tree_lists
 
 from tilewise.plan.cost import CPU_COST, GPU_COST, MMA_COST, CostModel
 from tilewise.plan.flat import (
+    FEW,
     Judge,
     PageTable,
     choose_nodes,
     cut_nodes_at_breaks,
     find_spans,
+    of_deepest,
     stored_tokens,
     tree_order,
 )
@@ -89,6 +91,36 @@ def test_of_a_list_and_its_continuation_by_page_0_the_shorter_comes_first() -> N
     order, common = tree_order(*PageTable.of(lists))
     assert order.tolist() == [3, 1, 2, 4, 0]
     assert common.tolist() == [0, 1, 2, 2]
+
+
+@pytest.mark.parametrize("prefix", [1, 7, 8, 9, 40])
+@pytest.mark.parametrize("pages", [2, 300])  # that a list may go on with: all differ there, or some do not
+def test_lists_behind_one_prefix(prefix: int, pages: int) -> None:
+    for seed in range(20):
+        rng = np.random.default_rng(seed)
+        begin = rng.integers(0, 1000, prefix)
+        own = [rng.integers(0, pages, rng.integers(0 if seed % 4 == 0 else 1, 12)) for _ in range(rng.integers(2, 9))]
+        lists = [np.concatenate([begin, x]).astype(np.int32) for x in own]
+        order, common = tree_order(*PageTable.of(lists))
+        assert order.tolist() == sorted(range(len(lists)), key=lambda n: lists[n].tobytes())
+        for a, b, found in zip(order[:-1].tolist(), order[1:].tolist(), common.tolist(), strict=True):
+            assert np.array_equal(lists[a][:found], lists[b][:found])
+            assert found == min(len(lists[a]), len(lists[b])) or lists[a][found] != lists[b][found]
+
+
+def test_what_the_deepest_node_says() -> None:
+    met = 0
+    for seed in range(100):
+        lists, lengths, page_size, tokens, _ = random_batch(seed)
+        order, common = tree_order(*PageTable.of(lists))
+        nodes = choose_nodes(common, np.array(lengths, np.int64)[order], page_size, tokens, Reach(), None)
+        values = np.random.default_rng(seed).integers(1, 100, len(nodes))
+        expected = np.zeros(len(lists), np.int64)
+        for (first, count, *_), value in zip(nodes.tolist(), values.tolist(), strict=True):
+            expected[first : first + count] = value
+        assert of_deepest(nodes, values, len(lists)).tolist() == expected.tolist()
+        met += len(nodes) > FEW
+    assert met > 5
 
 
 @pytest.mark.parametrize("count", [0, 1])

@@ -45,40 +45,44 @@ class TensorMapSpec:
     oob_nan: bool = False
 
     def __post_init__(self) -> None:
-        def rule(holds: bool, text: str) -> None:
-            if not holds:
-                raise ValueError(f"tensor map: {text}")
+        if broken := self._broken():
+            raise ValueError(f"tensor map: {broken}")
 
-        rule(self.dtype in MAP_TYPES, f"dtype must be one of {', '.join(MAP_TYPES)}, got {self.dtype!r}")
-        rank = len(self.sizes)
-        rule(1 <= rank <= 5, f"rank must be 1 to 5, got {rank} sizes {self.sizes}")
-        rule(
-            len(self.strides) == rank - 1,
-            f"strides must be those of dimensions 1 to {rank - 1}, in bytes, got {self.strides}",
-        )
-        rule(len(self.box) == rank, f"box must have {rank} sizes as the tensor has, got {self.box}")
+    def _broken(self) -> str:
+        """The first of the hardware's rules that is broken, "" if none is. A text is made for that one alone: every
+        plan makes its maps anew."""
+        rank, box, swizzle = len(self.sizes), self.box, self.swizzle
+        if self.dtype not in MAP_TYPES:
+            return f"dtype must be one of {', '.join(MAP_TYPES)}, got {self.dtype!r}"
+        if not 1 <= rank <= 5:
+            return f"rank must be 1 to 5, got {rank} sizes {self.sizes}"
+        if len(self.strides) != rank - 1:
+            return f"strides must be those of dimensions 1 to {rank - 1}, in bytes, got {self.strides}"
+        if len(box) != rank:
+            return f"box must have {rank} sizes as the tensor has, got {box}"
         for i, size in enumerate(self.sizes):
-            rule(1 <= size <= 2**32, f"sizes must be 1 to 2^32, got {size} in dimension {i}")
+            if not 1 <= size <= 2**32:
+                return f"sizes must be 1 to 2^32, got {size} in dimension {i}"
         for i, stride in enumerate(self.strides, 1):
-            rule(stride % 16 == 0, f"strides must be multiples of 16 bytes, got {stride} in dimension {i}")
-            rule(
-                0 <= stride < 2**40,
-                f"strides must be at least 0 and less than 2^40 bytes, got {stride} in dimension {i}",
-            )
-        for i, size in enumerate(self.box):
-            rule(1 <= size <= 256, f"box sizes must be 1 to 256, got {size} in dimension {i}")
-        inner = self.box[0] * self.item_bytes
-        rule(inner % 16 == 0, f"the box's inner row must be a multiple of 16 bytes, got {inner}")
-        rule(self.swizzle in (0, 32, 64, 128), f"swizzle must be 0, 32, 64 or 128 bytes, got {self.swizzle}")
-        rule(
-            self.swizzle == 0 or inner <= self.swizzle,
-            f"the box's inner row must be at most the swizzle's {self.swizzle} bytes, got {inner}",
-        )
-        rule(
-            self.l2_promotion in (0, 64, 128, 256),
-            f"l2_promotion must be 0, 64, 128 or 256 bytes, got {self.l2_promotion}",
-        )
-        rule(not self.oob_nan or "FLOAT" in MAP_TYPES[self.dtype][1], f"oob_nan needs a float dtype, got {self.dtype}")
+            if stride % 16:
+                return f"strides must be multiples of 16 bytes, got {stride} in dimension {i}"
+            if not 0 <= stride < 2**40:
+                return f"strides must be at least 0 and less than 2^40 bytes, got {stride} in dimension {i}"
+        for i, size in enumerate(box):
+            if not 1 <= size <= 256:
+                return f"box sizes must be 1 to 256, got {size} in dimension {i}"
+        inner = box[0] * self.item_bytes
+        if inner % 16:
+            return f"the box's inner row must be a multiple of 16 bytes, got {inner}"
+        if swizzle not in (0, 32, 64, 128):
+            return f"swizzle must be 0, 32, 64 or 128 bytes, got {swizzle}"
+        if swizzle and inner > swizzle:
+            return f"the box's inner row must be at most the swizzle's {swizzle} bytes, got {inner}"
+        if self.l2_promotion not in (0, 64, 128, 256):
+            return f"l2_promotion must be 0, 64, 128 or 256 bytes, got {self.l2_promotion}"
+        if self.oob_nan and "FLOAT" not in MAP_TYPES[self.dtype][1]:
+            return f"oob_nan needs a float dtype, got {self.dtype}"
+        return ""
 
     @property
     def rank(self) -> int:
@@ -97,6 +101,9 @@ class TensorMapSpec:
         return total
 
 
+_BLANK = TensorMapSpec("uint8", (16,), (), (16,), 0)
+
+
 class TensorMap:
     """A tensor map as the driver encodes it: 128 bytes, aligned to 64. Made by `encode`."""
 
@@ -113,7 +120,7 @@ class TensorMap:
     @classmethod
     def blank(cls) -> TensorMap:
         """Zeros: for a kernel that takes a map and does not use it, or before `Args.point` puts in another."""
-        return cls(TensorMapSpec("uint8", (16,), (), (16,), 0), 0)
+        return cls(_BLANK, 0)
 
 
 @lru_cache(maxsize=4096)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+from functools import cache
 
 import torch
 
@@ -74,7 +75,11 @@ class ScoreArgs(ctypes.Structure):
 
 def score_rule(scores: Scores) -> tuple[str, str]:
     """The constant that says what a kernel does to scores, a type: common/scores.cuh."""
-    flags = (scores.softcap > 0, scores.alibi, scores.scale <= 0, *([True] if scores.chunk else []))
+    return _rule_of(scores.softcap > 0, scores.alibi, scores.scale <= 0, *([True] if scores.chunk else []))
+
+
+@cache
+def _rule_of(*flags: bool) -> tuple[str, str]:
     return "Rule", f"ScoreRule<{', '.join(str(flag).lower() for flag in flags)}>"
 
 

@@ -104,6 +104,7 @@ class Decode:
         packed = all(x.stride(2) * x.element_size() == row_bytes(f) for x, f in zip(codes, sides, strict=True))
         if in_step and packed:
             lines = line_heads(fmt, tiling.warps), line_heads(fmt.values, tiling.warps)
+        whole = tiles_whole(codes)
         self.spec = decode_spec(
             asked.dtype,
             fmt,
@@ -113,7 +114,7 @@ class Decode:
             scale_runs=asked.scale_runs,
             rule=asked.rule,
             tree=asked.tree,
-            tiles_whole=tiles_whole(codes),
+            tiles_whole=whole,
             in_step=in_step,
             line_heads=lines,
             selected=asked.selections > 0,
@@ -126,7 +127,7 @@ class Decode:
                 for x, side, line in zip(codes, sides, lines, strict=True)
             ]
         if tiling.tile_stages and tma:
-            self.map_specs += [tile_map(x, tile_tokens(fmt), tiles_whole(codes)) for x in codes]
+            self.map_specs += [tile_map(x, tile_tokens(fmt), whole) for x in codes]
         group = plan.heads_q // plan.heads_kv
         self.rows_each = plan.tokens_per_seq * group
         self.fixed = listed.tensors(self.device)
@@ -146,6 +147,8 @@ class Decode:
             self.select = Select(listed, a, self.device, asked.selections)
         self.grid = (listed.blocks, 1, 1)
         self.workspaces: dict[int | None, Workspace] = {}
+        # Barrier counters that nobody has yet: one for graphs, one for the stream that is asked for first.
+        self.counters = list(torch.zeros((2, 1), dtype=torch.int32, device=self.device).unbind())
         self.graph_barrier = self._barrier()
         if self.device.type == "cuda":
             self.kernel = compiler.load(self.spec, self.device)
@@ -162,7 +165,7 @@ class Decode:
         return 2 if rows <= 2 * self.listed.blocks * tiling.merging_warps else 4
 
     def _barrier(self) -> torch.Tensor:
-        return torch.zeros(1, dtype=torch.int32, device=self.device)
+        return self.counters.pop() if self.counters else torch.zeros(1, dtype=torch.int32, device=self.device)
 
     def _workspace(self, stream: int | None) -> Workspace:
         """The scratch of a stream, whose launches follow each other; None: of graphs, which own what they allocate.

@@ -185,6 +185,8 @@ class Stage:
         self.mirror = PageMirror(rows)
         self.grown = -1  # the number of the last step if it was one that Batch.grown tells of
         self._head: tuple[tuple[Longs, Ints, Longs], Ints] | None = None  # of the last step, and what it was made of
+        self._places: torch.Tensor | None = None  # of a step before, with its room and its address
+        self._room = self._address = 0
         self._messages = Messages(32 * rows + 16384, self.device)
         self._args = a = StageArgs(step=step.data_ptr(), table=pages.data_ptr(), width=pages.shape[1])
         a.page_size, a.seen = Divisor.by(page_size), self._messages.seen.data_ptr()
@@ -203,9 +205,9 @@ class Stage:
         if places is None:
             a.positions = a.index = a.room = 0
         else:
-            a.room = room = places.shape[1]
-            a.positions = address = places.data_ptr()
-            a.index = address + 8 * room
+            if places is not self._places:  # mostly the same, step after step
+                self._places, self._room, self._address = places, places.shape[1], places.data_ptr()
+            a.room, a.positions, a.index = self._room, self._address, self._address + 8 * self._room
         if self.device.type == "cuda":
             self._kernel.launch((1, 1, 1), self._launch_args)
             return

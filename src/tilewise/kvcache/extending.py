@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -22,9 +21,8 @@ if TYPE_CHECKING:
 Flags = npt.NDArray[np.bool_]
 
 
-@dataclass(eq=False, slots=True)
-class ExtendPlan:
-    """A checked extend() that has not happened yet. Nobody changes one."""
+class ExtendPlan(NamedTuple):
+    """A checked extend() that has not happened yet."""
 
     seqs: tuple[int, ...]
     counts: tuple[int, ...]
@@ -153,16 +151,21 @@ def commit_extend(cache: PagedKVCache, plan: ExtendPlan, into: Slots | None) -> 
         sequences.moved[rows], sequences.run, sequences.stepped = False, None, rows
     else:
         # Token t of the packed list is the i-th new one of its sequence s; positions = starts[s] + i.
-        positions = ranges(starts, counts)
+        each = plan.counts[0] if plan.counts else 0
+        last_tokens: Any
+        if each and plan.counts.count(each) == len(rows):  # as many for each: a row of them
+            positions, owners, last_tokens = starts[:, None] + np.arange(each), rows[:, None], (slice(None), -1)
+        else:
+            positions, owners = ranges(starts, counts), rows.repeat(counts)
+            last_tokens = counts.cumsum()[counts > 0] - 1
         number = positions // size
-        pages = sequences.table[rows.repeat(counts), number].astype(np.int64)
-        number *= -size
-        number += positions  # the places in their pages
-        pages *= size
-        index = pages + number
-        last_of_page = number == size - 1
-        last_of_page[counts.cumsum()[counts > 0] - 1] = True
+        index = sequences.table[owners, number] - number
+        index *= size
+        index += positions
+        last_of_page = (positions + 1) % size == 0
+        last_of_page[last_tokens] = True
         ends = index[last_of_page]
+        positions, index = positions.reshape(-1), index.reshape(-1)
 
     pool.reserve(ends, size)
     sequences.lengths[rows] = starts + counts

@@ -38,19 +38,22 @@ class Lineage:
         self._version = -1  # of the kinship then
         self._found: tuple[Places, Ints] = np.empty(0, np.int32), np.empty(0, np.int64)
 
-    def update(self, seqs: Sequence[int]) -> tuple[Places, Ints]:
+    def update(self, seqs: Sequence[int], rows: Ints | None = None) -> tuple[Places, Ints]:
         """(order, common) of the sequences as they are now, living ones that are named once each.
 
-        order (n,) int32: places in `seqs`, in a tree order. common (n - 1,) int64: how many leading pages each has in
+        rows: those that the cache's sequences have for them, where they are known. order (n,) int32: places in `seqs`,
+        in a tree order. common (n - 1,) int64: how many leading pages each has in
         common with the next. Both are read-only, and the very arrays of the last call if nothing changed since but
         that sequences grew.
         """
-        rows = self._sequences.batch(seqs)[1]
+        if rows is None:
+            rows = self._sequences.batch(seqs)[1]
         kinship = self._sequences.kinship
         assert kinship is not None
         if kinship.version == self._version and (rows is self._rows or np.array_equal(rows, self._rows)):
             return self._found
-        places = np.full(len(self._sequences.lengths) + 1, -1, np.int32)  # one more: of a place that is empty
+        places = np.empty(len(self._sequences.lengths) + 1, np.int32)  # one more: of a place that is empty
+        places.fill(-1)
         places[rows] = np.arange(len(rows), dtype=np.int32)
         order = places[kinship.order]
         (at,) = (order >= 0).nonzero()
@@ -193,9 +196,9 @@ class Kinship:
         with what comes next what that has."""
         order = np.concatenate([self.order[:at], rows, self.order[at:]])
         if at:
-            common = np.concatenate(
-                [self.common[: at - 1], np.full(len(rows), shared, np.int64), self.common[at - 1 :]]
-            )
+            common = np.empty(len(order), np.int64)
+            common[: at - 1], common[at - 1 + len(rows) :] = self.common[: at - 1], self.common[at - 1 :]
+            common[at - 1 : at - 1 + len(rows)] = shared
         else:
             common = np.zeros(len(rows), np.int64)
         self._place(order, common)

@@ -115,6 +115,8 @@ class PagedKVCache:
         self._managed: set[int] = set()  # those that a PrefixCache made: it alone may grow, fork and end them
         self._next_seq = 0
         self.pool = PagePool(self.num_pages)
+        # What a token has to be given: a plane for each layer, and one for each layer's index keys.
+        self.planes = self.num_layers + (0 if self.index_keys is None else len(self.index_keys.layers))
         self._written = storage.Written(self.num_pages, self.page_size, self.planes)
         self._foreign = False  # whether sequences of different lengths may have a page that is not full
         self.lazy_places = False  # whether slots are sent to a card only when somebody asks for them there
@@ -167,11 +169,6 @@ class PagedKVCache:
         cache = cls.__new__(cls)
         take_pages(cache, k_pages, v_pages, page_table, lengths, value_dim)
         return cache
-
-    @property
-    def planes(self) -> int:
-        """What a token has to be given: a plane for each layer, and one for each layer's index keys."""
-        return self.num_layers + (0 if self.index_keys is None else len(self.index_keys.layers))
 
     # What a sequence is.
 

@@ -184,17 +184,19 @@ class PagePool:
         """take() of one page for each, without a loop over them."""
         pages = last_pages + 1
         # The page after the last of all is out of range, and the one after -1 is no neighbour.
-        taken = self.refs.take(pages, mode="clip") > 0
-        taken |= (last_pages < 0) | (pages == self.num_pages)
-        (at,) = (~taken).nonzero()
+        free = self.refs.take(pages, mode="clip") == 0
+        free &= (last_pages >= 0) & (pages < self.num_pages)
+        (at,) = free.nonzero()
         if len(at):
             if len(set(pages[at].tolist())) < len(at):  # they share their last page, and the first has the one after it
                 at = at[np.unique(pages[at], return_index=True)[1]]
-                taken[:] = True
-                taken[at] = False
+                free[:] = False
+                free[at] = True
             self.refs[pages[at]] = 1
+        elif len(pages):
+            return self._take_lowest(len(pages))
         if len(at) < len(pages):
-            pages[taken] = self._take_lowest(len(pages) - len(at))
+            pages[~free] = self._take_lowest(len(pages) - len(at))
         return pages
 
     def take_single(self, last_pages: Ints) -> Ints:
@@ -207,7 +209,10 @@ class PagePool:
         self.free_pages -= len(last_pages)
         pages = last_pages + 1
         free = self.refs.take(pages, mode="clip") == 0  # after the last of all: that page again, which is held
-        if (found := int(np.count_nonzero(free))) < len(pages):
+        found = int(np.count_nonzero(free))
+        if not found and len(pages):
+            return self._take_lowest(len(pages))
+        if found < len(pages):
             self.refs[pages[free]] = 1
             pages[~free] = self._take_lowest(len(pages) - found)
         else:

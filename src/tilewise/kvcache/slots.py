@@ -16,6 +16,8 @@ from tilewise.kvcache.pool import Ints, ranges
 if TYPE_CHECKING:
     from tilewise.kvcache.paged import PagedKVCache
 
+STAGED_BYTES = 1 << 18  # of the host's memory, taken at a time for copies of places to a card
+
 
 class Late(NamedTuple):
     """A step that is not in its arrays on the card yet: a token for each of `seqs`, (n,) each. extends: the cache's
@@ -34,7 +36,7 @@ class Places:
     sends steps of a token each with what the plan takes.
     """
 
-    __slots__ = ("_tensor", "capacity", "device", "late", "lazy", "planned", "rows", "step")
+    __slots__ = ("_staged", "_tensor", "capacity", "device", "late", "lazy", "planned", "rows", "step")
 
     def __init__(self, capacity: int, device: torch.device, *, lazy: bool = False, planned: bool = False) -> None:
         self.capacity, self.device = capacity, device
@@ -43,6 +45,7 @@ class Places:
         self.step = 0  # counts the steps that were in them
         self.lazy, self.planned = lazy or planned, planned
         self.late: Late | None = None
+        self._staged: list[tuple[torch.Tensor, Ints]] = []  # of the host, for copies to come
         if not lazy:
             self.tensor  # noqa: B018  (it may run out of memory, and nothing has changed yet)
 
@@ -77,9 +80,13 @@ class Places:
         if not self.tensor.numel():
             return
         count, room = len(index), self.tensor.shape[1]
-        # New pinned memory in each call: torch does not hand it out again before the copy is done.
-        host = torch.empty((2, room), dtype=torch.int64, device="cpu", pin_memory=self.tensor.is_cuda)
-        values = host.numpy()
+        if not self._staged:
+            # New pinned memory for each copy: torch does not hand it out again before the copies from it are done. Many
+            # pieces of it at a time, because one takes as long as the copy itself.
+            pieces = max(1, STAGED_BYTES // (16 * room))
+            block = torch.empty((pieces, 2, room), dtype=torch.int64, device="cpu", pin_memory=self.tensor.is_cuda)
+            self._staged = list(zip(block.unbind(), block.numpy(), strict=True))
+        host, values = self._staged.pop()
         values[0, :count], values[1, :count] = positions, index
         if count < room:
             values[0, count:], values[1, count:] = 0, -1
@@ -139,10 +146,12 @@ class Slots:
     ) -> Slots:
         """Slots as extend() makes them, in a fifth of the time that a call of a frozen class takes."""
         made = cls.__new__(cls)
-        made.__dict__.update(
-            seqs=seqs, counts=counts, host_positions=positions, host_index=index, _cache=cache, _places=places,
-            _step=step, _born=losses, _losses=[losses, losses], _layers=set(), _when_complete=[],
-        )  # fmt: skip
+        fields = {
+            "seqs": seqs, "counts": counts, "host_positions": positions, "host_index": index, "_cache": cache,
+            "_places": places, "_step": step, "_born": losses, "_losses": [losses, losses], "_layers": set(),
+            "_when_complete": [],
+        }  # fmt: skip
+        object.__setattr__(made, "__dict__", fields)
         return made
 
     def __len__(self) -> int:
@@ -207,7 +216,7 @@ class Slots:
     def note_written(self, layers: Iterable[int]) -> None:
         """Take note of layers that were written; whoever waits for the last of them is told."""
         self._layers.update(layers)
-        if self.complete:
+        if self._when_complete and self.complete:
             for tell in self._when_complete:
                 tell()
             self._when_complete.clear()
@@ -248,7 +257,8 @@ def late_places(cache: PagedKVCache, seqs: tuple[int, ...]) -> torch.Tensor | No
     places, cache._late = cache._late, None
     if places is None or places.late is None:
         return None
-    if places.late.extends != cache._extends or places.late.seqs != seqs:
+    late = places.late
+    if late.extends != cache._extends or not (late.seqs is seqs or late.seqs == seqs):
         places.settle()
         return None
     places.late = None

@@ -75,17 +75,20 @@ def deal_beside_tiles(items: Ints, chunks: Longs, heads: int, shape: Shape, tile
     step_chunks = MMA_STEP_CHUNKS if shape.in_turn else shape.weights.step_chunks
     after: Floats = (tile_steps(tile_items) * step_chunks).sum(0)
     blocks, warps, joiners = len(after), shape.warps, shape.joiners
+    alone = warps * after  # what its streaming warps do before its joiners start
     together = warps if are_in_step(len(items), heads, blocks, warps) else 1
-    cost = (chunks + shape.weights.item_chunks).reshape(-1, together).sum(1)
+    units = chunks.reshape(-1, together)
+    cost = (units + shape.weights.item_chunks).sum(1)
 
     def done(work: Floats, block: Longs) -> Floats:
         """When blocks are done with `work` chunks of streaming each, if their joiners start when their tiles end."""
         free = after[block]
         if shape.in_turn:
             return free + work / warps
-        return np.where(work <= warps * free, work / warps, free + (work - warps * free) / (warps + joiners))
+        until = alone[block]
+        return np.where(work <= until, work / warps, free + (work - until) / (warps + joiners))
 
-    ranked = _ranked(chunks.reshape(-1, together).sum(1))
+    ranked = _ranked(units.sum(1))
     block = _longest_first(cost[ranked], after, 0.0, done)
     turn = _turns(block, blocks)
     dealt = np.zeros((blocks, int(turn.max(initial=-1)) + 1, together, ITEM_WORDS), np.int32)
@@ -99,20 +102,27 @@ def deal_chains(items: Ints, chains: Longs, blocks: int) -> Ints:
     them get GOES_ON, also in `items`."""
     if not len(items):
         return np.zeros((0, blocks, ITEM_WORDS), np.int32)
-    heads = len(items) // len(chains)
-    roots, of = np.unique(chains, return_inverse=True)
-    steps = np.bincount(of, tile_steps(items[::heads])).astype(np.int64)
-    if len(roots) < len(chains):
-        goes_on = np.ones(len(chains), np.bool_)
-        goes_on[len(of) - 1 - np.unique(of[::-1], return_index=True)[1]] = False
+    heads, numbers = len(items) // len(chains), np.arange(len(chains))
+    steps = tile_steps(items[::heads]).astype(np.int64)
+    roots = chains == numbers
+    if np.count_nonzero(roots) == len(chains):  # none goes on: the longest first are the items as they are dealt
+        cost = steps.repeat(heads)  # of each item
+        by = _ranked(cost)
+        block = _longest_first(cost[by], np.zeros(blocks), 0.0)
+    else:
+        (firsts,) = roots.nonzero()
+        of = firsts.searchsorted(chains)
+        goes_on, last = np.ones(len(chains), np.bool_), np.empty(len(firsts), np.int64)
+        last[of] = numbers
+        goes_on[last] = False
         items.reshape(-1, heads, ITEM_WORDS)[goes_on, :, Word.KIND] |= GOES_ON
-    cost = np.repeat(steps, heads)  # of each chain and head
-    ranked = _ranked(cost)
-    place, block = np.empty_like(ranked), np.empty_like(ranked)
-    place[ranked], block[ranked] = np.arange(len(ranked)), _longest_first(cost[ranked], np.zeros(blocks), 0.0)
-    unit = (of[:, None] * heads + np.arange(heads)).ravel()  # the chain and head of each item
-    by = place[unit].argsort(kind="stable")
-    block = block[unit[by]]
+        cost = np.bincount(of, steps).astype(np.int64).repeat(heads)  # of each chain and head
+        ranked = _ranked(cost)
+        place, block = np.empty_like(ranked), np.empty_like(ranked)
+        place[ranked], block[ranked] = np.arange(len(ranked)), _longest_first(cost[ranked], np.zeros(blocks), 0.0)
+        unit = (of[:, None] * heads + np.arange(heads)).ravel()  # the chain and head of each item
+        by = place[unit].argsort(kind="stable")
+        block = block[unit[by]]
     turn = _turns(block, blocks)
     dealt = np.zeros((int(turn.max()) + 1, blocks, ITEM_WORDS), np.int32)
     dealt[turn, block] = items[by]
@@ -129,9 +139,10 @@ def _ranked(cost: Longs) -> Longs:
 
 def _turns(taker: Longs, takers: int) -> Longs:
     """(n,): how many went to the same taker before."""
-    by, counts = taker.argsort(kind="stable"), np.bincount(taker, minlength=takers)
+    small = taker.astype(np.uint16) if takers <= 1 << 16 else taker  # these are sorted in linear time
+    by, counts = small.argsort(kind="stable"), np.bincount(taker, minlength=takers)
     turn = np.empty_like(taker)
-    turn[by] = np.arange(len(taker)) - np.repeat(np.cumsum(counts) - counts, counts)
+    turn[by] = np.arange(len(taker)) - (counts.cumsum() - counts).repeat(counts)
     return turn
 
 
@@ -139,27 +150,38 @@ def _longest_first(
     cost: npt.NDArray[np.number],
     after: Floats,
     extra: float,
-    done: Callable[[Floats, Longs], Floats] = lambda work, taker: work,
+    done: Callable[[Floats, Longs], Floats] | None = None,
 ) -> Longs:
     """(n,): who takes each of n units that cost so much, and `extra` besides, dealt in their order.
 
-    A taker that has `work` to do is done at `done(work, taker)`. The one that is done first gets the next unit; of
-    equals the one whose `after` is smaller, then the one that has less to do, then the lower number.
+    A taker that has `work` to do is done at `done(work, taker)`, or at `work`. The one that is done first gets the next
+    unit; of equals the one whose `after` is smaller, then the one that has less to do, then the lower number.
     """
     takers, count = len(after), len(cost)
     work, ends = np.zeros(takers), np.zeros(takers)
     found = np.empty(count, np.int64)
     costs = cost.astype(np.float64)
+    even = not np.count_nonzero(after != after[0])
     at = 0
     while at < count:
-        by = np.lexsort((work, after, ends))[: count - at]
-        more = work[by] + costs[at : at + len(by)] + extra
-        new = done(more, by)
+        if not even:
+            by = np.lexsort((work, after, ends))
+        elif done is None:
+            by = work.argsort(kind="stable")
+        else:
+            by = np.lexsort((work, ends))
+        by = by[: count - at]
+        more = work[by] + costs[at : at + len(by)]
+        if extra:
+            more += extra
+        new = more if done is None else done(more, by)
         # Whoever would not be served before somebody who has been served already has to wait for the next round.
         late = np.minimum.accumulate(new[:-1]) <= ends[by[1:]]
-        served = int(late.argmax()) + 1 if late.any() else len(by)
+        first = int(late.argmax()) if len(late) else 0
+        served = first + 1 if len(late) and late[first] else len(by)
         by = by[:served]
         found[at : at + served] = by
-        work[by], ends[by] = more[:served], new[:served]
+        work[by] = more[:served]
+        ends[by] = new[:served]
         at += served
     return found

@@ -78,7 +78,9 @@ def tree_order(table: Ints, counts: Longs) -> tuple[Ints, Longs]:
     common = np.zeros(max(0, count - 1), np.int64)
     if not count or not table.shape[1]:
         return order, common
-    key = table[:, 0].byteswap().view(np.uint32).astype(np.int64)
+    if skip := _prefix_of_all(table, counts):
+        return _order_behind(table, counts, skip)
+    key = _as_bytes(table[:, 0]).astype(np.int64)
     key[counts == 0] = -1
     order = key.argsort(kind="stable").astype(np.int32)
     key = key[order]
@@ -98,20 +100,68 @@ def tree_order(table: Ints, counts: Longs) -> tuple[Ints, Longs]:
         differs &= together[:, None]
     apart = differs.any(0)
     skip = int(apart.argmax()) if apart.any() else width
-    # Filled up with zeros, a list equals itself with page 0 after it: the shorter one comes first.
-    by = own.argsort(kind="stable")
-    if skip < width:
-        by = by[np.ascontiguousarray(lists[by, skip:]).view(f"V{4 * (width - skip)}")[:, 0].argsort(kind="stable")]
+    rest = lists[:, skip:]
+    by = _by_bytes(rest, own)
     by = by[group[by].argsort(kind="stable")]
-    members, own, rest = members[by], own[by], lists[by, skip:]
-    order[places] = members
-    first = np.full(len(together), width)
-    if skip < width:
-        differs = rest[1:] != rest[:-1]
-        found = differs.argmax(1)
-        first = np.where(differs[np.arange(len(found)), found], found + skip, width)
-    common[same] = np.minimum(first, np.minimum(own[1:], own[:-1]))[together]
+    order[places], own = members[by], own[by]
+    common[same] = np.minimum(_first_difference(rest[by]) + skip, np.minimum(own[1:], own[:-1]))[together]
     return order, common
+
+
+def _prefix_of_all(table: Ints, counts: Longs) -> int:
+    """How many leading pages all lists have in common, if every list has another page after them; else 0."""
+    if len(table) < 2 or table[0, 0] != table[-1, 0]:
+        return 0
+    width = int(np.minimum.reduce(counts))
+    whole = width // 8 * 8  # truth values are looked at eight at a time
+    differs = (table[1:, :whole] != table[:-1, :whole]).view(np.uint64)
+    (blocks,) = np.bitwise_or.reduce(differs, axis=0).nonzero()
+    first = 8 * int(blocks[0]) if len(blocks) else whole
+    columns = table[:, first : min(first + 8, width)]
+    (apart,) = np.logical_or.reduce(columns[1:] != columns[:-1]).nonzero()
+    return first + int(apart[0]) if len(apart) else 0
+
+
+def _order_behind(lists: Ints, counts: Longs, skip: int) -> tuple[Ints, Longs]:
+    """tree_order() of lists that have their first `skip` pages in common."""
+    key = _as_bytes(lists[:, skip])
+    by = key.argsort()
+    key = key[by]
+    if not np.count_nonzero(key[1:] == key[:-1]):  # mostly each goes its own way there
+        return by.astype(np.int32), np.full(len(by) - 1, skip)
+    rest = np.ascontiguousarray(lists[:, skip:])
+    by = _by_bytes(rest)
+    first = _first_difference(rest[by])
+    if np.maximum.reduce(first) == rest.shape[1]:  # some are equal but for their lengths
+        by = _by_bytes(rest, counts)
+    own = counts[by]
+    return by.astype(np.int32), np.minimum(first + skip, np.minimum(own[1:], own[:-1]))
+
+
+def _as_bytes(pages: Ints) -> npt.NDArray[np.uint32]:
+    """(n,) numbers that are ordered as the bytes of these pages are."""
+    return pages.byteswap().view(np.uint32)
+
+
+def _by_bytes(lists: Ints, counts: Longs | None = None) -> Longs:
+    """(n,): the order of the lists' bytes. Filled up with zeros, a list equals itself with page 0 after it: with
+    `counts`, the lists' lengths, the shorter one comes first."""
+    by = np.arange(len(lists)) if counts is None else counts.argsort(kind="stable")
+    if lists.shape[1]:
+        chosen = np.ascontiguousarray(lists if counts is None else lists[by])
+        by = by[chosen.view(f"V{4 * lists.shape[1]}")[:, 0].argsort(kind="stable")]
+    return by
+
+
+def _first_difference(lists: Ints) -> Longs:
+    """(n - 1,): the first column in which each list differs from the next one, the number of columns if none does."""
+    width = lists.shape[1]
+    if not width:
+        return np.zeros(len(lists) - 1, np.int64)
+    differs = lists[1:] != lists[:-1]
+    found = differs.argmax(1)
+    first: Longs = np.where(differs[np.arange(len(found)), found], found, width)
+    return first
 
 
 def find_spans(common: Longs) -> Spans:
@@ -249,23 +299,42 @@ def _is_plain(kind: type[CostModel]) -> bool:
     return found
 
 
+def of_deepest(nodes: Longs, values: Longs, count: int) -> Longs:
+    """(count,): of each sequence what `values` (m,) says of the deepest node (m, 5) that it is below, 0 if it is below
+    none."""
+    if len(nodes) <= FEW:
+        found = np.zeros(count, np.int64)
+        for (first, sequences, *_), value in zip(nodes.tolist(), values.tolist(), strict=True):
+            found[first : first + sequences] = value
+        return found
+    # Where a node begins and ends, what it says goes up and down by what it says more than the node around it.
+    more = values - np.append(values, 0)[nodes[:, ABOVE]]
+    steps = np.zeros(count + 1, np.int64)
+    np.add.at(steps, nodes[:, FIRST], more)
+    np.subtract.at(steps, nodes[:, FIRST] + nodes[:, SEQUENCES], more)
+    return steps.cumsum()[:-1]
+
+
 def own_ranges(nodes: Longs, lengths: Longs, tokens_per_seq: int, reach: Reach, most: int = 0) -> Longs:
     """(3, k): sequence, start and stop of the tokens that some row of a sequence sees and that no node shares; by
     sequence, and ascending.
 
     nodes, lengths, reach: as in choose_nodes. most: how many tokens a sequence reads at most, 0 for all.
     """
-    at = np.zeros_like(lengths) if reach.whole else reach.first(lengths - tokens_per_seq)
     before = [np.zeros((3, 0), np.int64)]  # what some rows see before the first node that all rows see
-    for first, sequences, start, stop, _ in nodes.tolist():
-        span = at[first : first + sequences]
-        if not reach.whole:
+    if reach.whole:
+        at = of_deepest(nodes, nodes[:, STOP], len(lengths))
+    else:
+        at = reach.first(lengths - tokens_per_seq)
+        for first, sequences, start, stop, _ in nodes.tolist():
+            span = at[first : first + sequences]
             short = (span < start).nonzero()[0]
             before.append(np.stack(np.broadcast_arrays(short + first, span[short], start)))
-        span[:] = stop
+            span[:] = stop
     ends = np.minimum(lengths, most) if most else lengths
-    owners = (ends > at).nonzero()[0]
-    own = np.stack([owners, at[owners], ends[owners]])
+    (owners,) = (ends > at).nonzero()
+    own = np.empty((3, len(owners)), np.int64)
+    own[0], own[1], own[2] = owners, at[owners], ends[owners]
     if len(before) > 1:
         own = np.concatenate([*before, own], axis=1)
         own = own[:, np.lexsort((own[1], own[0]))]

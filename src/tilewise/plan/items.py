@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tilewise.plan.cost import CHAIN_SHARE
-from tilewise.plan.flat import FIRST, SEQUENCES, START, STOP
+from tilewise.plan.flat import FIRST, SEQUENCES, START, STOP, of_deepest
 from tilewise.plan.ranges import CHUNK, FAR, TILE_TOKENS, Cutter, Flags, Longs, Own, OwnCut
 
 Ints = npt.NDArray[np.int32]
@@ -118,39 +118,35 @@ class NodeCut(NamedTuple):
 
 def cut_nodes(nodes: Longs, cutter: Cutter, chaining: bool) -> NodeCut:
     """How nodes (m, 5) are cut. chaining: whether pieces of tiles may continue others."""
-    by_tiles, size = cutter.by_tiles(nodes), cutter.node_sizes(nodes)
-    step = np.where(by_tiles, TILE_TOKENS, cutter.shape.chunk)
-    begin = nodes[:, START] // step * step
-    parts = -(-(nodes[:, STOP] - begin) // size)
-    most, each = cutter.shape.tile_rows, cutter.rows_each
-    limit = CHAIN_SHARE * cutter.even_share(nodes, by_tiles=True)
-    states, continues = [0] * len(nodes), [-1] * len(nodes)
-    last = [0] * len(nodes)  # tokens of the chain up to a node's end
-    rows, cuts = nodes.tolist(), zip(*(x.tolist() for x in (by_tiles, size, begin, parts)), strict=True)
-    counts = [0] * len(nodes)  # states of the node's sequences up to its end
-    for n, ((first, sequences, start, stop, above), (tiled, piece, begun, pieces)) in enumerate(
-        zip(rows, cuts, strict=True)
-    ):
+    by_tiles = cutter.by_tiles(nodes)
+    sizes, passes, share = cutter.size_nodes(nodes, by_tiles)
+    start = nodes[:, START]
+    begin = start - start % np.where(by_tiles, TILE_TOKENS, cutter.shape.chunk)
+    parts = -(-(nodes[:, STOP] - begin) // sizes)
+    most, each, limit = cutter.shape.tile_rows, cutter.rows_each, CHAIN_SHARE * share
+    rows, tiled, pieces = nodes.tolist(), by_tiles.tolist(), parts.tolist()
+    # Of the first piece and of the last one, the tokens.
+    opening = np.minimum(sizes, nodes[:, STOP] - begin).tolist()
+    last = (nodes[:, STOP] - begin - (parts - 1) * sizes).tolist()  # and then of the chain up to a node's end
+    states, continues = [], [-1] * len(rows)
+    counts: list[int] = []  # states of the node's sequences up to its end
+    for n, (first, sequences, start_n, _, above) in enumerate(rows):
         state = counts[above] if above >= 0 else 0
-        last[n] = stop - (begun + (pieces - 1) * piece)
-        if tiled and chaining and above >= 0 and start == rows[above][STOP]:
+        if above >= 0 and tiled[n] and chaining and start_n == rows[above][STOP]:
             begins, ends = rows[above][FIRST], rows[above][FIRST] + rows[above][SEQUENCES]
             # Each of its passes has to be one of its parent's.
             fits = (first - begins) * each % most == 0 and (sequences * each % most == 0 or first + sequences == ends)
-            if fits and last[above] + min(piece, stop - begun) <= limit:
+            if fits and last[above] + opening[n] <= limit:
                 continues[n], state = above, state - 1
-                last[n] += last[above] if pieces == 1 else 0
-        states[n], counts[n] = state, state + pieces
-    passes = cutter.passes(nodes, by_tiles)
-    return NodeCut(by_tiles, size, begin, parts, passes, *(np.array(x, np.int64) for x in (states, continues)))
+                last[n] += last[above] if pieces[n] == 1 else 0
+        counts.append(state + pieces[n])
+        states.append(state)
+    return NodeCut(by_tiles, sizes, begin, parts, passes, *np.array([states, continues], np.int64))
 
 
 def node_states(nodes: Longs, cut: NodeCut, sequences: int) -> Longs:
     """(sequences,): how many states each sequence has of the nodes above it."""
-    found = np.zeros(sequences, np.int64)
-    for (first, count, *_), after in zip(nodes.tolist(), (cut.state + cut.parts).tolist(), strict=True):
-        found[first : first + count] = after
-    return found
+    return of_deepest(nodes, cut.state + cut.parts, sequences)
 
 
 def node_pieces(nodes: Longs, cut: NodeCut, rows_each: int, most: int, by_tiles: bool) -> tuple[Longs, Longs]:
@@ -158,6 +154,8 @@ def node_pieces(nodes: Longs, cut: NodeCut, rows_each: int, most: int, by_tiles:
     each of them; and (n,): the chain of each piece, the number of the first piece in it. A chain's pieces follow each
     other in one block."""
     (chosen,) = (cut.by_tiles == by_tiles).nonzero()
+    if not len(chosen):
+        return np.zeros((PIECE_FIELDS, 0), np.int64), chosen
     counts = cut.parts[chosen] * cut.passes[chosen]
     before = np.cumsum(counts) - counts  # the first piece of each node
     of = np.repeat(chosen, counts)
@@ -174,9 +172,10 @@ def node_pieces(nodes: Longs, cut: NodeCut, rows_each: int, most: int, by_tiles:
     piece.state[:] = cut.state[of] + part
     piece.kind[:] = ALL_SEE  # a node ends before the first row of its shortest sequence
     chains = np.arange(len(of))
+    (joined,) = (cut.continues >= 0).nonzero()
     place = np.zeros(len(nodes), np.int64)
     place[chosen] = before
-    for n in np.flatnonzero(cut.continues >= 0).tolist() if by_tiles else ():
+    for n in joined.tolist() if by_tiles else ():
         above, passes = int(cut.continues[n]), int(cut.passes[n])
         last = int(place[above]) + int((cut.parts[above] - 1) * cut.passes[above])
         last += int(nodes[n, FIRST] - nodes[above, FIRST]) * rows_each // most
@@ -209,7 +208,10 @@ def cut_plan(nodes: Longs, own: Own, cutter: Cutter, length: Longs, chaining: bo
     streamed, _ = node_pieces(nodes, nodes_cut, each, shape.rows, by_tiles=False)
     tiled, chains = node_pieces(nodes, nodes_cut, each, shape.tile_rows, by_tiles=True)
     states, total = count_states(own, cut, counts, length)
-    return Cut(np.concatenate([streamed, own_pieces(own, cut, counts, cutter)], axis=1), tiled, chains, states, total)
+    its = own_pieces(own, cut, counts, cutter)
+    if streamed.shape[1]:
+        its = np.concatenate([streamed, its], axis=1)
+    return Cut(its, tiled, chains, states, total)
 
 
 def count_states(own: Own, cut: OwnCut, node_states: Longs, length: Longs) -> tuple[States, int]:
@@ -218,16 +220,24 @@ def count_states(own: Own, cut: OwnCut, node_states: Longs, length: Longs) -> tu
     A range that ends where its sequence ends grows with it, and so does the number of its states, unless one warp takes
     it whole. A sequence with a single state needs no scratch: its item writes the result.
     """
-    grows = (own.planned == length[own.sequence]) & ~cut.whole
-    counts, before = node_states.copy(), node_states.copy()
-    grows_from, piece = np.full(len(length), FAR), np.full(len(length), FAR)
-    np.add.at(counts, own.sequence, cut.parts)
-    np.add.at(before, own.sequence[~grows], cut.parts[~grows])
-    grows_from[own.sequence[grows]] = cut.begin[grows]
-    piece[own.sequence[grows]] = cut.size[grows]
-    ends = np.cumsum(np.where(counts > 1, counts, 0))
-    first = np.concatenate([[0], ends])
+    sequence, parts, count = own.sequence, cut.parts, len(length)
+    counts = node_states + _added(sequence, parts, count)
+    before, grows_from, piece = counts, np.full(count, FAR), np.full(count, FAR)
+    (cuts,) = (~cut.whole).nonzero()
+    growing = cuts[own.planned[cuts] == length[sequence[cuts]]]
+    if len(growing):
+        its = sequence[growing]
+        before = counts - _added(its, parts[growing], count)
+        grows_from[its], piece[its] = cut.begin[growing], cut.size[growing]
+    first = np.zeros(count + 1, np.int64)
+    (counts * (counts > 1)).cumsum(out=first[1:])
     return States(first[:-1], before, grows_from, piece), int(first[-1])
+
+
+def _added(sequence: Longs, parts: Longs, count: int) -> Longs:
+    """(count,): the parts of each sequence."""
+    found: Longs = np.bincount(sequence, parts, count).astype(np.int64)
+    return found
 
 
 def own_pieces(own: Own, cut: OwnCut, node_states: Longs, cutter: Cutter) -> Longs:
@@ -235,22 +245,29 @@ def own_pieces(own: Own, cut: OwnCut, node_states: Longs, cutter: Cutter) -> Lon
 
     node_states: (sequences,), how many states each sequence has of the nodes above it.
     """
-    shape, parts = cutter.shape, cut.parts
-    begun = np.cumsum(parts) - parts
-    new = np.append(True, own.sequence[1:] != own.sequence[:-1])[: len(parts)]  # the first range of its sequence
-    before = begun - np.maximum.accumulate(np.where(new, begun, 0))  # states of the sequence's earlier own ranges
-    index = np.repeat(np.arange(len(own.sequence)), parts)  # the range of each piece
-    number = np.arange(len(index)) - np.repeat(begun, parts)  # which piece of its range it is
-    size, whole = cut.size[index], cut.whole[index]
-    begin, stop = cut.begin[index] + number * size, own.stop[index]
-    row = np.arange(0, cutter.rows_each, shape.rows)
-    made = np.zeros((PIECE_FIELDS, len(index), len(row)), np.int64)
+    shape, parts, rows_each = cutter.shape, cut.parts, cutter.rows_each
+    sequence, size, whole, start, stop = own.sequence, cut.size, cut.whole, own.start, own.stop
+    begin, state = cut.begin, node_states[sequence]
+    new = sequence[1:] != sequence[:-1]  # of all ranges but the first: the first one of its sequence
+    total = int(np.add.reduce(parts))
+    if total > len(parts) or np.count_nonzero(new) < len(new):
+        begun = parts.cumsum() - parts
+        # States of the sequence's earlier own ranges come first.
+        state += begun - np.maximum.accumulate(np.where(np.append(True, new)[: len(parts)], begun, 0))
+    if total > len(parts):
+        index = np.arange(len(parts)).repeat(parts)  # the range of each piece
+        number = np.arange(total) - begun[index]  # which piece of its range it is
+        sequence, size, start, stop = (x[index] for x in (sequence, size, start, stop))
+        whole = whole[index]
+        begin, state = begin[index] + number * size, state[index] + number
+    row = np.arange(0, rows_each, shape.rows)
+    made = np.empty((PIECE_FIELDS, total, len(row)), np.int64)
     piece = Pieces(*made)
-    piece.sequence[:] = piece.table[:] = own.sequence[index][:, None]
-    piece.row[:], piece.rows[:] = row, np.minimum(shape.rows, cutter.rows_each - row)
-    piece.start[:] = np.maximum(begin, own.start[index])[:, None]
+    piece.sequence[:] = piece.table[:] = sequence[:, None]
+    piece.row[:], piece.rows[:] = row, np.minimum(shape.rows, rows_each - row)
+    piece.start[:] = np.maximum(begin, start)[:, None]
     piece.stop[:] = np.where(whole, stop, np.minimum(begin + size, stop))[:, None]
-    piece.state[:] = (node_states[own.sequence[index]] + before[index] + number)[:, None]
+    piece.state[:] = state[:, None]
     piece.fold[:] = np.where(whole, size // shape.chunk, 0)[:, None]
     piece.kind[:] = OWN
     return made.reshape(PIECE_FIELDS, -1)
@@ -258,29 +275,36 @@ def own_pieces(own: Own, cut: OwnCut, node_states: Longs, cutter: Cutter) -> Lon
 
 def items_of_heads(pieces: Longs, heads: int, rows_each: int, of: Sequences) -> Ints:
     """(n · heads, 16): the DecodeItems of pieces (9, n), one item per KV head, heads of a piece side by side."""
-    part = Pieces(*pieces)
-    sequence, table = part.sequence + part.row // rows_each, part.table
+    part, count = Pieces(*pieces), pieces.shape[1]
+    if not count:
+        return np.empty((0, ITEM_WORDS), np.int32)
+    turns = part.row // rows_each
+    sequence, table = part.sequence + turns, part.table
     # The pages of the first chunk's two halves, unless one of them may be replaced while the list is in use: those
     # that stand in the tail.
-    begin, tail_from = part.start // of.chunk * of.chunk, of.tail_from[table].astype(np.int64)
-    number, second = begin // of.page_size, (begin + of.chunk - CHUNK) // of.page_size
+    begin, tail_from = part.start // of.chunk * of.chunk, of.tail_from[table]
+    number = begin // of.page_size
+    second = number if of.chunk == CHUNK else (begin + of.chunk - CHUNK) // of.page_size
     last, fixed = of.pages.shape[1] - 1, second < tail_from
-    items = np.empty((pieces.shape[1], heads, ITEM_WORDS), np.int32)
-    item = np.empty((pieces.shape[1], ITEM_WORDS), np.int32)
-    item[:, Word.SEQUENCE] = sequence
-    item[:, Word.ROW] = part.row % rows_each
-    item[:, Word.ROWS] = part.rows
-    item[:, Word.CALLER_HEAD] = of.order[sequence] << 12
-    item[:, Word.TABLE] = table
-    item[:, Word.START] = part.start
-    item[:, Word.STOP] = part.stop
-    item[:, Word.STATE_FOLD] = part.state << 16 | part.fold
-    item[:, Word.PAGE] = np.where(fixed, of.pages[table, np.minimum(number, last)], -1)
-    item[:, Word.TAIL_FROM] = tail_from
-    item[:, STATE_WORDS] = of.states[sequence]
-    item[:, Word.KIND] = part.kind
-    item[:, Word.SECOND_PAGE] = np.where(fixed, of.pages[table, np.minimum(second, last)], -1)
-    items[:] = item[:, None]
+    page = second_page = np.where(fixed, of.pages[table, np.minimum(number, last)], -1)
+    if second is not number:
+        second_page = np.where(fixed, of.pages[table, np.minimum(second, last)], -1)
+    items = np.empty((count, heads, ITEM_WORDS), np.int32)
+    item = np.empty((ITEM_WORDS, count), np.int32)
+    item[Word.SEQUENCE] = sequence
+    item[Word.ROW] = part.row - turns * rows_each
+    item[Word.ROWS] = part.rows
+    item[Word.CALLER_HEAD] = of.order[sequence] << 12
+    item[Word.TABLE] = table
+    item[Word.START] = part.start
+    item[Word.STOP] = part.stop
+    item[Word.STATE_FOLD] = part.state << 16 | part.fold
+    item[Word.PAGE] = page
+    item[Word.TAIL_FROM] = tail_from
+    item[STATE_WORDS] = of.states[sequence].T
+    item[Word.KIND] = part.kind
+    item[Word.SECOND_PAGE] = second_page
+    items[:] = item.T[:, None]
     items[:, :, Word.CALLER_HEAD] += np.arange(heads, dtype=np.int32)
     return items.reshape(-1, ITEM_WORDS)
 

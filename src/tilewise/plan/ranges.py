@@ -9,13 +9,14 @@ same bits whatever else is in the batch.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from tilewise.plan.cost import WHOLE_CHUNKS, WHOLE_LIMITS, WIDE_ROWS, Weights
-from tilewise.plan.flat import FIRST, SEQUENCES, START, STOP
+from tilewise.plan.flat import SEQUENCES, START, STOP, of_deepest
 from tilewise.plan.tiles import DecodePlan
 
 Longs = npt.NDArray[np.int64]
@@ -45,9 +46,15 @@ class Splitting:
 
     def of(self, tokens: Longs) -> Longs:
         """(n,) → (n,): tokens per piece for own ranges of so many tokens."""
-        limits, sizes = (np.array(x, np.int64) for x in zip(*self.pieces, strict=True))
-        found: Longs = sizes[np.searchsorted(limits, np.minimum(tokens, limits[-1]))]
+        limits, sizes = _columns(self.pieces)
+        found: Longs = sizes[limits.searchsorted(np.minimum(tokens, limits[-1]))]
         return found
+
+
+@lru_cache(maxsize=64)
+def _columns(pieces: tuple[tuple[int, int], ...]) -> tuple[Longs, Longs]:
+    limits, sizes = np.array(pieces, np.int64).T
+    return limits, sizes
 
 
 class Shape(NamedTuple):
@@ -101,22 +108,23 @@ def find_own(plan: DecodePlan, length: Longs, room: int) -> Own:
     """
     arrays = plan.arrays
     sequence, start, stop = arrays.own
-    then = np.minimum(arrays.lengths, plan.pages_per_seq * arrays.page_size or FAR)
+    most = plan.pages_per_seq * arrays.page_size
+    then = np.minimum(arrays.lengths, most) if most else arrays.lengths
     ends = stop == then[sequence]
     planned = np.where(ends, length[sequence], stop)
-    own = np.stack([sequence, start, planned + room * ends, planned])
+    own = Own(sequence, start, planned + room * ends if room else planned, planned)
     served = np.zeros(len(length), np.bool_)
     if not room:
+        served = of_deepest(arrays.nodes, np.ones(len(arrays.nodes), np.int64), len(length)) > 0
         served[sequence] = True
-        for first, sequences in arrays.nodes[:, [FIRST, SEQUENCES]].tolist():
-            served[first : first + sequences] = True
         served &= length == then
     served[sequence[ends]] = True
-    if not served.all():
+    if np.count_nonzero(served) < len(served):
         missing = np.flatnonzero(~served)
-        own = np.concatenate([own, np.stack([missing, then[missing], length[missing] + room, length[missing]])], axis=1)
-        own = own[:, own[0].argsort(kind="stable")]
-    return Own(*own)
+        more = then[missing], length[missing] + room, length[missing]
+        both = np.concatenate([np.stack(own), np.stack([missing, *more])], axis=1)
+        own = Own(*both[:, both[0].argsort(kind="stable")])
+    return own
 
 
 class Cutter(NamedTuple):
@@ -133,27 +141,26 @@ class Cutter(NamedTuple):
         found: Flags = nodes[:, SEQUENCES] * self.rows_each >= self.splitting.tile_rows
         return found & self.shape.tiles
 
-    def passes(self, nodes: Longs, by_tiles: Flags) -> Longs:
-        """(m,): passes over the rows of each node."""
-        most = np.where(by_tiles, self.shape.tile_rows, self.shape.rows)
-        found: Longs = -(-nodes[:, SEQUENCES] * self.rows_each // most)
-        return found
+    def size_nodes(self, nodes: Longs, by_tiles: Flags) -> tuple[Longs, Longs, float]:
+        """The tokens of a piece of each node, (m,), and the passes over its rows, (m,); and for nodes that go through
+        tiles the tokens per block if all of them were dealt out evenly. The tokens of a node count once for each KV
+        head and each pass.
 
-    def even_share(self, nodes: Longs, by_tiles: bool) -> float:
-        """Tokens per block if the nodes that go through tiles (or those that do not) were dealt out evenly. The tokens
-        of a node count once for each KV head and each pass over its rows."""
-        tiled = self.by_tiles(nodes)
-        work = ((nodes[:, STOP] - nodes[:, START]) * self.passes(nodes, tiled))[tiled == by_tiles].sum()
-        return max(self.splitting.shared, int(work) * self.heads / self.shape.blocks)
+        Pieces of a node are equal, multiples of 64 tokens, and have about an even share per block.
+        """
+        shape, tokens = self.shape, nodes[:, STOP] - nodes[:, START]
+        most = np.where(by_tiles, shape.tile_rows, shape.rows)
+        passes: Longs = -(-nodes[:, SEQUENCES] * self.rows_each // most)
+        work = tokens * passes
+        of_tiles = int(np.add.reduce(work * by_tiles))
+        others = int(np.add.reduce(work)) - of_tiles
+        streams, tiles = (max(self.splitting.shared, x * self.heads / shape.blocks) for x in (others, of_tiles))
+        pieces = np.maximum(1, (tokens / np.where(by_tiles, tiles, streams) + 1e-9).astype(np.int64))
+        return -(-tokens // (pieces * TILE_TOKENS)) * TILE_TOKENS, passes, tiles
 
     def node_sizes(self, nodes: Longs) -> Longs:
-        """(m,): tokens of a piece of each node: equal pieces, multiples of 64 tokens, of about an even share per
-        block."""
-        shares = np.array([self.even_share(nodes, by_tiles) for by_tiles in (False, True)])
-        tokens = nodes[:, STOP] - nodes[:, START]
-        pieces = np.maximum(1, (tokens / shares[self.by_tiles(nodes).astype(np.int64)] + 1e-9).astype(np.int64))
-        found: Longs = -(-tokens // (pieces * TILE_TOKENS)) * TILE_TOKENS
-        return found
+        """(m,): size_nodes' tokens of a piece of each node."""
+        return self.size_nodes(nodes, self.by_tiles(nodes))[0]
 
     def cut_own(self, own: Own) -> OwnCut:
         """How each own range is cut. The room to grow does not change the size of its pieces."""

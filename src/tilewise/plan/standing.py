@@ -44,8 +44,9 @@ class Arranged(NamedTuple):
 class TreeOrder(Protocol):
     """Who keeps the order of a batch: kvcache/lineage.py."""
 
-    def update(self, seqs: Sequence[int], /) -> tuple[Ints, Longs]:
-        """order and common; the very arrays of the last call if sequences only grew since."""
+    def update(self, seqs: Sequence[int], rows: Longs, /) -> tuple[Ints, Longs]:
+        """order and common of sequences that have these rows in the cache's arrays; the very arrays of the last call
+        if sequences only grew since."""
         ...
 
 
@@ -118,10 +119,11 @@ class StandingPlan:
                 none = np.zeros((0, NODE_WORDS), np.int64)
                 known = Arranged(np.arange(count, dtype=np.int32), none[:, 0], none)
         else:
-            order, common = self.tree.update(self.seqs)
+            order, common = self.tree.update(self.seqs, self.rows_of)
             blocks = (self.lengths - 1) // self.chunk if self.chunk else self._blocks
             same = known is not None and known.order is order and known.common is common
-            if known is not None and same and self._kept < KEPT_STEPS and np.array_equal(blocks, self._blocks):
+            same = same and (blocks is self._blocks or np.array_equal(blocks, self._blocks))
+            if known is not None and same and self._kept < KEPT_STEPS:
                 self._kept += 1
             else:
                 judge, sizes = None if self.share else self.judge, (self.page_size, self.tokens_per_seq)

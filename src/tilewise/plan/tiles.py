@@ -233,17 +233,24 @@ class PagedTiles(Value):
 class PagedWork(Value):
     """The work of a decode plan as arrays; n sequences stand in the plan's order. `tiles` makes items of them.
 
-    pages (n, width): the page lists, with zeros after them. lengths (n,): in tokens. nodes (m, 5): as choose_nodes in
-    flat.py returns them. own (3, k): as own_ranges returns them. reach: how far back rows see.
+    table (n, width): the page lists in the caller's order, with zeros after them; order (n,): their numbers in the
+    plan's. lengths (n,): in tokens. nodes (m, 5): as choose_nodes in flat.py returns them. own (3, k): as own_ranges
+    returns them. reach: how far back rows see.
     """
 
-    pages: Ints
+    table: Ints
+    order: Ints
     lengths: npt.NDArray[np.int64]
     nodes: npt.NDArray[np.int64]
     own: npt.NDArray[np.int64]
     page_size: int
     tokens_per_seq: int
     reach: Reach
+
+    @cached_property
+    def pages(self) -> Ints:
+        """(n, pages of the longest): the page lists in the plan's order. A GPU's list of work never asks for them."""
+        return self.table[self.order, : -(-int(self.lengths.max(initial=0)) // self.page_size)]
 
     def tiles(self) -> tuple[PagedTiles, ...]:
         """The nodes, then the own ranges; those of neighbours with the same tokens and the same band are one item."""

@@ -80,16 +80,16 @@ def plan_tree(
         judge = Judge(cost, tokens_per_seq * heads_q, heads_kv, mean_dim, kv_bytes) if share is None else None
         nodes = choose_nodes(common, length, page_size, tokens_per_seq, reach, judge, spans)
     own = own_ranges(nodes, length, tokens_per_seq, reach, pages_per_seq * page_size)
-    pages = table[order, : -(-int(length.max(initial=0)) // page_size)]
     shared_nodes = len(nodes)
     if shortest_run:
+        pages = table[order, : -(-int(length.max(initial=0)) // page_size)]
         nodes = cut_nodes_at_breaks(nodes, pages, page_size, shortest_run)
         of, *tokens = cut_at_breaks(pages, own[0], own[1], own[2], page_size, shortest_run)
         own = np.stack([own[0, of], *tokens])
     nodes_read, own_read = nodes[:, 3] - nodes[:, 2], own[2] - own[1]
     return DecodePlan(
         kind="decode",
-        arrays=PagedWork(pages, length, nodes, own, page_size, tokens_per_seq, reach),
+        arrays=PagedWork(table, order, length, nodes, own, page_size, tokens_per_seq, reach),
         rows=len(order) * tokens_per_seq,
         keys=(int(nodes_read.sum() + own_read.sum()),),
         heads_q=heads_q,

@@ -17,7 +17,16 @@ import torch
 
 from tilewise.plan.cost import DEEP_CHUNKS, WHOLE_CHUNKS
 from tilewise.plan.deal import are_in_step, deal_beside_tiles, deal_chains, deal_streams, stream_chunks
-from tilewise.plan.items import STATE_WORDS, Ints, Sequences, Word, cut_plan, first_tile_pages, items_of_heads
+from tilewise.plan.items import (
+    ITEM_WORDS,
+    STATE_WORDS,
+    Ints,
+    Sequences,
+    Word,
+    cut_plan,
+    first_tile_pages,
+    items_of_heads,
+)
 from tilewise.plan.ranges import (
     CHUNK,
     FAR,
@@ -166,13 +175,18 @@ class WorkList:
 
 def _uploaded(arrays: dict[str, torch.Tensor], device: torch.device) -> dict[str, torch.Tensor]:
     """int32 arrays on a device, by one copy that nobody waits for; each begins at a multiple of 128 bytes."""
-    ends = np.cumsum([-(-x.numel() // 32) * 32 for x in arrays.values()]).tolist()
-    staged = torch.empty(ends[-1], dtype=torch.int32, pin_memory=device.type == "cuda")
-    spans = [slice(at, at + x.numel()) for at, x in zip([0, *ends], arrays.values(), strict=False)]
-    for span, x in zip(spans, arrays.values(), strict=True):
-        staged[span] = x.reshape(-1)
+    spans, end = [], 0
+    for x in arrays.values():
+        spans.append((end, end + x.numel()))
+        end += -(-x.numel() // 32) * 32
+    staged = torch.empty(end, dtype=torch.int32, pin_memory=device.type == "cuda")
+    values = staged.numpy()
+    for (first, stop), x in zip(spans, arrays.values(), strict=True):
+        values[first:stop] = x.numpy().reshape(-1)
     sent = staged.to(device, non_blocking=True)
-    return {name: sent[span].view(x.shape) for span, (name, x) in zip(spans, arrays.items(), strict=True)}
+    return {
+        name: sent[first:stop].view(x.shape) for (first, stop), (name, x) in zip(spans, arrays.items(), strict=True)
+    }
 
 
 def work_list(
@@ -193,10 +207,11 @@ def work_list(
     rows_each = plan.tokens_per_seq * (plan.heads_q // heads)
     order = np.ascontiguousarray(plan.order, np.int32)
     length = np.asarray(lengths, np.int64)[order]
-    most = plan.pages_per_seq * page_size or FAR
-    read = np.minimum(length, most)  # tokens that each sequence reads now, at most
+    most = plan.pages_per_seq * page_size
+    read = np.minimum(length, most) if most else length  # tokens that each sequence reads now, at most
     own = find_own(plan, read, room)
-    own = own._replace(stop=np.minimum(own.stop, most))
+    if most:
+        own = own._replace(stop=np.minimum(own.stop, most))
     cutter = Cutter(rows_each, heads, shape, splitting or Splitting())
     # When sequences grow, rows that do not see back to the first key come to see different parts of one node: its
     # tiles need their own states.
@@ -207,9 +222,11 @@ def work_list(
     of_sequence = Sequences(order, states, tables.pages, tables.tail_from, page_size, shape.chunk)
     items = items_of_heads(cut.streamed, heads, rows_each, of_sequence)
     tiles = items_of_heads(cut.tiled, heads, rows_each, of_sequence)
-    tiles[:, STATE_WORDS] = first_tile_pages(tiles, of_sequence)
+    if len(tiles):
+        pages = first_tile_pages(tiles[::heads], of_sequence)
+        tiles.reshape(-1, heads, ITEM_WORDS)[:, :, STATE_WORDS] = pages[:, None]
 
-    chunks = stream_chunks(items, read)
+    chunks = stream_chunks(items[::heads], read).repeat(heads)
     blocks = max(1, min(shape.blocks, max(len(items), len(tiles))))
     tile_items = deal_chains(tiles, cut.chains, blocks)
     if shape.tiles:
@@ -294,8 +311,8 @@ def _page_tables(page_lists: PageLists, order: Ints, length: Longs, page_size: i
     live[count:] = _block(page_lists, order, tail_from, tail_pages).ravel()
     pages = _block(page_lists, order, 0, max(1, int(tail_from.max(initial=0))))
     first = int(tail_from.min(initial=FAR))  # of the pages that some sequence has in its tail
-    tails = pages[:, first:]
-    tails[np.arange(first, pages.shape[1]) >= tail_from[:, None]] = 0
+    numbers = np.arange(first, pages.shape[1], dtype=np.int32)
+    np.copyto(pages[:, first:], 0, where=numbers >= tail_from[:, None])
     return _PageTables(pages, live, tail_from, tail_pages)
 
 
