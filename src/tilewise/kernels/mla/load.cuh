@@ -105,8 +105,8 @@ template <int kAhead, class F> TILE_DEVICE void each_block(const DecodeArgs& arg
 // take turns, the warp would have to meet twice per panel, which takes longer than the panel.
 //
 // kFetches: the first of these warps brings the panels of so many blocks ahead to L2, which then answers in half the
-// memory's time: a place in the ring is empty for as long as that. That is for those who share the rows with others, who
-// come along: with more than kRows query rows. Where each row is read once, the memory is what is waited for.
+// memory's time: a place in the ring is empty for as long as that. It does so where several items read the same rows,
+// those of more than kRows query rows. Where each row is read once, the memory is what is waited for.
 template <int kFrom, int kTo> TILE_DEVICE void load_boxes(const DecodeArgs& args, const TensorMap& mRows) {
     Places now;
     ptx::prefetch_tensor_map(&mRows);

@@ -1,10 +1,10 @@
 // Codes that become 16-bit values. Four warps bring rows, four others widen them.
 //
 // A pair of panels of codes is 128 bytes of every key of a block, under one scale per key, as many bytes as one panel
-// of 16-bit values. It comes to the place of the first of its two panels in the ring. A warp that widens reads all codes
-// of its rows to registers, and writes the rows of both panels, of which one has the codes' place. So codes need no room
-// of their own, and as many are on their way as places are free. The channels that are 16 bits wide come to their panel
-// as they are.
+// of 16-bit values. It comes to the place of the first of its two panels in the ring. A warp that widens reads all
+// codes of its rows to registers, and writes the rows of both panels, of which one has the codes' place. So codes need
+// no room of their own, and as many are on their way as places are free. The channels that are 16 bits wide come to
+// their panel as they are.
 //
 // Barriers of their own tell that pairs have landed. Who asked for them knew both panels' places to be free.
 #pragma once
@@ -145,8 +145,8 @@ TILE_DEVICE void copy_codes(const DecodeArgs& args, const MlaArgs& mla) {
 }
 
 // ---- who widens them ------------------------------------------------------------------------------------------------
-// Four warps, of which each widens sixteen rows for itself. Eight rows of a lane's column at a time, so that neither loads
-// nor stores meet in a bank.
+// Four warps, of which each widens sixteen rows for itself. Eight rows of a lane's column at a time, so that neither
+// loads nor stores meet in a bank.
 TILE_DEVICE void widen(const DecodeArgs& args) {
     const int lane = warp::lane(), first = (threadIdx.x - kComputing - kBringing) / 32 * 16, row = lane % 8;
     const int from = place_of(first + row, lane / 8), low = place_of(first + row, lane / 8 * 2);
