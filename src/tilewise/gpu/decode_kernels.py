@@ -130,7 +130,7 @@ def raw_bytes(fmt: KVFormat) -> int:
 
 def factor_bytes(fmt: KVFormat) -> int:
     """Bytes of what a quantised tile's tokens are multiplied with: decode/tile_factors.cuh."""
-    return TILE_TOKENS * (8 + (12 * scale_groups(fmt) if fmt.name == "int4" else 0)) + 16
+    return TILE_TOKENS * (8 + (16 * scale_groups(fmt) if fmt.name == "int4" else 0)) + 16
 
 
 def scale_groups(fmt: KVFormat) -> int:
