@@ -112,7 +112,7 @@ constexpr bool kTilesByWgmma = kTileStages > 0 && kTma;
 // tokens. (Of 96 and 128 channels the streaming warps, which have 128 registers, would else spill.)
 constexpr int kTileGroups = kValueDim > 128 ? 1 : 2;
 constexpr int kTileTokens = kWidest > 128 || (kHeadDim == 96 && kValueDim == 128) ? 32 : 64;
-constexpr int kTileSharedQ = kScaled          ? (kHeadDim <= 96 ? 0 : kZeros ? 8 : 4)
+constexpr int kTileSharedQ = kScaled          ? (kZeros && kHeadDim > 64 ? 8 : 4)
                              : kTileGroups > 1 ? (kHeadDim > 192 ? kHeadDim / 16 - 8 : 0)
                              : kHeadDim > 128  ? kHeadDim / 16
                                                : 0;

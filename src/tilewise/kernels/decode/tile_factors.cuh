@@ -62,11 +62,10 @@ struct TileRowSums {
         const int thread = ptx::just_in_time(threadIdx.x);
         return Shared<float>(uint32_t(kAtTileRows + 4 * (128 * group + thread / 32 * 16 + thread % 32 / 4)));
     }
-    // By the first of a row's four lanes; read by all after a sync_warp
-    static TILE_DEVICE void put(int group, const float (&x)[2]) {
-        if (threadIdx.x % 4 != 0) return;
-        row(group)[0] = x[0];
-        row(group)[8] = x[1];
+    // Of row n of a warp's sixteen, by any of its lanes; read by all after a sync_warp
+    static TILE_DEVICE void put(int n, int group, float x) {
+        const int warp = ptx::just_in_time(threadIdx.x) / 32;
+        Shared<float>(uint32_t(kAtTileRows + 4 * (128 * group + warp * 16 + n)))[0] = x;
     }
     static TILE_DEVICE void load(float (&x)[2], int group) {
         x[0] = row(group)[0];

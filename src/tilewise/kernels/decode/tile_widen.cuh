@@ -104,7 +104,7 @@ template <class Place> struct LaneEights {
 template <bool kValues, class Place>
 TILE_DEVICE void widen_tile(int from, uint32_t raw_stage, const TileFactors& factors, int first_token, Span span,
                             uint32_t thousands, Place place) {
-    constexpr int kApart = kWideners / 32, kMost = (kWidenBlocks + kApart - 1) / kApart, kAtOnce = kHeadDim == 96 || kZeros ? 1 : 2;
+    constexpr int kApart = kWideners / 32, kMost = (kWidenBlocks + kApart - 1) / kApart, kAtOnce = kHeadDim == 96 ? 1 : 2;
     const int lane = ptx::just_in_time(threadIdx.x) & 31;  // places are found anew: kept, they would take registers
     const uint32_t codes_at =
         raw_codes(raw_stage, kValues) + from * 8 * kRowBytes + lane * uint32_t(sizeof(EightCodes));
