@@ -21,7 +21,7 @@ constexpr int kPageTokens = kPageSize % 64 == 0 ? 64 : kPageSize % 32 == 0 ? 32 
 // tile, 4800 cycles.) A lane copies the same 16 bytes of each tile, of one part or, of int4's two groups, of two.
 struct TileScales {
     static constexpr int kPieceTokens = 16 / kKeyScales, kPieces = kPartBytes / 16;  // of a part
-    static constexpr int kRounds = kRawScaleBytes / 512, kArrivals = kScaleRuns ? 32 : 1;
+    static constexpr int kRounds = kScaled ? kRawScaleBytes / 512 : 1, kArrivals = kScaleRuns ? 32 : 1;
     static_assert(!kScaled || (kTileTokens == 64 && 32 % kPieces == 0), "all pieces of a lane are of the same tokens");
     const DecodeArgs& args;
     const Span span;

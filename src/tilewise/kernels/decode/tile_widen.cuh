@@ -6,12 +6,16 @@
 // multiprocessors): the node is 17 MB and the own tokens 35 MB, 12 µs together. A multiprocessor has 15.5 steps of 64
 // tokens and 128 rows. Of its cycles, a step takes 983 of the tensor cores; 512 for exponentials; 1000 of shared memory
 // (codes in and out, halves in, and twice out to two warpgroups), 250 more for the streams beside. To widen 16384 codes
-// takes about 27 instructions for each sixteen, 860 per step: 220 issue slots of each scheduler, which three warps that
-// else stand idle have time for. With the codes as a product's A operand, widened in registers and multiplied by Qᵀ,
-// codes would be read once, but P would have to go through shared memory: as many bytes, and a meeting of the
-// warpgroups in each step. Widened by the warpgroups themselves, each would do it for itself.
+// takes about 24 instructions for each sixteen, and the three warps that do it have a scheduler each: 260 issue slots of
+// 64 tokens. They are bound by latency, not by slots: a chain from load to store takes 60 cycles and more, beside warps
+// that multiply. So each has four or eight of them on its way, to places that are found by one exclusive or.
+//
+// With the codes as a product's A operand, widened in registers and multiplied by Qᵀ, codes would be read once, but P
+// would have to go through shared memory: as many bytes, and a meeting of the warpgroups in each step. Widened by the
+// warpgroups themselves, each would do it for itself. Four more warps for it would leave 96 registers to the streams.
 #pragma once
 #include "decode/tile_scales.cuh"
+#include "tile/ptx_halves.cuh"
 
 using TileRing = Ring<kTileStages>;
 TILE_DEVICE TileRing tile_ring() { return TileRing(ptx::shared_address(uint32_t(kAtTileBarriers))); }
@@ -76,6 +80,8 @@ TILE_DEVICE int widen_eight(int lane, int j) {
     if constexpr (32 % kTokenEights == 0) return lane % kTokenEights;
     else return (lane + 32 * j) % kTokenEights;
 }
+// Eights of tokens at once, for which registers have room. The streaming warps need those that would hold two of int4.
+constexpr int kAtOnce = kHeadDim == 96 || (kZeros && kHeadDim > 64) ? 1 : 2;
 template <bool kWords> struct CodesOf { using Type = Vector8; };
 template <> struct CodesOf<true> { using Type = uint32_t; };
 using EightCodes = CodesOf<kZeros>::Type;
@@ -104,7 +110,7 @@ template <class Place> struct LaneEights {
 template <bool kValues, class Place>
 TILE_DEVICE void widen_tile(int from, uint32_t raw_stage, const TileFactors& factors, int first_token, Span span,
                             uint32_t thousands, Place place) {
-    constexpr int kApart = kWideners / 32, kMost = (kWidenBlocks + kApart - 1) / kApart, kAtOnce = kHeadDim == 96 ? 1 : 2;
+    constexpr int kApart = kWideners / 32, kMost = (kWidenBlocks + kApart - 1) / kApart;
     const int lane = ptx::just_in_time(threadIdx.x) & 31;  // places are found anew: kept, they would take registers
     const uint32_t codes_at =
         raw_codes(raw_stage, kValues) + from * 8 * kRowBytes + lane * uint32_t(sizeof(EightCodes));

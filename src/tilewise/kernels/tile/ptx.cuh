@@ -371,11 +371,6 @@ TILE_DEVICE uint32_t multiply_halves(uint32_t a, uint32_t b) {
     asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
     return r;
 }
-TILE_DEVICE uint32_t mad_halves(uint32_t a, uint32_t b, uint32_t c) {
-    uint32_t r;
-    asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(c));
-    return r;
-}
 #if __CUDA_ARCH__ >= 890
 // The two e4m3 codes in the low or the high half of x, as halves
 template <bool kHigh> TILE_DEVICE uint32_t e4m3_to_halves(uint32_t x) {
