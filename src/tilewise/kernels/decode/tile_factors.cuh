@@ -42,14 +42,17 @@ struct TileFactors {
     TILE_DEVICE decltype(auto) limit() const { return Shared<float>(at + kTileFactorBytes - 16)[0]; }
 };
 
-// The factors of a lane's columns: two of each eight tokens, from an even one on. One address serves all of them, hidden
-// from the compiler, which would otherwise add up each anew: an instruction more per load.
+// The factors of a lane's columns: two of each eight tokens, from an even one on. One address serves all of them,
+// hidden from the compiler, which would otherwise add up each anew: an instruction more per load.
 struct LaneFactors {
     uint32_t at;
-    TILE_DEVICE LaneFactors(const TileFactors& of, int column) : at(ptx::just_in_time(int(of.at + 4 * column))) {}
+    TILE_DEVICE LaneFactors(const TileFactors& of, int column) : at(of.at + 4 * column) {
+        if constexpr (Rule::kLinear) at = ptx::just_in_time(int(at));  // rules of scores leave no register for it
+    }
     // Of part n, and the columns of the eight-th eight tokens
     TILE_DEVICE void pair(float (&x)[2], int n, int eight) const {
-        const Vector8 two = Shared<Vector8>(at)[kTileTokens / 2 * n + 4 * eight];
+        const int words = kTileTokens * n + 8 * eight;
+        const Vector8 two = Rule::kLinear ? Shared<Vector8>(at)[words / 2] : Shared<Vector8>(at + 4 * words)[0];
         x[0] = as_float(two.word[0]);
         x[1] = as_float(two.word[1]);
     }

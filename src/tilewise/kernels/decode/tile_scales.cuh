@@ -73,6 +73,7 @@ struct TileScales {
     }
     // Scales that are not in runs, one by one
     TILE_DEVICE void fetch(uint32_t stage, int tile) const {
+#pragma unroll 1
         for (int n = lane; n < kTileTokens * kGroups; n += 32) {
             const int token = tile * kTileTokens + n / kGroups, group = n % kGroups;
             const int64_t at = inside(token, 1) ? table.page(token / kPageSize) : 0;

@@ -6,9 +6,9 @@
 // multiprocessors): the node is 17 MB and the own tokens 35 MB, 12 µs together. A multiprocessor has 15.5 steps of 64
 // tokens and 128 rows. Of its cycles, a step takes 983 of the tensor cores; 512 for exponentials; 1000 of shared memory
 // (codes in and out, halves in, and twice out to two warpgroups), 250 more for the streams beside. To widen 16384 codes
-// takes about 24 instructions for each sixteen, and the three warps that do it have a scheduler each: 260 issue slots of
-// 64 tokens. They are bound by latency, not by slots: a chain from load to store takes 60 cycles and more, beside warps
-// that multiply. So each has four or eight of them on its way, to places that are found by one exclusive or.
+// takes about 24 instructions for each sixteen, and the three warps that do it have a scheduler each: 260 issue slots
+// of it per step. They are bound by latency, not by slots: a chain from load to store takes 60 cycles and more, beside
+// warps that multiply. So each has four or eight of them on its way, to places that are found by one exclusive or.
 //
 // With the codes as a product's A operand, widened in registers and multiplied by Qᵀ, codes would be read once, but P
 // would have to go through shared memory: as many bytes, and a meeting of the warpgroups in each step. Widened by the
@@ -102,9 +102,9 @@ template <class Place> struct LaneEights {
     }
 };
 
-// Widens K or V of a tile from raw codes to where wgmma reads them: each warp takes every third eight of its tokens, two
-// or three of them. All of a lane's loads come before its first store, since no load passes a store, and before its
-// first conversion: a warp is alone with the latency of each step, so that it needs many eights on the way at once.
+// Widens K or V of a tile from raw codes to where wgmma reads them: each warp takes every third eight of its tokens.
+// The loads of kAtOnce of them come before their first store, since no load passes a store, and before their first
+// conversion: a warp is alone with the latency of each step, so that it needs many eights of channels on the way.
 // Values outside the span become zeros: memory there may hold anything, and 0 · NaN is NaN. place(token, eight): where
 // eight channels of a token stand
 template <bool kValues, class Place>
