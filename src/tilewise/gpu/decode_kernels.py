@@ -115,7 +115,7 @@ def query_tile_bytes(fmt: KVFormat) -> int:
     """Bytes of Q that the registers of a tile's warpgroups have no room for: decode/layout.cuh."""
     groups, sixteens = tile_groups(fmt), 0
     if BITS[fmt.name] < 16:
-        sixteens = (8 if fmt.name == "int4" else 4) if fmt.head_dim > 96 else 0
+        sixteens = 8 if fmt.name == "int4" and fmt.head_dim > PANEL else 4
     elif groups > 1:
         sixteens = fmt.head_dim // 16 - 8 if fmt.head_dim > 192 else 0
     elif fmt.head_dim > 128:
@@ -130,7 +130,7 @@ def raw_bytes(fmt: KVFormat) -> int:
 
 def factor_bytes(fmt: KVFormat) -> int:
     """Bytes of what a quantised tile's tokens are multiplied with: decode/tile_factors.cuh."""
-    return TILE_TOKENS * (8 + (12 * scale_groups(fmt) if fmt.name == "int4" else 0)) + 16
+    return TILE_TOKENS * (8 + (16 * scale_groups(fmt) if fmt.name == "int4" else 0)) + 16
 
 
 def scale_groups(fmt: KVFormat) -> int:

@@ -26,7 +26,7 @@ extern "C" __global__ void __launch_bounds__(kTileBlock, kBlocksPerSm)
         tile_ring().init(4 * kTileGroups, kScaled ? kWideners / 32 : 1);
         if constexpr (kScaled) {
             value_ring().init(4 * kTileGroups, kWideners / 32);
-            raw_ring().init(kWideners / 32, 2);  // codes; scales
+            raw_ring().init(kWideners / 32, 1 + TileScales::kArrivals);  // codes; scales
         }
         ptx::fence_mbarrier_init();
     } else if (threadIdx.x == 64) {

@@ -112,7 +112,7 @@ constexpr bool kTilesByWgmma = kTileStages > 0 && kTma;
 // tokens. (Of 96 and 128 channels the streaming warps, which have 128 registers, would else spill.)
 constexpr int kTileGroups = kValueDim > 128 ? 1 : 2;
 constexpr int kTileTokens = kWidest > 128 || (kHeadDim == 96 && kValueDim == 128) ? 32 : 64;
-constexpr int kTileSharedQ = kScaled          ? (kHeadDim <= 96 ? 0 : kZeros ? 8 : 4)
+constexpr int kTileSharedQ = kScaled          ? (kZeros && kHeadDim > 64 ? 8 : 4)
                              : kTileGroups > 1 ? (kHeadDim > 192 ? kHeadDim / 16 - 8 : 0)
                              : kHeadDim > 128  ? kHeadDim / 16
                                                : 0;
@@ -138,8 +138,8 @@ constexpr int kAtTileRows = kAtTilePlace + (kTilesByWgmma ? 256 * 8 : 0);  // in
 constexpr int kAtTileFactors = kAtTileRows + (kRawStages > 0 && kZeros ? kKeyGroups * 128 * 4 : 0);
 // Per tile of the ring, as tile_factors.cuh has it: a factor for each token of K and of V, and a limit; of int4 also
 // what zero points add, and a scale, for each group of channels
-constexpr int kTileFactorBytes = kRawStages > 0 ? kTileTokens * (8 + (kZeros ? 12 * kKeyGroups : 0)) + 16 : 0;
-// Words of a token's scales beside a tile of codes: a scale, of int4 a scale and a zero point for each group
+constexpr int kTileFactorBytes = kRawStages > 0 ? kTileTokens * (8 + (kZeros ? 16 * kKeyGroups : 0)) + 16 : 0;
+// Scales beside a tile of codes (tile_scales.cuh): for each token and group four bytes of K and as many of V
 constexpr int kRawScaleBytes = 2 * kTileTokens * 4 * kKeyGroups;
 constexpr int kAtRawScales = kAtTileFactors + kTileStages * kTileFactorBytes;
 constexpr int kAtTileSums = kAtRawScales + kRawStages * kRawScaleBytes;  // per thread: Σ P of its two rows

@@ -8,6 +8,7 @@
 // sequences below the node; at the end of the node, and under a window, tiles are masked row by row.
 #pragma once
 #include "decode/tile_load.cuh"
+#include "decode/tile_queries.cuh"
 #include "tile/lazy.cuh"
 
 // Registers per thread, in steps of eight: streaming warps have what tiles and loads leave of a block's 64 K.
@@ -79,6 +80,7 @@ struct TileBody {
         int from = span.begin, to = span.end;
         RowsSeen seen;
         uint32_t all[kHeadDim / 16][4];  // Q
+        uint64_t q_at[2];                // quantised: where it lies
 #pragma unroll
         for (int h = 0; h < 2; h++) {
             const bool exists = row(h) < item.rows;
@@ -96,24 +98,20 @@ struct TileBody {
             const int64_t caller = Global<const int>{args.order}[at.sequence];
             const Element* q = static_cast<const Element*>(args.q) + caller * args.q_strides.batch +
                                at.token * args.q_strides.row + at.head * args.q_strides.head;
+            const bool zero = !exists || (Rule::kLinear && args.scores.scale_log2 == 0.0f);
+            if constexpr (kScaled) {
+                q_at[h] = zero ? 0 : reinterpret_cast<uint64_t>(q);
+                continue;
+            }
             const Global<const uint32_t> gQ = Global<const Element>{q}.template as<const uint32_t>();
             const int column = lane() % 4;
             const uint32_t sign = Rule::kLinear && args.scores.scale_log2 < 0.0f ? 0x80008000u : 0u;
-            const bool zero = !exists || (Rule::kLinear && args.scores.scale_log2 == 0.0f);
-            const Global<const uint16_t> gHalves = gQ.template as<const uint16_t>();
 #pragma unroll
-            for (int i = 0; i < kHeadDim / 8; i++) {
-                // int4: channels in the order of widened keys
-                const int at = 8 * i + column;
-                const auto pair = [&] {
-                    if constexpr (kZeros) return uint32_t(gHalves[at]) | uint32_t(gHalves[at + 4]) << 16;
-                    else return uint32_t(gQ[4 * i + column]);
-                };
-                all[i / 2][i % 2 * 2 + h] = zero ? 0u : pair() ^ sign;
-            }
+            for (int i = 0; i < kHeadDim / 8; i++)
+                all[i / 2][i % 2 * 2 + h] = zero ? 0u : uint32_t(gQ[4 * i + column]) ^ sign;
         }
-        if constexpr (kScaled) normalise_q(all);
-        put_q(all);
+        if constexpr (kScaled) bring_q(q_at);
+        else put_q(all);
         sSeen()[0] = seen;
         // Over all rows of the warp. The four lanes of a row agree, and each lane has two rows already.
 #pragma unroll
@@ -150,34 +148,29 @@ struct TileBody {
     // Q as halves: a power of two brings the warp's largest value to about 2^14, and S is multiplied with its inverse.
     // A value that then falls below a half's smallest number is below 2^−38 of the largest: what is lost of any logit
     // is as small beside the warp's largest logits.
-    TILE_DEVICE void normalise_q(uint32_t (&all)[kHeadDim / 16][4]) {
-        float top = 0.0f, q_sum[2][kGroups] = {};
-#pragma unroll
-        for (int i = 0; i < kHeadDim / 4; i++) {
-            const uint32_t pair = all[i / 4][i % 4];
-            top = fmaxf(top, fmaxf(fabsf(unpack<Element>(pair, 0)), fabsf(unpack<Element>(pair, 1))));
-        }
-        const float to_half = power_above(as_float(ptx::reduce_max(as_bits(top))), 14);
-        const float back = inverse_power(to_half);
+    TILE_DEVICE void bring_q(const uint64_t (&from)[2]) {
+        TileQueries q(from);
+        const float to_half = power_above(q.largest(), 14), back = inverse_power(to_half);
         s_factor = as_float(ptx::uniform(as_bits(back)));
         scale_log2 = Rule::kLinear ? as_float(ptx::uniform(as_bits(back * linear_scale()))) : 1.0f;
+        const bool negative = Rule::kLinear && args.scores.scale_log2 < 0.0f;
+        ptx::barrier_sync(kGroupBarriers + group, 128);  // nobody multiplies the last item's, or reads their sums
+        q.make_halves(negative ? -to_half : to_half);
+        const auto place = [&](int row, int c) { return query_place(16 * warp_rank() + row, c); };
+        if constexpr (kRegisterQ > 0) {  // the channels for registers pass through the place of the others
+            q.template store<0, 2 * kRegisterQ>(place);
+            ptx::sync_warp();
 #pragma unroll
-        for (int i = 0; i < kHeadDim / 4; i++) {
-            uint32_t& pair = all[i / 4][i % 4];
-            const float x = unpack<Element>(pair, 0) * to_half, y = unpack<Element>(pair, 1) * to_half;
-            pair = pack<Operand>(x, y);
-            if constexpr (kZeros) q_sum[i % 2][(16 * (i / 4) + 8 * (i % 4 / 2)) / kGroupSize] += x + y;
-        }
-        if constexpr (kZeros) {
-            ptx::sync_warp();  // no lane reads those of the last item any more
-#pragma unroll
-            for (int g = 0; g < kGroups; g++) {
-                zero_sum[0][g] = zero_sum[1][g] = 0.0f;
-                const float sums[2] = {warp::row_sum(q_sum[0][g]), warp::row_sum(q_sum[1][g])};
-                TileRowSums::put(g, sums);
-            }
+            for (int i = 0; i < kRegisterQ; i++)
+                ptx::ldmatrix(rQ[i], ptx::shared_address(place(lane() % 16, 2 * i + lane() / 16)));
             ptx::sync_warp();
         }
+        q.template store<2 * kRegisterQ, kHeadDim / 8>(place);
+        ptx::fence_async_proxy();
+        ptx::barrier_sync(kGroupBarriers + group, 128);
+        if constexpr (kZeros)
+#pragma unroll
+            for (int g = 0; g < kGroups; g++) zero_sum[0][g] = zero_sum[1][g] = 0.0f;
     }
     // The same rows go on over a span of the next node, all of which they see
     TILE_DEVICE void go_on(Span span) {

@@ -32,19 +32,30 @@ struct TileFactors {
     uint32_t at;
     TILE_DEVICE explicit TileFactors(uint32_t stage) : at(kAtTileFactors + stage * kTileFactorBytes) {}
     TILE_DEVICE Shared<float> part(int n) const { return Shared<float>(at + 4 * kTileTokens * n); }
-    // Of the two tokens from an even one on
-    TILE_DEVICE void pair(float (&x)[2], int n, int token) const {
-        const Vector8 two = Shared<Vector8>(at + 4 * (kTileTokens * n + token))[0];
+    // int4: the scales that go into the halves, divided by the token's factor, each twice; token: of K's 64 and then of
+    // V's
+    TILE_DEVICE uint32_t scales_at(int token) const {
+        return at + 4 * (kTileTokens * (kValueZeros + kGroups) + kGroups * token);
+    }
+    TILE_DEVICE Shared<uint32_t> scale(int token) const { return Shared<uint32_t>(scales_at(token)); }
+    // What a lane's sum of P may be
+    TILE_DEVICE decltype(auto) limit() const { return Shared<float>(at + kTileFactorBytes - 16)[0]; }
+};
+
+// The factors of a lane's columns: two of each eight tokens, from an even one on. One address serves all of them,
+// hidden from the compiler, which would otherwise add up each anew: an instruction more per load.
+struct LaneFactors {
+    uint32_t at;
+    TILE_DEVICE LaneFactors(const TileFactors& of, int column) : at(of.at + 4 * column) {
+        if constexpr (Rule::kLinear) at = ptx::just_in_time(int(at));  // rules of scores leave no register for it
+    }
+    // Of part n, and the columns of the eight-th eight tokens
+    TILE_DEVICE void pair(float (&x)[2], int n, int eight) const {
+        const int words = kTileTokens * n + 8 * eight;
+        const Vector8 two = Rule::kLinear ? Shared<Vector8>(at)[words / 2] : Shared<Vector8>(at + 4 * words)[0];
         x[0] = as_float(two.word[0]);
         x[1] = as_float(two.word[1]);
     }
-    // int4: the scales that go into the halves, divided by the token's factor; token: of K's 64 and then of V's
-    TILE_DEVICE uint32_t scales_at(int token) const {
-        return at + 4 * kTileTokens * (kValueZeros + kGroups) + 2 * kGroups * token;
-    }
-    TILE_DEVICE Shared<half> scale(int token) const { return Shared<half>(scales_at(token)); }
-    // What a lane's sum of P may be
-    TILE_DEVICE decltype(auto) limit() const { return Shared<float>(at + kTileFactorBytes - 16)[0]; }
 };
 
 // int4: Σ q over a group of channels, of the 128 rows of an item. Registers are scarce, so they stay in shared memory.
@@ -54,11 +65,10 @@ struct TileRowSums {
         const int thread = ptx::just_in_time(threadIdx.x);
         return Shared<float>(uint32_t(kAtTileRows + 4 * (128 * group + thread / 32 * 16 + thread % 32 / 4)));
     }
-    // By the first of a row's four lanes; read by all after a sync_warp
-    static TILE_DEVICE void put(int group, const float (&x)[2]) {
-        if (threadIdx.x % 4 != 0) return;
-        row(group)[0] = x[0];
-        row(group)[8] = x[1];
+    // Of row n of a warp's sixteen, by any of its lanes; read by all after a sync_warp
+    static TILE_DEVICE void put(int n, int group, float x) {
+        const int warp = ptx::just_in_time(threadIdx.x) / 32;
+        Shared<float>(uint32_t(kAtTileRows + 4 * (128 * group + warp * 16 + n)))[0] = x;
     }
     static TILE_DEVICE void load(float (&x)[2], int group) {
         x[0] = row(group)[0];
@@ -70,7 +80,8 @@ namespace quantised {
 
 // S times the tokens' factors. column: the lane's first column of eight
 template <int kSize>
-TILE_DEVICE void scale_scores(float (&acc_s)[kSize], const TileFactors& factors, int column) {
+TILE_DEVICE void scale_scores(float (&acc_s)[kSize], const TileFactors& tile, int column) {
+    const LaneFactors factors(tile, column);
     float q_sum[kGroups][2];
     if constexpr (kZeros)
 #pragma unroll
@@ -78,14 +89,14 @@ TILE_DEVICE void scale_scores(float (&acc_s)[kSize], const TileFactors& factors,
 #pragma unroll
     for (int n = 0; n < kSize / 4; n++) {
         float k[2];
-        factors.pair(k, kKeyFactors, 8 * n + column);
+        factors.pair(k, kKeyFactors, n);
 #pragma unroll
         for (int i = 0; i < 4; i++) acc_s[4 * n + i] = ptx::multiply(acc_s[4 * n + i], k[i % 2]);
         if constexpr (kZeros)
 #pragma unroll
             for (int g = 0; g < kGroups; g++) {
                 float zero[2];
-                factors.pair(zero, kKeyZeros + g, 8 * n + column);
+                factors.pair(zero, kKeyZeros + g, n);
 #pragma unroll
                 for (int i = 0; i < 4; i++)
                     acc_s[4 * n + i] = ptx::mad(zero[i % 2], q_sum[g][i / 2], acc_s[4 * n + i]);
@@ -94,20 +105,21 @@ TILE_DEVICE void scale_scores(float (&acc_s)[kSize], const TileFactors& factors,
 }
 // P times the tokens' factors; the zero points' share of O
 template <int kSize>
-TILE_DEVICE void weigh(float (&acc_s)[kSize], const TileFactors& factors, float (&zero_sum)[2][kGroups], int column) {
+TILE_DEVICE void weigh(float (&acc_s)[kSize], const TileFactors& tile, float (&zero_sum)[2][kGroups], int column) {
+    const LaneFactors factors(tile, column);
 #pragma unroll
     for (int n = 0; n < kSize / 4; n++) {
         if constexpr (kZeros)
 #pragma unroll
             for (int g = 0; g < kGroups; g++) {
                 float zero[2];
-                factors.pair(zero, kValueZeros + g, 8 * n + column);
+                factors.pair(zero, kValueZeros + g, n);
 #pragma unroll
                 for (int i = 0; i < 4; i++)
                     zero_sum[i / 2][g] = ptx::mad(acc_s[4 * n + i], zero[i % 2], zero_sum[i / 2][g]);
             }
         float v[2];
-        factors.pair(v, kValueFactors, 8 * n + column);
+        factors.pair(v, kValueFactors, n);
 #pragma unroll
         for (int i = 0; i < 4; i++) acc_s[4 * n + i] = ptx::multiply(acc_s[4 * n + i], v[i % 2]);
     }
@@ -128,7 +140,8 @@ TILE_DEVICE bool quick_softmax(float (&acc_s)[kSize], float (&sum)[2], const war
 // The careful step: references rise to where the largest product is about 1. Hidden scores are −∞. sum: of P
 template <int kSize>
 TILE_DEVICE void careful_softmax(float (&acc_s)[kSize], float (&correction)[2], float (&sum)[2],
-                                 warp::RowState& state, const TileFactors& factors, float scale, int column) {
+                                 warp::RowState& state, const TileFactors& tile, float scale, int column) {
+    const LaneFactors factors(tile, column);
     float reference[2] = {-INFINITY, -INFINITY}, product[2] = {};
 #pragma unroll
     for (int i = 0; i < kSize; i++) reference[i / 2 % 2] = fmaxf(reference[i / 2 % 2], acc_s[i]);
@@ -140,7 +153,7 @@ TILE_DEVICE void careful_softmax(float (&acc_s)[kSize], float (&correction)[2], 
 #pragma unroll
     for (int n = 0; n < kSize / 4; n++) {
         float v[2];
-        factors.pair(v, kValueFactors, 8 * n + column);
+        factors.pair(v, kValueFactors, n);
 #pragma unroll
         for (int i = 0; i < 4; i++) {
             const float p = ptx::exp2(ptx::mad(acc_s[4 * n + i], scale, -reference[i / 2]));

@@ -43,8 +43,7 @@ template <bool kRaw> struct LoadRing {
     // Not quantised: no scales
     struct Scales {
         TILE_DEVICE Scales(const DecodeArgs&, const DecodeItem&, const PageTable&) {}
-        TILE_DEVICE void put(uint32_t) const {}
-        TILE_DEVICE void fetch(int) const {}
+        TILE_DEVICE void bring(uint32_t, int, uint32_t) const {}
     };
     static constexpr int kStages = kTileStages;
     static TILE_DEVICE TileRing ring() { return tile_ring(); }
@@ -101,12 +100,7 @@ TILE_DEVICE void load_tiles(const DecodeArgs& args, const TensorMap& mK, const T
                     ptx::tma_load(ptx::shared_address(to + panel * kTilePanelStep), is_v ? &mV : &mK, full,
                                   panel * kPanel, token, item.kv_head(), page);
             }
-            if constexpr (kScaled) {
-                scales.put(turn.stage);
-                ptx::sync_warp();
-                if (lane == 0) ptx::mbarrier_arrive(full);
-                scales.fetch(tile + 1);
-            }
+            scales.bring(turn.stage, tile, full);
             if (wanted(tile + 1, box)) page = table.page(((tile + 1) * kTile + box * kTileBox) / kPageSize);
         }
     }

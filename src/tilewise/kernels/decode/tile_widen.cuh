@@ -6,12 +6,16 @@
 // multiprocessors): the node is 17 MB and the own tokens 35 MB, 12 µs together. A multiprocessor has 15.5 steps of 64
 // tokens and 128 rows. Of its cycles, a step takes 983 of the tensor cores; 512 for exponentials; 1000 of shared memory
 // (codes in and out, halves in, and twice out to two warpgroups), 250 more for the streams beside. To widen 16384 codes
-// takes about 27 instructions for each sixteen, 860 per step: 220 issue slots of each scheduler, which three warps that
-// else stand idle have time for. With the codes as a product's A operand, widened in registers and multiplied by Qᵀ,
-// codes would be read once, but P would have to go through shared memory: as many bytes, and a meeting of the
-// warpgroups in each step. Widened by the warpgroups themselves, each would do it for itself.
+// takes about 24 instructions for each sixteen, and the three warps that do it have a scheduler each: 260 issue slots
+// of it per step. They are bound by latency, not by slots: a chain from load to store takes 60 cycles and more, beside
+// warps that multiply. So each has four or eight of them on its way, to places that are found by one exclusive or.
+//
+// With the codes as a product's A operand, widened in registers and multiplied by Qᵀ, codes would be read once, but P
+// would have to go through shared memory: as many bytes, and a meeting of the warpgroups in each step. Widened by the
+// warpgroups themselves, each would do it for itself. Four more warps for it would leave 96 registers to the streams.
 #pragma once
-#include "decode/tile_factors.cuh"
+#include "decode/tile_scales.cuh"
+#include "tile/ptx_halves.cuh"
 
 using TileRing = Ring<kTileStages>;
 TILE_DEVICE TileRing tile_ring() { return TileRing(ptx::shared_address(uint32_t(kAtTileBarriers))); }
@@ -27,117 +31,23 @@ TILE_DEVICE uint32_t raw_codes(uint32_t stage, int is_v) { return kAtRaw + (2 * 
 
 constexpr int kWideners = 96;  // threads
 constexpr int kWidenBarrier = 5;
-// A token's scale, or int4's scale and zero point of group g, of a tile of codes: n of K's 64 tokens or of V's
-TILE_DEVICE Shared<uint32_t> raw_scales(uint32_t stage, int is_v, int g) {
-    return Shared<uint32_t>(kAtRawScales + stage * kRawScaleBytes + (is_v * kGroups + g) * kTileTokens * 4);
-}
 
-// How scales come to a tile of codes: by the warp that requests the codes, which asks for them a tile ahead and for
-// their pages two. The warps that widen could not: a fence between their stores and wgmma waits for every load on the
-// way. A lane has tokens `lane` and `lane` + 32.
-struct TileScales {
-    const DecodeArgs& args;
-    const Span span;
-    const PageTable& table;
-    const int kv_head, lane;
-    int page[2];
-    uint32_t words[2][2][kGroups];  // of K and of V
-
-    TILE_DEVICE TileScales(const DecodeArgs& a, const DecodeItem& item, const PageTable& pages)
-        : args(a), span{item.start, item.stop}, table(pages), kv_head(item.kv_head()), lane(warp::lane()) {
-        const int tile = span.begin / kTileTokens;
-        constexpr int kBoxTokens = kPageSize % 64 == 0 ? 64 : kPageSize % 32 == 0 ? 32 : 16;
-#pragma unroll
-        for (int i = 0; i < 2; i++) {
-            page[i] = item.first_page((lane + 32 * i) / kBoxTokens);
-            if (page[i] < 0) page[i] = look_up(tile, i);
-        }
-        fetch(tile);
-    }
-    TILE_DEVICE bool inside(int token) const { return token >= span.begin && token < span.end; }
-    // Of a token outside the span no page is looked at: its number may be anything.
-    TILE_DEVICE int look_up(int tile, int i) const {
-        const int token = tile * kTileTokens + lane + 32 * i;
-        return inside(token) ? table.page(token / kPageSize) : 0;
-    }
-    TILE_DEVICE const ScaleBits* place(const Paged& of, int i, int token, int group) const {
-        return static_cast<const ScaleBits*>(of.base) + page[i] * of.page + token % kPageSize * of.token +
-               kv_head * of.head + group * of.group;
-    }
-    // Of this tile, and the pages of the next
-    TILE_DEVICE void fetch(int tile) {
-#pragma unroll
-        for (int n = 0; n < 4 * kGroups; n++) {
-            const int is_v = n / (2 * kGroups), i = n / kGroups % 2, g = n % kGroups;
-            const int token = tile * kTileTokens + lane + 32 * i;
-            uint32_t& to = words[is_v][i][g];
-            to = 0;
-            if (!inside(token)) continue;
-            to = Global<const ScaleBits>{place(is_v ? args.v_scale : args.k_scale, i, token, g)}[0];
-            if constexpr (kZeros)
-                to |= uint32_t(Global<const ScaleBits>{place(is_v ? args.v_zero : args.k_zero, i, token, g)}[0]) << 16;
-        }
-#pragma unroll
-        for (int i = 0; i < 2; i++) page[i] = look_up(tile + 1, i);
-    }
-    // Leaves the tile's scales beside its codes
-    TILE_DEVICE void put(uint32_t stage) const {
-#pragma unroll
-        for (int n = 0; n < 4 * kGroups; n++) {
-            const int is_v = n / (2 * kGroups), i = n / kGroups % 2, g = n % kGroups;
-            raw_scales(stage, is_v, g)[lane + 32 * i] = words[is_v][i][g];
-        }
-    }
-};
-
-// Makes the factors of a tile's keys, or of its values, from their scales. One warp.
-TILE_DEVICE void put_factors(const TileFactors& to, uint32_t raw_stage, int is_v, int first_token, Span span) {
-    const int lane = ptx::just_in_time(threadIdx.x) & 31;
-    float most = 0.0f;
-#pragma unroll
-    for (int i = 0; i < 2; i++) {
-        const int n = lane + 32 * i;
-        float factor;
-        if constexpr (kZeros) {
-            float scale[kGroups], zero[kGroups], top = 0.0f;
-#pragma unroll
-            for (int g = 0; g < kGroups; g++) {
-                const uint32_t word = raw_scales(raw_stage, is_v, g)[n];
-                scale[g] = as_float(word << 16);
-                zero[g] = as_float(word & 0xffff0000u);
-                top = fmaxf(top, scale[g]);
-            }
-            const float normal = power_above(top, 0);
-            factor = inverse_power(normal);
-#pragma unroll
-            for (int g = 0; g < kGroups; g++) {
-                to.part((is_v ? kValueZeros : kKeyZeros) + g)[n] = is_v ? zero[g] : ptx::mad(scale[g], 8.0f, zero[g]);
-                to.scale(is_v * kTileTokens + n)[g] = from_float<half>(scale[g] * normal);
-            }
-            if (first_token + n < span.begin || first_token + n >= span.end) factor = 0.0f;
-        } else {
-            factor = as_float(raw_scales(raw_stage, is_v, 0)[n]);
-        }
-        to.part(is_v ? kValueFactors : kKeyFactors)[n] = factor;
-        if (factor < INFINITY) most = fmaxf(most, factor);
-    }
-    if (is_v) {
-        most = as_float(ptx::reduce_max(as_bits(most)));
-        if (lane == 0) to.limit() = most > kMostProduct / kMostWeight ? kMostProduct / most : kMostWeight;
-    }
-}
-
-// Eight codes of int4 as halves. Keys stand in the order 0 4 1 5 2 6 3 7, which Q's follow.
-// kThousands, in a register: then one instruction both masks and merges.
+// Eight codes of int4 as halves. Keys stand in the order 0 4 1 5 2 6 3 7, which Q's follow. scales: the token's, twice
+//
+// A code in the low bits of a half is 1024 + code; four bits further up it is 1024 + 16 code, and the multiplication
+// that brings it down takes no more than the subtraction it comes with.
 constexpr uint32_t kThousands = 0x64006400u;
 template <bool kValues> TILE_DEVICE Vector16 widen_codes(uint32_t from, uint32_t scales, uint32_t thousands) {
-    // 1024 + code, less 1024 or 1032
-    const uint32_t shift = kValues ? kThousands : 0x64086408u;
+    constexpr uint32_t kLow = kValues ? kThousands : 0x64086408u;  // 1024; 1032
+    constexpr uint32_t kHigh = kValues ? 0xd400d400u : 0xd480d480u, kSixteenth = 0x2c002c00u;  // −64; −72
     Vector16 to;
 #pragma unroll
-    for (int i = 0; i < 4; i++)
-        to.word[i] =
-            ptx::multiply_halves(ptx::subtract_halves((from >> 4 * i & 0x000f000fu) | thousands, shift), scales);
+    for (int i = 0; i < 4; i += 2) {
+        const uint32_t pairs = from >> 4 * i;
+        const uint32_t low = (pairs & 0x000f000fu) | thousands, high = (pairs & 0x00f000f0u) | thousands;
+        to.word[i] = ptx::multiply_halves(ptx::subtract_halves(low, kLow), scales);
+        to.word[i + 1] = ptx::multiply_halves(ptx::mad_halves(high, kSixteenth, kHigh), scales);
+    }
     if constexpr (kValues) {
         const uint32_t a = to.word[0], b = to.word[1], c = to.word[2], d = to.word[3];
         to = {{ptx::permute_bytes(a, b, 0x5410), ptx::permute_bytes(c, d, 0x5410), ptx::permute_bytes(a, b, 0x7632),
@@ -170,38 +80,69 @@ TILE_DEVICE int widen_eight(int lane, int j) {
     if constexpr (32 % kTokenEights == 0) return lane % kTokenEights;
     else return (lane + 32 * j) % kTokenEights;
 }
+// Eights of tokens at once, for which registers have room. The streaming warps need those that would hold two of int4.
+constexpr int kAtOnce = kHeadDim == 96 || (kZeros && kHeadDim > 64) ? 1 : 2;
 template <bool kWords> struct CodesOf { using Type = Vector8; };
 template <> struct CodesOf<true> { using Type = uint32_t; };
 using EightCodes = CodesOf<kZeros>::Type;
 
+// Where a lane's eights stand in a tile, of the first eight tokens. Where a load is of whole rows, the token of each
+// next one differs in the same bits of the swizzle, so that one place is enough.
+template <class Place> struct LaneEights {
+    static constexpr bool kWhole = 32 % kTokenEights == 0;
+    uint32_t at[kWhole ? 1 : kWidenLoads];
+    TILE_DEVICE LaneEights(int lane, Place place) {
+#pragma unroll
+        for (int j = 0; j < (kWhole ? 1 : kWidenLoads); j++) at[j] = place(widen_token(lane, j), widen_eight(lane, j));
+    }
+    TILE_DEVICE uint32_t operator[](int j) const {
+        constexpr int kTokens = kWhole ? 32 / kTokenEights : 0;
+        if constexpr (kWhole) return (at[0] ^ j * kTokens * 16) + j * kTokens * kPanelRowBytes;
+        else return at[j];
+    }
+};
+
 // Widens K or V of a tile from raw codes to where wgmma reads them: each warp takes every third eight of its tokens.
-// All of a lane's loads come before its first store, since no load passes a store. Values outside the span become
-// zeros: memory there may hold anything, and 0 · NaN is NaN. place(token, eight): where eight channels of a token stand
+// The loads of kAtOnce of them come before their first store, since no load passes a store, and before their first
+// conversion: a warp is alone with the latency of each step, so that it needs many eights of channels on the way.
+// Values outside the span become zeros: memory there may hold anything, and 0 · NaN is NaN. place(token, eight): where
+// eight channels of a token stand
 template <bool kValues, class Place>
 TILE_DEVICE void widen_tile(int from, uint32_t raw_stage, const TileFactors& factors, int first_token, Span span,
-                            Place place) {
+                            uint32_t thousands, Place place) {
+    constexpr int kApart = kWideners / 32, kMost = (kWidenBlocks + kApart - 1) / kApart;
     const int lane = ptx::just_in_time(threadIdx.x) & 31;  // places are found anew: kept, they would take registers
-    const uint32_t codes_at = raw_codes(raw_stage, kValues) + lane * uint32_t(sizeof(EightCodes));
-    uint32_t to[kWidenLoads], scales_at[kWidenLoads];
+    const uint32_t codes_at =
+        raw_codes(raw_stage, kValues) + from * 8 * kRowBytes + lane * uint32_t(sizeof(EightCodes));
+    // int4 (whose rows a load has whole): the scale of a lane's first token, and how many words the next one is from it
+    constexpr int kScaleStep = 4 * kGroups, kEach = 32 / kTokenEights * kGroups;
+    const uint32_t scales_at = factors.scales_at(kValues * kTileTokens + from * 8 + widen_token(lane, 0)) +
+                               widen_eight(lane, 0) * 8 / kGroupSize * 4;
+    const LaneEights<Place> to(lane, place);
+    const uint32_t step = place(8, 0) - place(0, 0);
 #pragma unroll
-    for (int j = 0; j < kWidenLoads; j++) {
-        to[j] = place(widen_token(lane, j), widen_eight(lane, j));
-        scales_at[j] = factors.scales_at(kValues * kTileTokens + widen_token(lane, j)) +
-                       widen_eight(lane, j) * 8 / kGroupSize * 2;
-    }
-    const uint32_t step = place(8, 0) - place(0, 0), thousands = ptx::just_in_time(int(kThousands));
-#pragma unroll 1
-    for (int block = from; block < kWidenBlocks; block += kWideners / 32) {
-        EightCodes codes[kWidenLoads];
-        uint32_t scales[kWidenLoads] = {};
+    for (int first = 0; first < kMost; first += kAtOnce) {
+        EightCodes codes[kAtOnce][kWidenLoads];
+        uint32_t scales[kAtOnce][kWidenLoads] = {};
 #pragma unroll
-        for (int j = 0; j < kWidenLoads; j++) {
-            codes[j] = Shared<EightCodes>(codes_at + block * 8 * kRowBytes)[32 * j];
-            if constexpr (kZeros) scales[j] = Shared<uint16_t>(scales_at[j] + block * 8 * 2 * kGroups)[0];
+        for (int n = 0; n < kAtOnce; n++) {
+            const int block = (first + n) * kApart;  // from here on
+            if (first + n >= kMost || from + block >= kWidenBlocks) break;
+#pragma unroll
+            for (int j = 0; j < kWidenLoads; j++) {
+                codes[n][j] = Shared<EightCodes>(codes_at + block * 8 * kRowBytes)[32 * j];
+                if constexpr (kZeros) scales[n][j] = Shared<uint32_t>(scales_at + 8 * block * kScaleStep)[j * kEach];
+            }
         }
 #pragma unroll
-        for (int j = 0; j < kWidenLoads; j++)
-            Shared<Vector16>(to[j] + block * step)[0] = widen_codes<kValues>(codes[j], scales[j] * 0x10001u, thousands);
+        for (int n = 0; n < kAtOnce; n++) {
+            const int block = (first + n) * kApart;
+            if (first + n >= kMost || from + block >= kWidenBlocks) break;
+#pragma unroll
+            for (int j = 0; j < kWidenLoads; j++)
+                Shared<Vector16>(to[j] + (from + block) * step)[0] =
+                    widen_codes<kValues>(codes[n][j], scales[n][j], thousands);
+        }
     }
     if (kValues && (first_token < span.begin || first_token + kTileTokens > span.end)) {
 #pragma unroll 1
@@ -224,6 +165,8 @@ template <class Item, class Place> TILE_DEVICE void widen_tiles(const DecodeArgs
     Turn<kTileStages> to;
     Turn<kRawStages> from;
     const int rank = ptx::uniform(threadIdx.x / 32 % 4 - 1);
+    // Not a constant to the compiler, which would split an instruction that both masks and merges into two
+    const uint32_t thousands = kThousands + uint32_t(args.tile_rounds >> 31);
     for (int round = 0; round < args.tile_rounds; round++) {
         const DecodeItem item = item_of(args, round);
         const Span span{item.start, item.stop};
@@ -237,11 +180,11 @@ template <class Item, class Place> TILE_DEVICE void widen_tiles(const DecodeArgs
             if (rank < 2) put_factors(factors, from.stage, rank, first, span);
             if constexpr (kZeros) ptx::barrier_sync(kWidenBarrier, kWideners);
             // Two of three warps have three blocks of the keys, and of the values: the one without factors both times
-            widen_tile<false>((rank + 1) % 3, from.stage, factors, first, span,
+            widen_tile<false>((rank + 1) % 3, from.stage, factors, first, span, thousands,
                               [&](int token, int eight) { return place(to.stage, false, token, eight); });
             if (ptx::elect_one()) ptx::mbarrier_arrive(keys.full_at(to));
             values.wait_free(to);
-            widen_tile<true>(2 - rank, from.stage, factors, first, span,
+            widen_tile<true>(2 - rank, from.stage, factors, first, span, thousands,
                              [&](int token, int eight) { return place(to.stage, true, token, eight); });
             if (ptx::elect_one()) ptx::mbarrier_arrive(values.full_at(to));
             raw.release(from);
