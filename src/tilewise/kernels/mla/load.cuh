@@ -51,7 +51,9 @@ TILE_DEVICE void load_rows(const DecodeArgs& args, const MlaArgs& mla) {
                             ptx::shared_address(now.at(panel) + row * kPanelRowBytes + (c ^ row % 8) * 16), source,
                             from[n] ? 16 : 0);
                     }
-                ptx::copy_async_arrive(now.full(panel));
+                // Where nothing is copied, a place is handed on by who has waited for it.
+                if (panel < kPanels) ptx::copy_async_arrive(now.full(panel));
+                else ptx::mbarrier_arrive(now.full(panel));
                 if (kChosen) ptx::mbarrier_arrive(now.full(panel));  // for what was stored
             }
         }

@@ -136,8 +136,12 @@ TILE_DEVICE void copy_codes(const DecodeArgs& args, const MlaArgs& mla) {
 #pragma unroll 1
             for (int panel = kValuePanels; panel < kBlockPlaces; panel++, of_mine += kPanelRowBytes) {
                 now.wait_free(panel);
-                if (panel < kPanels) copy(of_mine, panel);
-                ptx::copy_async_arrive(now.full(panel));
+                if (panel < kPanels) {
+                    copy(of_mine, panel);
+                    ptx::copy_async_arrive(now.full(panel));
+                } else {
+                    ptx::mbarrier_arrive(now.full(panel));
+                }
             }
         }
     }
