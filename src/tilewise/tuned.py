@@ -240,8 +240,8 @@ MLA_WAYS = ("boxes", "gather", "chosen")  # how rows come: by TMA; one by one; t
 
 
 def mla_key(stored: str, head_dim: int, value_dim: int, rows: int, way: str) -> str:
-    """The key of an MLA decode kernel: "bf16/576x512/64 rows/boxes". stored: the cache's format; rows: query rows of an
-    item at most."""
+    """The key of an MLA decode kernel: "bf16/576x512/64 rows/boxes". stored: the cache's format; rows: of
+    gpu/mla_kernels.py CLASSES."""
     return f"{stored}/{head_dim}x{value_dim}/{rows} rows/{way}"
 
 

@@ -38,7 +38,7 @@ def test_how_far_ahead_and_how_wide_products_are_changes_no_bit():
     problem, found = Problem((700, 2000, 129), heads=128, sizes=DEEPSEEK, page_size=64), []
     for ahead, fetches in ((0, 0), (2, 1), (9, 2)):
         for together in (1, 2, 4):
-            with shaped(DEEPSEEK, (64,), ahead=ahead, together=together, fetches=fetches):
+            with shaped(DEEPSEEK, (128,), ahead=ahead, together=together, fetches=fetches):
                 found.append(problem.run(device="cuda"))
     for o, lse in found:
         assert torch.equal(o, found[0][0])

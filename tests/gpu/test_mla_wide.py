@@ -155,6 +155,7 @@ def test_shapes_that_fit():
     boxes = mla_kernels.choose_tiling(*DEEPSEEK, 128)
     assert (boxes.places, boxes.looks) == (18, True)
     assert mla_kernels.fits(*DEEPSEEK, replace(boxes, ahead=9))
+    assert (boxes.fetches, mla_kernels.choose_tiling(*DEEPSEEK, 64).fetches) == (1, 0), "who reads rows with others"
     assert not mla_kernels.fits(*DEEPSEEK, boxes, boxes=False), "a warp looks ahead that loads"
     gathered = mla_kernels.choose_tiling(*DEEPSEEK, 128, boxes=False)
     assert mla_kernels.fits(*DEEPSEEK, replace(gathered, ahead=9), boxes=False)
@@ -180,7 +181,7 @@ def test_as_many_panels_ahead_as_fit_where_weights_have_a_place():
 def test_no_kernel_spills_and_no_product_is_serialised():
     """`tilewise kernels --kernel mla_decode --all` looks at every variant."""
     specs = [s for s in mla_kernels.specs(every=True) if dict(s.constants)["kRows"] == 64]
-    assert len(specs) == 14
+    assert len(specs) == 28
     (row,) = compiler.resource_rows([(specs[1], "sm_90a")])  # boxes
     assert row.error is None
     assert (row.spill_stores, row.spill_loads, row.serialised) == (0, 0, ())

@@ -16,7 +16,18 @@ from tilewise.compiler.spec import KernelSpec
 from tilewise.gpu import mla as kernel
 from tilewise.gpu.abi import DECODE_RULES
 from tilewise.gpu.decode import kept
-from tilewise.gpu.mla_kernels import DTYPES, MAX_DIM, ROWS, MlaTiling, block_places, choose_tiling, fits, mla_spec
+from tilewise.gpu.mla_kernels import (
+    CLASSES,
+    DTYPES,
+    MAX_DIM,
+    ROWS,
+    MlaTiling,
+    block_places,
+    choose_tiling,
+    class_of,
+    fits,
+    mla_spec,
+)
 from tilewise.tuned import Tuned
 
 from . import mla
@@ -25,8 +36,8 @@ from .tune_prefill import Shape
 from .workloads import Point
 
 PAGE, VALUE_DIM = mla.PAGE_SIZE, mla.VALUE_DIM
-AHEAD, TOGETHER = (0, 2, 4, 5, 6, 7, 8, 9), (1, 2)
-FETCHES = (0, 1, 2)  # blocks ahead that L2 is asked for
+AHEAD, TOGETHER = (0, 2, 4, 6, 7, 8), (1, 2)
+FETCHES = (0, 1)  # blocks ahead that L2 is asked for
 
 
 @dataclass(frozen=True)
@@ -48,12 +59,12 @@ class Case:
 
 def defaults(dtype: torch.dtype) -> list[Case]:
     """A step per key that DeepSeek's models ask for; rows of codes are read with bfloat16 queries."""
-    few, some, many = (Shape(64, 8192, heads, 1, MAX_DIM, vdim=VALUE_DIM) for heads in (16, 32, 128))
+    few, some, more, many = (Shape(64, 8192, heads, 1, MAX_DIM, vdim=VALUE_DIM) for heads in CLASSES)
     plain = _stored(dtype)
     stored = (plain, "fp8") if dtype == torch.bfloat16 else (plain,)
     codes = [Case(shape, name) for name in stored[1:] for shape in (few, many)]
     chosen = [Case(replace(shape, seq=16384), name, chosen=2048) for name in stored for shape in (few, many)]
-    return [*(Case(shape, plain) for shape in (many, few, some)), *codes, *chosen]
+    return [*(Case(shape, plain) for shape in (many, more, few, some)), *codes, *chosen]
 
 
 def _stored(dtype: torch.dtype) -> str:
@@ -109,7 +120,7 @@ def problem(case: Case, device: torch.device) -> Problem:
         return [mla_spec(dtype, *dims, page, tiling, rule=rule, **options) for page, rule in ways]
 
     data = _Data(case, dtype, device)
-    key = tuned.mla_key(case.stored, *dims, tiling.rows, case.way)
+    key = tuned.mla_key(case.stored, *dims, class_of(shape.heads), case.way)
     others = tuple(candidates(*dims, tiling, card, boxes=boxes))
     return Problem("mla", key, str(case), tiling, others, specs, data.bind, data.same, replay=True)
 

@@ -39,6 +39,7 @@ from tilewise.gpu.mla_kernels import (
     WIDE,
     MlaTiling,
     choose_tiling,
+    class_of,
     fits,
     mla_spec,
     row_map,
@@ -339,7 +340,7 @@ def tiling_of(form: KVFormat, value_dim: int, rows: int, device: torch.device, *
     tiling, table = choose_tiling(form.head_dim, value_dim, rows, card, codes=codes, boxes=boxes), tuned.of(device)
     if table is None:
         return tiling
-    key = tuned.mla_key(form.name, form.head_dim, value_dim, tiling.rows, way)
+    key = tuned.mla_key(form.name, form.head_dim, value_dim, class_of(rows), way)
     return table.prefer("mla", key, tiling, lambda t: fits(form.head_dim, value_dim, t, card, boxes=boxes))
 
 

@@ -23,9 +23,10 @@ THERE, SCALED_BLOCKS = 8, 4  # mla/layout.cuh: blocks for which chosen keys, and
 LANDINGS = 16  # mla/layout.cuh: barriers of codes
 FORMATS = {"bf16": 0, "fp16": 0, "fp8": 1, "int8": 2}  # tile/quant.cuh: Format
 ROWS = (16, 32, 64)  # query rows of an item at most: widths of the products
-# Where nothing was measured on the card at hand: what was best on an H200. Panels ahead hold the ring for longer, so
-# there are fewer of rows that come more slowly.
-AHEAD, AHEAD_SLOW, TOGETHER, FETCHES = (3, 3, 7), 3, 1, 1
+CLASSES = (*ROWS, 128)  # by which shapes are measured: with more than 64, several items read the same rows
+# By class, where nothing was measured on the card at hand: what was best on an H200. Panels ahead hold the ring for
+# longer; that pays where the tensor cores are what is waited for. Codes and rows that come one by one come slowly.
+AHEAD, AHEAD_SLOW, FETCHES = (3, 3, 2, 7), 2, (0, 0, 0, 1)
 MAX_TOKENS, MAX_ROWS = 16, 2048  # query tokens of a sequence; its query rows, a head of a token each
 MAX_DIM = 576
 MAPS = 3  # mla_decode.cu: of rows, or of their codes, scales and 16-bit channels
@@ -61,6 +62,11 @@ class MlaTiling:
     ahead: int = 0
     together: int = 1
     fetches: int = 0
+
+
+def class_of(rows: int) -> int:
+    """Of CLASSES the one of items of so many query rows, and 128 where they are more than an item has."""
+    return next((n for n in CLASSES if n >= rows), CLASSES[-1])
 
 
 def block_places(head_dim: int, value_dim: int) -> int:
@@ -116,10 +122,10 @@ def choose_tiling(
     found = next(tiling for tiling in sizes if shared_bytes(head_dim, tiling) <= room)
     if wide and found.places >= 2 * block:  # whole blocks, of which panels multiplied together are neighbours
         found = replace(found, places=found.places // block * block)
-    ahead = AHEAD[ROWS.index(width)] if boxes and not codes else AHEAD_SLOW
-    ahead = min(ahead, most_ahead(head_dim, value_dim, found))
-    together = TOGETHER if wide and found.places % block == 0 else 1
-    return replace(found, ahead=ahead, together=together, fetches=FETCHES if wide and boxes else 0)
+    kind = CLASSES.index(class_of(rows))
+    ahead = min(AHEAD[kind] if boxes and not codes else AHEAD_SLOW, most_ahead(head_dim, value_dim, found))
+    together = 2 if codes and wide and found.places % block == 0 else 1
+    return replace(found, ahead=ahead, together=together, fetches=FETCHES[kind] if boxes else 0)
 
 
 @lru_cache(maxsize=256)
@@ -187,7 +193,7 @@ def specs(card: str = "sm_90a", *, every: bool = False) -> list[KernelSpec]:
     found: list[KernelSpec] = []
     if not hopper(card):
         return found
-    for dtype, rows in product(DTYPES if every else DTYPES[:1], ROWS if every else (ROWS[0], ROWS[-1])):
+    for dtype, rows in product(DTYPES if every else DTYPES[:1], CLASSES if every else (CLASSES[0], CLASSES[-1])):
         tiling = choose_tiling(MAX_DIM, 512, rows)
         for page_size in (16, 64) if every else (64,):
             found.append(mla_spec(dtype, MAX_DIM, 512, page_size, tiling))

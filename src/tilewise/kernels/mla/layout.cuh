@@ -102,11 +102,6 @@ struct Places {
     // One computing warp lets go of the panel.
     TILE_DEVICE void let_go(int panel) const { ptx::mbarrier_arrive(empty(panel)); }
 };
-// The order in which panels of a block are scored: as their places become free, half by half of the values. Codes are
-// widened two panels at a time, in their own order.
-constexpr int nth_panel(int n) {
-    return kScaled || n >= 2 * kMine ? n : n % 2 * kMine + n / 2;
-}
 TILE_DEVICE uint32_t ready_barrier(uint32_t block) { return ptx::shared_address(kAtReady + 8 * (block & 1)); }
 
 TILE_DEVICE void init_barriers() {

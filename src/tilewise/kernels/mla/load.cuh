@@ -38,17 +38,16 @@ TILE_DEVICE void load_rows(const DecodeArgs& args, const MlaArgs& mla) {
             }
             look(block + 1);  // beyond the span's end there is nothing to be found
 #pragma unroll 1
-            for (int at = 0; at < kBlockPlaces; at++) {
-                const int panel = nth_panel(at);
+            for (int panel = 0; panel < kBlockPlaces; panel++) {
                 now.wait_free(panel);
                 if (panel < kPanels)
 #pragma unroll
                     for (int n = 0; n < kEach; n++) {
                         const int row = n * kStep + first;
                         // Of zero bytes nothing is read, but the address must be one.
-                        const void* source = from[n] ? from[n] + panel * kPanelRowBytes : args.k.base;
+                        const void* at = from[n] ? from[n] + panel * kPanelRowBytes : args.k.base;
                         ptx::copy_async_16(
-                            ptx::shared_address(now.at(panel) + row * kPanelRowBytes + (c ^ row % 8) * 16), source,
+                            ptx::shared_address(now.at(panel) + row * kPanelRowBytes + (c ^ row % 8) * 16), at,
                             from[n] ? 16 : 0);
                     }
                 // Where nothing is copied, a place is handed on by who has waited for it.
@@ -72,9 +71,7 @@ struct Boxes {
         return b < kBoxes && token(b) < span.end && token(b) + kBox > span.begin;
     }
     TILE_DEVICE int slot(int b) const { return token(b) % kPageSize; }
-    TILE_DEVICE bool fetched(const DecodeArgs& args, int b) const {
-        return row == 0 && int(args.rows_each.divisor) > kRows && wanted(b);
-    }
+    TILE_DEVICE bool fetched(int b) const { return row == 0 && wanted(b); }
 };
 
 // A warp walks over all blocks of all items: load(boxes of a block, boxes of the block kAhead blocks later)
@@ -102,13 +99,13 @@ template <int kAhead, class F> TILE_DEVICE void each_block(const DecodeArgs& arg
     }
 }
 
-// Two warps, each for some panels of every block: a warp takes about 225 cycles for a panel, and the warpgroups let go
-// of two at a time. A panel is requested as soon as its place is free. One lane asks for everything: for lanes that
-// take turns, the warp would have to meet twice per panel, which takes longer than the panel.
+// A warp asks for some panels of every block, each as soon as its place is free. One lane asks for everything: for
+// lanes that take turns, the warp would have to meet twice per panel, which takes longer than the panel.
 //
-// kFetches: the first of these warps brings the panels of so many blocks ahead to L2, which then answers in half the
-// memory's time: a place in the ring is empty for as long as that. It does so where several items read the same rows,
-// those of more than kRows query rows. Where each row is read once, the memory is what is waited for.
+// kFetches: several items read the same rows, and the tensor cores are what is waited for. Then the first one of them
+// brings the panels of so many blocks ahead to L2, which answers sooner than the memory: a place in the ring is empty
+// for as long as that. And there are two such warps: one takes about 225 cycles for a panel, and the warpgroups let go
+// of two at a time. Where each row is read once, the memory is what is waited for, and both would cost time.
 template <int kFrom, int kTo> TILE_DEVICE void load_boxes(const DecodeArgs& args, const TensorMap& mRows) {
     Places now;
     ptx::prefetch_tensor_map(&mRows);
@@ -117,7 +114,7 @@ template <int kFrom, int kTo> TILE_DEVICE void load_boxes(const DecodeArgs& args
             const int lane = warp::lane(), b = lane % kBoxes, page = ptx::shuffle(ahead.page, b);
 #pragma unroll
             for (int panel = lane / kBoxes; panel < kPanels; panel += 32 / kBoxes)  // a lane for each box
-                if (ahead.fetched(args, b))
+                if (ahead.fetched(b))
                     ptx::prefetch_box(&mRows, panel * kPanel, ahead.slot(b), 0, page);
         }
         int pages[kBoxes], bytes = 0;

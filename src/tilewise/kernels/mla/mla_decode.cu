@@ -41,8 +41,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
         } else if constexpr (kGather) {
             load_rows(args, mla);
         } else {
-            if (loader == 0) load_boxes<0, kMine>(args, mRows);
-            else if (loader == 1) load_boxes<kMine, kBlockPlaces>(args, mRows);
+            constexpr bool kTwo = kFetches > 0;
+            if (loader == 0) load_boxes<0, kTwo ? kMine : kBlockPlaces>(args, mRows);
+            else if (kTwo && loader == 1) load_boxes<kMine, kBlockPlaces>(args, mRows);
             else if (kLooksAhead && loader == 2) look_ahead(args);
         }
     }

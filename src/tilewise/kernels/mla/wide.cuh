@@ -37,8 +37,7 @@ struct Wide : Grouped {
             const Places here{ptx::uniform(of.first), of.lap};
             const uint64_t q = k_major(ptx::shared_address(kAtQ));
 #pragma unroll
-            for (int n = kFrom; n < kTo; n++) {
-                const int panel = nth_panel(n);
+            for (int panel = kFrom; panel < kTo; panel++) {
                 here.wait_rows(panel);
                 ptx::wgmma_fence();
                 const uint64_t k = k_major(ptx::shared_address(here.at(panel)));
@@ -46,7 +45,7 @@ struct Wide : Grouped {
                 for (int step = 0; step < 4; step++)
                     ptx::Wgmma<Element, kKeys>::template ss<false, false>(
                         acc_s, further(q, panel * kRows * kPanelRowBytes + 32 * step), further(k, 32 * step),
-                        n > 0 || step > 0);
+                        panel > 0 || step > 0);
             }
             ptx::wgmma_commit();
             if constexpr (kBlockPlaces > kPanels && kTo == kPanels) here.wait(kWeights);

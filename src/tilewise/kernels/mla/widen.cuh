@@ -37,7 +37,7 @@ TILE_DEVICE void load_code_boxes(const DecodeArgs& args, const TensorMap& mCodes
             static_assert(kColumns * kBoxes <= 32, "a lane for each box");
             const int lane = warp::lane(), column = lane / kBoxes, b = lane % kBoxes;
             const int page = ptx::shuffle(ahead.page, b);
-            if (column < kColumns && ahead.fetched(args, b)) {
+            if (column < kColumns && ahead.fetched(b)) {
                 if (column < kCodedPairs)
                     ptx::prefetch_box(&mCodes, column * kPanelRowBytes, ahead.slot(b), 0, page);
                 else ptx::prefetch_box(&mRest, (column - kCodedPairs) * kPanel, ahead.slot(b), 0, page);
