@@ -33,7 +33,9 @@ def test_families(make, graphs):
 @pytest.mark.parametrize("heads", [1, 16, 64])
 def test_heads_in_float16(heads):
     model = deepseek_rows(wide.deepseek_v3, torch.float16, num_attention_heads=heads, num_key_value_heads=heads).cuda()
-    for prompt, one in zip(PROMPTS, generate(model, PROMPTS, max_new_tokens=12, prefill_chunk=100), strict=True):
+    # transformers multiplies float16 experts by sizes that the host reads, which no graph captures.
+    found = generate(model, PROMPTS, max_new_tokens=12, prefill_chunk=100, cuda_graphs=False)
+    for prompt, one in zip(PROMPTS, found, strict=True):
         assert_likeliest(model, prompt, one.tokens)
 
 

@@ -24,7 +24,7 @@ from tilewise.gpu.decode_kernels import DTYPES as DECODE_DTYPES
 from tilewise.gpu.decode_kernels import HEAD_DIMS as DECODE_HEAD_DIMS
 from tilewise.gpu.decode_kernels import Parts
 from tilewise.gpu.decode_shapes import slice_of_values, value_slices
-from tilewise.gpu.mla_kernels import ROWS
+from tilewise.gpu.mla_kernels import CLASSES
 from tilewise.gpu.mla_rows import ONE_PAGE
 from tilewise.gpu.tilings import out_dtype
 from tilewise.kvcache import PagedKVCache, storage
@@ -198,7 +198,7 @@ def _decode(need: Need, card: str) -> Iterator[KernelSpec]:
 def _latent(need: Need) -> Iterator[KernelSpec]:
     """Decode over rows that are keys and values at once: of one sequence, and of few or many that share a node."""
     mla.check_served(_like(need, 1)[0], need.form, (), need.values)
-    for scores, more in product(need.scores, (0, *ROWS)):
+    for scores, more in product(need.scores, (0, *CLASSES)):
         rule, rows, form = decode_score_rule(scores), max(need.heads, more), (need.dtype, need.form, need.values)
         yield mla.spec_of(*form, rows, need.page_size, CPU, rule)
         if need.chosen and not more:
