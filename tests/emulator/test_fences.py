@@ -159,7 +159,8 @@ def streams(mode, lengths=(150, 70, 33), **options) -> None:
 DECODE_BUGS = {
     "zeros around a tile's span are not fenced": (
         "decode/decode_tree.cu", "decode_tree", "decode/tile.cuh",
-        f"{FENCE}\n        ptx::barrier_sync(kGroupBarriers", "ptx::barrier_sync(kGroupBarriers", shared_node,
+        f"}}\n        {FENCE}\n        ptx::barrier_sync(kGroupBarriers", "}\n        ptx::barrier_sync(kGroupBarriers",
+        shared_node,
         ("wgmma of 4 bytes", "without a fence_async_proxy"),
     ),
     "zeros around a chunk's span are not fenced": (

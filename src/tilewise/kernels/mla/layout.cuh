@@ -28,7 +28,7 @@ static_assert(kAheadPlaces <= (kScaled ? kBeside / 2 * 2 : kBeside) && kAhead <=
 constexpr int kComputing = 256, kBringing = 128, kThreads = kComputing + (kScaled ? 2 : 1) * kBringing;
 // Registers per thread, moved from the warps that load to those that compute: what a block is launched with is all
 // that it ever has, and taking more than others gave back would wait for ever.
-constexpr int kLoadRegisters = kGather || kLooksAhead ? 40 : kScaled ? 32 : 24;
+constexpr int kLoadRegisters = kLooksAhead && Rule::kChunked ? 48 : kGather || kLooksAhead ? 40 : kScaled ? 32 : 24;
 constexpr int kWidenRegisters = !kScaled ? 0 : kRows < 64 ? 72 : kGather ? 40 : 48;
 constexpr int kAllRegisters = kThreads / 128 * (65536 / kThreads / 8 * 8);
 constexpr int kComputeRegisters = (kAllRegisters - kLoadRegisters - kWidenRegisters) / 16 * 8;
