@@ -15,6 +15,7 @@ from unittest import mock
 
 import decode_cases
 import forward_cases
+import mla_cases
 import pytest
 import torch
 from oracle import qkv
@@ -155,8 +156,29 @@ def streams(mode, lengths=(150, 70, 33), **options) -> None:
     decode_cases.check(cache, seqs, mode=mode)
 
 
+def latent(mode, page_size=24, stored="") -> None:
+    """Rows that are keys and values at once, which come one by one from pages of this size."""
+    late, seed = mode
+    problem = mla_cases.Problem((150, 70), sizes=mla_cases.DEEPSEEK, page_size=page_size, stored=stored)
+    problem.check(late=late, seed=seed)
+
+
+READERS = "if (kGather && (!kScaled || panel >= kValuePanels)) ptx::fence_async_proxy();"
+
 # name: (source, its entry, file, old, new, problem, words of the report)
 DECODE_BUGS = {
+    "rows that are copied one by one are not fenced by their readers": (
+        "mla/mla_decode.cu", "mla_decode", "mla/layout.cuh", READERS, "", latent,
+        ("wgmma of 4 bytes", "which cp.async brought", "without a fence_async_proxy"),
+    ),
+    "channels beside codes are not fenced by their readers": (
+        "mla/mla_decode.cu", "mla_decode", "mla/layout.cuh", READERS, "", lambda mode: latent(mode, stored="fp8"),
+        ("wgmma of 4 bytes", "which cp.async brought", "without a fence_async_proxy"),
+    ),
+    "widened codes are not fenced": (
+        "mla/mla_decode.cu", "mla_decode", "mla/widen.cuh", FENCE, "", lambda mode: latent(mode, 16, "fp8"),
+        ("wgmma of 4 bytes", "without a fence_async_proxy"),
+    ),
     "zeros around a tile's span are not fenced": (
         "decode/decode_tree.cu", "decode_tree", "decode/tile.cuh",
         f"}}\n        {FENCE}\n        ptx::barrier_sync(kGroupBarriers", "}\n        ptx::barrier_sync(kGroupBarriers",
