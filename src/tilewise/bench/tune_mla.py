@@ -1,4 +1,4 @@
-"""What `tilewise tune mla` measures: the shapes of rings, and for 64 query rows how far ahead of products scores are.
+"""What `tilewise tune mla` measures: the shapes of rings, and how far ahead of products scores and loads are.
 
 Nothing of it changes bits of a result.
 """
@@ -87,8 +87,8 @@ def check(shapes: Sequence[Shape], dtype: torch.dtype) -> None:
 
 
 def candidates(head_dim: int, value_dim: int, tiling: MlaTiling, card: str, *, boxes: bool) -> list[MlaTiling]:
-    """The tilings to be measured beside the chosen one: a ring with other numbers of places, other distances, and of
-    codes more or fewer raw panels."""
+    """The tilings to be measured beside the chosen one: other distances, wider products of 64 rows, a smaller ring
+    beside fewer, and L2 asked for what comes next or not."""
     block, wide = block_places(head_dim, value_dim), tiling.rows == ROWS[-1]
     widths = TOGETHER if wide and tiling.places % block == 0 else TOGETHER[:1]
     found = [tiling, *(replace(tiling, ahead=ahead, together=n) for ahead, n in product(AHEAD, widths))]
