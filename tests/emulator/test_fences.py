@@ -163,7 +163,14 @@ def latent(mode, page_size=24, stored="") -> None:
     problem.check(late=late, seed=seed)
 
 
-READERS = "if (kGather && (!kScaled || panel >= kValuePanels)) ptx::fence_async_proxy();"
+def windowed(mode):
+    """Many short spans, so that copies take the places that zeros were written to."""
+    late, seed = mode
+    with mla_cases.by_sync():
+        mla_cases.Problem([170] * 40, heads=8).check(window=30, late=late, seed=seed)
+
+
+READERS = "if (kGather && (!kWidens || panel >= kValuePanels)) ptx::fence_async_proxy();"
 
 # name: (source, its entry, file, old, new, problem, words of the report)
 DECODE_BUGS = {
@@ -178,6 +185,10 @@ DECODE_BUGS = {
     "widened codes are not fenced": (
         "mla/mla_decode.cu", "mla_decode", "mla/widen.cuh", FENCE, "", lambda mode: latent(mode, 16, "fp8"),
         ("wgmma of 4 bytes", "without a fence_async_proxy"),
+    ),
+    "zeros around a span of latent rows are not fenced": (
+        "mla/mla_decode.cu", "mla_decode", "mla/narrow.cuh", FENCE, "", windowed,
+        ("TMA load of 4 bytes", "without a fence_async_proxy"),
     ),
     "zeros around a tile's span are not fenced": (
         "decode/decode_tree.cu", "decode_tree", "decode/tile.cuh",

@@ -122,6 +122,16 @@ def codes() -> None:
     problem.check(splitting=mla_cases.LONG)
 
 
+def narrow() -> None:
+    with mla_cases.by_sync():
+        mla_cases.Problem((330, 1, 65), heads=8).check(splitting=mla_cases.LONG)
+
+
+def raw_codes() -> None:
+    with mla_cases.by_sync():
+        codes()
+
+
 def gradients() -> None:
     document = torch.tensor([0] * 70 + [1] * 200 + [2] * 60, dtype=torch.int32)
     q, k, v = (forward_cases.normal(1, 330, *sizes, seed=n) for n, sizes in enumerate([(2, 192), (1, 192), (1, 128)]))
@@ -143,6 +153,15 @@ PLANTED = {
     "codes are widened over keys that products read": (
         "mla/mla_decode.cu", "mla_decode", "mla/widen.cuh", "                    now.wait_free(panel + 1);\n", "",
         codes,
+    ),
+    "weights are told of before all lanes have left theirs": (
+        "mla/mla_decode.cu", "mla_decode", "mla/narrow.cuh", "ptx::sync_warp();  // P is there", "// P", narrow,
+    ),
+    "values are given back while lanes read them": (
+        "mla/mla_decode.cu", "mla_decode", "mla/narrow.cuh", "ptx::sync_warp();  // V has been read", "// V", narrow,
+    ),
+    "a row of Q is read before it has become halves": (
+        "mla/mla_decode.cu", "mla_decode", "mla/narrow.cuh", "all_sync();  // Q is halves", "// Q", raw_codes,
     ),
     "dO is given back while lanes read their bits": (
         "backward/backward.cu", "backward", "backward/backward.cu", "if constexpr (kListed) ptx::sync_warp();", "",

@@ -10,8 +10,10 @@ import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -21,6 +23,8 @@ from tilewise import reference, tuned
 from tilewise.bench.tune import entry_of
 from tilewise.formats import KVFormat
 from tilewise.gpu import mla, mla_kernels
+from tilewise.gpu.decode import kept
+from tilewise.gpu.mla_kernels import MlaTiling
 from tilewise.plan.tree import plan_tree
 from tilewise.plan.worklist import FAR, Splitting
 from tilewise.scores import Scores
@@ -35,14 +39,21 @@ CUT = Splitting(pieces=((FAR, 128),), whole=False, shared=64)
 
 
 @contextmanager
-def shaped(sizes: tuple[int, int], rows: Sequence[int], **fields: Any) -> Iterator[None]:
+def shaped(sizes: tuple[int, int], rows: Sequence[int], *, sync: bool = False, **fields: Any) -> Iterator[None]:
     """Within it kernels for items of so many rows of these sizes have these fields of their tiling."""
     entries = {}
     for name, way, width in product(("bf16", "fp16", "fp8", "int8"), tuned.MLA_WAYS, rows):
         codes, boxes = name.endswith("8"), way == "boxes"
-        tiling = mla_kernels.choose_tiling(*sizes, width, codes=codes, boxes=boxes)
+        tiling = mla_kernels.choose_tiling(*sizes, width, codes=codes, boxes=boxes, sync=sync)
         entries[tuned.mla_key(name, *sizes, width, way)] = entry_of("mla", replace(tiling, **fields))
     with tuned.trying(Tuned({"mla": Section("", "", entries)})):
+        yield
+
+
+@contextmanager
+def by_sync() -> Iterator[None]:
+    """Within it items of up to 32 rows are multiplied by mma.sync, where no table says otherwise."""
+    with mock.patch.object(mla, "choose_tiling", partial(mla_kernels.choose_tiling, sync=True)):
         yield
 
 
@@ -50,7 +61,7 @@ class Problem:
     """Sequences over pages (num_pages, page_size, 1, head_dim), with NaN wherever no sequence has a token.
 
     prefixes: per sequence the number of a prefix and how many of its pages it has, or None. stored: "fp8" or "int8" for
-    rows of codes; `rows` is then what they are widened to.
+    rows of codes; `rows` is then what they are rounded to where a kernel widens them, and `unrounded` what they are.
     """
 
     def __init__(
@@ -94,12 +105,14 @@ class Problem:
             self.format = KVFormat(stored, self.head_dim, latent=self.value_dim)
             self.parts = self.format.encode(self.rows)
             self.rows = self.format.decode(self.parts, dtype)
+            self.unrounded = self.format.decode(self.parts, torch.float32)
+        self.raw = False  # did the last kernel multiply codes as they are?
         self.q = randn(len(lengths), tokens, heads, self.head_dim, dtype=dtype, seed=seed + 2)
 
     def gathered(self, n: int) -> torch.Tensor:
         """(length, head_dim): the rows of a sequence."""
         pages = torch.from_numpy(self.lists[n].astype(np.int64))
-        return self.rows[pages].flatten(0, 1)[: self.lengths[n], 0]
+        return (self.unrounded if self.raw else self.rows)[pages].flatten(0, 1)[: self.lengths[n], 0]
 
     def plan(self, share: bool | None = None, window: int | None = None, chunk: int = 0) -> Any:
         return plan_tree(
@@ -134,11 +147,14 @@ class Problem:
             sinks=None if sinks is None else sinks.to(device),
         )
         beyond = np.array([-7, 2**31 - 1], np.int32)  # page lists may have anything after their end
+        plan = plan or self.plan(share, window, chunk)
         mla.run(
-            plan or self.plan(share, window, chunk), q, self.format, [x.to(device) for x in self.parts or (self.rows,)],
+            plan, q, self.format, [x.to(device) for x in self.parts or (self.rows,)],
             [np.concatenate([pages, beyond]) for pages in self.lists], self.lengths, o, lse, scores,
             value_dim=self.value_dim, indices=None if indices is None else indices.to(device), **options,
         )  # fmt: skip
+        tilings = [bound.asked.tiling for bound in kept(plan).bound.values()]
+        self.raw = any(isinstance(tiling, MlaTiling) and tiling.raw for tiling in tilings)
         return o.cpu(), lse.cpu()
 
     def judge(

@@ -195,7 +195,7 @@ def _time(row: Row, loops: int | None) -> list[Result]:
         add(f"{ours}, {UNSHARED}", point.kv_format, False)
     if point.kv_format != "bf16":
         add(f"{ours}, {BF16}", "bf16")
-    errors = {name: _error(call(), q, *caches[n], indices) for n, (name, call) in enumerate(calls.items())}
+    errors = {name: judged(call(), q, *caches[n], indices) for n, (name, call) in enumerate(calls.items())}
     timings = time_replays(calls, device=torch.device(point.device), loops=loops, budget=BUDGET)
     found = []
     for name, (error, allowed) in errors.items():
@@ -211,7 +211,7 @@ def _time(row: Row, loops: int | None) -> list[Result]:
     return found
 
 
-def _error(
+def judged(
     o: torch.Tensor, q: torch.Tensor, cache: PagedKVCache, seqs: list[int], indices: torch.Tensor | None
 ) -> tuple[float, float]:
     """The largest error of the first and the last sequence, and what is allowed."""
@@ -223,8 +223,8 @@ def _error(
         if indices is not None:
             keys, of, options = keys[indices[n, 0].long().cpu()], of[:, :1], {}
         k = keys[None].to(q.dtype)
-        exact = reference.attention(of, k, k[..., :VALUE_DIM], **options)
-        honest = reference.baseline(of, k, k[..., :VALUE_DIM], **options)
+        v = k[..., : o.shape[-1]]
+        exact, honest = reference.attention(of, k, v, **options), reference.baseline(of, k, v, **options)
         verdict = reference.judge(o[n : n + 1, : of.shape[1]].cpu(), exact[0], honest[0], lse=exact[1])
         if verdict.error / verdict.allowed > worst[0] / worst[1]:
             worst = (verdict.error, verdict.allowed)

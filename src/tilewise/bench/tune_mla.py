@@ -1,11 +1,12 @@
-"""What `tilewise tune mla` measures: the shapes of rings, and how far ahead of products scores and loads are.
+"""What `tilewise tune mla` measures: the shapes of rings, how far ahead of products scores and loads are, and products
+by mma.sync beside those by wgmma.
 
-Nothing of it changes bits of a result.
+Nothing else changes bits of a result. Those of mma.sync are judged by the oracle.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
@@ -87,17 +88,24 @@ def check(shapes: Sequence[Shape], dtype: torch.dtype) -> None:
 
 
 def candidates(head_dim: int, value_dim: int, tiling: MlaTiling, card: str, *, boxes: bool) -> list[MlaTiling]:
-    """The tilings to be measured beside the chosen one: other distances, wider products of 64 rows, a smaller ring
-    beside fewer, and L2 asked for what comes next or not."""
-    block, wide = block_places(head_dim, value_dim), tiling.rows == ROWS[-1]
+    """The tilings to be measured beside the chosen one: other distances, wider products of 64 rows, mma.sync and
+    smaller rings beside fewer, and L2 asked for what comes next or not."""
+    block, wide = block_places(head_dim, value_dim, tiling), tiling.rows == ROWS[-1]
     widths = TOGETHER if wide and tiling.places % block == 0 else TOGETHER[:1]
     found = [tiling, *(replace(tiling, ahead=ahead, together=n) for ahead, n in product(AHEAD, widths))]
     if not wide:
-        found += [replace(tiling, places=n) for n in (2 * block, (2 * block + tiling.places) // 2)]
+        sync = choose_tiling(head_dim, value_dim, tiling.rows, card, codes=tiling.codes, boxes=boxes, sync=True)
+        found += [sync, *smaller(head_dim, value_dim, tiling), *smaller(head_dim, value_dim, sync)]
     if boxes:
         found = [replace(one, fetches=n) for one, n in product(found, FETCHES)]
     fitting = (t for t in found if fits(head_dim, value_dim, t, card, boxes=boxes))
     return [other for other in dict.fromkeys(fitting) if other != tiling]
+
+
+def smaller(head_dim: int, value_dim: int, tiling: MlaTiling) -> list[MlaTiling]:
+    """The same with a ring of two blocks, and with one between."""
+    two = 2 * block_places(head_dim, value_dim, tiling)
+    return [replace(tiling, places=n) for n in (two, (two + tiling.places) // 2)]
 
 
 def problems(asked: Sequence[Shape | Case], dtype: torch.dtype, device: torch.device) -> Iterator[Problem]:
@@ -126,11 +134,14 @@ def problem(case: Case, device: torch.device) -> Problem:
 
 
 class _Data:
-    """A problem's cache and plan, made when the first call is bound."""
+    """A problem's cache and plan, made when the first call is bound. judged: a result's error, and what is allowed."""
+
+    judged: Callable[[torch.Tensor], tuple[float, float]]
 
     def __init__(self, case: Case, dtype: torch.dtype, device: torch.device) -> None:
         self.case, self.dtype, self.device = case, dtype, device
         self.call: Call | None = None
+        self.by_sync: list[Call] = []  # of the calls that were bound
 
     def _make(self) -> Call:
         shape, device = self.case.shape, str(self.device)
@@ -142,6 +153,7 @@ class _Data:
         generator = torch.Generator(self.device).manual_seed(1)
         q = torch.randn(shape.batch, 1, shape.heads, shape.hdim, generator=generator, device=self.device).to(self.dtype)
         indices = mla.chosen_positions(point, self.case.chosen) if self.case.chosen else None
+        self.judged = lambda o: mla.judged(o, q, cache, seqs, indices)
         self.plan = api.plan_decode(cache, seqs, num_heads=shape.heads, share_prefix=False)
         backend = "auto" if self.device.type == "cuda" else "emulator"
         return lambda: api.decode(q, cache, 0, self.plan, indices=indices, backend=backend)
@@ -154,11 +166,16 @@ class _Data:
         made = [bound for bound in kept(self.plan).bound.values() if isinstance(bound, kernel.MlaDecode)]
         if spec not in [bound.spec for bound in made]:
             raise RuntimeError(f"the table leads to {made[-1].spec}, not to {spec}")
+        if dict(spec.constants)["kSync"]:
+            self.by_sync.append(call)
         return call
 
     def same(self, chosen: Call, other: Call) -> bool:
-        """Are the results the same to the bit?"""
+        """Are the results the same to the bit? By mma.sync, which adds up in another order: are they right?"""
         expected, found = chosen(), other()
         assert isinstance(expected, torch.Tensor)
         assert isinstance(found, torch.Tensor)
+        if other in self.by_sync:
+            error, allowed = self.judged(found)
+            return error <= allowed
         return torch.equal(found, expected)

@@ -63,7 +63,12 @@ template <class T> T shuffle(T x, int lane) {
     return x;
 }
 template <class T> T shuffle_xor(T x, int mask) { return shuffle(x, emu::self().lane ^ mask); }
-inline uint32_t uniform(uint32_t x) { return x; }
+// All lanes of the warp take part, as on a card: a branch that some of them do not take would wait for ever.
+inline uint32_t uniform(uint32_t x) {
+    const uint32_t first = shuffle(x, 0);
+    if (first != x) emu::fail("uniform: lane %d has %u and lane 0 has %u", emu::self().lane, x, first);
+    return first;
+}
 inline int just_in_time(int x) { return x; }
 template <int kSize> void settle(float (&)[kSize]) {}
 inline uint32_t ballot(bool x) { return emu::ballot(x); }
@@ -240,6 +245,12 @@ inline uint32_t multiply_halves(uint32_t a, uint32_t b) {
 inline uint32_t mad_halves(uint32_t a, uint32_t b, uint32_t c) {
     const auto mad = [&](int i) { return unpack<half>(a, i) * unpack<half>(b, i) + unpack<half>(c, i); };
     return pack<half>(mad(0), mad(1));
+}
+inline uint32_t multiply_bf16(uint32_t a, uint32_t b) {
+    return pack<bf16>(unpack<bf16>(a, 0) * unpack<bf16>(b, 0), unpack<bf16>(a, 1) * unpack<bf16>(b, 1));
+}
+inline uint32_t add_bf16(uint32_t a, uint32_t b) {
+    return pack<bf16>(unpack<bf16>(a, 0) + unpack<bf16>(b, 0), unpack<bf16>(a, 1) + unpack<bf16>(b, 1));
 }
 template <bool kHigh> uint32_t e4m3_to_halves(uint32_t x) {
     const uint32_t pair = kHigh ? x >> 16 : x;

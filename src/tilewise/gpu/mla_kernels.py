@@ -19,7 +19,7 @@ from tilewise.plan.cost import Weights
 from tilewise.plan.worklist import FAR, Splitting
 
 KEYS = 64  # mla/layout.cuh: of a block
-THERE, SCALED_BLOCKS = 8, 4  # mla/layout.cuh: blocks for which chosen keys, and scales, are kept
+THERE = 8  # mla/layout.cuh: blocks for which chosen keys are kept
 LANDINGS = 16  # mla/layout.cuh: barriers of codes
 FORMATS = {"bf16": 0, "fp16": 0, "fp8": 1, "int8": 2}  # tile/quant.cuh: Format
 ROWS = (16, 32, 64)  # query rows of an item at most: widths of the products
@@ -50,10 +50,11 @@ LONGEST = 1024  # in chunks of 16 tokens: ranges that one block may take whole, 
 @dataclass(frozen=True)
 class MlaTiling:
     """rows: query rows of an item at most. places: panels of 64 tokens × 64 channels in the ring. codes: rows are codes
-    that become 16-bit values in the ring. looks: a warp looks up the next item while one is computed. ahead: panels of
-    a block that are scored before the block before is multiplied. together: panels of values in one product of 64 rows.
-    fetches: blocks of keys ahead of those that come to the ring, which L2 is asked for. Nothing but the number of rows
-    changes bits of the result."""
+    that become 16-bit values in the ring, or by mma.sync in registers. looks: a warp looks up the next item while one
+    is computed. ahead: panels of a block that are scored before the block before is multiplied. together: panels of
+    values in one product of 64 rows. fetches: blocks of keys ahead of those that come to the ring, which L2 is asked
+    for. sync: products by mma.sync, sixteen rows at a time, where wgmma multiplies 64 rows or keys. Nothing but the
+    number of rows and `sync` changes bits of the result."""
 
     rows: int
     places: int
@@ -62,6 +63,22 @@ class MlaTiling:
     ahead: int = 0
     together: int = 1
     fetches: int = 0
+    sync: bool = False
+
+    @property
+    def raw(self) -> bool:
+        """Codes stay codes in the ring, and become 16-bit values in registers."""
+        return self.codes and self.sync and self.rows == ROWS[0]
+
+    @property
+    def widens(self) -> bool:
+        """Codes become 16-bit values in the ring, by warps of their own."""
+        return self.codes and not self.raw
+
+    @property
+    def scaled_blocks(self) -> int:
+        """mla/layout.cuh, kScaleBlocks: blocks for which scales of codes are kept."""
+        return 8 if self.raw else 4
 
 
 def class_of(rows: int) -> int:
@@ -69,9 +86,12 @@ def class_of(rows: int) -> int:
     return next((n for n in CLASSES if n >= rows), CLASSES[-1])
 
 
-def block_places(head_dim: int, value_dim: int) -> int:
-    """Panels of a block of 64 tokens: mla/layout.cuh, kBlockPlaces."""
-    return max(head_dim // PANEL, value_dim // PANEL + 1)
+def block_places(head_dim: int, value_dim: int, tiling: MlaTiling) -> int:
+    """Places that a block of 64 tokens has in the ring: mla/layout.cuh, kBlockPlaces."""
+    panels, values = head_dim // PANEL, value_dim // PANEL
+    if not tiling.sync:
+        return max(panels, values + 1)
+    return panels - values // 2 if tiling.raw else panels
 
 
 def shared_bytes(head_dim: int, tiling: MlaTiling) -> int:
@@ -79,14 +99,23 @@ def shared_bytes(head_dim: int, tiling: MlaTiling) -> int:
     queries = head_dim // PANEL * tiling.rows * PANEL_BYTES
     table = 2 * (96 + 24 * tiling.rows) if tiling.looks else 96 + 16 * tiling.rows
     fixed = tiling.places * (KEYS * PANEL_BYTES + 16) + queries + 32 + tiling.rows * 76 + table + KEYS * THERE
-    return fixed + (8 * LANDINGS + SCALED_BLOCKS * (KEYS * 16 + 8) if tiling.codes else 0)
+    if tiling.codes:
+        fixed += tiling.scaled_blocks * (KEYS * 16 + 8) + (8 * LANDINGS if tiling.widens else 0)
+    if not tiling.sync:
+        return fixed
+    fixed += tiling.rows * 4 * max(0, 128 // tiling.rows - 4)  # largest scores of eight groups of keys
+    weights = 2 * (4 if tiling.raw else 1) * tiling.rows * PANEL_BYTES
+    return -(-fixed // 1024) * 1024 + weights
 
 
 def most_ahead(head_dim: int, value_dim: int, tiling: MlaTiling) -> int:
     """Panels that are there while the block before is, as mla/layout.cuh has it: codes are widened two panels at a
-    time. With all panels of a block the place of its weights has to be there. Less than 0: too few places."""
-    panels, block = head_dim // PANEL, block_places(head_dim, value_dim)
+    time. With all panels of a block the place of its weights has to be there. Less than 0: too few places. By mma.sync
+    no panel is scored ahead, and a block's scores are made beside the values of the block before."""
+    panels, block = head_dim // PANEL, block_places(head_dim, value_dim, tiling)
     beside = tiling.places - block
+    if tiling.sync:
+        return min(0, beside - block)
     beside = beside // 2 * 2 if tiling.codes else beside
     return panels if beside >= block else min(beside, panels - (block > panels))
 
@@ -94,32 +123,44 @@ def most_ahead(head_dim: int, value_dim: int, tiling: MlaTiling) -> int:
 def fits(head_dim: int, value_dim: int, tiling: MlaTiling, arch: str = "sm_90a", *, boxes: bool = True) -> bool:
     """Is there a kernel of this shape? boxes: rows come by TMA."""
     wide = tiling.rows == ROWS[-1]
+    blocks = tiling.places // block_places(head_dim, value_dim, tiling) + 1  # that are kept at once
     return (
         0 <= tiling.ahead <= most_ahead(head_dim, value_dim, tiling)
         and (tiling.together == 1 or (wide and tiling.together > 1))
         and 0 <= tiling.fetches <= (MOST_FETCHES if boxes else 0)
-        and (not tiling.looks or (boxes and not tiling.codes))
-        and (not tiling.codes or tiling.places // block_places(head_dim, value_dim) + 1 < SCALED_BLOCKS)
+        and not (tiling.looks and (tiling.widens or not boxes))
+        and not (tiling.sync and wide)
+        and (not tiling.codes or blocks < tiling.scaled_blocks)
+        and blocks < THERE
         and shared_bytes(head_dim, tiling) <= LIMITS[arch].shared_block
     )
 
 
 @lru_cache(maxsize=64)
 def choose_tiling(
-    head_dim: int, value_dim: int, rows: int, arch: str = "sm_90a", *, codes: bool = False, boxes: bool = True
+    head_dim: int,
+    value_dim: int,
+    rows: int,
+    arch: str = "sm_90a",
+    *,
+    codes: bool = False,
+    boxes: bool = True,
+    sync: bool = False,
 ) -> MlaTiling:
     """The kernel's shape for items of so many rows: the narrowest product that holds them, and as many panels as fit.
-    boxes: rows come by TMA.
+    boxes: rows come by TMA. sync: by mma.sync, if it can; no card has timed that yet, so only a table asks for it.
 
     Shared memory holds 25 panels of 576 channels beside 16 rows of Q, 23 beside 32, and 18, which are two blocks,
     beside 64. More than four blocks would hide nothing more: 36 KB in flight hide the memory's latency.
     """
     width = next((n for n in ROWS if n >= rows), ROWS[-1])
     room = LIMITS[arch].shared_block
-    wide, block = width == ROWS[-1], block_places(head_dim, value_dim)
-    base = MlaTiling(width, 0, codes, boxes and not codes)
-    sizes = (replace(base, places=n) for n in range((3 if codes else 4) * block - codes, 0, -1))
-    found = next(tiling for tiling in sizes if shared_bytes(head_dim, tiling) <= room)
+    wide = width == ROWS[-1]
+    base = MlaTiling(width, 0, codes, sync=sync and not wide)
+    base = replace(base, looks=boxes and not base.widens)
+    block = block_places(head_dim, value_dim, base)
+    most = (base.scaled_blocks - 1 if codes else 4) * block - codes
+    found = next(t for t in (replace(base, places=n) for n in range(most, 0, -1)) if shared_bytes(head_dim, t) <= room)
     if wide and found.places >= 2 * block:  # whole blocks, of which panels multiplied together are neighbours
         found = replace(found, places=found.places // block * block)
     kind = CLASSES.index(class_of(rows))
@@ -151,6 +192,7 @@ def mla_spec(
         ("kValueDim", value_dim),
         ("kPageSize", page_size),
         ("kRows", tiling.rows),
+        ("kSync", tiling.sync),
         ("kLooksAhead", tiling.looks),
         ("kPlaces", tiling.places),
         ("kAhead", tiling.ahead),
@@ -167,7 +209,7 @@ def mla_spec(
         "mla/mla_decode.cu",
         "mla_decode",
         constants,
-        512 if tiling.codes else 384,  # mla/layout.cuh: kThreads
+        512 if tiling.widens else 384,  # mla/layout.cuh: kThreads
         shared_bytes(head_dim, tiling),
         product=True,
     )
@@ -188,23 +230,27 @@ def row_map(rows: torch.Tensor) -> TensorMapSpec:
 
 
 def specs(card: str = "sm_90a", *, every: bool = False) -> list[KernelSpec]:
-    """The kernels as users of DeepSeek's shapes get them on a Hopper card; with `every`, all widths, ways of loading,
-    element types and rules."""
+    """The kernels as users of DeepSeek's shapes get them on a Hopper card; with `every`, all widths, bodies, ways of
+    loading, element types and rules."""
     found: list[KernelSpec] = []
     if not hopper(card):
         return found
-    for dtype, rows in product(DTYPES if every else DTYPES[:1], CLASSES if every else (CLASSES[0], CLASSES[-1])):
-        tiling = choose_tiling(MAX_DIM, 512, rows)
+    widths = [(rows, False) for rows in (CLASSES if every else (CLASSES[0], CLASSES[-1]))]
+    widths += [(rows, True) for rows in ROWS[:-1] if every]
+    for dtype, (rows, sync) in product(DTYPES if every else DTYPES[:1], widths):
+        tiling = choose_tiling(MAX_DIM, 512, rows, sync=sync)
         for page_size in (16, 64) if every else (64,):
             found.append(mla_spec(dtype, MAX_DIM, 512, page_size, tiling))
         if every:
             found.append(mla_spec(dtype, MAX_DIM, 512, 64, tiling, rule=DECODE_RULES[1]))
-        tiling = choose_tiling(MAX_DIM, 512, rows, boxes=False)
+        tiling = choose_tiling(MAX_DIM, 512, rows, boxes=False, sync=sync)
         if every:
             found.append(mla_spec(dtype, MAX_DIM, 512, 24, tiling, gather=True))
         found.append(mla_spec(dtype, MAX_DIM, 512, 64, tiling, chosen=True))
         if dtype == torch.bfloat16:
-            codes, gathered = (choose_tiling(MAX_DIM, 512, rows, codes=True, boxes=boxes) for boxes in (True, False))
+            codes, gathered = (
+                choose_tiling(MAX_DIM, 512, rows, codes=True, boxes=boxes, sync=sync) for boxes in (True, False)
+            )
             for stored in ("fp8", "int8") if every else ("fp8",):
                 found.append(mla_spec(dtype, MAX_DIM, 512, 64, codes, stored=stored))
                 found.append(mla_spec(dtype, MAX_DIM, 512, 64, gathered, stored=stored, chosen=True))

@@ -8,22 +8,11 @@ constexpr int kRowAtOnce =
     kTileStages > 0 || kValueDim > 128 || kWarps * kBlocksPerSm > 8 ? 8 : 16;  // as registers allow
 constexpr bool kLongRuns = kTilesByMma;
 #include "decode/states.cuh"
+#include "tile/powers.cuh"
 
 constexpr int kBlocks = kRows / 8;         // blocks of eight query rows
 constexpr int kSteps = kHeadDim / 16;      // steps of depth sixteen
 constexpr int kOutTiles = kValueDim / 16;  // tiles of sixteen output channels
-
-// Exact arithmetic with powers of two
-TILE_DEVICE float inverse_power(float x) { return as_float(0x7f000000u - as_bits(x)); }
-TILE_DEVICE float log2_of_power(float x) { return float(int(as_bits(x) >> 23) - 127); }
-// The power of two, between 2^−most and 2^most, that brings x > 0 to between 2^(place − 1) and 2^place; 1 for 0,
-// infinity and NaN
-TILE_DEVICE float power_above(float x, int place, int most = 120) {
-    const int exponent = int(as_bits(x) >> 23 & 255) - 126;  // x < 2^exponent
-    const int power = place - exponent;
-    if (!(x > 0.0f) || exponent > 128) return 1.0f;
-    return as_float(uint32_t((power > most ? most : power < -most ? -most : power) + 127) << 23);
-}
 
 // In the transposed fragments of stream.cuh a lane has two rows of each block of eight, i = 0 and 1, and the eight
 // lanes with the same lane % 4 share them.

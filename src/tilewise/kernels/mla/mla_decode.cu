@@ -3,13 +3,15 @@
 // leave is merged as in decode.cu.
 //
 // Constants: Element; kQueryDim, kValueDim: channels of a row, and how many of them are a value; kPageSize; kRows:
-// query rows of an item at most; kLooksAhead: a warp looks up the next item; kPlaces: panels in the ring; of 64 rows
-// kAhead: panels of a block that are scored before the block before is multiplied, kTogether: panels of values per
-// product; kFetches: blocks ahead that L2 is asked for; kGather: rows are copied one by one; kChosen: those that each
-// query token has chosen; kStoredAs: a Format; Rule: what is done to scores; kSelected: false.
+// query rows of an item at most; kSync: products by mma.sync; kLooksAhead: a warp looks up the next item; kPlaces:
+// panels in the ring; of 64 rows kAhead: panels of a block that are scored before the block before is multiplied,
+// kTogether: panels of values per product; kFetches: blocks ahead that L2 is asked for; kGather: rows are copied one by
+// one; kChosen: those that each query token has chosen; kStoredAs: a Format; Rule: what is done to scores; kSelected:
+// false.
 //
 // mRows: 16-bit rows, or codes, with mScales and mRest; kGather: none of them is looked at.
 #include "mla/body.cuh"
+#include "mla/narrow.cuh"
 #include "mla/wide.cuh"
 #include "mla/widen.cuh"
 
@@ -22,12 +24,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     const uint32_t role = ptx::uniform(threadIdx.x / 128);
     if (role < 2) {
         ptx::take_registers<kComputeRegisters>();
-        if constexpr (kWide) Wide(args, mla, role).run();
+        if constexpr (kSync) Narrow(args, mla).run();
+        else if constexpr (kWide) Wide(args, mla, role).run();
         else Body(args, mla, role).run();
         const Mergers all{int(ptx::uniform(threadIdx.x / 32)), kComputing / 32};
         if (args.merge_rows) merge_items(args, all);
     } else {
-        if constexpr (kScaled)
+        if constexpr (kWidens)
             if (role == 3) {
                 ptx::give_registers<kWidenRegisters>();
                 widen(args);
@@ -38,6 +41,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
         if constexpr (kScaled) {
             if constexpr (kGather) copy_codes(args, mla);
             else if (loader == 0) load_code_boxes(args, mRows, mScales, mRest);
+            else if (kLooksAhead && loader == 2) look_ahead(args);
         } else if constexpr (kGather) {
             load_rows(args, mla);
         } else {

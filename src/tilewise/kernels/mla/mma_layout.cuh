@@ -14,6 +14,7 @@ constexpr int kComputing = 32 * kWarps;  // threads: all of them compute and loa
 constexpr int kRowGroups = kRows / 16, kKeyGroups = kWarps / kRowGroups;
 constexpr int kMyKeys = kSlice / kKeyGroups, kMyColumns = kValueDim / kWarps;
 constexpr bool kFillsAlone = true;  // one warp fills the table of an item
+constexpr bool kRaw = false;        // codes are widened before they are multiplied
 static_assert(kQueryDim % kPanel == 0 && kValueDim % kGroup == 0 && kValueDim <= kQueryDim, "whole panels");
 static_assert(kKeys % kSlice == 0 && kWarps % kRowGroups == 0, "slices of a block, warps of a slice");
 static_assert(kMyKeys == 8 || kMyKeys == 16, "one or two products side by side");

@@ -17,7 +17,6 @@ struct Wide : Grouped {
     static constexpr int kSide = kPlaces % kBlockPlaces == 0 && kMine % kTogether == 0 ? kTogether : 1;
     static constexpr int kGroups = kMine / kSide, kColumns = kSide * kPanel;
     static constexpr int kSteps = kKeys / 16;
-    using Weights = SharedTile<Element, kRows, kKeys, Layout::swizzled>;
     using Scores = float[kKeys / 2];  // no member, which would take registers from block to block
     float acc_o[kGroups][kColumns / 2];
     warp::RowState state;  // of this thread's rows: references in base 2, and its share of l

@@ -10,17 +10,8 @@
 #pragma once
 #include "mla/load.cuh"
 
-constexpr int kCodedPairs = kValuePanels / 2;
-
-using Landing = Turn<kScaled ? kLandings : 1>;  // of the next pair
+using Landing = Turn<kWidens ? kLandings : 1>;  // of the next pair
 TILE_DEVICE uint32_t landed(const Landing& at) { return ptx::shared_address(kAtLanded + 8 * at.stage); }
-TILE_DEVICE int scales_at(uint32_t number, int row) {
-    return kAtScales + (number % kScaleBlocks * kKeys + row) * kScaleRow;
-}
-// By TMA a block's scales may land after its codes. Those of one by one are copied before them, and told of with them.
-TILE_DEVICE uint32_t scaled_barrier(uint32_t number) {
-    return ptx::shared_address(kAtScaled + 8 * (number % kScaleBlocks));
-}
 // Where 16 bytes of a row lie in a panel, or in a pair of panels of codes, as TMA leaves them
 TILE_DEVICE int place_of(int row, int chunk) { return row * kPanelRowBytes + (chunk ^ row % 8) * 16; }
 
@@ -59,27 +50,30 @@ TILE_DEVICE void load_code_boxes(const DecodeArgs& args, const TensorMap& mCodes
         };
         if (ptx::elect_one()) {
             Landing next = landing;
-            // Those of kScaleBlocks ago are not read any more: all of that block was widened, or its places were not
-            // free.
+            // Those of kScaleBlocks ago are not read any more: all of that block was widened, or used, or its places
+            // were not free.
             bring(mScales, scales_at(number, 0), kScaleRow, scaled_barrier(number), 0);
 #pragma unroll 1
-            for (int panel = 0; panel < kBlockPlaces; panel += panel < kValuePanels ? 2 : 1) {
+            for (int panel = 0; panel < kBlockPlaces; panel += kWidens && panel < kValuePanels ? 2 : 1) {
+                const int rest = panel - (kRaw ? kCodedPairs : kValuePanels);  // among those that are no codes
                 now.wait_free(panel);
-                if (panel < kValuePanels) {
+                if (kRaw && rest < 0) {
+                    bring(mCodes, now.at(panel), kPanelRowBytes, now.full(panel), panel * kPanelRowBytes);
+                } else if (rest < 0) {
                     now.wait_free(panel + 1);
                     bring(mCodes, now.at(panel), kPanelRowBytes, landed(next), panel * kPanel);
                     next.next();
                 } else {
 #pragma unroll
                     for (int n = 1; n < kTellers; n++) ptx::mbarrier_arrive(now.full(panel));
-                    if (panel < kPanels)
-                        bring(mRest, now.at(panel), kPanelRowBytes, now.full(panel), (panel - kValuePanels) * kPanel);
+                    if (rest < kPanels - kValuePanels)
+                        bring(mRest, now.at(panel), kPanelRowBytes, now.full(panel), rest * kPanel);
                     else ptx::mbarrier_arrive(now.full(panel));
                 }
             }
         }
         ptx::sync_warp();
-        for (int pair = 0; pair < kCodedPairs; pair++) landing.next();
+        for (int pair = 0; kWidens && pair < kCodedPairs; pair++) landing.next();
         now.next();
         number++;
     });
@@ -89,6 +83,7 @@ TILE_DEVICE void load_code_boxes(const DecodeArgs& args, const TensorMap& mCodes
 // copied, and copies 16 bytes of every fourth row of its warp.
 TILE_DEVICE void copy_codes(const DecodeArgs& args, const MlaArgs& mla) {
     constexpr int kRowsEach = kKeys / 4, kEach = kRowsEach / 4;  // of a warp, of a lane
+    constexpr int kCodes = kRaw ? kCodedPairs : kValuePanels;  // places of codes, or of what they become
     const int lane = warp::lane(), first = (threadIdx.x - kComputing) / 32 * kRowsEach, mine = first + lane % kRowsEach;
     const int place = place_of(first + lane / 8, lane % 8);
     Places now;
@@ -123,22 +118,25 @@ TILE_DEVICE void copy_codes(const DecodeArgs& args, const MlaArgs& mla) {
                         exist >> (4 * n + lane / 8) & 1 ? 16 : 0);
             };
             auto of_mine = reinterpret_cast<uint64_t>(there ? here.in(args.k) : args.k.base);
+            const auto tell = [&](uint32_t barrier, bool more) {
+                ptx::copy_async_arrive(barrier);
+                if (more) ptx::mbarrier_arrive(barrier);  // for what was stored
+            };
 #pragma unroll 1
-            for (int panel = 0; panel < kValuePanels; panel += 2, of_mine += kPanelRowBytes) {
+            for (int panel = 0; panel < kCodes; panel += kWidens ? 2 : 1, of_mine += kPanelRowBytes) {
                 now.wait_free(panel);
-                now.wait_free(panel + 1);
+                if (kWidens) now.wait_free(panel + 1);
                 copy(of_mine, panel);
-                ptx::copy_async_arrive(landed(landing));
-                ptx::mbarrier_arrive(landed(landing));  // for what was stored
-                landing.next();
+                tell(kWidens ? landed(landing) : now.full(panel), true);
+                if (kWidens) landing.next();
             }
             of_mine = reinterpret_cast<uint64_t>(there ? here.in(args.v) : args.v.base);
 #pragma unroll 1
-            for (int panel = kValuePanels; panel < kBlockPlaces; panel++, of_mine += kPanelRowBytes) {
+            for (int panel = kCodes; panel < kBlockPlaces; panel++, of_mine += kPanelRowBytes) {
                 now.wait_free(panel);
-                if (panel < kPanels) {
+                if (panel < kBlockPlaces - kPlacesOfWeights) {
                     copy(of_mine, panel);
-                    ptx::copy_async_arrive(now.full(panel));
+                    tell(now.full(panel), kRaw);
                 } else {
                     ptx::mbarrier_arrive(now.full(panel));
                 }
