@@ -34,8 +34,9 @@ BF16, FP16 = torch.bfloat16, torch.float16
 NAMES = {BF16: "bf16", FP16: "fp16"}
 SIZES, DEEPSEEK = (192, 128), (576, 512)  # (head_dim, value_dim)
 LONG = Splitting(pieces=((FAR, 1 << 16),))  # short ranges in one piece, over which references stay or move
-FOLDED = Splitting(pieces=((FAR, 128),), whole=True)
-CUT = Splitting(pieces=((FAR, 128),), whole=False, shared=64)
+FOLDED = Splitting(pieces=((FAR, 128),), whole=True, group=4)
+CUT = Splitting(pieces=((FAR, 128),), whole=False, shared=64, group=4, groups=False)
+GROUPED = Splitting(pieces=((FAR, 128),), whole=False, shared=64, group=4, groups=True)
 
 
 @contextmanager

@@ -22,6 +22,7 @@ from tilewise.plan.standing import StandingPlan
 
 FAR = 1 << 30
 STAMPS = count_from(1)
+USUAL = Splitting()
 
 
 def standing_plan(rows: int, max_length: int, heads: int, group: int, page_size: int, **options) -> StandingPlan:
@@ -81,13 +82,15 @@ class Expected(NamedTuple):
     total_states: int
 
 
-def expected(plan: StandingPlan, batch: Batch, listed: PlannedList, nodes: np.ndarray) -> Expected:
+def expected(
+    plan: StandingPlan, batch: Batch, listed: PlannedList, nodes: np.ndarray, splitting: Splitting = USUAL
+) -> Expected:
     shape, together, rows = listed.shape, listed.room.together, plan.rows
     heads, count = plan.heads_kv, len(batch.rows)
     rows_each = plan.tokens_per_seq * (plan.heads_q // heads)
     order = np.concatenate([batch.order, np.arange(count, rows)]).astype(np.int32)
     length = np.concatenate([batch.lengths[batch.order], np.zeros(rows - count, np.int64)])
-    cutter = Cutter(rows_each, heads, shape, Splitting())
+    cutter = Cutter(rows_each, heads, shape, splitting)
     cut = cut_plan(nodes, own_ranges(plan, length, nodes), cutter, length, chaining=plan.reach.whole)
     states = cut.states.table()
     zeros = np.zeros(rows, np.int32)
@@ -205,5 +208,5 @@ def check(listed: PlannedList, of: Expected) -> None:
         assert not tiles[len(items) :, b].any()
 
 
-def listed_for(plan: StandingPlan, shape: Shape) -> PlannedList:
-    return PlannedList(plan, shape, Splitting(), torch.device("cpu"))
+def listed_for(plan: StandingPlan, shape: Shape, splitting: Splitting = USUAL) -> PlannedList:
+    return PlannedList(plan, shape, splitting, torch.device("cpu"))

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
-from mla_cases import BF16, CUT, DEEPSEEK, FOLDED, FP16, LONG, Problem
+from mla_cases import BF16, CUT, DEEPSEEK, FOLDED, FP16, GROUPED, LONG, Problem
 from oracle import randn
 
 from tilewise import PagedKVCache, compiler, decode, plan_decode
 from tilewise.gpu import mla_kernels
 from tilewise.gpu.decode import grow
+from tilewise.plan.worklist import FAR
 
 EDGES = (1, 63, 64, 65, 127, 129, 0, 300)
 
@@ -49,6 +52,70 @@ def test_whole_or_cut_the_same_bits():
     assert torch.equal(whole[0], cut[0])
     assert torch.equal(whole[1], cut[1])
     problem.check(splitting=CUT)
+
+
+def cancelling(length, heads):
+    """A sequence whose last value channels cancel to the rounding of sums, so that any other order of them is seen."""
+    problem, half = Problem((length,), heads=heads), length // 2
+    rows = problem.gathered(0).clone()
+    rows[half : 2 * half] = rows[:half]
+    rows[half : 2 * half, 96:128] *= -1
+    problem.q[..., 96:128] = 0
+    for n, page in enumerate(problem.lists[0].tolist()):
+        some = rows[16 * n : 16 * n + 16]
+        problem.rows[page, : len(some), 0] = some
+    return problem
+
+
+def same_bits(problem, *ways, **options):
+    """However ranges are cut. Whatever rows they are, there is something to be rounded."""
+    first = problem.run(splitting=ways[0], **options)
+    assert first[0][..., 96:128].abs().max() > 0
+    for n, way in enumerate(ways[1:]):
+        o, lse = problem.run(splitting=way, late=n % 2 == 0, seed=n, **options)
+        assert torch.equal(o, first[0])
+        assert torch.equal(lse, first[1])
+
+
+def test_groups_of_pieces_have_the_same_bits():
+    """Up to sixteen pieces, of which the last group may be short; a window begins in the middle of a group."""
+    Problem((2040, 1300, 520, 128, 1), heads=8).check(splitting=GROUPED)
+    for length in (2040, 1300):
+        same_bits(cancelling(length, 8), CUT, GROUPED, FOLDED)
+    same_bits(cancelling(2040, 8), GROUPED, CUT, FOLDED, window=1500)
+    with pytest.raises(AssertionError):
+        same_bits(cancelling(2040, 8), CUT, replace(CUT, pieces=((FAR, 64),)))
+
+
+def test_groups_of_pieces_where_merging_shares_them_out():
+    """More than sixteen pieces; of more than 64 none is a group."""
+    short = [replace(way, pieces=((FAR, 64),)) for way in (CUT, GROUPED)]
+    for length in (32 * 64 + 50, 64 * 64, 65 * 64):
+        same_bits(cancelling(length, 8), *short)
+
+
+def test_a_list_of_groups_grows():
+    """From one group to two, and from a state that is the result to two that are merged."""
+    problem, more = Problem((500, 1020, 90), heads=8), Problem((530, 1050, 120), heads=8)
+    plan = problem.plan()
+    problem.lists, problem.rows = more.lists, more.rows
+    problem.run(plan=plan, room=40, splitting=GROUPED)
+    problem.lengths, problem.q = more.lengths, more.q
+    grow(plan, torch.tensor(more.lengths).numpy(), more.lists)
+    grown = problem.check(plan=plan, room=40, splitting=GROUPED)
+    made = more.run(splitting=CUT)
+    assert torch.equal(grown[0], made[0])
+
+
+def test_a_window_that_has_left_the_first_groups():
+    """A block takes a range whole of which the first groups are hidden by now."""
+    problem, more = Problem((260,), heads=8), Problem((860,), heads=8)
+    plan, way = problem.plan(window=200), replace(FOLDED, pieces=((FAR, 64),))
+    problem.lists, problem.rows = more.lists, more.rows
+    problem.run(plan=plan, room=600, splitting=way, window=200)
+    problem.lengths, problem.q = more.lengths, more.q
+    grow(plan, torch.tensor(more.lengths).numpy(), more.lists)
+    problem.check(plan=plan, room=600, splitting=way, window=200)
 
 
 def test_the_same_bits_whatever_the_batch():

@@ -25,6 +25,8 @@ CASES = {
     "128 heads": ("sm_80", test_mla.test_128_heads_are_two_tiles_of_rows),
     "no rotary channels": ("sm_89", test_mla.test_every_panel_holds_values),
     "whole or cut": ("sm_89", test_mla.test_whole_or_cut_the_same_bits),
+    "groups of pieces": ("sm_80", test_mla.test_groups_of_pieces_have_the_same_bits),
+    "many groups": ("sm_89", test_mla.test_groups_of_pieces_where_merging_shares_them_out),
     "any batch": ("sm_80", test_mla.test_the_same_bits_whatever_the_batch),
     "shared prefixes": ("sm_89", test_mla.test_a_shared_prefix_has_the_rows_of_all_its_sequences),
     "a window": ("sm_80", test_mla.test_a_window_over_a_shared_prefix),

@@ -7,8 +7,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from mla_cases import BF16, CUT, DEEPSEEK, FOLDED, FP16, LONG, SIZES, Problem, shaped
+from mla_cases import BF16, CUT, DEEPSEEK, FOLDED, FP16, GROUPED, LONG, SIZES, Problem, shaped
 from oracle import randn
+from test_mla import cancelling, same_bits
 
 from tilewise import PagedKVCache, compiler, decode, plan_decode, tuned
 from tilewise.bench.tune import entry_of, holding
@@ -36,6 +37,10 @@ def test_whole_or_cut_the_same_bits():
         one, other = problem.run(splitting=cut), problem.run(splitting=whole, late=False, seed=3)
         assert torch.equal(one[0], other[0])
         assert torch.equal(one[1], other[1])
+
+
+def test_groups_of_pieces_have_the_same_bits():
+    same_bits(cancelling(1500, 40), GROUPED, CUT, FOLDED)
 
 
 def test_the_same_bits_whatever_the_batch():

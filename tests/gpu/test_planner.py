@@ -6,8 +6,10 @@ import random
 
 import numpy as np
 import pytest
-from planner_cases import check, expected, listed_for, random_batch, standing_plan
+from planner_cases import FAR, check, expected, listed_for, random_batch, standing_plan
 
+from tilewise.gpu import mla_kernels
+from tilewise.gpu.mla_kernels import KEYS, LONGEST, WEIGHTS
 from tilewise.gpu.plan_step import Batch
 from tilewise.plan.items import GOES_ON, Word
 from tilewise.plan.ranges import Shape
@@ -46,6 +48,27 @@ def test_list_is_the_one_that_python_makes(shape, heads, group, page_size, optio
         listed.renew(batch)
         listed.make()
         check(listed, expected(plan, batch, listed, batch.nodes))
+
+
+@pytest.mark.parametrize(("rows", "splitting"), [(16, mla_kernels.NARROW), (64, mla_kernels.WIDE)])
+def test_groups_of_pieces_are_those_that_python_makes(rows, splitting):
+    """For latent rows: pieces, groups of four, whole ranges, and ranges of too many pieces for groups."""
+    shape, found = Shape(rows, 1, 7, False, longest=LONGEST, chunk=KEYS, weights=WEIGHTS[rows]), set()
+    plan = standing_plan(20, 300_000, 1, rows, 64)
+    listed = listed_for(plan, shape, splitting)
+    r = random.Random(rows)
+    sizes = [(20, 3000, False), (7, 9000, False), (13, 20_000, True), (2, 300_000, False), (0, 1, False)]
+    batches = [random_batch(r, plan, count, tree=tree, longest=longest) for count, longest, tree in sizes]
+    made = [tree_of([], lengths, page_size=64) for lengths in ([4096] * 3, [270_000, *[32_768] * 6])]
+    for listed, batch in [*((listed, b) for b in batches), *((listed_for(plan, shape, splitting), b) for b in made)]:
+        listed.renew(batch)
+        listed.make()
+        wanted = expected(plan, batch, listed, batch.nodes, splitting)
+        check(listed, wanted)
+        for item in (unit[0] for units in wanted.bins for unit in units):
+            fold, tokens = KEYS * (item[Word.STATE_FOLD] & 0xFFFF), item[Word.STOP] - item[Word.START]
+            found.add("piece" if not fold else "group" if tokens <= 4 * fold and item[Word.PIECE] < FAR else "whole")
+    assert found == {"piece", "group", "whole"}
 
 
 def tree_of(nodes: list[tuple[int, ...]], lengths: list[int], page_size: int = 16) -> Batch:

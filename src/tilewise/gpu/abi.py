@@ -248,14 +248,14 @@ class PlanArgs(ctypes.Structure):
         *((n, ctypes.c_void_p) for n in ("used", "placed", "made")),
         *((n, ctypes.c_int) for n in ("rows", "width", "tokens", "left", "together", "warps", "joiners")),
         *((n, ctypes.c_int) for n in ("slots", "tile_rounds", "pass_bits", "tile_bits", "tile_box", "wide_rows")),
-        *((n, ctypes.c_int) for n in ("in_turn", "chunk_bits", "longest")),
+        *((n, ctypes.c_int) for n in ("in_turn", "chunk_bits", "group_bits", "longest")),
         *((n, ctypes.c_int) for n in ("shared_tokens", "item_cost", "step_cost")),
         *((n, ctypes.c_int) for n in ("max_ranges", "max_pieces", "max_tiles", "max_states")),
         *((n, ctypes.c_int * PLAN_LIMITS) for n in ("limits", "size_bits")),
         ("bins", ctypes.c_int),
         *((n, Divisor) for n in ("page_size", "heads", "rows_each", "blocks", "groups", "passes")),
         ("room", PlanRoom),
-        *((n, ctypes.c_double) for n in ("item_chunks", "state_chunks", "sprint")),
+        *((n, ctypes.c_double) for n in ("item_chunks", "state_chunks", "sprint", "fold_chunks")),
         ("positions", ctypes.c_int),
     ]
 

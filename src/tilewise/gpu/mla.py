@@ -157,7 +157,7 @@ class MlaDecode:
 
     def _scratch(self, barrier: torch.Tensor) -> Workspace:
         rows, value_dim = self.listed.total_states * self.rows_each, self.asked.value_dim
-        folds = self.grid[0] * self.asked.tiling.rows * value_dim if self.folds else 0
+        folds = self.grid[0] * self.asked.tiling.rows * (2 * value_dim + 2) if self.folds else 0
         o, ml, lists = (
             torch.empty(n, dtype=torch.float32, device=self.device) for n in (rows * value_dim, rows * 2, folds)
         )
@@ -328,7 +328,9 @@ def most_rows(plan: AnyPlan) -> int:
 def _shape(tiling: MlaTiling | MmaTiling, device: torch.device) -> tuple[Shape, Splitting]:
     """The shape of a kernel's list on `device`, and how ranges are cut for it."""
     blocks, splitting = multiprocessors(device), WIDE if tiling.rows == ROWS[-1] else NARROW
-    return Shape(tiling.rows, 1, blocks, tiles=False, longest=LONGEST, chunk=KEYS, weights=WEIGHTS), splitting
+    return Shape(
+        tiling.rows, 1, blocks, tiles=False, longest=LONGEST, chunk=KEYS, weights=WEIGHTS[tiling.rows]
+    ), splitting
 
 
 def tiling_of(form: KVFormat, value_dim: int, rows: int, device: torch.device, *, way: str) -> MlaTiling | MmaTiling:

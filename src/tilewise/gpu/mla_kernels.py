@@ -34,16 +34,22 @@ MOST_FETCHES = 4  # blocks ahead, of which each keeps the pages of its boxes in 
 DTYPES = (torch.bfloat16, torch.float16)
 
 # What the list of blocks is balanced by, in the time of 16 tokens, about 900 cycles: Q of an item is waited for, and
-# its result is written; a state is written and read again. Both were measured on an H200, when nothing was looked up
-# ahead. One block streams faster while others are idle, though products bound it soon: an estimate.
-WEIGHTS = Weights(item_chunks=9.0, state_chunks=6.0, sprint=1.5)
+# its result is written; a state is written and read again; O is folded, by the query rows of an item. All were measured
+# on an H200, when nothing was looked up ahead, but for 32 rows' folds. One block streams faster while others are idle,
+# though products bound it soon: an estimate.
+FOLD_CHUNKS = {16: 1.5, 32: 4.0, 64: 12.0}
+WEIGHTS = {
+    rows: Weights(item_chunks=9.0, state_chunks=6.0, sprint=1.5, fold_chunks=n) for rows, n in FOLD_CHUNKS.items()
+}
 # Up to sixteen pieces, which is what merging folds in one run: a single sequence of 4096 tokens spreads over sixteen
 # multiprocessors. Longer ones come in batches that fill the card, where a state costs: those of 16 rows in pieces of
 # 512 tokens would be a ninth of the bytes that are read. Where one block takes a range whole, folding O of 64 rows
 # takes as long as three blocks of keys, so their pieces are twice as long: on an H200 64 sequences of 8192 tokens with
-# 128 heads took 369 µs in pieces of 1024 tokens, 328 of 2048 and 308 of 4096 (with blocks of keys in pairs).
-NARROW = Splitting(pieces=((1024, 64), (2048, 128), (4096, 256), (8192, 1024), (FAR, 2048)), shared=256)
-WIDE = Splitting(pieces=((1024, 128), (2048, 256), (4096, 512), (8192, 2048), (FAR, 4096)), shared=512)
+# 128 heads took 369 µs in pieces of 1024 tokens, 328 of 2048 and 308 of 4096 (with blocks of keys in pairs). Between
+# a piece and a whole range there are groups of four pieces: 64 sequences of 8192 tokens are 128 of them, one for each
+# multiprocessor.
+NARROW = Splitting(pieces=((1024, 64), (2048, 128), (4096, 256), (8192, 1024), (FAR, 2048)), shared=256, group=4)
+WIDE = Splitting(pieces=((1024, 128), (2048, 256), (4096, 512), (8192, 2048), (FAR, 4096)), shared=512, group=4)
 LONGEST = 1024  # in chunks of 16 tokens: ranges that one block may take whole, which have sixteen pieces at most
 
 

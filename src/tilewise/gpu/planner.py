@@ -215,6 +215,7 @@ class PlannedList:
             wide_rows=splitting.tile_rows if shape.tiles else FAR,
             in_turn=shape.in_turn,
             chunk_bits=_bits(shape.chunk),
+            group_bits=_bits(splitting.group),
             longest=shape.longest,
             shared_tokens=splitting.shared,
             item_cost=round(UNIT * weights.item_chunks),
@@ -230,6 +231,7 @@ class PlannedList:
             item_chunks=weights.item_chunks,
             state_chunks=weights.state_chunks,
             sprint=weights.sprint,
+            fold_chunks=weights.fold_chunks,
             positions=min(chunk, FAR),
         )
         for n, (limit, size) in enumerate(splitting.pieces):

@@ -28,6 +28,9 @@ MMA_STEP_CHUNKS = 2.5
 # Ratio: how much faster than with an even share of the bandwidth one warp streams while the other warps are idle. 512
 # warps with one sequence of 4096 tokens each are as fast as 1056 warps with pieces of such sequences.
 SPRINT = 3.5
+# In chunks: to fold the state of a piece into that of the pieces before it. Not measured by itself: states stay in
+# registers and shared memory.
+FOLD_CHUNKS = 0.0
 
 
 @dataclass(frozen=True)
@@ -40,6 +43,7 @@ class Weights:
     state_chunks: float = STATE_CHUNKS
     step_chunks: float = STEP_CHUNKS
     sprint: float = SPRINT
+    fold_chunks: float = FOLD_CHUNKS
 
 
 # Ratio: tile items of a parent node and of its child that have the same rows may form a chain, which saves one state

@@ -246,7 +246,7 @@ def own_pieces(own: Own, cut: OwnCut, node_states: Longs, cutter: Cutter) -> Lon
     node_states: (sequences,), how many states each sequence has of the nodes above it.
     """
     shape, parts, rows_each = cutter.shape, cut.parts, cutter.rows_each
-    sequence, size, whole, start, stop = own.sequence, cut.size, cut.whole, own.start, own.stop
+    sequence, size, fold, whole, start, stop = own.sequence, cut.size, cut.fold, cut.whole, own.start, own.stop
     begin, state = cut.begin, node_states[sequence]
     new = sequence[1:] != sequence[:-1]  # of all ranges but the first: the first one of its sequence
     total = int(np.add.reduce(parts))
@@ -258,7 +258,7 @@ def own_pieces(own: Own, cut: OwnCut, node_states: Longs, cutter: Cutter) -> Lon
         index = np.arange(len(parts)).repeat(parts)  # the range of each piece
         number = np.arange(total) - begun[index]  # which piece of its range it is
         sequence, size, start, stop = (x[index] for x in (sequence, size, start, stop))
-        whole = whole[index]
+        whole, fold = whole[index], fold[index]
         begin, state = begin[index] + number * size, state[index] + number
     row = np.arange(0, rows_each, shape.rows)
     made = np.empty((PIECE_FIELDS, total, len(row)), np.int64)
@@ -268,7 +268,7 @@ def own_pieces(own: Own, cut: OwnCut, node_states: Longs, cutter: Cutter) -> Lon
     piece.start[:] = np.maximum(begin, start)[:, None]
     piece.stop[:] = np.where(whole, stop, np.minimum(begin + size, stop))[:, None]
     piece.state[:] = state[:, None]
-    piece.fold[:] = np.where(whole, size // shape.chunk, 0)[:, None]
+    piece.fold[:] = (fold // shape.chunk)[:, None]
     piece.kind[:] = OWN
     return made.reshape(PIECE_FIELDS, -1)
 

@@ -25,6 +25,7 @@ Flags = npt.NDArray[np.bool_]
 CHUNK = 16  # tokens of the smallest chunk, decode/load.cuh: kChunk; costs are counted in chunks of this size
 TILE_ROWS, TILE_TOKENS = 128, 64  # decode/tile.cuh: rows of a tile item at most, tokens of one of its steps
 FAR = 1 << 30  # no limit; more tokens than any sequence has
+MOST_IN_GROUPS = 64  # pieces: decode/states.cuh, kRun · kFolds
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,8 @@ class Splitting:
     limit that is large enough counts. Either several warps take one piece each and leave one state each, or one warp
     takes the range whole and folds piece after piece into one state. Both give the same bits. whole: True for always
     whole, False for always cut, None for whatever is estimated to keep the warps busiest.
+    group: with more than 1, states are folded in groups of so many, and groups in their order. Then one warp may also
+    take a group of pieces together, with the same bits. groups: like `whole`, of ranges that are cut.
     shared: nodes are cut into equal pieces of at least this many tokens, as many as give all blocks even work.
     tile_rows: a node with at least this many rows per KV head goes through tiles.
     """
@@ -43,6 +46,8 @@ class Splitting:
     shared: int = 512
     tile_rows: int = WIDE_ROWS
     whole: bool | None = None
+    group: int = 1
+    groups: bool | None = None
 
     def of(self, tokens: Longs) -> Longs:
         """(n,) → (n,): tokens per piece for own ranges of so many tokens."""
@@ -90,10 +95,12 @@ class Own(NamedTuple):
 
 
 class OwnCut(NamedTuple):
-    """How each own range is cut, (n,) each: the tokens of a piece, whether one warp takes the range whole, the first
-    token of the range's first chunk, and the number of items, which is 1 for a whole range."""
+    """How each own range is cut, (n,) each: the tokens that one warp takes together, and those that it folds at a time,
+    0 where it does not; whether one warp takes the range whole, the first token of the range's first chunk, and the
+    number of items, which is 1 for a whole range."""
 
     size: Longs
+    fold: Longs
     whole: Flags
     begin: Longs
     parts: Longs
@@ -164,31 +171,57 @@ class Cutter(NamedTuple):
 
     def cut_own(self, own: Own) -> OwnCut:
         """How each own range is cut. The room to grow does not change the size of its pieces."""
-        chunk = self.shape.chunk
-        size = np.maximum(self.splitting.of(own.planned - own.start), chunk)
-        whole = self._whole(own, size)
+        chunk, group = self.shape.chunk, self.splitting.group
+        piece = np.maximum(self.splitting.of(own.planned - own.start), chunk)
         begin = own.start // chunk * chunk
-        return OwnCut(size, whole, begin, np.where(whole, 1, np.maximum(1, -(-(own.stop - begin) // size))))
+        size, fold = piece, np.zeros_like(piece)
+        if group == 1:
+            whole, _ = self._choose(own, piece, fold > 0)
+        else:
+            # With more pieces than that, merging shares them out among accumulators.
+            may = -(-(own.stop - begin) // piece) <= MOST_IN_GROUPS
+            whole, groups = self._choose(own, piece, may)
+            if groups:
+                size, fold = np.where(may, group * piece, piece), np.where(may, piece, 0)
+        parts = np.where(whole, 1, np.maximum(1, -(-(own.stop - begin) // size)))
+        return OwnCut(size, np.where(whole, piece, fold), whole, begin, parts)
 
-    def _whole(self, own: Own, size: Longs) -> Flags:
-        """(n,): which ranges one warp takes whole.
+    def _choose(self, own: Own, size: Longs, may: Flags) -> tuple[Flags, bool]:
+        """(n,): which ranges one warp takes whole; and whether others are cut into groups of pieces. size: (n,), tokens
+        of their pieces; may: (n,), which of them may be.
 
-        Ranges up to some limit are taken whole, longer ones are cut. Each candidate for the limit gets an estimate: the
-        larger of what all warps do on average and what the longest item takes a warp that runs `sprint` times as fast
-        because the others are done. The smallest estimate wins, and of equal ones the smallest limit.
+        Ranges up to some limit are taken whole, longer ones are cut. Each candidate for the limit, and for what longer
+        ones are cut into, gets an estimate: the larger of what all warps do on average and what the longest item takes
+        a warp that runs `sprint` times as fast because the others are done. The smallest estimate wins; of equal ones
+        pieces do, and the smallest limit.
         """
         chunks = -(-(own.planned - own.start // CHUNK * CHUNK) // CHUNK)
         pieces = np.maximum(1, -(-chunks // (size // CHUNK)))
-        if self.splitting.whole is not None:
-            return np.full(len(chunks), self.splitting.whole)
-        times = self.heads * -(-self.rows_each // self.shape.rows)  # each range has one item per head and pass
-        warps, weights = self.shape.blocks * self.shape.warps, self.shape.weights
-        limits = np.array((*WHOLE_LIMITS, self.shape.longest))[:, None]
+        splitting, shape = self.splitting, self.shape
+        ways = [of for of in (False, True) if splitting.groups in (None, of)] if splitting.group > 1 else [False]
+        if splitting.whole is not None and len(ways) == 1:
+            return np.full(len(chunks), splitting.whole), ways[0]
+        times = self.heads * -(-self.rows_each // shape.rows)  # each range has one item per head and pass
+        warps, weights = shape.blocks * shape.warps, shape.weights
+        limits = np.array((*WHOLE_LIMITS, shape.longest))[:, None]
         taken = (chunks <= limits) | (pieces == 1)
-        items, states = np.where(taken, 1, pieces), np.where(taken, 0, pieces)
-        average = (chunks + items * weights.item_chunks + states * weights.state_chunks).sum(1) * times / warps
-        longest = np.where(taken, chunks, size // CHUNK).max(1, initial=0) + weights.item_chunks
-        found: Flags = taken[int(np.maximum(average, longest / weights.sprint).argmin())]
+        if splitting.whole is not None:
+            taken = np.full((1, len(chunks)), splitting.whole)
+        best, found = np.inf, (taken[0], ways[0])
+        for groups in ways:
+            each = np.where(may, splitting.group, 1) if groups else 1  # pieces of an item
+            parts = -(-pieces // each)
+            items, states = np.where(taken, 1, parts), np.where(taken, 0, parts)
+            work = chunks + items * weights.item_chunks + states * weights.state_chunks
+            if weights.fold_chunks:
+                work += (pieces - np.where(taken | groups, items, pieces)) * weights.fold_chunks
+            average = work.sum(1) * times / warps
+            cut = np.minimum(size // CHUNK * each, chunks) if groups else size // CHUNK
+            longest = np.where(taken, chunks, cut).max(1, initial=0) + weights.item_chunks
+            estimates = np.maximum(average, longest / weights.sprint)
+            n = int(estimates.argmin())
+            if estimates[n] < best:
+                best, found = float(estimates[n]), (taken[n], groups)
         return found
 
 

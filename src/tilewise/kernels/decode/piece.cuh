@@ -7,6 +7,7 @@ constexpr int kAtParts = kAtRings;  // the rings are free when states are merged
 constexpr int kRowAtOnce =
     kTileStages > 0 || kValueDim > 128 || kWarps * kBlocksPerSm > 8 ? 8 : 16;  // as registers allow
 constexpr bool kLongRuns = kTilesByMma;
+constexpr int kStateGroup = 1;
 #include "decode/states.cuh"
 #include "tile/powers.cuh"
 

@@ -82,8 +82,9 @@ struct Planner {
         const int ranges = cuts.find_ranges();
         if (ranges > args.max_ranges || tiles > args.max_tiles) return false;
         int best, states;
-        const bool fits = cuts.choose_limit(ranges, pieces, best);
-        cuts.number(ranges, best, pieces, states);
+        bool groups;
+        const bool fits = cuts.choose_limit(ranges, pieces, best, groups);
+        cuts.number(ranges, best, groups, pieces, states);
         tell(kPieces, pieces);
         tell(kStates, states);
         tell(kNodes, node_count);
@@ -110,8 +111,9 @@ struct Planner {
         const int k = n - range.unit, part = args.passes.quotient(k);
         const int row = (k - part * int(args.passes.divisor)) << args.pass_bits;
         const int rows = smaller(1 << args.pass_bits, int(args.rows_each.divisor) - row);
-        const int begin = of.begin + (part << of.size_bits), end = begin + (1 << of.size_bits);
-        const int fold = range.whole ? 1 << (of.size_bits - args.chunk_bits) : 0;
+        const int bits = of.size_bits + (range.groups ? args.group_bits : 0);
+        const int begin = of.begin + (part << bits), end = begin + (1 << bits);
+        const int fold = range.whole || range.groups ? 1 << (of.size_bits - args.chunk_bits) : 0;
         const Span span{larger(begin, range.start), range.whole ? range.stop : smaller(end, range.stop)};
         return {range.sequence, row, rows, (range.state + part) << 16 | fold, kOwn, span, false};
     }

@@ -171,11 +171,22 @@ struct Cuts {
 
     TILE_DEVICE int limit(int n) const { return n == 0 ? 0 : n == kLimits ? args.longest : 32 << n; }
 
-    // Which ranges one warp takes whole: those of up to `best` chunks. Each candidate gets an estimate, the larger of
-    // what all warps do on average and what the longest item takes a warp that runs faster because the others are done.
-    // False if even with the last candidate there are more pieces or states than there is room for.
-    TILE_DEVICE bool choose_limit(int count, int pieces, int& best) const {
-        enum { kItemSum, kStateSum, kPartSum, kLongest, kSums };
+    // Which ranges one warp takes whole: those of up to `best` chunks; and whether others are cut into groups of
+    // pieces. Each candidate gets an estimate, the larger of what all warps do on average and what the longest item
+    // takes a warp that runs faster because the others are done. False if even with the last candidate there are more
+    // pieces or states than there is room for.
+    TILE_DEVICE bool choose_limit(int count, int pieces, int& best, bool& groups) const {
+        bool fits = false;
+        double least = 0;
+        best = args.longest, groups = false;
+#pragma unroll 1
+        for (int way = 0; way <= (args.group_bits > 0); way++)
+            try_limits(count, pieces, way, best, groups, fits, least);
+        return fits;
+    }
+    TILE_DEVICE void try_limits(int count, int pieces, bool way, int& best, bool& groups, bool& fits,
+                                double& least) const {
+        enum { kItemSum, kStateSum, kPartSum, kLongest, kFoldSum, kSums };
         const int n = threadIdx.x, lane = n % 32, warp = n / 32;
         // Every warp leaves its sums, lane s the s-th; then a warp adds up the s-th of all.
         const Shared<uint32_t> of_warps(args.room.sums + 4 * 32), sums_of(args.room.sums + 4 * 32 * (1 + kPlanWarps));
@@ -191,11 +202,14 @@ struct Cuts {
                 if (!range.parts) continue;
                 const RangeCut of(args, range.start, range.stop);
                 const bool whole = of.whole(limit(t));
+                const int bits = way && of.may_be_grouped() ? args.group_bits : 0, parts = ceil_shift(of.pieces, bits);
+                const int most = 1 << (of.size_bits + bits - 4), cut = way ? smaller(most, of.chunks) : most;
                 chunks += of.chunks;
-                sums[kItemSum] += whole ? 1 : of.pieces;
-                sums[kStateSum] += whole ? 0 : of.pieces;
-                sums[kPartSum] += whole ? 1 : of.cut_parts;
-                sums[kLongest] = larger(sums[kLongest], whole ? of.chunks : 1 << (of.size_bits - 4));
+                sums[kItemSum] += whole ? 1 : parts;
+                sums[kStateSum] += whole ? 0 : parts;
+                sums[kPartSum] += whole ? 1 : ceil_shift(of.cut_parts, bits);
+                sums[kLongest] = larger(sums[kLongest], whole ? of.chunks : cut);
+                sums[kFoldSum] += of.pieces - (whole ? 1 : parts);
             }
 #pragma unroll
             for (int s = 0; s < kSums; s++) {
@@ -217,9 +231,6 @@ struct Cuts {
             if (lane == 0) sums_of[i] = all;
         }
         ptx::sync_threads();
-        bool fits = false;
-        double least = 0;
-        best = args.longest;
 #pragma unroll 1
         for (int t = 0; t < kTries; t++) {
             const auto sum = [&](int of) { return double(uint32_t(sums_of[2 + t * kSums + of])); };
@@ -227,19 +238,18 @@ struct Cuts {
                 sum(kPartSum) + double(uint32_t(sums_of[1])) > args.max_states)
                 continue;
             const double all = double(uint32_t(sums_of[0])) + sum(kItemSum) * args.item_chunks +
-                               sum(kStateSum) * args.state_chunks;
+                               sum(kStateSum) * args.state_chunks + sum(kFoldSum) * args.fold_chunks;
             const uint32_t times = args.heads.divisor * args.passes.divisor, warps = args.blocks.divisor * args.warps;
             const double average = quotient(all * times, double(warps));
             const double longest = quotient(sum(kLongest) + args.item_chunks, args.sprint);
             const double cost = average > longest ? average : longest;
-            if (!fits || cost < least) least = cost, best = limit(t);
+            if (!fits || cost < least) least = cost, best = limit(t), groups = way;
             fits = true;
         }
-        return fits;
     }
 
     // Numbers pieces and states: after this ranges know theirs, and StateSplits are written.
-    TILE_DEVICE void number(int count, int best, int& pieces, int& states) const {
+    TILE_DEVICE void number(int count, int best, bool groups, int& pieces, int& states) const {
         const int n = threadIdx.x;
         const bool there = n < args.rows;
 #pragma unroll 1
@@ -248,7 +258,8 @@ struct Cuts {
             if (range.parts) {
                 const RangeCut of(args, range.start, range.stop);
                 range.whole = of.whole(best);
-                range.parts = range.whole ? 1 : of.cut_parts;
+                range.groups = groups && of.may_be_grouped();
+                range.parts = range.whole ? 1 : ceil_shift(of.cut_parts, range.groups ? args.group_bits : 0);
                 ranges()[i] = range;
             }
         }
@@ -279,7 +290,8 @@ struct Cuts {
             ranges()[i] = range;
             if (range.stop == int(Shared<int>(args.room.length)[n]) && range.parts && !range.whole) {
                 const RangeCut of(args, range.start, range.stop);
-                split.before -= range.parts, split.grows_from = of.begin, split.piece = 1 << of.size_bits;
+                split.before -= range.parts, split.grows_from = of.begin;
+                split.piece = 1 << (of.size_bits + (range.groups ? args.group_bits : 0));
             }
         }
         if (there) {

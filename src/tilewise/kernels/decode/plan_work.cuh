@@ -10,6 +10,7 @@ constexpr int kLimits = 5, kTries = kLimits + 1;        // candidates for the lo
 constexpr int kPieceBits = 14, kBinBits = 11, kAfterBits = 20;
 constexpr int kMostKeys = 1 << (kPieceBits - 2);        // pieces that are sorted, at most
 constexpr double kChainShare = 1.25;                      // plan/cost.py: CHAIN_SHARE
+constexpr int kMostInGroups = 64;                       // plan/ranges.py: MOST_IN_GROUPS
 constexpr int kUnit = 16;                               // costs are counted in so many parts of a chunk
 constexpr int kStepWords = 4;                           // of a step's header: sequences, nodes, 0, 0
 
@@ -46,6 +47,7 @@ struct PlanArgs {
     int wide_rows;             // a node with so many rows goes through tiles; more than there are: none does
     int in_turn;               // a block's warps do not stream while they compute tiles
     int chunk_bits;            // a chunk has 2^chunk_bits tokens
+    int group_bits;            // states are folded in groups of 2^group_bits: Splitting.group
     int longest, shared_tokens;
     int item_cost, step_cost;  // of an item besides its chunks, of a step of a tile item: in parts of a chunk
     int max_ranges, max_pieces, max_tiles, max_states;
@@ -54,7 +56,7 @@ struct PlanArgs {
     Divisor page_size, heads, rows_each, blocks;
     Divisor groups, passes;    // units of a piece, of `together` heads each; passes over the rows of one sequence
     PlanRoom room;
-    double item_chunks, state_chunks, sprint;  // Weights
+    double item_chunks, state_chunks, sprint, fold_chunks;  // Weights
     int positions;             // Rule::kChunked: of a block that no row sees out of
 };
 
@@ -74,7 +76,7 @@ struct alignas(16) PlanNode {
 // A token range of one sequence. Every sequence has at least one, the last of which ends where it ends.
 struct alignas(16) PlanRange {
     int sequence, start, stop, parts;  // parts: 0 if nodes cover all of the sequence
-    int unit, state, whole, unused;    // pieces before its own, the first of its states
+    int unit, state, whole, groups;    // pieces before its own, the first of its states; a piece is a group of pieces
 };
 enum { kAboveWord = 4, kUnitWord = 13, kTileUnitWord = 14 };   // of a PlanNode
 enum { kRangeSequenceWord = 0, kRangeUnitWord = 4 };            // of a PlanRange
@@ -93,6 +95,8 @@ struct RangeCut {
         cut_parts = larger(1, ceil_shift(stop - begin, size_bits));
     }
     TILE_DEVICE bool whole(int limit) const { return chunks <= limit || pieces == 1; }
+    // With more pieces than that, merging shares them out among accumulators.
+    TILE_DEVICE bool may_be_grouped() const { return cut_parts <= kMostInGroups; }
 };
 
 // The costliest first, and of equal ones the first

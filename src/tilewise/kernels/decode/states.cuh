@@ -5,8 +5,9 @@
 // need not be the maximum. The empty state has m = kLowest, l = 0 and O = 0.
 //
 // Whoever includes this has said: kValueDim, the columns of a row of O; kAtParts, where kFolds rows have room in shared
-// memory while states are merged; kRowAtOnce, states of a whole row that a warp loads together, and kLongRuns, whether
-// registers allow as many of more than kRun states as of few.
+// memory while states are merged; kRowAtOnce, states of a whole row that a warp loads together; kLongRuns, whether
+// registers allow as many of more than kRun states as of few; and kStateGroup, how many states are folded before they
+// are folded into what came before them, 1 for each by itself.
 #pragma once
 #include "decode/work.cuh"
 
@@ -146,7 +147,9 @@ template <int kLanes> struct RowLanes {
         const int64_t stride = int64_t(args.kv_heads) * args.rows_each.divisor;
         const int64_t row = (merge.of().first + begin) * stride + merge.row;
         const float *o = args.state_o + row * kValueDim + column(0), *ml = args.state_ml + 2 * row;
+        State group;  // of kStateGroup states
         all.clear();
+        if constexpr (kStateGroup > 1) group.clear();
 #pragma unroll 1
         for (int from = begin; from < end; from += kAtOnce) {
             State y[kAtOnce];
@@ -166,9 +169,19 @@ template <int kLanes> struct RowLanes {
 #pragma unroll
             for (int k = 0; k < kAtOnce; k++) {
                 if (from + k >= end) break;
-                all.fold(y[k]);
+                if constexpr (kStateGroup == 1) {
+                    all.fold(y[k]);
+                } else {
+                    const int next = kAtOnce % kStateGroup == 0 ? k + 1 : from - begin + k + 1;
+                    group.fold(y[k]);
+                    if (next % kStateGroup == 0) {
+                        all.fold(group);
+                        group.clear();
+                    }
+                }
             }
         }
+        if constexpr (kStateGroup > 1) all.fold(group);
     }
     static TILE_DEVICE void put(const DecodeArgs& args, const Merge& merge, const State& of) {
         const DecodeRow row = merge.as_row(args);
@@ -184,7 +197,8 @@ template <int kLanes> struct RowLanes {
 // The order in which states are folded, which decides the bits of the result. Up to kRun states are folded from first
 // to last, like the pieces that one warp folds of a whole range, of which there are never more. More states are dealt
 // in runs of kRun to kFolds accumulators in turn, and the accumulators are folded at the end, so that as many warps can
-// share the work.
+// share the work. With groups of four, four times four states make a run, and four runs a tree of up to 64: whoever
+// leaves one state for four pieces, or for sixteen, has folded them as the merge would have.
 constexpr int kRun = 16, kFolds = 4;
 // Accumulator `which` of a row's `count` states. fold_run(run, begin, end) folds some of them in order.
 template <class State, class FoldRun>

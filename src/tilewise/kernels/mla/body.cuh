@@ -166,8 +166,8 @@ struct Body : Products {
                 for (int h = 0; h < 2; h++) acc_o[m][j / 2 * 4 + 2 * h + j % 2] *= factor;
         }
     }
-    // The state of a piece is folded into that of the pieces before it, as merging does. last: nothing follows
-    TILE_DEVICE void end_piece(bool first, bool last) {
+    // The sums of a piece
+    TILE_DEVICE void join_sums(bool first) {
 #pragma unroll
         for (int j = 0; j < 2 * kEights; j++) {
             float x = sum[j / 2][j % 2];
@@ -188,13 +188,16 @@ struct Body : Products {
             }
             const float all = each[0] + each[1], max = all == 0.0f ? kLowest : float(reference[row]);
             reference[row] = -INFINITY;
-            join_row(row, first, all, max);
+            join_piece(row, first, all, max);
         }
         all_sync();
-        if (!first) {
+    }
+    // O is joined with what came before, and kept for what comes after
+    TILE_DEVICE void fold_output(bool of_groups, bool loads, bool stores) {
+        if (loads) {
 #pragma unroll
             for (int n = 0; n < kMine * kEights; n++) {
-                const Vector16 old = fold_place(n)[0];
+                const Vector16 old = fold_place(of_groups, n)[0];
                 const Shared<float> factors(kAtFactors + 8 * (8 * (n % kEights) + column()));
 #pragma unroll
                 for (int i = 0; i < 4; i++) {
@@ -204,11 +207,11 @@ struct Body : Products {
                 }
             }
         }
-        if (!last)
+        if (stores)
 #pragma unroll
             for (int n = 0; n < kMine * kEights; n++) {
                 const float* x = &acc_o[n / kEights][n % kEights * 4];
-                fold_place(n)[0] = Vector16{{as_bits(x[0]), as_bits(x[1]), as_bits(x[2]), as_bits(x[3])}};
+                fold_place(of_groups, n)[0] = Vector16{{as_bits(x[0]), as_bits(x[1]), as_bits(x[2]), as_bits(x[3])}};
             }
     }
     // The result of the item's rows, or their states

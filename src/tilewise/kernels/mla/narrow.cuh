@@ -247,12 +247,16 @@ struct Narrow : Warps {
     TILE_DEVICE Shared<uint8_t> sOver() const { return Shared<uint8_t>(kAtMoved + 8 * (number & 1)); }
     TILE_DEVICE void put(int h, int n, const float (&p)[2]) const {
         if constexpr (kRaw) {
+            Vector16 scales[2];
+#pragma unroll
+            for (int i = 0; i < 2; i++)
+                scales[i] = Shared<Vector16>(scales_at(number, key_group() * kMyKeys + warp::fragment_column() + i))[0];
 #pragma unroll
             for (int group = 0; group < kCodedPairs; group++) {
                 float x[2];
 #pragma unroll
                 for (int i = 0; i < 2; i++)  // where there is no key, the scale may be anything
-                    x[i] = p[i] == 0.0f ? 0.0f : p[i] * scale_of(number, i, group);
+                    x[i] = p[i] == 0.0f ? 0.0f : p[i] * as_float(scales[i].word[group]);
                 put_pair(Weights(weights_at(group)), h, n, x[0], x[1]);
             }
         } else {

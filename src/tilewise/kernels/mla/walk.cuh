@@ -6,6 +6,7 @@
 
 constexpr int kAtParts = 0, kRowAtOnce = 4;  // the ring is free when states are merged
 constexpr bool kLongRuns = false;
+constexpr int kStateGroup = 4;
 #include "decode/states.cuh"
 
 constexpr float kWitness = 256.0f;  // the sum of a few weights up to which a reference stays
@@ -79,23 +80,43 @@ struct Walk {
     }
 
     // ---- a piece ----------------------------------------------------------------------------------------------------
-    // Where this thread keeps four values of O while the next piece is computed: beside those of its neighbours
-    TILE_DEVICE Global<Vector16> fold_place(int n) const {
-        const int64_t at = (int64_t(blockIdx.x) * kFoldPlaces + n) * kComputing + threadIdx.x;
+    // Where this thread keeps four values of O while the next piece, or of_groups the next group, is computed: beside
+    // those of its neighbours
+    TILE_DEVICE Global<Vector16> fold_place(bool of_groups, int n) const {
+        const int64_t block = of_groups * int64_t(gridDim.x) + blockIdx.x;
+        const int64_t at = (block * kFoldPlaces + n) * kComputing + threadIdx.x;
         return Global<float>{mla.folds + 4 * at}.template as<Vector16>();
     }
-    // A row's sum of weights in this piece, against the reference max, is joined with those of the pieces before
-    TILE_DEVICE void join_row(int row, bool first, float all, float max) const {
+    // A row's sum of weights, against the reference max, is joined with that of what came before
+    TILE_DEVICE MaxSum join_row(int row, bool first, MaxSum before, float all, float max) const {
         const Shared<float> factors = sFactors(), folded = sFolded();
         if (!first) {
-            const Fold fold = fold_of(folded[2 * row], max);
+            const Fold fold = fold_of(before.max, max);
             factors[2 * row] = fold.before;
             factors[2 * row + 1] = fold.after;
-            all = fold.join(folded[2 * row + 1], all);
+            all = fold.join(before.sum, all);
             max = fold.max;
         }
         folded[2 * row] = max;
         folded[2 * row + 1] = all;
+        return {max, all};
+    }
+    // This piece's sum with those of the pieces before it in its group
+    TILE_DEVICE void join_piece(int row, bool first, float all, float max) const {
+        const Shared<float> folded = sFolded();
+        join_row(row, first, MaxSum{folded[2 * row], folded[2 * row + 1]}, all, max);
+    }
+    // This group's sums with those of the groups before it. last: none follows
+    TILE_DEVICE void join_group(bool first, bool last) const {
+        const int row = threadIdx.x;
+        if (row >= kRows) return;
+        const int64_t places = int64_t(2 * gridDim.x) * kRows * kValueDim / 2;
+        const Global<MaxSum> before{reinterpret_cast<MaxSum*>(mla.folds) + places + blockIdx.x * kRows};
+        const Shared<float> folded = sFolded();
+        MaxSum kept{};
+        if (!first) kept = before[row];
+        kept = join_row(row, first, kept, folded[2 * row + 1], folded[2 * row]);
+        if (!last) before[row] = kept;
     }
     // What each row of O is to be multiplied with, to shared memory, for all pieces are in; and the rows' LSE, or the
     // sums of their states
@@ -126,26 +147,53 @@ struct Walk {
     }
 };
 
+// A piece of an item that begins with block `at`. Pieces are counted from the range's first block, even if a window
+// hides it. The state of a piece is folded into that of the pieces before it in its group, and that of a group into
+// that of the groups before it, as merging does.
+struct PieceOf {
+    int stop;
+    bool first, closes, last;  // of its group; the last one of it that there is; the last one of all
+    bool first_group;
+    TILE_DEVICE PieceOf(const Table& table, int at) {
+        const Span blocks = blocks_of(table.span());
+        const int start = table.words()[kStartWord] / kKeys, fold = table.words()[kStateFoldWord] & 0xffff;
+        const int whole = fold > 0 ? fold : 1 << 30, number = (at - start) / whole, end = start + (number + 1) * whole;
+        stop = fold > 0 && end < blocks.end ? end : blocks.end;
+        last = stop == blocks.end;
+        first = at == blocks.begin || number % kStateGroup == 0;
+        closes = last || number % kStateGroup == kStateGroup - 1;
+        first_group = number / kStateGroup == (blocks.begin - start) / whole / kStateGroup;
+    }
+};
+template <class Body> TILE_DEVICE void end_piece(Body& body, const PieceOf& of) {
+    body.join_sums(of.first);
+    bool more = of.closes && !(of.first_group && of.last), loads = !of.first, stores = !of.closes;
+#pragma unroll 1
+    for (int level = 0; level < 2; level++) {
+        body.fold_output(level > 0, loads, stores);
+        if (!more) break;
+        more = false, loads = !of.first_group, stores = !of.last;
+        body.all_sync();  // factors have been read
+        body.join_group(of.first_group, of.last);
+        body.all_sync();
+    }
+}
+
 // All items of this block. A body begins, adds blocks of keys to a piece, ends a piece, and stores an item's result.
 template <class Body> TILE_DEVICE void walk_items(Body& body) {
     for (int slot = 0; slot < body.args.slots; slot++) {
         if (!body.begin(slot)) break;  // no item follows an empty one
         const Table& table = body.table;
-        const Span span = table.span(), blocks = blocks_of(span);
-        // Pieces are counted from the range's first block, even if a window hides it.
-        int at = ptx::uniform(blocks.begin);
-        const int end = ptx::uniform(blocks.end), fold = ptx::uniform(table.words()[kStateFoldWord] & 0xffff);
-        int piece_end = fold > 0 ? at + fold - (at - table.words()[kStartWord] / kKeys) % fold : end;
-        bool first = true;
+        const Span span = table.span();
+        int at = ptx::uniform(blocks_of(span).begin);
 #pragma unroll 1
         while (true) {
-            const int stop = ptx::uniform(piece_end < end ? piece_end : end);
-            body.add_blocks(at, stop, span);
-            body.end_piece(first, stop == end);
-            if (stop == end) break;
-            first = false;
-            at = stop;
-            piece_end += fold;
+            body.add_blocks(at, ptx::uniform(PieceOf(table, at).stop), span);
+            // Looked up once more: of these numbers none takes a register from the loop over blocks.
+            const PieceOf piece(table, ptx::just_in_time(at));
+            end_piece(body, piece);
+            if (ptx::uniform(piece.last)) break;
+            at = ptx::uniform(piece.stop);
         }
         body.store(slot);
     }

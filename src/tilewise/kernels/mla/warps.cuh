@@ -37,7 +37,7 @@ struct Warps : Walk {
         if constexpr (kChosen)
 #pragma unroll
             for (int j = 0; j < kMyKeys / 4; j++)  // j = 2n + i
-                if (!sThere(of)[first + j / 2 * 8 + warp::fragment_column() + j % 2])
+                if (!sThere(of)[first + j / 2 * 8 + ptx::just_in_time(warp::lane()) % 4 * 2 + j % 2])
                     acc_s[j / 2 * 4 + j % 2] = acc_s[j / 2 * 4 + 2 + j % 2] = -INFINITY;
         if (first_token >= whole_from && first_token + kSlice <= whole_to) return;
 #pragma unroll
@@ -71,7 +71,9 @@ struct Warps : Walk {
     }
     // Two weights to where all warps read them
     TILE_DEVICE void put_pair(const Weights& sP, int h, int n, float first, float second) const {
-        sP.pair(row(h), key_group() * kMyKeys + 8 * n + warp::fragment_column()) = pack<Element>(first, second);
+        const int lane = kRaw ? ptx::just_in_time(warp::lane()) : warp::lane();  // addresses take no register there
+        const int its = row0() + lane / 4 + 8 * h, key = key_group() * kMyKeys + 8 * n + lane % 4 * 2;
+        sP.pair(its, key) = pack<Element>(first, second);
     }
     // Does the reference no longer serve one of this lane's rows?
     TILE_DEVICE bool over(const Scores& acc_s, const float (&sum)[2]) const {
@@ -85,21 +87,22 @@ struct Warps : Walk {
     // taken once more.
     template <class Put> TILE_DEVICE void move_references(const Scores& acc_s, float (&sum)[2], const Put& put) {
         const Shared<float> tops = sTops(), corrections = sCorrection();
+        const int lane = ptx::just_in_time(warp::lane()), its = row0() + lane / 4;  // of a path that is rarely taken
 #pragma unroll
         for (int h = 0; h < 2; h++) {
             const float top = warp::row_max(largest(acc_s, h));
-            if (warp::lane() % 4 == 0) tops[key_group() * kRows + row(h)] = top;
+            if (lane % 4 == 0) tops[key_group() * kRows + its + 8 * h] = top;
         }
         all_sync();
 #pragma unroll
         for (int h = 0; h < 2; h++) {
-            float top = tops[row(h)];
+            float top = tops[its + 8 * h];
 #pragma unroll
-            for (int g = 1; g < kKeyGroups; g++) top = fmaxf(top, tops[g * kRows + row(h)]);
+            for (int g = 1; g < kKeyGroups; g++) top = fmaxf(top, tops[g * kRows + its + 8 * h]);
             const float max = fmaxf(state.max[h], top * scale_log2), correction = ptx::exp2(state.max[h] - finite(max));
             state.max[h] = max;
             state.sum[h] *= correction;
-            if (key_group() == 0 && warp::lane() % 4 == 0) corrections[row(h)] = correction;
+            if (key_group() == 0 && lane % 4 == 0) corrections[its + 8 * h] = correction;
         }
         exponentiate(acc_s, sum, put);
         all_sync();
@@ -117,14 +120,15 @@ struct Warps : Walk {
         for (int m = 0; m < kRowGroups; m++) warp::zero(acc_o[m]);
         state = {};
     }
-    // The state of a piece is folded into that of the pieces before it, as merging does. last: nothing follows
-    TILE_DEVICE void end_piece(bool first, bool last) {
+    // The sums of a piece
+    TILE_DEVICE void join_sums(bool first) {
         const Shared<float> sums = sSums(), references = sTops();  // nobody looks for largest scores any more
+        const int lane = ptx::just_in_time(warp::lane()), its = row0() + lane / 4;
 #pragma unroll
         for (int h = 0; h < 2; h++) {
             const float sum = warp::row_sum(state.sum[h]);
-            if (warp::lane() % 4 == 0) sums[key_group() * kRows + row(h)] = sum;
-            if (warp::lane() % 4 == 0 && key_group() == 0) references[row(h)] = state.max[h];
+            if (lane % 4 == 0) sums[key_group() * kRows + its + 8 * h] = sum;
+            if (lane % 4 == 0 && key_group() == 0) references[its + 8 * h] = state.max[h];
         }
         all_sync();
         const int r = threadIdx.x;
@@ -132,14 +136,17 @@ struct Warps : Walk {
             float all = sums[r];
 #pragma unroll
             for (int g = 1; g < kKeyGroups; g++) all += sums[g * kRows + r];
-            join_row(r, first, all, all == 0.0f ? kLowest : float(references[r]));
+            join_piece(r, first, all, all == 0.0f ? kLowest : float(references[r]));
         }
         all_sync();
+    }
+    // O is joined with what came before, and kept for what comes after
+    TILE_DEVICE void fold_output(bool of_groups, bool loads, bool stores) {
 #pragma unroll
         for (int n = 0; n < kFoldPlaces; n++) {
             float* x = &acc_o[n / (kMyColumns / 8)][n % (kMyColumns / 8) * 4];
-            if (!first) {
-                const Vector16 old = fold_place(n)[0];
+            if (loads) {
+                const Vector16 old = fold_place(of_groups, n)[0];
                 const Shared<float> factors = sFactors();
 #pragma unroll
                 for (int i = 0; i < 4; i++) {
@@ -148,7 +155,8 @@ struct Warps : Walk {
                 }
             }
             if (n % 4 == 3) ptx::sync_warp();  // ptxas would ask for all old values at once, and spill
-            if (!last) fold_place(n)[0] = Vector16{{as_bits(x[0]), as_bits(x[1]), as_bits(x[2]), as_bits(x[3])}};
+            if (stores)
+                fold_place(of_groups, n)[0] = Vector16{{as_bits(x[0]), as_bits(x[1]), as_bits(x[2]), as_bits(x[3])}};
         }
     }
     // The result of the item's rows, or their states

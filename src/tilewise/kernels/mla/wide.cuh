@@ -202,8 +202,8 @@ struct Wide : Grouped {
         state = {};
         seesaw(*this, begin, end, span);
     }
-    // The state of a piece is folded into that of the pieces before it, as merging does. last: nothing follows
-    TILE_DEVICE void end_piece(bool first, bool last) {
+    // The sums of a piece
+    TILE_DEVICE void join_sums(bool first) {
 #pragma unroll
         for (int h = 0; h < 2; h++) {
             const float sum = warp::row_sum(state.sum[h]);
@@ -215,17 +215,20 @@ struct Wide : Grouped {
         if (r < kRows) {
             const Shared<float> sums = sSums();
             const float all = sums[r] + sums[kRows + r];
-            join_row(r, first, all, all == 0.0f ? kLowest : float(sReference()[r]));
+            join_piece(r, first, all, all == 0.0f ? kLowest : float(sReference()[r]));
         }
         all_sync();
-        if (!first) {
+    }
+    // O is joined with what came before, and kept for what comes after
+    TILE_DEVICE void fold_output(bool of_groups, bool loads, bool stores) {
+        if (loads) {
             const Shared<float> factors = sFactors();
             Fold folds[2];
 #pragma unroll
             for (int h = 0; h < 2; h++) folds[h] = {0.0f, factors[2 * row(h)], factors[2 * row(h) + 1]};
 #pragma unroll
             for (int n = 0; n < kMine * 8; n++) {
-                const Vector16 old = fold_place(n)[0];
+                const Vector16 old = fold_place(of_groups, n)[0];
 #pragma unroll
                 for (int i = 0; i < 4; i++) {
                     float& x = acc_o[n * 4 / (kColumns / 2)][n * 4 % (kColumns / 2) + i];
@@ -233,11 +236,11 @@ struct Wide : Grouped {
                 }
             }
         }
-        if (!last)
+        if (stores)
 #pragma unroll
             for (int n = 0; n < kMine * 8; n++) {
                 const float* x = &acc_o[n * 4 / (kColumns / 2)][n * 4 % (kColumns / 2)];
-                fold_place(n)[0] = Vector16{{as_bits(x[0]), as_bits(x[1]), as_bits(x[2]), as_bits(x[3])}};
+                fold_place(of_groups, n)[0] = Vector16{{as_bits(x[0]), as_bits(x[1]), as_bits(x[2]), as_bits(x[3])}};
             }
     }
     // The result of the item's rows, or their states

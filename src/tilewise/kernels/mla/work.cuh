@@ -23,7 +23,9 @@ struct alignas(8) Target {
 };
 // What DecodeArgs does not have
 struct MlaArgs {
-    float* folds;  // scratch: (blocks, kValueDim · kRows), O of the pieces before, thread by thread
+    // Scratch: (2, blocks, kValueDim · kRows), O of the pieces before in their group, and of the groups before, thread
+    // by thread; then (blocks, kRows, 2), a MaxSum of the groups before
+    float* folds;
     // kChosen: each query token has a list of its own of the positions that it reads. To DecodeArgs it is a sequence of
     // so many tokens; its caller's number is sequence · queries + token. What follows is of the cache's sequences.
     const int* indices;  // (sequences, queries, chosen): positions; what is none of the sequence's, as −1, is no key
