@@ -44,7 +44,8 @@ def test_the_defaults_are_a_key_each_and_candidates_fit() -> None:
         assert all(fits(*dims, other, boxes=boxes) for other in problem.others)
         wide = problem.tiling.rows == ROWS[-1]
         assert (max(other.together for other in problem.others) > 1) == wide
-        assert {other.sync for other in problem.others} == ({False} if wide else {False, True})
+        few = problem.tiling.codes and not wide
+        assert {other.raw for other in problem.others} == ({False, True} if few else {False})
         assert all(other.rows == problem.tiling.rows for other in problem.others)
         for other in problem.others:
             assert entry_fault("mla", problem.key, tune.entry_of("mla", other), TARGET) == ""
@@ -84,28 +85,26 @@ def test_the_faster_shape_is_taken_and_looked_up() -> None:
         data.bind(tuned.Tuned({}), made.specs(replace(best, ahead=3, looks=False))[0])
 
 
-@pytest.mark.parametrize("stored", ["bf16", "fp8"])
-def test_products_by_mma_sync_are_taken_where_they_are_right(stored: str) -> None:
+def test_codes_that_are_widened_are_taken_where_they_are_right() -> None:
     """They give other bits, so that the oracle has to say."""
-    shape = Shape(2, 70, 8, 1, 576, vdim=512) if stored == "fp8" else Shape(2, 70, 8, 1, 192, vdim=128)
-    made = tune_mla.problem(Case(shape, stored), CPU)
-    sync = next(other for other in made.others if other.sync)
-    made = replace(made, others=(sync,))
+    made = tune_mla.problem(Case(Shape(2, 70, 8, 1, 576, vdim=512), "fp8"), CPU)
+    widened = next(other for other in made.others if not other.raw)
+    made = replace(made, others=(widened,))
     machine = Machine(lambda name, turn: 1e-3 if name == tune.CHOSEN else 0.5e-3)
     entry, (_, record) = tune.solve(made, machine, 1.0)
     assert record["status"] == "ok"
-    assert entry == tune.entry_of("mla", sync)
+    assert entry == tune.entry_of("mla", widened)
     data = made.bind.__self__  # type: ignore[attr-defined]
     chosen = data.bind(tuned.Tuned({}), made.specs(made.tiling)[0])
-    other = data.bind(tune.holding("mla", made.key, entry), made.specs(sync)[0])
+    other = data.bind(tune.holding("mla", made.key, entry), made.specs(widened)[0])
     assert data.same(chosen, other)
     wrong = other() * 1.02
-    data.by_sync.append(lambda: wrong)
-    assert not data.same(chosen, data.by_sync[-1])
+    data.other_bits.append(lambda: wrong)
+    assert not data.same(chosen, data.other_bits[-1])
 
 
 def test_another_result_is_told() -> None:
-    data = tune_mla._Data(SMALL, torch.bfloat16, CPU)
+    data = tune_mla._Data(SMALL, torch.bfloat16, CPU, raw=False)
     ones = torch.ones(4, dtype=torch.bfloat16)
     assert data.same(lambda: ones, lambda: ones.clone())
     assert not data.same(lambda: ones, lambda: ones + 2**-7)

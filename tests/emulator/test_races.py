@@ -122,13 +122,8 @@ def codes() -> None:
     problem.check(splitting=mla_cases.LONG)
 
 
-def narrow() -> None:
-    with mla_cases.by_sync():
-        mla_cases.Problem((330, 1, 65), heads=8).check(splitting=mla_cases.LONG)
-
-
-def raw_codes() -> None:
-    with mla_cases.by_sync():
+def widened_codes() -> None:
+    with mla_cases.widened():
         codes()
 
 
@@ -152,16 +147,16 @@ PLANTED = {
     ),
     "codes are widened over keys that products read": (
         "mla/mla_decode.cu", "mla_decode", "mla/widen.cuh", "                    now.wait_free(panel + 1);\n", "",
-        codes,
+        widened_codes,
     ),
     "weights are told of before all lanes have left theirs": (
-        "mla/mla_decode.cu", "mla_decode", "mla/narrow.cuh", "ptx::sync_warp();  // P is there", "// P", narrow,
+        "mla/mla_decode.cu", "mla_decode", "mla/raw.cuh", "ptx::sync_warp();  // P is there", "// P", codes,
     ),
     "values are given back while lanes read them": (
-        "mla/mla_decode.cu", "mla_decode", "mla/narrow.cuh", "ptx::sync_warp();  // V has been read", "// V", narrow,
+        "mla/mla_decode.cu", "mla_decode", "mla/raw.cuh", "ptx::sync_warp();  // V has been read", "// V", codes,
     ),
     "a row of Q is read before it has become halves": (
-        "mla/mla_decode.cu", "mla_decode", "mla/narrow.cuh", "all_sync();  // Q is halves", "// Q", raw_codes,
+        "mla/mla_decode.cu", "mla_decode", "mla/raw.cuh", "all_sync();  // Q is halves", "// Q", codes,
     ),
     "dO is given back while lanes read their bits": (
         "backward/backward.cu", "backward", "backward/backward.cu", "if constexpr (kListed) ptx::sync_warp();", "",

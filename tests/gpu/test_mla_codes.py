@@ -8,9 +8,17 @@ from unittest import mock
 
 import pytest
 import torch
-from mla_cases import CUT, DEEPSEEK, FOLDED, LONG, Problem, shaped
+from mla_cases import CUT, DEEPSEEK, FOLDED, LONG, Problem, shaped, widened
 
 from tilewise.gpu import mla, mla_kernels
+
+pytestmark = pytest.mark.usefixtures("all_widened")
+
+
+@pytest.fixture
+def all_widened():
+    with widened():
+        yield
 
 
 @pytest.mark.parametrize("heads", [8, 33])
@@ -29,7 +37,7 @@ def test_by_boxes_or_one_by_one_the_same_bits_whatever_the_order_of_events(heads
 def test_of_other_scales_and_in_pieces(page_size):
     """int8 codes, whose scales are no powers of two; several items of a block."""
     problem = Problem((200, 330, 70), heads=8, sizes=DEEPSEEK, page_size=page_size, stored="int8")
-    with shaped(DEEPSEEK, (16,), places=11, ahead=2):
+    with shaped(DEEPSEEK, (16,), raw=False, places=11, ahead=2):
         cut, whole = problem.check(splitting=CUT, seed=2), problem.run(splitting=FOLDED)
     assert torch.equal(cut[0], whole[0])
     assert torch.equal(cut[1], whole[1])
@@ -59,7 +67,7 @@ def test_a_window_over_a_shared_prefix():
 
 
 def test_shapes_that_fit():
-    few, many = (mla_kernels.choose_tiling(*DEEPSEEK, rows, codes=True) for rows in (16, 64))
+    few, many = (mla_kernels.choose_tiling(*DEEPSEEK, rows, codes=True, raw=False) for rows in (16, 64))
     assert (few.places, many.places) == (25, 18)
     for tiling in (few, many):
         assert mla_kernels.fits(*DEEPSEEK, tiling)

@@ -173,13 +173,13 @@ def test_shapes_that_fit():
     assert mla_kernels.choose_tiling(512, 512, 64).places == 18, "whole blocks"
     values = mla_kernels.MlaTiling(64, 21, ahead=5)  # every panel holds values, and weights have a place
     assert mla_kernels.fits(384, 384, replace(values, ahead=6), boxes=False)
-    narrow = replace(values, places=13)
-    assert mla_kernels.fits(384, 384, narrow, boxes=False)
-    assert not mla_kernels.fits(384, 384, replace(narrow, ahead=6), boxes=False), "a deadlock"
+    assert mla_kernels.fits(384, 384, replace(values, ahead=6, places=14), boxes=False)
+    assert not mla_kernels.fits(384, 384, replace(values, places=13), boxes=False), "not whole blocks"
+    assert not mla_kernels.fits(384, 384, replace(values, ahead=1, places=7), boxes=False), "a deadlock"
 
 
 def test_as_many_panels_ahead_as_fit_where_weights_have_a_place():
-    with shaped((384, 384), (64,), places=13, ahead=5):
+    with shaped((384, 384), (64,), places=14, ahead=6):
         Problem((1500,), heads=64, sizes=(384, 384), page_size=24).check(splitting=LONG)
 
 

@@ -1,7 +1,5 @@
-"""What `tilewise tune mla` measures: the shapes of rings, how far ahead of products scores and loads are, and products
-by mma.sync beside those by wgmma.
-
-Nothing else changes bits of a result. Those of mma.sync are judged by the oracle.
+"""What `tilewise tune mla` measures: the shapes of rings, how far ahead of products scores and loads are, and codes of
+few rows raw or widened, which alone changes bits of a result, so that the oracle judges it.
 """
 
 from __future__ import annotations
@@ -13,6 +11,7 @@ from itertools import product
 import torch
 
 from tilewise import api, arch, tuned
+from tilewise.arch import LIMITS
 from tilewise.compiler.spec import KernelSpec
 from tilewise.gpu import mla as kernel
 from tilewise.gpu.abi import DECODE_RULES
@@ -28,6 +27,7 @@ from tilewise.gpu.mla_kernels import (
     class_of,
     fits,
     mla_spec,
+    shared_bytes,
 )
 from tilewise.tuned import Tuned
 
@@ -37,7 +37,7 @@ from .tune_prefill import Shape
 from .workloads import Point
 
 PAGE, VALUE_DIM = mla.PAGE_SIZE, mla.VALUE_DIM
-AHEAD, TOGETHER = (0, 2, 4, 6, 7, 8), (1, 2)
+AHEAD, TOGETHER = (0, 2, 4, 6, 7, 8, 9), (1, 2)
 FETCHES = (0, 1)  # blocks ahead that L2 is asked for
 
 
@@ -88,24 +88,32 @@ def check(shapes: Sequence[Shape], dtype: torch.dtype) -> None:
 
 
 def candidates(head_dim: int, value_dim: int, tiling: MlaTiling, card: str, *, boxes: bool) -> list[MlaTiling]:
-    """The tilings to be measured beside the chosen one: other distances, wider products of 64 rows, mma.sync and
-    smaller rings beside fewer, and L2 asked for what comes next or not."""
-    block, wide = block_places(head_dim, value_dim, tiling), tiling.rows == ROWS[-1]
-    widths = TOGETHER if wide and tiling.places % block == 0 else TOGETHER[:1]
-    found = [tiling, *(replace(tiling, ahead=ahead, together=n) for ahead, n in product(AHEAD, widths))]
-    if not wide:
-        sync = choose_tiling(head_dim, value_dim, tiling.rows, card, codes=tiling.codes, boxes=boxes, sync=True)
-        found += [sync, *smaller(head_dim, value_dim, tiling), *smaller(head_dim, value_dim, sync)]
+    """The tilings to be measured beside the chosen one: other distances, wider products of 64 rows, other rings and
+    codes raw or widened beside fewer, and L2 asked for what comes next or not."""
+    wide = tiling.rows == ROWS[-1]
+    widths = TOGETHER if wide else TOGETHER[:1]
+    ways = (True, False) if tiling.codes and tiling.rows == ROWS[0] else (tiling.raw,)
+    found = []
+    for raw in ways:
+        one = choose_tiling(head_dim, value_dim, tiling.rows, card, codes=tiling.codes, boxes=boxes, raw=raw)
+        found += [one, *(replace(one, ahead=ahead, together=n) for ahead, n in product(AHEAD, widths))]
+        if not wide:
+            found += [replace(one, places=n) for n in rings(head_dim, value_dim, one, card)]
     if boxes:
         found = [replace(one, fetches=n) for one, n in product(found, FETCHES)]
     fitting = (t for t in found if fits(head_dim, value_dim, t, card, boxes=boxes))
     return [other for other in dict.fromkeys(fitting) if other != tiling]
 
 
-def smaller(head_dim: int, value_dim: int, tiling: MlaTiling) -> list[MlaTiling]:
-    """The same with a ring of two blocks, and with one between."""
-    two = 2 * block_places(head_dim, value_dim, tiling)
-    return [replace(tiling, places=n) for n in (two, (two + tiling.places) // 2)]
+def rings(head_dim: int, value_dim: int, tiling: MlaTiling, card: str) -> list[int]:
+    """Places of other rings: two blocks, all that there is room for, and between these."""
+    block = block_places(head_dim, value_dim, tiling)
+    most = next(
+        n
+        for n in range(8 * block, 0, -1)
+        if shared_bytes(head_dim, replace(tiling, places=n)) <= LIMITS[card].shared_block
+    )
+    return [2 * block, (2 * block + most) // 2, most]
 
 
 def problems(asked: Sequence[Shape | Case], dtype: torch.dtype, device: torch.device) -> Iterator[Problem]:
@@ -127,21 +135,22 @@ def problem(case: Case, device: torch.device) -> Problem:
         options = {"chosen": case.chosen > 0, "stored": case.stored if codes else ""}
         return [mla_spec(dtype, *dims, page, tiling, rule=rule, **options) for page, rule in ways]
 
-    data = _Data(case, dtype, device)
+    data = _Data(case, dtype, device, tiling.raw)
     key = tuned.mla_key(case.stored, *dims, class_of(shape.heads), case.way)
     others = tuple(candidates(*dims, tiling, card, boxes=boxes))
     return Problem("mla", key, str(case), tiling, others, specs, data.bind, data.same, replay=True)
 
 
 class _Data:
-    """A problem's cache and plan, made when the first call is bound. judged: a result's error, and what is allowed."""
+    """A problem's cache and plan, made when the first call is bound. raw: of the chosen tiling. judged: a result's
+    error, and what is allowed."""
 
     judged: Callable[[torch.Tensor], tuple[float, float]]
 
-    def __init__(self, case: Case, dtype: torch.dtype, device: torch.device) -> None:
-        self.case, self.dtype, self.device = case, dtype, device
+    def __init__(self, case: Case, dtype: torch.dtype, device: torch.device, raw: bool) -> None:
+        self.case, self.dtype, self.device, self.raw = case, dtype, device, raw
         self.call: Call | None = None
-        self.by_sync: list[Call] = []  # of the calls that were bound
+        self.other_bits: list[Call] = []  # of the calls that were bound
 
     def _make(self) -> Call:
         shape, device = self.case.shape, str(self.device)
@@ -166,16 +175,16 @@ class _Data:
         made = [bound for bound in kept(self.plan).bound.values() if isinstance(bound, kernel.MlaDecode)]
         if spec not in [bound.spec for bound in made]:
             raise RuntimeError(f"the table leads to {made[-1].spec}, not to {spec}")
-        if dict(spec.constants)["kSync"]:
-            self.by_sync.append(call)
+        if dict(spec.constants)["kRaw"] != self.raw:
+            self.other_bits.append(call)
         return call
 
     def same(self, chosen: Call, other: Call) -> bool:
-        """Are the results the same to the bit? By mma.sync, which adds up in another order: are they right?"""
+        """Are the results the same to the bit? Where one of them has raw codes: are they right?"""
         expected, found = chosen(), other()
         assert isinstance(expected, torch.Tensor)
         assert isinstance(found, torch.Tensor)
-        if other in self.by_sync:
+        if other in self.other_bits:
             error, allowed = self.judged(found)
             return error <= allowed
         return torch.equal(found, expected)

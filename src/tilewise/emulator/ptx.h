@@ -246,12 +246,6 @@ inline uint32_t mad_halves(uint32_t a, uint32_t b, uint32_t c) {
     const auto mad = [&](int i) { return unpack<half>(a, i) * unpack<half>(b, i) + unpack<half>(c, i); };
     return pack<half>(mad(0), mad(1));
 }
-inline uint32_t multiply_bf16(uint32_t a, uint32_t b) {
-    return pack<bf16>(unpack<bf16>(a, 0) * unpack<bf16>(b, 0), unpack<bf16>(a, 1) * unpack<bf16>(b, 1));
-}
-inline uint32_t add_bf16(uint32_t a, uint32_t b) {
-    return pack<bf16>(unpack<bf16>(a, 0) + unpack<bf16>(b, 0), unpack<bf16>(a, 1) + unpack<bf16>(b, 1));
-}
 template <bool kHigh> uint32_t e4m3_to_halves(uint32_t x) {
     const uint32_t pair = kHigh ? x >> 16 : x;
     return pack<half>(to_float(e4m3{uint8_t(pair)}), to_float(e4m3{uint8_t(pair >> 8)}));

@@ -21,6 +21,8 @@ from tilewise.plan.worklist import FAR, Splitting
 KEYS = 64  # mla/layout.cuh: of a block
 THERE = 8  # mla/layout.cuh: blocks for which chosen keys are kept
 LANDINGS = 16  # mla/layout.cuh: barriers of codes
+RAW_WEIGHTS = 4  # mla/layout.cuh: tiles of P of a block, where codes are raw
+RAW_BLOCKS = 3  # of raw codes in the ring: on an H200 four take 5% longer
 FORMATS = {"bf16": 0, "fp16": 0, "fp8": 1, "int8": 2}  # tile/quant.cuh: Format
 ROWS = (16, 32, 64)  # query rows of an item at most: widths of the products
 CLASSES = (*ROWS, 128)  # by which shapes are measured: with more than 64, several items read the same rows
@@ -35,11 +37,11 @@ DTYPES = (torch.bfloat16, torch.float16)
 
 # What the list of blocks is balanced by, in the time of 16 tokens, about 900 cycles: Q of an item is waited for, and
 # its result is written; a state is written and read again; O is folded, by the query rows of an item. All were measured
-# on an H200, when nothing was looked up ahead, but for 32 rows' folds. One block streams faster while others are idle,
-# though products bound it soon: an estimate.
+# on an H200, when nothing was looked up ahead, but for 32 rows' folds. One block hardly streams faster while others are
+# idle: with 16 heads 64 of 132 take a block of keys in 2.2 µs, 128 in 2.6.
 FOLD_CHUNKS = {16: 1.5, 32: 4.0, 64: 12.0}
 WEIGHTS = {
-    rows: Weights(item_chunks=9.0, state_chunks=6.0, sprint=1.5, fold_chunks=n) for rows, n in FOLD_CHUNKS.items()
+    rows: Weights(item_chunks=9.0, state_chunks=6.0, sprint=1.2, fold_chunks=n) for rows, n in FOLD_CHUNKS.items()
 }
 # Up to sixteen pieces, which is what merging folds in one run: a single sequence of 4096 tokens spreads over sixteen
 # multiprocessors. Longer ones come in batches that fill the card, where a state costs: those of 16 rows in pieces of
@@ -59,8 +61,8 @@ class MlaTiling:
     that become 16-bit values in the ring, or by mma.sync in registers. looks: a warp looks up the next item while one
     is computed. ahead: panels of a block that are scored before the block before is multiplied. together: panels of
     values in one product of 64 rows. fetches: blocks of keys ahead of those that come to the ring, which L2 is asked
-    for. sync: products by mma.sync, sixteen rows at a time, where wgmma multiplies 64 rows or keys. Nothing but the
-    number of rows and `sync` changes bits of the result."""
+    for. raw: codes of up to sixteen rows stay codes in the ring and become halves in registers, multiplied by mma.sync.
+    Nothing but the number of rows and `raw` changes bits of the result."""
 
     rows: int
     places: int
@@ -69,12 +71,7 @@ class MlaTiling:
     ahead: int = 0
     together: int = 1
     fetches: int = 0
-    sync: bool = False
-
-    @property
-    def raw(self) -> bool:
-        """Codes stay codes in the ring, and become 16-bit values in registers."""
-        return self.codes and self.sync and self.rows == ROWS[0]
+    raw: bool = False
 
     @property
     def widens(self) -> bool:
@@ -95,9 +92,7 @@ def class_of(rows: int) -> int:
 def block_places(head_dim: int, value_dim: int, tiling: MlaTiling) -> int:
     """Places that a block of 64 tokens has in the ring: mla/layout.cuh, kBlockPlaces."""
     panels, values = head_dim // PANEL, value_dim // PANEL
-    if not tiling.sync:
-        return max(panels, values + 1)
-    return panels - values // 2 if tiling.raw else panels
+    return panels - values // 2 if tiling.raw else max(panels, values + 1)
 
 
 def shared_bytes(head_dim: int, tiling: MlaTiling) -> int:
@@ -107,20 +102,19 @@ def shared_bytes(head_dim: int, tiling: MlaTiling) -> int:
     fixed = tiling.places * (KEYS * PANEL_BYTES + 16) + queries + 32 + tiling.rows * 76 + table + KEYS * THERE
     if tiling.codes:
         fixed += tiling.scaled_blocks * (KEYS * 16 + 8) + (8 * LANDINGS if tiling.widens else 0)
-    if not tiling.sync:
+    if not tiling.raw:
         return fixed
-    fixed += tiling.rows * 4 * max(0, 128 // tiling.rows - 4)  # largest scores of eight groups of keys
-    weights = 2 * (4 if tiling.raw else 1) * tiling.rows * PANEL_BYTES
-    return -(-fixed // 1024) * 1024 + weights
+    fixed += tiling.rows * 16  # largest scores of eight groups of keys
+    return -(-fixed // 1024) * 1024 + 2 * RAW_WEIGHTS * tiling.rows * PANEL_BYTES
 
 
 def most_ahead(head_dim: int, value_dim: int, tiling: MlaTiling) -> int:
     """Panels that are there while the block before is, as mla/layout.cuh has it: codes are widened two panels at a
-    time. With all panels of a block the place of its weights has to be there. Less than 0: too few places. By mma.sync
+    time. With all panels of a block the place of its weights has to be there. Less than 0: too few places. Of raw codes
     no panel is scored ahead, and a block's scores are made beside the values of the block before."""
     panels, block = head_dim // PANEL, block_places(head_dim, value_dim, tiling)
     beside = tiling.places - block
-    if tiling.sync:
+    if tiling.raw:
         return min(0, beside - block)
     beside = beside // 2 * 2 if tiling.codes else beside
     return panels if beside >= block else min(beside, panels - (block > panels))
@@ -128,14 +122,15 @@ def most_ahead(head_dim: int, value_dim: int, tiling: MlaTiling) -> int:
 
 def fits(head_dim: int, value_dim: int, tiling: MlaTiling, arch: str = "sm_90a", *, boxes: bool = True) -> bool:
     """Is there a kernel of this shape? boxes: rows come by TMA."""
-    wide = tiling.rows == ROWS[-1]
-    blocks = tiling.places // block_places(head_dim, value_dim, tiling) + 1  # that are kept at once
+    wide, block = tiling.rows == ROWS[-1], block_places(head_dim, value_dim, tiling)
+    blocks = tiling.places // block + 1  # that are kept at once
     return (
         0 <= tiling.ahead <= most_ahead(head_dim, value_dim, tiling)
         and (tiling.together == 1 or (wide and tiling.together > 1))
+        and (not wide or tiling.places % block == 0)
         and 0 <= tiling.fetches <= (MOST_FETCHES if boxes else 0)
         and not (tiling.looks and (tiling.widens or not boxes))
-        and not (tiling.sync and wide)
+        and (not tiling.raw or (tiling.codes and tiling.rows == ROWS[0]))
         and (not tiling.codes or blocks < tiling.scaled_blocks)
         and blocks < THERE
         and shared_bytes(head_dim, tiling) <= LIMITS[arch].shared_block
@@ -151,10 +146,10 @@ def choose_tiling(
     *,
     codes: bool = False,
     boxes: bool = True,
-    sync: bool = False,
+    raw: bool = True,
 ) -> MlaTiling:
     """The kernel's shape for items of so many rows: the narrowest product that holds them, and as many panels as fit.
-    boxes: rows come by TMA. sync: by mma.sync, if it can; no card has timed that yet, so only a table asks for it.
+    boxes: rows come by TMA. raw: codes of few rows are, on an H200 they are faster so.
 
     Shared memory holds 25 panels of 576 channels beside 16 rows of Q, 23 beside 32, and 18, which are two blocks,
     beside 64. More than four blocks would hide nothing more: 36 KB in flight hide the memory's latency.
@@ -162,16 +157,16 @@ def choose_tiling(
     width = next((n for n in ROWS if n >= rows), ROWS[-1])
     room = LIMITS[arch].shared_block
     wide = width == ROWS[-1]
-    base = MlaTiling(width, 0, codes, sync=sync and not wide)
+    base = MlaTiling(width, 0, codes, raw=raw and codes and width == ROWS[0])
     base = replace(base, looks=boxes and not base.widens)
     block = block_places(head_dim, value_dim, base)
-    most = (base.scaled_blocks - 1 if codes else 4) * block - codes
+    most = RAW_BLOCKS * block if base.raw else (base.scaled_blocks - 1 if codes else 4) * block - codes
     found = next(t for t in (replace(base, places=n) for n in range(most, 0, -1)) if shared_bytes(head_dim, t) <= room)
-    if wide and found.places >= 2 * block:  # whole blocks, of which panels multiplied together are neighbours
+    if wide:  # whole blocks: places of weights stay places of weights
         found = replace(found, places=found.places // block * block)
     kind = CLASSES.index(class_of(rows))
     ahead = min(AHEAD[kind] if boxes and not codes else AHEAD_SLOW, most_ahead(head_dim, value_dim, found))
-    together = 2 if codes and wide and found.places % block == 0 else 1
+    together = 2 if codes and wide else 1
     return replace(found, ahead=ahead, together=together, fetches=FETCHES[kind] if boxes else 0)
 
 
@@ -198,7 +193,7 @@ def mla_spec(
         ("kValueDim", value_dim),
         ("kPageSize", page_size),
         ("kRows", tiling.rows),
-        ("kSync", tiling.sync),
+        ("kRaw", tiling.raw),
         ("kLooksAhead", tiling.looks),
         ("kPlaces", tiling.places),
         ("kAhead", tiling.ahead),
@@ -241,21 +236,20 @@ def specs(card: str = "sm_90a", *, every: bool = False) -> list[KernelSpec]:
     found: list[KernelSpec] = []
     if not hopper(card):
         return found
-    widths = [(rows, False) for rows in (CLASSES if every else (CLASSES[0], CLASSES[-1]))]
-    widths += [(rows, True) for rows in ROWS[:-1] if every]
-    for dtype, (rows, sync) in product(DTYPES if every else DTYPES[:1], widths):
-        tiling = choose_tiling(MAX_DIM, 512, rows, sync=sync)
+    widths = CLASSES if every else (CLASSES[0], CLASSES[-1])
+    for dtype, rows in product(DTYPES if every else DTYPES[:1], widths):
+        tiling = choose_tiling(MAX_DIM, 512, rows)
         for page_size in (16, 64) if every else (64,):
             found.append(mla_spec(dtype, MAX_DIM, 512, page_size, tiling))
         if every:
             found.append(mla_spec(dtype, MAX_DIM, 512, 64, tiling, rule=DECODE_RULES[1]))
-        tiling = choose_tiling(MAX_DIM, 512, rows, boxes=False, sync=sync)
+        tiling = choose_tiling(MAX_DIM, 512, rows, boxes=False)
         if every:
             found.append(mla_spec(dtype, MAX_DIM, 512, 24, tiling, gather=True))
         found.append(mla_spec(dtype, MAX_DIM, 512, 64, tiling, chosen=True))
-        if dtype == torch.bfloat16:
+        for raw in ((True, False) if every and rows == ROWS[0] else (True,)) if dtype == torch.bfloat16 else ():
             codes, gathered = (
-                choose_tiling(MAX_DIM, 512, rows, codes=True, boxes=boxes, sync=sync) for boxes in (True, False)
+                choose_tiling(MAX_DIM, 512, rows, codes=True, boxes=boxes, raw=raw) for boxes in (True, False)
             )
             for stored in ("fp8", "int8") if every else ("fp8",):
                 found.append(mla_spec(dtype, MAX_DIM, 512, 64, codes, stored=stored))

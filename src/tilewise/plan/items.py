@@ -116,10 +116,10 @@ class NodeCut(NamedTuple):
     continues: Longs
 
 
-def cut_nodes(nodes: Longs, cutter: Cutter, chaining: bool) -> NodeCut:
-    """How nodes (m, 5) are cut. chaining: whether pieces of tiles may continue others."""
+def cut_nodes(nodes: Longs, cutter: Cutter, chaining: bool, beside: float = 0.0) -> NodeCut:
+    """How nodes (m, 5) are cut. chaining: whether pieces of tiles may continue others. beside: Cutter.own_work."""
     by_tiles = cutter.by_tiles(nodes)
-    sizes, passes, share = cutter.size_nodes(nodes, by_tiles)
+    sizes, passes, share = cutter.size_nodes(nodes, by_tiles, beside)
     start = nodes[:, START]
     begin = start - start % np.where(by_tiles, TILE_TOKENS, cutter.shape.chunk)
     parts = -(-(nodes[:, STOP] - begin) // sizes)
@@ -202,7 +202,7 @@ def cut_plan(nodes: Longs, own: Own, cutter: Cutter, length: Longs, chaining: bo
         none = np.zeros(len(length), np.int64)
         states, total = count_states(own, cut, none, length)
         return Cut(own_pieces(own, cut, none, cutter), np.zeros((PIECE_FIELDS, 0), np.int64), none[:0], states, total)
-    nodes_cut = cut_nodes(nodes, cutter, chaining)
+    nodes_cut = cut_nodes(nodes, cutter, chaining, cutter.own_work(nodes, length))
     counts = node_states(nodes, nodes_cut, len(length))
     shape, each = cutter.shape, cutter.rows_each
     streamed, _ = node_pieces(nodes, nodes_cut, each, shape.rows, by_tiles=False)

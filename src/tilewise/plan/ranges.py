@@ -148,12 +148,23 @@ class Cutter(NamedTuple):
         found: Flags = nodes[:, SEQUENCES] * self.rows_each >= self.splitting.tile_rows
         return found & self.shape.tiles
 
-    def size_nodes(self, nodes: Longs, by_tiles: Flags) -> tuple[Longs, Longs, float]:
+    def own_work(self, nodes: Longs, length: Longs) -> float:
+        """What blocks do besides `nodes`, in tokens as size_nodes counts them: what sequences have of their own, with
+        an item and a state each. 0 where warps of a block take items of their own, which even out. length: (n,)."""
+        if self.shape.tiles or self.shape.warps > 1:
+            return 0.0
+        weights, passes = self.shape.weights, -(-self.rows_each // self.shape.rows)
+        tokens = int(length.sum()) - int(((nodes[:, STOP] - nodes[:, START]) * nodes[:, SEQUENCES]).sum())
+        items = int(np.count_nonzero(length)) * CHUNK * (weights.item_chunks + weights.state_chunks)
+        return passes * (tokens + items)
+
+    def size_nodes(self, nodes: Longs, by_tiles: Flags, beside: float = 0.0) -> tuple[Longs, Longs, float]:
         """The tokens of a piece of each node, (m,), and the passes over its rows, (m,); and for nodes that go through
         tiles the tokens per block if all of them were dealt out evenly. The tokens of a node count once for each KV
-        head and each pass.
+        head and each pass. beside: own_work.
 
-        Pieces of a node are equal, multiples of 64 tokens, and have about an even share per block.
+        Pieces of a node are equal, multiples of 64 tokens, and have about an even share per block of all that there is
+        to do: were nodes cut for all blocks, the blocks that sequences' own ranges come to would be done last.
         """
         shape, tokens = self.shape, nodes[:, STOP] - nodes[:, START]
         most = np.where(by_tiles, shape.tile_rows, shape.rows)
@@ -161,7 +172,9 @@ class Cutter(NamedTuple):
         work = tokens * passes
         of_tiles = int(np.add.reduce(work * by_tiles))
         others = int(np.add.reduce(work)) - of_tiles
-        streams, tiles = (max(self.splitting.shared, x * self.heads / shape.blocks) for x in (others, of_tiles))
+        streams, tiles = (
+            max(self.splitting.shared, x * self.heads / shape.blocks) for x in (others + beside, of_tiles)
+        )
         pieces = np.maximum(1, (tokens / np.where(by_tiles, tiles, streams) + 1e-9).astype(np.int64))
         return -(-tokens // (pieces * TILE_TOKENS)) * TILE_TOKENS, passes, tiles
 

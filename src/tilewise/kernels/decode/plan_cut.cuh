@@ -46,6 +46,15 @@ struct Cuts {
             return;
         }
         Sums streamed = 0, tiled = 0;  // tokens, once for each pass
+        // Where a block has one item at a time: what sequences have of their own, in tokens, and above kCountBits how
+        // many there are
+        constexpr int kCountBits = 44;
+        const bool alone = !args.tile_rounds && args.warps == 1;
+        Sums own = 0;
+        if (n < args.rows && alone) {
+            const int length = Shared<int>(args.room.length)[n];
+            own = Sums(length) | Sums(length > 0) << kCountBits;
+        }
         int deepest = 0;
 #pragma unroll 1
         for (int i = n; i < count; i += kPlanThreads) {
@@ -55,12 +64,20 @@ struct Cuts {
             const bool wide = rows >= args.wide_rows;
             const Sums all = tokens * ceil_shift(rows, wide ? args.tile_bits : args.pass_bits);
             (wide ? tiled : streamed) += all;
+            if (alone) own -= tokens * of.sequences;
             deepest = larger(deepest, depth_of(i));
         }
-        double share[2];
+        double share[2], beside = 0.0;  // Cutter.own_work
+        if (alone) {
+            own = scan(own).all;
+            const double items = double((long long)(own >> kCountBits)) * 16 * (args.item_chunks + args.state_chunks);
+            const double tokens = double((long long)(own & ((Sums(1) << kCountBits) - 1)));
+            beside = args.passes.divisor * (tokens + items);
+        }
 #pragma unroll
         for (int b = 0; b < 2; b++) {
-            const double all = double((long long)(scan(b ? tiled : streamed).all * args.heads.divisor));
+            const double nodes = double((long long)scan(b ? tiled : streamed).all);
+            const double all = (b ? nodes : nodes + beside) * args.heads.divisor;
             const double even = quotient(all, double(args.blocks.divisor));
             share[b] = even > args.shared_tokens ? even : args.shared_tokens;
         }

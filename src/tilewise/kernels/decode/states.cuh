@@ -242,24 +242,24 @@ TILE_DEVICE void grid_barrier(const DecodeArgs& args, Mergers of) {
     ptx::barrier_sync(kMergeBarrier, threads);
 }
 
-// Folds the accumulators of a row that the first kFolds warps of a block hold into that of the first warp, by way of
-// the rings, which are free by now.
+// Folds the accumulators of a row that the first kFolds warps of a block hold, of `per_warp` states or more each, into
+// that of the first warp, by way of the rings, which are free by now.
 using WholeRow = RowLanes<32>;
-TILE_DEVICE void join_folds(WholeRow::State& all, int count, int rank) {
+TILE_DEVICE void join_folds(WholeRow::State& all, int count, int per_warp, int rank) {
     const auto sPart = [](int of) { return Shared<float>(kAtParts + of * kStagedRow * 4); };
     const auto each = [](auto what) {
 #pragma unroll
         for (int c = 0; c < 4 * WholeRow::kColumns; c++)
             if (WholeRow::has(c / 4)) what(WholeRow::column(c / 4) + c % 4, c / 4, c % 4);
     };
-    if (rank * kRun < count) {
+    if (rank * per_warp < count) {
         const Shared<float> to = sPart(rank);
         each([&](int column, int f, int c) { to[column] = all.x[f][c]; });
         if (lane_here() == 0) to[kValueDim] = all.max, to[kValueDim + 1] = all.sum;
     }
     ptx::barrier_sync(kMergeBarrier, 32 * kFolds);
 #pragma unroll 1
-    for (int of = 1; of < kFolds && of * kRun < count; of++) {
+    for (int of = 1; of < kFolds && of * per_warp < count; of++) {
         const Shared<float> from = sPart(of);
         WholeRow::State part;
         part.clear();
@@ -269,7 +269,8 @@ TILE_DEVICE void join_folds(WholeRow::State& all, int count, int rank) {
     }
     ptx::barrier_sync(kMergeBarrier, 32 * kFolds);
 }
-// No more rows than blocks: kFolds warps of a block share a row, one accumulator each.
+// No more rows than blocks: kFolds warps of a block share a row, one accumulator each. Groups of states are accumulators
+// while these are no more than a run.
 TILE_DEVICE void merge_together(const DecodeArgs& args, Mergers of) {
     const Merge merge(args, blockIdx.x);
     grid_barrier(args, of);
@@ -277,10 +278,16 @@ TILE_DEVICE void merge_together(const DecodeArgs& args, Mergers of) {
     const int count = merge.of().count;
     if (count == 1) return;
     WholeRow::State all;
-    fold_accumulator(all, count, of.rank, [&](WholeRow::State& run, int begin, int end) {
+    const auto fold_run = [&](WholeRow::State& run, int begin, int end) {
         WholeRow::fold_run<kRowAtOnce>(run, args, merge, begin, end);
-    });
-    if (count > kRun) join_folds(all, count, of.rank);
+    };
+    const int each = kStateGroup > 1 && count <= kRun ? kStateGroup : kRun, from = of.rank * each;
+    if (each < kRun) {
+        if (from < count) fold_run(all, from, from + each < count ? from + each : count);
+    } else {
+        fold_accumulator(all, count, of.rank, fold_run);
+    }
+    if (count > each) join_folds(all, count, each, of.rank);
     if (of.rank == 0) WholeRow::put(args, merge, all);
 }
 // Many rows: every warp of the launch merges a few rows of a sequence at a time, each in some of its lanes, so that the

@@ -14,8 +14,7 @@ struct Warpgroup {
 };
 
 struct Grouped : Warpgroup, Walk {
-    Places now;          // of the block that comes next
-    uint32_t block = 0;  // its number in the life of the thread block
+    uint32_t block = 0;  // the number, in the life of the thread block, of the block that comes next
 
     TILE_DEVICE Grouped(const DecodeArgs& a, const MlaArgs& m, uint32_t g) : Warpgroup{g}, Walk(a, m) {}
     // Zeroes the values of tokens outside the span: memory there may hold anything, and 0 · NaN is NaN.
@@ -41,25 +40,19 @@ struct Grouped : Warpgroup, Walk {
 template <class Body> TILE_DEVICE void seesaw(Body& body, int begin, int end, Span span) {
     if (begin == end) return;
     const uint32_t group = body.group;
-    Places before = body.now, here = body.now;
-    if (group == 1) here.next();
     uint32_t number = body.block + group;
 #pragma unroll 1
     for (int n = begin + int(group); n < end; n += 2, number += 2) {
+        const Places before = Places::of(number - 1), here = Places::of(number);
         typename Body::Scores acc_s;
         body.template add_scores<0, kAhead>(acc_s, here);
         if (ptx::any(n > begin)) body.multiply_other(before, number - 1);
         body.template add_scores<kAhead, kPanels>(acc_s, here);
         body.weigh(acc_s, here, number, n * kKeys, span, n == begin);
         body.multiply_own(here, number);
-        before = here;
-        before.next();
-        here = before;
-        here.next();
     }
-    // `before` is the block after the last one of this warpgroup: the other's last, or the next piece's first.
+    // Is the block after the last one of this warpgroup the other's last one? If not, it is the next piece's first.
     const bool more = ptx::any(((end - begin - 1) & 1) != int(group));
-    if (more) body.multiply_other(before, number - 1);
-    body.now = more ? here : before;
+    if (more) body.multiply_other(Places::of(number - 1), number - 1);
     body.block += end - begin;
 }

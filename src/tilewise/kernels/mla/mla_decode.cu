@@ -3,7 +3,7 @@
 // leave is merged as in decode.cu.
 //
 // Constants: Element; kQueryDim, kValueDim: channels of a row, and how many of them are a value; kPageSize; kRows:
-// query rows of an item at most; kSync: products by mma.sync; kLooksAhead: a warp looks up the next item; kPlaces:
+// query rows of an item at most; kRaw: codes stay codes in the ring; kLooksAhead: a warp looks up the next item; kPlaces:
 // panels in the ring; of 64 rows kAhead: panels of a block that are scored before the block before is multiplied,
 // kTogether: panels of values per product; kFetches: blocks ahead that L2 is asked for; kGather: rows are copied one by
 // one; kChosen: those that each query token has chosen; kStoredAs: a Format; Rule: what is done to scores; kSelected:
@@ -11,7 +11,7 @@
 //
 // mRows: 16-bit rows, or codes, with mScales and mRest; kGather: none of them is looked at.
 #include "mla/body.cuh"
-#include "mla/narrow.cuh"
+#include "mla/raw.cuh"
 #include "mla/wide.cuh"
 #include "mla/widen.cuh"
 
@@ -24,7 +24,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     const uint32_t role = ptx::uniform(threadIdx.x / 128);
     if (role < 2) {
         ptx::take_registers<kComputeRegisters>();
-        if constexpr (kSync) Narrow(args, mla).run();
+        if constexpr (kRaw) Raw(args, mla).run();
         else if constexpr (kWide) Wide(args, mla, role).run();
         else Body(args, mla, role).run();
         const Mergers all{int(ptx::uniform(threadIdx.x / 32)), kComputing / 32};

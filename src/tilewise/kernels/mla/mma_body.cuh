@@ -74,7 +74,8 @@ struct MmaBody : Warps {
         const auto put = [&](int h, int n, const float (&p)[2]) { put_pair(Weights(kAtWeights), h, n, p[0], p[1]); };
         float sum[2];
         exponentiate(acc_s, sum, put);
-        if (ptx::barrier_count(kAllBarrier, kComputing, over(acc_s, sum)) > 0) move_references(acc_s, sum, put);
+        if (ptx::barrier_count(kAllBarrier, kComputing, over(acc_s, sum)) > 0)
+            move_references(acc_s, [&] { exponentiate(acc_s, sum, put); });
         state.sum[0] += sum[0];
         state.sum[1] += sum[1];
     }

@@ -19,13 +19,12 @@ struct Products : Grouped {
     // be added to, so those of even and of odd steps are summed apart.
     template <int kFrom, int kTo> TILE_DEVICE void add_scores(Scores& acc, const Places& of) {
         if constexpr (kFrom < kTo) {
-            const Places here{ptx::uniform(of.first), of.lap};
             const uint64_t q = k_major(ptx::shared_address(kAtQ));
 #pragma unroll
             for (int panel = kFrom; panel < kTo; panel++) {
-                here.wait_rows(panel);
+                of.wait_rows(panel);
                 ptx::wgmma_fence();
-                const uint64_t k = k_major(ptx::shared_address(here.at(panel)));
+                const uint64_t k = k_major(ptx::shared_address(of.at(panel)));
 #pragma unroll
                 for (int step = 0; step < 4; step++)
                     ptx::Wgmma<Element, kRows>::template ss<false, false>(
@@ -33,7 +32,7 @@ struct Products : Grouped {
                         further(q, panel * kRows * kPanelRowBytes + 32 * step), panel > 0 || step >= kChains);
             }
             ptx::wgmma_commit();
-            if constexpr (kBlockPlaces > kPanels && kTo == kPanels) here.wait(kWeights);
+            if constexpr (kBlockPlaces > kPanels && kTo == kPanels) of.wait(kWeights);
             ptx::wgmma_wait<0>();
 #pragma unroll
             for (int n = 0; n < kChains; n++) ptx::settle(acc[n]);
@@ -43,11 +42,10 @@ struct Products : Grouped {
     // laps do not matter.
     TILE_DEVICE void issue_values(const Places& of) {
         ptx::wgmma_fence();
-        const Places here{ptx::uniform(of.first), 0};
-        const uint64_t p = k_major(ptx::shared_address(here.at(kWeights)));
+        const uint64_t p = k_major(ptx::shared_address(of.at(kWeights)));
 #pragma unroll
         for (int m = 0; m < kMine; m++) {
-            const uint64_t v = mn_major<kKeys>(ptx::shared_address(here.at(group * kMine + m)));
+            const uint64_t v = mn_major<kKeys>(ptx::shared_address(of.at(group * kMine + m)));
 #pragma unroll
             for (int step = 0; step < kKeys / 16; step++)
                 ptx::Wgmma<Element, kRows>::template ss<true, false>(acc_o[m], further(v, 2 * kEightBytes * step),

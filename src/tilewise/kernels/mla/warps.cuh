@@ -71,7 +71,7 @@ struct Warps : Walk {
     }
     // Two weights to where all warps read them
     TILE_DEVICE void put_pair(const Weights& sP, int h, int n, float first, float second) const {
-        const int lane = kRaw ? ptx::just_in_time(warp::lane()) : warp::lane();  // addresses take no register there
+        const int lane = warp::lane();
         const int its = row0() + lane / 4 + 8 * h, key = key_group() * kMyKeys + 8 * n + lane % 4 * 2;
         sP.pair(its, key) = pack<Element>(first, second);
     }
@@ -85,7 +85,8 @@ struct Warps : Walk {
     }
     // By all warps: references move up to the largest scores, with what was added up against them, and the weights are
     // taken once more.
-    template <class Put> TILE_DEVICE void move_references(const Scores& acc_s, float (&sum)[2], const Put& put) {
+    // weigh(): the weights of acc_s
+    template <class Weigh> TILE_DEVICE void move_references(const Scores& acc_s, const Weigh& weigh) {
         const Shared<float> tops = sTops(), corrections = sCorrection();
         const int lane = ptx::just_in_time(warp::lane()), its = row0() + lane / 4;  // of a path that is rarely taken
 #pragma unroll
@@ -104,7 +105,7 @@ struct Warps : Walk {
             state.sum[h] *= correction;
             if (key_group() == 0 && lane % 4 == 0) corrections[its + 8 * h] = correction;
         }
-        exponentiate(acc_s, sum, put);
+        weigh();
         all_sync();
 #pragma unroll
         for (int m = 0; m < kRowGroups; m++) {

@@ -2,7 +2,8 @@
 // channels. A row's scores lie in four lanes of one warp, so no warp asks another for a maximum or a sum.
 //
 // A warpgroup multiplies the weights that it has computed with its half of the values from registers, and leaves them
-// in shared memory for the other warpgroup, which does the same with its half. All products are waited for before
+// in shared memory for the other warpgroup, which reads them to registers and does the same with its half. So nobody
+// waits for a fence: wgmma does not read what was stored. All products are waited for before
 // anything else is issued that could change what they add to: products in flight around a branch are serialised by
 // ptxas.
 //
@@ -13,8 +14,8 @@
 #include "mla/groups.cuh"
 
 struct Wide : Grouped {
-    // Panels of values side by side in one product: neighbours in the ring, unless a block goes around its end
-    static constexpr int kSide = kPlaces % kBlockPlaces == 0 && kMine % kTogether == 0 ? kTogether : 1;
+    // Panels of values side by side in one product, which are neighbours in the ring
+    static constexpr int kSide = kMine % kTogether == 0 ? kTogether : 1;
     static constexpr int kGroups = kMine / kSide, kColumns = kSide * kPanel;
     static constexpr int kSteps = kKeys / 16;
     using Scores = float[kKeys / 2];  // no member, which would take registers from block to block
@@ -33,13 +34,12 @@ struct Wide : Grouped {
     // S = Q Kᵀ over some panels of a block, as they come
     template <int kFrom, int kTo> TILE_DEVICE void add_scores(Scores& acc_s, const Places& of) {
         if constexpr (kFrom < kTo) {
-            const Places here{ptx::uniform(of.first), of.lap};
             const uint64_t q = k_major(ptx::shared_address(kAtQ));
 #pragma unroll
             for (int panel = kFrom; panel < kTo; panel++) {
-                here.wait_rows(panel);
+                of.wait_rows(panel);
                 ptx::wgmma_fence();
-                const uint64_t k = k_major(ptx::shared_address(here.at(panel)));
+                const uint64_t k = k_major(ptx::shared_address(of.at(panel)));
 #pragma unroll
                 for (int step = 0; step < 4; step++)
                     ptx::Wgmma<Element, kKeys>::template ss<false, false>(
@@ -47,31 +47,27 @@ struct Wide : Grouped {
                         panel > 0 || step > 0);
             }
             ptx::wgmma_commit();
-            if constexpr (kBlockPlaces > kPanels && kTo == kPanels) here.wait(kWeights);
+            if constexpr (kBlockPlaces > kPanels && kTo == kPanels) of.wait(kWeights);
             ptx::wgmma_wait<0>();
             ptx::settle(acc_s);
         }
     }
-    // O += P V over this warpgroup's channels, a group of products per kSide panels, which are let go of one group
-    // after the other. What is there is not waited for, so laps do not matter.
-    template <bool kRegisters> TILE_DEVICE void multiply(const Places& of) {
-        const Places here{ptx::uniform(of.first), 0};
-        const uint64_t p = k_major(ptx::shared_address(here.at(kWeights)));
+    // O += P V over this warpgroup's channels, a group of products per kSide panels. What is there is not waited for, so
+    // laps do not matter.
+    TILE_DEVICE void issue_values(const Places& of) {
 #pragma unroll
         for (int g = 0; g < kGroups; g++) {
             ptx::wgmma_fence();
-            const uint64_t v = mn_major<kKeys>(ptx::shared_address(here.at(group * kMine + g * kSide)));
+            const uint64_t v = mn_major<kKeys>(ptx::shared_address(of.at(group * kMine + g * kSide)));
 #pragma unroll
-            for (int step = 0; step < kSteps; step++) {
-                const uint64_t rows = further(v, 2 * kEightBytes * step);
-                if constexpr (kRegisters)
-                    ptx::Wgmma<Element, kColumns>::template rs<true>(acc_o[g], rP[step], rows, true);
-                else
-                    ptx::Wgmma<Element, kColumns>::template ss<false, true>(acc_o[g], further(p, 32 * step), rows,
-                                                                            true);
-            }
+            for (int step = 0; step < kSteps; step++)
+                ptx::Wgmma<Element, kColumns>::template rs<true>(acc_o[g], rP[step], further(v, 2 * kEightBytes * step),
+                                                                 true);
             ptx::wgmma_commit();
         }
+    }
+    // Waits for these products and lets go of their panels, one group after the other
+    TILE_DEVICE void finish_values(const Places& of) {
 #pragma unroll
         for (int g = 0; g < kGroups; g++) {
             if (g == kGroups - 1) ptx::wgmma_wait<0>();
@@ -84,19 +80,31 @@ struct Wide : Grouped {
 #pragma unroll
                 for (int m = 0; m < kSide; m++) of.let_go(group * kMine + g * kSide + m);
         }
-        // Who has the weights in registers does not read them here.
-        if (!kRegisters && ptx::elect_one()) of.let_go(kWeights);
     }
     static_assert(kGroups <= 4, "groups that are waited for one by one");
-    TILE_DEVICE void multiply_own(const Places& of, uint32_t) { multiply<true>(of); }
+    TILE_DEVICE void let_go_of_weights(const Places& of) const {
+        ptx::sync_warp();
+        if (ptx::elect_one()) of.let_go(kWeights);
+    }
+    TILE_DEVICE void multiply_own(const Places& of, uint32_t) {
+        issue_values(of);
+        ptx::fence_async_proxy();  // a copy will follow where weights were stored
+        let_go_of_weights(of);
+        finish_values(of);
+    }
     // The same for a block whose weights the other warpgroup computes, once they are there
     TILE_DEVICE void multiply_other(const Places& of, uint32_t number) {
         ptx::mbarrier_wait(ready_barrier(number), number >> 1 & 1);
+#pragma unroll
+        for (int step = 0; step < kSteps; step++)
+            warp::load_a(rP[step], Weights(of.at(kWeights)), 16 * warp_rank(), step);
         if (ptx::any(sMovedRows(number)[0] != 0)) {
             const Shared<float> references = sReference();
             move_references(references[row(0)], references[row(1)]);
         }
-        multiply<false>(of);
+        issue_values(of);
+        let_go_of_weights(of);
+        finish_values(of);
     }
 
     // ---- the softmax of a block -------------------------------------------------------------------------------------
@@ -180,12 +188,14 @@ struct Wide : Grouped {
 #pragma unroll
         for (int step = 0; step < kSteps; step++)
             warp::store_a(Weights(of.at(kWeights)), 16 * warp_rank(), step, rP[step], lane());
-        const bool cleared = !kGather && (first_token < span.begin || first_token + kKeys > span.end);
-        if (!kGather) clear_outside(of, first_token, span);
-        ptx::fence_async_proxy();
+        const bool clears = !kGather && (first_token < span.begin || first_token + kKeys > span.end);
+        if (ptx::any(clears)) {
+            clear_outside(of, first_token, span);
+            ptx::fence_async_proxy();
+        }
         ptx::mbarrier_arrive(ready_barrier(number));
         // What other warps of this warpgroup have cleared is read by the product that comes next.
-        if (ptx::any(cleared)) ptx::mbarrier_wait(ready_barrier(number), number >> 1 & 1);
+        if (ptx::any(clears)) ptx::mbarrier_wait(ready_barrier(number), number >> 1 & 1);
         if constexpr (kWeights > kValuePanels) {
             ptx::sync_warp();
             if (ptx::elect_one())

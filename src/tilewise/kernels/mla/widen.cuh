@@ -161,7 +161,7 @@ TILE_DEVICE void widen(const DecodeArgs& args) {
         const Span blocks = blocks_of(mla_span(args, item));
 #pragma unroll 1
         for (int block = blocks.begin; block < blocks.end; block++, number++, now.next()) {
-            if (!kGather) ptx::mbarrier_wait(scaled_barrier(number), number / kScaleBlocks & 1);
+            if (!kGather) wait_for_scales(number);
 #pragma unroll 1
             for (int panel = 0; panel < kValuePanels; panel += 2, landing.next()) {
                 ptx::mbarrier_wait(landed(landing), landing.lap);
