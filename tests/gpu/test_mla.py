@@ -265,10 +265,10 @@ def test_what_is_not_served_says_so():
         problem.run(indices=torch.zeros(1, 1, 5, dtype=torch.int32), window=3)
 
 
-def test_tilings_fill_shared_memory():
-    for rows, places in ((1, 25), (16, 25), (17, 23), (33, 18), (1000, 18)):
+def test_rings_are_of_two_whole_blocks():
+    for rows in (1, 16, 17, 33, 1000):
         tiling = mla_kernels.choose_tiling(576, 512, rows)
-        assert tiling.places == places
+        assert tiling.places == 18
         assert mla_kernels.shared_bytes(576, tiling) <= 227 << 10
 
 

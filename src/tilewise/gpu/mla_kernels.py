@@ -28,7 +28,7 @@ ROWS = (16, 32, 64)  # query rows of an item at most: widths of the products
 CLASSES = (*ROWS, 128)  # by which shapes are measured: with more than 64, several items read the same rows
 # By class, where nothing was measured on the card at hand: what was best on an H200. Panels ahead hold the ring for
 # longer; that pays where the tensor cores are what is waited for. Codes and rows that come one by one come slowly.
-AHEAD, AHEAD_SLOW, FETCHES = (3, 3, 2, 7), 2, (0, 0, 0, 1)
+AHEAD, AHEAD_SLOW, FETCHES = (3, 3, 2, 6), 2, (0, 0, 0, 1)
 MAX_TOKENS, MAX_ROWS = 16, 2048  # query tokens of a sequence; its query rows, a head of a token each
 MAX_DIM = 576
 MAPS = 3  # mla_decode.cu: of rows, or of their codes, scales and 16-bit channels
@@ -152,7 +152,9 @@ def choose_tiling(
     boxes: rows come by TMA. raw: codes of few rows are, on an H200 they are faster so.
 
     Shared memory holds 25 panels of 576 channels beside 16 rows of Q, 23 beside 32, and 18, which are two blocks,
-    beside 64. More than four blocks would hide nothing more: 36 KB in flight hide the memory's latency.
+    beside 64. Rings of 16-bit rows are of whole blocks, so that a panel has the same place in all of them: on an H200
+    16 heads take 160 µs with 18 panels and 164 with 25. More than four blocks would hide nothing more: 36 KB in flight
+    hide the memory's latency.
     """
     width = next((n for n in ROWS if n >= rows), ROWS[-1])
     room = LIMITS[arch].shared_block
@@ -162,7 +164,7 @@ def choose_tiling(
     block = block_places(head_dim, value_dim, base)
     most = RAW_BLOCKS * block if base.raw else (base.scaled_blocks - 1 if codes else 4) * block - codes
     found = next(t for t in (replace(base, places=n) for n in range(most, 0, -1)) if shared_bytes(head_dim, t) <= room)
-    if wide:  # whole blocks: places of weights stay places of weights
+    if wide or not codes:  # beside 64 rows places of weights stay places of weights
         found = replace(found, places=found.places // block * block)
     kind = CLASSES.index(class_of(rows))
     ahead = min(AHEAD[kind] if boxes and not codes else AHEAD_SLOW, most_ahead(head_dim, value_dim, found))

@@ -229,8 +229,9 @@ struct Wide : Grouped {
         }
         all_sync();
     }
-    // O is joined with what came before, and kept for what comes after
+    // O is joined with what came before, and kept for what comes after; but not by warps whose rows the item has not
     TILE_DEVICE void fold_output(bool of_groups, bool loads, bool stores) {
+        if (ptx::any(16 * warp_rank() >= table.words()[kRowsWord])) return;
         if (loads) {
             const Shared<float> factors = sFactors();
             Fold folds[2];
