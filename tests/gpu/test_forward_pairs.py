@@ -129,14 +129,14 @@ def test_pairs(dims):
 
 @pytest.mark.parametrize("dims", [(512, 512), (576, 320)], ids=str)
 def test_wide(dims):
-    """K in panels, V in slices, the last of them cut where V ends within it; one key's weight, and scores of ±1e4."""
+    """K in parts, V in slices, the last of them cut where V ends within it; one key's weight, and scores of ±1e4."""
     for number, (nq, nk, size) in enumerate(((129, 65, 1.0), (3, 200, 1.0), (65, 70, 400.0))):
         q, k, v = tensors((1, nq), (1, nk), (1, 1), dims, seed=number, size=size, layouts=("wide", "wide", "heads"))
         (_, lse), launches = check_pair(q, k, v, causal=number == 1, mode=MODES[number])
         assert number < 2 or lse.abs().max() > 1e3
     check_pair(q, k, k[..., : dims[1]], mode=MODES[3])  # one row for both, as latent attention has it
     constants = dict(launches[-1].spec.constants)
-    assert constants["kParts"] == constants["kHeadDim"] // 64
+    assert constants["kParts"] == {512: 4, 576: 9}[constants["kHeadDim"]]
 
 
 @pytest.mark.parametrize(

@@ -125,7 +125,7 @@ def test_inline_ptx_stands_in_one_place():
     sources = [*PACKAGE.rglob("*.cu"), *PACKAGE.rglob("*.cuh")]
     assert len(sources) > 25
     with_asm = {p.name for p in sources if re.search(r"\basm\b", p.read_text())}
-    assert with_asm == {"ptx.cuh", "ptx_copies.cuh", "ptx_halves.cuh", "ptx_wgmma.cuh"}
+    assert with_asm == {"ptx.cuh", "ptx_copies.cuh", "ptx_halves.cuh", "ptx_hints.cuh", "ptx_wgmma.cuh"}
 
 
 def test_the_emulator_mirrors_ptx_name_for_name():
@@ -133,7 +133,8 @@ def test_the_emulator_mirrors_ptx_name_for_name():
         text = "".join(locate(file).read_text() for file in files)
         return set(re.findall(r"(?:TILE_DEVICE|EMU_INLINE|inline|>)\s+(?:static\s+)?[\w<>]+\s+(\w+)\(", text))
 
-    card = names("tile/ptx.cuh", "tile/ptx_copies.cuh", "tile/ptx_halves.cuh", "tile/ptx_wgmma.cuh")
+    more = ("copies", "halves", "hints", "wgmma")
+    card = names("tile/ptx.cuh", *(f"tile/ptx_{name}.cuh" for name in more))
     assert len(card) > 30
     assert "copy_async_arrive" in card
     assert card - names("emulator/ptx.h") <= {"shared_base"}

@@ -283,5 +283,15 @@ inline void load_fresh(float (&x)[4], const float* p) {
     if (emu::counters) emu::count_global(p, 16);
     std::memcpy(x, p, 16);
 }
+inline void load_kept(uint32_t (&x)[4], const void* p) {
+    emu::check_global(p, 16, emu::Access::load);
+    if (emu::counters) emu::count_global(p, 16);
+    std::memcpy(x, p, 16);
+}
+inline void store_kept(void* p, const uint32_t (&x)[4]) {
+    emu::check_store(p, x, 16);
+    if (emu::counters) emu::count_global(p, 16);
+    std::memcpy(p, x, 16);
+}
 
 }  // namespace ptx

@@ -81,10 +81,10 @@ PAIRS = {
 }
 # What `tilewise tune` measures beside it: longer blocks, for which Q stays in shared memory, in one stage.
 LONG_PAIR = Tiling(128, 128, 1, 2, 2, ping_pong=True, q_registers=False, lazy=True)
-# Q and K of more than 256: there is room for one block of K only, which comes in parts. A part of the next block travels
-# as soon as this one's is multiplied. S could not be computed again, but the softmax takes little beside such products
-# anyway. At 512 a part is 128 columns: on an H200 causal 8192 tokens run at 468 TFLOP/s so, at 449 in parts of 64
-# columns and at 452 in halves. docs/lab-notes.md has the arithmetic.
+# Q and K of more than 256: there is room for one block of K only, which comes in parts. A part of the next block
+# travels as soon as this one's is multiplied. S could not be computed again, but the softmax takes little beside such
+# products anyway. At 512 a part is 128 columns: on an H200 causal 8192 tokens run at 468 TFLOP/s so, at 449 in parts
+# of 64 columns and at 452 in halves. docs/lab-notes.md has the arithmetic.
 WIDE = {
     384: Tiling(128, 64, 1, 6, 2, ping_pong=False, q_registers=False, lazy=False, parts=6),
     512: Tiling(128, 64, 1, 4, 1, ping_pong=False, q_registers=False, lazy=False, parts=4),
