@@ -79,70 +79,68 @@ struct Raw : Warps {
     }
 
     // ---- products ---------------------------------------------------------------------------------------------------
-    // S = Q Kᵀ over a block, place by place of the ring as they come: operands of the next are asked for before those
-    // of this one are multiplied. A product waits for the one before it that adds to the same sums, so these are
-    // several.
-    static constexpr int kChains = 4;
-    using Sums = float[kChains][4];
+    // S = Q Kᵀ over a block. A product waits for the one before it that adds to the same sums, so these are four: two
+    // for each of two places of the ring, whose sums are multiplied with scales of their own.
+    using Sums = float[2][4];
     using Keys = uint32_t[2][4];  // of 128 bytes of this warp's keys
     TILE_DEVICE void load_keys(Keys& b, const Places& of, int place) const {
-        of.wait(place);
         const uint32_t at = Panel(of.at(place)).address(key_group() * 8 + warp::lane() % 8, warp::lane() / 8);
 #pragma unroll
         for (int n = 0; n < 2; n++) ptx::ldmatrix(b[n], Panel::along(at, 4 * n));
     }
     TILE_DEVICE void compute_scores(Scores& acc_s, uint32_t block) const {
         const Places of = Places::of(block);
-        Sums acc;
-        Keys b[2];
-        warp::zero(acc_s);
-        load_keys(b[0], of, 0);
+        // All waits come first, or every one of them would divide the products into stretches that ptxas orders apart.
+#pragma unroll
+        for (int place = 0; place < kBlockPlaces; place++) of.wait(place);
         if constexpr (!kGather) wait_for_scales(block);
+        float rest[4];  // the scores of channels that are no codes
+        warp::zero(rest);
+        if constexpr (kBlockPlaces > kGroups) add_rest(rest, of);
+        warp::zero(acc_s);
 #pragma unroll
-        for (int place = 0; place < kBlockPlaces; place++) {
-            if (place + 1 < kBlockPlaces) load_keys(b[(place + 1) % 2], of, place + 1);
-            if (place <= kGroups)
+        for (int place = 0; place < kGroups; place += 2) {
+            Keys b[2];
+            Sums acc[2];
 #pragma unroll
-                for (int n = 0; n < kChains; n++) warp::zero(acc[n]);
-            if (place < kGroups) {
-                multiply_codes(acc, b[place % 2], 8 * place);
+            for (int j = 0; j < 2; j++) {
+                load_keys(b[j], of, place + j);
 #pragma unroll
-                for (int i = 0; i < 2; i++) {
-                    const float scale = sScales(block, i)[place];
-#pragma unroll
-                    for (int h = 0; h < 2; h++)
-                        acc_s[2 * h + i] = ptx::mad(sum_of(acc, 2 * h + i), scale, acc_s[2 * h + i]);
-                }
-                if (place == kGroups - 1)
-#pragma unroll
-                    for (int i = 0; i < 4; i++) acc_s[i] *= back[i / 2];
-            } else {
-                multiply_keys(acc, b[place % 2], kCodedSteps + 4 * (place - kGroups));
+                for (int n = 0; n < 2; n++) warp::zero(acc[j][n]);
             }
-        }
-        if constexpr (kBlockPlaces > kGroups)
 #pragma unroll
-            for (int i = 0; i < 4; i++) acc_s[i] += sum_of(acc, i);
+            for (int n = 0; n < 8; n++)
+#pragma unroll
+                for (int j = 0; j < 2; j++) {
+                    uint32_t two[2];
+                    key_halves(two, b[j][n / 4][n % 4]);
+                    ptx::mma_16x8x16<half>(acc[j][n % 2], rQ[8 * (place + j) + n], two[0], two[1]);
+                }
+#pragma unroll
+            for (int j = 0; j < 2; j++)
+#pragma unroll
+                for (int i = 0; i < 4; i++)
+                    acc_s[i] = ptx::mad(acc[j][0][i] + acc[j][1][i], float(sScales(block, i % 2)[place + j]), acc_s[i]);
+        }
+#pragma unroll
+        for (int i = 0; i < 4; i++) acc_s[i] = ptx::mad(acc_s[i], back[i / 2], rest[i]);
         release_others(of);
     }
-    TILE_DEVICE static float sum_of(const Sums& acc, int i) { return (acc[0][i] + acc[1][i]) + (acc[2][i] + acc[3][i]); }
-    // 64 channels of 16-bit values, which begin with a step of Q
-    TILE_DEVICE void multiply_keys(Sums& acc, const Keys& b, int first) const {
+    // 64 channels of 16-bit values
+    TILE_DEVICE void add_rest(float (&rest)[4], const Places& of) const {
+        Sums acc;
+        Keys b;
+        load_keys(b, of, kGroups);
+#pragma unroll
+        for (int n = 0; n < 2; n++) warp::zero(acc[n]);
 #pragma unroll
         for (int n = 0; n < 4; n++) {
             uint32_t a[4];
-            load_query(a, first + n);
-            ptx::mma_16x8x16<Element>(acc[n], a, b[n / 2][n % 2 * 2], b[n / 2][n % 2 * 2 + 1]);
+            load_query(a, kCodedSteps + n);
+            ptx::mma_16x8x16<Element>(acc[n % 2], a, b[n / 2][n % 2 * 2], b[n / 2][n % 2 * 2 + 1]);
         }
-    }
-    // 128 channels of codes
-    TILE_DEVICE void multiply_codes(Sums& acc, const Keys& b, int first) const {
 #pragma unroll
-        for (int n = 0; n < 8; n++) {
-            uint32_t two[2];
-            key_halves(two, b[n / 4][n % 4]);
-            ptx::mma_16x8x16<half>(acc[n % kChains], rQ[first + n], two[0], two[1]);
-        }
+        for (int i = 0; i < 4; i++) rest[i] = acc[0][i] + acc[1][i];
     }
     // Four codes of a key: 0 and 1, 2 and 3
     static TILE_DEVICE void key_halves(uint32_t (&b)[2], uint32_t codes) {
