@@ -117,7 +117,7 @@ def test_pairs_of_head_dims_have_keys_and_tilings_of_their_own() -> None:
     assert LONG_PAIR in pair.others
     assert LONG_PAIR not in equal.others
     assert wide.others
-    assert all(t.stages_k == t.parts == 8 and not t.lazy for t in wide.others)
+    assert all(t.stages_k == t.parts == wide.tiling.parts == 4 and not t.lazy for t in wide.others)
 
 
 def test_the_defaults_are_a_key_each() -> None:

@@ -269,8 +269,8 @@ TILE_DEVICE void join_folds(WholeRow::State& all, int count, int per_warp, int r
     }
     ptx::barrier_sync(kMergeBarrier, 32 * kFolds);
 }
-// No more rows than blocks: kFolds warps of a block share a row, one accumulator each. Groups of states are accumulators
-// while these are no more than a run.
+// No more rows than blocks: kFolds warps of a block share a row, one accumulator each. Groups of states are
+// accumulators while these are no more than a run.
 TILE_DEVICE void merge_together(const DecodeArgs& args, Mergers of) {
     const Merge merge(args, blockIdx.x);
     grid_barrier(args, of);

@@ -3,11 +3,11 @@
 // leave is merged as in decode.cu.
 //
 // Constants: Element; kQueryDim, kValueDim: channels of a row, and how many of them are a value; kPageSize; kRows:
-// query rows of an item at most; kRaw: codes stay codes in the ring; kLooksAhead: a warp looks up the next item; kPlaces:
-// panels in the ring; of 64 rows kAhead: panels of a block that are scored before the block before is multiplied,
-// kTogether: panels of values per product; kFetches: blocks ahead that L2 is asked for; kGather: rows are copied one by
-// one; kChosen: those that each query token has chosen; kStoredAs: a Format; Rule: what is done to scores; kSelected:
-// false.
+// query rows of an item at most; kRaw: codes stay codes in the ring; kLooksAhead: a warp looks up the next item;
+// kPlaces: panels in the ring; kAhead: panels of a block that are scored before the block before is multiplied; of 64
+// rows kTogether: panels of values per product; kFetches: blocks ahead that L2 is asked for; kGather: rows are copied
+// one by one; kChosen: those that each query token has chosen; kStoredAs: a Format; Rule: what is done to scores;
+// kSelected: false.
 //
 // mRows: 16-bit rows, or codes, with mScales and mRest; kGather: none of them is looked at.
 #include "mla/body.cuh"

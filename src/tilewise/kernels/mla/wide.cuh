@@ -52,8 +52,8 @@ struct Wide : Grouped {
             ptx::settle(acc_s);
         }
     }
-    // O += P V over this warpgroup's channels, a group of products per kSide panels. What is there is not waited for, so
-    // laps do not matter.
+    // O += P V over this warpgroup's channels, a group of products per kSide panels. What is there is not waited for,
+    // so laps do not matter.
     TILE_DEVICE void issue_values(const Places& of) {
 #pragma unroll
         for (int g = 0; g < kGroups; g++) {
