@@ -198,6 +198,13 @@ def test_the_list_of_one_token_is_cut(emulated, monkeypatch):
     assert lists() == [listed]
 
 
+@pytest.mark.parametrize("groups", [True, False])
+def test_items_that_a_list_does_not_reach(emulated, monkeypatch, groups):
+    """They come after its first one, which writes the result if it is the only one that is reached."""
+    monkeypatch.setattr(mla, "NARROW", Splitting(pieces=((FAR, 64),), whole=False, group=4, groups=groups))
+    Sparse.of(7, 300, 520, heads=8, counts=torch.tensor([520, 30, 256, 0, 64, 257, 1])).check(kernel=True)
+
+
 def test_lengths_of_lists_and_sinks_in_the_emulator(emulated):
     """What is named after a list's length is a row of NaN, and is not read."""
     problem = Sparse.of(9, 41, 130, heads=4, sink=torch.tensor([0.5, -INF, 3.0, INF]))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from mla_cases import BF16, CUT, DEEPSEEK, FOLDED, FP16, GROUPED, LONG, Problem
@@ -12,6 +13,7 @@ from oracle import randn
 from tilewise import PagedKVCache, compiler, decode, plan_decode
 from tilewise.gpu import mla_kernels
 from tilewise.gpu.decode import grow
+from tilewise.plan.ranges import Cutter, Own, Shape
 from tilewise.plan.worklist import FAR
 
 EDGES = (1, 63, 64, 65, 127, 129, 0, 300)
@@ -105,6 +107,39 @@ def test_a_list_of_groups_grows():
     grown = problem.check(plan=plan, room=40, splitting=GROUPED)
     made = more.run(splitting=CUT)
     assert torch.equal(grown[0], made[0])
+
+
+@pytest.mark.parametrize("way", [GROUPED, CUT], ids=["groups", "pieces"])
+def test_items_that_a_sequence_does_not_reach(way):
+    """Who has one state writes the result, and items in the room to grow come after it in the same block."""
+    problem = Problem((250, 90, 700, 0, 128), heads=8)
+    problem.check(splitting=way, room=1200)
+    problem.check(splitting=way, room=1200, late=False, seed=4)
+
+
+def grown(before, after, way):
+    """What a sequence gives that has come from `before` to `after` tokens under one list."""
+    problem, more = cancelling(after, 8), cancelling(after, 8)
+    problem.lengths = [before]
+    plan, room = problem.plan(), after - before
+    problem.run(plan=plan, room=room, splitting=way)
+    problem.lengths = [after]
+    grow(plan, torch.tensor([after]).numpy(), more.lists)
+    return problem.run(plan=plan, room=room, splitting=way)
+
+
+def test_ranges_that_grow_far_are_never_whole():
+    """Merging folds runs of sixteen states; a block folds groups, however many. The same are twenty pieces."""
+    ways = [replace(mla_kernels.NARROW, whole=whole, groups=groups) for whole, groups in ((False, True), (True, False))]
+    cut = replace(mla_kernels.NARROW, whole=False, groups=False)
+    for after, same in ((1280, (True, True)), (1290, (True, False))):
+        first = grown(1000, after, cut)[0]
+        assert tuple(torch.equal(first, grown(1000, after, way)[0]) for way in ways) == same
+    one = np.array([0])
+    for stop, whole in ((1280, True), (1281, False)):
+        own = Own(one, one, np.array([stop]), np.array([1000]))
+        shape = Shape(16, 1, 1, False, longest=mla_kernels.LONGEST, chunk=64, weights=mla_kernels.WEIGHTS[16])
+        assert Cutter(8, 1, shape, mla_kernels.NARROW).cut_own(own).whole.item() is whole
 
 
 def test_a_window_that_has_left_the_first_groups():

@@ -121,6 +121,20 @@ def test_scales_that_grow_move_units(factor):
     )
 
 
+@pytest.mark.parametrize("tiny", [1e-4, 1e-6])
+def test_scales_of_0_before_small_ones(tiny):
+    """They ask for no unit."""
+    factors = torch.full((448, 4), tiny)
+    factors[:64, 1:] = 0.0
+    scaled(Problem((448,), heads=3, sizes=DEEPSEEK, stored="fp8"), factors).check(scale=0.04, splitting=LONG)
+
+
+def test_scales_below_0():
+    """Nobody writes them, but they are multiplied with like others."""
+    factors = torch.where(torch.arange(130) % 3 == 0, -1.0, 1.0)
+    scaled(Problem((130,), heads=3, sizes=DEEPSEEK, stored="fp8"), -2.0 * factors).check(scale=0.02, splitting=LONG)
+
+
 def test_one_token_far_larger_than_the_others():
     """It comes last, and its value alone would not fit a half in the unit of the others."""
     factors = torch.ones(130)
@@ -130,10 +144,11 @@ def test_one_token_far_larger_than_the_others():
 
 @pytest.mark.parametrize("page_size", [16, 24])
 def test_garbage_beyond_the_end(page_size):
-    """Codes that are NaN, and scales that are infinite, NaN or far too large, of tokens that are not there."""
+    """Codes that are NaN, and scales that are infinite, NaN or far too large, of either sign, of tokens that are not
+    there."""
     problem = Problem((70,), heads=3, sizes=DEEPSEEK, page_size=page_size, stored="fp8")
     expected = problem.run(splitting=LONG)
-    for garbage in (torch.inf, torch.nan, 3e38):
+    for garbage in (torch.inf, torch.nan, 3e38, -torch.inf, -3e38, -1e36):
         for n in range(70, -(-70 // page_size) * page_size):
             page, slot = problem.lists[0][n // page_size], n % page_size
             problem.parts[0].view(torch.uint8)[page, slot] = 0x7F

@@ -255,5 +255,7 @@ def specs(card: str = "sm_90a", *, every: bool = False) -> list[KernelSpec]:
             )
             for stored in ("fp8", "int8") if every else ("fp8",):
                 found.append(mla_spec(dtype, MAX_DIM, 512, 64, codes, stored=stored))
+                if every:
+                    found.append(mla_spec(dtype, MAX_DIM, 512, 24, gathered, stored=stored, gather=True))
                 found.append(mla_spec(dtype, MAX_DIM, 512, 64, gathered, stored=stored, chosen=True))
     return found

@@ -25,7 +25,10 @@ Flags = npt.NDArray[np.bool_]
 CHUNK = 16  # tokens of the smallest chunk, decode/load.cuh: kChunk; costs are counted in chunks of this size
 TILE_ROWS, TILE_TOKENS = 128, 64  # decode/tile.cuh: rows of a tile item at most, tokens of one of its steps
 FAR = 1 << 30  # no limit; more tokens than any sequence has
-MOST_IN_GROUPS = 64  # pieces: decode/states.cuh, kRun · kFolds
+# Pieces, by the order in which states are merged (decode/states.cuh). Up to 64, kRun · kFolds, groups of four are
+# folded before anything else. Up to 20, a run and a group, groups are folded one after another, as by a warp that takes
+# them.
+MOST_IN_GROUPS, MOST_FOLDED = 64, 20
 
 
 @dataclass(frozen=True)
@@ -189,19 +192,19 @@ class Cutter(NamedTuple):
         begin = own.start // chunk * chunk
         size, fold = piece, np.zeros_like(piece)
         if group == 1:
-            whole, _ = self._choose(own, piece, fold > 0)
+            whole, _ = self._choose(own, piece, fold)
         else:
-            # With more pieces than that, merging shares them out among accumulators.
-            may = -(-(own.stop - begin) // piece) <= MOST_IN_GROUPS
-            whole, groups = self._choose(own, piece, may)
+            reached = -(-(own.stop - begin) // piece)  # pieces, with the room to grow
+            whole, groups = self._choose(own, piece, reached)
             if groups:
+                may = reached <= MOST_IN_GROUPS
                 size, fold = np.where(may, group * piece, piece), np.where(may, piece, 0)
         parts = np.where(whole, 1, np.maximum(1, -(-(own.stop - begin) // size)))
         return OwnCut(size, np.where(whole, piece, fold), whole, begin, parts)
 
-    def _choose(self, own: Own, size: Longs, may: Flags) -> tuple[Flags, bool]:
+    def _choose(self, own: Own, size: Longs, reached: Longs) -> tuple[Flags, bool]:
         """(n,): which ranges one warp takes whole; and whether others are cut into groups of pieces. size: (n,), tokens
-        of their pieces; may: (n,), which of them may be.
+        of their pieces; reached: (n,), where there are groups, the pieces that they may come to have.
 
         Ranges up to some limit are taken whole, longer ones are cut. Each candidate for the limit, and for what longer
         ones are cut into, gets an estimate: the larger of what all warps do on average and what the longest item takes
@@ -217,12 +220,13 @@ class Cutter(NamedTuple):
         times = self.heads * -(-self.rows_each // shape.rows)  # each range has one item per head and pass
         warps, weights = shape.blocks * shape.warps, shape.weights
         limits = np.array((*WHOLE_LIMITS, shape.longest))[:, None]
-        taken = (chunks <= limits) | (pieces == 1)
+        taken = ((chunks <= limits) & (reached <= MOST_FOLDED)) | (pieces == 1)
         if splitting.whole is not None:
             taken = np.full((1, len(chunks)), splitting.whole)
         best, found = np.inf, (taken[0], ways[0])
         for groups in ways:
-            each = np.where(may, splitting.group, 1) if groups else 1  # pieces of an item
+            # pieces of an item
+            each = np.where(reached <= MOST_IN_GROUPS, splitting.group, 1) if groups else 1
             parts = -(-pieces // each)
             items, states = np.where(taken, 1, parts), np.where(taken, 0, parts)
             work = chunks + items * weights.item_chunks + states * weights.state_chunks

@@ -44,10 +44,12 @@ struct Table {
                 const States states = states_of(args, row.sequence);
                 if (!(item.is(kAllSee) && sees_back_to_first(args)))
                     row_sees = seen_by(args, row, length, span);
-                if (states.count == 1)
+                // An item that its sequence does not reach has no state. If there is one state alone, it is the result.
+                if (item.state() >= states.count) goes = -1;
+                else if (states.count == 1)
                     goes = 2 * (caller * args.o_strides.batch + row.token * args.o_strides.row +
                                 row.head * args.o_strides.head);
-                else if (item.state() < states.count)
+                else
                     goes = 2 * state_row(args, states, item.kv_head(), item.state(), row.row) * kValueDim + 1;
             }
             from = row_sees.first > from ? row_sees.first : from;

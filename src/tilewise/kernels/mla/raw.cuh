@@ -24,7 +24,6 @@ struct Raw : Warps {
     static constexpr int kPlace = 4;
     static constexpr float kMost = 128.0f, kLargestUnit = 0x1p120f;
     uint32_t rQ[kCodedSteps][4];  // of channels that are codes; the others stay in shared memory
-    float back[2];                // what sums over codes of this lane's rows are multiplied with
     float units[kGroups];         // what weights of a group of channels are multiplied with, besides the scale
 
     using Warps::Warps;
@@ -73,9 +72,7 @@ struct Raw : Warps {
             chunk(n / 2, n % 2) = made;
         }
         if (lane % 16 == 0) sReference()[its] = inverse_power(to_half);
-        all_sync();  // Q is halves
-#pragma unroll
-        for (int h = 0; h < 2; h++) back[h] = sReference()[row(h)];
+        all_sync();  // Q is halves, and what sums over codes of its rows are multiplied with is there
     }
 
     // ---- products ---------------------------------------------------------------------------------------------------
@@ -122,8 +119,13 @@ struct Raw : Warps {
                 for (int i = 0; i < 4; i++)
                     acc_s[i] = ptx::mad(acc[j][0][i] + acc[j][1][i], float(sScales(block, i % 2)[place + j]), acc_s[i]);
         }
+        const int its = ptx::just_in_time(warp::lane()) / 4;
 #pragma unroll
-        for (int i = 0; i < 4; i++) acc_s[i] = ptx::mad(acc_s[i], back[i / 2], rest[i]);
+        for (int h = 0; h < 2; h++) {
+            const float back = sReference()[its + 8 * h];
+#pragma unroll
+            for (int i = 0; i < 2; i++) acc_s[2 * h + i] = ptx::mad(acc_s[2 * h + i], back, rest[2 * h + i]);
+        }
         release_others(of);
     }
     // 64 channels of 16-bit values
@@ -233,8 +235,8 @@ struct Raw : Warps {
 #pragma unroll
             for (int g = 0; g < kGroups; g++) {
                 // Where there is no key, the scale may be anything; with an infinite one or NaN, S is NaN, too.
-                factor[g][i] = fminf(as_float(scales.word[g]) * units[g], 0x1p100f);
-                top[i] = fmaxf(top[i], factor[g][i]);
+                factor[g][i] = fmaxf(fminf(as_float(scales.word[g]) * units[g], 0x1p100f), -0x1p100f);
+                top[i] = fmaxf(top[i], fabsf(factor[g][i]));
             }
         }
         exponentiate(acc_s, sum, [&](int h, int, const float (&p)[2]) {
@@ -261,13 +263,14 @@ struct Raw : Warps {
             const Vector16 scales = Shared<Vector16>(scales_at(number, key))[0];
 #pragma unroll
             for (int g = 0; g < kGroups; g++)
-                if (there) top[g] = fmaxf(top[g], as_float(scales.word[g]));
+                if (there) top[g] = fmaxf(top[g], fabsf(as_float(scales.word[g])));
         }
 #pragma unroll
         for (int g = 0; g < kGroups; g++) {
 #pragma unroll
             for (int lanes = 1; lanes < 32; lanes *= 2) top[g] = fmaxf(top[g], ptx::shuffle_xor(top[g], lanes));
-            const float unit = fminf(units[g], power_above(top[g], kPlace));
+            // Scales of 0 ask for no unit.
+            const float unit = top[g] > 0.0f ? fminf(units[g], power_above(top[g], kPlace)) : units[g];
             if (g == my_group()) scale_output(unit * inverse_power(units[g]));
             units[g] = unit;
         }
