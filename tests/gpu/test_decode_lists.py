@@ -26,6 +26,7 @@ from decode_cases import (
 from tilewise import arch, plan_decode
 from tilewise.gpu import decode as decoding
 from tilewise.gpu import decode_kernels
+from tilewise.plan.ranges import Cutter, Own
 from tilewise.plan.worklist import FAR, Shape, Splitting, work_list
 
 
@@ -329,6 +330,18 @@ def test_room_changes_no_bit():
         roomy = decode(cache, seqs, q, sinks=sinks, room=100)
         assert torch.equal(exact[0], roomy[0])
         assert torch.equal(exact[1], roomy[1])
+
+
+def test_room_for_more_pieces_than_a_run():
+    """Merging folds runs of sixteen states, and a warp that takes a range whole folds its pieces one after another: of
+    more than seventeen the bits would tell which of the two it was."""
+    planned, grown = np.array([700, 700, 200, 9000, 700]), np.array([1024, 1025, 5000, 30000, 700])
+    assert Splitting().of(planned, grown).tolist() == [64, 128, 512, 1024, 64]
+    assert Splitting().of(planned).tolist() == [64, 64, 256, 1024, 64]
+    one, shape = np.array([0]), Shape(8, 1, 1, False)
+    for stop, whole in ((17 * 1024, True), (17 * 1024 + 1, False)):
+        own = Own(one, one, np.array([stop]), np.array([8000]))
+        assert Cutter(4, 1, shape, Splitting()).cut_own(own).whole.item() is whole
 
 
 # ---- the list itself -------------------------------------------------------------------------------------------------

@@ -128,18 +128,24 @@ def grown(before, after, way):
     return problem.run(plan=plan, room=room, splitting=way)
 
 
-def test_ranges_that_grow_far_are_never_whole():
-    """Merging folds runs of sixteen states; a block folds groups, however many. The same are twenty pieces."""
-    ways = [replace(mla_kernels.NARROW, whole=whole, groups=groups) for whole, groups in ((False, True), (True, False))]
-    cut = replace(mla_kernels.NARROW, whole=False, groups=False)
-    for after, same in ((1280, (True, True)), (1290, (True, False))):
-        first = grown(1000, after, cut)[0]
-        assert tuple(torch.equal(first, grown(1000, after, way)[0]) for way in ways) == same
-    one = np.array([0])
-    for stop, whole in ((1280, True), (1281, False)):
-        own = Own(one, one, np.array([stop]), np.array([1000]))
-        shape = Shape(16, 1, 1, False, longest=mla_kernels.LONGEST, chunk=64, weights=mla_kernels.WEIGHTS[16])
-        assert Cutter(8, 1, shape, mla_kernels.NARROW).cut_own(own).whole.item() is whole
+def test_ranges_that_grow_far():
+    """Merging folds runs of sixteen states; a block folds groups, however many. The same are twenty pieces: with room
+    for more pieces are larger, or such a range is never whole."""
+    ways = [
+        replace(mla_kernels.NARROW, whole=whole, groups=groups)
+        for whole, groups in ((False, False), (False, True), (True, False))
+    ]
+    for after in (1024, 1290, 1500):
+        first, *others = (grown(1000, after, way)[0] for way in ways)
+        assert all(torch.equal(first, other) for other in others)
+    one, last = np.array([0]), mla_kernels.NARROW.pieces[-1][1]
+    shape = Shape(16, 1, 1, False, longest=mla_kernels.LONGEST, chunk=64, weights=mla_kernels.WEIGHTS[16])
+    for planned, stop, size, whole in (
+        (1000, 1024, 64, True), (1000, 1025, 128, True), (1000, 3000, 256, True),
+        (9000, 20 * last, last, True), (9000, 20 * last + 1, last, False),
+    ):  # fmt: skip
+        cut = Cutter(8, 1, shape, mla_kernels.NARROW).cut_own(Own(one, one, np.array([stop]), np.array([planned])))
+        assert (cut.fold.item() if whole else size, cut.whole.item()) == (size, whole)
 
 
 def test_a_window_that_has_left_the_first_groups():

@@ -154,8 +154,9 @@ def one_range_each(listed: WorkList) -> bool:
 
 
 def pieces_of(listed: WorkList, splitting: Splitting | None, room: int) -> Longs:
-    """(n,): tokens per piece of each sequence, in the plan's order: what the length that was planned with asks for."""
-    return np.maximum((splitting or Splitting()).of(listed.capacity - room), CHUNK)
+    """(n,): tokens per piece of each sequence, in the plan's order: what the length that was planned with asks for, and
+    the room to grow."""
+    return np.maximum((splitting or Splitting()).of(listed.capacity - room, listed.capacity), CHUNK)
 
 
 @lru_cache(maxsize=256)

@@ -2,8 +2,8 @@
 
 A plan's work is of two kinds. A *node* is a token range that several neighbouring sequences share; tiles or streaming
 warps compute it, and it is cut so that all blocks get an even share. An *own range* belongs to one sequence. The size
-of its pieces depends on its own length alone, never on the batch, so that a sequence decoded without sharing has the
-same bits whatever else is in the batch.
+of its pieces depends on its own length, and on the room that it has to grow, never on the batch, so that a sequence
+decoded without sharing has the same bits whatever else is in the batch.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ CHUNK = 16  # tokens of the smallest chunk, decode/load.cuh: kChunk; costs are c
 TILE_ROWS, TILE_TOKENS = 128, 64  # decode/tile.cuh: rows of a tile item at most, tokens of one of its steps
 FAR = 1 << 30  # no limit; more tokens than any sequence has
 # Pieces, by the order in which states are merged (decode/states.cuh). Up to 64, kRun · kFolds, groups of four are
-# folded before anything else. Up to 20, a run and a group, groups are folded one after another, as by a warp that takes
-# them.
-MOST_IN_GROUPS, MOST_FOLDED = 64, 20
+# folded before anything else. Of up to sixteen, kRun, and one group more, groups are folded one after another, as by a
+# warp that takes the range whole.
+MOST_IN_GROUPS, RUN = 64, 16
 
 
 @dataclass(frozen=True)
@@ -52,11 +52,12 @@ class Splitting:
     group: int = 1
     groups: bool | None = None
 
-    def of(self, tokens: Longs) -> Longs:
-        """(n,) → (n,): tokens per piece for own ranges of so many tokens."""
+    def of(self, tokens: Longs, grown: Longs | None = None) -> Longs:
+        """(n,) → (n,): tokens per piece for own ranges of so many tokens. grown: how many they may come to have; with
+        room for more pieces than a run has, a range is cut as if it had grown."""
         limits, sizes = _columns(self.pieces)
         found: Longs = sizes[limits.searchsorted(np.minimum(tokens, limits[-1]))]
-        return found
+        return found if grown is None else np.where(grown > RUN * found, self.of(grown), found)
 
 
 @lru_cache(maxsize=64)
@@ -186,25 +187,22 @@ class Cutter(NamedTuple):
         return self.size_nodes(nodes, self.by_tiles(nodes))[0]
 
     def cut_own(self, own: Own) -> OwnCut:
-        """How each own range is cut. The room to grow does not change the size of its pieces."""
+        """How each own range is cut. Room for a few pieces more does not change their size."""
         chunk, group = self.shape.chunk, self.splitting.group
-        piece = np.maximum(self.splitting.of(own.planned - own.start), chunk)
+        piece = np.maximum(self.splitting.of(own.planned - own.start, own.stop - own.start), chunk)
         begin = own.start // chunk * chunk
         size, fold = piece, np.zeros_like(piece)
-        if group == 1:
-            whole, _ = self._choose(own, piece, fold)
-        else:
-            reached = -(-(own.stop - begin) // piece)  # pieces, with the room to grow
-            whole, groups = self._choose(own, piece, reached)
-            if groups:
-                may = reached <= MOST_IN_GROUPS
-                size, fold = np.where(may, group * piece, piece), np.where(may, piece, 0)
+        reached = -(-(own.stop - begin) // piece)  # pieces, with the room to grow
+        whole, groups = self._choose(own, piece, reached)
+        if groups:
+            may = reached <= MOST_IN_GROUPS
+            size, fold = np.where(may, group * piece, piece), np.where(may, piece, 0)
         parts = np.where(whole, 1, np.maximum(1, -(-(own.stop - begin) // size)))
         return OwnCut(size, np.where(whole, piece, fold), whole, begin, parts)
 
     def _choose(self, own: Own, size: Longs, reached: Longs) -> tuple[Flags, bool]:
         """(n,): which ranges one warp takes whole; and whether others are cut into groups of pieces. size: (n,), tokens
-        of their pieces; reached: (n,), where there are groups, the pieces that they may come to have.
+        of their pieces; reached: (n,), the pieces that they may come to have.
 
         Ranges up to some limit are taken whole, longer ones are cut. Each candidate for the limit, and for what longer
         ones are cut into, gets an estimate: the larger of what all warps do on average and what the longest item takes
@@ -220,7 +218,7 @@ class Cutter(NamedTuple):
         times = self.heads * -(-self.rows_each // shape.rows)  # each range has one item per head and pass
         warps, weights = shape.blocks * shape.warps, shape.weights
         limits = np.array((*WHOLE_LIMITS, shape.longest))[:, None]
-        taken = ((chunks <= limits) & (reached <= MOST_FOLDED)) | (pieces == 1)
+        taken = ((chunks <= limits) & (reached <= RUN + splitting.group)) | (pieces == 1)
         if splitting.whole is not None:
             taken = np.full((1, len(chunks)), splitting.whole)
         best, found = np.inf, (taken[0], ways[0])
