@@ -170,10 +170,23 @@ def decode(need: Need, sequences: int) -> None:
     if need.chosen:
         indices = torch.zeros(sequences, 32, dtype=torch.int32)
         attend_rows(q[:sequences, 0], parts[0][0].flatten(0, 2), form, indices, value_dim=values, backend="emulator")
+        choose(need)
     k, v = (torch.zeros(sequences, need.kv_heads, d, dtype=need.dtype) for d in (need.head_dim, values))
     positions = torch.arange(sequences)
     append.append(form, k, None if need.shared_kv else v, *pages.parts(0), positions, positions)
     assert len(slots)
+
+
+def choose(need: Need) -> None:
+    """The keys of the indexer that a query token reads."""
+    assert need.chosen is not None
+    heads, dim = need.chosen
+    pages = tilewise.PagedKVCache(8, 16, 1, 24, value_dim=16, shared_kv=True, index_dim=dim)
+    seq = pages.allocate()
+    slots = pages.extend([seq], 100)
+    pages.index_keys.write(0, slots, torch.zeros(100, dim))
+    q, weights = torch.zeros(2, heads, dim, dtype=need.dtype), torch.zeros(2, heads)
+    tilewise.choose_keys(q, weights, pages, 0, tilewise.plan_choice(pages, [seq], 2, topk=32), backend="emulator")
 
 
 def step(need: Need, tokens: int) -> None:
@@ -194,6 +207,7 @@ def step(need: Need, tokens: int) -> None:
             tilewise.attend(q, pages, 0, plan, softcap=rule.softcap, backend="emulator")
 
 
+INDEXER = {"index_topk": 32, "index_n_heads": 24, "index_head_dim": 128}
 NEEDS = {
     "llama": Need.of_model(attention_shape(LLAMA, "llama")),
     "gemma": Need.of_model(attention_shape(GEMMA, "gemma")),
@@ -203,7 +217,7 @@ NEEDS = {
     "chunked": Need.of_model(attention_shape(CHUNKED, "llama4")),
     "latent": Need.of_latent(attention_shape(DEEPSEEK, "deepseek")),
     "latent fp8": replace(Need.of_latent(attention_shape(DEEPSEEK, "deepseek")), kv_format="fp8"),
-    "chosen": Need.of_latent(attention_shape({**DEEPSEEK, "index_topk": 32}, "deepseek")),
+    "chosen": Need.of_latent(attention_shape({**DEEPSEEK, **INDEXER}, "deepseek")),
 }
 
 

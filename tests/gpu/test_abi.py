@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 
+import numpy as np
 import pytest
 import torch
 
@@ -17,6 +18,7 @@ from tilewise.gpu import (
     backward_lists,
     backward_mma,
     backward_picks,
+    choice,
     decode_kernels,
     merge_rows,
     mla_kernels,
@@ -30,6 +32,7 @@ from tilewise.gpu import (
 )
 from tilewise.learn import ladder
 from tilewise.plan import cost, items, ranges, schedule_select
+from tilewise.plan.choice import ChoicePlan
 from tilewise.scores import Scores
 
 RAGGED = (("Index", "int"), ("kTileQ", 128), ("kTileKv", 128), ("kPack", 1))
@@ -45,6 +48,9 @@ LIST = backward_hopper.list_spec(torch.int32, False).constants
 PAIRS = backward_lists.pairs_spec("", 64, 128, False)
 APPEND, WIDEN, MERGE_ROWS = (room.specs()[0].constants for room in (append, widen, merge_rows))
 SELECT, SCATTER = (spec.constants for spec in (schedules.specs()[0], schedules.scatter_spec(torch.int32)))
+INDEX_SCORES, INDEX_SELECT = choice.scores_spec(torch.bfloat16, 17, 40), choice.SELECT_SPEC
+CHOICE = ChoicePlan((0,), np.array([3]), np.array([30]), np.zeros((1, 2), np.int32), 16, 8, 0)
+(TILES,) = CHOICE.tiles(64, 1000)
 # The structures' source, the constants that it needs, and its structures: C++ name -> mirror
 SOURCES: dict[str, tuple[tuple[tuple[str, Constant], ...], dict[str, type[ctypes.Structure]]]] = {
     "common/args.cuh": ((), {"Strides": abi.Strides, "Divisor": abi.Divisor}),
@@ -91,6 +97,14 @@ SOURCES: dict[str, tuple[tuple[tuple[str, Constant], ...], dict[str, type[ctypes
     "backward/picks.cuh": (KINDS, {"Picks": backward_picks.PickArgs}),
     "backward/list.cu": (LIST, {"KeyListArgs": backward_abi.KeyListArgs}),
     "backward/pairs.cu": (PAIRS.constants, {"PairArgs": backward_abi.PairArgs}),
+    "index/args.cuh": (
+        (),
+        {
+            "IndexTable": choice.IndexTable,
+            "IndexScoresArgs": choice.IndexScoresArgs,
+            "IndexSelectArgs": choice.IndexSelectArgs,
+        },
+    ),
     "learn/kernels/args.cuh": ((), {"AttentionArgs": ladder.AttentionArgs}),
 }
 # Constants that Python repeats: source -> C++ expression -> value
@@ -140,6 +154,13 @@ CONSTANTS = {
         "kShareBits": schedule_select.SHARE_BITS,
         "kWeightBits": schedule_select.WEIGHT_BITS,
     },
+    "index/args.cuh": {"sizeof(ScoreTile)": 4 * TILES.tiles.shape[1], "sizeof(ChoosingRow)": 4 * TILES.rows.shape[1]},
+    "index/scores.cu": {
+        "kKeys": choice.KEYS,
+        "kThreads": INDEX_SCORES.threads,
+        "kStages * kStageBytes": INDEX_SCORES.shared_bytes,
+    },
+    "index/select.cu": {"kAtFound + 8": choice.SELECT_SPEC.shared_bytes},
     "decode/plan_step.cu": {"kStageThreads": plan_step.THREADS, "kStepWords": plan_step.STEP_WORDS},
     "decode/plan_work.cuh": {
         "kScanBytes": planner.SCAN_BYTES,
@@ -205,6 +226,7 @@ def test_every_structure_is_compared():
         *vars(schedules).values(),
         *vars(widen).values(),
         *vars(merge_rows).values(),
+        *vars(choice).values(),
     )
     declared = {x for x in everything if isinstance(x, type) and issubclass(x, ctypes.Structure)}
     assert declared <= mirrors
@@ -218,6 +240,8 @@ def test_constants_are_the_kernels(source, tmp_path):
         "backward/ends.cu": BEFORE,
         "backward/mma_layout.cuh": MMA.constants,
         "mla/mma_layout.cuh": MLA_MMA.constants,
+        "index/scores.cu": INDEX_SCORES.constants,
+        "index/select.cu": INDEX_SELECT.constants,
     }
     constants = SOURCES[source][0] if source in SOURCES else apart.get(source, ())
     assert dict(zip(wanted, evaluated(tmp_path, source, constants, list(wanted)), strict=True)) == wanted

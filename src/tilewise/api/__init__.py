@@ -6,6 +6,7 @@ with no visible key gives output 0 and LSE −inf. `causal` and `window` align b
 last key. Query head h reads KV head `h // (heads_q // heads_kv)`. Softmax and accumulation are float32.
 """
 
+from tilewise.api.choice import choose_keys, plan_choice
 from tilewise.api.decoding import decode, grow_plan, plan_decode
 from tilewise.api.options import Level, Result, State
 from tilewise.api.prefill import attention, attention_varlen, plan_attention
@@ -23,9 +24,11 @@ __all__ = [
     "attention",
     "attention_tree",
     "attention_varlen",
+    "choose_keys",
     "decode",
     "grow_plan",
     "plan_attention",
+    "plan_choice",
     "plan_decode",
     "plan_step",
     "renew_plan",

@@ -257,6 +257,7 @@ def specs(names: Sequence[str], archs: Sequence[str], *, every: bool = False) ->
     from tilewise.gpu import (
         append,
         backward,
+        choice,
         decode_kernels,
         decode_small,
         merge_rows,
@@ -276,7 +277,7 @@ def specs(names: Sequence[str], archs: Sequence[str], *, every: bool = False) ->
     for card in ARCHS:
         rooms = (tilings, backward, decode_kernels, decode_small, mla_kernels, mla_mma)
         of_card = [spec for room in rooms for spec in room.specs(card, every=every)]
-        others = [spec for room in (append, widen, merge_rows, schedules) for spec in room.specs(every=every)]
+        others = [spec for room in (append, widen, merge_rows, schedules, choice) for spec in room.specs(every=every)]
         for spec in (*of_card, *others, *planner.specs()):
             product.setdefault(spec, []).append(card)
     known = [*(step.name for step in rungs), *dict.fromkeys(spec.name for spec in product)]
@@ -374,6 +375,7 @@ def _kernel_line(spec: KernelSpec) -> str:
     constants = dict(spec.constants)
     words = [spec.name, str(constants.get("Element", ""))]
     words += [f"D {constants['kHeadDim']}"] if "kHeadDim" in constants else []
+    words += [f"{constants['kHeads']} heads", f"D {constants['kChannels']}"] if "kChannels" in constants else []
     if constants.get("kValueColumns", constants.get("kColumns")) != constants.get("kColumns"):
         words.append(f"{constants['kValueColumns']} of V")
     if "kTileQ" in constants and "kTileKv" in constants:

@@ -18,7 +18,19 @@ from tilewise import api, arch, arguments, compiler
 from tilewise.checks import FLOATS
 from tilewise.compiler.spec import KernelSpec
 from tilewise.formats import LATENT_FORMATS, PLAIN, KVFormat
-from tilewise.gpu import append, calls, decode, decode_small, merge_rows, mla, plan_step, planner, prefill, widen
+from tilewise.gpu import (
+    append,
+    calls,
+    choice,
+    decode,
+    decode_small,
+    merge_rows,
+    mla,
+    plan_step,
+    planner,
+    prefill,
+    widen,
+)
 from tilewise.gpu.abi import decode_score_rule
 from tilewise.gpu.decode_kernels import DTYPES as DECODE_DTYPES
 from tilewise.gpu.decode_kernels import HEAD_DIMS as DECODE_HEAD_DIMS
@@ -47,7 +59,7 @@ INDEX = (torch.int32, torch.int64)  # of cumulative lengths
 class Need:
     """Calls to be compiled for: heads, and what is done to scores; lengths: query rows of a sequence; page_size and
     kv_format: of the cache; value_dim: of V, if it has another head dimension than Q and K; shared_kv: V is the first
-    channels of K; chosen: query tokens choose the rows that they read."""
+    channels of K; chosen: query tokens read rows that an indexer of so many heads and channels chooses."""
 
     heads: int
     kv_heads: int
@@ -59,7 +71,7 @@ class Need:
     kv_format: str | None = None
     value_dim: int | None = None
     shared_kv: bool = False
-    chosen: bool = False
+    chosen: tuple[int, int] | None = None
 
     @classmethod
     def of_model(cls, model: AttentionShape) -> Need:
@@ -203,6 +215,8 @@ def _latent(need: Need) -> Iterator[KernelSpec]:
         yield mla.spec_of(*form, rows, need.page_size, CPU, rule)
         if need.chosen and not more:
             yield mla.spec_of(*form, rows, ONE_PAGE, CPU, rule, chosen=True)
+    if need.chosen and not choice.why_not(need.dtype, *need.chosen):
+        yield from (choice.scores_spec(need.dtype, *need.chosen), choice.SELECT_SPEC)
 
 
 def _planner(need: Need) -> Iterator[KernelSpec]:

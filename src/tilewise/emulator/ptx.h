@@ -121,6 +121,7 @@ EMU_INLINE int atomic_add_shared(uint32_t address, int x) {  // a block's thread
     emu::release();
     return before;
 }
+EMU_INLINE void count_shared(uint32_t address) { atomic_add_shared(address, 1); }
 inline uint32_t count_up(uint32_t* p, uint32_t last) {
     emu::check_global(p, 4, emu::Access::atomic);
     emu::release();

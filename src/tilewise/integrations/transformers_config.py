@@ -23,8 +23,8 @@ DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch
 class AttentionShape:
     """heads, kv_heads, head_dim: of every layer. dtype: that the weights are stored in. scores: one per kind of layer,
     causal: what is done to scores, and which keys a row sees. value_dim: of V, 0 for head_dim. latent: of models of
-    latent attention, the channels of a row that stands for all heads, and how many of them are values. indexed: an
-    indexer chooses the rows that a query reads."""
+    latent attention, the channels of a row that stands for all heads, and how many of them are values. indexed: the
+    heads of an indexer that chooses the rows which a query reads, and their channels."""
 
     name: str
     heads: int
@@ -34,7 +34,7 @@ class AttentionShape:
     scores: tuple[Scores, ...]
     value_dim: int = 0
     latent: tuple[int, int] | None = None
-    indexed: bool = False
+    indexed: tuple[int, int] | None = None
 
 
 def read_config(source: str) -> AttentionShape:
@@ -84,7 +84,9 @@ def attention_shape(config: Any, name: str) -> AttentionShape:
         for left, chunk in _reaches(config)
     ]
     rules = list(dict.fromkeys(rules))
-    indexed = config.get("index_topk") is not None
+    indexed = None
+    if config.get("index_topk") is not None:
+        indexed = _whole(config, name, "index_n_heads"), _whole(config, name, "index_head_dim")
     return AttentionShape(name, heads, kv_heads, head_dim, DTYPES[stored], tuple(rules), value_dim, latent, indexed)
 
 

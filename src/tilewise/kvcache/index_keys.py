@@ -70,12 +70,23 @@ class IndexKeys:
 
     def read(self, layer: int, places: torch.Tensor) -> torch.Tensor:
         """The keys at `places` (…) int64, (…, dim): a copy. On a card nobody looks whether they were written."""
-        number = self._number(layer)
         if places.device.type == "cpu":
-            written = self._cache._written
-            if not written.are(self._cache.num_layers + number, places.flatten().numpy()):
-                raise ValueError(f"index keys are not all written in layer {layer}: write() them before reading")
-        return self._rows(number)[places]
+            self._check_written(layer, places)
+        return self.stored(layer)[places]
+
+    def stored(self, layer: int) -> torch.Tensor:
+        """(pages · page_size, dim): the keys of a layer as they are stored; where none was written, anything."""
+        return self._rows(self._number(layer))
+
+    def check_written(self, layer: int, seqs: Sequence[int]) -> None:
+        """ValueError unless all tokens of these sequences, of a cache on a CPU, have a key in `layer`."""
+        if len(seqs):
+            self._check_written(layer, self.places(seqs))
+
+    def _check_written(self, layer: int, places: torch.Tensor) -> None:
+        plane = self._cache.num_layers + self._number(layer)
+        if not self._cache._written.are(plane, places.flatten().numpy()):
+            raise ValueError(f"index keys are not all written in layer {layer}: write() them before reading")
 
     def copy_pages(self, old: Ints, new: Ints) -> None:
         """Pages `old` to `new` in every layer, for copy on write."""

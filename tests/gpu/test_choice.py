@@ -1,0 +1,168 @@
+"""An indexer's choice by kernels, in the emulator: scores against float64, and lists that any scores may have."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from choice_cases import CASES, Problem, check
+from oracle import randn
+
+from tilewise import arch
+from tilewise.gpu import choice
+from tilewise.gpu.abi import Divisor
+from tilewise.kvcache.slots import upload
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.mark.parametrize(("lengths", "counts", "topk", "sizes"), CASES)
+def test_the_best_are_chosen(lengths, counts, topk, sizes):
+    problem = Problem(lengths, counts, topk, **sizes)
+    found = problem.choose("emulator")
+    check(problem, found)
+    stored = problem.choose("emulator", rows=True)
+    its = problem.cache.page_table(problem.seqs)[problem.members]
+    size = problem.cache.page_size
+    where = its.gather(1, (found.clamp(0) // size).long()) * size + found.clamp(0) % size
+    assert torch.equal(stored, where.masked_fill(found < 0, -1))
+
+
+def run(problem, **emulated):
+    stored = problem.cache.index_keys.stored(2)
+    return choice.run_choice(problem.q, problem.weights, stored, problem.plan, rows=False, send=upload, **emulated)
+
+
+@pytest.mark.parametrize("late", [True, False])
+def test_in_any_order_and_without_races(late):
+    problem = Problem([300, 70, 257], [5, 3, 2], 20, heads=40, dim=48, seed=3)
+    found = run(problem, races=True, late=late, seed=11)
+    check(problem, found)
+    assert torch.equal(found, run(problem))
+
+
+@pytest.mark.parametrize("card", ["sm_80", "sm_89"])
+def test_other_cards(card):
+    with arch.as_card(card):
+        problem = Problem([300, 70], [2, 3], 20, heads=64, dim=128)
+        check(problem, problem.choose("emulator"))
+
+
+def test_few_scores_at_a_time(monkeypatch):
+    """Groups of rows, tiles of a few of them: the same lists; and sequences that take all they see keep no scores."""
+    problem = Problem([300, 5, 20, 257, 64], [9, 5, 1, 7, 64], 20)
+    wanted = problem.choose("emulator")
+    check(problem, wanted)
+    monkeypatch.setattr(choice, "ROWS", 4)
+    monkeypatch.setattr(choice, "AT_ONCE", 1000)
+    choice._sent.clear()
+    assert torch.equal(problem.choose("emulator"), wanted)
+    assert len(choice._sent[problem.plan][problem.q.device].groups) > 3
+
+
+def test_batches_and_chunks_change_no_bit():
+    """A token's scores have the same bits alone, in a chunk and beside others; two layers share a plan's lists."""
+    problem = Problem([400, 300], [70, 1], 33, heads=20, dim=64, seed=5)
+    wanted = problem.choose("emulator")
+    stored = problem.cache.index_keys.stored(2)
+    alone = Problem([400, 300], 1, 33, heads=20, dim=64, seed=5)
+    alone.q, alone.weights = problem.q[[69, 70]], problem.weights[[69, 70]]
+    assert torch.equal(run(alone), wanted[[69, 70]])
+    assert choice._sent[problem.plan][problem.q.device].groups
+    assert torch.equal(
+        choice.run_choice(problem.q, problem.weights, stored, problem.plan, rows=False, send=upload), wanted
+    )
+
+
+# ---- lists by given scores -------------------------------------------------------------------------------------------
+def selected(rows, topk, counts=None, **emulated):
+    """Lists of keys by these scores, (rows, keys); counts: of keys that a row sees, all if None."""
+    kept, keys = rows.shape
+    width = -(-keys // 4) * 4
+    scores = torch.full((kept, width), torch.nan)
+    scores[:, :keys] = rows
+    counts = [keys] * kept if counts is None else counts
+    listed = torch.tensor([[n, 0, count - 1, n] for n, count in enumerate(counts)], dtype=torch.int32)
+    table = torch.zeros(1, 1, dtype=torch.int32)
+    chosen = torch.full((kept, topk), -7, dtype=torch.int32)
+    its = choice.IndexTable(table.data_ptr(), 1, Divisor.by(256))
+    choice.select(scores, listed, its, chosen, False, {"pages": table}, **emulated)
+    return chosen
+
+
+def expected(rows, topk, counts=None):
+    """The first of equal scores; NaN after all others."""
+    lists = []
+    for n, row in enumerate(rows.double().tolist()):
+        seen = row if counts is None else row[: counts[n]]
+        order = sorted(range(len(seen)), key=lambda i: (seen[i] != seen[i], -seen[i] if seen[i] == seen[i] else 0.0, i))
+        its = sorted(order[:topk])
+        lists.append(its + [-1] * (topk - len(its)))
+    return torch.tensor(lists, dtype=torch.int32)
+
+
+def hostile(keys):
+    """Scores of all kinds: equal ones, few values, zeros of both signs, huge, tiny, infinite and NaN."""
+    given = randn(12, keys, seed=keys)
+    given[1] = 0.0
+    given[2] = given[2].round()
+    given[3] *= 1e-42
+    given[4] *= 1e38
+    given[5].relu_()
+    given[6] = given[6].sign() * 0.0
+    given[7, ::3] = torch.nan
+    given[7, 1::5] = torch.inf
+    given[8] = torch.nan
+    given[9, ::2] = -torch.inf
+    given[10] = torch.linspace(1, 1 + 2.0**-20, keys)  # that differ in the last digit alone
+    given[11] = -given[11].abs()
+    return given
+
+
+@pytest.mark.parametrize(
+    ("keys", "topk"), [(1, 1), (5, 4), (63, 8), (4096, 2048), (4097, 64), (9000, 2048), (130, 130)]
+)
+def test_scores_of_all_kinds(keys, topk):
+    given = hostile(keys)
+    assert torch.equal(selected(given, topk), expected(given, topk))
+
+
+def test_keys_that_a_row_does_not_see():
+    given = hostile(300)
+    given[:, 200:] = torch.inf
+    counts = [200, 1, 3, 4, 5, 6, 7, 150, 199, 198, 197, 64]
+    assert torch.equal(selected(given, 5, counts, races=True), expected(given, 5, counts))
+
+
+# ---- what no kernel serves -------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"dtype": torch.float32}, 'bfloat16 and float16, got torch.float32; use backend="cpu"'),
+        ({"heads": 129}, "up to 128 heads of up to 128 channels, a multiple of 8, got 129 of 32"),
+        ({"dim": 36}, "got 8 of 36"),
+        ({"dim": 136}, "got 8 of 136"),
+    ],
+)
+def test_what_is_not_served(sizes, message):
+    with pytest.raises(NotImplementedError, match=message):
+        Problem([9], 1, 4, **sizes).choose("emulator")
+
+
+def test_q_of_another_dtype():
+    problem = Problem([9], 1, 4)
+    problem.q = problem.q.half()
+    with pytest.raises(NotImplementedError, match=r"the dtype of the cache's index keys, torch\.bfloat16, got"):
+        problem.choose("emulator")
+
+
+def test_strides_and_addresses():
+    """Queries and weights that are parts of larger tensors, and at odd addresses."""
+    problem = Problem([300, 65], [2, 1], 20, heads=16, dim=32)
+    wanted = problem.choose("emulator")
+    wide = torch.full((3, 16, 80), torch.nan, dtype=torch.bfloat16)
+    wide[..., 33:65] = problem.q
+    problem.q = wide[..., 33:65]
+    weights = torch.full((16, 5), torch.nan)
+    weights[:, 1:4] = problem.weights.T
+    problem.weights = weights[:, 1:4].T
+    assert torch.equal(problem.choose("emulator"), wanted)
