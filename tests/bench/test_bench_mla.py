@@ -8,7 +8,7 @@ import pytest
 import torch
 from bench_cases import timed
 
-from tilewise.bench import mla
+from tilewise.bench import mla, mla_choice
 
 
 def test_rows_are_the_ones_promised(monkeypatch):
@@ -49,3 +49,22 @@ def test_a_tiny_table_is_measured_and_checked():
     assert not any(outcome.broken for outcome in outcomes), [r.reason for o in outcomes for r in o.results]
     assert [len(outcome.results) for outcome in outcomes] == [2, 2, 1]
     assert all(rate is not None for rate in outcomes[1].rates[:2])
+
+
+def test_choices_are_measured_beside_torch_and_checked(monkeypatch):
+    whole = [row for row in mla.rows("cpu") if isinstance(row, mla_choice.ChoiceRow)]
+    small = [
+        replace(row, point=replace(row.point, seq=300, heads=4, hdim=32, tokens=min(row.point.tokens, 9)), chosen=20)
+        for row in whole
+    ]
+    outcomes = list(mla.run(small, loops=1))
+    assert [[result.kernel for result in outcome.results] for outcome in outcomes] == [["tilewise cpu", "torch"]] * 3
+    assert not any(outcome.broken for outcome in outcomes), [r.reason for o in outcomes for r in o.results]
+    assert all(r.status == "ok" for o in outcomes for r in o.results)
+    assert small[2].flops == 2 * 9 * (300 - 4) * 4 * 32
+    chosen = mla_choice.api.choose_keys
+    for spoilt in ((lambda q, *rest: chosen(q.flip(0), *rest)), (lambda *rest: chosen(*rest)[:, 1:].contiguous())):
+        monkeypatch.setattr(mla_choice.api, "choose_keys", spoilt)
+        (outcome,) = mla.run(small[1:2], loops=1)
+        assert outcome.broken
+        monkeypatch.undo()

@@ -13,11 +13,12 @@ from typing import Any, Literal
 import torch
 
 from .. import api, arch, reference, tuned
-from ..gpu import mla_kernels, mla_mma
+from ..gpu import choice, mla_kernels, mla_mma
 from ..kvcache import PagedKVCache
 from ..plan.show import find_card
 from . import prefill, warm
 from .measure import OK, WRONG, Result, time_replays
+from .mla_choice import TOPK, TORCH, ChoiceRow, time_choice
 from .prefill import Goal
 from .records import records
 from .sweep import Sheet, attempt
@@ -25,7 +26,7 @@ from .workloads import Point, backends, complete
 
 HEAD_DIM, VALUE_DIM, PAGE_SIZE = 576, 512, 64
 UNSHARED, BF16 = "unshared", "bf16"
-COLUMNS = ("ours", UNSHARED, BF16, "floor")
+COLUMNS = ("ours", UNSHARED, BF16, TORCH, "floor")
 BUDGET = 0.3  # seconds of replays per row
 WRITTEN = 1 << 16  # tokens that are written at a time
 
@@ -62,21 +63,21 @@ class Outcome(prefill.Outcome):
     @property
     def rates(self) -> list[float | None]:
         """The microseconds of COLUMNS."""
-        assert isinstance(self.row, Row)
-        return [*(_microseconds(self, name) for name in ("", UNSHARED, BF16)), self.row.floor_us]
+        assert isinstance(self.row, (Row, ChoiceRow))
+        return [*(_microseconds(self, name) for name in ("", UNSHARED, BF16, TORCH)), self.row.floor_us]
 
 
 def _microseconds(outcome: prefill.Outcome, part: str = "") -> float | None:
-    result = outcome.of(f"{outcome.ours}, {part}" if part else outcome.ours)
+    result = outcome.of(part if part == TORCH else f"{outcome.ours}, {part}" if part else outcome.ours)
     return None if result is None or result.timing is None else result.timing.median * 1e6
 
 
-def _rate(of: Callable[[Row], float], unit: float) -> Callable[[prefill.Outcome], float | None]:
+def _rate(of: Callable[[Row | ChoiceRow], float], unit: float) -> Callable[[prefill.Outcome], float | None]:
     """What a row has so much of, per second, in units of `unit`."""
 
     def measured(outcome: prefill.Outcome) -> float | None:
         time = _microseconds(outcome)
-        assert isinstance(outcome.row, Row)
+        assert isinstance(outcome.row, (Row, ChoiceRow))
         return None if time is None else of(outcome.row) / time * 1e6 / unit
 
     return measured
@@ -90,13 +91,13 @@ def _over(part: str) -> Callable[[prefill.Outcome], float | None]:
     return measured
 
 
-def rows(device: str) -> list[Row]:
+def rows(device: str) -> list[prefill.Row]:
     """The whole table."""
     base = Point("decode", kv_heads=1, hdim=HEAD_DIM, dtype="bfloat16", kv_format="bf16", device=device)
     base = replace(base, batch=64, seq=8192, page_size=PAGE_SIZE)
     few, many = replace(base, heads=16), replace(base, heads=128)
     rate = Goal(_rate(lambda row: row.bytes, 1e12), 4.0, unit=" TB/s")
-    chosen = [
+    chosen: list[prefill.Row] = [
         Row("128 heads, 64 × 8192", many, (Goal(_rate(lambda row: row.flops, 1e12), 640, unit=" TFLOP/s"),)),
         Row("64 heads, 64 × 8192", replace(base, heads=64), ()),
         Row("16 heads, 64 × 8192", few, (rate,)),
@@ -115,19 +116,28 @@ def rows(device: str) -> list[Row]:
         point = replace(base, workload="prefix", heads=heads, prefix=8192, seq=256)
         goal = Goal(_over(UNSHARED), 4.0, what="of unshared")
         chosen.append(Row(f"{heads} heads, 64 × (8192 + 256)", point, (goal,)))
+    keys = replace(base, heads=64, hdim=128)
+    for batch, seq, tokens, goal in (
+        (1, 65536, 1, Goal(_over(TORCH), 4.0, what="of torch")),
+        (64, 16384, 1, Goal(_over(TORCH), 4.0, what="of torch")),
+        (1, 65536, 2048, Goal(_rate(lambda row: row.flops, 1e12), 400, unit=" TFLOP/s")),
+    ):
+        name = f"{TOPK} of {batch} × {seq} by 64 heads" + (f", {tokens} tokens" if tokens > 1 else "")
+        point = replace(keys, batch=batch, seq=seq, tokens=tokens)
+        chosen.append(ChoiceRow(name, point, (goal,), measure=time_choice))
     return [replace(row, point=complete(row.point)) for row in chosen]
 
 
-def run(chosen: Sequence[Row], sheet: Sheet | None = None, loops: int | None = None) -> Iterator[Outcome]:
+def run(chosen: Sequence[prefill.Row], sheet: Sheet | None = None, loops: int | None = None) -> Iterator[Outcome]:
     """Measure the rows one after the other, those that the sheet does not have; it gets each as soon as it is done."""
     todo = [row for row in chosen if sheet is None or not sheet.has(row.point)]
     if todo and todo[0].point.device != "cpu":
         device = torch.device(todo[0].point.device)
         target, card = arch.arch_of_device(device), arch.card_of(device)
-        specs = (*mla_kernels.specs(card, every=True), *mla_mma.specs(card, every=True))
+        specs = (*mla_kernels.specs(card, every=True), *mla_mma.specs(card, every=True), *choice.specs())
         warm.compile_all((spec, target) for spec in specs)  # on all cores, not one by one
     for row in todo:
-        outcome = Outcome(row, attempt(_time, row, loops))
+        outcome = Outcome(row, attempt(row.measure or _time, row, loops))
         if sheet is not None:
             sheet.append(records(row.point, outcome.results))
         yield outcome
@@ -173,7 +183,8 @@ def under(table: tuned.Tuned, call: Callable[[], torch.Tensor]) -> Callable[[], 
     return made
 
 
-def _time(row: Row, loops: int | None) -> list[Result]:
+def _time(row: prefill.Row, loops: int | None) -> list[Result]:
+    assert isinstance(row, Row)
     point, ours = row.point, next(iter(backends(row.point)))
     generator = torch.Generator(point.device).manual_seed(1)
     q = torch.randn(point.batch, point.tokens, point.heads, HEAD_DIM, generator=generator, device=point.device)
@@ -234,5 +245,6 @@ def judged(
 def notes(outcomes: Sequence[Outcome]) -> list[str]:
     """What the table's numbers do not say."""
     return [
-        f"rows of {HEAD_DIM} channels, {VALUE_DIM} of them values; floor: of an H200, by its memory or its products"
+        f"rows of {HEAD_DIM} channels, {VALUE_DIM} of them values; floor: of an H200, by its memory or its products",
+        f"{TOPK} of so many keys: what an indexer of 64 heads over keys of 128 channels chooses, and torch's way to it",
     ]
