@@ -339,8 +339,10 @@ def test_room_for_more_pieces_than_a_run():
     assert Splitting().of(planned, grown).tolist() == [64, 128, 512, 1024, 64]
     assert Splitting().of(planned).tolist() == [64, 64, 256, 1024, 64]
     one, shape = np.array([0]), Shape(8, 1, 1, False)
-    for stop, whole in ((17 * 1024, True), (17 * 1024 + 1, False)):
-        own = Own(one, one, np.array([stop]), np.array([8000]))
+    for planned, stop, whole in (
+        (8000, 17 * 1024, True), (8000, 17 * 1024 + 1, False), (200, 17 * 1024, True), (200, 17 * 1024 + 1, False)
+    ):  # fmt: skip
+        own = Own(one, one, np.array([stop]), np.array([planned]))
         assert Cutter(4, 1, shape, Splitting()).cut_own(own).whole.item() is whole
 
 

@@ -133,6 +133,21 @@ def served(cache, seqs, *, share=False, tokens=1, group=4, dtype=BF16, **options
     return bool(small)
 
 
+@pytest.mark.parametrize(("pieces", "seed"), [(17, 0), (20, 0), (20, 2)])
+def test_a_short_sequence_that_grows_beyond_a_run(pieces, seed):
+    """Planned as one piece: decode takes it whole as long as merging folds its pieces in that order, too."""
+    room = 64 * pieces - 50
+    cache, seqs = make_cache((50,), kv_heads=2, spare=400)
+    plan = plan_decode(cache, seqs, num_heads=8, share_prefix=False)
+    q, options = queries(cache, seqs, seed=seed), {"splitting": Splitting(pieces=((FAR, 64),)), "room": room}
+    shape = replace(SHAPE, states=64)
+    decode(cache, seqs, q, plan=plan, small=shape, **options)
+    (listed,) = decoding.kept(plan).lists.values()
+    grow(cache, seqs, [room], seed=3)
+    listed.grow([cache.length(s) for s in seqs], [cache.page_list(s) for s in seqs])
+    assert same_bits(*(decode(cache, seqs, q, plan=plan, small=small, **options) for small in (shape, False)))
+
+
 def test_what_it_does_not_serve_goes_to_decode():
     cache, seqs = make_cache((70, 60), head_dim=64)
     assert served(cache, seqs, small=True)

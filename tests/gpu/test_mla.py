@@ -142,7 +142,8 @@ def test_ranges_that_grow_far():
     shape = Shape(16, 1, 1, False, longest=mla_kernels.LONGEST, chunk=64, weights=mla_kernels.WEIGHTS[16])
     for planned, stop, size, whole in (
         (1000, 1024, 64, True), (1000, 1025, 128, True), (1000, 3000, 256, True),
-        (9000, 20 * last, last, True), (9000, 20 * last + 1, last, False),
+        (9000, 20 * last, last, True), (9000, 20 * last + 1, last, False), (100, 20 * last, last, True),
+        (100, 20 * last + 1, last, False),
     ):  # fmt: skip
         cut = Cutter(8, 1, shape, mla_kernels.NARROW).cut_own(Own(one, one, np.array([stop]), np.array([planned])))
         assert (cut.fold.item() if whole else size, cut.whole.item()) == (size, whole)

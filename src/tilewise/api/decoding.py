@@ -83,7 +83,7 @@ def plan_decode(
     positions count from the sequence's first token. share_prefix: True puts the rows of all sequences under a node of
     the page tree over its tokens once, False never, "auto" where `cost` (a CostModel, the device's by default) says
     that it pays. The plan holds until one of its sequences changes. room: on a GPU, tokens that each sequence may grow
-    by under `grow_plan`; with much of it one is cut, and so rounded, as if it had grown. pages_per_seq: for `decode`
+    by under `grow_plan`; with much of it one is cut, and so rounded, as what it may become. pages_per_seq: for `decode`
     with a schedule, the most pages that a sequence reads under a KV head; no prefix is shared then.
 
     rows, max_length: make a StandingPlan instead, for up to `rows` sequences (1 to 1024) of up to `max_length` tokens,

@@ -218,7 +218,7 @@ class Cutter(NamedTuple):
         times = self.heads * -(-self.rows_each // shape.rows)  # each range has one item per head and pass
         warps, weights = shape.blocks * shape.warps, shape.weights
         limits = np.array((*WHOLE_LIMITS, shape.longest))[:, None]
-        taken = ((chunks <= limits) & (reached <= RUN + splitting.group)) | (pieces == 1)
+        taken = ((chunks <= limits) | (pieces == 1)) & (reached <= RUN + splitting.group)
         if splitting.whole is not None:
             taken = np.full((1, len(chunks)), splitting.whole)
         best, found = np.inf, (taken[0], ways[0])

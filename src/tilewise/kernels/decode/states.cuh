@@ -195,10 +195,11 @@ template <int kLanes> struct RowLanes {
 };
 
 // The order in which states are folded, which decides the bits of the result. Up to kRun states are folded from first
-// to last, like the pieces that one warp folds of a whole range, of which there are never more. More states are dealt
-// in runs of kRun to kFolds accumulators in turn, and the accumulators are folded at the end, so that as many warps can
-// share the work. With groups of four, four times four states make a run, and four runs a tree of up to 64: whoever
-// leaves one state for four pieces, or for sixteen, has folded them as the merge would have.
+// to last, like the pieces that one warp folds of a whole range; of these there are at most kRun and one group more
+// (ranges.py), which is the one state of its run and folded last either way. More states are dealt in runs of kRun to
+// kFolds accumulators in turn, and the accumulators are folded at the end, so that as many warps can share the work.
+// With groups of four, four times four states make a run, and four runs a tree of up to 64: whoever leaves one state
+// for four pieces, or for sixteen, has folded them as the merge would have.
 constexpr int kRun = 16, kFolds = 4;
 // Accumulator `which` of a row's `count` states. fold_run(run, begin, end) folds some of them in order.
 template <class State, class FoldRun>

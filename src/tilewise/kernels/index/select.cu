@@ -6,6 +6,7 @@
 // same in every run, and what reads it adds in the same order.
 #include "decode/plan_block.cuh"
 #include "index/args.cuh"
+#include "tile/ptx_counts.cuh"
 
 // Constants: kPlanThreads
 constexpr int kDigits[] = {11, 11, 10}, kBins = 1 << 11;

@@ -42,7 +42,8 @@ static_assert(!kRaw || (kAhead == 0 && kPlaces >= 2 * kBlockPlaces), "a deadlock
 constexpr int kComputing = 256, kBringing = 128, kThreads = kComputing + (kWidens ? 2 : 1) * kBringing;
 // Registers per thread, moved from the warps that load to those that compute: what a block is launched with is all
 // that it ever has, and taking more than others gave back would wait for ever.
-constexpr int kLoadRegisters = kLooksAhead && Rule::kChunked ? 48 : kGather || kLooksAhead ? 40 : kScaled ? 32 : 24;
+constexpr int kLooking = kLooksAhead && Rule::kChunked && !kRaw ? 48 : 40;  // who looks up a block of positions, too
+constexpr int kLoadRegisters = kGather || kLooksAhead ? kLooking : kScaled ? 32 : 24;
 constexpr int kWidenRegisters = !kWidens ? 0 : kRows < 64 ? 72 : kGather ? 40 : 48;
 constexpr int kAllRegisters = kThreads / 128 * (65536 / kThreads / 8 * 8);
 constexpr int kComputeRegisters = (kAllRegisters - kLoadRegisters - kWidenRegisters) / 16 * 8;

@@ -102,7 +102,7 @@ struct Warps : Walk {
             for (int g = 1; g < kKeyGroups; g++) top = fmaxf(top, tops[g * kRows + its + 8 * h]);
             const float max = fmaxf(state.max[h], top * scale_log2), correction = ptx::exp2(state.max[h] - finite(max));
             state.max[h] = max;
-            state.sum[h] *= correction;
+            state.sum[h] = ptx::multiply(state.sum[h], correction);  // not fused with the sum that follows
             if (key_group() == 0 && lane % 4 == 0) corrections[its + 8 * h] = correction;
         }
         weigh();

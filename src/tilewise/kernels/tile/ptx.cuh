@@ -136,10 +136,6 @@ TILE_DEVICE int atomic_add_shared(uint32_t address, int x) {
     asm volatile("atom.acq_rel.cta.shared.add.s32 %0, [%1], %2;" : "=r"(before) : "r"(address), "r"(x) : "memory");
     return before;
 }
-// Without order. Lanes that count at the same place do not wait for each other.
-TILE_DEVICE void count_shared(uint32_t address) {
-    asm volatile("red.shared.add.u32 [%0], 1;" ::"r"(address) : "memory");
-}
 // Counts up by one, from `last` to 0, with release order, and returns the value before. A thread that reads the new
 // value and then fences sees what this one has seen.
 TILE_DEVICE uint32_t count_up(uint32_t* p, uint32_t last) {
