@@ -334,3 +334,17 @@ def test_varlen_refusals(changes, error, match):
 def test_other_refusals(call, error, match):
     with pytest.raises(error, match=match):
         call()
+
+
+@pytest.mark.parametrize("rows", [5, 0])
+def test_no_row_counts(rows):
+    """Nobody attends: zeros that autograd knows, and gradients of 0."""
+    starts = [torch.tensor([0, n], dtype=torch.int32) for n in (rows, 7)]
+    q, k, v = (randn(n, h, 64, seed=n).requires_grad_() for n, h in ((rows, 4), (7, 2), (7, 2)))
+    used = torch.zeros(1, dtype=torch.int32)
+    o, lse = fa3.flash_attn_varlen_func(q, k, v, *starts, rows, 7, seqused_q=used, return_attn_probs=True)
+    assert o.shape == q.shape
+    assert not o.any()
+    assert (lse == -torch.inf).all()
+    o.sum().backward()
+    assert not any(x.grad.any() for x in (q, k, v))

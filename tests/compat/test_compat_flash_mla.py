@@ -177,13 +177,19 @@ INDICES = torch.zeros(len(LENGTHS), 1, 3, dtype=torch.int32)
         ({"num_splits": 1}, ValueError, "num_splits must be None"),
         ({"q": Q[..., :79]}, ValueError, "k_cache must have shape"),
         ({"k_cache": ROWS.expand(-1, -1, 2, -1)}, ValueError, "k_cache must have shape"),
-        ({"head_dim_v": 81}, ValueError, "value_dim must be at most head_dim 80"),
+        ({"q": Q[:, :0]}, ValueError, "seqlen of q must be at least 1, got 0"),
+        ({"head_dim_v": 577}, ValueError, "head_dim_v must be at most head_dim 80"),
+        ({"head_dim_v": 81}, ValueError, "head_dim_v must be at most head_dim 80"),
         ({"head_dim_v": 0}, ValueError, "head_dim_v must be at least 1"),
         ({"block_table": None}, ValueError, "block_table must be given"),
         ({"cache_seqlens": None}, ValueError, "cache_seqlens must be given"),
         ({"block_table": TABLE.long()}, ValueError, "block_table must be one of int32"),
-        ({"block_table": TABLE + BLOCKS}, ValueError, "page_table.0. must name pages"),
-        ({"cache_seqlens": SEQLENS + 200}, ValueError, "lengths.0. must be between 0 and 192"),
+        ({"block_table": TABLE + BLOCKS}, ValueError, "block_table.0. must name pages"),
+        (
+            {"cache_seqlens": SEQLENS + 200},
+            ValueError,
+            "cache_seqlens.0. must be between 0 and 192, what block_table has",
+        ),
         ({"is_fp8_kvcache": True}, ValueError, "k_cache must be one of float8_e4m3fn"),
         ({"is_fp8_kvcache": 1}, TypeError, "is_fp8_kvcache"),
         ({"attn_sink": torch.zeros(4)}, ValueError, "attn_sink goes with indices"),
@@ -206,7 +212,17 @@ def test_refusals(changes, error, match):
         mla.flash_mla_with_kvcache(**given)
 
 
+def test_rows_of_another_width_are_named():
+    rows = torch.zeros(2, 64, 1, 656, dtype=torch.uint8)
+    with pytest.raises(
+        ValueError, match="q must have the 544 channels that the rows of k_cache have with head_dim_v 448"
+    ):
+        called(randn(1, 1, 4, 576), rows, TABLE[:1] * 0, SEQLENS[:1] * 0 + 3, 448, is_fp8_kvcache=True)
+
+
 def test_rows_of_deepseek_v4_are_refused():
     rows = torch.zeros(2, 64, 1, 584, dtype=torch.uint8)
+    with pytest.raises(NotImplementedError, match="rows of 584 bytes"):
+        called(randn(1, 1, 4, 576), rows, TABLE[:1], SEQLENS[:1], 512, is_fp8_kvcache=True)
     with pytest.raises(NotImplementedError, match="rows of 584 bytes"):
         called(randn(1, 1, 4, 512), rows, TABLE[:1], SEQLENS[:1], 448, is_fp8_kvcache=True)

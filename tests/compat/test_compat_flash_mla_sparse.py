@@ -322,7 +322,11 @@ def test_what_the_kernel_does_not_serve(emulated):
     ("cache", "fp8", "match"),
     [
         (torch.zeros(4, 9, 1, 80)[:, :8], False, "k_cache must have its tokens one after another in memory"),
-        (torch.zeros(4, 8, 1, 656, dtype=torch.uint8), True, "q must have the 576 channels of the rows of k_cache"),
+        (
+            torch.zeros(4, 8, 1, 656, dtype=torch.uint8),
+            True,
+            "q must have the 576 channels that the rows of k_cache have",
+        ),
     ],
 )
 def test_caches_whose_rows_cannot_be_listed(cache, fp8, match):

@@ -186,7 +186,7 @@ def test_parameters():
         functions.of(lambda q, k: k <= q, None)
     with pytest.raises(TypeError, match=r"score must take 5 arguments \(s, b, h, q, k\)"):
         functions.of(None, lambda s, b, h, q, k, more: s)
-    with pytest.raises(TypeError, match=r"mask must be a function of \(b, h, q, k\), got 3"):
+    with pytest.raises(TypeError, match=r"mask must be a function of \(b, h, q, k\), got int"):
         functions.of(3, None)
     assert functions.of(lambda *indices: indices[3] <= indices[2], None).uses == "qk"
 

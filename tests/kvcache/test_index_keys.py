@@ -167,3 +167,15 @@ def test_what_is_refused():
         keys.write(0, slots, noise(3, DIM), first=3)
     with pytest.raises(TypeError, match="slots must be a Slots"):
         keys.write(0, None, noise(5, DIM))
+    for places, error, says in (
+        (torch.tensor([48]), ValueError, "places must be from 0 to 47, as .* got 48 to 48"),
+        (torch.tensor([-1]), ValueError, "places must be from 0 to 47, as .* got -1 to -1"),
+        (torch.tensor([1.0]), ValueError, "places must be one of int32, int64"),
+        ([1], TypeError, "places must be a torch.Tensor"),
+    ):
+        with pytest.raises(error, match=says):
+            keys.read(0, places)
+    assert keys.places([]).shape == (0, 0)
+    empty = cache.allocate()
+    with pytest.raises(ValueError, match=f"seqs must have a token each, sequence {empty} has none"):
+        keys.places([empty])

@@ -298,12 +298,13 @@ def test_pages_of_two_widths() -> None:
 @pytest.mark.parametrize(
     ("change", "error", "says"),
     [
-        ({"value_dim": 25}, ValueError, "value_dim must be at most head_dim 24 with shared_kv"),
+        ({"value_dim": 25}, ValueError, "value_dim must be at most head_dim 24: V is the first"),
         ({"num_kv_heads": 2}, ValueError, "num_kv_heads must be 1 with shared_kv"),
         ({"shared_kv": 1}, TypeError, "shared_kv"),
         ({"value_dim": 0}, ValueError, "value_dim"),
         ({"value_dim": "16"}, TypeError, "value_dim"),
-        ({"value_dim": 577}, NotImplementedError, "value_dim"),
+        ({"value_dim": 577}, ValueError, "value_dim must be at most head_dim 24"),
+        ({"value_dim": 577, "shared_kv": False}, NotImplementedError, "value_dim"),
         ({"kv_format": "int4"}, NotImplementedError, '"int4" is not served with shared_kv: use "fp8"'),
         ({"kv_format": "int5"}, ValueError, "kv_format"),
     ],
@@ -311,6 +312,46 @@ def test_pages_of_two_widths() -> None:
 def test_bad_caches(change: dict[str, Any], error: type[Exception], says: str) -> None:
     with pytest.raises(error, match=says):
         latent(**change)
+
+
+@pytest.mark.parametrize(("head_dim", "value_dim"), [(515, 512), (40, 33), (576, 575), (576, 1), (24, 24), (26, 24)])
+@pytest.mark.parametrize("kv_format", ["fp8", "int8"])
+def test_our_own_rows_are_taken_back(kv_format: str, head_dim: int, value_dim: int) -> None:
+    """Also those that are padded, where head_dim says what is no rotary channel."""
+    cache = PagedKVCache(4, 16, 1, head_dim, value_dim=value_dim, shared_kv=True, kv_format=kv_format)
+    seq = cache.allocate()
+    cache.write(0, cache.extend([seq], 20), noise(20, 1, head_dim))
+    table, lengths = cache.page_table([seq]), torch.tensor([20])
+    rows = cache.rows(0).view(torch.uint8 if kv_format == "fp8" else torch.int8)
+    again = PagedKVCache.from_pages(rows, None, table, lengths, value_dim=value_dim, head_dim=head_dim)
+    assert again.head_dim == head_dim
+    assert all(torch.equal(x, y) for x, y in zip(again.gather(0, 0), cache.gather(0, seq), strict=True))
+
+
+def test_head_dim_of_pages_that_tell_it() -> None:
+    rows, table = torch.zeros(2, 4, 1, 656, dtype=torch.uint8), torch.tensor([[0]])
+    for pages, options, says in (
+        (noise(2, 4, 1, 24), {"value_dim": 16, "head_dim": 24}, "head_dim goes with value_dim and rows of bytes"),
+        (rows, {"value_dim": 512, "head_dim": 574}, "and two more for each channel of the rotary part"),
+        (rows, {"value_dim": 512, "head_dim": 511}, "head_dim must be at least 512"),
+    ):
+        with pytest.raises(ValueError, match=says):
+            PagedKVCache.from_pages(pages, None, table, torch.tensor([3]), **options)
+
+
+@pytest.mark.usefixtures("written_by")
+def test_q_that_cannot_be_turned_in_place() -> None:
+    cache, turn = latent(), Rotary(*angles(4))
+    seq = cache.allocate()
+    slots = cache.extend([seq], 2)
+    for q, says in (
+        (noise(2, 1, 24).expand(2, 3, 24), "q is turned in place, and several of its elements share memory"),
+        (noise(2, 3, 24).requires_grad_(), "q is turned in place, and requires gradients"),
+    ):
+        before = snapshot(cache)
+        with pytest.raises(ValueError, match=says):
+            cache.write(0, slots, noise(2, 1, 24), rotary=turn, q=q)
+        assert snapshot(cache) == before
 
 
 @pytest.mark.usefixtures("written_by")
@@ -348,6 +389,9 @@ def test_bad_writes_change_nothing() -> None:
         (noise(2, 4, 2, 24), None, 16, ValueError, "num_kv_heads must be 1"),
         (noise(2, 4, 1, 24), noise(2, 3, 1, 24), None, ValueError, "v_pages"),
         (torch.zeros(2, 4, 1, 656, dtype=torch.uint8), noise(2, 4, 1, 24), None, ValueError, "k_pages"),
+        (noise(2, 4, 1, 576), None, 577, ValueError, "value_dim must be at most head_dim 576"),
+        (torch.zeros(2 * 4 * 656 + 2, dtype=torch.uint8)[2:].view(2, 4, 1, 656), None, 512, ValueError,
+         r"k_pages must have rows that begin at multiples of 4 bytes .* got offset 2 .*; use k_pages.clone\(\)"),
         (torch.zeros(2, 4, 1, 655, dtype=torch.uint8), None, 512, ValueError, "rows of 528 bytes for value_dim 512"),
         (torch.zeros(2, 4, 1, 500, dtype=torch.uint8), None, 512, ValueError, "rows of 528 bytes for value_dim 512"),
         (torch.zeros(2, 4, 1, 4000, dtype=torch.int8), None, 512, NotImplementedError, "head_dim of k_pages is 2248"),

@@ -125,7 +125,14 @@ def test_inline_ptx_stands_in_one_place():
     sources = [*PACKAGE.rglob("*.cu"), *PACKAGE.rglob("*.cuh")]
     assert len(sources) > 25
     with_asm = {p.name for p in sources if re.search(r"\basm\b", p.read_text())}
-    assert with_asm == {"ptx.cuh", "ptx_copies.cuh", "ptx_counts.cuh", "ptx_halves.cuh", "ptx_hints.cuh", "ptx_wgmma.cuh"}
+    assert with_asm == {
+        "ptx.cuh",
+        "ptx_copies.cuh",
+        "ptx_counts.cuh",
+        "ptx_halves.cuh",
+        "ptx_hints.cuh",
+        "ptx_wgmma.cuh",
+    }
 
 
 def test_the_emulator_mirrors_ptx_name_for_name():

@@ -124,8 +124,8 @@ def attention(
     Gradients go to q, k, v and sinks, from o and from the LSE. There are none of alibi_slopes, of what functions
     capture and of FP8 inputs: a call that is asked for them raises. There are no second derivatives.
 
-    Returns o (B, Nq, Hq, Dv), with return_lse also the LSE (B, Hq, Nq) float32. A NaN or infinity in a key that a
-    window or a mask (on a GPU also `causal`) hides may still reach the rows of its tile, as in other fused kernels.
+    Returns o (B, Nq, Hq, Dv), with return_lse also the LSE (B, Hq, Nq) float32. A NaN or infinity in a key or
+    value that `causal`, a window or a mask hides may still reach the rows of its tile, as in other fused kernels.
     """
     if qv is not None:
         q, k = rewritten.with_qv(q, k, v, qv)

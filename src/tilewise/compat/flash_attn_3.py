@@ -227,7 +227,8 @@ class Used(NamedTuple):
         place = torch.arange(self.total, device=x.device) - self.starts[sequence]
         counts = place < self.used[sequence]
         row = (self.packed.long()[sequence] + place).clamp(0, max(0, len(x) - 1))
-        found = x.index_select(0, row) if len(x) else x.new_empty((self.total, *x.shape[1:]))
+        # Of no rows, rows of nobody: an output that autograd knows, whose inputs have gradients of 0
+        found = x.index_select(0, row) if len(x) else F.pad(x, (*[0, 0] * (x.dim() - 1), 0, self.total))
         return torch.where(counts.view(-1, *[1] * (x.dim() - 1)), found, fill)
 
 

@@ -1,10 +1,10 @@
-"""The calls of DeepSeek's FlashMLA, decode and sparse prefill: same names, arguments, defaults and shapes.
+"""The calls of DeepSeek's FlashMLA, decode and prefill: same names, arguments, defaults and shapes.
 
     from tilewise.compat.flash_mla import flash_mla_with_kvcache, get_mla_metadata  # was: from flash_mla import …
     from tilewise.compat.flash_mla import flash_mla_sparse_fwd
 
 They attend over latent rows, `docs/guides/mla.md`: one KV head whose rows are keys, and whose first head_dim_v channels
-are values. What differs:
+are values. Sequences whose heads have keys and values of their own are flash_mla_varlen.py's. What differs:
 
 - any number of heads and query tokens, pages of up to 256 tokens, head dimensions up to 576, float32 and float16 as
   well as bfloat16 are taken; `indices` go with plain rows too, and an FP8 cache without `indices`;
@@ -31,13 +31,27 @@ import torch
 from tilewise import api, checks, graphs, state
 from tilewise.api.rows import attend_rows, beyond, largest_logits
 from tilewise.kvcache import PagedKVCache
-from tilewise.kvcache.foreign import check_shared, foreign_format, over_other_pages
+from tilewise.kvcache.foreign import Names, check_shared, foreign_format, over_other_pages, take_pages
 from tilewise.plan import DecodePlan
 
+from .flash_mla_varlen import (
+    flash_attn_varlen_func,
+    flash_attn_varlen_kvpacked_func,
+    flash_attn_varlen_qkvpacked_func,
+)
 from .flash_options import as_flash_attn
 from .later import Later
 
-__all__ = ["FlashMLASchedMeta", "flash_mla_sparse_fwd", "flash_mla_with_kvcache", "get_mla_metadata"]
+NAMES = Names("k_cache", "block_table", "cache_seqlens", "head_dim_v")
+__all__ = [
+    "FlashMLASchedMeta",
+    "flash_attn_varlen_func",
+    "flash_attn_varlen_kvpacked_func",
+    "flash_attn_varlen_qkvpacked_func",
+    "flash_mla_sparse_fwd",
+    "flash_mla_with_kvcache",
+    "get_mla_metadata",
+]
 
 
 @dataclass(frozen=True)
@@ -124,7 +138,8 @@ def flash_mla_with_kvcache(
     causal: the queries are a sequence's last tokens, and each sees those up to itself; else all of them.
     indices: (batch, seqlen_q, n) int32, the rows that each query sees, as block · page_size + row in the block, −1 for
     none. extra_k_cache, extra_indices_in_kvcache: a second cache, and the rows of it that are seen as well.
-    topk_length, extra_topk_length: (batch,), how many of a sequence's indices count. attn_sink: (heads,) float32, a
+    topk_length, extra_topk_length: (batch,), how many of a sequence's indices count; more than there are is all of
+    them, and less than 0 none. attn_sink: (heads,) float32, a
     logit that joins the softmax's denominator of the output, not of the LSE.
 
     Returns out (batch, seqlen_q, heads, head_dim_v) and the LSE (batch, heads, seqlen_q) float32.
@@ -135,6 +150,8 @@ def flash_mla_with_kvcache(
     if num_splits is not None:
         raise ValueError(f"num_splits must be None, as get_mla_metadata gives it, got {num_splits!r}")
     checks.tensor("q", q, shape=("batch", "seqlen", "heads", "head_dim"), dtypes=checks.FLOATS)
+    for name, size in zip(("seqlen of q", "heads of q"), q.shape[1:3], strict=True):
+        checks.integer(name, size, 1)
     _check_rows("k_cache", k_cache, q, checks.flag("is_fp8_kvcache", is_fp8_kvcache))
     sparse = (attn_sink, extra_k_cache, extra_indices_in_kvcache, topk_length, extra_topk_length)
     if indices is None:
@@ -186,7 +203,7 @@ def _dense(
         q = q.reshape(batch, 1, tokens * heads, head_dim)
     known = meta.planned
     if known is None or not known.holds(given, k_cache) or known.cache.value_dim != value_dim:
-        cache = _cache(k_cache, *given, value_dim)
+        cache = _cache(k_cache, *given, value_dim, head_dim)
         plan = api.plan_decode(cache, list(range(batch)), num_heads=q.shape[2], tokens_per_seq=q.shape[1])
         known = Planned(cache, plan, given, _versions(given, k_cache))
     cache = over_other_pages(known.cache, k_cache)
@@ -214,10 +231,9 @@ def _listed(
     checks.tensor("q", q, unit_last_stride=True)
     checks.tensor(cache_name, k_cache, unit_last_stride=True)
     checks.tensor(name, indices, shape=(batch, tokens, "n"), dtypes=(torch.int32,), device=q.device)
-    form = foreign_format(cache_name, k_cache, checks.integer("head_dim_v", value_dim, 1))
-    check_shared(1, form.head_dim, value_dim, form.name)
-    if form.head_dim != head_dim:
-        raise ValueError(f"q must have the {form.head_dim} channels of the rows of {cache_name}, got {head_dim}")
+    form = foreign_format(cache_name, k_cache, checks.integer("head_dim_v", value_dim, 1), value_name="head_dim_v")
+    check_shared(1, form.head_dim, value_dim, form.name, "head_dim_v")
+    _check_width(cache_name, form.head_dim, head_dim, value_dim)
     try:
         rows = k_cache.view(-1, k_cache.shape[-1])
     except RuntimeError:
@@ -299,8 +315,20 @@ def flash_mla_sparse_fwd(
     return out, Later(largest, (s_q, h_q), torch.float32, q.device), as_flash_attn(lse)
 
 
-def _cache(k_cache: torch.Tensor, table: torch.Tensor, lengths: torch.Tensor, value_dim: int) -> PagedKVCache:
-    return PagedKVCache.from_pages(k_cache, None, table, lengths, value_dim=checks.integer("head_dim_v", value_dim, 1))
+def _cache(
+    k_cache: torch.Tensor, table: torch.Tensor, lengths: torch.Tensor, value_dim: int, head_dim: int
+) -> PagedKVCache:
+    cache = PagedKVCache.__new__(PagedKVCache)
+    take_pages(cache, k_cache, None, table, lengths, checks.integer("head_dim_v", value_dim, 1), names=NAMES)
+    _check_width("k_cache", cache.head_dim, head_dim, value_dim)
+    return cache
+
+
+def _check_width(name: str, row: int, head_dim: int, value_dim: int) -> None:
+    if row != head_dim:
+        raise ValueError(
+            f"q must have the {row} channels that the rows of {name} have with head_dim_v {value_dim}, got {head_dim}"
+        )
 
 
 def _check_rows(name: str, x: Any, q: torch.Tensor, fp8: bool) -> None:
@@ -308,7 +336,7 @@ def _check_rows(name: str, x: Any, q: torch.Tensor, fp8: bool) -> None:
     dtypes = bytes_ if fp8 else checks.FLOATS
     shape = ("blocks", "page_size", 1, "row" if fp8 else q.shape[-1])
     checks.tensor(name, x, shape=shape, dtypes=dtypes, device=q.device)
-    if fp8 and q.shape[-1] == 512 and x.shape[-1] == 584:
+    if fp8 and x.shape[-1] == 584 and q.shape[-1] != 540:  # which has such rows by our own layout
         raise NotImplementedError(
             f"{name} has DeepSeek-V4's rows of 584 bytes, which are not served; use a bfloat16 cache"
         )

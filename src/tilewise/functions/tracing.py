@@ -177,7 +177,7 @@ def _expressions(graph: Graph, mask: UserCode | None, score: UserCode | None) ->
 def _run(name: str, function: UserCode, graph: Graph, inputs: tuple[str, ...], kind: str) -> Node:
     """Call the function once on proxies."""
     if not callable(function):
-        raise TypeError(f"{name} must be a function of ({', '.join(inputs)}), got {function!r}")
+        raise TypeError(f"{name} must be a function of ({', '.join(inputs)}), got {type(function).__name__}")
     place = _defined_at(function)
     _check_parameters(name, function, inputs, place)
     code = code_of(function)

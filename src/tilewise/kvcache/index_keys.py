@@ -64,12 +64,15 @@ class IndexKeys:
         a sequence's end that of its last one. A sequence has one token at least."""
         cache = self._cache
         lengths = cache.lengths_of(seqs)
+        if not lengths.all():
+            raise ValueError(f"seqs must have a token each, sequence {seqs[int(lengths.argmin())]} has none")
         last = upload(lengths - 1, cache.device)
-        at = torch.arange(int(lengths.max()), device=cache.device).minimum(last[:, None])
+        at = torch.arange(int(lengths.max(initial=0)), device=cache.device).minimum(last[:, None])
         return cache.page_table(seqs).long().gather(1, at // cache.page_size) * cache.page_size + at % cache.page_size
 
     def read(self, layer: int, places: torch.Tensor) -> torch.Tensor:
         """The keys at `places` (…) int64, (…, dim): a copy. On a card nobody looks whether they were written."""
+        checks.tensor("places", places, dtypes=checks.INTEGERS, device=self._cache.device)
         if places.device.type == "cpu":
             self._check_written(layer, places)
         return self.stored(layer)[places]
@@ -84,7 +87,12 @@ class IndexKeys:
             self._check_written(layer, self.places(seqs))
 
     def _check_written(self, layer: int, places: torch.Tensor) -> None:
-        plane = self._cache.num_layers + self._number(layer)
+        plane, slots = self._cache.num_layers + self._number(layer), self._cache.num_pages * self._cache.page_size
+        if places.numel() and not 0 <= int(places.min()) <= int(places.max()) < slots:
+            raise ValueError(
+                f"places must be from 0 to {slots - 1}, as places() gives them, got {int(places.min())} to "
+                f"{int(places.max())}"
+            )
         if not self._cache._written.are(plane, places.flatten().numpy()):
             raise ValueError(f"index keys are not all written in layer {layer}: write() them before reading")
 

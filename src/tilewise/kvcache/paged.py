@@ -92,10 +92,11 @@ class PagedKVCache:
         self.num_kv_heads = checks.integer("num_kv_heads", num_kv_heads, 1)
         self.num_layers = checks.integer("num_layers", num_layers, 1)
         self.head_dim = checks.head_dim("head_dim", head_dim)
-        self.value_dim = self.head_dim if value_dim is None else checks.head_dim("value_dim", value_dim)
+        values = self.head_dim if value_dim is None else value_dim
         self.shared_kv = checks.flag("shared_kv", shared_kv)
         if self.shared_kv:
-            check_shared(self.num_kv_heads, self.head_dim, self.value_dim, kv_format)
+            check_shared(self.num_kv_heads, self.head_dim, values, kv_format)
+        self.value_dim = checks.head_dim("value_dim", values)
         latent = self.value_dim if self.shared_kv and kv_format in LATENT_FORMATS else 0
         self.format = KVFormat(kv_format, self.head_dim, group_size, latent)
         self.value_format = self.format if self.shared_kv else KVFormat(kv_format, self.value_dim, group_size)
@@ -154,6 +155,7 @@ class PagedKVCache:
         lengths: torch.Tensor,
         *,
         value_dim: int | None = None,
+        head_dim: int | None = None,
     ) -> PagedKVCache:
         """A one-layer cache over somebody else's pages, without a copy: sequences 0 to n - 1 as the table says.
 
@@ -164,10 +166,11 @@ class PagedKVCache:
 
         Of pages whose rows are both K and V (shared_kv) v_pages is None, and value_dim says how many channels of a row
         are V. They may be quantised rows then, as bytes: uint8 or float8_e4m3fn for fp8, int8 for int8, DeepSeek's
-        being (num_pages, page_size, 1, 656) with value_dim=512.
+        being (num_pages, page_size, 1, 656) with value_dim=512. A row of bytes is padded to a multiple of four; where
+        an odd number of rotary channels leaves two bytes over, head_dim says so.
         """
         cache = cls.__new__(cls)
-        take_pages(cache, k_pages, v_pages, page_table, lengths, value_dim)
+        take_pages(cache, k_pages, v_pages, page_table, lengths, value_dim, head_dim)
         return cache
 
     # What a sequence is.
@@ -306,7 +309,7 @@ class PagedKVCache:
                 raise ValueError("q is turned in place by rotary, which is None; give both or leave q out")
             shape = (count, "query_heads", self.head_dim)  # type: ignore[assignment]
             checks.tensor("q", q, shape=shape, dtypes=(k.dtype,), device=self.device, unit_last_stride=dense)
-            storage.check_writable("q", q)
+            storage.check_turned(q)
 
         first = self.value_dim if self.shared_kv else 0  # the first channel that turns
         k_parts, v_parts = self.parts(layer)

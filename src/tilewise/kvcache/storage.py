@@ -147,6 +147,20 @@ def check_writable(name: str, pages: torch.Tensor) -> None:
         )
 
 
+def check_turned(q: torch.Tensor) -> None:
+    """Raise unless q can be turned in place."""
+    check_writable("q", q)
+    if q.requires_grad and q.is_leaf and torch.is_grad_enabled():
+        raise ValueError(
+            "q is turned in place, and requires gradients, which nobody would see; give a detach()ed copy of it"
+        )
+    if any(stride == 0 and size > 1 for stride, size in zip(q.stride(), q.shape, strict=True)):
+        raise ValueError(
+            f"q is turned in place, and several of its elements share memory, with strides {q.stride()} for shape "
+            f"{tuple(q.shape)}; use q.contiguous()"
+        )
+
+
 class Written:
     """Which layers each token of the pages was given. It means something only for tokens that a sequence has.
 
