@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import inspect
+import textwrap
+import warnings
 
 import pytest
 import torch
@@ -13,9 +16,10 @@ from latent_cases import expected, served_late
 from tiny_models import pages_are_back, run, tokens
 
 import tilewise
-from tilewise import reference
+from tilewise import api, reference
 from tilewise.bench.generate import share_of_equal
 from tilewise.kvcache import storage
+from tilewise.kvcache.index_keys import IndexKeys
 from tilewise.serving import Engine, Sampling, batch, compiled, indexed
 from tilewise.serving.sizing import affordable_pages
 
@@ -23,6 +27,17 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 ALL = pytest.mark.parametrize("name", MAKES)
 TWO = pytest.mark.parametrize("name", ["deepseek_v32", "glm_moe_dsa"])
+
+
+@pytest.fixture(params=["torch", "choose_keys"])
+def way(request, monkeypatch):
+    """Scores are computed by torch, as on a CPU, or by choose_keys, as on a card, and not by the other one."""
+    of_torch = request.param == "torch"
+    monkeypatch.setattr(indexed, "have_kernels", lambda cache, backend: not of_torch)
+    monkeypatch.setattr(*((api, "choose_keys") if of_torch else (IndexKeys, "read")), None)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RuntimeWarning)  # of who goes back to torch
+        yield request.param
 
 
 def engine_of(model, **options):
@@ -47,7 +62,7 @@ def spied(monkeypatch, of, name):
 
 @ALL
 @pytest.mark.parametrize("length", [1, TOPK, TOPK + 1, 63, 65])
-def test_logits_are_the_model_s_own(name, length, monkeypatch):
+def test_logits_are_the_model_s_own(name, length, way, monkeypatch):
     """As near to the model in float64 as transformers' own in float32; the prompt in chunks of 20."""
     model = model_of(name)
     (prompt,), (answer,) = own_answers(model, lambda seed: [tokens(length, seed)])
@@ -67,7 +82,7 @@ def test_logits_are_the_model_s_own(name, length, monkeypatch):
 
 
 @ALL
-def test_those_who_come_and_go(name):
+def test_those_who_come_and_go(name, way):
     """Prompts that begin alike, short ones that see all keys beside long ones, chunks beside decodes."""
     model = model_of(name)
     prompts, right = own_answers(model, alike)
@@ -92,7 +107,7 @@ def test_all_keys_would_give_other_tokens(name):
 
 
 @TWO
-def test_samples_of_a_prompt(name):
+def test_samples_of_a_prompt(name, way):
     """Forks share rows and index keys, and go their own ways: as each would alone, in a cache of its own."""
     model = model_of(name)
     (prompt,), (answer,) = own_answers(model, lambda seed: [tokens(41, seed)])
@@ -111,7 +126,7 @@ def test_samples_of_a_prompt(name):
 
 
 @TWO
-def test_who_has_to_wait_for_pages(name):
+def test_who_has_to_wait_for_pages(name, way):
     """A cache that is too small for all: some are sent out, and computed again later."""
     model = model_of(name)
     prompts, right = own_answers(model, lambda seed: [tokens(21 + n, 10 * seed + n) for n in range(4)], count=12)
@@ -123,8 +138,9 @@ def test_who_has_to_wait_for_pages(name):
     assert pages_are_back(served)
 
 
-def test_many_at_once_in_calls_that_fit(monkeypatch):
-    """65 sequences of nine lengths. With room for few scores, chunks and decodes go in several calls."""
+def test_many_at_once_in_calls_that_fit(way, monkeypatch):
+    """65 sequences of nine lengths. With room for few scores, torch takes chunks and decodes in several calls;
+    choose_keys sees to that itself."""
     model, calls = model_of("glm_moe_dsa"), []
     nine = [own_answers(model, lambda seed, n=n: [tokens(n, 100 * n + seed)], 4) for n in range(1, 27, 3)]
     prompts, right = ([one[which][0] for one in nine] * 8 for which in range(2))
@@ -136,7 +152,24 @@ def test_many_at_once_in_calls_that_fit(monkeypatch):
         run(served)
         assert [served.result(number).tokens for number in numbers] == right[:65]
         calls.append(len(called))
-    assert calls[1] > 2 * calls[0]
+    assert calls[1] == calls[0] if way == "choose_keys" else calls[1] > 2 * calls[0]
+
+
+@pytest.mark.parametrize("way", ["choose_keys"], indirect=True)
+def test_layers_share_what_was_planned(way, monkeypatch):
+    """A step plans once for the decodes, and once for each chunk, what every layer with an indexer chooses among."""
+    model = model_of("axk2")
+    planned, chosen = spied(monkeypatch, api, "plan_choice"), spied(monkeypatch, api, "choose_keys")
+    served = engine_of(model, token_budget=64)
+    for seed in range(3):
+        served.submit(tokens(20, seed), max_new_tokens=4)
+    served.step()
+    run(served)
+    layers = len(served.cache.index_keys.layers)
+    assert layers > 1
+    assert [len(args[1]) for args in planned] == [1] * 3 + [3] * 3  # three chunks in the first step, then three decodes
+    assert len(chosen) == layers * len(planned)
+    assert {args[0].dtype for args in chosen} == {torch.float32}
 
 
 def test_lists_are_read_from_where_they_have_to_be(monkeypatch):
@@ -154,9 +187,64 @@ def test_lists_are_read_from_where_they_have_to_be(monkeypatch):
     assert sum(args[0].group.places is not None for args in keys) == 2
 
 
+RELU, TIMES = "F.relu(scores)", "* self.softmax_scale"
+OTHER_FORMULAS = {
+    "gelu": (RELU, "F.gelu(scores)", "gelu of the products"),
+    "no relu": (RELU, "scores", "without relu"),
+    "a negative scale": (TIMES, "* -self.softmax_scale", "times the products"),
+    "half of each key": ("k.transpose", "(0.5 * k).transpose", "unsupported operand"),
+    "mask": ("+ attention_mask", "+ (attention_mask + 0)", "values of the mask"),
+}
+
+
+def of_other_formula(model, old, new, monkeypatch):
+    """Its indexers compute the same with `new` where their source has `old`."""
+    kind = type(model.model.layers[0].self_attn.indexer)
+    source = textwrap.dedent(inspect.getsource(kind.forward))
+    assert old in source
+    made = {}
+    exec(source.replace(old, new), vars(inspect.getmodule(kind)), made)
+    monkeypatch.setattr(kind, "forward", made["forward"])
+
+
+@pytest.mark.parametrize(("old", "new", "why"), OTHER_FORMULAS.values(), ids=OTHER_FORMULAS)
+def test_other_formulas_are_computed_by_torch(old, new, why, monkeypatch):
+    """With one warning, whatever layers and steps follow; also where some groups need no scores."""
+    model = model_of("deepseek_v32")
+    of_other_formula(model, old, new, monkeypatch)
+    prompts, right = own_answers(model, alike)
+    monkeypatch.setattr(indexed, "have_kernels", lambda cache, backend: True)
+    chosen = spied(monkeypatch, api, "choose_keys")
+    served = engine_of(model, token_budget=24, page_size=4)
+    with pytest.warns(RuntimeWarning) as told:
+        assert served_late(served, prompts, shortest=NEW) == right
+    (said,) = {str(one.message) for one in told}
+    assert len(told) == 1
+    assert said.startswith("DeepseekV32Indexer: ")
+    assert why in said
+    assert "torch computes its scores" in said
+    assert not chosen
+    assert pages_are_back(served)
+
+
+def test_what_no_kernel_serves_is_computed_by_torch(monkeypatch):
+    def refuse(*args, **options):
+        raise NotImplementedError("heads of 129 channels are not served")
+
+    model = model_of("deepseek_v32")
+    prompts, right = own_answers(model, lambda seed: [tokens(20, seed)])
+    monkeypatch.setattr(indexed, "have_kernels", lambda cache, backend: True)
+    monkeypatch.setattr(api, "choose_keys", refuse)
+    with pytest.warns(RuntimeWarning, match="DeepseekV32Indexer: heads of 129 channels are not served; torch") as told:
+        assert served_late(engine_of(model), prompts, shortest=NEW) == right
+    assert len(told) == 1
+
+
+@pytest.mark.filterwarnings("error::RuntimeWarning")
 @pytest.mark.parametrize(("kv_format", "rank"), [("bf16", 128), ("fp8", 512)])
 def test_by_kernels(kv_format, rank, monkeypatch):
-    """Rows written, read and listed by the kernels of a card, in the emulator: what the same engine gives on a CPU."""
+    """Rows written, chosen, read and listed by the kernels of a card, in the emulator: what the same engine gives on a
+    CPU."""
     model = model_of(
         "glm_moe_dsa", torch.bfloat16, kv_lora_rank=rank, qk_rope_head_dim=64, index_head_dim=80, num_hidden_layers=2,
         indexer_types=["full", "shared"], num_experts_per_tok=8,
@@ -164,16 +252,17 @@ def test_by_kernels(kv_format, rank, monkeypatch):
     prompts = [tokens(20, 1), tokens(4, 2), tokens(20, 1) + tokens(3, 4)]
     found = []
     for backend in ("cpu", "emulator"):
-        listed = spied(monkeypatch, indexed, "attend_rows")
+        listed, chosen = spied(monkeypatch, indexed, "attend_rows"), spied(monkeypatch, api, "choose_keys")
         monkeypatch.setattr(storage, "uses_kernels", lambda device, by=backend == "emulator": by)
         served = engine_of(model, kv_format=kv_format, backend=backend)
         found.append(served_late(served, prompts))
         assert listed
+        assert bool(chosen) == (backend == "emulator")
     assert share_of_equal(*found) > 0.8
     assert served.cache.bytes_per_token == 2 * served.cache.format.bytes_per_token_head + 80 * 2
 
 
-def test_compiled_layers(monkeypatch):
+def test_compiled_layers(way, monkeypatch):
     """The graph breaks at the indexer and at attention, which are not compiled."""
     monkeypatch.setattr(compiled, "BACKEND", "eager")  # what dynamo makes of it is what may go wrong
     model = model_of("deepseek_v32", num_hidden_layers=1)

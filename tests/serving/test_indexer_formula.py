@@ -141,7 +141,7 @@ OTHERS = {
     "filled by the mask": ({"masked": lambda s, m: s.masked_fill(m, -torch.inf)}, "masked_fill of the scores"),
     "a question": ({"masked": lambda s, m: s + m if m.any() else s}, "any of the mask"),
     "another question": ({"masked": looked_into}, "values of the mask"),
-    "as an array": ({"of_keys": lambda k: np.asarray(k).sum()}, "__array_struct__ of the keys"),
+    "as an array": ({"of_keys": lambda k: np.asarray(k).sum()}, "of the keys"),
     "the least": ({"chosen": lambda s: s.topk(TOPK, largest=False).indices}, "unexpected keyword"),
     "of another axis": ({"chosen": lambda s: s.topk(2, dim=1).indices}, r"topk\(2, dim=1\)"),
     "more than there are": ({"chosen": lambda s: s.topk(KEYS + 1).indices}, r"topk\(10, dim=-1\)"),

@@ -231,6 +231,7 @@ class Calls:
     def __init__(self, model: ServedModel, prefix: PrefixCache, chosen: torch.Tensor, backend: str) -> None:
         self._model, self._prefix, self._backend, self.chosen = model, prefix, backend, chosen
         self._decode = DecodeStep(prefix, num_heads=model.shape.heads, backend=backend)
+        self._by_torch: set[type] = set()  # of IndexedStep
 
     def run(self, work: Work) -> None:
         """Fill `chosen`."""
@@ -269,8 +270,9 @@ class Calls:
         if shape.indexers is None:
             return MixedStep(self._prefix, parts, decode, num_heads=shape.heads, backend=self._backend)
         return IndexedStep(
-            self._prefix, parts, decode, num_heads=shape.heads, indexers=shape.indexers, backend=self._backend
-        )
+            self._prefix, parts, decode, num_heads=shape.heads, indexers=shape.indexers, by_torch=self._by_torch,
+            backend=self._backend,
+        )  # fmt: skip
 
 
 def with_graphs(shape: ModelShape, cuda_graphs: bool | None) -> bool:

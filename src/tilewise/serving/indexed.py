@@ -1,14 +1,19 @@
 """Models whose layers attend to the keys that an indexer chooses for each query (docs/guides/mla.md).
 
-The indexer is the model's own module, and so is what it computes: its keys, its scores, its choice. While the engine
+The indexer is the model's own module, and so is what it computes: its queries, its keys, its formula. While the engine
 runs the model, its forward is called for groups of the step's tokens, and where it would ask transformers' cache for
 the keys of a sequence it is given those of the paged cache, in the pages of the latent rows. Layers without an indexer
 are handed by the model what the layer before them chose.
+
+Where there are kernels for it, the indexer is given no keys but a stand-in (indexer_formula.py), which learns from what
+is done with it whether the formula is that of choose_keys, and of which queries and weights: then nobody gathers keys,
+and scores are not kept by heads. Otherwise, and on a CPU, torch computes what the module says, over gathered keys.
 """
 
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -22,7 +27,9 @@ from ..api.rows import attend_rows
 from ..kvcache import PagedKVCache, PrefixCache, Rotary, Slots
 from ..kvcache.slots import upload
 from ..plan import StepPlan
+from ..plan.choice import ChoicePlan
 from ..scores import DecodeOptions, Reach
+from . import indexer_formula as formula
 from .steps import DecodeStep, MixedStep
 
 if TYPE_CHECKING:
@@ -110,7 +117,12 @@ def _forward(
         its = {name: x if x is None else group.cut(x) for name, x in given.items() if name not in replaced}
         return forward(module, **its, **replaced)
 
-    return step.choose(layer, call, type(module).__name__)
+    return step.choose(layer, call, type(module))
+
+
+def have_kernels(cache: PagedKVCache, backend: str) -> bool:
+    """Whether choose_keys, where this cache is, is what saves torch's scores. Over CPU tensors it is torch, too."""
+    return cache.device.type == "cuda" or backend == "emulator"
 
 
 class Past:
@@ -127,8 +139,9 @@ class Past:
 class Group:
     """Tokens whose keys are chosen in one call of an indexer: `batch` sequences with equally many of them.
 
-    rows: where they stand among the step's. slots, first: they are tokens of these slots, from `first` on. places:
-    (batch, keys) int64, where the tokens that they may see are stored; None if they see all that there are.
+    rows: where they stand among the step's. slots, first: they are tokens of these slots, from `first` on. What they
+    choose among: for torch places, (batch, keys) int64, where the tokens that they may see are stored; for choose_keys
+    a plan; neither if they see all that there are.
     """
 
     rows: slice
@@ -136,6 +149,14 @@ class Group:
     first: int
     batch: int = 1
     places: torch.Tensor | None = None
+    plan: ChoicePlan | None = None
+
+    @property
+    def keys(self) -> int:
+        """Of a sequence, as the indexer is told. Who sees all keys needs no score; one is enough to be asked about."""
+        if self.plan is not None:
+            return int(self.plan.lengths.max())
+        return 1 if self.places is None else self.places.shape[1]
 
     def cut(self, x: Any) -> Any:
         """(1, tokens, …) -> (batch, tokens of each, …), also of a tuple."""
@@ -151,19 +172,25 @@ class _Keys:
     def __init__(self, cache: PagedKVCache, layer: int, group: Group) -> None:
         self.cache, self.layer, self.group, self.asked = cache, layer, group, 0
 
-    def update_indexer(self, keys: torch.Tensor, *_: Any) -> torch.Tensor:
+    def update_indexer(self, keys: torch.Tensor, *_: Any) -> torch.Tensor | formula.Keys:
         """The new keys (batch, n, dim) -> those of all tokens of each sequence, (batch, keys, dim)."""
         its, group = self.cache.index_keys, self.group
         assert its is not None
         self.asked += 1
+        if group.plan is not None and keys.dtype != its.dtype:
+            raise formula.NotFollowed(f"the model makes keys in {keys.dtype}, and the cache keeps {its.dtype}")
         its.write(self.layer, group.slots, keys.flatten(0, 1), group.first)
-        # Who sees all keys needs no score; one key is enough to be asked about.
+        if group.plan is not None:
+            return formula.Keys.of(group.batch, group.keys, its.dim, its.dtype, keys.device)
         return keys[:, :1] if group.places is None else its.read(self.layer, group.places)
 
 
 class IndexedStep(MixedStep):
     """MixedStep of a model with indexers. Tokens of sequences that are no longer than what an indexer chooses see all
-    keys, by the plan that other models have; the others name the rows that they read."""
+    keys, by the plan that other models have; the others name the rows that they read.
+
+    by_torch: the classes of indexers whose scores torch has to compute, to which those are added that turn out to be.
+    """
 
     def __init__(
         self,
@@ -173,37 +200,48 @@ class IndexedStep(MixedStep):
         *,
         num_heads: int,
         indexers: Indexers,
+        by_torch: set[type],
         backend: str = "auto",
     ) -> None:
         super().__init__(prefix, parts, decode, num_heads=num_heads, backend=backend)
-        self.indexers = indexers
+        self.indexers, self._by_torch = indexers, by_torch
         self._positions = upload(self.host_positions, self.cache.device)
-        self._short: list[tuple[int, int]] = []  # chunks that see all keys
-        self._groups = [*self._chunk_groups(), *self._decode_groups()]
-        listed = np.zeros(len(self._positions), bool)
-        for group in self._groups:
-            listed[group.rows] = group.places is not None
-        self._listed, self._seeing = (upload(np.flatnonzero(x), self.cache.device) for x in (listed, ~listed))
-        chunks = sum(self.counts)
+        lengths = self.cache.lengths_of(self.seqs)
+        chunks = list(zip(self.seqs, self.counts, strict=True))
+        self._short = [its for its, length in zip(chunks, lengths, strict=True) if length <= indexers.topk]
+        self._longest = 0 if decode is None else int(self.cache.lengths_of(decode.seqs).max())
+        listed = np.repeat(lengths > indexers.topk, np.array(self.counts, np.int64))
         # With folds a token's bits are the same in any batch of decodes; lists of prompts are computed faster without.
-        self._folds = not listed[:chunks].any()
-        self._seeing_decode = None if listed[chunks:].any() else decode
+        self._folds = not listed.any()
+        self._seeing_decode = decode if self._longest <= indexers.topk else None
+        decodes = np.full(len(self._positions) - len(listed), self._longest > indexers.topk)
+        listed = np.concatenate([listed, decodes])
+        self._listed, self._seeing = (upload(np.flatnonzero(x), self.cache.device) for x in (listed, ~listed))
+        self._groups: dict[bool, list[Group]] = {}  # for torch or not
         self._plan: StepPlan | None = None
 
-    def _chunk_groups(self) -> Iterator[Group]:
-        """Chunks of prompts: neighbours that see all keys together, others alone, in pieces that fit."""
+    def _groups_for(self, torch_scores: bool) -> list[Group]:
+        if torch_scores not in self._groups:
+            self._groups[torch_scores] = [*self._chunk_groups(torch_scores), *self._decode_groups(torch_scores)]
+        return self._groups[torch_scores]
+
+    def _chunk_groups(self, torch_scores: bool) -> Iterator[Group]:
+        """Chunks of prompts: neighbours that see all keys together, others alone, for torch in pieces that fit."""
         row = 0
         for slots in self.parts:
             first = seen = 0  # tokens of the slots that have a group, and after them those that wait for theirs
             for seq, count, length in zip(slots.seqs, slots.counts, self.cache.lengths_of(slots.seqs), strict=True):
                 if length <= self.indexers.topk:
-                    self._short.append((seq, count))
                     seen += count
                     continue
                 if seen:
                     yield Group(slice(row + first, row + first + seen), slots, first)
                     first, seen = first + seen, 0
-                yield from self._pieces(row, slots, first, seq, count)
+                if torch_scores:
+                    yield from self._pieces(row, slots, first, seq, count)
+                else:
+                    plan = api.plan_choice(self.cache, [seq], count, topk=self.indexers.topk)
+                    yield Group(slice(row + first, row + first + count), slots, first, plan=plan)
                 first += count
             if seen:
                 yield Group(slice(row + first, row + first + seen), slots, first)
@@ -220,48 +258,87 @@ class IndexedStep(MixedStep):
             rows = slice(row + first + done, row + first + stop)
             yield Group(rows, slots, first + done, places=places[:, : before + stop])
 
-    def _decode_groups(self) -> Iterator[Group]:
+    def _decode_groups(self, torch_scores: bool) -> Iterator[Group]:
         """Decodes: all of them see all keys, or all have lists, those of short sequences with −1 in them."""
         if self.decode is None:
             return
         assert self.cache.index_keys is not None
         row, slots, seqs = sum(self.counts), self.decode.slots, self.decode.seqs
-        longest = int(self.cache.lengths_of(seqs).max())
-        if longest <= self.indexers.topk:
-            yield Group(slice(row, row + len(seqs)), slots, 0)
+        everybody = slice(row, row + len(seqs))
+        if self._longest <= self.indexers.topk:
+            yield Group(everybody, slots, 0)
             return
-        most = max(1, AT_ONCE // (self.indexers.heads * longest))
+        if not torch_scores:
+            plan = api.plan_choice(self.cache, seqs, topk=self.indexers.topk)
+            yield Group(everybody, slots, 0, len(seqs), plan=plan)
+            return
+        most = max(1, AT_ONCE // (self.indexers.heads * self._longest))
         for first in range(0, len(seqs), most):
             some = seqs[first : first + most]
             places = self.cache.index_keys.places(some)
             yield Group(slice(row + first, row + first + len(some)), slots, first, len(some), places)
 
-    def choose(self, layer: int, indexer: Callable[..., Any], name: str) -> torch.Tensor:
+    def choose(self, layer: int, indexer: Callable[..., Any], kind: type) -> torch.Tensor:
         """(1, tokens, topk) int32: the rows of the cache's storage that each reads, −1 for none; of tokens that see all
         keys, anything.
 
-        indexer: its forward, of a group and with what is replaced; `name` is its class's.
+        indexer: its forward, of a group and with what is replaced; `kind` is its class.
         """
-        found = self._positions.new_empty((len(self._positions), self.indexers.topk), dtype=torch.int32)
-        for group in self._groups:
-            at = self._positions[group.rows].view(group.batch, -1, 1)
-            keys = _Keys(self.cache, layer, group)
-            length = 1 if group.places is None else group.places.shape[1]
-            hidden = torch.arange(length, device=at.device) > at
-            # Added to scores, as every release takes it
-            mask = torch.zeros(hidden.shape, device=at.device).masked_fill_(hidden, -torch.inf)
-            chosen = indexer(group, attention_mask=mask, past_key_values=keys)
-            shape = (*hidden.shape[:2], min(self.indexers.topk, length))
-            if keys.asked != 1 or chosen.shape != shape or chosen.is_floating_point():
-                raise NotImplementedError(
-                    f"{name} is served if it asks for keys once and gives the positions {shape} of those that it "
-                    f"chose, got {keys.asked} and {chosen.dtype} {tuple(chosen.shape)}; use model.generate"
+        if have_kernels(self.cache, self.backend) and kind not in self._by_torch:
+            try:
+                return self._chosen(layer, indexer, kind, self._groups_for(torch_scores=False))
+            except formula.NotFollowed as why:
+                self._by_torch.add(kind)
+                warnings.warn(
+                    f"{kind.__name__}: {why}; torch computes its scores, which over long sequences takes most of a "
+                    "step's time",
+                    RuntimeWarning,
+                    stacklevel=2,
                 )
+        return self._chosen(layer, indexer, kind, self._groups_for(torch_scores=True))
+
+    def _chosen(self, layer: int, indexer: Callable[..., Any], kind: type, groups: Sequence[Group]) -> torch.Tensor:
+        found = self._positions.new_empty((len(self._positions), self.indexers.topk), dtype=torch.int32)
+        for group in groups:
+            if group.plan is not None:
+                found[group.rows] = self._by_plan(layer, indexer, group, group.plan)
+                continue
+            chosen = self._positions_of(layer, indexer, kind, group)
             if group.places is not None:
+                at, count = self._positions[group.rows].view(group.batch, -1, 1), chosen.shape[-1]
                 its = group.places.gather(1, chosen.flatten(1).long()).view(chosen.shape)
-                found[group.rows, : shape[2]] = its.masked_fill(chosen > at, -1).flatten(0, 1)  # taken for want of keys
-                found[group.rows, shape[2] :] = -1
+                found[group.rows, :count] = its.masked_fill(chosen > at, -1).flatten(0, 1)  # taken for want of keys
+                found[group.rows, count:] = -1
         return found[None]
+
+    def _by_plan(self, layer: int, indexer: Callable[..., Any], group: Group, plan: ChoicePlan) -> torch.Tensor:
+        """(tokens, topk) int32, rows of the storage, by choose_keys of what the indexer made of stand-ins."""
+        keys = _Keys(self.cache, layer, group)
+        mask = formula.Mask.of(group.batch, plan.rows // group.batch, group.keys, self.cache.device)
+        choice = formula.choice_of(lambda: indexer(group, attention_mask=mask, past_key_values=keys))
+        if keys.asked != 1 or choice.shape != (*mask.shape[:2], plan.topk):
+            raise formula.NotFollowed(f"it asked for keys {keys.asked} times and chose {tuple(choice.shape)}")
+        q, weights = choice.q, choice.weights
+        try:
+            return api.choose_keys(q, weights, self.cache, layer, plan, rows=True, backend=self.backend)
+        except NotImplementedError as error:
+            raise formula.NotFollowed(str(error)) from error
+
+    def _positions_of(self, layer: int, indexer: Callable[..., Any], kind: type, group: Group) -> torch.Tensor:
+        """(batch, tokens, keys chosen): positions in the sequences, by torch."""
+        at = self._positions[group.rows].view(group.batch, -1, 1)
+        keys = _Keys(self.cache, layer, group)
+        hidden = torch.arange(group.keys, device=at.device) > at
+        # Added to scores, as every release takes it
+        mask = torch.zeros(hidden.shape, device=at.device).masked_fill_(hidden, -torch.inf)
+        chosen: torch.Tensor = indexer(group, attention_mask=mask, past_key_values=keys)
+        shape = (*hidden.shape[:2], min(self.indexers.topk, group.keys))
+        if keys.asked != 1 or chosen.shape != shape or chosen.is_floating_point():
+            raise NotImplementedError(
+                f"{kind.__name__} is served if it asks for keys once and gives the positions {shape} of those that it "
+                f"chose, got {keys.asked} and {chosen.dtype} {tuple(chosen.shape)}; use model.generate"
+            )
+        return chosen
 
     def attend(
         self,
