@@ -289,12 +289,8 @@ class IndexedStep(MixedStep):
                 return self._chosen(layer, indexer, kind, self._groups_for(torch_scores=False))
             except formula.NotFollowed as why:
                 self._by_torch.add(kind)
-                warnings.warn(
-                    f"{kind.__name__}: {why}; torch computes its scores, which over long sequences takes most of a "
-                    "step's time",
-                    RuntimeWarning,
-                    stacklevel=2,
-                )
+                said = f"{kind.__name__}: {why}; torch computes its scores, over copies of the keys"
+                warnings.warn(said, RuntimeWarning, stacklevel=2)
         return self._chosen(layer, indexer, kind, self._groups_for(torch_scores=True))
 
     def _chosen(self, layer: int, indexer: Callable[..., Any], kind: type, groups: Sequence[Group]) -> torch.Tensor:
