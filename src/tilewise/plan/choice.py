@@ -60,29 +60,50 @@ class ChoicePlan:
 
     def tiles(self, rows_each: int, at_once: int) -> Iterator[ChoiceTiles]:
         """All rows, in groups that keep about `at_once` scores; tiles have up to `rows_each` rows."""
-        takes_all = [
-            self._rows_of(n, 0, int(self.counts[n])) for n in np.flatnonzero(self.lengths <= self.topk).tolist()
-        ]
-        tiles: list[tuple[int, ...]] = []
-        rows, kept, width = takes_all, 0, 0
-        for n in np.flatnonzero(self.lengths > self.topk).tolist():
-            count, first = int(self.counts[n]), int(self.lengths[n] - self.counts[n])
-            for done in range(0, count, rows_each):
-                more = min(rows_each, count - done)
-                wide = max(width, first + done + more)
-                if tiles and (kept + more) * wide > at_once:
-                    yield ChoiceTiles(np.array(tiles, np.int32), np.concatenate(rows), kept, width)
-                    tiles, rows, kept, wide = [], [], 0, first + done + more
-                tiles.append((n, int(self.starts[n]) + done, more, first + done, kept))
-                rows.append(self._rows_of(n, done, more, kept))
-                kept, width = kept + more, wide
-        if rows:
-            yield ChoiceTiles(np.array(tiles, np.int32).reshape(-1, 5), np.concatenate(rows), kept, width)
+        first = self.lengths - self.counts  # the place of a sequence's first row
+        whole, long = (np.flatnonzero(x) for x in (self.lengths <= self.topk, self.lengths > self.topk))
+        each = -(-self.counts[long] // rows_each)  # tiles
+        n = np.repeat(long, each)
+        done = (np.arange(len(n)) - np.repeat(np.cumsum(each) - each, each)) * rows_each
+        rows = np.minimum(rows_each, self.counts[n] - done)
+        tiles = np.stack([n, self.starts[n] + done, rows, first[n] + done, np.cumsum(rows) - rows], 1).astype(np.int32)
+        widths = first[n] + done + rows
+        takes_all = np.stack([whole, self.starts[whole], self.counts[whole], first[whole], whole], 1)
+        listed = [_rows_of(takes_all, kept=False)]
+        for begin, end in _cuts(rows, widths, at_once):
+            some = tiles[begin:end]
+            some[:, 4] -= some[0, 4]
+            listed.append(_rows_of(some))
+            kept = int(rows[begin:end].sum())
+            yield ChoiceTiles(some, np.concatenate(listed), kept, int(widths[begin:end].max()))
+            listed = []
+        if listed and len(listed[0]):
+            yield ChoiceTiles(tiles, listed[0], 0, 0)
 
-    def _rows_of(self, n: int, done: int, count: int, kept: int | None = None) -> Ints:
-        """Of ChoiceTiles.rows those of `count` rows of a sequence, `done` of its rows further on."""
-        at = np.arange(done, done + count)
-        found = np.empty((count, 4), np.int32)
-        found[:, 0], found[:, 1], found[:, 2] = self.starts[n] + at, n, self.lengths[n] - self.counts[n] + at
-        found[:, 3] = -1 if kept is None else kept + at - done
-        return found
+
+def _cuts(rows: Longs, widths: Longs, at_once: int) -> Iterator[tuple[int, int]]:
+    """Neighbouring tiles that fit together, each at least one: as many rows as they have in all, as wide as the widest
+    of them is."""
+    if len(rows) and int(rows.sum()) * int(widths.max()) <= at_once:
+        yield 0, len(rows)
+        return
+    begin = kept = width = 0
+    for end, (more, wide) in enumerate(zip(rows.tolist(), widths.tolist(), strict=True)):
+        if end > begin and (kept + more) * max(width, wide) > at_once:
+            yield begin, end
+            begin, kept, width = end, 0, 0
+        kept, width = kept + more, max(width, wide)
+    if len(rows):
+        yield begin, len(rows)
+
+
+def _rows_of(tiles: Ints, *, kept: bool = True) -> Ints:
+    """ChoiceTiles.rows of tiles; kept: their scores are."""
+    counts = tiles[:, 2]
+    at = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
+    found = np.empty((len(at), 4), np.int32)
+    for to, of, more in ((0, 1, at), (1, 0, 0), (2, 3, at), (3, 4, at)):
+        found[:, to] = np.repeat(tiles[:, of], counts) + more
+    if not kept:
+        found[:, 3] = -1
+    return found
