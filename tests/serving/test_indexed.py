@@ -157,7 +157,7 @@ def test_many_at_once_in_calls_that_fit(way, monkeypatch):
 
 @pytest.mark.parametrize("way", ["choose_keys"], indirect=True)
 def test_layers_share_what_was_planned(way, monkeypatch):
-    """A step plans once for the decodes, and once for each chunk, what every layer with an indexer chooses among."""
+    """A step plans once what all its tokens choose among, and every layer's indexer is called once."""
     model = model_of("axk2")
     planned, chosen = spied(monkeypatch, api, "plan_choice"), spied(monkeypatch, api, "choose_keys")
     served = engine_of(model, token_budget=64)
@@ -167,7 +167,7 @@ def test_layers_share_what_was_planned(way, monkeypatch):
     run(served)
     layers = len(served.cache.index_keys.layers)
     assert layers > 1
-    assert [len(args[1]) for args in planned] == [1] * 3 + [3] * 3  # three chunks in the first step, then three decodes
+    assert [len(args[1]) for args in planned] == [3] * 4  # three chunks in the first step, then three decodes
     assert len(chosen) == layers * len(planned)
     assert {args[0].dtype for args in chosen} == {torch.float32}
 

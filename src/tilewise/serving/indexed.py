@@ -113,8 +113,10 @@ def _forward(
     del given["self"]
     step: IndexedStep = given["past_key_values"].step
 
-    def call(group: Group, **replaced: Any) -> Any:
-        its = {name: x if x is None else group.cut(x) for name, x in given.items() if name not in replaced}
+    def call(group: Group | None, **replaced: Any) -> Any:
+        its = {name: x for name, x in given.items() if name not in replaced}
+        if group is not None:
+            its = {name: x if x is None else group.cut(x) for name, x in its.items()}
         return forward(module, **its, **replaced)
 
     return step.choose(layer, call, type(module))
@@ -137,11 +139,10 @@ class Past:
 
 @dataclass(frozen=True, eq=False)
 class Group:
-    """Tokens whose keys are chosen in one call of an indexer: `batch` sequences with equally many of them.
+    """Tokens whose keys torch chooses in one call of an indexer: `batch` sequences with equally many of them.
 
-    rows: where they stand among the step's. slots, first: they are tokens of these slots, from `first` on. What they
-    choose among: for torch places, (batch, keys) int64, where the tokens that they may see are stored; for choose_keys
-    a plan; neither if they see all that there are.
+    rows: where they stand among the step's. slots, first: they are tokens of these slots, from `first` on. places:
+    (batch, keys) int64, where the tokens that they may see are stored; None if they see all that there are.
     """
 
     rows: slice
@@ -149,14 +150,6 @@ class Group:
     first: int
     batch: int = 1
     places: torch.Tensor | None = None
-    plan: ChoicePlan | None = None
-
-    @property
-    def keys(self) -> int:
-        """Of a sequence, as the indexer is told. Who sees all keys needs no score; one is enough to be asked about."""
-        if self.plan is not None:
-            return int(self.plan.lengths.max())
-        return 1 if self.places is None else self.places.shape[1]
 
     def cut(self, x: Any) -> Any:
         """(1, tokens, …) -> (batch, tokens of each, …), also of a tuple."""
@@ -166,22 +159,39 @@ class Group:
         return x.view(self.batch, -1, *x.shape[1:])
 
 
+class _StandInKeys:
+    """In the place of past_key_values in an indexer's call for all tokens of a step, of which none gets keys."""
+
+    def __init__(self, step: IndexedStep, layer: int) -> None:
+        self.step, self.layer, self.asked = step, layer, 0
+
+    def update_indexer(self, keys: torch.Tensor, *_: Any) -> formula.Keys:
+        """The new keys (1, tokens, dim), which are written -> a stand-in for those of all tokens."""
+        its = self.step.cache.index_keys
+        assert its is not None
+        self.asked += 1
+        if keys.dtype != its.dtype:
+            raise formula.NotFollowed(f"the model makes keys in {keys.dtype}, and the cache keeps {its.dtype}")
+        row = 0
+        for slots in self.step.all_slots:
+            its.write(self.layer, slots, keys[0, row : row + len(slots)])
+            row += len(slots)
+        return formula.Keys.of(1, self.step.longest, its.dim, its.dtype, keys.device)
+
+
 class _Keys:
-    """In the place of past_key_values in one call of an indexer: the cache's keys for its own."""
+    """In the place of past_key_values in one call of an indexer for torch: the cache's keys for its own."""
 
     def __init__(self, cache: PagedKVCache, layer: int, group: Group) -> None:
         self.cache, self.layer, self.group, self.asked = cache, layer, group, 0
 
-    def update_indexer(self, keys: torch.Tensor, *_: Any) -> torch.Tensor | formula.Keys:
+    def update_indexer(self, keys: torch.Tensor, *_: Any) -> torch.Tensor:
         """The new keys (batch, n, dim) -> those of all tokens of each sequence, (batch, keys, dim)."""
         its, group = self.cache.index_keys, self.group
         assert its is not None
         self.asked += 1
-        if group.plan is not None and keys.dtype != its.dtype:
-            raise formula.NotFollowed(f"the model makes keys in {keys.dtype}, and the cache keeps {its.dtype}")
         its.write(self.layer, group.slots, keys.flatten(0, 1), group.first)
-        if group.plan is not None:
-            return formula.Keys.of(group.batch, group.keys, its.dim, its.dtype, keys.device)
+        # Who sees all keys needs no score; one key is enough to be asked about.
         return keys[:, :1] if group.places is None else its.read(self.layer, group.places)
 
 
@@ -209,7 +219,9 @@ class IndexedStep(MixedStep):
         lengths = self.cache.lengths_of(self.seqs)
         chunks = list(zip(self.seqs, self.counts, strict=True))
         self._short = [its for its, length in zip(chunks, lengths, strict=True) if length <= indexers.topk]
-        self._longest = 0 if decode is None else int(self.cache.lengths_of(decode.seqs).max())
+        decoded = self.cache.lengths_of([] if decode is None else decode.seqs)
+        self._longest = int(decoded.max(initial=0))  # of those that are decoded
+        self.longest = max(indexers.topk, self._longest, int(lengths.max(initial=0)))  # keys that stand-ins speak of
         listed = np.repeat(lengths > indexers.topk, np.array(self.counts, np.int64))
         # With folds a token's bits are the same in any batch of decodes; lists of prompts are computed faster without.
         self._folds = not listed.any()
@@ -217,16 +229,17 @@ class IndexedStep(MixedStep):
         decodes = np.full(len(self._positions) - len(listed), self._longest > indexers.topk)
         listed = np.concatenate([listed, decodes])
         self._listed, self._seeing = (upload(np.flatnonzero(x), self.cache.device) for x in (listed, ~listed))
-        self._groups: dict[bool, list[Group]] = {}  # for torch or not
+        self._groups: list[Group] = []  # of torch's way, and
+        self._choice: ChoicePlan | None = None  # of the other, when one is asked for
         self._plan: StepPlan | None = None
 
-    def _groups_for(self, torch_scores: bool) -> list[Group]:
-        if torch_scores not in self._groups:
-            self._groups[torch_scores] = [*self._chunk_groups(torch_scores), *self._decode_groups(torch_scores)]
-        return self._groups[torch_scores]
+    @property
+    def all_slots(self) -> list[Slots]:
+        """Of the tokens in their order."""
+        return [*self.parts, *([] if self.decode is None else [self.decode.slots])]
 
-    def _chunk_groups(self, torch_scores: bool) -> Iterator[Group]:
-        """Chunks of prompts: neighbours that see all keys together, others alone, for torch in pieces that fit."""
+    def _chunk_groups(self) -> Iterator[Group]:
+        """Chunks of prompts: neighbours that see all keys together, others alone, in pieces that fit."""
         row = 0
         for slots in self.parts:
             first = seen = 0  # tokens of the slots that have a group, and after them those that wait for theirs
@@ -237,11 +250,7 @@ class IndexedStep(MixedStep):
                 if seen:
                     yield Group(slice(row + first, row + first + seen), slots, first)
                     first, seen = first + seen, 0
-                if torch_scores:
-                    yield from self._pieces(row, slots, first, seq, count)
-                else:
-                    plan = api.plan_choice(self.cache, [seq], count, topk=self.indexers.topk)
-                    yield Group(slice(row + first, row + first + count), slots, first, plan=plan)
+                yield from self._pieces(row, slots, first, seq, count)
                 first += count
             if seen:
                 yield Group(slice(row + first, row + first + seen), slots, first)
@@ -258,19 +267,14 @@ class IndexedStep(MixedStep):
             rows = slice(row + first + done, row + first + stop)
             yield Group(rows, slots, first + done, places=places[:, : before + stop])
 
-    def _decode_groups(self, torch_scores: bool) -> Iterator[Group]:
+    def _decode_groups(self) -> Iterator[Group]:
         """Decodes: all of them see all keys, or all have lists, those of short sequences with −1 in them."""
         if self.decode is None:
             return
         assert self.cache.index_keys is not None
         row, slots, seqs = sum(self.counts), self.decode.slots, self.decode.seqs
-        everybody = slice(row, row + len(seqs))
         if self._longest <= self.indexers.topk:
-            yield Group(everybody, slots, 0)
-            return
-        if not torch_scores:
-            plan = api.plan_choice(self.cache, seqs, topk=self.indexers.topk)
-            yield Group(everybody, slots, 0, len(seqs), plan=plan)
+            yield Group(slice(row, row + len(seqs)), slots, 0)
             return
         most = max(1, AT_ONCE // (self.indexers.heads * self._longest))
         for first in range(0, len(seqs), most):
@@ -282,23 +286,18 @@ class IndexedStep(MixedStep):
         """(1, tokens, topk) int32: the rows of the cache's storage that each reads, −1 for none; of tokens that see all
         keys, anything.
 
-        indexer: its forward, of a group and with what is replaced; `kind` is its class.
+        indexer: its forward, of a group or of all tokens, and with what is replaced; `kind` is its class.
         """
         if have_kernels(self.cache, self.backend) and kind not in self._by_torch:
             try:
-                return self._chosen(layer, indexer, kind, self._groups_for(torch_scores=False))
+                return self._by_stand_ins(layer, indexer)
             except formula.NotFollowed as why:
                 self._by_torch.add(kind)
                 said = f"{kind.__name__}: {why}; torch computes its scores, over copies of the keys"
                 warnings.warn(said, RuntimeWarning, stacklevel=2)
-        return self._chosen(layer, indexer, kind, self._groups_for(torch_scores=True))
-
-    def _chosen(self, layer: int, indexer: Callable[..., Any], kind: type, groups: Sequence[Group]) -> torch.Tensor:
+        self._groups = self._groups or [*self._chunk_groups(), *self._decode_groups()]
         found = self._positions.new_empty((len(self._positions), self.indexers.topk), dtype=torch.int32)
-        for group in groups:
-            if group.plan is not None:
-                found[group.rows] = self._by_plan(layer, indexer, group, group.plan)
-                continue
+        for group in self._groups:
             chosen = self._positions_of(layer, indexer, kind, group)
             if group.places is not None:
                 at, count = self._positions[group.rows].view(group.batch, -1, 1), chosen.shape[-1]
@@ -307,16 +306,23 @@ class IndexedStep(MixedStep):
                 found[group.rows, count:] = -1
         return found[None]
 
-    def _by_plan(self, layer: int, indexer: Callable[..., Any], group: Group, plan: ChoicePlan) -> torch.Tensor:
-        """(tokens, topk) int32, rows of the storage, by choose_keys of what the indexer made of stand-ins."""
-        keys = _Keys(self.cache, layer, group)
-        mask = formula.Mask.of(group.batch, plan.rows // group.batch, group.keys, self.cache.device)
-        choice = formula.choice_of(lambda: indexer(group, attention_mask=mask, past_key_values=keys))
-        if keys.asked != 1 or choice.shape != (*mask.shape[:2], plan.topk):
+    def _by_stand_ins(self, layer: int, indexer: Callable[..., Any]) -> torch.Tensor:
+        """The same by choose_keys, of what the indexer makes of stand-ins in one call for all tokens."""
+        count, topk = len(self._positions), self.indexers.topk
+        keys = _StandInKeys(self, layer)
+        mask = formula.Mask.of(1, count, self.longest, self.cache.device)
+        choice = formula.choice_of(lambda: indexer(None, attention_mask=mask, past_key_values=keys))
+        if keys.asked != 1 or choice.shape != (1, count, topk):
             raise formula.NotFollowed(f"it asked for keys {keys.asked} times and chose {tuple(choice.shape)}")
-        q, weights = choice.q, choice.weights
+        if not len(self._listed):
+            return self._positions.new_empty((1, count, topk), dtype=torch.int32)
+        if self._choice is None:
+            decoded = [] if self.decode is None else self.decode.seqs
+            counts = [*self.counts, *[1] * len(decoded)]
+            self._choice = api.plan_choice(self.cache, [*self.seqs, *decoded], counts, topk=topk)
+        its = (choice.q, choice.weights, self.cache, layer, self._choice)
         try:
-            return api.choose_keys(q, weights, self.cache, layer, plan, rows=True, backend=self.backend)
+            return api.choose_keys(*its, rows=True, backend=self.backend)[None]
         except NotImplementedError as error:
             raise formula.NotFollowed(str(error)) from error
 
@@ -324,11 +330,12 @@ class IndexedStep(MixedStep):
         """(batch, tokens, keys chosen): positions in the sequences, by torch."""
         at = self._positions[group.rows].view(group.batch, -1, 1)
         keys = _Keys(self.cache, layer, group)
-        hidden = torch.arange(group.keys, device=at.device) > at
+        length = 1 if group.places is None else group.places.shape[1]
+        hidden = torch.arange(length, device=at.device) > at
         # Added to scores, as every release takes it
         mask = torch.zeros(hidden.shape, device=at.device).masked_fill_(hidden, -torch.inf)
         chosen: torch.Tensor = indexer(group, attention_mask=mask, past_key_values=keys)
-        shape = (*hidden.shape[:2], min(self.indexers.topk, group.keys))
+        shape = (*hidden.shape[:2], min(self.indexers.topk, length))
         if keys.asked != 1 or chosen.shape != shape or chosen.is_floating_point():
             raise NotImplementedError(
                 f"{kind.__name__} is served if it asks for keys once and gives the positions {shape} of those that it "
