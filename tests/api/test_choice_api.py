@@ -89,6 +89,41 @@ def test_bad_plans(options, error, message):
         plan_of(problem, **options)
 
 
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"rows": 4}, ValueError, "rows and max_length go together"),
+        ({"max_length": 4}, ValueError, "rows and max_length go together"),
+        ({"rows": 0, "max_length": 9}, ValueError, "rows must be at least 1 and at most 1024, got 0"),
+        (
+            {"rows": 4, "max_length": 9, "counts": [1]},
+            TypeError,
+            "counts must be an int, got list; with rows it is one",
+        ),
+        ({"rows": 1024, "max_length": 2**21}, ValueError, "must be at most 1073741824 scores, got 1024 · 1 · 2097152"),
+        ({"rows": 1, "max_length": 9}, ValueError, "seqs must be at most the plan's 1 rows, got 2"),
+        ({"rows": 2, "max_length": 6}, ValueError, r"max_length of 6 tokens, but sequence \d+ has 7"),
+    ],
+)
+def test_bad_standing_plans(options, error, message):
+    problem = Problem([5, 7], 1, 4)
+    with pytest.raises(error, match=message):
+        plan_of(problem, **options)
+
+
+def test_a_standing_plan_that_was_not_renewed():
+    problem = Problem([5, 7], 1, 4, dtype=torch.float32)
+    plan = plan_of(problem, rows=3, max_length=20)
+    problem.cache.extend(problem.seqs, 1)
+    q, weights = torch.zeros(3, 8, 32), torch.zeros(3, 8)
+    with pytest.raises(ValueError, match=r"plan is out of date: .* call renew_plan"):
+        tilewise.choose_keys(q, weights, problem.cache, 2, plan)
+    with pytest.raises(ValueError, match="plan was made for another cache"):
+        tilewise.renew_plan(plan, Problem([5], 1, 4).cache, [])
+    with pytest.raises(ValueError, match=r"q must have shape \(3, heads, 32\), got \(2, 8, 32\)"):
+        tilewise.choose_keys(q[:2], weights[:2], problem.cache, 2, plan_of(problem, rows=3, max_length=20))
+
+
 def test_bad_caches():
     cache = tilewise.PagedKVCache(4, 16, 1, 24)
     with pytest.raises(ValueError, match=r"cache must have index keys; make it with PagedKVCache\(\.\.\., index_dim"):

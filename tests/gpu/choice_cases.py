@@ -19,10 +19,10 @@ class Problem:
     """
 
     def __init__(self, lengths, counts, topk, *, heads=8, dim=32, dtype=torch.bfloat16, page=16, seed=0, size=1.0,
-                 device="cpu"):  # fmt: skip
+                 spare=3, device="cpu"):  # fmt: skip
         pages = sum(-(-n // page) for n in lengths)
         self.cache = PagedKVCache(
-            pages + 3, page, 1, head_dim=24, value_dim=16, shared_kv=True, num_layers=3, kv_format=FORMATS[dtype],
+            pages + spare, page, 1, head_dim=24, value_dim=16, shared_kv=True, num_layers=3, kv_format=FORMATS[dtype],
             index_dim=dim, index_layers=[2, 0], device=device,
         )  # fmt: skip
         index = self.cache.index_keys
@@ -43,8 +43,8 @@ class Problem:
         counts = self.plan.counts.tolist()
         self.members = [n for n, count in enumerate(counts) for _ in range(count)]  # of each row its sequence
         self.places = [lengths[n] - count + i for n, count in enumerate(counts) for i in range(count)]
-        self.q = randn(self.plan.rows, heads, dim, dtype=dtype, seed=7 * seed + 3, size=size).to(device)
-        self.weights = randn(self.plan.rows, heads, seed=7 * seed + 4).to(device)
+        self.q = randn(self.plan.tokens, heads, dim, dtype=dtype, seed=7 * seed + 3, size=size).to(device)
+        self.weights = randn(self.plan.tokens, heads, seed=7 * seed + 4).to(device)
 
     def choose(self, backend="auto", **options):
         return tilewise.choose_keys(self.q, self.weights, self.cache, 2, self.plan, backend=backend, **options)
@@ -60,7 +60,7 @@ class Problem:
 
 def check(problem, chosen):
     """Sorted positions, as many as there have to be, and none left out that scores more than float32 can be off."""
-    assert chosen.shape == (problem.plan.rows, problem.plan.topk)
+    assert chosen.shape == (problem.plan.tokens, problem.plan.topk)
     for row, positions in enumerate(chosen.cpu().tolist()):
         exact, error = problem.scores(row)
         most = min(problem.plan.topk, len(exact))

@@ -158,7 +158,8 @@ CONSTANTS = {
     "index/scores.cu": {
         "kKeys": choice.KEYS,
         "kThreads": INDEX_SCORES.threads,
-        "kStages * kStageBytes": INDEX_SCORES.shared_bytes,
+        "stage_at(kStages)": INDEX_SCORES.shared_bytes,
+        "kScanBytes": choice.SCAN_BYTES,
     },
     "index/select.cu": {"kAtFound + 8": choice.SELECT_SPEC.shared_bytes},
     "decode/plan_step.cu": {"kStageThreads": plan_step.THREADS, "kStepWords": plan_step.STEP_WORDS},

@@ -7,6 +7,7 @@ import torch
 from choice_cases import CASES, Problem, check
 from oracle import randn
 
+import tilewise
 from tilewise import arch
 from tilewise.gpu import choice
 from tilewise.gpu.abi import Divisor
@@ -71,6 +72,60 @@ def test_batches_and_chunks_change_no_bit():
     assert torch.equal(
         choice.run_choice(problem.q, problem.weights, stored, problem.plan, rows=False, send=upload), wanted
     )
+
+
+# ---- standing plans --------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("backend", ["emulator", "cpu"])
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_sequences_that_come_go_and_grow(backend, tokens):
+    """A standing plan gives what a plan of the moment gives; idle rows are not read, and choose nothing."""
+    dtype = torch.bfloat16 if backend == "emulator" else torch.float32
+    problem = Problem([300, 7, 130, 65], tokens, 16, heads=5, dim=40, dtype=dtype, seed=2, spare=30)
+    cache, index = problem.cache, problem.cache.index_keys
+    standing = tilewise.plan_choice(cache, [], tokens, topk=16, rows=5, max_length=700)
+    a, b, c, d = problem.seqs
+    for step, seqs in enumerate(([a, b, c], [c, a], [], [d, a, b, c], [b, d], [d])):
+        if step:
+            slots = cache.extend([a, d], [1, 40])
+            index.write(2, slots, randn(len(slots), 40, seed=step).to(dtype))
+        assert tilewise.renew_plan(standing, cache, seqs) is standing
+        live = tokens * len(seqs)
+        q, weights = randn(5 * tokens, 5, 40, dtype=dtype, seed=step), randn(5 * tokens, 5, seed=step)
+        q[live:], weights[live:] = torch.nan, torch.nan
+        found = tilewise.choose_keys(q, weights, cache, 2, standing, backend=backend.replace("cpu", "auto"))
+        assert (found[live:] == -1).all()
+        now = tilewise.plan_choice(cache, seqs, tokens, topk=16)
+        wanted = tilewise.choose_keys(q[:live], weights[:live], cache, 2, now, backend=backend.replace("cpu", "auto"))
+        assert torch.equal(found[:live], wanted)
+
+
+def test_what_a_standing_plan_says_stays_in_its_place():
+    problem = Problem([300, 65], 1, 16)
+    standing = tilewise.plan_choice(problem.cache, problem.seqs, topk=16, rows=3, max_length=400)
+    q, weights = randn(3, 8, 32, dtype=torch.bfloat16), randn(3, 8)
+
+    def run():
+        found = tilewise.choose_keys(q, weights, problem.cache, 2, standing, backend="emulator")
+        (sent,) = choice._sent[standing].values()
+        (group,) = sent.groups
+        return found, [x.data_ptr() for x in (sent.pages, sent.lists, group.tiles, group.rows, group.scores)]
+
+    before = run()
+    tilewise.renew_plan(standing, problem.cache, problem.seqs[::-1])
+    after = run()
+    assert before[1] == after[1]
+    assert (after[0][0] != before[0][0]).any()
+
+
+def test_many_tiles():
+    """More of them than a block has threads to look at once."""
+    problem = Problem([70] * 9 + [600], [70] * 9 + [1], 16)
+    choice._sent.clear()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(choice, "ROWS", 2)
+        check(problem, problem.choose("emulator"))
+    (sent,) = choice._sent[problem.plan].values()
+    assert [len(group.tiles) for group in sent.groups] == [9 * 35 + 1]
 
 
 # ---- lists by given scores -------------------------------------------------------------------------------------------

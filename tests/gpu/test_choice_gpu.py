@@ -7,6 +7,7 @@ import random
 import pytest
 import torch
 from choice_cases import CASES, Problem, check
+from oracle import randn
 from test_choice import expected, hostile
 
 import tilewise
@@ -79,3 +80,28 @@ def test_nobody_waits_and_graphs_hold_it():
     assert torch.equal(again, wanted)
     check(problem, wanted)
     assert found.shape == wanted.shape
+
+
+def test_a_graph_replays_over_sequences_that_come_and_go():
+    problem = Problem([3000, 500, 65], 1, 64, heads=64, dim=128, spare=200, device="cuda")
+    cache, standing = problem.cache, tilewise.plan_choice(problem.cache, [], topk=64, rows=4, max_length=5000)
+    q, weights = problem.q.new_zeros(4, 64, 128), problem.weights.new_zeros(4, 64)
+    graph = torch.cuda.CUDAGraph()
+    with pytest.raises(RuntimeError, match="a graph cannot capture the first choose_keys"), torch.cuda.graph(graph):
+        tilewise.choose_keys(q, weights, cache, 2, standing)
+    tilewise.choose_keys(q, weights, cache, 2, standing)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = tilewise.choose_keys(q, weights, cache, 2, standing)
+    a, b, c = problem.seqs
+    for step, seqs in enumerate(([a, b], [c, a, b], [], [b], [a, c])):
+        slots = cache.extend([b], 300)
+        cache.index_keys.write(2, slots, randn(300, 128, dtype=torch.bfloat16, seed=step).cuda())
+        live = len(seqs)
+        q[:live] = randn(live, 64, 128, dtype=torch.bfloat16, seed=step).cuda()
+        weights[:live] = randn(live, 64, seed=step).cuda()
+        tilewise.renew_plan(standing, cache, seqs)
+        graph.replay()
+        now = tilewise.plan_choice(cache, seqs, topk=64)
+        assert torch.equal(found[:live], tilewise.choose_keys(q[:live], weights[:live], cache, 2, now))
+        assert (found[live:] == -1).all()

@@ -5,15 +5,17 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from tilewise import arguments, checks, traced
+from tilewise.api.choice import renew_choice
 from tilewise.gpu import decode as kernel
 from tilewise.gpu.plan_step import Batch
 from tilewise.kvcache import PagedKVCache, PrefixCache
 from tilewise.kvcache.lineage import Lineage
 from tilewise.kvcache.slots import late_places
 from tilewise.plan import DecodePlan
+from tilewise.plan.choice import StandingChoice
 from tilewise.plan.flat import Judge
 from tilewise.plan.standing import StandingPlan
 from tilewise.scores import Window
@@ -69,18 +71,23 @@ def make(
     return plan
 
 
-def renew_plan(plan: StandingPlan, cache: PagedKVCache | PrefixCache, seqs: Sequence[int]) -> StandingPlan:
+Standing = TypeVar("Standing", StandingPlan, StandingChoice)
+
+
+def renew_plan(plan: Standing, cache: PagedKVCache | PrefixCache, seqs: Sequence[int]) -> Standing:
     """Make a standing plan the plan of `seqs` as they are now: after sequences came, went, forked or grew.
 
-    plan: of plan_decode(..., rows=, max_length=); the same object is returned. seqs: up to `rows` sequences of up to
-    `max_length` tokens, in the order in which q and o have them from now on.
+    plan: of plan_decode or plan_choice(..., rows=, max_length=); the same object is returned. seqs: up to `rows`
+    sequences of up to `max_length` tokens, in the order in which q and o have them from now on.
 
     On a GPU the host looks only at what changed, and sends it by one launch that it does not wait for. The first
     decode() after that makes the work list where the last one was, for all layers; a graph that captures decode() makes
     it in every replay, before its first layer. So a captured decode() replays over sequences that come and go. On a
-    CPU, where a plan costs little, the next call makes a new one.
+    CPU, where a plan costs little, the next call makes a new one. What a plan of plan_choice says is sent whole.
     """
     pages = arguments.check_cache(cache)
+    if isinstance(plan, StandingChoice):
+        return renew_choice(plan, pages, seqs)
     if not isinstance(plan, StandingPlan):
         raise TypeError(
             f"plan must come from tilewise.plan_decode(..., rows=, max_length=), got {type(plan).__name__}; "

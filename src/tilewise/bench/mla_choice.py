@@ -76,12 +76,12 @@ def time_choice(row: prefill.Row, loops: int | None) -> list[Result]:
         slots = cache.extend(seqs, min(step, point.seq - begin))
         index.write(0, slots, drawn(len(slots), point.hdim))
     plan = api.plan_choice(cache, seqs, point.tokens, topk=row.chosen)
-    q = drawn(plan.rows, point.heads, point.hdim).to(index.dtype)
-    weights = drawn(plan.rows, point.heads)
+    q = drawn(plan.tokens, point.heads, point.hdim).to(index.dtype)
+    weights = drawn(plan.tokens, point.heads)
     calls: dict[str, Callable[[], torch.Tensor]] = {
         ours: lambda: api.choose_keys(q, weights, cache, 0, plan),
     }
-    if plan.rows * point.heads * point.seq <= MOST:
+    if plan.tokens * point.heads * point.seq <= MOST:
         places = index.places(seqs)
         calls[TORCH] = lambda: by_torch(q, weights, index.read(0, places), row.chosen)
     errors = {name: (shortfall(call(), q, weights, cache, plan), 1.0) for name, call in calls.items()}
@@ -118,7 +118,7 @@ def shortfall(
     float32 sums may be off; of the first and the last query token, in float64."""
     worst, index = 0.0, cache.index_keys
     assert index is not None
-    for row, n in {(0, 0), (plan.rows - 1, len(plan.seqs) - 1)}:
+    for row, n in {(0, 0), (plan.tokens - 1, len(plan.seqs) - 1)}:
         place = int(plan.lengths[n]) - int(plan.starts[n + 1]) + row
         keys = index.read(0, index.places([plan.seqs[n]]))[0, : place + 1].double().cpu()
         its, weight = q[row].double().cpu(), weights[row].double().cpu()

@@ -13,7 +13,7 @@ def run_choice(
     q: torch.Tensor, weights: torch.Tensor, keys: torch.Tensor, plan: ChoicePlan, *, rows: bool
 ) -> torch.Tensor:
     """(tokens, topk) int32, as api.choice.choose_keys() says. keys: (pages · page_size, dim), a layer's storage."""
-    found = torch.full((plan.rows, plan.topk), -1, dtype=torch.int32, device=q.device)
+    found = torch.full((plan.tokens, plan.topk), -1, dtype=torch.int32, device=q.device)
     for n, (start, end) in enumerate(zip(plan.starts[:-1].tolist(), plan.starts[1:].tolist(), strict=True)):
         at = torch.arange(int(plan.lengths[n]), device=q.device)
         pages = torch.from_numpy(plan.pages[n]).to(q.device)

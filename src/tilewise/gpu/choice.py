@@ -1,7 +1,8 @@
 """An indexer's choice: kernels/index/scores.cu and select.cu, over the keys in a cache's pages.
 
 `run_choice` runs them on a card or, over CPU tensors, in the emulator, and validates nothing but what no kernel serves.
-What a plan says is sent to a card when it is first used, and kept with it: a step has one plan for all layers.
+What a plan says is sent to a card when it is first used, and kept with it: a step has one plan for all layers. That
+of a standing plan has its place there, where `renew` brings it up to date.
 """
 
 from __future__ import annotations
@@ -20,23 +21,26 @@ import torch
 from tilewise import arch, compiler, emulator
 from tilewise.compiler.spec import KernelSpec
 from tilewise.gpu.abi import ELEMENTS, Divisor
-from tilewise.plan.choice import ChoicePlan, ChoiceTiles
+from tilewise.plan.choice import ChoicePlan, ChoiceTiles, StandingChoice
 
 KEYS = 256  # scores.cu: kKeys, of a block
 ROWS = 64  # of a tile: a block's keys come once for so many query tokens
 AT_ONCE = 1 << 26  # scores that are kept: 256 MiB
 STAGES = 3  # query tokens on their way, or multiplied
+BLOCKS = 2  # of scores, per multiprocessor
+SCORES_THREADS = 256
+SCAN_BYTES = 8 * 32  # decode/plan_block.cuh
 MAX_DIM, MAX_HEADS = 128, 128
 DTYPES = (torch.bfloat16, torch.float16)
 SELECT_THREADS = 1024
-# plan_block.cuh's kScanBytes, a bin for each of 2^11 digits, and what was found
+# Besides, a bin for each of 2^11 digits, and what was found
 SELECT_SPEC = KernelSpec(
     "index_select",
     "index/select.cu",
     "index_select",
     (("kPlanThreads", SELECT_THREADS),),
     SELECT_THREADS,
-    8 * 32 + 4 * 2**11 + 8,
+    SCAN_BYTES + 4 * 2**11 + 8,
     product=True,
 )
 
@@ -54,7 +58,7 @@ class IndexScoresArgs(ctypes.Structure):
         *((n, ctypes.c_void_p) for n in ("q", "weights", "keys", "tiles", "scores")),
         ("width", ctypes.c_int64),
         ("table", IndexTable),
-        *((n, ctypes.c_int) for n in ("heads", "dim")),
+        *((n, ctypes.c_int) for n in ("heads", "dim", "count")),
     ]
 
 
@@ -73,9 +77,17 @@ class IndexSelectArgs(ctypes.Structure):
 def scores_spec(dtype: torch.dtype, heads: int, dim: int) -> KernelSpec:
     """The kernel of scores for so many heads of `dim` channels."""
     wide, channels = -(-heads // 16) * 16, -(-dim // 32) * 32
-    constants = (("Element", ELEMENTS[dtype]), ("kHeads", wide), ("kChannels", channels), ("kStages", STAGES))
-    stage = wide * (2 * channels + 4)
-    return KernelSpec("index_scores", "index/scores.cu", "index_scores", constants, 256, STAGES * stage, product=True)
+    constants = (
+        ("Element", ELEMENTS[dtype]),
+        ("kHeads", wide),
+        ("kChannels", channels),
+        ("kStages", STAGES),
+        ("kPlanThreads", SCORES_THREADS),
+    )
+    shared = SCORES_THREADS // 4 + 16 + STAGES * wide * (2 * channels + 4)
+    return KernelSpec(
+        "index_scores", "index/scores.cu", "index_scores", constants, SCORES_THREADS, shared, product=True
+    )
 
 
 def specs(*, every: bool = False) -> list[KernelSpec]:
@@ -97,33 +109,95 @@ def why_not(dtype: torch.dtype, heads: int, dim: int) -> str:
     return ""
 
 
-Send = Callable[["npt.NDArray[np.integer]", torch.device], torch.Tensor]
+Send = Callable[["npt.NDArray[np.integer]", torch.device, "torch.Tensor | None"], torch.Tensor]
+
+
+@dataclass
+class _Group:
+    """Rows that are dealt with together: ChoiceTiles on the device. scores: where they are kept, None for memory that
+    is taken for each call."""
+
+    tiles: torch.Tensor
+    rows: torch.Tensor
+    kept: int
+    width: int
+    items: int  # blocks of keys under tiles, at most
+    scores: torch.Tensor | None = None
 
 
 @dataclass
 class _Sent:
-    """What a plan says, on the device."""
+    """What a plan says, on a device. lists: a standing plan's rows and tiles, which are views of it."""
 
     pages: torch.Tensor
-    groups: list[tuple[ChoiceTiles, torch.Tensor, torch.Tensor]]  # and its tiles and rows
+    groups: list[_Group]
+    lists: torch.Tensor | None = None
 
 
-_sent: WeakKeyDictionary[ChoicePlan, dict[torch.device, _Sent]] = WeakKeyDictionary()
+_sent: WeakKeyDictionary[ChoicePlan | StandingChoice, dict[torch.device, _Sent]] = WeakKeyDictionary()
 
 
-def _send(plan: ChoicePlan, device: torch.device, send: Send) -> _Sent:
+def _send(plan: ChoicePlan | StandingChoice, device: torch.device, send: Send) -> _Sent:
     known = _sent.setdefault(plan, {})
     if device not in known:
-        groups = [(x, send(x.tiles, device), send(x.rows, device)) for x in plan.tiles(ROWS, AT_ONCE)]
-        known[device] = _Sent(send(plan.pages, device), groups)
+        if isinstance(plan, ChoicePlan):
+            groups = [_group(x, device, send) for x in plan.tiles(ROWS, AT_ONCE)]
+            known[device] = _Sent(send(plan.pages, device, None), groups)
+        else:
+            if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+                raise RuntimeError(
+                    "a graph cannot capture the first choose_keys of a plan; make one before the capture"
+                )
+            known[device] = _standing(plan, device)
+            renew(plan, send)
     return known[device]
+
+
+def _group(its: ChoiceTiles, device: torch.device, send: Send) -> _Group:
+    ends = its.tiles[:, 3] + its.tiles[:, 2]
+    items = int((-(-ends // KEYS)).sum())
+    return _Group(send(its.tiles, device, None), send(its.rows, device, None), its.kept, _width(its.width), items)
+
+
+def _width(keys: int) -> int:
+    """Scores per row, so that rows begin at multiples of 16 bytes."""
+    return -(-keys // 4) * 4
+
+
+def _standing(plan: StandingChoice, device: torch.device) -> _Sent:
+    """The places of what a standing plan says, of which nothing is there yet."""
+    tokens, width = plan.tokens, _width(plan.max_length)
+    tiles = plan.rows * -(-plan.tokens_per_seq // ROWS)
+    with torch.inference_mode(False):  # or a later step outside of it could not refresh them
+        lists = torch.zeros(4 * tokens + 5 * tiles, dtype=torch.int32, device=device)
+        scores = torch.empty((tokens, width), dtype=torch.float32, device=device)
+        pages = torch.zeros((plan.rows, plan.most_pages), dtype=torch.int32, device=device)
+    rows, its = lists[: 4 * tokens].view(tokens, 4), lists[4 * tokens :].view(tiles, 5)
+    return _Sent(pages, [_Group(its, rows, tokens, width, tiles * -(-plan.max_length // KEYS), scores)], lists)
+
+
+def renew(plan: StandingChoice, send: Send) -> None:
+    """Put what a standing plan says now where it was on the devices that know it, behind all that runs there."""
+    for device, sent in _sent.get(plan, {}).items():
+        (group,) = sent.groups
+        assert sent.lists is not None
+        values = np.zeros(len(sent.lists), np.int32)
+        rows, tiles = values[: group.rows.numel()].reshape(-1, 4), values[group.rows.numel() :].reshape(-1, 5)
+        rows[:, 0], rows[:, 2:] = np.arange(len(rows)), -1
+        for its in plan.now.tiles(ROWS, plan.tokens * plan.max_length):
+            tiles[: len(its.tiles)], rows[: len(its.rows)] = its.tiles, its.rows
+            rows[len(its.rows) :, 0] = np.arange(len(its.rows), len(rows))
+        send(values, device, sent.lists)
+        pages = plan.now.pages
+        if pages.size:
+            send(pages, device, sent.pages[: len(pages), : pages.shape[1]])
 
 
 def run_choice(
     q: torch.Tensor,
     weights: torch.Tensor,
     keys: torch.Tensor,
-    plan: ChoicePlan,
+    plan: ChoicePlan | StandingChoice,
     *,
     rows: bool,
     send: Send,
@@ -132,7 +206,7 @@ def run_choice(
     """(tokens, topk) int32, as api.choice.choose_keys() says.
 
     q: (tokens, heads, dim), weights: (tokens, heads) float32, keys: (pages · page_size, dim). send: takes an array to
-    a device. emulated: options of emulator.launch.
+    a device, into a tensor there if one is given. emulated: options of emulator.launch.
     """
     tokens, heads, dim = q.shape
     instead = ".cpu() tensors" if q.is_cuda else 'backend="cpu"'
@@ -151,16 +225,19 @@ def run_choice(
         weights[:, :heads] = given
     chosen = torch.empty((tokens, plan.topk), dtype=torch.int32, device=q.device)
     sent = _send(plan, q.device, send)
-    table = IndexTable(sent.pages.data_ptr(), plan.pages.shape[1], Divisor.by(plan.page_size))
-    for group, tiles, listed in sent.groups:
-        width = -(-group.width // 4) * 4  # rows that begin at multiples of 16 bytes
-        scores = torch.empty((group.kept, width), dtype=torch.float32, device=q.device)
+    table = IndexTable(sent.pages.data_ptr(), sent.pages.shape[1], Divisor.by(plan.page_size))
+    for group in sent.groups:
+        scores = group.scores
+        if scores is None:
+            scores = torch.empty((group.kept, group.width), dtype=torch.float32, device=q.device)
         known = {"pages": sent.pages, "scores": scores}
-        if len(tiles):
-            named = {"q": q, "weights": weights, "keys": keys, "tiles": tiles, "scores": scores}
-            args = IndexScoresArgs(*(x.data_ptr() for x in named.values()), width, table, heads, dim)
-            _launch(spec, (-(-group.width // KEYS), len(tiles), 1), args, known | named, **emulated)
-        select(scores, listed, table, chosen, rows, known, **emulated)
+        if group.items:
+            named = {"q": q, "weights": weights, "keys": keys, "tiles": group.tiles, "scores": scores}
+            pointers = (x.data_ptr() for x in named.values())
+            args = IndexScoresArgs(*pointers, group.width, table, heads, dim, len(group.tiles))
+            blocks = min(group.items, BLOCKS * arch.multiprocessors(q.device))
+            _launch(spec, (blocks, 1, 1), args, known | named, **emulated)
+        select(scores, group.rows, table, chosen, rows, known, **emulated)
     return chosen
 
 

@@ -54,8 +54,8 @@ class ChoicePlan:
         return np.concatenate([[0], np.cumsum(self.counts)])
 
     @property
-    def rows(self) -> int:
-        """Query tokens."""
+    def tokens(self) -> int:
+        """Query tokens, which are the rows."""
         return int(self.starts[-1])
 
     def tiles(self, rows_each: int, at_once: int) -> Iterator[ChoiceTiles]:
@@ -79,6 +79,33 @@ class ChoicePlan:
             listed = []
         if listed and len(listed[0]):
             yield ChoiceTiles(tiles, listed[0], 0, 0)
+
+
+@dataclass(eq=False)
+class StandingChoice:
+    """The choice of tokens of up to `rows` sequences of up to max_length tokens, which come, go and grow; made by
+    plan_choice(..., rows=, max_length=) and brought up to date by renew_plan().
+
+    A sequence has tokens_per_seq query tokens; those past the last sequence are idle. now: of the present sequences.
+    """
+
+    rows: int
+    max_length: int
+    tokens_per_seq: int
+    topk: int
+    page_size: int
+    cache_serial: int
+    now: ChoicePlan
+
+    @property
+    def tokens(self) -> int:
+        """Query tokens, idle ones too."""
+        return self.rows * self.tokens_per_seq
+
+    @property
+    def most_pages(self) -> int:
+        """Of a sequence."""
+        return -(-self.max_length // self.page_size)
 
 
 def _cuts(rows: Longs, widths: Longs, at_once: int) -> Iterator[tuple[int, int]]:

@@ -279,8 +279,8 @@ def with_graphs(shape: ModelShape, cuda_graphs: bool | None) -> bool:
     """Whether passes are replayed from graphs: where that is asked for, or None, and can be."""
     if shape.indexers is not None and cuda_graphs:
         raise NotImplementedError(
-            "cuda_graphs=True is not served for models with an indexer: how many keys it scores changes from step to "
-            "step, and a graph has fixed sizes; leave cuda_graphs out, and steps go call by call"
+            "cuda_graphs=True is not served for models with an indexer, whose choice the engine's graphs do not hold; "
+            "leave cuda_graphs out, and steps go call by call"
         )
     wanted = True if cuda_graphs is None else checks.flag("cuda_graphs", cuda_graphs)
     return wanted and shape.indexers is None and shape.device.type == "cuda"

@@ -14,7 +14,8 @@ struct IndexTable {
         return int64_t(Global<const int>{pages}[int64_t(sequence) * most + page]) * page_size.divisor + offset;
     }
 };
-// Rows [row, row + rows) of a sequence, the first of them at `place`; their scores are kept from row `kept` on.
+// Rows [row, row + rows) of a sequence, the first of them at `place`; their scores are kept from row `kept` on. Without
+// rows it is none.
 struct ScoreTile {
     int sequence, row, rows, place, kept;
 };
@@ -26,10 +27,10 @@ struct IndexScoresArgs {
     float* scores;  // (kept, width)
     int64_t width;
     IndexTable table;
-    int heads, dim;
+    int heads, dim, count;  // count: of tiles
 };
-struct ChoosingRow {
-    int row, sequence, place, kept;  // kept: −1 if the row takes all that it sees
+struct alignas(16) ChoosingRow {
+    int row, sequence, place, kept;  // place: −1 if it sees nothing; kept: −1 if it takes all that it sees
 };
 struct IndexSelectArgs {
     const float* scores;  // (kept, width)

@@ -8,15 +8,23 @@
 // Which channel of a row is which of a product's is the same for both operands, and nobody else asks. A lane takes
 // eight neighbours, 16 bytes, for its share of two steps of depth: so keys come from memory to registers at once, and
 // queries from shared memory by 16 bytes per lane.
+//
+// Items, blocks of keys under tiles, are as many as tiles need, which the host may not know: each block counts them, and
+// takes every so manieth.
+#include "decode/plan_block.cuh"
 #include "index/args.cuh"
 #include "tile/mma.cuh"
 
-// Constants: Element; kHeads and kChannels: heads and dim, rounded up to multiples of 16 and of 32; kStages.
-constexpr int kWarps = 8, kThreads = 32 * kWarps, kSixteens = 2, kWarpKeys = 16 * kSixteens;
+// Constants: Element; kHeads and kChannels: heads and dim, rounded up to multiples of 16 and of 32; kStages;
+// kPlanThreads
+constexpr int kThreads = kPlanThreads, kWarps = kThreads / 32, kSixteens = 2, kWarpKeys = 16 * kSixteens;
 constexpr int kKeys = kWarps * kWarpKeys;
 constexpr int kEights = kChannels / 8, kPairs = kChannels / 32;  // chunks of a row; pairs of steps of depth
 constexpr int kQueryBytes = kHeads * kChannels * 2, kStageBytes = kQueryBytes + kHeads * 4;
+// Which tile an item is of, behind what scan() keeps of each warp; stages
+constexpr int kAtTile = 8 * kWarps, kAtStages = kAtTile + 16;
 static_assert(kHeads % 16 == 0 && kChannels % 32 == 0 && kStages >= 2);
+TILE_DEVICE int stage_at(int stage) { return kAtStages + stage * kStageBytes; }
 
 // Chunk `eight` of a head's query. Eight lanes load four chunks of two neighbouring heads, which are all banks once.
 TILE_DEVICE int place_of(int head, int eight) {
@@ -32,20 +40,20 @@ struct Queries {
         if (n < tile.rows) {
             const int64_t row = tile.row + n;
             const auto* q = static_cast<const Element*>(args.q) + row * args.heads * args.dim;
-            const uint32_t to = ptx::shared_address(stage * kStageBytes);
+            const uint32_t to = ptx::shared_address(stage_at(stage));
             constexpr unsigned kAll = kHeads * kEights;
+            const unsigned thread = ptx::just_in_time(threadIdx.x);  // addresses take no registers meanwhile
 #pragma unroll
             for (unsigned first = 0; first < kAll; first += kThreads) {
-                const unsigned i = first + threadIdx.x;
+                const unsigned i = first + thread;
                 if (kAll % kThreads && i >= kAll) break;
                 const int head = i / kEights, eight = i % kEights;
                 const bool there = head < args.heads && eight * 8 < args.dim;
                 ptx::copy_async_16(to + place_of(head, eight) * 16, q + (there ? head * args.dim + eight * 8 : 0),
                                    there ? 16 : 0);
             }
-            if (threadIdx.x < kHeads / 4)
-                ptx::copy_async_16(to + kQueryBytes + threadIdx.x * 16, args.weights + row * kHeads + threadIdx.x * 4,
-                                   16);
+            if (thread < kHeads / 4)
+                ptx::copy_async_16(to + kQueryBytes + thread * 16, args.weights + row * kHeads + thread * 4, 16);
         }
         ptx::copy_async_commit();
     }
@@ -81,9 +89,9 @@ struct KeyRows {
 
 // Σ over heads of weighted scores, of this lane's keys and heads
 TILE_DEVICE void add_heads(float (&sum)[kSixteens][2], const KeyRows& keys, int stage) {
-    const Shared<Vector16> sQ(stage * kStageBytes);
-    const Shared<float> sWeights(stage * kStageBytes + kQueryBytes);
-    const int g = warp::lane() / 4, t = warp::lane() % 4;
+    const Shared<Vector16> sQ(stage_at(stage));
+    const Shared<float> sWeights(stage_at(stage) + kQueryBytes);
+    const int lane = ptx::just_in_time(warp::lane()), g = lane / 4, t = lane % 4;
 #pragma unroll 1
     for (int head = 0; head < kHeads; head += 16) {
         float acc[kSixteens][2][4];
@@ -122,17 +130,14 @@ TILE_DEVICE void add_heads(float (&sum)[kSixteens][2], const KeyRows& keys, int 
     }
 }
 
-// Grid: (blocks of keys, tiles)
-extern "C" __global__ void __launch_bounds__(kThreads, 2) index_scores(const __grid_constant__ IndexScoresArgs args) {
-    const ScoreTile tile = Global<const ScoreTile>{args.tiles}[blockIdx.y];
-    const int first = blockIdx.x * kKeys, end = tile.place + tile.rows;
-    if (first >= end) return;
+// The scores of keys [first, first + kKeys) under a tile
+TILE_DEVICE void score(const IndexScoresArgs& args, const ScoreTile& tile, int first) {
     const int from = first > tile.place ? first - tile.place : 0;  // tokens before it see none of these keys
     const Queries queries{args, tile};
 #pragma unroll
     for (int n = 0; n < kStages - 1; n++) queries.ask(from + n, n);
     const int its = first + threadIdx.x / 32 * kWarpKeys;  // the first key of this warp
-    const KeyRows keys(args, tile.sequence, its, end);
+    const KeyRows keys(args, tile.sequence, its, tile.place + tile.rows);
     int stage = 0;
 #pragma unroll 1
     for (int n = from; n < tile.rows; n++) {
@@ -142,7 +147,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2) index_scores(const __g
         float sum[kSixteens][2] = {};
         add_heads(sum, keys, stage);
         // Lane t of four gets key 8t + g: each keeps a half of what it has, and gives the other away.
-        const int g = warp::lane() / 4, t = warp::lane() % 4;
+        const int lane = ptx::just_in_time(warp::lane()), g = lane / 4, t = lane % 4;
         float half[kSixteens];
 #pragma unroll
         for (int m = 0; m < kSixteens; m++)
@@ -151,5 +156,36 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2) index_scores(const __g
         const int key = its + 8 * t + g;
         if (key <= tile.place + n) Global<float>{args.scores}[(tile.kept + n) * args.width + key] = score;
         stage = stage + 1 < kStages ? stage + 1 : 0;
+    }
+}
+
+// Grid: any number of blocks
+extern "C" __global__ void __launch_bounds__(kThreads, 2) index_scores(const __grid_constant__ IndexScoresArgs args) {
+    const Shared<int> sTile(kAtTile);
+    const Global<const ScoreTile> tiles{args.tiles};
+    int item = blockIdx.x, before = 0;  // items of the tiles before these
+#pragma unroll 1
+    for (int first = 0; first < args.count; first += kThreads) {
+        const int n = first + threadIdx.x;
+        int blocks = 0;
+        if (n < args.count) {
+            const ScoreTile tile = tiles[n];
+            blocks = tile.rows ? (tile.place + tile.rows + kKeys - 1) / kKeys : 0;
+        }
+        const Scanned items = scan(blocks);
+        const int mine = before + int(items.before);
+        before += int(items.all);
+#pragma unroll 1
+        for (; item < before; item += gridDim.x) {
+            if (mine <= item && item < mine + blocks) {
+                sTile[0] = n;
+                sTile[1] = item - mine;
+            }
+            ptx::sync_threads();
+            const ScoreTile tile = tiles[sTile[0]];
+            const int block = sTile[1];
+            score(args, tile, block * kKeys);
+            ptx::sync_threads();  // stages, and which tile it was, are no longer needed
+        }
     }
 }
