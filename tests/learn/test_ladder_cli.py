@@ -14,6 +14,7 @@ from tilewise.bench import ladder_commands, ladder_tables, peers, rungs, tables
 from tilewise.gpu import (
     append,
     backward,
+    choice,
     decode_kernels,
     decode_small,
     merge_rows,
@@ -293,8 +294,8 @@ def test_product_kernels_are_among_them_and_spill_nothing(run):
 
 def without_products(monkeypatch):
     """The kernels of the ladder alone."""
-    products = (append, backward, decode_kernels, decode_small, merge_rows, mla_kernels, mla_mma, planner, schedules)
-    for product in (*products, tilings, widen):
+    products = (append, backward, choice, decode_kernels, decode_small, merge_rows, mla_kernels, mla_mma, planner)
+    for product in (*products, schedules, tilings, widen):
         monkeypatch.setattr(product, "specs", lambda card="", every=False: [])
 
 
