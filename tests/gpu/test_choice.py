@@ -108,7 +108,7 @@ def test_what_a_standing_plan_says_stays_in_its_place():
         found = tilewise.choose_keys(q, weights, problem.cache, 2, standing, backend="emulator")
         (sent,) = choice._sent[standing].values()
         (group,) = sent.groups
-        return found, [x.data_ptr() for x in (sent.pages, sent.lists, group.tiles, group.rows, group.scores)]
+        return found, [x.data_ptr() for x in (sent.pages, sent.lists, group.tiles, group.rows)]
 
     before = run()
     tilewise.renew_plan(standing, problem.cache, problem.seqs[::-1])

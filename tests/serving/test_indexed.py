@@ -6,13 +6,15 @@ import copy
 import inspect
 import textwrap
 import warnings
+from dataclasses import replace
 
 import pytest
 import torch
 import transformers
 import wide_models as wide
+from card_like import all_like_cards, all_taped
 from indexed_cases import MAKES, NEW, TOPK, alike, model_of, own_answers
-from latent_cases import expected, served_late
+from latent_cases import EVERY_EXPERT, expected, served_late
 from tiny_models import pages_are_back, run, tokens
 
 import tilewise
@@ -283,13 +285,65 @@ def test_what_the_cache_takes():
     assert affordable_pages(codes.shape, "fp8", 16, 7 * codes.cache.bytes_per_token * 16) == 7
 
 
-def test_graphs_are_not_asked_for_in_vain():
-    """How many keys are scored changes from step to step."""
+def test_graphs_of_decodes(monkeypatch):
+    """As on a card: decodes of sequences that come and go are replayed, also while they are short; prompts go call by
+    call. Every layer's choice is of the sequences as they are."""
+    monkeypatch.setattr(indexed, "have_kernels", lambda cache, backend: True)
+    replays = all_like_cards(monkeypatch)
+    model = model_of("glm_moe_dsa")
+    prompts, right = own_answers(model, alike)
+    served = engine_of(model, token_budget=24, page_size=4)
+    assert served_late(served, prompts, shortest=NEW) == right
+    assert replays
+    assert not any(chunks for *_, chunks in replays)
+    assert len({decodes for _, decodes, _ in replays}) > 2
+    assert any(decodes < rows for rows, decodes, _ in replays)
+    assert pages_are_back(served)
+
+
+@pytest.mark.filterwarnings("error::RuntimeWarning")
+@pytest.mark.parametrize(("kv_format", "rank"), [("bf16", 128), ("fp8", 512)])
+def test_graphs_by_kernels(kv_format, rank, monkeypatch):
+    """Every launch and operator of a captured pass again, over memory that stays: keys are written where the step says,
+    scored and chosen over as many as there are then. What the same engine gives call by call on a CPU."""
+    model = model_of(
+        "glm_moe_dsa", torch.bfloat16, kv_lora_rank=rank, qk_rope_head_dim=64, index_head_dim=80, num_hidden_layers=2,
+        indexer_types=["full", "shared"], **EVERY_EXPERT,
+    )  # fmt: skip
+    prompts = [tokens(20, 1), tokens(4, 2), tokens(20, 1) + tokens(3, 4)]
+    wanted = served_late(engine_of(model, kv_format=kv_format), prompts, shortest=NEW)
+    replays = all_taped(monkeypatch)
+    served = engine_of(model, kv_format=kv_format, backend="emulator")
+    found = served_late(served, prompts, shortest=NEW)
+    assert any(decodes < rows for rows, decodes, _ in replays)
+    assert share_of_equal(found, wanted) > 0.8
+    assert pages_are_back(served)
+
+
+def test_graphs_of_another_formula_are_refused(monkeypatch):
+    """Torch's way has other sizes with every step, and who asks for graphs is told."""
+    monkeypatch.setattr(indexed, "have_kernels", lambda cache, backend: True)
+    all_like_cards(monkeypatch)
     model = model_of("deepseek_v32")
-    with pytest.raises(NotImplementedError, match="cuda_graphs=True is not served for models with an indexer"):
-        Engine(model, num_pages=10, cuda_graphs=True)
-    for graphs in (None, False):
-        assert not Engine(model, num_pages=10, cuda_graphs=graphs)._graphs
+    monkeypatch.setattr(torch.nn.functional, "relu", torch.nn.functional.gelu)
+    served = engine_of(model)
+    served.submit(tokens(3, 1), max_new_tokens=3)
+    with (
+        pytest.warns(RuntimeWarning, match="torch computes its scores"),
+        pytest.raises(
+            NotImplementedError, match=r"cuda_graphs=True is not served for DeepseekV32Indexer: gelu .*; leave"
+        ),
+    ):
+        run(served)
+
+
+def test_who_is_replayed():
+    """Graphs of models with an indexer are for those who ask."""
+    model = model_of("deepseek_v32")
+    assert not Engine(model, num_pages=10)._graphs
+    on_a_card = replace(Engine(model, num_pages=10).shape, device=torch.device("cuda", 0))
+    assert [batch.with_graphs(on_a_card, asked) for asked in (None, False, True)] == [False, False, True]
+    assert batch.with_graphs(replace(on_a_card, indexers=None), None)
     with pytest.raises(TypeError, match="cuda_graphs must be"):
         Engine(wide.deepseek_v3().eval(), num_pages=10, cuda_graphs="yes")
 

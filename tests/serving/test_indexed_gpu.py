@@ -60,3 +60,15 @@ def test_nobody_waits(monkeypatch):
     for name in ("__init__", "choose", "attend"):
         monkeypatch.setattr(IndexedStep, name, strictly(getattr(IndexedStep, name)))
     served_late(Engine(model, num_pages=200, token_budget=150), PROMPTS, 6)
+
+
+def test_graphs_of_decodes():
+    """Replayed, with sequences that come and go: the tokens of the same engine call by call."""
+    model = model_of("deepseek_v32", torch.bfloat16, **ROWS, **EVERY_EXPERT, index_topk=64).cuda()
+    found = []
+    for graphs in (None, True):
+        served = Engine(model, num_pages=200, max_sequences=8, token_budget=150, cuda_graphs=graphs)
+        found.append(served_late(served, PROMPTS, 6))
+        assert bool(served.stats().graph_captures) is bool(graphs)
+        assert pages_are_back(served)
+    assert share_of_equal(*found) > 0.9

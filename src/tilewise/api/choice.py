@@ -65,9 +65,9 @@ def plan_choice(
 
     rows, max_length: make a StandingChoice instead, for up to `rows` sequences of up to max_length tokens, each of
     which has `counts` query tokens, one number. `renew_plan` brings it up to date after sequences came, went or grew:
-    its memory on a GPU stays where it is, so that one captured choose_keys() is replayed over them. Scores take 4 bytes
-    per query token and token of max_length there, up to 4 GiB. q and weights then have rows · counts rows; those past
-    the sequences are idle: they are not read, and choose nothing.
+    what it says stays in one place on a GPU, so that one captured choose_keys() is replayed over them. A call takes 4
+    bytes per query token and token of max_length there, up to 4 GiB. q and weights then have rows · counts rows; those
+    past the sequences are idle: they are not read, and choose nothing.
     """
     pages = arguments.check_cache(cache)
     _index_keys(pages)
@@ -119,6 +119,9 @@ def renew_choice(plan: StandingChoice, pages: PagedKVCache, seqs: Sequence[int])
             )
     plan.now = now
     kernels.renew(plan, upload)
+    if pages._late is not None:  # places of new tokens, which another plan's list would take along
+        pages._late.settle()
+        pages._late = None
     return plan
 
 

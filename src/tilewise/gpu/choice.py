@@ -21,6 +21,7 @@ import torch
 from tilewise import arch, compiler, emulator
 from tilewise.compiler.spec import KernelSpec
 from tilewise.gpu.abi import ELEMENTS, Divisor
+from tilewise.gpu.captures import capturing
 from tilewise.plan.choice import ChoicePlan, ChoiceTiles, StandingChoice
 
 KEYS = 256  # scores.cu: kKeys, of a block
@@ -114,15 +115,13 @@ Send = Callable[["npt.NDArray[np.integer]", torch.device, "torch.Tensor | None"]
 
 @dataclass
 class _Group:
-    """Rows that are dealt with together: ChoiceTiles on the device. scores: where they are kept, None for memory that
-    is taken for each call."""
+    """Rows that are dealt with together: ChoiceTiles on the device. items: blocks of keys under tiles, at most."""
 
     tiles: torch.Tensor
     rows: torch.Tensor
     kept: int
     width: int
-    items: int  # blocks of keys under tiles, at most
-    scores: torch.Tensor | None = None
+    items: int
 
 
 @dataclass
@@ -135,21 +134,23 @@ class _Sent:
 
 
 _sent: WeakKeyDictionary[ChoicePlan | StandingChoice, dict[torch.device, _Sent]] = WeakKeyDictionary()
+_captured: dict[int, _Sent] = {}  # by their ids: a graph reads them for as long as it is, and nobody tells us how long
 
 
 def _send(plan: ChoicePlan | StandingChoice, device: torch.device, send: Send) -> _Sent:
     known = _sent.setdefault(plan, {})
+    captured = device.type == "cuda" and capturing()
     if device not in known:
+        if captured:
+            raise RuntimeError("a graph cannot capture the first choose_keys of a plan; make one before the capture")
         if isinstance(plan, ChoicePlan):
             groups = [_group(x, device, send) for x in plan.tiles(ROWS, AT_ONCE)]
             known[device] = _Sent(send(plan.pages, device, None), groups)
         else:
-            if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-                raise RuntimeError(
-                    "a graph cannot capture the first choose_keys of a plan; make one before the capture"
-                )
             known[device] = _standing(plan, device)
             renew(plan, send)
+    if captured:
+        _captured[id(known[device])] = known[device]
     return known[device]
 
 
@@ -170,10 +171,9 @@ def _standing(plan: StandingChoice, device: torch.device) -> _Sent:
     tiles = plan.rows * -(-plan.tokens_per_seq // ROWS)
     with torch.inference_mode(False):  # or a later step outside of it could not refresh them
         lists = torch.zeros(4 * tokens + 5 * tiles, dtype=torch.int32, device=device)
-        scores = torch.empty((tokens, width), dtype=torch.float32, device=device)
         pages = torch.zeros((plan.rows, plan.most_pages), dtype=torch.int32, device=device)
     rows, its = lists[: 4 * tokens].view(tokens, 4), lists[4 * tokens :].view(tiles, 5)
-    return _Sent(pages, [_Group(its, rows, tokens, width, tiles * -(-plan.max_length // KEYS), scores)], lists)
+    return _Sent(pages, [_Group(its, rows, tokens, width, tiles * -(-plan.max_length // KEYS))], lists)
 
 
 def renew(plan: StandingChoice, send: Send) -> None:
@@ -227,9 +227,7 @@ def run_choice(
     sent = _send(plan, q.device, send)
     table = IndexTable(sent.pages.data_ptr(), sent.pages.shape[1], Divisor.by(plan.page_size))
     for group in sent.groups:
-        scores = group.scores
-        if scores is None:
-            scores = torch.empty((group.kept, group.width), dtype=torch.float32, device=q.device)
+        scores = torch.empty((group.kept, group.width), dtype=torch.float32, device=q.device)
         known = {"pages": sent.pages, "scores": scores}
         if group.items:
             named = {"q": q, "weights": weights, "keys": keys, "tiles": group.tiles, "scores": scores}

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tilewise import checks
-from tilewise.formats import KVFormat
+from tilewise.formats import PLAIN, KVFormat
 from tilewise.kvcache.pool import Ints
 from tilewise.kvcache.slots import Slots, check_slots, upload
 from tilewise.kvcache.storage import copy_pages
@@ -46,18 +46,30 @@ class IndexKeys:
 
     def write(self, layer: int, slots: Slots, keys: torch.Tensor, first: int = 0) -> None:
         """Keys (n, dim) of the tokens [first, first + n) of the slots. Whoever writes a step in parts does so in order:
-        with the last of them the layer's keys count as written."""
+        with the last of them the layer's keys count as written. On a card keys may have as many rows as the slots have
+        room for there, of which those past len(slots) are idle."""
         number = self._number(layer)
         plane = self._cache.num_layers + number
         check_slots(slots, self._cache, plane)
-        stop = checks.integer("first", first, 0, len(slots)) + len(keys)
-        shape = (min(len(keys), len(slots) - first), self.dim)
+        whole = slots.room > 0 and keys.shape[:1] == (slots.room,)  # a graph that holds it may see idle ones later
+        stop = checks.integer("first", first, 0, len(slots)) + (len(slots) if whole else len(keys))
+        shape = (slots.room if whole else min(len(keys), len(slots) - first), self.dim)
         checks.tensor("keys", keys, shape=shape, dtypes=checks.FLOATS, device=self._cache.device)
-        places = slots.index[first:stop]
-        self._rows(number).index_copy_(0, places, keys.detach().to(self.dtype))
+        if whole:
+            self._append(number, keys.detach(), slots)
+        else:
+            self._rows(number).index_copy_(0, slots.index[first:stop], keys.detach().to(self.dtype))
         self._cache._written.mark(slots.host_index[first:stop], plane)
         if stop == len(slots) and plane not in slots._layers:
             slots.note_written([plane])
+
+    def _append(self, number: int, keys: torch.Tensor, slots: Slots) -> None:
+        """By a kernel, which skips places that are idle."""
+        from tilewise.gpu import append  # it needs the compiler and the driver, which a cache on the CPU does not
+
+        form = KVFormat(index_dtype_name(self._cache.format), self.dim)
+        places = slots.all_positions, slots.all_index
+        append.append(form, keys[:, None].contiguous(), None, [self._stored[number]], None, *places)
 
     def places(self, seqs: Sequence[int]) -> torch.Tensor:
         """(len(seqs), tokens of the longest) int64 on the cache's device: page · page_size + offset of each token, past
@@ -114,7 +126,12 @@ class IndexKeys:
 
 def index_dtype(form: KVFormat) -> torch.dtype:
     """Of index keys beside rows of this format."""
-    return form.dtype or torch.bfloat16
+    return PLAIN[index_dtype_name(form)]
+
+
+def index_dtype_name(form: KVFormat) -> str:
+    """The same as a format."""
+    return form.name if form.plain else "bf16"
 
 
 def index_bytes(layers: int, dim: int, form: KVFormat) -> int:

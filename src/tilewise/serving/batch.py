@@ -22,7 +22,7 @@ import torch
 from .. import checks
 from ..kvcache import PrefixCache, Slots
 from ..kvcache.slots import upload
-from .indexed import IndexedStep
+from .indexed import IndexedRows, IndexedStep
 from .requests import Tokens
 from .rows import Flight
 from .sampling import Kind, choose
@@ -276,14 +276,10 @@ class Calls:
 
 
 def with_graphs(shape: ModelShape, cuda_graphs: bool | None) -> bool:
-    """Whether passes are replayed from graphs: where that is asked for, or None, and can be."""
-    if shape.indexers is not None and cuda_graphs:
-        raise NotImplementedError(
-            "cuda_graphs=True is not served for models with an indexer, whose choice the engine's graphs do not hold; "
-            "leave cuda_graphs out, and steps go call by call"
-        )
-    wanted = True if cuda_graphs is None else checks.flag("cuda_graphs", cuda_graphs)
-    return wanted and shape.indexers is None and shape.device.type == "cuda"
+    """Whether passes are replayed from graphs: where that can be, if it is asked for, or None. With an indexer None
+    means call by call, until its graphs were seen on a card."""
+    wanted = shape.indexers is None if cuda_graphs is None else checks.flag("cuda_graphs", cuda_graphs)
+    return wanted and shape.device.type == "cuda"
 
 
 def check_layers(came: set[int], layers: int) -> None:
@@ -321,7 +317,9 @@ class Batches:
         self.sizes = _sizes(self.max_rows) if static else []
         # Pages of another dtype than the model's are converted for prompts, step by step; and blocks of positions that
         # do not begin with a page are masked.
+        # And how many keys an indexer scores for prompts is no graph's.
         mixed = static and cache.format.dtype == model.shape.dtype and not model.shape.chunk % cache.page_size
+        mixed = mixed and model.shape.indexers is None
         self.mixed_sizes = mixed_sizes(min(most_tokens, MOST_TOKENS)) if mixed else []
         self._passes: dict[tuple[int, bool], Pass] = {}
         self._decodes: dict[int, Decodes] = {}
@@ -381,7 +379,12 @@ class Batches:
         if found is None:
             rows = min(size, self.max_rows)
             chunks = min(max(1, size // 2), self.max_rows) if mixed else 0  # each of them has two tokens at least
-            step = StandingRows(self._decodes_of(rows), size, chunks, backend=self._backend)
+            decodes, indexers = self._decodes_of(rows), self._model.shape.indexers
+            step = (
+                StandingRows(decodes, size, chunks, backend=self._backend)
+                if indexers is None
+                else IndexedRows(decodes, size, indexers=indexers, backend=self._backend)
+            )
             found = self._passes[size, mixed] = Pass(self._model, step, self.chosen, self._pool)
         return found
 

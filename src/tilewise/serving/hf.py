@@ -56,7 +56,7 @@ def attention(
     (1, T, Hq, Dv). A layer with fewer KV heads or channels than the cache has room for is widened to it."""
     if tilewise_step is None:
         raise RuntimeError(f'attention implementation "{NAME}" serves tilewise.Engine alone; set another for this call')
-    lists = isinstance(tilewise_step, indexed.IndexedStep)
+    lists = isinstance(tilewise_step, indexed.STEPS)
     if attention_mask is not None and not lists:
         raise NotImplementedError(
             f"{type(module).__name__} brings an attention mask of its own; tilewise.generate serves causal attention "
@@ -179,7 +179,7 @@ class ServedModel:
             with torch.no_grad():
                 return self._segments.forward(tokens, step, keep)
         more: dict[str, Any] = {}
-        if isinstance(step, indexed.IndexedStep):  # its layers cut a mask for their indexers, which have another one
+        if isinstance(step, indexed.STEPS):  # its layers cut a mask for their indexers, which have another one
             more = {"past_key_values": indexed.Past(step), "attention_mask": tokens.new_zeros((1, 1, 1, 1))}
         with self._own_attention(), torch.no_grad():
             logits: torch.Tensor = self.model(

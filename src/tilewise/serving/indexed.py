@@ -17,7 +17,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
@@ -27,10 +27,10 @@ from ..api.rows import attend_rows
 from ..kvcache import PagedKVCache, PrefixCache, Rotary, Slots
 from ..kvcache.slots import upload
 from ..plan import StepPlan
-from ..plan.choice import ChoicePlan
+from ..plan.choice import ChoicePlan, StandingChoice
 from ..scores import DecodeOptions, Reach
 from . import indexer_formula as formula
-from .steps import DecodeStep, MixedStep
+from .steps import Decodes, DecodeStep, Longs, MixedStep, StandingRows
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -111,7 +111,7 @@ def _forward(
 ) -> torch.Tensor:
     given = signature.bind(module, *args, **kwargs).arguments
     del given["self"]
-    step: IndexedStep = given["past_key_values"].step
+    step: Indexed = given["past_key_values"].step
 
     def call(group: Group | None, **replaced: Any) -> Any:
         its = {name: x for name, x in given.items() if name not in replaced}
@@ -130,7 +130,7 @@ def have_kernels(cache: PagedKVCache, backend: str) -> bool:
 class Past:
     """In the place of past_key_values during a pass: layers get their own rows back from it, and indexers the step."""
 
-    def __init__(self, step: IndexedStep) -> None:
+    def __init__(self, step: Indexed) -> None:
         self.step = step
 
     def update(self, k: torch.Tensor, v: torch.Tensor, *_: Any, **__: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -162,7 +162,7 @@ class Group:
 class _StandInKeys:
     """In the place of past_key_values in an indexer's call for all tokens of a step, of which none gets keys."""
 
-    def __init__(self, step: IndexedStep, layer: int) -> None:
+    def __init__(self, step: Indexed, layer: int) -> None:
         self.step, self.layer, self.asked = step, layer, 0
 
     def update_indexer(self, keys: torch.Tensor, *_: Any) -> formula.Keys:
@@ -172,11 +172,126 @@ class _StandInKeys:
         self.asked += 1
         if keys.dtype != its.dtype:
             raise formula.NotFollowed(f"the model makes keys in {keys.dtype}, and the cache keeps {its.dtype}")
-        row = 0
-        for slots in self.step.all_slots:
-            its.write(self.layer, slots, keys[0, row : row + len(slots)])
-            row += len(slots)
+        self.step.write_keys(self.layer, keys[0])
         return formula.Keys.of(1, self.step.longest, its.dim, its.dtype, keys.device)
+
+
+class Indexed(Protocol):
+    """A step of a model with indexers. longest: keys of which stand-ins speak, as many as a sequence has or more."""
+
+    cache: PagedKVCache
+    indexers: Indexers
+    longest: int
+    backend: str
+
+    def choose(self, layer: int, indexer: Callable[..., Any], kind: type) -> torch.Tensor:
+        """(1, tokens, topk) int32: the rows of the cache's storage that each reads, −1 for none; of tokens that see all
+        keys, anything.
+
+        indexer: its forward, of a group or of all tokens, and with what is replaced; `kind` is its class.
+        """
+
+    def write_keys(self, layer: int, keys: torch.Tensor) -> None:
+        """Those of the step's tokens, (tokens, dim)."""
+
+
+def by_stand_ins(
+    step: Indexed, layer: int, indexer: Callable[..., Any], tokens: int, plan: ChoicePlan | StandingChoice | None
+) -> torch.Tensor:
+    """What choose() gives, by choose_keys, of what the indexer makes of stand-ins in one call for all tokens.
+
+    plan: None if all tokens see all keys.
+    """
+    topk = step.indexers.topk
+    keys = _StandInKeys(step, layer)
+    mask = formula.Mask.of(1, tokens, step.longest, step.cache.device)
+    choice = formula.choice_of(lambda: indexer(None, attention_mask=mask, past_key_values=keys))
+    if keys.asked != 1 or choice.shape != (1, tokens, topk):
+        raise formula.NotFollowed(f"it asked for keys {keys.asked} times and chose {tuple(choice.shape)}")
+    if plan is None:
+        return torch.empty((1, tokens, topk), dtype=torch.int32, device=step.cache.device)
+    try:
+        return api.choose_keys(
+            choice.q, choice.weights, step.cache, layer, plan, rows=True, backend=step.backend
+        )[None]  # fmt: skip
+    except NotImplementedError as error:
+        raise formula.NotFollowed(str(error)) from error
+
+
+def check_listed(layer: int, q: torch.Tensor, indices: torch.Tensor | None, topk: int, reach: Reach) -> torch.Tensor:
+    """The lists of a layer's queries, (tokens, topk). NotImplementedError for a layer without."""
+    if indices is None or indices.shape != (1, len(q), topk) or not reach.whole:
+        given = None if indices is None else tuple(indices.shape)
+        raise NotImplementedError(
+            f"layer {layer} came with indices {given} and {reach}; layers that read the keys that an indexer chose, "
+            "without a window or chunks, are served; use model.generate"
+        )
+    return indices[0]
+
+
+def stored_rows(cache: PagedKVCache, layer: int) -> torch.Tensor:
+    """(pages · page_size, width): a layer's rows as they are stored."""
+    pages = cache.rows(layer) if cache.format.latent else cache.parts(layer)[0][0]
+    return pages.flatten(0, 2)
+
+
+class IndexedRows(StandingRows):
+    """StandingRows of a model with indexers, of decodes alone: all of them read lists, those of short sequences with −1
+    in them, so that a graph serves any lengths."""
+
+    def __init__(self, decodes: Decodes, rows: int, *, indexers: Indexers, backend: str = "auto") -> None:
+        super().__init__(decodes, rows, 0, backend=backend)
+        self.indexers, self.longest = indexers, max(indexers.topk, decodes.max_length)
+        self._choice: StandingChoice | None = None
+
+    def renew(self, seqs: list[int], chunks: list[tuple[int, int]], positions: Longs, index: Longs) -> None:
+        super().renew(seqs, chunks, positions, index)
+        if self._choice is None:
+            self._choice = api.plan_choice(
+                self.prefix, seqs, topk=self.indexers.topk, rows=self.rows, max_length=self.decodes.max_length
+            )
+        else:
+            api.renew_plan(self._choice, self.prefix, seqs)
+
+    def choose(self, layer: int, indexer: Callable[..., Any], kind: type) -> torch.Tensor:
+        try:
+            return by_stand_ins(self, layer, indexer, self.rows, self._choice)
+        except formula.NotFollowed as why:
+            raise NotImplementedError(
+                f"cuda_graphs=True is not served for {kind.__name__}: {why}; leave cuda_graphs out, and torch computes "
+                "its scores call by call"
+            ) from why
+
+    def write_keys(self, layer: int, keys: torch.Tensor) -> None:
+        assert self.cache.index_keys is not None
+        self.cache.index_keys.write(layer, self.slots, keys[: self._taken(keys)])
+
+    def attend(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        *,
+        reach: Reach,
+        rotary: Rotary | None = None,
+        indices: torch.Tensor | None = None,
+        **options: Unpack[DecodeOptions],
+    ) -> torch.Tensor:
+        """indices: (1, tokens, topk), what choose() gave this layer's indexer, or that of a layer before."""
+        its = check_listed(layer, q, indices, self.indexers.topk, reach)
+        self.write(layer, q, k, v, rotary)
+        value_dim = self.cache.value_dim
+        o, _ = attend_rows(
+            q,
+            stored_rows(self.cache, layer),
+            self.cache.format,
+            its,
+            value_dim=value_dim,
+            backend=self.backend,
+            **options,
+        )
+        return o
 
 
 class _Keys:
@@ -233,11 +348,6 @@ class IndexedStep(MixedStep):
         self._choice: ChoicePlan | None = None  # of the other, when one is asked for
         self._plan: StepPlan | None = None
 
-    @property
-    def all_slots(self) -> list[Slots]:
-        """Of the tokens in their order."""
-        return [*self.parts, *([] if self.decode is None else [self.decode.slots])]
-
     def _chunk_groups(self) -> Iterator[Group]:
         """Chunks of prompts: neighbours that see all keys together, others alone, in pieces that fit."""
         row = 0
@@ -283,14 +393,9 @@ class IndexedStep(MixedStep):
             yield Group(slice(row + first, row + first + len(some)), slots, first, len(some), places)
 
     def choose(self, layer: int, indexer: Callable[..., Any], kind: type) -> torch.Tensor:
-        """(1, tokens, topk) int32: the rows of the cache's storage that each reads, −1 for none; of tokens that see all
-        keys, anything.
-
-        indexer: its forward, of a group or of all tokens, and with what is replaced; `kind` is its class.
-        """
         if have_kernels(self.cache, self.backend) and kind not in self._by_torch:
             try:
-                return self._by_stand_ins(layer, indexer)
+                return by_stand_ins(self, layer, indexer, len(self._positions), self._planned_choice())
             except formula.NotFollowed as why:
                 self._by_torch.add(kind)
                 said = f"{kind.__name__}: {why}; torch computes its scores, over copies of the keys"
@@ -306,25 +411,20 @@ class IndexedStep(MixedStep):
                 found[group.rows, count:] = -1
         return found[None]
 
-    def _by_stand_ins(self, layer: int, indexer: Callable[..., Any]) -> torch.Tensor:
-        """The same by choose_keys, of what the indexer makes of stand-ins in one call for all tokens."""
-        count, topk = len(self._positions), self.indexers.topk
-        keys = _StandInKeys(self, layer)
-        mask = formula.Mask.of(1, count, self.longest, self.cache.device)
-        choice = formula.choice_of(lambda: indexer(None, attention_mask=mask, past_key_values=keys))
-        if keys.asked != 1 or choice.shape != (1, count, topk):
-            raise formula.NotFollowed(f"it asked for keys {keys.asked} times and chose {tuple(choice.shape)}")
-        if not len(self._listed):
-            return self._positions.new_empty((1, count, topk), dtype=torch.int32)
-        if self._choice is None:
+    def _planned_choice(self) -> ChoicePlan | None:
+        """Of all tokens, made once; None if all of them see all keys."""
+        if self._choice is None and len(self._listed):
             decoded = [] if self.decode is None else self.decode.seqs
             counts = [*self.counts, *[1] * len(decoded)]
-            self._choice = api.plan_choice(self.cache, [*self.seqs, *decoded], counts, topk=topk)
-        its = (choice.q, choice.weights, self.cache, layer, self._choice)
-        try:
-            return api.choose_keys(*its, rows=True, backend=self.backend)[None]
-        except NotImplementedError as error:
-            raise formula.NotFollowed(str(error)) from error
+            self._choice = api.plan_choice(self.cache, [*self.seqs, *decoded], counts, topk=self.indexers.topk)
+        return self._choice
+
+    def write_keys(self, layer: int, keys: torch.Tensor) -> None:
+        assert self.cache.index_keys is not None
+        row = 0
+        for slots in (*self.parts, *([] if self.decode is None else [self.decode.slots])):
+            self.cache.index_keys.write(layer, slots, keys[row : row + len(slots)])
+            row += len(slots)
 
     def _positions_of(self, layer: int, indexer: Callable[..., Any], kind: type, group: Group) -> torch.Tensor:
         """(batch, tokens, keys chosen): positions in the sequences, by torch."""
@@ -356,19 +456,14 @@ class IndexedStep(MixedStep):
         **options: Unpack[DecodeOptions],
     ) -> torch.Tensor:
         """indices: (1, tokens, topk), what choose() gave this layer's indexer, or that of a layer before."""
-        if indices is None or indices.shape != (1, len(q), self.indexers.topk) or not reach.whole:
-            given = None if indices is None else tuple(indices.shape)
-            raise NotImplementedError(
-                f"layer {layer} came with indices {given} and {reach}; layers that read the keys that an indexer "
-                "chose, without a window or chunks, are served; use model.generate"
-            )
+        lists = check_listed(layer, q, indices, self.indexers.topk, reach)
         if not len(self._listed):
             return super().attend(layer, q, k, v, reach=reach, rotary=rotary, **options)
         self.write(layer, q, k, v, rotary)
         everybody = not len(self._seeing)
-        its = (q, indices[0]) if everybody else (q[self._listed], indices[0, self._listed])
+        its = (q, lists) if everybody else (q[self._listed], lists[self._listed])
         o, _ = attend_rows(
-            its[0], self._rows(layer), self.cache.format, its[1], value_dim=self.cache.value_dim,
+            its[0], stored_rows(self.cache, layer), self.cache.format, its[1], value_dim=self.cache.value_dim,
             folds=self._folds, backend=self.backend, **options,
         )  # fmt: skip
         if everybody:
@@ -381,7 +476,5 @@ class IndexedStep(MixedStep):
         both[self._listed], both[self._seeing] = o, seen
         return both
 
-    def _rows(self, layer: int) -> torch.Tensor:
-        """(pages · page_size, width): a layer's rows as they are stored."""
-        pages = self.cache.rows(layer) if self.cache.format.latent else self.cache.parts(layer)[0][0]
-        return pages.flatten(0, 2)
+
+STEPS = (IndexedStep, IndexedRows)

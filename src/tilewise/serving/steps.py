@@ -190,12 +190,7 @@ class StandingRows:
         rotary: Rotary | None = None,
         **options: Unpack[DecodeOptions],
     ) -> torch.Tensor:
-        check_layer(self.cache, layer, k, v)
-        self.layers.add(layer)
-        count = len(k) if self.slots.room else len(self.slots)  # places on a card have room for idle rows
-        turned = None if rotary is None else q[:count]
-        its = (k[:count], stored(self.cache, v[:count]))
-        self.cache.write(layer, self.slots, *its, rotary=rotary, q=turned)
+        self.write(layer, q, k, v, rotary)
         o: torch.Tensor
         if self.max_chunks:
             o = api.attend(q, self.cache, layer, self._plan(reach), backend=self.backend, **options)
@@ -203,6 +198,19 @@ class StandingRows:
             plan = self.decodes.plan(reach)
             o = api.decode(q[:, None], self.cache, layer, plan, backend=self.backend, **options)[:, 0]
         return o
+
+    def write(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rotary: Rotary | None) -> None:
+        """The new keys and values of a layer, turned by rotary, and q with them."""
+        check_layer(self.cache, layer, k, v)
+        self.layers.add(layer)
+        count = self._taken(k)
+        turned = None if rotary is None else q[:count]
+        its = (k[:count], stored(self.cache, v[:count]))
+        self.cache.write(layer, self.slots, *its, rotary=rotary, q=turned)
+
+    def _taken(self, x: torch.Tensor) -> int:
+        """How many of x's rows are written: places on a card have room for idle ones."""
+        return len(x) if self.slots.room else len(self.slots)
 
     def _plan(self, reach: Reach) -> StandingStep:
         if reach not in self.plans:
