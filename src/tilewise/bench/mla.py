@@ -17,8 +17,8 @@ from ..gpu import choice, mla_kernels, mla_mma
 from ..kvcache import PagedKVCache
 from ..plan.show import find_card
 from . import prefill, warm
-from .measure import OK, WRONG, Result, time_replays
-from .mla_choice import TOPK, TORCH, ChoiceRow, time_choice
+from .measure import Result
+from .mla_choice import TOPK, TORCH, WRITTEN, ChoiceRow, time_choice, timed
 from .prefill import Goal
 from .records import records
 from .sweep import Sheet, attempt
@@ -27,8 +27,6 @@ from .workloads import Point, backends, complete
 HEAD_DIM, VALUE_DIM, PAGE_SIZE = 576, 512, 64
 UNSHARED, BF16 = "unshared", "bf16"
 COLUMNS = ("ours", UNSHARED, BF16, TORCH, "floor")
-BUDGET = 0.3  # seconds of replays per row
-WRITTEN = 1 << 16  # tokens that are written at a time
 
 
 @dataclass(frozen=True)
@@ -207,19 +205,7 @@ def _time(row: prefill.Row, loops: int | None) -> list[Result]:
     if point.kv_format != "bf16":
         add(f"{ours}, {BF16}", "bf16")
     errors = {name: judged(call(), q, *caches[n], indices) for n, (name, call) in enumerate(calls.items())}
-    timings = time_replays(calls, device=torch.device(point.device), loops=loops, budget=BUDGET)
-    found = []
-    for name, (error, allowed) in errors.items():
-        timing = timings.get(name)
-        seconds = None if timing is None else timing.median
-        found.append(
-            Result(
-                name, True, OK if error <= allowed else WRONG, error=error, allowed=allowed, timing=timing,
-                tflops=None if seconds is None else row.flops / seconds / 1e12,
-                gbps=None if seconds is None else row.bytes / seconds / 1e9,
-            )
-        )  # fmt: skip
-    return found
+    return timed(row, calls, errors, loops)
 
 
 def judged(

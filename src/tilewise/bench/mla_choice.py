@@ -6,8 +6,9 @@ gathered for each sequence.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -17,13 +18,24 @@ from ..plan.choice import ChoicePlan
 from ..plan.show import find_card
 from . import prefill
 from .measure import OK, WRONG, Result, time_replays
-from .workloads import backends
+from .workloads import Point, backends
 
 TORCH = "torch"
 TOPK = 2048
 MOST = 1 << 30  # scores of heads that torch is asked for at once: 4 GiB
 WRITTEN = 1 << 16  # tokens that are written at a time
 BUDGET = 0.3  # seconds of replays per row
+
+
+class Counted(Protocol):
+    """A row of the table, with what it multiplies and what it reads."""
+
+    @property
+    def point(self) -> Point: ...
+    @property
+    def flops(self) -> int: ...
+    @property
+    def bytes(self) -> int: ...
 
 
 @dataclass(frozen=True)
@@ -85,14 +97,24 @@ def time_choice(row: prefill.Row, loops: int | None) -> list[Result]:
         places = index.places(seqs)
         calls[TORCH] = lambda: by_torch(q, weights, index.read(0, places), row.chosen)
     errors = {name: (shortfall(call(), q, weights, cache, plan), 1.0) for name, call in calls.items()}
-    timings = time_replays(calls, device=torch.device(point.device), loops=loops, budget=BUDGET)
+    return timed(row, calls, errors, loops)
+
+
+def timed(
+    row: Counted,
+    calls: Mapping[str, Callable[[], object]],
+    errors: Mapping[str, tuple[float, float]],
+    loops: int | None,
+) -> list[Result]:
+    """What the calls of a row take, beside what was found of their answers, (error, allowed). All but torch's are ours."""
+    timings = time_replays(calls, device=torch.device(row.point.device), loops=loops, budget=BUDGET)
     found = []
     for name, (error, allowed) in errors.items():
         timing = timings.get(name)
         seconds = None if timing is None else timing.median
         found.append(
             Result(
-                name, name == ours, OK if error <= allowed else WRONG, error=error, allowed=allowed, timing=timing,
+                name, name != TORCH, OK if error <= allowed else WRONG, error=error, allowed=allowed, timing=timing,
                 tflops=None if seconds is None else row.flops / seconds / 1e12,
                 gbps=None if seconds is None else row.bytes / seconds / 1e9,
             )

@@ -281,17 +281,8 @@ class IndexedRows(StandingRows):
         """indices: (1, tokens, topk), what choose() gave this layer's indexer, or that of a layer before."""
         its = check_listed(layer, q, indices, self.indexers.topk, reach)
         self.write(layer, q, k, v, rotary)
-        value_dim = self.cache.value_dim
-        o, _ = attend_rows(
-            q,
-            stored_rows(self.cache, layer),
-            self.cache.format,
-            its,
-            value_dim=value_dim,
-            backend=self.backend,
-            **options,
-        )
-        return o
+        rows, form = stored_rows(self.cache, layer), self.cache.format
+        return attend_rows(q, rows, form, its, value_dim=self.cache.value_dim, backend=self.backend, **options)[0]
 
 
 class _Keys:
