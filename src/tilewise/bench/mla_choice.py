@@ -106,7 +106,7 @@ def timed(
     errors: Mapping[str, tuple[float, float]],
     loops: int | None,
 ) -> list[Result]:
-    """What the calls of a row take, beside what was found of their answers, (error, allowed). All but torch's are ours."""
+    """What a row's calls take, beside (error, allowed) of their answers. All but torch's are ours."""
     timings = time_replays(calls, device=torch.device(row.point.device), loops=loops, budget=BUDGET)
     found = []
     for name, (error, allowed) in errors.items():
