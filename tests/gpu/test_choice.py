@@ -28,6 +28,21 @@ def test_the_best_are_chosen(lengths, counts, topk, sizes):
     assert torch.equal(stored, where.masked_fill(found < 0, -1))
 
 
+def test_a_token_whose_own_key_begins_a_block():
+    """And those around it: each likes its own key best."""
+    problem = Problem([262], 10, 1)
+    problem.weights = problem.weights.abs()
+    index = problem.cache.index_keys
+    own = 20 * problem.q.float().sum(1).sign()
+    index.stored(2)[index.places(problem.seqs)[0, 252:]] = own.to(torch.bfloat16)
+    problem.keys[0][252:] = own
+    found = problem.choose("emulator")
+    check(problem, found)
+    assert 256 in found
+    problem.q[:] = own.sign()[:, None].to(torch.bfloat16)
+    assert problem.choose("emulator").flatten().tolist() == list(range(252, 262))
+
+
 def run(problem, **emulated):
     stored = problem.cache.index_keys.stored(2)
     return choice.run_choice(problem.q, problem.weights, stored, problem.plan, rows=False, send=upload, **emulated)

@@ -188,7 +188,7 @@ def renew(plan: StandingChoice, send: Send) -> None:
             tiles[: len(its.tiles)], rows[: len(its.rows)] = its.tiles, its.rows
             rows[len(its.rows) :, 0] = np.arange(len(its.rows), len(rows))
         send(values, device, sent.lists)
-        pages = plan.now.pages
+        pages = plan.now.pages[:, : plan.most_pages]  # a sequence may have more of them than tokens to fill them
         if pages.size:
             send(pages, device, sent.pages[: len(pages), : pages.shape[1]])
 

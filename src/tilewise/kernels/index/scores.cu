@@ -9,8 +9,8 @@
 // eight neighbours, 16 bytes, for its share of two steps of depth: so keys come from memory to registers at once, and
 // queries from shared memory by 16 bytes per lane.
 //
-// Items, blocks of keys under tiles, are as many as tiles need, which the host may not know: each block counts them, and
-// takes every so manieth.
+// Items are blocks of keys under tiles. How many there are follows from the tiles, which may be others in each replay of
+// a graph: so each block counts them, and takes those that are a grid apart.
 #include "decode/plan_block.cuh"
 #include "index/args.cuh"
 #include "tile/mma.cuh"
@@ -177,15 +177,14 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2) index_scores(const __g
         before += int(items.all);
 #pragma unroll 1
         for (; item < before; item += gridDim.x) {
-            if (mine <= item && item < mine + blocks) {
+            if (mine <= item && item < mine + blocks) {  // all know by now which tile the item before was of
                 sTile[0] = n;
                 sTile[1] = item - mine;
             }
-            ptx::sync_threads();
+            ptx::sync_threads();  // and no longer need its stages
             const ScoreTile tile = tiles[sTile[0]];
             const int block = sTile[1];
             score(args, tile, block * kKeys);
-            ptx::sync_threads();  // stages, and which tile it was, are no longer needed
         }
     }
 }
