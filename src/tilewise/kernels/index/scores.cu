@@ -9,8 +9,8 @@
 // eight neighbours, 16 bytes, for its share of two steps of depth: so keys come from memory to registers at once, and
 // queries from shared memory by 16 bytes per lane.
 //
-// Items are blocks of keys under tiles. How many there are follows from the tiles, which may be others in each replay of
-// a graph: so each block counts them, and takes those that are a grid apart.
+// Items are blocks of keys under tiles. How many there are follows from the tiles, which may be others in each replay
+// of a graph: so each block counts them, and takes those that are a grid apart.
 #include "decode/plan_block.cuh"
 #include "index/args.cuh"
 #include "tile/mma.cuh"
