@@ -7,7 +7,7 @@ import sys
 import types
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -177,6 +177,13 @@ def decode(need: Need, sequences: int) -> None:
     assert len(slots)
 
 
+class Placed(NamedTuple):
+    """Slots, as far as a kernel asks."""
+
+    all_positions: torch.Tensor
+    all_index: torch.Tensor
+
+
 def choose(need: Need) -> None:
     """The keys of the indexer that a query token reads."""
     assert need.chosen is not None
@@ -185,6 +192,7 @@ def choose(need: Need) -> None:
     seq = pages.allocate()
     slots = pages.extend([seq], 100)
     pages.index_keys.write(0, slots, torch.zeros(100, dim))
+    pages.index_keys._append(0, torch.zeros(100, dim, dtype=need.dtype), Placed(slots.positions, slots.index))
     q, weights = torch.zeros(2, heads, dim, dtype=need.dtype), torch.zeros(2, heads)
     tilewise.choose_keys(q, weights, pages, 0, tilewise.plan_choice(pages, [seq], 2, topk=32), backend="emulator")
 

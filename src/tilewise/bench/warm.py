@@ -40,6 +40,7 @@ from tilewise.gpu.mla_kernels import CLASSES
 from tilewise.gpu.mla_rows import ONE_PAGE
 from tilewise.gpu.tilings import out_dtype
 from tilewise.kvcache import PagedKVCache, storage
+from tilewise.kvcache.index_keys import index_dtype_name
 from tilewise.scores import Scores
 
 from ..integrations.transformers_config import AttentionShape
@@ -215,6 +216,8 @@ def _latent(need: Need) -> Iterator[KernelSpec]:
         yield mla.spec_of(*form, rows, need.page_size, CPU, rule)
         if need.chosen and not more:
             yield mla.spec_of(*form, rows, ONE_PAGE, CPU, rule, chosen=True)
+    if need.chosen:
+        yield append.append_spec(need.dtype, KVFormat(index_dtype_name(need.form), need.chosen[1]))
     if need.chosen and not choice.why_not(need.dtype, *need.chosen):
         yield from (choice.scores_spec(need.dtype, *need.chosen), choice.SELECT_SPEC)
 
